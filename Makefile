@@ -1,0 +1,39 @@
+PYTHON ?= python3
+VENV := .venv
+VLLM_VENV := .venv-vllm
+ARGS ?=
+
+# Each target asks bootstrap for its environment; when nothing changed that takes a fraction of a second.
+BOOTSTRAP := $(PYTHON) scripts/bootstrap.py
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-vllm lint ruff mypy clean env env-vllm
+
+help: ## list these targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: env ## run the demonstration (ARGS="..." goes to `peagle demo`)
+	@$(VENV)/bin/peagle demo $(ARGS)
+
+test: env ## run the tests (ARGS="..." goes to pytest)
+	@$(VENV)/bin/python -m pytest $(ARGS)
+
+test-vllm: env-vllm ## run the tests against stock vLLM on the CPU, in an environment of their own
+	@VLLM_CPU_KVCACHE_SPACE=1 VLLM_ENABLE_V1_MULTIPROCESSING=0 \
+		$(VLLM_VENV)/bin/python -m pytest -m vllm tests/parity $(ARGS)
+
+lint: ruff mypy ## check style (ruff) and types (mypy)
+ruff: env
+	@$(VENV)/bin/ruff check .
+mypy: env
+	@$(VENV)/bin/mypy
+
+clean: ## delete the environments, build outputs and caches
+	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find peagle scripts tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+env:
+	@$(BOOTSTRAP) $(VENV) --extra dev
+
+env-vllm:
+	@$(BOOTSTRAP) $(VLLM_VENV) --vllm

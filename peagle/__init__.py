@@ -1,0 +1,58 @@
+"""peagle: faster answers from large language models with parallel speculative decoding.
+
+    import peagle
+    target = peagle.load_target(peagle.resolve_target("smollm2-135m"))
+    drafter = peagle.load_drafter(peagle.resolve_drafter("smollm2-135m-p-eagle"), target.model)
+    out = peagle.generate(target.model, prompt_ids, peagle.SamplingParams(), target.eos_ids, drafter, 7)
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from peagle.checkpoints.drafter import load_drafter, save_drafter
+    from peagle.checkpoints.target import load_target, load_tokenizer
+    from peagle.config import SamplingParams
+    from peagle.errors import UserError
+    from peagle.hub import resolve_drafter, resolve_target
+    from peagle.models.decoder import Decoder
+    from peagle.models.drafter import Drafter
+    from peagle.reference import generate
+
+# Imported on first use, so that `import peagle` and `peagle --help` do not wait for torch.
+_HOME = {
+    "load_drafter": "peagle.checkpoints.drafter",
+    "save_drafter": "peagle.checkpoints.drafter",
+    "load_target": "peagle.checkpoints.target",
+    "load_tokenizer": "peagle.checkpoints.target",
+    "SamplingParams": "peagle.config",
+    "UserError": "peagle.errors",
+    "resolve_drafter": "peagle.hub",
+    "resolve_target": "peagle.hub",
+    "Decoder": "peagle.models.decoder",
+    "Drafter": "peagle.models.drafter",
+    "generate": "peagle.reference",
+}
+__all__ = [
+    "Decoder",
+    "Drafter",
+    "SamplingParams",
+    "UserError",
+    "generate",
+    "load_drafter",
+    "load_target",
+    "load_tokenizer",
+    "resolve_drafter",
+    "resolve_target",
+    "save_drafter",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'peagle' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)

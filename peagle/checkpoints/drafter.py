@@ -1,0 +1,248 @@
+"""A drafter's folder <-> `Drafter`, in the plain format that stock vLLM loads.
+
+Reads every spelling in use (layer 0 as `midlayer.` or `layers.0.`, each name of the mask id, the speculators
+format's config) and writes one. What vLLM swallows silently, such as a missing `fc.weight`, is refused here.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from peagle.checkpoints import speculators
+from peagle.checkpoints.fields import Fields, completed, layer_config, layer_fields, rope_config, rope_fields
+from peagle.checkpoints.files import Weights, read_config_json, write_folder, write_json, write_weights
+from peagle.checkpoints.slots import Layout, fill, layout_of, problems, unfill
+from peagle.checkpoints.target import sliding_windows
+from peagle.config import DEFAULT_MASK_ID_NAMES, DecoderConfig, DrafterConfig
+from peagle.errors import UserError
+from peagle.models.decoder import Decoder
+from peagle.models.drafter import Drafter
+
+ARCHITECTURES = {"llama": "LlamaForCausalLMEagle3", "qwen3": "Eagle3Qwen3ForCausalLM"}
+DERIVED = ("t2d",)  # written for readers that want it, made anew from d2t, never read
+
+
+def mask_ids(values: dict[str, Any]) -> dict[str, int]:
+    """Each name under which a config gives the id of the mask token."""
+    return {name: values[name] for name in DEFAULT_MASK_ID_NAMES if values.get(name) is not None}
+
+
+def canonical(name: str) -> str:
+    """The module's name for a tensor of the file."""
+    return re.sub(r"^midlayer\.", "layers.0.", name)
+
+
+def read_drafter_config(folder: Path, target: DecoderConfig | None = None) -> DrafterConfig:
+    """`target` is asked only for the default taps of a drafter whose config names none."""
+    values = plain_values(folder)
+    source = folder / "config.json"
+    kind = values.get("model_type", "llama")
+    if kind not in ARCHITECTURES:
+        raise UserError(f"{source}: a {kind!r} drafter is not supported; supported: {', '.join(ARCHITECTURES)}")
+    fields = completed({**values, "model_type": kind}, source)
+    nested = fields.section("eagle_config")
+    if nested.get("use_aux_hidden_state", bool, True) is False:
+        raise UserError(f"{source}: a drafter without tapped layers (use_aux_hidden_state false) is EAGLE-1")
+    bias = fields.get("attention_bias", bool, False)
+    num_layers = fields.size("num_hidden_layers")
+    vocab = fields.size("vocab_size")
+    layer = layer_config(fields, qkv_bias=bias, out_bias=bias, qk_norm=kind == "qwen3")
+    windows = sliding_windows(fields, num_layers)
+    names = {canonical(name) for name in Weights(folder).names()}
+    return DrafterConfig(
+        vocab_size=vocab,
+        draft_vocab_size=fields.size("draft_vocab_size", vocab),
+        num_layers=num_layers,
+        layer=layer,
+        rope=rope_config(fields),
+        max_positions=fields.size("max_position_embeddings"),
+        target_hidden_size=fields.size("target_hidden_size", layer.hidden_size),
+        taps=_taps(fields, nested, target),
+        mask_token_id=_mask_id(values, source, parallel="mask_hidden" in names, vocab=vocab),
+        fc_norm=fields.get("fc_norm", bool, False),
+        norm_before_fc=nested.get("norm_before_fc", bool, fields.get("norm_before_fc", bool, False)),
+        norm_before_residual=fields.get("norm_before_residual", bool, False),
+        norm_output=fields.get("norm_output", bool, False),
+        own_embeddings="embed_tokens.weight" in names,
+        own_head="lm_head.weight" in names,
+        windows=windows if any(windows) else (),
+    )
+
+
+def plain_values(folder: Path) -> dict[str, Any]:
+    """The folder's config in the plain format's terms, whichever format it is in."""
+    values = read_config_json(folder)
+    if speculators.is_speculators(values):
+        return speculators.to_plain(values, folder / "config.json")
+    return values
+
+
+def _taps(fields: Fields, nested: Fields, target: DecoderConfig | None) -> tuple[int, ...]:
+    name = "eagle_aux_hidden_state_layer_ids"
+    taps = fields.int_list(name) or nested.int_list(name)
+    if taps is None:
+        if target is None:
+            raise fields.wrong(f"no {name}: name the target (--target), whose default taps are meant then")
+        taps = target.default_taps
+    if len(set(taps)) != len(taps) or min(taps) < 0:
+        raise fields.wrong(f"{name} is {list(taps)}, expected different layers, from 0 up")
+    return tuple(sorted(taps))
+
+
+def _mask_id(values: dict[str, Any], source: Path, parallel: bool, vocab: int) -> int | None:
+    ids = mask_ids(values)
+    if not parallel:
+        if ids:
+            raise UserError(f"{source}: has a mask id ({ids}), but the weights hold no mask_hidden")
+        return None
+    if not ids:
+        names = ", ".join(DEFAULT_MASK_ID_NAMES)
+        raise UserError(f"{source}: the weights hold mask_hidden, but no mask id is given (one of {names})")
+    if len(set(map(repr, ids.values()))) > 1:
+        raise UserError(f"{source}: mask ids disagree: {ids}")
+    mask_id = next(iter(ids.values()))
+    if type(mask_id) is not int or not 0 <= mask_id < vocab:
+        raise UserError(f"{source}: mask id {mask_id!r} is not in the vocabulary (0 to {vocab - 1})")
+    return mask_id
+
+
+def drafter_layout(cfg: DrafterConfig) -> Layout:
+    with torch.device("meta"):
+        return layout_of(Drafter(cfg), cfg.layer)
+
+
+def tensor_problems(cfg: DrafterConfig, shapes: dict[str, tuple[int, ...]]) -> list[str]:
+    """What is wrong with the tensors of a file, by its header alone."""
+    layout = drafter_layout(cfg)
+    seen: dict[str, tuple[int, ...]] = {}
+    found = []
+    for name, shape in shapes.items():
+        known = canonical(name)
+        if known in seen:
+            found.append(f"tensor {name!r} is there twice, as midlayer. and as layers.0.")
+        if known == "mask_hidden" and shape and shape[-1] == cfg.tap_width and set(shape[:-1]) <= {1}:
+            shape = (1, 1, cfg.tap_width)  # some writers leave a leading 1 out; vLLM flattens it too
+        if known in DERIVED or (known == "d2t" and not cfg.reduced_vocab):
+            continue  # vLLM's matter, so the validator's
+        seen[known] = shape
+    needs_own = cfg.layer.hidden_size != cfg.target_hidden_size
+    if not cfg.own_head and (cfg.reduced_vocab or needs_own):
+        found.append("tensor 'lm_head.weight' is missing: the target's head does not fit this drafter")
+    if not cfg.own_embeddings and needs_own:
+        found.append("tensor 'embed_tokens.weight' is missing: the target's embeddings have another width")
+    return found + problems(layout, seen)
+
+
+def load_drafter(
+    folder: Path,
+    target: Decoder,
+    dtype: torch.dtype | None = torch.float32,
+    device: torch.device | str = "cpu",
+) -> Drafter:
+    """A drafter ready to draft for `target`; one made for another target is refused."""
+    cfg = read_drafter_config(folder, target.cfg)
+    check_fits(cfg, target.cfg, folder)
+    return load_unbound(folder, cfg, dtype, device).share(target)
+
+
+def load_unbound(
+    folder: Path, cfg: DrafterConfig, dtype: torch.dtype | None, device: torch.device | str = "cpu"
+) -> Drafter:
+    """The module alone; `dtype` None keeps every tensor as stored."""
+    weights = Weights(folder)
+    found = tensor_problems(cfg, weights.shapes)
+    if found:
+        more = f" (and {len(found) - 1} more; see `peagle inspect`)" if len(found) > 1 else ""
+        raise UserError(f"{folder}: {found[0]}{more}")
+    with torch.device("meta"):
+        drafter = Drafter(cfg)
+    file_names = {canonical(name): name for name in weights.names()}
+    fill(drafter, layout_of(drafter, cfg.layer), weights, file_names, dtype, device)
+    drafter.rope.to(device)
+    if drafter.d2t is not None:
+        reach = torch.arange(cfg.draft_vocab_size, device=device) + drafter.d2t
+        if drafter.d2t.dtype != torch.long or reach.min() < 0 or reach.max() >= cfg.vocab_size:
+            raise UserError(f"{folder}: d2t points outside the vocabulary of {cfg.vocab_size}")
+    return drafter.eval().requires_grad_(False)
+
+
+def fit_problems(cfg: DrafterConfig, target: DecoderConfig) -> list[str]:
+    """Why a drafter cannot draft for a target."""
+    found = []
+    if cfg.target_hidden_size != target.layer.hidden_size:
+        found.append(
+            f"made for a target of width {cfg.target_hidden_size}, this one is {target.layer.hidden_size} wide"
+        )
+    if cfg.vocab_size != target.vocab_size:
+        found.append(f"made for a vocabulary of {cfg.vocab_size}, this target's has {target.vocab_size}")
+    if cfg.draft_vocab_size > cfg.vocab_size:
+        found.append(f"draft_vocab_size {cfg.draft_vocab_size} exceeds the vocabulary of {cfg.vocab_size}")
+    if max(cfg.taps) > target.num_layers:
+        found.append(f"taps layer {max(cfg.taps)}, this target has {target.num_layers} layers")
+    return found
+
+
+def check_fits(cfg: DrafterConfig, target: DecoderConfig, folder: Path) -> None:
+    found = fit_problems(cfg, target)
+    if found:
+        raise UserError(f"--drafter {folder}: does not fit the target: {'; '.join(found)}")
+
+
+def config_values(cfg: DrafterConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """The plain config.json of a drafter."""
+    kind = "qwen3" if cfg.layer.qk_norm else "llama"
+    values: dict[str, Any] = {
+        "architectures": [ARCHITECTURES[kind]],
+        "model_type": kind,
+        "num_hidden_layers": cfg.num_layers,
+        **layer_fields(cfg.layer),
+        "vocab_size": cfg.vocab_size,
+        "draft_vocab_size": cfg.draft_vocab_size,
+        "target_hidden_size": cfg.target_hidden_size,
+        "max_position_embeddings": cfg.max_positions,
+        **rope_fields(cfg.rope),
+        "eagle_aux_hidden_state_layer_ids": list(cfg.taps),
+        "num_aux_hidden_states": len(cfg.taps),
+        "norm_before_residual": cfg.norm_before_residual,
+        "norm_before_fc": cfg.norm_before_fc,
+        "fc_norm": cfg.fc_norm,
+        "norm_output": cfg.norm_output,
+        "tie_word_embeddings": False,
+        "dtype": str(dtype).removeprefix("torch."),
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+    if cfg.windows:
+        values["sliding_window"] = next(w for w in cfg.windows if w)
+        values["layer_types"] = ["sliding_attention" if w else "full_attention" for w in cfg.windows]
+    if cfg.mask_token_id is not None:
+        values |= dict.fromkeys(DEFAULT_MASK_ID_NAMES, cfg.mask_token_id)
+    return values
+
+
+def drafter_tensors(drafter: Drafter) -> dict[str, Tensor]:
+    """The tensors of the plain format, layer 0 as `midlayer.`; `t2d` is made from `d2t`."""
+    tensors = unfill(drafter, layout_of(drafter, drafter.cfg.layer))
+    if drafter.d2t is not None:
+        t2d = torch.zeros(drafter.cfg.vocab_size, dtype=torch.bool)
+        t2d[(torch.arange(len(drafter.d2t)) + drafter.d2t.cpu())] = True
+        tensors["t2d"] = t2d
+    return {re.sub(r"^layers\.0\.", "midlayer.", name): tensor for name, tensor in tensors.items()}
+
+
+def save_drafter(drafter: Drafter, folder: Path, max_shard_bytes: int | None = None) -> None:
+    def write(into: Path) -> None:
+        write_weights(drafter_tensors(drafter), into, max_shard_bytes)
+        write_json(config_values(drafter.cfg, drafter.fc.weight.dtype), into / "config.json")
+
+    write_folder(folder, write)
+
+
+def same_tensor(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
+
+

@@ -1,0 +1,179 @@
+"""Typed reading of config.json fields: wrong types and absent fields get one line, never a traceback.
+
+Knows the Llama-style names that targets and drafters share (shape and rotary fields), nothing more.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, TypeVar
+
+from peagle.config import LayerConfig, RopeConfig
+from peagle.errors import UserError
+
+T = TypeVar("T", int, float, bool, str)
+ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+
+
+class Fields:
+    """A config.json's object and where it came from, for error messages."""
+
+    def __init__(self, values: dict[str, Any], source: Path) -> None:
+        self.values = values
+        self.source = source
+
+    def wrong(self, message: str) -> UserError:
+        return UserError(f"{self.source}: {message}")
+
+    def get(self, name: str, kind: type[T], default: T | None = None) -> T:
+        """The field as `kind`; null counts as absent; without a default it must be there."""
+        value = self.values.get(name)
+        if value is None:
+            if default is None:
+                raise self.wrong(f"field {name!r} is missing")
+            return default
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            return kind(value)
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise self.wrong(f"field {name!r} is {value!r}, expected {kind.__name__}")
+        return value
+
+    def size(self, name: str, default: int | None = None) -> int:
+        """A count that a tensor's shape hangs on."""
+        value = self.get(name, int, default)
+        if not 1 <= value < 2**31:
+            raise self.wrong(f"field {name!r} is {value}, expected a positive size")
+        return value
+
+    def optional_int(self, name: str) -> int | None:
+        return None if self.values.get(name) is None else self.get(name, int)
+
+    def section(self, name: str) -> Fields:
+        value = self.values.get(name)
+        if value is not None and not isinstance(value, dict):
+            raise self.wrong(f"field {name!r} is {value!r}, expected an object")
+        return Fields(value or {}, self.source)
+
+    def int_list(self, name: str) -> tuple[int, ...] | None:
+        value = self.values.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, list) or not all(type(v) is int for v in value):
+            raise self.wrong(f"field {name!r} is {value!r}, expected a list of integers")
+        return tuple(value)
+
+
+def completed(values: dict[str, Any], source: Path) -> Fields:
+    """The object with what its writer left out: transformers saves only what differs from its defaults,
+    and those differ by family, so transformers' own config class fills them in."""
+    from transformers import CONFIG_MAPPING
+
+    kind = Fields(values, source).get("model_type", str)
+    if kind not in CONFIG_MAPPING:
+        raise UserError(f"{source}: model_type {kind!r} is not known to the installed transformers")
+    try:
+        config = CONFIG_MAPPING[kind](**values)
+        return Fields(config.to_dict(), source)
+    except Exception as error:  # a validator of transformers' or huggingface_hub's choosing
+        reason = str(error).splitlines()[-1].strip()
+        raise UserError(f"{source}: not a usable {kind} config ({reason})") from None
+
+
+def layer_config(fields: Fields, *, qkv_bias: bool, out_bias: bool, qk_norm: bool) -> LayerConfig:
+    heads, width = fields.size("num_attention_heads"), fields.size("hidden_size")
+    kv_heads = fields.size("num_key_value_heads", heads)
+    head_dim = fields.size("head_dim", max(width // heads, 1))
+    if heads % kv_heads:
+        raise fields.wrong(f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
+    if head_dim % 2:
+        raise fields.wrong(f"head_dim {head_dim} is odd; rotary positions need pairs")
+    activation = fields.get("hidden_act", str, "silu")
+    if activation not in ("silu", "swish"):
+        raise fields.wrong(f"hidden_act {activation!r} is not supported; supported: silu")
+    return LayerConfig(
+        hidden_size=width,
+        intermediate_size=fields.size("intermediate_size"),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        norm_eps=fields.get("rms_norm_eps", float, 1e-6),
+        qkv_bias=qkv_bias,
+        out_bias=out_bias,
+        mlp_bias=fields.get("mlp_bias", bool, False),
+        qk_norm=qk_norm,
+    )
+
+
+def rope_config(fields: Fields) -> RopeConfig:
+    """From `rope_parameters`, which `completed` has made of every older spelling."""
+    scaling = fields.section("rope_parameters")
+    theta = scaling.get("rope_theta", float, RopeConfig.theta)
+    kind = scaling.get("rope_type", str, "default")
+    if kind not in ROPE_KINDS:
+        raise fields.wrong(f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
+    if scaling.get("partial_rotary_factor", float, fields.get("partial_rotary_factor", float, 1.0)) != 1.0:
+        raise fields.wrong("partial_rotary_factor is not supported")
+    if kind == "default":
+        return RopeConfig(theta=theta)
+    if kind == "linear":
+        return RopeConfig(theta=theta, kind="linear", factor=scaling.get("factor", float))
+    original = scaling.optional_int("original_max_position_embeddings")
+    longest = fields.size("max_position_embeddings")
+    if kind == "llama3":
+        return RopeConfig(
+            theta=theta,
+            kind="llama3",
+            factor=scaling.get("factor", float),
+            original_max_positions=original or longest,
+            low_freq_factor=scaling.get("low_freq_factor", float),
+            high_freq_factor=scaling.get("high_freq_factor", float),
+        )
+    original = original or longest
+    optional = {
+        name: scaling.get(name, float) if scaling.values.get(name) is not None else None
+        for name in ("attention_factor", "mscale", "mscale_all_dim")
+    }
+    return RopeConfig(
+        theta=theta,
+        kind="yarn",
+        factor=scaling.get("factor", float, longest / original),
+        original_max_positions=original,
+        beta_fast=scaling.get("beta_fast", float, RopeConfig.beta_fast),
+        beta_slow=scaling.get("beta_slow", float, RopeConfig.beta_slow),
+        truncate=scaling.get("truncate", bool, RopeConfig.truncate),
+        **optional,
+    )
+
+
+def rope_fields(rope: RopeConfig) -> dict[str, Any]:
+    """The same, as transformers 5 and older readers want it, side by side."""
+    values: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.theta}
+    if rope.kind != "default":
+        values["factor"] = rope.factor
+    if rope.kind in ("llama3", "yarn"):
+        values["original_max_position_embeddings"] = rope.original_max_positions
+    if rope.kind == "llama3":
+        values |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+    if rope.kind == "yarn":
+        values |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "truncate": rope.truncate}
+        for name in ("attention_factor", "mscale", "mscale_all_dim"):
+            if getattr(rope, name) is not None:
+                values[name] = getattr(rope, name)
+    fields: dict[str, Any] = {"rope_theta": rope.theta, "rope_parameters": values}
+    if rope.kind != "default":
+        fields["rope_scaling"] = {k: v for k, v in values.items() if k != "rope_theta"}
+    return fields
+
+
+def layer_fields(layer: LayerConfig) -> dict[str, Any]:
+    return {
+        "hidden_size": layer.hidden_size,
+        "intermediate_size": layer.intermediate_size,
+        "num_attention_heads": layer.num_heads,
+        "num_key_value_heads": layer.num_kv_heads,
+        "head_dim": layer.head_dim,
+        "rms_norm_eps": layer.norm_eps,
+        "hidden_act": "silu",
+        "attention_bias": layer.qkv_bias,
+        "mlp_bias": layer.mlp_bias,
+    }

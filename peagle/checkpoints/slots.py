@@ -1,0 +1,92 @@
+"""Which tensor of a file fills which rows of which parameter.
+
+Checkpoints keep q/k/v and gate/up apart, the modules keep them merged. A layout is made from a module built
+on the `meta` device, so names and shapes are known without a byte of weights; the loaders fill it, the
+writers read it backwards, the validator compares it with a file's header.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from peagle.checkpoints.files import Weights
+from peagle.config import LayerConfig
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Rows [start, start + shape[0]) of a parameter."""
+
+    param: str
+    start: int
+    shape: tuple[int, ...]
+
+
+Layout = dict[str, Slot]  # name in the file -> slot
+
+
+def layout_of(module: nn.Module, layer: LayerConfig) -> Layout:
+    """Every tensor the module wants, under its unmerged name."""
+    q, kv = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+    merged = {
+        "qkv_proj": [("q_proj", q), ("k_proj", kv), ("v_proj", kv)],
+        "gate_up_proj": [("gate_proj", layer.intermediate_size), ("up_proj", layer.intermediate_size)],
+    }
+    layout: Layout = {}
+    for param, tensor in module.state_dict().items():
+        together = next((name for name in merged if f".{name}." in param), None)
+        if together is None:
+            layout[param] = Slot(param, 0, tuple(tensor.shape))
+            continue
+        start = 0
+        for part, rows in merged[together]:
+            layout[param.replace(together, part)] = Slot(param, start, (rows, *tensor.shape[1:]))
+            start += rows
+    return layout
+
+
+def problems(layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Missing, unknown and wrongly shaped tensors of a file, a line each."""
+    found = [f"tensor {name!r} is missing" for name in layout if name not in shapes]
+    found += [f"tensor {name!r} is not known here" for name in shapes if name not in layout]
+    for name, slot in layout.items():
+        if name in shapes and shapes[name] != slot.shape:
+            found.append(f"tensor {name!r} has shape {list(shapes[name])}, expected {list(slot.shape)}")
+    return found
+
+
+def fill(
+    module: nn.Module,
+    layout: Layout,
+    weights: Weights,
+    file_names: Mapping[str, str],
+    dtype: torch.dtype | None,
+    device: torch.device | str,
+) -> None:
+    """Replaces the module's `meta` parameters; floating tensors become `dtype`, or stay as stored."""
+    state: dict[str, Tensor] = {}
+    wanted = module.state_dict()
+    for name, slot in layout.items():
+        tensor = weights[file_names[name]].reshape(slot.shape).to(device)
+        if dtype is not None and tensor.is_floating_point():
+            tensor = tensor.to(dtype)
+        if slot.shape == tuple(wanted[slot.param].shape):
+            state[slot.param] = tensor
+            continue
+        if slot.param not in state:
+            state[slot.param] = torch.empty(wanted[slot.param].shape, dtype=tensor.dtype, device=device)
+        state[slot.param][slot.start : slot.start + slot.shape[0]] = tensor
+    module.load_state_dict(state, assign=True)
+
+
+def unfill(module: nn.Module, layout: Layout) -> dict[str, Tensor]:
+    """The module's tensors under the names of the file."""
+    state = module.state_dict()
+    return {
+        name: state[slot.param][slot.start : slot.start + slot.shape[0]] if slot.shape else state[slot.param]
+        for name, slot in layout.items()
+    }

@@ -1,0 +1,1 @@
+"""nn.Modules and nothing else; attention is injected."""

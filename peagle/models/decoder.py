@@ -1,0 +1,53 @@
+"""The target: one config-driven decoder for Llama, Mistral, Qwen2 and Qwen3.
+
+Knows nothing about checkpoints, tokenizers or caches. Returns hidden states, not logits: most rows of a
+prompt need none, so the caller picks its rows and asks `logits` for those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from peagle.config import DecoderConfig
+from peagle.models.layers import Attend, DecoderLayer, RMSNorm, Rope
+
+
+class Decoder(nn.Module):
+    def __init__(self, cfg: DecoderConfig) -> None:
+        super().__init__()
+        self.cfg = cfg
+        width = cfg.layer.hidden_size
+        self.embed_tokens = nn.Embedding(cfg.vocab_size, width)
+        self.layers = nn.ModuleList(DecoderLayer(cfg.layer) for _ in range(cfg.num_layers))
+        self.norm = RMSNorm(width, cfg.layer.norm_eps)
+        self.lm_head = nn.Linear(width, cfg.vocab_size, bias=False)
+        self.tie()
+        self.rope = Rope(cfg.rope, cfg.layer.head_dim)
+
+    def tie(self) -> None:
+        """Makes the head read the embedding table where the config says so; again after a load."""
+        if self.cfg.tied_head:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def forward(
+        self, token_ids_T: Tensor, positions_T: Tensor, attend: Attend, taps: Sequence[int] = ()
+    ) -> tuple[Tensor, Tensor | None]:
+        """Final (normed) hidden states [T, D], and the tapped layers side by side [T, len(taps) * D].
+
+        Tap k is the residual stream entering layer k; tap L what the last layer put out, before the norm.
+        """
+        x_TD = self.embed_tokens(token_ids_T)
+        cos, sin = self.rope(positions_T, x_TD.dtype)
+        tapped = {}
+        for i, layer in enumerate(self.layers):
+            if i in taps:
+                tapped[i] = x_TD
+            x_TD = layer(x_TD, cos, sin, attend, i, self.cfg.windows[i])
+        tapped[self.cfg.num_layers] = x_TD
+        return self.norm(x_TD), torch.cat([tapped[k] for k in taps], -1) if taps else None
+
+    def logits(self, hidden_TD: Tensor) -> Tensor:
+        return self.lm_head(hidden_TD)

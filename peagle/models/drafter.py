@@ -1,0 +1,126 @@
+"""The drafter: P-EAGLE and autoregressive EAGLE-3 in one module.
+
+Knows nothing about checkpoints, verification or sampling. A row at position p pairs the target's state *at*
+p with the token at p+1 and predicts the token at p+2. A P-EAGLE mask row has neither yet: it gets the mask
+token's embedding and `mask_hidden`, which enters before `fc` like a real tap would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from peagle.config import DrafterConfig
+from peagle.models.decoder import Decoder
+from peagle.models.layers import MLP, Attend, Attention, DecoderLayer, RMSNorm, Rope
+
+
+class FirstLayer(nn.Module):
+    """Attention over `cat[norm(embedding), norm(hidden)]`; the residual stream carries the hidden state."""
+
+    def __init__(self, cfg: DrafterConfig) -> None:
+        super().__init__()
+        width, eps = cfg.layer.hidden_size, cfg.layer.norm_eps
+        self.input_layernorm = RMSNorm(width, eps)
+        self.hidden_norm = RMSNorm(width, eps)
+        self.self_attn = Attention(cfg.layer, 2 * width)
+        self.post_attention_layernorm = RMSNorm(width, eps)
+        self.mlp = MLP(cfg.layer)
+        self.norm_before_residual = cfg.norm_before_residual
+
+    def forward(
+        self,
+        embeds_TD: Tensor,
+        hidden_TD: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        attend: Attend,
+        layer: int,
+        window: int | None,
+    ) -> Tensor:
+        normed = self.hidden_norm(hidden_TD)
+        x_TD = normed if self.norm_before_residual else hidden_TD
+        both = torch.cat([self.input_layernorm(embeds_TD), normed], -1)
+        x_TD = x_TD + self.self_attn(both, cos, sin, attend, layer, window)
+        return x_TD + self.mlp(self.post_attention_layernorm(x_TD))
+
+
+class Drafter(nn.Module):
+    def __init__(self, cfg: DrafterConfig) -> None:
+        super().__init__()
+        self.cfg = cfg
+        width, eps = cfg.layer.hidden_size, cfg.layer.norm_eps
+        self.fc = nn.Linear(cfg.tap_width, width, bias=False)
+        self.input_norm = RMSNorm(cfg.tap_width, eps) if cfg.norm_before_fc else None
+        self.fc_norm = (
+            nn.ModuleList(RMSNorm(cfg.target_hidden_size, eps) for _ in cfg.taps) if cfg.fc_norm else None
+        )
+        self.mask_hidden = nn.Parameter(torch.zeros(1, 1, cfg.tap_width)) if cfg.parallel else None
+        rest = (DecoderLayer(cfg.layer) for _ in range(1, cfg.num_layers))
+        self.layers = nn.ModuleList([FirstLayer(cfg), *rest])
+        self.norm = RMSNorm(width, eps)
+        self.embed_tokens = nn.Embedding(cfg.vocab_size, width) if cfg.own_embeddings else None
+        self.lm_head = nn.Linear(width, cfg.draft_vocab_size, bias=False) if cfg.own_head else None
+        # target_id = draft_id + d2t[draft_id]; an integer table, so a buffer that no dtype cast touches
+        self.register_buffer(
+            "d2t", torch.zeros(cfg.draft_vocab_size, dtype=torch.long) if cfg.reduced_vocab else None
+        )
+        self.rope = Rope(cfg.rope, cfg.layer.head_dim)
+        self._shared: Callable[[], Decoder] | None = None
+
+    d2t: Tensor | None
+
+    def share(self, target: Decoder) -> Drafter:
+        """Lends the target's embeddings and head to a drafter that has none of its own."""
+        self._shared = lambda: target  # behind a function, so that the target is no part of this module
+        return self
+
+    def _target(self) -> Decoder:
+        assert self._shared is not None, "a drafter without embeddings or head must `share(target)` first"
+        return self._shared()
+
+    @property
+    def embedding_table(self) -> Tensor:
+        own = self.embed_tokens
+        return (own if own is not None else self._target().embed_tokens).weight
+
+    @property
+    def head_table(self) -> Tensor:
+        own = self.lm_head
+        return (own if own is not None else self._target().lm_head).weight
+
+    def combine(self, taps_TN: Tensor) -> Tensor:
+        """The target's tapped states side by side [T, n * target width] -> hidden states [T, D]."""
+        if self.input_norm is not None:
+            taps_TN = self.input_norm(taps_TN)
+        if self.fc_norm is not None:
+            parts = taps_TN.chunk(len(self.fc_norm), -1)
+            taps_TN = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
+        return self.fc(taps_TN)
+
+    def masked(self, rows: int) -> Tensor:
+        """The hidden state of P-EAGLE's mask rows [rows, D]."""
+        assert self.mask_hidden is not None, "an autoregressive drafter has no mask rows"
+        return self.combine(self.mask_hidden[0]).expand(rows, -1)
+
+    def forward(
+        self, token_ids_T: Tensor, hidden_TD: Tensor, positions_T: Tensor, attend: Attend
+    ) -> tuple[Tensor, Tensor]:
+        """What the head reads [T, D], and what an EAGLE-3 step hands to the next as its hidden state."""
+        embeds_TD = F.embedding(token_ids_T, self.embedding_table)
+        cos, sin = self.rope(positions_T, hidden_TD.dtype)
+        x_TD = self.layers[0](embeds_TD, hidden_TD, cos, sin, attend, 0, self.cfg.window(0))
+        for i, layer in enumerate(self.layers[1:], start=1):
+            x_TD = layer(x_TD, cos, sin, attend, i, self.cfg.window(i))
+        normed = self.norm(x_TD)
+        return normed, normed if self.cfg.norm_output else x_TD
+
+    def logits(self, hidden_TD: Tensor) -> Tensor:
+        """Over the draft vocabulary."""
+        return F.linear(hidden_TD, self.head_table)
+
+    def target_ids(self, draft_ids: Tensor) -> Tensor:
+        return draft_ids if self.d2t is None else draft_ids + self.d2t[draft_ids]

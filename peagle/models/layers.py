@@ -1,0 +1,154 @@
+"""Norm, rotary positions, attention, MLP: the pieces targets and drafters are made of.
+
+Knows nothing about checkpoints, caches or masks: who sees whom is the injected `attend`'s business.
+
+Shapes: T rows (tokens of any number of sequences, flat), D width, H heads, G key/value heads, d head width.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from peagle.config import LayerConfig, RopeConfig
+
+
+class Attend(Protocol):
+    """How layer `layer`'s rows see each other; keys and values may be kept for later calls."""
+
+    def __call__(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, window: int | None) -> Tensor:
+        """Returns [T, H, d]; `window` limits a row to that many latest positions, its own included."""
+        ...
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.float() if x.dtype != torch.float64 else x
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * y.to(x.dtype)
+
+
+def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
+    """Angle per position for each rotary pair (fp32, [d/2]), and the factor on cos and sin."""
+    freq = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
+    if rope.kind == "default":
+        return freq, 1.0
+    if rope.kind == "linear":
+        return freq / rope.factor, 1.0
+    if rope.kind == "llama3":
+        wavelength = 2 * math.pi / freq
+        turns = rope.original_max_positions / wavelength
+        keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        keep = keep.clamp(0, 1)  # 1: a short wave, kept; 0: a long one, stretched; between: blended
+        return freq * keep + freq / rope.factor * (1 - keep), 1.0
+    assert rope.kind == "yarn", rope.kind
+
+    def pair_with(rotations: float) -> float:
+        span = rope.original_max_positions / (rotations * 2 * math.pi)
+        return head_dim * math.log(span) / (2 * math.log(rope.theta))
+
+    low, high = pair_with(rope.beta_fast), pair_with(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    stretch = ((torch.arange(head_dim // 2).float() - low) / max(high - low, 0.001)).clamp(0, 1)
+
+    def mscale(weight: float) -> float:
+        return 0.1 * weight * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+
+    scale = rope.attention_factor
+    if scale is None:
+        both = rope.mscale and rope.mscale_all_dim
+        scale = mscale(rope.mscale) / mscale(rope.mscale_all_dim) if both else mscale(1.0)  # type: ignore[arg-type]
+    return freq / rope.factor * stretch + freq * (1 - stretch), scale
+
+
+class Rope(nn.Module):
+    """cos and sin for any positions; never part of a checkpoint."""
+
+    freq: Tensor
+
+    def __init__(self, rope: RopeConfig, head_dim: int) -> None:
+        super().__init__()
+        with torch.device("cpu"):  # a real tensor even while the weights are built on `meta`
+            freq, self.scale = rope_frequencies(rope, head_dim)
+        self.register_buffer("freq", freq, persistent=False)
+
+    def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
+        """Moves between devices, but stays fp32 whatever dtype the model is cast to."""
+        freq = self.freq
+        super()._apply(fn, recurse)
+        self.freq = freq.to(self.freq.device) if self.freq.device.type != "meta" else freq
+        return self
+
+    def forward(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        angles = positions_T.float()[:, None] * self.freq
+        angles = torch.cat([angles, angles], -1)[:, None, :]  # [T, 1, d]
+        return (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
+
+
+def rotate(x_THd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x_THd.chunk(2, -1)
+    return x_THd * cos + torch.cat([-second, first], -1) * sin
+
+
+class Attention(nn.Module):
+    """Merged q/k/v product, optional q/k norms, rotary positions; `attend` does the rest."""
+
+    def __init__(self, cfg: LayerConfig, input_width: int) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
+        q_width, kv_width = cfg.num_heads * cfg.head_dim, cfg.num_kv_heads * cfg.head_dim
+        self.qkv_proj = nn.Linear(input_width, q_width + 2 * kv_width, bias=cfg.qkv_bias)
+        self.o_proj = nn.Linear(q_width, cfg.hidden_size, bias=cfg.out_bias)
+        self.q_norm = RMSNorm(cfg.head_dim, cfg.norm_eps) if cfg.qk_norm else None
+        self.k_norm = RMSNorm(cfg.head_dim, cfg.norm_eps) if cfg.qk_norm else None
+
+    def forward(
+        self, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attend, layer: int, window: int | None
+    ) -> Tensor:
+        qkv = self.qkv_proj(x_TD).view(len(x_TD), -1, self.head_dim)
+        q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        out_THd = attend(layer, rotate(q, cos, sin), rotate(k, cos, sin), v, window)
+        return self.o_proj(out_THd.flatten(1))
+
+
+class MLP(nn.Module):
+    """SwiGLU with the gate and up products merged."""
+
+    def __init__(self, cfg: LayerConfig) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Linear(cfg.hidden_size, 2 * cfg.intermediate_size, bias=cfg.mlp_bias)
+        self.down_proj = nn.Linear(cfg.intermediate_size, cfg.hidden_size, bias=cfg.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, -1)
+        return self.down_proj(F.silu(gate) * up)
+
+
+class DecoderLayer(nn.Module):
+    """A pre-norm layer on the residual stream."""
+
+    def __init__(self, cfg: LayerConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(cfg.hidden_size, cfg.norm_eps)
+        self.self_attn = Attention(cfg, cfg.hidden_size)
+        self.post_attention_layernorm = RMSNorm(cfg.hidden_size, cfg.norm_eps)
+        self.mlp = MLP(cfg)
+
+    def forward(
+        self, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attend, layer: int, window: int | None
+    ) -> Tensor:
+        x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), cos, sin, attend, layer, window)
+        return x_TD + self.mlp(self.post_attention_layernorm(x_TD))
