@@ -33,6 +33,17 @@ def parse_dtype(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
+def parse_device(name: str) -> torch.device:
+    """A device that is really there."""
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"--device {name}: not usable on this machine ({reason})") from None
+    return device
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file; anything else is refused by name."""
     try:

@@ -154,3 +154,15 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     except Exception as error:  # transformers raises whatever its reader of the moment does
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise UserError(f"{folder}: no usable tokenizer in it ({reason[0]})") from None
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, raw: bool) -> list[int]:
+    """Token ids of a user's message in the target's chat template, or of the text as it is."""
+    if raw:
+        return list(tokenizer(prompt)["input_ids"])
+    if not tokenizer.chat_template:
+        raise UserError("this target has no chat template: use --raw to give it the prompt as it is")
+    messages = [{"role": "user", "content": prompt}]
+    return list(
+        tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+    )

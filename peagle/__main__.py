@@ -1,0 +1,5 @@
+"""`python -m peagle`."""
+
+from peagle.cli import main
+
+main()

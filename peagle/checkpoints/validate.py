@@ -1,0 +1,282 @@
+"""What a drafter's folder holds, and everything wrong with it that vLLM would swallow or misread.
+
+Knows how released versions of vLLM read a drafter; changes nothing. Each finding is one line.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from peagle.checkpoints import speculators
+from peagle.checkpoints.drafter import (
+    ARCHITECTURES,
+    canonical,
+    fit_problems,
+    mask_ids,
+    plain_values,
+    read_drafter_config,
+    tensor_problems,
+)
+from peagle.checkpoints.files import Weights, read_config_json
+from peagle.checkpoints.target import eos_ids, load_tokenizer, read_target_config
+from peagle.config import (
+    DEFAULT_DRAFT_TOKENS,
+    DEFAULT_MASK_ID_NAMES,
+    DecoderConfig,
+    DrafterConfig,
+    check_draft_tokens,
+)
+from peagle.errors import UserError
+
+EAGLE3_DRAFT_TOKENS = 3  # where autoregressive drafting peaks in the published results
+TAPS = "eagle_aux_hidden_state_layer_ids"
+KNOWN_ARCHITECTURES = (*ARCHITECTURES.values(), "Eagle3LlamaForCausalLM", "PeagleLlamaForCausalLM")
+Version = tuple[int, int]
+
+
+@dataclass
+class Report:
+    facts: dict[str, str] = field(default_factory=dict)
+    serve: str = ""
+    findings: list[str] = field(default_factory=list)
+
+
+def parse_version(text: str) -> Version:
+    match = re.match(r"v?(\d+)\.(\d+)", text)
+    if match is None:
+        raise UserError(f"--vllm {text}: expected a version such as 0.32")
+    return int(match[1]), int(match[2])
+
+
+def inspect_drafter(
+    folder: Path,
+    name: str,
+    target_folder: Path | None = None,
+    target_name: str | None = None,
+    vllm: str = "0.32",
+    draft_tokens: int | None = None,
+) -> Report:
+    """A folder that is no checkpoint at all is the caller's mistake (UserError), not a finding."""
+    version = parse_version(vllm)
+    raw, values, weights = read_config_json(folder), plain_values(folder), Weights(folder)
+    target = read_target_config(target_folder) if target_folder is not None else None
+    report = Report()
+    report.facts["drafter"] = f"{name} ({'speculators' if speculators.is_speculators(raw) else 'plain'} format)"
+    try:
+        cfg = read_drafter_config(folder, target)
+    except UserError as error:
+        report.findings.append(str(error).removeprefix(f"{folder / 'config.json'}: "))
+        report.serve = "not before the finding below is mended"
+        return report
+    found = report.findings
+    found += tensor_problems(cfg, weights.shapes)
+    found += _bad_numbers(weights)
+    found += _vocabulary_map(cfg, weights, version)
+    found += _misread_fields(raw, values, cfg, version)
+    found += _too_new(cfg, version)
+    if target is not None and target_folder is not None:
+        found += fit_problems(cfg, target)
+        found += _against_target(cfg, target, target_folder)
+    report.facts |= _facts(cfg, weights, target_folder)
+    report.serve = serve_line(
+        cfg, _loadable(target_name, target_folder), _loadable(name, folder), draft_tokens
+    )
+    return report
+
+
+def _loadable(name: str | None, folder: Path | None) -> str:
+    """A name that vLLM understands too: ours for what is built in are folders to it."""
+    if name is None:
+        return "TARGET"
+    return name if "/" in name or folder is None or Path(name).exists() else str(folder)
+
+
+def serve_line(cfg: DrafterConfig, target: str, drafter: str, draft_tokens: int | None) -> str:
+    """The exact command for stock vLLM."""
+    k = draft_tokens or (DEFAULT_DRAFT_TOKENS if cfg.parallel else EAGLE3_DRAFT_TOKENS)
+    config: dict[str, Any] = {"method": "eagle3", "model": drafter, "num_speculative_tokens": check_draft_tokens(k)}
+    if cfg.parallel:
+        config["parallel_drafting"] = True
+    return f"vllm serve {target} --speculative-config '{json.dumps(config, separators=(',', ':'))}'"
+
+
+def _facts(cfg: DrafterConfig, weights: Weights, target_folder: Path | None) -> dict[str, str]:
+    layer = cfg.layer
+    shared = [what for what, own in (("embeddings", cfg.own_embeddings), ("head", cfg.own_head)) if not own]
+    dtypes = sorted({str(weights[n].dtype).removeprefix("torch.") for n in weights.names() if "fc" in n})
+    parameters = sum(
+        torch.Size(shape).numel() for n, shape in weights.shapes.items() if canonical(n) not in ("d2t", "t2d")
+    )
+    mask = "none"
+    if cfg.mask_token_id is not None:
+        mask = str(cfg.mask_token_id)
+        tokenizer = _tokenizer(target_folder)
+        if tokenizer is not None and cfg.mask_token_id < len(tokenizer):
+            mask += f" ({tokenizer.convert_ids_to_tokens(cfg.mask_token_id)!r})"
+    options = [
+        name
+        for name in ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
+        if getattr(cfg, name)
+    ]
+    return {
+        "kind": "P-EAGLE, all drafts in one pass" if cfg.parallel else "EAGLE-3, one draft a pass",
+        "shape": f"{cfg.num_layers} layer(s), {layer.hidden_size} wide, {layer.num_heads} heads over "
+        f"{layer.num_kv_heads} of {layer.head_dim}, MLP {layer.intermediate_size}, {', '.join(dtypes)}",
+        "parameters": f"{parameters:,}",
+        "taps": f"{', '.join(map(str, cfg.taps))} of a target {cfg.target_hidden_size} wide",
+        "mask id": mask,
+        "vocabulary": f"{cfg.draft_vocab_size:,} of the target's {cfg.vocab_size:,}",
+        "shared": f"{' and '.join(shared)} with the target" if shared else "nothing with the target",
+        "options": ", ".join(options) or "none",
+        "positions": f"{cfg.max_positions:,}, rope {cfg.rope.kind}, theta {cfg.rope.theta:g}",
+    }
+
+
+def _bad_numbers(weights: Weights) -> list[str]:
+    found = []
+    for name in weights.names():
+        tensor = weights[name]
+        if tensor.is_floating_point():
+            bad = int((~tensor.isfinite()).sum())
+            if bad:
+                found.append(f"tensor {name!r} holds {bad} NaN or infinite values")
+            elif tensor.numel() and not tensor.any():
+                found.append(f"tensor {name!r} is all zeros")
+    return found
+
+
+def _vocabulary_map(cfg: DrafterConfig, weights: Weights, version: Version) -> list[str]:
+    if not cfg.reduced_vocab:
+        extra = [name for name in ("d2t", "t2d") if name in weights]
+        if extra and version >= (0, 30):
+            return [f"{' and '.join(extra)} in a full-vocabulary drafter: vLLM 0.30 and newer refuse d2t there"]
+        return []
+    if "d2t" not in weights or weights.shapes["d2t"] != (cfg.draft_vocab_size,):
+        return []  # the tensor check has said so
+    d2t = weights["d2t"]
+    if d2t.dtype != torch.int64:
+        return [f"d2t is {str(d2t.dtype).removeprefix('torch.')}, expected int64"]
+    ids = torch.arange(len(d2t)) + d2t
+    if ids.min() < 0 or ids.max() >= cfg.vocab_size:
+        return [f"d2t points outside the vocabulary (ids {int(ids.min())} to {int(ids.max())})"]
+    found = []
+    if len(ids.unique()) < len(ids):
+        found.append("d2t maps several draft ids to one target id")
+    if "t2d" in weights:
+        t2d = weights["t2d"].bool()
+        expected = torch.zeros(cfg.vocab_size, dtype=torch.bool)
+        expected[ids] = True
+        if t2d.shape != expected.shape or not torch.equal(t2d, expected):
+            found.append("t2d does not mark the target ids that d2t names")
+    return found
+
+
+def _misread_fields(
+    raw: dict[str, Any], values: dict[str, Any], cfg: DrafterConfig, version: Version
+) -> list[str]:
+    """Fields that vLLM, or the named version of it, reads otherwise than meant."""
+    found = []
+    as_speculators = speculators.is_speculators(raw)
+    taps = values.get(TAPS) or (values.get("eagle_config") or {}).get(TAPS)
+    if taps is None:
+        found.append(f"no {TAPS}: every reader falls back to its own default taps")
+    elif list(taps) != sorted(taps):
+        found.append(f"{TAPS} {taps} is not sorted: vLLM concatenates in ascending order all the same")
+    counted = values.get("num_aux_hidden_states")
+    if counted is not None and counted != len(cfg.taps):
+        found.append(f"num_aux_hidden_states is {counted}, but there are {len(cfg.taps)} taps")
+    if counted is None and len(cfg.taps) != 3:
+        found.append(f"{len(cfg.taps)} taps without num_aux_hidden_states: vLLM takes fc for 3 of them")
+    if "target_hidden_size" in raw and raw["target_hidden_size"] is None and not as_speculators:
+        found.append("target_hidden_size is null: vLLM fails on it; leave it out or give the number")
+    if not as_speculators:
+        architectures = values.get("architectures")
+        if architectures is None or architectures[0] not in KNOWN_ARCHITECTURES:
+            found.append(f"architectures {architectures}: vLLM knows a drafter as {KNOWN_ARCHITECTURES[0]}")
+        theta, nested = values.get("rope_theta"), (values.get("rope_parameters") or {}).get("rope_theta")
+        if theta is not None and nested is not None and theta != nested:
+            found.append(f"rope_theta is {theta}, in rope_parameters {nested}: readers differ in which they take")
+        ids = mask_ids(values)
+        if cfg.parallel and version < (0, 28) and not {"pard_token", "ptd_token_id"} & set(ids):
+            found.append(f"mask id only as mask_token_id: vLLM {_dotted(version)} reads pard_token or ptd_token_id")
+        missing = [name for name in DEFAULT_MASK_ID_NAMES if name not in ids]
+        if cfg.parallel and missing and len(missing) < len(DEFAULT_MASK_ID_NAMES):
+            found.append(f"mask id not given as {' and '.join(missing)}: versions differ in which name they read")
+    else:
+        if "norm_before_residual" not in raw:
+            found.append("norm_before_residual is absent: vLLM and speculators take different defaults")
+        shape = raw.get("transformer_layer_config") or {}
+        for name in ("fc_norm", "norm_output"):
+            if raw.get(name) and not shape.get(name) and cfg.parallel:
+                found.append(f"{name} stands outside transformer_layer_config: vLLM drops it for a peagle drafter")
+    return found
+
+
+def _too_new(cfg: DrafterConfig, version: Version) -> list[str]:
+    """Features that the named version of vLLM does not have; it ignores the field and accepts less."""
+    needs = [
+        (cfg.parallel, "parallel drafting", (0, 16)),
+        (cfg.norm_before_fc, "norm_before_fc", (0, 18)),
+        (cfg.fc_norm, "fc_norm", (0, 22)),
+        (cfg.norm_output, "norm_output", (0, 22)),
+        (len(cfg.taps) != 3, "a number of taps other than 3", (0, 22)),
+        (cfg.layer.hidden_size != cfg.target_hidden_size, "a width other than the target's", (0, 22)),
+    ]
+    return [
+        f"{what} needs vLLM {_dotted(least)} or newer, not {_dotted(version)}"
+        for used, what, least in needs
+        if used and version < least
+    ]
+
+
+def _against_target(cfg: DrafterConfig, target: DecoderConfig, folder: Path) -> list[str]:
+    found = []
+    if cfg.max_positions < target.max_positions:
+        found.append(
+            f"max_position_embeddings is {cfg.max_positions}, the target's {target.max_positions}: "
+            "vLLM stops drafting there without a word"
+        )
+    if cfg.mask_token_id is not None and cfg.mask_token_id < target.vocab_size:
+        reason = _can_be_emitted(cfg.mask_token_id, folder)
+        if reason:
+            found.append(f"mask id {cfg.mask_token_id} {reason}: pick a reserved id that no text holds")
+    return found
+
+
+def _can_be_emitted(mask_id: int, folder: Path) -> str | None:
+    """Why the id may turn up in a text, or None for a padding row or an unused special token."""
+    if mask_id in eos_ids(folder):
+        return "ends a text"
+    tokenizer = _tokenizer(folder)
+    if tokenizer is None or mask_id >= len(tokenizer):
+        return None
+    token = tokenizer.convert_ids_to_tokens(mask_id)
+    if mask_id not in tokenizer.all_special_ids and token not in _special_tokens(tokenizer):
+        return f"is an ordinary token of the tokenizer ({token!r})"
+    if mask_id in (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id):
+        return f"is a token every text may hold ({token!r})"
+    if token in (tokenizer.chat_template or ""):
+        return f"is part of the chat template ({token!r})"
+    return None
+
+
+def _tokenizer(folder: Path | None) -> Any:
+    """The target's tokenizer; None where there is no target, or one that is run on token ids alone."""
+    files = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
+    if folder is None or not any((folder / file).is_file() for file in files):
+        return None
+    return load_tokenizer(folder)
+
+
+def _special_tokens(tokenizer: Any) -> set[str]:
+    return {str(t) for t in tokenizer.added_tokens_decoder.values() if t.special}
+
+
+def _dotted(version: Version) -> str:
+    return ".".join(map(str, version))
