@@ -228,17 +228,24 @@ class Session:
         target_folder = resolve_target(target)
         drafter_folder = resolve_drafter(drafter) if drafter is not None else None
 
-        from peagle.checkpoints.drafter import load_drafter
+        from peagle.checkpoints.drafter import check_fits, load_drafter, read_drafter_config
         from peagle.checkpoints.files import parse_device, parse_dtype
-        from peagle.checkpoints.target import encode_prompt, load_target, load_tokenizer
+        from peagle.checkpoints.target import encode_prompt, load_target, load_tokenizer, read_target_config
+        from peagle.reference import check_prompt
 
+        # everything that can be wrong without the weights is found before they are read
         kind, where = parse_dtype(dtype), parse_device(device)
-        self.names = {"target": target, "drafter": drafter}
+        cfg = read_target_config(target_folder)
+        if drafter_folder is not None:
+            check_fits(read_drafter_config(drafter_folder, cfg), cfg, drafter_folder)
         self.tokenizer = load_tokenizer(target_folder)
         self.prompt_ids = encode_prompt(self.tokenizer, prompt, raw)
+        check_prompt(self.prompt_ids, cfg.vocab_size, cfg.max_positions)
+
+        self.names = {"target": target, "drafter": drafter}
+        self.draft_tokens = draft_tokens
         self.target = load_target(target_folder, kind, where)
         self.drafter = None
-        self.draft_tokens = draft_tokens
         if drafter_folder is not None:
             self.drafter = load_drafter(drafter_folder, self.target.model, kind, where)
 

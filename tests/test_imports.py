@@ -29,7 +29,7 @@ LAYERS = (
     {"training"},
 )
 # These stand beside the layers: each sees them up to the one named, and no layer sees these.
-BESIDE = {"deploy": "checkpoints", "server": "engine", "bench": "engine"}
+BESIDE = {"display": "errors", "deploy": "checkpoints", "server": "engine", "bench": "engine"}
 
 RANK = {package: rank for rank, layer in enumerate(LAYERS) for package in layer}
 WORKING = RANK.keys() | BESIDE.keys()
