@@ -1,9 +1,9 @@
 """peagle: faster answers from large language models with parallel speculative decoding.
 
-    import peagle
-    target = peagle.load_target(peagle.resolve_target("smollm2-135m"))
-    drafter = peagle.load_drafter(peagle.resolve_drafter("smollm2-135m-p-eagle"), target.model)
-    out = peagle.generate(target.model, prompt_ids, peagle.SamplingParams(), target.eos_ids, drafter, 7)
+import peagle
+target = peagle.load_target(peagle.resolve_target("smollm2-135m"))
+drafter = peagle.load_drafter(peagle.resolve_drafter("smollm2-135m-p-eagle"), target.model)
+out = peagle.generate(target.model, prompt_ids, peagle.SamplingParams(), target.eos_ids, drafter, 7)
 """
 
 from __future__ import annotations

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from peagle import __version__
-from peagle.config import DEFAULT_DRAFT_TOKENS, SamplingParams
+from peagle.config import DEFAULT_DRAFT_TOKENS, VLLM_VERSION, SamplingParams, check_draft_tokens
 from peagle.errors import UserError
+from peagle.hub import DEFAULT_TARGET, resolve_drafter, resolve_target
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from peagle.reference import Generation
 
-DEFAULT_TARGET = "smollm2-135m"
 DEMO_DRAFTER = "smollm2-135m-p-eagle"
 DEMO_PROMPT = "Write a Python function that returns the n-th Fibonacci number."
 
@@ -149,15 +149,12 @@ def inspect(
     target: Annotated[
         str | None, typer.Option("--target", "-t", help="The target it drafts for; checks the fit too.")
     ] = None,
-    draft_tokens: Annotated[
-        int | None, typer.Option("-k", "--draft-tokens", help="For the vllm serve line.")
-    ] = None,
-    vllm: Annotated[str, typer.Option(help="The vLLM version it shall run on.", metavar="VERSION")] = "0.32",
+    draft_tokens: Annotated[int | None, typer.Option("-k", "--draft-tokens", help="For the vllm serve line.")] = None,
+    vllm: Annotated[str, typer.Option(help="The vLLM version it shall run on.", metavar="VERSION")] = VLLM_VERSION,
     as_json: AsJson = False,
 ) -> None:
     """Say what a drafter's folder holds and what is wrong with it; exit status 1 if anything is."""
     from peagle.checkpoints.validate import inspect_drafter
-    from peagle.hub import resolve_drafter, resolve_target
 
     target_folder = resolve_target(target) if target is not None else None
     report = inspect_drafter(resolve_drafter(folder), folder, target_folder, target, vllm, draft_tokens)
@@ -191,8 +188,6 @@ def convert(
     """Write a drafter in the other format; every tensor stays as it is, bit for bit."""
     from peagle.checkpoints.convert import convert as convert_folder
     from peagle.checkpoints.convert import format_of
-    from peagle.config import check_draft_tokens
-    from peagle.hub import resolve_drafter, resolve_target
 
     if to not in ("plain", "speculators"):
         raise UserError(f"--to {to}: must be plain or speculators")
@@ -218,9 +213,6 @@ class Session:
         prompt: str,
         raw: bool,
     ) -> None:
-        from peagle.config import check_draft_tokens
-        from peagle.hub import resolve_drafter, resolve_target
-
         if not prompt.strip():
             raise UserError("the prompt is empty")
         if drafter is not None:
@@ -323,7 +315,7 @@ def main() -> None:
         status = typer.main.get_command(app).main(standalone_mode=False, prog_name="peagle")
     except UserError as error:
         status = _complain(str(error))
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):  # typer turns the one into the other
         status = 130
     except BrokenPipeError:
         sys.stderr.close()

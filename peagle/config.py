@@ -12,8 +12,10 @@ from typing import Literal
 from peagle.errors import UserError
 
 DEFAULT_DRAFT_TOKENS = 7  # where P-EAGLE peaks in the published results
+EAGLE3_DRAFT_TOKENS = 3  # where autoregressive drafting does
 MAX_DRAFT_TOKENS = 64
-DEFAULT_MASK_ID_NAMES = ("ptd_token_id", "pard_token", "mask_token_id")  # equal, since readers differ
+MASK_ID_NAMES = ("ptd_token_id", "pard_token", "mask_token_id")  # all written, equal, since readers differ
+VLLM_VERSION = "0.32"  # the newest that folders are checked against
 
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 

@@ -34,9 +34,7 @@ CONTROL, USER_DEFINED = 3, 4
 Shape = tuple[int, ...]
 
 
-def convert_smollm2(
-    gguf: Path, out: Path, on_progress: Callable[[int, int], None] = lambda done, total: None
-) -> None:
+def convert_smollm2(gguf: Path, out: Path, on_progress: Callable[[int, int], None] = lambda done, total: None) -> None:
     """Write `out`, a folder that AutoModelForCausalLM and AutoTokenizer load; weights are bf16.
 
     `on_progress(done, total)` counts the weights converted so far. A damaged or foreign file is a
@@ -104,9 +102,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     meta = {name: field.contents() for name, field in reader.fields.items()}
     arch, tokenizer = meta.get("general.architecture"), meta.get("tokenizer.ggml.pre")
     if arch != "llama" or tokenizer != "smollm":
-        raise UserError(
-            f"'{path}' is a {arch!r} model with a {tokenizer!r} tokenizer; only SmolLM2 is supported"
-        )
+        raise UserError(f"'{path}' is a {arch!r} model with a {tokenizer!r} tokenizer; only SmolLM2 is supported")
     return meta, {tensor.name: tensor for tensor in reader.tensors}
 
 
@@ -151,9 +147,7 @@ def _tokenizer(meta: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     merges = [tuple(merge.split(" ")) for merge in meta["tokenizer.ggml.merges"]]
     vocab = {token: index for index, token in enumerate(tokens)}
     if not len(vocab) == len(tokens) == len(kinds) == meta["llama.vocab_size"]:
-        raise ValueError(
-            f"{len(vocab)} tokens and {len(kinds)} token types for {meta['llama.vocab_size']} ids"
-        )
+        raise ValueError(f"{len(vocab)} tokens and {len(kinds)} token types for {meta['llama.vocab_size']} ids")
 
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     # "smollm" in GGUF terms: every digit is its own token, then GPT-2's byte-level split.
@@ -164,9 +158,7 @@ def _tokenizer(meta: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    marked = [
-        (token, kind) for token, kind in zip(tokens, kinds, strict=True) if kind in (CONTROL, USER_DEFINED)
-    ]
+    marked = [(token, kind) for token, kind in zip(tokens, kinds, strict=True) if kind in (CONTROL, USER_DEFINED)]
     for token, kind in marked:
         tokenizer.add_tokens([AddedToken(token, normalized=False, special=kind == CONTROL)])
     assert tokenizer.get_vocab_size() == len(tokens), "every marker already has an id"

@@ -237,9 +237,7 @@ def _workspace(cache: Path) -> Iterator[Path]:
             yield Path(work)
     except OSError as err:
         why = " ".join((err.strerror or str(err)).split())
-        raise UserError(
-            f"cannot build in the cache '{cache}': {why}; set PEAGLE_CACHE to a writable folder"
-        ) from err
+        raise UserError(f"cannot build in the cache '{cache}': {why}; set PEAGLE_CACHE to a writable folder") from err
 
 
 def _sweep(cache: Path) -> None:

@@ -136,7 +136,7 @@ def distribution(logits_KV: Tensor, params: SamplingParams) -> Tensor:
     logits = logits_KV.detach().cpu().double()
     if params.greedy:
         return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).double()
-    logits = logits / params.temperature
+    logits = (logits - logits.amax(-1, keepdim=True)) / params.temperature  # from 0 down: never up to inf
     if 0 < params.top_k < logits.shape[-1]:
         kth = logits.topk(params.top_k, -1).values[..., -1:]
         logits = logits.masked_fill(logits < kth, -torch.inf)
@@ -230,9 +230,7 @@ def check_prompt(prompt_ids: Sequence[int], vocab_size: int, longest: int) -> No
     if not prompt_ids:
         raise UserError("the prompt is empty: give it at least one token")
     if len(prompt_ids) >= longest:
-        raise UserError(
-            f"the prompt has {len(prompt_ids)} tokens, but the context holds {longest} with the answer"
-        )
+        raise UserError(f"the prompt has {len(prompt_ids)} tokens, but the context holds {longest} with the answer")
     if min(prompt_ids) < 0 or max(prompt_ids) >= vocab_size:
         raise UserError(f"a prompt token is outside the vocabulary (0 to {vocab_size - 1})")
 

@@ -76,9 +76,7 @@ def _recipes() -> dict[str, Recipe]:
         "eagle3-1-reduced": replace(BASE, **reduced, norm_before_residual=True),
         "eagle3-4-reduced": replace(BASE, num_layers=4, **reduced, norm_output=True, fc_norm=True),
     }
-    return {
-        name: Recipe(cfg, 700 if cfg.parallel else 400, 6 if cfg.parallel else 3) for name, cfg in kinds.items()
-    }
+    return {name: Recipe(cfg, 700 if cfg.parallel else 400, 6 if cfg.parallel else 3) for name, cfg in kinds.items()}
 
 
 RECIPES = _recipes()

@@ -158,9 +158,7 @@ def test_with_no_cpu_build_at_all_it_stops_with_one_line(boot, capsys, cpu_index
 def test_an_index_out_of_reach_is_called_that(boot, capsys):
     machine = Machine(own=CUDA_PLAN)
     broken = "WARNING: Retrying after connection broken by 'NameResolutionError'\nERROR: No matching torch\n"
-    machine.answer = lambda command, real=machine.answer: (
-        (1, "", broken) if CPU_INDEX in command else real(command)
-    )
+    machine.answer = lambda command, real=machine.answer: (1, "", broken) if CPU_INDEX in command else real(command)
     assert boot(machine) == 1
     assert f"{CPU_INDEX}: cannot be reached" in capsys.readouterr().err
     assert machine.torch_installs == []
@@ -383,9 +381,7 @@ def test_a_python_without_venv_gets_one_line(boot, capsys, monkeypatch):
 
 def test_a_failing_command_is_named_and_leaves_no_stamp(boot, capsys):
     machine = Machine()
-    machine.answer = lambda command, real=machine.answer: (
-        (3, "", "") if "--editable" in command else real(command)
-    )
+    machine.answer = lambda command, real=machine.answer: (3, "", "") if "--editable" in command else real(command)
     assert boot(machine) == 1
     message = capsys.readouterr().err
     assert "exit status 3" in message and "--editable" in message

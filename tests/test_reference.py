@@ -11,7 +11,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -36,7 +36,7 @@ from peagle.reference import Draft, Generation
 
 CONTEXT = 32  # of the random targets
 TARGETS, DRAFTERS_EACH, PROMPTS_EACH = 12, 6, 20
-TRAINED_PROMPTS, TRAINED_TRUTH = 30, 34
+TRAINED_PROMPTS, TRAINED_TRUTH = 16, 26
 CLEAR = 1e-3  # least lead of the best logit over the next, against rounding that differs between passes
 
 
@@ -84,14 +84,14 @@ def random_windows(choose: random.Random, layers: int) -> tuple[int | None, ...]
     return tuple(choose.choice([None, None, None, 2, 5]) for _ in range(layers))
 
 
-@lru_cache(maxsize=None)
+@cache
 def random_target(seed: int) -> Decoder:
     choose = random.Random(seed)
-    layers = 1 + seed % 3
+    layers = (1, 2, 1, 1, 3, 1)[seed % 6]
     model = Decoder(
         DecoderConfig(
             family="llama",
-            vocab_size=(5, 6, 9, 16, 33, 64)[seed % 6],
+            vocab_size=(5, 6, 8, 12, 24, 64)[(seed + seed // 6) % 6],
             num_layers=layers,
             layer=random_layer(choose, choose.choice([8, 16, 32])),
             rope=RopeConfig(),
@@ -104,12 +104,12 @@ def random_target(seed: int) -> Decoder:
     return model.eval()
 
 
-@lru_cache(maxsize=None)
+@cache
 def random_drafter(target_seed: int, seed: int) -> Drafter:
     """Even seeds are P-EAGLE, odd ones EAGLE-3; half of each have a reduced vocabulary."""
     target = random_target(target_seed)
     choose = random.Random(1000 * target_seed + seed)
-    vocab, width, layers = target.cfg.vocab_size, target.cfg.layer.hidden_size, choose.choice([1, 1, 2])
+    vocab, width, layers = target.cfg.vocab_size, target.cfg.layer.hidden_size, 2 if seed == 4 else 1
     reduced, own_embeddings = seed % 4 >= 2, choose.random() < 0.5
     own_head = reduced or choose.random() < 0.5
     own_width = own_embeddings and own_head and choose.random() < 0.5
@@ -138,13 +138,13 @@ def random_drafter(target_seed: int, seed: int) -> Drafter:
     return drafter.eval()
 
 
-@lru_cache(maxsize=None)
+@cache
 def trained_pair(name: str) -> tuple[Decoder, Drafter]:
     target, drafter = pairs.load_pair(name)
     return target.eval(), drafter.eval()
 
 
-@lru_cache(maxsize=None)
+@cache
 def trained_target() -> Decoder:
     return trained_pair("p-eagle-1")[0]
 
@@ -176,7 +176,7 @@ class Start:
     truth: tuple[int, ...]
 
 
-@lru_cache(maxsize=None)
+@cache
 def random_start(target_seed: int, prompt_seed: int) -> Start:
     target = random_target(target_seed)
     choose = random.Random(97 * target_seed + prompt_seed)
@@ -187,7 +187,7 @@ def random_start(target_seed: int, prompt_seed: int) -> Start:
             return Start(target, prompt, truth)
 
 
-@lru_cache(maxsize=None)
+@cache
 def trained_start(seed: int) -> Start:
     choose = random.Random(seed)
     while True:
@@ -255,26 +255,24 @@ def a_case(
 def cases(draw: Callable[..., Any], starts: st.SearchStrategy[Start], most_tokens: int) -> Case:
     """Stops are tokens that the target says, so that they fall anywhere in a round."""
     start = draw(starts)
-    places = st.lists(st.integers(0, most_tokens), max_size=2)
-    eos, stops = (
-        [start.truth[i % len(start.truth)] for i in draw(places)] if draw(st.booleans()) else []
-        for _ in range(2)
-    )
+    said = st.lists(st.integers(1, most_tokens).map(lambda i: start.truth[i]), min_size=1, max_size=2)
+    ends = draw(st.sampled_from(["", "", "eos", "stop", "eos and stop"]))
     prompt = len(start.prompt)
-    lengths = st.none() | st.integers(prompt + 1, min(prompt + most_tokens + 1, CONTEXT + 8))
+    lengths = st.none() | st.none() | st.integers(prompt + 1, min(prompt + most_tokens + 1, CONTEXT + 8))
     return Case(
         start=start,
         k=draw(st.integers(1, 8)),
         max_tokens=draw(st.integers(1, most_tokens)),
         max_length=draw(lengths),
-        eos_ids=frozenset(eos),
-        stop_token_ids=tuple(stops),
+        eos_ids=frozenset(draw(said) if "eos" in ends else ()),
+        stop_token_ids=tuple(draw(said) if "stop" in ends else ()),
         ignore_eos=draw(st.booleans()),
     )
 
 
 RANDOM_SEEDS = st.tuples(st.integers(0, TARGETS - 1), st.integers(0, PROMPTS_EACH - 1))
 RANDOM_STARTS = RANDOM_SEEDS.map(lambda seeds: random_start(*seeds))
+SHALLOW_STARTS = RANDOM_STARTS.filter(lambda start: start.target.cfg.num_layers == 1)  # the fast ones
 TRAINED_STARTS = st.integers(0, TRAINED_PROMPTS - 1).map(trained_start)
 
 
@@ -324,7 +322,7 @@ def check_totals(case: Case, run: Generation) -> None:
 
 
 def test_plain_greedy_is_what_the_target_says() -> None:
-    @many(500)
+    @many(300)
     @given(cases(RANDOM_STARTS, 20))
     def property_(case: Case) -> None:
         run = case.run()
@@ -341,20 +339,19 @@ def test_plain_greedy_is_what_the_target_says() -> None:
 def test_plain_greedy_is_what_transformers_says() -> None:
     target, drafter = trained_pair("p-eagle-1")
     theirs = LlamaForCausalLM.from_pretrained(pairs.target_folder(), dtype=torch.float32).eval()
-    starts = [[ord("A")], *pairs.prompts(7)]
-    for prompt in starts:
+    for prompt in [[ord("A")], *pairs.prompts(5)]:
         with torch.inference_mode():
             ids = torch.tensor([prompt])
             said = theirs.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
-                max_new_tokens=40,
+                max_new_tokens=32,
                 do_sample=False,
                 eos_token_id=None,
                 pad_token_id=0,
             )[0, len(prompt) :].tolist()
-        assert len(said) == 40
-        params = SamplingParams(max_tokens=40)
+        assert len(said) == 32
+        params = SamplingParams(max_tokens=32)
         assert reference.generate(target, prompt, params).token_ids == said
         assert reference.generate(target, prompt, params, drafter=drafter, draft_tokens=5).token_ids == said
 
@@ -365,10 +362,10 @@ def test_plain_greedy_is_what_transformers_says() -> None:
 def test_random_drafters_change_nothing() -> None:
     seen: Counter[str] = Counter()
 
-    @many(2500)
+    @many(2000)
     @given(st.data(), RANDOM_SEEDS, st.integers(0, DRAFTERS_EACH - 1), st.booleans())
     def property_(data: st.DataObject, seeds: tuple[int, int], drafter_seed: int, sampled: bool) -> None:
-        case = data.draw(cases(st.just(random_start(*seeds)), 14))
+        case = data.draw(cases(st.just(random_start(*seeds)), 10))
         run = case.run(random_drafter(seeds[0], drafter_seed), sample_drafts=sampled)
         check(case, run)
         seen["cases"] += 1
@@ -378,7 +375,7 @@ def test_random_drafters_change_nothing() -> None:
         seen[run.finish_reason] += 1
 
     property_()
-    least = {"cases": 2500, "accepted": 500, "rejected": 2000, "cut inside a run": 20, "stop": 300, "length": 300}
+    least = {"cases": 2000, "accepted": 200, "rejected": 2000, "cut inside a run": 50, "stop": 200}
     assert all(seen[name] >= count for name, count in least.items()), seen
 
 
@@ -387,8 +384,8 @@ def test_trained_drafters_change_nothing(name: str) -> None:
     drafter = trained_pair(name)[1].share(trained_target())
     seen: Counter[str] = Counter()
 
-    @many(60)
-    @given(cases(TRAINED_STARTS, 24))
+    @many(40)
+    @given(cases(TRAINED_STARTS, 16))
     def property_(case: Case) -> None:
         run = case.run(drafter)
         check(case, run)
@@ -416,7 +413,9 @@ FAKE: Any = SimpleNamespace(cfg=SimpleNamespace(taps=()))
 HABITS = ("right", "wrong", "right then wrong", "random", "repeats", "stops early")
 
 
-def habitual(habit: str, case: Case, seed: int, right_for: int = 0, sure: bool = True) -> Callable[..., Draft]:
+def habitual(
+    habit: str, case: Case, seed: int, right_for: int = 0, sure: bool = True
+) -> Callable[..., Draft]:
     """A `propose` that knows the truth. `sure` drafts are one-hot, others spread over all tokens."""
     choose = random.Random(seed)
     truth, vocab = case.start.truth, case.start.target.cfg.vocab_size
@@ -439,7 +438,9 @@ def habitual(habit: str, case: Case, seed: int, right_for: int = 0, sure: bool =
         }[habit][:k]
         probs = F.one_hot(torch.tensor(drafts), vocab).double()
         if not sure:
-            probs = (probs + torch.tensor([[choose.random() for _ in range(vocab)] for _ in drafts])).softmax(-1)
+            probs = (probs + torch.tensor([[choose.random() for _ in range(vocab)] for _ in drafts])).softmax(
+                -1
+            )
         return Draft(drafts, probs)
 
     return propose
@@ -453,9 +454,9 @@ def run_fake(case: Case, propose: Callable[..., Draft], **options: Any) -> Gener
 def test_fake_drafters_change_nothing() -> None:
     seen: Counter[str] = Counter()
 
-    @many(2500)
+    @many(2000)
     @given(
-        cases(RANDOM_STARTS, 22),
+        cases(SHALLOW_STARTS, 16),
         st.sampled_from(HABITS),
         st.integers(0, 7),
         st.booleans(),
@@ -575,12 +576,10 @@ def test_fewer_drafts_near_the_end_of_the_context() -> None:
 def test_a_prompt_that_almost_fills_the_context(room: int) -> None:
     start = telling_start(2)
     case = a_case(start, k=4, max_tokens=99, max_length=len(start.prompt) + room)
-    run = case.run(random_drafter(0, 0)) if start.target is random_target(0) else run_fake(
-        case, habitual("right", case, 0)
-    )
-    check(case, run)
-    assert len(run.token_ids) == room
-    assert run.finish_reason == "length"
+    for habit in ("right", "wrong"):
+        run = run_fake(case, habitual(habit, case, 0))
+        check(case, run)
+        assert (len(run.token_ids), run.finish_reason) == (room, "length")
 
 
 def test_max_length_beyond_the_targets_own_is_the_targets_own() -> None:
@@ -607,7 +606,9 @@ def test_progress_is_told_after_the_prompt_and_after_each_round() -> None:
 # What the drafter is given
 
 
-def rows_given(drafter: Drafter, taps: Tensor, tokens: list[int], k: int) -> tuple[list[Any], list[Any], Draft]:
+def rows_given(
+    drafter: Drafter, taps: Tensor, tokens: list[int], k: int
+) -> tuple[list[Any], list[Any], Draft]:
     given: list[Any] = []
     said: list[Any] = []
     hooks = [
@@ -868,6 +869,6 @@ def test_the_number_of_drafts_does_not_matter_without_a_drafter() -> None:
 def test_the_most_drafts_there_can_be() -> None:
     start = trained_start(0)
     drafter = trained_pair("p-eagle-1")[1].share(trained_target())
-    run = reference.generate(start.target, start.prompt, SamplingParams(max_tokens=12), drafter=drafter, draft_tokens=64)
+    run = a_case(start, k=64, max_tokens=12).run(drafter)
     assert run.token_ids == list(start.truth[:12])
     assert all(len(r.drafts) == 64 for r in run.rounds)

@@ -30,9 +30,7 @@ def format_of(folder: Path) -> Format:
     return "speculators" if speculators.is_speculators(read_config_json(folder)) else "plain"
 
 
-def convert(
-    source: Path, out: Path, to: Format, target: Path, target_name: str, draft_tokens: int
-) -> dict[str, str]:
+def convert(source: Path, out: Path, to: Format, target: Path, target_name: str, draft_tokens: int) -> dict[str, str]:
     """Writes `out`; returns what became of the shared tables, for the user to read."""
     target_cfg = read_target_config(target)
     cfg = read_drafter_config(source, target_cfg)

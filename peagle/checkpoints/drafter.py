@@ -14,11 +14,19 @@ import torch
 from torch import Tensor
 
 from peagle.checkpoints import speculators
-from peagle.checkpoints.fields import Fields, completed, layer_config, layer_fields, rope_config, rope_fields
+from peagle.checkpoints.fields import (
+    Fields,
+    completed,
+    layer_config,
+    layer_fields,
+    positions,
+    rope_config,
+    rope_fields,
+)
 from peagle.checkpoints.files import Weights, read_config_json, write_folder, write_json, write_weights
 from peagle.checkpoints.slots import Layout, fill, layout_of, problems, unfill
 from peagle.checkpoints.target import sliding_windows
-from peagle.config import DEFAULT_MASK_ID_NAMES, DecoderConfig, DrafterConfig
+from peagle.config import MASK_ID_NAMES, DecoderConfig, DrafterConfig
 from peagle.errors import UserError
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
@@ -29,7 +37,7 @@ DERIVED = ("t2d",)  # written for readers that want it, made anew from d2t, neve
 
 def mask_ids(values: dict[str, Any]) -> dict[str, int]:
     """Each name under which a config gives the id of the mask token."""
-    return {name: values[name] for name in DEFAULT_MASK_ID_NAMES if values.get(name) is not None}
+    return {name: values[name] for name in MASK_ID_NAMES if values.get(name) is not None}
 
 
 def canonical(name: str) -> str:
@@ -42,7 +50,7 @@ def read_drafter_config(folder: Path, target: DecoderConfig | None = None) -> Dr
     values = plain_values(folder)
     source = folder / "config.json"
     kind = values.get("model_type", "llama")
-    if kind not in ARCHITECTURES:
+    if not isinstance(kind, str) or kind not in ARCHITECTURES:
         raise UserError(f"{source}: a {kind!r} drafter is not supported; supported: {', '.join(ARCHITECTURES)}")
     fields = completed({**values, "model_type": kind}, source)
     nested = fields.section("eagle_config")
@@ -51,7 +59,8 @@ def read_drafter_config(folder: Path, target: DecoderConfig | None = None) -> Dr
     bias = fields.get("attention_bias", bool, False)
     num_layers = fields.size("num_hidden_layers")
     vocab = fields.size("vocab_size")
-    layer = layer_config(fields, qkv_bias=bias, out_bias=bias, qk_norm=kind == "qwen3")
+    mlp_bias = fields.get("mlp_bias", bool, False)
+    layer = layer_config(fields, qkv_bias=bias, out_bias=bias, mlp_bias=mlp_bias, qk_norm=kind == "qwen3")
     windows = sliding_windows(fields, num_layers)
     names = {canonical(name) for name in Weights(folder).names()}
     return DrafterConfig(
@@ -60,7 +69,7 @@ def read_drafter_config(folder: Path, target: DecoderConfig | None = None) -> Dr
         num_layers=num_layers,
         layer=layer,
         rope=rope_config(fields),
-        max_positions=fields.size("max_position_embeddings"),
+        max_positions=positions(fields),
         target_hidden_size=fields.size("target_hidden_size", layer.hidden_size),
         taps=_taps(fields, nested, target),
         mask_token_id=_mask_id(values, source, parallel="mask_hidden" in names, vocab=vocab),
@@ -85,7 +94,7 @@ def plain_values(folder: Path) -> dict[str, Any]:
 def _taps(fields: Fields, nested: Fields, target: DecoderConfig | None) -> tuple[int, ...]:
     name = "eagle_aux_hidden_state_layer_ids"
     taps = fields.int_list(name) or nested.int_list(name)
-    if taps is None:
+    if not taps:
         if target is None:
             raise fields.wrong(f"no {name}: name the target (--target), whose default taps are meant then")
         taps = target.default_taps
@@ -101,7 +110,7 @@ def _mask_id(values: dict[str, Any], source: Path, parallel: bool, vocab: int) -
             raise UserError(f"{source}: has a mask id ({ids}), but the weights hold no mask_hidden")
         return None
     if not ids:
-        names = ", ".join(DEFAULT_MASK_ID_NAMES)
+        names = ", ".join(MASK_ID_NAMES)
         raise UserError(f"{source}: the weights hold mask_hidden, but no mask id is given (one of {names})")
     if len(set(map(repr, ids.values()))) > 1:
         raise UserError(f"{source}: mask ids disagree: {ids}")
@@ -166,8 +175,10 @@ def load_unbound(
     drafter.rope.to(device)
     if drafter.d2t is not None:
         reach = torch.arange(cfg.draft_vocab_size, device=device) + drafter.d2t
-        if drafter.d2t.dtype != torch.long or reach.min() < 0 or reach.max() >= cfg.vocab_size:
+        if reach.min() < 0 or reach.max() >= cfg.vocab_size:
             raise UserError(f"{folder}: d2t points outside the vocabulary of {cfg.vocab_size}")
+        if len(reach.unique()) < len(reach):
+            raise UserError(f"{folder}: d2t gives one token of the target to two draft tokens")
     return drafter.eval().requires_grad_(False)
 
 
@@ -217,10 +228,11 @@ def config_values(cfg: DrafterConfig, dtype: torch.dtype) -> dict[str, Any]:
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
     if cfg.windows:
-        values["sliding_window"] = next(w for w in cfg.windows if w)
+        values["use_sliding_window"] = True  # without it Qwen3's config class forgets the window
+        (values["sliding_window"],) = {w for w in cfg.windows if w}  # the format has room for one
         values["layer_types"] = ["sliding_attention" if w else "full_attention" for w in cfg.windows]
     if cfg.mask_token_id is not None:
-        values |= dict.fromkeys(DEFAULT_MASK_ID_NAMES, cfg.mask_token_id)
+        values |= dict.fromkeys(MASK_ID_NAMES, cfg.mask_token_id)
     return values
 
 
@@ -244,5 +256,3 @@ def save_drafter(drafter: Drafter, folder: Path, max_shard_bytes: int | None = N
 
 def same_tensor(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
-
-

@@ -13,6 +13,8 @@ from peagle.errors import UserError
 
 T = TypeVar("T", int, float, bool, str)
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+MAX_SIZE = 2**24  # far above any real width or vocabulary, and no product of two of them overflows
+MAX_LAYERS = 1024
 
 
 class Fields:
@@ -32,21 +34,31 @@ class Fields:
             if default is None:
                 raise self.wrong(f"field {name!r} is missing")
             return default
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        if kind is float and type(value) is int and abs(value) < 2**63:
             return kind(value)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise self.wrong(f"field {name!r} is {value!r}, expected {kind.__name__}")
         return value
 
-    def size(self, name: str, default: int | None = None) -> int:
+    def size(self, name: str, default: int | None = None, most: int = MAX_SIZE) -> int:
         """A count that a tensor's shape hangs on."""
         value = self.get(name, int, default)
-        if not 1 <= value < 2**31:
-            raise self.wrong(f"field {name!r} is {value}, expected a positive size")
+        if not 1 <= value <= most:
+            raise self.wrong(f"field {name!r} is {value}, expected a size from 1 to {most}")
         return value
 
-    def optional_int(self, name: str) -> int | None:
-        return None if self.values.get(name) is None else self.get(name, int)
+    def optional_size(self, name: str) -> int | None:
+        return None if self.values.get(name) is None else self.size(name, most=2**31 - 1)
+
+    def positive(self, name: str, default: float | None = None) -> float:
+        value = self.get(name, float, default)
+        if not 1e-30 < value < 1e30:  # neither nan nor anything that overflows on the way
+            raise self.wrong(f"field {name!r} is {value}, expected a positive number")
+        return value
+
+    def optional_positive(self, name: str) -> float | None:
+        """Zero counts as absent too, as transformers reads it."""
+        return self.positive(name) if self.values.get(name) else None
 
     def section(self, name: str) -> Fields:
         value = self.values.get(name)
@@ -67,24 +79,33 @@ def completed(values: dict[str, Any], source: Path) -> Fields:
     """The object with what its writer left out: transformers saves only what differs from its defaults,
     and those differ by family, so transformers' own config class fills them in."""
     from transformers import CONFIG_MAPPING
+    from transformers.utils import logging
 
-    kind = Fields(values, source).get("model_type", str)
+    fields = Fields(values, source)
+    fields.size("num_hidden_layers", 1, MAX_LAYERS)  # before a list that long is made of it
+    kind = fields.get("model_type", str)
     if kind not in CONFIG_MAPPING:
         raise UserError(f"{source}: model_type {kind!r} is not known to the installed transformers")
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # its warnings about rope fields are no findings of ours
     try:
         config = CONFIG_MAPPING[kind](**values)
         return Fields(config.to_dict(), source)
     except Exception as error:  # a validator of transformers' or huggingface_hub's choosing
-        reason = str(error).splitlines()[-1].strip()
+        reason = (str(error).splitlines() or [type(error).__name__])[-1].strip()
         raise UserError(f"{source}: not a usable {kind} config ({reason})") from None
+    finally:
+        logging.set_verbosity(verbosity)
 
 
-def layer_config(fields: Fields, *, qkv_bias: bool, out_bias: bool, qk_norm: bool) -> LayerConfig:
+def layer_config(fields: Fields, *, qkv_bias: bool, out_bias: bool, mlp_bias: bool, qk_norm: bool) -> LayerConfig:
     heads, width = fields.size("num_attention_heads"), fields.size("hidden_size")
     kv_heads = fields.size("num_key_value_heads", heads)
     head_dim = fields.size("head_dim", max(width // heads, 1))
     if heads % kv_heads:
         raise fields.wrong(f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
+    if heads * head_dim > MAX_SIZE:
+        raise fields.wrong(f"num_attention_heads {heads} times head_dim {head_dim} is more than {MAX_SIZE}")
     if head_dim % 2:
         raise fields.wrong(f"head_dim {head_dim} is odd; rotary positions need pairs")
     activation = fields.get("hidden_act", str, "silu")
@@ -96,19 +117,23 @@ def layer_config(fields: Fields, *, qkv_bias: bool, out_bias: bool, qk_norm: boo
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        norm_eps=fields.get("rms_norm_eps", float, 1e-6),
+        norm_eps=fields.positive("rms_norm_eps", 1e-6),
         qkv_bias=qkv_bias,
         out_bias=out_bias,
-        mlp_bias=fields.get("mlp_bias", bool, False),
+        mlp_bias=mlp_bias,
         qk_norm=qk_norm,
     )
+
+
+def positions(fields: Fields) -> int:
+    return fields.size("max_position_embeddings", most=2**31 - 1)
 
 
 def rope_config(fields: Fields) -> RopeConfig:
     """From `rope_parameters`, which `completed` has made of every older spelling."""
     scaling = fields.section("rope_parameters")
-    theta = scaling.get("rope_theta", float, RopeConfig.theta)
-    kind = scaling.get("rope_type", str, "default")
+    theta = scaling.positive("rope_theta", RopeConfig.theta)
+    kind = scaling.get("rope_type", str)  # missing where every kind of layer has parameters of its own
     if kind not in ROPE_KINDS:
         raise fields.wrong(f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
     if scaling.get("partial_rotary_factor", float, fields.get("partial_rotary_factor", float, 1.0)) != 1.0:
@@ -116,32 +141,34 @@ def rope_config(fields: Fields) -> RopeConfig:
     if kind == "default":
         return RopeConfig(theta=theta)
     if kind == "linear":
-        return RopeConfig(theta=theta, kind="linear", factor=scaling.get("factor", float))
-    original = scaling.optional_int("original_max_position_embeddings")
-    longest = fields.size("max_position_embeddings")
+        return RopeConfig(theta=theta, kind="linear", factor=scaling.positive("factor"))
+    longest = positions(fields)
+    original = scaling.optional_size("original_max_position_embeddings") or longest
     if kind == "llama3":
+        low, high = scaling.positive("low_freq_factor"), scaling.positive("high_freq_factor")
+        if low >= high:
+            raise fields.wrong(f"low_freq_factor {low} must be below high_freq_factor {high}")
         return RopeConfig(
             theta=theta,
             kind="llama3",
-            factor=scaling.get("factor", float),
-            original_max_positions=original or longest,
-            low_freq_factor=scaling.get("low_freq_factor", float),
-            high_freq_factor=scaling.get("high_freq_factor", float),
+            factor=scaling.positive("factor"),
+            original_max_positions=original,
+            low_freq_factor=low,
+            high_freq_factor=high,
         )
-    original = original or longest
-    optional = {
-        name: scaling.get(name, float) if scaling.values.get(name) is not None else None
-        for name in ("attention_factor", "mscale", "mscale_all_dim")
-    }
+    if theta <= 1:
+        raise fields.wrong(f"field 'rope_theta' is {theta}, expected more than 1 for yarn")
     return RopeConfig(
         theta=theta,
         kind="yarn",
-        factor=scaling.get("factor", float, longest / original),
+        factor=scaling.positive("factor", longest / original),
         original_max_positions=original,
-        beta_fast=scaling.get("beta_fast", float, RopeConfig.beta_fast),
-        beta_slow=scaling.get("beta_slow", float, RopeConfig.beta_slow),
+        beta_fast=scaling.positive("beta_fast", RopeConfig.beta_fast),
+        beta_slow=scaling.positive("beta_slow", RopeConfig.beta_slow),
+        attention_factor=scaling.optional_positive("attention_factor"),
+        mscale=scaling.optional_positive("mscale"),
+        mscale_all_dim=scaling.optional_positive("mscale_all_dim"),
         truncate=scaling.get("truncate", bool, RopeConfig.truncate),
-        **optional,
     )
 
 

@@ -52,7 +52,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: no such file") from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # bytes, syntax, or a number of thousands of digits
         raise UserError(f"{path}: not valid JSON ({str(error).splitlines()[0]})") from None
     if not isinstance(value, dict):
         raise UserError(f"{path}: expected a JSON object, found {type(value).__name__}")
@@ -76,7 +76,7 @@ class Weights:
         self.shapes: dict[str, tuple[int, ...]] = {}
         for file in self._files():
             with self._opened(file) as handle:
-                for name in handle.keys():  # noqa: SIM118 - not a dict
+                for name in handle.keys():  # not a dict
                     if name in self.file_of:
                         raise UserError(f"{folder}: tensor {name!r} is in {self.file_of[name]} and in {file}")
                     self.file_of[name] = file
@@ -99,11 +99,12 @@ class Weights:
         listed = read_json(where).get("weight_map")
         if not isinstance(listed, dict) or not all(isinstance(f, str) for f in listed.values()):
             raise UserError(f"{where}: no usable weight_map in it")
+        here = {path.name for path in self.folder.iterdir() if path.is_file()}
         for file in listed.values():
             if Path(file).name != file:
                 raise UserError(f"{where}: {file!r} points outside the folder")
-            if not (self.folder / file).is_file():
-                raise UserError(f"{self.folder}: {INDEX} names {file}, which is not there")
+            if file not in here:
+                raise UserError(f"{self.folder}: {INDEX} names {file!r}, which is not there")
         return listed
 
     def _check_index(self) -> None:
@@ -127,6 +128,8 @@ class Weights:
         return list(self.file_of)
 
     def __getitem__(self, name: str) -> Tensor:
+        if name not in self.file_of:
+            raise UserError(f"{self.folder}: tensor {name!r} is missing")
         with self._opened(self.file_of[name]) as handle:
             return handle.get_tensor(name)
 
@@ -147,7 +150,7 @@ def write_weights(tensors: dict[str, Tensor], folder: Path, max_shard_bytes: int
     if len(shards) == 1:
         _save(shards[0], folder / WEIGHTS)
         return
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for i, shard in enumerate(shards, start=1):
         file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
         _save(shard, folder / file)
@@ -157,7 +160,10 @@ def write_weights(tensors: dict[str, Tensor], folder: Path, max_shard_bytes: int
 
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:
-    save_file(tensors, path, metadata={"format": "pt"})
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # a full disk, in its words
+        raise OSError(str(error)) from None
     path.chmod(0o644)  # safetensors writes for its owner alone, which a shared folder does not want
 
 
@@ -170,6 +176,7 @@ def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
 
     A folder that is there already is refused unless it is empty: nothing of the user's is overwritten.
     """
+    folder = Path(os.path.abspath(folder))  # "." has no name to put another beside
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder}: exists already and is not empty; name a new folder")
     unfinished = folder.with_name(f".{folder.name}.{os.getpid()}.unfinished")

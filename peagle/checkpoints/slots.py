@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from peagle.checkpoints.files import Weights
 from peagle.config import LayerConfig
+from peagle.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -67,18 +68,29 @@ def fill(
     dtype: torch.dtype | None,
     device: torch.device | str,
 ) -> None:
-    """Replaces the module's `meta` parameters; floating tensors become `dtype`, or stay as stored."""
+    """Replaces the module's `meta` parameters; floating tensors become `dtype`, or stay as stored.
+
+    Eight-bit floats are refused like integers: they mean nothing without scales, which are not read here.
+    """
     state: dict[str, Tensor] = {}
     wanted = module.state_dict()
     for name, slot in layout.items():
         tensor = weights[file_names[name]].reshape(slot.shape).to(device)
-        if dtype is not None and tensor.is_floating_point():
+        floating = wanted[slot.param].is_floating_point()
+        if floating != tensor.is_floating_point() or tensor.dtype.itemsize < 2:
+            stored = str(tensor.dtype).removeprefix("torch.")
+            raise UserError(f"{weights.folder}: tensor {file_names[name]!r} is stored as {stored}, not supported")
+        if not floating:
+            tensor = tensor.to(wanted[slot.param].dtype)
+        elif dtype is not None:
             tensor = tensor.to(dtype)
         if slot.shape == tuple(wanted[slot.param].shape):
             state[slot.param] = tensor
             continue
         if slot.param not in state:
             state[slot.param] = torch.empty(wanted[slot.param].shape, dtype=tensor.dtype, device=device)
+        if state[slot.param].dtype != tensor.dtype:
+            raise UserError(f"{weights.folder}: tensor {file_names[name]!r} has another dtype than its neighbours")
         state[slot.param][slot.start : slot.start + slot.shape[0]] = tensor
     module.load_state_dict(state, assign=True)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from peagle.config import DEFAULT_MASK_ID_NAMES
+from peagle.config import MASK_ID_NAMES
 from peagle.errors import UserError
 
 VERSION = "0.9.0"  # of the format written here
@@ -24,7 +24,7 @@ OWN_FIELDS = (
     "eagle_aux_hidden_state_layer_ids",
     "mask_token_id",
 )
-PLAIN_ONLY = (*DEFAULT_MASK_ID_NAMES, "architectures", "dtype", "torch_dtype")
+PLAIN_ONLY = (*MASK_ID_NAMES, "architectures", "dtype", "torch_dtype")
 
 
 def is_speculators(values: dict[str, Any]) -> bool:
@@ -52,6 +52,8 @@ def from_plain(
     plain: dict[str, Any], verifier: str, verifier_architectures: list[str], draft_tokens: int
 ) -> dict[str, Any]:
     """`plain` as `config_values` writes it; `draft_tokens` is what vLLM uses when not told otherwise."""
+    if plain["fc_norm"] and plain["norm_before_fc"]:
+        raise UserError("speculators has no drafter with both fc_norm and norm_before_fc: keep the plain format")
     kind = "peagle" if "mask_token_id" in plain else "eagle3"
     dtype = plain["dtype"]
     own = {name: plain[name] for name in OWN_FIELDS if name in plain}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from peagle.checkpoints.fields import Fields, completed, layer_config, rope_config
+from peagle.checkpoints.fields import Fields, completed, layer_config, positions, rope_config
 from peagle.checkpoints.files import Weights, read_config_json, read_json
 from peagle.checkpoints.slots import fill, layout_of, problems
 from peagle.config import DecoderConfig, LayerConfig
@@ -25,20 +25,21 @@ if TYPE_CHECKING:
 
 def _same_bias(fields: Fields) -> LayerConfig:
     bias = fields.get("attention_bias", bool, False)
-    return layer_config(fields, qkv_bias=bias, out_bias=bias, qk_norm=False)
+    mlp_bias = fields.get("mlp_bias", bool, False)
+    return layer_config(fields, qkv_bias=bias, out_bias=bias, mlp_bias=mlp_bias, qk_norm=False)
 
 
 def _no_bias(fields: Fields) -> LayerConfig:
-    return layer_config(fields, qkv_bias=False, out_bias=False, qk_norm=False)
+    return layer_config(fields, qkv_bias=False, out_bias=False, mlp_bias=False, qk_norm=False)
 
 
 def _qkv_bias(fields: Fields) -> LayerConfig:
-    return layer_config(fields, qkv_bias=True, out_bias=False, qk_norm=False)
+    return layer_config(fields, qkv_bias=True, out_bias=False, mlp_bias=False, qk_norm=False)
 
 
 def _qk_norms(fields: Fields) -> LayerConfig:
     bias = fields.get("attention_bias", bool, False)
-    return layer_config(fields, qkv_bias=bias, out_bias=bias, qk_norm=True)
+    return layer_config(fields, qkv_bias=bias, out_bias=bias, mlp_bias=False, qk_norm=True)
 
 
 FAMILIES: dict[str, tuple[str, Callable[[Fields], LayerConfig]]] = {
@@ -63,10 +64,8 @@ def read_target_config(folder: Path) -> DecoderConfig:
     source = folder / "config.json"
     names = values.get("architectures") or ["none named"]
     architecture = names[0] if isinstance(names, list) else names
-    if architecture not in FAMILIES:
-        raise UserError(
-            f"{source}: architecture {architecture!r} is not supported; supported: {', '.join(FAMILIES)}"
-        )
+    if not isinstance(architecture, str) or architecture not in FAMILIES:
+        raise UserError(f"{source}: architecture {architecture!r} is not supported; supported: {', '.join(FAMILIES)}")
     if values.get("quantization_config"):
         raise UserError(f"{source}: quantized weights (quantization_config) are not supported")
     family, shape_of = FAMILIES[architecture]
@@ -78,7 +77,7 @@ def read_target_config(folder: Path) -> DecoderConfig:
         num_layers=num_layers,
         layer=shape_of(fields),
         rope=rope_config(fields),
-        max_positions=fields.size("max_position_embeddings"),
+        max_positions=positions(fields),
         tied_head=fields.get("tie_word_embeddings", bool, False),
         windows=sliding_windows(fields, num_layers, everywhere=family == "mistral"),
     )
@@ -86,19 +85,18 @@ def read_target_config(folder: Path) -> DecoderConfig:
 
 def sliding_windows(fields: Fields, num_layers: int, everywhere: bool = False) -> tuple[int | None, ...]:
     """Mistral slides in every layer; the others where `layer_types` says so."""
-    window = fields.optional_int("sliding_window")
-    kinds = fields.values.get("layer_types") or ["sliding_attention" if everywhere else "full_attention"] * num_layers
+    window = fields.optional_size("sliding_window")
+    default = "sliding_attention" if everywhere else "full_attention"
+    kinds = fields.values.get("layer_types") or [default] * num_layers
     if not isinstance(kinds, list) or len(kinds) != num_layers:
         raise fields.wrong(f"layer_types must name {num_layers} layers")
-    unknown = set(kinds) - {"full_attention", "sliding_attention"}
+    unknown = [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]
     if unknown:
-        raise fields.wrong(f"layer type {sorted(map(str, unknown))[0]!r} is not supported")
+        raise fields.wrong(f"layer type {unknown[0]!r} is not supported")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def load_decoder(
-    folder: Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
-) -> Decoder:
+def load_decoder(folder: Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Decoder:
     cfg = read_target_config(folder)
     with torch.device("meta"):
         model = Decoder(cfg)
@@ -126,9 +124,7 @@ def load_decoder(
     return model.eval().requires_grad_(False)
 
 
-def load_target(
-    folder: Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
-) -> Target:
+def load_target(folder: Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Target:
     return Target(folder, load_decoder(folder, dtype, device), eos_ids(folder))
 
 
@@ -163,6 +159,4 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, raw: bool) ->
     if not tokenizer.chat_template:
         raise UserError("this target has no chat template: use --raw to give it the prompt as it is")
     messages = [{"role": "user", "content": prompt}]
-    return list(
-        tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
-    )
+    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])

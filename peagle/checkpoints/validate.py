@@ -27,14 +27,15 @@ from peagle.checkpoints.files import Weights, read_config_json
 from peagle.checkpoints.target import eos_ids, load_tokenizer, read_target_config
 from peagle.config import (
     DEFAULT_DRAFT_TOKENS,
-    DEFAULT_MASK_ID_NAMES,
+    EAGLE3_DRAFT_TOKENS,
+    MASK_ID_NAMES,
+    VLLM_VERSION,
     DecoderConfig,
     DrafterConfig,
     check_draft_tokens,
 )
 from peagle.errors import UserError
 
-EAGLE3_DRAFT_TOKENS = 3  # where autoregressive drafting peaks in the published results
 TAPS = "eagle_aux_hidden_state_layer_ids"
 KNOWN_ARCHITECTURES = (*ARCHITECTURES.values(), "Eagle3LlamaForCausalLM", "PeagleLlamaForCausalLM")
 Version = tuple[int, int]
@@ -59,7 +60,7 @@ def inspect_drafter(
     name: str,
     target_folder: Path | None = None,
     target_name: str | None = None,
-    vllm: str = "0.32",
+    vllm: str = VLLM_VERSION,
     draft_tokens: int | None = None,
 ) -> Report:
     """A folder that is no checkpoint at all is the caller's mistake (UserError), not a finding."""
@@ -84,9 +85,7 @@ def inspect_drafter(
         found += fit_problems(cfg, target)
         found += _against_target(cfg, target, target_folder)
     report.facts |= _facts(cfg, weights, target_folder)
-    report.serve = serve_line(
-        cfg, _loadable(target_name, target_folder), _loadable(name, folder), draft_tokens
-    )
+    report.serve = serve_line(cfg, _loadable(target_name, target_folder), _loadable(name, folder), draft_tokens)
     return report
 
 
@@ -120,9 +119,7 @@ def _facts(cfg: DrafterConfig, weights: Weights, target_folder: Path | None) -> 
         if tokenizer is not None and cfg.mask_token_id < len(tokenizer):
             mask += f" ({tokenizer.convert_ids_to_tokens(cfg.mask_token_id)!r})"
     options = [
-        name
-        for name in ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
-        if getattr(cfg, name)
+        name for name in ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output") if getattr(cfg, name)
     ]
     return {
         "kind": "P-EAGLE, all drafts in one pass" if cfg.parallel else "EAGLE-3, one draft a pass",
@@ -177,9 +174,7 @@ def _vocabulary_map(cfg: DrafterConfig, weights: Weights, version: Version) -> l
     return found
 
 
-def _misread_fields(
-    raw: dict[str, Any], values: dict[str, Any], cfg: DrafterConfig, version: Version
-) -> list[str]:
+def _misread_fields(raw: dict[str, Any], values: dict[str, Any], cfg: DrafterConfig, version: Version) -> list[str]:
     """Fields that vLLM, or the named version of it, reads otherwise than meant."""
     found = []
     as_speculators = speculators.is_speculators(raw)
@@ -205,8 +200,8 @@ def _misread_fields(
         ids = mask_ids(values)
         if cfg.parallel and version < (0, 28) and not {"pard_token", "ptd_token_id"} & set(ids):
             found.append(f"mask id only as mask_token_id: vLLM {_dotted(version)} reads pard_token or ptd_token_id")
-        missing = [name for name in DEFAULT_MASK_ID_NAMES if name not in ids]
-        if cfg.parallel and missing and len(missing) < len(DEFAULT_MASK_ID_NAMES):
+        missing = [name for name in MASK_ID_NAMES if name not in ids]
+        if cfg.parallel and missing and len(missing) < len(MASK_ID_NAMES):
             found.append(f"mask id not given as {' and '.join(missing)}: versions differ in which name they read")
     else:
         if "norm_before_residual" not in raw:

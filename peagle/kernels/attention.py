@@ -24,7 +24,5 @@ def causal_attention(layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, wi
 def masked_attention(q_THd: Tensor, k_SGd: Tensor, v_SGd: Tensor, visible_TS: Tensor | None) -> Tensor:
     """Rows see what `visible` says; None means causal."""
     q, k, v = (x.transpose(0, 1)[None] for x in (q_THd, k_SGd, v_SGd))
-    out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=visible_TS, is_causal=visible_TS is None, enable_gqa=True
-    )
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible_TS, is_causal=visible_TS is None, enable_gqa=True)
     return out[0].transpose(0, 1)

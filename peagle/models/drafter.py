@@ -55,9 +55,7 @@ class Drafter(nn.Module):
         width, eps = cfg.layer.hidden_size, cfg.layer.norm_eps
         self.fc = nn.Linear(cfg.tap_width, width, bias=False)
         self.input_norm = RMSNorm(cfg.tap_width, eps) if cfg.norm_before_fc else None
-        self.fc_norm = (
-            nn.ModuleList(RMSNorm(cfg.target_hidden_size, eps) for _ in cfg.taps) if cfg.fc_norm else None
-        )
+        self.fc_norm = nn.ModuleList(RMSNorm(cfg.target_hidden_size, eps) for _ in cfg.taps) if cfg.fc_norm else None
         self.mask_hidden = nn.Parameter(torch.zeros(1, 1, cfg.tap_width)) if cfg.parallel else None
         rest = (DecoderLayer(cfg.layer) for _ in range(1, cfg.num_layers))
         self.layers = nn.ModuleList([FirstLayer(cfg), *rest])
@@ -65,9 +63,7 @@ class Drafter(nn.Module):
         self.embed_tokens = nn.Embedding(cfg.vocab_size, width) if cfg.own_embeddings else None
         self.lm_head = nn.Linear(width, cfg.draft_vocab_size, bias=False) if cfg.own_head else None
         # target_id = draft_id + d2t[draft_id]; an integer table, so a buffer that no dtype cast touches
-        self.register_buffer(
-            "d2t", torch.zeros(cfg.draft_vocab_size, dtype=torch.long) if cfg.reduced_vocab else None
-        )
+        self.register_buffer("d2t", torch.zeros(cfg.draft_vocab_size, dtype=torch.long) if cfg.reduced_vocab else None)
         self.rope = Rope(cfg.rope, cfg.layer.head_dim)
         self._shared: Callable[[], Decoder] | None = None
 

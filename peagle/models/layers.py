@@ -60,7 +60,7 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
-    stretch = ((torch.arange(head_dim // 2).float() - low) / max(high - low, 0.001)).clamp(0, 1)
+    stretch = ((torch.arange(head_dim // 2).float() - low) / ((high - low) or 0.001)).clamp(0, 1)
 
     def mscale(weight: float) -> float:
         return 0.1 * weight * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
@@ -113,9 +113,7 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(cfg.head_dim, cfg.norm_eps) if cfg.qk_norm else None
         self.k_norm = RMSNorm(cfg.head_dim, cfg.norm_eps) if cfg.qk_norm else None
 
-    def forward(
-        self, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attend, layer: int, window: int | None
-    ) -> Tensor:
+    def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attend, layer: int, window: int | None) -> Tensor:
         qkv = self.qkv_proj(x_TD).view(len(x_TD), -1, self.head_dim)
         q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
@@ -147,8 +145,6 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(cfg.hidden_size, cfg.norm_eps)
         self.mlp = MLP(cfg)
 
-    def forward(
-        self, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attend, layer: int, window: int | None
-    ) -> Tensor:
+    def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attend, layer: int, window: int | None) -> Tensor:
         x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), cos, sin, attend, layer, window)
         return x_TD + self.mlp(self.post_attention_layernorm(x_TD))

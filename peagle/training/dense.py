@@ -66,9 +66,9 @@ def nested_rows(length: int, depths: int, rate: float, rng: torch.Generator) -> 
 def batched(batch: int, visible_RR: Tensor | None) -> Attend:
     """Attention within each sequence of a flat batch; None means causal."""
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    def attend(layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, window: int | None) -> Tensor:
         assert window is None, "sliding windows are not trained here"
-        q, k, v = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in (q, k, v))
+        q, k, v = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in (q_THd, k_TGd, v_TGd))
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=visible_RR, is_causal=visible_RR is None, enable_gqa=True
         )
@@ -140,9 +140,7 @@ def row_losses(drafter: Drafter, said_BRD: Tensor, target_logits_BRV: Tensor) ->
     return -(p * log_q).sum(-1)
 
 
-def loss(
-    drafter: Drafter, target: Decoder, tokens_BT: Tensor, rows: Rows, asked_BT: Tensor | None = None
-) -> Tensor:
+def loss(drafter: Drafter, target: Decoder, tokens_BT: Tensor, rows: Rows, asked_BT: Tensor | None = None) -> Tensor:
     """Mean over depths of the mean over that depth's rows: a rare deep row weighs as much as its rate is
     low. `asked` marks tokens worth predicting (a response's); None asks for all."""
     hidden_BTD, taps_BTN = read_target(target, tokens_BT, drafter.cfg.taps)

@@ -125,13 +125,18 @@ def test_same_tokens_and_counts(name: str, k: int) -> None:
 
 def test_speculators_format_gives_the_same(tmp_path: Path) -> None:
     """A folder converted to the speculators format drafts in vLLM as the plain one does here."""
-    for name in ("p-eagle-1-reduced", "p-eagle-4-reduced", "eagle3-4-reduced"):
+    for name in ("p-eagle-4-reduced", "eagle3-4-reduced"):
         out = tmp_path / name
         convert(drafter_folder(name), out, "speculators", target_folder(), str(target_folder()), draft_tokens=4)
-        # vLLM takes method, number of drafts and parallel drafting from the folder itself here
-        with engine({"model": str(out), "num_speculative_tokens": 4}, target_folder()) as llm:
+        # served by its own name: target, method, number of drafts and parallel drafting come from the folder
+        with engine(None, out) as llm:
             theirs = run_vllm(llm, PROMPTS, 4, max_tokens=40)
         assert theirs == run_reference(name, PROMPTS, 4, SamplingParams(max_tokens=40)), name
+    out = tmp_path / "p-eagle-1-reduced"
+    convert(drafter_folder(out.name), out, "speculators", target_folder(), str(target_folder()), draft_tokens=4)
+    with engine(speculative_config(out, 5, parallel=True), target_folder()) as llm:
+        theirs = run_vllm(llm, PROMPTS, 5, max_tokens=40)
+    assert theirs == run_reference(out.name, PROMPTS, 5, SamplingParams(max_tokens=40))
 
 
 def test_what_vllm_swallows_the_validator_finds(tmp_path: Path) -> None:
