@@ -322,7 +322,7 @@ def check_totals(case: Case, run: Generation) -> None:
 
 
 def test_plain_greedy_is_what_the_target_says() -> None:
-    @many(300)
+    @many(250)
     @given(cases(RANDOM_STARTS, 20))
     def property_(case: Case) -> None:
         run = case.run()

@@ -286,7 +286,7 @@ def one_hot(rows: Rows) -> Rows:
     }
 
 
-@many(120)
+@many(80)
 @given(
     st.sampled_from([(3, 1), (4, 1), (5, 1), (3, 2), (4, 2), (3, 3)]),
     st.integers(0, 2**32),
@@ -577,7 +577,7 @@ def test_generations_have_the_targets_distribution(
     target: Decoder, kind: str, sample_drafts: bool, options: dict[str, Any]
 ) -> None:
     drafter = None if kind == "none" else make_drafter(target, kind)
-    counts, share = generated(target, drafter, 2000, options, sample_drafts=sample_drafts)
+    counts, share = generated(target, drafter, 1500, options, sample_drafts=sample_drafts)
     expected = own_joint(target, options["temperature"], options.get("top_k", 0), options.get("top_p", 1.0))
     assert len(expected) >= 8
     assert fit(counts, expected) > TOLERATED

@@ -50,6 +50,9 @@ FAMILIES: dict[str, tuple[str, Callable[[Fields], LayerConfig]]] = {
 }
 
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
+
+
 @dataclass(frozen=True)
 class Target:
     """Everything a request needs of a target."""
@@ -142,9 +145,15 @@ def eos_ids(folder: Path) -> frozenset[int]:
     return frozenset(ids)
 
 
+def has_tokenizer(folder: Path) -> bool:
+    return any((folder / file).is_file() for file in TOKENIZER_FILES)
+
+
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
+    if not has_tokenizer(folder):  # some versions of transformers make an empty one up
+        raise UserError(f"{folder}: no tokenizer in it (none of {', '.join(TOKENIZER_FILES)})")
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # transformers raises whatever its reader of the moment does

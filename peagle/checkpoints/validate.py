@@ -24,7 +24,7 @@ from peagle.checkpoints.drafter import (
     tensor_problems,
 )
 from peagle.checkpoints.files import Weights, read_config_json
-from peagle.checkpoints.target import eos_ids, load_tokenizer, read_target_config
+from peagle.checkpoints.target import eos_ids, has_tokenizer, load_tokenizer, read_target_config
 from peagle.config import (
     DEFAULT_DRAFT_TOKENS,
     EAGLE3_DRAFT_TOKENS,
@@ -263,10 +263,7 @@ def _can_be_emitted(mask_id: int, folder: Path) -> str | None:
 
 def _tokenizer(folder: Path | None) -> Any:
     """The target's tokenizer; None where there is no target, or one that is run on token ids alone."""
-    files = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
-    if folder is None or not any((folder / file).is_file() for file in files):
-        return None
-    return load_tokenizer(folder)
+    return load_tokenizer(folder) if folder is not None and has_tokenizer(folder) else None
 
 
 def _special_tokens(tokenizer: Any) -> set[str]:

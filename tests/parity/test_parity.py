@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 from pairs import EOS_ID, RECIPES, drafter_folder, load_pair, prompts, target_folder
-
 from safetensors.torch import load_file, save_file
 
 from peagle.checkpoints.convert import convert
