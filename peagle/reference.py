@@ -89,7 +89,7 @@ def generate(
     `max_length` is the longest sequence, prompt included (default: what the target was made for).
     `sample_drafts` draws drafts from the drafter's distribution; otherwise they are its argmax.
     """
-    longest = min(max_length or target.cfg.max_positions, target.cfg.max_positions)
+    longest = target.cfg.max_positions if max_length is None else min(max_length, target.cfg.max_positions)
     check_prompt(prompt_ids, target.cfg.vocab_size, longest)
     if drafter is not None:
         check_draft_tokens(draft_tokens)
@@ -141,7 +141,7 @@ def distribution(logits_KV: Tensor, params: SamplingParams) -> Tensor:
         kth = logits.topk(params.top_k, -1).values[..., -1:]
         logits = logits.masked_fill(logits < kth, -torch.inf)
     if params.top_p < 1.0:
-        ordered, order = logits.sort(-1, descending=True)
+        ordered, order = logits.sort(-1, descending=True, stable=True)  # of equals the lower id is kept
         probs = ordered.softmax(-1)
         beyond = probs.cumsum(-1) - probs >= params.top_p  # the mass before a token already suffices
         logits = logits.masked_fill(beyond.scatter(-1, order, beyond), -torch.inf)

@@ -20,6 +20,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from support import edit_config, edit_weights, set_config
 
 from peagle.checkpoints.convert import convert, format_of
 from peagle.checkpoints.drafter import drafter_tensors, load_drafter, load_unbound, read_drafter_config, save_drafter
@@ -267,22 +268,6 @@ def test_loading_casts_what_floats(cfg: DrafterConfig, dtype: torch.dtype, wante
 
 def copy_of(name: str, folder: Path) -> Path:
     return Path(shutil.copytree(pairs.drafter_folder(name), folder / name))
-
-
-def edit_weights(folder: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -> None:
-    tensors = load_file(folder / WEIGHTS)
-    edit(tensors)
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-
-
-def edit_config(folder: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
-    values = json.loads((folder / "config.json").read_text())
-    edit(values)
-    (folder / "config.json").write_text(json.dumps(values))
-
-
-def set_config(folder: Path, **fields: Any) -> None:
-    edit_config(folder, lambda values: values.update(fields))
 
 
 def renamed(tensors: dict[str, torch.Tensor], old: str, new: str) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from pairs import TEXT, drafter_folder, load_pair, target_folder
+from support import set_config
 from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
@@ -108,12 +109,10 @@ def test_bad_input_gets_one_line_and_status_2(
     t, d = str(target), str(drafter_folder("p-eagle-1"))
     stranger = tmp_path / "stranger"
     shutil.copytree(drafter_folder("p-eagle-1"), stranger)
-    config = json.loads((stranger / "config.json").read_text())
-    (stranger / "config.json").write_text(json.dumps(config | {"target_hidden_size": 96, "vocab_size": 320}))
+    set_config(stranger, target_hidden_size=96, vocab_size=320)
     unknown = tmp_path / "unknown"
     shutil.copytree(target, unknown)
-    config = json.loads((unknown / "config.json").read_text())
-    (unknown / "config.json").write_text(json.dumps(config | {"architectures": ["BloomForCausalLM"]}))
+    set_config(unknown, architectures=["BloomForCausalLM"])
     cases: list[tuple[tuple[str, ...], str]] = [
         (("generate", "hi", "-t", str(tmp_path / "nowhere")), "no such folder"),
         (("generate", "hi", "-t", t, "-d", str(tmp_path / "nowhere")), "no such folder"),

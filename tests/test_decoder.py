@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
+from support import edit_config, edit_weights, set_config
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -161,22 +161,6 @@ def assert_same(model: Any, decoder: Decoder, tokens: torch.Tensor) -> None:
     assert (got - want).abs().max() < 1e-4
     for k, (mine, other) in enumerate(zip(got_taps, want_taps, strict=True)):
         torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-5, msg=lambda m, k=k: f"tap {k}: {m}")
-
-
-def edit_config(folder: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
-    values = json.loads((folder / "config.json").read_text())
-    edit(values)
-    (folder / "config.json").write_text(json.dumps(values))
-
-
-def set_config(folder: Path, **fields: Any) -> None:
-    edit_config(folder, lambda values: values.update(fields))
-
-
-def edit_weights(folder: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    edit(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
@@ -19,8 +19,9 @@ from unittest import mock
 import pairs
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support import many
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaForCausalLM
@@ -40,22 +41,7 @@ TRAINED_PROMPTS, TRAINED_TRUTH = 16, 26
 CLEAR = 1e-3  # least lead of the best logit over the next, against rounding that differs between passes
 
 
-def many(examples: int) -> settings:
-    return settings(
-        max_examples=examples,
-        derandomize=True,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # The models, and what the targets say
@@ -413,9 +399,7 @@ FAKE: Any = SimpleNamespace(cfg=SimpleNamespace(taps=()))
 HABITS = ("right", "wrong", "right then wrong", "random", "repeats", "stops early")
 
 
-def habitual(
-    habit: str, case: Case, seed: int, right_for: int = 0, sure: bool = True
-) -> Callable[..., Draft]:
+def habitual(habit: str, case: Case, seed: int, right_for: int = 0, sure: bool = True) -> Callable[..., Draft]:
     """A `propose` that knows the truth. `sure` drafts are one-hot, others spread over all tokens."""
     choose = random.Random(seed)
     truth, vocab = case.start.truth, case.start.target.cfg.vocab_size
@@ -438,9 +422,7 @@ def habitual(
         }[habit][:k]
         probs = F.one_hot(torch.tensor(drafts), vocab).double()
         if not sure:
-            probs = (probs + torch.tensor([[choose.random() for _ in range(vocab)] for _ in drafts])).softmax(
-                -1
-            )
+            probs = (probs + torch.tensor([[choose.random() for _ in range(vocab)] for _ in drafts])).softmax(-1)
         return Draft(drafts, probs)
 
     return propose
@@ -606,9 +588,7 @@ def test_progress_is_told_after_the_prompt_and_after_each_round() -> None:
 # What the drafter is given
 
 
-def rows_given(
-    drafter: Drafter, taps: Tensor, tokens: list[int], k: int
-) -> tuple[list[Any], list[Any], Draft]:
+def rows_given(drafter: Drafter, taps: Tensor, tokens: list[int], k: int) -> tuple[list[Any], list[Any], Draft]:
     given: list[Any] = []
     said: list[Any] = []
     hooks = [
@@ -782,9 +762,7 @@ def compare_drafting(
         return draft
 
     with mock.patch.multiple(reference, propose=both, guess=noting):
-        run = reference.generate(
-            target, prompt, SamplingParams(max_tokens=max_tokens), drafter=drafter, draft_tokens=k
-        )
+        run = reference.generate(target, prompt, SamplingParams(max_tokens=max_tokens), drafter=drafter, draft_tokens=k)
     return run, equal, apart
 
 
@@ -842,9 +820,7 @@ def test_a_cache_that_keeps_rows_of_guesses_is_noticed(name: str) -> None:
     ],
 )
 @pytest.mark.parametrize("with_drafter", [False, True])
-def test_a_prompt_that_cannot_be(
-    prompt: list[int], max_length: int | None, words: str, with_drafter: bool
-) -> None:
+def test_a_prompt_that_cannot_be(prompt: list[int], max_length: int | None, words: str, with_drafter: bool) -> None:
     drafter = random_drafter(0, 0) if with_drafter else None
     with pytest.raises(UserError, match=words):
         reference.generate(
@@ -855,9 +831,7 @@ def test_a_prompt_that_cannot_be(
 @pytest.mark.parametrize("k", [0, -1, 500])
 def test_a_number_of_drafts_that_cannot_be(k: int) -> None:
     with pytest.raises(UserError, match=f"-k {k}"):
-        reference.generate(
-            random_target(0), [1], SamplingParams(), drafter=random_drafter(0, 0), draft_tokens=k
-        )
+        reference.generate(random_target(0), [1], SamplingParams(), drafter=random_drafter(0, 0), draft_tokens=k)
 
 
 def test_the_number_of_drafts_does_not_matter_without_a_drafter() -> None:

@@ -17,9 +17,10 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, reject, settings
+from hypothesis import given, reject
 from hypothesis import strategies as st
 from scipy.stats import chisquare
+from support import many
 from torch import Tensor
 
 from peagle import reference
@@ -35,22 +36,7 @@ TOLERATED = 1e-3  # p-value: a right implementation falls below in one seed of a
 CAUGHT = 1e-9
 
 
-def many(examples: int) -> settings:
-    return settings(
-        max_examples=examples,
-        derandomize=True,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # The distribution of one token
@@ -91,9 +77,7 @@ LOGITS = st.lists(LOGIT, min_size=1, max_size=9)
     top_k=st.integers(0, 12),
     top_p=st.floats(0.01, 1.0) | st.just(1.0),
 )
-def test_distribution_is_the_naive_one(
-    logits: list[float], temperature: float, top_k: int, top_p: float
-) -> None:
+def test_distribution_is_the_naive_one(logits: list[float], temperature: float, top_k: int, top_p: float) -> None:
     try:
         want = naive_distribution(logits, temperature, top_k, top_p)
     except Borderline:
@@ -281,9 +265,7 @@ def exact_joint(proposed: Rows, target: Rows, vocab: int, k: int) -> dict[tuple,
 
 
 def one_hot(rows: Rows) -> Rows:
-    return {
-        prefix: [float(i == row.index(max(row))) for i in range(len(row))] for prefix, row in rows.items()
-    }
+    return {prefix: [float(i == row.index(max(row))) for i in range(len(row))] for prefix, row in rows.items()}
 
 
 @many(80)
@@ -306,9 +288,7 @@ def test_a_round_has_the_targets_distribution_exactly(
     if kind == "same":
         proposed = target
     if kind == "near":
-        proposed = {
-            x: [0.98 * p + 0.02 * q for p, q in zip(target[x], proposed[x], strict=True)] for x in target
-        }
+        proposed = {x: [0.98 * p + 0.02 * q for p, q in zip(target[x], proposed[x], strict=True)] for x in target}
     for sequence, chance in exact_joint(proposed, target, vocab, k).items():
         assert chance == pytest.approx(probability(target, sequence), abs=1e-10)
 
@@ -590,18 +570,14 @@ def test_generations_have_the_targets_distribution(
 )
 def test_wrong_generations_are_noticed(target: Decoder, wrong: Verify, sample_drafts: bool) -> None:
     with mock.patch.object(reference, "verify", wrong):
-        counts, _ = generated(
-            target, make_drafter(target, "p-eagle"), 900, PLAIN, sample_drafts=sample_drafts
-        )
+        counts, _ = generated(target, make_drafter(target, "p-eagle"), 900, PLAIN, sample_drafts=sample_drafts)
     assert fit(counts, own_joint(target, 0.7, 0, 1.0)) < CAUGHT
 
 
 # Seeds
 
 
-def texts(
-    target: Decoder, drafter: Drafter | None, seeds: Sequence[int | None], **options: Any
-) -> list[tuple]:
+def texts(target: Decoder, drafter: Drafter | None, seeds: Sequence[int | None], **options: Any) -> list[tuple]:
     runs = (
         generate(
             target,
@@ -650,7 +626,5 @@ def test_greedy_text_does_not_depend_on_the_seed(target: Decoder, kind: str) -> 
     for seed in (0, 1, None):
         for sample_drafts in (False, True):
             params = SamplingParams(max_tokens=20, seed=seed)
-            run = generate(
-                target, PROMPT, params, drafter=drafter, draft_tokens=3, sample_drafts=sample_drafts
-            )
+            run = generate(target, PROMPT, params, drafter=drafter, draft_tokens=3, sample_drafts=sample_drafts)
             assert run.token_ids == plain

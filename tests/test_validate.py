@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from pairs import EOS_ID, RECIPES, drafter_folder, target_folder
-from safetensors.torch import load_file, save_file
+from support import edit_config, edit_weights, set_config
 
 from peagle.checkpoints.convert import convert
 from peagle.checkpoints.validate import inspect_drafter
@@ -33,12 +32,8 @@ def broken(
 ) -> Path:
     folder = tmp_path / f"broken-{len(list(tmp_path.iterdir()))}"
     shutil.copytree(drafter_folder(name), folder)
-    values = json.loads((folder / "config.json").read_text())
-    config(values)
-    (folder / "config.json").write_text(json.dumps(values))
-    weights = load_file(folder / "model.safetensors")
-    tensors(weights)
-    save_file(weights, folder / "model.safetensors")
+    edit_config(folder, config)
+    edit_weights(folder, tensors)
     return folder
 
 
@@ -195,9 +190,7 @@ def test_mask_id_that_the_tokenizer_emits(tmp_path: Path) -> None:
     for mask_id, wanted in ((500, "is an ordinary token"), (1, "is a token every text may hold"), (16, None)):
         folder = tmp_path / str(mask_id)
         shutil.copytree(resolve_drafter("smollm2-135m-p-eagle"), folder)
-        values = json.loads((folder / "config.json").read_text())
-        values |= dict.fromkeys(("ptd_token_id", "pard_token", "mask_token_id"), mask_id)
-        (folder / "config.json").write_text(json.dumps(values))
+        set_config(folder, **dict.fromkeys(("ptd_token_id", "pard_token", "mask_token_id"), mask_id))
         found = findings(folder, target=target)
         assert found == [] if wanted is None else len(found) == 1 and wanted in found[0]
 
@@ -206,10 +199,8 @@ def test_speculators_fields(tmp_path: Path) -> None:
     out = tmp_path / "speculators"
     convert(drafter_folder("p-eagle-4-reduced"), out, "speculators", target_folder(), "target", 5)
     assert findings(out) == []
-    values = json.loads((out / "config.json").read_text())
-    del values["norm_before_residual"]
-    del values["transformer_layer_config"]["fc_norm"]
-    (out / "config.json").write_text(json.dumps(values))
+    edit_config(out, lambda values: values.pop("norm_before_residual"))
+    edit_config(out, lambda values: values["transformer_layer_config"].pop("fc_norm"))
     assert findings(out) == [
         "norm_before_residual is absent: vLLM and speculators take different defaults",
         "fc_norm stands outside transformer_layer_config: vLLM drops it for a peagle drafter",

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from pairs import EOS_ID, RECIPES, drafter_folder, load_pair, prompts, target_folder
-from safetensors.torch import load_file, save_file
+from support import edit_weights
 
 from peagle.checkpoints.convert import convert
 from peagle.checkpoints.drafter import load_drafter
@@ -142,9 +142,7 @@ def test_what_vllm_swallows_the_validator_finds(tmp_path: Path) -> None:
     """Without fc.weight vLLM loads and drafts rubbish; here it is a finding, and refused."""
     broken = tmp_path / "broken"
     shutil.copytree(drafter_folder("p-eagle-1"), broken)
-    tensors = load_file(broken / "model.safetensors")
-    del tensors["fc.weight"]
-    save_file(tensors, broken / "model.safetensors")
+    edit_weights(broken, lambda tensors: tensors.pop("fc.weight"))
     with engine(speculative_config(broken, 3, True), target_folder()) as llm:
         theirs = run_vllm(llm, PROMPTS, 3, max_tokens=40)
     right = run_reference("p-eagle-1", PROMPTS, 3, SamplingParams(max_tokens=40))
