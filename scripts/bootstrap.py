@@ -78,9 +78,6 @@ class Plan:
     cuda: tuple[str, ...]
 
 
-# --- commands ---------------------------------------------------------------------------------------------
-
-
 def run(
     command: Sequence[str], *, capture: bool = False, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
@@ -112,9 +109,6 @@ def pip_install(request: Request, *arguments: str) -> None:
     must([request.python, "-m", "pip", "install", "--no-compile", *quiet, *arguments])
 
 
-# --- what there is ----------------------------------------------------------------------------------------
-
-
 def has_gpu(proc: Path = Path("/proc/driver/nvidia/gpus")) -> bool:
     if proc.is_dir() and any(proc.iterdir()):
         return True
@@ -144,9 +138,6 @@ def pip_settings(request: Request) -> dict[str, list[str]]:
                 values = settings.setdefault(key.rpartition(".")[2], [])
                 values += [v for v in str(ast.literal_eval(value)).split() if v not in values]
     return settings
-
-
-# --- the environment itself -------------------------------------------------------------------------------
 
 
 def wanted_stamp(request: Request, gpu: bool) -> dict[str, object]:
@@ -209,9 +200,6 @@ def alone() -> Iterator[None]:
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-# --- torch and peagle -------------------------------------------------------------------------------------
 
 
 def is_cuda(name: str) -> bool:
@@ -317,9 +305,6 @@ def check(request: Request, cuda_allowed: bool) -> None:
             "CPU build; delete it and run this again"
         )
     say(4, f"check: torch {found['torch']} imports" + ("" if cuda_allowed else ", no CUDA packages"))
-
-
-# --- all of it --------------------------------------------------------------------------------------------
 
 
 def bootstrap(request: Request) -> None:

