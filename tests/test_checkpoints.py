@@ -303,6 +303,15 @@ def test_each_name_of_the_mask_id(only: str, tmp_path: Path) -> None:
     assert read_drafter_config(folder) == pairs.RECIPES["p-eagle-1"].cfg  # null is no name given
 
 
+@pytest.mark.parametrize("kindred", [{"dspark_noise_token_id": 150}, {"dflash_config": {"mask_token_id": 150}}])
+def test_names_of_kindred_drafters(kindred: dict[str, Any], tmp_path: Path, target: Decoder) -> None:
+    folder = copy_of("p-eagle-1", tmp_path)
+    edit_config(folder, lambda values: values.update(dict.fromkeys(MASK_NAMES) | kindred))
+    assert read_drafter_config(folder).mask_token_id == 150
+    set_config(folder, ptd_token_id=151)
+    refused(folder, target, "disagree")
+
+
 @pytest.mark.parametrize("shape", [(192,), (1, 192), (1, 1, 192)])
 def test_mask_hidden_of_fewer_dimensions(shape: tuple[int, ...], tmp_path: Path, target: Decoder) -> None:
     folder = copy_of("p-eagle-1", tmp_path)

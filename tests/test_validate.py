@@ -144,11 +144,11 @@ CONFIG_CASES: dict[str, tuple[str, dict[str, Any], str, str]] = {
         "0.32",
         "mask ids disagree: {'ptd_token_id': 150, 'pard_token': 3, 'mask_token_id': 150}",
     ),
-    "one mask id": (
+    "newer mask id name": (
         "p-eagle-1",
-        {"mask_token_id": None},
-        "0.32",
-        "mask id not given as mask_token_id: versions differ in which name they read",
+        {"pard_token": None, "ptd_token_id": None},
+        "0.26",
+        "mask id only as mask_token_id: vLLM 0.26 reads pard_token or ptd_token_id",
     ),
     "eos as mask": (
         "p-eagle-1",
@@ -177,6 +177,14 @@ CONFIG_CASES: dict[str, tuple[str, dict[str, Any], str, str]] = {
 def test_config(case: str, tmp_path: Path) -> None:
     name, change, vllm, finding = CONFIG_CASES[case]
     assert finding in findings(broken(tmp_path, name, config=lambda values: values.update(change)), vllm)
+
+
+def test_one_name_of_the_mask_id_is_enough_where_it_is_read(tmp_path: Path) -> None:
+    """The released heads give ptd_token_id alone, which every version reads."""
+    for only, versions in (("ptd_token_id", ("0.16", "0.26", "0.32")), ("mask_token_id", ("0.28", "0.32"))):
+        others = dict.fromkeys({"ptd_token_id", "pard_token", "mask_token_id"} - {only})
+        folder = broken(tmp_path, "p-eagle-1", config=lambda values, others=others: values.update(others))
+        assert [findings(folder, version) for version in versions] == [[]] * len(versions)
 
 
 def test_full_vocabulary_map_was_fine_before_030(tmp_path: Path) -> None:

@@ -35,9 +35,13 @@ ARCHITECTURES = {"llama": "LlamaForCausalLMEagle3", "qwen3": "Eagle3Qwen3ForCaus
 DERIVED = ("t2d",)  # written for readers that want it, made anew from d2t, never read
 
 
-def mask_ids(values: dict[str, Any]) -> dict[str, int]:
-    """Each name under which a config gives the id of the mask token."""
-    return {name: values[name] for name in MASK_ID_NAMES if values.get(name) is not None}
+def mask_ids(values: dict[str, Any]) -> dict[str, Any]:
+    """Each name under which a config gives the id of the mask token: ours, and those of kindred drafters
+    that vLLM looks up too."""
+    nested = values.get("dflash_config")
+    given = {name: values.get(name) for name in (*MASK_ID_NAMES, "dspark_noise_token_id")}
+    given["dflash_config.mask_token_id"] = nested.get("mask_token_id") if isinstance(nested, dict) else None
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def canonical(name: str) -> str:

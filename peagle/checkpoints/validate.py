@@ -28,7 +28,6 @@ from peagle.checkpoints.target import eos_ids, has_tokenizer, load_tokenizer, re
 from peagle.config import (
     DEFAULT_DRAFT_TOKENS,
     EAGLE3_DRAFT_TOKENS,
-    MASK_ID_NAMES,
     VLLM_VERSION,
     DecoderConfig,
     DrafterConfig,
@@ -197,12 +196,10 @@ def _misread_fields(raw: dict[str, Any], values: dict[str, Any], cfg: DrafterCon
         theta, nested = values.get("rope_theta"), (values.get("rope_parameters") or {}).get("rope_theta")
         if theta is not None and nested is not None and theta != nested:
             found.append(f"rope_theta is {theta}, in rope_parameters {nested}: readers differ in which they take")
-        ids = mask_ids(values)
-        if cfg.parallel and version < (0, 28) and not {"pard_token", "ptd_token_id"} & set(ids):
-            found.append(f"mask id only as mask_token_id: vLLM {_dotted(version)} reads pard_token or ptd_token_id")
-        missing = [name for name in MASK_ID_NAMES if name not in ids]
-        if cfg.parallel and missing and len(missing) < len(MASK_ID_NAMES):
-            found.append(f"mask id not given as {' and '.join(missing)}: versions differ in which name they read")
+        given = list(mask_ids(values))
+        if cfg.parallel and version < (0, 28) and not {"pard_token", "ptd_token_id"} & set(given):
+            names = " and ".join(given)
+            found.append(f"mask id only as {names}: vLLM {_dotted(version)} reads pard_token or ptd_token_id")
     else:
         if "norm_before_residual" not in raw:
             found.append("norm_before_residual is absent: vLLM and speculators take different defaults")
