@@ -137,7 +137,7 @@ def demo(
     console.print(
         f"The two texts are equal, token for token ({len(fast.token_ids)} tokens): speculation changed "
         f"nothing but the number of passes, {1 + len(plain.rounds)} without and {1 + len(fast.rounds)} with it.",
-        soft_wrap=True,
+        soft_wrap=not console.is_terminal,
     )
 
 
