@@ -303,6 +303,15 @@ def test_each_name_of_the_mask_id(only: str, tmp_path: Path) -> None:
     assert read_drafter_config(folder) == pairs.RECIPES["p-eagle-1"].cfg  # null is no name given
 
 
+def test_a_map_of_a_full_vocabulary(tmp_path: Path, target: Decoder) -> None:
+    """Some writers add one that moves nothing; one that does would be dropped in silence."""
+    folder = copy_of("eagle3-1", tmp_path)
+    edit_weights(folder, lambda t: t.update({"d2t": torch.zeros(pairs.VOCAB, dtype=torch.long)}))
+    assert load_drafter(folder, target).d2t is None
+    edit_weights(folder, lambda t: t["d2t"].__setitem__(3, 1))
+    refused(folder, target, "d2t")
+
+
 @pytest.mark.parametrize("kindred", [{"dspark_noise_token_id": 150}, {"dflash_config": {"mask_token_id": 150}}])
 def test_names_of_kindred_drafters(kindred: dict[str, Any], tmp_path: Path, target: Decoder) -> None:
     folder = copy_of("p-eagle-1", tmp_path)

@@ -84,6 +84,11 @@ TENSOR_CASES: dict[str, tuple[str, Callable[[Tensors], Any], str]] = {
         "d2t points outside the vocabulary (ids 10 to 527)",
     ),
     "t2d": ("eagle3-1-reduced", lambda w: w["t2d"].zero_(), "t2d does not mark the target ids that d2t names"),
+    "d2t moves": (
+        "eagle3-1",
+        lambda w: w.update({"d2t": torch.ones(160, dtype=torch.long)}),
+        "d2t moves tokens of a full vocabulary; only a reduced one has such a map",
+    ),
     "d2t full": (
         "eagle3-1",
         lambda w: w.update({"d2t": torch.zeros(160, dtype=torch.long)}),

@@ -6,7 +6,6 @@ there and left out again on the way back where they equal the target's.
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Literal
 
@@ -17,6 +16,7 @@ from peagle.checkpoints.drafter import (
     config_values,
     drafter_tensors,
     load_unbound,
+    plain_name,
     read_drafter_config,
     same_tensor,
 )
@@ -47,11 +47,10 @@ def convert(source: Path, out: Path, to: Format, target: Path, target_name: str,
             tensors[name] = table.to(drafter.fc.weight.dtype)
             fate[name] = "copied from the target"
         elif to == "plain" and name in tensors and same_tensor(tensors[name], table.to(tensors[name].dtype)):
-            if not cfg.reduced_vocab or name.startswith("embed"):
-                del tensors[name]
-                fate[name] = "left out: equal to the target's, so shared with it"
+            del tensors[name]
+            fate[name] = "left out: equal to the target's, so shared with it"
     if to == "plain":
-        tensors = {re.sub(r"^layers\.0\.", "midlayer.", name): tensor for name, tensor in tensors.items()}
+        tensors = {plain_name(name): tensor for name, tensor in tensors.items()}
     else:
         architectures = read_config_json(target).get("architectures", [])
         values = speculators.from_plain(values, target_name, architectures, draft_tokens)

@@ -49,6 +49,11 @@ def canonical(name: str) -> str:
     return re.sub(r"^midlayer\.", "layers.0.", name)
 
 
+def plain_name(name: str) -> str:
+    """The plain format's name for a tensor of the module."""
+    return re.sub(r"^layers\.0\.", "midlayer.", name)
+
+
 def read_drafter_config(folder: Path, target: DecoderConfig | None = None) -> DrafterConfig:
     """`target` is asked only for the default taps of a drafter whose config names none."""
     values = plain_values(folder)
@@ -177,6 +182,8 @@ def load_unbound(
     file_names = {canonical(name): name for name in weights.names()}
     fill(drafter, layout_of(drafter, cfg.layer), weights, file_names, dtype, device)
     drafter.rope.to(device)
+    if drafter.d2t is None and "d2t" in weights and weights["d2t"].any():
+        raise UserError(f"{folder}: d2t moves tokens of a full vocabulary; only a reduced one has such a map")
     if drafter.d2t is not None:
         reach = torch.arange(cfg.draft_vocab_size, device=device) + drafter.d2t
         if reach.min() < 0 or reach.max() >= cfg.vocab_size:
@@ -247,7 +254,7 @@ def drafter_tensors(drafter: Drafter) -> dict[str, Tensor]:
         t2d = torch.zeros(drafter.cfg.vocab_size, dtype=torch.bool)
         t2d[(torch.arange(len(drafter.d2t)) + drafter.d2t.cpu())] = True
         tensors["t2d"] = t2d
-    return {re.sub(r"^layers\.0\.", "midlayer.", name): tensor for name, tensor in tensors.items()}
+    return {plain_name(name): tensor for name, tensor in tensors.items()}
 
 
 def save_drafter(drafter: Drafter, folder: Path, max_shard_bytes: int | None = None) -> None:

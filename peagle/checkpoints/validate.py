@@ -149,6 +149,8 @@ def _bad_numbers(weights: Weights) -> list[str]:
 
 def _vocabulary_map(cfg: DrafterConfig, weights: Weights, version: Version) -> list[str]:
     if not cfg.reduced_vocab:
+        if "d2t" in weights and weights["d2t"].any():
+            return ["d2t moves tokens of a full vocabulary; only a reduced one has such a map"]
         extra = [name for name in ("d2t", "t2d") if name in weights]
         if extra and version >= (0, 30):
             return [f"{' and '.join(extra)} in a full-vocabulary drafter: vLLM 0.30 and newer refuse d2t there"]
