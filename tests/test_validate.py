@@ -212,6 +212,7 @@ def test_speculators_fields(tmp_path: Path) -> None:
     out = tmp_path / "speculators"
     convert(drafter_folder("p-eagle-4-reduced"), out, "speculators", target_folder(), "target", 5)
     assert findings(out) == []
+    assert "a speculators folder of kind peagle needs vLLM 0.22 or newer, not 0.21" in findings(out, "0.21")
     edit_config(out, lambda values: values.pop("norm_before_residual"))
     edit_config(out, lambda values: values["transformer_layer_config"].pop("fc_norm"))
     assert findings(out) == [

@@ -203,6 +203,8 @@ def _misread_fields(raw: dict[str, Any], values: dict[str, Any], cfg: DrafterCon
             names = " and ".join(given)
             found.append(f"mask id only as {names}: vLLM {_dotted(version)} reads pard_token or ptd_token_id")
     else:
+        if cfg.parallel and version < (0, 22):
+            found.append(f"a speculators folder of kind peagle needs vLLM 0.22 or newer, not {_dotted(version)}")
         if "norm_before_residual" not in raw:
             found.append("norm_before_residual is absent: vLLM and speculators take different defaults")
         shape = raw.get("transformer_layer_config") or {}
