@@ -140,6 +140,7 @@ def test_bad_input_gets_one_line_and_status_2(
         (("frobnicate",), "frobnicate"),
         (("inspect", str(tmp_path / "nowhere")), "no such folder"),
         (("inspect", d, "--vllm", "new"), "--vllm new"),
+        (("inspect", d, "-k", "0"), "-k 0"),
         (("convert", d, str(tmp_path / "o"), "--to", "gguf", "-t", t), "--to gguf"),
         (("convert", d, str(tmp_path / "o"), "--to", "plain", "-t", t), "already"),
         (("convert", d, t, "--to", "speculators", "-t", t), "exists already"),

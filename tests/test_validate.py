@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -40,6 +42,25 @@ def broken(
 @pytest.mark.parametrize("name", RECIPES)
 def test_sound_folders_have_no_findings(name: str) -> None:
     assert findings(drafter_folder(name)) == []
+
+
+def test_the_serve_line_survives_a_shell(tmp_path: Path) -> None:
+    folder = tmp_path / "it's a folder"
+    shutil.copytree(drafter_folder("p-eagle-1"), folder)
+    words = shlex.split(inspect_drafter(folder, str(folder)).serve)
+    assert words[:4] == ["vllm", "serve", "TARGET", "--speculative-config"]
+    assert json.loads(words[4])["model"] == str(folder)
+
+
+def test_a_bad_config_hides_no_bad_numbers(tmp_path: Path) -> None:
+    folder = broken(
+        tmp_path,
+        "p-eagle-1",
+        config=lambda values: values.update(ptd_token_id=3),
+        tensors=lambda w: w["norm.weight"].fill_(float("nan")),
+    )
+    first, second = findings(folder)
+    assert first.startswith("mask ids disagree") and second == "tensor 'norm.weight' holds 64 NaN or infinite values"
 
 
 def test_the_shipped_drafter_is_sound() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,8 +72,8 @@ def inspect_drafter(
     try:
         cfg = read_drafter_config(folder, target)
     except UserError as error:
-        report.findings.append(str(error).removeprefix(f"{folder / 'config.json'}: "))
-        report.serve = "not before the finding below is mended"
+        report.findings += [str(error).removeprefix(f"{folder / 'config.json'}: "), *_bad_numbers(weights)]
+        report.serve = "not before what is found is mended"
         return report
     found = report.findings
     found += tensor_problems(cfg, weights.shapes)
@@ -97,11 +98,13 @@ def _loadable(name: str | None, folder: Path | None) -> str:
 
 def serve_line(cfg: DrafterConfig, target: str, drafter: str, draft_tokens: int | None) -> str:
     """The exact command for stock vLLM."""
-    k = draft_tokens or (DEFAULT_DRAFT_TOKENS if cfg.parallel else EAGLE3_DRAFT_TOKENS)
+    k = draft_tokens
+    if k is None:
+        k = DEFAULT_DRAFT_TOKENS if cfg.parallel else EAGLE3_DRAFT_TOKENS
     config: dict[str, Any] = {"method": "eagle3", "model": drafter, "num_speculative_tokens": check_draft_tokens(k)}
     if cfg.parallel:
         config["parallel_drafting"] = True
-    return f"vllm serve {target} --speculative-config '{json.dumps(config, separators=(',', ':'))}'"
+    return shlex.join(["vllm", "serve", target, "--speculative-config", json.dumps(config, separators=(",", ":"))])
 
 
 def _facts(cfg: DrafterConfig, weights: Weights, target_folder: Path | None) -> dict[str, str]:
