@@ -1,9 +1,8 @@
 """peagle: faster answers from large language models with parallel speculative decoding.
 
-import peagle
-target = peagle.load_target(peagle.resolve_target("smollm2-135m"))
-drafter = peagle.load_drafter(peagle.resolve_drafter("smollm2-135m-p-eagle"), target.model)
-out = peagle.generate(target.model, prompt_ids, peagle.SamplingParams(), target.eos_ids, drafter, 7)
+from peagle import LLM
+llm = LLM("smollm2-135m", drafter="smollm2-135m-p-eagle")
+print(llm.chat([{"role": "user", "content": "Why is the sky blue?"}])[0].outputs[0].text)
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
     from peagle.checkpoints.drafter import load_drafter, save_drafter
     from peagle.checkpoints.target import load_target, load_tokenizer
     from peagle.config import SamplingParams
+    from peagle.engine.llm import LLM
     from peagle.errors import UserError
     from peagle.hub import resolve_drafter, resolve_target
     from peagle.models.decoder import Decoder
@@ -30,6 +30,7 @@ _HOME = {
     "load_target": "peagle.checkpoints.target",
     "load_tokenizer": "peagle.checkpoints.target",
     "SamplingParams": "peagle.config",
+    "LLM": "peagle.engine.llm",
     "UserError": "peagle.errors",
     "resolve_drafter": "peagle.hub",
     "resolve_target": "peagle.hub",
@@ -38,6 +39,7 @@ _HOME = {
     "generate": "peagle.reference",
 }
 __all__ = [
+    "LLM",
     "Decoder",
     "Drafter",
     "SamplingParams",

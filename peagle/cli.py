@@ -10,7 +10,7 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -22,9 +22,10 @@ from peagle.hub import DEFAULT_TARGET, resolve_drafter, resolve_target
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from peagle.reference import Generation
+    from peagle.engine.request import CompletionOutput
 
 DEMO_DRAFTER = "smollm2-135m-p-eagle"
+DEMO_CONTEXT = 2048  # tokens; the cache is made for no more
 DEMO_PROMPT = "Write a Python function that returns the n-th Fibonacci number."
 
 app = typer.Typer(
@@ -43,7 +44,11 @@ MaybeDrafter = Annotated[
     str | None, typer.Option("--drafter", "-d", help="A drafter's folder, hub id or built-in name.", metavar="D")
 ]
 DraftTokens = Annotated[int, typer.Option("-k", "--draft-tokens", help="Draft tokens a round.")]
-Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
+DraftTokensOrAuto = Annotated[
+    str, typer.Option("-k", "--draft-tokens", help="Draft tokens a round; auto follows the load.", metavar="K")
+]
+Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: what is fast on the device.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ..., or auto: a GPU where there is one.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 
@@ -77,30 +82,65 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="What to ask; - reads it from standard input.")],
     target: Target = DEFAULT_TARGET,
     drafter: MaybeDrafter = None,
-    draft_tokens: DraftTokens = DEFAULT_DRAFT_TOKENS,
+    draft_tokens: DraftTokensOrAuto = str(DEFAULT_DRAFT_TOKENS),
     max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = SamplingParams.max_tokens,
+    min_tokens: Annotated[int, typer.Option(help="Shortest answer.")] = SamplingParams.min_tokens,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = SamplingParams.temperature,
     top_k: Annotated[int, typer.Option(help="Sample among this many tokens; 0 is off.")] = SamplingParams.top_k,
     top_p: Annotated[float, typer.Option(help="Sample within this mass; 1 is off.")] = SamplingParams.top_p,
+    min_p: Annotated[
+        float, typer.Option(help="Drop tokens this much less likely than the best; 0 is off.")
+    ] = SamplingParams.min_p,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; may be given again.")] = None,
+    presence_penalty: Annotated[float, typer.Option(help="On tokens already said.")] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option(help="On tokens, for each time they were said.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Divides what prompt and answer hold; 1 is off.")] = 1.0,
+    logprobs: Annotated[int | None, typer.Option(help="With --json: so many alternatives a token.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on to --max-tokens.")] = False,
     raw: Annotated[bool, typer.Option("--raw", help="The prompt as it is, without the chat template.")] = False,
-    dtype: Dtype = "float32",
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Longest prompt and answer together.", show_default="what the target can")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Answer a prompt, with a drafter's help if one is named; the answer is the same without it."""
-    params = SamplingParams(max_tokens, temperature, top_k, top_p, seed, ignore_eos)
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        stop=stop or (),
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        repetition_penalty=repetition_penalty,
+        logprobs=logprobs,
+        ignore_eos=ignore_eos,
+    )
     if prompt == "-":
         prompt = _read_stdin()
-    session = Session(target, drafter, draft_tokens, dtype, device, prompt, raw)
+    session = Session(target, drafter, _draft_tokens(draft_tokens), dtype, device, prompt, raw, max_model_len)
     started = time.perf_counter()
     out = session.run(params, speculate=drafter is not None, show=None if as_json else _console())
     seconds = time.perf_counter() - started
     if as_json:
         print(json.dumps(session.as_json(out, seconds)))
     elif sys.stdout.isatty():
-        _console(stderr=True).print(f"[dim]{_summary(out)}[/dim]")
+        _console(stderr=True).print(f"[dim]{_summary(out, seconds)}[/dim]")
+
+
+def _draft_tokens(given: str) -> int | Literal["auto"]:
+    if given == "auto":
+        return "auto"
+    try:
+        return check_draft_tokens(int(given))
+    except ValueError:
+        raise UserError(f"-k {given}: must be a number of draft tokens, or auto") from None
 
 
 @app.command(epilog=_examples("peagle demo", 'peagle demo "Tell me a story." -k 5 --max-tokens 100'))
@@ -113,7 +153,9 @@ def demo(
     from rich.table import Table
 
     console = _console()
-    session = Session(DEFAULT_TARGET, DEMO_DRAFTER, draft_tokens, "float32", "cpu", prompt, raw=False)
+    session = Session(
+        DEFAULT_TARGET, DEMO_DRAFTER, check_draft_tokens(draft_tokens), "float32", "cpu", prompt, False, DEMO_CONTEXT
+    )
     params = SamplingParams(max_tokens=max_tokens)
     runs, seconds = [], []
     for title, speculate in [
@@ -128,7 +170,7 @@ def demo(
     plain, fast = runs
     table = Table("", "passes of the target", "tokens a pass", "seconds", "drafts accepted, by position")
     for name, out, took in zip(("alone", "with drafter"), runs, seconds, strict=True):
-        passes = 1 + len(out.rounds)
+        passes = 1 + out.rounds
         counts = " ".join(map(str, out.accepted_per_position))
         table.add_row(name, str(passes), f"{len(out.token_ids) / passes:.2f}", f"{took:.1f}", counts)
     console.print(table)
@@ -136,7 +178,7 @@ def demo(
         raise UserError("the two texts differ: please report this, it must never happen")
     console.print(
         f"The two texts are equal, token for token ({len(fast.token_ids)} tokens): speculation changed "
-        f"nothing but the number of passes, {1 + len(plain.rounds)} without and {1 + len(fast.rounds)} with it.",
+        f"nothing but the number of passes, {1 + plain.rounds} without and {1 + fast.rounds} with it.",
         soft_wrap=not console.is_terminal,
     )
 
@@ -207,91 +249,84 @@ class Session:
         self,
         target: str,
         drafter: str | None,
-        draft_tokens: int,
+        draft_tokens: int | Literal["auto"],
         dtype: str,
         device: str,
         prompt: str,
         raw: bool,
+        max_model_len: int | None = None,
     ) -> None:
         if not prompt.strip():
             raise UserError("the prompt is empty")
-        if drafter is not None:
-            check_draft_tokens(draft_tokens)
         target_folder = resolve_target(target)
         drafter_folder = resolve_drafter(drafter) if drafter is not None else None
 
-        from peagle.checkpoints.drafter import check_fits, load_drafter, read_drafter_config
-        from peagle.checkpoints.files import parse_device, parse_dtype
-        from peagle.checkpoints.target import encode_prompt, load_target, load_tokenizer, read_target_config
+        from peagle.checkpoints.drafter import check_fits, read_drafter_config
+        from peagle.checkpoints.target import encode_prompt, load_tokenizer, read_target_config
+        from peagle.engine.llm import LLM
         from peagle.reference import check_prompt
 
         # everything that can be wrong without the weights is found before they are read
-        kind, where = parse_dtype(dtype), parse_device(device)
         cfg = read_target_config(target_folder)
         if drafter_folder is not None:
             check_fits(read_drafter_config(drafter_folder, cfg), cfg, drafter_folder)
         self.tokenizer = load_tokenizer(target_folder)
         self.prompt_ids = encode_prompt(self.tokenizer, prompt, raw)
-        check_prompt(self.prompt_ids, cfg.vocab_size, cfg.max_positions)
+        check_prompt(self.prompt_ids, cfg.vocab_size, min(max_model_len or cfg.max_positions, cfg.max_positions))
 
         self.names = {"target": target, "drafter": drafter}
-        self.draft_tokens = draft_tokens
-        self.target = load_target(target_folder, kind, where)
-        self.drafter = None
-        if drafter_folder is not None:
-            self.drafter = load_drafter(drafter_folder, self.target.model, kind, where)
+        options: dict[str, Any] = {"max_num_seqs": 1, "max_model_len": max_model_len}
+        options |= {name: value for name, value in (("dtype", dtype), ("device", device)) if value != "auto"}
+        self.alone = self.helped = LLM(target_folder, drafter_folder, draft_tokens if drafter else "auto", **options)
+        if drafter is not None:
+            self.alone = LLM(self.helped.target, None, **options)
 
     def text(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
-    def run(self, params: SamplingParams, speculate: bool, show: Console | None) -> Generation:
+    def run(self, params: SamplingParams, speculate: bool, show: Console | None) -> CompletionOutput:
         """Generates; tokens appear on `show` as they come, accepted drafts shaded."""
         from rich.text import Text
 
         from peagle.display import DRAFTED, OWN, TokenText
-        from peagle.reference import generate as reference_generate
 
-        pieces = TokenText(self.text)
-
-        def on_tokens(out: Generation, final: bool = False) -> None:
-            if show is not None:
-                for piece, drafted in pieces.feed(out.token_ids, out.drafted, final):
-                    show.print(Text(piece, style=DRAFTED if drafted else OWN), end="", soft_wrap=True)
-
-        out = reference_generate(
-            self.target.model,
-            self.prompt_ids,
-            params,
-            self.target.eos_ids,
-            self.drafter if speculate else None,
-            self.draft_tokens,
-            on_tokens=on_tokens,
-        )
-        on_tokens(out, final=True)
+        llm = self.helped if speculate else self.alone
+        group = llm.add(self.prompt_ids, params, stream=True)
+        shades, ids, drafted = TokenText(self.text), list[int](), list[bool]()
+        for piece in llm.follow(group):
+            ids += piece.token_ids
+            drafted += piece.drafted
+            final = piece.finish_reason is not None
+            # with stop strings only the text knows how far it may be shown
+            parts = [(piece.text, False)] if params.stop else shades.feed(ids, drafted, final)
+            for text, was_draft in parts:
+                if show is not None:
+                    show.print(Text(text, style=DRAFTED if was_draft else OWN), end="", soft_wrap=True)
         if show is not None:
             show.print()
-        return out
+        return llm.output(group).outputs[0]
 
-    def as_json(self, out: Generation, seconds: float) -> dict[str, Any]:
+    def as_json(self, out: CompletionOutput, seconds: float) -> dict[str, Any]:
         return {
-            "text": self.text(out.token_ids),
+            "text": out.text,
             "token_ids": out.token_ids,
-            "rounds": len(out.rounds),
+            "rounds": out.rounds,
             "accepted_per_position": out.accepted_per_position,
             "drafts": out.num_drafts,
             "acceptance_length": round(out.acceptance_length, 4),
             "drafted": out.drafted,
             "finish_reason": out.finish_reason,
-            "prompt_tokens": len(out.prompt_ids),
-            "draft_tokens": out.draft_tokens,
+            "prompt_tokens": len(self.prompt_ids),
+            "draft_tokens": len(out.accepted_per_position),
             "seconds": round(seconds, 3),
+            **({"logprobs": out.logprobs} if out.logprobs is not None else {}),
             **self.names,
         }
 
 
-def _summary(out: Generation) -> str:
-    said = f"{len(out.token_ids)} tokens in {1 + len(out.rounds)} passes of the target"
-    if not out.draft_tokens:
+def _summary(out: CompletionOutput, seconds: float) -> str:
+    said = f"{len(out.token_ids)} tokens in {1 + out.rounds} passes of the target, {seconds:.1f} s"
+    if not out.accepted_per_position:
         return said
     counts = " ".join(map(str, out.accepted_per_position))
     return f"{said}; {out.acceptance_length:.2f} tokens a round; drafts accepted by position: {counts}"

@@ -1,7 +1,8 @@
 """The whole of speculative decoding, slow and readable, no cache: the oracle for every engine.
 
-Knows nothing about text, batches or speed: token ids in, token ids and counts out. Each pass recomputes the
-whole sequence, so nothing stale can ever be read; what an engine keeps, it must keep to the same effect.
+Knows nothing about batches or speed, and of text only what the caller's `decode` makes of tokens. Each pass
+recomputes the whole sequence, so nothing stale can ever be read; what an engine keeps, it must keep to the same
+effect. What the parameters of a request mean stands at `SamplingParams`.
 
 One round, for a sequence whose newest token the target has not read yet (n tokens known, K drafts):
 
@@ -50,6 +51,10 @@ class Generation:
     token_ids: list[int] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)  # one for each pass of the target after the prompt's
     finish_reason: str = "length"
+    stop_reason: int | str | None = None  # the stop token or stop string that ended it; None for EOS and length
+    text: str | None = None  # once it has ended, if there is a `decode`: without the stop token or stop string
+    # for each token its own logprob and then the likeliest tokens'; empty if none were asked for
+    logprobs: list[dict[int, float]] = field(default_factory=list)
 
     @property
     def accepted_per_position(self) -> list[int]:
@@ -72,6 +77,17 @@ class Generation:
         return [False] + [i < r.accepted for r in self.rounds for i in range(len(r.emitted))]
 
 
+@dataclass(frozen=True)
+class Request:
+    """What decides over the next token and the end of the text, beside the tokens themselves."""
+
+    prompt_ids: list[int]
+    params: SamplingParams
+    eos_ids: frozenset[int]
+    longest: int
+    decode: Callable[[list[int]], str] | None
+
+
 @torch.inference_mode()
 def generate(
     target: Decoder,
@@ -83,36 +99,42 @@ def generate(
     max_length: int | None = None,
     sample_drafts: bool = False,
     on_tokens: Callable[[Generation], None] = lambda generation: None,
+    decode: Callable[[list[int]], str] | None = None,
 ) -> Generation:
     """Greedy output is the same with any drafter and with none; sampled output has the same distribution.
 
     `max_length` is the longest sequence, prompt included (default: what the target was made for).
     `sample_drafts` draws drafts from the drafter's distribution; otherwise they are its argmax.
+    `decode` makes text of the output's tokens; stop strings need it.
+    `params.n` is not looked at: this is one answer, n of them are n calls.
     """
     longest = target.cfg.max_positions if max_length is None else min(max_length, target.cfg.max_positions)
     check_prompt(prompt_ids, target.cfg.vocab_size, longest)
+    params.check_ids(target.cfg.vocab_size, eos_ids)
+    if params.stop and decode is None:
+        raise UserError("--stop: stop strings need a tokenizer to make text of the tokens")
     if drafter is not None:
         check_draft_tokens(draft_tokens)
-    stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_ids)
+    request = Request(list(prompt_ids), params, eos_ids, longest, decode)
     rng = torch.Generator().manual_seed(params.seed) if params.seed is not None else _fresh_rng()
     out = Generation(list(prompt_ids), draft_tokens if drafter is not None else 0)
     taps_of = drafter.cfg.taps if drafter is not None else ()
 
     known = list(prompt_ids)  # what the target has read
-    probs, taps = read(target, known, 1, taps_of, params)
-    newest = draw(probs[0], rng)
-    finished = commit(out, [newest], stops, params.max_tokens, longest)
+    logits, taps = read(target, known, 1, taps_of)
+    newest = draw(next_probs(logits, request, [], [])[0], rng)
+    finished = commit(out, [newest], logits, request)
     on_tokens(out)
     while not finished:
         k = min(draft_tokens, longest - len(known) - 2) if drafter is not None else 0
-        draft = Draft([], probs[:0])
+        draft = Draft([], logits[:0])
         if drafter is not None and k > 0:
             draft = propose(drafter, [*known, newest], taps, k, params if sample_drafts else None, rng)
         read_now = [*known, newest, *draft.tokens]
-        probs, taps = read(target, read_now, k + 1, taps_of, params)
-        accepted, bonus = verify(draft, probs, rng)
+        logits, taps = read(target, read_now, k + 1, taps_of)
+        accepted, bonus = verify(draft, next_probs(logits, request, out.token_ids, draft.tokens), rng)
         before = len(out.token_ids)
-        finished = commit(out, [*draft.tokens[:accepted], bonus], stops, params.max_tokens, longest)
+        finished = commit(out, [*draft.tokens[:accepted], bonus], logits, request)
         out.rounds.append(Round(tuple(draft.tokens), accepted, tuple(out.token_ids[before:])))
         known, newest = read_now[: len(known) + 1 + accepted], bonus
         taps = taps[: len(known)]
@@ -120,23 +142,57 @@ def generate(
     return out
 
 
-def read(
-    target: Decoder, tokens: list[int], last: int, taps: Sequence[int], params: SamplingParams
-) -> tuple[Tensor, Tensor]:
-    """One pass of the target: what it would say after each of the `last` tokens, and its taps at all."""
+def read(target: Decoder, tokens: list[int], last: int, taps: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """One pass of the target: its raw logits after each of the `last` tokens, in fp64, and its taps at all."""
     device = target.embed_tokens.weight.device
     hidden, tapped = target(
         torch.tensor(tokens, device=device), torch.arange(len(tokens), device=device), causal_attention, taps
     )
-    return distribution(target.logits(hidden[-last:]), params), hidden[:, :0] if tapped is None else tapped
+    logits = target.logits(hidden[-last:]).detach().cpu().double()
+    return logits, hidden[:, :0] if tapped is None else tapped
+
+
+def next_probs(logits_KV: Tensor, request: Request, output: list[int], drafts: list[int]) -> Tensor:
+    """What the target would say after the output and after each of the drafts, as the request shapes it."""
+    shaped = [
+        shape(row, request.params, request.prompt_ids, output + drafts[:i], request.eos_ids)
+        for i, row in enumerate(logits_KV)
+    ]
+    return distribution(torch.stack(shaped), request.params)
+
+
+def shape(
+    logits_V: Tensor,
+    params: SamplingParams,
+    prompt: Sequence[int],
+    output: Sequence[int],
+    eos_ids: frozenset[int] = frozenset(),
+) -> Tensor:
+    """Logits after `prompt` and `output` with all that can change the argmax: minimum length, bias, penalties."""
+    logits, vocab = logits_V.detach().cpu().double(), logits_V.shape[-1]
+    if len(output) < params.min_tokens:
+        stops = [t for t in {*eos_ids, *params.stop_token_ids} if t < vocab]  # a tokenizer's EOS may lie beyond
+        logits = logits.index_fill(0, torch.tensor(stops, dtype=torch.long), -torch.inf)
+    if params.logit_bias:
+        biases = torch.tensor(list(params.logit_bias.values()), dtype=torch.float64)
+        logits = logits.index_add(0, torch.tensor(list(params.logit_bias)), biases)
+    if params.penalised:
+        counts = torch.bincount(torch.tensor(output, dtype=torch.long), minlength=vocab).double()
+        seen = counts + torch.bincount(torch.tensor(prompt), minlength=vocab) > 0
+        factor = params.repetition_penalty
+        logits = torch.where(seen, torch.where(logits > 0, logits / factor, logits * factor), logits)
+        logits = logits - params.frequency_penalty * counts - params.presence_penalty * (counts > 0).double()
+    return logits
 
 
 def distribution(logits_KV: Tensor, params: SamplingParams) -> Tensor:
-    """Probabilities in fp64, shaped by temperature, then top-k, then top-p; greedy is all on the argmax."""
+    """Probabilities in fp64: temperature, then min-p, then top-k, then top-p; greedy is all on the argmax."""
     logits = logits_KV.detach().cpu().double()
     if params.greedy:
         return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).double()
     logits = (logits - logits.amax(-1, keepdim=True)) / params.temperature  # from 0 down: never up to inf
+    if params.min_p > 0.0:
+        logits = logits.masked_fill(logits.exp() < params.min_p, -torch.inf)
     if 0 < params.top_k < logits.shape[-1]:
         kth = logits.topk(params.top_k, -1).values[..., -1:]
         logits = logits.masked_fill(logits < kth, -torch.inf)
@@ -146,6 +202,13 @@ def distribution(logits_KV: Tensor, params: SamplingParams) -> Tensor:
         beyond = probs.cumsum(-1) - probs >= params.top_p  # the mass before a token already suffices
         logits = logits.masked_fill(beyond.scatter(-1, order, beyond), -torch.inf)
     return logits.softmax(-1)
+
+
+def token_logprobs(logits_V: Tensor, token: int, alternatives: int) -> dict[int, float]:
+    """The token's own first, then the likeliest tokens'."""
+    logprobs = logits_V.double().log_softmax(-1)
+    likeliest = logprobs.sort(descending=True, stable=True).indices[:alternatives].tolist()
+    return {t: float(logprobs[t]) for t in (token, *likeliest)}
 
 
 def draw(probs_V: Tensor, rng: torch.Generator) -> int:
@@ -213,17 +276,59 @@ def verify(draft: Draft, target_probs: Tensor, rng: torch.Generator) -> tuple[in
     return len(draft.tokens), draw(target_probs[len(draft.tokens)], rng)
 
 
-def commit(out: Generation, tokens: list[int], stops: frozenset[int], max_tokens: int, longest: int) -> bool:
-    """Appends tokens up to the first that ends the text; True once it has ended."""
-    for token in tokens:
+def commit(out: Generation, tokens: list[int], logits_KV: Tensor, request: Request) -> bool:
+    """Appends tokens, each said by its row of raw logits, up to the first that ends the text; True once it has."""
+    for token, logits in zip(tokens, logits_KV, strict=False):
         out.token_ids.append(token)
-        if token in stops:
-            out.finish_reason = "stop"
-            return True
-        if len(out.token_ids) >= max_tokens or len(out.prompt_ids) + len(out.token_ids) >= longest:
-            out.finish_reason = "length"
+        if request.params.logprobs is not None:
+            out.logprobs.append(token_logprobs(logits, token, request.params.logprobs))
+        found = ending(out.token_ids, request)
+        if found is not None:
+            out.finish_reason, out.stop_reason, out.text = found
             return True
     return False
+
+
+def ending(said: list[int], request: Request) -> tuple[str, int | str | None, str | None] | None:
+    """If the newest token ends the text: finish_reason, stop_reason and the text."""
+    params, decode, newest = request.params, request.decode, said[-1]
+
+    def text(tokens: list[int]) -> str | None:
+        return None if decode is None else decode(tokens)
+
+    if newest in request.eos_ids and not params.ignore_eos:
+        return "stop", None, text(said[:-1])
+    if newest in params.stop_token_ids:
+        return "stop", newest, text(said[:-1])
+    if decode is not None and (found := find_stop(decode, said, params)) is not None:
+        return "stop", *found
+    if len(said) >= params.max_tokens or len(request.prompt_ids) + len(said) >= request.longest:
+        return "length", None, text(said)
+    return None
+
+
+def find_stop(decode: Callable[[list[int]], str], said: list[int], params: SamplingParams) -> tuple[str, str] | None:
+    """The stop string that ends first, and the text before it.
+
+    A character whose bytes have not all come is decoded to U+FFFD, and is not there yet: neither may it be taken
+    for a stop string, nor may its place be counted to the first `min_tokens` tokens if a later one completes it.
+    """
+
+    def settled(tokens: list[int]) -> str:
+        return decode(tokens).rstrip("\ufffd")
+
+    if not params.stop:
+        return None
+    text, behind = settled(said), len(settled(said[: params.min_tokens]))
+    found = []
+    for i, stop in enumerate(params.stop):
+        start = text.find(stop, max(0, behind + 1 - len(stop)))
+        if start >= 0:
+            found.append((start + len(stop), i, start))
+    if not found:
+        return None
+    _, i, start = min(found)
+    return params.stop[i], text[:start]
 
 
 def check_prompt(prompt_ids: Sequence[int], vocab_size: int, longest: int) -> None:

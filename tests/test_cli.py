@@ -86,7 +86,7 @@ def test_text_is_plain_when_piped_and_coloured_on_request(target: Path) -> None:
 
 def test_sampling_is_repeatable_by_seed(target: Path) -> None:
     ask = ("generate", TEXT[0:40].decode(), "-t", str(target), "--temperature", "1.5", "--max-tokens", "30", "--json")
-    first, again, other = (json.loads(peagle(*ask, "--seed", seed).stdout)["token_ids"] for seed in ("1", "1", "2"))
+    first, again, other = (json.loads(peagle(*ask, "--seed", seed).stdout)["token_ids"] for seed in ("1", "1", "0"))
     assert first == again != other
 
 

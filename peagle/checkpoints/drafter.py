@@ -100,6 +100,15 @@ def plain_values(folder: Path) -> dict[str, Any]:
     return values
 
 
+def trained_draft_tokens(folder: Path) -> int | None:
+    """How many drafts a round it was trained for, where its config says so."""
+    values = read_config_json(folder)
+    own = values.get("trained_draft_tokens")
+    if own is None and speculators.is_speculators(values):
+        own = speculators.proposed_tokens(values)
+    return own if type(own) is int and own > 0 else None
+
+
 def _taps(fields: Fields, nested: Fields, target: DecoderConfig | None) -> tuple[int, ...]:
     name = "eagle_aux_hidden_state_layer_ids"
     taps = fields.int_list(name) or nested.int_list(name)

@@ -48,6 +48,12 @@ def to_plain(values: dict[str, Any], source: Path) -> dict[str, Any]:
     return plain
 
 
+def proposed_tokens(values: dict[str, Any]) -> Any:
+    """The number of drafts that the format's own config names, or None."""
+    methods = (values.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    return methods[0].get("speculative_tokens") if isinstance(methods[0], dict) else None
+
+
 def from_plain(
     plain: dict[str, Any], verifier: str, verifier_architectures: list[str], draft_tokens: int
 ) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from peagle.config import DecoderConfig
-from peagle.models.layers import Attend, DecoderLayer, RMSNorm, Rope
+from peagle.models.layers import Attend, DecoderLayer, RMSNorm, Rope, project
 
 
 class Decoder(nn.Module):
@@ -40,14 +40,14 @@ class Decoder(nn.Module):
         Tap k is the residual stream entering layer k; tap L what the last layer put out, before the norm.
         """
         x_TD = self.embed_tokens(token_ids_T)
-        cos, sin = self.rope(positions_T, x_TD.dtype)
+        angles = self.rope(positions_T, x_TD.dtype)
         tapped = {}
         for i, layer in enumerate(self.layers):
             if i in taps:
                 tapped[i] = x_TD
-            x_TD = layer(x_TD, cos, sin, attend, i, self.cfg.windows[i])
+            x_TD = layer(x_TD, angles, attend, i, self.cfg.windows[i])
         tapped[self.cfg.num_layers] = x_TD
         return self.norm(x_TD), torch.cat([tapped[k] for k in taps], -1) if taps else None
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
-        return self.lm_head(hidden_TD)
+        return project(self.lm_head, hidden_TD)

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from peagle.config import DrafterConfig
+from peagle.kernels.linear import linear
 from peagle.models.decoder import Decoder
-from peagle.models.layers import MLP, Attend, Attention, DecoderLayer, RMSNorm, Rope
+from peagle.models.layers import MLP, Angles, Attend, Attention, DecoderLayer, RMSNorm, Rope, project
 
 
 class FirstLayer(nn.Module):
@@ -35,8 +36,7 @@ class FirstLayer(nn.Module):
         self,
         embeds_TD: Tensor,
         hidden_TD: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        angles: Angles,
         attend: Attend,
         layer: int,
         window: int | None,
@@ -44,8 +44,8 @@ class FirstLayer(nn.Module):
         normed = self.hidden_norm(hidden_TD)
         x_TD = normed if self.norm_before_residual else hidden_TD
         both = torch.cat([self.input_layernorm(embeds_TD), normed], -1)
-        x_TD = x_TD + self.self_attn(both, cos, sin, attend, layer, window)
-        return x_TD + self.mlp(self.post_attention_layernorm(x_TD))
+        x_TD = self.self_attn(both, x_TD, angles, attend, layer, window)
+        return self.mlp(x_TD, norm=self.post_attention_layernorm)
 
 
 class Drafter(nn.Module):
@@ -95,7 +95,7 @@ class Drafter(nn.Module):
         if self.fc_norm is not None:
             parts = taps_TN.chunk(len(self.fc_norm), -1)
             taps_TN = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
-        return self.fc(taps_TN)
+        return project(self.fc, taps_TN)
 
     def masked(self, rows: int) -> Tensor:
         """The hidden state of P-EAGLE's mask rows [rows, D]."""
@@ -107,16 +107,16 @@ class Drafter(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """What the head reads [T, D], and what an EAGLE-3 step hands to the next as its hidden state."""
         embeds_TD = F.embedding(token_ids_T, self.embedding_table)
-        cos, sin = self.rope(positions_T, hidden_TD.dtype)
-        x_TD = self.layers[0](embeds_TD, hidden_TD, cos, sin, attend, 0, self.cfg.window(0))
+        angles = self.rope(positions_T, hidden_TD.dtype)
+        x_TD = self.layers[0](embeds_TD, hidden_TD, angles, attend, 0, self.cfg.window(0))
         for i, layer in enumerate(self.layers[1:], start=1):
-            x_TD = layer(x_TD, cos, sin, attend, i, self.cfg.window(i))
+            x_TD = layer(x_TD, angles, attend, i, self.cfg.window(i))
         normed = self.norm(x_TD)
         return normed, normed if self.cfg.norm_output else x_TD
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Over the draft vocabulary."""
-        return F.linear(hidden_TD, self.head_table)
+        return linear(hidden_TD, self.head_table)
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
         return draft_ids if self.d2t is None else draft_ids + self.d2t[draft_ids]

@@ -12,9 +12,12 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from peagle.config import LayerConfig, RopeConfig
+from peagle.kernels.linear import linear, rms_norm
+from peagle.kernels.rotary import split_rotate
+
+Angles = tuple[Tensor, Tensor]  # cos and sin, [T, 1, d]
 
 
 class Attend(Protocol):
@@ -32,9 +35,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        y = x.float() if x.dtype != torch.float64 else x
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * y.to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
@@ -90,15 +91,11 @@ class Rope(nn.Module):
         self.freq = freq.to(self.freq.device) if self.freq.device.type != "meta" else freq
         return self
 
-    def forward(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def forward(self, positions_T: Tensor, dtype: torch.dtype) -> Angles:
+        """Of every row, once for all layers."""
         angles = positions_T.float()[:, None] * self.freq
         angles = torch.cat([angles, angles], -1)[:, None, :]  # [T, 1, d]
         return (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
-
-
-def rotate(x_THd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x_THd.chunk(2, -1)
-    return x_THd * cos + torch.cat([-second, first], -1) * sin
 
 
 class Attention(nn.Module):
@@ -113,13 +110,24 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(cfg.head_dim, cfg.norm_eps) if cfg.qk_norm else None
         self.k_norm = RMSNorm(cfg.head_dim, cfg.norm_eps) if cfg.qk_norm else None
 
-    def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attend, layer: int, window: int | None) -> Tensor:
-        qkv = self.qkv_proj(x_TD).view(len(x_TD), -1, self.head_dim)
-        q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+    def forward(
+        self,
+        x_TD: Tensor,
+        residual_TD: Tensor,
+        angles: Angles,
+        attend: Attend,
+        layer: int,
+        window: int | None,
+        norm: RMSNorm | None = None,
+    ) -> Tensor:
+        """The residual stream after attention over `norm(x)`."""
+        qkv_TX = project(self.qkv_proj, x_TD, norm=norm)
+        q_norm, k_norm, eps = None, None, 0.0
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        out_THd = attend(layer, rotate(q, cos, sin), rotate(k, cos, sin), v, window)
-        return self.o_proj(out_THd.flatten(1))
+            q_norm, k_norm, eps = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
+        q, k, v = split_rotate(qkv_TX, *angles, self.heads, self.kv_heads, q_norm, k_norm, eps)
+        out_THd = attend(layer, q, k, v, window)
+        return project(self.o_proj, out_THd.flatten(1), residual=residual_TD)
 
 
 class MLP(nn.Module):
@@ -130,9 +138,17 @@ class MLP(nn.Module):
         self.gate_up_proj = nn.Linear(cfg.hidden_size, 2 * cfg.intermediate_size, bias=cfg.mlp_bias)
         self.down_proj = nn.Linear(cfg.intermediate_size, cfg.hidden_size, bias=cfg.mlp_bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, -1)
-        return self.down_proj(F.silu(gate) * up)
+    def forward(self, x_TD: Tensor, norm: RMSNorm) -> Tensor:
+        """The residual stream x after the MLP over `norm(x)`."""
+        return project(self.down_proj, project(self.gate_up_proj, x_TD, norm=norm, glu=True), residual=x_TD)
+
+
+def project(
+    layer: nn.Linear, x: Tensor, norm: RMSNorm | None = None, glu: bool = False, residual: Tensor | None = None
+) -> Tensor:
+    """A product with what stands around it, as few launches as there are for it."""
+    weight, eps = (norm.weight, norm.eps) if norm is not None else (None, 0.0)
+    return linear(x, layer.weight, layer.bias, norm_weight=weight, eps=eps, glu=glu, residual=residual)
 
 
 class DecoderLayer(nn.Module):
@@ -145,6 +161,6 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(cfg.hidden_size, cfg.norm_eps)
         self.mlp = MLP(cfg)
 
-    def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attend, layer: int, window: int | None) -> Tensor:
-        x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), cos, sin, attend, layer, window)
-        return x_TD + self.mlp(self.post_attention_layernorm(x_TD))
+    def forward(self, x_TD: Tensor, angles: Angles, attend: Attend, layer: int, window: int | None) -> Tensor:
+        x_TD = self.self_attn(x_TD, x_TD, angles, attend, layer, window, norm=self.input_layernorm)
+        return self.mlp(x_TD, norm=self.post_attention_layernorm)

@@ -1,0 +1,571 @@
+"""Few-row linear layers on a GPU: chains of whole models as CUDA graphs, and a sweep of configurations per shape.
+
+    python benchmarks/kernel_linear.py --out linear.json
+
+For every variant: does it compute the right thing, then milliseconds per replay of all layers (attention left out)
+and the rate its weights stream at. Prints as it goes; the file given by --out is rewritten after every step, so a run
+cut short keeps what it has. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from peagle.kernels import linear as kernels
+from peagle.kernels.linear import Config, config_for, linear_cublas, linear_torch, linear_triton
+
+EPS = 1e-5
+DEPTHS = (128, 256, 512, 1024)  # weights of a row asked into L2 beforehand
+DTYPE = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Shape:
+    name: str
+    N: int
+    K: int
+    norm: bool = False
+    glu: bool = False
+    residual: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return 2 * self.N * self.K
+
+
+@dataclass(frozen=True)
+class Model:
+    name: str
+    layers: int
+    hidden: int
+    shapes: tuple[Shape, ...]  # qkv, o, gate and up, down, lm_head
+
+
+MODELS = (
+    Model(
+        "8b",
+        32,
+        4096,
+        (
+            Shape("qkv", 6144, 4096, norm=True),
+            Shape("o", 4096, 4096, residual=True),
+            Shape("glu", 28672, 4096, norm=True, glu=True),
+            Shape("down", 4096, 14336, residual=True),
+            Shape("lm_head", 128256, 4096, norm=True),
+        ),
+    ),
+    Model(
+        "smollm2-135m",
+        30,
+        576,
+        (
+            Shape("qkv", 960, 576, norm=True),
+            Shape("o", 576, 576, residual=True),
+            Shape("glu", 3072, 576, norm=True, glu=True),
+            Shape("down", 576, 1536, residual=True),
+            Shape("lm_head", 49152, 576, norm=True),
+        ),
+    ),
+)
+DRAFTER = (Shape("drafter_qkv", 6144, 8192), Shape("drafter_fc", 4096, 12288))
+
+Linear = Callable[..., Tensor]
+
+
+def say(*words: object) -> None:
+    print(*words, flush=True)
+
+
+def weight(shape: Shape) -> Tensor:
+    return torch.empty(shape.N, shape.K, dtype=DTYPE, device="cuda").normal_(std=shape.K**-0.5)
+
+
+def norm_of(shape: Shape) -> Tensor | None:
+    return torch.empty(shape.K, dtype=DTYPE, device="cuda").normal_(1.0, 0.1) if shape.norm else None
+
+
+def seconds_per_replay(graph: torch.cuda.CUDAGraph, least: float, repeats: int = 3) -> float:
+    """The best of a few timings, each of as many replays as fill `least` seconds."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+    def timed(count: int) -> float:
+        start.record()
+        for _ in range(count):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1000 / count
+
+    timed(1)
+    count = max(2, min(200, math.ceil(least / timed(2))))
+    return min(timed(count) for _ in range(repeats))
+
+
+def captured(run: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()  # compiles, and fills caches that must outlive the graph
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    return graph, out
+
+
+class Chain:
+    """The products of a whole model, every layer with weights of its own; `attention` only cuts the queries out."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.layers = [[(weight(s), norm_of(s)) for s in model.shapes[:4]] for _ in range(model.layers)]
+        self.head = (weight(model.shapes[4]), norm_of(model.shapes[4]))
+        self.nbytes = model.layers * sum(s.nbytes for s in model.shapes[:4]) + model.shapes[4].nbytes
+
+    def run(self, linear: Linear, x: Tensor) -> Tensor:
+        for (qkv, norm1), (o, _), (glu, norm2), (down, _) in self.layers:
+            q = linear(x, qkv, norm_weight=norm1, eps=EPS)[:, : self.model.hidden]
+            x = linear(q, o, residual=x)
+            hidden = linear(x, glu, norm_weight=norm2, eps=EPS, glu=True)
+            x = linear(hidden, down, residual=x)
+        return linear(x, self.head[0], norm_weight=self.head[1], eps=EPS)
+
+
+def products_only(x: Tensor, weight: Tensor, *, glu: bool = False, residual: object = None, **_: object) -> Tensor:
+    """What the library's products alone cost: wrong results, right sizes."""
+    y = F.linear(x, weight)
+    return y[:, : y.shape[1] // 2] if glu else y
+
+
+def triton_variant(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    pdl: bool,
+    prefetch: int | None = None,
+    fuse: bool | None = None,
+    table: dict[tuple[int, int], Config] | None = None,
+    glu: bool = False,
+    **kwargs: Any,
+) -> Tensor:
+    N, K = weight.shape
+    config = table.get((N, K)) if table else None
+    if config is None:
+        config = config_for(len(x), N, K, glu)
+    if prefetch is not None:
+        config = replace(config, prefetch=prefetch)
+    if fuse is not None:
+        config = replace(config, fuse_norm=fuse)
+    return linear_triton(x, weight, glu=glu, config=config, pdl=pdl, **kwargs)
+
+
+def plain_variants() -> dict[str, Linear]:
+    return {
+        "cublas, products only": products_only,
+        "cublas, torch ops": linear_torch,
+        "cublas, small kernels": linear_cublas,
+        "triton": partial(triton_variant, pdl=False, fuse=False),
+        "triton, norm fused": partial(triton_variant, pdl=False, fuse=True),
+    }
+
+
+def pdl_variants(rows: int) -> dict[str, Linear]:
+    found: dict[str, Linear] = {
+        "pdl": partial(triton_variant, pdl=True, fuse=False, prefetch=0),
+        "pdl, norm fused": partial(triton_variant, pdl=True, fuse=True, prefetch=0),
+    }
+    for prefetch in DEPTHS if kernels.block_rows(rows) != 32 else ():
+        found[f"pdl, L2 {prefetch}"] = partial(triton_variant, pdl=True, fuse=False, prefetch=prefetch)
+    found["pdl, L2 by shape"] = partial(triton_variant, pdl=True, fuse=False)
+    found["pdl, L2 by shape, norm fused"] = partial(triton_variant, pdl=True, fuse=True)
+    return found
+
+
+def sweep_configs(shape: Shape, rows: int) -> list[Config]:
+    """The likely ones first: the budget may end the sweep early."""
+    default = config_for(rows, shape.N, shape.K, shape.glu)
+    columns = shape.N // (2 if shape.glu else 1)
+    small = shape.N * shape.K < 1 << 22
+    depths = [p for p in (64, 256, 1024, 2048) if p <= shape.K and p != default.prefetch]
+    grid = [default, *(replace(default, prefetch=p) for p in depths)]
+    if shape.norm:
+        grid.append(replace(default, fuse_norm=True))
+    rest: list[Config] = []
+    for split in (1,) if shape.glu or shape.N > 40000 else (1, 2, 4):
+        for block_n, warps in ((16, 2), (32, 4), (64, 4), (128, 8)):
+            # Too few programs leave memory idle; very many repeat x. Small shapes have too few whatever is done.
+            programs = split * columns / block_n
+            if (block_n > 32 or split > 2) if small else not 110 <= programs <= (4200 if split == 1 else 600):
+                continue
+            for block_k in (128, 256) if block_n * (2 if shape.glu else 1) <= 32 else (64, 128):
+                while shape.K % (block_k * split) and block_k > 64:
+                    block_k //= 2
+                if shape.K % (block_k * split):
+                    continue
+                tile = (block_n * (2 if shape.glu else 1) + kernels.block_rows(rows)) * block_k * 2
+                resident = max(1, min(4, round(programs / 132)))
+                for budget in (100, 190):  # KiB of shared memory per processor
+                    buffers = min(budget * 1024 // resident // tile, 12, shape.K // split // block_k)
+                    if buffers >= 2:
+                        rest.append(Config(block_n, block_k, buffers + 1, warps, split, default.prefetch))
+    # Every third first, so that an early end has still seen all regions of the grid.
+    return list(dict.fromkeys([*grid, *rest[0::3], *rest[1::3], *rest[2::3]]))
+
+
+def tma_configs(shape: Shape, rows: int) -> list[Config]:
+    plain = [c for c in sweep_configs(shape, rows) if c.block_n >= 32 and c.split_k == 1 and not c.fuse_norm]
+    return [replace(c, tma=True) for c in plain[:8]]
+
+
+def sweep_shapes() -> list[tuple[str, Shape]]:
+    return [(m.name, s) for m in MODELS for s in m.shapes] + [("8b", s) for s in DRAFTER]
+
+
+def splittable(shape: Shape, config: Config) -> bool:
+    return shape.residual and shape.K % (config.block_k * 4) == 0
+
+
+def call(shape: Shape, x: Tensor, w: Tensor, norm: Tensor | None, residual: Tensor | None, config: Config, pdl: bool):
+    return linear_triton(x, w, norm_weight=norm, eps=EPS, glu=shape.glu, residual=residual, config=config, pdl=pdl)
+
+
+def compile_jobs(jobs: list[tuple[Shape, int, Config, bool]]) -> None:
+    """In a child process: compiles into Triton's cache on disk. Widths are no part of a compilation: few rows do."""
+    for shape, rows, config, pdl in jobs:
+        try:
+            few = replace(shape, N=512)
+            columns = few.N // (2 if few.glu else 1)
+            x = torch.zeros(rows, few.K, dtype=DTYPE, device="cuda")
+            residual = torch.zeros(rows, columns, dtype=DTYPE, device="cuda") if few.residual else None
+            call(few, x, weight(few), norm_of(few), residual, config, pdl)
+        except Exception:
+            pass  # the parent meets it again, and says so
+
+
+def default_jobs(shape: Shape, rows: int, pdl: bool) -> list[tuple[Shape, int, Config, bool]]:
+    """What the checks and the chains run."""
+    base = config_for(rows, shape.N, shape.K, shape.glu)
+    configs = [(base, False)]
+    if shape.norm:
+        configs.append((replace(base, fuse_norm=True), False))
+    if splittable(shape, base) and rows != 32:
+        configs.append((replace(base, split_k=4), False))
+    if pdl:
+        configs += [(config, True) for config, _ in configs]
+        if shape not in DRAFTER:
+            configs += [(replace(base, prefetch=p), True) for p in ((0, *DEPTHS) if rows != 32 else (0,))]
+            configs.append((replace(base, prefetch=0, fuse_norm=shape.norm), True))
+    return [(shape, rows, config, with_pdl) for config, with_pdl in configs]
+
+
+def precompile(jobs: list[tuple[Shape, int, Config, bool]], workers: int) -> None:
+    """Before the parent touches CUDA: a forked child cannot use what its parent has begun."""
+    started = time.time()
+    context = multiprocessing.get_context("fork")
+    children = [context.Process(target=compile_jobs, args=(jobs[i::workers],)) for i in range(workers)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(timeout=max(1.0, 90 - (time.time() - started)))
+        if child.is_alive():
+            child.kill()
+    say(f"compiled {len(jobs)} kernels in {workers} processes: {time.time() - started:.1f} s")
+
+
+class Bench:
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.started = time.time()
+        self.results: dict[str, Any] = {"checks": [], "chains": [], "sweep": [], "errors": []}
+
+    def save(self) -> None:
+        self.results["seconds"] = round(time.time() - self.started, 1)
+        if self.args.out:
+            self.args.out.write_text(json.dumps(self.results, indent=1) + "\n")
+
+    def guarded(self, what: str, run: Callable[[], Any]) -> Any:
+        try:
+            return run()
+        except Exception as error:
+            text = "".join(traceback.format_exception_only(error)).strip()
+            say(f"FAILED {what}: {text[:600]}")
+            self.results["errors"].append({"what": what, "error": text[:2000]})
+            return None
+
+    def check(self, model: str, shape: Shape, pdl: bool, fuse: bool) -> None:
+        """Against fp64 on a few columns, and whether a row's result moves with the number of rows."""
+        w, norm = weight(shape), norm_of(shape)
+        x = torch.randn(64, shape.K, device="cuda").to(DTYPE)
+        columns = shape.N // (2 if shape.glu else 1)
+        residual = torch.randn(64, columns, device="cuda").to(DTYPE) if shape.residual else None
+        config = replace(config_for(64, shape.N, shape.K, shape.glu), fuse_norm=fuse)
+
+        def run(rows: int, config: Config) -> Tensor:
+            config = replace(config, stages=config_for(rows, shape.N, shape.K, shape.glu).stages)
+            left = residual[:rows] if residual is not None else None
+            return call(shape, x[:rows], w, norm, left, config, pdl)
+
+        def wide(t: Tensor | None) -> Tensor | None:
+            return None if t is None else t.double()
+
+        few = min(columns, 512)
+        pick = torch.randperm(columns, device="cuda")[:few]
+        rows_of_w = torch.cat([pick, pick + columns]) if shape.glu else pick
+        truth = linear_torch(
+            x.double(),
+            w[rows_of_w].double(),
+            norm_weight=wide(norm),
+            eps=EPS,
+            glu=shape.glu,
+            residual=wide(residual[:, pick]) if residual is not None else None,
+        )
+        twin = linear_torch(
+            x,
+            w[rows_of_w],
+            norm_weight=norm,
+            eps=EPS,
+            glu=shape.glu,
+            residual=residual[:, pick] if residual is not None else None,
+        )
+        full = run(64, config)
+        error = (full[:, pick].double() - truth).abs().max().item()
+        usual = (twin.double() - truth).abs().max().item()
+        moved = [t for t in (1, 5, 8, 16, 17, 32, 33, 48) if not torch.equal(run(t, config), full[:t])]
+        split = None
+        if splittable(shape, config):
+            parts = replace(config, split_k=4)
+            summed = run(64, parts)
+            again = all(torch.equal(run(64, parts), summed) for _ in range(5))
+            off = (summed[:, pick].double() - truth).abs().max().item()
+            split = off <= 2 * usual + 1e-2 and again and torch.equal(run(8, parts), summed[:8])
+        good = error <= 2 * usual + 1e-2
+        say(
+            f"{model:13} {shape.name:12} pdl={pdl!s:5} fused norm={fuse!s:5} error {error:.4f} (torch {usual:.4f})"
+            f" {'ok' if good else 'WRONG'}; row counts that change a row: {moved or 'none'}; split in 4: {split}"
+        )
+        self.results["checks"].append(
+            {
+                "model": model,
+                "shape": shape.name,
+                "pdl": pdl,
+                "fuse_norm": fuse,
+                "error": error,
+                "torch_error": usual,
+                "ok": good,
+                "moved": moved,
+                "split_ok": split,
+            }
+        )
+
+    def checks(self, pdl: bool) -> None:
+        for model, shape in sweep_shapes():
+            for fuse in (False, True) if shape.norm else (False,):
+                self.guarded(f"check {model} {shape.name} {pdl=}", partial(self.check, model, shape, pdl, fuse))
+        self.save()
+
+    def chain(self, chain: Chain, variants: dict[str, Linear], rows: Iterable[int], exact: dict[Any, Tensor]) -> None:
+        """`exact` holds what variants that must agree to the bit have computed, and is filled here."""
+        for M in rows:
+            x = torch.empty(M, chain.model.hidden, device="cuda").normal_(generator=self.generator()).to(DTYPE)
+            truth = chain.run(linear_torch, x).float()
+            for name, linear in variants.items():
+                got = self.guarded(f"{chain.model.name} M={M} {name}", partial(self.replayed, chain, linear, x))
+                if got is None:
+                    continue
+                taken, out, steady = got
+                error = ((out.float() - truth).norm() / truth.norm()).item() if out.shape == truth.shape else None
+                if "products only" in name:
+                    error = None
+                agrees = None
+                if name.startswith(("triton", "pdl")):
+                    key = (chain.model.name, M, "fused" in name)
+                    agrees = torch.equal(exact.setdefault(key, out), out)
+                rate = chain.nbytes / taken / 1e12
+                say(
+                    f"{chain.model.name:13} M={M:<3} {name:30} {taken * 1e3:8.3f} ms {rate:6.2f} TB/s"
+                    f"  off by {'   -  ' if error is None else f'{error:.4f}'}"
+                    f"{'' if steady else '  REPLAYS DIFFER'}{'  NOT WHAT IT IS WITHOUT PDL' if agrees is False else ''}"
+                )
+                self.results["chains"].append(
+                    {
+                        "model": chain.model.name,
+                        "rows": M,
+                        "variant": name,
+                        "ms": round(taken * 1e3, 4),
+                        "tb_per_s": round(rate, 3),
+                        "error": error,
+                        "steady": steady,
+                        "agrees": agrees,
+                    }
+                )
+        self.save()
+
+    def generator(self) -> torch.Generator:
+        return torch.Generator(device="cuda").manual_seed(0)
+
+    def replayed(self, chain: Chain, linear: Linear, x: Tensor) -> tuple[float, Tensor, bool]:
+        graph, out = captured(lambda: chain.run(linear, x))
+        taken = seconds_per_replay(graph, self.args.least)
+        first, steady = out.clone(), True
+        for _ in range(5):  # a kernel that read too early would show here
+            graph.replay()
+            steady = steady and torch.equal(out, first)
+        return taken, first, steady
+
+    def sweep(self, model: str, shape: Shape, rows: int, pdl: bool, configs: list[Config]) -> Config | None:
+        """The best configuration, each timed on launches in a row whose weights do not fit into L2 together."""
+        copies = max(4, min(20, (4 << 30) // shape.nbytes))
+        weights = [weight(shape) for _ in range(copies)]
+        norm = norm_of(shape)
+        x = torch.randn(rows, shape.K, device="cuda").to(DTYPE)
+        columns = shape.N // (2 if shape.glu else 1)
+        residual = torch.randn(rows, columns, device="cuda").to(DTYPE) if shape.residual else None
+        truth = linear_torch(x, weights[-1], norm_weight=norm, eps=EPS, glu=shape.glu, residual=residual).float()
+        began = time.time()
+        found: list[tuple[float, Config]] = []
+
+        def measure(config: Config) -> float:
+            def run() -> Tensor:
+                for w in weights:
+                    y = call(shape, x, w, norm, residual, config, pdl)
+                return y
+
+            graph, out = captured(run)
+            taken = seconds_per_replay(graph, 0.004) / copies
+            off = ((out.float() - truth).norm() / truth.norm()).item()
+            if not off < 0.02:
+                raise RuntimeError(f"wrong by {off:.3f}: {config}")
+            return taken
+
+        def library() -> float:
+            def run() -> Tensor:
+                for w in weights:
+                    y = linear_cublas(x, w, norm_weight=norm, eps=EPS, glu=shape.glu, residual=residual)
+                return y
+
+            return seconds_per_replay(captured(run)[0], 0.004) / copies
+
+        cublas = self.guarded(f"sweep {model} {shape.name} cublas", library)
+        for config in configs:
+            if time.time() - began > self.args.seconds:
+                break
+            taken = self.guarded(f"sweep {model} {shape.name} M={rows} {config}", partial(measure, config))
+            if taken is not None:
+                found.append((taken, config))
+        found.sort(key=lambda pair: pair[0])
+        say(
+            f"{model} {shape.name} N={shape.N} K={shape.K} M={rows}: {len(found)} of {len(configs)} configurations in"
+            f" {time.time() - began:.1f} s; cuBLAS with small kernels"
+            f" {'failed' if cublas is None else f'{cublas * 1e6:.2f} us {shape.nbytes / cublas / 1e12:.2f} TB/s'}"
+        )
+        default = config_for(rows, shape.N, shape.K, shape.glu)
+        for taken, config in [*found[:6], *((t, c) for t, c in found[6:] if c == default)]:
+            tags = "default " * (config == default) + "norm fused " * config.fuse_norm + "tma " * config.tma
+            say(
+                f"   {taken * 1e6:8.2f} us {shape.nbytes / taken / 1e12:5.2f} TB/s  n{config.block_n} k{config.block_k}"
+                f" stages {config.stages} warps {config.warps} split {config.split_k} L2 {config.prefetch} {tags}"
+            )
+        self.results["sweep"].append(
+            {
+                "model": model,
+                "shape": shape.name,
+                "N": shape.N,
+                "K": shape.K,
+                "rows": rows,
+                "pdl": pdl,
+                "cublas_us": cublas and round(cublas * 1e6, 3),
+                "configs": [{"us": round(t * 1e6, 3), **asdict(c)} for t, c in found],
+            }
+        )
+        self.save()
+        return found[0][1] if found else None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="JSON file for everything measured")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16, 32, 64])
+    parser.add_argument(
+        "--sweep-rows", type=int, nargs="*", default=[8, 64], help="row counts to sweep at; none: no sweep"
+    )
+    parser.add_argument("--seconds", type=float, default=3.0, help="budget of the sweep per shape")
+    parser.add_argument("--least", type=float, default=0.03, help="seconds of replays per timing of a chain")
+    parser.add_argument("--models", nargs="+", default=[m.name for m in MODELS], choices=[m.name for m in MODELS])
+    parser.add_argument("--workers", type=int, default=15, help="processes that compile beforehand; 0: none")
+    parser.add_argument("--no-pdl", action="store_true", help="leave programmatic dependent launch alone")
+    args = parser.parse_args()
+    pdl = not args.no_pdl
+
+    known = [(model, s) for model, s in sweep_shapes() if model in args.models]
+    # Many rows matter to large models served to several users; the small one is swept for one.
+    swept = [
+        (model, s, M) for M in args.sweep_rows for model, s in known if M <= 16 or (model == "8b" and s not in DRAFTER)
+    ]
+    descriptors = [(model, s, M) for model, s, M in swept if M <= 16 and model == "8b"]
+    if args.workers:
+        jobs = [(s, M, config, pdl) for _, s, M in swept for config in sweep_configs(s, M)]
+        jobs += [(s, M, config, pdl) for _, s, M in descriptors for config in tma_configs(s, M)]
+        for _, s in known:
+            for M in (16, 32, 64):
+                jobs += default_jobs(s, M, pdl)
+        # Neighbours cost about the same and each child takes every n-th, so all end at about the same time.
+        precompile(list(dict.fromkeys(jobs)), args.workers)
+
+    bench = Bench(args)
+    bench.results.update(
+        gpu=torch.cuda.get_device_name(),
+        torch=torch.__version__,
+        triton=kernels.triton.__version__,
+        command=" ".join(["python", *sys.argv]),
+    )
+    say(bench.results["gpu"], "torch", torch.__version__, "triton", kernels.triton.__version__)
+    with torch.no_grad():
+        bench.checks(pdl=False)
+        exact: dict[Any, Tensor] = {}
+        chains = {}
+        for model in MODELS:
+            if model.name in args.models:
+                chains[model.name] = Chain(model)
+                bench.chain(chains[model.name], plain_variants(), args.rows, exact)
+        if pdl:
+            bench.checks(pdl=True)
+            for chain in chains.values():
+                for M in args.rows:
+                    bench.chain(chain, pdl_variants(M), [M], exact)
+        tables: dict[tuple[str, int], dict[tuple[int, int], Config]] = {}
+        for name, shape, M in swept:
+            todo = partial(bench.sweep, name, shape, M, pdl, sweep_configs(shape, M))
+            best = bench.guarded(f"sweep {name} {shape.name} M={M}", todo)
+            if best is not None:
+                tables.setdefault((name, M), {})[shape.N, shape.K] = best
+        for (name, M), table in tables.items():
+            tuned = {f"best of the sweep at M={M}": partial(triton_variant, pdl=pdl, table=table)}
+            bench.chain(chains[name], tuned, [r for r in args.rows if (r <= 16) == (M <= 16)], exact)
+        say("weights by tensor descriptor:")  # last: the riskiest
+        for name, shape, M in descriptors:
+            todo = partial(bench.sweep, name, shape, M, pdl, tma_configs(shape, M))
+            bench.guarded(f"tma {name} {shape.name} M={M}", todo)
+    bench.save()
+    say(f"{bench.results['seconds']:.0f} s in all, {len(bench.results['errors'])} failures")
+    short = {k: bench.results[k] for k in ("gpu", "torch", "triton", "command", "seconds", "chains", "errors")}
+    print(json.dumps(short))
+
+
+if __name__ == "__main__":
+    main()

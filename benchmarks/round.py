@@ -1,0 +1,167 @@
+"""Where a round's time goes on the GPU: products, attention, the rest, gaps; and its share of the memory limit.
+
+    python benchmarks/round.py --shape 8b --batch 1 --drafts 7 --context 512
+
+Weights are random. The limit is every weight of target and drafter read once, and the keys and values of the
+context, at the rate of a large copy measured in the same run. Prints a table, then one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+
+from peagle.config import DecoderConfig, DrafterConfig, LayerConfig, RopeConfig
+from peagle.engine.graphs import RoundGraphs
+from peagle.engine.loading import random_weights
+from peagle.engine.runner import Runner
+from peagle.models.decoder import Decoder
+from peagle.models.drafter import Drafter
+
+SHAPES = {
+    "8b": (LayerConfig(4096, 14336, 32, 8, 128, 1e-5), 32, 128256, False),
+    "smollm2": (LayerConfig(576, 1536, 9, 3, 64, 1e-5), 30, 49152, True),
+}
+KINDS = {
+    "products": ("_linear_kernel", "gemm", "nvjet", "cutlass", "splitK", "xmma"),
+    "attention": ("attention", "_combine", "_paged", "_attend", "rotate"),
+    "norms": ("norm",),
+    "choice": ("choose", "argmax", "accept", "threshold", "draft_inputs", "commit"),
+}
+
+
+def build(shape: str, layers: int, parallel: bool, device: torch.device) -> tuple[Decoder, Drafter | None]:
+    layer, depth, vocab, tied = SHAPES[shape]
+    cfg = DecoderConfig("llama", vocab, depth, layer, RopeConfig(), 32768, tied, (None,) * depth)
+    target = random_weights(Decoder, cfg, torch.bfloat16, device)
+    if not layers:
+        return target, None
+    draft = DrafterConfig(
+        vocab_size=vocab,
+        draft_vocab_size=vocab,
+        num_layers=layers,
+        layer=layer,
+        rope=RopeConfig(),
+        max_positions=32768,
+        target_hidden_size=layer.hidden_size,
+        taps=cfg.default_taps,
+        mask_token_id=0 if parallel else None,
+    )
+    return target, random_weights(Drafter, draft, torch.bfloat16, device).share(target)
+
+
+def copy_rate() -> float:
+    """Bytes a second, read and written."""
+    a = torch.empty(1 << 30, dtype=torch.int32, device="cuda")
+    b = torch.empty_like(a)
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    b.copy_(a)
+    begin.record()
+    for _ in range(4):
+        b.copy_(a)
+    end.record()
+    end.synchronize()
+    return 4 * 2 * a.nbytes / (begin.elapsed_time(end) / 1e3)
+
+
+def bytes_read(target: Decoder, drafter: Drafter | None, batch: int, context: int, drafts: int) -> int:
+    cfg = target.cfg
+    weights = sum(p.nbytes for name, p in target.named_parameters() if cfg.tied_head or "embed" not in name)
+    per_token = 4 * cfg.num_layers * cfg.layer.num_kv_heads * cfg.layer.head_dim
+    if drafter is not None:
+        own = drafter.cfg
+        weights += sum(p.nbytes for p in drafter.parameters())
+        weights += drafter.head_table.nbytes if drafts else 0
+        per_token += 4 * own.num_layers * own.layer.num_kv_heads * own.layer.head_dim
+    return weights + batch * context * per_token
+
+
+def breakdown(graphs: RoundGraphs, batch: int, drafts: int) -> dict[str, float]:
+    """Milliseconds of one replay by kind of kernel, from the profiler; they may overlap."""
+    recorded = graphs.rounds[batch, drafts]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(5):
+            recorded.replay()
+        torch.cuda.synchronize()
+    sums: dict[str, float] = {}
+    names: dict[str, list[float]] = {}
+    for event in profile.events():
+        took = event.device_time / 1e3 / 5
+        kind = next((k for k, marks in KINDS.items() if any(m in event.name for m in marks)), "rest")
+        sums[kind] = sums.get(kind, 0.0) + took
+        names.setdefault(event.name[:60], []).append(took * 5)
+    for name, each in sorted(names.items(), key=lambda x: -sum(x[1]))[:24]:
+        print(f"    {sum(each) / 5:8.4f} ms  {len(each) / 5:6.0f} x {sum(each) / len(each) * 1e3:7.2f} us  {name}")
+    return sums
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="8b")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--drafts", type=int, nargs="+", default=[7])
+    parser.add_argument("--context", type=int, nargs="+", default=[512])
+    parser.add_argument("--layers", type=int, default=4, help="of the drafter; 0 is none")
+    parser.add_argument("--eagle3", action="store_true")
+    parser.add_argument("--profile", action="store_true", help="the kernels, by name")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    device = torch.device("cuda")
+    rate = copy_rate()
+    target, drafter = build(args.shape, args.layers, not args.eagle3, device)
+    longest = max(args.context) + 64
+    most = max(args.batch)
+    blocks = 1 + most * (-(-longest // 16))
+    rows = []
+    with torch.inference_mode():
+        runner = Runner(target, drafter, blocks, most, longest, max(args.drafts), [0.0] * max(max(args.drafts), 1))
+        runner.cache.keys.normal_()
+        runner.cache.values.normal_()
+        state = runner.state
+        per = -(-longest // 16)
+        state.block_tables_SM[:most] = 1 + torch.randperm(most * per, device=device).view(most, per).int()
+        graphs = RoundGraphs(runner, args.batch, args.drafts)
+        graphs.capture()
+        print(f"{len(graphs.rounds)} graphs in {graphs.seconds:.1f} s, {graphs.memory / 2**20:.0f} MiB")
+        print(f"copies at {rate / 1e12:.2f} TB/s")
+        print(f"{'batch':>6}{'drafts':>7}{'context':>8}{'ms':>9}{'limit ms':>9}{'share':>7}  by kind (ms)", flush=True)
+        for (batch, drafts), recorded in sorted(graphs.rounds.items()):
+            for context in args.context:
+                recorded.slots_B.copy_(torch.arange(batch, device=device))
+                times = []
+                for _ in range(3):
+                    state.start_S[:most] = context
+                    recorded.replay()
+                    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                    begin.record()
+                    for _ in range(20):
+                        recorded.replay()
+                    end.record()
+                    end.synchronize()
+                    times.append(begin.elapsed_time(end) / 20)
+                limit = bytes_read(target, drafter, batch, context, drafts) / rate * 1e3
+                row = {"batch": batch, "drafts": drafts, "context": context, "ms": min(times), "limit_ms": limit}
+                kinds = ""
+                if args.profile:
+                    state.start_S[:most] = context
+                    row["kinds"] = breakdown(graphs, batch, drafts)
+                    row["kinds"]["gaps"] = row["ms"] - sum(row["kinds"].values())
+                    kinds = "  ".join(f"{k} {v:.2f}" for k, v in row["kinds"].items())
+                rows.append(row)
+                print(
+                    f"{batch:6}{drafts:7}{context:8}{row['ms']:9.3f}{limit:9.3f}{limit / row['ms']:7.0%}  {kinds}",
+                    flush=True,
+                )
+    line = {"bench": "round", **{k: str(v) for k, v in vars(args).items()}, "copy_tb_s": rate / 1e12, "rows": rows}
+    line |= {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "capture_s": graphs.seconds}
+    line["capture_mib"] = graphs.memory / 2**20
+    print(json.dumps(line))
+    if args.out:
+        args.out.write_text(json.dumps(line) + "\n")
+
+
+if __name__ == "__main__":
+    main()

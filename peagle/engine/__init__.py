@@ -1,0 +1,1 @@
+"""The embedded engine: paged cache, continuous batching, speculative rounds, on the CPU or one GPU."""

@@ -1,0 +1,350 @@
+"""`LLM`: prompts in, text out. `step()` is the whole engine: plan, verify and draft, commit.
+
+Knows nothing about tensors; text enters and leaves here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from peagle.checkpoints.target import Target, has_tokenizer, load_tokenizer
+from peagle.config import SamplingParams
+from peagle.engine.kv_cache import BlockPool
+from peagle.engine.loading import Settings, load
+from peagle.engine.request import (
+    CompletionOutput,
+    Group,
+    Outcome,
+    Request,
+    RequestOutput,
+    State,
+    StreamPiece,
+)
+from peagle.engine.runner import Launched
+from peagle.engine.scheduler import Scheduler
+from peagle.engine.speculation import DraftCount
+from peagle.engine.text import Detokenizer
+from peagle.errors import UserError
+from peagle.reference import check_prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Prompt = str | Sequence[int]
+Messages = Sequence[dict[str, Any]]
+
+
+class LLM:
+    """A target, maybe with a drafter, ready to answer.
+
+        llm = LLM("smollm2-135m", drafter="smollm2-135m-p-eagle")
+        print(llm.chat([{"role": "user", "content": "Why is the sky blue?"}])[0].outputs[0].text)
+
+    `num_speculative_tokens` is how many drafts a round has; "auto" lets it follow the load. The text is the same
+    whatever it is. See `Settings` for the other options.
+    """
+
+    def __init__(
+        self,
+        target: str | Path | Target,
+        drafter: str | Path | None = None,
+        num_speculative_tokens: int | Literal["auto"] = "auto",
+        **options: Any,
+    ) -> None:
+        self.settings = Settings(num_speculative_tokens=num_speculative_tokens, **options)
+        loaded = load(target, drafter, self.settings)
+        self.target, self.drafter, self.runner = loaded.target, loaded.drafter, loaded.runner
+        self.max_model_len = loaded.longest
+        self.draft_count = DraftCount(loaded.choices, loaded.costs)
+        pool = BlockPool(
+            loaded.num_blocks, reuse=self.settings.prefix_reuse, lookahead=1 if loaded.drafter is not None else 0
+        )
+        self.scheduler = Scheduler(
+            pool,
+            loaded.max_num_seqs,
+            loaded.choices[-1],
+            self.draft_count,
+            loaded.chunk_tokens,
+            loaded.idle_chunk_tokens,
+        )
+        self.lookahead = loaded.lookahead
+        self._in_flight: deque[Launched] = deque()
+        self._next_id = 0
+        self._shaped = 0  # requests alive whose logits are shaped on the host's word
+        self.has_tokenizer = self.settings.tokenizer and has_tokenizer(self.target.folder)
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+
+    # The engine
+
+    def step(self) -> list[Request]:
+        """One step of everything; the requests that gained tokens or ended.
+
+        What is planned here runs while the tokens of the step before it come back and are committed. A request
+        that shapes its logits by what it has said needs its tokens first, so then nothing is planned ahead.
+        """
+        if self._shaped and self._in_flight:
+            return self._commit(self._in_flight.popleft())
+        plan = self.scheduler.plan()
+        if plan is not None:
+            self._in_flight.append(self.runner.launch(plan, self.scheduler.moved))
+            self.scheduler.launched(plan)
+        if self._in_flight and (plan is None or len(self._in_flight) > self.lookahead):
+            return self._commit(self._in_flight.popleft())
+        return []
+
+    def _commit(self, launched: Launched) -> list[Request]:
+        touched = []
+        rows = launched.plan.drafts + 1
+        for outcome in launched.outcomes():
+            request = outcome.request
+            if request.state is State.FINISHED:
+                continue  # it ended while this was in flight
+            self._append(request, outcome)
+            self.scheduler.returned(request, 1 if outcome.first else rows)
+            if request.finish_reason is not None:
+                self._retire(request)
+            touched.append(request)
+        return touched
+
+    def _append(self, request: Request, outcome: Outcome) -> None:
+        """Adds tokens up to the first that ends the text. Drafts are counted before the cut, as vLLM counts."""
+        accepted = len(outcome.emitted) - 1
+        if not outcome.first:
+            request.rounds += 1
+            if outcome.drafts:
+                request.num_drafts += 1
+                counts = request.accepted_per_position
+                for i in range(accepted):
+                    counts[i] += 1
+                self.draft_count.observe(outcome.drafts, accepted)
+        params, output = request.params, request.output_ids
+        for i, token in enumerate(outcome.emitted):
+            output.append(token)
+            request.drafted.append(i < accepted)
+            if outcome.logprobs:
+                request.logprobs.append(outcome.logprobs[i])
+            if token in request.stops:
+                request.finish_reason = "stop"
+                ends_anyway = token in self.target.eos_ids and not params.ignore_eos
+                request.stop_reason = None if ends_anyway else token
+            elif request.text is not None and request.text.feed(token):
+                request.finish_reason, request.stop_reason = "stop", request.text.stopped
+            elif len(output) >= params.max_tokens or request.length >= request.longest:
+                request.finish_reason = "length"
+            if request.finish_reason is not None:
+                return
+
+    def _retire(self, request: Request) -> None:
+        self.scheduler.finish(request)
+        self._shaped -= request.shaped
+        if request.text is not None and request.text.stopped is None:
+            request.text.finish()
+        elif self.has_tokenizer and request.text is None:
+            ended = request.finish_reason == "stop"
+            request.final_text = self._decode(request.output_ids[: len(request.output_ids) - ended])
+
+    def add(self, prompt: Prompt, params: SamplingParams | None = None, stream: bool = False) -> Group:
+        """Queues a prompt; its n requests are worked on by `step`. Text grows with the tokens only if `stream`
+        or a stop string asks for it, and is decoded once at the end otherwise."""
+        params = params or SamplingParams()
+        prompt_ids = self._encode(prompt)
+        check_prompt(prompt_ids, self.target.model.cfg.vocab_size, self.max_model_len)
+        params.check_ids(self.target.model.cfg.vocab_size, self.target.eos_ids)
+        if params.stop and not self.has_tokenizer:
+            raise UserError(f"--stop: {self.target.folder} has no tokenizer, so there is no text to stop in")
+        group = Group(prompt if isinstance(prompt, str) else None, prompt_ids)
+        first_seed = params.seed if params.seed is not None else secrets.randbits(62)
+        ends = frozenset(params.stop_token_ids)
+        growing = self.has_tokenizer and (stream or bool(params.stop))
+        for index in range(params.n):
+            request = Request(
+                id=self._next_id,
+                prompt_ids=prompt_ids,
+                params=params,
+                seed=(first_seed + index) % 2**63,
+                stops=ends if params.ignore_eos else ends | self.target.eos_ids,
+                # a tokenizer's EOS may lie beyond what the target can say
+                barred=frozenset(t for t in ends | self.target.eos_ids if t < self.target.model.cfg.vocab_size),
+                longest=self.max_model_len,
+                text=Detokenizer(self._decode, params.stop, params.min_tokens) if growing else None,
+                group=group,
+                index=index,
+                accepted_per_position=[0] * self.scheduler.most_drafts,
+            )
+            self._next_id += 1
+            self._shaped += request.shaped
+            group.requests.append(request)
+            self.scheduler.add(request)
+        return group
+
+    def abort(self, group: Group) -> None:
+        """Ends a prompt's requests where they are; what they hold is free at once."""
+        for request in group.requests:
+            if request.finish_reason is None:
+                request.finish_reason = "abort"
+                self._retire(request)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._in_flight) or not self.scheduler.idle
+
+    def check_integrity(self) -> None:
+        """Proves that no block and no slot is lost or held twice."""
+        self.scheduler.check_integrity()
+
+    # What people call
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Answers a prompt (text as it is, or token ids) or many of them, in their order."""
+        many = _as_many(prompts)
+        each = list(params) if isinstance(params, Sequence) else [params] * len(many)
+        if len(each) != len(many):
+            raise UserError(f"{len(many)} prompts, but {len(each)} sampling parameters: give one, or one for each")
+        groups: list[Group] = []
+        try:
+            groups += [self.add(prompt, p) for prompt, p in zip(many, each, strict=True)]
+            self._run(groups, progress)
+        except BaseException:
+            for group in groups:
+                self.abort(group)
+            raise
+        return [self.output(group) for group in groups]
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Answers a conversation, or many, in the target's chat template."""
+        many = [messages] if messages and isinstance(messages[0], dict) else messages
+        return self.generate([self.chat_ids(m) for m in many], params, progress)  # type: ignore[arg-type]
+
+    def stream(self, prompt: Prompt | Messages, params: SamplingParams | None = None) -> Iterator[StreamPiece]:
+        """An answer (to a prompt or a conversation) as it comes; leaving the loop early aborts it."""
+        chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], dict)
+        params = params or SamplingParams()
+        if params.n != 1:
+            raise UserError(f"--n {params.n}: a stream has one answer")
+        yield from self.follow(self.add(self.chat_ids(prompt) if chat else prompt, params, stream=True))  # type: ignore[arg-type]
+
+    def follow(self, group: Group) -> Iterator[StreamPiece]:
+        """Works until the group's (one) answer is there, and tells what each step added to it."""
+        request, sent, shown = group.requests[0], 0, 0
+        try:
+            while sent < len(request.output_ids) or request.finish_reason is None:
+                if sent == len(request.output_ids):
+                    self.step()
+                    continue
+                grown, ended = request.text, request.finish_reason is not None
+                text = "" if grown is None else grown.text if ended else grown.showable
+                yield StreamPiece(
+                    text[shown:],
+                    request.output_ids[sent:],
+                    request.drafted[sent:],
+                    request.logprobs[sent:] if request.params.logprobs is not None else None,
+                    request.finish_reason,
+                    request.stop_reason,
+                )
+                sent, shown = len(request.output_ids), max(shown, len(text))
+        finally:
+            self.abort(group)
+
+    def _run(self, groups: list[Group], progress: bool) -> None:
+        show = _Progress(sum(len(g.requests) for g in groups)) if progress else None
+        left = [r for g in groups for r in g.requests]
+        try:
+            while left:
+                for request in self.step():
+                    if show is not None:
+                        show.update(request)
+                if left[-1].finish_reason is not None:
+                    left = [r for r in left if r.finish_reason is None]
+        finally:
+            if show is not None:
+                show.close()
+
+    def output(self, group: Group) -> RequestOutput:
+        outputs = [
+            CompletionOutput(
+                index=r.index,
+                text=r.text.text if r.text is not None else r.final_text,
+                token_ids=r.output_ids,
+                finish_reason=r.finish_reason,
+                stop_reason=r.stop_reason,
+                logprobs=r.logprobs if r.params.logprobs is not None else None,
+                num_drafts=r.num_drafts,
+                accepted_per_position=r.accepted_per_position,
+                drafted=r.drafted,
+                rounds=r.rounds,
+            )
+            for r in group.requests
+        ]
+        return RequestOutput(group.prompt, group.prompt_ids, outputs, group.finished)
+
+    # Text
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self.target.folder)
+        return self._tokenizer
+
+    def _decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return list(self.tokenizer(prompt)["input_ids"])
+        return [int(token) for token in prompt]
+
+    def chat_ids(self, messages: Messages) -> list[int]:
+        """Token ids of a conversation in the target's chat template, ready for the answer."""
+        if not self.tokenizer.chat_template:
+            raise UserError("this target has no chat template: give `generate` the prompt as it is")
+        encoded = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
+        return list(encoded["input_ids"])
+
+
+def _as_many(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    return [prompts] if prompts and isinstance(prompts[0], int) else list(prompts)  # type: ignore[list-item, arg-type]
+
+
+class _Progress:
+    """A bar with answers done and tokens a second."""
+
+    def __init__(self, total: int) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self.bar = Progress(
+            TextColumn("answers"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rate]}"),
+            TimeRemainingColumn(),
+        )
+        self.task = self.bar.add_task("", total=total, rate="")
+        self.tokens = self.done = 0
+        self.lengths: dict[int, int] = {}
+        self.bar.start()
+
+    def update(self, request: Request) -> None:
+        self.tokens += len(request.output_ids) - self.lengths.get(request.id, 0)
+        self.lengths[request.id] = len(request.output_ids)
+        self.done += request.finish_reason is not None
+        seconds = self.bar.tasks[self.task].elapsed or 1e-9
+        self.bar.update(self.task, completed=self.done, rate=f"{self.tokens / seconds:,.0f} tokens/s")
+
+    def close(self) -> None:
+        self.bar.stop()

@@ -1,0 +1,284 @@
+"""Settings and folders -> a runner with a cache of the right size, and what the engine has to know about it.
+
+Knows devices, dtypes and memory; nothing about requests.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch.nn import functional as F
+
+from peagle.checkpoints.drafter import check_fits, load_drafter, read_drafter_config, trained_draft_tokens
+from peagle.checkpoints.files import parse_device, parse_dtype
+from peagle.checkpoints.target import Target, eos_ids, load_target, read_target_config
+from peagle.config import DEFAULT_DRAFT_TOKENS, EAGLE3_DRAFT_TOKENS, DecoderConfig, DrafterConfig, check_draft_tokens
+from peagle.engine.graphs import RoundGraphs, batch_sizes
+from peagle.engine.kv_cache import BLOCK_SIZE
+from peagle.engine.runner import Runner
+from peagle.engine.speculation import CostTable
+from peagle.errors import UserError
+from peagle.hub import resolve_drafter, resolve_target
+from peagle.kernels.verify import conditional_rates, rates_for_length
+from peagle.models.decoder import Decoder
+from peagle.models.drafter import Drafter
+
+AUTO_CHOICES = (0, 1, 2, 3, 5, 7)
+CPU_BATCHES = (1, 4, 8)  # at which a round's cost is measured there
+GIB = 1 << 30
+
+
+@dataclass
+class Settings:
+    """Options of `LLM`. None means: what suits the device."""
+
+    num_speculative_tokens: int | Literal["auto"] = "auto"
+    device: str | None = None  # cuda where there is one, else cpu
+    dtype: str | None = None  # bfloat16 on the GPU; on the CPU whichever of bfloat16 and float32 measures faster
+    max_num_seqs: int | None = None  # requests that run at once: 256 on the GPU, 16 on the CPU
+    max_model_len: int | None = None  # tokens of prompt and answer together; None: what the target was made for
+    kv_cache_memory: int | None = None  # bytes
+    gpu_memory_fraction: float = 0.9  # of the whole GPU, weights included
+    max_prefill_tokens: int | None = None  # read in one step when nobody decodes: 8192 on the GPU, 512 on the CPU
+    prefill_chunk: int | None = None  # read in one step while others decode: 2048 on the GPU, 64 on the CPU
+    prefix_reuse: bool = True
+    cuda_graphs: bool = True
+    cost_table: str | Path | None = None  # written by `peagle tune`; None measures at start where "auto" needs it
+    load_format: Literal["auto", "dummy"] = "auto"  # dummy: random weights, for benchmarks
+    synthetic_acceptance_rates: list[float] | None = None  # as vLLM's: unconditional, one for each draft
+    synthetic_acceptance_length: float | None = None
+    threads: int | None = None  # of the CPU
+    tokenizer: bool = True  # False: token ids in, token ids out
+
+    def __post_init__(self) -> None:
+        if self.num_speculative_tokens != "auto" and self.num_speculative_tokens != 0:
+            check_draft_tokens(self.num_speculative_tokens)
+        for name in ("max_num_seqs", "max_model_len", "kv_cache_memory", "max_prefill_tokens", "prefill_chunk"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"--{name.replace('_', '-')} {value}: must be at least 1")
+        if not 0.0 < self.gpu_memory_fraction <= 1.0:
+            raise UserError(f"--gpu-memory-fraction {self.gpu_memory_fraction}: must be above 0 and at most 1")
+        if self.synthetic_acceptance_rates is not None and self.synthetic_acceptance_length is not None:
+            raise UserError("--synthetic-acceptance-rates and --synthetic-acceptance-length: give one of them")
+
+
+@dataclass
+class Loaded:
+    target: Target
+    drafter: Drafter | None
+    runner: Runner
+    longest: int
+    num_blocks: int
+    choices: list[int]  # numbers of drafts a round may have
+    costs: CostTable | None
+    max_num_seqs: int
+    chunk_tokens: int
+    idle_chunk_tokens: int
+    lookahead: int  # steps launched before the last one's tokens are back
+
+
+def load(target: str | Path | Target, drafter: str | Path | None, settings: Settings) -> Loaded:
+    device = parse_device(settings.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    on_gpu = device.type == "cuda"
+    if not on_gpu:
+        torch.set_num_threads(settings.threads or usable_cores())
+    # everything that can be wrong without the weights is found before they are read
+    folder = target.folder if isinstance(target, Target) else resolve_target(str(target))
+    cfg = target.model.cfg if isinstance(target, Target) else read_target_config(folder)
+    draft_folder = resolve_drafter(str(drafter)) if drafter is not None else None
+    draft_cfg = None
+    if draft_folder is not None:
+        draft_cfg = read_drafter_config(draft_folder, cfg)
+        check_fits(draft_cfg, cfg, draft_folder)
+    longest = context_length(settings.max_model_len, cfg)
+    choices = draft_choices(settings.num_speculative_tokens, draft_cfg, draft_folder)
+    rates = synthetic_rates(settings, choices[-1])
+    seqs = settings.max_num_seqs or (256 if on_gpu else 16)
+    table = CostTable.load(Path(settings.cost_table)) if settings.cost_table is not None else None
+
+    dtype = parse_dtype(settings.dtype) if settings.dtype is not None else fitting_dtype(device)
+    if isinstance(target, Target):
+        loaded = target
+    elif settings.load_format == "dummy":
+        loaded = Target(folder, random_weights(Decoder, cfg, dtype, device), eos_ids(folder))
+    else:
+        loaded = load_target(folder, dtype, device)
+    model = None
+    if draft_folder is not None and draft_cfg is not None:
+        if settings.load_format == "dummy":
+            model = random_weights(Drafter, draft_cfg, dtype, device).share(loaded.model)
+        else:
+            model = load_drafter(draft_folder, loaded.model, loaded.model.embed_tokens.weight.dtype, device)
+
+    bytes_each = block_bytes(cfg, draft_cfg, loaded.model.embed_tokens.weight.element_size())
+    num_blocks = count_blocks(settings, device, bytes_each, longest, seqs)
+    with torch.inference_mode():
+        runner = Runner(loaded.model, model, num_blocks, seqs, longest, choices[-1], rates)
+        if on_gpu and settings.cuda_graphs:
+            runner.graphs = RoundGraphs(runner, batch_sizes(seqs), choices)
+            runner.graphs.capture()
+        if len(choices) > 1 and table is None:
+            if runner.graphs is not None:
+                table = runner.graphs.measure()
+            else:
+                table = measure_eagerly(runner, [b for b in CPU_BATCHES if b <= seqs], choices)
+    return Loaded(
+        loaded,
+        model,
+        runner,
+        longest,
+        num_blocks,
+        choices,
+        table,
+        seqs,
+        settings.prefill_chunk or (2048 if on_gpu else 64),
+        settings.max_prefill_tokens or (8192 if on_gpu else 512),
+        1 if on_gpu else 0,
+    )
+
+
+def context_length(asked: int | None, cfg: DecoderConfig) -> int:
+    if asked is not None and asked > cfg.max_positions:
+        raise UserError(f"--max-model-len {asked}: this target was made for at most {cfg.max_positions} tokens")
+    longest = asked or cfg.max_positions
+    if longest < 2:
+        raise UserError(f"--max-model-len {longest}: must leave room for a prompt token and an answer")
+    return longest
+
+
+def draft_choices(asked: int | Literal["auto"], cfg: DrafterConfig | None, folder: Path | None) -> list[int]:
+    """The numbers of drafts a round may have."""
+    if cfg is None or folder is None:
+        if asked not in ("auto", 0):
+            raise UserError(f"--num-speculative-tokens {asked}: needs a --drafter")
+        return [0]
+    trained = trained_draft_tokens(folder)
+    usual = DEFAULT_DRAFT_TOKENS if cfg.parallel else EAGLE3_DRAFT_TOKENS
+    if asked == "auto":
+        most = min(trained or usual, max(AUTO_CHOICES))
+        return sorted({k for k in AUTO_CHOICES if k <= most} | {most})
+    if cfg.parallel and trained is not None and asked > trained:
+        warnings.warn(
+            f"{folder} was trained for {trained} draft tokens, {asked} are asked for: the text stays the same, but "
+            f"drafts past the first {trained} will hardly ever be accepted and cost time",
+            stacklevel=4,
+        )
+    return [asked]
+
+
+def synthetic_rates(settings: Settings, k: int) -> list[float] | None:
+    rates, length = settings.synthetic_acceptance_rates, settings.synthetic_acceptance_length
+    if rates is None and length is None:
+        return None
+    if length is not None:
+        rates = rates_for_length(length, k)
+    assert rates is not None
+    if len(rates) != k:
+        raise UserError(f"--synthetic-acceptance-rates: {len(rates)} rates for {k} drafts; give one for each")
+    return conditional_rates(rates)
+
+
+def usable_cores() -> int:
+    """What this process may use: its affinity, and its container's share."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        if quota != "max":
+            count = min(count, max(1, round(int(quota) / int(period))))
+    except (OSError, ValueError):
+        pass
+    return count
+
+
+def fitting_dtype(device: torch.device) -> torch.dtype:
+    """bfloat16 on a GPU; on a CPU only where its products are really faster than float32's."""
+    if device.type != "cpu":
+        return torch.bfloat16
+    best: dict[torch.dtype, float] = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        x, w = torch.ones(4, 1024, dtype=dtype), torch.ones(8192, 1024, dtype=dtype)
+        F.linear(x, w)
+        times = []
+        for _ in range(3):
+            started = time.perf_counter()
+            F.linear(x, w)
+            times.append(time.perf_counter() - started)
+        best[dtype] = min(times)
+    return torch.bfloat16 if best[torch.bfloat16] < best[torch.float32] else torch.float32
+
+
+def random_weights(kind, cfg, dtype: torch.dtype, device: torch.device):  # type: ignore[no-untyped-def]
+    """A module of this shape whose weights are noise."""
+    with torch.device("meta"):
+        model = kind(cfg)
+    model.to(dtype).to_empty(device=device)
+    if isinstance(model, Decoder):
+        model.tie()
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.02)
+        else:
+            torch.nn.init.ones_(parameter) if name.endswith("norm.weight") else torch.nn.init.zeros_(parameter)
+    for buffer_name, buffer in model.named_buffers():
+        if buffer_name.endswith("d2t"):
+            buffer.zero_()
+    return model.eval().requires_grad_(False)
+
+
+def block_bytes(cfg: DecoderConfig, draft: DrafterConfig | None, width: int) -> int:
+    """Of one block in every layer's cache, keys and values."""
+    elements = cfg.num_layers * cfg.layer.num_kv_heads * cfg.layer.head_dim
+    if draft is not None:
+        elements += draft.num_layers * draft.layer.num_kv_heads * draft.layer.head_dim
+    return 2 * BLOCK_SIZE * elements * width
+
+
+def count_blocks(settings: Settings, device: torch.device, bytes_each: int, longest: int, seqs: int) -> int:
+    """As many as the memory holds, no more than can ever be used; refused if one sequence would not fit."""
+    per_sequence = -(-longest // BLOCK_SIZE)
+    useful = 1 + per_sequence * seqs
+    if settings.kv_cache_memory is not None:
+        memory = settings.kv_cache_memory
+    elif device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        memory = int(total * settings.gpu_memory_fraction) - (total - free) - 3 * GIB  # for activations and graphs
+    else:
+        memory = min(free_ram() // 4, 4 * GIB)
+    blocks = min(memory // bytes_each, useful)
+    if blocks < 1 + per_sequence:
+        need = (1 + per_sequence) * bytes_each
+        fits = max(memory // bytes_each - 1, 0) * BLOCK_SIZE
+        raise UserError(
+            f"too little memory for the key/value cache: one sequence of {longest} tokens takes {need / GIB:.2f} GiB, "
+            f"{max(memory, 0) / GIB:.2f} GiB are there; set --max-model-len to at most {fits}, or raise "
+            + ("--gpu-memory-fraction" if device.type == "cuda" else "--kv-cache-memory")
+        )
+    return int(blocks)
+
+
+def free_ram() -> int:
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def measure_eagerly(runner: Runner, batches: list[int], choices: list[int], budget: float = 3.0) -> CostTable:
+    """Rounds of nobody's rows, timed; the fastest of two each, as far as the budget of seconds goes."""
+    table, began = CostTable(), time.perf_counter()
+    for batch in batches:
+        if batch > 1 and time.perf_counter() - began > budget:
+            break
+        slots = torch.full((batch,), -1, device=runner.device)
+        for k in choices:
+            times = []
+            for _ in range(2):
+                started = time.perf_counter()
+                runner.round(slots, k)
+                times.append(time.perf_counter() - started)
+            table.seconds[batch, k] = min(times)
+    return table

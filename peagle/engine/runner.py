@@ -1,0 +1,469 @@
+"""A plan -> kernels: the target's pass, acceptance, the drafter's pass, and what they leave for the next round.
+
+Knows nothing about who should run (scheduler) or about text. What a round needs lives on the device, one row
+per slot of `SlotState`, so a round can be launched before the last one's tokens have been seen.
+
+One round, for B requests with K drafts each (Q = K + 1 rows a request):
+
+    verify   the target reads the newest token and the drafts of each request: logits and taps for B * Q rows
+    decide   chosen tokens against drafts: how many hold, and the target's own token after them
+    draft    the drafter reads what was kept and K - 1 mask rows: K new drafts, in one pass
+
+Shapes: S slots, B requests of a batch, Q rows a request, K drafts, M blocks in a table, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from peagle.engine.graphs import RoundGraphs
+from peagle.engine.kv_cache import BLOCK_SIZE
+from peagle.engine.request import Chunk, Outcome, Plan, Request
+from peagle.engine.shaping import logprob_rows, shape_rows
+from peagle.kernels.draft_inputs import commit_state, draft_inputs
+from peagle.kernels.paged_attention import Pages, paged_attention, prefill_attention
+from peagle.kernels.sampling import argmax, choose
+from peagle.kernels.verify import accept
+from peagle.models.decoder import Decoder
+from peagle.models.drafter import Drafter
+
+
+@dataclass
+class Cache:
+    """Keys and values of every layer: [layers, blocks, block size, kv heads, head width]."""
+
+    keys: Tensor
+    values: Tensor
+
+    @classmethod
+    def make(cls, layers: int, blocks: int, kv_heads: int, head_dim: int, like: Tensor) -> Cache:
+        shape = (layers, blocks, BLOCK_SIZE, kv_heads, head_dim)
+        return cls(*(torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in range(2)))
+
+
+class PagedAttend:
+    """Attention of a model's layers over its pages."""
+
+    def __init__(self, cache: Cache, pages: Pages, attend: Callable[..., Tensor] = paged_attention) -> None:
+        self.cache, self.pages, self.attend = cache, pages, attend
+
+    def __call__(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, window: int | None) -> Tensor:
+        return self.attend(q_THd, k_TGd, v_TGd, self.cache.keys[layer], self.cache.values[layer], self.pages, window)
+
+
+@dataclass
+class SlotState:
+    """What the next round of each slot starts from. The last is nobody's and never changes: rows that pad a batch
+    have slot -1, which reads it and writes nowhere."""
+
+    tokens_SN: Tensor  # the newest token, then its drafts
+    start_S: Tensor  # position of the newest token: so many are read
+    available_S: Tensor  # how many of the drafts are real
+    block_tables_SM: Tensor
+    temperature_S: Tensor
+    top_k_S: Tensor
+    top_p_S: Tensor
+    min_p_S: Tensor
+    seed_S: Tensor
+
+    @classmethod
+    def make(cls, slots: int, most_drafts: int, blocks_per_slot: int, device: torch.device) -> SlotState:
+        def zeros(*shape: int, dtype: torch.dtype = torch.long) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        count = slots + 1
+        return cls(
+            tokens_SN=zeros(count, most_drafts + 1),
+            start_S=zeros(count),
+            available_S=zeros(count),
+            block_tables_SM=zeros(count, blocks_per_slot, dtype=torch.int32),
+            temperature_S=zeros(count, dtype=torch.float32),
+            top_k_S=zeros(count),
+            top_p_S=torch.ones(count, device=device),
+            min_p_S=zeros(count, dtype=torch.float32),
+            seed_S=zeros(count),
+        )
+
+
+@dataclass
+class Verified:
+    """What the target said about a batch."""
+
+    slots_B: Tensor
+    tokens_BQ: Tensor
+    starts_B: Tensor
+    available_B: Tensor
+    logits_TV: Tensor  # B * Q rows
+    hidden_TD: Tensor | None  # the drafter's reading of the taps
+
+
+@dataclass
+class Launched:
+    """A step on its way; `outcomes` waits for it."""
+
+    plan: Plan
+    rounds_host: Tensor | None  # [B, Q + 2]: emitted, accepted, available
+    firsts: list[Request]
+    firsts_host: Tensor | None
+    done: torch.cuda.Event | None
+    logprobs: dict[int, list[dict[int, float]]]  # by request id
+
+    def outcomes(self) -> list[Outcome]:
+        if self.done is not None:
+            self.done.synchronize()
+        found = []
+        if self.rounds_host is not None:
+            for request, row in zip(self.plan.decoding, self.rounds_host.tolist(), strict=False):
+                emitted = row[: row[-2] + 1]
+                found.append(Outcome(request, row[-1], emitted, self.logprobs.get(request.id, [])))
+        if self.firsts_host is not None:
+            for request, token in zip(self.firsts, self.firsts_host.tolist(), strict=True):
+                found.append(Outcome(request, 0, [token], self.logprobs.get(request.id, []), first=True))
+        return found
+
+
+class Runner:
+    def __init__(
+        self,
+        target: Decoder,
+        drafter: Drafter | None,
+        num_blocks: int,
+        max_num_seqs: int,
+        longest: int,
+        most_drafts: int,
+        synthetic_rates: Sequence[float] | None = None,
+    ) -> None:
+        """`longest` bounds prompt and answer together; `synthetic_rates` are conditional ones."""
+        self.target, self.drafter = target, drafter
+        self.longest, self.most_drafts = longest, most_drafts
+        weight = target.embed_tokens.weight
+        self.device = weight.device
+        layer = target.cfg.layer
+        self.cache = Cache.make(target.cfg.num_layers, num_blocks, layer.num_kv_heads, layer.head_dim, weight)
+        self.taps: tuple[int, ...] = ()
+        self.mask_hidden_D: Tensor | None = None
+        if drafter is not None:
+            own = drafter.cfg.layer
+            self.taps = drafter.cfg.taps
+            self.draft_cache = Cache.make(
+                drafter.cfg.num_layers, num_blocks, own.num_kv_heads, own.head_dim, drafter.fc.weight
+            )
+            if drafter.cfg.parallel:
+                self.mask_hidden_D = drafter.masked(1)[0].contiguous()
+        self.state = SlotState.make(max_num_seqs, most_drafts, -(-longest // BLOCK_SIZE), self.device)
+        self.limits_S = torch.full((max_num_seqs + 1,), longest, device=self.device)
+        self.rates_K = None
+        if synthetic_rates is not None:
+            self.rates_K = torch.tensor(synthetic_rates, dtype=torch.float32, device=self.device)
+        self.graphs: RoundGraphs | None = None
+        self._sent: list[tuple[int, int, int]] = [(-1, 0, 0)] * max_num_seqs  # request, its preemptions, blocks
+
+    # One launch
+
+    @torch.inference_mode()
+    def launch(self, plan: Plan, moved: list[Request]) -> Launched:
+        self._send(moved)
+        logprobs: dict[int, list[dict[int, float]]] = {}
+        rounds = self._round(plan, logprobs) if plan.decoding else None
+        firsts = [c.request for c in plan.chunks if c.final and not c.request.output_ids]
+        first_tokens = self._read(plan.chunks, logprobs) if plan.chunks else None
+        return self._return(plan, rounds, firsts, first_tokens, logprobs)
+
+    def _return(
+        self,
+        plan: Plan,
+        rounds: Tensor | None,
+        firsts: list[Request],
+        first_tokens: Tensor | None,
+        logprobs: dict[int, list[dict[int, float]]],
+    ) -> Launched:
+        if self.device.type != "cuda":
+            return Launched(plan, rounds, firsts, first_tokens, None, logprobs)
+
+        def on_host(x: Tensor | None) -> Tensor | None:
+            if x is None:
+                return None
+            return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+
+        hosts = on_host(rounds), on_host(first_tokens)
+        done = torch.cuda.Event()
+        done.record()
+        return Launched(plan, hosts[0], firsts, hosts[1], done, logprobs)
+
+    def _to_device(self, values: Sequence[object], dtype: torch.dtype = torch.long) -> Tensor:
+        host = torch.tensor(values, dtype=dtype)
+        return host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else host
+
+    def _send(self, moved: list[Request]) -> None:
+        """Tells the device which blocks and settings changed hands."""
+        tables, settings, numbers = [], [], []
+        for request in moved:
+            if request.slot < 0:
+                continue
+            owner, times, sent = self._sent[request.slot]
+            if (owner, times) != (request.id, request.preemptions):
+                p, sent = request.params, 0
+                settings.append((p.temperature, p.top_p, p.min_p))
+                numbers.append((request.slot, p.top_k, request.seed))
+            tables += [(request.slot, i, request.blocks[i]) for i in range(sent, len(request.blocks))]
+            self._sent[request.slot] = (request.id, request.preemptions, len(request.blocks))
+        moved.clear()
+        if tables:
+            where = self._to_device(tables)
+            self.state.block_tables_SM[where[:, 0], where[:, 1]] = where[:, 2].int()
+        if settings:
+            which, floats = self._to_device(numbers), self._to_device(settings, torch.float32)
+            slots = which[:, 0]
+            s = self.state
+            s.temperature_S[slots], s.top_p_S[slots], s.min_p_S[slots] = floats[:, 0], floats[:, 1], floats[:, 2]
+            s.top_k_S[slots], s.seed_S[slots] = which[:, 1], which[:, 2]
+
+    # A round
+
+    def _round(self, plan: Plan, logprobs: dict[int, list[dict[int, float]]]) -> Tensor:
+        """[B, Q + 2]: emitted tokens, how many drafts were accepted, how many there were."""
+        slots = [r.slot for r in plan.decoding]
+        if self.graphs is not None and not plan.shaped:
+            recorded = self.graphs.find(len(slots), plan.drafts)
+            if recorded is not None:
+                slots += [-1] * (len(recorded.slots_B) - len(slots))
+                recorded.slots_B.copy_(self._to_device(slots), non_blocking=True)
+                recorded.replay()
+                return recorded.result_BX[: len(plan.decoding)]
+        slots_B = self._to_device(slots)
+        if not plan.shaped:
+            return self.round(slots_B, plan.drafts)
+        verified = self.verify(slots_B, plan.drafts)
+        return self.draft(verified, *self.decide_shaped(verified, plan.decoding, logprobs))
+
+    def round(self, slots_B: Tensor, k: int) -> Tensor:
+        verified = self.verify(slots_B, k)
+        return self.draft(verified, *self.decide(verified))
+
+    def verify(self, slots_B: Tensor, k: int) -> Verified:
+        s = self.state
+        tokens_BQ, starts_B = s.tokens_SN[slots_B, : k + 1], s.start_S[slots_B]
+        positions_BQ = starts_B[:, None] + torch.arange(k + 1, device=self.device)
+        pages = self._pages(slots_B, starts_B, (self.longest - starts_B).clamp(0, k + 1), k + 1)
+        hidden, taps = self.target(
+            tokens_BQ.flatten(),
+            positions_BQ.clamp(max=self.longest - 1).flatten(),
+            PagedAttend(self.cache, pages),
+            self.taps,
+        )
+        combined = self.drafter.combine(taps) if self.drafter is not None and taps is not None else None
+        available_B = s.available_S[slots_B].clamp(max=k)
+        return Verified(slots_B, tokens_BQ, starts_B, available_B, self.target.logits(hidden), combined)
+
+    def _pages(self, slots_B: Tensor, starts_B: Tensor, live_B: Tensor, rows: int) -> Pages:
+        return Pages(self.state.block_tables_SM[slots_B], starts_B.int(), live_B.int(), rows)
+
+    def decide(self, v: Verified) -> tuple[Tensor, Tensor]:
+        """How many drafts hold, and the tokens they and the target's own make."""
+        batch, rows = v.tokens_BQ.shape
+        return self._accept(v, self._choose(v.logits_TV, v.slots_B, rows, v.starts_B).view(batch, rows))
+
+    def _accept(self, v: Verified, chosen_BQ: Tensor) -> tuple[Tensor, Tensor]:
+        rates = self.rates_K[: chosen_BQ.shape[1] - 1] if self.rates_K is not None else None
+        seeds = self.state.seed_S[v.slots_B]
+        return accept(v.tokens_BQ, chosen_BQ, v.available_B, rates, seeds, v.starts_B + 1)
+
+    def _choose(self, logits_TV: Tensor, slots_B: Tensor, rows: int, starts_B: Tensor) -> Tensor:
+        """The token after each row; row j of a request sits at start + j."""
+        s = self.state
+        slots_T = slots_B.repeat_interleave(rows)
+        positions_T = (starts_B[:, None] + torch.arange(1, rows + 1, device=self.device)).flatten()
+        return choose(
+            logits_TV,
+            s.temperature_S[slots_T],
+            s.top_k_S[slots_T],
+            s.top_p_S[slots_T],
+            s.min_p_S[slots_T],
+            s.seed_S[slots_T],
+            positions_T,
+        )
+
+    def decide_shaped(
+        self, v: Verified, requests: list[Request], logprobs: dict[int, list[dict[int, float]]]
+    ) -> tuple[Tensor, Tensor]:
+        """As `decide`, for a batch in which some requests shape their logits or want them back."""
+        batch, rows = v.tokens_BQ.shape
+        raw_BQV = v.logits_TV.view(batch, rows, -1)
+        shaped_BQV = raw_BQV.to(torch.float32, copy=True)
+        for b, r in enumerate(requests):
+            if r.shaped:
+                shaped_BQV[b] = shape_rows(
+                    raw_BQV[b], r.params, r.prompt_ids, r.output_ids, v.tokens_BQ[b, 1:], r.barred
+                )
+        chosen = self._choose(shaped_BQV.flatten(0, 1), v.slots_B, rows, v.starts_B).view(batch, rows)
+        accepted_B, emitted_BQ = self._accept(v, chosen)
+        wanted = [(b, r) for b, r in enumerate(requests) if r.params.logprobs is not None]
+        if wanted:
+            counts, emitted = accepted_B.tolist(), emitted_BQ.tolist()
+            for b, r in wanted:
+                logprobs[r.id] = logprob_rows(raw_BQV[b], emitted[b][: counts[b] + 1], r.params.logprobs or 0)
+        return accepted_B, emitted_BQ
+
+    def draft(self, v: Verified, accepted_B: Tensor, emitted_BQ: Tensor) -> Tensor:
+        """New drafts for each request, and the state of the slots moved on; the round's result."""
+        k = v.tokens_BQ.shape[1] - 1
+        drafts_BK = emitted_BQ[:, :0]
+        if self.drafter is not None:
+            drafts_BK = self._drafts(v, accepted_B, emitted_BQ, k)
+        s = self.state
+        commit_state(s.tokens_SN, s.start_S, s.available_S, v.slots_B, emitted_BQ, accepted_B, drafts_BK, self.longest)
+        return torch.cat([emitted_BQ, accepted_B[:, None], v.available_B[:, None]], 1)
+
+    def _drafts(self, v: Verified, accepted_B: Tensor, emitted_BQ: Tensor, k: int) -> Tensor:
+        drafter, mask_id = self.drafter, self.drafter.cfg.mask_token_id if self.drafter is not None else None
+        assert drafter is not None and v.hidden_TD is not None
+        batch = len(emitted_BQ)
+        limits_B = self.limits_S[:batch]
+        rows = draft_inputs(emitted_BQ, accepted_B, v.starts_B, v.hidden_TD, self.mask_hidden_D, mask_id, k, limits_B)
+        pages = self._pages(v.slots_B, v.starts_B, rows.live_B, len(rows.token_ids_R) // batch)
+        attend = PagedAttend(self.draft_cache, pages)
+        said, handed_on = drafter(rows.token_ids_R, rows.hidden_RD, rows.positions_R, attend)
+        if k == 0:
+            return emitted_BQ[:, :0]
+        wanted = rows.sample_rows_BK.flatten()
+        guesses = drafter.target_ids(argmax(drafter.logits(said[wanted])))
+        if mask_id is not None:
+            return guesses.view(batch, k)
+        return self._one_by_one(guesses, handed_on[wanted], v.starts_B + accepted_B + 1, v.slots_B, k)
+
+    def _one_by_one(self, guess_B: Tensor, hidden_BD: Tensor, position_B: Tensor, slots_B: Tensor, k: int) -> Tensor:
+        """EAGLE-3: each further guess from the last one and the drafter's own output; first row at `position`."""
+        assert self.drafter is not None
+        guesses = [guess_B]
+        for i in range(k - 1):
+            at_B = position_B + i
+            pages = self._pages(slots_B, at_B.clamp(max=self.longest - 1), (self.longest - at_B).clamp(0, 1), 1)
+            said, hidden_BD = self.drafter(
+                guesses[-1], hidden_BD, at_B.clamp(max=self.longest - 1), PagedAttend(self.draft_cache, pages)
+            )
+            guesses.append(self.drafter.target_ids(argmax(self.drafter.logits(said))))
+        return torch.stack(guesses, 1)
+
+    # Prompts
+
+    def _read(self, chunks: list[Chunk], logprobs: dict[int, list[dict[int, float]]]) -> Tensor | None:
+        """Reads chunks; for those that end their prompt the first token, drafts, and the slot's state."""
+        tokens = [t for c in chunks for t in c.request.tokens[c.begin : c.end]]
+        positions = [p for c in chunks for p in range(c.begin, c.end)]
+        slots_B = self._to_device([c.request.slot for c in chunks])
+        pages = self._chunk_pages(chunks, [c.end - c.begin for c in chunks], slots_B)
+        attend = PagedAttend(self.cache, pages, prefill_attention)
+        hidden, taps = self.target(self._to_device(tokens), self._to_device(positions), attend, self.taps)
+
+        ends, at = {}, 0  # of each chunk, its last row
+        for c in chunks:
+            at += c.end - c.begin
+            ends[c.request.id] = at - 1
+        fresh = [c for c in chunks if c.final and not c.request.output_ids]
+        first_tokens = None
+        if fresh:
+            logits = self.target.logits(hidden[self._to_device([ends[c.request.id] for c in fresh])])
+            first_tokens = self._first_tokens(fresh, logits, logprobs)
+        final = [c for c in chunks if c.final]
+        newest_F = self._newest(final, fresh, first_tokens)
+        drafts_FK = None
+        if self.drafter is not None and taps is not None:
+            drafts_FK = self._draft_after(chunks, final, newest_F, self.drafter.combine(taps), slots_B)
+        if final:
+            self._begin(final, newest_F, drafts_FK)
+        return first_tokens
+
+    def _chunk_pages(self, chunks: list[Chunk], rows: list[int], slots_B: Tensor) -> Pages:
+        cu = [0]
+        for count in rows:
+            cu.append(cu[-1] + count)
+        begins = [c.begin for c in chunks]
+        live = [min(count, self.longest - begin) for count, begin in zip(rows, begins, strict=True)]
+        meta = self._to_device([begins + [0], live + [0], cu], torch.int32)
+        return Pages(
+            self.state.block_tables_SM[slots_B], meta[0, :-1], meta[1, :-1], max(rows), meta[2], max_context=max(begins)
+        )
+
+    def _first_tokens(
+        self, fresh: list[Chunk], logits_FV: Tensor, logprobs: dict[int, list[dict[int, float]]]
+    ) -> Tensor:
+        shaped = logits_FV
+        if any(c.request.shaped for c in fresh):
+            shaped = logits_FV.float().clone()
+            none = torch.empty(0, dtype=torch.long, device=self.device)
+            for f, c in enumerate(fresh):
+                r = c.request
+                if r.shaped:
+                    shaped[f] = shape_rows(logits_FV[f : f + 1], r.params, r.prompt_ids, [], none, r.barred)[0]
+        slots = self._to_device([c.request.slot for c in fresh])
+        tokens = self._choose(shaped, slots, 1, self._to_device([c.end - 1 for c in fresh]))
+        wanted = [(f, c.request) for f, c in enumerate(fresh) if c.request.params.logprobs is not None]
+        if wanted:
+            said = tokens.tolist()
+            for f, r in wanted:
+                logprobs[r.id] = logprob_rows(logits_FV[f : f + 1], [said[f]], r.params.logprobs or 0)
+        return tokens
+
+    def _newest(self, final: list[Chunk], fresh: list[Chunk], first_tokens: Tensor | None) -> Tensor:
+        """The token after each finished prompt: just chosen, or known from before it was preempted."""
+        known_F = self._to_device([(c.request.output_ids or [0])[-1] for c in final])
+        if first_tokens is not None:
+            ids = [c.request.id for c in fresh]
+            known_F[self._to_device([i for i, c in enumerate(final) if c.request.id in ids])] = first_tokens
+        return known_F
+
+    def _draft_after(
+        self, chunks: list[Chunk], final: list[Chunk], newest_F: Tensor, hidden_TD: Tensor, slots_B: Tensor
+    ) -> Tensor | None:
+        """The drafter reads the chunks, mask rows behind those that end; drafts for these."""
+        assert self.drafter is not None
+        k, mask_id = self.most_drafts, self.drafter.cfg.mask_token_id
+        behind = k - 1 if mask_id is not None else 0
+        tokens: list[int] = []
+        positions: list[int] = []
+        source: list[int] = []  # row of hidden_TD; one past its end is the mask's
+        counts: list[int] = []
+        unknown: list[int] = []  # rows whose token is the newest
+        read = 0
+        for c in chunks:
+            rows, masks = c.end - c.begin, behind if c.final else 0
+            following = c.request.tokens[c.begin + 1 : c.end + 1]
+            if c.final:
+                unknown.append(len(tokens) + rows - 1)
+                following = [*following[: rows - 1], 0]
+            tokens += following + [mask_id or 0] * masks
+            positions += [min(p, self.longest - 1) for p in range(c.begin, c.end + masks)]
+            source += [*range(read, read + rows), *[len(hidden_TD)] * masks]
+            counts.append(rows + masks)
+            read += rows
+        token_ids, unknown_F = self._to_device(tokens), self._to_device(unknown)
+        token_ids[unknown_F] = newest_F
+        hidden_RD = hidden_TD
+        if behind and final:
+            assert self.mask_hidden_D is not None
+            hidden_RD = torch.cat([hidden_TD, self.mask_hidden_D[None]])[self._to_device(source)]
+        attend = PagedAttend(self.draft_cache, self._chunk_pages(chunks, counts, slots_B), prefill_attention)
+        said, handed_on = self.drafter(token_ids, hidden_RD, self._to_device(positions), attend)
+        if not final:
+            return None
+        if mask_id is not None:
+            wanted = (unknown_F[:, None] + torch.arange(k, device=self.device)).flatten()
+            return self.drafter.target_ids(argmax(self.drafter.logits(said[wanted]))).view(-1, k)
+        guess = self.drafter.target_ids(argmax(self.drafter.logits(said[unknown_F])))
+        slots_F = self._to_device([c.request.slot for c in final])
+        ends_F = self._to_device([c.end for c in final])
+        return self._one_by_one(guess, handed_on[unknown_F], ends_F, slots_F, k)
+
+    def _begin(self, final: list[Chunk], newest_F: Tensor, drafts_FK: Tensor | None) -> None:
+        s, k = self.state, 0 if drafts_FK is None else drafts_FK.shape[1]
+        rows = [(c.request.slot, c.end, max(min(k, self.longest - c.end - 2), 0)) for c in final]
+        meta = self._to_device(rows)
+        slots = meta[:, 0]
+        s.tokens_SN[slots, 0] = newest_F
+        if drafts_FK is not None:
+            s.tokens_SN[slots, 1 : k + 1] = drafts_FK
+        s.start_S[slots], s.available_S[slots] = meta[:, 1], meta[:, 2]

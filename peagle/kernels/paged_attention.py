@@ -1,0 +1,214 @@
+"""Attention of new rows over a paged cache and over each other; writes their keys and values into the cache.
+
+`paged_attention` serves decoding and verification, where every sequence has the same few new rows.
+`prefill_attention` serves prompts, where each sequence has its own, possibly large, number of them.
+Both take a `Pages`, which says where the rows of one step sit and is shared by all layers of that step.
+
+Knows nothing about models, nor about who gave a sequence its blocks.
+
+Shapes: B sequences, T rows (the sequences' new rows, flat), H heads, G key/value heads, d head width, M blocks in a
+sequence's table. A cache is [blocks, block size, G, d].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+# On the CPU, up to this many rows of a sequence run with the heads that share a key/value head folded into the rows:
+# keys are then read once, which is up to 2.5 times as fast for one row and no faster from 32 on.
+_FOLD_ROWS = 16
+# More rows than this over cached keys go in pieces, which spares each piece the keys only later rows see.
+_PIECE_ROWS = 64
+
+
+@dataclass
+class Pages:
+    """Where the new rows of one step sit: made once per step, read by every layer.
+
+    Row j of sequence b is at position `starts[b] + j`. It sees the cached keys before `starts[b]` and the rows
+    0..j of its own sequence. The keys and values of rows j < `live[b]` are written to the cache; later rows are
+    padding, which is written nowhere and whose output means nothing.
+
+    The torch versions read the tensors once and keep what they found, so the tensors must not change during the
+    object's life. The Triton versions read them on the device at every launch: a CUDA graph captured with one object
+    replays with whatever its tensors then hold.
+    """
+
+    block_tables_BM: Tensor  # int32; entries past a sequence's last used block are never read
+    starts_B: Tensor  # int32: how many positions of the sequence are cached
+    live_B: Tensor  # int32: how many of its new rows are real
+    max_rows: int  # the most new rows of any sequence, padding included
+    cu_rows_B1: Tensor | None = None  # int32: sequence b owns rows cu[b] to cu[b + 1]; None: each has max_rows
+    max_context: int | None = None  # no start is larger; 0: nothing is cached; None: as much as a table can hold
+    _offsets_B1: Tensor | None = field(default=None, init=False, repr=False, compare=False)
+    _pieces: dict[tuple[int, int | None], _Pieces] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def offsets_B1(self) -> Tensor:
+        """`cu_rows_B1`, made if every sequence has the same number of rows."""
+        if self.cu_rows_B1 is not None:
+            return self.cu_rows_B1
+        if self._offsets_B1 is None:
+            batch, device = len(self.starts_B), self.starts_B.device
+            self._offsets_B1 = torch.arange(batch + 1, dtype=torch.int32, device=device) * self.max_rows
+        return self._offsets_B1
+
+    def pieces(self, block_size: int, window: int | None) -> _Pieces:
+        """The same on the host, in the form the torch versions use."""
+        key = (block_size, window)
+        if key not in self._pieces:
+            self._pieces[key] = _cut(self, block_size, window)
+        return self._pieces[key]
+
+
+@dataclass
+class _Piece:
+    """Some consecutive rows of one sequence, and the keys that any of them sees."""
+
+    device: torch.device
+    rows: slice  # of T
+    first: int  # position of the first row
+    low: int  # position of the first key
+    keys: slice | None  # of the flat cache, where the blocks lie one after another
+    blocks: Tensor | None = None  # else the blocks to gather,
+    skip: int = 0  # and how many of their first slots are not wanted
+    causal: bool = False  # nothing but these rows is seen, and no window cuts in
+    biases: dict[tuple[torch.dtype, int], Tensor] = field(default_factory=dict)
+
+    def bias(self, dtype: torch.dtype, window: int | None, repeat: int) -> Tensor:
+        """0 where a row sees a key, else -inf; each row `repeat` times."""
+        key = (dtype, repeat)
+        if key in self.biases:
+            return self.biases[key]
+        count = self.rows.stop - self.rows.start
+        own = torch.arange(self.first, self.first + count, device=self.device)[:, None]
+        keys = torch.arange(self.low, self.first + count, device=self.device)
+        hidden = keys > own
+        if window is not None:
+            hidden |= keys <= own - window
+        bias = torch.zeros(hidden.shape, dtype=dtype, device=self.device).masked_fill_(hidden, float("-inf"))
+        if repeat > 1:
+            bias = bias.repeat_interleave(repeat, 0)
+        if count <= _FOLD_ROWS:
+            self.biases[key] = bias  # large ones are cheaper to make again than to keep
+        return bias
+
+
+@dataclass
+class _Pieces:
+    pieces: list[_Piece]
+    all_live: bool
+    live_rows: Tensor | None  # of T; None: all of them
+    slots: Tensor  # where the live rows go in the flat cache
+    run: slice | None  # the same, where they go one after another
+
+
+def _cut(pages: Pages, block_size: int, window: int | None) -> _Pieces:
+    tables, starts, live = pages.block_tables_BM.tolist(), pages.starts_B.tolist(), pages.live_B.tolist()
+    device = pages.block_tables_BM.device
+    if pages.cu_rows_B1 is None:
+        offsets = [b * pages.max_rows for b in range(len(starts) + 1)]
+    else:
+        offsets = pages.cu_rows_B1.tolist()
+    pieces: list[_Piece] = []
+    slots: list[int] = []
+    live_rows: list[int] = []
+    for b, start in enumerate(starts):
+        count, first_row = live[b], offsets[b]
+        if not count:
+            continue
+        table = tables[b]
+        slots += [table[p // block_size] * block_size + p % block_size for p in range(start, start + count)]
+        live_rows += range(first_row, first_row + count)
+        causal = start == 0 and count > 1 and (window is None or window >= count)
+        step = count if causal or count <= _PIECE_ROWS else _PIECE_ROWS
+        for at in range(0, count, step):
+            first, end = start + at, start + min(at + step, count)
+            low = 0 if window is None else max(0, first - window + 1)
+            used = table[low // block_size : (end + block_size - 1) // block_size]
+            skip = low % block_size
+            piece = _Piece(device, slice(first_row + at, first_row + end - start), first, low, None, causal=causal)
+            if used == list(range(used[0], used[0] + len(used))):
+                begin = used[0] * block_size + skip
+                piece.keys = slice(begin, begin + end - low)
+            else:
+                piece.blocks, piece.skip = torch.tensor(used, device=device), skip
+            pieces.append(piece)
+    all_live = len(slots) == offsets[-1]
+    run = None
+    if slots and slots == list(range(slots[0], slots[0] + len(slots))):
+        run = slice(slots[0], slots[0] + len(slots))
+    return _Pieces(
+        pieces,
+        all_live,
+        None if all_live else torch.tensor(live_rows, dtype=torch.long, device=device),
+        torch.tensor(slots, dtype=torch.long, device=device),
+        run,
+    )
+
+
+def paged_attention_torch(
+    q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, cache_k: Tensor, cache_v: Tensor, pages: Pages, window: int | None
+) -> Tensor:
+    """Any numbers of rows; a loop over the sequences, each reading its keys back from the cache."""
+    size, kv_heads, width = cache_k.shape[1:]
+    cut = pages.pieces(size, window)
+    flat_k, flat_v = cache_k.view(-1, kv_heads, width), cache_v.view(-1, kv_heads, width)
+    for flat, new in ((flat_k, k_TGd), (flat_v, v_TGd)):
+        new = new if cut.live_rows is None else new[cut.live_rows]
+        if cut.run is not None:
+            flat[cut.run] = new
+        else:
+            flat.index_copy_(0, cut.slots, new)
+    if len(cut.pieces) == 1 and cut.all_live:
+        return _attend(q_THd, cut.pieces[0], cache_k, cache_v, flat_k, flat_v, window)
+    out_THd = q_THd.new_empty(q_THd.shape) if cut.all_live else q_THd.new_zeros(q_THd.shape)
+    for piece in cut.pieces:
+        out_THd[piece.rows] = _attend(q_THd[piece.rows], piece, cache_k, cache_v, flat_k, flat_v, window)
+    return out_THd
+
+
+def _attend(
+    q_MHd: Tensor, piece: _Piece, cache_k: Tensor, cache_v: Tensor, flat_k: Tensor, flat_v: Tensor, window: int | None
+) -> Tensor:
+    if piece.keys is not None:
+        k_SGd, v_SGd = flat_k[piece.keys], flat_v[piece.keys]
+    else:
+        assert piece.blocks is not None
+        end = piece.skip + piece.first - piece.low + len(q_MHd)
+        k_SGd = cache_k.index_select(0, piece.blocks).flatten(0, 1)[piece.skip : end]
+        v_SGd = cache_v.index_select(0, piece.blocks).flatten(0, 1)[piece.skip : end]
+    rows, heads, width = q_MHd.shape
+    kv_heads = k_SGd.shape[1]
+    k, v = k_SGd.transpose(0, 1)[None], v_SGd.transpose(0, 1)[None]
+    if rows > _FOLD_ROWS:
+        q = q_MHd.transpose(0, 1)[None]
+        bias = None if piece.causal else piece.bias(q.dtype, window, 1)
+        out = F.scaled_dot_product_attention(q, k, v, bias, is_causal=piece.causal, enable_gqa=True)
+        return out[0].transpose(0, 1)
+    group = heads // kv_heads
+    q = q_MHd.unflatten(1, (kv_heads, group)).transpose(0, 1).reshape(1, kv_heads, rows * group, width)
+    bias = None if rows == 1 else piece.bias(q.dtype, window, group)
+    out = F.scaled_dot_product_attention(q, k, v, bias)
+    return out.view(kv_heads, rows, group, width).transpose(0, 1).reshape(rows, heads, width)
+
+
+def paged_attention(
+    q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, cache_k: Tensor, cache_v: Tensor, pages: Pages, window: int | None
+) -> Tensor:
+    """[T, H, d]: a row sees its sequence's cached keys and its rows up to itself, at most `window` of them.
+
+    Every sequence has `pages.max_rows` rows. Keys and values of live rows are written to the cache.
+    """
+    assert pages.cu_rows_B1 is None, "sequences with their own numbers of rows go through prefill_attention"
+    return paged_attention_torch(q_THd, k_TGd, v_TGd, cache_k, cache_v, pages, window)
+
+
+def prefill_attention(
+    q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, cache_k: Tensor, cache_v: Tensor, pages: Pages, window: int | None
+) -> Tensor:
+    """The same for sequences of differing numbers of rows, `pages.cu_rows_B1`, up to whole prompts."""
+    return paged_attention_torch(q_THd, k_TGd, v_TGd, cache_k, cache_v, pages, window)

@@ -1,0 +1,321 @@
+"""Linear layers against fp64, in Triton's interpreter on the CPU and natively on a GPU.
+
+Triton decides at import whether kernels are interpreted, so the interpreted tests run in one child pytest over this
+same file, and no other test module notices. The interpreter's products know fp16, not bf16.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from support import many
+from torch import Tensor
+from torch.nn import functional as F
+
+from peagle.kernels import linear as kernels
+from peagle.kernels.linear import (
+    Config,
+    add_rms_norm,
+    add_rms_norm_torch,
+    config_for,
+    linear,
+    linear_torch,
+    linear_triton,
+    rms_norm,
+    rms_norm_torch,
+    silu_mul,
+    silu_mul_torch,
+)
+from peagle.models.layers import RMSNorm
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+EPS = 1e-5
+
+# One place to run the kernels per process: the interpreter in the child, the GPU where there is one.
+on_a_device = pytest.mark.parametrize(
+    ("device", "dtype"),
+    [("cpu", torch.float16)]
+    if INTERPRETED
+    else [
+        pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu),
+        pytest.param("cuda", torch.float16, marks=pytest.mark.gpu),
+    ],
+)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the child")
+def test_in_the_interpreter():
+    assert importlib.util.find_spec("triton"), "the tests need triton==3.6.0, for its interpreter"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
+        cwd=Path(__file__).resolve().parent.parent,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Fresh memory is NaN: outputs and partial sums that nobody wrote show."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert torch.empty(3).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+class Case:
+    """Inputs of one call, and how far from the truth rounding can take its result."""
+
+    def __init__(self, T, N, K, dtype, device, *, norm=False, glu=False, bias=False, residual=False, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+
+        def draw(*size: int, scale: float = 1.0) -> Tensor:
+            return (torch.randn(*size, generator=generator) * scale).to(dtype).to(device)
+
+        columns = N // 2 if glu else N
+        # Rows cut out of wider ones, as queries are cut out of q, k and v.
+        self.x = draw(T, K + 8)[:, :K]
+        self.weight = draw(N, K, scale=K**-0.5)
+        self.bias = draw(N) if bias else None
+        self.norm = draw(K) if norm else None
+        self.residual = draw(T, columns + 8)[:, :columns] if residual else None
+        self.glu = glu
+
+    def run(self, function, rows: int | None = None, **options) -> Tensor:
+        return function(
+            self.x[:rows],
+            self.weight,
+            self.bias,
+            norm_weight=self.norm,
+            eps=EPS,
+            glu=self.glu,
+            residual=self.residual[:rows] if self.residual is not None else None,
+            **options,
+        )
+
+    def check(self, y: Tensor) -> None:
+        def wide(t: Tensor | None) -> Tensor | None:
+            return None if t is None else t.double()
+
+        x, weight, bias, norm, residual = map(wide, (self.x, self.weight, self.bias, self.norm, self.residual))
+        truth = linear_torch(x, weight, bias, norm_weight=norm, eps=EPS, glu=self.glu, residual=residual)
+        assert y.shape == truth.shape and y.dtype == self.x.dtype
+        # Each input of the product may be off by two roundings, so may the outcome of each step after it.
+        x = x if norm is None else rms_norm_torch(x, norm, EPS)
+        z = F.linear(x, weight, bias)
+        spread = F.linear(x.abs(), weight.abs(), None if bias is None else bias.abs())
+        if self.glu:
+            (gate, up), (gate_spread, up_spread) = z.chunk(2, -1), spread.chunk(2, -1)
+            spread = 1.1 * gate_spread * up.abs() + gate.abs() * up_spread + truth.abs()
+        if residual is not None:
+            spread = spread + residual.abs()
+        bound = 2 * torch.finfo(self.x.dtype).eps * (spread + truth.abs()) + 1e-6
+        off = (y.double() - truth).abs()
+        assert (off <= bound).all(), f"{(off / bound).max().item():.2f} times too far"  # NaN fails too
+
+
+def configs_for(K: int) -> st.SearchStrategy[Config]:
+    return st.builds(
+        Config,
+        block_n=st.sampled_from([16, 32]),
+        block_k=st.sampled_from([16, 32, 64]),
+        stages=st.just(3),
+        warps=st.sampled_from([2, 4]),
+        split_k=st.sampled_from([1, 1, 2, 3]),
+        prefetch=st.sampled_from([0, 64, 128]),
+        fuse_norm=st.booleans(),
+        tma=st.booleans() if K % 8 == 0 else st.just(False),
+    )
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> tuple[dict[str, object], Config | None]:
+    glu = draw(st.booleans())
+    K = draw(st.one_of(st.integers(1, 200), st.sampled_from([64, 128, 192, 256])))
+    N = draw(st.integers(1, 70)) * (2 if glu else 1)
+    flags = {name: draw(st.booleans()) for name in ("norm", "bias", "residual")}
+    T = draw(st.one_of(st.sampled_from([1, 8, 16, 17, 32, 33, 64]), st.integers(1, 64)))
+    return {"T": T, "N": N, "K": K, "glu": glu, **flags}, draw(st.one_of(st.none(), configs_for(K)))
+
+
+# All of the parts together, split, with a masked end of K.
+WHOLE = {"T": 20, "N": 70, "K": 250, "glu": True, "norm": True, "bias": True, "residual": True}
+
+
+@on_a_device
+@many(30)
+@given(calls())
+@example((WHOLE, Config(16, 32, 3, 2, split_k=3, fuse_norm=True)))
+@example((WHOLE | {"K": 256}, Config(32, 64, 3, 4, split_k=2, fuse_norm=True, prefetch=64, tma=True)))
+@example((WHOLE | {"T": 1}, None))
+def test_the_triton_product_is_the_product(device, dtype, call):
+    shape, config = call
+    case = Case(**shape, dtype=dtype, device=device)
+    with poisoned():
+        y = case.run(linear_triton, config=config)
+    case.check(y)
+
+
+@on_a_device
+def test_no_rows_are_no_rows(device, dtype):
+    case = Case(0, 6, 16, dtype, device, glu=True, norm=True, residual=True)
+    assert case.run(linear_triton).shape == (0, 3)
+
+
+@on_a_device
+@pytest.mark.parametrize("config", [None, Config(16, 32, 3, 2, split_k=2), Config(16, 32, 3, 2, fuse_norm=True)])
+def test_a_row_does_not_depend_on_the_others(device, dtype, config):
+    case = Case(64, 96, 256, dtype, device, norm=True, residual=True)
+    # In the interpreter numpy may sum a wider product in another order: only the same width is held to the bit.
+    most = 16 if INTERPRETED else 64
+    full = case.run(linear_triton, most, config=config)
+    for rows in (1, 7, 15, 16, 17, 32, 33, 64):
+        if rows <= most:
+            assert torch.equal(case.run(linear_triton, rows, config=config), full[:rows]), rows
+
+
+@on_a_device
+def test_a_split_product_repeats_and_leaves_its_counters_zero(device, dtype):
+    case = Case(8, 80, 256, dtype, device)
+    config = Config(16, 32, 3, 2, split_k=4)
+    first = case.run(linear_triton, config=config)
+    for _ in range(3):
+        assert torch.equal(case.run(linear_triton, config=config), first)
+    assert kernels._counters and not any(t.any() for t in kernels._counters.values())
+
+
+@on_a_device
+@pytest.mark.parametrize(("T", "K"), [(1, 1), (3, 70), (5, 576), (70, 96)])
+def test_the_small_kernels(device, dtype, T, K):
+    generator = torch.Generator().manual_seed(T)
+    x, residual, wide = (torch.randn(T, w, generator=generator).to(dtype).to(device) for w in (K, K, 2 * K))
+    weight = torch.randn(K, generator=generator).to(dtype).to(device)
+    with poisoned():
+        normed = kernels.rms_norm_triton(x, weight, EPS)
+        summed, total = kernels.add_rms_norm_triton(x, residual, weight, EPS)
+        gated = kernels.silu_mul_triton(wide)
+    assert torch.equal(total, x + residual)
+    close = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 1e-6}
+    torch.testing.assert_close(normed.double(), rms_norm_torch(x.double(), weight.double(), EPS), **close)
+    torch.testing.assert_close(summed.double(), rms_norm_torch(total.double(), weight.double(), EPS), **close)
+    torch.testing.assert_close(gated.double(), silu_mul_torch(wide.double()), **close)
+
+
+@many(200)
+@given(st.integers(1, 20000), st.integers(1, 20000), st.booleans())
+def test_a_configuration_sums_in_the_same_order_for_all_row_counts(N, K, glu):
+    N *= 2 if glu else 1
+    found = [config_for(T, N, K, glu) for T in (1, 16, 17, 32, 33, 64)]
+    assert len({(c.block_n, c.block_k, c.split_k, c.warps, c.fuse_norm) for c in found}) == 1
+    for T, c in zip((1, 16, 17, 32, 33, 64), found, strict=True):
+        tile = (c.block_n * (2 if glu else 1) + kernels.block_rows(T)) * c.block_k * 2
+        assert (c.stages - 1) * tile <= 227 * 1024
+        assert 1 <= c.prefetch <= K
+
+
+def test_the_twin_is_the_layers_own_arithmetic():
+    x, weight, bias = torch.randn(5, 24), torch.randn(12, 24), torch.randn(12)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        a, w, b = x.to(dtype), weight.to(dtype), bias.to(dtype)
+        assert torch.equal(linear_torch(a, w, b), F.linear(a, w, b))
+        norm = RMSNorm(24, EPS).to(dtype)
+        with torch.no_grad():
+            norm.weight.normal_()
+            assert torch.equal(rms_norm_torch(a, norm.weight, EPS), norm(a))
+            y = linear_torch(a, w, b, norm_weight=norm.weight, eps=EPS, glu=True, residual=a[:, :6])
+            gate, up = F.linear(norm(a), w, b).chunk(2, -1)
+            assert torch.equal(y, a[:, :6] + F.silu(gate) * up) and y.dtype == dtype
+
+
+def test_the_twin_can_be_differentiated():
+    sizes = [(3, 8), (6, 8), (6,), (8,), (3, 3)]
+    inputs = [torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in sizes]
+
+    def call(x: Tensor, weight: Tensor, bias: Tensor, norm: Tensor, residual: Tensor) -> Tensor:
+        return linear(x, weight, bias, norm_weight=norm, eps=EPS, glu=True, residual=residual)
+
+    assert torch.autograd.gradcheck(call, inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_cpu_takes_the_twins(dtype):
+    x, weight, norm = torch.randn(5, 24).to(dtype), torch.randn(24, 24).to(dtype), torch.randn(24).to(dtype)
+    options = {"norm_weight": norm, "eps": EPS, "residual": x}
+    assert torch.equal(linear(x, weight, **options), linear_torch(x, weight, **options))
+    assert torch.equal(rms_norm(x, norm, EPS), rms_norm_torch(x, norm, EPS))
+    assert torch.equal(silu_mul(x), silu_mul_torch(x))
+    for ours, twins in zip(add_rms_norm(x, x, norm, EPS), add_rms_norm_torch(x, x, norm, EPS), strict=True):
+        assert torch.equal(ours, twins)
+
+
+def test_without_triton_the_twins_remain():
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch\n"
+        "from peagle.kernels.linear import HAVE_TRITON, linear\n"
+        "assert not HAVE_TRITON and linear(torch.ones(2, 3), torch.ones(4, 3)).shape == (2, 4)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("T", [1, 64, 65, 200])
+@pytest.mark.parametrize("glu", [False, True])
+@pytest.mark.parametrize("norm", [False, True])
+def test_the_gpu_computes_the_same_by_every_way(T, glu, norm):
+    case = Case(T, 192, 128, torch.bfloat16, "cuda", glu=glu, norm=norm, bias=glu, residual=True)
+    case.check(case.run(linear))
+    case.check(case.run(kernels.linear_cublas))
+
+
+@pytest.mark.gpu
+def test_training_on_the_gpu_takes_the_twin():
+    weight = torch.randn(32, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    linear(torch.randn(4, 64, device="cuda", dtype=torch.bfloat16), weight).sum().backward()
+    assert weight.grad is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("split", [1, 2])
+def test_overlapping_launches_in_a_graph_change_nothing(split):
+    """Kernels that start before their predecessors end, replayed many times, against kernels that do not."""
+    torch.manual_seed(0)
+    made = {"dtype": torch.bfloat16, "device": "cuda"}
+    layers = [[torch.randn(n, k, **made) * k**-0.5 for n, k in ((1024, 512), (512, 512))] for _ in range(16)]
+    norm = torch.ones(512, **made)
+    x = torch.randn(8, 512, **made)
+
+    def run(pdl: bool) -> Tensor:
+        y = x
+        for up, down in layers:
+            config = Config(16, 64, 4, 2, split_k=split, prefetch=256)
+            h = linear_triton(y, up, norm_weight=norm, eps=EPS, glu=True, config=config, pdl=pdl)
+            y = linear_triton(h, down, residual=y, config=config, pdl=pdl)
+        return y
+
+    truth = run(False)
+    run(True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run(True)
+    for _ in range(50):
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, truth)

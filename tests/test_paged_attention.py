@@ -1,0 +1,377 @@
+"""Attention over pages and the rotation before it, against plain dense code in fp64.
+
+The Triton kernels run twice: here in Triton's interpreter, in a child process because the interpreter is chosen by an
+environment variable that is read when the kernels are imported; and compiled, under the marker `gpu`.
+"""
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from peagle.kernels.paged_attention import Pages, paged_attention, paged_attention_torch, prefill_attention
+from peagle.kernels.rotary import split_rotate, split_rotate_torch
+
+BLOCK = 16
+
+
+@dataclass
+class Case:
+    """One call on random data."""
+
+    group: int
+    kv_heads: int
+    width: int
+    starts: list[int]
+    rows: list[int]
+    live: list[int]
+    window: int | None
+    scattered: bool
+    merged: bool
+    seed: int
+
+    def build(self, dtype: torch.dtype, device: str) -> None:
+        gen = torch.Generator().manual_seed(self.seed)
+        batch, heads = len(self.starts), self.group * self.kv_heads
+        per = max((s + n) // BLOCK + 1 for s, n in zip(self.starts, self.live, strict=True))
+        blocks = batch * per + 3
+        order = torch.randperm(blocks, generator=gen) if self.scattered else torch.arange(blocks)
+        tables = order[: batch * per].view(batch, per).int()
+        for b in range(batch):  # what lies past the last used block must not matter
+            tables[b, -(-(self.starts[b] + self.live[b]) // BLOCK) :] = -12345
+        self.tables = tables
+        self.offsets = [sum(self.rows[:b]) for b in range(batch + 1)]
+        shape = (blocks, BLOCK, self.kv_heads, self.width)
+        cache = torch.randn(2, *shape, generator=gen)
+        cache_k, cache_v = cache[0], cache[1]
+        for b in range(batch):  # nor what the cache holds from `start` on
+            for p in range(self.starts[b], self.starts[b] + self.live[b]):
+                cache[:, tables[b, p // BLOCK], p % BLOCK] = float("nan")
+        self.cache_k, self.cache_v = (x.to(dtype).to(device) for x in (cache_k, cache_v))
+        qkv = torch.randn(self.offsets[-1], heads + 2 * self.kv_heads, self.width, generator=gen)
+        for b in range(batch):  # nor padding
+            qkv[self.offsets[b] + self.live[b] : self.offsets[b + 1], heads:] = float("nan")
+        qkv = qkv.to(dtype).to(device)
+        parts = qkv.split([heads, self.kv_heads, self.kv_heads], 1)
+        self.q, self.k, self.v = parts if self.merged else tuple(x.clone() for x in parts)
+
+    def pages(self, device: str, max_context: int | None = None) -> Pages:
+        same = len(set(self.rows)) == 1
+        ints = {"dtype": torch.int32, "device": device}
+        return Pages(
+            self.tables.to(device),
+            torch.tensor(self.starts, **ints),
+            torch.tensor(self.live, **ints),
+            max(self.rows),
+            None if same else torch.tensor(self.offsets, **ints),
+            max_context,
+        )
+
+    def expected(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Output (nan where it means nothing) and both caches, key by key."""
+        q, k, v = (x.cpu().double() for x in (self.q, self.k, self.v))
+        cache_k, cache_v = self.cache_k.cpu().clone(), self.cache_v.cpu().clone()
+        out = torch.full(q.shape, float("nan"), dtype=torch.float64)
+        for b, start in enumerate(self.starts):
+            first, end = self.offsets[b], start + self.live[b]
+            where = [(int(self.tables[b, p // BLOCK]), p % BLOCK) for p in range(end)]
+            for j in range(self.live[b]):
+                cache_k[where[start + j]] = self.k[first + j].cpu()
+                cache_v[where[start + j]] = self.v[first + j].cpu()
+            if not end:
+                continue
+            keys = torch.stack([cache_k[at] for at in where]).double()
+            values = torch.stack([cache_v[at] for at in where]).double()
+            for j in range(self.live[b]):
+                low = 0 if self.window is None else max(0, start + j - self.window + 1)
+                for h in range(q.shape[1]):
+                    g = h // self.group
+                    scores = keys[low : start + j + 1, g] @ q[first + j, h] * self.width**-0.5
+                    out[first + j, h] = scores.softmax(0) @ values[low : start + j + 1, g]
+        return out, cache_k, cache_v
+
+    def check(self, run, tolerance: float) -> None:
+        want, want_k, want_v = self.expected()
+        out = run(self.q, self.k, self.v, self.cache_k, self.cache_v).cpu().double()
+        for have, wanted in ((self.cache_k, want_k), (self.cache_v, want_v)):
+            torch.testing.assert_close(have.cpu(), wanted, rtol=0, atol=0, equal_nan=True)
+        real = ~want.isnan()
+        torch.testing.assert_close(out[real], want[real], rtol=tolerance, atol=tolerance)
+
+
+@st.composite
+def cases(draw: st.DrawFn, same_rows: bool, most_rows: int, most_context: int, widths: tuple[int, ...]) -> Case:
+    batch = draw(st.integers(1, 3))
+    # Around the ends of blocks, of key tiles and of shares, and nothing at all.
+    edge = st.sampled_from([0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 191, 192, 193])
+    context = st.one_of(edge, st.integers(0, most_context)).map(lambda n: min(n, most_context))
+    rows = [draw(st.integers(1, most_rows))] * batch
+    if not same_rows:
+        rows = [draw(st.integers(1, most_rows)) for _ in range(batch)]
+    live = [draw(st.one_of(st.just(n), st.integers(0, n))) for n in rows]
+    return Case(
+        group=draw(st.sampled_from([1, 2, 3, 4])),
+        kv_heads=draw(st.sampled_from([1, 2, 3])),
+        width=draw(st.sampled_from(widths)),
+        starts=[draw(context) for _ in range(batch)],
+        rows=rows,
+        live=live,
+        window=draw(st.one_of(st.none(), st.sampled_from([1, 7, 16, 40, 100]))),
+        scattered=draw(st.booleans()),
+        merged=draw(st.booleans()),
+        seed=draw(st.integers(0, 99)),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=cases(same_rows=True, most_rows=20, most_context=90, widths=(8, 32)))
+def test_torch_paged(case: Case) -> None:
+    case.build(torch.float32, "cpu")
+    pages = case.pages("cpu")
+    case.check(lambda *args: paged_attention(*args, pages, case.window), 1e-5)
+
+
+@settings(max_examples=30, deadline=None)
+@given(case=cases(same_rows=False, most_rows=100, most_context=70, widths=(8,)))
+def test_torch_prefill(case: Case) -> None:
+    case.build(torch.float32, "cpu")
+    pages = case.pages("cpu")
+    case.check(lambda *args: prefill_attention(*args, pages, case.window), 1e-5)
+
+
+def test_layers_share_the_pages() -> None:
+    """A second layer with another window must not see what the first one prepared."""
+    case = Case(2, 2, 8, [20, 3], [4, 4], [4, 3], None, True, True, 0)
+    case.build(torch.float32, "cpu")
+    pages = case.pages("cpu")
+    for window in (None, 5, None, 5):
+        case.window = window
+        case.build(torch.float32, "cpu")
+        case.check(lambda *args, window=window: paged_attention(*args, pages, window), 1e-5)
+
+
+def test_untouched_rows_are_not_nan() -> None:
+    case = Case(2, 1, 8, [5, 0], [3, 3], [1, 0], None, False, True, 0)
+    case.build(torch.float32, "cpu")
+    out = paged_attention(case.q, case.k, case.v, case.cache_k, case.cache_v, case.pages("cpu"), None)
+    assert not out.isnan().any()
+
+
+def triton_paged(case: Case, dtype: torch.dtype, device: str, tile: int, splits: int, queries: int, last: bool) -> None:
+    from peagle.kernels.paged_attention_triton import Launch, paged_attention_triton
+
+    case.build(dtype, device)
+    pages = case.pages(device)
+    launch = Launch(tile, queries, splits, 4, 2 if dtype == torch.float32 else 3, last)
+    case.check(
+        lambda *args: paged_attention_triton(*args, pages, case.window, launch=launch), 1e-5 if is_exact(dtype) else 2e-2
+    )
+
+
+def triton_prefill(case: Case, dtype: torch.dtype, device: str, rows: int, tile: int) -> None:
+    from peagle.kernels.paged_attention_triton import PrefillLaunch, prefill_attention_triton
+
+    case.build(dtype, device)
+    pages = case.pages(device, 0 if not any(case.starts) else None)
+    launch = PrefillLaunch(rows, tile, 4, 2)
+    case.check(
+        lambda *args: prefill_attention_triton(*args, pages, case.window, launch=launch), 1e-5 if is_exact(dtype) else 2e-2
+    )
+
+
+def is_exact(dtype: torch.dtype) -> bool:
+    return dtype == torch.float32
+
+
+def triton_rotary(width: int, heads: int, kv_heads: int, rows: int, norm: bool, dtype: torch.dtype, device: str) -> None:
+    from peagle.kernels.rotary_triton import split_rotate_triton
+
+    args, weights = rotary_inputs(width, heads, kv_heads, rows, norm, dtype, device)
+    want = split_rotate_torch(*args, heads, kv_heads, *weights, 1e-6)
+    have = split_rotate_triton(args[0].clone(), *args[1:], heads, kv_heads, *weights, 1e-6)
+    for a, b in zip(have, want, strict=True):
+        # Without a norm there is no sum whose order could differ.
+        step = 2.0**-7 if dtype == torch.bfloat16 else 1e-6
+        torch.testing.assert_close(a, b, rtol=step if norm else 0, atol=step if norm else 0)
+
+
+def rotary_inputs(width, heads, kv_heads, rows, norm, dtype, device):
+    gen = torch.Generator().manual_seed(width + rows)
+    qkv = torch.randn(rows, (heads + 2 * kv_heads) * width, generator=gen).to(dtype).to(device)
+    angles = torch.randint(0, 5000, (rows, 1), generator=gen).float() * 10.0 ** -torch.linspace(0, 4, width // 2)
+    angles = torch.cat([angles, angles], -1)[:, None, :]
+    cos, sin = (x.to(dtype).to(device) for x in (angles.cos(), angles.sin()))
+    weights = [torch.randn(width, generator=gen).to(dtype).to(device) if norm else None for _ in range(2)]
+    return (qkv, cos, sin), weights
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_split_rotate_turns_pairs(norm: bool) -> None:
+    """Entries i and i + d/2 of a head are one complex number, turned by the angle."""
+    heads, kv_heads, width = 6, 2, 16
+    (qkv, cos, sin), weights = rotary_inputs(width, heads, kv_heads, 5, norm, torch.float64, "cpu")
+    parts = qkv.clone().view(5, -1, width).split([heads, kv_heads, kv_heads], 1)
+    have = split_rotate(qkv, cos, sin, heads, kv_heads, *weights, 1e-6)
+    turn = torch.complex(cos, sin)[..., : width // 2]
+    for x, rotated, weight in zip(parts[:2], have[:2], weights, strict=True):
+        if weight is not None:
+            x = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+        want = torch.complex(*x.chunk(2, -1)) * turn
+        torch.testing.assert_close(rotated, torch.cat([want.real, want.imag], -1))
+    assert torch.equal(have[2], parts[2])
+
+
+ROTARY = [(128, 32, 8, 1, False), (64, 9, 3, 5, False), (32, 4, 4, 3, True), (128, 16, 8, 2, True)]
+
+
+def test_triton_in_the_interpreter() -> None:
+    """Fails, not skips, where triton is not installed: nothing else here runs these kernels without a GPU."""
+    root = Path(__file__).resolve().parent.parent
+    path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    assert "kernels checked" in done.stdout
+
+
+def mend_interpreter() -> None:
+    """Triton 3.6 makes loop bounds of one-element arrays by int(), which numpy 2.4 refuses."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patch_and_mend(tensor, scope) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch_and_mend
+
+
+def check_in_the_interpreter() -> None:
+    mend_interpreter()
+    same = settings(max_examples=40, deadline=None, derandomize=True, database=None)
+    exact = {"dtype": torch.float32, "device": "cpu"}
+
+    @same
+    @given(
+        case=cases(same_rows=True, most_rows=10, most_context=200, widths=(16, 32)),
+        tile=st.sampled_from([16, 32, 64]),
+        splits=st.sampled_from([1, 2, 3, 5]),
+        queries=st.sampled_from([16, 32]),
+        last=st.booleans(),
+    )
+    def paged(case: Case, tile: int, splits: int, queries: int, last: bool) -> None:
+        triton_paged(case, tile=tile, splits=splits, queries=queries, last=last, **exact)
+
+    @same
+    @given(
+        case=cases(same_rows=False, most_rows=70, most_context=70, widths=(16,)),
+        shape=st.sampled_from([(16, 16), (32, 16), (64, 32)]),
+    )
+    def prefill(case: Case, shape: tuple[int, int]) -> None:
+        triton_prefill(case, rows=shape[0], tile=shape[1], **exact)
+
+    paged()
+    prefill()
+    half = Case(3, 3, 32, [70, 0, 33], [4, 4, 4], [4, 2, 0], None, True, True, 1)
+    triton_paged(half, torch.float16, "cpu", 32, 2, 16, True)
+    for shape in ROTARY:
+        triton_rotary(*shape, torch.float32, "cpu")
+    print("kernels checked")
+
+
+@pytest.mark.gpu
+@settings(max_examples=25, deadline=None)
+@given(
+    case=cases(same_rows=True, most_rows=20, most_context=600, widths=(64, 128)),
+    splits=st.sampled_from([1, 3, 16]),
+    queries=st.sampled_from([16, 64]),
+    last=st.booleans(),
+)
+def test_triton_paged_on_the_gpu(case: Case, splits: int, queries: int, last: bool) -> None:
+    triton_paged(case, torch.bfloat16, "cuda", 64, splits, queries, last)
+
+
+@pytest.mark.gpu
+@settings(max_examples=10, deadline=None)
+@given(case=cases(same_rows=True, most_rows=9, most_context=300, widths=(64,)), splits=st.sampled_from([1, 3]))
+def test_triton_paged_exactly_on_the_gpu(case: Case, splits: int) -> None:
+    triton_paged(case, torch.float32, "cuda", 32, splits, 32, False)
+
+
+@pytest.mark.gpu
+@settings(max_examples=20, deadline=None)
+@given(case=cases(same_rows=False, most_rows=300, most_context=300, widths=(64, 128)))
+def test_triton_prefill_on_the_gpu(case: Case) -> None:
+    triton_prefill(case, torch.bfloat16, "cuda", 128, 64)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", ROTARY)
+def test_triton_rotary_on_the_gpu(shape: tuple[int, int, int, int, bool], dtype: torch.dtype) -> None:
+    triton_rotary(*shape, dtype, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rows", [[4, 4, 4], [40, 1, 200]])
+@pytest.mark.parametrize("starts", [[0, 0, 0], [0, 100, 37]])
+def test_dispatch_on_the_gpu(rows: list[int], starts: list[int], dtype: torch.dtype) -> None:
+    case = Case(4, 2, 64, starts, rows, rows, None, True, True, 0)
+    case.build(dtype, "cuda")
+    pages = case.pages("cuda", max(starts))
+    attend = paged_attention if len(set(rows)) == 1 else prefill_attention
+    case.check(lambda *args: attend(*args, pages, None), 1e-4 if is_exact(dtype) else 2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pdl", [False, True])
+def test_a_captured_launch_follows_the_lengths(pdl: bool) -> None:
+    """One graph, replayed with lengths other than those of its capture."""
+    from peagle.kernels.paged_attention_triton import paged_attention_triton
+
+    case = Case(4, 2, 64, [500, 300], [4, 4], [4, 4], None, True, True, 0)
+    case.build(torch.bfloat16, "cuda")
+    pages = case.pages("cuda")
+    fresh_k, fresh_v = case.cache_k.clone(), case.cache_v.clone()
+    args = (case.q, case.k, case.v, case.cache_k, case.cache_v, pages, None)
+    paged_attention_triton(*args, pdl=pdl)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        paged_attention_triton(*args, pdl=pdl)
+        out = paged_attention_triton(*args, pdl=pdl)
+    for starts, live in ([[500, 300], [4, 4]], [[0, 65], [1, 4]], [[1, 2], [0, 3]], [[128, 499], [4, 0]]):
+        case.cache_k.copy_(fresh_k.nan_to_num())
+        case.cache_v.copy_(fresh_v.nan_to_num())
+        case.starts, case.live = starts, live
+        pages.starts_B.copy_(torch.tensor(starts))
+        pages.live_B.copy_(torch.tensor(live))
+        out.fill_(float("nan"))
+
+        def replay(*_: Tensor) -> Tensor:
+            graph.replay()
+            return out
+
+        case.check(replay, 2e-2)
+        assert not out.isnan().any()
+
+
+@pytest.mark.gpu
+def test_the_torch_version_takes_the_gpu_too() -> None:
+    case = Case(2, 2, 32, [20, 3], [4, 4], [4, 3], 9, True, True, 0)
+    case.build(torch.float32, "cuda")
+    pages = case.pages("cuda")
+    case.check(lambda *args: paged_attention_torch(*args, pages, 9), 1e-4)
+
+
+if __name__ == "__main__":
+    check_in_the_interpreter()

@@ -1,0 +1,125 @@
+"""How many drafts: the choice against trying all of them, and what it learns from rounds."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support import many
+
+from peagle.engine.speculation import EXPLORE_EVERY, MEMORY, Acceptance, CostTable, DraftCount
+from peagle.errors import UserError
+
+CHOICES = (0, 1, 3, 5)
+
+
+def linear_costs(base: float, each: float, batches: tuple[int, ...] = (1, 8, 64)) -> CostTable:
+    """A round costs `base`, and `each` for every row of every request."""
+    return CostTable({(b, k): base + each * b * (k + 1) for b in batches for k in CHOICES})
+
+
+def taught(count: DraftCount, rate: float, rounds: int, seed: int = 0) -> DraftCount:
+    """Rounds whose drafts hold with this chance, each if the one before does."""
+    choose = random.Random(seed)
+    for _ in range(rounds):
+        accepted = 0
+        while accepted < CHOICES[-1] and choose.random() < rate:
+            accepted += 1
+        count.observe(CHOICES[-1], accepted)
+    return count
+
+
+@many(200)
+@given(
+    st.dictionaries(st.tuples(st.sampled_from([1, 4, 16]), st.sampled_from(CHOICES)), st.floats(1e-4, 1.0), min_size=12),
+    st.floats(0, 1),
+    st.integers(1, 40),
+)
+def test_the_most_tokens_a_second_win(seconds: dict[tuple[int, int], float], rate: float, batch: int) -> None:
+    table = CostTable(seconds)
+    count = taught(DraftCount(CHOICES, table), rate, 200)
+    rates = count.acceptance.rates
+
+    def speed(k: int) -> float:
+        cost = table.cost(batch, k)
+        assert cost is not None
+        return (1 + sum(rates[:k])) / cost
+
+    assert speed(count(batch)) == max(speed(k) for k in CHOICES)
+
+
+def test_no_drafts_where_they_are_never_accepted_and_cost() -> None:
+    count = taught(DraftCount(CHOICES, linear_costs(1e-3, 1e-4)), 0.0, 500)
+    assert [count(b) for b in (1, 8, 64, 200)] == [0, 0, 0, 0]
+
+
+def test_all_drafts_where_they_are_free_and_hold() -> None:
+    count = taught(DraftCount(CHOICES, linear_costs(1e-3, 0.0)), 0.9, 500)
+    assert [count(b) for b in (1, 8, 64)] == [5, 5, 5]
+
+
+def test_fewer_drafts_the_larger_the_batch() -> None:
+    count = taught(DraftCount(CHOICES, linear_costs(1e-3, 5e-5)), 0.6, 2000)
+    ks = [count(b) for b in (1, 2, 4, 8, 16, 32, 64)]
+    assert ks == sorted(ks, reverse=True) and ks[0] == 5 and ks[-1] < 3
+
+
+def test_it_looks_again_and_changes_its_mind() -> None:
+    """Having given up on drafts it still drafts deep now and then, and returns once they hold."""
+    count = taught(DraftCount(CHOICES, linear_costs(1e-3, 1e-4)), 0.0, 3000)
+    chosen = [count(8) for _ in range(4 * EXPLORE_EVERY)]
+    assert chosen.count(5) == 4 and set(chosen) == {0, 5}
+    for _ in range(EXPLORE_EVERY * 100):
+        k = count(8)
+        if k:
+            count.observe(k, k)
+            for _ in range(31):  # the other requests of the batch
+                count.observe(k, k)
+    assert count(8) == 5
+
+
+def test_one_choice_is_no_choice() -> None:
+    assert DraftCount([3])(8) == 3
+    assert DraftCount([0])(8) == 0
+    assert DraftCount(CHOICES)(8) == 5  # no table yet: as many as may be
+    assert DraftCount(CHOICES, linear_costs(1, 1))(0) == 5  # nobody decodes
+
+
+def test_rates_follow_the_rounds() -> None:
+    acceptance = Acceptance(3)
+    assert acceptance.rates == sorted(acceptance.rates, reverse=True) and 0 < acceptance.rates[2] < 1
+    for i in range(4000):
+        acceptance.observe(3, (0, 1, 3, 3)[i % 4])
+    assert acceptance.rates == pytest.approx([0.75, 0.5, 0.5], abs=0.01)
+    for _ in range(4000):
+        acceptance.observe(2, 2)
+    assert acceptance.rates[:2] == pytest.approx([1, 1], abs=0.2) and acceptance.rates[2] == pytest.approx(0.5, abs=0.01)
+    assert max(acceptance.tried) <= MEMORY + 1, "the past is forgotten"
+
+
+def test_between_and_beyond_what_was_measured() -> None:
+    table = CostTable({(2, 1): 1.0, (6, 1): 3.0, (8, 1): 3.0})
+    costs = {b: table.cost(b, 1) for b in (1, 2, 3, 4, 6, 7, 8, 16)}
+    assert costs == {1: 1.0, 2: 1.0, 3: 1.5, 4: 2.0, 6: 3.0, 7: 3.0, 8: 3.0, 16: 6.0}
+    assert table.cost(2, 5) is None
+    assert DraftCount([0, 1, 5], CostTable({(1, 1): 1.0}))(1) == 1, "what was not measured is not chosen"
+
+
+def test_a_table_comes_back_as_it_was_saved(tmp_path: Path) -> None:
+    table = linear_costs(1e-3, 1e-4)
+    table.save(tmp_path / "costs.json", device="this one")
+    loaded = CostTable.load(tmp_path / "costs.json")
+    assert loaded.seconds == pytest.approx(table.seconds) and loaded.batches == [1, 8, 64]
+
+
+@pytest.mark.parametrize("content", [None, "", "{}", "[]", '{"rounds": [{"batch": 1}]}', '{"rounds": [["x"]]}'])
+def test_what_is_no_table_is_refused(tmp_path: Path, content: str | None) -> None:
+    path = tmp_path / "costs.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(UserError, match="--cost-table .*costs.json: ") as error:
+        CostTable.load(path)
+    assert "\n" not in str(error.value)
