@@ -159,6 +159,7 @@ def triton_variant(
     *,
     pdl: bool,
     prefetch: int | None = None,
+    lines: bool = False,
     fuse: bool | None = None,
     table: dict[tuple[int, int], Config] | None = None,
     glu: bool = False,
@@ -170,6 +171,8 @@ def triton_variant(
         config = config_for(len(x), N, K, glu)
     if prefetch is not None:
         config = replace(config, prefetch=prefetch)
+    if lines:
+        config = replace(config, lines=True)
     if fuse is not None:
         config = replace(config, fuse_norm=fuse)
     return linear_triton(x, weight, glu=glu, config=config, pdl=pdl, **kwargs)
@@ -193,6 +196,7 @@ def pdl_variants(rows: int) -> dict[str, Linear]:
     for prefetch in DEPTHS if kernels.block_rows(rows) != 32 else ():
         found[f"pdl, L2 {prefetch}"] = partial(triton_variant, pdl=True, fuse=False, prefetch=prefetch)
     found["pdl, L2 by shape"] = partial(triton_variant, pdl=True, fuse=False)
+    found["pdl, L2 lines by shape"] = partial(triton_variant, pdl=True, fuse=False, lines=True)
     found["pdl, L2 by shape, norm fused"] = partial(triton_variant, pdl=True, fuse=True)
     return found
 
@@ -203,7 +207,7 @@ def sweep_configs(shape: Shape, rows: int) -> list[Config]:
     columns = shape.N // (2 if shape.glu else 1)
     small = shape.N * shape.K < 1 << 22
     depths = [p for p in (64, 256, 1024, 2048) if p <= shape.K and p != default.prefetch]
-    grid = [default, *(replace(default, prefetch=p) for p in depths)]
+    grid = [default, replace(default, lines=True), *(replace(default, prefetch=p) for p in depths)]
     if shape.norm:
         grid.append(replace(default, fuse_norm=True))
     rest: list[Config] = []
@@ -241,7 +245,9 @@ def splittable(shape: Shape, config: Config) -> bool:
     return shape.residual and shape.K % (config.block_k * 4) == 0
 
 
-def call(shape: Shape, x: Tensor, w: Tensor, norm: Tensor | None, residual: Tensor | None, config: Config, pdl: bool):
+def call(
+    shape: Shape, x: Tensor, w: Tensor, norm: Tensor | None, residual: Tensor | None, config: Config, pdl: bool
+) -> Tensor:
     return linear_triton(x, w, norm_weight=norm, eps=EPS, glu=shape.glu, residual=residual, config=config, pdl=pdl)
 
 
@@ -270,6 +276,7 @@ def default_jobs(shape: Shape, rows: int, pdl: bool) -> list[tuple[Shape, int, C
         configs += [(config, True) for config, _ in configs]
         if shape not in DRAFTER:
             configs += [(replace(base, prefetch=p), True) for p in ((0, *DEPTHS) if rows != 32 else (0,))]
+            configs.append((replace(base, lines=True), True))
             configs.append((replace(base, prefetch=0, fuse_norm=shape.norm), True))
     return [(shape, rows, config, with_pdl) for config, with_pdl in configs]
 
@@ -476,7 +483,8 @@ class Bench:
         )
         default = config_for(rows, shape.N, shape.K, shape.glu)
         for taken, config in [*found[:6], *((t, c) for t, c in found[6:] if c == default)]:
-            tags = "default " * (config == default) + "norm fused " * config.fuse_norm + "tma " * config.tma
+            tags = "default " * (config == default) + "norm fused " * config.fuse_norm
+            tags += "lines " * config.lines + "tma " * config.tma
             say(
                 f"   {taken * 1e6:8.2f} us {shape.nbytes / taken / 1e12:5.2f} TB/s  n{config.block_n} k{config.block_k}"
                 f" stages {config.stages} warps {config.warps} split {config.split_k} L2 {config.prefetch} {tags}"
@@ -555,7 +563,7 @@ def main() -> None:
             if best is not None:
                 tables.setdefault((name, M), {})[shape.N, shape.K] = best
         for (name, M), table in tables.items():
-            tuned = {f"best of the sweep at M={M}": partial(triton_variant, pdl=pdl, table=table)}
+            tuned: dict[str, Linear] = {f"best of the sweep at M={M}": partial(triton_variant, pdl=pdl, table=table)}
             bench.chain(chains[name], tuned, [r for r in args.rows if (r <= 16) == (M <= 16)], exact)
         say("weights by tensor descriptor:")  # last: the riskiest
         for name, shape, M in descriptors:

@@ -365,6 +365,8 @@ def open_peagle(job: Json) -> tuple[Generate, Json]:
         max_model_len=job["max_model_len"],
         kv_cache_memory=job["kv_bytes"],
         load_format="dummy" if job["dummy"] else "auto",
+        prefix_reuse=False,  # as on the other side
+        tokenizer=False,  # likewise: ids in, ids out
         **settings,
     )
 
@@ -372,10 +374,8 @@ def open_peagle(job: Json) -> tuple[Generate, Json]:
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature, ignore_eos=ignore_eos)
         outputs = [request.outputs[0] for request in llm.generate(prompts, params)]
         tokens = [list(out.token_ids) for out in outputs]
-        if not job["drafter"]:
-            return Run(tokens, sum(map(len, tokens)) - len(tokens))
-        by_position = zip_longest(*(out.accepted_per_position or [] for out in outputs), fillvalue=0)
-        return Run(tokens, sum(out.num_drafts for out in outputs), [sum(counts) for counts in by_position])
+        by_position = zip_longest(*(out.accepted_per_position for out in outputs), fillvalue=0)
+        return Run(tokens, sum(out.rounds for out in outputs), [sum(counts) for counts in by_position])
 
     return generate, {"peagle": peagle.__version__}
 
@@ -390,9 +390,9 @@ def open_vllm(job: Json) -> tuple[Generate, Json]:
         spec: Json = {"method": "eagle3", "model": job["drafter"], "num_speculative_tokens": job["k"]}
         if job["parallel"]:
             spec["parallel_drafting"] = True
-        if job["synthetic"]:
-            spec |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": job["rates"]}
         if job["device"] == "cuda":
+            if job["synthetic"]:
+                spec |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": job["rates"]}
             # Its default scatters the draft logits into a second full-vocabulary table before the argmax;
             # this takes the argmax at once, with the same result.
             spec["use_local_argmax_reduction"] = True
@@ -767,7 +767,7 @@ class Session:
             "rates": list(RATES[:k]),
             "device": self.device,
             "dtype": "float32" if self.args.tiny else "bfloat16",
-            "kv_bytes": 10**8 if self.args.tiny else engine.kv_bytes,
+            "kv_bytes": GB // 2 if self.args.tiny else engine.kv_bytes,
             "batched_tokens": 2048 if self.args.tiny else 16384 + 512,
             "eos_ids": eos if isinstance(eos, list) else [eos],
             "vocab": json.loads((target / "config.json").read_text())["vocab_size"],
@@ -786,6 +786,8 @@ class Session:
                 "VLLM_NO_USAGE_STATS": "1",
                 "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
             }
+            if self.args.tiny:
+                env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
             path = [str(self.args.vllm_path)] * bool(self.args.vllm_path) + path
         else:
             path = [str(ROOT), *path]
@@ -987,7 +989,8 @@ def table(rows: list[Json]) -> str:
         if str(row["unit"]).startswith("share"):
             return f"{value:.1%}"
         text = f"{value:.1f} s" if row["unit"] == "s" else f"{value:,.0f}"
-        return text + (f" (AL {row[side + '_al']:.2f})" if row.get(side + "_al") else "")
+        al = row.get(f"{side}_al") or 1
+        return text + (f" (AL {al:.2f})" if al > 1 else "")
 
     lines = [("", "vLLM", "with", "peagle", "ratio", "even", "goal", "met")]
     for row in rows:

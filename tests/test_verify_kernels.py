@@ -572,7 +572,7 @@ def check_words(device: str) -> None:
 
 def check_choose(device: str) -> None:
     wide = [(64, 128_256), (9, 201_088)] if device == "cuda" else []
-    for rows, vocab in [(3, 1), (9, 37), (9, 1025), (9, 9000), *wide]:
+    for rows, vocab in [(3, 1), (9, 1025), (9, 9000), *wide]:
         for dtype in (torch.float32, torch.bfloat16):
             logits = (torch.randn(rows, vocab, generator=rng(vocab)) * 3).to(dtype)
             compare_choice(device, logits, mixed_settings(rows))
@@ -617,10 +617,10 @@ def compare_choice(device: str, logits: Tensor, args: tuple[Tensor, ...]) -> Non
 
 def check_accept(device: str) -> None:
     for k in (0, 1, 3, 7, 18):
-        batch = 40
+        batch = 12
         tokens = torch.randint(0, 2, (batch, k + 1), generator=rng(k))
         chosen = torch.randint(0, 2, (batch, k + 1), generator=rng(k + 50))
-        chosen[:8, :-1] = tokens[:8, 1:]  # all hold
+        chosen[:6, :-1] = tokens[:6, 1:]  # all hold
         available = torch.randint(0, k + 1, (batch,), generator=rng(k + 100))
         available[:4] = k
         seeds, positions = torch.arange(batch) << 33, torch.arange(batch) * 5 + 2**31 - 60

@@ -25,7 +25,9 @@ from peagle.engine.kv_cache import BLOCK_SIZE
 from peagle.engine.request import Chunk, Outcome, Plan, Request
 from peagle.engine.shaping import logprob_rows, shape_rows
 from peagle.kernels.draft_inputs import commit_state, draft_inputs
+from peagle.kernels.linear import supports_pdl
 from peagle.kernels.paged_attention import Pages, paged_attention, prefill_attention
+from peagle.kernels.round_inputs import RoundInputs, SlotState, round_inputs
 from peagle.kernels.sampling import argmax, choose
 from peagle.kernels.verify import accept
 from peagle.models.decoder import Decoder
@@ -52,41 +54,8 @@ class PagedAttend:
         self.cache, self.pages, self.attend = cache, pages, attend
 
     def __call__(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, window: int | None) -> Tensor:
-        return self.attend(q_THd, k_TGd, v_TGd, self.cache.keys[layer], self.cache.values[layer], self.pages, window)
-
-
-@dataclass
-class SlotState:
-    """What the next round of each slot starts from. The last is nobody's and never changes: rows that pad a batch
-    have slot -1, which reads it and writes nowhere."""
-
-    tokens_SN: Tensor  # the newest token, then its drafts
-    start_S: Tensor  # position of the newest token: so many are read
-    available_S: Tensor  # how many of the drafts are real
-    block_tables_SM: Tensor
-    temperature_S: Tensor
-    top_k_S: Tensor
-    top_p_S: Tensor
-    min_p_S: Tensor
-    seed_S: Tensor
-
-    @classmethod
-    def make(cls, slots: int, most_drafts: int, blocks_per_slot: int, device: torch.device) -> SlotState:
-        def zeros(*shape: int, dtype: torch.dtype = torch.long) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        count = slots + 1
-        return cls(
-            tokens_SN=zeros(count, most_drafts + 1),
-            start_S=zeros(count),
-            available_S=zeros(count),
-            block_tables_SM=zeros(count, blocks_per_slot, dtype=torch.int32),
-            temperature_S=zeros(count, dtype=torch.float32),
-            top_k_S=zeros(count),
-            top_p_S=torch.ones(count, device=device),
-            min_p_S=zeros(count, dtype=torch.float32),
-            seed_S=zeros(count),
-        )
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        return self.attend(q_THd, k_TGd, v_TGd, keys, values, self.pages, window, pdl=supports_pdl(q_THd.device))
 
 
 @dataclass
@@ -94,9 +63,7 @@ class Verified:
     """What the target said about a batch."""
 
     slots_B: Tensor
-    tokens_BQ: Tensor
-    starts_B: Tensor
-    available_B: Tensor
+    inputs: RoundInputs
     logits_TV: Tensor  # B * Q rows
     hidden_TD: Tensor | None  # the drafter's reading of the taps
 
@@ -156,6 +123,10 @@ class Runner:
                 self.mask_hidden_D = drafter.masked(1)[0].contiguous()
         self.state = SlotState.make(max_num_seqs, most_drafts, -(-longest // BLOCK_SIZE), self.device)
         self.limits_S = torch.full((max_num_seqs + 1,), longest, device=self.device)
+        positions = max(m.cfg.max_positions for m in (target, drafter) if m is not None)
+        for model in (target, drafter):
+            if model is not None:
+                model.rope.tabulate(positions, weight.dtype)
         self.rates_K = None
         if synthetic_rates is not None:
             self.rates_K = torch.tensor(synthetic_rates, dtype=torch.float32, device=self.device)
@@ -245,62 +216,41 @@ class Runner:
         return self.draft(verified, *self.decide(verified))
 
     def verify(self, slots_B: Tensor, k: int) -> Verified:
-        s = self.state
-        tokens_BQ, starts_B = s.tokens_SN[slots_B, : k + 1], s.start_S[slots_B]
-        positions_BQ = starts_B[:, None] + torch.arange(k + 1, device=self.device)
-        pages = self._pages(slots_B, starts_B, (self.longest - starts_B).clamp(0, k + 1), k + 1)
-        hidden, taps = self.target(
-            tokens_BQ.flatten(),
-            positions_BQ.clamp(max=self.longest - 1).flatten(),
-            PagedAttend(self.cache, pages),
-            self.taps,
-        )
+        rows = round_inputs(self.state, slots_B, k, self.longest)
+        pages = Pages(rows.tables_BM, rows.starts_B, rows.live_B, k + 1)
+        attend = PagedAttend(self.cache, pages)
+        hidden, taps = self.target(rows.tokens_BQ.flatten(), rows.positions_T, attend, self.taps)
         combined = self.drafter.combine(taps) if self.drafter is not None and taps is not None else None
-        available_B = s.available_S[slots_B].clamp(max=k)
-        return Verified(slots_B, tokens_BQ, starts_B, available_B, self.target.logits(hidden), combined)
-
-    def _pages(self, slots_B: Tensor, starts_B: Tensor, live_B: Tensor, rows: int) -> Pages:
-        return Pages(self.state.block_tables_SM[slots_B], starts_B.int(), live_B.int(), rows)
+        return Verified(slots_B, rows, self.target.logits(hidden), combined)
 
     def decide(self, v: Verified) -> tuple[Tensor, Tensor]:
         """How many drafts hold, and the tokens they and the target's own make."""
-        batch, rows = v.tokens_BQ.shape
-        return self._accept(v, self._choose(v.logits_TV, v.slots_B, rows, v.starts_B).view(batch, rows))
+        return self._accept(v, self._choose(v.logits_TV, v.inputs))
+
+    @staticmethod
+    def _choose(logits_TV: Tensor, i: RoundInputs) -> Tensor:
+        chosen = choose(logits_TV, i.temperature_T, i.top_k_T, i.top_p_T, i.min_p_T, i.seed_T, i.next_T)
+        return chosen.view(i.tokens_BQ.shape)
 
     def _accept(self, v: Verified, chosen_BQ: Tensor) -> tuple[Tensor, Tensor]:
-        rates = self.rates_K[: chosen_BQ.shape[1] - 1] if self.rates_K is not None else None
-        seeds = self.state.seed_S[v.slots_B]
-        return accept(v.tokens_BQ, chosen_BQ, v.available_B, rates, seeds, v.starts_B + 1)
-
-    def _choose(self, logits_TV: Tensor, slots_B: Tensor, rows: int, starts_B: Tensor) -> Tensor:
-        """The token after each row; row j of a request sits at start + j."""
-        s = self.state
-        slots_T = slots_B.repeat_interleave(rows)
-        positions_T = (starts_B[:, None] + torch.arange(1, rows + 1, device=self.device)).flatten()
-        return choose(
-            logits_TV,
-            s.temperature_S[slots_T],
-            s.top_k_S[slots_T],
-            s.top_p_S[slots_T],
-            s.min_p_S[slots_T],
-            s.seed_S[slots_T],
-            positions_T,
-        )
+        i, rates, seeds, firsts = v.inputs, self.rates_K, v.inputs.seed_T, v.inputs.next_T
+        if rates is not None:
+            rows = chosen_BQ.shape[1]
+            rates, seeds, firsts = rates[: rows - 1], seeds[::rows], firsts[::rows]
+        return accept(i.tokens_BQ, chosen_BQ, i.available_B, rates, seeds, firsts)
 
     def decide_shaped(
         self, v: Verified, requests: list[Request], logprobs: dict[int, list[dict[int, float]]]
     ) -> tuple[Tensor, Tensor]:
         """As `decide`, for a batch in which some requests shape their logits or want them back."""
-        batch, rows = v.tokens_BQ.shape
+        batch, rows = v.inputs.tokens_BQ.shape
         raw_BQV = v.logits_TV.view(batch, rows, -1)
         shaped_BQV = raw_BQV.to(torch.float32, copy=True)
         for b, r in enumerate(requests):
             if r.shaped:
-                shaped_BQV[b] = shape_rows(
-                    raw_BQV[b], r.params, r.prompt_ids, r.output_ids, v.tokens_BQ[b, 1:], r.barred
-                )
-        chosen = self._choose(shaped_BQV.flatten(0, 1), v.slots_B, rows, v.starts_B).view(batch, rows)
-        accepted_B, emitted_BQ = self._accept(v, chosen)
+                drafts_K = v.inputs.tokens_BQ[b, 1:]
+                shaped_BQV[b] = shape_rows(raw_BQV[b], r.params, r.prompt_ids, r.output_ids, drafts_K, r.barred)
+        accepted_B, emitted_BQ = self._accept(v, self._choose(shaped_BQV.flatten(0, 1), v.inputs))
         wanted = [(b, r) for b, r in enumerate(requests) if r.params.logprobs is not None]
         if wanted:
             counts, emitted = accepted_B.tolist(), emitted_BQ.tolist()
@@ -310,21 +260,22 @@ class Runner:
 
     def draft(self, v: Verified, accepted_B: Tensor, emitted_BQ: Tensor) -> Tensor:
         """New drafts for each request, and the state of the slots moved on; the round's result."""
-        k = v.tokens_BQ.shape[1] - 1
+        k = v.inputs.tokens_BQ.shape[1] - 1
         drafts_BK = emitted_BQ[:, :0]
         if self.drafter is not None:
             drafts_BK = self._drafts(v, accepted_B, emitted_BQ, k)
         s = self.state
         commit_state(s.tokens_SN, s.start_S, s.available_S, v.slots_B, emitted_BQ, accepted_B, drafts_BK, self.longest)
-        return torch.cat([emitted_BQ, accepted_B[:, None], v.available_B[:, None]], 1)
+        return torch.cat([emitted_BQ, accepted_B[:, None], v.inputs.available_B[:, None]], 1)
 
     def _drafts(self, v: Verified, accepted_B: Tensor, emitted_BQ: Tensor, k: int) -> Tensor:
         drafter, mask_id = self.drafter, self.drafter.cfg.mask_token_id if self.drafter is not None else None
         assert drafter is not None and v.hidden_TD is not None
         batch = len(emitted_BQ)
         limits_B = self.limits_S[:batch]
-        rows = draft_inputs(emitted_BQ, accepted_B, v.starts_B, v.hidden_TD, self.mask_hidden_D, mask_id, k, limits_B)
-        pages = self._pages(v.slots_B, v.starts_B, rows.live_B, len(rows.token_ids_R) // batch)
+        starts_B, tables_BM = v.inputs.starts_B, v.inputs.tables_BM
+        rows = draft_inputs(emitted_BQ, accepted_B, starts_B, v.hidden_TD, self.mask_hidden_D, mask_id, k, limits_B)
+        pages = Pages(tables_BM, starts_B, rows.live_B, len(rows.token_ids_R) // batch)
         attend = PagedAttend(self.draft_cache, pages)
         said, handed_on = drafter(rows.token_ids_R, rows.hidden_RD, rows.positions_R, attend)
         if k == 0:
@@ -333,18 +284,17 @@ class Runner:
         guesses = drafter.target_ids(argmax(drafter.logits(said[wanted])))
         if mask_id is not None:
             return guesses.view(batch, k)
-        return self._one_by_one(guesses, handed_on[wanted], v.starts_B + accepted_B + 1, v.slots_B, k)
+        return self._one_by_one(guesses, handed_on[wanted], starts_B + accepted_B + 1, tables_BM, k)
 
-    def _one_by_one(self, guess_B: Tensor, hidden_BD: Tensor, position_B: Tensor, slots_B: Tensor, k: int) -> Tensor:
+    def _one_by_one(self, guess_B: Tensor, hidden_BD: Tensor, position_B: Tensor, tables_BM: Tensor, k: int) -> Tensor:
         """EAGLE-3: each further guess from the last one and the drafter's own output; first row at `position`."""
         assert self.drafter is not None
         guesses = [guess_B]
         for i in range(k - 1):
-            at_B = position_B + i
-            pages = self._pages(slots_B, at_B.clamp(max=self.longest - 1), (self.longest - at_B).clamp(0, 1), 1)
-            said, hidden_BD = self.drafter(
-                guesses[-1], hidden_BD, at_B.clamp(max=self.longest - 1), PagedAttend(self.draft_cache, pages)
-            )
+            at_B = (position_B + i).clamp(max=self.longest - 1)
+            live_B = (self.longest - position_B - i).clamp(0, 1)
+            pages = Pages(tables_BM, at_B.int(), live_B.int(), 1)
+            said, hidden_BD = self.drafter(guesses[-1], hidden_BD, at_B, PagedAttend(self.draft_cache, pages))
             guesses.append(self.drafter.target_ids(argmax(self.drafter.logits(said))))
         return torch.stack(guesses, 1)
 
@@ -399,8 +349,9 @@ class Runner:
                 r = c.request
                 if r.shaped:
                     shaped[f] = shape_rows(logits_FV[f : f + 1], r.params, r.prompt_ids, [], none, r.barred)[0]
-        slots = self._to_device([c.request.slot for c in fresh])
-        tokens = self._choose(shaped, slots, 1, self._to_device([c.end - 1 for c in fresh]))
+        slots, s = self._to_device([c.request.slot for c in fresh]), self.state
+        settings = (s.temperature_S[slots], s.top_k_S[slots], s.top_p_S[slots], s.min_p_S[slots], s.seed_S[slots])
+        tokens = choose(shaped, *settings, self._to_device([c.end for c in fresh]))
         wanted = [(f, c.request) for f, c in enumerate(fresh) if c.request.params.logprobs is not None]
         if wanted:
             said = tokens.tolist()
@@ -454,9 +405,9 @@ class Runner:
             wanted = (unknown_F[:, None] + torch.arange(k, device=self.device)).flatten()
             return self.drafter.target_ids(argmax(self.drafter.logits(said[wanted]))).view(-1, k)
         guess = self.drafter.target_ids(argmax(self.drafter.logits(said[unknown_F])))
-        slots_F = self._to_device([c.request.slot for c in final])
+        tables_FM = self.state.block_tables_SM[self._to_device([c.request.slot for c in final])]
         ends_F = self._to_device([c.end for c in final])
-        return self._one_by_one(guess, handed_on[unknown_F], ends_F, slots_F, k)
+        return self._one_by_one(guess, handed_on[unknown_F], ends_F, tables_FM, k)
 
     def _begin(self, final: list[Chunk], newest_F: Tensor, drafts_FK: Tensor | None) -> None:
         s, k = self.state, 0 if drafts_FK is None else drafts_FK.shape[1]

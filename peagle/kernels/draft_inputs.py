@@ -143,13 +143,13 @@ def draft_inputs_triton(
     _draft_inputs_kernel[(requests * rows, -(-width // piece))](
         emitted_BQ,
         emitted_BQ.stride(0),
-        accepted_B,
-        starts_B,
+        accepted_B.contiguous(),
+        starts_B.contiguous(),
         hidden_TD,
         hidden_TD.stride(0),
-        hidden_TD if mask_hidden_D is None else mask_hidden_D,  # not read without mask rows
+        hidden_TD if mask_hidden_D is None else mask_hidden_D.contiguous(),  # not read without mask rows
         mask_token_id or 0,
-        limit_B,
+        limit_B.contiguous(),
         out.token_ids_R,
         out.hidden_RD,
         out.positions_R,
@@ -268,19 +268,20 @@ def commit_state_triton(
     longest: Tensor | int,
 ) -> None:
     k = drafts_BK.shape[1]
+    assert start_S.is_contiguous() and available_S.is_contiguous()
     assert tokens_SN.stride(1) == 1 and emitted_BQ.stride(1) == 1 and (k < 2 or drafts_BK.stride(1) == 1)
     _commit_kernel[(len(slots_B),)](
         tokens_SN,
         tokens_SN.stride(0),
         start_S,
         available_S,
-        slots_B,
+        slots_B.contiguous(),
         emitted_BQ,
         emitted_BQ.stride(0),
-        accepted_B,
+        accepted_B.contiguous(),
         drafts_BK if k else emitted_BQ,  # an empty tensor has no address, and is not read
         drafts_BK.stride(0),
-        longest,
+        longest.contiguous() if isinstance(longest, Tensor) else longest,
         K=k,
         EACH=isinstance(longest, Tensor),
         WIDTH=triton.next_power_of_2(k + 1),

@@ -45,10 +45,11 @@ _COUNTERS = 16384
 
 @dataclass(frozen=True)
 class Config:
-    """How one shape is computed. `block_n`, `block_k` and `split_k` decide the order of summation, the rest only speed.
+    """How one shape is computed. Stages, prefetch, lines and tma change the speed alone, the others also the rounding.
 
     block_n: output columns per program (a gated product takes that many gates and as many ups).
     prefetch: weights of each row (elements along K) a program asks into L2 before it waits for its predecessor.
+    lines: prefetched line by line instead of row by row.
     fuse_norm: norm inside the product; otherwise a launch of its own before it.
     tma: weights come by tensor descriptor instead of per-thread asynchronous copies.
     """
@@ -59,6 +60,7 @@ class Config:
     warps: int
     split_k: int = 1
     prefetch: int = 0
+    lines: bool = False
     fuse_norm: bool = False
     tma: bool = False
 
@@ -99,20 +101,28 @@ def linear_torch(
 if HAVE_TRITON:
 
     @triton.jit
-    def _prefetch_rows(w_ptr, rows, k, K, COUNT: tl.constexpr, SEGMENTS: tl.constexpr):
-        """Asks COUNT elements of each row, from column k on, into L2. One bulk request per thread."""
-        LENGTH: tl.constexpr = COUNT // SEGMENTS
-        columns = k + tl.arange(0, SEGMENTS) * LENGTH
-        addresses = (w_ptr + rows.to(tl.int64)[:, None] * K + columns[None, :]).to(tl.int64)
-        nbytes = tl.full(addresses.shape, LENGTH * w_ptr.dtype.element_ty.primitive_bitwidth // 8, tl.int32)
-        tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], $2; // $0",
-            "=r,l,r",
-            [addresses, nbytes],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+    def _prefetch_rows(w_ptr, rows, k, K, COUNT: tl.constexpr, LINES: tl.constexpr, COPIES: tl.constexpr):
+        """Asks COUNT elements of each row, from column k on, into L2: line by line, or a row by one bulk request."""
+        NBYTES: tl.constexpr = COUNT * w_ptr.dtype.element_ty.primitive_bitwidth // 8
+        first = w_ptr + rows.to(tl.int64)[:, None] * K + k
+        if LINES:
+            addresses = first.to(tl.int64) + (tl.arange(0, NBYTES // 128) * 128)[None, :]
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; // $0", "=r,l", [addresses], dtype=tl.int32, is_pure=False, pack=1
+            )
+        else:
+            # With fewer rows than threads every row would be asked for by several: only the first copy asks.
+            copy = tl.arange(0, COPIES)[None, :]
+            addresses = first.to(tl.int64) + copy.to(tl.int64) * 0
+            nbytes = tl.where(copy == 0, NBYTES, 0) + (rows * 0)[:, None]
+            tl.inline_asm_elementwise(
+                "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; } // $0",
+                "=r,l,r",
+                [addresses, nbytes],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+            )
 
     @triton.jit
     def _finish(acc, up, squares, residual, bias_ptr, y_ptr, n, m, inside, N, K, y_stride, eps, NORM: tl.constexpr):
@@ -160,7 +170,8 @@ if HAVE_TRITON:
         GLU: tl.constexpr,
         PDL: tl.constexpr,
         PREFETCH: tl.constexpr,
-        SEGMENTS: tl.constexpr,
+        LINES: tl.constexpr,
+        COPIES: tl.constexpr,
     ):
         """One tile of outputs, transposed: [BLOCK_N weights] x [BLOCK_M rows], over one of SPLIT_K parts of K."""
         NORM: tl.constexpr = norm_ptr is not None
@@ -175,13 +186,13 @@ if HAVE_TRITON:
         begin = part * (STEPS * BLOCK_K)
 
         if PDL:
-            # Let the successor start asking for its weights too, then ask for ours, and only then wait until all
-            # that earlier kernels wrote can be read (and what they read may be overwritten).
+            # Let the successor start asking for its weights too, then ask for ours. Only after the wait is all that
+            # earlier kernels wrote there to be read, and what they read free to be overwritten.
             tl.extra.cuda.gdc_launch_dependents()
             if PREFETCH > 0:
-                _prefetch_rows(w_ptr, rows, begin, K, PREFETCH, SEGMENTS)
+                _prefetch_rows(w_ptr, rows, begin, K, PREFETCH, LINES, COPIES)
                 if GLU:
-                    _prefetch_rows(w_ptr, rows + N, begin, K, PREFETCH, SEGMENTS)
+                    _prefetch_rows(w_ptr, rows + N, begin, K, PREFETCH, LINES, COPIES)
             tl.extra.cuda.gdc_wait()
 
         residual = None
@@ -287,7 +298,7 @@ if HAVE_TRITON:
     ):
         row = tl.program_id(0).to(tl.int64)
         k = tl.arange(0, BLOCK_K)
-        weight = tl.load(weight_ptr + k, mask=k < K, other=0.0)
+        weight = tl.load(weight_ptr + k, mask=k < K, other=0.0)  # weights are nobody's output: no need to wait
         if PDL:
             tl.extra.cuda.gdc_launch_dependents()
             tl.extra.cuda.gdc_wait()
@@ -410,7 +421,6 @@ def linear_triton(
     prefetch = min(cfg.prefetch, _power_of_two_within(steps * cfg.block_k if even else K)) if pdl else 0
     if prefetch < 64 or K % 8 or weight_NK.data_ptr() % 16 or not (even or cfg.split_k == 1):
         prefetch = 0
-    segments = max(1, min(cfg.warps * 32 // cfg.block_n, prefetch // 64))
     _linear_kernel[(tiles, cfg.split_k)](
         x_TK,
         weight_NK,
@@ -437,7 +447,8 @@ def linear_triton(
         GLU=glu,
         PDL=pdl,
         PREFETCH=prefetch,
-        SEGMENTS=segments,
+        LINES=cfg.lines,
+        COPIES=max(1, cfg.warps * 32 // cfg.block_n),
         num_warps=cfg.warps,
         num_stages=cfg.stages,
         **({"launch_pdl": True} if pdl else {}),

@@ -12,12 +12,19 @@ sequence's table. A cache is [blocks, block size, G, d].
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+# What prompts with nothing cached run through on a GPU: "varlen" (torch's flash attention) or "triton".
+PREFILL_WITHOUT_CONTEXT = "varlen"
 # On the CPU, up to this many rows of a sequence run with the heads that share a key/value head folded into the rows:
 # keys are then read once, which is up to 2.5 times as fast for one row and no faster from 32 on.
 _FOLD_ROWS = 16
@@ -196,19 +203,80 @@ def _attend(
     return out.view(kv_heads, rows, group, width).transpose(0, 1).reshape(rows, heads, width)
 
 
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _takes_triton(q_THd: Tensor) -> bool:
+    width = q_THd.shape[-1]
+    kinds = (torch.bfloat16, torch.float16, torch.float32)
+    return q_THd.is_cuda and _has_triton() and q_THd.dtype in kinds and width >= 16 and width & (width - 1) == 0
+
+
 def paged_attention(
-    q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, cache_k: Tensor, cache_v: Tensor, pages: Pages, window: int | None
+    q_THd: Tensor,
+    k_TGd: Tensor,
+    v_TGd: Tensor,
+    cache_k: Tensor,
+    cache_v: Tensor,
+    pages: Pages,
+    window: int | None,
+    pdl: bool = False,
 ) -> Tensor:
     """[T, H, d]: a row sees its sequence's cached keys and its rows up to itself, at most `window` of them.
 
     Every sequence has `pages.max_rows` rows. Keys and values of live rows are written to the cache.
+    `pdl`: the kernel may be launched before the one ahead of it has ended, and then waits for it itself.
     """
     assert pages.cu_rows_B1 is None, "sequences with their own numbers of rows go through prefill_attention"
-    return paged_attention_torch(q_THd, k_TGd, v_TGd, cache_k, cache_v, pages, window)
+    if not _takes_triton(q_THd):
+        return paged_attention_torch(q_THd, k_TGd, v_TGd, cache_k, cache_v, pages, window)
+    from peagle.kernels.paged_attention_triton import paged_attention_triton
+
+    return paged_attention_triton(q_THd, k_TGd, v_TGd, cache_k, cache_v, pages, window, pdl)
 
 
 def prefill_attention(
-    q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, cache_k: Tensor, cache_v: Tensor, pages: Pages, window: int | None
+    q_THd: Tensor,
+    k_TGd: Tensor,
+    v_TGd: Tensor,
+    cache_k: Tensor,
+    cache_v: Tensor,
+    pages: Pages,
+    window: int | None,
+    pdl: bool = False,
 ) -> Tensor:
     """The same for sequences of differing numbers of rows, `pages.cu_rows_B1`, up to whole prompts."""
-    return paged_attention_torch(q_THd, k_TGd, v_TGd, cache_k, cache_v, pages, window)
+    if not _takes_triton(q_THd):
+        return paged_attention_torch(q_THd, k_TGd, v_TGd, cache_k, cache_v, pages, window)
+    from peagle.kernels.paged_attention_triton import prefill_attention_triton, write_rows_triton
+
+    flash = pages.max_context == 0 and window is None and q_THd.dtype != torch.float32
+    if PREFILL_WITHOUT_CONTEXT == "varlen" and flash and _varlen() is not None:
+        write_rows_triton(k_TGd, v_TGd, cache_k, cache_v, pages, pdl)
+        return varlen_causal(q_THd, k_TGd, v_TGd, pages)
+    return prefill_attention_triton(q_THd, k_TGd, v_TGd, cache_k, cache_v, pages, window, pdl)
+
+
+@cache
+def _varlen() -> tuple[Callable[..., Any], dict[str, Any]] | None:
+    """torch's flash attention over sequences of differing lengths, and how this release is asked for causal."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    names = inspect.signature(varlen_attn).parameters
+    how: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in names else {"is_causal": True}
+    if "enable_gqa" in names:  # earlier ones share keys between heads unasked
+        how["enable_gqa"] = True
+    return varlen_attn, how
+
+
+def varlen_causal(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, pages: Pages) -> Tensor:
+    """The rows among themselves, for sequences that have nothing cached. Padding must hold numbers, not nan."""
+    found = _varlen()
+    assert found is not None
+    attend, how = found
+    cu, most = pages.offsets_B1(), pages.max_rows
+    return attend(q_THd, k_TGd, v_TGd, cu, cu, most, most, **how)

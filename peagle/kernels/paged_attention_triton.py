@@ -40,30 +40,30 @@ def _step(scores, v, best, total, acc, GUARD: tl.constexpr, PRECISION: tl.conste
 
 
 @triton.jit
-def _shares(start, live, TILE: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr):
+def _shares(start, live, splits, TILE: tl.constexpr, WINDOW: tl.constexpr):
     """First tile seen, tile after the last, and how many shares have a tile; every kernel must find the same."""
     low = 0
     if WINDOW > 0:
         low = tl.maximum(start - WINDOW + 1, 0) // TILE
     tiles = tl.maximum((start + live + TILE - 1) // TILE, 1)
-    return low, tiles, tl.minimum(tiles - low, SPLITS)
+    return low, tiles, tl.minimum(tiles - low, splits)
 
 
 @triton.jit
-def _combine(parts, sums, part0, step, m, valid, low, used, D: tl.constexpr, SPLITS: tl.constexpr):
+def _combine(parts, sums, part0, step, m, valid, low, used, splits, D: tl.constexpr):
     """Adds up the shares of queries m in the order of the shares, whoever arrived first."""
     # .cg: past the L1, which may hold what was there before the other programs wrote.
     cols = tl.arange(0, D)
     top = tl.zeros(m.shape, tl.float32) - float("inf")
-    for s in tl.range(0, SPLITS, loop_unroll_factor=8):
-        ok = valid & ((s + SPLITS - low % SPLITS) % SPLITS < used)
+    for s in tl.range(0, splits, loop_unroll_factor=8):
+        ok = valid & ((s + splits - low % splits) % splits < used)
         at = part0 + s * step + m
         top = tl.maximum(top, tl.load(sums + at * 2, mask=ok, other=float("-inf"), cache_modifier=".cg"))
     ref = tl.where(top == float("-inf"), 0.0, top)
     total = tl.zeros(m.shape, tl.float32)
     acc = tl.zeros((m.shape[0], D), tl.float32)
-    for s in tl.range(0, SPLITS, loop_unroll_factor=8):  # several loads under way at a time
-        ok = valid & ((s + SPLITS - low % SPLITS) % SPLITS < used)
+    for s in tl.range(0, splits, loop_unroll_factor=8):  # several loads under way at a time
+        ok = valid & ((s + splits - low % splits) % splits < used)
         at = part0 + s * step + m
         weight = tl.exp2(tl.load(sums + at * 2, mask=ok, other=float("-inf"), cache_modifier=".cg") - ref)
         total += weight * tl.load(sums + at * 2 + 1, mask=ok, other=0.0, cache_modifier=".cg")
@@ -72,7 +72,7 @@ def _combine(parts, sums, part0, step, m, valid, low, used, D: tl.constexpr, SPL
     return acc / tl.where(total > 0.0, total, 1.0)[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "splits"])  # one compilation for all of them
 def _paged_kernel(
     q,
     k,
@@ -87,6 +87,7 @@ def _paged_kernel(
     starts,
     lives,
     rows,
+    splits,
     table_row,
     q_row,
     q_head,
@@ -104,7 +105,6 @@ def _paged_kernel(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     QUERIES: tl.constexpr,
-    SPLITS: tl.constexpr,
     WINDOW: tl.constexpr,
     LAST: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -121,8 +121,8 @@ def _paged_kernel(
     # A sequence without live rows is an empty place of the batch: its start means nothing.
     start = tl.where(live > 0, tl.load(starts + b).to(tl.int32), 0)
     end = start + live
-    low, tiles, used = _shares(start, live, TILE, SPLITS, WINDOW)
-    place = (split + SPLITS - low % SPLITS) % SPLITS
+    low, tiles, used = _shares(start, live, splits, TILE, WINDOW)
+    place = (split + splits - low % splits) % splits
     if place >= used:
         return
     first = low + place
@@ -142,7 +142,7 @@ def _paged_kernel(
     acc = tl.zeros((QUERIES, D), tl.float32)
 
     cached = start // TILE  # tiles before this one are in the cache whole, and every row is past them
-    for tile in range(first, cached, SPLITS):
+    for tile in range(first, cached, splits):
         pos = tile * TILE + slots
         block = tl.load(table + pos // BLOCK).to(tl.int64)
         at = block * block_step + (pos % BLOCK) * slot_step + g * head_step
@@ -154,8 +154,8 @@ def _paged_kernel(
         best, total, acc = _step(scores, values, best, total, acc, WINDOW > 0, PRECISION)
 
     # The tiles with the last cached keys and the new rows. These few are not worth the shared memory of a pipeline.
-    rest = first + tl.maximum((cached - first + SPLITS - 1) // SPLITS, 0) * SPLITS
-    for tile in tl.range(rest, tiles, SPLITS, num_stages=1):
+    rest = first + tl.maximum((cached - first + splits - 1) // splits, 0) * splits
+    for tile in tl.range(rest, tiles, splits, num_stages=1):
         pos = tile * TILE + slots
         old = pos < start
         fresh = (pos >= start) & (pos < end)
@@ -183,9 +183,9 @@ def _paged_kernel(
         result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
         tl.store(to, result.to(out.dtype.element_ty), mask=valid[:, None])
     else:
-        # Partial sums lie as [B, SPLITS, G, rows * GROUP].
+        # Partial sums lie as [B, splits, G, rows * GROUP].
         step = G * rows * GROUP
-        part0 = b.to(tl.int64) * SPLITS * step + g * rows * GROUP
+        part0 = b.to(tl.int64) * splits * step + g * rows * GROUP
         at = part0 + split * step + m
         tl.store(parts + at[:, None] * D + cols[None, :], acc, mask=valid[:, None])
         tl.store(sums + at * 2, best, mask=valid)
@@ -199,14 +199,14 @@ def _paged_kernel(
                 for q0 in range(0, QUERIES, 16):
                     some = query_tile * QUERIES + q0 + tl.arange(0, 16)
                     real = some < rows * GROUP
-                    whole = _combine(parts, sums, part0, step, some, real, low, used, D, SPLITS)
+                    whole = _combine(parts, sums, part0, step, some, real, low, used, splits, D)
                     line = (b.to(tl.int64) * rows + some // GROUP) * heads + g * GROUP + some % GROUP
                     to_some = out + (line * D)[:, None] + cols[None, :]
                     tl.store(to_some, whole.to(out.dtype.element_ty), mask=real[:, None])
                 tl.store(counter, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "splits"])  # one compilation for all of them
 def _combine_kernel(
     parts,
     sums,
@@ -214,12 +214,12 @@ def _combine_kernel(
     starts,
     lives,
     rows,
+    splits,
     G: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     TILE: tl.constexpr,
     QUERIES: tl.constexpr,
-    SPLITS: tl.constexpr,
     WINDOW: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -230,14 +230,14 @@ def _combine_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     live = tl.load(lives + b).to(tl.int32)
     start = tl.where(live > 0, tl.load(starts + b).to(tl.int32), 0)
-    low, tiles, used = _shares(start, live, TILE, SPLITS, WINDOW)
+    low, tiles, used = _shares(start, live, splits, TILE, WINDOW)
     if used == 1:
         return  # the only share wrote the result
     m = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
     valid = m < rows * GROUP
     step = G * rows * GROUP
-    part0 = b.to(tl.int64) * SPLITS * step + g * rows * GROUP
-    result = _combine(parts, sums, part0, step, m, valid, low, used, D, SPLITS)
+    part0 = b.to(tl.int64) * splits * step + g * rows * GROUP
+    result = _combine(parts, sums, part0, step, m, valid, low, used, splits, D)
     row = b.to(tl.int64) * rows + m // GROUP
     head = g * GROUP + m % GROUP
     to = out + (row * (G * GROUP) * D + head * D)[:, None] + tl.arange(0, D)[None, :]
@@ -254,6 +254,7 @@ def _prefill_kernel(
     out,
     tables,
     starts,
+    lives,
     offsets,
     table_row,
     q_row,
@@ -290,9 +291,11 @@ def _prefill_kernel(
     count = (tl.load(offsets + b + 1) - offset).to(tl.int32)
     if row0 >= count:
         return
+    # Padding may hold anything, nan included: no key of it is loaded, and a tile of nothing else computes nothing.
+    live = tl.load(lives + b).to(tl.int32)
     start = 0
     if CONTEXT:
-        start = tl.load(starts + b).to(tl.int32)
+        start = tl.where(row0 < live, tl.load(starts + b).to(tl.int32), 0)
     j = row0 + tl.arange(0, ROWS)
     valid = j < count
     cols = tl.arange(0, D)
@@ -326,7 +329,7 @@ def _prefill_kernel(
     low_row = 0
     if WINDOW > 0:
         low_row = tl.maximum(row0 - WINDOW + 1, 0) // TILE * TILE
-    for n in range(low_row, row0, TILE):
+    for n in range(low_row, tl.where(row0 < live, row0, 0), TILE):
         new = n + slots
         keys = tl.load(k + (new * k_row.to(tl.int64))[:, None] + cols[None, :])
         values = tl.load(v + (new * v_row.to(tl.int64))[:, None] + cols[None, :])
@@ -335,9 +338,9 @@ def _prefill_kernel(
             scores = tl.where(new[None, :] > j[:, None] - WINDOW, scores, float("-inf"))
         best, total, acc = _step(scores, values, best, total, acc, WINDOW > 0, PRECISION)
 
-    for n in range(row0, tl.minimum(row0 + ROWS, count), TILE):
+    for n in range(row0, tl.minimum(row0 + ROWS, live), TILE):
         new = n + slots
-        fresh = new < count
+        fresh = new < live
         keys = tl.load(k + (new * k_row.to(tl.int64))[:, None] + cols[None, :], mask=fresh[:, None], other=0.0)
         values = tl.load(v + (new * v_row.to(tl.int64))[:, None] + cols[None, :], mask=fresh[:, None], other=0.0)
         scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
@@ -401,7 +404,9 @@ class Launch:
     splits: int
     warps: int
     stages: int
-    last: bool  # the program that arrives last adds up the shares, else a second kernel does
+    # The program that arrives last adds up the shares, else a second kernel does. It is found by counters that all
+    # launches on a device share: two launches must not run at the same time.
+    last: bool
 
 
 @dataclass(frozen=True)
@@ -415,11 +420,10 @@ class PrefillLaunch:
 # Programs per multiprocessor that splitting the keys aims for.
 _FILL = 1
 _MAX_SPLITS = 64
-_MAX_QUERIES = 64
+_MIN_QUERIES, _MAX_QUERIES = 16, 64
 
 _sm_counts: dict[torch.device, int] = {}
-# Zero between launches. One per stream: launches on one stream follow each other, on two they may not.
-_counters: dict[tuple[torch.device, int], Tensor] = {}
+_counters: dict[torch.device, Tensor] = {}
 
 
 def _multiprocessors(device: torch.device) -> int:
@@ -431,23 +435,35 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def _counter(device: torch.device, size: int) -> Tensor:
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    have = _counters.get((device, stream))
-    if have is None or len(have) < size:
-        have = _counters[device, stream] = torch.zeros(max(size, 4096), dtype=torch.int32, device=device)
-    return have
+    """Zeros, which every launch leaves as zeros."""
+    if device not in _counters:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            # The graph would hold the filling, and another graph might run before this one.
+            raise RuntimeError("call paged_attention once before capturing it")
+        _counters[device] = torch.zeros(1 << 16, dtype=torch.int32, device=device)
+    assert size <= len(_counters[device])
+    return _counters[device]
 
 
-def choose_launch(pages: Pages, heads: int, kv_heads: int, block_size: int, dtype: torch.dtype, device: torch.device):
+def choose_launch(
+    pages: Pages, heads: int, kv_heads: int, block_size: int, dtype: torch.dtype, device: torch.device
+) -> Launch:
     """Only the query tile depends on the number of rows: the rest decides which keys are added up with which."""
     batch, width = pages.block_tables_BM.shape
     context = pages.max_context if pages.max_context is not None else width * block_size
     exact = dtype == torch.float32
     tile = 32 if exact else 64
-    queries = max(16, triton.next_power_of_2(pages.max_rows * (heads // kv_heads)))
+    queries = max(_MIN_QUERIES, triton.next_power_of_2(pages.max_rows * (heads // kv_heads)))
     splits = _FILL * _multiprocessors(device) // (batch * kv_heads)
     splits = max(1, min(splits, _MAX_SPLITS, triton.cdiv(context, tile) + 1))
-    return Launch(tile, min(queries, 32 if exact else _MAX_QUERIES), splits, 4, 2 if exact else 3, last=False)
+    return Launch(
+        tile=tile,
+        queries=min(queries, 32 if exact else _MAX_QUERIES),
+        splits=splits,
+        warps=4,
+        stages=2 if exact else 5,  # every second one holds only the block numbers that the next one loads by
+        last=False,
+    )
 
 
 def _cache_steps(cache_k: Tensor, cache_v: Tensor) -> tuple[int, int, int]:
@@ -476,6 +492,7 @@ def paged_attention_triton(
     launch: Launch | None = None,
 ) -> Tensor:
     _check(q_THd, k_TGd, v_TGd, cache_k)
+    pdl = pdl and q_THd.is_cuda  # the interpreter knows nothing of it
     total_rows, heads, width = q_THd.shape
     block_size, kv_heads = cache_k.shape[1:3]
     batch, rows, group = len(pages.starts_B), pages.max_rows, heads // kv_heads
@@ -484,15 +501,13 @@ def paged_attention_triton(
         launch = choose_launch(pages, heads, kv_heads, block_size, q_THd.dtype, q_THd.device)
     assert launch.tile % block_size == 0 or block_size % launch.tile == 0
     out = torch.empty((total_rows, heads, width), dtype=q_THd.dtype, device=q_THd.device)
-    parts = sums = counters = out  # not looked at when there is one share
     query_tiles = triton.cdiv(rows * group, launch.queries)
-    if launch.splits > 1:
-        shares = batch * launch.splits * rows * heads
-        parts = torch.empty((shares, width), dtype=torch.float32, device=out.device)
-        sums = torch.empty((shares, 2), dtype=torch.float32, device=out.device)
-        if launch.last:
-            counters = _counter(out.device, batch * kv_heads * query_tiles)
-    shared = {"G": kv_heads, "GROUP": group, "D": width, "TILE": launch.tile, "SPLITS": launch.splits}
+    # With one share these are not looked at, but keep their types, which a compilation is for.
+    shares = batch * launch.splits * rows * heads if launch.splits > 1 else 1
+    parts = torch.empty((shares, width), dtype=torch.float32, device=out.device)
+    sums = torch.empty((shares, 2), dtype=torch.float32, device=out.device)
+    counters = _counter(out.device, batch * kv_heads * query_tiles) if launch.last else sums
+    shared = {"G": kv_heads, "GROUP": group, "D": width, "TILE": launch.tile}
     shared |= {"WINDOW": window or 0, "PDL": pdl, "launch_pdl": pdl}
     _paged_kernel[(kv_heads * query_tiles, launch.splits, batch)](
         q_THd,
@@ -508,6 +523,7 @@ def paged_attention_triton(
         pages.starts_B,
         pages.live_B,
         rows,
+        launch.splits,
         pages.block_tables_BM.stride(0),
         *q_THd.stride()[:2],
         *k_TGd.stride()[:2],
@@ -525,7 +541,7 @@ def paged_attention_triton(
     if launch.splits > 1 and not launch.last:
         queries = 4
         _combine_kernel[(triton.cdiv(rows * group, queries), kv_heads, batch)](
-            parts, sums, out, pages.starts_B, pages.live_B, rows, **shared, QUERIES=queries, num_warps=4
+            parts, sums, out, pages.starts_B, pages.live_B, rows, launch.splits, **shared, QUERIES=queries, num_warps=4
         )
     return out
 
@@ -570,6 +586,7 @@ def prefill_attention_triton(
     launch: PrefillLaunch | None = None,
 ) -> Tensor:
     _check(q_THd, k_TGd, v_TGd, cache_k)
+    pdl = pdl and q_THd.is_cuda  # the interpreter knows nothing of it
     total_rows, heads, width = q_THd.shape
     block_size, kv_heads = cache_k.shape[1:3]
     exact = q_THd.dtype == torch.float32
@@ -586,6 +603,7 @@ def prefill_attention_triton(
         out,
         pages.block_tables_BM,
         pages.starts_B,
+        pages.live_B,
         pages.offsets_B1(),
         pages.block_tables_BM.stride(0),
         *q_THd.stride()[:2],

@@ -7,6 +7,8 @@ Shapes: T rows, H heads, G key/value heads, d head width, X = (H + 2 G) d.
 
 from __future__ import annotations
 
+import importlib.util
+
 import torch
 from torch import Tensor
 
@@ -50,10 +52,19 @@ def split_rotate(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
+    pdl: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q [T, H, d], k [T, G, d] and v [T, G, d] of the merged product, q and k normed (if given weights) and rotated.
 
     `cos` and `sin` are [T, 1, d] as `Rope` makes them, once per step for all layers. May rotate in place, so the
     product must not be read again; what comes back may be views of it, with rows X apart.
+    `pdl`: the kernel may be launched before the one ahead of it has ended, and then waits for it itself.
     """
-    return split_rotate_torch(qkv_TX, cos, sin, heads, kv_heads, q_norm, k_norm, eps)
+    width = cos.shape[-1]
+    kinds = (torch.bfloat16, torch.float16, torch.float32)
+    plain = not qkv_TX.is_cuda or qkv_TX.requires_grad or qkv_TX.dtype not in kinds  # in place: no gradients
+    if plain or width < 16 or width & (width - 1) or importlib.util.find_spec("triton") is None:
+        return split_rotate_torch(qkv_TX, cos, sin, heads, kv_heads, q_norm, k_norm, eps)
+    from peagle.kernels.rotary_triton import split_rotate_triton
+
+    return split_rotate_triton(qkv_TX, cos, sin, heads, kv_heads, q_norm, k_norm, eps, pdl)

@@ -72,6 +72,7 @@ def split_rotate_triton(
         raise ValueError(f"head width {width}: the Triton rotation takes powers of two from 16")
     assert qkv.stride(2) == 1 and qkv.stride(1) == width
     assert cos.stride() == sin.stride() and cos.stride(-1) == 1
+    pdl = pdl and qkv.is_cuda  # the interpreter knows nothing of it
     norm = q_norm is not None and k_norm is not None
     block = min(16, triton.next_power_of_2(heads + kv_heads))
     if len(qkv):

@@ -98,10 +98,10 @@ def accept_triton(
         tokens_BQ.stride(0),
         chosen_BQ,
         chosen_BQ.stride(0),
-        available_B,
-        accepted if synthetic_rates_K is None else synthetic_rates_K,  # not read without rates
-        seed_B,
-        position_B,
+        available_B.contiguous(),
+        accepted if synthetic_rates_K is None else synthetic_rates_K.contiguous(),  # not read without rates
+        seed_B.contiguous(),
+        position_B.contiguous(),
         accepted,
         emitted,
         K=rows - 1,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from peagle.config import LayerConfig, RopeConfig
-from peagle.kernels.linear import linear, rms_norm
+from peagle.kernels.linear import linear, rms_norm, supports_pdl
 from peagle.kernels.rotary import split_rotate
 
 Angles = tuple[Tensor, Tensor]  # cos and sin, [T, 1, d]
@@ -77,6 +77,7 @@ class Rope(nn.Module):
     """cos and sin for any positions; never part of a checkpoint."""
 
     freq: Tensor
+    table: Angles | None = None  # of the first positions, for who asks often
 
     def __init__(self, rope: RopeConfig, head_dim: int) -> None:
         super().__init__()
@@ -91,8 +92,18 @@ class Rope(nn.Module):
         self.freq = freq.to(self.freq.device) if self.freq.device.type != "meta" else freq
         return self
 
+    def tabulate(self, length: int, dtype: torch.dtype) -> None:
+        """Keeps the angles of positions below `length`, beyond which nobody may ask from then on."""
+        if self.table is not None and len(self.table[0]) >= length and self.table[0].dtype == dtype:
+            return
+        self.table = None
+        cos, sin = self(torch.arange(length, device=self.freq.device), dtype)
+        self.table = cos, sin
+
     def forward(self, positions_T: Tensor, dtype: torch.dtype) -> Angles:
         """Of every row, once for all layers."""
+        if self.table is not None and self.table[0].dtype == dtype and not torch.is_grad_enabled():
+            return self.table[0][positions_T], self.table[1][positions_T]
         angles = positions_T.float()[:, None] * self.freq
         angles = torch.cat([angles, angles], -1)[:, None, :]  # [T, 1, d]
         return (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
@@ -125,7 +136,8 @@ class Attention(nn.Module):
         q_norm, k_norm, eps = None, None, 0.0
         if self.q_norm is not None and self.k_norm is not None:
             q_norm, k_norm, eps = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
-        q, k, v = split_rotate(qkv_TX, *angles, self.heads, self.kv_heads, q_norm, k_norm, eps)
+        pdl = supports_pdl(qkv_TX.device)
+        q, k, v = split_rotate(qkv_TX, *angles, self.heads, self.kv_heads, q_norm, k_norm, eps, pdl)
         out_THd = attend(layer, q, k, v, window)
         return project(self.o_proj, out_THd.flatten(1), residual=residual_TD)
 

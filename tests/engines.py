@@ -1,0 +1,252 @@
+"""What the engine's tests share: a target with a tokenizer, engines of any size, and what a request must get.
+
+Greedy answers are the reference's, counts included. Sampled ones with a seed are found here by a plain loop: the
+reference's distribution says which tokens may come, and the noise of (seed, position, token) which of them does.
+"""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pairs
+import torch
+from torch import Tensor
+
+from peagle import reference
+from peagle.checkpoints.drafter import load_drafter
+from peagle.checkpoints.target import Target, load_decoder, load_tokenizer
+from peagle.config import SamplingParams
+from peagle.engine.kv_cache import BLOCK_SIZE
+from peagle.engine.llm import LLM
+from peagle.engine.loading import block_bytes
+from peagle.engine.request import CompletionOutput, Group
+from peagle.engine.speculation import CostTable
+from peagle.kernels.sampling import bits_torch, gumbel_torch
+from peagle.models.drafter import Drafter
+
+LONGEST = 64  # four blocks
+EOS = frozenset({ord(","), 500})  # one that the target says now and then, one beyond its vocabulary
+CLEAR = 1e-4  # least lead of the best token over the next, against rounding that differs between batches
+CHAT = "{% for m in messages %}{{ m['content'] }}{% if not loop.last %} {% endif %}{% endfor %}"
+
+
+@cache
+def home() -> Path:
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def byte_names() -> list[str]:
+    """How byte-level tokenizers write each byte: printable ones as they are, the rest from U+0100 up."""
+    plain = [b for b in range(256) if 33 <= b <= 126 or 161 <= b <= 172 or b >= 174]
+    others = [b for b in range(256) if b not in plain]
+    return [chr(b) if b in plain else chr(256 + others.index(b)) for b in range(256)]
+
+
+def write_tokenizer(folder: Path, vocab: int, chat_template: str | None = CHAT) -> None:
+    """Token b is byte b."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE(vocab={name: b for b, name in enumerate(byte_names()[:vocab])}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
+    if chat_template is not None:
+        fast.chat_template = chat_template
+    fast.save_pretrained(folder)
+
+
+@cache
+def target() -> Target:
+    folder = home() / "target"
+    shutil.copytree(pairs.target_folder(), folder)
+    write_tokenizer(folder, pairs.VOCAB)
+    return Target(folder, load_decoder(folder), EOS)
+
+
+@cache
+def drafter(name: str) -> Drafter:
+    return load_drafter(pairs.drafter_folder(name), target().model)
+
+
+@cache
+def tokenizer() -> Any:
+    return load_tokenizer(target().folder)
+
+
+def decode(tokens: list[int]) -> str:
+    return tokenizer().decode(tokens, skip_special_tokens=True)
+
+
+@cache
+def any_costs() -> Path:
+    path = home() / "costs.json"
+    CostTable({(1, k): 1.0 for k in range(8)}).save(path)
+    return path
+
+
+def engine(name: str | None, k: int | str, blocks: int | None = None, **options: Any) -> LLM:
+    """`blocks` of the cache that requests may have; one more is nobody's."""
+    own = target()
+    if blocks is not None:
+        cfg = drafter(name).cfg if name is not None else None
+        options["kv_cache_memory"] = (blocks + 1) * block_bytes(own.model.cfg, cfg, 4)
+    settings = {"device": "cpu", "dtype": "float32", "threads": 1, "max_model_len": LONGEST, "max_num_seqs": 4}
+    if k == "auto":
+        settings["cost_table"] = any_costs()
+    return LLM(own, pairs.drafter_folder(name) if name is not None else None, k, **{**settings, **options})  # type: ignore[arg-type]
+
+
+# What a request must get
+
+
+@dataclass(frozen=True)
+class Truth:
+    token_ids: list[int]
+    finish_reason: str
+    stop_reason: int | str | None
+    text: str | None
+    logprobs: list[dict[int, float]]
+    clear: bool  # no near-tie that rounding could tip
+    generation: reference.Generation | None = None  # with its counts, where the reference made it
+
+
+@cache
+def truth(prompt: tuple[int, ...], params: SamplingParams, name: str | None = None, k: int = 0) -> Truth:
+    """With a drafter and K the counts are those of that drafter; the text is the same with any."""
+    if not params.greedy:
+        return sampled_truth(prompt, params)
+    least = float("inf")
+    original = reference.distribution
+    # requests that differ only in their parameters read the same sequences
+    read, propose = _remembered(reference.read, name), _remembered(reference.propose, name)
+
+    def watched(logits_KV: Tensor, p: SamplingParams) -> Tensor:
+        nonlocal least
+        if len(logits_KV):
+            best = logits_KV.double().topk(2, -1).values
+            least = min(least, float((best[:, 0] - best[:, 1]).min()))
+        return original(logits_KV, p)
+
+    with mock.patch.multiple(reference, distribution=watched, read=read, propose=propose):
+        made = reference.generate(
+            target().model, prompt, params, EOS, drafter(name) if name else None, k, LONGEST, decode=decode
+        )
+    return Truth(
+        made.token_ids, made.finish_reason, made.stop_reason, made.text, made.logprobs, least > CLEAR, made
+    )
+
+
+_MEMORY: dict[Any, Any] = {}
+
+
+def _remembered(function: Callable[..., Any], name: str | None) -> Callable[..., Any]:
+    def remembered(model: Any, tokens: list[int], *rest: Any) -> Any:
+        # of the arguments only these differ between two calls; taps follow from the tokens
+        key = (function.__name__, name, tuple(tokens), *(r for r in rest if isinstance(r, int)))
+        if key not in _MEMORY:
+            _MEMORY[key] = function(model, tokens, *rest)
+        return _MEMORY[key]
+
+    return remembered
+
+
+@cache
+@torch.inference_mode()
+def logits_after(tokens: tuple[int, ...]) -> Tensor:
+    return reference.read(target().model, list(tokens), 1, ())[0][0]
+
+
+def sampled_truth(prompt: tuple[int, ...], params: SamplingParams) -> Truth:
+    assert params.seed is not None
+    request = reference.Request(list(prompt), params, EOS, LONGEST, decode)
+    said: list[int] = []
+    logprobs: list[dict[int, float]] = []
+    least = float("inf")
+    while True:
+        raw = logits_after((*prompt, *said))
+        logits = reference.shape(raw, params, prompt, said, EOS)
+        allowed = reference.distribution(logits[None], params)[0] > 0
+        position = torch.tensor(len(prompt) + len(said))
+        noise = gumbel_torch(bits_torch(torch.tensor(params.seed), position, torch.arange(len(logits)))).double()
+        scores = (logits + params.temperature * noise).masked_fill(~allowed, -torch.inf)
+        best = scores.topk(2).values
+        least = min(least, float(best[0] - best[1]))
+        said.append(int(scores.argmax()))
+        if params.logprobs is not None:
+            logprobs.append(reference.token_logprobs(raw, said[-1], params.logprobs))
+        end = reference.ending(said, request)
+        if end is not None:
+            return Truth(said, *end, logprobs, least > CLEAR)
+
+
+def same_logprobs(got: list[dict[int, float]] | None, want: list[dict[int, float]]) -> bool:
+    rows = got or []
+    return len(rows) == len(want) and all(
+        a.keys() == b.keys() and all(abs(a[t] - b[t]) < 1e-3 for t in a) for a, b in zip(rows, want, strict=True)
+    )
+
+
+def check(got: CompletionOutput, want: Truth, counts: bool) -> None:
+    assert got.token_ids == want.token_ids
+    assert (got.finish_reason, got.stop_reason) == (want.finish_reason, want.stop_reason)
+    assert got.text == want.text
+    assert same_logprobs(got.logprobs, want.logprobs)
+    if counts and want.generation is not None:
+        made = want.generation
+        assert (got.num_drafts, got.accepted_per_position) == (made.num_drafts, made.accepted_per_position)
+        assert (got.rounds, got.drafted) == (len(made.rounds), made.drafted)
+
+
+# Playing
+
+
+@dataclass(frozen=True)
+class Asked:
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    arrives: int = 0  # at this step
+    stays: int | None = None  # steps until it is aborted
+
+
+def play(llm: LLM, asked: Sequence[Asked], after_step: Callable[[], None] = lambda: None) -> list[Group]:
+    """All of them through the engine, proving after each step that nothing is lost, and at the end that
+    everything was given back."""
+    groups: dict[int, Group] = {}
+    step = 0
+    while len(groups) < len(asked) or llm.busy:
+        for i, one in enumerate(asked):
+            if one.arrives == step:
+                groups[i] = llm.add(list(one.prompt), one.params)
+            if one.stays is not None and one.arrives + one.stays == step and i in groups:
+                llm.abort(groups[i])
+        llm.step()
+        llm.check_integrity()
+        after_step()
+        step += 1
+        assert step < 4000, "it does not end"
+    nothing_left(llm)
+    return [groups[i] for i in range(len(asked))]
+
+
+def nothing_left(llm: LLM) -> None:
+    assert not llm.busy and llm._shaped == 0
+    pool = llm.scheduler.pool
+    pool.check_integrity([])
+    assert pool.available == pool.num_blocks - 1 and sorted(llm.scheduler._slots) == list(
+        range(llm.scheduler.max_num_seqs)
+    )
+
+
+def blocks_of(tokens: int) -> int:
+    return -(-tokens // BLOCK_SIZE)
