@@ -2,9 +2,13 @@
 
     python benchmarks/kernel_linear.py --out linear.json
 
+    python benchmarks/kernel_linear.py --quick --descend 60 --out quick.json
+
 For every variant: does it compute the right thing, then milliseconds per replay of all layers (attention left out)
 and the rate its weights stream at. Prints as it goes; the file given by --out is rewritten after every step, so a run
-cut short keeps what it has. The last line is one JSON object.
+cut short keeps what it has. The last line is one JSON object. --quick only checks and times the chains that matter;
+--descend then changes one shape's configuration at a time and keeps what makes the whole chain faster: what is best
+alone is not always best among launches that overlap.
 """
 
 from __future__ import annotations
@@ -16,18 +20,27 @@ import multiprocessing
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from peagle.kernels import linear as kernels
-from peagle.kernels.linear import Config, config_for, linear_cublas, linear_torch, linear_triton
+from peagle.kernels.linear import (
+    Config,
+    Stream,
+    config_for,
+    linear_cublas,
+    linear_torch,
+    linear_triton,
+    skinny_rows,
+    stream_triton,
+)
 
 EPS = 1e-5
 DEPTHS = (128, 256, 512, 1024)  # weights of a row asked into L2 beforehand
@@ -84,7 +97,21 @@ MODELS = (
 )
 DRAFTER = (Shape("drafter_qkv", 6144, 8192), Shape("drafter_fc", 4096, 12288))
 
+KINDS = ((1, 5, 8, 16), (17, 32, 33, 48, 64))  # row counts that must agree to the bit among each other
+
 Linear = Callable[..., Tensor]
+Table = dict[tuple[int, int], Config]
+
+
+class Job(NamedTuple):
+    """A kernel to compile. `squares`: how many sums of squares it takes over; `produces`: whether it leaves some."""
+
+    shape: Shape
+    rows: int
+    config: Config
+    pdl: bool
+    squares: int = 0
+    produces: bool = False
 
 
 def say(*words: object) -> None:
@@ -139,12 +166,47 @@ class Chain:
         self.nbytes = model.layers * sum(s.nbytes for s in model.shapes[:4]) + model.shapes[4].nbytes
 
     def run(self, linear: Linear, x: Tensor) -> Tensor:
-        for (qkv, norm1), (o, _), (glu, norm2), (down, _) in self.layers:
-            q = linear(x, qkv, norm_weight=norm1, eps=EPS)[:, : self.model.hidden]
-            x = linear(q, o, residual=x)
-            hidden = linear(x, glu, norm_weight=norm2, eps=EPS, glu=True)
-            x = linear(hidden, down, residual=x)
-        return linear(x, self.head[0], norm_weight=self.head[1], eps=EPS)
+        """A `linear` with an attribute `onto` prepares the norms where it writes the residual stream."""
+        onto: Callable[..., Stream] | None = getattr(linear, "onto", None)
+        stream = Stream(x)
+        for i, ((qkv, norm1), (o, _), (glu, norm2), (down, _)) in enumerate(self.layers):
+            following = self.layers[i + 1][0][1] if i + 1 < len(self.layers) else None
+            q = linear(stream if onto else stream.x, qkv, norm_weight=norm1, eps=EPS)[:, : self.model.hidden]
+            stream = onto(stream.x, q, o, norm2) if onto else Stream(linear(q, o, residual=stream.x))
+            hidden = linear(stream if onto else stream.x, glu, norm_weight=norm2, eps=EPS, glu=True)
+            stream = (
+                onto(stream.x, hidden, down, following) if onto else Stream(linear(hidden, down, residual=stream.x))
+            )
+        return linear(stream.x, self.head[0], norm_weight=self.head[1], eps=EPS)
+
+
+class Routed:
+    """As the models run it: every shape by its configuration, more rows than pay off by cuBLAS."""
+
+    def __init__(self, pdl: bool, prepare: bool, table: Table | None = None) -> None:
+        self.pdl, self.table = pdl, table or {}
+        if prepare:
+            self.onto = self._onto
+
+    def config(self, rows: int, weight: Tensor, glu: bool) -> Config | None:
+        """None: cuBLAS."""
+        N, K = weight.shape
+        if (N, K) in self.table:
+            return self.table[N, K]
+        return config_for(rows, N, K, glu) if rows <= skinny_rows(N, K, glu) else None
+
+    def __call__(self, x: Tensor | Stream, weight: Tensor, *, glu: bool = False, **options: Any) -> Tensor:
+        plain = x.x if isinstance(x, Stream) else x
+        config = self.config(len(plain), weight, glu)
+        if config is None:
+            return linear_cublas(plain, weight, glu=glu, **options)
+        return linear_triton(x, weight, glu=glu, config=config, pdl=self.pdl, **options)
+
+    def _onto(self, residual: Tensor, x: Tensor, weight: Tensor, next_norm: Tensor | None) -> Stream:
+        config = self.config(len(x), weight, False)
+        if config is None:
+            return Stream(linear_cublas(x, weight, residual=residual))
+        return stream_triton(x, weight, residual=residual, next_norm=next_norm, config=config, pdl=self.pdl)
 
 
 def products_only(x: Tensor, weight: Tensor, *, glu: bool = False, residual: object = None, **_: object) -> Tensor:
@@ -201,15 +263,85 @@ def pdl_variants(rows: int) -> dict[str, Linear]:
     return found
 
 
+def quick_variants() -> dict[str, Linear]:
+    return {
+        "cublas, small kernels": linear_cublas,
+        "triton": Routed(pdl=False, prepare=False),
+        "pdl": Routed(pdl=True, prepare=False),
+        "triton, norm in producer": Routed(pdl=False, prepare=True),
+        "pdl, norm in producer": Routed(pdl=True, prepare=True),
+    }
+
+
+def fits(shape: Shape, rows: int, config: Config) -> bool:
+    width = config.block_n * (2 if shape.glu else 1)
+    # Tiles of 64 and more use the asynchronous product, which holds on to one buffer more.
+    buffers = config.stages if config.block_n >= 64 else config.stages - 1
+    steps = shape.K / config.block_k / config.split_k
+    bytes_held = buffers * (width + kernels.block_rows(rows)) * config.block_k * 2
+    return bytes_held <= kernels.SHARED_BYTES and steps == int(steps) and config.stages <= steps + 1
+
+
+def default(shape: Shape, rows: int) -> Config:
+    return config_for(rows, shape.N, shape.K, shape.glu)
+
+
+def geometries(shape: Shape, rows: int, base: Config) -> list[Config]:
+    """What a descent tries instead of `base`: other tiles, stages, warps and splits."""
+    if shape.N * shape.K < 1 << 22:
+        sizes = [(16, 64, 10, 1, 1), (16, 64, 10, 4, 1), (16, 64, 5, 2, 1), (32, 64, 10, 4, 1), (32, 64, 10, 2, 1)]
+        sizes += [(16, 128, 13, 2, 1), (16, 128, 7, 2, 2), (32, 128, 7, 4, 2), (16, 256, 7, 4, 1), (16, 512, 4, 4, 1)]
+    elif shape.N > 40000:
+        sizes = [(64, 128, 3, 4, 1), (64, 128, 5, 4, 1), (128, 128, 3, 8, 1), (128, 64, 4, 8, 1), (64, 64, 7, 4, 1)]
+        sizes += [(64, 64, 5, 4, 1), (64, 256, 3, 4, 1), (64, 256, 4, 4, 1)]
+    elif shape.glu:
+        sizes = [(128, 64, 6, 8, 1), (64, 128, 3, 4, 1), (64, 128, 4, 4, 1), (64, 64, 6, 4, 1), (64, 64, 8, 4, 1)]
+        sizes += [(64, 256, 3, 4, 1), (128, 128, 3, 4, 1), (64, 128, 6, 4, 1), (32, 128, 5, 4, 1)]
+    elif shape.N == 6144:
+        sizes = [(16, 256, 5, 2, 1), (32, 128, 6, 4, 2), (32, 256, 5, 4, 1), (64, 128, 10, 4, 1), (64, 256, 5, 4, 1)]
+        sizes += [(16, 128, 8, 2, 1), (16, 128, 10, 2, 1), (32, 128, 9, 4, 1), (128, 128, 6, 8, 2), (64, 128, 6, 4, 2)]
+    else:
+        sizes = [(32, 256, 8, 4, 1), (32, 256, 9, 4, 1), (32, 128, 16, 4, 1), (32, 128, 11, 4, 1), (16, 256, 6, 2, 1)]
+        sizes += [(64, 128, 10, 4, 2), (64, 128, 6, 4, 2), (32, 512, 4, 4, 1), (32, 256, 8, 8, 1)]
+    found = [
+        replace(base, block_n=n, block_k=k, stages=stages, warps=warps, split_k=split, tma=base.tma and n >= 32)
+        for n, k, stages, warps, split in sizes
+    ]
+    return [c for c in dict.fromkeys(found) if c != base and fits(shape, rows, c)]
+
+
+def alternatives(shape: Shape, config: Config) -> list[Config]:
+    """The same sums by other means."""
+    depths = [p for p in (0, 64, 128, 256, 512, 1024, 2048) if p <= shape.K and p != config.prefetch]
+    found = [replace(config, late=not config.late), replace(config, lines=not config.lines)]
+    if shape.K % 8 == 0 and config.block_n >= 32:
+        found.append(replace(config, tma=not config.tma))
+    return found + [replace(config, prefetch=p) for p in depths]
+
+
+def chain_jobs(rows: int, pdl: bool, configs: dict[Shape, list[Config]]) -> Iterator[Job]:
+    """All that a chain with prepared norms runs; any producer's number of sums may meet any consumer."""
+    producers = [(s, c) for s, found in configs.items() if s.residual for c in found]
+    blocks = sorted({1 << (-(-s.N // c.block_n) - 1).bit_length() for s, c in producers})
+    for shape, found in configs.items():
+        for config in found:
+            yield Job(shape, rows, config, pdl)
+            if shape.residual:
+                yield Job(shape, rows, config, pdl, produces=True)
+            if shape.norm:
+                for block in blocks:
+                    yield Job(shape, rows, config, pdl, squares=block)
+
+
 def sweep_configs(shape: Shape, rows: int) -> list[Config]:
     """The likely ones first: the budget may end the sweep early."""
-    default = config_for(rows, shape.N, shape.K, shape.glu)
+    base = default(shape, rows)
     columns = shape.N // (2 if shape.glu else 1)
     small = shape.N * shape.K < 1 << 22
-    depths = [p for p in (64, 256, 1024, 2048) if p <= shape.K and p != default.prefetch]
-    grid = [default, replace(default, lines=True), *(replace(default, prefetch=p) for p in depths)]
+    depths = [p for p in (64, 256, 1024, 2048) if p <= shape.K and p != base.prefetch]
+    grid = [base, replace(base, lines=True), *(replace(base, prefetch=p) for p in depths)]
     if shape.norm:
-        grid.append(replace(default, fuse_norm=True))
+        grid.append(replace(base, fuse_norm=True))
     rest: list[Config] = []
     for split in (1,) if shape.glu or shape.N > 40000 else (1, 2, 4):
         for block_n, warps in ((16, 2), (32, 4), (64, 4), (128, 8)):
@@ -227,7 +359,7 @@ def sweep_configs(shape: Shape, rows: int) -> list[Config]:
                 for budget in (100, 190):  # KiB of shared memory per processor
                     buffers = min(budget * 1024 // resident // tile, 12, shape.K // split // block_k)
                     if buffers >= 2:
-                        rest.append(Config(block_n, block_k, buffers + 1, warps, split, default.prefetch))
+                        rest.append(Config(block_n, block_k, buffers + 1, warps, split, base.prefetch))
     # Every third first, so that an early end has still seen all regions of the grid.
     return list(dict.fromkeys([*grid, *rest[0::3], *rest[1::3], *rest[2::3]]))
 
@@ -251,20 +383,34 @@ def call(
     return linear_triton(x, w, norm_weight=norm, eps=EPS, glu=shape.glu, residual=residual, config=config, pdl=pdl)
 
 
-def compile_jobs(jobs: list[tuple[Shape, int, Config, bool]]) -> None:
+def compile_jobs(jobs: list[Job]) -> None:
     """In a child process: compiles into Triton's cache on disk. Widths are no part of a compilation: few rows do."""
-    for shape, rows, config, pdl in jobs:
+    for shape, rows, config, pdl, squares, produces in jobs:
         try:
             few = replace(shape, N=512)
             columns = few.N // (2 if few.glu else 1)
-            x = torch.zeros(rows, few.K, dtype=DTYPE, device="cuda")
+            x: Tensor | Stream = torch.zeros(rows, few.K, dtype=DTYPE, device="cuda")
             residual = torch.zeros(rows, columns, dtype=DTYPE, device="cuda") if few.residual else None
-            call(few, x, weight(few), norm_of(few), residual, config, pdl)
+            norm = norm_of(few)
+            if squares:
+                assert isinstance(x, Tensor)
+                x = Stream(x, norm, x, torch.zeros(squares, rows, device="cuda"))
+            stream_triton(
+                x,
+                weight(few),
+                norm_weight=norm,
+                eps=EPS,
+                glu=few.glu,
+                residual=residual,
+                next_norm=torch.zeros(columns, dtype=DTYPE, device="cuda") if produces else None,
+                config=config,
+                pdl=pdl,
+            )
         except Exception:
             pass  # the parent meets it again, and says so
 
 
-def default_jobs(shape: Shape, rows: int, pdl: bool) -> list[tuple[Shape, int, Config, bool]]:
+def default_jobs(shape: Shape, rows: int, pdl: bool) -> list[Job]:
     """What the checks and the chains run."""
     base = config_for(rows, shape.N, shape.K, shape.glu)
     configs = [(base, False)]
@@ -278,10 +424,10 @@ def default_jobs(shape: Shape, rows: int, pdl: bool) -> list[tuple[Shape, int, C
             configs += [(replace(base, prefetch=p), True) for p in ((0, *DEPTHS) if rows != 32 else (0,))]
             configs.append((replace(base, lines=True), True))
             configs.append((replace(base, prefetch=0, fuse_norm=shape.norm), True))
-    return [(shape, rows, config, with_pdl) for config, with_pdl in configs]
+    return [Job(shape, rows, config, with_pdl) for config, with_pdl in configs]
 
 
-def precompile(jobs: list[tuple[Shape, int, Config, bool]], workers: int) -> None:
+def precompile(jobs: list[Job], workers: int) -> None:
     """Before the parent touches CUDA: a forked child cannot use what its parent has begun."""
     started = time.time()
     context = multiprocessing.get_context("fork")
@@ -321,10 +467,10 @@ class Bench:
         x = torch.randn(64, shape.K, device="cuda").to(DTYPE)
         columns = shape.N // (2 if shape.glu else 1)
         residual = torch.randn(64, columns, device="cuda").to(DTYPE) if shape.residual else None
-        config = replace(config_for(64, shape.N, shape.K, shape.glu), fuse_norm=fuse)
 
-        def run(rows: int, config: Config) -> Tensor:
-            config = replace(config, stages=config_for(rows, shape.N, shape.K, shape.glu).stages)
+        def run(rows: int, split: int | None = None) -> Tensor:
+            config = replace(config_for(rows, shape.N, shape.K, shape.glu), fuse_norm=fuse)
+            config = config if split is None else replace(config, split_k=split)
             left = residual[:rows] if residual is not None else None
             return call(shape, x[:rows], w, norm, left, config, pdl)
 
@@ -350,17 +496,18 @@ class Bench:
             glu=shape.glu,
             residual=residual[:, pick] if residual is not None else None,
         )
-        full = run(64, config)
-        error = (full[:, pick].double() - truth).abs().max().item()
         usual = (twin.double() - truth).abs().max().item()
-        moved = [t for t in (1, 5, 8, 16, 17, 32, 33, 48) if not torch.equal(run(t, config), full[:t])]
+        error, moved = 0.0, []
+        for kind in KINDS:
+            full = run(kind[-1])
+            error = max(error, (full[:, pick].double() - truth[: kind[-1]]).abs().max().item())
+            moved += [t for t in kind if not torch.equal(run(t), full[:t])]
         split = None
-        if splittable(shape, config):
-            parts = replace(config, split_k=4)
-            summed = run(64, parts)
-            again = all(torch.equal(run(64, parts), summed) for _ in range(5))
+        if splittable(shape, config_for(64, shape.N, shape.K, shape.glu)):
+            summed = run(64, 4)
+            again = all(torch.equal(run(64, 4), summed) for _ in range(5))
             off = (summed[:, pick].double() - truth).abs().max().item()
-            split = off <= 2 * usual + 1e-2 and again and torch.equal(run(8, parts), summed[:8])
+            split = off <= 2 * usual + 1e-2 and again and torch.equal(run(17, 4), summed[:17])
         good = error <= 2 * usual + 1e-2
         say(
             f"{model:13} {shape.name:12} pdl={pdl!s:5} fused norm={fuse!s:5} error {error:.4f} (torch {usual:.4f})"
@@ -380,9 +527,111 @@ class Bench:
             }
         )
 
-    def checks(self, pdl: bool) -> None:
+    def check_prepared(self, model: Model, first: Shape, then: Shape, pdl: bool) -> None:
+        """A norm that the product before it prepared, as `check` does."""
+        w_first, w_then, norm = weight(first), weight(then), norm_of(then)
+        assert norm is not None
+        x, residual = (torch.randn(64, width, device="cuda").to(DTYPE) for width in (first.K, first.N))
+
+        def run(rows: int) -> tuple[Tensor, Tensor]:
+            one, two = (config_for(rows, s.N, s.K, s.glu) for s in (first, then))
+            stream = stream_triton(x[:rows], w_first, residual=residual[:rows], next_norm=norm, config=one, pdl=pdl)
+            assert stream.squares is not None
+            y = linear_triton(stream, w_then, norm_weight=norm, eps=EPS, glu=then.glu, config=two, pdl=pdl)
+            return stream.x, y
+
+        columns = then.N // (2 if then.glu else 1)
+        pick = torch.randperm(columns, device="cuda")[:512]
+        part = w_then[torch.cat([pick, pick + columns]) if then.glu else pick]
+        error, usual, moved = 0.0, 0.0, []
+        for kind in KINDS:
+            middle, full = run(kind[-1])
+            truth = linear_torch(middle.double(), part.double(), norm_weight=norm.double(), eps=EPS, glu=then.glu)
+            twin = linear_torch(middle, part, norm_weight=norm, eps=EPS, glu=then.glu)
+            error = max(error, (full[:, pick].double() - truth).abs().max().item())
+            usual = max(usual, (twin.double() - truth).abs().max().item())
+            moved += [t for t in kind if not all(map(torch.equal, run(t), (middle[:t], full[:t])))]
+        good = error <= 2 * usual + 1e-2
+        say(
+            f"{model.name:13} {first.name} -> {then.name}, norm prepared, pdl={pdl!s:5} error {error:.4f}"
+            f" (torch {usual:.4f}) {'ok' if good else 'WRONG'}; row counts that change a row: {moved or 'none'}"
+        )
+        self.results["checks"].append(
+            {
+                "model": model.name,
+                "shape": f"{first.name} -> {then.name}",
+                "pdl": pdl,
+                "error": error,
+                "torch_error": usual,
+                "ok": good,
+                "moved": moved,
+            }
+        )
+
+    def checks_prepared(self, models: list[Model], pdl: bool) -> None:
+        for model in models:
+            qkv, o, glu, down, _ = model.shapes
+            for first, then in ((o, glu), (down, qkv)):
+                todo = partial(self.check_prepared, model, first, then, pdl)
+                self.guarded(f"prepared {model.name} {first.name} {pdl=}", todo)
+        self.save()
+
+    def descend(self, chain: Chain, rows: int, seconds: float) -> None:
+        """Changes one shape at a time and keeps what makes the whole chain faster."""
+        began = time.time()
+        x = torch.empty(rows, chain.model.hidden, device="cuda").normal_(generator=self.generator()).to(DTYPE)
+        truth = chain.run(linear_torch, x).float()
+        table: Table = {(s.N, s.K): config_for(rows, s.N, s.K, s.glu) for s in chain.model.shapes}
+        least = self.args.least / 2
+
+        def graph_of(table: Table) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+            return captured(lambda: chain.run(Routed(pdl=True, prepare=True, table=table), x))
+
+        best_graph, out = graph_of(table)
+        best = start = seconds_per_replay(best_graph, least)
+        say(f"{chain.model.name} M={rows}: {best * 1e3:.4f} ms before the descent")
+        tried = 0
+        for by_geometry in (True, False, True, False):
+            for shape in sorted(chain.model.shapes, key=lambda s: (s.N > 40000, -s.nbytes)):
+                key = (shape.N, shape.K)
+                for config in geometries(shape, rows, table[key]) if by_geometry else alternatives(shape, table[key]):
+                    if time.time() - began > seconds:
+                        break
+                    if config == table[key]:
+                        continue
+                    trial = table | {key: config}
+                    got = self.guarded(f"descend {shape.name} {config}", partial(graph_of, trial))
+                    if got is None:
+                        continue
+                    tried += 1
+                    graph, out = got
+                    taken = seconds_per_replay(graph, least)
+                    if taken > best * 0.998:
+                        continue
+                    # Again, one after the other: clocks drift.
+                    best, taken = seconds_per_replay(best_graph, 2 * least), seconds_per_replay(graph, 2 * least)
+                    off = ((out.float() - truth).norm() / truth.norm()).item()
+                    if taken <= best * 0.998 and off < 0.03:
+                        best, best_graph, table = taken, graph, trial
+                        say(f"   {best * 1e3:.4f} ms  {shape.name} {config}")
+        say(f"   {start * 1e3:.4f} -> {best * 1e3:.4f} ms; {tried} tried in {time.time() - began:.1f} s; table:")
+        for shape in chain.model.shapes:
+            say(f"    ({shape.N}, {shape.K}, {shape.glu}): {table[shape.N, shape.K]}")
+        self.results.setdefault("descents", []).append(
+            {
+                "model": chain.model.name,
+                "rows": rows,
+                "before_ms": round(start * 1e3, 4),
+                "after_ms": round(best * 1e3, 4),
+                "tried": tried,
+                "table": {s.name: asdict(table[s.N, s.K]) for s in chain.model.shapes},
+            }
+        )
+        self.save()
+
+    def checks(self, pdl: bool, fused: bool = True) -> None:
         for model, shape in sweep_shapes():
-            for fuse in (False, True) if shape.norm else (False,):
+            for fuse in (False, True) if shape.norm and fused else (False,):
                 self.guarded(f"check {model} {shape.name} {pdl=}", partial(self.check, model, shape, pdl, fuse))
         self.save()
 
@@ -401,7 +650,7 @@ class Bench:
                     error = None
                 agrees = None
                 if name.startswith(("triton", "pdl")):
-                    key = (chain.model.name, M, "fused" in name)
+                    key = (chain.model.name, M, "fused" in name, "producer" in name)
                     agrees = torch.equal(exact.setdefault(key, out), out)
                 rate = chain.nbytes / taken / 1e12
                 say(
@@ -481,9 +730,9 @@ class Bench:
             f" {time.time() - began:.1f} s; cuBLAS with small kernels"
             f" {'failed' if cublas is None else f'{cublas * 1e6:.2f} us {shape.nbytes / cublas / 1e12:.2f} TB/s'}"
         )
-        default = config_for(rows, shape.N, shape.K, shape.glu)
-        for taken, config in [*found[:6], *((t, c) for t, c in found[6:] if c == default)]:
-            tags = "default " * (config == default) + "norm fused " * config.fuse_norm
+        usual = default(shape, rows)
+        for taken, config in [*found[:6], *((t, c) for t, c in found[6:] if c == usual)]:
+            tags = "default " * (config == usual) + "norm fused " * config.fuse_norm
             tags += "lines " * config.lines + "tma " * config.tma
             say(
                 f"   {taken * 1e6:8.2f} us {shape.nbytes / taken / 1e12:5.2f} TB/s  n{config.block_n} k{config.block_k}"
@@ -505,6 +754,45 @@ class Bench:
         return found[0][1] if found else None
 
 
+def quick(args: argparse.Namespace) -> None:
+    models = [m for m in MODELS if m.name in args.models]
+    if args.workers:
+        jobs: list[Job] = []
+        for model in models:
+            for M in (16, 32, 64):
+                for pdl in (False, True):
+                    jobs += chain_jobs(M, pdl, {s: [default(s, M)] for s in model.shapes})
+            if args.descend:
+                M = args.descend_rows
+                tried = {s: geometries(s, M, default(s, M)) for s in model.shapes}
+                jobs += chain_jobs(M, True, {s: [default(s, M), *found] for s, found in tried.items()})
+                squares = -(-model.hidden // default(model.shapes[1], M).block_n)
+                for s in model.shapes:
+                    prepared = squares if s.norm and s.N < 40000 else 0
+                    jobs += [Job(s, M, c, True, prepared, s.residual) for c in alternatives(s, default(s, M))]
+        for s in DRAFTER:
+            jobs += [Job(s, M, default(s, M), True) for M in (16, 32, 64)]
+        precompile(list(dict.fromkeys(jobs)), args.workers)
+    bench = Bench(args)
+    bench.results.update(gpu=torch.cuda.get_device_name(), torch=torch.__version__, command=" ".join(sys.argv))
+    with torch.no_grad():
+        bench.checks(pdl=True, fused=False)
+        bench.checks_prepared(models, pdl=True)
+        chains = [Chain(model) for model in models]
+        exact: dict[Any, Tensor] = {}
+        for chain in chains:
+            bench.chain(chain, quick_variants(), args.rows, exact)
+        say(f"{time.time() - bench.started:.1f} s so far")
+        if args.descend:
+            for chain in chains:
+                share = (0.6 if chain.model.name == "8b" else 0.4) if len(chains) > 1 else 1.0
+                todo = partial(bench.descend, chain, args.descend_rows, share * args.descend)
+                bench.guarded(f"descend {chain.model.name}", todo)
+    bench.save()
+    say(f"{bench.results['seconds']:.0f} s in all, {len(bench.results['errors'])} failures")
+    print(json.dumps(bench.results))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="JSON file for everything measured")
@@ -516,8 +804,14 @@ def main() -> None:
     parser.add_argument("--least", type=float, default=0.03, help="seconds of replays per timing of a chain")
     parser.add_argument("--models", nargs="+", default=[m.name for m in MODELS], choices=[m.name for m in MODELS])
     parser.add_argument("--workers", type=int, default=15, help="processes that compile beforehand; 0: none")
+    parser.add_argument("--quick", action="store_true", help="checks, and the chains that matter")
+    parser.add_argument("--descend", type=float, default=0.0, metavar="SECONDS", help="with --quick: look for better")
+    parser.add_argument("--descend-rows", type=int, default=8)
     parser.add_argument("--no-pdl", action="store_true", help="leave programmatic dependent launch alone")
     args = parser.parse_args()
+    if args.quick:
+        quick(args)
+        return
     pdl = not args.no_pdl
 
     known = [(model, s) for model, s in sweep_shapes() if model in args.models]
@@ -527,8 +821,8 @@ def main() -> None:
     ]
     descriptors = [(model, s, M) for model, s, M in swept if M <= 16 and model == "8b"]
     if args.workers:
-        jobs = [(s, M, config, pdl) for _, s, M in swept for config in sweep_configs(s, M)]
-        jobs += [(s, M, config, pdl) for _, s, M in descriptors for config in tma_configs(s, M)]
+        jobs = [Job(s, M, config, pdl) for _, s, M in swept for config in sweep_configs(s, M)]
+        jobs += [Job(s, M, config, pdl) for _, s, M in descriptors for config in tma_configs(s, M)]
         for _, s in known:
             for M in (16, 32, 64):
                 jobs += default_jobs(s, M, pdl)

@@ -90,6 +90,7 @@ class Engine:
     max_model_len: int = 1024
     kv_bytes: int = 6 * GB
     capture: int | None = None  # vLLM's largest CUDA graph, where its default of 512 tokens is too small
+    plain: bool = False  # a second try of vLLM, with neither that nor its faster argmax
     gpu_gb: float = 30.0  # what it takes on the GPU, for deciding how many start side by side
     measures: list[Json] = field(default_factory=list)
 
@@ -126,7 +127,7 @@ def wanted_engines(rows: set[str], sides: list[str], sizes: Sizes) -> list[Engin
         return [measure for row, measure in pairs if row in rows]
 
     room = sizes.long_prompt + o + 256
-    e8 = Engine("", "", "", "8b", max_num_seqs=b, max_model_len=2 * p + o + 256)
+    e8 = Engine("", "", "", "8b", max_num_seqs=b, max_model_len=2 * p + o + 256, kv_bytes=54 * GB // 10)
     sm = Engine("", "", "", "smollm2", max_num_seqs=b, max_model_len=2048, kv_bytes=2 * GB, gpu_gb=7, dummy=False)
     found: list[Engine] = []
     for side in sides:
@@ -151,11 +152,11 @@ def wanted_engines(rows: set[str], sides: list[str], sizes: Sizes) -> list[Engin
         if vllm:
             none += needed(("c64", c64))
         found.append(
-            replace(e8, side=side, name="8b-none", label="no drafter", kv_bytes=5 * GB, gpu_gb=26, measures=none)
+            replace(e8, side=side, name="8b-none", label="no drafter", gpu_gb=25 if vllm else 23, measures=none)
         )
         if vllm:
             of64 = needed(("c64", c64))
-            e3 = replace(e8, side=side, drafter="8b-e1", k=3, parallel=False, measures=of64)
+            e3 = replace(e8, side=side, drafter="8b-e1", k=3, parallel=False, gpu_gb=27, measures=of64)
             found.append(replace(e3, name="8b-e3", label="EAGLE-3 K=3"))
             pe = replace(e8, side=side, drafter="8b-p4", measures=of64)
             found.append(replace(pe, name="8b-p3", label="P-EAGLE K=3", k=3))
@@ -395,9 +396,9 @@ def open_vllm(job: Json) -> tuple[Generate, Json]:
                 spec |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": job["rates"]}
             # Its default scatters the draft logits into a second full-vocabulary table before the argmax;
             # this takes the argmax at once, with the same result.
-            spec["use_local_argmax_reduction"] = True
+            spec["use_local_argmax_reduction"] = not job["plain"]
         settings["speculative_config"] = spec
-    if job["capture"] and job["device"] == "cuda":
+    if job["capture"] and job["device"] == "cuda" and not job["plain"]:
         settings["max_cudagraph_capture_size"] = job["capture"]
     if job["device"] == "cpu":
         settings["enforce_eager"] = True
@@ -415,7 +416,7 @@ def open_vllm(job: Json) -> tuple[Generate, Json]:
         seed=0,
         **settings,
     )
-    about: Json = {"vllm": vllm.__version__}
+    about: Json = {"vllm": vllm.__version__, "plain": job["plain"]}
     try:
         config = llm.llm_engine.vllm_config
         about["async_scheduling"] = bool(config.scheduler_config.async_scheduling)
@@ -700,6 +701,8 @@ class Session:
         self.scratch.mkdir(parents=True, exist_ok=True)
         self.live: list[Worker] = []
         self.results: Json = {"measurements": {}, "starts": {}, "notes": [], "calls": []}
+        if args.out:
+            args.out.parent.mkdir(parents=True, exist_ok=True)
         if args.resume and args.out and args.out.exists():
             self.results |= json.loads(args.out.read_text())
         self.machine: Json = {}
@@ -716,9 +719,14 @@ class Session:
         self.say(text)
         self.results["notes"].append(text)
 
+    def failed(self, one: Worker, why: str) -> None:
+        self.note(f"{one.engine.key} {why}")
+        print(one.tail(), flush=True)
+        if self.args.out:
+            shutil.copy(one.log, self.args.out.with_name(f"{one.engine.side}-{one.engine.name}.log"))
+
     def save(self) -> None:
         if self.args.out:
-            self.args.out.parent.mkdir(parents=True, exist_ok=True)
             write_json(self.args.out, self.results | {"rows": self.rows()})
 
     def missing(self, engine: Engine) -> list[Json]:
@@ -813,7 +821,7 @@ class Session:
             wave = self.next_wave(queue)
             again = [e for e in self.run_wave(wave) if e.key not in tried]
             tried |= {e.key for e in again}
-            queue = queue[len(wave) :] + [replace(e, alone=False) for e in again]
+            queue = queue[len(wave) :] + again
 
     def next_wave(self, queue: list[Engine]) -> list[Engine]:
         if queue[0].alone:
@@ -828,7 +836,10 @@ class Session:
         return wave
 
     def run_wave(self, wave: list[Engine]) -> list[Engine]:
-        """Starts all, waits until none is starting any more, measures one after the other. Returns whom to retry."""
+        """Starts all, waits until none is starting any more, measures one after the other. Returns whom to retry.
+
+        A second try costs minutes of a GPU at worst; a row that is missing costs a whole further call.
+        """
         self.say(f"starting {', '.join(e.key for e in wave)}")
         waiting, ready, again = [self.start(engine) for engine in wave], [], []
         # Whoever is slow must leave time to measure the others.
@@ -842,10 +853,8 @@ class Session:
                 waiting.remove(one)
                 key = one.engine.key
                 if "error" in state:
-                    self.note(f"{key} did not start: {state['error'][:300]}")
-                    print(one.tail(), flush=True)
-                    if "memory" in (state["error"] + one.tail()).lower():
-                        again.append(one.engine)
+                    self.failed(one, f"did not start: {state['error'][:300]}")
+                    again.append(replace(one.engine, alone=False, plain=True))
                     self.stop(one)
                 else:
                     kept = "starts" if one.engine.alone else "starts_side_by_side"
@@ -853,8 +862,7 @@ class Session:
                     self.say(f"{key} ready, first token after {state['first_token_s']:.1f} s")
                     ready.append(one)
         for one in waiting:
-            self.note(f"{one.engine.key} was still starting when time was up")
-            print(one.tail(), flush=True)
+            self.failed(one, "was still starting when time was up")
             self.stop(one)
         self.save()
         for one in sorted(ready, key=lambda w: wave.index(w.engine)):
@@ -865,8 +873,7 @@ class Session:
                 result = one.ask(measure, min(self.deadline, time.time() + self.args.measure_seconds))
                 self.results["measurements"].setdefault(one.engine.key, {})[measure["name"]] = result
                 if "error" in result:
-                    self.note(f"{one.engine.key} {measure['name']}: {result['error'][:300]}")
-                    print(one.tail(), flush=True)
+                    self.failed(one, f"{measure['name']}: {result['error'][:300]}")
                 else:
                     figure = f"{result['tok_s']:.0f} tok/s" if "tok_s" in result else "done"
                     self.say(f"{one.engine.key} {measure['name']}: {figure}")
@@ -958,7 +965,10 @@ class Session:
     def report(self) -> None:
         if copy := self.machine.get("copy_tb_s"):
             self.results["copy_tb_s"] = copy
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip()
+        commit = ""
+        if shutil.which("git"):
+            found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT)
+            commit = found.stdout.strip()
         versions = {"python": platform.python_version()}
         for kind in ("starts", "starts_side_by_side"):
             for state in self.results.get(kind, {}).values():
@@ -978,7 +988,7 @@ class Session:
 
 
 def differing(ours: list[str], theirs: list[str]) -> float:
-    return sum(a != b for a, b in zip(ours, theirs, strict=True)) / len(ours)
+    return sum(a != b for a, b in zip(ours, theirs, strict=False)) / len(ours)
 
 
 def table(rows: list[Json]) -> str:

@@ -34,8 +34,8 @@ from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
 
 LAYER = LayerConfig(16, 32, num_heads=2, num_kv_heads=1, head_dim=8)
-VOCAB, LONGEST, EOS = 10, 80, 7
-PROMPTS, MOST_TOKENS = 24, 24
+VOCAB, LONGEST, EOS = 10, 96, 7
+PROMPTS, SHORT, MOST_TOKENS = 16, 4, 40
 CLEAR = 1e-4  # least lead of the best token over the next, against rounding that differs between batches
 PARAMS = [
     SamplingParams(ignore_eos=True),
@@ -91,8 +91,8 @@ def prompts() -> list[list[int]]:
     choose = random.Random(0)
     starts = [[choose.randrange(VOCAB) for _ in range(33)] for _ in range(4)]
     found = []
-    for _ in range(PROMPTS):
-        shared = choose.choice(starts)[: choose.choice([0, 16, 17, 32, 33])]
+    for i in range(PROMPTS):
+        shared = choose.choice(starts)[: choose.choice([0, 16, 17, 32, 33])] if i >= SHORT else []
         found.append(shared + [choose.randrange(VOCAB) for _ in range(choose.randint(1, 12))])
     return found
 
@@ -127,7 +127,7 @@ def expected(which: int, base: int, params: SamplingParams) -> list[int] | None:
 
 
 def soak(
-    requests: int, drafts: int = 3, parallel: bool = True, lookahead: int = 1, blocks: int = 110, seed: int = 0
+    requests: int, drafts: int = 3, parallel: bool = True, lookahead: int = 1, blocks: int = 56, seed: int = 0
 ) -> Report:
     choose = random.Random(seed)
     with tempfile.TemporaryDirectory() as folder:
@@ -169,9 +169,11 @@ def soak(
     while sent < requests or llm.busy:
         # in waves, so that the engine is full, draining and empty by turns
         while sent < requests and len(alive) < (150 if sent // 400 % 2 else 20) and choose.random() < 0.9:
-            which, base = choose.randrange(PROMPTS), choose.choice([0, 0, 0, 0, 1, 1, 1, 2])
-            stops = choose.sample(range(VOCAB), choose.choice([0, 0, 1]))
-            length = -(-choose.randint(1, MOST_TOKENS) // choose.choice([1, 4]))
+            which, base = choose.randrange(PROMPTS), choose.choice([0, 0, 0, 0, 0, 1, 2])
+            stops = choose.sample(range(VOCAB), choose.choice([0, 0, 0, 1]))
+            length = choose.choice([MOST_TOKENS, choose.randint(1, MOST_TOKENS), choose.randint(1, 6)])
+            if sent // 100 % 3 == 2:  # short prompts and long answers: they outgrow what they got at first
+                which, base, length = which % SHORT, 0, MOST_TOKENS
             params = replace(PARAMS[base], max_tokens=length, stop_token_ids=stops)
             group = llm.add(prompts()[which], params)
             alive[group.requests[0].id] = (group, which, base)
@@ -179,7 +181,7 @@ def soak(
             if sent == requests // 10:
                 gc.collect()
                 memory = resident()
-        if alive and choose.random() < 0.3:
+        if alive and choose.random() < 0.12:
             request = alive[choose.choice(list(alive))][0].requests[0]
             llm.abort(alive[request.id][0])
             close(request)

@@ -130,7 +130,7 @@ class SamplingParams:
     5. Temperature 0 is greedy: the argmax of that (of equals the lowest id), none of the below.
     6. Logits are divided by `temperature`; `min_p` drops tokens less likely than min_p times the likeliest;
        `top_k` drops those below the k-th best (what equals it stays); `top_p` keeps the likeliest until their
-       mass reaches it (of equals the lower id first). min_p 0, top_k 0 and top_p 1 are off.
+       mass reaches it (what equals the last of them stays). min_p 0, top_k 0 and top_p 1 are off.
 
     Text ends at the first token that one of these holds for, checked in this order. The token stays in
     `token_ids`, and whatever a round accepted behind it is cut off.

@@ -197,10 +197,11 @@ def distribution(logits_KV: Tensor, params: SamplingParams) -> Tensor:
         kth = logits.topk(params.top_k, -1).values[..., -1:]
         logits = logits.masked_fill(logits < kth, -torch.inf)
     if params.top_p < 1.0:
-        ordered, order = logits.sort(dim=-1, descending=True, stable=True)  # of equals the lower id is kept
+        ordered = logits.sort(dim=-1, descending=True).values
         probs = ordered.softmax(-1)
         beyond = probs.cumsum(-1) - probs >= params.top_p  # the mass before a token already suffices
-        logits = logits.masked_fill(beyond.scatter(-1, order, beyond), -torch.inf)
+        least = ordered.masked_fill(beyond, torch.inf).amin(-1, keepdim=True)  # what equals it stays
+        logits = logits.masked_fill(logits < least, -torch.inf)
     return logits.softmax(-1)
 
 

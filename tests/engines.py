@@ -142,9 +142,7 @@ def truth(prompt: tuple[int, ...], params: SamplingParams, name: str | None = No
         made = reference.generate(
             target().model, prompt, params, EOS, drafter(name) if name else None, k, LONGEST, decode=decode
         )
-    return Truth(
-        made.token_ids, made.finish_reason, made.stop_reason, made.text, made.logprobs, least > CLEAR, made
-    )
+    return Truth(made.token_ids, made.finish_reason, made.stop_reason, made.text, made.logprobs, least > CLEAR, made)
 
 
 _MEMORY: dict[Any, Any] = {}

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,12 +30,16 @@ from peagle.kernels.linear import (
     add_rms_norm_torch,
     config_for,
     linear,
+    linear_onto,
     linear_torch,
     linear_triton,
+    norm_cat,
+    norm_cat_torch,
     rms_norm,
     rms_norm_torch,
     silu_mul,
     silu_mul_torch,
+    stream_triton,
 )
 from peagle.models.layers import RMSNorm
 
@@ -163,12 +168,82 @@ WHOLE = {"T": 20, "N": 70, "K": 250, "glu": True, "norm": True, "bias": True, "r
 @example((WHOLE, Config(16, 32, 3, 2, split_k=3, fuse_norm=True)))
 @example((WHOLE | {"K": 256}, Config(32, 64, 3, 4, split_k=2, fuse_norm=True, prefetch=64, tma=True)))
 @example((WHOLE | {"T": 1}, None))
+@example(({"T": 3, "N": 1, "K": 64, "glu": False, "norm": False, "bias": True, "residual": True}, None))
+@example(({"T": 3, "N": 2, "K": 1, "glu": True, "norm": True, "bias": True, "residual": True}, None))
 def test_the_triton_product_is_the_product(device, dtype, call):
     shape, config = call
     case = Case(**shape, dtype=dtype, device=device)
     with poisoned():
         y = case.run(linear_triton, config=config)
     case.check(y)
+
+
+@on_a_device
+@many(12)
+@given(
+    st.sampled_from([1, 8, 17, 40]),
+    st.integers(1, 200),
+    st.sampled_from([1, 2]),
+    st.sampled_from([1, 2]),
+    st.booleans(),
+)
+@example(40, 200, 2, 2, True)
+@example(8, 1, 1, 1, False)
+def test_a_norm_that_its_inputs_producer_prepared_is_the_norm(device, dtype, T, D, split, next_split, glu):
+    first = Case(T, D, 64, dtype, device, bias=True, residual=True)
+    then = Case(T, 6, D, dtype, device, norm=True, glu=glu, bias=True, seed=1)
+    with poisoned():
+        stream = stream_triton(
+            first.x,
+            first.weight,
+            first.bias,
+            residual=first.residual,
+            next_norm=then.norm,
+            config=Config(16, 32, 3, 2, split_k=split),
+        )
+        y = linear_triton(
+            stream,
+            then.weight,
+            then.bias,
+            norm_weight=then.norm,
+            eps=EPS,
+            glu=glu,
+            config=Config(16, 32, 3, 2, split_k=next_split),
+        )
+    first.check(stream.x)
+    assert torch.equal(stream.x, first.run(linear_triton, config=Config(16, 32, 3, 2, split_k=split)))
+    assert stream.scaled is not None and stream.squares is not None
+    assert torch.equal(stream.scaled, (stream.x.float() * then.norm.float()).to(dtype))
+    torch.testing.assert_close(stream.squares.sum(0), stream.x.float().square().sum(-1), rtol=1e-5, atol=1e-6)
+    then.x = stream.x
+    then.check(y)
+    # A product with another norm takes the stream itself.
+    other = then.norm.clone()
+    assert torch.equal(
+        linear_triton(stream, then.weight, norm_weight=other, eps=EPS),
+        linear_triton(stream.x, then.weight, norm_weight=other, eps=EPS),
+    )
+
+
+@on_a_device
+def test_a_row_of_a_prepared_norm_does_not_depend_on_the_others(device, dtype):
+    most = 16 if INTERPRETED else 64
+    first = Case(most, 300, 64, dtype, device, residual=True)
+    then = Case(most, 48, 300, dtype, device, norm=True)
+    config = Config(16, 32, 3, 2)
+
+    def run(rows: int) -> tuple[Tensor, Tensor]:
+        stream = stream_triton(
+            first.x[:rows], first.weight, residual=first.residual[:rows], next_norm=then.norm, config=config
+        )
+        assert stream.squares is not None
+        return stream.squares, linear_triton(stream, then.weight, norm_weight=then.norm, eps=EPS, config=config)
+
+    squares, full = run(most)
+    for rows in (1, 7, 15, 16, 17, 32, 33, 64):
+        if rows <= most:
+            some, y = run(rows)
+            assert torch.equal(some, squares[:, :rows]) and torch.equal(y, full[:rows]), rows
 
 
 @on_a_device
@@ -209,23 +284,51 @@ def test_the_small_kernels(device, dtype, T, K):
         normed = kernels.rms_norm_triton(x, weight, EPS)
         summed, total = kernels.add_rms_norm_triton(x, residual, weight, EPS)
         gated = kernels.silu_mul_triton(wide)
+        both = kernels.norm_cat_triton(x, weight, wide[:, :K], x[0], EPS)
     assert torch.equal(total, x + residual)
     close = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 1e-6}
     torch.testing.assert_close(normed.double(), rms_norm_torch(x.double(), weight.double(), EPS), **close)
     torch.testing.assert_close(summed.double(), rms_norm_torch(total.double(), weight.double(), EPS), **close)
+    truth = norm_cat_torch(x.double(), weight.double(), wide[:, :K].double(), x[0].double(), EPS)
+    torch.testing.assert_close(both.double(), truth, **close)
     torch.testing.assert_close(gated.double(), silu_mul_torch(wide.double()), **close)
 
 
+KNOWN = [*kernels.TUNED, (960, 576, False), (576, 576, False), (3072, 576, True), (576, 1536, False)]
+
+
 @many(200)
-@given(st.integers(1, 20000), st.integers(1, 20000), st.booleans())
-def test_a_configuration_sums_in_the_same_order_for_all_row_counts(N, K, glu):
-    N *= 2 if glu else 1
-    found = [config_for(T, N, K, glu) for T in (1, 16, 17, 32, 33, 64)]
-    assert len({(c.block_n, c.block_k, c.split_k, c.warps, c.fuse_norm) for c in found}) == 1
-    for T, c in zip((1, 16, 17, 32, 33, 64), found, strict=True):
-        tile = (c.block_n * (2 if glu else 1) + kernels.block_rows(T)) * c.block_k * 2
-        assert (c.stages - 1) * tile <= 227 * 1024
-        assert 1 <= c.prefetch <= K
+@given(
+    st.one_of(
+        st.sampled_from(KNOWN),
+        st.tuples(st.integers(1, 20000).map(lambda n: 2 * n), st.integers(1, 20000), st.booleans()),
+        st.tuples(st.integers(1, 140000), st.sampled_from([64, 576, 2048, 4096, 5120]), st.just(False)),
+    )
+)
+def test_a_configuration_fits_and_sums_in_the_same_order_for_all_row_counts_of_a_kind(shape):
+    N, K, glu = shape
+    for kind in ((1, 7, 16), (17, 32, 33, 64)):
+        found = [config_for(T, N, K, glu) for T in kind]
+        assert len({replace(c, stages=0) for c in found}) == 1
+        for T, c in zip(kind, found, strict=True):
+            tile = (c.block_n * (2 if glu else 1) + kernels.block_rows(T)) * c.block_k * 2
+            assert 2 <= c.stages and c.stages * tile <= 227 * 1024
+            assert 1 <= c.prefetch <= K
+    assert kernels.skinny_rows(N, K, glu) in (kernels.FEW, kernels.SKINNY)
+
+
+def test_small_shapes_have_one_configuration_for_all_row_counts():
+    for N, K, glu in ((96, 256, False), (960, 576, False), (3072, 576, True), (576, 1536, False), (49152, 64, False)):
+        assert kernels.skinny_rows(N, K, glu) == kernels.SKINNY
+        assert len({replace(config_for(T, N, K, glu), stages=0) for T in (1, 16, 17, 64)}) == 1
+
+
+def test_the_rule_comes_close_to_what_was_measured():
+    for (N, K, glu), (few, more) in kernels.TUNED.items():
+        rule = kernels._rule(8, N, K, glu)
+        if K != 8192:
+            assert (rule.block_n, rule.warps, rule.split_k) == (few.block_n, few.warps, few.split_k), (N, K)
+        assert (kernels._many_rows(N, K, glu) is None) == (more is None), (N, K)
 
 
 def test_the_twin_is_the_layers_own_arithmetic():
@@ -259,6 +362,13 @@ def test_the_cpu_takes_the_twins(dtype):
     assert torch.equal(linear(x, weight, **options), linear_torch(x, weight, **options))
     assert torch.equal(rms_norm(x, norm, EPS), rms_norm_torch(x, norm, EPS))
     assert torch.equal(silu_mul(x), silu_mul_torch(x))
+    assert torch.equal(
+        norm_cat(x, norm, -x, x[0], EPS), torch.cat([rms_norm(x, norm, EPS), rms_norm(-x, x[0], EPS)], -1)
+    )
+    stream = linear_onto(x, x, weight, next_norm=norm)
+    assert torch.equal(stream.x, x + F.linear(x, weight)) and stream.squares is None
+    ours = linear(stream, weight, norm_weight=norm, eps=EPS)
+    assert torch.equal(ours, F.linear(rms_norm_torch(stream.x, norm, EPS), weight))
     for ours, twins in zip(add_rms_norm(x, x, norm, EPS), add_rms_norm_torch(x, x, norm, EPS), strict=True):
         assert torch.equal(ours, twins)
 

@@ -34,7 +34,9 @@ def taught(count: DraftCount, rate: float, rounds: int, seed: int = 0) -> DraftC
 
 @many(200)
 @given(
-    st.dictionaries(st.tuples(st.sampled_from([1, 4, 16]), st.sampled_from(CHOICES)), st.floats(1e-4, 1.0), min_size=12),
+    st.dictionaries(
+        st.tuples(st.sampled_from([1, 4, 16]), st.sampled_from(CHOICES)), st.floats(1e-4, 1.0), min_size=12
+    ),
     st.floats(0, 1),
     st.integers(1, 40),
 )
@@ -96,7 +98,9 @@ def test_rates_follow_the_rounds() -> None:
     assert acceptance.rates == pytest.approx([0.75, 0.5, 0.5], abs=0.01)
     for _ in range(4000):
         acceptance.observe(2, 2)
-    assert acceptance.rates[:2] == pytest.approx([1, 1], abs=0.2) and acceptance.rates[2] == pytest.approx(0.5, abs=0.01)
+    assert acceptance.rates[:2] == pytest.approx([1, 1], abs=0.2) and acceptance.rates[2] == pytest.approx(
+        0.5, abs=0.01
+    )
     assert max(acceptance.tried) <= MEMORY + 1, "the past is forgotten"
 
 

@@ -14,7 +14,17 @@ from peagle.engine.text import Detokenizer
 from peagle.reference import find_stop
 
 # Bytes of one, two, three and four byte characters, whole and in parts, joined with neighbours; some never valid.
-PIECES = [b"a", b"b", b"ab", b"ba ", "é".encode(), *(bytes([x]) for x in "é€🙂".encode()), b"a\xe2\x82", b"\xacb", b"\xff"]
+PIECES = [
+    b"a",
+    b"b",
+    b"ab",
+    b"ba ",
+    "é".encode(),
+    *(bytes([x]) for x in "é€🙂".encode()),
+    b"a\xe2\x82",
+    b"\xacb",
+    b"\xff",
+]
 STOPS = ["a", "b", "ab", "ba", "aba", "b a", "é", "a€", "€b", "🙂", "bb", "abab", "\ufffda"]
 
 

@@ -18,7 +18,6 @@ from peagle.engine.loading import Settings, load
 from peagle.engine.request import (
     CompletionOutput,
     Group,
-    Outcome,
     Request,
     RequestOutput,
     State,
@@ -97,46 +96,59 @@ class LLM:
         return []
 
     def _commit(self, launched: Launched) -> list[Request]:
-        touched = []
-        rows = launched.plan.drafts + 1
-        for outcome in launched.outcomes():
-            request = outcome.request
-            if request.state is State.FINISHED:
+        """Appends what came back. Drafts are counted before the text is cut, as vLLM counts them."""
+        touched, plan = [], launched.plan
+        rounds, firsts = launched.wait()
+        finished, drafting = State.FINISHED, self.drafter is not None
+        for request, row in zip(plan.decoding, rounds, strict=True):
+            if request.state is finished:
                 continue  # it ended while this was in flight
-            self._append(request, outcome)
-            self.scheduler.returned(request, 1 if outcome.first else rows)
+            touched.append(request)
+            request.rounds += 1
+            accepted = row[-2]
+            if drafting:
+                request.accepts.append(accepted)
+                self._count(request, row[-1], accepted)
+            self._append(request, row[: accepted + 1], launched.logprobs)
+            self.scheduler.returned(request, plan.drafts + 1)
+        for request, token in zip(launched.firsts, firsts, strict=True):
+            if request.state is not finished:
+                touched.append(request)
+                self._append(request, [token], launched.logprobs)
+                self.scheduler.returned(request, 1)
+        for request in touched:
             if request.finish_reason is not None:
                 self._retire(request)
-            touched.append(request)
         return touched
 
-    def _append(self, request: Request, outcome: Outcome) -> None:
-        """Adds tokens up to the first that ends the text. Drafts are counted before the cut, as vLLM counts."""
-        accepted = len(outcome.emitted) - 1
-        if not outcome.first:
-            request.rounds += 1
-            if outcome.drafts:
-                request.num_drafts += 1
-                counts = request.accepted_per_position
-                for i in range(accepted):
-                    counts[i] += 1
-                self.draft_count.observe(outcome.drafts, accepted)
-        params, output = request.params, request.output_ids
-        for i, token in enumerate(outcome.emitted):
+    def _count(self, request: Request, drafts: int, accepted: int) -> None:
+        if drafts:
+            request.num_drafts += 1
+            for i in range(accepted):
+                request.accepted_per_position[i] += 1
+            self.draft_count.observe(drafts, accepted)
+
+    @staticmethod
+    def _append(request: Request, tokens: list[int], logprobs: dict[int, list[dict[int, float]]]) -> None:
+        """Adds tokens up to the first that ends the text."""
+        output, stops, text = request.output_ids, request.stops, request.text
+        before = len(output)
+        for token in tokens:
             output.append(token)
-            request.drafted.append(i < accepted)
-            if outcome.logprobs:
-                request.logprobs.append(outcome.logprobs[i])
-            if token in request.stops:
+            if token in stops:
                 request.finish_reason = "stop"
-                ends_anyway = token in self.target.eos_ids and not params.ignore_eos
-                request.stop_reason = None if ends_anyway else token
-            elif request.text is not None and request.text.feed(token):
-                request.finish_reason, request.stop_reason = "stop", request.text.stopped
-            elif len(output) >= params.max_tokens or request.length >= request.longest:
+                request.stop_reason = None if token in request.eos_ids else token
+            elif text is not None and text.feed(token):
+                request.finish_reason, request.stop_reason = "stop", text.stopped
+            elif len(output) >= request.most:
                 request.finish_reason = "length"
-            if request.finish_reason is not None:
-                return
+            else:
+                continue
+            break
+        gained = len(output) - before
+        request.length += gained
+        if logprobs and request.id in logprobs:
+            request.logprobs += logprobs[request.id][:gained]
 
     def _retire(self, request: Request) -> None:
         self.scheduler.finish(request)
@@ -169,6 +181,7 @@ class LLM:
                 stops=ends if params.ignore_eos else ends | self.target.eos_ids,
                 # a tokenizer's EOS may lie beyond what the target can say
                 barred=frozenset(t for t in ends | self.target.eos_ids if t < self.target.model.cfg.vocab_size),
+                eos_ids=frozenset() if params.ignore_eos else self.target.eos_ids,
                 longest=self.max_model_len,
                 text=Detokenizer(self._decode, params.stop, params.min_tokens) if growing else None,
                 group=group,
@@ -211,7 +224,8 @@ class LLM:
             raise UserError(f"{len(many)} prompts, but {len(each)} sampling parameters: give one, or one for each")
         groups: list[Group] = []
         try:
-            groups += [self.add(prompt, p) for prompt, p in zip(many, each, strict=True)]
+            for prompt, own in zip(many, each, strict=True):
+                groups.append(self.add(prompt, own))
             self._run(groups, progress)
         except BaseException:
             for group in groups:
@@ -264,9 +278,9 @@ class LLM:
         left = [r for g in groups for r in g.requests]
         try:
             while left:
-                for request in self.step():
-                    if show is not None:
-                        show.update(request)
+                touched = self.step()
+                if show is not None:
+                    show.update(touched)
                 if left[-1].finish_reason is not None:
                     left = [r for r in left if r.finish_reason is None]
         finally:
@@ -339,10 +353,11 @@ class _Progress:
         self.lengths: dict[int, int] = {}
         self.bar.start()
 
-    def update(self, request: Request) -> None:
-        self.tokens += len(request.output_ids) - self.lengths.get(request.id, 0)
-        self.lengths[request.id] = len(request.output_ids)
-        self.done += request.finish_reason is not None
+    def update(self, touched: list[Request]) -> None:
+        for request in touched:
+            self.tokens += len(request.output_ids) - self.lengths.get(request.id, 0)
+            self.lengths[request.id] = len(request.output_ids)
+            self.done += request.finish_reason is not None
         seconds = self.bar.tasks[self.task].elapsed or 1e-9
         self.bar.update(self.task, completed=self.done, rate=f"{self.tokens / seconds:,.0f} tokens/s")
 

@@ -29,6 +29,7 @@ class Request:
     seed: int
     stops: frozenset[int]  # ids that end the text
     barred: frozenset[int]  # ids that would, and may not come before min_tokens
+    eos_ids: frozenset[int]  # those of them that are no stop_reason
     longest: int  # tokens the sequence may have, prompt included
     text: Detokenizer | None = None
     group: Group | None = None
@@ -44,7 +45,7 @@ class Request:
     preemptions: int = 0
 
     output_ids: list[int] = field(default_factory=list)
-    drafted: list[bool] = field(default_factory=list)  # for each token of the output: was it a draft?
+    accepts: list[int] = field(default_factory=list)  # drafts kept, for each round of an engine that drafts
     logprobs: list[dict[int, float]] = field(default_factory=list)
     final_text: str = ""  # where the text did not grow with the tokens
     finish_reason: str | None = None
@@ -53,24 +54,31 @@ class Request:
     num_drafts: int = 0  # rounds that had drafts to verify
     accepted_per_position: list[int] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        # asked for every request in every step, so worked out once
+        p = self.params
+        self.length = len(self.prompt_ids) + len(self.output_ids)  # `llm` counts on
+        self.most = min(p.max_tokens, self.longest - len(self.prompt_ids))  # tokens of output
+        # its logits need more than temperature, top-k, top-p and min-p, or are wanted back
+        self.shaped = p.penalised or bool(p.logit_bias) or p.min_tokens > 0 or p.logprobs is not None
+
     @property
     def tokens(self) -> list[int]:
         return self.prompt_ids + self.output_ids
 
     @property
-    def length(self) -> int:
-        return len(self.prompt_ids) + len(self.output_ids)
+    def drafted(self) -> list[bool]:
+        """For each token of the output: was it a draft? The first came from the prompt's own pass."""
+        flags = [False]
+        for accepted in self.accepts:
+            flags += [True] * accepted + [False]
+        count = len(self.output_ids)
+        return (flags + [False] * (count - len(flags)))[:count]
 
     @property
     def to_read(self) -> int:
         """Tokens to read before decoding: the whole prompt, or, coming back, all but the newest token."""
         return len(self.prompt_ids) + max(len(self.output_ids) - 1, 0)
-
-    @property
-    def shaped(self) -> bool:
-        """Its logits need more than temperature, top-k, top-p and min-p, or are wanted back."""
-        p = self.params
-        return p.penalised or bool(p.logit_bias) or p.min_tokens > 0 or p.logprobs is not None
 
 
 @dataclass(eq=False)
@@ -110,17 +118,6 @@ class Plan:
     @property
     def shaped(self) -> bool:
         return any(r.shaped for r in self.decoding) or any(c.final and c.request.shaped for c in self.chunks)
-
-
-@dataclass
-class Outcome:
-    """What came back for one request: `emitted` are accepted drafts and one token of the target's own."""
-
-    request: Request
-    drafts: int  # how many were verified
-    emitted: list[int]
-    logprobs: list[dict[int, float]]
-    first: bool = False  # from the prompt's own pass, which is no round
 
 
 @dataclass

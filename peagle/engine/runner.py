@@ -22,7 +22,7 @@ from torch import Tensor
 
 from peagle.engine.graphs import RoundGraphs
 from peagle.engine.kv_cache import BLOCK_SIZE
-from peagle.engine.request import Chunk, Outcome, Plan, Request
+from peagle.engine.request import Chunk, Plan, Request
 from peagle.engine.shaping import logprob_rows, shape_rows
 from peagle.kernels.draft_inputs import commit_state, draft_inputs
 from peagle.kernels.linear import supports_pdl
@@ -70,7 +70,7 @@ class Verified:
 
 @dataclass
 class Launched:
-    """A step on its way; `outcomes` waits for it."""
+    """A step on its way; `wait` waits for it."""
 
     plan: Plan
     rounds_host: Tensor | None  # [B, Q + 2]: emitted, accepted, available
@@ -79,18 +79,13 @@ class Launched:
     done: torch.cuda.Event | None
     logprobs: dict[int, list[dict[int, float]]]  # by request id
 
-    def outcomes(self) -> list[Outcome]:
+    def wait(self) -> tuple[list[list[int]], list[int]]:
+        """Of each request that decoded: emitted tokens, -1 behind them, how many drafts held, how many there were.
+        Of each prompt that was read to its end: the first token."""
         if self.done is not None:
             self.done.synchronize()
-        found = []
-        if self.rounds_host is not None:
-            for request, row in zip(self.plan.decoding, self.rounds_host.tolist(), strict=False):
-                emitted = row[: row[-2] + 1]
-                found.append(Outcome(request, row[-1], emitted, self.logprobs.get(request.id, [])))
-        if self.firsts_host is not None:
-            for request, token in zip(self.firsts, self.firsts_host.tolist(), strict=True):
-                found.append(Outcome(request, 0, [token], self.logprobs.get(request.id, []), first=True))
-        return found
+        rounds = self.rounds_host.tolist() if self.rounds_host is not None else []
+        return rounds, self.firsts_host.tolist() if self.firsts_host is not None else []
 
 
 class Runner:
@@ -373,7 +368,7 @@ class Runner:
         """The drafter reads the chunks, mask rows behind those that end; drafts for these."""
         assert self.drafter is not None
         k, mask_id = self.most_drafts, self.drafter.cfg.mask_token_id
-        behind = k - 1 if mask_id is not None else 0
+        behind = max(k - 1, 0) if mask_id is not None else 0
         tokens: list[int] = []
         positions: list[int] = []
         source: list[int] = []  # row of hidden_TD; one past its end is the mask's
@@ -399,7 +394,7 @@ class Runner:
             hidden_RD = torch.cat([hidden_TD, self.mask_hidden_D[None]])[self._to_device(source)]
         attend = PagedAttend(self.draft_cache, self._chunk_pages(chunks, counts, slots_B), prefill_attention)
         said, handed_on = self.drafter(token_ids, hidden_RD, self._to_device(positions), attend)
-        if not final:
+        if not final or k == 0:
             return None
         if mask_id is not None:
             wanted = (unknown_F[:, None] + torch.arange(k, device=self.device)).flatten()

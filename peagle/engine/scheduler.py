@@ -14,8 +14,8 @@ from collections.abc import Callable
 from peagle.engine.kv_cache import BlockPool
 from peagle.engine.request import Chunk, Plan, Request, State
 
-PREFILL_EVERY = 8  # steps at most between two that read prompts, while many decode
-MANY = 64  # decoding requests; below that, prompts are read at once
+PREFILL_EVERY = 8  # steps at most that a prompt waits for company, while MANY decode and few places are free
+MANY = 64
 
 
 class Scheduler:
@@ -36,6 +36,7 @@ class Scheduler:
         self.running: list[Request] = []  # in the order of admission
         self._slots = list(range(max_num_seqs))
         self._since_prefill = PREFILL_EVERY
+        self._reading = 0  # how many of them are
         self.moved: list[Request] = []  # whose blocks changed since the runner last asked
         self.preemptions = 0
 
@@ -48,25 +49,20 @@ class Scheduler:
 
     def plan(self) -> Plan | None:
         """None: nothing to do until what is in flight has come back."""
-        decoding = [r for r in self.running if r.state is State.DECODING and self._wants_a_round(r)]
+        decoding = [r for r in self.running if r.state is State.DECODING and len(r.output_ids) + r.in_flight < r.most]
+        # (a round in flight brings at least one token, so those left out are sure to be full)
         k = self.drafts_for(len(decoding))
-        placed: list[Request] = []
+        ahead, size = max(2 * k, 1) - 1, self.pool.block_size
         for request in decoding:
-            if request.state is not State.DECODING:
-                continue  # gave its blocks back for one before it
-            if not self._make_room(request, request.length - 1 + request.reach + max(2 * k, 1)):
-                return None
-            if request.state is State.DECODING:
-                placed.append(request)
-        placed = [r for r in placed if r.state is State.DECODING]
-        chunks = self._chunks(len(placed))
-        return Plan(placed, k, chunks) if placed or chunks else None
-
-    @staticmethod
-    def _wants_a_round(request: Request) -> bool:
-        """Not if the rounds in flight are sure to fill it up: each brings at least one token."""
-        least = len(request.output_ids) + request.in_flight
-        return least < request.params.max_tokens and len(request.prompt_ids) + least < request.longest
+            tokens = request.length + request.reach + ahead
+            # those that gave their blocks back for one before them are no longer decoding
+            if tokens > len(request.blocks) * size and request.state is State.DECODING:
+                if not self._make_room(request, tokens):
+                    return None
+        if self.waiting and self.waiting[0].preemptions:
+            decoding = [r for r in decoding if r.state is State.DECODING]
+        chunks = self._chunks(len(decoding))
+        return Plan(decoding, k, chunks) if decoding or chunks else None
 
     def _make_room(self, request: Request, tokens: int) -> bool:
         """Blocks for the first `tokens` positions; False if that has to wait for what is in flight."""
@@ -96,14 +92,13 @@ class Scheduler:
 
     def _chunks(self, decoding: int) -> list[Chunk]:
         self._since_prefill += 1
-        if not self.waiting and not any(r.state is State.READING for r in self.running):
-            return []
-        if decoding >= MANY and self._since_prefill < PREFILL_EVERY and decoding > self.max_num_seqs // 2:
+        reading = [r for r in self.running if r.state is State.READING] if self._reading else []
+        if not reading and (not self.waiting or not self._worth_admitting(decoding)):
             return []
         budget = self.chunk_tokens if decoding else self.idle_chunk_tokens
         chunks = []
-        for request in self.running:
-            if request.state is State.READING and budget > 0:
+        for request in reading:
+            if budget > 0:
                 chunks.append(self._chunk(request, budget))
                 budget -= chunks[-1].end - chunks[-1].begin
         while self.waiting and budget > 0 and self._slots:
@@ -116,6 +111,12 @@ class Scheduler:
         if chunks:
             self._since_prefill = 0
         return chunks
+
+    def _worth_admitting(self, decoding: int) -> bool:
+        """A full engine waits until several places are free: reading prompts one by one costs more launches."""
+        if decoding < MANY or self._since_prefill >= PREFILL_EVERY:
+            return True
+        return len(self._slots) * 16 >= self.max_num_seqs
 
     @staticmethod
     def _chunk(request: Request, budget: int) -> Chunk:
@@ -137,6 +138,7 @@ class Scheduler:
         request.blocks += blocks
         request.slot = heapq.heappop(self._slots)
         request.state = State.READING
+        self._reading += 1
         self.running.append(request)
         self.moved.append(request)
         return True
@@ -152,6 +154,7 @@ class Scheduler:
             self._publish(request, chunk.end)
             if chunk.final:
                 request.state = State.DECODING
+                self._reading -= 1
                 if not request.output_ids:  # the pass says a first token; coming back, the newest is known
                     request.in_flight += 1
                     request.reach += 1
@@ -160,7 +163,7 @@ class Scheduler:
         """A pass over `rows` rows has come back and its tokens are appended."""
         request.in_flight -= 1
         request.reach -= rows
-        if request.state is State.DECODING:
+        if request.length > (len(request.names) + 1) * self.pool.block_size:
             self._publish(request, request.length - 1)
 
     def _publish(self, request: Request, final: int) -> None:
@@ -185,6 +188,7 @@ class Scheduler:
         request.state = State.FINISHED
 
     def _take_back(self, request: Request) -> None:
+        self._reading -= request.state is State.READING
         self.pool.release(reversed(request.blocks))  # a start outlives what follows it: without it that is not found
         request.blocks, request.names = [], []
         heapq.heappush(self._slots, request.slot)

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,9 +35,14 @@ except ImportError:  # no Triton for this machine: the torch twins and cuBLAS do
     HAVE_TRITON = False
 
 SKINNY = 64  # most rows the Triton product takes
+FEW = 16  # up to here a shape has one configuration, above it may have another, or go to cuBLAS
+SHARED_BYTES = 226 * 1024  # of one processor, for all programs on it
 
 # Triton reads the variable when a kernel is declared, that is below, so a later change means nothing.
 INTERPRETED = HAVE_TRITON and os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+
+# Sums of squares that a product takes over from its predecessor: each program reads them all, into registers.
+MOST_SQUARES = 8192
 
 # Split products meet at these many int32 counters per device.
 _COUNTERS = 16384
@@ -52,6 +57,7 @@ class Config:
     lines: prefetched line by line instead of row by row.
     fuse_norm: norm inside the product; otherwise a launch of its own before it.
     tma: weights come by tensor descriptor instead of per-thread asynchronous copies.
+    late: the successor may start only once the loop is done, so that it cannot take memory or processors before.
     """
 
     block_n: int
@@ -63,6 +69,35 @@ class Config:
     lines: bool = False
     fuse_norm: bool = False
     tma: bool = False
+    late: bool = False
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The residual stream x, and what the product that wrote it already did for the norm that follows.
+
+    With `squares` the next product needs no launch for its norm: it reads `scaled` and multiplies its rows by
+    1 / rms at the end. Without, the norm is taken of x, the plain way.
+    """
+
+    x: Tensor
+    norm_weight: Tensor | None = None  # of that norm
+    scaled: Tensor | None = None  # x * norm_weight
+    squares: Tensor | None = None  # of x, summed over the columns of each program that wrote it: fp32 [programs, T]
+
+
+# Measured on an H200 with programmatic dependent launch, keyed by N, K and whether gated: for up to FEW rows, and for
+# more of them (None: cuBLAS is faster).
+TUNED: dict[tuple[int, int, bool], tuple[Config, Config | None]] = {
+    # 8 billion parameters: q/k/v, o, gate and up, down, lm_head, then a drafter's q/k/v and fc
+    (6144, 4096, False): (Config(16, 256, 4, 2, prefetch=512), None),
+    (4096, 4096, False): (Config(32, 128, 13, 4, prefetch=1024), Config(64, 128, 6, 4, 2, prefetch=1024)),
+    (28672, 4096, True): (Config(128, 128, 3, 8, prefetch=128), Config(64, 64, 4, 4, prefetch=128)),
+    (4096, 14336, False): (Config(32, 128, 13, 4, prefetch=1024), Config(64, 128, 6, 4, 2, prefetch=1024)),
+    (128256, 4096, False): (Config(64, 128, 4, 4, prefetch=128), Config(64, 128, 3, 4, prefetch=128)),
+    (6144, 8192, False): (Config(32, 128, 6, 4, 2, prefetch=512), None),
+    (4096, 12288, False): (Config(32, 256, 8, 4, prefetch=1024), Config(64, 128, 6, 4, 2, prefetch=1024)),
+}
 
 
 def rms_norm_torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -74,6 +109,10 @@ def rms_norm_torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm_torch(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     total = residual + x
     return rms_norm_torch(total, weight, eps), total
+
+
+def norm_cat_torch(a: Tensor, a_weight: Tensor, b: Tensor, b_weight: Tensor, eps: float) -> Tensor:
+    return torch.cat([rms_norm_torch(a, a_weight, eps), rms_norm_torch(b, b_weight, eps)], -1)
 
 
 def silu_mul_torch(y_T2I: Tensor) -> Tensor:
@@ -125,9 +164,29 @@ if HAVE_TRITON:
             )
 
     @triton.jit
-    def _finish(acc, up, squares, residual, bias_ptr, y_ptr, n, m, inside, N, K, y_stride, eps, NORM: tl.constexpr):
-        """Everything after the sum over K. `up` is None without a gate, `residual` None without a residual."""
-        if NORM:
+    def _finish(
+        acc,
+        up,
+        squares,
+        residual,
+        bias_ptr,
+        y_ptr,
+        next_norm_ptr,
+        scaled_ptr,
+        next_squares_ptr,
+        n,
+        m,
+        inside,
+        tile,
+        M,
+        N,
+        K,
+        y_stride,
+        eps,
+    ):
+        """Everything after the sum over K. None: `up` without a gate, `squares` without a norm, and so on."""
+        dtype = y_ptr.dtype.element_ty
+        if squares is not None:
             scale = tl.rsqrt(squares / K + eps)[None, :]
             acc = acc * scale
             if up is not None:
@@ -140,10 +199,23 @@ if HAVE_TRITON:
             acc = acc / (1.0 + tl.exp(-acc)) * up
         if residual is not None:
             acc += residual.to(tl.float32)
-        tl.store(y_ptr + m[None, :] * y_stride + n[:, None], acc.to(y_ptr.dtype.element_ty), mask=inside)
+        y = acc.to(dtype)
+        spot = m[None, :] * y_stride + n[:, None]
+        tl.store(y_ptr + spot, y, mask=inside)
+        if next_norm_ptr is not None:
+            weight = tl.load(next_norm_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+            y = tl.where(inside, y.to(tl.float32), 0.0)
+            tl.store(scaled_ptr + spot, (y * weight).to(dtype), mask=inside)
+            tl.store(next_squares_ptr + tile * M + m, _sum_in_any_order(y * y), mask=m < M)
 
-    # M changes from launch to launch and must not cost a compilation each time.
-    @triton.jit(do_not_specialize=["M"])
+    @triton.jit
+    def _sum_in_any_order(x):
+        """Over the first axis. Who adds what to what depends on the number of rows, but so little of an fp64 sum does
+        that none of it is left in fp32."""
+        return tl.sum(x.to(tl.float64), 0).to(tl.float32)
+
+    # These change from launch to launch and must not cost a compilation each time.
+    @triton.jit(do_not_specialize=["M", "squares_count"])
     def _linear_kernel(
         x_ptr,
         w_ptr,
@@ -151,7 +223,12 @@ if HAVE_TRITON:
         y_ptr,
         bias_ptr,
         norm_ptr,
+        squares_ptr,
+        squares_count,
         residual_ptr,
+        next_norm_ptr,
+        scaled_ptr,
+        next_squares_ptr,
         partial_ptr,
         counter_ptr,
         M,
@@ -172,6 +249,8 @@ if HAVE_TRITON:
         PREFETCH: tl.constexpr,
         LINES: tl.constexpr,
         COPIES: tl.constexpr,
+        LATE: tl.constexpr,
+        BLOCK_SQUARES: tl.constexpr,
     ):
         """One tile of outputs, transposed: [BLOCK_N weights] x [BLOCK_M rows], over one of SPLIT_K parts of K."""
         NORM: tl.constexpr = norm_ptr is not None
@@ -188,7 +267,8 @@ if HAVE_TRITON:
         if PDL:
             # Let the successor start asking for its weights too, then ask for ours. Only after the wait is all that
             # earlier kernels wrote there to be read, and what they read free to be overwritten.
-            tl.extra.cuda.gdc_launch_dependents()
+            if not LATE:
+                tl.extra.cuda.gdc_launch_dependents()
             if PREFETCH > 0:
                 _prefetch_rows(w_ptr, rows, begin, K, PREFETCH, LINES, COPIES)
                 if GLU:
@@ -201,10 +281,17 @@ if HAVE_TRITON:
             residual_ptrs = residual_ptr + m[None, :] * residual_stride + n[:, None]
             if SPLIT_K == 1:  # asked for here, so that it has arrived when the loop ends
                 residual = tl.load(residual_ptrs, mask=inside, other=0.0)
+        their_squares = None
+        squares_ptrs = None
+        if squares_ptr is not None:
+            i = tl.arange(0, BLOCK_SQUARES)
+            squares_ptrs = squares_ptr + i[:, None] * M + m[None, :]
+            if SPLIT_K == 1:
+                their_squares = tl.load(squares_ptrs, mask=(i < squares_count)[:, None] & (m < M)[None, :], other=0.0)
 
         x_ptrs = x_ptr + m[None, :] * x_stride + (begin + k)[:, None]
         w_ptrs = w_ptr + rows.to(tl.int64)[:, None] * K + (begin + k)[None, :]
-        up_offset = N.to(tl.int64) * K
+        up_offset = (tile * 0 + N).to(tl.int64) * K  # a width of 1 is a plain number here, without a type
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         up = None
         if GLU:
@@ -243,11 +330,34 @@ if HAVE_TRITON:
                 up = tl.dot(w, x, up)
             x_ptrs += BLOCK_K
             w_ptrs += BLOCK_K
+        if PDL and LATE:
+            tl.extra.cuda.gdc_launch_dependents()
         if NORM:
-            squares = tl.sum(squares, 0)
+            squares = _sum_in_any_order(squares)
 
         if SPLIT_K == 1:
-            _finish(acc, up, squares, residual, bias_ptr, y_ptr, n, m, inside, N, K, y_stride, eps, NORM)
+            if their_squares is not None:
+                squares = _sum_in_any_order(their_squares)
+            _finish(
+                acc,
+                up,
+                squares,
+                residual,
+                bias_ptr,
+                y_ptr,
+                next_norm_ptr,
+                scaled_ptr,
+                next_squares_ptr,
+                n,
+                m,
+                inside,
+                tile,
+                M,
+                N,
+                K,
+                y_stride,
+                eps,
+            )
         else:
             # Each part leaves its sums; whichever comes last adds them all up, in order.
             SIZE: tl.constexpr = BLOCK_N * BLOCK_M * (2 if GLU else 1) + BLOCK_M
@@ -279,7 +389,29 @@ if HAVE_TRITON:
                         squares += tl.load(theirs - BLOCK_M + m, mask=m < M, other=0.0, cache_modifier=".cg")
                 if residual_ptr is not None:
                     residual = tl.load(residual_ptrs, mask=inside, other=0.0)
-                _finish(acc, up, squares, residual, bias_ptr, y_ptr, n, m, inside, N, K, y_stride, eps, NORM)
+                if squares_ptr is not None:
+                    known = (tl.arange(0, BLOCK_SQUARES) < squares_count)[:, None] & used
+                    squares = _sum_in_any_order(tl.load(squares_ptrs, mask=known, other=0.0))
+                _finish(
+                    acc,
+                    up,
+                    squares,
+                    residual,
+                    bias_ptr,
+                    y_ptr,
+                    next_norm_ptr,
+                    scaled_ptr,
+                    next_squares_ptr,
+                    n,
+                    m,
+                    inside,
+                    tile,
+                    M,
+                    N,
+                    K,
+                    y_stride,
+                    eps,
+                )
                 tl.store(counter_ptr + tile, 0)  # ready for the next launch
 
     @triton.jit
@@ -315,6 +447,40 @@ if HAVE_TRITON:
         tl.store(y_ptr + row * K + k, y.to(dtype), mask=k < K)
 
     @triton.jit
+    def _norm_row(x_ptr, weight, y_ptr, k, K, eps):
+        dtype = x_ptr.dtype.element_ty
+        x = tl.load(x_ptr + k, mask=k < K, other=0.0).to(tl.float32)
+        y = (x * tl.rsqrt(tl.sum(x * x, 0) / K + eps)).to(dtype).to(tl.float32) * weight.to(tl.float32)
+        tl.store(y_ptr + k, y.to(dtype), mask=k < K)
+
+    @triton.jit
+    def _norm_cat_kernel(
+        a_ptr,
+        b_ptr,
+        a_weight_ptr,
+        b_weight_ptr,
+        y_ptr,
+        K,
+        a_stride,
+        b_stride,
+        eps,
+        BLOCK_K: tl.constexpr,
+        PDL: tl.constexpr,
+    ):
+        """norm(a) and norm(b) side by side; one program for each row of either."""
+        row = tl.program_id(0).to(tl.int64)
+        k = tl.arange(0, BLOCK_K)
+        if PDL:
+            tl.extra.cuda.gdc_launch_dependents()
+            tl.extra.cuda.gdc_wait()
+        if tl.program_id(1) == 0:
+            weight = tl.load(a_weight_ptr + k, mask=k < K, other=0.0)
+            _norm_row(a_ptr + row * a_stride, weight, y_ptr + row * 2 * K, k, K, eps)
+        else:
+            weight = tl.load(b_weight_ptr + k, mask=k < K, other=0.0)
+            _norm_row(b_ptr + row * b_stride, weight, y_ptr + row * 2 * K + K, k, K, eps)
+
+    @triton.jit
     def _silu_mul_kernel(y_ptr, out_ptr, HALF, y_stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
         row = tl.program_id(0).to(tl.int64)
         i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -334,25 +500,75 @@ def block_rows(T: int) -> int:
 
 
 def config_for(T: int, N: int, K: int, glu: bool) -> Config:
-    """The configuration of a shape, from its numbers: no timing at start-up.
+    """The configuration of a shape, measured or by rule: no timing at start-up.
 
-    Only `stages`, which do not touch the order of summation, depend on T.
+    Up to FEW rows all row counts sum in the same order, and so do all above; only stages differ within either.
+    """
+    few, many = TUNED.get((N, K, glu)) or (None, None)
+    config = (few if T <= FEW else many) or _rule(T, N, K, glu)
+    # Whatever the table says, what is loaded ahead must fit, and no more of it than there is.
+    tile_bytes = (config.block_n * (2 if glu else 1) + block_rows(T)) * config.block_k * 2
+    steps = triton.cdiv(K, config.block_k * config.split_k)
+    stages = max(2, min(config.stages, SHARED_BYTES // tile_bytes, steps + 1))
+    return replace(config, stages=stages, prefetch=min(config.prefetch, _power_of_two_within(K)))
+
+
+def skinny_rows(N: int, K: int, glu: bool) -> int:
+    """Most rows for which the Triton product is faster than cuBLAS with its small kernels."""
+    if (N, K, glu) in TUNED:
+        return FEW if TUNED[N, K, glu][1] is None else SKINNY
+    return SKINNY if _small(N, K) or _many_rows(N, K, glu) is not None else FEW
+
+
+def _small(N: int, K: int) -> bool:
+    return N * K < 1 << 22
+
+
+def _rule(T: int, N: int, K: int, glu: bool) -> Config:
+    """Comes to what the measured shapes were found to want.
+
+    Programs that fill the processors evenly, and so much shared memory that no others fit beside them: programs of
+    the next kernel that start early would end up unevenly spread.
     """
     columns = N // 2 if glu else N
-    # About two programs on each of 132 processors, all of them at once, keep the memory busy to the end; more of them
-    # only read x more often.
-    block_n = 16
-    while block_n < 64 and columns // (2 * block_n) >= 180:
-        block_n *= 2
+    if _small(N, K):
+        # Launches and latencies decide: many small programs that ask for all of their K at once.
+        block_n = 16 if columns < 132 * 64 else 64
+        block_k = 256 if K % 256 == 0 and K >= 1024 and block_n == 16 else 128 if K % 128 == 0 else 64
+        return Config(block_n, block_k, 10, 2 if block_n == 16 else 4, prefetch=512, lines=True)
+    many = _many_rows(N, K, glu) if T > FEW else None
+    if many is not None:
+        return many
+    if columns > 132 * 128:
+        block_n = 64
+    else:
+
+        def fill(block: int) -> float:
+            programs = triton.cdiv(columns, block)
+            return programs / (132 * triton.cdiv(programs, 132))
+
+        sizes = (128, 64, 32, 16) if glu else (64, 32, 16)
+        block_n = next((block for block in sizes if fill(block) >= 0.8), 16)
     weight_rows = block_n * (2 if glu else 1)
-    block_k = 128 if weight_rows <= 64 and K % 128 == 0 else 64
-    # Half of the shared memory for all programs on a processor, so that the successor's fit beside them.
-    resident = 1 if columns <= 132 * block_n else 2
-    tile_bytes = (weight_rows + block_rows(T)) * block_k * 2
-    stages = 1 + max(2, min(8, 131072 // resident // tile_bytes))
+    block_k = 256 if weight_rows <= 32 else 128
+    while K % block_k and block_k > 64:
+        block_k //= 2
+    resident = min(3, triton.cdiv(columns, 132 * block_n))
+    stages = min(13, SHARED_BYTES // resident // ((weight_rows + block_rows(T)) * block_k * 2))
     # About 8 MiB over the whole launch: what the memory delivers while the predecessor drains and x arrives.
     prefetch = _power_of_two_within(min(K, (4 << 20) // min(N, 264 * weight_rows)))
-    return Config(block_n, block_k, stages, warps=2 if block_n == 16 else 4, prefetch=prefetch)
+    return Config(block_n, block_k, max(3, stages), {128: 8, 16: 2}.get(block_n, 4), prefetch=prefetch)
+
+
+def _many_rows(N: int, K: int, glu: bool) -> Config | None:
+    """For more than FEW rows of a large shape: wide tiles, so that x is not read too often. None: cuBLAS is faster."""
+    if glu:
+        return Config(64, 64, 4, 4, prefetch=128) if N >= 132 * 128 else None
+    if N > 132 * 128:
+        return Config(64, 128 if K % 128 == 0 else 64, 3, 4, prefetch=128)
+    if 110 <= 2 * triton.cdiv(N, 64) <= 132 and K % 256 == 0:
+        return Config(64, 128, 6, 4, split_k=2, prefetch=1024)
+    return None
 
 
 def _power_of_two_within(K: int) -> int:
@@ -378,7 +594,7 @@ def _counters_on(device: torch.device) -> Tensor:
 
 
 def linear_triton(
-    x_TK: Tensor,
+    x: Tensor | Stream,
     weight_NK: Tensor,
     bias: Tensor | None = None,
     *,
@@ -389,7 +605,42 @@ def linear_triton(
     config: Config | None = None,
     pdl: bool | None = None,
 ) -> Tensor:
-    """One launch (two where the norm is not fused) for up to SKINNY rows of bf16 or fp16."""
+    """One launch (two where the norm is neither fused nor in the stream) for up to SKINNY rows of bf16 or fp16."""
+    return stream_triton(
+        x,
+        weight_NK,
+        bias,
+        norm_weight=norm_weight,
+        eps=eps,
+        glu=glu,
+        residual=residual,
+        config=config,
+        pdl=pdl,
+    ).x
+
+
+def stream_triton(
+    x: Tensor | Stream,
+    weight_NK: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
+    glu: bool = False,
+    residual: Tensor | None = None,
+    next_norm: Tensor | None = None,
+    config: Config | None = None,
+    pdl: bool | None = None,
+) -> Stream:
+    squares = None
+    if isinstance(x, Stream):
+        if norm_weight is not None and x.norm_weight is norm_weight and x.squares is not None:
+            x_TK, squares, norm_weight = x.scaled, x.squares, None
+        else:
+            x_TK = x.x
+    else:
+        x_TK = x
+    assert x_TK is not None
     (T, K), N = x_TK.shape, weight_NK.shape[0]
     assert T <= SKINNY and weight_NK.shape[1] == K and weight_NK.is_contiguous() and not (glu and N % 2), (T, N, K)
     assert x_TK.stride(1) == 1 or K == 1, "rows of x must be contiguous"
@@ -397,7 +648,7 @@ def linear_triton(
     assert residual is None or (residual.shape == (T, columns) and residual.stride(1) == 1), "residual"
     y = torch.empty(T, columns, dtype=x_TK.dtype, device=x_TK.device)
     if T == 0:
-        return y
+        return Stream(y)
     cfg = config or config_for(T, N, K, glu)
     if pdl is None:
         pdl = supports_pdl(x_TK.device)
@@ -406,6 +657,10 @@ def linear_triton(
         norm_weight = None
     block_m = block_rows(T)
     tiles = triton.cdiv(columns, cfg.block_n)
+    stream = Stream(y)
+    if next_norm is not None and triton.next_power_of_2(tiles) * block_m <= MOST_SQUARES:
+        next_squares = torch.empty(tiles, T, dtype=torch.float32, device=y.device)
+        stream = Stream(y, next_norm, torch.empty_like(y), next_squares)
     partials = counters = None
     if cfg.split_k > 1:
         counters = _counters_on(x_TK.device)
@@ -428,7 +683,12 @@ def linear_triton(
         y,
         bias,
         norm_weight,
+        squares,
+        0 if squares is None else len(squares),
         residual,
+        stream.norm_weight,
+        stream.scaled,
+        stream.squares,
         partials,
         counters,
         T,
@@ -449,11 +709,13 @@ def linear_triton(
         PREFETCH=prefetch,
         LINES=cfg.lines,
         COPIES=max(1, cfg.warps * 32 // cfg.block_n),
+        LATE=cfg.late,
+        BLOCK_SQUARES=1 if squares is None else triton.next_power_of_2(len(squares)),
         num_warps=cfg.warps,
         num_stages=cfg.stages,
         **({"launch_pdl": True} if pdl else {}),
     )
-    return y
+    return stream
 
 
 def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, *, pdl: bool | None = None) -> Tensor:
@@ -494,6 +756,35 @@ def _norm_launch(
         **({"launch_pdl": True} if pdl else {}),
     )
     return y, total
+
+
+def norm_cat_triton(
+    a: Tensor, a_weight: Tensor, b: Tensor, b_weight: Tensor, eps: float, *, pdl: bool | None = None
+) -> Tensor:
+    T, K = a.shape
+    assert b.shape == a.shape and a.stride(1) == 1 and b.stride(1) == 1
+    y = torch.empty(T, 2 * K, dtype=a.dtype, device=a.device)
+    if T == 0:
+        return y
+    if pdl is None:
+        pdl = supports_pdl(a.device)
+    block = triton.next_power_of_2(K)
+    _norm_cat_kernel[(T, 2)](
+        a,
+        b,
+        a_weight,
+        b_weight,
+        y,
+        K,
+        a.stride(0),
+        b.stride(0),
+        eps,
+        BLOCK_K=block,
+        PDL=pdl,
+        num_warps=max(1, min(16, block // 256)),
+        **({"launch_pdl": True} if pdl else {}),
+    )
+    return y
 
 
 def silu_mul_triton(y_T2I: Tensor, *, pdl: bool | None = None) -> Tensor:
@@ -542,6 +833,13 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return add_rms_norm_torch(x, residual, weight, eps)
 
 
+def norm_cat(a: Tensor, a_weight: Tensor, b: Tensor, b_weight: Tensor, eps: float) -> Tensor:
+    """norm(a) and norm(b) side by side, as one tensor."""
+    if a.dim() == 2 and _fast(a, b, a_weight, b_weight):
+        return norm_cat_triton(a, a_weight, b, b_weight, eps)
+    return norm_cat_torch(a, a_weight, b, b_weight, eps)
+
+
 def silu_mul(y_T2I: Tensor) -> Tensor:
     return silu_mul_triton(y_T2I) if y_T2I.dim() == 2 and _fast(y_T2I) else silu_mul_torch(y_T2I)
 
@@ -567,7 +865,7 @@ def linear_cublas(
 
 
 def linear(
-    x_TK: Tensor,
+    x: Tensor | Stream,
     weight_NK: Tensor,
     bias: Tensor | None = None,
     *,
@@ -580,7 +878,31 @@ def linear(
 
     Weight rows of a gated product: all gates, then all ups.
     """
-    run: Callable[..., Tensor] = linear_torch
-    if x_TK.dim() == 2 and weight_NK.is_contiguous() and _fast(x_TK, weight_NK, bias, norm_weight, residual):
-        run = linear_triton if len(x_TK) <= SKINNY else linear_cublas
-    return run(x_TK, weight_NK, bias, norm_weight=norm_weight, eps=eps, glu=glu, residual=residual)
+    plain = x.x if isinstance(x, Stream) else x
+    options: dict[str, Any] = {"norm_weight": norm_weight, "eps": eps, "glu": glu, "residual": residual}
+    if not _fast_product(plain, weight_NK, bias, norm_weight, residual):
+        return linear_torch(plain, weight_NK, bias, **options)
+    N, K = weight_NK.shape
+    if len(plain) <= skinny_rows(N, K, glu):
+        return linear_triton(x, weight_NK, bias, **options)
+    return linear_cublas(plain, weight_NK, bias, **options)
+
+
+def linear_onto(
+    residual: Tensor, x: Tensor, weight_NK: Tensor, bias: Tensor | None = None, *, next_norm: Tensor | None = None
+) -> Stream:
+    """The residual stream with a product added to it; `next_norm` is the weight of the norm that will read it."""
+    N, K = weight_NK.shape
+    if (
+        next_norm is not None
+        # fp16 could overflow in x * weight, where the norm's own order of things would not
+        and x.dtype == torch.bfloat16
+        and _fast_product(x, weight_NK, bias, next_norm, residual)
+        and len(x) <= skinny_rows(N, K, False)
+    ):
+        return stream_triton(x, weight_NK, bias, residual=residual, next_norm=next_norm)
+    return Stream(linear(x, weight_NK, bias, residual=residual))
+
+
+def _fast_product(x: Tensor, weight_NK: Tensor, *others: Tensor | None) -> bool:
+    return x.dim() == 2 and weight_NK.is_contiguous() and _fast(x, weight_NK, *others)

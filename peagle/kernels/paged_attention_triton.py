@@ -40,11 +40,11 @@ def _step(scores, v, best, total, acc, GUARD: tl.constexpr, PRECISION: tl.conste
 
 
 @triton.jit
-def _shares(start, live, splits, TILE: tl.constexpr, WINDOW: tl.constexpr):
+def _shares(start, live, splits, window, TILE: tl.constexpr, WINDOWED: tl.constexpr):
     """First tile seen, tile after the last, and how many shares have a tile; every kernel must find the same."""
     low = 0
-    if WINDOW > 0:
-        low = tl.maximum(start - WINDOW + 1, 0) // TILE
+    if WINDOWED:
+        low = tl.maximum(start - window + 1, 0) // TILE
     tiles = tl.maximum((start + live + TILE - 1) // TILE, 1)
     return low, tiles, tl.minimum(tiles - low, splits)
 
@@ -72,7 +72,7 @@ def _combine(parts, sums, part0, step, m, valid, low, used, splits, D: tl.conste
     return acc / tl.where(total > 0.0, total, 1.0)[:, None]
 
 
-@triton.jit(do_not_specialize=["rows", "splits"])  # one compilation for all of them
+@triton.jit(do_not_specialize=["rows", "splits", "window"])  # one compilation for all of them
 def _paged_kernel(
     q,
     k,
@@ -88,6 +88,7 @@ def _paged_kernel(
     lives,
     rows,
     splits,
+    window,
     table_row,
     q_row,
     q_head,
@@ -105,7 +106,7 @@ def _paged_kernel(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     QUERIES: tl.constexpr,
-    WINDOW: tl.constexpr,
+    WINDOWED: tl.constexpr,
     LAST: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
@@ -121,7 +122,7 @@ def _paged_kernel(
     # A sequence without live rows is an empty place of the batch: its start means nothing.
     start = tl.where(live > 0, tl.load(starts + b).to(tl.int32), 0)
     end = start + live
-    low, tiles, used = _shares(start, live, splits, TILE, WINDOW)
+    low, tiles, used = _shares(start, live, splits, window, TILE, WINDOWED)
     place = (split + splits - low % splits) % splits
     if place >= used:
         return
@@ -149,9 +150,9 @@ def _paged_kernel(
         keys = tl.load(cache_k + at[:, None] + cols[None, :])
         values = tl.load(cache_v + at[:, None] + cols[None, :])
         scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
-        if WINDOW > 0:
-            scores = tl.where(pos[None, :] > own[:, None] - WINDOW, scores, float("-inf"))
-        best, total, acc = _step(scores, values, best, total, acc, WINDOW > 0, PRECISION)
+        if WINDOWED:
+            scores = tl.where(pos[None, :] > own[:, None] - window, scores, float("-inf"))
+        best, total, acc = _step(scores, values, best, total, acc, WINDOWED, PRECISION)
 
     # The tiles with the last cached keys and the new rows. These few are not worth the shared memory of a pipeline.
     rest = first + tl.maximum((cached - first + splits - 1) // splits, 0) * splits
@@ -172,8 +173,8 @@ def _paged_kernel(
         tl.store(cache_v + at, values, mask=fresh[:, None] & (query_tile == 0))
         scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
         seen = (pos[None, :] <= own[:, None]) & (pos < end)[None, :]
-        if WINDOW > 0:
-            seen = seen & (pos[None, :] > own[:, None] - WINDOW)
+        if WINDOWED:
+            seen = seen & (pos[None, :] > own[:, None] - window)
         scores = tl.where(seen, scores, float("-inf"))
         best, total, acc = _step(scores, values, best, total, acc, True, PRECISION)
 
@@ -206,7 +207,7 @@ def _paged_kernel(
                 tl.store(counter, 0)
 
 
-@triton.jit(do_not_specialize=["rows", "splits"])  # one compilation for all of them
+@triton.jit(do_not_specialize=["rows", "splits", "window"])  # one compilation for all of them
 def _combine_kernel(
     parts,
     sums,
@@ -215,12 +216,13 @@ def _combine_kernel(
     lives,
     rows,
     splits,
+    window,
     G: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     TILE: tl.constexpr,
     QUERIES: tl.constexpr,
-    WINDOW: tl.constexpr,
+    WINDOWED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     g = tl.program_id(1)
@@ -230,7 +232,7 @@ def _combine_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     live = tl.load(lives + b).to(tl.int32)
     start = tl.where(live > 0, tl.load(starts + b).to(tl.int32), 0)
-    low, tiles, used = _shares(start, live, splits, TILE, WINDOW)
+    low, tiles, used = _shares(start, live, splits, window, TILE, WINDOWED)
     if used == 1:
         return  # the only share wrote the result
     m = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
@@ -244,7 +246,7 @@ def _combine_kernel(
     tl.store(to, result.to(out.dtype.element_ty), mask=valid[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window"])
 def _prefill_kernel(
     q,
     k,
@@ -256,6 +258,7 @@ def _prefill_kernel(
     starts,
     lives,
     offsets,
+    window,
     table_row,
     q_row,
     q_head,
@@ -273,7 +276,7 @@ def _prefill_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
-    WINDOW: tl.constexpr,
+    WINDOWED: tl.constexpr,
     CONTEXT: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
@@ -308,8 +311,8 @@ def _prefill_kernel(
     if CONTEXT:
         table = tables + b.to(tl.int64) * table_row
         low = 0
-        if WINDOW > 0:
-            low = tl.maximum(start + row0 - WINDOW + 1, 0) // TILE * TILE
+        if WINDOWED:
+            low = tl.maximum(start + row0 - window + 1, 0) // TILE * TILE
         for n in range(low, start, TILE):
             pos = n + slots
             old = pos < start
@@ -319,24 +322,24 @@ def _prefill_kernel(
             values = tl.load(cache_v + at, mask=old[:, None], other=0.0)
             scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
             seen = old[None, :]
-            if WINDOW > 0:
-                seen = seen & (pos[None, :] > (start + j)[:, None] - WINDOW)
+            if WINDOWED:
+                seen = seen & (pos[None, :] > (start + j)[:, None] - window)
             scores = tl.where(seen, scores, float("-inf"))
-            best, total, acc = _step(scores, values, best, total, acc, WINDOW > 0, PRECISION)
+            best, total, acc = _step(scores, values, best, total, acc, WINDOWED, PRECISION)
 
     k += offset * k_row + g * k_head
     v += offset * v_row + g * v_head
     low_row = 0
-    if WINDOW > 0:
-        low_row = tl.maximum(row0 - WINDOW + 1, 0) // TILE * TILE
+    if WINDOWED:
+        low_row = tl.maximum(row0 - window + 1, 0) // TILE * TILE
     for n in range(low_row, tl.where(row0 < live, row0, 0), TILE):
         new = n + slots
         keys = tl.load(k + (new * k_row.to(tl.int64))[:, None] + cols[None, :])
         values = tl.load(v + (new * v_row.to(tl.int64))[:, None] + cols[None, :])
         scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
-        if WINDOW > 0:
-            scores = tl.where(new[None, :] > j[:, None] - WINDOW, scores, float("-inf"))
-        best, total, acc = _step(scores, values, best, total, acc, WINDOW > 0, PRECISION)
+        if WINDOWED:
+            scores = tl.where(new[None, :] > j[:, None] - window, scores, float("-inf"))
+        best, total, acc = _step(scores, values, best, total, acc, WINDOWED, PRECISION)
 
     for n in range(row0, tl.minimum(row0 + ROWS, live), TILE):
         new = n + slots
@@ -345,8 +348,8 @@ def _prefill_kernel(
         values = tl.load(v + (new * v_row.to(tl.int64))[:, None] + cols[None, :], mask=fresh[:, None], other=0.0)
         scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
         seen = new[None, :] <= j[:, None]
-        if WINDOW > 0:
-            seen = seen & (new[None, :] > j[:, None] - WINDOW)
+        if WINDOWED:
+            seen = seen & (new[None, :] > j[:, None] - window)
         scores = tl.where(seen, scores, float("-inf"))
         best, total, acc = _step(scores, values, best, total, acc, True, PRECISION)
 
@@ -508,7 +511,7 @@ def paged_attention_triton(
     sums = torch.empty((shares, 2), dtype=torch.float32, device=out.device)
     counters = _counter(out.device, batch * kv_heads * query_tiles) if launch.last else sums
     shared = {"G": kv_heads, "GROUP": group, "D": width, "TILE": launch.tile}
-    shared |= {"WINDOW": window or 0, "PDL": pdl, "launch_pdl": pdl}
+    shared |= {"WINDOWED": window is not None, "PDL": pdl, "launch_pdl": pdl}
     _paged_kernel[(kv_heads * query_tiles, launch.splits, batch)](
         q_THd,
         k_TGd,
@@ -524,6 +527,7 @@ def paged_attention_triton(
         pages.live_B,
         rows,
         launch.splits,
+        window or 0,
         pages.block_tables_BM.stride(0),
         *q_THd.stride()[:2],
         *k_TGd.stride()[:2],
@@ -541,7 +545,17 @@ def paged_attention_triton(
     if launch.splits > 1 and not launch.last:
         queries = 4
         _combine_kernel[(triton.cdiv(rows * group, queries), kv_heads, batch)](
-            parts, sums, out, pages.starts_B, pages.live_B, rows, launch.splits, **shared, QUERIES=queries, num_warps=4
+            parts,
+            sums,
+            out,
+            pages.starts_B,
+            pages.live_B,
+            rows,
+            launch.splits,
+            window or 0,
+            **shared,
+            QUERIES=queries,
+            num_warps=4,
         )
     return out
 
@@ -605,6 +619,7 @@ def prefill_attention_triton(
         pages.starts_B,
         pages.live_B,
         pages.offsets_B1(),
+        window or 0,
         pages.block_tables_BM.stride(0),
         *q_THd.stride()[:2],
         *k_TGd.stride()[:2],
@@ -617,7 +632,7 @@ def prefill_attention_triton(
         BLOCK=block_size,
         ROWS=launch.rows,
         TILE=launch.tile,
-        WINDOW=window or 0,
+        WINDOWED=window is not None,
         CONTEXT=pages.max_context != 0,
         PRECISION="ieee" if exact else "tf32",
         PDL=pdl,

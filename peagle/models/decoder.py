@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from peagle.config import DecoderConfig
-from peagle.models.layers import Attend, DecoderLayer, RMSNorm, Rope, project
+from peagle.kernels.linear import Stream
+from peagle.models.layers import Attend, DecoderLayer, RMSNorm, Rope, norm_after, project
 
 
 class Decoder(nn.Module):
@@ -39,15 +40,15 @@ class Decoder(nn.Module):
 
         Tap k is the residual stream entering layer k; tap L what the last layer put out, before the norm.
         """
-        x_TD = self.embed_tokens(token_ids_T)
-        angles = self.rope(positions_T, x_TD.dtype)
+        stream = Stream(self.embed_tokens(token_ids_T))
+        angles = self.rope(positions_T, stream.x.dtype)
         tapped = {}
         for i, layer in enumerate(self.layers):
             if i in taps:
-                tapped[i] = x_TD
-            x_TD = layer(x_TD, angles, attend, i, self.cfg.windows[i])
-        tapped[self.cfg.num_layers] = x_TD
-        return self.norm(x_TD), torch.cat([tapped[k] for k in taps], -1) if taps else None
+                tapped[i] = stream.x
+            stream = layer(stream, angles, attend, i, self.cfg.windows[i], norm_after(self.layers, i))
+        tapped[self.cfg.num_layers] = stream.x
+        return self.norm(stream.x), torch.cat([tapped[k] for k in taps], -1) if taps else None
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         return project(self.lm_head, hidden_TD)

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from peagle.config import DrafterConfig
-from peagle.kernels.linear import linear
+from peagle.kernels.linear import Stream, linear, norm_cat
 from peagle.models.decoder import Decoder
-from peagle.models.layers import MLP, Angles, Attend, Attention, DecoderLayer, RMSNorm, Rope, project
+from peagle.models.layers import MLP, Angles, Attend, Attention, DecoderLayer, RMSNorm, Rope, norm_after, project
 
 
 class FirstLayer(nn.Module):
@@ -40,12 +40,13 @@ class FirstLayer(nn.Module):
         attend: Attend,
         layer: int,
         window: int | None,
-    ) -> Tensor:
-        normed = self.hidden_norm(hidden_TD)
-        x_TD = normed if self.norm_before_residual else hidden_TD
-        both = torch.cat([self.input_layernorm(embeds_TD), normed], -1)
-        x_TD = self.self_attn(both, x_TD, angles, attend, layer, window)
-        return self.mlp(x_TD, norm=self.post_attention_layernorm)
+        next_norm: RMSNorm | None = None,
+    ) -> Stream:
+        first, second, mlp_norm = self.input_layernorm, self.hidden_norm, self.post_attention_layernorm
+        both = norm_cat(embeds_TD, first.weight, hidden_TD, second.weight, first.eps)
+        x_TD = both.chunk(2, -1)[1] if self.norm_before_residual else hidden_TD
+        stream = self.self_attn(both, x_TD, angles, attend, layer, window, next_norm=mlp_norm)
+        return self.mlp(stream, mlp_norm, next_norm)
 
 
 class Drafter(nn.Module):
@@ -108,11 +109,13 @@ class Drafter(nn.Module):
         """What the head reads [T, D], and what an EAGLE-3 step hands to the next as its hidden state."""
         embeds_TD = F.embedding(token_ids_T, self.embedding_table)
         angles = self.rope(positions_T, hidden_TD.dtype)
-        x_TD = self.layers[0](embeds_TD, hidden_TD, angles, attend, 0, self.cfg.window(0))
+        stream: Stream = self.layers[0](
+            embeds_TD, hidden_TD, angles, attend, 0, self.cfg.window(0), norm_after(self.layers, 0)
+        )
         for i, layer in enumerate(self.layers[1:], start=1):
-            x_TD = layer(x_TD, angles, attend, i, self.cfg.window(i))
-        normed = self.norm(x_TD)
-        return normed, normed if self.cfg.norm_output else x_TD
+            stream = layer(stream, angles, attend, i, self.cfg.window(i), norm_after(self.layers, i))
+        normed = self.norm(stream.x)
+        return normed, normed if self.cfg.norm_output else stream.x
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Over the draft vocabulary."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from peagle.config import LayerConfig, RopeConfig
-from peagle.kernels.linear import linear, rms_norm, supports_pdl
+from peagle.kernels.linear import Stream, linear, linear_onto, rms_norm, supports_pdl
 from peagle.kernels.rotary import split_rotate
 
 Angles = tuple[Tensor, Tensor]  # cos and sin, [T, 1, d]
@@ -123,15 +123,16 @@ class Attention(nn.Module):
 
     def forward(
         self,
-        x_TD: Tensor,
+        x_TD: Tensor | Stream,
         residual_TD: Tensor,
         angles: Angles,
         attend: Attend,
         layer: int,
         window: int | None,
         norm: RMSNorm | None = None,
-    ) -> Tensor:
-        """The residual stream after attention over `norm(x)`."""
+        next_norm: RMSNorm | None = None,
+    ) -> Stream:
+        """The residual stream after attention over `norm(x)`, on its way to `next_norm`."""
         qkv_TX = project(self.qkv_proj, x_TD, norm=norm)
         q_norm, k_norm, eps = None, None, 0.0
         if self.q_norm is not None and self.k_norm is not None:
@@ -139,7 +140,7 @@ class Attention(nn.Module):
         pdl = supports_pdl(qkv_TX.device)
         q, k, v = split_rotate(qkv_TX, *angles, self.heads, self.kv_heads, q_norm, k_norm, eps, pdl)
         out_THd = attend(layer, q, k, v, window)
-        return project(self.o_proj, out_THd.flatten(1), residual=residual_TD)
+        return project_onto(residual_TD, self.o_proj, out_THd.flatten(1), next_norm)
 
 
 class MLP(nn.Module):
@@ -150,17 +151,22 @@ class MLP(nn.Module):
         self.gate_up_proj = nn.Linear(cfg.hidden_size, 2 * cfg.intermediate_size, bias=cfg.mlp_bias)
         self.down_proj = nn.Linear(cfg.intermediate_size, cfg.hidden_size, bias=cfg.mlp_bias)
 
-    def forward(self, x_TD: Tensor, norm: RMSNorm) -> Tensor:
-        """The residual stream x after the MLP over `norm(x)`."""
-        return project(self.down_proj, project(self.gate_up_proj, x_TD, norm=norm, glu=True), residual=x_TD)
+    def forward(self, stream: Stream, norm: RMSNorm, next_norm: RMSNorm | None) -> Stream:
+        """The residual stream x after the MLP over `norm(x)`, on its way to `next_norm`."""
+        hidden_TI = project(self.gate_up_proj, stream, norm=norm, glu=True)
+        return project_onto(stream.x, self.down_proj, hidden_TI, next_norm)
 
 
-def project(
-    layer: nn.Linear, x: Tensor, norm: RMSNorm | None = None, glu: bool = False, residual: Tensor | None = None
-) -> Tensor:
+def project(layer: nn.Linear, x: Tensor | Stream, norm: RMSNorm | None = None, glu: bool = False) -> Tensor:
     """A product with what stands around it, as few launches as there are for it."""
     weight, eps = (norm.weight, norm.eps) if norm is not None else (None, 0.0)
-    return linear(x, layer.weight, layer.bias, norm_weight=weight, eps=eps, glu=glu, residual=residual)
+    return linear(x, layer.weight, layer.bias, norm_weight=weight, eps=eps, glu=glu)
+
+
+def project_onto(residual: Tensor, layer: nn.Linear, x: Tensor, next_norm: RMSNorm | None) -> Stream:
+    """A product added to the residual stream. Where the norm that comes next is known, half of it is done already."""
+    weight = next_norm.weight if next_norm is not None else None
+    return linear_onto(residual, x, layer.weight, layer.bias, next_norm=weight)
 
 
 class DecoderLayer(nn.Module):
@@ -173,6 +179,22 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(cfg.hidden_size, cfg.norm_eps)
         self.mlp = MLP(cfg)
 
-    def forward(self, x_TD: Tensor, angles: Angles, attend: Attend, layer: int, window: int | None) -> Tensor:
-        x_TD = self.self_attn(x_TD, x_TD, angles, attend, layer, window, norm=self.input_layernorm)
-        return self.mlp(x_TD, norm=self.post_attention_layernorm)
+    def forward(
+        self,
+        stream: Stream,
+        angles: Angles,
+        attend: Attend,
+        layer: int,
+        window: int | None,
+        next_norm: RMSNorm | None = None,
+    ) -> Stream:
+        """`next_norm` is the next layer's, where one follows."""
+        norm, mlp_norm = self.input_layernorm, self.post_attention_layernorm
+        stream = self.self_attn(stream, stream.x, angles, attend, layer, window, norm, next_norm=mlp_norm)
+        return self.mlp(stream, mlp_norm, next_norm)
+
+
+def norm_after(layers: nn.ModuleList, i: int) -> RMSNorm | None:
+    """What layer i + 1 does first to the residual stream; None after the last layer."""
+    following: DecoderLayer | None = layers[i + 1] if i + 1 < len(layers) else None  # type: ignore[assignment]
+    return following.input_layernorm if following is not None else None
