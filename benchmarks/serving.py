@@ -733,7 +733,8 @@ class Session:
         done = self.results["measurements"].get(engine.key, {})
         return [m for m in engine.measures if "error" in done.get(m["name"], {"error": "not measured"})]
 
-    def prepare(self, engines: list[Engine]) -> None:
+    def prepare(self, engines: list[Engine]) -> list[Engine]:
+        """Writes what the workers need; the engines, without what cannot be measured for want of it."""
         compiling = None
         if self.args.vllm_path and any(e.side == "vllm" for e in engines):
             # Unpacked wheels hold no bytecode; without it vLLM's first start would pay for the compiler.
@@ -747,22 +748,34 @@ class Session:
         except (ValueError, IndexError, subprocess.SubprocessError) as error:
             self.note(f"the GPU could not be asked: {error!r} {getattr(error, 'stderr', '') or ''}"[:1000])
         smollm2 = self.args.smollm2
-        if smollm2 is None and any(e.target == "smollm2" for e in engines):
-            from peagle.hub import resolve_target
+        try:
+            if smollm2 is None and any(e.target == "smollm2" for e in engines):
+                from peagle.hub import resolve_target
 
-            smollm2 = resolve_target("smollm2-135m")
+                smollm2 = resolve_target("smollm2-135m")
+        except Exception as error:
+            self.note(f"no SmolLM2: {error}")
+        if smollm2 is not None and not (smollm2 / "config.json").is_file():
+            self.note(f"--smollm2 {smollm2}: no checkpoint there, its rows are left out")
+            smollm2 = None
         self.folders = write_checkpoints(engines, self.sizes, smollm2, self.scratch)
         try:
             if any(m["kind"] in ("data", "texts") for e in engines for m in e.measures):
                 self.prompts = write_prompts(self.args.prompts, smollm2, self.sizes, self.scratch / "prompts.json")
         except Exception as error:
             self.note(f"no prompts from {self.args.prompts}: {error!r}")
+        if self.prompts is None:
+            if any(m["kind"] != "speed" for e in engines for m in e.measures):
+                self.note("no prompts (--prompts), so the rows data and differs are left out")
+            engines = [replace(e, measures=[m for m in e.measures if m["kind"] == "speed"]) for e in engines]
         if compiling is not None:
             try:
                 compiling.wait(60)
             except subprocess.TimeoutExpired:
                 compiling.kill()
-        self.say(f"prepared in {self.scratch}; {self.machine}")
+        usable = [e for e in engines if e.target in self.folders and (e.measures or e.alone)]
+        self.say(f"prepared {len(usable)} engines in {self.scratch}; {self.machine}")
+        return usable
 
     def start(self, engine: Engine) -> Worker:
         target = Path(self.folders[engine.target])
@@ -1037,6 +1050,8 @@ def main() -> None:
         return worker(args.worker)
     if args.probe:
         return probe()
+    if args.vllm_path:
+        args.vllm_path = args.vllm_path.resolve()
     rows, sides = set(args.rows.split(",")), args.sides.split(",")
     if unknown := (rows - set(ROWS)) | (set(sides) - {"vllm", "peagle"}):
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
@@ -1049,8 +1064,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, interrupted)
     try:
         engines = wanted_engines(rows, sides, session.sizes)
-        session.prepare(engines)
-        session.run(engines)
+        session.run(session.prepare(engines))
     except KeyboardInterrupt:
         session.note("interrupted")
     except Exception as error:

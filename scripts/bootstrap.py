@@ -204,7 +204,7 @@ def alone() -> Iterator[None]:
 
 def is_cuda(name: str) -> bool:
     name = re.sub(r"[-_.]+", "-", name).lower()
-    return name.startswith(("nvidia-", "cuda-")) or name in ("triton", "pytorch-triton")
+    return name.startswith(("nvidia-", "cuda-"))
 
 
 def ask_pip(request: Request, requirement: str, source: Sequence[str]) -> Plan | str:

@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from peagle.kernels import linear as kernels
 from peagle.kernels.linear import (
     Config,
+    Stream,
     add_rms_norm,
     add_rms_norm_torch,
     config_for,
@@ -403,7 +404,9 @@ def test_training_on_the_gpu_takes_the_twin():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("split", [1, 2])
-def test_overlapping_launches_in_a_graph_change_nothing(split):
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("prepared", [False, True])
+def test_overlapping_launches_in_a_graph_change_nothing(split, late, prepared):
     """Kernels that start before their predecessors end, replayed many times, against kernels that do not."""
     torch.manual_seed(0)
     made = {"dtype": torch.bfloat16, "device": "cuda"}
@@ -412,12 +415,14 @@ def test_overlapping_launches_in_a_graph_change_nothing(split):
     x = torch.randn(8, 512, **made)
 
     def run(pdl: bool) -> Tensor:
-        y = x
+        y = Stream(x)
+        config = Config(16, 64, 4, 2, split_k=split, prefetch=256, late=late)
         for up, down in layers:
-            config = Config(16, 64, 4, 2, split_k=split, prefetch=256)
             h = linear_triton(y, up, norm_weight=norm, eps=EPS, glu=True, config=config, pdl=pdl)
-            y = linear_triton(h, down, residual=y, config=config, pdl=pdl)
-        return y
+            following = norm if prepared else None
+            y = stream_triton(h, down, residual=y.x, next_norm=following, config=config, pdl=pdl)
+            assert (y.squares is not None) == prepared
+        return y.x
 
     truth = run(False)
     run(True)

@@ -32,8 +32,9 @@ def make_scheduler(blocks: int = 200, seqs: int = 8, most: int = 3, chunk: int =
 class Device:
     """Stands for the runner: knows how far each request really is, and that it writes only where it may."""
 
-    def __init__(self, scheduler: Scheduler, choose: random.Random, lookahead: int) -> None:
-        self.scheduler, self.choose, self.lookahead = scheduler, choose, lookahead
+    def __init__(self, scheduler: Scheduler, choose: random.Random, lookahead: int, stops: float = 0.0) -> None:
+        """Each token ends its text with chance `stops`."""
+        self.scheduler, self.choose, self.lookahead, self.stops = scheduler, choose, lookahead, stops
         self.start: dict[int, int] = {}  # position of the newest token, by request
         self.in_flight: deque[tuple[Plan, list[tuple[Request, int, int]]]] = deque()
 
@@ -75,7 +76,7 @@ class Device:
                 request.output_ids.append(len(request.output_ids) % 3)
                 request.length += 1
                 full = len(request.output_ids) >= request.params.max_tokens or request.length >= LONGEST
-                if full or self.choose.random() < 0.02:
+                if full or self.choose.random() < self.stops:
                     request.finish_reason = "stop"
                     break
             self.scheduler.returned(request, rows)
@@ -100,7 +101,7 @@ def test_random_load(seed: int, lookahead: int) -> None:
     most = choose.choice([0, 1, 3, 7])
     scheduler = make_scheduler(choose.randint(10, 30), choose.randint(1, 5), most, choose.randint(1, 9), 16)
     scheduler.drafts_for = lambda batch: choose.randint(0, most)
-    device = Device(scheduler, choose, lookahead)
+    device = Device(scheduler, choose, lookahead, stops=0.02)
     requests: list[Request] = []
     steps = 0
     while len(requests) < 12 or not scheduler.idle or device.in_flight:
@@ -152,7 +153,7 @@ def test_prompts_are_cut_by_who_else_is_there() -> None:
 
 def test_many_that_decode_are_not_held_up_at_every_step() -> None:
     """While few slots are free, a prompt waits for others to be read with; it is not forgotten."""
-    scheduler = make_scheduler(blocks=2000, seqs=MANY + 1, chunk=50, idle=2000)
+    scheduler = make_scheduler(blocks=2000, seqs=MANY + 1, most=0, chunk=50, idle=2000)
     device = Device(scheduler, random.Random(0), 0)
     for i in range(MANY):
         scheduler.add(make_request(i, [i, i], 30))

@@ -78,6 +78,15 @@ class Acceptance:
             self.tried[i] += 1
             self.accepted[i] += i < accepted
 
+    def assume(self, rates: Sequence[float]) -> None:
+        """Starts from these instead of the prior; drafts past the last are taken to be as hard as that one."""
+        known = list(rates)
+        step = known[-1] / (known[-2] if len(known) > 1 else 1.0) if known and known[-1] > 0 else 0.0
+        while len(known) < len(self.tried):
+            known.append((known[-1] if known else 1.0) * step)
+        self.tried = [PRIOR_WEIGHT] * len(self.tried)
+        self.accepted = [PRIOR_WEIGHT * rate for rate in known[: len(self.tried)]]
+
     @property
     def rates(self) -> list[float]:
         return [a / t for a, t in zip(self.accepted, self.tried, strict=True)]

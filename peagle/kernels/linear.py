@@ -1,12 +1,16 @@
 """Linear layers of few rows, with what stands around them: norm before, SwiGLU, bias and residual after.
 
 Decoding reads every weight once for a handful of rows, so a product costs what streaming its weights costs. The
-Triton kernels here take up to SKINNY rows; more rows go to cuBLAS with single-launch kernels around it, and the CPU,
-fp32, fp64 and training go to the plain torch twins (`*_torch`), which every faster version is held against.
+Triton kernels here take up to `skinny_rows` of a shape; more rows go to cuBLAS with single-launch kernels around it,
+and the CPU, fp32, fp64 and training go to the plain torch twins (`*_torch`), which every faster version is held
+against.
 
-A row's result depends neither on the other rows nor on their number: weights are the left operand of every product
+A row's result depends neither on the other rows nor on their number, as long as that stays on one side of FEW (of
+SKINNY for small shapes, which have one configuration for all): weights are the left operand of every product
 and rows the right one, so however many rows there are, each output sums the same products in the same order by the
-same instruction. Splitting K is part of a shape's configuration for all row counts, and parts are summed in order.
+same instruction. Splitting K is part of a configuration, and parts are summed in order.
+
+The norm before a product costs no launch where a product wrote its input (`linear_onto`): that one knows the rows.
 
 Shapes: T rows, K input width, N output width (twice the result's width for a gated product), I half of such an N.
 """
@@ -171,7 +175,7 @@ if HAVE_TRITON:
         residual,
         bias_ptr,
         y_ptr,
-        next_norm_ptr,
+        next_norm,
         scaled_ptr,
         next_squares_ptr,
         n,
@@ -202,10 +206,9 @@ if HAVE_TRITON:
         y = acc.to(dtype)
         spot = m[None, :] * y_stride + n[:, None]
         tl.store(y_ptr + spot, y, mask=inside)
-        if next_norm_ptr is not None:
-            weight = tl.load(next_norm_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+        if next_norm is not None:
             y = tl.where(inside, y.to(tl.float32), 0.0)
-            tl.store(scaled_ptr + spot, (y * weight).to(dtype), mask=inside)
+            tl.store(scaled_ptr + spot, (y * next_norm.to(tl.float32)[:, None]).to(dtype), mask=inside)
             tl.store(next_squares_ptr + tile * M + m, _sum_in_any_order(y * y), mask=m < M)
 
     @triton.jit
@@ -275,11 +278,15 @@ if HAVE_TRITON:
                     _prefetch_rows(w_ptr, rows + N, begin, K, PREFETCH, LINES, COPIES)
             tl.extra.cuda.gdc_wait()
 
+        # What the end needs is asked for here where it can be, so that it has arrived when the loop ends.
+        next_norm = None
+        if next_norm_ptr is not None:
+            next_norm = tl.load(next_norm_ptr + n, mask=n < N, other=0.0)
         residual = None
         residual_ptrs = None
         if residual_ptr is not None:
             residual_ptrs = residual_ptr + m[None, :] * residual_stride + n[:, None]
-            if SPLIT_K == 1:  # asked for here, so that it has arrived when the loop ends
+            if SPLIT_K == 1:
                 residual = tl.load(residual_ptrs, mask=inside, other=0.0)
         their_squares = None
         squares_ptrs = None
@@ -345,7 +352,7 @@ if HAVE_TRITON:
                 residual,
                 bias_ptr,
                 y_ptr,
-                next_norm_ptr,
+                next_norm,
                 scaled_ptr,
                 next_squares_ptr,
                 n,
@@ -399,7 +406,7 @@ if HAVE_TRITON:
                     residual,
                     bias_ptr,
                     y_ptr,
-                    next_norm_ptr,
+                    next_norm,
                     scaled_ptr,
                     next_squares_ptr,
                     n,

@@ -4,9 +4,20 @@
 `_paged_kernel`: a program has one sequence, one key/value head and one share of the keys, for all rows and all heads
 that share the keys, which are thus read once. Key tiles lie at fixed positions and go round robin to the shares, so
 which keys are added up with which depends on a row's position and on the number of shares, not on how many rows are
-computed together or on the length: the same row gets the same sums whether it is verified or decoded.
+computed together or on the length. Keys and values are the left operands of the products and rows the right ones, so
+however many rows there are, the same instructions sum them: the same row gets the same bits whether it is verified
+or decoded.
+
+`_combine_kernel`: adds up the shares.
 
 `_prefill_kernel`: a program has one tile of rows and one head.
+
+Programmatic dependent launch: a kernel that starts early may, before it waits, read only what was written ahead of
+some normally launched kernel that came before it. Such a kernel starts when all before it have ended; its early
+successors may start while any number of the kernels between it and them still run. Here that is block tables, starts
+and lives, after which the models look up embeddings by a plain torch kernel. Asking cached keys into the L2 is no
+reading and always allowed. Some program of every kernel must wait, even one with nothing to do: the successor counts
+on everything before a kernel that has ended to have ended too.
 
 With TRITON_INTERPRET=1 in the environment, set before the import, the launchers take CPU tensors.
 """
@@ -22,6 +33,8 @@ import triton.language as tl
 from torch import Tensor
 
 from peagle.kernels.paged_attention import Pages
+from peagle.kernels.rotary import Rotation
+from peagle.kernels.rotary_triton import inverse_rms, rotated
 
 
 @triton.jit
@@ -40,6 +53,20 @@ def _step(scores, v, best, total, acc, GUARD: tl.constexpr, PRECISION: tl.conste
 
 
 @triton.jit
+def _step_by_keys(scores, v, best, total, acc, GUARD: tl.constexpr, PRECISION: tl.constexpr):
+    """The same for [keys, queries]; `total` stays one sum per slot of the tile, added up at the end."""
+    new = tl.maximum(best, tl.max(scores, 0))
+    ref = new
+    if GUARD:
+        ref = tl.where(new == float("-inf"), 0.0, new)
+    keep = tl.exp2(best - ref)[None, :]
+    p = tl.exp2(scores - ref[None, :])
+    total = total * keep + p
+    acc = tl.dot(tl.trans(v), p.to(v.dtype), acc * keep, input_precision=PRECISION)
+    return new, total, acc
+
+
+@triton.jit
 def _shares(start, live, splits, window, TILE: tl.constexpr, WINDOWED: tl.constexpr):
     """First tile seen, tile after the last, and how many shares have a tile; every kernel must find the same."""
     low = 0
@@ -50,26 +77,50 @@ def _shares(start, live, splits, window, TILE: tl.constexpr, WINDOWED: tl.conste
 
 
 @triton.jit
-def _combine(parts, sums, part0, step, m, valid, low, used, splits, D: tl.constexpr):
-    """Adds up the shares of queries m in the order of the shares, whoever arrived first."""
-    # .cg: past the L1, which may hold what was there before the other programs wrote.
-    cols = tl.arange(0, D)
-    top = tl.zeros(m.shape, tl.float32) - float("inf")
-    for s in tl.range(0, splits, loop_unroll_factor=8):
-        ok = valid & ((s + splits - low % splits) % splits < used)
-        at = part0 + s * step + m
-        top = tl.maximum(top, tl.load(sums + at * 2, mask=ok, other=float("-inf"), cache_modifier=".cg"))
-    ref = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.zeros(m.shape, tl.float32)
-    acc = tl.zeros((m.shape[0], D), tl.float32)
-    for s in tl.range(0, splits, loop_unroll_factor=8):  # several loads under way at a time
-        ok = valid & ((s + splits - low % splits) % splits < used)
-        at = part0 + s * step + m
-        weight = tl.exp2(tl.load(sums + at * 2, mask=ok, other=float("-inf"), cache_modifier=".cg") - ref)
-        total += weight * tl.load(sums + at * 2 + 1, mask=ok, other=0.0, cache_modifier=".cg")
-        part = tl.load(parts + at[:, None] * D + cols[None, :], mask=ok[:, None], other=0.0, cache_modifier=".cg")
-        acc += weight[:, None] * part
-    return acc / tl.where(total > 0.0, total, 1.0)[:, None]
+def _prefetch(cache_k, cache_v, at, wanted, D: tl.constexpr):
+    """Asks for rows of D keys and of D values, `at` elements into the caches, to be brought to the L2."""
+    SIZE: tl.constexpr = cache_k.dtype.element_ty.primitive_bitwidth // 8
+    which = tl.arange(0, 2)[None, :]  # a thread each for the keys and the values of a row
+    base = tl.where(which == 0, cache_k.to(tl.int64), cache_v.to(tl.int64))
+    nbytes = tl.where(wanted, D * SIZE, 0)[:, None] + which * 0
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; } // $0",
+        "=r,l,r",
+        [base + (at * SIZE)[:, None], nbytes],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _turn(
+    x,
+    x_at,
+    row,
+    cols,
+    mask,
+    cos,
+    sin,
+    angle_row,
+    norm,
+    eps,
+    AXIS: tl.constexpr,
+    D: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """x, which was loaded from `x_at + cols`, normed and rotated where `mask` says so; heads lie along AXIS."""
+    pair = (cols + D // 2) % D  # the entry that each one turns together with
+    other = tl.load(x_at + pair, mask=mask, other=0.0)
+    c = tl.load(cos + row * angle_row + cols, mask=mask, other=1.0).to(tl.float32)
+    s = tl.load(sin + row * angle_row + cols, mask=mask, other=0.0).to(tl.float32)
+    s = tl.where(cols < D // 2, -s, s)
+    if NORM:
+        inverse = inverse_rms((x.to(tl.float32) * x.to(tl.float32)).to(tl.float64), eps, AXIS, D)
+        weight, other_weight = tl.load(norm + cols).to(tl.float32), tl.load(norm + pair).to(tl.float32)
+        return tl.where(mask, rotated(x, other, weight, other_weight, inverse, c, s, True), x)
+    else:
+        return rotated(x, other, 1.0, 1.0, 1.0, c, s, False)  # an angle of 0 outside the mask: x as it is
 
 
 @triton.jit(do_not_specialize=["rows", "splits", "window"])  # one compilation for all of them
@@ -77,12 +128,15 @@ def _paged_kernel(
     q,
     k,
     v,
+    cos,
+    sin,
+    q_norm,
+    k_norm,
     cache_k,
     cache_v,
     out,
     parts,
     sums,
-    counters,
     tables,
     starts,
     lives,
@@ -96,18 +150,22 @@ def _paged_kernel(
     k_head,
     v_row,
     v_head,
+    angle_row,
     block_step,
     slot_step,
     head_step,
     scale,
+    eps,
     G: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     QUERIES: tl.constexpr,
+    AHEAD: tl.constexpr,
+    ROTATE: tl.constexpr,
+    NORM: tl.constexpr,
     WINDOWED: tl.constexpr,
-    LAST: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -116,17 +174,31 @@ def _paged_kernel(
     split = tl.program_id(1)
     b = tl.program_id(2)
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     live = tl.load(lives + b).to(tl.int32)
     # A sequence without live rows is an empty place of the batch: its start means nothing.
-    start = tl.where(live > 0, tl.load(starts + b).to(tl.int32), 0)
+    start = tl.load(starts + b).to(tl.int32)
+    start = tl.where(live > 0, start, 0)
     end = start + live
     low, tiles, used = _shares(start, live, splits, window, TILE, WINDOWED)
     place = (split + splits - low % splits) % splits
     if place >= used:
-        return
+        return  # others wait for the kernel ahead
     first = low + place
+    table = tables + b.to(tl.int64) * table_row
+    slots = tl.arange(0, TILE)
+
+    if AHEAD > 0:
+        # The first tiles, while the kernel ahead still runs; the loop asks for the others AHEAD of their use.
+        soon = tl.arange(0, AHEAD * TILE)
+        soon_pos = (first + soon // TILE * splits) * TILE + soon % TILE
+        soon_block = tl.load(table + soon_pos // BLOCK, mask=soon_pos < start, other=0).to(tl.int64)
+        soon_at = soon_block * block_step + (soon_pos % BLOCK) * slot_step + g * head_step
+        _prefetch(cache_k, cache_v, soon_at, soon_pos < start, D)
+        next_pos = (first + AHEAD * splits) * TILE + slots
+        next_block = tl.load(table + next_pos // BLOCK, mask=next_pos < start, other=0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
 
     m = query_tile * QUERIES + tl.arange(0, QUERIES)
     j = m // GROUP
@@ -134,13 +206,16 @@ def _paged_kernel(
     valid = m < rows * GROUP
     own = start + j
     cols = tl.arange(0, D)
-    slots = tl.arange(0, TILE)
     row = b.to(tl.int64) * rows + j
-    queries = tl.load(q + (row * q_row + head * q_head)[:, None] + cols[None, :], mask=valid[:, None], other=0.0)
-    table = tables + b.to(tl.int64) * table_row
+    q_at = q + (row * q_row + head * q_head)[None, :]
+    queries = tl.load(q_at + cols[:, None], mask=valid[None, :], other=0.0)  # [D, QUERIES]
+    if ROTATE:
+        queries = _turn(
+            queries, q_at, row[None, :], cols[:, None], valid[None, :], cos, sin, angle_row, q_norm, eps, 0, D, NORM
+        )
     best = tl.zeros((QUERIES,), tl.float32) - float("inf")
-    total = tl.zeros((QUERIES,), tl.float32)
-    acc = tl.zeros((QUERIES, D), tl.float32)
+    total = tl.zeros((TILE, QUERIES), tl.float32)
+    acc = tl.zeros((D, QUERIES), tl.float32)
 
     cached = start // TILE  # tiles before this one are in the cache whole, and every row is past them
     for tile in range(first, cached, splits):
@@ -149,10 +224,16 @@ def _paged_kernel(
         at = block * block_step + (pos % BLOCK) * slot_step + g * head_step
         keys = tl.load(cache_k + at[:, None] + cols[None, :])
         values = tl.load(cache_v + at[:, None] + cols[None, :])
-        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
+        if AHEAD > 0:
+            # The block numbers were fetched a tile earlier still: the compiler pipelines only what the products use.
+            next_at = next_block.to(tl.int64) * block_step + (next_pos % BLOCK) * slot_step + g * head_step
+            _prefetch(cache_k, cache_v, next_at, next_pos < start, D)
+            next_pos += splits * TILE
+            next_block = tl.load(table + next_pos // BLOCK, mask=next_pos < start, other=0)
+        scores = tl.dot(keys, queries, input_precision=PRECISION) * scale
         if WINDOWED:
-            scores = tl.where(pos[None, :] > own[:, None] - window, scores, float("-inf"))
-        best, total, acc = _step(scores, values, best, total, acc, WINDOWED, PRECISION)
+            scores = tl.where(pos[:, None] > own[None, :] - window, scores, float("-inf"))
+        best, total, acc = _step_by_keys(scores, values, best, total, acc, WINDOWED, PRECISION)
 
     # The tiles with the last cached keys and the new rows. These few are not worth the shared memory of a pipeline.
     rest = first + tl.maximum((cached - first + splits - 1) // splits, 0) * splits
@@ -164,47 +245,43 @@ def _paged_kernel(
         at = (block * block_step + (pos % BLOCK) * slot_step + g * head_step)[:, None] + cols[None, :]
         new = b.to(tl.int64) * rows + (pos - start)
         # One load through selected pointers: two loads and a select would hold twice the registers.
-        new_k = k + (new * k_row + g * k_head)[:, None] + cols[None, :]
+        new_k = k + (new * k_row + g * k_head)[:, None]
         new_v = v + (new * v_row + g * v_head)[:, None] + cols[None, :]
-        keys = tl.load(tl.where(old[:, None], cache_k + at, new_k), mask=(pos < end)[:, None], other=0.0)
-        values = tl.load(tl.where(old[:, None], cache_v + at, new_v), mask=(pos < end)[:, None], other=0.0)
+        known = (pos < end)[:, None]
+        keys = tl.load(tl.where(old[:, None], cache_k + at, new_k + cols[None, :]), mask=known, other=0.0)
+        values = tl.load(tl.where(old[:, None], cache_v + at, new_v), mask=known, other=0.0)
+        if ROTATE:
+            keys = _turn(
+                keys, new_k, new[:, None], cols[None, :], fresh[:, None], cos, sin, angle_row, k_norm, eps, 1, D, NORM
+            )
         # Positions from `start` on, which no program of this launch reads from the cache.
         tl.store(cache_k + at, keys, mask=fresh[:, None] & (query_tile == 0))
         tl.store(cache_v + at, values, mask=fresh[:, None] & (query_tile == 0))
-        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
-        seen = (pos[None, :] <= own[:, None]) & (pos < end)[None, :]
+        scores = tl.dot(keys, queries, input_precision=PRECISION) * scale
+        seen = (pos[:, None] <= own[None, :]) & known
         if WINDOWED:
-            seen = seen & (pos[None, :] > own[:, None] - window)
+            seen = seen & (pos[:, None] > own[None, :] - window)
         scores = tl.where(seen, scores, float("-inf"))
-        best, total, acc = _step(scores, values, best, total, acc, True, PRECISION)
+        best, total, acc = _step_by_keys(scores, values, best, total, acc, True, PRECISION)
 
     heads = G * GROUP
-    to = out + (row * heads * D + head * D)[:, None] + cols[None, :]
+    if PRECISION == "ieee":
+        # Who adds what to what depends on the number of queries, but so little of an fp64 sum does that none of it
+        # is left in fp32. With 16-bit inputs the products' layout adds in the same order for any number.
+        sum_of = tl.sum(total.to(tl.float64), 0).to(tl.float32)
+    else:
+        sum_of = tl.sum(total, 0)
     if used == 1:
-        result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-        tl.store(to, result.to(out.dtype.element_ty), mask=valid[:, None])
+        result = acc / tl.where(sum_of > 0.0, sum_of, 1.0)[None, :]
+        to = out + (row * heads * D + head * D)[None, :] + cols[:, None]
+        tl.store(to, result.to(out.dtype.element_ty), mask=valid[None, :])
     else:
         # Partial sums lie as [B, splits, G, rows * GROUP].
         step = G * rows * GROUP
-        part0 = b.to(tl.int64) * splits * step + g * rows * GROUP
-        at = part0 + split * step + m
-        tl.store(parts + at[:, None] * D + cols[None, :], acc, mask=valid[:, None])
+        at = b.to(tl.int64) * splits * step + g * rows * GROUP + split * step + m
+        tl.store(parts + at[None, :] * D + cols[:, None], acc, mask=valid[None, :])
         tl.store(sums + at * 2, best, mask=valid)
-        tl.store(sums + at * 2 + 1, total, mask=valid)
-        if LAST:
-            # All threads' sums are written before the one that counts the program in.
-            tl.debug_barrier()
-            counter = counters + b * tl.num_programs(0) + tl.program_id(0)
-            arrived = tl.atomic_add(counter, 1, sem="acq_rel")
-            if arrived == used - 1:
-                for q0 in range(0, QUERIES, 16):
-                    some = query_tile * QUERIES + q0 + tl.arange(0, 16)
-                    real = some < rows * GROUP
-                    whole = _combine(parts, sums, part0, step, some, real, low, used, splits, D)
-                    line = (b.to(tl.int64) * rows + some // GROUP) * heads + g * GROUP + some % GROUP
-                    to_some = out + (line * D)[:, None] + cols[None, :]
-                    tl.store(to_some, whole.to(out.dtype.element_ty), mask=real[:, None])
-                tl.store(counter, 0)
+        tl.store(sums + at * 2 + 1, sum_of, mask=valid)
 
 
 @triton.jit(do_not_specialize=["rows", "splits", "window"])  # one compilation for all of them
@@ -222,27 +299,45 @@ def _combine_kernel(
     D: tl.constexpr,
     TILE: tl.constexpr,
     QUERIES: tl.constexpr,
+    SPLITS: tl.constexpr,
     WINDOWED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     g = tl.program_id(1)
     b = tl.program_id(2)
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     live = tl.load(lives + b).to(tl.int32)
-    start = tl.where(live > 0, tl.load(starts + b).to(tl.int32), 0)
+    start = tl.load(starts + b).to(tl.int32)
+    start = tl.where(live > 0, start, 0)
     low, tiles, used = _shares(start, live, splits, window, TILE, WINDOWED)
-    if used == 1:
-        return  # the only share wrote the result
     m = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
     valid = m < rows * GROUP
+    s = tl.arange(0, SPLITS)
+    filled = (s < splits) & ((s + splits - low % splits) % splits < used)
+    cols = tl.arange(0, D)
     step = G * rows * GROUP
-    part0 = b.to(tl.int64) * splits * step + g * rows * GROUP
-    result = _combine(parts, sums, part0, step, m, valid, low, used, splits, D)
+    at = b.to(tl.int64) * splits * step + g * rows * GROUP + s[None, :] * step + m[:, None]
+    ok = filled[None, :] & valid[:, None]
+    if PDL:
+        tl.extra.cuda.gdc_wait()  # also with nothing to add up: the next kernel waits only for this one
+    if used == 1:
+        return  # the only share wrote the result
+    # All at once, as one wait for memory costs more than the rest. .cg: past the L1, which may hold what was there
+    # before.
+    best = tl.load(sums + at * 2, mask=ok, other=float("-inf"), cache_modifier=".cg")
+    total = tl.load(sums + at * 2 + 1, mask=ok, other=0.0, cache_modifier=".cg")
+    part = tl.load(
+        parts + at[:, :, None] * D + cols[None, None, :], mask=ok[:, :, None], other=0.0, cache_modifier=".cg"
+    )
+    top = tl.max(best, 1)
+    weight = tl.exp2(best - tl.where(top == float("-inf"), 0.0, top)[:, None])
+    total = tl.sum(weight * total, 1)
+    acc = tl.sum(weight[:, :, None] * part, 1)
+    result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     row = b.to(tl.int64) * rows + m // GROUP
     head = g * GROUP + m % GROUP
-    to = out + (row * (G * GROUP) * D + head * D)[:, None] + tl.arange(0, D)[None, :]
+    to = out + (row * (G * GROUP) * D + head * D)[:, None] + cols[None, :]
     tl.store(to, result.to(out.dtype.element_ty), mask=valid[:, None])
 
 
@@ -407,9 +502,7 @@ class Launch:
     splits: int
     warps: int
     stages: int
-    # The program that arrives last adds up the shares, else a second kernel does. It is found by counters that all
-    # launches on a device share: two launches must not run at the same time.
-    last: bool
+    ahead: int  # tiles asked into the L2 ahead of their use; 0: none
 
 
 @dataclass(frozen=True)
@@ -424,9 +517,9 @@ class PrefillLaunch:
 _FILL = 1
 _MAX_SPLITS = 64
 _MIN_QUERIES, _MAX_QUERIES = 16, 64
+_WIDE_PREFILL_ROWS = 4096
 
 _sm_counts: dict[torch.device, int] = {}
-_counters: dict[torch.device, Tensor] = {}
 
 
 def _multiprocessors(device: torch.device) -> int:
@@ -437,35 +530,29 @@ def _multiprocessors(device: torch.device) -> int:
     return _sm_counts[device]
 
 
-def _counter(device: torch.device, size: int) -> Tensor:
-    """Zeros, which every launch leaves as zeros."""
-    if device not in _counters:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            # The graph would hold the filling, and another graph might run before this one.
-            raise RuntimeError("call paged_attention once before capturing it")
-        _counters[device] = torch.zeros(1 << 16, dtype=torch.int32, device=device)
-    assert size <= len(_counters[device])
-    return _counters[device]
-
-
 def choose_launch(
     pages: Pages, heads: int, kv_heads: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> Launch:
     """Only the query tile depends on the number of rows: the rest decides which keys are added up with which."""
     batch, width = pages.block_tables_BM.shape
     context = pages.max_context if pages.max_context is not None else width * block_size
-    exact = dtype == torch.float32
-    tile = 32 if exact else 64
     queries = max(_MIN_QUERIES, triton.next_power_of_2(pages.max_rows * (heads // kv_heads)))
     splits = _FILL * _multiprocessors(device) // (batch * kv_heads)
+    if dtype == torch.float32:
+        splits = max(1, min(splits, _MAX_SPLITS, triton.cdiv(context, 32) + 1))
+        return Launch(tile=32, queries=min(queries, 32), splits=splits, warps=4, stages=2, ahead=0)
+    # Few programs: each has its processor to itself, and what counts is how often it waits for memory. Many: several
+    # to a processor, which wait in turns.
+    few = splits > 1
+    tile = 128 if few else 64
     splits = max(1, min(splits, _MAX_SPLITS, triton.cdiv(context, tile) + 1))
     return Launch(
         tile=tile,
-        queries=min(queries, 32 if exact else _MAX_QUERIES),
+        queries=min(queries, _MAX_QUERIES),
         splits=splits,
         warps=4,
-        stages=2 if exact else 5,  # every second one holds only the block numbers that the next one loads by
-        last=False,
+        stages=3 if few else 5,  # some of them hold only the block numbers that the next one loads by
+        ahead=2 if few else 0,
     )
 
 
@@ -493,6 +580,7 @@ def paged_attention_triton(
     window: int | None,
     pdl: bool = False,
     launch: Launch | None = None,
+    rotation: Rotation | None = None,
 ) -> Tensor:
     _check(q_THd, k_TGd, v_TGd, cache_k)
     pdl = pdl and q_THd.is_cuda  # the interpreter knows nothing of it
@@ -503,25 +591,41 @@ def paged_attention_triton(
     if launch is None:
         launch = choose_launch(pages, heads, kv_heads, block_size, q_THd.dtype, q_THd.device)
     assert launch.tile % block_size == 0 or block_size % launch.tile == 0
+    steps = _cache_steps(cache_k, cache_v)
+    ahead = launch.ahead if cache_k.is_cuda and torch.cuda.get_device_capability(cache_k.device) >= (9, 0) else 0
+    # Whole 16-byte pieces are asked for.
+    if any(n * cache_k.element_size() % 16 for n in (width, *steps)) or (cache_k.data_ptr() | cache_v.data_ptr()) % 16:
+        ahead = 0
+    cos = sin = q_norm = k_norm = q_THd  # not looked at, but typed
+    angle_row, eps = 0, 0.0
+    if rotation is not None:
+        cos, sin, eps = rotation.cos, rotation.sin, rotation.eps
+        assert cos.stride() == sin.stride() and cos.stride(-1) == 1 and cos.dtype == q_THd.dtype
+        angle_row = cos.stride(0)
+        if rotation.normed:
+            assert rotation.q_norm is not None and rotation.k_norm is not None
+            q_norm, k_norm = rotation.q_norm, rotation.k_norm
     out = torch.empty((total_rows, heads, width), dtype=q_THd.dtype, device=q_THd.device)
     query_tiles = triton.cdiv(rows * group, launch.queries)
     # With one share these are not looked at, but keep their types, which a compilation is for.
     shares = batch * launch.splits * rows * heads if launch.splits > 1 else 1
     parts = torch.empty((shares, width), dtype=torch.float32, device=out.device)
     sums = torch.empty((shares, 2), dtype=torch.float32, device=out.device)
-    counters = _counter(out.device, batch * kv_heads * query_tiles) if launch.last else sums
     shared = {"G": kv_heads, "GROUP": group, "D": width, "TILE": launch.tile}
     shared |= {"WINDOWED": window is not None, "PDL": pdl, "launch_pdl": pdl}
     _paged_kernel[(kv_heads * query_tiles, launch.splits, batch)](
         q_THd,
         k_TGd,
         v_TGd,
+        cos,
+        sin,
+        q_norm,
+        k_norm,
         cache_k,
         cache_v,
         out,
         parts,
         sums,
-        counters,
         pages.block_tables_BM,
         pages.starts_B,
         pages.live_B,
@@ -532,18 +636,24 @@ def paged_attention_triton(
         *q_THd.stride()[:2],
         *k_TGd.stride()[:2],
         *v_TGd.stride()[:2],
-        *_cache_steps(cache_k, cache_v),
+        angle_row,
+        *steps,
         width**-0.5 * math.log2(math.e),
+        eps,
         **shared,
         BLOCK=block_size,
         QUERIES=launch.queries,
-        LAST=launch.last,
+        AHEAD=ahead,
+        ROTATE=rotation is not None,
+        NORM=rotation is not None and rotation.normed,
         PRECISION="ieee" if q_THd.dtype == torch.float32 else "tf32",
         num_warps=launch.warps,
         num_stages=launch.stages,
+        enable_fp_fusion=rotation is None,  # a rotation is two rounded products and a rounded sum, as torch has it
     )
-    if launch.splits > 1 and not launch.last:
-        queries = 4
+    if launch.splits > 1:
+        split_block = triton.next_power_of_2(launch.splits)
+        queries = max(1, 16 // split_block)
         _combine_kernel[(triton.cdiv(rows * group, queries), kv_heads, batch)](
             parts,
             sums,
@@ -555,6 +665,7 @@ def paged_attention_triton(
             window or 0,
             **shared,
             QUERIES=queries,
+            SPLITS=split_block,
             num_warps=4,
         )
     return out
@@ -605,7 +716,9 @@ def prefill_attention_triton(
     block_size, kv_heads = cache_k.shape[1:3]
     exact = q_THd.dtype == torch.float32
     if launch is None:
-        launch = PrefillLaunch(32, 32, 4, 2) if exact else PrefillLaunch(128, 64, 8 if width >= 128 else 4, 3)
+        # Without cached keys wide tiles are faster from here on; with them, and for narrow heads, never.
+        wide = width >= 128 and pages.max_context == 0 and pages.max_rows >= _WIDE_PREFILL_ROWS
+        launch = PrefillLaunch(32, 32, 4, 2) if exact else PrefillLaunch(128 if wide else 64, 64, 8 if wide else 4, 3)
     write_rows_triton(k_TGd, v_TGd, cache_k, cache_v, pages, pdl)
     out = torch.empty((total_rows, heads, width), dtype=q_THd.dtype, device=q_THd.device)
     _prefill_kernel[(triton.cdiv(pages.max_rows, launch.rows), heads, len(pages.starts_B))](

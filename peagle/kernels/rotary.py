@@ -8,9 +8,31 @@ Shapes: T rows, H heads, G key/value heads, d head width, X = (H + 2 G) d.
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """What turns queries and keys: angles as `Rope` makes them, [T, 1, d], and the norms before it, if any."""
+
+    cos: Tensor
+    sin: Tensor
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    eps: float = 0.0
+
+    @property
+    def normed(self) -> bool:
+        return self.q_norm is not None and self.k_norm is not None
+
+    def turn(self, q_THd: Tensor, k_TGd: Tensor) -> tuple[Tensor, Tensor]:
+        """By plain torch, into new tensors."""
+        if self.q_norm is not None and self.k_norm is not None:
+            q_THd, k_TGd = _norm(q_THd, self.q_norm, self.eps), _norm(k_TGd, self.k_norm, self.eps)
+        return _rotate(q_THd, self.cos, self.sin), _rotate(k_TGd, self.cos, self.sin)
 
 
 def split_rotate_torch(

@@ -3,10 +3,32 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+
+@triton.jit
+def inverse_rms(squares, eps, AXIS: tl.constexpr, D: tl.constexpr):
+    """Of heads of width D that lie along AXIS, from fp64 squares: there no order of summing shows in the result."""
+    mean = tl.sum(squares, AXIS).to(tl.float32) / D
+    return tl.expand_dims(1.0 / tl.sqrt(mean + eps), AXIS)
+
+
+@triton.jit
+def rotated(x, other, weight, other_weight, inverse, c, s, NORM: tl.constexpr):
+    """x normed and turned, where `other` holds the entry that each of x turns together with.
+
+    `s` is negative where x is the first of its pair. Needs a kernel compiled without fused multiply-adds: the compiler
+    would make two rounded products and a rounded sum one operation, in bf16 too.
+    """
+    dtype = x.dtype
+    x = x.to(tl.float32)
+    other = other.to(tl.float32)
+    if NORM:
+        x = (weight * (x * inverse).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+        other = (other_weight * (other * inverse).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+    return ((x * c).to(dtype).to(tl.float32) + (other * s).to(dtype).to(tl.float32)).to(dtype)
 
 
 @triton.jit
@@ -26,33 +48,33 @@ def _rotate_kernel(
     NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    half: tl.constexpr = D // 2
-    dtype = qkv.dtype.element_ty
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    half: tl.constexpr = D // 2
     row = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     mask = (h < H + G)[:, None]
     cols = tl.arange(0, half)
     at = qkv + row * qkv_row + (h * D)[:, None] + cols[None, :]
-    x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    y = tl.load(at + half, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(at, mask=mask, other=0.0)
+    y = tl.load(at + half, mask=mask, other=0.0)
+    weight_x, weight_y, inverse = 1.0, 1.0, 1.0
     if NORM:
-        mean = (tl.sum(x * x, 1) + tl.sum(y * y, 1)) / D
-        inverse = 1.0 / tl.sqrt(mean + eps)
+        wide_x, wide_y = x.to(tl.float32), y.to(tl.float32)
+        squares = (wide_x * wide_x).to(tl.float64) + (wide_y * wide_y).to(tl.float64)
+        inverse = inverse_rms(squares, eps, 1, D)
         is_q = (h < H)[:, None]
         weight_x = tl.where(is_q, tl.load(q_norm + cols)[None, :], tl.load(k_norm + cols)[None, :]).to(tl.float32)
         weight_y = tl.where(is_q, tl.load(q_norm + half + cols)[None, :], tl.load(k_norm + half + cols)[None, :])
-        x = (weight_x * (x * inverse[:, None]).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
-        y = (weight_y.to(tl.float32) * (y * inverse[:, None]).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+        weight_y = weight_y.to(tl.float32)
     # The second halves of cos and sin repeat the first.
     c = tl.load(cos + row * angle_row + cols).to(tl.float32)[None, :]
     s = tl.load(sin + row * angle_row + cols).to(tl.float32)[None, :]
-    first = (x * c).to(dtype).to(tl.float32) - (y * s).to(dtype).to(tl.float32)
-    second = (y * c).to(dtype).to(tl.float32) + (x * s).to(dtype).to(tl.float32)
-    tl.store(at, first.to(dtype), mask=mask)
-    tl.store(at + half, second.to(dtype), mask=mask)
+    first = rotated(x, y, weight_x, weight_y, inverse, c, -s, NORM)
+    second = rotated(y, x, weight_y, weight_x, inverse, c, s, NORM)
+    tl.store(at, first, mask=mask)
+    tl.store(at + half, second, mask=mask)
 
 
 def split_rotate_triton(
@@ -93,7 +115,6 @@ def split_rotate_triton(
             PDL=pdl,
             launch_pdl=pdl,
             num_warps=4 if width >= 128 else 2,
-            # x * cos + y * sin as two rounded products and a sum, as torch has it
-            enable_fp_fusion=qkv.dtype != torch.float32,
+            enable_fp_fusion=False,
         )
     return qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
