@@ -295,7 +295,7 @@ def test_the_small_kernels(device, dtype, T, K):
     torch.testing.assert_close(gated.double(), silu_mul_torch(wide.double()), **close)
 
 
-KNOWN = [*kernels.TUNED, (960, 576, False), (576, 576, False), (3072, 576, True), (576, 1536, False)]
+KNOWN = list(kernels.TUNED)
 
 
 @many(200)
@@ -319,17 +319,9 @@ def test_a_configuration_fits_and_sums_in_the_same_order_for_all_row_counts_of_a
 
 
 def test_small_shapes_have_one_configuration_for_all_row_counts():
-    for N, K, glu in ((96, 256, False), (960, 576, False), (3072, 576, True), (576, 1536, False), (49152, 64, False)):
+    for N, K, glu in ((96, 256, False), (960, 576, False), (49152, 64, False)):
         assert kernels.skinny_rows(N, K, glu) == kernels.SKINNY
         assert len({replace(config_for(T, N, K, glu), stages=0) for T in (1, 16, 17, 64)}) == 1
-
-
-def test_the_rule_comes_close_to_what_was_measured():
-    for (N, K, glu), (few, more) in kernels.TUNED.items():
-        rule = kernels._rule(8, N, K, glu)
-        if K != 8192:
-            assert (rule.block_n, rule.warps, rule.split_k) == (few.block_n, few.warps, few.split_k), (N, K)
-        assert (kernels._many_rows(N, K, glu) is None) == (more is None), (N, K)
 
 
 def test_the_twin_is_the_layers_own_arithmetic():

@@ -90,17 +90,26 @@ class Stream:
     squares: Tensor | None = None  # of x, summed over the columns of each program that wrote it: fp32 [programs, T]
 
 
-# Measured on an H200 with programmatic dependent launch, keyed by N, K and whether gated: for up to FEW rows, and for
+SMALL = Config(16, 64, 10, 2, prefetch=512, lines=True)
+
+# Found on an H200 with programmatic dependent launch, by changing one shape at a time in the chain of a whole model
+# (benchmarks/kernel_linear.py --descend). Keyed by N, K and whether gated: for up to FEW rows, and for
 # more of them (None: cuBLAS is faster).
 TUNED: dict[tuple[int, int, bool], tuple[Config, Config | None]] = {
     # 8 billion parameters: q/k/v, o, gate and up, down, lm_head, then a drafter's q/k/v and fc
-    (6144, 4096, False): (Config(16, 256, 4, 2, prefetch=512), None),
-    (4096, 4096, False): (Config(32, 128, 13, 4, prefetch=1024), Config(64, 128, 6, 4, 2, prefetch=1024)),
-    (28672, 4096, True): (Config(128, 128, 3, 8, prefetch=128), Config(64, 64, 4, 4, prefetch=128)),
+    (6144, 4096, False): (Config(64, 256, 5, 4, prefetch=512), None),
+    (4096, 4096, False): (Config(32, 512, 4, 4, prefetch=1024), Config(64, 128, 6, 4, 2, prefetch=1024)),
+    (28672, 4096, True): (Config(64, 128, 4, 4, prefetch=128, late=True), Config(64, 64, 4, 4, prefetch=128)),
     (4096, 14336, False): (Config(32, 128, 13, 4, prefetch=1024), Config(64, 128, 6, 4, 2, prefetch=1024)),
     (128256, 4096, False): (Config(64, 128, 4, 4, prefetch=128), Config(64, 128, 3, 4, prefetch=128)),
     (6144, 8192, False): (Config(32, 128, 6, 4, 2, prefetch=512), None),
     (4096, 12288, False): (Config(32, 256, 8, 4, prefetch=1024), Config(64, 128, 6, 4, 2, prefetch=1024)),
+    # SmolLM2-135M: q/k/v, o, gate and up, down, lm_head
+    (960, 576, False): (SMALL, SMALL),
+    (576, 576, False): (Config(32, 64, 10, 4, prefetch=512, lines=True), SMALL),
+    (3072, 576, True): (Config(16, 64, 10, 1, prefetch=512, lines=True, late=True), SMALL),
+    (576, 1536, False): (Config(16, 64, 10, 4, prefetch=64, lines=True), SMALL),
+    (49152, 576, False): (Config(64, 64, 7, 4, prefetch=128), Config(64, 64, 3, 4, prefetch=128)),
 }
 
 
