@@ -220,7 +220,7 @@ def tune(
         return
     from rich.table import Table
 
-    shown = Table("requests at once", *(f"K={k}, ms" for k in count.choices), "best K", "tokens/s")
+    shown = Table("batch", *(f"K={k}" for k in count.choices), "best K", "tokens/s", title="milliseconds of a round")
     for batch in table.batches:
         costs = [table.seconds.get((batch, k)) for k in count.choices]
         cells = [f"{s * 1e3:.2f}" if s is not None else "-" for s in costs]

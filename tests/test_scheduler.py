@@ -25,8 +25,11 @@ def make_request(number: int, prompt: list[int], max_tokens: int) -> Request:
     )
 
 
-def make_scheduler(blocks: int = 200, seqs: int = 8, most: int = 3, chunk: int = 8, idle: int = 16) -> Scheduler:
-    return Scheduler(BlockPool(blocks + 1, SIZE), seqs, most, lambda batch: most, chunk, idle)
+def make_scheduler(
+    blocks: int = 200, seqs: int = 8, most: int = 3, chunk: int = 8, idle: int = 16, drafter: bool = True
+) -> Scheduler:
+    pool = BlockPool(blocks + 1, SIZE, lookahead=int(drafter))
+    return Scheduler(pool, seqs, most, lambda batch: most, chunk, idle)
 
 
 class Device:
@@ -66,6 +69,13 @@ class Device:
                     gains.append((request, 1, 1))
         self.in_flight.append((plan, gains))
         self.scheduler.launched(plan)
+        for chunk in plan.chunks:
+            self.named_is_final(chunk.request, chunk.end)
+
+    def named_is_final(self, request: Request, read: int) -> None:
+        """All of a published block has been read, and what its name covers is known."""
+        named = len(request.names) * SIZE
+        assert named <= read and named + self.scheduler.pool.lookahead <= request.length
 
     def commit(self) -> None:
         _, gains = self.in_flight.popleft()
@@ -80,6 +90,7 @@ class Device:
                     request.finish_reason = "stop"
                     break
             self.scheduler.returned(request, rows)
+            self.named_is_final(request, request.length - 1)
             if request.finish_reason:
                 self.scheduler.finish(request)
 
@@ -99,7 +110,8 @@ def test_random_load(seed: int, lookahead: int) -> None:
     """Everybody ends, the first in line is never preempted, and nobody writes where another reads."""
     choose = random.Random(seed)
     most = choose.choice([0, 1, 3, 7])
-    scheduler = make_scheduler(choose.randint(10, 30), choose.randint(1, 5), most, choose.randint(1, 9), 16)
+    sizes = choose.randint(10, 30), choose.randint(1, 5), most, choose.randint(1, 9), 16
+    scheduler = make_scheduler(*sizes, drafter=most > 0)
     scheduler.drafts_for = lambda batch: choose.randint(0, most)
     device = Device(scheduler, choose, lookahead, stops=0.02)
     requests: list[Request] = []
@@ -203,6 +215,19 @@ def test_the_start_of_a_prompt_outlives_its_end() -> None:
         device.step()
     assert scheduler.pool.allocate(8) is not None  # all blank ones and some of the named
     assert scheduler.pool.find([7] * 30)[0], "without its first block the rest cannot be found"
+
+
+@pytest.mark.parametrize("drafter", [True, False])
+@pytest.mark.parametrize("length", [7, 8, 9])
+def test_a_prompt_that_goes_on_with_an_answer_finds_all_of_it(length: int, drafter: bool) -> None:
+    scheduler = make_scheduler(idle=100, drafter=drafter)
+    device = Device(scheduler, random.Random(0), 0)
+    request = make_request(0, [7] * length, 18)
+    scheduler.add(request)
+    while not scheduler.idle:
+        device.step()
+    found, _ = scheduler.pool.find([*request.tokens, 1, 1])
+    assert len(found) == (request.length - 1) // SIZE
 
 
 def test_what_was_found_is_counted_once() -> None:

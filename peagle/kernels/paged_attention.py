@@ -23,8 +23,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# What prompts with nothing cached run through on a GPU: "varlen" (torch's flash attention) or "triton".
-PREFILL_WITHOUT_CONTEXT = "varlen"
+from peagle.kernels.rotary import Rotation
+
+# Prompts with nothing cached, on a GPU. cuDNN, which torch's attention calls, is the fastest, but plans every new shape
+# for hundreds of ms: only numbers of rows that are a multiple of this go there, as full chunks do. 0: none.
+PLANNED_ROWS = 1024
+# torch's flash attention over differing lengths is faster than ours for heads of at least this width, up to this many
+# rows.
+_VARLEN_WIDTH, _VARLEN_ROWS = 128, 256
 # On the CPU, up to this many rows of a sequence run with the heads that share a key/value head folded into the rows:
 # keys are then read once, which is up to 2.5 times as fast for one row and no faster from 32 on.
 _FOLD_ROWS = 16
@@ -45,7 +51,7 @@ class Pages:
     replays with whatever its tensors then hold.
     """
 
-    block_tables_BM: Tensor  # int32; entries past a sequence's last used block are never read
+    block_tables_BM: Tensor  # int32; entries past a sequence's last used block mean nothing
     starts_B: Tensor  # int32: how many positions of the sequence are cached
     live_B: Tensor  # int32: how many of its new rows are real
     max_rows: int  # the most new rows of any sequence, padding included
@@ -223,18 +229,23 @@ def paged_attention(
     pages: Pages,
     window: int | None,
     pdl: bool = False,
+    rotation: Rotation | None = None,
 ) -> Tensor:
     """[T, H, d]: a row sees its sequence's cached keys and its rows up to itself, at most `window` of them.
 
     Every sequence has `pages.max_rows` rows. Keys and values of live rows are written to the cache.
-    `pdl`: the kernel may be launched before the one ahead of it has ended, and then waits for it itself.
+    `pdl`: the kernel may be launched before the one ahead of it has ended, and then waits for it itself. `pages` must
+    then have been filled before some normally launched kernel: they are read before the wait.
+    `rotation`: q and k come without it; it is done on the way.
     """
     assert pages.cu_rows_B1 is None, "sequences with their own numbers of rows go through prefill_attention"
     if not _takes_triton(q_THd):
+        if rotation is not None:
+            q_THd, k_TGd = rotation.turn(q_THd, k_TGd)
         return paged_attention_torch(q_THd, k_TGd, v_TGd, cache_k, cache_v, pages, window)
     from peagle.kernels.paged_attention_triton import paged_attention_triton
 
-    return paged_attention_triton(q_THd, k_TGd, v_TGd, cache_k, cache_v, pages, window, pdl)
+    return paged_attention_triton(q_THd, k_TGd, v_TGd, cache_k, cache_v, pages, window, pdl, rotation=rotation)
 
 
 def prefill_attention(
@@ -252,11 +263,23 @@ def prefill_attention(
         return paged_attention_torch(q_THd, k_TGd, v_TGd, cache_k, cache_v, pages, window)
     from peagle.kernels.paged_attention_triton import prefill_attention_triton, write_rows_triton
 
-    flash = pages.max_context == 0 and window is None and q_THd.dtype != torch.float32
-    if PREFILL_WITHOUT_CONTEXT == "varlen" and flash and _varlen() is not None:
-        write_rows_triton(k_TGd, v_TGd, cache_k, cache_v, pages, pdl)
-        return varlen_causal(q_THd, k_TGd, v_TGd, pages)
+    if pages.max_context == 0 and window is None and q_THd.dtype != torch.float32:
+        even = len(q_THd) == len(pages.starts_B) * pages.max_rows
+        if even and PLANNED_ROWS and pages.max_rows % PLANNED_ROWS == 0:
+            write_rows_triton(k_TGd, v_TGd, cache_k, cache_v, pages, pdl)
+            return even_causal(q_THd, k_TGd, v_TGd, len(pages.starts_B))
+        short = q_THd.shape[-1] >= _VARLEN_WIDTH and pages.max_rows <= _VARLEN_ROWS
+        if short and _varlen() is not None:
+            write_rows_triton(k_TGd, v_TGd, cache_k, cache_v, pages, pdl)
+            return varlen_causal(q_THd, k_TGd, v_TGd, pages)
     return prefill_attention_triton(q_THd, k_TGd, v_TGd, cache_k, cache_v, pages, window, pdl)
+
+
+def even_causal(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, batch: int) -> Tensor:
+    """The rows among themselves, for sequences of equal length without anything cached. Padding must hold numbers."""
+    q, k, v = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in (q_THd, k_TGd, v_TGd))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return out.transpose(1, 2).flatten(0, 1)
 
 
 @cache

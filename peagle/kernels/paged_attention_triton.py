@@ -53,12 +53,10 @@ def _step(scores, v, best, total, acc, GUARD: tl.constexpr, PRECISION: tl.conste
 
 
 @triton.jit
-def _step_by_keys(scores, v, best, total, acc, GUARD: tl.constexpr, PRECISION: tl.constexpr):
+def _step_by_keys(scores, v, best, total, acc, PRECISION: tl.constexpr):
     """The same for [keys, queries]; `total` stays one sum per slot of the tile, added up at the end."""
     new = tl.maximum(best, tl.max(scores, 0))
-    ref = new
-    if GUARD:
-        ref = tl.where(new == float("-inf"), 0.0, new)
+    ref = tl.where(new == float("-inf"), 0.0, new)
     keep = tl.exp2(best - ref)[None, :]
     p = tl.exp2(scores - ref[None, :])
     total = total * keep + p
@@ -77,16 +75,17 @@ def _shares(start, live, splits, window, TILE: tl.constexpr, WINDOWED: tl.conste
 
 
 @triton.jit
-def _prefetch(cache_k, cache_v, at, wanted, D: tl.constexpr):
-    """Asks for rows of D keys and of D values, `at` elements into the caches, to be brought to the L2."""
-    SIZE: tl.constexpr = cache_k.dtype.element_ty.primitive_bitwidth // 8
-    which = tl.arange(0, 2)[None, :]  # a thread each for the keys and the values of a row
-    base = tl.where(which == 0, cache_k.to(tl.int64), cache_v.to(tl.int64))
-    nbytes = tl.where(wanted, D * SIZE, 0)[:, None] + which * 0
+def _prefetch(cache, at, wanted, D: tl.constexpr):
+    """Asks for rows of D elements, `at` elements into the cache, to be brought to the L2."""
+    SIZE: tl.constexpr = cache.dtype.element_ty.primitive_bitwidth // 8
+    # Sector by sector: how much more than one a request brings is not documented. Requests for the same line go out
+    # as one.
+    sectors = tl.arange(0, D * SIZE // 32) * 32
+    addresses = (cache + at).to(tl.int64)[:, None] + sectors[None, :]
     tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; } // $0",
+        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; } // $0",
         "=r,l,r",
-        [base + (at * SIZE)[:, None], nbytes],
+        [addresses, wanted.to(tl.int32)[:, None] + sectors[None, :] * 0],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
@@ -123,7 +122,7 @@ def _turn(
         return rotated(x, other, 1.0, 1.0, 1.0, c, s, False)  # an angle of 0 outside the mask: x as it is
 
 
-@triton.jit(do_not_specialize=["rows", "splits", "window"])  # one compilation for all of them
+@triton.jit(do_not_specialize=["rows", "splits", "window", "table_width"])  # one compilation for all of them
 def _paged_kernel(
     q,
     k,
@@ -144,6 +143,7 @@ def _paged_kernel(
     splits,
     window,
     table_row,
+    table_width,
     q_row,
     q_head,
     k_row,
@@ -162,6 +162,7 @@ def _paged_kernel(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     QUERIES: tl.constexpr,
+    NEW: tl.constexpr,
     AHEAD: tl.constexpr,
     ROTATE: tl.constexpr,
     NORM: tl.constexpr,
@@ -176,8 +177,15 @@ def _paged_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     live = tl.load(lives + b).to(tl.int32)
-    # A sequence without live rows is an empty place of the batch: its start means nothing.
     start = tl.load(starts + b).to(tl.int32)
+    table = tables + b.to(tl.int64) * table_row
+    slots = tl.arange(0, TILE)
+    soon = tl.arange(0, TILE * max(AHEAD, 1))
+    if AHEAD > 0 and not WINDOWED:
+        # Without a window the first tiles are known already. One wait for memory less, if some numbers are for nothing.
+        soon_pos = (split + soon // TILE * splits) * TILE + soon % TILE
+        soon_block = tl.load(table + soon_pos // BLOCK, mask=soon_pos // BLOCK < table_width, other=0)
+    # A sequence without live rows is an empty place of the batch: its start means nothing.
     start = tl.where(live > 0, start, 0)
     end = start + live
     low, tiles, used = _shares(start, live, splits, window, TILE, WINDOWED)
@@ -185,16 +193,14 @@ def _paged_kernel(
     if place >= used:
         return  # others wait for the kernel ahead
     first = low + place
-    table = tables + b.to(tl.int64) * table_row
-    slots = tl.arange(0, TILE)
-
     if AHEAD > 0:
         # The first tiles, while the kernel ahead still runs; the loop asks for the others AHEAD of their use.
-        soon = tl.arange(0, AHEAD * TILE)
-        soon_pos = (first + soon // TILE * splits) * TILE + soon % TILE
-        soon_block = tl.load(table + soon_pos // BLOCK, mask=soon_pos < start, other=0).to(tl.int64)
-        soon_at = soon_block * block_step + (soon_pos % BLOCK) * slot_step + g * head_step
-        _prefetch(cache_k, cache_v, soon_at, soon_pos < start, D)
+        if WINDOWED:
+            soon_pos = (first + soon // TILE * splits) * TILE + soon % TILE
+            soon_block = tl.load(table + soon_pos // BLOCK, mask=soon_pos < start, other=0)
+        soon_at = soon_block.to(tl.int64) * block_step + (soon_pos % BLOCK) * slot_step + g * head_step
+        _prefetch(cache_k, soon_at, soon_pos < start, D)
+        _prefetch(cache_v, soon_at, soon_pos < start, D)
         next_pos = (first + AHEAD * splits) * TILE + slots
         next_block = tl.load(table + next_pos // BLOCK, mask=next_pos < start, other=0)
     if PDL:
@@ -217,52 +223,49 @@ def _paged_kernel(
     total = tl.zeros((TILE, QUERIES), tl.float32)
     acc = tl.zeros((D, QUERIES), tl.float32)
 
-    cached = start // TILE  # tiles before this one are in the cache whole, and every row is past them
-    for tile in range(first, cached, splits):
+    # New rows of this share's tiles go to the cache first, and are then read back like all the others: no second way
+    # through the loop. Programs of further query tiles write the same once more, as they cannot wait for each other.
+    if first + tl.maximum((start // TILE - first + splits - 1) // splits, 0) * splits < tiles:
+        for n in tl.range(0, live, NEW, num_stages=1):
+            fresh = start + n + tl.arange(0, NEW)
+            mine = (fresh < end) & (fresh // TILE % splits == split)
+            to_block = tl.load(table + fresh // BLOCK, mask=mine, other=0).to(tl.int64)
+            to = (to_block * block_step + (fresh % BLOCK) * slot_step + g * head_step)[:, None] + cols[None, :]
+            new = b.to(tl.int64) * rows + n + tl.arange(0, NEW)
+            new_k = k + (new * k_row + g * k_head)[:, None]
+            new_v = v + (new * v_row + g * v_head)[:, None]
+            key = tl.load(new_k + cols[None, :], mask=mine[:, None], other=0.0)
+            value = tl.load(new_v + cols[None, :], mask=mine[:, None], other=0.0)
+            if ROTATE:
+                key = _turn(
+                    key, new_k, new[:, None], cols[None, :], mine[:, None], cos, sin, angle_row, k_norm, eps, 1, D, NORM
+                )
+            tl.store(cache_k + to, key, mask=mine[:, None])
+            tl.store(cache_v + to, value, mask=mine[:, None])
+        tl.debug_barrier()
+
+    # Block numbers are fetched a tile before they are needed: in the same step every load would wait for another.
+    block = tl.load(table + (first * TILE + slots) // BLOCK, mask=first * TILE + slots < end, other=0)
+    for tile in range(first, tiles, splits):
         pos = tile * TILE + slots
-        block = tl.load(table + pos // BLOCK).to(tl.int64)
-        at = block * block_step + (pos % BLOCK) * slot_step + g * head_step
-        keys = tl.load(cache_k + at[:, None] + cols[None, :])
-        values = tl.load(cache_v + at[:, None] + cols[None, :])
+        known = (pos < end)[:, None]
+        at = (block.to(tl.int64) * block_step + (pos % BLOCK) * slot_step + g * head_step)[:, None] + cols[None, :]
+        keys = tl.load(cache_k + at, mask=known, other=0.0)
+        values = tl.load(cache_v + at, mask=known, other=0.0)
+        after = pos + splits * TILE
+        block = tl.load(table + after // BLOCK, mask=after < end, other=0)
         if AHEAD > 0:
-            # The block numbers were fetched a tile earlier still: the compiler pipelines only what the products use.
             next_at = next_block.to(tl.int64) * block_step + (next_pos % BLOCK) * slot_step + g * head_step
-            _prefetch(cache_k, cache_v, next_at, next_pos < start, D)
+            _prefetch(cache_k, next_at, next_pos < start, D)
+            _prefetch(cache_v, next_at, next_pos < start, D)
             next_pos += splits * TILE
             next_block = tl.load(table + next_pos // BLOCK, mask=next_pos < start, other=0)
         scores = tl.dot(keys, queries, input_precision=PRECISION) * scale
-        if WINDOWED:
-            scores = tl.where(pos[:, None] > own[None, :] - window, scores, float("-inf"))
-        best, total, acc = _step_by_keys(scores, values, best, total, acc, WINDOWED, PRECISION)
-
-    # The tiles with the last cached keys and the new rows. These few are not worth the shared memory of a pipeline.
-    rest = first + tl.maximum((cached - first + splits - 1) // splits, 0) * splits
-    for tile in tl.range(rest, tiles, splits, num_stages=1):
-        pos = tile * TILE + slots
-        old = pos < start
-        fresh = (pos >= start) & (pos < end)
-        block = tl.load(table + pos // BLOCK, mask=pos < end, other=0).to(tl.int64)
-        at = (block * block_step + (pos % BLOCK) * slot_step + g * head_step)[:, None] + cols[None, :]
-        new = b.to(tl.int64) * rows + (pos - start)
-        # One load through selected pointers: two loads and a select would hold twice the registers.
-        new_k = k + (new * k_row + g * k_head)[:, None]
-        new_v = v + (new * v_row + g * v_head)[:, None] + cols[None, :]
-        known = (pos < end)[:, None]
-        keys = tl.load(tl.where(old[:, None], cache_k + at, new_k + cols[None, :]), mask=known, other=0.0)
-        values = tl.load(tl.where(old[:, None], cache_v + at, new_v), mask=known, other=0.0)
-        if ROTATE:
-            keys = _turn(
-                keys, new_k, new[:, None], cols[None, :], fresh[:, None], cos, sin, angle_row, k_norm, eps, 1, D, NORM
-            )
-        # Positions from `start` on, which no program of this launch reads from the cache.
-        tl.store(cache_k + at, keys, mask=fresh[:, None] & (query_tile == 0))
-        tl.store(cache_v + at, values, mask=fresh[:, None] & (query_tile == 0))
-        scores = tl.dot(keys, queries, input_precision=PRECISION) * scale
-        seen = (pos[:, None] <= own[None, :]) & known
+        seen = pos[:, None] <= own[None, :]
         if WINDOWED:
             seen = seen & (pos[:, None] > own[None, :] - window)
         scores = tl.where(seen, scores, float("-inf"))
-        best, total, acc = _step_by_keys(scores, values, best, total, acc, True, PRECISION)
+        best, total, acc = _step_by_keys(scores, values, best, total, acc, PRECISION)
 
     heads = G * GROUP
     if PRECISION == "ieee":
@@ -273,15 +276,15 @@ def _paged_kernel(
         sum_of = tl.sum(total, 0)
     if used == 1:
         result = acc / tl.where(sum_of > 0.0, sum_of, 1.0)[None, :]
-        to = out + (row * heads * D + head * D)[None, :] + cols[:, None]
-        tl.store(to, result.to(out.dtype.element_ty), mask=valid[None, :])
+        out_at = out + (row * heads * D + head * D)[None, :] + cols[:, None]
+        tl.store(out_at, result.to(out.dtype.element_ty), mask=valid[None, :])
     else:
         # Partial sums lie as [B, splits, G, rows * GROUP].
         step = G * rows * GROUP
-        at = b.to(tl.int64) * splits * step + g * rows * GROUP + split * step + m
-        tl.store(parts + at[None, :] * D + cols[:, None], acc, mask=valid[None, :])
-        tl.store(sums + at * 2, best, mask=valid)
-        tl.store(sums + at * 2 + 1, sum_of, mask=valid)
+        part = b.to(tl.int64) * splits * step + g * rows * GROUP + split * step + m
+        tl.store(parts + part[None, :] * D + cols[:, None], acc, mask=valid[None, :])
+        tl.store(sums + part * 2, best, mask=valid)
+        tl.store(sums + part * 2 + 1, sum_of, mask=valid)
 
 
 @triton.jit(do_not_specialize=["rows", "splits", "window"])  # one compilation for all of them
@@ -502,7 +505,7 @@ class Launch:
     splits: int
     warps: int
     stages: int
-    ahead: int  # tiles asked into the L2 ahead of their use; 0: none
+    ahead: int  # tiles asked into the L2 ahead of their use: a power of two, or 0: none
 
 
 @dataclass(frozen=True)
@@ -517,6 +520,7 @@ class PrefillLaunch:
 _FILL = 1
 _MAX_SPLITS = 64
 _MIN_QUERIES, _MAX_QUERIES = 16, 64
+_NEW_ROWS = 16  # written to the cache at a time
 _WIDE_PREFILL_ROWS = 4096
 
 _sm_counts: dict[torch.device, int] = {}
@@ -550,7 +554,7 @@ def choose_launch(
         tile=tile,
         queries=min(queries, _MAX_QUERIES),
         splits=splits,
-        warps=4,
+        warps=8 if few else 4,
         stages=3 if few else 5,  # some of them hold only the block numbers that the next one loads by
         ahead=2 if few else 0,
     )
@@ -592,10 +596,7 @@ def paged_attention_triton(
         launch = choose_launch(pages, heads, kv_heads, block_size, q_THd.dtype, q_THd.device)
     assert launch.tile % block_size == 0 or block_size % launch.tile == 0
     steps = _cache_steps(cache_k, cache_v)
-    ahead = launch.ahead if cache_k.is_cuda and torch.cuda.get_device_capability(cache_k.device) >= (9, 0) else 0
-    # Whole 16-byte pieces are asked for.
-    if any(n * cache_k.element_size() % 16 for n in (width, *steps)) or (cache_k.data_ptr() | cache_v.data_ptr()) % 16:
-        ahead = 0
+    ahead = launch.ahead if cache_k.is_cuda else 0  # the interpreter knows nothing of it
     cos = sin = q_norm = k_norm = q_THd  # not looked at, but typed
     angle_row, eps = 0, 0.0
     if rotation is not None:
@@ -633,6 +634,7 @@ def paged_attention_triton(
         launch.splits,
         window or 0,
         pages.block_tables_BM.stride(0),
+        pages.block_tables_BM.shape[1],
         *q_THd.stride()[:2],
         *k_TGd.stride()[:2],
         *v_TGd.stride()[:2],
@@ -643,6 +645,7 @@ def paged_attention_triton(
         **shared,
         BLOCK=block_size,
         QUERIES=launch.queries,
+        NEW=_NEW_ROWS,
         AHEAD=ahead,
         ROTATE=rotation is not None,
         NORM=rotation is not None and rotation.normed,
