@@ -1,11 +1,14 @@
 """Attention over pages on a GPU: what each launch configuration takes, next to what torch and FlashInfer take.
 
     python benchmarks/kernel_attention.py --out attention.json
+    python benchmarks/kernel_attention.py --quick --out quick.json
 
-Correctness first, then configurations at a few points, then every shape with the configuration in use, then prompts
-and the rotation. Everything is timed inside a CUDA graph that goes through enough different pages to miss the L2.
-Prints as it goes; the file given by --out is rewritten after every step, so a run cut short keeps what it has. The
-last line is one JSON object. Parts that do not run on this machine say so and are left out.
+The second is the points that matter most, as a layer runs them: in a graph of dependent launches, behind a kernel
+that writes the merged product, rotation included. The first: correctness, then configurations at a few points, then
+every shape with the configuration in use, then prompts and the rotation. Everything is timed inside a CUDA graph that
+goes through enough different pages to miss the L2. Prints as it goes; the file given by --out is rewritten after
+every step, so a run cut short keeps what it has. The last line is one JSON object. Parts that do not run on this
+machine say so and are left out.
 """
 
 from __future__ import annotations
@@ -25,10 +28,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from peagle.kernels.paged_attention import Pages, paged_attention_torch, varlen_causal
+from peagle.kernels.paged_attention import Pages, even_causal, paged_attention_torch, varlen_causal
 from peagle.kernels.paged_attention_triton import (
     Launch,
     PrefillLaunch,
@@ -36,7 +41,7 @@ from peagle.kernels.paged_attention_triton import (
     paged_attention_triton,
     prefill_attention_triton,
 )
-from peagle.kernels.rotary import split_rotate_torch
+from peagle.kernels.rotary import Rotation, split_rotate_torch
 from peagle.kernels.rotary_triton import split_rotate_triton
 
 BLOCK = 16
@@ -105,7 +110,7 @@ class Pool:
     def copies(self, batch: int, slots: int) -> int:
         per = batch * -(-slots // BLOCK)
         cold = math.ceil(COLD_BYTES / (2 * per * BLOCK * self.model.kv_heads * self.model.width * 2))
-        return max(1, min(cold, 64, self.blocks // per))
+        return max(1, min(cold, 256, self.blocks // per))
 
     def pages(self, batch: int, context: int, rows: int) -> list[Pages]:
         per = -(-(context + rows) // BLOCK)
@@ -196,8 +201,8 @@ def check(pool: Pool) -> None:
         want = paged_attention_torch(
             q.float(), k.float(), v.float(), pool.k[used].float(), pool.v[used].float(), small, None
         )
-        base = choose_launch(pages, model.heads, model.kv_heads, BLOCK, DTYPE, q.device)
-        for launch in (base, replace(base, last=True), replace(base, splits=1), replace(base, queries=64)):
+        base = choose_launch(pages, model.heads, model.kv_heads, model.width, BLOCK, DTYPE, q.device)
+        for launch in (base, replace(base, splits=1), replace(base, queries=64)):
             for pdl in (False, True):
                 with may_fail(f"check {model.name} rows {rows} {launch} pdl {pdl}"):
                     have = paged_attention_triton(q, k, v, pool.k, pool.v, pages, None, pdl, launch)
@@ -224,7 +229,7 @@ def same_bits(pool: Pool) -> None:
                 with may_fail("same bits"):
                     pages = pool.pages(2, context, rows)[0]
                     q, k, v = pool.inputs(2 * rows)
-                    launch = choose_launch(pages, model.heads, model.kv_heads, BLOCK, DTYPE, q.device)
+                    launch = choose_launch(pages, model.heads, model.kv_heads, model.width, BLOCK, DTYPE, q.device)
                     many = paged_attention_triton(q, k, v, pool.k, pool.v, pages, None, launch=launch)
                     pages.starts_B += rows - 1
                     pages.live_B.fill_(1)
@@ -239,7 +244,7 @@ def same_bits(pool: Pool) -> None:
                     keep("same_bits", model=model.name, rows=rows, context=context, same=same, off=off, wide=wide)
 
 
-SHAPES = ((64, 4, 3), (64, 4, 5), (64, 4, 7), (64, 8, 5), (128, 4, 3), (128, 8, 3), (128, 8, 5), (32, 4, 7))
+SHAPES = ((128, 8, 2, 2), (128, 8, 3, 2), (128, 8, 2, 0), (64, 4, 3, 4), (64, 4, 3, 0), (64, 4, 2, 4), (64, 4, 4, 0))
 SWEEP = {
     BIG: ((1, 1, 16384), (8, 1, 16384), (14, 1, 16384), (8, 1, 1024), (1, 1, 256), (8, 8, 4096), (8, 64, 1024)),
     SMALL: ((8, 1, 4096), (6, 64, 512), (1, 1, 256)),
@@ -248,8 +253,7 @@ SWEEP = {
 
 def configurations(model: Model, rows: int) -> list[Launch]:
     queries = max(16, 1 << (rows * model.group - 1).bit_length())
-    shapes = SHAPES if model is BIG else SHAPES[:3]
-    return [Launch(tile, min(queries, 64), 0, warps, stages, False) for tile, warps, stages in shapes]
+    return [Launch(tile, min(queries, 64), 0, warps, stages, ahead) for tile, warps, stages, ahead in SHAPES]
 
 
 def sweep(pool: Pool, points: tuple[tuple[int, int, int], ...]) -> None:
@@ -278,7 +282,7 @@ def sweep(pool: Pool, points: tuple[tuple[int, int, int], ...]) -> None:
 
         point = (rows, batch, context)
         pages = pool.pages(batch, context, rows)[0]
-        usual = choose_launch(pages, model.heads, model.kv_heads, BLOCK, DTYPE, pool.k.device).splits
+        usual = choose_launch(pages, model.heads, model.kv_heads, model.width, BLOCK, DTYPE, pool.k.device).splits
         for launch in configurations(model, rows):
             for splits in sorted({usual, max(1, min(2 * usual, context // launch.tile + 1))}):
                 measure(replace(launch, splits=splits), False, point, timings)
@@ -289,15 +293,13 @@ def sweep(pool: Pool, points: tuple[tuple[int, int, int], ...]) -> None:
             if splits <= context // best.tile + 1 and splits <= 64:
                 measure(replace(best, splits=splits), False, point, timings)
         best = min(timings, key=lambda t: t[0])[1]
-        measure(replace(best, tile=64, warps=4, stages=5, last=True), False, point, timings)
-        measure(replace(best, tile=64, warps=4, stages=5, last=True), True, point, timings)
-        measure(replace(best, tile=64, warps=4, stages=5), True, point, timings)
+        measure(best, True, point, timings)
         if best.queries != 64:
-            measure(replace(best, tile=64, warps=4, stages=5, queries=64), False, point, timings)
+            measure(replace(best, queries=64), False, point, timings)
         timings.sort(key=lambda t: t[0])
         ideal = nbytes(model, batch, context, rows)
         say(f"  {model.name} rows {rows} batch {batch} context {context}:")
-        shown = timings[:4] + [t for t in timings[4:] if t[1].last or t[2] or t[1].queries != best.queries]
+        shown = timings[:4] + [t for t in timings[4:] if t[2] or t[1].queries != best.queries]
         for took, launch, pdl in shown:
             say(f"    {took * 1e6:8.1f} us {ideal / took / 1e9:6.0f} GB/s  {launch}{' pdl' if pdl else ''}")
 
@@ -360,6 +362,8 @@ def prefill(pool: Pool) -> None:
 
             calls["sdpa"] = plain
             calls["sdpa cudnn"] = cudnn
+        if batch == 1 and context:
+            calls["gathered, sdpa"] = lambda: gathered(pool, q, k, v, pages, context)  # noqa: B023
         for name, call in calls.items():
             with may_fail(f"prefill {model.name} {batch}x{rows} after {context} {name}"):
                 out = call()
@@ -383,15 +387,28 @@ def prefill(pool: Pool) -> None:
                 )
 
 
+def gathered(pool: Pool, q: Tensor, k: Tensor, v: Tensor, pages: Pages, context: int) -> Tensor:
+    """One sequence, its cached keys copied to lie in order before the new ones, through torch's attention."""
+    from torch.nn.attention.bias import causal_lower_right
+
+    blocks = pages.block_tables_BM[0, : -(-context // BLOCK)]
+    parts = []
+    for cache, new in ((pool.k, k), (pool.v, v)):
+        old = cache.index_select(0, blocks).flatten(0, 1)[:context]
+        parts.append(torch.cat([old, new]).transpose(0, 1)[None])
+    mask = causal_lower_right(len(q), context + len(q))
+    out = F.scaled_dot_product_attention(q.transpose(0, 1)[None], *parts, attn_mask=mask, enable_gqa=True)
+    return out[0].transpose(0, 1)
+
+
 def rotary(pool: Pool) -> None:
-    """Alone, and in the chain a layer has: rotation, attention."""
     m = pool.model
     for rows in (1, 8, 512, 16384):
         with may_fail(f"rotary {rows}"):
             qkv = torch.empty(rows, (m.heads + 2 * m.kv_heads) * m.width, dtype=DTYPE, device="cuda").normal_()
-            cos, sin = torch.randn(2, rows, 1, m.width, device="cuda").to(DTYPE)
-            cos[..., m.width // 2 :], sin[..., m.width // 2 :] = cos[..., : m.width // 2], sin[..., : m.width // 2]
-            weight = torch.randn(m.width, device="cuda").to(DTYPE)
+            angles = torch.rand(rows, 1, m.width // 2, device="cuda") * 6
+            cos, sin = (torch.cat([x, x], -1).to(DTYPE) for x in (angles.cos(), angles.sin()))
+            weight = 1 + torch.rand(m.width, device="cuda").to(DTYPE)
             for norm in (None, weight):
                 want = split_rotate_torch(qkv, cos, sin, m.heads, m.kv_heads, norm, norm, 1e-5)
                 have = split_rotate_triton(qkv.clone(), cos, sin, m.heads, m.kv_heads, norm, norm, 1e-5)
@@ -407,29 +424,149 @@ def rotary(pool: Pool) -> None:
                 times = f"triton {took[0]:.1f} us, pdl {took[1]:.1f} us, torch {took[2]:.1f} us"
                 say(f"  {m.name} rotary {rows} rows norm {norm is not None}: {times}, differs by {off}")
                 keep("rotary", model=m.name, rows=rows, norm=norm is not None, us=took, off=off)
-    for rows, context in ((1, 256), (8, 256), (8, 1024), (8, 4096)):
-        with may_fail(f"chain {rows} {context}"):
-            qkv = torch.empty(rows, (m.heads + 2 * m.kv_heads) * m.width, dtype=DTYPE, device="cuda").normal_()
-            cos = sin = torch.full((rows, 1, m.width), 0.7, dtype=DTYPE, device="cuda")
-            took = []
-            for last in (False, True):
-                for pdl in (False, True):
-                    calls = []
-                    for pages in pool.pages(1, context, rows):
-                        launch = choose_launch(pages, m.heads, m.kv_heads, BLOCK, DTYPE, qkv.device)
-                        launch = replace(launch, last=last)
 
-                        def call(pages: Pages = pages, launch: Launch = launch, pdl: bool = pdl) -> Tensor:
-                            q, k, v = split_rotate_triton(qkv, cos, sin, m.heads, m.kv_heads, pdl=pdl)  # noqa: B023
-                            return paged_attention_triton(q, k, v, pool.k, pool.v, pages, None, pdl, launch)
 
-                        calls.append(call)
-                    took.append(seconds(calls, 0.004) * 1e6)
-            say(
-                f"  {m.name} rotary + attention, {rows} rows, context {context}: "
-                f"{took[0]:.1f} us, pdl {took[1]:.1f} us; last arriver {took[2]:.1f} us, pdl {took[3]:.1f} us"
+@triton.jit
+def _copy_kernel(source, to, COUNT: tl.constexpr):
+    """Stands for the product that a layer has before its attention."""
+    tl.extra.cuda.gdc_launch_dependents()
+    tl.extra.cuda.gdc_wait()
+    at = tl.program_id(0) * 1024 + tl.arange(0, 1024)
+    tl.store(to + at, tl.load(source + at, mask=at < COUNT), mask=at < COUNT)
+
+
+FEW = ((128, 8, 2, 2), (128, 8, 3, 2), (128, 8, 2, 0), (64, 4, 3, 4), (64, 4, 2, 4))
+MANY = ((64, 4, 3, 0), (64, 4, 2, 0), (64, 4, 3, 2), (128, 8, 2, 0))
+# rows, batch, context; launches besides the one in use: tile, warps, stages, ahead
+QUICK = {
+    BIG: (
+        (1, 1, 256, FEW),
+        (1, 1, 1024, ()),
+        (1, 1, 16384, FEW),
+        (8, 1, 256, FEW),
+        (8, 1, 512, FEW),
+        (8, 1, 1024, FEW),
+        (8, 1, 16384, FEW),
+        (14, 1, 256, ()),
+        (14, 1, 1024, FEW),
+        (14, 1, 16384, ()),
+        (8, 8, 512, FEW),
+        (4, 64, 512, MANY),
+    ),
+    SMALL: ((8, 1, 512, FEW), (8, 64, 512, MANY), (1, 1024, 256, MANY)),
+}
+
+
+def quick_launches(pool: Pool, rows: int, batch: int, context: int, shapes: tuple) -> list[Launch]:
+    """The one in use first; with small tiles also twice the programs."""
+    model = pool.model
+    pages = pool.pages(batch, context, rows)[0]
+    pages.max_context, pages.block_tables_BM = None, pages.block_tables_BM.new_empty(batch, 2048)  # as in an engine
+    usual = choose_launch(pages, model.heads, model.kv_heads, model.width, BLOCK, DTYPE, pool.k.device)
+    found = {usual: None}
+    for tile, warps, stages, ahead in shapes:
+        launch = replace(usual, tile=tile, warps=warps, stages=stages, ahead=ahead)
+        found[launch] = None
+        if tile == 64 and 1 < 2 * usual.splits <= 64 and ahead:
+            found[replace(launch, splits=2 * usual.splits)] = None
+    return list(found)
+
+
+BEFORE: dict[tuple[str, int, int], float] = {}
+
+
+def chain(pool: Pool, rows: int, batch: int, context: int, launch: Launch, fused: bool) -> tuple[float, float]:
+    """Of attention with its rotation, as it comes after another kernel; and of that kernel alone."""
+    m, total = pool.model, batch * rows
+    source = torch.empty(total, (m.heads + 2 * m.kv_heads) * m.width, dtype=DTYPE, device="cuda").normal_()
+    qkv = torch.empty_like(source)
+    angles = torch.rand(total, 1, m.width // 2, device="cuda") * 6
+    cos, sin = (torch.cat([x, x], -1).to(DTYPE) for x in (angles.cos(), angles.sin()))
+    split = (m.heads, m.kv_heads, m.kv_heads)
+
+    def before() -> None:
+        count = source.numel()
+        _copy_kernel[(triton.cdiv(count, 1024),)](source, qkv, COUNT=count, launch_pdl=True)
+
+    def call(pages: Pages) -> Callable[[], Tensor]:
+        def both() -> Tensor:
+            before()
+            if fused:
+                q, k, v = qkv.unflatten(1, (-1, m.width)).split(split, 1)
+                rotation = Rotation(cos, sin)
+                return paged_attention_triton(q, k, v, pool.k, pool.v, pages, None, True, launch, rotation)
+            q, k, v = split_rotate_triton(qkv, cos, sin, m.heads, m.kv_heads, pdl=True)
+            return paged_attention_triton(q, k, v, pool.k, pool.v, pages, None, True, launch)
+
+        return both
+
+    calls = [call(pages) for pages in pool.pages(batch, context, rows)]
+    key = (m.name, total, len(calls))
+    if key not in BEFORE:
+        BEFORE[key] = seconds([before] * len(calls), 0.002)
+    return seconds(calls, 0.004), BEFORE[key]
+
+
+def quick(pool: Pool) -> None:
+    model = pool.model
+    for rows, batch, context, shapes in QUICK[model]:
+        say(f"  {model.name} rows {rows} batch {batch} context {context}: attention and rotation, us")
+        launches = quick_launches(pool, rows, batch, context, shapes)
+        for launch, fused in [(launches[0], False)] + [(launch, True) for launch in launches]:
+            with may_fail(f"quick {model.name} rows {rows} batch {batch} context {context} {launch}"):
+                both, alone = (1e6 * took for took in chain(pool, rows, batch, context, launch, fused))
+                speed = nbytes(model, batch, context, rows) / (both - alone) / 1e3
+                how = "" if fused else " rotation apart"
+                mark = "  <- in use" if fused and launch is launches[0] else ""
+                say(f"    {both - alone:8.2f} (+ {alone:.2f}) {speed:6.0f} GB/s  {launch}{how}{mark}")
+                row = {"model": model.name, "rows": rows, "batch": batch, "context": context, "fused": fused}
+                keep("quick", **row, us=both - alone, before_us=alone, **asdict(launch))
+
+
+def quick_check(pool: Pool) -> None:
+    """The fused rotation against torch, and the bits of a row among others and alone."""
+    m = pool.model
+    for rows, context in ((1, 333), (8, 500), (14, 1000), (14, 0)):
+        with may_fail(f"check {m.name} rows {rows} context {context}"):
+            pages = pool.pages(2, context, rows)[0]
+            q, k, v = pool.inputs(2 * rows)
+            angles = torch.rand(2 * rows, 1, m.width // 2, device="cuda") * 6
+            cos, sin = (torch.cat([x, x], -1).to(DTYPE) for x in (angles.cos(), angles.sin()))
+            rotation = Rotation(cos, sin)
+            used = pages.block_tables_BM.flatten().unique().long()
+            turned = rotation.turn(q, k)
+            caches = pool.k[used].float(), pool.v[used].float()
+            want = paged_attention_torch(
+                turned[0].float(), turned[1].float(), v.float(), *caches, replace_tables(pages, used), None
             )
-            keep("chain", model=m.name, rows=rows, context=context, us=took)
+            launch = choose_launch(pages, m.heads, m.kv_heads, m.width, BLOCK, DTYPE, q.device)
+            many = paged_attention_triton(q, k, v, pool.k, pool.v, pages, None, True, launch, rotation)
+            error = (many.float() - want).abs().max().item()
+            pages.starts_B += rows - 1
+            pages.live_B.fill_(1)
+            pages.max_rows = 1
+            at = [rows - 1, 2 * rows - 1]
+            alone = replace(launch, queries=16)
+            rotation = Rotation(cos[at], sin[at])
+            one = paged_attention_triton(q[at], k[at], v[at], pool.k, pool.v, pages, None, True, alone, rotation)
+            same = torch.equal(one, many[at])
+            say(f"  {m.name} rows {rows} context {context}: off by {error:.4f}, same bits alone: {same}")
+            keep("quick_check", model=m.name, rows=rows, context=context, error=error, same=same)
+
+
+def planning(pool: Pool) -> None:
+    """What torch's attention takes on the host for prompts of lengths it has not seen."""
+    took = []
+    for rows in (1024, 1000, 999, 1024):
+        q, k, v = pool.inputs(rows)
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        even_causal(q, k, v, 1)
+        torch.cuda.synchronize()
+        took.append(1e3 * (time.perf_counter() - began))
+    say(f"  {pool.model.name} first sdpa of 1024, 1000, 999 rows: {took[0]:.1f} {took[1]:.1f} {took[2]:.1f} ms;")
+    say(f"  1024 again: {took[3]:.2f} ms")
+    keep("planning", model=pool.model.name, ms=took)
 
 
 class TooLong(Exception):
@@ -505,33 +642,55 @@ def varlen_pages(pool: Pool) -> None:
         keep("varlen_pages", model=pool.model.name, rows=rows, batch=batch, context=context, us=took)
 
 
-def compile_one(job: tuple[Model, Launch, bool]) -> str:
+def compile_one(job: tuple[Model, Launch, bool, bool]) -> str:
     """In a process of its own: one tiny call, whose kernel the other processes then find in Triton's cache."""
-    model, launch, pdl = job
+    model, launch, pdl, fused = job
     try:
         pool = Pool(model, 1024)
         pages = pool.pages(1, 100, 4)[0]
-        paged_attention_triton(*pool.inputs(4), pool.k, pool.v, pages, None, pdl, launch)
+        cos = torch.ones(4, 1, model.width, dtype=DTYPE, device="cuda")
+        rotation = Rotation(cos, cos) if fused else None
+        paged_attention_triton(*pool.inputs(4), pool.k, pool.v, pages, None, pdl, launch, rotation)
         torch.cuda.synchronize()
         return ""
     except Exception as error:
         return f"{launch}: {error}".splitlines()[0][:200]
 
 
-def compile_ahead(workers: int) -> None:
-    jobs: dict[tuple[Model, Launch, bool], None] = {}
+def jobs_of_all() -> list[tuple[Model, Launch, bool, bool]]:
+    jobs = []
     for model, points in SWEEP.items():
         for rows in {point[0] for point in points} | {1, 8, 14}:
-            for launch in configurations(model, rows):
-                launch = replace(launch, splits=2)
-                jobs[model, launch, False] = None
-                if (launch.tile, launch.warps, launch.stages) == (64, 4, 5):
-                    for pdl, last in ((True, False), (False, True), (True, True)):
-                        jobs[model, replace(launch, last=last), pdl] = None
+            for i, launch in enumerate(configurations(model, rows)):
+                jobs += [
+                    (model, replace(launch, splits=2), pdl, False) for pdl in ((False, True) if i < 4 else (False,))
+                ]
+    return jobs
+
+
+def jobs_of_quick(pools: list[Pool]) -> list[tuple[Model, Launch, bool, bool]]:
+    jobs = []
+    for pool in pools:
+        for rows, batch, context, shapes in QUICK[pool.model]:
+            launches = quick_launches(pool, rows, batch, context, shapes)
+            jobs.append((pool.model, launches[0], True, False))
+            jobs += [(pool.model, launch, True, True) for launch in launches]
+        for rows in (1, 8, 14):  # the checks'
+            for context in (333, 500, 1000, 0):
+                pages = pool.pages(2, context, rows)[0]
+                m = pool.model
+                launch = choose_launch(pages, m.heads, m.kv_heads, m.width, BLOCK, DTYPE, pool.k.device)
+                jobs += [(m, launch, True, True), (m, replace(launch, queries=16), True, True)]
+    return jobs
+
+
+def compile_ahead(workers: int, jobs: list[tuple[Model, Launch, bool, bool]]) -> None:
+    # The combination is compiled for each power of two of splits, the kernel itself for all of them.
+    unique = list({(m, replace(x, splits=triton.next_power_of_2(x.splits)), pdl, fused) for m, x, pdl, fused in jobs})
     began = time.monotonic()
-    with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        errors = [error for error in pool.imap_unordered(compile_one, jobs) if error]
-    say(f"{len(jobs)} configurations compiled in {time.monotonic() - began:.0f} s", *errors)
+    with multiprocessing.get_context("spawn").Pool(min(workers, len(unique))) as pool:
+        errors = [error for error in pool.imap_unordered(compile_one, unique) if error]
+    say(f"{len(unique)} configurations compiled in {time.monotonic() - began:.0f} s", *errors)
 
 
 def main() -> None:
@@ -541,7 +700,10 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=110, help="seconds after which parts are left out")
     parser.add_argument("--workers", type=int, default=12, help="processes that compile ahead; 0: none")
     parser.add_argument("--flashinfer", type=int, default=0, metavar="SECONDS", help="time it too, for at most so long")
-    parser.add_argument("--only", default="check,bits,sweep,prefill,rotary,grid,varlen", help="parts, by commas")
+    parser.add_argument(
+        "--only", default="check,bits,sweep,planning,prefill,rotary,grid,varlen", help="parts, by commas"
+    )
+    parser.add_argument("--quick", action="store_true", help="the points that matter most, in half a minute")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("needs a CUDA device")
@@ -550,10 +712,11 @@ def main() -> None:
     RESULTS["device"] = torch.cuda.get_device_name()
     RESULTS["torch"] = torch.__version__
     say(RESULTS["device"], "torch", torch.__version__)
+    slots = 16384 * 8 if args.quick else 64 * (16384 + 64)
+    pools = [Pool(BIG, slots), Pool(SMALL, max(slots, 1024 * 272))]
     if args.workers:
         with may_fail("compiling ahead"):
-            compile_ahead(args.workers)
-    pools = [Pool(BIG, 64 * (16384 + 64)), Pool(SMALL, 64 * (16384 + 64))]
+            compile_ahead(args.workers, jobs_of_quick(pools) if args.quick else jobs_of_all())
     parts: dict[str, Callable[[Pool], None]] = {
         "check": check,
         "bits": same_bits,
@@ -562,7 +725,11 @@ def main() -> None:
         "rotary": rotary,
         "grid": grid,
         "varlen": varlen_pages,
+        "planning": planning,
     }
+    if args.quick:
+        parts = {"check": quick_check, "quick": quick, "planning": planning}
+        args.only = "check,quick,planning"
     with torch.inference_mode():
         for name, part in parts.items():
             if name not in args.only.split(","):

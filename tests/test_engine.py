@@ -36,6 +36,7 @@ from peagle.config import DecoderConfig, DrafterConfig, LayerConfig, RopeConfig,
 from peagle.engine.llm import LLM
 from peagle.engine.request import Request
 from peagle.engine.runner import Launched
+from peagle.engine.shaping import shape_rows
 from peagle.engine.speculation import CostTable
 from peagle.errors import UserError
 from peagle.models.decoder import Decoder
@@ -164,6 +165,39 @@ def test_every_parameter_alone_and_together(name: str | None) -> None:
             check(got, want, counts=name is not None)
     reasons = {(got.finish_reason, type(got.stop_reason)) for got in together}
     assert {("length", type(None)), ("stop", type(None)), ("stop", int), ("stop", str)} <= reasons
+
+
+TOKEN = st.integers(0, 8)
+
+
+@many(200)
+@given(
+    st.integers(0, 2**32),
+    st.lists(TOKEN, min_size=1, max_size=5),
+    st.lists(TOKEN, max_size=6),
+    st.lists(TOKEN, max_size=5),
+    st.fixed_dictionaries(
+        {
+            "min_tokens": st.integers(0, 9),
+            "stop_token_ids": st.lists(TOKEN, max_size=2),
+            "logit_bias": st.dictionaries(TOKEN, st.floats(-9, 9), max_size=3),
+            "presence_penalty": st.sampled_from([0.0, -1.0, 1.5]),
+            "frequency_penalty": st.sampled_from([0.0, -1.0, 1.5]),
+            "repetition_penalty": st.sampled_from([1.0, 0.5, 2.0]),
+        }
+    ),
+)
+def test_a_rows_own_drafts_count_as_said(
+    seed: int, asked: list[int], said: list[int], drafts: list[int], options: dict[str, Any]
+) -> None:
+    """Row j is shaped as if the j drafts before it were output."""
+    params, eos = SamplingParams(**options), frozenset({4})
+    raw = torch.randn(len(drafts) + 1, 9, generator=torch.Generator().manual_seed(seed))
+    barred = eos | set(params.stop_token_ids)
+    rows = shape_rows(raw, params, asked, said, torch.tensor(drafts, dtype=torch.long), barred)
+    for j, row in enumerate(rows):
+        want = reference.shape(raw[j], params, asked, said + drafts[:j], eos)
+        torch.testing.assert_close(row.double(), want, rtol=1e-5, atol=1e-5)
 
 
 def test_n_answers_have_seeds_of_their_own() -> None:

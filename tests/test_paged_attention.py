@@ -354,8 +354,10 @@ def test_triton_paged_exactly_on_the_gpu(case: Case, splits: int, turn: str) -> 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("shape", COMPILED)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [(COMPILED[0], torch.bfloat16), (COMPILED[1], torch.bfloat16), (COMPILED[0], torch.float32)],
+)
 @pytest.mark.parametrize("context", [5, 700])
 def test_bits_do_not_depend_on_the_rows(context: int, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     """The last of 13 rows, and the same row alone once the others are in the cache."""
@@ -399,6 +401,21 @@ def test_dispatch_on_the_gpu(rows: list[int], starts: list[int], dtype: torch.dt
     pages = case.pages("cuda", max(starts))
     attend = paged_attention if len(set(rows)) == 1 else prefill_attention
     case.check(lambda *args: attend(*args, pages, None), tolerance(dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [[1024], [130, 7], [300, 20]])
+def test_prompts_on_the_gpu(rows: list[int]) -> None:
+    """Nothing cached: each of these takes another way."""
+    case = Case(2, 2, 128, [0] * len(rows), rows, rows, None, True, True, 0)
+    case.build(torch.bfloat16, "cuda")
+    pages = case.pages("cuda", 0)
+    exact = [x.float() for x in (case.q, case.k, case.v, case.cache_k, case.cache_v)]
+    want = paged_attention_torch(*exact, pages, None)
+    have = prefill_attention(case.q, case.k, case.v, case.cache_k, case.cache_v, pages, None)
+    torch.testing.assert_close(have.float(), want, rtol=2e-2, atol=2e-2)
+    for cache, wanted in zip((case.cache_k, case.cache_v), exact[3:], strict=True):
+        torch.testing.assert_close(cache.float(), wanted, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.gpu

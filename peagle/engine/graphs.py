@@ -54,6 +54,7 @@ class RoundGraphs:
 
     def capture(self) -> None:
         """Records every size, largest first, so that the smaller ones fit into its memory."""
+        torch.cuda.empty_cache()  # so that what is free afterwards says what the graphs hold
         started, free = time.perf_counter(), torch.cuda.mem_get_info()[0]
         for size in reversed(self.sizes):
             for k in reversed(self.choices):

@@ -27,6 +27,7 @@ from peagle.engine.shaping import logprob_rows, shape_rows
 from peagle.kernels.draft_inputs import commit_state, draft_inputs
 from peagle.kernels.linear import supports_pdl
 from peagle.kernels.paged_attention import Pages, paged_attention, prefill_attention
+from peagle.kernels.rotary import Rotation
 from peagle.kernels.round_inputs import RoundInputs, SlotState, round_inputs
 from peagle.kernels.sampling import argmax, choose
 from peagle.kernels.verify import accept
@@ -52,10 +53,21 @@ class PagedAttend:
 
     def __init__(self, cache: Cache, pages: Pages, attend: Callable[..., Tensor] = paged_attention) -> None:
         self.cache, self.pages, self.attend = cache, pages, attend
+        self.rotates = attend is paged_attention and cache.keys.is_cuda  # in the same launch
 
-    def __call__(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, window: int | None) -> Tensor:
+    def __call__(
+        self,
+        layer: int,
+        q_THd: Tensor,
+        k_TGd: Tensor,
+        v_TGd: Tensor,
+        window: int | None,
+        rotation: Rotation | None = None,
+    ) -> Tensor:
         keys, values = self.cache.keys[layer], self.cache.values[layer]
-        return self.attend(q_THd, k_TGd, v_TGd, keys, values, self.pages, window, pdl=supports_pdl(q_THd.device))
+        more = {"rotation": rotation} if rotation is not None else {}
+        pdl = supports_pdl(q_THd.device)
+        return self.attend(q_THd, k_TGd, v_TGd, keys, values, self.pages, window, pdl=pdl, **more)
 
 
 @dataclass

@@ -535,7 +535,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def choose_launch(
-    pages: Pages, heads: int, kv_heads: int, block_size: int, dtype: torch.dtype, device: torch.device
+    pages: Pages, heads: int, kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> Launch:
     """Only the query tile depends on the number of rows: the rest decides which keys are added up with which."""
     batch, width = pages.block_tables_BM.shape
@@ -547,16 +547,16 @@ def choose_launch(
         return Launch(tile=32, queries=min(queries, 32), splits=splits, warps=4, stages=2, ahead=0)
     # Few programs: each has its processor to itself, and what counts is how often it waits for memory. Many: several
     # to a processor, which wait in turns.
-    few = splits > 1
-    tile = 128 if few else 64
+    few = splits >= 1
+    tile = 128 if few and head_dim >= 128 else 64
     splits = max(1, min(splits, _MAX_SPLITS, triton.cdiv(context, tile) + 1))
     return Launch(
         tile=tile,
         queries=min(queries, _MAX_QUERIES),
         splits=splits,
-        warps=8 if few else 4,
-        stages=3 if few else 5,  # some of them hold only the block numbers that the next one loads by
-        ahead=2 if few else 0,
+        warps=tile // 16,
+        stages=3,
+        ahead=256 // tile if few else 0,
     )
 
 
@@ -593,7 +593,7 @@ def paged_attention_triton(
     batch, rows, group = len(pages.starts_B), pages.max_rows, heads // kv_heads
     assert total_rows == batch * rows and pages.block_tables_BM.stride(1) == 1
     if launch is None:
-        launch = choose_launch(pages, heads, kv_heads, block_size, q_THd.dtype, q_THd.device)
+        launch = choose_launch(pages, heads, kv_heads, q_THd.shape[-1], block_size, q_THd.dtype, q_THd.device)
     assert launch.tile % block_size == 0 or block_size % launch.tile == 0
     steps = _cache_steps(cache_k, cache_v)
     ahead = launch.ahead if cache_k.is_cuda else 0  # the interpreter knows nothing of it

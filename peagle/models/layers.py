@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from peagle.config import LayerConfig, RopeConfig
 from peagle.kernels.linear import Stream, linear, linear_onto, rms_norm, supports_pdl
-from peagle.kernels.rotary import split_rotate
+from peagle.kernels.rotary import Rotation, split_rotate
 
 Angles = tuple[Tensor, Tensor]  # cos and sin, [T, 1, d]
 
@@ -137,9 +137,14 @@ class Attention(nn.Module):
         q_norm, k_norm, eps = None, None, 0.0
         if self.q_norm is not None and self.k_norm is not None:
             q_norm, k_norm, eps = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
-        pdl = supports_pdl(qkv_TX.device)
-        q, k, v = split_rotate(qkv_TX, *angles, self.heads, self.kv_heads, q_norm, k_norm, eps, pdl)
-        out_THd = attend(layer, q, k, v, window)
+        if getattr(attend, "rotates", False):  # turns queries and keys on its way
+            q, k, v = qkv_TX.unflatten(1, (-1, self.head_dim)).split([self.heads, self.kv_heads, self.kv_heads], 1)
+            rotation = Rotation(*angles, q_norm, k_norm, eps)
+            out_THd = attend(layer, q, k, v, window, rotation=rotation)  # type: ignore[call-arg]
+        else:
+            pdl = supports_pdl(qkv_TX.device)
+            q, k, v = split_rotate(qkv_TX, *angles, self.heads, self.kv_heads, q_norm, k_norm, eps, pdl)
+            out_THd = attend(layer, q, k, v, window)
         return project_onto(residual_TD, self.o_proj, out_THd.flatten(1), next_norm)
 
 
