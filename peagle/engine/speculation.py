@@ -19,6 +19,7 @@ from peagle.errors import UserError
 PRIOR_RATE = 0.65  # each draft given the one before, until rounds have shown better
 PRIOR_WEIGHT = 16.0  # rounds
 MEMORY = 2048.0  # rounds an estimate remembers
+RECONSIDER_EVERY = 16  # rounds
 EXPLORE_EVERY = 64  # rounds, then one with the most drafts: deep positions are only seen by drafting deep
 
 
@@ -106,8 +107,9 @@ class DraftCount:
         if len(self.choices) == 1 or not self.table or batch == 0:
             return self.choices[-1]
         self._rounds += 1
-        if self._rounds % EXPLORE_EVERY == 0:
+        if self._rounds % RECONSIDER_EVERY == 0:
             self._best.clear()
+        if self._rounds % EXPLORE_EVERY == 0:
             return self.choices[-1]
         if batch not in self._best:
             self._best[batch] = max(self.choices, key=lambda k: self.tokens_per_second(batch, k))
