@@ -9,7 +9,8 @@ from __future__ import annotations
 import atexit
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -24,11 +25,11 @@ from peagle import reference
 from peagle.checkpoints.drafter import load_drafter
 from peagle.checkpoints.target import Target, load_decoder, load_tokenizer
 from peagle.config import SamplingParams
-from peagle.engine.kv_cache import BLOCK_SIZE
 from peagle.engine.llm import LLM
 from peagle.engine.loading import block_bytes
 from peagle.engine.request import CompletionOutput, Group
 from peagle.engine.speculation import CostTable
+from peagle.kernels import paged_attention
 from peagle.kernels.sampling import bits_torch, gumbel_torch
 from peagle.models.drafter import Drafter
 
@@ -217,7 +218,26 @@ class Asked:
     stays: int | None = None  # steps until it is aborted
 
 
-def play(llm: LLM, asked: Sequence[Asked], after_step: Callable[[], None] = lambda: None) -> list[Group]:
+@contextmanager
+def watched_writes(llm: LLM) -> Iterator[None]:
+    """Every pass must write into blocks that its request holds, alone, and that nobody can find yet."""
+    original = paged_attention._cut
+
+    def cut(pages: paged_attention.Pages, size: int, window: int | None) -> Any:
+        rows = zip(pages.block_tables_BM.tolist(), pages.starts_B.tolist(), pages.live_B.tolist(), strict=True)
+        for table, start, live in rows:
+            used = table[: -(-(start + live) // size)]
+            owners = [r for r in llm.scheduler.running if r.blocks[: len(used)] == used]
+            assert owners or not live, "written into blocks that are not the request's"
+            for block in used[start // size :] if live else []:
+                assert llm.scheduler.pool.users[block] == 1 and block not in llm.scheduler.pool._name_of
+        return original(pages, size, window)
+
+    with mock.patch.object(paged_attention, "_cut", cut):
+        yield
+
+
+def play(llm: LLM, asked: Sequence[Asked]) -> list[Group]:
     """All of them through the engine, proving after each step that nothing is lost, and at the end that
     everything was given back."""
     groups: dict[int, Group] = {}
@@ -228,9 +248,9 @@ def play(llm: LLM, asked: Sequence[Asked], after_step: Callable[[], None] = lamb
                 groups[i] = llm.add(list(one.prompt), one.params)
             if one.stays is not None and one.arrives + one.stays == step and i in groups:
                 llm.abort(groups[i])
-        llm.step()
+        with watched_writes(llm):
+            llm.step()
         llm.check_integrity()
-        after_step()
         step += 1
         assert step < 4000, "it does not end"
     nothing_left(llm)
@@ -241,10 +261,5 @@ def nothing_left(llm: LLM) -> None:
     assert not llm.busy and llm._shaped == 0
     pool = llm.scheduler.pool
     pool.check_integrity([])
-    assert pool.available == pool.num_blocks - 1 and sorted(llm.scheduler._slots) == list(
-        range(llm.scheduler.max_num_seqs)
-    )
-
-
-def blocks_of(tokens: int) -> int:
-    return -(-tokens // BLOCK_SIZE)
+    assert pool.available == pool.num_blocks - 1
+    assert len(llm.scheduler._slots) == llm.scheduler.max_num_seqs

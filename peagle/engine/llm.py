@@ -332,6 +332,8 @@ class LLM:
 def _as_many(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
+    if hasattr(prompts, "tolist"):  # an array of ids, or of rows of them
+        prompts = prompts.tolist()
     return [prompts] if prompts and isinstance(prompts[0], int) else list(prompts)  # type: ignore[list-item, arg-type]
 
 

@@ -19,7 +19,7 @@ from peagle.checkpoints.drafter import check_fits, load_drafter, read_drafter_co
 from peagle.checkpoints.files import parse_device, parse_dtype
 from peagle.checkpoints.target import Target, eos_ids, load_target, read_target_config
 from peagle.config import DEFAULT_DRAFT_TOKENS, EAGLE3_DRAFT_TOKENS, DecoderConfig, DrafterConfig, check_draft_tokens
-from peagle.engine.graphs import RoundGraphs, batch_sizes
+from peagle.engine.graphs import RoundGraphs, batch_sizes, chunk_sizes
 from peagle.engine.kv_cache import BLOCK_SIZE
 from peagle.engine.runner import Runner
 from peagle.engine.speculation import CostTable
@@ -117,12 +117,15 @@ def load(target: str | Path | Target, drafter: str | Path | None, settings: Sett
         else:
             model = load_drafter(draft_folder, loaded.model, loaded.model.embed_tokens.weight.dtype, device)
 
+    idle_chunk = settings.max_prefill_tokens or (16384 if on_gpu else 512)
     bytes_each = block_bytes(cfg, draft_cfg, loaded.model.embed_tokens.weight.element_size())
     num_blocks = count_blocks(settings, device, bytes_each, longest, seqs)
     with torch.inference_mode():
         runner = Runner(loaded.model, model, num_blocks, seqs, longest, choices[-1], rates)
         if on_gpu and settings.cuda_graphs:
+            parameters = sum(p.numel() for p in loaded.model.parameters())
             runner.graphs = RoundGraphs(runner, batch_sizes(seqs), choices)
+            runner.prepare_chunks(chunk_sizes(parameters, idle_chunk))
             runner.graphs.capture()
         if len(choices) > 1 and table is None:
             if runner.graphs is not None:
@@ -139,7 +142,7 @@ def load(target: str | Path | Target, drafter: str | Path | None, settings: Sett
         table,
         seqs,
         settings.prefill_chunk or chunk_length(loaded.model, on_gpu),
-        settings.max_prefill_tokens or (16384 if on_gpu else 512),
+        idle_chunk,
         1 if on_gpu else 0,
     )
 
@@ -263,8 +266,9 @@ def count_blocks(settings: Settings, device: torch.device, bytes_each: int, long
         fits = max(memory // bytes_each - 1, 0) * BLOCK_SIZE
         raise UserError(
             f"too little memory for the key/value cache: one sequence of {longest} tokens takes {need / GIB:.2f} GiB, "
-            f"{max(memory, 0) / GIB:.2f} GiB are there; set --max-model-len to at most {fits}, or raise "
-            + ("--gpu-memory-fraction" if device.type == "cuda" else "--kv-cache-memory")
+            f"{max(memory, 0) / GIB:.2f} GiB are there; "
+            + (f"set --max-model-len to at most {fits}, or " if fits >= 2 else "")
+            + ("raise --gpu-memory-fraction" if device.type == "cuda" else "raise --kv-cache-memory")
         )
     return int(blocks)
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from peagle.engine.graphs import RoundGraphs
+from peagle.engine.graphs import ChunkGraphs, Pass, RoundGraphs
 from peagle.engine.kv_cache import BLOCK_SIZE
 from peagle.engine.request import Chunk, Plan, Request
 from peagle.engine.shaping import logprob_rows, shape_rows
@@ -33,6 +33,8 @@ from peagle.kernels.sampling import argmax, choose
 from peagle.kernels.verify import accept
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
+
+Passed = tuple[Tensor, Tensor | None]
 
 
 @dataclass
@@ -138,7 +140,21 @@ class Runner:
         if synthetic_rates is not None:
             self.rates_K = torch.tensor(synthetic_rates, dtype=torch.float32, device=self.device)
         self.graphs: RoundGraphs | None = None
+        self.target_chunks: ChunkGraphs | None = None
+        self.drafter_chunks: ChunkGraphs | None = None
         self._sent: list[tuple[int, int, int]] = [(-1, 0, 0)] * max_num_seqs  # request, its preemptions, blocks
+
+    def prepare_chunks(self, sizes: Sequence[int]) -> None:
+        """What `graphs` is to record beside the rounds: passes over these many prompt rows."""
+        blocks, like = self.state.block_tables_SM.shape[1], self.target.embed_tokens.weight
+        self.target_chunks = ChunkGraphs(self.read_target, sizes, None, blocks, like)
+        if self.drafter is not None:
+            width = self.drafter.cfg.layer.hidden_size
+            self.drafter_chunks = ChunkGraphs(self.read_drafter, sizes, width, blocks, like)
+
+    @property
+    def chunk_graphs(self) -> list[ChunkGraphs]:
+        return [chunks for chunks in (self.target_chunks, self.drafter_chunks) if chunks is not None]
 
     # One launch
 
@@ -312,9 +328,9 @@ class Runner:
         tokens = [t for c in chunks for t in c.request.tokens[c.begin : c.end]]
         positions = [p for c in chunks for p in range(c.begin, c.end)]
         slots_B = self._to_device([c.request.slot for c in chunks])
-        pages = self._chunk_pages(chunks, [c.end - c.begin for c in chunks], slots_B)
-        attend = PagedAttend(self.cache, pages, prefill_attention)
-        hidden, taps = self.target(self._to_device(tokens), self._to_device(positions), attend, self.taps)
+        counts = [c.end - c.begin for c in chunks]
+        inputs = (self._to_device(tokens), None, self._to_device(positions))
+        hidden, taps = self._over(self.read_target, self.target_chunks, inputs, chunks, counts, slots_B)
 
         ends, at = {}, 0  # of each chunk, its last row
         for c in chunks:
@@ -334,16 +350,36 @@ class Runner:
             self._begin(final, newest_F, drafts_FK)
         return first_tokens
 
-    def _chunk_pages(self, chunks: list[Chunk], rows: list[int], slots_B: Tensor) -> Pages:
-        cu = [0]
-        for count in rows:
-            cu.append(cu[-1] + count)
+    def read_target(self, tokens: Tensor, _: Tensor | None, positions: Tensor, pages: Pages) -> Passed:
+        return self.target(tokens, positions, PagedAttend(self.cache, pages, prefill_attention), self.taps)
+
+    def read_drafter(self, tokens: Tensor, hidden: Tensor | None, positions: Tensor, pages: Pages) -> Passed:
+        assert self.drafter is not None and hidden is not None
+        return self.drafter(tokens, hidden, positions, PagedAttend(self.draft_cache, pages, prefill_attention))
+
+    def _over(
+        self,
+        run: Pass,
+        graphs: ChunkGraphs | None,
+        inputs: tuple[Tensor, Tensor | None, Tensor],
+        chunks: list[Chunk],
+        counts: list[int],
+        slots_B: Tensor,
+    ) -> Passed:
+        """A pass over `counts` rows of each chunk: a recorded one where there is one of that size."""
         begins = [c.begin for c in chunks]
-        live = [min(count, self.longest - begin) for count, begin in zip(rows, begins, strict=True)]
-        meta = self._to_device([begins + [0], live + [0], cu], torch.int32)
-        return Pages(
-            self.state.block_tables_SM[slots_B], meta[0, :-1], meta[1, :-1], max(rows), meta[2], max_context=max(begins)
-        )
+        live = [min(count, self.longest - begin) for count, begin in zip(counts, begins, strict=True)]
+        tables_BM = self.state.block_tables_SM[slots_B]
+        recorded = graphs.find(counts) if graphs is not None else None
+        if recorded is not None:
+            meta = ChunkGraphs.meta(recorded, begins, live, counts)
+            return recorded.replay(*inputs, tables_BM, self._to_device(meta, torch.int32))
+        first = [0]
+        for count in counts:
+            first.append(first[-1] + count)
+        meta_3B = self._to_device([begins + [0], live + [0], first], torch.int32)
+        pages = Pages(tables_BM, meta_3B[0, :-1], meta_3B[1, :-1], max(counts), meta_3B[2], max_context=max(begins))
+        return run(*inputs, pages)
 
     def _first_tokens(
         self, fresh: list[Chunk], logits_FV: Tensor, logprobs: dict[int, list[dict[int, float]]]
@@ -404,10 +440,11 @@ class Runner:
         if behind and final:
             assert self.mask_hidden_D is not None
             hidden_RD = torch.cat([hidden_TD, self.mask_hidden_D[None]])[self._to_device(source)]
-        attend = PagedAttend(self.draft_cache, self._chunk_pages(chunks, counts, slots_B), prefill_attention)
-        said, handed_on = self.drafter(token_ids, hidden_RD, self._to_device(positions), attend)
+        inputs = (token_ids, hidden_RD, self._to_device(positions))
+        said, handed_on = self._over(self.read_drafter, self.drafter_chunks, inputs, chunks, counts, slots_B)
         if not final or k == 0:
             return None
+        assert handed_on is not None
         if mask_id is not None:
             wanted = (unknown_F[:, None] + torch.arange(k, device=self.device)).flatten()
             return self.drafter.target_ids(argmax(self.drafter.logits(said[wanted]))).view(-1, k)
