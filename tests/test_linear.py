@@ -366,6 +366,21 @@ def test_the_cpu_takes_the_twins(dtype):
         assert torch.equal(ours, twins)
 
 
+def test_many_rows_get_their_norm_with_the_sum(monkeypatch):
+    """The path of large batches on a GPU, whose pieces all run on the CPU too."""
+    monkeypatch.setattr(kernels, "_fast_product", lambda *tensors: True)
+    monkeypatch.setattr(kernels, "skinny_rows", lambda *shape: 0)
+    x, weight, norm = torch.randn(5, 24), torch.randn(24, 24), torch.randn(24)
+    stream = linear_onto(x, x, weight, next_norm=norm, eps=EPS)
+    assert stream.normed is not None and torch.equal(stream.x, x + F.linear(x, weight))
+    prepared = linear(stream, weight, norm_weight=norm, eps=EPS)
+    assert torch.equal(prepared, F.linear(rms_norm_torch(stream.x, norm, EPS), weight))
+    other = -norm  # prepared for another norm: taken of x
+    assert torch.equal(
+        linear(stream, weight, norm_weight=other, eps=EPS), F.linear(rms_norm_torch(stream.x, other, EPS), weight)
+    )
+
+
 def test_without_triton_the_twins_remain():
     code = (
         "import sys; sys.modules['triton'] = None\n"

@@ -47,6 +47,13 @@ class RoundBuffers:
     slots_B: Tensor
     result_BX: Tensor  # emitted tokens, accepted, available
     graph: torch.cuda.CUDAGraph
+    slots: list[int] | None = None  # what `slots_B` holds, as far as `load` was the last to write it
+
+    def load(self, slots: list[int], to_device: Callable[[list[int]], Tensor]) -> None:
+        """The rows of the next replay, -1 behind them; nothing is sent if they are those of the last."""
+        if slots != self.slots:
+            self.slots = slots
+            self.slots_B.copy_(to_device(slots + [-1] * (len(self.slots_B) - len(slots))))
 
     def replay(self) -> None:
         self.graph.replay()

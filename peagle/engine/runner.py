@@ -224,8 +224,7 @@ class Runner:
         if self.graphs is not None and not plan.shaped:
             recorded = self.graphs.find(len(slots), plan.drafts)
             if recorded is not None:
-                slots += [-1] * (len(recorded.slots_B) - len(slots))
-                recorded.slots_B.copy_(self._to_device(slots), non_blocking=True)
+                recorded.load(slots, self._to_device)
                 recorded.replay()
                 return recorded.result_BX[: len(plan.decoding)]
         slots_B = self._to_device(slots)

@@ -81,13 +81,14 @@ class Stream:
     """The residual stream x, and what the product that wrote it already did for the norm that follows.
 
     With `squares` the next product needs no launch for its norm: it reads `scaled` and multiplies its rows by
-    1 / rms at the end. Without, the norm is taken of x, the plain way.
+    1 / rms at the end. With `normed` the norm came along with the sum. Without, it is taken of x, the plain way.
     """
 
     x: Tensor
     norm_weight: Tensor | None = None  # of that norm
     scaled: Tensor | None = None  # x * norm_weight
     squares: Tensor | None = None  # of x, summed over the columns of each program that wrote it: fp32 [programs, T]
+    normed: Tensor | None = None  # the norm itself
 
 
 SMALL = Config(16, 64, 10, 2, prefetch=512, lines=True)
@@ -894,6 +895,8 @@ def linear(
 
     Weight rows of a gated product: all gates, then all ups.
     """
+    if isinstance(x, Stream) and x.normed is not None and x.norm_weight is norm_weight:
+        x, norm_weight = x.normed, None
     plain = x.x if isinstance(x, Stream) else x
     options: dict[str, Any] = {"norm_weight": norm_weight, "eps": eps, "glu": glu, "residual": residual}
     if not _fast_product(plain, weight_NK, bias, norm_weight, residual):
@@ -905,18 +908,23 @@ def linear(
 
 
 def linear_onto(
-    residual: Tensor, x: Tensor, weight_NK: Tensor, bias: Tensor | None = None, *, next_norm: Tensor | None = None
+    residual: Tensor,
+    x: Tensor,
+    weight_NK: Tensor,
+    bias: Tensor | None = None,
+    *,
+    next_norm: Tensor | None = None,
+    eps: float = 0.0,
 ) -> Stream:
-    """The residual stream with a product added to it; `next_norm` is the weight of the norm that will read it."""
+    """The residual stream with a product added to it; `next_norm` and `eps` are those of the norm that will read it."""
     N, K = weight_NK.shape
-    if (
-        next_norm is not None
-        # fp16 could overflow in x * weight, where the norm's own order of things would not
-        and x.dtype == torch.bfloat16
-        and _fast_product(x, weight_NK, bias, next_norm, residual)
-        and len(x) <= skinny_rows(N, K, False)
-    ):
-        return stream_triton(x, weight_NK, bias, residual=residual, next_norm=next_norm)
+    if next_norm is not None and _fast_product(x, weight_NK, bias, next_norm, residual):
+        if len(x) > skinny_rows(N, K, False):
+            # One launch for sum and norm; cuBLAS would first copy the residual to where it adds to it.
+            normed, total = add_rms_norm(F.linear(x, weight_NK, bias), residual, next_norm, eps)
+            return Stream(total, next_norm, normed=normed)
+        if x.dtype == torch.bfloat16:  # fp16 could overflow in x * weight, where the norm's own order would not
+            return stream_triton(x, weight_NK, bias, residual=residual, next_norm=next_norm)
     return Stream(linear(x, weight_NK, bias, residual=residual))
 
 

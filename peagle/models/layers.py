@@ -170,8 +170,8 @@ def project(layer: nn.Linear, x: Tensor | Stream, norm: RMSNorm | None = None, g
 
 def project_onto(residual: Tensor, layer: nn.Linear, x: Tensor, next_norm: RMSNorm | None) -> Stream:
     """A product added to the residual stream. Where the norm that comes next is known, half of it is done already."""
-    weight = next_norm.weight if next_norm is not None else None
-    return linear_onto(residual, x, layer.weight, layer.bias, next_norm=weight)
+    weight, eps = (next_norm.weight, next_norm.eps) if next_norm is not None else (None, 0.0)
+    return linear_onto(residual, x, layer.weight, layer.bias, next_norm=weight, eps=eps)
 
 
 class DecoderLayer(nn.Module):
