@@ -988,7 +988,7 @@ class Session:
                 versions |= {name: state["about"][name] for name in ("vllm", "peagle") if name in state["about"]}
         call = {
             "command": " ".join(["python", *sys.argv]),
-            "commit": commit or os.environ.get("PEAGLE_COMMIT", "unknown"),
+            "commit": os.environ.get("PEAGLE_COMMIT") or commit or "unknown",
             "seconds": round(time.time() - self.began, 1),
             "machine": self.machine,
             "versions": versions,

@@ -210,3 +210,15 @@ def test_demo_ends_with_the_sentence() -> None:
     assert run.stdout.count("The capital of France is Paris.") == 2
     assert "The two texts are equal, token for token" in run.stdout
     assert peagle("inspect", DEMO_DRAFTER, "-t", "smollm2-135m").returncode == 0
+
+
+def test_tune_measures_rounds_and_says_how_many_drafts_pay(target: Path, tmp_path: Path) -> None:
+    ask = ("tune", "-t", str(target), "-d", str(drafter_folder("p-eagle-1")), "--device", "cpu")
+    ask += ("--max-model-len", "64", "--max-num-seqs", "2", "--rates", "0.8,0.6,0.5")
+    table = tmp_path / "costs.json"
+    shown = peagle(*ask, "--out", str(table))
+    assert shown.returncode == 0 and "best K" in shown.stdout and str(table) in shown.stdout
+    kept = json.loads(table.read_text())["rounds"]
+    assert {row["drafts"] for row in kept} == {0, 1, 2, 3, 5, 7} and all(row["ms"] > 0 for row in kept)
+    wrong = peagle(*ask[:-1], "0.5,0.6")
+    assert wrong.returncode == 2 and "--rates 0.5,0.6" in wrong.stderr

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from peagle.errors import UserError
 from peagle.kernels import draft_inputs as draft_module
 from peagle.kernels import sampling, verify
 from peagle.kernels.draft_inputs import DraftInputs, commit_state, draft_inputs
+from peagle.kernels.round_inputs import SlotState, round_inputs, round_inputs_torch, round_inputs_triton
 from peagle.kernels.sampling import argmax, choose
 from peagle.kernels.verify import accept, conditional_rates, rates_for_length
 from peagle.reference import distribution
@@ -673,6 +675,42 @@ def check_commit_state(device: str) -> None:
             draft_module.commit_state_triton(*got, *to(device, (slots, emitted, accepted, drafts)), most)
             for a, b in zip(got, want, strict=True):
                 assert torch.equal(a.cpu(), b)
+
+
+def slot_state(seed: int, slots: int = 5, drafts: int = 7, blocks: int = 300) -> SlotState:
+    rng = torch.Generator().manual_seed(seed)
+    state = SlotState.make(slots, drafts, blocks, torch.device("cpu"))
+    for name, most in (("tokens_SN", 1000), ("start_S", 60), ("available_S", 8), ("block_tables_SM", 50)):
+        getattr(state, name).random_(0, most, generator=rng)
+    for name in ("temperature_S", "top_p_S", "min_p_S"):
+        getattr(state, name).uniform_(generator=rng)
+    state.top_k_S.random_(0, 9, generator=rng)
+    state.seed_S.random_(0, 2**62, generator=rng)
+    return state
+
+
+def check_round_inputs(device: str) -> None:
+    for k in (0, 1, 3, 7):
+        state = slot_state(k)
+        slots = torch.tensor([3, -1, 0, 4])
+        want = round_inputs_torch(state, slots, k, 50)
+        moved = SlotState(**{f.name: getattr(state, f.name).to(device) for f in fields(state)})
+        have = round_inputs_triton(moved, slots.to(device), k, 50)
+        for f in fields(want):
+            a, b = getattr(want, f.name), getattr(have, f.name).cpu()
+            assert a.dtype == b.dtype and torch.equal(a, b), (k, f.name)
+
+
+def test_the_rows_of_a_round() -> None:
+    """The worked example of `round_inputs`, and a row of nobody's."""
+    state = SlotState.make(2, 2, 4, torch.device("cpu"))
+    state.tokens_SN[1] = torch.tensor([7, 8, 9])
+    state.start_S[1] = 5
+    rows = round_inputs(state, torch.tensor([1, -1]), 2, 7)
+    assert rows.tokens_BQ.tolist() == [[7, 8, 9], [0, 0, 0]]
+    assert rows.positions_T.tolist() == [5, 6, 6, 0, 1, 2]
+    assert rows.next_T.tolist() == [6, 7, 8, 1, 2, 3]
+    assert rows.live_B.tolist() == [2, 3] and rows.available_B.tolist() == [0, 0]
 
 
 CHECKS: dict[str, Callable[[str], None]] = {
