@@ -5,6 +5,7 @@ Knows nothing about tensors; text enters and leaves here and nowhere else.
 
 from __future__ import annotations
 
+import gc
 import secrets
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -76,6 +77,7 @@ class LLM:
         self._shaped = 0  # requests alive whose logits are shaped on the host's word
         self.has_tokenizer = self.settings.tokenizer and has_tokenizer(self.target.folder)
         self._tokenizer: PreTrainedTokenizerBase | None = None
+        gc.freeze()  # what is loaded by now stays: no collection needs to look at it again
 
     # The engine
 
@@ -105,11 +107,15 @@ class LLM:
                 continue  # it ended while this was in flight
             touched.append(request)
             request.rounds += 1
-            accepted = row[-2]
+            token, accepted = row[0], row[-2]
             if drafting:
                 request.accepts.append(accepted)
                 self._count(request, row[-1], accepted)
-            self._append(request, row[: accepted + 1], launched.logprobs)
+            if accepted == 0 and request.plain and token not in request.stops and request.length + 1 < request.end:
+                request.output_ids.append(token)  # as `_append` would: with thousands of requests its calls count
+                request.length += 1
+            else:
+                self._append(request, row[: accepted + 1], launched.logprobs)
             self.scheduler.returned(request, plan.drafts + 1)
         for request, token in zip(launched.firsts, firsts, strict=True):
             if request.state is not finished:

@@ -39,6 +39,7 @@ class Request:
     slot: int = -1
     blocks: list[int] = field(default_factory=list)
     names: list[Name] = field(default_factory=list)  # of the leading blocks that are published
+    next_name: int = 0  # the length at which one more can be
     read: int = 0  # tokens whose reading has been launched, while READING
     in_flight: int = 0  # rounds launched whose tokens have not come back
     reach: int = 0  # no launched round writes at this position or beyond
@@ -59,8 +60,10 @@ class Request:
         p = self.params
         self.length = len(self.prompt_ids) + len(self.output_ids)  # `llm` counts on
         self.most = min(p.max_tokens, self.longest - len(self.prompt_ids))  # tokens of output
+        self.end = len(self.prompt_ids) + self.most  # its longest length
         # its logits need more than temperature, top-k, top-p and min-p, or are wanted back
         self.shaped = p.penalised or bool(p.logit_bias) or p.min_tokens > 0 or p.logprobs is not None
+        self.plain = self.text is None and p.logprobs is None  # a token is all that is kept of a token
 
     @property
     def tokens(self) -> list[int]:

@@ -49,18 +49,19 @@ class Scheduler:
 
     def plan(self) -> Plan | None:
         """None: nothing to do until what is in flight has come back."""
-        decoding = [r for r in self.running if r.state is State.DECODING and len(r.output_ids) + r.in_flight < r.most]
+        ready = State.DECODING
+        decoding = [r for r in self.running if r.state is ready and r.length + r.in_flight < r.end]
         # (a round in flight brings at least one token, so those left out are sure to be full)
         k = self.drafts_for(len(decoding))
         ahead, size = max(2 * k, 1) - 1, self.pool.block_size
         for request in decoding:
             tokens = request.length + request.reach + ahead
             # those that gave their blocks back for one before them are no longer decoding
-            if tokens > len(request.blocks) * size and request.state is State.DECODING:
+            if tokens > len(request.blocks) * size and request.state is ready:
                 if not self._make_room(request, tokens):
                     return None
         if self.waiting and self.waiting[0].preemptions:
-            decoding = [r for r in decoding if r.state is State.DECODING]
+            decoding = [r for r in decoding if r.state is ready]
         chunks = self._chunks(len(decoding))
         return Plan(decoding, k, chunks) if decoding or chunks else None
 
@@ -163,20 +164,20 @@ class Scheduler:
         """A pass over `rows` rows has come back and its tokens are appended."""
         request.in_flight -= 1
         request.reach -= rows
-        if request.length > (len(request.names) + 1) * self.pool.block_size:
+        if request.length >= request.next_name:
             self._publish(request, request.length - 1)
 
     def _publish(self, request: Request, final: int) -> None:
         """Names the blocks before position `final`, as far as the tokens that name them are known."""
         size = self.pool.block_size
         full = min(final // size, (request.length - self.pool.lookahead) // size)
-        if full <= len(request.names) or not self.pool.reuse:
-            return
-        tokens = request.tokens
-        for index in range(len(request.names), full):
-            name = self.pool.name(request.names[-1] if request.names else b"", tokens, index)
-            request.names.append(name)
-            self.pool.publish(request.blocks[index], name)
+        if full > len(request.names) and self.pool.reuse:
+            tokens = request.tokens
+            for index in range(len(request.names), full):
+                name = self.pool.name(request.names[-1] if request.names else b"", tokens, index)
+                request.names.append(name)
+                self.pool.publish(request.blocks[index], name)
+        request.next_name = (len(request.names) + 1) * size + 1 if self.pool.reuse else request.longest + 1
 
     def finish(self, request: Request) -> None:
         """Takes everything back; rounds in flight write before anything launched later does."""
