@@ -73,7 +73,7 @@ def test_it_looks_again_and_changes_its_mind() -> None:
     """Having given up on drafts it still drafts deep now and then, and returns once they hold."""
     count = taught(DraftCount(CHOICES, linear_costs(1e-3, 1e-4)), 0.0, 3000)
     chosen = [count(8) for _ in range(4 * EXPLORE_EVERY)]
-    assert chosen.count(5) == 4 and set(chosen) == {0, 5}
+    assert 1 <= chosen.count(5) <= 4 and set(chosen) == {0, 5}  # the dearer a look, the rarer
     for _ in range(EXPLORE_EVERY * 100):
         k = count(8)
         if k:

@@ -25,6 +25,7 @@ from peagle.engine.runner import Runner
 from peagle.engine.speculation import CostTable
 from peagle.errors import UserError
 from peagle.hub import resolve_drafter, resolve_target
+from peagle.kernels.linear import measure_products
 from peagle.kernels.verify import conditional_rates, rates_for_length
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
@@ -127,6 +128,10 @@ def load(target: str | Path | Target, drafter: str | Path | None, settings: Sett
             runner.graphs = RoundGraphs(runner, batch_sizes(seqs), choices)
             runner.prepare_chunks(chunk_sizes(parameters, idle_chunk))
             runner.graphs.capture()
+        if not on_gpu and seqs * (choices[-1] + 1) > 1:
+            models = [m for m in (loaded.model, model) if m is not None]
+            weights = [m.weight for owner in models for m in owner.modules() if isinstance(m, torch.nn.Linear)]
+            measure_products(weights, seqs * (choices[-1] + 1))
         if len(choices) > 1 and table is None:
             if runner.graphs is not None:
                 table = runner.graphs.measure()
@@ -210,16 +215,16 @@ def fitting_dtype(device: torch.device) -> torch.dtype:
     """bfloat16 on a GPU; on a CPU only where its products are really faster than float32's."""
     if device.type != "cpu":
         return torch.bfloat16
-    best: dict[torch.dtype, float] = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        x, w = torch.ones(4, 1024, dtype=dtype), torch.ones(8192, 1024, dtype=dtype)
-        F.linear(x, w)
-        times = []
-        for _ in range(3):
+    best = {torch.float32: float("inf"), torch.bfloat16: float("inf")}
+    given = {dtype: (torch.ones(4, 512, dtype=dtype), torch.ones(1024, 512, dtype=dtype)) for dtype in best}
+    for turn in range(4):  # the first is the warm-up
+        for dtype, (x, w) in given.items():
             started = time.perf_counter()
             F.linear(x, w)
-            times.append(time.perf_counter() - started)
-        best[dtype] = min(times)
+            took = time.perf_counter() - started
+            best[dtype] = min(best[dtype], took) if turn else best[dtype]
+        if best[torch.bfloat16] > 4 * best[torch.float32]:  # emulated: clear at once, and slow to ask again
+            break
     return torch.bfloat16 if best[torch.bfloat16] < best[torch.float32] else torch.float32
 
 
@@ -277,18 +282,26 @@ def free_ram() -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def measure_eagerly(runner: Runner, batches: list[int], choices: list[int], budget: float = 3.0) -> CostTable:
-    """Rounds of nobody's rows, timed; the fastest of two each, as far as the budget of seconds goes."""
-    table, began = CostTable(), time.perf_counter()
+def measure_eagerly(runner: Runner, batches: list[int], choices: list[int], budget: float = 1.5) -> CostTable:
+    """Rounds of nobody's rows, timed: the fastest of three, taken in turns so that a busy moment hits all choices
+    alike, after one to warm up. The budget is in seconds: what it does not reach of batch 1 is taken to cost in
+    proportion to its rows, larger batches are left out."""
+    seconds: dict[tuple[int, int], float] = {}
+    began = time.perf_counter()
     for batch in batches:
-        if batch > 1 and time.perf_counter() - began > budget:
-            break
         slots = torch.full((batch,), -1, device=runner.device)
-        for k in choices:
-            times = []
-            for _ in range(2):
-                started = time.perf_counter()
-                runner.round(slots, k)
-                times.append(time.perf_counter() - started)
-            table.seconds[batch, k] = min(times)
+        runner.round(slots, choices[0])
+        for k in choices * 3:
+            if time.perf_counter() - began > budget and seconds:
+                break
+            started = time.perf_counter()
+            runner.round(slots, k)
+            took = time.perf_counter() - started
+            seconds[batch, k] = min(seconds.get((batch, k), took), took)
+        if any((batch, k) not in seconds for k in choices):
+            break
+    table = CostTable({(b, k): s for (b, k), s in seconds.items() if b == 1 or (b, choices[-1]) in seconds})
+    last = max(k for b, k in seconds if b == 1)
+    for k in choices[choices.index(last) + 1 :]:
+        table.seconds[1, k] = seconds[1, last] * (k + 1) / (last + 1)
     return table

@@ -26,13 +26,14 @@ from peagle.engine.request import Chunk, Plan, Request
 from peagle.engine.shaping import logprob_rows, shape_rows
 from peagle.kernels.draft_inputs import commit_state, draft_inputs
 from peagle.kernels.linear import supports_pdl
-from peagle.kernels.paged_attention import Pages, paged_attention, prefill_attention
+from peagle.kernels.paged_attention import OneSequence, Pages, paged_attention, prefill_attention
 from peagle.kernels.rotary import Rotation
 from peagle.kernels.round_inputs import RoundInputs, SlotState, round_inputs
 from peagle.kernels.sampling import argmax, choose
 from peagle.kernels.verify import accept
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
+from peagle.models.flat import FlatDecoder, FlatDrafter
 
 Passed = tuple[Tensor, Tensor | None]
 
@@ -56,6 +57,7 @@ class PagedAttend:
     def __init__(self, cache: Cache, pages: Pages, attend: Callable[..., Tensor] = paged_attention) -> None:
         self.cache, self.pages, self.attend = cache, pages, attend
         self.rotates = attend is paged_attention and cache.keys.is_cuda  # in the same launch
+        self.one = OneSequence.find(cache.keys, cache.values, pages)
 
     def __call__(
         self,
@@ -66,6 +68,8 @@ class PagedAttend:
         window: int | None,
         rotation: Rotation | None = None,
     ) -> Tensor:
+        if self.one is not None and window is None:
+            return self.one(layer, q_THd, k_TGd, v_TGd)
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         more = {"rotation": rotation} if rotation is not None else {}
         pdl = supports_pdl(q_THd.device)
@@ -118,11 +122,14 @@ class Runner:
         self.longest, self.most_drafts = longest, most_drafts
         weight = target.embed_tokens.weight
         self.device = weight.device
+        on_cpu = self.device.type == "cpu"
+        self.read = FlatDecoder(target) if on_cpu else target  # the target's pass
         layer = target.cfg.layer
         self.cache = Cache.make(target.cfg.num_layers, num_blocks, layer.num_kv_heads, layer.head_dim, weight)
         self.taps: tuple[int, ...] = ()
         self.mask_hidden_D: Tensor | None = None
         if drafter is not None:
+            self.guess = FlatDrafter(drafter) if on_cpu else drafter  # the drafter's pass
             own = drafter.cfg.layer
             self.taps = drafter.cfg.taps
             self.draft_cache = Cache.make(
@@ -241,7 +248,7 @@ class Runner:
         rows = round_inputs(self.state, slots_B, k, self.longest)
         pages = Pages(rows.tables_BM, rows.starts_B, rows.live_B, k + 1)
         attend = PagedAttend(self.cache, pages)
-        hidden, taps = self.target(rows.tokens_BQ.flatten(), rows.positions_T, attend, self.taps)
+        hidden, taps = self.read(rows.tokens_BQ.flatten(), rows.positions_T, attend, self.taps)
         combined = self.drafter.combine(taps) if self.drafter is not None and taps is not None else None
         return Verified(slots_B, rows, self.target.logits(hidden), combined)
 
@@ -299,7 +306,8 @@ class Runner:
         rows = draft_inputs(emitted_BQ, accepted_B, starts_B, v.hidden_TD, self.mask_hidden_D, mask_id, k, limits_B)
         pages = Pages(tables_BM, starts_B, rows.live_B, len(rows.token_ids_R) // batch)
         attend = PagedAttend(self.draft_cache, pages)
-        said, handed_on = drafter(rows.token_ids_R, rows.hidden_RD, rows.positions_R, attend)
+        silent = {"silent": True} if k == 0 and isinstance(self.guess, FlatDrafter) else {}
+        said, handed_on = self.guess(rows.token_ids_R, rows.hidden_RD, rows.positions_R, attend, **silent)
         if k == 0:
             return emitted_BQ[:, :0]
         wanted = rows.sample_rows_BK.flatten()
@@ -316,7 +324,7 @@ class Runner:
             at_B = (position_B + i).clamp(max=self.longest - 1)
             live_B = (self.longest - position_B - i).clamp(0, 1)
             pages = Pages(tables_BM, at_B.int(), live_B.int(), 1)
-            said, hidden_BD = self.drafter(guesses[-1], hidden_BD, at_B, PagedAttend(self.draft_cache, pages))
+            said, hidden_BD = self.guess(guesses[-1], hidden_BD, at_B, PagedAttend(self.draft_cache, pages))
             guesses.append(self.drafter.target_ids(argmax(self.drafter.logits(said))))
         return torch.stack(guesses, 1)
 
@@ -350,11 +358,11 @@ class Runner:
         return first_tokens
 
     def read_target(self, tokens: Tensor, _: Tensor | None, positions: Tensor, pages: Pages) -> Passed:
-        return self.target(tokens, positions, PagedAttend(self.cache, pages, prefill_attention), self.taps)
+        return self.read(tokens, positions, PagedAttend(self.cache, pages, prefill_attention), self.taps)
 
     def read_drafter(self, tokens: Tensor, hidden: Tensor | None, positions: Tensor, pages: Pages) -> Passed:
         assert self.drafter is not None and hidden is not None
-        return self.drafter(tokens, hidden, positions, PagedAttend(self.draft_cache, pages, prefill_attention))
+        return self.guess(tokens, hidden, positions, PagedAttend(self.draft_cache, pages, prefill_attention))
 
     def _over(
         self,

@@ -21,6 +21,7 @@ PRIOR_WEIGHT = 16.0  # rounds
 MEMORY = 2048.0  # rounds an estimate remembers
 RECONSIDER_EVERY = 16  # rounds
 EXPLORE_EVERY = 64  # rounds, then one with the most drafts: deep positions are only seen by drafting deep
+EXPLORE_SHARE = 0.02  # of the time at most, so where drafting deep costs many rounds it is tried less often
 
 
 @dataclass
@@ -100,7 +101,7 @@ class DraftCount:
         self.choices = sorted(choices)
         self.table = table or CostTable()
         self.acceptance = Acceptance(self.choices[-1])
-        self._rounds = 0
+        self._rounds, self._explore_at = 0, EXPLORE_EVERY
         self._best: dict[int, int] = {}  # by batch size, until acceptance has moved on
 
     def __call__(self, batch: int) -> int:
@@ -109,11 +110,15 @@ class DraftCount:
         self._rounds += 1
         if self._rounds % RECONSIDER_EVERY == 0:
             self._best.clear()
-        if self._rounds % EXPLORE_EVERY == 0:
-            return self.choices[-1]
         if batch not in self._best:
             self._best[batch] = max(self.choices, key=lambda k: self.tokens_per_second(batch, k))
-        return self._best[batch]
+        best, most = self._best[batch], self.choices[-1]
+        if self._rounds >= self._explore_at:
+            usual, deep = self.table.cost(batch, best), self.table.cost(batch, most)
+            extra = deep / usual - 1 if usual and deep else 0.0  # in rounds
+            self._explore_at = self._rounds + max(EXPLORE_EVERY, round(extra / EXPLORE_SHARE))
+            return most
+        return best
 
     def tokens_per_second(self, batch: int, k: int) -> float:
         cost = self.table.cost(batch, k)

@@ -215,13 +215,16 @@ def commit_state_torch(
     longest: Tensor | int,
 ) -> None:
     used = slots_B >= 0
-    slots, accepted, drafts = slots_B[used].long(), accepted_B[used].long(), drafts_BK[used]
-    k = drafts.shape[1]
-    tokens_SN[slots, 0] = emitted_BQ[used].gather(1, accepted[:, None])[:, 0].to(tokens_SN.dtype)
-    tokens_SN[slots, 1 : k + 1] = drafts.to(tokens_SN.dtype)
+    if not used.all():
+        slots_B, accepted_B, drafts_BK, emitted_BQ = slots_B[used], accepted_B[used], drafts_BK[used], emitted_BQ[used]
+        longest = longest[used] if isinstance(longest, Tensor) else longest
+    slots, accepted, k = slots_B.long(), accepted_B.long(), drafts_BK.shape[1]
+    tokens_SN[slots, 0] = emitted_BQ.gather(1, accepted[:, None])[:, 0].to(tokens_SN.dtype)
+    if k:
+        tokens_SN[slots, 1 : k + 1] = drafts_BK.to(tokens_SN.dtype)
     start = start_S[slots].long() + accepted + 1
     start_S[slots] = start.to(start_S.dtype)
-    most = longest[used].long() if isinstance(longest, Tensor) else longest
+    most = longest.long() if isinstance(longest, Tensor) else longest
     available_S[slots] = (most - start - 2).clamp(0, k).to(available_S.dtype)
 
 

@@ -2,8 +2,9 @@
 
 Decoding reads every weight once for a handful of rows, so a product costs what streaming its weights costs. The
 Triton kernels here take up to `skinny_rows` of a shape; more rows go to cuBLAS with single-launch kernels around it,
-and the CPU, fp32, fp64 and training go to the plain torch twins (`*_torch`), which every faster version is held
-against.
+and fp32, fp64 and training go to the plain torch twins (`*_torch`), which every faster version is held against. The
+CPU, in inference mode, has versions of fewer operations (`*_cpu`), and products of few rows in the way that measured
+fastest there.
 
 A row's result depends neither on the other rows nor on their number, as long as that stays on one side of FEW (of
 SKINNY for small shapes, which have one configuration for all): weights are the left operand of every product
@@ -22,6 +23,8 @@ from __future__ import annotations
 
 import functools
 import os
+import time
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -149,6 +152,90 @@ def linear_torch(
     if glu:
         y = silu_mul_torch(y)
     return y if residual is None else residual + y
+
+
+# On the CPU: the product of few rows is memory traffic there too, but the library's may be made for many rows.
+MOST_FEW_CPU = 8  # rows up to which it is asked which way is fastest
+MEASURED_ROWS = (2, 3, 4, 6, 8)  # numbers between go the way of the next one
+
+
+def _row_by_row(x_TK: Tensor, weight_NK: Tensor, bias: Tensor | None) -> Tensor:
+    """As many matrix-vector products, which some libraries do far better than a product of two or three rows."""
+    y = x_TK.new_empty(x_TK.shape[0], weight_NK.shape[0])
+    for row, out in zip(x_TK.unbind(0), y.unbind(0), strict=True):
+        torch.mv(weight_NK, row, out=out)
+    return y if bias is None else y.add_(bias)
+
+
+def _swapped(x_TK: Tensor, weight_NK: Tensor, bias: Tensor | None) -> Tensor:
+    """Weights as the left operand, so that it is their rows that are shared out between threads."""
+    y = torch.mm(weight_NK, x_TK.t()).t().contiguous()
+    return y if bias is None else y.add_(bias)
+
+
+_WAYS = (F.linear, _row_by_row, _swapped)
+_ways: dict[tuple[int, int, int, torch.dtype], Any] = {}  # by N, K, T and dtype; F.linear where nothing was measured
+
+
+def product_cpu(x_TK: Tensor, weight_NK: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x @ weight^T + bias, the way `measure_products` found fastest."""
+    rows = x_TK.shape[0]
+    if rows == 1 or rows > MOST_FEW_CPU or x_TK.dim() != 2:
+        return F.linear(x_TK, weight_NK, bias)
+    return _ways.get((*weight_NK.shape, rows, x_TK.dtype), F.linear)(x_TK, weight_NK, bias)
+
+
+def measure_products(weights: Iterable[Tensor], most_rows: int, budget: float = 0.5) -> None:
+    """Which way is the fastest for products of 2 to `most_rows` rows with these weights, on this machine, now.
+
+    Of a large weight a slice is enough. What was not reached within the budget of seconds goes the library's way.
+    """
+    began = time.perf_counter()
+    for weight in {(tuple(w.shape), w.dtype): w for w in weights}.values():
+        N, K = weight.shape
+        part = weight[: max(1, (1 << 21) // K)]
+        before = 1
+        for rows in MEASURED_ROWS:
+            if before >= most_rows or (N, K, rows, weight.dtype) in _ways or time.perf_counter() - began > budget:
+                break
+            x = torch.ones(rows, K, dtype=weight.dtype)
+            best = {way: float("inf") for way in _WAYS}
+            for _ in range(3):
+                for way in _WAYS:
+                    started = time.perf_counter()
+                    way(x, part, None)
+                    best[way] = min(best[way], time.perf_counter() - started)
+            for between in range(before + 1, rows + 1):
+                _ways[N, K, between, weight.dtype] = min(best, key=best.__getitem__)
+            before = rows
+
+
+@functools.cache
+def _constant(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float32)
+
+
+def rms_norm_cpu(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """In fp32, in half the operations of the twin: a mean by itself is three."""
+    norm = torch.linalg.vector_norm(x, 2, -1, True)
+    scale = torch.addcmul(_constant(eps), norm, norm, value=1 / x.shape[-1]).rsqrt_()
+    return (x * scale).mul_(weight)
+
+
+def linear_cpu(
+    x_TK: Tensor,
+    weight_NK: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
+    glu: bool = False,
+    residual: Tensor | None = None,
+) -> Tensor:
+    y = product_cpu(x_TK if norm_weight is None else rms_norm(x_TK, norm_weight, eps), weight_NK, bias)
+    if glu:
+        y = silu_mul_torch(y)
+    return y if residual is None else y.add_(residual)
 
 
 if HAVE_TRITON:
@@ -840,6 +927,8 @@ def _fast(*tensors: Tensor | None) -> bool:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if x.dtype == torch.float32 and x.is_cpu and torch.is_inference_mode_enabled():
+        return rms_norm_cpu(x, weight, eps)
     return rms_norm_triton(x, weight, eps) if x.dim() == 2 and _fast(x, weight) else rms_norm_torch(x, weight, eps)
 
 
@@ -854,7 +943,7 @@ def norm_cat(a: Tensor, a_weight: Tensor, b: Tensor, b_weight: Tensor, eps: floa
     """norm(a) and norm(b) side by side, as one tensor."""
     if a.dim() == 2 and _fast(a, b, a_weight, b_weight):
         return norm_cat_triton(a, a_weight, b, b_weight, eps)
-    return norm_cat_torch(a, a_weight, b, b_weight, eps)
+    return torch.cat([rms_norm(a, a_weight, eps), rms_norm(b, b_weight, eps)], -1)
 
 
 def silu_mul(y_T2I: Tensor) -> Tensor:
@@ -900,6 +989,8 @@ def linear(
     plain = x.x if isinstance(x, Stream) else x
     options: dict[str, Any] = {"norm_weight": norm_weight, "eps": eps, "glu": glu, "residual": residual}
     if not _fast_product(plain, weight_NK, bias, norm_weight, residual):
+        if plain.is_cpu and torch.is_inference_mode_enabled():
+            return linear_cpu(plain, weight_NK, bias, **options)
         return linear_torch(plain, weight_NK, bias, **options)
     N, K = weight_NK.shape
     if len(plain) <= skinny_rows(N, K, glu):

@@ -202,11 +202,52 @@ def _attend(
         bias = None if piece.causal else piece.bias(q.dtype, window, 1)
         out = F.scaled_dot_product_attention(q, k, v, bias, is_causal=piece.causal, enable_gqa=True)
         return out[0].transpose(0, 1)
-    group = heads // kv_heads
-    q = q_MHd.unflatten(1, (kv_heads, group)).transpose(0, 1).reshape(1, kv_heads, rows * group, width)
-    bias = None if rows == 1 else piece.bias(q.dtype, window, group)
-    out = F.scaled_dot_product_attention(q, k, v, bias)
-    return out.view(kv_heads, rows, group, width).transpose(0, 1).reshape(rows, heads, width)
+    bias = None if rows == 1 else piece.bias(q_MHd.dtype, window, heads // kv_heads)
+    return _folded(q_MHd, k_SGd.transpose(0, 1)[:, None], v_SGd.transpose(0, 1)[:, None], bias)
+
+
+def _folded(q_MHd: Tensor, k_G1Sd: Tensor, v_G1Sd: Tensor, bias: Tensor | None) -> Tensor:
+    """Key/value heads as the batch, the heads that share one as rows: then a single row costs no copies."""
+    rows, heads, width = q_MHd.shape
+    kv_heads = len(k_G1Sd)
+    if rows == 1:
+        q = q_MHd.view(kv_heads, 1, heads // kv_heads, width)
+        return F.scaled_dot_product_attention(q, k_G1Sd, v_G1Sd).reshape(1, heads, width)
+    q = q_MHd.unflatten(1, (kv_heads, -1)).transpose(0, 1).reshape(kv_heads, 1, -1, width)
+    out = F.scaled_dot_product_attention(q, k_G1Sd, v_G1Sd, bias)
+    return out.view(kv_heads, rows, -1, width).transpose(0, 1).reshape(rows, heads, width)
+
+
+class OneSequence:
+    """Attention of few rows of one sequence whose blocks lie one after another, on the CPU: the most common step there.
+
+    Where each layer's rows go and what they see is cut out of the cache for all layers at once.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor, piece: _Piece, run: slice) -> None:
+        """`keys` and `values` are whole caches, [layers, blocks, block size, G, d]."""
+        assert piece.keys is not None
+        flat_k, flat_v = keys.flatten(1, 2), values.flatten(1, 2)
+        self.new_k, self.new_v = flat_k[:, run].unbind(0), flat_v[:, run].unbind(0)
+        self.keys, self.values = (x[:, piece.keys].transpose(1, 2)[:, :, None].unbind(0) for x in (flat_k, flat_v))
+        self.piece, self.rows = piece, run.stop - run.start
+
+    @classmethod
+    def find(cls, keys: Tensor, values: Tensor, pages: Pages) -> OneSequence | None:
+        if not keys.is_cpu or len(pages.starts_B) != 1 or pages.max_rows > _FOLD_ROWS:
+            return None
+        cut = pages.pieces(keys.shape[2], None)
+        if len(cut.pieces) != 1 or not cut.all_live or cut.run is None or cut.pieces[0].keys is None:
+            return None
+        return cls(keys, values, cut.pieces[0], cut.run)
+
+    def __call__(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
+        self.new_k[layer].copy_(k_TGd)
+        self.new_v[layer].copy_(v_TGd)
+        bias = None
+        if self.rows > 1:
+            bias = self.piece.bias(q_THd.dtype, None, q_THd.shape[1] // k_TGd.shape[1])
+        return _folded(q_THd, self.keys[layer], self.values[layer], bias)
 
 
 @cache

@@ -33,6 +33,8 @@ def accept_torch(
     position_B: Tensor,
 ) -> tuple[Tensor, Tensor]:
     drafts = tokens_BQ[:, 1:]
+    if drafts.shape[1] == 0:
+        return chosen_BQ.new_zeros(len(chosen_BQ)), chosen_BQ
     at = torch.arange(tokens_BQ.shape[1], device=tokens_BQ.device)
     if synthetic_rates_K is None:
         holds = drafts == chosen_BQ[:, :-1]
@@ -41,7 +43,7 @@ def accept_torch(
         holds = uniform_torch(words) < synthetic_rates_K
     holds = holds & (at[:-1] < available_B[:, None])
     accepted = holds.long().cumprod(1).sum(1)
-    drafted = torch.cat([drafts, drafts[:, :1] if drafts.shape[1] else tokens_BQ], 1)  # the last is never read
+    drafted = torch.cat([drafts, drafts[:, :1]], 1)  # the last is never read
     emitted = torch.where(at == accepted[:, None], chosen_BQ, -1)
     return accepted, torch.where(at < accepted[:, None], drafted, emitted)
 
