@@ -64,8 +64,9 @@ def test_every_way_of_a_product_is_the_product(monkeypatch):
                 assert way(x, weight, None).is_contiguous()
 
 
-def test_the_norm_of_fewer_operations_is_the_norm():
+def test_the_norm_in_one_call_is_the_twins():
     x, weight = torch.randn(5, 24), torch.randn(24)
     for scale in (1e-4, 1.0, 1e4):
-        ours, twin = kernels.rms_norm_cpu(x * scale, weight, 1e-5), kernels.rms_norm_torch(x * scale, weight, 1e-5)
-        torch.testing.assert_close(ours, twin, rtol=1e-5, atol=1e-6)
+        with torch.inference_mode():
+            ours = kernels.rms_norm(x * scale, weight, 1e-5)
+        torch.testing.assert_close(ours, kernels.rms_norm_torch(x * scale, weight, 1e-5), rtol=1e-6, atol=1e-7)
