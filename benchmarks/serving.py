@@ -66,7 +66,7 @@ class Sizes:
     text_prompts: int = 200
     text_output: int = 128
     text_batch: int = 32
-    repeats: int = 2
+    repeats: int = 3
 
 
 TINY = Sizes(5, 64, 160, 4, 2, 32, 160, 16, 16, 8, 64, 4, 12, 8, 8, 4, 6, 2, 1)
@@ -179,7 +179,7 @@ def wanted_engines(rows: set[str], sides: list[str], sizes: Sizes) -> list[Engin
         )
         own = replace(sm, side=side, drafter="shipped", k=7, synthetic=False, measures=needed(("differs", texts)))
         found.append(replace(own, name="smollm2-own", label="shipped drafter K=7"))
-        for seqs in (sizes.data_seqs,):
+        for seqs in (sizes.data_seqs, sizes.data_seqs // 2) if vllm else (sizes.data_seqs,):
             full = seqs == sizes.data_seqs
             found.append(
                 replace(
