@@ -1,13 +1,18 @@
 """Which sizes are recorded, and where the rows of a padded pass belong; replaying them needs a GPU."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support import many
 
+from peagle.config import DecoderConfig, LayerConfig, RopeConfig
 from peagle.engine.graphs import CHUNK_ROWS, ChunkGraphs, batch_sizes, chunk_sizes
+from peagle.engine.loading import check_recordable
+from peagle.errors import UserError
 
 
 @many(60)
@@ -24,6 +29,14 @@ def test_large_targets_record_short_prompts_only() -> None:
     assert max(chunk_sizes(8_000_000_000, 16384)) == 512
     assert chunk_sizes(135_000_000, 16384) == list(CHUNK_ROWS)
     assert chunk_sizes(135_000_000, 100) == [64]
+
+
+@pytest.mark.parametrize(("width", "fine"), [(16, True), (64, True), (128, True), (8, False), (80, False), (96, False)])
+def test_heads_that_cannot_be_recorded_are_refused(width: int, fine: bool) -> None:
+    layer = LayerConfig(64, 128, num_heads=2, num_kv_heads=1, head_dim=width)
+    cfg = DecoderConfig("llama", 32, 1, layer, RopeConfig(), 64, False, (None,))
+    with nullcontext() if fine else pytest.raises(UserError, match=f"width {width} .*cuda_graphs=False"):
+        check_recordable(cfg, None)
 
 
 def graphs() -> ChunkGraphs:

@@ -102,6 +102,8 @@ def load(target: str | Path | Target, drafter: str | Path | None, settings: Sett
     choices = draft_choices(settings.num_speculative_tokens, draft_cfg, draft_folder)
     rates = synthetic_rates(settings, choices[-1])
     seqs = settings.max_num_seqs or (256 if on_gpu else 16)
+    if on_gpu and settings.cuda_graphs:
+        check_recordable(cfg, draft_cfg)
     table = CostTable.load(Path(settings.cost_table)) if settings.cost_table is not None else None
 
     dtype = parse_dtype(settings.dtype) if settings.dtype is not None else fitting_dtype(device)
@@ -150,6 +152,14 @@ def load(target: str | Path | Target, drafter: str | Path | None, settings: Sett
         idle_chunk,
         1 if on_gpu else 0,
     )
+
+
+def check_recordable(cfg: DecoderConfig, draft: DrafterConfig | None) -> None:
+    """Refuses heads that only the plain torch attention takes: it asks the host for lengths, which no graph can."""
+    for layer in [cfg.layer, *([draft.layer] if draft is not None else [])]:
+        width = layer.head_dim
+        if width < 16 or width & (width - 1):
+            raise UserError(f"heads of width {width} cannot be recorded as CUDA graphs: set cuda_graphs=False (slower)")
 
 
 def chunk_length(model: Decoder, on_gpu: bool) -> int:
