@@ -21,7 +21,8 @@ from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
 from peagle.checkpoints.drafter import save_drafter
-from peagle.cli import DEMO_DRAFTER, main
+from peagle.cli import main
+from peagle.cli.answer import DEMO_DRAFTER
 from peagle.config import SamplingParams
 from peagle.reference import generate
 

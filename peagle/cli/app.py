@@ -1,0 +1,63 @@
+"""What every command shares: the app, the flags that mean the same everywhere, the console.
+
+Knows nothing about what the commands do.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from peagle import __version__
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+app = typer.Typer(
+    name="peagle",
+    help="Parallel speculative decoding: a P-EAGLE drafter for your model, its worth, and serving with it.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+Target = Annotated[
+    str, typer.Option("--target", "-t", help="A folder, a hub id, or the built-in smollm2-135m.", metavar="T")
+]
+MaybeDrafter = Annotated[
+    str | None, typer.Option("--drafter", "-d", help="A drafter's folder, hub id or built-in name.", metavar="D")
+]
+DraftTokens = Annotated[int, typer.Option("-k", "--draft-tokens", help="Draft tokens a round.")]
+DraftTokensOrAuto = Annotated[
+    str, typer.Option("-k", "--draft-tokens", help="Draft tokens a round; auto follows the load.", metavar="K")
+]
+Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: what is fast on the device.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ..., or auto: a GPU where there is one.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+
+
+def examples(*lines: str) -> str:
+    return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"peagle {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+def console(stderr: bool = False) -> Console:
+    from rich.console import Console
+
+    return Console(stderr=stderr, highlight=False, emoji=False, markup=True)
