@@ -101,7 +101,7 @@ SMALL = Config(16, 64, 10, 2, prefetch=512, lines=True)
 # more of them (None: cuBLAS is faster).
 TUNED: dict[tuple[int, int, bool], tuple[Config, Config | None]] = {
     # 8 billion parameters: q/k/v, o, gate and up, down, lm_head, then a drafter's q/k/v and fc
-    (6144, 4096, False): (Config(64, 256, 5, 4, prefetch=512), None),
+    (6144, 4096, False): (Config(64, 256, 5, 4, prefetch=512), Config(64, 128, 6, 4, prefetch=512)),
     (4096, 4096, False): (Config(32, 512, 4, 4, prefetch=1024), Config(64, 128, 6, 4, 2, prefetch=1024)),
     (28672, 4096, True): (Config(64, 128, 4, 4, prefetch=128, late=True), Config(64, 64, 4, 4, prefetch=128)),
     (4096, 14336, False): (Config(32, 128, 13, 4, prefetch=1024), Config(64, 128, 6, 4, 2, prefetch=1024)),
@@ -151,6 +151,24 @@ def linear_torch(
     y = F.linear(x, weight_NK, bias)
     if glu:
         y = silu_mul_torch(y)
+    return y if residual is None else residual + y
+
+
+def linear_trained(
+    x_TK: Tensor,
+    weight_NK: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
+    glu: bool = False,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """The twin's steps, differentiable, with single launches around the library's product."""
+    x = x_TK if norm_weight is None else rms_norm(x_TK, norm_weight, eps)
+    y = F.linear(x, weight_NK, bias)
+    if glu:
+        y = silu_mul(y)
     return y if residual is None else residual + y
 
 
@@ -904,19 +922,36 @@ def silu_mul_triton(y_T2I: Tensor, *, pdl: bool | None = None) -> Tensor:
 def _fast(*tensors: Tensor | None) -> bool:
     """Whether the Triton kernels can take these: one half type, on a CUDA device, nothing to differentiate."""
     given = [t for t in tensors if t is not None]
+    return _halves(given) and not _differentiates(given)
+
+
+def trains_fast(*tensors: Tensor | None) -> bool:
+    """Whether these are for the kernels of `trained`: as above, but with something to differentiate."""
+    given = [t for t in tensors if t is not None]
+    return _halves(given) and _differentiates(given)
+
+
+def _halves(given: list[Tensor]) -> bool:
     return (
         HAVE_TRITON
         and not INTERPRETED
         and given[0].is_cuda
         and given[0].dtype in (torch.bfloat16, torch.float16)
         and all(t.dtype == given[0].dtype and t.stride(-1) == 1 for t in given)
-        and not (torch.is_grad_enabled() and any(t.requires_grad for t in given))
     )
+
+
+def _differentiates(given: list[Tensor]) -> bool:
+    return torch.is_grad_enabled() and any(t.requires_grad for t in given)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.dtype == torch.float32 and x.is_cpu and torch.is_inference_mode_enabled():
         return F.rms_norm(x, (x.shape[-1],), weight, eps)  # the twin's arithmetic, in one call
+    if x.dim() == 2 and trains_fast(x, weight):
+        from peagle.kernels.trained import rms_norm_trained
+
+        return rms_norm_trained(x, weight, eps)
     return rms_norm_triton(x, weight, eps) if x.dim() == 2 and _fast(x, weight) else rms_norm_torch(x, weight, eps)
 
 
@@ -935,6 +970,10 @@ def norm_cat(a: Tensor, a_weight: Tensor, b: Tensor, b_weight: Tensor, eps: floa
 
 
 def silu_mul(y_T2I: Tensor) -> Tensor:
+    if y_T2I.dim() == 2 and trains_fast(y_T2I):
+        from peagle.kernels.trained import silu_mul_trained
+
+        return silu_mul_trained(y_T2I)
     return silu_mul_triton(y_T2I) if y_T2I.dim() == 2 and _fast(y_T2I) else silu_mul_torch(y_T2I)
 
 
@@ -979,6 +1018,8 @@ def linear(
     if not _fast_product(plain, weight_NK, bias, norm_weight, residual):
         if plain.is_cpu and torch.is_inference_mode_enabled():
             return linear_cpu(plain, weight_NK, bias, **options)
+        if plain.dim() == 2 and trains_fast(plain, weight_NK, bias, norm_weight, residual):
+            return linear_trained(plain, weight_NK, bias, **options)
         return linear_torch(plain, weight_NK, bias, **options)
     N, K = weight_NK.shape
     if len(plain) <= skinny_rows(N, K, glu):

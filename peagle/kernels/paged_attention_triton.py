@@ -519,6 +519,7 @@ class PrefillLaunch:
 # Programs per multiprocessor that splitting the keys aims for.
 _FILL = 1
 _MAX_SPLITS = 64
+_LONG_SPLITS = 4  # from here on asking for tiles ahead pays
 _MIN_QUERIES, _MAX_QUERIES = 16, 64
 _NEW_ROWS = 16  # written to the cache at a time
 _WIDE_PREFILL_ROWS = 4096
@@ -548,15 +549,16 @@ def choose_launch(
     # Few programs: each has its processor to itself, and what counts is how often it waits for memory. Many: several
     # to a processor, which wait in turns.
     few = splits >= 1
-    tile = 128 if few and head_dim >= 128 else 64
+    tile = (128 if few else 32) if head_dim >= 128 else 64
+    alone = few and (splits >= _LONG_SPLITS or head_dim < 128)  # a request's keys are cut into many short pieces
     splits = max(1, min(splits, _MAX_SPLITS, triton.cdiv(context, tile) + 1))
     return Launch(
         tile=tile,
         queries=min(queries, _MAX_QUERIES),
         splits=splits,
-        warps=tile // 16,
-        stages=3,
-        ahead=256 // tile if few else 0,
+        warps=max(4, tile // 16),
+        stages=2 if few and not alone else 3,
+        ahead=256 // tile if alone else 0,
     )
 
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from peagle.kernels.linear import trains_fast
+
 
 @dataclass(frozen=True)
 class Rotation:
@@ -83,6 +85,11 @@ def split_rotate(
     `pdl`: the kernel may be launched before the one ahead of it has ended, and then waits for it itself.
     """
     width = cos.shape[-1]
+    normed = q_norm is not None or k_norm is not None
+    if trains_fast(qkv_TX) and width >= 16 and not width & (width - 1) and not normed:
+        from peagle.kernels.trained import split_rotate_trained
+
+        return split_rotate_trained(qkv_TX, cos, sin, heads, kv_heads)
     kinds = (torch.bfloat16, torch.float16, torch.float32)
     plain = not qkv_TX.is_cuda or qkv_TX.requires_grad or qkv_TX.dtype not in kinds  # in place: no gradients
     if plain or width < 16 or width & (width - 1) or importlib.util.find_spec("triton") is None:

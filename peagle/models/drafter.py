@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from peagle.config import DrafterConfig
 from peagle.kernels.linear import Stream, linear, norm_cat
@@ -67,6 +68,7 @@ class Drafter(nn.Module):
         self.register_buffer("d2t", torch.zeros(cfg.draft_vocab_size, dtype=torch.long) if cfg.reduced_vocab else None)
         self.rope = Rope(cfg.rope, cfg.layer.head_dim)
         self._shared: Callable[[], Decoder] | None = None
+        self.recompute = False  # while training: keep what enters a layer and compute the rest of it again going back
 
     d2t: Tensor | None
 
@@ -109,11 +111,11 @@ class Drafter(nn.Module):
         """What the head reads [T, D], and what an EAGLE-3 step hands to the next as its hidden state."""
         embeds_TD = F.embedding(token_ids_T, self.embedding_table)
         angles = self.rope(positions_T, hidden_TD.dtype)
-        stream: Stream = self.layers[0](
-            embeds_TD, hidden_TD, angles, attend, 0, self.cfg.window(0), norm_after(self.layers, 0)
-        )
-        for i, layer in enumerate(self.layers[1:], start=1):
-            stream = layer(stream, angles, attend, i, self.cfg.window(i), norm_after(self.layers, i))
+        entering: tuple[Tensor | Stream, ...] = (embeds_TD, hidden_TD)
+        for i, layer in enumerate(self.layers):
+            given = (*entering, angles, attend, i, self.cfg.window(i), norm_after(self.layers, i))
+            stream: Stream = checkpoint(layer, *given, use_reentrant=False) if self.recompute else layer(*given)
+            entering = (stream,)
         normed = self.norm(stream.x)
         return normed, normed if self.cfg.norm_output else stream.x
 

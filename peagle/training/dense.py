@@ -133,8 +133,9 @@ def _sequential_states(drafter: Drafter, tokens_BT: Tensor, taps_BTN: Tensor, ro
 
 def row_losses(drafter: Drafter, said_BRD: Tensor, target_logits_BRV: Tensor) -> Tensor:
     """Cross-entropy [B, R] to the target's distribution; mass outside a reduced vocabulary asks nothing."""
-    log_q = drafter.logits(said_BRD).float().log_softmax(-1)
-    p = target_logits_BRV.float().softmax(-1)
+    exact = torch.float64 if said_BRD.dtype == torch.float64 else torch.float32
+    log_q = drafter.logits(said_BRD).to(exact).log_softmax(-1)
+    p = target_logits_BRV.to(exact).softmax(-1)
     if drafter.d2t is not None:
         p = p[..., drafter.target_ids(torch.arange(log_q.shape[-1], device=log_q.device))]
     return -(p * log_q).sum(-1)
