@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, get_args
 
 from peagle.errors import UserError
 
@@ -219,3 +219,213 @@ def check_draft_tokens(k: int) -> int:
     if not 1 <= k <= MAX_DRAFT_TOKENS:
         raise UserError(f"-k {k}: the number of draft tokens must be between 1 and {MAX_DRAFT_TOKENS}")
     return k
+
+
+Objective = Literal["ce", "kl", "tv", "lk", "lk-hybrid"]
+OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
+LK_ETA = 3.0  # how fast lk-hybrid turns from kl to tv as acceptance grows; the LK-losses paper's
+LOSS_LOGITS = 64 << 20  # logits of the student, and of the teacher, that live at once in the loss: 128 MB each in bf16
+
+
+TapDtype = Literal["bfloat16", "fp8"]
+Method = Literal["p-eagle", "eagle3"]
+Decay = Literal["cosine", "linear", "constant", "trapezoid"]
+LAYERS: Mapping[Method, int] = {"p-eagle": 4, "eagle3": 1}  # deeper pays only where a pass makes all drafts
+TRAIN_DEPTHS: Mapping[Method, int] = {"p-eagle": 8, "eagle3": 4}
+DEFAULT_EPOCHS = 4.0
+TRAPEZOID_DECAY = 0.25  # share of the run in which a trapezoid falls; level before that
+LEAST_LR = 0.02  # of the highest, at the end of every decay
+GRAD_BUCKET = 64 << 20  # elements that are summed over ranks in one call: 256 MB
+CHUNK_BYTES = 3 << 29  # that a chunk of chains keeps for its way back, on a GPU with room: products are large enough
+CHUNK_HEADROOM = 0.85  # of free memory that is counted with, since an allocator never packs perfectly
+LEAST_CHUNK_ROWS = 256
+CPU_CHUNK_ROWS = 4096
+
+
+def setting(default: Any, help: str) -> Any:
+    """A field of `TrainConfig`; the help is its flag's."""
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How a drafter is trained. Every field is a flag of `peagle train` and a key of a recipe."""
+
+    method: Method = setting("p-eagle", "p-eagle drafts all tokens in one pass, eagle3 one after another.")
+    layers: int | None = setting(None, "Of the drafter; 4 for p-eagle, 1 for eagle3.")
+    init: str = setting("target", "Start from the target's last layers, target-first, random, or a drafter's folder.")
+    taps: tuple[int, ...] | None = setting(None, "Layers of the target that are read, by commas; 2, half, last but 3.")
+    mask_token: str = setting("auto", "The mask token of p-eagle: a token's text, its id, or auto: a reserved one.")
+    fc_norm: bool = setting(True, "A norm for each tap (EAGLE-3.1).")
+    own_embeddings: bool = setting(False, "Train the drafter's own embeddings, from the target's.")
+    draft_vocab: int | None = setting(None, "Draft only the most frequent tokens of the data, so many.")
+
+    depths: int | None = setting(None, "Draft tokens that are trained; 8 for p-eagle, 4 for eagle3.")
+    rate: float = setting(0.8, "Of the chains that reach a depth so many go on to the next.")
+    objective: Objective = setting("lk-hybrid", "ce, kl, tv, lk or lk-hybrid: what a row is asked for.")
+    depth_decay: float = setting(1.0, "Each depth counts so much of the one before it; 1 counts all alike.")
+
+    max_length: int = setting(4096, "Tokens of a conversation; longer ones are cut in front of the response.")
+    batch_tokens: int = setting(16384, "Tokens of a packed batch, on each GPU.")
+    accumulate: int = setting(1, "Batches of each GPU that make one step.")
+    steps: int | None = setting(None, "Length of the whole run in steps.")
+    minutes: float | None = setting(None, "Length of the whole run in minutes of training, over all resumes.")
+    epochs: float | None = setting(None, "Length in passes over the data; 4 if no other length is given.")
+
+    lr: float = setting(1e-3, "The highest learning rate.")
+    warmup: int = setting(100, "Steps until it is reached.")
+    decay: Decay = setting("cosine", "cosine, linear, trapezoid (level, then linear) or constant.")
+    beta1: float = setting(0.9, "AdamW's memory of the gradient.")
+    beta2: float = setting(0.95, "AdamW's memory of its square.")
+    weight_decay: float = setting(0.01, "Of matrices; norms, embeddings and the mask's hidden state have none.")
+    clip: float = setting(1.0, "Longest gradient; 0 is off.")
+    dtype: str = setting("auto", "bfloat16 (with fp32 masters), float32, or auto: bfloat16 on a GPU.")
+    chunk_rows: int | Literal["auto"] = setting("auto", "Chain rows that are computed together; auto fits the memory.")
+    checkpoint_layers: bool = setting(False, "Recompute layers in the backward pass: less memory, more time.")
+    shard_target: bool = setting(False, "Spread a target that does not fit over the GPUs (FSDP2).")
+    chat_template: str | None = setting(None, "A Jinja file, instead of the target's own template.")
+    cache: str | None = setting(None, "Keep what the target says in this folder, instead of asking it every time.")
+    cache_dtype: TapDtype = setting("bfloat16", "bfloat16, or fp8: half the room.")
+    vllm_states: str | None = setting(None, "Read what the target says from a folder vLLM's connector wrote.")
+
+    held_out: int = setting(32, "Conversations kept aside to measure acceptance on; at most a fifth.")
+    measure_every: int = setting(500, "Steps between measurements of acceptance; 0 measures at the end only.")
+    measure_tokens: int = setting(128, "New tokens of each answer when measuring.")
+    log_every: int = setting(20, "Steps between lines of the log.")
+    save_minutes: float = setting(5.0, "Minutes between saves of the training state.")
+    seed: int = setting(0, "Of new weights, of the order of the data and of sampled rows.")
+
+    def __post_init__(self) -> None:
+        def require(ok: bool, name: str, want: str) -> None:
+            if not ok:
+                raise UserError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be {want}")
+
+        if self.taps is not None:
+            object.__setattr__(self, "taps", tuple(sorted(self.taps)))
+        require(self.method in get_args(Method), "method", " or ".join(get_args(Method)))
+        require(self.objective in OBJECTIVES, "objective", " or ".join(OBJECTIVES))
+        require(self.decay in get_args(Decay), "decay", " or ".join(get_args(Decay)))
+        require(self.cache_dtype in get_args(TapDtype), "cache_dtype", " or ".join(get_args(TapDtype)))
+        require(
+            self.cache is None or self.vllm_states is None, "cache", "without --vllm-states, or the other way round"
+        )
+        require(self.dtype in ("auto", "bfloat16", "float32", "float64"), "dtype", "auto, bfloat16 or float32")
+        require(self.chunk_rows == "auto" or self.chunk_rows >= 1, "chunk_rows", "auto, or at least 1")
+        require(self.taps is None or len(set(self.taps)) == len(self.taps) > 0, "taps", "different layers, by commas")
+        for name in ("rate", "depth_decay"):
+            require(0.0 < getattr(self, name) <= 1.0, name, "above 0 and at most 1")
+        require(self.depths is None or 1 <= self.depths <= MAX_DRAFT_TOKENS, "depths", f"from 1 to {MAX_DRAFT_TOKENS}")
+        for name in ("layers", "draft_vocab", "max_length", "batch_tokens", "accumulate", "steps", "log_every"):
+            require(getattr(self, name) is None or getattr(self, name) >= 1, name, "at least 1")
+        for name in ("minutes", "epochs", "lr", "save_minutes"):
+            require(getattr(self, name) is None or getattr(self, name) > 0, name, "above 0")
+        for name in ("warmup", "weight_decay", "clip", "held_out", "measure_every", "seed"):
+            require(getattr(self, name) >= 0, name, "0 or more")
+        for name in ("beta1", "beta2"):
+            require(0.0 <= getattr(self, name) < 1.0, name, "from 0 to below 1")
+        require(self.max_length <= self.batch_tokens, "max_length", f"at most --batch-tokens, {self.batch_tokens}")
+        require(self.measure_tokens >= 1, "measure_tokens", "at least 1")
+
+    @property
+    def num_layers(self) -> int:
+        return self.layers if self.layers is not None else LAYERS[self.method]
+
+    @property
+    def num_depths(self) -> int:
+        return self.depths if self.depths is not None else TRAIN_DEPTHS[self.method]
+
+
+LOOP_GRAM = 8  # tokens
+LOOP_SHARE = 0.3  # of the 8-grams of an answer without an end that may be repeats, before it counts as a loop
+
+
+@dataclass(frozen=True)
+class ResponseSettings:
+    """How the target writes responses to prompts. Of all of them only `samples` and `limit` may change between a
+    run and its continuation: more of them are more rows."""
+
+    temperature: float = 0.7
+    top_p: float = 0.9
+    top_k: int = 0
+    max_tokens: int = 1024  # of an answer
+    samples: int = 1  # responses to each prompt
+    seed: int = 0
+    limit: int | None = None  # prompts
+
+    def __post_init__(self) -> None:
+        self.params(0)
+        if self.samples < 1:
+            raise UserError(f"--samples {self.samples}: must be at least 1")
+        if self.samples > 1 and self.temperature == 0:
+            raise UserError(f"--samples {self.samples}: at --temperature 0 they would all be the same")
+        if self.limit is not None and self.limit < 1:
+            raise UserError(f"--limit {self.limit}: must be at least 1")
+        if self.seed < 0:
+            raise UserError(f"--seed {self.seed}: must be 0 or more")
+
+    def params(self, seed: int) -> SamplingParams:
+        return SamplingParams(self.max_tokens, self.temperature, self.top_k, self.top_p, seed)
+
+
+@dataclass(frozen=True)
+class WriterSettings:
+    """The embedded engine as a writer of responses. None means: what suits the device and the target."""
+
+    device: str | None = None
+    dtype: str | None = None
+    max_num_seqs: int | None = None
+    max_model_len: int | None = None
+    gpu_num_seqs: int = 1024  # on a GPU; the engine's own default is for serving, where latency matters
+
+
+@dataclass(frozen=True)
+class EndpointSettings:
+    """An OpenAI-compatible server as a writer of responses."""
+
+    url: str
+    model: str | None = None  # None: the one that the server has
+    concurrency: int = 64  # requests at once
+    timeout_s: float = 600.0  # of one request
+    retries: int = 5  # of one request
+    backoff_s: float = 0.5  # before the first of them, then twice that, and so on
+    failures: int = 8  # requests given up one after another, before the server is
+
+    def __post_init__(self) -> None:
+        for name, least in (("concurrency", 1), ("timeout_s", 0.001), ("retries", 0)):
+            if getattr(self, name) < least:
+                raise UserError(f"--{name.removesuffix('_s')} {getattr(self, name)}: must be at least {least}")
+
+
+@dataclass(frozen=True)
+class BatchDefaults:
+    """How written responses become batches."""
+
+    open_batches: int = 16  # being filled at once, so that a document finds one it fits into
+    checked_rows: int = 64  # the first of a file, whose prompts are compared with the chat template
+    checked_every: int = 1000  # and every so many of the rest
+
+
+@dataclass(frozen=True)
+class CacheSettings:
+    """How the target's states are kept on disk."""
+
+    dtype: TapDtype = "bfloat16"  # fp8 takes half the room
+    shard_bytes: int = 512 << 20  # of one file, unless a single row is larger
+    pass_tokens: int = 16384  # that the target reads at once
+
+    def __post_init__(self) -> None:
+        if self.dtype not in get_args(TapDtype):
+            raise UserError(f"--cache-dtype {self.dtype}: must be {' or '.join(get_args(TapDtype))}")
+        for name in ("shard_bytes", "pass_tokens"):
+            if getattr(self, name) < 1:
+                raise UserError(f"--cache-{name.replace('_', '-')} {getattr(self, name)}: must be at least 1")
+
+
+@dataclass(frozen=True)
+class MeasureSettings:
+    """The engine that measures a drafter while it trains, on the same device."""
+
+    cache_bytes: int = 4 << 30  # of its keys and values, at most; what does not fit waits its turn
+    prefill_tokens: int = 4096  # of prompts that are read at once
+    max_num_seqs: int = 256
+    cuda_graphs: bool = False  # recording them takes longer than a few hundred rounds save

@@ -1,0 +1,280 @@
+"""The loss of rows against a teacher's distributions, from hidden states: no [R, V] tensor of logits is ever whole.
+
+Rows are taken in the order of their questions, in chunks of a bounded number of logits. The teacher's logits at the
+positions of a chunk are computed once and serve every row that asks there. The gradient is computed on the way
+forward: the student's logits z of a chunk are replaced by d loss/d z and multiplied back at once, so that nothing
+but d hidden (and d head, if the head is trained) is kept.
+
+With p the teacher's and q the student's probabilities of the V tokens the student can say, accept = sum min(p, q):
+
+    ce         -sum p log q
+    kl         sum p (log p - log q)
+    tv         1 - accept
+    lk         -log accept
+    lk-hybrid  lam kl + (1 - lam) tv, where lam = exp(-eta accept), held fixed: kl while little is accepted
+
+Over a reduced vocabulary p is the teacher's softmax over everything it can say, picked at `draft_ids` and not
+normalised again: mass outside asks nothing.
+
+Knows nothing about drafters, depths or where hidden states come from.
+
+Shapes: R rows, D student width, V student vocabulary, P positions, T teacher width, U teacher vocabulary; of one
+chunk C rows and Q positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from peagle.config import LK_ETA, LOSS_LOGITS, OBJECTIVES, Objective
+from peagle.kernels.ranged_attention import takes_triton
+
+LEAST = 1e-30  # an acceptance below it is taken for it: where nothing is accepted, lk would be infinite
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """The distribution at position i is softmax(hidden[i] @ head.T)."""
+
+    hidden_PT: Tensor
+    head_UT: Tensor
+    draft_ids: Tensor | None = None  # [V] the teacher's ids of a reduced vocabulary; None: V = U
+
+
+@dataclass(frozen=True)
+class LinearLoss:
+    total: Tensor  # sum of weight * loss; differentiable in the student's hidden states and head
+    loss_R: Tensor  # these three: without gradient, in the order of the rows given
+    accept_R: Tensor  # sum min(p, q)
+    match_R: Tensor  # bool: the likeliest tokens are the same one (of equals the lowest id counts)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Rows `rows` of the sorted order; they ask at the positions `spots` of the sorted distinct questions."""
+
+    rows: slice
+    spots: slice
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who is computed together with whom.
+
+    Worked example, at most 3 rows or positions a chunk, questions 7 2 7 2 5 7:
+        order 1 3 4 0 2 5, positions 2 5 7, spot_R 0 0 1 2 2 2; chunks: rows 0:3 of spots 0:2, rows 3:6 of spots 2:3
+    """
+
+    order_R: Tensor  # the rows, by question
+    positions: Tensor  # the distinct questions, rising
+    spot_R: Tensor  # of the sorted rows: which of `positions` they ask at
+    chunks: list[Chunk]
+
+
+def plan(question_R: Tensor, most: int, device: torch.device) -> Plan:
+    """At most `most` rows and positions a chunk. Questions on the CPU spare the device a wait."""
+    question = question_R.cpu().numpy()
+    small = len(question) and question.max() < 1 << 16  # then sorting takes one pass over each byte
+    order = np.argsort(question.astype(np.uint16) if small else question, kind="stable")
+    positions, begins = np.unique(question[order], return_index=True)
+    ends = np.append(begins[1:], len(order))  # of each position's rows
+    spots = np.repeat(np.arange(len(positions)), ends - begins)
+    chunks: list[Chunk] = []
+    row = 0
+    while row < len(order):
+        first = int(spots[row])
+        last = int(np.searchsorted(ends, row + most, side="right"))  # positions before it end within the chunk
+        last = min(last, first + most)
+        # more rows may ask at one position than fit
+        end = int(ends[last - 1]) if last > first else row + most
+        chunks.append(Chunk(slice(row, end), slice(first, max(last, first + 1))))
+        row = end
+
+    def moved(x: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(x).to(device, non_blocking=True)
+
+    return Plan(moved(order), moved(positions), moved(spots), chunks)
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a chunk's rows say about the loss, [C] each."""
+
+    loss: Tensor
+    accept: Tensor
+    match: Tensor
+
+
+def rows_torch(
+    z_CV: Tensor,
+    t_QU: Tensor,
+    spot_C: Tensor,
+    weight_C: Tensor,
+    draft_ids: Tensor | None,
+    objective: Objective,
+    eta: float,
+    gradient: bool,
+) -> Said:
+    """Losses of a chunk's rows from the logits of student and teacher; row i asks at t[spot_i].
+
+    With `gradient`, z is overwritten by the gradient of sum weight * loss.
+    """
+    exact = torch.float64 if z_CV.dtype == torch.float64 else torch.float32
+    log_q = z_CV.to(exact).log_softmax(-1)
+    log_p_QU = t_QU.to(exact).log_softmax(-1)
+    log_p = (log_p_QU if draft_ids is None else log_p_QU[:, draft_ids])[spot_C]
+    q, p = log_q.exp(), log_p.exp()
+    accept = torch.minimum(p, q).sum(-1)
+    ce = -(p * log_q).sum(-1)
+    kl = ce + (p * log_p.masked_fill(p == 0, 0.0)).sum(-1)
+    tv = 1 - accept
+    lam = (-eta * accept).exp()
+    floor = accept.clamp(min=LEAST)
+    loss = {"ce": ce, "kl": kl, "tv": tv, "lk": -floor.log(), "lk-hybrid": lam * kl + (1 - lam) * tv}[objective]
+    said = z_CV.argmax(-1) if draft_ids is None else draft_ids[z_CV.argmax(-1)]
+    match = said == t_QU.argmax(-1)[spot_C]
+    if gradient:
+        below = q < p
+        of_kl = q * p.sum(-1, keepdim=True) - p
+        of_tv = q * ((q * below).sum(-1, keepdim=True) - below.to(exact))
+        lam, floor = lam[:, None], floor[:, None]
+        of = {"ce": of_kl, "kl": of_kl, "tv": of_tv, "lk": of_tv / floor, "lk-hybrid": lam * of_kl + (1 - lam) * of_tv}
+        z_CV.copy_(of[objective] * weight_C[:, None])
+    return Said(loss, accept, match)
+
+
+RowsOf = Callable[..., Said]
+
+
+def _add_head_gradient(into_VD: Tensor, dz_CV: Tensor, hidden_CD: Tensor) -> None:
+    """into += dz.T @ hidden, summed in fp32; in slices, so that what is added is small too."""
+    half = dz_CV.is_cuda and dz_CV.dtype in (torch.bfloat16, torch.float16)
+    step = max(1, LOSS_LOGITS // hidden_CD.shape[1])
+    for start in range(0, len(into_VD), step):
+        left = dz_CV[:, start : start + step].T
+        into = into_VD[start : start + step]
+        if half:
+            into += torch.mm(left, hidden_CD, out_dtype=torch.float32)
+        else:
+            into += left.to(into.dtype) @ hidden_CD.to(into.dtype)
+
+
+class _LinearLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_RD: Tensor,
+        head_VD: Tensor,
+        teacher: Teacher,
+        question_R: Tensor,
+        weight_R: Tensor,
+        objective: Objective,
+        eta: float,
+        logits: int,
+        wanted: tuple[bool, bool],
+        rows_of: RowsOf,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        exact = torch.float64 if hidden_RD.dtype == torch.float64 else torch.float32
+        rows, device = len(hidden_RD), hidden_RD.device
+        most = max(1, logits // max(len(head_VD), len(teacher.head_UT)))
+        cut = plan(question_R, most, device)
+        weight_R = weight_R.to(device, exact)
+        loss_R, accept_R = hidden_RD.new_zeros(2, rows, dtype=exact)
+        match_R = hidden_RD.new_zeros(rows, dtype=torch.bool)
+        dhidden_RD = torch.empty_like(hidden_RD) if wanted[0] else None
+        dhead_VD = torch.zeros_like(head_VD, dtype=exact) if wanted[1] else None
+        for chunk in cut.chunks:
+            at = cut.order_R[chunk.rows]
+            hidden_CD = hidden_RD[at]
+            z_CV = hidden_CD @ head_VD.T
+            t_QU = teacher.hidden_PT[cut.positions[chunk.spots]] @ teacher.head_UT.T
+            spot_C = cut.spot_R[chunk.rows] - chunk.spots.start
+            said = rows_of(z_CV, t_QU, spot_C, weight_R[at], teacher.draft_ids, objective, eta, any(wanted))
+            for into, part in ((loss_R, said.loss), (accept_R, said.accept), (match_R, said.match)):
+                into.index_copy_(0, at, part)
+            if dhidden_RD is not None:
+                dhidden_RD.index_copy_(0, at, z_CV @ head_VD)
+            if dhead_VD is not None:
+                _add_head_gradient(dhead_VD, z_CV, hidden_CD)
+        ctx.save_for_backward(dhidden_RD, dhead_VD)
+        ctx.head_dtype = head_VD.dtype
+        ctx.mark_non_differentiable(loss_R, accept_R, match_R)
+        return (weight_R * loss_R).sum(), loss_R, accept_R, match_R
+
+    @staticmethod
+    def backward(ctx: Any, dtotal: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        dhidden_RD, dhead_VD = ctx.saved_tensors
+        dhidden = None if dhidden_RD is None else dhidden_RD * dtotal.to(dhidden_RD.dtype)
+        dhead = None if dhead_VD is None else (dhead_VD * dtotal).to(ctx.head_dtype)
+        return dhidden, dhead, *(None,) * 8
+
+
+def linear_loss_by(
+    rows_of: RowsOf,
+    hidden_RD: Tensor,
+    head_VD: Tensor,
+    teacher: Teacher,
+    question_R: Tensor,
+    weight_R: Tensor,
+    objective: Objective,
+    eta: float,
+    logits: int,
+) -> LinearLoss:
+    assert objective in OBJECTIVES, objective
+    assert hidden_RD.dtype == head_VD.dtype, (hidden_RD.dtype, head_VD.dtype)
+    assert teacher.hidden_PT.dtype == teacher.head_UT.dtype, (teacher.hidden_PT.dtype, teacher.head_UT.dtype)
+    said = len(teacher.head_UT) if teacher.draft_ids is None else len(teacher.draft_ids)
+    assert len(head_VD) == said, (len(head_VD), said)
+    assert len(hidden_RD) == len(question_R) == len(weight_R), (len(hidden_RD), len(question_R), len(weight_R))
+    on = torch.is_grad_enabled()
+    wanted = (on and hidden_RD.requires_grad, on and head_VD.requires_grad)
+    teacher = Teacher(teacher.hidden_PT.detach(), teacher.head_UT.detach(), teacher.draft_ids)
+    return LinearLoss(
+        *_LinearLoss.apply(hidden_RD, head_VD, teacher, question_R, weight_R, objective, eta, logits, wanted, rows_of)
+    )
+
+
+def linear_loss_torch(
+    hidden_RD: Tensor,
+    head_VD: Tensor,
+    teacher: Teacher,
+    question_R: Tensor,
+    weight_R: Tensor,
+    objective: Objective,
+    eta: float = LK_ETA,
+    logits: int = LOSS_LOGITS,
+) -> LinearLoss:
+    """In smaller chunks: of a chunk's logits this makes some eight copies."""
+    return linear_loss_by(
+        rows_torch, hidden_RD, head_VD, teacher, question_R, weight_R, objective, eta, max(1, logits // 8)
+    )
+
+
+def linear_loss(
+    hidden_RD: Tensor,
+    head_VD: Tensor,
+    teacher: Teacher,
+    question_R: Tensor,
+    weight_R: Tensor,
+    objective: Objective,
+    eta: float = LK_ETA,
+    logits: int = LOSS_LOGITS,
+) -> LinearLoss:
+    """Row r is asked for the teacher's distribution at position question_r; total = sum weight * loss.
+
+    `eta` is lk-hybrid's; `logits` bounds how many of the student's, and of the teacher's, live at once. The order of
+    the rows does not matter. Give `question_R` on the CPU if it is at hand: from the device it has to be waited for.
+    """
+    args = (hidden_RD, head_VD, teacher, question_R, weight_R, objective, eta, logits)
+    if not takes_triton(hidden_RD) or not takes_triton(teacher.hidden_PT):
+        return linear_loss_torch(*args)
+    from peagle.kernels.linear_loss_triton import rows_triton
+
+    return linear_loss_by(rows_triton, *args)
