@@ -1,0 +1,1 @@
+"""Prompts in, the target's own responses out, and packed batches made of them."""

@@ -1,0 +1,268 @@
+"""The target's responses: each prompt's turns are asked one after another, and the conversation is a row.
+
+Knows nothing about engines, servers or disks. `Writer.run` is the loop. What is asked with which seed follows from
+(run's seed, prompt's id, sample, turn) alone, so a run that was killed and gone on with writes the rows that it would
+have written anyway.
+
+Token ids of a conversation of two turns: the chat template makes the prompt of the second turn from the whole text so
+far, as a server would. Usually it begins with the ids that were there before, and then the spans stay where they are:
+
+    turn 1   prompt [0, 5)   answer [5, 9)     ids 0..8
+    turn 2   prompt [0, 14)  answer [14, 20)   ids 0..19, spans [5, 9) and [14, 20)
+
+If the text of an answer is encoded in other tokens than the target said it in, the first answer's span is found anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import islice
+
+from peagle.config import LOOP_GRAM, LOOP_SHARE, ResponseSettings
+from peagle.data.chat import Chat
+from peagle.data.prompts import Prompt, Prompts
+from peagle.data.report import Progress, Summary, percentiles
+from peagle.data.sources import Answer, Question, Source
+from peagle.data.store import Dropped, ResponseFile, Row
+from peagle.errors import UserError
+
+SEED_BITS = 31  # more than that is not a number to every server
+BLOCK_PROMPTS = 64  # encoded together, ahead of their turn
+
+LOOP, TOO_LONG, NO_TEMPLATE = "loop", "prompt too long", "refused by the chat template"
+
+
+def looping(token_ids: Sequence[int], ended: bool) -> bool:
+    """No end, and more than 30% of the 8-grams repeat others: a drafter learns nothing but the loop from it."""
+    if ended:
+        return False
+    grams = [tuple(token_ids[i : i + LOOP_GRAM]) for i in range(len(token_ids) - LOOP_GRAM + 1)]
+    return len(set(grams)) < (1 - LOOP_SHARE) * len(grams)
+
+
+def seed_of(seed: int, prompt_id: str, sample: int, turn: int) -> int:
+    told = f"{seed}/{sample}/{turn}/{prompt_id}".encode()
+    return int.from_bytes(hashlib.blake2b(told, digest_size=8).digest(), "big") % 2**SEED_BITS
+
+
+@dataclass
+class Conversation:
+    """One row in the making."""
+
+    prompt: Prompt
+    sample: int
+    messages: list[dict[str, str]] = field(default_factory=list)
+    turn: int = 0
+    prompt_ids: list[int] = field(default_factory=list)  # of the turn that is asked
+    token_ids: list[int] = field(default_factory=list)  # up to the last answer
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    finish_reason: str = ""
+    unread: list[int] | None = None
+    refused: str | None = None  # what the chat template says against it
+
+    def __post_init__(self) -> None:
+        if self.prompt.system is not None:
+            self.messages.append({"role": "system", "content": self.prompt.system})
+        self.messages.append({"role": "user", "content": self.prompt.turns[0]})
+
+    @property
+    def more(self) -> bool:
+        return self.turn + 1 < len(self.prompt.turns)
+
+    def row(self) -> Row:
+        # a question that got no answer is no part of it
+        messages = self.messages if self.messages[-1]["role"] == "assistant" else self.messages[:-1]
+        return Row(
+            self.prompt.id,
+            self.prompt.source,
+            self.sample,
+            messages,
+            self.token_ids,
+            self.spans,
+            self.finish_reason,
+            self.unread,
+        )
+
+
+class Writer:
+    def __init__(
+        self,
+        prompts: Prompts,
+        settings: ResponseSettings,
+        chat: Chat,
+        source: Source,
+        file: ResponseFile,
+        shown: bool = True,
+    ) -> None:
+        self.prompts, self.settings, self.chat = prompts, settings, chat
+        self.source, self.file = source, file
+        self.chosen = prompts.rows[: settings.limit]
+        self.asked = len(self.chosen) * settings.samples
+        ids = {prompt.id for prompt in self.chosen}
+        before = sum(1 for key in file.done if key[0] in ids and key[1] < settings.samples)
+        self.progress = Progress(self.asked, before, shown)
+        self.kept = self.failed = 0
+        self._open: dict[int, Conversation] = {}
+        self._next_key = 0
+
+    def run(self) -> Summary:
+        """Until every row is written, or Ctrl-C. What is in the making then is asked again by the next run."""
+        interrupted = False
+        with ThreadPoolExecutor(1) as ahead:
+            waiting = self._encoded(ahead)
+            again: deque[Conversation] = deque()  # between two turns
+            try:
+                while True:
+                    while self.source.room > 0 and (one := again.popleft() if again else next(waiting, None)):
+                        self._ask(one)
+                    if not self._open:
+                        break
+                    again += self._taken(self.source.wait())
+                    self.progress.show()
+            except KeyboardInterrupt:
+                interrupted = True
+            finally:
+                waiting.close()
+                self.source.close()
+                self.progress.close()
+                self.file.close()
+        return self._summary(interrupted)
+
+    def _todo(self) -> Iterator[Conversation]:
+        for prompt in self.chosen:
+            for sample in range(self.settings.samples):
+                if (prompt.id, sample) not in self.file.done:
+                    yield Conversation(prompt, sample)
+
+    def _encoded(self, ahead: ThreadPoolExecutor) -> Generator[Conversation, None, None]:
+        """What is to do, with the ids of the first turn; the next block is encoded while this one is used."""
+        todo = self._todo()
+
+        def block() -> list[Conversation]:
+            made = list(islice(todo, BLOCK_PROMPTS))
+            try:
+                self._encode(made)
+            except UserError:
+                for one in made:
+                    try:
+                        self._encode([one])
+                    except UserError as error:
+                        one.refused = str(error)
+            return made
+
+        coming = ahead.submit(block)
+        while made := coming.result():
+            coming = ahead.submit(block)
+            yield from made
+
+    def _encode(self, many: list[Conversation]) -> None:
+        for one, ids in zip(many, self.chat.ids([m.messages for m in many], ready=True), strict=True):
+            one.prompt_ids = ids
+
+    def _ask(self, one: Conversation) -> None:
+        longest = self.source.longest
+        if one.refused is not None:
+            self._end(one, Dropped(*self._key(one), NO_TEMPLATE, one.refused), 0)
+            return
+        if longest is not None and len(one.prompt_ids) >= longest:
+            self._end(one, Dropped(*self._key(one), TOO_LONG, f"{len(one.prompt_ids)} tokens"), 0)
+            return
+        seed = seed_of(self.settings.seed, one.prompt.id, one.sample, one.turn)
+        self.source.ask(Question(self._next_key, one.messages, one.prompt_ids, self.settings.params(seed)))
+        self._open[self._next_key] = one
+        self._next_key += 1
+
+    def _taken(self, answers: list[Answer]) -> list[Conversation]:
+        """Writes what is complete; gives back what has another turn."""
+        going_on = []
+        for answer in answers:
+            one = self._open.pop(answer.key)
+            if answer.failed is not None:
+                self.failed += 1
+                continue
+            if answer.refused is not None:
+                self._end(one, Dropped(*self._key(one), answer.refused, answer.detail), 0)
+                continue
+            try:
+                ids = answer.token_ids if answer.token_ids is not None else self._ids_of(one, answer)
+            except UserError as error:
+                self._end(one, Dropped(*self._key(one), "template does not round-trip", str(error)), 0)
+                continue
+            if looping(ids, answer.finish_reason == "stop"):
+                self._end(one, Dropped(*self._key(one), LOOP), len(ids))
+                continue
+            self._append(one, ids, answer)
+            if one.more:
+                one.turn += 1
+                one.messages.append({"role": "user", "content": one.prompt.turns[one.turn]})
+                self.progress.tokens += len(ids)
+                going_on.append(one)
+            else:
+                self._end(one, None, len(ids))
+        self._encode(going_on)
+        return going_on
+
+    def _append(self, one: Conversation, ids: list[int], answer: Answer) -> None:
+        prompt_ids, before = one.prompt_ids, one.token_ids
+        if one.spans and prompt_ids[: len(before)] != before:
+            try:
+                one.spans = self.chat.locate(one.messages, prompt_ids)
+            except UserError:  # this template does not repeat earlier answers as they were
+                one.spans = []
+        one.token_ids = prompt_ids + ids
+        one.spans.append((len(prompt_ids), len(one.token_ids)))
+        one.finish_reason = answer.finish_reason
+        said = ids[:-1] if answer.finish_reason == "stop" else ids
+        text = answer.text
+        if text is None and one.more:
+            text = self.chat.answers([said])[0]
+        # the last answer's text is nobody's question, so the writing thread makes it
+        one.unread = said if text is None else None
+        one.messages.append({"role": "assistant", "content": text or ""})
+
+    def _ids_of(self, one: Conversation, answer: Answer) -> list[int]:
+        """The tokens of an answer of which only the text is known: what the template adds for it."""
+        assert answer.text is not None
+        messages = [*one.messages, {"role": "assistant", "content": answer.text}]
+        ids, spans = self.chat.conversation(messages)
+        if not spans or spans[-1][0] != len(one.prompt_ids) or ids[: spans[-1][0]] != one.prompt_ids:
+            raise UserError(f"{answer.text!r:.80} is not found behind its prompt")
+        said = ids[slice(*spans[-1])]
+        return said[:-1] if answer.finish_reason == "length" and said[-1] in self.chat.eos_ids else said
+
+    def _end(self, one: Conversation, dropped: Dropped | None, tokens: int) -> None:
+        """Whatever ends a later turn, the answers before it stay."""
+        kept = dropped is None or bool(one.spans)
+        if kept:
+            self.file.put(one.row())
+            self.kept += 1
+        elif dropped is not None:
+            self.file.put(dropped)
+        self.progress.add(tokens, kept)
+
+    @staticmethod
+    def _key(one: Conversation) -> tuple[str, int]:
+        return one.prompt.id, one.sample
+
+    def _summary(self, interrupted: bool) -> Summary:
+        totals = self.file.totals
+        return Summary(
+            out=str(self.file.out),
+            rows=len(totals.lengths),
+            asked=self.asked,
+            tokens=sum(totals.lengths),
+            lengths=percentiles(totals.lengths),
+            ended=totals.ended / max(len(totals.lengths), 1),
+            dropped=dict(totals.dropped.most_common()),
+            refused=self.prompts.reasons,
+            duplicates=self.prompts.duplicates,
+            new=self.kept,
+            failed=self.failed,
+            generated=self.progress.tokens,
+            seconds=self.progress.seconds,
+            interrupted=interrupted,
+        )

@@ -1,0 +1,138 @@
+"""`peagle data` from names to a written file: prompts, target, who answers, where to.
+
+Knows what belongs to what, and does none of it. What can be wrong is found before a model is loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from peagle import __version__
+from peagle.checkpoints.target import eos_ids, load_tokenizer, read_target_config
+from peagle.config import EndpointSettings, ResponseSettings, WriterSettings
+from peagle.data.chat import Chat
+from peagle.data.endpoint import EndpointSource
+from peagle.data.prompts import Prompts, read_prompts
+from peagle.data.report import Summary
+from peagle.data.responses import Writer
+from peagle.data.sources import Answer, Question, Source, open_engine, release_memory
+from peagle.data.store import ResponseFile, beside, replace_lines
+from peagle.errors import UserError
+from peagle.hub import resolve_target
+
+
+class _Nobody:
+    """Answers when there is nothing left to ask, and no model needs to be loaded for that."""
+
+    longest: int | None = None
+    room = 0
+
+    def ask(self, question: Question) -> None:
+        raise AssertionError("nothing is left to ask")
+
+    def wait(self) -> list[Answer]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+
+def write_responses(
+    prompts: str,
+    out: Path,
+    target: str,
+    settings: ResponseSettings,
+    writer: WriterSettings | None = None,
+    endpoint: EndpointSettings | None = None,
+    chat_template: Path | None = None,
+    split: str = "train",
+    shown: bool = True,
+) -> Summary:
+    """The target's responses to all prompts, as rows of `out`; what is there already is not asked again."""
+    rows = read_prompts(prompts, split)
+    folder = resolve_target(target)
+    chat = open_chat(folder, chat_template)
+    if endpoint is None:
+        read_target_config(folder)
+    server = EndpointSource(endpoint) if endpoint is not None else None
+    writer = writer or WriterSettings()
+    same = {
+        "target": target_fingerprint(folder),
+        "chat template": hashlib.sha256(chat.template.encode()).hexdigest()[:16],
+        "prompts": rows.fingerprint,
+        "writer": f"server with {server.model}" if server is not None else "engine",
+        "--temperature": settings.temperature,
+        "--top-p": settings.top_p,
+        "--top-k": settings.top_k,
+        "--max-tokens": settings.max_tokens,
+        "--seed": settings.seed,
+        "--max-model-len": writer.max_model_len,
+    }
+    file = ResponseFile(out, _this_run(rows, target, settings, endpoint), same, chat.answers)
+    try:
+        refused = [{"where": r.where, "reason": r.reason, "detail": r.detail} for r in rows.refused]
+        replace_lines(beside(out, "refused"), refused)
+        wanted = {(p.id, sample) for p in rows.rows[: settings.limit] for sample in range(settings.samples)}
+        source: Source
+        if wanted <= file.done:
+            source = _Nobody()
+        else:
+            source = server if server is not None else open_engine(folder, writer)
+    except BaseException:
+        file.close()
+        raise
+    try:
+        summary = Writer(rows, settings, chat, source, file, shown).run()
+    finally:
+        del source
+        release_memory()
+    if not summary.rows and not summary.interrupted:
+        why = ", ".join(f"{count} {reason}" for reason, count in summary.dropped.items()) or f"{summary.failed} failed"
+        raise UserError(f"{prompts}: no response was kept ({why}); {out}.dropped has each of them")
+    return summary
+
+
+def open_chat(folder: Path, template: Path | None = None) -> Chat:
+    """A target's tokenizer and chat template, and the ids that end its answers."""
+    tokenizer = load_tokenizer(folder)
+    ends = set(eos_ids(folder))
+    if isinstance(tokenizer.eos_token_id, int):
+        ends.add(tokenizer.eos_token_id)
+    return Chat(tokenizer, ends, template, str(folder))
+
+
+def target_fingerprint(folder: Path) -> str:
+    """The same for the same model in another place: its small files, and the sizes of its weights."""
+    digest = hashlib.sha256()
+    for name in ("config.json", "tokenizer.json"):
+        if (folder / name).is_file():
+            digest.update((folder / name).read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        digest.update(f"{path.name} {path.stat().st_size}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def _this_run(
+    prompts: Prompts, target: str, settings: ResponseSettings, endpoint: EndpointSettings | None
+) -> dict[str, Any]:
+    versions = {"peagle": __version__, "python": platform.python_version()}
+    for name in ("torch", "transformers", "tokenizers"):
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return {
+        "command": sys.argv,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "versions": versions,
+        "target": target,
+        "endpoint": endpoint.url if endpoint is not None else None,
+        "settings": vars(settings),
+        "prompts": {"from": prompts.name, "rows": len(prompts.rows), "refused": len(prompts.refused)},
+    }
