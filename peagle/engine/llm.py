@@ -29,6 +29,7 @@ from peagle.engine.scheduler import Scheduler
 from peagle.engine.speculation import DraftCount
 from peagle.engine.text import Detokenizer
 from peagle.errors import UserError
+from peagle.models.drafter import Drafter
 from peagle.reference import check_prompt
 
 if TYPE_CHECKING:
@@ -45,13 +46,13 @@ class LLM:
         print(llm.chat([{"role": "user", "content": "Why is the sky blue?"}])[0].outputs[0].text)
 
     `num_speculative_tokens` is how many drafts a round has; "auto" lets it follow the load. The text is the same
-    whatever it is. See `Settings` for the other options.
+    whatever it is. A target or drafter that is loaded already is taken as it is. See `Settings` for the other options.
     """
 
     def __init__(
         self,
         target: str | Path | Target,
-        drafter: str | Path | None = None,
+        drafter: str | Path | Drafter | None = None,
         num_speculative_tokens: int | Literal["auto"] = "auto",
         **options: Any,
     ) -> None:

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch.nn import functional as F
 
-from peagle.checkpoints.drafter import check_fits, load_drafter, read_drafter_config, trained_draft_tokens
+from peagle.checkpoints.drafter import check_fits, fit_problems, load_drafter, read_drafter_config, trained_draft_tokens
 from peagle.checkpoints.files import parse_device, parse_dtype
 from peagle.checkpoints.target import Target, eos_ids, load_target, read_target_config
 from peagle.config import DEFAULT_DRAFT_TOKENS, EAGLE3_DRAFT_TOKENS, DecoderConfig, DrafterConfig, check_draft_tokens
@@ -85,7 +85,7 @@ class Loaded:
     lookahead: int  # steps launched before the last one's tokens are back
 
 
-def load(target: str | Path | Target, drafter: str | Path | None, settings: Settings) -> Loaded:
+def load(target: str | Path | Target, drafter: str | Path | Drafter | None, settings: Settings) -> Loaded:
     device = parse_device(settings.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     on_gpu = device.type == "cuda"
     if not on_gpu:
@@ -93,11 +93,14 @@ def load(target: str | Path | Target, drafter: str | Path | None, settings: Sett
     # everything that can be wrong without the weights is found before they are read
     folder = target.folder if isinstance(target, Target) else resolve_target(str(target))
     cfg = target.model.cfg if isinstance(target, Target) else read_target_config(folder)
-    draft_folder = resolve_drafter(str(drafter)) if drafter is not None else None
-    draft_cfg = None
+    ready = drafter if isinstance(drafter, Drafter) else None
+    draft_folder = resolve_drafter(str(drafter)) if drafter is not None and ready is None else None
+    draft_cfg = ready.cfg if ready is not None else None
     if draft_folder is not None:
         draft_cfg = read_drafter_config(draft_folder, cfg)
         check_fits(draft_cfg, cfg, draft_folder)
+    if ready is not None and (found := fit_problems(ready.cfg, cfg)):
+        raise UserError(f"the drafter does not fit the target: {'; '.join(found)}")
     longest = context_length(settings.max_model_len, cfg)
     choices = draft_choices(settings.num_speculative_tokens, draft_cfg, draft_folder)
     rates = synthetic_rates(settings, choices[-1])
@@ -113,7 +116,7 @@ def load(target: str | Path | Target, drafter: str | Path | None, settings: Sett
         loaded = Target(folder, random_weights(Decoder, cfg, dtype, device), eos_ids(folder))
     else:
         loaded = load_target(folder, dtype, device)
-    model = None
+    model = ready
     if draft_folder is not None and draft_cfg is not None:
         if settings.load_format == "dummy":
             model = random_weights(Drafter, draft_cfg, dtype, device).share(loaded.model)
@@ -179,11 +182,11 @@ def context_length(asked: int | None, cfg: DecoderConfig) -> int:
 
 def draft_choices(asked: int | Literal["auto"], cfg: DrafterConfig | None, folder: Path | None) -> list[int]:
     """The numbers of drafts a round may have."""
-    if cfg is None or folder is None:
+    if cfg is None:
         if asked not in ("auto", 0):
             raise UserError(f"--num-speculative-tokens {asked}: needs a --drafter")
         return [0]
-    trained = trained_draft_tokens(folder)
+    trained = trained_draft_tokens(folder) if folder is not None else None
     usual = DEFAULT_DRAFT_TOKENS if cfg.parallel else EAGLE3_DRAFT_TOKENS
     if asked == "auto":
         most = min(trained or usual, max(AUTO_CHOICES))

@@ -135,8 +135,7 @@ class Runner:
             self.draft_cache = Cache.make(
                 drafter.cfg.num_layers, num_blocks, own.num_kv_heads, own.head_dim, drafter.fc.weight
             )
-            if drafter.cfg.parallel:
-                self.mask_hidden_D = drafter.masked(1)[0].contiguous()
+            self.refresh()
         self.state = SlotState.make(max_num_seqs, most_drafts, -(-longest // BLOCK_SIZE), self.device)
         self.limits_S = torch.full((max_num_seqs + 1,), longest, device=self.device)
         positions = max(m.cfg.max_positions for m in (target, drafter) if m is not None)
@@ -150,6 +149,16 @@ class Runner:
         self.target_chunks: ChunkGraphs | None = None
         self.drafter_chunks: ChunkGraphs | None = None
         self._sent: list[tuple[int, int, int]] = [(-1, 0, 0)] * max_num_seqs  # request, its preemptions, blocks
+
+    @torch.inference_mode()
+    def refresh(self) -> None:
+        """Works out anew what is made of the drafter's weights once; to be called when they have changed in place."""
+        if self.drafter is not None and self.drafter.cfg.parallel:
+            hidden_D = self.drafter.masked(1)[0]
+            if self.mask_hidden_D is None:
+                self.mask_hidden_D = hidden_D.contiguous()
+            else:
+                self.mask_hidden_D.copy_(hidden_D)  # in place: recorded rounds read it there
 
     def prepare_chunks(self, sizes: Sequence[int]) -> None:
         """What `graphs` is to record beside the rounds: passes over these many prompt rows."""

@@ -1,0 +1,91 @@
+"""What rows are asked, how much each counts, and what came of it.
+
+Knows nothing about attention or how rows were computed. Depths count evenly, whatever share of them was sampled: a
+row's weight is its depth's weight over the rows of that depth, so the loss is a weighted mean of per-depth means.
+
+Shapes: N tokens of a batch, R rows of any depths, D drafter width, K depths.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from peagle.config import Objective
+from peagle.kernels.linear_loss import Teacher, linear_loss
+from peagle.models.decoder import Decoder
+from peagle.models.drafter import Drafter
+from peagle.training.taps import TargetStates
+
+
+@dataclass
+class StepTotals:
+    """By depth, on the device: sums over rows, so totals of batches and ranks add up."""
+
+    rows_K: Tensor
+    loss_K: Tensor
+    accept_K: Tensor  # of sum min(p, q): the chance that a sampled token is accepted
+    match_K: Tensor  # of rows whose likeliest token is the target's
+
+    @classmethod
+    def none(cls, depths: int, device: torch.device) -> StepTotals:
+        return cls(*torch.zeros(4, depths, dtype=torch.float64, device=device))
+
+    def add(self, depth_R: Tensor, loss_R: Tensor, accept_R: Tensor, match_R: Tensor) -> None:
+        for into, values in (
+            (self.rows_K, torch.ones_like(loss_R)),
+            (self.loss_K, loss_R),
+            (self.accept_K, accept_R),
+            (self.match_K, match_R),
+        ):
+            into.index_add_(0, depth_R, values.to(into.dtype))
+
+    def __add__(self, other: StepTotals) -> StepTotals:
+        return StepTotals(
+            self.rows_K + other.rows_K,
+            self.loss_K + other.loss_K,
+            self.accept_K + other.accept_K,
+            self.match_K + other.match_K,
+        )
+
+
+def depth_weights(depths: int, decay: float = 1.0) -> list[float]:
+    """Each depth's part of the loss, summing to 1: 1, decay, decay^2, .. A decay of 1 counts all depths alike."""
+    raw = [decay**d for d in range(depths)]
+    return [w / sum(raw) for w in raw]
+
+
+class Examiner:
+    """Asks rows of a batch for the target's own distributions."""
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        target: Decoder,
+        states: TargetStates,
+        objective: Objective,
+        counts: tuple[int, ...],
+        weights: list[float],
+    ) -> None:
+        self.head, device = drafter.head_table, states.hidden_ND.device
+        draft_ids = None
+        if drafter.d2t is not None:
+            draft_ids = drafter.target_ids(torch.arange(len(drafter.d2t), device=drafter.d2t.device)).to(device)
+        self.teacher = Teacher(states.hidden_ND, target.lm_head.weight, draft_ids)
+        self.objective = objective
+        each = [weight / max(count, 1) for weight, count in zip(weights, counts, strict=True)]
+        self.weight_K = torch.tensor(each, dtype=torch.float64).to(device)
+        self.totals = StepTotals.none(len(counts), device)
+
+    def ask(self, said_RD: Tensor, depth_R: Tensor, question_R: Tensor) -> Tensor:
+        """The rows' part of the loss. `question_R`, on the CPU, is the token each is asked for.
+
+        The token's distribution is what the target said at the one before it.
+        """
+        asked = linear_loss(
+            said_RD, self.head, self.teacher, question_R - 1, self.weight_K[depth_R], objective=self.objective
+        )
+        self.totals.add(depth_R, asked.loss_R, asked.accept_R, asked.match_R)
+        return asked.total

@@ -1,0 +1,176 @@
+"""One batch's gradients, exactly, in memory that a chunk of chains decides and the number of drafts does not.
+
+Depth 0 never looks at a chain. So it runs once; what chains need of it (keys and values of every layer, for EAGLE-3
+also what it hands on) and what it said itself are cut off as leaves. Chains then come in chunks of any size: forward,
+loss, backward, and all of a chunk is forgotten but the gradients it left in the parameters and, summed, in the
+leaves. One backward through depth 0, started from the leaves' gradients, ends it. Nothing is computed twice, and the
+gradients are those of the whole batch at once, for any size of chunk.
+
+Knows nothing about optimizers, data or several processes.
+
+Shapes: N tokens of a batch, R rows of a chunk, A of its depth-0 rows that are asked, D drafter width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from peagle.config import Objective
+from peagle.data.batches import Batch
+from peagle.models.decoder import Decoder
+from peagle.models.drafter import Drafter
+from peagle.training.attention import Chains, DepthZero, Steps
+from peagle.training.loss import Examiner, StepTotals
+from peagle.training.rows import Rows
+from peagle.training.taps import TargetStates
+
+
+@dataclass(frozen=True)
+class Leaves:
+    """What depth 0 gave, cut off from how it came about. Gradients gather in these."""
+
+    said_ND: Tensor
+    handed_on_ND: Tensor
+    kept: dict[int, tuple[Tensor, Tensor]]
+
+    @classmethod
+    def of(cls, roots: Leaves) -> Leaves:
+        def cut(x: Tensor) -> Tensor:
+            return x.detach().requires_grad_()
+
+        kept = {layer: (cut(k), cut(v)) for layer, (k, v) in roots.kept.items()}
+        return cls(cut(roots.said_ND), cut(roots.handed_on_ND), kept)
+
+    def tensors(self) -> list[Tensor]:
+        return [self.said_ND, self.handed_on_ND, *(x for pair in self.kept.values() for x in pair)]
+
+
+def accumulate(
+    drafter: Drafter,
+    target: Decoder,
+    states: TargetStates,
+    batch: Batch,
+    rows: Rows,
+    objective: Objective,
+    weights: list[float],
+    chunk_rows: int,
+    counts: tuple[int, ...] | None = None,
+) -> StepTotals:
+    """Adds the gradients of the batch's loss to the parameters' `.grad`, and says how the rows did.
+
+    `batch` and `rows` lie on the CPU, `states` on the device. `weights` is each depth's part of the loss. `counts`
+    are the rows by depth that the loss is a mean over, where that is more than this batch: of several batches or
+    ranks in one step.
+    """
+    examiner = Examiner(drafter, target, states, objective, counts or rows.counts, weights)
+    view = BatchView(drafter, states, batch, states.hidden_ND.device)
+    roots = view.depth_zero()
+    leaves = Leaves.of(roots)
+    for chunk in chunks(rows, chunk_rows):
+        loss = ask(examiner, view, leaves, chunk)
+        loss.backward()
+    pairs = [(root, leaf.grad) for root, leaf in zip(roots.tensors(), leaves.tensors(), strict=True)]
+    pairs = [(root, grad) for root, grad in pairs if grad is not None and root.requires_grad]
+    if pairs:
+        torch.autograd.backward([root for root, _ in pairs], [grad for _, grad in pairs])
+    return examiner.totals
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Whole chains, and the depth-0 rows that are asked with them: those between this chunk's anchors and the last's.
+
+    Rows here count from the chunk's first. All on the CPU.
+    """
+
+    anchor_A: Tensor
+    anchor_R: Tensor
+    depth_R: Tensor
+    first_R: Tensor
+
+    def depths(self) -> Tensor:
+        """Of all that is asked, depth 0 first."""
+        return torch.cat([torch.zeros_like(self.anchor_A), self.depth_R])
+
+    def questions(self) -> Tensor:
+        return torch.cat([self.anchor_A, self.anchor_R + self.depth_R]) + 2
+
+
+def chunks(rows: Rows, limit: int) -> Iterator[Chunk]:
+    """A depth-0 row is asked in the same chunk as the chains beside it, since they have questions in common."""
+    cuts = list(rows.chunks(limit)) or [slice(0, 0)]
+    done = 0
+    for i, cut in enumerate(cuts):
+        last = i == len(cuts) - 1
+        end = len(rows.anchor_A)
+        if not last:
+            end = int(torch.searchsorted(rows.anchor_A, rows.anchor_R[cut.stop - 1], right=True))
+        first_R = rows.first_R[cut] - cut.start
+        yield Chunk(rows.anchor_A[done:end], rows.anchor_R[cut], rows.depth_R[cut], first_R)
+        done = end
+
+
+def ask(examiner: Examiner, view: BatchView, leaves: Leaves, chunk: Chunk) -> Tensor:
+    """The chunk's part of the loss."""
+    said_AD = leaves.said_ND[view.moved(chunk.anchor_A)]
+    said_RD = view.chains(leaves, chunk)
+    return examiner.ask(torch.cat([said_AD, said_RD]), view.moved(chunk.depths()), chunk.questions())
+
+
+class BatchView:
+    """A batch as the drafter's rows see it: depth 0, then chains on top of it."""
+
+    def __init__(self, drafter: Drafter, states: TargetStates, batch: Batch, device: torch.device) -> None:
+        self.drafter, self.states, self.device = drafter, states, device
+        moved = batch.to(device)
+        self.token_N, self.position_N, self.start_N = moved.token_ids_N, moved.position_N, moved.start_N
+        # the token behind a document's last is another's: nobody sees or asks the row that is given it
+        self.next_N = self.token_N.roll(-1)
+
+    def moved(self, x: Tensor) -> Tensor:
+        return x.to(self.device, non_blocking=True)
+
+    def depth_zero(self) -> Leaves:
+        attend = DepthZero(self.start_N)
+        hidden_ND = self.drafter.combine(self.states.taps_NX)
+        said_ND, handed_on_ND = self.drafter(self.next_N, hidden_ND, self.position_N, attend)
+        return Leaves(said_ND, handed_on_ND, attend.kept)
+
+    def chains(self, leaves: Leaves, chunk: Chunk) -> Tensor:
+        """What the chunk's chain rows say, [R, D]."""
+        if not len(chunk.anchor_R):
+            return leaves.said_ND[:0]
+        return self._mask_rows(leaves, chunk) if self.drafter.cfg.parallel else self._steps(leaves, chunk)
+
+    def _mask_rows(self, leaves: Leaves, chunk: Chunk) -> Tensor:
+        anchor_R, depth_R, first_R = (self.moved(x) for x in (chunk.anchor_R, chunk.depth_R, chunk.first_R))
+        attend = Chains(leaves.kept, self.start_N[anchor_R], anchor_R, depth_R, first_R)
+        mask_id = self.drafter.cfg.mask_token_id
+        assert mask_id is not None
+        token_R = torch.full_like(anchor_R, mask_id)
+        hidden_RD = self.drafter.masked(len(anchor_R))
+        return self.drafter(token_R, hidden_RD, self.position_N[anchor_R] + depth_R, attend)[0]
+
+    def _steps(self, leaves: Leaves, chunk: Chunk) -> Tensor:
+        """Depth by depth, each on what the one before it handed on; put back in the order of the chunk's rows."""
+        said, order = [], []
+        at = chunk.depth_R.eq(1).nonzero()[:, 0]  # rows of this depth, by anchor
+        anchor = self.moved(chunk.anchor_R[at])
+        attend = Steps(leaves.kept, self.start_N[anchor], anchor)
+        hidden = leaves.handed_on_ND[anchor]
+        for depth in range(1, int(chunk.depth_R.max()) + 1):
+            index = attend.anchor_R + depth
+            out, handed_on = self.drafter(self.next_N[index], hidden, self.position_N[attend.anchor_R] + depth, attend)
+            said.append(out)
+            order.append(at)
+            longer = (at + 1 < len(chunk.depth_R)) & (chunk.depth_R[(at + 1).clamp(max=len(chunk.depth_R) - 1)] > depth)
+            going_on = longer.nonzero()[:, 0]
+            at = at[going_on] + 1
+            going_on = self.moved(going_on)
+            attend, hidden = attend.follow(going_on), handed_on[going_on]
+        back = torch.cat(order).argsort()
+        return torch.cat(said)[self.moved(back)]

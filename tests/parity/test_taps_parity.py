@@ -1,0 +1,90 @@
+"""Hidden states that stock vLLM extracts, on the CPU, against the target run here: which layers, which order, which
+norm, which tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pairs import TEXT, target_folder
+
+from peagle.checkpoints.target import load_decoder
+from peagle.data.batches import Examples, pack
+from peagle.training.tap_vllm import VllmFolder, layers_to_ask
+from peagle.training.taps import Online, rows_in_order
+
+pytestmark = pytest.mark.vllm
+TAPS = (1, 2, 4)
+LONGEST = 90
+
+
+def rows() -> Examples:
+    """Of several lengths, one of them too long for what is trained on."""
+    lengths = [17, 40, 1, 100, 64]
+    tokens = [np.frombuffer(TEXT[300 * i : 300 * i + n], np.uint8).astype(np.int32) for i, n in enumerate(lengths)]
+    return Examples(
+        token_T=np.concatenate(tokens),
+        offset_E=np.cumsum([0, *lengths]),
+        span_S2=np.array([(n // 2, n) for n in lengths], np.int32),
+        span_offset_E=np.arange(len(lengths) + 1),
+        row_ids=tuple(f"row-{i}" for i in range(len(lengths))),
+        chosen=np.arange(len(lengths)),
+    )
+
+
+def extract(prompts: list[list[int]], layers: tuple[int, ...], into: Path, patch: pytest.MonkeyPatch) -> None:
+    from vllm import LLM, SamplingParams
+
+    hf_config = {"eagle_aux_hidden_state_layer_ids": list(reversed(layers))}  # the order named means nothing
+    llm = LLM(
+        str(target_folder()),
+        dtype="float32",
+        enforce_eager=True,
+        max_num_seqs=8,
+        max_model_len=128,
+        skip_tokenizer_init=True,
+        seed=0,
+        speculative_config={
+            "method": "extract_hidden_states",
+            "num_speculative_tokens": 1,
+            "draft_model_config": {"hf_config": hf_config},
+        },
+        kv_transfer_config={
+            "kv_connector": "ExampleHiddenStatesConnector",
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": {"shared_storage_path": str(into)},
+        },
+    )
+    # The connector asks for two things that only a GPU has: pinned memory, and events that know whether they are over.
+    empty_like = torch.empty_like
+
+    def unpinned(x: torch.Tensor, *, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        return empty_like(x, **options)
+
+    patch.setattr(torch, "empty_like", unpinned)
+    patch.setattr(torch.cuda.Event, "query", lambda self: True, raising=False)
+    try:
+        params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+        llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+        # what is finished in one step is written in the next
+        llm.generate([{"prompt_token_ids": [1]}], SamplingParams(max_tokens=2, detokenize=False), use_tqdm=False)
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+
+
+def test_vllm_keeps_what_the_target_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, examples = load_decoder(target_folder()), rows()
+    prompts = [row.token_ids.tolist() for row in rows_in_order(pack(examples, LONGEST))]
+    assert [len(p) for p in prompts] == [17, 40, 1, 90, 64]
+    with monkeypatch.context() as patch:
+        extract(prompts, layers_to_ask(target, TAPS), tmp_path, patch)
+    source, online = VllmFolder(tmp_path, target, TAPS, LONGEST), Online(target, TAPS)
+    source.check(examples)
+    for batch in pack(examples, 150, max_length=LONGEST):
+        theirs, ours = source.states(batch), online.states(batch)
+        torch.testing.assert_close(theirs.hidden_ND, ours.hidden_ND, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(theirs.taps_NX, ours.taps_NX, rtol=1e-4, atol=1e-4)
+        assert (theirs.taps_NX.abs().amax(1) > 1).all(), "zeros would prove nothing"
