@@ -1,0 +1,223 @@
+"""New drafters for a target: their shape, their mask token, the weights they start from.
+
+Knows nothing about training. A mask token is one that the target's chats never hold: the drafter must never meet it
+as a real token, so the data is asked.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from peagle.checkpoints.drafter import check_fits, load_unbound, read_drafter_config
+from peagle.config import DecoderConfig, DrafterConfig, TrainConfig
+from peagle.data.examples import Examples
+from peagle.errors import UserError
+from peagle.models.decoder import Decoder
+from peagle.models.drafter import Drafter
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+RESERVED = re.compile(r"reserved|unused|empty|placeholder|extra_id|mask", re.IGNORECASE)
+NOISE = 0.02  # of random matrices
+FRESH = ("target", "target-first", "random")  # what `--init` may be, beside a folder
+# Layer 0 reads two things where the target's layer reads one: the embedding through the same weights, the target's
+# state quietly, so that what fc makes of it at first does not drown the token. Found by trying on a small target.
+STATE_SHARE = 0.1
+
+
+@dataclass(frozen=True)
+class TokenCounts:
+    """How often the data holds each token, prompts and all."""
+
+    count_V: Tensor
+
+    @classmethod
+    def of(cls, examples: Examples, vocab: int) -> TokenCounts:
+        """Of all rows of the files, also those that are kept aside."""
+        return cls(torch.from_numpy(np.bincount(examples.token_T, minlength=vocab)))
+
+    def holds(self, token: int) -> bool:
+        return bool(self.count_V[token])
+
+
+def choose_mask_id(
+    given: str,
+    target: DecoderConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    eos_ids: Iterable[int],
+    data: TokenCounts,
+) -> int:
+    """The id of `--mask-token`: a text, an id, or for auto a reserved token that the data does not hold."""
+    if given != "auto":
+        return _named_mask_id(given, target, tokenizer, eos_ids, data)
+    if tokenizer is None:
+        raise UserError("--mask-token auto: the target's folder has no tokenizer to choose from; give an id")
+    known = len(tokenizer)
+    template = str(tokenizer.chat_template or "")
+    meant = {*eos_ids, tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.unk_token_id}
+    special = [(i, str(t)) for i, t in sorted(tokenizer.added_tokens_decoder.items()) if t.special]
+    spare = [i for i, text in special if i not in meant and text not in template]
+    reserved = [i for i, text in special if i in spare and RESERVED.search(text)]
+    # rows of the embedding table that no token has come first: nothing can ever make them
+    for token in [*range(known, target.vocab_size), *reserved, *reversed(spare)]:
+        if token < target.vocab_size and not data.holds(token):
+            return token
+    raise UserError("--mask-token auto: every special token of the target is in use; name one that chats never hold")
+
+
+def _named_mask_id(
+    given: str,
+    target: DecoderConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    eos_ids: Iterable[int],
+    data: TokenCounts,
+) -> int:
+    asked = f"--mask-token {given}"
+    if given.isdecimal():
+        token = int(given)
+    else:
+        vocab = tokenizer.get_vocab() if tokenizer is not None else {}
+        if given not in vocab:
+            raise UserError(f"{asked}: the tokenizer has no such token; give a token's exact text, its id, or auto")
+        token = vocab[given]
+    if not 0 <= token < target.vocab_size:
+        raise UserError(f"{asked}: not in the vocabulary (0 to {target.vocab_size - 1})")
+    if token in set(eos_ids):
+        raise UserError(f"{asked}: token {token} ends texts; choose one that chats never hold, or auto")
+    if data.holds(token):
+        times = int(data.count_V[token])
+        raise UserError(f"{asked}: the data holds token {token} {times} times; choose one it never holds, or auto")
+    return token
+
+
+def drafter_config(cfg: TrainConfig, target: DecoderConfig, mask_id: int | None) -> DrafterConfig:
+    """A drafter as wide as its target, reading and saying what the target reads and says."""
+    taps = cfg.taps if cfg.taps is not None else tuple(t for t in target.default_taps if t >= 0)
+    if max(taps) > target.num_layers or min(taps) < 0:
+        raise UserError(f"--taps {','.join(map(str, taps))}: this target has layers 0 to {target.num_layers}")
+    vocab = target.vocab_size if cfg.draft_vocab is None else cfg.draft_vocab
+    if vocab > target.vocab_size:
+        raise UserError(f"--draft-vocab {vocab}: the target has only {target.vocab_size} tokens")
+    # the plain format has one flag for all biases of attention, so a target's q/k/v biases could not be written
+    layer = replace(target.layer, qkv_bias=False, out_bias=False, mlp_bias=False)
+    return DrafterConfig(
+        vocab_size=target.vocab_size,
+        draft_vocab_size=vocab,
+        num_layers=cfg.num_layers,
+        layer=layer,
+        rope=target.rope,
+        max_positions=target.max_positions,
+        target_hidden_size=target.layer.hidden_size,
+        taps=taps,
+        mask_token_id=mask_id,
+        fc_norm=cfg.fc_norm,
+        own_embeddings=cfg.own_embeddings,
+        own_head=vocab != target.vocab_size,
+    )
+
+
+def folder_config(cfg: TrainConfig, target: DecoderConfig) -> DrafterConfig:
+    """Of the drafter that `--init` names, which decides its own shape."""
+    folder = Path(cfg.init)
+    if not folder.is_dir():
+        raise UserError(f"--init {cfg.init}: must be {', '.join(FRESH)}, or the folder of a drafter")
+    found = read_drafter_config(folder, target)
+    check_fits(found, target, folder)
+    for flag, asked, has in (
+        ("layers", cfg.layers, found.num_layers),
+        ("taps", cfg.taps, found.taps),
+        ("draft-vocab", cfg.draft_vocab, found.draft_vocab_size),
+    ):
+        if asked is not None and asked != has:
+            raise UserError(f"--{flag} {asked}: the drafter in {folder} has {has}; leave the flag out")
+    return replace(found, own_embeddings=found.own_embeddings or cfg.own_embeddings)
+
+
+def new_drafter(
+    cfg: TrainConfig,
+    target: Decoder,
+    tokenizer: PreTrainedTokenizerBase | None,
+    eos_ids: Iterable[int],
+    data: TokenCounts,
+) -> Drafter:
+    """In the target's dtype, on its device, ready to be trained."""
+    from_folder = cfg.init not in FRESH
+    shape = folder_config(cfg, target.cfg) if from_folder else drafter_config(cfg, target.cfg, None)
+    if cfg.method == "p-eagle":
+        given = cfg.mask_token
+        if shape.mask_token_id is not None and given == "auto":
+            given = str(shape.mask_token_id)
+        shape = replace(shape, mask_token_id=choose_mask_id(given, target.cfg, tokenizer, eos_ids, data))
+    else:
+        shape = replace(shape, mask_token_id=None)
+    drafter = Drafter(shape)
+    _start_random(drafter, target, cfg.seed)
+    if drafter.d2t is not None:
+        _use_frequent(drafter, target, data)
+    if cfg.init in ("target", "target-first"):
+        start_from_target(drafter, target, first=cfg.init == "target-first")
+    if from_folder:
+        _start_from_folder(drafter, Path(cfg.init), target.cfg)
+    weight = target.embed_tokens.weight
+    return drafter.to(weight.device, weight.dtype).share(target).train().requires_grad_()
+
+
+@torch.no_grad()
+def _start_random(drafter: Drafter, target: Decoder, seed: int) -> None:
+    rng = torch.Generator().manual_seed(seed)
+    for name, parameter in drafter.named_parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=1.0 if name == "mask_hidden" else NOISE, generator=rng)
+    if drafter.cfg.layer.hidden_size != target.cfg.layer.hidden_size:
+        return  # a folder's own width, so its own tables too
+    drafter.norm.weight.copy_(target.norm.weight)  # it feeds the target's own head
+    if drafter.embed_tokens is not None:
+        drafter.embed_tokens.weight.copy_(target.embed_tokens.weight)
+
+
+@torch.no_grad()
+def _use_frequent(drafter: Drafter, target: Decoder, data: TokenCounts) -> None:
+    """The head's rows of the tokens the data holds most; of equals the lowest ids."""
+    assert drafter.d2t is not None and drafter.lm_head is not None
+    order_V = data.count_V.argsort(descending=True, stable=True)
+    ids = order_V[: len(drafter.d2t)].sort().values
+    drafter.d2t.copy_(ids - torch.arange(len(ids)))
+    drafter.lm_head.weight.copy_(target.lm_head.weight[ids.to(target.lm_head.weight.device)])
+
+
+@torch.no_grad()
+def start_from_target(drafter: Drafter, target: Decoder, first: bool) -> None:
+    """The target's own layers, one after another: its last ones, or its first."""
+    missing = target.cfg.num_layers - len(drafter.layers)
+    if missing < 0:
+        raise UserError(f"--layers {len(drafter.layers)}: the target has {target.cfg.num_layers}; use --init random")
+    own, theirs = drafter.state_dict(), target.state_dict()
+    for name, tensor in own.items():
+        number, _, part = name.removeprefix("layers.").partition(".")
+        if not name.startswith("layers."):
+            continue
+        source = theirs.get(f"layers.{int(number) + (0 if first else missing)}.{part}")
+        if source is not None and source.shape == tensor.shape:
+            tensor.copy_(source)
+        elif source is not None:  # layer 0's q/k/v
+            tensor.copy_(torch.cat([source, source * STATE_SHARE], 1))
+    own["layers.0.hidden_norm.weight"].copy_(own["layers.0.input_layernorm.weight"])
+
+
+@torch.no_grad()
+def _start_from_folder(drafter: Drafter, folder: Path, target: DecoderConfig) -> None:
+    """What the folder has; of an EAGLE-3 drafter that becomes P-EAGLE the mask's hidden state stays new."""
+    found = load_unbound(folder, read_drafter_config(folder, target), torch.float32).state_dict()
+    own = drafter.state_dict()
+    for name, tensor in found.items():
+        if name in own:
+            own[name].copy_(tensor)

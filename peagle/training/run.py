@@ -1,0 +1,386 @@
+"""A training run from a recipe to its folder: what belongs to what, and what the checkpoint says about itself.
+
+Knows how the parts fit together and does none of their work. What can be wrong is found before a model is loaded.
+"""
+
+from __future__ import annotations
+
+import platform
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from peagle import __version__
+from peagle.checkpoints.drafter import config_values, drafter_tensors, load_drafter
+from peagle.checkpoints.files import parse_device, read_json, write_json, write_weights
+from peagle.checkpoints.target import eos_ids, has_tokenizer, load_decoder, read_target_config
+from peagle.config import CPU_CHUNK_ROWS, CacheSettings, DecoderConfig, DrafterConfig, TrainConfig
+from peagle.data.batches import Batch, Cursor, batches
+from peagle.data.chat import Chat
+from peagle.data.examples import Examples, examples
+from peagle.data.run import open_chat
+from peagle.errors import UserError
+from peagle.hub import resolve_target
+from peagle.models.decoder import Decoder
+from peagle.models.drafter import Drafter
+from peagle.training import plan
+from peagle.training.card import Card, Facts, Measured, write_card
+from peagle.training.chunk_size import auto_chunk_rows, chunk_rows_for, free_bytes
+from peagle.training.distributed import World, join, shard
+from peagle.training.drafters import FRESH, TokenCounts, drafter_config, folder_config, new_drafter
+from peagle.training.measure import Acceptance, Counts, Measurer
+from peagle.training.recipe import Recipe, differences, make_recipe
+from peagle.training.resume import RunFolder, Standing, log_lines
+from peagle.training.schedule import Schedule
+from peagle.training.tap_cache import prepare_cache
+from peagle.training.tap_vllm import VllmFolder
+from peagle.training.taps import Online, TapSource
+from peagle.training.trainer import Parts, Trainer
+
+Resume = Literal["auto", "must", "never"]
+MEASURED_DRAFTS = (1, 3, 5, 7)  # a round, beside as many as were trained
+
+
+@dataclass(frozen=True)
+class Material:
+    """What a run is made from, as far as it costs little to know."""
+
+    recipe: Recipe
+    target_folder: Path
+    target: DecoderConfig
+    chat: Chat | None
+    rows: Examples
+    held_out: Examples
+    counts: TokenCounts
+    eos_ids: frozenset[int]
+
+    @property
+    def asked_share(self) -> float:
+        spans = self.rows.span_S2
+        return float((spans[:, 1] - spans[:, 0]).sum() / max(len(self.rows.token_T), 1))
+
+    def data(self) -> plan.Data:
+        tokens = self.rows.num_tokens
+        return plan.Data(tokens, self.asked_share, tokens / max(len(self.rows), 1))
+
+    def schedule(self, world: int) -> Schedule:
+        cfg = self.recipe.train
+        return Schedule.of(cfg, self.rows.num_tokens / (cfg.batch_tokens * cfg.accumulate * world))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    standing: Standing
+    finished: bool
+    out: Path
+    first: bool = True  # of all ranks: the one that tells
+
+
+def read_material(recipe: Recipe) -> Material:
+    cfg = recipe.train
+    if not recipe.data:
+        raise UserError("no data: name files of responses (`peagle data` writes them)")
+    folder = resolve_target(recipe.target)
+    target = read_target_config(folder)
+    template = Path(cfg.chat_template) if cfg.chat_template is not None else None
+    chat = open_chat(folder, template) if has_tokenizer(folder) else None
+    everything = examples(recipe.data, chat, target.vocab_size)
+    rows, held_out = everything.hold_out(min(cfg.held_out, len(everything) // 5), cfg.seed)
+    counts = TokenCounts.of(everything, target.vocab_size)
+    return Material(recipe, folder, target, chat, rows, held_out, counts, eos_ids(folder))
+
+
+def open_folder(recipe: Recipe, out: Path, resume: Resume) -> RunFolder:
+    """The run's folder, refused where going on there would be another run."""
+    folder = RunFolder(out)
+    if not folder.started:
+        if resume == "must":
+            raise UserError(f"--resume must: {out} holds no run to go on with")
+        folder.create()
+        return folder
+    if resume == "never":
+        raise UserError(f"--resume never: {out} holds a run already; name a new --out, or leave --resume out to go on")
+    changed = differences(make_recipe(folder.recipe, {}), recipe)
+    if changed:
+        more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
+        raise UserError(f"--out {out}: holds a run with another recipe: {changed[0]}{more}; name a new --out")
+    folder.create()
+    return folder
+
+
+def train(recipe: Recipe, out: Path, device: str, resume: Resume = "auto", stop_after: float | None = None) -> Outcome:
+    """Trains to the end of the schedule, or until it is stopped, for `stop_after` seconds at most; started again it
+    goes on."""
+    stop_at = None if stop_after is None else time.perf_counter() + stop_after
+    material, world = read_material(recipe), join(parse_device(device))
+    try:
+        if not world.first:
+            world.wait()
+            return _train(material, RunFolder(out), world, stop_at)
+        folder = open_folder(recipe, out, resume)
+        with folder.locked():
+            _check_data(material, folder)
+            folder.tidy()
+            folder.start(recipe.toml())
+            world.wait()
+            return _train(material, folder, world, stop_at)
+    finally:
+        world.leave()
+
+
+def _train(material: Material, folder: RunFolder, world: World, stop_at: float | None) -> Outcome:
+    recipe, cfg = material.recipe, material.recipe.train
+    schedule, standing = material.schedule(world.size), folder.standing()
+    if standing.step and schedule.done(standing.step, standing.seconds) >= 1.0:
+        return Outcome(standing, True, folder.out, world.first)
+    dtype = training_dtype(cfg.dtype, world.device)
+    # a target that is spread over ranks must not lie on one of them first
+    target = load_decoder(material.target_folder, dtype, "cpu" if cfg.shard_target else world.device)
+    tokenizer = material.chat.tokenizer if material.chat is not None else None
+    drafter = new_drafter(cfg, target, tokenizer, material.eos_ids, material.counts).to(world.device)
+    drafter.recompute = cfg.checkpoint_layers
+    if cfg.shard_target:
+        shard(target, world)
+
+    def stream(start: Cursor) -> Iterator[tuple[Batch, Cursor]]:
+        sizes = {"max_length": cfg.max_length, "rank": world.rank, "world_size": world.size}
+        return batches(material.rows, cfg.batch_tokens, cfg.seed, start, **sizes)
+
+    measurer = _measurer(material, target, world)
+
+    def write_checkpoint(into: Path, standing: Standing, measured: Acceptance | None) -> None:
+        write_drafter(into, drafter, cfg.num_depths)
+        table = (table_line("held-out prompts", measured, cfg.num_depths),) if measured is not None else ()
+        write_card(card_of(material, folder.out.name, drafter, standing, table), into)
+
+    parts = Parts(
+        drafter=drafter,
+        target=target,
+        taps=_taps(material, target, drafter.cfg, world),
+        stream=stream,
+        schedule=schedule,
+        folder=folder,
+        world=world,
+        measure=measurer.measure if measurer is not None else None,
+        write_checkpoint=write_checkpoint,
+        chunk_rows=_chunk_rows(cfg, drafter, measurer),
+        stop_at=stop_at,
+    )
+    trainer = Trainer(parts, cfg)
+    if world.first:
+        _greet(trainer, material, drafter, recipe)
+    standing = trainer.run()
+    return Outcome(standing, schedule.done(standing.step, standing.seconds) >= 1.0, folder.out, world.first)
+
+
+def _greet(trainer: Trainer, material: Material, drafter: Drafter, recipe: Recipe) -> None:
+    parameters = sum(p.numel() for p in drafter.parameters())
+    kind = "P-EAGLE" if drafter.cfg.parallel else "EAGLE-3"
+    mask = f", mask token {drafter.cfg.mask_token_id}" if drafter.cfg.parallel else ""
+    trainer.journal.say(
+        f"{kind} for {recipe.target}: {drafter.cfg.num_layers} layer{'s' * (drafter.cfg.num_layers > 1)}, "
+        f"{parameters / 1e6:.1f}M parameters{mask}; "
+        f"{len(material.rows):,} conversations, {material.rows.num_tokens / 1e6:.1f}M tokens; "
+        f"{trainer.schedule.length()}"
+    )
+    if trainer.resumed:
+        trainer.journal.say(f"going on from step {trainer.standing.step:,}")
+    if recipe.train.shard_target and recipe.train.held_out:
+        trainer.journal.say("a target spread over GPUs cannot measure acceptance: the newest drafter is kept")
+
+
+def _check_data(material: Material, folder: RunFolder) -> None:
+    """The cursor of a run means something only in the data it was made for."""
+    place = folder.inner / "data.json"
+    now = {"conversations": len(material.rows), "tokens": material.rows.num_tokens, "held_out": len(material.held_out)}
+    if place.exists() and folder.newest() is not None:
+        was = read_json(place)
+        for name, count in now.items():
+            if was.get(name) != count:
+                raise UserError(
+                    f"--out {folder.out}: its data had {was.get(name)} {name}, now {count}; name a new --out, "
+                    f"or start from its drafter there with --init {folder.out}"
+                )
+    write_json(now, place)
+
+
+def training_dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}[name]
+
+
+def _taps(material: Material, target: Decoder, cfg: DrafterConfig, world: World) -> TapSource:
+    settings = material.recipe.train
+    if settings.cache is None and settings.vllm_states is None:
+        return Online(target, cfg.taps)
+    rows = material.rows
+    if settings.vllm_states is not None:
+        source = VllmFolder(Path(settings.vllm_states), target, cfg.taps, settings.max_length)
+        source.check(rows)
+        return source
+    assert settings.cache is not None
+    online = Online(target, cfg.taps)
+    if not world.first:
+        world.wait()  # whoever comes first writes, the others find it done
+    cached = prepare_cache(Path(settings.cache), rows, online, settings.max_length, CacheSettings(settings.cache_dtype))
+    if world.first:
+        world.wait()
+    return cached
+
+
+def held_out_prompts(material: Material) -> list[list[int]]:
+    """What was asked first in each conversation that is kept aside, once."""
+    cfg = material.recipe.train
+    longest = min(material.target.max_positions - cfg.measure_tokens, cfg.max_length)
+    prompts = {e.token_ids[: e.spans[0][0]] for e in material.held_out}
+    return [list(p) for p in sorted(prompts) if 0 < len(p) <= longest]
+
+
+def _measurer(material: Material, target: Decoder, world: World) -> Measurer | None:
+    cfg = material.recipe.train
+    prompts = held_out_prompts(material)
+    if not world.first or cfg.shard_target or not prompts:
+        return None
+    return Measurer(target, material.eos_ids, prompts, cfg.measure_tokens, cfg.num_depths)
+
+
+def _chunk_rows(cfg: TrainConfig, drafter: Drafter, measurer: Measurer | None) -> int:
+    if cfg.chunk_rows != "auto":
+        return cfg.chunk_rows
+    own = sum(p.numel() for p in drafter.parameters())
+    element = drafter.fc.weight.element_size()
+    reserved = plan.STATE_BYTES[element] * own
+    if measurer is not None:
+        reserved += measurer.settings.cache_bytes + element * own
+    return auto_chunk_rows(drafter, cfg.batch_tokens, cfg.num_depths, reserved)
+
+
+# What a checkpoint says about itself
+
+
+def write_drafter(into: Path, drafter: Drafter, depths: int) -> None:
+    """The plain format's files, and how many drafts a round it was trained for."""
+    write_weights({name: tensor.detach().clone() for name, tensor in drafter_tensors(drafter).items()}, into)
+    values = {**config_values(drafter.cfg, drafter.fc.weight.dtype), "trained_draft_tokens": depths}
+    write_json(values, into / "config.json")
+
+
+def table_line(prompts: str, measured: Acceptance, draft_tokens: int) -> Measured:
+    calm: Counts | None = measured.without_loops if measured.without_loops.rounds else None
+    return Measured(
+        prompts,
+        measured.answers,
+        draft_tokens,
+        measured.length,
+        measured.per_position,
+        calm.length if calm is not None else None,
+        measured.looping,
+    )
+
+
+def card_of(material: Material, name: str, drafter: Drafter, standing: Standing, table: tuple[Measured, ...]) -> Card:
+    command = shlex.join(["peagle", *sys.argv[1:]])
+    cfg = material.recipe.train
+    data: Facts = (
+        ("conversations", f"{len(material.rows):,}"),
+        ("tokens", f"{material.rows.num_tokens:,}, of which {material.asked_share:.0%} are the target's responses"),
+        ("kept aside", f"{len(material.held_out):,} conversations"),
+        ("files", ", ".join(Path(path).name for path in material.recipe.data)),
+    )
+    training: Facts = (
+        ("steps", f"{standing.step:,} of {cfg.batch_tokens * cfg.accumulate:,} tokens a GPU"),
+        ("tokens seen", f"{standing.tokens:,}"),
+        ("minutes", f"{standing.seconds / 60:.1f}"),
+        ("objective", f"{cfg.objective}, {cfg.num_depths} depths, rate {cfg.rate:g}"),
+        ("learning rate", f"{cfg.lr:g}, {cfg.decay}"),
+        ("started from", cfg.init if cfg.init in FRESH else Path(cfg.init).name),
+    )
+    versions = [("peagle", __version__), ("python", platform.python_version())]
+    for package in ("torch", "transformers"):
+        try:
+            versions.append((package, version(package)))
+        except PackageNotFoundError:
+            continue
+    parameters = sum(p.numel() for p in drafter.parameters())
+    how = f"Greedy, up to {cfg.measure_tokens} new tokens, prompts that were kept aside."
+    target = material.recipe.target
+    return Card(
+        name, target, drafter.cfg, parameters, cfg.num_depths, data, training, command, tuple(versions), table, how
+    )
+
+
+# The plan
+
+
+def dry_run(recipe: Recipe, out: Path, device: str, known_rate: float | None) -> plan.Plan:
+    """Nothing is loaded, nothing is written."""
+    material = read_material(recipe)
+    cfg, where = recipe.train, parse_device(device)
+    if cfg.init in FRESH:
+        shape = drafter_config(cfg, material.target, 0 if cfg.method == "p-eagle" else None)
+    else:
+        shape = folder_config(cfg, material.target)
+        shape = replace(shape, mask_token_id=0 if cfg.method == "p-eagle" else None)
+    world = max(1, torch.cuda.device_count()) if where.type == "cuda" and cfg.shard_target else 1
+    steps = [line for line in log_lines(out / "log.jsonl") if line.get("kind") == "step"]
+    if known_rate is None and steps:
+        known_rate = float(steps[-1]["tokens_per_second"])
+    dtype = training_dtype(cfg.dtype, where)
+    element = torch.empty(0, dtype=dtype).element_size()
+    chunk = CPU_CHUNK_ROWS if cfg.chunk_rows == "auto" else cfg.chunk_rows
+    if where.type == "cuda" and cfg.chunk_rows == "auto":
+        sizes = plan.memory(cfg, material.target, shape, material.data(), world, element, 0)
+        taken = sizes["target"] + sizes["drafter"] + sizes["masters, gradients, moments"] + sizes["taps"]
+        free = free_bytes(where) - int(taken)
+        chunk = chunk_rows_for(shape, cfg.batch_tokens, cfg.num_depths, free, element, cfg.checkpoint_layers)
+    return plan.make_plan(
+        cfg,
+        material.target,
+        shape,
+        material.data(),
+        world,
+        material.schedule(world).steps,
+        element,
+        chunk,
+        known_rate,
+        plan.matrix_rate(where, dtype),
+    )
+
+
+# After training
+
+
+def measure_best(recipe: Recipe, out: Path, device: str) -> list[Measured]:
+    """Acceptance of a run's checkpoint at several draft lengths, into its card. What was measured already is kept."""
+    folder = RunFolder(out)
+    kept, standing = folder.inner / "measured.json", folder.standing()
+    if kept.exists():
+        values = read_json(kept)
+        if values["best_step"] == standing.best_step and values["step"] == standing.step:
+            return [Measured(**{**line, "per_position": tuple(line["per_position"])}) for line in values["table"]]
+    material, where = read_material(recipe), parse_device(device)
+    target = load_decoder(material.target_folder, training_dtype(recipe.train.dtype, where), where)
+    weight = target.embed_tokens.weight
+    drafter = load_drafter(folder.out, target, weight.dtype, weight.device)
+    prompts = held_out_prompts(material)
+    depths = recipe.train.num_depths
+    table = []
+    for k in sorted({depths, *(k for k in MEASURED_DRAFTS if k < depths)} if prompts else ()):
+        measurer = Measurer(target, material.eos_ids, prompts, recipe.train.measure_tokens, k)
+        table.append(table_line("held-out prompts", measurer.measure(drafter), k))
+        measurer.close()
+    card = card_of(material, folder.out.name, drafter, standing, tuple(table))
+    folder.amend(lambda into: write_card(card, into))
+    lines = [asdict(line) for line in table]
+    write_json({"step": standing.step, "best_step": standing.best_step, "table": lines}, kept)
+    return table

@@ -1,0 +1,155 @@
+"""Small training runs for tests: a data file of the licence's text, a recipe, and a run in a process of its own.
+
+python tests/runs.py RECIPE OUT [--slow SECONDS] [--hang-in-save STEP] [--gradients FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+
+import pairs
+from safetensors.torch import load_file
+from torch import Tensor
+
+from peagle.training import resume
+from peagle.training.recipe import Recipe, make_recipe
+from peagle.training.run import train
+
+LENGTH = 40
+
+
+def target_folder(home: Path, tokenizer: bool = False) -> Path:
+    folder = home / "target"
+    if not folder.exists():
+        shutil.copytree(pairs.target_folder(), folder)
+        if tokenizer:
+            from engines import write_tokenizer
+
+            write_tokenizer(folder, pairs.VOCAB)
+    return folder
+
+
+def data_file(home: Path, rows: int = 48) -> Path:
+    """Pieces of the text, of which the last two thirds are a response."""
+    path = home / "responses.jsonl"
+    step = (len(pairs.TEXT) - 2 * LENGTH) // rows
+    with path.open("w") as file:
+        for i in range(rows):
+            ids = list(pairs.TEXT[i * step : i * step + LENGTH + i % 7])
+            row = {"id": f"r{i}", "source": "text", "sample": 0, "token_ids": ids, "spans": [[LENGTH // 3, len(ids)]]}
+            file.write(json.dumps(row) + "\n")
+    return path
+
+
+def recipe(home: Path, **settings: Any) -> Recipe:
+    usual = {
+        "layers": 1,
+        "taps": (1, 2, 4),
+        "mask_token": str(pairs.MASK_ID),
+        "depths": 3,
+        "batch_tokens": 96,
+        "max_length": 64,
+        "steps": 20,
+        "warmup": 4,
+        "held_out": 0,
+        "log_every": 3,
+        "chunk_rows": 16,
+        "lr": 2e-3,
+    }
+    target, data = str(target_folder(home)), str(data_file(home))
+    return make_recipe(None, {**usual, **settings, "target": target, "data": (data,)})
+
+
+def start(made: Recipe, out: Path, *options: str, **env: str) -> subprocess.Popen[str]:
+    """The run in a process of its own."""
+    file = out.with_suffix(".toml")
+    file.write_text(made.toml())
+    command = [sys.executable, __file__, str(file), str(out), *options]
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+    )
+
+
+def wait_for(process: subprocess.Popen[str], text: str) -> str:
+    """What it printed up to the line with this text."""
+    said = ""
+    assert process.stdout is not None
+    for line in process.stdout:
+        said += line
+        if text in line:
+            return said
+    raise AssertionError(f"it ended without saying {text!r}: {said}")
+
+
+def saved(out: Path) -> dict[str, Tensor]:
+    """The tensors of the newest state."""
+    newest = resume.RunFolder(out).newest()
+    assert newest is not None
+    return load_file(newest / "model.safetensors")
+
+
+def lines(out: Path) -> list[dict[str, Any]]:
+    """Of the log, without what depends on the clock."""
+    clock = ("seconds", "tokens_per_second", "memory_gb")
+    return [{k: v for k, v in line.items() if k not in clock} for line in resume.log_lines(out / "log.jsonl")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--hang-in-save", type=int, help="of this step, with half of it written")
+    parser.add_argument("--slow", type=float, default=0.0, help="seconds that every batch takes longer")
+    parser.add_argument("--gradients", type=Path, help="of every step, summed over ranks, go here")
+    args = parser.parse_args()
+
+    import torch
+
+    from peagle.training import trainer
+
+    torch.set_num_threads(1)
+    write, accumulate, step = resume.write_weights, trainer.accumulate, trainer.Optimizer.step
+
+    def hanging(tensors: dict[str, Any], folder: Path, *rest: Any) -> None:
+        write(tensors, folder, *rest)
+        if args.hang_in_save is not None and f"step-{args.hang_in_save:08d}" in folder.name:
+            whole = (folder / "model.safetensors").read_bytes()
+            (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+            print("saving", flush=True)
+            time.sleep(600)
+
+    def slow(*given: Any) -> Any:
+        time.sleep(args.slow)
+        return accumulate(*given)
+
+    gradients = []
+
+    def watched(self: Any, lr: float) -> Any:
+        gradients.append(self.grad_P.clone())
+        return step(self, lr)
+
+    resume.write_weights, trainer.accumulate, trainer.Optimizer.step = hanging, slow, watched  # type: ignore[assignment, method-assign]
+    outcome = train(make_recipe(args.recipe, {}), args.out, "cpu")
+    if args.gradients is not None:
+        rank = os.environ.get("RANK", "0")
+        torch.save(torch.stack(gradients), args.gradients.with_suffix(f".{rank}"))
+    print(json.dumps({"step": outcome.standing.step, "finished": outcome.finished}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""New drafters: mask tokens that the data never holds, and the weights they start from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pairs
+import pytest
+import torch
+
+from peagle.checkpoints.drafter import load_drafter
+from peagle.checkpoints.target import load_decoder
+from peagle.config import TrainConfig
+from peagle.errors import UserError
+from peagle.models.drafter import Drafter
+from peagle.training.drafters import TokenCounts, choose_mask_id, drafter_config, new_drafter
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Tokenizer:
+    """As much of one as a mask token is chosen by: 150 tokens, of which the last are special."""
+
+    chat_template, eos_token_id, bos_token_id, unk_token_id = "<|user|>{{ m }}", 140, None, None
+
+    def __init__(self, special: dict[int, str], size: int = 150) -> None:
+        self.size = size
+        self.added_tokens_decoder = {i: Special(text) for i, text in special.items()}
+
+    def __len__(self) -> int:
+        return self.size
+
+    def get_vocab(self) -> dict[str, int]:
+        return {str(t): i for i, t in self.added_tokens_decoder.items()}
+
+
+class Special(str):
+    special = True
+
+
+def test_mask_tokens() -> None:
+    cfg = pairs.TARGET
+    data = TokenCounts(torch.bincount(torch.tensor([1, 2, 147, 147]), minlength=pairs.VOCAB))
+    special = {140: "<eos>", 145: "<|user|>", 146: "<repo>", 147: "<reserved_0>", 148: "<empty_output>", 149: "<file>"}
+
+    def chosen(given: str, size: int, some: dict[int, str] = special) -> int:
+        return choose_mask_id(given, cfg, Tokenizer(some, size), {140}, data)  # type: ignore[arg-type]
+
+    assert chosen("auto", 150) == 150  # a row of the table that no token has
+    assert chosen("auto", pairs.VOCAB) == 148  # reserved by its name, and not in the data as 147 is
+    assert chosen("auto", pairs.VOCAB, {k: v for k, v in special.items() if k != 148}) == 149
+    assert chosen("<repo>", 150) == 146 and chosen("155", 150) == 155
+    for given, why in {
+        "<reserved_0>": "the data holds token 147 2 times",
+        "2": "the data holds token 2 1 times",
+        "140": "ends texts",
+        "160": "not in the vocabulary",
+        "<nothing>": "no such token",
+    }.items():
+        with pytest.raises(UserError, match=why):
+            chosen(given, 150)
+    with pytest.raises(UserError, match="every special token"):
+        chosen("auto", pairs.VOCAB, {140: "<eos>", 145: "<|user|>", 147: "<reserved_0>"})
+    with pytest.raises(UserError, match="give an id"):
+        choose_mask_id("auto", cfg, None, (), data)
+
+
+def test_started_from_a_folder() -> None:
+    """A P-EAGLE drafter goes on as it is, an EAGLE-3 one becomes P-EAGLE; what does not fit is named."""
+    target = load_decoder(pairs.target_folder())
+    data = TokenCounts(torch.zeros(pairs.VOCAB, dtype=torch.long))
+
+    def made(name: str, **settings: Any) -> Drafter:
+        cfg = TrainConfig(init=str(pairs.drafter_folder(name)), **settings)
+        return new_drafter(cfg, target, None, (), data)
+
+    for name, settings in (
+        ("p-eagle-4-reduced", {}),
+        ("eagle3-1", {"mask_token": "150"}),
+        ("p-eagle-1-wide", {"method": "eagle3"}),
+    ):
+        there = load_drafter(pairs.drafter_folder(name), target).state_dict()
+        drafter = made(name, **settings)
+        own = drafter.state_dict()
+        assert all(torch.equal(own[k], x) for k, x in there.items() if k in own)
+        assert own.keys() ^ there.keys() <= {"mask_hidden"}
+        assert drafter.cfg.parallel == (settings.get("method") != "eagle3")
+        assert all(p.requires_grad for p in drafter.parameters())
+    with pytest.raises(UserError, match="--layers 2: the drafter in .* has 4"):
+        made("p-eagle-4", layers=2)
+    with pytest.raises(UserError, match="--init .*nowhere: must be"):
+        new_drafter(TrainConfig(init="nowhere"), target, None, (), data)
+    with pytest.raises(UserError, match="--taps 9"):
+        drafter_config(TrainConfig(taps=(9,)), target.cfg, None)
+
+
+@pytest.mark.parametrize(("init", "skipped"), [("target", 2), ("target-first", 0)])
+def test_started_from_the_target(init: str, skipped: int) -> None:
+    target = load_decoder(pairs.target_folder())
+    data = TokenCounts(torch.zeros(pairs.VOCAB, dtype=torch.long))
+    cfg = TrainConfig(taps=(1, 2, 4), mask_token="150", layers=3, init=init)
+    own, theirs = new_drafter(cfg, target, None, (), data).state_dict(), target.state_dict()
+    copied = 0
+    for name, tensor in theirs.items():
+        number, _, part = name.removeprefix("layers.").partition(".")
+        if name.startswith("layers.") and skipped <= int(number) < skipped + 3:
+            if (same := own[f"layers.{int(number) - skipped}.{part}"]).shape == tensor.shape:
+                assert torch.equal(same, tensor)
+                copied += 1
+    assert copied == 3 * 6 - 1
+    wide, narrow = own["layers.0.self_attn.qkv_proj.weight"], theirs[f"layers.{skipped}.self_attn.qkv_proj.weight"]
+    assert torch.equal(wide[:, :64], narrow) and torch.allclose(wide[:, 64:], 0.1 * narrow)
+    assert torch.equal(own["layers.0.hidden_norm.weight"], theirs[f"layers.{skipped}.input_layernorm.weight"])
+    assert torch.equal(own["norm.weight"], theirs["norm.weight"])
+    with pytest.raises(UserError, match="--layers 6: the target has 5"):
+        new_drafter(replace(cfg, layers=6), target, None, (), data)

@@ -1,0 +1,258 @@
+"""A run that is killed, stopped or out of disk goes on as if nothing had happened: the same numbers, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import runs
+import torch
+from safetensors.torch import load_file
+
+from peagle.checkpoints.drafter import load_drafter
+from peagle.checkpoints.files import write_json, write_weights
+from peagle.checkpoints.target import load_decoder
+from peagle.data.batches import Cursor
+from peagle.errors import UserError
+from peagle.training.resume import RunFolder, Standing
+from peagle.training.run import train
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+EVERY_STEP = 1e-9  # minutes between saves
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def straight(home: Path) -> Path:
+    """20 steps in one go."""
+    torch.set_num_threads(1)
+    outcome = train(runs.recipe(home), home / "straight", "cpu")
+    assert outcome.finished and outcome.standing.step == 20
+    assert [line["step"] for line in runs.lines(home / "straight")] == [3, 6, 9, 12, 15, 18, 20]
+    return home / "straight"
+
+
+def check_same(out: Path, straight: Path) -> None:
+    assert runs.lines(out) == runs.lines(straight)
+    got, want = runs.saved(out), runs.saved(straight)
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[name], want[name]) for name in want)
+    files = [load_file(folder / "model.safetensors") for folder in (out, straight)]
+    assert files[0].keys() == files[1].keys()
+    assert all(torch.equal(files[0][name], files[1][name]) for name in files[1])
+
+
+def test_killed_in_a_save_and_in_a_step(home: Path, straight: Path) -> None:
+    out = home / "killed"
+    recipe = runs.recipe(home, save_minutes=EVERY_STEP)
+    process = runs.start(recipe, out, "--hang-in-save", "10")
+    runs.wait_for(process, "saving")
+    process.kill()
+    process.wait()
+    folder = RunFolder(out)
+    assert folder.newest() == folder.inner / "step-00000009-0"
+    assert [line["step"] for line in runs.lines(out)] == [3, 6, 9]
+
+    process = runs.start(recipe, out, "--slow", "0.2")
+    said = runs.wait_for(process, "step 12")
+    process.kill()  # somewhere in steps 12 to 14
+    process.wait()
+    assert "going on from step 9" in said
+
+    outcome = train(recipe, out, "cpu")
+    assert outcome.finished
+    check_same(out, straight)
+    assert sorted(p.name for p in folder.inner.glob("*")) == ["best", "data.json", "lock", "step-00000020-0"]
+
+
+def test_asked_to_stop(home: Path, straight: Path) -> None:
+    out = home / "stopped"
+    process = runs.start(runs.recipe(home), out, "--slow", "0.3")
+    runs.wait_for(process, "step 3")
+    os.kill(process.pid, signal.SIGINT)
+    said = runs.wait_for(process, '"finished"')
+    assert process.wait() == 0 and '"finished": false' in said and "stopping after this step" in said
+    newest = RunFolder(out).newest()
+    assert newest is not None and 3 <= int(newest.name.split("-")[1]) < 20
+    # what is there is a checkpoint already
+    load_drafter(out, load_decoder(runs.target_folder(home)))
+    assert train(runs.recipe(home), out, "cpu").finished
+    check_same(out, straight)
+    assert train(runs.recipe(home), out, "cpu").standing.step == 20  # nothing is left to do
+    check_same(out, straight)
+
+
+@pytest.fixture(scope="module")
+def level(home: Path) -> Path:
+    """7 steps in one go; their rate does not depend on how many there will be."""
+    train(runs.recipe(home, steps=7, decay="constant"), home / "level", "cpu")
+    return home / "level"
+
+
+def test_longer_than_it_was(home: Path, level: Path) -> None:
+    """The schedule is the longer one's from there on."""
+    out = home / "longer"
+    assert train(runs.recipe(home, steps=4, decay="constant"), out, "cpu").finished
+    assert train(runs.recipe(home, steps=7, decay="constant"), out, "cpu").finished
+    # the shorter run logged its last step, which the longer one had no reason to
+    assert [line for line in runs.lines(out) if line["step"] == 3] == runs.lines(level)[:1]
+    assert all(torch.equal(runs.saved(out)[name], x) for name, x in runs.saved(level).items() if name != "unlogged")
+
+
+def test_full_disk(home: Path, level: Path) -> None:
+    out = home / "full"
+    train(runs.recipe(home, steps=3, decay="constant"), out, "cpu")
+    recipe = runs.recipe(home, steps=7, decay="constant", save_minutes=EVERY_STEP)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, limits[1]))  # a state is larger, a checkpoint is not
+        with pytest.raises(UserError, match=r"cannot be written .*; the state of step 3 is whole"):
+            train(recipe, out, "cpu")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert RunFolder(out).newest() == RunFolder(out).inner / "step-00000003-0"
+    assert not list(RunFolder(out).inner.glob("unfinished*"))
+    assert train(recipe, out, "cpu").finished
+    check_same(out, level)
+
+
+def test_paused(home: Path) -> None:
+    """A process with no time left takes one step, saves, and says that it is not the end."""
+    outcome = train(runs.recipe(home), home / "paused", "cpu", stop_after=0.0)
+    assert (outcome.standing.step, outcome.finished) == (1, False)
+    assert RunFolder(home / "paused").standing() == outcome.standing
+
+
+def test_another_run_is_refused(home: Path, straight: Path) -> None:
+    with pytest.raises(UserError, match=r"another recipe: lr was 0.002, is 0.004 \(and 1 more\)"):
+        train(runs.recipe(home, lr=4e-3, seed=3), straight, "cpu")
+    with pytest.raises(UserError, match="--resume never"):
+        train(runs.recipe(home), straight, "cpu", resume="never")
+    with pytest.raises(UserError, match="--resume must"):
+        train(runs.recipe(home), home / "nowhere", "cpu", resume="must")
+    (home / "other").mkdir()
+    (home / "other" / "mine.txt").touch()
+    with pytest.raises(UserError, match="holds no run"):
+        train(runs.recipe(home), home / "other", "cpu")
+    with RunFolder(straight).locked(), pytest.raises(UserError, match="another process is training there"):
+        train(runs.recipe(home), straight, "cpu")
+    recipe = runs.recipe(home)
+    runs.data_file(home, rows=47)
+    try:
+        with pytest.raises(UserError, match="its data had 48 conversations, now 47"):
+            train(recipe, straight, "cpu")
+    finally:
+        runs.data_file(home)
+
+
+# Every moment at which a process can die
+
+
+class Killed(BaseException):
+    """Nobody catches it, so nothing is cleaned up."""
+
+
+class Reaper:
+    """Kills before the n-th change to the file system; a hook of the interpreter, so nothing escapes it."""
+
+    events = ("open", "os.rename", "os.link", "os.remove", "os.rmdir", "os.mkdir", "os.truncate", "shutil.rmtree")
+
+    def __init__(self) -> None:
+        self.left: int | None = None
+        sys.addaudithook(self._hook)
+
+    def _hook(self, event: str, args: tuple[object, ...]) -> None:
+        if self.left is None or event not in self.events:
+            return
+        if event == "open" and not (isinstance(args[1], str) and set(args[1]) & set("wax+")):
+            return
+        self.left -= 1
+        if self.left < 0:
+            self.left = None
+            raise Killed
+
+
+REAPER: list[Reaper] = []  # hooks stay for good, so there is one
+
+
+def reaper() -> Reaper:
+    if not REAPER:
+        REAPER.append(Reaper())
+    return REAPER[0]
+
+
+LAYOUT: list[list[object]] = [["w", [4], 0]]
+
+
+def write_version(folder: RunFolder, version: int) -> None:
+    """A checkpoint and a state that can be told from any other, also if they are mixed."""
+
+    def checkpoint(into: Path) -> None:
+        write_weights({"w": torch.full((4,), float(version))}, into)
+        write_json({"version": version}, into / "config.json")
+
+    folder.publish(checkpoint)
+    tensors = {"masters": torch.full((4,), float(version))}
+    folder.save(Standing(step=version // 2, tokens=version, cursor=Cursor(version, 1)), tensors, LAYOUT)
+
+
+def seen_version(folder: RunFolder) -> tuple[int, int]:
+    """Of the state and of the checkpoint on top, as the next process finds them; each must be of one piece."""
+    folder.tidy()
+    found = folder.load(LAYOUT)
+    assert found is not None
+    standing, tensors = found
+    assert standing.cursor.epoch == standing.tokens and torch.all(tensors["masters"] == standing.tokens)
+    top = int(load_file(folder.out / "model.safetensors")["w"][0])
+    assert not list(folder.out.glob(".*unfinished*"))
+    assert (folder.out / "config.json").read_text() == f'{{\n  "version": {top}\n}}\n'
+    return standing.tokens, top
+
+
+def test_killed_at_any_moment(tmp_path: Path) -> None:
+    moments = 0
+    for version in range(2, 90):
+        folder = RunFolder(tmp_path / "run")
+        if version == 2:
+            folder.create()
+            write_version(folder, version)
+        # steps are version // 2, so that the same step is also saved twice
+        before = seen_version(folder)
+        reaper().left = moments
+        try:
+            write_version(folder, 100 + version)
+            killed = False
+        except Killed:
+            killed = True
+        reaper().left = None
+        after = seen_version(folder)
+        assert after[0] in (before[0], 100 + version) and after[1] in (before[1], 100 + version)
+        assert not list(folder.inner.glob("unfinished*")) and len(list(folder.inner.glob("step-*"))) == 1
+        if not killed:
+            assert after == (100 + version, 100 + version)
+            assert moments > 15
+            return
+        moments += 1
+    raise AssertionError("it never came to an end")
+
+
+def test_damaged_states_are_named(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    write_version(folder, 8)
+    with pytest.raises(UserError, match="another shape"):
+        folder.load([["w", [5], 0]])
+    (folder.inner / "step-00000004-0" / "model.safetensors").write_bytes(b"half")
+    with pytest.raises(UserError, match=r"step-00000004-0.*damaged or truncated"):
+        folder.load(LAYOUT)
+    (folder.inner / "step-00000004-0" / "state.json").write_text("{")
+    with pytest.raises(UserError, match="not valid JSON"):
+        folder.load(LAYOUT)
