@@ -224,7 +224,7 @@ def check_draft_tokens(k: int) -> int:
 Objective = Literal["ce", "kl", "tv", "lk", "lk-hybrid"]
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 LK_ETA = 3.0  # how fast lk-hybrid turns from kl to tv as acceptance grows; the LK-losses paper's
-LOSS_LOGITS = 64 << 20  # logits of the student, and of the teacher, that live at once in the loss: 128 MB each in bf16
+LOSS_LOGITS = 128 << 20  # logits of the student, and of the teacher, that live at once in the loss: 256 MB each in bf16
 
 
 TapDtype = Literal["bfloat16", "fp8"]

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ from torch import BoolTensor, LongTensor
 from peagle.config import BatchDefaults
 from peagle.data.examples import Example, Examples, examples
 from peagle.errors import UserError
+from peagle.kernels.sending import sent
 
 __all__ = ["Batch", "Cursor", "Example", "Examples", "Packing", "batches", "examples", "pack"]
 
@@ -41,8 +43,8 @@ class Batch:
     row_ids: tuple[str, ...]  # of the rows in it, for messages
 
     def to(self, device: torch.device | str) -> Batch:
-        moved = {
-            name: getattr(self, name).to(device, non_blocking=True)
+        moved: dict[str, Any] = {
+            name: sent(getattr(self, name), device)
             for name in ("token_ids_N", "position_N", "start_N", "end_N", "asked_N")
         }
         return replace(self, **moved)

@@ -30,6 +30,7 @@ from peagle.kernels.paged_attention import OneSequence, Pages, paged_attention, 
 from peagle.kernels.rotary import Rotation
 from peagle.kernels.round_inputs import RoundInputs, SlotState, round_inputs
 from peagle.kernels.sampling import argmax, choose
+from peagle.kernels.sending import sent
 from peagle.kernels.verify import accept
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
@@ -206,7 +207,7 @@ class Runner:
 
     def _to_device(self, values: Sequence[object], dtype: torch.dtype = torch.long) -> Tensor:
         host = torch.tensor(values, dtype=dtype)
-        return host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else host
+        return sent(host, self.device)
 
     def _send(self, moved: list[Request]) -> None:
         """Tells the device which blocks and settings changed hands."""

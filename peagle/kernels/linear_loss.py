@@ -35,6 +35,7 @@ from torch import Tensor
 
 from peagle.config import LK_ETA, LOSS_LOGITS, OBJECTIVES, Objective
 from peagle.kernels.ranged_attention import takes_triton
+from peagle.kernels.sending import sent
 
 LEAST = 1e-30  # an acceptance below it is taken for it: where nothing is accepted, lk would be infinite
 
@@ -98,7 +99,7 @@ def plan(question_R: Tensor, most: int, device: torch.device) -> Plan:
         row = end
 
     def moved(x: NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(x).to(device, non_blocking=True)
+        return sent(torch.from_numpy(x), device)
 
     return Plan(moved(order), moved(positions), moved(spots), chunks)
 

@@ -31,6 +31,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from peagle.kernels.sending import sent
+
 # The plain path's scores of one chunk, all heads: 16 MB in fp32.
 _CHUNK_SCORES = 4 << 20
 # A chunk is closed when it would look at more than twice the keys its rows see, but not before it has this many rows.
@@ -76,7 +78,7 @@ class Ranges:
         return len(self.lo_R)
 
     def to(self, device: torch.device | str) -> Ranges:
-        return Ranges(self.lo_R.to(device, non_blocking=True), self.hi_R.to(device, non_blocking=True))
+        return Ranges(sent(self.lo_R, device), sent(self.hi_R, device))
 
     def row_spans(self, keys: int, tile: int) -> Tensor:
         """[4, tiles] int32, for each tile of keys: first, whole, broken, end. See the example above.

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from peagle.config import Objective
 from peagle.data.batches import Batch
+from peagle.kernels.sending import sent
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
 from peagle.training.attention import Chains, DepthZero, Steps
@@ -132,7 +133,7 @@ class BatchView:
         self.next_N = self.token_N.roll(-1)
 
     def moved(self, x: Tensor) -> Tensor:
-        return x.to(self.device, non_blocking=True)
+        return sent(x, self.device)
 
     def depth_zero(self) -> Leaves:
         attend = DepthZero(self.start_N)

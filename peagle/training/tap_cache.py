@@ -41,6 +41,7 @@ from peagle.checkpoints.files import read_json
 from peagle.config import CacheSettings, TapDtype
 from peagle.data.batches import Batch, Examples, Packing, pack
 from peagle.errors import UserError
+from peagle.kernels.sending import sent
 from peagle.models.decoder import Decoder
 from peagle.training.taps import Document, Online, TargetStates, documents, fingerprint, rows_in_order
 
@@ -387,4 +388,4 @@ class TapCache:
         return self._open[file]
 
     def _moved(self, x: Tensor) -> Tensor:
-        return x.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else x
+        return sent(x, self.device)
