@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -219,6 +220,7 @@ def test_tune_measures_rounds_and_says_how_many_drafts_pay(target: Path, tmp_pat
     table = tmp_path / "costs.json"
     shown = peagle(*ask, "--out", str(table))
     assert shown.returncode == 0 and "best K" in shown.stdout and str(table) in shown.stdout
+    assert re.search(r"memory: weights \d+ MiB, cache \d+ MiB", shown.stdout)
     kept = json.loads(table.read_text())["rounds"]
     assert {row["drafts"] for row in kept} == {0, 1, 2, 3, 5, 7} and all(row["ms"] > 0 for row in kept)
     wrong = peagle(*ask[:-1], "0.5,0.6")

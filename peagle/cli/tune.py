@@ -45,11 +45,12 @@ def tune(
         count.acceptance.assume(_rates(rates))
     best = {batch: max(count.choices, key=lambda k: count.tokens_per_second(batch, k)) for batch in table.batches}
     about = {"target": target, "drafter": drafter, "device": str(llm.runner.device)}
+    graphs, memory = llm.runner.graphs, llm.memory()
     if out is not None:
         table.save(out, **about)
     if as_json:
         rows = [{"batch": b, "drafts": k, "ms": round(s * 1e3, 4)} for (b, k), s in sorted(table.seconds.items())]
-        print(json.dumps({**about, "rounds": rows, "best": best, "rates": count.acceptance.rates}))
+        print(json.dumps({**about, "rounds": rows, "best": best, "rates": count.acceptance.rates, "memory": memory}))
         return
     from rich.table import Table
 
@@ -59,6 +60,9 @@ def tune(
         cells = [f"{s * 1e3:.2f}" if s is not None else "-" for s in costs]
         shown.add_row(str(batch), *cells, str(best[batch]), f"{count.tokens_per_second(batch, best[batch]):,.0f}")
     console().print(shown)
+    taken = ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in memory.items() if size)
+    recorded = f"{len(graphs.rounds)} rounds recorded in {graphs.seconds:.1f} s; " if graphs is not None else ""
+    print(f"{recorded}memory: {taken}")
     assumed = ", ".join(f"{r:.2f}" for r in count.acceptance.rates)
     print(f"for acceptance by position {assumed}" + ("" if rates else " (a guess: give --rates)"))
     if out is not None:

@@ -80,6 +80,19 @@ class LLM:
         self._tokenizer: PreTrainedTokenizerBase | None = None
         gc.freeze()  # what is loaded by now stays: no collection needs to look at it again
 
+    def memory(self) -> dict[str, int]:
+        """Bytes, by what they are for."""
+        parameters = {id(p): p.nbytes for p in self.target.model.parameters()}
+        caches = [self.runner.cache]
+        if self.drafter is not None:
+            parameters |= {id(p): p.nbytes for p in self.drafter.parameters()}
+            caches.append(self.runner.draft_cache)
+        return {
+            "weights": sum(parameters.values()),
+            "cache": sum(cache.keys.nbytes + cache.values.nbytes for cache in caches),
+            "graphs": self.runner.graphs.memory if self.runner.graphs is not None else 0,
+        }
+
     # The engine
 
     def step(self) -> list[Request]:
