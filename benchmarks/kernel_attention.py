@@ -282,7 +282,7 @@ def sweep(pool: Pool, points: tuple[tuple[int, int, int], ...]) -> None:
 
         point = (rows, batch, context)
         pages = pool.pages(batch, context, rows)[0]
-        usual = choose_launch(pages, model.heads, model.kv_heads, model.width, BLOCK, DTYPE, pool.k.device).splits
+        usual = choose_launch(pages, model.heads, model.kv_heads, model.width, BLOCK, DTYPE, pool.k.device).programs
         for launch in configurations(model, rows):
             for splits in sorted({usual, max(1, min(2 * usual, context // launch.tile + 1))}):
                 measure(replace(launch, splits=splits), False, point, timings)
@@ -467,8 +467,8 @@ def quick_launches(pool: Pool, rows: int, batch: int, context: int, shapes: tupl
     for tile, warps, stages, ahead in shapes:
         launch = replace(usual, tile=tile, warps=warps, stages=stages, ahead=ahead)
         found[launch] = None
-        if tile == 64 and 1 < 2 * usual.splits <= 64 and ahead:
-            found[replace(launch, splits=2 * usual.splits)] = None
+        if tile == 64 and 1 < 2 * usual.programs <= 64 and ahead:
+            found[replace(launch, splits=2 * usual.programs, programs=0)] = None
     return list(found)
 
 

@@ -229,12 +229,16 @@ LOSS_LOGITS = 128 << 20  # logits of the student, and of the teacher, that live 
 
 TapDtype = Literal["bfloat16", "fp8"]
 Method = Literal["p-eagle", "eagle3"]
+OptimizerKind = Literal["adamw", "muon"]
 Decay = Literal["cosine", "linear", "constant", "trapezoid"]
 LAYERS: Mapping[Method, int] = {"p-eagle": 4, "eagle3": 1}  # deeper pays only where a pass makes all drafts
 TRAIN_DEPTHS: Mapping[Method, int] = {"p-eagle": 8, "eagle3": 4}
 DEFAULT_EPOCHS = 4.0
+RUN_PER_WARMUP = 10  # a run is at least so many times as long as its warm-up
 TRAPEZOID_DECAY = 0.25  # share of the run in which a trapezoid falls; level before that
 LEAST_LR = 0.02  # of the highest, at the end of every decay
+MUON_MOMENTUM = 0.95
+MUON_SCALE = 0.2  # root mean square of its steps, over the rate; AdamW's are about as long
 GRAD_BUCKET = 64 << 20  # elements that are summed over ranks in one call: 256 MB
 CHUNK_BYTES = 3 << 29  # that a chunk of chains keeps for its way back, on a GPU with room: products are large enough
 CHUNK_HEADROOM = 0.85  # of free memory that is counted with, since an allocator never packs perfectly
@@ -273,8 +277,9 @@ class TrainConfig:
     epochs: float | None = setting(None, "Length in passes over the data; 4 if no other length is given.")
 
     lr: float = setting(1e-3, "The highest learning rate.")
-    warmup: int = setting(100, "Steps until it is reached.")
+    warmup: int = setting(100, "Steps until it is reached; a tenth of the run at most.")
     decay: Decay = setting("cosine", "cosine, linear, trapezoid (level, then linear) or constant.")
+    optimizer: OptimizerKind = setting("adamw", "adamw, or muon: orthogonal steps for matrices, AdamW for the rest.")
     beta1: float = setting(0.9, "AdamW's memory of the gradient.")
     beta2: float = setting(0.95, "AdamW's memory of its square.")
     weight_decay: float = setting(0.01, "Of matrices; norms, embeddings and the mask's hidden state have none.")
@@ -304,6 +309,7 @@ class TrainConfig:
             object.__setattr__(self, "taps", tuple(sorted(self.taps)))
         require(self.method in get_args(Method), "method", " or ".join(get_args(Method)))
         require(self.objective in OBJECTIVES, "objective", " or ".join(OBJECTIVES))
+        require(self.optimizer in get_args(OptimizerKind), "optimizer", " or ".join(get_args(OptimizerKind)))
         require(self.decay in get_args(Decay), "decay", " or ".join(get_args(Decay)))
         require(self.cache_dtype in get_args(TapDtype), "cache_dtype", " or ".join(get_args(TapDtype)))
         require(

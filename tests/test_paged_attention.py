@@ -193,19 +193,57 @@ def triton_paged(
     turn: str = "",
     ahead: int = 0,
     warps: int = 4,
+    programs: int = 0,
 ) -> None:
     """`turn`: "" (q and k come rotated), "plain" or "norm"."""
     from peagle.kernels.paged_attention_triton import Launch, paged_attention_triton
 
     case.build(dtype, device)
     pages = case.pages(device)
-    launch = Launch(tile, queries, splits, warps, 2 if dtype == torch.float32 else 3, ahead)
+    launch = Launch(tile, queries, splits, warps, 2 if dtype == torch.float32 else 3, ahead, programs)
     rotation = case.rotation(turn == "norm", dtype, device) if turn else None
     case.check(
         lambda *args: paged_attention_triton(*args, pages, case.window, launch=launch, rotation=rotation),
         tolerance(dtype),
         rotation,
     )
+
+
+def triton_bits(case: Case, dtype: torch.dtype, device: str, launches: list, turn: str = "") -> None:
+    """All rows at once by each of the launches (None: the usual one); each request alone; each row alone.
+
+    Wherever a row is computed, and with whomever, its bits are the same.
+    """
+    from peagle.kernels.paged_attention_triton import paged_attention_triton
+
+    case.build(dtype, device)
+    rotation = case.rotation(turn == "norm", dtype, device) if turn else None
+    batch, most = len(case.starts), max(case.rows)
+    caches = [case.cache_k.clone(), case.cache_v.clone()]
+    pages = case.pages(device)
+
+    def run(at: Tensor, some: Pages, launch) -> Tensor:
+        turned = Rotation(rotation.cos[at], rotation.sin[at], rotation.q_norm, rotation.k_norm, 1e-6) if turn else None
+        args = (case.q[at], case.k[at], case.v[at], *caches, some, case.window)
+        return paged_attention_triton(*args, launch=launch, rotation=turned)
+
+    every = torch.arange(batch * most, device=device)
+    outs = [run(every, pages, launch) for launch in launches]
+    live = [b * most + j for b in range(batch) for j in range(case.live[b])]
+    for out in outs[1:]:
+        assert torch.equal(out[live], outs[0][live])
+    written = [x.clone() for x in caches]
+    for b, count in enumerate(case.live):
+        if not count:
+            continue
+        own = Pages(pages.block_tables_BM[b : b + 1], pages.starts_B[b : b + 1], pages.live_B[b : b + 1], most)
+        at = every[b * most : (b + 1) * most]
+        assert torch.equal(run(at, own, launches[0])[:count], outs[0][at[:count]]), "a request alone"
+        for j in {0, count // 2, count - 1}:
+            one = Pages(own.block_tables_BM, own.starts_B + j, torch.ones_like(own.live_B), 1)
+            assert torch.equal(run(at[j : j + 1], one, launches[-1])[0], outs[0][at[j]]), "a row alone"
+    for cache, before in zip(caches, written, strict=True):
+        torch.testing.assert_close(cache, before, rtol=0, atol=0, equal_nan=True)
 
 
 def triton_prefill(case: Case, dtype: torch.dtype, device: str, rows: int, tile: int) -> None:
@@ -288,6 +326,8 @@ def mend_interpreter() -> None:
 
 
 def check_in_the_interpreter() -> None:
+    from peagle.kernels.paged_attention_triton import Launch
+
     mend_interpreter()
     # A kernel takes a second or so here: no shrinking, which would take minutes.
     phases = (Phase.explicit, Phase.generate)
@@ -301,9 +341,21 @@ def check_in_the_interpreter() -> None:
         splits=st.sampled_from([1, 2, 3, 5]),
         queries=st.sampled_from([16, 32]),
         turn=st.sampled_from(["", "plain", "norm"]),
+        programs=st.sampled_from([0, 1, 2, 3]),
     )
-    def paged(case: Case, tile: int, splits: int, queries: int, turn: str) -> None:
-        triton_paged(case, tile=tile, splits=splits, queries=queries, turn=turn, **exact)
+    def paged(case: Case, tile: int, splits: int, queries: int, turn: str, programs: int) -> None:
+        triton_paged(case, tile=tile, splits=splits, queries=queries, turn=turn, programs=programs, **exact)
+
+    @settings(same, max_examples=6)
+    @given(
+        case=cases(same_rows=True, most_rows=5, most_context=200, shapes=TILED),
+        splits=st.sampled_from([2, 3, 5]),
+        turn=st.sampled_from(["", "norm"]),
+    )
+    def bits(case: Case, splits: int, turn: str) -> None:
+        # numpy's products are held to the bit for one width alone, so all have 16 queries at a time
+        launches = [Launch(16, 16, splits, 4, 2, 0, programs) for programs in (1, 2, 0)]
+        triton_bits(case, launches=launches, turn=turn, **exact)
 
     @same
     @given(
@@ -314,6 +366,7 @@ def check_in_the_interpreter() -> None:
         triton_prefill(case, rows=shape[0], tile=shape[1], **exact)
 
     paged()
+    bits()
     prefill()
     half = Case(3, 3, 32, [70, 0, 33], [4, 4, 4], [4, 2, 0], None, True, True, 1)
     triton_paged(half, torch.float16, "cpu", 32, 2, 16, "plain")
@@ -328,11 +381,12 @@ def check_in_the_interpreter() -> None:
     case=cases(same_rows=True, most_rows=20, most_context=900, shapes=COMPILED),
     splits=st.sampled_from([1, 3, 16]),
     turn=st.sampled_from(["", "plain"]),
+    programs=st.sampled_from([0, 1, 2]),
 )
-def test_triton_paged_on_the_gpu(case: Case, splits: int, turn: str) -> None:
+def test_triton_paged_on_the_gpu(case: Case, splits: int, turn: str, programs: int) -> None:
     """Each shape by one of the launches that `choose_launch` makes, but query tiles narrow enough to need several."""
     tile, warps, ahead = (64, 4, 0) if case.group == 3 else (128, 8, 2)
-    triton_paged(case, torch.bfloat16, "cuda", tile, splits, 32, turn, ahead, warps)
+    triton_paged(case, torch.bfloat16, "cuda", tile, splits, 32, turn, ahead, warps, programs)
 
 
 @pytest.mark.gpu
@@ -353,28 +407,68 @@ def test_triton_paged_exactly_on_the_gpu(case: Case, splits: int, turn: str) -> 
     triton_paged(case, torch.float32, "cuda", 32, splits, 32, turn)
 
 
+def test_programs_have_all_tiles_between_them_a_share_at_a_time() -> None:
+    """The example in the kernels' docstring, then others, by the functions that the kernel is made of."""
+    from peagle.kernels import paged_attention_triton as kernels
+
+    tiles_of, tile_after, owner = (f.fn for f in (kernels._tiles_of, kernels._tile_after, kernels._owner))
+
+    def order(program: int, low: int, tiles: int, splits: int, programs: int) -> list[int]:
+        how = (low, tiles, splits, programs, programs == splits)
+        tile, place, found = low + program, program, []
+        for _ in range(tiles_of(program, *how)):
+            assert owner(tile, low, splits, programs, programs == splits) == program
+            found.append(tile)
+            tile, place = tile_after(tile, place, *how)
+        return found
+
+    assert [order(p, 0, 7, 3, 2) for p in range(2)] == [[0, 3, 6, 2, 5], [1, 4]]
+    for low, tiles, splits, programs in ((0, 9, 4, 3), (3, 11, 5, 2), (2, 16, 4, 4), (0, 3, 8, 2), (5, 12, 3, 1)):
+        used = min(programs, tiles - low)  # the others return before they ask
+        orders = [order(p, low, tiles, splits, programs) for p in range(used)]
+        assert sorted(sum(orders, [])) == list(range(low, tiles))
+        for one in orders:  # each share from its first tile to its last, none taken up again
+            firsts = [tile for tile in one if tile < low + splits]
+            assert one == [tile for first in firsts for tile in range(first, tiles, splits)]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(9, 3, 64), (32, 8, 128), (4, 2, 32)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_decides_the_bits_depends_on_no_batch_but_a_large_one(heads, kv_heads, width, dtype) -> None:
+    from peagle.kernels.paged_attention_triton import choose_launch
+
+    def decisive(batch: int, rows: int, blocks: int, max_context: int | None = None) -> tuple[int, ...]:
+        ints = torch.zeros(batch, dtype=torch.int32)
+        pages = Pages(torch.zeros(batch, blocks, dtype=torch.int32), ints, ints, rows, None, max_context)
+        launch = choose_launch(pages, heads, kv_heads, width, BLOCK, dtype, torch.device("cpu"))
+        assert 1 <= launch.programs <= launch.splits and launch.tile >= (64 if dtype == torch.bfloat16 else 32)
+        return launch.tile, launch.splits, launch.warps
+
+    last = 132 // kv_heads  # an H200's processors
+    sizes = (1, 2, 3, 4, 8, last)
+    few = {decisive(b, rows, m) for b in sizes for rows in (1, 3, 8, 40) for m in (1, 7, 128, 2048)}
+    assert few | {decisive(2, 8, 128, 0), decisive(2, 8, 128, 900)} == few and len(few) == 1
+    assert not few & {(32, 1, 4)} or kv_heads > 132
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("shape", "dtype"),
-    [(COMPILED[0], torch.bfloat16), (COMPILED[1], torch.bfloat16), (COMPILED[0], torch.float32)],
+    ("shape", "dtype", "turn"),
+    [
+        (COMPILED[0], torch.bfloat16, "plain"),
+        (COMPILED[1], torch.bfloat16, ""),
+        ((4, 8, 128), torch.bfloat16, "norm"),
+        (COMPILED[0], torch.float32, "plain"),
+    ],
 )
-@pytest.mark.parametrize("context", [5, 700])
-def test_bits_do_not_depend_on_the_rows(context: int, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
-    """The last of 13 rows, and the same row alone once the others are in the cache."""
-    from peagle.kernels.paged_attention_triton import paged_attention_triton
-
-    case = Case(*shape, [context, context + 50], [13, 13], [13, 13], None, True, True, 0)
-    case.build(dtype, "cuda")
-    rotation = case.rotation(False, dtype, "cuda")
-    caches, pages = (case.cache_k, case.cache_v), case.pages("cuda")
-    many = paged_attention_triton(case.q, case.k, case.v, *caches, pages, None, rotation=rotation)
-    at = torch.tensor([12, 25], device="cuda")
-    pages.starts_B += 12
-    pages.live_B.fill_(1)
-    pages.max_rows = 1
-    rotation = Rotation(rotation.cos[at], rotation.sin[at])
-    one = paged_attention_triton(case.q[at], case.k[at], case.v[at], *caches, pages, None, rotation=rotation)
-    assert torch.equal(one, many[at])
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("rows", [8, 13])
+def test_bits_do_not_depend_on_the_company(rows, window, shape, dtype, turn) -> None:
+    """By the usual launch: 8 requests of differing lengths, around the ends of tiles and beyond all shares, against
+    each alone and each row alone, which have other numbers of programs, other query tiles and one share fewer."""
+    starts = [0, 5, 60, 127, 250, 1023, 3000, 6000]
+    case = Case(*shape, starts, [rows] * 8, [rows] * 7 + [3], window, True, True, 0)
+    triton_bits(case, dtype, "cuda", [None], turn)
 
 
 @pytest.mark.gpu

@@ -6,10 +6,17 @@ and fp32, fp64 and training go to the plain torch twins (`*_torch`), which every
 CPU, in inference mode, has versions of fewer operations (`*_cpu`), and products of few rows in the way that measured
 fastest there.
 
-A row's result depends neither on the other rows nor on their number, as long as that stays on one side of FEW (of
-SKINNY for small shapes, which have one configuration for all): weights are the left operand of every product
-and rows the right one, so however many rows there are, each output sums the same products in the same order by the
-same instruction. Splitting K is part of a configuration, and parts are summed in order.
+A row's result depends neither on the other rows nor on their number, up to SKINNY rows for small shapes, and on
+either side of FEW for large ones. Weights are the left operand of every product and rows the right one, so however
+many rows there are, each output sums the same products in the same order by the same instruction: 16 of K at a time,
+one after another, whatever block_k, stages and warps are. That takes two configurations to be of one `kind`: both
+without a split of K, or the same one (parts are summed in order), and both below 64 columns (mma.sync) or not (wgmma).
+Sums of squares are taken in fp64, where their order does not show, so 1 / rms is the same by every kernel here.
+
+Large shapes whose two configurations differ in kind: (4096, 4096) and (4096, 14336), as o and down of 8 billion
+parameters. Those of more rows are split, since 32 columns without a split would read x twice as often as 64; so such a
+model's text may change where a round goes from at most FEW rows to more. More than `skinny_rows` go to cuBLAS, with a
+norm that is rounded before the product: other bits again.
 
 The norm before a product costs no launch where a product wrote its input (`linear_onto`): that one knows the rows.
 
@@ -57,7 +64,7 @@ _COUNTERS = 16384
 
 @dataclass(frozen=True)
 class Config:
-    """How one shape is computed. Stages, prefetch, lines and tma change the speed alone, the others also the rounding.
+    """How one shape is computed. `kind` says what of it the rounding depends on; the rest is for speed alone.
 
     block_n: output columns per program (a gated product takes that many gates and as many ups).
     prefetch: weights of each row (elements along K) a program asks into L2 before it waits for its predecessor.
@@ -78,6 +85,12 @@ class Config:
     tma: bool = False
     late: bool = False
 
+    @property
+    def kind(self) -> tuple[int, int, bool]:
+        """Configurations of one kind round alike: the parts that K is split into (1: none), the instruction, the norm's
+        place. wgmma takes 64 columns and the warps of a group."""
+        return self.split_k, 64 if self.block_n >= 64 and self.warps % 4 == 0 else 16, self.fuse_norm
+
 
 @dataclass(frozen=True)
 class Stream:
@@ -90,7 +103,7 @@ class Stream:
     x: Tensor
     norm_weight: Tensor | None = None  # of that norm
     scaled: Tensor | None = None  # x * norm_weight
-    squares: Tensor | None = None  # of x, summed over the columns of each program that wrote it: fp32 [programs, T]
+    squares: Tensor | None = None  # of x, summed over the columns of each program that wrote it: fp64 [programs, T]
     normed: Tensor | None = None  # the norm itself
 
 
@@ -316,9 +329,9 @@ if HAVE_TRITON:
 
     @triton.jit
     def _sum_in_any_order(x):
-        """Over the first axis. Who adds what to what depends on the number of rows, but so little of an fp64 sum does
-        that none of it is left in fp32."""
-        return tl.sum(x.to(tl.float64), 0).to(tl.float32)
+        """Over the first axis, in fp64. Who adds what to what depends on the number of rows and of columns a program
+        has, but so little of the sum does that none of it is left once it is rounded to fp32."""
+        return tl.sum(x.to(tl.float64), 0)
 
     # These change from launch to launch and must not cost a compilation each time.
     @triton.jit(do_not_specialize=["M", "squares_count"])
@@ -443,11 +456,11 @@ if HAVE_TRITON:
         if PDL and LATE:
             tl.extra.cuda.gdc_launch_dependents()
         if NORM:
-            squares = _sum_in_any_order(squares)
+            squares = _sum_in_any_order(squares).to(tl.float32)
 
         if SPLIT_K == 1:
             if their_squares is not None:
-                squares = _sum_in_any_order(their_squares)
+                squares = _sum_in_any_order(their_squares).to(tl.float32)
             _finish(
                 acc,
                 up,
@@ -501,7 +514,7 @@ if HAVE_TRITON:
                     residual = tl.load(residual_ptrs, mask=inside, other=0.0)
                 if squares_ptr is not None:
                     known = (tl.arange(0, BLOCK_SQUARES) < squares_count)[:, None] & used
-                    squares = _sum_in_any_order(tl.load(squares_ptrs, mask=known, other=0.0))
+                    squares = _sum_in_any_order(tl.load(squares_ptrs, mask=known, other=0.0)).to(tl.float32)
                 _finish(
                     acc,
                     up,
@@ -551,7 +564,7 @@ if HAVE_TRITON:
             total = (x + residual.to(tl.float32)).to(dtype)
             tl.store(total_ptr + row * K + k, total, mask=k < K)
             x = total.to(tl.float32)
-        y = x * tl.rsqrt(tl.sum(x * x, 0) / K + eps)
+        y = x * tl.rsqrt(_sum_in_any_order(x * x).to(tl.float32) / K + eps)
         # Rounded before the weight comes in, as the torch twin does.
         y = y.to(dtype).to(tl.float32) * weight.to(tl.float32)
         tl.store(y_ptr + row * K + k, y.to(dtype), mask=k < K)
@@ -560,7 +573,8 @@ if HAVE_TRITON:
     def _norm_row(x_ptr, weight, y_ptr, k, K, eps):
         dtype = x_ptr.dtype.element_ty
         x = tl.load(x_ptr + k, mask=k < K, other=0.0).to(tl.float32)
-        y = (x * tl.rsqrt(tl.sum(x * x, 0) / K + eps)).to(dtype).to(tl.float32) * weight.to(tl.float32)
+        inverse = tl.rsqrt(_sum_in_any_order(x * x).to(tl.float32) / K + eps)
+        y = (x * inverse).to(dtype).to(tl.float32) * weight.to(tl.float32)
         tl.store(y_ptr + k, y.to(dtype), mask=k < K)
 
     @triton.jit
@@ -768,8 +782,10 @@ def stream_triton(
     block_m = block_rows(T)
     tiles = triton.cdiv(columns, cfg.block_n)
     stream = Stream(y)
-    if next_norm is not None and triton.next_power_of_2(tiles) * block_m <= MOST_SQUARES:
-        next_squares = torch.empty(tiles, T, dtype=torch.float32, device=y.device)
+    # Not by T, on which it must not depend where all row counts have one configuration.
+    most_rows = FEW if T <= FEW and not _small(N, K) else SKINNY
+    if next_norm is not None and triton.next_power_of_2(tiles) * most_rows <= MOST_SQUARES:
+        next_squares = torch.empty(tiles, T, dtype=torch.float64, device=y.device)
         stream = Stream(y, next_norm, torch.empty_like(y), next_squares)
     partials = counters = None
     if cfg.split_k > 1:

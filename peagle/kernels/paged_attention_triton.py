@@ -1,14 +1,25 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, check-untyped-defs=False
 """The Triton versions of paged_attention.py: nothing on the host depends on a length, so CUDA graphs can hold them.
 
-`_paged_kernel`: a program has one sequence, one key/value head and one share of the keys, for all rows and all heads
-that share the keys, which are thus read once. Key tiles lie at fixed positions and go round robin to the shares, so
-which keys are added up with which depends on a row's position and on the number of shares, not on how many rows are
-computed together or on the length. Keys and values are the left operands of the products and rows the right ones, so
-however many rows there are, the same instructions sum them: the same row gets the same bits whether it is verified
-or decoded.
+`_paged_kernel`: a program has one sequence, one key/value head and some shares of the keys, for all rows and all heads
+that share the keys, which are thus read once.
 
-`_combine_kernel`: adds up the shares.
+The same row gets the same bits whether it is verified or decoded, and whoever is computed with it:
+- Key tiles lie at fixed positions and go round robin to the shares, whose number depends on the model and the GPU. So
+  which keys are added up with which depends on a row's position alone. How many programs there are for the shares
+  depends on the batch; a program with several computes one after another and leaves each by itself.
+- Tiles and shares that lie behind a row add exactly nothing to it: weights of 0, and a rescaling by 1.
+- Keys and values are the left operands of the products and rows the right ones: tiles of at least 64 keys are one kind
+  of instruction (wgmma) for any number of rows, and the sum over a tile's keys has one order.
+The exception is a batch with more heads than the GPU has processors, `batch * kv_heads > multiprocessors`. There one
+share has all keys, in smaller tiles for wide heads: other bits, the same ones for all such batches.
+
+With shares 0, 1, 2 for 7 tiles and 2 programs, tiles in the order in which they are computed, | where a share ends:
+
+    program 0   0 3 6 | 2 5 |
+    program 1   1 4 |
+
+`_combine_kernel`: adds up the shares, for all batches in one order.
 
 `_prefill_kernel`: a program has one tile of rows and one head.
 
@@ -72,6 +83,54 @@ def _shares(start, live, splits, window, TILE: tl.constexpr, WINDOWED: tl.conste
         low = tl.maximum(start - window + 1, 0) // TILE
     tiles = tl.maximum((start + live + TILE - 1) // TILE, 1)
     return low, tiles, tl.minimum(tiles - low, splits)
+
+
+@triton.jit
+def _owner(tile, low, splits, programs, WHOLE: tl.constexpr):
+    """Which program has a tile."""
+    place = (tile - low) % splits
+    return place if WHOLE else place % programs
+
+
+@triton.jit
+def _tiles_of(program, low, tiles, splits, programs, WHOLE: tl.constexpr):
+    """How many tiles a program that has any has: of each of its shares as many, and of the first ones one more."""
+    if WHOLE:
+        count = (tiles - low - program + splits - 1) // splits
+    else:
+        rounds, rest = (tiles - low) // splits, (tiles - low) % splits
+        shares = (splits - program + programs - 1) // programs
+        count = rounds * shares + (rest - program + programs - 1) // programs
+    return count
+
+
+@triton.jit
+def _tile_after(tile, place, low, tiles, splits, programs, WHOLE: tl.constexpr):
+    """The next tile of a program, and its share's place among those in use. After the last tile: any tile."""
+    tile += splits
+    if not WHOLE:
+        ends = tile >= tiles
+        place += ends * programs
+        tile += ends * (low + place - tile)
+    return tile, place
+
+
+@triton.jit
+def _sum_over_keys(total, PRECISION: tl.constexpr):
+    if PRECISION == "ieee":
+        # Who adds what to what depends on the number of queries, but so little of an fp64 sum does that none of it
+        # is left in fp32. With 16-bit inputs the products' layout adds in the same order for any number.
+        return tl.sum(total.to(tl.float64), 0).to(tl.float32)
+    else:
+        return tl.sum(total, 0)
+
+
+@triton.jit
+def _leave(best, sum_of, acc, parts, sums, at, valid, cols, D: tl.constexpr):
+    """A share's sums, at queries `at` of those that lie as [B, splits, G, rows * GROUP]."""
+    tl.store(parts + at[None, :] * D + cols[:, None], acc, mask=valid[None, :])
+    tl.store(sums + at * 2, best, mask=valid)
+    tl.store(sums + at * 2 + 1, sum_of, mask=valid)
 
 
 @triton.jit
@@ -167,12 +226,16 @@ def _paged_kernel(
     ROTATE: tl.constexpr,
     NORM: tl.constexpr,
     WINDOWED: tl.constexpr,
+    WHOLE: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """WHOLE: no program has more than one share with anything in it. The result of an only share then needs no
+    combination."""
     g = tl.program_id(0) % G
     query_tile = tl.program_id(0) // G
-    split = tl.program_id(1)
+    program = tl.program_id(1)
+    programs = tl.num_programs(1)
     b = tl.program_id(2)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -182,26 +245,34 @@ def _paged_kernel(
     slots = tl.arange(0, TILE)
     soon = tl.arange(0, TILE * max(AHEAD, 1))
     if AHEAD > 0 and not WINDOWED:
-        # Without a window the first tiles are known already. One wait for memory less, if some numbers are for nothing.
-        soon_pos = (split + soon // TILE * splits) * TILE + soon % TILE
+        # Without a window the first tiles are known already, if shares have one each. One wait for memory less, if some
+        # numbers are for nothing.
+        soon_pos = (program + soon // TILE * programs) * TILE + soon % TILE
         soon_block = tl.load(table + soon_pos // BLOCK, mask=soon_pos // BLOCK < table_width, other=0)
     # A sequence without live rows is an empty place of the batch: its start means nothing.
     start = tl.where(live > 0, start, 0)
     end = start + live
     low, tiles, used = _shares(start, live, splits, window, TILE, WINDOWED)
-    place = (split + splits - low % splits) % splits
-    if place >= used:
+    if program >= used:
         return  # others wait for the kernel ahead
-    first = low + place
+    place = program
+    tile = low + place
+    count = _tiles_of(program, low, tiles, splits, programs, WHOLE)
+    owns_first = _owner(start // TILE, low, splits, programs, WHOLE) == program
+    owns_last = _owner(tiles - 1, low, splits, programs, WHOLE) == program
+    brings = owns_first | owns_last | (tiles - start // TILE > 2)  # new rows, perhaps
     if AHEAD > 0:
         # The first tiles, while the kernel ahead still runs; the loop asks for the others AHEAD of their use.
         if WINDOWED:
-            soon_pos = (first + soon // TILE * splits) * TILE + soon % TILE
+            soon_pos = (tile + soon // TILE * programs) * TILE + soon % TILE
             soon_block = tl.load(table + soon_pos // BLOCK, mask=soon_pos < start, other=0)
         soon_at = soon_block.to(tl.int64) * block_step + (soon_pos % BLOCK) * slot_step + g * head_step
         _prefetch(cache_k, soon_at, soon_pos < start, D)
         _prefetch(cache_v, soon_at, soon_pos < start, D)
-        next_pos = (first + AHEAD * splits) * TILE + slots
+        next_tile, next_place = tile, place
+        for _ in tl.static_range(AHEAD):
+            next_tile, next_place = _tile_after(next_tile, next_place, low, tiles, splits, programs, WHOLE)
+        next_pos = next_tile * TILE + slots
         next_block = tl.load(table + next_pos // BLOCK, mask=next_pos < start, other=0)
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -222,13 +293,14 @@ def _paged_kernel(
     best = tl.zeros((QUERIES,), tl.float32) - float("inf")
     total = tl.zeros((TILE, QUERIES), tl.float32)
     acc = tl.zeros((D, QUERIES), tl.float32)
+    part = (b.to(tl.int64) * splits * G + g) * (rows * GROUP) + m  # of the first share
 
-    # New rows of this share's tiles go to the cache first, and are then read back like all the others: no second way
+    # New rows of this program's tiles go to the cache first, and are then read back like all the others: no second way
     # through the loop. Programs of further query tiles write the same once more, as they cannot wait for each other.
-    if first + tl.maximum((start // TILE - first + splits - 1) // splits, 0) * splits < tiles:
+    if brings:
         for n in tl.range(0, live, NEW, num_stages=1):
             fresh = start + n + tl.arange(0, NEW)
-            mine = (fresh < end) & (fresh // TILE % splits == split)
+            mine = (fresh < end) & (_owner(fresh // TILE, low, splits, programs, WHOLE) == program)
             to_block = tl.load(table + fresh // BLOCK, mask=mine, other=0).to(tl.int64)
             to = (to_block * block_step + (fresh % BLOCK) * slot_step + g * head_step)[:, None] + cols[None, :]
             new = b.to(tl.int64) * rows + n + tl.arange(0, NEW)
@@ -245,20 +317,24 @@ def _paged_kernel(
         tl.debug_barrier()
 
     # Block numbers are fetched a tile before they are needed: in the same step every load would wait for another.
-    block = tl.load(table + (first * TILE + slots) // BLOCK, mask=first * TILE + slots < end, other=0)
-    for tile in range(first, tiles, splits):
+    block = tl.load(table + (tile * TILE + slots) // BLOCK, mask=tile * TILE + slots < end, other=0)
+    # One loop over the tiles of all shares, so that the next share's keys are on their way while one is computed.
+    for _ in range(count):
         pos = tile * TILE + slots
         known = (pos < end)[:, None]
         at = (block.to(tl.int64) * block_step + (pos % BLOCK) * slot_step + g * head_step)[:, None] + cols[None, :]
         keys = tl.load(cache_k + at, mask=known, other=0.0)
         values = tl.load(cache_v + at, mask=known, other=0.0)
-        after = pos + splits * TILE
+        share, last = tile % splits, tile + splits >= tiles
+        tile, place = _tile_after(tile, place, low, tiles, splits, programs, WHOLE)
+        after = tile * TILE + slots
         block = tl.load(table + after // BLOCK, mask=after < end, other=0)
         if AHEAD > 0:
             next_at = next_block.to(tl.int64) * block_step + (next_pos % BLOCK) * slot_step + g * head_step
             _prefetch(cache_k, next_at, next_pos < start, D)
             _prefetch(cache_v, next_at, next_pos < start, D)
-            next_pos += splits * TILE
+            next_tile, next_place = _tile_after(next_tile, next_place, low, tiles, splits, programs, WHOLE)
+            next_pos = next_tile * TILE + slots
             next_block = tl.load(table + next_pos // BLOCK, mask=next_pos < start, other=0)
         scores = tl.dot(keys, queries, input_precision=PRECISION) * scale
         seen = pos[:, None] <= own[None, :]
@@ -266,25 +342,22 @@ def _paged_kernel(
             seen = seen & (pos[:, None] > own[None, :] - window)
         scores = tl.where(seen, scores, float("-inf"))
         best, total, acc = _step_by_keys(scores, values, best, total, acc, PRECISION)
-
-    heads = G * GROUP
-    if PRECISION == "ieee":
-        # Who adds what to what depends on the number of queries, but so little of an fp64 sum does that none of it
-        # is left in fp32. With 16-bit inputs the products' layout adds in the same order for any number.
-        sum_of = tl.sum(total.to(tl.float64), 0).to(tl.float32)
-    else:
-        sum_of = tl.sum(total, 0)
-    if used == 1:
-        result = acc / tl.where(sum_of > 0.0, sum_of, 1.0)[None, :]
-        out_at = out + (row * heads * D + head * D)[None, :] + cols[:, None]
-        tl.store(out_at, result.to(out.dtype.element_ty), mask=valid[None, :])
-    else:
-        # Partial sums lie as [B, splits, G, rows * GROUP].
-        step = G * rows * GROUP
-        part = b.to(tl.int64) * splits * step + g * rows * GROUP + split * step + m
-        tl.store(parts + part[None, :] * D + cols[:, None], acc, mask=valid[None, :])
-        tl.store(sums + part * 2, best, mask=valid)
-        tl.store(sums + part * 2 + 1, sum_of, mask=valid)
+        if not WHOLE:
+            if last:
+                sum_of = _sum_over_keys(total, PRECISION)
+                _leave(best, sum_of, acc, parts, sums, part + share * (G * rows * GROUP), valid, cols, D)
+            best = tl.where(last, float("-inf"), best)
+            total = tl.where(last, 0.0, total)
+            acc = tl.where(last, 0.0, acc)
+    if WHOLE:
+        sum_of = _sum_over_keys(total, PRECISION)
+        if used == 1:
+            result = acc / tl.where(sum_of > 0.0, sum_of, 1.0)[None, :]
+            out_at = out + (row * (G * GROUP * D) + head * D)[None, :] + cols[:, None]
+            tl.store(out_at, result.to(out.dtype.element_ty), mask=valid[None, :])
+        else:
+            share = (low + program) % splits
+            _leave(best, sum_of, acc, parts, sums, part + share * (G * rows * GROUP), valid, cols, D)
 
 
 @triton.jit(do_not_specialize=["rows", "splits", "window"])  # one compilation for all of them
@@ -304,6 +377,7 @@ def _combine_kernel(
     QUERIES: tl.constexpr,
     SPLITS: tl.constexpr,
     WINDOWED: tl.constexpr,
+    WHOLE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     g = tl.program_id(1)
@@ -324,7 +398,7 @@ def _combine_kernel(
     ok = filled[None, :] & valid[:, None]
     if PDL:
         tl.extra.cuda.gdc_wait()  # also with nothing to add up: the next kernel waits only for this one
-    if used == 1:
+    if WHOLE and used == 1:
         return  # the only share wrote the result
     # All at once, as one wait for memory costs more than the rest. .cg: past the L1, which may hold what was there
     # before.
@@ -498,14 +572,16 @@ def _write_kernel(
 
 @dataclass(frozen=True)
 class Launch:
-    """What the paged kernel is compiled and launched with."""
+    """What the paged kernel is compiled and launched with. Tile, splits and warps decide which keys are added up with
+    which, and must not depend on the batch; the others are for speed alone."""
 
     tile: int  # keys at a time
     queries: int  # rows x heads of a group at a time; more go to several programs
-    splits: int
+    splits: int  # shares
     warps: int
     stages: int
     ahead: int  # tiles asked into the L2 ahead of their use: a power of two, or 0: none
+    programs: int = 0  # for the shares; 0: one each
 
 
 @dataclass(frozen=True)
@@ -535,23 +611,32 @@ def _multiprocessors(device: torch.device) -> int:
     return _sm_counts[device]
 
 
+def _most_tiles(pages: Pages, block_size: int, tile: int) -> int:
+    """That a sequence can have, its new rows included."""
+    most = pages.block_tables_BM.shape[1] * block_size
+    if pages.max_context is not None:
+        most = min(most, pages.max_context + pages.max_rows)
+    return max(1, triton.cdiv(most, tile))
+
+
 def choose_launch(
     pages: Pages, heads: int, kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> Launch:
-    """Only the query tile depends on the number of rows: the rest decides which keys are added up with which."""
-    batch, width = pages.block_tables_BM.shape
-    context = pages.max_context if pages.max_context is not None else width * block_size
+    """Nothing that decides which keys are added up with which depends on the number of rows, of requests, or on the
+    longest context; but for one step, from few requests to many."""
+    batch = len(pages.block_tables_BM)
     queries = max(_MIN_QUERIES, triton.next_power_of_2(pages.max_rows * (heads // kv_heads)))
-    splits = _FILL * _multiprocessors(device) // (batch * kv_heads)
-    if dtype == torch.float32:
-        splits = max(1, min(splits, _MAX_SPLITS, triton.cdiv(context, 32) + 1))
-        return Launch(tile=32, queries=min(queries, 32), splits=splits, warps=4, stages=2, ahead=0)
+    processors = _FILL * _multiprocessors(device)
     # Few programs: each has its processor to itself, and what counts is how often it waits for memory. Many: several
     # to a processor, which wait in turns.
-    few = splits >= 1
-    tile = (128 if few else 32) if head_dim >= 128 else 64
-    alone = few and (splits >= _LONG_SPLITS or head_dim < 128)  # a request's keys are cut into many short pieces
-    splits = max(1, min(splits, _MAX_SPLITS, triton.cdiv(context, tile) + 1))
+    few = batch * kv_heads <= processors
+    exact = dtype == torch.float32
+    tile = 32 if exact else 64 if head_dim < 128 else 128 if few else 32
+    splits = max(1, min(processors // kv_heads, _MAX_SPLITS)) if few else 1
+    programs = max(1, min(processors // (batch * kv_heads), splits, _most_tiles(pages, block_size, tile)))
+    if exact:
+        return Launch(tile, min(queries, 32), splits, warps=4, stages=2, ahead=0, programs=programs)
+    alone = few and (programs >= _LONG_SPLITS or head_dim < 128)  # a request's keys are cut into many short pieces
     return Launch(
         tile=tile,
         queries=min(queries, _MAX_QUERIES),
@@ -559,6 +644,7 @@ def choose_launch(
         warps=max(4, tile // 16),
         stages=2 if few and not alone else 3,
         ahead=256 // tile if alone else 0,
+        programs=programs,
     )
 
 
@@ -597,6 +683,7 @@ def paged_attention_triton(
     if launch is None:
         launch = choose_launch(pages, heads, kv_heads, q_THd.shape[-1], block_size, q_THd.dtype, q_THd.device)
     assert launch.tile % block_size == 0 or block_size % launch.tile == 0
+    programs = min(launch.programs or launch.splits, launch.splits)
     steps = _cache_steps(cache_k, cache_v)
     ahead = launch.ahead if cache_k.is_cuda else 0  # the interpreter knows nothing of it
     cos = sin = q_norm = k_norm = q_THd  # not looked at, but typed
@@ -615,8 +702,9 @@ def paged_attention_triton(
     parts = torch.empty((shares, width), dtype=torch.float32, device=out.device)
     sums = torch.empty((shares, 2), dtype=torch.float32, device=out.device)
     shared = {"G": kv_heads, "GROUP": group, "D": width, "TILE": launch.tile}
-    shared |= {"WINDOWED": window is not None, "PDL": pdl, "launch_pdl": pdl}
-    _paged_kernel[(kv_heads * query_tiles, launch.splits, batch)](
+    whole = programs >= min(launch.splits, _most_tiles(pages, block_size, launch.tile))
+    shared |= {"WINDOWED": window is not None, "WHOLE": whole, "PDL": pdl, "launch_pdl": pdl}
+    _paged_kernel[(kv_heads * query_tiles, programs, batch)](
         q_THd,
         k_TGd,
         v_TGd,
@@ -657,6 +745,7 @@ def paged_attention_triton(
         enable_fp_fusion=rotation is None,  # a rotation is two rounded products and a rounded sum, as torch has it
     )
     if launch.splits > 1:
+        # By nothing that depends on the batch, as these decide the order of the sum.
         split_block = triton.next_power_of_2(launch.splits)
         queries = max(1, 16 // split_block)
         _combine_kernel[(triton.cdiv(rows * group, queries), kv_heads, batch)](

@@ -1,9 +1,10 @@
-"""A module's trainable parameters as one flat buffer: exact gradients, fp32 masters, AdamW.
+"""A module's trainable parameters as one flat buffer: exact gradients, fp32 masters, AdamW or Muon.
 
 Knows nothing about losses, schedules or drafters. Parameters become pieces of a flat `working` buffer, decayed ones
 first, so that copying, clipping, summing over ranks and AdamW's step are a call or two each, whatever the module.
+If Muon is asked for, the first pieces, which are the maps between hidden states, are its own and AdamW has the rest.
 
-- In bf16 AdamW works on fp32 `masters`, which are rounded into `working` after every step.
+- In bf16 steps are taken on fp32 `masters`, which are rounded into `working` after every step.
 - In fp32 and fp64 the working parameters are their own masters.
 - Gradients gather in `grad`, in the masters' precision: after each backward pass what lies in a parameter's `.grad`
   is added there and dropped, so that the many small gradients of a step's chunks are not rounded against their sum.
@@ -11,7 +12,7 @@ first, so that copying, clipping, summing over ranks and AdamW's step are a call
 Worked example, a matrix A of 2 x 3 and a vector b of 2, pieces rounded up to 4 elements: A has places 0 to 5 of the
 decayed 0..8, b has 8 and 9 of the others 8..12. Padding is zero and stays so.
 
-Shapes: P places of the flat buffer.
+Shapes: P places of the flat buffer, A of them AdamW's.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from peagle.config import TrainConfig
+from peagle.training.muon import Muon, merged_rows
 
 ALIGN = 64  # elements: pieces begin where every kernel can load fast
 EPS = 1e-8  # AdamW's
@@ -50,9 +52,14 @@ def is_decayed(name: str, shape: tuple[int, ...]) -> bool:
     return len(shape) == 2 and not name.startswith("embed_tokens.")
 
 
+def is_map(name: str, shape: tuple[int, ...]) -> bool:
+    """Matrices from hidden states to hidden states. A head's rows are tokens, each learnt from where it is met."""
+    return is_decayed(name, shape) and not name.startswith("lm_head.")
+
+
 def lay_out(shapes: Iterable[tuple[str, tuple[int, ...]]], align: int = ALIGN) -> tuple[list[Piece], int, int]:
-    """The pieces, decayed ones first; the places of those; the places of all."""
-    shapes = list(shapes)
+    """The pieces, decayed ones first and of those maps first; the places of decayed ones; the places of all."""
+    shapes = sorted(shapes, key=lambda named: not is_map(*named))
     pieces: list[Piece] = []
     place = boundary = 0
     for decayed in (True, False):
@@ -87,10 +94,24 @@ class Optimizer:
         self._parameters = [(parameters[piece.name], piece.of(self.grad_P)) for piece in self.pieces]
         self.own_masters = kind == exact
         self.masters_P = self.working_P if self.own_masters else self.working_P.to(exact)
-        self.exp_avg_P, self.exp_avg_sq_P = torch.zeros_like(self.masters_P), torch.zeros_like(self.masters_P)
+        self.muon = self._muon(module, cfg) if cfg.optimizer == "muon" else None
+        first_place = 0 if self.muon is None else len(self.muon.momentum_M)
+        self.exp_avg_A, self.exp_avg_sq_A = (torch.zeros_like(self.masters_P[first_place:]) for _ in range(2))
         self.taken = torch.zeros((), dtype=torch.float32, device=device)  # steps
-        self.parts = ((slice(0, boundary), cfg.weight_decay), (slice(boundary, size), 0.0))
+        self.parts = []
+        for start, end, decay in ((first_place, boundary, cfg.weight_decay), (boundary, size, 0.0)):
+            if start < end:
+                own, moments = slice(start, end), slice(start - first_place, end - first_place)
+                views = (self.masters_P[own], self.grad_P[own], self.exp_avg_A[moments], self.exp_avg_sq_A[moments])
+                self.parts.append((views, decay))
         self.betas = (cfg.beta1, cfg.beta2)
+
+    def _muon(self, module: nn.Module, cfg: TrainConfig) -> Muon:
+        own = [piece for piece in self.pieces if is_map(piece.name, piece.shape)]
+        places = next((p.start for p in self.pieces if p not in own), len(self.masters_P))
+        merged = merged_rows(module)
+        maps = [x for p in own for x in p.of(self.grad_P).split(merged.get(p.name, p.shape[0]))]
+        return Muon(self.masters_P[:places], self.grad_P[:places], maps, cfg.weight_decay)
 
     @torch.no_grad()
     def collect(self) -> Tensor:
@@ -105,16 +126,18 @@ class Optimizer:
         """One step on the collected gradients, which are gone then. Returns the length they had, on the device."""
         grad_P = self.collect()
         norm = torch.linalg.vector_norm(grad_P)
-        wrong = (~norm.isfinite()).float()
-        too_long = (norm / self.clip).clamp(min=1.0).float() if self.clip else None  # what gradients are divided by
+        finite = norm.isfinite()
+        too_long = (norm / self.clip).clamp(min=1.0) if self.clip else None  # what gradients are divided by
+        if self.muon is not None:
+            self.muon.step(lr, too_long, finite)
         self.taken += 1
-        for part, decay in self.parts:
+        for (masters, grad, exp_avg, exp_avg_sq), decay in self.parts:
             # what torch.optim.AdamW(fused=True) calls; a gradient that is not finite changes nothing
             torch._fused_adamw_(
-                [self.masters_P[part]],
-                [grad_P[part]],
-                [self.exp_avg_P[part]],
-                [self.exp_avg_sq_P[part]],
+                [masters],
+                [grad],
+                [exp_avg],
+                [exp_avg_sq],
                 [],
                 [self.taken],
                 lr=lr,
@@ -124,8 +147,8 @@ class Optimizer:
                 eps=EPS,
                 amsgrad=False,
                 maximize=False,
-                grad_scale=too_long,
-                found_inf=wrong,
+                grad_scale=None if too_long is None else too_long.float(),
+                found_inf=(~finite).float(),
             )
         if not self.own_masters:
             self.working_P.copy_(self.masters_P)
@@ -134,7 +157,8 @@ class Optimizer:
 
     def state(self) -> dict[str, Tensor]:
         """Everything a step depends on. The working parameters are the masters, rounded."""
-        return {"masters": self.masters_P, "exp_avg": self.exp_avg_P, "exp_avg_sq": self.exp_avg_sq_P}
+        own = {"momentum": self.muon.momentum_M} if self.muon is not None else {}
+        return {"masters": self.masters_P, "exp_avg": self.exp_avg_A, "exp_avg_sq": self.exp_avg_sq_A, **own}
 
     @torch.no_grad()
     def restore(self, tensors: dict[str, Tensor], step: int) -> None:

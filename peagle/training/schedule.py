@@ -2,7 +2,11 @@
 
 Knows nothing about optimizers or clocks: the seconds of training so far are given, and those of earlier processes
 count, so a run that is resumed goes on where it was. A run has a length in steps, in minutes, or both; how far it is
-is the larger share. Warm-up goes by steps, decay by that share.
+is the larger share. Decay goes by that share. Warm-up goes by steps, but takes a tenth of the run at most: of its
+steps, where they are known, and of its minutes. All of it follows from the step, that share and the length alone, so
+a resumed run has the rates it would have had; one that is made longer has the longer one's from there on.
+
+    warm-up of 100     1,000 steps or more: 100 steps     200 steps: 20     10 minutes: 100 steps or 1 minute
 
     cosine     falls from the first step on          trapezoid  level until the last quarter, then linear
     linear     the same, straight                    constant   never falls
@@ -13,13 +17,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from peagle.config import DEFAULT_EPOCHS, LEAST_LR, TRAPEZOID_DECAY, Decay, TrainConfig
+from peagle.config import DEFAULT_EPOCHS, LEAST_LR, RUN_PER_WARMUP, TRAPEZOID_DECAY, Decay, TrainConfig
 
 
 @dataclass(frozen=True)
 class Schedule:
     lr: float
-    warmup: int
+    warmup: int  # steps, at most
     decay: Decay
     steps: int | None
     minutes: float | None
@@ -32,7 +36,8 @@ class Schedule:
         if epochs is not None:
             passes = max(1, math.ceil(epochs * steps_per_epoch))
             steps = passes if steps is None else min(steps, passes)
-        return cls(cfg.lr, cfg.warmup, cfg.decay, steps, cfg.minutes)
+        warmup = cfg.warmup if steps is None else min(cfg.warmup, steps // RUN_PER_WARMUP)
+        return cls(cfg.lr, warmup, cfg.decay, steps, cfg.minutes)
 
     def done(self, step: int, seconds: float) -> float:
         """0 at the start, 1 at the end."""
@@ -42,7 +47,8 @@ class Schedule:
 
     def rate(self, step: int, done: float) -> float:
         """Of step `step`, counted from 0."""
-        return self.lr * min(1.0, (step + 1) / max(self.warmup, 1)) * self._fallen(done)
+        risen = max((step + 1) / max(self.warmup, 1), RUN_PER_WARMUP * done)
+        return self.lr * min(1.0, risen) * self._fallen(done)
 
     def _fallen(self, done: float) -> float:
         if self.decay == "constant":
