@@ -6,7 +6,7 @@ and fp32, fp64 and training go to the plain torch twins (`*_torch`), which every
 CPU, in inference mode, has versions of fewer operations (`*_cpu`), and products of few rows in the way that measured
 fastest there.
 
-A row's result depends neither on the other rows nor on their number, up to SKINNY rows for small shapes, and on
+A row's result depends neither on the other rows nor on their number, up to TILED rows for small shapes, and on
 either side of FEW for large ones. Weights are the left operand of every product and rows the right one, so however
 many rows there are, each output sums the same products in the same order by the same instruction: 16 of K at a time,
 one after another, whatever block_k, stages and warps are. That takes two configurations to be of one `kind`: both
@@ -48,7 +48,8 @@ try:
 except ImportError:  # no Triton for this machine: the torch twins and cuBLAS do everything
     HAVE_TRITON = False
 
-SKINNY = 64  # most rows the Triton product takes
+SKINNY = 64  # most rows of one program of the Triton product
+TILED = 512  # most rows it takes where K is small: in tiles of SKINNY, so that a row's bits stay what they are
 FEW = 16  # up to here a shape has one configuration, above it may have another, or go to cuBLAS
 SHARED_BYTES = 226 * 1024  # of one processor, for all programs on it
 
@@ -376,7 +377,7 @@ if HAVE_TRITON:
         tile = tl.program_id(0)
         part = tl.program_id(1)
         n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        m = tl.arange(0, BLOCK_M)
+        m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
         k = tl.arange(0, BLOCK_K)
         inside = (n < N)[:, None] & (m < M)[None, :]
         # Past the last weight row the last one is read again: no mask in the loop, and nothing of it is stored.
@@ -634,14 +635,18 @@ def config_for(T: int, N: int, K: int, glu: bool) -> Config:
     tile_bytes = (config.block_n * (2 if glu else 1) + block_rows(T)) * config.block_k * 2
     steps = triton.cdiv(K, config.block_k * config.split_k)
     stages = max(2, min(config.stages, SHARED_BYTES // tile_bytes, steps + 1))
+    if T > SKINNY:  # several programs to a processor, and every weight is asked for by several
+        return replace(config, stages=min(stages, 4), prefetch=0)
     return replace(config, stages=stages, prefetch=min(config.prefetch, _power_of_two_within(K)))
 
 
 def skinny_rows(N: int, K: int, glu: bool) -> int:
-    """Most rows for which the Triton product is faster than cuBLAS with its small kernels."""
-    if (N, K, glu) in TUNED:
-        return FEW if TUNED[N, K, glu][1] is None else SKINNY
-    return SKINNY if _small(N, K) or _many_rows(N, K, glu) is not None else FEW
+    """Most rows that go to the Triton product: as long as it is faster than cuBLAS with its small kernels, and in small
+    models a whole batch of rounds, since cuBLAS rounds otherwise and would let a text depend on its company."""
+    many = TUNED[N, K, glu][1] if (N, K, glu) in TUNED else _many_rows(N, K, glu)
+    if _small(N, K) or (many is not None and K < 1024):
+        return TILED
+    return SKINNY if many is not None else FEW
 
 
 def _small(N: int, K: int) -> bool:
@@ -766,7 +771,7 @@ def stream_triton(
         x_TK = x
     assert x_TK is not None
     (T, K), N = x_TK.shape, weight_NK.shape[0]
-    assert T <= SKINNY and weight_NK.shape[1] == K and weight_NK.is_contiguous() and not (glu and N % 2), (T, N, K)
+    assert T <= TILED and weight_NK.shape[1] == K and weight_NK.is_contiguous() and not (glu and N % 2), (T, N, K)
     assert x_TK.stride(1) == 1 or K == 1, "rows of x must be contiguous"
     columns = N // 2 if glu else N
     assert residual is None or (residual.shape == (T, columns) and residual.stride(1) == 1), "residual"
@@ -774,6 +779,7 @@ def stream_triton(
     if T == 0:
         return Stream(y)
     cfg = config or config_for(T, N, K, glu)
+    assert T <= SKINNY or cfg.split_k == 1, "parts of K meet at one counter for all rows"
     if pdl is None:
         pdl = supports_pdl(x_TK.device)
     if norm_weight is not None and not cfg.fuse_norm:
@@ -802,7 +808,7 @@ def stream_triton(
     prefetch = min(cfg.prefetch, _power_of_two_within(steps * cfg.block_k if even else K)) if pdl else 0
     if prefetch < 64 or K % 8 or weight_NK.data_ptr() % 16 or not (even or cfg.split_k == 1):
         prefetch = 0
-    _linear_kernel[(tiles, cfg.split_k)](
+    _linear_kernel[(tiles, cfg.split_k, triton.cdiv(T, block_m))](
         x_TK,
         weight_NK,
         descriptor,
