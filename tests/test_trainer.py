@@ -150,6 +150,22 @@ def test_schedules() -> None:
     assert rates("linear")[50] == pytest.approx(0.51)
 
 
+def test_warm_up_is_a_tenth_at_most() -> None:
+    """Of the steps or of the minutes, whichever is over first; the example of the module's docstring."""
+
+    def full_at(seconds_per_step: float, **length: float) -> int:
+        """The first step, counted from 1, that has the whole rate; before it the rate only rises."""
+        schedule = Schedule.of(TrainConfig(lr=1.0, warmup=100, decay="constant", **length), 1.0)  # type: ignore[arg-type]
+        rates = [schedule.rate(s, schedule.done(s, s * seconds_per_step)) for s in range(200)]
+        assert rates == sorted(rates) and rates[0] > 0.0 and rates[-1] == 1.0
+        return rates.index(1.0) + 1
+
+    assert [full_at(1.0, steps=steps) for steps in (5000, 1000, 200, 8)] == [100, 100, 20, 1]
+    assert full_at(0.1, minutes=10.0) == 100  # 10 s
+    assert full_at(3.0, minutes=10.0) == 21  # 20 steps have taken a minute
+    assert full_at(3.0, minutes=10.0, steps=5000) == full_at(3.0, minutes=10.0, steps=200) + 1 == 21
+
+
 def test_lengths() -> None:
     """By steps, by minutes, by epochs; of several the first that is over."""
     both = Schedule.of(TrainConfig(steps=100, minutes=2.0), 7.0)
@@ -193,7 +209,8 @@ def oracle_loss(drafter: Drafter, target: Any, work: list[tuple[Batch, Rows]], w
 @pytest.mark.parametrize("settings", [{"method": "p-eagle"}, {"method": "eagle3", "own_embeddings": True}])
 def test_steps_are_the_oracles(home: Path, settings: dict[str, Any]) -> None:
     """Three steps of two batches each: gradients through the dense path, then torch's AdamW."""
-    recipe = runs.recipe(home, **settings, dtype="float64", objective="ce", accumulate=2, steps=3, depth_decay=0.7)
+    usual = {"dtype": "float64", "objective": "ce", "accumulate": 2, "steps": 3, "depth_decay": 0.7, "warmup": 1}
+    recipe = runs.recipe(home, **settings, **usual)
     out = home / f"oracle-{settings['method']}"
     assert train(recipe, out, "cpu").finished
     cfg = recipe.train

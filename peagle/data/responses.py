@@ -16,9 +16,11 @@ If the text of an answer is encoded in other tokens than the target said it in, 
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -32,6 +34,7 @@ from peagle.errors import UserError
 
 SEED_BITS = 31  # more than that is not a number to every server
 BLOCK_PROMPTS = 64  # encoded together, ahead of their turn
+TURN = 2e-4  # seconds that a thread may keep the interpreter while another waits for it
 
 LOOP, TOO_LONG, NO_TEMPLATE = "loop", "prompt too long", "refused by the chat template"
 
@@ -88,6 +91,17 @@ class Conversation:
         )
 
 
+@contextmanager
+def _short_turns() -> Iterator[None]:
+    """Threads that encode and write hand the interpreter over soon: the engine's waits for it while the GPU is idle."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(TURN)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
 class Writer:
     def __init__(
         self,
@@ -112,7 +126,7 @@ class Writer:
     def run(self) -> Summary:
         """Until every row is written, or Ctrl-C. What is in the making then is asked again by the next run."""
         interrupted = False
-        with ThreadPoolExecutor(1) as ahead:
+        with ThreadPoolExecutor(1) as ahead, _short_turns():
             waiting = self._encoded(ahead)
             again: deque[Conversation] = deque()  # between two turns
             try:
