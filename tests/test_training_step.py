@@ -183,7 +183,7 @@ def test_chunks_fill_the_memory_and_no_more_than_pays(variants: ModuleType) -> N
     each = chain_row_bytes(cfg, 8, 2)
     assert chunk_rows_for(cfg, 4096, 8, 140 << 30, 2) == CHUNK_BYTES // each
     assert chunk_rows_for(cfg, 65536, 8, 8 << 30, 2) == LEAST_CHUNK_ROWS
-    between = chunk_rows_for(cfg, 20000, 8, 20 << 30, 2)
+    between = chunk_rows_for(cfg, 20000, 8, 18 << 30, 2)
     assert LEAST_CHUNK_ROWS < between < CHUNK_BYTES // each
-    assert between * each + 20000 * depth_zero_row_bytes(cfg, 2) < 20 << 30
-    assert chunk_rows_for(cfg, 20000, 8, 20 << 30, 2, recompute=True) > between
+    assert between * each + 20000 * depth_zero_row_bytes(cfg, 2) < 18 << 30
+    assert chunk_rows_for(cfg, 20000, 8, 18 << 30, 2, recompute=True) > between
