@@ -170,3 +170,14 @@ def test_a_run_goes_on_exactly(home: Path) -> None:
     straight, paused = runs.saved(home / "straight"), runs.saved(home / "paused")
     assert straight.keys() == paused.keys() >= {"masters", "momentum"}
     assert all(torch.equal(x, paused[name]) for name, x in straight.items())
+
+
+def test_it_learns_faster_than_adamw(home: Path) -> None:
+    """At the same rate, once past the first steps, in which AdamW's are longer."""
+
+    def last_loss(optimizer: str) -> float:
+        out = home / f"learns-{optimizer}"
+        train(runs.recipe(home, optimizer=optimizer, steps=60, lr=5e-3, log_every=20, chunk_rows="auto"), out, "cpu")
+        return runs.lines(out)[-1]["loss"]
+
+    assert last_loss("muon") < 0.97 * last_loss("adamw")

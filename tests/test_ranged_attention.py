@@ -4,16 +4,13 @@ The Triton kernels run twice: here in Triton's interpreter, in a child process b
 environment variable that is read when the kernels are imported; and compiled, under the marker `gpu`.
 """
 
-import os
-import subprocess
-import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from interpreting import check_in_a_child, mend_interpreter
 from torch import Tensor
 
 from peagle.kernels import ranged_attention as module
@@ -285,26 +282,7 @@ def triton_merge(case: Case, dtype: torch.dtype, device: str, near: float) -> No
 
 
 def test_triton_in_the_interpreter() -> None:
-    """Fails, not skips, where triton is not installed: nothing else here runs these kernels without a GPU."""
-    root = Path(__file__).resolve().parent.parent
-    path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
-    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-    assert "kernels checked" in done.stdout
-
-
-def mend_interpreter() -> None:
-    """Triton 3.6 makes loop bounds of one-element arrays by int(), which numpy 2.4 refuses."""
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang_tensor
-
-    def patch_and_mend(tensor, scope) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    interpreter._patch_lang_tensor = patch_and_mend
+    check_in_a_child(__file__)
 
 
 def check_in_the_interpreter() -> None:

@@ -103,6 +103,7 @@ def test_what_makes_another_run() -> None:
     """Each setting, changed alone: free ones do not, all others do and are named."""
     other = {"method": "eagle3", "objective": "ce", "decay": "linear", "dtype": "float32", "cache_dtype": "fp8"}
     other |= {"chunk_rows": 7, "taps": (1, 2), "max_length": 5, "batch_tokens": 8192, "rate": 0.25, "depth_decay": 0.25}
+    other |= {"optimizer": "muon"}
     before = Recipe(("d",))
     for f in fields(TrainConfig):
         value = other.get(f.name)

@@ -31,7 +31,7 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -160,29 +160,14 @@ def linear_torch(
     eps: float = 0.0,
     glu: bool = False,
     residual: Tensor | None = None,
+    norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm_torch,
+    gate: Callable[[Tensor], Tensor] = silu_mul_torch,
 ) -> Tensor:
-    x = x_TK if norm_weight is None else rms_norm_torch(x_TK, norm_weight, eps)
+    """`norm` and `gate` may be others that compute the same: those that training has fast ways back for."""
+    x = x_TK if norm_weight is None else norm(x_TK, norm_weight, eps)
     y = F.linear(x, weight_NK, bias)
     if glu:
-        y = silu_mul_torch(y)
-    return y if residual is None else residual + y
-
-
-def linear_trained(
-    x_TK: Tensor,
-    weight_NK: Tensor,
-    bias: Tensor | None = None,
-    *,
-    norm_weight: Tensor | None = None,
-    eps: float = 0.0,
-    glu: bool = False,
-    residual: Tensor | None = None,
-) -> Tensor:
-    """The twin's steps, differentiable, with single launches around the library's product."""
-    x = x_TK if norm_weight is None else rms_norm(x_TK, norm_weight, eps)
-    y = F.linear(x, weight_NK, bias)
-    if glu:
-        y = silu_mul(y)
+        y = gate(y)
     return y if residual is None else residual + y
 
 
@@ -1041,7 +1026,7 @@ def linear(
         if plain.is_cpu and torch.is_inference_mode_enabled():
             return linear_cpu(plain, weight_NK, bias, **options)
         if plain.dim() == 2 and trains_fast(plain, weight_NK, bias, norm_weight, residual):
-            return linear_trained(plain, weight_NK, bias, **options)
+            return linear_torch(plain, weight_NK, bias, **options, norm=rms_norm, gate=silu_mul)
         return linear_torch(plain, weight_NK, bias, **options)
     N, K = weight_NK.shape
     if len(plain) <= skinny_rows(N, K, glu):

@@ -1,9 +1,9 @@
 """The training loop: batches in, a drafter that is measured, chosen and saved out.
 
 Knows nothing about where batches, taps and measurements come from. A step: the target's states of each batch, all
-gradients of it (`partition.accumulate`), their sum over ranks, one step of AdamW. The GPU is waited for only when a
-line is logged, a state saved or acceptance measured; until then sums stay on the device, and so does the number of
-the first step that went wrong. The checkpoint is the drafter with the longest measured acceptance, not the lowest
+gradients of it (`partition.accumulate`), their sum over ranks, one step of the optimizer. The GPU is waited for only
+when a line is logged, a state saved or acceptance measured; until then sums stay on the device, and so does the number
+of the first step that went wrong. The checkpoint is the drafter with the longest measured acceptance, not the lowest
 loss.
 """
 

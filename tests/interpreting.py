@@ -1,0 +1,31 @@
+"""Triton's interpreter for tests. It is chosen when Triton is imported, so each test file runs itself as a script."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def check_in_a_child(file: str) -> None:
+    """Fails, not skips, where triton is not installed: nothing else runs these kernels without a GPU."""
+    root = Path(__file__).resolve().parent.parent
+    path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, file], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    assert "kernels checked" in done.stdout
+
+
+def mend_interpreter() -> None:
+    """Triton 3.6 makes loop bounds of one-element arrays by int(), which numpy 2.4 refuses."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patch_and_mend(tensor, scope) -> None:  # type: ignore[no-untyped-def]
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch_and_mend
