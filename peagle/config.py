@@ -234,6 +234,7 @@ Decay = Literal["cosine", "linear", "constant", "trapezoid"]
 LAYERS: Mapping[Method, int] = {"p-eagle": 4, "eagle3": 1}  # deeper pays only where a pass makes all drafts
 TRAIN_DEPTHS: Mapping[Method, int] = {"p-eagle": 8, "eagle3": 4}
 DEFAULT_EPOCHS = 4.0
+LEAST_WARMUP = 20  # steps, where a tenth of the time would be fewer
 RUN_PER_WARMUP = 10  # a run is at least so many times as long as its warm-up
 TRAPEZOID_DECAY = 0.25  # share of the run in which a trapezoid falls; level before that
 LEAST_LR = 0.02  # of the highest, at the end of every decay

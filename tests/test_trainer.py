@@ -163,6 +163,7 @@ def test_warm_up_is_a_tenth_at_most() -> None:
     assert [full_at(1.0, steps=steps) for steps in (5000, 1000, 200, 8)] == [100, 100, 20, 1]
     assert full_at(0.1, minutes=10.0) == 100  # 10 s
     assert full_at(3.0, minutes=10.0) == 21  # 20 steps have taken a minute
+    assert full_at(30.0, minutes=60.0) == 20  # 12 steps have taken a tenth, which is too few
     assert full_at(3.0, minutes=10.0, steps=5000) == full_at(3.0, minutes=10.0, steps=200) + 1 == 21
 
 

@@ -3,8 +3,9 @@
 Knows nothing about optimizers or clocks: the seconds of training so far are given, and those of earlier processes
 count, so a run that is resumed goes on where it was. A run has a length in steps, in minutes, or both; how far it is
 is the larger share. Decay goes by that share. Warm-up goes by steps, but takes a tenth of the run at most: of its
-steps, where they are known, and of its minutes. All of it follows from the step, that share and the length alone, so
-a resumed run has the rates it would have had; one that is made longer has the longer one's from there on.
+steps, where they are known, and of its minutes, though then 20 steps at least. All of it follows from the step, that
+share and the length alone, so a resumed run has the rates it would have had; one that is made longer has the longer
+one's from there on.
 
     warm-up of 100     1,000 steps or more: 100 steps     200 steps: 20     10 minutes: 100 steps or 1 minute
 
@@ -17,7 +18,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from peagle.config import DEFAULT_EPOCHS, LEAST_LR, RUN_PER_WARMUP, TRAPEZOID_DECAY, Decay, TrainConfig
+from peagle.config import DEFAULT_EPOCHS, LEAST_LR, LEAST_WARMUP, RUN_PER_WARMUP, TRAPEZOID_DECAY, Decay, TrainConfig
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,10 @@ class Schedule:
 
     def rate(self, step: int, done: float) -> float:
         """Of step `step`, counted from 0."""
-        risen = max((step + 1) / max(self.warmup, 1), RUN_PER_WARMUP * done)
+        by_steps = (step + 1) / max(self.warmup, 1)
+        # the first step may take long, for kernels are compiled then: time alone does not warm up
+        by_time = min(RUN_PER_WARMUP * done, (step + 1) / LEAST_WARMUP)
+        risen = max(by_steps, by_time)
         return self.lr * min(1.0, risen) * self._fallen(done)
 
     def _fallen(self, done: float) -> float:
