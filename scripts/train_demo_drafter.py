@@ -21,6 +21,7 @@ from torch import Tensor
 from peagle.checkpoints.drafter import save_drafter
 from peagle.checkpoints.target import load_decoder, load_tokenizer
 from peagle.config import DrafterConfig
+from peagle.data.responses import looping
 from peagle.hub import DEFAULT_TARGET, resolve_target
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
@@ -29,12 +30,6 @@ from peagle.training import dense
 MASK_TOKEN = "<empty_output>"  # a reserved token that chats never hold
 DEPTHS, RATE = 8, 0.8
 LONGEST_PROMPT, LONGEST_ANSWER = 192, 256
-
-
-def looping(answer: list[int], ended: bool) -> bool:
-    """No end, and more than 30% of the 8-grams repeated: a drafter learns nothing but the loop from it."""
-    grams = [tuple(answer[i : i + 8]) for i in range(len(answer) - 7)]
-    return not ended and bool(grams) and len(set(grams)) < 0.7 * len(grams)
 
 
 def respond(args: argparse.Namespace) -> None:

@@ -6,6 +6,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def check_in_a_child(file: str) -> None:
@@ -29,3 +33,16 @@ def mend_interpreter() -> None:
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     interpreter._patch_lang_tensor = patch_and_mend
+
+
+class _Poison(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.new_empty.default and result.is_floating_point():
+            result.fill_(float("nan"))
+        return result
+
+
+def poisoned() -> TorchDispatchMode:
+    """new_empty gives nan for as long as this is entered: whatever a kernel does not write is found."""
+    return _Poison()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from interpreting import check_in_a_child, mend_interpreter
+from interpreting import check_in_a_child, mend_interpreter, poisoned
 from torch import Tensor
 
 from peagle.config import LK_ETA, OBJECTIVES, Objective
@@ -206,19 +206,6 @@ def test_hybrid_moves_from_kl_to_tv() -> None:
         torch.testing.assert_close(*(torch.autograd.grad(x.total, hidden) for x in (mixed, alone)))
 
 
-def poisoned():
-    """new_empty gives nan for as long as this is entered: whatever a kernel does not write is found."""
-
-    class Poison(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            result = func(*args, **(kwargs or {}))
-            if func is torch.ops.aten.new_empty.default and result.is_floating_point():
-                result.fill_(float("nan"))
-            return result
-
-    return Poison()
-
-
 def triton_loss(case: Case, dtype: torch.dtype, device: str, near: float, logits: int, **launch: int) -> None:
     from peagle.kernels.linear_loss_triton import rows_triton
 
@@ -263,8 +250,9 @@ def test_triton_on_the_gpu(objective: Objective, more: int, dtype: torch.dtype, 
     """With the launch in use, and a vocabulary that its blocks do not divide."""
     vocab, questions = 30_001, [i * 7 % 50 for i in range(130)]
     case = Case(130, 64, vocab, 50, 128, vocab + more, questions, objective, "", 2.0, 0)
-    # a token whose p and q are the same but for rounding may fall on either side of tv's kink
-    slope_near = None if objective not in ("tv", "lk") else 5e-3 if dtype == torch.float32 else 0.3
+    # a token whose p and q are the same but for rounding may fall on either side of the kink of tv: in plain torch, in
+    # the same dtype, that alone is 0.3% and 8% of the slope here
+    slope_near = None if objective not in ("tv", "lk") else 5e-3 if dtype == torch.float32 else 0.15
     case.check(partial(linear_loss, logits=50 * vocab), dtype, "cuda", near, slope_near)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from interpreting import check_in_a_child, mend_interpreter
+from interpreting import check_in_a_child, mend_interpreter, poisoned
 from torch import Tensor
 
 from peagle.kernels import ranged_attention as module
@@ -236,19 +236,6 @@ def test_chain_rows_see_context_and_chain() -> None:
         torch.testing.assert_close(out[row], torch.einsum("hs,shd->hd", p, values))
 
 
-def poisoned():
-    """new_empty gives nan for as long as this is entered: whatever a kernel does not write is found."""
-
-    class Poison(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            result = func(*args, **(kwargs or {}))
-            if func is torch.ops.aten.new_empty.default and result.is_floating_point():
-                result.fill_(float("nan"))
-            return result
-
-    return Poison()
-
-
 def triton_ranged(case: Case, dtype: torch.dtype, device: str, near: float, tiles=None, tma=None) -> None:
     from peagle.kernels import ranged_attention_triton as t
 
@@ -325,7 +312,7 @@ COMPILED = [(3, 3, 64), (2, 4, 128), (1, 2, 96)]  # few: each is compiled severa
 @given(case=cases(most=500, shapes=COMPILED))
 def test_triton_on_the_gpu(case: Case) -> None:
     """With the launches in use."""
-    triton_ranged(case, torch.bfloat16, "cuda", 3e-2)
+    triton_ranged(case, torch.bfloat16, "cuda", 2e-2)  # rounding scores alone makes up to 1%
 
 
 @pytest.mark.gpu
