@@ -353,5 +353,35 @@ def test_a_long_document_on_the_gpu() -> None:
         torch.testing.assert_close(a.float(), c.float(), rtol=0, atol=2e-2 * max(1.0, float(c.abs().max())))
 
 
+@pytest.mark.gpu
+def test_a_batch_of_chains_on_the_gpu() -> None:
+    """As many rows as a training step has, over memory that held something else: most tiles of keys have no rows that
+    see all of them, some have nothing but those."""
+    torch.manual_seed(0)
+    lengths = torch.randint(20, 900, (20,))
+    starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+    anchor = torch.arange(len(starts)).repeat_interleave(torch.randint(0, 5, (len(starts),)))
+    first = torch.searchsorted(anchor, anchor)
+    keys, rows = len(starts), len(anchor)
+    kinds = {
+        "depth 0": (keys, keys, Ranges(starts, torch.arange(keys) + 1)),
+        "above": (rows, keys, Ranges(starts[anchor], anchor + 1)),
+        "own": (rows, rows, Ranges(first, torch.arange(rows) + 1)),
+    }
+    junk = [torch.full((1 << 25,), 3e30, device="cuda") for _ in range(20)]
+    del junk
+    for kind, (count, seen, ranges) in kinds.items():
+        ranges = ranges.to("cuda")
+        q = torch.randn(count, 9, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        k, v = (torch.randn(seen, 3, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True) for _ in range(2))
+        dout = torch.randn_like(q)
+        exact = [x.detach().float().requires_grad_() for x in (q, k, v)]
+        wanted = torch.autograd.grad(ranged_attention_torch(*exact, ranges)[0], exact, dout.float())
+        for _ in range(8):
+            found = torch.autograd.grad(ranged_attention(q, k, v, ranges)[0], [q, k, v], dout)
+            for ours, right in zip(found, wanted, strict=True):
+                assert (ours.float() - right).norm() < 1e-2 * right.norm(), kind
+
+
 if __name__ == "__main__":
     check_in_the_interpreter()

@@ -329,8 +329,10 @@ def _dkv_kernel(
     acc_k = tl.zeros((TILE, WIDE), tl.float32)
     acc_v = tl.zeros((TILE, WIDE), tl.float32)
 
-    edges = before + after
-    for t in range(GROUP * edges):  # one loop over heads and tiles: short ranges would not fill a loop of their own
+    # A divisor must never be 0, not even where a loop has no turn: the compiler may take the first turn's division out
+    # of the loop, conclude that the divisor is not 0, hence that there is a turn, and run it on what lies in memory.
+    edges, wholes = tl.maximum(before + after, 1), tl.maximum(middle, 1)
+    for t in range(GROUP * (before + after)):  # one loop over heads and tiles: short ranges would not fill their own
         h, at = t // edges, t % edges
         r = tl.where(at < before, at, at + middle) * ROWS
         real = first + r + i < end
@@ -348,7 +350,7 @@ def _dkv_kernel(
         ds = p * (dp - own_delta[None, :])
         acc_k = tl.dot(ds.to(queries.dtype), queries, acc_k, input_precision=PRECISION)
     for t in range(GROUP * middle):
-        h, at = t // middle, t % middle
+        h, at = t // wholes, t % wholes
         r = (before + at) * ROWS
         queries = _take(q, first + r, g * GROUP + h, i, cols, i, q_row, q_head, False, TMA, D, WIDE)
         do = _take(dout, first + r, g * GROUP + h, i, cols, i, dout_row, dout_head, False, TMA, D, WIDE)
