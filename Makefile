@@ -7,20 +7,27 @@ ARGS ?=
 BOOTSTRAP := $(PYTHON) scripts/bootstrap.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm lint ruff mypy clean env env-vllm
+.PHONY: help demo test test-vllm test-browser screenshots lint ruff mypy clean env env-vllm
 
 help: ## list these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: env ## run the demonstration (ARGS="..." goes to `peagle demo`)
 	@$(VENV)/bin/peagle demo $(ARGS)
 
+# All tests go to several processes; some of them are over before those would have started.
 test: env ## run the tests (ARGS="..." goes to pytest)
-	@$(VENV)/bin/python -m pytest $(ARGS)
+	@$(VENV)/bin/python -m pytest $(or $(ARGS),--numprocesses auto --dist worksteal)
 
 test-vllm: env-vllm ## run the tests against stock vLLM on the CPU, in an environment of their own
 	@VLLM_CPU_KVCACHE_SPACE=1 VLLM_ENABLE_V1_MULTIPROCESSING=0 \
 		$(VLLM_VENV)/bin/python -m pytest -m vllm tests/parity $(ARGS)
+
+test-browser: env ## run the tests of pages in headless Chromium (Debian: apt-get install chromium)
+	@$(VENV)/bin/python -m pytest -m browser tests/test_report_browser.py $(ARGS)
+
+screenshots: env ## take the documentation's pictures of a report (ARGS="RESULT.json ...")
+	@$(VENV)/bin/python scripts/screenshots.py $(ARGS)
 
 lint: ruff mypy ## check style (ruff) and types (mypy)
 ruff: env

@@ -77,7 +77,7 @@ def main() -> None:
     args = parser.parse_args()
 
     options: dict[str, Any] = {"dtype": args.dtype, "device": args.device, "max_model_len": args.max_model_len}
-    options |= {"max_num_seqs": 64 if args.device != "cpu" else 8, "cuda_graphs": False}
+    options |= {"max_num_seqs": 64 if args.device != "cpu" else 8, "cuda_graphs": args.device != "cpu"}
     alone = LLM(args.target, None, **options)
     target: Target = alone.target
     tokenizer = peagle.load_tokenizer(target.folder)

@@ -1,17 +1,34 @@
-"""Makes tests/pairs.py and tests/support.py importable from every test, and hypothesis repeatable."""
+"""Makes tests/pairs.py and tests/support.py importable from every test, hypothesis repeatable, and room for others:
+several pytest processes run the tests together (`make test`), and many tests start processes of their own."""
 
+import fcntl
+import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
+# Torch and transformers take twice as long to import where each process compiles them anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+# Read when torch is imported, here and in children. Tests that run side by side would fight over cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # The same examples on every run: a red run means a change, not a draw.
 settings.register_profile("same", derandomize=True, database=None)
 settings.load_profile("same")
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+MOST_WORKERS = 4  # each takes 1.5 GB, and imports torch first
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    return min(len(os.sched_getaffinity(0)), MOST_WORKERS)
 
 
 @pytest.fixture
@@ -21,3 +38,13 @@ def one_thread() -> Iterator[None]:
 
     with threads(1):
         yield
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The default target. Where it must be built first, one process does and the others wait."""
+    from peagle import hub
+
+    with (Path(tempfile.gettempdir()) / f"peagle-tests-{os.getuid()}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return hub.resolve_target(hub.DEFAULT_TARGET)

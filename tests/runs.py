@@ -1,6 +1,6 @@
 """Small training runs for tests: a data file of the licence's text, a recipe, and a run in a process of its own.
 
-python tests/runs.py RECIPE OUT [--slow SECONDS] [--hang-in-save STEP] [--gradients FILE]
+python tests/runs.py RECIPE OUT [--slow SECONDS] [--hang-in-save STEP] [--gradients FILE] [--room BYTES]
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import argparse
 import json
 import os
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
+import forks
 import pairs
 from safetensors.torch import load_file
 from torch import Tensor
@@ -71,29 +71,11 @@ def recipe(home: Path, **settings: Any) -> Recipe:
     return make_recipe(None, {**usual, **settings, "target": target, "data": (data,)})
 
 
-def start(made: Recipe, out: Path, *options: str, **env: str) -> subprocess.Popen[str]:
+def start(made: Recipe, out: Path, *options: str, **env: str) -> forks.Process:
     """The run in a process of its own."""
     file = out.with_suffix(".toml")
     file.write_text(made.toml())
-    command = [sys.executable, __file__, str(file), str(out), *options]
-    return subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
-    )
-
-
-def wait_for(process: subprocess.Popen[str], text: str) -> str:
-    """What it printed up to the line with this text."""
-    said = ""
-    assert process.stdout is not None
-    for line in process.stdout:
-        said += line
-        if text in line:
-            return said
-    raise AssertionError(f"it ended without saying {text!r}: {said}")
+    return forks.Process(__file__, str(file), str(out), *options, env=env)
 
 
 def saved(out: Path) -> dict[str, Tensor]:
@@ -115,12 +97,13 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--hang-in-save", type=int, help="of this step, with half of it written")
     parser.add_argument("--slow", type=float, default=0.0, help="seconds that every batch takes longer")
-    parser.add_argument("--gradients", type=Path, help="of every step, summed over ranks, go here")
+    parser.add_argument("--gradients", type=Path, help="of every step, summed over ranks, and the last weights go here")
+    parser.add_argument("--room", type=int, help="bytes that the device is said to have free")
     args = parser.parse_args()
 
     import torch
 
-    from peagle.training import trainer
+    from peagle.training import measure, run, trainer
 
     torch.set_num_threads(1)
     write, accumulate, step = resume.write_weights, trainer.accumulate, trainer.Optimizer.step
@@ -137,17 +120,23 @@ def main() -> None:
         time.sleep(args.slow)
         return accumulate(*given)
 
-    gradients = []
+    gradients, stepped = [], []
 
     def watched(self: Any, lr: float) -> Any:
         gradients.append(self.grad_P.clone())
+        stepped[:] = [self]
         return step(self, lr)
 
     resume.write_weights, trainer.accumulate, trainer.Optimizer.step = hanging, slow, watched  # type: ignore[assignment, method-assign]
+    if os.environ.get("RANK", "0") != "0":
+        run.prepare_cache = None  # type: ignore[assignment]  # filling a cache is the first rank's
+    if args.room is not None:
+        measure.room = lambda device: args.room
     outcome = train(make_recipe(args.recipe, {}), args.out, "cpu")
     if args.gradients is not None:
         rank = os.environ.get("RANK", "0")
-        torch.save(torch.stack(gradients), args.gradients.with_suffix(f".{rank}"))
+        kept = {"gradients": torch.stack(gradients), "weights": stepped[0].masters_P}
+        torch.save(kept, args.gradients.with_suffix(f".{rank}"))
     print(json.dumps({"step": outcome.standing.step, "finished": outcome.finished}), flush=True)
 
 

@@ -1,9 +1,11 @@
-"""The command line as a user meets it: real processes, exit status, one line for every mistake."""
+"""The command line as a user meets it: real processes, exit status, one line for every mistake.
+
+Every verb is started from scratch at least once, so that it is seen to import what it needs.
+"""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import signal
@@ -12,6 +14,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import forks
 import pytest
 from pairs import TEXT, drafter_folder, load_pair, target_folder
 from support import set_config
@@ -28,11 +31,14 @@ from peagle.config import SamplingParams
 from peagle.reference import generate
 
 
-def peagle(*args: str, stdin: str | bytes | None = None, **env: str) -> subprocess.CompletedProcess[str]:
-    data = stdin.encode() if isinstance(stdin, str) else stdin
-    run = subprocess.run(
-        [sys.executable, "-m", "peagle", *args], input=data, capture_output=True, env={**os.environ, **env}, timeout=300
-    )
+def peagle(*args: str, stdin: str = "", **env: str) -> subprocess.CompletedProcess[str]:
+    run = forks.Process("-m", "peagle", *args, stdin=stdin.encode(), env=env)
+    return subprocess.CompletedProcess(args, run.wait(), run.said(), run.complaints())
+
+
+def from_scratch(*args: str, stdin: bytes | None = None) -> subprocess.CompletedProcess[str]:
+    """As a shell starts it, nothing imported."""
+    run = subprocess.run([sys.executable, "-m", "peagle", *args], input=stdin, capture_output=True, timeout=300)
     return subprocess.CompletedProcess(args, run.returncode, run.stdout.decode(), run.stderr.decode())
 
 
@@ -158,18 +164,18 @@ def test_bad_input_gets_one_line_and_status_2(
 
 
 def test_a_mistake_in_a_real_process(target: Path) -> None:
-    run = peagle("generate", "hi", "-t", str(target), "-d", "nowhere/at/all")
+    run = from_scratch("generate", "hi", "-t", str(target), "-d", "nowhere/at/all")
     assert run.returncode == 2 and run.stdout == ""
     assert run.stderr.count("\n") == 1 and "--drafter" in run.stderr
 
 
 def test_stdin_that_is_not_text(target: Path) -> None:
-    run = peagle("generate", "-", "-t", str(target), stdin=b"\xff\xfe\x00")
+    run = from_scratch("generate", "-", "-t", str(target), stdin=b"\xff\xfe\x00")
     assert run.returncode == 2 and "UTF-8" in run.stderr and run.stderr.count("\n") == 1
 
 
 def test_inspect_says_status_1_for_findings(target: Path, tmp_path: Path) -> None:
-    good = peagle("inspect", str(drafter_folder("p-eagle-1-wide")), "-t", str(target))
+    good = from_scratch("inspect", str(drafter_folder("p-eagle-1-wide")), "-t", str(target))
     assert good.returncode == 0, good
     assert '"num_speculative_tokens":7,"parallel_drafting":true' in good.stdout and "vllm serve" in good.stdout
     _, drafter = load_pair("p-eagle-1")
@@ -186,13 +192,14 @@ def test_inspect_says_status_1_for_findings(target: Path, tmp_path: Path) -> Non
 
 def test_convert_there_and_back(target: Path, tmp_path: Path) -> None:
     source, there, back = drafter_folder("p-eagle-1"), tmp_path / "there", tmp_path / "back"
-    assert peagle("convert", str(source), str(there), "--to", "speculators", "-t", str(target)).returncode == 0
+    assert from_scratch("convert", str(source), str(there), "--to", "speculators", "-t", str(target)).returncode == 0
     assert json.loads((there / "config.json").read_text())["speculators_model_type"] == "peagle"
     assert peagle("convert", str(there), str(back), "--to", "plain", "-t", str(target)).returncode == 0
     for file in ("config.json", "model.safetensors"):
         assert (back / file).read_bytes() == (source / file).read_bytes(), file
 
 
+@pytest.mark.usefixtures("smollm2")
 def test_ctrl_c_keeps_what_was_said_and_shows_no_traceback() -> None:
     ask = [sys.executable, "-m", "peagle", "generate", "Tell me a long story.", "--max-tokens", "500"]
     # a shell that started the tests in the background made them, and so their children, deaf to Ctrl-C
@@ -206,8 +213,9 @@ def test_ctrl_c_keeps_what_was_said_and_shows_no_traceback() -> None:
     assert len(first + rest) >= 20
 
 
+@pytest.mark.usefixtures("smollm2")
 def test_demo_ends_with_the_sentence() -> None:
-    run = peagle("demo", "What is the capital of France?", "--max-tokens", "16")
+    run = from_scratch("demo", "What is the capital of France?", "--max-tokens", "16")
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("The capital of France is Paris.") == 2
     assert "The two texts are equal, token for token" in run.stdout
@@ -218,7 +226,7 @@ def test_tune_measures_rounds_and_says_how_many_drafts_pay(target: Path, tmp_pat
     ask = ("tune", "-t", str(target), "-d", str(drafter_folder("p-eagle-1")), "--device", "cpu")
     ask += ("--max-model-len", "64", "--max-num-seqs", "2", "--rates", "0.8,0.6,0.5")
     table = tmp_path / "costs.json"
-    shown = peagle(*ask, "--out", str(table))
+    shown = from_scratch(*ask, "--out", str(table))
     assert shown.returncode == 0 and "best K" in shown.stdout and str(table) in shown.stdout
     assert re.search(r"memory: weights \d+ MiB, cache \d+ MiB", shown.stdout)
     kept = json.loads(table.read_text())["rounds"]

@@ -340,8 +340,8 @@ def test_tied_head_is_one_table(tmp_path: Path) -> None:
     assert load_decoder(tmp_path).lm_head.weight.abs().max() > 0  # a copy in the file is not read
 
 
-def test_real_smollm2() -> None:
-    folder = peagle.resolve_target("smollm2-135m")
+def test_real_smollm2(smollm2: Path) -> None:
+    folder = smollm2
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     tokenizer = peagle.load_tokenizer(folder)
     text = (

@@ -44,8 +44,8 @@ TRICKY = [
 
 
 @pytest.fixture(scope="session")
-def smol() -> Path:
-    return hub.resolve_target(hub.DEFAULT_TARGET)
+def smol(smollm2: Path) -> Path:
+    return smollm2
 
 
 @pytest.fixture(scope="session")

@@ -27,6 +27,7 @@ LAYERS = (
     {"engine"},
     {"data"},
     {"training"},
+    {"measuring"},
 )
 # These stand beside the layers: each sees them up to the one named, and no layer sees these.
 BESIDE = {"display": "errors", "deploy": "checkpoints", "server": "engine", "bench": "engine"}

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pairs
 import pytest
 import runs
+import torch
 
 from peagle.config import TrainConfig
 from peagle.data.batches import batches
 from peagle.data.examples import examples
 from peagle.training import plan
+from peagle.training.optimizer import ALIGN, Optimizer
 from peagle.training.rows import generator, sample_rows
 from peagle.training.run import dry_run
 
@@ -37,6 +40,22 @@ def test_plan_counts_what_there_is(tmp_path: Path) -> None:
     text = made.text()
     for word in ("trained", "by depth", "GFLOP", "GiB", "steps an epoch", "tokens/s"):
         assert word in text
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_plan_counts_the_optimizers_state(kind: Any, dtype: torch.dtype) -> None:
+    """Of real optimizers, whose pieces are padded: to no more than the next multiple."""
+    cfg = TrainConfig(optimizer=kind)
+    for name in pairs.RECIPES:
+        drafter = pairs.load_pair(name)[1].to(dtype).requires_grad_(True)
+        made = Optimizer(drafter, cfg)
+        state = [made.grad_P, *made.state().values()]
+        taken = sum(x.nbytes for x in state if x is not made.working_P)
+        planned = plan.state_bytes(cfg, drafter.cfg, dtype.itemsize)
+        unaligned = sum(piece.size % ALIGN > 0 for piece in made.pieces)
+        assert planned <= taken <= planned + 4 * 8 * ALIGN * unaligned, name
+        assert unaligned == 0 or name == "p-eagle-1-wide"  # so the others are counted to the byte
 
 
 def test_plan_example() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +29,7 @@ from peagle.data.batches import Batch, Cursor, batches
 from peagle.data.examples import examples
 from peagle.errors import UserError
 from peagle.models.drafter import Drafter
-from peagle.training import dense
+from peagle.training import dense, resume
 from peagle.training.distributed import World
 from peagle.training.drafters import TokenCounts, new_drafter
 from peagle.training.feed import Feed
@@ -353,6 +356,52 @@ def test_not_a_number(home: Path) -> None:
     newest = RunFolder(out).newest()
     assert newest is not None and newest.name.startswith("step-00000002") and str(newest) in said
     assert all(x.isfinite().all() for x in runs.saved(out).values())
+
+
+def test_a_run_that_cannot_measure_says_so(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the 256 positions that the target has, answers would leave 6 for a prompt."""
+    for held_out, told in ((4, 1), (0, 0)):
+        train(runs.recipe(home, steps=1, held_out=held_out, measure_tokens=250), home / f"blind-{held_out}", "cpu")
+        said = (
+            "acceptance is not measured, and the newest drafter is kept: no held-out prompt is there, or short enough"
+        )
+        assert capsys.readouterr().out.count(said) == told
+
+
+def test_tensorboard_shows_the_log(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step once, also where a run went on from a step before the last that was told."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    out, settings = home / "board", {"log_every": 1, "measure_every": 2, "decay": "constant", "warmup": 0}
+    trainer(home, out, [1.2], steps=2, **settings).run()
+    state = RunFolder(out).newest()
+    assert state is not None
+    kept = shutil.copytree(state, home / "board-kept")
+    trainer(home, out, [1.5, 1.4], steps=5, **settings).run()
+    newest = RunFolder(out).newest()
+    assert newest is not None and newest != state
+    shutil.rmtree(newest)  # as if it had been killed before it was saved
+    kept.rename(state)
+    trainer(home, out, [1.6, 1.3], steps=6, **settings).run()
+
+    shown = EventAccumulator(str(out / ".training" / "tensorboard")).Reload()
+    lines = resume.log_lines(out / "log.jsonl")
+    steps = [line for line in lines if line["kind"] == "step"]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
+    want = {name: [line[name] for line in steps] for name in ("loss", "lr", "grad_norm", "tokens_per_second")}
+    for name, depth in itertools.product(("loss", "match", "accept"), range(3)):
+        want[f"{name}/depth_{depth}"] = [line[f"{name}_by_depth"][depth] for line in steps]
+    for name, values in want.items():
+        got = shown.Scalars(name)
+        assert [e.step for e in got] == [1, 2, 3, 4, 5, 6], name
+        assert [e.value for e in got] == pytest.approx(values, rel=1e-6), name
+    measured = [(e.step, e.value) for e in shown.Scalars("acceptance")]
+    assert measured == [(2, pytest.approx(1.2)), (4, pytest.approx(1.6)), (6, pytest.approx(1.3))]
+    assert set(shown.Tags()["scalars"]) == {*want, "acceptance", "memory_gb"}
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # where it is not installed
+    trainer(home, home / "no-board", [1.2], steps=2, **settings).run()
+    assert len(runs.lines(home / "no-board")) == 3 and not (home / "no-board" / ".training" / "tensorboard").exists()
 
 
 def test_portions_do_not_depend_on_ranks(home: Path) -> None:

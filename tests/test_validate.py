@@ -16,7 +16,7 @@ from support import edit_config, edit_weights, set_config
 
 from peagle.checkpoints.convert import convert
 from peagle.checkpoints.validate import inspect_drafter
-from peagle.hub import resolve_drafter, resolve_target
+from peagle.hub import resolve_drafter
 
 Tensors = dict[str, torch.Tensor]
 
@@ -63,12 +63,12 @@ def test_a_bad_config_hides_no_bad_numbers(tmp_path: Path) -> None:
     assert first.startswith("mask ids disagree") and second == "tensor 'norm.weight' holds 64 NaN or infinite values"
 
 
-def test_the_shipped_drafter_is_sound() -> None:
-    folder, target = resolve_drafter("smollm2-135m-p-eagle"), resolve_target("smollm2-135m")
-    report = inspect_drafter(folder, "smollm2-135m-p-eagle", target, "smollm2-135m")
+def test_the_shipped_drafter_is_sound(smollm2: Path) -> None:
+    folder = resolve_drafter("smollm2-135m-p-eagle")
+    report = inspect_drafter(folder, "smollm2-135m-p-eagle", smollm2, "smollm2-135m")
     assert report.findings == []
     assert report.facts["mask id"] == "16 ('<empty_output>')"
-    assert str(folder) in report.serve and str(target) in report.serve, "vLLM does not know our names"
+    assert str(folder) in report.serve and str(smollm2) in report.serve, "vLLM does not know our names"
 
 
 TENSOR_CASES: dict[str, tuple[str, Callable[[Tensors], Any], str]] = {
@@ -218,14 +218,13 @@ def test_full_vocabulary_map_was_fine_before_030(tmp_path: Path) -> None:
     assert findings(folder, "0.28") == []
 
 
-def test_mask_id_that_the_tokenizer_emits(tmp_path: Path) -> None:
+def test_mask_id_that_the_tokenizer_emits(tmp_path: Path, smollm2: Path) -> None:
     """On SmolLM2's real tokenizer: an ordinary token, a chat token, a reserved one."""
-    target = resolve_target("smollm2-135m")
     for mask_id, wanted in ((500, "is an ordinary token"), (1, "is a token every text may hold"), (16, None)):
         folder = tmp_path / str(mask_id)
         shutil.copytree(resolve_drafter("smollm2-135m-p-eagle"), folder)
         set_config(folder, **dict.fromkeys(("ptd_token_id", "pard_token", "mask_token_id"), mask_id))
-        found = findings(folder, target=target)
+        found = findings(folder, target=smollm2)
         assert found == [] if wanted is None else len(found) == 1 and wanted in found[0]
 
 

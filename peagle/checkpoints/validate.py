@@ -101,10 +101,16 @@ def serve_line(cfg: DrafterConfig, target: str, drafter: str, draft_tokens: int 
     k = draft_tokens
     if k is None:
         k = DEFAULT_DRAFT_TOKENS if cfg.parallel else EAGLE3_DRAFT_TOKENS
+    config = speculative_config(cfg, drafter, k)
+    return shlex.join(["vllm", "serve", target, "--speculative-config", json.dumps(config, separators=(",", ":"))])
+
+
+def speculative_config(cfg: DrafterConfig, drafter: str, k: int) -> dict[str, Any]:
+    """What vLLM's --speculative-config takes. It needs the method named, and to be told of parallel drafting."""
     config: dict[str, Any] = {"method": "eagle3", "model": drafter, "num_speculative_tokens": check_draft_tokens(k)}
     if cfg.parallel:
         config["parallel_drafting"] = True
-    return shlex.join(["vllm", "serve", target, "--speculative-config", json.dumps(config, separators=(",", ":"))])
+    return config
 
 
 def _facts(cfg: DrafterConfig, weights: Weights, target_folder: Path | None) -> dict[str, str]:

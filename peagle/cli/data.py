@@ -58,6 +58,9 @@ def data(
     max_model_len: Annotated[
         int | None, typer.Option(help="Longest prompt and answer together.", show_default="what the target can")
     ] = None,
+    gpu_memory_fraction: Annotated[
+        float, typer.Option(metavar="SHARE", help="Of the GPU's memory; less leaves room for others.")
+    ] = WriterSettings.gpu_memory_fraction,
     dtype: Dtype = "auto",
     device: Device = "auto",
     as_json: AsJson = False,
@@ -74,7 +77,11 @@ def data(
     elif model is not None:
         raise UserError(f"--model {model}: is what a server calls it; give --endpoint URL, or -t alone for the engine")
     writer = WriterSettings(
-        None if device == "auto" else device, None if dtype == "auto" else dtype, max_num_seqs, max_model_len
+        None if device == "auto" else device,
+        None if dtype == "auto" else dtype,
+        max_num_seqs,
+        max_model_len,
+        gpu_memory_fraction=gpu_memory_fraction,
     )
 
     from peagle.data.run import write_responses

@@ -7,8 +7,8 @@ Knows nothing about tokens or chat templates. A row has one of
     {"messages": [{"role": "user", "content": "..."}]}    OpenAI's; answers in it are dropped for the target's own
     {"conversations": [{"from": "human", "value": "..."}]}  the same in older words
 
-and maybe an `id` and a `source`. A bad row is refused by name and the rest goes on; a file without a single good
-row is an error.
+and maybe an `id`, a `source` and a `category`. A bad row is refused by name and the rest goes on; a file without a
+single good row is an error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import json
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -40,6 +40,7 @@ class Prompt:
     source: str
     turns: tuple[str, ...]
     system: str | None = None
+    category: str | None = None
 
     @property
     def content(self) -> str:
@@ -124,7 +125,7 @@ def _gathered(name: str, found: Iterable[_Found]) -> Prompts:
         own = row.id or digest[:16]
         own = own if own not in ids else f"{own}~{digest[:8]}"
         ids.add(own)
-        rows.append(Prompt(own, row.source, row.turns, row.system))
+        rows.append(replace(row, id=own))
     if not rows:
         why = f"; the first row refused is {refused[0]}" if refused else ": it is empty"
         raise UserError(f"{name}: not a single prompt in it{why}")
@@ -138,13 +139,15 @@ def parse_row(row: dict[str, Any], source: str) -> Prompt:
         raise _BadRow("not a string", f"id is {type(given).__name__}")
     told = row.get("source")
     named = (str(given) if given is not None else "", told if isinstance(told, str) and told else source)
+    kind = row.get("category")
+    category = str(kind) if isinstance(kind, str | int) and str(kind).strip() else None
     field = next((f for f in FIELDS if row.get(f) is not None), None)
     if field is None:
         has = ", ".join(map(str, list(row)[:6])) or "nothing"
         raise _BadRow("no user turn", f"none of {', '.join(FIELDS)}; it has {has}")
     value = row[field]
     if field == "prompt":
-        return Prompt(*named, (_text(value, "prompt"),))
+        return Prompt(*named, (_text(value, "prompt"),), category=category)
     if not isinstance(value, list):
         raise _BadRow("not a list", f"{field} is {type(value).__name__}")
     if field == "turns":
@@ -154,7 +157,7 @@ def parse_row(row: dict[str, Any], source: str) -> Prompt:
         system, turns = _user_turns(value, field)
     if not turns:
         raise _BadRow("no user turn")
-    return Prompt(*named, tuple(turns), system)
+    return Prompt(*named, tuple(turns), system, category)
 
 
 def _user_turns(messages: list[Any], field: str) -> tuple[str | None, list[str]]:

@@ -107,6 +107,7 @@ def open_engine(target: Path, settings: WriterSettings) -> EngineSource:
         dtype=settings.dtype,
         max_num_seqs=settings.max_num_seqs or (settings.gpu_num_seqs if on_gpu else None),
         max_model_len=settings.max_model_len,
+        gpu_memory_fraction=settings.gpu_memory_fraction,
     )
     return EngineSource(llm)
 

@@ -105,6 +105,47 @@ def plan(question_R: Tensor, most: int, device: torch.device) -> Plan:
 
 
 @dataclass(frozen=True)
+class Frame:
+    """A plan's sizes where they must be the same every time: chunks of `most` rows that ask at `spots` positions.
+
+    Worked example, 7 rows, chunks of 3 with 2 positions, questions 7 2 7 2 5: rows 5 and 6 are nobody's, and come last.
+        order 1 3 4 0 2 5 6, chunks 1 3 4 | 0 2 5 | 6, positions 2 5 | 7 7 | 7 7, spot_R 0 0 1 2 2 2 4
+    """
+
+    rows: int
+    most: int
+    spots: int
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        starts = range(0, self.rows, self.most)
+        return [
+            Chunk(slice(row, min(row + self.most, self.rows)), slice(i * self.spots, (i + 1) * self.spots))
+            for i, row in enumerate(starts)
+        ]
+
+    def plan(self, question_R: Tensor) -> Plan | None:
+        """On the CPU; None where a chunk asks at more positions than it may. Rows that are missing ask what the last
+        one does: give them no weight."""
+        question = question_R.numpy()
+        assert 0 < len(question) <= self.rows, (len(question), self.rows)
+        order = np.arange(self.rows)
+        order[: len(question)] = np.argsort(question, kind="stable")
+        asked = np.full(self.rows, question.max())
+        asked[: len(question)] = question[order[: len(question)]]
+        positions = np.full(len(self.chunks) * self.spots, asked[-1])
+        spot = np.zeros(self.rows, dtype=np.int64)
+        for chunk in self.chunks:
+            own = asked[chunk.rows]
+            rank = np.concatenate([[0], np.cumsum(own[1:] != own[:-1])])
+            if rank[-1] >= self.spots:
+                return None
+            spot[chunk.rows] = chunk.spots.start + rank
+            positions[chunk.spots.start + rank] = own
+        return Plan(torch.from_numpy(order), torch.from_numpy(positions), torch.from_numpy(spot), self.chunks)
+
+
+@dataclass(frozen=True)
 class Said:
     """What a chunk's rows say about the loss, [C] each."""
 
@@ -174,7 +215,7 @@ class _LinearLoss(torch.autograd.Function):
         hidden_RD: Tensor,
         head_VD: Tensor,
         teacher: Teacher,
-        question_R: Tensor,
+        question_R: Tensor | Plan,
         weight_R: Tensor,
         objective: Objective,
         eta: float,
@@ -185,7 +226,7 @@ class _LinearLoss(torch.autograd.Function):
         exact = torch.float64 if hidden_RD.dtype == torch.float64 else torch.float32
         rows, device = len(hidden_RD), hidden_RD.device
         most = max(1, logits // max(len(head_VD), len(teacher.head_UT)))
-        cut = plan(question_R, most, device)
+        cut = question_R if isinstance(question_R, Plan) else plan(question_R, most, device)
         weight_R = weight_R.to(device, exact)
         loss_R, accept_R = hidden_RD.new_zeros(2, rows, dtype=exact)
         match_R = hidden_RD.new_zeros(rows, dtype=torch.bool)
@@ -222,7 +263,7 @@ def linear_loss_by(
     hidden_RD: Tensor,
     head_VD: Tensor,
     teacher: Teacher,
-    question_R: Tensor,
+    question_R: Tensor | Plan,
     weight_R: Tensor,
     objective: Objective,
     eta: float,
@@ -233,7 +274,8 @@ def linear_loss_by(
     assert teacher.hidden_PT.dtype == teacher.head_UT.dtype, (teacher.hidden_PT.dtype, teacher.head_UT.dtype)
     said = len(teacher.head_UT) if teacher.draft_ids is None else len(teacher.draft_ids)
     assert len(head_VD) == said, (len(head_VD), said)
-    assert len(hidden_RD) == len(question_R) == len(weight_R), (len(hidden_RD), len(question_R), len(weight_R))
+    asked = len(question_R.order_R if isinstance(question_R, Plan) else question_R)
+    assert len(hidden_RD) == asked == len(weight_R), (len(hidden_RD), asked, len(weight_R))
     on = torch.is_grad_enabled()
     wanted = (on and hidden_RD.requires_grad, on and head_VD.requires_grad)
     teacher = Teacher(teacher.hidden_PT.detach(), teacher.head_UT.detach(), teacher.draft_ids)
@@ -246,7 +288,7 @@ def linear_loss_torch(
     hidden_RD: Tensor,
     head_VD: Tensor,
     teacher: Teacher,
-    question_R: Tensor,
+    question_R: Tensor | Plan,
     weight_R: Tensor,
     objective: Objective,
     eta: float = LK_ETA,
@@ -262,7 +304,7 @@ def linear_loss(
     hidden_RD: Tensor,
     head_VD: Tensor,
     teacher: Teacher,
-    question_R: Tensor,
+    question_R: Tensor | Plan,
     weight_R: Tensor,
     objective: Objective,
     eta: float = LK_ETA,
@@ -272,6 +314,7 @@ def linear_loss(
 
     `eta` is lk-hybrid's; `logits` bounds how many of the student's, and of the teacher's, live at once. The order of
     the rows does not matter. Give `question_R` on the CPU if it is at hand: from the device it has to be waited for.
+    Or give a plan of it, all on the device: then nothing is left to the host, and `logits` plays no part.
     """
     args = (hidden_RD, head_VD, teacher, question_R, weight_R, objective, eta, logits)
     if not takes_triton(hidden_RD) or not takes_triton(teacher.hidden_PT):

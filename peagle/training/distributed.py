@@ -6,7 +6,8 @@ step the drafters stay equal bit by bit. What the host needs to know (row counts
 over a gloo group on the CPU, so that no GPU is waited for.
 
 A target that does not fit is spread over the ranks by FSDP2: each layer's matrices are gathered when it runs. Norms,
-embeddings and the head stay whole: the layer before reads a norm ahead, and the loss reads the head.
+embeddings and the head stay whole: the layer before reads a norm ahead, and the loss reads the head. Where one rank
+must run the target alone, `gathered` makes it a whole copy.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +24,8 @@ from torch import Tensor
 from peagle.config import GRAD_BUCKET
 from peagle.errors import UserError
 from peagle.models.decoder import Decoder
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -51,8 +55,13 @@ class World:
         dist.all_reduce(told, group=self.hosts)
         return told.tolist()
 
-    def from_first(self, number: float) -> float:
-        return self.sum_numbers([number if self.first else 0.0])[0]
+    def from_first(self, value: T) -> T:
+        """What the first rank has; the others' own values are dropped."""
+        if self.size == 1:
+            return value
+        told = [value]
+        dist.broadcast_object_list(told, src=0, group=self.hosts)
+        return told[0]
 
     def wait(self) -> None:
         if self.size > 1:
@@ -97,3 +106,31 @@ def shard(target: Decoder, world: World) -> Decoder:
         parameter.data = parameter.data.to(world.device)
     target.rope.to(world.device)
     return target
+
+
+def spread_bytes(target: Decoder) -> int:
+    """Of all ranks' shares together."""
+    from torch.distributed.tensor import DTensor
+
+    return sum(p.numel() * p.element_size() for p in target.parameters() if isinstance(p, DTensor))
+
+
+@torch.no_grad()
+def gathered(target: Decoder, world: World) -> Decoder | None:
+    """A whole copy of a spread target for the first rank, which all ranks must help to make. What each of them has
+    whole is shared with it, so it takes `spread_bytes`."""
+    from torch.distributed.tensor import DTensor
+
+    whole: dict[str, Tensor] = {}
+    for name, parameter in target.named_parameters(remove_duplicate=False):
+        tensor = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+        if world.first:
+            whole[name] = tensor
+    if not world.first:
+        return None
+    with torch.device("meta"):
+        copy = Decoder(target.cfg)
+    copy.load_state_dict(whole, assign=True)
+    copy.tie()
+    copy.rope = target.rope
+    return copy.eval().requires_grad_(False)

@@ -16,6 +16,7 @@ from typing import Protocol
 
 from peagle.config import TrainConfig
 from peagle.data.batches import Batch, Cursor
+from peagle.training.captured import Framed, Framer
 from peagle.training.distributed import World
 from peagle.training.resume import Standing
 from peagle.training.rows import Rows, generator, sample_rows
@@ -35,6 +36,7 @@ class Portion:
 
     batches: tuple[tuple[Batch, Rows], ...]
     cursor: Cursor
+    framed: tuple[Framed | None, ...] = ()  # the batches again, in frames, where they fit
 
     @property
     def tokens(self) -> int:
@@ -51,8 +53,10 @@ class Portion:
 
 
 class Feed:
-    def __init__(self, stream: Stream, cfg: TrainConfig, world: World, standing: Standing) -> None:
-        self.batches, self.cfg, self.world = stream(standing.cursor), cfg, world
+    def __init__(
+        self, stream: Stream, cfg: TrainConfig, world: World, standing: Standing, framer: Framer | None = None
+    ) -> None:
+        self.batches, self.cfg, self.world, self.framer = stream(standing.cursor), cfg, world, framer
         self.number = standing.batches + world.rank
 
     def portion(self) -> Portion:
@@ -62,7 +66,8 @@ class Feed:
             rows = sample_rows(batch, cfg.num_depths, cfg.rate, generator(cfg.seed, self.number))
             own.append((batch, rows))
             self.number += self.world.size
-        return Portion(tuple(own), cursor)
+        framed = tuple(self.framer.framed(*pair) if self.framer is not None else None for pair in own)
+        return Portion(tuple(own), cursor, framed)
 
     @contextmanager
     def running(self) -> Iterator[Iterator[Portion]]:

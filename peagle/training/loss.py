@@ -8,13 +8,14 @@ Shapes: N tokens of a batch, R rows of any depths, D drafter width, K depths.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from peagle.config import Objective
-from peagle.kernels.linear_loss import Teacher, linear_loss
+from peagle.kernels.linear_loss import Plan, Teacher, linear_loss
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
 from peagle.training.taps import TargetStates
@@ -57,6 +58,12 @@ def depth_weights(depths: int, decay: float = 1.0) -> list[float]:
     return [w / sum(raw) for w in raw]
 
 
+def row_weights(counts: Sequence[int], weights: Sequence[float]) -> Tensor:
+    """What one row of each depth counts."""
+    each = [weight / max(count, 1) for weight, count in zip(weights, counts, strict=True)]
+    return torch.tensor(each, dtype=torch.float64)
+
+
 class Examiner:
     """Asks rows of a batch for the target's own distributions."""
 
@@ -68,24 +75,25 @@ class Examiner:
         objective: Objective,
         counts: tuple[int, ...],
         weights: list[float],
+        weight_K: Tensor | None = None,
     ) -> None:
+        """`weight_K`, on the device, is what a row of each depth counts, if that is known already."""
         self.head, device = drafter.head_table, states.hidden_ND.device
         draft_ids = None
         if drafter.d2t is not None:
             draft_ids = drafter.target_ids(torch.arange(len(drafter.d2t), device=drafter.d2t.device)).to(device)
         self.teacher = Teacher(states.hidden_ND, target.lm_head.weight, draft_ids)
         self.objective = objective
-        each = [weight / max(count, 1) for weight, count in zip(weights, counts, strict=True)]
-        self.weight_K = torch.tensor(each, dtype=torch.float64).to(device)
-        self.totals = StepTotals.none(len(counts), device)
+        self.weight_K = row_weights(counts, weights).to(device) if weight_K is None else weight_K
+        self.totals = StepTotals.none(len(self.weight_K), device)
 
-    def ask(self, said_RD: Tensor, depth_R: Tensor, question_R: Tensor) -> Tensor:
-        """The rows' part of the loss. `question_R`, on the CPU, is the token each is asked for.
+    def ask(self, said_RD: Tensor, depth_R: Tensor, question_R: Tensor | Plan) -> Tensor:
+        """The rows' part of the loss. `question_R`, on the CPU, is the token each is asked for; or the plan of who is
+        asked where.
 
         The token's distribution is what the target said at the one before it.
         """
-        asked = linear_loss(
-            said_RD, self.head, self.teacher, question_R - 1, self.weight_K[depth_R], objective=self.objective
-        )
+        where = question_R if isinstance(question_R, Plan) else question_R - 1
+        asked = linear_loss(said_RD, self.head, self.teacher, where, self.weight_K[depth_R], objective=self.objective)
         self.totals.add(depth_R, asked.loss_R, asked.accept_R, asked.match_R)
         return asked.total

@@ -4,20 +4,23 @@ The engine is made once and kept, small: its keys and values take what the promp
 It runs a copy of the drafter in the target's dtype, so the one that trains is only read: its gradients, its mode and
 everybody's random numbers stay as they are.
 
+A target that is spread over ranks is gathered on the first of them for as long as it is measured with, if it fits
+there beside what training keeps.
+
 Knows nothing about optimizers or losses. Greedy, as acceptance is reported.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from peagle.checkpoints.target import Target
-from peagle.config import MeasureSettings, SamplingParams, check_draft_tokens
+from peagle.config import CHUNK_HEADROOM, MeasureSettings, SamplingParams, TrainConfig, check_draft_tokens
 from peagle.data.responses import looping
 from peagle.engine.kv_cache import BLOCK_SIZE
 from peagle.engine.llm import LLM
@@ -26,6 +29,9 @@ from peagle.engine.request import CompletionOutput
 from peagle.errors import UserError
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
+from peagle.training.chunk_size import free_bytes
+from peagle.training.distributed import World, gathered, spread_bytes
+from peagle.training.tap_cache import size_text
 
 
 @dataclass(frozen=True)
@@ -109,6 +115,7 @@ class Measurer:
     def close(self) -> None:
         """Gives the engine's memory back; the next measurement makes a new one."""
         self._engine = None
+        gc.unfreeze()  # what the engine froze would stay
         gc.collect()  # runner and graphs hold each other
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
@@ -161,3 +168,56 @@ class Measurer:
         assert engine.drafter is not None and engine.drafter.cfg == drafter.cfg, "made for drafters of another shape"
         engine.drafter.load_state_dict(drafter.state_dict())
         engine.runner.refresh()
+
+
+@dataclass(frozen=True)
+class Measuring:
+    """How one rank of a run measures, if it does."""
+
+    measure: Callable[[Drafter], Acceptance] | None = None
+    kept_bytes: int = 0  # on the device, from the first measurement on
+    why_not: str | None = None
+
+
+def prepare_measuring(
+    cfg: TrainConfig,
+    target: Decoder,
+    drafter: Drafter,
+    eos_ids: frozenset[int],
+    prompts: Sequence[Sequence[int]],
+    state_bytes: int,
+    world: World,
+) -> Measuring:
+    """The first rank measures. `state_bytes` are what the optimizer will take; the target's and drafter's are taken."""
+    if not prompts:
+        return Measuring(why_not="no held-out prompt is there, or short enough" if cfg.held_out else None)
+
+    def measurer(model: Decoder) -> Measurer:
+        return Measurer(model, eos_ids, prompts, cfg.measure_tokens, cfg.num_depths)
+
+    engine_bytes = MeasureSettings().cache_bytes + sum(p.nbytes for p in drafter.parameters())
+    if not cfg.shard_target:
+        return Measuring(measurer(target).measure, engine_bytes) if world.first else Measuring()
+    whole, free = spread_bytes(target), room(world.device)
+    fits = free is None or whole + engine_bytes + state_bytes <= CHUNK_HEADROOM * free
+    if not world.from_first(fits):  # they must agree, since all of them gather
+        told = f"that takes the whole target on one GPU, {size_text(whole)}, beside the drafter's training"
+        return Measuring(why_not=told)
+
+    def measure(drafter: Drafter) -> Acceptance:
+        """Between steps, when what they keep for their way back is gone."""
+        model, measured = gathered(target, world), None
+        if model is not None:
+            own = measurer(model)
+            measured = own.measure(drafter)
+            own.close()
+        measured = world.from_first(measured)
+        assert measured is not None
+        return measured
+
+    return Measuring(measure)
+
+
+def room(device: torch.device) -> int | None:
+    """Bytes; nobody counts those of the CPU."""
+    return free_bytes(device) if device.type == "cuda" else None

@@ -75,7 +75,7 @@ class Muon:
         fast = grad_M.is_cuda and grad_M.dtype == torch.float32
         self.precision = torch.bfloat16 if fast else grad_M.dtype  # the result need not be exact
 
-    def step(self, lr: float, too_long: Tensor | None, finite: Tensor) -> None:
+    def step(self, lr: float | Tensor, too_long: Tensor | None, finite: Tensor) -> None:
         """Gradients are divided by `too_long` first; those that are not `finite` change nothing. No host waits."""
         masters_M, grad_M, momentum_M = self.masters_M, self.grad_M, self.momentum_M
         if too_long is not None:

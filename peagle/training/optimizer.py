@@ -29,6 +29,7 @@ from peagle.training.muon import Muon, merged_rows
 
 ALIGN = 64  # elements: pieces begin where every kernel can load fast
 EPS = 1e-8  # AdamW's
+WARM = 2  # steps before one is captured
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,9 @@ class Optimizer:
                 views = (self.masters_P[own], self.grad_P[own], self.exp_avg_A[moments], self.exp_avg_sq_A[moments])
                 self.parts.append((views, decay))
         self.betas = (cfg.beta1, cfg.beta2)
+        self.lr = torch.zeros((), dtype=torch.float32, device=device)  # on a GPU, where a captured step reads it
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.warm = 0
 
     def _muon(self, module: nn.Module, cfg: TrainConfig) -> Muon:
         own = [piece for piece in self.pieces if is_map(piece.name, piece.shape)]
@@ -123,8 +127,27 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, lr: float) -> Tensor:
-        """One step on the collected gradients, which are gone then. Returns the length they had, on the device."""
-        grad_P = self.collect()
+        """One step on the collected gradients, which are gone then. Returns the length they had, on the device.
+
+        On a GPU it is captured when it comes for the third time, and the length lives until the next step.
+        """
+        self.collect()
+        if not self.lr.is_cuda:
+            return self._step(lr)
+        self.lr.fill_(lr)
+        if self.graph is None:
+            self.warm += 1
+            if self.warm <= WARM or torch.cuda.current_stream() == torch.cuda.default_stream():
+                return self._step(self.lr)
+            self.graph = torch.cuda.CUDAGraph()
+            stream = torch.cuda.current_stream()
+            with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
+                self.norm = self._step(self.lr)
+        self.graph.replay()
+        return self.norm
+
+    def _step(self, lr: float | Tensor) -> Tensor:
+        grad_P = self.grad_P
         norm = torch.linalg.vector_norm(grad_P)
         finite = norm.isfinite()
         too_long = (norm / self.clip).clamp(min=1.0) if self.clip else None  # what gradients are divided by

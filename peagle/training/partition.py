@@ -13,7 +13,7 @@ Shapes: N tokens of a batch, R rows of a chunk, A of its depth-0 rows that are a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from peagle.config import Objective
 from peagle.data.batches import Batch
+from peagle.kernels.linear_loss import Plan
 from peagle.kernels.sending import sent
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
@@ -69,16 +70,21 @@ def accumulate(
     """
     examiner = Examiner(drafter, target, states, objective, counts or rows.counts, weights)
     view = BatchView(drafter, states, batch, states.hidden_ND.device)
+    go_through(examiner, view, chunks(rows, chunk_rows))
+    return examiner.totals
+
+
+def go_through(examiner: Examiner, view: BatchView, parts: Iterable[Chunk]) -> None:
+    """Depth 0, every chunk of chains there and back, depth 0 back."""
     roots = view.depth_zero()
     leaves = Leaves.of(roots)
-    for chunk in chunks(rows, chunk_rows):
+    for chunk in parts:
         loss = ask(examiner, view, leaves, chunk)
         loss.backward()
     pairs = [(root, leaf.grad) for root, leaf in zip(roots.tensors(), leaves.tensors(), strict=True)]
     pairs = [(root, grad) for root, grad in pairs if grad is not None and root.requires_grad]
     if pairs:
         torch.autograd.backward([root for root, _ in pairs], [grad for _, grad in pairs])
-    return examiner.totals
 
 
 @dataclass(frozen=True)
@@ -100,6 +106,31 @@ class Chunk:
     def questions(self) -> Tensor:
         return torch.cat([self.anchor_A, self.anchor_R + self.depth_R]) + 2
 
+    def asked(self) -> Tensor | Plan:
+        """The questions as `Examiner.ask` takes them."""
+        return self.questions()
+
+    def walk(self) -> Walk:
+        """The chains depth by depth."""
+        at = self.depth_R.eq(1).nonzero()[:, 0]
+        anchor_M, order, going_on = self.anchor_R[at], [at], []
+        following = torch.cat([self.depth_R[1:], self.depth_R.new_zeros(1)])  # the depth of the row behind
+        for depth in range(1, int(self.depth_R.max())):
+            longer = (following[at] > depth).nonzero()[:, 0]
+            at = at[longer] + 1
+            order.append(at)
+            going_on.append(longer)
+        return Walk(anchor_M, going_on, torch.cat(order).argsort())
+
+
+@dataclass(frozen=True)
+class Walk:
+    """Chains as EAGLE-3 takes them: all rows of a depth together, by anchor."""
+
+    anchor_M: Tensor  # of depth 1
+    going_on: list[Tensor]  # for each further depth: which rows of the one before it have a row there
+    back_R: Tensor | None  # where each row of the chunk lies among all rows in order of depth; None: leave them so
+
 
 def chunks(rows: Rows, limit: int) -> Iterator[Chunk]:
     """A depth-0 row is asked in the same chunk as the chains beside it, since they have questions in common."""
@@ -119,7 +150,7 @@ def ask(examiner: Examiner, view: BatchView, leaves: Leaves, chunk: Chunk) -> Te
     """The chunk's part of the loss."""
     said_AD = leaves.said_ND[view.moved(chunk.anchor_A)]
     said_RD = view.chains(leaves, chunk)
-    return examiner.ask(torch.cat([said_AD, said_RD]), view.moved(chunk.depths()), chunk.questions())
+    return examiner.ask(torch.cat([said_AD, said_RD]), view.moved(chunk.depths()), chunk.asked())
 
 
 class BatchView:
@@ -158,20 +189,17 @@ class BatchView:
 
     def _steps(self, leaves: Leaves, chunk: Chunk) -> Tensor:
         """Depth by depth, each on what the one before it handed on; put back in the order of the chunk's rows."""
-        said, order = [], []
-        at = chunk.depth_R.eq(1).nonzero()[:, 0]  # rows of this depth, by anchor
-        anchor = self.moved(chunk.anchor_R[at])
+        walk, last, said = chunk.walk(), len(self.next_N) - 1, []
+        anchor = self.moved(walk.anchor_M)
         attend = Steps(leaves.kept, self.start_N[anchor], anchor)
         hidden = leaves.handed_on_ND[anchor]
-        for depth in range(1, int(chunk.depth_R.max()) + 1):
-            index = attend.anchor_R + depth
-            out, handed_on = self.drafter(self.next_N[index], hidden, self.position_N[attend.anchor_R] + depth, attend)
+        for going_on in (*walk.going_on, None):
+            index = (attend.anchor_R + attend.depth).clamp(max=last)
+            position = self.position_N[attend.anchor_R] + attend.depth
+            out, handed_on = self.drafter(self.next_N[index], hidden, position, attend)
             said.append(out)
-            order.append(at)
-            longer = (at + 1 < len(chunk.depth_R)) & (chunk.depth_R[(at + 1).clamp(max=len(chunk.depth_R) - 1)] > depth)
-            going_on = longer.nonzero()[:, 0]
-            at = at[going_on] + 1
-            going_on = self.moved(going_on)
-            attend, hidden = attend.follow(going_on), handed_on[going_on]
-        back = torch.cat(order).argsort()
-        return torch.cat(said)[self.moved(back)]
+            if going_on is not None:
+                going_on = self.moved(going_on)
+                attend, hidden = attend.follow(going_on), handed_on[going_on]
+        said_RD = torch.cat(said)
+        return said_RD if walk.back_R is None else said_RD[self.moved(walk.back_R)]

@@ -20,8 +20,6 @@ import torch
 from peagle.config import LOSS_LOGITS, DecoderConfig, DrafterConfig, LayerConfig, TrainConfig
 from peagle.training.chunk_size import chain_row_bytes, depth_zero_row_bytes, passing_row_bytes
 
-# Masters, gradients and moments of a parameter; from fp32 up it is its own master.
-STATE_BYTES = {2: 16, 4: 12, 8: 24}
 REACHED = 0.35  # share of the matrix rate that training is taken to reach where nothing was measured
 
 
@@ -138,6 +136,22 @@ def trainable(cfg: DrafterConfig) -> int:
     return layers + cfg.tap_width * width + small + tables
 
 
+def maps(cfg: DrafterConfig) -> int:
+    """Of the trainable parameters those of matrices between hidden states, which Muon steps."""
+    width, heads = cfg.layer.hidden_size, cfg.layer.num_heads * cfg.layer.head_dim
+    inner = width * (heads + 3 * cfg.layer.intermediate_size)
+    product = heads + 2 * cfg.layer.num_kv_heads * cfg.layer.head_dim
+    return cfg.tap_width * width + cfg.num_layers * inner + (cfg.num_layers + 1) * width * product  # layer 0 reads two
+
+
+def state_bytes(cfg: TrainConfig, drafter: DrafterConfig, element: int) -> int:
+    """Masters, gradients and moments. From fp32 up a parameter is its own master; AdamW has two moments, Muon one."""
+    exact = max(element, 4)
+    copies = (element < exact) + 1 + 2
+    one_less = maps(drafter) if cfg.optimizer == "muon" else 0
+    return exact * (copies * trainable(drafter) - one_less)
+
+
 def shared(cfg: DrafterConfig, target: DecoderConfig) -> int:
     """Of the target's tables, those that the drafter has none of its own for."""
     tables = (not cfg.own_embeddings) + (not cfg.own_head)
@@ -188,7 +202,7 @@ def memory(
     return {
         "target": element * decoder_parameters(target) / spread,
         "drafter": float(element * own),
-        "masters, gradients, moments": float(own * STATE_BYTES[element]),
+        "masters, gradients, moments": float(state_bytes(cfg, drafter, element)),
         "taps": float(element * tokens * (drafter.tap_width + target.layer.hidden_size)),
         "depth 0": float(tokens * depth_zero_row_bytes(drafter, element, recompute)),
         "chunk": row * together,

@@ -31,15 +31,16 @@ from peagle.hub import resolve_target
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
 from peagle.training import plan
+from peagle.training.captured import FramedStep, Framer
 from peagle.training.card import Card, Facts, Measured, write_card
 from peagle.training.chunk_size import auto_chunk_rows, chunk_rows_for, free_bytes
 from peagle.training.distributed import World, join, shard
 from peagle.training.drafters import FRESH, TokenCounts, drafter_config, folder_config, new_drafter
-from peagle.training.measure import Acceptance, Counts, Measurer
+from peagle.training.measure import Acceptance, Counts, Measurer, Measuring, prepare_measuring
 from peagle.training.recipe import Recipe, differences, make_recipe
 from peagle.training.resume import RunFolder, Standing, log_lines
 from peagle.training.schedule import Schedule
-from peagle.training.tap_cache import prepare_cache
+from peagle.training.tap_cache import TapCache, prepare_cache
 from peagle.training.tap_vllm import VllmFolder
 from peagle.training.taps import Online, TapSource
 from peagle.training.trainer import Parts, Trainer
@@ -89,6 +90,11 @@ def read_material(recipe: Recipe) -> Material:
     cfg = recipe.train
     if not recipe.data:
         raise UserError("no data: name files of responses (`peagle data` writes them)")
+    if cfg.cache is not None and cfg.shard_target:
+        raise UserError(
+            f"--cache {cfg.cache}: one process fills it, which cannot run a target that --shard-target spreads; leave "
+            "one of them out, or let vLLM write what the target says (--vllm-states)"
+        )
     folder = resolve_target(recipe.target)
     target = read_target_config(folder)
     template = Path(cfg.chat_template) if cfg.chat_template is not None else None
@@ -138,7 +144,7 @@ def train(recipe: Recipe, out: Path, device: str, resume: Resume = "auto", stop_
 
 
 def _train(material: Material, folder: RunFolder, world: World, stop_at: float | None) -> Outcome:
-    recipe, cfg = material.recipe, material.recipe.train
+    cfg = material.recipe.train
     schedule, standing = material.schedule(world.size), folder.standing()
     if standing.step and schedule.done(standing.step, standing.seconds) >= 1.0:
         return Outcome(standing, True, folder.out, world.first)
@@ -155,47 +161,54 @@ def _train(material: Material, folder: RunFolder, world: World, stop_at: float |
         sizes = {"max_length": cfg.max_length, "rank": world.rank, "world_size": world.size}
         return batches(material.rows, cfg.batch_tokens, cfg.seed, start, **sizes)
 
-    measurer = _measurer(material, target, world)
+    state_bytes = plan.state_bytes(cfg, drafter.cfg, drafter.fc.weight.element_size())
+    prompts = held_out_prompts(material)
+    measuring = prepare_measuring(cfg, target, drafter, material.eos_ids, prompts, state_bytes, world)
 
     def write_checkpoint(into: Path, standing: Standing, measured: Acceptance | None) -> None:
         write_drafter(into, drafter, cfg.num_depths)
         table = (table_line("held-out prompts", measured, cfg.num_depths),) if measured is not None else ()
         write_card(card_of(material, folder.out.name, drafter, standing, table), into)
 
+    taps, chunk_rows = (
+        _taps(material, target, drafter.cfg, world),
+        _chunk_rows(cfg, drafter, state_bytes + measuring.kept_bytes),
+    )
     parts = Parts(
         drafter=drafter,
         target=target,
-        taps=_taps(material, target, drafter.cfg, world),
+        taps=taps,
         stream=stream,
         schedule=schedule,
         folder=folder,
         world=world,
-        measure=measurer.measure if measurer is not None else None,
+        measure=measuring.measure,
         write_checkpoint=write_checkpoint,
-        chunk_rows=_chunk_rows(cfg, drafter, measurer),
+        chunk_rows=chunk_rows,
         stop_at=stop_at,
+        framed=_framed(cfg, target, drafter, taps, chunk_rows),
     )
     trainer = Trainer(parts, cfg)
     if world.first:
-        _greet(trainer, material, drafter, recipe)
+        _greet(trainer, material, drafter, measuring)
     standing = trainer.run()
     return Outcome(standing, schedule.done(standing.step, standing.seconds) >= 1.0, folder.out, world.first)
 
 
-def _greet(trainer: Trainer, material: Material, drafter: Drafter, recipe: Recipe) -> None:
+def _greet(trainer: Trainer, material: Material, drafter: Drafter, measuring: Measuring) -> None:
     parameters = sum(p.numel() for p in drafter.parameters())
     kind = "P-EAGLE" if drafter.cfg.parallel else "EAGLE-3"
     mask = f", mask token {drafter.cfg.mask_token_id}" if drafter.cfg.parallel else ""
     trainer.journal.say(
-        f"{kind} for {recipe.target}: {drafter.cfg.num_layers} layer{'s' * (drafter.cfg.num_layers > 1)}, "
+        f"{kind} for {material.recipe.target}: {drafter.cfg.num_layers} layer{'s' * (drafter.cfg.num_layers > 1)}, "
         f"{parameters / 1e6:.1f}M parameters{mask}; "
         f"{len(material.rows):,} conversations, {material.rows.num_tokens / 1e6:.1f}M tokens; "
         f"{trainer.schedule.length()}"
     )
     if trainer.resumed:
         trainer.journal.say(f"going on from step {trainer.standing.step:,}")
-    if recipe.train.shard_target and recipe.train.held_out:
-        trainer.journal.say("a target spread over GPUs cannot measure acceptance: the newest drafter is kept")
+    if measuring.why_not is not None:
+        trainer.journal.say(f"acceptance is not measured, and the newest drafter is kept: {measuring.why_not}")
 
 
 def _check_data(material: Material, folder: RunFolder) -> None:
@@ -229,13 +242,26 @@ def _taps(material: Material, target: Decoder, cfg: DrafterConfig, world: World)
         source.check(rows)
         return source
     assert settings.cache is not None
-    online = Online(target, cfg.taps)
+    folder = Path(settings.cache)
     if not world.first:
-        world.wait()  # whoever comes first writes, the others find it done
-    cached = prepare_cache(Path(settings.cache), rows, online, settings.max_length, CacheSettings(settings.cache_dtype))
-    if world.first:
-        world.wait()
+        world.wait()  # until the first has filled it
+        return TapCache(folder, target)
+    online = Online(target, cfg.taps)
+    cached = prepare_cache(folder, rows, online, settings.max_length, CacheSettings(settings.cache_dtype))
+    world.wait()
     return cached
+
+
+def _framed(
+    cfg: TrainConfig, target: Decoder, drafter: Drafter, taps: TapSource, chunk_rows: int
+) -> tuple[Framer, FramedStep] | None:
+    """For steps that can be captured: on a GPU, beside the whole target, attention without windows."""
+    on_gpu = target.embed_tokens.weight.is_cuda
+    if not cfg.graphs or not on_gpu or cfg.shard_target or not isinstance(taps, Online) or any(drafter.cfg.windows):
+        return None
+    shape = drafter.cfg
+    vocab = max(shape.vocab_size, shape.draft_vocab_size)
+    return Framer(cfg, vocab, shape.parallel, chunk_rows, pinned=True), FramedStep(drafter, target, taps, cfg)
 
 
 def held_out_prompts(material: Material) -> list[list[int]]:
@@ -246,22 +272,9 @@ def held_out_prompts(material: Material) -> list[list[int]]:
     return [list(p) for p in sorted(prompts) if 0 < len(p) <= longest]
 
 
-def _measurer(material: Material, target: Decoder, world: World) -> Measurer | None:
-    cfg = material.recipe.train
-    prompts = held_out_prompts(material)
-    if not world.first or cfg.shard_target or not prompts:
-        return None
-    return Measurer(target, material.eos_ids, prompts, cfg.measure_tokens, cfg.num_depths)
-
-
-def _chunk_rows(cfg: TrainConfig, drafter: Drafter, measurer: Measurer | None) -> int:
+def _chunk_rows(cfg: TrainConfig, drafter: Drafter, reserved: int) -> int:
     if cfg.chunk_rows != "auto":
         return cfg.chunk_rows
-    own = sum(p.numel() for p in drafter.parameters())
-    element = drafter.fc.weight.element_size()
-    reserved = plan.STATE_BYTES[element] * own
-    if measurer is not None:
-        reserved += measurer.settings.cache_bytes + element * own
     return auto_chunk_rows(drafter, cfg.batch_tokens, cfg.num_depths, reserved)
 
 

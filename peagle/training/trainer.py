@@ -22,17 +22,20 @@ import torch
 from torch import Tensor
 
 from peagle.config import TrainConfig
+from peagle.data.batches import Batch
 from peagle.errors import UserError
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
+from peagle.training.captured import Framed, FramedStep, Framer
 from peagle.training.distributed import World
 from peagle.training.feed import Feed, Portion, Stream
 from peagle.training.journal import Journal, Line
-from peagle.training.loss import StepTotals, depth_weights
+from peagle.training.loss import StepTotals, depth_weights, row_weights
 from peagle.training.measure import Acceptance
 from peagle.training.optimizer import Optimizer
 from peagle.training.partition import accumulate
 from peagle.training.resume import RunFolder, Standing
+from peagle.training.rows import Rows
 from peagle.training.schedule import Schedule
 from peagle.training.taps import TapSource
 
@@ -52,6 +55,7 @@ class Parts:
     write_checkpoint: Callable[[Path, Standing, Acceptance | None], None]  # into an empty folder
     chunk_rows: int
     stop_at: float | None = None  # by the process's clock
+    framed: tuple[Framer, FramedStep] | None = None  # for those batches that fit a frame
 
 
 class Trainer:
@@ -76,10 +80,12 @@ class Trainer:
             self.journal.best = (self.standing.best_step, self.standing.best_acceptance)
         self.weights = depth_weights(cfg.num_depths, cfg.depth_decay)
         self.asked_to_stop = False
+        self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self.clock = self.saved = time.perf_counter()
 
     def run(self) -> Standing:
-        feed = Feed(self.parts.stream, self.cfg, self.world, self.standing)
+        framer = self.parts.framed[0] if self.parts.framed is not None else None
+        feed = Feed(self.parts.stream, self.cfg, self.world, self.standing, framer)
         done, stop = self._done(), False
         with self._signals(), self.journal.watching(), feed.running() as portions:
             self.clock = self.saved = time.perf_counter()
@@ -113,23 +119,13 @@ class Trainer:
         return tuple(int(c) for c in counts), int(tokens), done, stops > 0, saves > 0
 
     def _step(self, portion: Portion, counts: tuple[int, ...], tokens: int, done: float) -> None:
-        parts, cfg = self.parts, self.cfg
-        for batch, rows in portion.batches:
-            states = parts.taps.states(batch)
-            self.window.totals += accumulate(
-                parts.drafter,
-                parts.target,
-                states,
-                batch,
-                rows,
-                cfg.objective,
-                self.weights,
-                parts.chunk_rows,
-                counts,
-            )
-        self.world.sum_in_place(self.optimizer.collect())
-        lr = self.schedule.rate(self.standing.step, done)
-        self.window.note(self.optimizer.step(lr), lr, self.standing.step + 1, portion)
+        cfg = self.cfg
+        with self._own_stream():
+            for (batch, rows), framed in zip(portion.batches, portion.framed, strict=True):
+                self.window.totals += self._gradients(batch, rows, framed, counts)
+            self.world.sum_in_place(self.optimizer.collect())
+            lr = self.schedule.rate(self.standing.step, done)
+            self.window.note(self.optimizer.step(lr), lr, self.standing.step + 1, portion)
         now = time.perf_counter()
         self.standing = replace(
             self.standing,
@@ -143,6 +139,34 @@ class Trainer:
             cursor=portion.cursor,
         )
         self.clock = now
+
+    def _gradients(self, batch: Batch, rows: Rows, framed: Framed | None, counts: tuple[int, ...]) -> StepTotals:
+        parts, cfg = self.parts, self.cfg
+        if framed is not None and parts.framed is not None:
+            return parts.framed[1].accumulate(framed, row_weights(counts, self.weights))
+        return accumulate(
+            parts.drafter,
+            parts.target,
+            parts.taps.states(batch),
+            batch,
+            rows,
+            cfg.objective,
+            self.weights,
+            parts.chunk_rows,
+            counts,
+        )
+
+    @contextmanager
+    def _own_stream(self) -> Iterator[None]:
+        """Graphs cannot be captured on a GPU's default stream, and what accumulates gradients stays on the stream where
+        it was first: so all steps run on one of their own, in turn with everything else."""
+        if self.stream is None:
+            yield
+            return
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            yield
+        torch.cuda.current_stream().wait_stream(self.stream)
 
     def _done(self) -> float:
         running = time.perf_counter() - self.clock

@@ -1,0 +1,146 @@
+"""Names and flags -> what is measured: variants of the embedded engine, or a server, and the prompts for them.
+
+Knows folders and how an engine or a client is made of settings. What can be wrong is found before weights are read; the
+target's are read once and shared by all of its variants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from peagle.checkpoints.drafter import check_fits, read_drafter_config
+from peagle.checkpoints.target import Target, load_tokenizer, read_target_config
+from peagle.config import BenchSettings, EmbeddedSettings, Helped, ServerSettings
+from peagle.engine.llm import LLM
+from peagle.errors import UserError
+from peagle.hub import resolve_drafter, resolve_target
+from peagle.measuring.bench import Variant, renamed
+from peagle.measuring.bench_http import parse_url
+from peagle.measuring.bench_offline import EmbeddedBench, PromptReader
+from peagle.measuring.bench_server import ServerBench, Stated
+from peagle.measuring.datasets import open_datasets
+from peagle.measuring.load import KNOWN_IDS, Workload, random_workload, read_workload, usable_ids
+
+SEQS = {"cuda": 256, "cpu": 16}  # requests at once, where those that arrive decide: what the engine takes by itself
+Prompts = Sequence[str]
+
+
+class Embedded:
+    """A target, and the drafters and numbers of drafts to run it with."""
+
+    def __init__(
+        self,
+        target: str,
+        drafters: Sequence[str],
+        draft_tokens: Sequence[int | Literal["auto"]],
+        baseline: bool,
+        settings: EmbeddedSettings,
+    ) -> None:
+        self.name, self.settings = target, settings
+        self.folder = resolve_target(target)
+        self.cfg = read_target_config(self.folder)
+        self.reader = PromptReader(self.folder)
+        self._loaded: Target | None = None
+        self._wanted: list[tuple[str | None, Path | None, Helped, int | Literal["auto"] | None]] = []
+        if baseline or not drafters:
+            self._wanted.append((None, None, "none", None))
+        for drafter in drafters:
+            folder = resolve_drafter(drafter)
+            own = read_drafter_config(folder, self.cfg)
+            check_fits(own, self.cfg, folder)
+            method: Helped = "p-eagle" if own.parallel else "eagle3"
+            self._wanted += [(drafter, folder, method, k) for k in draft_tokens]
+
+    @property
+    def fixed(self) -> dict[str, Any]:
+        """What all rows of a file share."""
+        return {"target": self.name, **asdict(self.settings)}
+
+    def workload(self, prompts: Prompts, settings: BenchSettings, skip_bad_rows: bool = False) -> Workload:
+        return _workload(prompts, settings, lambda: self.reader.random_ids(self.cfg), skip_bad_rows)
+
+    def variants(self, workload: Workload, settings: BenchSettings) -> list[Variant]:
+        options = self._options(workload, settings)
+        made = []
+        for drafter, folder, method, k in self._wanted:
+            name = "peagle no drafter" if method == "none" else f"peagle {method} K={k}"
+            made.append(Variant(name, "embedded", drafter, method, k, self._opener(folder, k, options)))
+        return renamed(made)
+
+    def _opener(
+        self, folder: Path | None, k: int | Literal["auto"] | None, options: dict[str, Any]
+    ) -> Callable[[], EmbeddedBench]:
+        def opened() -> EmbeddedBench:
+            llm = LLM(self._loaded or self.folder, folder, "auto" if k is None else k, **options)
+            self._loaded = llm.target
+            return EmbeddedBench(llm, self.reader)
+
+        return opened
+
+    def _options(self, workload: Workload, settings: BenchSettings) -> dict[str, Any]:
+        own = asdict(self.settings)
+        longest = max(len(self.reader.ids(ask)) for ask in workload.asks) + workload.max_tokens
+        if own["max_model_len"] is None:
+            own["max_model_len"] = min(-(-longest // 64) * 64, self.cfg.max_positions)
+        if longest > own["max_model_len"]:
+            raise UserError(
+                f"--max-tokens {workload.max_tokens}: with the longest prompt {longest} tokens, more than the "
+                f"{own['max_model_len']} of the context; ask for fewer, or give shorter prompts"
+            )
+        if own["max_num_seqs"] is None:
+            device = self.settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
+            arriving = [SEQS.get(device.partition(":")[0], SEQS["cpu"])] if settings.rates else []
+            own["max_num_seqs"] = max([*settings.concurrency, *arriving])
+        return own
+
+
+class Server:
+    """An address, and what its owner says that runs there."""
+
+    def __init__(self, settings: ServerSettings, stated: Stated, label: str | None, tokenizer: str | None) -> None:
+        self.settings, self.stated = settings, stated
+        self.address = parse_url(settings.url)
+        self.tokenizer = load_tokenizer(_tokenizer_folder(tokenizer)) if tokenizer is not None else None
+        if stated.method == "none" and stated.k is not None:
+            raise UserError(f"-k {stated.k}: say with --method p-eagle or eagle3 what the server drafts with")
+        if stated.method != "none" and stated.k is None:
+            raise UserError(f"--method {stated.method}: say with -k how many tokens a round the server drafts")
+        helped = "no drafter" if stated.method == "none" else stated.method
+        told = f"{self.address.netloc} {helped}" + (f" K={stated.k}" if stated.k is not None else "")
+        self.label = label or told
+
+    def workload(self, prompts: Prompts, settings: BenchSettings, skip_bad_rows: bool = False) -> Workload:
+        return _workload(prompts, settings, self._random_ids, skip_bad_rows)
+
+    def _random_ids(self) -> list[int]:
+        if self.tokenizer is None:
+            return list(KNOWN_IDS)
+        return usable_ids(len(self.tokenizer), self.tokenizer.all_special_ids)
+
+    def variants(self) -> list[Variant]:
+        def opened() -> ServerBench:
+            return ServerBench(self.settings, self.stated, self.tokenizer)
+
+        return [Variant(self.label, str(self.address), None, self.stated.method, self.stated.k, opened)]
+
+
+def _tokenizer_folder(name: str) -> Path:
+    folder = Path(name).expanduser()
+    return folder if folder.is_dir() else resolve_target(name)
+
+
+def _workload(
+    prompts: Prompts, settings: BenchSettings, random_ids: Callable[[], list[int]], skip_bad_rows: bool
+) -> Workload:
+    if settings.random_input is not None:
+        if prompts:
+            raise UserError(f"--random-input {settings.random_input}: makes its own prompts; leave --prompts out")
+        return random_workload(random_ids(), settings)
+    if not prompts:
+        raise UserError("no prompts: give --prompts FILE, or --random-input N for made-up ones")
+    return read_workload(open_datasets(prompts, skip_bad_rows=skip_bad_rows), settings)

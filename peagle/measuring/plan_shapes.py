@@ -1,0 +1,339 @@
+"""Shapes of targets and drafters, as far as a plan needs them: how many bytes a pass reads, how much it computes.
+
+Reads a config.json of any decoder of the usual fields, experts and quantized weights included, without its weights;
+knows some models by name. Knows nothing about GPUs or time. What it cannot read it names.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from peagle.checkpoints.fields import MAX_LAYERS, Fields
+from peagle.checkpoints.speculators import is_speculators, to_plain
+from peagle.config import LAYERS, MASK_ID_NAMES, Method
+from peagle.errors import UserError
+
+DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8_e4m3fn": 1.0}
+MXFP4_BYTES = 4.25 / 8  # 4 bits, and a scale of 8 bits for every 32 of them
+TAPS = 3  # layers of the target that a drafter reads, unless its config says otherwise
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder. `windows[i]` is layer i's sliding window, None where it sees everything."""
+
+    name: str
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    windows: tuple[int | None, ...]
+    moe: tuple[bool, ...]  # which layers have experts
+    intermediate: int  # of a layer without them
+    experts: int = 0
+    active: int = 0  # experts a token goes to
+    expert_intermediate: int = 0
+    shared_intermediate: int = 0  # of what every token goes to beside them
+    tied_head: bool = False
+    weight_bytes: float = 2.0  # of a weight of attention and plain MLPs
+    expert_bytes: float = 2.0
+    head_bytes: float = 2.0  # and of embeddings
+    kv_bytes: float = 2.0  # of a key's or value's element
+
+    @property
+    def layers(self) -> int:
+        return len(self.windows)
+
+    @property
+    def attention_weights(self) -> int:
+        return 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+
+    @property
+    def head_weights(self) -> int:
+        return self.hidden * self.vocab
+
+    def mlp_weights(self, layer: int) -> int:
+        """Of what every token goes to."""
+        return 3 * self.hidden * (self.shared_intermediate if self.moe[layer] else self.intermediate)
+
+    @property
+    def expert_weights(self) -> int:
+        """Of one."""
+        return 3 * self.hidden * self.expert_intermediate
+
+    def experts_touched(self, rows: int) -> float:
+        """Of a layer, by so many tokens that choose independently: E (1 - (1 - a/E)^rows)."""
+        return self.experts * (1 - (1 - self.active / self.experts) ** rows) if self.experts else 0.0
+
+    @property
+    def stored_bytes(self) -> float:
+        """All weights in memory."""
+        total = self.head_weights * self.head_bytes * (1 if self.tied_head else 2)
+        for layer in range(self.layers):
+            total += (self.attention_weights + self.mlp_weights(layer)) * self.weight_bytes
+            total += self.experts * self.expert_weights * self.expert_bytes if self.moe[layer] else 0.0
+        return total
+
+    def cached_bytes(self, tokens: int) -> float:
+        """Keys and values of a request of so many tokens."""
+        each = 2 * self.kv_heads * self.head_dim * self.kv_bytes
+        return sum(each * min(tokens, window or tokens) for window in self.windows)
+
+
+@dataclass(frozen=True)
+class DrafterShape:
+    """A drafter: the layers of `body`, and what is put before and behind them."""
+
+    body: Shape  # its vocabulary is what it may say
+    method: Method
+    tap_width: int
+    own_tables: bool  # its own embeddings and head lie in memory beside the target's
+
+    @property
+    def combine_weights(self) -> int:
+        """Of what makes one state of the tapped ones, and of the first layer's second half of inputs."""
+        shape = self.body
+        return self.tap_width * shape.hidden + shape.hidden * shape.head_dim * (shape.heads + 2 * shape.kv_heads)
+
+    @property
+    def stored_bytes(self) -> float:
+        shape = self.body
+        tables = shape.head_weights * shape.head_bytes * 2
+        return shape.stored_bytes - (0 if self.own_tables else tables) + self.combine_weights * shape.weight_bytes
+
+
+# What their config.json says, as far as it matters here.
+_LLAMA: dict[str, Any] = {"head_dim": 128, "num_key_value_heads": 8, "vocab_size": 128256}
+_GPT_OSS: dict[str, Any] = {
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "vocab_size": 201088,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "quantization_config": {"quant_method": "mxfp4"},
+}
+_QWEN3: dict[str, Any] = {"head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151936}
+
+
+def _sizes(layers: int, hidden: int, intermediate: int, heads: int) -> dict[str, int]:
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_attention_heads": heads,
+    }
+
+
+def _alternating(layers: int) -> list[str]:
+    return ["sliding_attention", "full_attention"] * (layers // 2)
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "smollm2-135m": {
+        **_sizes(30, 576, 1536, 9),
+        "head_dim": 64,
+        "num_key_value_heads": 3,
+        "vocab_size": 49152,
+        "tie_word_embeddings": True,
+    },
+    "llama-3.2-1b": {**_LLAMA, **_sizes(16, 2048, 8192, 32), "head_dim": 64, "tie_word_embeddings": True},
+    "llama-3.2-3b": {**_LLAMA, **_sizes(28, 3072, 8192, 24), "tie_word_embeddings": True},
+    "llama-3.1-8b": {**_LLAMA, **_sizes(32, 4096, 14336, 32)},
+    "llama-3.1-70b": {**_LLAMA, **_sizes(80, 8192, 28672, 64)},
+    "llama-3.1-405b": {**_LLAMA, **_sizes(126, 16384, 53248, 128)},
+    "qwen3-8b": {**_QWEN3, **_sizes(36, 4096, 12288, 32)},
+    "qwen3-32b": {**_QWEN3, **_sizes(64, 5120, 25600, 64)},
+    "qwen3-coder-30b-a3b": {
+        **_QWEN3,
+        **_sizes(48, 2048, 6144, 32),
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    },
+    "gpt-oss-20b": {**_GPT_OSS, "num_hidden_layers": 24, "num_local_experts": 32, "layer_types": _alternating(24)},
+    "gpt-oss-120b": {**_GPT_OSS, "num_hidden_layers": 36, "num_local_experts": 128, "layer_types": _alternating(36)},
+}
+
+
+def target_shape(name: str, weight_bits: float | None = None, kv_bits: float | None = None) -> Shape:
+    """A folder with a config.json, that file itself, or a built-in name. Bits given go before those of the config."""
+    values, source = _config(name, "--target")
+    if is_speculators(values) or values.get("eagle_aux_hidden_state_layer_ids") is not None:
+        raise UserError(f"--target {name}: is a drafter; it goes to --drafter")
+    return read_shape(values, source, name, weight_bits, kv_bits)
+
+
+def drafter_shape(name: str, target: Shape, flag: str = "--drafter") -> DrafterShape:
+    """A folder or config.json, or a method's name: a usual drafter of the target's width, `p-eagle:2` of 2 layers."""
+    kind, _, count = name.partition(":")
+    if kind in LAYERS:
+        if count and not (count.isdecimal() and 1 <= int(count) <= MAX_LAYERS):
+            raise UserError(f"{flag} {name}: behind the colon goes a number of layers, as in {kind}:2")
+        method: Method = "eagle3" if kind == "eagle3" else "p-eagle"
+        return usual_drafter(target, method, int(count) if count else LAYERS[method])
+    values, source = _config(name, flag, ", ".join(LAYERS))
+    if is_speculators(values):
+        values = to_plain(values, source)
+    parallel = any(values.get(key) is not None for key in MASK_ID_NAMES)
+    fields = Fields(values, source)
+    vocab = fields.size("vocab_size")
+    said = fields.size("draft_vocab_size", vocab)
+    body = read_shape({**values, "vocab_size": said, "tie_word_embeddings": False}, source, name, None, None)
+    taps = fields.int_list("eagle_aux_hidden_state_layer_ids")
+    wide = fields.size("target_hidden_size", body.hidden)
+    if wide != target.hidden:
+        raise UserError(f"{flag} {name}: was made for a target {wide} wide, {target.name} is {target.hidden} wide")
+    count_taps = len(taps) if taps else fields.size("num_aux_hidden_states", TAPS)
+    return DrafterShape(body, "p-eagle" if parallel else "eagle3", count_taps * wide, own_tables=said != vocab)
+
+
+def usual_drafter(target: Shape, method: Method, layers: int) -> DrafterShape:
+    """Of the target's width in bf16. Where the target has experts, its MLP is as wide as those a token goes to: the
+    released heads for GPT-OSS are (1.7 billion parameters, 4 layers)."""
+    wide = target.active * target.expert_intermediate + target.shared_intermediate
+    body = Shape(
+        name=f"{method} of {layers} layer{'s' * (layers > 1)}",
+        hidden=target.hidden,
+        heads=target.heads,
+        kv_heads=target.kv_heads,
+        head_dim=target.head_dim,
+        vocab=target.vocab,
+        windows=(None,) * layers,
+        moe=(False,) * layers,
+        intermediate=wide if any(target.moe) else target.intermediate,
+        kv_bytes=target.kv_bytes,
+    )
+    return DrafterShape(body, method, TAPS * target.hidden, own_tables=False)
+
+
+def _config(name: str, flag: str, others: str = "") -> tuple[dict[str, Any], Path]:
+    known = name.strip().lower()
+    if known in CONFIGS and not others:
+        return CONFIGS[known], Path(known)
+    path = Path(name).expanduser()
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        names = others or ", ".join(CONFIGS)
+        near = get_close_matches(known.rsplit("/", 1)[-1], others.split(", ") if others else CONFIGS, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}? " if near else ""
+        what = "holds no config.json" if path.is_dir() else "is no folder, no config.json and no known name"
+        raise UserError(f"{flag} {name}: {what}; {hint}known: {names}")
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UserError(f"{flag} {name}: {file} cannot be read as JSON ({' '.join(str(error).split())})") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{flag} {name}: {file} holds no JSON object")
+    return values, file
+
+
+def read_shape(
+    values: dict[str, Any], source: Path, name: str, weight_bits: float | None, kv_bits: float | None
+) -> Shape:
+    """Of a config's object, `source` being what messages call it."""
+    outer = Fields(values, source)
+    fields = outer.section("text_config") if "text_config" in values else outer
+    if fields.values.get("kv_lora_rank"):
+        raise outer.wrong("latent attention (kv_lora_rank) cannot be planned yet; known: grouped heads")
+    layers, hidden = fields.size("num_hidden_layers", most=MAX_LAYERS), fields.size("hidden_size")
+    heads = fields.size("num_attention_heads")
+    moe = _moe_layers(fields, layers)
+    own = fields.size("intermediate_size") if not all(moe) else 0
+    experts = active = wide = shared = 0
+    if any(moe):
+        experts = _first_size(fields, "num_experts", "num_local_experts", "n_routed_experts")
+        active = _first_size(fields, "num_experts_per_tok", "experts_per_token")
+        if active > experts:
+            raise outer.wrong(f"a token goes to {active} of {experts} experts")
+        wide = _first_size(fields, "moe_intermediate_size", "intermediate_size")
+        shared = fields.optional_size("shared_expert_intermediate_size") or 0
+        shared = shared or (fields.optional_size("n_shared_experts") or 0) * wide
+    bytes_each = _dtype_bytes(outer, fields)
+    linear, expert = (weight_bits / 8,) * 2 if weight_bits is not None else _quantized(outer, bytes_each)
+    return Shape(
+        name=name,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=fields.size("num_key_value_heads", heads),
+        head_dim=fields.size("head_dim", max(hidden // heads, 1)),
+        vocab=fields.size("vocab_size"),
+        windows=_windows(fields, layers),
+        moe=moe,
+        intermediate=own,
+        experts=experts,
+        active=active,
+        expert_intermediate=wide,
+        shared_intermediate=shared,
+        tied_head=outer.get("tie_word_embeddings", bool, fields.get("tie_word_embeddings", bool, False)),
+        weight_bytes=linear,
+        expert_bytes=expert,
+        head_bytes=min(bytes_each, 2.0),
+        kv_bytes=kv_bits / 8 if kv_bits is not None else min(bytes_each, 2.0),
+    )
+
+
+def _first_size(fields: Fields, *names: str) -> int:
+    given = next((name for name in names if fields.values.get(name) is not None), names[0])
+    return fields.size(given)
+
+
+def _moe_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
+    """Which layers have experts: all from the first that may, every so many of them, but those that are named."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    if not any(fields.values.get(name) for name in names):
+        return (False,) * layers
+    first = fields.values.get("first_k_dense_replace") or 0
+    step = fields.size("decoder_sparse_step", 1)
+    plain = fields.int_list("mlp_only_layers") or ()
+    return tuple(i >= first and (i + 1) % step == 0 and i not in plain for i in range(layers))
+
+
+def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
+    window = fields.optional_size("sliding_window")
+    kinds = fields.values.get("layer_types")
+    if kinds is None or window is None:
+        everywhere = window is not None and fields.values.get("model_type") == "mistral"
+        return (window if everywhere else None,) * layers
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        raise fields.wrong(f"layer_types must name {layers} layers")
+    unknown = [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]
+    if unknown:
+        raise fields.wrong(f"layer type {unknown[0]!r} cannot be planned; known: full_attention, sliding_attention")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _dtype_bytes(outer: Fields, fields: Fields) -> float:
+    named = [f.values.get(key) for f in (fields, outer) for key in ("dtype", "torch_dtype")]
+    name = next((value for value in named if value is not None), "bfloat16")
+    if name not in DTYPE_BYTES:
+        raise outer.wrong(f"dtype {name!r} is not known; known: {', '.join(DTYPE_BYTES)}")
+    return DTYPE_BYTES[name]
+
+
+def _quantized(fields: Fields, plain: float) -> tuple[float, float]:
+    """Bytes of a weight of attention and plain MLPs, and of an expert's."""
+    how = fields.section("quantization_config")
+    if not how.values:
+        return plain, plain
+    method = how.get("quant_method", str)
+    if method == "mxfp4":
+        return plain, MXFP4_BYTES  # GPT-OSS: the experts alone
+    if method == "fp8":
+        return 1.0, 1.0
+    bits = how.values.get("bits")
+    groups = how.values.get("config_groups")
+    if bits is None and isinstance(groups, dict) and groups:
+        first = next(iter(groups.values()))
+        bits = ((first.get("weights") or {}) if isinstance(first, dict) else {}).get("num_bits")
+    if type(bits) is not int or not 1 <= bits <= 16:
+        raise fields.wrong(f"quantization {method!r} does not say its bits; give --weight-bits")
+    return bits / 8, bits / 8

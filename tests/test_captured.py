@@ -1,0 +1,121 @@
+"""Batches in frames against the same batches as they are: gradients and totals, P-EAGLE and EAGLE-3, in fp64; on a GPU
+also steps that are replayed against those they were captured from."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from packed import packed_batch
+from support import many
+from test_partition import KINDS, assert_close, gradients, new_drafter, target_of
+from torch import Tensor
+
+from peagle.config import TrainConfig
+from peagle.kernels.linear_loss import Frame
+from peagle.training import captured
+from peagle.training.captured import FramedStep, Framer
+from peagle.training.loss import StepTotals, depth_weights, row_weights
+from peagle.training.optimizer import Optimizer
+from peagle.training.partition import accumulate
+from peagle.training.rows import generator, sample_rows
+from peagle.training.taps import Online
+
+DEPTHS, RATE = 4, 0.8
+
+
+def settings(method: str, tokens: int) -> TrainConfig:
+    return TrainConfig(method=method, depths=DEPTHS, rate=RATE, batch_tokens=tokens, max_length=tokens, objective="kl")  # type: ignore[arg-type]
+
+
+def test_the_docstring_of_frame() -> None:
+    plan = Frame(rows=7, most=3, spots=2).plan(torch.tensor([7, 2, 7, 2, 5]))
+    assert plan is not None
+    assert plan.order_R.tolist() == [1, 3, 4, 0, 2, 5, 6]
+    assert plan.positions.tolist() == [2, 5, 7, 7, 7, 7]
+    assert plan.spot_R.tolist() == [0, 0, 1, 2, 2, 2, 4]
+    assert Frame(rows=4, most=4, spots=2).plan(torch.tensor([1, 2, 3])) is None
+
+
+@many(60)
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=40), st.integers(0, 9), st.integers(1, 9))
+def test_a_frame_asks_every_row_where_it_asks(questions: list[int], missing: int, most: int) -> None:
+    frame = Frame(len(questions) + missing, most, most)
+    plan = frame.plan(torch.tensor(questions))
+    assert plan is not None and sorted(plan.order_R.tolist()) == list(range(frame.rows))
+    for chunk in frame.chunks:
+        assert chunk.rows.stop - chunk.rows.start <= most and chunk.spots.stop - chunk.spots.start == most
+        for place in range(chunk.rows.start, chunk.rows.stop):
+            row, spot = int(plan.order_R[place]), int(plan.spot_R[place])
+            assert chunk.spots.start <= spot < chunk.spots.stop
+            assert plan.positions[spot] == (questions[row] if row < len(questions) else max(questions))
+
+
+masks = st.lists(
+    st.tuples(st.integers(0, 5), st.integers(0, 14)).filter(any).map(lambda n: [0] * n[0] + [1] * n[1]),
+    min_size=1,
+    max_size=5,
+)
+
+
+@pytest.mark.parametrize("kind", ["p-eagle", "p-eagle-own", "eagle3", "eagle3-own"])
+@many(12)
+@given(masks=masks, spare=st.integers(0, 20), part=st.sampled_from([1, 4, 64]), most=st.sampled_from([7, 1000]))
+def test_frames_change_nothing(kind: str, masks: list[list[int]], spare: int, part: int, most: int) -> None:
+    batch = packed_batch(masks, vocab=128)
+    cfg = settings("eagle3" if kind.startswith("eagle3") else "p-eagle", len(batch) + spare)
+    drafter, target = new_drafter(KINDS[kind], torch.float64), target_of(torch.float64)
+    rows = sample_rows(batch, DEPTHS, RATE, generator(0, len(batch)))
+    online, weights = Online(target, drafter.cfg.taps), depth_weights(DEPTHS, 0.9)
+    framer = Framer(cfg, 128, drafter.cfg.parallel, 10**6, pinned=False)
+    framer.part, framer.most = part, most
+    framed = framer.framed(batch, rows)
+    if framed is None:
+        sizes = framer.sizes(len(rows.anchor_A))
+        question = np.sort(torch.cat([rows.anchor_A, rows.anchor_R + rows.depth_R]).numpy())
+        assert not len(rows.anchor_R) or len(np.unique(question)) > sizes.loss.spots
+        return
+    wanted_totals = accumulate(drafter, target, online.states(batch), batch, rows, "kl", weights, 10**6)
+    wanted = gradients(drafter)
+    totals = FramedStep(drafter, target, online, cfg).accumulate(framed, row_weights(rows.counts, weights))
+    assert_close(gradients(drafter), wanted, 1e-10)
+    assert totals.rows_K.tolist() == list(rows.counts)
+    for ours, theirs in zip(values(totals), values(wanted_totals), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+def values(totals: StepTotals) -> tuple[Tensor, ...]:
+    return totals.loss_K, totals.accept_K, totals.match_K
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["p-eagle", "eagle3"])
+def test_replayed_steps_are_the_ones_captured(kind: str) -> None:
+    """The same batches through graphs and as they are, with an optimizer that is captured too."""
+    cfg = settings("eagle3" if kind == "eagle3" else "p-eagle", 512)
+    target = target_of(torch.float32).cuda()
+    lengths = [[[0] * 9 + [1] * 120, [0] * 30 + [1] * (200 + 5 * i)] for i in range(8)]
+    made = [packed_batch(masks, vocab=128, seed=i) for i, masks in enumerate(lengths)]
+    rows = [sample_rows(batch, DEPTHS, RATE, generator(0, i)) for i, batch in enumerate(made)]
+    ends = []
+    for graphs in (True, False):
+        drafter = new_drafter(KINDS[kind], torch.float32).cuda().share(target)
+        optimizer, online = Optimizer(drafter, cfg), Online(target, drafter.cfg.taps)
+        framer = Framer(cfg, 128, drafter.cfg.parallel, 10**6, pinned=True)
+        step, weights = FramedStep(drafter, target, online, cfg), depth_weights(DEPTHS, 1.0)
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for batch, own in zip(made, rows, strict=True):
+                framed = framer.framed(batch, own)
+                assert framed is not None
+                if graphs:
+                    step.accumulate(framed, row_weights(own.counts, weights))
+                else:
+                    accumulate(drafter, target, online.states(batch), batch, own, cfg.objective, weights, 10**6)
+                optimizer.step(1e-3)
+        torch.cuda.synchronize()
+        assert bool(step.graphs) == graphs and captured.WARM < len(made)
+        ends.append(optimizer.masters_P.clone())
+    torch.testing.assert_close(ends[0], ends[1], rtol=1e-3, atol=1e-5)
