@@ -164,6 +164,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)  # by token id; kept as an own dict
     logprobs: int | None = None
     n: int = 1
+    draft_tokens: int | None = None  # drafts a round may have for it at most; never changes the text
 
     def __post_init__(self) -> None:
         def require(ok: bool, name: str, want: str) -> None:
@@ -195,6 +196,7 @@ class SamplingParams:
                 raise UserError(f"--logit-bias {token}={bias}: must be a token id with a number between -100 and 100")
         require(self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "logprobs", f"from 0 to {MAX_LOGPROBS}")
         require(self.n >= 1, "n", "at least 1")
+        require(self.draft_tokens is None or self.draft_tokens >= 0, "draft-tokens", "0 (no drafts) or more")
 
     @property
     def greedy(self) -> bool:
@@ -241,7 +243,7 @@ LEAST_LR = 0.02  # of the highest, at the end of every decay
 MUON_MOMENTUM = 0.95
 MUON_SCALE = 0.2  # root mean square of its steps, over the rate; AdamW's are about as long
 GRAD_BUCKET = 64 << 20  # elements that are summed over ranks in one call: 256 MB
-CHUNK_BYTES = 3 << 29  # that a chunk of chains keeps for its way back, on a GPU with room: products are large enough
+CHUNK_BYTES = 3 << 30  # that a chunk of chains keeps for its way back, on a GPU with room: beyond, nothing gets faster
 CHUNK_HEADROOM = 0.85  # of free memory that is counted with, since an allocator never packs perfectly
 LEAST_CHUNK_ROWS = 256
 CPU_CHUNK_ROWS = 4096
@@ -672,3 +674,48 @@ class ReportSettings:
     title: str = "What speculative decoding brings"
     few_answers: int = 20  # of a data set, below which its acceptance is drawn hollow
     loops_matter: float = 0.03  # by which looping answers may lift the acceptance length before it is said
+
+
+ServeEngine = Literal["embedded", "vllm"]
+
+
+@dataclass(frozen=True)
+class ServeSettings:
+    """How a server meets the world. Times are in seconds."""
+
+    host: str = "127.0.0.1"  # loopback: who wants to be reached from outside says so
+    port: int = 8000  # 0: any that is free
+    model: str = ""  # the name that clients ask for
+    api_key: str | None = field(default=None, repr=False)
+    cors_origins: tuple[str, ...] = ()  # none: no page of another origin may read an answer
+    max_queue: int = 256  # requests that may wait for the engine; more are told to come back
+    max_body: int = 4 << 20  # bytes of a request
+    deadline_s: float = 600.0  # from a request's arrival to its last token
+    drain_s: float = 30.0  # for what is being answered when the server is told to stop
+    head_s: float = 20.0  # for the head of a request to arrive
+    body_s: float = 60.0  # for its body
+    keep_alive_s: float = 30.0  # that an idle connection stays open; above the 5 s that clients usually keep theirs
+    retry_after_s: int = 1
+    temperature: float = 1.0  # where a request names none, as OpenAI's API has it
+    completion_tokens: int = 16  # max_tokens of /v1/completions where it names none; a chat may fill the context
+    max_answers: int = 128  # n
+    max_stops: int = 32  # stop strings
+    stop_length: int = 1024  # characters of one
+    rebuilds: int = 3  # tries to build a failed engine anew
+    failures: int = 5  # of the engine in a row, without an answer between them, before it is given up
+    log_json: bool = False
+    log_prompts: bool = False
+
+    def __post_init__(self) -> None:
+        def require(ok: bool, name: str, want: str) -> None:
+            if not ok:
+                flag = name.removesuffix("_s").replace("_", "-")
+                raise UserError(f"--{flag} {getattr(self, name)}: must be {want}")
+
+        require(0 <= self.port < 1 << 16, "port", "from 0 (any that is free) to 65535")
+        require(self.max_queue >= 0, "max_queue", "0 or more")
+        require(self.max_body >= 1, "max_body", "at least 1 byte")
+        require(0 < self.deadline_s < 1e9, "deadline_s", "above 0, in seconds")
+        require(0 <= self.drain_s < 1e9, "drain_s", "0 or more, in seconds")
+        if self.api_key is not None and not (self.api_key and self.api_key.isascii() and self.api_key.isprintable()):
+            raise UserError("--api-key: must be printable ASCII, and not empty")
