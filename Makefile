@@ -7,7 +7,7 @@ ARGS ?=
 BOOTSTRAP := $(PYTHON) scripts/bootstrap.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm test-browser screenshots lint ruff mypy clean env env-vllm
+.PHONY: help demo test test-vllm test-browser soak screenshots lint ruff mypy clean env env-vllm
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -15,16 +15,20 @@ help: ## list these targets
 demo: env ## run the demonstration (ARGS="..." goes to `peagle demo`)
 	@$(VENV)/bin/peagle demo $(ARGS)
 
-# All tests go to several processes; some of them are over before those would have started.
+# All the tests go to several processes, file by file, so that none makes another's fixtures; with ARGS it is one process,
+# since a few tests are over before others would have started (ARGS="-n auto --dist loadfile ..." for many).
 test: env ## run the tests (ARGS="..." goes to pytest)
-	@$(VENV)/bin/python -m pytest $(or $(ARGS),--numprocesses auto --dist worksteal)
+	@$(VENV)/bin/python -m pytest $(or $(ARGS),-n auto --dist loadfile)
 
 test-vllm: env-vllm ## run the tests against stock vLLM on the CPU, in an environment of their own
 	@VLLM_CPU_KVCACHE_SPACE=1 VLLM_ENABLE_V1_MULTIPROCESSING=0 \
 		$(VLLM_VENV)/bin/python -m pytest -m vllm tests/parity $(ARGS)
 
 test-browser: env ## run the tests of pages in headless Chromium (Debian: apt-get install chromium)
-	@$(VENV)/bin/python -m pytest -m browser tests/test_report_browser.py $(ARGS)
+	@$(VENV)/bin/python -m pytest -m browser tests/test_report_browser.py tests/test_playground_browser.py $(ARGS)
+
+soak: env ## several minutes of clients that come, ask and hang up: nothing lost, memory flat (ARGS="...")
+	@$(VENV)/bin/python benchmarks/serve_load.py --mode soak --clients 12 --tokens 12 $(or $(ARGS),--seconds 150)
 
 screenshots: env ## take the documentation's pictures of a report (ARGS="RESULT.json ...")
 	@$(VENV)/bin/python scripts/screenshots.py $(ARGS)

@@ -113,6 +113,38 @@ class DrafterConfig:
 
 
 @dataclass(frozen=True)
+class Grammar:
+    """What an answer has to match; made, and checked, by `peagle.engine.grammar`."""
+
+    kind: Literal["json_schema", "regex"]
+    source: str
+
+
+@dataclass(frozen=True)
+class ParserLimits:
+    """The grammar library's own, under its names; a step is one mask."""
+
+    initial_lexer_fuel: int = 400_000
+    step_lexer_fuel: int = 50_000
+    step_max_items: int = 20_000
+    max_lexer_states: int = 25_000  # about 2 kB each, shared by all answers of one grammar
+
+
+@dataclass(frozen=True)
+class GrammarLimits:
+    """What a grammar may cost. One that costs more is refused."""
+
+    source_bytes: int = 64 << 10
+    nesting: int = 50
+    indentation: int = 32  # characters in front of a line of JSON
+    kept: int = 16  # compiled, the ones used last
+    trial_cpu_s: int = 2
+    trial_wall_s: float = 30.0  # on a machine that is busy with something else
+    trial_bytes: int = 4 << 30
+    library: ParserLimits = ParserLimits()
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """What a request asks for, and what it means: every engine and the reference do exactly this.
 
@@ -127,8 +159,10 @@ class SamplingParams:
     4. Penalties: `repetition_penalty` divides the positive and multiplies the other logits of every token in
        prompt or output; then `frequency_penalty` is subtracted for each time a token is in the output,
        `presence_penalty` once if it is there at all.
-    5. Temperature 0 is greedy: the argmax of that (of equals the lowest id), none of the below.
-    6. Logits are divided by `temperature`; `min_p` drops tokens less likely than min_p times the likeliest;
+    5. `grammar`: every token that it does not allow next becomes -inf, and EOS ids too where the text may not end yet
+       (under `ignore_eos` everywhere). Where all that it allows is held back by `min_tokens`, the grammar wins.
+    6. Temperature 0 is greedy: the argmax of that (of equals the lowest id), none of the below.
+    7. Logits are divided by `temperature`; `min_p` drops tokens less likely than min_p times the likeliest;
        `top_k` drops those below the k-th best (what equals it stays); `top_p` keeps the likeliest until their
        mass reaches it (what equals the last of them stays). min_p 0, top_k 0 and top_p 1 are off.
 
@@ -141,7 +175,12 @@ class SamplingParams:
        not all come does not count yet: "stop", and the string is the stop_reason. Of several it is the one that
        ends first, of those the first in the list. Only one that ends behind the text of the first `min_tokens`
        tokens counts; so, as with stop tokens, the earliest to end the text is token number min_tokens + 1.
-    4. The output has `max_tokens` tokens, or the context is full: "length", no stop_reason.
+    4. `grammar` allows nothing behind it, however many `min_tokens` there are to be: "stop", no stop_reason.
+    5. The output has `max_tokens` tokens, or the context is full: "length", no stop_reason. It then may match only the
+       beginning of what the grammar allows, as it may after a stop token or stop string.
+
+    Where no token of the target's goes on with what the grammar allows, or that costs more than `GrammarLimits`, the
+    text ends without a further token: "error", and the stop_reason says why.
 
     The text is that of the output without its EOS or stop token, cut in front of the stop string.
 
@@ -165,6 +204,7 @@ class SamplingParams:
     logprobs: int | None = None
     n: int = 1
     draft_tokens: int | None = None  # drafts a round may have for it at most; never changes the text
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         def require(ok: bool, name: str, want: str) -> None:
@@ -196,6 +236,7 @@ class SamplingParams:
                 raise UserError(f"--logit-bias {token}={bias}: must be a token id with a number between -100 and 100")
         require(self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "logprobs", f"from 0 to {MAX_LOGPROBS}")
         require(self.n >= 1, "n", "at least 1")
+        require(self.grammar is None or isinstance(self.grammar, Grammar), "grammar", "made by peagle.engine.grammar")
         require(self.draft_tokens is None or self.draft_tokens >= 0, "draft-tokens", "0 (no drafts) or more")
 
     @property

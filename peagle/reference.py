@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -77,6 +78,17 @@ class Generation:
         return [False] + [i < r.accepted for r in self.rounds for i in range(len(r.emitted))]
 
 
+class Constraint(Protocol):
+    """A request's grammar."""
+
+    def allowed(self, output: Sequence[int]) -> Tensor | None:
+        """The tokens that may follow, EOS ids among them where the text may end: bool [V]. None where nothing may,
+        and behind what may not come itself."""
+
+    def complete(self, output: Sequence[int]) -> bool:
+        """The output matches, and nothing may follow it."""
+
+
 @dataclass(frozen=True)
 class Request:
     """What decides over the next token and the end of the text, beside the tokens themselves."""
@@ -86,6 +98,7 @@ class Request:
     eos_ids: frozenset[int]
     longest: int
     decode: Callable[[list[int]], str] | None
+    constraint: Constraint | None = None
 
 
 @torch.inference_mode()
@@ -100,12 +113,14 @@ def generate(
     sample_drafts: bool = False,
     on_tokens: Callable[[Generation], None] = lambda generation: None,
     decode: Callable[[list[int]], str] | None = None,
+    constraint: Constraint | None = None,
 ) -> Generation:
     """Greedy output is the same with any drafter and with none; sampled output has the same distribution.
 
     `max_length` is the longest sequence, prompt included (default: what the target was made for).
     `sample_drafts` draws drafts from the drafter's distribution; otherwise they are its argmax.
     `decode` makes text of the output's tokens; stop strings need it.
+    `constraint` is what `params.grammar` means for this vocabulary.
     `params.n` is not looked at: this is one answer, n of them are n calls.
     """
     longest = target.cfg.max_positions if max_length is None else min(max_length, target.cfg.max_positions)
@@ -113,9 +128,11 @@ def generate(
     params.check_ids(target.cfg.vocab_size, eos_ids)
     if params.stop and decode is None:
         raise UserError("--stop: stop strings need a tokenizer to make text of the tokens")
+    if params.grammar is not None and constraint is None:
+        raise UserError("grammar: the reference needs to be told what it allows (`constraint`)")
     if drafter is not None:
         check_draft_tokens(draft_tokens)
-    request = Request(list(prompt_ids), params, eos_ids, longest, decode)
+    request = Request(list(prompt_ids), params, eos_ids, longest, decode, constraint)
     rng = torch.Generator().manual_seed(params.seed) if params.seed is not None else _fresh_rng()
     out = Generation(list(prompt_ids), draft_tokens if drafter is not None else 0)
     taps_of = drafter.cfg.taps if drafter is not None else ()
@@ -154,10 +171,11 @@ def read(target: Decoder, tokens: list[int], last: int, taps: Sequence[int]) -> 
 
 def next_probs(logits_KV: Tensor, request: Request, output: list[int], drafts: list[int]) -> Tensor:
     """What the target would say after the output and after each of the drafts, as the request shapes it."""
-    shaped = [
-        shape(row, request.params, request.prompt_ids, output + drafts[:i], request.eos_ids)
-        for i, row in enumerate(logits_KV)
-    ]
+    shaped = []
+    for i, row in enumerate(logits_KV):
+        said = output + drafts[:i]
+        allowed = request.constraint.allowed(said) if request.constraint is not None else None
+        shaped.append(shape(row, request.params, request.prompt_ids, said, request.eos_ids, allowed))
     return distribution(torch.stack(shaped), request.params)
 
 
@@ -167,12 +185,15 @@ def shape(
     prompt: Sequence[int],
     output: Sequence[int],
     eos_ids: frozenset[int] = frozenset(),
+    allowed_V: Tensor | None = None,
 ) -> Tensor:
-    """Logits after `prompt` and `output` with all that can change the argmax: minimum length, bias, penalties."""
+    """Logits after `prompt` and `output` with all that moves the argmax: least length, bias, penalties, grammar."""
     logits, vocab = logits_V.detach().cpu().double(), logits_V.shape[-1]
     if len(output) < params.min_tokens:
         stops = [t for t in {*eos_ids, *params.stop_token_ids} if t < vocab]  # a tokenizer's EOS may lie beyond
-        logits = logits.index_fill(0, torch.tensor(stops, dtype=torch.long), -torch.inf)
+        barred = torch.zeros(vocab, dtype=torch.bool).index_fill(0, torch.tensor(stops, dtype=torch.long), True)
+        if allowed_V is None or bool((allowed_V & ~barred).any()):
+            logits = logits.masked_fill(barred, -torch.inf)
     if params.logit_bias:
         biases = torch.tensor(list(params.logit_bias.values()), dtype=torch.float64)
         logits = logits.index_add(0, torch.tensor(list(params.logit_bias)), biases)
@@ -182,7 +203,7 @@ def shape(
         factor = params.repetition_penalty
         logits = torch.where(seen, torch.where(logits > 0, logits / factor, logits * factor), logits)
         logits = logits - params.frequency_penalty * counts - params.presence_penalty * (counts > 0).double()
-    return logits
+    return logits if allowed_V is None else logits.masked_fill(~allowed_V, -torch.inf)
 
 
 def distribution(logits_KV: Tensor, params: SamplingParams) -> Tensor:
@@ -279,7 +300,11 @@ def verify(draft: Draft, target_probs: Tensor, rng: torch.Generator) -> tuple[in
 
 def commit(out: Generation, tokens: list[int], logits_KV: Tensor, request: Request) -> bool:
     """Appends tokens, each said by its row of raw logits, up to the first that ends the text; True once it has."""
+    constraint = request.constraint
     for token, logits in zip(tokens, logits_KV, strict=False):
+        if constraint is not None and constraint.allowed(out.token_ids) is None:
+            out.finish_reason, out.text = "error", request.decode(out.token_ids) if request.decode else None
+            return True
         out.token_ids.append(token)
         if request.params.logprobs is not None:
             out.logprobs.append(token_logprobs(logits, token, request.params.logprobs))
@@ -303,6 +328,8 @@ def ending(said: list[int], request: Request) -> tuple[str, int | str | None, st
         return "stop", newest, text(said[:-1])
     if decode is not None and (found := find_stop(decode, said, params)) is not None:
         return "stop", *found
+    if request.constraint is not None and request.constraint.complete(said):
+        return "stop", None, text(said)
     if len(said) >= params.max_tokens or len(request.prompt_ids) + len(said) >= request.longest:
         return "length", None, text(said)
     return None

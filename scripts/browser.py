@@ -1,7 +1,8 @@
 """Headless Chromium, spoken to over a pipe in its own protocol (Chrome DevTools Protocol).
 
 Knows nothing about reports, and only the standard library. Needs Debian's `chromium`, or another one by CHROMIUM.
-The browser may reach nothing outside: whatever asks for the network is refused and noted in `Tab.asked`.
+The browser may reach nothing outside: whatever asks for the network is refused and noted in `Tab.asked`. Only this
+machine's own servers can be reached, and only where `browser(local=True)` asks for it.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ FLAGS = (
     "--hide-scrollbars",
     "--remote-debugging-pipe",
 )
+NOBODY_ELSE = "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
 ANSWER_S = 60.0
 
 
@@ -61,11 +63,12 @@ class Tab:
         os.write(self.write, json.dumps(message).encode() + b"\0")
         return self._until(self.number)
 
-    def open(self, page: Path) -> None:
+    def open(self, page: Path | str) -> None:
+        """A file, or an address."""
         self.said.clear()
         self.asked.clear()
         self.loaded = False
-        self.call("Page.navigate", url=page.resolve().as_uri())
+        self.call("Page.navigate", url=page.resolve().as_uri() if isinstance(page, Path) else page)
         deadline = time.monotonic() + ANSWER_S
         while not self.loaded:
             assert time.monotonic() < deadline, f"{page} was not loaded"
@@ -142,7 +145,7 @@ class Tab:
 
 
 @contextmanager
-def browser() -> Iterator[Tab]:
+def browser(local: bool = False) -> Iterator[Tab]:
     chromium = find_chromium()
     assert chromium is not None, "no Chromium here (Debian: apt-get install chromium), and none in CHROMIUM"
     their_read, our_write = os.pipe()
@@ -151,7 +154,7 @@ def browser() -> Iterator[Tab]:
         # The pipe has to be at 3 and 4 in the browser; a shell puts it there, whatever numbers it has here.
         moved = f'exec "$0" "$@" 3<&{their_read} 4>&{their_write}'
         process = subprocess.Popen(
-            ["bash", "-c", moved, chromium, *FLAGS, f"--user-data-dir={profile}", "about:blank"],
+            ["bash", "-c", moved, chromium, *FLAGS, NOBODY_ELSE, f"--user-data-dir={profile}", "about:blank"],
             pass_fds=(their_read, their_write),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -165,7 +168,11 @@ def browser() -> Iterator[Tab]:
             for domain in ("Page", "Runtime", "Log", "Network"):
                 tab.call(f"{domain}.enable")
             tab.call(
-                "Network.emulateNetworkConditions", offline=True, latency=0, downloadThroughput=0, uploadThroughput=0
+                "Network.emulateNetworkConditions",
+                offline=not local,
+                latency=0,
+                downloadThroughput=-1 if local else 0,
+                uploadThroughput=-1 if local else 0,
             )
             yield tab
         finally:

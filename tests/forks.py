@@ -153,6 +153,10 @@ def become(asked: dict) -> None:
     if first == "-m":
         sys.argv = rest
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    elif first == "-c":
+        code, *rest = rest
+        sys.argv = ["-c", *rest]
+        exec(code, {"__name__": "__main__"})
     else:
         sys.argv = [first, *rest]
         sys.path.insert(0, str(Path(first).parent))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +24,36 @@ def check_in_a_child(file: str) -> None:
 
 
 def mend_interpreter() -> None:
-    """Triton 3.6 makes loop bounds of one-element arrays by int(), which numpy 2.4 refuses."""
+    """Triton 3.6 makes loop bounds of one-element arrays by int(), which numpy 2.4 refuses. And half its time goes into
+    what changes no result: the language is patched anew for each function that a kernel calls, and sums and products
+    of integers are checked for overflow, of which tensors as small as here have none."""
+    from triton import language as tl
     from triton.runtime import interpreter
 
-    patch = interpreter._patch_lang_tensor
+    patch_tensor, patch = interpreter._patch_lang_tensor, interpreter._patch_lang
+    patched: set[int] = set()  # ids of the modules that are patched now
 
     def patch_and_mend(tensor, scope) -> None:  # type: ignore[no-untyped-def]
-        patch(tensor, scope)
+        patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
-    interpreter._patch_lang_tensor = patch_and_mend
+    @cache
+    def seen_by(fn: Any) -> frozenset[int]:
+        return frozenset(id(value) for value in fn.__globals__.values() if value is tl or value is tl.core)
+
+    class Scope:
+        def __init__(self, fn: Any) -> None:
+            self.new = seen_by(fn) - patched
+            self.inner = patch(fn) if self.new else None
+            patched.update(self.new)
+
+        def restore(self) -> None:
+            if self.inner is not None:
+                self.inner.restore()
+            patched.difference_update(self.new)
+
+    interpreter._patch_lang_tensor, interpreter._patch_lang = patch_and_mend, Scope
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
 
 
 class _Poison(TorchDispatchMode):

@@ -1,6 +1,6 @@
 """The command line as a user meets it: real processes, exit status, one line for every mistake.
 
-Every verb is started from scratch at least once, so that it is seen to import what it needs.
+Each of these verbs is started from scratch once, so that it is seen to import what it needs.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ LAYERS = (
     {"measuring"},
 )
 # These stand beside the layers: each sees them up to the one named, and no layer sees these.
-BESIDE = {"display": "errors", "deploy": "checkpoints", "server": "engine", "bench": "engine"}
+BESIDE = {"display": "errors", "deploy": "checkpoints", "serving": "engine", "bench": "engine"}
 
 RANK = {package: rank for rank, layer in enumerate(LAYERS) for package in layer}
 WORKING = RANK.keys() | BESIDE.keys()
@@ -116,11 +116,11 @@ def test_imports_point_downwards():
         ("peagle.models.layers", "if TYPE_CHECKING:\n    from peagle import data"),
         ("peagle.models.layers", "importlib.import_module('peagle.engine')"),
         ("peagle.models.layers", "from peagle import Engine"),
-        ("peagle.server.app", "from peagle.data import stream"),
-        ("peagle.server.app", "import peagle.bench"),
+        ("peagle.serving.app", "from peagle.data import stream"),
+        ("peagle.serving.app", "import peagle.bench"),
         ("peagle.bench", "from peagle.training import loop"),
         ("peagle.deploy", "from peagle.reference import greedy"),
-        ("peagle.engine.loop", "from peagle.server import app"),
+        ("peagle.engine.loop", "from peagle.serving import app"),
         ("peagle.training", "from peagle.cli import main"),
         ("peagle.__init__", "from peagle.cli import main"),
         ("peagle.novelty", ""),
@@ -144,7 +144,7 @@ def test_a_wrong_relative_import_of_a_package_is_caught():
         ("peagle.config", "from .errors import UserError"),
         ("peagle.models.layers", "from . import drafter\nfrom .drafter import Drafter\nimport torch.nn"),
         ("peagle.training.loop", "from peagle.data import stream\nfrom ..engine import Engine"),
-        ("peagle.server.app", "from peagle import __version__, engine"),
+        ("peagle.serving.app", "from peagle import __version__, engine"),
         ("peagle.__main__", "from peagle.cli import main"),
         ("peagle.__init__", "from peagle.engine import Engine"),
         ("peagle.cli", "def f():\n    from peagle import Engine, training"),

@@ -19,6 +19,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from interpreting import mend_interpreter
 from support import many
 from torch import Tensor
 from torch.nn import functional as F
@@ -45,6 +46,8 @@ from peagle.kernels.linear import (
 from peagle.models.layers import RMSNorm
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if INTERPRETED:
+    mend_interpreter()
 EPS = 0.1  # large enough that leaving it out shows
 
 # One place to run the kernels per process: the interpreter in the child, the GPU where there is one.

@@ -348,7 +348,7 @@ def test_plain_greedy_is_what_transformers_says() -> None:
 def test_random_drafters_change_nothing() -> None:
     seen: Counter[str] = Counter()
 
-    @many(2000)
+    @many(1000)  # of mistakes put in on purpose those it can find showed within 150; twice as many found no other
     @given(st.data(), RANDOM_SEEDS, st.integers(0, DRAFTERS_EACH - 1), st.booleans())
     def property_(data: st.DataObject, seeds: tuple[int, int], drafter_seed: int, sampled: bool) -> None:
         case = data.draw(cases(st.just(random_start(*seeds)), 10))
@@ -362,7 +362,7 @@ def test_random_drafters_change_nothing() -> None:
 
     property_()
     # what hypothesis draws varies with this function's source, so far below what any draw gave
-    least = {"cases": 2000, "accepted": 50, "rejected": 1000, "cut inside a run": 10, "stop": 50}
+    least = {"cases": 1000, "accepted": 50, "rejected": 500, "cut inside a run": 10, "stop": 50}
     assert all(seen[name] >= count for name, count in least.items()), seen
 
 

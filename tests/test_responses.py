@@ -5,13 +5,13 @@ from __future__ import annotations
 import gc
 import json
 import resource
-import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 from chats import EOS, TEMPLATE, Canned, by_key, conversations, make_chat, make_target, rows_of, write
 from hypothesis import given
@@ -111,13 +111,10 @@ def test_the_rows_are_what_the_target_says_to_one_turn_after_another(target: Pat
     assert 0 < summary.ended < 1, "both kinds of ending are wanted here"
 
 
-# Imports once, then runs the command in children that it kills when they have written so many rows.
+# Runs the command in children that it kills when they have written so many rows.
 KILLER = """
 import os, signal, sys, time
-import peagle.data.run, peagle.engine.llm, transformers
 from peagle.cli import main
-
-peagle.engine.loading.usable_cores = lambda: 1
 
 out, sys.argv = sys.argv[1], ["peagle", *sys.argv[2:]]
 def size():
@@ -144,9 +141,9 @@ def test_killed_runs_together_write_what_one_run_writes(target: Path, tmp_path: 
     write_responses(prompts, whole, str(target), settings, ENGINE, shown=False)
     args = ["data", prompts, "--out", str(out), "-t", str(target), "--temperature", "0.8", "--max-tokens", "40"]
     args += ["--device", "cpu", "--dtype", "float32", "--max-num-seqs", "4", "--max-model-len", "200", "--json"]
-    done = subprocess.run([sys.executable, "-c", KILLER, str(out), *args], capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr
-    summary = json.loads(done.stdout)
+    done = forks.Process("-c", KILLER, str(out), *args)
+    assert done.wait(500) == 0, done.complaints()
+    summary = json.loads(done.said())
     assert by_key(rows_of(out)) == by_key(rows_of(whole))
     assert summary["rows"] == len(rows_of(whole)) > summary["new"] > 0 and summary["complete"]
     runs = json.loads(beside(out, "manifest.json").read_text())["runs"]

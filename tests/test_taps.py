@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import json
 import resource
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import forks
 import numpy as np
 import pairs
 import pytest
@@ -288,7 +287,7 @@ def test_only_damaged_shards_are_made_again(tmp_path: Path, target: Decoder) -> 
     assert same(cache.states(packed(trained())), want)
 
 
-# A process that has done nothing yet forks for each place to die at, so that torch is loaded once.
+# A process that has done nothing yet forks for each place to die at.
 KILLED = """
 import os, signal, sys
 sys.path[:0] = sys.argv[1:3]
@@ -337,8 +336,9 @@ def load_target() -> Decoder:
 def test_a_killed_process_loses_the_shard_in_work(tmp_path: Path, target: Decoder) -> None:
     tests = Path(__file__).parent
     given = [str(tests), str(tests.parent), str(tmp_path)]
-    done = subprocess.run([sys.executable, "-c", KILLED, *given], capture_output=True, text=True)
-    assert done.stdout.split() == ["in_a_shard", "9", "in_the_manifest", "9"], done.stderr
+    done = forks.Process("-c", KILLED, *given)
+    assert done.wait() == 0, done.complaints()
+    assert done.said().split() == ["in_a_shard", "9", "in_the_manifest", "9"]
     for folder in tmp_path.iterdir():
         cache, asked, _ = prepare(folder, target)
         assert asked == sorted(row_id for shard in SHARDS[3:] for row_id in shard)

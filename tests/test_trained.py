@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from interpreting import mend_interpreter
 from support import many
 from torch import Tensor
 
@@ -22,6 +23,8 @@ from peagle.kernels.linear import rms_norm_torch, silu_mul_torch
 from peagle.kernels.rotary import split_rotate_torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if INTERPRETED:
+    mend_interpreter()
 EPS = 0.1  # large enough that leaving it out shows
 
 on_a_device = pytest.mark.parametrize(

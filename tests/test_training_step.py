@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
+import forks
 import pytest
 import torch
 from torch import Tensor
@@ -85,8 +86,8 @@ def test_the_script_runs_in_toy_size(tmp_path: Path) -> None:
     done = {(r["variant"], r["tokens"]) for r in written["records"] if "error" not in r}
     assert done == {("ours", 128), ("ours", 256)}
     assert json.loads(ran.stdout.strip().splitlines()[-1])["bench"] == "training_step"
-    again = subprocess.run([*command, "--resume"], capture_output=True, text=True, timeout=300)
-    assert again.returncode == 0 and "measuring" not in again.stdout, again.stdout[-2000:]
+    again = forks.Process(*command[1:], "--resume")
+    assert again.wait() == 0 and "measuring" not in again.said(), again.said()[-2000:] + again.complaints()[-2000:]
 
 
 class AsOnTheGpu:

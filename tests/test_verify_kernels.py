@@ -22,6 +22,7 @@ import pytest
 import torch
 from hypothesis import given, reject
 from hypothesis import strategies as st
+from interpreting import mend_interpreter
 from scipy.stats import chi2_contingency, chisquare
 from support import many
 from torch import Tensor
@@ -811,6 +812,7 @@ print(draft_inputs(emitted, accepted, zero, torch.randn(2, 4), torch.randn(4), 3
 def main() -> None:
     if sampling.triton is None:
         sys.exit("triton is not installed: the kernels cannot be tested (pip install triton)")
+    mend_interpreter()
     failed = {}
     for name, check in CHECKS.items():
         try:

@@ -91,17 +91,17 @@ def generate(
     )
     if prompt == "-":
         prompt = _read_stdin()
-    session = Session(target, drafter, _draft_tokens(draft_tokens), dtype, device, prompt, raw, max_model_len)
+    session = Session(target, drafter, parse_draft_tokens(draft_tokens), dtype, device, prompt, raw, max_model_len)
     started = time.perf_counter()
     out = session.run(params, speculate=drafter is not None, show=None if as_json else console())
     seconds = time.perf_counter() - started
     if as_json:
         print(json.dumps(session.as_json(out, seconds)))
     elif sys.stdout.isatty():
-        console(stderr=True).print(f"[dim]{_summary(out, seconds)}[/dim]")
+        console(stderr=True).print(f"[dim]{summary(out, seconds)}[/dim]")
 
 
-def _draft_tokens(given: str) -> int | Literal["auto"]:
+def parse_draft_tokens(given: str) -> int | Literal["auto"]:
     if given == "auto":
         return "auto"
     try:
@@ -194,9 +194,7 @@ class Session:
 
     def run(self, params: SamplingParams, speculate: bool, show: Console | None) -> CompletionOutput:
         """Generates; tokens appear on `show` as they come, accepted drafts shaded."""
-        from rich.text import Text
-
-        from peagle.display import DRAFTED, OWN, TokenText
+        from peagle.display import TokenText
 
         llm = self.helped if speculate else self.alone
         group = llm.add(self.prompt_ids, params, stream=True)
@@ -207,9 +205,8 @@ class Session:
             final = piece.finish_reason is not None
             # with stop strings only the text knows how far it may be shown
             parts = [(piece.text, False)] if params.stop else shades.feed(ids, drafted, final)
-            for text, was_draft in parts:
-                if show is not None:
-                    show.print(Text(text, style=DRAFTED if was_draft else OWN), end="", soft_wrap=True)
+            if show is not None:
+                show_parts(show, parts)
         if show is not None:
             show.print()
         return llm.output(group).outputs[0]
@@ -232,7 +229,17 @@ class Session:
         }
 
 
-def _summary(out: CompletionOutput, seconds: float) -> str:
+def show_parts(show: Console, parts: list[tuple[str, bool]]) -> None:
+    """Pieces of text behind what is there, those that were drafts shaded."""
+    from rich.text import Text
+
+    from peagle.display import DRAFTED, OWN
+
+    for text, was_draft in parts:
+        show.print(Text(text, style=DRAFTED if was_draft else OWN), end="", soft_wrap=True)
+
+
+def summary(out: CompletionOutput, seconds: float) -> str:
     said = f"{len(out.token_ids)} tokens in {1 + out.rounds} passes of the target, {seconds:.1f} s"
     if not out.accepted_per_position:
         return said

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import gc
 import secrets
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from peagle.checkpoints.target import Target, has_tokenizer, load_tokenizer
-from peagle.config import SamplingParams
+from peagle.config import Grammar, SamplingParams
+from peagle.engine.grammar import Grammars
 from peagle.engine.kv_cache import BlockPool
 from peagle.engine.loading import Settings, load
 from peagle.engine.request import (
@@ -71,13 +73,18 @@ class LLM:
             self.draft_count,
             loaded.chunk_tokens,
             loaded.idle_chunk_tokens,
+            loaded.choices if loaded.runner.graphs is not None else None,
         )
         self.lookahead = loaded.lookahead
         self._in_flight: deque[Launched] = deque()
         self._next_id = 0
+        self.rounds_by_accepted = [0] * (loaded.choices[-1] + 1)  # rounds with drafts, by how many of them held
+        self.drafted_tokens = 0
         self._shaped = 0  # requests alive whose logits are shaped on the host's word
         self.has_tokenizer = self.settings.tokenizer and has_tokenizer(self.target.folder)
         self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._grammars: Grammars | None = None
+        self._grammars_made = threading.Lock()
         gc.freeze()  # what is loaded by now stays: no collection needs to look at it again
 
     def memory(self) -> dict[str, int]:
@@ -144,6 +151,8 @@ class LLM:
     def _count(self, request: Request, drafts: int, accepted: int) -> None:
         if drafts:
             request.num_drafts += 1
+            self.rounds_by_accepted[accepted] += 1
+            self.drafted_tokens += drafts
             for i in range(accepted):
                 request.accepted_per_position[i] += 1
             self.draft_count.observe(drafts, accepted)
@@ -151,15 +160,20 @@ class LLM:
     @staticmethod
     def _append(request: Request, tokens: list[int], logprobs: dict[int, list[dict[int, float]]]) -> None:
         """Adds tokens up to the first that ends the text."""
-        output, stops, text = request.output_ids, request.stops, request.text
+        output, stops, text, grammar = request.output_ids, request.stops, request.text, request.grammar
         before = len(output)
         for token in tokens:
+            if grammar is not None and not grammar.take(token):
+                request.finish_reason, request.stop_reason = "error", f"grammar: {grammar.trouble}"
+                break
             output.append(token)
             if token in stops:
                 request.finish_reason = "stop"
                 request.stop_reason = None if token in request.eos_ids else token
             elif text is not None and text.feed(token):
                 request.finish_reason, request.stop_reason = "stop", text.stopped
+            elif grammar is not None and grammar.complete:
+                request.finish_reason = "stop"
             elif len(output) >= request.most:
                 request.finish_reason = "length"
             else:
@@ -176,8 +190,9 @@ class LLM:
         if request.text is not None and request.text.stopped is None:
             request.text.finish()
         elif self.has_tokenizer and request.text is None:
-            ended = request.finish_reason == "stop"
-            request.final_text = self._decode(request.output_ids[: len(request.output_ids) - ended])
+            said = request.output_ids
+            ended = request.finish_reason == "stop" and said[-1] in request.stops
+            request.final_text = self._decode(said[: len(said) - ended])
 
     def add(self, prompt: Prompt, params: SamplingParams | None = None, stream: bool = False) -> Group:
         """Queues a prompt; its n requests are worked on by `step`. Text grows with the tokens only if `stream`
@@ -188,6 +203,7 @@ class LLM:
         params.check_ids(self.target.model.cfg.vocab_size, self.target.eos_ids)
         if params.stop and not self.has_tokenizer:
             raise UserError(f"--stop: {self.target.folder} has no tokenizer, so there is no text to stop in")
+        grammars = self.compile_grammar(params.grammar) if params.grammar is not None else None
         group = Group(prompt if isinstance(prompt, str) else None, prompt_ids)
         first_seed = params.seed if params.seed is not None else secrets.randbits(62)
         ends = frozenset(params.stop_token_ids)
@@ -204,6 +220,7 @@ class LLM:
                 eos_ids=frozenset() if params.ignore_eos else self.target.eos_ids,
                 longest=self.max_model_len,
                 text=Detokenizer(self._decode, params.stop, params.min_tokens) if growing else None,
+                grammar=grammars.matcher(params.grammar, params.ignore_eos) if grammars and params.grammar else None,
                 group=group,
                 index=index,
                 accepted_per_position=[0] * self.scheduler.most_drafts,
@@ -213,6 +230,19 @@ class LLM:
             group.requests.append(request)
             self.scheduler.add(request)
         return group
+
+    def compile_grammar(self, grammar: Grammar) -> Grammars:
+        """Makes a grammar ready for this target, so that `add` will not have to. Any thread may do it: a large one
+        takes a second, in which nobody else need wait."""
+        if not self.has_tokenizer:
+            raise UserError(f"grammar: {self.target.folder} has no tokenizer, so there is no text to match")
+        if self.runner.rates_K is not None:
+            raise UserError("grammar: with synthetic acceptance drafts are kept that it would not allow")
+        with self._grammars_made:
+            if self._grammars is None:
+                self._grammars = Grammars(self.tokenizer, self.target.model.cfg.vocab_size, self.target.eos_ids)
+        self._grammars.compile(grammar)
+        return self._grammars
 
     def abort(self, group: Group) -> None:
         """Ends a prompt's requests where they are; what they hold is free at once."""
@@ -273,10 +303,11 @@ class LLM:
 
     def follow(self, group: Group) -> Iterator[StreamPiece]:
         """Works until the group's (one) answer is there, and tells what each step added to it."""
-        request, sent, shown = group.requests[0], 0, 0
+        request, sent, shown, ended = group.requests[0], 0, 0, False
         try:
-            while sent < len(request.output_ids) or request.finish_reason is None:
-                if sent == len(request.output_ids):
+            # an answer that could not go on ends without a further token
+            while sent < len(request.output_ids) or request.finish_reason in (None, "error") and not ended:
+                if sent == len(request.output_ids) and request.finish_reason is None:
                     self.step()
                     continue
                 grown, ended = request.text, request.finish_reason is not None

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from peagle.config import SamplingParams
+from peagle.engine.grammar import Matcher
 from peagle.engine.kv_cache import Name
 from peagle.engine.text import Detokenizer
 
@@ -32,6 +33,7 @@ class Request:
     eos_ids: frozenset[int]  # those of them that are no stop_reason
     longest: int  # tokens the sequence may have, prompt included
     text: Detokenizer | None = None
+    grammar: Matcher | None = None  # where its output stands in it
     group: Group | None = None
     index: int = 0  # which of the group's n
 
@@ -62,8 +64,11 @@ class Request:
         self.most = min(p.max_tokens, self.longest - len(self.prompt_ids))  # tokens of output
         self.end = len(self.prompt_ids) + self.most  # its longest length
         # its logits need more than temperature, top-k, top-p and min-p, or are wanted back
-        self.shaped = p.penalised or bool(p.logit_bias) or p.min_tokens > 0 or p.logprobs is not None
-        self.plain = self.text is None and p.logprobs is None  # a token is all that is kept of a token
+        shapes = p.penalised or bool(p.logit_bias) or p.min_tokens > 0 or self.grammar is not None
+        self.shaped = shapes or p.logprobs is not None
+        self.plain = (
+            self.text is None and p.logprobs is None and self.grammar is None
+        )  # a token is all that is kept of a token
 
     @property
     def tokens(self) -> list[int]:
@@ -117,6 +122,7 @@ class Plan:
     decoding: list[Request]
     drafts: int
     chunks: list[Chunk]
+    limited: list[Request] = field(default_factory=list)  # of `decoding`: those that want fewer drafts than others
 
     @property
     def shaped(self) -> bool:

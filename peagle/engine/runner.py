@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from peagle.engine.grammar import allowed_rows, unpack
 from peagle.engine.graphs import ChunkGraphs, Pass, RoundGraphs
 from peagle.engine.kv_cache import BLOCK_SIZE
 from peagle.engine.request import Chunk, Plan, Request
@@ -238,6 +239,10 @@ class Runner:
     def _round(self, plan: Plan, logprobs: dict[int, list[dict[int, float]]]) -> Tensor:
         """[B, Q + 2]: emitted tokens, how many drafts were accepted, how many there were."""
         slots = [r.slot for r in plan.decoding]
+        if plan.limited:
+            which = self._to_device([(r.slot, r.params.draft_tokens) for r in plan.limited])
+            available_S, limited = self.state.available_S, which[:, 0]
+            available_S[limited] = torch.minimum(available_S[limited], which[:, 1])
         if self.graphs is not None and not plan.shaped:
             recorded = self.graphs.find(len(slots), plan.drafts)
             if recorded is not None:
@@ -247,8 +252,24 @@ class Runner:
         slots_B = self._to_device(slots)
         if not plan.shaped:
             return self.round(slots_B, plan.drafts)
+        bound = [r for r in plan.decoding if r.grammar is not None]
+        drafts = self._known_drafts(bound, plan.drafts)
         verified = self.verify(slots_B, plan.drafts)
-        return self.draft(verified, *self.decide_shaped(verified, plan.decoding, logprobs))
+        allowed = self._allowed(bound, drafts)  # worked out on the host while the target reads
+        return self.draft(verified, *self.decide_shaped(verified, plan.decoding, logprobs, allowed))
+
+    def _known_drafts(self, requests: list[Request], k: int) -> list[list[int]]:
+        if not requests or k == 0:
+            return [[] for _ in requests]
+        return self.state.tokens_SN[self._to_device([r.slot for r in requests]), 1 : k + 1].tolist()
+
+    def _allowed(self, requests: list[Request], drafts: list[list[int]]) -> dict[int, Tensor]:
+        """What the grammars of requests allow after their output and their drafts, by request id: bool [Q, V]."""
+        asked = [(r.grammar, own) for r, own in zip(requests, drafts, strict=True) if r.grammar is not None]
+        if not asked:
+            return {}
+        allowed_NQV = unpack(sent(allowed_rows(asked), self.device), self.target.cfg.vocab_size)
+        return {r.id: rows for r, rows in zip(requests, allowed_NQV, strict=True)}
 
     def round(self, slots_B: Tensor, k: int) -> Tensor:
         verified = self.verify(slots_B, k)
@@ -279,7 +300,11 @@ class Runner:
         return accept(i.tokens_BQ, chosen_BQ, i.available_B, rates, seeds, firsts)
 
     def decide_shaped(
-        self, v: Verified, requests: list[Request], logprobs: dict[int, list[dict[int, float]]]
+        self,
+        v: Verified,
+        requests: list[Request],
+        logprobs: dict[int, list[dict[int, float]]],
+        allowed: dict[int, Tensor],
     ) -> tuple[Tensor, Tensor]:
         """As `decide`, for a batch in which some requests shape their logits or want them back."""
         batch, rows = v.inputs.tokens_BQ.shape
@@ -288,7 +313,9 @@ class Runner:
         for b, r in enumerate(requests):
             if r.shaped:
                 drafts_K = v.inputs.tokens_BQ[b, 1:]
-                shaped_BQV[b] = shape_rows(raw_BQV[b], r.params, r.prompt_ids, r.output_ids, drafts_K, r.barred)
+                shaped_BQV[b] = shape_rows(
+                    raw_BQV[b], r.params, r.prompt_ids, r.output_ids, drafts_K, r.barred, allowed.get(r.id)
+                )
         accepted_B, emitted_BQ = self._accept(v, self._choose(shaped_BQV.flatten(0, 1), v.inputs))
         wanted = [(b, r) for b, r in enumerate(requests) if r.params.logprobs is not None]
         if wanted:
@@ -405,10 +432,13 @@ class Runner:
         if any(c.request.shaped for c in fresh):
             shaped = logits_FV.float().clone()
             none = torch.empty(0, dtype=torch.long, device=self.device)
+            bound = [c.request for c in fresh if c.request.grammar is not None]
+            allowed = self._allowed(bound, [[] for _ in bound])
             for f, c in enumerate(fresh):
                 r = c.request
                 if r.shaped:
-                    shaped[f] = shape_rows(logits_FV[f : f + 1], r.params, r.prompt_ids, [], none, r.barred)[0]
+                    row, rules = logits_FV[f : f + 1], allowed.get(r.id)
+                    shaped[f] = shape_rows(row, r.params, r.prompt_ids, [], none, r.barred, rules)[0]
         slots, s = self._to_device([c.request.slot for c in fresh]), self.state
         settings = (s.temperature_S[slots], s.top_k_S[slots], s.top_p_S[slots], s.min_p_S[slots], s.seed_S[slots])
         tokens = choose(shaped, *settings, self._to_device([c.end for c in fresh]))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from peagle.engine.kv_cache import BlockPool
 from peagle.engine.request import Chunk, Plan, Request, State
@@ -27,10 +27,13 @@ class Scheduler:
         drafts_for: Callable[[int], int],
         chunk_tokens: int,
         idle_chunk_tokens: int,
+        round_sizes: Sequence[int] | None = None,
     ) -> None:
-        """`chunk_tokens` a step are read while others decode, `idle_chunk_tokens` when nobody does."""
+        """`chunk_tokens` a step are read while others decode, `idle_chunk_tokens` when nobody does. `round_sizes`
+        are the numbers of drafts that rounds are recorded for; None: any will do."""
         self.pool, self.most_drafts, self.drafts_for = pool, most_drafts, drafts_for
         self.max_num_seqs = max_num_seqs
+        self.round_sizes = range(most_drafts + 1) if round_sizes is None else round_sizes
         self.chunk_tokens, self.idle_chunk_tokens = chunk_tokens, idle_chunk_tokens
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in the order of admission
@@ -39,9 +42,11 @@ class Scheduler:
         self._reading = 0  # how many of them are
         self.moved: list[Request] = []  # whose blocks changed since the runner last asked
         self.preemptions = 0
+        self._limited = 0  # requests alive that say how many drafts they want at most
 
     def add(self, request: Request) -> None:
         self.waiting.append(request)
+        self._limited += request.params.draft_tokens is not None
 
     @property
     def idle(self) -> bool:
@@ -53,6 +58,8 @@ class Scheduler:
         decoding = [r for r in self.running if r.state is ready and r.length + r.in_flight < r.end]
         # (a round in flight brings at least one token, so those left out are sure to be full)
         k = self.drafts_for(len(decoding))
+        if self._limited and decoding:
+            k = min(k, self._wanted(decoding))
         ahead, size = max(2 * k, 1) - 1, self.pool.block_size
         for request in decoding:
             tokens = request.length + request.reach + ahead
@@ -63,7 +70,15 @@ class Scheduler:
         if self.waiting and self.waiting[0].preemptions:
             decoding = [r for r in decoding if r.state is ready]
         chunks = self._chunks(len(decoding))
-        return Plan(decoding, k, chunks) if decoding or chunks else None
+        if not decoding and not chunks:
+            return None
+        limited = [r for r in decoding if r.params.draft_tokens is not None] if self._limited else []
+        return Plan(decoding, k, chunks, limited)
+
+    def _wanted(self, decoding: list[Request]) -> int:
+        """The most drafts that anybody wants; a recorded round has one of a few numbers of them."""
+        most = max(self.most_drafts if (k := r.params.draft_tokens) is None else k for r in decoding)
+        return min((k for k in self.round_sizes if k >= most), default=self.most_drafts)
 
     def _make_room(self, request: Request, tokens: int) -> bool:
         """Blocks for the first `tokens` positions; False if that has to wait for what is in flight."""
@@ -186,6 +201,8 @@ class Scheduler:
                 self.waiting.remove(request)
         elif request.state is not State.FINISHED:
             self._take_back(request)
+        if request.state is not State.FINISHED:
+            self._limited -= request.params.draft_tokens is not None
         request.state = State.FINISHED
 
     def _take_back(self, request: Request) -> None:

@@ -1,4 +1,4 @@
-"""What a request asks of its logits beyond temperature and cut-offs: penalties, biases, a least length.
+"""What a request asks of its logits beyond temperature and cut-offs: penalties, biases, a least length, a grammar.
 
 Knows nothing about batches: one request's rows at a time, the tokens before each row given. Order and meaning
 are those of `SamplingParams`.
@@ -19,21 +19,33 @@ def shape_rows(
     output_ids: list[int],
     drafts_K: Tensor,
     barred: frozenset[int],
+    allowed_QV: Tensor | None = None,
 ) -> Tensor:
     """Row j comes after the prompt, the output and the first j drafts; there are at most K+1 rows. fp32.
 
-    `barred` are the ids that would end the text before it has `min_tokens`."""
+    `barred` are the ids that would end the text before it has `min_tokens`; `allowed` is what a grammar says."""
     logits = logits_QV.float().clone()
-    rows, vocab = logits.shape
-    device = logits.device
+    rows, device = len(logits), logits.device
     early = min(max(params.min_tokens - len(output_ids), 0), rows)
     if early and barred:
-        logits[:early, torch.tensor(sorted(barred), device=device)] = -torch.inf
+        bar = torch.tensor(sorted(barred), device=device)
+        if allowed_QV is None:
+            logits[:early, bar] = -torch.inf
+        else:  # which wins where all that it allows is barred
+            others = allowed_QV[:early].index_fill(1, bar, False).any(1, keepdim=True)
+            logits[:early, bar] = logits[:early, bar].masked_fill(others, -torch.inf)
     if params.logit_bias:
         ids = torch.tensor(list(params.logit_bias), device=device)
         logits[:, ids] += torch.tensor(list(params.logit_bias.values()), device=device)
-    if not params.penalised:
-        return logits
+    if params.penalised:
+        logits = _penalised(logits, params, prompt_ids, output_ids, drafts_K)
+    return logits if allowed_QV is None else logits.masked_fill(~allowed_QV, -torch.inf)
+
+
+def _penalised(
+    logits: Tensor, params: SamplingParams, prompt_ids: list[int], output_ids: list[int], drafts_K: Tensor
+) -> Tensor:
+    (rows, vocab), device = logits.shape, logits.device
     counts = torch.zeros(rows, vocab, device=device)
     said = torch.tensor(output_ids, dtype=torch.long, device=device)
     counts[0].index_add_(0, said, torch.ones(len(output_ids), device=device))

@@ -1,0 +1,240 @@
+"""`serve`: OpenAI's API over the embedded engine, or over vLLM.
+
+Knows nothing about how requests are answered.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+
+import typer
+
+from peagle.cli.app import Device, DraftTokensOrAuto, Dtype, MaybeDrafter, app, examples
+from peagle.config import (
+    DEFAULT_DRAFT_TOKENS,
+    EAGLE3_DRAFT_TOKENS,
+    ServeEngine,
+    ServeSettings,
+    check_draft_tokens,
+)
+from peagle.errors import UserError
+from peagle.hub import DEFAULT_TARGET, resolve_drafter, resolve_target
+
+if TYPE_CHECKING:
+    from peagle.engine.llm import LLM
+
+KEY_VARIABLE = "PEAGLE_API_KEY"
+USUAL = ServeSettings()
+Drafts = int | Literal["auto"]
+
+
+@dataclass(frozen=True)
+class Speculative:
+    """What `--speculative-config` says."""
+
+    drafter: str
+    draft_tokens: int
+    parallel: bool | None = None  # None: not said
+
+
+@app.command(
+    epilog=examples(
+        "peagle serve",
+        "peagle serve -d smollm2-135m-p-eagle",
+        "PEAGLE_API_KEY=... peagle serve TARGET -d DRAFTER -k 7 --host 0.0.0.0 --port 8000 --log-json",
+        "peagle serve TARGET -d DRAFTER --engine vllm",
+    )
+)
+def serve(
+    target: Annotated[str, typer.Argument(help="A folder, a hub id or a built-in name.")] = DEFAULT_TARGET,
+    drafter: MaybeDrafter = None,
+    draft_tokens: DraftTokensOrAuto = "auto",
+    speculative_config: Annotated[
+        str | None, typer.Option(help="Drafter and K as vLLM writes them.", metavar="JSON")
+    ] = None,
+    engine: Annotated[str, typer.Option(help="embedded, or vllm: its own server, kept running.")] = "embedded",
+    host: Annotated[str, typer.Option(help="0.0.0.0 lets others in.")] = USUAL.host,
+    port: Annotated[int, typer.Option(help="0 takes any that is free.")] = USUAL.port,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="The name that clients ask for.", show_default="TARGET")
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            help="Clients must send it; better given by the variable.", envvar=KEY_VARIABLE, show_default=False
+        ),
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None, typer.Option(help="Pages of this origin may use it; may be given again.", metavar="URL")
+    ] = None,
+    max_queue: Annotated[int, typer.Option(help="Requests that may wait; more get 429.")] = USUAL.max_queue,
+    max_body: Annotated[int, typer.Option(help="Bytes of a request; more get 413.")] = USUAL.max_body,
+    deadline: Annotated[float, typer.Option(help="Seconds a request may take; then 503.")] = USUAL.deadline_s,
+    drain_seconds: Annotated[float, typer.Option(help="For what is under way at SIGTERM.")] = USUAL.drain_s,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Longest prompt and answer together.", show_default="what the target can")
+    ] = None,
+    max_num_seqs: Annotated[
+        int | None, typer.Option(help="Requests at once.", show_default="256 on a GPU, 16 on a CPU")
+    ] = None,
+    gpu_memory_fraction: Annotated[
+        float | None, typer.Option(help="Of the whole GPU, weights included.", show_default="0.9")
+    ] = None,
+    kv_cache_memory: Annotated[
+        int | None, typer.Option(help="Bytes of the cache.", show_default="what is free")
+    ] = None,
+    cost_table: Annotated[
+        Path | None, typer.Option(help="Written by `peagle tune`; -k auto goes by it.", metavar="FILE")
+    ] = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    log_json: Annotated[bool, typer.Option("--log-json", help="Log JSON lines.")] = False,
+    log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Log what is asked, too.")] = False,
+) -> None:
+    """Serve a model to OpenAI's clients, with a drafter's help if one is named; and a page to try it at /."""
+    if engine not in get_args(ServeEngine):
+        raise UserError(f"--engine {engine}: must be {' or '.join(get_args(ServeEngine))}")
+    settings = ServeSettings(
+        host=host,
+        port=port,
+        model=served_model_name or target,
+        api_key=api_key or None,
+        cors_origins=tuple(cors_origin or ()),
+        max_queue=max_queue,
+        max_body=max_body,
+        deadline_s=deadline,
+        drain_s=drain_seconds,
+        log_json=log_json,
+        log_prompts=log_prompts,
+    )
+    drafts = parse_drafts(draft_tokens)
+    stated = parse_speculative(speculative_config) if speculative_config is not None else None
+    if stated is not None:
+        if drafter is not None or drafts != "auto":
+            raise UserError("--speculative-config: says the drafter and K already; leave --drafter and -k away")
+        drafter, drafts = stated.drafter, stated.draft_tokens
+    options: dict[str, Any] = {
+        "max_model_len": max_model_len,
+        "max_num_seqs": max_num_seqs,
+        "gpu_memory_fraction": gpu_memory_fraction,
+        "kv_cache_memory": kv_cache_memory,
+        "cost_table": cost_table,
+        "dtype": None if dtype == "auto" else dtype,
+        "device": None if device == "auto" else device,
+    }
+    given = {name: value for name, value in options.items() if value is not None}
+    if engine == "vllm":
+        sys.exit(_vllm(target, drafter, drafts, settings, given))
+    _embedded(target, drafter, drafts, stated, settings, given)
+
+
+def parse_drafts(given: str) -> Drafts:
+    if given == "auto":
+        return "auto"
+    try:
+        return check_draft_tokens(int(given))
+    except UserError:
+        raise
+    except ValueError:
+        raise UserError(f"-k {given}: must be a number of draft tokens, or auto") from None
+
+
+def parse_speculative(text: str) -> Speculative:
+    """vLLM's JSON, as far as this engine can do it; the rest is refused by its name."""
+    asked = "--speculative-config"
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):
+        raise UserError(f"{asked}: is not JSON") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{asked}: must be a JSON object")
+    known = {"method", "model", "num_speculative_tokens", "parallel_drafting"}
+    if unknown := sorted(values.keys() - known):
+        raise UserError(f"{asked}: {unknown[0]} is not supported; supported: {', '.join(sorted(known))}")
+    if values.get("method", "eagle3") != "eagle3":
+        raise UserError(f"{asked}: method {values['method']!r} is not supported; P-EAGLE and EAGLE-3 are eagle3")
+    drafter, k = values.get("model"), values.get("num_speculative_tokens")
+    if not isinstance(drafter, str) or not drafter:
+        raise UserError(f"{asked}: model must name the drafter")
+    if type(k) is not int:
+        raise UserError(f"{asked}: num_speculative_tokens must be a whole number")
+    parallel = values.get("parallel_drafting")
+    if parallel is not None and type(parallel) is not bool:
+        raise UserError(f"{asked}: parallel_drafting must be true or false")
+    return Speculative(drafter, check_draft_tokens(k), parallel)
+
+
+def _embedded(
+    target: str,
+    drafter: str | None,
+    drafts: Drafts,
+    stated: Speculative | None,
+    settings: ServeSettings,
+    options: dict[str, Any],
+) -> None:
+    from peagle.checkpoints.drafter import check_fits, read_drafter_config
+    from peagle.checkpoints.target import has_tokenizer, read_target_config
+
+    # everything that can be wrong without the weights is found before they are read
+    target_folder = resolve_target(target)
+    drafter_folder = resolve_drafter(drafter) if drafter is not None else None
+    cfg = read_target_config(target_folder)
+    if not has_tokenizer(target_folder):
+        raise UserError(f"{target}: has no tokenizer, so it cannot be asked in text")
+    if drafter_folder is None and drafts != "auto":
+        raise UserError(f"-k {drafts}: needs a --drafter")
+    if drafter_folder is not None:
+        draft_cfg = read_drafter_config(drafter_folder, cfg)
+        check_fits(draft_cfg, cfg, drafter_folder)
+        if stated is not None and stated.parallel is not None and stated.parallel != draft_cfg.parallel:
+            made = "for parallel drafting" if draft_cfg.parallel else "to draft one token after another"
+            raise UserError(f"--speculative-config: parallel_drafting: {drafter} was trained {made}")
+    try:
+        from peagle.serving.logs import start_logging
+        from peagle.serving.loop import EngineLoop
+        from peagle.serving.server import listen, run
+    except ModuleNotFoundError as error:
+        raise UserError(f"peagle serve needs {error.name}: pip install 'peagle[serve]'") from None
+    from peagle.engine.llm import LLM
+
+    listener = listen(settings.host, settings.port)
+    start_logging(settings.log_json)
+
+    def make_llm() -> LLM:
+        return LLM(target_folder, drafter_folder, drafts, **options)
+
+    about = {"drafter": drafter, "k": drafts if drafter is not None else None}
+    run(lambda: EngineLoop(make_llm, settings), settings, about, listener)
+
+
+def _vllm(target: str, drafter: str | None, drafts: Drafts, settings: ServeSettings, options: dict[str, Any]) -> int:
+    import os
+
+    from peagle.serving.logs import start_logging
+    from peagle.serving.vllm import VllmOptions, find_vllm, supervise, vllm_command, vllm_environment
+
+    for name in ("kv_cache_memory", "cost_table", "device"):
+        if name in options:
+            raise UserError(f"--{name.replace('_', '-')}: not with --engine vllm")
+    if drafter is None and drafts != "auto":
+        raise UserError(f"-k {drafts}: needs a --drafter")
+    program = find_vllm()
+    speculative = None
+    if drafter is not None:
+        from peagle.checkpoints.drafter import read_drafter_config
+        from peagle.checkpoints.validate import speculative_config
+
+        folder = resolve_drafter(drafter)
+        draft_cfg = read_drafter_config(folder, None)
+        usual = DEFAULT_DRAFT_TOKENS if draft_cfg.parallel else EAGLE3_DRAFT_TOKENS
+        name = drafter if "/" in drafter or Path(drafter).exists() else str(folder)
+        speculative = speculative_config(draft_cfg, name, usual if drafts == "auto" else drafts)
+    # vLLM knows folders and hub ids; what is built in here is a folder to it
+    model = str(resolve_target(target)) if target == DEFAULT_TARGET else target
+    command = vllm_command(program, VllmOptions(model, speculative, **options), settings)
+    start_logging(settings.log_json)
+    return supervise(command, vllm_environment(settings, dict(os.environ)))
