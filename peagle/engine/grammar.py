@@ -233,7 +233,7 @@ class Grammars:
             return _library().LLTokenizer(copy.to_str(), eos_token=end), end
         except Exception as error:  # whatever its reader of the moment raises
             raise UserError(
-                f"grammar: the target's tokenizer does not say what its tokens are made of ({error})"
+                f"grammar: the target's tokenizer does not say what its tokens are made of ({_one_line(str(error))})"
             ) from None
 
     def compile(self, grammar: Grammar) -> LLMatcher:
