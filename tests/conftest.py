@@ -3,6 +3,7 @@ several pytest processes run the tests together (`make test`), and many tests st
 
 import fcntl
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -16,6 +17,10 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 # Read when torch is imported, here and in children. Tests that run side by side would fight over cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell makes what it starts in the background, and all of its children, deaf to Ctrl-C.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples on every run: a red run means a change, not a draw.
 settings.register_profile("same", derandomize=True, database=None)

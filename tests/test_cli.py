@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import forks
@@ -202,9 +201,7 @@ def test_convert_there_and_back(target: Path, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("smollm2")
 def test_ctrl_c_keeps_what_was_said_and_shows_no_traceback() -> None:
     ask = [sys.executable, "-m", "peagle", "generate", "Tell me a long story.", "--max-tokens", "500"]
-    # a shell that started the tests in the background made them, and so their children, deaf to Ctrl-C
-    hearing = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    run = subprocess.Popen(ask, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=hearing)
+    run = subprocess.Popen(ask, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert run.stdout is not None
     first = run.stdout.read(20)  # some of the text is there
     run.send_signal(signal.SIGINT)
