@@ -27,8 +27,10 @@ test-vllm: env-vllm ## run the tests against stock vLLM on the CPU, in an enviro
 test-browser: env ## run the tests of pages in headless Chromium (Debian: apt-get install chromium)
 	@$(VENV)/bin/python -m pytest -m browser tests/test_report_browser.py tests/test_playground_browser.py $(ARGS)
 
-soak: env ## several minutes of clients that come, ask and hang up: nothing lost, memory flat (ARGS="...")
-	@$(VENV)/bin/python benchmarks/serve_load.py --mode soak --clients 12 --tokens 12 $(or $(ARGS),--seconds 150)
+# The cache is small: its pages count as memory only once they are used, and all of them soon are.
+soak: env ## minutes of clients that come, ask and hang up: nothing lost, memory flat (ARGS="--seconds 300")
+	@$(VENV)/bin/python benchmarks/serve_load.py --mode soak --clients 12 --tokens 12 \
+		$(or $(ARGS),--seconds 150) -- --max-model-len 512 --kv-cache-memory 134217728
 
 screenshots: env ## take the documentation's pictures of a report (ARGS="RESULT.json ...")
 	@$(VENV)/bin/python scripts/screenshots.py $(ARGS)
