@@ -229,7 +229,7 @@ class EndpointSource:
         return value
 
     def _complain(self, status: int, data: bytes, after: str | None) -> None:
-        said = _message(data)
+        said = error_message(data)
         if status in HOPELESS:
             raise UserError(f"--endpoint {self.settings.url}: {status}, {HOPELESS[status]} ({said})")
         if status in ROW_FAULTS:
@@ -237,7 +237,7 @@ class EndpointSource:
         raise _Again(f"{status} {said}", float(after) if after and after.isdigit() else None)
 
 
-def _message(data: bytes) -> str:
+def error_message(data: bytes, longest: int = 160) -> str:
     """What a server says in an error's body, whichever form it has."""
     try:
         value = json.loads(data)
@@ -245,4 +245,4 @@ def _message(data: bytes) -> str:
         said = error.get("message", error) if isinstance(error, dict) else error
     except (ValueError, AttributeError):
         said = data.decode(errors="replace")
-    return " ".join(str(said).split())[:160]
+    return " ".join(str(said).split())[:longest]

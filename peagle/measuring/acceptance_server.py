@@ -21,6 +21,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from peagle.config import EvalServerSettings
+from peagle.data.endpoint import error_message
 from peagle.data.prompts import Prompt
 from peagle.errors import UserError
 from peagle.measuring.acceptance_counters import Counters, Spoiled, group_samples, groups
@@ -208,7 +209,7 @@ class Server:
             status, data, after = self._once(method, path, {**body, **extras} if body is not None else None)
             if status == 200:
                 return data
-            said = _message(data)
+            said = error_message(data, longest=300)
             if status in HOPELESS:
                 raise UserError(f"--engine {self.settings.url}{path}: {status}, {HOPELESS[status]} ({said})")
             unknown = [name for name in extras if name in said]
@@ -277,16 +278,6 @@ def _reason(error: Exception) -> str:
     if isinstance(error, http.client.HTTPException):
         return "an answer that makes no sense"
     return (getattr(error, "strerror", None) or str(error) or type(error).__name__)[:80]
-
-
-def _message(data: bytes) -> str:
-    try:
-        value = json.loads(data)
-        error = value.get("error", value)
-        said = error.get("message", error) if isinstance(error, dict) else error
-    except (ValueError, AttributeError):
-        said = data.decode(errors="replace")
-    return " ".join(str(said).split())[:300]
 
 
 def _named(counts: Counter[str]) -> str:
