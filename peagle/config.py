@@ -6,8 +6,9 @@ these, the modules are built from them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from peagle.errors import UserError
@@ -19,7 +20,7 @@ MAX_LOGPROBS = 20  # alternatives a token, as OpenAI's API has it
 MASK_ID_NAMES = ("ptd_token_id", "pard_token", "mask_token_id")  # all written, equal, since readers differ
 VLLM_VERSION = "0.32"  # the newest that folders are checked against
 
-RopeKind = Literal["default", "linear", "llama3", "yarn"]
+RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
 
 
 @dataclass(frozen=True)
@@ -29,20 +30,44 @@ class RopeConfig:
     theta: float = 10000.0
     kind: RopeKind = "default"
     factor: float = 1.0  # linear, llama3, yarn
-    original_max_positions: int = 0  # llama3, yarn
+    original_max_positions: int = 0  # llama3, yarn, longrope
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
-    attention_factor: float | None = None  # yarn: None derives it from factor and the mscales
+    attention_factor: float | None = None  # yarn, longrope: None derives it from factor (and yarn's mscales)
     mscale: float | None = None  # yarn
     mscale_all_dim: float | None = None  # yarn
     truncate: bool = True  # yarn
+    short_factors: tuple[float, ...] = ()  # longrope: one for each pair, of texts up to original_max_positions
+    long_factors: tuple[float, ...] = ()  # and of longer ones
+    rotated: float = 1.0  # share of a head that is turned at all
+
+    @property
+    def plain(self) -> RopeConfig:
+        """As near as readers of drafters come to it: they know neither longrope nor heads turned in part."""
+        known = self.kind != "longrope" and self.rotated == 1.0
+        return self if known else RopeConfig(theta=self.theta)
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """An MLP in parts, of which a router picks a few for every token."""
+
+    count: int
+    chosen: int
+    width: int  # of one expert
+    normed: bool = True  # the chosen ones' weights add up to 1
+    bias: bool = False  # the router's, and the experts'
+    clamp: tuple[float, float] | None = None  # alpha and limit of GPT-OSS's gate; None: SwiGLU
+
+
+Activation = Literal["silu", "gelu_tanh"]
 
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """The shape of one transformer layer, target's or drafter's."""
+    """The shape of one transformer layer, target's or drafter's; a drafter's is always a `plain` one."""
 
     hidden_size: int
     intermediate_size: int
@@ -54,6 +79,15 @@ class LayerConfig:
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    activation: Activation = "silu"
+    out_norms: bool = False  # what attention and MLP put out is normed before it is added
+    sinks: bool = False  # each head has a score that takes its share of the attention and brings nothing
+    experts: ExpertsConfig | None = None
+
+    @property
+    def plain(self) -> LayerConfig:
+        """A Llama layer of this shape."""
+        return replace(self, activation="silu", out_norms=False, sinks=False, experts=None)
 
 
 @dataclass(frozen=True)
@@ -68,6 +102,9 @@ class DecoderConfig:
     max_positions: int
     tied_head: bool
     windows: tuple[int | None, ...]
+    local_rope: RopeConfig | None = None  # of layers with a window; None: the same as the others'
+    embedding_scale: float = 1.0  # on what the first layer reads; the table itself has none
+    foreign: bool = False  # computed by transformers' own modules, of which `layer` and `rope` say no more than sizes
 
     @property
     def default_taps(self) -> tuple[int, ...]:
@@ -182,7 +219,8 @@ class SamplingParams:
     Where no token of the target's goes on with what the grammar allows, or that costs more than `GrammarLimits`, the
     text ends without a further token: "error", and the stop_reason says why.
 
-    The text is that of the output without its EOS or stop token, cut in front of the stop string.
+    The text is that of the output without its EOS or stop token, cut in front of the stop string; special tokens are
+    no part of it, unless `skip_special_tokens` is off.
 
     `n` answers are n requests; if there is a `seed`, the i-th (from 0) has (seed + i) mod 2^63. Greedy ones are equal.
     """
@@ -205,6 +243,7 @@ class SamplingParams:
     n: int = 1
     draft_tokens: int | None = None  # drafts a round may have for it at most; never changes the text
     grammar: Grammar | None = None
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         def require(ok: bool, name: str, want: str) -> None:
@@ -385,6 +424,11 @@ class TrainConfig:
     def num_depths(self) -> int:
         return self.depths if self.depths is not None else TRAIN_DEPTHS[self.method]
 
+    @property
+    def tables_only(self) -> bool:
+        """Nobody needs the target's layers: what they say is read, none is started from, nothing is measured."""
+        return self.vllm_states is not None and self.held_out == 0 and self.init not in ("target", "target-first")
+
 
 LOOP_GRAM = 8  # tokens
 LOOP_SHARE = 0.3  # of the 8-grams of an answer without an end that may be repeats, before it counts as a loop
@@ -493,6 +537,7 @@ class BenchSettings:
     concurrency: tuple[int, ...] = ()  # closed loop: so many requests at once, the next as soon as one is answered
     rates: tuple[float, ...] = ()  # open loop: so many requests a second arrive, whoever waits
     requests: int | None = None  # of a repeat; None: enough for the heaviest of the loads
+    waves: int | None = None  # a closed load asks so many times its concurrency of them; None: all
     repeats: int = 3
     warmup: int | None = None  # requests before each load; None: as many as run at once
     max_tokens: int = 128
@@ -519,7 +564,7 @@ class BenchSettings:
         for rate in self.rates:
             if not 0 < rate < 1e6:
                 raise UserError(f"--rate {rate:g}: must be above 0, in requests a second")
-        for name in ("requests", "repeats", "random_input", "max_tokens"):
+        for name in ("requests", "waves", "repeats", "random_input", "max_tokens"):
             require(getattr(self, name) is None or getattr(self, name) >= 1, name, "at least 1")
         require(self.warmup is None or self.warmup >= 0, "warmup", "0 or more")
         require(0.0 <= self.temperature <= 100.0, "temperature", "between 0 (greedy) and 100")
@@ -531,7 +576,13 @@ class BenchSettings:
         if self.requests is not None:
             return self.requests
         arriving = [int(rate * self.least_arriving_s) for rate in self.rates]
-        return max([self.least_requests, *(2 * c for c in self.concurrency), *arriving])
+        return max([self.least_requests, *((self.waves or 2) * c for c in self.concurrency), *arriving])
+
+    def count_of(self, concurrency: int | None) -> int:
+        """Requests of a repeat of one load, the first of all: a single one at a time would take far longer than 64."""
+        if self.waves is None or concurrency is None:
+            return self.count
+        return min(self.count, max(self.least_requests, self.waves * concurrency))
 
 
 @dataclass(frozen=True)
@@ -573,6 +624,7 @@ class EmbeddedSettings:
     max_num_seqs: int | None = None
     max_model_len: int | None = None
     gpu_memory_fraction: float = 0.9
+    kv_cache_memory: int | None = None  # bytes; where it is given, the share above plays no part
     cost_table: str | None = None
     prefix_reuse: bool = False  # every repeat asks the same prompts: reuse would spare all but the first their reading
 
@@ -597,6 +649,7 @@ class EvalSettings:
     replay_rows: int = 8192  # chain rows that the drafter reads at once
     replay_logits: int = 32 << 20  # of the drafter that live at once
     gpu_memory_fraction: float = 0.6  # the pass over what was said needs the rest
+    kv_cache_memory: int | None = None  # bytes, instead of that share
 
     def __post_init__(self) -> None:
         for k in self.draft_tokens:
@@ -718,6 +771,7 @@ class ReportSettings:
 
 
 ServeEngine = Literal["embedded", "vllm"]
+ToolParser = Literal["auto", "hermes", "llama3", "mistral", "none"]
 
 
 @dataclass(frozen=True)
@@ -746,6 +800,7 @@ class ServeSettings:
     failures: int = 5  # of the engine in a row, without an answer between them, before it is given up
     log_json: bool = False
     log_prompts: bool = False
+    tool_parser: ToolParser = "auto"  # how the model writes calls of tools; auto: as its chat template says
 
     def __post_init__(self) -> None:
         def require(ok: bool, name: str, want: str) -> None:
@@ -758,5 +813,91 @@ class ServeSettings:
         require(self.max_body >= 1, "max_body", "at least 1 byte")
         require(0 < self.deadline_s < 1e9, "deadline_s", "above 0, in seconds")
         require(0 <= self.drain_s < 1e9, "drain_s", "0 or more, in seconds")
+        kinds = get_args(ToolParser)
+        require(self.tool_parser in kinds, "tool_parser", f"{', '.join(kinds[:-1])} or {kinds[-1]}")
         if self.api_key is not None and not (self.api_key and self.api_key.isascii() and self.api_key.isprintable()):
             raise UserError("--api-key: must be printable ASCII, and not empty")
+
+
+NAME_RULE = "small letters, digits and dashes, a letter first, at most 40"  # Kubernetes' for a service, and shorter
+
+
+def is_name(text: str) -> bool:
+    return re.fullmatch(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", text) is not None
+
+
+@dataclass(frozen=True)
+class DeploySettings:
+    """`peagle deploy vllm`. None: vLLM's own choice."""
+
+    name: str = "peagle"
+    vllm_version: str = VLLM_VERSION
+    tensor_parallel: int = 1
+    replicas: int = 1
+    host: str = "0.0.0.0"  # it is a service: others are meant to reach it
+    port: int = 8000
+    image: str | None = None  # None: vLLM's own of that version
+    program: str = "/usr/local/bin/vllm"  # systemd wants a whole path
+    user: str = "vllm"
+    served_model_name: str | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    gpu_memory_fraction: float | None = None
+    env: tuple[tuple[str, str], ...] = ()
+    extra: tuple[str, ...] = ()  # words behind vLLM's command
+    shared_memory_gib: int = 16  # what tensor parallel workers talk through
+    start_s: int = 1800  # to download, load, compile and capture
+    drain_s: int = 60
+
+    def __post_init__(self) -> None:
+        def require(ok: bool, name: str, want: str) -> None:
+            if not ok:
+                raise UserError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be {want}")
+
+        require(is_name(self.name), "name", NAME_RULE)
+        require(self.tensor_parallel >= 1, "tensor_parallel", "at least 1")
+        require(self.replicas >= 1, "replicas", "at least 1")
+        require(1 <= self.port and self.port + self.replicas <= 1 << 16, "port", "from 1 to 65535, replicas included")
+        require(self.program.startswith("/"), "program", "a whole path")
+        require(self.max_model_len is None or self.max_model_len >= 1, "max_model_len", "at least 1")
+        require(self.max_num_seqs is None or self.max_num_seqs >= 1, "max_num_seqs", "at least 1")
+        fraction = self.gpu_memory_fraction
+        require(fraction is None or 0 < fraction <= 1, "gpu_memory_fraction", "above 0 and at most 1")
+
+
+@dataclass(frozen=True)
+class SagemakerSettings:
+    """`peagle deploy sagemaker`. The image is AWS's own, by the tag that is newest here and the vLLM in it."""
+
+    name: str = "peagle"
+    role: str = ""
+    instance_type: str = ""
+    instances: int = 1
+    region: str = ""
+    s3: str | None = None  # s3://bucket/prefix, for what is uploaded
+    image: str | None = None
+    image_tag: str = "server-sagemaker-cuda-v2.5"
+    vllm_version: str = "0.30"  # in that image
+    ami: str = "al2023-ami-sagemaker-inference-gpu-4-1"  # the driver that its CUDA 13 needs
+    tensor_parallel: int | None = None  # None: all GPUs of an instance
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    gpu_memory_fraction: float | None = None
+    env: tuple[tuple[str, str], ...] = ()
+    price: float | None = None  # USD an hour and instance; None: by the table
+    start_s: int = 3600  # SageMaker's most
+
+    def __post_init__(self) -> None:
+        def require(ok: bool, name: str, want: str) -> None:
+            if not ok:
+                raise UserError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be {want}")
+
+        require(is_name(self.name), "name", NAME_RULE)
+        role = r"arn:aws[a-z-]*:iam::\d{12}:role/[\w+=,.@/-]+"
+        require(re.fullmatch(role, self.role) is not None, "role", "arn:aws:iam::ACCOUNT:role/NAME")
+        require(self.instance_type.startswith("ml."), "instance_type", "SageMaker's name of one, as ml.g6e.xlarge")
+        require(self.instances >= 1, "instances", "at least 1")
+        place = r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[^\s]*)?"
+        require(self.s3 is None or re.fullmatch(place, self.s3) is not None, "s3", "s3://bucket/prefix")
+        require(self.tensor_parallel is None or self.tensor_parallel >= 1, "tensor_parallel", "at least 1")
+        require(self.price is None or self.price >= 0, "price", "0 or more, in USD an hour")

@@ -118,7 +118,7 @@ def test_what_was_measured_can_be_read_off_the_charts():
         ]
     found = {e.findtext("title"): values_read(e) for e in raw_charts(html, "Throughput against load")}
     turns = [r.output_tokens / r.seconds for r in _row(speed, "peagle/8b-p7", 8).repeats]
-    assert (8, pytest.approx(sum(turns) / 3, rel=0.02)) in [(round(x), y) for x, y in found["embedded"]["s1"]]
+    assert (8, pytest.approx(sum(turns) / 3, rel=0.02)) in [(round(x), y) for x, y in found["peagle"]["s1"]]
 
 
 def _row(results: Results, name: str, load: int) -> BenchRow:
@@ -133,12 +133,12 @@ def test_the_measured_ratios_are_those_of_the_means():
     def mean(name: str, load: int) -> float:
         return sum(r.output_tokens / r.seconds for r in _row(speed, name, load).repeats) / 3
 
-    table = figure(page, "Speed-up over no speculation, embedded").all("table")[0].rows
+    table = figure(page, "Speed-up over no speculation, peagle").all("table")[0].rows
     line = next(row for row in table if row[0] == "P-EAGLE K=7")
     assert number(line[2].split()[0]) == pytest.approx(mean("peagle/8b-p7", 1) / mean("peagle/8b-none", 1), abs=0.006)
     assert line[3:] == ["–", "–"], "there is no run without a drafter at 8 and at 64"
     sides = figure(page, "Side by side, best K each").all("table")[0].rows
-    line = next(row for row in sides if row[0] == "embedded over localhost:8000, P-EAGLE")
+    line = next(row for row in sides if row[0] == "peagle over localhost:8000, P-EAGLE")
     for column, load in ((1, 1), (2, 8)):
         ratio = mean("peagle/8b-p7", load) / mean("vllm/8b-p7", load)
         assert number(line[column].split()[0]) == pytest.approx(ratio, abs=0.006)

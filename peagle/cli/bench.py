@@ -41,6 +41,7 @@ N = TypeVar("N")
         "peagle bench --url http://localhost:8000 --prompts chats.jsonl --concurrency 1 8 --rate 2 4 --out vllm.json",
         "peagle bench --url http://localhost:8000 --method p-eagle -k 7 --prompts chats.jsonl --out vllm.json",
         "peagle bench --url http://localhost:8000 --random-input 256 --random-output 128 --concurrency 64",
+        "peagle bench TARGET -d P_EAGLE EAGLE3 -k 3 7 --engine vllm --prompts chats.jsonl.gz --out a.json",
     ),
 )
 def bench(
@@ -70,6 +71,9 @@ def bench(
         list[str] | None,
         typer.Option(help="JSONL files (.gz) with prompt, turns or messages, or sets by name.", metavar="FILE .."),
     ] = None,
+    engine: Annotated[
+        str, typer.Option(help="embedded, or vllm: stock vLLM in this process.", metavar="WHO")
+    ] = "embedded",
     random_input: Annotated[
         int | None, typer.Option(help="Instead: prompts of so many random tokens, answers of fixed length.")
     ] = None,
@@ -78,6 +82,10 @@ def bench(
     ] = None,
     requests: Annotated[
         int | None, typer.Option(help="Of a repeat.", show_default="32, or twice the largest concurrency")
+    ] = None,
+    waves: Annotated[
+        int | None,
+        typer.Option(help="Of those, a load asks so many times its concurrency, 32 at least.", show_default="all"),
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = BenchSettings.max_tokens,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Every answer has --max-tokens.")] = False,
@@ -114,6 +122,9 @@ def bench(
     gpu_memory_fraction: Annotated[
         float, typer.Option(metavar="SHARE", help="Of the GPU's memory; less leaves room for others.")
     ] = EmbeddedSettings.gpu_memory_fraction,
+    kv_cache_memory: Annotated[
+        int | None, typer.Option(metavar="BYTES", help="Of the key-value cache, instead of that share.")
+    ] = None,
     cost_table: Annotated[
         str | None, typer.Option(help="Of `peagle tune`, for -k auto.", metavar="FILE", show_default="measured")
     ] = None,
@@ -129,10 +140,10 @@ def bench(
 ) -> None:
     """Measure speed under load: tokens a second, time to the first token, between tokens, end to end.
 
-    Without --url the embedded engine runs here: without a drafter, then with every drafter and K. With it, any server
-    that speaks OpenAI's protocol. Requests that fail are counted by name; exit status 1 says that there were some.
-    Ctrl-C keeps what is done in --out, and the same command goes on. Rows are comparable only if they had the same
-    prompts and lengths: in one run, or added to one file.
+    Without --url the embedded engine runs here, or stock vLLM with --engine vllm: without a drafter, then with every
+    drafter and K. With it, any server that speaks OpenAI's protocol. Requests that fail are counted by name; exit
+    status 1 says that there were some. Ctrl-C keeps what is done in --out, and the same command goes on. Rows are
+    comparable only if they had the same prompts and lengths: in one run, or added to one file.
     """
     if random_output is not None and random_input is None:
         raise UserError(f"--random-output {random_output}: goes with --random-input N; else --max-tokens --ignore-eos")
@@ -140,6 +151,7 @@ def bench(
         concurrency=tuple(_number("--concurrency", c, int, "whole numbers") for c in split(concurrency)),
         rates=tuple(_number("--rate", r, float, "numbers") for r in split(rate)),
         requests=requests,
+        waves=waves,
         repeats=repeats,
         warmup=warmup,
         max_tokens=random_output if random_output is not None else max_tokens,
@@ -174,12 +186,13 @@ def bench(
             max_num_seqs,
             max_model_len,
             gpu_memory_fraction,
+            kv_cache_memory,
             cost_table,
             prefix_reuse,
         )
-        engine = Embedded(target or DEFAULT_TARGET, split(drafter), drafts or ["auto"], baseline, own)
-        workload = engine.workload(named, settings, skip_bad_rows)
-        variants, fixed = engine.variants(workload, settings), engine.fixed
+        here = Embedded(target or DEFAULT_TARGET, split(drafter), drafts or ["auto"], baseline, own, engine)
+        workload = here.workload(named, settings, skip_bad_rows)
+        variants, fixed = here.variants(workload, settings), here.fixed
     _tell(_run(variants, workload, settings, out, fixed), out, as_json)
 
 

@@ -93,6 +93,9 @@ def evaluate(
         map(str, EvalSettings.context_edges)
     ),
     seed: Annotated[int, typer.Option(help="Of sampling and of intervals.")] = EvalSettings.seed,
+    kv_cache_memory: Annotated[
+        int | None, typer.Option(metavar="BYTES", help="Of the key-value cache.", show_default="by what is free")
+    ] = None,
     max_num_seqs: Annotated[
         int | None, typer.Option(help="The most answers at once.", show_default="by the device")
     ] = None,
@@ -127,6 +130,7 @@ def evaluate(
         each_k=each_k,
         context_edges=_numbers("--context", [context], int),
         seed=seed,
+        kv_cache_memory=kv_cache_memory,
     )
     server = None
     if "://" in engine:

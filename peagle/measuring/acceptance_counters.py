@@ -160,12 +160,16 @@ class Vllm:
             "num_speculative_tokens": k,
             "parallel_drafting": parallel,
         }
-        on_gpu = {"gpu_memory_utilization": self.settings.gpu_memory_fraction} if torch.cuda.is_available() else {}
+        on_gpu: dict[str, Any] = {}
+        if torch.cuda.is_available():
+            on_gpu["gpu_memory_utilization"] = self.settings.gpu_memory_fraction
+            if self.settings.kv_cache_memory is not None:  # the share is still checked against what is free
+                on_gpu = {"kv_cache_memory_bytes": self.settings.kv_cache_memory, "gpu_memory_utilization": 0.05}
         try:
             llm = LLM(
                 str(self.target),
                 dtype=self.dtype,
-                enforce_eager=True,  # compiling takes longer than it saves here
+                enforce_eager=not torch.cuda.is_available(),  # compiling for a CPU takes longer than it saves
                 max_num_seqs=self.concurrency,
                 max_model_len=self.speaker.longest,
                 skip_tokenizer_init=True,

@@ -40,6 +40,7 @@ class Embedded:
             "tokenizer": False,
             "cuda_graphs": False,  # recording them takes longer than they save here
             "gpu_memory_fraction": settings.gpu_memory_fraction,
+            "kv_cache_memory": settings.kv_cache_memory,
             **options,
         }
         self.alone = LLM(target, None, **self.options)

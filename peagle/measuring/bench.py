@@ -35,7 +35,7 @@ class Variant:
     """One way to run a target: its rows' labels, and how it is opened."""
 
     name: str
-    engine: str  # "embedded", or a server's address
+    engine: str  # "embedded", "vllm", or a server's address
     drafter: str | None
     method: Helped
     k: int | Literal["auto"] | None
@@ -74,12 +74,15 @@ class Outcome:
 class Document:
     """The rows so far, in a file or in memory alone."""
 
-    def __init__(self, path: Path | None, workload: Workload, settings: BenchSettings, fixed: dict[str, Any]) -> None:
-        self.path, self.stamp, self.sha = path, Stamp.now(), workload.sha
+    def __init__(
+        self, path: Path | None, workload: Workload, settings: BenchSettings, fixed: dict[str, Any], stamp: Stamp
+    ) -> None:
+        self.path, self.stamp, self.sha = path, stamp, workload.sha
         self.settings = {
             "prompts": self.sha,
             "source": workload.name,
             "requests": len(workload.asks),
+            "waves": workload.waves,
             "max_tokens": workload.max_tokens,
             "ignore_eos": workload.ignore_eos,
             "temperature": workload.temperature,
@@ -159,7 +162,8 @@ def bench(
     fixed: dict[str, Any] | None = None,
 ) -> Outcome:
     """Measures what `out` does not have yet. `fixed` are settings that a file's rows must share beside the load's."""
-    document = Document(out, workload, settings, fixed or {})
+    packages = ("vllm",) if any(variant.engine == "vllm" for variant in variants) else ()
+    document = Document(out, workload, settings, fixed or {}, Stamp.now(packages=packages))
     given_up, interrupted = None, False
     try:
         for variant in variants:
@@ -190,14 +194,15 @@ def _measure(
     if warm:
         watch.start(variant.name, load, "warm-up", len(warm))
         engine.measure(workload, warm, Load(min(load.at_once, len(warm))), settings.seed, watch.tell)
+    asks = workload.asks[: settings.count_of(load.concurrency)]
     while True:
         repeats = document.repeats(variant, load)
         if len(repeats) >= settings.repeats:
             return True
         number = len(repeats)
-        watch.start(variant.name, load, f"{number + 1} of {settings.repeats}", len(workload.asks))
+        watch.start(variant.name, load, f"{number + 1} of {settings.repeats}", len(asks))
         # every repeat has its own arrivals, the same for every variant
-        made = engine.measure(workload, workload.asks, load, settings.seed + number, watch.tell)
+        made = engine.measure(workload, asks, load, settings.seed + number, watch.tell)
         document.put(variant.row(load, [*repeats, made.repeat], document.sha), variant, load, made.notes)
         document.save(finished=False)
         if NOT_SENT in made.repeat.failed:

@@ -1,13 +1,11 @@
-"""The embedded engine under load, in this process: requests arrive by the load, the engine steps, every step is timed.
+"""The embedded engine under load, in this process.
 
-Knows the engine's `add` and `step`. A request that arrives while a step runs would have waited in a server's queue, so
-in an open loop it counts from when it was due, not from when the engine took it.
+Knows the engine's `add` and `step`, and how prompts become token ids.
 """
 
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -20,8 +18,9 @@ from peagle.engine.llm import LLM
 from peagle.engine.request import Group, Request
 from peagle.errors import UserError
 from peagle.measuring.bench_server import Measured, Tell
+from peagle.measuring.drive import drive
 from peagle.measuring.load import Ask, Load, Workload, arrivals, usable_ids
-from peagle.measuring.statistics import Trace, repeat_of
+from peagle.measuring.statistics import repeat_of
 
 
 class EmbeddedBench:
@@ -65,41 +64,27 @@ def _driven(
     due: list[float] | None,
     tell: Tell,
 ) -> Measured:
-    """`due` says when each request arrives; without it `concurrency` are kept running."""
-    running: dict[int, tuple[Trace, Group, int]] = {}  # by the request's id; with the tokens seen so far
-    traces: list[Trace] = []
+    groups: dict[int, Group] = {}  # by the request's id
+    seen: dict[int, int] = {}  # tokens so far
     done: list[Request] = []
-    began = now = time.perf_counter()
-    try:
-        while len(done) < len(prompts):
-            while len(traces) < len(prompts):
-                i = len(traces)
-                if len(running) >= (concurrency or len(prompts)) or (due is not None and began + due[i] > now):
-                    break
-                traces.append(Trace(now if due is None else began + due[i], input_tokens=len(prompts[i])))
-                group = llm.add(prompts[i], params[i])
-                running[group.requests[0].id] = (traces[-1], group, 0)
-            if not running:
-                assert due is not None
-                time.sleep(max(0.0, began + due[len(traces)] - time.perf_counter()))
-                now = time.perf_counter()
-                continue
-            touched = llm.step()
-            now = time.perf_counter()
-            for request in touched:
-                trace, group, seen = running[request.id]
-                trace.chunks.append(now)
-                trace.output_tokens = len(request.output_ids)
-                running[request.id] = (trace, group, trace.output_tokens)
-                ended = request.finish_reason is not None
-                if ended:
-                    done.append(request)
-                    del running[request.id]
-                tell(ended, trace.output_tokens - seen)
-    finally:
-        for _, group, _ in running.values():
-            llm.abort(group)
-    seconds = time.perf_counter() - began
+
+    def add(i: int) -> int:
+        group = llm.add(prompts[i], params[i])
+        groups[group.requests[0].id] = group
+        return group.requests[0].id
+
+    def step() -> list[tuple[int, int, bool]]:
+        touched = []
+        for request in llm.step():
+            new = len(request.output_ids) - seen.get(request.id, 0)
+            seen[request.id] = len(request.output_ids)
+            if request.finish_reason is not None:
+                done.append(request)
+            touched.append((request.id, new, request.finish_reason is not None))
+        return touched
+
+    lengths = [len(ids) for ids in prompts]
+    traces, seconds = drive(lengths, concurrency, due, add, step, lambda request: llm.abort(groups[request]), tell)
     while llm.busy:  # a step that was launched before the last answer was known to be whole
         llm.step()
     drafts = sum(r.num_drafts for r in done)

@@ -23,10 +23,12 @@ from peagle.measuring.bench import Variant, renamed
 from peagle.measuring.bench_http import parse_url
 from peagle.measuring.bench_offline import EmbeddedBench, PromptReader
 from peagle.measuring.bench_server import ServerBench, Stated
+from peagle.measuring.bench_vllm import VllmBench
 from peagle.measuring.datasets import open_datasets
 from peagle.measuring.load import KNOWN_IDS, Workload, random_workload, read_workload, usable_ids
 
 SEQS = {"cuda": 256, "cpu": 16}  # requests at once, where those that arrive decide: what the engine takes by itself
+ENGINES = ("embedded", "vllm")
 Prompts = Sequence[str]
 
 
@@ -40,8 +42,13 @@ class Embedded:
         draft_tokens: Sequence[int | Literal["auto"]],
         baseline: bool,
         settings: EmbeddedSettings,
+        engine: str = "embedded",
     ) -> None:
-        self.name, self.settings = target, settings
+        if engine not in ENGINES:
+            raise UserError(f"--engine {engine}: must be {' or '.join(ENGINES)}; a server's address goes to --url")
+        if engine == "vllm" and "auto" in draft_tokens and drafters:
+            raise UserError("-k auto: vLLM drafts a fixed number of tokens a round; give numbers")
+        self.name, self.settings, self.engine = target, settings, engine
         self.folder = resolve_target(target)
         self.cfg = read_target_config(self.folder)
         self.reader = PromptReader(self.folder)
@@ -68,13 +75,45 @@ class Embedded:
         options = self._options(workload, settings)
         made = []
         for drafter, folder, method, k in self._wanted:
-            name = "peagle no drafter" if method == "none" else f"peagle {method} K={k}"
-            made.append(Variant(name, "embedded", drafter, method, k, self._opener(folder, k, options)))
+            who = "peagle" if self.engine == "embedded" else self.engine
+            name = f"{who} no drafter" if method == "none" else f"{who} {method} K={k}"
+            opener = self._opener(folder, k, options)
+            if self.engine == "vllm":
+                opener = self._vllm_opener(folder, method == "p-eagle", k, options)
+            made.append(Variant(name, self.engine, drafter, method, k, opener))
         return renamed(made)
+
+    def _vllm_opener(
+        self, folder: Path | None, parallel: bool, k: int | Literal["auto"] | None, options: dict[str, Any]
+    ) -> Callable[[], VllmBench]:
+        """In vLLM's own best way: its defaults, CUDA graphs for a whole batch's rows, and its faster argmax."""
+        given = {
+            "dtype": options["dtype"] or "auto",
+            "max_num_seqs": options["max_num_seqs"],
+            "max_model_len": options["max_model_len"],
+            "enable_prefix_caching": options["prefix_reuse"],
+            "gpu_memory_utilization": options["gpu_memory_fraction"],
+        }
+        if options["kv_cache_memory"] is not None:  # the share is still checked against what neighbours leave free
+            given |= {"kv_cache_memory_bytes": options["kv_cache_memory"], "gpu_memory_utilization": 0.05}
+        on_gpu = torch.cuda.is_available()
+        if not on_gpu:
+            given["enforce_eager"] = True  # compiling for a CPU takes minutes
+        speculative = None
+        if folder is not None:
+            speculative = {"method": "eagle3", "model": str(folder), "num_speculative_tokens": k}
+            speculative |= {"parallel_drafting": True} if parallel else {}
+            if on_gpu:
+                assert isinstance(k, int)
+                # a parallel drafter reads up to 2K rows a request: above 512 in all vLLM records no graph by itself
+                rows = given["max_num_seqs"] * (2 * k if parallel else k + 1)
+                speculative["use_local_argmax_reduction"] = True
+                given["max_cudagraph_capture_size"] = max(512, -(-rows // 64) * 64)
+        return lambda: VllmBench(self.folder, speculative, given, self.reader)
 
     def _opener(
         self, folder: Path | None, k: int | Literal["auto"] | None, options: dict[str, Any]
-    ) -> Callable[[], EmbeddedBench]:
+    ) -> Callable[[], EmbeddedBench | VllmBench]:
         def opened() -> EmbeddedBench:
             llm = LLM(self._loaded or self.folder, folder, "auto" if k is None else k, **options)
             self._loaded = llm.target

@@ -48,6 +48,7 @@ class Workload:
     ignore_eos: bool
     temperature: float
     seed: int
+    waves: int | None = None  # a load asks so many times its concurrency of them
     notes: tuple[str, ...] = ()  # what a reader of the numbers has to know about the prompts
 
     @property
@@ -55,7 +56,8 @@ class Workload:
         digest = hashlib.sha256()
         for ask in self.asks:
             digest.update(f"{ask.content}\n".encode(errors="surrogatepass"))
-        digest.update(json.dumps([self.max_tokens, self.ignore_eos, self.temperature]).encode())
+        shape = [self.max_tokens, self.ignore_eos, self.temperature]
+        digest.update(json.dumps(shape if self.waves is None else [*shape, self.waves]).encode())
         return digest.hexdigest()
 
     def warmup(self, count: int) -> tuple[Ask, ...]:
@@ -149,5 +151,12 @@ def _workload(
     name: str, asks: Sequence[Ask], settings: BenchSettings, ignore_eos: bool, notes: Sequence[str]
 ) -> Workload:
     return Workload(
-        name, tuple(asks), settings.max_tokens, ignore_eos, settings.temperature, settings.seed, tuple(notes)
+        name,
+        tuple(asks),
+        settings.max_tokens,
+        ignore_eos,
+        settings.temperature,
+        settings.seed,
+        settings.waves,
+        tuple(notes),
     )

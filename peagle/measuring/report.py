@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from peagle.measuring.report_page import Block, Command, Note, Page, Section, Ta
 from peagle.measuring.report_series import Source, by_key, listed
 from peagle.measuring.report_speed import speed_part
 from peagle.measuring.results import read_results
+
+LABEL = re.compile(r"^.*?(?:K=|c=|/s)[^:]*: ")  # of a run: a method, K and load, or a method, set and K
 
 MISSING = {
     "eval": "how many drafts are accepted (peagle eval)",
@@ -83,7 +86,7 @@ def build_page(sources: Sequence[Source], settings: ReportSettings) -> Page:
         about=_about(sources),
         recommendations=recommendations or acceptance.recommendations,
         tiles=tuple(tile for part in parts for tile in part.tiles),
-        warnings=(*_of_files(sources), *(sentence for part in parts for sentence in part.warnings)),
+        warnings=folded([*_of_files(sources), *(sentence for part in parts for sentence in part.warnings)]),
         missing=tuple(text for kind, text in MISSING.items() if kind not in filled),
         sections=(*(section for part in parts for section in part.sections), _origin(sources)),
     )
@@ -156,3 +159,12 @@ def _write(path: Path, text: str) -> None:
     except OSError as error:
         unfinished.unlink(missing_ok=True)
         raise UserError(f"{path}: cannot be written ({error.strerror})") from None
+
+
+def folded(warnings: Sequence[str]) -> tuple[str, ...]:
+    """Those that say the same of several runs as one, by the first: forty lines about one thing hide the others."""
+    alike: dict[str, list[str]] = {}
+    for warning in dict.fromkeys(warnings):
+        said = re.sub(r"\d[\d.,]*", "#", LABEL.sub("", warning))
+        alike.setdefault(said, []).append(warning)
+    return tuple(first if not more else f"{first} (and {len(more)} more like it)" for first, *more in alike.values())

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from peagle.errors import UserError
 from peagle.measuring.axes import Axis, load_scale, shown
 from peagle.measuring.report_series import (
+    NAMES,
     ORDER,
     Source,
     by_key,
@@ -29,7 +30,7 @@ from peagle.measuring.results import BenchRow
 from peagle.measuring.statistics import Speedup, doubts, speedup
 
 NOT_MEASURED = "not measured"
-OWN_ENGINE = "embedded"  # comes first
+OWN_ENGINE = NAMES["embedded"]  # comes first
 
 
 @dataclass(frozen=True)

@@ -48,9 +48,14 @@ def method_name(method: str) -> str:
     return METHODS.get(method, method)
 
 
+NAMES = {"embedded": "peagle", "vllm": "vLLM"}  # engines in the process that measured
+
+
 def server_name(engine: str) -> str:
     """A server's address without what every address has; other engines have a name."""
-    return engine.removeprefix("http://").removeprefix("https://").removesuffix("/").removesuffix("/v1")
+    return NAMES.get(engine) or engine.removeprefix("http://").removeprefix("https://").removesuffix("/").removesuffix(
+        "/v1"
+    )
 
 
 def server_host(engine: str) -> str:

@@ -346,7 +346,7 @@ def _heads(group: Group) -> tuple[str, ...]:
 
 
 def _speed_point(group: Group, run: Run) -> Point:
-    low, high = run.row.ci95 or (None, None)
+    low, high = _bar(run) or (None, None)
     return Point(run.load, run.speed, low, high, _tip(group, run), doubtful=bool(run.doubted))
 
 
@@ -357,8 +357,13 @@ def _tip(group: Group, run: Run) -> str:
 
 def _speed_axis(runs: Sequence[Run]) -> Axis:
     """One for all engines, so that their panels can be compared."""
-    values = [run.speed for run in runs] + [end for run in runs for end in run.row.ci95 or ()]
+    values = [run.speed for run in runs] + [end for run in runs for end in _bar(run) or ()]
     return shared(Axis("output tokens/s", "number", _scale(values), None, 0.0), values)
+
+
+def _bar(run: Run) -> Interval | None:
+    """Its interval as it is drawn: that of two repeats may reach below 0, where a logarithmic axis has no end."""
+    return None if run.row.ci95 is None else (max(run.row.ci95[0], run.speed / 4), run.row.ci95[1])
 
 
 def _scale(values: Sequence[float]) -> Scale:
