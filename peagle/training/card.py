@@ -87,7 +87,7 @@ def _what(card: Card) -> str:
     cfg = card.cfg
     how = "all its drafts in one pass" if cfg.parallel else "one draft a pass"
     text = (
-        f"A {_kind(cfg)} drafter for `{card.target}`: it guesses the target's next tokens, {how}, and the target "
+        f"{_kind(cfg)} drafter for `{card.target}`: it guesses the target's next tokens, {how}, and the target "
         "checks them, so the text is the target's own.\n\n"
     )
     vocabulary = f"{cfg.draft_vocab_size:,} of the target's {cfg.vocab_size:,} tokens"

@@ -23,7 +23,7 @@ from peagle.checkpoints.target import encode_prompt, load_decoder, load_target, 
 from peagle.checkpoints.validate import inspect_drafter
 from peagle.config import SamplingParams
 from peagle.errors import UserError
-from peagle.hub import resolve_drafter, resolve_target
+from peagle.hub import DEFAULT_DRAFTER, EAGLE3_DRAFTER, resolve_drafter, resolve_target
 from peagle.reference import Generation, generate
 
 pytestmark = pytest.mark.vllm
@@ -152,13 +152,14 @@ def test_what_vllm_swallows_the_validator_finds(tmp_path: Path) -> None:
         load_drafter(broken, load_decoder(target_folder()))
 
 
-def test_smollm2_with_the_shipped_drafter() -> None:
-    """The real model: chat prompts, K = 7, fp32."""
-    folder, drafter_at, k = resolve_target("smollm2-135m"), resolve_drafter("smollm2-135m-p-eagle"), 7
+@pytest.mark.parametrize(("name", "k"), [(DEFAULT_DRAFTER, 7), (EAGLE3_DRAFTER, 3)])
+def test_smollm2_with_the_shipped_drafters(name: str, k: int) -> None:
+    """The real model: chat prompts, fp32."""
+    folder, drafter_at = resolve_target("smollm2-135m"), resolve_drafter(name)
     tokenizer = load_tokenizer(folder)
     asked = ["What is the capital of France?", "Write a haiku about rain.", "Count from one to ten in words."]
     prompts = [encode_prompt(tokenizer, text, raw=False) for text in asked]
-    with engine(speculative_config(drafter_at, k, True), folder, max_model_len=512) as llm:
+    with engine(speculative_config(drafter_at, k, name == DEFAULT_DRAFTER), folder, max_model_len=512) as llm:
         theirs = run_vllm(llm, prompts, k, max_tokens=24, stop_token_ids=[2])
     target = load_target(folder)
     drafter = load_drafter(drafter_at, target.model)
