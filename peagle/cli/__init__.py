@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from peagle.cli import answer, bench, chat, data, eval, folders, plan, report, serve, train, tune  # noqa: F401  each adds its verbs, in this order
+from peagle.cli import answer, bench, chat, data, demo, deploy, eval, folders, plan, report, serve, states, train, tune  # noqa: F401  each adds its verbs, in this order
 from peagle.cli.app import app
 from peagle.errors import UserError
 
