@@ -21,6 +21,7 @@ from pairs import TEXT
 
 from peagle.config import ServeSettings
 from peagle.engine.llm import LLM
+from peagle.serving.context import Context
 from peagle.serving.loop import EngineLoop
 from peagle.serving.server import listen, make_server
 
@@ -84,6 +85,12 @@ class Served:
             self._failure = error
             self._begun.set()
             raise
+
+    @property
+    def context(self) -> Context:
+        """What its routes have."""
+        app: Any = self.server.config.app
+        return app.state.context
 
     @property
     def url(self) -> str:

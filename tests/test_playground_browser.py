@@ -226,7 +226,8 @@ def test_sampled_texts_are_equal_too(tab: Tab, small: Served) -> None:
     texts = set()
     for _ in range(3):
         ask(tab, "zq")
-        assert "token for token" in tab.evaluate("document.querySelector('.turn:last-child .verdict').textContent")
+        turn = tab.evaluate("document.querySelector('.turn:last-child').innerText")
+        assert "token for token" in turn, (turn, tab.said)
         one, other = tab.evaluate("[...document.querySelectorAll('.turn:last-child .text')].map((e) => e.textContent)")
         assert one == other
         texts.add(one)

@@ -8,6 +8,7 @@ import shutil
 import socket
 import struct
 import subprocess
+import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -264,9 +265,44 @@ def test_overload_is_told_at_once_and_passes(wanted: str) -> None:
             assert int(headers["retry-after"]) >= 1
             assert time.monotonic() - began < 1
         assert server.ask("/health")[0] == 200
+        # nothing was put into those: without a tokenizer they are refused just the same
+        prompts = server.context.prompts
+        tokenizer, prompts.tokenizer = prompts.tokenizer, None
+        for path, body in (
+            ("/v1/completions", {**LONG, "prompt": "a" * 100_000}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * 100_000}]}),
+        ):
+            assert server.ask(path, body)[0] == 429
+        prompts.tokenizer = tokenizer
         assert [one.result()[0] for one in asked] == [200] * 5
         assert server.good() == (200, wanted)
         server.check_nothing_left()
+
+
+def test_a_queue_that_fills_while_a_prompt_is_read_is_full() -> None:
+    """Room is looked for before a prompt is tokenized and again behind it."""
+    with Served(max_queue=0) as server, ThreadPoolExecutor(5) as pool:
+        server.inspect(lambda llm: setattr(llm, "step", slowed(llm.step)))
+        prompts = server.context.prompts
+        read, reading, filled = prompts.tokenizer, threading.Event(), threading.Event()
+
+        def slowly(*args: Any, **options: Any) -> Any:
+            reading.set()
+            assert filled.wait(20)
+            return read("a few tokens")  # as a tokenizer of whole words would make of it
+
+        prompts.tokenizer = slowly
+        late = pool.submit(server.ask, "/v1/completions", {"prompt": "a " * 5000, "max_tokens": 1})
+        assert reading.wait(20)  # it had its place
+        prompts.tokenizer = read
+        others = [pool.submit(server.ask, "/v1/completions", LONG) for _ in range(4)]
+        until = time.monotonic() + 10
+        while len(server.engine.open) < 4 and time.monotonic() < until:
+            time.sleep(0.005)
+        filled.set()
+        status, headers, said = late.result()
+        assert (status, said["error"]["code"]) == (429, "queue_full") and "retry-after" in headers
+        assert [one.result()[0] for one in others] == [200] * 4
 
 
 def test_a_deadline_ends_what_takes_too_long() -> None:

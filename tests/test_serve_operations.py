@@ -213,6 +213,10 @@ def test_what_is_not_finished_in_time_is_told_and_dropped(target: Path) -> None:
         (("TARGET", "--port", "70000"), "--port"),
         (("TARGET", "--host", "256.1.1.1"), "--host"),
         (("TARGET", "--engine", "other"), "--engine"),
+        (("TARGET", "--vllm-command", "vllm serve"), "--vllm-command"),
+        (("TARGET", "--engine", "vllm", "--vllm-command", "no-such-command serve"), "no-such-command"),
+        (("TARGET", "--engine", "vllm", "--vllm-command", "true serve", "--port", "0"), "--port 0"),
+        (("TARGET", "--tool-parser", "xml"), "--tool-parser xml"),
         (("TARGET", "--max-queue", "-1"), "--max-queue"),
         (("TARGET", "--max-body", "0"), "--max-body"),
         (("TARGET", "--deadline", "0"), "--deadline"),
@@ -275,7 +279,7 @@ def test_vllms_command_says_the_same_and_keeps_the_key_out() -> None:
     )
     speculative = {"method": "eagle3", "model": "d", "num_speculative_tokens": 7, "parallel_drafting": True}
     options = VllmOptions("org/t", speculative, max_model_len=2048, max_num_seqs=8, gpu_memory_fraction=0.5)
-    assert vllm_command("/bin/vllm", options, settings) == [
+    assert vllm_command(["/bin/vllm", "serve"], options, settings) == [
         *("/bin/vllm", "serve", "org/t", "--host", "0.0.0.0", "--port", "9", "--served-model-name", "m"),
         "--speculative-config",
         '{"method":"eagle3","model":"d","num_speculative_tokens":7,"parallel_drafting":true}',
@@ -285,11 +289,16 @@ def test_vllms_command_says_the_same_and_keeps_the_key_out() -> None:
     around = {"HOME": "/h", "PEAGLE_API_KEY": KEY, "VLLM_API_KEY": "old"}
     assert vllm_environment(settings, around) == {"HOME": "/h", "VLLM_API_KEY": KEY}
     assert vllm_environment(ServeSettings(), around) == {"HOME": "/h"}
-    plain = vllm_command("vllm", VllmOptions("t"), ServeSettings(model="t"))
+    module = ["/bin/python", "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
+    plain = vllm_command(module, VllmOptions("t"), ServeSettings(model="t", tool_parser="llama3"))
+    assert plain[:6] == [*module, "--model", "t"]
+    more = vllm_command(["vllm", "serve", "--enforce-eager"], VllmOptions("t"), ServeSettings(model="t"))
+    assert more[:4] == ["vllm", "serve", "t", "--enforce-eager"]
     assert "--served-model-name" not in plain and "--speculative-config" not in plain
+    assert plain[plain.index("--enable-auto-tool-choice") + 1 :][:2] == ["--tool-call-parser", "llama3_json"]
     for own in ({"max_queue": 5}, {"max_body": 5}, {"deadline_s": 5.0}, {"log_json": True}):
         with pytest.raises(UserError, match="--" + next(iter(own)).removesuffix("_s").replace("_", "-")):
-            vllm_command("vllm", VllmOptions("t"), ServeSettings(**own))  # type: ignore[arg-type]
+            vllm_command(["vllm", "serve"], VllmOptions("t"), ServeSettings(**own))  # type: ignore[arg-type]
 
 
 def script(folder: Path, text: str) -> Path:
@@ -327,11 +336,52 @@ def test_vllm_is_run_and_told_to_stop(tmp_path: Path, target: Path) -> None:
     assert (tmp_path / "told.json.stopped").exists()
 
 
-def test_vllm_that_dies_gives_its_status_and_none_is_left(tmp_path: Path) -> None:
+def test_vllm_that_never_served_gives_its_status(tmp_path: Path) -> None:
+    nowhere = ("127.0.0.1", 1)
     path = script(tmp_path, "import sys; sys.exit(7)\n")
-    assert supervise([str(path)], dict(os.environ)) == 7
+    assert supervise([str(path)], dict(os.environ), nowhere) == 7
     path = script(tmp_path, "import os; os.kill(os.getpid(), 9)\n")
-    assert supervise([str(path)], dict(os.environ)) == 128 + 9
+    assert supervise([str(path)], dict(os.environ), nowhere) == 128 + 9
+
+
+def test_vllm_that_dies_once_it_has_served_is_started_again(tmp_path: Path, target: Path) -> None:
+    """A stand-in that says that it is healthy, writes down who it and its own child are, and dies; the second stays."""
+    script(
+        tmp_path,
+        "import http.server, os, subprocess, sys\n"
+        f"told = {str(tmp_path / 'lives')!r}\n"
+        "class Health(http.server.BaseHTTPRequestHandler):\n"
+        "    def do_GET(self):\n        self.send_response(200); self.end_headers()\n"
+        "server = http.server.HTTPServer(('127.0.0.1', int(sys.argv[sys.argv.index('--port') + 1])), Health)\n"
+        "own = subprocess.Popen(['sleep', '100'])\n"
+        "open(told, 'a').write(f'{os.getpid()} {own.pid}\\n')\n"
+        "server.handle_request()\n"
+        "if len(open(told).readlines()) == 1: sys.exit(3)\n"
+        "server.serve_forever()\n",
+    )
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    process = forks.Process(
+        *("-m", "peagle", "serve", str(target), "--engine", "vllm", "--port", str(port)),
+        *("--vllm-command", f"{tmp_path / 'vllm'} serve"),
+    )
+    until = time.monotonic() + 30
+    while process.complaints().count("vllm ready") < 2 and time.monotonic() < until:
+        time.sleep(0.02)
+    said = process.complaints()
+    assert [said.count(words) for words in ("vllm started", "vllm ready", "starting it again status=3")] == [2, 2, 1]
+    (_, orphan), (second, child) = (map(int, line.split()) for line in (tmp_path / "lives").read_text().splitlines())
+    assert not alive(orphan) and alive(second) and alive(child)
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.wait(30) == 0
+    assert not alive(second) and not alive(child)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def test_no_vllm_is_a_clear_error(target: Path, tmp_path: Path) -> None:

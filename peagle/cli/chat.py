@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 import typer
 
-from peagle.cli.answer import DEMO_DRAFTER, parse_draft_tokens, show_parts, summary
+from peagle.cli.answer import parse_draft_tokens, show_parts, summary
 from peagle.cli.app import Device, DraftTokensOrAuto, Dtype, MaybeDrafter, Target, app, console, examples
 from peagle.config import DEFAULT_DRAFT_TOKENS, SamplingParams
 from peagle.errors import UserError
-from peagle.hub import DEFAULT_TARGET, resolve_drafter, resolve_target
+from peagle.hub import DEFAULT_DRAFTER, DEFAULT_TARGET, resolve_drafter, resolve_target
 
 if TYPE_CHECKING:
     from peagle.engine.request import CompletionOutput
@@ -89,7 +89,7 @@ def chat(
         partner = Served(url)
     else:
         if drafter is None and target == DEFAULT_TARGET:
-            drafter = DEMO_DRAFTER
+            drafter = DEFAULT_DRAFTER
         partner = Embedded(target, drafter, k, dtype, device, max_model_len)
     if url is not None and isinstance(k, int) and 0 < partner.most_drafts:
         params = replace(params, draft_tokens=min(k, partner.most_drafts))

@@ -57,6 +57,9 @@ def serve(
         str | None, typer.Option(help="Drafter and K as vLLM writes them.", metavar="JSON")
     ] = None,
     engine: Annotated[str, typer.Option(help="embedded, or vllm: its own server, kept running.")] = "embedded",
+    vllm_command: Annotated[
+        str | None, typer.Option(help="What starts vLLM's server.", metavar="WORDS", show_default="vllm serve")
+    ] = None,
     host: Annotated[str, typer.Option(help="0.0.0.0 lets others in.")] = USUAL.host,
     port: Annotated[int, typer.Option(help="0 takes any that is free.")] = USUAL.port,
     served_model_name: Annotated[
@@ -90,6 +93,9 @@ def serve(
     cost_table: Annotated[
         Path | None, typer.Option(help="Written by `peagle tune`; -k auto goes by it.", metavar="FILE")
     ] = None,
+    tool_parser: Annotated[
+        str, typer.Option(help="How the model writes calls of tools: hermes, llama3, mistral or none.")
+    ] = USUAL.tool_parser,
     dtype: Dtype = "auto",
     device: Device = "auto",
     log_json: Annotated[bool, typer.Option("--log-json", help="Log JSON lines.")] = False,
@@ -110,6 +116,7 @@ def serve(
         drain_s=drain_seconds,
         log_json=log_json,
         log_prompts=log_prompts,
+        tool_parser=tool_parser,  # type: ignore[arg-type]  # it is looked at there
     )
     drafts = parse_drafts(draft_tokens)
     stated = parse_speculative(speculative_config) if speculative_config is not None else None
@@ -128,7 +135,9 @@ def serve(
     }
     given = {name: value for name, value in options.items() if value is not None}
     if engine == "vllm":
-        sys.exit(_vllm(target, drafter, drafts, settings, given))
+        sys.exit(_vllm(target, drafter, drafts, settings, given, vllm_command))
+    if vllm_command is not None:
+        raise UserError("--vllm-command: only with --engine vllm")
     _embedded(target, drafter, drafts, stated, settings, given)
 
 
@@ -211,18 +220,25 @@ def _embedded(
     run(lambda: EngineLoop(make_llm, settings), settings, about, listener)
 
 
-def _vllm(target: str, drafter: str | None, drafts: Drafts, settings: ServeSettings, options: dict[str, Any]) -> int:
+def _vllm(
+    target: str,
+    drafter: str | None,
+    drafts: Drafts,
+    settings: ServeSettings,
+    options: dict[str, Any],
+    words: str | None,
+) -> int:
     import os
 
     from peagle.serving.logs import start_logging
-    from peagle.serving.vllm import VllmOptions, find_vllm, supervise, vllm_command, vllm_environment
+    from peagle.serving.vllm import VLLM, VllmOptions, find_vllm, supervise, vllm_command, vllm_environment
 
     for name in ("kv_cache_memory", "cost_table", "device"):
         if name in options:
             raise UserError(f"--{name.replace('_', '-')}: not with --engine vllm")
     if drafter is None and drafts != "auto":
         raise UserError(f"-k {drafts}: needs a --drafter")
-    program = find_vllm()
+    found = find_vllm(words if words is not None else VLLM)
     speculative = None
     if drafter is not None:
         from peagle.checkpoints.drafter import read_drafter_config
@@ -235,6 +251,6 @@ def _vllm(target: str, drafter: str | None, drafts: Drafts, settings: ServeSetti
         speculative = speculative_config(draft_cfg, name, usual if drafts == "auto" else drafts)
     # vLLM knows folders and hub ids; what is built in here is a folder to it
     model = str(resolve_target(target)) if target == DEFAULT_TARGET else target
-    command = vllm_command(program, VllmOptions(model, speculative, **options), settings)
+    command = vllm_command(found, VllmOptions(model, speculative, **options), settings)
     start_logging(settings.log_json)
-    return supervise(command, vllm_environment(settings, dict(os.environ)))
+    return supervise(command, vllm_environment(settings, dict(os.environ)), (settings.host, settings.port))

@@ -9,7 +9,7 @@ import gc
 import secrets
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -192,7 +192,7 @@ class LLM:
         elif self.has_tokenizer and request.text is None:
             said = request.output_ids
             ended = request.finish_reason == "stop" and said[-1] in request.stops
-            request.final_text = self._decode(said[: len(said) - ended])
+            request.final_text = self._decoder(request.params)(said[: len(said) - ended])
 
     def add(self, prompt: Prompt, params: SamplingParams | None = None, stream: bool = False) -> Group:
         """Queues a prompt; its n requests are worked on by `step`. Text grows with the tokens only if `stream`
@@ -219,7 +219,7 @@ class LLM:
                 barred=frozenset(t for t in ends | self.target.eos_ids if t < self.target.model.cfg.vocab_size),
                 eos_ids=frozenset() if params.ignore_eos else self.target.eos_ids,
                 longest=self.max_model_len,
-                text=Detokenizer(self._decode, params.stop, params.min_tokens) if growing else None,
+                text=Detokenizer(self._decoder(params), params.stop, params.min_tokens) if growing else None,
                 grammar=grammars.matcher(params.grammar, params.ignore_eos) if grammars and params.grammar else None,
                 group=group,
                 index=index,
@@ -364,8 +364,8 @@ class LLM:
             self._tokenizer = load_tokenizer(self.target.folder)
         return self._tokenizer
 
-    def _decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
+    def _decoder(self, params: SamplingParams) -> Callable[[list[int]], str]:
+        return lambda ids: self.tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):

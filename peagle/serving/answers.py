@@ -6,7 +6,7 @@ Knows nothing about HTTP or the engine.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ from peagle.engine.request import CompletionOutput
 from peagle.engine.text import Detokenizer
 from peagle.serving.pieces import Piece, Timing
 from peagle.serving.prompts import Prompts
+from peagle.serving.tools import Call, ToolReader
 
 NO_CHANCE = -9999.0  # JSON has no infinity; this is what OpenAI's API says instead
 
@@ -35,10 +36,13 @@ class Writer:
     show_tokens: bool
     include_usage: bool
     k: int  # drafts a round at most
+    skip_special: bool = True  # tokens, in texts
+    make_reader: Callable[[], ToolReader] | None = None  # where tools may be called
     created: int = field(default_factory=lambda: int(time.time()))
     finished: dict[int, tuple[CompletionOutput, Timing]] = field(default_factory=dict)
     _offsets: dict[int, int] = field(default_factory=dict)  # characters of an answer that are out
     _texts: dict[int, Detokenizer] = field(default_factory=dict)
+    _readers: dict[int, ToolReader] = field(default_factory=dict)
 
     # Streaming
 
@@ -55,9 +59,14 @@ class Writer:
     def chunk(self, piece: Piece) -> JSON:
         self._note(piece)
         choice: JSON = {"index": piece.index}
-        choice |= {"delta": {"content": piece.text}} if self.kind == "chat" else {"text": piece.text}
+        content, calls, reason = self._read(piece)
+        if self.kind == "chat":
+            delta = {"content": content} if content or self.make_reader is None else {}
+            choice["delta"] = {**delta, "tool_calls": calls} if calls else delta
+        else:
+            choice["text"] = content
         choice["logprobs"] = self._logprobs(piece.index, piece.token_ids, piece.logprobs)
-        choice["finish_reason"] = piece.finish_reason
+        choice["finish_reason"] = reason
         if piece.output is not None:
             choice["stop_reason"] = piece.output.stop_reason
         if self.show_tokens:
@@ -95,12 +104,16 @@ class Writer:
         for piece in sorted(pieces, key=lambda p: p.index):
             self._note(piece)
             choice: JSON = {"index": piece.index}
+            content, calls, reason = self._read(piece)
             if self.kind == "chat":
-                choice["message"] = {"role": "assistant", "content": piece.text, "refusal": None}
+                choice["message"] = {"role": "assistant", "content": content, "refusal": None}
+                if calls:
+                    whole = [{name: value for name, value in call.items() if name != "index"} for call in calls]
+                    choice["message"] |= {"content": content or None, "tool_calls": whole}
             else:
-                choice["text"] = piece.text
+                choice["text"] = content
             choice["logprobs"] = self._logprobs(piece.index, piece.token_ids, piece.logprobs)
-            choice["finish_reason"] = piece.finish_reason
+            choice["finish_reason"] = reason
             choice["stop_reason"] = piece.output.stop_reason if piece.output is not None else None
             if self.show_tokens:
                 choice["peagle"] = self._tokens(piece.index, piece.token_ids, piece.drafted, final=True)
@@ -112,6 +125,28 @@ class Writer:
         return made
 
     # Parts of both
+
+    def _read(self, piece: Piece) -> tuple[str, list[JSON], str | None]:
+        """What is new of the content, of calls, and of the reason to end. A call is told when it is whole."""
+        reason = piece.finish_reason
+        if self.make_reader is None:
+            return piece.text, [], reason
+        reader = self._readers.get(piece.index)
+        if reader is None:
+            reader = self._readers[piece.index] = self.make_reader()
+        before = reader.calls
+        said = reader.feed(piece.text, final=reason is not None)
+        calls = [
+            {
+                "index": before + i,
+                "id": reader.form.new_id(),
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for i, call in enumerate(one for one in said if isinstance(one, Call))
+        ]
+        content = "".join(one for one in said if isinstance(one, str))
+        return content, calls, "tool_calls" if reason == "stop" and reader.calls else reason
 
     def _note(self, piece: Piece) -> None:
         if piece.output is not None:
@@ -145,7 +180,7 @@ class Writer:
         }
 
     def _tokens(self, index: int, ids: list[int], drafted: list[bool], final: bool) -> JSON:
-        text = self._texts.setdefault(index, self.prompts.detokenizer())
+        text = self._texts.setdefault(index, self.prompts.detokenizer(self.skip_special))
         texts = []
         for token in ids:
             before = len(text.text)

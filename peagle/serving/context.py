@@ -5,18 +5,23 @@ Knows nothing about what is asked.
 
 import asyncio
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
 
 from peagle.config import Grammar, SamplingParams, ServeSettings
+from peagle.engine.grammar import from_json_schema
+from peagle.errors import UserError
 from peagle.serving.answers import Writer
 from peagle.serving.errors import ApiError
 from peagle.serving.loop import Answer, EngineFacts, EngineLoop
 from peagle.serving.pieces import Overloaded, Unavailable
 from peagle.serving.prompts import Prompts
-from peagle.serving.protocol import ResponseFormat, grammar_of
+from peagle.serving.protocol import ResponseFormat, ToolUse, grammar_of
+from peagle.serving.tools import Form, ToolReader, forced, forced_schema, form_of
 
 if TYPE_CHECKING:
     from starlette.types import Scope
@@ -65,19 +70,57 @@ class Context:
             raise ApiError(404, message, "model", "model_not_found")
         return self.prompts
 
-    async def grammar(self, wanted: ResponseFormat | None) -> Grammar | None:
+    @cached_property
+    def tool_form(self) -> Form | None:
+        """How the model writes calls; None: not known, and they stay text."""
+        return form_of(self.prompts.template, self.settings.tool_parser)
+
+    def reader_of(self, tools: ToolUse) -> Callable[[], ToolReader] | None:
+        """Makes readers of answers in which there may be calls."""
+        form = forced(self.tool_form) if tools.forced else self.tool_form
+        if form is None or tools.offered is None:
+            return None
+        return lambda: ToolReader(form, tools.names)
+
+    def marks_calls_by_special_tokens(self, tools: ToolUse) -> bool:
+        form = self.tool_form
+        return tools.offered is not None and form is not None and form.opens in self.prompts.special
+
+    async def grammar(self, wanted: ResponseFormat | None, tools: ToolUse) -> Grammar | None:
         """Tried and compiled beside the engine, few at a time: others are being answered meanwhile."""
-        if wanted is None:
+        if wanted is None and not tools.forced:
             return None
         async with self._grammars:
-            made = await asyncio.to_thread(grammar_of, wanted)
-            if made is not None:
-                await self.engine.prepare(made)
+            try:
+                if tools.forced:
+                    schema = forced_schema(self.tool_form, tools.forced)
+                    made: Grammar | None = await asyncio.to_thread(from_json_schema, schema)
+                else:
+                    assert wanted is not None
+                    made = await asyncio.to_thread(grammar_of, wanted)
+                if made is not None:
+                    await self.engine.prepare(made)
+            except (UserError, RecursionError) as error:
+                if not tools.forced:
+                    raise
+                said = str(error) if isinstance(error, UserError) else "grammar: nested too deeply"
+                message = said.replace("grammar", "tools", 1)
+                raise ApiError(400, message, "tools", "invalid_value") from None
             return made
 
+    def check_room(self, answers: int) -> None:
+        """Refuses what there is no room for before work is put into it; `submit` looks again."""
+        with self._counted_refusals():
+            self.engine.check_room(answers)
+
     async def submit(self, ids: list[list[int]], params: SamplingParams, request_id: str, stream: bool) -> Answer:
-        try:
+        with self._counted_refusals():
             return await self.engine.submit_all(ids, params, request_id, stream)
+
+    @contextmanager
+    def _counted_refusals(self) -> Iterator[None]:
+        try:
+            yield
         except Overloaded:
             self.metrics.observe_refusal("max_num_queued_reqs")
             raise

@@ -143,12 +143,8 @@ class EngineLoop:
         self, prompts: Sequence[list[int]], params: SamplingParams, request_id: str, stream: bool = True
     ) -> Answer:
         """Refuses at once what it cannot take: `Overloaded`, `Unavailable`. Answer i * n + j is prompt i's j-th."""
-        if self.state not in ("ready", "restarting"):
-            raise Unavailable(self.state)
-        assert self.facts is not None
         total = len(prompts) * params.n
-        if sum(a.total for a in self.open) + total > self.capacity:
-            raise Overloaded()
+        self.check_room(total)
         answer, now = Answer(self, total), time.perf_counter()
         for i, prompt_ids in enumerate(prompts):
             timings = [Timing(now) for _ in range(params.n)]
@@ -156,6 +152,13 @@ class EngineLoop:
         self.open.add(answer)
         self._inbox.put(("add", answer))
         return answer
+
+    def check_room(self, answers: int) -> None:
+        """Raises if as many more could not be taken now."""
+        if self.state not in ("ready", "restarting"):
+            raise Unavailable(self.state)
+        if sum(a.total for a in self.open) + answers > self.capacity:
+            raise Overloaded()
 
     @property
     def capacity(self) -> int:

@@ -30,6 +30,9 @@ class Prompts:
         self._workers = asyncio.Semaphore(WORKERS)
         self.token_text = lru_cache(1 << 16)(self._token_text)
         self.token_bytes = lru_cache(1 << 16)(self._token_bytes)
+        self.template = str(self.tokenizer.chat_template or "")  # all of them, where there are several
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        self.special = frozenset(token.content for token in added.values() if token.special)
 
     async def _aside(self, size: int, work: Callable[[], T]) -> T:
         if size <= AT_ONCE:
@@ -47,12 +50,11 @@ class Prompts:
         begin_answer: bool = True,
         more: dict[str, Any] | None = None,
     ) -> list[int]:
-        template = self.tokenizer.chat_template
-        if not template:
+        if not self.template:
             raise ApiError(400, "this model has no chat template: use /v1/completions", code="no_chat_template")
-        if tools and "tools" not in str(template):
+        if tools and "tools" not in self.template:
             raise ApiError(400, "tools: this model's chat template takes none", "tools", "unsupported_parameter")
-        if unknown := [name for name in more or {} if name in OURS or name not in str(template)]:
+        if unknown := [name for name in more or {} if name in OURS or name not in self.template]:
             message = f"chat_template_kwargs: this model's chat template has no {unknown[0][:40]!r}"
             raise ApiError(400, message, "chat_template_kwargs", "unsupported_parameter")
 
@@ -68,11 +70,8 @@ class Prompts:
 
         return await self._aside(sum(len(m["content"]) for m in messages) + 1024 * len(tools or ()), render)
 
-    def decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
-
-    def detokenizer(self) -> Detokenizer:
-        return Detokenizer(self.decode)
+    def detokenizer(self, skip_special: bool = True) -> Detokenizer:
+        return Detokenizer(lambda ids: self.tokenizer.decode(ids, skip_special_tokens=skip_special))
 
     def _token_text(self, token: int) -> str:
         return self.tokenizer.decode([token])

@@ -5,6 +5,7 @@ something the engine does not do: nothing that changes an answer is ever ignored
 """
 
 import json
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AllowInfNan, BaseModel, ConfigDict, Field, model_validator
@@ -89,6 +90,7 @@ class Sampling(Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
+    skip_special_tokens: bool | None = None
     user: str | None = None  # names the client's own user; asks nothing of the answer
     peagle: Extra | None = None
 
@@ -119,6 +121,7 @@ class Sampling(Strict):
             "repetition_penalty": self.repetition_penalty,
             "logit_bias": self.logit_bias,
             "logprobs": self.alternatives(),
+            "skip_special_tokens": self.skip_special_tokens,
             "draft_tokens": 0 if self.extra.speculation is False else self.extra.draft_tokens,
             "grammar": grammar,
         }
@@ -168,7 +171,6 @@ class CompletionRequest(Sampling):
         "echo": (False,),
         "suffix": ("",),
         "use_beam_search": (False,),
-        "skip_special_tokens": (True,),
         "include_stop_str_in_output": (False,),
         "add_special_tokens": (True,),
         "truncate_prompt_tokens": (),
@@ -255,13 +257,33 @@ class Function(Strict):
     name: str
     description: str | None = None
     parameters: JSON | None = None
-
-    NEUTRAL = {"strict": (False,)}
+    strict: bool | None = None
 
 
 class Tool(Strict):
     type: Literal["function"]
     function: Function
+
+
+class NamedFunction(Strict):
+    name: str
+
+
+class NamedTool(Strict):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """What the template tells the model of tools, and what has to come of it."""
+
+    offered: list[JSON] | None = None
+    forced: tuple[tuple[str, JSON | None], ...] = ()  # names and schemas, one of which must be called
+
+    @property
+    def names(self) -> list[str]:
+        return [tool["function"]["name"] for tool in self.offered or ()]
 
 
 class Conversation(Strict):
@@ -274,12 +296,12 @@ class ChatRequest(Conversation, Sampling):
     max_completion_tokens: Annotated[int, Field(ge=1, lt=HUGE)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, lt=HUGE)] | None = None
-    tool_choice: str | JSON | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
 
     NEUTRAL = {
         "store": (False,),
         "service_tier": ("auto", "default"),
-        "parallel_tool_calls": (True,),
         "modalities": (["text"],),
         "functions": (),
         "function_call": (),
@@ -292,7 +314,6 @@ class ChatRequest(Conversation, Sampling):
         "prompt_cache_key": (),
         "safety_identifier": (),
         "use_beam_search": (False,),
-        "skip_special_tokens": (True,),
         "include_stop_str_in_output": (False,),
         "add_generation_prompt": (True,),
         "continue_final_message": (False,),
@@ -314,16 +335,31 @@ class ChatRequest(Conversation, Sampling):
             raise ApiError(400, "max_completion_tokens: differs from max_tokens", "max_completion_tokens")
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
-    @property
-    def offered_tools(self) -> list[JSON] | None:
-        """What the template is to tell the model; calls come back as the text that the model writes."""
-        choice = self.tool_choice
-        if choice not in (None, "auto", "none"):
-            said = "only auto and none are supported"
-            raise ApiError(400, f"tool_choice: {said}", "tool_choice", "unsupported_parameter")
-        if not self.tools or choice == "none":
-            return None
-        return [tool.model_dump(exclude_none=True) for tool in self.tools]
+    def tool_use(self) -> ToolUse:
+        def require(ok: bool, name: str, want: str, code: str = "invalid_value") -> None:
+            if not ok:
+                raise ApiError(400, f"{name}: {want}", name, code)
+
+        choice, tools = self.tool_choice, self.tools or []
+        must_call = choice == "required" or isinstance(choice, NamedTool)
+        require(bool(tools) or not must_call, "tool_choice", "only with tools")
+        if not tools or choice == "none":
+            return ToolUse()
+        formed = self.response_format is not None and self.response_format.type != "text"
+        require(not formed, "response_format", "with tools only where tool_choice is none", "unsupported_parameter")
+        if not must_call:
+            by_grammar = "only where tool_choice is required or names a function"
+            for i, tool in enumerate(tools):
+                path = f"tools.{i}.function.strict"
+                require(not tool.function.strict, path, by_grammar, "unsupported_parameter")
+            one = self.parallel_tool_calls is False
+            require(not one, "parallel_tool_calls", f"false {by_grammar}", "unsupported_parameter")
+        may = [tool.function for tool in tools]
+        if isinstance(choice, NamedTool):
+            may = [function for function in may if function.name == choice.function.name]
+            require(bool(may), "tool_choice", "names a function that is not among the tools")
+        forced = tuple((function.name, function.parameters) for function in may) if must_call else ()
+        return ToolUse([tool.model_dump(exclude_none=True) for tool in tools], forced)
 
 
 class TokenizeRequest(Strict):

@@ -6,6 +6,7 @@ Knows nothing about how the engine works.
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
@@ -21,10 +22,11 @@ from peagle.serving.errors import ApiError, as_api_error
 from peagle.serving.limits import CLIENT_GONE, ClientGone, gone, read_json, unless_gone
 from peagle.serving.loop import Answer
 from peagle.serving.pieces import DeadlinePassed, Piece
-from peagle.serving.protocol import ChatRequest, CompletionRequest, Sampling
+from peagle.serving.protocol import ChatRequest, CompletionRequest, Sampling, ToolUse
 
 router = APIRouter()
 DONE = b"data: [DONE]\n\n"
+NO_TOOLS = ToolUse()
 
 
 @router.post("/v1/chat/completions")
@@ -32,10 +34,11 @@ async def chat_completions(request: Request) -> Response:
     context = context_of(request)
     asked = ChatRequest.model_validate(await read_json(request, context.settings))
     prompts = context.ready(asked.model)
-    messages = [message.as_template_sees_it() for message in asked.messages]
+    messages, tools = [message.as_template_sees_it() for message in asked.messages], asked.tool_use()
     context.tell_prompt(request, messages)
-    ids = await prompts.chat(messages, asked.offered_tools, more=asked.chat_template_kwargs)
-    return await respond(request, context, asked, "chat", [ids], asked.longest)
+    context.check_room(asked.n or 1)
+    ids = await prompts.chat(messages, tools.offered, more=asked.chat_template_kwargs)
+    return await respond(request, context, asked, "chat", [ids], asked.longest, tools)
 
 
 @router.post("/v1/completions")
@@ -49,6 +52,7 @@ async def completions(request: Request) -> Response:
         raise ApiError(400, "prompt: must not be empty", "prompt", "invalid_value")
     if len(given) * (asked.n or 1) > context.engine.capacity:
         raise ApiError(400, f"prompt: more than {context.engine.capacity} answers at once", "prompt", "invalid_value")
+    context.check_room(len(given) * (asked.n or 1))
     ids = [await prompts.encode(one) if isinstance(one, str) else one for one in given]
     return await respond(request, context, asked, "text", ids, asked.max_tokens)
 
@@ -60,8 +64,9 @@ async def respond(
     kind: Literal["chat", "text"],
     ids: list[list[int]],
     max_tokens: int | None,
+    tools: ToolUse = NO_TOOLS,
 ) -> Response:
-    params = await to_params(context, asked, kind, ids, max_tokens)
+    params = await to_params(context, asked, kind, ids, max_tokens, tools)
     stream = asked.stream is True
     writer = Writer(
         kind=kind,
@@ -72,6 +77,8 @@ async def respond(
         total=len(ids) * params.n,
         alternatives=params.logprobs,
         show_tokens=asked.extra.tokens,
+        skip_special=params.skip_special_tokens,
+        make_reader=context.reader_of(tools),
         include_usage=stream and asked.stream_options is not None and asked.stream_options.include_usage is True,
         k=min(context.facts.most_drafts if (k := params.draft_tokens) is None else k, context.facts.most_drafts),
     )
@@ -100,7 +107,12 @@ async def respond(
 
 
 async def to_params(
-    context: Context, asked: Sampling, kind: Literal["chat", "text"], ids: list[list[int]], max_tokens: int | None
+    context: Context,
+    asked: Sampling,
+    kind: Literal["chat", "text"],
+    ids: list[list[int]],
+    max_tokens: int | None,
+    tools: ToolUse,
 ) -> SamplingParams:
     """Refuses what cannot fit: an answer that is asked for is given whole or not at all."""
     most, where = context.facts.max_model_len, "messages" if kind == "chat" else "prompt"
@@ -118,8 +130,9 @@ async def to_params(
     room = most - longest
     if max_tokens is None:
         max_tokens = room if kind == "chat" else min(context.settings.completion_tokens, room)
-    grammar = await context.grammar(asked.response_format)
-    return asked.to_params(context.settings, max_tokens, context.facts.most_drafts, grammar)
+    grammar = await context.grammar(asked.response_format, tools)
+    params = asked.to_params(context.settings, max_tokens, context.facts.most_drafts, grammar)
+    return replace(params, skip_special_tokens=False) if context.marks_calls_by_special_tokens(tools) else params
 
 
 async def collect(answer: Answer) -> list[Piece]:

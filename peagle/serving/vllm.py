@@ -6,8 +6,10 @@ the limit that was asked for.
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -21,8 +23,11 @@ from peagle.errors import UserError
 from peagle.serving.logs import log
 
 KEY_VARIABLE = "VLLM_API_KEY"  # read by vLLM; a flag would show the key to everyone who lists processes
-RESTARTS = 3
-RAN_WELL_S = 60.0  # one that ended sooner never served, and would not the next time
+VLLM = "vllm serve"
+RESTARTS = 3  # in a row
+RAN_WELL_S = 60.0  # that it took requests; when it dies after that, its restarts are counted anew
+LOOK_S = 1.0  # between two looks at it
+PARSERS = {"hermes": "hermes", "llama3": "llama3_json", "mistral": "mistral"}  # ours by vLLM's names
 OURS_ALONE = ("max_queue", "max_body", "deadline_s", "log_json", "log_prompts")  # settings that vLLM has no flag for
 
 
@@ -38,14 +43,22 @@ class VllmOptions:
     gpu_memory_fraction: float | None = None
 
 
-def vllm_command(program: str, options: VllmOptions, settings: ServeSettings) -> list[str]:
-    """The command line. The key is not in it: see `vllm_environment`."""
+def vllm_command(words: list[str], options: VllmOptions, settings: ServeSettings) -> list[str]:
+    """The command line; `words` begin it: `vllm serve` or its module, and flags. The key is not in it: see
+    `vllm_environment`."""
     usual = ServeSettings()
     for name in OURS_ALONE:
         if getattr(settings, name) != getattr(usual, name):
             flag = "--" + name.removesuffix("_s").replace("_", "-")
             raise UserError(f"{flag}: vLLM has nothing like it; leave it away, or use --engine embedded")
-    command = [program, "serve", options.target, "--host", settings.host, "--port", str(settings.port)]
+    if settings.port == 0:
+        raise UserError("--port 0: not with --engine vllm, which would not tell which one it took")
+    if "serve" in words:  # `vllm serve TARGET`, and what else was said after it
+        at = words.index("serve") + 1
+        command = [*words[:at], options.target, *words[at:]]
+    else:
+        command = [*words, "--model", options.target]
+    command += ["--host", settings.host, "--port", str(settings.port)]
     if settings.model and settings.model != options.target:
         command += ["--served-model-name", settings.model]
     if options.speculative is not None:
@@ -58,6 +71,8 @@ def vllm_command(program: str, options: VllmOptions, settings: ServeSettings) ->
     ):
         if value is not None:
             command += [flag, str(value)]
+    if settings.tool_parser in PARSERS:
+        command += ["--enable-auto-tool-choice", "--tool-call-parser", PARSERS[settings.tool_parser]]
     # some versions let every origin in unless told otherwise
     command += ["--allowed-origins", json.dumps(list(settings.cors_origins))]
     command += ["--shutdown-timeout", str(int(settings.drain_s))]
@@ -69,53 +84,91 @@ def vllm_environment(settings: ServeSettings, around: dict[str, str]) -> dict[st
     return kept if settings.api_key is None else {**kept, KEY_VARIABLE: settings.api_key}
 
 
-def find_vllm() -> str:
-    program = shutil.which("vllm")
+def find_vllm(words: str = VLLM) -> list[str]:
+    """The words of a command, the first of them as a file."""
+    try:
+        first, *rest = shlex.split(words)
+    except ValueError as error:
+        raise UserError(f"--vllm-command {words}: {error}") from None
+    program = shutil.which(first)
     if program is None:
-        raise UserError("--engine vllm: there is no `vllm` command here; install vLLM, or use --engine embedded")
-    return program
+        where = "install vLLM, name another by --vllm-command, or use --engine embedded"
+        raise UserError(f"--engine vllm: there is no `{first}` command here; {where}")
+    return [program, *rest]
 
 
-def supervise(command: list[str], environment: dict[str, str]) -> int:
-    """Runs it, passes signals on, starts it again if it dies after it has served; its exit status at the end."""
+def supervise(command: list[str], environment: dict[str, str], address: tuple[str, int]) -> int:
+    """Runs it, passes signals on, and starts it again if it dies once it has served; its exit status at the end."""
     asked: list[int] = []  # signals that we were sent
     child: subprocess.Popen[bytes] | None = None
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         asked.append(number)
         if child is not None and child.poll() is None:
-            child.send_signal(number)
+            child.send_signal(number) if len(asked) == 1 else _kill(child)
 
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    served, in_a_row = False, 0
     try:
-        for restart in range(RESTARTS + 1):
-            began = time.monotonic()
+        while True:
             # a group of its own: Ctrl-C in a terminal reaches it once, through us
             child = subprocess.Popen(command, env=environment, start_new_session=True)
             log("vllm started", pid=child.pid)
-            status = child.wait()
-            ran_s = time.monotonic() - began
-            if asked or status == 0 or ran_s < RAN_WELL_S or restart == RESTARTS:
+            if asked:  # while it was being started
+                child.send_signal(asked[0])
+            ready_at = _watch(child, address)
+            status = child.returncode
+            _kill(child)  # what it started may have outlived it, and holds its memory
+            served = served or ready_at is not None
+            well = ready_at is not None and time.monotonic() - ready_at >= RAN_WELL_S
+            in_a_row = 1 if well else in_a_row + 1
+            if asked or status == 0 or not served or in_a_row > RESTARTS:
                 break
-            log("vllm died, starting it again", level="error", status=status, ran_seconds=round(ran_s))
-            time.sleep(2.0**restart)
+            log("vllm died, starting it again", level="error", status=status)
+            until = time.monotonic() + 2.0 ** (in_a_row - 1)
+            while not asked and time.monotonic() < until:
+                time.sleep(0.05)
             if asked:
                 break
-        if asked and status in (-signal.SIGTERM, -signal.SIGINT):
+        if asked and status < 0:
             return 0
         return status if status >= 0 else 128 - status
     finally:
-        _end(child)
+        if child is not None:
+            _kill(child)
+            child.wait()
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def _end(child: subprocess.Popen[bytes] | None) -> None:
-    """None of its processes may outlive us."""
-    if child is None:
-        return
+def _watch(child: subprocess.Popen[bytes], address: tuple[str, int]) -> float | None:
+    """Until it has ended: since when it took requests, None if it never did."""
+    ready_at = None
+    while True:
+        try:
+            child.wait(timeout=LOOK_S)
+            return ready_at
+        except subprocess.TimeoutExpired:
+            if ready_at is None and _is_ready(*address):
+                ready_at = time.monotonic()
+                log("vllm ready", address=f"http://{address[0]}:{address[1]}")
+
+
+def _is_ready(host: str, port: int) -> bool:
+    near = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    connection = http.client.HTTPConnection(near, port, timeout=LOOK_S)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def _kill(child: subprocess.Popen[bytes]) -> None:
+    """All of its processes."""
     try:
         os.killpg(child.pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
         pass
-    child.wait()
