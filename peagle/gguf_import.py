@@ -41,7 +41,7 @@ def convert_smollm2(gguf: Path, out: Path, on_progress: Callable[[int, int], Non
     UserError; a disk that cannot be written is the OSError it is.
     """
     try:
-        meta, tensors = _read(gguf)
+        meta, tensors = read_gguf(gguf, "llama", "smollm", "SmolLM2")
         config = _config(meta)
         tokenizer_json, tokenizer_config = _tokenizer(meta)
         weights = _weights(tensors, config, on_progress)
@@ -56,13 +56,13 @@ def convert_smollm2(gguf: Path, out: Path, on_progress: Callable[[int, int], Non
     template = tokenizer_config.pop("chat_template")
     ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     special = {key: tokenizer_config[key] for key in ("bos_token", "eos_token", "pad_token", "unk_token")}
-    _write_json(out / "config.json", config)
-    _write_json(out / "generation_config.json", ids)
-    _write_json(out / "tokenizer_config.json", tokenizer_config)
-    _write_json(out / "special_tokens_map.json", special)
+    write_json(out / "config.json", config)
+    write_json(out / "generation_config.json", ids)
+    write_json(out / "tokenizer_config.json", tokenizer_config)
+    write_json(out / "special_tokens_map.json", special)
     (out / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
     (out / "chat_template.jinja").write_text(template, encoding="utf-8")
-    _save(weights, out / "model.safetensors")
+    save_weights(weights, out / "model.safetensors")
     # safetensors writes for the owner alone; a shared cache wants the same rights on every file.
     shutil.copymode(out / "config.json", out / "model.safetensors")
 
@@ -73,7 +73,8 @@ def unpermute_rotary(weight: torch.Tensor, heads: int) -> torch.Tensor:
     return weight.reshape(heads, rows // heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)
 
 
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def read_gguf(path: Path, arch: str, tokenizer: str, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Metadata and tensors of a file that must be of this architecture, with this pre-tokenizer."""
     import numpy as np
     from gguf import GGUFReader
 
@@ -97,12 +98,12 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     # The reader would take a directory or an empty file as far as a memory map; say it plainly instead.
     with open(path, "rb") as file:
         if file.read(4) != b"GGUF":
-            raise UserError(f"'{path}' is not a GGUF file; give the GGUF of SmolLM2-135M-Instruct")
+            raise UserError(f"'{path}' is not a GGUF file; give the GGUF of {name}")
     reader = Reader(path)
     meta = {name: field.contents() for name, field in reader.fields.items()}
-    arch, tokenizer = meta.get("general.architecture"), meta.get("tokenizer.ggml.pre")
-    if arch != "llama" or tokenizer != "smollm":
-        raise UserError(f"'{path}' is a {arch!r} model with a {tokenizer!r} tokenizer; only SmolLM2 is supported")
+    found = meta.get("general.architecture"), meta.get("tokenizer.ggml.pre")
+    if found != (arch, tokenizer):
+        raise UserError(f"'{path}' is a {found[0]!r} model with a {found[1]!r} tokenizer; only {name} is supported")
     return meta, {tensor.name: tensor for tensor in reader.tensors}
 
 
@@ -212,7 +213,6 @@ def _weights(
     tensors: Mapping[str, Any], config: Mapping[str, Any], on_progress: Callable[[int, int], None]
 ) -> dict[str, torch.Tensor]:
     import torch
-    from gguf.quants import dequantize
 
     expected = _expected(config)
     if odd := sorted(expected.keys() ^ tensors.keys()):
@@ -220,12 +220,7 @@ def _weights(
     total, done = sum(int(tensor.n_elements) for tensor in tensors.values()), 0
     weights: dict[str, torch.Tensor] = {}
     for ours, (theirs, shape, heads) in expected.items():
-        # A copy, because a tensor stored as F32 comes back as a read-only view of the mapped file.
-        weight = torch.from_numpy(dequantize(tensors[ours].data, tensors[ours].tensor_type).copy())
-        if tuple(weight.shape) != shape:
-            raise ValueError(f"{ours} has shape {tuple(weight.shape)}, not {shape}")
-        if not torch.isfinite(weight).all():
-            raise ValueError(f"{ours} holds values that are not finite")
+        weight = dequantised(tensors[ours], shape)
         if heads:
             weight = unpermute_rotary(weight, heads)
         weights[theirs] = weight.to(torch.bfloat16).contiguous()
@@ -234,7 +229,20 @@ def _weights(
     return weights
 
 
-def _save(weights: dict[str, torch.Tensor], path: Path) -> None:
+def dequantised(tensor: Any, shape: Shape) -> torch.Tensor:
+    import torch
+    from gguf.quants import dequantize
+
+    # A copy, because a tensor stored as F32 comes back as a read-only view of the mapped file.
+    weight = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
+    if tuple(weight.shape) != shape:
+        raise ValueError(f"{tensor.name} has shape {tuple(weight.shape)}, not {shape}")
+    if not torch.isfinite(weight).all():
+        raise ValueError(f"{tensor.name} holds values that are not finite")
+    return weight
+
+
+def save_weights(weights: dict[str, torch.Tensor], path: Path) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -244,5 +252,5 @@ def _save(weights: dict[str, torch.Tensor], path: Path) -> None:
         raise OSError(str(err)) from err
 
 
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -53,12 +53,12 @@ def test_a_silent_pass_remembers_what_a_full_one_does():
 def test_every_way_of_a_product_is_the_product(monkeypatch):
     weight, bias = torch.randn(24, 16), torch.randn(24)
     monkeypatch.setattr(kernels, "_ways", {})
-    kernels.measure_products([weight], 6)
-    assert {key[2] for key in kernels._ways} == {2, 3, 4, 5, 6}
+    kernels.measure_products([weight])
+    assert {key[2] for key in kernels._ways} >= set(range(1, 9))
     with torch.inference_mode():
         for rows in range(1, 10):
             x = torch.randn(rows, 16)
-            for way in (*kernels._WAYS, kernels.product_cpu):
+            for way in (*kernels._WAYS, kernels.linear_cpu):
                 for b in (None, bias):
                     torch.testing.assert_close(way(x, weight, b), F.linear(x, weight, b), rtol=1e-5, atol=1e-5)
                 assert way(x, weight, None).is_contiguous()

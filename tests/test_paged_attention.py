@@ -33,6 +33,7 @@ class Case:
     scattered: bool
     merged: bool
     seed: int
+    sunk: bool = False  # heads have sinks
 
     def build(self, dtype: torch.dtype, device: str) -> None:
         gen = torch.Generator().manual_seed(self.seed)
@@ -58,6 +59,7 @@ class Case:
         qkv = qkv.to(dtype).to(device)
         parts = qkv.split([heads, self.kv_heads, self.kv_heads], 1)
         self.q, self.k, self.v = parts if self.merged else tuple(x.clone() for x in parts)
+        self.sinks = (2 * torch.randn(heads, generator=gen)).to(dtype).to(device) if self.sunk else None
 
     def pages(self, device: str, max_context: int | None = None) -> Pages:
         same = len(set(self.rows)) == 1
@@ -94,8 +96,9 @@ class Case:
                 low = 0 if self.window is None else max(0, start + j - self.window + 1)
                 for h in range(q.shape[1]):
                     g = h // self.group
-                    scores = keys[low : start + j + 1, g] @ q[first + j, h] * self.width**-0.5
-                    out[first + j, h] = scores.softmax(0) @ values[low : start + j + 1, g]
+                    weights = torch.exp(keys[low : start + j + 1, g] @ q[first + j, h] * self.width**-0.5)
+                    lost = 0.0 if self.sinks is None else self.sinks[h].double().exp().cpu()
+                    out[first + j, h] = weights @ values[low : start + j + 1, g] / (weights.sum() + lost)
         return out, cache_k, cache_v
 
     def check(self, run, tolerance: float, rotation: Rotation | None = None) -> None:
@@ -143,6 +146,7 @@ def cases(
         scattered=draw(st.booleans()),
         merged=draw(st.booleans()),
         seed=draw(st.integers(0, 99)),
+        sunk=draw(st.booleans()),
     )
 
 
@@ -151,7 +155,7 @@ def cases(
 def test_torch_paged(case: Case) -> None:
     case.build(torch.float32, "cpu")
     pages = case.pages("cpu")
-    case.check(lambda *args: paged_attention(*args, pages, case.window), 1e-5)
+    case.check(lambda *args: paged_attention(*args, pages, case.window, sinks=case.sinks), 1e-5)
 
 
 @settings(max_examples=30, deadline=None)
@@ -159,7 +163,7 @@ def test_torch_paged(case: Case) -> None:
 def test_torch_prefill(case: Case) -> None:
     case.build(torch.float32, "cpu")
     pages = case.pages("cpu")
-    case.check(lambda *args: prefill_attention(*args, pages, case.window), 1e-5)
+    case.check(lambda *args: prefill_attention(*args, pages, case.window, sinks=case.sinks), 1e-5)
 
 
 def test_layers_share_the_pages() -> None:
@@ -199,11 +203,8 @@ def triton_paged(
     pages = case.pages(device)
     launch = Launch(tile, queries, splits, warps, 2 if dtype == torch.float32 else 3, ahead, programs)
     rotation = case.rotation(turn == "norm", dtype, device) if turn else None
-    case.check(
-        lambda *args: paged_attention_triton(*args, pages, case.window, launch=launch, rotation=rotation),
-        tolerance(dtype),
-        rotation,
-    )
+    more = {"launch": launch, "rotation": rotation, "sinks": case.sinks}
+    case.check(lambda *args: paged_attention_triton(*args, pages, case.window, **more), tolerance(dtype), rotation)
 
 
 def triton_bits(case: Case, dtype: torch.dtype, device: str, launches: list, turn: str = "") -> None:
@@ -222,7 +223,7 @@ def triton_bits(case: Case, dtype: torch.dtype, device: str, launches: list, tur
     def run(at: Tensor, some: Pages, launch) -> Tensor:
         turned = Rotation(rotation.cos[at], rotation.sin[at], rotation.q_norm, rotation.k_norm, 1e-6) if turn else None
         args = (case.q[at], case.k[at], case.v[at], *caches, some, case.window)
-        return paged_attention_triton(*args, launch=launch, rotation=turned)
+        return paged_attention_triton(*args, launch=launch, rotation=turned, sinks=case.sinks)
 
     every = torch.arange(batch * most, device=device)
     outs = [run(every, pages, launch) for launch in launches]
@@ -249,7 +250,8 @@ def triton_prefill(case: Case, dtype: torch.dtype, device: str, rows: int, tile:
     case.build(dtype, device)
     pages = case.pages(device, 0 if not any(case.starts) else None)
     launch = PrefillLaunch(rows, tile, 4, 2)
-    case.check(lambda *args: prefill_attention_triton(*args, pages, case.window, launch=launch), tolerance(dtype))
+    more = {"launch": launch, "sinks": case.sinks}
+    case.check(lambda *args: prefill_attention_triton(*args, pages, case.window, **more), tolerance(dtype))
 
 
 def tolerance(dtype: torch.dtype) -> float:
@@ -385,6 +387,17 @@ def test_triton_paged_exactly_on_the_gpu(case: Case, splits: int, turn: str) -> 
     triton_paged(case, torch.float32, "cuda", 32, splits, 32, turn)
 
 
+@pytest.mark.gpu
+@settings(max_examples=10, deadline=None)
+@given(case=cases(same_rows=True, most_rows=9, most_context=300, shapes=[(4, 1, 256), (8, 8, 64)]))
+def test_wide_heads_and_many_by_the_usual_launch_on_the_gpu(case: Case) -> None:
+    for attend in (paged_attention, prefill_attention):
+        case.build(torch.bfloat16, "cuda")
+        pages = case.pages("cuda")
+        run = lambda *args, attend=attend, pages=pages: attend(*args, pages, case.window, sinks=case.sinks)  # noqa: E731
+        case.check(run, 2e-2)
+
+
 def test_programs_have_all_tiles_between_them_a_share_at_a_time() -> None:
     """The example in the kernels' docstring, then others, by the functions that the kernel is made of."""
     from peagle.kernels import paged_attention_triton as kernels
@@ -410,7 +423,7 @@ def test_programs_have_all_tiles_between_them_a_share_at_a_time() -> None:
             assert one == [tile for first in firsts for tile in range(first, tiles, splits)]
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(9, 3, 64), (32, 8, 128), (4, 2, 32)])
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(9, 3, 64), (32, 8, 128), (4, 2, 32), (4, 1, 256)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_what_decides_the_bits_depends_on_no_batch_but_a_large_one(heads, kv_heads, width, dtype) -> None:
     from peagle.kernels.paged_attention_triton import choose_launch

@@ -16,7 +16,7 @@ from support import edit_config, edit_weights, set_config
 
 from peagle.checkpoints.convert import convert
 from peagle.checkpoints.validate import inspect_drafter
-from peagle.hub import resolve_drafter
+from peagle.hub import DEFAULT_DRAFTER, EAGLE3_DRAFTER, resolve_drafter
 
 Tensors = dict[str, torch.Tensor]
 
@@ -63,11 +63,12 @@ def test_a_bad_config_hides_no_bad_numbers(tmp_path: Path) -> None:
     assert first.startswith("mask ids disagree") and second == "tensor 'norm.weight' holds 64 NaN or infinite values"
 
 
-def test_the_shipped_drafter_is_sound(smollm2: Path) -> None:
-    folder = resolve_drafter("smollm2-135m-p-eagle")
-    report = inspect_drafter(folder, "smollm2-135m-p-eagle", smollm2, "smollm2-135m")
+@pytest.mark.parametrize("name", [DEFAULT_DRAFTER, EAGLE3_DRAFTER])
+def test_shipped_drafters_are_sound(name: str, smollm2: Path) -> None:
+    folder = resolve_drafter(name)
+    report = inspect_drafter(folder, name, smollm2, "smollm2-135m")
     assert report.findings == []
-    assert report.facts["mask id"] == "16 ('<empty_output>')"
+    assert report.facts["mask id"] == ("16 ('<empty_output>')" if name == DEFAULT_DRAFTER else "none")
     assert str(folder) in report.serve and str(smollm2) in report.serve, "vLLM does not know our names"
 
 

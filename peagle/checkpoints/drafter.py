@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from peagle.checkpoints import speculators
+from peagle.checkpoints.families import sliding_windows
 from peagle.checkpoints.fields import (
     Fields,
     completed,
@@ -25,7 +26,6 @@ from peagle.checkpoints.fields import (
 )
 from peagle.checkpoints.files import Weights, read_config_json, write_folder, write_json, write_weights
 from peagle.checkpoints.slots import Layout, fill, layout_of, problems, unfill
-from peagle.checkpoints.target import sliding_windows
 from peagle.config import MASK_ID_NAMES, DecoderConfig, DrafterConfig
 from peagle.errors import UserError
 from peagle.models.decoder import Decoder

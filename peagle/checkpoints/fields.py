@@ -13,6 +13,7 @@ from peagle.errors import UserError
 
 T = TypeVar("T", int, float, bool, str)
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+MORE_ROPE_KINDS = (*ROPE_KINDS, "longrope")  # of targets alone: drafters are written for readers that do not know it
 MAX_SIZE = 2**24  # far above any real width or vocabulary, and no product of two of them overflows
 MAX_LAYERS = 1024
 
@@ -78,6 +79,11 @@ class Fields:
 def completed(values: dict[str, Any], source: Path) -> Fields:
     """The object with what its writer left out: transformers saves only what differs from its defaults,
     and those differ by family, so transformers' own config class fills them in."""
+    return Fields(config_object(values, source).to_dict(), source)
+
+
+def config_object(values: dict[str, Any], source: Path) -> Any:
+    """As transformers has it."""
     from transformers import CONFIG_MAPPING
     from transformers.utils import logging
 
@@ -90,7 +96,8 @@ def completed(values: dict[str, Any], source: Path) -> Fields:
     logging.set_verbosity_error()  # its warnings about rope fields are no findings of ours
     try:
         config = CONFIG_MAPPING[kind](**values)
-        return Fields(config.to_dict(), source)
+        config.to_dict()
+        return config
     except Exception as error:  # a validator of transformers' or huggingface_hub's choosing
         reason = (str(error).splitlines() or [type(error).__name__])[-1].strip()
         raise UserError(f"{source}: not a usable {kind} config ({reason})") from None
@@ -129,15 +136,24 @@ def positions(fields: Fields) -> int:
     return fields.size("max_position_embeddings", most=2**31 - 1)
 
 
-def rope_config(fields: Fields) -> RopeConfig:
-    """From `rope_parameters`, which `completed` has made of every older spelling."""
-    scaling = fields.section("rope_parameters")
+def rope_config(fields: Fields, scaling: Fields | None = None, more: bool = False) -> RopeConfig:
+    """From `rope_parameters`, which `completed` has made of every older spelling, or from a part of them.
+
+    `more`: what only targets may have, heads that are turned in part, and longrope.
+    """
+    scaling = fields.section("rope_parameters") if scaling is None else scaling
     theta = scaling.positive("rope_theta", RopeConfig.theta)
     kind = scaling.get("rope_type", str)  # missing where every kind of layer has parameters of its own
-    if kind not in ROPE_KINDS:
-        raise fields.wrong(f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
-    if scaling.get("partial_rotary_factor", float, fields.get("partial_rotary_factor", float, 1.0)) != 1.0:
+    kinds = MORE_ROPE_KINDS if more else ROPE_KINDS
+    if kind not in kinds:
+        raise fields.wrong(f"rope type {kind!r} is not supported; supported: {', '.join(kinds)}")
+    rotated = scaling.get("partial_rotary_factor", float, fields.get("partial_rotary_factor", float, 1.0))
+    if rotated != 1.0 and not more:
         raise fields.wrong("partial_rotary_factor is not supported")
+    if not 0.0 < rotated <= 1.0:
+        raise fields.wrong(f"partial_rotary_factor is {rotated}, expected a share of a head")
+    if kind == "longrope" or rotated != 1.0:
+        return _longrope(fields, scaling, theta, rotated, kind)
     if kind == "default":
         return RopeConfig(theta=theta)
     if kind == "linear":
@@ -170,6 +186,35 @@ def rope_config(fields: Fields) -> RopeConfig:
         mscale_all_dim=scaling.optional_positive("mscale_all_dim"),
         truncate=scaling.get("truncate", bool, RopeConfig.truncate),
     )
+
+
+def _longrope(fields: Fields, scaling: Fields, theta: float, rotated: float, kind: str) -> RopeConfig:
+    if kind == "default":
+        return RopeConfig(theta=theta, rotated=rotated)
+    if kind != "longrope":
+        raise fields.wrong(f"partial_rotary_factor together with rope type {kind!r} is not supported")
+    head_dim = fields.size("head_dim", fields.size("hidden_size") // fields.size("num_attention_heads"))
+    longest = positions(fields)
+    original = scaling.optional_size("original_max_position_embeddings") or longest
+    return RopeConfig(
+        theta=theta,
+        kind="longrope",
+        factor=scaling.positive("factor", longest / original),
+        original_max_positions=original,
+        attention_factor=scaling.optional_positive("attention_factor"),
+        short_factors=_factors(scaling, "short_factor", int(head_dim * rotated) // 2),
+        long_factors=_factors(scaling, "long_factor", int(head_dim * rotated) // 2),
+        rotated=rotated,
+    )
+
+
+def _factors(scaling: Fields, name: str, count: int) -> tuple[float, ...]:
+    values = scaling.values.get(name)
+    if not isinstance(values, list) or len(values) != count or not all(type(v) in (int, float) for v in values):
+        raise scaling.wrong(f"field {name!r} must be a list of {count} numbers, one for each pair that is turned")
+    if not all(1e-6 < v < 1e9 for v in values):
+        raise scaling.wrong(f"field {name!r} must hold positive numbers")
+    return tuple(float(v) for v in values)
 
 
 def rope_fields(rope: RopeConfig) -> dict[str, Any]:

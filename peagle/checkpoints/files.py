@@ -68,10 +68,15 @@ def read_config_json(folder: Path) -> dict[str, Any]:
 
 
 class Weights:
-    """The tensors of a folder, read one at a time; the header alone tells names, shapes and dtypes."""
+    """The tensors of a folder, read one at a time; the header alone tells names, shapes and dtypes.
 
-    def __init__(self, folder: Path) -> None:
+    `keep_open`: for files of thousands of tensors, whose names are read whenever one is opened. A tensor that is read
+    twice may then be the same memory twice.
+    """
+
+    def __init__(self, folder: Path, keep_open: bool = False) -> None:
         self.folder = folder
+        self._handles: dict[str, Any] | None = {} if keep_open else None
         self.file_of: dict[str, str] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         for file in self._files():
@@ -118,8 +123,13 @@ class Weights:
     @contextmanager
     def _opened(self, file: str) -> Iterator[Any]:
         try:
-            with safe_open(self.folder / file, framework="pt") as handle:
-                yield handle
+            if self._handles is None:
+                with safe_open(self.folder / file, framework="pt") as handle:
+                    yield handle
+                return
+            if file not in self._handles:
+                self._handles[file] = safe_open(self.folder / file, framework="pt")
+            yield self._handles[file]
         except (SafetensorError, OSError, struct.error) as error:
             reason = str(error).splitlines()[0]
             raise UserError(f"{self.folder / file}: damaged or truncated safetensors ({reason})") from None
@@ -132,6 +142,11 @@ class Weights:
             raise UserError(f"{self.folder}: tensor {name!r} is missing")
         with self._opened(self.file_of[name]) as handle:
             return handle.get_tensor(name)
+
+    def part(self, name: str, index: int) -> Tensor:
+        """One entry of its first dimension, without reading the others."""
+        with self._opened(self.file_of[name]) as handle:
+            return handle.get_slice(name)[index]
 
     def __contains__(self, name: str) -> bool:
         return name in self.file_of

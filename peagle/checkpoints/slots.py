@@ -1,6 +1,6 @@
 """Which tensor of a file fills which rows of which parameter.
 
-Checkpoints keep q/k/v and gate/up apart, the modules keep them merged. A layout is made from a module built
+Checkpoints keep q/k/v, gate/up and experts apart, the modules keep them merged. A layout is made from a module built
 on the `meta` device, so names and shapes are known without a byte of weights; the loaders fill it, the
 writers read it backwards, the validator compares it with a file's header.
 """
@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from peagle.checkpoints.files import Weights
 from peagle.config import LayerConfig
 from peagle.errors import UserError
 
@@ -29,6 +30,23 @@ class Slot:
 
 Layout = dict[str, Slot]  # name in the file -> slot
 
+# Parameters that hold all experts of a layer, and what each expert has of them in a file.
+EXPERT_PARTS = {
+    ".mlp.gate_up": ("gate_proj.weight", "up_proj.weight"),
+    ".mlp.gate_up_bias": ("gate_proj.bias", "up_proj.bias"),
+    ".mlp.down": ("down_proj.weight",),
+    ".mlp.down_bias": ("down_proj.bias",),
+}
+
+
+class Tensors(Protocol):
+    """What a layout is filled from."""
+
+    @property
+    def folder(self) -> Path: ...
+
+    def __getitem__(self, name: str) -> Tensor: ...
+
 
 def layout_of(module: nn.Module, layer: LayerConfig) -> Layout:
     """Every tensor the module wants, under its unmerged name."""
@@ -39,6 +57,16 @@ def layout_of(module: nn.Module, layer: LayerConfig) -> Layout:
     }
     layout: Layout = {}
     for param, tensor in module.state_dict().items():
+        whole = next((name for name in EXPERT_PARTS if param.endswith(name)), None)
+        if whole is not None and layer.experts is not None:
+            names = [
+                f"{param.removesuffix(whole)}.mlp.experts.{e}.{part}"
+                for e in range(layer.experts.count)
+                for part in EXPERT_PARTS[whole]
+            ]
+            rows = len(tensor) // len(names)
+            layout |= {name: Slot(param, i * rows, (rows, *tensor.shape[1:])) for i, name in enumerate(names)}
+            continue
         together = next((name for name in merged if f".{name}." in param), None)
         if together is None:
             layout[param] = Slot(param, 0, tuple(tensor.shape))
@@ -63,7 +91,7 @@ def problems(layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> list[str]
 def fill(
     module: nn.Module,
     layout: Layout,
-    weights: Weights,
+    weights: Tensors,
     file_names: Mapping[str, str],
     dtype: torch.dtype | None,
     device: torch.device | str,

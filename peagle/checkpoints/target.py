@@ -1,53 +1,27 @@
 """A target's folder -> `Decoder`, tokenizer, end-of-text ids.
 
-Knows the Hugging Face layout of the families the decoder can be; an unknown one is refused by name.
+Knows the Hugging Face layout of a folder; what differs between families is in `families.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from peagle.checkpoints.fields import Fields, completed, layer_config, positions, rope_config
+from peagle.checkpoints.families import adapted, decoder_config
 from peagle.checkpoints.files import Weights, read_config_json, read_json
+from peagle.checkpoints.foreign import load_foreign
+from peagle.checkpoints.published import Published, stored
 from peagle.checkpoints.slots import fill, layout_of, problems
-from peagle.config import DecoderConfig, LayerConfig
+from peagle.config import DecoderConfig
 from peagle.errors import UserError
 from peagle.models.decoder import Decoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-def _same_bias(fields: Fields) -> LayerConfig:
-    bias = fields.get("attention_bias", bool, False)
-    mlp_bias = fields.get("mlp_bias", bool, False)
-    return layer_config(fields, qkv_bias=bias, out_bias=bias, mlp_bias=mlp_bias, qk_norm=False)
-
-
-def _no_bias(fields: Fields) -> LayerConfig:
-    return layer_config(fields, qkv_bias=False, out_bias=False, mlp_bias=False, qk_norm=False)
-
-
-def _qkv_bias(fields: Fields) -> LayerConfig:
-    return layer_config(fields, qkv_bias=True, out_bias=False, mlp_bias=False, qk_norm=False)
-
-
-def _qk_norms(fields: Fields) -> LayerConfig:
-    bias = fields.get("attention_bias", bool, False)
-    return layer_config(fields, qkv_bias=bias, out_bias=bias, mlp_bias=False, qk_norm=True)
-
-
-FAMILIES: dict[str, tuple[str, Callable[[Fields], LayerConfig]]] = {
-    "LlamaForCausalLM": ("llama", _same_bias),
-    "MistralForCausalLM": ("mistral", _no_bias),
-    "Qwen2ForCausalLM": ("qwen2", _qkv_bias),
-    "Qwen3ForCausalLM": ("qwen3", _qk_norms),
-}
 
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
@@ -62,59 +36,36 @@ class Target:
     eos_ids: frozenset[int]
 
 
-def read_target_config(folder: Path) -> DecoderConfig:
-    values = read_config_json(folder)
-    source = folder / "config.json"
-    names = values.get("architectures") or ["none named"]
-    architecture = names[0] if isinstance(names, list) else names
-    if not isinstance(architecture, str) or architecture not in FAMILIES:
-        raise UserError(f"{source}: architecture {architecture!r} is not supported; supported: {', '.join(FAMILIES)}")
-    if values.get("quantization_config"):
-        raise UserError(f"{source}: quantized weights (quantization_config) are not supported")
-    family, shape_of = FAMILIES[architecture]
-    fields = completed({**values, "model_type": family}, source)
-    num_layers = fields.size("num_hidden_layers")
-    return DecoderConfig(
-        family=family,
-        vocab_size=fields.size("vocab_size"),
-        num_layers=num_layers,
-        layer=shape_of(fields),
-        rope=rope_config(fields),
-        max_positions=positions(fields),
-        tied_head=fields.get("tie_word_embeddings", bool, False),
-        windows=sliding_windows(fields, num_layers, everywhere=family == "mistral"),
-    )
+def read_target_config(folder: Path, tables_only: bool = False) -> DecoderConfig:
+    return decoder_config(read_config_json(folder), folder / "config.json", tables_only)
 
 
-def sliding_windows(fields: Fields, num_layers: int, everywhere: bool = False) -> tuple[int | None, ...]:
-    """Mistral slides in every layer; the others where `layer_types` says so."""
-    window = fields.optional_size("sliding_window")
-    default = "sliding_attention" if everywhere else "full_attention"
-    kinds = fields.values.get("layer_types") or [default] * num_layers
-    if not isinstance(kinds, list) or len(kinds) != num_layers:
-        raise fields.wrong(f"layer_types must name {num_layers} layers")
-    unknown = [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]
-    if unknown:
-        raise fields.wrong(f"layer type {unknown[0]!r} is not supported")
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-
-
-def load_decoder(folder: Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Decoder:
-    cfg = read_target_config(folder)
+def load_decoder(
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    tables_only: bool = False,
+) -> Decoder:
+    """`tables_only`: embeddings, last norm and head, for who has its hidden states from elsewhere."""
+    values, source = read_config_json(folder), folder / "config.json"
+    cfg = decoder_config(values, source, tables_only)
+    if cfg.foreign:
+        return load_foreign(folder, cfg, dtype, device)
     with torch.device("meta"):
-        model = Decoder(cfg)
+        model = Decoder(replace(cfg, num_layers=0, windows=()) if tables_only else cfg)
+    model.cfg = cfg
     layout = layout_of(model, cfg.layer)
     if cfg.tied_head:
         del layout["lm_head.weight"]
     file_names = {name: name if name.startswith("lm_head") else f"model.{name}" for name in layout}
-    weights = Weights(folder)
     wanted = {file_names[name]: slot for name, slot in layout.items()}
-    ignored = {"lm_head.weight"} if cfg.tied_head else set()
-    shapes = {
-        name: shape
-        for name, shape in weights.shapes.items()
-        if name not in ignored and not name.endswith("rotary_emb.inv_freq")
-    }
+    sources = adapted(stored(Weights(folder, keep_open=True), device), values, source)
+    if tables_only:
+        sources = {name: found for name, found in sources.items() if name in wanted}
+    weights = Published(folder, sources)
+    shapes = weights.shapes
+    if cfg.tied_head:
+        shapes.pop("lm_head.weight", None)
     found = problems(wanted, shapes)
     if found:
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
@@ -123,7 +74,8 @@ def load_decoder(folder: Path, dtype: torch.dtype = torch.float32, device: torch
         model.lm_head.weight = None  # type: ignore[assignment]
     fill(model, layout, weights, file_names, dtype, device)
     model.tie()
-    model.rope.to(device)
+    for rope in model.ropes:
+        rope.to(device)
     return model.eval().requires_grad_(False)
 
 

@@ -105,7 +105,8 @@ def load(target: str | Path | Target, drafter: str | Path | Drafter | None, sett
     choices = draft_choices(settings.num_speculative_tokens, draft_cfg, draft_folder)
     rates = synthetic_rates(settings, choices[-1])
     seqs = settings.max_num_seqs or (256 if on_gpu else 16)
-    if on_gpu and settings.cuda_graphs:
+    graphs = on_gpu and settings.cuda_graphs and not cfg.foreign  # what is not ours may ask the host for anything
+    if graphs:
         check_recordable(cfg, draft_cfg)
     table = CostTable.load(Path(settings.cost_table)) if settings.cost_table is not None else None
 
@@ -113,9 +114,13 @@ def load(target: str | Path | Target, drafter: str | Path | Drafter | None, sett
     if isinstance(target, Target):
         loaded = target
     elif settings.load_format == "dummy":
+        if cfg.foreign:
+            raise UserError(f"--load-format dummy: not for targets that run through transformers ({cfg.family})")
         loaded = Target(folder, random_weights(Decoder, cfg, dtype, device), eos_ids(folder))
     else:
         loaded = load_target(folder, dtype, device)
+        for rope in loaded.model.ropes:  # of a model that nobody else has: others may have read with it already
+            rope.reach(longest)
     model = ready
     if draft_folder is not None and draft_cfg is not None:
         if settings.load_format == "dummy":
@@ -128,15 +133,15 @@ def load(target: str | Path | Target, drafter: str | Path | Drafter | None, sett
     num_blocks = count_blocks(settings, device, bytes_each, longest, seqs)
     with torch.inference_mode():
         runner = Runner(loaded.model, model, num_blocks, seqs, longest, choices[-1], rates)
-        if on_gpu and settings.cuda_graphs:
+        if graphs:
             parameters = sum(p.numel() for p in loaded.model.parameters())
             runner.graphs = RoundGraphs(runner, batch_sizes(seqs), choices)
             runner.prepare_chunks(chunk_sizes(parameters, idle_chunk))
             runner.graphs.capture()
-        if not on_gpu and seqs * (choices[-1] + 1) > 1:
+        if not on_gpu:
             models = [m for m in (loaded.model, model) if m is not None]
             weights = [m.weight for owner in models for m in owner.modules() if isinstance(m, torch.nn.Linear)]
-            measure_products(weights, seqs * (choices[-1] + 1))
+            measure_products(weights)
         if len(choices) > 1 and table is None:
             if runner.graphs is not None:
                 table = runner.graphs.measure()
@@ -296,23 +301,25 @@ def free_ram() -> int:
 
 
 def measure_eagerly(runner: Runner, batches: list[int], choices: list[int], budget: float = 1.5) -> CostTable:
-    """Rounds of nobody's rows, timed: the fastest of three, taken in turns so that a busy moment hits all choices
+    """Rounds of first tokens, timed: the fastest of three, taken in turns so that a busy moment hits all choices
     alike, after one to warm up. The budget is in seconds: what it does not reach of batch 1 is taken to cost in
     proportion to its rows, larger batches are left out."""
     seconds: dict[tuple[int, int], float] = {}
     began = time.perf_counter()
     for batch in batches:
-        slots = torch.full((batch,), -1, device=runner.device)
+        slots = torch.arange(batch, device=runner.device)  # nobody has these yet; their block is nobody's
         runner.round(slots, choices[0])
         for k in choices * 3:
             if time.perf_counter() - began > budget and seconds:
                 break
+            runner.state.start_S.zero_(), runner.state.available_S.zero_()
             started = time.perf_counter()
             runner.round(slots, k)
             took = time.perf_counter() - started
             seconds[batch, k] = min(seconds.get((batch, k), took), took)
         if any((batch, k) not in seconds for k in choices):
             break
+    runner.state.start_S.zero_(), runner.state.available_S.zero_()
     table = CostTable({(b, k): s for (b, k), s in seconds.items() if b == 1 or (b, choices[-1]) in seconds})
     last = max(k for b, k in seconds if b == 1)
     for k in choices[choices.index(last) + 1 :]:

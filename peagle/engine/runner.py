@@ -69,13 +69,14 @@ class PagedAttend:
         v_TGd: Tensor,
         window: int | None,
         rotation: Rotation | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        if self.one is not None and window is None:
+        if self.one is not None and window is None and sinks is None:
             return self.one(layer, q_THd, k_TGd, v_TGd)
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         more = {"rotation": rotation} if rotation is not None else {}
         pdl = supports_pdl(q_THd.device)
-        return self.attend(q_THd, k_TGd, v_TGd, keys, values, self.pages, window, pdl=pdl, **more)
+        return self.attend(q_THd, k_TGd, v_TGd, keys, values, self.pages, window, pdl=pdl, sinks=sinks, **more)
 
 
 @dataclass
@@ -125,7 +126,7 @@ class Runner:
         weight = target.embed_tokens.weight
         self.device = weight.device
         on_cpu = self.device.type == "cpu"
-        self.read = FlatDecoder(target) if on_cpu else target  # the target's pass
+        self.read = FlatDecoder(target) if on_cpu and FlatDecoder.takes(target) else target  # the target's pass
         layer = target.cfg.layer
         self.cache = Cache.make(target.cfg.num_layers, num_blocks, layer.num_kv_heads, layer.head_dim, weight)
         self.taps: tuple[int, ...] = ()
@@ -141,9 +142,8 @@ class Runner:
         self.state = SlotState.make(max_num_seqs, most_drafts, -(-longest // BLOCK_SIZE), self.device)
         self.limits_S = torch.full((max_num_seqs + 1,), longest, device=self.device)
         positions = max(m.cfg.max_positions for m in (target, drafter) if m is not None)
-        for model in (target, drafter):
-            if model is not None:
-                model.rope.tabulate(positions, weight.dtype)
+        for rope in [*target.ropes, *([drafter.rope] if drafter is not None else [])]:
+            rope.tabulate(positions, weight.dtype)
         self.rates_K = None
         if synthetic_rates is not None:
             self.rates_K = torch.tensor(synthetic_rates, dtype=torch.float32, device=self.device)
@@ -340,7 +340,11 @@ class Runner:
         batch = len(emitted_BQ)
         limits_B = self.limits_S[:batch]
         starts_B, tables_BM = v.inputs.starts_B, v.inputs.tables_BM
-        rows = draft_inputs(emitted_BQ, accepted_B, starts_B, v.hidden_TD, self.mask_hidden_D, mask_id, k, limits_B)
+        kept_BQ, hidden_TD = emitted_BQ, v.hidden_TD
+        if batch == 1 and self.device.type == "cpu":  # where rows cost and asking how many hold does not
+            held = int(accepted_B) + 1
+            kept_BQ, hidden_TD = emitted_BQ[:, :held], hidden_TD[:held]
+        rows = draft_inputs(kept_BQ, accepted_B, starts_B, hidden_TD, self.mask_hidden_D, mask_id, k, limits_B)
         pages = Pages(tables_BM, starts_B, rows.live_B, len(rows.token_ids_R) // batch)
         attend = PagedAttend(self.draft_cache, pages)
         silent = {"silent": True} if k == 0 and isinstance(self.guess, FlatDrafter) else {}

@@ -10,14 +10,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-def causal_attention(layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, window: int | None) -> Tensor:
+def causal_attention(
+    layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, window: int | None, sinks: Tensor | None = None
+) -> Tensor:
     """One sequence, whole, no cache: row i sees rows j <= i, and only i - j < window if there is one."""
     del layer
     rows = torch.arange(len(q_THd), device=q_THd.device)
     visible_TT = None
-    if window is not None:
+    if window is not None or sinks is not None:
         behind = rows[:, None] - rows[None, :]
-        visible_TT = (behind >= 0) & (behind < window)
+        visible_TT = (behind >= 0) & (behind < (len(rows) if window is None else window))
+    if sinks is not None and visible_TT is not None:
+        return sink_attention(q_THd, k_TGd, v_TGd, visible_TT, sinks)
     return masked_attention(q_THd, k_TGd, v_TGd, visible_TT)
 
 
@@ -26,3 +30,19 @@ def masked_attention(q_THd: Tensor, k_SGd: Tensor, v_SGd: Tensor, visible_TS: Te
     q, k, v = (x.transpose(0, 1)[None] for x in (q_THd, k_SGd, v_SGd))
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible_TS, is_causal=visible_TS is None, enable_gqa=True)
     return out[0].transpose(0, 1)
+
+
+def sink_attention(q_THd: Tensor, k_SGd: Tensor, v_SGd: Tensor, visible_TS: Tensor, sinks_H: Tensor) -> Tensor:
+    """The same with one more score in each head's softmax, which takes its share and brings nothing."""
+    exact = torch.float64 if q_THd.dtype == torch.float64 else torch.float32
+    q, k, v = (x.to(exact).transpose(0, 1) for x in (q_THd, k_SGd, v_SGd))
+    q = q.unflatten(0, (len(k), -1))  # [G, heads that share one, T, d]
+    scores = (q @ k[:, None].mT * q.shape[-1] ** -0.5).masked_fill(~visible_TS, float("-inf"))
+    sinks = sinks_H.to(exact).view(*q.shape[:2], 1, 1).expand(-1, -1, q.shape[2], -1)
+    shares = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+    return (shares @ v[:, None]).flatten(0, 1).transpose(0, 1).to(q_THd.dtype)
+
+
+def with_sinks(out_THd: Tensor, lse_TH: Tensor, sinks_H: Tensor) -> Tensor:
+    """The same from a result without sinks and the logs of its sums."""
+    return out_THd * torch.sigmoid(lse_TH - sinks_H.to(lse_TH.dtype))[..., None].to(out_THd.dtype)

@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from peagle.kernels import skinny_cpu
+from peagle.kernels.attention import sink_attention
 from peagle.kernels.rotary import Rotation
 
 # Prompts with nothing cached, on a GPU. cuDNN, which torch's attention calls, is the fastest, but plans every new shape
@@ -164,7 +166,14 @@ def _cut(pages: Pages, block_size: int, window: int | None) -> _Pieces:
 
 
 def paged_attention_torch(
-    q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, cache_k: Tensor, cache_v: Tensor, pages: Pages, window: int | None
+    q_THd: Tensor,
+    k_TGd: Tensor,
+    v_TGd: Tensor,
+    cache_k: Tensor,
+    cache_v: Tensor,
+    pages: Pages,
+    window: int | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Any numbers of rows; a loop over the sequences, each reading its keys back from the cache."""
     size, kv_heads, width = cache_k.shape[1:]
@@ -177,15 +186,22 @@ def paged_attention_torch(
         else:
             flat.index_copy_(0, cut.slots, new)
     if len(cut.pieces) == 1 and cut.all_live:
-        return _attend(q_THd, cut.pieces[0], cache_k, cache_v, flat_k, flat_v, window)
+        return _attend(q_THd, cut.pieces[0], cache_k, cache_v, flat_k, flat_v, window, sinks)
     out_THd = q_THd.new_empty(q_THd.shape) if cut.all_live else q_THd.new_zeros(q_THd.shape)
     for piece in cut.pieces:
-        out_THd[piece.rows] = _attend(q_THd[piece.rows], piece, cache_k, cache_v, flat_k, flat_v, window)
+        out_THd[piece.rows] = _attend(q_THd[piece.rows], piece, cache_k, cache_v, flat_k, flat_v, window, sinks)
     return out_THd
 
 
 def _attend(
-    q_MHd: Tensor, piece: _Piece, cache_k: Tensor, cache_v: Tensor, flat_k: Tensor, flat_v: Tensor, window: int | None
+    q_MHd: Tensor,
+    piece: _Piece,
+    cache_k: Tensor,
+    cache_v: Tensor,
+    flat_k: Tensor,
+    flat_v: Tensor,
+    window: int | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     if piece.keys is not None:
         k_SGd, v_SGd = flat_k[piece.keys], flat_v[piece.keys]
@@ -195,6 +211,8 @@ def _attend(
         k_SGd = cache_k.index_select(0, piece.blocks).flatten(0, 1)[piece.skip : end]
         v_SGd = cache_v.index_select(0, piece.blocks).flatten(0, 1)[piece.skip : end]
     rows, heads, width = q_MHd.shape
+    if sinks is not None:
+        return sink_attention(q_MHd, k_SGd, v_SGd, piece.bias(q_MHd.dtype, window, 1) == 0, sinks)
     kv_heads = k_SGd.shape[1]
     k, v = k_SGd.transpose(0, 1)[None], v_SGd.transpose(0, 1)[None]
     if rows > _FOLD_ROWS:
@@ -228,9 +246,13 @@ class OneSequence:
         """`keys` and `values` are whole caches, [layers, blocks, block size, G, d]."""
         assert piece.keys is not None
         flat_k, flat_v = keys.flatten(1, 2), values.flatten(1, 2)
-        self.new_k, self.new_v = flat_k[:, run].unbind(0), flat_v[:, run].unbind(0)
-        self.keys, self.values = (x[:, piece.keys].transpose(1, 2)[:, :, None].unbind(0) for x in (flat_k, flat_v))
+        self.turns = keys.dtype == torch.float32 and piece.low == 0 and skinny_cpu.attends(keys.shape[-1])
         self.piece, self.rows = piece, run.stop - run.start
+        seen = flat_k[:, piece.keys], flat_v[:, piece.keys]
+        if self.turns:
+            self.seen_k, self.seen_v = seen[0].unbind(0), seen[1].unbind(0)
+        self.new_k, self.new_v = flat_k[:, run].unbind(0), flat_v[:, run].unbind(0)
+        self.keys, self.values = (x.transpose(1, 2)[:, :, None].unbind(0) for x in seen)
 
     @classmethod
     def find(cls, keys: Tensor, values: Tensor, pages: Pages) -> OneSequence | None:
@@ -240,6 +262,10 @@ class OneSequence:
         if len(cut.pieces) != 1 or not cut.all_live or cut.run is None or cut.pieces[0].keys is None:
             return None
         return cls(keys, values, cut.pieces[0], cut.run)
+
+    def turned(self, layer: int, qkv_TX: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
+        """[T, H * d], of rows that are yet to be turned, where `turns`; the first half of `sin` is negated."""
+        return skinny_cpu.attention(qkv_TX, cos, sin, self.seen_k[layer], self.seen_v[layer], heads)
 
     def __call__(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
         self.new_k[layer].copy_(k_TGd)
@@ -271,6 +297,7 @@ def paged_attention(
     window: int | None,
     pdl: bool = False,
     rotation: Rotation | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """[T, H, d]: a row sees its sequence's cached keys and its rows up to itself, at most `window` of them.
 
@@ -278,15 +305,17 @@ def paged_attention(
     `pdl`: the kernel may be launched before the one ahead of it has ended, and then waits for it itself. `pages` must
     then have been filled before some normally launched kernel: they are read before the wait.
     `rotation`: q and k come without it; it is done on the way.
+    `sinks`: [H], one more score in each head's softmax, which takes its share and brings nothing.
     """
     assert pages.cu_rows_B1 is None, "sequences with their own numbers of rows go through prefill_attention"
     if not _takes_triton(q_THd):
         if rotation is not None:
             q_THd, k_TGd = rotation.turn(q_THd, k_TGd)
-        return paged_attention_torch(q_THd, k_TGd, v_TGd, cache_k, cache_v, pages, window)
+        return paged_attention_torch(q_THd, k_TGd, v_TGd, cache_k, cache_v, pages, window, sinks)
     from peagle.kernels.paged_attention_triton import paged_attention_triton
 
-    return paged_attention_triton(q_THd, k_TGd, v_TGd, cache_k, cache_v, pages, window, pdl, rotation=rotation)
+    more = {"rotation": rotation, "sinks": sinks}
+    return paged_attention_triton(q_THd, k_TGd, v_TGd, cache_k, cache_v, pages, window, pdl, **more)  # type: ignore[arg-type]
 
 
 def prefill_attention(
@@ -298,13 +327,14 @@ def prefill_attention(
     pages: Pages,
     window: int | None,
     pdl: bool = False,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """The same for sequences of differing numbers of rows, `pages.cu_rows_B1`, up to whole prompts."""
     if not _takes_triton(q_THd):
-        return paged_attention_torch(q_THd, k_TGd, v_TGd, cache_k, cache_v, pages, window)
+        return paged_attention_torch(q_THd, k_TGd, v_TGd, cache_k, cache_v, pages, window, sinks)
     from peagle.kernels.paged_attention_triton import prefill_attention_triton, write_rows_triton
 
-    if pages.max_context == 0 and window is None and q_THd.dtype != torch.float32:
+    if pages.max_context == 0 and window is None and sinks is None and q_THd.dtype != torch.float32:
         even = len(q_THd) == len(pages.starts_B) * pages.max_rows
         if even and PLANNED_ROWS and pages.max_rows % PLANNED_ROWS == 0:
             write_rows_triton(k_TGd, v_TGd, cache_k, cache_v, pages, pdl)
@@ -313,7 +343,7 @@ def prefill_attention(
         if short and _varlen() is not None:
             write_rows_triton(k_TGd, v_TGd, cache_k, cache_v, pages, pdl)
             return varlen_causal(q_THd, k_TGd, v_TGd, pages)
-    return prefill_attention_triton(q_THd, k_TGd, v_TGd, cache_k, cache_v, pages, window, pdl)
+    return prefill_attention_triton(q_THd, k_TGd, v_TGd, cache_k, cache_v, pages, window, pdl, sinks=sinks)
 
 
 def even_causal(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, batch: int) -> Tensor:

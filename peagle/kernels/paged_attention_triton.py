@@ -126,6 +126,13 @@ def _sum_over_keys(total, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def _sunk(total, best, sink):
+    """A sum of powers of 2, relative to the `best` score, with a sink's share in it. A row that has seen nothing gets
+    all of infinity, and with it 0."""
+    return total + tl.exp2(sink.to(tl.float32) * 1.4426950408889634 - best)
+
+
+@triton.jit
 def _leave(best, sum_of, acc, parts, sums, at, valid, cols, D: tl.constexpr):
     """A share's sums, at queries `at` of those that lie as [B, splits, G, rows * GROUP]."""
     tl.store(parts + at[None, :] * D + cols[:, None], acc, mask=valid[None, :])
@@ -190,6 +197,7 @@ def _paged_kernel(
     sin,
     q_norm,
     k_norm,
+    sinks,
     cache_k,
     cache_v,
     out,
@@ -226,6 +234,7 @@ def _paged_kernel(
     ROTATE: tl.constexpr,
     NORM: tl.constexpr,
     WINDOWED: tl.constexpr,
+    SINKS: tl.constexpr,
     WHOLE: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
@@ -352,6 +361,8 @@ def _paged_kernel(
     if WHOLE:
         sum_of = _sum_over_keys(total, PRECISION)
         if used == 1:
+            if SINKS:
+                sum_of = _sunk(sum_of, best, tl.load(sinks + head, mask=valid, other=0.0))
             result = acc / tl.where(sum_of > 0.0, sum_of, 1.0)[None, :]
             out_at = out + (row * (G * GROUP * D) + head * D)[None, :] + cols[:, None]
             tl.store(out_at, result.to(out.dtype.element_ty), mask=valid[None, :])
@@ -364,6 +375,7 @@ def _paged_kernel(
 def _combine_kernel(
     parts,
     sums,
+    sinks,
     out,
     starts,
     lives,
@@ -377,6 +389,7 @@ def _combine_kernel(
     QUERIES: tl.constexpr,
     SPLITS: tl.constexpr,
     WINDOWED: tl.constexpr,
+    SINKS: tl.constexpr,
     WHOLE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -411,9 +424,11 @@ def _combine_kernel(
     weight = tl.exp2(best - tl.where(top == float("-inf"), 0.0, top)[:, None])
     total = tl.sum(weight * total, 1)
     acc = tl.sum(weight[:, :, None] * part, 1)
+    head = g * GROUP + m % GROUP
+    if SINKS:
+        total = _sunk(total, top, tl.load(sinks + head, mask=valid, other=0.0))
     result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     row = b.to(tl.int64) * rows + m // GROUP
-    head = g * GROUP + m % GROUP
     to = out + (row * (G * GROUP) * D + head * D)[:, None] + cols[None, :]
     tl.store(to, result.to(out.dtype.element_ty), mask=valid[:, None])
 
@@ -423,6 +438,7 @@ def _prefill_kernel(
     q,
     k,
     v,
+    sinks,
     cache_k,
     cache_v,
     out,
@@ -449,6 +465,7 @@ def _prefill_kernel(
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     WINDOWED: tl.constexpr,
+    SINKS: tl.constexpr,
     CONTEXT: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
@@ -525,6 +542,8 @@ def _prefill_kernel(
         scores = tl.where(seen, scores, float("-inf"))
         best, total, acc = _step(scores, values, best, total, acc, True, PRECISION)
 
+    if SINKS:
+        total = _sunk(total, best, tl.load(sinks + h))
     result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     to = out + ((offset + j) * (H * D) + h * D)[:, None] + cols[None, :]
     tl.store(to, result.to(out.dtype.element_ty), mask=valid[:, None])
@@ -630,8 +649,8 @@ def choose_launch(
     # Few programs: each has its processor to itself, and what counts is how often it waits for memory. Many: several
     # to a processor, which wait in turns.
     few = batch * kv_heads <= processors
-    exact = dtype == torch.float32
-    tile = 32 if exact else 64 if head_dim < 128 else 128 if few else 32
+    exact, wide = dtype == torch.float32, head_dim > 128  # of wide heads fewer keys fit at a time
+    tile = 32 if exact else 64 if head_dim < 128 or (wide and few) else 128 if few else 32
     splits = max(1, min(processors // kv_heads, _MAX_SPLITS)) if few else 1
     programs = max(1, min(processors // (batch * kv_heads), splits, _most_tiles(pages, block_size, tile)))
     if exact:
@@ -641,8 +660,8 @@ def choose_launch(
         tile=tile,
         queries=min(queries, _MAX_QUERIES),
         splits=splits,
-        warps=max(4, tile // 16),
-        stages=2 if few and not alone else 3,
+        warps=8 if wide else max(4, tile // 16),
+        stages=2 if wide or (few and not alone) else 3,
         ahead=256 // tile if alone else 0,
         programs=programs,
     )
@@ -673,6 +692,7 @@ def paged_attention_triton(
     pdl: bool = False,
     launch: Launch | None = None,
     rotation: Rotation | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     _check(q_THd, k_TGd, v_TGd, cache_k)
     pdl = pdl and q_THd.is_cuda  # the interpreter knows nothing of it
@@ -687,6 +707,7 @@ def paged_attention_triton(
     steps = _cache_steps(cache_k, cache_v)
     ahead = launch.ahead if cache_k.is_cuda else 0  # the interpreter knows nothing of it
     cos = sin = q_norm = k_norm = q_THd  # not looked at, but typed
+    sunk = q_THd if sinks is None else sinks
     angle_row, eps = 0, 0.0
     if rotation is not None:
         cos, sin, eps = rotation.cos, rotation.sin, rotation.eps
@@ -703,7 +724,13 @@ def paged_attention_triton(
     sums = torch.empty((shares, 2), dtype=torch.float32, device=out.device)
     shared = {"G": kv_heads, "GROUP": group, "D": width, "TILE": launch.tile}
     whole = programs >= min(launch.splits, _most_tiles(pages, block_size, launch.tile))
-    shared |= {"WINDOWED": window is not None, "WHOLE": whole, "PDL": pdl, "launch_pdl": pdl}
+    shared |= {
+        "WINDOWED": window is not None,
+        "SINKS": sinks is not None,
+        "WHOLE": whole,
+        "PDL": pdl,
+        "launch_pdl": pdl,
+    }
     _paged_kernel[(kv_heads * query_tiles, programs, batch)](
         q_THd,
         k_TGd,
@@ -712,6 +739,7 @@ def paged_attention_triton(
         sin,
         q_norm,
         k_norm,
+        sunk,
         cache_k,
         cache_v,
         out,
@@ -751,6 +779,7 @@ def paged_attention_triton(
         _combine_kernel[(triton.cdiv(rows * group, queries), kv_heads, batch)](
             parts,
             sums,
+            sunk,
             out,
             pages.starts_B,
             pages.live_B,
@@ -803,6 +832,7 @@ def prefill_attention_triton(
     window: int | None,
     pdl: bool = False,
     launch: PrefillLaunch | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     _check(q_THd, k_TGd, v_TGd, cache_k)
     pdl = pdl and q_THd.is_cuda  # the interpreter knows nothing of it
@@ -811,14 +841,17 @@ def prefill_attention_triton(
     exact = q_THd.dtype == torch.float32
     if launch is None:
         # Without cached keys wide tiles are faster from here on; with them, and for narrow heads, never.
-        wide = width >= 128 and pages.max_context == 0 and pages.max_rows >= _WIDE_PREFILL_ROWS
+        wide = width == 128 and pages.max_context == 0 and pages.max_rows >= _WIDE_PREFILL_ROWS
         launch = PrefillLaunch(32, 32, 4, 2) if exact else PrefillLaunch(128 if wide else 64, 64, 8 if wide else 4, 3)
+        if width > 128 and not exact:
+            launch = PrefillLaunch(64, 32, 8, 2)
     write_rows_triton(k_TGd, v_TGd, cache_k, cache_v, pages, pdl)
     out = torch.empty((total_rows, heads, width), dtype=q_THd.dtype, device=q_THd.device)
     _prefill_kernel[(triton.cdiv(pages.max_rows, launch.rows), heads, len(pages.starts_B))](
         q_THd,
         k_TGd,
         v_TGd,
+        q_THd if sinks is None else sinks,
         cache_k,
         cache_v,
         out,
@@ -840,6 +873,7 @@ def prefill_attention_triton(
         ROWS=launch.rows,
         TILE=launch.tile,
         WINDOWED=window is not None,
+        SINKS=sinks is not None,
         CONTEXT=pages.max_context != 0,
         PRECISION="ieee" if exact else "tf32",
         PDL=pdl,

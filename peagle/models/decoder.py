@@ -1,4 +1,4 @@
-"""The target: one config-driven decoder for Llama, Mistral, Qwen2 and Qwen3.
+"""The target: one decoder for all families, which differ in what their config says (`DecoderConfig`).
 
 Knows nothing about checkpoints, tokenizers or caches. Returns hidden states, not logits: most rows of a
 prompt need none, so the caller picks its rows and asks `logits` for those.
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from peagle.config import DecoderConfig
 from peagle.kernels.linear import Stream
+from peagle.models.experts import ExpertMLP
 from peagle.models.layers import Attend, DecoderLayer, RMSNorm, Rope, norm_after, project
 
 
@@ -22,11 +23,19 @@ class Decoder(nn.Module):
         self.cfg = cfg
         width = cfg.layer.hidden_size
         self.embed_tokens = nn.Embedding(cfg.vocab_size, width)
-        self.layers = nn.ModuleList(DecoderLayer(cfg.layer) for _ in range(cfg.num_layers))
+        self.layers = nn.ModuleList(
+            DecoderLayer(cfg.layer, ExpertMLP(cfg.layer) if cfg.layer.experts is not None else None)
+            for _ in range(cfg.num_layers)
+        )
         self.norm = RMSNorm(width, cfg.layer.norm_eps)
         self.lm_head = nn.Linear(width, cfg.vocab_size, bias=False)
         self.tie()
         self.rope = Rope(cfg.rope, cfg.layer.head_dim)
+        self.local_rope = Rope(cfg.local_rope, cfg.layer.head_dim) if cfg.local_rope is not None else None
+
+    @property
+    def ropes(self) -> list[Rope]:
+        return [self.rope] if self.local_rope is None else [self.rope, self.local_rope]
 
     def tie(self) -> None:
         """Makes the head read the embedding table where the config says so; again after a load."""
@@ -40,15 +49,25 @@ class Decoder(nn.Module):
 
         Tap k is the residual stream entering layer k; tap L what the last layer put out, before the norm.
         """
-        stream = Stream(self.embed_tokens(token_ids_T))
+        stream = Stream(self.embed(token_ids_T))
         angles = self.rope(positions_T, stream.x.dtype)
+        local = angles if self.local_rope is None else self.local_rope(positions_T, stream.x.dtype)
         tapped = {}
-        for i, layer in enumerate(self.layers):
+        for i, (layer, window) in enumerate(zip(self.layers, self.cfg.windows, strict=True)):
             if i in taps:
                 tapped[i] = stream.x
-            stream = layer(stream, angles, attend, i, self.cfg.windows[i], norm_after(self.layers, i))
+            turn = angles if window is None else local
+            stream = layer(stream, turn, attend, i, window, norm_after(self.layers, i))
         tapped[self.cfg.num_layers] = stream.x
         return self.norm(stream.x), torch.cat([tapped[k] for k in taps], -1) if taps else None
+
+    def embed(self, token_ids_T: Tensor) -> Tensor:
+        """What the first layer reads."""
+        embeds_TD = self.embed_tokens(token_ids_T)
+        scale = self.cfg.embedding_scale
+        if scale == 1.0:
+            return embeds_TD
+        return embeds_TD * torch.tensor(scale, dtype=embeds_TD.dtype).item()  # rounded, as Gemma was trained
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         return project(self.lm_head, hidden_TD)

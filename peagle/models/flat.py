@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from peagle.kernels.linear import norm_cat, product_cpu, rms_norm
+from peagle.kernels.linear import linear_cpu, norm_cat, rms_norm
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter, FirstLayer
 from peagle.models.layers import Angles, Attend, DecoderLayer
@@ -42,20 +42,25 @@ class FlatLayer:
         self.gate_up, self.gate_up_bias = mlp.gate_up_proj.weight, mlp.gate_up_proj.bias
         self.down, self.down_bias = mlp.down_proj.weight, mlp.down_proj.bias
         self.shares = [self.heads + self.kv_heads, self.kv_heads]
-        self.halves = [len(self.gate_up) // 2] * 2
 
-    def __call__(self, x_TD: Tensor, normed: Tensor, angles: Angles, attend: Attend, index: int) -> Tensor:
-        """The residual stream after this layer, whose attention reads `normed`; `angles` are `_signed`."""
-        x_TD = product_cpu(self.attend(normed, angles, attend, index), self.out, self.out_bias).add_(x_TD)
-        hidden = product_cpu(rms_norm(x_TD, self.mlp_norm, self.eps), self.gate_up, self.gate_up_bias)
-        gate, up = torch.split_with_sizes(hidden, self.halves, 1)
-        return product_cpu(F.silu(gate).mul_(up), self.down, self.down_bias).add_(x_TD)
+    def __call__(self, x_TD: Tensor, given: Tensor | None, angles: Angles, attend: Attend, index: int) -> Tensor:
+        """The residual stream after this layer, whose attention reads `given`, or the norm of x; `_signed` angles."""
+        x_TD = linear_cpu(self.attend(x_TD, given, angles, attend, index), self.out, self.out_bias, residual=x_TD)
+        hidden = linear_cpu(x_TD, self.gate_up, self.gate_up_bias, norm_weight=self.mlp_norm, eps=self.eps, glu=True)
+        return linear_cpu(hidden, self.down, self.down_bias, residual=x_TD)
 
-    def attend(self, normed: Tensor, angles: Angles, attend: Attend, index: int) -> Tensor:
+    def attend(self, x_TD: Tensor, given: Tensor | None, angles: Angles, attend: Attend, index: int) -> Tensor:
         """What the heads saw, [T, H * d]; their keys and values are in the cache after it."""
-        rows, heads, (cos, sin) = normed.shape[0], self.heads, angles
-        qkv = product_cpu(normed, self.qkv, self.qkv_bias).view(rows, -1, self.width)
-        qk, v = torch.split_with_sizes(qkv, self.shares, 1)
+        rows, heads, (cos, sin) = x_TD.shape[0], self.heads, angles
+        if given is None:
+            qkv = linear_cpu(x_TD, self.qkv, self.qkv_bias, norm_weight=self.norm, eps=self.eps)
+        else:
+            qkv = linear_cpu(given, self.qkv, self.qkv_bias)
+        if self.head_norms is None and self.window is None:
+            one = getattr(attend, "one", None)
+            if one is not None and one.turns:
+                return one.turned(index, qkv, cos, sin, heads)
+        qk, v = torch.split_with_sizes(qkv.view(rows, -1, self.width), self.shares, 1)
         if self.head_norms is not None:
             q_norm, k_norm = self.head_norms
             qk = torch.cat([rms_norm(qk[:, :heads], q_norm, self.eps), rms_norm(qk[:, heads:], k_norm, self.eps)], 1)
@@ -65,7 +70,14 @@ class FlatLayer:
 
 
 class FlatDecoder:
-    """Called as a `Decoder` is."""
+    """Called as a `Decoder` is. Of Llama's kind of layers alone: others go through their modules."""
+
+    @staticmethod
+    def takes(model: Decoder) -> bool:
+        cfg = model.cfg
+        return (
+            not cfg.foreign and cfg.layer == cfg.layer.plain and cfg.local_rope is None and cfg.embedding_scale == 1.0
+        )
 
     def __init__(self, model: Decoder) -> None:
         self.model = model
@@ -82,7 +94,7 @@ class FlatDecoder:
         for i, layer in enumerate(self.layers):
             if i in taps:
                 tapped[i] = x_TD
-            x_TD = layer(x_TD, rms_norm(x_TD, layer.norm, layer.eps), angles, attend, i)
+            x_TD = layer(x_TD, None, angles, attend, i)
         tapped[len(self.layers)] = x_TD
         return model.norm(x_TD), torch.cat([tapped[k] for k in taps], -1) if taps else None
 
@@ -109,11 +121,10 @@ class FlatDrafter:
         normed = norm_cat(embeds_TD, first.norm, hidden_TD, self.hidden_norm, first.eps)
         x_TD = normed.chunk(2, -1)[1] if self.norm_before_residual else hidden_TD
         for i, layer in enumerate(self.layers):
-            if i > 0:
-                normed = rms_norm(x_TD, layer.norm, layer.eps)
+            given = normed if i == 0 else None
             if silent and i == last:
-                layer.attend(normed, angles, attend, i)
+                layer.attend(x_TD, given, angles, attend, i)
                 return x_TD, x_TD
-            x_TD = layer(x_TD, normed, angles, attend, i)
+            x_TD = layer(x_TD, given, angles, attend, i)
         normed = model.norm(x_TD)
         return normed, normed if model.cfg.norm_output else x_TD

@@ -8,13 +8,15 @@ Shapes: T rows (tokens of any number of sequences, flat), D width, H heads, G ke
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from peagle.config import LayerConfig, RopeConfig
-from peagle.kernels.linear import Stream, linear, linear_onto, rms_norm, supports_pdl
+from peagle.kernels.linear import Stream, add_rms_norm, linear, linear_onto, rms_norm, supports_pdl
 from peagle.kernels.rotary import Rotation, split_rotate
 
 Angles = tuple[Tensor, Tensor]  # cos and sin, [T, 1, d]
@@ -24,7 +26,10 @@ class Attend(Protocol):
     """How layer `layer`'s rows see each other; keys and values may be kept for later calls."""
 
     def __call__(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, window: int | None) -> Tensor:
-        """Returns [T, H, d]; `window` limits a row to that many latest positions, its own included."""
+        """Returns [T, H, d]; `window` limits a row to that many latest positions, its own included.
+
+        For layers that have sinks a further argument, `sinks`, [H]: each is one more score in a head's softmax, of a
+        key that every row sees and whose value is 0. Only a target's layers do."""
         ...
 
 
@@ -38,8 +43,14 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
-def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
-    """Angle per position for each rotary pair (fp32, [d/2]), and the factor on cos and sin."""
+def rope_frequencies(rope: RopeConfig, head_dim: int, long: bool = True) -> tuple[Tensor, float]:
+    """Angle per position for each rotary pair (fp32, [d/2]), and the factor on cos and sin.
+
+    Pairs behind those that are turned have an angle of 0. `long`: longrope's frequencies for long texts.
+    """
+    if rope.rotated < 1.0:
+        freq, factor = rope_frequencies(replace(rope, rotated=1.0), int(head_dim * rope.rotated), long)
+        return torch.cat([freq, torch.zeros(head_dim // 2 - len(freq))]), factor
     freq = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
     if rope.kind == "default":
         return freq, 1.0
@@ -51,6 +62,12 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
         keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
         keep = keep.clamp(0, 1)  # 1: a short wave, kept; 0: a long one, stretched; between: blended
         return freq * keep + freq / rope.factor * (1 - keep), 1.0
+    if rope.kind == "longrope":
+        scale = rope.attention_factor
+        if scale is None:
+            more = math.log(rope.factor) / math.log(rope.original_max_positions) if rope.factor > 1 else 0.0
+            scale = math.sqrt(1 + more)
+        return freq / torch.tensor(rope.long_factors if long else rope.short_factors), scale
     assert rope.kind == "yarn", rope.kind
 
     def pair_with(rotations: float) -> float:
@@ -81,9 +98,19 @@ class Rope(nn.Module):
 
     def __init__(self, rope: RopeConfig, head_dim: int) -> None:
         super().__init__()
+        self.cfg, self.head_dim = rope, head_dim
         with torch.device("cpu"):  # a real tensor even while the weights are built on `meta`
-            freq, self.scale = rope_frequencies(rope, head_dim)
+            freq, self.scale = rope_frequencies(rope, head_dim, long=rope.factor > 1.0)
         self.register_buffer("freq", freq, persistent=False)
+
+    def reach(self, length: int) -> None:
+        """Says how long texts may become, which is what decides over longrope's frequencies, in vLLM too: a key must be
+        turned alike all its life, so the length of a text so far cannot. Not said: as long as the config allows."""
+        if self.cfg.kind != "longrope":
+            return
+        freq, _ = rope_frequencies(self.cfg, self.head_dim, long=length > self.cfg.original_max_positions)
+        if not torch.equal(freq, self.freq.cpu()):
+            self.freq, self.table = freq.to(self.freq.device), None
 
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
         """Moves between devices, but stays fp32 whatever dtype the model is cast to."""
@@ -106,7 +133,10 @@ class Rope(nn.Module):
             return self.table[0][positions_T], self.table[1][positions_T]
         angles = positions_T.float()[:, None] * self.freq
         angles = torch.cat([angles, angles], -1)[:, None, :]  # [T, 1, d]
-        return (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
+        scale: float | Tensor = self.scale
+        if self.cfg.rotated < 1.0:  # what is not turned is not scaled either
+            scale = torch.where(self.freq == 0.0, 1.0, self.scale).repeat(2)
+        return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
 
 
 class Attention(nn.Module):
@@ -120,6 +150,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(q_width, cfg.hidden_size, bias=cfg.out_bias)
         self.q_norm = RMSNorm(cfg.head_dim, cfg.norm_eps) if cfg.qk_norm else None
         self.k_norm = RMSNorm(cfg.head_dim, cfg.norm_eps) if cfg.qk_norm else None
+        self.sinks = nn.Parameter(torch.zeros(cfg.num_heads)) if cfg.sinks else None
 
     def forward(
         self,
@@ -131,34 +162,47 @@ class Attention(nn.Module):
         window: int | None,
         norm: RMSNorm | None = None,
         next_norm: RMSNorm | None = None,
+        out_norm: RMSNorm | None = None,
     ) -> Stream:
         """The residual stream after attention over `norm(x)`, on its way to `next_norm`."""
         qkv_TX = project(self.qkv_proj, x_TD, norm=norm)
         q_norm, k_norm, eps = None, None, 0.0
         if self.q_norm is not None and self.k_norm is not None:
             q_norm, k_norm, eps = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
+        more = {"sinks": self.sinks} if self.sinks is not None else {}
         if getattr(attend, "rotates", False):  # turns queries and keys on its way
             q, k, v = qkv_TX.unflatten(1, (-1, self.head_dim)).split([self.heads, self.kv_heads, self.kv_heads], 1)
             rotation = Rotation(*angles, q_norm, k_norm, eps)
-            out_THd = attend(layer, q, k, v, window, rotation=rotation)  # type: ignore[call-arg]
+            out_THd = attend(layer, q, k, v, window, rotation=rotation, **more)  # type: ignore[call-arg]
         else:
             pdl = supports_pdl(qkv_TX.device)
             q, k, v = split_rotate(qkv_TX, *angles, self.heads, self.kv_heads, q_norm, k_norm, eps, pdl)
-            out_THd = attend(layer, q, k, v, window)
+            out_THd = attend(layer, q, k, v, window, **more)
+        if out_norm is not None:
+            return add_onto(residual_TD, out_norm(project(self.o_proj, out_THd.flatten(1))), next_norm)
         return project_onto(residual_TD, self.o_proj, out_THd.flatten(1), next_norm)
 
 
 class MLP(nn.Module):
-    """SwiGLU with the gate and up products merged."""
+    """A gated product with the gate's and the up's weights merged."""
 
     def __init__(self, cfg: LayerConfig) -> None:
         super().__init__()
         self.gate_up_proj = nn.Linear(cfg.hidden_size, 2 * cfg.intermediate_size, bias=cfg.mlp_bias)
         self.down_proj = nn.Linear(cfg.intermediate_size, cfg.hidden_size, bias=cfg.mlp_bias)
+        self.activation = cfg.activation
 
-    def forward(self, stream: Stream, norm: RMSNorm, next_norm: RMSNorm | None) -> Stream:
+    def forward(
+        self, stream: Stream, norm: RMSNorm, next_norm: RMSNorm | None, out_norm: RMSNorm | None = None
+    ) -> Stream:
         """The residual stream x after the MLP over `norm(x)`, on its way to `next_norm`."""
-        hidden_TI = project(self.gate_up_proj, stream, norm=norm, glu=True)
+        if self.activation == "silu":
+            hidden_TI = project(self.gate_up_proj, stream, norm=norm, glu=True)
+        else:
+            gate, up = project(self.gate_up_proj, stream, norm=norm).chunk(2, -1)
+            hidden_TI = F.gelu(gate, approximate="tanh") * up
+        if out_norm is not None:
+            return add_onto(stream.x, out_norm(project(self.down_proj, hidden_TI)), next_norm)
         return project_onto(stream.x, self.down_proj, hidden_TI, next_norm)
 
 
@@ -174,15 +218,29 @@ def project_onto(residual: Tensor, layer: nn.Linear, x: Tensor, next_norm: RMSNo
     return linear_onto(residual, x, layer.weight, layer.bias, next_norm=weight, eps=eps)
 
 
-class DecoderLayer(nn.Module):
-    """A pre-norm layer on the residual stream."""
+def add_onto(residual: Tensor, y: Tensor, next_norm: RMSNorm | None) -> Stream:
+    """The same for what is no product."""
+    if next_norm is None:
+        return Stream(residual + y)
+    normed, total = add_rms_norm(y, residual, next_norm.weight, next_norm.eps)
+    return Stream(total, next_norm.weight, normed=normed)
 
-    def __init__(self, cfg: LayerConfig) -> None:
+
+class DecoderLayer(nn.Module):
+    """A pre-norm layer on the residual stream. `mlp` is for a target whose MLP is no `MLP`, but is called as one."""
+
+    def __init__(self, cfg: LayerConfig, mlp: nn.Module | None = None) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(cfg.hidden_size, cfg.norm_eps)
+
+        def norm() -> RMSNorm:
+            return RMSNorm(cfg.hidden_size, cfg.norm_eps)
+
+        self.input_layernorm = norm()
         self.self_attn = Attention(cfg, cfg.hidden_size)
-        self.post_attention_layernorm = RMSNorm(cfg.hidden_size, cfg.norm_eps)
-        self.mlp = MLP(cfg)
+        self.post_attention_layernorm = norm()  # before the MLP: Llama's name for it
+        self.mlp: MLP = MLP(cfg) if mlp is None else mlp  # type: ignore[assignment]
+        self.attention_out_norm = norm() if cfg.out_norms else None
+        self.mlp_out_norm = norm() if cfg.out_norms else None
 
     def forward(
         self,
@@ -195,8 +253,9 @@ class DecoderLayer(nn.Module):
     ) -> Stream:
         """`next_norm` is the next layer's, where one follows."""
         norm, mlp_norm = self.input_layernorm, self.post_attention_layernorm
-        stream = self.self_attn(stream, stream.x, angles, attend, layer, window, norm, next_norm=mlp_norm)
-        return self.mlp(stream, mlp_norm, next_norm)
+        given = (stream, stream.x, angles, attend, layer, window)
+        stream = self.self_attn(*given, norm, next_norm=mlp_norm, out_norm=self.attention_out_norm)
+        return self.mlp(stream, mlp_norm, next_norm, self.mlp_out_norm)
 
 
 def norm_after(layers: nn.ModuleList, i: int) -> RMSNorm | None:

@@ -26,10 +26,18 @@ class DepthZero(InDocuments):
         super().__init__(start_N)
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def __call__(self, layer: int, q_NHd: Tensor, k_NGd: Tensor, v_NGd: Tensor, window: Window) -> Tensor:
+    def __call__(
+        self,
+        layer: int,
+        q_NHd: Tensor,
+        k_NGd: Tensor,
+        v_NGd: Tensor,
+        window: Window,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         if layer not in self.kept:  # a recomputed layer comes by twice; the graph holds on to the first
             self.kept[layer] = (k_NGd, v_NGd)
-        return super().__call__(layer, q_NHd, k_NGd, v_NGd, window)
+        return super().__call__(layer, q_NHd, k_NGd, v_NGd, window, sinks)
 
 
 @dataclass

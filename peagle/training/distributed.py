@@ -104,7 +104,8 @@ def shard(target: Decoder, world: World) -> Decoder:
     fully_shard(target, mesh=mesh, ignored_params=whole)  # the next layer is asked for while one runs
     for parameter in whole:
         parameter.data = parameter.data.to(world.device)
-    target.rope.to(world.device)
+    for rope in target.ropes:
+        rope.to(world.device)
     return target
 
 
@@ -132,5 +133,5 @@ def gathered(target: Decoder, world: World) -> Decoder | None:
         copy = Decoder(target.cfg)
     copy.load_state_dict(whole, assign=True)
     copy.tie()
-    copy.rope = target.rope
+    copy.rope, copy.local_rope = target.rope, target.local_rope
     return copy.eval().requires_grad_(False)

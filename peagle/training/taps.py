@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from peagle.data.batches import Batch, Packing
+from peagle.kernels.attention import with_sinks
 from peagle.kernels.ranged_attention import Ranges, ranged_attention
 from peagle.models.decoder import Decoder
 
@@ -96,8 +97,17 @@ class InDocuments:
             self._ranges[window] = Ranges(low_N, self.index_N + 1)
         return self._ranges[window]
 
-    def __call__(self, layer: int, q_NHd: Tensor, k_NGd: Tensor, v_NGd: Tensor, window: int | None) -> Tensor:
-        return ranged_attention(q_NHd, k_NGd, v_NGd, self.ranges(window))[0]
+    def __call__(
+        self,
+        layer: int,
+        q_NHd: Tensor,
+        k_NGd: Tensor,
+        v_NGd: Tensor,
+        window: int | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        out_NHd, lse_NH = ranged_attention(q_NHd, k_NGd, v_NGd, self.ranges(window))
+        return out_NHd if sinks is None else with_sinks(out_NHd, lse_NH, sinks)
 
 
 class Online:

@@ -1,0 +1,55 @@
+"""An MLP made of experts: a router, and the weights of all of them.
+
+Knows nothing about checkpoints. Weights lie as matrices, one expert's rows after another's, so that a file's tensors
+fill rows of them as they do everywhere else.
+
+Shapes as in `peagle.kernels.experts`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from peagle.config import LayerConfig
+from peagle.kernels.experts import Clamp, Experts, expert_mlp, route
+from peagle.kernels.linear import Stream
+from peagle.models.layers import RMSNorm, add_onto, project
+
+
+class ExpertMLP(nn.Module):
+    """Called as an `MLP` is."""
+
+    gate_up_bias: Tensor | None
+    down_bias: Tensor | None
+
+    def __init__(self, cfg: LayerConfig) -> None:
+        super().__init__()
+        experts, width = cfg.experts, cfg.hidden_size
+        assert experts is not None
+        self.cfg = experts
+        self.router = nn.Linear(width, experts.count, bias=experts.bias)
+        self.gate_up = nn.Parameter(torch.empty(experts.count * 2 * experts.width, width))
+        self.down = nn.Parameter(torch.empty(experts.count * width, experts.width))
+        for name, rows in (("gate_up_bias", 2 * experts.width), ("down_bias", width)):
+            bias = nn.Parameter(torch.empty(experts.count * rows)) if experts.bias else None
+            self.register_parameter(name, bias)
+        self.clamp = Clamp(*experts.clamp) if experts.clamp is not None else None
+
+    def forward(
+        self, stream: Stream, norm: RMSNorm, next_norm: RMSNorm | None, out_norm: RMSNorm | None = None
+    ) -> Stream:
+        ready = stream.normed is not None and stream.norm_weight is norm.weight
+        x_TD = stream.normed if ready else norm(stream.x)
+        assert x_TD is not None
+        weight_TC, expert_TC = route(project(self.router, x_TD), self.cfg.chosen, self.cfg.normed)
+        y_TD = expert_mlp(x_TD, weight_TC, expert_TC, self.weights())
+        return add_onto(stream.x, y_TD if out_norm is None else out_norm(y_TD), next_norm)
+
+    def weights(self) -> Experts:
+        def each(rows: Tensor | None) -> Tensor | None:
+            return None if rows is None else rows.unflatten(0, (self.cfg.count, -1))
+
+        gate_up, down = each(self.gate_up), each(self.down)
+        assert gate_up is not None and down is not None
+        return Experts(gate_up, down, each(self.gate_up_bias), each(self.down_bias), self.clamp)

