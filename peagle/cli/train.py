@@ -6,6 +6,7 @@ Knows nothing about training. The flags of both are the fields of `TrainConfig`:
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from peagle.cli.app import Device, app, console, examples
+from peagle.cli.app import AsJson, Device, app, console, examples
 from peagle.config import ResponseSettings, TrainConfig
 from peagle.errors import UserError
 from peagle.hub import DEFAULT_TARGET
@@ -71,6 +72,7 @@ PauseMinutes = Annotated[
     epilog=examples(
         "peagle train responses.jsonl --out drafter -t TARGET --minutes 30",
         "peagle train --recipe recipes/smollm2-p-eagle.toml --out drafter --dry-run",
+        "peagle train --recipe recipes/gpt-oss-120b-p-eagle.toml --out X --dry-run --nodes 4 --data-tokens 1000000000",
         "peagle train responses.jsonl --out drafter --method eagle3 --steps 4000 --lr 5e-4",
         "torchrun --nproc-per-node 8 -m peagle train responses.jsonl --out drafter -t TARGET --shard-target",
     )
@@ -87,20 +89,50 @@ def train(
     pause_minutes: PauseMinutes = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it will take, and train nothing.")] = False,
     tokens_per_second: Annotated[float | None, typer.Option(help="For --dry-run: a rate that is known.")] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="For --dry-run: on such GPUs, which need not be here.", show_default="h200")
+    ] = None,
+    gpus: Annotated[int | None, typer.Option(help="For --dry-run: GPUs of a node.", show_default="8")] = None,
+    nodes: Annotated[int | None, typer.Option(help="For --dry-run.", show_default="1")] = None,
+    network: Annotated[
+        float | None, typer.Option(help="For --dry-run: GB/s a GPU sends to other nodes.", show_default="50")
+    ] = None,
+    data_tokens: Annotated[int | None, typer.Option(help="For --dry-run: of data that is not there yet.")] = None,
+    mean_length: Annotated[
+        int | None, typer.Option(help="For --dry-run: tokens of its documents.", show_default="--max-length")
+    ] = None,
+    as_json: AsJson = False,
     device: Device = "auto",
     settings: Any = None,
 ) -> None:
     """Train a drafter on the target's responses.
 
     The folder is a plain checkpoint at any time: the drafter with the longest acceptance on held-out prompts so far.
-    Ctrl-C saves; the same command goes on, also after a kill.
+    Ctrl-C saves; the same command goes on, also after a kill. A --dry-run for other GPUs needs a target's config.json
+    or a name that is known, and no weights.
     """
     began = time.perf_counter()
     made = _recipe(recipe, data, target, settings)
-    if dry_run:
+    elsewhere = {
+        "gpu": gpu,
+        "gpus": gpus,
+        "nodes": nodes,
+        "network": network,
+        "data-tokens": data_tokens,
+        "mean-length": mean_length,
+    }
+    named = {name: value for name, value in elsewhere.items() if value is not None}
+    if not dry_run:
+        for name, value in named.items():
+            raise UserError(f"--{name} {value}: is for --dry-run; torchrun says how many processes train")
+    elif named:
+        _plan_elsewhere(made, tokens_per_second, as_json, named)
+        return
+    else:
         from peagle.training.run import dry_run as planned
 
-        print(planned(made, out, _device(device), tokens_per_second).text())
+        found = planned(made, out, _device(device), tokens_per_second)
+        print(json.dumps(found.as_json()) if as_json else found.text())
         return
     from peagle.training.run import train as run
 
@@ -162,6 +194,26 @@ def fit(
         rates = " ".join(f"{share:.2f}" for share in line.per_position)
         print(f"K={line.draft_tokens}: {line.length:.2f} tokens a round (accepted, by position: {rates})")
     print(f"{out}: a drafter, its card and its log")
+
+
+def _plan_elsewhere(made: Recipe, known_rate: float | None, as_json: bool, named: dict[str, Any]) -> None:
+    from peagle.data.examples import examples as responses
+    from peagle.measuring.gpus import gpu_by_name
+    from peagle.measuring.training_scale import MEASURED_ON, Cluster, assumed_data, on_paper
+    from peagle.training.run import planned_data
+
+    sizes: dict[str, Any] = {name: named[name] for name in ("gpus", "nodes") if name in named}
+    if "network" in named:
+        sizes["network"] = named["network"] * 1e9
+    cluster = Cluster(gpu_by_name(named["gpu"]) if "gpu" in named else MEASURED_ON, **sizes)
+    if "data-tokens" in named:
+        facts = assumed_data(made, named["data-tokens"], named.get("mean-length"))
+    elif "mean-length" in named:
+        raise UserError(f"--mean-length {named['mean-length']}: is of data that is not there; give --data-tokens too")
+    else:
+        facts = planned_data(responses(made.data))
+    found = on_paper(made, cluster, facts, known_rate)
+    print(json.dumps(found.as_json()) if as_json else found.text())
 
 
 def _recipe(file: Path | None, data: list[str] | None, target: str | None, settings: dict[str, Any]) -> Recipe:

@@ -1,8 +1,8 @@
-"""What a run will take, counted from shapes before anything runs: parameters, rows, operations, memory, time.
+"""What a run will take, counted from shapes before anything runs: parameters, rows, operations, memory, disk, time.
 
-Knows nothing about batches or modules. Estimates: attention is counted at the mean length that is given, activations
-as `chunk_size` counts them. Time is operations over the matrix rate of the device and the share of it
-that training reaches, unless a rate in tokens a second is known.
+Knows nothing about batches or modules, and nothing about GPUs but the rates that a `Machine` has. Estimates: attention
+is counted at the mean length that is given, activations as `chunk_size` counts them. Time is operations over rates,
+unless a rate in tokens a second is known; ranks take the same time, and wait for each other once a step.
 
 Worked example, rate 0.5, 3 depths, 8 tokens of which 4 are asked: rows 4 at depth 0, 2 at depth 1, 1 at depth 2; the
 drafter computes all 8 depth-0 rows and 3 chain rows, 11/8 rows a token; the head is asked 7 times, 7/8 a token.
@@ -12,15 +12,19 @@ Letters: D width, I MLP width, V vocabulary.
 
 from __future__ import annotations
 
+import math
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 
-from peagle.config import LOSS_LOGITS, DecoderConfig, DrafterConfig, LayerConfig, TrainConfig
+from peagle.config import LOSS_LOGITS, DecoderConfig, DrafterConfig, LayerConfig, MeasureSettings, TrainConfig
 from peagle.training.chunk_size import chain_row_bytes, depth_zero_row_bytes, passing_row_bytes
 
-REACHED = 0.35  # share of the matrix rate that training is taken to reach where nothing was measured
+REACHED = 0.35  # share of the matrix rate that a pass is taken to reach where nothing was measured
+ATTENTION_BACK = 2.5  # of its forward pass: five products of which the first is made again, where that has two
+GRADIENT_BYTES = 4  # they are summed over ranks in fp32
 
 
 @dataclass(frozen=True)
@@ -33,40 +37,102 @@ class Data:
 
 
 @dataclass(frozen=True)
+class Machine:
+    """GPUs that train together. Rates are one GPU's, in operations or bytes a second."""
+
+    world: int
+    products: float  # of the drafter's matrices
+    attention: float  # of the drafter's
+    target: float  # of the target's pass
+    rate_from: str
+    per_node: int = 1
+    link: float = math.inf  # bytes that each sends to the next while all of them sum
+    memory_rate: float = math.inf
+    memory: float | None = None  # bytes; None: not known
+
+    def together(self, size: float) -> float:
+        """Seconds of a ring that gives everybody the others' shares of so many bytes; a sum takes two."""
+        return (self.world - 1) / self.world * size / self.link
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Operations a token."""
+
+    target: float  # its layers
+    drafter: float  # its products, forward and back
+    attention: float  # the drafter's
+    head: float  # the loss, with the teacher's logits
+
+    @property
+    def total(self) -> float:
+        return self.target + self.drafter + self.attention + self.head
+
+
+@dataclass(frozen=True)
 class Plan:
     trainable: int  # parameters
     shared: int  # of the target, that the drafter reads
     target: int
     rows_by_depth: tuple[int, ...]  # of a step, all ranks
     tokens_per_step: int
-    flops_target: float  # a token
-    flops_drafter: float
-    flops_head: float
+    flops: Flops  # of a token; what is read from disk costs none
     memory: dict[str, float]  # bytes on a device, by what they are
+    device_memory: float | None  # that there is
+    host_bytes: float  # of a node, while the target is loaded
+    disk: dict[str, float]  # bytes, by what they are
+    state_bytes_per_token: int  # that a step reads from disk
+    target_seconds: float  # of the target's pass over the data, once, where others write its states
+    step_seconds: dict[str, float]  # by what they go to; empty where a rate is known
     steps_per_epoch: float
     tokens_total: float | None  # of the whole run; None where only minutes are given
     seconds: float
     tokens_per_second: float
     rate_from: str
+    world: int
 
     @property
-    def flops(self) -> float:
-        return self.flops_target + self.flops_drafter + self.flops_head
+    def fits(self) -> bool:
+        return self.device_memory is None or sum(self.memory.values()) <= self.device_memory
+
+    @property
+    def read_per_second(self) -> float:
+        """Bytes from disk, all ranks."""
+        return self.tokens_per_second * self.state_bytes_per_token
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "fits": self.fits, "read_per_second": self.read_per_second}
 
     def text(self) -> str:
-        def count(n: float) -> str:
-            return f"{n / 1e9:.2f}B" if n >= 1e9 else f"{n / 1e6:.1f}M" if n >= 1e6 else f"{n:,.0f}"
-
         gb = {name: size / 2**30 for name, size in self.memory.items()}
         rows = " ".join(f"{n:,}" for n in self.rows_by_depth)
-        total = "as many as the minutes allow" if self.tokens_total is None else count(self.tokens_total)
+        total = "as many as the minutes allow" if self.tokens_total is None else _count(self.tokens_total)
+        of, room = self.flops, ""
+        if self.device_memory is not None:
+            room = f" of {self.device_memory / 2**30:.0f}" + ("" if self.fits else ", WHICH DOES NOT FIT")
         lines = [
-            f"parameters   {count(self.trainable)} trained, {count(self.shared)} shared with the target, "
-            f"which has {count(self.target)}",
-            f"a step       {self.tokens_per_step:,} tokens, {sum(self.rows_by_depth):,} rows asked; by depth: {rows}",
-            f"a token      {self.flops / 1e9:.3g} GFLOP: target {self.flops_target / 1e9:.3g}, "
-            f"drafter {self.flops_drafter / 1e9:.3g}, head and loss {self.flops_head / 1e9:.3g}",
-            f"memory       {sum(gb.values()):.2f} GiB: " + ", ".join(f"{name} {size:.2f}" for name, size in gb.items()),
+            f"parameters   {_count(self.trainable)} trained, {_count(self.shared)} shared with the target, "
+            f"which has {_count(self.target)}",
+            f"a step       {self.tokens_per_step:,} tokens on {self.world} GPU{'s' * (self.world > 1)}, "
+            f"{sum(self.rows_by_depth):,} rows asked; by depth: {rows}",
+            f"a token      {of.total / 1e9:.3g} GFLOP: target {of.target / 1e9:.3g}, drafter {of.drafter / 1e9:.3g}, "
+            f"its attention {of.attention / 1e9:.3g}, head and loss {of.head / 1e9:.3g}",
+            f"memory       {sum(gb.values()):.2f} GiB{room}: "
+            + ", ".join(f"{name} {size:.2f}" for name, size in gb.items() if size),
+            "disk         " + ", ".join(f"{name} {_size(size)}" for name, size in self.disk.items()),
+        ]
+        if self.host_bytes:
+            lines.append(f"host         {self.host_bytes / 2**30:.1f} GiB a node while the target is loaded")
+        if self.state_bytes_per_token:
+            written = f"; written once, in {_clock(self.target_seconds)} on as many GPUs" if self.target_seconds else ""
+            lines.append(
+                f"states       {self.state_bytes_per_token:,} bytes a token, {_size(self.read_per_second)}/s while "
+                f"training{written}"
+            )
+        if self.step_seconds:
+            parts = ", ".join(f"{name} {seconds:.3f}" for name, seconds in self.step_seconds.items() if seconds)
+            lines.append(f"seconds      {sum(self.step_seconds.values()):.3f} a step: {parts}")
+        lines += [
             f"data         {self.steps_per_epoch:,.1f} steps an epoch; the run sees {total} tokens",
             f"time         {_clock(self.seconds)} at {self.tokens_per_second:,.0f} tokens/s ({self.rate_from})",
         ]
@@ -78,38 +144,78 @@ def make_plan(
     target: DecoderConfig,
     drafter: DrafterConfig,
     data: Data,
-    world: int,
+    machine: Machine,
     steps: int | None,
-    element_bytes: int,
+    element: int,
     chunk_rows: int | None,
     known_rate: float | None,
-    matrix_rate: float,
 ) -> Plan:
-    """`chunk_rows` None: all rows at once. `known_rate` is in tokens a second, `matrix_rate` in operations."""
-    step_tokens = cfg.batch_tokens * cfg.accumulate * world
-    share, depths = data.asked_share, cfg.num_depths
-    rows = tuple(round(step_tokens * share * cfg.rate**d) for d in range(depths))
+    """`chunk_rows` None: all rows at once. `known_rate` is in tokens a second, of all ranks."""
+    step_tokens = cfg.batch_tokens * cfg.accumulate * machine.world
     flops = flops_per_token(cfg, target, drafter, data)
-    rate = known_rate if known_rate is not None else REACHED * matrix_rate * world / sum(flops)
+    parts = {} if known_rate is not None else step_seconds(cfg, target, drafter, flops, machine, element)
+    rate = known_rate if known_rate is not None else step_tokens / sum(parts.values())
     total = None if steps is None else float(steps * step_tokens)
     seconds = [total / rate] if total is not None else []
     seconds += [60 * cfg.minutes] if cfg.minutes is not None else []
+    per_token = state_bytes_per_token(cfg, target, drafter)
+    asked_elsewhere = data.tokens * target_flops(target, data) / (machine.target * machine.world)
+    ranks = machine.per_node if cfg.shard_target and not cfg.tables_only else 0  # one that is not spread goes straight
     return Plan(
         trainable=trainable(drafter),
         shared=shared(drafter, target),
         target=decoder_parameters(target),
-        rows_by_depth=rows,
+        rows_by_depth=tuple(round(step_tokens * data.asked_share * cfg.rate**d) for d in range(cfg.num_depths)),
         tokens_per_step=step_tokens,
-        flops_target=flops[0],
-        flops_drafter=flops[1],
-        flops_head=flops[2],
-        memory=memory(cfg, target, drafter, data, world, element_bytes, chunk_rows),
+        flops=flops,
+        memory=memory(cfg, target, drafter, data, machine.world, element, chunk_rows),
+        device_memory=machine.memory,
+        host_bytes=float(ranks * element * decoder_parameters(target)),
+        disk={
+            **({"states": float(per_token * data.tokens)} if per_token else {}),
+            "saves": float(2 * saved_bytes(cfg, drafter, element) + 2 * element * trainable(drafter)),
+        },
+        state_bytes_per_token=per_token,
+        target_seconds=asked_elsewhere if cfg.vllm_states is not None else 0.0,
+        step_seconds=parts,
         steps_per_epoch=data.tokens / step_tokens,
         tokens_total=total,
         seconds=min(seconds),
         tokens_per_second=rate,
-        rate_from="as logged or given" if known_rate is not None else f"{REACHED:.0%} of the measured matrix rate",
+        rate_from="as logged or given" if known_rate is not None else machine.rate_from,
+        world=machine.world,
     )
+
+
+def step_seconds(
+    cfg: TrainConfig, target: DecoderConfig, drafter: DrafterConfig, flops: Flops, machine: Machine, element: int
+) -> dict[str, float]:
+    """Of one step of one rank, by what they go to. Gradients are summed when all of them are there; a target that is
+    spread is gathered for every batch, a layer ahead of the one that runs."""
+    tokens = cfg.batch_tokens * cfg.accumulate
+    reading = tokens * flops.target / machine.target
+    if cfg.shard_target and flops.target:
+        gathered = cfg.accumulate * machine.together(element * layers_parameters(target))
+        reading = max(reading, gathered)
+    return {
+        "target": reading,
+        "drafter": tokens * flops.drafter / machine.products,
+        "attention": tokens * flops.attention / machine.attention,
+        "head and loss": tokens * flops.head / machine.products,
+        "optimizer": 2 * state_bytes(cfg, drafter, element) / machine.memory_rate,  # read and written
+        "summing gradients": 2 * machine.together(GRADIENT_BYTES * trainable(drafter)),
+    }
+
+
+def state_bytes_per_token(cfg: TrainConfig, target: DecoderConfig, drafter: DrafterConfig) -> int:
+    """On disk: of each tap and of what leaves the last layer (vLLM, before the norm; a cache, behind it)."""
+    width = target.layer.hidden_size
+    if cfg.vllm_states is not None:
+        return len({*drafter.taps, target.num_layers}) * width * 2
+    if cfg.cache is None:
+        return 0
+    states = 1 + len(drafter.taps)
+    return states * width * 2 if cfg.cache_dtype == "bfloat16" else states * (width + 4)
 
 
 def layer_parameters(layer: LayerConfig, input_width: int) -> int:
@@ -117,13 +223,35 @@ def layer_parameters(layer: LayerConfig, input_width: int) -> int:
     attention = input_width * (q + 2 * kv) + q * layer.hidden_size
     biases = layer.qkv_bias * (q + 2 * kv) + layer.out_bias * layer.hidden_size
     biases += layer.mlp_bias * (2 * layer.intermediate_size + layer.hidden_size)
-    norms = 2 * layer.hidden_size + layer.qk_norm * 2 * layer.head_dim
-    return attention + 3 * layer.hidden_size * layer.intermediate_size + norms + biases
+    norms = (2 + 2 * layer.out_norms) * layer.hidden_size + layer.qk_norm * 2 * layer.head_dim
+    return attention + mlp_parameters(layer) + norms + biases + layer.sinks * layer.num_heads
+
+
+def mlp_parameters(layer: LayerConfig) -> int:
+    experts, width = layer.experts, layer.hidden_size
+    if experts is None:
+        return 3 * width * layer.intermediate_size
+    biases = experts.bias * (2 * experts.width + width + 1)
+    return experts.count * (3 * width * experts.width + width + biases)
+
+
+def for_a_token(layer: LayerConfig) -> LayerConfig:
+    """The layer as one token meets it, with the experts chosen for it alone."""
+    experts = layer.experts
+    return layer if experts is None else replace(layer, experts=replace(experts, count=experts.chosen))
 
 
 def decoder_parameters(cfg: DecoderConfig) -> int:
-    tables = (1 if cfg.tied_head else 2) * cfg.vocab_size * cfg.layer.hidden_size
-    return cfg.num_layers * layer_parameters(cfg.layer, cfg.layer.hidden_size) + tables + cfg.layer.hidden_size
+    return layers_parameters(cfg) + table_parameters(cfg)
+
+
+def layers_parameters(cfg: DecoderConfig) -> int:
+    return cfg.num_layers * layer_parameters(cfg.layer, cfg.layer.hidden_size)
+
+
+def table_parameters(cfg: DecoderConfig) -> int:
+    """Embeddings, head and the last norm: all that is needed of a target whose states lie on disk."""
+    return (1 if cfg.tied_head else 2) * cfg.vocab_size * cfg.layer.hidden_size + cfg.layer.hidden_size
 
 
 def trainable(cfg: DrafterConfig) -> int:
@@ -134,6 +262,12 @@ def trainable(cfg: DrafterConfig) -> int:
     small += cfg.tap_width * (cfg.fc_norm + cfg.norm_before_fc)
     tables = cfg.own_embeddings * cfg.vocab_size * width + cfg.own_head * cfg.draft_vocab_size * width
     return layers + cfg.tap_width * width + small + tables
+
+
+def largest_matrix(cfg: DrafterConfig) -> int:
+    """Of the trainable ones: its gradient is whole for a moment, before it is added to the masters'."""
+    tables = max(cfg.own_embeddings * cfg.vocab_size, cfg.own_head * cfg.draft_vocab_size)
+    return cfg.layer.hidden_size * max(tables, 2 * cfg.layer.intermediate_size, cfg.tap_width)
 
 
 def maps(cfg: DrafterConfig) -> int:
@@ -152,6 +286,11 @@ def state_bytes(cfg: TrainConfig, drafter: DrafterConfig, element: int) -> int:
     return exact * (copies * trainable(drafter) - one_less)
 
 
+def saved_bytes(cfg: TrainConfig, drafter: DrafterConfig, element: int) -> int:
+    """Of a state to go on from: masters and moments. The one before it goes when a new one is whole."""
+    return max(element, 4) * (3 * trainable(drafter) - (maps(drafter) if cfg.optimizer == "muon" else 0))
+
+
 def shared(cfg: DrafterConfig, target: DecoderConfig) -> int:
     """Of the target's tables, those that the drafter has none of its own for."""
     tables = (not cfg.own_embeddings) + (not cfg.own_head)
@@ -163,26 +302,35 @@ def chain_rows(cfg: TrainConfig, asked_share: float) -> float:
     return asked_share * sum(cfg.rate**d for d in range(1, cfg.num_depths))
 
 
-def flops_per_token(
-    cfg: TrainConfig, target: DecoderConfig, drafter: DrafterConfig, data: Data
-) -> tuple[float, float, float]:
-    """Of the target's pass, of the drafter's passes forward and back, of the head and the loss."""
+def attention_flops(layer: LayerConfig, length: float, window: int | None = None) -> float:
+    """Of a row that sees half of its document on average, no more than the window."""
+    return 4 * layer.num_heads * layer.head_dim * min(length / 2, window or length)
 
-    def attention(layer: LayerConfig) -> float:
-        return 4 * layer.num_heads * layer.head_dim * data.mean_length / 2
 
-    head = 2 * target.vocab_size * target.layer.hidden_size
-    layers = layer_parameters(target.layer, target.layer.hidden_size)
-    reading = target.num_layers * (2 * layers + attention(target.layer)) + head * data.asked_share
+def target_flops(target: DecoderConfig, data: Data) -> float:
+    """Of its layers, a token. Its head is asked by the loss."""
+    products = 2 * target.num_layers * layer_parameters(for_a_token(target.layer), target.layer.hidden_size)
+    return products + sum(attention_flops(target.layer, data.mean_length, window) for window in target.windows)
+
+
+def flops_per_token(cfg: TrainConfig, target: DecoderConfig, drafter: DrafterConfig, data: Data) -> Flops:
     width = drafter.layer.hidden_size
     own = layer_parameters(drafter.layer, 2 * width) + (drafter.num_layers - 1) * layer_parameters(drafter.layer, width)
-    again = 4 if cfg.checkpoint_layers else 3  # forward, backward to inputs, backward to weights
     rows = 1 + chain_rows(cfg, data.asked_share)
-    drafting = rows * again * (2 * own + drafter.num_layers * attention(drafter.layer))
-    drafting += 3 * 2 * drafter.tap_width * width
+    again = 1 if cfg.checkpoint_layers else 0
+    products = rows * (3 + again) * 2 * own  # forward, backward to inputs, backward to weights
+    windows = drafter.windows or (None,) * drafter.num_layers
+    seen = sum(attention_flops(drafter.layer, data.mean_length, window) for window in windows)
     asked = data.asked_share + chain_rows(cfg, data.asked_share)
     student = 2 * drafter.draft_vocab_size * width
-    return reading, drafting, asked * student * (3 if drafter.own_head else 2)
+    teacher = 2 * target.vocab_size * target.layer.hidden_size
+    online = cfg.vllm_states is None and cfg.cache is None
+    return Flops(
+        target=target_flops(target, data) if online else 0.0,
+        drafter=products + 3 * 2 * drafter.tap_width * width,
+        attention=rows * (1 + again + ATTENTION_BACK) * seen,
+        head=asked * student * (3 if drafter.own_head else 2) + data.asked_share * teacher,
+    )
 
 
 def memory(
@@ -194,19 +342,27 @@ def memory(
     element: int,
     chunk_rows: int | None,
 ) -> dict[str, float]:
+    """Of the first rank, which measures. Of a spread target a rank has its share of the layers, the tables whole, and
+    two layers that were gathered: the one that runs and the next. Measuring with it is done when the rest is gone."""
     tokens, own, recompute = cfg.batch_tokens, trainable(drafter), cfg.checkpoint_layers
     chains = tokens * chain_rows(cfg, data.asked_share)
     together = chains if chunk_rows is None else min(chunk_rows, chains)
     row = chain_row_bytes(drafter, cfg.num_depths, element, recompute) + passing_row_bytes(drafter, element)
-    spread = world if cfg.shard_target else 1
+    layers = 0.0 if cfg.tables_only else float(layers_parameters(target))
+    if cfg.shard_target and world > 1:
+        layers = layers / world + min(2, target.num_layers) * layers / target.num_layers
     return {
-        "target": element * decoder_parameters(target) / spread,
+        "target": element * (layers + table_parameters(target)),
         "drafter": float(element * own),
         "masters, gradients, moments": float(state_bytes(cfg, drafter, element)),
         "taps": float(element * tokens * (drafter.tap_width + target.layer.hidden_size)),
         "depth 0": float(tokens * depth_zero_row_bytes(drafter, element, recompute)),
         "chunk": row * together,
         "logits": 4.0 * element * min(LOSS_LOGITS, tokens * drafter.draft_vocab_size),
+        "a gradient": float(element * largest_matrix(drafter)),
+        "measuring": float(MeasureSettings.cache_bytes + element * own)
+        if cfg.held_out and not cfg.shard_target
+        else 0.0,
     }
 
 
@@ -227,5 +383,15 @@ def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _clock(seconds: float) -> str:
-    minutes = seconds / 60
+    minutes, days = seconds / 60, seconds / 86400
+    if days >= 4:
+        return f"{days:,.1f} days"
     return f"{seconds:.0f} s" if minutes < 2 else f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.1f} h"
+
+
+def _count(n: float) -> str:
+    return f"{n / 1e9:.2f}B" if n >= 1e9 else f"{n / 1e6:.1f}M" if n >= 1e6 else f"{n:,.0f}"
+
+
+def _size(n: float) -> str:
+    return f"{n / 1e12:,.2f} TB" if n >= 1e12 else f"{n / 1e9:,.2f} GB" if n >= 1e8 else f"{n / 1e6:,.2f} MB"

@@ -64,12 +64,10 @@ class Material:
 
     @property
     def asked_share(self) -> float:
-        spans = self.rows.span_S2
-        return float((spans[:, 1] - spans[:, 0]).sum() / max(len(self.rows.token_T), 1))
+        return self.data().asked_share
 
     def data(self) -> plan.Data:
-        tokens = self.rows.num_tokens
-        return plan.Data(tokens, self.asked_share, tokens / max(len(self.rows), 1))
+        return planned_data(self.rows)
 
     def schedule(self, world: int) -> Schedule:
         cfg = self.recipe.train
@@ -96,7 +94,7 @@ def read_material(recipe: Recipe) -> Material:
             "one of them out, or let vLLM write what the target says (--vllm-states)"
         )
     folder = resolve_target(recipe.target)
-    target = read_target_config(folder)
+    target = read_target_config(folder, cfg.tables_only)
     template = Path(cfg.chat_template) if cfg.chat_template is not None else None
     chat = open_chat(folder, template) if has_tokenizer(folder) else None
     everything = examples(recipe.data, chat, target.vocab_size)
@@ -150,11 +148,12 @@ def _train(material: Material, folder: RunFolder, world: World, stop_at: float |
         return Outcome(standing, True, folder.out, world.first)
     dtype = training_dtype(cfg.dtype, world.device)
     # a target that is spread over ranks must not lie on one of them first
-    target = load_decoder(material.target_folder, dtype, "cpu" if cfg.shard_target else world.device)
+    spread = cfg.shard_target and not cfg.tables_only
+    target = load_decoder(material.target_folder, dtype, "cpu" if spread else world.device, cfg.tables_only)
     tokenizer = material.chat.tokenizer if material.chat is not None else None
     drafter = new_drafter(cfg, target, tokenizer, material.eos_ids, material.counts).to(world.device)
     drafter.recompute = cfg.checkpoint_layers
-    if cfg.shard_target:
+    if spread:
         shard(target, world)
 
     def stream(start: Cursor) -> Iterator[tuple[Batch, Cursor]]:
@@ -336,38 +335,57 @@ def card_of(material: Material, name: str, drafter: Drafter, standing: Standing,
 
 
 def dry_run(recipe: Recipe, out: Path, device: str, known_rate: float | None) -> plan.Plan:
-    """Nothing is loaded, nothing is written."""
+    """On this machine. Nothing is loaded, nothing is written."""
     material = read_material(recipe)
-    cfg, where = recipe.train, parse_device(device)
-    if cfg.init in FRESH:
-        shape = drafter_config(cfg, material.target, 0 if cfg.method == "p-eagle" else None)
-    else:
-        shape = folder_config(cfg, material.target)
-        shape = replace(shape, mask_token_id=0 if cfg.method == "p-eagle" else None)
+    cfg, where, target = recipe.train, parse_device(device), material.target
+    shape = planned_drafter(cfg, target)
     world = max(1, torch.cuda.device_count()) if where.type == "cuda" and cfg.shard_target else 1
     steps = [line for line in log_lines(out / "log.jsonl") if line.get("kind") == "step"]
     if known_rate is None and steps:
         known_rate = float(steps[-1]["tokens_per_second"])
     dtype = training_dtype(cfg.dtype, where)
     element = torch.empty(0, dtype=dtype).element_size()
-    chunk = CPU_CHUNK_ROWS if cfg.chunk_rows == "auto" else cfg.chunk_rows
-    if where.type == "cuda" and cfg.chunk_rows == "auto":
-        sizes = plan.memory(cfg, material.target, shape, material.data(), world, element, 0)
-        taken = sizes["target"] + sizes["drafter"] + sizes["masters, gradients, moments"] + sizes["taps"]
-        free = free_bytes(where) - int(taken)
-        chunk = chunk_rows_for(shape, cfg.batch_tokens, cfg.num_depths, free, element, cfg.checkpoint_layers)
-    return plan.make_plan(
-        cfg,
-        material.target,
-        shape,
-        material.data(),
-        world,
-        material.schedule(world).steps,
-        element,
-        chunk,
-        known_rate,
-        plan.matrix_rate(where, dtype),
-    )
+    free = free_bytes(where) if where.type == "cuda" else None
+    chunk = planned_chunk(cfg, target, shape, material.data(), world, element, free)
+    rate = plan.REACHED * plan.matrix_rate(where, dtype)
+    told = f"{plan.REACHED:.0%} of the measured matrix rate"
+    machine = plan.Machine(world, rate, rate, rate, told, per_node=world, memory=free)
+    total = material.schedule(world).steps
+    return plan.make_plan(cfg, target, shape, material.data(), machine, total, element, chunk, known_rate)
+
+
+def planned_data(rows: Examples) -> plan.Data:
+    spans, tokens = rows.span_S2, rows.num_tokens
+    share = float((spans[:, 1] - spans[:, 0]).sum() / max(len(rows.token_T), 1))
+    return plan.Data(tokens, share, tokens / max(len(rows), 1))
+
+
+def planned_drafter(cfg: TrainConfig, target: DecoderConfig) -> DrafterConfig:
+    """As it will be, but for its mask token."""
+    mask_id = 0 if cfg.method == "p-eagle" else None
+    if cfg.init in FRESH:
+        return drafter_config(cfg, target, mask_id)
+    return replace(folder_config(cfg, target), mask_token_id=mask_id)
+
+
+def planned_chunk(
+    cfg: TrainConfig,
+    target: DecoderConfig,
+    shape: DrafterConfig,
+    data: plan.Data,
+    world: int,
+    element: int,
+    free: float | None,
+) -> int:
+    """Chain rows that would be computed together; `free` bytes of a GPU, None for a CPU."""
+    if cfg.chunk_rows != "auto":
+        return cfg.chunk_rows
+    if free is None:
+        return CPU_CHUNK_ROWS
+    sizes = plan.memory(cfg, target, shape, data, world, element, 0)
+    held = ("target", "drafter", "masters, gradients, moments", "taps", "measuring")
+    left = int(free - sum(sizes[name] for name in held) - 2 * sizes["drafter"])  # as `auto_chunk_rows` leaves
+    return chunk_rows_for(shape, cfg.batch_tokens, cfg.num_depths, left, element, cfg.checkpoint_layers)
 
 
 # After training

@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from peagle.config import DecoderConfig
 from peagle.data.batches import Batch, Examples, pack
 from peagle.errors import UserError
 from peagle.models.decoder import Decoder
@@ -39,24 +40,36 @@ from peagle.training.taps import Document, TargetStates, documents, rows_in_orde
 
 def layers_to_ask(target: Decoder, taps: Sequence[int]) -> tuple[int, ...]:
     """The layer ids that vLLM must be asked for."""
-    return tuple(sorted({*taps, target.cfg.num_layers}))
+    return state_layers(target.cfg, taps)
 
 
-class VllmFolder:
-    """Finds a data row's file by its tokens."""
+def state_layers(target: DecoderConfig, taps: Sequence[int]) -> tuple[int, ...]:
+    return tuple(sorted({*taps, target.num_layers}))
 
-    def __init__(self, folder: Path, target: Decoder, taps: Sequence[int], max_length: int) -> None:
+
+class StateFiles:
+    """Which file of a folder holds the states of which data row: that of its tokens."""
+
+    def __init__(self, folder: Path, target: DecoderConfig, taps: Sequence[int], max_length: int) -> None:
         """`max_length`: rows of the data are cut to it."""
-        self.folder, self.target, self.taps, self.max_length = folder, target, tuple(taps), max_length
-        self.layers = layers_to_ask(target, taps)
+        self.folder, self.target, self.max_length = folder, target, max_length
+        self.layers = state_layers(target, taps)
         if not folder.is_dir():
             raise UserError(f"--vllm-states {folder}: no such folder")
-        files = sorted(folder.glob("*.safetensors"))
-        if not files:
-            raise UserError(f"--vllm-states {folder}: no .safetensors in it; {self._what_to_ask()}")
-        self._file_of = {token_name(self._checked_tokens(path)): path for path in files}
+        self._file_of: dict[str, Path] = {}
+        self._read: set[Path] = set()
+        self.look()
 
-    def _what_to_ask(self) -> str:
+    def look(self) -> None:
+        """At files that have come since."""
+        for path in sorted(set(self.folder.glob("*.safetensors")) - self._read):
+            self._file_of[token_name(self._checked_tokens(path))] = path
+            self._read.add(path)
+
+    def __len__(self) -> int:
+        return len(self._file_of)
+
+    def what_to_ask(self) -> str:
         return f"ask vLLM for eagle_aux_hidden_state_layer_ids {list(self.layers)}: the taps, and the final state"
 
     def _checked_tokens(self, path: Path) -> NDArray[np.int32]:
@@ -70,11 +83,11 @@ class VllmFolder:
                 tokens = handle.get_tensor("token_ids").int().numpy()
         except (SafetensorError, OSError) as error:
             raise UserError(f"--vllm-states {path}: damaged or still being written ({error}); delete it") from None
-        width = self.target.cfg.layer.hidden_size
+        width = self.target.layer.hidden_size
         if len(shape) != 3 or shape[1] != len(self.layers):
             found = shape[1] if len(shape) == 3 else 0
             raise UserError(
-                f"--vllm-states {path}: {found} layers a token, {len(self.layers)} are needed; {self._what_to_ask()}"
+                f"--vllm-states {path}: {found} layers a token, {len(self.layers)} are needed; {self.what_to_ask()}"
             )
         if shape[2] != width or shape[0] != len(tokens):
             raise UserError(
@@ -82,22 +95,37 @@ class VllmFolder:
             )
         return tokens
 
-    def _find(self, row: Document) -> Path | None:
+    def find(self, row: Document) -> Path | None:
         found = self._file_of.get(row.name)
         return found or self._file_of.get(token_name(row.token_ids[:-1]))
 
+    def absent(self, examples: Examples) -> list[Document]:
+        """Rows, as they are trained on, without a file."""
+        return [row for row in rows_in_order(pack(examples, self.max_length)) if self.find(row) is None]
+
+
+class VllmFolder:
+    """The states of a batch, from the files of its data rows."""
+
+    def __init__(self, folder: Path, target: Decoder, taps: Sequence[int], max_length: int) -> None:
+        """Of the target only its tables are asked for anything."""
+        self.target, self.taps = target, tuple(taps)
+        self.files = StateFiles(folder, target.cfg, taps, max_length)
+        if not len(self.files):
+            raise UserError(f"--vllm-states {folder}: no .safetensors in it; {self.files.what_to_ask()}")
+
     def check(self, examples: Examples) -> None:
         """Refuses data that has rows without a file, before anything is trained."""
-        absent = [row.row_id for row in rows_in_order(pack(examples, self.max_length)) if self._find(row) is None]
+        absent = self.files.absent(examples)
         if absent:
             raise UserError(
-                self._absent(absent[0], f"{len(absent)} of {len(examples)} rows have no file, the first is")
+                self._absent(absent[0].row_id, f"{len(absent)} of {len(examples)} rows have no file, the first is")
             )
 
     def _absent(self, row_id: str, what: str) -> str:
         return (
-            f"--vllm-states {self.folder}: {what} {row_id!r}; send vLLM its token ids as a prompt, cut in front to "
-            f"--max-length {self.max_length}"
+            f"--vllm-states {self.files.folder}: {what} {row_id!r}; `peagle states` sends vLLM its token ids as a "
+            f"prompt, cut in front to --max-length {self.files.max_length}"
         )
 
     @torch.no_grad()
@@ -105,7 +133,7 @@ class VllmFolder:
         weight = self.target.embed_tokens.weight
         parts = []
         for document in documents(batch):
-            path = self._find(document)
+            path = self.files.find(document)
             if path is None:
                 raise UserError(self._absent(document.row_id, "no file has the tokens of row"))
             parts.append(self._read(path, len(document.token_ids)))
@@ -113,7 +141,7 @@ class VllmFolder:
         if weight.device.type == "cuda":
             states_NLD = states_NLD.pin_memory()
         states_NLD = states_NLD.to(weight.device, weight.dtype, non_blocking=True)
-        at = [self.layers.index(tap) for tap in self.taps]
+        at = [self.files.layers.index(tap) for tap in self.taps]
         return TargetStates(self.target.norm(states_NLD[:, -1].contiguous()), states_NLD[:, at].flatten(1))
 
     def _read(self, path: Path, length: int) -> Tensor:
