@@ -119,7 +119,7 @@ def test_bad_input_gets_one_line_and_status_2(
     set_config(stranger, target_hidden_size=96, vocab_size=320)
     unknown = tmp_path / "unknown"
     shutil.copytree(target, unknown)
-    set_config(unknown, architectures=["BloomForCausalLM"])
+    set_config(unknown, architectures=["NobodysForCausalLM"], model_type="nobodys")
     cases: list[tuple[tuple[str, ...], str]] = [
         (("generate", "hi", "-t", str(tmp_path / "nowhere")), "no such folder"),
         (("generate", "hi", "-t", t, "-d", str(tmp_path / "nowhere")), "no such folder"),

@@ -118,7 +118,7 @@ def test_a_small_one(tmp_path: Path) -> None:
     # norms lose bits on their way, as bf16 has fewer near 1 + w than near w: everything else is exact
     assert (theirs(tokens[None]).logits - model(tokens[None]).logits).abs().max() < 0.3
     assert all(torch.equal(a, b) for a, b in zip(theirs.parameters(), model.parameters(), strict=True) if a.dim() > 1)
-    assert_same(theirs.eval(), load_decoder(out), tokens, 1e-4)
+    assert_same(theirs.eval(), load_decoder(out), tokens, 3e-4)  # its states are in the tens
 
 
 def test_its_tokenizer(tmp_path: Path) -> None:

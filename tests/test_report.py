@@ -35,7 +35,7 @@ from peagle.cli.app import app
 from peagle.config import ReportSettings
 from peagle.errors import UserError
 from peagle.measuring.axes import linear_ticks, log_ticks, tick_texts
-from peagle.measuring.report import build_page, write_report
+from peagle.measuring.report import build_page, folded, write_report
 from peagle.measuring.report_html import html_of
 from peagle.measuring.report_markdown import markdown_of
 from peagle.measuring.report_series import Source, labels
@@ -410,7 +410,8 @@ def _around(speed: float) -> tuple[float, float, float]:
 @given(st.floats(-1e6, 1e6), st.floats(0, 1e6))
 def test_linear_ticks_are_round_and_enclose(low: float, width: float):
     ticks = linear_ticks(low, low + width)
-    assert ticks[0] <= low + 1e-6 and ticks[-1] >= low + width - 1e-6
+    near = 1e-6 + 1e-8 * (ticks[1] - ticks[0])  # what a picture cannot show
+    assert ticks[0] <= low + near and ticks[-1] >= low + width - near
     steps = {round((b - a) / (ticks[1] - ticks[0]), 3) for a, b in zip(ticks, ticks[1:], strict=False)}
     assert 2 <= len(ticks) <= 12 and steps == {1.0}
 
@@ -475,3 +476,9 @@ def test_numbers_that_are_none_are_refused_by_name(tmp_path: Path, number: str):
     path.write_text(re.sub(r'"seconds": [\d.e+-]+', '"seconds": 1e-320', text))
     with pytest.raises(UserError, match=r"rows\[0\]"):
         write_report([path], tmp_path / "r.html", None)
+
+
+def test_what_is_said_of_many_runs_stands_once():
+    runs = [f"file: peagle p-eagle K={k}, c={c}: a repeat took only {c / 9:.1f} s" for k in (3, 7) for c in (1, 8)]
+    others = ["file: the run was not finished", "file2: the run was not finished", "a, b, K=3: other words of 3.1"]
+    assert folded([*runs, *others, others[0]]) == (f"{runs[0]} (and 3 more like it)", *others)

@@ -165,6 +165,6 @@ def folded(warnings: Sequence[str]) -> tuple[str, ...]:
     """Those that say the same of several runs as one, by the first: forty lines about one thing hide the others."""
     alike: dict[str, list[str]] = {}
     for warning in dict.fromkeys(warnings):
-        said = re.sub(r"\d[\d.,]*", "#", LABEL.sub("", warning))
-        alike.setdefault(said, []).append(warning)
+        said, of_a_run = LABEL.subn("", warning)
+        alike.setdefault(re.sub(r"\d[\d.,]*", "#", said) if of_a_run else warning, []).append(warning)
     return tuple(first if not more else f"{first} (and {len(more)} more like it)" for first, *more in alike.values())
