@@ -143,6 +143,7 @@ def product(
     found, rows, N, stride = library(), x_TK.shape[0], weight_NK.shape[0], x_TK.stride()
     if found is None or stride[1] != 1 or not weight_NK.is_contiguous():
         return None
+    dense = None if residual is None else residual.contiguous()  # named, so that it lives as long as the call
     y = torch.empty(rows, N)
     gated = torch.empty(rows, N // 2) if glu else None
     failed = found.multiply(
@@ -150,7 +151,7 @@ def product(
         stride[0],
         weight_NK.data_ptr(),
         None if bias is None else bias.data_ptr(),
-        None if residual is None else residual.contiguous().data_ptr(),
+        None if dense is None else dense.data_ptr(),
         None if norm_weight is None else norm_weight.data_ptr(),
         eps,
         y.data_ptr(),
