@@ -10,65 +10,52 @@ Writes playground-light.png and playground-dark.png (1280 px) and playground-pho
 from __future__ import annotations
 
 import argparse
-import base64
 import sys
-import time
 from pathlib import Path
 
 from browser import Tab, browser, find_chromium
+from playwright.sync_api import expect
 
 OUT = Path(__file__).resolve().parent.parent / "docs" / "images"
 ALONE = "Write a Python function that returns the n-th Fibonacci number."
 COMPARED = "How does it work?"
 LOOKS = (("playground-light", 1280, 900, False), ("playground-dark", 1280, 900, True))
 PHONE = ("playground-phone", 400, 860, False)
-LONGEST_S = 300.0
-
-
-def wait(tab: Tab, expression: str) -> None:
-    ends = time.monotonic() + LONGEST_S
-    while not tab.evaluate(expression):
-        assert time.monotonic() < ends, f"{expression}: not within {LONGEST_S:.0f} s"
-        time.sleep(0.1)
+LONGEST_MS = 300_000
 
 
 def ask(tab: Tab, words: str) -> None:
-    tab.evaluate("document.getElementById('ask').focus()")
-    tab.call("Input.insertText", text=words)
-    for kind in ("keyDown", "keyUp"):
-        tab.call("Input.dispatchKeyEvent", type=kind, key="Enter", code="Enter", windowsVirtualKeyCode=13)
-    wait(tab, "!document.getElementById('stop').hidden")
-    wait(tab, "document.getElementById('stop').hidden")
-
-
-def take(tab: Tab, out: Path) -> Path:
-    """What a person sees, not the whole page."""
-    out.write_bytes(base64.b64decode(tab.call("Page.captureScreenshot", format="png")["data"]))
-    return out
+    message = tab.page.get_by_label("Your message")
+    message.fill(words)
+    message.press("Enter")
+    expect(tab.page.locator("#stop")).to_be_visible()
+    expect(tab.page.locator("#stop")).to_be_hidden(timeout=LONGEST_MS)
 
 
 def pictures(url: str, drafts: int | None, tokens: int, out: Path) -> list[Path]:
+    """What a person sees, not the whole page."""
     out.mkdir(parents=True, exist_ok=True)
     taken = []
     with browser(local=True) as tab:
         tab.look(1280)
         tab.open(url)
-        wait(tab, "document.getElementById('about').textContent.includes('drafter')")
-        tab.evaluate(f"document.getElementById('max-tokens').value = {tokens}")
+        expect(tab.page.locator("#about")).to_contain_text("drafter")
+        tab.page.get_by_label("Longest answer").fill(str(tokens))
         if drafts is not None:
-            moved = f"Object.assign(document.getElementById('k'), {{value: {drafts}}})"
-            tab.evaluate(f"{moved}.dispatchEvent(new Event('input'))")
+            tab.page.get_by_role("slider", name="Drafts a round").fill(str(drafts))
         ask(tab, ALONE)
         tab.look(PHONE[1], PHONE[3], height=PHONE[2])
         tab.evaluate("scrollTo(0, 0)")
-        taken.append(take(tab, out / f"{PHONE[0]}.png"))
+        taken.append(out / f"{PHONE[0]}.png")
+        tab.page.screenshot(path=taken[-1])
         tab.look(1280)
-        tab.evaluate("document.querySelector('[value=both]').click()")
+        tab.page.get_by_role("radio", name="side by side").check()
         ask(tab, COMPARED)
         for name, width, height, dark in LOOKS:
             tab.look(width, dark, height=height)
             tab.evaluate("document.getElementById('end').scrollIntoView({block: 'nearest'})")
-            taken.append(take(tab, out / f"{name}.png"))
+            taken.append(out / f"{name}.png")
+            tab.page.screenshot(path=taken[-1])
     return taken
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Pictures of a report for the documentation, taken in headless Chromium.
 
-    python scripts/screenshots.py benchmarks/results/report/*.json
+    python scripts/screenshots.py benchmarks/results/h200-speed.json benchmarks/results/h200-acceptance.json
     python scripts/screenshots.py RESULT.json ... --out docs/images
 
 Writes report-light.png and report-dark.png (the top of the page at 1280 px), report-phone.png (400 px), and one
@@ -39,13 +39,12 @@ def take(results: list[Path], out: Path) -> list[Path]:
             taken.append(out / f"{name}.png")
             tab.screenshot(taken[-1], height=TOP)
         tab.look(1280)
-        titles: list[str] = tab.evaluate("[...document.querySelectorAll('figure h3')].map((e) => e.textContent)")
-        for i, title in enumerate(titles):
+        titles = tab.page.locator("figure h3").all_text_contents()
+        for i, (figure, title) in enumerate(zip(tab.page.locator("figure").all(), titles, strict=True)):
             name = f"report-{re.sub('[^a-z0-9]+', '-', title.lower()).strip('-')}"
             again = titles[:i].count(title)  # the same figure of other runs
             taken.append(out / f"{name}{f'-{again + 1}' if again else ''}.png")
-            tab.evaluate(f"document.querySelectorAll('figure')[{i}].id = 'shot{i}'")
-            tab.screenshot(taken[-1], f"#shot{i}")
+            figure.screenshot(path=taken[-1])
     return taken
 
 

@@ -1,7 +1,7 @@
 """The playground in a real browser, against the real server: a conversation with SmolLM2, the keyboard, small screens.
 
 Needs Chromium (`make test-browser`). Answers, shades and numbers are held to the engine's own; what a server says only
-when it is in trouble is said by a `fetch` of the test's.
+when it is in trouble is said in its place, by a route of the browser's.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ import base64
 import hashlib
 import json
 import re
-import time
+import socket
 from collections.abc import Iterator
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import pytest
+from playwright.sync_api import Locator, Route, expect
 from serving_support import MODEL, PROMPT, K, Served
 from test_report_browser import READ_TEXTS
 
@@ -42,6 +44,7 @@ DRAFTED_LOOKS = """
   return [drafted.textDecorationLine, own.textDecorationLine, drafted.backgroundColor !== own.backgroundColor];
 })()
 """
+REACHED = "() => 'reached', (error) => error.name"
 FOCUSED = """
 (() => {
   const e = document.activeElement;
@@ -101,62 +104,54 @@ def letters(parts: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
     return [(letter, bool(flag)) for text, flag in parts for letter in text]
 
 
-def wait(tab: Tab, expression: str, seconds: float = 60) -> Any:
-    ends = time.monotonic() + seconds
-    while not (value := tab.evaluate(expression)):
-        assert time.monotonic() < ends, (expression, tab.evaluate("document.body.innerText"), tab.said)
-        time.sleep(0.02)
-    return value
-
-
-def visit(tab: Tab, server: Served, width: int = 1280, tokens: int = TOKENS) -> None:
-    tab.look(width)
+def visit(tab: Tab, server: Served, tokens: int = TOKENS) -> None:
+    tab.look(1280)
     tab.open(server.url + "/")
-    wait(tab, f"document.getElementById('about').textContent.startsWith({json.dumps(server.settings.model)})")
-    tab.evaluate(f"document.getElementById('max-tokens').value = {tokens}")
-
-
-def press(tab: Tab, key: str, code: int, modifiers: int = 0) -> None:
-    text = {"text": "\r"} if key == "Enter" else {}
-    tab.call(
-        "Input.dispatchKeyEvent",
-        type="keyDown",
-        key=key,
-        code=key,
-        windowsVirtualKeyCode=code,
-        modifiers=modifiers,
-        **text,
-    )
-    tab.call("Input.dispatchKeyEvent", type="keyUp", key=key, code=key, windowsVirtualKeyCode=code, modifiers=modifiers)
+    expect(tab.page.locator("#about")).to_have_text(re.compile(f"^{server.settings.model}"))
+    tab.page.get_by_label("Longest answer").fill(str(tokens))
 
 
 def send(tab: Tab, words: str) -> None:
-    tab.evaluate("document.getElementById('ask').focus()")
-    tab.call("Input.insertText", text=words)
-    press(tab, "Enter", 13)
+    tab.page.get_by_label("Your message").fill(words)
+    tab.page.keyboard.press("Enter")
 
 
 def ask(tab: Tab, words: str) -> None:
-    before = tab.evaluate("document.querySelectorAll('.turn').length")
+    turns = tab.page.locator(".turn")
+    before = turns.count()
     send(tab, words)
-    assert tab.evaluate("document.querySelectorAll('.turn').length") == before + 1
-    wait(tab, "document.getElementById('stop').hidden")
+    assert turns.count() == before + 1
+    answered(tab)
 
 
-def shown(tab: Tab, name: str) -> str:
-    return tab.evaluate(f"document.getElementById({json.dumps(name)}).textContent")
+def answered(tab: Tab) -> None:
+    expect(button(tab, "Send")).to_be_visible()
+
+
+def button(tab: Tab, name: str) -> Locator:
+    return tab.page.get_by_role("button", name=name, exact=True)
+
+
+def side_by_side(tab: Tab) -> None:
+    tab.page.get_by_role("radio", name="side by side").check()
+
+
+def texts_of(tab: Tab, selector: str) -> list[str]:
+    """To the letter: what `expect` compares has its white space folded."""
+    return tab.page.locator(selector).all_text_contents()
 
 
 def last_error(tab: Tab) -> str:
-    return wait(tab, "document.querySelector('.turn:last-child .error p')?.textContent", 10)
+    return tab.page.locator(".turn:last-child").get_by_role("alert").locator("p").text_content(timeout=10_000)
 
 
-def pretend(tab: Tab, response: str) -> None:
-    """The next answer comes from here: JavaScript of a Response. Everything behind it is the server's again."""
-    tab.evaluate(
-        "(() => { const real = window.fetch; window.fetch = (at, how) => { if (!String(at).includes('chat')) "
-        f"return real(at, how); window.fetch = real; return Promise.resolve({response}); }}; }})()"
-    )
+def pretend(tab: Tab, **response: Any) -> None:
+    """The next answer is this one, or none at all. Everything behind it is the server's again."""
+
+    def say(route: Route) -> None:
+        route.fulfill(**response) if response else route.abort()
+
+    tab.page.route("**/v1/chat/completions", say, times=1)
 
 
 def test_the_policy_names_the_script_and_the_style() -> None:
@@ -175,26 +170,26 @@ def test_a_conversation_with_smollm2(tab: Tab, talk: Talk, smol: Served) -> None
     assert letters(tab.evaluate(SHADES)[0]) == talk.shades(talk.first) and any(talk.first.drafted)
     assert tab.evaluate(DRAFTED_LOOKS) == ["underline", "none", True]
     saved = len(talk.first.token_ids) - 1 - talk.first.rounds
-    assert shown(tab, "length") == f"{talk.first.acceptance_length:.2f}" and shown(tab, "saved") == str(saved)
-    assert float(shown(tab, "speed")) > 0
-    assert talk.first.text in shown(tab, "status"), "read out to those who do not see it"
+    assert texts_of(tab, "#length, #saved") == [f"{talk.first.acceptance_length:.2f}", str(saved)]
+    assert float(texts_of(tab, "#speed")[0]) > 0
+    assert talk.first.text in texts_of(tab, "p[role=status]")[0], "read out to those who do not see it"
 
-    tab.evaluate("Object.assign(document.getElementById('k'), {value: 2}).dispatchEvent(new Event('input'))")
-    tab.evaluate("document.querySelector('[value=both]').click()")
+    tab.page.get_by_role("slider", name="Drafts a round").fill("2")
+    side_by_side(tab)
     ask(tab, SECOND)
     helped, alone = tab.evaluate(SHADES)
     assert letters(helped) == talk.shades(talk.second)
     assert "".join(text for text, _ in alone) == talk.second.text and not any(drafted for _, drafted in alone)
-    verdict = tab.evaluate("document.querySelector('.verdict').textContent")
-    assert f"✓ The two texts are equal, token for token ({len(talk.second.token_ids)} tokens)" in verdict
+    equal = f"✓ The two texts are equal, token for token ({len(talk.second.token_ids)} tokens)"
+    assert equal in texts_of(tab, ".verdict")[0]
 
     rates = []
     for i in range(K):
         could = [talk.first, talk.second] if i < 2 else [talk.first]
         share = sum(out.accepted_per_position[i] for out in could) / sum(out.num_drafts for out in could)
         rates.append(f"position {i + 1}: {int(100 * share + 0.5)}%")
-    chart = tab.evaluate("document.querySelector('#chart svg').getAttribute('aria-label')")
-    assert chart == f"Drafts accepted in this conversation. {', '.join(rates)}."
+    chart = f"Drafts accepted in this conversation. {', '.join(rates)}."
+    expect(tab.page.get_by_role("img", name=chart, exact=True)).to_be_visible()
     assert not tab.said and {url.removeprefix(smol.url) for url in tab.asked} == {
         "/",
         "/peagle/info",
@@ -204,34 +199,35 @@ def test_a_conversation_with_smollm2(tab: Tab, talk: Talk, smol: Served) -> None
 
 def test_escape_stops_the_answer_and_the_server(tab: Tab, smol: Served) -> None:
     visit(tab, smol, tokens=800)
+    newest = tab.page.locator(".turn:last-child .text span").nth(3)
     send(tab, "Tell me a long story about a fox.")
-    wait(tab, "document.querySelectorAll('#turns .text span').length > 3")
-    assert not tab.evaluate("document.getElementById('stop').hidden")
-    press(tab, "Escape", 27)
-    wait(tab, "document.querySelector('.foot').textContent.includes('stopped')", 10)
-    assert tab.evaluate("document.getElementById('stop').hidden && !document.querySelector('.error')")
+    expect(newest).to_be_attached()
+    assert button(tab, "Stop").is_visible()
+    tab.page.keyboard.press("Escape")
+    expect(tab.page.locator(".foot")).to_contain_text("stopped", timeout=10_000)
+    assert button(tab, "Stop").is_hidden() and not tab.page.get_by_role("alert").count()
     smol.check_nothing_left()
     send(tab, "And another one.")
-    wait(tab, "document.querySelectorAll('.turn:last-child .text span').length > 3")
-    tab.evaluate("document.getElementById('reset').click()")
+    expect(newest).to_be_attached()
+    button(tab, "Reset").click()
     smol.check_nothing_left()
-    assert tab.evaluate("document.querySelectorAll('.turn').length") == 0 and shown(tab, "saved") == "–"
-    assert tab.evaluate("document.activeElement.id") == "ask"
+    assert not tab.page.locator(".turn").count() and texts_of(tab, "#saved") == ["–"]
+    expect(tab.page.get_by_label("Your message")).to_be_focused()
 
 
 def test_sampled_texts_are_equal_too(tab: Tab, small: Served) -> None:
     visit(tab, small)
-    tab.evaluate("document.getElementById('temperature').value = 2")
-    tab.evaluate("document.querySelector('[value=both]').click()")
+    tab.page.get_by_label("Temperature").fill("2")
+    side_by_side(tab)
     texts = set()
     for _ in range(3):
         ask(tab, "zq")
-        turn = tab.evaluate("document.querySelector('.turn:last-child').innerText")
+        turn = tab.page.locator(".turn").inner_text()
         assert "token for token" in turn, (turn, tab.said)
-        one, other = tab.evaluate("[...document.querySelectorAll('.turn:last-child .text')].map((e) => e.textContent)")
+        one, other = texts_of(tab, ".turn .text")
         assert one == other
         texts.add(one)
-        tab.evaluate("document.getElementById('reset').click()")
+        button(tab, "Reset").click()
     assert len(texts) > 1, "they were sampled"
 
 
@@ -239,11 +235,9 @@ def test_it_fits_and_reads_on_every_screen(tab: Tab, small: Served) -> None:
     visit(tab, small)
     for state in ("empty", "answered"):
         if state == "answered":
-            tab.evaluate("document.querySelector('[value=both]').click()")
+            side_by_side(tab)
             ask(tab, PROMPT)
-            pretend(
-                tab, "new Response('{\"error\": {\"message\": \"no\"}}', {status: 429, headers: {'Retry-After': '60'}})"
-            )
+            pretend(tab, status=429, headers={"Retry-After": "60"}, json={"error": {"message": "no"}})
             ask(tab, "Tall" + "y" * 200)
         for width, dark in LOOKS:
             tab.look(width, dark)
@@ -261,29 +255,33 @@ def test_it_fits_and_reads_on_every_screen(tab: Tab, small: Served) -> None:
                 ".filter(([, high]) => high < 24)"
             )
             assert not small_ones, f"{where}: too small for a finger: {small_ones}"
-    tab.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-reduced-motion", "value": "reduce"}])
     tab.evaluate("document.querySelector('.answer').classList.add('busy')")
-    assert tab.evaluate("getComputedStyle(document.querySelector('.busy .text'), '::after').animationName") == "none"
+    blinks = "getComputedStyle(document.querySelector('.busy .text'), '::after').animationName"
+    assert tab.evaluate(blinks) == "blink"
+    tab.page.emulate_media(reduced_motion="reduce")
+    assert tab.evaluate(blinks) == "none"
 
 
 def test_the_keyboard_alone_is_enough(tab: Tab, small: Served) -> None:
-    visit(tab, small)
-    assert tab.evaluate("document.activeElement.id") == "ask"
-    tab.call("Input.insertText", text="one")
-    press(tab, "Enter", 13, modifiers=8)
-    assert tab.evaluate("document.querySelectorAll('.turn').length") == 0
-    tab.call("Input.insertText", text="two")
-    assert tab.evaluate("document.getElementById('ask').value") == "one\ntwo"
-    press(tab, "Enter", 13)
-    wait(tab, "document.getElementById('stop').hidden && !!document.querySelector('.said')")
-    assert tab.evaluate("document.querySelector('.said').textContent") == "one\ntwo"
-    tab.evaluate(
-        "document.activeElement.blur(); getSelection().removeAllRanges(); document.querySelector('.skip').focus()"
-    )
+    tab.look(1280)
+    tab.open(small.url + "/")
+    message, keyboard = tab.page.get_by_label("Your message"), tab.page.keyboard
+    expect(message).to_be_focused()
+    expect(tab.page.locator("#about")).to_contain_text(MODEL)
+    keyboard.type("one")
+    keyboard.press("Shift+Enter")
+    assert not tab.page.locator(".turn").count()
+    keyboard.type("two")
+    assert message.input_value() == "one\ntwo"
+    keyboard.press("Enter")
+    expect(tab.page.locator(".said")).to_be_visible()
+    answered(tab)
+    assert texts_of(tab, ".said") == ["one\ntwo"]
+    tab.page.get_by_role("link", name="Skip to your message").focus()
     order = []
     for _ in range(16):
         order.append(tab.evaluate(FOCUSED))
-        press(tab, "Tab", 9)
+        keyboard.press("Tab")
     names = [name for name, _ in order if name]
     wanted = ["Skip to your message", "log", "Copy", "ask", "send", "reset", "mode", "k", "temperature", "max-tokens"]
     assert [name for name in names if name in [*wanted, "system", "key"]][:12] == [*wanted, "system", "key"], names
@@ -293,27 +291,35 @@ def test_the_keyboard_alone_is_enough(tab: Tab, small: Served) -> None:
 @pytest.mark.parametrize(
     ("response", "words"),
     [
-        ("new Response('{\"error\": {\"message\": \"max_tokens: must be at least 1\"}}', {status: 400})",
-         "The server refuses this: max_tokens: must be at least 1"),
-        ("new Response('<h1>Bad gateway</h1>', {status: 502})", "The server failed (502). <h1>Bad gateway</h1>"),
-        ("new Response('data: {\"error\": {\"message\": \"the engine failed\", \"code\": 500}}\\n\\n')",
-         "The server failed (500). the engine failed"),
-        ("new Response('data: {\"choices\": [{\"delta\": {\"content\": \"half\"}}]}\\n\\n')",
-         "The connection was lost in the middle of the answer."),
-        ("Promise.reject(new TypeError('Failed to fetch'))",
-         "The server does not answer. Is it still running, and is the network up?"),
+        (
+            {"status": 400, "json": {"error": {"message": "max_tokens: must be at least 1"}}},
+            "The server refuses this: max_tokens: must be at least 1",
+        ),
+        ({"status": 502, "body": "<h1>Bad gateway</h1>"}, "The server failed (502). <h1>Bad gateway</h1>"),
+        (
+            {"body": 'data: {"error": {"message": "the engine failed", "code": 500}}\n\n'},
+            "The server failed (500). the engine failed",
+        ),
+        (
+            {"body": 'data: {"choices": [{"delta": {"content": "half"}}]}\n\n'},
+            "The connection was lost in the middle of the answer.",
+        ),
+        ({}, "The server does not answer. Is it still running, and is the network up?"),
     ],
-)  # fmt: skip
-def test_trouble_is_told_in_words_and_can_be_tried_again(tab: Tab, small: Served, response: str, words: str) -> None:
+)
+def test_trouble_is_told_in_words_and_can_be_tried_again(
+    tab: Tab, small: Served, response: dict[str, Any], words: str
+) -> None:
     visit(tab, small)
-    pretend(tab, response)
+    pretend(tab, **response)
     ask(tab, PROMPT)
     assert last_error(tab) == words
-    assert tab.evaluate("document.querySelector('.error').getAttribute('role')") == "alert"
-    tab.evaluate("document.querySelector('.error button').click()")
-    wait(tab, "document.getElementById('stop').hidden && !document.querySelector('.error')")
+    button(tab, "Try again").click()
+    expect(tab.page.get_by_role("alert")).to_have_count(0)
+    answered(tab)
     _, _, whole = small.ask("/v1/chat/completions", chat_body(PROMPT))
-    assert tab.evaluate("document.querySelector('.text').textContent") == whole["choices"][0]["message"]["content"]
+    assert texts_of(tab, ".text") == [whole["choices"][0]["message"]["content"]]
+    assert not tab.page.get_by_role("alert").count()
 
 
 def chat_body(*talk: str) -> dict[str, Any]:
@@ -323,33 +329,26 @@ def chat_body(*talk: str) -> dict[str, Any]:
 
 def test_a_full_server_says_when_to_come_back(tab: Tab, small: Served) -> None:
     visit(tab, small)
-    pretend(
-        tab, "new Response('{\"error\": {\"message\": \"256 wait.\"}}', {status: 429, headers: {'Retry-After': '2'}})"
-    )
+    pretend(tab, status=429, headers={"Retry-After": "3"}, json={"error": {"message": "256 wait."}})
     ask(tab, PROMPT)
+    again = tab.page.get_by_role("alert").get_by_role("button")
+    assert again.is_disabled() and re.fullmatch(r"Try again in [123] s", again.inner_text())
     assert last_error(tab) == "The server has all it can do. 256 wait."
-    assert tab.evaluate("document.querySelector('.error button').disabled")
-    assert re.fullmatch(r"Try again in [12] s", tab.evaluate("document.querySelector('.error button').textContent"))
-    wait(tab, "!document.querySelector('.error button').disabled", 10)
+    expect(again).to_be_enabled(timeout=10_000)
     # what was not answered is no part of the conversation
     ask(tab, "Now")
     _, _, whole = small.ask("/v1/chat/completions", chat_body("Now"))
-    answers = tab.evaluate("[...document.querySelectorAll('.text')].map((e) => e.textContent)")
-    assert answers == [whole["choices"][0]["message"]["content"]]
+    assert texts_of(tab, ".text") == [whole["choices"][0]["message"]["content"]]
 
 
 def test_text_stays_text(tab: Tab, small: Served) -> None:
     visit(tab, small)
     tokens = {"token_ids": [1, 2], "texts": [HOSTILE[:40], HOSTILE[40:]], "drafted": [False, True]}
     event = {"choices": [{"delta": {"content": HOSTILE}, "finish_reason": "stop", "peagle": tokens}]}
-    body = f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n"
-    pretend(tab, f"new Response({json.dumps(body)})")
+    pretend(tab, body=f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n")
     ask(tab, HOSTILE)
-    assert tab.evaluate("[...document.querySelectorAll('.said, .text')].map((e) => e.textContent)") == [
-        HOSTILE,
-        HOSTILE,
-    ]
-    pretend(tab, f"new Response(JSON.stringify({{error: {{message: {json.dumps(HOSTILE)}}}}}), {{status: 400}})")
+    assert texts_of(tab, ".said, .text") == [HOSTILE, HOSTILE]
+    pretend(tab, status=400, json={"error": {"message": HOSTILE}})
     ask(tab, "again")
     assert last_error(tab) == f"The server refuses this: {HOSTILE}"
     assert tab.evaluate("window.hit === undefined && !document.querySelector('main img, main b')")
@@ -358,21 +357,38 @@ def test_text_stays_text(tab: Tab, small: Served) -> None:
         "document.body.append(Object.assign(document.createElement('script'), {textContent: 'window.hit = 1'}))"
     )
     assert tab.evaluate("window.hit === undefined")
-    assert tab.evaluate("fetch('http://127.0.0.1:9/').then(() => 'sent', (error) => error.name)") == "TypeError"
-    assert any("Content Security Policy" in said for said in tab.said)
+    assert tab.evaluate(f"fetch('http://127.0.0.1:9/').then({REACHED})") == "TypeError"
+    for directive in ("script-src", "connect-src"):
+        assert any("Content Security Policy" in said and directive in said for said in tab.said), directive
 
 
 def test_a_key_stays_in_memory(tab: Tab) -> None:
     with Served(api_key="sesame") as server:
         tab.look(1280)
         tab.open(server.url + "/")
-        assert "wants an API key" in wait(tab, "document.querySelector('#about.away')?.textContent")
+        expect(tab.page.locator("#about.away")).to_contain_text("wants an API key")
         ask(tab, PROMPT)
         assert last_error(tab) == "The server wants an API key: give it under Settings."
-        assert tab.evaluate("document.activeElement.id") == "key"
-        tab.call("Input.insertText", text="sesame")
-        tab.evaluate("document.querySelector('.error button').click()")
-        wait(tab, "document.getElementById('stop').hidden && document.querySelector('.text')?.textContent")
-        assert not tab.evaluate("document.querySelector('.error')") and shown(tab, "about").startswith(MODEL)
+        expect(tab.page.get_by_label("API key")).to_be_focused()
+        tab.page.keyboard.type("sesame")
+        button(tab, "Try again").click()
+        expect(tab.page.locator(".text")).not_to_be_empty()
+        answered(tab)
+        assert not tab.page.get_by_role("alert").count() and texts_of(tab, "#about")[0].startswith(MODEL)
         kept = "[localStorage.length, sessionStorage.length, document.cookie, location.href.includes('sesame')]"
         assert tab.evaluate(kept) == [0, 0, "", False]
+
+
+def test_only_this_address_can_be_reached(tab: Tab, small: Served, tmp_path: Path) -> None:
+    page = tmp_path / "asks.html"
+    page.write_text("<!doctype html><title>asks</title>")
+    tab.open(page)
+    with socket.create_server(("127.0.0.2", 0)) as server:
+        elsewhere = f"http://127.0.0.2:{server.getsockname()[1]}/"
+        for url, answer in ((small.url + "/", "reached"), (elsewhere, "TypeError")):
+            how = "{mode: 'no-cors', signal: AbortSignal.timeout(20000)}"
+            assert tab.evaluate(f"fetch({json.dumps(url)}, {how}).then({REACHED})") == answer, tab.said
+        server.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            server.accept()
+    assert elsewhere in tab.asked

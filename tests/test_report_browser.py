@@ -6,12 +6,14 @@ Needs Chromium (`make test-browser`); what can be told without one is in test_re
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
 import pytest
+from playwright.sync_api import expect
 from report_page import STAMP, measured_acceptance, measured_speed
 from test_report import HOSTILE, bench, bench_row
 
@@ -71,7 +73,6 @@ READ_OVERLAPS = """
 }))()
 """
 
-BOX = "(() => {const b = %s.getBoundingClientRect(); return [b.left, b.top, b.width, b.height]})()"
 # What the keyboard is at; details are opened on the way, so that what is in them comes next.
 FOCUSED = """
 (() => {
@@ -111,7 +112,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def everything() -> list[Results]:
-    """A chart of every kind, with as many lines as there may be."""
+    """A chart of every kind, with as many lines as there may be, and more warnings than are shown at once."""
     rows = []
     for engine, load in product(("embedded", "http://localhost:8000/v1"), (1, 8, 64)):
         for method, k, gain in (
@@ -159,7 +160,7 @@ def everything() -> list[Results]:
         for load, (method, k) in product((1, 8, 64), (("none", 0), ("eagle3", 3), ("p-eagle", 7)))
     ]
     return [
-        bench(*rows),
+        replace(bench(*rows), warnings=[f"{engine} was warm: {'very ' * i}" for i, engine in enumerate("abcdefgh")]),
         Results("eval", STAMP, {"max_tokens": 512}, accepted),
         Results("tune", STAMP, {}, tuned),
         Results("plan", STAMP, {"gpu": "h200"}, planned),
@@ -187,8 +188,21 @@ def test_it_fits_reads_and_asks_for_nothing(tab: Tab, pages: dict[str, Path], na
     assert [url for url in tab.asked if not url.startswith("file://")] == [] and len(tab.asked) == 1
 
 
+def test_who_asks_is_refused_and_noted(tab: Tab, tmp_path: Path):
+    page = tmp_path / "asks.html"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        wanted = f"http://127.0.0.1:{server.getsockname()[1]}/x.png"
+        page.write_text(f"<img src={wanted}><script>fail()</script>")
+        tab.open(page)
+        server.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            server.accept()
+    assert tab.asked == [page.as_uri(), wanted]
+    assert any("ERR_INTERNET_DISCONNECTED" in said for said in tab.said) and "fail is not defined" in str(tab.said)
+
+
 def test_nothing_of_a_stranger_runs_and_all_reads_without_scripts(tab: Tab, pages: dict[str, Path]):
-    tab.call("Page.addScriptToEvaluateOnNewDocument", source="window.alert = () => { window.hit = true; };")
+    tab.page.add_init_script("window.alert = () => { window.hit = true; };")
     tab.open(pages["hostile"])
     assert tab.evaluate("window.hit === undefined && document.scripts.length === 1")
     # A script that somebody got into the page would not run either.
@@ -198,54 +212,45 @@ def test_nothing_of_a_stranger_runs_and_all_reads_without_scripts(tab: Tab, page
     assert tab.evaluate("window.hit === undefined")
     tab.look(1280)
     tab.open(pages["everything"])
-    with_script = tab.evaluate("document.body.innerText")
-    tab.call("Emulation.setScriptExecutionDisabled", value=True)
-    try:
-        tab.open(pages["everything"])
-        assert tab.evaluate("document.body.innerText") == with_script
-        assert tab.evaluate("document.querySelectorAll('.hit > title').length") > 50, "values when pointed at, even so"
-    finally:
-        tab.call("Emulation.setScriptExecutionDisabled", value=False)
+    with_script = tab.page.locator("body").inner_text()
+    with tab.page.context.browser.new_page(java_script_enabled=False, viewport={"width": 1280, "height": 900}) as plain:
+        plain.goto(pages["everything"].as_uri())
+        assert plain.locator("body").inner_text() == with_script
+        assert plain.locator(".hit > title").count() > 50, "values when pointed at, even so"
 
 
 def test_a_mark_tells_its_value_when_pointed_at(tab: Tab, pages: dict[str, Path]):
     tab.look(1280)
     tab.open(pages["everything"])
-    tab.evaluate("window.mark = [...document.querySelectorAll('.hit')].find((e) => e.checkVisibility())")
-    tab.evaluate("mark.scrollIntoView({block: 'center'})")
-    left, top, width, height = tab.evaluate(BOX % "mark")
-    x, y = left + width / 2, top + height / 2
-    tab.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-    told = tab.evaluate("document.getElementById('tip').hidden ? '' : document.getElementById('tip').innerText")
-    assert re.search(r"tokens/s \(95% ", told), told
-    left, top, width, height = tab.evaluate(BOX % "document.getElementById('tip')")
-    assert 0 <= left and left + width <= 1280 and 0 <= top
-    tab.call("Input.dispatchMouseEvent", type="mouseMoved", x=1, y=1)
-    assert tab.evaluate("document.getElementById('tip').hidden")
+    tip = tab.page.locator("#tip")
+    tab.page.locator(".hit:visible").first.hover()
+    assert re.search(r"tokens/s \(95% ", tip.inner_text())
+    box = tip.bounding_box()
+    assert box is not None and 0 <= box["x"] and box["x"] + box["width"] <= 1280 and 0 <= box["y"]
+    tab.page.mouse.move(1, 1)
+    expect(tip).to_be_hidden()
 
 
 def test_the_keyboard_reaches_every_table(tab: Tab, pages: dict[str, Path]):
     tab.look(400)
     tab.open(pages["everything"])
-    summaries = tab.evaluate("document.querySelectorAll('summary').length")
+    summaries = tab.page.locator("summary").count()
     seen = set()
     for _ in range(3 * summaries + 60):
-        tab.call("Input.dispatchKeyEvent", type="keyDown", key="Tab", code="Tab", windowsVirtualKeyCode=9)
-        tab.call("Input.dispatchKeyEvent", type="keyUp", key="Tab", code="Tab", windowsVirtualKeyCode=9)
-        at = tab.evaluate(FOCUSED)
-        seen.add(tuple(at))
+        tab.page.keyboard.press("Tab")
+        seen.add(tuple(tab.evaluate(FOCUSED)))
     assert len([tag for tag, _, _ in seen if tag == "SUMMARY"]) == summaries
-    tables = tab.evaluate("document.querySelectorAll('.scroll').length")
-    assert len([name for _, name, _ in seen if name == "scroll"]) == tables
+    assert len([name for _, name, _ in seen if name == "scroll"]) == tab.page.locator(".scroll").count()
     assert tab.evaluate("document.documentElement.scrollWidth") <= 400, "open tables scroll by themselves"
 
 
-def test_it_prints_on_a_few_pages_with_every_warning(tab: Tab, pages: dict[str, Path], tmp_path: Path):
+def test_it_prints_on_a_few_pages_with_every_warning(tab: Tab, pages: dict[str, Path]):
     tab.look(1280, dark=True)
     tab.open(pages["everything"])
-    tab.pdf(tmp_path / "page.pdf")
-    printed = (tmp_path / "page.pdf").read_bytes()
+    warnings = "[...document.querySelectorAll('aside li')].map((e) => e.checkVisibility())"
+    assert not all(tab.evaluate(warnings)), "some are folded away"
+    printed = tab.page.pdf(format="A4", print_background=True, prefer_css_page_size=True)
     assert printed.startswith(b"%PDF") and 4 <= len(re.findall(rb"/Type\s*/Page\b", printed)) <= 20
     tab.look(700, media="print")
-    shown = tab.evaluate("[...document.querySelectorAll('aside li')].map((e) => e.checkVisibility())")
+    shown = tab.evaluate(warnings)
     assert len(shown) > 6 and all(shown)
