@@ -30,7 +30,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -39,6 +39,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RATES = (0.72, 0.52, 0.38, 0.28, 0.21, 0.16, 0.13)
 ROWS = ("startup", "c1", "c8", "c64", "16k", "none", "smollm2", "data", "differs")
+SIDES = ("vllm", "peagle")
 GB = 10**9
 
 Json = dict[str, Any]
@@ -84,6 +85,7 @@ class Engine:
     k: int | str = 0  # drafts a round; "auto" leaves it to peagle
     parallel: bool = True
     synthetic: bool = True
+    rates: tuple[float, ...] = RATES  # of accepting draft i, where that is synthetic
     dummy: bool = True
     alone: bool = False  # starts with nothing beside it, for the start-up row
     max_num_seqs: int = 64
@@ -347,7 +349,7 @@ class Run:
 Generate = Callable[..., Run]
 
 
-def open_peagle(job: Json) -> tuple[Generate, Json]:
+def open_peagle(job: Json, adjust: Callable[[Any], Json] | None = None) -> tuple[Generate, Json]:
     """Every call into peagle stands here."""
     import peagle
     from peagle import LLM, SamplingParams
@@ -378,7 +380,7 @@ def open_peagle(job: Json) -> tuple[Generate, Json]:
         by_position = zip_longest(*(out.accepted_per_position for out in outputs), fillvalue=0)
         return Run(tokens, sum(out.rounds for out in outputs), [sum(counts) for counts in by_position])
 
-    return generate, {"peagle": peagle.__version__}
+    return generate, {"peagle": peagle.__version__} | (adjust(llm) if adjust else {})
 
 
 def open_vllm(job: Json) -> tuple[Generate, Json]:
@@ -414,9 +416,11 @@ def open_vllm(job: Json) -> tuple[Generate, Json]:
         gpu_memory_utilization=0.05,  # overruled by the line above, but checked against what neighbours leave free
         enable_prefix_caching=False,  # prompts are distinct, so it could only cost
         seed=0,
-        **settings,
+        **(settings | job["vllm_settings"]),
     )
     about: Json = {"vllm": vllm.__version__, "plain": job["plain"]}
+    for call in job["vllm_calls"]:
+        about[call] = llm.collective_rpc(call)
     try:
         config = llm.llm_engine.vllm_config
         about["async_scheduling"] = bool(config.scheduler_config.async_scheduling)
@@ -561,8 +565,15 @@ def write_json(path: Path, value: Any) -> None:
     os.replace(unfinished, path)
 
 
-def worker(file: Path) -> None:
-    """Builds one engine, says so in ready.json, then measures what each line of standard input asks for."""
+def worker(
+    file: Path,
+    measures: Mapping[str, Callable[[Generate, Json, Json], Json]] = MEASURES,
+    adjust: Callable[[Any], Json] | None = None,
+) -> None:
+    """Builds one engine, says so in ready.json, then measures what each line of standard input asks for.
+
+    `adjust` is done to peagle's engine before its first token, as a session's `vllm_calls` are to vLLM's.
+    """
     job = json.loads(file.read_text())
     folder = Path(job["folder"])
     vocab = job["vocab"]
@@ -571,7 +582,7 @@ def worker(file: Path) -> None:
         return time.time() - job["started"]
 
     try:
-        generate, about = (open_vllm if job["side"] == "vllm" else open_peagle)(job)
+        generate, about = open_vllm(job) if job["side"] == "vllm" else open_peagle(job, adjust)
         ready: Json = {"about": about, "built_s": since()}
         first = {"name": "first", "random": job["first_prompt"], "vocab": vocab, "count": 2}
         one, other = prompts_for(first, 0, None)
@@ -590,7 +601,7 @@ def worker(file: Path) -> None:
     for line in sys.stdin:
         measure = json.loads(line)
         try:
-            result = MEASURES[measure["kind"]](generate, measure, job)
+            result = measures[measure["kind"]](generate, measure, job)
         except Exception as error:
             traceback.print_exc()
             result = {"error": f"{type(error).__name__}: {error}"[:2000]}
@@ -633,11 +644,11 @@ class Worker:
         cache = self.folder / "cache"
         env = env | {
             "VLLM_CACHE_ROOT": str(cache / "vllm"),
-            "TRITON_CACHE_DIR": str(cache / "triton"),
+            "TRITON_CACHE_DIR": job["triton_cache"] or str(cache / "triton"),
             "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
         }
         file = self.folder / "job.json"
-        command = [python, str(Path(__file__).resolve()), "--worker", str(file)]
+        command = [python, job["script"], "--worker", str(file)]
         file.write_text(json.dumps(job | {"folder": str(self.folder), "started": time.time()}))
         with open(self.log, "wb") as log:
             # Its own session: vLLM's engine core is a grandchild, and both must be gone at the end.
@@ -691,8 +702,17 @@ class Worker:
 class Session:
     """All of one call: waves of workers, what they measured, and the time that is left."""
 
+    script = Path(__file__).resolve()  # what a worker runs
+    filled = 0.93  # of the GPU's memory, by a wave
+    batched_tokens = 16384 + 512  # vLLM reads in one step
+    warm_triton = False  # kernels compiled by one worker serve those started after it
+    vllm_settings: Json = {}  # further ones
+    vllm_calls: tuple[str, ...] = ()  # what its workers are asked to do before the first token
+
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
+        if args.vllm_path:
+            args.vllm_path = args.vllm_path.resolve()
         self.sizes = TINY if args.tiny else Sizes()
         self.device = "cpu" if args.tiny else "cuda"
         self.began = time.time()
@@ -747,6 +767,18 @@ class Session:
             self.machine = json.loads(asked.stdout.strip().splitlines()[-1])
         except (ValueError, IndexError, subprocess.SubprocessError) as error:
             self.note(f"the GPU could not be asked: {error!r} {getattr(error, 'stderr', '') or ''}"[:1000])
+        engines = self.write_inputs(engines)
+        if compiling is not None:
+            try:
+                compiling.wait(60)
+            except subprocess.TimeoutExpired:
+                compiling.kill()
+        usable = [e for e in engines if e.target in self.folders and (e.measures or e.alone)]
+        self.say(f"prepared {len(usable)} engines in {self.scratch}; {self.machine}")
+        return usable
+
+    def write_inputs(self, engines: list[Engine]) -> list[Engine]:
+        """Checkpoints and prompts."""
         smollm2 = self.args.smollm2
         try:
             if smollm2 is None and any(e.target == "smollm2" for e in engines):
@@ -768,14 +800,7 @@ class Session:
             if any(m["kind"] != "speed" for e in engines for m in e.measures):
                 self.note("no prompts (--prompts), so the rows data and differs are left out")
             engines = [replace(e, measures=[m for m in e.measures if m["kind"] == "speed"]) for e in engines]
-        if compiling is not None:
-            try:
-                compiling.wait(60)
-            except subprocess.TimeoutExpired:
-                compiling.kill()
-        usable = [e for e in engines if e.target in self.folders and (e.measures or e.alone)]
-        self.say(f"prepared {len(usable)} engines in {self.scratch}; {self.machine}")
-        return usable
+        return engines
 
     def start(self, engine: Engine) -> Worker:
         target = Path(self.folders[engine.target])
@@ -785,11 +810,15 @@ class Session:
         job |= {
             "target": str(target),
             "drafter": self.folders[engine.drafter] if engine.drafter else None,
-            "rates": list(RATES[:k]),
+            "rates": list(engine.rates[:k]),
+            "script": str(self.script),
+            "triton_cache": str(self.scratch / "triton") if self.warm_triton else None,
+            "vllm_settings": self.vllm_settings,
+            "vllm_calls": self.vllm_calls,
             "device": self.device,
             "dtype": "float32" if self.args.tiny else "bfloat16",
             "kv_bytes": GB // 2 if self.args.tiny else engine.kv_bytes,
-            "batched_tokens": 2048 if self.args.tiny else 16384 + 512,
+            "batched_tokens": 2048 if self.args.tiny else self.batched_tokens,
             "eos_ids": eos if isinstance(eos, list) else [eos],
             "vocab": json.loads((target / "config.json").read_text())["vocab_size"],
             "first_prompt": self.sizes.prompt,
@@ -839,7 +868,7 @@ class Session:
     def next_wave(self, queue: list[Engine]) -> list[Engine]:
         if queue[0].alone:
             return queue[:1]
-        room = self.machine.get("memory_gb", 150.0) * 0.93
+        room = self.machine.get("memory_gb", 150.0) * self.filled
         wave: list[Engine] = []
         for engine in queue:
             room -= engine.gpu_gb
@@ -975,6 +1004,9 @@ class Session:
         beside("bf16: texts changed by speculation", "no more", differs.get("vllm"), differs.get("peagle"), met, **more)
         return rows
 
+    def table(self, rows: list[Json]) -> str:
+        return table(rows)
+
     def report(self) -> None:
         if copy := self.machine.get("copy_tb_s"):
             self.results["copy_tb_s"] = copy
@@ -996,7 +1028,7 @@ class Session:
         self.results["calls"].append(call)
         self.save()
         rows = self.rows()
-        print(table(rows))
+        print(self.table(rows))
         print(json.dumps({"rows": rows, "notes": self.results["notes"], "calls": self.results["calls"]}))
 
 
@@ -1027,13 +1059,9 @@ def table(rows: list[Json]) -> str:
     return "\n".join(["output tokens/s where no unit is given; even: at the acceptance the rates promise", *text])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vllm-path", type=Path, help="folder with the unpacked vLLM, for vLLM's workers alone")
     parser.add_argument("--vllm-python", default=sys.executable, help="interpreter of vLLM's workers; this one if none")
-    parser.add_argument("--smollm2", type=Path, help="its Hugging Face folder; asked of peagle when not given")
-    parser.add_argument("--prompts", type=Path, help="JSONL (or .gz) with `turns`, for the rows data and differs")
-    parser.add_argument("--rows", default=",".join(ROWS), help=f"of {','.join(ROWS)}")
     parser.add_argument("--sides", default="vllm,peagle")
     parser.add_argument("--out", type=Path, help="results, written after every measurement")
     parser.add_argument("--resume", action="store_true", help="keep what --out holds and measure the rest")
@@ -1044,26 +1072,23 @@ def main() -> None:
     parser.add_argument("--scratch", help="folder for checkpoints, logs and caches; a temporary one by default")
     parser.add_argument("--tiny", action="store_true", help="toy sizes on the CPU, to try the script itself")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--probe", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.worker:
-        return worker(args.worker)
-    if args.probe:
-        return probe()
-    if args.vllm_path:
-        args.vllm_path = args.vllm_path.resolve()
-    rows, sides = set(args.rows.split(",")), args.sides.split(",")
-    if unknown := (rows - set(ROWS)) | (set(sides) - {"vllm", "peagle"}):
-        parser.error(f"unknown: {', '.join(sorted(unknown))}")
-    sys.path.insert(0, str(ROOT))
-    session = Session(args)
+
+
+def check_names(parser: argparse.ArgumentParser, given: str, known: Iterable[str]) -> list[str]:
+    names = given.split(",")
+    if unknown := sorted(set(names) - set(known)):
+        parser.error(f"unknown: {', '.join(unknown)}")
+    return names
+
+
+def run_session(session: Session, engines: list[Engine]) -> None:
+    """However it ends, no worker is left and what there is gets reported."""
 
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, interrupted)
     try:
-        engines = wanted_engines(rows, sides, session.sizes)
         session.run(session.prepare(engines))
     except KeyboardInterrupt:
         session.note("interrupted")
@@ -1074,6 +1099,24 @@ def main() -> None:
         for one in list(session.live):
             session.stop(one)
         session.report()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_common_arguments(parser)
+    parser.add_argument("--smollm2", type=Path, help="its Hugging Face folder; asked of peagle when not given")
+    parser.add_argument("--prompts", type=Path, help="JSONL (or .gz) with `turns`, for the rows data and differs")
+    parser.add_argument("--rows", default=",".join(ROWS), help=f"of {','.join(ROWS)}")
+    parser.add_argument("--probe", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        return worker(args.worker)
+    if args.probe:
+        return probe()
+    rows, sides = check_names(parser, args.rows, ROWS), check_names(parser, args.sides, SIDES)
+    sys.path.insert(0, str(ROOT))
+    session = Session(args)
+    run_session(session, wanted_engines(set(rows), sides, session.sizes))
 
 
 if __name__ == "__main__":

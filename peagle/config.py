@@ -60,6 +60,7 @@ class ExpertsConfig:
     normed: bool = True  # the chosen ones' weights add up to 1
     bias: bool = False  # the router's, and the experts'
     clamp: tuple[float, float] | None = None  # alpha and limit of GPT-OSS's gate; None: SwiGLU
+    packed: bool = False  # weights stay in four bits, as `peagle.kernels.mxfp4` has them
 
 
 Activation = Literal["silu", "gelu_tanh"]

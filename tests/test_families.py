@@ -29,7 +29,7 @@ from transformers import (
 from peagle import LLM, SamplingParams
 from peagle.checkpoints.target import Target, load_decoder, read_target_config
 from peagle.config import DrafterConfig, RopeConfig
-from peagle.engine.loading import random_weights
+from peagle.engine.loading import count_weights, random_weights, unpacking_bytes
 from peagle.kernels.attention import causal_attention
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
@@ -232,9 +232,9 @@ def four_bits(nibble: int) -> float:
     return sign * (fraction * 0.5 if exponent == 0 else (1 + fraction * 0.5) * 2.0 ** (exponent - 1))
 
 
-def test_mxfp4(tmp_path: Path) -> None:
+def saved_mxfp4(folder: Path) -> Any:
     """Experts as GPT-OSS is published: two numbers a byte, an exponent for every 32 of them along the input."""
-    model = saved("gpt-oss", tmp_path)
+    model = saved("gpt-oss", folder)
     gen = torch.Generator().manual_seed(5)
     values = torch.tensor([[four_bits(byte & 15), four_bits(byte >> 4)] for byte in range(256)])
     packed: dict[str, torch.Tensor] = {}
@@ -255,11 +255,49 @@ def test_mxfp4(tmp_path: Path) -> None:
                 del tensors[name]
         tensors |= packed
 
-    edit_weights(tmp_path, pack)
-    set_config(tmp_path, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    edit_weights(folder, pack)
+    set_config(folder, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    return model
+
+
+def test_mxfp4(tmp_path: Path) -> None:
+    model = saved_mxfp4(tmp_path)
     assert_same(model, load_decoder(tmp_path), tokens_of(97))
     set_config(tmp_path, quantization_config={"quant_method": "awq"})
     refused(tmp_path, "awq", "mxfp4")
+
+
+def expert_bytes(model: Decoder) -> int:
+    named = model.named_parameters()
+    return sum(p.nbytes for name, p in named if ".mlp." in name and "router" not in name and "bias" not in name)
+
+
+@torch.inference_mode()
+def test_mxfp4_that_stays_packed(tmp_path: Path) -> None:
+    """The same numbers from a quarter of the memory and the exponents, of which rows as short as here have most unused.
+    Noise in their place is of the same shape. What files have plain is read plain."""
+    saved_mxfp4(tmp_path)
+    plain, kept = load_decoder(tmp_path), load_decoder(tmp_path, packed=True)
+    tokens = tokens_of(97)
+    (want, want_taps), (got, taps) = ours(plain, tokens), ours(kept, tokens)
+    assert torch.equal(want, got) and torch.equal(torch.stack(want_taps), torch.stack(taps))
+    numbers, rows = 4 * 5 * (2 * 32 * 64 + 64 * 32), 4 * 5 * (2 * 32 + 64)
+    assert expert_bytes(plain) == 4 * numbers and expert_bytes(kept) == numbers // 2 + 16 * rows
+    assert count_weights(plain) == count_weights(kept) - 16 * rows
+
+    cfg = read_target_config(tmp_path, packed=True)
+    assert cfg == kept.cfg and unpacking_bytes(cfg) == 2 * 5 * 2 * 32 * 64 * 2 and unpacking_bytes(plain.cfg) == 0
+    noise = random_weights(Decoder, cfg, torch.float32, torch.device("cpu"))
+    assert expert_bytes(noise) == expert_bytes(kept)
+    weights = noise.layers[0].mlp.weights().gate_up_EXD  # type: ignore[operator]
+    assert weights[0].float().std() == pytest.approx(0.02, rel=0.3)
+    assert ours(noise, tokens)[0].isfinite().all()
+
+    plainly = tmp_path / "plain"
+    saved("gpt-oss", plainly)
+    assert load_decoder(plainly, packed=True).cfg == read_target_config(plainly, packed=True) == plain.cfg
+    set_config(plainly, quantization_config={"quant_method": "mxfp4"})
+    assert load_decoder(plainly, packed=True).cfg == plain.cfg
 
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])

@@ -16,6 +16,7 @@ from peagle.checkpoints.foreign import foreign_config, is_foreign
 from peagle.checkpoints.published import Sources
 from peagle.config import DecoderConfig, ExpertsConfig, LayerConfig, RopeConfig
 from peagle.errors import UserError
+from peagle.kernels.mxfp4 import BLOCK
 
 GELU = "gelu_pytorch_tanh"
 FP8 = "fp8"
@@ -32,6 +33,7 @@ class Family:
     nested: str | None = None  # where config.json keeps the text model's fields
     turns_in_part: bool = False  # `adapt` sees to heads of which only a part is turned
     packed: tuple[str, ...] = ()  # ways of packing weights into few bits that `adapt` undoes, beside FP8
+    adapt_packed: Callable[[Sources, Fields], Sources] | None = None  # `adapt` that leaves experts in few bits
 
 
 def _same_bias(fields: Fields) -> LayerConfig:
@@ -129,6 +131,10 @@ def _gpt_oss_tensors(sources: Sources, fields: Fields) -> Sources:
     return published.experts_apart(sources)
 
 
+def _gpt_oss_packed(sources: Sources, fields: Fields) -> Sources:
+    return published.experts_apart(sources, packed=True)
+
+
 def _phi3_tensors(sources: Sources, fields: Fields) -> Sources:
     """Merged products as several, and heads turned in part as if they were turned whole."""
     layer, rope = _no_bias(fields), rope_config(fields, more=True)
@@ -152,7 +158,7 @@ FAMILIES: dict[str, Family] = {
     "Qwen3ForCausalLM": Family("qwen3", _qk_norms),
     "Qwen3MoeForCausalLM": Family("qwen3_moe", _qwen3_moe, _qwen3_moe_names, slides_everywhere=True),
     "Phi3ForCausalLM": Family("phi3", _no_bias, _phi3_tensors, slides_everywhere=True, turns_in_part=True),
-    "GptOssForCausalLM": Family("gpt_oss", _gpt_oss, _gpt_oss_tensors, packed=("mxfp4",)),
+    "GptOssForCausalLM": Family("gpt_oss", _gpt_oss, _gpt_oss_tensors, packed=("mxfp4",), adapt_packed=_gpt_oss_packed),
     "Gemma3ForCausalLM": Family("gemma3_text", _gemma3, _gemma3_tensors, scaled_embeddings=True),
     "Gemma3ForConditionalGeneration": Family(
         "gemma3_text", _gemma3, _gemma3_text_part, scaled_embeddings=True, nested="text_config"
@@ -214,13 +220,31 @@ def quantization(values: dict[str, Any], source: Path) -> Fields | None:
     return packing
 
 
-def adapted(sources: Sources, values: dict[str, Any], source: Path) -> Sources:
-    """A file's tensors as the decoder wants them."""
+def packs_experts(values: dict[str, Any], source: Path) -> bool:
+    """Whether config.json says that experts' weights are in few bits, in a way that kernels read as it is."""
+    if foreign(values) or family_of(values, source).adapt_packed is None:
+        return False
+    packing = quantization(values, source)
+    return packing is not None and packing.get("quant_method", str) != FP8
+
+
+def with_packed_experts(cfg: DecoderConfig) -> DecoderConfig:
+    """The same where widths are none that can be packed."""
+    layer, experts = cfg.layer, cfg.layer.experts
+    if experts is None or layer.hidden_size % BLOCK or experts.width % BLOCK:
+        return cfg
+    return replace(cfg, layer=replace(layer, experts=replace(experts, packed=True)))
+
+
+def adapted(sources: Sources, values: dict[str, Any], source: Path, packed: bool = False) -> Sources:
+    """A file's tensors as the decoder wants them; `packed`: one that `packs_experts` and keeps them so."""
     packing = quantization(values, source)
     if packing is not None and packing.get("quant_method", str) == FP8:
         rows, columns = packing.int_list("weight_block_size") or (1, 1)
         sources = published.unpacked_fp8(sources, (rows, columns))
-    return family_of(values, source).adapt(sources, read_fields(values, source))
+    family = family_of(values, source)
+    adapt = family.adapt_packed if packed and family.adapt_packed is not None else family.adapt
+    return adapt(sources, read_fields(values, source))
 
 
 def decoder_config(values: dict[str, Any], source: Path, tables_only: bool = False) -> DecoderConfig:

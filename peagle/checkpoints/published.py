@@ -1,8 +1,8 @@
 """A target's tensors as its makers publish them -> under the names and in the form that the decoder wants.
 
 Each function here takes sources, a tensor's name to its shape and how to read it, and returns others made of them.
-Nothing is read before it is asked for, and then only what is needed for it. What is packed is unpacked where it will
-live, as a GPU does that faster.
+Nothing is read before it is asked for, and then only what is needed for it. What is packed is unpacked, or packed anew,
+where it will live, as a GPU does that faster.
 
 Knows formats, not families: `families.py` says which of these a family needs.
 """
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from peagle.checkpoints.files import Weights
+from peagle.kernels.mxfp4 import BLOCK, exponents_of, packed_widths, scaled, words_of
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class Source:
 
 
 Sources = dict[str, Source]
+
+EXPERTS, BLOCKS, SCALES = ".mlp.experts.", "_blocks", "_scales"  # in names of GPT-OSS's
 
 
 @dataclass(frozen=True)
@@ -129,24 +132,47 @@ def _scaled(source: Source, scales: Source, block: tuple[int, int]) -> Source:
     return Source(source.shape, read)
 
 
-def experts_apart(sources: Sources) -> Sources:
+def has_packed_experts(sources: Sources) -> bool:
+    return any(EXPERTS in name and name.endswith(BLOCKS) for name in sources)
+
+
+def experts_apart(sources: Sources, packed: bool = False) -> Sources:
     """GPT-OSS keeps all experts of a layer in one tensor, gates and ups in turn: plain, [E, in, out], or as MXFP4,
-    [E, out, in / 32, 16] bytes beside [E, out, in / 32] exponents. Here each expert's under names of its own."""
+    [E, out, in / 32, 16] bytes beside [E, out, in / 32] exponents. Here each expert's under names of its own, MXFP4
+    unpacked, or, if `packed`, as `peagle.kernels.mxfp4` has it."""
     out: Sources = {}
     for name, source in sources.items():
-        layer, experts, kind = name.partition(".mlp.experts.")
+        layer, experts, kind = name.partition(EXPERTS)
         if not experts:
             out[name] = source
-        elif not kind.endswith("_scales"):
-            scales = sources.get(name.removesuffix("_blocks") + "_scales")
-            packed = kind.endswith("_blocks") and scales is not None
-            last = "bias" if kind.endswith("_bias") else "weight"
-            parts = ("gate_proj", "up_proj") if kind.startswith("gate_up_proj") else ("down_proj",)
-            for e in range(source.shape[0]):
-                for i, part in enumerate(parts):
-                    entry = _entry(source, scales if packed else None, e, slice(i, None, len(parts)))
-                    out[f"{layer}.mlp.experts.{e}.{part}.{last}"] = entry
+            continue
+        scales = sources.get(name.removesuffix(BLOCKS) + SCALES) if kind.endswith(BLOCKS) else None
+        parts = ("gate_proj", "up_proj") if kind.startswith("gate_up_proj") else ("down_proj",)
+        last = "bias" if kind.endswith("_bias") else "weight"
+        for e in range(source.shape[0]):
+            for i, part in enumerate(parts):
+                rows, to = slice(i, None, len(parts)), f"{layer}{EXPERTS}{e}.{part}"
+                if packed and kind.endswith(BLOCKS):
+                    out[f"{to}.words"] = _words(source, e, rows)
+                elif packed and kind.endswith(SCALES):
+                    out[f"{to}.exponents"] = _exponents(source, e, rows)
+                elif not kind.endswith(SCALES):
+                    out[f"{to}.{last}"] = _entry(source, scales, e, rows)
     return out
+
+
+def _words(source: Source, e: int, rows: slice) -> Source:
+    assert source.part is not None
+    part, (_, height, blocks, half) = source.part, source.shape
+    shape = len(range(height)[rows]), blocks * half // 2
+    return Source(shape, lambda: words_of(part(e)[rows]))
+
+
+def _exponents(source: Source, e: int, rows: slice) -> Source:
+    assert source.part is not None
+    part, (_, height, blocks) = source.part, source.shape
+    shape = len(range(height)[rows]), packed_widths(blocks * BLOCK)[1]
+    return Source(shape, lambda: exponents_of(part(e)[rows]))
 
 
 def _entry(source: Source, scales: Source | None, e: int, rows: slice) -> Source:
@@ -163,13 +189,7 @@ def _entry(source: Source, scales: Source | None, e: int, rows: slice) -> Source
     return Source((len(range(source.shape[2])[rows]), source.shape[1]), lambda: part(e).mT[rows])
 
 
-# What four bits mean: a sign, two bits of exponent, one of fraction.
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-
-
 def unpacked_mxfp4(blocks: Tensor, exponents: Tensor) -> Tensor:
     """[rows, blocks, 16] bytes of two numbers each, the lower half first, and a power of 2 for each block -> bf16,
     which holds them exactly, [rows, blocks * 32]."""
-    table = torch.tensor([*E2M1, *(-x for x in E2M1)], dtype=torch.float32, device=blocks.device)
-    numbers = torch.stack([table[(blocks & 15).int()], table[(blocks >> 4).int()]], -1).flatten(-2)
-    return torch.ldexp(numbers, exponents.int()[..., None] - 127).flatten(-2).bfloat16()
+    return scaled(torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2), exponents)

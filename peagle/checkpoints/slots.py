@@ -34,7 +34,11 @@ Layout = dict[str, Slot]  # name in the file -> slot
 EXPERT_PARTS = {
     ".mlp.gate_up": ("gate_proj.weight", "up_proj.weight"),
     ".mlp.gate_up_bias": ("gate_proj.bias", "up_proj.bias"),
+    ".mlp.gate_up_words": ("gate_proj.words", "up_proj.words"),
+    ".mlp.gate_up_exponents": ("gate_proj.exponents", "up_proj.exponents"),
     ".mlp.down": ("down_proj.weight",),
+    ".mlp.down_words": ("down_proj.words",),
+    ".mlp.down_exponents": ("down_proj.exponents",),
     ".mlp.down_bias": ("down_proj.bias",),
 }
 
@@ -98,14 +102,16 @@ def fill(
 ) -> None:
     """Replaces the module's `meta` parameters; floating tensors become `dtype`, or stay as stored.
 
-    Eight-bit floats are refused like integers: they mean nothing without scales, which are not read here.
+    Eight-bit floats are refused like integers: they mean nothing without scales, which are not read here. What the
+    module itself keeps in eight bits is no float.
     """
     state: dict[str, Tensor] = {}
     wanted = module.state_dict()
     for name, slot in layout.items():
         tensor = weights[file_names[name]].reshape(slot.shape).to(device)
         floating = wanted[slot.param].is_floating_point()
-        if floating != tensor.is_floating_point() or tensor.dtype.itemsize < 2:
+        small = tensor.dtype.itemsize < 2 and tensor.dtype != wanted[slot.param].dtype
+        if floating != tensor.is_floating_point() or small:
             stored = str(tensor.dtype).removeprefix("torch.")
             raise UserError(f"{weights.folder}: tensor {file_names[name]!r} is stored as {stored}, not supported")
         if not floating:

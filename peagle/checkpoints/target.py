@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from peagle.checkpoints.families import adapted, decoder_config
+from peagle.checkpoints.families import adapted, decoder_config, packs_experts, with_packed_experts
 from peagle.checkpoints.files import Weights, read_config_json, read_json
 from peagle.checkpoints.foreign import load_foreign
-from peagle.checkpoints.published import Published, stored
+from peagle.checkpoints.published import Published, has_packed_experts, stored
 from peagle.checkpoints.slots import fill, layout_of, problems
 from peagle.config import DecoderConfig
 from peagle.errors import UserError
@@ -36,8 +36,11 @@ class Target:
     eos_ids: frozenset[int]
 
 
-def read_target_config(folder: Path, tables_only: bool = False) -> DecoderConfig:
-    return decoder_config(read_config_json(folder), folder / "config.json", tables_only)
+def read_target_config(folder: Path, tables_only: bool = False, packed: bool = False) -> DecoderConfig:
+    """`packed`: as `load_decoder` would take it with that, as far as config.json says."""
+    values, source = read_config_json(folder), folder / "config.json"
+    cfg = decoder_config(values, source, tables_only)
+    return with_packed_experts(cfg) if packed and packs_experts(values, source) else cfg
 
 
 def load_decoder(
@@ -45,12 +48,17 @@ def load_decoder(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     tables_only: bool = False,
+    packed: bool = False,
 ) -> Decoder:
-    """`tables_only`: embeddings, last norm and head, for who has its hidden states from elsewhere."""
+    """`tables_only`: embeddings, last norm and head, for who has its hidden states from elsewhere. `packed`: experts
+    that files have in four bits stay so."""
     values, source = read_config_json(folder), folder / "config.json"
     cfg = decoder_config(values, source, tables_only)
     if cfg.foreign:
         return load_foreign(folder, cfg, dtype, device)
+    files = stored(Weights(folder, keep_open=True), device)
+    if packed and packs_experts(values, source) and has_packed_experts(files):
+        cfg = with_packed_experts(cfg)
     with torch.device("meta"):
         model = Decoder(replace(cfg, num_layers=0, windows=()) if tables_only else cfg)
     model.cfg = cfg
@@ -59,7 +67,8 @@ def load_decoder(
         del layout["lm_head.weight"]
     file_names = {name: name if name.startswith("lm_head") else f"model.{name}" for name in layout}
     wanted = {file_names[name]: slot for name, slot in layout.items()}
-    sources = adapted(stored(Weights(folder, keep_open=True), device), values, source)
+    kept = cfg.layer.experts is not None and cfg.layer.experts.packed
+    sources = adapted(files, values, source, kept)
     if tables_only:
         sources = {name: found for name, found in sources.items() if name in wanted}
     weights = Published(folder, sources)
@@ -79,8 +88,10 @@ def load_decoder(
     return model.eval().requires_grad_(False)
 
 
-def load_target(folder: Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Target:
-    return Target(folder, load_decoder(folder, dtype, device), eos_ids(folder))
+def load_target(
+    folder: Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", packed: bool = False
+) -> Target:
+    return Target(folder, load_decoder(folder, dtype, device, packed=packed), eos_ids(folder))
 
 
 def eos_ids(folder: Path) -> frozenset[int]:

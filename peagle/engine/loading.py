@@ -5,6 +5,7 @@ Knows devices, dtypes and memory; nothing about requests.
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 import warnings
@@ -111,14 +112,16 @@ def load(target: str | Path | Target, drafter: str | Path | Drafter | None, sett
     table = CostTable.load(Path(settings.cost_table)) if settings.cost_table is not None else None
 
     dtype = parse_dtype(settings.dtype) if settings.dtype is not None else fitting_dtype(device)
+    packed = on_gpu and dtype == torch.bfloat16  # no other kernel reads weights of four bits
     if isinstance(target, Target):
         loaded = target
     elif settings.load_format == "dummy":
         if cfg.foreign:
             raise UserError(f"--load-format dummy: not for targets that run through transformers ({cfg.family})")
+        cfg = read_target_config(folder, packed=packed)
         loaded = Target(folder, random_weights(Decoder, cfg, dtype, device), eos_ids(folder))
     else:
-        loaded = load_target(folder, dtype, device)
+        loaded = load_target(folder, dtype, device, packed)
         for rope in loaded.model.ropes:  # of a model that nobody else has: others may have read with it already
             rope.reach(longest)
     model = ready
@@ -130,13 +133,12 @@ def load(target: str | Path | Target, drafter: str | Path | Drafter | None, sett
 
     idle_chunk = settings.max_prefill_tokens or (16384 if on_gpu else 512)
     bytes_each = block_bytes(cfg, draft_cfg, loaded.model.embed_tokens.weight.element_size())
-    num_blocks = count_blocks(settings, device, bytes_each, longest, seqs)
+    num_blocks = count_blocks(settings, device, bytes_each, longest, seqs, unpacking_bytes(loaded.model.cfg))
     with torch.inference_mode():
         runner = Runner(loaded.model, model, num_blocks, seqs, longest, choices[-1], rates)
         if graphs:
-            parameters = sum(p.numel() for p in loaded.model.parameters())
             runner.graphs = RoundGraphs(runner, batch_sizes(seqs), choices)
-            runner.prepare_chunks(chunk_sizes(parameters, idle_chunk))
+            runner.prepare_chunks(chunk_sizes(count_weights(loaded.model), idle_chunk))
             runner.graphs.capture()
         if not on_gpu:
             models = [m for m in (loaded.model, model) if m is not None]
@@ -172,8 +174,12 @@ def check_recordable(cfg: DecoderConfig, draft: DrafterConfig | None) -> None:
 
 def chunk_length(model: Decoder, on_gpu: bool) -> int:
     """Tokens whose reading holds decoding up by some tens of milliseconds: 24 TFLOP's worth on a GPU."""
-    parameters = sum(p.numel() for p in model.parameters())
-    return max(256, min(8192, int(12e12 / parameters))) if on_gpu else 64
+    return max(256, min(8192, int(12e12 / count_weights(model)))) if on_gpu else 64
+
+
+def count_weights(model: Decoder) -> int:
+    """Packed ones too: four to a word."""
+    return sum(4 * p.numel() if p.dtype == torch.int16 else p.numel() for p in model.parameters())
 
 
 def context_length(asked: int | None, cfg: DecoderConfig) -> int:
@@ -254,7 +260,11 @@ def random_weights(kind, cfg, dtype: torch.dtype, device: torch.device):  # type
     if isinstance(model, Decoder):
         model.tie()
     for name, parameter in model.named_parameters():
-        if parameter.dim() > 1:
+        if parameter.dtype == torch.int16:
+            parameter.random_(-(1 << 15), 1 << 15)
+        elif parameter.dtype == torch.uint8:
+            parameter.fill_(120)  # numbers of four bits deviate by 2.9, times 2^-7
+        elif parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.02)
         else:
             torch.nn.init.ones_(parameter) if name.endswith("norm.weight") else torch.nn.init.zeros_(parameter)
@@ -272,15 +282,28 @@ def block_bytes(cfg: DecoderConfig, draft: DrafterConfig | None, width: int) -> 
     return 2 * BLOCK_SIZE * elements * width
 
 
-def count_blocks(settings: Settings, device: torch.device, bytes_each: int, longest: int, seqs: int) -> int:
-    """As many as the memory holds, no more than can ever be used; refused if one sequence would not fit."""
+def unpacking_bytes(cfg: DecoderConfig) -> int:
+    """What passes over many rows take for a layer's packed weights in bf16: the larger matrix at a time, once among
+    what graphs hold and once beside them."""
+    experts = cfg.layer.experts
+    if experts is None or not experts.packed:
+        return 0
+    return 2 * experts.count * 2 * experts.width * cfg.layer.hidden_size * torch.bfloat16.itemsize
+
+
+def count_blocks(
+    settings: Settings, device: torch.device, bytes_each: int, longest: int, seqs: int, unpacking: int = 0
+) -> int:
+    """As many as the memory holds, no more than can ever be used; refused if one sequence would not fit.
+    `unpacking`: bytes that passes need beside what all need."""
     per_sequence = -(-longest // BLOCK_SIZE)
     useful = 1 + per_sequence * seqs
     if settings.kv_cache_memory is not None:
         memory = settings.kv_cache_memory
     elif device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        memory = int(total * settings.gpu_memory_fraction) - (total - free) - 3 * GIB  # for activations and graphs
+        memory = int(total * settings.gpu_memory_fraction) - (total - free) - unpacking
+        memory -= 3 * GIB  # for activations and graphs
     else:
         memory = min(free_ram() // 4, 4 * GIB)
     blocks = min(memory // bytes_each, useful)
@@ -301,27 +324,29 @@ def free_ram() -> int:
 
 
 def measure_eagerly(runner: Runner, batches: list[int], choices: list[int], budget: float = 1.5) -> CostTable:
-    """Rounds of first tokens, timed: the fastest of three, taken in turns so that a busy moment hits all choices
-    alike, after one to warm up. The budget is in seconds: what it does not reach of batch 1 is taken to cost in
-    proportion to its rows, larger batches are left out."""
-    seconds: dict[tuple[int, int], float] = {}
+    """Rounds of first tokens, timed for a few of the choices: the fastest of three, taken in turns so that a busy
+    moment hits all alike, after one to warm up. Choices between lie on a line. Batch 1 has two turns at least, however
+    slow the machine is; past the budget, in seconds, further turns and larger batches are left out."""
+    timed = [k for k in choices if k in (choices[0], 1, 2, 3, 5, 7, choices[-1])]
+    table = CostTable()
     began = time.perf_counter()
     for batch in batches:
         slots = torch.arange(batch, device=runner.device)  # nobody has these yet; their block is nobody's
         runner.round(slots, choices[0])
-        for k in choices * 3:
-            if time.perf_counter() - began > budget and seconds:
+        seconds: dict[int, float] = {}
+        for turn, k in itertools.product(range(3), timed):
+            if time.perf_counter() - began > budget and (batch > 1 or turn > 1):
                 break
             runner.state.start_S.zero_(), runner.state.available_S.zero_()
             started = time.perf_counter()
             runner.round(slots, k)
             took = time.perf_counter() - started
-            seconds[batch, k] = min(seconds.get((batch, k), took), took)
-        if any((batch, k) not in seconds for k in choices):
+            seconds[k] = min(seconds.get(k, took), took)
+        if len(seconds) < len(timed):
             break
+        for k in choices:
+            low, high = max(t for t in timed if t <= k), min(t for t in timed if t >= k)
+            share = (k - low) / (high - low) if high > low else 0.0
+            table.seconds[batch, k] = seconds[low] + (seconds[high] - seconds[low]) * share
     runner.state.start_S.zero_(), runner.state.available_S.zero_()
-    table = CostTable({(b, k): s for (b, k), s in seconds.items() if b == 1 or (b, choices[-1]) in seconds})
-    last = max(k for b, k in seconds if b == 1)
-    for k in choices[choices.index(last) + 1 :]:
-        table.seconds[1, k] = seconds[1, last] * (k + 1) / (last + 1)
     return table

@@ -2,7 +2,8 @@
 
 Three ways to the same result. `expert_mlp_torch` loops over the experts hit, for the CPU. `expert_mlp_triton` reads
 every expert hit once for up to FEW_ROWS rows. `expert_mlp_grouped` sorts rows by expert for the library's grouped
-product. The last two never ask the host for anything, so CUDA graphs can hold them.
+product. The last two never ask the host for anything, so CUDA graphs can hold them. Packed weights (mxfp4.py) are
+unpacked by the expert, in registers, and all at once into a tensor that lives as long as its product.
 
 Knows nothing about models or files.
 
@@ -18,8 +19,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from peagle.kernels.linear import HAVE_TRITON, INTERPRETED
+from peagle.kernels.mxfp4 import Packed, whole
 
 FEW_ROWS = 64  # up to here weights are read once for all rows, and rows that an expert was not chosen for are for free
+# The same for packed weights. A tensor of them unpacked is written and read in bf16, about eight times what one more
+# tile of rows reads packed; from four tiles on the rows that are for nobody cost more.
+FEW_ROWS_PACKED = 256
 
 
 @dataclass(frozen=True)
@@ -34,8 +39,8 @@ class Clamp:
 class Experts:
     """Weights of all experts of a layer; rows of `gate_up` are an expert's gates, then its ups."""
 
-    gate_up_EXD: Tensor  # X = 2 I
-    down_EDI: Tensor
+    gate_up_EXD: Tensor | Packed  # X = 2 I
+    down_EDI: Tensor | Packed
     gate_up_bias_EX: Tensor | None = None
     down_bias_ED: Tensor | None = None
     clamp: Clamp | None = None  # None: SwiGLU
@@ -79,9 +84,9 @@ def expert_mlp_torch(x_TD: Tensor, weight_TC: Tensor, expert_TC: Tensor, experts
         pairs = order_P[at : at + count]
         at += count
         bias = None if experts.gate_up_bias_EX is None else experts.gate_up_bias_EX[e]
-        hidden = gated(F.linear(x_TD[pairs // chosen], experts.gate_up_EXD[e], bias), experts.clamp)
+        hidden = gated(F.linear(x_TD[pairs // chosen], experts.gate_up_EXD[e].to(x_TD.dtype), bias), experts.clamp)
         bias = None if experts.down_bias_ED is None else experts.down_bias_ED[e]
-        y_PD[pairs] = F.linear(hidden, experts.down_EDI[e], bias)
+        y_PD[pairs] = F.linear(hidden, experts.down_EDI[e].to(x_TD.dtype), bias)
     return _summed(y_PD, weight_TC)
 
 
@@ -91,10 +96,10 @@ def expert_mlp_grouped(x_TD: Tensor, weight_TC: Tensor, expert_TC: Tensor, exper
     expert_P, order_P = expert_TC.flatten().sort(stable=True)
     numbers_E = torch.arange(count, dtype=expert_P.dtype, device=x_TD.device)
     ends_E = torch.searchsorted(expert_P, numbers_E, right=True, out_int32=True)
-    hidden = F.grouped_mm(x_TD[order_P // chosen], experts.gate_up_EXD.mT, offs=ends_E)
+    hidden = F.grouped_mm(x_TD[order_P // chosen], whole(experts.gate_up_EXD, x_TD.dtype).mT, offs=ends_E)
     if experts.gate_up_bias_EX is not None:
         hidden = hidden + experts.gate_up_bias_EX[expert_P]
-    y = F.grouped_mm(gated(hidden, experts.clamp), experts.down_EDI.mT, offs=ends_E)
+    y = F.grouped_mm(gated(hidden, experts.clamp), whole(experts.down_EDI, x_TD.dtype).mT, offs=ends_E)
     if experts.down_bias_ED is not None:
         y = y + experts.down_bias_ED[expert_P]
     return _summed(torch.empty_like(y).index_copy_(0, order_P, y), weight_TC)
@@ -110,7 +115,8 @@ def expert_mlp(x_TD: Tensor, weight_TC: Tensor, expert_TC: Tensor, experts: Expe
     """[T, D]: what a row's chosen experts make of it, by their weights."""
     if not _on_gpu(x_TD):
         return expert_mlp_torch(x_TD, weight_TC, expert_TC, experts)
-    if len(x_TD) > FEW_ROWS and _takes_grouped(x_TD, experts):
+    few = FEW_ROWS_PACKED if isinstance(experts.gate_up_EXD, Packed) else FEW_ROWS
+    if len(x_TD) > few and _takes_grouped(x_TD, experts):
         return expert_mlp_grouped(x_TD, weight_TC, expert_TC, experts)
     from peagle.kernels.experts_triton import expert_mlp_triton
 

@@ -4,7 +4,8 @@
 `_experts_kernel`: a program has one expert, some of its output columns and a tile of rows. It looks through the rows'
 choices for its expert; nothing is sorted beforehand, and a program that finds none is done. So for a tile's worth of
 rows the experts hit are read once each, and no others. Weights are the left operand and rows the right one, as in
-linear.py: a row's sums do not depend on which other rows there are.
+linear.py: a row's sums do not depend on which other rows there are. Packed weights become numbers in registers; the
+quarters of every block of 32 meet their columns in products of their own.
 
 `_route_kernel`: a program has one row's choices.
 
@@ -19,6 +20,10 @@ import triton.language as tl
 from torch import Tensor
 
 from peagle.kernels.experts import Experts
+from peagle.kernels.mxfp4 import Packed
+from peagle.kernels.mxfp4_triton import in_ptx, unpacked_tile
+
+PACKED_K = 128  # columns of a tile of packed weights: 64 bytes of every row
 
 
 @triton.jit
@@ -46,10 +51,20 @@ def _route_kernel(
     tl.store(experts + row * CHOSEN + c, which, mask=c < CHOSEN)
 
 
+@triton.jit
+def _packed_product(words, powers, x0, x1, x2, x3, acc, ASM: tl.constexpr, PRECISION: tl.constexpr):
+    first, second, third, fourth = unpacked_tile(words, powers, ASM, x0.dtype)
+    acc = tl.dot(first, x0, acc, input_precision=PRECISION)
+    acc = tl.dot(second, x1, acc, input_precision=PRECISION)
+    acc = tl.dot(third, x2, acc, input_precision=PRECISION)
+    return tl.dot(fourth, x3, acc, input_precision=PRECISION)
+
+
 @triton.jit(do_not_specialize=["T"])  # one compilation for all numbers of rows of a tile
 def _experts_kernel(
     x,
     w,
+    exponents,
     bias,
     chosen,
     weights,
@@ -58,6 +73,8 @@ def _experts_kernel(
     N,
     K,
     x_row,
+    w_row,
+    exponents_row,
     alpha,
     limit,
     CHOSEN: tl.constexpr,
@@ -70,6 +87,8 @@ def _experts_kernel(
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
+    PACKED: tl.constexpr = False,
+    ASM: tl.constexpr = False,
 ):
     """PAIRED: rows of x are pairs of row and expert already, and the result is weighted. CHOICES: CHOSEN rounded up."""
     e = tl.program_id(1)
@@ -84,30 +103,62 @@ def _experts_kernel(
         if PAIRED:
             source = pair
         n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-        k = tl.arange(0, BLOCK_K)
         HALVES: tl.constexpr = 2 if GLU else 1
         # Past the last weight row the last one is read again: no mask in the loop, and nothing of it is stored.
         rows = e.to(tl.int64) * N * HALVES + tl.minimum(n, N - 1)
-        w_at = w + rows[:, None] * K + k[None, :]
-        x_at = x + source[None, :] * x_row + k[:, None]
-        up_step = (e * 0 + N).to(tl.int64) * K  # a width of 1 is a plain number here, without a type
         acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        for start in range(0, K, BLOCK_K):
-            if EVEN_K:
-                rows_x = tl.load(x_at + start, mask=hit[None, :], other=0.0)
-                rows_w = tl.load(w_at + start)
-            else:
-                inside = start + k < K
-                rows_x = tl.load(x_at + start, mask=hit[None, :] & inside[:, None], other=0.0)
-                rows_w = tl.load(w_at + start, mask=inside[None, :], other=0.0)
-            acc = tl.dot(rows_w, rows_x, acc, input_precision=PRECISION)
-            if GLU:
+        if PACKED:
+            k = tl.arange(0, BLOCK_K // 4)
+            g = tl.arange(0, BLOCK_K // 32)
+            w_at = w + rows[:, None] * w_row + k[None, :]
+            s_at = exponents + rows[:, None] * exponents_row + g[None, :]
+            x_at = x + source[None, :] * x_row + (k // 8 * 32 + k % 8)[:, None]
+            ups = (e * 0 + N).to(tl.int64)
+            steps = tl.cdiv(K, BLOCK_K)
+            # Exponents are fetched a step ahead: they are too few for the copies that Triton fetches ahead itself.
+            # Their rows are filled up, so no step reads past one.
+            powers = tl.load(s_at)
+            up_powers = tl.load(s_at + ups * exponents_row) if GLU else powers
+            for step in range(0, steps):
+                inside = step * (BLOCK_K // 4) + k < w_row
+                x_mask = hit[None, :] & inside[:, None]
+                x_step = x_at + step * BLOCK_K
+                x0 = tl.load(x_step, mask=x_mask, other=0.0)
+                x1 = tl.load(x_step + 8, mask=x_mask, other=0.0)
+                x2 = tl.load(x_step + 16, mask=x_mask, other=0.0)
+                x3 = tl.load(x_step + 24, mask=x_mask, other=0.0)
+                w_step = w_at + step * (BLOCK_K // 4)
+                s_next = s_at + (step + 1) * (BLOCK_K // 32)
+                words = tl.load(w_step, mask=inside[None, :], other=0)
+                later = tl.load(s_next, mask=step + 1 < steps, other=0)
+                acc = _packed_product(words, powers, x0, x1, x2, x3, acc, ASM, PRECISION)
+                powers = later
+                if GLU:
+                    words = tl.load(w_step + ups * w_row, mask=inside[None, :], other=0)
+                    later = tl.load(s_next + ups * exponents_row, mask=step + 1 < steps, other=0)
+                    up = _packed_product(words, up_powers, x0, x1, x2, x3, up, ASM, PRECISION)
+                    up_powers = later
+        else:
+            k = tl.arange(0, BLOCK_K)
+            w_at = w + rows[:, None] * K + k[None, :]
+            x_at = x + source[None, :] * x_row + k[:, None]
+            up_step = (e * 0 + N).to(tl.int64) * K  # a width of 1 is a plain number here, without a type
+            for start in range(0, K, BLOCK_K):
                 if EVEN_K:
-                    rows_w = tl.load(w_at + start + up_step)
+                    rows_x = tl.load(x_at + start, mask=hit[None, :], other=0.0)
+                    rows_w = tl.load(w_at + start)
                 else:
-                    rows_w = tl.load(w_at + start + up_step, mask=(start + k < K)[None, :], other=0.0)
-                up = tl.dot(rows_w, rows_x, up, input_precision=PRECISION)
+                    inside = start + k < K
+                    rows_x = tl.load(x_at + start, mask=hit[None, :] & inside[:, None], other=0.0)
+                    rows_w = tl.load(w_at + start, mask=inside[None, :], other=0.0)
+                acc = tl.dot(rows_w, rows_x, acc, input_precision=PRECISION)
+                if GLU:
+                    if EVEN_K:
+                        rows_w = tl.load(w_at + start + up_step)
+                    else:
+                        rows_w = tl.load(w_at + start + up_step, mask=(start + k < K)[None, :], other=0.0)
+                    up = tl.dot(rows_w, rows_x, up, input_precision=PRECISION)
         if bias is not None:
             b_at = bias + e * N * HALVES + n
             acc += tl.load(b_at, mask=n < N, other=0.0).to(tl.float32)[:, None]
@@ -153,7 +204,7 @@ def expert_mlp_triton(x_TD: Tensor, weight_TC: Tensor, expert_TC: Tensor, expert
 
 def _launch(
     x: Tensor,
-    w: Tensor,
+    w: Tensor | Packed,
     bias: Tensor | None,
     y: Tensor,
     weight_TC: Tensor,
@@ -162,13 +213,18 @@ def _launch(
     paired: bool,
 ) -> None:
     (rows, chosen), columns, depth = expert_TC.shape, y.shape[1], x.shape[1]
-    assert w.is_contiguous() and w.dtype == x.dtype and (bias is None or bias.is_contiguous())
+    packed = isinstance(w, Packed)
+    data, exponents = (w.words_ERW, w.exponents_ERG) if isinstance(w, Packed) else (w, None)
+    assert data.is_contiguous() and (bias is None or bias.is_contiguous())
+    assert data.dtype == (torch.int16 if packed else x.dtype)
     block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
     block_n, block_k = (32, 32) if x.dtype == torch.float32 else (64, 64)
+    block_k = PACKED_K if packed else block_k
     clamp = experts.clamp
     _experts_kernel[(triton.cdiv(columns, block_n), len(w), triton.cdiv(rows, block_m))](
         x,
-        w,
+        data,
+        exponents,
         bias,
         expert_TC,
         weight_TC,
@@ -177,6 +233,8 @@ def _launch(
         columns,
         depth,
         x.stride(0),
+        data.shape[2],
+        exponents.shape[2] if exponents is not None else 0,
         clamp.alpha if clamp is not None else 0.0,
         clamp.limit if clamp is not None else 0.0,
         CHOSEN=chosen,
@@ -189,6 +247,8 @@ def _launch(
         BLOCK_K=block_k,
         EVEN_K=depth % block_k == 0,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        PACKED=packed,
+        ASM=packed and in_ptx(x.dtype),
         num_warps=4,
         num_stages=4,
     )

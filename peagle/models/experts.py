@@ -1,7 +1,7 @@
 """An MLP made of experts: a router, and the weights of all of them.
 
 Knows nothing about checkpoints. Weights lie as matrices, one expert's rows after another's, so that a file's tensors
-fill rows of them as they do everywhere else.
+fill rows of them as they do everywhere else. Packed ones are words and exponents instead.
 
 Shapes as in `peagle.kernels.experts`.
 """
@@ -14,14 +14,12 @@ from torch import Tensor, nn
 from peagle.config import LayerConfig
 from peagle.kernels.experts import Clamp, Experts, expert_mlp, route
 from peagle.kernels.linear import Stream
+from peagle.kernels.mxfp4 import Packed, packed_widths
 from peagle.models.layers import RMSNorm, add_onto, project
 
 
 class ExpertMLP(nn.Module):
     """Called as an `MLP` is."""
-
-    gate_up_bias: Tensor | None
-    down_bias: Tensor | None
 
     def __init__(self, cfg: LayerConfig) -> None:
         super().__init__()
@@ -29,12 +27,21 @@ class ExpertMLP(nn.Module):
         assert experts is not None
         self.cfg = experts
         self.router = nn.Linear(width, experts.count, bias=experts.bias)
-        self.gate_up = nn.Parameter(torch.empty(experts.count * 2 * experts.width, width))
-        self.down = nn.Parameter(torch.empty(experts.count * width, experts.width))
+        self._matrix("gate_up", experts.count * 2 * experts.width, width)
+        self._matrix("down", experts.count * width, experts.width)
         for name, rows in (("gate_up_bias", 2 * experts.width), ("down_bias", width)):
             bias = nn.Parameter(torch.empty(experts.count * rows)) if experts.bias else None
             self.register_parameter(name, bias)
         self.clamp = Clamp(*experts.clamp) if experts.clamp is not None else None
+
+    def _matrix(self, name: str, rows: int, columns: int) -> None:
+        if not self.cfg.packed:
+            self.register_parameter(name, nn.Parameter(torch.empty(rows, columns)))
+            return
+        words, exponents = packed_widths(columns)
+        for part, width, dtype in (("words", words, torch.int16), ("exponents", exponents, torch.uint8)):
+            parameter = nn.Parameter(torch.empty(rows, width, dtype=dtype), requires_grad=False)
+            self.register_parameter(f"{name}_{part}", parameter)
 
     def forward(
         self, stream: Stream, norm: RMSNorm, next_norm: RMSNorm | None, out_norm: RMSNorm | None = None
@@ -47,9 +54,12 @@ class ExpertMLP(nn.Module):
         return add_onto(stream.x, y_TD if out_norm is None else out_norm(y_TD), next_norm)
 
     def weights(self) -> Experts:
-        def each(rows: Tensor | None) -> Tensor | None:
-            return None if rows is None else rows.unflatten(0, (self.cfg.count, -1))
+        def each(name: str) -> Tensor:
+            parameter: Tensor = getattr(self, name)
+            return parameter.unflatten(0, (self.cfg.count, -1))
 
-        gate_up, down = each(self.gate_up), each(self.down)
-        assert gate_up is not None and down is not None
-        return Experts(gate_up, down, each(self.gate_up_bias), each(self.down_bias), self.clamp)
+        def matrix(name: str) -> Tensor | Packed:
+            return Packed(each(f"{name}_words"), each(f"{name}_exponents")) if self.cfg.packed else each(name)
+
+        gate_up_bias, down_bias = (each("gate_up_bias"), each("down_bias")) if self.cfg.bias else (None, None)
+        return Experts(matrix("gate_up"), matrix("down"), gate_up_bias, down_bias, self.clamp)

@@ -1,0 +1,90 @@
+"""Weights of four bits: MXFP4, two numbers to a byte and a power of 2 for every 32 of them along the input.
+
+Files have neighbours side by side. Here four numbers make a word of 16 bits, those that lie 8 places apart, so that a
+kernel has its numbers two to a register without moving any, and meets whole runs of the input's columns. For a block
+of 8 instead of 32, numbers a to h: files have ab cd ef gh (the first is the lower half of its byte), this has aceg
+bdfh. Rows of exponents are filled up to whole runs of 16 bytes, so that a kernel can fetch several at once.
+
+Every such number is exact in bf16. Only what an exponent of 0, 2^-127, belongs to a kernel takes for 0.
+
+Shapes: E experts, R rows of one, K columns, W = K / 4 words, G = K / 32 blocks, or more as said.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from peagle.kernels.linear import HAVE_TRITON, INTERPRETED
+
+BLOCK = 32  # numbers that share an exponent
+RUN = 16  # exponents that a row has a multiple of
+BIAS = 127  # of the exponent as it is stored
+
+# What four bits mean: a sign, two bits of exponent, one of fraction.
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Takes the place of a tensor [E, R, K]."""
+
+    words_ERW: Tensor  # int16
+    exponents_ERG: Tensor  # uint8
+
+    def __len__(self) -> int:
+        return len(self.words_ERW)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        count, rows, words = self.words_ERW.shape
+        return count, rows, 4 * words
+
+    def __getitem__(self, e: int) -> Tensor:
+        """One expert's weights in bf16."""
+        return unpacked(self.words_ERW[e], self.exponents_ERG[e])
+
+
+def packed_widths(columns: int) -> tuple[int, int]:
+    """Words and exponents of a row."""
+    assert columns % BLOCK == 0
+    return columns // 4, -(-columns // BLOCK // RUN) * RUN
+
+
+def words_of(blocks: Tensor) -> Tensor:
+    """[..., G, 16] bytes as files have them -> [..., W]."""
+    numbers = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2)
+    first, second, third, fourth = numbers.chunk(4, -1)
+    return torch.stack([first | second << 4, third | fourth << 4], -1).view(torch.int16).flatten(-3)
+
+
+def exponents_of(scales: Tensor) -> Tensor:
+    """[..., G] as files have them -> filled up."""
+    return F.pad(scales, (0, -scales.shape[-1] % RUN))
+
+
+def unpacked(words: Tensor, exponents: Tensor) -> Tensor:
+    """[..., W] words and [..., G] exponents -> [..., K], bf16."""
+    low, high = words[..., None].contiguous().view(torch.uint8).unflatten(-2, (-1, BLOCK // 4)).unbind(-1)
+    codes = torch.cat([low & 15, low >> 4, high & 15, high >> 4], -1)
+    return scaled(codes, exponents[..., : codes.shape[-2]])
+
+
+def scaled(codes: Tensor, exponents: Tensor) -> Tensor:
+    """[..., G, 32] numbers of four bits and [..., G] exponents -> [..., K], bf16."""
+    table = torch.tensor([*E2M1, *(-x for x in E2M1)], dtype=torch.float32, device=codes.device)
+    return torch.ldexp(table[codes.int()], exponents.int()[..., None] - BIAS).flatten(-2).bfloat16()
+
+
+def whole(weights: Tensor | Packed, dtype: torch.dtype) -> Tensor:
+    """[E, R, K]: all experts; packed ones in `dtype`, without asking the host for anything."""
+    if isinstance(weights, Tensor):
+        return weights
+    if weights.words_ERW.is_cuda and HAVE_TRITON and not INTERPRETED:
+        from peagle.kernels.mxfp4_triton import unpacked_triton
+
+        return unpacked_triton(weights.words_ERW, weights.exponents_ERG, dtype)
+    return unpacked(weights.words_ERW, weights.exponents_ERG).to(dtype)
