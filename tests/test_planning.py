@@ -343,7 +343,7 @@ def test_engines_are_taken_for_what_they_run() -> None:
     assert choose_engine("auto", EIGHT, 1) is EMBEDDED
     for shape, parts in ((EIGHT, 2), (GPT_OSS, 1), (target_shape("qwen3-8b", weight_bits=4), 1)):
         assert choose_engine("auto", shape, parts) is VLLM
-        with pytest.raises(UserError, match="--engine embedded: does not run"):
+        with pytest.raises(UserError, match="--engine embedded: nothing is known"):
             choose_engine("embedded", shape, parts)
 
 

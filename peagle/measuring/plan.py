@@ -52,11 +52,11 @@ class Plan:
 
 
 def choose_engine(asked: str, target: Shape, tensor_parallel: int) -> Engine:
-    """The embedded engine holds plain weights without experts on one GPU; vLLM the rest."""
+    """The embedded engine was measured with plain weights without experts, and runs on one GPU; vLLM the rest."""
     able = tensor_parallel == 1 and not any(target.moe) and target.weight_bytes >= 2
     if asked == "embedded" and not able:
         why = "experts" if any(target.moe) else "several GPUs" if tensor_parallel > 1 else "quantized weights"
-        raise UserError(f"--engine embedded: does not run {why}; use --engine vllm")
+        raise UserError(f"--engine embedded: nothing is known of its speed with {why}; use --engine vllm")
     return ENGINES["embedded" if asked == "embedded" or (asked == "auto" and able) else "vllm"]
 
 
