@@ -188,18 +188,10 @@ def _expected(config: Mapping[str, Any]) -> dict[str, tuple[str, Shape]]:
 def _weights(
     tensors: Mapping[str, Any], config: Mapping[str, Any], on_progress: Callable[[int, int], None]
 ) -> dict[str, torch.Tensor]:
-    from peagle.gguf_import import dequantised
+    from peagle.gguf_import import converted
 
-    expected = _expected(config)
-    if odd := sorted(expected.keys() ^ tensors.keys()):
-        raise ValueError(f"{len(odd)} tensors missing or unknown, such as {odd[0]}")
-    total, done = sum(int(tensor.n_elements) for tensor in tensors.values()), 0
-    weights: dict[str, torch.Tensor] = {}
-    for ours, (theirs, shape) in expected.items():
-        weight = dequantised(tensors[ours], shape)
-        if theirs.endswith("norm.weight"):
-            weight = weight - 1  # llama.cpp keeps what is multiplied by, Hugging Face that less 1
-        weights[theirs] = weight.bfloat16().contiguous()
-        done += weight.numel()
-        on_progress(done, total)
-    return weights
+    def changed(ours: str, weight: torch.Tensor) -> torch.Tensor:
+        # llama.cpp keeps what is multiplied by, Hugging Face that less 1
+        return weight - 1 if ours.endswith("norm.weight") else weight
+
+    return converted(tensors, _expected(config), changed, on_progress)

@@ -212,18 +212,30 @@ def _expected(config: Mapping[str, Any]) -> dict[str, tuple[str, Shape, int]]:
 def _weights(
     tensors: Mapping[str, Any], config: Mapping[str, Any], on_progress: Callable[[int, int], None]
 ) -> dict[str, torch.Tensor]:
-    import torch
-
     expected = _expected(config)
+    heads = {ours: unpermute for ours, (_, _, unpermute) in expected.items()}
+
+    def changed(ours: str, weight: torch.Tensor) -> torch.Tensor:
+        return unpermute_rotary(weight, heads[ours]) if heads[ours] else weight
+
+    named = {ours: (theirs, shape) for ours, (theirs, shape, _) in expected.items()}
+    return converted(tensors, named, changed, on_progress)
+
+
+def converted(
+    tensors: Mapping[str, Any],
+    expected: Mapping[str, tuple[str, Shape]],
+    changed: Callable[[str, torch.Tensor], torch.Tensor],
+    on_progress: Callable[[int, int], None],
+) -> dict[str, torch.Tensor]:
+    """All of `expected` (a file's name -> Hugging Face's and the shape) in bf16; `changed` is by the file's name."""
     if odd := sorted(expected.keys() ^ tensors.keys()):
         raise ValueError(f"{len(odd)} tensors missing or unknown, such as {odd[0]}")
     total, done = sum(int(tensor.n_elements) for tensor in tensors.values()), 0
     weights: dict[str, torch.Tensor] = {}
-    for ours, (theirs, shape, heads) in expected.items():
-        weight = dequantised(tensors[ours], shape)
-        if heads:
-            weight = unpermute_rotary(weight, heads)
-        weights[theirs] = weight.to(torch.bfloat16).contiguous()
+    for ours, (theirs, shape) in expected.items():
+        weight = changed(ours, dequantised(tensors[ours], shape))
+        weights[theirs] = weight.bfloat16().contiguous()
         done += weight.numel()
         on_progress(done, total)
     return weights

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,9 @@ FRANCE = [{"role": "user", "content": "What is the capital of France? Say a litt
 
 
 def test_a_build_holds_everything_and_finds_them_by_name(tmp_path: Path) -> None:
-    pytest.importorskip("setuptools", minversion="77")
+    # not by importing it: where another test has loaded distutils before it, setuptools refuses
+    if int(version("setuptools").partition(".")[0]) < 77:
+        pytest.skip("the build asks for setuptools 77")
     source, built = tmp_path / "source", tmp_path / "built"
     shutil.copytree(REPO / "peagle", source / "peagle", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("setup.py", "pyproject.toml", "LICENSE"):
