@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -61,10 +61,13 @@ def worker(args: argparse.Namespace) -> None:
     def in_turn(variant: Variant) -> Callable[[], Any]:
         @contextmanager
         def opened() -> Iterator[Any]:
-            with variant.open() as engine, open(args.lock) as lock:
+            with ExitStack() as stack:
+                lock = stack.enter_context(open(args.lock))
+                engine = None if args.k == "auto" else stack.enter_context(variant.open())
                 Path(args.ready).touch()
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                yield engine
+                # the table K is chosen from is measured at the start, so that one starts alone too
+                yield stack.enter_context(variant.open()) if engine is None else engine
 
         return opened
 

@@ -25,6 +25,7 @@ optimizer, by phase. `--tiny` runs everything on the CPU in a toy size, to try t
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import platform
@@ -175,6 +176,7 @@ def our_steps(job: Json) -> Callable[[int], Json]:
 
 def worker(file: Path) -> None:
     """Lengths one after another, a line for each; the first that fails is the last."""
+    faulthandler.register(signal.SIGUSR1)
     job = json.loads(file.read_text())
     lines = file.with_name("records.jsonl")
     import torch
@@ -285,6 +287,8 @@ class Session:
                 if time.time() > limit:
                     self.results["notes"].append(f"{job['variant']}: out of time after {seen} of {lengths}")
                     self.say(self.results["notes"][-1])
+                    process.send_signal(signal.SIGUSR1)  # says in its log where it stands
+                    time.sleep(0.5)
                     break
                 time.sleep(0.1)
         finally:
