@@ -1,25 +1,28 @@
 """The two targets of `full_shapes.py`: what their makers publish of them, of their heads and of how far drafts hold.
 
-A config.json is as published. Heads are described by what is public of them: 4 layers, the target's width and heads,
-three tapped layers, tables of their own; their MLP's width is that of the experts a token goes to. Knows no engine.
+Their config.json, as published, lies in `published/`. Heads are described by what is public of them: 4 layers, the
+target's width and heads, three tapped layers, tables of their own; their MLP's width is that of the experts a token
+goes to. Knows no engine.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 Json = dict[str, Any]
+PUBLISHED = Path(__file__).resolve().parent / "published"
 
 
 @dataclass(frozen=True)
 class Model:
+    name: str
     label: str
-    config: Json  # as published
-    eos: int
     mask_id: int
-    head_mlp: int  # as wide as the experts a token goes to
     reach: float
     bend: float
     lengths: dict[int, float]  # published acceptance lengths by K
@@ -27,6 +30,18 @@ class Model:
     tok_s: dict[tuple[str, str], float]  # published on an H200, by drafting and concurrency
     tiny: Json  # fields of a toy of it
     cache_gb: float = 4.2
+
+    @cached_property
+    def config(self) -> Json:
+        """As published."""
+        values: Json = json.loads((PUBLISHED / f"{self.name}.json").read_text())
+        return values
+
+    @property
+    def head_mlp(self) -> int:
+        """As wide as the experts a token goes to."""
+        width: int = self.config.get("moe_intermediate_size", self.config["intermediate_size"])
+        return width * int(self.config["num_experts_per_tok"])
 
     def rates(self, k: int) -> tuple[float, ...]:
         """Of accepting draft i of k, unconditionally."""
@@ -44,58 +59,11 @@ class Model:
 
 _TINY: Json = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 320}
 _TINY |= {"num_hidden_layers": 8, "num_experts_per_tok": 2, "max_position_embeddings": 4096}
-MODELS = {
-    "gpt-oss-20b": Model(
+_MODELS = (
+    Model(
+        name="gpt-oss-20b",
         label="GPT-OSS-20B",
-        config={
-            "architectures": ["GptOssForCausalLM"],
-            "attention_bias": True,
-            "attention_dropout": 0.0,
-            "eos_token_id": 200002,
-            "experts_per_token": 4,
-            "head_dim": 64,
-            "hidden_act": "silu",
-            "hidden_size": 2880,
-            "initial_context_length": 4096,
-            "intermediate_size": 2880,
-            "layer_types": ["sliding_attention", "full_attention"] * 12,
-            "max_position_embeddings": 131072,
-            "model_type": "gpt_oss",
-            "num_attention_heads": 64,
-            "num_experts_per_tok": 4,
-            "num_hidden_layers": 24,
-            "num_key_value_heads": 8,
-            "num_local_experts": 32,
-            "pad_token_id": 199999,
-            "quantization_config": {
-                "modules_to_not_convert": [
-                    "model.layers.*.self_attn",
-                    "model.layers.*.mlp.router",
-                    "model.embed_tokens",
-                    "lm_head",
-                ],
-                "quant_method": "mxfp4",
-            },
-            "rms_norm_eps": 1e-05,
-            "rope_scaling": {
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "factor": 32.0,
-                "original_max_position_embeddings": 4096,
-                "rope_type": "yarn",
-                "truncate": False,
-            },
-            "rope_theta": 150000,
-            "router_aux_loss_coef": 0.9,
-            "sliding_window": 128,
-            "swiglu_limit": 7.0,
-            "tie_word_embeddings": False,
-            "torch_dtype": "bfloat16",
-            "vocab_size": 201088,
-        },
-        eos=200002,
         mask_id=201020,
-        head_mlp=4 * 2880,
         reach=3.06,
         bend=1.10,
         lengths={3: 2.75, 5: 3.01, 7: 3.30, 10: 3.46},
@@ -107,43 +75,10 @@ MODELS = {
         | {"num_hidden_layers": 20, "layer_types": ["sliding_attention", "full_attention"] * 10}
         | {"quantization_config": None},
     ),
-    "qwen3-coder-30b-a3b": Model(
+    Model(
+        name="qwen3-coder-30b-a3b",
         label="Qwen3-Coder-30B-A3B",
-        config={
-            "architectures": ["Qwen3MoeForCausalLM"],
-            "attention_bias": False,
-            "attention_dropout": 0.0,
-            "decoder_sparse_step": 1,
-            "eos_token_id": 151645,
-            "head_dim": 128,
-            "hidden_act": "silu",
-            "hidden_size": 2048,
-            "intermediate_size": 6144,
-            "max_position_embeddings": 262144,
-            "max_window_layers": 48,
-            "mlp_only_layers": [],
-            "model_type": "qwen3_moe",
-            "moe_intermediate_size": 768,
-            "norm_topk_prob": True,
-            "num_attention_heads": 32,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "num_hidden_layers": 48,
-            "num_key_value_heads": 4,
-            "qkv_bias": False,
-            "rms_norm_eps": 1e-06,
-            "rope_scaling": None,
-            "rope_theta": 10000000,
-            "sliding_window": None,
-            "tie_word_embeddings": False,
-            "torch_dtype": "bfloat16",
-            "use_qk_norm": True,
-            "use_sliding_window": False,
-            "vocab_size": 151936,
-        },
-        eos=151645,
         mask_id=151936 - (201088 - 201020),  # its own is not known here; as far from the end as GPT-OSS's
-        head_mlp=8 * 768,
         reach=7.82,
         bend=1.42,
         lengths={4: 4.30, 10: 6.66, 18: 7.51},
@@ -151,7 +86,8 @@ MODELS = {
         tok_s={},
         tiny=_TINY | {"intermediate_size": 96, "moe_intermediate_size": 32, "num_experts": 8},
     ),
-}
+)
+MODELS = {model.name: model for model in _MODELS}
 
 
 def config_of(model: Model, tiny: bool) -> Json:

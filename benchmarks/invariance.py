@@ -30,7 +30,7 @@ from round import build, timed
 
 from peagle.engine.graphs import RoundGraphs
 from peagle.engine.runner import Cache, PagedAttend, Runner
-from peagle.kernels.linear import Stream
+from peagle.kernels.norms import Stream
 from peagle.kernels.paged_attention import Pages
 from peagle.kernels.rotary import Rotation
 from peagle.kernels.sampling import choose

@@ -27,20 +27,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 from torch.nn import functional as F
 
-from peagle.kernels import linear as kernels
-from peagle.kernels.linear import (
-    Config,
-    Stream,
-    config_for,
-    linear_cublas,
-    linear_torch,
-    linear_triton,
-    skinny_rows,
-    stream_triton,
-)
+from peagle.kernels import linear_shapes as shapes
+from peagle.kernels.linear import linear_cublas, linear_torch
+from peagle.kernels.linear_shapes import Config, config_for, skinny_rows
+from peagle.kernels.linear_triton import linear_triton, stream_triton
+from peagle.kernels.norms import Stream
 
 EPS = 1e-5
 DEPTHS = (128, 256, 512, 1024)  # weights of a row asked into L2 beforehand
@@ -255,7 +250,7 @@ def pdl_variants(rows: int) -> dict[str, Linear]:
         "pdl": partial(triton_variant, pdl=True, fuse=False, prefetch=0),
         "pdl, norm fused": partial(triton_variant, pdl=True, fuse=True, prefetch=0),
     }
-    for prefetch in DEPTHS if kernels.block_rows(rows) != 32 else ():
+    for prefetch in DEPTHS if shapes.block_rows(rows) != 32 else ():
         found[f"pdl, L2 {prefetch}"] = partial(triton_variant, pdl=True, fuse=False, prefetch=prefetch)
     found["pdl, L2 by shape"] = partial(triton_variant, pdl=True, fuse=False)
     found["pdl, L2 lines by shape"] = partial(triton_variant, pdl=True, fuse=False, lines=True)
@@ -278,8 +273,8 @@ def fits(shape: Shape, rows: int, config: Config) -> bool:
     # Tiles of 64 and more use the asynchronous product, which holds on to one buffer more.
     buffers = config.stages if config.block_n >= 64 else config.stages - 1
     steps = shape.K / config.block_k / config.split_k
-    bytes_held = buffers * (width + kernels.block_rows(rows)) * config.block_k * 2
-    return bytes_held <= kernels.SHARED_BYTES and steps == int(steps) and config.stages <= steps + 1
+    bytes_held = buffers * (width + shapes.block_rows(rows)) * config.block_k * 2
+    return bytes_held <= shapes.SHARED_BYTES and steps == int(steps) and config.stages <= steps + 1
 
 
 def default(shape: Shape, rows: int) -> Config:
@@ -354,7 +349,7 @@ def sweep_configs(shape: Shape, rows: int) -> list[Config]:
                     block_k //= 2
                 if shape.K % (block_k * split):
                     continue
-                tile = (block_n * (2 if shape.glu else 1) + kernels.block_rows(rows)) * block_k * 2
+                tile = (block_n * (2 if shape.glu else 1) + shapes.block_rows(rows)) * block_k * 2
                 resident = max(1, min(4, round(programs / 132)))
                 for budget in (100, 190):  # KiB of shared memory per processor
                     buffers = min(budget * 1024 // resident // tile, 12, shape.K // split // block_k)
@@ -833,10 +828,10 @@ def main() -> None:
     bench.results.update(
         gpu=torch.cuda.get_device_name(),
         torch=torch.__version__,
-        triton=kernels.triton.__version__,
+        triton=triton.__version__,
         command=" ".join(["python", *sys.argv]),
     )
-    say(bench.results["gpu"], "torch", torch.__version__, "triton", kernels.triton.__version__)
+    say(bench.results["gpu"], "torch", torch.__version__, "triton", triton.__version__)
     with torch.no_grad():
         bench.checks(pdl=False)
         exact: dict[Any, Tensor] = {}

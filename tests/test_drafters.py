@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -28,11 +29,9 @@ class Tokenizer:
         self.size = size
         self.added_tokens_decoder = {i: Special(text) for i, text in special.items()}
 
-    def __len__(self) -> int:
-        return self.size
-
     def get_vocab(self) -> dict[str, int]:
-        return {str(t): i for i, t in self.added_tokens_decoder.items()}
+        ordinary = {f"w{i}": i for i in range(self.size) if i not in self.added_tokens_decoder}
+        return ordinary | {str(t): i for i, t in self.added_tokens_decoder.items()}
 
 
 class Special(str):
@@ -44,10 +43,13 @@ def test_mask_tokens() -> None:
     data = TokenCounts(torch.bincount(torch.tensor([1, 2, 147, 147]), minlength=pairs.VOCAB))
     special = {140: "<eos>", 145: "<|user|>", 146: "<repo>", 147: "<reserved_0>", 148: "<empty_output>", 149: "<file>"}
 
-    def chosen(given: str, size: int, some: dict[int, str] = special) -> int:
-        return choose_mask_id(given, cfg, Tokenizer(some, size), {140}, data)  # type: ignore[arg-type]
+    def chosen(given: str, size: int, some: dict[int, str] = special, ends: Iterable[int] = (140,)) -> int:
+        return choose_mask_id(given, cfg, Tokenizer(some, size), ends, data)  # type: ignore[arg-type]
 
     assert chosen("auto", 150) == 150  # a row of the table that no token has
+    assert chosen("auto", 150, ends=(150, 151)) == 152  # a text may end with one that the tokenizer does not know
+    assert chosen("auto", pairs.VOCAB, ends=(140, 148)) == 149  # or with one that is reserved by its name
+    assert chosen("auto", 150, {**special, 151: "<a>", 152: "<b>"}) == 153  # 152 tokens, one id left out
     assert chosen("auto", pairs.VOCAB) == 148  # reserved by its name, and not in the data as 147 is
     assert chosen("auto", pairs.VOCAB, {k: v for k, v in special.items() if k != 148}) == 149
     assert chosen("<repo>", 150) == 146 and chosen("155", 150) == 155

@@ -49,7 +49,7 @@ def starcoder2(**fields: Any) -> Any:
 
 def gpt_neox(**fields: Any) -> Any:
     """Heads turned in part, attention and MLP side by side, and other names for everything."""
-    return GPTNeoXForCausalLM(GPTNeoXConfig(**(SHAPE | fields)))
+    return GPTNeoXForCausalLM(GPTNeoXConfig(**(SHAPE | {"num_key_value_heads": SHAPE["num_attention_heads"]} | fields)))
 
 
 def saved(model: Any, folder: Path) -> Any:
@@ -76,6 +76,12 @@ def test_other_names(tmp_path: Path) -> None:
     torch.testing.assert_close(decoder.logits(hidden), want.logits[0], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(taps, torch.cat([want.hidden_states[k][0] for k in (0, 2)], -1), atol=1e-4, rtol=1e-4)
     assert decoder.norm.weight.shape == (48,) and decoder.embed_tokens.weight.shape == (97, 48)
+
+
+def test_heads_that_the_config_does_not_name(tmp_path: Path) -> None:
+    """This family knows no such field and has all heads for keys: pages would be too small."""
+    saved(gpt_neox(num_key_value_heads=2), tmp_path)
+    refused(tmp_path, "heads that its config does not name")
 
 
 def test_greedy_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

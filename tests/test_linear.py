@@ -25,24 +25,22 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from peagle.kernels import linear as kernels
-from peagle.kernels.linear import (
-    Config,
+from peagle.kernels import linear_shapes as shapes
+from peagle.kernels.linear import linear, linear_onto, linear_torch
+from peagle.kernels.linear_shapes import Config, config_for
+from peagle.kernels.linear_triton import _counters, linear_triton, stream_triton
+from peagle.kernels.norms import (
     Stream,
     add_rms_norm,
     add_rms_norm_torch,
-    config_for,
-    linear,
-    linear_onto,
-    linear_torch,
-    linear_triton,
     norm_cat,
     norm_cat_torch,
     rms_norm,
     rms_norm_torch,
     silu_mul,
     silu_mul_torch,
-    stream_triton,
 )
+from peagle.kernels.norms_triton import add_rms_norm_triton, norm_cat_triton, rms_norm_triton, silu_mul_triton
 from peagle.models.layers import RMSNorm
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -160,7 +158,7 @@ def calls(draw: st.DrawFn) -> tuple[dict[str, object], Config | None]:
     flags = {name: draw(st.booleans()) for name in ("norm", "bias", "residual")}
     T = draw(st.one_of(st.sampled_from([1, 8, 16, 17, 32, 33, 64, 65, 150]), st.integers(1, 64)))
     config = draw(st.one_of(st.none(), configs_for(K)))
-    if config is not None and T > kernels.SKINNY:
+    if config is not None and T > shapes.SKINNY:
         config = replace(config, split_k=1)
     return {"T": T, "N": N, "K": K, "glu": glu, **flags}, config
 
@@ -279,10 +277,10 @@ def test_a_norm_is_the_same_by_every_kernel_and_configuration(device, dtype):
         assert torch.equal(stream.squares.sum(0).float(), want[:rows]), rows
         normed[rows] = linear_triton(stream, one_by_one, norm_weight=norm, eps=EPS)
         # Times 1 the two orders of rounding are one.
-        plain = kernels.rms_norm_triton(stream.x, norm, EPS)
-        both = kernels.norm_cat_triton(stream.x, norm, stream.x, norm, EPS)
+        plain = rms_norm_triton(stream.x, norm, EPS)
+        both = norm_cat_triton(stream.x, norm, stream.x, norm, EPS)
         assert torch.equal(plain[:, :48], normed[rows]) and torch.equal(both, torch.cat([plain, plain], -1)), rows
-        added = kernels.add_rms_norm_triton(stream.x, torch.zeros_like(stream.x), norm, EPS)[0]
+        added = add_rms_norm_triton(stream.x, torch.zeros_like(stream.x), norm, EPS)[0]
         assert torch.equal(added, plain)
     for rows, some in normed.items():
         assert torch.equal(some, normed[64][:rows])
@@ -341,7 +339,7 @@ def test_a_split_product_repeats_and_leaves_its_counters_zero(device, dtype):
     first = case.run(linear_triton, config=config)
     for _ in range(3):
         assert torch.equal(case.run(linear_triton, config=config), first)
-    assert kernels._counters and not any(t.any() for t in kernels._counters.values())
+    assert _counters and not any(t.any() for t in _counters.values())
 
 
 @on_a_device
@@ -351,10 +349,10 @@ def test_the_small_kernels(device, dtype, T, K):
     x, residual, wide = (torch.randn(T, w, generator=generator).to(dtype).to(device) for w in (K, K, 2 * K))
     weight = torch.randn(K, generator=generator).to(dtype).to(device)
     with poisoned():
-        normed = kernels.rms_norm_triton(x, weight, EPS)
-        summed, total = kernels.add_rms_norm_triton(x, residual, weight, EPS)
-        gated = kernels.silu_mul_triton(wide)
-        both = kernels.norm_cat_triton(x, weight, wide[:, :K], x[0], EPS)
+        normed = rms_norm_triton(x, weight, EPS)
+        summed, total = add_rms_norm_triton(x, residual, weight, EPS)
+        gated = silu_mul_triton(wide)
+        both = norm_cat_triton(x, weight, wide[:, :K], x[0], EPS)
     assert torch.equal(total, x + residual)
     close = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 1e-6}
     torch.testing.assert_close(normed.double(), rms_norm_torch(x.double(), weight.double(), EPS), **close)
@@ -364,7 +362,7 @@ def test_the_small_kernels(device, dtype, T, K):
     torch.testing.assert_close(gated.double(), silu_mul_torch(wide.double()), **close)
 
 
-KNOWN = list(kernels.TUNED)
+KNOWN = list(shapes.TUNED)
 
 
 @many(200)
@@ -381,15 +379,15 @@ def test_a_configuration_fits_and_sums_in_the_same_order_for_all_row_counts_of_a
         found = [config_for(T, N, K, glu) for T in kind]
         assert len({replace(c, stages=0) for c in found}) == 1
         for T, c in zip(kind, found, strict=True):
-            tile = (c.block_n * (2 if glu else 1) + kernels.block_rows(T)) * c.block_k * 2
+            tile = (c.block_n * (2 if glu else 1) + shapes.block_rows(T)) * c.block_k * 2
             assert 2 <= c.stages and c.stages * tile <= 227 * 1024
             assert 1 <= c.prefetch <= K
-    assert kernels.skinny_rows(N, K, glu) in (kernels.FEW, kernels.SKINNY, kernels.TILED)
+    assert shapes.skinny_rows(N, K, glu) in (shapes.FEW, shapes.SKINNY, shapes.TILED)
 
 
 def test_small_shapes_round_alike_for_all_row_counts():
     for N, K, glu in ((96, 256, False), (49152, 64, False), *(s for s in KNOWN if s[1] in (576, 1536))):
-        assert kernels.skinny_rows(N, K, glu) == kernels.TILED
+        assert shapes.skinny_rows(N, K, glu) == shapes.TILED
         assert len({config_for(T, N, K, glu).kind for T in (1, 16, 17, 64, 65, 512)}) == 1
 
 
@@ -460,7 +458,8 @@ def test_without_triton_the_twins_remain():
     code = (
         "import sys; sys.modules['triton'] = None\n"
         "import torch\n"
-        "from peagle.kernels.linear import HAVE_TRITON, linear\n"
+        "from peagle.kernels.launching import HAVE_TRITON\n"
+        "from peagle.kernels.linear import linear\n"
         "assert not HAVE_TRITON and linear(torch.ones(2, 3), torch.ones(4, 3)).shape == (2, 4)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from interpreting import check_in_a_child, mend_interpreter
 from torch import Tensor
 
+from peagle.config import Chunked, Window
 from peagle.kernels.paged_attention import Pages, paged_attention, paged_attention_torch, prefill_attention
 from peagle.kernels.rotary import Rotation, split_rotate, split_rotate_torch
 
@@ -29,7 +30,7 @@ class Case:
     starts: list[int]
     rows: list[int]
     live: list[int]
-    window: int | None
+    window: Window
     scattered: bool
     merged: bool
     seed: int
@@ -93,7 +94,10 @@ class Case:
             keys = torch.stack([cache_k[at] for at in where]).double()
             values = torch.stack([cache_v[at] for at in where]).double()
             for j in range(self.live[b]):
-                low = 0 if self.window is None else max(0, start + j - self.window + 1)
+                if isinstance(self.window, Chunked):
+                    low = start + j - (start + j) % self.window.size
+                else:
+                    low = 0 if self.window is None else max(0, start + j - self.window + 1)
                 for h in range(q.shape[1]):
                     g = h // self.group
                     weights = torch.exp(keys[low : start + j + 1, g] @ q[first + j, h] * self.width**-0.5)
@@ -142,7 +146,7 @@ def cases(
         starts=[draw(context) for _ in range(batch)],
         rows=rows,
         live=live,
-        window=draw(st.one_of(st.none(), st.sampled_from([1, 7, 16, 40, 100]))),
+        window=draw(st.one_of(st.none(), st.sampled_from([1, 7, 16, 40, 100, Chunked(16), Chunked(27)]))),
         scattered=draw(st.booleans()),
         merged=draw(st.booleans()),
         seed=draw(st.integers(0, 99)),
@@ -171,7 +175,7 @@ def test_layers_share_the_pages() -> None:
     case = Case(2, 2, 8, [20, 3], [4, 4], [4, 3], None, True, True, 0)
     case.build(torch.float32, "cpu")
     pages = case.pages("cpu")
-    for window in (None, 5, None, 5):
+    for window in (None, 5, None, Chunked(5), 5):
         case.window = window
         case.build(torch.float32, "cpu")
         case.check(lambda *args, window=window: paged_attention(*args, pages, window), 1e-5)
@@ -306,7 +310,7 @@ def test_triton_in_the_interpreter() -> None:
 
 
 def check_in_the_interpreter() -> None:
-    from peagle.kernels.paged_attention_triton import Launch
+    from peagle.kernels.paged_attention_triton import Launch, paged_attention_triton, prefill_attention_triton
 
     mend_interpreter()
     # A kernel takes a second or so here: no shrinking, which would take minutes.
@@ -350,6 +354,11 @@ def check_in_the_interpreter() -> None:
     prefill()
     half = Case(3, 3, 32, [70, 0, 33], [4, 4, 4], [4, 2, 0], None, True, True, 1)
     triton_paged(half, torch.float16, "cpu", 32, 2, 16, "plain")
+    wide = Case(8, 1, 512, [70], [3], [3], Chunked(32), True, True, 2)
+    for attend in (paged_attention_triton, prefill_attention_triton):
+        wide.build(torch.float32, "cpu")
+        pages = wide.pages("cpu")
+        wide.check(lambda *args, attend=attend, pages=pages: attend(*args, pages, wide.window), 1e-5)
     for shape in ROTARY:
         triton_rotary(*shape, torch.float32, "cpu")
     print("kernels checked")
@@ -389,7 +398,7 @@ def test_triton_paged_exactly_on_the_gpu(case: Case, splits: int, turn: str) -> 
 
 @pytest.mark.gpu
 @settings(max_examples=10, deadline=None)
-@given(case=cases(same_rows=True, most_rows=9, most_context=300, shapes=[(4, 1, 256), (8, 8, 64)]))
+@given(case=cases(same_rows=True, most_rows=9, most_context=300, shapes=[(4, 1, 256), (8, 8, 64), (8, 1, 512)]))
 def test_wide_heads_and_many_by_the_usual_launch_on_the_gpu(case: Case) -> None:
     for attend in (paged_attention, prefill_attention):
         case.build(torch.bfloat16, "cuda")
@@ -423,7 +432,9 @@ def test_programs_have_all_tiles_between_them_a_share_at_a_time() -> None:
             assert one == [tile for first in firsts for tile in range(first, tiles, splits)]
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(9, 3, 64), (32, 8, 128), (4, 2, 32), (4, 1, 256)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "width"), [(9, 3, 64), (32, 8, 128), (4, 2, 32), (4, 1, 256), (32, 4, 512)]
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_what_decides_the_bits_depends_on_no_batch_but_a_large_one(heads, kv_heads, width, dtype) -> None:
     from peagle.kernels.paged_attention_triton import choose_launch

@@ -22,12 +22,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from peagle.cli import main
-from peagle.config import ResponseSettings, WriterSettings
+from peagle.config import EndpointSettings, ResponseSettings, WriterSettings
 from peagle.data.chat import Chat
+from peagle.data.examples import examples
 from peagle.data.prompts import Prompt, Prompts, read_prompts
 from peagle.data.report import Summary
 from peagle.data.responses import Writer, looping, seed_of
-from peagle.data.run import write_responses
+from peagle.data.run import open_chat, write_responses
 from peagle.data.sources import Answer, Question, open_engine
 from peagle.data.store import ResponseFile, beside
 from peagle.engine import loading
@@ -35,6 +36,9 @@ from peagle.engine.llm import LLM
 from peagle.errors import UserError
 
 ENGINE = WriterSettings(device="cpu", dtype="float32", max_num_seqs=4, max_model_len=200)
+
+ASKED = [{"role": "user", "content": "Really?"}]
+SYSTEM = [{"role": "system", "content": "Be brief."}]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -339,6 +343,36 @@ def test_a_target_without_a_chat_template(tmp_path: Path) -> None:
     assert write_responses(*arguments, chat_template=tmp_path / "t.jinja", shown=False).rows == 1
     with pytest.raises(UserError, match="--chat-template .*none.jinja: cannot be read"):
         write_responses(*arguments, chat_template=tmp_path / "none.jinja", shown=False)
+
+
+def test_prompts_as_they_are(target: Path, tmp_path: Path) -> None:
+    """Without a template: what follows the prompt's own bytes, greedy, is what the engine says to the same text."""
+    asked = [*({"prompt": piece} for piece in licence(3)), {"turns": ["one", "two"]}, {"messages": [*SYSTEM, *ASKED]}]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, asked)))
+    settings = ResponseSettings(temperature=0.0, max_tokens=8)
+    given = (str(tmp_path / "p.jsonl"), tmp_path / "o.jsonl", str(target), settings, ENGINE)
+    summary = write_responses(*given, shown=False, raw=True)
+    assert summary.rows == 4 and summary.dropped == {"needs a chat template": 1}
+    texts = [*licence(3), "one"]  # of several turns only the first can be asked
+    told = LLM(target, device="cpu", dtype="float32").generate(texts, settings.params(0))
+    by_text = {output.prompt: output.outputs[0].token_ids for output in told}
+    for row in rows_of(tmp_path / "o.jsonl"):
+        text, said = (message["content"] for message in row["messages"])
+        assert row["token_ids"] == [*text.encode(), *by_text[text]]
+        assert row["spans"] == [[len(text), len(row["token_ids"])]]
+        assert said.encode() == bytes(by_text[text]).rstrip(b"d")
+    # read again: by the same rule, and refused by another; text alone is encoded by it too
+    plain = open_chat(target, raw=True)
+    assert len(examples(tmp_path / "o.jsonl", plain)) == 4
+    with pytest.raises(UserError, match="this target's chat template .* .and --chat-template FILE or --raw"):
+        examples(tmp_path / "o.jsonl", open_chat(target))
+    (tmp_path / "own.jsonl").write_text(json.dumps({"messages": [*ASKED, {"role": "assistant", "content": " yes"}]}))
+    [example] = examples(tmp_path / "own.jsonl", plain)
+    assert bytes(example.token_ids) == b"Really? yes" and example.spans == ((7, 11),)
+    with pytest.raises(UserError, match="--raw: .* no --chat-template x.jinja"):
+        open_chat(target, Path("x.jinja"), raw=True)
+    with pytest.raises(UserError, match="--raw: only the engine .* leave out --endpoint http://x"):
+        write_responses(*given, endpoint=EndpointSettings("http://x"), shown=False, raw=True)
 
 
 def test_the_engine_gives_its_memory_back(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

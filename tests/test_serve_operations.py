@@ -308,6 +308,61 @@ def script(folder: Path, text: str) -> Path:
     return path
 
 
+@pytest.mark.usefixtures("lines")
+@pytest.mark.parametrize(
+    ("template", "more", "said", "warned"),
+    [
+        ("{% if tools %}<tool_call>{% endif %}", "", ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"], ""),
+        ('{"name": n, "parameters": p}', "", ["--enable-auto-tool-choice", "--tool-call-parser", "llama3_json"], ""),
+        ("{{ tools }}<tool_call><function=", "", [], "--tool-parser"),
+        ("{{ messages }}", "", [], ""),
+        (None, "", [], ""),
+        ("<tool_call>", " --tool_call_parser=xlam", ["--tool_call_parser=xlam"], ""),
+    ],
+)
+def test_vllm_is_told_the_parser_that_the_template_means(
+    template: str | None,
+    more: str,
+    said: list[str],
+    warned: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = tmp_path / "t"
+    folder.mkdir()
+    shutil.copy(target_folder() / "config.json", folder)
+    engines.write_tokenizer(folder, 160, template)
+    vllm = script(tmp_path, f"import sys; open({str(tmp_path / 'told')!r}, 'w').write('\\n'.join(sys.argv[1:]))\n")
+    words = ["serve", str(folder), "--engine", "vllm", "--vllm-command", f"{vllm} serve{more}"]
+    monkeypatch.setattr(sys, "argv", ["peagle", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    told = (tmp_path / "told").read_text().splitlines()
+    assert ended.value.code == 0 and told[:2] == ["serve", str(folder)]
+    assert [word for word in told if "tool" in word or word in said] == said
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    assert len(warnings) == bool(warned) and all(warned in line for line in warnings)
+
+
+@pytest.mark.parametrize("engine", ["embedded", "vllm"])
+def test_a_drafter_of_the_other_kind_is_refused(
+    engine: str, target: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever states the kind wrongly means another drafter, or would be served another way than they asked."""
+    there = ("--vllm-command", "false serve") if engine == "vllm" else ()
+    for drafter, parallel in (("p-eagle-1", False), ("eagle3-1", True)):
+        named = str(drafter_folder(drafter))
+        config = {"model": named, "num_speculative_tokens": K, "parallel_drafting": parallel}
+        words = ["serve", str(target), "--engine", engine, *there, "--speculative-config", json.dumps(config)]
+        monkeypatch.setattr(sys, "argv", ["peagle", *words])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        said = capsys.readouterr().err.strip()
+        assert ended.value.code == 2 and len(said.splitlines()) == 1
+        assert all(part in said for part in ("parallel_drafting", named, str(not parallel).lower()))
+
+
 def test_vllm_is_run_and_told_to_stop(tmp_path: Path, target: Path) -> None:
     """A stand-in that writes down how it was started and leaves on SIGTERM, as the real one does."""
     script(

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from peagle.engine.runner import Cache, PagedAttend
-from peagle.kernels import linear as kernels
+from peagle.kernels import linear_cpu as kernels
 from peagle.kernels import skinny_cpu
 from peagle.kernels.paged_attention import Pages
 from peagle.models.flat import FlatDecoder

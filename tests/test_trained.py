@@ -19,7 +19,7 @@ from interpreting import mend_interpreter
 from support import many
 from torch import Tensor
 
-from peagle.kernels.linear import rms_norm_torch, silu_mul_torch
+from peagle.kernels.norms import rms_norm_torch, silu_mul_torch
 from peagle.kernels.rotary import split_rotate_torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from peagle.config import CHUNK_BYTES, LEAST_CHUNK_ROWS, DrafterConfig
-from peagle.kernels import linear, rotary
-from peagle.kernels.linear import rms_norm_torch, silu_mul_torch
+from peagle.kernels import linear, norms, rotary
+from peagle.kernels.norms import rms_norm_torch, silu_mul_torch
 from peagle.kernels.rotary import split_rotate_torch
 from peagle.training.chunk_size import chain_row_bytes, chunk_rows_for, depth_zero_row_bytes
 from peagle.training.partition import BatchView, Leaves, chunks
@@ -102,8 +102,8 @@ class AsOnTheGpu:
         def rotate(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> None:
             qkv.copy_(torch.cat(split_rotate_torch(qkv, cos, sin, heads, kv_heads), 1).flatten(1))
 
-        monkeypatch.setattr(linear, "trains_fast", needs_gradients)
-        monkeypatch.setattr(rotary, "trains_fast", needs_gradients)
+        for asking in (linear, norms, rotary):
+            monkeypatch.setattr(asking, "trains_fast", needs_gradients)
         monkeypatch.setattr(trained, "rms_norm_triton", lambda x, w, eps, pdl: rms_norm_torch(x, w, eps))
         monkeypatch.setattr(trained, "silu_mul_triton", lambda y, pdl: silu_mul_torch(y))
         monkeypatch.setattr(trained, "split_rotate_triton", rotate)

@@ -10,17 +10,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from peagle.checkpoints import published
-from peagle.checkpoints.fields import Fields, completed, layer_config, positions, rope_config
+from peagle.checkpoints import gemma, llama4, published
+from peagle.checkpoints.fields import (
+    Fields,
+    completed,
+    experts_config,
+    layer_config,
+    positions,
+    proportional_rope,
+    rope_config,
+)
 from peagle.checkpoints.foreign import foreign_config, is_foreign
 from peagle.checkpoints.published import Sources
-from peagle.config import DecoderConfig, ExpertsConfig, LayerConfig, RopeConfig
+from peagle.config import DecoderConfig, Heat, LayerConfig, RopeConfig, Window
 from peagle.errors import UserError
 from peagle.kernels.mxfp4 import BLOCK
 
-GELU = "gelu_pytorch_tanh"
 FP8 = "fp8"
-PLAIN_THETA = 1e6  # of a drafter for a target whose own positions it cannot have
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,14 @@ class Family:
     turns_in_part: bool = False  # `adapt` sees to heads of which only a part is turned
     packed: tuple[str, ...] = ()  # ways of packing weights into few bits that `adapt` undoes, beside FP8
     adapt_packed: Callable[[Sources, Fields], Sources] | None = None  # `adapt` that leaves experts in few bits
+    layers: Callable[[Fields, LayerConfig], tuple[LayerConfig, ...]] = lambda fields, layer: ()  # if they may differ
+    missing: Callable[[Fields], str | None] = lambda fields: None  # what only transformers' own modules have
+    windows: Callable[[Fields], tuple[Window, ...]] | None = None  # None: what `sliding_windows` finds
+    mend: Callable[[dict[str, Any]], dict[str, Any]] = lambda values: values  # fields that transformers reads no more
+    reach: Callable[[Fields], int] = positions  # how long texts may be
+    heat: Callable[[Fields], Heat | None] = lambda fields: None
+    proportional: bool = False  # heads may be turned in part in the way that needs nothing of `adapt`
+    caps_logits: bool = False  # if its config says so
 
 
 def _same_bias(fields: Fields) -> LayerConfig:
@@ -55,19 +69,10 @@ def _qk_norms(fields: Fields) -> LayerConfig:
     return layer_config(fields, qkv_bias=bias, out_bias=bias, mlp_bias=False, qk_norm=True)
 
 
-def _experts(fields: Fields, width_field: str, **more: Any) -> ExpertsConfig:
-    """transformers keeps the number under the second name, published configs under either."""
-    name = "num_experts" if fields.values.get("num_experts") is not None else "num_local_experts"
-    count, chosen = fields.size(name), fields.size("num_experts_per_tok")
-    if chosen > count:
-        raise fields.wrong(f"num_experts_per_tok {chosen} is more than {name} {count}")
-    return ExpertsConfig(count, chosen, fields.size(width_field), **more)
-
-
 def _qwen3_moe(fields: Fields) -> LayerConfig:
     if fields.values.get("mlp_only_layers") or fields.size("decoder_sparse_step", 1) != 1:
         raise fields.wrong("layers without experts among layers with them (mlp_only_layers, decoder_sparse_step)")
-    experts = _experts(fields, "moe_intermediate_size", normed=fields.get("norm_topk_prob", bool, False))
+    experts = experts_config(fields, "moe_intermediate_size", normed=fields.get("norm_topk_prob", bool, False))
     return replace(_qk_norms(fields), experts=experts)
 
 
@@ -75,55 +80,9 @@ def _qwen3_moe_names(sources: Sources, fields: Fields) -> Sources:
     return published.renamed(sources, {".mlp.gate.": ".mlp.router."})
 
 
-def _gemma3(fields: Fields) -> LayerConfig:
-    for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
-        if fields.values.get(name):
-            raise fields.wrong(f"{name} is not supported")
-    activation = fields.get("hidden_activation", str, GELU)
-    if activation != GELU:
-        raise fields.wrong(f"hidden_activation {activation!r} is not supported; supported: {GELU}")
-    return replace(_qk_norms(fields), activation="gelu_tanh", out_norms=True)
-
-
-def _gemma3_tensors(sources: Sources, fields: Fields) -> Sources:
-    """A norm's weight is stored less 1. How attention scales its scores is put into the queries' norm."""
-    names = {
-        ".post_attention_layernorm.": ".attention_out_norm.",
-        ".pre_feedforward_layernorm.": ".post_attention_layernorm.",
-        ".post_feedforward_layernorm.": ".mlp_out_norm.",
-    }
-    usual, scalar = _gemma3(fields).head_dim, fields.positive("query_pre_attn_scalar")
-    sources = published.changed(sources, lambda name: name.endswith("norm.weight"), lambda w: w.float() + 1)
-    if scalar != usual:
-        more = (usual / scalar) ** 0.5
-        sources = published.changed(sources, lambda name: name.endswith(".q_norm.weight"), lambda w: w * more)
-    return published.renamed(sources, names)
-
-
-def _gemma3_text_part(sources: Sources, fields: Fields) -> Sources:
-    """Of a model that also sees pictures, in the older order of its names and in the newer one."""
-    sources = published.renamed(sources, {"vision_tower.": "", "multi_modal_projector.": ""})
-    names = {
-        "language_model.model.": "model.",
-        "model.language_model.": "model.",
-        "language_model.lm_head.": "lm_head.",
-    }
-    return _gemma3_tensors(published.renamed(sources, names), fields)
-
-
-def _gemma4(fields: Fields) -> LayerConfig:
-    """The sizes that most of its layers have, as a drafter's for it."""
-    return _no_bias(fields)
-
-
-def _gemma4_text_part(sources: Sources, fields: Fields) -> Sources:
-    """Unlike Gemma 3's, a norm's weight is what it is."""
-    return published.renamed(sources, {"model.language_model.": "model."})
-
-
 def _gpt_oss(fields: Fields) -> LayerConfig:
     clamp = fields.positive("swiglu_alpha", 1.702), fields.positive("swiglu_limit", 7.0)
-    experts = _experts(fields, "intermediate_size", bias=True, clamp=clamp)
+    experts = experts_config(fields, "intermediate_size", bias=True, clamp=clamp)
     return replace(_same_bias(fields), sinks=True, experts=experts)
 
 
@@ -151,6 +110,27 @@ def _phi3_tensors(sources: Sources, fields: Fields) -> Sources:
     )
 
 
+GEMMA3 = Family("gemma3_text", gemma.gemma3, gemma.gemma3_tensors, scaled_embeddings=True)
+GEMMA4 = Family(
+    "gemma4_text",
+    gemma.gemma4,
+    gemma.gemma4_tensors,
+    scaled_embeddings=True,
+    layers=gemma.gemma4_layers,
+    missing=gemma.gemma4_missing,
+    proportional=True,
+    caps_logits=True,
+)
+LLAMA4 = Family(
+    "llama4_text",
+    llama4.layer,
+    llama4.tensors,
+    layers=llama4.layers,
+    windows=llama4.windows,
+    mend=llama4.mended,
+    reach=llama4.reach,
+    heat=llama4.heat,
+)
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family("llama", _same_bias),
     "MistralForCausalLM": Family("mistral", _no_bias, slides_everywhere=True),
@@ -159,16 +139,12 @@ FAMILIES: dict[str, Family] = {
     "Qwen3MoeForCausalLM": Family("qwen3_moe", _qwen3_moe, _qwen3_moe_names, slides_everywhere=True),
     "Phi3ForCausalLM": Family("phi3", _no_bias, _phi3_tensors, slides_everywhere=True, turns_in_part=True),
     "GptOssForCausalLM": Family("gpt_oss", _gpt_oss, _gpt_oss_tensors, packed=("mxfp4",), adapt_packed=_gpt_oss_packed),
-    "Gemma3ForCausalLM": Family("gemma3_text", _gemma3, _gemma3_tensors, scaled_embeddings=True),
-    "Gemma3ForConditionalGeneration": Family(
-        "gemma3_text", _gemma3, _gemma3_text_part, scaled_embeddings=True, nested="text_config"
-    ),
-}
-# Known by their embeddings, last norm and head alone: drafters are trained on states that vLLM computed.
-TABLES: dict[str, Family] = {
-    "Gemma4ForConditionalGeneration": Family(
-        "gemma4_text", _gemma4, _gemma4_text_part, scaled_embeddings=True, nested="text_config"
-    ),
+    "Gemma3ForCausalLM": GEMMA3,
+    "Gemma3ForConditionalGeneration": replace(GEMMA3, nested="text_config"),
+    "Gemma4ForCausalLM": GEMMA4,
+    "Gemma4ForConditionalGeneration": replace(GEMMA4, nested="text_config"),
+    "Llama4ForCausalLM": LLAMA4,
+    "Llama4ForConditionalGeneration": replace(LLAMA4, nested="text_config"),
 }
 
 
@@ -179,8 +155,6 @@ def named_architecture(values: dict[str, Any]) -> Any:
 
 def family_of(values: dict[str, Any], source: Path) -> Family:
     architecture = named_architecture(values)
-    if isinstance(architecture, str) and architecture in TABLES:
-        return TABLES[architecture]
     if not isinstance(architecture, str) or architecture not in FAMILIES:
         raise UserError(
             f"{source}: architecture {architecture!r} is not supported; supported: {', '.join(FAMILIES)}, "
@@ -201,7 +175,7 @@ def read_fields(values: dict[str, Any], source: Path) -> Fields:
     quantization(values, source)
     if family.nested is not None:
         values = Fields(values, source).section(family.nested).values
-    return completed({**values, "model_type": family.model_type}, source)
+    return completed({**family.mend(values), "model_type": family.model_type}, source)
 
 
 def quantization(values: dict[str, Any], source: Path) -> Fields | None:
@@ -249,31 +223,40 @@ def adapted(sources: Sources, values: dict[str, Any], source: Path, packed: bool
 
 def decoder_config(values: dict[str, Any], source: Path, tables_only: bool = False) -> DecoderConfig:
     """`tables_only`: of a target whose layers nobody will run."""
-    architecture = named_architecture(values)
-    in_part = isinstance(architecture, str) and architecture in TABLES
-    if in_part and not tables_only:
-        raise UserError(
-            f"{source}: the layers of {architecture} do not run here; vLLM runs them, and `peagle train` "
-            "learns from what it writes: --vllm-states DIR --init random --held-out 0"
-        )
-    if foreign(values) and not in_part:
+    if foreign(values):
         return foreign_config(values, source)
     family, fields = family_of(values, source), read_fields(values, source)
+    theirs = family.missing(fields) is not None and not tables_only
+    if theirs and values.get("quantization_config"):
+        raise fields.wrong("quantized weights are not supported in a target that runs through transformers")
     num_layers, layer = fields.size("num_hidden_layers"), family.layer(fields)
-    # a drafter turns its heads in the plain way, whatever the target does
-    rope, local_rope = (RopeConfig(theta=PLAIN_THETA),) * 2 if in_part else ropes(fields, family)
+    if family.windows is not None:
+        windows = family.windows(fields)
+    else:
+        windows = sliding_windows(fields, num_layers, family.slides_everywhere)
+    layers = family.layers(fields, layer)
+    (rope, local_rope), alike = ropes(fields, family), len({own.head_dim for own in layers}) < 2
     return DecoderConfig(
         family=family.model_type,
         vocab_size=fields.size("vocab_size"),
         num_layers=num_layers,
         layer=layer,
         rope=rope,
-        max_positions=positions(fields),
+        max_positions=family.reach(fields),
         tied_head=fields.get("tie_word_embeddings", bool, False),
-        windows=sliding_windows(fields, num_layers, family.slides_everywhere),
-        local_rope=local_rope if local_rope != rope else None,
+        windows=windows,
+        local_rope=None if local_rope == rope and alike else local_rope,
         embedding_scale=layer.hidden_size**0.5 if family.scaled_embeddings else 1.0,
+        layers=layers if set(layers) != {layer} else (),
+        logit_cap=fields.optional_positive("final_logit_softcapping") if family.caps_logits else None,
+        heat=family.heat(fields),
+        foreign=theirs,
     )
+
+
+def why_foreign(values: dict[str, Any], source: Path) -> str:
+    """What a target of a family of ours has that keeps it from running as one; "" of other families."""
+    return "" if foreign(values) else family_of(values, source).missing(read_fields(values, source)) or ""
 
 
 def ropes(fields: Fields, family: Family) -> tuple[RopeConfig, RopeConfig]:
@@ -283,6 +266,8 @@ def ropes(fields: Fields, family: Family) -> tuple[RopeConfig, RopeConfig]:
         rope = rope_config(fields, more=family.turns_in_part)
         return rope, rope
     full, sliding = (scaling.section(kind) for kind in ("full_attention", "sliding_attention"))
+    if family.proportional and full.get("rope_type", str, "default") == "proportional":
+        return proportional_rope(full), rope_config(fields, sliding)
     return rope_config(fields, full), rope_config(fields, sliding)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, TypeVar
 
-from peagle.config import LayerConfig, RopeConfig
+from peagle.config import ExpertsConfig, LayerConfig, RopeConfig
 from peagle.errors import UserError
 
 T = TypeVar("T", int, float, bool, str)
@@ -132,6 +132,15 @@ def layer_config(fields: Fields, *, qkv_bias: bool, out_bias: bool, mlp_bias: bo
     )
 
 
+def experts_config(fields: Fields, width_field: str, **more: Any) -> ExpertsConfig:
+    """transformers keeps the number under the second name, published configs under either."""
+    name = "num_experts" if fields.values.get("num_experts") is not None else "num_local_experts"
+    count, chosen = fields.size(name), fields.size("num_experts_per_tok")
+    if chosen > count:
+        raise fields.wrong(f"num_experts_per_tok {chosen} is more than {name} {count}")
+    return ExpertsConfig(count, chosen, fields.size(width_field), **more)
+
+
 def positions(fields: Fields) -> int:
     return fields.size("max_position_embeddings", most=2**31 - 1)
 
@@ -162,8 +171,8 @@ def rope_config(fields: Fields, scaling: Fields | None = None, more: bool = Fals
     original = scaling.optional_size("original_max_position_embeddings") or longest
     if kind == "llama3":
         low, high = scaling.positive("low_freq_factor"), scaling.positive("high_freq_factor")
-        if low >= high:
-            raise fields.wrong(f"low_freq_factor {low} must be below high_freq_factor {high}")
+        if low > high:  # Scout's are equal: nothing is blended
+            raise fields.wrong(f"low_freq_factor {low} must not be above high_freq_factor {high}")
         return RopeConfig(
             theta=theta,
             kind="llama3",
@@ -186,6 +195,15 @@ def rope_config(fields: Fields, scaling: Fields | None = None, more: bool = Fals
         mscale_all_dim=scaling.optional_positive("mscale_all_dim"),
         truncate=scaling.get("truncate", bool, RopeConfig.truncate),
     )
+
+
+def proportional_rope(scaling: Fields) -> RopeConfig:
+    """Of a head only the first pairs are turned, as fast as if all were."""
+    rotated = scaling.get("partial_rotary_factor", float, 1.0)
+    if not 0.0 <= rotated <= 1.0:
+        raise scaling.wrong(f"partial_rotary_factor is {rotated}, expected a share of a head")
+    factor = scaling.positive("factor", 1.0)
+    return RopeConfig(scaling.positive("rope_theta"), "proportional", factor, rotated=rotated)
 
 
 def _longrope(fields: Fields, scaling: Fields, theta: float, rotated: float, kind: str) -> RopeConfig:

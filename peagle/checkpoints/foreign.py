@@ -77,14 +77,14 @@ def _windows(config: Any, num_layers: int, fields: Fields) -> tuple[int | None, 
 
 
 def load_foreign(
-    folder: Path, cfg: DecoderConfig, dtype: torch.dtype, device: torch.device | str
+    folder: Path, cfg: DecoderConfig, dtype: torch.dtype, device: torch.device | str, why: str = ""
 ) -> TransformersDecoder:
+    """`why`: what a model of a family of ours has that ours have not."""
     from transformers import AttentionInterface, AutoModelForCausalLM
 
     AttentionInterface.register(NAME, attention)
-    warnings.warn(
-        f"{folder}: a {cfg.family} model runs through transformers' own modules, which is slower", stacklevel=3
-    )
+    what = f"a {cfg.family} model with {why}" if why else f"a {cfg.family} model"
+    warnings.warn(f"{folder}: {what} runs through transformers' own modules, which is slower", stacklevel=3)
     try:
         theirs = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -97,11 +97,24 @@ def load_foreign(
     except Exception as error:  # whatever its reader of the moment raises
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"{folder}: transformers cannot load it ({reason})") from None
-    theirs = theirs.to(device).eval().requires_grad_(False)
+    theirs = text_model(theirs).to(device).eval().requires_grad_(False)
     try:
         return checked(cfg, theirs)
     except UserError as error:
         raise UserError(f"{folder}: a {cfg.family} model cannot run here ({error}); try --engine vllm") from None
+
+
+def text_model(theirs: Any) -> Any:
+    """Of a model that also sees, the part that writes, as a model of its own."""
+    from transformers import AutoModelForCausalLM
+
+    inner = getattr(theirs.base_model, "language_model", None)
+    if inner is None:
+        return theirs
+    with torch.device("meta"):
+        text = AutoModelForCausalLM.from_config(theirs.config.get_text_config(), attn_implementation="eager")
+    text.model, text.lm_head = inner, theirs.lm_head
+    return text
 
 
 class _InParts:

@@ -29,6 +29,8 @@ class Source:
 
 Sources = dict[str, Source]
 
+# In names of tensors that a text does not need.
+NOT_TEXT = ("vision_tower.", "vision_model.", "audio_tower.", "multi_modal_projector.", "embed_vision.", "embed_audio.")
 EXPERTS, BLOCKS, SCALES = ".mlp.experts.", "_blocks", "_scales"  # in names of GPT-OSS's
 
 
@@ -77,6 +79,16 @@ def renamed(sources: Sources, parts: Mapping[str, str]) -> Sources:
     return out
 
 
+def text_part(sources: Sources) -> Sources:
+    """Of a model that also sees and hears, in the older order of its names and in the newer one."""
+    names = {
+        "language_model.model.": "model.",
+        "model.language_model.": "model.",
+        "language_model.lm_head.": "lm_head.",
+    }
+    return renamed(sources, dict.fromkeys(NOT_TEXT, "") | names)
+
+
 def rows_apart(sources: Sources, together: str, parts: Mapping[str, int]) -> Sources:
     """Tensors with `together` in their names, dots included, as several of that many rows each."""
     out: Sources = {}
@@ -110,6 +122,16 @@ def pairs_apart(weight: Tensor, head_dim: int, turned: int) -> Tensor:
     return weight.unflatten(0, (-1, head_dim))[:, order].flatten(0, 1)
 
 
+def pairs_from_neighbours(weight: Tensor, head_dim: int) -> Tensor:
+    """Rows of a head whose neighbours pair with each other, in the same order: 0 2 4 6 | 1 3 5 7 for a head of 8."""
+    return weight.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+
+
+def ones(width: int) -> Source:
+    """Weights that a file does not have, since they change nothing."""
+    return Source((width,), lambda: torch.ones(width))
+
+
 def unpacked_fp8(sources: Sources, block: tuple[int, int]) -> Sources:
     """Eight-bit weights with a factor for every block of rows and columns, in a tensor beside them -> fp32."""
     out: Sources = {}
@@ -136,10 +158,10 @@ def has_packed_experts(sources: Sources) -> bool:
     return any(EXPERTS in name and name.endswith(BLOCKS) for name in sources)
 
 
-def experts_apart(sources: Sources, packed: bool = False) -> Sources:
+def experts_apart(sources: Sources, packed: bool = False, in_turn: bool = True) -> Sources:
     """GPT-OSS keeps all experts of a layer in one tensor, gates and ups in turn: plain, [E, in, out], or as MXFP4,
     [E, out, in / 32, 16] bytes beside [E, out, in / 32] exponents. Here each expert's under names of its own, MXFP4
-    unpacked, or, if `packed`, as `peagle.kernels.mxfp4` has it."""
+    unpacked, or, if `packed`, as `peagle.kernels.mxfp4` has it. Llama 4's gates come before all ups, not `in_turn`."""
     out: Sources = {}
     for name, source in sources.items():
         layer, experts, kind = name.partition(EXPERTS)
@@ -152,6 +174,9 @@ def experts_apart(sources: Sources, packed: bool = False) -> Sources:
         for e in range(source.shape[0]):
             for i, part in enumerate(parts):
                 rows, to = slice(i, None, len(parts)), f"{layer}{EXPERTS}{e}.{part}"
+                if not in_turn:
+                    each = source.shape[-1] // len(parts)
+                    rows = slice(i * each, (i + 1) * each)
                 if packed and kind.endswith(BLOCKS):
                     out[f"{to}.words"] = _words(source, e, rows)
                 elif packed and kind.endswith(SCALES):

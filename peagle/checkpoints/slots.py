@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from peagle.config import LayerConfig
 from peagle.errors import UserError
+from peagle.models.layers import Attention
 
 
 @dataclass(frozen=True)
@@ -54,11 +55,6 @@ class Tensors(Protocol):
 
 def layout_of(module: nn.Module, layer: LayerConfig) -> Layout:
     """Every tensor the module wants, under its unmerged name."""
-    q, kv = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
-    merged = {
-        "qkv_proj": [("q_proj", q), ("k_proj", kv), ("v_proj", kv)],
-        "gate_up_proj": [("gate_proj", layer.intermediate_size), ("up_proj", layer.intermediate_size)],
-    }
     layout: Layout = {}
     for param, tensor in module.state_dict().items():
         whole = next((name for name in EXPERT_PARTS if param.endswith(name)), None)
@@ -71,15 +67,24 @@ def layout_of(module: nn.Module, layer: LayerConfig) -> Layout:
             rows = len(tensor) // len(names)
             layout |= {name: Slot(param, i * rows, (rows, *tensor.shape[1:])) for i, name in enumerate(names)}
             continue
-        together = next((name for name in merged if f".{name}." in param), None)
-        if together is None:
-            layout[param] = Slot(param, 0, tuple(tensor.shape))
-            continue
         start = 0
-        for part, rows in merged[together]:
-            layout[param.replace(together, part)] = Slot(param, start, (rows, *tensor.shape[1:]))
+        for name, rows in _unmerged(module, param, len(tensor) if tensor.dim() else 0):
+            layout[name] = Slot(param, start, (rows, *tensor.shape[1:]) if tensor.dim() else ())
             start += rows
     return layout
+
+
+def _unmerged(module: nn.Module, param: str, rows: int) -> list[tuple[str, int]]:
+    """What a file has of a parameter, and how many rows of it each has."""
+    owner, together, last = param.partition(".qkv_proj.")
+    if together:  # layers of one model may have heads of different widths
+        attention: Attention = module.get_submodule(owner)  # type: ignore[assignment]
+        q, kv = (heads * attention.head_dim for heads in (attention.heads, attention.kv_heads))
+        return [(f"{owner}.{part}.{last}", size) for part, size in (("q_proj", q), ("k_proj", kv), ("v_proj", kv))]
+    owner, together, last = param.partition(".gate_up_proj.")
+    if together:
+        return [(f"{owner}.{part}.{last}", rows // 2) for part in ("gate_proj", "up_proj")]
+    return [(param, rows)]
 
 
 def problems(layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from peagle.checkpoints.families import adapted, decoder_config, packs_experts, with_packed_experts
+from peagle.checkpoints.families import adapted, decoder_config, packs_experts, why_foreign, with_packed_experts
 from peagle.checkpoints.files import Weights, read_config_json, read_json
 from peagle.checkpoints.foreign import load_foreign
 from peagle.checkpoints.published import Published, has_packed_experts, stored
@@ -55,7 +55,7 @@ def load_decoder(
     values, source = read_config_json(folder), folder / "config.json"
     cfg = decoder_config(values, source, tables_only)
     if cfg.foreign:
-        return load_foreign(folder, cfg, dtype, device)
+        return load_foreign(folder, cfg, dtype, device, why_foreign(values, source))
     files = stored(Weights(folder, keep_open=True), device)
     if packed and packs_experts(values, source) and has_packed_experts(files):
         cfg = with_packed_experts(cfg)

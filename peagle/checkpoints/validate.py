@@ -26,14 +26,7 @@ from peagle.checkpoints.drafter import (
 )
 from peagle.checkpoints.files import Weights, read_config_json
 from peagle.checkpoints.target import eos_ids, has_tokenizer, load_tokenizer, read_target_config
-from peagle.config import (
-    DEFAULT_DRAFT_TOKENS,
-    EAGLE3_DRAFT_TOKENS,
-    VLLM_VERSION,
-    DecoderConfig,
-    DrafterConfig,
-    check_draft_tokens,
-)
+from peagle.config import VLLM_VERSION, DecoderConfig, DrafterConfig, check_draft_tokens, usual_draft_tokens
 from peagle.errors import UserError
 
 TAPS = "eagle_aux_hidden_state_layer_ids"
@@ -85,11 +78,11 @@ def inspect_drafter(
         found += fit_problems(cfg, target)
         found += _against_target(cfg, target, target_folder)
     report.facts |= _facts(cfg, weights, target_folder)
-    report.serve = serve_line(cfg, _loadable(target_name, target_folder), _loadable(name, folder), draft_tokens)
+    report.serve = serve_line(cfg, loadable(target_name, target_folder), loadable(name, folder), draft_tokens)
     return report
 
 
-def _loadable(name: str | None, folder: Path | None) -> str:
+def loadable(name: str | None, folder: Path | None) -> str:
     """A name that vLLM understands too: ours for what is built in are folders to it."""
     if name is None:
         return "TARGET"
@@ -98,19 +91,15 @@ def _loadable(name: str | None, folder: Path | None) -> str:
 
 def serve_line(cfg: DrafterConfig, target: str, drafter: str, draft_tokens: int | None) -> str:
     """The exact command for stock vLLM."""
-    k = draft_tokens
-    if k is None:
-        k = DEFAULT_DRAFT_TOKENS if cfg.parallel else EAGLE3_DRAFT_TOKENS
-    config = speculative_config(cfg, drafter, k)
+    config = speculative_config(drafter, draft_tokens, cfg.parallel)
     return shlex.join(["vllm", "serve", target, "--speculative-config", json.dumps(config, separators=(",", ":"))])
 
 
-def speculative_config(cfg: DrafterConfig, drafter: str, k: int) -> dict[str, Any]:
+def speculative_config(drafter: str, k: int | None, parallel: bool) -> dict[str, Any]:
     """What vLLM's --speculative-config takes. It needs the method named, and to be told of parallel drafting."""
-    config: dict[str, Any] = {"method": "eagle3", "model": drafter, "num_speculative_tokens": check_draft_tokens(k)}
-    if cfg.parallel:
-        config["parallel_drafting"] = True
-    return config
+    k = check_draft_tokens(usual_draft_tokens(parallel) if k is None else k)
+    config: dict[str, Any] = {"method": "eagle3", "model": drafter, "num_speculative_tokens": k}
+    return {**config, "parallel_drafting": True} if parallel else config
 
 
 def _facts(cfg: DrafterConfig, weights: Weights, target_folder: Path | None) -> dict[str, str]:

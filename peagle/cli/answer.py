@@ -17,13 +17,15 @@ from peagle.cli.app import (
     Device,
     DraftTokensOrAuto,
     Dtype,
+    MaxModelLen,
     MaybeDrafter,
     Target,
     app,
     console,
     examples,
+    parse_draft_tokens,
 )
-from peagle.config import DEFAULT_DRAFT_TOKENS, SamplingParams, check_draft_tokens
+from peagle.config import DEFAULT_DRAFT_TOKENS, SamplingParams
 from peagle.errors import UserError
 from peagle.hub import DEFAULT_TARGET, resolve_drafter, resolve_target
 
@@ -63,9 +65,7 @@ def generate(
     raw: Annotated[bool, typer.Option("--raw", help="The prompt as it is, without the chat template.")] = False,
     dtype: Dtype = "auto",
     device: Device = "auto",
-    max_model_len: Annotated[
-        int | None, typer.Option(help="Longest prompt and answer together.", show_default="what the target can")
-    ] = None,
+    max_model_len: MaxModelLen = None,
     as_json: AsJson = False,
 ) -> None:
     """Answer a prompt, with a drafter's help if one is named; the answer is the same without it."""
@@ -94,15 +94,6 @@ def generate(
         print(json.dumps(session.as_json(out, seconds)))
     elif sys.stdout.isatty():
         console(stderr=True).print(f"[dim]{summary(out, seconds)}[/dim]")
-
-
-def parse_draft_tokens(given: str) -> int | Literal["auto"]:
-    if given == "auto":
-        return "auto"
-    try:
-        return check_draft_tokens(int(given))
-    except ValueError:
-        raise UserError(f"-k {given}: must be a number of draft tokens, or auto") from None
 
 
 class Session:

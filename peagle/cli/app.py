@@ -5,11 +5,13 @@ Knows nothing about what the commands do.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from peagle import __version__
+from peagle.config import check_draft_tokens
+from peagle.errors import UserError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,23 +25,36 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Target = Annotated[
-    str, typer.Option("--target", "-t", help="A folder, a hub id, or the built-in smollm2-135m.", metavar="T")
-]
-MaybeDrafter = Annotated[
-    str | None, typer.Option("--drafter", "-d", help="A drafter's folder, hub id or built-in name.", metavar="D")
-]
+WHICH_TARGET = "A folder, a hub id or a built-in name."
+WHICH_DRAFTER = "A drafter's folder, hub id or built-in name."
+Target = Annotated[str, typer.Option("--target", "-t", help=WHICH_TARGET, metavar="T")]
+TargetFirst = Annotated[str, typer.Argument(help=WHICH_TARGET, metavar="TARGET")]
+MaybeDrafter = Annotated[str | None, typer.Option("--drafter", "-d", help=WHICH_DRAFTER, metavar="D")]
 DraftTokens = Annotated[int, typer.Option("-k", "--draft-tokens", help="Draft tokens a round.")]
 DraftTokensOrAuto = Annotated[
     str, typer.Option("-k", "--draft-tokens", help="Draft tokens a round; auto follows the load.", metavar="K")
 ]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: what is fast on the device.")]
+MaxModelLen = Annotated[
+    int | None, typer.Option(help="Longest prompt and answer together.", show_default="what the target can")
+]
+ServedModelName = Annotated[str | None, typer.Option(help="The name that clients ask for.", show_default="TARGET")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ..., or auto: a GPU where there is one.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 
 def examples(*lines: str) -> str:
     return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+def parse_draft_tokens(given: str) -> int | Literal["auto"]:
+    if given == "auto":
+        return "auto"
+    try:
+        k = int(given)
+    except ValueError:
+        raise UserError(f"-k {given}: must be a number of draft tokens, or auto") from None
+    return check_draft_tokens(k)
 
 
 def _show_version(wanted: bool) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeVar, get_args
 
 import typer
 
-from peagle.cli.app import AsJson, Device, Dtype, app, console, examples
+from peagle.cli.app import WHICH_TARGET, AsJson, Device, Dtype, app, console, examples
 from peagle.cli.several import SpreadCommand, split
 from peagle.config import (
     BenchSettings,
@@ -45,9 +45,7 @@ N = TypeVar("N")
     ),
 )
 def bench(
-    target: Annotated[
-        str | None, typer.Argument(help="A folder, a hub id or a built-in name.", show_default=DEFAULT_TARGET)
-    ] = None,
+    target: Annotated[str | None, typer.Argument(help=WHICH_TARGET, show_default=DEFAULT_TARGET)] = None,
     same_target: Annotated[
         str | None, typer.Option("--target", "-t", help="The same, as other commands have it.", metavar="T")
     ] = None,

@@ -15,8 +15,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 import typer
 
-from peagle.cli.answer import parse_draft_tokens, show_parts, summary
-from peagle.cli.app import Device, DraftTokensOrAuto, Dtype, MaybeDrafter, Target, app, console, examples
+from peagle.cli.answer import show_parts, summary
+from peagle.cli.app import (
+    Device,
+    DraftTokensOrAuto,
+    Dtype,
+    MaybeDrafter,
+    Target,
+    app,
+    console,
+    examples,
+    parse_draft_tokens,
+)
 from peagle.config import DEFAULT_DRAFT_TOKENS, SamplingParams
 from peagle.errors import UserError
 from peagle.hub import DEFAULT_DRAFTER, DEFAULT_TARGET, resolve_drafter, resolve_target

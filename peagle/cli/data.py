@@ -51,6 +51,9 @@ def data(
     chat_template: Annotated[
         Path | None, typer.Option(help="A Jinja file, instead of the target's own template.", metavar="FILE")
     ] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Prompts as they are, to be continued: for a target that does not chat.")
+    ] = False,
     split: Annotated[str, typer.Option(help="Of a hub dataset.")] = "train",
     max_num_seqs: Annotated[
         int | None, typer.Option(help="The most answers at once.", show_default="by the device")
@@ -86,7 +89,7 @@ def data(
 
     from peagle.data.run import write_responses
 
-    summary = write_responses(prompts, out, target, settings, writer, server, chat_template, split)
+    summary = write_responses(prompts, out, target, settings, writer, server, chat_template, split, raw=raw)
     if summary.refused:
         with open(f"{out}.refused", encoding="utf-8") as file:
             for line, _ in zip(file, range(SHOWN_REFUSALS), strict=False):

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from peagle.cli.answer import parse_draft_tokens
-from peagle.cli.app import AsJson, Device, DraftTokensOrAuto, app, console, examples
+from peagle.cli.app import AsJson, Device, DraftTokensOrAuto, app, console, examples, parse_draft_tokens
 from peagle.cli.race import Racer, Run, first_difference, race, speed_up, together
 from peagle.config import SamplingParams
 from peagle.errors import UserError

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from peagle.cli.app import app, examples
-from peagle.config import DeploySettings, SagemakerSettings
+from peagle.cli.app import WHICH_DRAFTER, MaxModelLen, ServedModelName, TargetFirst, app, examples
+from peagle.config import DeploySettings, SagemakerSettings, usual_draft_tokens
 from peagle.errors import UserError
 
 if TYPE_CHECKING:
@@ -40,13 +40,17 @@ sagemaker = typer.Typer(
 )
 deploy.add_typer(sagemaker, name="sagemaker")
 
-Target = Annotated[str, typer.Argument(help="A folder, a hub id or a built-in name.", metavar="TARGET")]
-Drafter = Annotated[str, typer.Option("--drafter", "-d", help="A drafter's folder, hub id or built-in name.")]
+Drafter = Annotated[str, typer.Option("--drafter", "-d", help=WHICH_DRAFTER)]
 DraftTokens = Annotated[
-    int | None, typer.Option("-k", "--draft-tokens", help="Draft tokens a round.", show_default="7, EAGLE-3: 3")
+    int | None,
+    typer.Option(
+        "-k",
+        "--draft-tokens",
+        help="Draft tokens a round.",
+        show_default=f"{usual_draft_tokens(parallel=True)}, EAGLE-3: {usual_draft_tokens(parallel=False)}",
+    ),
 ]
 VllmVersion = Annotated[str, typer.Option(help="That it shall run on; its hazards are checked.", metavar="VERSION")]
-MaxModelLen = Annotated[int | None, typer.Option(help="Longest prompt and answer together.", show_default="target's")]
 MaxNumSeqs = Annotated[int | None, typer.Option(help="Requests at once.", show_default="vLLM's")]
 GpuMemory = Annotated[float | None, typer.Option(help="Of each GPU, weights included.", show_default="vLLM's")]
 Env = Annotated[list[str] | None, typer.Option(help="A variable more; may be given again.", metavar="NAME=VALUE")]
@@ -67,7 +71,7 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do it, without a questio
     )
 )
 def vllm(
-    target: Target,
+    target: TargetFirst,
     drafter: Drafter,
     more: Annotated[list[str] | None, typer.Argument(help="Behind --: words for vllm serve.", metavar="WORDS")] = None,
     draft_tokens: DraftTokens = None,
@@ -84,9 +88,7 @@ def vllm(
     image: Annotated[str | None, typer.Option(help="For containers.", show_default="vLLM's of that version")] = None,
     program: Annotated[str, typer.Option(help="vLLM's, for systemd.")] = USUAL.program,
     user: Annotated[str, typer.Option(help="That systemd runs it as.")] = USUAL.user,
-    served_model_name: Annotated[
-        str | None, typer.Option(help="The name that clients ask for.", show_default="TARGET")
-    ] = None,
+    served_model_name: ServedModelName = None,
     max_model_len: MaxModelLen = None,
     max_num_seqs: MaxNumSeqs = None,
     gpu_memory_fraction: GpuMemory = None,
@@ -154,7 +156,7 @@ def vllm(
 
 @sagemaker.command(CREATE)
 def sagemaker_create(
-    target: Target,
+    target: TargetFirst,
     drafter: Drafter,
     role: Annotated[str, typer.Option(help="That SageMaker acts as.", metavar="ARN")],
     instance_type: Annotated[str, typer.Option(help="As ml.g6e.xlarge.", metavar="TYPE")],

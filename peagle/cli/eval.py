@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from peagle.cli.app import AsJson, Device, Dtype, app, console, examples
+from peagle.cli.app import AsJson, Device, Dtype, TargetFirst, app, console, examples
 from peagle.cli.several import SpreadCommand, split
 from peagle.config import EvalServerSettings, EvalSettings
 from peagle.errors import UserError
@@ -41,9 +41,7 @@ NAME_WIDTH = 32
     ),
 )
 def evaluate(
-    target: Annotated[
-        str, typer.Argument(help="A folder, a hub id, or the built-in smollm2-135m.", metavar="TARGET")
-    ] = DEFAULT_TARGET,
+    target: TargetFirst = DEFAULT_TARGET,
     drafter: Annotated[
         list[str] | None, typer.Option("--drafter", "-d", help="Folders, hub ids or built-in names.", metavar="D ...")
     ] = None,

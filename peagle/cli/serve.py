@@ -13,16 +13,30 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 
-from peagle.cli.app import Device, DraftTokensOrAuto, Dtype, MaybeDrafter, app, examples
+from peagle.cli.app import (
+    Device,
+    DraftTokensOrAuto,
+    Dtype,
+    MaxModelLen,
+    MaybeDrafter,
+    ServedModelName,
+    TargetFirst,
+    app,
+    examples,
+    parse_draft_tokens,
+)
 from peagle.config import (
-    DEFAULT_DRAFT_TOKENS,
-    EAGLE3_DRAFT_TOKENS,
+    CPU_SEQS,
+    GPU_MEMORY_FRACTION,
+    GPU_SEQS,
+    DrafterConfig,
     ServeEngine,
     ServeSettings,
+    ToolParser,
     check_draft_tokens,
 )
 from peagle.errors import UserError
-from peagle.hub import DEFAULT_TARGET, resolve_drafter, resolve_target
+from peagle.hub import BUILT_IN, DEFAULT_TARGET, resolve_drafter, resolve_target
 
 if TYPE_CHECKING:
     from peagle.engine.llm import LLM
@@ -50,7 +64,7 @@ class Speculative:
     )
 )
 def serve(
-    target: Annotated[str, typer.Argument(help="A folder, a hub id or a built-in name.")] = DEFAULT_TARGET,
+    target: TargetFirst = DEFAULT_TARGET,
     drafter: MaybeDrafter = None,
     draft_tokens: DraftTokensOrAuto = "auto",
     speculative_config: Annotated[
@@ -62,9 +76,7 @@ def serve(
     ] = None,
     host: Annotated[str, typer.Option(help="0.0.0.0 lets others in.")] = USUAL.host,
     port: Annotated[int, typer.Option(help="0 takes any that is free.")] = USUAL.port,
-    served_model_name: Annotated[
-        str | None, typer.Option(help="The name that clients ask for.", show_default="TARGET")
-    ] = None,
+    served_model_name: ServedModelName = None,
     api_key: Annotated[
         str | None,
         typer.Option(
@@ -78,14 +90,12 @@ def serve(
     max_body: Annotated[int, typer.Option(help="Bytes of a request; more get 413.")] = USUAL.max_body,
     deadline: Annotated[float, typer.Option(help="Seconds a request may take; then 503.")] = USUAL.deadline_s,
     drain_seconds: Annotated[float, typer.Option(help="For what is under way at SIGTERM.")] = USUAL.drain_s,
-    max_model_len: Annotated[
-        int | None, typer.Option(help="Longest prompt and answer together.", show_default="what the target can")
-    ] = None,
+    max_model_len: MaxModelLen = None,
     max_num_seqs: Annotated[
-        int | None, typer.Option(help="Requests at once.", show_default="256 on a GPU, 16 on a CPU")
+        int | None, typer.Option(help="Requests at once.", show_default=f"{GPU_SEQS} on a GPU, {CPU_SEQS} on a CPU")
     ] = None,
     gpu_memory_fraction: Annotated[
-        float | None, typer.Option(help="Of the whole GPU, weights included.", show_default="0.9")
+        float | None, typer.Option(help="Of the whole GPU, weights included.", show_default=str(GPU_MEMORY_FRACTION))
     ] = None,
     kv_cache_memory: Annotated[
         int | None, typer.Option(help="Bytes of the cache.", show_default="what is free")
@@ -118,7 +128,7 @@ def serve(
         log_prompts=log_prompts,
         tool_parser=tool_parser,  # type: ignore[arg-type]  # it is looked at there
     )
-    drafts = parse_drafts(draft_tokens)
+    drafts = parse_draft_tokens(draft_tokens)
     stated = parse_speculative(speculative_config) if speculative_config is not None else None
     if stated is not None:
         if drafter is not None or drafts != "auto":
@@ -135,21 +145,10 @@ def serve(
     }
     given = {name: value for name, value in options.items() if value is not None}
     if engine == "vllm":
-        sys.exit(_vllm(target, drafter, drafts, settings, given, vllm_command))
+        sys.exit(_vllm(target, drafter, drafts, stated, settings, given, vllm_command))
     if vllm_command is not None:
         raise UserError("--vllm-command: only with --engine vllm")
     _embedded(target, drafter, drafts, stated, settings, given)
-
-
-def parse_drafts(given: str) -> Drafts:
-    if given == "auto":
-        return "auto"
-    try:
-        return check_draft_tokens(int(given))
-    except UserError:
-        raise
-    except ValueError:
-        raise UserError(f"-k {given}: must be a number of draft tokens, or auto") from None
 
 
 def parse_speculative(text: str) -> Speculative:
@@ -177,6 +176,16 @@ def parse_speculative(text: str) -> Speculative:
     return Speculative(drafter, check_draft_tokens(k), parallel)
 
 
+def _check_kind(stated: Speculative | None, drafter: DrafterConfig) -> None:
+    if stated is None or stated.parallel is None or stated.parallel == drafter.parallel:
+        return
+    made = "for parallel drafting" if drafter.parallel else "to draft one token after another"
+    right = "true" if drafter.parallel else "false, or left away"
+    raise UserError(
+        f"--speculative-config: parallel_drafting: {stated.drafter} was trained {made}, so it must be {right}"
+    )
+
+
 def _embedded(
     target: str,
     drafter: str | None,
@@ -199,9 +208,7 @@ def _embedded(
     if drafter_folder is not None:
         draft_cfg = read_drafter_config(drafter_folder, cfg)
         check_fits(draft_cfg, cfg, drafter_folder)
-        if stated is not None and stated.parallel is not None and stated.parallel != draft_cfg.parallel:
-            made = "for parallel drafting" if draft_cfg.parallel else "to draft one token after another"
-            raise UserError(f"--speculative-config: parallel_drafting: {drafter} was trained {made}")
+        _check_kind(stated, draft_cfg)
     try:
         from peagle.serving.logs import start_logging
         from peagle.serving.loop import EngineLoop
@@ -224,6 +231,7 @@ def _vllm(
     target: str,
     drafter: str | None,
     drafts: Drafts,
+    stated: Speculative | None,
     settings: ServeSettings,
     options: dict[str, Any],
     words: str | None,
@@ -231,7 +239,16 @@ def _vllm(
     import os
 
     from peagle.serving.logs import start_logging
-    from peagle.serving.vllm import VLLM, VllmOptions, find_vllm, supervise, vllm_command, vllm_environment
+    from peagle.serving.vllm import (
+        VLLM,
+        VllmOptions,
+        find_vllm,
+        has_tool_words,
+        supervise,
+        tool_words,
+        vllm_command,
+        vllm_environment,
+    )
 
     for name in ("kv_cache_memory", "cost_table", "device"):
         if name in options:
@@ -242,15 +259,40 @@ def _vllm(
     speculative = None
     if drafter is not None:
         from peagle.checkpoints.drafter import read_drafter_config
-        from peagle.checkpoints.validate import speculative_config
+        from peagle.checkpoints.validate import loadable, speculative_config
 
         folder = resolve_drafter(drafter)
         draft_cfg = read_drafter_config(folder, None)
-        usual = DEFAULT_DRAFT_TOKENS if draft_cfg.parallel else EAGLE3_DRAFT_TOKENS
-        name = drafter if "/" in drafter or Path(drafter).exists() else str(folder)
-        speculative = speculative_config(draft_cfg, name, usual if drafts == "auto" else drafts)
+        _check_kind(stated, draft_cfg)
+        k = None if drafts == "auto" else drafts
+        speculative = speculative_config(loadable(drafter, folder), k, draft_cfg.parallel)
     # vLLM knows folders and hub ids; what is built in here is a folder to it
-    model = str(resolve_target(target)) if target == DEFAULT_TARGET else target
+    model = str(resolve_target(target)) if target in BUILT_IN else target
     command = vllm_command(found, VllmOptions(model, speculative, **options), settings)
     start_logging(settings.log_json)
+    if settings.tool_parser == "auto" and not has_tool_words(found):
+        command += tool_words(_tool_parser(model))
     return supervise(command, vllm_environment(settings, dict(os.environ)), (settings.host, settings.port))
+
+
+def _tool_parser(target: str) -> ToolParser:
+    """What `auto` is by the target's chat template, which vLLM does not look into; of a hub id it is fetched alone.
+    Where none is found that is told, and no error: not everyone who serves a model has tools."""
+    from peagle.checkpoints.target import load_tokenizer
+    from peagle.deploying.models import find_target
+    from peagle.serving.logs import log
+    from peagle.serving.tools import parser_of
+
+    try:
+        folder = find_target(target, unchecked=False).folder
+        assert folder is not None
+        template = str(load_tokenizer(folder).chat_template or "")
+    except UserError as error:
+        why = str(error)
+    else:
+        parser = parser_of(template)
+        if parser != "none" or "tools" not in template:
+            return parser
+        why = "its chat template teaches a form that is not known here"
+    log("calls of tools stay text unless --tool-parser names their form", level="warning", why=why)
+    return "none"

@@ -178,7 +178,13 @@ def fit(
     RunFolder(out).create()
     _stage(1, "the target answers the prompts")
     summary = write_responses(
-        prompts, file, made.target, responses, WriterSettings(chosen), chat_template=_template(made)
+        prompts,
+        file,
+        made.target,
+        responses,
+        WriterSettings(chosen),
+        chat_template=_template(made),
+        raw=made.train.raw,
     )
     print(summary.text())
     if summary.interrupted:

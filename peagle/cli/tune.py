@@ -206,7 +206,7 @@ def vllm_config(llm: LLM, drafter: str, k: int) -> dict[str, Any] | None:
     if k == 0:
         return None
     model = str(resolve_drafter(drafter)) if drafter in shipped_drafters() else drafter
-    return speculative_config(llm.drafter.cfg, model, k)
+    return speculative_config(model, k, llm.drafter.cfg.parallel)
 
 
 def recommendation(count: DraftCount) -> str:

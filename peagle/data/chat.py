@@ -8,6 +8,8 @@ is rendered behind its prompt. If rendering a part does not give the beginning o
     <s> user hi </s> bot                   5 tokens: the prompt, ready for the answer
     <s> user hi </s> bot ok </s> \\n        8 tokens: with the answer
     span [5, 7)                            what is added, up to the end of turn that the target says itself
+
+A target that was never taught to chat has no template: `Plain` gives it prompts as they are.
 """
 
 from __future__ import annotations
@@ -30,6 +32,9 @@ Span = tuple[int, int]
 class Chat:
     """A tokenizer with a chat template; `eos_ids` are the tokens with which the target ends an answer."""
 
+    refusal = "refused by the chat template"  # the reason of rows that cannot be rendered
+    rule = "chat template"  # by which messages become token ids
+
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
@@ -42,7 +47,10 @@ class Chat:
         if template is not None:
             self._given = _read_template(template)
         elif not tokenizer.chat_template:
-            raise UserError(f"{name} has no chat template: give one with --chat-template FILE (Jinja, as Hugging Face)")
+            raise UserError(
+                f"{name} has no chat template: give one with --chat-template FILE (Jinja, as Hugging Face), "
+                "or prompts as they are with --raw"
+            )
         self._options = {"chat_template": self._given} if self._given is not None else {}
 
     @property
@@ -135,6 +143,28 @@ class Chat:
 
     def _around(self, ids: Sequence[int], at: int) -> str:
         return repr(self.decode(ids[max(at - 12, 0) : at + 12]))
+
+
+class Plain(Chat):
+    """Prompts as they are; an answer is what the target says next.
+
+    The tokenizer begins the text as it begins any other (Gemma: with <bos>), which is what `/v1/completions` reads.
+    """
+
+    refusal, rule = "needs a chat template", "--raw"
+    template = ""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, eos_ids: Collection[int] = ()) -> None:
+        self.tokenizer, self.eos_ids = tokenizer, frozenset(eos_ids)
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        return [list(ids) for ids in self.tokenizer(texts)["input_ids"]] if texts else []
+
+    def _render(self, conversations: list[list[Message]], ready: bool) -> list[str]:
+        for messages in conversations:
+            if [message["role"] for message in messages[:2]] not in (["user"], ["user", "assistant"]) or messages[2:]:
+                raise UserError(f"--raw: several turns or a system message need a template: {messages!r:.200}")
+        return ["".join(str(message["content"]) for message in messages) for messages in conversations]
 
 
 def _read_template(path: Path) -> str:

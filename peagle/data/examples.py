@@ -277,8 +277,9 @@ class _Checked:
             return
         at = len(os.path.commonprefix([told, text]))
         raise UserError(
-            f"{self.where}: the prompt does not round-trip: its tokens say {_cut(told, at)}, this target's chat "
-            f"template {_cut(text, at)}; use the target (or --chat-template FILE) that the responses were written with"
+            f"{self.where}: the prompt does not round-trip: its tokens say {_cut(told, at)}, this target's "
+            f"{self.chat.rule} {_cut(text, at)}; use the target (and --chat-template FILE or --raw) that the responses "
+            "were written with"
         )
 
     def _text(self, tokens: NDArray[np.int64]) -> str:

@@ -36,7 +36,7 @@ SEED_BITS = 31  # more than that is not a number to every server
 BLOCK_PROMPTS = 64  # encoded together, ahead of their turn
 TURN = 2e-4  # seconds that a thread may keep the interpreter while another waits for it
 
-LOOP, TOO_LONG, NO_TEMPLATE = "loop", "prompt too long", "refused by the chat template"
+LOOP, TOO_LONG = "loop", "prompt too long"
 
 
 def looping(token_ids: Sequence[int], ended: bool) -> bool:
@@ -65,7 +65,7 @@ class Conversation:
     spans: list[tuple[int, int]] = field(default_factory=list)
     finish_reason: str = ""
     unread: list[int] | None = None
-    refused: str | None = None  # what the chat template says against it
+    refused: str | None = None  # why it cannot be rendered
 
     def __post_init__(self) -> None:
         if self.prompt.system is not None:
@@ -158,14 +158,7 @@ class Writer:
 
         def block() -> list[Conversation]:
             made = list(islice(todo, BLOCK_PROMPTS))
-            try:
-                self._encode(made)
-            except UserError:
-                for one in made:
-                    try:
-                        self._encode([one])
-                    except UserError as error:
-                        one.refused = str(error)
+            self._encode(made)
             return made
 
         coming = ahead.submit(block)
@@ -174,13 +167,21 @@ class Writer:
             yield from made
 
     def _encode(self, many: list[Conversation]) -> None:
-        for one, ids in zip(many, self.chat.ids([m.messages for m in many], ready=True), strict=True):
-            one.prompt_ids = ids
+        """The ids of the turn that is asked next; one that cannot be rendered says why."""
+        try:
+            for one, ids in zip(many, self.chat.ids([m.messages for m in many], ready=True), strict=True):
+                one.prompt_ids = ids
+        except UserError as error:
+            if len(many) == 1:
+                many[0].refused = str(error)
+            else:
+                for one in many:
+                    self._encode([one])
 
     def _ask(self, one: Conversation) -> None:
         longest = self.source.longest
         if one.refused is not None:
-            self._end(one, Dropped(*self._key(one), NO_TEMPLATE, one.refused), 0)
+            self._end(one, Dropped(*self._key(one), self.chat.refusal, one.refused), 0)
             return
         if longest is not None and len(one.prompt_ids) >= longest:
             self._end(one, Dropped(*self._key(one), TOO_LONG, f"{len(one.prompt_ids)} tokens"), 0)

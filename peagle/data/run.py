@@ -16,7 +16,7 @@ from typing import Any
 from peagle import __version__
 from peagle.checkpoints.target import eos_ids, load_tokenizer, read_target_config
 from peagle.config import EndpointSettings, ResponseSettings, WriterSettings
-from peagle.data.chat import Chat
+from peagle.data.chat import Chat, Plain
 from peagle.data.endpoint import EndpointSource
 from peagle.data.prompts import Prompts, read_prompts
 from peagle.data.report import Summary
@@ -53,11 +53,14 @@ def write_responses(
     chat_template: Path | None = None,
     split: str = "train",
     shown: bool = True,
+    raw: bool = False,
 ) -> Summary:
     """The target's responses to all prompts, as rows of `out`; what is there already is not asked again."""
     rows = read_prompts(prompts, split)
     folder = resolve_target(target)
-    chat = open_chat(folder, chat_template)
+    chat = open_chat(folder, chat_template, raw)
+    if raw and endpoint is not None:
+        raise UserError(f"--raw: only the engine here writes without a template; leave out --endpoint {endpoint.url}")
     if endpoint is None:
         read_target_config(folder)
     server = EndpointSource(endpoint) if endpoint is not None else None
@@ -98,13 +101,15 @@ def write_responses(
     return summary
 
 
-def open_chat(folder: Path, template: Path | None = None) -> Chat:
-    """A target's tokenizer and chat template, and the ids that end its answers."""
+def open_chat(folder: Path, template: Path | None = None, raw: bool = False) -> Chat:
+    """A target's tokenizer and chat template (none of it for `raw`), and the ids that end its answers."""
+    if raw and template is not None:
+        raise UserError(f"--raw: prompts as they are need no --chat-template {template}; give one of the two")
     tokenizer = load_tokenizer(folder)
     ends = set(eos_ids(folder))
     if isinstance(tokenizer.eos_token_id, int):
         ends.add(tokenizer.eos_token_id)
-    return Chat(tokenizer, ends, template, str(folder))
+    return Plain(tokenizer, ends) if raw else Chat(tokenizer, ends, template, str(folder))
 
 
 def target_fingerprint(folder: Path) -> str:

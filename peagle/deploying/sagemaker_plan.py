@@ -145,7 +145,7 @@ def _own_image(settings: SagemakerSettings) -> str:
 def _environment(pair: Pair, settings: SagemakerSettings, names: Mapping[str, str]) -> dict[str, str]:
     values: dict[str, str] = {
         "SM_VLLM_MODEL": names["target"],
-        "SM_VLLM_SPECULATIVE_CONFIG": json.dumps(speculative(pair, names["drafter"]), separators=(",", ":")),
+        "SM_VLLM_SPECULATIVE_CONFIG": speculative(pair, names["drafter"]),
         "SM_VLLM_TENSOR_PARALLEL_SIZE": str(tensor_parallel(settings)),
         "SM_VLLM_SERVED_MODEL_NAME": settings.name,
     }

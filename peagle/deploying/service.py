@@ -10,8 +10,8 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any
 
+from peagle.checkpoints.validate import speculative_config
 from peagle.config import DeploySettings
 from peagle.deploying.checks import RUNNER
 from peagle.deploying.models import Pair
@@ -43,10 +43,9 @@ class Service:
         return {model.name: IN_CONTAINER[role] for role, model in models.items() if not model.on_hub}
 
 
-def speculative(pair: Pair, drafter: str) -> dict[str, Any]:
-    """vLLM needs the method named, and to be told of parallel drafting."""
-    config: dict[str, Any] = {"method": "eagle3", "model": drafter, "num_speculative_tokens": pair.draft_tokens}
-    return {**config, "parallel_drafting": True} if pair.parallel else config
+def speculative(pair: Pair, drafter: str) -> str:
+    config = speculative_config(drafter, pair.draft_tokens, pair.parallel)
+    return json.dumps(config, separators=(",", ":"))
 
 
 def arguments(service: Service, *, contained: bool = False, port: int | None = None) -> list[str]:
@@ -59,7 +58,7 @@ def arguments(service: Service, *, contained: bool = False, port: int | None = N
     if service.model_name != target:
         words += ["--served-model-name", service.model_name]
     words += ["--tensor-parallel-size", str(settings.tensor_parallel)]
-    words += [SPECULATIVE, json.dumps(speculative(pair, drafter), separators=(",", ":"))]
+    words += [SPECULATIVE, speculative(pair, drafter)]
     for flag, value in (
         ("--max-model-len", settings.max_model_len),
         ("--max-num-seqs", settings.max_num_seqs),

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from peagle.checkpoints.target import Target, has_tokenizer, load_tokenizer
-from peagle.config import Grammar, SamplingParams
+from peagle.config import EngineSettings, Grammar, SamplingParams
 from peagle.engine.grammar import Grammars
 from peagle.engine.kv_cache import BlockPool
-from peagle.engine.loading import Settings, load
+from peagle.engine.loading import load
 from peagle.engine.request import (
     CompletionOutput,
     Group,
@@ -48,7 +48,8 @@ class LLM:
         print(llm.chat([{"role": "user", "content": "Why is the sky blue?"}])[0].outputs[0].text)
 
     `num_speculative_tokens` is how many drafts a round has; "auto" lets it follow the load. The text is the same
-    whatever it is. A target or drafter that is loaded already is taken as it is. See `Settings` for the other options.
+    whatever it is. A target or drafter that is loaded already is taken as it is. See `EngineSettings` for the
+    other options.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class LLM:
         num_speculative_tokens: int | Literal["auto"] = "auto",
         **options: Any,
     ) -> None:
-        self.settings = Settings(num_speculative_tokens=num_speculative_tokens, **options)
+        self.settings = EngineSettings(num_speculative_tokens=num_speculative_tokens, **options)
         loaded = load(target, drafter, self.settings)
         self.target, self.drafter, self.runner = loaded.target, loaded.drafter, loaded.runner
         self.max_model_len = loaded.longest
@@ -96,7 +97,7 @@ class LLM:
             caches.append(self.runner.draft_cache)
         return {
             "weights": sum(parameters.values()),
-            "cache": sum(cache.keys.nbytes + cache.values.nbytes for cache in caches),
+            "cache": sum(cache.nbytes for cache in caches),
             "graphs": self.runner.graphs.memory if self.runner.graphs is not None else 0,
         }
 

@@ -19,56 +19,30 @@ from torch.nn import functional as F
 from peagle.checkpoints.drafter import check_fits, fit_problems, load_drafter, read_drafter_config, trained_draft_tokens
 from peagle.checkpoints.files import parse_device, parse_dtype
 from peagle.checkpoints.target import Target, eos_ids, load_target, read_target_config
-from peagle.config import DEFAULT_DRAFT_TOKENS, EAGLE3_DRAFT_TOKENS, DecoderConfig, DrafterConfig, check_draft_tokens
+from peagle.config import (
+    AUTO_CHOICES,
+    CPU_BATCHES,
+    CPU_PREFILL,
+    CPU_SEQS,
+    GPU_PREFILL,
+    GPU_SEQS,
+    DecoderConfig,
+    DrafterConfig,
+    EngineSettings,
+    usual_draft_tokens,
+)
 from peagle.engine.graphs import RoundGraphs, batch_sizes, chunk_sizes
 from peagle.engine.kv_cache import BLOCK_SIZE
 from peagle.engine.runner import Runner
 from peagle.engine.speculation import CostTable
 from peagle.errors import UserError
 from peagle.hub import resolve_drafter, resolve_target
-from peagle.kernels.linear import measure_products
+from peagle.kernels.linear_cpu import measure_products
 from peagle.kernels.verify import conditional_rates, rates_for_length
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
 
-AUTO_CHOICES = (0, 1, 2, 3, 5, 7)
-CPU_BATCHES = (1, 4, 8)  # at which a round's cost is measured there
 GIB = 1 << 30
-
-
-@dataclass
-class Settings:
-    """Options of `LLM`. None means: what suits the device."""
-
-    num_speculative_tokens: int | Literal["auto"] = "auto"
-    device: str | None = None  # cuda where there is one, else cpu
-    dtype: str | None = None  # bfloat16 on the GPU; on the CPU whichever of bfloat16 and float32 measures faster
-    max_num_seqs: int | None = None  # requests that run at once: 256 on the GPU, 16 on the CPU
-    max_model_len: int | None = None  # tokens of prompt and answer together; None: what the target was made for
-    kv_cache_memory: int | None = None  # bytes
-    gpu_memory_fraction: float = 0.9  # of the whole GPU, weights included
-    max_prefill_tokens: int | None = None  # read in one step when nobody decodes: 16384 on the GPU, 512 on the CPU
-    prefill_chunk: int | None = None  # read in one step while others decode; None: by the target's size
-    prefix_reuse: bool = True
-    cuda_graphs: bool = True
-    cost_table: str | Path | None = None  # written by `peagle tune`; None measures at start where "auto" needs it
-    load_format: Literal["auto", "dummy"] = "auto"  # dummy: random weights, for benchmarks
-    synthetic_acceptance_rates: list[float] | None = None  # as vLLM's: unconditional, one for each draft
-    synthetic_acceptance_length: float | None = None
-    threads: int | None = None  # of the CPU
-    tokenizer: bool = True  # False: token ids in, token ids out
-
-    def __post_init__(self) -> None:
-        if self.num_speculative_tokens != "auto" and self.num_speculative_tokens != 0:
-            check_draft_tokens(self.num_speculative_tokens)
-        for name in ("max_num_seqs", "max_model_len", "kv_cache_memory", "max_prefill_tokens", "prefill_chunk"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"--{name.replace('_', '-')} {value}: must be at least 1")
-        if not 0.0 < self.gpu_memory_fraction <= 1.0:
-            raise UserError(f"--gpu-memory-fraction {self.gpu_memory_fraction}: must be above 0 and at most 1")
-        if self.synthetic_acceptance_rates is not None and self.synthetic_acceptance_length is not None:
-            raise UserError("--synthetic-acceptance-rates and --synthetic-acceptance-length: give one of them")
 
 
 @dataclass
@@ -86,7 +60,7 @@ class Loaded:
     lookahead: int  # steps launched before the last one's tokens are back
 
 
-def load(target: str | Path | Target, drafter: str | Path | Drafter | None, settings: Settings) -> Loaded:
+def load(target: str | Path | Target, drafter: str | Path | Drafter | None, settings: EngineSettings) -> Loaded:
     device = parse_device(settings.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     on_gpu = device.type == "cuda"
     if not on_gpu:
@@ -105,7 +79,7 @@ def load(target: str | Path | Target, drafter: str | Path | Drafter | None, sett
     longest = context_length(settings.max_model_len, cfg)
     choices = draft_choices(settings.num_speculative_tokens, draft_cfg, draft_folder)
     rates = synthetic_rates(settings, choices[-1])
-    seqs = settings.max_num_seqs or (256 if on_gpu else 16)
+    seqs = settings.max_num_seqs or (GPU_SEQS if on_gpu else CPU_SEQS)
     graphs = on_gpu and settings.cuda_graphs and not cfg.foreign  # what is not ours may ask the host for anything
     if graphs:
         check_recordable(cfg, draft_cfg)
@@ -131,7 +105,7 @@ def load(target: str | Path | Target, drafter: str | Path | Drafter | None, sett
         else:
             model = load_drafter(draft_folder, loaded.model, loaded.model.embed_tokens.weight.dtype, device)
 
-    idle_chunk = settings.max_prefill_tokens or (16384 if on_gpu else 512)
+    idle_chunk = settings.max_prefill_tokens or (GPU_PREFILL if on_gpu else CPU_PREFILL)
     bytes_each = block_bytes(cfg, draft_cfg, loaded.model.embed_tokens.weight.element_size())
     num_blocks = count_blocks(settings, device, bytes_each, longest, seqs, unpacking_bytes(loaded.model.cfg))
     with torch.inference_mode():
@@ -166,7 +140,7 @@ def load(target: str | Path | Target, drafter: str | Path | Drafter | None, sett
 
 def check_recordable(cfg: DecoderConfig, draft: DrafterConfig | None) -> None:
     """Refuses heads that only the plain torch attention takes: it asks the host for lengths, which no graph can."""
-    for layer in [cfg.layer, *([draft.layer] if draft is not None else [])]:
+    for layer in [cfg.layer, *cfg.layers, *([draft.layer] if draft is not None else [])]:
         width = layer.head_dim
         if width < 16 or width & (width - 1):
             raise UserError(f"heads of width {width} cannot be recorded as CUDA graphs: set cuda_graphs=False (slower)")
@@ -198,7 +172,7 @@ def draft_choices(asked: int | Literal["auto"], cfg: DrafterConfig | None, folde
             raise UserError(f"--num-speculative-tokens {asked}: needs a --drafter")
         return [0]
     trained = trained_draft_tokens(folder) if folder is not None else None
-    usual = DEFAULT_DRAFT_TOKENS if cfg.parallel else EAGLE3_DRAFT_TOKENS
+    usual = usual_draft_tokens(cfg.parallel)
     if asked == "auto":
         most = min(trained or usual, max(AUTO_CHOICES))
         return sorted({k for k in AUTO_CHOICES if k <= most} | {most})
@@ -211,7 +185,7 @@ def draft_choices(asked: int | Literal["auto"], cfg: DrafterConfig | None, folde
     return [asked]
 
 
-def synthetic_rates(settings: Settings, k: int) -> list[float] | None:
+def synthetic_rates(settings: EngineSettings, k: int) -> list[float] | None:
     rates, length = settings.synthetic_acceptance_rates, settings.synthetic_acceptance_length
     if rates is None and length is None:
         return None
@@ -267,7 +241,8 @@ def random_weights(kind, cfg, dtype: torch.dtype, device: torch.device):  # type
         elif parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.02)
         else:
-            torch.nn.init.ones_(parameter) if name.endswith("norm.weight") else torch.nn.init.zeros_(parameter)
+            one = name.endswith(("norm.weight", "layer_scalar"))
+            torch.nn.init.ones_(parameter) if one else torch.nn.init.zeros_(parameter)
     for buffer_name, buffer in model.named_buffers():
         if buffer_name.endswith("d2t"):
             buffer.zero_()
@@ -276,7 +251,8 @@ def random_weights(kind, cfg, dtype: torch.dtype, device: torch.device):  # type
 
 def block_bytes(cfg: DecoderConfig, draft: DrafterConfig | None, width: int) -> int:
     """Of one block in every layer's cache, keys and values."""
-    elements = cfg.num_layers * cfg.layer.num_kv_heads * cfg.layer.head_dim
+    layers = map(cfg.layer_at, range(cfg.num_layers))
+    elements = sum(layer.num_kv_heads * layer.head_dim for layer in layers)
     if draft is not None:
         elements += draft.num_layers * draft.layer.num_kv_heads * draft.layer.head_dim
     return 2 * BLOCK_SIZE * elements * width
@@ -292,7 +268,7 @@ def unpacking_bytes(cfg: DecoderConfig) -> int:
 
 
 def count_blocks(
-    settings: Settings, device: torch.device, bytes_each: int, longest: int, seqs: int, unpacking: int = 0
+    settings: EngineSettings, device: torch.device, bytes_each: int, longest: int, seqs: int, unpacking: int = 0
 ) -> int:
     """As many as the memory holds, no more than can ever be used; refused if one sequence would not fit.
     `unpacking`: bytes that passes need beside what all need."""

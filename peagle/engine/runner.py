@@ -20,13 +20,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from peagle.config import DecoderConfig, Window
 from peagle.engine.grammar import allowed_rows, unpack
 from peagle.engine.graphs import ChunkGraphs, Pass, RoundGraphs
 from peagle.engine.kv_cache import BLOCK_SIZE
 from peagle.engine.request import Chunk, Plan, Request
 from peagle.engine.shaping import logprob_rows, shape_rows
 from peagle.kernels.draft_inputs import commit_state, draft_inputs
-from peagle.kernels.linear import supports_pdl
+from peagle.kernels.launching import supports_pdl
 from peagle.kernels.paged_attention import OneSequence, Pages, paged_attention, prefill_attention
 from peagle.kernels.rotary import Rotation
 from peagle.kernels.round_inputs import RoundInputs, SlotState, round_inputs
@@ -42,15 +43,29 @@ Passed = tuple[Tensor, Tensor | None]
 
 @dataclass
 class Cache:
-    """Keys and values of every layer: [layers, blocks, block size, kv heads, head width]."""
+    """Keys and values of every layer: [layers, blocks, block size, kv heads, head width]; where layers have heads of
+    different widths, a list of the layers' own."""
 
-    keys: Tensor
-    values: Tensor
+    keys: Tensor | list[Tensor]
+    values: Tensor | list[Tensor]
 
     @classmethod
     def make(cls, layers: int, blocks: int, kv_heads: int, head_dim: int, like: Tensor) -> Cache:
         shape = (layers, blocks, BLOCK_SIZE, kv_heads, head_dim)
         return cls(*(torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in range(2)))
+
+    @classmethod
+    def of(cls, cfg: DecoderConfig, blocks: int, like: Tensor) -> Cache:
+        """For a target."""
+        heads = [(layer.num_kv_heads, layer.head_dim) for layer in map(cfg.layer_at, range(cfg.num_layers))]
+        if len(set(heads)) == 1:
+            return cls.make(cfg.num_layers, blocks, *heads[0], like)
+        each = [cls.make(1, blocks, *shape, like) for shape in heads]
+        return cls([one.keys[0] for one in each], [one.values[0] for one in each])
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for both in (self.keys, self.values) for tensor in both)
 
 
 class PagedAttend:
@@ -58,8 +73,10 @@ class PagedAttend:
 
     def __init__(self, cache: Cache, pages: Pages, attend: Callable[..., Tensor] = paged_attention) -> None:
         self.cache, self.pages, self.attend = cache, pages, attend
-        self.rotates = attend is paged_attention and cache.keys.is_cuda  # in the same launch
-        self.one = OneSequence.find(cache.keys, cache.values, pages)
+        self.rotates = attend is paged_attention and cache.keys[0].is_cuda  # in the same launch
+        self.one: OneSequence | None = None
+        if isinstance(cache.keys, Tensor) and isinstance(cache.values, Tensor):
+            self.one = OneSequence.find(cache.keys, cache.values, pages)
 
     def __call__(
         self,
@@ -67,7 +84,7 @@ class PagedAttend:
         q_THd: Tensor,
         k_TGd: Tensor,
         v_TGd: Tensor,
-        window: int | None,
+        window: Window,
         rotation: Rotation | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
@@ -127,8 +144,7 @@ class Runner:
         self.device = weight.device
         on_cpu = self.device.type == "cpu"
         self.read = FlatDecoder(target) if on_cpu and FlatDecoder.takes(target) else target  # the target's pass
-        layer = target.cfg.layer
-        self.cache = Cache.make(target.cfg.num_layers, num_blocks, layer.num_kv_heads, layer.head_dim, weight)
+        self.cache = Cache.of(target.cfg, num_blocks, weight)
         self.taps: tuple[int, ...] = ()
         self.mask_hidden_D: Tensor | None = None
         if drafter is not None:

@@ -5,21 +5,35 @@ Knows nothing about models or caches. Shapes: T rows, H heads, G key/value heads
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from peagle.config import Chunked, Window
+
+At = TypeVar("At", int, Tensor)
+
+
+def first_seen(position: At, window: Window) -> At:
+    """The first position that a row sees; may lie before the text."""
+    if window is None:
+        return position * 0
+    if isinstance(window, Chunked):
+        return position // window.size * window.size
+    return position - window + 1
+
 
 def causal_attention(
-    layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, window: int | None, sinks: Tensor | None = None
+    layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, window: Window, sinks: Tensor | None = None
 ) -> Tensor:
-    """One sequence, whole, no cache: row i sees rows j <= i, and only i - j < window if there is one."""
+    """One sequence, whole, no cache: row i sees rows j <= i, and of these only what its window leaves."""
     del layer
     rows = torch.arange(len(q_THd), device=q_THd.device)
     visible_TT = None
     if window is not None or sinks is not None:
-        behind = rows[:, None] - rows[None, :]
-        visible_TT = (behind >= 0) & (behind < (len(rows) if window is None else window))
+        visible_TT = (rows <= rows[:, None]) & (rows >= first_seen(rows, window)[:, None])
     if sinks is not None and visible_TT is not None:
         return sink_attention(q_THd, k_TGd, v_TGd, visible_TT, sinks)
     return masked_attention(q_THd, k_TGd, v_TGd, visible_TT)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from peagle.kernels.linear import HAVE_TRITON, INTERPRETED
+from peagle.kernels.launching import HAVE_TRITON, INTERPRETED
 from peagle.kernels.mxfp4 import Packed, whole
 
 FEW_ROWS = 64  # up to here weights are read once for all rows, and rows that an expert was not chosen for are for free

@@ -23,7 +23,14 @@ from peagle.kernels.experts import Experts
 from peagle.kernels.mxfp4 import Packed
 from peagle.kernels.mxfp4_triton import in_ptx, unpacked_tile
 
-PACKED_K = 128  # columns of a tile of packed weights: 64 bytes of every row
+# Of plain and of packed weights, for the gated product and the one after it: rows and columns of a tile of weights,
+# warps, tiles under way. One for all numbers of rows, so that a row's sums stay those it has alone.
+TILES = {
+    (False, False): (64, 64, 4, 4),
+    (False, True): (64, 64, 4, 4),
+    (True, False): (64, 128, 4, 4),
+    (True, True): (64, 128, 4, 4),
+}
 
 
 @triton.jit
@@ -218,8 +225,11 @@ def _launch(
     assert data.is_contiguous() and (bias is None or bias.is_contiguous())
     assert data.dtype == (torch.int16 if packed else x.dtype)
     block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
-    block_n, block_k = (32, 32) if x.dtype == torch.float32 else (64, 64)
-    block_k = PACKED_K if packed else block_k
+    block_n, block_k, warps, stages = TILES[packed, paired]
+    if x.dtype == torch.float32:
+        # With four stages Triton 3.6 made wrong addresses where a width was odd: its compiler took the upper half of a
+        # 64-bit product for that of a 32-bit one.
+        block_n, block_k, warps, stages = 32, block_k if packed else 32, 4, 3
     clamp = experts.clamp
     _experts_kernel[(triton.cdiv(columns, block_n), len(w), triton.cdiv(rows, block_m))](
         x,
@@ -249,6 +259,6 @@ def _launch(
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         PACKED=packed,
         ASM=packed and in_ptx(x.dtype),
-        num_warps=4,
-        num_stages=4,
+        num_warps=warps,
+        num_stages=stages,
     )

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from peagle.kernels.linear import HAVE_TRITON, INTERPRETED
+from peagle.kernels.launching import HAVE_TRITON, INTERPRETED
 
 BLOCK = 32  # numbers that share an exponent
 RUN = 16  # exponents that a row has a multiple of

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from peagle.kernels.linear import INTERPRETED
+from peagle.kernels.launching import INTERPRETED
 
 # $4: two words; $5: their powers of 2, bf16; $0 to $3: their numbers. 0x8000: where a sign goes, 0x01C0: where the
 # three other bits go, 0x7E80: 2^126; a product plus -0.0 is that product.

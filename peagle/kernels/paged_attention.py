@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from peagle.config import Window
 from peagle.kernels import skinny_cpu
-from peagle.kernels.attention import sink_attention
+from peagle.kernels.attention import first_seen, sink_attention
 from peagle.kernels.rotary import Rotation
 
 # Prompts with nothing cached, on a GPU. cuDNN, which torch's attention calls, is the fastest, but plans every new shape
@@ -33,6 +34,7 @@ PLANNED_ROWS = 1024
 # torch's flash attention over differing lengths is faster than ours for heads of at least this width, up to this many
 # rows.
 _VARLEN_WIDTH, _VARLEN_ROWS = 128, 256
+_LIBRARY_WIDTH = 256  # of wider heads torch's attention would keep all scores
 # On the CPU, up to this many rows of a sequence run with the heads that share a key/value head folded into the rows:
 # keys are then read once, which is up to 2.5 times as fast for one row and no faster from 32 on.
 _FOLD_ROWS = 16
@@ -60,7 +62,7 @@ class Pages:
     cu_rows_B1: Tensor | None = None  # int32: sequence b owns rows cu[b] to cu[b + 1]; None: each has max_rows
     max_context: int | None = None  # no start is larger; 0: nothing is cached; None: as much as a table can hold
     _offsets_B1: Tensor | None = field(default=None, init=False, repr=False, compare=False)
-    _pieces: dict[tuple[int, int | None], _Pieces] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _pieces: dict[tuple[int, Window], _Pieces] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def offsets_B1(self) -> Tensor:
         """`cu_rows_B1`, made if every sequence has the same number of rows."""
@@ -71,7 +73,7 @@ class Pages:
             self._offsets_B1 = torch.arange(batch + 1, dtype=torch.int32, device=device) * self.max_rows
         return self._offsets_B1
 
-    def pieces(self, block_size: int, window: int | None) -> _Pieces:
+    def pieces(self, block_size: int, window: Window) -> _Pieces:
         """The same on the host, in the form the torch versions use."""
         key = (block_size, window)
         if key not in self._pieces:
@@ -93,7 +95,7 @@ class _Piece:
     causal: bool = False  # nothing but these rows is seen, and no window cuts in
     biases: dict[tuple[torch.dtype, int], Tensor] = field(default_factory=dict)
 
-    def bias(self, dtype: torch.dtype, window: int | None, repeat: int) -> Tensor:
+    def bias(self, dtype: torch.dtype, window: Window, repeat: int) -> Tensor:
         """0 where a row sees a key, else -inf; each row `repeat` times."""
         key = (dtype, repeat)
         if key in self.biases:
@@ -103,7 +105,7 @@ class _Piece:
         keys = torch.arange(self.low, self.first + count, device=self.device)
         hidden = keys > own
         if window is not None:
-            hidden |= keys <= own - window
+            hidden |= keys < first_seen(own, window)
         bias = torch.zeros(hidden.shape, dtype=dtype, device=self.device).masked_fill_(hidden, float("-inf"))
         if repeat > 1:
             bias = bias.repeat_interleave(repeat, 0)
@@ -121,7 +123,7 @@ class _Pieces:
     run: slice | None  # the same, where they go one after another
 
 
-def _cut(pages: Pages, block_size: int, window: int | None) -> _Pieces:
+def _cut(pages: Pages, block_size: int, window: Window) -> _Pieces:
     tables, starts, live = pages.block_tables_BM.tolist(), pages.starts_B.tolist(), pages.live_B.tolist()
     device = pages.block_tables_BM.device
     if pages.cu_rows_B1 is None:
@@ -138,11 +140,11 @@ def _cut(pages: Pages, block_size: int, window: int | None) -> _Pieces:
         table = tables[b]
         slots += [table[p // block_size] * block_size + p % block_size for p in range(start, start + count)]
         live_rows += range(first_row, first_row + count)
-        causal = start == 0 and count > 1 and (window is None or window >= count)
+        causal = start == 0 and count > 1 and first_seen(count - 1, window) <= 0
         step = count if causal or count <= _PIECE_ROWS else _PIECE_ROWS
         for at in range(0, count, step):
             first, end = start + at, start + min(at + step, count)
-            low = 0 if window is None else max(0, first - window + 1)
+            low = max(0, first_seen(first, window))
             used = table[low // block_size : (end + block_size - 1) // block_size]
             skip = low % block_size
             piece = _Piece(device, slice(first_row + at, first_row + end - start), first, low, None, causal=causal)
@@ -172,7 +174,7 @@ def paged_attention_torch(
     cache_k: Tensor,
     cache_v: Tensor,
     pages: Pages,
-    window: int | None,
+    window: Window,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Any numbers of rows; a loop over the sequences, each reading its keys back from the cache."""
@@ -200,7 +202,7 @@ def _attend(
     cache_v: Tensor,
     flat_k: Tensor,
     flat_v: Tensor,
-    window: int | None,
+    window: Window,
     sinks: Tensor | None,
 ) -> Tensor:
     if piece.keys is not None:
@@ -294,7 +296,7 @@ def paged_attention(
     cache_k: Tensor,
     cache_v: Tensor,
     pages: Pages,
-    window: int | None,
+    window: Window,
     pdl: bool = False,
     rotation: Rotation | None = None,
     sinks: Tensor | None = None,
@@ -325,7 +327,7 @@ def prefill_attention(
     cache_k: Tensor,
     cache_v: Tensor,
     pages: Pages,
-    window: int | None,
+    window: Window,
     pdl: bool = False,
     sinks: Tensor | None = None,
 ) -> Tensor:
@@ -334,7 +336,8 @@ def prefill_attention(
         return paged_attention_torch(q_THd, k_TGd, v_TGd, cache_k, cache_v, pages, window, sinks)
     from peagle.kernels.paged_attention_triton import prefill_attention_triton, write_rows_triton
 
-    if pages.max_context == 0 and window is None and sinks is None and q_THd.dtype != torch.float32:
+    plain = pages.max_context == 0 and window is None and sinks is None and q_THd.dtype != torch.float32
+    if plain and q_THd.shape[-1] <= _LIBRARY_WIDTH:
         even = len(q_THd) == len(pages.starts_B) * pages.max_rows
         if even and PLANNED_ROWS and pages.max_rows % PLANNED_ROWS == 0:
             write_rows_triton(k_TGd, v_TGd, cache_k, cache_v, pages, pdl)

@@ -43,6 +43,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from peagle.config import Chunked, Window
 from peagle.kernels.paged_attention import Pages
 from peagle.kernels.rotary import Rotation
 from peagle.kernels.rotary_triton import inverse_rms, rotated
@@ -76,11 +77,20 @@ def _step_by_keys(scores, v, best, total, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def _first_seen(position, window, WINDOWED: tl.constexpr):
+    """Of a row; WINDOWED is 1 for a window that slides, 2 for a chunk."""
+    if WINDOWED == 2:
+        return position // window * window
+    else:
+        return position - window + 1
+
+
+@triton.jit
 def _shares(start, live, splits, window, TILE: tl.constexpr, WINDOWED: tl.constexpr):
     """First tile seen, tile after the last, and how many shares have a tile; every kernel must find the same."""
     low = 0
     if WINDOWED:
-        low = tl.maximum(start - window + 1, 0) // TILE
+        low = tl.maximum(_first_seen(start, window, WINDOWED), 0) // TILE
     tiles = tl.maximum((start + live + TILE - 1) // TILE, 1)
     return low, tiles, tl.minimum(tiles - low, splits)
 
@@ -348,7 +358,7 @@ def _paged_kernel(
         scores = tl.dot(keys, queries, input_precision=PRECISION) * scale
         seen = pos[:, None] <= own[None, :]
         if WINDOWED:
-            seen = seen & (pos[:, None] > own[None, :] - window)
+            seen = seen & (pos[:, None] >= _first_seen(own, window, WINDOWED)[None, :])
         scores = tl.where(seen, scores, float("-inf"))
         best, total, acc = _step_by_keys(scores, values, best, total, acc, PRECISION)
         if not WHOLE:
@@ -501,7 +511,7 @@ def _prefill_kernel(
         table = tables + b.to(tl.int64) * table_row
         low = 0
         if WINDOWED:
-            low = tl.maximum(start + row0 - window + 1, 0) // TILE * TILE
+            low = tl.maximum(_first_seen(start + row0, window, WINDOWED), 0) // TILE * TILE
         for n in range(low, start, TILE):
             pos = n + slots
             old = pos < start
@@ -512,7 +522,7 @@ def _prefill_kernel(
             scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
             seen = old[None, :]
             if WINDOWED:
-                seen = seen & (pos[None, :] > (start + j)[:, None] - window)
+                seen = seen & (pos[None, :] >= _first_seen(start + j, window, WINDOWED)[:, None])
             scores = tl.where(seen, scores, float("-inf"))
             best, total, acc = _step(scores, values, best, total, acc, WINDOWED, PRECISION)
 
@@ -520,14 +530,15 @@ def _prefill_kernel(
     v += offset * v_row + g * v_head
     low_row = 0
     if WINDOWED:
-        low_row = tl.maximum(row0 - window + 1, 0) // TILE * TILE
+        low_row = tl.maximum(_first_seen(start + row0, window, WINDOWED) - start, 0) // TILE * TILE
     for n in range(low_row, tl.where(row0 < live, row0, 0), TILE):
         new = n + slots
         keys = tl.load(k + (new * k_row.to(tl.int64))[:, None] + cols[None, :])
         values = tl.load(v + (new * v_row.to(tl.int64))[:, None] + cols[None, :])
         scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
         if WINDOWED:
-            scores = tl.where(new[None, :] > j[:, None] - window, scores, float("-inf"))
+            seen = start + new[None, :] >= _first_seen(start + j, window, WINDOWED)[:, None]
+            scores = tl.where(seen, scores, float("-inf"))
         best, total, acc = _step(scores, values, best, total, acc, WINDOWED, PRECISION)
 
     for n in range(row0, tl.minimum(row0 + ROWS, live), TILE):
@@ -538,7 +549,7 @@ def _prefill_kernel(
         scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
         seen = new[None, :] <= j[:, None]
         if WINDOWED:
-            seen = seen & (new[None, :] > j[:, None] - window)
+            seen = seen & (start + new[None, :] >= _first_seen(start + j, window, WINDOWED)[:, None])
         scores = tl.where(seen, scores, float("-inf"))
         best, total, acc = _step(scores, values, best, total, acc, True, PRECISION)
 
@@ -653,6 +664,8 @@ def choose_launch(
     tile = 32 if exact else 64 if head_dim < 128 or (wide and few) else 128 if few else 32
     splits = max(1, min(processors // kv_heads, _MAX_SPLITS)) if few else 1
     programs = max(1, min(processors // (batch * kv_heads), splits, _most_tiles(pages, block_size, tile)))
+    if head_dim > 256:  # a tile's keys and values are 128 KiB: there is room for one at a time, and for fewer queries
+        return Launch(tile, min(queries, 32), splits, warps=8, stages=1, ahead=0, programs=programs)
     if exact:
         return Launch(tile, min(queries, 32), splits, warps=4, stages=2, ahead=0, programs=programs)
     alone = few and (programs >= _LONG_SPLITS or head_dim < 128)  # a request's keys are cut into many short pieces
@@ -681,6 +694,13 @@ def _check(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, cache_k: Tensor) -> None
     assert q_THd.dtype == k_TGd.dtype == v_TGd.dtype == cache_k.dtype
 
 
+def _kind_of(window: Window) -> tuple[int, int]:
+    """What kernels call WINDOWED, and how wide it is."""
+    if isinstance(window, Chunked):
+        return 2, window.size
+    return (0, 0) if window is None else (1, window)
+
+
 def paged_attention_triton(
     q_THd: Tensor,
     k_TGd: Tensor,
@@ -688,13 +708,14 @@ def paged_attention_triton(
     cache_k: Tensor,
     cache_v: Tensor,
     pages: Pages,
-    window: int | None,
+    window: Window,
     pdl: bool = False,
     launch: Launch | None = None,
     rotation: Rotation | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
     _check(q_THd, k_TGd, v_TGd, cache_k)
+    kind, span = _kind_of(window)
     pdl = pdl and q_THd.is_cuda  # the interpreter knows nothing of it
     total_rows, heads, width = q_THd.shape
     block_size, kv_heads = cache_k.shape[1:3]
@@ -725,7 +746,7 @@ def paged_attention_triton(
     shared = {"G": kv_heads, "GROUP": group, "D": width, "TILE": launch.tile}
     whole = programs >= min(launch.splits, _most_tiles(pages, block_size, launch.tile))
     shared |= {
-        "WINDOWED": window is not None,
+        "WINDOWED": kind,
         "SINKS": sinks is not None,
         "WHOLE": whole,
         "PDL": pdl,
@@ -750,7 +771,7 @@ def paged_attention_triton(
         pages.live_B,
         rows,
         launch.splits,
-        window or 0,
+        span,
         pages.block_tables_BM.stride(0),
         pages.block_tables_BM.shape[1],
         *q_THd.stride()[:2],
@@ -785,7 +806,7 @@ def paged_attention_triton(
             pages.live_B,
             rows,
             launch.splits,
-            window or 0,
+            span,
             **shared,
             QUERIES=queries,
             SPLITS=split_block,
@@ -829,12 +850,13 @@ def prefill_attention_triton(
     cache_k: Tensor,
     cache_v: Tensor,
     pages: Pages,
-    window: int | None,
+    window: Window,
     pdl: bool = False,
     launch: PrefillLaunch | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
     _check(q_THd, k_TGd, v_TGd, cache_k)
+    kind, span = _kind_of(window)
     pdl = pdl and q_THd.is_cuda  # the interpreter knows nothing of it
     total_rows, heads, width = q_THd.shape
     block_size, kv_heads = cache_k.shape[1:3]
@@ -843,7 +865,9 @@ def prefill_attention_triton(
         # Without cached keys wide tiles are faster from here on; with them, and for narrow heads, never.
         wide = width == 128 and pages.max_context == 0 and pages.max_rows >= _WIDE_PREFILL_ROWS
         launch = PrefillLaunch(32, 32, 4, 2) if exact else PrefillLaunch(128 if wide else 64, 64, 8 if wide else 4, 3)
-        if width > 128 and not exact:
+        if width > 256:
+            launch = PrefillLaunch(32, 16, 8, 1) if exact else PrefillLaunch(32, 32, 8, 2)
+        elif width > 128 and not exact:
             launch = PrefillLaunch(64, 32, 8, 2)
     write_rows_triton(k_TGd, v_TGd, cache_k, cache_v, pages, pdl)
     out = torch.empty((total_rows, heads, width), dtype=q_THd.dtype, device=q_THd.device)
@@ -859,7 +883,7 @@ def prefill_attention_triton(
         pages.starts_B,
         pages.live_B,
         pages.offsets_B1(),
-        window or 0,
+        span,
         pages.block_tables_BM.stride(0),
         *q_THd.stride()[:2],
         *k_TGd.stride()[:2],
@@ -872,7 +896,7 @@ def prefill_attention_triton(
         BLOCK=block_size,
         ROWS=launch.rows,
         TILE=launch.tile,
-        WINDOWED=window is not None,
+        WINDOWED=kind,
         SINKS=sinks is not None,
         CONTEXT=pages.max_context != 0,
         PRECISION="ieee" if exact else "tf32",

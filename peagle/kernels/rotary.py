@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from peagle.kernels.linear import trains_fast
+from peagle.kernels.launching import trains_fast
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from peagle.kernels.linear import rms_norm_triton, silu_mul_triton
+from peagle.kernels.norms_triton import rms_norm_triton, silu_mul_triton
 from peagle.kernels.rotary_triton import split_rotate_triton
 
 _PROGRAMS = 1024  # of the norm's way back; each sums the weight's gradient over its rows

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from peagle.checkpoints.drafter import read_drafter_config
 from peagle.checkpoints.target import eos_ids, read_target_config
+from peagle.checkpoints.validate import speculative_config
 from peagle.config import EvalSettings
 from peagle.data.prompts import Prompt
 from peagle.data.responses import looping
@@ -154,12 +155,7 @@ class Vllm:
         from vllm import LLM
 
         parallel = read_drafter_config(drafter, read_target_config(self.target)).parallel
-        speculative = {
-            "method": "eagle3",
-            "model": str(drafter),
-            "num_speculative_tokens": k,
-            "parallel_drafting": parallel,
-        }
+        speculative = speculative_config(str(drafter), k, parallel)
         on_gpu: dict[str, Any] = {}
         if torch.cuda.is_available():
             on_gpu["gpu_memory_utilization"] = self.settings.gpu_memory_fraction

@@ -15,6 +15,7 @@ import torch
 
 from peagle.checkpoints.drafter import check_fits, read_drafter_config
 from peagle.checkpoints.target import Target, load_tokenizer, read_target_config
+from peagle.checkpoints.validate import speculative_config
 from peagle.config import BenchSettings, EmbeddedSettings, Helped, ServerSettings
 from peagle.engine.llm import LLM
 from peagle.errors import UserError
@@ -101,10 +102,9 @@ class Embedded:
             given["enforce_eager"] = True  # compiling for a CPU takes minutes
         speculative = None
         if folder is not None:
-            speculative = {"method": "eagle3", "model": str(folder), "num_speculative_tokens": k}
-            speculative |= {"parallel_drafting": True} if parallel else {}
+            assert isinstance(k, int)
+            speculative = speculative_config(str(folder), k, parallel)
             if on_gpu:
-                assert isinstance(k, int)
                 # a parallel drafter reads up to 2K rows a request: above 512 in all vLLM records no graph by itself
                 rows = given["max_num_seqs"] * (2 * k if parallel else k + 1)
                 speculative["use_local_argmax_reduction"] = True

@@ -108,7 +108,7 @@ def _occupy(runner: Runner, requests: int, context: int) -> None:
     """Gives each of the first slots blocks of its own for the context and what a round adds. Nobody may use the engine
     for anything else afterwards."""
     each = -(-min(context + 2 * runner.most_drafts + 2, runner.longest) // BLOCK_SIZE)
-    there = runner.cache.keys.shape[1]
+    there = len(runner.cache.keys[0])
     if 1 + requests * each > there:
         most = (there - 1) // max(requests, 1) * BLOCK_SIZE - 2 * runner.most_drafts - 2
         raise UserError(

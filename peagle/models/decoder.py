@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from peagle.config import DecoderConfig
-from peagle.kernels.linear import Stream
+from peagle.config import DecoderConfig, Heat
+from peagle.kernels.norms import Stream
 from peagle.models.experts import ExpertMLP
-from peagle.models.layers import Attend, DecoderLayer, RMSNorm, Rope, norm_after, project
+from peagle.models.layers import Attend, DecoderLayer, RMSNorm, Rope, Turn, norm_after, project
 
 
 class Decoder(nn.Module):
@@ -23,15 +23,23 @@ class Decoder(nn.Module):
         self.cfg = cfg
         width = cfg.layer.hidden_size
         self.embed_tokens = nn.Embedding(cfg.vocab_size, width)
+        layers = [cfg.layer_at(i) for i in range(cfg.num_layers)]
         self.layers = nn.ModuleList(
-            DecoderLayer(cfg.layer, ExpertMLP(cfg.layer) if cfg.layer.experts is not None else None)
-            for _ in range(cfg.num_layers)
+            DecoderLayer(layer, ExpertMLP(layer) if layer.experts is not None else None) for layer in layers
         )
         self.norm = RMSNorm(width, cfg.layer.norm_eps)
         self.lm_head = nn.Linear(width, cfg.vocab_size, bias=False)
         self.tie()
-        self.rope = Rope(cfg.rope, cfg.layer.head_dim)
-        self.local_rope = Rope(cfg.local_rope, cfg.layer.head_dim) if cfg.local_rope is not None else None
+
+        def head_dim(windowed: bool) -> int:
+            """Of the layers that see everything, or of the others."""
+            pairs = zip(layers, cfg.windows, strict=True)
+            found = {layer.head_dim for layer, window in pairs if (window is not None) == windowed}
+            assert len(found) < 2, "a rope is of one width"
+            return found.pop() if found else cfg.layer.head_dim
+
+        self.rope = Rope(cfg.rope, head_dim(windowed=False))
+        self.local_rope = Rope(cfg.local_rope, head_dim(windowed=True)) if cfg.local_rope is not None else None
 
     @property
     def ropes(self) -> list[Rope]:
@@ -52,11 +60,14 @@ class Decoder(nn.Module):
         stream = Stream(self.embed(token_ids_T))
         angles = self.rope(positions_T, stream.x.dtype)
         local = angles if self.local_rope is None else self.local_rope(positions_T, stream.x.dtype)
+        heat = query_heat(self.cfg.heat, positions_T)
         tapped = {}
         for i, (layer, window) in enumerate(zip(self.layers, self.cfg.windows, strict=True)):
             if i in taps:
                 tapped[i] = stream.x
-            turn = angles if window is None else local
+            turn: Turn = angles if window is None else local
+            if not self.cfg.layer_at(i).rotary:
+                turn = heat
             stream = layer(stream, turn, attend, i, window, norm_after(self.layers, i))
         tapped[self.cfg.num_layers] = stream.x
         return self.norm(stream.x), torch.cat([tapped[k] for k in taps], -1) if taps else None
@@ -70,4 +81,20 @@ class Decoder(nn.Module):
         return embeds_TD * torch.tensor(scale, dtype=embeds_TD.dtype).item()  # rounded, as Gemma was trained
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
-        return project(self.lm_head, hidden_TD)
+        return capped(project(self.lm_head, hidden_TD), self.cfg.logit_cap)
+
+
+def query_heat(heat: Heat | None, positions_T: Tensor) -> Tensor | None:
+    """What queries that are not turned are multiplied by, [T, 1, 1]; None: nothing."""
+    if heat is None:
+        return None
+    pieces_T = torch.floor((positions_T.float() + 1.0) / heat.every)
+    return (1.0 + heat.strength * torch.log1p(pieces_T))[:, None, None]
+
+
+def capped(logits_TV: Tensor, cap: float | None) -> Tensor:
+    """Bent to lie between `cap` and its negative, perhaps in place. In fp32, as bf16 would make neighbours one."""
+    if cap is None:
+        return logits_TV
+    exact = logits_TV if logits_TV.dtype == torch.float64 else logits_TV.float()
+    return exact.div_(cap).tanh_().mul_(cap)

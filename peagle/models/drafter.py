@@ -15,7 +15,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from peagle.config import DrafterConfig
-from peagle.kernels.linear import Stream, linear, norm_cat
+from peagle.kernels.linear import linear
+from peagle.kernels.norms import Stream, norm_cat
 from peagle.models.decoder import Decoder
 from peagle.models.layers import MLP, Angles, Attend, Attention, DecoderLayer, RMSNorm, Rope, norm_after, project
 

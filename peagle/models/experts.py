@@ -8,14 +8,16 @@ Shapes as in `peagle.kernels.experts`.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
 from peagle.config import LayerConfig
 from peagle.kernels.experts import Clamp, Experts, expert_mlp, route
-from peagle.kernels.linear import Stream
 from peagle.kernels.mxfp4 import Packed, packed_widths
-from peagle.models.layers import RMSNorm, add_onto, project
+from peagle.kernels.norms import Stream
+from peagle.models.layers import MLP, RMSNorm, add_onto, project
 
 
 class ExpertMLP(nn.Module):
@@ -33,6 +35,8 @@ class ExpertMLP(nn.Module):
             bias = nn.Parameter(torch.empty(experts.count * rows)) if experts.bias else None
             self.register_parameter(name, bias)
         self.clamp = Clamp(*experts.clamp) if experts.clamp is not None else None
+        own = replace(cfg, intermediate_size=experts.shared, mlp_bias=False)
+        self.shared_expert = MLP(own) if experts.shared else None
 
     def _matrix(self, name: str, rows: int, columns: int) -> None:
         if not self.cfg.packed:
@@ -49,9 +53,24 @@ class ExpertMLP(nn.Module):
         ready = stream.normed is not None and stream.norm_weight is norm.weight
         x_TD = stream.normed if ready else norm(stream.x)
         assert x_TD is not None
-        weight_TC, expert_TC = route(project(self.router, x_TD), self.cfg.chosen, self.cfg.normed)
-        y_TD = expert_mlp(x_TD, weight_TC, expert_TC, self.weights())
+        scores_TE = project(self.router, x_TD)
+        if self.cfg.sigmoid:
+            y_TD = self._scaled_inputs(x_TD, scores_TE)
+        else:
+            weight_TC, expert_TC = route(scores_TE, self.cfg.chosen, self.cfg.normed)
+            y_TD = expert_mlp(x_TD, weight_TC, expert_TC, self.weights())
+        if self.shared_expert is not None:
+            y_TD = y_TD + project(self.shared_expert.down_proj, self.shared_expert.gated(x_TD))
         return add_onto(stream.x, y_TD if out_norm is None else out_norm(y_TD), next_norm)
+
+    def _scaled_inputs(self, x_TD: Tensor, scores_TE: Tensor) -> Tensor:
+        """Each pair of row and expert is a row of its own here, as an expert reads the row by its own score."""
+        score_TC, expert_TC = scores_TE.topk(self.cfg.chosen, -1)
+        share_TC = torch.sigmoid(score_TC.float()).to(x_TD.dtype)
+        x_PD = (x_TD[:, None] * share_TC[..., None]).flatten(0, 1)
+        ones_P1 = torch.ones(len(x_PD), 1, dtype=torch.float32, device=x_PD.device)
+        y_PD = expert_mlp(x_PD, ones_P1, expert_TC.int().reshape(-1, 1), self.weights())
+        return y_PD.unflatten(0, expert_TC.shape).sum(1)
 
     def weights(self) -> Experts:
         def each(name: str) -> Tensor:

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from peagle.kernels.linear import linear_cpu, norm_cat, rms_norm
+from peagle.config import Window
+from peagle.kernels.linear_cpu import linear_cpu
+from peagle.kernels.norms import norm_cat, rms_norm
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter, FirstLayer
 from peagle.models.layers import Angles, Attend, DecoderLayer
@@ -29,7 +31,7 @@ def _signed(angles: Angles) -> Angles:
 
 
 class FlatLayer:
-    def __init__(self, layer: DecoderLayer | FirstLayer, window: int | None) -> None:
+    def __init__(self, layer: DecoderLayer | FirstLayer, window: Window) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.window = window
         self.norm, self.eps = layer.input_layernorm.weight, layer.input_layernorm.eps
@@ -75,9 +77,8 @@ class FlatDecoder:
     @staticmethod
     def takes(model: Decoder) -> bool:
         cfg = model.cfg
-        return (
-            not cfg.foreign and cfg.layer == cfg.layer.plain and cfg.local_rope is None and cfg.embedding_scale == 1.0
-        )
+        alike = not cfg.foreign and not cfg.layers and cfg.local_rope is None
+        return alike and cfg.layer == cfg.layer.plain and cfg.embedding_scale == 1.0
 
     def __init__(self, model: Decoder) -> None:
         self.model = model

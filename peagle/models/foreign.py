@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from peagle.config import DecoderConfig
 from peagle.errors import UserError
-from peagle.models.decoder import Decoder
+from peagle.models.decoder import Decoder, capped
 from peagle.models.layers import Attend, Rope, project
 
 NAME = "peagle"  # of the attention below, among transformers'
@@ -26,7 +26,8 @@ class Lent:
 
     attend: Attend | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, cfg: DecoderConfig) -> None:
+        self.heads = [(layer.num_kv_heads, layer.head_dim) for layer in map(cfg.layer_at, range(cfg.num_layers))]
         self.windows: dict[int, int | None] = {}
 
 
@@ -48,6 +49,8 @@ def attention(
     assert lent.attend is not None
     if attention_mask is not None or softcap or v.shape != k.shape or module.layer_idx in lent.windows:
         raise UserError("its attention is of a kind that cannot be handed over")
+    if k.shape[1:] != lent.heads[module.layer_idx]:
+        raise UserError("its layers have heads that its config does not name")
     lent.windows[module.layer_idx] = sliding_window
     usual = q.shape[-1] ** -0.5
     if scaling is not None and scaling != usual:
@@ -61,7 +64,7 @@ class TransformersDecoder(Decoder):
 
     def __init__(self, cfg: DecoderConfig, theirs: Any) -> None:
         nn.Module.__init__(self)
-        self.cfg, self.theirs, self.lent = cfg, theirs, Lent()
+        self.cfg, self.theirs, self.lent = cfg, theirs, Lent(cfg)
         for module in theirs.modules():
             if hasattr(module, "layer_idx"):
                 module.lent = self.lent
@@ -132,4 +135,4 @@ class TransformersDecoder(Decoder):
         return out.last_hidden_state[0], torch.cat(tapped, -1) if taps else None
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
-        return project(self.lm_head, hidden_TD)
+        return capped(project(self.lm_head, hidden_TD), self.cfg.logit_cap)

@@ -9,24 +9,28 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from peagle.config import LayerConfig, RopeConfig
-from peagle.kernels.linear import Stream, add_rms_norm, linear, linear_onto, rms_norm, supports_pdl
+from peagle.config import LayerConfig, RopeConfig, Window
+from peagle.kernels.launching import supports_pdl
+from peagle.kernels.linear import linear, linear_onto
+from peagle.kernels.norms import Stream, add_rms_norm, rms_norm
 from peagle.kernels.rotary import Rotation, split_rotate
 
 Angles = tuple[Tensor, Tensor]  # cos and sin, [T, 1, d]
+# Of heads that have no rotary positions: what queries are multiplied by, [T, 1, 1], if anything.
+Turn = Angles | Tensor | None
 
 
 class Attend(Protocol):
     """How layer `layer`'s rows see each other; keys and values may be kept for later calls."""
 
-    def __call__(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, window: int | None) -> Tensor:
-        """Returns [T, H, d]; `window` limits a row to that many latest positions, its own included.
+    def __call__(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, window: Window) -> Tensor:
+        """Returns [T, H, d]; `window` limits what a row sees, as `peagle.config` has it.
 
         For layers that have sinks a further argument, `sinks`, [H]: each is one more score in a head's softmax, of a
         key that every row sees and whose value is 0. Only a target's layers do."""
@@ -48,6 +52,10 @@ def rope_frequencies(rope: RopeConfig, head_dim: int, long: bool = True) -> tupl
 
     Pairs behind those that are turned have an angle of 0. `long`: longrope's frequencies for long texts.
     """
+    if rope.kind == "proportional":  # the first pairs turn as they do in a head that is turned whole
+        freq, _ = rope_frequencies(RopeConfig(theta=rope.theta), head_dim)
+        freq[int(rope.rotated * head_dim // 2) :] = 0.0
+        return freq / rope.factor, 1.0
     if rope.rotated < 1.0:
         freq, factor = rope_frequencies(replace(rope, rotated=1.0), int(head_dim * rope.rotated), long)
         return torch.cat([freq, torch.zeros(head_dim // 2 - len(freq))]), factor
@@ -140,7 +148,7 @@ class Rope(nn.Module):
 
 
 class Attention(nn.Module):
-    """Merged q/k/v product, optional q/k norms, rotary positions; `attend` does the rest."""
+    """Merged q/k/v product, optional norms, rotary positions where the layer has them; `attend` does the rest."""
 
     def __init__(self, cfg: LayerConfig, input_width: int) -> None:
         super().__init__()
@@ -151,36 +159,47 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(cfg.head_dim, cfg.norm_eps) if cfg.qk_norm else None
         self.k_norm = RMSNorm(cfg.head_dim, cfg.norm_eps) if cfg.qk_norm else None
         self.sinks = nn.Parameter(torch.zeros(cfg.num_heads)) if cfg.sinks else None
+        self.rotary = cfg.rotary
+        self.v_eps = cfg.norm_eps if cfg.v_norm else None
+        assert cfg.rotary or not cfg.qk_norm, "heads are normed where they are turned"
 
     def forward(
         self,
         x_TD: Tensor | Stream,
         residual_TD: Tensor,
-        angles: Angles,
+        turn: Turn,
         attend: Attend,
         layer: int,
-        window: int | None,
+        window: Window,
         norm: RMSNorm | None = None,
         next_norm: RMSNorm | None = None,
         out_norm: RMSNorm | None = None,
     ) -> Stream:
         """The residual stream after attention over `norm(x)`, on its way to `next_norm`."""
         qkv_TX = project(self.qkv_proj, x_TD, norm=norm)
-        q_norm, k_norm, eps = None, None, 0.0
-        if self.q_norm is not None and self.k_norm is not None:
-            q_norm, k_norm, eps = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
-        more = {"sinks": self.sinks} if self.sinks is not None else {}
-        if getattr(attend, "rotates", False):  # turns queries and keys on its way
-            q, k, v = qkv_TX.unflatten(1, (-1, self.head_dim)).split([self.heads, self.kv_heads, self.kv_heads], 1)
-            rotation = Rotation(*angles, q_norm, k_norm, eps)
-            out_THd = attend(layer, q, k, v, window, rotation=rotation, **more)  # type: ignore[call-arg]
+        more: dict[str, Any] = {"sinks": self.sinks} if self.sinks is not None else {}
+        if isinstance(turn, tuple):
+            q_norm, k_norm, eps = None, None, 0.0
+            if self.q_norm is not None and self.k_norm is not None:
+                q_norm, k_norm, eps = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
+            if getattr(attend, "rotates", False):  # turns queries and keys on its way
+                q, k, v = self._split(qkv_TX)
+                more["rotation"] = Rotation(*turn, q_norm, k_norm, eps)
+            else:
+                pdl = supports_pdl(qkv_TX.device)
+                q, k, v = split_rotate(qkv_TX, *turn, self.heads, self.kv_heads, q_norm, k_norm, eps, pdl)
         else:
-            pdl = supports_pdl(qkv_TX.device)
-            q, k, v = split_rotate(qkv_TX, *angles, self.heads, self.kv_heads, q_norm, k_norm, eps, pdl)
-            out_THd = attend(layer, q, k, v, window, **more)
+            q, k, v = self._split(qkv_TX)
+            q = q if turn is None else (q * turn).to(q.dtype)
+        if self.v_eps is not None:
+            v = F.rms_norm(v, (self.head_dim,), eps=self.v_eps)
+        out_THd = attend(layer, q, k, v, window, **more)
         if out_norm is not None:
             return add_onto(residual_TD, out_norm(project(self.o_proj, out_THd.flatten(1))), next_norm)
         return project_onto(residual_TD, self.o_proj, out_THd.flatten(1), next_norm)
+
+    def _split(self, qkv_TX: Tensor) -> tuple[Tensor, ...]:
+        return qkv_TX.unflatten(1, (-1, self.head_dim)).split([self.heads, self.kv_heads, self.kv_heads], 1)
 
 
 class MLP(nn.Module):
@@ -192,15 +211,18 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(cfg.intermediate_size, cfg.hidden_size, bias=cfg.mlp_bias)
         self.activation = cfg.activation
 
+    def gated(self, x: Tensor | Stream, norm: RMSNorm | None = None) -> Tensor:
+        """What `down_proj` reads."""
+        if self.activation == "silu":
+            return project(self.gate_up_proj, x, norm=norm, glu=True)
+        gate, up = project(self.gate_up_proj, x, norm=norm).chunk(2, -1)
+        return F.gelu(gate, approximate="tanh") * up
+
     def forward(
         self, stream: Stream, norm: RMSNorm, next_norm: RMSNorm | None, out_norm: RMSNorm | None = None
     ) -> Stream:
         """The residual stream x after the MLP over `norm(x)`, on its way to `next_norm`."""
-        if self.activation == "silu":
-            hidden_TI = project(self.gate_up_proj, stream, norm=norm, glu=True)
-        else:
-            gate, up = project(self.gate_up_proj, stream, norm=norm).chunk(2, -1)
-            hidden_TI = F.gelu(gate, approximate="tanh") * up
+        hidden_TI = self.gated(stream, norm)
         if out_norm is not None:
             return add_onto(stream.x, out_norm(project(self.down_proj, hidden_TI)), next_norm)
         return project_onto(stream.x, self.down_proj, hidden_TI, next_norm)
@@ -241,21 +263,24 @@ class DecoderLayer(nn.Module):
         self.mlp: MLP = MLP(cfg) if mlp is None else mlp  # type: ignore[assignment]
         self.attention_out_norm = norm() if cfg.out_norms else None
         self.mlp_out_norm = norm() if cfg.out_norms else None
+        self.layer_scalar = nn.Parameter(torch.ones(1)) if cfg.scaled else None
 
     def forward(
         self,
         stream: Stream,
-        angles: Angles,
+        turn: Turn,
         attend: Attend,
         layer: int,
-        window: int | None,
+        window: Window,
         next_norm: RMSNorm | None = None,
     ) -> Stream:
         """`next_norm` is the next layer's, where one follows."""
         norm, mlp_norm = self.input_layernorm, self.post_attention_layernorm
-        given = (stream, stream.x, angles, attend, layer, window)
+        given = (stream, stream.x, turn, attend, layer, window)
         stream = self.self_attn(*given, norm, next_norm=mlp_norm, out_norm=self.attention_out_norm)
-        return self.mlp(stream, mlp_norm, next_norm, self.mlp_out_norm)
+        if self.layer_scalar is None:
+            return self.mlp(stream, mlp_norm, next_norm, self.mlp_out_norm)
+        return Stream(self.mlp(stream, mlp_norm, None, self.mlp_out_norm).x * self.layer_scalar)
 
 
 def norm_after(layers: nn.ModuleList, i: int) -> RMSNorm | None:

@@ -17,10 +17,11 @@ from peagle.engine.grammar import from_json_schema
 from peagle.errors import UserError
 from peagle.serving.answers import Writer
 from peagle.serving.errors import ApiError
-from peagle.serving.loop import Answer, EngineFacts, EngineLoop
+from peagle.serving.loop import EngineFacts, EngineLoop
 from peagle.serving.pieces import Overloaded, Unavailable
 from peagle.serving.prompts import Prompts
 from peagle.serving.protocol import ResponseFormat, ToolUse, grammar_of
+from peagle.serving.tickets import Answer
 from peagle.serving.tools import Form, ToolReader, forced, forced_schema, form_of
 
 if TYPE_CHECKING:

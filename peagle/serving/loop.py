@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -25,8 +25,9 @@ from peagle.engine.llm import LLM
 from peagle.engine.request import Group, Request, State
 from peagle.errors import UserError
 from peagle.serving.logs import log, where
-from peagle.serving.pieces import DeadlinePassed, EngineFailed, Overloaded, Piece, Timing, Unavailable
+from peagle.serving.pieces import EngineFailed, Overloaded, Piece, Timing, Unavailable
 from peagle.serving.stats import Counters, EngineStats
+from peagle.serving.tickets import Answer, Ticket
 
 LONGEST_ERROR = 200
 STOP_S = 5.0  # for the step that runs; a model that is being loaded is not waited for
@@ -49,68 +50,6 @@ class EngineFacts:
     memory: dict[str, int]
 
 
-@dataclass(eq=False)
-class _Ticket:
-    """One prompt on its way through the engine."""
-
-    answer: Answer
-    first_index: int  # of its n answers
-    prompt_ids: list[int]
-    params: SamplingParams
-    stream: bool
-    timings: list[Timing]
-    group: Group | None = None
-    shown: list[int] = field(default_factory=list)  # characters of each answer that are out
-    rounds: list[int] = field(default_factory=list)  # rounds of each that are out
-    aborted: bool = False
-
-    def __post_init__(self) -> None:
-        self.shown, self.rounds = [0] * self.params.n, [0] * self.params.n
-
-
-class Answer:
-    """The pieces of a request's answers, in the order in which they come; `aclose` aborts what is left."""
-
-    def __init__(self, engine: EngineLoop, total: int) -> None:
-        self._engine, self.total = engine, total
-        self.left = total  # answers whose end was not read yet
-        self.unfinished = total  # and that the engine is still at
-        self.tickets: list[_Ticket] = []
-        self._pieces: asyncio.Queue[Piece | Exception] = asyncio.Queue()
-        self._timer = asyncio.get_running_loop().call_later(
-            engine.settings.deadline_s, self._pieces.put_nowait, DeadlinePassed()
-        )
-
-    def __aiter__(self) -> Answer:
-        return self
-
-    async def __anext__(self) -> Piece:
-        if self.left == 0:
-            raise StopAsyncIteration
-        piece = await self._pieces.get()
-        if isinstance(piece, Exception):
-            await self.aclose()
-            raise piece
-        self.left -= piece.finish_reason is not None
-        return piece
-
-    async def aclose(self) -> None:
-        if self in self._engine.open:
-            self._engine._closed(self)
-            self._engine._inbox.put(("abort", self))
-
-    def _put(self, piece: Piece | Exception) -> None:
-        """In asyncio's thread. Whoever reads slowly holds nothing of the engine's any more."""
-        self._pieces.put_nowait(piece)
-        self.unfinished -= isinstance(piece, Piece) and piece.finish_reason is not None
-        if self.unfinished == 0:
-            self._engine._closed(self)
-
-    @property
-    def timings(self) -> list[Timing]:
-        return [timing for ticket in self.tickets for timing in ticket.timings]
-
-
 class EngineLoop:
     def __init__(self, make_llm: Callable[[], LLM], settings: ServeSettings) -> None:
         self.make_llm, self.settings = make_llm, settings
@@ -121,7 +60,7 @@ class EngineLoop:
         self.open: set[Answer] = set()
         self.began = asyncio.Event()  # ready for the first time, or given up
         self._inbox: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-        self._tickets: dict[Group, _Ticket] = {}
+        self._tickets: dict[Group, Ticket] = {}
         self._llm: LLM | None = None
         self._counters = Counters()
         self._stats = EngineStats()
@@ -145,10 +84,11 @@ class EngineLoop:
         """Refuses at once what it cannot take: `Overloaded`, `Unavailable`. Answer i * n + j is prompt i's j-th."""
         total = len(prompts) * params.n
         self.check_room(total)
-        answer, now = Answer(self, total), time.perf_counter()
+        answer = Answer(total, self.settings.deadline_s, self._closed, self._abandoned)
+        now = time.perf_counter()
         for i, prompt_ids in enumerate(prompts):
             timings = [Timing(now) for _ in range(params.n)]
-            answer.tickets.append(_Ticket(answer, i * params.n, prompt_ids, params, stream, timings))
+            answer.tickets.append(Ticket(answer, i * params.n, prompt_ids, params, stream, timings))
         self.open.add(answer)
         self._inbox.put(("add", answer))
         return answer
@@ -197,7 +137,12 @@ class EngineLoop:
 
     def _closed(self, answer: Answer) -> None:
         self.open.discard(answer)
-        answer._timer.cancel()
+        answer.timer.cancel()
+
+    def _abandoned(self, answer: Answer) -> None:
+        if answer in self.open:
+            self._closed(answer)
+            self._inbox.put(("abort", answer))
 
     # The engine's thread
 
@@ -269,7 +214,7 @@ class EngineLoop:
         assert self._llm is not None
         return self._llm
 
-    def _add(self, ticket: _Ticket) -> None:
+    def _add(self, ticket: Ticket) -> None:
         if ticket.aborted:
             return
         try:
@@ -280,7 +225,7 @@ class EngineLoop:
                 log("request failed", level="error", error=_summary(error), trace=where(error))
             self._fail(ticket, error if isinstance(error, UserError) else EngineFailed(_summary(error)))
 
-    def _abort(self, ticket: _Ticket) -> None:
+    def _abort(self, ticket: Ticket) -> None:
         ticket.aborted = True
         if ticket.group is not None and self._tickets.pop(ticket.group, None) is not None:
             self._engine.abort(ticket.group)
@@ -313,7 +258,7 @@ class EngineLoop:
     def _count(self) -> None:
         self._stats = self._counters.snapshot(self._engine, self._inbox.qsize())
 
-    def _piece(self, ticket: _Ticket, request: Request, now: float) -> Piece | None:
+    def _piece(self, ticket: Ticket, request: Request, now: float) -> Piece | None:
         i, ended = request.index, request.finish_reason is not None
         timing = ticket.timings[i]
         sent = timing.tokens
@@ -404,7 +349,7 @@ class EngineLoop:
         for ticket in waiting:
             self._add(ticket)
 
-    def _keep_waiting(self, summary: str) -> list[_Ticket]:
+    def _keep_waiting(self, summary: str) -> list[Ticket]:
         """Fails the requests that were begun; the others, and no way from any of them to the old engine."""
         waiting = []
         for group, ticket in self._tickets.items():
@@ -416,7 +361,7 @@ class EngineLoop:
         self._tickets.clear()
         return waiting
 
-    def _fail(self, ticket: _Ticket, error: Exception) -> None:
+    def _fail(self, ticket: Ticket, error: Exception) -> None:
         ticket.aborted = True
         self._post(_deliver, [(ticket.answer, error)])
 
@@ -448,7 +393,7 @@ class EngineLoop:
 
 def _deliver(out: list[tuple[Answer, Piece | Exception]]) -> None:
     for answer, piece in out:
-        answer._put(piece)
+        answer.put(piece)
 
 
 def _summary(error: BaseException) -> str:

@@ -20,9 +20,9 @@ from peagle.serving.answers import Writer
 from peagle.serving.context import Context, context_of
 from peagle.serving.errors import ApiError, as_api_error
 from peagle.serving.limits import CLIENT_GONE, ClientGone, gone, read_json, unless_gone
-from peagle.serving.loop import Answer
 from peagle.serving.pieces import DeadlinePassed, Piece
 from peagle.serving.protocol import ChatRequest, CompletionRequest, Sampling, ToolUse
+from peagle.serving.tickets import Answer
 
 router = APIRouter()
 DONE = b"data: [DONE]\n\n"

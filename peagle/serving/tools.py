@@ -48,7 +48,7 @@ class Form:
         return self.id_prefix + secrets.token_hex(self.id_length)[: self.id_length]
 
 
-FORMS: Mapping[str, Form] = {
+FORMS: Mapping[ToolParser, Form] = {
     "hermes": Form("<tool_call>", "</tool_call>"),
     "llama3": Form("<|python_tag|>", key="parameters", bare=True),
     "mistral": Form("[TOOL_CALLS]", named=True, id_prefix="", id_length=9),  # its templates take no other ids
@@ -56,16 +56,19 @@ FORMS: Mapping[str, Form] = {
 BETWEEN = "[ARGS]"  # a name and its arguments
 
 
-def form_of(template: str, asked: ToolParser = "auto") -> Form | None:
-    """The form that a chat template teaches; None: one that is not known here, and calls stay text."""
-    if asked != "auto":
-        return FORMS.get(asked)
+def parser_of(template: str) -> ToolParser:
+    """What `auto` stands for: by the form that a chat template teaches; none: one that is not known here."""
     if "<function=" in template:  # within <tool_call>, but it is no JSON
-        return None
-    for form in FORMS.values():
+        return "none"
+    for name, form in FORMS.items():
         if form.opens is not None and form.opens in template:
-            return form
-    return FORMS["llama3"] if '"name": ' in template and '"parameters": ' in template else None
+            return name
+    return "llama3" if '"name": ' in template and '"parameters": ' in template else "none"
+
+
+def form_of(template: str, asked: ToolParser = "auto") -> Form | None:
+    """None: calls stay text."""
+    return FORMS.get(parser_of(template) if asked == "auto" else asked)
 
 
 def forced(form: Form | None) -> Form:

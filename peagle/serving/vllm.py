@@ -14,11 +14,12 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from peagle.config import ServeSettings
+from peagle.config import ServeSettings, ToolParser
 from peagle.errors import UserError
 from peagle.serving.logs import log
 
@@ -27,7 +28,8 @@ VLLM = "vllm serve"
 RESTARTS = 3  # in a row
 RAN_WELL_S = 60.0  # that it took requests; when it dies after that, its restarts are counted anew
 LOOK_S = 1.0  # between two looks at it
-PARSERS = {"hermes": "hermes", "llama3": "llama3_json", "mistral": "mistral"}  # ours by vLLM's names
+PARSERS = {"hermes": "hermes", "llama3": "llama3_json", "mistral": "mistral"}  # vLLM's names of ours
+PARSER_FLAGS = ("--tool-call-parser", "--enable-auto-tool-choice")
 OURS_ALONE = ("max_queue", "max_body", "deadline_s", "log_json", "log_prompts")  # settings that vLLM has no flag for
 
 
@@ -71,12 +73,21 @@ def vllm_command(words: list[str], options: VllmOptions, settings: ServeSettings
     ):
         if value is not None:
             command += [flag, str(value)]
-    if settings.tool_parser in PARSERS:
-        command += ["--enable-auto-tool-choice", "--tool-call-parser", PARSERS[settings.tool_parser]]
+    command += tool_words(settings.tool_parser)
     # some versions let every origin in unless told otherwise
     command += ["--allowed-origins", json.dumps(list(settings.cors_origins))]
     command += ["--shutdown-timeout", str(int(settings.drain_s))]
     return command
+
+
+def tool_words(parser: ToolParser) -> list[str]:
+    """None for auto: what it comes to stands in the chat template, and vLLM does not look there."""
+    return ["--enable-auto-tool-choice", "--tool-call-parser", PARSERS[parser]] if parser in PARSERS else []
+
+
+def has_tool_words(words: Sequence[str]) -> bool:
+    """A command that says for itself how calls are read: vLLM has more parsers than we have names for."""
+    return any(word.partition("=")[0].replace("_", "-") in PARSER_FLAGS for word in words)
 
 
 def vllm_environment(settings: ServeSettings, around: dict[str, str]) -> dict[str, str]:

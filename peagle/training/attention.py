@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from peagle.config import Chunked
 from peagle.kernels.ranged_attention import Ranges, merge, ranged_attention
 from peagle.training.taps import InDocuments
 
@@ -32,7 +33,7 @@ class DepthZero(InDocuments):
         q_NHd: Tensor,
         k_NGd: Tensor,
         v_NGd: Tensor,
-        window: Window,
+        window: Window | Chunked,
         sinks: Tensor | None = None,
     ) -> Tensor:
         if layer not in self.kept:  # a recomputed layer comes by twice; the graph holds on to the first

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from peagle.checkpoints.validate import speculative_config
 from peagle.config import DrafterConfig
 from peagle.errors import UserError
 
@@ -46,6 +47,7 @@ class Card:
     versions: Facts
     acceptance: tuple[Measured, ...]
     how_measured: str = "Greedy."
+    raw: bool = False  # its target continues prompts as they are
 
 
 def write_card(card: Card, folder: Path) -> None:
@@ -128,9 +130,9 @@ def _acceptance(card: Card) -> str:
 
 def _use(card: Card) -> str:
     target = shlex.quote(card.target)
-    speculative = {"method": "eagle3", "model": "DIR", "num_speculative_tokens": card.draft_tokens}
-    settings = json.dumps({**speculative, "parallel_drafting": True} if card.cfg.parallel else speculative)
-    ours = f'peagle generate "Why is the sky blue?" --target {target} --drafter DIR -k {card.draft_tokens}'
+    settings = json.dumps(speculative_config("DIR", card.draft_tokens, card.cfg.parallel))
+    asked = '"The sky is" --raw' if card.raw else '"Why is the sky blue?"'
+    ours = f"peagle generate {asked} --target {target} --drafter DIR -k {card.draft_tokens}"
     return (
         f"`DIR` is this folder. With peagle:\n\n{_code(ours)}\n\n"
         f"With vLLM:\n\n{_code(f'vllm serve {target} --speculative-config {shlex.quote(settings)}')}"

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from peagle.config import Window
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
 from peagle.models.layers import Attend
@@ -66,7 +67,7 @@ def nested_rows(length: int, depths: int, rate: float, rng: torch.Generator) -> 
 def batched(batch: int, visible_RR: Tensor | None) -> Attend:
     """Attention within each sequence of a flat batch; None means causal."""
 
-    def attend(layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, window: int | None) -> Tensor:
+    def attend(layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, window: Window) -> Tensor:
         assert window is None, "sliding windows are not trained here"
         q, k, v = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in (q_THd, k_TGd, v_TGd))
         out = F.scaled_dot_product_attention(

@@ -32,6 +32,9 @@ FRESH = ("target", "target-first", "random")  # what `--init` may be, beside a f
 # Layer 0 reads two things where the target's layer reads one: the embedding through the same weights, the target's
 # state quietly, so that what fc makes of it at first does not drown the token. Found by trying on a small target.
 STATE_SHARE = 0.1
+# How far logits of random states may spread. Gemma's last norm is large (45 for the 270m; 4.4 for SmolLM2): a drafter
+# that began with it would be certain of nonsense, and the optimizer's small steps would take long to tell it so.
+LOGIT_SPREAD = 5.0
 
 
 @dataclass(frozen=True)
@@ -61,14 +64,16 @@ def choose_mask_id(
         return _named_mask_id(given, target, tokenizer, eos_ids, data)
     if tokenizer is None:
         raise UserError("--mask-token auto: the target's folder has no tokenizer to choose from; give an id")
-    known = len(tokenizer)
+    last = max(tokenizer.get_vocab().values(), default=-1)  # not their number: some leave ids out
     template = str(tokenizer.chat_template or "")
     meant = {*eos_ids, tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.unk_token_id}
     special = [(i, str(t)) for i, t in sorted(tokenizer.added_tokens_decoder.items()) if t.special]
     spare = [i for i, text in special if i not in meant and text not in template]
     reserved = [i for i, text in special if i in spare and RESERVED.search(text)]
-    # rows of the embedding table that no token has come first: nothing can ever make them
-    for token in [*range(known, target.vocab_size), *reserved, *reversed(spare)]:
+    # rows of the embedding table that no token has come first: nothing can ever make them but the target, whose end
+    # tokens stand in a file of their own and need not be its tokenizer's
+    unnamed = [i for i in range(last + 1, target.vocab_size) if i not in meant]
+    for token in [*unnamed, *reserved, *reversed(spare)]:
         if token < target.vocab_size and not data.holds(token):
             return token
     raise UserError("--mask-token auto: every special token of the target is in use; name one that chats never hold")
@@ -110,7 +115,7 @@ def drafter_config(cfg: TrainConfig, target: DecoderConfig, mask_id: int | None)
     # the plain format has one flag for all biases of attention, so a target's q/k/v biases could not be written
     layer = replace(target.layer.plain, qkv_bias=False, out_bias=False, mlp_bias=False)
     if (experts := target.layer.experts) is not None:  # as wide as what a token goes to there
-        layer = replace(layer, intermediate_size=experts.chosen * experts.width)
+        layer = replace(layer, intermediate_size=experts.chosen * experts.width + experts.shared)
     return DrafterConfig(
         vocab_size=target.vocab_size,
         draft_vocab_size=vocab,
@@ -181,9 +186,18 @@ def _start_random(drafter: Drafter, target: Decoder, seed: int) -> None:
             nn.init.normal_(parameter, std=1.0 if name == "mask_hidden" else NOISE, generator=rng)
     if drafter.cfg.layer.hidden_size != target.cfg.layer.hidden_size:
         return  # a folder's own width, so its own tables too
-    drafter.norm.weight.copy_(target.norm.weight)  # it feeds the target's own head
+    # the target's, since it feeds the target's own head
+    spread = float((target.norm.weight * _spread(target.lm_head.weight)).norm())
+    drafter.norm.weight.copy_(target.norm.weight * (LOGIT_SPREAD / max(spread, LOGIT_SPREAD)))
     if drafter.embed_tokens is not None:
         drafter.embed_tokens.weight.copy_(target.embed_tokens.weight)
+
+
+def _spread(table_VD: Tensor) -> Tensor:
+    """How far the rows are from their mean, which would move all logits alike: the deviation of each column."""
+    exact = torch.promote_types(table_VD.dtype, torch.float32)
+    square_D = torch.linalg.vector_norm(table_VD, dim=0, dtype=exact).square() / len(table_VD)
+    return (square_D - table_VD.mean(0, dtype=exact).square()).clamp(min=0).sqrt()
 
 
 @torch.no_grad()
@@ -210,6 +224,8 @@ def start_from_target(drafter: Drafter, target: Decoder, first: bool) -> None:
         source = theirs.get(f"layers.{int(number) + (0 if first else missing)}.{part}")
         if source is not None and source.shape == tensor.shape:
             tensor.copy_(source)
+        elif source is not None and len(source) != len(tensor):  # layers of this target differ among themselves
+            raise UserError(f"--init {'target-first' if first else 'target'}: {part} has another shape; use random")
         elif source is not None:  # layer 0's q/k/v
             tensor.copy_(torch.cat([source, source * STATE_SHARE], 1))
     own["layers.0.hidden_norm.weight"].copy_(own["layers.0.input_layernorm.weight"])

@@ -19,7 +19,16 @@ from typing import Any
 
 import torch
 
-from peagle.config import LOSS_LOGITS, DecoderConfig, DrafterConfig, LayerConfig, MeasureSettings, TrainConfig
+from peagle.config import (
+    LOSS_LOGITS,
+    Chunked,
+    DecoderConfig,
+    DrafterConfig,
+    LayerConfig,
+    MeasureSettings,
+    TrainConfig,
+    Window,
+)
 from peagle.training.chunk_size import chain_row_bytes, depth_zero_row_bytes, passing_row_bytes
 
 REACHED = 0.35  # share of the matrix rate that a pass is taken to reach where nothing was measured
@@ -224,7 +233,7 @@ def layer_parameters(layer: LayerConfig, input_width: int) -> int:
     biases = layer.qkv_bias * (q + 2 * kv) + layer.out_bias * layer.hidden_size
     biases += layer.mlp_bias * (2 * layer.intermediate_size + layer.hidden_size)
     norms = (2 + 2 * layer.out_norms) * layer.hidden_size + layer.qk_norm * 2 * layer.head_dim
-    return attention + mlp_parameters(layer) + norms + biases + layer.sinks * layer.num_heads
+    return attention + mlp_parameters(layer) + norms + biases + layer.sinks * layer.num_heads + layer.scaled
 
 
 def mlp_parameters(layer: LayerConfig) -> int:
@@ -232,7 +241,7 @@ def mlp_parameters(layer: LayerConfig) -> int:
     if experts is None:
         return 3 * width * layer.intermediate_size
     biases = experts.bias * (2 * experts.width + width + 1)
-    return experts.count * (3 * width * experts.width + width + biases)
+    return experts.count * (3 * width * experts.width + width + biases) + 3 * width * experts.shared
 
 
 def for_a_token(layer: LayerConfig) -> LayerConfig:
@@ -246,7 +255,7 @@ def decoder_parameters(cfg: DecoderConfig) -> int:
 
 
 def layers_parameters(cfg: DecoderConfig) -> int:
-    return cfg.num_layers * layer_parameters(cfg.layer, cfg.layer.hidden_size)
+    return sum(layer_parameters(cfg.layer_at(i), cfg.layer.hidden_size) for i in range(cfg.num_layers))
 
 
 def table_parameters(cfg: DecoderConfig) -> int:
@@ -302,15 +311,18 @@ def chain_rows(cfg: TrainConfig, asked_share: float) -> float:
     return asked_share * sum(cfg.rate**d for d in range(1, cfg.num_depths))
 
 
-def attention_flops(layer: LayerConfig, length: float, window: int | None = None) -> float:
+def attention_flops(layer: LayerConfig, length: float, window: Window = None) -> float:
     """Of a row that sees half of its document on average, no more than the window."""
-    return 4 * layer.num_heads * layer.head_dim * min(length / 2, window or length)
+    seen = min(length, window.size) / 2 if isinstance(window, Chunked) else min(length / 2, window or length)
+    return 4 * layer.num_heads * layer.head_dim * seen
 
 
 def target_flops(target: DecoderConfig, data: Data) -> float:
     """Of its layers, a token. Its head is asked by the loss."""
-    products = 2 * target.num_layers * layer_parameters(for_a_token(target.layer), target.layer.hidden_size)
-    return products + sum(attention_flops(target.layer, data.mean_length, window) for window in target.windows)
+    layers = [target.layer_at(i) for i in range(target.num_layers)]
+    products = sum(2 * layer_parameters(for_a_token(layer), layer.hidden_size) for layer in layers)
+    seen = zip(layers, target.windows, strict=True)
+    return products + sum(attention_flops(layer, data.mean_length, window) for layer, window in seen)
 
 
 def flops_per_token(cfg: TrainConfig, target: DecoderConfig, drafter: DrafterConfig, data: Data) -> Flops:

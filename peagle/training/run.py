@@ -96,7 +96,7 @@ def read_material(recipe: Recipe) -> Material:
     folder = resolve_target(recipe.target)
     target = read_target_config(folder, cfg.tables_only)
     template = Path(cfg.chat_template) if cfg.chat_template is not None else None
-    chat = open_chat(folder, template) if has_tokenizer(folder) else None
+    chat = open_chat(folder, template, cfg.raw) if has_tokenizer(folder) else None
     everything = examples(recipe.data, chat, target.vocab_size)
     rows, held_out = everything.hold_out(min(cfg.held_out, len(everything) // 5), cfg.seed)
     counts = TokenCounts.of(everything, target.vocab_size)
@@ -327,7 +327,18 @@ def card_of(material: Material, name: str, drafter: Drafter, standing: Standing,
     how = f"Greedy, up to {cfg.measure_tokens} new tokens, prompts that were kept aside."
     target = material.recipe.target
     return Card(
-        name, target, drafter.cfg, parameters, cfg.num_depths, data, training, command, tuple(versions), table, how
+        name,
+        target,
+        drafter.cfg,
+        parameters,
+        cfg.num_depths,
+        data,
+        training,
+        command,
+        tuple(versions),
+        table,
+        how,
+        cfg.raw,
     )
 
 

@@ -28,8 +28,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from peagle.config import Window
 from peagle.data.batches import Batch, Packing
-from peagle.kernels.attention import with_sinks
+from peagle.kernels.attention import first_seen, with_sinks
 from peagle.kernels.ranged_attention import Ranges, ranged_attention
 from peagle.models.decoder import Decoder
 
@@ -86,14 +87,14 @@ class InDocuments:
     def __init__(self, start_N: Tensor) -> None:
         self.start_N = start_N
         self.index_N = torch.arange(len(start_N), device=start_N.device)
-        self._ranges: dict[int | None, Ranges] = {}
+        self._ranges: dict[Window, Ranges] = {}
 
-    def ranges(self, window: int | None) -> Ranges:
+    def ranges(self, window: Window) -> Ranges:
         """Made once for each window, so that layers share what the kernel finds out about it."""
         if window not in self._ranges:
             low_N = self.start_N
             if window is not None:
-                low_N = torch.maximum(low_N, self.index_N - window + 1)
+                low_N = low_N + first_seen(self.index_N - self.start_N, window).clamp(min=0)
             self._ranges[window] = Ranges(low_N, self.index_N + 1)
         return self._ranges[window]
 
@@ -103,7 +104,7 @@ class InDocuments:
         q_NHd: Tensor,
         k_NGd: Tensor,
         v_NGd: Tensor,
-        window: int | None,
+        window: Window,
         sinks: Tensor | None = None,
     ) -> Tensor:
         out_NHd, lse_NH = ranged_attention(q_NHd, k_NGd, v_NGd, self.ranges(window))

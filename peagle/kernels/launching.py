@@ -1,0 +1,55 @@
+"""Whether Triton kernels can be launched here, and for which tensors.
+
+Knows no kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import torch
+from torch import Tensor
+
+try:
+    import triton  # noqa: F401
+    from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: F401
+
+    HAVE_TRITON = True
+except ImportError:  # no Triton for this machine: the torch twins and cuBLAS do everything
+    HAVE_TRITON = False
+
+# Triton reads the variable when a kernel is declared, as its file is imported, so a later change means nothing.
+INTERPRETED = HAVE_TRITON and os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+
+
+@functools.cache
+def supports_pdl(device: torch.device) -> bool:
+    """Programmatic dependent launch: from Hopper on, and never in the interpreter."""
+    return not INTERPRETED and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def is_fast(*tensors: Tensor | None) -> bool:
+    """Whether the Triton kernels can take these: one half type, on a CUDA device, nothing to differentiate."""
+    given = [t for t in tensors if t is not None]
+    return _halves(given) and not _differentiates(given)
+
+
+def trains_fast(*tensors: Tensor | None) -> bool:
+    """Whether these are for the kernels of `trained`: as above, but with something to differentiate."""
+    given = [t for t in tensors if t is not None]
+    return _halves(given) and _differentiates(given)
+
+
+def _halves(given: list[Tensor]) -> bool:
+    return (
+        HAVE_TRITON
+        and not INTERPRETED
+        and given[0].is_cuda
+        and given[0].dtype in (torch.bfloat16, torch.float16)
+        and all(t.dtype == given[0].dtype and t.stride(-1) == 1 for t in given)
+    )
+
+
+def _differentiates(given: list[Tensor]) -> bool:
+    return torch.is_grad_enabled() and any(t.requires_grad for t in given)
