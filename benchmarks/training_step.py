@@ -72,7 +72,7 @@ def plan(args: argparse.Namespace) -> list[Json]:
         {"variant": "whole", "lengths": lengths, "seconds": 60},
     ]
     if args.speculators_path:
-        jobs.append({"variant": "speculators", "lengths": some(2048, 8192, 16384, 20480, 32768), "seconds": 190})
+        jobs.append({"variant": "speculators", "lengths": some(2048, 4096, 8192, 16384, 20480, 32768), "seconds": 240})
     jobs += [
         {"variant": "algorithm1", "lengths": some(8192, 20480), "seconds": 60},
         {"variant": "ours-again", "lengths": some(20480), "seconds": 60},
@@ -176,8 +176,8 @@ def our_steps(job: Json) -> Callable[[int], Json]:
 
 def worker(file: Path) -> None:
     """Lengths one after another, a line for each; the first that fails is the last."""
-    faulthandler.register(signal.SIGUSR1)
     job = json.loads(file.read_text())
+    faulthandler.dump_traceback_later(max(1, job["seconds"] - 5))  # where it stands, before time is up
     lines = file.with_name("records.jsonl")
     import torch
 
@@ -257,8 +257,10 @@ class Session:
             self.results["notes"].append(f"out of time: {job['variant']} {lengths} not measured")
             return
         folder = Path(tempfile.mkdtemp(prefix=f"{job['variant']}-", dir=self.scratch))
+        limit = min(self.deadline, time.time() + job["seconds"])
         job = job | {
             "lengths": lengths,
+            "seconds": limit - time.time(),
             "device": "cpu" if self.args.tiny else "cuda",
             "shape": "tiny" if self.args.tiny else self.args.shape,
             "chunk_rows": self.args.chunk_rows,
@@ -270,7 +272,6 @@ class Session:
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         env = os.environ | {"PYTHONPATH": path, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
         command = [sys.executable, str(Path(__file__).resolve()), "--worker", str(file)]
-        limit = min(self.deadline, time.time() + job["seconds"])
         self.say(f"measuring {job['variant']} at {lengths}, {limit - time.time():.0f} s at most")
         seen = 0
         with open(folder / "log.txt", "wb") as log:
@@ -287,8 +288,6 @@ class Session:
                 if time.time() > limit:
                     self.results["notes"].append(f"{job['variant']}: out of time after {seen} of {lengths}")
                     self.say(self.results["notes"][-1])
-                    process.send_signal(signal.SIGUSR1)  # says in its log where it stands
-                    time.sleep(0.5)
                     break
                 time.sleep(0.1)
         finally:
