@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConf
 
 from peagle import LLM, SamplingParams, hub
 from peagle.checkpoints.target import load_decoder, load_tokenizer
+from peagle.checkpoints.validate import inspect_drafter
 from peagle.config import TrainConfig
 from peagle.errors import UserError
 from peagle.gguf_gemma3 import FILES, convert_gemma3
@@ -274,6 +275,8 @@ def test_a_small_one_drafts_trains_and_serves(tmp_path: Path) -> None:
     sizes = ("--layers", "1", "--draft-vocab", "128", "--depths", "4", "--batch-tokens", "512", "--max-length", "96")
     shape = way.train(*sizes, "--steps", "60", "--held-out", "4", "--measure-tokens", "16")
     assert shape["draft_vocab_size"] == 128 and shape["mask_token_id"] == TOKENS.index("<mask>")
+    [found] = inspect_drafter(tmp_path / "drafter", "drafter", folder, "target").findings
+    assert found == "vLLM gives no hidden states of a Gemma3ForCausalLM to a drafter: serve it with peagle serve"
     card = (tmp_path / "drafter" / "README.md").read_text()
     used = next(line for line in card.splitlines() if line.startswith("    peagle generate"))
     way.peagle(*shlex.split(used.replace("DIR", str(tmp_path / "drafter")))[1:], "--max-tokens", "4")

@@ -31,6 +31,8 @@ from peagle.errors import UserError
 
 TAPS = "eagle_aux_hidden_state_layer_ids"
 KNOWN_ARCHITECTURES = (*ARCHITECTURES.values(), "Eagle3LlamaForCausalLM", "PeagleLlamaForCausalLM")
+# Targets whose hidden states no version of vLLM up to VLLM_VERSION hands to a drafter.
+UNTAPPED = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
 Version = tuple[int, int]
 
 
@@ -231,6 +233,9 @@ def _too_new(cfg: DrafterConfig, version: Version) -> list[str]:
 
 def _against_target(cfg: DrafterConfig, target: DecoderConfig, folder: Path) -> list[str]:
     found = []
+    for name in read_config_json(folder).get("architectures") or []:
+        if name in UNTAPPED:
+            found.append(f"vLLM gives no hidden states of a {name} to a drafter: serve it with peagle serve")
     if cfg.max_positions < target.max_positions:
         found.append(
             f"max_position_embeddings is {cfg.max_positions}, the target's {target.max_positions}: "
