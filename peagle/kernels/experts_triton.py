@@ -28,8 +28,8 @@ from peagle.kernels.mxfp4_triton import in_ptx, unpacked_tile
 TILES = {
     (False, False): (64, 64, 4, 4),
     (False, True): (64, 64, 4, 4),
-    (True, False): (64, 128, 4, 4),
-    (True, True): (64, 128, 4, 4),
+    (True, False): (64, 128, 4, 3),
+    (True, True): (128, 128, 8, 4),
 }
 
 
