@@ -4,6 +4,7 @@ The Triton kernels run twice: here in Triton's interpreter, in a child process b
 environment variable that is read when the kernels are imported; and compiled, under the marker `gpu`.
 """
 
+import re
 from dataclasses import dataclass
 
 import pytest
@@ -451,6 +452,39 @@ def test_what_decides_the_bits_depends_on_no_batch_but_a_large_one(heads, kv_hea
     few = {decisive(b, rows, m) for b in sizes for rows in (1, 3, 8, 40) for m in (1, 7, 128, 2048)}
     assert few | {decisive(2, 8, 128, 0), decisive(2, 8, 128, 900)} == few and len(few) == 1
     assert not few & {(32, 1, 4)} or kv_heads > 132
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_no_two_kinds_of_operand_have_one_address(rows: int) -> None:
+    """The assembler of CUDA 12.8 loses the address of a product's operand in shared memory that it has in one register
+    with another kind of operand's: an illegal access. The interpreter computes what was meant; this reads the PTX."""
+    pytest.importorskip("triton", reason="Triton is made for Linux only")
+    from triton import compile
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from peagle.kernels.paged_attention_triton import _paged_kernel, choose_launch
+
+    ints = torch.zeros(1, dtype=torch.int32)
+    pages = Pages(torch.zeros(1, 24, dtype=torch.int32), ints, ints, rows)
+    launch = choose_launch(pages, 8, 1, 512, BLOCK, torch.bfloat16, torch.device("cpu"))
+    fixed = {"G": 1, "GROUP": 8, "D": 512, "BLOCK": BLOCK, "TILE": launch.tile, "QUERIES": launch.queries, "NEW": 16}
+    fixed |= {"AHEAD": launch.ahead, "WHOLE": True, "PRECISION": "tf32", "WINDOWED": 0}
+    fixed |= dict.fromkeys(("ROTATE", "NORM", "SINKS", "PDL"), False)
+    names = _paged_kernel.arg_names
+    types = dict.fromkeys(names[: names.index("parts")], "*bf16") | dict.fromkeys(("parts", "sums"), "*fp32")
+    types |= dict.fromkeys(("tables", "starts", "lives"), "*i32") | dict.fromkeys(("scale", "eps"), "fp32")
+    signature = {name: "constexpr" if name in fixed else types.get(name, "i32") for name in names}
+    plain = ("rows", "splits", "window", "table_row", "table_width", "scale", "eps", *fixed)
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name not in plain}
+    source = ASTSource(_paged_kernel, signature, fixed, aligned)
+    options = {"num_warps": launch.warps, "num_stages": launch.stages}
+    ptx = compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    kinds: dict[str, set[int]] = {}  # by address register: the upper halves of the descriptors made with it
+    for register, constant in re.findall(r"(?:or\.b64|add\.s64)\s+%rd\d+, (%rd\d+), (-?\d{12,});", ptx):
+        kinds.setdefault(register, set()).add(int(constant) >> 32)
+    assert "wgmma.mma_async" in ptx and len(kinds) >= 3
+    assert all(len(found) == 1 for found in kinds.values()), kinds
 
 
 @pytest.mark.gpu

@@ -343,7 +343,8 @@ def _paged_kernel(
         known = (pos < end)[:, None]
         at = (block.to(tl.int64) * block_step + (pos % BLOCK) * slot_step + g * head_step)[:, None] + cols[None, :]
         keys = tl.load(cache_k + at, mask=known, other=0.0)
-        values = tl.load(cache_v + at, mask=known, other=0.0)
+        if D <= 256:
+            values = tl.load(cache_v + at, mask=known, other=0.0)
         share, last = tile % splits, tile + splits >= tiles
         tile, place = _tile_after(tile, place, low, tiles, splits, programs, WHOLE)
         after = tile * TILE + slots
@@ -360,6 +361,11 @@ def _paged_kernel(
         if WINDOWED:
             seen = seen & (pos[:, None] >= _first_seen(own, window, WINDOWED)[None, :])
         scores = tl.where(seen, scores, float("-inf"))
+        if D > 256:
+            # Where nothing is loaded ahead, values take the place that keys had in shared memory. Were both there at
+            # once, the weights would take it, and the assembler of CUDA 12.8 loses the address of weights that lie
+            # where the other product's keys lay.
+            values = tl.load(cache_v + at, mask=known, other=0.0)
         best, total, acc = _step_by_keys(scores, values, best, total, acc, PRECISION)
         if not WHOLE:
             if last:
@@ -664,7 +670,7 @@ def choose_launch(
     tile = 32 if exact else 64 if head_dim < 128 or (wide and few) else 128 if few else 32
     splits = max(1, min(processors // kv_heads, _MAX_SPLITS)) if few else 1
     programs = max(1, min(processors // (batch * kv_heads), splits, _most_tiles(pages, block_size, tile)))
-    if head_dim > 256:  # a tile's keys and values are 128 KiB: there is room for one at a time, and for fewer queries
+    if head_dim > 256:  # a tile's keys and values are 128 KiB: no room to load another's ahead, nor for as many queries
         return Launch(tile, min(queries, 32), splits, warps=8, stages=1, ahead=0, programs=programs)
     if exact:
         return Launch(tile, min(queries, 32), splits, warps=4, stages=2, ahead=0, programs=programs)
