@@ -142,7 +142,7 @@ def test_what_a_server_refuses_is_a_rows_fault_or_everyones(
     for status, said in (("401", "OPENAI_API_KEY"), ("404", "no such address or model")):
         kind.faults[:] = [status]
         with pytest.raises(UserError, match=said):
-            ask_server(url, target, tmp_path / f"{status}.jsonl")
+            ask_server(url, target, tmp_path / f"{status}.jsonl", concurrency=1)  # none may take the next fault
     kind.faults[:] = ["", *["500"] * 3]  # one row is given up, the others are not
     summary = ask_server(url, target, tmp_path / "b.jsonl", retries=2, concurrency=1)
     assert summary.failed == 1 and not summary.complete
