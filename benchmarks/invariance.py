@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
-from round import build, timed
+from round import build, fill, timed
 
 from peagle.engine.graphs import RoundGraphs
 from peagle.engine.runner import Cache, PagedAttend, Runner
@@ -94,8 +94,7 @@ class Setting:
         own = cfg.layer
         blocks = 1 + len(STARTS) * per
         self.cache = Cache.make(cfg.num_layers, blocks, own.num_kv_heads, own.head_dim, target.embed_tokens.weight)
-        self.cache.keys.normal_()
-        self.cache.values.normal_()
+        fill(self.cache)
         order = torch.randperm(len(STARTS) * per, device=device)
         self.tables = 1 + order.view(len(STARTS), per).int()
         self.starts = torch.tensor(STARTS, dtype=torch.int32, device=device)
@@ -188,8 +187,7 @@ def time_rounds(shape: str, device: torch.device, context: int = 512, drafts: in
     longest, most, sizes = context + 64, 8, [1, 8]
     per = -(-longest // 16)
     runner = Runner(target, drafter, 1 + most * per, most, longest, drafts, [0.0] * drafts)
-    runner.cache.keys.normal_()
-    runner.cache.values.normal_()
+    fill(runner.cache)
     order = torch.randperm(most * per, device=device)
     runner.state.block_tables_SM[:most] = 1 + order.view(most, per).int()
     graphs = RoundGraphs(runner, sizes, [drafts])
@@ -212,7 +210,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=30)
     parser.add_argument("--budget", type=float, default=60, help="seconds after which no further part begins")
-    parser.add_argument("--shapes", nargs="*", default=["smollm2", "8b"], help="whose rounds are timed")
+    parser.add_argument("--shapes", nargs="*", default=["smollm2", "8b"], help="as of round.py: whose rounds are timed")
     args = parser.parse_args()
     began = time.monotonic()
     device = torch.device("cuda")

@@ -2,9 +2,10 @@
 
     python benchmarks/round.py --shape 8b --batch 1 --drafts 7 --context 512
 
-Weights are random. The limit is every weight of target and drafter read once, and the keys and values of the
-context, at the rate of a large copy measured in the same run. `--profile` records the rounds once more without
-dependent launches, since kernels that overlap have no times of their own. Prints a table, then one JSON line.
+A shape is a known one or a folder with a target's config.json. Weights are random. The limit is every weight of target
+and drafter read once, experts that no row goes to included, and the keys and values that a row behind the context sees,
+at the rate of a large copy measured in the same run. `--profile` records the rounds once more without dependent
+launches, since kernels that overlap have no times of their own. Prints a table, then one JSON line.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ from pathlib import Path
 
 import torch
 
+from peagle.checkpoints.target import read_target_config
 from peagle.config import DecoderConfig, DrafterConfig, LayerConfig, RopeConfig
 from peagle.engine.graphs import RoundBuffers, RoundGraphs
 from peagle.engine.loading import random_weights
-from peagle.engine.runner import Runner
+from peagle.engine.runner import Cache, Runner
+from peagle.errors import UserError
 from peagle.kernels import launching
+from peagle.kernels.attention import first_seen
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
 
@@ -38,24 +42,42 @@ KINDS = {
 }
 
 
+def shape_config(shape: str) -> DecoderConfig:
+    if shape in SHAPES:
+        layer, depth, vocab, tied = SHAPES[shape]
+        return DecoderConfig("llama", vocab, depth, layer, RopeConfig(), 32768, tied, (None,) * depth)
+    try:
+        cfg = read_target_config(Path(shape))
+    except UserError as error:
+        sys.exit(f"shape {shape}: {error}; known: {', '.join(SHAPES)}")
+    if cfg.foreign:
+        sys.exit(f"shape {shape}: runs through transformers, whose rounds are not recorded")
+    return cfg
+
+
 def build(shape: str, layers: int, parallel: bool, device: torch.device) -> tuple[Decoder, Drafter | None]:
-    layer, depth, vocab, tied = SHAPES[shape]
-    cfg = DecoderConfig("llama", vocab, depth, layer, RopeConfig(), 32768, tied, (None,) * depth)
+    cfg = shape_config(shape)
     target = random_weights(Decoder, cfg, torch.bfloat16, device)
     if not layers:
         return target, None
     draft = DrafterConfig(
-        vocab_size=vocab,
-        draft_vocab_size=vocab,
+        vocab_size=cfg.vocab_size,
+        draft_vocab_size=cfg.vocab_size,
         num_layers=layers,
-        layer=layer,
+        layer=cfg.layer.plain,
         rope=RopeConfig(),
         max_positions=32768,
-        target_hidden_size=layer.hidden_size,
+        target_hidden_size=cfg.layer.hidden_size,
         taps=cfg.default_taps,
         mask_token_id=0 if parallel else None,
     )
     return target, random_weights(Drafter, draft, torch.bfloat16, device).share(target)
+
+
+def fill(cache: Cache) -> None:
+    """With noise, whether its layers lie in one piece or not."""
+    for layer in (*cache.keys, *cache.values):
+        layer.normal_()
 
 
 def copy_rate() -> float:
@@ -75,13 +97,16 @@ def copy_rate() -> float:
 def bytes_read(target: Decoder, drafter: Drafter | None, batch: int, context: int, drafts: int) -> int:
     cfg = target.cfg
     weights = sum(p.nbytes for name, p in target.named_parameters() if cfg.tied_head or "embed" not in name)
-    per_token = 4 * cfg.num_layers * cfg.layer.num_kv_heads * cfg.layer.head_dim
+    cached = 0
+    for layer, window in zip(map(cfg.layer_at, range(cfg.num_layers)), cfg.windows, strict=True):
+        seen = context - max(first_seen(context, window), 0)
+        cached += 4 * layer.num_kv_heads * layer.head_dim * seen
     if drafter is not None:
         own = drafter.cfg
         weights += sum(p.nbytes for p in drafter.parameters())
         weights += drafter.head_table.nbytes if drafts else 0
-        per_token += 4 * own.num_layers * own.layer.num_kv_heads * own.layer.head_dim
-    return weights + batch * context * per_token
+        cached += 4 * own.num_layers * own.layer.num_kv_heads * own.layer.head_dim * context
+    return weights + batch * cached
 
 
 @contextmanager
@@ -134,7 +159,7 @@ def timed(recorded: RoundBuffers) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="8b")
+    parser.add_argument("--shape", default="8b", help=f"{', '.join(SHAPES)}, or a folder with a config.json")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--drafts", type=int, nargs="+", default=[7])
     parser.add_argument("--context", type=int, nargs="+", default=[512])
@@ -152,8 +177,7 @@ def main() -> None:
     rows = []
     with torch.inference_mode():
         runner = Runner(target, drafter, blocks, most, longest, max(args.drafts), [0.0] * max(max(args.drafts), 1))
-        runner.cache.keys.normal_()
-        runner.cache.values.normal_()
+        fill(runner.cache)
         state = runner.state
         per = -(-longest // 16)
         state.block_tables_SM[:most] = 1 + torch.randperm(most * per, device=device).view(most, per).int()

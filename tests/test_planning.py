@@ -175,27 +175,6 @@ def test_a_drafter_weighs_what_its_modules_do(tmp_path: Path) -> None:
     assert usual.stored_bytes == 2 * weighs
 
 
-def test_experts_weigh_what_transformers_makes_of_them(tmp_path: Path) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    shared = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 99}
-    moe = {"num_hidden_layers": 4, "num_experts_per_tok": 2, "intermediate_size": 96, "tie_word_embeddings": False}
-    kinds: dict[str, dict[str, Any]] = {
-        "qwen3_moe": {"num_experts": 6, "moe_intermediate_size": 32, "mlp_only_layers": [1], "decoder_sparse_step": 1},
-        "mixtral": {"num_local_experts": 4},
-        "gpt_oss": {"num_local_experts": 4},
-    }
-    for kind, own in kinds.items():
-        config = AutoConfig.for_model(kind, **shared, **moe, **own)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, torch_dtype=torch.bfloat16)
-        config.save_pretrained(tmp_path / kind)
-        shape = target_shape(str(tmp_path / kind))
-        left_out = r"(router|\.gate)\.weight|_bias$"  # a row an expert at most, which plans do not count
-        counted = sum(p.numel() for n, p in model.named_parameters() if p.dim() > 1 and not re.search(left_out, n))
-        assert shape.stored_bytes == 2 * counted, kind
-
-
 def test_known_models_weigh_what_their_checkpoints_do() -> None:
     """Sizes of the safetensors on the hub, in GB."""
     sizes = {"llama-3.1-8b": 16.06, "llama-3.1-70b": 141.1, "qwen3-8b": 16.38, "qwen3-32b": 65.5}
@@ -231,9 +210,10 @@ def test_a_round_is_never_shorter_than_its_bounds_and_grows_with_everything(
     drafter = drafter_shape("p-eagle", shape) if k else None
     took = round_seconds(machine, shape, drafter, k, requests, context)
     gpu, rows = machine.gpu, requests * (k + 1)
-    once = shape.attention_weights * shape.layers * shape.weight_bytes + shape.head_weights * shape.head_bytes
+    attention = sum(map(shape.attention_weights, range(shape.layers)))
+    once = attention * shape.weight_bytes + shape.head_weights * shape.head_bytes
     assert took > once / gpu.bandwidth
-    assert took > 2 * rows * (shape.attention_weights * shape.layers + shape.head_weights) / gpu.matrix_rate
+    assert took > 2 * rows * (attention + shape.head_weights) / gpu.matrix_rate
     assert took > requests * shape.cached_bytes(context) / gpu.bandwidth
     assert round_seconds(machine, shape, drafter, k, requests + 1, context) >= took
     assert round_seconds(machine, shape, drafter, k, requests, context * 2) >= took

@@ -101,7 +101,7 @@ def _row(
     """Requests come and go: for each that ends a prompt is read, and all the others wait for it."""
     shape = contender.shape if contender is not None else None
     prompt, output = settings.prompt_tokens, settings.output_tokens
-    one = round_seconds(machine, target, shape, k, concurrency, prompt + output / 2)
+    one = round_seconds(machine, target, shape, k, concurrency, prompt + output / 2, output)
     reading = prompt_seconds(machine, target, shape, prompt, concurrency)
     rounds = (output - 1 if prompt else output) / (contender.curve.length(k) if contender is not None else 1.0)
     speed = concurrency * output / (rounds * one + concurrency * reading)
@@ -137,11 +137,11 @@ def _fitting(
     def left(parts: int) -> float:
         """Bytes for keys and values, over all GPUs that hold a copy."""
         room = parts * (machine.gpu.memory * settings.memory_fraction - settings.reserved)
-        return room - needed_bytes(target, largest, 0, tokens)[0]
+        return room - needed_bytes(target, largest, tokens)[0]
 
     def each(parts: int) -> float:
-        """Bytes a request caches, over all of them: heads that are fewer than the GPUs lie on several."""
-        return needed_bytes(target, largest, 1, tokens)[1] * max(1, parts / target.kv_heads)
+        """Bytes a request caches, over all of them."""
+        return needed_bytes(target, largest, tokens, parts)[1]
 
     def enough(requests: int) -> str:
         """What would hold so many."""
@@ -150,7 +150,7 @@ def _fitting(
         return f"--tensor-parallel {found} fits" if found is not None else f"not even {settings.most_gpus} GPUs fit"
 
     parts = machine.tensor_parallel
-    weights = needed_bytes(target, largest, 0, tokens)[0]
+    weights = needed_bytes(target, largest, tokens)[0]
     room, one = left(parts), each(parts)
     if room < one:
         usable = parts * (machine.gpu.memory * settings.memory_fraction - settings.reserved)

@@ -1,30 +1,33 @@
 """Shapes of targets and drafters, as far as a plan needs them: how many bytes a pass reads, how much it computes.
 
-Reads a config.json of any decoder of the usual fields, experts and quantized weights included, without its weights;
-knows some models by name. Knows nothing about GPUs or time. What it cannot read it names.
+Reads a config.json of any decoder of the usual fields, experts and quantized weights included, without its weights; of
+some families as the engine reads it. Knows some models by name, and nothing about GPUs or time. What it cannot read it
+names.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from peagle.checkpoints.fields import MAX_LAYERS, Fields
 from peagle.checkpoints.speculators import is_speculators, to_plain
-from peagle.config import LAYERS, MASK_ID_NAMES, Method
+from peagle.config import LAYERS, MASK_ID_NAMES, Chunked, ExpertsConfig, Method, Window
 from peagle.errors import UserError
 
 DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8_e4m3fn": 1.0}
 MXFP4_BYTES = 4.25 / 8  # 4 bits, and a scale of 8 bits for every 32 of them
 TAPS = 3  # layers of the target that a drafter reads, unless its config says otherwise
+# Architectures whose configs say less than the usual fields, or have layers that differ by more than those say.
+PECULIAR = ("Gemma3For", "Gemma4For", "Llama4For")
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder. `windows[i]` is layer i's sliding window, None where it sees everything."""
+    """A decoder. `windows[i]` is layer i's window, None where it sees everything."""
 
     name: str
     hidden: int
@@ -32,7 +35,7 @@ class Shape:
     kv_heads: int
     head_dim: int
     vocab: int
-    windows: tuple[int | None, ...]
+    windows: tuple[Window, ...]
     moe: tuple[bool, ...]  # which layers have experts
     intermediate: int  # of a layer without them
     experts: int = 0
@@ -44,22 +47,29 @@ class Shape:
     expert_bytes: float = 2.0
     head_bytes: float = 2.0  # and of embeddings
     kv_bytes: float = 2.0  # of a key's or value's element
+    kv_shapes: tuple[tuple[int, int], ...] = ()  # of each layer: kv_heads and head_dim, where they differ
 
     @property
     def layers(self) -> int:
         return len(self.windows)
 
-    @property
-    def attention_weights(self) -> int:
-        return 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+    def kv_at(self, layer: int) -> tuple[int, int]:
+        """Heads of its keys, and how wide every head is."""
+        return self.kv_shapes[layer] if self.kv_shapes else (self.kv_heads, self.head_dim)
+
+    def attention_weights(self, layer: int) -> int:
+        kv_heads, head_dim = self.kv_at(layer)
+        return 2 * self.hidden * head_dim * (self.heads + kv_heads)
 
     @property
     def head_weights(self) -> int:
         return self.hidden * self.vocab
 
     def mlp_weights(self, layer: int) -> int:
-        """Of what every token goes to."""
-        return 3 * self.hidden * (self.shared_intermediate if self.moe[layer] else self.intermediate)
+        """Of what every token goes to, a router included."""
+        if not self.moe[layer]:
+            return 3 * self.hidden * self.intermediate
+        return self.hidden * (3 * self.shared_intermediate + self.experts)
 
     @property
     def expert_weights(self) -> int:
@@ -75,14 +85,19 @@ class Shape:
         """All weights in memory."""
         total = self.head_weights * self.head_bytes * (1 if self.tied_head else 2)
         for layer in range(self.layers):
-            total += (self.attention_weights + self.mlp_weights(layer)) * self.weight_bytes
+            total += (self.attention_weights(layer) + self.mlp_weights(layer)) * self.weight_bytes
             total += self.experts * self.expert_weights * self.expert_bytes if self.moe[layer] else 0.0
         return total
 
-    def cached_bytes(self, tokens: int) -> float:
-        """Keys and values of a request of so many tokens."""
-        each = 2 * self.kv_heads * self.head_dim * self.kv_bytes
-        return sum(each * min(tokens, window or tokens) for window in self.windows)
+    def cached_bytes(self, tokens: int, parts: int = 1) -> float:
+        """Keys and values of a request of so many tokens, over all of so many GPUs: heads that are fewer than those lie
+        on several."""
+        total = 0.0
+        for layer, window in enumerate(self.windows):
+            kept = min(tokens, window.size if isinstance(window, Chunked) else window or tokens)
+            kv_heads, head_dim = self.kv_at(layer)
+            total += kept * 2 * max(kv_heads, parts) * head_dim * self.kv_bytes
+        return total
 
 
 @dataclass(frozen=True)
@@ -159,15 +174,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 8,
         "moe_intermediate_size": 768,
     },
-    # its full layers have wider heads and fewer of them for keys; counted like the others, it is 2% too small
     "gemma-4-31b": {
         **_sizes(60, 5376, 21504, 32),
+        "architectures": ["Gemma4ForCausalLM"],
         "head_dim": 256,
         "num_key_value_heads": 16,
         "vocab_size": 262144,
         "tie_word_embeddings": True,
         "sliding_window": 1024,
         "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 10,
+        "global_head_dim": 512,
+        "num_global_key_value_heads": 4,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
     },
     "gpt-oss-20b": {**_GPT_OSS, "num_hidden_layers": 24, "num_local_experts": 32, "layer_types": _alternating(24)},
     "gpt-oss-120b": {**_GPT_OSS, "num_hidden_layers": 36, "num_local_experts": 128, "layer_types": _alternating(36)},
@@ -252,6 +271,51 @@ def read_shape(
     """Of a config's object, `source` being what messages call it."""
     outer = Fields(values, source)
     fields = outer.section("text_config") if "text_config" in values else outer
+    bytes_each = _dtype_bytes(outer, fields)
+    linear, expert = (weight_bits / 8,) * 2 if weight_bits is not None else _quantized(outer, bytes_each)
+    named = values.get("architectures")
+    peculiar = isinstance(named, list) and any(str(one).startswith(PECULIAR) for one in named[:1])
+    shape = _as_run(values, source, name) if peculiar else _as_written(outer, fields, name)
+    return replace(
+        shape,
+        weight_bytes=linear,
+        expert_bytes=expert,
+        head_bytes=min(bytes_each, 2.0),
+        kv_bytes=kv_bits / 8 if kv_bits is not None else min(bytes_each, 2.0),
+    )
+
+
+def _as_run(values: dict[str, Any], source: Path, name: str) -> Shape:
+    """What the embedded engine would make of it, were its weights not quantized."""
+    from peagle.checkpoints.families import decoder_config, why_foreign  # loads torch and transformers, which is slow
+
+    values = {field: value for field, value in values.items() if field != "quantization_config"}
+    cfg = decoder_config(values, source)
+    if cfg.foreign:
+        raise UserError(f"{source}: {why_foreign(values, source)} cannot be planned yet")
+    layers = [cfg.layer_at(i) for i in range(cfg.num_layers)]
+    experts = next((layer.experts for layer in layers if layer.experts is not None), ExpertsConfig(0, 0, 0))
+    return Shape(
+        name=name,
+        hidden=cfg.layer.hidden_size,
+        heads=cfg.layer.num_heads,
+        kv_heads=cfg.layer.num_kv_heads,
+        head_dim=cfg.layer.head_dim,
+        vocab=cfg.vocab_size,
+        windows=cfg.windows,
+        moe=tuple(layer.experts is not None for layer in layers),
+        intermediate=next((layer.intermediate_size for layer in layers if layer.experts is None), 0),
+        experts=experts.count,
+        active=experts.chosen,
+        expert_intermediate=experts.width,
+        shared_intermediate=experts.shared,
+        tied_head=cfg.tied_head,
+        kv_shapes=tuple((layer.num_kv_heads, layer.head_dim) for layer in cfg.layers),
+    )
+
+
+def _as_written(outer: Fields, fields: Fields, name: str) -> Shape:
+    """By the fields that most decoders share; `outer` has what may stand around the text model's own."""
     if fields.values.get("kv_lora_rank"):
         raise outer.wrong("latent attention (kv_lora_rank) cannot be planned yet; known: grouped heads")
     layers, hidden = fields.size("num_hidden_layers", most=MAX_LAYERS), fields.size("hidden_size")
@@ -267,8 +331,6 @@ def read_shape(
         wide = _first_size(fields, "moe_intermediate_size", "intermediate_size")
         shared = fields.optional_size("shared_expert_intermediate_size") or 0
         shared = shared or (fields.optional_size("n_shared_experts") or 0) * wide
-    bytes_each = _dtype_bytes(outer, fields)
-    linear, expert = (weight_bits / 8,) * 2 if weight_bits is not None else _quantized(outer, bytes_each)
     return Shape(
         name=name,
         hidden=hidden,
@@ -284,10 +346,6 @@ def read_shape(
         expert_intermediate=wide,
         shared_intermediate=shared,
         tied_head=outer.get("tie_word_embeddings", bool, fields.get("tie_word_embeddings", bool, False)),
-        weight_bytes=linear,
-        expert_bytes=expert,
-        head_bytes=min(bytes_each, 2.0),
-        kv_bytes=kv_bits / 8 if kv_bits is not None else min(bytes_each, 2.0),
     )
 
 
@@ -310,9 +368,8 @@ def _moe_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
 def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
     window = fields.optional_size("sliding_window")
     kinds = fields.values.get("layer_types")
-    if kinds is None or window is None:
-        everywhere = window is not None and fields.values.get("model_type") == "mistral"
-        return (window if everywhere else None,) * layers
+    if kinds is None:
+        return (window if fields.values.get("model_type") in ("mistral", "phi3") else None,) * layers
     if not isinstance(kinds, list) or len(kinds) != layers:
         raise fields.wrong(f"layer_types must name {layers} layers")
     unknown = [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]

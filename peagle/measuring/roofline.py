@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from peagle.config import Chunked, Window
 from peagle.measuring.gpus import Gpu
 from peagle.measuring.plan_shapes import DrafterShape, Shape
 
@@ -52,10 +53,10 @@ class Machine:
     def compute(self, operations: float) -> float:
         return operations / self.tensor_parallel / (self.gpu.matrix_rate * self.engine.matrix_share)
 
-    def attention(self, shape: Shape, cached: float, operations: float) -> float:
+    def attention(self, kv_heads: int, cached: float, operations: float) -> float:
         """Of a layer whose rows read so many bytes of keys and values. Heads that are fewer than the GPUs lie on
         several of them."""
-        parts = min(self.tensor_parallel, shape.kv_heads)
+        parts = min(self.tensor_parallel, kv_heads)
         return joined(cached / parts / (self.gpu.bandwidth * self.engine.cache_share), self.compute(operations))
 
     def all_reduce(self, elements: float) -> float:
@@ -77,34 +78,52 @@ def joined(*seconds: float) -> float:
 
 @dataclass(frozen=True)
 class Batch:
-    """Requests that go through a pass together, each with so many new rows behind so many tokens."""
+    """Requests that go through a pass together, each with so many new rows behind so many tokens: `context` on average,
+    evenly spread over `span` of them, half of it on either side."""
 
     requests: int
     rows: int  # of each request
     context: float
+    span: float = 1.0
 
     @property
     def all_rows(self) -> int:
         return self.requests * self.rows
 
+    def seen(self, window: Window) -> float:
+        """Keys that a row reads, on average."""
+        first, last = self.context - self.span / 2, self.context + self.span / 2
+        return (seen_before(last, window) - seen_before(first, window)) / self.span
+
+
+def seen_before(position: float, window: Window) -> float:
+    """Keys that all rows before a position read together: each as many as there are before itself, no more than a
+    sliding window holds, none from before its chunk."""
+    if isinstance(window, Chunked):
+        chunks, rest = divmod(position, window.size)
+        return (chunks * window.size**2 + rest**2) / 2
+    growing = min(position, window or position)
+    return growing**2 / 2 + (position - growing) * growing
+
 
 def layers_seconds(machine: Machine, shape: Shape, batch: Batch) -> float:
     """A pass through all layers."""
     rows, seconds = batch.all_rows, 0.0
-    kinds: dict[tuple[int | None, bool], tuple[int, int]] = {}  # window, experts -> one such layer, how many
-    for i, kind in enumerate(zip(shape.windows, shape.moe, strict=True)):
+    kinds: dict[tuple[Window, bool, tuple[int, int]], tuple[int, int]] = {}  # a kind -> one such layer, how many
+    for i, (window, moe) in enumerate(zip(shape.windows, shape.moe, strict=True)):
+        kind = window, moe, shape.kv_at(i)
         first, count = kinds.get(kind, (i, 0))
         kinds[kind] = first, count + 1
-    for (window, moe), (layer, count) in kinds.items():
-        every = shape.attention_weights + shape.mlp_weights(layer)
+    for (window, moe, (kv_heads, head_dim)), (layer, count) in kinds.items():
+        every = shape.attention_weights(layer) + shape.mlp_weights(layer)
         read, computed = every * shape.weight_bytes, 2.0 * every * rows
         if moe:
             read += shape.experts_touched(rows) * shape.expert_weights * shape.expert_bytes
             computed += 2.0 * shape.active * shape.expert_weights * rows
-        seen = min(batch.context, window or batch.context)
-        cached = batch.requests * seen * 2 * shape.kv_heads * shape.head_dim * shape.kv_bytes
+        seen = batch.seen(window)
+        cached = batch.requests * seen * 2 * kv_heads * head_dim * shape.kv_bytes
         one = machine.bound(read, computed, machine.engine.expert_layer_s if moe else machine.engine.layer_s)
-        one += machine.attention(shape, cached, 4.0 * shape.heads * shape.head_dim * seen * rows)
+        one += machine.attention(kv_heads, cached, 4.0 * shape.heads * head_dim * seen * rows)
         one += 2 * machine.all_reduce(rows * shape.hidden)
         seconds += count * one
     return seconds
@@ -116,16 +135,23 @@ def head_seconds(machine: Machine, shape: Shape, rows: int) -> float:
 
 
 def round_seconds(
-    machine: Machine, target: Shape, drafter: DrafterShape | None, k: int, requests: int, context: float
+    machine: Machine,
+    target: Shape,
+    drafter: DrafterShape | None,
+    k: int,
+    requests: int,
+    context: float,
+    span: float = 1.0,
 ) -> float:
-    """One round of so many requests: the target reads K + 1 rows of each, then the drafter makes K drafts.
+    """One round of so many requests, at contexts as `Batch` has them: the target reads K + 1 rows of each, then the
+    drafter makes K drafts.
 
     P-EAGLE's pass has the K + 1 verified rows and K - 1 masks; EAGLE-3's first pass the verified rows, the other K - 1
     one row each.
     """
     assert k == 0 or drafter is not None
     engine = machine.engine
-    batch = Batch(requests, k + 1, context)
+    batch = Batch(requests, k + 1, context, span)
     seconds = layers_seconds(machine, target, batch) + head_seconds(machine, target, batch.all_rows)
     if k and drafter is not None:
         body, combined = drafter.body, drafter.combine_weights
@@ -133,7 +159,7 @@ def round_seconds(
         parallel = drafter.method == "p-eagle"
         passes = [(2 * k, k)] if parallel else [(k + 1, 1)] + [(1, 1)] * (k - 1)
         for rows, said in passes:
-            seconds += engine.pass_s + layers_seconds(machine, body, Batch(requests, rows, context))
+            seconds += engine.pass_s + layers_seconds(machine, body, Batch(requests, rows, context, span))
             seconds += head_seconds(machine, body, requests * said)
     return max(seconds, engine.draft_host_s if k else 0.0)
 
@@ -146,7 +172,7 @@ def prompt_seconds(
     if tokens == 0:
         return 0.0
     together = max(1, min(requests, PROMPT_CHUNK // tokens))
-    batch = Batch(together, tokens, tokens / 2)
+    batch = Batch(together, tokens, tokens / 2, tokens)
     seconds = layers_seconds(machine, target, batch) + head_seconds(machine, target, together)
     if drafter is not None:
         combined = drafter.combine_weights
@@ -155,9 +181,9 @@ def prompt_seconds(
     return seconds / together
 
 
-def needed_bytes(target: Shape, drafter: DrafterShape | None, requests: int, tokens: int) -> tuple[float, float]:
-    """Of memory: weights, and keys and values of so many requests of so many tokens."""
-    weights, cached = target.stored_bytes, target.cached_bytes(tokens)
+def needed_bytes(target: Shape, drafter: DrafterShape | None, tokens: int, parts: int = 1) -> tuple[float, float]:
+    """Of memory, over all of so many GPUs: weights, and keys and values of a request of so many tokens."""
+    weights, cached = target.stored_bytes, target.cached_bytes(tokens, parts)
     if drafter is not None:
-        weights, cached = weights + drafter.stored_bytes, cached + drafter.body.cached_bytes(tokens)
-    return weights, requests * cached
+        weights, cached = weights + drafter.stored_bytes, cached + drafter.body.cached_bytes(tokens, parts)
+    return weights, cached

@@ -8,7 +8,7 @@ nothing about modules or data files.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from peagle.checkpoints.families import decoder_config
@@ -104,7 +104,9 @@ def as_decoder(shape: Shape) -> DecoderConfig:
         experts=experts,
     )
     rope, longest = RopeConfig(), 1 << 17
-    return DecoderConfig("", shape.vocab, shape.layers, layer, rope, longest, shape.tied_head, shape.windows)
+    layers = tuple(replace(layer, num_kv_heads=kv_heads, head_dim=wide) for kv_heads, wide in shape.kv_shapes)
+    tied, windows = shape.tied_head, shape.windows
+    return DecoderConfig("", shape.vocab, shape.layers, layer, rope, longest, tied, windows, layers=layers)
 
 
 def on_paper(recipe: Recipe, cluster: Cluster, data: plan.Data, known_rate: float | None = None) -> plan.Plan:
