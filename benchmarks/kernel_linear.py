@@ -269,12 +269,12 @@ def quick_variants() -> dict[str, Linear]:
 
 
 def fits(shape: Shape, rows: int, config: Config) -> bool:
-    width = config.block_n * (2 if shape.glu else 1)
+    width = config.block_n * (2 if shape.glu else 1) + (config.block_m or shapes.block_rows(rows))
     # Tiles of 64 and more use the asynchronous product, which holds on to one buffer more.
     buffers = config.stages if config.block_n >= 64 else config.stages - 1
-    steps = shape.K / config.block_k / config.split_k
-    bytes_held = buffers * (width + shapes.block_rows(rows)) * config.block_k * 2
-    return bytes_held <= shapes.SHARED_BYTES and steps == int(steps) and config.stages <= steps + 1
+    turns = shape.K / config.block_k / config.split_k / config.chains
+    bytes_held = buffers * width * config.block_k * config.chains * 2
+    return bytes_held <= shapes.SHARED_BYTES and turns == int(turns) and config.stages <= turns + 1
 
 
 def default(shape: Shape, rows: int) -> Config:
@@ -283,10 +283,9 @@ def default(shape: Shape, rows: int) -> Config:
 
 def geometries(shape: Shape, rows: int, base: Config) -> list[Config]:
     """What a descent tries instead of `base`: other tiles, stages, warps and splits."""
-    if shape.N * shape.K < 1 << 22:
-        sizes = [(16, 64, 10, 1, 1), (16, 64, 10, 4, 1), (16, 64, 5, 2, 1), (32, 64, 10, 4, 1), (32, 64, 10, 2, 1)]
-        sizes += [(16, 128, 13, 2, 1), (16, 128, 7, 2, 2), (32, 128, 7, 4, 2), (16, 256, 7, 4, 1), (16, 512, 4, 4, 1)]
-    elif shape.N > 40000:
+    if shapes.is_small(shape.N, shape.K):
+        return small_geometries(shape, rows, base)
+    if shape.N > 40000:
         sizes = [(64, 128, 3, 4, 1), (64, 128, 5, 4, 1), (128, 128, 3, 8, 1), (128, 64, 4, 8, 1), (64, 64, 7, 4, 1)]
         sizes += [(64, 64, 5, 4, 1), (64, 256, 3, 4, 1), (64, 256, 4, 4, 1)]
     elif shape.glu:
@@ -302,6 +301,29 @@ def geometries(shape: Shape, rows: int, base: Config) -> list[Config]:
         replace(base, block_n=n, block_k=k, stages=stages, warps=warps, split_k=split, tma=base.tma and n >= 32)
         for n, k, stages, warps, split in sizes
     ]
+    return [c for c in dict.fromkeys(found) if c != base and fits(shape, rows, c)]
+
+
+def small_geometries(shape: Shape, rows: int, base: Config) -> list[Config]:
+    """Chains decide the rounding, so more rows than FEW keep those they are given."""
+    few = rows <= shapes.FEW
+    if few:
+        tiles = [(m, n, warps) for m in (8, 16) for n in (16, 32) for warps in (1, 2, 4) if m >= rows]
+    elif rows <= shapes.SKINNY:
+        every = ((m, n, warps) for m in (16, 32, 64) for n in (16, 32) for warps in (1, 2, 4))
+        tiles = [(m, n, warps) for m, n, warps in every if m + 2 * n <= 48 * warps]
+    else:
+        tiles = [(64, 16, 2), (128, 16, 4), (64, 64, 2), (128, 32, 4)]
+        tiles += [(m, 32, warps) for m in (32, 64) for warps in (2, 4)]
+    steps = shape.K // base.block_k
+    found = []
+    for chains in {base.chains, 3, *((6,) if steps > 9 else ())} if few else {base.chains}:
+        for m, n, warps in tiles:
+            for stages in (2, 3) if rows > shapes.SKINNY else (steps // chains + 1,):
+                config = replace(base, block_n=n, stages=stages, warps=warps, chains=chains, block_m=m)
+                while config.stages > 2 and not fits(shape, rows, config):
+                    config = replace(config, stages=config.stages - 1)
+                found.append(config)
     return [c for c in dict.fromkeys(found) if c != base and fits(shape, rows, c)]
 
 
@@ -389,7 +411,7 @@ def compile_jobs(jobs: list[Job]) -> None:
             norm = norm_of(few)
             if squares:
                 assert isinstance(x, Tensor)
-                x = Stream(x, norm, x, torch.zeros(squares, rows, device="cuda"))
+                x = Stream(x, norm, x, torch.zeros(squares, rows, dtype=torch.float64, device="cuda"))
             stream_triton(
                 x,
                 weight(few),
@@ -430,7 +452,7 @@ def precompile(jobs: list[Job], workers: int) -> None:
     for child in children:
         child.start()
     for child in children:
-        child.join(timeout=max(1.0, 90 - (time.time() - started)))
+        child.join(timeout=max(1.0, 150 - (time.time() - started)))
         if child.is_alive():
             child.kill()
     say(f"compiled {len(jobs)} kernels in {workers} processes: {time.time() - started:.1f} s")
@@ -440,6 +462,7 @@ class Bench:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.started = time.time()
+        self.found: dict[str, Table] = {}  # by descents of few rows
         self.results: dict[str, Any] = {"checks": [], "chains": [], "sweep": [], "errors": []}
 
     def save(self) -> None:
@@ -465,7 +488,7 @@ class Bench:
 
         def run(rows: int, split: int | None = None) -> Tensor:
             config = replace(config_for(rows, shape.N, shape.K, shape.glu), fuse_norm=fuse)
-            config = config if split is None else replace(config, split_k=split)
+            config = config if split is None else replace(config, split_k=split, chains=1, block_m=0)
             left = residual[:rows] if residual is not None else None
             return call(shape, x[:rows], w, norm, left, config, pdl)
 
@@ -576,7 +599,10 @@ class Bench:
         began = time.time()
         x = torch.empty(rows, chain.model.hidden, device="cuda").normal_(generator=self.generator()).to(DTYPE)
         truth = chain.run(linear_torch, x).float()
-        table: Table = {(s.N, s.K): config_for(rows, s.N, s.K, s.glu) for s in chain.model.shapes}
+        table: Table = {(s.N, s.K): default(s, rows) for s in chain.model.shapes}
+        if rows > shapes.FEW:
+            for key, few in self.found.get(chain.model.name, {}).items():
+                table[key] = replace(table[key], chains=few.chains, block_k=few.block_k)
         least = self.args.least / 2
 
         def graph_of(table: Table) -> tuple[torch.cuda.CUDAGraph, Tensor]:
@@ -612,6 +638,8 @@ class Bench:
         say(f"   {start * 1e3:.4f} -> {best * 1e3:.4f} ms; {tried} tried in {time.time() - began:.1f} s; table:")
         for shape in chain.model.shapes:
             say(f"    ({shape.N}, {shape.K}, {shape.glu}): {table[shape.N, shape.K]}")
+        if rows <= shapes.FEW:
+            self.found[chain.model.name] = {k: c for k, c in table.items() if c.chains > 1}
         self.results.setdefault("descents", []).append(
             {
                 "model": chain.model.name,
@@ -754,11 +782,10 @@ def quick(args: argparse.Namespace) -> None:
     if args.workers:
         jobs: list[Job] = []
         for model in models:
-            for M in (16, 32, 64):
+            for M in sorted({16, 32, 64, *args.rows}):
                 for pdl in (False, True):
                     jobs += chain_jobs(M, pdl, {s: [default(s, M)] for s in model.shapes})
-            if args.descend:
-                M = args.descend_rows
+            for M in args.descend_rows if args.descend else ():
                 tried = {s: geometries(s, M, default(s, M)) for s in model.shapes}
                 jobs += chain_jobs(M, True, {s: [default(s, M), *found] for s, found in tried.items()})
                 squares = -(-model.hidden // default(model.shapes[1], M).block_n)
@@ -781,8 +808,9 @@ def quick(args: argparse.Namespace) -> None:
         if args.descend:
             for chain in chains:
                 share = (0.6 if chain.model.name == "8b" else 0.4) if len(chains) > 1 else 1.0
-                todo = partial(bench.descend, chain, args.descend_rows, share * args.descend)
-                bench.guarded(f"descend {chain.model.name}", todo)
+                for rows in args.descend_rows:
+                    todo = partial(bench.descend, chain, rows, share * args.descend / len(args.descend_rows))
+                    bench.guarded(f"descend {chain.model.name} {rows}", todo)
     bench.save()
     say(f"{bench.results['seconds']:.0f} s in all, {len(bench.results['errors'])} failures")
     print(json.dumps(bench.results))
@@ -801,7 +829,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=15, help="processes that compile beforehand; 0: none")
     parser.add_argument("--quick", action="store_true", help="checks, and the chains that matter")
     parser.add_argument("--descend", type=float, default=0.0, metavar="SECONDS", help="with --quick: look for better")
-    parser.add_argument("--descend-rows", type=int, default=8)
+    parser.add_argument("--descend-rows", type=int, nargs="+", default=[8], help="fewest first")
     parser.add_argument("--no-pdl", action="store_true", help="leave programmatic dependent launch alone")
     args = parser.parse_args()
     if args.quick:

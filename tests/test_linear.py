@@ -24,6 +24,7 @@ from support import many
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks import round_descent
 from peagle.kernels import linear as kernels
 from peagle.kernels import linear_shapes as shapes
 from peagle.kernels.linear import linear, linear_onto, linear_torch
@@ -147,6 +148,8 @@ def configs_for(K: int) -> st.SearchStrategy[Config]:
         prefetch=st.sampled_from([0, 64, 128]),
         fuse_norm=st.booleans(),
         tma=st.booleans() if K % 8 == 0 else st.just(False),
+        chains=st.sampled_from([1, 1, 2, 3]),
+        block_m=st.sampled_from([0, 8, 16]),
     )
 
 
@@ -158,8 +161,11 @@ def calls(draw: st.DrawFn) -> tuple[dict[str, object], Config | None]:
     flags = {name: draw(st.booleans()) for name in ("norm", "bias", "residual")}
     T = draw(st.one_of(st.sampled_from([1, 8, 16, 17, 32, 33, 64, 65, 150]), st.integers(1, 64)))
     config = draw(st.one_of(st.none(), configs_for(K)))
-    if config is not None and T > shapes.SKINNY:
-        config = replace(config, split_k=1)
+    if config is not None:
+        if T > (config.block_m or shapes.SKINNY):
+            config = replace(config, split_k=1)
+        if -(-K // config.block_k // config.split_k) % config.chains:
+            config = replace(config, chains=1)
     return {"T": T, "N": N, "K": K, "glu": glu, **flags}, config
 
 
@@ -172,6 +178,8 @@ WHOLE = {"T": 20, "N": 70, "K": 250, "glu": True, "norm": True, "bias": True, "r
 @given(calls())
 @example((WHOLE, Config(16, 32, 3, 2, split_k=3, fuse_norm=True)))
 @example((WHOLE | {"K": 256}, Config(32, 64, 3, 4, split_k=2, fuse_norm=True, prefetch=64, tma=True)))
+@example((WHOLE, Config(16, 32, 3, 2, chains=4, block_m=8, fuse_norm=True)))
+@example((WHOLE | {"K": 192}, Config(16, 64, 2, 2, chains=3, block_m=16)))
 @example((WHOLE | {"T": 1}, None))
 @example((WHOLE | {"T": 130}, None))
 @example(({"T": 3, "N": 1, "K": 64, "glu": False, "norm": False, "bias": True, "residual": True}, None))
@@ -379,14 +387,21 @@ def test_a_configuration_fits_and_sums_in_the_same_order_for_all_row_counts_of_a
         found = [config_for(T, N, K, glu) for T in kind]
         assert len({replace(c, stages=0) for c in found}) == 1
         for T, c in zip(kind, found, strict=True):
-            tile = (c.block_n * (2 if glu else 1) + shapes.block_rows(T)) * c.block_k * 2
+            rows = c.block_m or shapes.block_rows(T)
+            tile = (c.block_n * (2 if glu else 1) + rows) * c.block_k * c.chains * 2
+            assert -(-K // c.block_k // c.split_k) % c.chains == 0
             assert 2 <= c.stages and c.stages * tile <= 227 * 1024
             assert 1 <= c.prefetch <= K
     assert shapes.skinny_rows(N, K, glu) in (shapes.FEW, shapes.SKINNY, shapes.TILED)
 
 
 def test_small_shapes_round_alike_for_all_row_counts():
-    for N, K, glu in ((96, 256, False), (49152, 64, False), *(s for s in KNOWN if s[1] in (576, 1536))):
+    for N, K, glu in (
+        (96, 256, False),
+        (960, 1152, False),
+        (49152, 64, False),
+        *(s for s in KNOWN if s[1] in (576, 1536)),
+    ):
         assert shapes.skinny_rows(N, K, glu) == shapes.TILED
         assert len({config_for(T, N, K, glu).kind for T in (1, 16, 17, 64, 65, 512)}) == 1
 
@@ -515,3 +530,51 @@ def test_overlapping_launches_in_a_graph_change_nothing(split, late, prepared):
         out.fill_(float("nan"))
         graph.replay()
         assert torch.equal(out, truth)
+
+
+def test_a_descent_tries_what_fits_and_rounds_alike():
+    for shape in round_descent.PRODUCTS:
+        key = shape.N, shape.K, shape.glu
+        for at, rounds in enumerate(round_descent.ROUNDS):
+            usual = shapes.TUNED[key][at]
+            tried = round_descent.alternatives(shape, at)
+            assert len({usual, *tried}) == len(tried) + 1 >= 7
+            assert {c.kind for c in tried} == {config_for(1, *key).kind}
+            for T in (batch * (drafts + 1) for batch, drafts in rounds):
+                assert replace(config_for(T, *key), stages=usual.stages, prefetch=usual.prefetch) == usual, "other rows"
+                for c in (round_descent.launched(shape, at, config)[T] for config in tried):
+                    loaded = (c.block_n * (2 if shape.glu else 1) + c.block_m) * c.block_k * c.chains * 2
+                    assert c.stages >= 2 and (c.stages - 1) * loaded <= 227 * 1024 and c.block_n < 64
+                    assert shape.K % (c.block_k * c.chains) == 0
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_descent_finds_what_takes_two_changes(monkeypatch, at):
+    """Some tile of qkv helps only once its successor starts otherwise; every change of o fails, of the rest costs."""
+    monkeypatch.setattr(shapes, "TUNED", dict(shapes.TUNED))
+    qkv, o = round_descent.PRODUCTS[:2]
+    first, other = round_descent.configs(qkv)[at], round_descent.configs(o)[at]
+    m, n, warps = next(t for t in round_descent.TILES[at] if t != (first.block_m, first.block_n, first.warps))
+    best = replace(first, late=not first.late, block_m=m, block_n=n, warps=warps)
+    start = {s: round_descent.configs(s)[at] for s in round_descent.PRODUCTS[2:]}
+    noted = []
+
+    def measure() -> float:
+        if round_descent.configs(o)[at] != other:
+            raise RuntimeError("out of shared memory")
+        now = round_descent.configs(qkv)[at]
+        moved = sum(round_descent.configs(s)[at] != usual for s, usual in start.items())
+        return {best: 0.8, replace(first, late=best.late): 0.9, first: 1.0}.get(now, 1.1) + 0.1 * moved
+
+    before = dict(shapes.TUNED)
+    assert round_descent.descend(at, measure, 0.0, noted.append) == (1.0, 1.0) and not noted and shapes.TUNED == before
+    assert round_descent.descend(at, measure, float("inf"), lambda *args: noted.append(args)) == (1.0, 0.8)
+    assert [(name, config) for name, config, _, kept in noted if kept] == [
+        ("qkv", replace(first, late=best.late)),
+        ("qkv", best),
+    ]
+    assert {name for name, _, took, _ in noted if took == float("inf")} == {"o"}
+    before[qkv.N, qkv.K, qkv.glu] = tuple(best if i == at else c for i, c in enumerate(before[qkv.N, qkv.K, qkv.glu]))
+    assert shapes.TUNED == before
+    lines = "\n".join(map(round_descent.line_of, round_descent.PRODUCTS))
+    assert eval("{" + lines + "}", vars(shapes)).items() <= before.items()

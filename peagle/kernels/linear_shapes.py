@@ -14,6 +14,7 @@ if HAVE_TRITON:
 
 SKINNY = 64  # most rows of one program of the Triton product
 TILED = 512  # most rows it takes where K is small: in tiles of SKINNY, so that a row's bits stay what they are
+SOME = 128  # up to here small shapes have their second configuration
 FEW = 16  # up to here a shape has one configuration, above it may have another, or go to cuBLAS
 SHARED_BYTES = 226 * 1024  # of one processor, for all programs on it
 
@@ -28,6 +29,8 @@ class Config:
     fuse_norm: norm inside the product; otherwise a launch of its own before it.
     tma: weights come by tensor descriptor instead of per-thread asynchronous copies.
     late: the successor may start only once the loop is done, so that it cannot take memory or processors before.
+    chains: sums that the steps over K go to in turns, each step block_k wide; stages count rounds of them.
+    block_m: rows per program; 0: as block_rows says.
     """
 
     block_n: int
@@ -40,20 +43,28 @@ class Config:
     fuse_norm: bool = False
     tma: bool = False
     late: bool = False
+    chains: int = 1
+    block_m: int = 0
 
     @property
-    def kind(self) -> tuple[int, int, bool]:
+    def kind(self) -> tuple[int, int, bool, int, int]:
         """Configurations of one kind round alike: the parts that K is split into (1: none), the instruction, the norm's
-        place. wgmma takes 64 columns and the warps of a group."""
-        return self.split_k, 64 if self.block_n >= 64 and self.warps % 4 == 0 else 16, self.fuse_norm
+        place, which steps are summed with which. wgmma takes 64 columns and the warps of a group."""
+        instruction = 64 if self.block_n >= 64 and self.warps % 4 == 0 else 16
+        return self.split_k, instruction, self.fuse_norm, self.chains, self.block_k if self.chains > 1 else 0
 
 
-SMALL = Config(16, 64, 10, 2, prefetch=512, lines=True)
+# Of small shapes: one warp does a tile's few products sooner than several would meet; few rows a program, so that x is
+# not what it waits for.
+FEW_SMALL = Config(16, 64, 10, 1, prefetch=512, lines=True, chains=3, block_m=8)
+SOME_SMALL = Config(16, 64, 10, 1, prefetch=512, lines=True, chains=3, block_m=16)
+MANY_SMALL = Config(32, 64, 3, 4, chains=3, block_m=64)
 
-# Found on an H200 with programmatic dependent launch, by changing one shape at a time in the chain of a whole model
-# (benchmarks/kernel_linear.py --descend). Keyed by N, K and whether gated: for up to FEW rows, and for
-# more of them (None: cuBLAS is faster).
-TUNED: dict[tuple[int, int, bool], tuple[Config, Config | None]] = {
+# Found on an H200 with programmatic dependent launch, by changing one shape at a time: all in the products of a whole
+# model (benchmarks/kernel_linear.py --descend), SmolLM2's then in whole rounds (benchmarks/round_descent.py). Keyed by
+# N, K and whether gated: for up to FEW rows, for up to SOME (None: cuBLAS is faster), and where there is a third, for
+# more.
+TUNED: dict[tuple[int, int, bool], tuple[Config, Config | None] | tuple[Config, Config, Config]] = {
     # 8 billion parameters: q/k/v, o, gate and up, down, lm_head, then a drafter's q/k/v and fc
     (6144, 4096, False): (Config(64, 256, 5, 4, prefetch=512), Config(64, 128, 6, 4, prefetch=512)),
     (4096, 4096, False): (Config(32, 512, 4, 4, prefetch=1024), Config(64, 128, 6, 4, 2, prefetch=1024)),
@@ -63,10 +74,18 @@ TUNED: dict[tuple[int, int, bool], tuple[Config, Config | None]] = {
     (6144, 8192, False): (Config(32, 128, 6, 4, 2, prefetch=512), None),
     (4096, 12288, False): (Config(32, 256, 8, 4, prefetch=1024), Config(64, 128, 6, 4, 2, prefetch=1024)),
     # SmolLM2-135M: q/k/v, o, gate and up, down, lm_head
-    (960, 576, False): (SMALL, SMALL),
-    (576, 576, False): (Config(32, 64, 10, 4, prefetch=512, lines=True), SMALL),
-    (3072, 576, True): (Config(16, 64, 10, 1, prefetch=512, lines=True, late=True), SMALL),
-    (576, 1536, False): (Config(16, 64, 10, 4, prefetch=64, lines=True), SMALL),
+    (960, 576, False): (FEW_SMALL, replace(SOME_SMALL, late=True), replace(MANY_SMALL, late=True)),
+    (576, 576, False): (replace(FEW_SMALL, lines=False), SOME_SMALL, MANY_SMALL),
+    (3072, 576, True): (
+        replace(FEW_SMALL, lines=False, late=True),
+        replace(SOME_SMALL, warps=4, block_m=64, late=True),
+        replace(MANY_SMALL, warps=2, block_m=32),
+    ),
+    (576, 1536, False): (
+        replace(FEW_SMALL, chains=6),
+        replace(SOME_SMALL, warps=2, chains=6, block_m=32, late=True),
+        replace(MANY_SMALL, block_n=16, warps=2, chains=6, block_m=32),
+    ),
     (49152, 576, False): (Config(64, 64, 7, 4, prefetch=128), Config(64, 64, 3, 4, prefetch=128)),
 }
 
@@ -81,12 +100,13 @@ def config_for(T: int, N: int, K: int, glu: bool) -> Config:
 
     Up to FEW rows all row counts sum in the same order, and so do all above; only stages differ within either.
     """
-    few, many = TUNED.get((N, K, glu)) or (None, None)
-    config = (few if T <= FEW else many) or _rule(T, N, K, glu)
+    tuned = TUNED.get((N, K, glu), (None, None))
+    config = tuned[0 if T <= FEW else 1 if T <= SOME else -1] or _rule(T, N, K, glu)
     # Whatever the table says, what is loaded ahead must fit, and no more of it than there is.
-    tile_bytes = (config.block_n * (2 if glu else 1) + block_rows(T)) * config.block_k * 2
-    steps = triton.cdiv(K, config.block_k * config.split_k)
-    stages = max(2, min(config.stages, SHARED_BYTES // tile_bytes, steps + 1))
+    rows = config.block_m or block_rows(T)
+    bytes_a_turn = (config.block_n * (2 if glu else 1) + rows) * config.block_k * config.chains * 2
+    turns = triton.cdiv(K, config.block_k * config.split_k * config.chains)
+    stages = max(2, min(config.stages, SHARED_BYTES // bytes_a_turn, turns + 1))
     if T > SKINNY:  # several programs to a processor, and every weight is asked for by several
         return replace(config, stages=min(stages, 4), prefetch=0)
     return replace(config, stages=stages, prefetch=min(config.prefetch, power_of_two_within(K)))
@@ -114,9 +134,11 @@ def _rule(T: int, N: int, K: int, glu: bool) -> Config:
     columns = N // 2 if glu else N
     if is_small(N, K):
         # Launches and latencies decide: many small programs that ask for all of their K at once.
-        block_n = 16 if columns < 132 * 64 else 64
-        block_k = 256 if K % 256 == 0 and K >= 1024 and block_n == 16 else 128 if K % 128 == 0 else 64
-        return Config(block_n, block_k, 10, 2 if block_n == 16 else 4, prefetch=512, lines=True)
+        if columns >= 132 * 64:
+            return Config(64, 128 if K % 128 == 0 else 64, 10, 4, prefetch=512, lines=True)
+        config = FEW_SMALL if T <= FEW else SOME_SMALL if T <= SOME else MANY_SMALL
+        steps = triton.cdiv(K, config.block_k)
+        return replace(config, chains=next(c for c in (6, 3, 4, 2, 1) if steps % c == 0 and (steps > c or c == 1)))
     many = _many_rows(N, K, glu) if T > FEW else None
     if many is not None:
         return many

@@ -3,8 +3,8 @@
 Shapes as in linear.py; which tiles a shape has is linear_shapes.py's.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
-# (kernels declare only what is a compile-time constant; the functions around them are typed)
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, disable-error-code="assignment,misc,operator"
+# (kernels declare only what is a compile-time constant, and their tuples grow; the functions around them are typed)
 
 from __future__ import annotations
 
@@ -135,6 +135,7 @@ if HAVE_TRITON:
         BLOCK_K: tl.constexpr,
         SPLIT_K: tl.constexpr,
         STEPS: tl.constexpr,
+        CHAINS: tl.constexpr,
         EVEN_K: tl.constexpr,
         GLU: tl.constexpr,
         PDL: tl.constexpr,
@@ -144,7 +145,11 @@ if HAVE_TRITON:
         LATE: tl.constexpr,
         BLOCK_SQUARES: tl.constexpr,
     ):
-        """One tile of outputs, transposed: [BLOCK_N weights] x [BLOCK_M rows], over one of SPLIT_K parts of K."""
+        """One tile of outputs, transposed: [BLOCK_N weights] x [BLOCK_M rows], over one of SPLIT_K parts of K.
+
+        A product instruction waits for the one before it on the same sum. CHAINS sums take the steps in turns, so that
+        these waits overlap.
+        """
         NORM: tl.constexpr = norm_ptr is not None
         tile = tl.program_id(0)
         part = tl.program_id(1)
@@ -188,44 +193,57 @@ if HAVE_TRITON:
         x_ptrs = x_ptr + m[None, :] * x_stride + (begin + k)[:, None]
         w_ptrs = w_ptr + rows.to(tl.int64)[:, None] * K + (begin + k)[None, :]
         up_offset = (tile * 0 + N).to(tl.int64) * K  # a width of 1 is a plain number here, without a type
-        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-        up = None
-        if GLU:
-            up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        accs = ()
+        ups = ()
+        for _ in tl.static_range(CHAINS):
+            accs = accs + (tl.zeros([BLOCK_N, BLOCK_M], tl.float32),)
+            if GLU:
+                ups = ups + (tl.zeros([BLOCK_N, BLOCK_M], tl.float32),)
         squares = None
         if NORM:
             squares = tl.zeros([BLOCK_K, BLOCK_M], tl.float32)  # summed over K at the end: no exchange in the loop
             # The compiler pipelines what it copies to shared memory, not these few: fetched one step ahead.
             norm_next = tl.load(norm_ptr + begin + k, mask=begin + k < K, other=0.0)
-        for step in range(STEPS):
-            start = begin + step * BLOCK_K
-            if EVEN_K:
-                x = tl.load(x_ptrs, mask=(m < M)[None, :], other=0.0)
-            else:
-                x = tl.load(x_ptrs, mask=(m < M)[None, :] & (start + k < K)[:, None], other=0.0)
-            if NORM:
-                norm = norm_next
-                norm_next = tl.load(norm_ptr + start + BLOCK_K + k, mask=start + BLOCK_K + k < K, other=0.0)
-                x_fp32 = x.to(tl.float32)
-                squares += x_fp32 * x_fp32
-                x = (x_fp32 * norm.to(tl.float32)[:, None]).to(x_ptr.dtype.element_ty)
-            if w_desc is not None:
-                w = w_desc.load([tile * BLOCK_N, start])
-            elif EVEN_K:
-                w = tl.load(w_ptrs)
-            else:
-                w = tl.load(w_ptrs, mask=(start + k < K)[None, :], other=0.0)
-            acc = tl.dot(w, x, acc)
-            if GLU:
-                if w_desc is not None:
-                    w = w_desc.load([N + tile * BLOCK_N, start])
-                elif EVEN_K:
-                    w = tl.load(w_ptrs + up_offset)
+        for turn in range(STEPS // CHAINS):
+            new_accs = ()
+            new_ups = ()
+            for chain in tl.static_range(CHAINS):
+                start = begin + (turn * CHAINS + chain) * BLOCK_K
+                if EVEN_K:
+                    x = tl.load(x_ptrs, mask=(m < M)[None, :], other=0.0)
                 else:
-                    w = tl.load(w_ptrs + up_offset, mask=(start + k < K)[None, :], other=0.0)
-                up = tl.dot(w, x, up)
-            x_ptrs += BLOCK_K
-            w_ptrs += BLOCK_K
+                    x = tl.load(x_ptrs, mask=(m < M)[None, :] & (start + k < K)[:, None], other=0.0)
+                if NORM:
+                    norm = norm_next
+                    norm_next = tl.load(norm_ptr + start + BLOCK_K + k, mask=start + BLOCK_K + k < K, other=0.0)
+                    x_fp32 = x.to(tl.float32)
+                    squares += x_fp32 * x_fp32
+                    x = (x_fp32 * norm.to(tl.float32)[:, None]).to(x_ptr.dtype.element_ty)
+                if w_desc is not None:
+                    w = w_desc.load([tile * BLOCK_N, start])
+                elif EVEN_K:
+                    w = tl.load(w_ptrs)
+                else:
+                    w = tl.load(w_ptrs, mask=(start + k < K)[None, :], other=0.0)
+                new_accs = new_accs + (tl.dot(w, x, accs[chain]),)
+                if GLU:
+                    if w_desc is not None:
+                        w = w_desc.load([N + tile * BLOCK_N, start])
+                    elif EVEN_K:
+                        w = tl.load(w_ptrs + up_offset)
+                    else:
+                        w = tl.load(w_ptrs + up_offset, mask=(start + k < K)[None, :], other=0.0)
+                    new_ups = new_ups + (tl.dot(w, x, ups[chain]),)
+                x_ptrs += BLOCK_K
+                w_ptrs += BLOCK_K
+            accs = new_accs
+            ups = new_ups
+        acc = accs[0]
+        up = ups[0] if GLU else None
+        for chain in tl.static_range(1, CHAINS):
+            acc += accs[chain]
+            if GLU:
+                up += ups[chain]
         if PDL and LATE:
             tl.extra.cuda.gdc_launch_dependents()
         if NORM:
@@ -380,13 +398,13 @@ def stream_triton(
     if T == 0:
         return Stream(y)
     cfg = config or config_for(T, N, K, glu)
-    assert T <= SKINNY or cfg.split_k == 1, "parts of K meet at one counter for all rows"
+    block_m = cfg.block_m or block_rows(T)
+    assert T <= block_m or cfg.split_k == 1, "parts of K meet at one counter for all rows"
     if pdl is None:
         pdl = supports_pdl(x_TK.device)
     if norm_weight is not None and not cfg.fuse_norm:
         x_TK = rms_norm_triton(x_TK, norm_weight, eps, pdl=pdl)
         norm_weight = None
-    block_m = block_rows(T)
     tiles = triton.cdiv(columns, cfg.block_n)
     stream = Stream(y)
     # Not by T, on which it must not depend where all row counts have one configuration.
@@ -404,6 +422,7 @@ def stream_triton(
     if cfg.tma:
         descriptor = TensorDescriptor(weight_NK, [N, K], [K, 1], [cfg.block_n, cfg.block_k])
     steps = triton.cdiv(triton.cdiv(K, cfg.block_k), cfg.split_k)
+    assert steps % cfg.chains == 0, (K, cfg)
     even = steps * cfg.split_k * cfg.block_k == K
     # A bulk request asks for whole 16-byte pieces, and must stay inside the weights.
     prefetch = min(cfg.prefetch, power_of_two_within(steps * cfg.block_k if even else K)) if pdl else 0
@@ -436,6 +455,7 @@ def stream_triton(
         BLOCK_K=cfg.block_k,
         SPLIT_K=cfg.split_k,
         STEPS=steps,
+        CHAINS=cfg.chains,
         EVEN_K=even,
         GLU=glu,
         PDL=pdl,
