@@ -293,6 +293,8 @@ def _paged_kernel(
             next_tile, next_place = _tile_after(next_tile, next_place, low, tiles, splits, programs, WHOLE)
         next_pos = next_tile * TILE + slots
         next_block = tl.load(table + next_pos // BLOCK, mask=next_pos < start, other=0)
+    # Block numbers are fetched a tile before they are needed: in the same step every load would wait for another.
+    block = tl.load(table + (tile * TILE + slots) // BLOCK, mask=tile * TILE + slots < end, other=0)
     if PDL:
         tl.extra.cuda.gdc_wait()
 
@@ -335,8 +337,6 @@ def _paged_kernel(
             tl.store(cache_v + to, value, mask=mine[:, None])
         tl.debug_barrier()
 
-    # Block numbers are fetched a tile before they are needed: in the same step every load would wait for another.
-    block = tl.load(table + (tile * TILE + slots) // BLOCK, mask=tile * TILE + slots < end, other=0)
     # One loop over the tiles of all shares, so that the next share's keys are on their way while one is computed.
     for _ in range(count):
         pos = tile * TILE + slots
@@ -630,7 +630,7 @@ class PrefillLaunch:
 
 # Programs per multiprocessor that splitting the keys aims for.
 _FILL = 1
-_MAX_SPLITS = 64
+_MAX_SPLITS = 32
 _LONG_SPLITS = 4  # from here on asking for tiles ahead pays
 _MIN_QUERIES, _MAX_QUERIES = 16, 64
 _NEW_ROWS = 16  # written to the cache at a time

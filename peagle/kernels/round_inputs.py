@@ -135,24 +135,32 @@ def _round_inputs_kernel(
     slot = tl.where(slot < 0, last_slot, slot)
     at = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     entries = tl.load(tables_S + slot * M + at, mask=at < M, other=0)
-    tl.store(tables + b * M + at, entries, mask=at < M)
     if tl.program_id(1) == 0:
         row = tl.arange(0, WIDTH)
         real = row < ROWS
         out = b * ROWS + row
+        blank = row.to(tl.int64) * 0
+        # Everything is asked for before anything is stored: a store waits for its value, and all behind it wait too.
         start = tl.load(start_S + slot)
+        ready = tl.load(available_S + slot)
+        token = tl.load(tokens_S + slot * tokens_stride + row, mask=real, other=0)
+        heat = tl.load(temperature_S + slot) + blank.to(tl.float32)
+        most_p = tl.load(top_p_S + slot) + blank.to(tl.float32)
+        least_p = tl.load(min_p_S + slot) + blank.to(tl.float32)
+        most = tl.load(top_k_S + slot) + blank
+        drawn = tl.load(seed_S + slot) + blank
         tl.store(starts + b, start.to(tl.int32))
         tl.store(lives + b, tl.minimum(tl.maximum(longest - start, 0), ROWS).to(tl.int32))
-        tl.store(available + b, tl.minimum(tl.load(available_S + slot), ROWS - 1))
-        tl.store(tokens + out, tl.load(tokens_S + slot * tokens_stride + row, mask=real, other=0), mask=real)
+        tl.store(available + b, tl.minimum(ready, ROWS - 1))
+        tl.store(tokens + out, token, mask=real)
         tl.store(positions + out, tl.minimum(start + row, longest - 1), mask=real)
         tl.store(nexts + out, start + row + 1, mask=real)
-        blank = row.to(tl.int64) * 0
-        tl.store(temperature + out, tl.load(temperature_S + slot) + blank.to(tl.float32), mask=real)
-        tl.store(top_p + out, tl.load(top_p_S + slot) + blank.to(tl.float32), mask=real)
-        tl.store(min_p + out, tl.load(min_p_S + slot) + blank.to(tl.float32), mask=real)
-        tl.store(top_k + out, tl.load(top_k_S + slot) + blank, mask=real)
-        tl.store(seed + out, tl.load(seed_S + slot) + blank, mask=real)
+        tl.store(temperature + out, heat, mask=real)
+        tl.store(top_p + out, most_p, mask=real)
+        tl.store(min_p + out, least_p, mask=real)
+        tl.store(top_k + out, most, mask=real)
+        tl.store(seed + out, drawn, mask=real)
+    tl.store(tables + b * M + at, entries, mask=at < M)
 
 
 def round_inputs_triton(state: SlotState, slots_B: Tensor, k: int, longest: int) -> RoundInputs:

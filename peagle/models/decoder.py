@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from peagle.config import DecoderConfig, Heat
 from peagle.kernels.norms import Stream
 from peagle.models.experts import ExpertMLP
-from peagle.models.layers import Attend, DecoderLayer, RMSNorm, Rope, Turn, norm_after, project
+from peagle.models.layers import Attend, DecoderLayer, RMSNorm, Rope, Turn, look_up, norm_after, project
 
 
 class Decoder(nn.Module):
@@ -74,7 +74,7 @@ class Decoder(nn.Module):
 
     def embed(self, token_ids_T: Tensor) -> Tensor:
         """What the first layer reads."""
-        embeds_TD = self.embed_tokens(token_ids_T)
+        embeds_TD = look_up(token_ids_T, self.embed_tokens.weight)
         scale = self.cfg.embedding_scale
         if scale == 1.0:
             return embeds_TD

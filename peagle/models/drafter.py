@@ -11,14 +11,24 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from peagle.config import DrafterConfig
 from peagle.kernels.linear import linear
 from peagle.kernels.norms import Stream, norm_cat
 from peagle.models.decoder import Decoder
-from peagle.models.layers import MLP, Angles, Attend, Attention, DecoderLayer, RMSNorm, Rope, norm_after, project
+from peagle.models.layers import (
+    MLP,
+    Angles,
+    Attend,
+    Attention,
+    DecoderLayer,
+    RMSNorm,
+    Rope,
+    look_up,
+    norm_after,
+    project,
+)
 
 
 class FirstLayer(nn.Module):
@@ -110,7 +120,7 @@ class Drafter(nn.Module):
         self, token_ids_T: Tensor, hidden_TD: Tensor, positions_T: Tensor, attend: Attend
     ) -> tuple[Tensor, Tensor]:
         """What the head reads [T, D], and what an EAGLE-3 step hands to the next as its hidden state."""
-        embeds_TD = F.embedding(token_ids_T, self.embedding_table)
+        embeds_TD = look_up(token_ids_T, self.embedding_table)
         angles = self.rope(positions_T, hidden_TD.dtype)
         entering: tuple[Tensor | Stream, ...] = (embeds_TD, hidden_TD)
         for i, layer in enumerate(self.layers):

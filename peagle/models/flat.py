@@ -27,7 +27,7 @@ def _signed(angles: Angles) -> Angles:
     """Half of the sines negated: a rotation is then x * cos + (x's halves swapped) * sin."""
     cos, sin = angles
     half = sin.shape[-1] // 2
-    return cos, torch.cat([-sin[..., :half], sin[..., half:]], -1)
+    return cos.contiguous(), torch.cat([-sin[..., :half], sin[..., half:]], -1)
 
 
 class FlatLayer:

@@ -37,6 +37,13 @@ class Attend(Protocol):
         ...
 
 
+def look_up(token_ids_T: Tensor, table_VD: Tensor) -> Tensor:
+    """Embeddings. On a GPU indexing has the faster kernel for few rows, which has no fast way back."""
+    if token_ids_T.is_cuda and not torch.is_grad_enabled():
+        return table_VD[token_ids_T]
+    return F.embedding(token_ids_T, table_VD)
+
+
 class RMSNorm(nn.Module):
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -102,7 +109,7 @@ class Rope(nn.Module):
     """cos and sin for any positions; never part of a checkpoint."""
 
     freq: Tensor
-    table: Angles | None = None  # of the first positions, for who asks often
+    table: Tensor | None = None  # cos and sin of the first positions, for who asks often: [positions, 1, 2 d]
 
     def __init__(self, rope: RopeConfig, head_dim: int) -> None:
         super().__init__()
@@ -129,16 +136,16 @@ class Rope(nn.Module):
 
     def tabulate(self, length: int, dtype: torch.dtype) -> None:
         """Keeps the angles of positions below `length`, beyond which nobody may ask from then on."""
-        if self.table is not None and len(self.table[0]) >= length and self.table[0].dtype == dtype:
+        if self.table is not None and len(self.table) >= length and self.table.dtype == dtype:
             return
         self.table = None
-        cos, sin = self(torch.arange(length, device=self.freq.device), dtype)
-        self.table = cos, sin
+        self.table = torch.cat(self(torch.arange(length, device=self.freq.device), dtype), -1)
 
     def forward(self, positions_T: Tensor, dtype: torch.dtype) -> Angles:
         """Of every row, once for all layers."""
-        if self.table is not None and self.table[0].dtype == dtype and not torch.is_grad_enabled():
-            return self.table[0][positions_T], self.table[1][positions_T]
+        if self.table is not None and self.table.dtype == dtype and not torch.is_grad_enabled():
+            cos, sin = self.table[positions_T].chunk(2, -1)  # one launch for both
+            return cos, sin
         angles = positions_T.float()[:, None] * self.freq
         angles = torch.cat([angles, angles], -1)[:, None, :]  # [T, 1, d]
         scale: float | Tensor = self.scale
