@@ -3,9 +3,9 @@ Qwen3-Coder-30B-A3B's, in bf16.
 
     python benchmarks/kernel_experts.py --out kernel_experts.json
 
-For 8 rows (one request, 7 drafts) and 64, experts chosen by lot; both products of a layer. A tile is rows and columns
-of weights, warps, tiles under way; the one in use comes first, and what others compute is held against it. Microseconds
-inside a CUDA graph. Prints a table, then one JSON line.
+For 8 rows (one request, 7 drafts) and 64, experts chosen by lot; both products of a layer. A tile is what `TILES` in
+experts_triton.py and experts_packed_triton.py says; the one in use comes first, and what others compute is held against
+it. Microseconds inside a CUDA graph. Prints a table, then one JSON line.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,16 +24,22 @@ from triton.testing import do_bench_cudagraph
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from peagle.kernels import experts_triton
+from peagle.kernels import experts_packed_triton, experts_triton
 from peagle.kernels.experts import Clamp, Experts, route_torch
-from peagle.kernels.experts_triton import TILES
 from peagle.kernels.mxfp4 import Packed, packed_widths
 
 COPY_RATE = 4.3e12  # bytes a second, read and written, on an H200
 PACKED_BYTES = 17 / 32  # of a number
-OTHERS = {
+OTHERS: dict[bool, list[tuple[int | None, ...]]] = {
     False: [(64, 128, 4, 3), (64, 64, 4, 6), (128, 64, 4, 3), (128, 64, 8, 4), (32, 128, 4, 4), (32, 256, 4, 3)],
-    True: [(64, 128, 4, 4), (64, 256, 4, 3), (64, 256, 8, 3), (128, 128, 4, 3), (32, 256, 2, 4), (32, 128, 2, 6)],
+    True: [
+        (16, 64, 4, 2, 72, 0),
+        (16, 64, 4, 3, 72, 0),
+        (16, 128, 4, 3, None, 0),
+        (32, 64, 4, 3, 128, 0),
+        (64, 64, 4, 3, 168, 0),
+        (64, 128, 8, 3, 128, 0),
+    ],
 }
 
 
@@ -67,29 +74,44 @@ def random_experts(shape: Shape) -> Experts:
     return Experts(*both, bias(2 * shape.inner), bias(shape.width), clamp)
 
 
+def prepared(
+    x: torch.Tensor, y: torch.Tensor, experts: Experts, weight_TC: torch.Tensor, expert_TC: torch.Tensor, paired: bool
+) -> tuple[dict[Any, Any], Any, Callable[[], None]]:
+    """The tiles, which of them the product takes, and the product."""
+    w, bias = experts.gate_up_EXD, experts.gate_up_bias_EX
+    if paired:
+        w, bias = experts.down_EDI, experts.down_bias_ED
+    if isinstance(w, torch.Tensor):
+        args = (x, w, bias, y, weight_TC, expert_TC, experts)
+        return experts_triton.TILES, paired, lambda: experts_triton._launch(*args, paired=paired)
+    kind = experts_packed_triton.kind_of(len(weight_TC))
+    choices, ends_E = experts_packed_triton.order_of(expert_TC, len(w)) if kind != "few" else (expert_TC, None)
+    packed_args = (x, y, weight_TC, choices, ends_E, experts, kind)
+    return (
+        experts_packed_triton.TILES,
+        (kind, paired),
+        lambda: experts_packed_triton._launch(*packed_args, paired=paired),
+    )
+
+
 def measure(name: str, shape: Shape, rows: int, deadline: float) -> list[dict[str, Any]]:
     experts = random_experts(shape)
     weight_TC, expert_TC = route_torch(torch.randn(rows, shape.count, device="cuda"), shape.chosen, True)
     hit = len(expert_TC.unique())
     found = []
-    for paired, w, bias in (
-        (False, experts.gate_up_EXD, experts.gate_up_bias_EX),
-        (True, experts.down_EDI, experts.down_bias_ED),
-    ):
+    for paired in (False, True):
         pairs, (deep, wide) = rows * shape.chosen, (shape.inner, shape.width)[:: 1 if paired else -1]
         x = torch.randn(pairs if paired else rows, deep, dtype=torch.bfloat16, device="cuda")
+        y = torch.empty(pairs, wide, dtype=torch.bfloat16, device="cuda")
         numbers = hit * deep * wide * (1 if paired else 2)
         floor = numbers * (PACKED_BYTES if shape.packed else 2) / COPY_RATE * 1e6
-        want, used = None, TILES[shape.packed, paired]
+        tiles, key, run = prepared(x, y, experts, weight_TC, expert_TC, paired)
+        want, used = None, tiles[key]
         for tile in [used, *(t for t in OTHERS[shape.packed] if t != used)]:
             if time.time() > deadline:
                 break
-            TILES[shape.packed, paired] = tile
-            y = torch.empty(pairs, wide, dtype=torch.bfloat16, device="cuda")
-
-            def run(y: torch.Tensor = y) -> None:
-                experts_triton._launch(x, w, bias, y, weight_TC, expert_TC, experts, paired=paired)  # noqa: B023
-
+            tiles[key] = tile
+            y.fill_(float("nan"))
             run()
             want = y.float() if want is None else want
             off = float((y.float() - want).abs().max() / want.abs().max())
@@ -98,7 +120,7 @@ def measure(name: str, shape: Shape, rows: int, deadline: float) -> list[dict[st
             found.append(
                 row | {"us": float(do_bench_cudagraph(run, rep=8)) * 1e3, "floor_us": floor, "in_use": tile == used}
             )
-        TILES[shape.packed, paired] = used
+        tiles[key] = used
     return found
 
 

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from peagle.checkpoints.files import Weights
-from peagle.kernels.mxfp4 import BLOCK, exponents_of, packed_widths, scaled, words_of
+from peagle.errors import UserError
+from peagle.kernels.mxfp4 import BLOCK, LARGEST, exponents_of, packed_widths, scaled, words_of
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,7 @@ def experts_apart(sources: Sources, packed: bool = False, in_turn: bool = True) 
                 if packed and kind.endswith(BLOCKS):
                     out[f"{to}.words"] = _words(source, e, rows)
                 elif packed and kind.endswith(SCALES):
-                    out[f"{to}.exponents"] = _exponents(source, e, rows)
+                    out[f"{to}.exponents"] = _exponents(source, e, rows, name)
                 elif not kind.endswith(SCALES):
                     out[f"{to}.{last}"] = _entry(source, scales, e, rows)
     return out
@@ -193,11 +194,20 @@ def _words(source: Source, e: int, rows: slice) -> Source:
     return Source(shape, lambda: words_of(part(e)[rows]))
 
 
-def _exponents(source: Source, e: int, rows: slice) -> Source:
+def _exponents(source: Source, e: int, rows: slice, name: str) -> Source:
     assert source.part is not None
     part, (_, height, blocks) = source.part, source.shape
     shape = len(range(height)[rows]), packed_widths(blocks * BLOCK)[1]
-    return Source(shape, lambda: exponents_of(part(e)[rows]))
+
+    def read() -> Tensor:
+        exponents = part(e)[rows]
+        if (most := int(exponents.max())) > LARGEST:
+            raise UserError(
+                f"{name}: weights with an exponent of {most} cannot stay packed (up to {LARGEST}); use --dtype float32"
+            )
+        return exponents_of(exponents)
+
+    return Source(shape, read)
 
 
 def _entry(source: Source, scales: Source | None, e: int, rows: slice) -> Source:

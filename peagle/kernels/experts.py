@@ -1,9 +1,10 @@
 """A layer's experts: which of them a row goes to, and their gated products.
 
-Three ways to the same result. `expert_mlp_torch` loops over the experts hit, for the CPU. `expert_mlp_triton` reads
-every expert hit once for up to FEW_ROWS rows. `expert_mlp_grouped` sorts rows by expert for the library's grouped
-product. The last two never ask the host for anything, so CUDA graphs can hold them. Packed weights (mxfp4.py) are
-unpacked by the expert, in registers, and all at once into a tensor that lives as long as its product.
+Four ways to the same result. `expert_mlp_torch` loops over the experts hit, for the CPU. `expert_mlp_triton` reads
+every expert hit once for up to FEW_ROWS rows. `expert_mlp_packed` unpacks weights of four bits (mxfp4.py) in registers,
+for up to MOST_ROWS_PACKED rows. `expert_mlp_grouped` sorts rows by expert for the library's grouped product; packed
+weights become a tensor that lives as long as its product. All but the first never ask the host for anything, so CUDA
+graphs can hold them.
 
 Knows nothing about models or files.
 
@@ -22,9 +23,10 @@ from peagle.kernels.launching import HAVE_TRITON, INTERPRETED
 from peagle.kernels.mxfp4 import Packed, whole
 
 FEW_ROWS = 64  # up to here weights are read once for all rows, and rows that an expert was not chosen for are for free
-# The same for packed weights. A tensor of them unpacked is written and read in bf16, about eight times what one more
-# tile of rows reads packed; from four tiles on the rows that are for nobody cost more.
-FEW_ROWS_PACKED = 256
+# Up to here packed weights are unpacked anew for every tile of an expert's rows. That costs about as much as the tile's
+# product, so in the end it may be better to unpack them once, though they are then written and read in bf16. On an H200
+# it was not yet for GPT-OSS-20B's layer and so many rows.
+MOST_ROWS_PACKED = 8192
 
 
 @dataclass(frozen=True)
@@ -115,9 +117,13 @@ def expert_mlp(x_TD: Tensor, weight_TC: Tensor, expert_TC: Tensor, experts: Expe
     """[T, D]: what a row's chosen experts make of it, by their weights."""
     if not _on_gpu(x_TD):
         return expert_mlp_torch(x_TD, weight_TC, expert_TC, experts)
-    few = FEW_ROWS_PACKED if isinstance(experts.gate_up_EXD, Packed) else FEW_ROWS
-    if len(x_TD) > few and _takes_grouped(x_TD, experts):
+    packed = isinstance(experts.gate_up_EXD, Packed)
+    if len(x_TD) > (MOST_ROWS_PACKED if packed else FEW_ROWS) and _takes_grouped(x_TD, experts):
         return expert_mlp_grouped(x_TD, weight_TC, expert_TC, experts)
+    if packed:
+        from peagle.kernels.experts_packed_triton import expert_mlp_packed
+
+        return expert_mlp_packed(x_TD, weight_TC, expert_TC, experts)
     from peagle.kernels.experts_triton import expert_mlp_triton
 
     return expert_mlp_triton(x_TD, weight_TC, expert_TC, experts)

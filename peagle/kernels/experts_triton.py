@@ -1,11 +1,10 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, check-untyped-defs=False
-"""The Triton versions of experts.py.
+"""The Triton versions of experts.py, but for packed weights (experts_packed_triton.py).
 
 `_experts_kernel`: a program has one expert, some of its output columns and a tile of rows. It looks through the rows'
 choices for its expert; nothing is sorted beforehand, and a program that finds none is done. So for a tile's worth of
 rows the experts hit are read once each, and no others. Weights are the left operand and rows the right one, as in
-linear.py: a row's sums do not depend on which other rows there are. Packed weights become numbers in registers; the
-quarters of every block of 32 meet their columns in products of their own.
+linear.py: a row's sums do not depend on which other rows there are.
 
 `_route_kernel`: a program has one row's choices.
 
@@ -20,17 +19,10 @@ import triton.language as tl
 from torch import Tensor
 
 from peagle.kernels.experts import Experts
-from peagle.kernels.mxfp4 import Packed
-from peagle.kernels.mxfp4_triton import in_ptx, unpacked_tile
 
-# Of plain and of packed weights, for the gated product and the one after it: rows and columns of a tile of weights,
-# warps, tiles under way. One for all numbers of rows, so that a row's sums stay those it has alone.
-TILES = {
-    (False, False): (64, 64, 4, 4),
-    (False, True): (64, 64, 4, 4),
-    (True, False): (64, 128, 4, 3),
-    (True, True): (128, 128, 8, 4),
-}
+# For the gated product and the one after it: rows and columns of a tile of weights, warps, tiles under way. One for all
+# numbers of rows, so that a row's sums stay those it has alone.
+TILES = {False: (64, 64, 4, 4), True: (64, 64, 4, 4)}
 
 
 @triton.jit
@@ -59,19 +51,19 @@ def _route_kernel(
 
 
 @triton.jit
-def _packed_product(words, powers, x0, x1, x2, x3, acc, ASM: tl.constexpr, PRECISION: tl.constexpr):
-    first, second, third, fourth = unpacked_tile(words, powers, ASM, x0.dtype)
-    acc = tl.dot(first, x0, acc, input_precision=PRECISION)
-    acc = tl.dot(second, x1, acc, input_precision=PRECISION)
-    acc = tl.dot(third, x2, acc, input_precision=PRECISION)
-    return tl.dot(fourth, x3, acc, input_precision=PRECISION)
+def gated_tile(gate, up, alpha, limit, CLAMPED: tl.constexpr):
+    if CLAMPED:
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+        return (up + 1.0) * gate / (1.0 + tl.exp(-gate * alpha))
+    else:
+        return gate / (1.0 + tl.exp(-gate)) * up
 
 
 @triton.jit(do_not_specialize=["T"])  # one compilation for all numbers of rows of a tile
 def _experts_kernel(
     x,
     w,
-    exponents,
     bias,
     chosen,
     weights,
@@ -80,8 +72,6 @@ def _experts_kernel(
     N,
     K,
     x_row,
-    w_row,
-    exponents_row,
     alpha,
     limit,
     CHOSEN: tl.constexpr,
@@ -94,8 +84,6 @@ def _experts_kernel(
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
-    PACKED: tl.constexpr = False,
-    ASM: tl.constexpr = False,
 ):
     """PAIRED: rows of x are pairs of row and expert already, and the result is weighted. CHOICES: CHOSEN rounded up."""
     e = tl.program_id(1)
@@ -115,69 +103,32 @@ def _experts_kernel(
         rows = e.to(tl.int64) * N * HALVES + tl.minimum(n, N - 1)
         acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        if PACKED:
-            k = tl.arange(0, BLOCK_K // 4)
-            g = tl.arange(0, BLOCK_K // 32)
-            w_at = w + rows[:, None] * w_row + k[None, :]
-            s_at = exponents + rows[:, None] * exponents_row + g[None, :]
-            x_at = x + source[None, :] * x_row + (k // 8 * 32 + k % 8)[:, None]
-            ups = (e * 0 + N).to(tl.int64)
-            steps = tl.cdiv(K, BLOCK_K)
-            # Exponents are fetched a step ahead: they are too few for the copies that Triton fetches ahead itself.
-            # Their rows are filled up, so no step reads past one.
-            powers = tl.load(s_at)
-            up_powers = tl.load(s_at + ups * exponents_row) if GLU else powers
-            for step in range(0, steps):
-                inside = step * (BLOCK_K // 4) + k < w_row
-                x_mask = hit[None, :] & inside[:, None]
-                x_step = x_at + step * BLOCK_K
-                x0 = tl.load(x_step, mask=x_mask, other=0.0)
-                x1 = tl.load(x_step + 8, mask=x_mask, other=0.0)
-                x2 = tl.load(x_step + 16, mask=x_mask, other=0.0)
-                x3 = tl.load(x_step + 24, mask=x_mask, other=0.0)
-                w_step = w_at + step * (BLOCK_K // 4)
-                s_next = s_at + (step + 1) * (BLOCK_K // 32)
-                words = tl.load(w_step, mask=inside[None, :], other=0)
-                later = tl.load(s_next, mask=step + 1 < steps, other=0)
-                acc = _packed_product(words, powers, x0, x1, x2, x3, acc, ASM, PRECISION)
-                powers = later
-                if GLU:
-                    words = tl.load(w_step + ups * w_row, mask=inside[None, :], other=0)
-                    later = tl.load(s_next + ups * exponents_row, mask=step + 1 < steps, other=0)
-                    up = _packed_product(words, up_powers, x0, x1, x2, x3, up, ASM, PRECISION)
-                    up_powers = later
-        else:
-            k = tl.arange(0, BLOCK_K)
-            w_at = w + rows[:, None] * K + k[None, :]
-            x_at = x + source[None, :] * x_row + k[:, None]
-            up_step = (e * 0 + N).to(tl.int64) * K  # a width of 1 is a plain number here, without a type
-            for start in range(0, K, BLOCK_K):
+        k = tl.arange(0, BLOCK_K)
+        w_at = w + rows[:, None] * K + k[None, :]
+        x_at = x + source[None, :] * x_row + k[:, None]
+        up_step = (e * 0 + N).to(tl.int64) * K  # a width of 1 is a plain number here, without a type
+        for start in range(0, K, BLOCK_K):
+            if EVEN_K:
+                rows_x = tl.load(x_at + start, mask=hit[None, :], other=0.0)
+                rows_w = tl.load(w_at + start)
+            else:
+                inside = start + k < K
+                rows_x = tl.load(x_at + start, mask=hit[None, :] & inside[:, None], other=0.0)
+                rows_w = tl.load(w_at + start, mask=inside[None, :], other=0.0)
+            acc = tl.dot(rows_w, rows_x, acc, input_precision=PRECISION)
+            if GLU:
                 if EVEN_K:
-                    rows_x = tl.load(x_at + start, mask=hit[None, :], other=0.0)
-                    rows_w = tl.load(w_at + start)
+                    rows_w = tl.load(w_at + start + up_step)
                 else:
-                    inside = start + k < K
-                    rows_x = tl.load(x_at + start, mask=hit[None, :] & inside[:, None], other=0.0)
-                    rows_w = tl.load(w_at + start, mask=inside[None, :], other=0.0)
-                acc = tl.dot(rows_w, rows_x, acc, input_precision=PRECISION)
-                if GLU:
-                    if EVEN_K:
-                        rows_w = tl.load(w_at + start + up_step)
-                    else:
-                        rows_w = tl.load(w_at + start + up_step, mask=(start + k < K)[None, :], other=0.0)
-                    up = tl.dot(rows_w, rows_x, up, input_precision=PRECISION)
+                    rows_w = tl.load(w_at + start + up_step, mask=(start + k < K)[None, :], other=0.0)
+                up = tl.dot(rows_w, rows_x, up, input_precision=PRECISION)
         if bias is not None:
             b_at = bias + e * N * HALVES + n
             acc += tl.load(b_at, mask=n < N, other=0.0).to(tl.float32)[:, None]
             if GLU:
                 up += tl.load(b_at + N, mask=n < N, other=0.0).to(tl.float32)[:, None]
         if GLU:
-            if CLAMPED:
-                acc = tl.minimum(acc, limit)
-                up = tl.minimum(tl.maximum(up, -limit), limit)
-                acc = (up + 1.0) * acc / (1.0 + tl.exp(-acc * alpha))
-            else:
-                acc = acc / (1.0 + tl.exp(-acc)) * up
+            acc = gated_tile(acc, up, alpha, limit, CLAMPED)
         if PAIRED:
             acc = acc * tl.load(weights + pair, mask=hit, other=0.0)[None, :]
         to = y + pair[None, :] * N + n[:, None]
@@ -199,19 +150,21 @@ def route_triton(logits_TE: Tensor, chosen: int, normed: bool) -> tuple[Tensor, 
 def expert_mlp_triton(x_TD: Tensor, weight_TC: Tensor, expert_TC: Tensor, experts: Experts) -> Tensor:
     (rows, chosen), width = expert_TC.shape, x_TD.shape[1]
     inner = experts.down_EDI.shape[2]
+    gate_up_EXD, down_EDI = experts.gate_up_EXD, experts.down_EDI
+    assert isinstance(gate_up_EXD, Tensor) and isinstance(down_EDI, Tensor)
     assert x_TD.stride(1) == 1 and weight_TC.is_contiguous() and expert_TC.is_contiguous()
     hidden_PI = x_TD.new_empty(rows * chosen, inner)
     y_PD = x_TD.new_empty(rows * chosen, width)
     if not rows:
         return torch.empty_like(x_TD)
-    _launch(x_TD, experts.gate_up_EXD, experts.gate_up_bias_EX, hidden_PI, weight_TC, expert_TC, experts, paired=False)
-    _launch(hidden_PI, experts.down_EDI, experts.down_bias_ED, y_PD, weight_TC, expert_TC, experts, paired=True)
+    _launch(x_TD, gate_up_EXD, experts.gate_up_bias_EX, hidden_PI, weight_TC, expert_TC, experts, paired=False)
+    _launch(hidden_PI, down_EDI, experts.down_bias_ED, y_PD, weight_TC, expert_TC, experts, paired=True)
     return y_PD.view(rows, chosen, width).sum(1)
 
 
 def _launch(
     x: Tensor,
-    w: Tensor | Packed,
+    w: Tensor,
     bias: Tensor | None,
     y: Tensor,
     weight_TC: Tensor,
@@ -220,21 +173,17 @@ def _launch(
     paired: bool,
 ) -> None:
     (rows, chosen), columns, depth = expert_TC.shape, y.shape[1], x.shape[1]
-    packed = isinstance(w, Packed)
-    data, exponents = (w.words_ERW, w.exponents_ERG) if isinstance(w, Packed) else (w, None)
-    assert data.is_contiguous() and (bias is None or bias.is_contiguous())
-    assert data.dtype == (torch.int16 if packed else x.dtype)
+    assert w.is_contiguous() and (bias is None or bias.is_contiguous()) and w.dtype == x.dtype
     block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
-    block_n, block_k, warps, stages = TILES[packed, paired]
+    block_n, block_k, warps, stages = TILES[paired]
     if x.dtype == torch.float32:
         # With four stages Triton 3.6 made wrong addresses where a width was odd: its compiler took the upper half of a
         # 64-bit product for that of a 32-bit one.
-        block_n, block_k, warps, stages = 32, block_k if packed else 32, 4, 3
+        block_n, block_k, warps, stages = 32, 32, 4, 3
     clamp = experts.clamp
     _experts_kernel[(triton.cdiv(columns, block_n), len(w), triton.cdiv(rows, block_m))](
         x,
-        data,
-        exponents,
+        w,
         bias,
         expert_TC,
         weight_TC,
@@ -243,8 +192,6 @@ def _launch(
         columns,
         depth,
         x.stride(0),
-        data.shape[2],
-        exponents.shape[2] if exponents is not None else 0,
         clamp.alpha if clamp is not None else 0.0,
         clamp.limit if clamp is not None else 0.0,
         CHOSEN=chosen,
@@ -257,8 +204,6 @@ def _launch(
         BLOCK_K=block_k,
         EVEN_K=depth % block_k == 0,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        PACKED=packed,
-        ASM=packed and in_ptx(x.dtype),
         num_warps=warps,
         num_stages=stages,
     )

@@ -1,11 +1,13 @@
 """Weights of four bits: MXFP4, two numbers to a byte and a power of 2 for every 32 of them along the input.
 
 Files have neighbours side by side. Here four numbers make a word of 16 bits, those that lie 8 places apart, so that a
-kernel has its numbers two to a register without moving any, and meets whole runs of the input's columns. For a block
-of 8 instead of 32, numbers a to h: files have ab cd ef gh (the first is the lower half of its byte), this has aceg
-bdfh. Rows of exponents are filled up to whole runs of 16 bytes, so that a kernel can fetch several at once.
+kernel has its numbers two to a register without moving any, in the order in which a product of matrices wants them. For
+a block of 8 instead of 32, numbers a to h: files have ab cd ef gh (the first is the lower half of its byte), this has
+aceg bdfh. Within a word of numbers a to d, capitals for signs, bits lie as ADdBddCaaabbbccc: one shift brings those of
+each of the first three to where a bf16 has them, and three bring the last one's (its high, low and middle bit). Rows of
+exponents are filled up to whole runs of 16 bytes, so that a kernel can fetch several at once.
 
-Every such number is exact in bf16. Only what an exponent of 0, 2^-127, belongs to a kernel takes for 0.
+Every such number is exact in bf16. What an exponent of 0, 2^-127, belongs to a kernel may take for 0.
 
 Shapes: E experts, R rows of one, K columns, W = K / 4 words, G = K / 32 blocks, or more as said.
 """
@@ -23,6 +25,9 @@ from peagle.kernels.launching import HAVE_TRITON, INTERPRETED
 BLOCK = 32  # numbers that share an exponent
 RUN = 16  # exponents that a row has a multiple of
 BIAS = 127  # of the exponent as it is stored
+
+# An exponent up to which a kernel has a number in one product; weights of 12 and more have larger ones.
+LARGEST = 128
 
 # What four bits mean: a sign, two bits of exponent, one of fraction.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -57,8 +62,12 @@ def packed_widths(columns: int) -> tuple[int, int]:
 def words_of(blocks: Tensor) -> Tensor:
     """[..., G, 16] bytes as files have them -> [..., W]."""
     numbers = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2)
-    first, second, third, fourth = numbers.chunk(4, -1)
-    return torch.stack([first | second << 4, third | fourth << 4], -1).view(torch.int16).flatten(-3)
+    first, second, third, fourth = numbers.to(torch.int16).chunk(4, -1)
+    words = (first & 7) << 6 | (first & 8) << 12
+    words |= (second & 7) << 3 | (second & 8) << 9
+    words |= (third & 7) | (third & 8) << 6
+    words |= (fourth & 13) << 11 | (fourth & 2) << 9
+    return words.flatten(-2)
 
 
 def exponents_of(scales: Tensor) -> Tensor:
@@ -68,8 +77,14 @@ def exponents_of(scales: Tensor) -> Tensor:
 
 def unpacked(words: Tensor, exponents: Tensor) -> Tensor:
     """[..., W] words and [..., G] exponents -> [..., K], bf16."""
-    low, high = words[..., None].contiguous().view(torch.uint8).unflatten(-2, (-1, BLOCK // 4)).unbind(-1)
-    codes = torch.cat([low & 15, low >> 4, high & 15, high >> 4], -1)
+    bits = words.unflatten(-1, (-1, BLOCK // 4))
+    numbers = (
+        bits >> 6 & 7 | bits >> 12 & 8,
+        bits >> 3 & 7 | bits >> 9 & 8,
+        bits & 7 | bits >> 6 & 8,
+        bits >> 11 & 13 | bits >> 9 & 2,
+    )
+    codes = torch.cat(numbers, -1)
     return scaled(codes, exponents[..., : codes.shape[-2]])
 
 
