@@ -296,7 +296,8 @@ class Session:
                 process.wait()
         text = (folder / "log.txt").read_text(errors="replace")
         if process.returncode:
-            print(text[-3000:], flush=True)
+            where = text.rfind("most recent call first")  # of a worker that ran out of time: its innermost frames
+            print(text[-3000:] if where < 0 else text[where : where + 3000], flush=True)
             if seen == 0 and process.returncode > 0:
                 self.results["notes"].append(f"{job['variant']} ended with {process.returncode}: {text[-600:]}")
         self.save()

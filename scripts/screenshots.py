@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Pictures of a report for the documentation, taken in headless Chromium.
 
-    python scripts/screenshots.py benchmarks/results/h200-speed.json benchmarks/results/h200-acceptance.json
+    python scripts/screenshots.py benchmarks/results/h200-{speed,speed-vllm,acceptance}.json
     python scripts/screenshots.py RESULT.json ... --out docs/images
 
 Writes report-light.png and report-dark.png (the top of the page at 1280 px), report-phone.png (400 px), and one
