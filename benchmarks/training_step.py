@@ -271,6 +271,9 @@ class Session:
         lines.touch()
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         env = os.environ | {"PYTHONPATH": path, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+        if job["variant"].startswith("speculators"):
+            # by the worker itself, so that it can say what it compiles: a pool of compilers never answered
+            env["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
         command = [sys.executable, str(Path(__file__).resolve()), "--worker", str(file)]
         self.say(f"measuring {job['variant']} at {lengths}, {limit - time.time():.0f} s at most")
         seen = 0

@@ -11,8 +11,8 @@ either side of FEW for large ones. Weights are the left operand of every product
 many rows there are, each output sums the same products in the same order by the same instruction: 16 of K at a time,
 one after another, whatever stages, warps and tiles are. That takes two configurations to be of one `kind`: both without
 a split of K, or the same one (parts are summed in order), both below 64 columns (mma.sync) or not (wgmma), and the same
-`chains`. Small shapes have several: an instruction waits for the last one on its sum, so steps of block_k go to some sums
-in turns, which are added up in the end. With one chain block_k is free too.
+`chains`. Small shapes have several: an instruction waits for the last one on its sum, so steps of block_k go to some
+sums in turns, which are added up in the end. With one chain block_k is free too.
 Sums of squares are taken in fp64, where their order does not show, so 1 / rms is the same by every kernel here.
 
 Large shapes whose two configurations differ in kind: (4096, 4096) and (4096, 14336), as o and down of 8 billion
