@@ -31,7 +31,7 @@ from peagle.measuring.plan import make_plan
 from peagle.measuring.plan_shapes import CONFIGS, target_shape
 from peagle.measuring.roofline import Batch, Engine, Machine, head_seconds, layers_seconds, round_seconds
 
-FREE = Engine("free", 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0)
+FREE = Engine("free", 1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0)
 READING = Machine(replace(GPUS["h200"], bandwidth=1.0, matrix_rate=1e99), FREE)  # its seconds are bytes
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
 SMALL |= {"head_dim": 16, "vocab_size": 99, "num_hidden_layers": 4, "num_experts_per_tok": 2}

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from peagle.config import Helped, PlanSettings
 from peagle.errors import UserError
 from peagle.measuring.plan_curve import Curve
-from peagle.measuring.plan_shapes import DrafterShape, Shape
+from peagle.measuring.plan_shapes import MXFP4_BYTES, DrafterShape, Shape
 from peagle.measuring.results import PlanRow
 from peagle.measuring.roofline import ENGINES, Engine, Machine, needed_bytes, prompt_seconds, round_seconds
 
@@ -52,11 +52,14 @@ class Plan:
 
 
 def choose_engine(asked: str, target: Shape, tensor_parallel: int) -> Engine:
-    """The embedded engine was measured with plain weights without experts, and runs on one GPU; vLLM the rest."""
-    able = tensor_parallel == 1 and not any(target.moe) and target.weight_bytes >= 2
-    if asked == "embedded" and not able:
-        why = "experts" if any(target.moe) else "several GPUs" if tensor_parallel > 1 else "quantized weights"
+    """The embedded engine runs on one GPU, and was measured with bf16 weights and experts of four bits; of experts only
+    for few rows, so vLLM is taken for them unless asked otherwise."""
+    experts = any(target.moe)
+    plain = target.weight_bytes >= 2 and (not experts or target.expert_bytes in (2.0, MXFP4_BYTES))
+    if asked == "embedded" and (tensor_parallel > 1 or not plain):
+        why = "several GPUs" if tensor_parallel > 1 else "weights quantized in this way"
         raise UserError(f"--engine embedded: nothing is known of its speed with {why}; use --engine vllm")
+    able = tensor_parallel == 1 and plain and not experts
     return ENGINES["embedded" if asked == "embedded" or (asked == "auto" and able) else "vllm"]
 
 
@@ -65,6 +68,8 @@ def make_plan(machine: Machine, target: Shape, contenders: list[Contender], sett
     guesses = {c.curve.source for c in contenders if c.curve.guessed}
     notes = [f"acceptance is {source}: give --rates, --acceptance-length or --results" for source in sorted(guesses)]
     notes += [f"{NAMES[c.method]} is taken to accept as much: give --eagle3-rates" for c in contenders if c.borrowed]
+    if machine.engine.name == "embedded" and any(target.moe):
+        notes.append("with experts, rounds of more than 64 rows come out 30 to 75% too fast")
     loads, refused = _fitting(machine, target, contenders, settings)
     notes += refused
     rows = [row for c in loads for row in _rows(machine, target, contenders, settings, c)]

@@ -26,14 +26,15 @@ class Engine:
     memory_share: float  # of the bandwidth, when reading weights
     cache_share: float  # of the bandwidth, when reading keys and values
     matrix_share: float  # of the matrix rate
+    packed_share: float  # of the bandwidth, when reading experts of four bits
     layer_s: float  # a layer takes no less: launches and waits of its kernels
     expert_layer_s: float  # nor does one with experts
     pass_s: float  # of each pass of the drafter, beside its work
     draft_host_s: float  # a round with drafts takes no less: the host's work
 
 
-EMBEDDED = Engine("embedded", 0.81, 0.63, 0.70, 24e-6, 24e-6, 0.0, 0.0)
-VLLM = Engine("vllm", 0.77, 0.85, 0.62, 59e-6, 165e-6, 0.1e-3, 4.9e-3)
+EMBEDDED = Engine("embedded", 0.79, 0.63, 0.70, 0.40, 18e-6, 70e-6, 0.0, 0.0)
+VLLM = Engine("vllm", 0.77, 0.85, 0.62, 0.77, 59e-6, 165e-6, 0.1e-3, 4.9e-3)
 ENGINES = {engine.name: engine for engine in (EMBEDDED, VLLM)}
 
 
@@ -118,7 +119,9 @@ def layers_seconds(machine: Machine, shape: Shape, batch: Batch) -> float:
         every = shape.attention_weights(layer) + shape.mlp_weights(layer)
         read, computed = every * shape.weight_bytes, 2.0 * every * rows
         if moe:
-            read += shape.experts_touched(rows) * shape.expert_weights * shape.expert_bytes
+            engine, packed = machine.engine, shape.expert_bytes < 1.0
+            slower = engine.memory_share / engine.packed_share if packed else 1.0
+            read += shape.experts_touched(rows) * shape.expert_weights * shape.expert_bytes * slower
             computed += 2.0 * shape.active * shape.expert_weights * rows
         seen = batch.seen(window)
         cached = batch.requests * seen * 2 * kv_heads * head_dim * shape.kv_bytes
