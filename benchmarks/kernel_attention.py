@@ -34,13 +34,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from peagle.kernels.paged_attention import Pages, even_causal, paged_attention_torch, varlen_causal
-from peagle.kernels.paged_attention_triton import (
-    Launch,
-    PrefillLaunch,
-    choose_launch,
-    paged_attention_triton,
-    prefill_attention_triton,
-)
+from peagle.kernels.paged_attention_triton import paged_attention_triton
+from peagle.kernels.paged_launches import Launch, choose_launch
+from peagle.kernels.prefill_attention_triton import PrefillLaunch, prefill_attention_triton
 from peagle.kernels.rotary import Rotation, split_rotate_torch
 from peagle.kernels.rotary_triton import split_rotate_triton
 

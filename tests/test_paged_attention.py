@@ -202,7 +202,8 @@ def triton_paged(
     programs: int = 0,
 ) -> None:
     """`turn`: "" (q and k come rotated), "plain" or "norm"."""
-    from peagle.kernels.paged_attention_triton import Launch, paged_attention_triton
+    from peagle.kernels.paged_attention_triton import paged_attention_triton
+    from peagle.kernels.paged_launches import Launch
 
     case.build(dtype, device)
     pages = case.pages(device)
@@ -250,7 +251,7 @@ def triton_bits(case: Case, dtype: torch.dtype, device: str, launches: list, tur
 
 
 def triton_prefill(case: Case, dtype: torch.dtype, device: str, rows: int, tile: int) -> None:
-    from peagle.kernels.paged_attention_triton import PrefillLaunch, prefill_attention_triton
+    from peagle.kernels.prefill_attention_triton import PrefillLaunch, prefill_attention_triton
 
     case.build(dtype, device)
     pages = case.pages(device, 0 if not any(case.starts) else None)
@@ -311,7 +312,9 @@ def test_triton_in_the_interpreter() -> None:
 
 
 def check_in_the_interpreter() -> None:
-    from peagle.kernels.paged_attention_triton import Launch, paged_attention_triton, prefill_attention_triton
+    from peagle.kernels.paged_attention_triton import paged_attention_triton
+    from peagle.kernels.paged_launches import Launch
+    from peagle.kernels.prefill_attention_triton import prefill_attention_triton
 
     mend_interpreter()
     # A kernel takes a second or so here: no shrinking, which would take minutes.
@@ -438,7 +441,7 @@ def test_programs_have_all_tiles_between_them_a_share_at_a_time() -> None:
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_what_decides_the_bits_depends_on_no_batch_but_a_large_one(heads, kv_heads, width, dtype) -> None:
-    from peagle.kernels.paged_attention_triton import choose_launch
+    from peagle.kernels.paged_launches import choose_launch
 
     def decisive(batch: int, rows: int, blocks: int, max_context: int | None = None) -> tuple[int, ...]:
         ints = torch.zeros(batch, dtype=torch.int32)
@@ -463,7 +466,8 @@ def test_no_two_kinds_of_operand_have_one_address(rows: int) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from peagle.kernels.paged_attention_triton import _paged_kernel, choose_launch
+    from peagle.kernels.paged_attention_triton import _paged_kernel
+    from peagle.kernels.paged_launches import choose_launch
 
     ints = torch.zeros(1, dtype=torch.int32)
     pages = Pages(torch.zeros(1, 24, dtype=torch.int32), ints, ints, rows)

@@ -334,7 +334,7 @@ def prefill_attention(
     """The same for sequences of differing numbers of rows, `pages.cu_rows_B1`, up to whole prompts."""
     if not _takes_triton(q_THd):
         return paged_attention_torch(q_THd, k_TGd, v_TGd, cache_k, cache_v, pages, window, sinks)
-    from peagle.kernels.paged_attention_triton import prefill_attention_triton, write_rows_triton
+    from peagle.kernels.prefill_attention_triton import prefill_attention_triton, write_rows_triton
 
     plain = pages.max_context == 0 and window is None and sinks is None and q_THd.dtype != torch.float32
     if plain and q_THd.shape[-1] <= _LIBRARY_WIDTH:

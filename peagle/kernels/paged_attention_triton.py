@@ -1,5 +1,6 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, check-untyped-defs=False
-"""The Triton versions of paged_attention.py: nothing on the host depends on a length, so CUDA graphs can hold them.
+"""Attention of few rows a sequence over pages, in Triton: rounds. Nothing on the host depends on a length, so CUDA
+graphs can hold it.
 
 `_paged_kernel`: a program has one sequence, one key/value head and some shares of the keys, for all rows and all heads
 that share the keys, which are thus read once.
@@ -21,8 +22,6 @@ With shares 0, 1, 2 for 7 tiles and 2 programs, tiles in the order in which they
 
 `_combine_kernel`: adds up the shares, for all batches in one order.
 
-`_prefill_kernel`: a program has one tile of rows and one head.
-
 Programmatic dependent launch: a kernel that starts early may, before it waits, read only what was written ahead of
 some normally launched kernel that came before it. Such a kernel starts when all before it have ended; its early
 successors may start while any number of the kernels between it and them still run. Here that is block tables, starts
@@ -36,7 +35,6 @@ With TRITON_INTERPRET=1 in the environment, set before the import, the launchers
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -45,28 +43,14 @@ from torch import Tensor
 
 from peagle.config import Chunked, Window
 from peagle.kernels.paged_attention import Pages
+from peagle.kernels.paged_launches import Launch, choose_launch, most_tiles
 from peagle.kernels.rotary import Rotation
 from peagle.kernels.rotary_triton import inverse_rms, rotated
 
 
 @triton.jit
-def _step(scores, v, best, total, acc, GUARD: tl.constexpr, PRECISION: tl.constexpr):
-    """One tile into the running softmax. GUARD: a row may have seen nothing yet."""
-    new = tl.maximum(best, tl.max(scores, 1))
-    ref = new
-    if GUARD:
-        ref = tl.where(new == float("-inf"), 0.0, new)
-    keep = tl.exp2(best - ref)
-    p = tl.exp2(scores - ref[:, None])
-    total = total * keep + tl.sum(p, 1)
-    acc = acc * keep[:, None]
-    acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
-    return new, total, acc
-
-
-@triton.jit
 def _step_by_keys(scores, v, best, total, acc, PRECISION: tl.constexpr):
-    """The same for [keys, queries]; `total` stays one sum per slot of the tile, added up at the end."""
+    """One tile into the running softmax, [keys, queries]; `total` stays one sum per slot of it, added up at the end."""
     new = tl.maximum(best, tl.max(scores, 0))
     ref = tl.where(new == float("-inf"), 0.0, new)
     keep = tl.exp2(best - ref)[None, :]
@@ -77,7 +61,7 @@ def _step_by_keys(scores, v, best, total, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _first_seen(position, window, WINDOWED: tl.constexpr):
+def first_seen(position, window, WINDOWED: tl.constexpr):
     """Of a row; WINDOWED is 1 for a window that slides, 2 for a chunk."""
     if WINDOWED == 2:
         return position // window * window
@@ -90,7 +74,7 @@ def _shares(start, live, splits, window, TILE: tl.constexpr, WINDOWED: tl.conste
     """First tile seen, tile after the last, and how many shares have a tile; every kernel must find the same."""
     low = 0
     if WINDOWED:
-        low = tl.maximum(_first_seen(start, window, WINDOWED), 0) // TILE
+        low = tl.maximum(first_seen(start, window, WINDOWED), 0) // TILE
     tiles = tl.maximum((start + live + TILE - 1) // TILE, 1)
     return low, tiles, tl.minimum(tiles - low, splits)
 
@@ -136,7 +120,7 @@ def _sum_over_keys(total, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _sunk(total, best, sink):
+def sunk(total, best, sink):
     """A sum of powers of 2, relative to the `best` score, with a sink's share in it. A row that has seen nothing gets
     all of infinity, and with it 0."""
     return total + tl.exp2(sink.to(tl.float32) * 1.4426950408889634 - best)
@@ -359,7 +343,7 @@ def _paged_kernel(
         scores = tl.dot(keys, queries, input_precision=PRECISION) * scale
         seen = pos[:, None] <= own[None, :]
         if WINDOWED:
-            seen = seen & (pos[:, None] >= _first_seen(own, window, WINDOWED)[None, :])
+            seen = seen & (pos[:, None] >= first_seen(own, window, WINDOWED)[None, :])
         scores = tl.where(seen, scores, float("-inf"))
         if D > 256:
             # Where nothing is loaded ahead, values take the place that keys had in shared memory. Were both there at
@@ -378,7 +362,7 @@ def _paged_kernel(
         sum_of = _sum_over_keys(total, PRECISION)
         if used == 1:
             if SINKS:
-                sum_of = _sunk(sum_of, best, tl.load(sinks + head, mask=valid, other=0.0))
+                sum_of = sunk(sum_of, best, tl.load(sinks + head, mask=valid, other=0.0))
             result = acc / tl.where(sum_of > 0.0, sum_of, 1.0)[None, :]
             out_at = out + (row * (G * GROUP * D) + head * D)[None, :] + cols[:, None]
             tl.store(out_at, result.to(out.dtype.element_ty), mask=valid[None, :])
@@ -442,257 +426,23 @@ def _combine_kernel(
     acc = tl.sum(weight[:, :, None] * part, 1)
     head = g * GROUP + m % GROUP
     if SINKS:
-        total = _sunk(total, top, tl.load(sinks + head, mask=valid, other=0.0))
+        total = sunk(total, top, tl.load(sinks + head, mask=valid, other=0.0))
     result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     row = b.to(tl.int64) * rows + m // GROUP
     to = out + (row * (G * GROUP) * D + head * D)[:, None] + cols[None, :]
     tl.store(to, result.to(out.dtype.element_ty), mask=valid[:, None])
 
 
-@triton.jit(do_not_specialize=["window"])
-def _prefill_kernel(
-    q,
-    k,
-    v,
-    sinks,
-    cache_k,
-    cache_v,
-    out,
-    tables,
-    starts,
-    lives,
-    offsets,
-    window,
-    table_row,
-    q_row,
-    q_head,
-    k_row,
-    k_head,
-    v_row,
-    v_head,
-    block_step,
-    slot_step,
-    head_step,
-    scale,
-    H: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    SINKS: tl.constexpr,
-    CONTEXT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    tl.static_assert(ROWS % TILE == 0)
-    # The last rows see the most keys: they go first, so that short programs fill the end.
-    row0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
-    h = tl.program_id(1)
-    g = h // GROUP
-    b = tl.program_id(2)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    offset = tl.load(offsets + b).to(tl.int64)
-    count = (tl.load(offsets + b + 1) - offset).to(tl.int32)
-    if row0 >= count:
-        return
-    # Padding may hold anything, nan included: no key of it is loaded, and a tile of nothing else computes nothing.
-    live = tl.load(lives + b).to(tl.int32)
-    start = 0
-    if CONTEXT:
-        start = tl.where(row0 < live, tl.load(starts + b).to(tl.int32), 0)
-    j = row0 + tl.arange(0, ROWS)
-    valid = j < count
-    cols = tl.arange(0, D)
-    slots = tl.arange(0, TILE)
-    queries = tl.load(q + ((offset + j) * q_row + h * q_head)[:, None] + cols[None, :], mask=valid[:, None], other=0.0)
-    best = tl.zeros((ROWS,), tl.float32) - float("inf")
-    total = tl.zeros((ROWS,), tl.float32)
-    acc = tl.zeros((ROWS, D), tl.float32)
-
-    if CONTEXT:
-        table = tables + b.to(tl.int64) * table_row
-        low = 0
-        if WINDOWED:
-            low = tl.maximum(_first_seen(start + row0, window, WINDOWED), 0) // TILE * TILE
-        for n in range(low, start, TILE):
-            pos = n + slots
-            old = pos < start
-            block = tl.load(table + pos // BLOCK, mask=old, other=0).to(tl.int64)
-            at = (block * block_step + (pos % BLOCK) * slot_step + g * head_step)[:, None] + cols[None, :]
-            keys = tl.load(cache_k + at, mask=old[:, None], other=0.0)
-            values = tl.load(cache_v + at, mask=old[:, None], other=0.0)
-            scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
-            seen = old[None, :]
-            if WINDOWED:
-                seen = seen & (pos[None, :] >= _first_seen(start + j, window, WINDOWED)[:, None])
-            scores = tl.where(seen, scores, float("-inf"))
-            best, total, acc = _step(scores, values, best, total, acc, WINDOWED, PRECISION)
-
-    k += offset * k_row + g * k_head
-    v += offset * v_row + g * v_head
-    low_row = 0
-    if WINDOWED:
-        low_row = tl.maximum(_first_seen(start + row0, window, WINDOWED) - start, 0) // TILE * TILE
-    for n in range(low_row, tl.where(row0 < live, row0, 0), TILE):
-        new = n + slots
-        keys = tl.load(k + (new * k_row.to(tl.int64))[:, None] + cols[None, :])
-        values = tl.load(v + (new * v_row.to(tl.int64))[:, None] + cols[None, :])
-        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
-        if WINDOWED:
-            seen = start + new[None, :] >= _first_seen(start + j, window, WINDOWED)[:, None]
-            scores = tl.where(seen, scores, float("-inf"))
-        best, total, acc = _step(scores, values, best, total, acc, WINDOWED, PRECISION)
-
-    for n in range(row0, tl.minimum(row0 + ROWS, live), TILE):
-        new = n + slots
-        fresh = new < live
-        keys = tl.load(k + (new * k_row.to(tl.int64))[:, None] + cols[None, :], mask=fresh[:, None], other=0.0)
-        values = tl.load(v + (new * v_row.to(tl.int64))[:, None] + cols[None, :], mask=fresh[:, None], other=0.0)
-        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
-        seen = new[None, :] <= j[:, None]
-        if WINDOWED:
-            seen = seen & (start + new[None, :] >= _first_seen(start + j, window, WINDOWED)[:, None])
-        scores = tl.where(seen, scores, float("-inf"))
-        best, total, acc = _step(scores, values, best, total, acc, True, PRECISION)
-
-    if SINKS:
-        total = _sunk(total, best, tl.load(sinks + h))
-    result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-    to = out + ((offset + j) * (H * D) + h * D)[:, None] + cols[None, :]
-    tl.store(to, result.to(out.dtype.element_ty), mask=valid[:, None])
-
-
-@triton.jit
-def _write_kernel(
-    k,
-    v,
-    cache_k,
-    cache_v,
-    tables,
-    starts,
-    lives,
-    offsets,
-    table_row,
-    k_row,
-    k_head,
-    v_row,
-    v_head,
-    block_step,
-    slot_step,
-    head_step,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    g = tl.program_id(1)
-    b = tl.program_id(2)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    j = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    live = j < tl.load(lives + b)
-    pos = tl.load(starts + b) + j
-    block = tl.load(tables + b.to(tl.int64) * table_row + pos // BLOCK, mask=live, other=0).to(tl.int64)
-    row = tl.load(offsets + b).to(tl.int64) + j
-    cols = tl.arange(0, D)[None, :]
-    at = (block * block_step + (pos % BLOCK) * slot_step + g * head_step)[:, None] + cols
-    mask = live[:, None]
-    tl.store(cache_k + at, tl.load(k + (row * k_row + g * k_head)[:, None] + cols, mask=mask, other=0.0), mask=mask)
-    tl.store(cache_v + at, tl.load(v + (row * v_row + g * v_head)[:, None] + cols, mask=mask, other=0.0), mask=mask)
-
-
-@dataclass(frozen=True)
-class Launch:
-    """What the paged kernel is compiled and launched with. Tile, splits and warps decide which keys are added up with
-    which, and must not depend on the batch; the others are for speed alone."""
-
-    tile: int  # keys at a time
-    queries: int  # rows x heads of a group at a time; more go to several programs
-    splits: int  # shares
-    warps: int
-    stages: int
-    ahead: int  # tiles asked into the L2 ahead of their use: a power of two, or 0: none
-    programs: int = 0  # for the shares; 0: one each
-
-
-@dataclass(frozen=True)
-class PrefillLaunch:
-    rows: int
-    tile: int
-    warps: int
-    stages: int
-
-
-# Programs per multiprocessor that splitting the keys aims for.
-_FILL = 1
-_MAX_SPLITS = 32
-_LONG_SPLITS = 4  # from here on asking for tiles ahead pays
-_MIN_QUERIES, _MAX_QUERIES = 16, 64
 _NEW_ROWS = 16  # written to the cache at a time
-_WIDE_PREFILL_ROWS = 4096
-
-_sm_counts: dict[torch.device, int] = {}
 
 
-def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 132  # the interpreter: as on an H200
-    if device not in _sm_counts:
-        _sm_counts[device] = torch.cuda.get_device_properties(device).multi_processor_count
-    return _sm_counts[device]
-
-
-def _most_tiles(pages: Pages, block_size: int, tile: int) -> int:
-    """That a sequence can have, its new rows included."""
-    most = pages.block_tables_BM.shape[1] * block_size
-    if pages.max_context is not None:
-        most = min(most, pages.max_context + pages.max_rows)
-    return max(1, triton.cdiv(most, tile))
-
-
-def choose_launch(
-    pages: Pages, heads: int, kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype, device: torch.device
-) -> Launch:
-    """Nothing that decides which keys are added up with which depends on the number of rows, of requests, or on the
-    longest context; but for one step, from few requests to many."""
-    batch = len(pages.block_tables_BM)
-    queries = max(_MIN_QUERIES, triton.next_power_of_2(pages.max_rows * (heads // kv_heads)))
-    processors = _FILL * _multiprocessors(device)
-    # Few programs: each has its processor to itself, and what counts is how often it waits for memory. Many: several
-    # to a processor, which wait in turns.
-    few = batch * kv_heads <= processors
-    exact, wide = dtype == torch.float32, head_dim > 128  # of wide heads fewer keys fit at a time
-    tile = 32 if exact else 64 if head_dim < 128 or (wide and few) else 128 if few else 32
-    splits = max(1, min(processors // kv_heads, _MAX_SPLITS)) if few else 1
-    programs = max(1, min(processors // (batch * kv_heads), splits, _most_tiles(pages, block_size, tile)))
-    if head_dim > 256:  # a tile's keys and values are 128 KiB: no room to load another's ahead, nor for as many queries
-        return Launch(tile, min(queries, 32), splits, warps=8, stages=1, ahead=0, programs=programs)
-    if exact:
-        return Launch(tile, min(queries, 32), splits, warps=4, stages=2, ahead=0, programs=programs)
-    alone = few and (programs >= _LONG_SPLITS or head_dim < 128)  # a request's keys are cut into many short pieces
-    return Launch(
-        tile=tile,
-        queries=min(queries, _MAX_QUERIES),
-        splits=splits,
-        warps=8 if wide else max(4, tile // 16),
-        stages=2 if wide or (few and not alone) else 3,
-        ahead=256 // tile if alone else 0,
-        programs=programs,
-    )
-
-
-def _cache_steps(cache_k: Tensor, cache_v: Tensor) -> tuple[int, int, int]:
+def cache_steps(cache_k: Tensor, cache_v: Tensor) -> tuple[int, int, int]:
     block_step, slot_step, head_step, one = cache_k.stride()
     assert cache_v.stride() == cache_k.stride() and one == 1
     return block_step, slot_step, head_step
 
 
-def _check(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, cache_k: Tensor) -> None:
+def check_heads(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, cache_k: Tensor) -> None:
     width = q_THd.shape[-1]
     if width & (width - 1) or width < 16:
         raise ValueError(f"head width {width}: the Triton attention takes powers of two from 16")
@@ -700,7 +450,7 @@ def _check(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, cache_k: Tensor) -> None
     assert q_THd.dtype == k_TGd.dtype == v_TGd.dtype == cache_k.dtype
 
 
-def _kind_of(window: Window) -> tuple[int, int]:
+def kind_of(window: Window) -> tuple[int, int]:
     """What kernels call WINDOWED, and how wide it is."""
     if isinstance(window, Chunked):
         return 2, window.size
@@ -720,8 +470,8 @@ def paged_attention_triton(
     rotation: Rotation | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    _check(q_THd, k_TGd, v_TGd, cache_k)
-    kind, span = _kind_of(window)
+    check_heads(q_THd, k_TGd, v_TGd, cache_k)
+    kind, span = kind_of(window)
     pdl = pdl and q_THd.is_cuda  # the interpreter knows nothing of it
     total_rows, heads, width = q_THd.shape
     block_size, kv_heads = cache_k.shape[1:3]
@@ -731,7 +481,7 @@ def paged_attention_triton(
         launch = choose_launch(pages, heads, kv_heads, q_THd.shape[-1], block_size, q_THd.dtype, q_THd.device)
     assert launch.tile % block_size == 0 or block_size % launch.tile == 0
     programs = min(launch.programs or launch.splits, launch.splits)
-    steps = _cache_steps(cache_k, cache_v)
+    steps = cache_steps(cache_k, cache_v)
     ahead = launch.ahead if cache_k.is_cuda else 0  # the interpreter knows nothing of it
     cos = sin = q_norm = k_norm = q_THd  # not looked at, but typed
     sunk = q_THd if sinks is None else sinks
@@ -750,7 +500,7 @@ def paged_attention_triton(
     parts = torch.empty((shares, width), dtype=torch.float32, device=out.device)
     sums = torch.empty((shares, 2), dtype=torch.float32, device=out.device)
     shared = {"G": kv_heads, "GROUP": group, "D": width, "TILE": launch.tile}
-    whole = programs >= min(launch.splits, _most_tiles(pages, block_size, launch.tile))
+    whole = programs >= min(launch.splits, most_tiles(pages, block_size, launch.tile))
     shared |= {
         "WINDOWED": kind,
         "SINKS": sinks is not None,
@@ -818,97 +568,4 @@ def paged_attention_triton(
             SPLITS=split_block,
             num_warps=4,
         )
-    return out
-
-
-def write_rows_triton(
-    k_TGd: Tensor, v_TGd: Tensor, cache_k: Tensor, cache_v: Tensor, pages: Pages, pdl: bool = False
-) -> None:
-    """Keys and values of the live rows into the cache."""
-    block_size, kv_heads, width = cache_k.shape[1:]
-    block_rows = min(32, max(1, triton.next_power_of_2(pages.max_rows)))
-    _write_kernel[(triton.cdiv(pages.max_rows, block_rows), kv_heads, len(pages.starts_B))](
-        k_TGd,
-        v_TGd,
-        cache_k,
-        cache_v,
-        pages.block_tables_BM,
-        pages.starts_B,
-        pages.live_B,
-        pages.offsets_B1(),
-        pages.block_tables_BM.stride(0),
-        *k_TGd.stride()[:2],
-        *v_TGd.stride()[:2],
-        *_cache_steps(cache_k, cache_v),
-        D=width,
-        BLOCK=block_size,
-        ROWS=block_rows,
-        PDL=pdl,
-        launch_pdl=pdl,
-        num_warps=4,
-    )
-
-
-def prefill_attention_triton(
-    q_THd: Tensor,
-    k_TGd: Tensor,
-    v_TGd: Tensor,
-    cache_k: Tensor,
-    cache_v: Tensor,
-    pages: Pages,
-    window: Window,
-    pdl: bool = False,
-    launch: PrefillLaunch | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    _check(q_THd, k_TGd, v_TGd, cache_k)
-    kind, span = _kind_of(window)
-    pdl = pdl and q_THd.is_cuda  # the interpreter knows nothing of it
-    total_rows, heads, width = q_THd.shape
-    block_size, kv_heads = cache_k.shape[1:3]
-    exact = q_THd.dtype == torch.float32
-    if launch is None:
-        # Without cached keys wide tiles are faster from here on; with them, and for narrow heads, never.
-        wide = width == 128 and pages.max_context == 0 and pages.max_rows >= _WIDE_PREFILL_ROWS
-        launch = PrefillLaunch(32, 32, 4, 2) if exact else PrefillLaunch(128 if wide else 64, 64, 8 if wide else 4, 3)
-        if width > 256:
-            launch = PrefillLaunch(32, 16, 8, 1) if exact else PrefillLaunch(32, 32, 8, 2)
-        elif width > 128 and not exact:
-            launch = PrefillLaunch(64, 32, 8, 2)
-    write_rows_triton(k_TGd, v_TGd, cache_k, cache_v, pages, pdl)
-    out = torch.empty((total_rows, heads, width), dtype=q_THd.dtype, device=q_THd.device)
-    _prefill_kernel[(triton.cdiv(pages.max_rows, launch.rows), heads, len(pages.starts_B))](
-        q_THd,
-        k_TGd,
-        v_TGd,
-        q_THd if sinks is None else sinks,
-        cache_k,
-        cache_v,
-        out,
-        pages.block_tables_BM,
-        pages.starts_B,
-        pages.live_B,
-        pages.offsets_B1(),
-        span,
-        pages.block_tables_BM.stride(0),
-        *q_THd.stride()[:2],
-        *k_TGd.stride()[:2],
-        *v_TGd.stride()[:2],
-        *_cache_steps(cache_k, cache_v),
-        width**-0.5 * math.log2(math.e),
-        H=heads,
-        GROUP=heads // kv_heads,
-        D=width,
-        BLOCK=block_size,
-        ROWS=launch.rows,
-        TILE=launch.tile,
-        WINDOWED=kind,
-        SINKS=sinks is not None,
-        CONTEXT=pages.max_context != 0,
-        PRECISION="ieee" if exact else "tf32",
-        PDL=pdl,
-        launch_pdl=pdl,
-        num_warps=launch.warps,
-        num_stages=launch.stages,
-    )
     return out
