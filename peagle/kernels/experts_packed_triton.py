@@ -38,7 +38,9 @@ TILES = {
     ("some", False): (16, 64, 4, 3, None, 0),
     ("some", True): (16, 64, 4, 3, 72, 0),
     ("many", False): (64, 64, 4, 3, 168, 0),
-    ("many", True): (64, 128, 8, 3, 128, 0),
+    # With 128 rows and eight warps 15% faster, but ptxas then lets registers be written again that products under way
+    # may still read. All others it makes wait for each other, which costs time, but is safe.
+    ("many", True): (64, 64, 4, 3, 168, 0),
 }
 # Calls for a whole line of 128 bytes, where a step reads 64 of a row.
 _CALL = tl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
