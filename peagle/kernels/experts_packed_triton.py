@@ -234,6 +234,8 @@ def _launch(
     block_m, block_n, warps, stages, registers, called = TILES[kind, paired]
     if x.dtype == torch.float32:
         block_n, warps, stages, registers = 32, 4, 3, None
+    elif x.dtype == torch.float16:
+        stages = 1  # with more its products would go on while the next step's weights are unpacked, see TILES
     blocks = triton.cdiv(columns, block_n)
     # Tiles of one expert come one after another, so that the second has its weights from the cache.
     most_tiles = min(pairs, (pairs + count * (block_m - 1)) // block_m)
