@@ -24,26 +24,22 @@ from torch import Tensor
 from peagle.kernels.experts import Experts
 from peagle.kernels.experts_triton import gated_tile
 from peagle.kernels.mxfp4 import BLOCK, Packed
-from peagle.kernels.mxfp4_triton import in_ptx, unpacked_tile
+from peagle.kernels.mxfp4_triton import HAVE_PTX, in_ptx, unpacked_tile
 
 FEW_ROWS = 16  # up to here a tile holds all rows, and nothing has to be put in order
 SOME_ROWS = 128  # up to here experts have few pairs: small tiles
 # For up to FEW_ROWS, up to SOME_ROWS and more, by whether the product is the second one: pairs of a tile, rows of a
-# tile of weights, warps, tiles under way, registers of a thread if the compiler would take more, and how many steps
-# before it is read a run of weights is called for (0: never). From 64 rows and four warps on the product is Hopper's
-# own, which takes weights from registers; with fewer they would go through memory.
+# tile of weights, warps, tiles under way, and registers of a thread if the compiler would take more. From 64 rows and
+# four warps on the product is Hopper's own, which takes weights from registers; with fewer they would go through
+# memory.
 TILES = {
-    ("few", False): (16, 64, 4, 3, None, 0),
-    ("few", True): (16, 64, 4, 4, 72, 0),
-    ("some", False): (16, 64, 4, 3, None, 0),
-    ("some", True): (16, 64, 4, 3, 72, 0),
-    ("many", False): (64, 64, 4, 3, 168, 0),
-    # With 128 rows and eight warps 15% faster, but ptxas then lets registers be written again that products under way
-    # may still read. All others it makes wait for each other, which costs time, but is safe.
-    ("many", True): (64, 64, 4, 3, 168, 0),
+    ("few", False): (16, 64, 4, 3, None),
+    ("few", True): (16, 64, 4, 4, 72),
+    ("some", False): (16, 64, 4, 3, None),
+    ("some", True): (16, 64, 4, 3, 72),
+    ("many", False): (64, 64, 4, 3, 168),
+    ("many", True): (64, 64, 4, 3, 168),
 }
-# Calls for a whole line of 128 bytes, where a step reads 64 of a row.
-_CALL = tl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
 SCAN = 1024  # pairs that `_order_kernel` looks at in one go
 
 
@@ -89,6 +85,15 @@ def _exponents(at):
     return tl.reshape(tl.join(even, odd), (N, 4))
 
 
+@triton.jit
+def _ended(sums, ENDED: tl.constexpr):
+    """A product's sums, read at once. Else Triton lets it go on into the next step, whose weights may then be unpacked
+    into registers that it still reads."""
+    if ENDED:
+        sums = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [sums], dtype=tl.float32, is_pure=True, pack=1)
+    return sums
+
+
 @triton.jit(do_not_specialize=["T"])  # one compilation for all numbers of rows of a tile
 def _packed_kernel(
     x,
@@ -117,7 +122,7 @@ def _packed_kernel(
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
     ASM: tl.constexpr,
-    CALLED: tl.constexpr,
+    ENDED: tl.constexpr,
 ):
     """PAIRED: rows of x are pairs of row and expert already, and the result is weighted. CHOICES: CHOSEN rounded up.
     `ends`: pairs are in order, `chosen` is that order. Else a tile has the first rows, and `chosen` what they chose."""
@@ -155,27 +160,19 @@ def _packed_kernel(
         acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         steps = tl.cdiv(K, BLOCK_K)
-        if CALLED:
-            every = tl.arange(0, BLOCK_N * HALVES)
-            its = e.to(tl.int64) * N * HALVES + every // BLOCK_N * N
-            its += tl.minimum(block * BLOCK_N + every % BLOCK_N, N - 1)
         for step in range(0, steps):
-            if CALLED:
-                to_call = w + its * w_row + tl.minimum((step + CALLED) * (BLOCK_K // 8), w_row - 1)
-                tl.inline_asm_elementwise(_CALL, "=r,l", [to_call.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
             inside = step * (BLOCK_K // 8) + two < w_row
             rows_x = tl.load(x_at + step * BLOCK_K, mask=hit[None, :] & (step * BLOCK_K + k < K)[:, None], other=0.0)
             w_step = w_at + step * (BLOCK_K // 8)
             pairs = tl.load(w_step, mask=inside[None, :], other=0)
             s_step = s_at + step
             numbers = unpacked_tile(pairs, _exponents(s_step), ASM, x.dtype.element_ty)
-            acc = tl.dot(numbers, rows_x, acc, input_precision=PRECISION)
+            acc = _ended(tl.dot(numbers, rows_x, acc, input_precision=PRECISION), ENDED)
             if GLU:
                 pairs = tl.load(w_step + ups * w_row, mask=inside[None, :], other=0)
                 powers = _exponents(s_step + ups * exponents_row)
-                up = tl.dot(
-                    unpacked_tile(pairs, powers, ASM, x.dtype.element_ty), rows_x, up, input_precision=PRECISION
-                )
+                numbers = unpacked_tile(pairs, powers, ASM, x.dtype.element_ty)
+                up = _ended(tl.dot(numbers, rows_x, up, input_precision=PRECISION), ENDED)
         if bias is not None:
             b_at = bias + e * N * HALVES + n
             acc += tl.load(b_at, mask=n < N, other=0.0).to(tl.float32)[:, None]
@@ -231,11 +228,9 @@ def _launch(
     twos, fours = w.words_ERW.view(torch.int32), w.exponents_ERG.view(torch.int32)
     assert twos.is_contiguous() and fours.is_contiguous() and (bias is None or bias.is_contiguous())
     (rows, chosen), (pairs, columns), count = weight_TC.shape, y.shape, len(w)
-    block_m, block_n, warps, stages, registers, called = TILES[kind, paired]
+    block_m, block_n, warps, stages, registers = TILES[kind, paired]
     if x.dtype == torch.float32:
         block_n, warps, stages, registers = 32, 4, 3, None
-    elif x.dtype == torch.float16:
-        stages = 1  # with more its products would go on while the next step's weights are unpacked, see TILES
     blocks = triton.cdiv(columns, block_n)
     # Tiles of one expert come one after another, so that the second has its weights from the cache.
     most_tiles = min(pairs, (pairs + count * (block_m - 1)) // block_m)
@@ -267,7 +262,7 @@ def _launch(
         BLOCK_N=block_n,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         ASM=in_ptx(x.dtype),
-        CALLED=called if in_ptx(x.dtype) else 0,
+        ENDED=HAVE_PTX,
         num_warps=warps,
         num_stages=stages,
         **({} if registers is None or not in_ptx(x.dtype) else {"maxnreg": registers}),

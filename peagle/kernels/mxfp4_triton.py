@@ -62,6 +62,7 @@ _ONE_OF_FOUR = tl.constexpr(
 }"""
 )
 ROWS, WIDTH = 8, 1024  # of a tile that `unpacked_triton` unpacks
+HAVE_PTX = not INTERPRETED and torch.version.cuda is not None
 
 
 @triton.jit
@@ -162,7 +163,7 @@ def _unpack_kernel(
 
 
 def in_ptx(dtype: torch.dtype) -> bool:
-    return dtype == torch.bfloat16 and not INTERPRETED and torch.version.cuda is not None
+    return dtype == torch.bfloat16 and HAVE_PTX
 
 
 def unpacked_triton(words_ERW: Tensor, exponents_ERG: Tensor, dtype: torch.dtype) -> Tensor:
