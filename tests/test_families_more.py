@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -327,7 +328,7 @@ def test_gemma4_31b(tmp_path: Path) -> None:
     cfg = read_target_config(written(GEMMA4_31B, tmp_path))
     with torch.device("meta"):
         ours = Decoder(cfg)
-        theirs = Gemma4ForCausalLM(Gemma4TextConfig(**GEMMA4_31B["text_config"]))  # type: ignore[arg-type]
+        theirs = Gemma4ForCausalLM(Gemma4TextConfig(**copy.deepcopy(GEMMA4_31B["text_config"])))  # type: ignore[arg-type]
     counted = sum(p.numel() for p in ours.parameters())
     twice = 10 * 4 * 512 * 5376  # keys' weights as values'
     assert counted == sum(p.numel() for p in theirs.parameters()) + twice + 60 == decoder_parameters(cfg)

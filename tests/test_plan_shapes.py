@@ -3,6 +3,7 @@ caches against the engine's, keys that rows read against the rule by which atten
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -53,7 +54,7 @@ REFUSED_HERE = ("qwen3-moe-mixed",)  # by the engine, not by a plan
 
 
 def published(config: dict[str, Any]) -> Any:
-    text = config.get("text_config", config)
+    text = copy.deepcopy(config.get("text_config", config))  # transformers writes into what it is given
     text = {**text, "attn_temperature_tuning": bool(text.get("attn_temperature_tuning"))}  # a number in Llama 4's
     text.pop("quantization_config", None)
     return AutoModelForCausalLM.from_config(CONFIG_MAPPING[text["model_type"]](**text))
