@@ -112,6 +112,15 @@ def test_between_and_beyond_what_was_measured() -> None:
     assert DraftCount([0, 1, 5], CostTable({(1, 1): 1.0}))(1) == 1, "what was not measured is not chosen"
 
 
+def test_deep_rounds_only_as_far_as_they_were_measured() -> None:
+    """Drafts that are free and always hold: as many as there are costs for, but past all of them as many as may be."""
+    table = CostTable({(b, k): 1e-3 for b in (1, 8, 64) for k in CHOICES if k < 5 or b <= 8})
+    count = taught(DraftCount(CHOICES, table), 0.99, 500)
+    assert [count(b) for b in (1, 8, 9, 64)] == [5, 5, 3, 3] and count.best(65) == 3
+    assert {count(64) for _ in range(3 * EXPLORE_EVERY)} == {3}, "nor to look whether they would hold"
+    assert DraftCount(CHOICES, CostTable({(b, k): 1e-3 for b in (1, 4) for k in CHOICES})).best(100) == 5
+
+
 def test_a_table_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     table = linear_costs(1e-3, 1e-4)
     table.save(tmp_path / "costs.json", device="this one")

@@ -95,7 +95,7 @@ def tune(
     if curve is not None:
         count.acceptance.assume(curve.rates)
     loads = settings.concurrency or tuple(table.batches)
-    tuned = Tuned(subject, count, {load: vllm_config(llm, drafter, best_k(count, load)) for load in loads}, curve)
+    tuned = Tuned(subject, count, {load: vllm_config(llm, drafter, count.best(load)) for load in loads}, curve)
     document = Results("tune", stamp.done(), tuned.about(llm), tuned.rows(), finished=not missing)
     if results is not None:
         write_results(results, document)
@@ -126,7 +126,7 @@ class Tuned:
 
         count = self.count
         return [
-            TuneRow(batch, k, seconds * 1e3, count.tokens_per_second(batch, k), k == best_k(count, batch))
+            TuneRow(batch, k, seconds * 1e3, count.tokens_per_second(batch, k), k == count.best(batch))
             for (batch, k), seconds in sorted(count.table.seconds.items())
         ]
 
@@ -194,10 +194,6 @@ def _timed(llm: LLM, settings: TuneSettings, subject: Subject, out: Path | None,
     return table, missing
 
 
-def best_k(count: DraftCount, load: int) -> int:
-    return max(count.choices, key=lambda k: count.tokens_per_second(load, k))
-
-
 def vllm_config(llm: LLM, drafter: str, k: int) -> dict[str, Any] | None:
     """What vLLM's --speculative-config takes; None where no drafts are best. It wants a shipped drafter's folder."""
     from peagle.checkpoints.validate import speculative_config
@@ -213,7 +209,7 @@ def recommendation(count: DraftCount) -> str:
     """One sentence: which K up to which load."""
     spans: list[tuple[int, int]] = []  # K, the largest batch it is best for
     for batch in count.table.batches:
-        k = best_k(count, batch)
+        k = count.best(batch)
         if spans and spans[-1][0] == k:
             spans.pop()
         spans.append((k, batch))
@@ -231,7 +227,7 @@ def _show(llm: LLM, tuned: Tuned) -> None:
     for batch in table.batches:
         costs = [table.seconds.get((batch, k)) for k in count.choices]
         cells = [f"{s * 1e3:.2f}" if s is not None else "-" for s in costs]
-        best = best_k(count, batch)
+        best = count.best(batch)
         shown.add_row(str(batch), *cells, str(best), f"{count.tokens_per_second(batch, best):,.0f}")
     print_whole(shown)
     graphs, memory = llm.runner.graphs, llm.memory()

@@ -22,8 +22,8 @@ from peagle.kernels.paged_attention import Pages
 if TYPE_CHECKING:
     from peagle.engine.runner import Runner
 
-MOST_ROWS = 2048  # of the target's pass; where there is a choice of drafts, larger rounds are not worth recording
-
+# Rows of the target's pass. Where there is a choice of drafts, larger rounds are not worth recording; deep ones less.
+MOST_ROWS, DEEP, DEEP_ROWS = 2048, 8, 256
 
 CHUNK_ROWS = (64, 128, 192, 256, 384, 512, 1024, 2048, 3072, 4096, 6144, 8192)
 LARGE = 2e9  # parameters; from here on the GPU is busy longer than the host with anything but short prompts
@@ -38,6 +38,11 @@ def batch_sizes(most: int) -> list[int]:
         sizes.append(size)
         size = size * 2 if size < 16 else size + max(8, 1 << (size.bit_length() - 2))
     return [*sizes, most]
+
+
+def worth_recording(size: int, k: int, choices: Sequence[int]) -> bool:
+    """At every size something is: the one choice there is, or the smallest."""
+    return k == choices[0] or size * (k + 1) <= (MOST_ROWS if k < DEEP else DEEP_ROWS)
 
 
 @dataclass
@@ -175,7 +180,7 @@ class RoundGraphs:
         started, free = time.perf_counter(), torch.cuda.mem_get_info()[0]
         for size in reversed(self.sizes):
             for k in reversed(self.choices):
-                if len(self.choices) == 1 or size * (k + 1) <= MOST_ROWS or k == self.choices[0]:
+                if worth_recording(size, k, self.choices):
                     self._record(size, k)
         for chunks in self.runner.chunk_graphs:
             chunks.capture(self.pool)

@@ -11,7 +11,6 @@ import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch.nn import functional as F
@@ -77,7 +76,7 @@ def load(target: str | Path | Target, drafter: str | Path | Drafter | None, sett
     if ready is not None and (found := fit_problems(ready.cfg, cfg)):
         raise UserError(f"the drafter does not fit the target: {'; '.join(found)}")
     longest = context_length(settings.max_model_len, cfg)
-    choices = draft_choices(settings.num_speculative_tokens, draft_cfg, draft_folder)
+    choices = draft_choices(settings, draft_cfg, draft_folder)
     rates = synthetic_rates(settings, choices[-1])
     seqs = settings.max_num_seqs or (GPU_SEQS if on_gpu else CPU_SEQS)
     graphs = on_gpu and settings.cuda_graphs and not cfg.foreign  # what is not ours may ask the host for anything
@@ -165,8 +164,9 @@ def context_length(asked: int | None, cfg: DecoderConfig) -> int:
     return longest
 
 
-def draft_choices(asked: int | Literal["auto"], cfg: DrafterConfig | None, folder: Path | None) -> list[int]:
+def draft_choices(settings: EngineSettings, cfg: DrafterConfig | None, folder: Path | None) -> list[int]:
     """The numbers of drafts a round may have."""
+    asked, rates = settings.num_speculative_tokens, settings.synthetic_acceptance_rates
     if cfg is None:
         if asked not in ("auto", 0):
             raise UserError(f"--num-speculative-tokens {asked}: needs a --drafter")
@@ -174,7 +174,8 @@ def draft_choices(asked: int | Literal["auto"], cfg: DrafterConfig | None, folde
     trained = trained_draft_tokens(folder) if folder is not None else None
     usual = usual_draft_tokens(cfg.parallel)
     if asked == "auto":
-        most = min(trained or usual, max(AUTO_CHOICES))
+        known = AUTO_CHOICES[-1] if rates is None else len(rates)
+        most = min(trained or usual, AUTO_CHOICES[-1], known)
         return sorted({k for k in AUTO_CHOICES if k <= most} | {most})
     if cfg.parallel and trained is not None and asked > trained:
         warnings.warn(

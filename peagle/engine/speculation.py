@@ -8,7 +8,9 @@ the text, so the choice may be wrong without harm.
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -103,6 +105,8 @@ class DraftCount:
         self.acceptance = Acceptance(self.choices[-1])
         self._rounds, self._explore_at = 0, EXPLORE_EVERY
         self._best: dict[int, int] = {}  # by batch size, until acceptance has moved on
+        self._opened: dict[int, list[int]] = {}
+        self._costs: dict[tuple[int, int], float | None] = {}  # looked up in the table once
 
     def __call__(self, batch: int) -> int:
         if len(self.choices) == 1 or not self.table or batch == 0:
@@ -111,18 +115,35 @@ class DraftCount:
         if self._rounds % RECONSIDER_EVERY == 0:
             self._best.clear()
         if batch not in self._best:
-            self._best[batch] = max(self.choices, key=lambda k: self.tokens_per_second(batch, k))
-        best, most = self._best[batch], self.choices[-1]
+            self._best[batch] = self.best(batch)
         if self._rounds >= self._explore_at:
-            usual, deep = self.table.cost(batch, best), self.table.cost(batch, most)
+            most = self._open(batch)[-1]
+            usual, deep = self._cost(batch, self._best[batch]), self._cost(batch, most)
             extra = deep / usual - 1 if usual and deep else 0.0  # in rounds
             self._explore_at = self._rounds + max(EXPLORE_EVERY, round(extra / EXPLORE_SHARE))
             return most
-        return best
+        return self._best[batch]
+
+    def best(self, batch: int) -> int:
+        tokens = list(itertools.accumulate(self.acceptance.rates, initial=1.0))  # by number of drafts
+        return max(self._open(batch), key=lambda k: tokens[k] / (self._cost(batch, k) or math.inf))
 
     def tokens_per_second(self, batch: int, k: int) -> float:
-        cost = self.table.cost(batch, k)
+        cost = self._cost(batch, k)
         return batch * (1 + sum(self.acceptance.rates[:k])) / cost if cost else 0.0
+
+    def _open(self, batch: int) -> list[int]:
+        """The choices at this load: those whose costs are known that far, or as far as any are."""
+        if batch not in self._opened:
+            ends = {k: max((b for b, drafts in self.table.seconds if drafts == k), default=0) for k in self.choices}
+            far = min(batch, max(ends.values()))
+            self._opened[batch] = [k for k in self.choices if ends[k] >= far] or self.choices
+        return self._opened[batch]
+
+    def _cost(self, batch: int, k: int) -> float | None:
+        if (batch, k) not in self._costs:
+            self._costs[batch, k] = self.table.cost(batch, k)
+        return self._costs[batch, k]
 
     def observe(self, drafts: int, accepted: int) -> None:
         self.acceptance.observe(drafts, accepted)
