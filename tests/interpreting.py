@@ -24,9 +24,12 @@ def check_in_a_child(file: str) -> None:
 
 
 def mend_interpreter() -> None:
-    """Triton 3.6 makes loop bounds of one-element arrays by int(), which numpy 2.4 refuses. And half its time goes into
+    """Triton 3.6 makes loop bounds of one-element arrays by int(), which numpy 2.4 refuses. Half its time goes into
     what changes no result: the language is patched anew for each function that a kernel calls, and sums and products
-    of integers are checked for overflow, of which tensors as small as here have none."""
+    of integers are checked for overflow, of which tensors as small as here have none.
+
+    And programs run one after another: the last one first from here on, as a GPU would hardly ever. Kernels must not
+    depend on the order, which in the usual one nobody would notice."""
     from triton import language as tl
     from triton.runtime import interpreter
 
@@ -53,7 +56,10 @@ def mend_interpreter() -> None:
             patched.difference_update(self.new)
 
     interpreter._patch_lang_tensor, interpreter._patch_lang = patch_and_mend, Scope
-    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+    builder = interpreter.interpreter_builder
+    builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+    set_index = builder.set_grid_idx
+    builder.set_grid_idx = lambda *at: set_index(*(n - 1 - i for n, i in zip(builder.grid_dim, at, strict=True)))
 
 
 class _Poison(TorchDispatchMode):
