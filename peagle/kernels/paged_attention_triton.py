@@ -548,6 +548,7 @@ def paged_attention_triton(
         num_warps=launch.warps,
         num_stages=launch.stages,
         enable_fp_fusion=rotation is None,  # a rotation is two rounded products and a rounded sum, as torch has it
+        **({"maxnreg": launch.registers} if launch.registers else {}),
     )
     if launch.splits > 1:
         # By nothing that depends on the batch, as these decide the order of the sum.

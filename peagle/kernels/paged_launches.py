@@ -12,8 +12,6 @@ import triton
 
 from peagle.kernels.paged_attention import Pages
 
-# Programs per multiprocessor that splitting the keys aims for.
-_FILL = 1
 _MAX_SPLITS = 32
 _LONG_SPLITS = 4  # from here on asking for tiles ahead pays
 _MIN_QUERIES, _MAX_QUERIES = 16, 64
@@ -33,9 +31,25 @@ class Launch:
     stages: int
     ahead: int  # tiles asked into the L2 ahead of their use: a power of two, or 0: none
     programs: int = 0  # for the shares; 0: one each
+    registers: int = 0  # that a thread may have; 0: as many as it takes
 
 
-def _multiprocessors(device: torch.device) -> int:
+@dataclass(frozen=True)
+class Rule:
+    """How launches fill the GPU. `reach` decides bits, of the batches between two values of it; the others are for
+    speed alone, and about few requests alone."""
+
+    reach: int = 1  # requests x key/value heads to a multiprocessor up to which requests are few
+    fill: int = 1  # programs to a multiprocessor that the shares aim for
+    stages: int = 0  # 0: 3 where a request's keys are cut into many short pieces, else 2
+    ahead: bool | None = None  # whether tiles are asked for ahead; None: there
+    registers: int = 0  # as of a launch
+
+
+RULE = Rule()
+
+
+def multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 132  # the interpreter: as on an H200
     if device not in _sm_counts:
@@ -52,31 +66,41 @@ def most_tiles(pages: Pages, block_size: int, tile: int) -> int:
 
 
 def choose_launch(
-    pages: Pages, heads: int, kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype, device: torch.device
+    pages: Pages,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    rule: Rule = RULE,
 ) -> Launch:
     """Nothing that decides which keys are added up with which depends on the number of rows, of requests, or on the
     longest context; but for one step, from few requests to many."""
     batch = len(pages.block_tables_BM)
     queries = max(_MIN_QUERIES, triton.next_power_of_2(pages.max_rows * (heads // kv_heads)))
-    processors = _FILL * _multiprocessors(device)
+    processors = multiprocessors(device)
     # Few programs: each has its processor to itself, and what counts is how often it waits for memory. Many: several
     # to a processor, which wait in turns.
-    few = batch * kv_heads <= processors
+    few = batch * kv_heads <= rule.reach * processors
     exact, wide = dtype == torch.float32, head_dim > 128  # of wide heads fewer keys fit at a time
     tile = 32 if exact else 64 if head_dim < 128 or (wide and few) else 128 if few else 32
     splits = max(1, min(processors // kv_heads, _MAX_SPLITS)) if few else 1
-    programs = max(1, min(processors // (batch * kv_heads), splits, most_tiles(pages, block_size, tile)))
+    programs = max(1, min(rule.fill * processors // (batch * kv_heads), splits, most_tiles(pages, block_size, tile)))
     if head_dim > 256:  # a tile's keys and values are 128 KiB: no room to load another's ahead, nor for as many queries
         return Launch(tile, min(queries, 32), splits, warps=8, stages=1, ahead=0, programs=programs)
     if exact:
         return Launch(tile, min(queries, 32), splits, warps=4, stages=2, ahead=0, programs=programs)
     alone = few and (programs >= _LONG_SPLITS or head_dim < 128)  # a request's keys are cut into many short pieces
+    ahead = alone if rule.ahead is None else few and rule.ahead
+    stages = 2 if wide or (few and not alone) else 3
     return Launch(
         tile=tile,
         queries=min(queries, _MAX_QUERIES),
         splits=splits,
         warps=8 if wide else max(4, tile // 16),
-        stages=2 if wide or (few and not alone) else 3,
-        ahead=256 // tile if alone else 0,
+        stages=rule.stages if few and not wide and rule.stages else stages,
+        ahead=256 // tile if ahead else 0,
         programs=programs,
+        registers=rule.registers if few and not wide else 0,
     )
