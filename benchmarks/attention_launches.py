@@ -24,7 +24,6 @@ import argparse
 import json
 import math
 import multiprocessing
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -72,6 +71,7 @@ from peagle.kernels.launching import INTERPRETED
 from peagle.kernels.paged_attention import Pages
 from peagle.kernels.paged_launches import RULE, Launch, Rule, choose_launch
 from peagle.kernels.rotary import Rotation
+from peagle.measuring.stamp import Stamp
 
 MOST_COPIES = 192  # of a point's pages
 TIMED = 0.002  # seconds, of each of three timings
@@ -384,8 +384,8 @@ def main(argv: list[str] | None = None) -> Row:
     shapes = tuple(s for s in known if args.shapes is None or s.name in args.shapes)
     if not shapes:
         sys.exit(f"--shapes {' '.join(args.shapes)}: none of {', '.join(s.name for s in known)}")
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-    results: Row = {"bench": "attention_launches", "command": " ".join(["python", *sys.argv]), "commit": commit}
+    stamp = Stamp.now(" ".join(["python", *sys.argv]))
+    results: Row = {"bench": "attention_launches", "command": stamp.command, "commit": stamp.commit}
     results |= {"torch": torch.__version__, "triton": triton.__version__}
     results["gpu"] = torch.cuda.get_device_name() if cuda else "none: interpreted"
     device, dtype = (torch.device("cuda"), DTYPE) if cuda else (torch.device("cpu"), torch.float32)

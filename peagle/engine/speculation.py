@@ -8,9 +8,7 @@ the text, so the choice may be wrong without harm.
 
 from __future__ import annotations
 
-import itertools
 import json
-import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -51,6 +49,12 @@ class CostTable:
             return cost * batch / last  # past the table a round is bound by arithmetic
         (low, low_cost), (high, high_cost) = known[at - 1], known[at]
         return low_cost + (high_cost - low_cost) * (batch - low) / (high - low)
+
+    def reaching(self, batch: int, choices: Sequence[int]) -> list[int]:
+        """Those whose costs are known up to this batch, or as far as any are."""
+        ends = {k: max((b for b, drafts in self.seconds if drafts == k), default=0) for k in choices}
+        far = min(batch, max(ends.values()))
+        return [k for k in choices if ends[k] >= far]
 
     def save(self, path: Path, **about: object) -> None:
         rows = [{"batch": b, "drafts": k, "ms": round(s * 1e3, 4)} for (b, k), s in sorted(self.seconds.items())]
@@ -105,8 +109,7 @@ class DraftCount:
         self.acceptance = Acceptance(self.choices[-1])
         self._rounds, self._explore_at = 0, EXPLORE_EVERY
         self._best: dict[int, int] = {}  # by batch size, until acceptance has moved on
-        self._opened: dict[int, list[int]] = {}
-        self._costs: dict[tuple[int, int], float | None] = {}  # looked up in the table once
+        self._costs: dict[int, dict[int, float | None]] = {}  # by batch size, looked up in the table once
 
     def __call__(self, batch: int) -> int:
         if len(self.choices) == 1 or not self.table or batch == 0:
@@ -117,33 +120,29 @@ class DraftCount:
         if batch not in self._best:
             self._best[batch] = self.best(batch)
         if self._rounds >= self._explore_at:
-            most = self._open(batch)[-1]
-            usual, deep = self._cost(batch, self._best[batch]), self._cost(batch, most)
+            costs = self._costs_at(batch)
+            most = max(costs)
+            usual, deep = costs[self._best[batch]], costs[most]
             extra = deep / usual - 1 if usual and deep else 0.0  # in rounds
             self._explore_at = self._rounds + max(EXPLORE_EVERY, round(extra / EXPLORE_SHARE))
             return most
         return self._best[batch]
 
     def best(self, batch: int) -> int:
-        tokens = list(itertools.accumulate(self.acceptance.rates, initial=1.0))  # by number of drafts
-        return max(self._open(batch), key=lambda k: tokens[k] / (self._cost(batch, k) or math.inf))
+        costs = self._costs_at(batch)
+        return max(costs, key=lambda k: self._speed(k, costs[k]))
 
     def tokens_per_second(self, batch: int, k: int) -> float:
-        cost = self._cost(batch, k)
-        return batch * (1 + sum(self.acceptance.rates[:k])) / cost if cost else 0.0
+        return batch * self._speed(k, self.table.cost(batch, k))
 
-    def _open(self, batch: int) -> list[int]:
-        """The choices at this load: those whose costs are known that far, or as far as any are."""
-        if batch not in self._opened:
-            ends = {k: max((b for b, drafts in self.table.seconds if drafts == k), default=0) for k in self.choices}
-            far = min(batch, max(ends.values()))
-            self._opened[batch] = [k for k in self.choices if ends[k] >= far] or self.choices
-        return self._opened[batch]
+    def _speed(self, k: int, cost: float | None) -> float:
+        return (1 + sum(self.acceptance.rates[:k])) / cost if cost else 0.0
 
-    def _cost(self, batch: int, k: int) -> float | None:
-        if (batch, k) not in self._costs:
-            self._costs[batch, k] = self.table.cost(batch, k)
-        return self._costs[batch, k]
+    def _costs_at(self, batch: int) -> dict[int, float | None]:
+        """Of the choices at this load."""
+        if batch not in self._costs:
+            self._costs[batch] = {k: self.table.cost(batch, k) for k in self.table.reaching(batch, self.choices)}
+        return self._costs[batch]
 
     def observe(self, drafts: int, accepted: int) -> None:
         self.acceptance.observe(drafts, accepted)
