@@ -1,6 +1,7 @@
-"""peagle on the CPU beside transformers' generate: SmolLM2, one prompt at a time, greedy, float32.
+"""peagle on the CPU beside transformers' generate: SmolLM2, one prompt at a time, greedy.
 
     python benchmarks/cpu_generate.py --threads 2 --max-tokens 128 --drafter P_EAGLE EAGLE3 -k 2 3 5 auto
+    python benchmarks/cpu_generate.py --threads 2 --dtype bfloat16      # for a CPU with matrix units
 
 transformers, peagle without a drafter and peagle with each drafter and K answer the same prompts, taking turns, with
 the same number of threads, so that a busy neighbour slows all of them. All go on past the end of the text, so all
@@ -15,9 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -32,6 +31,7 @@ from torch.nn import functional as F
 import peagle
 from peagle.checkpoints.target import Target, encode_prompt, load_target, load_tokenizer
 from peagle.kernels import skinny_cpu
+from peagle.measuring.stamp import Stamp
 
 PROMPTS = [
     "Explain why the sky is blue.",
@@ -83,8 +83,8 @@ class _Clock(transformers.generation.streamers.BaseStreamer):
         pass
 
 
-def with_transformers(folder: Path) -> Callable[[list[int], int], Answer]:
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+def with_transformers(folder: Path, dtype: torch.dtype) -> Callable[[list[int], int], Answer]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
     model.eval()
     model.generation_config.eos_token_id = None  # as ignore_eos does
     model.generation_config.pad_token_id = 0
@@ -109,7 +109,7 @@ def with_peagle(target: Target, drafter: Path | None, k: int | str, threads: int
         target,
         drafter,
         device="cpu",
-        dtype="float32",
+        dtype=str(next(target.model.parameters()).dtype).removeprefix("torch."),
         max_num_seqs=1,
         max_model_len=2048,
         threads=threads,
@@ -135,13 +135,13 @@ def products(model: torch.nn.Module, repeats: int) -> dict[str, dict[int, float]
     """Milliseconds of all products of a pass over the target: the fastest of some, in turns."""
     weights = [m.weight.detach() for m in model.modules() if isinstance(m, torch.nn.Linear)]
     ways: dict[str, Callable[..., Any]] = {"torch": F.linear}
-    if skinny_cpu.library() is not None:
+    if skinny_cpu.library() is not None and weights[0].dtype == torch.float32:
         ways["C"] = skinny_cpu.product
     best = {name: dict.fromkeys(ROWS, float("inf")) for name in ways}
     with torch.inference_mode():
         for _ in range(repeats):
             for rows in ROWS:
-                xs = {w.shape[1]: torch.randn(rows, w.shape[1]) for w in weights}
+                xs = {w.shape[1]: torch.randn(rows, w.shape[1], dtype=w.dtype) for w in weights}
                 for name, way in ways.items():
                     began = clock()
                     for weight in weights:
@@ -191,6 +191,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--no-transformers", action="store_true", help="peagle alone")
     parser.add_argument("--cpu-time", action="store_true", help="of the process, for a busy machine; with one thread")
     args = parser.parse_args()
@@ -207,10 +208,10 @@ def main() -> None:
         texts = [row.get("prompt") or row["turns"][0] for row in rows]
     tokenizer = load_tokenizer(folder)
     prompts = [encode_prompt(tokenizer, text, raw=False) for text in texts[: args.limit]]
-    target = load_target(folder, torch.float32, torch.device("cpu"))
+    target = load_target(folder, getattr(torch, args.dtype), torch.device("cpu"))
     measured = products(target.model, 4 * args.repeats)
 
-    sides = {} if args.no_transformers else {TRANSFORMERS: Side(with_transformers(folder))}
+    sides = {} if args.no_transformers else {TRANSFORMERS: Side(with_transformers(folder, getattr(torch, args.dtype)))}
     sides[PLAIN] = Side(with_peagle(target, None, 0, args.threads))
     for drafter in map(peagle.resolve_drafter, args.drafter):
         for k in args.k:
@@ -225,23 +226,17 @@ def main() -> None:
             order[(turn + i) % len(order)].take(which, prompts[which], args.max_tokens)
 
     results = report(sides, len(prompts), args.max_tokens)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-    stamp = {
-        "command": " ".join(["python", *sys.argv]),
-        "commit": commit,
-        "peagle": peagle.__version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "machine": f"{platform.machine()}, {args.threads} threads",
-    }
+    stamp = Stamp.now(" ".join(["python", *sys.argv]))
+    made = {"command": stamp.command, "commit": stamp.commit, **stamp.versions}
+    made["machine"] = f"{stamp.machine['cpu']}, {args.threads} threads"
     settings: dict[str, Any] = {
         "max_tokens": args.max_tokens,
         "prompts": len(prompts),
         "repeats": args.repeats,
-        "dtype": "float32",
+        "dtype": args.dtype,
     }
     settings["clock"] = "CPU time" if args.cpu_time else "wall"
-    print(json.dumps({"results": results, "products_ms": measured, "settings": settings, **stamp}))
+    print(json.dumps({"results": results, "products_ms": measured, "settings": settings, **made}))
 
 
 if __name__ == "__main__":
