@@ -278,9 +278,9 @@ ROUNDS = {"8b": (BIG, (1, 8, 16)), "smollm2": (SMALL, (1, 8, 16, 32, 64))}
 TOY_MODEL = (LayerConfig(64, 64, 4, 2, 16, 1e-5), 6, 128, False)  # as round.py has them
 GUESSES = (  # tried without the first command's results
     Rule(fill=1, stages=2, ahead=True),
-    Rule(fill=2, stages=1, ahead=False, registers=128),
-    Rule(fill=4, stages=1, ahead=False, registers=128),
-    Rule(reach=2, fill=4, stages=1, ahead=False, registers=128),
+    Rule(fill=1, stages=2, ahead=False),
+    Rule(fill=2, stages=2, ahead=False),
+    Rule(reach=2, fill=2, stages=2, ahead=False, registers=128),
 )
 
 

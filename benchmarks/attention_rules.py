@@ -78,8 +78,10 @@ class Grid:
         return list(dict.fromkeys([RULE, *(Rule(*values) for values in each)]))
 
 
-KINDS = ((1, False, 0), (1, True, 0), (1, False, 128), (2, False, 0), (2, True, 0), (2, False, 128))
-FULL = Grid((1, 2, 3, 4, 5, 6, 8, 12, 16), (*KINDS, (3, False, 0), (3, True, 0)), (1, 2, 3, 4), (1, 2, 4))
+# Never one stage: there the assembler of CUDA 12.8 loses an address (paged_attention_triton.py), and heads of 64 read
+# what is not theirs.
+KINDS = ((2, False, 0), (2, True, 0), (2, False, 128), (3, False, 0), (3, True, 0))
+FULL = Grid((1, 2, 3, 4, 5, 6, 8, 12, 16), KINDS, (1, 2, 3, 4), (1, 2, 4))
 TOY = Grid((1, 2), ((1, False, 0), (2, False, 0)), (1, 2), (1,))
 
 
