@@ -13,9 +13,9 @@ that adds up alike, to the bit.
 A recorded round serves all contexts, so what matters in the end is one launch for all contexts of a batch (the second
 table), and a `Rule` for all batches and shapes (the third): times over those of the launch in use, geometric means.
 
-The second command times whole recorded rounds under the rule in use and under the best of the first command's, in
-turns. Points come by importance until the budget is spent. Prints as it goes, the file given by --out is rewritten
-after every point, and the last line is one short JSON object.
+The second command times whole recorded rounds under the rule in use, with its shares held or let go, and under the
+best of the first command's, in turns. Points come by importance until the budget is spent. Prints as it goes, the file
+given by --out is rewritten after every point, and the last line is one short JSON object.
 """
 
 from __future__ import annotations
@@ -274,7 +274,7 @@ def ruled(rule: Rule) -> Iterator[None]:
 
 DRAFTS, CONTEXT, LONGEST = 7, 512, 8192
 TURNS = 5
-ROUNDS = {"8b": (BIG, (1, 8, 16)), "smollm2": (SMALL, (1, 8, 16, 32, 64))}
+ROUNDS = {"8b": (BIG, (1, 4, 8, 16)), "smollm2": (SMALL, (1, 8, 16, 32, 64))}
 TOY_MODEL = (LayerConfig(64, 64, 4, 2, 16, 1e-5), 6, 128, False)  # as round.py has them
 GUESSES = (  # tried without the first command's results
     Rule(fill=1, stages=2, ahead=True),
@@ -326,7 +326,8 @@ def rules_for(name: str, ranked: list[Row], top: int, used: Callable[[Rule], tup
     """The rule in use and the best for a shape, each of which comes to other launches in these rounds."""
     ranked = sorted(ranked, key=lambda row: (row["missing"], row["shapes"].get(name, math.inf)))
     found: dict[tuple[Launch, ...], Rule] = {}
-    for rule in (RULE, *([Rule(**row["rule"]) for row in ranked] if ranked else GUESSES)):
+    other = replace(RULE, steady=not RULE.steady)  # other bits, so the search has none of it
+    for rule in (RULE, other, *([Rule(**row["rule"]) for row in ranked] if ranked else GUESSES)):
         found.setdefault(used(rule), rule)
     return list(found.values())[: 1 + top]
 

@@ -128,7 +128,9 @@ def label(rule: Rule) -> str:
     if rule == RULE:
         return "in use"
     more = f", {rule.registers} registers" if rule.registers else ""
-    return f"reach {rule.reach} fill {rule.fill} stages {rule.stages} ahead {rule.ahead:d}{more}"
+    more += "" if rule.steady == RULE.steady else ", steady" if rule.steady else ", not steady"
+    ahead = "as usual" if rule.ahead is None else int(rule.ahead)
+    return f"reach {rule.reach} fill {rule.fill} stages {rule.stages or 'as usual'} ahead {ahead}{more}"
 
 
 def mean(ratios: list[float]) -> float:

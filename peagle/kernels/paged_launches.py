@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
+from peagle.kernels.linear_shapes import FEW, is_small
 from peagle.kernels.paged_attention import Pages
 
 _MAX_SPLITS = 32
@@ -36,14 +37,15 @@ class Launch:
 
 @dataclass(frozen=True)
 class Rule:
-    """How launches fill the GPU. `reach` decides bits, of the batches between two values of it; the others are for
-    speed alone, and about few requests alone."""
+    """How launches fill the GPU. `reach` decides bits, of the batches between two values of it, and so does `steady`;
+    the others are for speed alone, and about few requests alone."""
 
     reach: int = 1  # requests x key/value heads to a multiprocessor up to which requests are few
     fill: int = 1  # programs to a multiprocessor that the shares aim for
     stages: int = 0  # 0: 3 where a request's keys are cut into many short pieces, else 2
     ahead: bool | None = None  # whether tiles are asked for ahead; None: there
     registers: int = 0  # as of a launch
+    steady: bool = True  # as many shares for any number of rows, also where the model's products round otherwise
 
 
 RULE = Rule()
@@ -91,6 +93,10 @@ def choose_launch(
         return Launch(tile, min(queries, 32), splits, warps=8, stages=1, ahead=0, programs=programs)
     if exact:
         return Launch(tile, min(queries, 32), splits, warps=4, stages=2, ahead=0, programs=programs)
+    # More rows of a large model than FEW: its products round otherwise than those of few rows, whatever attention does.
+    if few and not rule.steady and batch * pages.max_rows > FEW:
+        width = heads * head_dim
+        splits = splits if is_small(width + 2 * kv_heads * head_dim, width) else programs
     alone = few and (programs >= _LONG_SPLITS or head_dim < 128)  # a request's keys are cut into many short pieces
     ahead = alone if rule.ahead is None else few and rule.ahead
     stages = 2 if wide or (few and not alone) else 3
