@@ -1,13 +1,21 @@
 """A training step of speculators 0.9.0's P-EAGLE, for `training_step.py`: its model and loss as its trainer calls them.
 
 The trainer keeps weights in fp32, computes under bf16 autocast, and compiles the model's forward pass. A batch has the
-form that its collator makes of one document. Knows nothing about clocks or processes.
+form that its collator makes of one document. Compiling takes minutes and has been seen to stand still, so every stage
+of it is said as it is reached (`Progress`). Knows nothing about processes.
+
+What that compiles, with torch 2.10 and later: the first layer asks for a graph break inside the loop over the layers,
+and Dynamo then leaves the whole forward pass as it is and compiles what it calls: the mask, each kind of layer, norms,
+loss and metrics: 14 graphs forward and 5 back, about 80 kernels. `speculators-eager` runs all of it uncompiled but for
+attention and its mask.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import sys
+import threading
+import time
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -18,6 +26,75 @@ from training_variants import SHAPES, documents, sample_rows, step_flops
 
 Json = dict[str, Any]
 Measure = Callable[[Callable[[], None], Json, Callable[[], None]], Json]
+STAGE = "stage: "  # what a line of the worker's log begins with
+SLOW = 2.0  # seconds after which a kernel is worth a line of its own
+SILENCE = 20.0  # seconds without a stage after which the place in the code is said
+
+
+class Progress:
+    """Says what a compiler does while it does it; nothing here runs in a step that is compiled already."""
+
+    def __init__(self) -> None:
+        self.began = self.last = time.perf_counter()
+        self.main = threading.get_ident()
+        self.kernels, self.kernel_s, self.graphs, self.kernel = 0, 0.0, 0, ""
+        threading.Thread(target=self.watch, daemon=True).start()
+
+    def say(self, text: str) -> None:
+        self.last = time.perf_counter()
+        print(f"{STAGE}{self.last - self.began:6.1f} s  {text}", flush=True)
+
+    def watch(self) -> None:
+        while True:
+            time.sleep(1)
+            if time.perf_counter() - self.last > SILENCE:
+                frame, places = sys._current_frames().get(self.main), []
+                while frame is not None and len(places) < 6:
+                    places.append(f"{frame.f_code.co_name}:{frame.f_lineno}")
+                    frame = frame.f_back
+                kernel = f"kernel {self.kernel}: " if self.kernel else ""
+                self.say(f"still in {kernel}{' < '.join(places)}")
+
+    def compiled(self) -> str:
+        return f"{self.graphs} graphs, {self.kernels} kernels in {self.kernel_s:.0f} s"
+
+    def follow(self) -> None:
+        """Graphs and kernels of the compiler from now on."""
+        from torch._inductor.graph import GraphLowering
+        from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+        make_module, precompile = GraphLowering.compile_to_module, CachingAutotuner.precompile
+        benchmark_all = CachingAutotuner.benchmark_all_configs
+
+        def module_said(graph: Any, *args: Any, **kwargs: Any) -> Any:
+            began, before = time.perf_counter(), self.kernels
+            made = make_module(graph, *args, **kwargs)
+            self.graphs += 1
+            way = "back" if graph.is_backward else "forward"
+            said = f"graph {self.graphs} ({way}, {len(graph.operations)} operations)"
+            self.say(f"{said}: {self.kernels - before} kernels, {time.perf_counter() - began:.1f} s")
+            return made
+
+        def kernel_said(kernel: Any, *args: Any, **kwargs: Any) -> None:
+            began, configs = time.perf_counter(), len(kernel.configs or ())
+            self.kernel = kernel.fn.__name__[:60]
+            precompile(kernel, *args, **kwargs)
+            self.kernel = ""
+            took = time.perf_counter() - began
+            self.kernels, self.kernel_s = self.kernels + 1, self.kernel_s + took
+            if took > SLOW:
+                self.say(f"kernel {kernel.fn.__name__[:60]}: {configs} configurations, {took:.1f} s")
+
+        def benchmark_said(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            found = benchmark_all(kernel, *args, **kwargs)
+            if (took := time.perf_counter() - began) > SLOW:
+                self.say(f"chose among {len(found)} of {kernel.fn.__name__[:60]}: {took:.1f} s")
+            return found
+
+        GraphLowering.compile_to_module = module_said  # type: ignore[method-assign]
+        CachingAutotuner.precompile = kernel_said  # type: ignore[method-assign]
+        CachingAutotuner.benchmark_all_configs = benchmark_said  # type: ignore[method-assign]
 
 
 def import_speculators(path: str) -> Any:
@@ -45,9 +122,43 @@ def import_speculators(path: str) -> Any:
     return speculators
 
 
+def part_configs() -> None:
+    """The loss's two kernels share one list of launches, which Dynamo takes for an error (torch 2.11): each its own."""
+    from speculators.losses import fused
+
+    for kernel in (fused.loss_forward_kernel, fused.loss_backward_kernel):
+        kernel.configs = list(kernel.configs)
+
+
+def sort_by_library() -> None:
+    """Sorts by torch's own kernel, as the compiler does where a length is dynamic or over 512.
+
+    A mask's columns of blocks are sorted twice both ways, 67 of them at 2,048 tokens. The compiler makes Triton sort
+    them, three launches to choose from, and Triton takes minutes to compile those.
+    """
+    from torch._inductor import ir
+
+    def left_to_torch(kind: type, *, dtypes: tuple[torch.dtype, ...], **_: Any) -> list[None]:
+        return [None] * len(dtypes)
+
+    ir.Sort.create = classmethod(left_to_torch)  # type: ignore[method-assign, assignment]
+
+
+def leave_uncompiled(model: Any, speculators: Any) -> None:
+    """But for attention, which is of no use uncompiled, and its mask, which speculators' DFlash compiles alone too."""
+    from speculators.models import attention
+
+    kind = speculators.PEagleDraftModel
+    kind.forward = getattr(kind.forward, "_torchdynamo_orig_callable", kind.forward)
+    attention.flex_attention = torch.compile(attention.flex_attention)
+    model._create_mask_fn = torch.compile(model._create_mask_fn)
+
+
 def speculators_steps(job: Json, measure: Measure) -> Callable[[int], Json]:
     """As `speculators.train` builds and calls it, without reading a verifier's folder."""
+    progress = Progress()
     speculators = import_speculators(job["speculators_path"])
+    progress.say(f"imported, torch {torch.__version__}")
     from speculators.proposals.greedy import GreedyTokenProposalConfig
     from transformers import LlamaConfig
 
@@ -87,6 +198,14 @@ def speculators_steps(job: Json, measure: Measure) -> Callable[[int], Json]:
     for table in (model.lm_head, model.verifier_lm_head, model.embed_tokens):  # which a verifier would fill
         torch.nn.init.normal_(table.weight, std=0.02)
     model.train()
+    if cuda:
+        torch.cuda.synchronize()
+        progress.follow()
+        part_configs()
+        sort_by_library()
+        if job["variant"] == "speculators-eager":
+            leave_uncompiled(model, speculators)
+    progress.say(f"model built, {sum(p.numel() for p in model.parameters()) / 1e9:.2f}G parameters")
     call, _ = model.get_trainer_kwargs(
         loss_fn="kl_div",
         loss_implementation="fused" if cuda else "eager",
@@ -109,14 +228,23 @@ def speculators_steps(job: Json, measure: Measure) -> Callable[[int], Json]:
             "loss_mask": torch.ones(1, tokens, dtype=torch.bool, device=job["device"]),
         }
         metrics: Json = {}
+        # compiled for this length alone, as the trainer's batches all have one length
+        torch._dynamo.reset()
+        progress.say(f"{tokens} tokens: begins")
 
         def step() -> None:
+            first = not metrics
             with torch.autocast(job["device"], dtype=torch.bfloat16):
                 _, loss, said = model(**batch, **call)
+            if first:
+                progress.say(f"{tokens} tokens: first forward pass launched; {progress.compiled()}")
             loss.backward()
+            if first:
+                progress.say(f"{tokens} tokens: first backward pass launched; {progress.compiled()}")
             metrics.update(said)
 
         found = measure(step, job, lambda: model.zero_grad(set_to_none=True))
+        progress.say(f"{tokens} tokens: measured, {found['ms']:.1f} ms; {progress.compiled()}")
         ungraded = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
         assert not ungraded, f"no gradient for {ungraded}"
         one = documents([tokens], 0.0, shape.vocab)

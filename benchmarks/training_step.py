@@ -12,7 +12,10 @@ loader's work and not timed. Variants: see `training_variants.py`, and
     speculators   speculators 0.9.0's P-EAGLE model and fused KL loss as its trainer calls them: fp32 weights under
                   bf16 autocast, torch.compile, here with frozen embeddings too; no limit on anchors, no floor on the
                   rate. What its data loader alone needs may be missing and is then left out of the import.
-    speculators-alone   its longest length again, compiled for that length alone in a fresh process
+                  Compiled for each length alone, as its trainer's batches have one length: a minute or two each,
+                  with the few sorts of its mask left to torch (see `training_speculators.py`)
+    speculators-eager   the same model and loss, uncompiled but for attention and its mask: what is left to compare
+                  where compiling does not end
 
 Every variant is a process of its own; lengths go up until one does not fit, which is recorded. Peak memory is
 `max_memory_allocated` over a step, with weights, gradients and the step's inputs in it. Results are added to --out as
@@ -47,7 +50,7 @@ QUICK = [2048, 8192, 20480]
 MATRIX_RATE = 790e12  # bf16 products a second on an H200, measured
 COPY_RATE = 4.3e12  # bytes a second, read and written
 GB = 10**9
-PROFILED = ("ours", "speculators")
+PROFILED = ("ours", "speculators", "speculators-eager")
 KINDS = {
     "attention": ("_forward_kernel", "_delta_kernel", "_dq_kernel", "_dkv_kernel", "_merge", "flex_attention", "fmha"),
     "products": ("gemm", "nvjet", "cutlass", "xmma", "splitK", "_linear_kernel"),
@@ -72,14 +75,15 @@ def plan(args: argparse.Namespace) -> list[Json]:
         {"variant": "whole", "lengths": lengths, "seconds": 60},
     ]
     if args.speculators_path:
-        jobs.append({"variant": "speculators", "lengths": some(2048, 4096, 8192, 16384, 20480, 32768), "seconds": 240})
+        theirs = some(2048, 4096, 8192, 16384, 20480, 32768)
+        jobs.append({"variant": "speculators", "lengths": theirs, "seconds": 420})
     jobs += [
         {"variant": "algorithm1", "lengths": some(8192, 20480), "seconds": 60},
         {"variant": "ours-again", "lengths": some(20480), "seconds": 60},
         {"variant": "logits", "lengths": some(2048, 8192, 20480), "seconds": 60},
     ]
     if args.speculators_path:
-        jobs.append({"variant": "speculators-alone", "lengths": [], "seconds": 240})
+        jobs.append({"variant": "speculators-eager", "lengths": theirs, "seconds": 240})
     jobs.append({"variant": "ours-again", "lengths": some(65536), "seconds": 90})
     wanted = set(args.variants.split(",")) if args.variants else {job["variant"] for job in jobs}
     unknown = wanted - {job["variant"] for job in jobs}
@@ -238,9 +242,6 @@ class Session:
         return {r["tokens"]: r for r in self.results["records"] if r["variant"] == variant and "error" not in r}
 
     def missing(self, job: Json) -> list[int]:
-        if job["variant"] == "speculators-alone":
-            longest = max(self.of("speculators"), default=0)
-            return [longest] if longest and longest not in self.of("speculators-alone") else []
         full = [
             r["tokens"]
             for r in self.results["records"]
@@ -272,11 +273,11 @@ class Session:
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         env = os.environ | {"PYTHONPATH": path, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
         if job["variant"].startswith("speculators"):
-            # by the worker itself, so that it can say what it compiles: a pool of compilers never answered
+            # by the worker itself, so that it can say what it compiles
             env["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
         command = [sys.executable, str(Path(__file__).resolve()), "--worker", str(file)]
         self.say(f"measuring {job['variant']} at {lengths}, {limit - time.time():.0f} s at most")
-        seen = 0
+        seen = heard = 0
         with open(folder / "log.txt", "wb") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log, env=env, start_new_session=True)
         try:
@@ -286,6 +287,7 @@ class Session:
                 for line in records[seen:]:
                     self.take(json.loads(line))
                 seen = len(records)
+                heard = self.repeat_stages(folder / "log.txt", heard)
                 if ended:
                     break
                 if time.time() > limit:
@@ -304,6 +306,18 @@ class Session:
             if seen == 0 and process.returncode > 0:
                 self.results["notes"].append(f"{job['variant']} ended with {process.returncode}: {text[-600:]}")
         self.save()
+
+    def repeat_stages(self, log: Path, heard: int) -> int:
+        """What a worker says of its progress since byte `heard` of its log; up to where was heard."""
+        with open(log, "rb") as lines:
+            lines.seek(heard)
+            for line in lines:
+                if not line.endswith(b"\n"):  # still being written
+                    break
+                heard += len(line)
+                if line.startswith(b"stage: "):
+                    self.say(line.decode(errors="replace").strip())
+        return heard
 
     def take(self, record: Json) -> None:
         def outdone(old: Json) -> bool:
@@ -327,14 +341,12 @@ class Session:
                 if both and "peak_gb" in other[both[-1]]:
                     ratio = self.of(mine)[both[-1]]["peak_gb"] / other[both[-1]]["peak_gb"]
                     found.append(f"memory of {mine} at {both[-1]:,}: {ratio:.2f} of {name}")
-        theirs = self.of("speculators")
-        for tokens, record in self.of("speculators-alone").items():
-            if record["ms"] < theirs[tokens]["ms"]:
-                theirs[tokens] = record
-        both = sorted(ours.keys() & theirs.keys())
-        if both:
-            ratio = theirs[both[-1]]["ms"] / ours[both[-1]]["ms"]
-            found.append(f"against speculators at its longest, {both[-1]:,}: {ratio:.2f}x the tokens a second")
+        for name in ("speculators", "speculators-eager"):
+            theirs = self.of(name)
+            both = sorted(ours.keys() & theirs.keys())
+            if both:
+                ratio = theirs[both[-1]]["ms"] / ours[both[-1]]["ms"]
+                found.append(f"against {name} at its longest, {both[-1]:,}: {ratio:.2f}x the tokens a second")
         flat = {n: (r["ms"] - r["kernels_ms"]["attention"]) / n * 1e3 for n, r in ours.items() if "kernels_ms" in r}
         if flat:
             text = ", ".join(f"{n // 1024}K {us:.1f}" for n, us in sorted(flat.items()))
