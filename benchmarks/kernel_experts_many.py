@@ -7,7 +7,7 @@ First every candidate of a product alone, held against fp32 and, to the bit, aga
 order, both products and sum, by the tiles in use and by the fastest ones, and without dependent launches. Experts are
 chosen by lot, and a graph goes through several layers, so that weights do not stay in the L2. Microseconds a layer,
 beside the time that reading the experts hit takes. Kernels are compiled ahead in other processes. Prints tables, then
-one JSON line. `--toy`: a small shape, where Triton is interpreted (TRITON_INTERPRET=1) and nothing means anything.
+one short JSON line; the file given by --out has every candidate. `--toy`: a small shape, where Triton is interpreted (TRITON_INTERPRET=1) and nothing means anything.
 """
 
 from __future__ import annotations
@@ -321,6 +321,13 @@ def show(row: dict[str, Any]) -> None:
         print(f"{used['pairs']}:{short(used['tile'])}  best: {best}  with other bits: {other}", flush=True)
 
 
+def summary(row: dict[str, Any]) -> dict[str, Any]:
+    """Whole layers, and the fastest tiles."""
+    times = {name.removesuffix("_us"): us and round(us, 1) for name, us in row.items() if name.endswith("_us")}
+    tiles = [f"{part['all'][0]['pairs']}:{short(part['all'][0]['tile'])}" for part in row["products"]]
+    return {"rows": row["rows"]} | times | {"tiles": tiles}
+
+
 def short(tile: Tile) -> str:
     return "x".join(str(part) for part in tile[:4]) + ("t" if tile[4] else "")
 
@@ -348,10 +355,10 @@ def main() -> None:
             found.append(measure(s, layers, rows, began + args.seconds))
             show(found[-1])
     device = "cpu" if args.toy else torch.cuda.get_device_name()
-    line = json.dumps({"bench": "kernel_experts_many", "device": device, "torch": torch.__version__, "rows": found})
+    about = {"bench": "kernel_experts_many", "device": device, "torch": torch.__version__}
     if args.out:
-        args.out.write_text(line + "\n")
-    print(line)
+        args.out.write_text(json.dumps(about | {"rows": found}) + "\n")
+    print(json.dumps(about | {"rows": [summary(row) for row in found]}))
 
 
 if __name__ == "__main__":
