@@ -7,7 +7,8 @@ First every candidate of a product alone, held against fp32 and, to the bit, aga
 order, both products and sum, by the tiles in use and by the fastest ones, and without dependent launches. Experts are
 chosen by lot, and a graph goes through several layers, so that weights do not stay in the L2. Microseconds a layer,
 beside the time that reading the experts hit takes. Kernels are compiled ahead in other processes. Prints tables, then
-one short JSON line; the file given by --out has every candidate. `--toy`: a small shape, where Triton is interpreted (TRITON_INTERPRET=1) and nothing means anything.
+one short JSON line; the file given by --out has every candidate. `--toy`: a small shape, where Triton is
+interpreted (TRITON_INTERPRET=1) and nothing means anything.
 """
 
 from __future__ import annotations
