@@ -202,8 +202,86 @@ def check_in_the_interpreter() -> None:
             for full in (False, True):
                 check(expert_mlp_triton, shape, full, torch.float32, "cpu", 1e-5)
         check(expert_mlp_triton, SHAPES[2], True, torch.float16, "cpu", 4e-3)
+        check_ordered_in_the_interpreter()
         check_packed_in_the_interpreter()
     print("kernels checked")
+
+
+def check_ordered_in_the_interpreter() -> None:
+    from peagle.kernels import experts_ordered_triton
+    from peagle.kernels.experts_ordered_triton import expert_mlp_ordered
+
+    counts = st.integers(1, 12).flatmap(lambda count: st.tuples(st.just(count), st.integers(1, min(count, 5))))
+    widths = st.sampled_from([1, 7, 16, 33, 50, 64])
+    shapes = st.tuples(st.integers(1, 90), widths, counts, widths).map(lambda at: (at[0], at[1], *at[2], at[3]))
+
+    # the interpreter is too slow for a search of the smallest shape that fails
+    @settings(max_examples=14, deadline=None, database=None, phases=(Phase.generate,))
+    @given(shapes, st.booleans())
+    def any_shape(shape: tuple[int, ...], full: bool) -> None:
+        check_twin(expert_mlp_ordered, shape, full)
+
+    any_shape()
+    check_lots(expert_mlp_ordered, torch.float32, "cpu")
+    check_rows_alone(250, 40, 9, 4, 56, torch.float32, "cpu")
+    used = dict(experts_ordered_triton.TILES)
+    for by_descriptor in (False, True):  # widths that are no whole tiles, of rows that a descriptor takes
+        experts_ordered_triton.TILES.update({key: (*tile[:4], by_descriptor) for key, tile in used.items()})
+        for rows in (5, 17, 40, 90):  # a size of tile each
+            check(expert_mlp_ordered, (rows, 72, 3, 2, 136), True, torch.float16, "cpu", 4e-3)
+    experts_ordered_triton.TILES.update(used)
+
+
+def check_twin(run, shape: tuple[int, ...], full: bool) -> None:
+    """Against the torch way, for widths whose results may be near 0 all over."""
+    rows, width, count, chosen, inner = shape
+    x, logits = inputs(rows, width, count, torch.float32, "cpu")
+    weight, expert = route_torch(logits, chosen, normed=True)
+    experts = layer(width, count, inner, full, torch.float32, "cpu")
+    want = expert_mlp_torch(x, weight, expert, experts)
+    torch.testing.assert_close(run(x, weight, expert, experts), want, rtol=1e-5, atol=1e-5 * want.abs().max().item())
+
+
+def check_lots(run, dtype: torch.dtype, device: str) -> None:
+    """Lots that a router hardly draws: one expert has all rows, the first, the last, or one between; two have them by
+    turns. An expert with a tile's worth exactly and with one more."""
+    width, count, inner = 24, 6, 40
+    experts = layer(width, count, inner, True, dtype, device)
+    for rows in (16, 17, 32, 65, 128, 129):
+        x = inputs(rows, width, count, dtype, device)[0]
+        for lots in ((0,), (count - 1,), (2,), (1, 4)):
+            expert = torch.tensor(lots, dtype=torch.int32).repeat(rows)[:rows, None].contiguous().to(device)
+            weight = torch.linspace(0.1, 1.0, rows)[:, None].contiguous().to(device)
+            want = expected(x, weight, expert, experts)
+            tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+            limit = tolerance * want.abs().max().item()
+            got = run(x, weight, expert, experts)
+            torch.testing.assert_close(got.double().cpu(), want, rtol=tolerance, atol=limit)
+
+
+def check_rows_alone(
+    rows: int, width: int, count: int, chosen: int, inner: int, dtype: torch.dtype, device: str
+) -> None:
+    """A row's result is the same to the bit, whatever stands beside it: among few rows, and among more, by tiles of
+    every size."""
+    from peagle.kernels.experts_ordered_triton import MOST_PAIRS, PAIRS, expert_mlp_ordered, pairs_of_a_tile
+    from peagle.kernels.experts_triton import expert_mlp_triton
+
+    x, logits = inputs(rows, width, count, dtype, device)
+    weight, expert = route_torch(logits, chosen, normed=True)
+    experts = layer(width, count, inner, True, dtype, device)
+    want = expert_mlp_ordered(x, weight, expert, experts)
+    assert not want.isnan().any()
+    begin, sizes = rows // 8, set()
+    most = [count * pairs // chosen for pairs, _ in PAIRS]
+    for some in (1, 8, 16, 17, *most, *(few + 1 for few in most), rows - begin):
+        part = slice(begin, min(rows, begin + some))
+        args = x[part], weight[part], expert[part], experts
+        sizes.add(pairs_of_a_tile(args[2].numel(), count))
+        assert torch.equal(expert_mlp_ordered(*args), want[part]), some
+        if some <= 64:
+            assert torch.equal(expert_mlp_triton(*args), want[part]), some
+    assert sizes == {MOST_PAIRS, *(tile for _, tile in PAIRS)}
 
 
 def check_packed_in_the_interpreter() -> None:
@@ -255,14 +333,15 @@ def check_numbers_in_products(dtype: torch.dtype, device: str) -> None:
 
 def check_order(device: str) -> None:
     """Against a stable sort: experts that nobody chose, one that all chose, more pairs than are looked at in one go."""
-    from peagle.kernels.experts_packed_triton import SCAN, order_of
+    from peagle.kernels import experts_ordered_triton, experts_packed_triton
 
-    gen = torch.Generator().manual_seed(0)
-    for pairs, count, lowest in ((1, 1, 0), (70, 5, 3), (1000, 40, 0), (2 * SCAN + 5, 7, 0), (SCAN, 6, 5)):
+    gen, most = torch.Generator().manual_seed(0), experts_ordered_triton.SCANS[-1][0]
+    for pairs, count, lowest in ((1, 1, 0), (70, 5, 3), (1000, 40, 0), (2 * most + 5, 7, 0), (most, 6, 5)):
         expert = torch.randint(lowest, count, (pairs, 1), generator=gen, dtype=torch.int32).to(device)
-        order, ends = order_of(expert, count)
-        assert torch.equal(order.cpu().long(), expert.cpu().flatten().sort(stable=True).indices)
-        assert torch.equal(ends.cpu().long(), torch.bincount(expert.cpu().flatten(), minlength=count).cumsum(0))
+        for order_of in (experts_packed_triton.order_of, experts_ordered_triton.order_of):
+            order, ends = order_of(expert, count)
+            assert torch.equal(order.cpu().long(), expert.cpu().flatten().sort(stable=True).indices)
+            assert torch.equal(ends.cpu().long(), torch.bincount(expert.cpu().flatten(), minlength=count).cumsum(0))
 
 
 @pytest.mark.parametrize("paired", [False, True])
@@ -310,13 +389,72 @@ def test_two_words_of_a_register_are_neighbours(kind: str, paired: bool) -> None
     assert set(re.findall(r"wgmma\.wait_group\.sync\.aligned (\d+)", ptx)) == {"0"}
 
 
+@pytest.mark.parametrize("paired", [False, True])
+@pytest.mark.parametrize("block_m", [None, 16, 32, 64, 128])
+def test_products_are_hoppers_own(block_m: int | None, paired: bool) -> None:
+    """Bits of few rows and of many are the same only if one instruction adds them up, which the interpreter does not
+    know. None: for few rows."""
+    pytest.importorskip("triton", reason="Triton is made for Linux only")
+    from triton import compile
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from peagle.kernels import experts_ordered_triton, experts_triton
+
+    kernel, tile = experts_triton._experts_kernel, (*experts_triton.TILES[paired], False)
+    if block_m is not None:
+        kernel, tile = experts_ordered_triton._ordered_kernel, experts_ordered_triton.TILES[block_m, paired]
+    block_n, block_k, warps, stages, by_descriptor = tile
+    fixed: dict[str, Any] = {"BLOCK_M": block_m or 16, "BLOCK_N": block_n, "BLOCK_K": block_k, "EVEN_K": True}
+    fixed |= {"CHOSEN": 3, "CHOICES": 4, "EXPERTS": 8, "PAIRED": paired, "GLU": not paired, "CLAMPED": False}
+    fixed |= {"PRECISION": "tf32", "PDL": True} | ({} if by_descriptor else {"w_desc": None})
+    types = dict.fromkeys(("x", "w", "bias", "y"), "*bf16") | dict.fromkeys(("chosen", "order", "ends"), "*i32")
+    types |= {"weights": "*fp32", "alpha": "fp32", "limit": "fp32", "w_desc": f"tensordesc<bf16[{block_n},{block_k}]>"}
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in fixed else types.get(name, "i32") for name in names}
+    aligned = [name for name in names if signature[name].startswith("*")] + ["x_row", "K"]
+    known = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = ASTSource(kernel, signature, {name: fixed[name] for name in fixed if name in names}, known)
+    options = {"num_warps": warps, "num_stages": stages, "launch_pdl": True}
+    ptx = compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    assert set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(m\d+)n(\d+)(k\d+)", ptx)) == {
+        ("m64", str(block_m or 16), "k16")
+    }
+    assert "mma.sync" not in ptx
+    loops = re.findall(r"(\$L__BB\d+_\d+):((?:(?!\$L__BB\d+_\d+:).)*?)bra\s+\1;", ptx, re.DOTALL)
+    [loop] = [body for _, body in loops if "wgmma" in body]
+    assert "ld.global" not in loop  # all comes ahead of time
+
+
+@pytest.mark.gpu
+@torch.inference_mode()
+def test_compiled_ordered() -> None:
+    """Every size of tile, lots that a router hardly draws, and rows to the bit whatever stands beside them."""
+    from peagle.kernels import experts_ordered_triton
+    from peagle.kernels.experts_ordered_triton import expert_mlp_ordered
+
+    used = dict(experts_ordered_triton.TILES)
+    for by_descriptor in (False, True):
+        experts_ordered_triton.TILES.update({key: (*tile[:4], by_descriptor) for key, tile in used.items()})
+        check_lots(expert_mlp_ordered, torch.bfloat16, "cuda")
+        for rows in (5, 17, 40, 90, 300):
+            for width, inner in ((64, 96), (2048, 72), (72, 768), (50, 33)):
+                check(expert_mlp_ordered, (rows, width, 8, 3, inner), rows % 2 == 0, torch.bfloat16, "cuda", 3e-2)
+        check_rows_alone(600, 2048, 16, 4, 768, torch.bfloat16, "cuda")
+    experts_ordered_triton.TILES.update(used)
+    check_lots(expert_mlp_ordered, torch.float32, "cuda")
+    for dtype, tolerance in ((torch.float32, 1e-4), (torch.float16, 4e-3)):
+        for rows in (8, 40, 150, 300):
+            check(expert_mlp_ordered, (rows, 63, 8, 3, 97), True, dtype, "cuda", tolerance)
+
+
 @pytest.mark.gpu
 def test_compiled() -> None:
-    from peagle.kernels.experts import expert_mlp, route
+    from peagle.kernels.experts import MOST_ROWS, expert_mlp, route
 
     check_route(route, torch.float32, "cuda")
     for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)):
-        for shape in (*SHAPES, (300, 64, 8, 3, 96)):
+        for shape in (*SHAPES, (300, 64, 8, 3, 96), (MOST_ROWS + 1, 16, 4, 2, 24)):
             for full in (False, True):
                 check(expert_mlp, shape, full, dtype, "cuda", tolerance)
 
@@ -377,7 +515,7 @@ def test_whole_model_packed(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("small", [False, True])
-@pytest.mark.parametrize("rows", [8, 100, 300])
+@pytest.mark.parametrize("rows", [8, 17, 100, 300])
 def test_in_a_graph(rows: int, small: bool) -> None:
     """Replayed with other rows and other choices, so nothing may have been decided on the host."""
     from peagle.kernels.experts import expert_mlp, route

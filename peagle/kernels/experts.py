@@ -1,10 +1,11 @@
 """A layer's experts: which of them a row goes to, and their gated products.
 
-Four ways to the same result. `expert_mlp_torch` loops over the experts hit, for the CPU. `expert_mlp_triton` reads
-every expert hit once for up to FEW_ROWS rows. `expert_mlp_packed` unpacks weights of four bits (mxfp4.py) in registers,
-for up to MOST_ROWS_PACKED rows. `expert_mlp_grouped` sorts rows by expert for the library's grouped product; packed
-weights become a tensor that lives as long as its product. All but the first never ask the host for anything, so CUDA
-graphs can hold them.
+Five ways to the same result. `expert_mlp_torch` loops over the experts hit, for the CPU. `expert_mlp_triton` reads
+every expert hit once for up to FEW_ROWS rows. `expert_mlp_ordered` puts pairs in the order of their experts, for up to
+MOST_ROWS rows, and has the same bits. `expert_mlp_packed` unpacks weights of four bits (mxfp4.py) in registers, for up
+to MOST_ROWS_PACKED rows. `expert_mlp_grouped` sorts rows by expert for the library's grouped product; packed weights
+become a tensor that lives as long as its product. All but the first never ask the host for anything, so CUDA graphs can
+hold them.
 
 Knows nothing about models or files.
 
@@ -22,7 +23,10 @@ from torch.nn import functional as F
 from peagle.kernels.launching import HAVE_TRITON, INTERPRETED
 from peagle.kernels.mxfp4 import Packed, whole
 
-FEW_ROWS = 64  # up to here weights are read once for all rows, and rows that an expert was not chosen for are for free
+FEW_ROWS = 16  # up to here a tile holds all rows, and those that an expert was not chosen for are for free
+# Up to here the memory that experts are read from is what takes the time, and rows are gathered and added up where they
+# are used; beyond, the library's product makes up for the copies around it.
+MOST_ROWS = 2048
 # Up to here packed weights are unpacked anew for every tile of an expert's rows. That costs about as much as the tile's
 # product, so in the end it may be better to unpack them once, though they are then written and read in bf16. On an H200
 # it was not yet for GPT-OSS-20B's layer and so many rows.
@@ -117,13 +121,17 @@ def expert_mlp(x_TD: Tensor, weight_TC: Tensor, expert_TC: Tensor, experts: Expe
     """[T, D]: what a row's chosen experts make of it, by their weights."""
     if not _on_gpu(x_TD):
         return expert_mlp_torch(x_TD, weight_TC, expert_TC, experts)
-    packed = isinstance(experts.gate_up_EXD, Packed)
-    if len(x_TD) > (MOST_ROWS_PACKED if packed else FEW_ROWS) and _takes_grouped(x_TD, experts):
+    packed, rows = isinstance(experts.gate_up_EXD, Packed), len(x_TD)
+    if rows > (MOST_ROWS_PACKED if packed else MOST_ROWS) and _takes_grouped(x_TD, experts):
         return expert_mlp_grouped(x_TD, weight_TC, expert_TC, experts)
     if packed:
         from peagle.kernels.experts_packed_triton import expert_mlp_packed
 
         return expert_mlp_packed(x_TD, weight_TC, expert_TC, experts)
+    if rows > FEW_ROWS:
+        from peagle.kernels.experts_ordered_triton import expert_mlp_ordered
+
+        return expert_mlp_ordered(x_TD, weight_TC, expert_TC, experts)
     from peagle.kernels.experts_triton import expert_mlp_triton
 
     return expert_mlp_triton(x_TD, weight_TC, expert_TC, experts)

@@ -1,12 +1,14 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, check-untyped-defs=False
-"""The Triton versions of experts.py, but for packed weights (experts_packed_triton.py).
+"""The Triton versions of experts.py, but for packed weights (experts_packed_triton.py) and for pairs in order
+(experts_ordered_triton.py).
 
 `_experts_kernel`: a program has one expert, some of its output columns and a tile of rows. It looks through the rows'
 choices for its expert; nothing is sorted beforehand, and a program that finds none is done. So for a tile's worth of
 rows the experts hit are read once each, and no others. Weights are the left operand and rows the right one, as in
 linear.py: a row's sums do not depend on which other rows there are.
 
-`_route_kernel`: a program has one row's choices.
+`_route_kernel`: a program has one row's choices. `_sum_kernel`: one row's pairs, and some columns. A kernel is launched
+while the one before it ends, which it waits for before it reads or writes anything.
 
 With TRITON_INTERPRET=1 in the environment, set before the import, the launchers take CPU tensors.
 """
@@ -19,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from peagle.kernels.experts import Experts
+from peagle.kernels.launching import supports_pdl
 
 # For the gated product and the one after it: rows and columns of a tile of weights, warps, tiles under way. One for all
 # numbers of rows, so that a row's sums stay those it has alone.
@@ -60,6 +63,79 @@ def gated_tile(gate, up, alpha, limit, CLAMPED: tl.constexpr):
         return gate / (1.0 + tl.exp(-gate)) * up
 
 
+@triton.jit
+def product_tile(
+    x,
+    w,
+    w_desc,
+    bias,
+    weights,
+    y,
+    e,
+    block,
+    source,
+    pair,
+    hit,
+    N,
+    K,
+    x_row,
+    alpha,
+    limit,
+    PAIRED: tl.constexpr,
+    GLU: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One block of an expert's output columns for the pairs that are `hit`, whose rows of x are `source`. One body for
+    all kernels, so that a row's sums are the same in each."""
+    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    HALVES: tl.constexpr = 2 if GLU else 1
+    # Past the last weight row the last one is read again: no mask in the loop, and nothing of it is stored.
+    rows = e.to(tl.int64) * N * HALVES + tl.minimum(n, N - 1)
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    k = tl.arange(0, BLOCK_K)
+    w_at = w + rows[:, None] * K + k[None, :]
+    x_at = x + source[None, :] * x_row + k[:, None]
+    up_step = (e * 0 + N).to(tl.int64) * K  # a width of 1 is a plain number here, without a type
+    first = e * N * HALVES + block * BLOCK_N
+    for start in range(0, K, BLOCK_K):
+        if EVEN_K:
+            rows_x = tl.load(x_at + start, mask=hit[None, :], other=0.0)
+        else:
+            rows_x = tl.load(x_at + start, mask=hit[None, :] & (start + k < K)[:, None], other=0.0)
+        if w_desc is not None:
+            rows_w = w_desc.load([first, start])
+        elif EVEN_K:
+            rows_w = tl.load(w_at + start)
+        else:
+            rows_w = tl.load(w_at + start, mask=(start + k < K)[None, :], other=0.0)
+        acc = tl.dot(rows_w, rows_x, acc, input_precision=PRECISION)
+        if GLU:
+            if w_desc is not None:
+                rows_w = w_desc.load([first + N, start])
+            elif EVEN_K:
+                rows_w = tl.load(w_at + start + up_step)
+            else:
+                rows_w = tl.load(w_at + start + up_step, mask=(start + k < K)[None, :], other=0.0)
+            up = tl.dot(rows_w, rows_x, up, input_precision=PRECISION)
+    if bias is not None:
+        b_at = bias + e * N * HALVES + n
+        acc += tl.load(b_at, mask=n < N, other=0.0).to(tl.float32)[:, None]
+        if GLU:
+            up += tl.load(b_at + N, mask=n < N, other=0.0).to(tl.float32)[:, None]
+    if GLU:
+        acc = gated_tile(acc, up, alpha, limit, CLAMPED)
+    if PAIRED:
+        acc = acc * tl.load(weights + pair, mask=hit, other=0.0)[None, :]
+    to = y + pair[None, :] * N + n[:, None]
+    tl.store(to, acc.to(y.dtype.element_ty), mask=hit[None, :] & (n < N)[:, None])
+
+
 @triton.jit(do_not_specialize=["T"])  # one compilation for all numbers of rows of a tile
 def _experts_kernel(
     x,
@@ -84,8 +160,12 @@ def _experts_kernel(
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """PAIRED: rows of x are pairs of row and expert already, and the result is weighted. CHOICES: CHOSEN rounded up."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     e = tl.program_id(1)
     m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     c = tl.arange(0, CHOICES)
@@ -97,42 +177,46 @@ def _experts_kernel(
         source = m.to(tl.int64)
         if PAIRED:
             source = pair
-        n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-        HALVES: tl.constexpr = 2 if GLU else 1
-        # Past the last weight row the last one is read again: no mask in the loop, and nothing of it is stored.
-        rows = e.to(tl.int64) * N * HALVES + tl.minimum(n, N - 1)
-        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        k = tl.arange(0, BLOCK_K)
-        w_at = w + rows[:, None] * K + k[None, :]
-        x_at = x + source[None, :] * x_row + k[:, None]
-        up_step = (e * 0 + N).to(tl.int64) * K  # a width of 1 is a plain number here, without a type
-        for start in range(0, K, BLOCK_K):
-            if EVEN_K:
-                rows_x = tl.load(x_at + start, mask=hit[None, :], other=0.0)
-                rows_w = tl.load(w_at + start)
-            else:
-                inside = start + k < K
-                rows_x = tl.load(x_at + start, mask=hit[None, :] & inside[:, None], other=0.0)
-                rows_w = tl.load(w_at + start, mask=inside[None, :], other=0.0)
-            acc = tl.dot(rows_w, rows_x, acc, input_precision=PRECISION)
-            if GLU:
-                if EVEN_K:
-                    rows_w = tl.load(w_at + start + up_step)
-                else:
-                    rows_w = tl.load(w_at + start + up_step, mask=(start + k < K)[None, :], other=0.0)
-                up = tl.dot(rows_w, rows_x, up, input_precision=PRECISION)
-        if bias is not None:
-            b_at = bias + e * N * HALVES + n
-            acc += tl.load(b_at, mask=n < N, other=0.0).to(tl.float32)[:, None]
-            if GLU:
-                up += tl.load(b_at + N, mask=n < N, other=0.0).to(tl.float32)[:, None]
-        if GLU:
-            acc = gated_tile(acc, up, alpha, limit, CLAMPED)
-        if PAIRED:
-            acc = acc * tl.load(weights + pair, mask=hit, other=0.0)[None, :]
-        to = y + pair[None, :] * N + n[:, None]
-        tl.store(to, acc.to(y.dtype.element_ty), mask=hit[None, :] & (n < N)[:, None])
+        product_tile(
+            x,
+            w,
+            None,
+            bias,
+            weights,
+            y,
+            e,
+            tl.program_id(0),
+            source,
+            pair,
+            hit,
+            N,
+            K,
+            x_row,
+            alpha,
+            limit,
+            PAIRED,
+            GLU,
+            CLAMPED,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            EVEN_K,
+            PRECISION,
+        )
+
+
+@triton.jit
+def _sum_kernel(y, out, N, CHOSEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    at = y + row * CHOSEN * N + n
+    total = tl.zeros((BLOCK,), tl.float32)
+    for c in tl.static_range(CHOSEN):
+        total += tl.load(at + c * N, mask=n < N, other=0.0).to(tl.float32)
+    tl.store(out + row * N + n, total.to(out.dtype.element_ty), mask=n < N)
 
 
 def route_triton(logits_TE: Tensor, chosen: int, normed: bool) -> tuple[Tensor, Tensor]:
@@ -159,7 +243,19 @@ def expert_mlp_triton(x_TD: Tensor, weight_TC: Tensor, expert_TC: Tensor, expert
         return torch.empty_like(x_TD)
     _launch(x_TD, gate_up_EXD, experts.gate_up_bias_EX, hidden_PI, weight_TC, expert_TC, experts, paired=False)
     _launch(hidden_PI, down_EDI, experts.down_bias_ED, y_PD, weight_TC, expert_TC, experts, paired=True)
-    return y_PD.view(rows, chosen, width).sum(1)
+    return summed_triton(y_PD, chosen)
+
+
+def summed_triton(y_PD: Tensor, chosen: int) -> Tensor:
+    """A row's pairs, weighted already, added up in fp32 and in the order in which they were chosen."""
+    if chosen == 1:
+        return y_PD
+    (pairs, width), block, pdl = y_PD.shape, 1024, supports_pdl(y_PD.device)
+    y_TD = y_PD.new_empty(pairs // chosen, width)
+    _sum_kernel[(pairs // chosen, triton.cdiv(width, block))](
+        y_PD, y_TD, width, CHOSEN=chosen, BLOCK=block, PDL=pdl, num_warps=4, **({"launch_pdl": True} if pdl else {})
+    )
+    return y_TD
 
 
 def _launch(
@@ -180,7 +276,7 @@ def _launch(
         # With four stages Triton 3.6 made wrong addresses where a width was odd: its compiler took the upper half of a
         # 64-bit product for that of a 32-bit one.
         block_n, block_k, warps, stages = 32, 32, 4, 3
-    clamp = experts.clamp
+    clamp, pdl = experts.clamp, supports_pdl(x.device)
     _experts_kernel[(triton.cdiv(columns, block_n), len(w), triton.cdiv(rows, block_m))](
         x,
         w,
@@ -204,6 +300,8 @@ def _launch(
         BLOCK_K=block_k,
         EVEN_K=depth % block_k == 0,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        PDL=pdl,
         num_warps=warps,
         num_stages=stages,
+        **({"launch_pdl": True} if pdl else {}),
     )
