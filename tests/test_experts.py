@@ -207,6 +207,7 @@ def check_in_the_interpreter() -> None:
 
 
 def check_packed_in_the_interpreter() -> None:
+    from peagle.kernels.experts_lanes_triton import LANES
     from peagle.kernels.experts_packed_triton import expert_mlp_packed
     from peagle.kernels.mxfp4_triton import unpacked_triton
 
@@ -216,7 +217,18 @@ def check_packed_in_the_interpreter() -> None:
     words, filled, want = (part.unflatten(0, (3, 84)) for part in made)
     assert torch.equal(unpacked_triton(words, filled, torch.float32).double(), want)
     check_order("cpu")
-    check_numbers_in_products(torch.float32, "cpu")
+    check_numbers_in_products(torch.float32, "cpu", (8, 40, 96))
+    # The kernel for few rows in bf16: blocks that are no whole steps, one eight of rows and two. The interpreter has no
+    # bf16 for the others.
+    check_numbers_in_products(torch.bfloat16, "cpu", (2,))
+    used = dict(LANES)
+    for beside in (False, True):
+        LANES.update(
+            {key: (warps, ahead, line, beside and not key[1]) for key, (warps, ahead, line, _) in used.items()}
+        )
+        for rows, width, inner in ((1, 32, 288), (8, 160, 64), (11, 96, 32)):
+            check_packed(expert_mlp_packed, (rows, width, 2, 2, inner), rows > 1, torch.bfloat16, "cpu", 2e-2)
+    LANES.update(used)
 
     # the interpreter is too slow for a search of the smallest shape that fails
     @settings(max_examples=14, deadline=None, database=None, phases=(Phase.generate,))
@@ -229,7 +241,7 @@ def check_packed_in_the_interpreter() -> None:
         check_packed(expert_mlp_packed, (rows, 96, 3, 2, 160), True, torch.float16, "cpu", 4e-3)
 
 
-def check_numbers_in_products(dtype: torch.dtype, device: str) -> None:
+def check_numbers_in_products(dtype: torch.dtype, device: str, some: tuple[int, ...]) -> None:
     """Gates of one expert are its inputs and its ups are 0, so by a clamp that is steep, rows with a 1 at one place
     give back a column of the second weights each: to the bit, for all exponents that a product takes."""
     from peagle.kernels.experts_packed_triton import expert_mlp_packed
@@ -247,10 +259,17 @@ def check_numbers_in_products(dtype: torch.dtype, device: str) -> None:
     x = torch.eye(inner, width, dtype=dtype, device=device)
     want = down[0].to(dtype).T
     assert want.unique().numel() > 400
-    for rows in (8, 40, inner):
+    for rows in some:
         weight = torch.ones(rows, 1, device=device)
         got = expert_mlp_packed(x[:rows], weight, torch.zeros(rows, 1, dtype=torch.int32, device=device), experts)
         assert torch.equal(got, want[:rows])
+
+
+def in_turn(x: Tensor) -> Tensor:
+    """Within 128 columns, filled up: of each block of 32 the first two, then of each the two that lie 8 after them, and
+    so on by 16, and the same with the next two."""
+    filled = torch.nn.functional.pad(x, (0, -x.shape[1] % 128)).unflatten(1, (-1, 4, 2, 2, 4, 2))
+    return filled.permute(0, 1, 5, 3, 4, 2, 6).flatten(1)
 
 
 def check_order(device: str) -> None:
@@ -260,54 +279,76 @@ def check_order(device: str) -> None:
     gen = torch.Generator().manual_seed(0)
     for pairs, count, lowest in ((1, 1, 0), (70, 5, 3), (1000, 40, 0), (2 * SCAN + 5, 7, 0), (SCAN, 6, 5)):
         expert = torch.randint(lowest, count, (pairs, 1), generator=gen, dtype=torch.int32).to(device)
-        order, ends = order_of(expert, count)
+        x = torch.randn(pairs, 160, generator=gen).to(device)
+        order, ends, turned = order_of(expert, count, x)
+        assert turned is not None and torch.equal(turned, in_turn(x))
         assert torch.equal(order.cpu().long(), expert.cpu().flatten().sort(stable=True).indices)
         assert torch.equal(ends.cpu().long(), torch.bincount(expert.cpu().flatten(), minlength=count).cumsum(0))
 
 
-@pytest.mark.parametrize("paired", [False, True])
-@pytest.mark.parametrize("kind", ["few", "some", "many"])
-def test_two_words_of_a_register_are_neighbours(kind: str, paired: bool) -> None:
-    """They are multiplied by one power of 2. Which single words a thread holds one after the other is up to Triton, and
-    differs by what it knows of a row's length: here nothing. The interpreter has no registers; this reads the PTX."""
-    pytest.importorskip("triton", reason="Triton is made for Linux only")
+def compiled_for_hopper(kernel: Any, fixed: dict[str, Any], types: dict[str, str], options: dict[str, Any]) -> Any:
+    """Nothing is known of sizes but what `fixed` says, and that rows of x are whole runs of 16 bytes."""
     from triton import compile
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from peagle.kernels.experts_packed_triton import TILES, _packed_kernel
-
-    block_m, block_n, warps, stages, registers = TILES[kind, paired]
-    fixed: dict[str, Any] = {
-        "CHOSEN": 3,
-        "CHOICES": 4,
-        "EXPERTS": 8,
-        "PAIRED": paired,
-        "GLU": not paired,
-        "CLAMPED": True,
-    }
-    fixed |= {"BLOCK_M": block_m, "BLOCK_N": block_n, "PRECISION": "tf32", "ASM": True, "ENDED": True}
-    if kind == "few":
-        fixed["ends"] = None
-    types = dict.fromkeys(("x", "bias", "y"), "*bf16") | dict.fromkeys(("w", "exponents", "chosen", "ends"), "*i32")
-    types |= {"weights": "*fp32", "alpha": "fp32", "limit": "fp32"}
-    names = _packed_kernel.arg_names
+    names = kernel.arg_names
     signature = {name: "constexpr" if name in fixed else types.get(name, "i32") for name in names}
     aligned = [name for name in names if signature[name].startswith("*")] + ["x_row"]
     known = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    return compile(ASTSource(kernel, signature, fixed, known), target=GPUTarget("cuda", 90, 32), options=options)
+
+
+@pytest.mark.parametrize("paired", [False, True])
+@pytest.mark.parametrize("kind", ["some", "many"])
+def test_two_words_of_a_register_are_neighbours(kind: str, paired: bool) -> None:
+    """They are multiplied by one power of 2. Which single words a thread holds one after the other is up to Triton, and
+    differs by what it knows of a row's length: here nothing. The interpreter has no registers; this reads the PTX."""
+    pytest.importorskip("triton", reason="Triton is made for Linux only")
+    from peagle.kernels.experts_packed_triton import TILES, _packed_kernel
+
+    block_m, block_n, warps, stages, registers = TILES[kind, paired]
+    fixed: dict[str, Any] = {"CHOSEN": 3, "EXPERTS": 8, "PAIRED": paired, "GLU": not paired, "CLAMPED": True}
+    fixed |= {"BLOCK_M": block_m, "BLOCK_N": block_n, "PRECISION": "tf32", "ASM": True, "ENDED": True}
+    types = dict.fromkeys(("x", "bias", "y"), "*bf16") | dict.fromkeys(("w", "order", "ends"), "*i32")
+    types |= {"exponents": "*u8", "weights": "*fp32", "alpha": "fp32", "limit": "fp32"}
     options = {"num_warps": warps, "num_stages": stages} | ({} if registers is None else {"maxnreg": registers})
-    source = ASTSource(_packed_kernel, signature, fixed, known)
-    ptx = compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    ptx = compiled_for_hopper(_packed_kernel, fixed, types, options).asm["ptx"]
     unpacked_ones = set(re.findall(r"and\.b32 %r\d+, (%r\d+), 0x81C081C0;\s+shl", ptx))
     put_together = set(re.findall(r"mov\.b32\s+(%r\d+), \{", ptx))
     assert "wgmma.mma_async" in ptx and len(unpacked_ones) == 8 * (1 if paired else 2)
     assert not unpacked_ones & put_together
     loops = re.findall(r"(\$L__BB\d+_\d+):((?:(?!\$L__BB\d+_\d+:).)*?)bra\s+\1;", ptx, re.DOTALL)
     [loop] = [body for _, body in loops if "wgmma" in body]
-    # All come ahead of time, and but for exponents 16 bytes at once.
-    assert "ld.global" not in loop and loop.count("cp.async.ca") == (1 if paired else 2)
+    # Weights and rows come ahead of time, 16 bytes at once; exponents a step ahead. Nothing is written to memory.
+    assert "cp.async.cg" in loop and "cp.async.ca" not in loop and "st.shared" not in loop
+    assert loop.count("ld.global") <= 2 * (1 if paired else 2)
     # A product that went on into the next step would read weights from registers that are unpacked into again.
     assert set(re.findall(r"wgmma\.wait_group\.sync\.aligned (\d+)", ptx)) == {"0"}
+
+
+@pytest.mark.parametrize("rows", [4, 8, 16])
+@pytest.mark.parametrize("paired", [False, True])
+def test_lanes_share_nothing(paired: bool, rows: int) -> None:
+    """GPT-OSS-20B's shape: no shared memory in the loop and nobody waited for, 16 bytes at once."""
+    pytest.importorskip("triton", reason="Triton is made for Linux only")
+    from peagle.kernels.experts_lanes_triton import LANES, _lanes_kernel
+
+    warps, ahead, line, beside = LANES[rows, paired]
+    eights = max(1, rows // 8)
+    fixed: dict[str, Any] = {"N": 2880, "G": 90, "E_ROW": 96, "CHOSEN": 4, "PAIRED": paired, "GLU": not paired}
+    fixed |= {"CLAMPED": True, "COLUMNS": eights, "AHEAD": ahead, "LINE": line, "BESIDE": beside}
+    fixed |= {"WARPS": warps, "ASM": True, "PDL": True}
+    types = dict.fromkeys(("bias", "y"), "*bf16") | dict.fromkeys(("x", "w", "chosen"), "*i32")
+    types |= {"exponents": "*u8", "weights": "*fp32", "alpha": "fp32", "limit": "fp32"}
+    options = {"num_warps": warps, "num_stages": 1}
+    ptx, halves = compiled_for_hopper(_lanes_kernel, fixed, types, options).asm["ptx"], 1 if paired or beside else 2
+    loops = re.findall(r"(\$L__BB\d+_\d+):((?:(?!\$L__BB\d+_\d+:).)*?)bra\s+\1;", ptx, re.DOTALL)
+    [loop] = [body for _, body in loops if "mma.sync" in body]
+    assert loop.count("mma.sync") == 8 * halves * ahead * eights
+    assert len(re.findall(r"ld\.global\.L1::no_allocate\S*v4", loop)) == 2 * halves * ahead
+    assert loop.count("ld.global.v4") == 4 * ahead * eights
+    assert not re.search(r"\.shared|bar\.sync|shfl|mov\.b32\s+%r\d+, \{", loop)
 
 
 @pytest.mark.gpu
@@ -331,8 +372,8 @@ def test_compiled_packed() -> None:
     every = Packed(words_of(blocks).cuda()[None], exponents_of(exponents).cuda()[None])
     assert torch.equal(whole(every, torch.bfloat16).double().cpu()[0], want)
     check_order("cuda")
-    check_numbers_in_products(torch.bfloat16, "cuda")
-    for rows in (1, 8, 17, 40, 64, 100, 256, 300, MOST_ROWS_PACKED + 1):
+    check_numbers_in_products(torch.bfloat16, "cuda", (8, 16, 40, 96))
+    for rows in (1, 8, 9, 16, 17, 40, 64, 100, 256, 300, MOST_ROWS_PACKED + 1):
         for width, inner in ((64, 96), (2880, 288), (160, 2880)):
             if rows * width * inner < 4e8:  # fp64 on the CPU takes its time
                 check_packed(expert_mlp, (rows, width, 8, 3, inner), rows % 2 == 0, torch.bfloat16, "cuda", 3e-2)
