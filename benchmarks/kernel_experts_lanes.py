@@ -61,6 +61,8 @@ SETTINGS: dict[bool, list[tuple[Any, ...]]] = {
     ],
 }
 Setting = tuple[Any, ...] | None  # None: the old kernel
+IN_USE = dict(lanes.LANES)
+MODULES = {"old": old, "new": new}
 
 
 class Layer:
@@ -105,13 +107,18 @@ class Layer:
         return want
 
 
-def compile_one(job: tuple[bool, Setting]) -> tuple[tuple[bool, Setting], str]:
-    """In a process of its own: what it compiles the others find on disk."""
-    paired, setting = job
+def compile_one(job: tuple[Any, Any]) -> tuple[tuple[Any, Any], str]:
+    """In a process of its own: what it compiles the others find on disk. A product and a setting of it, or a module and
+    a number of rows of a whole layer."""
     try:
         experts = random_experts(SHAPE)
-        for rows in (8, 16) if setting is not None else (8,):
-            Layer(rows, experts).launch(paired, setting)
+        lanes.LANES.update(IN_USE)
+        if isinstance(job[0], str):
+            layer = Layer(job[1], experts)
+            MODULES[job[0]].expert_mlp_packed(layer.x, layer.weight_TC, layer.expert_TC, experts)
+        else:
+            for rows in (8, 16) if job[1] is not None else (8,):
+                Layer(rows, experts).launch(*job)
         torch.cuda.synchronize()
     except Exception as error:  # a setting that does not compile is left out
         return job, repr(error)[:300]
@@ -169,13 +176,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60, help="for measuring; what does not fit stays unmeasured")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    jobs: list[tuple[bool, Setting]] = [(paired, s) for paired in (False, True) for s in (None, *SETTINGS[paired])]
+    jobs: list[tuple[Any, Any]] = [(name, rows) for rows in (256, 64) for name in MODULES]
+    jobs += [("new", 16), ("new", 8), ("new", 4)]
+    jobs += [(paired, setting) for paired in (False, True) for setting in (None, *SETTINGS[paired])]
     begun = time.time()
     with multiprocessing.get_context("spawn").Pool(min(args.workers, len(jobs))) as pool:
         failed = {job: why for job, why in pool.imap_unordered(compile_one, jobs, chunksize=1) if why}
     print(f"compiled in {time.time() - begun:.0f} s; failed: {failed or 'none'}", flush=True)
     deadline = time.time() + args.seconds
-    in_use = dict(lanes.LANES)
     torch.manual_seed(0)
     weights = [random_experts(SHAPE) for _ in range(LAYERS)]
     kinds = check_kinds(weights[0])
@@ -205,12 +213,12 @@ def main() -> None:
                 good = "" if off < 0.01 and same else f"  WRONG: off {off:.3g}, alone {same}"
                 label = f"{rows:3} rows {row['product']:6} hit {hits:4.1f} {setting or 'old'!s:20}"
                 print(f"{label} {us:7.1f} us  floor {floor:5.1f}  {us / before:5.2f} of old{good}", flush=True)
-    lanes.LANES.update(in_use)
+    lanes.LANES.update(IN_USE)
     whole: list[dict[str, Any]] = []
     for rows in (*ROWS, 64, 256):
         layers = [Layer(rows, experts) for experts in weights]
         row = {"rows": rows}
-        for name, module in (("old", old), ("new", new)):
+        for name, module in MODULES.items():
             if time.time() < deadline + 30:
 
                 def all_of_it(module: Any = module, layers: Any = layers) -> None:
