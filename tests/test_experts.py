@@ -222,11 +222,9 @@ def check_packed_in_the_interpreter() -> None:
     # bf16 for the others.
     check_numbers_in_products(torch.bfloat16, "cpu", (2,))
     used = dict(LANES)
-    for beside in (False, True):
-        LANES.update(
-            {key: (warps, ahead, line, beside and not key[1]) for key, (warps, ahead, line, _) in used.items()}
-        )
-        for rows, width, inner in ((1, 32, 288), (8, 160, 64), (11, 96, 32)):
+    for ahead, beside in ((2, False), (3, True)):
+        LANES.update({key: (warps, ahead, line, beside and not key[1]) for key, (warps, _, line, _) in used.items()})
+        for rows, width, inner in ((1, 32, 544), (8, 288, 64), (11, 96, 32)):
             check_packed(expert_mlp_packed, (rows, width, 2, 2, inner), rows > 1, torch.bfloat16, "cpu", 2e-2)
     LANES.update(used)
 
@@ -340,7 +338,7 @@ def test_lanes_share_nothing(paired: bool, rows: int) -> None:
     fixed |= {"CLAMPED": True, "COLUMNS": eights, "AHEAD": ahead, "LINE": line, "BESIDE": beside}
     fixed |= {"WARPS": warps, "ASM": True, "PDL": True}
     types = dict.fromkeys(("bias", "y"), "*bf16") | dict.fromkeys(("x", "w", "chosen"), "*i32")
-    types |= {"exponents": "*u8", "weights": "*fp32", "alpha": "fp32", "limit": "fp32"}
+    types |= {"exponents": "*i64" if ahead == 2 else "*i32", "weights": "*fp32", "alpha": "fp32", "limit": "fp32"}
     options = {"num_warps": warps, "num_stages": 1}
     ptx, halves = compiled_for_hopper(_lanes_kernel, fixed, types, options).asm["ptx"], 1 if paired or beside else 2
     loops = re.findall(r"(\$L__BB\d+_\d+):((?:(?!\$L__BB\d+_\d+:).)*?)bra\s+\1;", ptx, re.DOTALL)

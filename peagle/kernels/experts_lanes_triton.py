@@ -42,8 +42,8 @@ LANES: dict[tuple[int, bool], tuple[int, int, int, bool]] = {
     (4, True): (1, 2, 128, False),
     (8, False): (1, 2, 128, True),
     (8, True): (1, 2, 128, False),
-    (16, False): (1, 1, 128, True),
-    (16, True): (1, 1, 128, False),
+    (16, False): (1, 2, 128, True),
+    (16, True): (1, 2, 128, False),
 }
 
 _MMA = tl.constexpr(
@@ -168,31 +168,64 @@ def _numbers(pairs, power, ASM: tl.constexpr):
 @triton.jit
 def _ahead(
     w,
-    exponents,
     step,
     t,
     HALF: tl.constexpr,
     N: tl.constexpr,
     G: tl.constexpr,
-    E_ROW: tl.constexpr,
     LOWER: tl.constexpr,
     LINE: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """A step's weights and exponents, of rows g and LOWER + g. Past the end the last block once more."""
-    block = tl.minimum(4 * step + t, G - 1)
-    w_at = w + HALF * (N * G * 4) + block * 4
-    e_at = exponents + HALF * (N * E_ROW) + block
-    upper = _four_once(w_at, LINE, ASM)
-    lower = _four_once(w_at + LOWER * G * 4, LINE, ASM)
-    return upper, lower, tl.load(e_at).to(tl.int32), tl.load(e_at + LOWER * E_ROW).to(tl.int32)
+    """A step's weights, of rows g and LOWER + g. Past the end the last block once more."""
+    at = w + HALF * (N * G * 4) + tl.minimum(4 * step + t, G - 1) * 4
+    return _four_once(at, LINE, ASM), _four_once(at + LOWER * G * 4, LINE, ASM)
 
 
 @triton.jit
-def _step(sums, rows_x, got, known, COLUMNS: tl.constexpr, WARPS: tl.constexpr, ASM: tl.constexpr):
-    """One half's: `sums` of each 8 columns in turn, `got` of rows g and 8 + g."""
-    power0 = got[2] * 0x00800080 + 126 * 0x00800080
-    power1 = got[3] * 0x00800080 + 126 * 0x00800080
+def _exponents_ahead(
+    exponents,
+    turn,
+    HALF: tl.constexpr,
+    N: tl.constexpr,
+    G: tl.constexpr,
+    E_ROW: tl.constexpr,
+    LOWER: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """Of a turn's steps in turn: four exponents of rows g and LOWER + g. Those of two steps are one number."""
+    STEPS: tl.constexpr = (G + 3) // 4
+    got = ()
+    if AHEAD == 2:
+        at = exponents + HALF * (N * E_ROW // 8) + tl.minimum(turn, (STEPS - 1) // 2)
+        upper = tl.load(at)
+        lower = tl.load(at + LOWER * (E_ROW // 8))
+        got = (upper.to(tl.int32), lower.to(tl.int32), (upper >> 32).to(tl.int32), (lower >> 32).to(tl.int32))
+    else:
+        for u in tl.static_range(AHEAD):
+            at = exponents + HALF * (N * E_ROW // 4) + tl.minimum(turn * AHEAD + u, STEPS - 1)
+            got = got + (tl.load(at), tl.load(at + LOWER * (E_ROW // 4)))
+    return got
+
+
+@triton.jit
+def _power(four, t, ASM: tl.constexpr):
+    """Of four exponents the one of block t, as ALL_FOUR wants it."""
+    if ASM:
+        one = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, 0, $2;", "=r,r,r", [four, 0x4440 + t], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        one = (four >> 8 * t) & 255
+    return one * 0x00800080 + 126 * 0x00800080
+
+
+@triton.jit
+def _step(
+    sums, rows_x, got, upper_four, lower_four, t, known, COLUMNS: tl.constexpr, WARPS: tl.constexpr, ASM: tl.constexpr
+):
+    """One half's: `sums` of each 8 columns in turn, `got` and exponents of the upper and lower 8 rows."""
+    power0, power1 = _power(upper_four, t, ASM), _power(lower_four, t, ASM)
     if known is not None:
         power0, power1 = tl.where(known, power0, 0), tl.where(known, power1, 0)
     for p in tl.static_range(4):
@@ -256,7 +289,8 @@ def _lanes_kernel(
     ASM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """x, w: as int32, x_row too; exponents: as bytes, E_ROW of them in a row. COLUMNS: eights of rows."""
+    """x, w: as int32, x_row too; exponents: as int64 if AHEAD is 2, else as int32, in rows of E_ROW bytes. COLUMNS:
+    eights of rows. BESIDE: a warp has 8 gates and their ups."""
     i = _thread(32 * WARPS, ASM)
     g, t = i % 32 // 4, i % 4
     e = tl.program_id(1)
@@ -278,11 +312,14 @@ def _lanes_kernel(
         n = (tl.program_id(0) * WARPS + i // 32) * TILE + g
         row = e * (2 * N if GLU else N) + n
         w_at = w + row.to(tl.int64) * (G * 4)
-        e_at = exponents + row.to(tl.int64) * E_ROW
+        e_at = exponents + row.to(tl.int64) * (E_ROW // (8 if AHEAD == 2 else 4))
         got = ()
+        powers = ()
+        for half in tl.static_range(HALVES):
+            powers = powers + (_exponents_ahead(e_at, 0, half, N, G, E_ROW, LOWER, AHEAD),)
         for u in tl.static_range(AHEAD):
             for half in tl.static_range(HALVES):
-                got = got + (_ahead(w_at, e_at, u, t, half, N, G, E_ROW, LOWER, LINE, ASM),)
+                got = got + (_ahead(w_at, u, t, half, N, G, LOWER, LINE, ASM),)
         if PDL and PAIRED:
             # Weights are nobody's output, and choices were there before the kernel ahead began: the rest is only now.
             tl.extra.cuda.gdc_wait()
@@ -301,19 +338,36 @@ def _lanes_kernel(
         TURNS: tl.constexpr = (STEPS - 1) // AHEAD  # one to AHEAD steps are left for the end, the last one in part
         for turn in range(0, TURNS):
             new = ()
+            new_powers = ()
+            for half in tl.static_range(HALVES):
+                new_powers = new_powers + (_exponents_ahead(e_at, turn + 1, half, N, G, E_ROW, LOWER, AHEAD),)
             for u in tl.static_range(AHEAD):
                 step = turn * AHEAD + u
                 for half in tl.static_range(HALVES):
-                    new = new + (_ahead(w_at, e_at, step + AHEAD, t, half, N, G, E_ROW, LOWER, LINE, ASM),)
+                    new = new + (_ahead(w_at, step + AHEAD, t, half, N, G, LOWER, LINE, ASM),)
                 t = _asked(t, ASM)
                 rows_x = ()
                 for j in tl.static_range(COLUMNS):
                     for quarter in tl.static_range(4):
                         rows_x = rows_x + (_four(x_at[j] + (4 * step + t) * 16 + quarter * 4, ASM),)
-                gates = _step(gates, rows_x, got[HALVES * u], None, COLUMNS, WARPS, ASM)
+                gates = _step(
+                    gates, rows_x, got[HALVES * u], powers[0][2 * u], powers[0][2 * u + 1], t, None, COLUMNS, WARPS, ASM
+                )
                 if HALVES == 2:
-                    ups = _step(ups, rows_x, got[2 * u + 1], None, COLUMNS, WARPS, ASM)
+                    ups = _step(
+                        ups,
+                        rows_x,
+                        got[2 * u + 1],
+                        powers[1][2 * u],
+                        powers[1][2 * u + 1],
+                        t,
+                        None,
+                        COLUMNS,
+                        WARPS,
+                        ASM,
+                    )
             got = new
+            powers = new_powers
         for u in tl.static_range(STEPS - TURNS * AHEAD):
             step = TURNS * AHEAD + u
             rows_x = ()
@@ -321,9 +375,31 @@ def _lanes_kernel(
                 for quarter in tl.static_range(4):
                     at = x_at[j] + tl.minimum(4 * step + t, G - 1) * 16
                     rows_x = rows_x + (_four(at + quarter * 4, ASM),)
-            gates = _step(gates, rows_x, got[HALVES * u], 4 * step + t < G, COLUMNS, WARPS, ASM)
+            gates = _step(
+                gates,
+                rows_x,
+                got[HALVES * u],
+                powers[0][2 * u],
+                powers[0][2 * u + 1],
+                t,
+                4 * step + t < G,
+                COLUMNS,
+                WARPS,
+                ASM,
+            )
             if HALVES == 2:
-                ups = _step(ups, rows_x, got[2 * u + 1], 4 * step + t < G, COLUMNS, WARPS, ASM)
+                ups = _step(
+                    ups,
+                    rows_x,
+                    got[2 * u + 1],
+                    powers[1][2 * u],
+                    powers[1][2 * u + 1],
+                    t,
+                    4 * step + t < G,
+                    COLUMNS,
+                    WARPS,
+                    ASM,
+                )
         for eight in tl.static_range(TILE // 8):
             gate_bias = 0.0
             up_bias = 0.0
@@ -372,10 +448,11 @@ def launch_lanes(
     if pdl is None:
         pdl = supports_pdl(x.device)
     blocks, clamp = w.shape[2] // BLOCK, experts.clamp
+    ahead = min(ahead, triton.cdiv(blocks, 4))
     _lanes_kernel[(columns // (tile * warps), len(w))](
         x.view(torch.int32),
         twos,
-        exponents,
+        exponents.view(torch.int64 if ahead == 2 else torch.int32),
         bias,
         expert_TC,
         weight_TC,
@@ -392,7 +469,7 @@ def launch_lanes(
         GLU=not paired,
         CLAMPED=clamp is not None,
         COLUMNS=1 if rows <= 8 else 2,
-        AHEAD=min(ahead, triton.cdiv(blocks, 4)),
+        AHEAD=ahead,
         LINE=line,
         BESIDE=beside,
         WARPS=warps,
