@@ -4,8 +4,8 @@ Qwen3-Coder-30B-A3B's, in bf16.
     python benchmarks/kernel_experts.py --out kernel_experts.json
 
 For 8 rows (one request, 7 drafts) and 64, experts chosen by lot; both products of a layer. A tile is what `TILES` in
-experts_triton.py and experts_packed_triton.py says; the one in use comes first, and what others compute is held against
-it. Microseconds inside a CUDA graph. Prints a table, then one JSON line.
+experts_triton.py and experts_packed_triton.py says, or `LANES` in experts_lanes_triton.py; the one in use comes first,
+and what others compute is held against it. Microseconds inside a CUDA graph. Prints a table, then one JSON line.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from triton.testing import do_bench_cudagraph
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from peagle.kernels import experts_packed_triton, experts_triton
+from peagle.kernels import experts_lanes_triton, experts_packed_triton, experts_triton
 from peagle.kernels.experts import Clamp, Experts, route_torch
 from peagle.kernels.mxfp4 import Packed, packed_widths
 
 COPY_RATE = 4.3e12  # bytes a second, read and written, on an H200
 PACKED_BYTES = 17 / 32  # of a number
-OTHERS: dict[bool, list[tuple[int | None, ...]]] = {
+OTHERS: dict[bool, list[tuple[int | None, ...]]] = {  # by whether packed
     False: [(64, 128, 4, 3), (64, 64, 4, 6), (128, 64, 4, 3), (128, 64, 8, 4), (32, 128, 4, 4), (32, 256, 4, 3)],
     True: [(16, 64, 4, 2, 72), (16, 64, 4, 3, 72), (16, 128, 4, 3, None), (32, 64, 4, 3, 128), (64, 64, 4, 3, 168)],
 }
+OTHER_LANES: list[tuple[int | None, ...]] = [(1, 1, 128, False), (1, 2, 128, False), (2, 1, 128, False)]
 
 
 @dataclass(frozen=True)
@@ -77,9 +78,16 @@ def prepared(
     if isinstance(w, torch.Tensor):
         args = (x, w, bias, y, weight_TC, expert_TC, experts)
         return experts_triton.TILES, paired, lambda: experts_triton._launch(*args, paired=paired)
-    kind = experts_packed_triton.kind_of(len(weight_TC))
-    choices, ends_E = experts_packed_triton.order_of(expert_TC, len(w)) if kind != "few" else (expert_TC, None)
-    packed_args = (x, y, weight_TC, choices, ends_E, experts, kind)
+    rows = len(weight_TC)
+    if rows <= experts_packed_triton.FEW_ROWS:
+        key = min(most for most, _ in experts_lanes_triton.LANES if rows <= most), paired
+        lanes_args = (x, y, weight_TC, expert_TC, experts, paired)
+        return experts_lanes_triton.LANES, key, lambda: experts_lanes_triton.launch_lanes(*lanes_args)
+    kind = experts_packed_triton.kind_of(rows)
+    order_P, ends_E, turned = experts_packed_triton.order_of(expert_TC, len(w), None if paired else x)
+    if turned is None:  # columns in any order do for a measurement
+        turned = torch.nn.functional.pad(x, (0, -x.shape[1] % experts_packed_triton.STEP))
+    packed_args = (turned, y, weight_TC, order_P, ends_E, experts, kind)
     return (
         experts_packed_triton.TILES,
         (kind, paired),
@@ -95,12 +103,14 @@ def measure(name: str, shape: Shape, rows: int, deadline: float) -> list[dict[st
     for paired in (False, True):
         pairs, (deep, wide) = rows * shape.chosen, (shape.inner, shape.width)[:: 1 if paired else -1]
         x = torch.randn(pairs if paired else rows, deep, dtype=torch.bfloat16, device="cuda")
-        y = torch.empty(pairs, wide, dtype=torch.bfloat16, device="cuda")
+        filled = wide if paired or rows <= experts_packed_triton.FEW_ROWS else -(-wide // 128) * 128
+        y = torch.empty(pairs, filled if shape.packed else wide, dtype=torch.bfloat16, device="cuda")
         numbers = hit * deep * wide * (1 if paired else 2)
         floor = numbers * (PACKED_BYTES if shape.packed else 2) / COPY_RATE * 1e6
         tiles, key, run = prepared(x, y, experts, weight_TC, expert_TC, paired)
         want, used = None, tiles[key]
-        for tile in [used, *(t for t in OTHERS[shape.packed] if t != used)]:
+        others = OTHER_LANES if tiles is experts_lanes_triton.LANES else OTHERS[shape.packed]
+        for tile in [used, *(t for t in others if t != used)]:
             if time.time() > deadline:
                 break
             tiles[key] = tile

@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from peagle.kernels import experts_ordered_triton as ordered
 from peagle.kernels import experts_triton as scanned
 from peagle.kernels.experts import Experts, expert_mlp_grouped, gated, route_torch
-from peagle.kernels.experts_ordered_triton import order_of
+from peagle.kernels.experts_packed_triton import order_of
 
 COPY_RATE = 4.3e12  # bytes a second, read and written, on an H200
 MOST_SCANNED = 128  # rows; beyond, looking through them is known to be slow
@@ -126,7 +126,7 @@ def lots_of(s: Setting, layers: list[Experts], rows: int) -> list[Lot]:
     lots = []
     for experts in layers:
         routed = route_torch(torch.randn(rows, s.shape.count, device=s.device), s.shape.chosen, True)
-        lots.append(Lot(experts, *routed, *order_of(routed[1], s.shape.count)))
+        lots.append(Lot(experts, *routed, *ordered.in_order(routed[1], s.shape.count)))
     return lots
 
 
@@ -155,7 +155,7 @@ def chained(
     x: Tensor, lot: Lot, first: tuple[int, Tile], second: tuple[int, Tile], hidden: Tensor, y_PD: Tensor
 ) -> Tensor:
     """expert_mlp_ordered with tiles of one's own."""
-    order_P, ends_E = order_of(lot.expert_TC, len(lot.ends_E))
+    order_P, ends_E = ordered.in_order(lot.expert_TC, len(lot.ends_E))
     own = Lot(lot.experts, lot.weight_TC, lot.expert_TC, order_P, ends_E)
     product(x, hidden, own, first[0], False, first[1])
     product(hidden, y_PD, own, second[0], True, second[1])
@@ -252,10 +252,10 @@ def measure(s: Setting, layers: list[Experts], rows: int, deadline: float) -> di
             for run in (ordered.expert_mlp_ordered, scanned.expert_mlp_triton)
         ]
         row["scan_same_bits"] = torch.equal(*got)
-    row["order_us"] = microseconds([partial(order_of, lot.expert_TC, shape.count) for lot in lots])
+    row["order_us"] = microseconds([partial(ordered.in_order, lot.expert_TC, shape.count) for lot in lots])
     row["orders"] = []
     for scan, warps in SCANS:
-        us = microseconds([partial(order_of, lot.expert_TC, shape.count, scan, warps) for lot in lots])
+        us = microseconds([partial(order_of, lot.expert_TC, shape.count, None, scan, warps) for lot in lots])
         row["orders"].append({"scan": scan, "warps": warps, "us": us})
     row["sum_us"] = microseconds([partial(ordered.summed_triton, y_PD, shape.chosen)] * len(lots))
     return row
@@ -272,7 +272,7 @@ def compile_one(job: tuple[Shape, int, int, bool, Tile, bool]) -> str:
         )
         expert_TC = torch.arange(shape.chosen, dtype=torch.int32, device="cuda").repeat(rows, 1)
         weight_TC = torch.ones(rows, shape.chosen, device="cuda")
-        lot = Lot(experts, weight_TC, expert_TC, *order_of(expert_TC, shape.count))
+        lot = Lot(experts, weight_TC, expert_TC, *ordered.in_order(expert_TC, shape.count))
         x_TD = torch.zeros(rows, shape.width, **like)
         hidden, y = (torch.zeros(rows * shape.chosen, n, **like) for n in (shape.inner, shape.width))
         if block_m:

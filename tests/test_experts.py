@@ -285,6 +285,7 @@ def check_rows_alone(
 
 
 def check_packed_in_the_interpreter() -> None:
+    from peagle.kernels.experts_lanes_triton import LANES
     from peagle.kernels.experts_packed_triton import expert_mlp_packed
     from peagle.kernels.mxfp4_triton import unpacked_triton
 
@@ -294,7 +295,16 @@ def check_packed_in_the_interpreter() -> None:
     words, filled, want = (part.unflatten(0, (3, 84)) for part in made)
     assert torch.equal(unpacked_triton(words, filled, torch.float32).double(), want)
     check_order("cpu")
-    check_numbers_in_products(torch.float32, "cpu")
+    check_numbers_in_products(torch.float32, "cpu", (8, 40, 96))
+    # The kernel for few rows in bf16: blocks that are no whole steps, one eight of rows and two. The interpreter has no
+    # bf16 for the others.
+    check_numbers_in_products(torch.bfloat16, "cpu", (2,))
+    used = dict(LANES)
+    for ahead, beside in ((2, False), (3, True)):
+        LANES.update({key: (warps, ahead, line, beside and not key[1]) for key, (warps, _, line, _) in used.items()})
+        for rows, width, inner in ((1, 32, 544), (8, 288, 64), (11, 96, 32)):
+            check_packed(expert_mlp_packed, (rows, width, 2, 2, inner), rows > 1, torch.bfloat16, "cpu", 2e-2)
+    LANES.update(used)
 
     # the interpreter is too slow for a search of the smallest shape that fails
     @settings(max_examples=14, deadline=None, database=None, phases=(Phase.generate,))
@@ -307,7 +317,7 @@ def check_packed_in_the_interpreter() -> None:
         check_packed(expert_mlp_packed, (rows, 96, 3, 2, 160), True, torch.float16, "cpu", 4e-3)
 
 
-def check_numbers_in_products(dtype: torch.dtype, device: str) -> None:
+def check_numbers_in_products(dtype: torch.dtype, device: str, some: tuple[int, ...]) -> None:
     """Gates of one expert are its inputs and its ups are 0, so by a clamp that is steep, rows with a 1 at one place
     give back a column of the second weights each: to the bit, for all exponents that a product takes."""
     from peagle.kernels.experts_packed_triton import expert_mlp_packed
@@ -325,66 +335,76 @@ def check_numbers_in_products(dtype: torch.dtype, device: str) -> None:
     x = torch.eye(inner, width, dtype=dtype, device=device)
     want = down[0].to(dtype).T
     assert want.unique().numel() > 400
-    for rows in (8, 40, inner):
+    for rows in some:
         weight = torch.ones(rows, 1, device=device)
         got = expert_mlp_packed(x[:rows], weight, torch.zeros(rows, 1, dtype=torch.int32, device=device), experts)
         assert torch.equal(got, want[:rows])
 
 
+def in_turn(x: Tensor) -> Tensor:
+    """Within 128 columns, filled up: of each block of 32 the first two, then of each the two that lie 8 after them, and
+    so on by 16, and the same with the next two."""
+    filled = torch.nn.functional.pad(x, (0, -x.shape[1] % 128)).unflatten(1, (-1, 4, 2, 2, 4, 2))
+    return filled.permute(0, 1, 5, 3, 4, 2, 6).flatten(1)
+
+
 def check_order(device: str) -> None:
     """Against a stable sort: experts that nobody chose, one that all chose, more pairs than are looked at in one go."""
-    from peagle.kernels import experts_ordered_triton, experts_packed_triton
+    from peagle.kernels import experts_ordered_triton
+    from peagle.kernels.experts_packed_triton import order_of
 
     gen, most = torch.Generator().manual_seed(0), experts_ordered_triton.SCANS[-1][0]
     for pairs, count, lowest in ((1, 1, 0), (70, 5, 3), (1000, 40, 0), (2 * most + 5, 7, 0), (most, 6, 5)):
         expert = torch.randint(lowest, count, (pairs, 1), generator=gen, dtype=torch.int32).to(device)
-        for order_of in (experts_packed_triton.order_of, experts_ordered_triton.order_of):
-            order, ends = order_of(expert, count)
-            assert torch.equal(order.cpu().long(), expert.cpu().flatten().sort(stable=True).indices)
-            assert torch.equal(ends.cpu().long(), torch.bincount(expert.cpu().flatten(), minlength=count).cumsum(0))
+        x = torch.randn(pairs, 160, generator=gen).to(device)
+        order, ends, turned = order_of(expert, count, x)
+        assert turned is not None and torch.equal(turned, in_turn(x))
+        assert torch.equal(order.cpu().long(), expert.cpu().flatten().sort(stable=True).indices)
+        assert torch.equal(ends.cpu().long(), torch.bincount(expert.cpu().flatten(), minlength=count).cumsum(0))
+        for scan, warps in experts_ordered_triton.SCANS:
+            alone = order_of(expert, count, scan=scan, warps=warps)
+            assert torch.equal(alone[0], order) and torch.equal(alone[1], ends) and alone[2] is None
 
 
-@pytest.mark.parametrize("paired", [False, True])
-@pytest.mark.parametrize("kind", ["few", "some", "many"])
-def test_two_words_of_a_register_are_neighbours(kind: str, paired: bool) -> None:
-    """They are multiplied by one power of 2. Which single words a thread holds one after the other is up to Triton, and
-    differs by what it knows of a row's length: here nothing. The interpreter has no registers; this reads the PTX."""
-    pytest.importorskip("triton", reason="Triton is made for Linux only")
+def compiled_for_hopper(kernel: Any, fixed: dict[str, Any], types: dict[str, str], options: dict[str, Any]) -> Any:
+    """Nothing is known of sizes but what `fixed` says, and that rows of x, and of plain weights, are whole runs of 16
+    bytes."""
     from triton import compile
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    names = kernel.arg_names
+    fixed = {name: value for name, value in fixed.items() if name in names}
+    signature = {name: "constexpr" if name in fixed else types.get(name, "i32") for name in names}
+    aligned = [name for name in names if signature[name].startswith("*") or name in ("x_row", "K")]
+    known = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    return compile(ASTSource(kernel, signature, fixed, known), target=GPUTarget("cuda", 90, 32), options=options)
+
+
+@pytest.mark.parametrize("paired", [False, True])
+@pytest.mark.parametrize("kind", ["some", "many"])
+def test_two_words_of_a_register_are_neighbours(kind: str, paired: bool) -> None:
+    """They are multiplied by one power of 2. Which single words a thread holds one after the other is up to Triton, and
+    differs by what it knows of a row's length: here nothing. The interpreter has no registers; this reads the PTX."""
+    pytest.importorskip("triton", reason="Triton is made for Linux only")
     from peagle.kernels.experts_packed_triton import TILES, _packed_kernel
 
     block_m, block_n, warps, stages, registers = TILES[kind, paired]
-    fixed: dict[str, Any] = {
-        "CHOSEN": 3,
-        "CHOICES": 4,
-        "EXPERTS": 8,
-        "PAIRED": paired,
-        "GLU": not paired,
-        "CLAMPED": True,
-    }
+    fixed: dict[str, Any] = {"CHOSEN": 3, "EXPERTS": 8, "PAIRED": paired, "GLU": not paired, "CLAMPED": True}
     fixed |= {"BLOCK_M": block_m, "BLOCK_N": block_n, "PRECISION": "tf32", "ASM": True, "ENDED": True}
-    if kind == "few":
-        fixed["ends"] = None
-    types = dict.fromkeys(("x", "bias", "y"), "*bf16") | dict.fromkeys(("w", "exponents", "chosen", "ends"), "*i32")
-    types |= {"weights": "*fp32", "alpha": "fp32", "limit": "fp32"}
-    names = _packed_kernel.arg_names
-    signature = {name: "constexpr" if name in fixed else types.get(name, "i32") for name in names}
-    aligned = [name for name in names if signature[name].startswith("*")] + ["x_row"]
-    known = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    types = dict.fromkeys(("x", "bias", "y"), "*bf16") | dict.fromkeys(("w", "order", "ends"), "*i32")
+    types |= {"exponents": "*u8", "weights": "*fp32", "alpha": "fp32", "limit": "fp32"}
     options = {"num_warps": warps, "num_stages": stages} | ({} if registers is None else {"maxnreg": registers})
-    source = ASTSource(_packed_kernel, signature, fixed, known)
-    ptx = compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    ptx = compiled_for_hopper(_packed_kernel, fixed, types, options).asm["ptx"]
     unpacked_ones = set(re.findall(r"and\.b32 %r\d+, (%r\d+), 0x81C081C0;\s+shl", ptx))
     put_together = set(re.findall(r"mov\.b32\s+(%r\d+), \{", ptx))
     assert "wgmma.mma_async" in ptx and len(unpacked_ones) == 8 * (1 if paired else 2)
     assert not unpacked_ones & put_together
     loops = re.findall(r"(\$L__BB\d+_\d+):((?:(?!\$L__BB\d+_\d+:).)*?)bra\s+\1;", ptx, re.DOTALL)
     [loop] = [body for _, body in loops if "wgmma" in body]
-    # All come ahead of time, and but for exponents 16 bytes at once.
-    assert "ld.global" not in loop and loop.count("cp.async.ca") == (1 if paired else 2)
+    # Weights and rows come ahead of time, 16 bytes at once; exponents a step ahead. Nothing is written to memory.
+    assert "cp.async.cg" in loop and "cp.async.ca" not in loop and "st.shared" not in loop
+    assert loop.count("ld.global") <= 2 * (1 if paired else 2)
     # A product that went on into the next step would read weights from registers that are unpacked into again.
     assert set(re.findall(r"wgmma\.wait_group\.sync\.aligned (\d+)", ptx)) == {"0"}
 
@@ -395,10 +415,6 @@ def test_products_are_hoppers_own(block_m: int | None, paired: bool) -> None:
     """Bits of few rows and of many are the same only if one instruction adds them up, which the interpreter does not
     know. None: for few rows."""
     pytest.importorskip("triton", reason="Triton is made for Linux only")
-    from triton import compile
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from peagle.kernels import experts_ordered_triton, experts_triton
 
     kernel, tile = experts_triton._experts_kernel, (*experts_triton.TILES[paired], False)
@@ -410,13 +426,8 @@ def test_products_are_hoppers_own(block_m: int | None, paired: bool) -> None:
     fixed |= {"PRECISION": "tf32", "PDL": True} | ({} if by_descriptor else {"w_desc": None})
     types = dict.fromkeys(("x", "w", "bias", "y"), "*bf16") | dict.fromkeys(("chosen", "order", "ends"), "*i32")
     types |= {"weights": "*fp32", "alpha": "fp32", "limit": "fp32", "w_desc": f"tensordesc<bf16[{block_n},{block_k}]>"}
-    names = kernel.arg_names
-    signature = {name: "constexpr" if name in fixed else types.get(name, "i32") for name in names}
-    aligned = [name for name in names if signature[name].startswith("*")] + ["x_row", "K"]
-    known = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
-    source = ASTSource(kernel, signature, {name: fixed[name] for name in fixed if name in names}, known)
     options = {"num_warps": warps, "num_stages": stages, "launch_pdl": True}
-    ptx = compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    ptx = compiled_for_hopper(kernel, fixed, types, options).asm["ptx"]
     assert set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(m\d+)n(\d+)(k\d+)", ptx)) == {
         ("m64", str(block_m or 16), "k16")
     }
@@ -448,6 +459,30 @@ def test_compiled_ordered() -> None:
             check(expert_mlp_ordered, (rows, 63, 8, 3, 97), True, dtype, "cuda", tolerance)
 
 
+@pytest.mark.parametrize("rows", [4, 8, 16])
+@pytest.mark.parametrize("paired", [False, True])
+def test_lanes_share_nothing(paired: bool, rows: int) -> None:
+    """GPT-OSS-20B's shape: no shared memory in the loop and nobody waited for, 16 bytes at once."""
+    pytest.importorskip("triton", reason="Triton is made for Linux only")
+    from peagle.kernels.experts_lanes_triton import LANES, _lanes_kernel
+
+    warps, ahead, line, beside = LANES[rows, paired]
+    eights = max(1, rows // 8)
+    fixed: dict[str, Any] = {"N": 2880, "G": 90, "E_ROW": 96, "CHOSEN": 4, "PAIRED": paired, "GLU": not paired}
+    fixed |= {"CLAMPED": True, "COLUMNS": eights, "AHEAD": ahead, "LINE": line, "BESIDE": beside}
+    fixed |= {"WARPS": warps, "ASM": True, "PDL": True}
+    types = dict.fromkeys(("bias", "y"), "*bf16") | dict.fromkeys(("x", "w", "chosen"), "*i32")
+    types |= {"exponents": "*i64" if ahead == 2 else "*i32", "weights": "*fp32", "alpha": "fp32", "limit": "fp32"}
+    options = {"num_warps": warps, "num_stages": 1}
+    ptx, halves = compiled_for_hopper(_lanes_kernel, fixed, types, options).asm["ptx"], 1 if paired or beside else 2
+    loops = re.findall(r"(\$L__BB\d+_\d+):((?:(?!\$L__BB\d+_\d+:).)*?)bra\s+\1;", ptx, re.DOTALL)
+    [loop] = [body for _, body in loops if "mma.sync" in body]
+    assert loop.count("mma.sync") == 8 * halves * ahead * eights
+    assert len(re.findall(r"ld\.global\.L1::no_allocate\S*v4", loop)) == 2 * halves * ahead
+    assert loop.count("ld.global.v4") == 4 * ahead * eights
+    assert not re.search(r"\.shared|bar\.sync|shfl|mov\.b32\s+%r\d+, \{", loop)
+
+
 @pytest.mark.gpu
 def test_compiled() -> None:
     from peagle.kernels.experts import MOST_ROWS, expert_mlp, route
@@ -469,8 +504,8 @@ def test_compiled_packed() -> None:
     every = Packed(words_of(blocks).cuda()[None], exponents_of(exponents).cuda()[None])
     assert torch.equal(whole(every, torch.bfloat16).double().cpu()[0], want)
     check_order("cuda")
-    check_numbers_in_products(torch.bfloat16, "cuda")
-    for rows in (1, 8, 17, 40, 64, 100, 256, 300, MOST_ROWS_PACKED + 1):
+    check_numbers_in_products(torch.bfloat16, "cuda", (8, 16, 40, 96))
+    for rows in (1, 8, 9, 16, 17, 40, 64, 100, 256, 300, MOST_ROWS_PACKED + 1):
         for width, inner in ((64, 96), (2880, 288), (160, 2880)):
             if rows * width * inner < 4e8:  # fp64 on the CPU takes its time
                 check_packed(expert_mlp, (rows, width, 8, 3, inner), rows % 2 == 0, torch.bfloat16, "cuda", 3e-2)

@@ -23,7 +23,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from peagle.kernels.experts import Experts
-from peagle.kernels.experts_packed_triton import _order_kernel, _tile_of
+from peagle.kernels.experts_packed_triton import _tile_of, order_of
 from peagle.kernels.experts_triton import product_tile, summed_triton
 from peagle.kernels.launching import supports_pdl
 
@@ -118,13 +118,10 @@ def pairs_of_a_tile(pairs: int, count: int) -> int:
     return next((tile for most, tile in PAIRS if pairs <= most * count), MOST_PAIRS)
 
 
-def order_of(expert_TC: Tensor, count: int, scan: int = 0, warps: int = 0) -> tuple[Tensor, Tensor]:
+def in_order(expert_TC: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """[P] pairs by expert, and [E] where each expert's end among them."""
-    pairs = expert_TC.numel()
-    if not scan:
-        scan, warps = SCANS[pairs > FEW_PAIRS]
-    order_P, ends_E = expert_TC.new_empty(pairs), expert_TC.new_empty(count)
-    _order_kernel[(count,)](expert_TC, order_P, ends_E, pairs, SCAN=scan, num_warps=warps)
+    scan, warps = SCANS[expert_TC.numel() > FEW_PAIRS]
+    order_P, ends_E, _ = order_of(expert_TC, count, scan=scan, warps=warps)
     return order_P, ends_E
 
 
@@ -133,7 +130,7 @@ def expert_mlp_ordered(x_TD: Tensor, weight_TC: Tensor, expert_TC: Tensor, exper
     assert x_TD.stride(1) == 1 and weight_TC.is_contiguous() and expert_TC.is_contiguous()
     if not rows:
         return torch.empty_like(x_TD)
-    order_P, ends_E = order_of(expert_TC, count)
+    order_P, ends_E = in_order(expert_TC, count)
     hidden_PI = x_TD.new_empty(rows * chosen, inner)
     y_PD = x_TD.new_empty(rows * chosen, width)
     block_m = pairs_of_a_tile(rows * chosen, count)

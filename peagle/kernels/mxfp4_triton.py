@@ -33,7 +33,7 @@ _FOURTH = """
 """
 _HEAD = "{ .reg .b32 u, v, nothing; mov.b32 nothing, 0x80008000;\n"
 # $4: two words; $5: their power of 2 in bf16, twice; $0 to $3: their numbers.
-_ALL_FOUR = tl.constexpr(
+ALL_FOUR = tl.constexpr(
     _HEAD
     + """
     and.b32 $0, $4, 0x81C081C0;
@@ -86,6 +86,24 @@ def _apart(pairs):
 
 
 @triton.jit
+def four_numbers(pairs, powers):
+    """What ALL_FOUR does, in plain Triton."""
+    return (
+        _both(pairs & -2118090304, powers),
+        _both((pairs << 3) & -2118090304, powers),
+        _both((pairs << 6) & -2118090304, powers),
+        _both(((pairs << 1) & -2147450880) | ((pairs >> 3) & 0x00800080) | ((pairs >> 5) & 0x01400140), powers),
+    )
+
+
+@triton.jit
+def _both(bits, powers):
+    low = (bits << 16).to(tl.float32, bitcast=True) * (powers << 16).to(tl.float32, bitcast=True)
+    high = (bits & -65536).to(tl.float32, bitcast=True) * (powers & -65536).to(tl.float32, bitcast=True)
+    return ((low.to(tl.int32, bitcast=True) >> 16) & 65535) | (high.to(tl.int32, bitcast=True) & -65536)
+
+
+@triton.jit
 def _spread(exponents, TO: tl.constexpr, BIASED: tl.constexpr, ASM: tl.constexpr):
     """[N, G] exponents -> [N, TO * G]: powers of 2 for PTX, as said there, 2^126 times as large unless BIASED."""
     N: tl.constexpr = exponents.shape[0]
@@ -101,12 +119,13 @@ def _spread(exponents, TO: tl.constexpr, BIASED: tl.constexpr, ASM: tl.constexpr
 
 @triton.jit
 def unpacked_tile(pairs, exponents, ASM: tl.constexpr, DTYPE: tl.constexpr):
-    """[N, W / 2] pairs of words and [N, W / 8] exponents, up to LARGEST -> [N, 4 W]."""
+    """[N, W / 2] pairs of words and [N, W / 8] exponents, up to LARGEST -> [N, 4 W], in turn: of all blocks the same
+    columns side by side, as experts_lanes_triton.py says."""
     N: tl.constexpr = exponents.shape[0]
     G: tl.constexpr = exponents.shape[1]
     if ASM:
         first, second, third, fourth = tl.inline_asm_elementwise(
-            _ALL_FOUR,
+            ALL_FOUR,
             "=&r,=&r,=&r,=&r,r,r",
             [pairs, _spread(exponents, 4, False, ASM)],
             dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
@@ -126,7 +145,7 @@ def unpacked_tile(pairs, exponents, ASM: tl.constexpr, DTYPE: tl.constexpr):
         fourth = _number(_fourth(bits), powers, DTYPE)
     # A thread keeps its registers: this only says which number each one is.
     numbers = tl.join(tl.join(first, second), tl.join(third, fourth))
-    numbers = tl.permute(tl.reshape(numbers, (N, G, 8, 2, 2)), (0, 1, 4, 3, 2))
+    numbers = tl.permute(tl.reshape(numbers, (N, G, 4, 2, 2, 2)), (0, 2, 5, 4, 1, 3))
     return tl.reshape(numbers, (N, 32 * G))
 
 

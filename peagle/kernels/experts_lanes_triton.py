@@ -1,0 +1,481 @@
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, check-untyped-defs=False
+# mypy: disable-error-code="assignment,attr-defined,misc,operator,var-annotated"
+"""The packed experts' products (experts_packed_triton.py) for few rows in bf16, thread by thread.
+
+Here a tensor has one number for each thread, and what Triton would arrange is written out: a thread reads its own
+weights and rows from memory, 16 bytes at once and steps ahead, unpacks them where they are, and gives them to the
+product instruction of a warp, 16 weight rows by 8 rows of x by 16 columns. Nothing goes through shared memory and no
+thread waits for another, so warps hide each other's latencies; a program is one or two warps, so that work spreads
+evenly over the machine.
+
+A step is 128 columns: 4 blocks (mxfp4.py) of a weight row, one for each of the 4 threads that share it. An instruction
+does not care which 16 columns it adds up, as long as weights and rows agree: instruction (p, h) of a step takes of each
+block t the columns 16 h + 8 b + 2 p + c (b and c: 0 or 1). `turned` puts rows in that order for kernels that take
+columns as they come. So a thread has one exponent in a step, and of a row of x 64 bytes in one piece.
+
+Columns of a product do not mix: for a row of x that did not choose the expert another is read, and nothing stored.
+
+In the interpreter the instructions are spelled out.
+
+Shapes as in experts.py.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from peagle.kernels.experts import Experts
+from peagle.kernels.experts_triton import gated_tile
+from peagle.kernels.launching import supports_pdl
+from peagle.kernels.mxfp4 import BLOCK, Packed
+from peagle.kernels.mxfp4_triton import ALL_FOUR, four_numbers, in_ptx
+
+STEP = 128  # columns
+# Up to so many rows, and by whether the product is the second one: warps of a program, steps that are read ahead, bytes
+# that the second cache asks memory for at once (0: as it likes), and whether a warp's 16 weight rows are 8 gates and
+# their ups instead of 16 of both. Results are the same with all.
+LANES: dict[tuple[int, bool], tuple[int, int, int, bool]] = {
+    (4, False): (1, 2, 128, True),
+    (4, True): (1, 2, 128, False),
+    (8, False): (1, 2, 128, True),
+    (8, True): (1, 2, 128, False),
+    (16, False): (1, 2, 128, True),
+    (16, True): (1, 2, 128, False),
+}
+
+_MMA = tl.constexpr(
+    "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
+)
+_READ_ONCE = tl.constexpr("ld.global.L1::no_allocate.v4.b32 {$0,$1,$2,$3}, [$4];")
+_READ_ONCE_128 = tl.constexpr("ld.global.L1::no_allocate.L2::128B.v4.b32 {$0,$1,$2,$3}, [$4];")
+_READ_ONCE_256 = tl.constexpr("ld.global.L1::no_allocate.L2::256B.v4.b32 {$0,$1,$2,$3}, [$4];")
+_READ = tl.constexpr("ld.global.v4.b32 {$0,$1,$2,$3}, [$4];")
+
+
+@triton.jit
+def turned(k):
+    """Where columns are once they are in turn, and, the same, which they were: within 128 the bits of the block and
+    those of p have changed places."""
+    return (k & -103) | ((k & 6) << 4) | ((k & 96) >> 4)
+
+
+@triton.jit
+def _thread(THREADS: tl.constexpr, ASM: tl.constexpr):
+    """Its number. Asked for, and so right however Triton spreads a tensor over threads."""
+    i = tl.arange(0, THREADS)
+    if ASM:
+        i = tl.inline_asm_elementwise("mov.u32 $0, %tid.x; // $1", "=r,r", [i], dtype=tl.int32, is_pure=True, pack=1)
+    return i
+
+
+@triton.jit
+def _four(at, ASM: tl.constexpr):
+    """16 bytes -> four of int32. Not pure: a kernel before may have to be waited for."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            _READ,
+            "=r,=r,=r,=r,l",
+            [at.to(tl.int64)],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+
+
+@triton.jit
+def _four_once(at, LINE: tl.constexpr, ASM: tl.constexpr):
+    """The same of weights, which nobody else reads."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            _READ_ONCE_256 if LINE == 256 else _READ_ONCE_128 if LINE == 128 else _READ_ONCE,
+            "=r,=r,=r,=r,l",
+            [at.to(tl.int64)],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+
+
+@triton.jit
+def _asked(i, ASM: tl.constexpr):
+    """`i`, once all that was to be read before has been asked for: the compiler moves no reading across a barrier, here
+    of one warp, and would else put off what is only needed in the next step until its end."""
+    if ASM:
+        i = tl.inline_asm_elementwise(
+            "bar.warp.sync 0xffffffff; mov.b32 $0, $1;", "=r,r", [i], dtype=tl.int32, is_pure=False, pack=1
+        )
+    return i
+
+
+@triton.jit
+def _tile(pairs, WARPS: tl.constexpr):
+    """[threads] of two numbers of bf16 each -> [WARPS, 8, 8] fp32, as a warp's threads hold them: interpreted only."""
+    low = (pairs << 16).to(tl.float32, bitcast=True)
+    high = (pairs & -65536).to(tl.float32, bitcast=True)
+    return tl.reshape(tl.join(low, high), (WARPS, 8, 8))
+
+
+@triton.jit
+def _product(rows, columns):
+    """[W, 8, 8] by [W, 8, 8], over the last axis of both."""
+    return tl.sum(rows[:, :, None, :] * columns[:, None, :, :], 3)
+
+
+@triton.jit
+def _mma(sums, a0, a1, a2, a3, b0, b1, WARPS: tl.constexpr, ASM: tl.constexpr):
+    """a: rows g, then 8 + g, of the first 8 columns, then of the others; b: row g of x, the same columns."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            _MMA,
+            "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
+            [a0, a1, a2, a3, b0, b1, sums[0], sums[1], sums[2], sums[3]],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        x0, x1 = _tile(b0, WARPS), _tile(b1, WARPS)
+        upper = _product(_tile(a0, WARPS), x0) + _product(_tile(a2, WARPS), x1)
+        lower = _product(_tile(a1, WARPS), x0) + _product(_tile(a3, WARPS), x1)
+        first, second = tl.split(tl.reshape(upper, (WARPS * 32, 2)))
+        third, fourth = tl.split(tl.reshape(lower, (WARPS * 32, 2)))
+        return sums[0] + first, sums[1] + second, sums[2] + third, sums[3] + fourth
+
+
+@triton.jit
+def _numbers(pairs, power, ASM: tl.constexpr):
+    """Two words of int32 and their power of 2, twice -> four times two numbers of bf16."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            ALL_FOUR,
+            "=&r,=&r,=&r,=&r,r,r",
+            [pairs, power],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return four_numbers(pairs, power)
+
+
+@triton.jit
+def _ahead(
+    w,
+    step,
+    t,
+    HALF: tl.constexpr,
+    N: tl.constexpr,
+    G: tl.constexpr,
+    LOWER: tl.constexpr,
+    LINE: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """A step's weights, of rows g and LOWER + g. Past the end the last block once more."""
+    at = w + HALF * (N * G * 4) + tl.minimum(4 * step + t, G - 1) * 4
+    return _four_once(at, LINE, ASM), _four_once(at + LOWER * G * 4, LINE, ASM)
+
+
+@triton.jit
+def _exponents_ahead(
+    exponents,
+    turn,
+    HALF: tl.constexpr,
+    N: tl.constexpr,
+    G: tl.constexpr,
+    E_ROW: tl.constexpr,
+    LOWER: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """Of a turn's steps in turn: four exponents of rows g and LOWER + g. Those of two steps are one number."""
+    STEPS: tl.constexpr = (G + 3) // 4
+    got = ()
+    if AHEAD == 2:
+        at = exponents + HALF * (N * E_ROW // 8) + tl.minimum(turn, (STEPS - 1) // 2)
+        upper = tl.load(at)
+        lower = tl.load(at + LOWER * (E_ROW // 8))
+        got = (upper.to(tl.int32), lower.to(tl.int32), (upper >> 32).to(tl.int32), (lower >> 32).to(tl.int32))
+    else:
+        for u in tl.static_range(AHEAD):
+            at = exponents + HALF * (N * E_ROW // 4) + tl.minimum(turn * AHEAD + u, STEPS - 1)
+            got = got + (tl.load(at), tl.load(at + LOWER * (E_ROW // 4)))
+    return got
+
+
+@triton.jit
+def _power(four, t, ASM: tl.constexpr):
+    """Of four exponents the one of block t, as ALL_FOUR wants it."""
+    if ASM:
+        one = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, 0, $2;", "=r,r,r", [four, 0x4440 + t], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        one = (four >> 8 * t) & 255
+    return one * 0x00800080 + 126 * 0x00800080
+
+
+@triton.jit
+def _step(
+    sums, rows_x, got, upper_four, lower_four, t, known, COLUMNS: tl.constexpr, WARPS: tl.constexpr, ASM: tl.constexpr
+):
+    """One half's: `sums` of each 8 columns in turn, `got` and exponents of the upper and lower 8 rows."""
+    power0, power1 = _power(upper_four, t, ASM), _power(lower_four, t, ASM)
+    if known is not None:
+        power0, power1 = tl.where(known, power0, 0), tl.where(known, power1, 0)
+    for p in tl.static_range(4):
+        upper = _numbers(got[0][p], power0, ASM)
+        lower = _numbers(got[1][p], power1, ASM)
+        for h in tl.static_range(2):
+            new = ()
+            for j in tl.static_range(COLUMNS):
+                new = new + (
+                    _mma(
+                        sums[j],
+                        upper[2 * h],
+                        lower[2 * h],
+                        upper[2 * h + 1],
+                        lower[2 * h + 1],
+                        rows_x[4 * j + 2 * h][p],
+                        rows_x[4 * j + 2 * h + 1][p],
+                        WARPS,
+                        ASM,
+                    ),
+                )
+            sums = new
+    return sums
+
+
+@triton.jit
+def _pair_of(chosen, row, T, e, CHOSEN: tl.constexpr):
+    """Of a row: the number of its pair with expert e, or -1."""
+    pair = row * 0 - 1
+    for c in tl.static_range(CHOSEN):
+        at = row * CHOSEN + c
+        pair = tl.where(tl.load(chosen + at, mask=row < T, other=-1) == e, at, pair)
+    return pair
+
+
+@triton.jit(do_not_specialize=["T"])
+def _lanes_kernel(
+    x,
+    w,
+    exponents,
+    bias,
+    chosen,
+    weights,
+    y,
+    T,
+    x_row,
+    alpha,
+    limit,
+    N: tl.constexpr,
+    G: tl.constexpr,
+    E_ROW: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    PAIRED: tl.constexpr,
+    GLU: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    AHEAD: tl.constexpr,
+    LINE: tl.constexpr,
+    BESIDE: tl.constexpr,
+    WARPS: tl.constexpr,
+    ASM: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """x, w: as int32, x_row too; exponents: as int64 if AHEAD is 2, else as int32, in rows of E_ROW bytes. COLUMNS:
+    eights of rows. BESIDE: a warp has 8 gates and their ups."""
+    i = _thread(32 * WARPS, ASM)
+    g, t = i % 32 // 4, i % 4
+    e = tl.program_id(1)
+    # Tiles of a warp, weight rows of one that are not ups, and where the second half of its rows is.
+    HALVES: tl.constexpr = 2 if GLU and not BESIDE else 1
+    TILE: tl.constexpr = 8 if BESIDE else 16
+    LOWER: tl.constexpr = N if BESIDE else 8
+    if PDL and not PAIRED:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    last = i * 0 - 1
+    pairs = ()
+    for j in tl.static_range(COLUMNS):
+        pair = _pair_of(chosen, 8 * j + g, T, e, CHOSEN)
+        pairs = pairs + (pair,)
+        last = tl.maximum(last, pair)
+    last = tl.max(last, 0)
+    if last >= 0:
+        n = (tl.program_id(0) * WARPS + i // 32) * TILE + g
+        row = e * (2 * N if GLU else N) + n
+        w_at = w + row.to(tl.int64) * (G * 4)
+        e_at = exponents + row.to(tl.int64) * (E_ROW // (8 if AHEAD == 2 else 4))
+        got = ()
+        powers = ()
+        for half in tl.static_range(HALVES):
+            powers = powers + (_exponents_ahead(e_at, 0, half, N, G, E_ROW, LOWER, AHEAD),)
+        for u in tl.static_range(AHEAD):
+            for half in tl.static_range(HALVES):
+                got = got + (_ahead(w_at, u, t, half, N, G, LOWER, LINE, ASM),)
+        if PDL and PAIRED:
+            # Weights are nobody's output, and choices were there before the kernel ahead began: the rest is only now.
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
+        x_at = ()
+        gates = ()
+        ups = ()
+        for j in tl.static_range(COLUMNS):
+            near = tl.where(pairs[j] >= 0, pairs[j], last)
+            source = near if PAIRED else near // CHOSEN
+            x_at = x_at + (x + source.to(tl.int64) * x_row,)
+            zero = i.to(tl.float32) * 0.0
+            gates = gates + ((zero, zero, zero, zero),)
+            ups = ups + ((zero, zero, zero, zero),)
+        STEPS: tl.constexpr = (G + 3) // 4
+        TURNS: tl.constexpr = (STEPS - 1) // AHEAD  # one to AHEAD steps are left for the end, the last one in part
+        for turn in range(0, TURNS):
+            new = ()
+            new_powers = ()
+            for half in tl.static_range(HALVES):
+                new_powers = new_powers + (_exponents_ahead(e_at, turn + 1, half, N, G, E_ROW, LOWER, AHEAD),)
+            for u in tl.static_range(AHEAD):
+                step = turn * AHEAD + u
+                for half in tl.static_range(HALVES):
+                    new = new + (_ahead(w_at, step + AHEAD, t, half, N, G, LOWER, LINE, ASM),)
+                t = _asked(t, ASM)
+                rows_x = ()
+                for j in tl.static_range(COLUMNS):
+                    for quarter in tl.static_range(4):
+                        rows_x = rows_x + (_four(x_at[j] + (4 * step + t) * 16 + quarter * 4, ASM),)
+                gates = _step(
+                    gates, rows_x, got[HALVES * u], powers[0][2 * u], powers[0][2 * u + 1], t, None, COLUMNS, WARPS, ASM
+                )
+                if HALVES == 2:
+                    ups = _step(
+                        ups,
+                        rows_x,
+                        got[2 * u + 1],
+                        powers[1][2 * u],
+                        powers[1][2 * u + 1],
+                        t,
+                        None,
+                        COLUMNS,
+                        WARPS,
+                        ASM,
+                    )
+            got = new
+            powers = new_powers
+        for u in tl.static_range(STEPS - TURNS * AHEAD):
+            step = TURNS * AHEAD + u
+            rows_x = ()
+            for j in tl.static_range(COLUMNS):
+                for quarter in tl.static_range(4):
+                    at = x_at[j] + tl.minimum(4 * step + t, G - 1) * 16
+                    rows_x = rows_x + (_four(at + quarter * 4, ASM),)
+            gates = _step(
+                gates,
+                rows_x,
+                got[HALVES * u],
+                powers[0][2 * u],
+                powers[0][2 * u + 1],
+                t,
+                4 * step + t < G,
+                COLUMNS,
+                WARPS,
+                ASM,
+            )
+            if HALVES == 2:
+                ups = _step(
+                    ups,
+                    rows_x,
+                    got[2 * u + 1],
+                    powers[1][2 * u],
+                    powers[1][2 * u + 1],
+                    t,
+                    4 * step + t < G,
+                    COLUMNS,
+                    WARPS,
+                    ASM,
+                )
+        for eight in tl.static_range(TILE // 8):
+            gate_bias = 0.0
+            up_bias = 0.0
+            if bias is not None:
+                b_at = bias + row + 8 * eight
+                gate_bias = tl.load(b_at).to(tl.float32)
+                if GLU:
+                    up_bias = tl.load(b_at + N).to(tl.float32)
+            for j in tl.static_range(COLUMNS):
+                for second in tl.static_range(2):
+                    pair = _pair_of(chosen, 8 * j + 2 * t + second, T, e, CHOSEN)
+                    total = gates[j][2 * eight + second] + gate_bias
+                    if GLU:
+                        up = gates[j][2 + second] if BESIDE else ups[j][2 * eight + second]
+                        total = gated_tile(total, up + up_bias, alpha, limit, CLAMPED)
+                    if PAIRED:
+                        total = total * tl.load(weights + pair, mask=pair >= 0, other=0.0)
+                    to = y + pair.to(tl.int64) * N + n + 8 * eight
+                    tl.store(to, total.to(y.dtype.element_ty), mask=pair >= 0)
+
+
+def launch_lanes(
+    x: Tensor,
+    y: Tensor,
+    weight_TC: Tensor,
+    expert_TC: Tensor,
+    experts: Experts,
+    paired: bool,
+    pdl: bool | None = None,
+) -> None:
+    """Rows of x are pairs of row and expert if `paired`, y's always."""
+    w, bias = experts.gate_up_EXD, experts.gate_up_bias_EX
+    if paired:
+        w, bias = experts.down_EDI, experts.down_bias_ED
+    assert isinstance(w, Packed) and x.dtype == torch.bfloat16 and y.is_contiguous()
+    twos, exponents = w.words_ERW.view(torch.int32), w.exponents_ERG
+    assert twos.is_contiguous() and exponents.is_contiguous() and (bias is None or bias.is_contiguous())
+    if x.stride(0) % 8 or x.data_ptr() % 16:  # 16 bytes are read at once
+        x = x.clone(memory_format=torch.contiguous_format)
+    (rows, chosen), columns = weight_TC.shape, y.shape[1]
+    assert columns % 32 == 0
+    warps, ahead, line, beside = LANES[min(most for most, _ in LANES if rows <= most), paired]
+    tile = 8 if beside else 16
+    if columns % (tile * warps):
+        warps = 1
+    if pdl is None:
+        pdl = supports_pdl(x.device)
+    blocks, clamp = w.shape[2] // BLOCK, experts.clamp
+    ahead = min(ahead, triton.cdiv(blocks, 4))
+    _lanes_kernel[(columns // (tile * warps), len(w))](
+        x.view(torch.int32),
+        twos,
+        exponents.view(torch.int64 if ahead == 2 else torch.int32),
+        bias,
+        expert_TC,
+        weight_TC,
+        y,
+        rows,
+        x.stride(0) // 2,
+        clamp.alpha if clamp is not None else 0.0,
+        clamp.limit if clamp is not None else 0.0,
+        N=columns,
+        G=blocks,
+        E_ROW=exponents.shape[2],
+        CHOSEN=chosen,
+        PAIRED=paired,
+        GLU=not paired,
+        CLAMPED=clamp is not None,
+        COLUMNS=1 if rows <= 8 else 2,
+        AHEAD=ahead,
+        LINE=line,
+        BESIDE=beside,
+        WARPS=warps,
+        ASM=in_ptx(x.dtype),
+        PDL=pdl,
+        num_warps=warps,
+        num_stages=1,
+        **({"launch_pdl": True} if pdl else {}),
+    )
