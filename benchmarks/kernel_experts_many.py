@@ -41,9 +41,9 @@ MOST_SCANNED = 128  # rows; beyond, looking through them is known to be slow
 ROWS = [16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192]
 SCANS = [(1024, 4), (2048, 4), (4096, 4), (4096, 8), (8192, 8), (8192, 16)]  # of the order, and warps
 
-Tile = tuple[int, int, int, int, bool]
+Tile = tuple[int, int, int, int]
 # By pairs of a tile and whether the product is the second one, as in `TILES`, to which these are added.
-CANDIDATES: dict[tuple[int, bool], list[tuple[int, int, int, int]]] = {
+CANDIDATES: dict[tuple[int, bool], list[Tile]] = {
     (16, False): [(64, 64, 4, 3), (64, 64, 4, 5), (64, 128, 4, 3), (128, 64, 8, 3), (128, 64, 4, 3)],
     (32, False): [(64, 64, 4, 3), (64, 64, 4, 4), (64, 128, 4, 3), (128, 64, 8, 3), (128, 64, 4, 3)],
     (64, False): [(64, 64, 4, 3), (64, 64, 4, 4), (64, 128, 4, 2), (128, 64, 8, 3), (128, 64, 8, 4), (128, 64, 4, 3)],
@@ -85,8 +85,7 @@ class Lot:
 def tiles_of(block_m: int, paired: bool) -> list[Tile]:
     """The one in use first."""
     used = ordered.TILES[block_m, paired]
-    tiles = [used[:4], *CANDIDATES[block_m, paired]]
-    return list(dict.fromkeys([used, *((*tile, by_descriptor) for tile in tiles for by_descriptor in (False, True))]))
+    return list(dict.fromkeys([used, *CANDIDATES[block_m, paired]]))
 
 
 def sizes_for(rows: int, shape: Shape) -> list[int]:
@@ -330,7 +329,7 @@ def summary(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def short(tile: Tile) -> str:
-    return "x".join(str(part) for part in tile[:4]) + ("t" if tile[4] else "")
+    return "x".join(map(str, tile))
 
 
 def main() -> None:

@@ -27,6 +27,7 @@ from benchmarks.attention_rules import (
     steadiest,
     toy_points,
 )
+from peagle.kernels.linear_shapes import FEW
 from peagle.kernels.paged_attention import paged_attention_torch
 from peagle.kernels.paged_launches import RULE, Launch, Rule
 
@@ -50,25 +51,31 @@ def test_the_most_important_points_come_first() -> None:
 
 
 def test_what_is_tried_differs_in_speed_alone() -> None:
+    """But for more rows of a large model than FEW: there a rule that wants more programs has as many shares."""
     for p in POINTS:
+        held = p.shape == SMALL or p.requests * p.rows <= FEW
         usual = p.launch(RULE, torch.bfloat16, CPU)
         tried = launches(p, FULL, torch.bfloat16, CPU)
         assert tried[0] == usual and len(tried) == len(set(tried))
         assert all(1 <= x.programs <= x.splits for x in tried)
         classes = {decisive(x) for x in tried}
-        assert len(classes) == (2 if p.requests >= 32 else 1) and decisive(usual) in classes
+        assert decisive(usual) in classes and (not held or len(classes) == (2 if p.requests >= 32 else 1))
         for rule in FULL.rules():
             launch = p.launch(rule, torch.bfloat16, CPU)
             assert launch in tried
-            if rule.reach == RULE.reach:
+            if rule.reach == RULE.reach and held:
                 assert decisive(launch) == decisive(usual)
             if rule.stages and p.pairs <= rule.reach * PROCESSORS:
                 assert (launch.stages, launch.registers) == (rule.stages, rule.registers)
                 assert launch.ahead == (256 // launch.tile if rule.ahead else 0)
-                assert launch.programs == max(1, min(rule.fill * PROCESSORS // p.pairs, launch.splits))
+                crowded = p.shape != BIG and PROCESSORS // p.pairs < 4
+                fill = rule.fill * (2 if crowded else 1)
+                assert launch.programs == max(1, min(fill * PROCESSORS // p.pairs, launch.splits))
+                assert held or launch.splits == launch.programs
     by_hand = [POINTS[0].launch(Rule(fill=fill), torch.bfloat16, CPU).programs for fill in (1, 2, 3, 4)]
     assert by_hand == [2, 4, 6, 8]  # 64 pairs on 132 processors
-    assert {x.programs for x in launches(POINTS[0], FULL, torch.bfloat16, CPU)} == {2, 3, 4, 5, 6, 8, 16}
+    assert {x.programs for x in launches(POINTS[0], FULL, torch.bfloat16, CPU)} == {2, 4, 6, 8}
+    assert {x.programs for x in launches(POINTS[2], FULL, torch.bfloat16, CPU)} >= {3, 5, 8, 11, 16, 22, 32}
 
 
 def made_up(shape: str, context: int, in_use: float, launched: dict[Launch, float], ruled: dict[Rule, float]) -> Row:

@@ -437,10 +437,11 @@ def test_programs_have_all_tiles_between_them_a_share_at_a_time() -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "width"), [(9, 3, 64), (32, 8, 128), (4, 2, 32), (4, 1, 256), (32, 4, 512)]
+    ("heads", "kv_heads", "width"), [(9, 3, 64), (32, 8, 128), (64, 8, 64), (4, 2, 32), (4, 1, 256), (32, 4, 512)]
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_what_decides_the_bits_depends_on_no_batch_but_a_large_one(heads, kv_heads, width, dtype) -> None:
+    from peagle.kernels.linear_shapes import FEW, is_small
     from peagle.kernels.paged_launches import choose_launch
 
     def decisive(batch: int, rows: int, blocks: int, max_context: int | None = None) -> tuple[int, ...]:
@@ -451,10 +452,17 @@ def test_what_decides_the_bits_depends_on_no_batch_but_a_large_one(heads, kv_hea
         return launch.tile, launch.splits, launch.warps
 
     last = 132 // kv_heads  # an H200's processors
-    sizes = (1, 2, 3, 4, 8, last)
-    few = {decisive(b, rows, m) for b in sizes for rows in (1, 3, 8, 40) for m in (1, 7, 128, 2048)}
+    sizes = [(b, rows) for b in (1, 2, 3, 4, 8, last) for rows in (1, 3, 8, 40)]
+    small = is_small((heads + 2 * kv_heads) * width, heads * width)
+    held = [(b, rows) for b, rows in sizes if small or dtype == torch.float32 or width > 256 or b * rows <= FEW]
+    few = {decisive(b, rows, m) for b, rows in held for m in (1, 7, 128, 2048)}
     assert few | {decisive(2, 8, 128, 0), decisive(2, 8, 128, 900)} == few and len(few) == 1
     assert not few & {(32, 1, 4)} or kv_heads > 132
+    for b, rows in set(sizes) - set(held):  # products round otherwise there: one share a program, nothing left behind
+        tile, splits, warps = decisive(b, rows, 2048)
+        [(usual, most, threads)] = few
+        assert (tile, warps) == (usual, threads) and splits <= most
+        assert splits <= max(1, (2 if width < 128 else 1) * 132 // (b * kv_heads))
 
 
 @pytest.mark.parametrize("rows", [1, 4])

@@ -20,7 +20,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from peagle.kernels.experts import Experts
 from peagle.kernels.experts_packed_triton import _tile_of, order_of
@@ -32,16 +31,17 @@ from peagle.kernels.launching import supports_pdl
 PAIRS = ((8, 16), (16, 32), (48, 64))
 MOST_PAIRS = 128
 # By a tile's pairs and whether the product is the second one: rows and columns of a tile of weights, warps, tiles under
-# way, and whether weights come by tensor descriptor.
+# way. The fastest on an H200 for Qwen3-Coder-30B-A3B's layer (benchmarks/kernel_experts_many.py); weights by tensor
+# descriptor were no more than 2% faster.
 TILES = {
-    (16, False): (64, 64, 4, 4, False),
-    (16, True): (64, 64, 4, 4, False),
-    (32, False): (64, 64, 4, 4, False),
-    (32, True): (128, 64, 4, 4, False),
-    (64, False): (64, 64, 4, 4, False),
-    (64, True): (128, 64, 4, 4, False),
-    (128, False): (64, 64, 4, 3, False),
-    (128, True): (128, 64, 4, 3, False),
+    (16, False): (64, 128, 4, 3),
+    (16, True): (128, 64, 4, 3),
+    (32, False): (64, 64, 4, 3),
+    (32, True): (64, 64, 4, 4),
+    (64, False): (64, 64, 4, 3),
+    (64, True): (128, 64, 4, 4),
+    (128, False): (128, 64, 8, 4),
+    (128, True): (128, 64, 4, 3),
 }
 # Pairs that the order looks at in one go, and warps: for up to FEW_PAIRS, and for more. Goes wait for each other.
 FEW_PAIRS = 1024
@@ -52,7 +52,6 @@ SCANS = ((1024, 4), (4096, 8))
 def _ordered_kernel(
     x,
     w,
-    w_desc,
     bias,
     order,
     ends,
@@ -89,7 +88,6 @@ def _ordered_kernel(
         product_tile(
             x,
             w,
-            w_desc,
             bias,
             weights,
             y,
@@ -155,20 +153,15 @@ def _launch(
     assert isinstance(w, Tensor) and w.is_contiguous() and w.dtype == x.dtype
     assert bias is None or bias.is_contiguous()
     (pairs, columns), (count, _, depth) = y.shape, w.shape
-    block_n, block_k, warps, stages, by_descriptor = TILES[block_m, paired]
+    block_n, block_k, warps, stages = TILES[block_m, paired]
     if x.dtype == torch.float32:
-        block_n, block_k, warps, stages, by_descriptor = 32, 32, 4, 3, False  # as in experts_triton.py
-    descriptor = None
-    if by_descriptor and depth * w.element_size() % 16 == 0:
-        rows = count * w.shape[1]
-        descriptor = TensorDescriptor(w, [rows, depth], [depth, 1], [block_n, block_k])
+        block_n, block_k, warps, stages = 32, 32, 4, 3  # as in experts_triton.py
     # Of one expert, tiles are `blocks` programs apart, so they run together. Programs left over are the last ones.
     blocks, most_tiles = triton.cdiv(columns, block_n), min(pairs, (pairs + count * (block_m - 1)) // block_m)
     clamp, pdl = experts.clamp, supports_pdl(x.device)
     _ordered_kernel[(blocks, most_tiles)](
         x,
         w,
-        descriptor,
         bias,
         order_P,
         ends_E,

@@ -28,7 +28,7 @@ from peagle.kernels.experts_triton import gated_tile, summed_triton
 from peagle.kernels.mxfp4 import BLOCK, Packed
 from peagle.kernels.mxfp4_triton import HAVE_PTX, in_ptx, unpacked_tile
 
-FEW_ROWS = 16  # up to here nothing has to be put in order
+FEW_ROWS = 8  # up to here nothing has to be put in order
 SOME_ROWS = 128  # up to here experts have few pairs: small tiles
 # For up to SOME_ROWS and more, by whether the product is the second one: pairs of a tile, rows of a tile of weights,
 # warps, tiles under way, and registers of a thread if the compiler would take more. From 64 rows and four warps on the

@@ -67,7 +67,6 @@ def gated_tile(gate, up, alpha, limit, CLAMPED: tl.constexpr):
 def product_tile(
     x,
     w,
-    w_desc,
     bias,
     weights,
     y,
@@ -102,23 +101,17 @@ def product_tile(
     w_at = w + rows[:, None] * K + k[None, :]
     x_at = x + source[None, :] * x_row + k[:, None]
     up_step = (e * 0 + N).to(tl.int64) * K  # a width of 1 is a plain number here, without a type
-    first = e * N * HALVES + block * BLOCK_N
     for start in range(0, K, BLOCK_K):
         if EVEN_K:
             rows_x = tl.load(x_at + start, mask=hit[None, :], other=0.0)
-        else:
-            rows_x = tl.load(x_at + start, mask=hit[None, :] & (start + k < K)[:, None], other=0.0)
-        if w_desc is not None:
-            rows_w = w_desc.load([first, start])
-        elif EVEN_K:
             rows_w = tl.load(w_at + start)
         else:
-            rows_w = tl.load(w_at + start, mask=(start + k < K)[None, :], other=0.0)
+            inside = start + k < K
+            rows_x = tl.load(x_at + start, mask=hit[None, :] & inside[:, None], other=0.0)
+            rows_w = tl.load(w_at + start, mask=inside[None, :], other=0.0)
         acc = tl.dot(rows_w, rows_x, acc, input_precision=PRECISION)
         if GLU:
-            if w_desc is not None:
-                rows_w = w_desc.load([first + N, start])
-            elif EVEN_K:
+            if EVEN_K:
                 rows_w = tl.load(w_at + start + up_step)
             else:
                 rows_w = tl.load(w_at + start + up_step, mask=(start + k < K)[None, :], other=0.0)
@@ -180,7 +173,6 @@ def _experts_kernel(
         product_tile(
             x,
             w,
-            None,
             bias,
             weights,
             y,

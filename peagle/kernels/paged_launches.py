@@ -45,7 +45,7 @@ class Rule:
     stages: int = 0  # 0: 3 where a request's keys are cut into many short pieces, else 2
     ahead: bool | None = None  # whether tiles are asked for ahead; None: there
     registers: int = 0  # as of a launch
-    steady: bool = True  # as many shares for any number of rows, also where the model's products round otherwise
+    steady: bool = False  # as many shares for any number of rows, also where the model's products round otherwise
 
 
 RULE = Rule()
@@ -78,17 +78,19 @@ def choose_launch(
     rule: Rule = RULE,
 ) -> Launch:
     """Nothing that decides which keys are added up with which depends on the number of rows, of requests, or on the
-    longest context; but for one step, from few requests to many."""
+    longest context; but for one step, from few requests to many, and in large models for more than FEW rows."""
     batch = len(pages.block_tables_BM)
     queries = max(_MIN_QUERIES, triton.next_power_of_2(pages.max_rows * (heads // kv_heads)))
     processors = multiprocessors(device)
     # Few programs: each has its processor to itself, and what counts is how often it waits for memory. Many: several
     # to a processor, which wait in turns.
     few = batch * kv_heads <= rule.reach * processors
-    exact, wide = dtype == torch.float32, head_dim > 128  # of wide heads fewer keys fit at a time
-    tile = 32 if exact else 64 if head_dim < 128 or (wide and few) else 128 if few else 32
+    exact, wide, narrow = dtype == torch.float32, head_dim > 128, head_dim < 128  # of wide heads fewer keys fit
+    tile = 32 if exact else 64 if narrow or (wide and few) else 128 if few else 32
     splits = max(1, min(processors // kv_heads, _MAX_SPLITS)) if few else 1
-    programs = max(1, min(rule.fill * processors // (batch * kv_heads), splits, most_tiles(pages, block_size, tile)))
+    crowded = few and narrow and processors // (batch * kv_heads) < _LONG_SPLITS  # two to a processor: in turns, too
+    wanted = rule.fill * (2 if crowded else 1) * processors // (batch * kv_heads)
+    programs = max(1, min(wanted, splits, most_tiles(pages, block_size, tile)))
     if head_dim > 256:  # a tile's keys and values are 128 KiB: no room to load another's ahead, nor for as many queries
         return Launch(tile, min(queries, 32), splits, warps=8, stages=1, ahead=0, programs=programs)
     if exact:
@@ -97,16 +99,20 @@ def choose_launch(
     if few and not rule.steady and batch * pages.max_rows > FEW:
         width = heads * head_dim
         splits = splits if is_small(width + 2 * kv_heads * head_dim, width) else programs
-    alone = few and (programs >= _LONG_SPLITS or head_dim < 128)  # a request's keys are cut into many short pieces
+    alone = few and not crowded and (programs >= _LONG_SPLITS or narrow)  # keys are cut into many short pieces
     ahead = alone if rule.ahead is None else few and rule.ahead
-    stages = 2 if wide or (few and not alone) else 3
+    stages, registers = 2 if wide or (few and not alone) else 3, 0
+    if not few and not narrow and not wide and queries == 32:  # so that four of them fit on a processor, not three
+        stages, registers = 2, 128
+    if few and not wide:
+        stages, registers = rule.stages or stages, rule.registers
     return Launch(
         tile=tile,
         queries=min(queries, _MAX_QUERIES),
         splits=splits,
         warps=8 if wide else max(4, tile // 16),
-        stages=rule.stages if few and not wide and rule.stages else stages,
+        stages=stages,
         ahead=256 // tile if ahead else 0,
         programs=programs,
-        registers=rule.registers if few and not wide else 0,
+        registers=registers,
     )
