@@ -1,40 +1,39 @@
-"""The experts' products by tile, beside the time that reading the experts hit takes: GPT-OSS-20B's, packed, and
-Qwen3-Coder-30B-A3B's, in bf16.
+"""The experts' products by tile, beside the time that reading the experts hit takes: Qwen3-Coder-30B-A3B's in bf16 for
+few rows (experts_triton.py), and GPT-OSS-20B's, packed, for more than few (experts_packed_triton.py). For the others
+there are kernel_experts_many.py and kernel_experts_lanes.py, which share what is needed to measure.
 
     python benchmarks/kernel_experts.py --out kernel_experts.json
 
-For 8 rows (one request, 7 drafts) and 64, experts chosen by lot; both products of a layer. A tile is what `TILES` in
-experts_triton.py and experts_packed_triton.py says, or `LANES` in experts_lanes_triton.py; the one in use comes first,
-and what others compute is held against it. Microseconds inside a CUDA graph. Prints a table, then one JSON line.
+Experts are chosen by lot; both products of a layer. A tile is what the kernel's `TILES` says; the one in use comes
+first, and what others compute is held against it. Microseconds inside a CUDA graph. Prints a table, then one JSON line.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from triton.testing import do_bench_cudagraph
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from peagle.kernels import experts_lanes_triton, experts_packed_triton, experts_triton
+from peagle.kernels import experts_packed_triton, experts_triton
 from peagle.kernels.experts import Clamp, Experts, route_torch
 from peagle.kernels.mxfp4 import Packed, packed_widths
 
 COPY_RATE = 4.3e12  # bytes a second, read and written, on an H200
-PACKED_BYTES = 17 / 32  # of a number
 OTHERS: dict[bool, list[tuple[int | None, ...]]] = {  # by whether packed
     False: [(64, 128, 4, 3), (64, 64, 4, 6), (128, 64, 4, 3), (128, 64, 8, 4), (32, 128, 4, 4), (32, 256, 4, 3)],
     True: [(16, 64, 4, 2, 72), (16, 64, 4, 3, 72), (16, 128, 4, 3, None), (32, 64, 4, 3, 128), (64, 64, 4, 3, 168)],
 }
-OTHER_LANES: list[tuple[int | None, ...]] = [(1, 1, 128, False), (1, 2, 128, False), (2, 1, 128, False)]
 
 
 @dataclass(frozen=True)
@@ -45,22 +44,26 @@ class Shape:
     inner: int
     packed: bool
 
+    def floor_us(self, hit: float, paired: bool) -> float:
+        """What it takes to read a product's weights."""
+        numbers = hit * self.width * self.inner * (1 if paired else 2)
+        return numbers * (17 / 32 if self.packed else 2) / COPY_RATE * 1e6
 
-SHAPES = {
-    "gpt-oss-20b": Shape(32, 4, 2880, 2880, packed=True),
-    "qwen3-coder-30b-a3b": Shape(128, 8, 2048, 768, packed=False),
-}
+
+GPT_OSS, QWEN = "gpt-oss-20b", "qwen3-coder-30b-a3b"
+SHAPES = {GPT_OSS: Shape(32, 4, 2880, 2880, packed=True), QWEN: Shape(128, 8, 2048, 768, packed=False)}
+ROWS = {GPT_OSS: (16, 64, 256), QWEN: (8, 16)}
 
 
 def random_experts(shape: Shape) -> Experts:
-    def matrix(rows: int, columns: int) -> torch.Tensor | Packed:
+    def matrix(rows: int, columns: int) -> Tensor | Packed:
         if not shape.packed:
             return torch.randn(shape.count, rows, columns, dtype=torch.bfloat16, device="cuda") * columns**-0.5
         words, exponents = packed_widths(columns)
         bits = torch.randint(-(2**15), 2**15, (shape.count, rows, words), dtype=torch.int16, device="cuda")
         return Packed(bits, torch.full((shape.count, rows, exponents), 120, dtype=torch.uint8, device="cuda"))
 
-    def bias(rows: int) -> torch.Tensor | None:
+    def bias(rows: int) -> Tensor | None:
         return torch.randn(shape.count, rows, device="cuda").bfloat16() if shape.packed else None
 
     clamp = Clamp(1.702, 7.0) if shape.packed else None
@@ -68,49 +71,66 @@ def random_experts(shape: Shape) -> Experts:
     return Experts(*both, bias(2 * shape.inner), bias(shape.width), clamp)
 
 
+def microseconds(calls: Sequence[Callable[[], Any]], least: float = 0.006) -> float:
+    """Per call, all of them in one graph: the best of three timings."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        calls[0]()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+    def timed(count: int) -> float:
+        start.record()
+        for _ in range(count):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) * 1e3 / count
+
+    timed(1)
+    count = max(1, math.ceil(least * 1e6 / timed(1)))
+    return min(timed(count) for _ in range(3)) / len(calls)
+
+
 def prepared(
-    x: torch.Tensor, y: torch.Tensor, experts: Experts, weight_TC: torch.Tensor, expert_TC: torch.Tensor, paired: bool
+    x: Tensor, y: Tensor, experts: Experts, weight_TC: Tensor, expert_TC: Tensor, paired: bool
 ) -> tuple[dict[Any, Any], Any, Callable[[], None]]:
     """The tiles, which of them the product takes, and the product."""
     w, bias = experts.gate_up_EXD, experts.gate_up_bias_EX
     if paired:
         w, bias = experts.down_EDI, experts.down_bias_ED
-    if isinstance(w, torch.Tensor):
+    if isinstance(w, Tensor):
         args = (x, w, bias, y, weight_TC, expert_TC, experts)
         return experts_triton.TILES, paired, lambda: experts_triton._launch(*args, paired=paired)
-    rows = len(weight_TC)
-    if rows <= experts_packed_triton.FEW_ROWS:
-        key = min(most for most, _ in experts_lanes_triton.LANES if rows <= most), paired
-        lanes_args = (x, y, weight_TC, expert_TC, experts, paired)
-        return experts_lanes_triton.LANES, key, lambda: experts_lanes_triton.launch_lanes(*lanes_args)
-    kind = experts_packed_triton.kind_of(rows)
-    order_P, ends_E, turned = experts_packed_triton.order_of(expert_TC, len(w), None if paired else x)
-    if turned is None:  # columns in any order do for a measurement
-        turned = torch.nn.functional.pad(x, (0, -x.shape[1] % experts_packed_triton.STEP))
-    packed_args = (turned, y, weight_TC, order_P, ends_E, experts, kind)
-    return (
-        experts_packed_triton.TILES,
-        (kind, paired),
-        lambda: experts_packed_triton._launch(*packed_args, paired=paired),
-    )
+    key = experts_packed_triton.kind_of(len(weight_TC)), paired
+    order_P, ends_E, _ = experts_packed_triton.order_of(expert_TC, len(w))
+    # Columns in any order do for a measurement.
+    filled = torch.nn.functional.pad(x, (0, -x.shape[1] % experts_packed_triton.STEP))
+    packed_args = (filled, y, weight_TC, order_P, ends_E, experts)
+    return experts_packed_triton.TILES, key, lambda: experts_packed_triton._launch(*packed_args, paired=paired)
 
 
-def measure(name: str, shape: Shape, rows: int, deadline: float) -> list[dict[str, Any]]:
+def measure(name: str, rows: int, deadline: float) -> list[dict[str, Any]]:
+    shape = SHAPES[name]
     experts = random_experts(shape)
     weight_TC, expert_TC = route_torch(torch.randn(rows, shape.count, device="cuda"), shape.chosen, True)
     hit = len(expert_TC.unique())
     found = []
     for paired in (False, True):
         pairs, (deep, wide) = rows * shape.chosen, (shape.inner, shape.width)[:: 1 if paired else -1]
+        if shape.packed and not paired:
+            wide += -wide % experts_packed_triton.STEP
         x = torch.randn(pairs if paired else rows, deep, dtype=torch.bfloat16, device="cuda")
-        filled = wide if paired or rows <= experts_packed_triton.FEW_ROWS else -(-wide // 128) * 128
-        y = torch.empty(pairs, filled if shape.packed else wide, dtype=torch.bfloat16, device="cuda")
-        numbers = hit * deep * wide * (1 if paired else 2)
-        floor = numbers * (PACKED_BYTES if shape.packed else 2) / COPY_RATE * 1e6
+        y = torch.empty(pairs, wide, dtype=torch.bfloat16, device="cuda")
         tiles, key, run = prepared(x, y, experts, weight_TC, expert_TC, paired)
         want, used = None, tiles[key]
-        others = OTHER_LANES if tiles is experts_lanes_triton.LANES else OTHERS[shape.packed]
-        for tile in [used, *(t for t in others if t != used)]:
+        for tile in dict.fromkeys([used, *OTHERS[shape.packed]]):
             if time.time() > deadline:
                 break
             tiles[key] = tile
@@ -120,25 +140,23 @@ def measure(name: str, shape: Shape, rows: int, deadline: float) -> list[dict[st
             off = float((y.float() - want).abs().max() / want.abs().max())
             assert off < 0.02, (name, rows, paired, tile, off)
             row = {"shape": name, "rows": rows, "product": "second" if paired else "gated", "hit": hit, "tile": tile}
-            found.append(
-                row | {"us": float(do_bench_cudagraph(run, rep=8)) * 1e3, "floor_us": floor, "in_use": tile == used}
-            )
+            row |= {"us": microseconds([run] * 4), "floor_us": shape.floor_us(hit, paired), "in_use": tile == used}
+            found.append(row)
         tiles[key] = used
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, nargs="+", default=[8, 64])
     parser.add_argument("--seconds", type=float, default=90, help="for all; what does not fit stays unmeasured")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     deadline = time.time() + args.seconds
     found = []
-    for name, shape in SHAPES.items():
-        for rows in args.rows:
+    for name, numbers in ROWS.items():
+        for rows in numbers:
             torch.manual_seed(rows)
-            found += measure(name, shape, rows, deadline)
+            found += measure(name, rows, deadline)
     for r in found:
         label = f"{r['shape']:20} {r['rows']:3} rows {r['product']:6} hit {r['hit']:3}"
         print(f"{label}  {r['us']:8.1f} us  floor {r['floor_us']:6.1f}  {r['tile']}{'  <- in use' * r['in_use']}")

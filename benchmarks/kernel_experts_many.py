@@ -7,15 +7,13 @@ First every candidate of a product alone, held against fp32 and, to the bit, aga
 order, both products and sum, by the tiles in use and by the fastest ones, and without dependent launches. Experts are
 chosen by lot, and a graph goes through several layers, so that weights do not stay in the L2. Microseconds a layer,
 beside the time that reading the experts hit takes. Kernels are compiled ahead in other processes. Prints tables, then
-one short JSON line; the file given by --out has every candidate. `--toy`: a small shape, where Triton is
-interpreted (TRITON_INTERPRET=1) and nothing means anything.
+one short JSON line; the file given by --out has every candidate.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import multiprocessing
 import sys
 import time
@@ -29,19 +27,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from kernel_experts import QWEN, SHAPES, microseconds, random_experts
 
 from peagle.kernels import experts_ordered_triton as ordered
 from peagle.kernels import experts_triton as scanned
 from peagle.kernels.experts import Experts, expert_mlp_grouped, gated, route_torch
 from peagle.kernels.experts_packed_triton import order_of
 
-COPY_RATE = 4.3e12  # bytes a second, read and written, on an H200
+SHAPE = SHAPES[QWEN]
 MOST_SCANNED = 128  # rows; beyond, looking through them is known to be slow
 ROWS = [16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192]
 SCANS = [(1024, 4), (2048, 4), (4096, 4), (4096, 8), (8192, 8), (8192, 16)]  # of the order, and warps
 
+LIKE: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
 Tile = tuple[int, int, int, int]
+# To compile: rows, pairs of a tile, whether the second product, its tile or None for the kernel that looks through all
+# rows, and whether with dependent launches.
+Job = tuple[int, int, bool, Tile | None, bool]
 # By pairs of a tile and whether the product is the second one, as in `TILES`, to which these are added.
 CANDIDATES: dict[tuple[int, bool], list[Tile]] = {
     (16, False): [(64, 64, 4, 3), (64, 64, 4, 5), (64, 128, 4, 3), (128, 64, 8, 3), (128, 64, 4, 3)],
@@ -53,22 +58,6 @@ CANDIDATES: dict[tuple[int, bool], list[Tile]] = {
     (64, True): [(64, 64, 4, 4), (128, 64, 4, 3), (128, 64, 4, 4), (128, 64, 8, 4), (128, 128, 8, 2), (256, 64, 8, 3)],
     (128, True): [(64, 64, 4, 4), (128, 64, 4, 3), (128, 64, 8, 3), (128, 64, 8, 4), (256, 64, 8, 3)],
 }
-
-
-@dataclass(frozen=True)
-class Shape:
-    count: int = 128
-    chosen: int = 8
-    width: int = 2048
-    inner: int = 768
-
-
-@dataclass(frozen=True)
-class Setting:
-    shape: Shape
-    device: torch.device
-    dtype: torch.dtype
-    layers: int
 
 
 @dataclass(frozen=True)
@@ -88,9 +77,9 @@ def tiles_of(block_m: int, paired: bool) -> list[Tile]:
     return list(dict.fromkeys([used, *CANDIDATES[block_m, paired]]))
 
 
-def sizes_for(rows: int, shape: Shape) -> list[int]:
+def sizes_for(rows: int) -> list[int]:
     """Pairs of a tile: as in use, first, and the sizes next to it."""
-    used = ordered.pairs_of_a_tile(rows * shape.chosen, shape.count)
+    used = ordered.pairs_of_a_tile(rows * SHAPE.chosen, SHAPE.count)
     return [used, *(size for size in (used // 2, used * 2) if (size, False) in ordered.TILES)]
 
 
@@ -114,18 +103,11 @@ def without_pdl() -> Iterator[None]:
         ordered.supports_pdl, scanned.supports_pdl = had
 
 
-def random_experts(s: Setting) -> Experts:
-    like: dict[str, Any] = {"dtype": s.dtype, "device": s.device}
-    shape = s.shape
-    gate_up = torch.empty(shape.count, 2 * shape.inner, shape.width, **like).normal_(std=shape.width**-0.5)
-    return Experts(gate_up, torch.empty(shape.count, shape.width, shape.inner, **like).normal_(std=shape.inner**-0.5))
-
-
-def lots_of(s: Setting, layers: list[Experts], rows: int) -> list[Lot]:
+def lots_of(layers: list[Experts], rows: int) -> list[Lot]:
     lots = []
     for experts in layers:
-        routed = route_torch(torch.randn(rows, s.shape.count, device=s.device), s.shape.chosen, True)
-        lots.append(Lot(experts, *routed, *ordered.in_order(routed[1], s.shape.count)))
+        routed = route_torch(torch.randn(rows, SHAPE.count, device="cuda"), SHAPE.chosen, True)
+        lots.append(Lot(experts, *routed, *ordered.in_order(routed[1], SHAPE.count)))
     return lots
 
 
@@ -161,55 +143,22 @@ def chained(
     return ordered.summed_triton(y_PD, lot.expert_TC.shape[1])
 
 
-def microseconds(calls: list[Callable[[], Any]], least: float = 0.006) -> float:
-    """Per call, all of them in one graph: the best of three timings."""
-    if not torch.cuda.is_available():
-        began = time.perf_counter()
-        calls[0]()
-        return 1e6 * (time.perf_counter() - began)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        calls[0]()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-
-    def timed(count: int) -> float:
-        start.record()
-        for _ in range(count):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) * 1e3 / count
-
-    timed(1)
-    count = max(1, math.ceil(least * 1e6 / timed(1)))
-    return min(timed(count) for _ in range(3)) / len(calls)
-
-
-def measure(s: Setting, layers: list[Experts], rows: int, deadline: float) -> dict[str, Any]:
+def measure(layers: list[Experts], rows: int, deadline: float) -> dict[str, Any]:
     torch.manual_seed(rows)
-    shape, pairs = s.shape, rows * s.shape.chosen
-    lots = lots_of(s, layers, rows)
-    like: dict[str, Any] = {"dtype": s.dtype, "device": s.device}
-    x_TD = torch.randn(rows, shape.width, **like)
-    hidden_PI, y_PD = torch.empty(pairs, shape.inner, **like), torch.empty(pairs, shape.width, **like)
+    pairs, lots = rows * SHAPE.chosen, lots_of(layers, rows)
+    x_TD = torch.randn(rows, SHAPE.width, **LIKE)
+    hidden_PI, y_PD = torch.empty(pairs, SHAPE.inner, **LIKE), torch.empty(pairs, SHAPE.width, **LIKE)
     hit = sum(len(lot.expert_TC.unique()) for lot in lots) / len(lots)
-    floor = [hit * parts * shape.inner * shape.width * s.dtype.itemsize / COPY_RATE * 1e6 for parts in (2, 1)]
+    floor = [SHAPE.floor_us(hit, paired) for paired in (False, True)]
     row: dict[str, Any] = {"rows": rows, "hit": hit, "floor_us": sum(floor), "products": []}
     best: dict[bool, tuple[int, Tile]] = {}
-    in_use = ordered.pairs_of_a_tile(pairs, shape.count)
+    in_use = ordered.pairs_of_a_tile(pairs, SHAPE.count)
     for paired in (False, True):
         x, y = (hidden_PI, y_PD) if paired else (x_TD, hidden_PI)
         want = in_fp32(x, lots[0], paired)
         found: list[dict[str, Any]] = []
         bits = None
-        for block_m in sizes_for(rows, shape):
+        for block_m in sizes_for(rows):
             for tile in tiles_of(block_m, paired):
                 if time.monotonic() > deadline and found:
                     continue
@@ -251,56 +200,54 @@ def measure(s: Setting, layers: list[Experts], rows: int, deadline: float) -> di
             for run in (ordered.expert_mlp_ordered, scanned.expert_mlp_triton)
         ]
         row["scan_same_bits"] = torch.equal(*got)
-    row["order_us"] = microseconds([partial(ordered.in_order, lot.expert_TC, shape.count) for lot in lots])
+    row["order_us"] = microseconds([partial(ordered.in_order, lot.expert_TC, SHAPE.count) for lot in lots])
     row["orders"] = []
     for scan, warps in SCANS:
-        us = microseconds([partial(order_of, lot.expert_TC, shape.count, None, scan, warps) for lot in lots])
+        us = microseconds([partial(order_of, lot.expert_TC, SHAPE.count, None, scan, warps) for lot in lots])
         row["orders"].append({"scan": scan, "warps": warps, "us": us})
-    row["sum_us"] = microseconds([partial(ordered.summed_triton, y_PD, shape.chosen)] * len(lots))
+    row["sum_us"] = microseconds([partial(ordered.summed_triton, y_PD, SHAPE.chosen)] * len(lots))
     return row
 
 
-def compile_one(job: tuple[Shape, int, int, bool, Tile, bool]) -> str:
+def compile_one(job: Job) -> str:
     """In a process of its own. A launch, too: weights are of the real size but hold anything."""
-    shape, rows, block_m, paired, tile, pdl = job
+    rows, block_m, paired, tile, pdl = job
     try:
-        like: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
         experts = Experts(
-            torch.empty(shape.count, 2 * shape.inner, shape.width, **like),
-            torch.empty(shape.count, shape.width, shape.inner, **like),
+            torch.empty(SHAPE.count, 2 * SHAPE.inner, SHAPE.width, **LIKE),
+            torch.empty(SHAPE.count, SHAPE.width, SHAPE.inner, **LIKE),
         )
-        expert_TC = torch.arange(shape.chosen, dtype=torch.int32, device="cuda").repeat(rows, 1)
-        weight_TC = torch.ones(rows, shape.chosen, device="cuda")
-        lot = Lot(experts, weight_TC, expert_TC, *ordered.in_order(expert_TC, shape.count))
-        x_TD = torch.zeros(rows, shape.width, **like)
-        hidden, y = (torch.zeros(rows * shape.chosen, n, **like) for n in (shape.inner, shape.width))
-        if block_m:
+        expert_TC = torch.arange(SHAPE.chosen, dtype=torch.int32, device="cuda").repeat(rows, 1)
+        weight_TC = torch.ones(rows, SHAPE.chosen, device="cuda")
+        lot = Lot(experts, weight_TC, expert_TC, *ordered.in_order(expert_TC, SHAPE.count))
+        x_TD = torch.zeros(rows, SHAPE.width, **LIKE)
+        hidden, y = (torch.zeros(rows * SHAPE.chosen, n, **LIKE) for n in (SHAPE.inner, SHAPE.width))
+        if tile is not None:
             x, to = (hidden, y) if paired else (x_TD, hidden)
             if pdl:
                 product(x, to, lot, block_m, paired, tile)
             else:
                 with without_pdl():
                     product(x, to, lot, block_m, paired, tile)
-                    ordered.summed_triton(y, shape.chosen)
+                    ordered.summed_triton(y, SHAPE.chosen)
         else:
             scanned.expert_mlp_triton(x_TD, weight_TC, expert_TC, experts)
         torch.cuda.synchronize()
         return ""
     except Exception as error:
-        return f"{job[2:]}: {error}".splitlines()[0][:200]
+        return f"{job}: {error}".splitlines()[0][:200]
 
 
-def compile_ahead(shape: Shape, all_rows: list[int], workers: int) -> None:
-    jobs: dict[tuple[Shape, int, int, bool, Tile, bool], None] = {}
-    unused = (0, 0, 0, 0, False)
+def compile_ahead(all_rows: list[int], workers: int) -> None:
+    jobs: dict[Job, None] = {}
     for rows in all_rows:
         if rows <= MOST_SCANNED:
-            jobs[shape, min(rows, 64), 0, False, unused, True] = None
-        for block_m in sizes_for(rows, shape):
+            jobs[min(rows, 64), 0, False, None, True] = None
+        for block_m in sizes_for(rows):
             for paired in (False, True):
                 tiles = tiles_of(block_m, paired)
-                jobs |= {(shape, 2, block_m, paired, tile, True): None for tile in tiles}
-                jobs[shape, 2, block_m, paired, tiles[0], False] = None
+                jobs |= {(2, block_m, paired, tile, True): None for tile in tiles}
+                jobs[2, block_m, paired, tiles[0], False] = None
     began = time.monotonic()
     with multiprocessing.get_context("spawn").Pool(min(workers, len(jobs))) as pool:
         errors = [error for error in pool.imap_unordered(compile_one, jobs) if error]
@@ -338,24 +285,18 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=80, help="past these, only what is in use is measured")
     parser.add_argument("--workers", type=int, default=14, help="processes that compile ahead; 0: none")
-    parser.add_argument("--toy", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     began = time.monotonic()
-    if args.toy:
-        s = Setting(Shape(6, 2, 64, 128), torch.device("cpu"), torch.float16, 1)
-    else:
-        s = Setting(Shape(), torch.device("cuda"), torch.bfloat16, args.layers)
-        if args.workers:
-            compile_ahead(s.shape, args.rows, args.workers)
+    if args.workers:
+        compile_ahead(args.rows, args.workers)
     with torch.inference_mode():
-        layers = [random_experts(s) for _ in range(s.layers)]
+        layers = [random_experts(SHAPE) for _ in range(args.layers)]
         found = []
         for rows in args.rows:
-            found.append(measure(s, layers, rows, began + args.seconds))
+            found.append(measure(layers, rows, began + args.seconds))
             show(found[-1])
-    device = "cpu" if args.toy else torch.cuda.get_device_name()
-    about = {"bench": "kernel_experts_many", "device": device, "torch": torch.__version__}
+    about = {"bench": "kernel_experts_many", "device": torch.cuda.get_device_name(), "torch": torch.__version__}
     if args.out:
         args.out.write_text(json.dumps(about | {"rows": found}) + "\n")
     print(json.dumps(about | {"rows": [summary(row) for row in found]}))

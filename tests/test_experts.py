@@ -295,7 +295,7 @@ def check_packed_in_the_interpreter() -> None:
     check_numbers_in_products(torch.bfloat16, "cpu", (2,))
     used = dict(LANES)
     for ahead, beside in ((2, False), (3, True)):
-        LANES.update({key: (warps, ahead, line, beside and not key[1]) for key, (warps, _, line, _) in used.items()})
+        LANES.update({key: (warps, ahead, beside and not key[1]) for key, (warps, _, _) in used.items()})
         for rows, width, inner in ((1, 32, 544), (8, 288, 64), (5, 96, 32)):
             check_packed(expert_mlp_packed, (rows, width, 2, 2, inner), rows > 1, torch.bfloat16, "cpu", 2e-2)
     LANES.update(used)
@@ -307,7 +307,7 @@ def check_packed_in_the_interpreter() -> None:
         check_packed(expert_mlp_packed, shape, full, torch.float32, "cpu", 1e-5)
 
     any_shape()
-    for rows in (8, 9, 16, 17, 128, 129, 150):  # where tiles change, and an expert with several
+    for rows in (9, 128, 129, 150):  # where tiles change, and an expert with several
         check_packed(expert_mlp_packed, (rows, 96, 3, 2, 160), True, torch.float16, "cpu", 4e-3)
 
 
@@ -455,20 +455,18 @@ def test_lanes_share_nothing(paired: bool, rows: int) -> None:
     pytest.importorskip("triton", reason="Triton is made for Linux only")
     from peagle.kernels.experts_lanes_triton import LANES, _lanes_kernel
 
-    warps, ahead, line, beside = LANES[rows, paired]
-    eights = max(1, rows // 8)
+    warps, ahead, beside = LANES[rows, paired]
     fixed: dict[str, Any] = {"N": 2880, "G": 90, "E_ROW": 96, "CHOSEN": 4, "PAIRED": paired, "GLU": not paired}
-    fixed |= {"CLAMPED": True, "COLUMNS": eights, "AHEAD": ahead, "LINE": line, "BESIDE": beside}
-    fixed |= {"WARPS": warps, "ASM": True, "PDL": True}
+    fixed |= {"CLAMPED": True, "AHEAD": ahead, "BESIDE": beside, "WARPS": warps, "ASM": True, "PDL": True}
     types = dict.fromkeys(("bias", "y"), "*bf16") | dict.fromkeys(("x", "w", "chosen"), "*i32")
     types |= {"exponents": "*i64" if ahead == 2 else "*i32", "weights": "*fp32", "alpha": "fp32", "limit": "fp32"}
     options = {"num_warps": warps, "num_stages": 1}
     ptx, halves = compiled_for_hopper(_lanes_kernel, fixed, types, options).asm["ptx"], 1 if paired or beside else 2
     loops = re.findall(r"(\$L__BB\d+_\d+):((?:(?!\$L__BB\d+_\d+:).)*?)bra\s+\1;", ptx, re.DOTALL)
     [loop] = [body for _, body in loops if "mma.sync" in body]
-    assert loop.count("mma.sync") == 8 * halves * ahead * eights
+    assert loop.count("mma.sync") == 8 * halves * ahead
     assert len(re.findall(r"ld\.global\.L1::no_allocate\S*v4", loop)) == 2 * halves * ahead
-    assert loop.count("ld.global.v4") == 4 * ahead * eights
+    assert loop.count("ld.global.v4") == 4 * ahead
     assert not re.search(r"\.shared|bar\.sync|shfl|mov\.b32\s+%r\d+, \{", loop)
 
 
@@ -513,7 +511,7 @@ def test_packed_rows_alone() -> None:
     weight, expert = route_torch(logits, 3, normed=True)
     small, _ = packed(layer(2880, 8, 288, True, torch.bfloat16, "cuda"), seed=1)
     want = expert_mlp_packed(x, weight, expert, small)
-    for rows in (1, 8, 16, 17, 40, 128, 129, 200):
+    for rows in (1, 8, 9, 16, 40, 128, 129, 200):
         part = slice(100, 100 + rows)
         assert torch.equal(expert_mlp_packed(x[part], weight[part], expert[part], small), want[part]), rows
 

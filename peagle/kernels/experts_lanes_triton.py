@@ -5,8 +5,8 @@
 Here a tensor has one number for each thread, and what Triton would arrange is written out: a thread reads its own
 weights and rows from memory, 16 bytes at once and steps ahead, unpacks them where they are, and gives them to the
 product instruction of a warp, 16 weight rows by 8 rows of x by 16 columns. Nothing goes through shared memory and no
-thread waits for another, so warps hide each other's latencies; a program is one or two warps, so that work spreads
-evenly over the machine.
+thread waits for another, so warps hide each other's latencies; a program is one to four warps, so that work spreads
+evenly over the machine. For more rows than an instruction takes experts_packed_triton.py is faster.
 
 A step is 128 columns: 4 blocks (mxfp4.py) of a weight row, one for each of the 4 threads that share it. An instruction
 does not care which 16 columns it adds up, as long as weights and rows agree: instruction (p, h) of a step takes of each
@@ -34,26 +34,25 @@ from peagle.kernels.mxfp4 import BLOCK, Packed
 from peagle.kernels.mxfp4_triton import ALL_FOUR, four_numbers, in_ptx
 
 STEP = 128  # columns
-# Up to so many rows, and by whether the product is the second one: warps of a program, steps that are read ahead, bytes
-# that the second cache asks memory for at once (0: as it likes), and whether a warp's 16 weight rows are 8 gates and
-# their ups instead of 16 of both. Results are the same with all; these are the fastest for GPT-OSS-20B's layer on an
-# H200 (benchmarks/kernel_experts_lanes.py).
-LANES: dict[tuple[int, bool], tuple[int, int, int, bool]] = {
-    (1, False): (4, 1, 128, True),
-    (1, True): (1, 3, 128, False),
-    (4, False): (4, 1, 128, True),
-    (4, True): (1, 2, 128, False),
-    (8, False): (1, 1, 128, True),
-    (8, True): (4, 1, 128, False),
+FEW_ROWS = 8  # of x, at most: those of one product instruction
+# Up to so many rows, and by whether the product is the second one: warps of a program, steps that are read ahead, and
+# whether a warp's 16 weight rows are 8 gates and their ups instead of 16 of both. Results are the same with all; these
+# are the fastest for GPT-OSS-20B's layer on an H200 (benchmarks/kernel_experts_lanes.py).
+LANES: dict[tuple[int, bool], tuple[int, int, bool]] = {
+    (1, False): (4, 1, True),
+    (1, True): (1, 3, False),
+    (4, False): (4, 1, True),
+    (4, True): (1, 2, False),
+    (8, False): (1, 1, True),
+    (8, True): (4, 1, False),
 }
 
 _MMA = tl.constexpr(
     "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
 )
-_READ_ONCE = tl.constexpr("ld.global.L1::no_allocate.v4.b32 {$0,$1,$2,$3}, [$4];")
-_READ_ONCE_128 = tl.constexpr("ld.global.L1::no_allocate.L2::128B.v4.b32 {$0,$1,$2,$3}, [$4];")
-_READ_ONCE_256 = tl.constexpr("ld.global.L1::no_allocate.L2::256B.v4.b32 {$0,$1,$2,$3}, [$4];")
 _READ = tl.constexpr("ld.global.v4.b32 {$0,$1,$2,$3}, [$4];")
+# Of weights, which nobody else reads: past the first cache, and 128 bytes at once from memory into the second.
+_READ_ONCE = tl.constexpr("ld.global.L1::no_allocate.L2::128B.v4.b32 {$0,$1,$2,$3}, [$4];")
 
 
 @triton.jit
@@ -73,27 +72,11 @@ def _thread(THREADS: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def _four(at, ASM: tl.constexpr):
+def _four(at, READ: tl.constexpr, ASM: tl.constexpr):
     """16 bytes -> four of int32. Not pure: a kernel before may have to be waited for."""
     if ASM:
         return tl.inline_asm_elementwise(
-            _READ,
-            "=r,=r,=r,=r,l",
-            [at.to(tl.int64)],
-            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
-            is_pure=False,
-            pack=1,
-        )
-    else:
-        return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
-
-
-@triton.jit
-def _four_once(at, LINE: tl.constexpr, ASM: tl.constexpr):
-    """The same of weights, which nobody else reads."""
-    if ASM:
-        return tl.inline_asm_elementwise(
-            _READ_ONCE_256 if LINE == 256 else _READ_ONCE_128 if LINE == 128 else _READ_ONCE,
+            READ,
             "=r,=r,=r,=r,l",
             [at.to(tl.int64)],
             dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
@@ -167,20 +150,10 @@ def _numbers(pairs, power, ASM: tl.constexpr):
 
 
 @triton.jit
-def _ahead(
-    w,
-    step,
-    t,
-    HALF: tl.constexpr,
-    N: tl.constexpr,
-    G: tl.constexpr,
-    LOWER: tl.constexpr,
-    LINE: tl.constexpr,
-    ASM: tl.constexpr,
-):
+def _ahead(w, step, t, HALF: tl.constexpr, N: tl.constexpr, G: tl.constexpr, LOWER: tl.constexpr, ASM: tl.constexpr):
     """A step's weights, of rows g and LOWER + g. Past the end the last block once more."""
     at = w + HALF * (N * G * 4) + tl.minimum(4 * step + t, G - 1) * 4
-    return _four_once(at, LINE, ASM), _four_once(at + LOWER * G * 4, LINE, ASM)
+    return _four(at, _READ_ONCE, ASM), _four(at + LOWER * G * 4, _READ_ONCE, ASM)
 
 
 @triton.jit
@@ -194,19 +167,26 @@ def _exponents_ahead(
     LOWER: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """Of a turn's steps in turn: four exponents of rows g and LOWER + g. Those of two steps are one number."""
+    """Of each step of a turn: four exponents of row g, and of row LOWER + g. Those of two steps are one number."""
     STEPS: tl.constexpr = (G + 3) // 4
     got = ()
     if AHEAD == 2:
         at = exponents + HALF * (N * E_ROW // 8) + tl.minimum(turn, (STEPS - 1) // 2)
         upper = tl.load(at)
         lower = tl.load(at + LOWER * (E_ROW // 8))
-        got = (upper.to(tl.int32), lower.to(tl.int32), (upper >> 32).to(tl.int32), (lower >> 32).to(tl.int32))
+        got = ((upper.to(tl.int32), lower.to(tl.int32)), ((upper >> 32).to(tl.int32), (lower >> 32).to(tl.int32)))
     else:
         for u in tl.static_range(AHEAD):
             at = exponents + HALF * (N * E_ROW // 4) + tl.minimum(turn * AHEAD + u, STEPS - 1)
-            got = got + (tl.load(at), tl.load(at + LOWER * (E_ROW // 4)))
+            got = got + ((tl.load(at), tl.load(at + LOWER * (E_ROW // 4))),)
     return got
+
+
+@triton.jit
+def _block_of(x, block, ASM: tl.constexpr):
+    """A block of a row of x: 16 bytes, four times."""
+    at = x + block * 16
+    return _four(at, _READ, ASM), _four(at + 4, _READ, ASM), _four(at + 8, _READ, ASM), _four(at + 12, _READ, ASM)
 
 
 @triton.jit
@@ -222,33 +202,17 @@ def _power(four, t, ASM: tl.constexpr):
 
 
 @triton.jit
-def _step(
-    sums, rows_x, got, upper_four, lower_four, t, known, COLUMNS: tl.constexpr, WARPS: tl.constexpr, ASM: tl.constexpr
-):
-    """One half's: `sums` of each 8 columns in turn, `got` and exponents of the upper and lower 8 rows."""
-    power0, power1 = _power(upper_four, t, ASM), _power(lower_four, t, ASM)
+def _step(sums, rows_x, got, exponents, t, known, WARPS: tl.constexpr, ASM: tl.constexpr):
+    """One half's; `got` and `exponents`: of the upper and of the lower 8 rows. What is not `known` counts as 0."""
+    power0, power1 = _power(exponents[0], t, ASM), _power(exponents[1], t, ASM)
     if known is not None:
         power0, power1 = tl.where(known, power0, 0), tl.where(known, power1, 0)
     for p in tl.static_range(4):
         upper = _numbers(got[0][p], power0, ASM)
         lower = _numbers(got[1][p], power1, ASM)
         for h in tl.static_range(2):
-            new = ()
-            for j in tl.static_range(COLUMNS):
-                new = new + (
-                    _mma(
-                        sums[j],
-                        upper[2 * h],
-                        lower[2 * h],
-                        upper[2 * h + 1],
-                        lower[2 * h + 1],
-                        rows_x[4 * j + 2 * h][p],
-                        rows_x[4 * j + 2 * h + 1][p],
-                        WARPS,
-                        ASM,
-                    ),
-                )
-            sums = new
+            a0, a1, a2, a3 = upper[2 * h], lower[2 * h], upper[2 * h + 1], lower[2 * h + 1]
+            sums = _mma(sums, a0, a1, a2, a3, rows_x[2 * h][p], rows_x[2 * h + 1][p], WARPS, ASM)
     return sums
 
 
@@ -282,16 +246,14 @@ def _lanes_kernel(
     PAIRED: tl.constexpr,
     GLU: tl.constexpr,
     CLAMPED: tl.constexpr,
-    COLUMNS: tl.constexpr,
     AHEAD: tl.constexpr,
-    LINE: tl.constexpr,
     BESIDE: tl.constexpr,
     WARPS: tl.constexpr,
     ASM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """x, w: as int32, x_row too; exponents: as int64 if AHEAD is 2, else as int32, in rows of E_ROW bytes. COLUMNS:
-    eights of rows. BESIDE: a warp has 8 gates and their ups."""
+    """x, w: as int32, x_row too; exponents: as int64 if AHEAD is 2, else as int32, in rows of E_ROW bytes. BESIDE: a
+    warp has 8 gates and their ups. A thread reads row g of x and has sums of rows 2 t and 2 t + 1."""
     i = _thread(32 * WARPS, ASM)
     g, t = i % 32 // 4, i % 4
     e = tl.program_id(1)
@@ -302,13 +264,8 @@ def _lanes_kernel(
     if PDL and not PAIRED:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    last = i * 0 - 1
-    pairs = ()
-    for j in tl.static_range(COLUMNS):
-        pair = _pair_of(chosen, 8 * j + g, T, e, CHOSEN)
-        pairs = pairs + (pair,)
-        last = tl.maximum(last, pair)
-    last = tl.max(last, 0)
+    read = _pair_of(chosen, g, T, e, CHOSEN)
+    last = tl.max(read, 0)
     if last >= 0:
         n = (tl.program_id(0) * WARPS + i // 32) * TILE + g
         row = e * (2 * N if GLU else N) + n
@@ -320,21 +277,17 @@ def _lanes_kernel(
             powers = powers + (_exponents_ahead(e_at, 0, half, N, G, E_ROW, LOWER, AHEAD),)
         for u in tl.static_range(AHEAD):
             for half in tl.static_range(HALVES):
-                got = got + (_ahead(w_at, u, t, half, N, G, LOWER, LINE, ASM),)
+                got = got + (_ahead(w_at, u, t, half, N, G, LOWER, ASM),)
         if PDL and PAIRED:
             # Weights are nobody's output, and choices were there before the kernel ahead began: the rest is only now.
             tl.extra.cuda.gdc_wait()
             tl.extra.cuda.gdc_launch_dependents()
-        x_at = ()
-        gates = ()
-        ups = ()
-        for j in tl.static_range(COLUMNS):
-            near = tl.where(pairs[j] >= 0, pairs[j], last)
-            source = near if PAIRED else near // CHOSEN
-            x_at = x_at + (x + source.to(tl.int64) * x_row,)
-            zero = i.to(tl.float32) * 0.0
-            gates = gates + ((zero, zero, zero, zero),)
-            ups = ups + ((zero, zero, zero, zero),)
+        near = tl.where(read >= 0, read, last)
+        source = near if PAIRED else near // CHOSEN
+        x_at = x + source.to(tl.int64) * x_row
+        zero = i.to(tl.float32) * 0.0
+        gates = (zero, zero, zero, zero)
+        ups = (zero, zero, zero, zero)
         STEPS: tl.constexpr = (G + 3) // 4
         TURNS: tl.constexpr = (STEPS - 1) // AHEAD  # one to AHEAD steps are left for the end, the last one in part
         for turn in range(0, TURNS):
@@ -345,62 +298,20 @@ def _lanes_kernel(
             for u in tl.static_range(AHEAD):
                 step = turn * AHEAD + u
                 for half in tl.static_range(HALVES):
-                    new = new + (_ahead(w_at, step + AHEAD, t, half, N, G, LOWER, LINE, ASM),)
+                    new = new + (_ahead(w_at, step + AHEAD, t, half, N, G, LOWER, ASM),)
                 t = _asked(t, ASM)
-                rows_x = ()
-                for j in tl.static_range(COLUMNS):
-                    for quarter in tl.static_range(4):
-                        rows_x = rows_x + (_four(x_at[j] + (4 * step + t) * 16 + quarter * 4, ASM),)
-                gates = _step(
-                    gates, rows_x, got[HALVES * u], powers[0][2 * u], powers[0][2 * u + 1], t, None, COLUMNS, WARPS, ASM
-                )
+                rows_x = _block_of(x_at, 4 * step + t, ASM)
+                gates = _step(gates, rows_x, got[HALVES * u], powers[0][u], t, None, WARPS, ASM)
                 if HALVES == 2:
-                    ups = _step(
-                        ups,
-                        rows_x,
-                        got[2 * u + 1],
-                        powers[1][2 * u],
-                        powers[1][2 * u + 1],
-                        t,
-                        None,
-                        COLUMNS,
-                        WARPS,
-                        ASM,
-                    )
+                    ups = _step(ups, rows_x, got[2 * u + 1], powers[1][u], t, None, WARPS, ASM)
             got = new
             powers = new_powers
         for u in tl.static_range(STEPS - TURNS * AHEAD):
-            step = TURNS * AHEAD + u
-            rows_x = ()
-            for j in tl.static_range(COLUMNS):
-                for quarter in tl.static_range(4):
-                    at = x_at[j] + tl.minimum(4 * step + t, G - 1) * 16
-                    rows_x = rows_x + (_four(at + quarter * 4, ASM),)
-            gates = _step(
-                gates,
-                rows_x,
-                got[HALVES * u],
-                powers[0][2 * u],
-                powers[0][2 * u + 1],
-                t,
-                4 * step + t < G,
-                COLUMNS,
-                WARPS,
-                ASM,
-            )
+            block = 4 * (TURNS * AHEAD + u) + t
+            rows_x = _block_of(x_at, tl.minimum(block, G - 1), ASM)
+            gates = _step(gates, rows_x, got[HALVES * u], powers[0][u], t, block < G, WARPS, ASM)
             if HALVES == 2:
-                ups = _step(
-                    ups,
-                    rows_x,
-                    got[2 * u + 1],
-                    powers[1][2 * u],
-                    powers[1][2 * u + 1],
-                    t,
-                    4 * step + t < G,
-                    COLUMNS,
-                    WARPS,
-                    ASM,
-                )
+                ups = _step(ups, rows_x, got[2 * u + 1], powers[1][u], t, block < G, WARPS, ASM)
         for eight in tl.static_range(TILE // 8):
             gate_bias = 0.0
             up_bias = 0.0
@@ -409,29 +320,20 @@ def _lanes_kernel(
                 gate_bias = tl.load(b_at).to(tl.float32)
                 if GLU:
                     up_bias = tl.load(b_at + N).to(tl.float32)
-            for j in tl.static_range(COLUMNS):
-                for second in tl.static_range(2):
-                    pair = _pair_of(chosen, 8 * j + 2 * t + second, T, e, CHOSEN)
-                    total = gates[j][2 * eight + second] + gate_bias
-                    if GLU:
-                        up = gates[j][2 + second] if BESIDE else ups[j][2 * eight + second]
-                        total = gated_tile(total, up + up_bias, alpha, limit, CLAMPED)
-                    if PAIRED:
-                        total = total * tl.load(weights + pair, mask=pair >= 0, other=0.0)
-                    to = y + pair.to(tl.int64) * N + n + 8 * eight
-                    tl.store(to, total.to(y.dtype.element_ty), mask=pair >= 0)
+            for second in tl.static_range(2):
+                pair = _pair_of(chosen, 2 * t + second, T, e, CHOSEN)
+                total = gates[2 * eight + second] + gate_bias
+                if GLU:
+                    up = gates[2 + second] if BESIDE else ups[2 * eight + second]
+                    total = gated_tile(total, up + up_bias, alpha, limit, CLAMPED)
+                if PAIRED:
+                    total = total * tl.load(weights + pair, mask=pair >= 0, other=0.0)
+                to = y + pair.to(tl.int64) * N + n + 8 * eight
+                tl.store(to, total.to(y.dtype.element_ty), mask=pair >= 0)
 
 
-def launch_lanes(
-    x: Tensor,
-    y: Tensor,
-    weight_TC: Tensor,
-    expert_TC: Tensor,
-    experts: Experts,
-    paired: bool,
-    pdl: bool | None = None,
-) -> None:
-    """Rows of x are pairs of row and expert if `paired`, y's always."""
+def launch_lanes(x: Tensor, y: Tensor, weight_TC: Tensor, expert_TC: Tensor, experts: Experts, paired: bool) -> None:
+    """For up to FEW_ROWS rows. Those of x are pairs of row and expert if `paired`, y's always."""
     w, bias = experts.gate_up_EXD, experts.gate_up_bias_EX
     if paired:
         w, bias = experts.down_EDI, experts.down_bias_ED
@@ -441,14 +343,12 @@ def launch_lanes(
     if x.stride(0) % 8 or x.data_ptr() % 16:  # 16 bytes are read at once
         x = x.clone(memory_format=torch.contiguous_format)
     (rows, chosen), columns = weight_TC.shape, y.shape[1]
-    assert columns % 32 == 0
-    warps, ahead, line, beside = LANES[min(most for most, _ in LANES if rows <= most), paired]
+    assert rows <= FEW_ROWS and columns % 32 == 0
+    warps, ahead, beside = LANES[min(most for most, _ in LANES if rows <= most), paired]
     tile = 8 if beside else 16
     if columns % (tile * warps):
         warps = 1
-    if pdl is None:
-        pdl = supports_pdl(x.device)
-    blocks, clamp = w.shape[2] // BLOCK, experts.clamp
+    blocks, clamp, pdl = w.shape[2] // BLOCK, experts.clamp, supports_pdl(x.device)
     ahead = min(ahead, triton.cdiv(blocks, 4))
     _lanes_kernel[(columns // (tile * warps), len(w))](
         x.view(torch.int32),
@@ -469,9 +369,7 @@ def launch_lanes(
         PAIRED=paired,
         GLU=not paired,
         CLAMPED=clamp is not None,
-        COLUMNS=1 if rows <= 8 else 2,
         AHEAD=ahead,
-        LINE=line,
         BESIDE=beside,
         WARPS=warps,
         ASM=in_ptx(x.dtype),

@@ -22,12 +22,12 @@ import triton.language as tl
 from torch import Tensor
 
 from peagle.kernels.experts import Experts
-from peagle.kernels.experts_packed_triton import _tile_of, order_of
+from peagle.kernels.experts_packed_triton import order_of, tile_of
 from peagle.kernels.experts_triton import product_tile, summed_triton
 from peagle.kernels.launching import supports_pdl
 
 # A tile's pairs by how many an expert has on average. About twice as many, so that most experts have one tile and are
-# read once; where they are many, the weights of a second tile come from the cache.
+# read once; where pairs are many, the weights of a second tile come from the cache.
 PAIRS = ((8, 16), (16, 32), (48, 64))
 MOST_PAIRS = 128
 # By a tile's pairs and whether the product is the second one: rows and columns of a tile of weights, warps, tiles under
@@ -79,7 +79,7 @@ def _ordered_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    e, first, end = _tile_of(ends, tl.program_id(1), E, BLOCK_M, EXPERTS)
+    e, first, end = tile_of(ends, tl.program_id(1), E, BLOCK_M, EXPERTS)
     if e < E:
         m = first + tl.arange(0, BLOCK_M)
         hit = m < end

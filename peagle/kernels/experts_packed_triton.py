@@ -2,13 +2,14 @@
 """experts.py for packed weights (mxfp4.py), in Triton.
 
 Up to FEW_ROWS rows in bf16 are experts_lanes_triton.py's, which looks through the rows' choices for an expert. For
-more, pairs are put in the order of their experts first, by `_order_kernel`. `_packed_kernel`: a program has some output
-columns of one expert, and a tile of the pairs that chose it; which expert and which of its pairs a tile has is found
-from where experts end, and tiles left over are done at once. So nothing is asked of the host.
+others, pairs are put in the order of their experts first, by `_order_kernel`. `_packed_kernel`: a program has some
+output columns of one expert, and a tile of the pairs that chose it; which expert and which of its pairs a tile has is
+found from where experts end, and tiles left over are done at once. So nothing is asked of the host.
 
 Weights are the left operand and become numbers in registers, in the order in which the product wants them. A row's sums
 depend neither on which other rows there are nor on how many: 16 columns at a time, the same ones in the same order in
-both files. A warp's product instruction and that of four warps give the same sums, to the bit.
+both files. For that a warp's product instruction must give the sums of the one of four warps. Nobody promises it; on an
+H200 it was seen to, to the bit, for a row alone and among 4 to 300.
 
 With TRITON_INTERPRET=1 in the environment, set before the import, the launchers take CPU tensors.
 
@@ -23,12 +24,11 @@ import triton.language as tl
 from torch import Tensor
 
 from peagle.kernels.experts import Experts
-from peagle.kernels.experts_lanes_triton import STEP, launch_lanes, turned
+from peagle.kernels.experts_lanes_triton import FEW_ROWS, STEP, launch_lanes, turned
 from peagle.kernels.experts_triton import gated_tile, summed_triton
 from peagle.kernels.mxfp4 import BLOCK, Packed
 from peagle.kernels.mxfp4_triton import HAVE_PTX, in_ptx, unpacked_tile
 
-FEW_ROWS = 8  # up to here nothing has to be put in order
 SOME_ROWS = 128  # up to here experts have few pairs: small tiles
 # For up to SOME_ROWS and more, by whether the product is the second one: pairs of a tile, rows of a tile of weights,
 # warps, tiles under way, and registers of a thread if the compiler would take more. From 64 rows and four warps on the
@@ -72,7 +72,7 @@ def _order_kernel(chosen, order, ends, x, out, P, E, T, K, x_row, out_row, SCAN:
 
 
 @triton.jit
-def _tile_of(ends, tile, E, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr):
+def tile_of(ends, tile, E, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr):
     """A tile's expert, E if there is none for it, where its pairs begin among those in order, and where they end."""
     e = tl.arange(0, EXPERTS)
     end = tl.load(ends + e, mask=e < E, other=0)
@@ -126,7 +126,7 @@ def _packed_kernel(
     filled up to whole steps, and so become those of a GLU's y."""
     BLOCK_K: tl.constexpr = 128
     m = tl.arange(0, BLOCK_M)
-    e, first, end = _tile_of(ends, tl.program_id(0), E, BLOCK_M, EXPERTS)
+    e, first, end = tile_of(ends, tl.program_id(0), E, BLOCK_M, EXPERTS)
     hit = first + m < end
     block = tl.program_id(1)
     if e < E:
@@ -184,7 +184,7 @@ def _packed_kernel(
 
 
 def kind_of(rows: int) -> str:
-    return "few" if rows <= FEW_ROWS else "some" if rows <= SOME_ROWS else "many"
+    return "some" if rows <= SOME_ROWS else "many"
 
 
 def order_of(
@@ -221,9 +221,8 @@ def expert_mlp_packed(x_TD: Tensor, weight_TC: Tensor, expert_TC: Tensor, expert
     assert x_TD.stride(1) == 1 and weight_TC.is_contiguous() and expert_TC.is_contiguous()
     if not rows:
         return torch.empty_like(x_TD)
-    kind = kind_of(rows)
     y_PD = x_TD.new_empty(rows * chosen, width)
-    if kind == "few" and x_TD.dtype == torch.bfloat16:
+    if rows <= FEW_ROWS and x_TD.dtype == torch.bfloat16:
         hidden_PI = x_TD.new_empty(rows * chosen, inner)
         launch_lanes(x_TD, hidden_PI, weight_TC, expert_TC, experts, paired=False)
         launch_lanes(hidden_PI, y_PD, weight_TC, expert_TC, experts, paired=True)
@@ -231,13 +230,13 @@ def expert_mlp_packed(x_TD: Tensor, weight_TC: Tensor, expert_TC: Tensor, expert
         order_P, ends_E, turned_TK = order_of(expert_TC, count, x_TD)
         assert turned_TK is not None
         hidden_PI = x_TD.new_empty(rows * chosen, triton.cdiv(inner, STEP) * STEP)
-        _launch(turned_TK, hidden_PI, weight_TC, order_P, ends_E, experts, kind, paired=False)
-        _launch(hidden_PI, y_PD, weight_TC, order_P, ends_E, experts, kind, paired=True)
+        _launch(turned_TK, hidden_PI, weight_TC, order_P, ends_E, experts, paired=False)
+        _launch(hidden_PI, y_PD, weight_TC, order_P, ends_E, experts, paired=True)
     return summed_triton(y_PD, chosen)
 
 
 def _launch(
-    x: Tensor, y: Tensor, weight_TC: Tensor, order_P: Tensor, ends_E: Tensor, experts: Experts, kind: str, paired: bool
+    x: Tensor, y: Tensor, weight_TC: Tensor, order_P: Tensor, ends_E: Tensor, experts: Experts, paired: bool
 ) -> None:
     w, bias = experts.gate_up_EXD, experts.gate_up_bias_EX
     if paired:
@@ -248,7 +247,7 @@ def _launch(
     assert x.shape[1] % STEP == 0 and (paired or y.shape[1] % STEP == 0), "columns in turn are whole steps"
     chosen, pairs, count = weight_TC.shape[1], len(y), len(w)
     columns = w.shape[1] // (1 if paired else 2)
-    block_m, block_n, warps, stages, registers = TILES["some" if kind == "few" else kind, paired]
+    block_m, block_n, warps, stages, registers = TILES[kind_of(len(weight_TC)), paired]
     if x.dtype == torch.float32:
         block_n, warps, stages, registers = 32, 4, 3, None
     # Tiles of one expert come one after another, so that the second has its weights from the cache.
