@@ -88,7 +88,7 @@ def test_served_tokens_are_within_15_percent(engine: Engine, key: str, load: str
     assert said is not None and near(said.tokens_per_second, row.get("even_tok_s", row["tok_s"]), 0.15)
 
 
-FULL = {"gpt-oss-20b": ("none", "p3", "p7", "e3"), "qwen3-coder-30b-a3b": ("none", "p7")}
+FULL = {"gpt-oss-20b": ("none", "p3", "p7", "e3"), "qwen3-coder-30b-a3b": ("none", "p7", "e3")}
 
 
 @pytest.mark.parametrize("load", ["c1", "c8"])
