@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,9 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # also where this file is imported from elsewhere
+
+from kernel_attention import seconds
 
 from peagle.kernels import experts_packed_triton, experts_triton
 from peagle.kernels.experts import Clamp, Experts, route_torch
@@ -71,31 +73,8 @@ def random_experts(shape: Shape) -> Experts:
     return Experts(*both, bias(2 * shape.inner), bias(shape.width), clamp)
 
 
-def microseconds(calls: Sequence[Callable[[], Any]], least: float = 0.006) -> float:
-    """Per call, all of them in one graph: the best of three timings."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        calls[0]()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-
-    def timed(count: int) -> float:
-        start.record()
-        for _ in range(count):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) * 1e3 / count
-
-    timed(1)
-    count = max(1, math.ceil(least * 1e6 / timed(1)))
-    return min(timed(count) for _ in range(3)) / len(calls)
+def microseconds(calls: list[Callable[[], Any]]) -> float:
+    return 1e6 * seconds(calls, least=0.006)
 
 
 def prepared(
