@@ -82,7 +82,7 @@ class Grid:
 # what is not theirs.
 KINDS = ((2, False, 0), (2, True, 0), (2, False, 128), (3, False, 0), (3, True, 0))
 FULL = Grid((1, 2, 3, 4, 5, 6, 8, 12, 16), KINDS, (1, 2, 3, 4), (1, 2, 4))
-TOY = Grid((1, 2), ((1, False, 0), (2, False, 0)), (1, 2), (1,))
+TOY = Grid((1, 2), ((2, False, 0), (3, False, 0)), (1, 2), (1,))
 
 
 def points_of(shapes: tuple[Shape, ...]) -> list[Point]:

@@ -33,12 +33,7 @@ from peagle.kernels.mxfp4 import Packed
 
 SHAPE = SHAPES[GPT_OSS]
 LAYERS = 4
-Setting = tuple[int, int, bool]
-BOTH: list[tuple[int, int]] = [(1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (4, 1)]
-SETTINGS: dict[bool, list[Setting]] = {
-    False: [*((*one, True) for one in BOTH), (1, 1, False), (1, 2, False), (2, 1, False)],
-    True: [(*one, False) for one in BOTH],
-}
+SETTINGS = [(1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (4, 1)]
 
 
 class Layer:
@@ -98,7 +93,7 @@ def measure(rows: int, paired: bool, weights: list[Experts], deadline: float) ->
     about = {"rows": rows, "product": "second" if paired else "gated", "hit": hit}
     about["floor_us"] = SHAPE.floor_us(hit, paired)
     kept, found = dict(LANES), []
-    for setting in dict.fromkeys([kept[rows, paired], *SETTINGS[paired]]):
+    for setting in dict.fromkeys([kept[rows, paired], *SETTINGS]):
         if time.time() > deadline:
             break
         LANES.update({key: setting for key in kept if key[1] == paired})  # a row alone takes it, too

@@ -294,8 +294,8 @@ def check_packed_in_the_interpreter() -> None:
     # The kernel for few rows in bf16: blocks that are no whole steps. The interpreter has no bf16 for the others.
     check_numbers_in_products(torch.bfloat16, "cpu", (2,))
     used = dict(LANES)
-    for ahead, beside in ((2, False), (3, True)):
-        LANES.update({key: (warps, ahead, beside and not key[1]) for key, (warps, _, _) in used.items()})
+    for ahead in (2, 3):
+        LANES.update({key: (warps, ahead) for key, (warps, _) in used.items()})
         for rows, width, inner in ((1, 32, 544), (8, 288, 64), (5, 96, 32)):
             check_packed(expert_mlp_packed, (rows, width, 2, 2, inner), rows > 1, torch.bfloat16, "cpu", 2e-2)
     LANES.update(used)
@@ -455,17 +455,17 @@ def test_lanes_share_nothing(paired: bool, rows: int) -> None:
     pytest.importorskip("triton", reason="Triton is made for Linux only")
     from peagle.kernels.experts_lanes_triton import LANES, _lanes_kernel
 
-    warps, ahead, beside = LANES[rows, paired]
+    warps, ahead = LANES[rows, paired]
     fixed: dict[str, Any] = {"N": 2880, "G": 90, "E_ROW": 96, "CHOSEN": 4, "PAIRED": paired, "GLU": not paired}
-    fixed |= {"CLAMPED": True, "AHEAD": ahead, "BESIDE": beside, "WARPS": warps, "ASM": True, "PDL": True}
+    fixed |= {"CLAMPED": True, "AHEAD": ahead, "WARPS": warps, "ASM": True, "PDL": True}
     types = dict.fromkeys(("bias", "y"), "*bf16") | dict.fromkeys(("x", "w", "chosen"), "*i32")
     types |= {"exponents": "*i64" if ahead == 2 else "*i32", "weights": "*fp32", "alpha": "fp32", "limit": "fp32"}
     options = {"num_warps": warps, "num_stages": 1}
-    ptx, halves = compiled_for_hopper(_lanes_kernel, fixed, types, options).asm["ptx"], 1 if paired or beside else 2
+    ptx = compiled_for_hopper(_lanes_kernel, fixed, types, options).asm["ptx"]
     loops = re.findall(r"(\$L__BB\d+_\d+):((?:(?!\$L__BB\d+_\d+:).)*?)bra\s+\1;", ptx, re.DOTALL)
     [loop] = [body for _, body in loops if "mma.sync" in body]
-    assert loop.count("mma.sync") == 8 * halves * ahead
-    assert len(re.findall(r"ld\.global\.L1::no_allocate\S*v4", loop)) == 2 * halves * ahead
+    assert loop.count("mma.sync") == 8 * ahead
+    assert len(re.findall(r"ld\.global\.L1::no_allocate\S*v4", loop)) == 2 * ahead
     assert loop.count("ld.global.v4") == 4 * ahead
     assert not re.search(r"\.shared|bar\.sync|shfl|mov\.b32\s+%r\d+, \{", loop)
 

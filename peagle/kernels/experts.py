@@ -24,8 +24,8 @@ from peagle.kernels.launching import HAVE_TRITON, INTERPRETED
 from peagle.kernels.mxfp4 import Packed, whole
 
 FEW_ROWS = 16  # up to here a tile holds all rows, and those that an expert was not chosen for are for free
-# Up to here it was seen to be faster than the library's grouped product with the copies around it: 1.7 times for 16 to
-# 8,192 rows of Qwen3-Coder-30B-A3B's layer on an H200.
+# Up to here it was seen to be faster than the library's grouped product with the copies around it: 1.6 to 1.9 times for
+# 16 to 8,192 rows of Qwen3-Coder-30B-A3B's layer on an H200.
 MOST_ROWS = 8192
 # Up to here packed weights are unpacked anew for every tile of an expert's rows. That costs about as much as the tile's
 # product, so in the end it may be better to unpack them once, though they are then written and read in bf16. On an H200

@@ -35,16 +35,16 @@ from peagle.kernels.mxfp4_triton import ALL_FOUR, four_numbers, in_ptx
 
 STEP = 128  # columns
 FEW_ROWS = 8  # of x, at most: those of one product instruction
-# Up to so many rows, and by whether the product is the second one: warps of a program, steps that are read ahead, and
-# whether a warp's 16 weight rows are 8 gates and their ups instead of 16 of both. Results are the same with all; these
-# are the fastest for GPT-OSS-20B's layer on an H200 (benchmarks/kernel_experts_lanes.py).
-LANES: dict[tuple[int, bool], tuple[int, int, bool]] = {
-    (1, False): (4, 1, True),
-    (1, True): (1, 3, False),
-    (4, False): (4, 1, True),
-    (4, True): (1, 2, False),
-    (8, False): (1, 1, True),
-    (8, True): (4, 1, False),
+# Up to so many rows, and by whether the product is the second one: warps of a program, and steps that are read ahead.
+# Results are the same with all; these are the fastest for GPT-OSS-20B's layer on an H200
+# (benchmarks/kernel_experts_lanes.py). 16 gates and then their ups to a warp, instead of 8 of both, were slower.
+LANES: dict[tuple[int, bool], tuple[int, int]] = {
+    (1, False): (4, 1),
+    (1, True): (1, 3),
+    (4, False): (4, 1),
+    (4, True): (1, 2),
+    (8, False): (1, 1),
+    (8, True): (4, 1),
 }
 
 _MMA = tl.constexpr(
@@ -150,34 +150,27 @@ def _numbers(pairs, power, ASM: tl.constexpr):
 
 
 @triton.jit
-def _ahead(w, step, t, HALF: tl.constexpr, N: tl.constexpr, G: tl.constexpr, LOWER: tl.constexpr, ASM: tl.constexpr):
+def _ahead(w, step, t, G: tl.constexpr, LOWER: tl.constexpr, ASM: tl.constexpr):
     """A step's weights, of rows g and LOWER + g. Past the end the last block once more."""
-    at = w + HALF * (N * G * 4) + tl.minimum(4 * step + t, G - 1) * 4
+    at = w + tl.minimum(4 * step + t, G - 1) * 4
     return _four(at, _READ_ONCE, ASM), _four(at + LOWER * G * 4, _READ_ONCE, ASM)
 
 
 @triton.jit
 def _exponents_ahead(
-    exponents,
-    turn,
-    HALF: tl.constexpr,
-    N: tl.constexpr,
-    G: tl.constexpr,
-    E_ROW: tl.constexpr,
-    LOWER: tl.constexpr,
-    AHEAD: tl.constexpr,
+    exponents, turn, G: tl.constexpr, E_ROW: tl.constexpr, LOWER: tl.constexpr, AHEAD: tl.constexpr
 ):
     """Of each step of a turn: four exponents of row g, and of row LOWER + g. Those of two steps are one number."""
     STEPS: tl.constexpr = (G + 3) // 4
     got = ()
     if AHEAD == 2:
-        at = exponents + HALF * (N * E_ROW // 8) + tl.minimum(turn, (STEPS - 1) // 2)
+        at = exponents + tl.minimum(turn, (STEPS - 1) // 2)
         upper = tl.load(at)
         lower = tl.load(at + LOWER * (E_ROW // 8))
         got = ((upper.to(tl.int32), lower.to(tl.int32)), ((upper >> 32).to(tl.int32), (lower >> 32).to(tl.int32)))
     else:
         for u in tl.static_range(AHEAD):
-            at = exponents + HALF * (N * E_ROW // 4) + tl.minimum(turn * AHEAD + u, STEPS - 1)
+            at = exponents + tl.minimum(turn * AHEAD + u, STEPS - 1)
             got = got + ((tl.load(at), tl.load(at + LOWER * (E_ROW // 4))),)
     return got
 
@@ -203,7 +196,7 @@ def _power(four, t, ASM: tl.constexpr):
 
 @triton.jit
 def _step(sums, rows_x, got, exponents, t, known, WARPS: tl.constexpr, ASM: tl.constexpr):
-    """One half's; `got` and `exponents`: of the upper and of the lower 8 rows. What is not `known` counts as 0."""
+    """`got` and `exponents`: of the upper and of the lower 8 rows. What is not `known` counts as 0."""
     power0, power1 = _power(exponents[0], t, ASM), _power(exponents[1], t, ASM)
     if known is not None:
         power0, power1 = tl.where(known, power0, 0), tl.where(known, power1, 0)
@@ -247,20 +240,18 @@ def _lanes_kernel(
     GLU: tl.constexpr,
     CLAMPED: tl.constexpr,
     AHEAD: tl.constexpr,
-    BESIDE: tl.constexpr,
     WARPS: tl.constexpr,
     ASM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """x, w: as int32, x_row too; exponents: as int64 if AHEAD is 2, else as int32, in rows of E_ROW bytes. BESIDE: a
-    warp has 8 gates and their ups. A thread reads row g of x and has sums of rows 2 t and 2 t + 1."""
+    """x, w: as int32, x_row too; exponents: as int64 if AHEAD is 2, else as int32, in rows of E_ROW bytes. GLU:
+    a warp has 8 gates and their ups. A thread reads row g of x and has sums of rows 2 t and 2 t + 1."""
     i = _thread(32 * WARPS, ASM)
     g, t = i % 32 // 4, i % 4
     e = tl.program_id(1)
-    # Tiles of a warp, weight rows of one that are not ups, and where the second half of its rows is.
-    HALVES: tl.constexpr = 2 if GLU and not BESIDE else 1
-    TILE: tl.constexpr = 8 if BESIDE else 16
-    LOWER: tl.constexpr = N if BESIDE else 8
+    # Weight rows of a warp that are not ups, and where the second half of its rows is.
+    TILE: tl.constexpr = 8 if GLU else 16
+    LOWER: tl.constexpr = N if GLU else 8
     if PDL and not PAIRED:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -271,13 +262,10 @@ def _lanes_kernel(
         row = e * (2 * N if GLU else N) + n
         w_at = w + row.to(tl.int64) * (G * 4)
         e_at = exponents + row.to(tl.int64) * (E_ROW // (8 if AHEAD == 2 else 4))
+        powers = _exponents_ahead(e_at, 0, G, E_ROW, LOWER, AHEAD)
         got = ()
-        powers = ()
-        for half in tl.static_range(HALVES):
-            powers = powers + (_exponents_ahead(e_at, 0, half, N, G, E_ROW, LOWER, AHEAD),)
         for u in tl.static_range(AHEAD):
-            for half in tl.static_range(HALVES):
-                got = got + (_ahead(w_at, u, t, half, N, G, LOWER, ASM),)
+            got = got + (_ahead(w_at, u, t, G, LOWER, ASM),)
         if PDL and PAIRED:
             # Weights are nobody's output, and choices were there before the kernel ahead began: the rest is only now.
             tl.extra.cuda.gdc_wait()
@@ -286,46 +274,37 @@ def _lanes_kernel(
         source = near if PAIRED else near // CHOSEN
         x_at = x + source.to(tl.int64) * x_row
         zero = i.to(tl.float32) * 0.0
-        gates = (zero, zero, zero, zero)
-        ups = (zero, zero, zero, zero)
+        sums = (zero, zero, zero, zero)
         STEPS: tl.constexpr = (G + 3) // 4
         TURNS: tl.constexpr = (STEPS - 1) // AHEAD  # one to AHEAD steps are left for the end, the last one in part
         for turn in range(0, TURNS):
+            new_powers = _exponents_ahead(e_at, turn + 1, G, E_ROW, LOWER, AHEAD)
             new = ()
-            new_powers = ()
-            for half in tl.static_range(HALVES):
-                new_powers = new_powers + (_exponents_ahead(e_at, turn + 1, half, N, G, E_ROW, LOWER, AHEAD),)
             for u in tl.static_range(AHEAD):
                 step = turn * AHEAD + u
-                for half in tl.static_range(HALVES):
-                    new = new + (_ahead(w_at, step + AHEAD, t, half, N, G, LOWER, ASM),)
+                new = new + (_ahead(w_at, step + AHEAD, t, G, LOWER, ASM),)
                 t = _asked(t, ASM)
                 rows_x = _block_of(x_at, 4 * step + t, ASM)
-                gates = _step(gates, rows_x, got[HALVES * u], powers[0][u], t, None, WARPS, ASM)
-                if HALVES == 2:
-                    ups = _step(ups, rows_x, got[2 * u + 1], powers[1][u], t, None, WARPS, ASM)
+                sums = _step(sums, rows_x, got[u], powers[u], t, None, WARPS, ASM)
             got = new
             powers = new_powers
         for u in tl.static_range(STEPS - TURNS * AHEAD):
             block = 4 * (TURNS * AHEAD + u) + t
             rows_x = _block_of(x_at, tl.minimum(block, G - 1), ASM)
-            gates = _step(gates, rows_x, got[HALVES * u], powers[0][u], t, block < G, WARPS, ASM)
-            if HALVES == 2:
-                ups = _step(ups, rows_x, got[2 * u + 1], powers[1][u], t, block < G, WARPS, ASM)
+            sums = _step(sums, rows_x, got[u], powers[u], t, block < G, WARPS, ASM)
         for eight in tl.static_range(TILE // 8):
-            gate_bias = 0.0
+            own_bias = 0.0
             up_bias = 0.0
             if bias is not None:
                 b_at = bias + row + 8 * eight
-                gate_bias = tl.load(b_at).to(tl.float32)
+                own_bias = tl.load(b_at).to(tl.float32)
                 if GLU:
                     up_bias = tl.load(b_at + N).to(tl.float32)
             for second in tl.static_range(2):
                 pair = _pair_of(chosen, 2 * t + second, T, e, CHOSEN)
-                total = gates[2 * eight + second] + gate_bias
+                total = sums[2 * eight + second] + own_bias
                 if GLU:
-                    up = gates[2 + second] if BESIDE else ups[2 * eight + second]
-                    total = gated_tile(total, up + up_bias, alpha, limit, CLAMPED)
+                    total = gated_tile(total, sums[2 + second] + up_bias, alpha, limit, CLAMPED)
                 if PAIRED:
                     total = total * tl.load(weights + pair, mask=pair >= 0, other=0.0)
                 to = y + pair.to(tl.int64) * N + n + 8 * eight
@@ -344,8 +323,8 @@ def launch_lanes(x: Tensor, y: Tensor, weight_TC: Tensor, expert_TC: Tensor, exp
         x = x.clone(memory_format=torch.contiguous_format)
     (rows, chosen), columns = weight_TC.shape, y.shape[1]
     assert rows <= FEW_ROWS and columns % 32 == 0
-    warps, ahead, beside = LANES[min(most for most, _ in LANES if rows <= most), paired]
-    tile = 8 if beside else 16
+    warps, ahead = LANES[min(most for most, _ in LANES if rows <= most), paired]
+    tile = 16 if paired else 8
     if columns % (tile * warps):
         warps = 1
     blocks, clamp, pdl = w.shape[2] // BLOCK, experts.clamp, supports_pdl(x.device)
@@ -370,7 +349,6 @@ def launch_lanes(x: Tensor, y: Tensor, weight_TC: Tensor, expert_TC: Tensor, exp
         GLU=not paired,
         CLAMPED=clamp is not None,
         AHEAD=ahead,
-        BESIDE=beside,
         WARPS=warps,
         ASM=in_ptx(x.dtype),
         PDL=pdl,

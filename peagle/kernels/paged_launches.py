@@ -102,7 +102,7 @@ def choose_launch(
     alone = few and not crowded and (programs >= _LONG_SPLITS or narrow)  # keys are cut into many short pieces
     ahead = alone if rule.ahead is None else few and rule.ahead
     stages, registers = 2 if wide or (few and not alone) else 3, 0
-    if not few and not narrow and not wide and queries == 32:  # so that four of them fit on a processor, not three
+    if not few and not narrow and not wide and queries == 32:  # so that more of them fit on a processor
         stages, registers = 2, 128
     if few and not wide:
         stages, registers = rule.stages or stages, rule.registers
