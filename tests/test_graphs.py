@@ -3,14 +3,17 @@
 from contextlib import nullcontext
 from types import SimpleNamespace
 
+import pairs
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support import many
 
-from peagle.config import DecoderConfig, LayerConfig, RopeConfig
-from peagle.engine.graphs import CHUNK_ROWS, ChunkGraphs, batch_sizes, chunk_sizes
+from peagle import reference
+from peagle.config import DecoderConfig, LayerConfig, RopeConfig, SamplingParams
+from peagle.engine.graphs import CHUNK_ROWS, ChunkGraphs, GuessBuffers, GuessGraphs, batch_sizes, chunk_sizes
+from peagle.engine.llm import LLM
 from peagle.engine.loading import check_recordable
 from peagle.errors import UserError
 
@@ -72,3 +75,30 @@ def test_a_prompt_longer_than_a_pass_looks_at_is_not_recorded() -> None:
     made.recorded[8192] = SimpleNamespace()  # type: ignore[assignment]
     assert made.find([1024, 1024]) is not None
     assert made.find([1025, 5]) is None and made.find([8193]) is None and made.find([1] * 200) is None
+
+
+def test_places_without_a_prompt_leave_the_others_guesses_alone() -> None:
+    """Five places for one to three prompts. What a graph would replay is run here instead, on the same buffers."""
+    target, drafter = pairs.load_pair("eagle3-1")
+    llm = LLM(pairs.target_folder(), pairs.drafter_folder("eagle3-1"), 4, tokenizer=False, max_num_seqs=3)
+    runner, replays = llm.runner, []
+    tables = runner.state.block_tables_SM.shape[1]
+    like = target.embed_tokens.weight
+    made = GuessGraphs(runner.one_by_one, [5], 4, like.shape[1], tables, runner.longest, like)
+    inputs = (torch.zeros(5).long(), torch.zeros(5, like.shape[1]), torch.zeros(5).long(), torch.zeros(5, tables).int())
+    out = torch.zeros(5, 4).long()
+
+    def replay() -> None:
+        replays.append(int((inputs[2] < runner.longest).sum()))
+        out.copy_(runner.one_by_one(*inputs, 4))
+
+    graph = SimpleNamespace(replay=replay)
+    made.recorded[5] = GuessBuffers(inputs, runner.longest, out, graph)  # type: ignore[arg-type]
+    runner.first_guesses = made
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    prompts = pairs.prompts(8)
+    for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
+        want, have = reference.generate(target, prompt, params, frozenset(), drafter, 4), output.outputs[0]
+        assert have.token_ids == want.token_ids
+        assert (have.num_drafts, have.accepted_per_position) == (want.num_drafts, want.accepted_per_position)
+    assert made.find(6) is None and sum(replays) == 8 and len(set(replays)) > 1

@@ -1,8 +1,9 @@
-"""Whole rounds, and passes over short prompts, as CUDA graphs.
+"""Whole rounds, passes over short prompts, and what is guessed one by one behind them, as CUDA graphs.
 
-Knows nothing about what is recorded: `Runner.round`, and the models' own passes. There is one graph for each batch
-size and number of drafts, and for each number of prompt rows. Rows past a batch's end get slot -1, which reads
-nobody's state and writes nowhere that matters; rows past a prompt's belong to a sequence that keeps nothing.
+Knows nothing about what is recorded: `Runner.round` and `Runner.one_by_one`, and the models' own passes. There is one
+graph for each batch size and number of drafts, and for each number of prompt rows. Rows past a batch's end get slot -1,
+which reads nobody's state and writes nowhere that matters; rows past a prompt's belong to a sequence that keeps
+nothing.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ CHUNK_ROWS = (64, 128, 192, 256, 384, 512, 1024, 2048, 3072, 4096, 6144, 8192)
 LARGE = 2e9  # parameters; from here on the GPU is busy longer than the host with anything but short prompts
 
 Pass = Callable[[Tensor, "Tensor | None", Tensor, Pages], "tuple[Tensor, Tensor | None]"]
+Guess = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
 
 
 def batch_sizes(most: int) -> list[int]:
@@ -153,6 +155,53 @@ class ChunkGraphs:
         return [starts + [0] * blank, live + [0] * blank, first]
 
 
+@dataclass
+class GuessBuffers:
+    """What a recorded chain of guesses for up to B requests reads and writes."""
+
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor]  # first guesses, what they hand on, positions, block tables
+    longest: int
+    out_BK: Tensor
+    graph: torch.cuda.CUDAGraph
+
+    def replay(self, *given: Tensor) -> Tensor:
+        """The result lies in the graph's memory until the next replay."""
+        batch = len(given[0])
+        for buffer, values in zip(self.inputs, given, strict=True):
+            buffer[:batch].copy_(values)
+        self.inputs[2][batch:].fill_(self.longest)  # outside of the context, where nothing is read or kept
+        self.graph.replay()
+        return self.out_BK[:batch]
+
+
+class GuessGraphs:
+    """Guesses of a drafter that makes them one by one, `k` in all, the first of them given."""
+
+    def __init__(
+        self, run: Guess, sizes: Sequence[int], k: int, width: int, blocks: int, longest: int, like: Tensor
+    ) -> None:
+        self.run, self.sizes, self.k = run, sorted(sizes), k
+        self.width, self.blocks, self.longest, self.like = width, blocks, longest, like
+        self.recorded: dict[int, GuessBuffers] = {}
+
+    def capture(self, pool: Any) -> None:
+        for size in reversed(self.sizes):
+            self._record(size, pool)
+
+    def _record(self, size: int, pool: Any) -> None:
+        device = self.like.device
+        guess = torch.zeros(size, dtype=torch.long, device=device)
+        hidden = torch.zeros(size, self.width, dtype=self.like.dtype, device=device)
+        tables = torch.zeros(size, self.blocks, dtype=torch.int32, device=device)
+        inputs = (guess, hidden, torch.full_like(guess, self.longest), tables)
+        graph, out = _recorded(lambda: self.run(*inputs, self.k), pool)
+        self.recorded[size] = GuessBuffers(inputs, self.longest, out, graph)
+
+    def find(self, batch: int) -> GuessBuffers | None:
+        at = bisect_left(self.sizes, batch)
+        return self.recorded.get(self.sizes[at]) if at < len(self.sizes) else None
+
+
 def _recorded(run: Callable[[], Any], pool: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
     """A graph of what `run` launches, and what it returned."""
     stream = torch.cuda.Stream()
@@ -182,8 +231,8 @@ class RoundGraphs:
             for k in reversed(self.choices):
                 if worth_recording(size, k, self.choices):
                     self._record(size, k)
-        for chunks in self.runner.chunk_graphs:
-            chunks.capture(self.pool)
+        for beside in self.runner.beside_rounds:
+            beside.capture(self.pool)
         torch.cuda.synchronize()
         self.seconds, self.memory = time.perf_counter() - started, free - torch.cuda.mem_get_info()[0]
 

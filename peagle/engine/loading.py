@@ -111,7 +111,7 @@ def load(target: str | Path | Target, drafter: str | Path | Drafter | None, sett
         runner = Runner(loaded.model, model, num_blocks, seqs, longest, choices[-1], rates)
         if graphs:
             runner.graphs = RoundGraphs(runner, batch_sizes(seqs), choices)
-            runner.prepare_chunks(chunk_sizes(count_weights(loaded.model), idle_chunk))
+            runner.prepare_prompts(chunk_sizes(count_weights(loaded.model), idle_chunk), batch_sizes(seqs))
             runner.graphs.capture()
         if not on_gpu:
             models = [m for m in (loaded.model, model) if m is not None]

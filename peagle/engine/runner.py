@@ -22,7 +22,7 @@ from torch import Tensor
 
 from peagle.config import DecoderConfig, Window
 from peagle.engine.grammar import allowed_rows, unpack
-from peagle.engine.graphs import ChunkGraphs, Pass, RoundGraphs
+from peagle.engine.graphs import ChunkGraphs, GuessGraphs, Pass, RoundGraphs
 from peagle.engine.kv_cache import BLOCK_SIZE
 from peagle.engine.request import Chunk, Plan, Request
 from peagle.engine.shaping import logprob_rows, shape_rows
@@ -166,6 +166,7 @@ class Runner:
         self.graphs: RoundGraphs | None = None
         self.target_chunks: ChunkGraphs | None = None
         self.drafter_chunks: ChunkGraphs | None = None
+        self.first_guesses: GuessGraphs | None = None
         self._sent: list[tuple[int, int, int]] = [(-1, 0, 0)] * max_num_seqs  # request, its preemptions, blocks
 
     @torch.inference_mode()
@@ -178,17 +179,22 @@ class Runner:
             else:
                 self.mask_hidden_D.copy_(hidden_D)  # in place: recorded rounds read it there
 
-    def prepare_chunks(self, sizes: Sequence[int]) -> None:
-        """What `graphs` is to record beside the rounds: passes over these many prompt rows."""
+    def prepare_prompts(self, rows: Sequence[int], sizes: Sequence[int]) -> None:
+        """What `graphs` is to record beside the rounds: passes over these many prompt rows, and drafts one by one for
+        these many prompts."""
         blocks, like = self.state.block_tables_SM.shape[1], self.target.embed_tokens.weight
-        self.target_chunks = ChunkGraphs(self.read_target, sizes, None, blocks, like)
-        if self.drafter is not None:
-            width = self.drafter.cfg.layer.hidden_size
-            self.drafter_chunks = ChunkGraphs(self.read_drafter, sizes, width, blocks, like)
+        self.target_chunks = ChunkGraphs(self.read_target, rows, None, blocks, like)
+        if self.drafter is None:
+            return
+        width, k = self.drafter.cfg.layer.hidden_size, self.most_drafts
+        self.drafter_chunks = ChunkGraphs(self.read_drafter, rows, width, blocks, like)
+        if not self.drafter.cfg.parallel and k > 1:
+            self.first_guesses = GuessGraphs(self.one_by_one, sizes, k, width, blocks, self.longest, like)
 
     @property
-    def chunk_graphs(self) -> list[ChunkGraphs]:
-        return [chunks for chunks in (self.target_chunks, self.drafter_chunks) if chunks is not None]
+    def beside_rounds(self) -> list[ChunkGraphs | GuessGraphs]:
+        made = (self.target_chunks, self.drafter_chunks, self.first_guesses)
+        return [graphs for graphs in made if graphs is not None]
 
     # One launch
 
@@ -371,9 +377,9 @@ class Runner:
         guesses = drafter.target_ids(argmax(drafter.logits(said[wanted])))
         if mask_id is not None:
             return guesses.view(batch, k)
-        return self._one_by_one(guesses, handed_on[wanted], starts_B + accepted_B + 1, tables_BM, k)
+        return self.one_by_one(guesses, handed_on[wanted], starts_B + accepted_B + 1, tables_BM, k)
 
-    def _one_by_one(self, guess_B: Tensor, hidden_BD: Tensor, position_B: Tensor, tables_BM: Tensor, k: int) -> Tensor:
+    def one_by_one(self, guess_B: Tensor, hidden_BD: Tensor, position_B: Tensor, tables_BM: Tensor, k: int) -> Tensor:
         """EAGLE-3: each further guess from the last one and the drafter's own output; first row at `position`."""
         assert self.drafter is not None
         guesses = [guess_B]
@@ -518,7 +524,10 @@ class Runner:
         guess = self.drafter.target_ids(argmax(self.drafter.logits(said[unknown_F])))
         tables_FM = self.state.block_tables_SM[self._to_device([c.request.slot for c in final])]
         ends_F = self._to_device([c.end for c in final])
-        return self._one_by_one(guess, handed_on[unknown_F], ends_F, tables_FM, k)
+        recorded = self.first_guesses.find(len(final)) if self.first_guesses is not None else None
+        if recorded is not None:
+            return recorded.replay(guess, handed_on[unknown_F], ends_F, tables_FM)
+        return self.one_by_one(guess, handed_on[unknown_F], ends_F, tables_FM, k)
 
     def _begin(self, final: list[Chunk], newest_F: Tensor, drafts_FK: Tensor | None) -> None:
         s, k = self.state, 0 if drafts_FK is None else drafts_FK.shape[1]
