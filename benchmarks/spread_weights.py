@@ -19,6 +19,7 @@ TARGET = {"o_proj": 0.05}  # what attention adds is what rows have in common
 DRAFTER = {"qkv_proj": 5.0}
 PACKED_EXPONENT = 120  # of MXFP4: uniformly drawn four-bit numbers times 2**-7 have a spread of 0.023
 PACKED = ("w13_weight", "w2_weight")  # vLLM's, with their exponents beside them
+EMBEDDINGS = ("embed_tokens.weight", "embedding.weight", "mask_hidden")  # the second is what vLLM calls GPT-OSS's
 
 
 def spread_model(model: Any, drafter: bool = False) -> dict[str, int]:
@@ -27,7 +28,7 @@ def spread_model(model: Any, drafter: bool = False) -> dict[str, int]:
 
     scales = DRAFTER if drafter else TARGET
     chance = torch.Generator(next(model.parameters()).device).manual_seed(int(drafter))
-    done = left = 0
+    done = left = embeddings = 0
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.element_size() == 1 or not parameter.is_floating_point():
@@ -37,13 +38,18 @@ def spread_model(model: Any, drafter: bool = False) -> dict[str, int]:
             done += 1
             if name.endswith("norm.weight"):
                 parameter.fill_(1)
-            elif name.endswith(("embed_tokens.weight", "mask_hidden")):
+            elif name.endswith(EMBEDDINGS):
+                embeddings += 1
                 parameter.normal_(0, 1, generator=chance)
             elif parameter.dim() < 2 or name.endswith("bias"):
                 parameter.zero_()
             else:
                 part = name.split(".")[-2] if "." in name else name
                 parameter.normal_(0, scales.get(part, 1.0) * parameter.shape[-1] ** -0.5, generator=chance)
+    if not embeddings and not drafter:
+        raise ValueError(
+            f"no embeddings among {[name for name, _ in model.named_parameters()]}: tokens would grow alike"
+        )
     return {"set": done, "left": left}
 
 

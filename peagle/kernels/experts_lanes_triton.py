@@ -38,19 +38,29 @@ FEW_ROWS = 8  # of x, at most: those of one product instruction
 # Up to so many rows, and by whether the product is the second one: warps of a program, and steps that are read ahead.
 # Results are the same with all; these are the fastest for GPT-OSS-20B's layer on an H200
 # (benchmarks/kernel_experts_lanes.py). 16 gates and then their ups to a warp, instead of 8 of both, were slower.
-LANES: dict[tuple[int, bool], tuple[int, int]] = {
-    (1, False): (4, 1),
-    (1, True): (1, 3),
-    (4, False): (4, 1),
-    (4, True): (1, 2),
-    (8, False): (1, 1),
-    (8, True): (4, 1),
+LANES: dict[tuple[int, bool], tuple[int, int, int, int | None]] = {
+    (1, False): (4, 1, 4, None),
+    (1, True): (1, 2, 4, None),
+    (4, False): (4, 1, 4, None),
+    (4, True): (1, 2, 4, None),
+    (8, False): (1, 1, 4, None),
+    (8, True): (4, 1, 4, None),
 }
 
 _MMA = tl.constexpr(
     "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
 )
 _READ = tl.constexpr("ld.global.v4.b32 {$0,$1,$2,$3}, [$4];")
+_READ_TWO = tl.constexpr("ld.global.v2.b32 {$0,$1}, [$2];")
+# 64 bytes, by threads whose $17 is not negative; the others keep what they have.
+_READ_OWN = tl.constexpr(
+    "{ .reg .pred own; setp.ge.s32 own, $17, 0;"
+    + "".join(f" @own ld.global.v4.b32 {{${i},${i + 1},${i + 2},${i + 3}}}, [$16+{4 * i}];" for i in (0, 4, 8, 12))
+    + " } // "
+    + " ".join(f"${i}" for i in range(18, 34))
+)
+_SIXTEEN = tl.constexpr((tl.int32,) * 16)
+_OWN_REGISTERS = tl.constexpr(",".join(["=r"] * 16 + ["l", "r"] + [str(i) for i in range(16)]))
 # Of weights, which nobody else reads: past the first cache, and 128 bytes at once from memory into the second.
 _READ_ONCE = tl.constexpr("ld.global.L1::no_allocate.L2::128B.v4.b32 {$0,$1,$2,$3}, [$4];")
 
@@ -150,36 +160,52 @@ def _numbers(pairs, power, ASM: tl.constexpr):
 
 
 @triton.jit
-def _ahead(w, step, t, G: tl.constexpr, LOWER: tl.constexpr, ASM: tl.constexpr):
-    """A step's weights, of rows g and LOWER + g. Past the end the last block once more."""
-    at = w + tl.minimum(4 * step + t, G - 1) * 4
-    return _four(at, _READ_ONCE, ASM), _four(at + LOWER * G * 4, _READ_ONCE, ASM)
+def _weights(w, step: tl.constexpr, t, LEFT: tl.constexpr, LOWER: tl.constexpr, ROW: tl.constexpr, ASM: tl.constexpr):
+    """A step's, of rows g and LOWER + g; w points at block t of the first. Past the end the last block once more."""
+    at = w + step * 128
+    if LEFT is not None and step * 4 + 4 > LEFT:
+        at = w + (tl.minimum(4 * step + t, LEFT - 1) - t) * 32
+    return _four(at, _READ_ONCE, ASM), _four(at + LOWER * ROW, _READ_ONCE, ASM)
 
 
 @triton.jit
-def _exponents_ahead(
-    exponents, turn, G: tl.constexpr, E_ROW: tl.constexpr, LOWER: tl.constexpr, AHEAD: tl.constexpr
-):
-    """Of each step of a turn: four exponents of row g, and of row LOWER + g. Those of two steps are one number."""
-    STEPS: tl.constexpr = (G + 3) // 4
-    got = ()
-    if AHEAD == 2:
-        at = exponents + tl.minimum(turn, (STEPS - 1) // 2)
-        upper = tl.load(at)
-        lower = tl.load(at + LOWER * (E_ROW // 8))
-        got = ((upper.to(tl.int32), lower.to(tl.int32)), ((upper >> 32).to(tl.int32), (lower >> 32).to(tl.int32)))
+def _exponents(at, TURN: tl.constexpr, ASM: tl.constexpr):
+    """Of each step of a turn four."""
+    if TURN == 4:
+        return _four(at, _READ, ASM)
+    elif TURN == 2 and ASM:
+        return tl.inline_asm_elementwise(
+            _READ_TWO, "=r,=r,l", [at.to(tl.int64)], dtype=(tl.int32, tl.int32), is_pure=False, pack=1
+        )
+    elif TURN == 2:
+        return tl.load(at), tl.load(at + 1)
     else:
-        for u in tl.static_range(AHEAD):
-            at = exponents + tl.minimum(turn * AHEAD + u, STEPS - 1)
-            got = got + ((tl.load(at), tl.load(at + LOWER * (E_ROW // 4))),)
-    return got
+        return (tl.load(at),)
 
 
 @triton.jit
-def _block_of(x, block, ASM: tl.constexpr):
-    """A block of a row of x: 16 bytes, four times."""
-    at = x + block * 16
-    return _four(at, _READ, ASM), _four(at + 4, _READ, ASM), _four(at + 8, _READ, ASM), _four(at + 12, _READ, ASM)
+def _both_exponents(at, E_ROW: tl.constexpr, LOWER: tl.constexpr, TURN: tl.constexpr, ASM: tl.constexpr):
+    """Of row g, and of row LOWER + g."""
+    return _exponents(at, TURN, ASM), _exponents(at + LOWER * (E_ROW // 4), TURN, ASM)
+
+
+@triton.jit
+def _block_of(old, x, own, ASM: tl.constexpr):
+    """Four times 16 bytes of x for threads whose `own` is not negative; others keep the `old` ones."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            _READ_OWN,
+            _OWN_REGISTERS,
+            [x.to(tl.int64), own] + old,
+            dtype=_SIXTEEN,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        got = ()
+        for word in tl.static_range(16):
+            got = got + (tl.load(x + word, mask=own >= 0, other=0),)
+        return got
 
 
 @triton.jit
@@ -195,17 +221,17 @@ def _power(four, t, ASM: tl.constexpr):
 
 
 @triton.jit
-def _step(sums, rows_x, got, exponents, t, known, WARPS: tl.constexpr, ASM: tl.constexpr):
-    """`got` and `exponents`: of the upper and of the lower 8 rows. What is not `known` counts as 0."""
-    power0, power1 = _power(exponents[0], t, ASM), _power(exponents[1], t, ASM)
+def _step(sums, rows_x, got, upper, lower, t, known, WARPS: tl.constexpr, ASM: tl.constexpr):
+    """`got`, and exponents: of the upper and of the lower 8 rows. What is not `known` counts as 0."""
+    power0, power1 = _power(upper, t, ASM), _power(lower, t, ASM)
     if known is not None:
         power0, power1 = tl.where(known, power0, 0), tl.where(known, power1, 0)
     for p in tl.static_range(4):
-        upper = _numbers(got[0][p], power0, ASM)
-        lower = _numbers(got[1][p], power1, ASM)
+        first = _numbers(got[0][p], power0, ASM)
+        second = _numbers(got[1][p], power1, ASM)
         for h in tl.static_range(2):
-            a0, a1, a2, a3 = upper[2 * h], lower[2 * h], upper[2 * h + 1], lower[2 * h + 1]
-            sums = _mma(sums, a0, a1, a2, a3, rows_x[2 * h][p], rows_x[2 * h + 1][p], WARPS, ASM)
+            a0, a1, a2, a3 = first[2 * h], second[2 * h], first[2 * h + 1], second[2 * h + 1]
+            sums = _mma(sums, a0, a1, a2, a3, rows_x[8 * h + p], rows_x[8 * h + 4 + p], WARPS, ASM)
     return sums
 
 
@@ -240,58 +266,77 @@ def _lanes_kernel(
     GLU: tl.constexpr,
     CLAMPED: tl.constexpr,
     AHEAD: tl.constexpr,
+    TURN: tl.constexpr,
     WARPS: tl.constexpr,
     ASM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """x, w: as int32, x_row too; exponents: as int64 if AHEAD is 2, else as int32, in rows of E_ROW bytes. GLU:
-    a warp has 8 gates and their ups. A thread reads row g of x and has sums of rows 2 t and 2 t + 1."""
+    """x, w, exponents: as int32, x_row too; rows of exponents have E_ROW bytes. GLU: a warp has 8 gates and their
+    ups. A thread reads row g of x, if it chose the expert, and has sums of rows 2 t and 2 t + 1."""
     i = _thread(32 * WARPS, ASM)
     g, t = i % 32 // 4, i % 4
     e = tl.program_id(1)
     # Weight rows of a warp that are not ups, and where the second half of its rows is.
     TILE: tl.constexpr = 8 if GLU else 16
     LOWER: tl.constexpr = N if GLU else 8
+    EIGHT: tl.constexpr = 32  # a block of eight rows (mxfp4.py)
     if PDL and not PAIRED:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    read = _pair_of(chosen, g, T, e, CHOSEN)
-    last = tl.max(read, 0)
-    if last >= 0:
+    own = _pair_of(chosen, g, T, e, CHOSEN)
+    if tl.max(own, 0) >= 0:
         n = (tl.program_id(0) * WARPS + i // 32) * TILE + g
         row = e * (2 * N if GLU else N) + n
-        w_at = w + row.to(tl.int64) * (G * 4)
-        e_at = exponents + row.to(tl.int64) * (E_ROW // (8 if AHEAD == 2 else 4))
-        powers = _exponents_ahead(e_at, 0, G, E_ROW, LOWER, AHEAD)
+        w_at = w + (row // 8).to(tl.int64) * (G * EIGHT) + t * EIGHT + g * 4
+        e_at = exponents + row.to(tl.int64) * (E_ROW // 4)
+        STEPS: tl.constexpr = (G + 3) // 4
+        TURNS: tl.constexpr = (G // 4 - AHEAD) // TURN if G // 4 > AHEAD else 0  # all read ahead in them is whole steps
+        powers = _both_exponents(e_at, E_ROW, LOWER, TURN, ASM)
         got = ()
-        for u in tl.static_range(AHEAD):
-            got = got + (_ahead(w_at, u, t, G, LOWER, ASM),)
+        for step in tl.static_range(AHEAD):
+            got = got + (_weights(w_at, step, t, G, LOWER, 4 * G, ASM),)
         if PDL and PAIRED:
             # Weights are nobody's output, and choices were there before the kernel ahead began: the rest is only now.
             tl.extra.cuda.gdc_wait()
             tl.extra.cuda.gdc_launch_dependents()
-        near = tl.where(read >= 0, read, last)
-        source = near if PAIRED else near // CHOSEN
-        x_at = x + source.to(tl.int64) * x_row
+        source = tl.maximum(own, 0) if PAIRED else tl.maximum(own, 0) // CHOSEN
+        x_at = x + source.to(tl.int64) * x_row + t * 16
         zero = i.to(tl.float32) * 0.0
         sums = (zero, zero, zero, zero)
-        STEPS: tl.constexpr = (G + 3) // 4
-        TURNS: tl.constexpr = (STEPS - 1) // AHEAD  # one to AHEAD steps are left for the end, the last one in part
-        for turn in range(0, TURNS):
-            new_powers = _exponents_ahead(e_at, turn + 1, G, E_ROW, LOWER, AHEAD)
-            new = ()
+        rows_x = (i, i, i, i, i, i, i, i, i, i, i, i, i, i, i, i)
+        for _ in range(0, TURNS):
+            line = got
+            for u in tl.static_range(TURN):
+                if u == TURN // 2:
+                    e_at += TURN
+                    next_powers = _both_exponents(e_at, E_ROW, LOWER, TURN, ASM)
+                line = line + (_weights(w_at, AHEAD + u, t, None, LOWER, 4 * G, ASM),)
+                upper = _asked(powers[0][u], ASM)
+                rows_x = _block_of(rows_x, x_at + u * 64, own, ASM)
+                sums = _step(sums, rows_x, line[u], upper, powers[1][u], t, None, WARPS, ASM)
+            kept = ()
             for u in tl.static_range(AHEAD):
-                step = turn * AHEAD + u
-                new = new + (_ahead(w_at, step + AHEAD, t, G, LOWER, ASM),)
-                t = _asked(t, ASM)
-                rows_x = _block_of(x_at, 4 * step + t, ASM)
-                sums = _step(sums, rows_x, got[u], powers[u], t, None, WARPS, ASM)
-            got = new
-            powers = new_powers
-        for u in tl.static_range(STEPS - TURNS * AHEAD):
-            block = 4 * (TURNS * AHEAD + u) + t
-            rows_x = _block_of(x_at, tl.minimum(block, G - 1), ASM)
-            sums = _step(sums, rows_x, got[u], powers[u], t, block < G, WARPS, ASM)
+                kept = kept + (line[TURN + u],)
+            got = kept
+            powers = next_powers
+            w_at += TURN * 128
+            x_at += TURN * 64
+        DONE: tl.constexpr = TURN * TURNS
+        LEFT: tl.constexpr = STEPS - DONE
+        line = got
+        for u in tl.static_range(LEFT):
+            if u > 0 and u % TURN == 0:
+                powers = _both_exponents(e_at + u, E_ROW, LOWER, TURN, ASM)
+            if u + AHEAD < LEFT:
+                line = line + (_weights(w_at, u + AHEAD, t, G - 4 * DONE, LOWER, 4 * G, ASM),)
+            known = None
+            from_x = x_at + u * 64
+            if 4 * (DONE + u) + 4 > G:
+                known = 4 * (DONE + u) + t < G
+                from_x = tl.where(known, from_x, x_at)
+            upper = _asked(powers[0][u % TURN], ASM)
+            rows_x = _block_of(rows_x, from_x, own, ASM)
+            sums = _step(sums, rows_x, line[u], upper, powers[1][u % TURN], t, known, WARPS, ASM)
         for eight in tl.static_range(TILE // 8):
             own_bias = 0.0
             up_bias = 0.0
@@ -323,7 +368,7 @@ def launch_lanes(x: Tensor, y: Tensor, weight_TC: Tensor, expert_TC: Tensor, exp
         x = x.clone(memory_format=torch.contiguous_format)
     (rows, chosen), columns = weight_TC.shape, y.shape[1]
     assert rows <= FEW_ROWS and columns % 32 == 0
-    warps, ahead = LANES[min(most for most, _ in LANES if rows <= most), paired]
+    warps, ahead, turn, registers = LANES[min(most for most, _ in LANES if rows <= most), paired]
     tile = 16 if paired else 8
     if columns % (tile * warps):
         warps = 1
@@ -332,7 +377,7 @@ def launch_lanes(x: Tensor, y: Tensor, weight_TC: Tensor, expert_TC: Tensor, exp
     _lanes_kernel[(columns // (tile * warps), len(w))](
         x.view(torch.int32),
         twos,
-        exponents.view(torch.int64 if ahead == 2 else torch.int32),
+        exponents.view(torch.int32),
         bias,
         expert_TC,
         weight_TC,
@@ -349,10 +394,12 @@ def launch_lanes(x: Tensor, y: Tensor, weight_TC: Tensor, expert_TC: Tensor, exp
         GLU=not paired,
         CLAMPED=clamp is not None,
         AHEAD=ahead,
+        TURN=turn,
         WARPS=warps,
         ASM=in_ptx(x.dtype),
         PDL=pdl,
         num_warps=warps,
         num_stages=1,
         **({"launch_pdl": True} if pdl else {}),
+        **({} if registers is None else {"maxnreg": registers}),
     )

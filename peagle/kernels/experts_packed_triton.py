@@ -26,7 +26,7 @@ from torch import Tensor
 from peagle.kernels.experts import Experts
 from peagle.kernels.experts_lanes_triton import FEW_ROWS, STEP, launch_lanes, turned
 from peagle.kernels.experts_triton import gated_tile, summed_triton
-from peagle.kernels.mxfp4 import BLOCK, Packed
+from peagle.kernels.mxfp4 import BLOCK, HEIGHT, Packed
 from peagle.kernels.mxfp4_triton import HAVE_PTX, in_ptx, unpacked_tile
 
 SOME_ROWS = 128  # up to here experts have few pairs: small tiles
@@ -121,6 +121,7 @@ def _packed_kernel(
     PRECISION: tl.constexpr,
     ASM: tl.constexpr,
     ENDED: tl.constexpr,
+    HEIGHT: tl.constexpr,
 ):
     """PAIRED: rows of x are pairs of row and expert already, and the result is weighted. x's columns are in turn and
     filled up to whole steps, and so become those of a GLU's y."""
@@ -138,10 +139,11 @@ def _packed_kernel(
         rows = e.to(tl.int64) * N * HALVES + tl.minimum(n, N - 1)
         k = tl.arange(0, BLOCK_K)
         two = tl.arange(0, BLOCK_K // 8)  # words are read by pairs, see mxfp4_triton.py
-        # Said so, rows are seen to be whole runs of 16 bytes, whatever the width.
+        # Said so, blocks are seen to be whole runs of 16 bytes, whatever the width. Those of HEIGHT rows lie together.
         w_row = 4 * G
+        EIGHT: tl.constexpr = 4 * HEIGHT
         x_at = x + source[None, :] * x_row + k[:, None]
-        w_at = w + rows[:, None] * w_row + two[None, :]
+        w_at = w + (rows // HEIGHT * (EIGHT * G) + rows % HEIGHT * 4)[:, None] + (two // 4 * EIGHT + two % 4)[None, :]
         # Rows of exponents are filled up, so no step reads past one.
         s_at = exponents + rows[:, None] * exponents_row + tl.arange(0, BLOCK_K // 32)[None, :]
         ups = (e * 0 + N).to(tl.int64)
@@ -155,7 +157,7 @@ def _packed_kernel(
         for step in range(0, steps):
             inside = step * (BLOCK_K // 8) + two < w_row
             rows_x = tl.load(x_at + step * BLOCK_K, mask=hit[None, :], other=0.0)
-            w_step = w_at + step * (BLOCK_K // 8)
+            w_step = w_at + step * (BLOCK_K // 32 * EIGHT)
             pairs = tl.load(w_step, mask=inside[None, :], other=0)
             s_next = s_at + tl.minimum(step + 1, steps - 1) * (BLOCK_K // 32)
             numbers = unpacked_tile(pairs, powers, ASM, x.dtype.element_ty)
@@ -280,6 +282,7 @@ def _launch(
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         ASM=in_ptx(x.dtype),
         ENDED=HAVE_PTX,
+        HEIGHT=HEIGHT,
         num_warps=warps,
         num_stages=stages,
         **({} if registers is None or not in_ptx(x.dtype) else {"maxnreg": registers}),

@@ -4,8 +4,12 @@ Files have neighbours side by side. Here four numbers make a word of 16 bits, th
 kernel has its numbers two to a register without moving any, in the order in which a product of matrices wants them. For
 a block of 8 instead of 32, numbers a to h: files have ab cd ef gh (the first is the lower half of its byte), this has
 aceg bdfh. Within a word of numbers a to d, capitals for signs, bits lie as ADdBddCaaabbbccc: one shift brings those of
-each of the first three to where a bf16 has them, and three bring the last one's (its high, low and middle bit). Rows of
-exponents are filled up to whole runs of 16 bytes, so that a kernel can fetch several at once.
+each of the first three to where a bf16 has them, and three bring the last one's (its high, low and middle bit).
+
+Rows go by eights: first what all eight have in their first block, 16 bytes each, then in their second one, and so on.
+Few rows of x are multiplied by tiles of that height, and so a warp reads 512 bytes in one piece. From rows that lie one
+after the other memory gives 64 bytes at a time, at two thirds of its rate. Rows of exponents are not moved, but filled
+up to whole runs of 16 bytes, so that a kernel can fetch several at once.
 
 Every such number is exact in bf16. What an exponent of 0, 2^-127, belongs to a kernel may take for 0.
 
@@ -23,6 +27,7 @@ from torch.nn import functional as F
 from peagle.kernels.launching import HAVE_TRITON, INTERPRETED
 
 BLOCK = 32  # numbers that share an exponent
+HEIGHT = 8  # rows whose words lie together
 RUN = 16  # exponents that a row has a multiple of
 BIAS = 127  # of the exponent as it is stored
 
@@ -37,7 +42,7 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 class Packed:
     """Takes the place of a tensor [E, R, K]."""
 
-    words_ERW: Tensor  # int16
+    words_ERW: Tensor  # int16; in what order the words of eight rows lie stands above
     exponents_ERG: Tensor  # uint8
 
     def __len__(self) -> int:
@@ -60,14 +65,15 @@ def packed_widths(columns: int) -> tuple[int, int]:
 
 
 def words_of(blocks: Tensor) -> Tensor:
-    """[..., G, 16] bytes as files have them -> [..., W]."""
+    """[..., R, G, 16] bytes as files have them -> [..., R, W]; R is a multiple of HEIGHT."""
     numbers = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2)
     first, second, third, fourth = numbers.to(torch.int16).chunk(4, -1)
     words = (first & 7) << 6 | (first & 8) << 12
     words |= (second & 7) << 3 | (second & 8) << 9
     words |= (third & 7) | (third & 8) << 6
     words |= (fourth & 13) << 11 | (fourth & 2) << 9
-    return words.flatten(-2)
+    by_eights = words.unflatten(-3, (-1, HEIGHT)).transpose(-3, -2)
+    return by_eights.reshape(*words.shape[:-2], -1)
 
 
 def exponents_of(scales: Tensor) -> Tensor:
@@ -76,8 +82,10 @@ def exponents_of(scales: Tensor) -> Tensor:
 
 
 def unpacked(words: Tensor, exponents: Tensor) -> Tensor:
-    """[..., W] words and [..., G] exponents -> [..., K], bf16."""
-    bits = words.unflatten(-1, (-1, BLOCK // 4))
+    """[..., R, W] words and [..., R, G] exponents -> [..., R, K], bf16."""
+    rows, blocks = words.shape[-2], words.shape[-1] // (BLOCK // 4)
+    by_eights = words.reshape(*words.shape[:-2], rows // HEIGHT, blocks, HEIGHT, BLOCK // 4)
+    bits = by_eights.transpose(-3, -2).flatten(-4, -3)
     numbers = (
         bits >> 6 & 7 | bits >> 12 & 8,
         bits >> 3 & 7 | bits >> 9 & 8,
