@@ -63,7 +63,7 @@ def random_experts(shape: Shape) -> Experts:
             return torch.randn(shape.count, rows, columns, dtype=torch.bfloat16, device="cuda") * columns**-0.5
         words, exponents = packed_widths(columns)
         bits = torch.randint(-(2**15), 2**15, (shape.count, rows, words), dtype=torch.int16, device="cuda")
-        return Packed(bits, torch.full((shape.count, rows, exponents), 120, dtype=torch.uint8, device="cuda"))
+        return Packed(bits, torch.full((shape.count, rows, exponents), 120, dtype=torch.uint8, device="cuda"), columns)
 
     def bias(rows: int) -> Tensor | None:
         return torch.randn(shape.count, rows, device="cuda").bfloat16() if shape.packed else None
@@ -87,7 +87,7 @@ def prepared(
     if isinstance(w, Tensor):
         args = (x, w, bias, y, weight_TC, expert_TC, experts)
         return experts_triton.TILES, paired, lambda: experts_triton._launch(*args, paired=paired)
-    key = experts_packed_triton.kind_of(len(weight_TC)), paired
+    key = experts_packed_triton.most_rows(len(weight_TC)), paired
     order_P, ends_E, _ = experts_packed_triton.order_of(expert_TC, len(w))
     # Columns in any order do for a measurement.
     filled = torch.nn.functional.pad(x, (0, -x.shape[1] % experts_packed_triton.STEP))

@@ -1,12 +1,11 @@
-"""GPT-OSS-20B's packed products for few rows by setting (`LANES` in experts_lanes_triton.py), beside the time that
-reading the experts hit takes.
+"""GPT-OSS-20B's packed products for few rows by how many steps are read ahead (`READ_AHEAD` in
+experts_lanes_triton.py), beside the time that reading the experts hit takes.
 
     python benchmarks/kernel_experts_lanes.py --out kernel_experts_lanes.json
 
 Each is held against an fp32 product of weights unpacked by torch, and a row's result against the one it has alone, to
 the bit; then timed, in a CUDA graph over the weights of several layers, more than the cache holds. The setting in use
-comes first; all are compiled side by side before. Then whole layers, for few rows and for more. Prints tables, then
-one JSON line.
+comes first. Then whole layers, for few rows and for more. Prints tables, then one JSON line.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import json
 import sys
 import time
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -29,28 +27,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from kernel_experts import GPT_OSS, SHAPES, microseconds, random_experts
 
 from peagle.kernels.experts import Experts, gated, route_torch
-from peagle.kernels.experts_lanes_triton import LANES, launch_lanes
+from peagle.kernels.experts_lanes_triton import READ_AHEAD, launch_lanes
 from peagle.kernels.experts_packed_triton import expert_mlp_packed
 from peagle.kernels.mxfp4 import Packed
 
 SHAPE = SHAPES[GPT_OSS]
 LAYERS = 4
-AHEAD_TURN_REGISTERS = [
-    (1, 1, None),
-    (1, 1, 64),
-    (2, 1, 80),
-    (1, 2, None),
-    (1, 2, 80),
-    (2, 2, None),
-    (2, 2, 80),
-    (3, 2, None),
-    (1, 4, None),
-    (1, 4, 80),
-    (2, 4, None),
-    (3, 4, None),
-]
-SETTINGS = [(warps, *others) for warps in (1, 4) for others in AHEAD_TURN_REGISTERS]
-COMPILERS = 8  # processes
+SETTINGS = (1, 2, 3, 4)
 
 
 class Layer:
@@ -94,22 +77,13 @@ class Layer:
         return expert_mlp_packed(self.x[:rows], self.weight_TC[:rows], self.expert_TC[:rows], self.experts)
 
 
-def compile_some(first: int) -> None:
-    """Every so many-th setting into Triton's cache, for the process that measures."""
-    layer = Layer(1, random_experts(SHAPE))
-    for setting in SETTINGS[first::COMPILERS]:
-        LANES.update(dict.fromkeys(LANES, setting))
-        for paired in (False, True):
-            layer.product(paired)
-
-
 def check(paired: bool, layer: Layer) -> None:
     got, want = layer.product(paired), layer.expected(paired)
     off = float((got.float() - want).abs().max() / want.abs().max())
-    assert off < 0.01, (paired, LANES, off)
+    assert off < 0.01, (paired, READ_AHEAD, off)
     got_TCN = got.unflatten(0, layer.expert_TC.shape)
     for at in range(len(layer.x)):
-        assert torch.equal(layer.row(at).product(paired), got_TCN[at]), (paired, LANES, at)
+        assert torch.equal(layer.row(at).product(paired), got_TCN[at]), (paired, READ_AHEAD, at)
 
 
 def measure(rows: int, paired: bool, weights: list[Experts], deadline: float) -> list[dict[str, Any]]:
@@ -118,18 +92,18 @@ def measure(rows: int, paired: bool, weights: list[Experts], deadline: float) ->
     hit = sum(len(layer.expert_TC.unique()) for layer in layers) / LAYERS
     about = {"rows": rows, "product": "second" if paired else "gated", "hit": hit}
     about["floor_us"] = SHAPE.floor_us(hit, paired)
-    kept, found = dict(LANES), []
+    kept, found = dict(READ_AHEAD), []
     for setting in dict.fromkeys([kept[rows, paired], *SETTINGS]):
         if time.time() > deadline:
             break
-        LANES.update({key: setting for key in kept if key[1] == paired})  # a row alone takes it, too
+        READ_AHEAD.update({key: setting for key in kept if key[1] == paired})  # a row alone takes it, too
         check(paired, layers[0])
         us = microseconds([partial(layer.product, paired, layer.product(paired)) for layer in layers] * 3)
         used = setting == kept[rows, paired]
         found.append(about | {"setting": setting, "us": us, "in_use": used})
         label = f"{rows:3} rows {about['product']:6} hit {hit:4.1f}  {us:7.1f} us  floor {about['floor_us']:5.1f}"
         print(f"{label}  {setting}{'  <- in use' * used}", flush=True)
-    LANES.update(kept)
+    READ_AHEAD.update(kept)
     return found
 
 
@@ -138,8 +112,6 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=90, help="for settings; what does not fit stays unmeasured")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    with get_context("spawn").Pool(COMPILERS) as pool:
-        pool.map(compile_some, range(COMPILERS), chunksize=1)
     deadline = time.time() + args.seconds
     torch.manual_seed(0)
     weights = [random_experts(SHAPE) for _ in range(LAYERS)]

@@ -274,16 +274,16 @@ def expert_bytes(model: Decoder) -> int:
 
 @torch.inference_mode()
 def test_mxfp4_that_stays_packed(tmp_path: Path) -> None:
-    """The same numbers from a quarter of the memory and the exponents, of which rows as short as here have most unused.
-    Noise in their place is of the same shape. What files have plain is read plain."""
+    """The same numbers, in rows that are filled up: short as they are here, to 128 columns of half a byte and 16
+    exponents. Noise in their place is of the same shape. What files have plain is read plain."""
     saved_mxfp4(tmp_path)
     plain, kept = load_decoder(tmp_path), load_decoder(tmp_path, packed=True)
     tokens = tokens_of(97)
     (want, want_taps), (got, taps) = ours(plain, tokens), ours(kept, tokens)
     assert torch.equal(want, got) and torch.equal(torch.stack(want_taps), torch.stack(taps))
     numbers, rows = 4 * 5 * (2 * 32 * 64 + 64 * 32), 4 * 5 * (2 * 32 + 64)
-    assert expert_bytes(plain) == 4 * numbers and expert_bytes(kept) == numbers // 2 + 16 * rows
-    assert count_weights(plain) == count_weights(kept) - 16 * rows
+    assert expert_bytes(plain) == 4 * numbers and expert_bytes(kept) == (128 // 2 + 16) * rows
+    assert count_weights(plain) - numbers == count_weights(kept) - (128 + 16) * rows
 
     cfg = read_target_config(tmp_path, packed=True)
     assert cfg == kept.cfg and unpacking_bytes(cfg) == 2 * 5 * 2 * 32 * 64 * 2 and unpacking_bytes(plain.cfg) == 0

@@ -169,7 +169,11 @@ def test_packed_weights_are_noise_too() -> None:
     layer = torch.nn.Module()
     for name, shape in (("w13_weight", (4, 64, 32)), ("w13_weight_scale", (4, 64, 2)), ("sorted", (4,))):
         layer.register_parameter(name, torch.nn.Parameter(torch.zeros(shape, dtype=torch.uint8), requires_grad=False))
-    assert spread_model(layer) == {"set": 2, "left": 1}
+    with pytest.raises(ValueError, match="w13_weight.* alike"):
+        spread_model(layer)
+    layer.embedding = torch.nn.Embedding(64, 64)  # so called by vLLM in GPT-OSS
+    assert spread_model(layer) == {"set": 3, "left": 1}
+    assert 0.95 < layer.embedding.weight.std() < 1.05
     packed = layer.w13_weight.unflatten(-1, (2, 16)).flatten(0, 1)
     numbers = unpacked_mxfp4(packed, layer.w13_weight_scale.flatten(0, 1)).float()
     assert abs(numbers.mean()) < 0.001 and 0.02 < numbers.std() < 0.03 and not layer.sorted.any()

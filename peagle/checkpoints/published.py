@@ -189,8 +189,8 @@ def experts_apart(sources: Sources, packed: bool = False, in_turn: bool = True) 
 
 def _words(source: Source, e: int, rows: slice) -> Source:
     assert source.part is not None
-    part, (_, height, blocks, half) = source.part, source.shape
-    shape = len(range(height)[rows]), blocks * half // 2
+    part, (_, height, blocks, _) = source.part, source.shape
+    shape = len(range(height)[rows]), packed_widths(blocks * BLOCK)[0]
     return Source(shape, lambda: words_of(part(e)[rows]))
 
 

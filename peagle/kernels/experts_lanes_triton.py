@@ -5,15 +5,17 @@
 Here a tensor has one number for each thread, and what Triton would arrange is written out: a thread reads its own
 weights and rows from memory, 16 bytes at once and steps ahead, unpacks them where they are, and gives them to the
 product instruction of a warp, 16 weight rows by 8 rows of x by 16 columns. Nothing goes through shared memory and no
-thread waits for another, so warps hide each other's latencies; a program is one to four warps, so that work spreads
-evenly over the machine. For more rows than an instruction takes experts_packed_triton.py is faster.
+thread waits for another, so warps hide each other's latencies; a program is four of them, so that work spreads evenly
+over the machine. For more rows than an instruction takes experts_packed_triton.py is faster.
 
 A step is 128 columns: 4 blocks (mxfp4.py) of a weight row, one for each of the 4 threads that share it. An instruction
 does not care which 16 columns it adds up, as long as weights and rows agree: instruction (p, h) of a step takes of each
 block t the columns 16 h + 8 b + 2 p + c (b and c: 0 or 1). `turned` puts rows in that order for kernels that take
-columns as they come. So a thread has one exponent in a step, and of a row of x 64 bytes in one piece.
+columns as they come. So a thread has one exponent in a step, and of a row of x 64 bytes in one piece. Four steps are a
+turn, for which a thread reads exponents at once.
 
-Columns of a product do not mix: for a row of x that did not choose the expert another is read, and nothing stored.
+Columns of a product do not mix: nothing is read for a row of x that did not choose the expert, and what comes of that
+is not stored. Of the few rows that there are most experts have one or two, so that spares most of the reading.
 
 In the interpreter the instructions are spelled out.
 
@@ -31,27 +33,27 @@ from peagle.kernels.experts import Experts
 from peagle.kernels.experts_triton import gated_tile
 from peagle.kernels.launching import supports_pdl
 from peagle.kernels.mxfp4 import BLOCK, Packed
-from peagle.kernels.mxfp4_triton import ALL_FOUR, four_numbers, in_ptx
+from peagle.kernels.mxfp4_triton import ALL_FOUR, four_numbers, in_ptx, row_start
 
-STEP = 128  # columns
 FEW_ROWS = 8  # of x, at most: those of one product instruction
-# Up to so many rows, and by whether the product is the second one: warps of a program, and steps that are read ahead.
-# Results are the same with all; these are the fastest for GPT-OSS-20B's layer on an H200
-# (benchmarks/kernel_experts_lanes.py). 16 gates and then their ups to a warp, instead of 8 of both, were slower.
-LANES: dict[tuple[int, bool], tuple[int, int, int, int | None]] = {
-    (1, False): (4, 1, 4, None),
-    (1, True): (1, 2, 4, None),
-    (4, False): (4, 1, 4, None),
-    (4, True): (1, 2, 4, None),
-    (8, False): (1, 1, 4, None),
-    (8, True): (4, 1, 4, None),
+# Up to so many rows, and by whether the product is the second one: steps that are read ahead. Results are the same with
+# all; these are the fastest for GPT-OSS-20B's layer on an H200 (benchmarks/kernel_experts_lanes.py). Programs of one
+# warp, turns of one or two steps and fewer registers were slower, and so were 16 gates and then their ups to a warp,
+# instead of 8 of both.
+READ_AHEAD: dict[tuple[int, bool], int] = {
+    (1, False): 3,
+    (1, True): 3,
+    (4, False): 1,
+    (4, True): 1,
+    (8, False): 1,
+    (8, True): 2,
 }
+MOST_WARPS = 4  # of a program
 
 _MMA = tl.constexpr(
     "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
 )
 _READ = tl.constexpr("ld.global.v4.b32 {$0,$1,$2,$3}, [$4];")
-_READ_TWO = tl.constexpr("ld.global.v2.b32 {$0,$1}, [$2];")
 # 64 bytes, by threads whose $17 is not negative; the others keep what they have.
 _READ_OWN = tl.constexpr(
     "{ .reg .pred own; setp.ge.s32 own, $17, 0;"
@@ -160,33 +162,9 @@ def _numbers(pairs, power, ASM: tl.constexpr):
 
 
 @triton.jit
-def _weights(w, step: tl.constexpr, t, LEFT: tl.constexpr, LOWER: tl.constexpr, ROW: tl.constexpr, ASM: tl.constexpr):
-    """A step's, of rows g and LOWER + g; w points at block t of the first. Past the end the last block once more."""
-    at = w + step * 128
-    if LEFT is not None and step * 4 + 4 > LEFT:
-        at = w + (tl.minimum(4 * step + t, LEFT - 1) - t) * 32
-    return _four(at, _READ_ONCE, ASM), _four(at + LOWER * ROW, _READ_ONCE, ASM)
-
-
-@triton.jit
-def _exponents(at, TURN: tl.constexpr, ASM: tl.constexpr):
-    """Of each step of a turn four."""
-    if TURN == 4:
-        return _four(at, _READ, ASM)
-    elif TURN == 2 and ASM:
-        return tl.inline_asm_elementwise(
-            _READ_TWO, "=r,=r,l", [at.to(tl.int64)], dtype=(tl.int32, tl.int32), is_pure=False, pack=1
-        )
-    elif TURN == 2:
-        return tl.load(at), tl.load(at + 1)
-    else:
-        return (tl.load(at),)
-
-
-@triton.jit
-def _both_exponents(at, E_ROW: tl.constexpr, LOWER: tl.constexpr, TURN: tl.constexpr, ASM: tl.constexpr):
-    """Of row g, and of row LOWER + g."""
-    return _exponents(at, TURN, ASM), _exponents(at + LOWER * (E_ROW // 4), TURN, ASM)
+def _both(at, LOWER: tl.constexpr, READ: tl.constexpr, ASM: tl.constexpr):
+    """Of row g, and of another one whose own lie LOWER after it."""
+    return _four(at, READ, ASM), _four(at + LOWER, READ, ASM)
 
 
 @triton.jit
@@ -221,11 +199,9 @@ def _power(four, t, ASM: tl.constexpr):
 
 
 @triton.jit
-def _step(sums, rows_x, got, upper, lower, t, known, WARPS: tl.constexpr, ASM: tl.constexpr):
-    """`got`, and exponents: of the upper and of the lower 8 rows. What is not `known` counts as 0."""
+def _step(sums, rows_x, got, upper, lower, t, WARPS: tl.constexpr, ASM: tl.constexpr):
+    """`got`, and exponents: of the upper and of the lower 8 rows."""
     power0, power1 = _power(upper, t, ASM), _power(lower, t, ASM)
-    if known is not None:
-        power0, power1 = tl.where(known, power0, 0), tl.where(known, power1, 0)
     for p in tl.static_range(4):
         first = _numbers(got[0][p], power0, ASM)
         second = _numbers(got[1][p], power1, ASM)
@@ -266,7 +242,6 @@ def _lanes_kernel(
     GLU: tl.constexpr,
     CLAMPED: tl.constexpr,
     AHEAD: tl.constexpr,
-    TURN: tl.constexpr,
     WARPS: tl.constexpr,
     ASM: tl.constexpr,
     PDL: tl.constexpr,
@@ -279,7 +254,6 @@ def _lanes_kernel(
     # Weight rows of a warp that are not ups, and where the second half of its rows is.
     TILE: tl.constexpr = 8 if GLU else 16
     LOWER: tl.constexpr = N if GLU else 8
-    EIGHT: tl.constexpr = 32  # a block of eight rows (mxfp4.py)
     if PDL and not PAIRED:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -287,14 +261,16 @@ def _lanes_kernel(
     if tl.max(own, 0) >= 0:
         n = (tl.program_id(0) * WARPS + i // 32) * TILE + g
         row = e * (2 * N if GLU else N) + n
-        w_at = w + (row // 8).to(tl.int64) * (G * EIGHT) + t * EIGHT + g * 4
-        e_at = exponents + row.to(tl.int64) * (E_ROW // 4)
         STEPS: tl.constexpr = (G + 3) // 4
-        TURNS: tl.constexpr = (G // 4 - AHEAD) // TURN if G // 4 > AHEAD else 0  # all read ahead in them is whole steps
-        powers = _both_exponents(e_at, E_ROW, LOWER, TURN, ASM)
+        TURNS: tl.constexpr = (STEPS - AHEAD) // 4  # one to AHEAD + 3 steps are left for the end, the last one in part
+        LOWER_W: tl.constexpr = LOWER * STEPS * 16
+        LOWER_E: tl.constexpr = LOWER * E_ROW // 4
+        w_at = w + row_start(row.to(tl.int64), STEPS) + t * 4
+        e_at = exponents + row.to(tl.int64) * (E_ROW // 4)
+        powers = _both(e_at, LOWER_E, _READ, ASM)
         got = ()
         for step in tl.static_range(AHEAD):
-            got = got + (_weights(w_at, step, t, G, LOWER, 4 * G, ASM),)
+            got = got + (_both(w_at + step * 128, LOWER_W, _READ_ONCE, ASM),)
         if PDL and PAIRED:
             # Weights are nobody's output, and choices were there before the kernel ahead began: the rest is only now.
             tl.extra.cuda.gdc_wait()
@@ -306,37 +282,33 @@ def _lanes_kernel(
         rows_x = (i, i, i, i, i, i, i, i, i, i, i, i, i, i, i, i)
         for _ in range(0, TURNS):
             line = got
-            for u in tl.static_range(TURN):
-                if u == TURN // 2:
-                    e_at += TURN
-                    next_powers = _both_exponents(e_at, E_ROW, LOWER, TURN, ASM)
-                line = line + (_weights(w_at, AHEAD + u, t, None, LOWER, 4 * G, ASM),)
+            for u in tl.static_range(4):
+                if u == 2:  # not before: there are registers enough only now
+                    e_at += 4
+                    next_powers = _both(e_at, LOWER_E, _READ, ASM)
+                line = line + (_both(w_at + (u + AHEAD) * 128, LOWER_W, _READ_ONCE, ASM),)
                 upper = _asked(powers[0][u], ASM)
                 rows_x = _block_of(rows_x, x_at + u * 64, own, ASM)
-                sums = _step(sums, rows_x, line[u], upper, powers[1][u], t, None, WARPS, ASM)
-            kept = ()
+                sums = _step(sums, rows_x, line[u], upper, powers[1][u], t, WARPS, ASM)
+            got = ()
             for u in tl.static_range(AHEAD):
-                kept = kept + (line[TURN + u],)
-            got = kept
+                got = got + (line[4 + u],)
             powers = next_powers
-            w_at += TURN * 128
-            x_at += TURN * 64
-        DONE: tl.constexpr = TURN * TURNS
-        LEFT: tl.constexpr = STEPS - DONE
+            w_at += 4 * 128
+            x_at += 4 * 64
+        LEFT: tl.constexpr = STEPS - 4 * TURNS
         line = got
         for u in tl.static_range(LEFT):
-            if u > 0 and u % TURN == 0:
-                powers = _both_exponents(e_at + u, E_ROW, LOWER, TURN, ASM)
+            if u > 0 and u % 4 == 0:
+                powers = _both(e_at + u, LOWER_E, _READ, ASM)
             if u + AHEAD < LEFT:
-                line = line + (_weights(w_at, u + AHEAD, t, G - 4 * DONE, LOWER, 4 * G, ASM),)
-            known = None
-            from_x = x_at + u * 64
-            if 4 * (DONE + u) + 4 > G:
-                known = 4 * (DONE + u) + t < G
-                from_x = tl.where(known, from_x, x_at)
-            upper = _asked(powers[0][u % TURN], ASM)
-            rows_x = _block_of(rows_x, from_x, own, ASM)
-            sums = _step(sums, rows_x, line[u], upper, powers[1][u % TURN], t, known, WARPS, ASM)
+                line = line + (_both(w_at + (u + AHEAD) * 128, LOWER_W, _READ_ONCE, ASM),)
+            block = x_at + u * 64
+            if u == LEFT - 1:  # past the end weights are 0, and the step's first block of x does
+                block -= tl.where(4 * (STEPS - 1) + t < G, 0, t * 16)
+            upper = _asked(powers[0][u % 4], ASM)
+            rows_x = _block_of(rows_x, block, own, ASM)
+            sums = _step(sums, rows_x, line[u], upper, powers[1][u % 4], t, WARPS, ASM)
         for eight in tl.static_range(TILE // 8):
             own_bias = 0.0
             up_bias = 0.0
@@ -368,10 +340,9 @@ def launch_lanes(x: Tensor, y: Tensor, weight_TC: Tensor, expert_TC: Tensor, exp
         x = x.clone(memory_format=torch.contiguous_format)
     (rows, chosen), columns = weight_TC.shape, y.shape[1]
     assert rows <= FEW_ROWS and columns % 32 == 0
-    warps, ahead, turn, registers = LANES[min(most for most, _ in LANES if rows <= most), paired]
+    ahead = READ_AHEAD[min(most for most, _ in READ_AHEAD if rows <= most), paired]
     tile = 16 if paired else 8
-    if columns % (tile * warps):
-        warps = 1
+    warps = 1 if columns % (tile * MOST_WARPS) else MOST_WARPS
     blocks, clamp, pdl = w.shape[2] // BLOCK, experts.clamp, supports_pdl(x.device)
     ahead = min(ahead, triton.cdiv(blocks, 4))
     _lanes_kernel[(columns // (tile * warps), len(w))](
@@ -394,12 +365,10 @@ def launch_lanes(x: Tensor, y: Tensor, weight_TC: Tensor, expert_TC: Tensor, exp
         GLU=not paired,
         CLAMPED=clamp is not None,
         AHEAD=ahead,
-        TURN=turn,
         WARPS=warps,
         ASM=in_ptx(x.dtype),
         PDL=pdl,
         num_warps=warps,
         num_stages=1,
         **({"launch_pdl": True} if pdl else {}),
-        **({} if registers is None else {"maxnreg": registers}),
     )

@@ -24,20 +24,21 @@ import triton.language as tl
 from torch import Tensor
 
 from peagle.kernels.experts import Experts
-from peagle.kernels.experts_lanes_triton import FEW_ROWS, STEP, launch_lanes, turned
+from peagle.kernels.experts_lanes_triton import FEW_ROWS, launch_lanes, turned
 from peagle.kernels.experts_triton import gated_tile, summed_triton
-from peagle.kernels.mxfp4 import BLOCK, HEIGHT, Packed
-from peagle.kernels.mxfp4_triton import HAVE_PTX, in_ptx, unpacked_tile
+from peagle.kernels.mxfp4 import BLOCK, STEP, Packed
+from peagle.kernels.mxfp4_triton import HAVE_PTX, in_ptx, row_start, unpacked_tile
 
-SOME_ROWS = 128  # up to here experts have few pairs: small tiles
-# For up to SOME_ROWS and more, by whether the product is the second one: pairs of a tile, rows of a tile of weights,
-# warps, tiles under way, and registers of a thread if the compiler would take more. From 64 rows and four warps on the
-# product is Hopper's own, which takes weights from registers; with fewer they would go through memory.
+# By up to how many rows there are, and by whether the product is the second one: pairs of a tile, rows of a tile of
+# weights, warps, tiles under way, and registers of a thread if the compiler would take more. From 64 rows of weights
+# and four warps on the product is Hopper's own, which takes them from registers; with fewer they go through memory.
 TILES = {
-    ("some", False): (16, 64, 4, 3, None),
-    ("some", True): (16, 64, 4, 3, 72),
-    ("many", False): (64, 64, 4, 3, 168),
-    ("many", True): (64, 64, 4, 3, 168),
+    (64, False): (16, 64, 4, 3, None),
+    (64, True): (16, 64, 4, 3, None),
+    (128, False): (32, 64, 4, 3, None),
+    (128, True): (32, 64, 4, 3, None),
+    (None, False): (64, 64, 4, 3, 168),
+    (None, True): (64, 64, 4, 3, 168),
 }
 MOST_PROGRAMS = 1024  # of `_order_kernel`
 SCAN = 1024  # pairs that `_order_kernel` looks at in one go, unless told otherwise, and columns of x
@@ -85,6 +86,21 @@ def tile_of(ends, tile, E, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr):
 
 
 @triton.jit
+def _read_place(i, BLOCK_N: tl.constexpr):
+    """Which row of a tile is read as the i-th. Triton gives a warp every so many-th eight of the rows it reads, and the
+    product wants two eights from it that follow each other."""
+    return i % (BLOCK_N // 2) // 8 * 16 + i // (BLOCK_N // 2) * 8 + i % 8
+
+
+@triton.jit
+def _in_place(tile):
+    """A tile whose rows were read so, in order. No thread has to give anything away."""
+    N: tl.constexpr = tile.shape[0]
+    W: tl.constexpr = tile.shape[1]
+    return tl.reshape(tl.permute(tl.reshape(tile, (2, N // 16, 8, W)), (1, 0, 2, 3)), (N, W))
+
+
+@triton.jit
 def _ended(sums, ENDED: tl.constexpr):
     """A product's sums, read at once. Else Triton lets it go on into the next step, whose weights may then be unpacked
     into registers that it still reads."""
@@ -121,7 +137,6 @@ def _packed_kernel(
     PRECISION: tl.constexpr,
     ASM: tl.constexpr,
     ENDED: tl.constexpr,
-    HEIGHT: tl.constexpr,
 ):
     """PAIRED: rows of x are pairs of row and expert already, and the result is weighted. x's columns are in turn and
     filled up to whole steps, and so become those of a GLU's y."""
@@ -136,36 +151,34 @@ def _packed_kernel(
         n = block * BLOCK_N + tl.arange(0, BLOCK_N)
         HALVES: tl.constexpr = 2 if GLU else 1
         # Past the last weight row the last one is read again: no mask in the loop, and nothing of it is stored.
-        rows = e.to(tl.int64) * N * HALVES + tl.minimum(n, N - 1)
+        read = block * BLOCK_N + _read_place(tl.arange(0, BLOCK_N), BLOCK_N)
+        rows = e.to(tl.int64) * N * HALVES + tl.minimum(read, N - 1)
         k = tl.arange(0, BLOCK_K)
         two = tl.arange(0, BLOCK_K // 8)  # words are read by pairs, see mxfp4_triton.py
-        # Said so, blocks are seen to be whole runs of 16 bytes, whatever the width. Those of HEIGHT rows lie together.
-        w_row = 4 * G
-        EIGHT: tl.constexpr = 4 * HEIGHT
         x_at = x + source[None, :] * x_row + k[:, None]
-        w_at = w + (rows // HEIGHT * (EIGHT * G) + rows % HEIGHT * 4)[:, None] + (two // 4 * EIGHT + two % 4)[None, :]
+        whole_steps = tl.cdiv(G, BLOCK_K // 32)
+        w_at = w + row_start(rows, whole_steps)[:, None] + two[None, :]
         # Rows of exponents are filled up, so no step reads past one.
         s_at = exponents + rows[:, None] * exponents_row + tl.arange(0, BLOCK_K // 32)[None, :]
         ups = (e * 0 + N).to(tl.int64)
         acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         # Of columns that only fill y's rows up there is nothing to add up.
-        steps = tl.where(block * BLOCK_N < N, tl.cdiv(G, BLOCK_K // 32), 0)
+        steps = tl.where(block * BLOCK_N < N, whole_steps, 0)
         # Too few bytes for a copy ahead of time: fetched a step ahead.
         powers = tl.load(s_at)
         up_powers = tl.load(s_at + ups * exponents_row) if GLU else powers
         for step in range(0, steps):
-            inside = step * (BLOCK_K // 8) + two < w_row
             rows_x = tl.load(x_at + step * BLOCK_K, mask=hit[None, :], other=0.0)
-            w_step = w_at + step * (BLOCK_K // 32 * EIGHT)
-            pairs = tl.load(w_step, mask=inside[None, :], other=0)
+            w_step = w_at + step * 128
+            pairs = tl.load(w_step)
             s_next = s_at + tl.minimum(step + 1, steps - 1) * (BLOCK_K // 32)
-            numbers = unpacked_tile(pairs, powers, ASM, x.dtype.element_ty)
+            numbers = unpacked_tile(_in_place(pairs), _in_place(powers), ASM, x.dtype.element_ty)
             powers = tl.load(s_next)
             acc = _ended(tl.dot(numbers, rows_x, acc, input_precision=PRECISION), ENDED)
             if GLU:
-                pairs = tl.load(w_step + ups * w_row, mask=inside[None, :], other=0)
-                numbers = unpacked_tile(pairs, up_powers, ASM, x.dtype.element_ty)
+                pairs = tl.load(w_step + row_start(ups, whole_steps))
+                numbers = unpacked_tile(_in_place(pairs), _in_place(up_powers), ASM, x.dtype.element_ty)
                 up_powers = tl.load(s_next + ups * exponents_row)
                 up = _ended(tl.dot(numbers, rows_x, up, input_precision=PRECISION), ENDED)
         if bias is not None:
@@ -185,8 +198,9 @@ def _packed_kernel(
         tl.store(to, acc.to(y.dtype.element_ty), mask=hit[None, :] & (n < y_row)[:, None])
 
 
-def kind_of(rows: int) -> str:
-    return "some" if rows <= SOME_ROWS else "many"
+def most_rows(rows: int) -> int | None:
+    """Of the tiles for so many."""
+    return next((most for most, _ in TILES if most is not None and rows <= most), None)
 
 
 def order_of(
@@ -249,7 +263,7 @@ def _launch(
     assert x.shape[1] % STEP == 0 and (paired or y.shape[1] % STEP == 0), "columns in turn are whole steps"
     chosen, pairs, count = weight_TC.shape[1], len(y), len(w)
     columns = w.shape[1] // (1 if paired else 2)
-    block_m, block_n, warps, stages, registers = TILES[kind_of(len(weight_TC)), paired]
+    block_m, block_n, warps, stages, registers = TILES[most_rows(len(weight_TC)), paired]
     if x.dtype == torch.float32:
         block_n, warps, stages, registers = 32, 4, 3, None
     # Tiles of one expert come one after another, so that the second has its weights from the cache.
@@ -282,7 +296,6 @@ def _launch(
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         ASM=in_ptx(x.dtype),
         ENDED=HAVE_PTX,
-        HEIGHT=HEIGHT,
         num_warps=warps,
         num_stages=stages,
         **({} if registers is None or not in_ptx(x.dtype) else {"maxnreg": registers}),

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from peagle.kernels.launching import INTERPRETED
-from peagle.kernels.mxfp4 import HEIGHT
+from peagle.kernels.mxfp4 import BLOCK
 
 # A number's bits belong where 0x81C0 has ones; a product plus -0.0 is that product.
 _FOURTH = """
@@ -151,17 +151,14 @@ def unpacked_tile(pairs, exponents, ASM: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def row_start(row, steps):
+    """Where the words of a row begin, in pairs; those of its next step come 128 pairs later (mxfp4.py)."""
+    return row // 8 * (steps * 128) + row % 8 * 16
+
+
+@triton.jit
 def _unpack_kernel(
-    pairs,
-    exponents,
-    out,
-    R,
-    G,
-    exponents_row,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HEIGHT: tl.constexpr,
-    ASM: tl.constexpr,
+    pairs, exponents, out, R, G, exponents_row, ROWS: tl.constexpr, WIDTH: tl.constexpr, ASM: tl.constexpr
 ):
     """A thread has one of the four numbers of neighbouring words, so that what it writes lies side by side."""
     r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -169,8 +166,8 @@ def _unpack_kernel(
     two = tl.program_id(1) * (WIDTH // 2) + tl.arange(0, WIDTH // 2)
     g = tl.program_id(1) * (WIDTH // 32) + tl.arange(0, WIDTH // 32)
     known = (r < R)[:, None] & (two < 16 * G)[None, :]
-    row = pairs + r // HEIGHT * (4 * HEIGHT * G) + r % HEIGHT * 4
-    pairs_RN = tl.load(row[:, None] + (two // 16 * (4 * HEIGHT) + two % 4)[None, :], mask=known, other=0)
+    in_row = two // 64 * 128 + two % 64 // 16 * 4 + two % 4
+    pairs_RN = tl.load(pairs + row_start(r, tl.cdiv(G, 4))[:, None] + in_row[None, :], mask=known, other=0)
     its = exponents + r[:, None] * exponents_row + g[None, :]
     exponents_RG = tl.load(its, mask=(r < R)[:, None] & (g < exponents_row)[None, :], other=0)
     which = tl.broadcast_to((two % 16 // 4)[None, :], (ROWS, WIDTH // 2))
@@ -196,11 +193,11 @@ def in_ptx(dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 and HAVE_PTX
 
 
-def unpacked_triton(words_ERW: Tensor, exponents_ERG: Tensor, dtype: torch.dtype) -> Tensor:
+def unpacked_triton(words_ERW: Tensor, exponents_ERG: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     assert words_ERW.is_contiguous() and exponents_ERG.is_contiguous()
-    count, rows, width = words_ERW.shape
-    out = words_ERW.new_empty(count, rows, 4 * width, dtype=dtype)
-    grid = (triton.cdiv(count * rows, ROWS), triton.cdiv(4 * width, WIDTH))
-    args = (words_ERW.view(torch.int32), exponents_ERG, out, count * rows, width // 8, exponents_ERG.shape[2])
-    _unpack_kernel[grid](*args, ROWS=ROWS, WIDTH=WIDTH, HEIGHT=HEIGHT, ASM=in_ptx(dtype), num_warps=4)
+    count, rows, _ = words_ERW.shape
+    out = words_ERW.new_empty(count, rows, columns, dtype=dtype)
+    grid = (triton.cdiv(count * rows, ROWS), triton.cdiv(columns, WIDTH))
+    args = (words_ERW.view(torch.int32), exponents_ERG, out, count * rows, columns // BLOCK, exponents_ERG.shape[2])
+    _unpack_kernel[grid](*args, ROWS=ROWS, WIDTH=WIDTH, ASM=in_ptx(dtype), num_warps=4)
     return out

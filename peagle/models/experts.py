@@ -77,8 +77,11 @@ class ExpertMLP(nn.Module):
             parameter: Tensor = getattr(self, name)
             return parameter.unflatten(0, (self.cfg.count, -1))
 
-        def matrix(name: str) -> Tensor | Packed:
-            return Packed(each(f"{name}_words"), each(f"{name}_exponents")) if self.cfg.packed else each(name)
+        def matrix(name: str, columns: int) -> Tensor | Packed:
+            if not self.cfg.packed:
+                return each(name)
+            return Packed(each(f"{name}_words"), each(f"{name}_exponents"), columns)
 
         gate_up_bias, down_bias = (each("gate_up_bias"), each("down_bias")) if self.cfg.bias else (None, None)
-        return Experts(matrix("gate_up"), matrix("down"), gate_up_bias, down_bias, self.clamp)
+        gate_up, down = matrix("gate_up", self.router.in_features), matrix("down", self.cfg.width)
+        return Experts(gate_up, down, gate_up_bias, down_bias, self.clamp)
