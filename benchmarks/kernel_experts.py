@@ -29,7 +29,7 @@ from kernel_attention import seconds
 
 from peagle.kernels import experts_packed_triton, experts_triton
 from peagle.kernels.experts import Clamp, Experts, route_torch
-from peagle.kernels.mxfp4 import Packed, packed_widths
+from peagle.kernels.mxfp4 import Packed, packed_widths, zero_filling
 
 COPY_RATE = 4.3e12  # bytes a second, read and written, on an H200
 OTHERS: dict[bool, list[tuple[int | None, ...]]] = {  # by whether packed
@@ -63,7 +63,10 @@ def random_experts(shape: Shape) -> Experts:
             return torch.randn(shape.count, rows, columns, dtype=torch.bfloat16, device="cuda") * columns**-0.5
         words, exponents = packed_widths(columns)
         bits = torch.randint(-(2**15), 2**15, (shape.count, rows, words), dtype=torch.int16, device="cuda")
-        return Packed(bits, torch.full((shape.count, rows, exponents), 120, dtype=torch.uint8, device="cuda"), columns)
+        powers = torch.full((shape.count, rows, exponents), 120, dtype=torch.uint8, device="cuda")
+        made = Packed(bits, powers, columns)
+        zero_filling(made)
+        return made
 
     def bias(rows: int) -> Tensor | None:
         return torch.randn(shape.count, rows, device="cuda").bfloat16() if shape.packed else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -291,6 +292,8 @@ def test_mxfp4_that_stays_packed(tmp_path: Path) -> None:
     assert expert_bytes(noise) == expert_bytes(kept)
     weights = noise.layers[0].mlp.weights().gate_up_EXD  # type: ignore[operator]
     assert weights[0].float().std() == pytest.approx(0.02, rel=0.3)
+    filled_up = replace(weights, columns=128)  # with what lies behind the last column
+    assert not filled_up[0][:, weights.columns :].any() and torch.equal(filled_up[0][:, : weights.columns], weights[0])
     assert ours(noise, tokens)[0].isfinite().all()
 
     plainly = tmp_path / "plain"

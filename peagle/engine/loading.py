@@ -37,9 +37,11 @@ from peagle.engine.speculation import CostTable
 from peagle.errors import UserError
 from peagle.hub import resolve_drafter, resolve_target
 from peagle.kernels.linear_cpu import measure_products
+from peagle.kernels.mxfp4 import Packed, zero_filling
 from peagle.kernels.verify import conditional_rates, rates_for_length
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
+from peagle.models.experts import ExpertMLP
 
 GIB = 1 << 30
 
@@ -244,6 +246,11 @@ def random_weights(kind, cfg, dtype: torch.dtype, device: torch.device):  # type
         else:
             one = name.endswith(("norm.weight", "layer_scalar"))
             torch.nn.init.ones_(parameter) if one else torch.nn.init.zeros_(parameter)
+    for module in model.modules():
+        if isinstance(module, ExpertMLP):
+            for matrix in (module.weights().gate_up_EXD, module.weights().down_EDI):
+                if isinstance(matrix, Packed):
+                    zero_filling(matrix)
     for buffer_name, buffer in model.named_buffers():
         if buffer_name.endswith("d2t"):
             buffer.zero_()

@@ -35,8 +35,8 @@ from peagle.kernels.mxfp4_triton import HAVE_PTX, in_ptx, row_start, unpacked_ti
 TILES = {
     (64, False): (16, 64, 4, 3, None),
     (64, True): (16, 64, 4, 3, None),
-    (128, False): (32, 64, 4, 3, None),
-    (128, True): (32, 64, 4, 3, None),
+    (256, False): (32, 64, 4, 3, 128),
+    (256, True): (32, 64, 4, 3, 128),
     (None, False): (64, 64, 4, 3, 168),
     (None, True): (64, 64, 4, 3, 168),
 }

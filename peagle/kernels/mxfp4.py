@@ -79,6 +79,14 @@ def words_of(blocks: Tensor) -> Tensor:
     return filled.unflatten(-1, (-1, STEP // 4)).unflatten(-3, (-1, HEIGHT)).transpose(-3, -2).reshape(filled.shape)
 
 
+def zero_filling(weights: Packed) -> None:
+    """Kernels count on zeros behind the last column; for words that are drawn by lot."""
+    if used := weights.columns % STEP // 4:
+        count, rows, _ = weights.words_ERW.shape
+        steps = weights.words_ERW.view(count, rows // HEIGHT, -1, HEIGHT, STEP // 4)
+        steps[:, :, -1, :, used:] = 0
+
+
 def exponents_of(scales: Tensor) -> Tensor:
     """[..., G] as files have them -> filled up."""
     return F.pad(scales, (0, -scales.shape[-1] % RUN))
