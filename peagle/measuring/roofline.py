@@ -33,7 +33,7 @@ class Engine:
     draft_host_s: float  # a round with drafts takes no less: the host's work
 
 
-EMBEDDED = Engine("embedded", 0.79, 0.63, 0.70, 0.40, 18e-6, 60e-6, 0.0, 0.0)
+EMBEDDED = Engine("embedded", 0.79, 0.63, 0.70, 0.50, 18e-6, 50e-6, 0.0, 0.0)
 VLLM = Engine("vllm", 0.77, 0.85, 0.62, 0.77, 59e-6, 165e-6, 0.1e-3, 4.9e-3)
 ENGINES = {engine.name: engine for engine in (EMBEDDED, VLLM)}
 
