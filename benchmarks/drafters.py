@@ -48,7 +48,11 @@ def worker(args: argparse.Namespace) -> None:
         def tell(self, requests: int, tokens: int) -> None: ...
 
     settings = BenchSettings(
-        concurrency=tuple(map(int, LOADS)), requests=args.requests, waves=4, repeats=args.repeats, max_tokens=256
+        concurrency=tuple(map(int, LOADS)),
+        requests=args.requests,
+        waves=args.waves,
+        repeats=args.repeats,
+        max_tokens=256,
     )
     length, dtype = (2048, "bfloat16") if args.device == "cuda" else (1024, "float32")
     own = EmbeddedSettings(args.device, dtype, max_num_seqs=64, max_model_len=length, kv_cache_memory=KV_BYTES)
@@ -146,8 +150,9 @@ class Session:
             command = [sys.executable, str(Path(__file__).resolve()), "--worker", "--side", side, "--method", method]
             command += ["--k", k or "0", "--lock", str(lock), "--part", str(self.parts / f"{name}.json")]
             command += ["--ready", str(self.parts / f"{name}.ready"), "--requests", str(a.requests)]
-            command += ["--repeats", str(a.repeats), "--target", a.target, "--p-eagle", str(a.p_eagle)]
-            command += ["--eagle3", str(a.eagle3), "--data-dir", str(a.data_dir), "--device", a.device]
+            command += ["--waves", str(a.waves), "--repeats", str(a.repeats), "--target", a.target]
+            command += ["--p-eagle", str(a.p_eagle), "--eagle3", str(a.eagle3)]
+            command += ["--data-dir", str(a.data_dir), "--device", a.device]
             found[name] = self.start(name, side, command)
         return found
 
@@ -244,6 +249,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder of the results")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--requests", type=int, default=256, help="of the three sets in turn, first turns")
+    parser.add_argument("--waves", type=int, default=4, help="requests for each that runs at once, as far as there are")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--max-tokens", type=int, default=512, help="of answers whose acceptance is counted")
     parser.add_argument("--seconds", type=float, default=560, help="wall clock for everything")
