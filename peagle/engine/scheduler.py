@@ -15,7 +15,7 @@ from peagle.engine.kv_cache import BlockPool
 from peagle.engine.request import Chunk, Plan, Request, State
 
 PREFILL_EVERY = 8  # steps at most that a prompt waits for company, while MANY decode and few places are free
-MANY = 64
+MANY = 16
 
 
 class Scheduler:
