@@ -37,9 +37,9 @@ from peagle.kernels.mxfp4_triton import ALL_FOUR, four_numbers, in_ptx, row_star
 
 FEW_ROWS = 8  # of x, at most: those of one product instruction
 # Up to so many rows, and by whether the product is the second one: steps that are read ahead. Results are the same with
-# all; these are the fastest for GPT-OSS-20B's layer on an H200 (benchmarks/kernel_experts_lanes.py). Programs of one
-# warp, turns of one or two steps and fewer registers were slower, and so were 16 gates and then their ups to a warp,
-# instead of 8 of both.
+# all; these are the fastest for GPT-OSS-20B's layer on an H200 (benchmarks/results/h200-kernel-experts-order.json).
+# Programs of one warp, turns of one or two steps and fewer registers were slower or no faster, and so were 16 gates and
+# then their ups to a warp, instead of 8 of both.
 READ_AHEAD: dict[tuple[int, bool], int] = {
     (1, False): 3,
     (1, True): 3,
