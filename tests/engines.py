@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -25,8 +26,10 @@ from peagle import reference
 from peagle.checkpoints.drafter import load_drafter
 from peagle.checkpoints.target import Target, load_decoder, load_tokenizer
 from peagle.config import SamplingParams
+from peagle.engine.graphs import PromptBuffers, PromptGraphs
 from peagle.engine.llm import LLM
 from peagle.engine.loading import block_bytes
+from peagle.engine.prompts import Room
 from peagle.engine.request import CompletionOutput, Group
 from peagle.engine.speculation import CostTable
 from peagle.kernels import paged_attention
@@ -106,6 +109,25 @@ def engine(name: str | None, k: int | str, blocks: int | None = None, **options:
     if k == "auto":
         settings["cost_table"] = any_costs()
     return LLM(own, pairs.drafter_folder(name) if name is not None else None, k, **{**settings, **options})  # type: ignore[arg-type]
+
+
+def rehearse(llm: LLM, sizes: Sequence[int]) -> list[Room]:
+    """Reads prompts as a GPU would, in passes that are recorded with room for so many rows. What a graph would replay
+    is run instead, on the same buffers. Tells for how much each had to make room, as it goes."""
+    graphs, replays = PromptGraphs(llm.runner, sizes), []
+
+    def record(room: Room) -> PromptBuffers:
+        def replay() -> None:
+            replays.append(room)
+            made.first_F = llm.runner.read_prompts(made.packed, room)
+
+        numbers = [torch.zeros(size, dtype=torch.long) for size in (sum(room.sizes), room.ends)]
+        made = PromptBuffers(room, *numbers, SimpleNamespace(replay=replay))  # type: ignore[arg-type]
+        return made
+
+    graphs.recorded = [record(graphs.room(rows)) for rows in graphs.sizes]
+    llm.runner.prompt_graphs = graphs
+    return replays
 
 
 # What a request must get

@@ -21,7 +21,7 @@ import engines
 import pairs
 import pytest
 import torch
-from engines import LONGEST, Asked, check, engine, play, truth
+from engines import LONGEST, Asked, check, engine, play, rehearse, truth
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chisquare
@@ -34,6 +34,7 @@ from peagle.checkpoints.drafter import save_drafter
 from peagle.checkpoints.target import Target
 from peagle.config import DecoderConfig, DrafterConfig, LayerConfig, RopeConfig, SamplingParams
 from peagle.engine.llm import LLM
+from peagle.engine.prompts import Prompts
 from peagle.engine.request import Request
 from peagle.engine.runner import Launched
 from peagle.engine.shaping import shape_rows
@@ -109,6 +110,7 @@ def run(name: str | None, k: int | str, lookahead: int, choose: random.Random) -
     asked = [a for a in drawn.asked if wanted[a].clear]
     llm = engine(name, k, **drawn.sizes)
     llm.lookahead = lookahead
+    replays = rehearse(llm, choose.choice([[], [16], [8, 24, 200]]))
     if k == "auto":
         llm.scheduler.drafts_for = lambda batch: choose.choice(llm.draft_count.choices)
     for one, group in zip(asked, play(llm, asked), strict=True):
@@ -124,6 +126,7 @@ def run(name: str | None, k: int | str, lookahead: int, choose: random.Random) -
         SEEN["accepted"] += sum(got.accepted_per_position)
         SEEN["full"] += len(one.prompt) + len(got.token_ids) == LONGEST
     SEEN["found"] += llm.scheduler.pool.hits
+    SEEN["replayed"] += len(replays)
 
 
 PAIRS = [
@@ -149,6 +152,7 @@ def test_every_request_gets_what_it_gets_alone(name: str | None, k: int | str, l
 
     property_()
     assert SEEN["preempted"] and SEEN["found"] and SEEN["full"] and (SEEN["accepted"] or name is None), SEEN
+    assert SEEN["replayed"], SEEN
 
 
 @pytest.mark.parametrize("name", ["p-eagle-1", "eagle3-1", None])
@@ -233,9 +237,10 @@ def rig(llm: LLM, right: Callable[[int], bool]) -> None:
         made = [draft(by_slot[s], at, k) for s, at in zip(v.slots_B.tolist(), starts, strict=True)]
         return torch.tensor(made, dtype=torch.long).view(len(starts), k)
 
-    def draft_after(chunks: Any, final: Any, newest_F: Any, hidden_TD: Any, slots_B: Any) -> Tensor | None:
-        made = [draft(c.request, c.end + 1, llm.runner.most_drafts) for c in final]
-        return torch.tensor(made) if final else None
+    def draft_after(p: Prompts[Tensor], *_: Any) -> Tensor:
+        by_slot, k = {r.slot: r for r in llm.scheduler.running}, llm.runner.most_drafts
+        ends = zip(p.slots_F.tolist(), p.ends_F.tolist(), strict=True)
+        return torch.tensor([draft(by_slot[s], end + 1, k) for s, end in ends], dtype=torch.long).view(-1, k)
 
     runner._drafts, runner._draft_after = drafts, draft_after  # type: ignore[method-assign]
 

@@ -1,20 +1,22 @@
-"""Which sizes are recorded, and where the rows of a padded pass belong; replaying them needs a GPU."""
+"""Which sizes are recorded, and what the rows of a pass over prompts belong to; replaying them needs a GPU."""
 
 from contextlib import nullcontext
-from types import SimpleNamespace
+from dataclasses import replace
 
+import engines
 import pairs
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support import many
 
 from peagle import reference
 from peagle.config import DecoderConfig, LayerConfig, RopeConfig, SamplingParams
-from peagle.engine.graphs import CHUNK_ROWS, ChunkGraphs, GuessBuffers, GuessGraphs, batch_sizes, chunk_sizes
+from peagle.engine.graphs import CHUNK_ROWS, batch_sizes, chunk_sizes
 from peagle.engine.llm import LLM
 from peagle.engine.loading import check_recordable
+from peagle.engine.prompts import Prompts, Room, in_order, lay_out
+from peagle.engine.request import Chunk, Request
 from peagle.errors import UserError
 
 
@@ -42,63 +44,97 @@ def test_heads_that_cannot_be_recorded_are_refused(width: int, fine: bool) -> No
         check_recordable(cfg, None)
 
 
-def graphs() -> ChunkGraphs:
-    made = ChunkGraphs(lambda *inputs: None, [64, 256], None, 8, torch.zeros(1))  # type: ignore[arg-type, return-value]
-    for rows in made.sizes:
-        meta = torch.zeros(3, made.sequences(rows) + 1)
-        made.recorded[rows] = SimpleNamespace(tokens_T=torch.zeros(rows), meta_3B=meta)  # type: ignore[assignment]
+LONGEST = 70
+MASK = 9
+
+
+@st.composite
+def chunks(draw: st.DrawFn) -> list[Chunk]:
+    made = []
+    for slot in range(draw(st.integers(1, 8))):
+        length, said = draw(st.integers(1, 50)), draw(st.integers(0, 12))
+        params = SamplingParams(max_tokens=20)
+        r = Request(slot, list(range(100, 100 + length)), params, 0, *[frozenset()] * 3, longest=LONGEST)
+        r.output_ids, r.slot = list(range(500, 500 + said)), slot
+        begin = draw(st.integers(0, r.to_read - 1))
+        made.append(Chunk(r, begin, draw(st.sampled_from([r.to_read, draw(st.integers(begin + 1, r.to_read))]))))
     return made
 
 
 @many(200)
-@given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 60)), min_size=1, max_size=20))
-def test_rows_behind_the_prompts_belong_to_a_sequence_that_keeps_nothing(given_: list[tuple[int, int]]) -> None:
-    starts, counts = [s for s, _ in given_], [c for _, c in given_]
-    made = graphs()
-    found = made.find(counts)
-    rows = next((size for size in (64, 256) if sum(counts) <= size), None)
-    if rows is None or len(counts) > rows // 16:
-        assert found is None
-        return
-    assert found is made.recorded[rows]
-    begins, live, first = ChunkGraphs.meta(found, starts, counts, counts)
-    assert len(begins) == len(live) == len(first) == rows // 16 + 2
-    assert first[0] == 0 and first[-1] == rows and first == sorted(first)
-    owned = [first[i + 1] - first[i] for i in range(len(first) - 1)]
-    assert owned[: len(counts)] == counts and begins[: len(counts)] == starts
-    assert sum(owned[len(counts) : -1]) == 0 and owned[-1] == rows - sum(counts)
-    assert not any(live[len(counts) :])
+@given(chunks(), st.sampled_from([None, 0, 3]), st.integers(0, 40))
+def test_all_of_a_steps_prompts_lie_in_one_array(given_: list[Chunk], masks: int | None, spare: int) -> None:
+    """Read back row by row. With room to spare, what is left over belongs to nobody."""
+    room = Room.of(given_, masks)
+    if spare:
+        room = replace(
+            room,
+            rows=room.rows + spare,
+            sequences=room.sequences + 2,
+            ends=room.ends + 2,
+            max_rows=room.max_rows + spare,
+        )
+    p = Prompts.cut(lay_out(given_, room, LONGEST, MASK), room)
+    ends = [c for c in given_ if c.final]
+    order = [c for c in ends if not c.request.output_ids] + [c for c in ends if c.request.output_ids]
+    assert in_order(given_) == order
+    for b, c in enumerate(given_):
+        text = c.request.prompt_ids + c.request.output_ids
+        rows = range(p.first_B1[b], p.first_B1[b + 1])
+        assert [(p.tokens_T[i], p.positions_T[i]) for i in rows] == [(text[x], x) for x in range(c.begin, c.end)]
+        assert (p.slots_B[b], p.starts_B[b], p.live_B[b]) == (c.request.slot, c.begin, len(rows))
+        if c.final:
+            f = order.index(c)
+            known = c.request.output_ids[-1] if c.request.output_ids else -1
+            assert (p.slots_F[f], p.ends_F[f], p.known_F[f]) == (c.request.slot, c.end, known)
+            assert p.last_F[f] == rows[-1]
+        if masks is not None:
+            # a row at x reads the state of the target's row at x and the token at x + 1, and guesses that at x + 2
+            own = range(p.draft_first_B1[b], p.draft_first_B1[b + 1])
+            want = [(text[x + 1] if x + 1 < c.end else None, x, rows[x - c.begin]) for x in range(c.begin, c.end)]
+            if c.final:
+                want[-1] = (-1 - f, *want[-1][1:])
+                want += [(MASK, min(x, LONGEST - 1), room.rows) for x in range(c.end, c.end + masks)]
+                assert p.guess_F[f] == own[len(rows) - 1]
+            else:
+                want[-1] = (text[c.end], *want[-1][1:])
+            have = [(p.draft_tokens_R[i], p.draft_positions_R[i], p.draft_source_R[i]) for i in own]
+            assert have == want
+            assert p.draft_live_B[b] == min(len(own), LONGEST - c.begin)
+    used = len(given_)
+    for first, rows_ in ((p.first_B1, room.rows), (p.draft_first_B1, len(p.draft_tokens_R))):
+        if len(first):
+            assert first[0] == 0 and first[-1] == rows_ and (first[used:-1] == first[used]).all()
+    assert (p.slots_B[used:] == -1).all() and not p.live_B[used:].any() and not p.draft_live_B[used:].any()
+    assert (p.slots_F[len(order) :] == -1).all() and (p.ends_F[len(order) :] == LONGEST).all()
 
 
-def test_a_prompt_longer_than_a_pass_looks_at_is_not_recorded() -> None:
-    made = ChunkGraphs(lambda *inputs: None, [8192], None, 8, torch.zeros(1))  # type: ignore[arg-type, return-value]
-    made.recorded[8192] = SimpleNamespace()  # type: ignore[assignment]
-    assert made.find([1024, 1024]) is not None
-    assert made.find([1025, 5]) is None and made.find([8193]) is None and made.find([1] * 200) is None
+def test_a_pass_is_found_that_has_room_for_all() -> None:
+    llm = LLM(pairs.target_folder(), pairs.drafter_folder("p-eagle-1"), 4, tokenizer=False, max_num_seqs=3)
+    engines.rehearse(llm, [64, 128, 1024, 8192])
+    graphs = llm.runner.prompt_graphs
+    assert graphs is not None
+
+    def found(rows: int, sequences: int, ends: int, longest: int) -> int | None:
+        one = graphs.find(Room(rows, sequences, ends, longest, 0, 3))
+        return one.room.rows if one is not None else None
+
+    assert [found(rows, 1, 1, rows) for rows in (1, 64, 65, 128, 129, 1024)] == [64, 64, 128, 128, 1024, 1024]
+    assert found(1025, 1, 1, 1025) is None and found(1025, 2, 1, 1024) == 8192 and found(8193, 9, 1, 1000) is None
+    assert found(60, 5, 1, 20) == 128 and found(60, 5, 5, 20) is None  # too many: 128 rows have room for 4 ends as well
+    assert found(900, 33, 33, 30) is None and found(900, 32, 32, 30) == 1024
 
 
-def test_places_without_a_prompt_leave_the_others_guesses_alone() -> None:
-    """Five places for one to three prompts. What a graph would replay is run here instead, on the same buffers."""
-    target, drafter = pairs.load_pair("eagle3-1")
-    llm = LLM(pairs.target_folder(), pairs.drafter_folder("eagle3-1"), 4, tokenizer=False, max_num_seqs=3)
-    runner, replays = llm.runner, []
-    tables = runner.state.block_tables_SM.shape[1]
-    like = target.embed_tokens.weight
-    made = GuessGraphs(runner.one_by_one, [5], 4, like.shape[1], tables, runner.longest, like)
-    inputs = (torch.zeros(5).long(), torch.zeros(5, like.shape[1]), torch.zeros(5).long(), torch.zeros(5, tables).int())
-    out = torch.zeros(5, 4).long()
-
-    def replay() -> None:
-        replays.append(int((inputs[2] < runner.longest).sum()))
-        out.copy_(runner.one_by_one(*inputs, 4))
-
-    graph = SimpleNamespace(replay=replay)
-    made.recorded[5] = GuessBuffers(inputs, runner.longest, out, graph)  # type: ignore[arg-type]
-    runner.first_guesses = made
+@pytest.mark.parametrize("name", ["p-eagle-1", "eagle3-1"])
+def test_places_without_a_prompt_leave_the_others_drafts_alone(name: str) -> None:
+    """Room for four ends, of one to three prompts at a time."""
+    target, drafter = pairs.load_pair(name)
+    llm = LLM(pairs.target_folder(), pairs.drafter_folder(name), 4, tokenizer=False, max_num_seqs=3)
+    replays = engines.rehearse(llm, [64, 256])
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     prompts = pairs.prompts(8)
     for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
         want, have = reference.generate(target, prompt, params, frozenset(), drafter, 4), output.outputs[0]
         assert have.token_ids == want.token_ids
         assert (have.num_drafts, have.accepted_per_position) == (want.num_drafts, want.accepted_per_position)
-    assert made.find(6) is None and sum(replays) == 8 and len(set(replays)) > 1
+    assert {room.rows for room in replays} == {64, 256}

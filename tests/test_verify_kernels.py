@@ -676,6 +676,17 @@ def check_commit_state(device: str) -> None:
             draft_module.commit_state_triton(*got, *to(device, (slots, emitted, accepted, drafts)), most)
             for a, b in zip(got, want, strict=True):
                 assert torch.equal(a.cpu(), b)
+            # Where they are is said: the same as if they had gone there in a round
+            moved, before = tuple(x.clone() for x in state), state[1][slots] + accepted + 1
+            args = (*to(device, (slots, emitted, accepted, drafts)), most, before.to(device))
+            for commit in (draft_module.commit_state_torch, draft_module.commit_state_triton):
+                placed = to(device, tuple(x.clone() for x in moved))
+                placed[1].fill_(33)
+                commit(*placed, *args)
+                for i, (a, b) in enumerate(zip(placed, want, strict=True)):
+                    rows = slots[slots >= 0] if i == 1 else slice(None)
+                    assert torch.equal(a.cpu()[rows], b[rows])
+                assert (placed[1].cpu()[[1, 2, 3]] == 33).all()
 
 
 def slot_state(seed: int, slots: int = 5, drafts: int = 7, blocks: int = 300) -> SlotState:

@@ -30,7 +30,7 @@ from peagle.config import (
     EngineSettings,
     usual_draft_tokens,
 )
-from peagle.engine.graphs import RoundGraphs, batch_sizes, chunk_sizes
+from peagle.engine.graphs import PromptGraphs, RoundGraphs, batch_sizes, chunk_sizes
 from peagle.engine.kv_cache import BLOCK_SIZE
 from peagle.engine.runner import Runner
 from peagle.engine.speculation import CostTable
@@ -113,7 +113,7 @@ def load(target: str | Path | Target, drafter: str | Path | Drafter | None, sett
         runner = Runner(loaded.model, model, num_blocks, seqs, longest, choices[-1], rates)
         if graphs:
             runner.graphs = RoundGraphs(runner, batch_sizes(seqs), choices)
-            runner.prepare_prompts(chunk_sizes(count_weights(loaded.model), idle_chunk), batch_sizes(seqs))
+            runner.prompt_graphs = PromptGraphs(runner, chunk_sizes(count_weights(loaded.model), idle_chunk))
             runner.graphs.capture()
         if not on_gpu:
             models = [m for m in (loaded.model, model) if m is not None]

@@ -16,14 +16,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from peagle.config import DecoderConfig, Window
 from peagle.engine.grammar import allowed_rows, unpack
-from peagle.engine.graphs import ChunkGraphs, GuessGraphs, Pass, RoundGraphs
+from peagle.engine.graphs import PromptGraphs, RoundGraphs
 from peagle.engine.kv_cache import BLOCK_SIZE
+from peagle.engine.prompts import Prompts, Room, in_order, lay_out, where
 from peagle.engine.request import Chunk, Plan, Request
 from peagle.engine.shaping import logprob_rows, shape_rows
 from peagle.kernels.draft_inputs import commit_state, draft_inputs
@@ -38,7 +40,7 @@ from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
 from peagle.models.flat import FlatDecoder, FlatDrafter
 
-Passed = tuple[Tensor, Tensor | None]
+Choice = Callable[[Tensor, Prompts[Tensor]], Tensor]  # of first tokens, from logits [F, V]
 
 
 @dataclass
@@ -164,9 +166,7 @@ class Runner:
         if synthetic_rates is not None:
             self.rates_K = torch.tensor(synthetic_rates, dtype=torch.float32, device=self.device)
         self.graphs: RoundGraphs | None = None
-        self.target_chunks: ChunkGraphs | None = None
-        self.drafter_chunks: ChunkGraphs | None = None
-        self.first_guesses: GuessGraphs | None = None
+        self.prompt_graphs: PromptGraphs | None = None
         self._sent: list[tuple[int, int, int]] = [(-1, 0, 0)] * max_num_seqs  # request, its preemptions, blocks
 
     @torch.inference_mode()
@@ -179,23 +179,6 @@ class Runner:
             else:
                 self.mask_hidden_D.copy_(hidden_D)  # in place: recorded rounds read it there
 
-    def prepare_prompts(self, rows: Sequence[int], sizes: Sequence[int]) -> None:
-        """What `graphs` is to record beside the rounds: passes over these many prompt rows, and drafts one by one for
-        these many prompts."""
-        blocks, like = self.state.block_tables_SM.shape[1], self.target.embed_tokens.weight
-        self.target_chunks = ChunkGraphs(self.read_target, rows, None, blocks, like)
-        if self.drafter is None:
-            return
-        width, k = self.drafter.cfg.layer.hidden_size, self.most_drafts
-        self.drafter_chunks = ChunkGraphs(self.read_drafter, rows, width, blocks, like)
-        if not self.drafter.cfg.parallel and k > 1:
-            self.first_guesses = GuessGraphs(self.one_by_one, sizes, k, width, blocks, self.longest, like)
-
-    @property
-    def beside_rounds(self) -> list[ChunkGraphs | GuessGraphs]:
-        made = (self.target_chunks, self.drafter_chunks, self.first_guesses)
-        return [graphs for graphs in made if graphs is not None]
-
     # One launch
 
     @torch.inference_mode()
@@ -203,7 +186,7 @@ class Runner:
         self._send(moved)
         logprobs: dict[int, list[dict[int, float]]] = {}
         rounds = self._round(plan, logprobs) if plan.decoding else None
-        firsts = [c.request for c in plan.chunks if c.final and not c.request.output_ids]
+        firsts = [c.request for c in in_order(plan.chunks) if not c.request.output_ids]
         first_tokens = self._read(plan.chunks, logprobs) if plan.chunks else None
         return self._return(plan, rounds, firsts, first_tokens, logprobs)
 
@@ -247,14 +230,13 @@ class Runner:
             self._sent[request.slot] = (request.id, request.preemptions, len(request.blocks))
         moved.clear()
         if tables:
-            where = self._to_device(tables)
-            self.state.block_tables_SM[where[:, 0], where[:, 1]] = where[:, 2].int()
+            cells_N3 = self._to_device(tables)
+            self.state.block_tables_SM[cells_N3[:, 0], cells_N3[:, 1]] = cells_N3[:, 2].int()
         if settings:
-            which, floats = self._to_device(numbers), self._to_device(settings, torch.float32)
-            slots = which[:, 0]
-            s = self.state
-            s.temperature_S[slots], s.top_p_S[slots], s.min_p_S[slots] = floats[:, 0], floats[:, 1], floats[:, 2]
-            s.top_k_S[slots], s.seed_S[slots] = which[:, 1], which[:, 2]
+            which_N3, shares_N3 = self._to_device(numbers), self._to_device(settings, torch.float32)
+            slots = which_N3[:, 0]
+            self.state.shares_3S[:, slots] = shares_N3.T
+            self.state.counts_2S[:, slots] = which_N3[:, 1:].T
 
     # A round
 
@@ -393,148 +375,89 @@ class Runner:
 
     # Prompts
 
+    @property
+    def masks(self) -> int | None:
+        """Rows of the drafter behind a prompt's end."""
+        if self.drafter is None:
+            return None
+        return max(self.most_drafts - 1, 0) if self.drafter.cfg.parallel else 0
+
     def _read(self, chunks: list[Chunk], logprobs: dict[int, list[dict[int, float]]]) -> Tensor | None:
-        """Reads chunks; for those that end their prompt the first token, drafts, and the slot's state."""
-        tokens = [t for c in chunks for t in c.request.tokens[c.begin : c.end]]
-        positions = [p for c in chunks for p in range(c.begin, c.end)]
-        slots_B = self._to_device([c.request.slot for c in chunks])
-        counts = [c.end - c.begin for c in chunks]
-        inputs = (self._to_device(tokens), None, self._to_device(positions))
-        hidden, taps = self._over(self.read_target, self.target_chunks, inputs, chunks, counts, slots_B)
-
-        ends, at = {}, 0  # of each chunk, its last row
-        for c in chunks:
-            at += c.end - c.begin
-            ends[c.request.id] = at - 1
-        fresh = [c for c in chunks if c.final and not c.request.output_ids]
-        first_tokens = None
-        if fresh:
-            logits = self.target.logits(hidden[self._to_device([ends[c.request.id] for c in fresh])])
-            first_tokens = self._first_tokens(fresh, logits, logprobs)
-        final = [c for c in chunks if c.final]
-        newest_F = self._newest(final, fresh, first_tokens)
-        drafts_FK = None
-        if self.drafter is not None and taps is not None:
-            drafts_FK = self._draft_after(chunks, final, newest_F, self.drafter.combine(taps), slots_B)
-        if final:
-            self._begin(final, newest_F, drafts_FK)
-        return first_tokens
-
-    def read_target(self, tokens: Tensor, _: Tensor | None, positions: Tensor, pages: Pages) -> Passed:
-        return self.read(tokens, positions, PagedAttend(self.cache, pages, prefill_attention), self.taps)
-
-    def read_drafter(self, tokens: Tensor, hidden: Tensor | None, positions: Tensor, pages: Pages) -> Passed:
-        assert self.drafter is not None and hidden is not None
-        return self.guess(tokens, hidden, positions, PagedAttend(self.draft_cache, pages, prefill_attention))
-
-    def _over(
-        self,
-        run: Pass,
-        graphs: ChunkGraphs | None,
-        inputs: tuple[Tensor, Tensor | None, Tensor],
-        chunks: list[Chunk],
-        counts: list[int],
-        slots_B: Tensor,
-    ) -> Passed:
-        """A pass over `counts` rows of each chunk: a recorded one where there is one of that size."""
-        begins = [c.begin for c in chunks]
-        live = [min(count, self.longest - begin) for count, begin in zip(counts, begins, strict=True)]
-        tables_BM = self.state.block_tables_SM[slots_B]
-        recorded = graphs.find(counts) if graphs is not None else None
+        """Reads chunks; of those that end a new prompt the first tokens."""
+        room, ends = Room.of(chunks, self.masks), in_order(chunks)
+        fresh = [c for c in ends if not c.request.output_ids]
+        shaped = any(c.request.shaped for c in fresh)
+        mask_id = self.drafter.cfg.mask_token_id if self.drafter is not None else None
+        recorded = self.prompt_graphs.find(room) if self.prompt_graphs is not None and not shaped else None
         if recorded is not None:
-            meta = ChunkGraphs.meta(recorded, begins, live, counts)
-            return recorded.replay(*inputs, tables_BM, self._to_device(meta, torch.int32))
-        first = [0]
-        for count in counts:
-            first.append(first[-1] + count)
-        meta_3B = self._to_device([begins + [0], live + [0], first], torch.int32)
-        pages = Pages(tables_BM, meta_3B[0, :-1], meta_3B[1, :-1], max(counts), meta_3B[2], max_context=max(begins))
-        return run(*inputs, pages)
+            said_F = recorded.replay(lay_out(chunks, recorded.room, self.longest, mask_id))
+        else:
+            packed = sent(torch.from_numpy(lay_out(chunks, room, self.longest, mask_id)), self.device)
+            choice = partial(self._choose_shaped, fresh, logprobs) if shaped else self._choose_first
+            said_F = self.read_prompts(packed, room, choice)
+        return said_F[: len(fresh)] if fresh else None
 
-    def _first_tokens(
-        self, fresh: list[Chunk], logits_FV: Tensor, logprobs: dict[int, list[dict[int, float]]]
+    def read_prompts(self, packed: Tensor, room: Room, choice: Choice | None = None) -> Tensor:
+        """[F]: the token that follows each prompt that ends; their slots are ready to decode."""
+        p: Prompts[Tensor] = Prompts.cut(packed, room)
+        places, draft_places = where(packed.int(), room, self.state.block_tables_SM[p.slots_B])
+        attend = PagedAttend(self.cache, places, prefill_attention)
+        hidden, taps = self.read(p.tokens_T, p.positions_T, attend, self.taps)
+        said_F = p.known_F
+        if room.ends:
+            said_F = (choice or self._choose_first)(self.target.logits(hidden[p.last_F]), p)
+        newest_F = torch.where(p.known_F < 0, said_F, p.known_F)
+        drafts_FK = newest_F[:, None][:, :0]
+        if taps is not None:
+            drafts_FK = self._draft_after(p, room, newest_F, taps, draft_places)
+        if room.ends:
+            s, none = self.state, torch.zeros_like(newest_F)
+            begun = (p.slots_F, newest_F[:, None], none, drafts_FK, self.longest, p.ends_F)
+            commit_state(s.tokens_SN, s.start_S, s.available_S, *begun)
+        return said_F
+
+    def _choose_first(self, logits_FV: Tensor, p: Prompts[Tensor]) -> Tensor:
+        temperature_F, top_p_F, min_p_F = self.state.shares_3S[:, p.slots_F]
+        top_k_F, seed_F = self.state.counts_2S[:, p.slots_F]
+        return choose(logits_FV, temperature_F, top_k_F, top_p_F, min_p_F, seed_F, p.ends_F)
+
+    def _choose_shaped(
+        self, fresh: list[Chunk], logprobs: dict[int, list[dict[int, float]]], logits_FV: Tensor, p: Prompts[Tensor]
     ) -> Tensor:
-        shaped = logits_FV
-        if any(c.request.shaped for c in fresh):
-            shaped = logits_FV.float().clone()
-            none = torch.empty(0, dtype=torch.long, device=self.device)
-            bound = [c.request for c in fresh if c.request.grammar is not None]
-            allowed = self._allowed(bound, [[] for _ in bound])
-            for f, c in enumerate(fresh):
-                r = c.request
-                if r.shaped:
-                    row, rules = logits_FV[f : f + 1], allowed.get(r.id)
-                    shaped[f] = shape_rows(row, r.params, r.prompt_ids, [], none, r.barred, rules)[0]
-        slots, s = self._to_device([c.request.slot for c in fresh]), self.state
-        settings = (s.temperature_S[slots], s.top_k_S[slots], s.top_p_S[slots], s.min_p_S[slots], s.seed_S[slots])
-        tokens = choose(shaped, *settings, self._to_device([c.end for c in fresh]))
+        """As `_choose_first`, where some of the new prompts shape their logits or want them back."""
+        shaped_FV = logits_FV.to(torch.float32, copy=True)
+        none = torch.empty(0, dtype=torch.long, device=self.device)
+        bound = [c.request for c in fresh if c.request.grammar is not None]
+        allowed = self._allowed(bound, [[] for _ in bound])
+        for f, r in enumerate(c.request for c in fresh):
+            if r.shaped:
+                row, rules = logits_FV[f : f + 1], allowed.get(r.id)
+                shaped_FV[f] = shape_rows(row, r.params, r.prompt_ids, [], none, r.barred, rules)[0]
+        said_F = self._choose_first(shaped_FV, p)
         wanted = [(f, c.request) for f, c in enumerate(fresh) if c.request.params.logprobs is not None]
         if wanted:
-            said = tokens.tolist()
+            said = said_F.tolist()
             for f, r in wanted:
                 logprobs[r.id] = logprob_rows(logits_FV[f : f + 1], [said[f]], r.params.logprobs or 0)
-        return tokens
+        return said_F
 
-    def _newest(self, final: list[Chunk], fresh: list[Chunk], first_tokens: Tensor | None) -> Tensor:
-        """The token after each finished prompt: just chosen, or known from before it was preempted."""
-        known_F = self._to_device([(c.request.output_ids or [0])[-1] for c in final])
-        if first_tokens is not None:
-            ids = [c.request.id for c in fresh]
-            known_F[self._to_device([i for i, c in enumerate(final) if c.request.id in ids])] = first_tokens
-        return known_F
-
-    def _draft_after(
-        self, chunks: list[Chunk], final: list[Chunk], newest_F: Tensor, hidden_TD: Tensor, slots_B: Tensor
-    ) -> Tensor | None:
-        """The drafter reads the chunks, mask rows behind those that end; drafts for these."""
-        assert self.drafter is not None
-        k, mask_id = self.most_drafts, self.drafter.cfg.mask_token_id
-        behind = max(k - 1, 0) if mask_id is not None else 0
-        tokens: list[int] = []
-        positions: list[int] = []
-        source: list[int] = []  # row of hidden_TD; one past its end is the mask's
-        counts: list[int] = []
-        unknown: list[int] = []  # rows whose token is the newest
-        read = 0
-        for c in chunks:
-            rows, masks = c.end - c.begin, behind if c.final else 0
-            following = c.request.tokens[c.begin + 1 : c.end + 1]
-            if c.final:
-                unknown.append(len(tokens) + rows - 1)
-                following = [*following[: rows - 1], 0]
-            tokens += following + [mask_id or 0] * masks
-            positions += [min(p, self.longest - 1) for p in range(c.begin, c.end + masks)]
-            source += [*range(read, read + rows), *[len(hidden_TD)] * masks]
-            counts.append(rows + masks)
-            read += rows
-        token_ids, unknown_F = self._to_device(tokens), self._to_device(unknown)
-        token_ids[unknown_F] = newest_F
-        hidden_RD = hidden_TD
-        if behind and final:
+    def _draft_after(self, p: Prompts[Tensor], room: Room, newest_F: Tensor, taps_TN: Tensor, places: Pages) -> Tensor:
+        """The drafter reads the same, and mask rows behind the ends; drafts for these."""
+        drafter, k, tokens_R = self.drafter, self.most_drafts if room.ends else 0, p.draft_tokens_R
+        assert drafter is not None
+        hidden_RD = drafter.combine(taps_TN)
+        if room.ends:
+            tokens_R = torch.where(tokens_R < 0, newest_F[(-1 - tokens_R).clamp(min=0)], tokens_R)
+        if room.masks and room.ends:
             assert self.mask_hidden_D is not None
-            hidden_RD = torch.cat([hidden_TD, self.mask_hidden_D[None]])[self._to_device(source)]
-        inputs = (token_ids, hidden_RD, self._to_device(positions))
-        said, handed_on = self._over(self.read_drafter, self.drafter_chunks, inputs, chunks, counts, slots_B)
-        if not final or k == 0:
-            return None
-        assert handed_on is not None
-        if mask_id is not None:
-            wanted = (unknown_F[:, None] + torch.arange(k, device=self.device)).flatten()
-            return self.drafter.target_ids(argmax(self.drafter.logits(said[wanted]))).view(-1, k)
-        guess = self.drafter.target_ids(argmax(self.drafter.logits(said[unknown_F])))
-        tables_FM = self.state.block_tables_SM[self._to_device([c.request.slot for c in final])]
-        ends_F = self._to_device([c.end for c in final])
-        recorded = self.first_guesses.find(len(final)) if self.first_guesses is not None else None
-        if recorded is not None:
-            return recorded.replay(guess, handed_on[unknown_F], ends_F, tables_FM)
-        return self.one_by_one(guess, handed_on[unknown_F], ends_F, tables_FM, k)
-
-    def _begin(self, final: list[Chunk], newest_F: Tensor, drafts_FK: Tensor | None) -> None:
-        s, k = self.state, 0 if drafts_FK is None else drafts_FK.shape[1]
-        rows = [(c.request.slot, c.end, max(min(k, self.longest - c.end - 2), 0)) for c in final]
-        meta = self._to_device(rows)
-        slots = meta[:, 0]
-        s.tokens_SN[slots, 0] = newest_F
-        if drafts_FK is not None:
-            s.tokens_SN[slots, 1 : k + 1] = drafts_FK
-        s.start_S[slots], s.available_S[slots] = meta[:, 1], meta[:, 2]
+            hidden_RD = torch.cat([hidden_RD, self.mask_hidden_D[None]])[p.draft_source_R]
+        attend = PagedAttend(self.draft_cache, places, prefill_attention)
+        said, handed_on = self.guess(tokens_R, hidden_RD, p.draft_positions_R, attend)
+        if k == 0:
+            return newest_F[:, None][:, :0]
+        if drafter.cfg.parallel:
+            wanted = (p.guess_F[:, None] + torch.arange(k, device=self.device)).flatten()
+            return drafter.target_ids(argmax(drafter.logits(said[wanted]))).view(-1, k)
+        guess_F = drafter.target_ids(argmax(drafter.logits(said[p.guess_F])))
+        tables_FM = self.state.block_tables_SM[p.slots_F]
+        return self.one_by_one(guess_F, handed_on[p.guess_F], p.ends_F, tables_FM, k)

@@ -213,16 +213,18 @@ def commit_state_torch(
     accepted_B: Tensor,
     drafts_BK: Tensor,
     longest: Tensor | int,
+    position_B: Tensor | None = None,
 ) -> None:
     used = slots_B >= 0
     if not used.all():
         slots_B, accepted_B, drafts_BK, emitted_BQ = slots_B[used], accepted_B[used], drafts_BK[used], emitted_BQ[used]
         longest = longest[used] if isinstance(longest, Tensor) else longest
+        position_B = position_B[used] if position_B is not None else None
     slots, accepted, k = slots_B.long(), accepted_B.long(), drafts_BK.shape[1]
     tokens_SN[slots, 0] = emitted_BQ.gather(1, accepted[:, None])[:, 0].to(tokens_SN.dtype)
     if k:
         tokens_SN[slots, 1 : k + 1] = drafts_BK.to(tokens_SN.dtype)
-    start = start_S[slots].long() + accepted + 1
+    start = start_S[slots].long() + accepted + 1 if position_B is None else position_B.long()
     start_S[slots] = start.to(start_S.dtype)
     most = longest.long() if isinstance(longest, Tensor) else longest
     available_S[slots] = (most - start - 2).clamp(0, k).to(available_S.dtype)
@@ -241,8 +243,10 @@ def _commit_kernel(
     drafts: tl.tensor,
     drafts_stride: tl.tensor,
     longest: tl.tensor,
+    positions: tl.tensor,
     K: tl.constexpr,
     EACH: tl.constexpr,
+    PLACED: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
     """One request; WIDTH >= K + 1."""
@@ -254,7 +258,10 @@ def _commit_kernel(
         newest = tl.load(emitted + b * emitted_stride + m)
         draft = tl.load(drafts + b * drafts_stride + at - 1, mask=(at > 0) & (at <= K), other=0)
         tl.store(tokens + slot * tokens_stride + at, tl.where(at == 0, newest, draft), mask=at <= K)
-        start = tl.load(starts + slot).to(tl.int64) + m + 1
+        if PLACED:
+            start = tl.load(positions + b).to(tl.int64)
+        else:
+            start = tl.load(starts + slot).to(tl.int64) + m + 1
         tl.store(starts + slot, start)
         most = tl.load(longest + b).to(tl.int64) if EACH else longest
         tl.store(available + slot, tl.maximum(tl.minimum(most - start - 2, K), 0))
@@ -269,6 +276,7 @@ def commit_state_triton(
     accepted_B: Tensor,
     drafts_BK: Tensor,
     longest: Tensor | int,
+    position_B: Tensor | None = None,
 ) -> None:
     k = drafts_BK.shape[1]
     assert start_S.is_contiguous() and available_S.is_contiguous()
@@ -285,8 +293,10 @@ def commit_state_triton(
         drafts_BK if k else emitted_BQ,  # an empty tensor has no address, and is not read
         drafts_BK.stride(0),
         longest.contiguous() if isinstance(longest, Tensor) else longest,
+        slots_B if position_B is None else position_B.contiguous(),
         K=k,
         EACH=isinstance(longest, Tensor),
+        PLACED=position_B is not None,
         WIDTH=triton.next_power_of_2(k + 1),
         num_warps=1,
     )
@@ -301,15 +311,17 @@ def commit_state(
     accepted_B: Tensor,
     drafts_BK: Tensor,
     longest: Tensor | int,
+    position_B: Tensor | None = None,
 ) -> None:
     """Writes what the next round of each request reads into its slot, in place.
 
     The newest token and the drafts after it go to tokens[slot, 0 .. K] (N > K; what is behind stays), start becomes
     the newest token's position, and available is how many of the drafts the context has room to verify: after a
     start of s the text knows s + 1 tokens, and a round gains one more than it verifies, so longest - s - 2.
+    `position` says where the newest tokens are; None: as far behind the last ones as the round went.
 
     `longest`, the context's length, is one for all or one for each request. Slots of a launch are distinct, but a
     negative one is a padding row and changes nothing. Tokens are int64; the rest is any integer type.
     """
     committed = commit_state_triton if tokens_SN.is_cuda and triton is not None else commit_state_torch
-    committed(tokens_SN, start_S, available_S, slots_B, emitted_BQ, accepted_B, drafts_BK, longest)
+    committed(tokens_SN, start_S, available_S, slots_B, emitted_BQ, accepted_B, drafts_BK, longest, position_B)

@@ -33,11 +33,28 @@ class SlotState:
     start_S: Tensor  # position of the newest token: so many are read
     available_S: Tensor  # how many of the drafts are real
     block_tables_SM: Tensor  # int32
-    temperature_S: Tensor
-    top_k_S: Tensor
-    top_p_S: Tensor
-    min_p_S: Tensor
-    seed_S: Tensor
+    shares_3S: Tensor  # fp32: temperature, top_p, min_p
+    counts_2S: Tensor  # top_k, seed
+
+    @property
+    def temperature_S(self) -> Tensor:
+        return self.shares_3S[0]
+
+    @property
+    def top_p_S(self) -> Tensor:
+        return self.shares_3S[1]
+
+    @property
+    def min_p_S(self) -> Tensor:
+        return self.shares_3S[2]
+
+    @property
+    def top_k_S(self) -> Tensor:
+        return self.counts_2S[0]
+
+    @property
+    def seed_S(self) -> Tensor:
+        return self.counts_2S[1]
 
     @classmethod
     def make(cls, slots: int, most_drafts: int, blocks_per_slot: int, device: torch.device) -> SlotState:
@@ -45,16 +62,15 @@ class SlotState:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         count = slots + 1
+        shares = zeros(3, count, dtype=torch.float32)
+        shares[1] = 1.0
         return cls(
             tokens_SN=zeros(count, most_drafts + 1),
             start_S=zeros(count),
             available_S=zeros(count),
             block_tables_SM=zeros(count, blocks_per_slot, dtype=torch.int32),
-            temperature_S=zeros(count, dtype=torch.float32),
-            top_k_S=zeros(count),
-            top_p_S=torch.ones(count, device=device),
-            min_p_S=zeros(count, dtype=torch.float32),
-            seed_S=zeros(count),
+            shares_3S=shares,
+            counts_2S=zeros(2, count),
         )
 
 
