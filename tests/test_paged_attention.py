@@ -131,14 +131,15 @@ def cases(
     draw: st.DrawFn, same_rows: bool, most_rows: int, most_context: int, shapes: list[tuple[int, int, int]]
 ) -> Case:
     """`shapes`: heads per key/value head, key/value heads, width."""
-    batch = draw(st.integers(1, 3))
+    batch = draw(st.integers(1, 3 if same_rows else 5))
     group, kv_heads, width = draw(st.sampled_from(shapes))
     # Around the ends of blocks, of key tiles and of shares, and nothing at all.
     edge = st.sampled_from([0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 191, 192, 193])
     context = st.one_of(edge, st.integers(0, most_context)).map(lambda n: min(n, most_context))
     rows = [draw(st.integers(1, most_rows))] * batch
-    if not same_rows:
-        rows = [draw(st.integers(1, most_rows)) for _ in range(batch)]
+    if not same_rows:  # some have none
+        rows = [draw(st.one_of(st.just(0), st.integers(1, most_rows), st.integers(1, most_rows))) for _ in rows]
+        rows = rows if any(rows) else [1] * batch
     live = [draw(st.one_of(st.just(n), st.integers(0, n))) for n in rows]
     return Case(
         group=group,

@@ -47,7 +47,25 @@ def _step(scores, v, best, total, acc, GUARD: tl.constexpr, PRECISION: tl.conste
     return new, total, acc
 
 
-@triton.jit(do_not_specialize=["window"])
+@triton.jit
+def _place(program, offsets, sequences, ROWS: tl.constexpr, SEQUENCES: tl.constexpr):
+    """Which sequence a program works for, and on which tile of ROWS of its rows, of which there may be fewer.
+
+    A sequence has the programs from `first row // ROWS + its number` on: at least as many as tiles, whatever the
+    lengths, and over all sequences hardly more than there are rows.
+    """
+    b = tl.arange(0, SEQUENCES)
+    first = tl.load(offsets + b, mask=b < sequences, other=0).to(tl.int32) // ROWS + b
+    mine = tl.sum(((first <= program) & (b < sequences)).to(tl.int32), 0) - 1
+    return mine, program - tl.load(offsets + mine).to(tl.int32) // ROWS - mine
+
+
+def programs(rows: int, pages: Pages, tile: int) -> int:
+    """For `_place`."""
+    return rows // tile + len(pages.starts_B)
+
+
+@triton.jit(do_not_specialize=["window", "sequences"])
 def _prefill_kernel(
     q,
     k,
@@ -60,6 +78,7 @@ def _prefill_kernel(
     starts,
     lives,
     offsets,
+    sequences,
     window,
     table_row,
     q_row,
@@ -82,20 +101,21 @@ def _prefill_kernel(
     SINKS: tl.constexpr,
     CONTEXT: tl.constexpr,
     PRECISION: tl.constexpr,
+    SEQUENCES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     tl.static_assert(ROWS % TILE == 0)
-    # The last rows see the most keys: they go first, so that short programs fill the end.
-    row0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
     h = tl.program_id(1)
     g = h // GROUP
-    b = tl.program_id(2)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    b, tile = _place(tl.program_id(0), offsets, sequences, ROWS, SEQUENCES)
     offset = tl.load(offsets + b).to(tl.int64)
     count = (tl.load(offsets + b + 1) - offset).to(tl.int32)
-    if row0 >= count:
+    # The last rows see the most keys: they go first, so that short programs fill the end.
+    row0 = (tl.cdiv(count, ROWS) - 1 - tile) * ROWS
+    if row0 < 0:
         return
     # Padding may hold anything, nan included: no key of it is loaded, and a tile of nothing else computes nothing.
     live = tl.load(lives + b).to(tl.int32)
@@ -164,7 +184,7 @@ def _prefill_kernel(
     tl.store(to, result.to(out.dtype.element_ty), mask=valid[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sequences"])
 def _write_kernel(
     k,
     v,
@@ -174,6 +194,7 @@ def _write_kernel(
     starts,
     lives,
     offsets,
+    sequences,
     table_row,
     k_row,
     k_head,
@@ -185,14 +206,15 @@ def _write_kernel(
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    SEQUENCES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     g = tl.program_id(1)
-    b = tl.program_id(2)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    j = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    b, tile = _place(tl.program_id(0), offsets, sequences, ROWS, SEQUENCES)
+    j = tile * ROWS + tl.arange(0, ROWS)
     live = j < tl.load(lives + b)
     pos = tl.load(starts + b) + j
     block = tl.load(tables + b.to(tl.int64) * table_row + pos // BLOCK, mask=live, other=0).to(tl.int64)
@@ -210,7 +232,7 @@ def write_rows_triton(
     """Keys and values of the live rows into the cache."""
     block_size, kv_heads, width = cache_k.shape[1:]
     block_rows = min(32, max(1, triton.next_power_of_2(pages.max_rows)))
-    _write_kernel[(triton.cdiv(pages.max_rows, block_rows), kv_heads, len(pages.starts_B))](
+    _write_kernel[(programs(len(k_TGd), pages, block_rows), kv_heads)](
         k_TGd,
         v_TGd,
         cache_k,
@@ -219,6 +241,7 @@ def write_rows_triton(
         pages.starts_B,
         pages.live_B,
         pages.offsets_B1(),
+        len(pages.starts_B),
         pages.block_tables_BM.stride(0),
         *k_TGd.stride()[:2],
         *v_TGd.stride()[:2],
@@ -226,6 +249,7 @@ def write_rows_triton(
         D=width,
         BLOCK=block_size,
         ROWS=block_rows,
+        SEQUENCES=triton.next_power_of_2(len(pages.starts_B)),
         PDL=pdl,
         launch_pdl=pdl,
         num_warps=4,
@@ -260,7 +284,7 @@ def prefill_attention_triton(
             launch = PrefillLaunch(64, 32, 8, 2)
     write_rows_triton(k_TGd, v_TGd, cache_k, cache_v, pages, pdl)
     out = torch.empty((total_rows, heads, width), dtype=q_THd.dtype, device=q_THd.device)
-    _prefill_kernel[(triton.cdiv(pages.max_rows, launch.rows), heads, len(pages.starts_B))](
+    _prefill_kernel[(programs(total_rows, pages, launch.rows), heads)](
         q_THd,
         k_TGd,
         v_TGd,
@@ -272,6 +296,7 @@ def prefill_attention_triton(
         pages.starts_B,
         pages.live_B,
         pages.offsets_B1(),
+        len(pages.starts_B),
         span,
         pages.block_tables_BM.stride(0),
         *q_THd.stride()[:2],
@@ -289,6 +314,7 @@ def prefill_attention_triton(
         SINKS=sinks is not None,
         CONTEXT=pages.max_context != 0,
         PRECISION="ieee" if exact else "tf32",
+        SEQUENCES=triton.next_power_of_2(len(pages.starts_B)),
         PDL=pdl,
         launch_pdl=pdl,
         num_warps=launch.warps,
