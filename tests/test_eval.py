@@ -14,8 +14,10 @@ import threading
 import time
 from collections.abc import Iterator
 from functools import cache
+from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import engines
@@ -29,12 +31,15 @@ from support import many, set_config
 from peagle.cli import eval as eval_command
 from peagle.cli import main
 from peagle.config import EvalServerSettings, EvalSettings, SamplingParams
+from peagle.data.prompts import Prompt
 from peagle.engine.llm import LLM
 from peagle.engine.request import CompletionOutput
 from peagle.errors import UserError
 from peagle.measuring.acceptance import Evaluation, Where, open_drafters, whole
 from peagle.measuring.acceptance_counters import OTHERS
 from peagle.measuring.acceptance_samples import Round, Sample, Subject, interval, rows_of, sample_of, walk
+from peagle.measuring.acceptance_server import Server
+from peagle.measuring.acceptance_talks import Asked, Said
 from peagle.measuring.datasets import DataSet, open_datasets
 from peagle.measuring.results import AcceptanceRow, Results, read_results
 
@@ -509,6 +514,32 @@ def test_ctrl_c_waits_for_no_server(server: Any, data: list[DataSet], tmp_path: 
     asked = EvalSettings(max_tokens=24, max_model_len=160)
     again = evaluation(data, "p-eagle-1", where=where, out=out, settings=asked).run()
     assert again.finished and sums(again) == sums(truth())
+
+
+def test_ctrl_c_ends_connections_yet_to_be_made(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was asked for before, and stands only after all that stood were ended."""
+    handler, url = server
+    handler.faults = ["think"]
+    engine = Server(EvalServerSettings(url, timeout_s=30.0), SimpleNamespace(longest=160), [], lambda *_: None)  # type: ignore[arg-type]
+    connect, complete, asked = HTTPConnection.connect, engine._complete, threading.Event()
+
+    def late(connection: HTTPConnection) -> None:
+        asked.set()
+        assert engine._stop.wait(20)
+        connect(connection)
+
+    def interrupted(one: Asked) -> Said:
+        if one.turn == 1:
+            return complete(one)
+        assert asked.wait(20)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(HTTPConnection, "connect", late)
+    monkeypatch.setattr(engine, "_complete", interrupted)
+    row, began = Prompt("a", "b", ("c",)), time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        engine.answer([Asked(row, turn, [1, 2], SamplingParams(max_tokens=8)) for turn in (0, 1)])
+    assert time.monotonic() - began < 15 and handler.faults == ["think"]
 
 
 # The command

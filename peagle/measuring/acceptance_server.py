@@ -154,8 +154,8 @@ class Server:
     def answer(self, asked: list[Asked]) -> list[Said]:
         """All at once. If one fails the others are waited for: what they do is counted until they end."""
         pool = ThreadPoolExecutor(self.settings.concurrency)
-        futures = [pool.submit(self._complete, one) for one in asked]
         try:
+            futures = [pool.submit(self._complete, one) for one in asked]
             return [future.result() for future in futures]
         except KeyboardInterrupt:
             self._stop.set()
@@ -244,6 +244,9 @@ class Server:
         if key := os.environ.get("OPENAI_API_KEY"):
             headers["Authorization"] = f"Bearer {key}"
         try:
+            connection.connect()
+            if self._stop.is_set():  # too late for those who end the connections there are
+                raise Spoiled("an interruption")
             connection.request(method, self._root + path, None if body is None else json.dumps(body), headers)
             reply = connection.getresponse()
             data = reply.read(LONGEST_REPLY)
