@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -28,10 +28,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 SETS = ("mt_bench", "humaneval", "gsm8k")
-LOADS = ("1", "8", "64")
-RUNS = (("none", None), ("eagle3", "3"), ("eagle3", "7"), ("p-eagle", "3"), ("p-eagle", "7"))
-OURS, THEIRS = (*RUNS, ("p-eagle", "auto")), RUNS
 KV_BYTES = 3 << 30
+
+
+def runs(drafts: Sequence[int]) -> list[tuple[str, str]]:
+    return [("none", "0"), *((method, str(k)) for method in ("eagle3", "p-eagle") for k in drafts)]
 
 
 def worker(args: argparse.Namespace) -> None:
@@ -48,7 +49,7 @@ def worker(args: argparse.Namespace) -> None:
         def tell(self, requests: int, tokens: int) -> None: ...
 
     settings = BenchSettings(
-        concurrency=tuple(map(int, LOADS)),
+        concurrency=tuple(args.loads),
         requests=args.requests,
         waves=args.waves,
         repeats=args.repeats,
@@ -57,7 +58,7 @@ def worker(args: argparse.Namespace) -> None:
     length, dtype = (2048, "bfloat16") if args.device == "cuda" else (1024, "float32")
     own = EmbeddedSettings(args.device, dtype, max_num_seqs=64, max_model_len=length, kv_cache_memory=KV_BYTES)
     drafters = [str(args.eagle3 if args.method == "eagle3" else args.p_eagle)] if args.method != "none" else []
-    k: Any = args.k if args.k == "auto" else int(args.k or 0)
+    k: Any = args.k if args.k == "auto" else int(args.k)
     asked = Embedded(args.target, drafters, [k], not drafters, own, args.side)
     data = [str(args.data_dir / f"{name}.jsonl") for name in SETS]
     workload = asked.workload(data, settings)
@@ -142,15 +143,24 @@ class Session:
     def benches(self, lock: Path) -> dict[str, subprocess.Popen[bytes]]:
         a = self.args
         found = {}
-        wanted = [("embedded", *one) for one in OURS]
+        wanted = [("embedded", *one) for one in (*runs(a.drafts), ("p-eagle", "auto"))]
         if a.vllm_path or a.vllm:
-            wanted += [("vllm", *one) for one in THEIRS]
+            wanted += [("vllm", *one) for one in runs(a.drafts)]
         for side, method, k in wanted:
             name = f"speed-{side}-{method}-{k}"
             command = [sys.executable, str(Path(__file__).resolve()), "--worker", "--side", side, "--method", method]
-            command += ["--k", k or "0", "--lock", str(lock), "--part", str(self.parts / f"{name}.json")]
+            command += ["--k", k, "--lock", str(lock), "--part", str(self.parts / f"{name}.json")]
             command += ["--ready", str(self.parts / f"{name}.ready"), "--requests", str(a.requests)]
-            command += ["--waves", str(a.waves), "--repeats", str(a.repeats), "--target", a.target]
+            command += [
+                "--loads",
+                *map(str, a.loads),
+                "--waves",
+                str(a.waves),
+                "--repeats",
+                str(a.repeats),
+                "--target",
+                a.target,
+            ]
             command += ["--p-eagle", str(a.p_eagle), "--eagle3", str(a.eagle3)]
             command += ["--data-dir", str(a.data_dir), "--device", a.device]
             found[name] = self.start(name, side, command)
@@ -248,6 +258,8 @@ def main() -> None:
     parser.add_argument("--vllm", action="store_true", help="measure vLLM as it is installed")
     parser.add_argument("--out", type=Path, help="folder of the results")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--loads", type=int, nargs="+", default=[1, 8, 64], help="requests at once")
+    parser.add_argument("--drafts", type=int, nargs="+", default=[3, 7], help="K of the runs, beside ours with K auto")
     parser.add_argument("--requests", type=int, default=256, help="of the three sets in turn, first turns")
     parser.add_argument("--waves", type=int, default=4, help="requests for each that runs at once, as far as there are")
     parser.add_argument("--repeats", type=int, default=2)

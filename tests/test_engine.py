@@ -34,7 +34,7 @@ from peagle.checkpoints.drafter import save_drafter
 from peagle.checkpoints.target import Target
 from peagle.config import DecoderConfig, DrafterConfig, LayerConfig, RopeConfig, SamplingParams
 from peagle.engine.llm import LLM
-from peagle.engine.prompts import Prompts
+from peagle.engine.prompts import PromptRows
 from peagle.engine.request import Request
 from peagle.engine.runner import Launched
 from peagle.engine.shaping import shape_rows
@@ -237,7 +237,7 @@ def rig(llm: LLM, right: Callable[[int], bool]) -> None:
         made = [draft(by_slot[s], at, k) for s, at in zip(v.slots_B.tolist(), starts, strict=True)]
         return torch.tensor(made, dtype=torch.long).view(len(starts), k)
 
-    def draft_after(p: Prompts[Tensor], *_: Any) -> Tensor:
+    def draft_after(p: PromptRows[Tensor], *_: Any) -> Tensor:
         by_slot, k = {r.slot: r for r in llm.scheduler.running}, llm.runner.most_drafts
         ends = zip(p.slots_F.tolist(), p.ends_F.tolist(), strict=True)
         return torch.tensor([draft(by_slot[s], end + 1, k) for s, end in ends], dtype=torch.long).view(-1, k)

@@ -15,7 +15,7 @@ from peagle.config import DecoderConfig, LayerConfig, RopeConfig, SamplingParams
 from peagle.engine.graphs import CHUNK_ROWS, batch_sizes, chunk_sizes
 from peagle.engine.llm import LLM
 from peagle.engine.loading import check_recordable
-from peagle.engine.prompts import Prompts, Room, in_order, lay_out
+from peagle.engine.prompts import PromptRows, Room, in_order, lay_out
 from peagle.engine.request import Chunk, Request
 from peagle.errors import UserError
 
@@ -74,7 +74,7 @@ def test_all_of_a_steps_prompts_lie_in_one_array(given_: list[Chunk], masks: int
             ends=room.ends + 2,
             max_rows=room.max_rows + spare,
         )
-    p = Prompts.cut(lay_out(given_, room, LONGEST, MASK), room)
+    p = PromptRows.cut(lay_out(given_, room, LONGEST, MASK), room)
     ends = [c for c in given_ if c.final]
     order = [c for c in ends if not c.request.output_ids] + [c for c in ends if c.request.output_ids]
     assert in_order(given_) == order

@@ -48,7 +48,7 @@ class Room:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Of the fields of `Prompts`."""
+        """Of the fields of `PromptRows`."""
         t, b, f = self.rows, self.sequences, self.ends
         rows = (t, t, b, b, b, b + 1)
         drafted = (b, b + 1, *[t + f * self.masks] * 3) if self.masks is not None else (0,) * 5
@@ -56,7 +56,7 @@ class Room:
 
 
 @dataclass(frozen=True)
-class Prompts(Generic[A]):
+class PromptRows(Generic[A]):
     """Pieces of one array, in this order."""
 
     tokens_T: A
@@ -77,14 +77,14 @@ class Prompts(Generic[A]):
     known_F: A  # the token there; -1: yet to be said
 
     @classmethod
-    def cut(cls, packed: A, room: Room) -> Prompts[A]:
+    def cut(cls, packed: A, room: Room) -> PromptRows[A]:
         ends = list(accumulate(room.sizes))
         return cls(*(packed[end - size : end] for size, end in zip(room.sizes, ends, strict=True)))
 
 
 def where(packed: Tensor, room: Room, tables_BM: Tensor) -> tuple[Pages, Pages]:
     """Where the target's rows sit, and the drafter's; int32."""
-    p: Prompts[Tensor] = Prompts.cut(packed, room)
+    p: PromptRows[Tensor] = PromptRows.cut(packed, room)
     most, context = room.max_rows, room.max_context
     return (
         Pages(tables_BM, p.starts_B, p.live_B, most, p.first_B1, context),
@@ -98,9 +98,9 @@ def in_order(chunks: Sequence[Chunk]) -> list[Chunk]:
 
 
 def lay_out(chunks: Sequence[Chunk], room: Room, longest: int, mask_id: int | None) -> Numbers:
-    """For `Prompts.cut`. `longest` is the context's length, where rows behind a prompt may not reach."""
+    """For `PromptRows.cut`. `longest` is the context's length, where rows behind a prompt may not reach."""
     packed = np.zeros(sum(room.sizes), np.int64)
-    p = Prompts.cut(packed, room)
+    p = PromptRows.cut(packed, room)
     p.slots_B[:] = p.slots_F[:] = -1
     p.ends_F[:] = longest
     ends = {id(c): f for f, c in enumerate(in_order(chunks))}

@@ -25,7 +25,7 @@ from peagle.config import DecoderConfig, Window
 from peagle.engine.grammar import allowed_rows, unpack
 from peagle.engine.graphs import PromptGraphs, RoundGraphs
 from peagle.engine.kv_cache import BLOCK_SIZE
-from peagle.engine.prompts import Prompts, Room, in_order, lay_out, where
+from peagle.engine.prompts import PromptRows, Room, in_order, lay_out, where
 from peagle.engine.request import Chunk, Plan, Request
 from peagle.engine.shaping import logprob_rows, shape_rows
 from peagle.kernels.draft_inputs import commit_state, draft_inputs
@@ -40,7 +40,7 @@ from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
 from peagle.models.flat import FlatDecoder, FlatDrafter
 
-Choice = Callable[[Tensor, Prompts[Tensor]], Tensor]  # of first tokens, from logits [F, V]
+Choice = Callable[[Tensor, PromptRows[Tensor]], Tensor]  # of first tokens, from logits [F, V]
 
 
 @dataclass
@@ -399,7 +399,7 @@ class Runner:
 
     def read_prompts(self, packed: Tensor, room: Room, choice: Choice | None = None) -> Tensor:
         """[F]: the token that follows each prompt that ends; their slots are ready to decode."""
-        p: Prompts[Tensor] = Prompts.cut(packed, room)
+        p: PromptRows[Tensor] = PromptRows.cut(packed, room)
         places, draft_places = where(packed.int(), room, self.state.block_tables_SM[p.slots_B])
         attend = PagedAttend(self.cache, places, prefill_attention)
         hidden, taps = self.read(p.tokens_T, p.positions_T, attend, self.taps)
@@ -416,13 +416,13 @@ class Runner:
             commit_state(s.tokens_SN, s.start_S, s.available_S, *begun)
         return said_F
 
-    def _choose_first(self, logits_FV: Tensor, p: Prompts[Tensor]) -> Tensor:
+    def _choose_first(self, logits_FV: Tensor, p: PromptRows[Tensor]) -> Tensor:
         temperature_F, top_p_F, min_p_F = self.state.shares_3S[:, p.slots_F]
         top_k_F, seed_F = self.state.counts_2S[:, p.slots_F]
         return choose(logits_FV, temperature_F, top_k_F, top_p_F, min_p_F, seed_F, p.ends_F)
 
     def _choose_shaped(
-        self, fresh: list[Chunk], logprobs: dict[int, list[dict[int, float]]], logits_FV: Tensor, p: Prompts[Tensor]
+        self, fresh: list[Chunk], logprobs: dict[int, list[dict[int, float]]], logits_FV: Tensor, p: PromptRows[Tensor]
     ) -> Tensor:
         """As `_choose_first`, where some of the new prompts shape their logits or want them back."""
         shaped_FV = logits_FV.to(torch.float32, copy=True)
@@ -441,7 +441,9 @@ class Runner:
                 logprobs[r.id] = logprob_rows(logits_FV[f : f + 1], [said[f]], r.params.logprobs or 0)
         return said_F
 
-    def _draft_after(self, p: Prompts[Tensor], room: Room, newest_F: Tensor, taps_TN: Tensor, places: Pages) -> Tensor:
+    def _draft_after(
+        self, p: PromptRows[Tensor], room: Room, newest_F: Tensor, taps_TN: Tensor, places: Pages
+    ) -> Tensor:
         """The drafter reads the same, and mask rows behind the ends; drafts for these."""
         drafter, k, tokens_R = self.drafter, self.most_drafts if room.ends else 0, p.draft_tokens_R
         assert drafter is not None
