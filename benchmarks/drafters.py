@@ -145,7 +145,7 @@ class Session:
         found = {}
         wanted = [("embedded", *one) for one in (*runs(a.drafts), ("p-eagle", "auto"))]
         if a.vllm_path or a.vllm:
-            wanted += [("vllm", *one) for one in runs(a.drafts)]
+            wanted += [("vllm", *one) for one in runs(a.drafts) if one[0] in a.vllm_methods]
         for side, method, k in wanted:
             name = f"speed-{side}-{method}-{k}"
             command = [sys.executable, str(Path(__file__).resolve()), "--worker", "--side", side, "--method", method]
@@ -256,6 +256,9 @@ def main() -> None:
     parser.add_argument("--data-dir", type=Path, required=True, help=f"with {', '.join(SETS)} as .jsonl")
     parser.add_argument("--vllm-path", type=Path, help="folder with an unpacked vLLM, for its processes alone")
     parser.add_argument("--vllm", action="store_true", help="measure vLLM as it is installed")
+    parser.add_argument(
+        "--vllm-methods", nargs="+", default=["none", "eagle3", "p-eagle"], help="that vLLM is run with"
+    )
     parser.add_argument("--out", type=Path, help="folder of the results")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--loads", type=int, nargs="+", default=[1, 8, 64], help="requests at once")
