@@ -214,7 +214,7 @@ def test_acceptance_and_speed_are_those_of_the_results() -> None:
         assert f"| {label} | {cells(*row, places=2)} |" in guide
     speeds = {
         (r["method"], r["k"], r["concurrency"]): r["output_tokens_per_second"]
-        for r in results("h200-speed")["rows"]
+        for r in results("h200-speed-ours")["rows"]
         if r["engine"] == "embedded"
     }
     for label, method, k in (

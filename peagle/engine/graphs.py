@@ -95,7 +95,7 @@ class PromptGraphs:
         return Room(
             rows,
             sequences=min(rows // 16, 128) + 1,
-            ends=min(max(rows // 32, 4), 64),
+            ends=min(max(rows // 32, 4), 128),
             max_rows=min(rows, 1024),
             max_context=None,
             masks=self.runner.masks,
