@@ -26,8 +26,7 @@ import math
 import multiprocessing
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -56,6 +55,7 @@ from attention_rules import (
     launch_of,
     launches,
     points_of,
+    ruled,
     score,
     short,
     steadiest,
@@ -69,7 +69,7 @@ from peagle.engine.runner import Runner
 from peagle.kernels import paged_attention_triton as kernels
 from peagle.kernels.launching import INTERPRETED
 from peagle.kernels.paged_attention import Pages
-from peagle.kernels.paged_launches import RULE, Launch, Rule, choose_launch
+from peagle.kernels.paged_launches import RULE, Launch, Rule
 from peagle.kernels.rotary import Rotation
 from peagle.measuring.stamp import Stamp
 
@@ -259,17 +259,6 @@ def summary(results: Row, rules: list[Rule]) -> None:
             gone = f", {row['missing']} missing" if row["missing"] else ""
             said = f"{row['mean']:5.3f} {row['worst']:5.2f} | {each} | {row['label']}"
             say(f"{said} (worst: {row['worst_at']}{gone})")
-
-
-@contextmanager
-def ruled(rule: Rule) -> Iterator[None]:
-    """Within it attention is launched by this rule, also in rounds that are recorded here and replayed later."""
-    usual = kernels.choose_launch
-    kernels.choose_launch = partial(choose_launch, rule=rule)
-    try:
-        yield
-    finally:
-        kernels.choose_launch = usual
 
 
 DRAFTS, CONTEXT, LONGEST = 7, 512, 8192

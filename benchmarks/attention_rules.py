@@ -1,13 +1,16 @@
 """Launches of paged attention worth trying, by shape and batch, and how rules that choose among them are scored.
 
-For attention_launches.py. Times nothing and touches no GPU.
+For attention_launches.py and round.py. Times nothing and touches no GPU.
 """
 
 from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ import triton
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # also where this file is imported from elsewhere
 from kernel_attention import BLOCK, Model
 
+from peagle.kernels import paged_attention_triton as kernels
 from peagle.kernels.paged_attention import Pages
 from peagle.kernels.paged_launches import RULE, Launch, Rule, choose_launch, multiprocessors
 
@@ -64,6 +68,17 @@ class Point:
 
     def __str__(self) -> str:
         return f"{self.shape.name:18}{self.requests:4} x {self.rows:<3}{self.context:6}"
+
+
+@contextmanager
+def ruled(rule: Rule) -> Iterator[None]:
+    """Within it attention is launched by this rule, also in rounds that are recorded here and replayed later."""
+    usual = kernels.choose_launch
+    kernels.choose_launch = partial(choose_launch, rule=rule)
+    try:
+        yield
+    finally:
+        kernels.choose_launch = usual
 
 
 @dataclass(frozen=True)

@@ -151,18 +151,9 @@ class Session:
             command = [sys.executable, str(Path(__file__).resolve()), "--worker", "--side", side, "--method", method]
             command += ["--k", k, "--lock", str(lock), "--part", str(self.parts / f"{name}.json")]
             command += ["--ready", str(self.parts / f"{name}.ready"), "--requests", str(a.requests)]
-            command += [
-                "--loads",
-                *map(str, a.loads),
-                "--waves",
-                str(a.waves),
-                "--repeats",
-                str(a.repeats),
-                "--target",
-                a.target,
-            ]
-            command += ["--p-eagle", str(a.p_eagle), "--eagle3", str(a.eagle3)]
-            command += ["--data-dir", str(a.data_dir), "--device", a.device]
+            command += ["--loads", *map(str, a.loads), "--waves", str(a.waves), "--repeats", str(a.repeats)]
+            command += ["--target", a.target, "--device", a.device]
+            command += ["--p-eagle", str(a.p_eagle), "--eagle3", str(a.eagle3), "--data-dir", str(a.data_dir)]
             found[name] = self.start(name, side, command)
         return found
 

@@ -5,7 +5,8 @@
 A shape is a known one or a folder with a target's config.json. Weights are random. The limit is every weight of target
 and drafter read once, experts that no row goes to included, and the keys and values that a row behind the context sees,
 at the rate of a large copy measured in the same run. `--profile` records the rounds once more without dependent
-launches, since kernels that overlap have no times of their own. Prints a table, then one JSON line.
+launches, since kernels that overlap have no times of their own. `--reach` records them with a request's keys cut at
+fixed places for other numbers of requests than usual. Prints a table, then one JSON line.
 """
 
 from __future__ import annotations
@@ -13,11 +14,16 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # also where this file is imported from elsewhere
+from attention_rules import ruled
 
 from peagle.checkpoints.target import read_target_config
 from peagle.config import DecoderConfig, DrafterConfig, LayerConfig, RopeConfig
@@ -27,6 +33,7 @@ from peagle.engine.runner import Cache, Runner
 from peagle.errors import UserError
 from peagle.kernels import launching
 from peagle.kernels.attention import first_seen
+from peagle.kernels.paged_launches import RULE
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
 
@@ -123,29 +130,35 @@ def one_after_another() -> Iterator[None]:
             module.supports_pdl = usual  # type: ignore[attr-defined]
 
 
-def breakdown(graphs: RoundGraphs, batch: int, drafts: int) -> dict[str, float]:
-    """Milliseconds of one replay by kind of kernel, from the profiler."""
-    recorded = graphs.rounds[batch, drafts]
-    recorded.slots_B.copy_(torch.arange(batch, device=recorded.slots_B.device))
+def by_kernel(replay: Callable[[], Any]) -> dict[str, float]:
+    """Milliseconds of one replay by name, from the profiler; prints the longest."""
+    turns = 5
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(5):
-            recorded.replay()
+        for _ in range(turns):
+            replay()
         torch.cuda.synchronize()
-    sums: dict[str, float] = {}
     names: dict[str, list[float]] = {}
     for event in profile.events():
-        if not event.device_time:
-            continue
-        took = event.device_time / 1e3 / 5
-        kind = next((k for k, marks in KINDS.items() if any(m in event.name for m in marks)), "rest")
-        sums[kind] = sums.get(kind, 0.0) + took
-        names.setdefault(event.name[:60], []).append(took * 5)
+        if event.device_time:
+            names.setdefault(event.name, []).append(event.device_time)
     for name, each in sorted(names.items(), key=lambda x: -sum(x[1]))[:24]:
-        print(f"    {sum(each) / 5:8.4f} ms  {len(each) / 5:6.0f} x {sum(each) / len(each) * 1e3:7.2f} us  {name}")
+        us, count = sum(each) / turns, len(each) / turns
+        print(f"    {us / 1e3:8.4f} ms  {count:6.0f} x {us / count:7.2f} us  {name[:60]}")
+    return {name: sum(each) / turns / 1e3 for name, each in names.items()}
+
+
+def breakdown(graphs: RoundGraphs, batch: int, drafts: int) -> dict[str, float]:
+    """Milliseconds of one replay by kind of kernel."""
+    recorded = graphs.rounds[batch, drafts]
+    recorded.slots_B.copy_(torch.arange(batch, device=recorded.slots_B.device))
+    sums: dict[str, float] = {}
+    for name, took in by_kernel(recorded.replay).items():
+        kind = next((k for k, marks in KINDS.items() if any(m in name for m in marks)), "rest")
+        sums[kind] = sums.get(kind, 0.0) + took
     return sums
 
 
-def timed(recorded: RoundBuffers) -> float:
+def timed(recorded: RoundBuffers | torch.cuda.CUDAGraph) -> float:
     """Milliseconds of a replay."""
     recorded.replay()
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -165,6 +178,9 @@ def main() -> None:
     parser.add_argument("--context", type=int, nargs="+", default=[512])
     parser.add_argument("--layers", type=int, default=4, help="of the drafter; 0 is none")
     parser.add_argument("--eagle3", action="store_true")
+    parser.add_argument(
+        "--reach", type=float, default=RULE.reach, help="requests x key/value heads to a multiprocessor; see Rule"
+    )
     parser.add_argument("--profile", action="store_true", help="the kernels, by name")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -182,10 +198,11 @@ def main() -> None:
         per = -(-longest // 16)
         state.block_tables_SM[:most] = 1 + torch.randperm(most * per, device=device).view(most, per).int()
         graphs = RoundGraphs(runner, args.batch, args.drafts)
-        graphs.capture()
+        with ruled(replace(RULE, reach=args.reach)):
+            graphs.capture()
         apart = RoundGraphs(runner, args.batch, args.drafts)
         if args.profile:
-            with one_after_another():
+            with one_after_another(), ruled(replace(RULE, reach=args.reach)):
                 apart.capture()
         print(f"{len(graphs.rounds)} graphs in {graphs.seconds:.1f} s, {graphs.memory / 2**20:.0f} MiB")
         print(f"copies at {rate / 1e12:.2f} TB/s")

@@ -119,7 +119,7 @@ def rehearse(llm: LLM, sizes: Sequence[int]) -> list[Room]:
     def record(room: Room) -> PromptBuffers:
         def replay() -> None:
             replays.append(room)
-            made.first_F = llm.runner.read_prompts(made.packed, room)
+            made.first_F = llm.runner.read_prompts(made.packed, room, llm.runner.choose_first)
 
         numbers = [torch.zeros(size, dtype=torch.long) for size in (sum(room.sizes), room.ends)]
         made = PromptBuffers(room, *numbers, SimpleNamespace(replay=replay))  # type: ignore[arg-type]

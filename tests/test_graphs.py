@@ -15,7 +15,7 @@ from peagle.config import DecoderConfig, LayerConfig, RopeConfig, SamplingParams
 from peagle.engine.graphs import CHUNK_ROWS, batch_sizes, chunk_sizes
 from peagle.engine.llm import LLM
 from peagle.engine.loading import check_recordable
-from peagle.engine.prompts import PromptRows, Room, in_order, lay_out
+from peagle.engine.prompts import PromptRows, Room, ends_of, lay_out
 from peagle.engine.request import Chunk, Request
 from peagle.errors import UserError
 
@@ -74,10 +74,11 @@ def test_all_of_a_steps_prompts_lie_in_one_array(given_: list[Chunk], masks: int
             ends=room.ends + 2,
             max_rows=room.max_rows + spare,
         )
-    p = PromptRows.cut(lay_out(given_, room, LONGEST, MASK), room)
+    fresh, again = ends_of(given_)
     ends = [c for c in given_ if c.final]
     order = [c for c in ends if not c.request.output_ids] + [c for c in ends if c.request.output_ids]
-    assert in_order(given_) == order
+    assert fresh + again == [c.request for c in order] and not any(r.output_ids for r in fresh)
+    p = PromptRows.cut(lay_out(given_, fresh + again, room, LONGEST, MASK), room)
     for b, c in enumerate(given_):
         text = c.request.prompt_ids + c.request.output_ids
         rows = range(p.first_B1[b], p.first_B1[b + 1])

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from peagle.engine.prompts import Numbers, Room, lay_out
 from peagle.engine.speculation import CostTable
+from peagle.kernels.sending import pinned
 
 if TYPE_CHECKING:
     from peagle.engine.runner import Runner
@@ -78,8 +79,7 @@ class PromptBuffers:
 
     def replay(self, packed: Numbers) -> Tensor:
         """What follows the prompts that end; it lies in the graph's memory until the next replay."""
-        host = torch.from_numpy(packed)
-        self.packed.copy_(host.pin_memory() if self.packed.is_cuda else host, non_blocking=True)
+        self.packed.copy_(pinned(torch.from_numpy(packed), self.packed.device), non_blocking=True)
         self.graph.replay()
         return self.first_F
 
@@ -102,12 +102,12 @@ class PromptGraphs:
         )
 
     def capture(self, pool: Any) -> None:
-        made = [self._record(self.room(rows), pool) for rows in reversed(self.sizes)]
+        made = [self.record(self.room(rows), pool) for rows in reversed(self.sizes)]
         self.recorded = made[::-1]
 
-    def _record(self, room: Room, pool: Any) -> PromptBuffers:
-        packed = torch.from_numpy(lay_out([], room, self.runner.longest, None)).to(self.runner.device)
-        graph, first = _recorded(lambda: self.runner.read_prompts(packed, room), pool)
+    def record(self, room: Room, pool: Any) -> PromptBuffers:
+        packed = torch.from_numpy(lay_out([], [], room, self.runner.longest, None)).to(self.runner.device)
+        graph, first = _recorded(lambda: self.runner.read_prompts(packed, room, self.runner.choose_first), pool)
         return PromptBuffers(room, packed, first, graph)
 
     def find(self, room: Room) -> PromptBuffers | None:

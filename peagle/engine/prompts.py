@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from peagle.engine.request import Chunk
+from peagle.engine.request import Chunk, Request
 from peagle.kernels.paged_attention import Pages
 
 Numbers = NDArray[np.int64]
@@ -92,18 +92,20 @@ def where(packed: Tensor, room: Room, tables_BM: Tensor) -> tuple[Pages, Pages]:
     )
 
 
-def in_order(chunks: Sequence[Chunk]) -> list[Chunk]:
-    """Those that end their prompts, as ends are counted: first those whose next token is yet to be said."""
-    return sorted((c for c in chunks if c.final), key=lambda c: bool(c.request.output_ids))
+def ends_of(chunks: Sequence[Chunk]) -> tuple[list[Request], list[Request]]:
+    """Whose prompts they end: first those whose next token is yet to be said, then those that have said it before."""
+    ended = [c.request for c in chunks if c.final]
+    return [r for r in ended if not r.output_ids], [r for r in ended if r.output_ids]
 
 
-def lay_out(chunks: Sequence[Chunk], room: Room, longest: int, mask_id: int | None) -> Numbers:
-    """For `PromptRows.cut`. `longest` is the context's length, where rows behind a prompt may not reach."""
+def lay_out(chunks: Sequence[Chunk], ends: Sequence[Request], room: Room, longest: int, mask_id: int | None) -> Numbers:
+    """For `PromptRows.cut`, ends in the order given. `longest` is the context's length, where rows behind a prompt may
+    not reach."""
     packed = np.zeros(sum(room.sizes), np.int64)
     p = PromptRows.cut(packed, room)
     p.slots_B[:] = p.slots_F[:] = -1
     p.ends_F[:] = longest
-    ends = {id(c): f for f, c in enumerate(in_order(chunks))}
+    place = {r.id: f for f, r in enumerate(ends)}
     row, draft_row = 0, 0
     for b, c in enumerate(chunks):
         count, masks = c.end - c.begin, room.masks or 0 if c.final else 0
@@ -112,12 +114,12 @@ def lay_out(chunks: Sequence[Chunk], room: Room, longest: int, mask_id: int | No
         p.positions_T[row : row + count] = np.arange(c.begin, c.end)
         p.slots_B[b], p.starts_B[b], p.live_B[b] = c.request.slot, c.begin, min(count, longest - c.begin)
         if c.final:
-            f, said = ends[id(c)], c.request.output_ids
+            f, said = place[c.request.id], c.request.output_ids
             p.slots_F[f], p.ends_F[f], p.known_F[f] = c.request.slot, c.end, said[-1] if said else -1
             p.last_F[f], p.guess_F[f] = row + count - 1, draft_row + count - 1
         if room.masks is not None:
             behind = draft_row + count + masks
-            following = [*ids[1:count], -1 - ends[id(c)], *[mask_id or 0] * masks] if c.final else ids[1:]
+            following = [*ids[1:count], -1 - place[c.request.id], *[mask_id or 0] * masks] if c.final else ids[1:]
             p.draft_tokens_R[draft_row:behind] = following
             p.draft_positions_R[draft_row:behind] = np.minimum(np.arange(c.begin, c.end + masks), longest - 1)
             p.draft_source_R[draft_row : draft_row + count] = np.arange(row, row + count)

@@ -25,7 +25,7 @@ from peagle.config import DecoderConfig, Window
 from peagle.engine.grammar import allowed_rows, unpack
 from peagle.engine.graphs import PromptGraphs, RoundGraphs
 from peagle.engine.kv_cache import BLOCK_SIZE
-from peagle.engine.prompts import PromptRows, Room, in_order, lay_out, where
+from peagle.engine.prompts import PromptRows, Room, ends_of, lay_out, where
 from peagle.engine.request import Chunk, Plan, Request
 from peagle.engine.shaping import logprob_rows, shape_rows
 from peagle.kernels.draft_inputs import commit_state, draft_inputs
@@ -186,8 +186,7 @@ class Runner:
         self._send(moved)
         logprobs: dict[int, list[dict[int, float]]] = {}
         rounds = self._round(plan, logprobs) if plan.decoding else None
-        firsts = [c.request for c in in_order(plan.chunks) if not c.request.output_ids]
-        first_tokens = self._read(plan.chunks, logprobs) if plan.chunks else None
+        firsts, first_tokens = self._read(plan.chunks, logprobs) if plan.chunks else ([], None)
         return self._return(plan, rounds, firsts, first_tokens, logprobs)
 
     def _return(
@@ -382,22 +381,24 @@ class Runner:
             return None
         return max(self.most_drafts - 1, 0) if self.drafter.cfg.parallel else 0
 
-    def _read(self, chunks: list[Chunk], logprobs: dict[int, list[dict[int, float]]]) -> Tensor | None:
-        """Reads chunks; of those that end a new prompt the first tokens."""
-        room, ends = Room.of(chunks, self.masks), in_order(chunks)
-        fresh = [c for c in ends if not c.request.output_ids]
-        shaped = any(c.request.shaped for c in fresh)
+    def _read(
+        self, chunks: list[Chunk], logprobs: dict[int, list[dict[int, float]]]
+    ) -> tuple[list[Request], Tensor | None]:
+        """Reads chunks; whose prompts they end for the first time, and the tokens that follow."""
+        fresh, again = ends_of(chunks)
+        room = Room.of(chunks, self.masks)
+        shaped = any(r.shaped for r in fresh)
         mask_id = self.drafter.cfg.mask_token_id if self.drafter is not None else None
         recorded = self.prompt_graphs.find(room) if self.prompt_graphs is not None and not shaped else None
+        packed = lay_out(chunks, fresh + again, recorded.room if recorded is not None else room, self.longest, mask_id)
         if recorded is not None:
-            said_F = recorded.replay(lay_out(chunks, recorded.room, self.longest, mask_id))
+            said_F = recorded.replay(packed)
         else:
-            packed = sent(torch.from_numpy(lay_out(chunks, room, self.longest, mask_id)), self.device)
-            choice = partial(self._choose_shaped, fresh, logprobs) if shaped else self._choose_first
-            said_F = self.read_prompts(packed, room, choice)
-        return said_F[: len(fresh)] if fresh else None
+            choice = partial(self._choose_shaped, fresh, logprobs) if shaped else self.choose_first
+            said_F = self.read_prompts(sent(torch.from_numpy(packed), self.device), room, choice)
+        return fresh, said_F[: len(fresh)] if fresh else None
 
-    def read_prompts(self, packed: Tensor, room: Room, choice: Choice | None = None) -> Tensor:
+    def read_prompts(self, packed: Tensor, room: Room, choice: Choice) -> Tensor:
         """[F]: the token that follows each prompt that ends; their slots are ready to decode."""
         p: PromptRows[Tensor] = PromptRows.cut(packed, room)
         places, draft_places = where(packed.int(), room, self.state.block_tables_SM[p.slots_B])
@@ -405,7 +406,7 @@ class Runner:
         hidden, taps = self.read(p.tokens_T, p.positions_T, attend, self.taps)
         said_F = p.known_F
         if room.ends:
-            said_F = (choice or self._choose_first)(self.target.logits(hidden[p.last_F]), p)
+            said_F = choice(self.target.logits(hidden[p.last_F]), p)
         newest_F = torch.where(p.known_F < 0, said_F, p.known_F)
         drafts_FK = newest_F[:, None][:, :0]
         if taps is not None:
@@ -416,25 +417,29 @@ class Runner:
             commit_state(s.tokens_SN, s.start_S, s.available_S, *begun)
         return said_F
 
-    def _choose_first(self, logits_FV: Tensor, p: PromptRows[Tensor]) -> Tensor:
+    def choose_first(self, logits_FV: Tensor, p: PromptRows[Tensor]) -> Tensor:
         temperature_F, top_p_F, min_p_F = self.state.shares_3S[:, p.slots_F]
         top_k_F, seed_F = self.state.counts_2S[:, p.slots_F]
         return choose(logits_FV, temperature_F, top_k_F, top_p_F, min_p_F, seed_F, p.ends_F)
 
     def _choose_shaped(
-        self, fresh: list[Chunk], logprobs: dict[int, list[dict[int, float]]], logits_FV: Tensor, p: PromptRows[Tensor]
+        self,
+        fresh: list[Request],
+        logprobs: dict[int, list[dict[int, float]]],
+        logits_FV: Tensor,
+        p: PromptRows[Tensor],
     ) -> Tensor:
-        """As `_choose_first`, where some of the new prompts shape their logits or want them back."""
+        """As `choose_first`, where some of the new prompts shape their logits or want them back."""
         shaped_FV = logits_FV.to(torch.float32, copy=True)
         none = torch.empty(0, dtype=torch.long, device=self.device)
-        bound = [c.request for c in fresh if c.request.grammar is not None]
+        bound = [r for r in fresh if r.grammar is not None]
         allowed = self._allowed(bound, [[] for _ in bound])
-        for f, r in enumerate(c.request for c in fresh):
+        for f, r in enumerate(fresh):
             if r.shaped:
                 row, rules = logits_FV[f : f + 1], allowed.get(r.id)
                 shaped_FV[f] = shape_rows(row, r.params, r.prompt_ids, [], none, r.barred, rules)[0]
-        said_F = self._choose_first(shaped_FV, p)
-        wanted = [(f, c.request) for f, c in enumerate(fresh) if c.request.params.logprobs is not None]
+        said_F = self.choose_first(shaped_FV, p)
+        wanted = [(f, r) for f, r in enumerate(fresh) if r.params.logprobs is not None]
         if wanted:
             said = said_F.tolist()
             for f, r in wanted:

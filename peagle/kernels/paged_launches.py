@@ -40,7 +40,7 @@ class Rule:
     """How launches fill the GPU. `reach` decides bits, of the batches between two values of it, and so does `steady`;
     the others are for speed alone, and about few requests alone."""
 
-    reach: int = 1  # requests x key/value heads to a multiprocessor up to which requests are few
+    reach: float = 1  # requests x key/value heads to a multiprocessor up to which requests are few
     fill: int = 1  # programs to a multiprocessor that the shares aim for
     stages: int = 0  # 0: 3 where a request's keys are cut into many short pieces, else 2
     ahead: bool | None = None  # whether tiles are asked for ahead; None: there

@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 
 
+def pinned(x: Tensor, device: torch.device) -> Tensor:
+    """What a copy to the device need not wait for; the allocator keeps it until that is done."""
+    return x.pin_memory() if x.is_cpu and device.type == "cuda" else x
+
+
 def sent(x: Tensor, device: torch.device | str) -> Tensor:
     device = torch.device(device)
-    if x.is_cpu and device.type == "cuda":
-        x = x.pin_memory()  # the allocator keeps it until the copy is done
-    return x.to(device, non_blocking=True)
+    return pinned(x, device).to(device, non_blocking=True)
