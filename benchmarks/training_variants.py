@@ -26,7 +26,7 @@ from peagle.data.batches import Batch
 from peagle.engine.loading import random_weights
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
-from peagle.training.loss import Examiner, depth_weights
+from peagle.training.loss import Aim, Examiner, depth_weights
 from peagle.training.partition import BatchView, accumulate, ask, chunks
 from peagle.training.rows import Rows, generator, sample_rows
 from peagle.training.taps import TargetStates
@@ -130,7 +130,7 @@ def random_work(models: Models, batch: Batch) -> Work:
 
 def examiner_of(models: Models, work: Work) -> Examiner:
     objective = models.shape.objective
-    return Examiner(models.drafter, models.target, work.states, objective, work.rows.counts, work.weights)
+    return Examiner(models.drafter, models.target, work.states, Aim(objective), work.rows.counts, work.weights)
 
 
 def view_of(models: Models, work: Work) -> BatchView:
@@ -139,7 +139,9 @@ def view_of(models: Models, work: Work) -> BatchView:
 
 def ours(models: Models, work: Work, chunk_rows: int) -> None:
     objective = models.shape.objective
-    accumulate(models.drafter, models.target, work.states, work.batch, work.rows, objective, work.weights, chunk_rows)
+    accumulate(
+        models.drafter, models.target, work.states, work.batch, work.rows, Aim(objective), work.weights, chunk_rows
+    )
 
 
 def whole(models: Models, work: Work, chunk_rows: int) -> None:

@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 from packed import packed_batch
 from support import many
 from test_partition import KINDS, assert_close, gradients, new_drafter, target_of
-from torch import Tensor
 
 from peagle.config import TrainConfig
 from peagle.kernels.linear_loss import Frame
 from peagle.training import captured
 from peagle.training.captured import FramedStep, Framer
-from peagle.training.loss import StepTotals, depth_weights, row_weights
+from peagle.training.loss import Aim, depth_weights, row_weights
 from peagle.training.optimizer import Optimizer
 from peagle.training.partition import accumulate
 from peagle.training.rows import generator, sample_rows
@@ -26,8 +25,9 @@ from peagle.training.taps import Online
 DEPTHS, RATE = 4, 0.8
 
 
-def settings(method: str, tokens: int) -> TrainConfig:
-    return TrainConfig(method=method, depths=DEPTHS, rate=RATE, batch_tokens=tokens, max_length=tokens, objective="kl")  # type: ignore[arg-type]
+def settings(method: str, tokens: int, by_reach: bool = False) -> TrainConfig:
+    sizes = {"depths": DEPTHS, "rate": RATE, "batch_tokens": tokens, "max_length": tokens}
+    return TrainConfig(method=method, objective="kl", by_reach=by_reach, **sizes)  # type: ignore[arg-type]
 
 
 def test_the_docstring_of_frame() -> None:
@@ -62,10 +62,18 @@ masks = st.lists(
 
 @pytest.mark.parametrize("kind", ["p-eagle", "p-eagle-own", "eagle3", "eagle3-own"])
 @many(12)
-@given(masks=masks, spare=st.integers(0, 20), part=st.sampled_from([1, 4, 64]), most=st.sampled_from([7, 1000]))
-def test_frames_change_nothing(kind: str, masks: list[list[int]], spare: int, part: int, most: int) -> None:
+@given(
+    masks=masks,
+    spare=st.integers(0, 20),
+    part=st.sampled_from([1, 4, 64]),
+    most=st.sampled_from([7, 1000]),
+    by_reach=st.booleans(),
+)
+def test_frames_change_nothing(
+    kind: str, masks: list[list[int]], spare: int, part: int, most: int, by_reach: bool
+) -> None:
     batch = packed_batch(masks, vocab=128)
-    cfg = settings("eagle3" if kind.startswith("eagle3") else "p-eagle", len(batch) + spare)
+    cfg = settings("eagle3" if kind.startswith("eagle3") else "p-eagle", len(batch) + spare, by_reach)
     drafter, target = new_drafter(KINDS[kind], torch.float64), target_of(torch.float64)
     rows = sample_rows(batch, DEPTHS, RATE, generator(0, len(batch)))
     online, weights = Online(target, drafter.cfg.taps), depth_weights(DEPTHS, 0.9)
@@ -77,17 +85,13 @@ def test_frames_change_nothing(kind: str, masks: list[list[int]], spare: int, pa
         question = np.sort(torch.cat([rows.anchor_A, rows.anchor_R + rows.depth_R]).numpy())
         assert not len(rows.anchor_R) or len(np.unique(question)) > sizes.loss.spots
         return
-    wanted_totals = accumulate(drafter, target, online.states(batch), batch, rows, "kl", weights, 10**6)
+    wanted_totals = accumulate(drafter, target, online.states(batch), batch, rows, Aim.of(cfg), weights, 10**6)
     wanted = gradients(drafter)
     totals = FramedStep(drafter, target, online, cfg).accumulate(framed, row_weights(rows.counts, weights))
     assert_close(gradients(drafter), wanted, 1e-10)
     assert totals.rows_K.tolist() == list(rows.counts)
-    for ours, theirs in zip(values(totals), values(wanted_totals), strict=True):
+    for ours, theirs in zip(totals.tensors(), wanted_totals.tensors(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
-
-
-def values(totals: StepTotals) -> tuple[Tensor, ...]:
-    return totals.loss_K, totals.accept_K, totals.match_K
 
 
 @pytest.mark.gpu
@@ -113,7 +117,7 @@ def test_replayed_steps_are_the_ones_captured(kind: str) -> None:
                 if graphs:
                     step.accumulate(framed, row_weights(own.counts, weights))
                 else:
-                    accumulate(drafter, target, online.states(batch), batch, own, cfg.objective, weights, 10**6)
+                    accumulate(drafter, target, online.states(batch), batch, own, Aim.of(cfg), weights, 10**6)
                 optimizer.step(1e-3)
         torch.cuda.synchronize()
         assert bool(step.graphs) == graphs and captured.WARM < len(made)

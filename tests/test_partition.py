@@ -16,8 +16,8 @@ from peagle.data.batches import Batch
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
 from peagle.training import dense
-from peagle.training.loss import depth_weights
-from peagle.training.partition import accumulate
+from peagle.training.loss import Aim, Examiner, depth_weights
+from peagle.training.partition import accumulate, chunks
 from peagle.training.rows import Rows, all_rows, generator, sample_rows
 from peagle.training.taps import TargetStates
 
@@ -32,6 +32,9 @@ KINDS = {
 }
 # a short prompt and its response, a response alone, two turns, and one too short to ask anything
 MASKS = [[0] * 5 + [1] * 14, [1] * 9, [0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 1, 1, 1], [0, 1]]
+
+
+CE = Aim("ce")
 
 
 @cache
@@ -62,8 +65,11 @@ def documents(x: Tensor, batch: Batch) -> tuple[Tensor, ...]:
     return x.split(batch.start_N.unique_consecutive(return_counts=True)[1].tolist())
 
 
-def oracle(drafter: Drafter, batch: Batch, states: TargetStates, rows: Rows, weights: list[float]) -> Tensor:
+def oracle(
+    drafter: Drafter, batch: Batch, states: TargetStates, rows: Rows, weights: list[float], aim: Aim = CE
+) -> Tensor:
     """Cross-entropy of every row, weighted, document by document, all of a document at once with a stored mask."""
+    assert aim.objective == "ce"
     target = target_of(states.hidden_ND.dtype)
     total = torch.zeros((), dtype=states.hidden_ND.dtype)
     chains = set(zip(rows.anchor_R.tolist(), rows.depth_R.tolist(), strict=True))
@@ -80,9 +86,18 @@ def oracle(drafter: Drafter, batch: Batch, states: TargetStates, rows: Rows, wei
         kept = [i for i, (a, d) in enumerate(pairs_here) if (a + start, d) in asked]
         depth = here.depth_R[kept]
         with torch.no_grad():
-            logits = target.logits(states.hidden_ND[start + here.position_R[kept] + 1])
+            logits = target.logits(states.hidden_ND[start + here.position_R[kept] + 1]) * aim.sharpen
         losses = dense.row_losses(drafter, said[0, kept], logits)
         each = torch.tensor([weights[d] / rows.counts[d] for d in depth.tolist()], dtype=losses.dtype)
+        if aim.by_reach:
+            with torch.no_grad():
+                ids = drafter.target_ids(torch.arange(drafter.cfg.draft_vocab_size))
+                common = torch.minimum(drafter.logits(said[0, kept]).softmax(-1), logits.softmax(-1)[:, ids]).sum(-1)
+            accept = {pairs_here[i]: common[k] for k, i in enumerate(kept)}
+            for k, i in enumerate(kept):
+                anchor, deep = pairs_here[i]
+                for shallower in range(deep):
+                    each[k] *= accept[anchor, shallower]
         total = total + (losses * each).sum()
     return total
 
@@ -100,23 +115,24 @@ def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: 
         assert error < tolerance, (name, float(error))
 
 
+@pytest.mark.parametrize("aim", [Aim("ce"), Aim("ce", 2.0, by_reach=True)], ids=["ce", "by-reach"])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-10), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("kind", [k for k in KINDS if k != "p-eagle-window"])
-def test_gradients_equal_the_dense_ones(kind: str, dtype: torch.dtype, tolerance: float) -> None:
+def test_gradients_equal_the_dense_ones(kind: str, dtype: torch.dtype, tolerance: float, aim: Aim) -> None:
     cfg = KINDS[kind]
     batch = packed_batch(MASKS, vocab=128)
     drafter, states = new_drafter(cfg, dtype), states_of(batch, cfg, dtype)
     rows = sample_rows(batch, 5, 0.8, generator(0, 0))
     assert rows.counts[-1] >= 5
     weights = depth_weights(5, 0.9)
-    loss = oracle(drafter, batch, states, rows, weights)
+    loss = oracle(drafter, batch, states, rows, weights, aim)
     loss.backward()
     wanted = gradients(drafter)
     for chunk in (1, 7, 20, 10**9):
-        totals = accumulate(drafter, target_of(dtype), states, batch, rows, "ce", weights, chunk)
+        totals = accumulate(drafter, target_of(dtype), states, batch, rows, aim, weights, chunk)
         assert totals.rows_K.tolist() == list(rows.counts)
         mean = sum(w * float(s) / n for w, s, n in zip(weights, totals.loss_K, rows.counts, strict=True))
-        assert mean == pytest.approx(loss.item(), rel=tolerance)
+        assert aim.by_reach or mean == pytest.approx(loss.item(), rel=tolerance)
         assert_close(gradients(drafter), wanted, tolerance)
 
 
@@ -156,7 +172,7 @@ def test_sliding_windows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     assert kept
     for chunk in (5, 10**9):
-        accumulate(drafter, target_of(torch.float64), states, batch, rows, "ce", weights, chunk)
+        accumulate(drafter, target_of(torch.float64), states, batch, rows, Aim("ce"), weights, chunk)
         assert_close(gradients(drafter), wanted, 1e-10)
 
 
@@ -168,11 +184,36 @@ def test_every_objective_is_the_same_for_any_chunk(objective: Objective) -> None
     rows = sample_rows(batch, 4, 0.7, generator(1, 0))
     weights, found = depth_weights(4), []
     for chunk in (3, 10**9):
-        totals = accumulate(drafter, target_of(torch.float64), states, batch, rows, objective, weights, chunk)
+        totals = accumulate(drafter, target_of(torch.float64), states, batch, rows, Aim(objective), weights, chunk)
         found.append((gradients(drafter), totals))
     assert_close(found[0][0], found[1][0], 1e-10)
-    for name in ("loss_K", "accept_K", "match_K"):
-        assert torch.allclose(getattr(found[0][1], name), getattr(found[1][1], name), rtol=1e-12)
+    for ours, theirs in zip(found[0][1].tensors(), found[1][1].tensors(), strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-12)
+
+
+def test_unbroken_rows_are_those_whose_whole_chain_matches() -> None:
+    """A drafter that says the target's token at some positions and another at the rest."""
+    batch = packed_batch(MASKS, vocab=128)
+    rows, size, target = all_rows(batch, 4), len(batch), target_of(torch.float64)
+    vocab, drafter = len(target.lm_head.weight), new_drafter(KINDS["p-eagle"], torch.float64)
+    states = states_of(batch, drafter.cfg, torch.float64)
+    told = target.logits(states.hidden_ND).argmax(-1)
+    right = torch.rand(size, generator=torch.Generator().manual_seed(3)) < 0.7  # of what is said about a token
+    (chunk,) = chunks(rows, 10**9)
+    said = torch.where(right[chunk.questions()], told[chunk.questions() - 1], (told[chunk.questions() - 1] + 1) % vocab)
+    drafter.lm_head = torch.nn.Linear(vocab, vocab, bias=False, dtype=torch.float64)
+    drafter.lm_head.weight.data = torch.eye(vocab, dtype=torch.float64)
+    examiner = Examiner(drafter, target, states, Aim("kl"), rows.counts, depth_weights(4))
+    one_hot = torch.nn.functional.one_hot(said, vocab).double()
+    examiner.ask(one_hot, chunk.depths(), chunk.questions(), chunk.before())
+    wanted = [0] * 4
+    chains = set(zip(rows.anchor_R.tolist(), rows.depth_R.tolist(), strict=True)) | {
+        (a, 0) for a in rows.anchor_A.tolist()
+    }
+    for a, d in chains:
+        wanted[d] += all(right[a + deep + 2] for deep in range(d + 1))
+    assert examiner.totals.unbroken_K.tolist() == wanted
+    assert 0 < wanted[3] < wanted[0] < rows.counts[0]
 
 
 def test_batches_of_one_step_add_up() -> None:
@@ -181,7 +222,7 @@ def test_batches_of_one_step_add_up() -> None:
     whole = packed_batch(MASKS, vocab=128)
     drafter, states = new_drafter(cfg, dtype), states_of(whole, cfg, dtype)
     weights, rows = depth_weights(3), all_rows(whole, 3)
-    accumulate(drafter, target_of(dtype), states, whole, rows, "ce", weights, 10**9)
+    accumulate(drafter, target_of(dtype), states, whole, rows, Aim("ce"), weights, 10**9)
     wanted = gradients(drafter)
     cut = len(MASKS[0]) + len(MASKS[1])
     parts = []
@@ -197,7 +238,7 @@ def test_batches_of_one_step_add_up() -> None:
         parts.append((moved, TargetStates(states.hidden_ND[part], states.taps_NX[part])))
     for moved, part_states in parts:
         part_rows = all_rows(moved, 3)
-        accumulate(drafter, target_of(dtype), part_states, moved, part_rows, "ce", weights, 10**9, rows.counts)
+        accumulate(drafter, target_of(dtype), part_states, moved, part_rows, Aim("ce"), weights, 10**9, rows.counts)
     assert_close(gradients(drafter), wanted, 1e-12)
 
 
@@ -208,6 +249,6 @@ def test_recomputed_layers_change_nothing() -> None:
         drafter, states = new_drafter(cfg, torch.float64), states_of(batch, cfg, torch.float64)
         rows, weights, found = all_rows(batch, 4), depth_weights(4), []
         for drafter.recompute in (False, True):
-            accumulate(drafter, target_of(torch.float64), states, batch, rows, "ce", weights, 11)
+            accumulate(drafter, target_of(torch.float64), states, batch, rows, Aim("ce"), weights, 11)
             found.append(gradients(drafter))
         assert_close(found[0], found[1], 1e-12)

@@ -389,7 +389,7 @@ def test_tensorboard_shows_the_log(home: Path, monkeypatch: pytest.MonkeyPatch) 
     steps = [line for line in lines if line["kind"] == "step"]
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
     want = {name: [line[name] for line in steps] for name in ("loss", "lr", "grad_norm", "tokens_per_second")}
-    for name, depth in itertools.product(("loss", "match", "accept"), range(3)):
+    for name, depth in itertools.product(("loss", "match", "accept", "unbroken"), range(3)):
         want[f"{name}/depth_{depth}"] = [line[f"{name}_by_depth"][depth] for line in steps]
     for name, values in want.items():
         got = shown.Scalars(name)

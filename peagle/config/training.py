@@ -56,7 +56,9 @@ class TrainConfig:
     depths: int | None = setting(None, "Draft tokens that are trained; 8 for p-eagle, 4 for eagle3.")
     rate: float = setting(0.8, "Of the chains that reach a depth so many go on to the next.")
     objective: Objective = setting("lk-hybrid", "ce, kl, tv, lk or lk-hybrid: what a row is asked for.")
+    sharpen: float = setting(1.0, "Times the target's logits: above 1 rows are asked more for its likeliest token.")
     depth_decay: float = setting(1.0, "Each depth counts so much of the one before it; 1 counts all alike.")
+    by_reach: bool = setting(False, "A row counts by the chance that all drafts before it are accepted.")
 
     max_length: int = setting(4096, "Tokens of a conversation; longer ones are cut in front of the response.")
     batch_tokens: int = setting(16384, "Tokens of a packed batch, on each GPU.")
@@ -111,7 +113,7 @@ class TrainConfig:
         require(self.depths is None or 1 <= self.depths <= MAX_DRAFT_TOKENS, "depths", f"from 1 to {MAX_DRAFT_TOKENS}")
         for name in ("layers", "draft_vocab", "max_length", "batch_tokens", "accumulate", "steps", "log_every"):
             require(getattr(self, name) is None or getattr(self, name) >= 1, name, "at least 1")
-        for name in ("minutes", "epochs", "lr", "save_minutes"):
+        for name in ("minutes", "epochs", "lr", "save_minutes", "sharpen"):
             require(getattr(self, name) is None or getattr(self, name) > 0, name, "above 0")
         for name in ("warmup", "weight_decay", "clip", "held_out", "measure_every", "seed"):
             require(getattr(self, name) >= 0, name, "0 or more")

@@ -13,6 +13,10 @@ With p the teacher's and q the student's probabilities of the V tokens the stude
     lk         -log accept
     lk-hybrid  lam kl + (1 - lam) tv, where lam = exp(-eta accept), held fixed: kl while little is accepted
 
+Rows may stand in chains, a draft behind a draft. Then `before_R` names the row before each, and a row counts by its
+reach, the product of `accept` of all rows before it: drafts behind one that is refused are of no use. The reach is
+held fixed, like lam. A row's question comes behind those of the rows before it, so these are known when it is asked.
+
 Over a reduced vocabulary p is the teacher's softmax over everything it can say, picked at `draft_ids` and not
 normalised again: mass outside asks nothing.
 
@@ -33,11 +37,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from peagle.config import LK_ETA, LOSS_LOGITS, OBJECTIVES, Objective
+from peagle.config import LK_ETA, LOSS_LOGITS, MAX_DRAFT_TOKENS, OBJECTIVES, Objective
 from peagle.kernels.ranged_attention import takes_triton
 from peagle.kernels.sending import sent
 
 LEAST = 1e-30  # an acceptance below it is taken for it: where nothing is accepted, lk would be infinite
+NOBODY = -1  # before a chain's first row
 
 
 @dataclass(frozen=True)
@@ -192,6 +197,30 @@ def rows_torch(
     return Said(loss, accept, match)
 
 
+class Chains:
+    """Which rows stand behind which, for products along them.
+
+    Worked example, two chains of rows 0 2 3 and 1 4: before -1 -1 0 2 1
+        values a b c d e -> before each: 1, 1, a, a c, b
+    """
+
+    def __init__(self, before_R: Tensor) -> None:
+        rows = len(before_R)
+        at = torch.where(before_R == NOBODY, rows, before_R)
+        at = torch.cat([at, at.new_full((1,), rows)])  # behind the rows is nobody, before whom is nobody
+        self.jumps = [at]  # by 1, 2, 4, .. rows
+        while 1 << len(self.jumps) < MAX_DRAFT_TOKENS:
+            self.jumps.append(self.jumps[-1][self.jumps[-1]])
+
+    def product(self, value_R: Tensor) -> Tensor:
+        """Of the values of all rows before each."""
+        value = torch.cat([value_R, value_R.new_ones(1)])
+        product = value[self.jumps[0]]
+        for jump in self.jumps:
+            product = product * product[jump]
+        return product[:-1]
+
+
 RowsOf = Callable[..., Said]
 
 
@@ -208,6 +237,10 @@ def _add_head_gradient(into_VD: Tensor, dz_CV: Tensor, hidden_CD: Tensor) -> Non
             into += left.to(into.dtype) @ hidden_CD.to(into.dtype)
 
 
+def _times(rows_CD: Tensor, share_C1: Tensor | None) -> Tensor:
+    return rows_CD if share_C1 is None else rows_CD * share_C1
+
+
 class _LinearLoss(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -220,6 +253,7 @@ class _LinearLoss(torch.autograd.Function):
         objective: Objective,
         eta: float,
         logits: int,
+        before_R: Tensor | None,
         wanted: tuple[bool, bool],
         rows_of: RowsOf,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -232,6 +266,8 @@ class _LinearLoss(torch.autograd.Function):
         match_R = hidden_RD.new_zeros(rows, dtype=torch.bool)
         dhidden_RD = torch.empty_like(hidden_RD) if wanted[0] else None
         dhead_VD = torch.zeros_like(head_VD, dtype=exact) if wanted[1] else None
+        chains = None if before_R is None else Chains(before_R.to(device))
+        reach_R = hidden_RD.new_ones(rows, dtype=exact)
         for chunk in cut.chunks:
             at = cut.order_R[chunk.rows]
             hidden_CD = hidden_RD[at]
@@ -241,21 +277,26 @@ class _LinearLoss(torch.autograd.Function):
             said = rows_of(z_CV, t_QU, spot_C, weight_R[at], teacher.draft_ids, objective, eta, any(wanted))
             for into, part in ((loss_R, said.loss), (accept_R, said.accept), (match_R, said.match)):
                 into.index_copy_(0, at, part)
+            # what a row counts by its reach can come last: both gradients are sums over rows
+            reach_C1 = None
+            if chains is not None:
+                reach_R.index_copy_(0, at, chains.product(accept_R)[at])
+                reach_C1 = reach_R[at][:, None].to(hidden_CD.dtype)
             if dhidden_RD is not None:
-                dhidden_RD.index_copy_(0, at, z_CV @ head_VD)
+                dhidden_RD.index_copy_(0, at, _times(z_CV @ head_VD, reach_C1))
             if dhead_VD is not None:
-                _add_head_gradient(dhead_VD, z_CV, hidden_CD)
+                _add_head_gradient(dhead_VD, z_CV, _times(hidden_CD, reach_C1))
         ctx.save_for_backward(dhidden_RD, dhead_VD)
         ctx.head_dtype = head_VD.dtype
         ctx.mark_non_differentiable(loss_R, accept_R, match_R)
-        return (weight_R * loss_R).sum(), loss_R, accept_R, match_R
+        return (weight_R * reach_R * loss_R).sum(), loss_R, accept_R, match_R
 
     @staticmethod
     def backward(ctx: Any, dtotal: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         dhidden_RD, dhead_VD = ctx.saved_tensors
         dhidden = None if dhidden_RD is None else dhidden_RD * dtotal.to(dhidden_RD.dtype)
         dhead = None if dhead_VD is None else (dhead_VD * dtotal).to(ctx.head_dtype)
-        return dhidden, dhead, *(None,) * 8
+        return dhidden, dhead, *(None,) * 9
 
 
 def linear_loss_by(
@@ -268,6 +309,7 @@ def linear_loss_by(
     objective: Objective,
     eta: float,
     logits: int,
+    before_R: Tensor | None = None,
 ) -> LinearLoss:
     assert objective in OBJECTIVES, objective
     assert hidden_RD.dtype == head_VD.dtype, (hidden_RD.dtype, head_VD.dtype)
@@ -278,10 +320,10 @@ def linear_loss_by(
     assert len(hidden_RD) == asked == len(weight_R), (len(hidden_RD), asked, len(weight_R))
     on = torch.is_grad_enabled()
     wanted = (on and hidden_RD.requires_grad, on and head_VD.requires_grad)
+    assert before_R is None or len(before_R) == asked, (before_R, asked)
     teacher = Teacher(teacher.hidden_PT.detach(), teacher.head_UT.detach(), teacher.draft_ids)
-    return LinearLoss(
-        *_LinearLoss.apply(hidden_RD, head_VD, teacher, question_R, weight_R, objective, eta, logits, wanted, rows_of)
-    )
+    told = (weight_R, objective, eta, logits, before_R, wanted, rows_of)
+    return LinearLoss(*_LinearLoss.apply(hidden_RD, head_VD, teacher, question_R, *told))
 
 
 def linear_loss_torch(
@@ -293,10 +335,11 @@ def linear_loss_torch(
     objective: Objective,
     eta: float = LK_ETA,
     logits: int = LOSS_LOGITS,
+    before_R: Tensor | None = None,
 ) -> LinearLoss:
     """In smaller chunks: of a chunk's logits this makes some eight copies."""
     return linear_loss_by(
-        rows_torch, hidden_RD, head_VD, teacher, question_R, weight_R, objective, eta, max(1, logits // 8)
+        rows_torch, hidden_RD, head_VD, teacher, question_R, weight_R, objective, eta, max(1, logits // 8), before_R
     )
 
 
@@ -309,14 +352,16 @@ def linear_loss(
     objective: Objective,
     eta: float = LK_ETA,
     logits: int = LOSS_LOGITS,
+    before_R: Tensor | None = None,
 ) -> LinearLoss:
     """Row r is asked for the teacher's distribution at position question_r; total = sum weight * loss.
 
     `eta` is lk-hybrid's; `logits` bounds how many of the student's, and of the teacher's, live at once. The order of
     the rows does not matter. Give `question_R` on the CPU if it is at hand: from the device it has to be waited for.
-    Or give a plan of it, all on the device: then nothing is left to the host, and `logits` plays no part.
+    Or give a plan of it, all on the device: then nothing is left to the host, and `logits` plays no part. With
+    `before_R`, the row before each in its chain or -1, rows count by their reach.
     """
-    args = (hidden_RD, head_VD, teacher, question_R, weight_R, objective, eta, logits)
+    args = (hidden_RD, head_VD, teacher, question_R, weight_R, objective, eta, logits, before_R)
     if not takes_triton(hidden_RD) or not takes_triton(teacher.hidden_PT):
         return linear_loss_torch(*args)
     from peagle.kernels.linear_loss_triton import rows_triton

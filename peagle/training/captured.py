@@ -23,11 +23,11 @@ from torch import Tensor
 
 from peagle.config import LOSS_LOGITS, TrainConfig
 from peagle.data.batches import Batch
-from peagle.kernels.linear_loss import Frame, Plan
+from peagle.kernels.linear_loss import NOBODY, Frame, Plan
 from peagle.kernels.sending import sent
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
-from peagle.training.loss import Examiner, StepTotals
+from peagle.training.loss import Aim, Examiner, StepTotals
 from peagle.training.partition import BatchView, Chunk, Walk, go_through
 from peagle.training.rows import Rows
 from peagle.training.taps import Online
@@ -63,7 +63,8 @@ class Sizes:
             own += [(name, chained) for name in ("anchor_R", "depth_R", "first_R")]
         else:
             own += [(f"depth {d}", rows) for d, rows in enumerate(self.chained, 1)]
-        return [*own, ("depths", loss.rows), ("order", loss.rows), ("spot", loss.rows), ("positions", self.spots)]
+        own += [(name, loss.rows) for name in ("depths", "before", "order", "spot")]
+        return [*own, ("positions", self.spots)]
 
     @property
     def spots(self) -> int:
@@ -87,11 +88,15 @@ class FramedChunk(Chunk):
     """All rows of a frame, on the device."""
 
     depth_S: Tensor
+    before_S: Tensor
     plan: Plan
     steps: Walk | None
 
     def depths(self) -> Tensor:
         return self.depth_S
+
+    def before(self) -> Tensor:
+        return self.before_S
 
     def asked(self) -> Plan:
         return self.plan
@@ -126,6 +131,7 @@ class Framer:
         into = sizes.views(flat)
         _fill_tokens(into, batch)
         _fill(into["anchor_A"], rows.anchor_A)
+        into["before"].fill_(NOBODY)
         chunk = Chunk(rows.anchor_A, rows.anchor_R, rows.depth_R, rows.first_R)
         if self.parallel:
             question_S = _fill_mask_rows(into, chunk, sizes, rows.depths)
@@ -179,6 +185,9 @@ def _fill_mask_rows(into: dict[str, Tensor], chunk: Chunk, sizes: Sizes, nobody:
     into["depths"].fill_(nobody)
     into["depths"][: len(chunk.anchor_A)] = 0
     into["depths"][sizes.asked : sizes.asked + count] = chunk.depth_R
+    before_R = chunk.before()[len(chunk.anchor_A) :]
+    moved = before_R + sizes.asked - len(chunk.anchor_A)  # behind depth 0's room, not behind its rows
+    into["before"][sizes.asked : sizes.asked + count] = moved.where(chunk.depth_R > 1, before_R)
     question_S = torch.empty(sizes.asked + room, dtype=torch.long)
     _fill(question_S[: sizes.asked], chunk.anchor_A + 2)
     _fill(question_S[sizes.asked :], chunk.anchor_R + chunk.depth_R + 2)
@@ -189,12 +198,16 @@ def _fill_steps(into: dict[str, Tensor], chunk: Chunk, sizes: Sizes, nobody: int
     """EAGLE-3's chains depth by depth. What is missing follows the last row of the depth before."""
     walk, rooms = chunk.walk(), list(sizes.chained)
     _fill(into["depth 1"], walk.anchor_M)
-    anchors = [walk.anchor_M]
+    anchors, begin = [walk.anchor_M], sizes.asked
+    into["before"][begin : begin + len(walk.anchor_M)] = torch.searchsorted(chunk.anchor_A, walk.anchor_M)
     for depth in range(2, len(rooms) + 1):
         going_on = walk.going_on[depth - 2] if depth - 2 < len(walk.going_on) else walk.anchor_M[:0]
         index = into[f"depth {depth}"]
         index[: len(going_on)], index[len(going_on) :] = going_on, rooms[depth - 2] - 1
         anchors.append(anchors[-1][going_on])
+        end = begin + rooms[depth - 2]
+        into["before"][end : end + len(going_on)] = begin + going_on
+        begin = end
     return _questions(into, [chunk.anchor_A, *anchors], [sizes.asked, *rooms], nobody)
 
 
@@ -241,17 +254,18 @@ class FramedStep:
         nobody = start_N.new_zeros(0)
         batch = Batch(own["token"], own["position"], start_N, nobody, nobody, ())  # type: ignore[arg-type]
         states = self.online.states(batch)
-        examiner = Examiner(self.drafter, self.target, states, self.cfg.objective, (), [], weight_K=self.weight_K)
+        examiner = Examiner(self.drafter, self.target, states, Aim.of(self.cfg), (), [], weight_K=self.weight_K)
         go_through(examiner, BatchView(self.drafter, states, batch, self.device), [_chunk(own, sizes)])
-        totals = examiner.totals
-        return StepTotals(totals.rows_K[:-1], totals.loss_K[:-1], totals.accept_K[:-1], totals.match_K[:-1])
+        return StepTotals(*(total[:-1] for total in examiner.totals.tensors()))
 
 
 def _chunk(own: dict[str, Tensor], sizes: Sizes) -> FramedChunk:
     plan = Plan(own["order"], own["positions"], own["spot"], sizes.loss.chunks)
-    asked_A, depth_S = own["anchor_A"], own["depths"]
+    asked_A, depth_S, before_S = own["anchor_A"], own["depths"], own["before"]
     if sizes.parallel:
-        return FramedChunk(asked_A, own["anchor_R"], own["depth_R"], own["first_R"], depth_S, plan, None)
+        return FramedChunk(asked_A, own["anchor_R"], own["depth_R"], own["first_R"], depth_S, before_S, plan, None)
     first_M = own["depth 1"]
     steps = Walk(first_M, [own[f"depth {d}"] for d in range(2, len(sizes.chained) + 1)], None)
-    return FramedChunk(asked_A, first_M, first_M, first_M, depth_S, plan, steps)  # of chain rows only the walk is read
+    return FramedChunk(
+        asked_A, first_M, first_M, first_M, depth_S, before_S, plan, steps
+    )  # of chain rows only the walk is read

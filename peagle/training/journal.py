@@ -26,6 +26,7 @@ class Line:
     loss_by_depth: list[float]
     match_by_depth: list[float]
     accept_by_depth: list[float]
+    unbroken_by_depth: list[float]
     rows_by_depth: list[int]
     lr: float
     grad_norm: float
@@ -82,7 +83,7 @@ class Journal:
         if self._board is not None:
             for name in ("loss", "lr", "grad_norm", "tokens_per_second", "memory_gb"):
                 self._board.add_scalar(name, getattr(line, name), line.step)
-            for name in ("loss", "match", "accept"):
+            for name in ("loss", "match", "accept", "unbroken"):
                 for depth, value in enumerate(getattr(line, f"{name}_by_depth")):
                     self._board.add_scalar(f"{name}/depth_{depth}", value, line.step)
 

@@ -1,7 +1,9 @@
 """What rows are asked, how much each counts, and what came of it.
 
 Knows nothing about attention or how rows were computed. Depths count evenly, whatever share of them was sampled: a
-row's weight is its depth's weight over the rows of that depth, so the loss is a weighted mean of per-depth means.
+row's weight is its depth's weight over the rows of that depth, so the loss is a weighted mean of per-depth means. By
+reach, a row counts as much of that as the drafts before it in its chain are likely to be accepted, as the drafter is
+now: behind a word that nobody can foretell there is nothing to learn that would ever be used.
 
 Shapes: N tokens of a batch, R rows of any depths, D drafter width, K depths.
 """
@@ -14,11 +16,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from peagle.config import Objective
-from peagle.kernels.linear_loss import Plan, Teacher, linear_loss
+from peagle.config import Objective, TrainConfig
+from peagle.kernels.linear_loss import Chains, Plan, Teacher, linear_loss
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
 from peagle.training.taps import TargetStates
+
+
+@dataclass(frozen=True)
+class Aim:
+    """What rows are asked to do."""
+
+    objective: Objective
+    sharpen: float = 1.0  # times the target's logits
+    by_reach: bool = False
+
+    @classmethod
+    def of(cls, cfg: TrainConfig) -> Aim:
+        return cls(cfg.objective, cfg.sharpen, cfg.by_reach)
 
 
 @dataclass
@@ -29,27 +44,23 @@ class StepTotals:
     loss_K: Tensor
     accept_K: Tensor  # of sum min(p, q): the chance that a sampled token is accepted
     match_K: Tensor  # of rows whose likeliest token is the target's
+    unbroken_K: Tensor  # of rows that match, as all before them in their chain do: greedy drafts that are accepted
 
     @classmethod
     def none(cls, depths: int, device: torch.device) -> StepTotals:
-        return cls(*torch.zeros(4, depths, dtype=torch.float64, device=device))
+        return cls(*torch.zeros(5, depths, dtype=torch.float64, device=device))
 
-    def add(self, depth_R: Tensor, loss_R: Tensor, accept_R: Tensor, match_R: Tensor) -> None:
-        for into, values in (
-            (self.rows_K, torch.ones_like(loss_R)),
-            (self.loss_K, loss_R),
-            (self.accept_K, accept_R),
-            (self.match_K, match_R),
-        ):
-            into.index_add_(0, depth_R, values.to(into.dtype))
+    def add(self, depth_R: Tensor, *values: Tensor) -> None:
+        """`values` of rows of these depths: loss, accept, match, unbroken."""
+        own = self.tensors()
+        for into, value in zip(own, (torch.ones_like(depth_R), *values), strict=True):
+            into.index_add_(0, depth_R, value.to(into.dtype))
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.rows_K, self.loss_K, self.accept_K, self.match_K, self.unbroken_K
 
     def __add__(self, other: StepTotals) -> StepTotals:
-        return StepTotals(
-            self.rows_K + other.rows_K,
-            self.loss_K + other.loss_K,
-            self.accept_K + other.accept_K,
-            self.match_K + other.match_K,
-        )
+        return StepTotals(*(a + b for a, b in zip(self.tensors(), other.tensors(), strict=True)))
 
 
 def depth_weights(depths: int, decay: float = 1.0) -> list[float]:
@@ -72,7 +83,7 @@ class Examiner:
         drafter: Drafter,
         target: Decoder,
         states: TargetStates,
-        objective: Objective,
+        aim: Aim,
         counts: tuple[int, ...],
         weights: list[float],
         weight_K: Tensor | None = None,
@@ -82,18 +93,28 @@ class Examiner:
         draft_ids = None
         if drafter.d2t is not None:
             draft_ids = drafter.target_ids(torch.arange(len(drafter.d2t), device=drafter.d2t.device)).to(device)
-        self.teacher = Teacher(states.hidden_ND, target.lm_head.weight, draft_ids)
-        self.objective = objective
+        self.teacher = Teacher(states.hidden_ND * aim.sharpen, target.lm_head.weight, draft_ids)
+        self.aim = aim
         self.weight_K = row_weights(counts, weights).to(device) if weight_K is None else weight_K
         self.totals = StepTotals.none(len(self.weight_K), device)
 
-    def ask(self, said_RD: Tensor, depth_R: Tensor, question_R: Tensor | Plan) -> Tensor:
+    def ask(self, said_RD: Tensor, depth_R: Tensor, question_R: Tensor | Plan, before_R: Tensor) -> Tensor:
         """The rows' part of the loss. `question_R`, on the CPU, is the token each is asked for; or the plan of who is
-        asked where.
+        asked where. `before_R` is the row before each in its chain, or `NOBODY`.
 
         The token's distribution is what the target said at the one before it.
         """
         where = question_R if isinstance(question_R, Plan) else question_R - 1
-        asked = linear_loss(said_RD, self.head, self.teacher, where, self.weight_K[depth_R], objective=self.objective)
-        self.totals.add(depth_R, asked.loss_R, asked.accept_R, asked.match_R)
+        asked = linear_loss(
+            said_RD,
+            self.head,
+            self.teacher,
+            where,
+            self.weight_K[depth_R],
+            self.aim.objective,
+            before_R=before_R if self.aim.by_reach else None,
+        )
+        match_R = asked.match_R.to(self.weight_K.dtype)
+        unbroken_R = match_R * Chains(before_R).product(match_R)
+        self.totals.add(depth_R, asked.loss_R, asked.accept_R, match_R, unbroken_R)
         return asked.total

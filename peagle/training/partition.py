@@ -19,14 +19,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from peagle.config import Objective
 from peagle.data.batches import Batch
-from peagle.kernels.linear_loss import Plan
+from peagle.kernels.linear_loss import NOBODY, Plan
 from peagle.kernels.sending import sent
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
 from peagle.training.attention import Chains, DepthZero, Steps
-from peagle.training.loss import Examiner, StepTotals
+from peagle.training.loss import Aim, Examiner, StepTotals
 from peagle.training.rows import Rows
 from peagle.training.taps import TargetStates
 
@@ -57,7 +56,7 @@ def accumulate(
     states: TargetStates,
     batch: Batch,
     rows: Rows,
-    objective: Objective,
+    aim: Aim,
     weights: list[float],
     chunk_rows: int,
     counts: tuple[int, ...] | None = None,
@@ -68,7 +67,7 @@ def accumulate(
     are the rows by depth that the loss is a mean over, where that is more than this batch: of several batches or
     ranks in one step.
     """
-    examiner = Examiner(drafter, target, states, objective, counts or rows.counts, weights)
+    examiner = Examiner(drafter, target, states, aim, counts or rows.counts, weights)
     view = BatchView(drafter, states, batch, states.hidden_ND.device)
     go_through(examiner, view, chunks(rows, chunk_rows))
     return examiner.totals
@@ -110,6 +109,14 @@ class Chunk:
         """The questions as `Examiner.ask` takes them."""
         return self.questions()
 
+    def before(self) -> Tensor:
+        """Of all that is asked: the row before it in its chain. A chain's anchor is asked in the same chunk."""
+        asked, rows = len(self.anchor_A), len(self.anchor_R)
+        before_R = torch.arange(asked - 1, asked + rows - 1)
+        first = self.depth_R == 1
+        before_R[first] = torch.searchsorted(self.anchor_A, self.anchor_R[first])
+        return torch.cat([torch.full_like(self.anchor_A, NOBODY), before_R])
+
     def walk(self) -> Walk:
         """The chains depth by depth."""
         at = self.depth_R.eq(1).nonzero()[:, 0]
@@ -150,7 +157,8 @@ def ask(examiner: Examiner, view: BatchView, leaves: Leaves, chunk: Chunk) -> Te
     """The chunk's part of the loss."""
     said_AD = leaves.said_ND[view.moved(chunk.anchor_A)]
     said_RD = view.chains(leaves, chunk)
-    return examiner.ask(torch.cat([said_AD, said_RD]), view.moved(chunk.depths()), chunk.asked())
+    said_SD = torch.cat([said_AD, said_RD])
+    return examiner.ask(said_SD, view.moved(chunk.depths()), chunk.asked(), view.moved(chunk.before()))
 
 
 class BatchView:

@@ -30,7 +30,7 @@ from peagle.training.captured import Framed, FramedStep, Framer
 from peagle.training.distributed import World
 from peagle.training.feed import Feed, Portion, Stream
 from peagle.training.journal import Journal, Line
-from peagle.training.loss import StepTotals, depth_weights, row_weights
+from peagle.training.loss import Aim, StepTotals, depth_weights, row_weights
 from peagle.training.measure import Acceptance
 from peagle.training.optimizer import Optimizer
 from peagle.training.partition import accumulate
@@ -150,7 +150,7 @@ class Trainer:
             parts.taps.states(batch),
             batch,
             rows,
-            cfg.objective,
+            Aim.of(cfg),
             self.weights,
             parts.chunk_rows,
             counts,
@@ -269,13 +269,12 @@ class Window:
         self.names.append((step, portion.row_ids))
 
     def sums(self) -> Tensor:
-        totals = self.totals
-        return torch.stack([totals.rows_K, totals.loss_K, totals.accept_K, totals.match_K])
+        return torch.stack(self.totals.tensors())
 
     def line(self, sums: Tensor, weights: list[float], standing: Standing, memory: float) -> Line:
         """Means over all ranks' rows. Waits for the device."""
         rows, *values = sums.tolist()
-        loss, accept, match = ([x / max(n, 1.0) for x, n in zip(v, rows, strict=True)] for v in values)
+        loss, accept, match, unbroken = ([x / max(n, 1.0) for x, n in zip(v, rows, strict=True)] for v in values)
         return Line(
             step=standing.step,
             tokens=standing.tokens,
@@ -284,6 +283,7 @@ class Window:
             loss_by_depth=loss,
             match_by_depth=match,
             accept_by_depth=accept,
+            unbroken_by_depth=unbroken,
             rows_by_depth=[int(n) for n in rows],
             lr=self.lr,
             grad_norm=float(self.norm),
