@@ -71,7 +71,7 @@ def divided(models: Models, work: Work, online: Online, optimizer: Optimizer, ch
         with mark("chains"):
             said = torch.cat([leaves.said_ND[view.moved(chunk.anchor_A)], view.chains(leaves, chunk)])
         with mark("loss"):
-            loss = examiner.ask(said, view.moved(chunk.depths()), chunk.questions(), view.moved(chunk.before()))
+            loss = examiner.ask(said, view.moved(chunk.depths()), chunk.questions(), chunk.links(view))
         with mark("chains"):
             loss.backward()
     with mark("depth 0"):

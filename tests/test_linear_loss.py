@@ -69,6 +69,7 @@ class Case:
             same(getattr(have, name), getattr(want, name), near)
         assert have.match_R.dtype == torch.bool
         assert torch.equal(have.match_R.cpu()[sure], want.match_R[sure])
+        assert torch.equal(have.best_R.cpu()[sure], want.best_R[sure])
         for a, b, leaf in zip(got, wanted, leaves, strict=True):
             assert a.dtype == leaf.dtype
             same(a, b, slope_near or near)
@@ -98,7 +99,8 @@ def whole(
         if x.shape[1] > 1:
             top = x.detach().topk(2).values
             sure &= top[:, 0] - top[:, 1] > 10 * near * top[:, 0].abs().clamp(min=1)
-    return LinearLoss((weight.double() * loss).sum(), loss.detach(), accept.detach(), match), sure
+    said = LinearLoss((weight.double() * loss).sum(), loss.detach(), accept.detach(), match, asked.argmax(-1))
+    return said, sure
 
 
 def same(have: Tensor, want: Tensor, near: float) -> None:

@@ -13,9 +13,11 @@ With p the teacher's and q the student's probabilities of the V tokens the stude
     lk         -log accept
     lk-hybrid  lam kl + (1 - lam) tv, where lam = exp(-eta accept), held fixed: kl while little is accepted
 
-Rows may stand in chains, a draft behind a draft. Then `before_R` names the row before each, and a row counts by its
-reach, the product of `accept` of all rows before it: drafts behind one that is refused are of no use. The reach is
-held fixed, like lam. A row's question comes behind those of the rows before it, so these are known when it is asked.
+Rows may stand in chains, a draft behind a draft. Then a row counts by its reach: the product, over all rows before it,
+of `accept` where the text goes on with the teacher's likeliest token and of 0 where it does not. Drafts behind one that
+is refused are of no use, and where a sampled text leaves the likely path, the draft behind is asked about another text
+than drafts would have led to. The reach is held fixed, like lam. A row's question comes behind those of the rows before
+it, so these are known when it is asked.
 
 Over a reduced vocabulary p is the teacher's softmax over everything it can say, picked at `draft_ids` and not
 normalised again: mass outside asks nothing.
@@ -60,6 +62,7 @@ class LinearLoss:
     loss_R: Tensor  # these three: without gradient, in the order of the rows given
     accept_R: Tensor  # sum min(p, q)
     match_R: Tensor  # bool: the likeliest tokens are the same one (of equals the lowest id counts)
+    best_R: Tensor  # the teacher's likeliest
 
 
 @dataclass(frozen=True)
@@ -157,6 +160,7 @@ class Said:
     loss: Tensor
     accept: Tensor
     match: Tensor
+    best: Tensor
 
 
 def rows_torch(
@@ -186,7 +190,8 @@ def rows_torch(
     floor = accept.clamp(min=LEAST)
     loss = {"ce": ce, "kl": kl, "tv": tv, "lk": -floor.log(), "lk-hybrid": lam * kl + (1 - lam) * tv}[objective]
     said = z_CV.argmax(-1) if draft_ids is None else draft_ids[z_CV.argmax(-1)]
-    match = said == t_QU.argmax(-1)[spot_C]
+    best = t_QU.argmax(-1)[spot_C]
+    match = said == best
     if gradient:
         below = q < p
         of_kl = q * p.sum(-1, keepdim=True) - p
@@ -194,17 +199,19 @@ def rows_torch(
         lam, floor = lam[:, None], floor[:, None]
         of = {"ce": of_kl, "kl": of_kl, "tv": of_tv, "lk": of_tv / floor, "lk-hybrid": lam * of_kl + (1 - lam) * of_tv}
         z_CV.copy_(of[objective] * weight_C[:, None])
-    return Said(loss, accept, match)
+    return Said(loss, accept, match, best)
 
 
 class Chains:
-    """Which rows stand behind which, for products along them.
+    """Which rows stand behind which (`before_R`, or `NOBODY`), and how the text goes on where each is asked.
 
     Worked example, two chains of rows 0 2 3 and 1 4: before -1 -1 0 2 1
         values a b c d e -> before each: 1, 1, a, a c, b
     """
 
-    def __init__(self, before_R: Tensor) -> None:
+    def __init__(self, before_R: Tensor, text_R: Tensor) -> None:
+        assert len(before_R) == len(text_R), (len(before_R), len(text_R))
+        self.text_R = text_R
         rows = len(before_R)
         at = torch.where(before_R == NOBODY, rows, before_R)
         at = torch.cat([at, at.new_full((1,), rows)])  # behind the rows is nobody, before whom is nobody
@@ -219,6 +226,9 @@ class Chains:
         for jump in self.jumps:
             product = product * product[jump]
         return product[:-1]
+
+    def reach(self, accept_R: Tensor, best_R: Tensor) -> Tensor:
+        return self.product(accept_R * (best_R == self.text_R))
 
 
 RowsOf = Callable[..., Said]
@@ -253,10 +263,10 @@ class _LinearLoss(torch.autograd.Function):
         objective: Objective,
         eta: float,
         logits: int,
-        before_R: Tensor | None,
+        chains: Chains | None,
         wanted: tuple[bool, bool],
         rows_of: RowsOf,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         exact = torch.float64 if hidden_RD.dtype == torch.float64 else torch.float32
         rows, device = len(hidden_RD), hidden_RD.device
         most = max(1, logits // max(len(head_VD), len(teacher.head_UT)))
@@ -264,9 +274,9 @@ class _LinearLoss(torch.autograd.Function):
         weight_R = weight_R.to(device, exact)
         loss_R, accept_R = hidden_RD.new_zeros(2, rows, dtype=exact)
         match_R = hidden_RD.new_zeros(rows, dtype=torch.bool)
+        best_R = hidden_RD.new_zeros(rows, dtype=torch.long)
         dhidden_RD = torch.empty_like(hidden_RD) if wanted[0] else None
         dhead_VD = torch.zeros_like(head_VD, dtype=exact) if wanted[1] else None
-        chains = None if before_R is None else Chains(before_R.to(device))
         reach_R = hidden_RD.new_ones(rows, dtype=exact)
         for chunk in cut.chunks:
             at = cut.order_R[chunk.rows]
@@ -275,12 +285,13 @@ class _LinearLoss(torch.autograd.Function):
             t_QU = teacher.hidden_PT[cut.positions[chunk.spots]] @ teacher.head_UT.T
             spot_C = cut.spot_R[chunk.rows] - chunk.spots.start
             said = rows_of(z_CV, t_QU, spot_C, weight_R[at], teacher.draft_ids, objective, eta, any(wanted))
-            for into, part in ((loss_R, said.loss), (accept_R, said.accept), (match_R, said.match)):
+            parts = ((loss_R, said.loss), (accept_R, said.accept), (match_R, said.match), (best_R, said.best))
+            for into, part in parts:
                 into.index_copy_(0, at, part)
             # what a row counts by its reach can come last: both gradients are sums over rows
             reach_C1 = None
             if chains is not None:
-                reach_R.index_copy_(0, at, chains.product(accept_R)[at])
+                reach_R.index_copy_(0, at, chains.reach(accept_R, best_R)[at])
                 reach_C1 = reach_R[at][:, None].to(hidden_CD.dtype)
             if dhidden_RD is not None:
                 dhidden_RD.index_copy_(0, at, _times(z_CV @ head_VD, reach_C1))
@@ -288,8 +299,8 @@ class _LinearLoss(torch.autograd.Function):
                 _add_head_gradient(dhead_VD, z_CV, _times(hidden_CD, reach_C1))
         ctx.save_for_backward(dhidden_RD, dhead_VD)
         ctx.head_dtype = head_VD.dtype
-        ctx.mark_non_differentiable(loss_R, accept_R, match_R)
-        return (weight_R * reach_R * loss_R).sum(), loss_R, accept_R, match_R
+        ctx.mark_non_differentiable(loss_R, accept_R, match_R, best_R)
+        return (weight_R * reach_R * loss_R).sum(), loss_R, accept_R, match_R, best_R
 
     @staticmethod
     def backward(ctx: Any, dtotal: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
@@ -309,7 +320,7 @@ def linear_loss_by(
     objective: Objective,
     eta: float,
     logits: int,
-    before_R: Tensor | None = None,
+    chains: Chains | None = None,
 ) -> LinearLoss:
     assert objective in OBJECTIVES, objective
     assert hidden_RD.dtype == head_VD.dtype, (hidden_RD.dtype, head_VD.dtype)
@@ -320,9 +331,9 @@ def linear_loss_by(
     assert len(hidden_RD) == asked == len(weight_R), (len(hidden_RD), asked, len(weight_R))
     on = torch.is_grad_enabled()
     wanted = (on and hidden_RD.requires_grad, on and head_VD.requires_grad)
-    assert before_R is None or len(before_R) == asked, (before_R, asked)
+    assert chains is None or len(chains.text_R) == asked, asked
     teacher = Teacher(teacher.hidden_PT.detach(), teacher.head_UT.detach(), teacher.draft_ids)
-    told = (weight_R, objective, eta, logits, before_R, wanted, rows_of)
+    told = (weight_R, objective, eta, logits, chains, wanted, rows_of)
     return LinearLoss(*_LinearLoss.apply(hidden_RD, head_VD, teacher, question_R, *told))
 
 
@@ -335,11 +346,11 @@ def linear_loss_torch(
     objective: Objective,
     eta: float = LK_ETA,
     logits: int = LOSS_LOGITS,
-    before_R: Tensor | None = None,
+    chains: Chains | None = None,
 ) -> LinearLoss:
     """In smaller chunks: of a chunk's logits this makes some eight copies."""
     return linear_loss_by(
-        rows_torch, hidden_RD, head_VD, teacher, question_R, weight_R, objective, eta, max(1, logits // 8), before_R
+        rows_torch, hidden_RD, head_VD, teacher, question_R, weight_R, objective, eta, max(1, logits // 8), chains
     )
 
 
@@ -352,16 +363,16 @@ def linear_loss(
     objective: Objective,
     eta: float = LK_ETA,
     logits: int = LOSS_LOGITS,
-    before_R: Tensor | None = None,
+    chains: Chains | None = None,
 ) -> LinearLoss:
     """Row r is asked for the teacher's distribution at position question_r; total = sum weight * loss.
 
     `eta` is lk-hybrid's; `logits` bounds how many of the student's, and of the teacher's, live at once. The order of
     the rows does not matter. Give `question_R` on the CPU if it is at hand: from the device it has to be waited for.
     Or give a plan of it, all on the device: then nothing is left to the host, and `logits` plays no part. With
-    `before_R`, the row before each in its chain or -1, rows count by their reach.
+    `chains`, on the device, rows count by their reach.
     """
-    args = (hidden_RD, head_VD, teacher, question_R, weight_R, objective, eta, logits, before_R)
+    args = (hidden_RD, head_VD, teacher, question_R, weight_R, objective, eta, logits, chains)
     if not takes_triton(hidden_RD) or not takes_triton(teacher.hidden_PT):
         return linear_loss_torch(*args)
     from peagle.kernels.linear_loss_triton import rows_triton

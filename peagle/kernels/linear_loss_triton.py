@@ -217,4 +217,4 @@ def rows_triton(
         num_warps=warps,
         num_stages=1,
     )
-    return Said(loss, accept, match)
+    return Said(loss, accept, match, bests[spot_C].long())

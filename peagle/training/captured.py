@@ -23,7 +23,7 @@ from torch import Tensor
 
 from peagle.config import LOSS_LOGITS, TrainConfig
 from peagle.data.batches import Batch
-from peagle.kernels.linear_loss import NOBODY, Frame, Plan
+from peagle.kernels.linear_loss import NOBODY, Chains, Frame, Plan
 from peagle.kernels.sending import sent
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
@@ -63,7 +63,7 @@ class Sizes:
             own += [(name, chained) for name in ("anchor_R", "depth_R", "first_R")]
         else:
             own += [(f"depth {d}", rows) for d, rows in enumerate(self.chained, 1)]
-        own += [(name, loss.rows) for name in ("depths", "before", "order", "spot")]
+        own += [(name, loss.rows) for name in ("depths", "before", "text", "order", "spot")]
         return [*own, ("positions", self.spots)]
 
     @property
@@ -89,14 +89,15 @@ class FramedChunk(Chunk):
 
     depth_S: Tensor
     before_S: Tensor
+    text_S: Tensor
     plan: Plan
     steps: Walk | None
 
     def depths(self) -> Tensor:
         return self.depth_S
 
-    def before(self) -> Tensor:
-        return self.before_S
+    def links(self, view: BatchView) -> Chains:
+        return Chains(self.before_S, self.text_S)
 
     def asked(self) -> Plan:
         return self.plan
@@ -137,6 +138,7 @@ class Framer:
             question_S = _fill_mask_rows(into, chunk, sizes, rows.depths)
         else:
             question_S = _fill_steps(into, chunk, sizes, rows.depths)
+        into["text"].copy_(batch.token_ids_N[question_S])
         asked = sizes.loss.plan(question_S - 1)
         if asked is None:
             return None
@@ -261,11 +263,9 @@ class FramedStep:
 
 def _chunk(own: dict[str, Tensor], sizes: Sizes) -> FramedChunk:
     plan = Plan(own["order"], own["positions"], own["spot"], sizes.loss.chunks)
-    asked_A, depth_S, before_S = own["anchor_A"], own["depths"], own["before"]
+    asked_A, links = own["anchor_A"], (own["depths"], own["before"], own["text"])
     if sizes.parallel:
-        return FramedChunk(asked_A, own["anchor_R"], own["depth_R"], own["first_R"], depth_S, before_S, plan, None)
+        return FramedChunk(asked_A, own["anchor_R"], own["depth_R"], own["first_R"], *links, plan, None)
     first_M = own["depth 1"]
     steps = Walk(first_M, [own[f"depth {d}"] for d in range(2, len(sizes.chained) + 1)], None)
-    return FramedChunk(
-        asked_A, first_M, first_M, first_M, depth_S, before_S, plan, steps
-    )  # of chain rows only the walk is read
+    return FramedChunk(asked_A, first_M, first_M, first_M, *links, plan, steps)  # of chain rows only the walk is read

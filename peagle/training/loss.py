@@ -3,7 +3,8 @@
 Knows nothing about attention or how rows were computed. Depths count evenly, whatever share of them was sampled: a
 row's weight is its depth's weight over the rows of that depth, so the loss is a weighted mean of per-depth means. By
 reach, a row counts as much of that as the drafts before it in its chain are likely to be accepted, as the drafter is
-now: behind a word that nobody can foretell there is nothing to learn that would ever be used.
+now: behind a word that nobody can foretell, or that was sampled against the odds, there is nothing to learn that would
+ever be used.
 
 Shapes: N tokens of a batch, R rows of any depths, D drafter width, K depths.
 """
@@ -44,7 +45,7 @@ class StepTotals:
     loss_K: Tensor
     accept_K: Tensor  # of sum min(p, q): the chance that a sampled token is accepted
     match_K: Tensor  # of rows whose likeliest token is the target's
-    unbroken_K: Tensor  # of rows that match, as all before them in their chain do: greedy drafts that are accepted
+    unbroken_K: Tensor  # of those that match as all before them do, in text the target would write: greedy's accepted
 
     @classmethod
     def none(cls, depths: int, device: torch.device) -> StepTotals:
@@ -98,9 +99,9 @@ class Examiner:
         self.weight_K = row_weights(counts, weights).to(device) if weight_K is None else weight_K
         self.totals = StepTotals.none(len(self.weight_K), device)
 
-    def ask(self, said_RD: Tensor, depth_R: Tensor, question_R: Tensor | Plan, before_R: Tensor) -> Tensor:
+    def ask(self, said_RD: Tensor, depth_R: Tensor, question_R: Tensor | Plan, chains: Chains) -> Tensor:
         """The rows' part of the loss. `question_R`, on the CPU, is the token each is asked for; or the plan of who is
-        asked where. `before_R` is the row before each in its chain, or `NOBODY`.
+        asked where.
 
         The token's distribution is what the target said at the one before it.
         """
@@ -112,9 +113,9 @@ class Examiner:
             where,
             self.weight_K[depth_R],
             self.aim.objective,
-            before_R=before_R if self.aim.by_reach else None,
+            chains=chains if self.aim.by_reach else None,
         )
         match_R = asked.match_R.to(self.weight_K.dtype)
-        unbroken_R = match_R * Chains(before_R).product(match_R)
+        unbroken_R = match_R * chains.reach(match_R, asked.best_R)
         self.totals.add(depth_R, asked.loss_R, asked.accept_R, match_R, unbroken_R)
         return asked.total

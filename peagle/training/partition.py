@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 
 from peagle.data.batches import Batch
-from peagle.kernels.linear_loss import NOBODY, Plan
+from peagle.kernels.linear_loss import NOBODY, Chains, Plan
 from peagle.kernels.sending import sent
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
-from peagle.training.attention import Chains, DepthZero, Steps
+from peagle.training.attention import Chains as MaskRows
+from peagle.training.attention import DepthZero, Steps
 from peagle.training.loss import Aim, Examiner, StepTotals
 from peagle.training.rows import Rows
 from peagle.training.taps import TargetStates
@@ -117,6 +118,10 @@ class Chunk:
         before_R[first] = torch.searchsorted(self.anchor_A, self.anchor_R[first])
         return torch.cat([torch.full_like(self.anchor_A, NOBODY), before_R])
 
+    def links(self, view: BatchView) -> Chains:
+        """How the rows hang together, on the device."""
+        return Chains(view.moved(self.before()), view.token_N[view.moved(self.questions())])
+
     def walk(self) -> Walk:
         """The chains depth by depth."""
         at = self.depth_R.eq(1).nonzero()[:, 0]
@@ -158,7 +163,7 @@ def ask(examiner: Examiner, view: BatchView, leaves: Leaves, chunk: Chunk) -> Te
     said_AD = leaves.said_ND[view.moved(chunk.anchor_A)]
     said_RD = view.chains(leaves, chunk)
     said_SD = torch.cat([said_AD, said_RD])
-    return examiner.ask(said_SD, view.moved(chunk.depths()), chunk.asked(), view.moved(chunk.before()))
+    return examiner.ask(said_SD, view.moved(chunk.depths()), chunk.asked(), chunk.links(view))
 
 
 class BatchView:
@@ -188,7 +193,7 @@ class BatchView:
 
     def _mask_rows(self, leaves: Leaves, chunk: Chunk) -> Tensor:
         anchor_R, depth_R, first_R = (self.moved(x) for x in (chunk.anchor_R, chunk.depth_R, chunk.first_R))
-        attend = Chains(leaves.kept, self.start_N[anchor_R], anchor_R, depth_R, first_R)
+        attend = MaskRows(leaves.kept, self.start_N[anchor_R], anchor_R, depth_R, first_R)
         mask_id = self.drafter.cfg.mask_token_id
         assert mask_id is not None
         token_R = torch.full_like(anchor_R, mask_id)
