@@ -22,12 +22,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from peagle.cli import main
-from peagle.config import EndpointSettings, ResponseSettings, WriterSettings
+from peagle.config import EndpointSettings, ResponseSettings, SamplingParams, WriterSettings
 from peagle.data.chat import Chat
 from peagle.data.examples import examples
+from peagle.data.loops import before_loop, circling, looping
 from peagle.data.prompts import Prompt, Prompts, read_prompts
 from peagle.data.report import Summary
-from peagle.data.responses import Writer, looping, seed_of
+from peagle.data.responses import Writer, seed_of
 from peagle.data.run import open_chat, write_responses
 from peagle.data.sources import Answer, Question, open_engine
 from peagle.data.store import ResponseFile, beside
@@ -113,6 +114,32 @@ def test_the_rows_are_what_the_target_says_to_one_turn_after_another(target: Pat
     assert len(written) == summary.rows == summary.new == expected and summary.tokens == tokens
     assert summary.asked == 18 and summary.complete and not summary.interrupted
     assert 0 < summary.ended < 1, "both kinds of ending are wanted here"
+
+
+def test_samples_with_a_lead_are_greedy_from_there_on(target: Path, tmp_path: Path) -> None:
+    settings = ResponseSettings(temperature=0.0, max_tokens=24, samples=3, seed=3, lead=9)
+    prompts, out = write_prompts(tmp_path / "p.jsonl", 8), tmp_path / "out.jsonl"
+    write_responses(prompts, out, str(target), settings, ENGINE, shown=False)
+    alone = LLM(target, device="cpu", dtype="float32", max_num_seqs=1, max_model_len=200)
+    leads, others = set[int](), 0
+    for row in rows_of(out):
+        for turn, (start, end) in enumerate(row["spans"]):
+            asked, said = row["token_ids"][:start], row["token_ids"][start:end]
+            seed = seed_of(3, row["id"], row["sample"], turn)
+            lead = min(1 + seed % 9, len(said)) if row["sample"] else 0
+            if lead:
+                free = alone.generate(asked, SamplingParams(lead, 1.0, 0, settings.top_p, seed))[0].outputs[0].token_ids
+                assert said[:lead] == free[:lead]
+            greedy = alone.generate(asked + said[:lead], SamplingParams(24 - lead, 0.0))[0].outputs[0].token_ids
+            went_on = said[lead:] if said[-1] != EOS or len(said) > lead else greedy  # a lead may end an answer
+            assert went_on == greedy[: len(went_on)] and (len(went_on) == len(greedy) or row["finish_reason"] == "loop")
+            leads.add(lead)
+            others += bool(lead) and said != alone.generate(asked, SamplingParams(24, 0.0))[0].outputs[0].token_ids
+    assert len(leads) > 5 and others > 3
+    again = write_responses(prompts, out, str(target), settings, ENGINE, shown=False)
+    assert again.new == 0
+    with pytest.raises(UserError, match="--lead was 9 and is None"):
+        write_responses(prompts, out, str(target), ResponseSettings(0.0, max_tokens=24, seed=3), ENGINE, shown=False)
 
 
 # Runs the command in children that it kills when they have written so many rows.
@@ -227,6 +254,64 @@ def test_loops_are_dropped_and_not_asked_again(chat: Chat, tmp_path: Path) -> No
 )
 def test_what_a_loop_is(ids: list[int], ended: bool, loop: bool) -> None:
     assert looping(ids, ended) is loop
+
+
+def test_an_answer_is_cut_where_it_begins_to_loop(chat: Chat, tmp_path: Path) -> None:
+    news = list(range(40, 90))
+    said = news + news[-14:] * 5
+
+    def answer(question: Question) -> Answer:
+        return Answer(question.key, list(said), None, "length")
+
+    out = tmp_path / "out.jsonl"
+    summary = write(out, chat, Canned(answer))
+    rows = rows_of(out)
+    assert summary.cut == len(rows) == 24 and not summary.dropped
+    for row in rows:
+        ((start, end),) = row["spans"]  # behind a loop no further turn is asked
+        assert row["token_ids"][start:end] == news and row["finish_reason"] == "loop"
+        assert row["messages"][-1]["content"] == bytes(row["token_ids"][start:end]).decode()
+    assert write(out, chat, Canned(answer)).cut == 24
+
+
+def test_where_loops_begin() -> None:
+    assert before_loop([1, 2, 3, 4, 5, 6, 7, 8, 9, 3, 4, 5, 6, 7, 8, 9, 3, 4]) == 9
+    assert before_loop(list(range(50))) == 50 and before_loop([1] * 3) == 3
+
+
+@many(60)
+@given(
+    st.lists(st.integers(0, 3), max_size=60), st.lists(st.integers(0, 9), min_size=1, max_size=40), st.integers(0, 9)
+)
+def test_circles_are_the_same_three_times(before: list[int], circle: list[int], wrong: int) -> None:
+    said = before + circle * (1 + 96 // len(circle))
+    if len(circle) <= 32:
+        assert circling(said)
+    said[-1 - wrong] += 100
+    assert not circling(said) and not circling(circle * 3 if len(circle) < 32 else list(range(96)))
+
+
+def test_an_answer_in_circles_is_not_waited_for(target: Path) -> None:
+    source = open_engine(target, WriterSettings("cpu", "float32", 2, 200))
+    step, written = source.llm.step, list[int]()
+
+    def circles() -> list[Any]:
+        requests = step()
+        for request in requests:  # the same eleven tokens over and over
+            request.output_ids[-1] = len(request.output_ids) % 11 + 97
+            written.append(len(request.output_ids))
+        return requests
+
+    source.llm.step = circles  # type: ignore[method-assign]
+    source.ask(Question(7, [], [97, 98], SamplingParams(190, ignore_eos=True)))
+    answers = list[Answer]()
+    while not answers:
+        answers = source.wait()
+    assert answers[0].key == 7 and answers[0].finish_reason == "loop" and answers[0].token_ids is not None
+    assert len(answers[0].token_ids) == 128 == max(written) and source.room == source._most
+    while source.llm.busy:
+        source.llm.step()
+    source.llm.check_integrity()
 
 
 def test_ctrl_c_keeps_what_is_there(chat: Chat, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ SHOWN_REFUSALS = 5
 @app.command(
     epilog=examples(
         "peagle data prompts.jsonl.gz --out responses.jsonl",
+        "peagle data prompts.jsonl.gz --out responses.jsonl --temperature 0 --samples 4 --lead 64",
         "peagle data prompts/ --out responses.jsonl -t TARGET --samples 4 --max-tokens 2048",
         "peagle data HuggingFaceH4/ultrachat_200k --split train_sft --limit 20000 --out responses.jsonl",
         "peagle data prompts.jsonl --out responses.jsonl -t TARGET --endpoint http://localhost:8000/v1",
@@ -39,6 +40,9 @@ def data(
     samples: Annotated[int, typer.Option(help="Responses to each prompt.")] = ResponseSettings.samples,
     limit: Annotated[int | None, typer.Option(help="Only the first prompts.", show_default="all")] = None,
     seed: Annotated[int, typer.Option(help="Another one gives other responses.")] = ResponseSettings.seed,
+    lead: Annotated[
+        int, typer.Option(help="Every sample but the first begins with up to so many freely sampled tokens.")
+    ] = ResponseSettings.lead,
     endpoint: Annotated[
         str | None, typer.Option(help="An OpenAI-compatible server that answers, instead of the engine.", metavar="URL")
     ] = None,
@@ -73,7 +77,7 @@ def data(
     A row is {"prompt": ...}, {"turns": [...]} or {"messages": [...]}; answers in it are dropped for the target's own.
     A run that was killed goes on where it was when it is started again; more --samples or a higher --limit add rows.
     """
-    settings = ResponseSettings(temperature, top_p, top_k, max_tokens, samples, seed, limit)
+    settings = ResponseSettings(temperature, top_p, top_k, max_tokens, samples, seed, limit, lead)
     server = None
     if endpoint is not None:
         server = EndpointSettings(endpoint, model, concurrency, timeout, retries)

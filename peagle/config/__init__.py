@@ -5,7 +5,16 @@ A file has one subject; all names are to be had from here. Knows nothing about f
 
 from __future__ import annotations
 
-from peagle.config.data import LOOP_GRAM, LOOP_SHARE, BatchDefaults, EndpointSettings, ResponseSettings, WriterSettings
+from peagle.config.data import (
+    BEFORE_LOOP,
+    CIRCLE,
+    LOOP_GRAM,
+    LOOP_SHARE,
+    BatchDefaults,
+    EndpointSettings,
+    ResponseSettings,
+    WriterSettings,
+)
 from peagle.config.deploying import NAME_RULE, VLLM_VERSION, DeploySettings, SagemakerSettings, is_name
 from peagle.config.engine import (
     AUTO_CHOICES,

@@ -10,6 +10,9 @@ from peagle.errors import UserError
 
 LOOP_GRAM = 8  # tokens
 LOOP_SHARE = 0.3  # of the 8-grams of an answer without an end that may be repeats, before it counts as a loop
+CIRCLE = 96  # last tokens that say the same three times or more: such an answer is not waited for
+BEFORE_LOOP = 32  # tokens before a loop that make the answer worth keeping up to there
+LEAD_TEMPERATURE = 1.0
 
 
 @dataclass(frozen=True)
@@ -24,20 +27,35 @@ class ResponseSettings:
     samples: int = 1  # responses to each prompt
     seed: int = 0
     limit: int | None = None  # prompts
+    lead: int = 0  # first tokens of every sample but the first that are sampled freely, at most
 
     def __post_init__(self) -> None:
         self.params(0)
         if self.samples < 1:
             raise UserError(f"--samples {self.samples}: must be at least 1")
-        if self.samples > 1 and self.temperature == 0:
-            raise UserError(f"--samples {self.samples}: at --temperature 0 they would all be the same")
+        if self.samples > 1 and self.temperature == 0 and not self.lead:
+            raise UserError(
+                f"--samples {self.samples}: at --temperature 0 they would all be the same; --lead 64 gives each a "
+                "beginning of its own"
+            )
+        if not 0 <= self.lead < self.max_tokens:
+            raise UserError(f"--lead {self.lead}: must be 0 or more, and less than --max-tokens {self.max_tokens}")
+        if self.lead and self.samples == 1:
+            raise UserError(f"--lead {self.lead}: the first sample has none, so give --samples 2 or more")
         if self.limit is not None and self.limit < 1:
             raise UserError(f"--limit {self.limit}: must be at least 1")
         if self.seed < 0:
             raise UserError(f"--seed {self.seed}: must be 0 or more")
 
-    def params(self, seed: int) -> SamplingParams:
-        return SamplingParams(self.max_tokens, self.temperature, self.top_k, self.top_p, seed)
+    def params(self, seed: int, before: int = 0) -> SamplingParams:
+        """Of an answer of which `before` tokens are there."""
+        return SamplingParams(self.max_tokens - before, self.temperature, self.top_k, self.top_p, seed)
+
+    def lead_params(self, sample: int, seed: int) -> SamplingParams | None:
+        """Of an answer's first tokens, where they are asked for apart. How many there are follows from the seed."""
+        if not self.lead or not sample:
+            return None
+        return SamplingParams(1 + seed % self.lead, LEAD_TEMPERATURE, self.top_k, self.top_p, seed)
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ class Summary:
     tokens: int  # of responses
     lengths: dict[str, int]  # percentiles of response tokens
     ended: float  # share of the rows whose answer reached its end
+    cut: int  # rows that end where their answer began to loop
     dropped: dict[str, int]  # responses not kept, by reason
     refused: dict[str, int]  # prompts not asked, by reason
     duplicates: int  # prompts that were there before
@@ -52,6 +53,8 @@ class Summary:
         if self.rows:
             lengths = ", ".join(f"{name} {value:,}" for name, value in self.lengths.items())
             lines.append(f"  tokens of a row: {lengths}; {self.ended:.1%} reached their end")
+        if self.cut:
+            lines.append(f"  cut where they began to loop: {self.cut:,}")
         if self.dropped:
             lines.append(f"  responses dropped: {_counts(self.dropped)}")
         if self.refused:

@@ -18,14 +18,15 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
-from peagle.config import LOOP_GRAM, LOOP_SHARE, ResponseSettings
+from peagle.config import BEFORE_LOOP, ResponseSettings
 from peagle.data.chat import Chat
+from peagle.data.loops import before_loop, looping
 from peagle.data.prompts import Prompt, Prompts
 from peagle.data.report import Progress, Summary, percentiles
 from peagle.data.sources import Answer, Question, Source
@@ -37,14 +38,6 @@ BLOCK_PROMPTS = 64  # encoded together, ahead of their turn
 TURN = 2e-4  # seconds that a thread may keep the interpreter while another waits for it
 
 LOOP, TOO_LONG = "loop", "prompt too long"
-
-
-def looping(token_ids: Sequence[int], ended: bool) -> bool:
-    """No end, and more than 30% of the 8-grams repeat others: a drafter learns nothing but the loop from it."""
-    if ended:
-        return False
-    grams = [tuple(token_ids[i : i + LOOP_GRAM]) for i in range(len(token_ids) - LOOP_GRAM + 1)]
-    return len(set(grams)) < (1 - LOOP_SHARE) * len(grams)
 
 
 def seed_of(seed: int, prompt_id: str, sample: int, turn: int) -> int:
@@ -66,6 +59,8 @@ class Conversation:
     finish_reason: str = ""
     unread: list[int] | None = None
     refused: str | None = None  # why it cannot be rendered
+    lead: list[int] | None = None  # of the answer that is asked: its first tokens, once they are known
+    leading: bool = False  # they are being asked for
 
     def __post_init__(self) -> None:
         if self.prompt.system is not None:
@@ -187,13 +182,16 @@ class Writer:
             self._end(one, Dropped(*self._key(one), TOO_LONG, f"{len(one.prompt_ids)} tokens"), 0)
             return
         seed = seed_of(self.settings.seed, one.prompt.id, one.sample, one.turn)
-        self.source.ask(Question(self._next_key, one.messages, one.prompt_ids, self.settings.params(seed)))
+        params = self.settings.lead_params(one.sample, seed) if one.lead is None else None
+        one.leading, lead = params is not None, one.lead or []
+        params = params or self.settings.params(seed, len(lead))
+        self.source.ask(Question(self._next_key, one.messages, one.prompt_ids + lead, params))
         self._open[self._next_key] = one
         self._next_key += 1
 
     def _taken(self, answers: list[Answer]) -> list[Conversation]:
         """Writes what is complete; gives back what has another turn."""
-        going_on = []
+        going_on, led = [], []
         for answer in answers:
             one = self._open.pop(answer.key)
             if answer.failed is not None:
@@ -207,8 +205,13 @@ class Writer:
             except UserError as error:
                 self._end(one, Dropped(*self._key(one), "template does not round-trip", str(error)), 0)
                 continue
-            if looping(ids, answer.finish_reason == "stop"):
-                self._end(one, Dropped(*self._key(one), LOOP), len(ids))
+            if one.leading and answer.finish_reason != "stop" and not self._full(one, ids):
+                one.lead = ids
+                led.append(one)
+                continue
+            ids, one.lead = (one.lead or []) + ids, None
+            if answer.finish_reason == LOOP or looping(ids, answer.finish_reason == "stop"):
+                self._end_loop(one, ids, answer)
                 continue
             self._append(one, ids, answer)
             if one.more:
@@ -219,7 +222,20 @@ class Writer:
             else:
                 self._end(one, None, len(ids))
         self._encode(going_on)
-        return going_on
+        return led + going_on
+
+    def _full(self, one: Conversation, ids: list[int]) -> bool:
+        longest = self.source.longest
+        return longest is not None and len(one.prompt_ids) + len(ids) >= longest
+
+    def _end_loop(self, one: Conversation, ids: list[int], answer: Answer) -> None:
+        """What comes before the loop is kept, if it is enough; nothing comes behind it."""
+        cut = before_loop(ids)
+        if cut < BEFORE_LOOP:
+            self._end(one, Dropped(*self._key(one), LOOP), len(ids))
+            return
+        self._append(one, ids[:cut], replace(answer, finish_reason=LOOP, text=None))
+        self._end(one, None, len(ids))
 
     def _append(self, one: Conversation, ids: list[int], answer: Answer) -> None:
         prompt_ids, before = one.prompt_ids, one.token_ids
@@ -233,7 +249,7 @@ class Writer:
         one.finish_reason = answer.finish_reason
         said = ids[:-1] if answer.finish_reason == "stop" else ids
         text = answer.text
-        if text is None and one.more:
+        if text is None and one.more and answer.finish_reason != LOOP:
             text = self.chat.answers([said])[0]
         # the last answer's text is nobody's question, so the writing thread makes it
         one.unread = said if text is None else None
@@ -272,6 +288,7 @@ class Writer:
             tokens=sum(totals.lengths),
             lengths=percentiles(totals.lengths),
             ended=totals.ended / max(len(totals.lengths), 1),
+            cut=totals.cut,
             dropped=dict(totals.dropped.most_common()),
             refused=self.prompts.reasons,
             duplicates=self.prompts.duplicates,

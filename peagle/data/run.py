@@ -61,6 +61,11 @@ def write_responses(
     chat = open_chat(folder, chat_template, raw)
     if raw and endpoint is not None:
         raise UserError(f"--raw: only the engine here writes without a template; leave out --endpoint {endpoint.url}")
+    if settings.lead and endpoint is not None:
+        raise UserError(
+            f"--lead {settings.lead}: a server cannot be given an answer's first tokens; leave out "
+            f"--endpoint {endpoint.url}"
+        )
     if endpoint is None:
         read_target_config(folder)
     server = EndpointSource(endpoint) if endpoint is not None else None
@@ -75,6 +80,7 @@ def write_responses(
         "--top-k": settings.top_k,
         "--max-tokens": settings.max_tokens,
         "--seed": settings.seed,
+        "--lead": settings.lead or None,  # as in files from before there was one
         "--max-model-len": writer.max_model_len,
     }
     file = ResponseFile(out, _this_run(rows, target, settings, endpoint), same, chat.answers)

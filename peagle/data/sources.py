@@ -11,12 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from peagle.config import SamplingParams, WriterSettings
+from peagle.config import CIRCLE, SamplingParams, WriterSettings
+from peagle.data.loops import circling
 from peagle.errors import UserError
 
 if TYPE_CHECKING:
     from peagle.engine.llm import LLM
     from peagle.engine.request import Group
+
+
+LOOK_EVERY = 64  # tokens, for a circle
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ class Answer:
     key: int
     token_ids: list[int] | None = None
     text: str | None = None  # None: not decoded yet
-    finish_reason: str = "stop"  # or length
+    finish_reason: str = "stop"  # or length, or loop: it was not waited for
     refused: str | None = None  # why this question will never be answered
     detail: str = ""  # the same in the server's own words
     failed: str | None = None  # why it was not this time
@@ -79,9 +83,14 @@ class EngineSource:
     def wait(self) -> list[Answer]:
         answers = []
         for request in self.llm.step():
+            said = request.output_ids
             if request.finish_reason is not None:
                 key, _ = self._open.pop(request.id)
-                answers.append(Answer(key, request.output_ids, None, request.finish_reason))
+                answers.append(Answer(key, said, None, request.finish_reason))
+            elif len(said) % LOOK_EVERY == 0 and len(said) >= CIRCLE and circling(said):
+                key, group = self._open.pop(request.id)
+                answers.append(Answer(key, list(said), None, "loop"))
+                self.llm.abort(group)
         return answers
 
     def close(self) -> None:

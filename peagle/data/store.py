@@ -87,11 +87,13 @@ class Totals:
 
     lengths: array[int] = field(default_factory=lambda: array("i"))  # response tokens of each row
     ended: int = 0
+    cut: int = 0  # before a loop
     dropped: Counter[str] = field(default_factory=Counter)
 
     def add(self, asked: int, finish_reason: str) -> None:
         self.lengths.append(asked)
         self.ended += finish_reason == "stop"
+        self.cut += finish_reason == "loop"
 
 
 def beside(out: Path, kind: str) -> Path:

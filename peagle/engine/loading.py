@@ -281,13 +281,14 @@ def count_blocks(
     """As many as the memory holds, no more than can ever be used; refused if one sequence would not fit.
     `unpacking`: bytes that passes need beside what all need."""
     per_sequence = -(-longest // BLOCK_SIZE)
-    useful = 1 + per_sequence * seqs
+    useful, taken = 1 + per_sequence * seqs, ""
     if settings.kv_cache_memory is not None:
         memory = settings.kv_cache_memory
     elif device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         memory = int(total * settings.gpu_memory_fraction) - (total - free) - unpacking
         memory -= 3 * GIB  # for activations and graphs
+        taken = f", {(total - free) / GIB:.1f} of the GPU's {total / GIB:.1f} being taken, by others too"
     else:
         memory = min(free_ram() // 4, 4 * GIB)
     blocks = min(memory // bytes_each, useful)
@@ -296,7 +297,7 @@ def count_blocks(
         fits = max(memory // bytes_each - 1, 0) * BLOCK_SIZE
         raise UserError(
             f"too little memory for the key/value cache: one sequence of {longest} tokens takes {need / GIB:.2f} GiB, "
-            f"{max(memory, 0) / GIB:.2f} GiB are there; "
+            f"{max(memory, 0) / GIB:.2f} GiB are there{taken}; "
             + (f"set --max-model-len to at most {fits}, or " if fits >= 2 else "")
             + ("raise --gpu-memory-fraction" if device.type == "cuda" else "raise --kv-cache-memory")
         )

@@ -17,8 +17,8 @@ from peagle.checkpoints.drafter import read_drafter_config
 from peagle.checkpoints.target import eos_ids, read_target_config
 from peagle.checkpoints.validate import speculative_config
 from peagle.config import EvalSettings
+from peagle.data.loops import looping
 from peagle.data.prompts import Prompt
-from peagle.data.responses import looping
 from peagle.errors import UserError
 from peagle.measuring.acceptance_samples import Sample, Tell
 from peagle.measuring.acceptance_talks import Asked, Said, Speaker

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from peagle.config import EvalSettings, SamplingParams
 from peagle.data.chat import Chat
+from peagle.data.loops import looping
 from peagle.data.prompts import Prompt
-from peagle.data.responses import looping, seed_of
+from peagle.data.responses import seed_of
 from peagle.errors import UserError
 from peagle.measuring.acceptance_samples import Round, Sample, sample_of
 

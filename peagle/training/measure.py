@@ -21,7 +21,7 @@ import torch
 
 from peagle.checkpoints.target import Target
 from peagle.config import CHUNK_HEADROOM, MeasureSettings, SamplingParams, TrainConfig, check_draft_tokens
-from peagle.data.responses import looping
+from peagle.data.loops import looping
 from peagle.engine.kv_cache import BLOCK_SIZE
 from peagle.engine.llm import LLM
 from peagle.engine.loading import block_bytes

@@ -1,0 +1,44 @@
+"""Answers that go round in circles: what one is, where it begins, and how it shows while it is written.
+
+Small models do that often when they are greedy. A drafter learns nothing but the loop from it.
+
+Worked example, 8-grams: 1 2 3 4 5 6 7 8 9 | 3 4 5 6 7 8 9 3 4 .. The gram that begins behind the bar was there at the
+third token, so that is where the text begins to repeat itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from peagle.config import CIRCLE, LOOP_GRAM, LOOP_SHARE
+
+
+def looping(token_ids: Sequence[int], ended: bool) -> bool:
+    """No end, and more than 30% of the 8-grams repeat others."""
+    if ended:
+        return False
+    grams = [tuple(token_ids[i : i + LOOP_GRAM]) for i in range(len(token_ids) - LOOP_GRAM + 1)]
+    return len(set(grams)) < (1 - LOOP_SHARE) * len(grams)
+
+
+def before_loop(token_ids: Sequence[int]) -> int:
+    """How many tokens come before the first 8-gram that was there already."""
+    seen = set()
+    for i in range(len(token_ids) - LOOP_GRAM + 1):
+        gram = tuple(token_ids[i : i + LOOP_GRAM])
+        if gram in seen:
+            return i
+        seen.add(gram)
+    return len(token_ids)
+
+
+def circling(token_ids: Sequence[int]) -> bool:
+    """The last 96 tokens are the same few, three times or more: nothing else will come."""
+    last = list(token_ids[-CIRCLE:])
+    if len(last) < CIRCLE:
+        return False
+    end = last[-LOOP_GRAM:]
+    for period in range(1, CIRCLE // 3 + 1):
+        if last[-LOOP_GRAM - period : -period] == end and last[period:] == last[:-period]:
+            return True
+    return False
