@@ -145,7 +145,7 @@ class Session:
         found = {}
         wanted = [("embedded", *one) for one in (*runs(a.drafts), ("p-eagle", "auto"))]
         if a.vllm_path or a.vllm:
-            wanted += [("vllm", *one) for one in runs(a.drafts) if one[0] in a.vllm_methods]
+            wanted += [("vllm", *one) for one in runs(a.vllm_drafts or a.drafts) if one[0] in a.vllm_methods]
         for side, method, k in wanted:
             name = f"speed-{side}-{method}-{k}"
             command = [sys.executable, str(Path(__file__).resolve()), "--worker", "--side", side, "--method", method]
@@ -250,6 +250,7 @@ def main() -> None:
     parser.add_argument(
         "--vllm-methods", nargs="+", default=["none", "eagle3", "p-eagle"], help="that vLLM is run with"
     )
+    parser.add_argument("--vllm-drafts", type=int, nargs="+", help="K of vLLM's runs, where they are not all of them")
     parser.add_argument("--out", type=Path, help="folder of the results")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--loads", type=int, nargs="+", default=[1, 8, 64], help="requests at once")
