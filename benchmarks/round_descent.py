@@ -5,8 +5,9 @@
 About the products of SmolLM2-135M's layers alone, which launches and latencies decide: what is best in a chain of
 products (kernel_linear.py --descend) is not always best between attentions that overlap with it. Random weights and a
 drafter of 4 layers, as in round.py. A shape has three configurations in TUNED, by its rows: each is looked for in
-recorded rounds that have so many, and has a third of the seconds. What makes these rounds faster twice is kept, until
-nothing does. Only configurations of one `kind` are tried, which round alike; that they do is invariance.py's to say.
+recorded rounds that have so many, and has an even part of the seconds; `--only` leaves the others as they are. What
+makes these rounds faster twice is kept, until nothing does. Only configurations of one `kind` are tried, which round
+alike; that they do is invariance.py's to say.
 
 Prints as it goes, then lines to be put into TUNED in peagle/kernels/linear_shapes.py; changes no file but the one given
 by --out, which is rewritten after every step. The last line is one JSON object.
@@ -20,7 +21,7 @@ import math
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -44,7 +45,17 @@ ROUNDS = (((1, 7),), ((8, 7), (16, 7)), ((64, 3), (64, 7)))  # for each of them:
 TILES = (  # block_m, block_n, warps
     ((8, 16, 1), (8, 16, 2), (8, 16, 4), (16, 16, 1), (8, 32, 2)),
     ((16, 16, 1), (32, 16, 2), (16, 32, 2), (64, 16, 4), (32, 32, 4), (32, 16, 1)),
-    ((64, 32, 4), (32, 32, 2), (128, 32, 4), (64, 16, 2), (32, 16, 1), (32, 16, 2)),
+    (
+        (64, 32, 4),
+        (32, 32, 2),
+        (128, 32, 4),
+        (64, 16, 2),
+        (32, 16, 2),
+        (128, 32, 8),
+        (64, 32, 8),
+        (128, 16, 4),
+        (256, 16, 8),
+    ),
 )
 MOST, DRAFTS = 64, 7  # of ROUNDS
 CONTEXT = 384
@@ -101,8 +112,8 @@ def alternatives(shape: Shape, at: int) -> list[Config]:
     return [c for c in found if all(fits(shape, rows, own) for rows, own in launched(shape, at, c).items())]
 
 
-def compilations() -> Iterator[Job]:
-    for at in range(len(ROUNDS)):
+def compilations(places: Sequence[int]) -> Iterator[Job]:
+    for at in places:
         found = {s: [launched(s, at, c) for c in (configs(s)[at], *alternatives(s, at))] for s in PRODUCTS}
         for rows in launched(PRODUCTS[0], at, configs(PRODUCTS[0])[at]):
             yield from chain_jobs(rows, True, {s: [c[rows] for c in each] for s, each in found.items()})
@@ -177,12 +188,14 @@ def line_of(shape: Shape) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=240, help="for the search, once all is compiled")
+    parser.add_argument("--only", choices=BASES, nargs="+", default=BASES, help="configurations that are looked for")
     parser.add_argument("--workers", type=int, default=15, help="processes that compile beforehand; 0: none")
     parser.add_argument("--out", type=Path, help="JSON file for everything measured")
     args = parser.parse_args()
     started = time.monotonic()
+    places = [at for at, base in enumerate(BASES) if base in args.only]
     if args.workers:
-        precompile(list(dict.fromkeys(compilations())), args.workers)
+        precompile(list(dict.fromkeys(compilations(places))), args.workers)
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     results: dict[str, Any] = {"bench": "round_descent", "command": " ".join(["python", *sys.argv]), "commit": commit}
     results |= {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "descents": []}
@@ -202,14 +215,15 @@ def main() -> None:
 
     torch.manual_seed(0)
     rounds = Rounds(torch.device("cuda"))
-    for at in range(len(ROUNDS)):
+    for at in places:
         rounds.ms(at)  # compiles the rest
     say(f"ready after {time.monotonic() - started:.1f} s")
     deadline = time.monotonic() + args.seconds
-    for at, each in enumerate(ROUNDS):
+    for i, at in enumerate(places):
+        each = ROUNDS[at]
         say(f"{BASES[at]}, rounds of " + " and ".join(f"{batch} x {k + 1} rows" for batch, k in each))
         # What one does not use is the others'.
-        end = time.monotonic() + (deadline - time.monotonic()) / (len(ROUNDS) - at)
+        end = time.monotonic() + (deadline - time.monotonic()) / (len(places) - i)
         before, after = descend(at, partial(rounds.ms, at), end, partial(note, at))
         results["descents"].append({"rounds": each, "before_ms": before, "after_ms": after})
         save()
