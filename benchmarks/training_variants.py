@@ -173,7 +173,7 @@ def algorithm1(models: Models, work: Work, chunk_rows: int) -> None:
 
     One row more is run than is seen by anyone, so that the last one's token is there.
     """
-    examiner = examiner_of(models, work)
+    examiner, all_of_it = examiner_of(models, work), view_of(models, work)
     for segment in chunks(work.rows, chunk_rows):
         last = max(int(x.max()) for x in (segment.anchor_A, segment.anchor_R) if len(x))
         part = slice(0, last + 2)
@@ -182,7 +182,11 @@ def algorithm1(models: Models, work: Work, chunk_rows: int) -> None:
         prefix = replace(batch, **{name: getattr(batch, name)[part] for name in named})
         states = TargetStates(work.states.hidden_ND[part], work.states.taps_NX[part])
         view = view_of(models, Work(prefix, work.rows, states, work.weights))
-        ask(examiner, view, view.depth_zero(), segment).backward()
+        leaves = view.depth_zero()
+        said = torch.cat([leaves.said_ND[view.moved(segment.anchor_A)], view.chains(leaves, segment)])
+        # what is asked for may lie behind the prefix
+        links = segment.links(all_of_it)
+        examiner.ask(said, view.moved(segment.depths()), segment.asked(), links).backward()
 
 
 VARIANTS: dict[str, Callable[[Models, Work, int], None]] = {

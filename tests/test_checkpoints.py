@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from support import edit_config, edit_weights, set_config
 
+from peagle.checkpoints.average import average
 from peagle.checkpoints.convert import convert, format_of
 from peagle.checkpoints.drafter import drafter_tensors, load_drafter, load_unbound, read_drafter_config, save_drafter
 from peagle.checkpoints.files import INDEX, WEIGHTS, Weights, read_json, write_folder, write_weights
@@ -516,6 +517,48 @@ def test_trained_pairs_convert(name: str, tmp_path: Path, target: Decoder) -> No
     check_conversion(pairs.drafter_folder(name), tmp_path, target, pairs.target_folder())
     for file in ("config.json", WEIGHTS):
         assert (tmp_path / "plain" / file).read_bytes() == (pairs.drafter_folder(name) / file).read_bytes()
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    drafter_configs(width=64, vocab=pairs.VOCAB, layers=3),
+    st.sampled_from(DTYPES),
+    st.lists(st.floats(0.1, 9.0), min_size=2, max_size=4),
+)
+def test_the_mean_of_drafters(cfg: DrafterConfig, dtype: torch.dtype, shares: list[float]) -> None:
+    with scratch() as folder:
+        sources = [folder / str(i) for i in range(len(shares))]
+        first = random_drafter(cfg, dtype, bits=False)
+        for i, source in enumerate(sources):
+            drafter = random_drafter(cfg, dtype, seed=i, bits=False)
+            if drafter.d2t is not None and first.d2t is not None:
+                drafter.d2t.copy_(first.d2t)
+            save_drafter(drafter, source)
+        set_config(sources[1], trained_draft_tokens=5)
+        average(sources, folder / "out", shares)
+        assert read_drafter_config(folder / "out") == cfg
+        assert read_json(folder / "out" / "config.json")["trained_draft_tokens"] == 5
+        every, found = [stored(source) for source in sources], stored(folder / "out")
+        assert found.keys() == every[0].keys()
+        for name, tensor in found.items():
+            assert tensor.dtype == every[0][name].dtype
+            if not tensor.is_floating_point():
+                assert torch.equal(tensor, every[0][name])
+                continue
+            wanted = sum(share * own[name].double() for share, own in zip(shares, every, strict=True)) / sum(shares)
+            torch.testing.assert_close(tensor, wanted.to(dtype), rtol=0, atol=0)
+
+
+def test_strangers_are_not_averaged(tmp_path: Path) -> None:
+    folder = pairs.drafter_folder
+    for other, why in (("p-eagle-4", "num_layers is 4 here and 1 there"), ("eagle3-1", "mask_token_id is None here")):
+        with pytest.raises(UserError, match=why):
+            average([folder("p-eagle-1"), folder(other)], tmp_path / "out", [1, 1])
+    moved = shutil.copytree(folder("p-eagle-1-reduced"), tmp_path / "moved")
+    edit_weights(moved, lambda tensors: tensors["d2t"].add_(1))
+    with pytest.raises(UserError, match="they have different tokens"):
+        average([folder("p-eagle-1-reduced"), moved], tmp_path / "out", [1, 1])
+    assert not (tmp_path / "out").exists()
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -150,6 +150,10 @@ def test_bad_input_gets_one_line_and_status_2(
         (("convert", d, str(tmp_path / "o"), "--to", "gguf", "-t", t), "--to gguf"),
         (("convert", d, str(tmp_path / "o"), "--to", "plain", "-t", t), "already"),
         (("convert", d, t, "--to", "speculators", "-t", t), "exists already"),
+        (("average", d, "--out", str(tmp_path / "o")), "name two or more"),
+        (("average", d, d, "--out", t), "exists already"),
+        (("average", d, d, "--out", str(tmp_path / "o"), "--shares", "1,x"), "--shares 1,x"),
+        (("average", d, d, "--out", str(tmp_path / "o"), "--shares", "1,-1"), "2 numbers above 0"),
     ]
     for args, wanted in cases:
         monkeypatch.setattr(sys, "argv", ["peagle", *args])
@@ -195,6 +199,14 @@ def test_convert_there_and_back(target: Path, tmp_path: Path) -> None:
     assert peagle("convert", str(there), str(back), "--to", "plain", "-t", str(target)).returncode == 0
     for file in ("config.json", "model.safetensors"):
         assert (back / file).read_bytes() == (source / file).read_bytes(), file
+
+
+def test_the_average_of_a_drafter_and_itself_is_that_drafter(target: Path, tmp_path: Path) -> None:
+    source, mean = drafter_folder("p-eagle-1"), tmp_path / "mean"
+    said = peagle("average", str(source), str(source), "--out", str(mean), "--shares", "3,1")
+    assert said.returncode == 0 and "the mean of 2 drafters" in said.stdout
+    assert (mean / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+    assert peagle("inspect", str(mean), "-t", str(target)).returncode == 0
 
 
 @pytest.mark.usefixtures("smollm2")

@@ -1,4 +1,4 @@
-"""`inspect` and `convert`: what a drafter's folder holds, and the same in the other format.
+"""`inspect`, `convert` and `average`: what a drafter's folder holds, the same in the other format, one from several.
 
 Knows nothing about tensors.
 """
@@ -74,3 +74,31 @@ def convert(
     print(f"wrote {out} in the {to} format")
     for name, what in fate.items():
         print(f"  {name}: {what}")
+
+
+@app.command(
+    epilog=examples("peagle average DRAFTER TRAINED_ON --out MEAN", "peagle average A B C --out D --shares 2,1,1")
+)
+def average(
+    folders: Annotated[list[str], typer.Argument(help="Drafters of one shape, two or more.", metavar="DIR...")],
+    out: Annotated[Path, typer.Option(help="The folder to write.")],
+    shares: Annotated[
+        str | None, typer.Option(help="Each one's part, by commas.", show_default="all alike", metavar="A,B,..")
+    ] = None,
+) -> None:
+    """Write the mean of drafters that were trained on from the same one: often better than each of them.
+
+    Measure it: what `peagle eval` says of it and of them decides.
+    """
+    from peagle.checkpoints.average import average as average_folders
+
+    if len(folders) < 2:
+        raise UserError(f"{folders[0]}: one drafter is its own average; name two or more")
+    try:
+        parts = [float(part) for part in shares.split(",")] if shares is not None else [1.0] * len(folders)
+    except ValueError:
+        raise UserError(f"--shares {shares}: must be numbers, by commas") from None
+    if len(parts) != len(folders) or not all(0 < part < float("inf") for part in parts):
+        raise UserError(f"--shares {shares}: must be {len(folders)} numbers above 0, one for each drafter")
+    average_folders([resolve_drafter(folder) for folder in folders], out, parts)
+    print(f"wrote {out}, the mean of {len(folders)} drafters")
