@@ -202,7 +202,7 @@ def rows_torch(
     return Said(loss, accept, match, best)
 
 
-class Chains:
+class Links:
     """Which rows stand behind which (`before_R`, or `NOBODY`), and how the text goes on where each is asked.
 
     Worked example, two chains of rows 0 2 3 and 1 4: before -1 -1 0 2 1
@@ -263,7 +263,7 @@ class _LinearLoss(torch.autograd.Function):
         objective: Objective,
         eta: float,
         logits: int,
-        chains: Chains | None,
+        links: Links | None,
         wanted: tuple[bool, bool],
         rows_of: RowsOf,
     ) -> tuple[Tensor, ...]:
@@ -290,8 +290,8 @@ class _LinearLoss(torch.autograd.Function):
                 into.index_copy_(0, at, part)
             # what a row counts by its reach can come last: both gradients are sums over rows
             reach_C1 = None
-            if chains is not None:
-                reach_R.index_copy_(0, at, chains.reach(accept_R, best_R)[at])
+            if links is not None:
+                reach_R.index_copy_(0, at, links.reach(accept_R, best_R)[at])
                 reach_C1 = reach_R[at][:, None].to(hidden_CD.dtype)
             if dhidden_RD is not None:
                 dhidden_RD.index_copy_(0, at, _times(z_CV @ head_VD, reach_C1))
@@ -320,7 +320,7 @@ def linear_loss_by(
     objective: Objective,
     eta: float,
     logits: int,
-    chains: Chains | None = None,
+    links: Links | None = None,
 ) -> LinearLoss:
     assert objective in OBJECTIVES, objective
     assert hidden_RD.dtype == head_VD.dtype, (hidden_RD.dtype, head_VD.dtype)
@@ -331,9 +331,9 @@ def linear_loss_by(
     assert len(hidden_RD) == asked == len(weight_R), (len(hidden_RD), asked, len(weight_R))
     on = torch.is_grad_enabled()
     wanted = (on and hidden_RD.requires_grad, on and head_VD.requires_grad)
-    assert chains is None or len(chains.text_R) == asked, asked
+    assert links is None or len(links.text_R) == asked, asked
     teacher = Teacher(teacher.hidden_PT.detach(), teacher.head_UT.detach(), teacher.draft_ids)
-    told = (weight_R, objective, eta, logits, chains, wanted, rows_of)
+    told = (weight_R, objective, eta, logits, links, wanted, rows_of)
     return LinearLoss(*_LinearLoss.apply(hidden_RD, head_VD, teacher, question_R, *told))
 
 
@@ -346,11 +346,11 @@ def linear_loss_torch(
     objective: Objective,
     eta: float = LK_ETA,
     logits: int = LOSS_LOGITS,
-    chains: Chains | None = None,
+    links: Links | None = None,
 ) -> LinearLoss:
     """In smaller chunks: of a chunk's logits this makes some eight copies."""
     return linear_loss_by(
-        rows_torch, hidden_RD, head_VD, teacher, question_R, weight_R, objective, eta, max(1, logits // 8), chains
+        rows_torch, hidden_RD, head_VD, teacher, question_R, weight_R, objective, eta, max(1, logits // 8), links
     )
 
 
@@ -363,16 +363,16 @@ def linear_loss(
     objective: Objective,
     eta: float = LK_ETA,
     logits: int = LOSS_LOGITS,
-    chains: Chains | None = None,
+    links: Links | None = None,
 ) -> LinearLoss:
     """Row r is asked for the teacher's distribution at position question_r; total = sum weight * loss.
 
     `eta` is lk-hybrid's; `logits` bounds how many of the student's, and of the teacher's, live at once. The order of
     the rows does not matter. Give `question_R` on the CPU if it is at hand: from the device it has to be waited for.
     Or give a plan of it, all on the device: then nothing is left to the host, and `logits` plays no part. With
-    `chains`, on the device, rows count by their reach.
+    `links`, on the device, rows count by their reach.
     """
-    args = (hidden_RD, head_VD, teacher, question_R, weight_R, objective, eta, logits, chains)
+    args = (hidden_RD, head_VD, teacher, question_R, weight_R, objective, eta, logits, links)
     if not takes_triton(hidden_RD) or not takes_triton(teacher.hidden_PT):
         return linear_loss_torch(*args)
     from peagle.kernels.linear_loss_triton import rows_triton

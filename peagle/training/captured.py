@@ -23,7 +23,7 @@ from torch import Tensor
 
 from peagle.config import LOSS_LOGITS, TrainConfig
 from peagle.data.batches import Batch
-from peagle.kernels.linear_loss import NOBODY, Chains, Frame, Plan
+from peagle.kernels.linear_loss import NOBODY, Frame, Links, Plan
 from peagle.kernels.sending import sent
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
@@ -96,8 +96,8 @@ class FramedChunk(Chunk):
     def depths(self) -> Tensor:
         return self.depth_S
 
-    def links(self, view: BatchView) -> Chains:
-        return Chains(self.before_S, self.text_S)
+    def links(self, view: BatchView) -> Links:
+        return Links(self.before_S, self.text_S)
 
     def asked(self) -> Plan:
         return self.plan

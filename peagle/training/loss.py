@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from peagle.config import Objective, TrainConfig
-from peagle.kernels.linear_loss import Chains, Plan, Teacher, linear_loss
+from peagle.kernels.linear_loss import Links, Plan, Teacher, linear_loss
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
 from peagle.training.taps import TargetStates
@@ -99,7 +99,7 @@ class Examiner:
         self.weight_K = row_weights(counts, weights).to(device) if weight_K is None else weight_K
         self.totals = StepTotals.none(len(self.weight_K), device)
 
-    def ask(self, said_RD: Tensor, depth_R: Tensor, question_R: Tensor | Plan, chains: Chains) -> Tensor:
+    def ask(self, said_RD: Tensor, depth_R: Tensor, question_R: Tensor | Plan, links: Links) -> Tensor:
         """The rows' part of the loss. `question_R`, on the CPU, is the token each is asked for; or the plan of who is
         asked where.
 
@@ -113,9 +113,9 @@ class Examiner:
             where,
             self.weight_K[depth_R],
             self.aim.objective,
-            chains=chains if self.aim.by_reach else None,
+            links=links if self.aim.by_reach else None,
         )
         match_R = asked.match_R.to(self.weight_K.dtype)
-        unbroken_R = match_R * chains.reach(match_R, asked.best_R)
+        unbroken_R = match_R * links.reach(match_R, asked.best_R)
         self.totals.add(depth_R, asked.loss_R, asked.accept_R, match_R, unbroken_R)
         return asked.total

@@ -20,12 +20,11 @@ import torch
 from torch import Tensor
 
 from peagle.data.batches import Batch
-from peagle.kernels.linear_loss import NOBODY, Chains, Plan
+from peagle.kernels.linear_loss import NOBODY, Links, Plan
 from peagle.kernels.sending import sent
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
-from peagle.training.attention import Chains as MaskRows
-from peagle.training.attention import DepthZero, Steps
+from peagle.training.attention import Chains, DepthZero, Steps
 from peagle.training.loss import Aim, Examiner, StepTotals
 from peagle.training.rows import Rows
 from peagle.training.taps import TargetStates
@@ -118,9 +117,9 @@ class Chunk:
         before_R[first] = torch.searchsorted(self.anchor_A, self.anchor_R[first])
         return torch.cat([torch.full_like(self.anchor_A, NOBODY), before_R])
 
-    def links(self, view: BatchView) -> Chains:
+    def links(self, view: BatchView) -> Links:
         """How the rows hang together, on the device."""
-        return Chains(view.moved(self.before()), view.token_N[view.moved(self.questions())])
+        return Links(view.moved(self.before()), view.token_N[view.moved(self.questions())])
 
     def walk(self) -> Walk:
         """The chains depth by depth."""
@@ -193,7 +192,7 @@ class BatchView:
 
     def _mask_rows(self, leaves: Leaves, chunk: Chunk) -> Tensor:
         anchor_R, depth_R, first_R = (self.moved(x) for x in (chunk.anchor_R, chunk.depth_R, chunk.first_R))
-        attend = MaskRows(leaves.kept, self.start_N[anchor_R], anchor_R, depth_R, first_R)
+        attend = Chains(leaves.kept, self.start_N[anchor_R], anchor_R, depth_R, first_R)
         mask_id = self.drafter.cfg.mask_token_id
         assert mask_id is not None
         token_R = torch.full_like(anchor_R, mask_id)
