@@ -408,6 +408,9 @@ def test_the_command_line(
     assert status == 2 and "--max-model-len was 100 and is None" in noted and len(noted.splitlines()) == 1
     for wrong, named in (
         (("--samples", "2", "--temperature", "0"), "--samples 2: at --temperature 0"),
+        (("--lead", "4"), "--lead 4: the first sample has none"),
+        (("--lead", "8", "--samples", "2"), "--lead 8: must be 0 or more, and less than --max-tokens 8"),
+        (("--lead", "4", "--samples", "2", "--endpoint", "http://x"), "--lead 4: a server cannot be given"),
         (("--limit", "0"), "--limit 0"),
         (("--top-p", "2"), "--top-p 2.0"),
         (("--model", "x"), "give --endpoint URL"),

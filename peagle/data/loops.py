@@ -12,6 +12,8 @@ from collections.abc import Sequence
 
 from peagle.config import CIRCLE, LOOP_GRAM, LOOP_SHARE
 
+LOOP = "loop"  # how such an answer ended
+
 
 def looping(token_ids: Sequence[int], ended: bool) -> bool:
     """No end, and more than 30% of the 8-grams repeat others."""

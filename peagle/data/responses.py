@@ -26,7 +26,7 @@ from itertools import islice
 
 from peagle.config import BEFORE_LOOP, ResponseSettings
 from peagle.data.chat import Chat
-from peagle.data.loops import before_loop, looping
+from peagle.data.loops import LOOP, before_loop, looping
 from peagle.data.prompts import Prompt, Prompts
 from peagle.data.report import Progress, Summary, percentiles
 from peagle.data.sources import Answer, Question, Source
@@ -37,7 +37,7 @@ SEED_BITS = 31  # more than that is not a number to every server
 BLOCK_PROMPTS = 64  # encoded together, ahead of their turn
 TURN = 2e-4  # seconds that a thread may keep the interpreter while another waits for it
 
-LOOP, TOO_LONG = "loop", "prompt too long"
+TOO_LONG = "prompt too long"
 
 
 def seed_of(seed: int, prompt_id: str, sample: int, turn: int) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from peagle.config import CIRCLE, SamplingParams, WriterSettings
-from peagle.data.loops import circling
+from peagle.data.loops import LOOP, circling
 from peagle.errors import UserError
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class EngineSource:
                 answers.append(Answer(key, said, None, request.finish_reason))
             elif len(said) % LOOK_EVERY == 0 and len(said) >= CIRCLE and circling(said):
                 key, group = self._open.pop(request.id)
-                answers.append(Answer(key, list(said), None, "loop"))
+                answers.append(Answer(key, list(said), None, LOOP))
                 self.llm.abort(group)
         return answers
 

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from peagle.data.loops import LOOP
 from peagle.errors import UserError
 
 Key = tuple[str, int]  # prompt's id, which of its samples
@@ -93,7 +94,7 @@ class Totals:
     def add(self, asked: int, finish_reason: str) -> None:
         self.lengths.append(asked)
         self.ended += finish_reason == "stop"
-        self.cut += finish_reason == "loop"
+        self.cut += finish_reason == LOOP
 
 
 def beside(out: Path, kind: str) -> Path:
