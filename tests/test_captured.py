@@ -110,6 +110,7 @@ def test_replayed_steps_are_the_ones_captured(kind: str) -> None:
         framer = Framer(cfg, 128, drafter.cfg.parallel, 10**6, pinned=True)
         step, weights = FramedStep(drafter, target, online, cfg), depth_weights(DEPTHS, 1.0)
         stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())  # the drafter and its optimizer were made there
         with torch.cuda.stream(stream):
             for batch, own in zip(made, rows, strict=True):
                 framed = framer.framed(batch, own)

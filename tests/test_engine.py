@@ -489,7 +489,7 @@ def test_more_drafts_than_it_was_trained_for(tmp_path: Path) -> None:
     assert llm.draft_count.choices == [0, 1, 2]
     set_config(folder, trained_draft_tokens=12)
     given = {**options, "cost_table": engines.any_costs()}
-    assert LLM(engines.target(), folder, **given).draft_count.choices == [0, 1, 2, 3, 5, 7, 10]
+    assert LLM(engines.target(), folder, **given).draft_count.choices == [0, 1, 2, 3, 5, 7, 9]
     llm = LLM(engines.target(), folder, synthetic_acceptance_rates=[0.5, 0.25, 0.1, 0.1], **given)
     assert llm.draft_count.choices == [0, 1, 2, 3, 4], "no more than there are rates for"
 

@@ -176,7 +176,7 @@ class PlanSettings:
     """The load that is planned for, and what is tried for it."""
 
     concurrency: tuple[int, ...] = (1, 8, 64)  # requests at once on one copy of the model
-    drafts: tuple[int, ...] = (1, 2, 3, 4, 5, 7, 10)  # that are tried, as far as acceptance is known
+    drafts: tuple[int, ...] = (1, 2, 3, 4, 5, 7, 9)  # that are tried, as far as acceptance is known
     prompt_tokens: int = 512
     output_tokens: int = 256
     load: float | None = None  # output tokens a second, of all together
