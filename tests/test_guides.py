@@ -214,15 +214,17 @@ def test_acceptance_and_speed_are_those_of_the_results() -> None:
         assert f"| {label} | {cells(*row, places=2)} |" in guide
     speeds = {
         (r["method"], r["k"], r["concurrency"]): r["output_tokens_per_second"]
-        for r in results("h200-speed-ours")["rows"]
+        for r in results("h200-speed")["rows"]
         if r["engine"] == "embedded"
     }
     for label, method, k in (
         ("no drafter", "none", None),
         ("EAGLE-3, K=3", "eagle3", 3),
+        ("EAGLE-3, K=5", "eagle3", 5),
         ("EAGLE-3, K=7", "eagle3", 7),
         ("P-EAGLE, K=3", "p-eagle", 3),
         ("P-EAGLE, K=7", "p-eagle", 7),
+        ("P-EAGLE, K=9", "p-eagle", 9),
         ("P-EAGLE, K auto", "p-eagle", "auto"),
     ):
         assert f"| {label} | {cells(*(speeds[method, k, c] for c in (1, 8, 64)))} |" in guide
