@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pairs
@@ -12,10 +15,12 @@ import torch
 
 from peagle.checkpoints.drafter import load_drafter
 from peagle.checkpoints.target import load_decoder
-from peagle.config import TrainConfig
+from peagle.config import Method, TrainConfig
 from peagle.errors import UserError
+from peagle.kernels.attention import causal_attention
 from peagle.models.drafter import Drafter
-from peagle.training.drafters import TokenCounts, choose_mask_id, drafter_config, new_drafter
+from peagle.reference import propose, read
+from peagle.training.drafters import TokenCounts, choose_mask_id, drafter_config, folder_config, new_drafter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -68,7 +73,7 @@ def test_mask_tokens() -> None:
         choose_mask_id("auto", cfg, None, (), data)
 
 
-def test_started_from_a_folder() -> None:
+def test_started_from_a_folder(tmp_path: Path) -> None:
     """A P-EAGLE drafter goes on as it is, an EAGLE-3 one becomes P-EAGLE; what does not fit is named."""
     target = load_decoder(pairs.target_folder())
     data = TokenCounts(torch.zeros(pairs.VOCAB, dtype=torch.long))
@@ -89,12 +94,53 @@ def test_started_from_a_folder() -> None:
         assert own.keys() ^ there.keys() <= {"mask_hidden"}
         assert drafter.cfg.parallel == (settings.get("method") != "eagle3")
         assert all(p.requires_grad for p in drafter.parameters())
-    with pytest.raises(UserError, match="--layers 2: the drafter in .* has 4"):
+    with pytest.raises(UserError, match="--layers 2: the drafter in .* has 4; give as many, more"):
         made("p-eagle-4", layers=2)
+    windowed = tmp_path / "windowed"
+    shutil.copytree(pairs.drafter_folder("p-eagle-4"), windowed)
+    told = json.loads((windowed / "config.json").read_text())
+    types = ["full_attention", "sliding_attention"] * 2
+    (windowed / "config.json").write_text(json.dumps({**told, "layer_types": types, "sliding_window": 8}))
+    grown = folder_config(TrainConfig(init=str(windowed), layers=6), target.cfg)
+    assert grown.windows == (None, 8, None, 8, None, None), "new layers see everything"
     with pytest.raises(UserError, match="--init .*nowhere: must be"):
         new_drafter(TrainConfig(init="nowhere"), target, None, (), data)
     with pytest.raises(UserError, match="--taps 9"):
         drafter_config(TrainConfig(taps=(9,)), target.cfg, None)
+
+
+@pytest.mark.parametrize(("name", "method"), [("p-eagle-4-reduced", "p-eagle"), ("eagle3-1", "eagle3")])
+def test_grown_layers_say_nothing_at_first(name: str, method: Method) -> None:
+    """Nor do tables that become the drafter's own: drafts and their probabilities to the bit. Then every new matrix
+    learns something, from the second step on."""
+    target = load_decoder(pairs.target_folder())
+    data = TokenCounts(torch.zeros(pairs.VOCAB, dtype=torch.long))
+    small = load_drafter(pairs.drafter_folder(name), target)
+    cfg = TrainConfig(
+        init=str(pairs.drafter_folder(name)),
+        layers=small.cfg.num_layers + 2,
+        method=method,
+        own_embeddings=True,
+        own_head=True,
+    )
+    grown = new_drafter(cfg, target, None, (), data)
+    assert len(grown.layers) == grown.cfg.num_layers == small.cfg.num_layers + 2
+    assert grown.embed_tokens is not None and grown.lm_head is not None
+    tokens = list(range(3, 40, 3))
+    _, taps = read(target, tokens[:-1], 1, small.cfg.taps)
+    with torch.no_grad():
+        was, now = (propose(d, tokens, taps, 4, None, torch.Generator().manual_seed(0)) for d in (small, grown))
+    assert was.tokens == now.tokens and torch.equal(was.probs_KV, now.probs_KV)
+    new = [p for layer in list(grown.layers)[small.cfg.num_layers :] for p in layer.parameters() if p.dim() > 1]
+    for step in range(2):
+        hidden = grown.combine(taps)
+        said, _ = grown(torch.tensor(tokens[1:]), hidden, torch.arange(len(tokens) - 1), causal_attention)
+        grads = torch.autograd.grad(grown.logits(said).square().sum(), new)
+        told = [bool(g.abs().sum() > 0) for g in grads]
+        assert sum(told) == (len(new) if step else 4), "at first the two that write, then all"
+        with torch.no_grad():
+            for p, g in zip(new, grads, strict=True):
+                p -= 1e-3 * g
 
 
 @pytest.mark.parametrize(("init", "skipped"), [("target", 2), ("target-first", 0)])

@@ -261,7 +261,7 @@ def test_steps_are_the_oracles(home: Path, settings: dict[str, Any]) -> None:
     "settings",
     [
         {"method": "eagle3", "checkpoint_layers": True, "init": "random"},
-        {"layers": 2, "own_embeddings": True, "objective": "kl"},
+        {"layers": 2, "own_embeddings": True, "own_head": True, "objective": "kl"},
         {"draft_vocab": 30, "fc_norm": False, "chunk_rows": "auto"},
     ],
 )
@@ -275,6 +275,7 @@ def test_it_learns(home: Path, settings: dict[str, Any]) -> None:
     cfg = recipe.train
     assert trained_draft_tokens(out) == 3 and drafter.cfg.parallel == (cfg.method == "p-eagle")
     assert (drafter.cfg.num_layers, drafter.cfg.own_embeddings) == (cfg.num_layers, cfg.own_embeddings)
+    assert drafter.cfg.own_head == (cfg.own_head or cfg.draft_vocab is not None)
     assert (drafter.d2t is not None) == (cfg.draft_vocab is not None)
 
 

@@ -45,12 +45,13 @@ class TrainConfig:
     """How a drafter is trained. Every field is a flag of `peagle train` and a key of a recipe."""
 
     method: Method = setting("p-eagle", "p-eagle drafts all tokens in one pass, eagle3 one after another.")
-    layers: int | None = setting(None, "Of the drafter; 4 for p-eagle, 1 for eagle3.")
+    layers: int | None = setting(None, "Of the drafter; 4 for p-eagle, 1 for eagle3. More than --init's are added.")
     init: str = setting("target", "Start from the target's last layers, target-first, random, or a drafter's folder.")
     taps: tuple[int, ...] | None = setting(None, "Layers of the target that are read, by commas; 2, half, last but 3.")
     mask_token: str = setting("auto", "The mask token of p-eagle: a token's text, its id, or auto: a reserved one.")
     fc_norm: bool = setting(True, "A norm for each tap (EAGLE-3.1).")
     own_embeddings: bool = setting(False, "Train the drafter's own embeddings, from the target's.")
+    own_head: bool = setting(False, "Train the drafter's own head, from the target's; with --draft-vocab it always is.")
     draft_vocab: int | None = setting(None, "Draft only the most frequent tokens of the data, so many.")
 
     depths: int | None = setting(None, "Draft tokens that are trained; 8 for p-eagle, 4 for eagle3.")

@@ -128,25 +128,33 @@ def drafter_config(cfg: TrainConfig, target: DecoderConfig, mask_id: int | None)
         mask_token_id=mask_id,
         fc_norm=cfg.fc_norm,
         own_embeddings=cfg.own_embeddings,
-        own_head=vocab != target.vocab_size,
+        own_head=cfg.own_head or vocab != target.vocab_size,
     )
 
 
 def folder_config(cfg: TrainConfig, target: DecoderConfig) -> DrafterConfig:
-    """Of the drafter that `--init` names, which decides its own shape."""
+    """Of the drafter that `--init` names, which decides its own shape; it may be given more layers."""
     folder = Path(cfg.init)
     if not folder.is_dir():
         raise UserError(f"--init {cfg.init}: must be {', '.join(FRESH)}, or the folder of a drafter")
     found = read_drafter_config(folder, target)
     check_fits(found, target, folder)
+    layers = max(found.num_layers, cfg.layers or 0)
+    if cfg.layers is not None and cfg.layers < layers:
+        raise UserError(f"--layers {cfg.layers}: the drafter in {folder} has {layers}; give as many, more, or none")
     for flag, asked, has in (
-        ("layers", cfg.layers, found.num_layers),
         ("taps", cfg.taps, found.taps),
         ("draft-vocab", cfg.draft_vocab, found.draft_vocab_size),
     ):
         if asked is not None and asked != has:
             raise UserError(f"--{flag} {asked}: the drafter in {folder} has {has}; leave the flag out")
-    return replace(found, own_embeddings=found.own_embeddings or cfg.own_embeddings)
+    return replace(
+        found,
+        num_layers=layers,
+        windows=found.windows and found.windows + (None,) * (layers - found.num_layers),
+        own_embeddings=found.own_embeddings or cfg.own_embeddings,
+        own_head=found.own_head or cfg.own_head,
+    )
 
 
 def new_drafter(
@@ -191,6 +199,8 @@ def _start_random(drafter: Drafter, target: Decoder, seed: int) -> None:
     drafter.norm.weight.copy_(target.norm.weight * (LOGIT_SPREAD / max(spread, LOGIT_SPREAD)))
     if drafter.embed_tokens is not None:
         drafter.embed_tokens.weight.copy_(target.embed_tokens.weight)
+    if drafter.lm_head is not None and drafter.d2t is None:  # of a reduced vocabulary it waits for the data
+        drafter.lm_head.weight.copy_(target.lm_head.weight)
 
 
 def _spread(table_VD: Tensor) -> Tensor:
@@ -233,9 +243,14 @@ def start_from_target(drafter: Drafter, target: Decoder, first: bool) -> None:
 
 @torch.no_grad()
 def _start_from_folder(drafter: Drafter, folder: Path, target: DecoderConfig) -> None:
-    """What the folder has; of an EAGLE-3 drafter that becomes P-EAGLE the mask's hidden state stays new."""
-    found = load_unbound(folder, read_drafter_config(folder, target), torch.float32).state_dict()
+    """What the folder has. Layers behind its own say nothing yet, so that all of them say what it said; of an EAGLE-3
+    drafter that becomes P-EAGLE the mask's hidden state stays new."""
+    cfg = read_drafter_config(folder, target)
+    found = load_unbound(folder, cfg, torch.float32).state_dict()
     own = drafter.state_dict()
     for name, tensor in found.items():
         if name in own:
             own[name].copy_(tensor)
+    for number in range(cfg.num_layers, len(drafter.layers)):
+        for part in ("self_attn.o_proj", "mlp.down_proj"):
+            own[f"layers.{number}.{part}.weight"].zero_()
