@@ -256,7 +256,9 @@ def test_what_a_loop_is(ids: list[int], ended: bool, loop: bool) -> None:
     assert looping(ids, ended) is loop
 
 
-def test_an_answer_is_cut_where_it_begins_to_loop(chat: Chat, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kept", [0, 20, 500])
+def test_an_answer_is_cut_where_it_begins_to_loop(chat: Chat, tmp_path: Path, kept: int) -> None:
+    """Or so many tokens behind it, as far as there are any."""
     news = list(range(40, 90))
     said = news + news[-14:] * 5
 
@@ -264,14 +266,15 @@ def test_an_answer_is_cut_where_it_begins_to_loop(chat: Chat, tmp_path: Path) ->
         return Answer(question.key, list(said), None, "length")
 
     out = tmp_path / "out.jsonl"
-    summary = write(out, chat, Canned(answer))
+    settings = ResponseSettings(samples=2, seed=1, loop_tokens=kept)
+    summary = write(out, chat, Canned(answer), settings)
     rows = rows_of(out)
     assert summary.cut == len(rows) == 24 and not summary.dropped
     for row in rows:
         ((start, end),) = row["spans"]  # behind a loop no further turn is asked
-        assert row["token_ids"][start:end] == news and row["finish_reason"] == "loop"
+        assert row["token_ids"][start:end] == said[: len(news) + kept] and row["finish_reason"] == "loop"
         assert row["messages"][-1]["content"] == bytes(row["token_ids"][start:end]).decode()
-    assert write(out, chat, Canned(answer)).cut == 24
+    assert write(out, chat, Canned(answer), settings).cut == 24
 
 
 def test_where_loops_begin() -> None:
@@ -411,6 +414,7 @@ def test_the_command_line(
         (("--lead", "4"), "--lead 4: the first sample has none"),
         (("--lead", "8", "--samples", "2"), "--lead 8: must be 0 or more, and less than --max-tokens 8"),
         (("--lead", "4", "--samples", "2", "--endpoint", "http://x"), "--lead 4: a server cannot be given"),
+        (("--loop-tokens", "-1"), "--loop-tokens -1: must be 0 or more"),
         (("--limit", "0"), "--limit 0"),
         (("--top-p", "2"), "--top-p 2.0"),
         (("--model", "x"), "give --endpoint URL"),

@@ -43,6 +43,9 @@ def data(
     lead: Annotated[
         int, typer.Option(help="Every sample but the first begins with up to so many freely sampled tokens.")
     ] = ResponseSettings.lead,
+    loop_tokens: Annotated[
+        int, typer.Option(help="Answers that loop are cut so many tokens behind where that begins.")
+    ] = ResponseSettings.loop_tokens,
     endpoint: Annotated[
         str | None, typer.Option(help="An OpenAI-compatible server that answers, instead of the engine.", metavar="URL")
     ] = None,
@@ -77,7 +80,7 @@ def data(
     A row is {"prompt": ...}, {"turns": [...]} or {"messages": [...]}; answers in it are dropped for the target's own.
     A run that was killed goes on where it was when it is started again; more --samples or a higher --limit add rows.
     """
-    settings = ResponseSettings(temperature, top_p, top_k, max_tokens, samples, seed, limit, lead)
+    settings = ResponseSettings(temperature, top_p, top_k, max_tokens, samples, seed, limit, lead, loop_tokens)
     server = None
     if endpoint is not None:
         server = EndpointSettings(endpoint, model, concurrency, timeout, retries)

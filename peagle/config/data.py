@@ -28,6 +28,7 @@ class ResponseSettings:
     seed: int = 0
     limit: int | None = None  # prompts
     lead: int = 0  # first tokens of every sample but the first that are sampled freely, at most
+    loop_tokens: int = 0  # of an answer that goes round in circles: so many from where that begins are kept
 
     def __post_init__(self) -> None:
         self.params(0)
@@ -42,6 +43,8 @@ class ResponseSettings:
             raise UserError(f"--lead {self.lead}: must be 0 or more, and less than --max-tokens {self.max_tokens}")
         if self.lead and self.samples == 1:
             raise UserError(f"--lead {self.lead}: the first sample has none, so give --samples 2 or more")
+        if self.loop_tokens < 0:
+            raise UserError(f"--loop-tokens {self.loop_tokens}: must be 0 or more")
         if self.limit is not None and self.limit < 1:
             raise UserError(f"--limit {self.limit}: must be at least 1")
         if self.seed < 0:

@@ -229,8 +229,8 @@ class Writer:
         return longest is not None and len(one.prompt_ids) + len(ids) >= longest
 
     def _end_loop(self, one: Conversation, ids: list[int], answer: Answer) -> None:
-        """What comes before the loop is kept, if it is enough; nothing comes behind it."""
-        cut = before_loop(ids)
+        """What comes before the loop is kept, and so much of it as is asked for, if that is enough."""
+        cut = min(before_loop(ids) + self.settings.loop_tokens, len(ids))
         if cut < BEFORE_LOOP:
             self._end(one, Dropped(*self._key(one), LOOP), len(ids))
             return

@@ -81,6 +81,7 @@ def write_responses(
         "--max-tokens": settings.max_tokens,
         "--seed": settings.seed,
         "--lead": settings.lead or None,  # as in files from before there was one
+        "--loop-tokens": settings.loop_tokens or None,
         "--max-model-len": writer.max_model_len,
     }
     file = ResponseFile(out, _this_run(rows, target, settings, endpoint), same, chat.answers)
