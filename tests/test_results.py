@@ -7,6 +7,7 @@ import math
 import random
 import re
 from dataclasses import fields, is_dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +221,8 @@ def test_a_stamp_says_where_it_comes_from(monkeypatch: pytest.MonkeyPatch) -> No
     assert stamp.command == "peagle eval 'a b' -k 3" and stamp.commit == "abc"
     assert {"peagle", "python", "torch", "transformers"} <= stamp.versions.keys()
     assert stamp.machine["cores"] and stamp.machine["cpu"]
+    more = Stamp.now(packages=("yaml", "nobody_has_this")).versions  # PyYAML, where it is installed
+    assert more["yaml"] == metadata.version("PyYAML") and "nobody_has_this" not in more
     assert 5.0 <= stamp.done(before=5.0).seconds < 60.0
     assert from_json(to_json(Results("tune", stamp, {}, []))).stamp == stamp
 
