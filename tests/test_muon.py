@@ -86,17 +86,22 @@ def maps_of(name: str, matrix: Tensor) -> list[Tensor]:
     return [matrix[:160], matrix[160:]] if "gate_up_proj" in name else [matrix]
 
 
-@pytest.mark.parametrize("clip", [0.0, 3.0])
-def test_steps_are_each_maps_own(clip: float) -> None:
+@pytest.mark.parametrize(("clip", "table_rate"), [(0.0, 1.0), (3.0, 1.0), (0.0, 0.1)])
+def test_steps_are_each_maps_own(clip: float, table_rate: float) -> None:
     ours, theirs = drafter(0), drafter(0)
-    cfg = TrainConfig(optimizer="muon", clip=clip, weight_decay=0.3, beta1=0.8, beta2=0.9)
+    cfg = TrainConfig(optimizer="muon", clip=clip, weight_decay=0.3, beta1=0.8, beta2=0.9, table_rate=table_rate)
     optimizer = Optimizer(ours, cfg)
     names = dict(theirs.named_parameters())
     kinds = ("fc.", "qkv_proj", "o_proj", "gate_up_proj", "down_proj")
     matrices = {n: p for n, p in names.items() if any(kind in n for kind in kinds)}
     assert len(matrices) == 9
-    rest = [p for n, p in names.items() if n not in matrices and n != "lm_head.weight"]
-    groups = [{"params": [names["lm_head.weight"]], "weight_decay": 0.3}, {"params": rest, "weight_decay": 0.0}]
+    tables = ("lm_head.weight", "embed_tokens.weight")
+    rest = [p for n, p in names.items() if n not in matrices and n not in tables]
+    groups = [
+        {"params": [names["lm_head.weight"]], "weight_decay": 0.3, "share": table_rate},
+        {"params": [names["embed_tokens.weight"]], "weight_decay": 0.0, "share": table_rate},
+        {"params": rest, "weight_decay": 0.0, "share": 1.0},
+    ]
     reference = torch.optim.AdamW(groups, betas=(0.8, 0.9))
     momentum = {name: torch.zeros_like(p) for name, p in matrices.items()}
     for step in range(4):
@@ -106,7 +111,7 @@ def test_steps_are_each_maps_own(clip: float) -> None:
         norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), clip or torch.inf)
         assert torch.allclose(optimizer.step(lr), norm)
         for group in reference.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["share"]
         reference.step()
         for name, p in matrices.items():
             assert p.grad is not None

@@ -48,6 +48,11 @@ class Piece:
         return flat_P[self.start : self.start + self.size].view(self.shape)
 
 
+def is_table(name: str) -> bool:
+    """A row of it for each token."""
+    return name.startswith(("embed_tokens.", "lm_head."))
+
+
 def is_decayed(name: str, shape: tuple[int, ...]) -> bool:
     """Matrices that multiply. Rows of an embedding are looked up, and one that is never met should not shrink."""
     return len(shape) == 2 and not name.startswith("embed_tokens.")
@@ -58,19 +63,17 @@ def is_map(name: str, shape: tuple[int, ...]) -> bool:
     return is_decayed(name, shape) and not name.startswith("lm_head.")
 
 
-def lay_out(shapes: Iterable[tuple[str, tuple[int, ...]]], align: int = ALIGN) -> tuple[list[Piece], int, int]:
-    """The pieces, decayed ones first and of those maps first; the places of decayed ones; the places of all."""
+def lay_out(shapes: Iterable[tuple[str, tuple[int, ...]]], align: int = ALIGN) -> tuple[list[Piece], int]:
+    """The pieces, decayed ones first and of those maps first; the places of all."""
     shapes = sorted(shapes, key=lambda named: not is_map(*named))
     pieces: list[Piece] = []
-    place = boundary = 0
+    place = 0
     for decayed in (True, False):
         for name, shape in shapes:
             if is_decayed(name, shape) == decayed:
                 pieces.append(Piece(name, shape, place))
                 place += -(-pieces[-1].size // align) * align
-        if decayed:
-            boundary = place
-    return pieces, boundary, place
+    return pieces, place
 
 
 class Optimizer:
@@ -79,7 +82,7 @@ class Optimizer:
     def __init__(self, module: nn.Module, cfg: TrainConfig) -> None:
         parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         assert parameters, "nothing to train"
-        self.pieces, boundary, size = lay_out((name, tuple(p.shape)) for name, p in parameters.items())
+        self.pieces, size = lay_out((name, tuple(p.shape)) for name, p in parameters.items())
         self.clip = cfg.clip
         first = next(iter(parameters.values()))
         kind, device = first.dtype, first.device
@@ -100,15 +103,27 @@ class Optimizer:
         self.exp_avg_A, self.exp_avg_sq_A = (torch.zeros_like(self.masters_P[first_place:]) for _ in range(2))
         self.taken = torch.zeros((), dtype=torch.float32, device=device)  # steps
         self.parts = []
-        for start, end, decay in ((first_place, boundary, cfg.weight_decay), (boundary, size, 0.0)):
-            if start < end:
-                own, moments = slice(start, end), slice(start - first_place, end - first_place)
-                views = (self.masters_P[own], self.grad_P[own], self.exp_avg_A[moments], self.exp_avg_sq_A[moments])
-                self.parts.append((views, decay))
+        for start, end, decay, share in self._runs(first_place, cfg):
+            own, moments = slice(start, end), slice(start - first_place, end - first_place)
+            views = (self.masters_P[own], self.grad_P[own], self.exp_avg_A[moments], self.exp_avg_sq_A[moments])
+            self.parts.append((views, decay, share))
         self.betas = (cfg.beta1, cfg.beta2)
         self.lr = torch.zeros((), dtype=torch.float32, device=device)  # on a GPU, where a captured step reads it
         self.graph: torch.cuda.CUDAGraph | None = None
         self.warm = 0
+
+    def _runs(self, first_place: int, cfg: TrainConfig) -> list[tuple[int, int, float, float]]:
+        """Of AdamW's places those side by side that are treated alike: from, to, decay, share of the rate."""
+        runs: list[tuple[int, int, float, float]] = []
+        ends = [piece.start for piece in self.pieces[1:]] + [len(self.masters_P)]
+        for piece, end in zip(self.pieces, ends, strict=True):
+            if piece.start < first_place:
+                continue
+            decay = cfg.weight_decay if is_decayed(piece.name, piece.shape) else 0.0
+            how = (decay, cfg.table_rate if is_table(piece.name) else 1.0)
+            start = runs.pop()[0] if runs and runs[-1][2:] == how else piece.start
+            runs.append((start, end, *how))
+        return runs
 
     def _muon(self, module: nn.Module, cfg: TrainConfig) -> Muon:
         own = [piece for piece in self.pieces if is_map(piece.name, piece.shape)]
@@ -154,7 +169,7 @@ class Optimizer:
         if self.muon is not None:
             self.muon.step(lr, too_long, finite)
         self.taken += 1
-        for (masters, grad, exp_avg, exp_avg_sq), decay in self.parts:
+        for (masters, grad, exp_avg, exp_avg_sq), decay, share in self.parts:
             # what torch.optim.AdamW(fused=True) calls; a gradient that is not finite changes nothing
             torch._fused_adamw_(
                 [masters],
@@ -163,7 +178,7 @@ class Optimizer:
                 [exp_avg_sq],
                 [],
                 [self.taken],
-                lr=lr,
+                lr=lr if share == 1.0 else lr * share,
                 beta1=self.betas[0],
                 beta2=self.betas[1],
                 weight_decay=decay,
