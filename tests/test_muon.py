@@ -86,10 +86,10 @@ def maps_of(name: str, matrix: Tensor) -> list[Tensor]:
     return [matrix[:160], matrix[160:]] if "gate_up_proj" in name else [matrix]
 
 
-@pytest.mark.parametrize(("clip", "table_rate"), [(0.0, 1.0), (3.0, 1.0), (0.0, 0.1)])
-def test_steps_are_each_maps_own(clip: float, table_rate: float) -> None:
+@pytest.mark.parametrize(("clip", "table_share"), [(0.0, 1.0), (3.0, 1.0), (0.0, 0.1)])
+def test_steps_are_each_maps_own(clip: float, table_share: float) -> None:
     ours, theirs = drafter(0), drafter(0)
-    cfg = TrainConfig(optimizer="muon", clip=clip, weight_decay=0.3, beta1=0.8, beta2=0.9, table_rate=table_rate)
+    cfg = TrainConfig(optimizer="muon", clip=clip, weight_decay=0.3, beta1=0.8, beta2=0.9, table_share=table_share)
     optimizer = Optimizer(ours, cfg)
     names = dict(theirs.named_parameters())
     kinds = ("fc.", "qkv_proj", "o_proj", "gate_up_proj", "down_proj")
@@ -98,8 +98,8 @@ def test_steps_are_each_maps_own(clip: float, table_rate: float) -> None:
     tables = ("lm_head.weight", "embed_tokens.weight")
     rest = [p for n, p in names.items() if n not in matrices and n not in tables]
     groups = [
-        {"params": [names["lm_head.weight"]], "weight_decay": 0.3, "share": table_rate},
-        {"params": [names["embed_tokens.weight"]], "weight_decay": 0.0, "share": table_rate},
+        {"params": [names["lm_head.weight"]], "weight_decay": 0.3, "share": table_share},
+        {"params": [names["embed_tokens.weight"]], "weight_decay": 0.0, "share": table_share},
         {"params": rest, "weight_decay": 0.0, "share": 1.0},
     ]
     reference = torch.optim.AdamW(groups, betas=(0.8, 0.9))

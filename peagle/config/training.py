@@ -69,7 +69,7 @@ class TrainConfig:
     epochs: float | None = setting(None, "Length in passes over the data; 4 if no other length is given.")
 
     lr: float = setting(1e-3, "The highest learning rate.")
-    table_rate: float = setting(1.0, "Of embeddings and head of its own: their learning rate, times --lr.")
+    table_share: float = setting(1.0, "So much of --lr for embeddings and head of its own.")
     warmup: int = setting(100, "Steps until it is reached; a tenth of the run at most.")
     decay: Decay = setting("cosine", "cosine, linear, trapezoid (level, then linear) or constant.")
     optimizer: OptimizerKind = setting("adamw", "adamw, or muon: orthogonal steps for matrices, AdamW for the rest.")
@@ -115,7 +115,7 @@ class TrainConfig:
         require(self.depths is None or 1 <= self.depths <= MAX_DRAFT_TOKENS, "depths", f"from 1 to {MAX_DRAFT_TOKENS}")
         for name in ("layers", "draft_vocab", "max_length", "batch_tokens", "accumulate", "steps", "log_every"):
             require(getattr(self, name) is None or getattr(self, name) >= 1, name, "at least 1")
-        for name in ("minutes", "epochs", "lr", "table_rate", "save_minutes", "sharpen"):
+        for name in ("minutes", "epochs", "lr", "table_share", "save_minutes", "sharpen"):
             require(getattr(self, name) is None or getattr(self, name) > 0, name, "above 0")
         for name in ("warmup", "weight_decay", "clip", "held_out", "measure_every", "seed"):
             require(getattr(self, name) >= 0, name, "0 or more")

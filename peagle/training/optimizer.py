@@ -120,7 +120,7 @@ class Optimizer:
             if piece.start < first_place:
                 continue
             decay = cfg.weight_decay if is_decayed(piece.name, piece.shape) else 0.0
-            how = (decay, cfg.table_rate if is_table(piece.name) else 1.0)
+            how = (decay, cfg.table_share if is_table(piece.name) else 1.0)
             start = runs.pop()[0] if runs and runs[-1][2:] == how else piece.start
             runs.append((start, end, *how))
         return runs
