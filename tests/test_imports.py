@@ -16,7 +16,7 @@ PEAGLE = Path(__file__).resolve().parent.parent / "peagle"
 
 # From the bottom up. A module sees its own package and every layer below its own.
 LAYERS = (
-    {"errors"},
+    {"errors", "versions"},
     {"config"},
     {"gguf_import"},
     {"gguf_gemma3"},

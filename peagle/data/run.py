@@ -6,14 +6,11 @@ Knows what belongs to what, and does none of it. What can be wrong is found befo
 from __future__ import annotations
 
 import hashlib
-import platform
 import sys
 import time
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from peagle import __version__
 from peagle.checkpoints.target import eos_ids, load_tokenizer, read_target_config
 from peagle.config import EndpointSettings, ResponseSettings, WriterSettings
 from peagle.data.chat import Chat, Plain
@@ -25,6 +22,7 @@ from peagle.data.sources import Answer, Question, Source, open_engine, release_m
 from peagle.data.store import ResponseFile, beside, replace_lines
 from peagle.errors import UserError
 from peagle.hub import resolve_target
+from peagle.versions import versions
 
 
 class _Nobody:
@@ -133,16 +131,10 @@ def target_fingerprint(folder: Path) -> str:
 def _this_run(
     prompts: Prompts, target: str, settings: ResponseSettings, endpoint: EndpointSettings | None
 ) -> dict[str, Any]:
-    versions = {"peagle": __version__, "python": platform.python_version()}
-    for name in ("torch", "transformers", "tokenizers"):
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return {
         "command": sys.argv,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "versions": versions,
+        "versions": versions("tokenizers"),
         "target": target,
         "endpoint": endpoint.url if endpoint is not None else None,
         "settings": vars(settings),

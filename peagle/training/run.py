@@ -5,19 +5,16 @@ Knows how the parts fit together and does none of their work. What can be wrong 
 
 from __future__ import annotations
 
-import platform
 import shlex
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
 import torch
 
-from peagle import __version__
 from peagle.checkpoints.drafter import config_values, drafter_tensors, load_drafter
 from peagle.checkpoints.files import parse_device, read_json, write_json, write_weights
 from peagle.checkpoints.target import eos_ids, has_tokenizer, load_decoder, read_target_config
@@ -44,6 +41,7 @@ from peagle.training.tap_cache import TapCache, prepare_cache
 from peagle.training.tap_vllm import VllmFolder
 from peagle.training.taps import Online, TapSource
 from peagle.training.trainer import Parts, Trainer
+from peagle.versions import versions
 
 Resume = Literal["auto", "must", "never"]
 MEASURED_DRAFTS = (1, 3, 5, 7)  # a round, beside as many as were trained
@@ -317,12 +315,6 @@ def card_of(material: Material, name: str, drafter: Drafter, standing: Standing,
         ("learning rate", f"{cfg.lr:g}, {cfg.decay}"),
         ("started from", cfg.init if cfg.init in FRESH else Path(cfg.init).name),
     )
-    versions = [("peagle", __version__), ("python", platform.python_version())]
-    for package in ("torch", "transformers"):
-        try:
-            versions.append((package, version(package)))
-        except PackageNotFoundError:
-            continue
     parameters = sum(p.numel() for p in drafter.parameters())
     how = f"Greedy, up to {cfg.measure_tokens} new tokens, prompts that were kept aside."
     target = material.recipe.target
@@ -335,7 +327,7 @@ def card_of(material: Material, name: str, drafter: Drafter, standing: Standing,
         data,
         training,
         command,
-        tuple(versions),
+        tuple(versions().items()),
         table,
         how,
         cfg.raw,
