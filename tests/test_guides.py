@@ -230,6 +230,25 @@ def test_acceptance_and_speed_are_those_of_the_results() -> None:
         assert f"| {label} | {cells(*(speeds[method, k, c] for c in (1, 8, 64)))} |" in guide
 
 
+def test_the_readmes_speeds_are_the_best_of_the_results() -> None:
+    rows = results("h200-speed")["rows"]
+
+    def best(engine: str, method: str, load: int) -> float:
+        asked = (engine, method, load)
+        found = [r for r in rows if (r["engine"], r["method"], r["concurrency"]) == asked and r["k"] != "auto"]
+        return float(max(r["output_tokens_per_second"] for r in found))
+
+    readme = (ROOT / "README.md").read_text().replace("**", "")
+    loads, methods = (1, 8, 64), ("none", "eagle3", "p-eagle")
+    for label, engine in (("vLLM", "vllm"), ("peagle", "embedded")):
+        told = [" / ".join(f"{best(engine, method, load):,.0f}" for method in methods) for load in loads]
+        assert f"| {label} | {' | '.join(told)} |" in readme
+    over = [max(best("embedded", m, c) for m in methods) / max(best("vllm", m, c) for m in methods) for c in loads]
+    assert "| the best of each | {:.1f}x | {:.1f}x | {:.1f}x |".format(*over) in readme
+    ahead = [best("embedded", "p-eagle", c) / best("embedded", "eagle3", c) for c in loads]
+    assert "| P-EAGLE over EAGLE-3, peagle | {:.2f}x | {:.2f}x | {:.2f}x |".format(*ahead) in readme
+
+
 def test_rounds_and_vllm_are_those_of_the_results() -> None:
     guide = text_of("guide-choosing-k")
     rates = [0.72, 0.52, 0.38, 0.28, 0.21, 0.16, 0.13]

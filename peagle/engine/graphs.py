@@ -23,7 +23,8 @@ from peagle.kernels.sending import pinned
 if TYPE_CHECKING:
     from peagle.engine.runner import Runner
 
-# Rows of the target's pass. Where there is a choice of drafts, larger rounds are not worth recording; deep ones less.
+# Rows of the target's pass. Where there is a choice of drafts, larger rounds are not worth recording; deep ones less:
+# 64 requests with 9 drafts have 640.
 MOST_ROWS, DEEP, DEEP_ROWS = 2048, 8, 640
 
 CHUNK_ROWS = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)

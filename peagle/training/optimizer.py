@@ -60,7 +60,7 @@ def is_decayed(name: str, shape: tuple[int, ...]) -> bool:
 
 def is_map(name: str, shape: tuple[int, ...]) -> bool:
     """Matrices from hidden states to hidden states. A head's rows are tokens, each learnt from where it is met."""
-    return is_decayed(name, shape) and not name.startswith("lm_head.")
+    return is_decayed(name, shape) and not is_table(name)
 
 
 def lay_out(shapes: Iterable[tuple[str, tuple[int, ...]]], align: int = ALIGN) -> tuple[list[Piece], int]:
