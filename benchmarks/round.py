@@ -62,16 +62,19 @@ def shape_config(shape: str) -> DecoderConfig:
     return cfg
 
 
-def build(shape: str, layers: int, parallel: bool, device: torch.device) -> tuple[Decoder, Drafter | None]:
+def build(
+    shape: str, layers: int, parallel: bool, device: torch.device, mlp_width: int | None = None
+) -> tuple[Decoder, Drafter | None]:
     cfg = shape_config(shape)
     target = random_weights(Decoder, cfg, torch.bfloat16, device)
     if not layers:
         return target, None
+    layer = cfg.layer.plain
     draft = DrafterConfig(
         vocab_size=cfg.vocab_size,
         draft_vocab_size=cfg.vocab_size,
         num_layers=layers,
-        layer=cfg.layer.plain,
+        layer=replace(layer, intermediate_size=mlp_width or layer.intermediate_size),
         rope=RopeConfig(),
         max_positions=32768,
         target_hidden_size=cfg.layer.hidden_size,
@@ -177,6 +180,7 @@ def main() -> None:
     parser.add_argument("--drafts", type=int, nargs="+", default=[7])
     parser.add_argument("--context", type=int, nargs="+", default=[512])
     parser.add_argument("--layers", type=int, default=4, help="of the drafter; 0 is none")
+    parser.add_argument("--mlp-width", type=int, help="of the drafter's layers, where it is not the target's")
     parser.add_argument("--eagle3", action="store_true")
     parser.add_argument(
         "--reach", type=float, default=RULE.reach, help="requests x key/value heads to a multiprocessor; see Rule"
@@ -186,7 +190,7 @@ def main() -> None:
     args = parser.parse_args()
     device = torch.device("cuda")
     rate = copy_rate()
-    target, drafter = build(args.shape, args.layers, not args.eagle3, device)
+    target, drafter = build(args.shape, args.layers, not args.eagle3, device, args.mlp_width)
     longest = max(args.context) + 64
     most = max(args.batch)
     blocks = 1 + most * (-(-longest // 16))

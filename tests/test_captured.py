@@ -95,7 +95,7 @@ def test_frames_change_nothing(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["p-eagle", "eagle3"])
+@pytest.mark.parametrize("kind", ["p-eagle", "p-eagle-own", "eagle3"])
 def test_replayed_steps_are_the_ones_captured(kind: str) -> None:
     """The same batches through graphs and as they are, with an optimizer that is captured too."""
     cfg = settings("eagle3" if kind == "eagle3" else "p-eagle", 512)

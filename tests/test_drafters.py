@@ -12,6 +12,7 @@ from typing import Any
 import pairs
 import pytest
 import torch
+from torch import Tensor
 
 from peagle.checkpoints.drafter import load_drafter
 from peagle.checkpoints.target import load_decoder
@@ -96,6 +97,8 @@ def test_started_from_a_folder(tmp_path: Path) -> None:
         assert all(p.requires_grad for p in drafter.parameters())
     with pytest.raises(UserError, match="--layers 2: the drafter in .* has 4; give as many, more"):
         made("p-eagle-4", layers=2)
+    with pytest.raises(UserError, match="--mlp-width 2: the drafter in .* has [0-9]+; give as many, more"):
+        made("p-eagle-4", mlp_width=2)
     windowed = tmp_path / "windowed"
     shutil.copytree(pairs.drafter_folder("p-eagle-4"), windowed)
     told = json.loads((windowed / "config.json").read_text())
@@ -110,15 +113,17 @@ def test_started_from_a_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "method"), [("p-eagle-4-reduced", "p-eagle"), ("eagle3-1", "eagle3")])
-def test_grown_layers_say_nothing_at_first(name: str, method: Method) -> None:
-    """Nor do tables that become the drafter's own: drafts and their probabilities to the bit. Then every new matrix
-    learns something, from the second step on."""
+@pytest.mark.parametrize("wider", [0, 40])
+def test_what_has_grown_says_nothing_at_first(name: str, method: Method, wider: int) -> None:
+    """More layers, wider MLPs, tables that become the drafter's own: drafts as they were, and their probabilities,
+    to the bit where no sum became longer. Then everything new learns something, from the second step on."""
     target = load_decoder(pairs.target_folder())
     data = TokenCounts(torch.zeros(pairs.VOCAB, dtype=torch.long))
     small = load_drafter(pairs.drafter_folder(name), target)
     cfg = TrainConfig(
         init=str(pairs.drafter_folder(name)),
         layers=small.cfg.num_layers + 2,
+        mlp_width=small.cfg.layer.intermediate_size + wider,
         method=method,
         own_embeddings=True,
         own_head=True,
@@ -130,7 +135,8 @@ def test_grown_layers_say_nothing_at_first(name: str, method: Method) -> None:
     _, taps = read(target, tokens[:-1], 1, small.cfg.taps)
     with torch.no_grad():
         was, now = (propose(d, tokens, taps, 4, None, torch.Generator().manual_seed(0)) for d in (small, grown))
-    assert was.tokens == now.tokens and torch.equal(was.probs_KV, now.probs_KV)
+    assert was.tokens == now.tokens
+    torch.testing.assert_close(now.probs_KV, was.probs_KV, rtol=1e-5 if wider else 0, atol=1e-7 if wider else 0)
     new = [p for layer in list(grown.layers)[small.cfg.num_layers :] for p in layer.parameters() if p.dim() > 1]
     for step in range(2):
         hidden = grown.combine(taps)
@@ -141,6 +147,18 @@ def test_grown_layers_say_nothing_at_first(name: str, method: Method) -> None:
         with torch.no_grad():
             for p, g in zip(new, grads, strict=True):
                 p -= 1e-3 * g
+    if wider:
+        loss = grown.logits(grown(torch.tensor(tokens[1:]), hidden, torch.arange(len(tokens) - 1), causal_attention)[0])
+        learn_widened(grown, small.cfg.layer.intermediate_size, loss.square().sum())
+
+
+def learn_widened(grown: Drafter, before: int, loss: Tensor) -> None:
+    """New parts of the old layers: the one that writes is told something at once."""
+    mlp = grown.layers[0].mlp
+    down = torch.autograd.grad(loss, mlp.down_proj.weight)[0][:, before:]
+    assert bool((down.abs().sum(0) > 0).all()), "each new unit"
+    gate, up = mlp.gate_up_proj.weight.detach().chunk(2)
+    assert bool((gate[before:].abs().sum(1) > 0).all()) and bool((up[before:].abs().sum(1) > 0).all())
 
 
 @pytest.mark.parametrize(("init", "skipped"), [("target", 2), ("target-first", 0)])

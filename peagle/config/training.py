@@ -46,6 +46,7 @@ class TrainConfig:
 
     method: Method = setting("p-eagle", "p-eagle drafts all tokens in one pass, eagle3 one after another.")
     layers: int | None = setting(None, "Of the drafter; 4 for p-eagle, 1 for eagle3. More than --init's are added.")
+    mlp_width: int | None = setting(None, "Of the drafter's MLPs; as the target's are. Wider than --init's: they grow.")
     init: str = setting("target", "Start from the target's last layers, target-first, random, or a drafter's folder.")
     taps: tuple[int, ...] | None = setting(None, "Layers of the target that are read, by commas; 2, half, last but 3.")
     mask_token: str = setting("auto", "The mask token of p-eagle: a token's text, its id, or auto: a reserved one.")
@@ -113,7 +114,17 @@ class TrainConfig:
         for name in ("rate", "depth_decay"):
             require(0.0 < getattr(self, name) <= 1.0, name, "above 0 and at most 1")
         require(self.depths is None or 1 <= self.depths <= MAX_DRAFT_TOKENS, "depths", f"from 1 to {MAX_DRAFT_TOKENS}")
-        for name in ("layers", "draft_vocab", "max_length", "batch_tokens", "accumulate", "steps", "log_every"):
+        counts = (
+            "layers",
+            "mlp_width",
+            "draft_vocab",
+            "max_length",
+            "batch_tokens",
+            "accumulate",
+            "steps",
+            "log_every",
+        )
+        for name in counts:
             require(getattr(self, name) is None or getattr(self, name) >= 1, name, "at least 1")
         for name in ("minutes", "epochs", "lr", "table_share", "save_minutes", "sharpen"):
             require(getattr(self, name) is None or getattr(self, name) > 0, name, "above 0")

@@ -105,7 +105,7 @@ def _named_mask_id(
 
 
 def drafter_config(cfg: TrainConfig, target: DecoderConfig, mask_id: int | None) -> DrafterConfig:
-    """A drafter as wide as its target, reading and saying what the target reads and says."""
+    """A drafter as wide as its target (its MLPs may be wider), reading and saying what the target reads and says."""
     taps = cfg.taps if cfg.taps is not None else tuple(t for t in target.default_taps if t >= 0)
     if max(taps) > target.num_layers or min(taps) < 0:
         raise UserError(f"--taps {','.join(map(str, taps))}: this target has layers 0 to {target.num_layers}")
@@ -116,6 +116,7 @@ def drafter_config(cfg: TrainConfig, target: DecoderConfig, mask_id: int | None)
     layer = replace(target.layer.plain, qkv_bias=False, out_bias=False, mlp_bias=False)
     if (experts := target.layer.experts) is not None:  # as wide as what a token goes to there
         layer = replace(layer, intermediate_size=experts.chosen * experts.width + experts.shared)
+    layer = replace(layer, intermediate_size=cfg.mlp_width or layer.intermediate_size)
     return DrafterConfig(
         vocab_size=target.vocab_size,
         draft_vocab_size=vocab,
@@ -133,24 +134,27 @@ def drafter_config(cfg: TrainConfig, target: DecoderConfig, mask_id: int | None)
 
 
 def folder_config(cfg: TrainConfig, target: DecoderConfig) -> DrafterConfig:
-    """Of the drafter that `--init` names, which decides its own shape; it may be given more layers."""
+    """Of the drafter that `--init` names, which decides its own shape; it may be given more layers, and wider ones."""
     folder = Path(cfg.init)
     if not folder.is_dir():
         raise UserError(f"--init {cfg.init}: must be {', '.join(FRESH)}, or the folder of a drafter")
     found = read_drafter_config(folder, target)
     check_fits(found, target, folder)
-    layers = max(found.num_layers, cfg.layers or 0)
-    if cfg.layers is not None and cfg.layers < layers:
-        raise UserError(f"--layers {cfg.layers}: the drafter in {folder} has {layers}; give as many, more, or none")
-    for flag, asked, has in (
+    layers, width = found.num_layers, found.layer.intermediate_size
+    for flag, more, has in (("layers", cfg.layers, layers), ("mlp-width", cfg.mlp_width, width)):
+        if more is not None and more < has:
+            raise UserError(f"--{flag} {more}: the drafter in {folder} has {has}; give as many, more, or none")
+    layers, width = cfg.layers or layers, cfg.mlp_width or width
+    for flag, asked, fixed in (
         ("taps", cfg.taps, found.taps),
         ("draft-vocab", cfg.draft_vocab, found.draft_vocab_size),
     ):
-        if asked is not None and asked != has:
-            raise UserError(f"--{flag} {asked}: the drafter in {folder} has {has}; leave the flag out")
+        if asked is not None and asked != fixed:
+            raise UserError(f"--{flag} {asked}: the drafter in {folder} has {fixed}; leave the flag out")
     return replace(
         found,
         num_layers=layers,
+        layer=replace(found.layer, intermediate_size=width),
         windows=found.windows and found.windows + (None,) * (layers - found.num_layers),
         own_embeddings=found.own_embeddings or cfg.own_embeddings,
         own_head=found.own_head or cfg.own_head,
@@ -243,14 +247,20 @@ def start_from_target(drafter: Drafter, target: Decoder, first: bool) -> None:
 
 @torch.no_grad()
 def _start_from_folder(drafter: Drafter, folder: Path, target: DecoderConfig) -> None:
-    """What the folder has. Layers behind its own say nothing yet, so that all of them say what it said; of an EAGLE-3
-    drafter that becomes P-EAGLE the mask's hidden state stays new."""
+    """What the folder has. Layers behind its own say nothing yet, nor do new parts of a wider MLP, so that all of it
+    says what it said; of an EAGLE-3 drafter that becomes P-EAGLE the mask's hidden state stays new."""
     cfg = read_drafter_config(folder, target)
     found = load_unbound(folder, cfg, torch.float32).state_dict()
     own = drafter.state_dict()
+    for number in range(len(drafter.layers)):
+        own[f"layers.{number}.mlp.down_proj.weight"].zero_()
+        if number >= cfg.num_layers:
+            own[f"layers.{number}.self_attn.o_proj.weight"].zero_()
     for name, tensor in found.items():
-        if name in own:
-            own[name].copy_(tensor)
-    for number in range(cfg.num_layers, len(drafter.layers)):
-        for part in ("self_attn.o_proj", "mlp.down_proj"):
-            own[f"layers.{number}.{part}.weight"].zero_()
+        if name not in own:
+            continue
+        into, theirs = [own[name]], [tensor]
+        if ".mlp.gate_up_proj." in name:
+            into, theirs = list(own[name].chunk(2)), list(tensor.chunk(2))
+        for part, given in zip(into, theirs, strict=True):
+            part[tuple(map(slice, given.shape))] = given
