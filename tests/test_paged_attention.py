@@ -482,7 +482,7 @@ def test_no_two_kinds_of_operand_have_one_address(rows: int) -> None:
     pages = Pages(torch.zeros(1, 24, dtype=torch.int32), ints, ints, rows)
     launch = choose_launch(pages, 8, 1, 512, BLOCK, torch.bfloat16, torch.device("cpu"))
     fixed = {"G": 1, "GROUP": 8, "D": 512, "BLOCK": BLOCK, "TILE": launch.tile, "QUERIES": launch.queries, "NEW": 16}
-    fixed |= {"AHEAD": launch.ahead, "WHOLE": True, "PRECISION": "tf32", "WINDOWED": 0}
+    fixed |= {"AHEAD": launch.ahead, "ONCE": rows <= 16, "WHOLE": True, "PRECISION": "tf32", "WINDOWED": 0}
     fixed |= dict.fromkeys(("ROTATE", "NORM", "SINKS", "PDL"), False)
     names = _paged_kernel.arg_names
     types = dict.fromkeys(names[: names.index("parts")], "*bf16") | dict.fromkeys(("parts", "sums"), "*fp32")

@@ -155,29 +155,22 @@ def _prefetch(cache, at, wanted, D: tl.constexpr):
 
 
 @triton.jit
-def _turn(
-    x,
-    x_at,
-    row,
-    cols,
-    mask,
-    cos,
-    sin,
-    angle_row,
-    norm,
-    eps,
-    AXIS: tl.constexpr,
-    D: tl.constexpr,
-    NORM: tl.constexpr,
-):
-    """x, which was loaded from `x_at + cols`, normed and rotated where `mask` says so; heads lie along AXIS."""
-    pair = (cols + D // 2) % D  # the entry that each one turns together with
-    other = tl.load(x_at + pair, mask=mask, other=0.0)
-    c = tl.load(cos + row * angle_row + cols, mask=mask, other=1.0).to(tl.float32)
-    s = tl.load(sin + row * angle_row + cols, mask=mask, other=0.0).to(tl.float32)
-    s = tl.where(cols < D // 2, -s, s)
+def _pairs(x_at, row, cols, mask, cos, sin, angle_row, D: tl.constexpr):
+    """What `_turn` has to load: the entry that each one of `x_at + cols` turns together with, and the angles."""
+    other = tl.load(x_at + (cols + D // 2) % D, mask=mask, other=0.0)
+    c = tl.load(cos + row * angle_row + cols, mask=mask, other=1.0)
+    s = tl.load(sin + row * angle_row + cols, mask=mask, other=0.0)
+    return other, c, s
+
+
+@triton.jit
+def _turn(x, other, c, s, cols, mask, norm, eps, AXIS: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr):
+    """x normed and rotated where `mask` says so; heads lie along AXIS."""
+    c = c.to(tl.float32)
+    s = tl.where(cols < D // 2, -s.to(tl.float32), s.to(tl.float32))
     if NORM:
         inverse = inverse_rms((x.to(tl.float32) * x.to(tl.float32)).to(tl.float64), eps, AXIS, D)
+        pair = (cols + D // 2) % D
         weight, other_weight = tl.load(norm + cols).to(tl.float32), tl.load(norm + pair).to(tl.float32)
         return tl.where(mask, rotated(x, other, weight, other_weight, inverse, c, s, True), x)
     else:
@@ -227,6 +220,7 @@ def _paged_kernel(
     QUERIES: tl.constexpr,
     NEW: tl.constexpr,
     AHEAD: tl.constexpr,
+    ONCE: tl.constexpr,
     ROTATE: tl.constexpr,
     NORM: tl.constexpr,
     WINDOWED: tl.constexpr,
@@ -281,6 +275,17 @@ def _paged_kernel(
         next_block = tl.load(table + next_pos // BLOCK, mask=next_pos < start, other=0)
     # Block numbers are fetched a tile before they are needed: in the same step every load would wait for another.
     block = tl.load(table + (tile * TILE + slots) // BLOCK, mask=tile * TILE + slots < end, other=0)
+    cols = tl.arange(0, D)
+    pos = tile * TILE + slots
+    base = block.to(tl.int64) * block_step + (pos % BLOCK) * slot_step + g * head_step
+    if ONCE:  # new rows are few: where they go is known now, and they are asked for together with the queries
+        fresh = start + tl.arange(0, NEW)
+        mine = ((fresh < end) & (_owner(fresh // TILE, low, splits, programs, WHOLE) == program))[:, None]
+        to_block = tl.load(table + fresh // BLOCK, mask=fresh < end, other=0).to(tl.int64)
+        to = (to_block * block_step + (fresh % BLOCK) * slot_step + g * head_step)[:, None] + cols[None, :]
+        new = (b.to(tl.int64) * rows + tl.arange(0, NEW))[:, None]
+        new_k = k + new * k_row + g * k_head
+        new_v = v + new * v_row + g * v_head
     if PDL:
         tl.extra.cuda.gdc_wait()
 
@@ -289,14 +294,21 @@ def _paged_kernel(
     head = g * GROUP + m % GROUP
     valid = m < rows * GROUP
     own = start + j
-    cols = tl.arange(0, D)
     row = b.to(tl.int64) * rows + j
     q_at = q + (row * q_row + head * q_head)[None, :]
     queries = tl.load(q_at + cols[:, None], mask=valid[None, :], other=0.0)  # [D, QUERIES]
     if ROTATE:
-        queries = _turn(
-            queries, q_at, row[None, :], cols[:, None], valid[None, :], cos, sin, angle_row, q_norm, eps, 0, D, NORM
-        )
+        q_other, q_cos, q_sin = _pairs(q_at, row[None, :], cols[:, None], valid[None, :], cos, sin, angle_row, D)
+    if ONCE:
+        key = tl.load(new_k + cols[None, :], mask=mine, other=0.0)
+        value = tl.load(new_v + cols[None, :], mask=mine, other=0.0)
+        if ROTATE:
+            k_other, k_cos, k_sin = _pairs(new_k, new, cols[None, :], mine, cos, sin, angle_row, D)
+            key = _turn(key, k_other, k_cos, k_sin, cols[None, :], mine, k_norm, eps, 1, D, NORM)
+        tl.store(cache_k + to, key, mask=mine)
+        tl.store(cache_v + to, value, mask=mine)
+    if ROTATE:
+        queries = _turn(queries, q_other, q_cos, q_sin, cols[:, None], valid[None, :], q_norm, eps, 0, D, NORM)
     best = tl.zeros((QUERIES,), tl.float32) - float("inf")
     total = tl.zeros((TILE, QUERIES), tl.float32)
     acc = tl.zeros((D, QUERIES), tl.float32)
@@ -304,7 +316,9 @@ def _paged_kernel(
 
     # New rows of this program's tiles go to the cache first, and are then read back like all the others: no second way
     # through the loop. Programs of further query tiles write the same once more, as they cannot wait for each other.
-    if brings:
+    if ONCE:
+        tl.debug_barrier()
+    elif brings:
         for n in tl.range(0, live, NEW, num_stages=1):
             fresh = start + n + tl.arange(0, NEW)
             mine = (fresh < end) & (_owner(fresh // TILE, low, splits, programs, WHOLE) == program)
@@ -316,36 +330,26 @@ def _paged_kernel(
             key = tl.load(new_k + cols[None, :], mask=mine[:, None], other=0.0)
             value = tl.load(new_v + cols[None, :], mask=mine[:, None], other=0.0)
             if ROTATE:
-                key = _turn(
-                    key, new_k, new[:, None], cols[None, :], mine[:, None], cos, sin, angle_row, k_norm, eps, 1, D, NORM
+                k_other, k_cos, k_sin = _pairs(
+                    new_k, new[:, None], cols[None, :], mine[:, None], cos, sin, angle_row, D
                 )
+                key = _turn(key, k_other, k_cos, k_sin, cols[None, :], mine[:, None], k_norm, eps, 1, D, NORM)
             tl.store(cache_k + to, key, mask=mine[:, None])
             tl.store(cache_v + to, value, mask=mine[:, None])
         tl.debug_barrier()
 
     # One loop over the tiles of all shares, so that the next share's keys are on their way while one is computed.
-    for _ in range(count):
-        pos = tile * TILE + slots
+    for i in range(count):
         known = (pos < end)[:, None]
-        at = (block.to(tl.int64) * block_step + (pos % BLOCK) * slot_step + g * head_step)[:, None] + cols[None, :]
+        at = base[:, None] + cols[None, :]
         keys = tl.load(cache_k + at, mask=known, other=0.0)
         if D <= 256:
             values = tl.load(cache_v + at, mask=known, other=0.0)
         share, last = tile % splits, tile + splits >= tiles
-        tile, place = _tile_after(tile, place, low, tiles, splits, programs, WHOLE)
-        after = tile * TILE + slots
-        block = tl.load(table + after // BLOCK, mask=after < end, other=0)
-        if AHEAD > 0:
-            next_at = next_block.to(tl.int64) * block_step + (next_pos % BLOCK) * slot_step + g * head_step
-            _prefetch(cache_k, next_at, next_pos < start, D)
-            _prefetch(cache_v, next_at, next_pos < start, D)
-            next_tile, next_place = _tile_after(next_tile, next_place, low, tiles, splits, programs, WHOLE)
-            next_pos = next_tile * TILE + slots
-            next_block = tl.load(table + next_pos // BLOCK, mask=next_pos < start, other=0)
-        scores = tl.dot(keys, queries, input_precision=PRECISION) * scale
         seen = pos[:, None] <= own[None, :]
         if WINDOWED:
             seen = seen & (pos[:, None] >= first_seen(own, window, WINDOWED)[None, :])
+        scores = tl.dot(keys, queries, input_precision=PRECISION) * scale
         scores = tl.where(seen, scores, float("-inf"))
         if D > 256:
             # Where nothing is loaded ahead, values take the place that keys had in shared memory. Were both there at
@@ -360,6 +364,18 @@ def _paged_kernel(
             best = tl.where(last, float("-inf"), best)
             total = tl.where(last, 0.0, total)
             acc = tl.where(last, 0.0, acc)
+        if i + 1 < count:
+            tile, place = _tile_after(tile, place, low, tiles, splits, programs, WHOLE)
+            pos = tile * TILE + slots
+            block = tl.load(table + pos // BLOCK, mask=pos < end, other=0)
+            base = block.to(tl.int64) * block_step + (pos % BLOCK) * slot_step + g * head_step
+            if AHEAD > 0:
+                next_at = next_block.to(tl.int64) * block_step + (next_pos % BLOCK) * slot_step + g * head_step
+                _prefetch(cache_k, next_at, next_pos < start, D)
+                _prefetch(cache_v, next_at, next_pos < start, D)
+                next_tile, next_place = _tile_after(next_tile, next_place, low, tiles, splits, programs, WHOLE)
+                next_pos = next_tile * TILE + slots
+                next_block = tl.load(table + next_pos // BLOCK, mask=next_pos < start, other=0)
     if WHOLE:
         sum_of = _sum_over_keys(total, PRECISION)
         if used == 1:
@@ -406,7 +422,10 @@ def _combine_kernel(
     m = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
     valid = m < rows * GROUP
     s = tl.arange(0, SPLITS)
-    filled = (s < splits) & ((s + splits - low % splits) % splits < used)
+    if WINDOWED:
+        filled = (s < splits) & ((s + splits - low % splits) % splits < used)
+    else:
+        filled = s < used
     cols = tl.arange(0, D)
     step = G * rows * GROUP
     at = b.to(tl.int64) * splits * step + g * rows * GROUP + s[None, :] * step + m[:, None]
@@ -417,11 +436,11 @@ def _combine_kernel(
         return  # the only share wrote the result
     # All at once, as one wait for memory costs more than the rest. .cg: past the L1, which may hold what was there
     # before.
-    best = tl.load(sums + at * 2, mask=ok, other=float("-inf"), cache_modifier=".cg")
-    total = tl.load(sums + at * 2 + 1, mask=ok, other=0.0, cache_modifier=".cg")
     part = tl.load(
         parts + at[:, :, None] * D + cols[None, None, :], mask=ok[:, :, None], other=0.0, cache_modifier=".cg"
     )
+    best = tl.load(sums + at * 2, mask=ok, other=float("-inf"), cache_modifier=".cg")
+    total = tl.load(sums + at * 2 + 1, mask=ok, other=0.0, cache_modifier=".cg")
     top = tl.max(best, 1)
     weight = tl.exp2(best - tl.where(top == float("-inf"), 0.0, top)[:, None])
     total = tl.sum(weight * total, 1)
@@ -544,6 +563,7 @@ def paged_attention_triton(
         QUERIES=launch.queries,
         NEW=_NEW_ROWS,
         AHEAD=ahead,
+        ONCE=rows <= _NEW_ROWS,
         ROTATE=rotation is not None,
         NORM=rotation is not None and rotation.normed,
         PRECISION="ieee" if q_THd.dtype == torch.float32 else "tf32",

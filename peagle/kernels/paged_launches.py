@@ -106,9 +106,11 @@ def choose_launch(
         stages, registers = 2, 128
     if few and not wide:
         stages, registers = rule.stages or stages, rule.registers
+    # A program of few queries is a shorter one, where there are processors for twice as many.
+    split = few and narrow and 2 * batch * kv_heads * programs <= processors
     return Launch(
         tile=tile,
-        queries=min(queries, _MAX_QUERIES),
+        queries=min(queries, _MIN_QUERIES if split else _MAX_QUERIES),
         splits=splits,
         warps=8 if wide else max(4, tile // 16),
         stages=stages,
