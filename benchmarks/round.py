@@ -179,6 +179,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--drafts", type=int, nargs="+", default=[7])
     parser.add_argument("--context", type=int, nargs="+", default=[512])
+    parser.add_argument(
+        "--longest", type=int, help="tokens of a request that rounds are recorded for; else contexts and 64 more"
+    )
     parser.add_argument("--layers", type=int, default=4, help="of the drafter; 0 is none")
     parser.add_argument("--mlp-width", type=int, help="of the drafter's layers, where it is not the target's")
     parser.add_argument("--eagle3", action="store_true")
@@ -191,7 +194,7 @@ def main() -> None:
     device = torch.device("cuda")
     rate = copy_rate()
     target, drafter = build(args.shape, args.layers, not args.eagle3, device, args.mlp_width)
-    longest = max(args.context) + 64
+    longest = max(args.longest or 0, max(args.context) + 64)
     most = max(args.batch)
     blocks = 1 + most * (-(-longest // 16))
     rows = []
