@@ -109,7 +109,7 @@ class Session:
 
     def evals(self) -> dict[str, subprocess.Popen[bytes]]:
         a = self.args
-        common = [a.target, "--data", *SETS, "--data-dir", str(a.data_dir), "--dtype", "bfloat16"]
+        common = [a.target, "--data", *SETS, "--data-dir", str(a.data_dir), "--dtype", a.eval_dtype]
         common += ["--max-tokens", str(a.max_tokens), "--max-model-len", "2560"]
         peagle = [sys.executable, "-m", "peagle", "eval", *common]
         both = ["-d", str(a.p_eagle), str(a.eagle3)]
@@ -259,8 +259,14 @@ def main() -> None:
     parser.add_argument("--waves", type=int, default=4, help="requests for each that runs at once, as far as there are")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--max-tokens", type=int, default=512, help="of answers whose acceptance is counted")
+    parser.add_argument("--eval-dtype", default="bfloat16", help="float32: both engines write the same texts")
     parser.add_argument("--seconds", type=float, default=560, help="wall clock for everything")
-    parser.add_argument("--for-speed", type=float, default=250, help="seconds of it that are kept for measuring speed")
+    parser.add_argument(
+        "--for-speed",
+        type=float,
+        default=250,
+        help="seconds of it kept for measuring; what has not started is left out",
+    )
     parser.add_argument("--skip-eval", action="store_true", help="speed alone")
     for name in ("--side", "--method", "--k", "--lock", "--ready"):
         parser.add_argument(name, help=argparse.SUPPRESS)
