@@ -467,8 +467,9 @@ def test_what_decides_the_bits_depends_on_no_batch_but_a_large_one(heads, kv_hea
 
 
 @pytest.mark.parametrize("rows", [1, 4, 8])
+@pytest.mark.parametrize("once", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), [(8, 1, 512), (9, 3, 64), (32, 8, 128)])
-def test_no_two_kinds_of_operand_have_one_address(heads: int, kv_heads: int, width: int, rows: int) -> None:
+def test_no_two_kinds_of_operand_have_one_address(heads: int, kv_heads: int, width: int, once: bool, rows: int) -> None:
     """The assembler of CUDA 12.8 loses the address of a product's operand in shared memory that it has in one register
     with another kind of operand's: an illegal access. The interpreter computes what was meant; this reads the PTX.
     Seen with heads of 512, and with heads of 64 if nothing is loaded ahead (one stage)."""
@@ -484,7 +485,7 @@ def test_no_two_kinds_of_operand_have_one_address(heads: int, kv_heads: int, wid
     pages = Pages(torch.zeros(1, 24, dtype=torch.int32), ints, ints, rows)
     launch = choose_launch(pages, heads, kv_heads, width, BLOCK, torch.bfloat16, torch.device("cpu"))
     fixed = {"G": kv_heads, "GROUP": heads // kv_heads, "D": width, "BLOCK": BLOCK, "NEW": _NEW_ROWS}
-    fixed |= {"TILE": launch.tile, "QUERIES": launch.queries, "AHEAD": launch.ahead, "ONCE": rows <= _NEW_ROWS}
+    fixed |= {"TILE": launch.tile, "QUERIES": launch.queries, "AHEAD": launch.ahead, "ONCE": once}
     fixed |= {"WHOLE": True, "PRECISION": "tf32", "WINDOWED": 0}
     fixed |= dict.fromkeys(("ROTATE", "NORM", "SINKS", "PDL"), False)
     names = _paged_kernel.arg_names
@@ -500,6 +501,8 @@ def test_no_two_kinds_of_operand_have_one_address(heads: int, kv_heads: int, wid
     for register, constant in re.findall(r"(?:or\.b64|add\.s64)\s+%rd\d+, (%rd\d+), (-?\d{12,});", ptx):
         kinds.setdefault(register, set()).add(int(constant) >> 32)
     assert "wgmma.mma_async" in ptx and len(kinds) >= 3
+    waits = [int(left) for left in re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx)]
+    assert (max(waits, default=0) > 0) == (not once and launch.stages > 2), "with several tiles the next is on its way"
     assert all(len(found) == 1 for found in kinds.values()), kinds
 
 

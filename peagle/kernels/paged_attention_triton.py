@@ -230,7 +230,8 @@ def _paged_kernel(
     PDL: tl.constexpr,
 ):
     """WHOLE: no program has more than one share with anything in it. The result of an only share then needs no
-    combination."""
+    combination. ONCE: nor more than one tile, and new rows are few; then what a program has to wait for is asked for
+    at once, and nothing is loaded ahead."""
     g = tl.program_id(0) % G
     query_tile = tl.program_id(0) // G
     program = tl.program_id(1)
@@ -276,9 +277,9 @@ def _paged_kernel(
     # Block numbers are fetched a tile before they are needed: in the same step every load would wait for another.
     block = tl.load(table + (tile * TILE + slots) // BLOCK, mask=tile * TILE + slots < end, other=0)
     cols = tl.arange(0, D)
-    pos = tile * TILE + slots
-    base = block.to(tl.int64) * block_step + (pos % BLOCK) * slot_step + g * head_step
-    if ONCE:  # new rows are few: where they go is known now, and they are asked for together with the queries
+    if ONCE:
+        pos = tile * TILE + slots
+        base = block.to(tl.int64) * block_step + (pos % BLOCK) * slot_step + g * head_step
         fresh = start + tl.arange(0, NEW)
         mine = ((fresh < end) & (_owner(fresh // TILE, low, splits, programs, WHOLE) == program))[:, None]
         to_block = tl.load(table + fresh // BLOCK, mask=fresh < end, other=0).to(tl.int64)
@@ -340,16 +341,30 @@ def _paged_kernel(
 
     # One loop over the tiles of all shares, so that the next share's keys are on their way while one is computed.
     for i in range(count):
+        if not ONCE:
+            pos = tile * TILE + slots
+            base = block.to(tl.int64) * block_step + (pos % BLOCK) * slot_step + g * head_step
         known = (pos < end)[:, None]
         at = base[:, None] + cols[None, :]
         keys = tl.load(cache_k + at, mask=known, other=0.0)
         if D <= 256:
             values = tl.load(cache_v + at, mask=known, other=0.0)
         share, last = tile % splits, tile + splits >= tiles
+        if not ONCE:
+            tile, place = _tile_after(tile, place, low, tiles, splits, programs, WHOLE)
+            after = tile * TILE + slots
+            block = tl.load(table + after // BLOCK, mask=after < end, other=0)
+            if AHEAD > 0:
+                next_at = next_block.to(tl.int64) * block_step + (next_pos % BLOCK) * slot_step + g * head_step
+                _prefetch(cache_k, next_at, next_pos < start, D)
+                _prefetch(cache_v, next_at, next_pos < start, D)
+                next_tile, next_place = _tile_after(next_tile, next_place, low, tiles, splits, programs, WHOLE)
+                next_pos = next_tile * TILE + slots
+                next_block = tl.load(table + next_pos // BLOCK, mask=next_pos < start, other=0)
+        scores = tl.dot(keys, queries, input_precision=PRECISION) * scale
         seen = pos[:, None] <= own[None, :]
         if WINDOWED:
             seen = seen & (pos[:, None] >= first_seen(own, window, WINDOWED)[None, :])
-        scores = tl.dot(keys, queries, input_precision=PRECISION) * scale
         scores = tl.where(seen, scores, float("-inf"))
         if D > 256:
             # Where nothing is loaded ahead, values take the place that keys had in shared memory. Were both there at
@@ -364,18 +379,13 @@ def _paged_kernel(
             best = tl.where(last, float("-inf"), best)
             total = tl.where(last, 0.0, total)
             acc = tl.where(last, 0.0, acc)
-        if i + 1 < count:
+        # There is none. But Triton looks past no branch for what to load ahead, and without it, it would load the only
+        # tile as the first of several: longer programs.
+        if ONCE and i + 1 < count:
             tile, place = _tile_after(tile, place, low, tiles, splits, programs, WHOLE)
             pos = tile * TILE + slots
             block = tl.load(table + pos // BLOCK, mask=pos < end, other=0)
             base = block.to(tl.int64) * block_step + (pos % BLOCK) * slot_step + g * head_step
-            if AHEAD > 0:
-                next_at = next_block.to(tl.int64) * block_step + (next_pos % BLOCK) * slot_step + g * head_step
-                _prefetch(cache_k, next_at, next_pos < start, D)
-                _prefetch(cache_v, next_at, next_pos < start, D)
-                next_tile, next_place = _tile_after(next_tile, next_place, low, tiles, splits, programs, WHOLE)
-                next_pos = next_tile * TILE + slots
-                next_block = tl.load(table + next_pos // BLOCK, mask=next_pos < start, other=0)
     if WHOLE:
         sum_of = _sum_over_keys(total, PRECISION)
         if used == 1:
@@ -521,7 +531,9 @@ def paged_attention_triton(
     parts = torch.empty((shares, width), dtype=torch.float32, device=out.device)
     sums = torch.empty((shares, 2), dtype=torch.float32, device=out.device)
     shared = {"G": kv_heads, "GROUP": group, "D": width, "TILE": launch.tile}
-    whole = programs >= min(launch.splits, most_tiles(pages, block_size, launch.tile))
+    tiles = most_tiles(pages, block_size, launch.tile)
+    whole = programs >= min(launch.splits, tiles)
+    once = programs >= tiles and rows <= _NEW_ROWS and width < 128  # wider heads were not timed
     shared |= {
         "WINDOWED": kind,
         "SINKS": sinks is not None,
@@ -563,7 +575,7 @@ def paged_attention_triton(
         QUERIES=launch.queries,
         NEW=_NEW_ROWS,
         AHEAD=ahead,
-        ONCE=rows <= _NEW_ROWS,
+        ONCE=once,
         ROTATE=rotation is not None,
         NORM=rotation is not None and rotation.normed,
         PRECISION="ieee" if q_THd.dtype == torch.float32 else "tf32",
