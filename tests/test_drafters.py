@@ -108,6 +108,10 @@ def test_started_from_a_folder(tmp_path: Path) -> None:
     assert grown.windows == (None, 8, None, 8, None, None), "new layers see everything"
     with pytest.raises(UserError, match="--init .*nowhere: must be"):
         new_drafter(TrainConfig(init="nowhere"), target, None, (), data)
+    wide = new_drafter(TrainConfig(init="random", mask_token="150", mlp_width=96), target, None, (), data)
+    assert all(layer.mlp.down_proj.weight.shape == (64, 96) for layer in wide.layers)
+    with pytest.raises(UserError, match="--init target: mlp.gate_up_proj.weight has another shape; use random"):
+        new_drafter(TrainConfig(mask_token="150", mlp_width=96), target, None, (), data)
     with pytest.raises(UserError, match="--taps 9"):
         drafter_config(TrainConfig(taps=(9,)), target.cfg, None)
 

@@ -114,17 +114,8 @@ class TrainConfig:
         for name in ("rate", "depth_decay"):
             require(0.0 < getattr(self, name) <= 1.0, name, "above 0 and at most 1")
         require(self.depths is None or 1 <= self.depths <= MAX_DRAFT_TOKENS, "depths", f"from 1 to {MAX_DRAFT_TOKENS}")
-        counts = (
-            "layers",
-            "mlp_width",
-            "draft_vocab",
-            "max_length",
-            "batch_tokens",
-            "accumulate",
-            "steps",
-            "log_every",
-        )
-        for name in counts:
+        shape, length = ("layers", "mlp_width", "draft_vocab"), ("max_length", "batch_tokens", "accumulate", "steps")
+        for name in (*shape, *length, "log_every"):
             require(getattr(self, name) is None or getattr(self, name) >= 1, name, "at least 1")
         for name in ("minutes", "epochs", "lr", "table_share", "save_minutes", "sharpen"):
             require(getattr(self, name) is None or getattr(self, name) > 0, name, "above 0")
