@@ -63,7 +63,12 @@ def shape_config(shape: str) -> DecoderConfig:
 
 
 def build(
-    shape: str, layers: int, parallel: bool, device: torch.device, mlp_width: int | None = None
+    shape: str,
+    layers: int,
+    parallel: bool,
+    device: torch.device,
+    mlp_width: int | None = None,
+    fc_norm: bool = False,
 ) -> tuple[Decoder, Drafter | None]:
     cfg = shape_config(shape)
     target = random_weights(Decoder, cfg, torch.bfloat16, device)
@@ -80,6 +85,7 @@ def build(
         target_hidden_size=cfg.layer.hidden_size,
         taps=cfg.default_taps,
         mask_token_id=0 if parallel else None,
+        fc_norm=fc_norm,
     )
     return target, random_weights(Drafter, draft, torch.bfloat16, device).share(target)
 
@@ -184,6 +190,7 @@ def main() -> None:
     )
     parser.add_argument("--layers", type=int, default=4, help="of the drafter; 0 is none")
     parser.add_argument("--mlp-width", type=int, help="of the drafter's layers, where it is not the target's")
+    parser.add_argument("--fc-norm", action="store_true", help="a norm for each tap, as drafters have that train here")
     parser.add_argument("--eagle3", action="store_true")
     parser.add_argument(
         "--reach", type=float, default=RULE.reach, help="requests x key/value heads to a multiprocessor; see Rule"
@@ -193,7 +200,7 @@ def main() -> None:
     args = parser.parse_args()
     device = torch.device("cuda")
     rate = copy_rate()
-    target, drafter = build(args.shape, args.layers, not args.eagle3, device, args.mlp_width)
+    target, drafter = build(args.shape, args.layers, not args.eagle3, device, args.mlp_width, args.fc_norm)
     longest = max(args.longest or 0, max(args.context) + 64)
     most = max(args.batch)
     blocks = 1 + most * (-(-longest // 16))

@@ -42,6 +42,7 @@ from peagle.kernels.norms import (
     silu_mul_torch,
 )
 from peagle.kernels.norms_triton import add_rms_norm_triton, norm_cat_triton, rms_norm_triton, silu_mul_triton
+from peagle.kernels.rows import take_rows_triton
 from peagle.models.layers import RMSNorm
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -286,7 +287,7 @@ def test_a_norm_is_the_same_by_every_kernel_and_configuration(device, dtype):
         normed[rows] = linear_triton(stream, one_by_one, norm_weight=norm, eps=EPS)
         # Times 1 the two orders of rounding are one.
         plain = rms_norm_triton(stream.x, norm, EPS)
-        both = norm_cat_triton(stream.x, norm, stream.x, norm, EPS)
+        both = norm_cat_triton((stream.x, stream.x), (norm, norm), EPS)
         assert torch.equal(plain[:, :48], normed[rows]) and torch.equal(both, torch.cat([plain, plain], -1)), rows
         added = add_rms_norm_triton(stream.x, torch.zeros_like(stream.x), norm, EPS)[0]
         assert torch.equal(added, plain)
@@ -360,12 +361,17 @@ def test_the_small_kernels(device, dtype, T, K):
         normed = rms_norm_triton(x, weight, EPS)
         summed, total = add_rms_norm_triton(x, residual, weight, EPS)
         gated = silu_mul_triton(wide)
-        both = norm_cat_triton(x, weight, wide[:, :K], x[0], EPS)
+        both = norm_cat_triton((x, wide[:, :K]), (weight, x[0]), EPS)
+        three = norm_cat_triton((x, wide[:, K:], wide[:, :K]), (weight, weight, x[0]), EPS)
+        taken = take_rows_triton(wide[:, K:], torch.tensor([T - 1, 0, T - 1], device=device))
     assert torch.equal(total, x + residual)
+    assert torch.equal(taken, torch.stack([wide[T - 1, K:], wide[0, K:], wide[T - 1, K:]]))
+    assert torch.equal(torch.cat([three[:, :K], three[:, 2 * K :]], 1), both)
+    assert torch.equal(three[:, K : 2 * K], rms_norm_triton(wide[:, K:], weight, EPS))
     close = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 1e-6}
     torch.testing.assert_close(normed.double(), rms_norm_torch(x.double(), weight.double(), EPS), **close)
     torch.testing.assert_close(summed.double(), rms_norm_torch(total.double(), weight.double(), EPS), **close)
-    truth = norm_cat_torch(x.double(), weight.double(), wide[:, :K].double(), x[0].double(), EPS)
+    truth = norm_cat_torch((x.double(), wide[:, :K].double()), (weight.double(), x[0].double()), EPS)
     torch.testing.assert_close(both.double(), truth, **close)
     torch.testing.assert_close(gated.double(), silu_mul_torch(wide.double()), **close)
 
@@ -444,7 +450,7 @@ def test_the_cpu_takes_the_twins(dtype):
     assert torch.equal(rms_norm(x, norm, EPS), rms_norm_torch(x, norm, EPS))
     assert torch.equal(silu_mul(x), silu_mul_torch(x))
     assert torch.equal(
-        norm_cat(x, norm, -x, x[0], EPS), torch.cat([rms_norm(x, norm, EPS), rms_norm(-x, x[0], EPS)], -1)
+        norm_cat((x, -x), (norm, x[0]), EPS), torch.cat([rms_norm(x, norm, EPS), rms_norm(-x, x[0], EPS)], -1)
     )
     stream = linear_onto(x, x, weight, next_norm=norm)
     assert torch.equal(stream.x, x + F.linear(x, weight)) and stream.squares is None

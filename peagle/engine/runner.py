@@ -33,6 +33,7 @@ from peagle.kernels.launching import supports_pdl
 from peagle.kernels.paged_attention import OneSequence, Pages, paged_attention, prefill_attention
 from peagle.kernels.rotary import Rotation
 from peagle.kernels.round_inputs import RoundInputs, SlotState, round_inputs
+from peagle.kernels.rows import take_rows
 from peagle.kernels.sampling import argmax, choose
 from peagle.kernels.sending import sent
 from peagle.kernels.verify import accept
@@ -355,10 +356,10 @@ class Runner:
         if k == 0:
             return emitted_BQ[:, :0]
         wanted = rows.sample_rows_BK.flatten()
-        guesses = drafter.target_ids(argmax(drafter.logits(said[wanted])))
+        guesses = drafter.target_ids(argmax(drafter.logits(take_rows(said, wanted))))
         if mask_id is not None:
             return guesses.view(batch, k)
-        return self.one_by_one(guesses, handed_on[wanted], starts_B + accepted_B + 1, tables_BM, k)
+        return self.one_by_one(guesses, take_rows(handed_on, wanted), starts_B + accepted_B + 1, tables_BM, k)
 
     def one_by_one(self, guess_B: Tensor, hidden_BD: Tensor, position_B: Tensor, tables_BM: Tensor, k: int) -> Tensor:
         """EAGLE-3: each further guess from the last one and the drafter's own output; first row at `position`."""

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from peagle.kernels.launching import dependent
+
 try:
     import triton
     from triton import language as tl
@@ -87,8 +89,12 @@ def _draft_inputs_kernel(
     MASKED: tl.constexpr,
     D: tl.constexpr,
     WIDTH: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """One row's piece of WIDTH hidden values; the row's first program also writes all the rest."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     b = row // ROWS
     j = row % ROWS
@@ -162,6 +168,7 @@ def draft_inputs_triton(
         D=width,
         WIDTH=piece,
         num_warps=4,
+        **dependent(device),
     )
     return out
 
@@ -248,8 +255,12 @@ def _commit_kernel(
     EACH: tl.constexpr,
     PLACED: tl.constexpr,
     WIDTH: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """One request; WIDTH >= K + 1."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     b = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + b).to(tl.int64)
     if slot >= 0:
@@ -299,6 +310,7 @@ def commit_state_triton(
         PLACED=position_B is not None,
         WIDTH=triton.next_power_of_2(k + 1),
         num_warps=1,
+        **dependent(tokens_SN.device),
     )
 
 

@@ -29,6 +29,13 @@ def supports_pdl(device: torch.device) -> bool:
     return not INTERPRETED and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+def dependent(device: torch.device) -> dict[str, bool]:
+    """How a kernel is launched that says PDL and then waits by itself for the one ahead of it, before it reads or
+    writes anything that is not a weight."""
+    pdl = supports_pdl(device)
+    return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
+
+
 def is_fast(*tensors: Tensor | None) -> bool:
     """Whether the Triton kernels can take these: one half type, on a CUDA device, nothing to differentiate."""
     given = [t for t in tensors if t is not None]

@@ -6,6 +6,7 @@ for training those of trained.py, with their way back.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from peagle.kernels.launching import is_fast, trains_fast
-from peagle.kernels.norms_triton import add_rms_norm_triton, norm_cat_triton, rms_norm_triton, silu_mul_triton
+from peagle.kernels.norms_triton import (
+    NORMED_AT_ONCE,
+    add_rms_norm_triton,
+    norm_cat_triton,
+    rms_norm_triton,
+    silu_mul_triton,
+)
 
 
 @dataclass(frozen=True)
@@ -42,8 +49,8 @@ def add_rms_norm_torch(x: Tensor, residual: Tensor, weight: Tensor, eps: float) 
     return rms_norm_torch(total, weight, eps), total
 
 
-def norm_cat_torch(a: Tensor, a_weight: Tensor, b: Tensor, b_weight: Tensor, eps: float) -> Tensor:
-    return torch.cat([rms_norm_torch(a, a_weight, eps), rms_norm_torch(b, b_weight, eps)], -1)
+def norm_cat_torch(parts: Sequence[Tensor], weights: Sequence[Tensor], eps: float) -> Tensor:
+    return torch.cat([rms_norm_torch(x, weight, eps) for x, weight in zip(parts, weights, strict=True)], -1)
 
 
 def silu_mul_torch(y_T2I: Tensor) -> Tensor:
@@ -68,11 +75,11 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return add_rms_norm_torch(x, residual, weight, eps)
 
 
-def norm_cat(a: Tensor, a_weight: Tensor, b: Tensor, b_weight: Tensor, eps: float) -> Tensor:
-    """norm(a) and norm(b) side by side, as one tensor."""
-    if a.dim() == 2 and is_fast(a, b, a_weight, b_weight):
-        return norm_cat_triton(a, a_weight, b, b_weight, eps)
-    return torch.cat([rms_norm(a, a_weight, eps), rms_norm(b, b_weight, eps)], -1)
+def norm_cat(parts: Sequence[Tensor], weights: Sequence[Tensor], eps: float) -> Tensor:
+    """Each normed by itself, side by side, as one tensor."""
+    if len(parts) in NORMED_AT_ONCE and parts[0].dim() == 2 and is_fast(*parts, *weights):
+        return norm_cat_triton(parts, weights, eps)
+    return torch.cat([rms_norm(x, weight, eps) for x, weight in zip(parts, weights, strict=True)], -1)
 
 
 def silu_mul(y_T2I: Tensor) -> Tensor:

@@ -9,6 +9,8 @@ linear_triton.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -68,28 +70,36 @@ if HAVE_TRITON:
     def _norm_cat_kernel(
         a_ptr,
         b_ptr,
+        c_ptr,
         a_weight_ptr,
         b_weight_ptr,
+        c_weight_ptr,
         y_ptr,
         K,
         a_stride,
         b_stride,
+        c_stride,
         eps,
+        PARTS: tl.constexpr,
         BLOCK_K: tl.constexpr,
         PDL: tl.constexpr,
     ):
-        """norm(a) and norm(b) side by side; one program for each row of either."""
+        """norm(a), norm(b) and perhaps norm(c) side by side; one program for each row of each."""
         row = tl.program_id(0).to(tl.int64)
         k = tl.arange(0, BLOCK_K)
+        y_ptr += row * PARTS * K + tl.program_id(1) * K
         if PDL:
             tl.extra.cuda.gdc_launch_dependents()
             tl.extra.cuda.gdc_wait()
         if tl.program_id(1) == 0:
             weight = tl.load(a_weight_ptr + k, mask=k < K, other=0.0)
-            _norm_row(a_ptr + row * a_stride, weight, y_ptr + row * 2 * K, k, K, eps)
-        else:
+            _norm_row(a_ptr + row * a_stride, weight, y_ptr, k, K, eps)
+        elif tl.program_id(1) == 1:
             weight = tl.load(b_weight_ptr + k, mask=k < K, other=0.0)
-            _norm_row(b_ptr + row * b_stride, weight, y_ptr + row * 2 * K + K, k, K, eps)
+            _norm_row(b_ptr + row * b_stride, weight, y_ptr, k, K, eps)
+        elif PARTS > 2:
+            weight = tl.load(c_weight_ptr + k, mask=k < K, other=0.0)
+            _norm_row(c_ptr + row * c_stride, weight, y_ptr, k, K, eps)
 
     @triton.jit
     def _silu_mul_kernel(y_ptr, out_ptr, HALF, y_stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
@@ -145,27 +155,33 @@ def _norm_launch(
     return y, total
 
 
+NORMED_AT_ONCE = (2, 3)  # parts
+
+
 def norm_cat_triton(
-    a: Tensor, a_weight: Tensor, b: Tensor, b_weight: Tensor, eps: float, *, pdl: bool | None = None
+    parts: Sequence[Tensor], weights: Sequence[Tensor], eps: float, *, pdl: bool | None = None
 ) -> Tensor:
-    T, K = a.shape
-    assert b.shape == a.shape and a.stride(1) == 1 and b.stride(1) == 1
-    y = torch.empty(T, 2 * K, dtype=a.dtype, device=a.device)
+    T, K = parts[0].shape
+    assert len(parts) in NORMED_AT_ONCE and all(x.shape == (T, K) and x.stride(1) == 1 for x in parts)
+    y = torch.empty(T, len(parts) * K, dtype=parts[0].dtype, device=parts[0].device)
     if T == 0:
         return y
     if pdl is None:
-        pdl = supports_pdl(a.device)
+        pdl = supports_pdl(y.device)
     block = triton.next_power_of_2(K)
-    _norm_cat_kernel[(T, 2)](
+    a, b, c = (*parts, parts[0])[:3]  # of two, the third is not looked at
+    _norm_cat_kernel[(T, len(parts))](
         a,
         b,
-        a_weight,
-        b_weight,
+        c,
+        *(*weights, weights[0])[:3],
         y,
         K,
         a.stride(0),
         b.stride(0),
+        c.stride(0),
         eps,
+        PARTS=len(parts),
         BLOCK_K=block,
         PDL=pdl,
         num_warps=max(1, min(16, block // 256)),

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from peagle.kernels.launching import dependent
+
 try:
     import triton
     from triton import language as tl
@@ -144,8 +146,12 @@ def _round_inputs_kernel(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Program (b, c): chunk c of request b's table; the first also does the rest. WIDTH >= ROWS."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     b = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + b)
     slot = tl.where(slot < 0, last_slot, slot)
@@ -232,6 +238,7 @@ def round_inputs_triton(state: SlotState, slots_B: Tensor, k: int, longest: int)
         WIDTH=triton.next_power_of_2(rows),
         CHUNK=chunk,
         num_warps=1,
+        **dependent(device),
     )
     return made
 

@@ -21,6 +21,8 @@ import math
 import torch
 from torch import Tensor
 
+from peagle.kernels.launching import dependent
+
 try:
     import triton
     from triton import language as tl
@@ -197,11 +199,15 @@ def _best_kernel(
     SAMPLE: tl.constexpr,
     STREAM: tl.constexpr,
     LANES: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """The best score of one row in one chunk of 4 * LANES tokens, and the lowest token that has it.
 
     The chunk is read as four blocks of LANES tokens, since token i of each of them takes one word of Philox call i.
     """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     lane = tl.arange(0, LANES)
@@ -233,8 +239,17 @@ def _best_kernel(
 
 @_jit
 def _best_of_chunks_kernel(
-    best: tl.tensor, best_at: tl.tensor, tokens: tl.tensor, chunks: tl.tensor, vocab: tl.tensor, CHUNKS: tl.constexpr
+    best: tl.tensor,
+    best_at: tl.tensor,
+    tokens: tl.tensor,
+    chunks: tl.tensor,
+    vocab: tl.tensor,
+    CHUNKS: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, CHUNKS)
     inside = lane < chunks
@@ -310,8 +325,12 @@ def _cuts_kernel(
     cuts: tl.tensor,
     VOCAB: tl.constexpr,
     WIDTH: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """cuts_torch of one row; a row without filters is done at once."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     t = tl.load(temperature + row).to(tl.float32)
     k = tl.load(top_k + row).to(tl.int32)
@@ -361,6 +380,7 @@ def cuts_triton(logits_RV: Tensor, temperature_R: Tensor, top_k_R: Tensor, top_p
         VOCAB=vocab,
         WIDTH=width,
         num_warps=32 if width == 8192 else 4,
+        **dependent(logits_RV.device),
     )
     return cuts
 
@@ -385,9 +405,11 @@ def _best_triton(logits_RV: Tensor, draw: tuple[Tensor, Tensor, Tensor, Tensor] 
         STREAM=CHOOSE,
         LANES=LANES,
         num_warps=4,
+        **dependent(logits_RV.device),
     )
     width = triton.next_power_of_2(chunks)
-    _best_of_chunks_kernel[(rows,)](best, best_at, tokens, chunks, vocab, CHUNKS=width, num_warps=1)
+    how = dependent(logits_RV.device)
+    _best_of_chunks_kernel[(rows,)](best, best_at, tokens, chunks, vocab, CHUNKS=width, num_warps=1, **how)
     return tokens
 
 

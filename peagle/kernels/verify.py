@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from peagle.errors import UserError
+from peagle.kernels.launching import dependent
 from peagle.kernels.sampling import ACCEPT, _uniform, _words, bits_torch, uniform_torch
 
 try:
@@ -64,8 +65,12 @@ def _accept_kernel(
     SYNTHETIC: tl.constexpr,
     STREAM: tl.constexpr,
     WIDTH: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """One request; WIDTH >= K + 1."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     b = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, WIDTH)
     is_draft = at < K
@@ -111,6 +116,7 @@ def accept_triton(
         STREAM=ACCEPT,
         WIDTH=triton.next_power_of_2(rows),
         num_warps=1,
+        **dependent(tokens_BQ.device),
     )
     return accepted, emitted
 

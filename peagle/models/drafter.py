@@ -55,7 +55,7 @@ class FirstLayer(nn.Module):
         next_norm: RMSNorm | None = None,
     ) -> Stream:
         first, second, mlp_norm = self.input_layernorm, self.hidden_norm, self.post_attention_layernorm
-        both = norm_cat(embeds_TD, first.weight, hidden_TD, second.weight, first.eps)
+        both = norm_cat((embeds_TD, hidden_TD), (first.weight, second.weight), first.eps)
         x_TD = both.chunk(2, -1)[1] if self.norm_before_residual else hidden_TD
         stream = self.self_attn(both, x_TD, angles, attend, layer, window, next_norm=mlp_norm)
         return self.mlp(stream, mlp_norm, next_norm)
@@ -108,7 +108,7 @@ class Drafter(nn.Module):
             taps_TN = self.input_norm(taps_TN)
         if self.fc_norm is not None:
             parts = taps_TN.chunk(len(self.fc_norm), -1)
-            taps_TN = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
+            taps_TN = norm_cat(parts, [norm.get_parameter("weight") for norm in self.fc_norm], self.cfg.layer.norm_eps)
         return project(self.fc, taps_TN)
 
     def masked(self, rows: int) -> Tensor:

@@ -119,7 +119,7 @@ class FlatDrafter:
         model, first, last = self.model, self.layers[0], len(self.layers) - 1
         embeds_TD = F.embedding(token_ids_T, model.embedding_table)
         angles = _signed(model.rope(positions_T, hidden_TD.dtype))
-        normed = norm_cat(embeds_TD, first.norm, hidden_TD, self.hidden_norm, first.eps)
+        normed = norm_cat((embeds_TD, hidden_TD), (first.norm, self.hidden_norm), first.eps)
         x_TD = normed.chunk(2, -1)[1] if self.norm_before_residual else hidden_TD
         for i, layer in enumerate(self.layers):
             given = normed if i == 0 else None

@@ -20,6 +20,7 @@ from peagle.kernels.launching import supports_pdl
 from peagle.kernels.linear import linear, linear_onto
 from peagle.kernels.norms import Stream, add_rms_norm, rms_norm
 from peagle.kernels.rotary import Rotation, split_rotate
+from peagle.kernels.rows import take_rows
 
 Angles = tuple[Tensor, Tensor]  # cos and sin, [T, 1, d]
 # Of heads that have no rotary positions: what queries are multiplied by, [T, 1, 1], if anything.
@@ -38,9 +39,10 @@ class Attend(Protocol):
 
 
 def look_up(token_ids_T: Tensor, table_VD: Tensor) -> Tensor:
-    """Embeddings. On a GPU indexing has the faster kernel for few rows, which has no fast way back."""
+    """Embeddings. On a GPU taking few rows has the faster kernel, which has no way back."""
     if token_ids_T.is_cuda and not torch.is_grad_enabled():
-        return table_VD[token_ids_T]
+        # Attention looks up places and lengths of sequences, and their old keys, before it waits for what is ahead.
+        return take_rows(table_VD, token_ids_T, after_all=True)
     return F.embedding(token_ids_T, table_VD)
 
 
@@ -144,7 +146,7 @@ class Rope(nn.Module):
     def forward(self, positions_T: Tensor, dtype: torch.dtype) -> Angles:
         """Of every row, once for all layers."""
         if self.table is not None and self.table.dtype == dtype and not torch.is_grad_enabled():
-            cos, sin = self.table[positions_T].chunk(2, -1)  # one launch for both
+            cos, sin = take_rows(self.table, positions_T).chunk(2, -1)  # one launch for both
             return cos, sin
         angles = positions_T.float()[:, None] * self.freq
         angles = torch.cat([angles, angles], -1)[:, None, :]  # [T, 1, d]
