@@ -106,11 +106,14 @@ def choose_launch(
         stages, registers = 2, 128
     if few and not wide:
         stages, registers = rule.stages or stages, rule.registers
-    # A program of few queries is a shorter one, where there are processors for twice as many.
-    split = few and narrow and 2 * batch * kv_heads * programs <= processors
+    # A program of few queries is a shorter one. Where each has one share of the keys, most have none and end at once.
+    size = _MAX_QUERIES
+    if few and narrow and programs == min(splits, most_tiles(pages, block_size, tile)):
+        sizes = (size for size in (16, 32) if batch * kv_heads * programs * -(-queries // size) <= 3 * processors)
+        size = next(sizes, _MAX_QUERIES)
     return Launch(
         tile=tile,
-        queries=min(queries, _MIN_QUERIES if split else _MAX_QUERIES),
+        queries=min(queries, size),
         splits=splits,
         warps=8 if wide else max(4, tile // 16),
         stages=stages,
