@@ -16,6 +16,7 @@ SKINNY = 64  # most rows of one program of the Triton product
 TILED = 512  # most rows it takes where K is small: in tiles of SKINNY, so that a row's bits stay what they are
 SOME = 128  # up to here small shapes have their second configuration
 FEW = 16  # up to here a shape has one configuration, above it may have another, or go to cuBLAS
+HELD = 32  # most rows for weights that are held in shared memory
 SHARED_BYTES = 226 * 1024  # of one processor, for all programs on it
 
 
@@ -31,6 +32,7 @@ class Config:
     late: the successor may start only once the loop is done, so that it cannot take memory or processors before.
     chains: sums that the steps over K go to in turns, each step block_k wide; stages count rounds of them.
     block_m: rows per program; 0: as block_rows says.
+    held: weights are in shared memory before the wait, where that can be (linear_held.py).
     """
 
     block_n: int
@@ -45,6 +47,7 @@ class Config:
     late: bool = False
     chains: int = 1
     block_m: int = 0
+    held: bool = False
 
     @property
     def kind(self) -> tuple[int, int, bool, int, int]:
@@ -95,6 +98,12 @@ def block_rows(T: int) -> int:
     return 16 if T <= 16 else 32 if T <= 32 else 64
 
 
+def held_rows(T: int) -> int:
+    """The same where weights are held: eight for each warp. Two programs with the same weights are faster than one with
+    twice the rows; what the second copy takes is over before the wait."""
+    return 8 if T <= FEW else HELD
+
+
 def config_for(T: int, N: int, K: int, glu: bool) -> Config:
     """The configuration of a shape, measured or by rule: no timing at start-up.
 
@@ -109,7 +118,17 @@ def config_for(T: int, N: int, K: int, glu: bool) -> Config:
     stages = max(2, min(config.stages, SHARED_BYTES // bytes_a_turn, turns + 1))
     if T > SKINNY:  # several programs to a processor, and every weight is asked for by several
         return replace(config, stages=min(stages, 4), prefetch=0)
-    return replace(config, stages=stages, prefetch=min(config.prefetch, power_of_two_within(K)))
+    prefetch = min(config.prefetch, power_of_two_within(K))
+    return replace(config, stages=stages, prefetch=prefetch, held=is_held(T, N, K, glu, config))
+
+
+def is_held(T: int, N: int, K: int, glu: bool, config: Config) -> bool:
+    """Whether all weights of a program fit into shared memory, and all rows beside them."""
+    columns = N // 2 if glu else N
+    small = is_small(N, K) and config.block_n == 16 and config.split_k == 1 and not config.fuse_norm
+    whole = columns % config.block_n == 0 and K % config.block_k == 0
+    nbytes = 2 * K * (config.block_n * (2 if glu else 1) + HELD)
+    return T <= HELD and small and whole and nbytes <= SHARED_BYTES * 3 // 4
 
 
 def skinny_rows(N: int, K: int, glu: bool) -> int:

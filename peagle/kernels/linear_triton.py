@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from peagle.kernels.launching import HAVE_TRITON, supports_pdl
+from peagle.kernels.linear_held import can_hold, launch_held
 from peagle.kernels.linear_shapes import (
     FEW,
     SKINNY,
@@ -412,6 +413,9 @@ def stream_triton(
     if next_norm is not None and triton.next_power_of_2(tiles) * most_rows <= MOST_SQUARES:
         next_squares = torch.empty(tiles, T, dtype=torch.float64, device=y.device)
         stream = Stream(y, next_norm, torch.empty_like(y), next_squares)
+    if cfg.held and norm_weight is None and can_hold(x_TK, weight_NK, bias):
+        launch_held(x_TK, weight_NK, squares, residual, stream, eps, cfg, pdl, glu)
+        return stream
     partials = counters = None
     if cfg.split_k > 1:
         counters = _counters_on(x_TK.device)
