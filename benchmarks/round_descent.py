@@ -37,6 +37,7 @@ from round import build, fill, shape_config, timed
 from peagle.engine.graphs import RoundGraphs
 from peagle.engine.runner import Runner
 from peagle.kernels import linear_shapes as shapes
+from peagle.kernels import linear_triton
 from peagle.kernels.linear_shapes import Config
 
 SHAPE = "smollm2"
@@ -192,6 +193,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=15, help="processes that compile beforehand; 0: none")
     parser.add_argument("--out", type=Path, help="JSON file for everything measured")
     args = parser.parse_args()
+    linear_triton.can_hold = lambda *given: False  # where weights are held there is nothing to choose
     started = time.monotonic()
     places = [at for at, base in enumerate(BASES) if base in args.only]
     if args.workers:
