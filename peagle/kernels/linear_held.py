@@ -3,8 +3,8 @@
 What a small product takes is mostly waiting: for the kernel ahead, then for its result and for the weights. Weights are
 nobody's output. Here a program asks for all of its own as it starts, while the kernel ahead still runs, and once that
 one is done it has only the rows left to wait for. Triton has no words for that (it copies to shared memory in loops
-alone), so this is written in Gluon, its lower level, which is experimental: it is used with the releases it was tried
-with, and otherwise linear_triton.py does the same, bit for bit.
+alone), so this is written in Gluon, its lower level, which is experimental: it is used with the releases and on the
+GPUs it was tried with, and otherwise linear_triton.py does the same, bit for bit.
 
 Shapes as in linear.py.
 """
@@ -14,10 +14,12 @@ Shapes as in linear.py.
 
 from __future__ import annotations
 
+import functools
+
+import torch
 from torch import Tensor
 
 from peagle.kernels.launching import HAVE_TRITON, INTERPRETED
-from peagle.kernels.launching import supports_pdl as is_hopper
 from peagle.kernels.linear_shapes import Config, held_rows
 from peagle.kernels.norms import Stream
 
@@ -35,6 +37,12 @@ if HAVE_TRITON:
         from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
         HAVE_GLUON = True
+
+
+@functools.cache
+def is_hopper(device: torch.device) -> bool:
+    """As the GPU was that it was tried on: others have less shared memory, or other instructions."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def can_hold(x_TK: Tensor, weight_NK: Tensor, bias: Tensor | None) -> bool:

@@ -41,7 +41,7 @@ class Attend(Protocol):
 def look_up(token_ids_T: Tensor, table_VD: Tensor) -> Tensor:
     """Embeddings. On a GPU taking few rows has the faster kernel, which has no way back."""
     if token_ids_T.is_cuda and not torch.is_grad_enabled():
-        # Attention looks up places and lengths of sequences, and their old keys, before it waits for what is ahead.
+        # Attention looks up places and lengths of sequences before it waits for what is ahead of it.
         return take_rows(table_VD, token_ids_T, after_all=True)
     return F.embedding(token_ids_T, table_VD)
 
