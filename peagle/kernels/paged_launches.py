@@ -85,6 +85,7 @@ def choose_launch(
     # Few programs: each has its processor to itself, and what counts is how often it waits for memory. Many: several
     # to a processor, which wait in turns.
     few = batch * kv_heads <= rule.reach * processors
+    small = is_small((heads + 2 * kv_heads) * head_dim, heads * head_dim)  # the model, by its first product
     exact, wide, narrow = dtype == torch.float32, head_dim > 128, head_dim < 128  # of wide heads fewer keys fit
     tile = 32 if exact else 64 if narrow or (wide and few) else 128 if few else 32
     splits = max(1, min(processors // kv_heads, _MAX_SPLITS)) if few else 1
@@ -96,9 +97,8 @@ def choose_launch(
     if exact:
         return Launch(tile, min(queries, 32), splits, warps=4, stages=2, ahead=0, programs=programs)
     # More rows of a large model than FEW: its products round otherwise than those of few rows, whatever attention does.
-    if few and not rule.steady and batch * pages.max_rows > FEW:
-        width = heads * head_dim
-        splits = splits if is_small(width + 2 * kv_heads * head_dim, width) else programs
+    if few and not rule.steady and batch * pages.max_rows > FEW and not small:
+        splits = programs
     alone = few and not crowded and (programs >= _LONG_SPLITS or narrow)  # keys are cut into many short pieces
     ahead = alone if rule.ahead is None else few and rule.ahead
     stages, registers = 2 if wide or (few and not alone) else 3, 0
@@ -106,11 +106,12 @@ def choose_launch(
         stages, registers = 2, 128
     if few and not wide:
         stages, registers = rule.stages or stages, rule.registers
-    # A program of few queries is a shorter one. Where each has one share of the keys, most have none and end at once.
-    size = _MAX_QUERIES
-    if few and narrow and programs == min(splits, most_tiles(pages, block_size, tile)):
+    # A program of few queries is a shorter one, where there are processors for twice as many. In a small model also
+    # where each has one share of the keys, as most have none then and end at once; in large ones that was not timed.
+    size = _MIN_QUERIES if few and narrow and 2 * batch * kv_heads * programs <= processors else _MAX_QUERIES
+    if small and few and narrow and programs == min(splits, most_tiles(pages, block_size, tile)):
         sizes = (size for size in (16, 32) if batch * kv_heads * programs * -(-queries // size) <= 3 * processors)
-        size = next(sizes, _MAX_QUERIES)
+        size = next(sizes, size)
     return Launch(
         tile=tile,
         queries=min(queries, size),
