@@ -363,9 +363,10 @@ def test_the_small_kernels(device, dtype, T, K):
         gated = silu_mul_triton(wide)
         both = norm_cat_triton((x, wide[:, :K]), (weight, x[0]), EPS)
         three = norm_cat_triton((x, wide[:, K:], wide[:, :K]), (weight, weight, x[0]), EPS)
-        taken = take_rows_triton(wide[:, K:], torch.tensor([T - 1, 0, T - 1], device=device))
+        numbers = torch.tensor([T - 1, 0, T - 1], device=device)
+        taken, late = (take_rows_triton(wide[:, K:], numbers, after_all) for after_all in (False, True))
     assert torch.equal(total, x + residual)
-    assert torch.equal(taken, torch.stack([wide[T - 1, K:], wide[0, K:], wide[T - 1, K:]]))
+    assert torch.equal(taken, torch.stack([wide[T - 1, K:], wide[0, K:], wide[T - 1, K:]])) and torch.equal(taken, late)
     assert torch.equal(torch.cat([three[:, :K], three[:, 2 * K :]], 1), both)
     assert torch.equal(three[:, K : 2 * K], rms_norm_triton(wide[:, K:], weight, EPS))
     close = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 1e-6}

@@ -57,6 +57,16 @@ def test_others_are_not(shape: tuple[int, int, bool]) -> None:
     assert not config_for(8, *shape).held
 
 
+def test_another_release_of_triton_says_that_it_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = torch.zeros(8, 576), torch.zeros(960, 576)
+    monkeypatch.setattr(linear_held, "is_hopper", lambda device: True)
+    assert linear_held.can_hold(x, weight, None) and not linear_held.can_hold(x[:, 1:], weight, None)
+    assert not linear_held.can_hold(x, weight, torch.zeros(960))
+    monkeypatch.setattr(linear_held, "HAVE_GLUON", False)
+    with pytest.warns(UserWarning, match=r"hold their weights with 3\.6\.x alone"):
+        assert not linear_held.can_hold(x, weight, None)
+
+
 @pytest.mark.parametrize("T", [1, 12, 18])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_weights_are_asked_for_before_the_wait(shape: tuple[int, int, bool], T: int, tmp_path: Path) -> None:

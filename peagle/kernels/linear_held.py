@@ -15,6 +15,7 @@ Shapes as in linear.py.
 from __future__ import annotations
 
 import functools
+import warnings
 
 import torch
 from torch import Tensor
@@ -47,7 +48,14 @@ def is_hopper(device: torch.device) -> bool:
 
 def can_hold(x_TK: Tensor, weight_NK: Tensor, bias: Tensor | None) -> bool:
     """Whether these can be copied in pieces of 16 bytes, here."""
-    if not (HAVE_GLUON and bias is None and is_hopper(x_TK.device)):
+    if bias is not None or not is_hopper(x_TK.device):
+        return False
+    if not HAVE_GLUON:
+        warnings.warn(
+            f"Triton {triton.__version__}: products of small models hold their weights with {RELEASES[0]}x alone; "
+            "the text is the same, but a round of a few rows takes longer",
+            stacklevel=2,
+        )
         return False
     return x_TK.stride(0) % 16 == 0 and x_TK.data_ptr() % 16 == 0 and weight_NK.data_ptr() % 16 == 0
 

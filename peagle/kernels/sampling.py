@@ -393,6 +393,7 @@ def _best_triton(logits_RV: Tensor, draw: tuple[Tensor, Tensor, Tensor, Tensor] 
     best = torch.empty(rows, chunks, dtype=torch.float32, device=logits_RV.device)
     best_at = torch.empty(rows, chunks, dtype=torch.int32, device=logits_RV.device)
     tokens = torch.empty(rows, dtype=torch.int64, device=logits_RV.device)
+    how = dependent(logits_RV.device)
     _best_kernel[(rows, chunks)](
         logits_RV,
         logits_RV.stride(0),
@@ -405,10 +406,9 @@ def _best_triton(logits_RV: Tensor, draw: tuple[Tensor, Tensor, Tensor, Tensor] 
         STREAM=CHOOSE,
         LANES=LANES,
         num_warps=4,
-        **dependent(logits_RV.device),
+        **how,
     )
     width = triton.next_power_of_2(chunks)
-    how = dependent(logits_RV.device)
     _best_of_chunks_kernel[(rows,)](best, best_at, tokens, chunks, vocab, CHUNKS=width, num_warps=1, **how)
     return tokens
 
