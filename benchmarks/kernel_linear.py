@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from peagle.kernels import linear_shapes as shapes
+from peagle.kernels import linear_triton as linear_triton_module
 from peagle.kernels.linear import linear_cublas, linear_torch
 from peagle.kernels.linear_shapes import Config, config_for, skinny_rows
 from peagle.kernels.linear_triton import linear_triton, stream_triton
@@ -832,6 +833,7 @@ def main() -> None:
     parser.add_argument("--descend-rows", type=int, nargs="+", default=[8], help="fewest first")
     parser.add_argument("--no-pdl", action="store_true", help="leave programmatic dependent launch alone")
     args = parser.parse_args()
+    linear_triton_module.can_hold = lambda *given: False  # held weights and tiles have nothing that is tried here
     if args.quick:
         quick(args)
         return

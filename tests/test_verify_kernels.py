@@ -305,7 +305,7 @@ def naive_accept(tokens: list[int], chosen: list[int], available: int) -> tuple[
 def test_accept_is_the_naive_one(case: tuple[list[list[int]], list[list[int]], list[int]]) -> None:
     zeros = torch.zeros(len(case[0]), dtype=torch.long)
     tokens, chosen, available = (torch.tensor(x) for x in case)
-    accepted, emitted = accept(tokens, chosen, available, None, zeros, zeros)
+    accepted, emitted, _ = accept(tokens, chosen, available, None, zeros, zeros)
     assert accepted.dtype == emitted.dtype == torch.long
     want = [naive_accept(*row) for row in zip(*case, strict=True)]
     assert list(zip(accepted.tolist(), emitted.tolist(), strict=True)) == want
@@ -333,7 +333,7 @@ def toy_generate(params: SamplingParams, k: int, length: int, guess_right: float
             wild = int(torch.randint(vocab, (), generator=luck))
             drafts.append(target(text + drafts) if float(torch.rand((), generator=luck)) < guess_right else wild)
         chosen = [target(text + drafts[:i]) for i in range(k + 1)]
-        _, emitted = accept(ids(text[-1], *drafts)[None], ids(*chosen)[None], ids(k), None, ids(0), ids(0))
+        _, emitted, _ = accept(ids(text[-1], *drafts)[None], ids(*chosen)[None], ids(k), None, ids(0), ids(0))
         text = text + [t for t in emitted[0].tolist() if t >= 0]
     return text[:length]
 
@@ -362,7 +362,7 @@ def test_synthetic_acceptance_has_its_rates() -> None:
         (torch.arange(requests), torch.full((requests,), 9)),
         (torch.full((requests,), 9), torch.arange(requests) * k),
     ):
-        accepted, emitted = accept(tokens, chosen, available, rates, seeds, positions)
+        accepted, emitted, _ = accept(tokens, chosen, available, rates, seeds, positions)
         share = [float((accepted > i).double().mean()) for i in range(k)]
         assert share == pytest.approx(unconditional, abs=4 * 0.5 / math.sqrt(requests))
         assert bool((accepted != 2).all())  # the third always holds if the second does
@@ -370,7 +370,7 @@ def test_synthetic_acceptance_has_its_rates() -> None:
             count = int(accepted[row])
             want = [*range(1, count + 1), 100 + count] + [-1] * (k - count)
             assert emitted[row].tolist() == want
-    accepted, _ = accept(tokens, chosen, torch.full((requests,), 1), rates, seeds, positions)
+    accepted, *_ = accept(tokens, chosen, torch.full((requests,), 1), rates, seeds, positions)
     assert int(accepted.max()) == 1
 
 
@@ -378,7 +378,7 @@ def test_synthetic_certainties() -> None:
     requests = 2000
     tokens = torch.zeros(requests, 4, dtype=torch.long)
     args = (torch.full((requests,), 3), torch.tensor([1.0, 1.0, 0.0]), torch.arange(requests), torch.arange(requests))
-    accepted, _ = accept(tokens, tokens, *args)
+    accepted, *_ = accept(tokens, tokens, *args)
     assert accepted.unique().tolist() == [2]
 
 
@@ -769,7 +769,7 @@ def test_a_captured_round_reads_its_inputs_anew() -> None:
     def round_of(x: list[Tensor], state: tuple[Tensor, ...]) -> list[Tensor]:
         logits, settings, (tokens, available, hidden, mask_hidden, starts, limit) = x[0], x[1:7], x[7:]
         chosen = choose(logits, *settings).view(batch, rows)
-        accepted, emitted = accept(tokens, chosen, available, None, starts, starts)
+        accepted, emitted, _ = accept(tokens, chosen, available, None, starts, starts)
         made = draft_inputs(emitted, accepted, starts, hidden, mask_hidden, 7, k, limit)
         drafts = argmax(logits)[made.sample_rows_BK % (batch * rows)]
         commit_state(*state, torch.arange(batch, device=logits.device), emitted, accepted, drafts, limit)
@@ -812,7 +812,7 @@ from peagle.kernels.verify import accept
 one = torch.ones(2)
 tokens = choose(torch.randn(2, 9), one, one.long() * 3, one * 0.9, one * 0.1, one.long(), one.long())
 tokens, zero = tokens.view(1, 2), torch.zeros(1).long()
-accepted, emitted = accept(tokens, tokens, zero + 1, None, zero, zero)
+accepted, emitted, _ = accept(tokens, tokens, zero + 1, None, zero, zero)
 print(draft_inputs(emitted, accepted, zero, torch.randn(2, 4), torch.randn(4), 3, 1, zero + 9).live_B.tolist())
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

@@ -36,7 +36,7 @@ from peagle.kernels.round_inputs import RoundInputs, SlotState, round_inputs
 from peagle.kernels.rows import take_rows
 from peagle.kernels.sampling import argmax, choose
 from peagle.kernels.sending import sent
-from peagle.kernels.verify import accept
+from peagle.kernels.verify import Accepted, accept
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
 from peagle.models.flat import FlatDecoder, FlatDrafter
@@ -260,7 +260,7 @@ class Runner:
         drafts = self._known_drafts(bound, plan.drafts)
         verified = self.verify(slots_B, plan.drafts)
         allowed = self._allowed(bound, drafts)  # worked out on the host while the target reads
-        return self.draft(verified, *self.decide_shaped(verified, plan.decoding, logprobs, allowed))
+        return self.draft(verified, self.decide_shaped(verified, plan.decoding, logprobs, allowed))
 
     def _known_drafts(self, requests: list[Request], k: int) -> list[list[int]]:
         if not requests or k == 0:
@@ -277,17 +277,18 @@ class Runner:
 
     def round(self, slots_B: Tensor, k: int) -> Tensor:
         verified = self.verify(slots_B, k)
-        return self.draft(verified, *self.decide(verified))
+        return self.draft(verified, self.decide(verified))
 
     def verify(self, slots_B: Tensor, k: int) -> Verified:
         rows = round_inputs(self.state, slots_B, k, self.longest)
         pages = Pages(rows.tables_BM, rows.starts_B, rows.live_B, k + 1)
         attend = PagedAttend(self.cache, pages)
-        hidden, taps = self.read(rows.tokens_BQ.flatten(), rows.positions_T, attend, self.taps)
+        apart = self.target.states if self.read is self.target and not self.target.cfg.foreign else self.read
+        hidden, taps = apart(rows.tokens_BQ.flatten(), rows.positions_T, attend, self.taps)
         combined = self.drafter.combine(taps) if self.drafter is not None and taps is not None else None
         return Verified(slots_B, rows, self.target.logits(hidden), combined)
 
-    def decide(self, v: Verified) -> tuple[Tensor, Tensor]:
+    def decide(self, v: Verified) -> Accepted:
         """How many drafts hold, and the tokens they and the target's own make."""
         return self._accept(v, self._choose(v.logits_TV, v.inputs))
 
@@ -296,7 +297,7 @@ class Runner:
         chosen = choose(logits_TV, i.temperature_T, i.top_k_T, i.top_p_T, i.min_p_T, i.seed_T, i.next_T)
         return chosen.view(i.tokens_BQ.shape)
 
-    def _accept(self, v: Verified, chosen_BQ: Tensor) -> tuple[Tensor, Tensor]:
+    def _accept(self, v: Verified, chosen_BQ: Tensor) -> Accepted:
         i, rates, seeds, firsts = v.inputs, self.rates_K, v.inputs.seed_T, v.inputs.next_T
         if rates is not None:
             rows = chosen_BQ.shape[1]
@@ -309,7 +310,7 @@ class Runner:
         requests: list[Request],
         logprobs: dict[int, list[dict[int, float]]],
         allowed: dict[int, Tensor],
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Accepted:
         """As `decide`, for a batch in which some requests shape their logits or want them back."""
         batch, rows = v.inputs.tokens_BQ.shape
         raw_BQV = v.logits_TV.view(batch, rows, -1)
@@ -320,23 +321,24 @@ class Runner:
                 shaped_BQV[b] = shape_rows(
                     raw_BQV[b], r.params, r.prompt_ids, r.output_ids, drafts_K, r.barred, allowed.get(r.id)
                 )
-        accepted_B, emitted_BQ = self._accept(v, self._choose(shaped_BQV.flatten(0, 1), v.inputs))
+        said = self._accept(v, self._choose(shaped_BQV.flatten(0, 1), v.inputs))
         wanted = [(b, r) for b, r in enumerate(requests) if r.params.logprobs is not None]
         if wanted:
-            counts, emitted = accepted_B.tolist(), emitted_BQ.tolist()
+            counts, emitted = said.accepted_B.tolist(), said.emitted_BQ.tolist()
             for b, r in wanted:
                 logprobs[r.id] = logprob_rows(raw_BQV[b], emitted[b][: counts[b] + 1], r.params.logprobs or 0)
-        return accepted_B, emitted_BQ
+        return said
 
-    def draft(self, v: Verified, accepted_B: Tensor, emitted_BQ: Tensor) -> Tensor:
+    def draft(self, v: Verified, said: Accepted) -> Tensor:
         """New drafts for each request, and the state of the slots moved on; the round's result."""
+        accepted_B, emitted_BQ, result_BX = said
         k = v.inputs.tokens_BQ.shape[1] - 1
         drafts_BK = emitted_BQ[:, :0]
         if self.drafter is not None:
             drafts_BK = self._drafts(v, accepted_B, emitted_BQ, k)
         s = self.state
         commit_state(s.tokens_SN, s.start_S, s.available_S, v.slots_B, emitted_BQ, accepted_B, drafts_BK, self.longest)
-        return torch.cat([emitted_BQ, accepted_B[:, None], v.inputs.available_B[:, None]], 1)
+        return result_BX
 
     def _drafts(self, v: Verified, accepted_B: Tensor, emitted_BQ: Tensor, k: int) -> Tensor:
         drafter, mask_id = self.drafter, self.drafter.cfg.mask_token_id if self.drafter is not None else None

@@ -13,11 +13,29 @@ if HAVE_TRITON:
     import triton
 
 SKINNY = 64  # most rows of one program of the Triton product
-TILED = 512  # most rows it takes where K is small: in tiles of SKINNY, so that a row's bits stay what they are
+TILED = 640  # most rows it takes where K is small: in several programs, so that a row's bits stay what they are
 SOME = 128  # up to here small shapes have their second configuration
 FEW = 16  # up to here a shape has one configuration, above it may have another, or go to cuBLAS
 HELD = 32  # most rows for weights that are held in shared memory
 SHARED_BYTES = 226 * 1024  # of one processor, for all programs on it
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a program computes many rows of a small shape (linear_tiles.py), all of it for speed alone.
+
+    block_n, block_m: columns (a gated product takes that many gates and as many ups) and rows.
+    warps_n, warps_m: warps that share the columns, and the rows.
+    ahead: steps over K that are asked for before the one that is multiplied; up to the wait, of the weights.
+    late: as in Config.
+    """
+
+    block_n: int
+    block_m: int
+    warps_n: int
+    warps_m: int
+    ahead: int
+    late: bool = False
 
 
 @dataclass(frozen=True)
@@ -33,6 +51,7 @@ class Config:
     chains: sums that the steps over K go to in turns, each step block_k wide; stages count rounds of them.
     block_m: rows per program; 0: as block_rows says.
     held: weights are in shared memory before the wait, where that can be (linear_held.py).
+    tile: larger tiles, where those can be (linear_tiles.py).
     """
 
     block_n: int
@@ -48,6 +67,7 @@ class Config:
     chains: int = 1
     block_m: int = 0
     held: bool = False
+    tile: Tile | None = None
 
     @property
     def kind(self) -> tuple[int, int, bool, int, int]:
@@ -89,8 +109,45 @@ TUNED: dict[tuple[int, int, bool], tuple[Config, Config | None] | tuple[Config, 
         replace(SOME_SMALL, warps=2, chains=6, block_m=32, late=True),
         replace(MANY_SMALL, block_n=16, warps=2, chains=6, block_m=32),
     ),
-    (49152, 576, False): (Config(64, 64, 7, 4, prefetch=128), Config(64, 64, 3, 4, prefetch=128)),
+    (49152, 576, False): (
+        Config(64, 64, 7, 4, prefetch=128),
+        Config(64, 64, 3, 4, prefetch=128),
+        Config(128, 64, 3, 8, block_m=128),
+    ),
 }
+
+# Of SmolLM2-135M's products, each by itself (benchmarks/kernel_tiles.py): up to how many rows, and None where weights
+# that come by Triton's loop are as fast.
+TILES: dict[tuple[int, int, bool], list[tuple[int, Tile | None]]] = {
+    (960, 576, False): [
+        (64, Tile(32, 32, 1, 2, 9)),
+        (128, Tile(64, 32, 2, 2, 9)),
+        (384, Tile(32, 32, 1, 2, 9)),
+        (512, Tile(64, 64, 2, 2, 9)),
+        (TILED, Tile(64, 64, 2, 2, 4)),
+    ],
+    (576, 576, False): [
+        (64, Tile(16, 32, 1, 2, 4)),
+        (128, Tile(32, 32, 1, 2, 9)),
+        (256, Tile(32, 64, 2, 2, 9)),
+        (TILED, Tile(32, 32, 1, 2, 9)),
+    ],
+    (3072, 576, True): [
+        (64, Tile(64, 32, 2, 2, 9)),
+        (128, Tile(32, 64, 2, 2, 9)),
+        (256, Tile(64, 64, 2, 2, 4)),
+        (TILED, Tile(64, 64, 2, 2, 3)),
+    ],
+    (576, 1536, False): [
+        (64, None),
+        (128, Tile(32, 32, 1, 2, 6, late=True)),
+        (256, Tile(64, 32, 2, 2, 6)),
+        (384, Tile(64, 64, 2, 2, 6)),
+        (TILED, Tile(32, 128, 1, 4, 6, late=True)),
+    ],
+}
+TILE_K = 64  # of a step
+MOST_STEPS = 32  # each is a piece of the program
 
 
 def block_rows(T: int) -> int:
@@ -116,6 +173,7 @@ def config_for(T: int, N: int, K: int, glu: bool) -> Config:
     bytes_a_turn = (config.block_n * (2 if glu else 1) + rows) * config.block_k * config.chains * 2
     turns = triton.cdiv(K, config.block_k * config.split_k * config.chains)
     stages = max(2, min(config.stages, SHARED_BYTES // bytes_a_turn, turns + 1))
+    config = replace(config, tile=tile_for(T, N, K, glu, config))
     if T > SKINNY:  # several programs to a processor, and every weight is asked for by several
         return replace(config, stages=min(stages, 4), prefetch=0)
     prefetch = min(config.prefetch, power_of_two_within(K))
@@ -129,6 +187,20 @@ def is_held(T: int, N: int, K: int, glu: bool, config: Config) -> bool:
     whole = columns % config.block_n == 0 and K % config.block_k == 0
     nbytes = 2 * K * (config.block_n * (2 if glu else 1) + HELD)
     return T <= HELD and small and whole and nbytes <= SHARED_BYTES * 3 // 4
+
+
+def tile_for(T: int, N: int, K: int, glu: bool, config: Config) -> Tile | None:
+    """The tile of more rows than weights are held for, measured or as the measured ones are."""
+    columns, steps = N // 2 if glu else N, K // TILE_K
+    chained = config.block_k == TILE_K and steps % config.chains == 0 and steps <= MOST_STEPS
+    if T <= HELD or not is_small(N, K) or K % TILE_K or not chained or config.split_k > 1 or config.fuse_norm:
+        return None
+    if (N, K, glu) in TILES:
+        return next(tile for most, tile in TILES[N, K, glu] if T <= most)
+    tile = Tile(32, 32, 1, 2, 4) if T <= SOME else Tile(64, 64 if glu else 32, 2, 2, 4)
+    if T > 4 * SKINNY:
+        tile = Tile(64, 64, 2, 2, 3 if glu else 4)
+    return tile if columns % tile.block_n == 0 else None
 
 
 def skinny_rows(N: int, K: int, glu: bool) -> int:

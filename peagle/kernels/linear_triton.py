@@ -23,11 +23,13 @@ from peagle.kernels.linear_shapes import (
     is_small,
     power_of_two_within,
 )
+from peagle.kernels.linear_tiles import launch_tiles
 from peagle.kernels.norms import Stream
 from peagle.kernels.norms_triton import rms_norm_triton
 
 # Sums of squares that a product takes over from its predecessor: each program reads them all, into registers.
 MOST_SQUARES = 8192
+LEAST_COLUMNS = 16  # of any program of a small shape
 
 # Split products meet at these many int32 counters per device.
 _COUNTERS = 16384
@@ -152,10 +154,11 @@ if HAVE_TRITON:
         these waits overlap.
         """
         NORM: tl.constexpr = norm_ptr is not None
-        tile = tl.program_id(0)
-        part = tl.program_id(1)
+        # Programs of the same weights follow each other, so that these are read once where there are many rows.
+        tile = tl.program_id(1)
+        part = tl.program_id(2)
         n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+        m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
         k = tl.arange(0, BLOCK_K)
         inside = (n < N)[:, None] & (m < M)[None, :]
         # Past the last weight row the last one is read again: no mask in the loop, and nothing of it is stored.
@@ -276,7 +279,7 @@ if HAVE_TRITON:
         else:
             # Each part leaves its sums; whichever comes last adds them all up, in order.
             SIZE: tl.constexpr = BLOCK_N * BLOCK_M * (2 if GLU else 1) + BLOCK_M
-            tiles = tl.num_programs(0)
+            tiles = tl.num_programs(1)
             spot = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + m[None, :]
             used = (m < M)[None, :]
             mine = partial_ptr + (part * tiles + tile) * SIZE + BLOCK_M
@@ -406,15 +409,21 @@ def stream_triton(
     if norm_weight is not None and not cfg.fuse_norm:
         x_TK = rms_norm_triton(x_TK, norm_weight, eps, pdl=pdl)
         norm_weight = None
-    tiles = triton.cdiv(columns, cfg.block_n)
+    tile = cfg.tile if cfg.tile is not None and norm_weight is None and can_hold(x_TK, weight_NK, bias) else None
+    tiles = triton.cdiv(columns, tile.block_n if tile is not None else cfg.block_n)
     stream = Stream(y)
-    # Not by T, on which it must not depend where all row counts have one configuration.
-    most_rows = FEW if T <= FEW and not is_small(N, K) else SKINNY
-    if next_norm is not None and triton.next_power_of_2(tiles) * most_rows <= MOST_SQUARES:
+    # Not by T, on which it must not depend where all row counts are to round alike.
+    most_rows, most_tiles = FEW if T <= FEW else SKINNY, tiles
+    if is_small(N, K):
+        most_rows, most_tiles = SKINNY, triton.cdiv(columns, LEAST_COLUMNS)
+    if next_norm is not None and triton.next_power_of_2(most_tiles) * most_rows <= MOST_SQUARES:
         next_squares = torch.empty(tiles, T, dtype=torch.float64, device=y.device)
         stream = Stream(y, next_norm, torch.empty_like(y), next_squares)
     if cfg.held and norm_weight is None and can_hold(x_TK, weight_NK, bias):
         launch_held(x_TK, weight_NK, squares, residual, stream, eps, cfg, pdl, glu)
+        return stream
+    if tile is not None:
+        launch_tiles(x_TK, weight_NK, squares, residual, stream, eps, tile, cfg.chains, pdl, glu)
         return stream
     partials = counters = None
     if cfg.split_k > 1:
@@ -432,7 +441,7 @@ def stream_triton(
     prefetch = min(cfg.prefetch, power_of_two_within(steps * cfg.block_k if even else K)) if pdl else 0
     if prefetch < 64 or K % 8 or weight_NK.data_ptr() % 16 or not (even or cfg.split_k == 1):
         prefetch = 0
-    _linear_kernel[(tiles, cfg.split_k, triton.cdiv(T, block_m))](
+    _linear_kernel[(triton.cdiv(T, block_m), tiles, cfg.split_k)](
         x_TK,
         weight_NK,
         descriptor,

@@ -8,6 +8,7 @@ Shapes: B requests, K drafts, Q = K + 1 verified rows a request.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +26,14 @@ except ImportError:  # no wheel for this machine: the torch versions serve
 _jit = triton.jit if triton is not None else lambda kernel: kernel
 
 
+class Accepted(NamedTuple):
+    """What became of a round's drafts, all int64."""
+
+    accepted_B: Tensor  # how many hold
+    emitted_BQ: Tensor  # the tokens that the text gains, -1 behind them
+    result_BX: Tensor  # these tokens, how many drafts hold and how many there were: what the host wants to know
+
+
 def accept_torch(
     tokens_BQ: Tensor,
     chosen_BQ: Tensor,
@@ -32,10 +41,10 @@ def accept_torch(
     synthetic_rates_K: Tensor | None,
     seed_B: Tensor,
     position_B: Tensor,
-) -> tuple[Tensor, Tensor]:
+) -> Accepted:
     drafts = tokens_BQ[:, 1:]
     if drafts.shape[1] == 0:
-        return chosen_BQ.new_zeros(len(chosen_BQ)), chosen_BQ
+        return _with_result(chosen_BQ.new_zeros(len(chosen_BQ)), chosen_BQ, available_B)
     at = torch.arange(tokens_BQ.shape[1], device=tokens_BQ.device)
     if synthetic_rates_K is None:
         holds = drafts == chosen_BQ[:, :-1]
@@ -46,7 +55,12 @@ def accept_torch(
     accepted = holds.long().cumprod(1).sum(1)
     drafted = torch.cat([drafts, drafts[:, :1]], 1)  # the last is never read
     emitted = torch.where(at == accepted[:, None], chosen_BQ, -1)
-    return accepted, torch.where(at < accepted[:, None], drafted, emitted)
+    return _with_result(accepted, torch.where(at < accepted[:, None], drafted, emitted), available_B)
+
+
+def _with_result(accepted_B: Tensor, emitted_BQ: Tensor, available_B: Tensor) -> Accepted:
+    told = [emitted_BQ, accepted_B[:, None], available_B[:, None].long()]
+    return Accepted(accepted_B, emitted_BQ, torch.cat(told, 1))
 
 
 @_jit
@@ -60,7 +74,7 @@ def _accept_kernel(
     seed: tl.tensor,
     position: tl.tensor,
     accepted: tl.tensor,
-    emitted: tl.tensor,
+    result: tl.tensor,
     K: tl.constexpr,
     SYNTHETIC: tl.constexpr,
     STREAM: tl.constexpr,
@@ -81,11 +95,15 @@ def _accept_kernel(
         holds = _uniform(word) < tl.load(rates + at, mask=is_draft, other=0.0)
     else:
         holds = draft == own
-    holds = holds & is_draft & (at < tl.load(available + b).to(tl.int32))
+    ready = tl.load(available + b).to(tl.int64)
+    holds = holds & is_draft & (at < ready)
     count = tl.min(tl.where(holds, WIDTH, at), 0)  # the first that does not hold: lane K never does
     tl.store(accepted + b, count.to(tl.int64))
     gained = tl.where(at < count, draft, tl.where(at == count, own, -1))
-    tl.store(emitted + b * (K + 1) + at, gained, mask=at <= K)
+    result += b * (K + 3)
+    tl.store(result + at, gained, mask=at <= K)
+    tl.store(result + K + 1, count.to(tl.int64))
+    tl.store(result + K + 2, ready)
 
 
 def accept_triton(
@@ -95,11 +113,11 @@ def accept_triton(
     synthetic_rates_K: Tensor | None,
     seed_B: Tensor,
     position_B: Tensor,
-) -> tuple[Tensor, Tensor]:
+) -> Accepted:
     requests, rows = tokens_BQ.shape
     assert tokens_BQ.stride(1) == 1 and chosen_BQ.stride(1) == 1
     accepted = torch.empty(requests, dtype=torch.int64, device=tokens_BQ.device)
-    emitted = torch.empty(requests, rows, dtype=torch.int64, device=tokens_BQ.device)
+    result = torch.empty(requests, rows + 2, dtype=torch.int64, device=tokens_BQ.device)
     _accept_kernel[(requests,)](
         tokens_BQ,
         tokens_BQ.stride(0),
@@ -110,7 +128,7 @@ def accept_triton(
         seed_B.contiguous(),
         position_B.contiguous(),
         accepted,
-        emitted,
+        result,
         K=rows - 1,
         SYNTHETIC=synthetic_rates_K is not None,
         STREAM=ACCEPT,
@@ -118,7 +136,7 @@ def accept_triton(
         num_warps=1,
         **dependent(tokens_BQ.device),
     )
-    return accepted, emitted
+    return Accepted(accepted, result[:, :rows], result)
 
 
 def accept(
@@ -128,8 +146,8 @@ def accept(
     synthetic_rates_K: Tensor | None,
     seed_B: Tensor,
     position_B: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """How many drafts hold, int64 [B], and the tokens that the text gains, int64 [B, Q], -1 behind them.
+) -> Accepted:
+    """How many drafts hold, and the tokens that the text gains.
 
     `tokens` are the newest token and the drafts after it, `chosen` what the target chose after each of them, and
     `available` says how many drafts are real. Draft i (tokens[:, i + 1]) holds if those before it do, i < available,

@@ -57,6 +57,13 @@ class Decoder(nn.Module):
 
         Tap k is the residual stream entering layer k; tap L what the last layer put out, before the norm.
         """
+        hidden_TD, tapped = self.states(token_ids_T, positions_T, attend, taps)
+        return hidden_TD, torch.cat(tapped, -1) if taps else None
+
+    def states(
+        self, token_ids_T: Tensor, positions_T: Tensor, attend: Attend, taps: Sequence[int] = ()
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The same, each tap by itself."""
         stream = Stream(self.embed(token_ids_T))
         angles = self.rope(positions_T, stream.x.dtype)
         local = angles if self.local_rope is None else self.local_rope(positions_T, stream.x.dtype)
@@ -70,7 +77,7 @@ class Decoder(nn.Module):
                 turn = heat
             stream = layer(stream, turn, attend, i, window, norm_after(self.layers, i))
         tapped[self.cfg.num_layers] = stream.x
-        return self.norm(stream.x), torch.cat([tapped[k] for k in taps], -1) if taps else None
+        return self.norm(stream.x), [tapped[k] for k in taps]
 
     def embed(self, token_ids_T: Tensor) -> Tensor:
         """What the first layer reads."""

@@ -7,7 +7,7 @@ token's embedding and `mask_hidden`, which enters before `fc` like a real tap wo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -102,14 +102,21 @@ class Drafter(nn.Module):
         own = self.lm_head
         return (own if own is not None else self._target().lm_head).weight
 
-    def combine(self, taps_TN: Tensor) -> Tensor:
-        """The target's tapped states side by side [T, n * target width] -> hidden states [T, D]."""
+    def combine(self, taps: Tensor | Sequence[Tensor]) -> Tensor:
+        """The target's tapped states, side by side [T, n * target width] or each by itself -> hidden states [T, D]."""
+        if self.fc_norm is not None and self.input_norm is None:
+            parts = taps.chunk(len(self.fc_norm), -1) if isinstance(taps, Tensor) else taps
+            return project(self.fc, self._norm_each(parts))
+        taps_TN = taps if isinstance(taps, Tensor) else torch.cat(list(taps), -1)
         if self.input_norm is not None:
             taps_TN = self.input_norm(taps_TN)
         if self.fc_norm is not None:
-            parts = taps_TN.chunk(len(self.fc_norm), -1)
-            taps_TN = norm_cat(parts, [norm.get_parameter("weight") for norm in self.fc_norm], self.cfg.layer.norm_eps)
+            taps_TN = self._norm_each(taps_TN.chunk(len(self.fc_norm), -1))
         return project(self.fc, taps_TN)
+
+    def _norm_each(self, parts: Sequence[Tensor]) -> Tensor:
+        assert self.fc_norm is not None
+        return norm_cat(parts, [norm.get_parameter("weight") for norm in self.fc_norm], self.cfg.layer.norm_eps)
 
     def masked(self, rows: int) -> Tensor:
         """The hidden state of P-EAGLE's mask rows [rows, D]."""
