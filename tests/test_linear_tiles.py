@@ -133,7 +133,8 @@ def test_tiles_are_the_triton_product(
         ]:
             before = len(tiled)
             y = stream_triton(given_, weight, glu=glu, pdl=pdl, **more)
-            assert len(tiled) == before + (config_for(T, *shape).tile is not None)
+            usual = not (glu and "residual" in more)  # no model has it
+            assert len(tiled) == before + (usual and config_for(T, *shape).tile is not None)
             after = len(tiled)
             monkeypatch.setattr(linear_triton, "can_hold", lambda *args: False)
             wanted = stream_triton(given_, weight, glu=glu, pdl=pdl, **more)

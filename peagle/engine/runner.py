@@ -367,11 +367,13 @@ class Runner:
         """EAGLE-3: each further guess from the last one and the drafter's own output; first row at `position`."""
         assert self.drafter is not None
         guesses = [guess_B]
-        for i in range(k - 1):
-            at_B = (position_B + i).clamp(max=self.longest - 1)
-            live_B = (self.longest - position_B - i).clamp(0, 1)
-            pages = Pages(tables_BM, at_B.int(), live_B.int(), 1)
-            said, hidden_BD = self.guess(guesses[-1], hidden_BD, at_B, PagedAttend(self.draft_cache, pages))
+        # For all guesses at once: a launch each for where one row lies takes longer than the row.
+        ahead_SB = position_B + torch.arange(k - 1, device=self.device)[:, None]
+        at_SB = ahead_SB.clamp(max=self.longest - 1)
+        starts_SB, live_SB = at_SB.int(), (self.longest - ahead_SB).clamp(0, 1).int()
+        for at_B, starts_B, live_B in zip(at_SB, starts_SB, live_SB, strict=True):
+            attend = PagedAttend(self.draft_cache, Pages(tables_BM, starts_B, live_B, 1))
+            said, hidden_BD = self.guess(guesses[-1], hidden_BD, at_B, attend)
             guesses.append(self.drafter.target_ids(argmax(self.drafter.logits(said))))
         return torch.stack(guesses, 1)
 

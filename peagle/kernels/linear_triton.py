@@ -409,7 +409,9 @@ def stream_triton(
     if norm_weight is not None and not cfg.fuse_norm:
         x_TK = rms_norm_triton(x_TK, norm_weight, eps, pdl=pdl)
         norm_weight = None
-    tile = cfg.tile if cfg.tile is not None and norm_weight is None and can_hold(x_TK, weight_NK, bias) else None
+    tile = cfg.tile if norm_weight is None and (residual is None or (squares is None and not glu)) else None
+    if tile is not None and not can_hold(x_TK, weight_NK, bias):
+        tile = None
     tiles = triton.cdiv(columns, tile.block_n if tile is not None else cfg.block_n)
     stream = Stream(y)
     # Not by T, on which it must not depend where all row counts are to round alike.

@@ -16,8 +16,7 @@ from peagle.kernels.paged_attention import Pages
 _MAX_SPLITS = 32
 _LONG_SPLITS = 4  # from here on asking for tiles ahead pays
 _MIN_QUERIES, _MAX_QUERIES = 16, 64
-# Of many requests to a small model: queries of a program, and whether their keys are asked for ahead.
-_MANY_QUERIES, _MANY_AHEAD = 64, False
+_MANY_QUERIES = 16  # of many requests to a small model: its programs are short, and each has room beside others
 
 _sm_counts: dict[torch.device, int] = {}
 
@@ -115,7 +114,7 @@ def choose_launch(
         sizes = (size for size in (16, 32) if batch * kv_heads * programs * -(-queries // size) <= 3 * processors)
         size = next(sizes, size)
     if small and narrow and not few:
-        size, ahead = _MANY_QUERIES, _MANY_AHEAD
+        size = _MANY_QUERIES
     return Launch(
         tile=tile,
         queries=min(queries, size),
