@@ -6,18 +6,18 @@ There is no interpreter for Gluon: on a CPU this reads what the compiler makes o
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_linear_held import SHAPES, usage_of
+from test_linear_held import SHAPES, compiled, same_as_triton, usage_of
 
-from peagle.kernels import linear_held, linear_tiles, linear_triton
+from benchmarks import kernel_tiles
+from peagle.kernels import linear_tiles
 from peagle.kernels.linear_shapes import HELD, SHARED_BYTES, TILE_K, TILED, TILES, Tile, config_for
-from peagle.kernels.linear_triton import stream_triton
-from peagle.kernels.norms import Stream
 
 
 def tiles_of(N: int, K: int, glu: bool) -> dict[Tile, int]:
@@ -33,6 +33,15 @@ def test_small_products_of_many_rows_have_tiles(shape: tuple[int, int, bool]) ->
     if shape in TILES:
         assert [most for most, _ in TILES[shape]] == sorted(most for most, _ in TILES[shape])
         assert TILES[shape][-1][0] == TILED
+
+
+def test_what_is_used_is_among_what_is_timed() -> None:
+    for name, shape in kernel_tiles.PRODUCTS.items():
+        timed = kernel_tiles.tiles_of(name)
+        assert len(set(timed)) == len(timed) > 20
+        for tile, T in tiles_of(*shape).items():
+            early = replace(tile, late=False)
+            assert early in timed and kernel_tiles.worth_timing(early, name, T), (name, T)
 
 
 @given(
@@ -59,32 +68,14 @@ def test_a_tile_divides_what_it_computes(T: int, N: int, K: int, glu: bool) -> N
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_tiles_are_made_of_the_instruction_of_few_rows(shape: tuple[int, int, bool], tmp_path: Path) -> None:
-    triton = pytest.importorskip("triton", reason="Triton is made for Linux only")
-    from triton.backends.compiler import GPUTarget
-    from triton.experimental.gluon._runtime import GluonASTSource
-
     N, K, glu = shape
-    assert linear_held.HAVE_GLUON, f"Triton {triton.__version__} is not one of {linear_held.RELEASES}"
     steps, parts = K // TILE_K, 2 if glu else 1
-    kernel = linear_tiles._tiles_kernel
-    names = kernel.arg_names
     for tile, T in tiles_of(*shape).items():
-        chains, ahead = config_for(T, *shape).chains, min(tile.ahead, steps)
-        warps = tile.warps_n * tile.warps_m
-        fixed = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": TILE_K, "STEPS": steps, "GLU": glu}
+        ahead, warps = min(tile.ahead, steps), tile.warps_n * tile.warps_m
+        fixed = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": TILE_K, "STEPS": steps}
         fixed |= {"AHEAD": ahead, "BUFFERS": min(ahead + 1, steps), "WARPS_N": tile.warps_n, "WARPS_M": tile.warps_m}
-        absent = ("residual_ptr", "next_norm_ptr", "scaled_ptr", "next_squares_ptr") if N > K else ("squares_ptr",)
-        fixed |= dict.fromkeys(absent)
-        fixed |= {"CHAINS": chains, "PDL": True, "LATE": tile.late, "BLOCK_SQUARES": 16}
-        types = {"squares_ptr": "*fp64", "next_squares_ptr": "*fp64", "eps": "fp32"}
-        types |= {name: "*bf16" for name in names if name.endswith("_ptr") and name not in types}
-        signature = {name: "constexpr" if name in fixed else types.get(name, "i32") for name in names}
-        plain = ("M", "squares_count", "eps", *fixed)
-        aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name not in plain}
-        values = {(names.index(name),): value for name, value in fixed.items()}
-        source = GluonASTSource(kernel, signature, values, aligned)
-        options = {"num_warps": warps, "launch_pdl": True}
-        made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        fixed |= {"CHAINS": config_for(T, *shape).chains, "LATE": tile.late, "BLOCK_SQUARES": 16}
+        made = compiled(linear_tiles._tiles_kernel, shape, warps, **fixed)
         before, after = made.asm["ptx"].split("griddepcontrol.wait")
         assert "wgmma" not in after
         products = re.findall(r"mma\.sync\.aligned\.m16n8k16", after)
@@ -106,43 +97,10 @@ def test_tiles_are_made_of_the_instruction_of_few_rows(shape: tuple[int, int, bo
 def test_tiles_are_the_triton_product(
     shape: tuple[int, int, bool], dtype: torch.dtype, pdl: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of plain rows, of rows whose producer prepared their norm, with a residual and a norm for the next."""
-    N, K, glu = shape
-    columns = N // 2 if glu else N
-    tiled = []
-    launch = linear_tiles.launch_tiles
 
-    def counted(*args):
-        tiled.append(1)
-        launch(*args)
+    def takes(T: int, residual: bool) -> bool:
+        usual = not (shape[2] and residual)  # no model has both
+        return usual and config_for(T, *shape).tile is not None
 
-    monkeypatch.setattr(linear_triton, "launch_tiles", counted)
-    torch.manual_seed(0)
-
-    def draw(*size: int, scale: float = 1.0) -> torch.Tensor:
-        return (torch.randn(*size, device="cuda") * scale).to(dtype)
-
-    weight, norm, next_norm = draw(N, K, scale=K**-0.5), draw(K), draw(columns)
-    for T in (HELD + 1, 48, 64, 65, 100, 128, 129, 256, 257, 300, 384, 385, 512, 513, TILED):
-        x, residual = draw(T, K), draw(T, columns)
-        prepared = Stream(x, norm, (x * norm).contiguous(), torch.rand(36, T, dtype=torch.float64, device="cuda") * 30)
-        for given_, more in [
-            (x, {}),
-            (prepared, {"norm_weight": norm, "eps": 1e-5}),
-            (x, {"residual": residual, "next_norm": next_norm}),
-        ]:
-            before = len(tiled)
-            y = stream_triton(given_, weight, glu=glu, pdl=pdl, **more)
-            usual = not (glu and "residual" in more)  # no model has it
-            assert len(tiled) == before + (usual and config_for(T, *shape).tile is not None)
-            after = len(tiled)
-            monkeypatch.setattr(linear_triton, "can_hold", lambda *args: False)
-            wanted = stream_triton(given_, weight, glu=glu, pdl=pdl, **more)
-            monkeypatch.setattr(linear_triton, "can_hold", linear_held.can_hold)
-            assert len(tiled) == after
-            assert y.x.isfinite().all() and torch.equal(y.x, wanted.x), (T, more.keys())
-            if "next_norm" in more and y.scaled is not None:
-                assert torch.equal(y.scaled, wanted.scaled)
-                sums = [s.squares.sum(0).float() for s in (y, wanted)]
-                assert torch.equal(*sums)
-    assert tiled
+    rows = (HELD + 1, 48, 64, 65, 100, 128, 129, 256, 257, 300, 384, 385, 512, 513, TILED)
+    same_as_triton(shape, dtype, pdl, monkeypatch, "launch_tiles", rows, takes)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -208,6 +209,16 @@ if HAVE_GLUON:
             gl.store(next_squares_ptr + tile * M + m, gl.sum((y * y).to(gl.float64), 0), mask=m < M)
 
 
+def arguments(
+    x_TK: Tensor, weight_NK: Tensor, squares: Tensor | None, residual: Tensor | None, out: Stream, eps: float
+) -> tuple[Any, ...]:
+    """What kernels of this kind are given before their constants; they write into `out` and what it has for a norm."""
+    (T, K), columns = x_TK.shape, out.x.shape[1]
+    given = (x_TK, weight_NK, out.x, squares, 0 if squares is None else len(squares), residual)
+    strides = (x_TK.stride(0), residual.stride(0) if residual is not None else columns, columns)
+    return *given, out.norm_weight, out.scaled, out.squares, T, columns, K, *strides, eps
+
+
 def launch_held(
     x_TK: Tensor,
     weight_NK: Tensor,
@@ -219,26 +230,10 @@ def launch_held(
     pdl: bool,
     glu: bool,
 ) -> None:
-    """Into `out`, and what of its norm it has."""
     (T, K), columns = x_TK.shape, out.x.shape[1]
     parts, steps, rows = 2 if glu else 1, K // cfg.block_k, held_rows(T)
     _held_kernel[(columns // cfg.block_n, triton.cdiv(T, rows))](
-        x_TK,
-        weight_NK,
-        out.x,
-        squares,
-        0 if squares is None else len(squares),
-        residual,
-        out.norm_weight,
-        out.scaled,
-        out.squares,
-        T,
-        columns,
-        K,
-        x_TK.stride(0),
-        residual.stride(0) if residual is not None else columns,
-        columns,
-        eps,
+        *arguments(x_TK, weight_NK, squares, residual, out, eps),
         BLOCK_M=rows,
         BLOCK_N=cfg.block_n,
         BLOCK_K=cfg.block_k,

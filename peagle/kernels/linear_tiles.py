@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from peagle.kernels.linear_held import HAVE_GLUON
+from peagle.kernels.linear_held import HAVE_GLUON, arguments
 from peagle.kernels.linear_shapes import TILE_K, Tile
 from peagle.kernels.norms import Stream
 
@@ -186,27 +186,11 @@ def launch_tiles(
     pdl: bool,
     glu: bool,
 ) -> None:
-    """Into `out`, and what of its norm it has."""
     (T, K), columns = x_TK.shape, out.x.shape[1]
     steps = K // TILE_K
     ahead = min(tile.ahead, steps)
     _tiles_kernel[(triton.cdiv(T, tile.block_m), columns // tile.block_n)](
-        x_TK,
-        weight_NK,
-        out.x,
-        squares,
-        0 if squares is None else len(squares),
-        residual,
-        out.norm_weight,
-        out.scaled,
-        out.squares,
-        T,
-        columns,
-        K,
-        x_TK.stride(0),
-        residual.stride(0) if residual is not None else columns,
-        columns,
-        eps,
+        *arguments(x_TK, weight_NK, squares, residual, out, eps),
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_K=TILE_K,
