@@ -48,13 +48,13 @@ def is_hopper(device: torch.device) -> bool:
 
 
 def can_hold(x_TK: Tensor, weight_NK: Tensor, bias: Tensor | None) -> bool:
-    """Whether these can be copied in pieces of 16 bytes, here."""
+    """Whether these are for Gluon's products, here: they are copied in pieces of 16 bytes, and have no bias."""
     if bias is not None or not is_hopper(x_TK.device):
         return False
     if not HAVE_GLUON:
         warnings.warn(
-            f"Triton {triton.__version__}: products of small models hold their weights with {RELEASES[0]}x alone; "
-            "the text is the same, but a round of a few rows takes longer",
+            f"Triton {triton.__version__}: small models have their fastest products with {RELEASES[0]}x alone; "
+            "the text is the same, but rounds take longer",
             stacklevel=2,
         )
         return False
