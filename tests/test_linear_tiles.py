@@ -28,7 +28,7 @@ def tiles_of(N: int, K: int, glu: bool) -> dict[Tile, int]:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_small_products_of_many_rows_have_tiles(shape: tuple[int, int, bool]) -> None:
-    assert len(tiles_of(*shape)) >= 3
+    assert len(tiles_of(*shape)) >= 2
     assert config_for(HELD, *shape).tile is None and config_for(TILED, *shape).tile is not None
     if shape in TILES:
         assert [most for most, _ in TILES[shape]] == sorted(most for most, _ in TILES[shape])

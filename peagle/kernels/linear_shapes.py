@@ -197,9 +197,9 @@ def tile_for(T: int, N: int, K: int, glu: bool, config: Config) -> Tile | None:
         return None
     if (N, K, glu) in TILES:
         return next(tile for most, tile in TILES[N, K, glu] if T <= most)
-    tile = Tile(32, 32, 1, 2, 4) if T <= SOME else Tile(64, 64 if glu else 32, 2, 2, 4)
-    if T > 4 * SKINNY:
-        tile = Tile(64, 64, 2, 2, 3 if glu else 4)
+    tile = Tile(32, 32, 1, 2, 4)  # few different ones, as each is seconds of compilation
+    if T > SOME:
+        tile = Tile(64, 64, 2, 2, 3) if glu else Tile(64, 32, 2, 2, 4)
     return tile if columns % tile.block_n == 0 else None
 
 
