@@ -1,11 +1,11 @@
 """Products of many rows in small models: rounds of many requests, and prompts.
 
-What bounds them is what passes from L2 to the processors, and from shared memory to registers: a tile of 64 columns and
-64 rows asks for half of what four of 32 and 32 would. Larger tiles take more registers, and the several sums of a small
-product (linear.py says what they are for) multiply that; so here they are taken one after another, and one and the
-total of those before it are kept. The numbers are those of linear_triton.py, bit for bit. In Gluon, as linear_held.py
-is, since Triton gives tiles this large another instruction, which rounds otherwise. A residual comes without a gate and
-without a norm, as models have it: with either, Triton multiplies and adds in one instruction, which here are two.
+A tile of 64 columns and 64 rows asks L2 for half of what four of 32 and 32 do. Larger tiles take more registers, and
+the several sums of a small product (linear.py says what they are for) multiply that; so here they are taken one after
+another, and one and the total of those before it are kept. The numbers are those of linear_triton.py, bit for bit. In
+Gluon, as linear_held.py is, since Triton gives tiles this large another instruction, which rounds otherwise. A residual
+comes without a gate and without a norm, as models have it: with either, Triton multiplies and adds in one instruction,
+which here are two.
 
 Shapes as in linear.py.
 """
