@@ -196,7 +196,7 @@ def tile_for(T: int, N: int, K: int, glu: bool, config: Config) -> Tile | None:
     if T <= HELD or not is_small(N, K) or K % TILE_K or not chained or config.split_k > 1 or config.fuse_norm:
         return None
     if (N, K, glu) in TILES:
-        return next(tile for most, tile in TILES[N, K, glu] if T <= most)
+        return next((tile for most, tile in TILES[N, K, glu] if T <= most), None)
     tile = Tile(32, 32, 1, 2, 4)  # few different ones, as each is seconds of compilation
     if T > SOME:
         tile = Tile(64, 64, 2, 2, 3) if glu else Tile(64, 32, 2, 2, 4)
