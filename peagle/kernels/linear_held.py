@@ -63,6 +63,43 @@ def can_hold(x_TK: Tensor, weight_NK: Tensor, bias: Tensor | None) -> bool:
 
 if HAVE_GLUON:
 
+    @gluon.jit
+    def prepared_squares(
+        squares_ptr, count, first, M, BLOCK_SQUARES: gl.constexpr, BLOCK_M: gl.constexpr, LAYOUT: gl.constexpr
+    ):
+        """What the producer of rows left of their sums of squares."""
+        i = gl.arange(0, BLOCK_SQUARES, gl.SliceLayout(1, LAYOUT))
+        j = first + gl.arange(0, BLOCK_M, gl.SliceLayout(0, LAYOUT))
+        known = (i < count)[:, None] & (j < M)[None, :]
+        return gl.load(squares_ptr + i[:, None] * M + j[None, :], mask=known, other=0.0)
+
+    @gluon.jit
+    def scale_of(squares, K, eps, SUMS: gl.constexpr):
+        """1 / rms of each row."""
+        total = gl.convert_layout(gl.sum(squares, 0).to(gl.float32), gl.SliceLayout(0, SUMS))
+        return gl.rsqrt(total / K + eps)[None, :]
+
+    @gluon.jit
+    def scaled_and_gated(acc, up, scale, GLU: gl.constexpr):
+        if scale is not None:
+            acc = acc * scale
+            if GLU:
+                up = up * scale
+        if GLU:
+            acc = acc / (1.0 + gl.exp(-acc)) * up
+        return acc
+
+    @gluon.jit
+    def leave(y, y_ptr, next_norm, scaled_ptr, next_squares_ptr, n, m, inside, tile, M, y_stride):
+        """The result, and what the next product wants of its norm."""
+        dtype: gl.constexpr = y_ptr.dtype.element_ty
+        spot = m[None, :] * y_stride + n[:, None]
+        gl.store(y_ptr + spot, y, mask=inside)
+        if next_norm is not None:
+            y = gl.where(inside, y.to(gl.float32), 0.0)
+            gl.store(scaled_ptr + spot, (y * next_norm.to(gl.float32)[:, None]).to(dtype), mask=inside)
+            gl.store(next_squares_ptr + tile * M + m, gl.sum((y * y).to(gl.float64), 0), mask=m < M)
+
     @gluon.jit(do_not_specialize=["M", "squares_count"])
     def _held_kernel(
         x_ptr,
@@ -153,10 +190,7 @@ if HAVE_GLUON:
             residual = gl.load(residual_ptr + m[None, :] * residual_stride + n[:, None], mask=inside, other=0.0)
         theirs = None
         if squares_ptr is not None:
-            i = gl.arange(0, BLOCK_SQUARES, gl.SliceLayout(1, SQUARES))
-            j = first + gl.arange(0, BLOCK_M, gl.SliceLayout(0, SQUARES))
-            known = (i < squares_count)[:, None] & (j < M)[None, :]
-            theirs = gl.load(squares_ptr + i[:, None] * M + j[None, :], mask=known, other=0.0)
+            theirs = prepared_squares(squares_ptr, squares_count, first, M, BLOCK_SQUARES, BLOCK_M, SQUARES)
 
         accs = ()
         ups = ()
@@ -190,23 +224,13 @@ if HAVE_GLUON:
             if GLU:
                 up_acc += ups[chain]
 
+        scale = None
         if theirs is not None:
-            squares = gl.convert_layout(gl.sum(theirs, 0).to(gl.float32), gl.SliceLayout(0, SUMS))
-            scale = gl.rsqrt(squares / K + eps)[None, :]
-            acc = acc * scale
-            if GLU:
-                up_acc = up_acc * scale
-        if GLU:
-            acc = acc / (1.0 + gl.exp(-acc)) * up_acc
+            scale = scale_of(theirs, K, eps, SUMS)
+        acc = scaled_and_gated(acc, up_acc, scale, GLU)
         if residual is not None:
             acc += residual.to(gl.float32)
-        y = acc.to(dtype)
-        spot = m[None, :] * y_stride + n[:, None]
-        gl.store(y_ptr + spot, y, mask=inside)
-        if next_norm is not None:
-            y = gl.where(inside, y.to(gl.float32), 0.0)
-            gl.store(scaled_ptr + spot, (y * next_norm.to(gl.float32)[:, None]).to(dtype), mask=inside)
-            gl.store(next_squares_ptr + tile * M + m, gl.sum((y * y).to(gl.float64), 0), mask=m < M)
+        leave(acc.to(dtype), y_ptr, next_norm, scaled_ptr, next_squares_ptr, n, m, inside, tile, M, y_stride)
 
 
 def arguments(

@@ -28,6 +28,8 @@ if HAVE_GLUON:
     from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+    from peagle.kernels.linear_held import leave, prepared_squares, scale_of, scaled_and_gated
+
     @gluon.jit(do_not_specialize=["M", "squares_count"])
     def _tiles_kernel(
         x_ptr,
@@ -118,12 +120,8 @@ if HAVE_GLUON:
             residual = gl.load(residual_ptr + m[None, :] * residual_stride + n[:, None], mask=inside, other=0.0)
         scale = None
         if squares_ptr is not None:
-            i = gl.arange(0, BLOCK_SQUARES, gl.SliceLayout(1, SQUARES))
-            j = first + gl.arange(0, BLOCK_M, gl.SliceLayout(0, SQUARES))
-            known = (i < squares_count)[:, None] & (j < M)[None, :]
-            theirs = gl.load(squares_ptr + i[:, None] * M + j[None, :], mask=known, other=0.0)
-            squares = gl.convert_layout(gl.sum(theirs, 0).to(gl.float32), gl.SliceLayout(0, SUMS))
-            scale = gl.rsqrt(squares / K + eps)[None, :]
+            theirs = prepared_squares(squares_ptr, squares_count, first, M, BLOCK_SQUARES, BLOCK_M, SQUARES)
+            scale = scale_of(theirs, K, eps, SUMS)
 
         acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, SUMS)
         up_acc = acc
@@ -155,23 +153,13 @@ if HAVE_GLUON:
         if PDL and LATE:
             gdc_launch_dependents()
 
-        if scale is not None:
-            total = total * scale
-            if GLU:
-                up_total = up_total * scale
-        if GLU:
-            total = total / (1.0 + gl.exp(-total)) * up_total
+        total = scaled_and_gated(total, up_total, scale, GLU)
         # Neighbours in memory to one thread.
         if residual is not None:
             y = (gl.convert_layout(total, OUT) + residual.to(gl.float32)).to(dtype)
         else:
             y = gl.convert_layout(total.to(dtype), OUT)
-        spot = m[None, :] * y_stride + n[:, None]
-        gl.store(y_ptr + spot, y, mask=inside)
-        if next_norm is not None:
-            y = gl.where(inside, y.to(gl.float32), 0.0)
-            gl.store(scaled_ptr + spot, (y * next_norm.to(gl.float32)[:, None]).to(dtype), mask=inside)
-            gl.store(next_squares_ptr + tile * M + m, gl.sum((y * y).to(gl.float64), 0), mask=m < M)
+        leave(y, y_ptr, next_norm, scaled_ptr, next_squares_ptr, n, m, inside, tile, M, y_stride)
 
 
 def launch_tiles(
