@@ -147,6 +147,8 @@ class Runner:
         self.device = weight.device
         on_cpu = self.device.type == "cpu"
         self.read = FlatDecoder(target) if on_cpu and FlatDecoder.takes(target) else target  # the target's pass
+        # In a round a launch counts, and the drafter takes each tap by itself.
+        self.read_round = target.states if self.read is target and not target.cfg.foreign else self.read
         self.cache = Cache.of(target.cfg, num_blocks, weight)
         self.taps: tuple[int, ...] = ()
         self.mask_hidden_D: Tensor | None = None
@@ -283,8 +285,7 @@ class Runner:
         rows = round_inputs(self.state, slots_B, k, self.longest)
         pages = Pages(rows.tables_BM, rows.starts_B, rows.live_B, k + 1)
         attend = PagedAttend(self.cache, pages)
-        apart = self.target.states if self.read is self.target and not self.target.cfg.foreign else self.read
-        hidden, taps = apart(rows.tokens_BQ.flatten(), rows.positions_T, attend, self.taps)
+        hidden, taps = self.read_round(rows.tokens_BQ.flatten(), rows.positions_T, attend, self.taps)
         combined = self.drafter.combine(taps) if self.drafter is not None and taps is not None else None
         return Verified(slots_B, rows, self.target.logits(hidden), combined)
 

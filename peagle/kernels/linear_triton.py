@@ -409,6 +409,7 @@ def stream_triton(
     if norm_weight is not None and not cfg.fuse_norm:
         x_TK = rms_norm_triton(x_TK, norm_weight, eps, pdl=pdl)
         norm_weight = None
+    # A residual behind a norm or a gate, which no model has, is added there by an instruction that tiles do not have.
     tile = cfg.tile if norm_weight is None and (residual is None or (squares is None and not glu)) else None
     if tile is not None and not can_hold(x_TK, weight_NK, bias):
         tile = None
