@@ -25,9 +25,9 @@ from peagle.training.taps import Online
 DEPTHS, RATE = 4, 0.8
 
 
-def settings(method: str, tokens: int, by_reach: bool = False) -> TrainConfig:
+def settings(method: str, tokens: int, **more: bool) -> TrainConfig:
     sizes = {"depths": DEPTHS, "rate": RATE, "batch_tokens": tokens, "max_length": tokens}
-    return TrainConfig(method=method, objective="kl", by_reach=by_reach, **sizes)  # type: ignore[arg-type]
+    return TrainConfig(method=method, objective="kl", **sizes, **more)  # type: ignore[arg-type]
 
 
 def test_the_docstring_of_frame() -> None:
@@ -67,13 +67,13 @@ masks = st.lists(
     spare=st.integers(0, 20),
     part=st.sampled_from([1, 4, 64]),
     most=st.sampled_from([7, 1000]),
-    by_reach=st.booleans(),
+    counted=st.sampled_from([{}, {"by_reach": True}, {"by_reach": True, "by_start": True}]),
 )
 def test_frames_change_nothing(
-    kind: str, masks: list[list[int]], spare: int, part: int, most: int, by_reach: bool
+    kind: str, masks: list[list[int]], spare: int, part: int, most: int, counted: dict[str, bool]
 ) -> None:
     batch = likely(packed_batch(masks, vocab=128))
-    cfg = settings("eagle3" if kind.startswith("eagle3") else "p-eagle", len(batch) + spare, by_reach)
+    cfg = settings("eagle3" if kind.startswith("eagle3") else "p-eagle", len(batch) + spare, **counted)
     drafter, target = new_drafter(KINDS[kind], torch.float64), target_of(torch.float64)
     rows = sample_rows(batch, DEPTHS, RATE, generator(0, len(batch)))
     online, weights = Online(target, drafter.cfg.taps), depth_weights(DEPTHS, 0.9)

@@ -19,6 +19,10 @@ is refused are of no use, and where a sampled text leaves the likely path, the d
 than drafts would have led to. The reach is held fixed, like lam. A row's question comes behind those of the rows before
 it, so these are known when it is asked.
 
+Chains may count by where they begin, too. A round of drafting begins behind a token that the target had to say itself,
+most often since the draft of it was refused; texts are mostly easy, and rounds mostly begin where they are not. So a
+chain counts `ANYWAY` at least, and all the more the less likely a draft of the token before it was kept.
+
 Over a reduced vocabulary p is the teacher's softmax over everything it can say, picked at `draft_ids` and not
 normalised again: mass outside asks nothing.
 
@@ -31,6 +35,7 @@ chunk C rows and Q positions.
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +50,8 @@ from peagle.kernels.sending import sent
 
 LEAST = 1e-30  # an acceptance below it is taken for it: where nothing is accepted, lk would be infinite
 NOBODY = -1  # before a chain's first row
+EARLIER = -2  # the last row of the part that was asked before this one
+ANYWAY = 0.2  # that a round begins behind a draft that is sure to be kept, of one that is sure to be refused
 
 
 @dataclass(frozen=True)
@@ -207,11 +214,16 @@ class Links:
 
     Worked example, two chains of rows 0 2 3 and 1 4: before -1 -1 0 2 1
         values a b c d e -> before each: 1, 1, a, a c, b
+
+    The first rows of chains come first. `drafted_F` says of each which other was asked for the token it reads last, or
+    NOBODY where the text begins. Above, if the anchors of the two are neighbours: -1 0.
     """
 
-    def __init__(self, before_R: Tensor, text_R: Tensor) -> None:
+    kept_earlier: Tensor | None = None
+
+    def __init__(self, before_R: Tensor, text_R: Tensor, drafted_F: Tensor) -> None:
         assert len(before_R) == len(text_R), (len(before_R), len(text_R))
-        self.text_R = text_R
+        self.text_R, self.drafted_F = text_R, drafted_F
         rows = len(before_R)
         at = torch.where(before_R == NOBODY, rows, before_R)
         at = torch.cat([at, at.new_full((1,), rows)])  # behind the rows is nobody, before whom is nobody
@@ -227,8 +239,29 @@ class Links:
             product = product * product[jump]
         return product[:-1]
 
+    def kept(self, accept_R: Tensor, best_R: Tensor) -> Tensor:
+        """The chance that what a row says is, where the text is what drafts would have led to."""
+        return accept_R * (best_R == self.text_R)
+
     def reach(self, accept_R: Tensor, best_R: Tensor) -> Tensor:
-        return self.product(accept_R * (best_R == self.text_R))
+        return self.product(self.kept(accept_R, best_R))
+
+    def begun(self, kept_earlier: Tensor) -> Links:
+        """The same, but chains count by where they begin; EARLIER was kept so likely."""
+        made = copy(self)
+        made.kept_earlier = kept_earlier
+        return made
+
+    def share(self, accept_R: Tensor, best_R: Tensor) -> Tensor:
+        """What rows count."""
+        kept_R = self.kept(accept_R, best_R)
+        if self.kept_earlier is None:
+            return self.product(kept_R)
+        drafted_F = self.drafted_F
+        before_F = torch.where(drafted_F == EARLIER, self.kept_earlier.to(kept_R.dtype), kept_R[drafted_F])
+        begins_R = torch.ones_like(kept_R)
+        begins_R[: len(drafted_F)] -= (1.0 - ANYWAY) * torch.where(drafted_F == NOBODY, 0.0, before_F)
+        return begins_R * self.product(kept_R * begins_R)
 
 
 RowsOf = Callable[..., Said]
@@ -288,10 +321,10 @@ class _LinearLoss(torch.autograd.Function):
             parts = ((loss_R, said.loss), (accept_R, said.accept), (match_R, said.match), (best_R, said.best))
             for into, part in parts:
                 into.index_copy_(0, at, part)
-            # what a row counts by its reach can come last: both gradients are sums over rows
+            # what a row counts by its chain can come last: both gradients are sums over rows
             reach_C1 = None
             if links is not None:
-                reach_R.index_copy_(0, at, links.reach(accept_R, best_R)[at])
+                reach_R.index_copy_(0, at, links.share(accept_R, best_R)[at])
                 reach_C1 = reach_R[at][:, None].to(hidden_CD.dtype)
             if dhidden_RD is not None:
                 dhidden_RD.index_copy_(0, at, _times(z_CV @ head_VD, reach_C1))
@@ -370,7 +403,7 @@ def linear_loss(
     `eta` is lk-hybrid's; `logits` bounds how many of the student's, and of the teacher's, live at once. The order of
     the rows does not matter. Give `question_R` on the CPU if it is at hand: from the device it has to be waited for.
     Or give a plan of it, all on the device: then nothing is left to the host, and `logits` plays no part. With
-    `links`, on the device, rows count by their reach.
+    `links`, on the device, rows count by their reach, and by where their chains begin if those say so.
     """
     args = (hidden_RD, head_VD, teacher, question_R, weight_R, objective, eta, logits, links)
     if not takes_triton(hidden_RD) or not takes_triton(teacher.hidden_PT):

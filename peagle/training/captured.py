@@ -58,7 +58,8 @@ class Sizes:
     def pieces(self) -> list[tuple[str, int]]:
         """What a frame holds, in order."""
         chained, loss = sum(self.chained), self.loss
-        own = [("token", self.tokens), ("position", self.tokens), ("start", self.tokens), ("anchor_A", self.asked)]
+        own = [("token", self.tokens), ("position", self.tokens), ("start", self.tokens)]
+        own += [("anchor_A", self.asked), ("drafted_A", self.asked)]
         if self.parallel:
             own += [(name, chained) for name in ("anchor_R", "depth_R", "first_R")]
         else:
@@ -90,6 +91,7 @@ class FramedChunk(Chunk):
     depth_S: Tensor
     before_S: Tensor
     text_S: Tensor
+    drafted_A: Tensor
     plan: Plan
     steps: Walk | None
 
@@ -97,7 +99,7 @@ class FramedChunk(Chunk):
         return self.depth_S
 
     def links(self, view: BatchView) -> Links:
-        return Links(self.before_S, self.text_S)
+        return Links(self.before_S, self.text_S, self.drafted_A)
 
     def asked(self) -> Plan:
         return self.plan
@@ -133,7 +135,9 @@ class Framer:
         _fill_tokens(into, batch)
         _fill(into["anchor_A"], rows.anchor_A)
         into["before"].fill_(NOBODY)
-        chunk = Chunk(rows.anchor_A, rows.anchor_R, rows.depth_R, rows.first_R)
+        into["drafted_A"].fill_(NOBODY)
+        chunk = Chunk(rows.anchor_A, rows.anchor_R, rows.depth_R, rows.first_R, False)
+        into["drafted_A"][: len(rows.anchor_A)] = chunk.drafted()
         if self.parallel:
             question_S = _fill_mask_rows(into, chunk, sizes, rows.depths)
         else:
@@ -263,9 +267,11 @@ class FramedStep:
 
 def _chunk(own: dict[str, Tensor], sizes: Sizes) -> FramedChunk:
     plan = Plan(own["order"], own["positions"], own["spot"], sizes.loss.chunks)
-    asked_A, links = own["anchor_A"], (own["depths"], own["before"], own["text"])
+    asked_A, links = own["anchor_A"], (own["depths"], own["before"], own["text"], own["drafted_A"])
     if sizes.parallel:
-        return FramedChunk(asked_A, own["anchor_R"], own["depth_R"], own["first_R"], *links, plan, None)
+        return FramedChunk(asked_A, own["anchor_R"], own["depth_R"], own["first_R"], False, *links, plan, None)
     first_M = own["depth 1"]
     steps = Walk(first_M, [own[f"depth {d}"] for d in range(2, len(sizes.chained) + 1)], None)
-    return FramedChunk(asked_A, first_M, first_M, first_M, *links, plan, steps)  # of chain rows only the walk is read
+    return FramedChunk(
+        asked_A, first_M, first_M, first_M, False, *links, plan, steps
+    )  # of chain rows only the walk is read

@@ -4,7 +4,7 @@ Knows nothing about attention or how rows were computed. Depths count evenly, wh
 row's weight is its depth's weight over the rows of that depth, so the loss is a weighted mean of per-depth means. By
 reach, a row counts as much of that as the drafts before it in its chain are likely to be accepted, as the drafter is
 now: behind a word that nobody can foretell, or that was sampled against the odds, there is nothing to learn that would
-ever be used.
+ever be used. By start, a whole chain counts by the chance that a round begins with it.
 
 Shapes: N tokens of a batch, R rows of any depths, D drafter width, K depths.
 """
@@ -31,10 +31,11 @@ class Aim:
     objective: Objective
     sharpen: float = 1.0  # times the target's logits
     by_reach: bool = False
+    by_start: bool = False  # and by reach
 
     @classmethod
     def of(cls, cfg: TrainConfig) -> Aim:
-        return cls(cfg.objective, cfg.sharpen, cfg.by_reach)
+        return cls(cfg.objective, cfg.sharpen, cfg.by_reach, cfg.by_start)
 
 
 @dataclass
@@ -98,6 +99,7 @@ class Examiner:
         self.aim = aim
         self.weight_K = row_weights(counts, weights).to(device) if weight_K is None else weight_K
         self.totals = StepTotals.none(len(self.weight_K), device)
+        self.kept_last = torch.zeros((), device=device)  # the chance that what the last depth-0 row asked for was
 
     def ask(self, said_RD: Tensor, depth_R: Tensor, question_R: Tensor | Plan, links: Links) -> Tensor:
         """The rows' part of the loss. `question_R`, on the CPU, is the token each is asked for; or the plan of who is
@@ -106,6 +108,9 @@ class Examiner:
         The token's distribution is what the target said at the one before it.
         """
         where = question_R if isinstance(question_R, Plan) else question_R - 1
+        counted = links if self.aim.by_reach else None
+        if self.aim.by_start:
+            counted = links.begun(self.kept_last)
         asked = linear_loss(
             said_RD,
             self.head,
@@ -113,8 +118,10 @@ class Examiner:
             where,
             self.weight_K[depth_R],
             self.aim.objective,
-            links=links if self.aim.by_reach else None,
+            links=counted,
         )
+        if len(links.drafted_F):
+            self.kept_last = links.kept(asked.accept_R, asked.best_R)[len(links.drafted_F) - 1]
         match_R = asked.match_R.to(self.weight_K.dtype)
         unbroken_R = match_R * links.reach(match_R, asked.best_R)
         self.totals.add(depth_R, asked.loss_R, asked.accept_R, match_R, unbroken_R)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from peagle.data.batches import Batch
-from peagle.kernels.linear_loss import NOBODY, Links, Plan
+from peagle.kernels.linear_loss import EARLIER, NOBODY, Links, Plan
 from peagle.kernels.sending import sent
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
@@ -97,6 +97,7 @@ class Chunk:
     anchor_R: Tensor
     depth_R: Tensor
     first_R: Tensor
+    goes_on: bool  # its first anchor is the neighbour of the last chunk's last
 
     def depths(self) -> Tensor:
         """Of all that is asked, depth 0 first."""
@@ -117,9 +118,17 @@ class Chunk:
         before_R[first] = torch.searchsorted(self.anchor_A, self.anchor_R[first])
         return torch.cat([torch.full_like(self.anchor_A, NOBODY), before_R])
 
+    def drafted(self) -> Tensor:
+        """Of the depth-0 rows: the one that is asked for the token they read last. It is the neighbour's."""
+        drafted_A = torch.arange(-1, len(self.anchor_A) - 1)
+        drafted_A[1:][self.anchor_A.diff() > 1] = NOBODY
+        drafted_A[:1] = EARLIER if self.goes_on else NOBODY
+        return drafted_A
+
     def links(self, view: BatchView) -> Links:
         """How the rows hang together, on the device."""
-        return Links(view.moved(self.before()), view.token_N[view.moved(self.questions())])
+        text_S = view.token_N[view.moved(self.questions())]
+        return Links(view.moved(self.before()), text_S, view.moved(self.drafted()))
 
     def walk(self) -> Walk:
         """The chains depth by depth."""
@@ -153,7 +162,8 @@ def chunks(rows: Rows, limit: int) -> Iterator[Chunk]:
         if not last:
             end = int(torch.searchsorted(rows.anchor_A, rows.anchor_R[cut.stop - 1], right=True))
         first_R = rows.first_R[cut] - cut.start
-        yield Chunk(rows.anchor_A[done:end], rows.anchor_R[cut], rows.depth_R[cut], first_R)
+        goes_on = 0 < done < end and bool(rows.anchor_A[done] == rows.anchor_A[done - 1] + 1)
+        yield Chunk(rows.anchor_A[done:end], rows.anchor_R[cut], rows.depth_R[cut], first_R, goes_on)
         done = end
 
 
