@@ -32,8 +32,9 @@ from benchmarks.soak import soak, spread_weights
 from peagle import reference
 from peagle.checkpoints.drafter import save_drafter
 from peagle.checkpoints.target import Target
-from peagle.config import DecoderConfig, DrafterConfig, LayerConfig, RopeConfig, SamplingParams
+from peagle.config import DecoderConfig, DrafterConfig, EngineSettings, LayerConfig, RopeConfig, SamplingParams
 from peagle.engine.llm import LLM
+from peagle.engine.loading import count_blocks
 from peagle.engine.prompts import PromptRows
 from peagle.engine.request import Request
 from peagle.engine.runner import Launched
@@ -462,6 +463,10 @@ def test_bad_settings_are_refused(tmp_path: Path) -> None:
         (
             lambda: engine(None, 0, blocks=3),
             "one sequence of 64 tokens takes .* at most 48, or raise --kv-cache-memory",
+        ),
+        (
+            lambda: count_blocks(EngineSettings(kv_cache_memory=1500), torch.device("cuda"), 500, 64, 1),
+            "at most 32, or raise --kv-cache-memory",  # what was given, not the share, which plays no part then
         ),
         (lambda: LLM(engines.target(), wide, device="cpu"), "does not fit the target: made for a vocabulary of 161"),
         (lambda: LLM(engines.target(), tmp_path / "none", device="cpu"), "none"),

@@ -409,6 +409,12 @@ def test_the_command_line(
     assert f"{prompts}:2: empty text" in noted
     status, _, noted = peagle(*args)
     assert status == 2 and "--max-model-len was 100 and is None" in noted and len(noted.splitlines()) == 1
+    other = tmp_path / "other.jsonl"
+    again = (str(prompts), "--out", str(other), *args[3:], "--max-model-len", "100", "--device", "cpu")
+    status, _, noted = peagle(*again, "--kv-cache-memory", "9000")
+    assert status == 2 and "raise --kv-cache-memory" in noted
+    status, _, noted = peagle(*again, "--kv-cache-memory", "9000000")
+    assert status == 0 and other.read_text() == (tmp_path / "o.jsonl").read_text()
     for wrong, named in (
         (("--samples", "2", "--temperature", "0"), "--samples 2: at --temperature 0"),
         (("--lead", "4"), "--lead 4: the first sample has none"),

@@ -71,6 +71,10 @@ def data(
     gpu_memory_fraction: Annotated[
         float, typer.Option(metavar="SHARE", help="Of the GPU's memory; less leaves room for others.")
     ] = WriterSettings.gpu_memory_fraction,
+    kv_cache_memory: Annotated[
+        int | None,
+        typer.Option(metavar="BYTES", help="Of the key-value cache, instead of that share: for several on one GPU."),
+    ] = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
     as_json: AsJson = False,
@@ -92,6 +96,7 @@ def data(
         max_num_seqs,
         max_model_len,
         gpu_memory_fraction=gpu_memory_fraction,
+        kv_cache_memory=kv_cache_memory,
     )
 
     from peagle.data.run import write_responses

@@ -71,6 +71,7 @@ class WriterSettings:
     max_model_len: int | None = None
     gpu_num_seqs: int = 1024  # on a GPU; the engine's own default is for serving, where latency matters
     gpu_memory_fraction: float = GPU_MEMORY_FRACTION
+    kv_cache_memory: int | None = None  # bytes, instead of that share
 
 
 @dataclass(frozen=True)

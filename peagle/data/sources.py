@@ -117,6 +117,7 @@ def open_engine(target: Path, settings: WriterSettings) -> EngineSource:
         max_num_seqs=settings.max_num_seqs or (settings.gpu_num_seqs if on_gpu else None),
         max_model_len=settings.max_model_len,
         gpu_memory_fraction=settings.gpu_memory_fraction,
+        kv_cache_memory=settings.kv_cache_memory,
     )
     return EngineSource(llm)
 

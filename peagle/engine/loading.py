@@ -281,7 +281,7 @@ def count_blocks(
     """As many as the memory holds, no more than can ever be used; refused if one sequence would not fit.
     `unpacking`: bytes that passes need beside what all need."""
     per_sequence = -(-longest // BLOCK_SIZE)
-    useful, taken = 1 + per_sequence * seqs, ""
+    useful, taken, flag = 1 + per_sequence * seqs, "", "--kv-cache-memory"
     if settings.kv_cache_memory is not None:
         memory = settings.kv_cache_memory
     elif device.type == "cuda":
@@ -289,6 +289,7 @@ def count_blocks(
         memory = int(total * settings.gpu_memory_fraction) - (total - free) - unpacking
         memory -= 3 * GIB  # for activations and graphs
         taken = f", {(total - free) / GIB:.1f} of the GPU's {total / GIB:.1f} being taken, by others too"
+        flag = "--gpu-memory-fraction"
     else:
         memory = min(free_ram() // 4, 4 * GIB)
     blocks = min(memory // bytes_each, useful)
@@ -299,7 +300,7 @@ def count_blocks(
             f"too little memory for the key/value cache: one sequence of {longest} tokens takes {need / GIB:.2f} GiB, "
             f"{max(memory, 0) / GIB:.2f} GiB are there{taken}; "
             + (f"set --max-model-len to at most {fits}, or " if fits >= 2 else "")
-            + ("raise --gpu-memory-fraction" if device.type == "cuda" else "raise --kv-cache-memory")
+            + f"raise {flag}"
         )
     return int(blocks)
 
