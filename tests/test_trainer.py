@@ -434,11 +434,13 @@ def test_from_prompts_to_a_measured_drafter(tmp_path: Path) -> None:
     asked = f"fit {tmp_path / 'prompts.jsonl'} --out {out} -t {target} --device cpu --max-tokens 24 --steps 6"
     asked += " --batch-tokens 200 --max-length 100 --depths 3 --layers 1 --taps 1,2,4 --held-out 4"
     asked += " --measure-tokens 16 --log-every 4 --mask-token 150 --measure-every 3"
+    asked += " --by-reach --by-start --sharpen 2"
     said = CliRunner().invoke(app, asked.split())
     assert said.exit_code == 0, said.output
     assert all(stage in said.output for stage in ("1/3", "2/3", "3/3", "done after 6 steps", "K=1: 1.", "K=3: 1."))
     card = (out / "README.md").read_text()
     assert "| held-out prompts | 4 | 3 |" in card and "| held-out prompts | 4 | 1 |" in card and "tokens seen" in card
+    assert "- objective: lk-hybrid by reach and by start against logits times 2, 3 depths, rate 0.8\n" in card
     assert [line["kind"] for line in runs.lines(out)].count("measure") == 2
     load_drafter(out, load_decoder(target))
     before = {

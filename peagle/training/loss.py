@@ -37,6 +37,10 @@ class Aim:
     def of(cls, cfg: TrainConfig) -> Aim:
         return cls(cfg.objective, cfg.sharpen, cfg.by_reach, cfg.by_start)
 
+    def __str__(self) -> str:
+        counted = " by reach" * self.by_reach + " and by start" * self.by_start
+        return self.objective + counted + (f" against logits times {self.sharpen:g}" if self.sharpen != 1 else "")
+
 
 @dataclass
 class StepTotals:

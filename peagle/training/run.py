@@ -33,6 +33,7 @@ from peagle.training.card import Card, Facts, Measured, write_card
 from peagle.training.chunk_size import auto_chunk_rows, chunk_rows_for, free_bytes
 from peagle.training.distributed import World, join, shard
 from peagle.training.drafters import FRESH, TokenCounts, drafter_config, folder_config, new_drafter
+from peagle.training.loss import Aim
 from peagle.training.measure import Acceptance, Counts, Measurer, Measuring, prepare_measuring
 from peagle.training.recipe import Recipe, differences, make_recipe
 from peagle.training.resume import RunFolder, Standing, log_lines
@@ -311,7 +312,7 @@ def card_of(material: Material, name: str, drafter: Drafter, standing: Standing,
         ("steps", f"{standing.step:,} of {cfg.batch_tokens * cfg.accumulate:,} tokens a GPU"),
         ("tokens seen", f"{standing.tokens:,}"),
         ("minutes", f"{standing.seconds / 60:.1f}"),
-        ("objective", f"{cfg.objective}, {cfg.num_depths} depths, rate {cfg.rate:g}"),
+        ("objective", f"{Aim.of(cfg)}, {cfg.num_depths} depths, rate {cfg.rate:g}"),
         ("learning rate", f"{cfg.lr:g}, {cfg.decay}"),
         ("started from", cfg.init if cfg.init in FRESH else Path(cfg.init).name),
     )
