@@ -142,6 +142,43 @@ def test_samples_with_a_lead_are_greedy_from_there_on(target: Path, tmp_path: Pa
         write_responses(prompts, out, str(target), ResponseSettings(0.0, max_tokens=24, seed=3), ENGINE, shown=False)
 
 
+def test_varied_prompts_begin_as_the_given_and_are_answered_like_any(target: Path, tmp_path: Path) -> None:
+    settings = ResponseSettings(temperature=0.0, max_tokens=24, samples=4, seed=3, vary=7)
+    prompts, out = write_prompts(tmp_path / "p.jsonl", 8), tmp_path / "out.jsonl"
+    summary = write_responses(prompts, out, str(target), settings, ENGINE, shown=False)
+    written, alone = by_key(rows_of(out)), LLM(target, device="cpu", dtype="float32", max_num_seqs=1, max_model_len=200)
+    kept, others = set[int](), 0
+    for prompt in read_prompts(prompts).rows:
+        for sample in range(4):
+            row, asked = written.get((prompt.id, sample)), prompt.turns[0]
+            if sample:
+                seed = seed_of(3, prompt.id, sample, -1)
+                begun = asked[: 1 + seed % 7]  # a token is a character here
+                params = SamplingParams(256, 1.0, 0, settings.top_p, seed, stop_token_ids=(ord("\n"),))
+                said = alone.generate(list(begun.encode()), params)[0].outputs[0]
+                if row is None:
+                    assert said.finish_reason != "stop" or "loop" in summary.dropped
+                    continue
+                assert said.finish_reason == "stop"
+                kept.add(len(begun))
+                made = begun + bytes(said.token_ids[:-1]).decode()
+                others, asked = others + (made != asked), made
+                assert len(row["messages"]) == 2  # further turns were about another question
+            if row is None:
+                continue
+            assert row["messages"][0]["content"] == asked
+            start, end = row["spans"][0]
+            ids = [*asked.encode(), ord("\n")]
+            assert row["token_ids"][:start] == ids
+            greedy = alone.generate(ids, SamplingParams(24, 0.0))[0].outputs[0].token_ids
+            answer = row["token_ids"][start:end]
+            assert answer == greedy[: len(answer)] and (len(answer) == len(greedy) or row["finish_reason"] == "loop")
+    assert len(kept) > 4 and others > 8
+    assert write_responses(prompts, out, str(target), settings, ENGINE, shown=False).new == 0
+    with pytest.raises(UserError, match="--vary was 7 and is None"):
+        write_responses(prompts, out, str(target), ResponseSettings(0.0, max_tokens=24, seed=3), ENGINE, shown=False)
+
+
 # Runs the command in children that it kills when they have written so many rows.
 KILLER = """
 import os, signal, sys, time
@@ -421,6 +458,10 @@ def test_the_command_line(
         (("--lead", "8", "--samples", "2"), "--lead 8: must be 0 or more, and less than --max-tokens 8"),
         (("--lead", "4", "--samples", "2", "--endpoint", "http://x"), "--lead 4: a server cannot be given"),
         (("--loop-tokens", "-1"), "--loop-tokens -1: must be 0 or more"),
+        (("--vary", "-1"), "--vary -1: must be 0 or more"),
+        (("--vary", "4"), "--vary 4: the first sample has the prompt as it is"),
+        (("--vary", "4", "--samples", "2", "--endpoint", "http://x"), "--vary 4: prompts are made up by the engine"),
+        (("--vary", "4", "--samples", "2", "--raw"), "leave out --raw"),
         (("--limit", "0"), "--limit 0"),
         (("--top-p", "2"), "--top-p 2.0"),
         (("--model", "x"), "give --endpoint URL"),

@@ -24,6 +24,7 @@ SHOWN_REFUSALS = 5
     epilog=examples(
         "peagle data prompts.jsonl.gz --out responses.jsonl",
         "peagle data prompts.jsonl.gz --out responses.jsonl --temperature 0 --samples 4 --lead 64",
+        "peagle data few.jsonl --out responses.jsonl --samples 100 --vary 16",
         "peagle data prompts/ --out responses.jsonl -t TARGET --samples 4 --max-tokens 2048",
         "peagle data HuggingFaceH4/ultrachat_200k --split train_sft --limit 20000 --out responses.jsonl",
         "peagle data prompts.jsonl --out responses.jsonl -t TARGET --endpoint http://localhost:8000/v1",
@@ -46,6 +47,13 @@ def data(
     loop_tokens: Annotated[
         int, typer.Option(help="Answers that loop are cut so many tokens behind where that begins.")
     ] = ResponseSettings.loop_tokens,
+    vary: Annotated[
+        int,
+        typer.Option(
+            help="Every sample but the first has a prompt of its own: it begins with up to so many tokens of the given "
+            "one, and the target makes up the rest."
+        ),
+    ] = ResponseSettings.vary,
     endpoint: Annotated[
         str | None, typer.Option(help="An OpenAI-compatible server that answers, instead of the engine.", metavar="URL")
     ] = None,
@@ -84,7 +92,7 @@ def data(
     A row is {"prompt": ...}, {"turns": [...]} or {"messages": [...]}; answers in it are dropped for the target's own.
     A run that was killed goes on where it was when it is started again; more --samples or a higher --limit add rows.
     """
-    settings = ResponseSettings(temperature, top_p, top_k, max_tokens, samples, seed, limit, lead, loop_tokens)
+    settings = ResponseSettings(temperature, top_p, top_k, max_tokens, samples, seed, limit, lead, loop_tokens, vary)
     server = None
     if endpoint is not None:
         server = EndpointSettings(endpoint, model, concurrency, timeout, retries)

@@ -13,6 +13,7 @@ LOOP_SHARE = 0.3  # of the 8-grams of an answer without an end that may be repea
 CIRCLE = 96  # last tokens that say the same three times or more: such an answer is not waited for
 BEFORE_LOOP = 32  # tokens before a loop that make the answer worth keeping up to there
 LEAD_TEMPERATURE = 1.0
+MOST_VARIED = 256  # tokens that the target may add to a prompt's beginning
 
 
 @dataclass(frozen=True)
@@ -29,20 +30,27 @@ class ResponseSettings:
     limit: int | None = None  # prompts
     lead: int = 0  # first tokens of every sample but the first that are sampled freely, at most
     loop_tokens: int = 0  # of an answer that goes round in circles: so many from where that begins are kept
+    vary: int = 0  # tokens of a prompt, at most, with which the prompts of every sample but the first begin
 
     def __post_init__(self) -> None:
         self.params(0)
         if self.samples < 1:
             raise UserError(f"--samples {self.samples}: must be at least 1")
-        if self.samples > 1 and self.temperature == 0 and not self.lead:
+        if self.samples > 1 and self.temperature == 0 and not self.lead and not self.vary:
             raise UserError(
                 f"--samples {self.samples}: at --temperature 0 they would all be the same; --lead 64 gives each a "
-                "beginning of its own"
+                "beginning of its own, --vary 16 a prompt"
             )
         if not 0 <= self.lead < self.max_tokens:
             raise UserError(f"--lead {self.lead}: must be 0 or more, and less than --max-tokens {self.max_tokens}")
         if self.lead and self.samples == 1:
             raise UserError(f"--lead {self.lead}: the first sample has none, so give --samples 2 or more")
+        if self.vary < 0:
+            raise UserError(f"--vary {self.vary}: must be 0 or more")
+        if self.vary and self.samples == 1:
+            raise UserError(
+                f"--vary {self.vary}: the first sample has the prompt as it is, so give --samples 2 or more"
+            )
         if self.loop_tokens < 0:
             raise UserError(f"--loop-tokens {self.loop_tokens}: must be 0 or more")
         if self.limit is not None and self.limit < 1:
@@ -59,6 +67,11 @@ class ResponseSettings:
         if not self.lead or not sample:
             return None
         return SamplingParams(1 + seed % self.lead, LEAD_TEMPERATURE, self.top_k, self.top_p, seed)
+
+    def vary_params(self, seed: int, end: int) -> SamplingParams:
+        """Of a prompt that the target makes up, up to the token that ends a user's turn."""
+        free = (LEAD_TEMPERATURE, self.top_k, self.top_p, seed)
+        return SamplingParams(MOST_VARIED, *free, stop_token_ids=(end,))
 
 
 @dataclass(frozen=True)

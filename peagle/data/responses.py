@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
-from peagle.config import BEFORE_LOOP, ResponseSettings
+from peagle.config import BEFORE_LOOP, ResponseSettings, SamplingParams
 from peagle.data.chat import Chat
 from peagle.data.loops import LOOP, before_loop, looping
 from peagle.data.prompts import Prompt, Prompts
@@ -38,6 +38,7 @@ BLOCK_PROMPTS = 64  # encoded together, ahead of their turn
 TURN = 2e-4  # seconds that a thread may keep the interpreter while another waits for it
 
 TOO_LONG = "prompt too long"
+NO_PROMPT = "no end to a varied prompt"
 
 
 def seed_of(seed: int, prompt_id: str, sample: int, turn: int) -> int:
@@ -61,6 +62,8 @@ class Conversation:
     refused: str | None = None  # why it cannot be rendered
     lead: list[int] | None = None  # of the answer that is asked: its first tokens, once they are known
     leading: bool = False  # they are being asked for
+    begun: str | None = None  # how the prompt that is being made up begins
+    varied: bool = False  # it has been made up
 
     def __post_init__(self) -> None:
         if self.prompt.system is not None:
@@ -117,6 +120,7 @@ class Writer:
         self.kept = self.failed = 0
         self._open: dict[int, Conversation] = {}
         self._next_key = 0
+        self._user_turns: dict[str | None, tuple[str, int]] = {}  # by the system message
 
     def run(self) -> Summary:
         """Until every row is written, or Ctrl-C. What is in the making then is asked again by the next run."""
@@ -162,9 +166,13 @@ class Writer:
             yield from made
 
     def _encode(self, many: list[Conversation]) -> None:
-        """The ids of the turn that is asked next; one that cannot be rendered says why."""
+        """The ids of the turn that is asked next, or of a prompt's beginning; what cannot be rendered says why."""
         try:
-            for one, ids in zip(many, self.chat.ids([m.messages for m in many], ready=True), strict=True):
+            for one in many:
+                if self.settings.vary and one.sample and not one.varied:
+                    self._begin(one)
+            turns = [one for one in many if one.begun is None]
+            for one, ids in zip(turns, self.chat.ids([t.messages for t in turns], ready=True), strict=True):
                 one.prompt_ids = ids
         except UserError as error:
             if len(many) == 1:
@@ -178,19 +186,51 @@ class Writer:
         if one.refused is not None:
             self._end(one, Dropped(*self._key(one), self.chat.refusal, one.refused), 0)
             return
-        if longest is not None and len(one.prompt_ids) >= longest:
-            self._end(one, Dropped(*self._key(one), TOO_LONG, f"{len(one.prompt_ids)} tokens"), 0)
+        ids, params = self._next(one)
+        if longest is not None and len(ids) >= longest:
+            self._end(one, Dropped(*self._key(one), TOO_LONG, f"{len(ids)} tokens"), 0)
             return
-        seed = seed_of(self.settings.seed, one.prompt.id, one.sample, one.turn)
-        params = self.settings.lead_params(one.sample, seed) if one.lead is None else None
-        one.leading, lead = params is not None, one.lead or []
-        params = params or self.settings.params(seed, len(lead))
-        self.source.ask(Question(self._next_key, one.messages, one.prompt_ids + lead, params))
+        self.source.ask(Question(self._next_key, one.messages, ids, params))
         self._open[self._next_key] = one
         self._next_key += 1
 
+    def _next(self, one: Conversation) -> tuple[list[int], SamplingParams]:
+        """What is to be gone on with, and how: a prompt's beginning, a turn, or a turn and an answer's first tokens."""
+        if one.begun is not None:
+            return one.prompt_ids, self.settings.vary_params(self._prompt_seed(one), self._user_turn(one)[1])
+        seed, lead = seed_of(self.settings.seed, one.prompt.id, one.sample, one.turn), one.lead or []
+        first = self.settings.lead_params(one.sample, seed) if one.lead is None else None
+        one.leading = first is not None
+        return one.prompt_ids + lead, first or self.settings.params(seed, len(lead))
+
+    def _begin(self, one: Conversation) -> None:
+        """A prompt like the one given: so many of its tokens as follow from the seed, at most half of them."""
+        words = self.chat.encode([one.prompt.turns[0]])[0]
+        kept = min(1 + self._prompt_seed(one) % self.settings.vary, max(len(words) // 2, 1))
+        begun = self.chat.decode(words[:kept]).rstrip("\ufffd")  # the rest of a character may be another token
+        one.begun, one.prompt_ids = begun, self.chat.encode([self._user_turn(one)[0] + begun])[0]
+
+    def _prompt_seed(self, one: Conversation) -> int:
+        return seed_of(self.settings.seed, one.prompt.id, one.sample, -1)
+
+    def _user_turn(self, one: Conversation) -> tuple[str, int]:
+        system = one.prompt.system
+        if system not in self._user_turns:
+            self._user_turns[system] = self.chat.user_turn(system)
+        return self._user_turns[system]
+
+    def _vary(self, one: Conversation, ids: list[int], answer: Answer) -> Dropped | None:
+        """Puts what was made up in the place of the prompt; a prompt that does not end is none."""
+        made = (one.begun or "") + self.chat.answers([ids[:-1]])[0]
+        one.begun, one.varied = None, True
+        if answer.finish_reason != "stop" or not made.strip():
+            return Dropped(*self._key(one), NO_PROMPT)
+        one.prompt = replace(one.prompt, turns=(made,))
+        one.messages[-1] = {"role": "user", "content": made}
+        return None
+
     def _taken(self, answers: list[Answer]) -> list[Conversation]:
-        """Writes what is complete; gives back what has another turn."""
+        """Writes what is complete; gives back what has another turn, or its first one now."""
         going_on, led = [], []
         for answer in answers:
             one = self._open.pop(answer.key)
@@ -204,6 +244,12 @@ class Writer:
                 ids = answer.token_ids if answer.token_ids is not None else self._ids_of(one, answer)
             except UserError as error:
                 self._end(one, Dropped(*self._key(one), "template does not round-trip", str(error)), 0)
+                continue
+            if one.begun is not None:
+                if (dropped := self._vary(one, ids, answer)) is not None:
+                    self._end(one, dropped, len(ids))
+                else:
+                    going_on.append(one)
                 continue
             if one.leading and answer.finish_reason != "stop" and not self._full(one, ids):
                 one.lead = ids

@@ -64,6 +64,11 @@ def write_responses(
             f"--lead {settings.lead}: a server cannot be given an answer's first tokens; leave out "
             f"--endpoint {endpoint.url}"
         )
+    if settings.vary and (raw or endpoint is not None):
+        given = "--raw" if endpoint is None else f"--endpoint {endpoint.url}"
+        raise UserError(
+            f"--vary {settings.vary}: prompts are made up by the engine, in a chat template; leave out {given}"
+        )
     if endpoint is None:
         read_target_config(folder)
     server = EndpointSource(endpoint) if endpoint is not None else None
@@ -80,6 +85,7 @@ def write_responses(
         "--seed": settings.seed,
         "--lead": settings.lead or None,  # as in files from before there was one
         "--loop-tokens": settings.loop_tokens or None,
+        "--vary": settings.vary or None,
         "--max-model-len": writer.max_model_len,
     }
     file = ResponseFile(out, _this_run(rows, target, settings, endpoint), same, chat.answers)
