@@ -272,6 +272,5 @@ def _chunk(own: dict[str, Tensor], sizes: Sizes) -> FramedChunk:
         return FramedChunk(asked_A, own["anchor_R"], own["depth_R"], own["first_R"], False, *links, plan, None)
     first_M = own["depth 1"]
     steps = Walk(first_M, [own[f"depth {d}"] for d in range(2, len(sizes.chained) + 1)], None)
-    return FramedChunk(
-        asked_A, first_M, first_M, first_M, False, *links, plan, steps
-    )  # of chain rows only the walk is read
+    # of chain rows only the walk is read
+    return FramedChunk(asked_A, first_M, first_M, first_M, False, *links, plan, steps)
