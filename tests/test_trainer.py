@@ -435,6 +435,8 @@ def test_from_prompts_to_a_measured_drafter(tmp_path: Path) -> None:
     asked += " --batch-tokens 200 --max-length 100 --depths 3 --layers 1 --taps 1,2,4 --held-out 4"
     asked += " --measure-tokens 16 --log-every 4 --mask-token 150 --measure-every 3"
     asked += " --by-reach --by-start --sharpen 2"
+    refused = CliRunner().invoke(app, f"{asked} --samples 2 --vary 4".split())
+    assert "--vary 4: this chat template puts nothing behind a user's turn" in str(refused.exception)
     said = CliRunner().invoke(app, asked.split())
     assert said.exit_code == 0, said.output
     assert all(stage in said.output for stage in ("1/3", "2/3", "3/3", "done after 6 steps", "K=1: 1.", "K=3: 1."))

@@ -40,6 +40,14 @@ MaxModelLen = Annotated[
 ]
 ServedModelName = Annotated[str | None, typer.Option(help="The name that clients ask for.", show_default="TARGET")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ..., or auto: a GPU where there is one.")]
+Lead = Annotated[int, typer.Option(help="Every sample but the first begins with up to so many freely sampled tokens.")]
+Vary = Annotated[
+    int,
+    typer.Option(
+        help="Every sample but the first has a prompt of its own: it begins with up to so many tokens of the given "
+        "one, and the target makes up the rest."
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 

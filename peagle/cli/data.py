@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from peagle.cli.app import AsJson, Device, Dtype, Target, app, examples
+from peagle.cli.app import AsJson, Device, Dtype, Lead, Target, Vary, app, examples
 from peagle.config import EndpointSettings, ResponseSettings, WriterSettings
 from peagle.errors import UserError
 from peagle.hub import DEFAULT_TARGET
@@ -41,19 +41,11 @@ def data(
     samples: Annotated[int, typer.Option(help="Responses to each prompt.")] = ResponseSettings.samples,
     limit: Annotated[int | None, typer.Option(help="Only the first prompts.", show_default="all")] = None,
     seed: Annotated[int, typer.Option(help="Another one gives other responses.")] = ResponseSettings.seed,
-    lead: Annotated[
-        int, typer.Option(help="Every sample but the first begins with up to so many freely sampled tokens.")
-    ] = ResponseSettings.lead,
+    lead: Lead = ResponseSettings.lead,
     loop_tokens: Annotated[
         int, typer.Option(help="Answers that loop are cut so many tokens behind where that begins.")
     ] = ResponseSettings.loop_tokens,
-    vary: Annotated[
-        int,
-        typer.Option(
-            help="Every sample but the first has a prompt of its own: it begins with up to so many tokens of the given "
-            "one, and the target makes up the rest."
-        ),
-    ] = ResponseSettings.vary,
+    vary: Vary = ResponseSettings.vary,
     endpoint: Annotated[
         str | None, typer.Option(help="An OpenAI-compatible server that answers, instead of the engine.", metavar="URL")
     ] = None,

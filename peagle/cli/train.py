@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from peagle.cli.app import AsJson, Device, app, console, examples
+from peagle.cli.app import AsJson, Device, Lead, Vary, app, console, examples
 from peagle.config import ResponseSettings, TrainConfig
 from peagle.errors import UserError
 from peagle.hub import DEFAULT_TARGET
@@ -143,6 +143,7 @@ def train(
 @app.command(
     epilog=examples(
         "peagle fit prompts.jsonl.gz --out drafter -t TARGET --minutes 60",
+        "peagle fit few.jsonl --out drafter -t TARGET --samples 100 --vary 16 --minutes 60",
         "peagle fit prompts.jsonl.gz --out drafter --samples 4 --recipe recipes/smollm2-p-eagle.toml",
     )
 )
@@ -156,6 +157,8 @@ def fit(
     temperature: Annotated[float, typer.Option(help="Of the responses.")] = ResponseSettings.temperature,
     max_tokens: Annotated[int, typer.Option(help="Longest response.")] = ResponseSettings.max_tokens,
     limit: Annotated[int | None, typer.Option(help="Only the first prompts.", show_default="all")] = None,
+    lead: Lead = ResponseSettings.lead,
+    vary: Vary = ResponseSettings.vary,
     pause_minutes: PauseMinutes = None,
     device: Device = "auto",
     settings: Any = None,
@@ -163,7 +166,9 @@ def fit(
     """From prompts to a measured drafter: write responses, train, measure. Each stage goes on where it was."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("peagle fit runs in one process; with several use `peagle data`, then torchrun -m peagle train")
-    responses = ResponseSettings(temperature=temperature, max_tokens=max_tokens, samples=samples, limit=limit)
+    responses = ResponseSettings(
+        temperature=temperature, max_tokens=max_tokens, samples=samples, limit=limit, lead=lead, vary=vary
+    )
     began = time.perf_counter()
     file = out / ".training" / "responses.jsonl"
     made = _recipe(recipe, [str(file)], target, settings)

@@ -91,14 +91,12 @@ class Chat:
             return list(backend.decode_batch([list(ids) for ids in many], skip_special_tokens=True))
         return [str(self.tokenizer.decode(list(ids), skip_special_tokens=True)) for ids in many]
 
-    def user_turn(self, system: str | None) -> tuple[str, int]:
-        """What stands before a user's first words, and the token that comes behind the last."""
+    def user_turn(self, system: str | None) -> tuple[str, int] | None:
+        """What stands before a user's first words, and the token that comes behind the last; None: there is none."""
         messages = [{"role": "system", "content": system}] if system is not None else []
         before, _, behind = self.text([*messages, {"role": "user", "content": PLACE}], ready=True).partition(PLACE)
         ids = self.encode([behind])[0]
-        if not ids:
-            raise UserError("--vary: this chat template puts nothing behind a user's turn, so its end cannot be told")
-        return before, ids[0]
+        return (before, ids[0]) if ids else None
 
     def conversation(self, messages: Sequence[Message]) -> tuple[list[int], list[Span]]:
         """Token ids of a whole conversation and where its answers lie."""

@@ -216,7 +216,9 @@ class Writer:
     def _user_turn(self, one: Conversation) -> tuple[str, int]:
         system = one.prompt.system
         if system not in self._user_turns:
-            self._user_turns[system] = self.chat.user_turn(system)
+            found = self.chat.user_turn(system)
+            assert found is not None, "a template that ends no turn was let in"
+            self._user_turns[system] = found
         return self._user_turns[system]
 
     def _vary(self, one: Conversation, ids: list[int], answer: Answer) -> Dropped | None:

@@ -69,6 +69,11 @@ def write_responses(
         raise UserError(
             f"--vary {settings.vary}: prompts are made up by the engine, in a chat template; leave out {given}"
         )
+    if settings.vary and chat.user_turn(None) is None:
+        raise UserError(
+            f"--vary {settings.vary}: this chat template puts nothing behind a user's turn, so the target could not "
+            "say where a prompt of its own ends"
+        )
     if endpoint is None:
         read_target_config(folder)
     server = EndpointSource(endpoint) if endpoint is not None else None
