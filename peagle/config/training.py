@@ -61,7 +61,7 @@ class TrainConfig:
     sharpen: float = setting(1.0, "Times the target's logits: above 1 rows are asked more for its likeliest token.")
     depth_decay: float = setting(1.0, "Each depth counts so much of the one before it; 1 counts all alike.")
     by_reach: bool = setting(False, "A row counts by the chance that all drafts before it are accepted.")
-    by_start: bool = setting(False, "With --by-reach: a chain counts by the chance that a round begins with it.")
+    by_start: bool = setting(False, "A chain counts by the chance that a round begins with it.")
 
     max_length: int = setting(4096, "Tokens of a conversation; longer ones are cut in front of the response.")
     batch_tokens: int = setting(16384, "Tokens of a packed batch, on each GPU.")
@@ -103,7 +103,6 @@ class TrainConfig:
             object.__setattr__(self, "taps", tuple(sorted(self.taps)))
         require(self.method in get_args(Method), "method", " or ".join(get_args(Method)))
         require(self.objective in OBJECTIVES, "objective", " or ".join(OBJECTIVES))
-        require(self.by_reach or not self.by_start, "by_start", "given together with --by-reach")
         require(self.optimizer in get_args(OptimizerKind), "optimizer", " or ".join(get_args(OptimizerKind)))
         require(self.decay in get_args(Decay), "decay", " or ".join(get_args(Decay)))
         require(self.cache_dtype in get_args(TapDtype), "cache_dtype", " or ".join(get_args(TapDtype)))

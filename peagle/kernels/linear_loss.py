@@ -219,6 +219,7 @@ class Links:
     NOBODY where the text begins. Above, if the anchors of the two are neighbours: -1 0.
     """
 
+    by_reach = True
     kept_earlier: Tensor | None = None
 
     def __init__(self, before_R: Tensor, text_R: Tensor, drafted_F: Tensor) -> None:
@@ -246,10 +247,11 @@ class Links:
     def reach(self, accept_R: Tensor, best_R: Tensor) -> Tensor:
         return self.product(self.kept(accept_R, best_R))
 
-    def begun(self, kept_earlier: Tensor) -> Links:
-        """The same, but chains count by where they begin; EARLIER was kept so likely."""
+    def begun(self, kept_earlier: Tensor, by_reach: bool) -> Links:
+        """The same, but chains count by where they begin, and rows by their reach only if that is asked for, too.
+        EARLIER was kept so likely."""
         made = copy(self)
-        made.kept_earlier = kept_earlier
+        made.kept_earlier, made.by_reach = kept_earlier, by_reach
         return made
 
     def share(self, accept_R: Tensor, best_R: Tensor) -> Tensor:
@@ -261,7 +263,7 @@ class Links:
         before_F = torch.where(drafted_F == EARLIER, self.kept_earlier.to(kept_R.dtype), kept_R[drafted_F])
         begins_R = torch.ones_like(kept_R)
         begins_R[: len(drafted_F)] -= (1.0 - ANYWAY) * torch.where(drafted_F == NOBODY, 0.0, before_F)
-        return begins_R * self.product(kept_R * begins_R)
+        return begins_R * self.product(kept_R * begins_R if self.by_reach else begins_R)
 
 
 RowsOf = Callable[..., Said]

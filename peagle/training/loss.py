@@ -31,14 +31,14 @@ class Aim:
     objective: Objective
     sharpen: float = 1.0  # times the target's logits
     by_reach: bool = False
-    by_start: bool = False  # and by reach
+    by_start: bool = False
 
     @classmethod
     def of(cls, cfg: TrainConfig) -> Aim:
         return cls(cfg.objective, cfg.sharpen, cfg.by_reach, cfg.by_start)
 
     def __str__(self) -> str:
-        counted = " by reach" * self.by_reach + " and by start" * self.by_start
+        counted = " and".join([" by reach"] * self.by_reach + [" by start"] * self.by_start)
         return self.objective + counted + (f" against logits times {self.sharpen:g}" if self.sharpen != 1 else "")
 
 
@@ -114,7 +114,7 @@ class Examiner:
         where = question_R if isinstance(question_R, Plan) else question_R - 1
         counted = links if self.aim.by_reach else None
         if self.aim.by_start:
-            counted = links.begun(self.kept_last)
+            counted = links.begun(self.kept_last, self.aim.by_reach)
         asked = linear_loss(
             said_RD,
             self.head,
