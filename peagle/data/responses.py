@@ -168,9 +168,8 @@ class Writer:
     def _encode(self, many: list[Conversation]) -> None:
         """The ids of the turn that is asked next, or of a prompt's beginning; what cannot be rendered says why."""
         try:
-            for one in many:
-                if self.settings.vary and one.sample and not one.varied:
-                    self._begin(one)
+            if self.settings.vary:
+                self._begin([one for one in many if one.sample and not one.varied])
             turns = [one for one in many if one.begun is None]
             for one, ids in zip(turns, self.chat.ids([t.messages for t in turns], ready=True), strict=True):
                 one.prompt_ids = ids
@@ -203,12 +202,15 @@ class Writer:
         one.leading = first is not None
         return one.prompt_ids + lead, first or self.settings.params(seed, len(lead))
 
-    def _begin(self, one: Conversation) -> None:
-        """A prompt like the one given: so many of its tokens as follow from the seed, at most half of them."""
-        words = self.chat.encode([one.prompt.turns[0]])[0]
-        kept = min(1 + self._prompt_seed(one) % self.settings.vary, max(len(words) // 2, 1))
-        begun = self.chat.decode(words[:kept]).rstrip("\ufffd")  # the rest of a character may be another token
-        one.begun, one.prompt_ids = begun, self.chat.encode([self._user_turn(one)[0] + begun])[0]
+    def _begin(self, many: list[Conversation]) -> None:
+        """Prompts like those given: so many of their tokens as follow from the seed, at most half of them."""
+        begun = []
+        for one, words in zip(many, self.chat.encode([one.prompt.turns[0] for one in many]), strict=True):
+            kept = min(1 + self._prompt_seed(one) % self.settings.vary, max(len(words) // 2, 1))
+            begun.append(self.chat.decode(words[:kept]).rstrip("\ufffd"))  # a character may end in another token
+        beginnings = [self._user_turn(one)[0] + text for one, text in zip(many, begun, strict=True)]
+        for one, text, ids in zip(many, begun, self.chat.encode(beginnings), strict=True):
+            one.begun, one.prompt_ids = text, ids
 
     def _prompt_seed(self, one: Conversation) -> int:
         return seed_of(self.settings.seed, one.prompt.id, one.sample, -1)
