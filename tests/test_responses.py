@@ -28,7 +28,7 @@ from peagle.data.examples import examples
 from peagle.data.loops import before_loop, circling, looping
 from peagle.data.prompts import Prompt, Prompts, read_prompts
 from peagle.data.report import Summary
-from peagle.data.responses import Writer, seed_of
+from peagle.data.responses import NO_PROMPT, Writer, seed_of
 from peagle.data.run import open_chat, write_responses
 from peagle.data.sources import Answer, Question, open_engine
 from peagle.data.store import ResponseFile, beside
@@ -145,7 +145,8 @@ def test_samples_with_a_lead_are_greedy_from_there_on(target: Path, tmp_path: Pa
 def test_varied_prompts_begin_as_the_given_and_are_answered_like_any(target: Path, tmp_path: Path) -> None:
     settings = ResponseSettings(temperature=0.0, max_tokens=24, samples=4, seed=3, vary=7)
     prompts, out = write_prompts(tmp_path / "p.jsonl", 8), tmp_path / "out.jsonl"
-    summary = write_responses(prompts, out, str(target), settings, ENGINE, shown=False)
+    write_responses(prompts, out, str(target), settings, ENGINE, shown=False)
+    dropped = {(d["id"], d["sample"]): d["reason"] for d in rows_of(beside(out, "dropped"))}
     written, alone = by_key(rows_of(out)), LLM(target, device="cpu", dtype="float32", max_num_seqs=1, max_model_len=200)
     kept, others = set[int](), 0
     for prompt in read_prompts(prompts).rows:
@@ -157,7 +158,7 @@ def test_varied_prompts_begin_as_the_given_and_are_answered_like_any(target: Pat
                 params = SamplingParams(256, 1.0, 0, settings.top_p, seed, stop_token_ids=(ord("\n"),))
                 said = alone.generate(list(begun.encode()), params)[0].outputs[0]
                 if row is None:
-                    assert said.finish_reason != "stop" or "loop" in summary.dropped
+                    assert dropped[prompt.id, sample] == ("loop" if said.finish_reason == "stop" else NO_PROMPT)
                     continue
                 assert said.finish_reason == "stop"
                 kept.add(len(begun))
@@ -165,6 +166,7 @@ def test_varied_prompts_begin_as_the_given_and_are_answered_like_any(target: Pat
                 others, asked = others + (made != asked), made
                 assert len(row["messages"]) == 2  # further turns were about another question
             if row is None:
+                assert dropped[prompt.id, sample] == "loop"
                 continue
             assert row["messages"][0]["content"] == asked
             start, end = row["spans"][0]

@@ -124,7 +124,7 @@ class Examiner:
             self.aim.objective,
             links=counted,
         )
-        if len(links.drafted_F):
+        if self.aim.by_start and len(links.drafted_F):
             self.kept_last = links.kept(asked.accept_R, asked.best_R)[len(links.drafted_F) - 1]
         match_R = asked.match_R.to(self.weight_K.dtype)
         unbroken_R = match_R * links.reach(match_R, asked.best_R)
