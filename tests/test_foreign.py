@@ -122,3 +122,14 @@ def test_a_window_that_is_only_in_the_mask(tmp_path: Path) -> None:
     set_config(tmp_path, layer_types=["full_attention"] * 4)
     with pytest.raises(UserError, match="not all of its layers attend as its config says"):
         load_decoder(tmp_path)
+
+
+def test_a_model_that_transformers_itself_cannot_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault of the version at hand is named as one, whatever it raises."""
+    saved(olmo3(), tmp_path)
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise AttributeError("'NoneType' object has no attribute 'shape'\nand more")
+
+    monkeypatch.setattr(Olmo3ForCausalLM, "forward", broken)
+    refused(tmp_path, "olmo3 model cannot run", "transformers itself fails: 'NoneType' object has no", "--engine vllm")

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from peagle.checkpoints.fields import Fields, config_object, layer_config, positions
 from peagle.config import DecoderConfig, RopeConfig
-from peagle.errors import UserError
+from peagle.errors import UserError, first_line
 from peagle.kernels.attention import causal_attention, masked_attention, sink_attention
-from peagle.models.foreign import NAME, TransformersDecoder, attention
+from peagle.models.foreign import NAME, TransformersDecoder, attention, every_position
 
 # Fields that change logits or attention in ways that are not handed over.
 REFUSED = (
@@ -95,8 +95,7 @@ def load_foreign(
             local_files_only=True,
         )
     except Exception as error:  # whatever its reader of the moment raises
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(f"{folder}: transformers cannot load it ({reason})") from None
+        raise UserError(f"{folder}: transformers cannot load it ({first_line(error)})") from None
     theirs = text_model(theirs).to(device).eval().requires_grad_(False)
     try:
         return checked(cfg, theirs)
@@ -142,7 +141,11 @@ def checked(cfg: DecoderConfig, theirs: Any) -> TransformersDecoder:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(cfg.vocab_size, (CHECKED,), generator=generator).to(device)
     places = torch.arange(CHECKED, device=device)
-    want = theirs(input_ids=tokens[None], position_ids=places[None], use_cache=False).logits[0].float()
+    try:
+        more = every_position(theirs.forward)
+        want = theirs(input_ids=tokens[None], position_ids=places[None], use_cache=False, **more).logits[0].float()
+    except Exception as error:  # whatever its own code of the moment raises
+        raise UserError(f"transformers itself fails: {first_line(error)}") from None
     theirs.set_attn_implementation(NAME)
     model = TransformersDecoder(cfg, theirs)
     if getattr(model.lm_head, "bias", None) is not None:
@@ -153,7 +156,7 @@ def checked(cfg: DecoderConfig, theirs: Any) -> TransformersDecoder:
         part, half = _InParts(), CHECKED // 2
         parts = [model.logits(model(tokens[at], places[at], part)[0]) for at in (slice(half), slice(half, None))]
     except (RuntimeError, TypeError, KeyError, IndexError) as error:
-        raise UserError((str(error).splitlines() or [type(error).__name__])[0]) from None
+        raise UserError(first_line(error)) from None
     if windows != cfg.windows:
         raise UserError("not all of its layers attend as its config says")
     most = (0.01 if dtype == torch.float32 else 0.3) * want.std()

@@ -17,7 +17,7 @@ from peagle.checkpoints.foreign import load_foreign
 from peagle.checkpoints.published import Published, has_packed_experts, stored
 from peagle.checkpoints.slots import fill, layout_of, problems
 from peagle.config import DecoderConfig
-from peagle.errors import UserError
+from peagle.errors import UserError, first_line
 from peagle.models.decoder import Decoder
 
 if TYPE_CHECKING:
@@ -120,8 +120,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # transformers raises whatever its reader of the moment does
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise UserError(f"{folder}: no usable tokenizer in it ({reason[0]})") from None
+        raise UserError(f"{folder}: no usable tokenizer in it ({first_line(error)})") from None
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, raw: bool) -> list[int]:

@@ -6,7 +6,8 @@ work as they do for our own decoder, if slower: nothing is fused. Knows nothing 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -59,12 +60,20 @@ def attention(
     return lent.attend(module.layer_idx, q, k, v, sliding_window, **more)[None], None
 
 
+def every_position(forward: Callable[..., Any]) -> dict[str, Any]:
+    """What tells a pass to compute every position, where it may leave some out: drafts are judged at each. (Asked for
+    nothing, Gemma 4 takes a way for few positions that fails where layers share keys but have no inputs of their own.)
+    """
+    return {"logits_to_keep": slice(None)} if "logits_to_keep" in inspect.signature(forward).parameters else {}
+
+
 class TransformersDecoder(Decoder):
     """Called as a `Decoder` is."""
 
     def __init__(self, cfg: DecoderConfig, theirs: Any) -> None:
         nn.Module.__init__(self)
         self.cfg, self.theirs, self.lent = cfg, theirs, Lent(cfg)
+        self.all = every_position(theirs.base_model.forward)
         for module in theirs.modules():
             if hasattr(module, "layer_idx"):
                 module.lent = self.lent
@@ -125,9 +134,8 @@ class TransformersDecoder(Decoder):
     ) -> tuple[Tensor, Tensor | None]:
         self.lent.attend, self.lent.windows = attend, {}
         try:
-            out = self.theirs.base_model(
-                input_ids=token_ids_T[None], position_ids=positions_T[None], use_cache=False, return_dict=True
-            )
+            places = {"input_ids": token_ids_T[None], "position_ids": positions_T[None]}
+            out = self.theirs.base_model(**places, **self.all, use_cache=False, return_dict=True)
             tapped = [self._streams[k] for k in taps]
         finally:
             self.lent.attend = None

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from peagle.checkpoints.target import load_tokenizer
 from peagle.engine.text import Detokenizer
+from peagle.errors import first_line
 from peagle.serving.errors import ApiError
 
 AT_ONCE = 4096  # characters that are tokenized without leaving asyncio's thread
@@ -64,8 +65,8 @@ class Prompts:
                     list(messages), tools=tools, add_generation_prompt=begin_answer, return_dict=True, **(more or {})
                 )
             except Exception as error:
-                said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-                raise ApiError(400, f"messages: the chat template refuses them ({said[:160]})", "messages") from None
+                said = first_line(error)[:160]
+                raise ApiError(400, f"messages: the chat template refuses them ({said})", "messages") from None
             return list(encoded["input_ids"])
 
         return await self._aside(sum(len(m["content"]) for m in messages) + 1024 * len(tools or ()), render)
