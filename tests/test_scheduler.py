@@ -13,7 +13,7 @@ from support import many
 from peagle.config import SamplingParams
 from peagle.engine.kv_cache import BlockPool
 from peagle.engine.request import Plan, Request, State
-from peagle.engine.scheduler import MANY, PREFILL_EVERY, Scheduler
+from peagle.engine.scheduler import BLOCKS_AHEAD, MANY, PREFILL_EVERY, Scheduler
 
 SIZE, LONGEST = 4, 40
 
@@ -149,6 +149,23 @@ def test_the_last_admitted_gives_way_and_comes_back_first() -> None:
     while requests[1].state is State.WAITING:
         device.step()
     assert len(requests[1].output_ids) == kept and requests[1].to_read == 5 + kept - 1
+
+
+@pytest.mark.parametrize(("blocks", "most_times"), [(40, 3), (13, 8)])
+def test_blocks_come_some_at_a_time_while_half_are_free(blocks: int, most_times: int) -> None:
+    """Nobody has more than those, none past its end, and where room is scarce each comes when it is needed."""
+    scheduler = make_scheduler(blocks=blocks, seqs=1, most=1, idle=100)
+    device = Device(scheduler, random.Random(0), 0)
+    request = make_request(0, [0] * 5, 30)
+    scheduler.add(request)
+    times, held = 0, 0
+    while device.step() is not None or device.in_flight:
+        if request.state is State.FINISHED:
+            break
+        needed = -(-(request.length + 2) // SIZE)
+        assert needed <= len(request.blocks) + 1 and len(request.blocks) <= min(needed + 1 + BLOCKS_AHEAD, 9)
+        times, held = times + (len(request.blocks) > held), len(request.blocks)
+    assert held == 9 and times <= most_times and (blocks > 13 or times > 4)
 
 
 def test_prompts_are_cut_by_who_else_is_there() -> None:

@@ -16,6 +16,7 @@ from peagle.engine.request import Chunk, Plan, Request, State
 
 PREFILL_EVERY = 8  # steps at most that a prompt waits for company, while MANY decode and few places are free
 MANY = 16
+BLOCKS_AHEAD = 3  # that a request gets with one it needs, while half of them all are free
 
 
 class Scheduler:
@@ -84,7 +85,7 @@ class Scheduler:
         """Blocks for the first `tokens` positions; False if that has to wait for what is in flight."""
         missing = self._missing(request, tokens)
         while missing > 0:
-            blocks = self.pool.allocate(missing)
+            blocks = self.pool.allocate(missing + self._ahead(request, missing))
             if blocks is not None:
                 request.blocks += blocks
                 self.moved.append(request)
@@ -95,6 +96,11 @@ class Scheduler:
             if request.state is not State.DECODING:
                 return True
         return True
+
+    def _ahead(self, request: Request, missing: int) -> int:
+        """Of blocks that it will need later: whenever some change hands the device is told, between two rounds."""
+        plenty = self.pool.available - missing - BLOCKS_AHEAD >= self.pool.num_blocks // 2
+        return max(0, min(BLOCKS_AHEAD, self._missing(request, request.end) - missing)) if plenty else 0
 
     def _missing(self, request: Request, tokens: int) -> int:
         return -(-min(tokens, request.longest) // self.pool.block_size) - len(request.blocks)
