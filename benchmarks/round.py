@@ -41,6 +41,7 @@ SHAPES = {
     "8b": (LayerConfig(4096, 14336, 32, 8, 128, 1e-5), 32, 128256, False),
     "smollm2": (LayerConfig(576, 1536, 9, 3, 64, 1e-5), 30, 49152, True),
 }
+TURNS = 20  # replays that are timed together; drafts never hold, so each moves requests on by a token
 KINDS = {
     "products": ("_linear_kernel", "gemm", "nvjet", "cutlass", "splitK", "xmma"),
     "attention": ("attention", "_combine", "_paged", "_attend", "rotate"),
@@ -156,9 +157,16 @@ def by_kernel(replay: Callable[[], Any]) -> dict[str, float]:
     return {name: sum(each) / turns / 1e3 for name, each in names.items()}
 
 
-def breakdown(graphs: RoundGraphs, batch: int, drafts: int) -> dict[str, float]:
+def recorded_for(graphs: RoundGraphs, batch: int, drafts: int, context: int) -> RoundBuffers:
+    """The round that an engine would replay, also after `timed` has moved all requests on."""
+    found = graphs.find(batch, drafts, context + TURNS + 1)
+    assert found is not None
+    return found
+
+
+def breakdown(graphs: RoundGraphs, batch: int, drafts: int, context: int) -> dict[str, float]:
     """Milliseconds of one replay by kind of kernel."""
-    recorded = graphs.rounds[batch, drafts]
+    recorded = recorded_for(graphs, batch, drafts, context)
     recorded.slots_B.copy_(torch.arange(batch, device=recorded.slots_B.device))
     sums: dict[str, float] = {}
     for name, took in by_kernel(recorded.replay).items():
@@ -172,11 +180,11 @@ def timed(recorded: RoundBuffers | torch.cuda.CUDAGraph) -> float:
     recorded.replay()
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
-    for _ in range(20):
+    for _ in range(TURNS):
         recorded.replay()
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end) / 20
+    return begin.elapsed_time(end) / TURNS
 
 
 def main() -> None:
@@ -224,8 +232,9 @@ def main() -> None:
             f"{'batch':>6}{'drafts':>7}{'context':>8}{'ms':>9}{'limit ms':>9}{'share':>7}  by kind (ms)",
             flush=True,
         )
-        for (batch, drafts), recorded in sorted(graphs.rounds.items()):
+        for batch, drafts in sorted(graphs.rounds):
             for context in args.context:
+                recorded = recorded_for(graphs, batch, drafts, context)
                 recorded.slots_B.copy_(torch.arange(batch, device=device))
                 times = []
                 for _ in range(3):
@@ -236,9 +245,9 @@ def main() -> None:
                 kinds = ""
                 if args.profile:
                     state.start_S[:most] = context
-                    row["kinds"] = breakdown(apart, batch, drafts)
+                    row["kinds"] = breakdown(apart, batch, drafts, context)
                     state.start_S[:most] = context
-                    row["apart_ms"] = timed(apart.rounds[batch, drafts])
+                    row["apart_ms"] = timed(recorded_for(apart, batch, drafts, context))
                     row["kinds"]["gaps"] = row["apart_ms"] - sum(row["kinds"].values())
                     kinds = f"{row['apart_ms']:.2f} = " + "  ".join(f"{k} {v:.2f}" for k, v in row["kinds"].items())
                 rows.append(row)

@@ -11,6 +11,7 @@ import torch
 from peagle import reference
 from peagle.checkpoints.target import Target
 from peagle.config import DecoderConfig, DrafterConfig, LayerConfig, RopeConfig, SamplingParams
+from peagle.engine.graphs import RoundBuffers, RoundGraphs
 from peagle.engine.llm import LLM
 from peagle.engine.loading import random_weights
 from peagle.models.decoder import Decoder
@@ -102,8 +103,8 @@ def test_bf16_text_does_not_depend_on_speculation_or_company() -> None:
     assert bf16_texts(target, None, 4, pairs.VOCAB) == want
 
 
-def test_bf16_text_of_smollm2s_shape_does_not_either() -> None:
-    """Random weights: many near-ties, which any difference in the last bit would tip."""
+def smollm2s_shape(parallel: bool = True) -> tuple[Target, Drafter, int]:
+    """Random weights: many near-ties, which any difference in the last bit would tip; and the vocabulary's size."""
     torch.manual_seed(0)
     vocab, device, dtype = 49152, torch.device("cuda"), torch.bfloat16
     cfg = DecoderConfig("llama", vocab, 4, SMOLLM2, RopeConfig(), 2048, True, (None,) * 4)
@@ -117,13 +118,47 @@ def test_bf16_text_of_smollm2s_shape_does_not_either() -> None:
         max_positions=2048,
         target_hidden_size=SMOLLM2.hidden_size,
         taps=cfg.default_taps,
-        mask_token_id=0,
+        mask_token_id=0 if parallel else None,
     )
-    drafter = random_weights(Drafter, draft, dtype, device).share(target.model)
+    return target, random_weights(Drafter, draft, dtype, device).share(target.model), vocab
+
+
+def test_bf16_text_of_smollm2s_shape_does_not_either() -> None:
+    target, drafter, vocab = smollm2s_shape()
     want = bf16_texts(target, None, 8, vocab)
     assert len({tuple(text) for text in want}) > 10
     for at_once, guess in ((8, drafter), (4, drafter), (4, None), (1, None)):
         assert bf16_texts(target, guess, at_once, vocab) == want, (at_once, guess is not None)
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_rounds_of_short_requests_write_what_the_others_do(parallel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts that grow past both lengths up to which a small model's rounds are recorded by themselves, alone and beside
+    others that are longer; all lengths are used."""
+    target, drafter, vocab = smollm2s_shape(parallel)
+    used: set[int | None] = set()
+    found = RoundGraphs.find
+
+    def find(graphs: RoundGraphs, batch: int, k: int, length: int) -> RoundBuffers | None:
+        recorded = found(graphs, batch, k, length)
+        near = graphs.near_rounds[min(s for s in graphs.sizes if s >= batch), k]
+        used.add(next((length for length, one in near.items() if one is recorded), None))
+        return recorded
+
+    def texts(at_once: int) -> list[list[int]]:
+        options = {"device": "cuda", "dtype": "bfloat16", "tokenizer": False, "kv_cache_memory": 1 << 28}
+        options |= {"max_prefill_tokens": LENGTH, "prefill_chunk": LENGTH, "prefix_reuse": False}
+        llm = LLM(target, drafter, 7, max_num_seqs=at_once, max_model_len=1024, **options)
+        prompts = [[(31 * i + 7 * n) % vocab for i in range(n * LENGTH)] for n in (7, 3, 1, 9)]
+        asked = [SamplingParams(max_tokens=most, ignore_eos=True) for most in (90, 100, 250, 60)]
+        return [o.outputs[0].token_ids for o in llm.generate(prompts, asked)]
+
+    monkeypatch.setattr(RoundGraphs, "find", find)
+    near = [texts(at_once) for at_once in (1, 2, 4)]
+    assert used == {256, 512, None}
+    monkeypatch.setattr("peagle.engine.graphs.near_lengths", lambda target, drafter: ())
+    used.clear()
+    assert texts(1) == near[0] == near[1] == near[2] and used == {None}
 
 
 def test_graphs_say_what_they_take() -> None:

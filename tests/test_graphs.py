@@ -6,18 +6,27 @@ from dataclasses import replace
 import engines
 import pairs
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support import many
 
 from peagle import reference
 from peagle.config import DecoderConfig, LayerConfig, RopeConfig, SamplingParams
-from peagle.engine.graphs import CHUNK_ROWS, batch_sizes, chunk_sizes
+from peagle.engine.graphs import (
+    CHUNK_ROWS,
+    RoundBuffers,
+    RoundGraphs,
+    batch_sizes,
+    chunk_sizes,
+    near_lengths,
+)
 from peagle.engine.llm import LLM
-from peagle.engine.loading import check_recordable
+from peagle.engine.loading import check_recordable, random_weights
 from peagle.engine.prompts import PromptRows, Room, ends_of, lay_out
 from peagle.engine.request import Chunk, Request
 from peagle.errors import UserError
+from peagle.models.decoder import Decoder
 
 
 @many(60)
@@ -42,6 +51,46 @@ def test_heads_that_cannot_be_recorded_are_refused(width: int, fine: bool) -> No
     cfg = DecoderConfig("llama", 32, 1, layer, RopeConfig(), 64, False, (None,))
     with nullcontext() if fine else pytest.raises(UserError, match=f"width {width} .*cuda_graphs=False"):
         check_recordable(cfg, None)
+
+
+@pytest.mark.parametrize(
+    ("width", "window", "dtype", "want"),
+    [
+        (64, None, torch.bfloat16, (256, 512)),
+        (64, 100, torch.bfloat16, ()),
+        (64, None, torch.float32, ()),
+        (128, None, torch.bfloat16, ()),
+    ],
+)
+def test_small_targets_without_windows_have_rounds_for_short_requests(width, window, dtype, want) -> None:
+    pytest.importorskip("triton", reason="Triton is made for Linux only")
+    layer = LayerConfig(64, 128, num_heads=3, num_kv_heads=1, head_dim=width)
+    cfg = DecoderConfig("llama", 32, 2, layer, RopeConfig(), 64, False, (None, window))
+    assert near_lengths(random_weights(Decoder, cfg, dtype, torch.device("cpu")), None) == want
+
+
+@many(120)
+@given(
+    st.integers(1, 5),
+    st.sampled_from([0, 3, 7]),
+    st.one_of(st.integers(1, 600), st.integers(235, 260), st.integers(490, 515)),
+)
+def test_a_round_of_short_requests_has_room_for_all_it_reads_and_makes(batch: int, k: int, length: int) -> None:
+    graphs = RoundGraphs.__new__(RoundGraphs)  # what a GPU would be needed for is left out
+    slots = torch.zeros(0)
+    made = {most: RoundBuffers(slots, slots, None) for most in (256, 512, None)}  # type: ignore[arg-type]
+    graphs.sizes, graphs.rounds = [1, 2, 4], {(size, k): made[None] for size in (1, 2, 4)}
+    graphs.near_rounds = {(1, k): {512: made[512], 256: made[256]}, (2, k): {512: made[512]}}
+    found = graphs.find(batch, k, length)
+    if batch > 4:
+        assert found is None
+        return
+    last = length - 1 + max(2 * k - 1, k)  # of the newest token, the drafts behind it, and those made behind them
+    lengths = {1: (256, 512), 2: (512,), 3: (), 4: ()}[batch]
+    most = next(most for most, one in made.items() if one is found)
+    assert most is None or (most in lengths and last < most), "it would be cut off"
+    roomy = [n for n in lengths if last + 3 <= n]
+    assert not roomy or (most is not None and most <= roomy[0]), "a shorter one would have done"
 
 
 LONGEST = 70

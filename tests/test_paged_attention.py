@@ -201,6 +201,7 @@ def triton_paged(
     ahead: int = 0,
     warps: int = 4,
     programs: int = 0,
+    span: int = 1,
 ) -> None:
     """`turn`: "" (q and k come rotated), "plain" or "norm"."""
     from peagle.kernels.paged_attention_triton import paged_attention_triton
@@ -208,7 +209,7 @@ def triton_paged(
 
     case.build(dtype, device)
     pages = case.pages(device)
-    launch = Launch(tile, queries, splits, warps, 2 if dtype == torch.float32 else 3, ahead, programs)
+    launch = Launch(tile, queries, splits, warps, 2 if dtype == torch.float32 else 3, ahead, programs, 0, span)
     rotation = case.rotation(turn == "norm", dtype, device) if turn else None
     more = {"launch": launch, "rotation": rotation, "sinks": case.sinks}
     case.check(lambda *args: paged_attention_triton(*args, pages, case.window, **more), tolerance(dtype), rotation)
@@ -331,19 +332,22 @@ def check_in_the_interpreter() -> None:
         queries=st.sampled_from([16, 32]),
         turn=st.sampled_from(["", "plain", "norm"]),
         programs=st.sampled_from([0, 1, 2, 3]),
+        span=st.sampled_from([1, 2]),
     )
-    def paged(case: Case, tile: int, splits: int, queries: int, turn: str, programs: int) -> None:
-        triton_paged(case, tile=tile, splits=splits, queries=queries, turn=turn, programs=programs, **exact)
+    def paged(case: Case, tile: int, splits: int, queries: int, turn: str, programs: int, span: int) -> None:
+        launch = {"tile": tile, "splits": splits, "queries": queries, "programs": programs, "span": span}
+        triton_paged(case, turn=turn, **launch, **exact)
 
     @settings(same, max_examples=6)
     @given(
         case=cases(same_rows=True, most_rows=5, most_context=200, shapes=TILED),
         splits=st.sampled_from([2, 3, 5]),
         turn=st.sampled_from(["", "norm"]),
+        span=st.sampled_from([1, 2]),
     )
-    def bits(case: Case, splits: int, turn: str) -> None:
+    def bits(case: Case, splits: int, turn: str, span: int) -> None:
         # numpy's products are held to the bit for one width alone, so all have 16 queries at a time
-        launches = [Launch(16, 16, splits, 4, 2, 0, programs) for programs in (1, 2, 0)]
+        launches = [Launch(16, 16, splits, 4, 2, 0, programs, 0, span) for programs in (1, 2, 0)]
         triton_bits(case, launches=launches, turn=turn, **exact)
 
     @same
@@ -379,8 +383,8 @@ def check_in_the_interpreter() -> None:
 )
 def test_triton_paged_on_the_gpu(case: Case, splits: int, turn: str, programs: int) -> None:
     """Each shape by one of the launches that `choose_launch` makes, but query tiles narrow enough to need several."""
-    tile, warps, ahead = (64, 4, 0) if case.group == 3 else (128, 8, 2)
-    triton_paged(case, torch.bfloat16, "cuda", tile, splits, 32, turn, ahead, warps, programs)
+    tile, queries, ahead, span = (256, 16, 1, 2) if case.group == 3 else (128, 32, 2, 1)
+    triton_paged(case, torch.bfloat16, "cuda", tile, splits, queries, turn, ahead, 8, programs, span)
 
 
 @pytest.mark.gpu
@@ -443,27 +447,48 @@ def test_programs_have_all_tiles_between_them_a_share_at_a_time() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_what_decides_the_bits_depends_on_no_batch_but_a_large_one(heads, kv_heads, width, dtype) -> None:
     from peagle.kernels.linear_shapes import FEW, is_small
-    from peagle.kernels.paged_launches import choose_launch
+    from peagle.kernels.paged_launches import choose_launch, near_positions
 
     def decisive(batch: int, rows: int, blocks: int, max_context: int | None = None) -> tuple[int, ...]:
         ints = torch.zeros(batch, dtype=torch.int32)
         pages = Pages(torch.zeros(batch, blocks, dtype=torch.int32), ints, ints, rows, None, max_context)
         launch = choose_launch(pages, heads, kv_heads, width, BLOCK, dtype, torch.device("cpu"))
         assert 1 <= launch.programs <= launch.splits and launch.tile >= (64 if dtype == torch.bfloat16 else 32)
-        return launch.tile, launch.splits, launch.warps
+        return launch.tile, launch.splits, launch.warps, launch.span
 
+    near = near_positions(heads, kv_heads, width, dtype, torch.device("cpu"))
     last = 132 // kv_heads  # an H200's processors
     sizes = [(b, rows) for b in (1, 2, 3, 4, 8, last) for rows in (1, 3, 8, 40)]
     small = is_small((heads + 2 * kv_heads) * width, heads * width)
     held = [(b, rows) for b, rows in sizes if small or dtype == torch.float32 or width > 256 or b * rows <= FEW]
     few = {decisive(b, rows, m) for b, rows in held for m in (1, 7, 128, 2048)}
     assert few | {decisive(2, 8, 128, 0), decisive(2, 8, 128, 900)} == few and len(few) == 1
-    assert not few & {(32, 1, 4)} or kv_heads > 132
+    assert all((tile, tile * span) == (near or (tile, tile)) for tile, _, _, span in few)
+    assert bool(near) == ((heads, kv_heads, width) in {(9, 3, 64), (4, 2, 32)} and dtype == torch.bfloat16)
+    assert not few & {(32, 1, 4, 1)} or kv_heads > 132
     for b, rows in set(sizes) - set(held):  # products round otherwise there: one share a program, nothing left behind
-        tile, splits, warps = decisive(b, rows, 2048)
-        [(usual, most, threads)] = few
-        assert (tile, warps) == (usual, threads) and splits <= most
+        tile, splits, warps, span = decisive(b, rows, 2048)
+        [(usual, most, threads, one)] = few
+        assert (tile, warps, span) == (usual, threads, one) and splits <= most
         assert splits <= max(1, (2 if width < 128 else 1) * 132 // (b * kv_heads))
+
+
+def test_a_gpu_with_little_shared_memory_has_small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    from peagle.kernels import paged_launches
+
+    ints = torch.zeros(1, dtype=torch.int32)
+    pages = Pages(torch.zeros(1, 128, dtype=torch.int32), ints, ints, 8)
+
+    def launch() -> paged_launches.Launch:
+        return paged_launches.choose_launch(pages, 9, 3, 64, BLOCK, torch.bfloat16, torch.device("cpu"))
+
+    usual = launch()
+    assert (usual.tile, usual.span, usual.programs) == (256, 2, 4)  # of 2,048 positions
+    monkeypatch.setattr(paged_launches, "shared_memory", lambda device: 163 << 10)  # an A100's
+    assert paged_launches.near_positions(9, 3, 64, torch.bfloat16, torch.device("cpu")) == ()
+    small = launch()
+    assert (small.tile, small.span, small.programs) == (64, 1, 32)
+    assert small.stages * 2 * small.tile * 64 * 2 < 99 << 10
 
 
 @pytest.mark.parametrize("rows", [1, 4, 8])
@@ -485,7 +510,7 @@ def test_no_two_kinds_of_operand_have_one_address(heads: int, kv_heads: int, wid
     pages = Pages(torch.zeros(1, 24, dtype=torch.int32), ints, ints, rows)
     launch = choose_launch(pages, heads, kv_heads, width, BLOCK, torch.bfloat16, torch.device("cpu"))
     fixed = {"G": kv_heads, "GROUP": heads // kv_heads, "D": width, "BLOCK": BLOCK, "NEW": _NEW_ROWS}
-    fixed |= {"TILE": launch.tile, "QUERIES": launch.queries, "AHEAD": launch.ahead, "ONCE": once}
+    fixed |= {"TILE": launch.tile, "SPAN": launch.span, "QUERIES": launch.queries, "AHEAD": launch.ahead, "ONCE": once}
     fixed |= {"WHOLE": True, "PRECISION": "tf32", "WINDOWED": 0}
     fixed |= dict.fromkeys(("ROTATE", "NORM", "SINKS", "PDL"), False)
     names = _paged_kernel.arg_names
@@ -502,7 +527,8 @@ def test_no_two_kinds_of_operand_have_one_address(heads: int, kv_heads: int, wid
         kinds.setdefault(register, set()).add(int(constant) >> 32)
     assert "wgmma.mma_async" in ptx and len(kinds) >= 3
     waits = [int(left) for left in re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx)]
-    assert (max(waits, default=0) > 0) == (not once and launch.stages > 2), "with several tiles the next is on its way"
+    several = launch.span > 1 or not once
+    assert (max(waits, default=0) > 0) == (several and launch.stages > 2), "with several tiles the next is on its way"
     assert all(len(found) == 1 for found in kinds.values()), kinds
 
 

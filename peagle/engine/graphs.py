@@ -1,8 +1,9 @@
 """Whole rounds and whole passes over prompts as CUDA graphs.
 
 Knows nothing about what is recorded, `Runner.round` and `Runner.read_prompts`. There is one graph for each batch size
-and number of drafts, and for each number of prompt rows. Rows past a batch's end get slot -1, which reads nobody's
-state and writes nowhere that matters; prompts.py says where rows past a prompt's go.
+and number of drafts, two more for few requests of a small model that are all short, and one for each number of prompt
+rows. Rows past a batch's end get slot -1, which reads nobody's state and writes nowhere that matters; prompts.py says
+where rows past a prompt's go.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from torch import Tensor
 
 from peagle.engine.prompts import Numbers, Room, lay_out
 from peagle.engine.speculation import CostTable
+from peagle.kernels.launching import HAVE_TRITON
 from peagle.kernels.sending import pinned
+from peagle.models.decoder import Decoder
+from peagle.models.drafter import Drafter
 
 if TYPE_CHECKING:
     from peagle.engine.runner import Runner
@@ -28,6 +32,7 @@ if TYPE_CHECKING:
 MOST_ROWS, DEEP, DEEP_ROWS = 2048, 8, 640
 
 CHUNK_ROWS = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
+NEAR_BATCH, NEAREST_BATCH = 8, 2  # requests up to which those that are all short, or shortest, have their own rounds
 TYPICAL = 256  # tokens that requests have read whose rounds are timed
 LARGE = 2e9  # parameters; from here on the GPU is busy longer than the host with anything but short prompts
 
@@ -131,10 +136,27 @@ def _recorded(run: Callable[[], Any], pool: Any) -> tuple[torch.cuda.CUDAGraph, 
     return graph, out
 
 
+def near_lengths(target: Decoder, drafter: Drafter | None) -> tuple[int, ...]:
+    """Positions up to which rounds of requests that are all so short are worth recording by themselves."""
+    windows, layers = list(target.cfg.windows), [target.cfg.layer_at(i) for i in range(target.cfg.num_layers)]
+    if drafter is not None:
+        windows, layers = windows + list(drafter.cfg.windows), [*layers, drafter.cfg.layer]
+    if not HAVE_TRITON or any(window is not None for window in windows):
+        return ()
+    from peagle.kernels.paged_launches import near_positions  # imports Triton
+
+    weight = target.embed_tokens.weight
+    heads = {(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers}
+    found = [near_positions(*each, weight.dtype, weight.device) for each in heads]
+    return found[0] if all(found) else ()  # wherever there are any, they are the same
+
+
 class RoundGraphs:
     def __init__(self, runner: Runner, sizes: Sequence[int], choices: Sequence[int]) -> None:
         self.runner, self.sizes, self.choices = runner, sorted(sizes), sorted(choices)
         self.rounds: dict[tuple[int, int], RoundBuffers] = {}
+        self.near_rounds: dict[tuple[int, int], dict[int, RoundBuffers]] = {}  # by how long requests may become, too
+        self.near = near_lengths(runner.target, runner.drafter)
         self.pool = torch.cuda.graph_pool_handle()
         self.seconds = 0.0
         self.memory = 0
@@ -153,13 +175,23 @@ class RoundGraphs:
         self.seconds, self.memory = time.perf_counter() - started, free - torch.cuda.mem_get_info()[0]
 
     def _record(self, size: int, k: int) -> None:
-        slots = torch.full((size,), -1, device=self.runner.device)
-        graph, result = _recorded(lambda: self.runner.round(slots, k), self.pool)
-        self.rounds[size, k] = RoundBuffers(slots, result, graph)
+        self.rounds[size, k] = self._recorded(size, k, None)
+        near = self.near if size <= NEAREST_BATCH else self.near[1:] if size <= NEAR_BATCH else ()
+        self.near_rounds[size, k] = {most: self._recorded(size, k, most) for most in near if most < self.runner.longest}
 
-    def find(self, batch: int, k: int) -> RoundBuffers | None:
+    def _recorded(self, size: int, k: int, most: int | None) -> RoundBuffers:
+        slots = torch.full((size,), -1, device=self.runner.device)
+        graph, result = _recorded(lambda: self.runner.round(slots, k, most), self.pool)
+        return RoundBuffers(slots, result, graph)
+
+    def find(self, batch: int, k: int, length: int) -> RoundBuffers | None:
+        """The smallest that has room for all; `length`: positions that any request may have before it."""
         at = bisect_left(self.sizes, batch)
-        return self.rounds.get((self.sizes[at], k)) if at < len(self.sizes) else None
+        if at == len(self.sizes):
+            return None
+        near = self.near_rounds.get((self.sizes[at], k), {})
+        fits = (near[most] for most in sorted(near) if length + 2 * k + 1 <= most)  # drafts read, and drafts made
+        return next(fits, self.rounds.get((self.sizes[at], k)))
 
     def measure(self, repeats: int = 3) -> CostTable:
         """Seconds of each recorded round, for requests that have read some hundred tokens: with nothing behind it
@@ -168,7 +200,9 @@ class RoundGraphs:
         tables_SM, context = state.block_tables_SM[:-1], min(TYPICAL, self.runner.longest // 2)  # the last is nobody's
         blocks = len(self.runner.cache.keys[0])
         tables_SM.copy_((torch.arange(tables_SM.numel(), device=tables_SM.device) % blocks).view(tables_SM.shape))
-        for (batch, k), buffers in self.rounds.items():
+        for batch, k in self.rounds:
+            buffers = self.find(batch, k, context + repeats * (k + 1))
+            assert buffers is not None
             buffers.slots_B.copy_(torch.arange(batch, device=self.runner.device))
             state.start_S[:-1].fill_(context)
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -35,11 +35,13 @@ from peagle.kernels.rotary import Rotation
 from peagle.kernels.round_inputs import RoundInputs, SlotState, round_inputs
 from peagle.kernels.rows import take_rows
 from peagle.kernels.sampling import argmax, choose
-from peagle.kernels.sending import sent
+from peagle.kernels.sending import Returns, sent
 from peagle.kernels.verify import Accepted, accept
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
 from peagle.models.flat import FlatDecoder, FlatDrafter
+
+IN_FLIGHT = 64  # tensors at most that are on their way to the host
 
 Choice = Callable[[Tensor, PromptRows[Tensor]], Tensor]  # of first tokens, from logits [F, V]
 
@@ -107,6 +109,7 @@ class Verified:
     inputs: RoundInputs
     logits_TV: Tensor  # B * Q rows
     hidden_TD: Tensor | None  # the drafter's reading of the taps
+    most: int | None = None  # positions that any request has when the round is over, drafts included; None: any
 
 
 @dataclass
@@ -127,6 +130,11 @@ class Launched:
             self.done.synchronize()
         rounds = self.rounds_host.tolist() if self.rounds_host is not None else []
         return rounds, self.firsts_host.tolist() if self.firsts_host is not None else []
+
+
+def _before(most: int | None, rows: int) -> int | None:
+    """Positions at most that lie before a pass over `rows` rows, if there are `most` with it."""
+    return None if most is None else most - rows
 
 
 class Runner:
@@ -170,6 +178,7 @@ class Runner:
             self.rates_K = torch.tensor(synthetic_rates, dtype=torch.float32, device=self.device)
         self.graphs: RoundGraphs | None = None
         self.prompt_graphs: PromptGraphs | None = None
+        self._returns = Returns(IN_FLIGHT)
         self._sent: list[tuple[int, int, int]] = [(-1, 0, 0)] * max_num_seqs  # request, its preemptions, blocks
 
     @torch.inference_mode()
@@ -203,12 +212,7 @@ class Runner:
         if self.device.type != "cuda":
             return Launched(plan, rounds, firsts, first_tokens, None, logprobs)
 
-        def on_host(x: Tensor | None) -> Tensor | None:
-            if x is None:
-                return None
-            return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
-
-        hosts = on_host(rounds), on_host(first_tokens)
+        hosts = [None if x is None else self._returns.bring(x) for x in (rounds, first_tokens)]
         done = torch.cuda.Event()
         done.record()
         return Launched(plan, hosts[0], firsts, hosts[1], done, logprobs)
@@ -250,7 +254,7 @@ class Runner:
             available_S, limited = self.state.available_S, which[:, 0]
             available_S[limited] = torch.minimum(available_S[limited], which[:, 1])
         if self.graphs is not None and not plan.shaped:
-            recorded = self.graphs.find(len(slots), plan.drafts)
+            recorded = self.graphs.find(len(slots), plan.drafts, max(r.length + r.reach for r in plan.decoding))
             if recorded is not None:
                 recorded.load(slots, self._to_device)
                 recorded.replay()
@@ -277,17 +281,17 @@ class Runner:
         allowed_NQV = unpack(sent(allowed_rows(asked), self.device), self.target.cfg.vocab_size)
         return {r.id: rows for r, rows in zip(requests, allowed_NQV, strict=True)}
 
-    def round(self, slots_B: Tensor, k: int) -> Tensor:
-        verified = self.verify(slots_B, k)
+    def round(self, slots_B: Tensor, k: int, most: int | None = None) -> Tensor:
+        verified = self.verify(slots_B, k, most)
         return self.draft(verified, self.decide(verified))
 
-    def verify(self, slots_B: Tensor, k: int) -> Verified:
+    def verify(self, slots_B: Tensor, k: int, most: int | None = None) -> Verified:
         rows = round_inputs(self.state, slots_B, k, self.longest)
-        pages = Pages(rows.tables_BM, rows.starts_B, rows.live_B, k + 1)
+        pages = Pages(rows.tables_BM, rows.starts_B, rows.live_B, k + 1, max_context=_before(most, k + 1))
         attend = PagedAttend(self.cache, pages)
         hidden, taps = self.read_round(rows.tokens_BQ.flatten(), rows.positions_T, attend, self.taps)
         combined = self.drafter.combine(taps) if self.drafter is not None and taps is not None else None
-        return Verified(slots_B, rows, self.target.logits(hidden), combined)
+        return Verified(slots_B, rows, self.target.logits(hidden), combined, most)
 
     def decide(self, v: Verified) -> Accepted:
         """How many drafts hold, and the tokens they and the target's own make."""
@@ -352,7 +356,8 @@ class Runner:
             held = int(accepted_B) + 1
             kept_BQ, hidden_TD = emitted_BQ[:, :held], hidden_TD[:held]
         rows = draft_inputs(kept_BQ, accepted_B, starts_B, hidden_TD, self.mask_hidden_D, mask_id, k, limits_B)
-        pages = Pages(tables_BM, starts_B, rows.live_B, len(rows.token_ids_R) // batch)
+        count = len(rows.token_ids_R) // batch
+        pages = Pages(tables_BM, starts_B, rows.live_B, count, max_context=_before(v.most, count))
         attend = PagedAttend(self.draft_cache, pages)
         silent = {"silent": True} if k == 0 and isinstance(self.guess, FlatDrafter) else {}
         said, handed_on = self.guess(rows.token_ids_R, rows.hidden_RD, rows.positions_R, attend, **silent)
@@ -362,9 +367,18 @@ class Runner:
         guesses = drafter.target_ids(argmax(drafter.logits(take_rows(said, wanted))))
         if mask_id is not None:
             return guesses.view(batch, k)
-        return self.one_by_one(guesses, take_rows(handed_on, wanted), starts_B + accepted_B + 1, tables_BM, k)
+        first_B = starts_B + accepted_B + 1
+        return self.one_by_one(guesses, take_rows(handed_on, wanted), first_B, tables_BM, k, v.most)
 
-    def one_by_one(self, guess_B: Tensor, hidden_BD: Tensor, position_B: Tensor, tables_BM: Tensor, k: int) -> Tensor:
+    def one_by_one(
+        self,
+        guess_B: Tensor,
+        hidden_BD: Tensor,
+        position_B: Tensor,
+        tables_BM: Tensor,
+        k: int,
+        most: int | None = None,
+    ) -> Tensor:
         """EAGLE-3: each further guess from the last one and the drafter's own output; first row at `position`."""
         assert self.drafter is not None
         guesses = [guess_B]
@@ -373,7 +387,8 @@ class Runner:
         at_SB = ahead_SB.clamp(max=self.longest - 1)
         starts_SB, live_SB = at_SB.int(), (self.longest - ahead_SB).clamp(0, 1).int()
         for at_B, starts_B, live_B in zip(at_SB, starts_SB, live_SB, strict=True):
-            attend = PagedAttend(self.draft_cache, Pages(tables_BM, starts_B, live_B, 1))
+            pages = Pages(tables_BM, starts_B, live_B, 1, max_context=_before(most, 1))
+            attend = PagedAttend(self.draft_cache, pages)
             said, hidden_BD = self.guess(guesses[-1], hidden_BD, at_B, attend)
             guesses.append(self.drafter.target_ids(argmax(self.drafter.logits(said))))
         return torch.stack(guesses, 1)

@@ -168,14 +168,16 @@ if HAVE_GLUON:
         if PDL:
             gdc_wait()
 
-        # Past the last row it is read again; nothing of that is stored.
+        # Nothing past the last row is read: were that one read again instead, all programs would ask for the same words
+        # several times. What is multiplied there is nobody's, and not stored.
         first = gl.program_id(1) * BLOCK_M
         m = first + gl.arange(0, BLOCK_M, gl.SliceLayout(1, COPIES))
-        x_ptrs = x_ptr + gl.minimum(m, M - 1)[:, None] * x_stride + k[None, :]
+        x_ptrs = x_ptr + m[:, None] * x_stride + k[None, :]
+        there = (m < M)[:, None]
         for turn in gl.static_range(TURNS):
             for chain in gl.static_range(CHAINS):
                 at = (turn * CHAINS + chain) * BLOCK_K
-                async_copy.async_copy_global_to_shared(rows[turn * CHAINS + chain], x_ptrs + at)
+                async_copy.async_copy_global_to_shared(rows[turn * CHAINS + chain], x_ptrs + at, mask=there)
             async_copy.commit_group()
 
         # What the end needs is asked for here, so that it has arrived when the loop ends.

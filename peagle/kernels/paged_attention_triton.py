@@ -6,9 +6,10 @@ graphs can hold it.
 that share the keys, which are thus read once.
 
 The same row gets the same bits whether it is verified or decoded, and whoever is computed with it:
-- Key tiles lie at fixed positions and go round robin to the shares, whose number depends on the model and the GPU. So
-  which keys are added up with which depends on a row's position alone. How many programs there are for the shares
-  depends on the batch; a program with several computes one after another and leaves each by itself.
+- Key tiles lie at fixed positions and go round robin to the shares, in small models two at a time; how many shares
+  there are depends on the model and the GPU. So which keys are added up with which depends on a row's position alone.
+  How many programs there are for the shares depends on the batch; one with several computes them one after another and
+  leaves each by itself.
 - Tiles and shares that lie behind a row add exactly nothing to it: weights of 0, and a rescaling by 1.
 - Keys and values are the left operands of the products and rows the right ones: tiles of at least 64 keys are one kind
   of instruction (wgmma) for any number of rows, and the sum over a tile's keys has one order.
@@ -217,6 +218,7 @@ def _paged_kernel(
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
+    SPAN: tl.constexpr,
     QUERIES: tl.constexpr,
     NEW: tl.constexpr,
     AHEAD: tl.constexpr,
@@ -229,9 +231,11 @@ def _paged_kernel(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """WHOLE: no program has more than one share with anything in it. The result of an only share then needs no
-    combination. ONCE: nor more than one tile, and new rows are few; then what a program has to wait for is asked for
-    at once, and nothing is loaded ahead."""
+    """A share has pieces of SPAN tiles, of TILE keys each; below `tile` is a piece, and `sub` a tile of it.
+    WHOLE: no program has more than one share with anything in it. The result of an only share then needs no
+    combination. ONCE: nor more than one piece, and new rows are few; then what a program has to wait for is asked for
+    at once."""
+    PIECE: tl.constexpr = TILE * SPAN
     g = tl.program_id(0) % G
     query_tile = tl.program_id(0) // G
     program = tl.program_id(1)
@@ -243,28 +247,28 @@ def _paged_kernel(
     start = tl.load(starts + b).to(tl.int32)
     table = tables + b.to(tl.int64) * table_row
     slots = tl.arange(0, TILE)
-    soon = tl.arange(0, TILE * max(AHEAD, 1))
+    soon = tl.arange(0, PIECE * max(AHEAD, 1))
     if AHEAD > 0 and not WINDOWED:
         # Without a window the first tiles are known already, if shares have one each. One wait for memory less, if some
         # numbers are for nothing.
-        soon_pos = (program + soon // TILE * programs) * TILE + soon % TILE
+        soon_pos = (program + soon // PIECE * programs) * PIECE + soon % PIECE
         soon_block = tl.load(table + soon_pos // BLOCK, mask=soon_pos // BLOCK < table_width, other=0)
     # A sequence without live rows is an empty place of the batch: its start means nothing.
     start = tl.where(live > 0, start, 0)
     end = start + live
-    low, tiles, used = _shares(start, live, splits, window, TILE, WINDOWED)
+    low, tiles, used = _shares(start, live, splits, window, PIECE, WINDOWED)
     if program >= used:
         return  # others wait for the kernel ahead
     place = program
     tile = low + place
     count = _tiles_of(program, low, tiles, splits, programs, WHOLE)
-    owns_first = _owner(start // TILE, low, splits, programs, WHOLE) == program
+    owns_first = _owner(start // PIECE, low, splits, programs, WHOLE) == program
     owns_last = _owner(tiles - 1, low, splits, programs, WHOLE) == program
-    brings = owns_first | owns_last | (tiles - start // TILE > 2)  # new rows, perhaps
+    brings = owns_first | owns_last | (tiles - start // PIECE > 2)  # new rows, perhaps
     if AHEAD > 0:
         # The first tiles, while the kernel ahead still runs; the loop asks for the others AHEAD of their use.
         if WINDOWED:
-            soon_pos = (tile + soon // TILE * programs) * TILE + soon % TILE
+            soon_pos = (tile + soon // PIECE * programs) * PIECE + soon % PIECE
             soon_block = tl.load(table + soon_pos // BLOCK, mask=soon_pos < start, other=0)
         soon_at = soon_block.to(tl.int64) * block_step + (soon_pos % BLOCK) * slot_step + g * head_step
         _prefetch(cache_k, soon_at, soon_pos < start, D)
@@ -272,16 +276,21 @@ def _paged_kernel(
         next_tile, next_place = tile, place
         for _ in tl.static_range(AHEAD):
             next_tile, next_place = _tile_after(next_tile, next_place, low, tiles, splits, programs, WHOLE)
-        next_pos = next_tile * TILE + slots
+        next_pos = next_tile * PIECE + slots
         next_block = tl.load(table + next_pos // BLOCK, mask=next_pos < start, other=0)
     # Block numbers are fetched a tile before they are needed: in the same step every load would wait for another.
-    block = tl.load(table + (tile * TILE + slots) // BLOCK, mask=tile * TILE + slots < end, other=0)
+    block = tl.load(table + (tile * PIECE + slots) // BLOCK, mask=tile * PIECE + slots < end, other=0)
     cols = tl.arange(0, D)
+    sub = 0
     if ONCE:
-        pos = tile * TILE + slots
+        pos = tile * PIECE + slots
         base = block.to(tl.int64) * block_step + (pos % BLOCK) * slot_step + g * head_step
+        if SPAN > 1:
+            count = tl.minimum((end - tile * PIECE + TILE - 1) // TILE, SPAN)
+            later = tl.load(table + (pos + TILE) // BLOCK, mask=pos + TILE < end, other=0)
+            later_base = later.to(tl.int64) * block_step + (pos % BLOCK) * slot_step + g * head_step
         fresh = start + tl.arange(0, NEW)
-        mine = ((fresh < end) & (_owner(fresh // TILE, low, splits, programs, WHOLE) == program))[:, None]
+        mine = ((fresh < end) & (_owner(fresh // PIECE, low, splits, programs, WHOLE) == program))[:, None]
         to_block = tl.load(table + fresh // BLOCK, mask=fresh < end, other=0).to(tl.int64)
         to = (to_block * block_step + (fresh % BLOCK) * slot_step + g * head_step)[:, None] + cols[None, :]
         new = (b.to(tl.int64) * rows + tl.arange(0, NEW))[:, None]
@@ -322,7 +331,7 @@ def _paged_kernel(
     elif brings:
         for n in tl.range(0, live, NEW, num_stages=1):
             fresh = start + n + tl.arange(0, NEW)
-            mine = (fresh < end) & (_owner(fresh // TILE, low, splits, programs, WHOLE) == program)
+            mine = (fresh < end) & (_owner(fresh // PIECE, low, splits, programs, WHOLE) == program)
             to_block = tl.load(table + fresh // BLOCK, mask=mine, other=0).to(tl.int64)
             to = (to_block * block_step + (fresh % BLOCK) * slot_step + g * head_step)[:, None] + cols[None, :]
             new = b.to(tl.int64) * rows + n + tl.arange(0, NEW)
@@ -340,9 +349,10 @@ def _paged_kernel(
         tl.debug_barrier()
 
     # One loop over the tiles of all shares, so that the next share's keys are on their way while one is computed.
-    for i in range(count):
+    steps = count if ONCE else count * SPAN
+    for i in range(steps):
         if not ONCE:
-            pos = tile * TILE + slots
+            pos = tile * PIECE + sub * TILE + slots
             base = block.to(tl.int64) * block_step + (pos % BLOCK) * slot_step + g * head_step
         known = (pos < end)[:, None]
         at = base[:, None] + cols[None, :]
@@ -350,16 +360,23 @@ def _paged_kernel(
         if D <= 256:
             values = tl.load(cache_v + at, mask=known, other=0.0)
         share, last = tile % splits, tile + splits >= tiles
+        if SPAN > 1:
+            last = last & (sub == SPAN - 1)
         if not ONCE:
-            tile, place = _tile_after(tile, place, low, tiles, splits, programs, WHOLE)
-            after = tile * TILE + slots
+            if SPAN > 1:
+                later_tile, later_place = _tile_after(tile, place, low, tiles, splits, programs, WHOLE)
+                sub = (sub + 1) % SPAN
+                tile, place = tl.where(sub == 0, later_tile, tile), tl.where(sub == 0, later_place, place)
+            else:
+                tile, place = _tile_after(tile, place, low, tiles, splits, programs, WHOLE)
+            after = tile * PIECE + sub * TILE + slots
             block = tl.load(table + after // BLOCK, mask=after < end, other=0)
             if AHEAD > 0:
                 next_at = next_block.to(tl.int64) * block_step + (next_pos % BLOCK) * slot_step + g * head_step
                 _prefetch(cache_k, next_at, next_pos < start, D)
                 _prefetch(cache_v, next_at, next_pos < start, D)
                 next_tile, next_place = _tile_after(next_tile, next_place, low, tiles, splits, programs, WHOLE)
-                next_pos = next_tile * TILE + slots
+                next_pos = next_tile * PIECE + slots
                 next_block = tl.load(table + next_pos // BLOCK, mask=next_pos < start, other=0)
         scores = tl.dot(keys, queries, input_precision=PRECISION) * scale
         seen = pos[:, None] <= own[None, :]
@@ -379,9 +396,11 @@ def _paged_kernel(
             best = tl.where(last, float("-inf"), best)
             total = tl.where(last, 0.0, total)
             acc = tl.where(last, 0.0, acc)
+        if ONCE and SPAN > 1:
+            pos, base = pos + TILE, later_base
         # There is none. But this is the code that was timed: without the branch Triton moves the tile through registers
         # instead of copying it asynchronously, which nobody has run on a GPU yet.
-        if ONCE and i + 1 < count:
+        if ONCE and SPAN == 1 and i + 1 < count:
             tile, place = _tile_after(tile, place, low, tiles, splits, programs, WHOLE)
             pos = tile * TILE + slots
             block = tl.load(table + pos // BLOCK, mask=pos < end, other=0)
@@ -414,6 +433,7 @@ def _combine_kernel(
     GROUP: tl.constexpr,
     D: tl.constexpr,
     TILE: tl.constexpr,
+    SPAN: tl.constexpr,
     QUERIES: tl.constexpr,
     SPLITS: tl.constexpr,
     WINDOWED: tl.constexpr,
@@ -428,7 +448,7 @@ def _combine_kernel(
     live = tl.load(lives + b).to(tl.int32)
     start = tl.load(starts + b).to(tl.int32)
     start = tl.where(live > 0, start, 0)
-    low, tiles, used = _shares(start, live, splits, window, TILE, WINDOWED)
+    low, tiles, used = _shares(start, live, splits, window, TILE * SPAN, WINDOWED)
     m = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
     valid = m < rows * GROUP
     s = tl.arange(0, SPLITS)
@@ -530,10 +550,12 @@ def paged_attention_triton(
     shares = batch * launch.splits * rows * heads if launch.splits > 1 else 1
     parts = torch.empty((shares, width), dtype=torch.float32, device=out.device)
     sums = torch.empty((shares, 2), dtype=torch.float32, device=out.device)
-    shared = {"G": kv_heads, "GROUP": group, "D": width, "TILE": launch.tile}
-    tiles = most_tiles(pages, block_size, launch.tile)
+    # Of one tile it is the same how many a piece has, and the kernel is shorter.
+    of_piece = launch.span if most_tiles(pages, block_size, launch.tile) > 1 else 1
+    shared = {"G": kv_heads, "GROUP": group, "D": width, "TILE": launch.tile, "SPAN": of_piece}
+    tiles = most_tiles(pages, block_size, launch.tile * of_piece)
     whole = programs >= min(launch.splits, tiles)
-    once = programs >= tiles and rows <= _NEW_ROWS and width < 128  # wider heads were not timed
+    once = programs >= tiles and rows <= 2 * _NEW_ROWS and width < 128  # wider heads were not timed
     shared |= {
         "WINDOWED": kind,
         "SINKS": sinks is not None,
@@ -573,8 +595,8 @@ def paged_attention_triton(
         **shared,
         BLOCK=block_size,
         QUERIES=launch.queries,
-        NEW=_NEW_ROWS,
-        AHEAD=ahead,
+        NEW=2 * _NEW_ROWS if once and rows > _NEW_ROWS else _NEW_ROWS,
+        AHEAD=ahead if once or of_piece == 1 else 0,
         ONCE=once,
         ROTATE=rotation is not None,
         NORM=rotation is not None and rotation.normed,
@@ -584,7 +606,7 @@ def paged_attention_triton(
         enable_fp_fusion=rotation is None,  # a rotation is two rounded products and a rounded sum, as torch has it
         **({"maxnreg": launch.registers} if launch.registers else {}),
     )
-    if launch.splits > 1:
+    if min(launch.splits, tiles) > 1:  # otherwise the only share wrote the result
         # By nothing that depends on the batch, as these decide the order of the sum.
         split_block = triton.next_power_of_2(launch.splits)
         queries = max(1, 16 // split_block)

@@ -73,7 +73,7 @@ def wanted(llm: LLM, settings: TuneSettings) -> list[tuple[int, int]]:
     graphs, choices = llm.runner.graphs, llm.draft_count.choices
     if graphs is not None:
         batches = settings.batches or tuple(graphs.sizes)
-        return [(b, k) for b in sorted({*batches, *settings.concurrency}) for k in choices if graphs.find(b, k)]
+        return [(b, k) for b in sorted({*batches, *settings.concurrency}) for k in choices if graphs.find(b, k, 0)]
     usual = tuple(b for b in settings.cpu_batches if b <= settings.max_num_seqs)
     return [(b, k) for b in sorted({*(settings.batches or usual), *settings.concurrency}) for k in choices]
 
@@ -123,7 +123,7 @@ def _occupy(runner: Runner, requests: int, context: int) -> None:
 def _time(runner: Runner, batch: int, k: int, context: int) -> float:
     """Seconds of a round: rows of nobody, or of requests that all have the context behind them."""
     slots_B = torch.arange(batch, device=runner.device) if context else torch.full((batch,), -1, device=runner.device)
-    graph = runner.graphs.find(batch, k) if runner.graphs is not None else None
+    graph = runner.graphs.find(batch, k, context) if runner.graphs is not None else None
     if graph is not None:
         graph.slots_B.fill_(-1)
         graph.slots_B[:batch].copy_(slots_B)
