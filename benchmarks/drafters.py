@@ -31,8 +31,10 @@ SETS = ("mt_bench", "humaneval", "gsm8k")
 KV_BYTES = 3 << 30
 
 
-def runs(drafts: Sequence[int]) -> list[tuple[str, str]]:
-    return [("none", "0"), *((method, str(k)) for method in ("eagle3", "p-eagle") for k in drafts)]
+def runs(drafts: Sequence[int], deep: Sequence[int] = ()) -> list[tuple[str, str]]:
+    """Methods and K; P-EAGLE, which pays for no pass by each, has the deep ones, too."""
+    both = [(method, str(k)) for method in ("eagle3", "p-eagle") for k in drafts]
+    return [("none", "0"), *both, *(("p-eagle", str(k)) for k in deep)]
 
 
 def worker(args: argparse.Namespace) -> None:
@@ -122,6 +124,7 @@ class Session:
             "5",
             "7",
             "10",
+            *map(str, a.deep),
             "--temperature",
             "0",
             "1",
@@ -143,7 +146,7 @@ class Session:
     def benches(self, lock: Path) -> dict[str, subprocess.Popen[bytes]]:
         a = self.args
         found = {}
-        wanted = [("embedded", *one) for one in (*runs(a.drafts), ("p-eagle", "auto"))]
+        wanted = [("embedded", *one) for one in (*runs(a.drafts, a.deep), ("p-eagle", "auto"))]
         if a.vllm_path or a.vllm:
             wanted += [("vllm", *one) for one in runs(a.vllm_drafts or a.drafts) if one[0] in a.vllm_methods]
         for side, method, k in wanted:
@@ -255,6 +258,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--loads", type=int, nargs="+", default=[1, 8, 64], help="requests at once")
     parser.add_argument("--drafts", type=int, nargs="+", default=[3, 7], help="K of the runs, beside ours with K auto")
+    parser.add_argument("--deep", type=int, nargs="+", default=[], help="more K of our runs with P-EAGLE alone")
     parser.add_argument("--requests", type=int, default=256, help="of the three sets in turn, first turns")
     parser.add_argument("--waves", type=int, default=4, help="requests for each that runs at once, as far as there are")
     parser.add_argument("--repeats", type=int, default=2)
