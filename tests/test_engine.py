@@ -30,11 +30,11 @@ from torch import Tensor
 
 from benchmarks.soak import soak, spread_weights
 from peagle import reference
-from peagle.checkpoints.drafter import save_drafter
+from peagle.checkpoints.drafter import read_drafter_config, save_drafter
 from peagle.checkpoints.target import Target
 from peagle.config import DecoderConfig, DrafterConfig, EngineSettings, LayerConfig, RopeConfig, SamplingParams
 from peagle.engine.llm import LLM
-from peagle.engine.loading import count_blocks
+from peagle.engine.loading import count_blocks, draft_choices
 from peagle.engine.prompts import PromptRows
 from peagle.engine.request import Request
 from peagle.engine.runner import Launched
@@ -492,11 +492,31 @@ def test_more_drafts_than_it_was_trained_for(tmp_path: Path) -> None:
         LLM(engines.target(), folder, 2, **options)
         llm = LLM(engines.target(), folder, cost_table=engines.any_costs(), **options)
     assert llm.draft_count.choices == [0, 1, 2]
-    set_config(folder, trained_draft_tokens=12)
     given = {**options, "cost_table": engines.any_costs()}
-    assert LLM(engines.target(), folder, **given).draft_count.choices == [0, 1, 2, 3, 5, 7, 9]
+    for trained, more in ((4, [4]), (6, [5, 6]), (8, [5, 7]), (10, [5, 7, 9]), (16, [5, 7, 9])):
+        set_config(folder, trained_draft_tokens=trained)
+        assert LLM(engines.target(), folder, **given).draft_count.choices == [0, 1, 2, 3, *more]
     llm = LLM(engines.target(), folder, synthetic_acceptance_rates=[0.5, 0.25, 0.1, 0.1], **given)
     assert llm.draft_count.choices == [0, 1, 2, 3, 4], "no more than there are rates for"
+    llm = LLM(engines.target(), folder, synthetic_acceptance_rates=[0.5] * 8, **given)
+    assert llm.draft_count.choices == [0, 1, 2, 3, 5, 7, 8], "and all of those"
+
+
+def test_deep_drafts_are_for_gpus_and_one_pass(tmp_path: Path) -> None:
+    """Where each costs a row of the target's pass and nothing else."""
+    for name, trained, on_gpu, deepest in (
+        ("p-eagle-1", 16, True, [9, 12, 15]),
+        ("p-eagle-1", 16, False, [5, 7, 9]),
+        ("p-eagle-1", 12, True, [7, 9, 12]),
+        ("p-eagle-1", 11, True, [7, 9, 11]),
+        ("p-eagle-1", 10, True, [5, 7, 9]),
+        ("eagle3-1", 16, True, [5, 7, 9]),
+    ):
+        folder = tmp_path / f"{name}-{trained}"
+        shutil.copytree(pairs.drafter_folder(name), folder, dirs_exist_ok=True)
+        set_config(folder, trained_draft_tokens=trained)
+        cfg = read_drafter_config(folder, engines.target().model.cfg)
+        assert draft_choices(EngineSettings(), cfg, folder, on_gpu)[-3:] == deepest
 
 
 @pytest.mark.parametrize("name", ["p-eagle-1", "eagle3-1"])

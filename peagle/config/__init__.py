@@ -21,6 +21,7 @@ from peagle.config.engine import (
     CPU_BATCHES,
     CPU_PREFILL,
     CPU_SEQS,
+    DEEP_CHOICES,
     GPU_MEMORY_FRACTION,
     GPU_PREFILL,
     GPU_SEQS,

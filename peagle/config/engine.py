@@ -14,6 +14,7 @@ GPU_SEQS, CPU_SEQS = 256, 16  # requests that run at once, where nobody says
 GPU_PREFILL, CPU_PREFILL = 16384, 512  # tokens that are read in one step when nobody decodes
 GPU_MEMORY_FRACTION = 0.9  # of the whole GPU: weights, and what others hold, included
 AUTO_CHOICES = (0, 1, 2, 3, 5, 7, 9)  # drafts a round that "auto" chooses from
+DEEP_CHOICES = (12, 15)  # and these, where a draft costs a row and no pass, and rows are cheap
 CPU_BATCHES = (1, 4, 8)  # at which a round's cost is measured on a CPU
 
 

@@ -23,6 +23,7 @@ from peagle.config import (
     CPU_BATCHES,
     CPU_PREFILL,
     CPU_SEQS,
+    DEEP_CHOICES,
     GPU_PREFILL,
     GPU_SEQS,
     DecoderConfig,
@@ -78,7 +79,7 @@ def load(target: str | Path | Target, drafter: str | Path | Drafter | None, sett
     if ready is not None and (found := fit_problems(ready.cfg, cfg)):
         raise UserError(f"the drafter does not fit the target: {'; '.join(found)}")
     longest = context_length(settings.max_model_len, cfg)
-    choices = draft_choices(settings, draft_cfg, draft_folder)
+    choices = draft_choices(settings, draft_cfg, draft_folder, on_gpu)
     rates = synthetic_rates(settings, choices[-1])
     seqs = settings.max_num_seqs or (GPU_SEQS if on_gpu else CPU_SEQS)
     graphs = on_gpu and settings.cuda_graphs and not cfg.foreign  # what is not ours may ask the host for anything
@@ -166,7 +167,7 @@ def context_length(asked: int | None, cfg: DecoderConfig) -> int:
     return longest
 
 
-def draft_choices(settings: EngineSettings, cfg: DrafterConfig | None, folder: Path | None) -> list[int]:
+def draft_choices(settings: EngineSettings, cfg: DrafterConfig | None, folder: Path | None, on_gpu: bool) -> list[int]:
     """The numbers of drafts a round may have."""
     asked, rates = settings.num_speculative_tokens, settings.synthetic_acceptance_rates
     if cfg is None:
@@ -176,9 +177,11 @@ def draft_choices(settings: EngineSettings, cfg: DrafterConfig | None, folder: P
     trained = trained_draft_tokens(folder) if folder is not None else None
     usual = usual_draft_tokens(cfg.parallel)
     if asked == "auto":
-        known = AUTO_CHOICES[-1] if rates is None else len(rates)
-        most = min(trained or usual, AUTO_CHOICES[-1], known)
-        return sorted({k for k in AUTO_CHOICES if k <= most} | {most})
+        offered = (*AUTO_CHOICES, *DEEP_CHOICES) if cfg.parallel and on_gpu else AUTO_CHOICES
+        most = min(trained or usual, offered[-1], offered[-1] if rates is None else len(rates))
+        choices = [k for k in offered if k <= most]
+        worth = most >= 1.2 * choices[-1] if rates is None else most > choices[-1]  # one more of many is not
+        return [*choices, most] if worth else choices
     if cfg.parallel and trained is not None and asked > trained:
         warnings.warn(
             f"{folder} was trained for {trained} draft tokens, {asked} are asked for: the text stays the same, but "
