@@ -9,7 +9,8 @@ rounds, and are not read back from there: a new key's scores are computed by the
 tile is. A row's bits are those of `_paged_kernel`: the same products of the same keys, in tiles of the same places,
 added up in the same order.
 
-First compares bits on random data, then times whole rounds of SmolLM2's shape with either kernel, in turns. Prints a
+First compares bits on random data, then times whole rounds of SmolLM2's shape with either kernel, in turns; for each of
+--new rows at least in the product with new keys, 16 of which take an instruction that may round otherwise. Prints a
 table, then one JSON line.
 """
 
@@ -37,7 +38,8 @@ from peagle.kernels.paged_attention_triton import _step_by_keys, _sum_over_keys,
 from peagle.kernels.paged_launches import Launch, choose_launch, near_positions
 from peagle.kernels.rotary import Rotation
 
-NEW = 64  # rows of the product with new keys: fewer would be another kind of instruction
+MOST_NEW = 64  # rows of the product with new keys: fewer are another kind of instruction
+NEW = MOST_NEW  # where there are no more rows
 
 
 @triton.jit
@@ -193,7 +195,7 @@ def near_attention(
     total_rows, heads, width = q_THd.shape
     block_size, kv_heads = cache_k.shape[1:3]
     batch, rows, group = len(pages.starts_B), pages.max_rows, heads // kv_heads
-    assert total_rows == batch * rows and rows <= NEW and pages.max_context is not None
+    assert total_rows == batch * rows and rows <= MOST_NEW and pages.max_context is not None
     most = pages.max_context + rows
     assert most <= launch.tile * launch.span
     pdl = pdl and q_THd.is_cuda  # the interpreter knows nothing of it
@@ -236,7 +238,7 @@ def near_attention(
         TILE=launch.tile,
         TILES=1 if most <= launch.tile else 2,
         QUERIES=launch.queries,
-        NEW=NEW,
+        NEW=NEW if rows <= NEW else MOST_NEW,
         ROTATE=rotation is not None,
         NORM=rotation is not None and rotation.normed,
         PRECISION="ieee" if q_THd.dtype == torch.float32 else "tf32",
@@ -351,18 +353,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--context", type=int, nargs="+", default=[100, 200, 400])
+    parser.add_argument("--new", type=int, nargs="+", default=[64, 16])
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    cases = [
-        (b, r, most, seed) for b in (1, 2, 8) for r in (1, 6, 8, 14, 16, 30) for most in (256, 512) for seed in (0, 1)
-    ]
-    wrong = [case for case in cases if not same_bits(*case)]
-    print(f"bits: {len(cases) - len(wrong)} of {len(cases)} cases are the same; others (batch, rows, most): {wrong}")
-    rows = rounds(4, True, 7, args.batch, args.context)
-    rows += rounds(4, True, 15, [1], args.context)
-    rows += rounds(1, False, 5, [1, 8], args.context)
-    rows += rounds(0, True, 0, [1], args.context)
-    line = {"bench": "near", "wrong": wrong, "cases": len(cases), "rows": rows}
+    cases = [(b, r, m, seed) for b in (1, 2, 8) for r in (1, 6, 8, 14, 16, 30) for m in (256, 512) for seed in (0, 1)]
+    line: dict[str, Any] = {"bench": "near", "cases": len(cases), "by rows": {}}
+    for new in args.new:
+        globals()["NEW"] = new
+        wrong = [case for case in cases if not same_bits(*case)]
+        print(f"{new} rows: bits are the same in {len(cases) - len(wrong)} of {len(cases)} cases; others: {wrong}")
+        rows = rounds(4, True, 7, args.batch, args.context)
+        rows += rounds(4, True, 15, [1], args.context)
+        rows += rounds(1, False, 5, [1, 8], args.context)
+        rows += rounds(0, True, 0, [1], args.context)
+        line["by rows"][new] = {"wrong": wrong, "rounds": rows}
     line |= {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
     print(json.dumps(line))
     if args.out:
