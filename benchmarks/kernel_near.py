@@ -9,9 +9,9 @@ rounds, and are not read back from there: a new key's scores are computed by the
 tile is. A row's bits are those of `_paged_kernel`: the same products of the same keys, in tiles of the same places,
 added up in the same order.
 
-First compares bits on random data, then times whole rounds of SmolLM2's shape with either kernel, in turns; for each of
---new rows at least in the product with new keys, 16 of which take an instruction that may round otherwise. Prints a
-table, then one JSON line.
+First compares bits on random data, then times whole rounds of SmolLM2's shape with each kernel, in turns: this one with
+64 and with 16 rows in the product with new keys, of which 16 take an instruction that may round otherwise, and the one
+in use with 8 queries a program, where all products take that. Prints a table, then one JSON line.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +41,6 @@ from peagle.kernels.paged_launches import Launch, choose_launch, near_positions
 from peagle.kernels.rotary import Rotation
 
 MOST_NEW = 64  # rows of the product with new keys: fewer are another kind of instruction
-NEW = MOST_NEW  # where there are no more rows
 
 
 @triton.jit
@@ -189,6 +190,7 @@ def near_attention(
     launch: Launch,
     pdl: bool = False,
     rotation: Rotation | None = None,
+    new: int = MOST_NEW,
 ) -> Tensor:
     """`pages` say that no sequence has more than `launch`'s piece of keys, new ones included."""
     check_heads(q_THd, k_TGd, v_TGd, cache_k)
@@ -238,7 +240,7 @@ def near_attention(
         TILE=launch.tile,
         TILES=1 if most <= launch.tile else 2,
         QUERIES=launch.queries,
-        NEW=NEW if rows <= NEW else MOST_NEW,
+        NEW=new if rows <= new else MOST_NEW,
         ROTATE=rotation is not None,
         NORM=rotation is not None and rotation.normed,
         PRECISION="ieee" if q_THd.dtype == torch.float32 else "tf32",
@@ -262,14 +264,38 @@ def attention(
     pdl: bool = False,
     rotation: Rotation | None = None,
     sinks: Tensor | None = None,
+    new: int = MOST_NEW,
 ) -> Tensor:
     """As `paged_attention_triton`: by the kernel above wherever it can be."""
     heads, width, (block_size, kv_heads) = q_THd.shape[1], q_THd.shape[2], cache_k.shape[1:3]
     near = near_positions(heads, kv_heads, width, q_THd.dtype, q_THd.device)
     if near and pages.max_context is not None and pages.max_context + pages.max_rows <= near[-1]:
         launch = choose_launch(pages, heads, kv_heads, width, block_size, q_THd.dtype, q_THd.device)
-        return near_attention(q_THd, k_TGd, v_TGd, cache_k, cache_v, pages, launch, pdl, rotation)
+        return near_attention(q_THd, k_TGd, v_TGd, cache_k, cache_v, pages, launch, pdl, rotation, new)
     more: dict[str, Any] = {"rotation": rotation, "sinks": sinks}
+    return IN_USE(q_THd, k_TGd, v_TGd, cache_k, cache_v, pages, window, pdl, **more)
+
+
+def near_with(new: int) -> Any:
+    return partial(attention, new=new)
+
+
+def eight_queries(
+    q_THd: Tensor,
+    k_TGd: Tensor,
+    v_TGd: Tensor,
+    cache_k: Tensor,
+    cache_v: Tensor,
+    pages: Pages,
+    window: Window,
+    pdl: bool = False,
+    rotation: Rotation | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """The kernel in use with half the queries a program, which takes another kind of instruction."""
+    sizes = q_THd.shape[1], cache_k.shape[2], q_THd.shape[2], cache_k.shape[1]
+    launch = replace(choose_launch(pages, *sizes, q_THd.dtype, q_THd.device), queries=8)
+    more: dict[str, Any] = {"launch": launch, "rotation": rotation, "sinks": sinks}
     return IN_USE(q_THd, k_TGd, v_TGd, cache_k, cache_v, pages, window, pdl, **more)
 
 
@@ -285,8 +311,8 @@ def patched(run: Any) -> Iterator[None]:
         usual.paged_attention_triton = IN_USE
 
 
-def same_bits(batch: int, rows: int, most: int, seed: int) -> bool:
-    """Of all live rows, and of the caches."""
+def same_bits(other: Any, batch: int, rows: int, most: int, seed: int) -> bool:
+    """As of the kernel in use: of all live rows, and of the caches."""
     heads, kv_heads, width, block = 9, 3, 64, 16
     gen = torch.Generator(device="cuda").manual_seed(seed)
 
@@ -304,7 +330,7 @@ def same_bits(batch: int, rows: int, most: int, seed: int) -> bool:
     caches = noise(2, batch * per, block, kv_heads, width)
     pages = Pages(tables_BM, starts_B, live_B, rows, max_context=most - rows)
     made = []
-    for run in (IN_USE, attention):
+    for run in (IN_USE, other):
         own_k, own_v = caches.clone()
         out = run(q, k, v, own_k, own_v, pages, None, rotation=rotation)
         alive = (torch.arange(rows, device="cuda") < live_B[:, None]).flatten()
@@ -312,8 +338,10 @@ def same_bits(batch: int, rows: int, most: int, seed: int) -> bool:
     return all(torch.equal(a, b) for a, b in zip(*made, strict=True))
 
 
-def rounds(layers: int, parallel: bool, drafts: int, batches: list[int], contexts: list[int]) -> list[dict[str, Any]]:
-    """Milliseconds with the kernel in use and with this one."""
+def rounds(
+    others: dict[str, Any], layers: int, parallel: bool, drafts: int, batches: list[int], contexts: list[int]
+) -> list[dict[str, Any]]:
+    """Milliseconds with the kernel in use and with others."""
     from round import build, fill, recorded_for, timed
 
     from peagle.engine.graphs import RoundGraphs
@@ -328,15 +356,16 @@ def rounds(layers: int, parallel: bool, drafts: int, batches: list[int], context
         fill(runner.cache)
         state = runner.state
         state.block_tables_SM[:most] = 1 + torch.randperm(most * per, device=device).view(most, per).int()
-        either = {"in use": RoundGraphs(runner, batches, [drafts]), "near": RoundGraphs(runner, batches, [drafts])}
-        either["in use"].capture()
-        with patched(attention):
-            either["near"].capture()
+        every = {}
+        for name, run in {"in use": IN_USE, **others}.items():
+            every[name] = RoundGraphs(runner, batches, [drafts])
+            with patched(run):
+                every[name].capture()
         for batch in batches:
             for context in contexts:
-                times: dict[str, list[float]] = {name: [] for name in either}
+                times: dict[str, list[float]] = {name: [] for name in every}
                 for _ in range(5):
-                    for name, graphs in either.items():
+                    for name, graphs in every.items():
                         recorded = recorded_for(graphs, batch, drafts, context)
                         recorded.slots_B.copy_(torch.arange(batch, device=device))
                         state.start_S[:most] = context
@@ -353,20 +382,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--context", type=int, nargs="+", default=[100, 200, 400])
-    parser.add_argument("--new", type=int, nargs="+", default=[64, 16])
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     cases = [(b, r, m, seed) for b in (1, 2, 8) for r in (1, 6, 8, 14, 16, 30) for m in (256, 512) for seed in (0, 1)]
-    line: dict[str, Any] = {"bench": "near", "cases": len(cases), "by rows": {}}
-    for new in args.new:
-        globals()["NEW"] = new
-        wrong = [case for case in cases if not same_bits(*case)]
-        print(f"{new} rows: bits are the same in {len(cases) - len(wrong)} of {len(cases)} cases; others: {wrong}")
-        rows = rounds(4, True, 7, args.batch, args.context)
-        rows += rounds(4, True, 15, [1], args.context)
-        rows += rounds(1, False, 5, [1, 8], args.context)
-        rows += rounds(0, True, 0, [1], args.context)
-        line["by rows"][new] = {"wrong": wrong, "rounds": rows}
+    others = {"near, 64": near_with(64), "near, 16": near_with(16), "8 queries": eight_queries}
+    line: dict[str, Any] = {"bench": "near", "cases": len(cases), "other bits": {}}
+    for name, run in others.items():
+        wrong = [case for case in cases if not same_bits(run, *case)]
+        line["other bits"][name] = wrong
+        print(f"{name}: bits are the same in {len(cases) - len(wrong)} of {len(cases)} cases; others: {wrong}")
+    line["rows"] = [
+        *rounds(others, 4, True, 7, args.batch, args.context),
+        *rounds(others, 4, True, 15, [1], args.context),
+        *rounds(others, 1, False, 5, [1], args.context),
+        *rounds(others, 0, True, 0, [1], args.context),
+    ]
     line |= {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
     print(json.dumps(line))
     if args.out:

@@ -51,7 +51,7 @@ def check_in_the_interpreter() -> None:
         before = case.cache_k.clone(), case.cache_v.clone()
 
         def run(*args):  # type: ignore[no-untyped-def]
-            return kernel_near.near_attention(*args, pages, launch, rotation=rotation)
+            return kernel_near.near_attention(*args, pages, launch, rotation=rotation, new=16)
 
         case.check(run, tolerance(dtype), rotation)
         mine, theirs = ([x.clone() for x in before] for _ in range(2))
