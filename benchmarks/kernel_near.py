@@ -265,36 +265,17 @@ def attention(
     rotation: Rotation | None = None,
     sinks: Tensor | None = None,
     new: int = MOST_NEW,
+    queries: int = 0,
 ) -> Tensor:
-    """As `paged_attention_triton`: by the kernel above wherever it can be."""
+    """As `paged_attention_triton`: by the kernel above wherever it can be. With `queries` by the one in use, so many a
+    program."""
     heads, width, (block_size, kv_heads) = q_THd.shape[1], q_THd.shape[2], cache_k.shape[1:3]
     near = near_positions(heads, kv_heads, width, q_THd.dtype, q_THd.device)
-    if near and pages.max_context is not None and pages.max_context + pages.max_rows <= near[-1]:
-        launch = choose_launch(pages, heads, kv_heads, width, block_size, q_THd.dtype, q_THd.device)
+    launch = choose_launch(pages, heads, kv_heads, width, block_size, q_THd.dtype, q_THd.device)
+    short = pages.max_context is not None and near and pages.max_context + pages.max_rows <= near[-1]
+    if short and not queries:
         return near_attention(q_THd, k_TGd, v_TGd, cache_k, cache_v, pages, launch, pdl, rotation, new)
-    more: dict[str, Any] = {"rotation": rotation, "sinks": sinks}
-    return IN_USE(q_THd, k_TGd, v_TGd, cache_k, cache_v, pages, window, pdl, **more)
-
-
-def near_with(new: int) -> Any:
-    return partial(attention, new=new)
-
-
-def eight_queries(
-    q_THd: Tensor,
-    k_TGd: Tensor,
-    v_TGd: Tensor,
-    cache_k: Tensor,
-    cache_v: Tensor,
-    pages: Pages,
-    window: Window,
-    pdl: bool = False,
-    rotation: Rotation | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """The kernel in use with half the queries a program, which takes another kind of instruction."""
-    sizes = q_THd.shape[1], cache_k.shape[2], q_THd.shape[2], cache_k.shape[1]
-    launch = replace(choose_launch(pages, *sizes, q_THd.dtype, q_THd.device), queries=8)
+    launch = replace(launch, queries=queries or launch.queries)
     more: dict[str, Any] = {"launch": launch, "rotation": rotation, "sinks": sinks}
     return IN_USE(q_THd, k_TGd, v_TGd, cache_k, cache_v, pages, window, pdl, **more)
 
@@ -385,7 +366,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     cases = [(b, r, m, seed) for b in (1, 2, 8) for r in (1, 6, 8, 14, 16, 30) for m in (256, 512) for seed in (0, 1)]
-    others = {"near, 64": near_with(64), "near, 16": near_with(16), "8 queries": eight_queries}
+    others = {"near, 64": attention, "near, 16": partial(attention, new=16), "8 queries": partial(attention, queries=8)}
     line: dict[str, Any] = {"bench": "near", "cases": len(cases), "other bits": {}}
     for name, run in others.items():
         wrong = [case for case in cases if not same_bits(run, *case)]
