@@ -4,7 +4,7 @@
     python benchmarks/kernel_near.py --out near.json
 
 What a program has to wait for is the product ahead: queries, and keys and values of new rows. Old keys and values are
-nobody's output, so here they are there before the wait, as angles and addresses are. New ones go to the cache for later
+nobody's output, so here they are there before the wait, and addresses are known. New ones go to the cache for later
 rounds, and are not read back from there: a new key's scores are computed by themselves and put where its place in the
 tile is. A row's bits are those of `_paged_kernel`: the same products of the same keys, in tiles of the same places,
 added up in the same order.
@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # also where this file
 from peagle.config import Window
 from peagle.kernels import paged_attention_triton as usual
 from peagle.kernels.paged_attention import Pages
-from peagle.kernels.paged_attention_triton import _step_by_keys, _sum_over_keys, _turn, cache_steps, check_heads
+from peagle.kernels.paged_attention_triton import _pairs, _step_by_keys, _sum_over_keys, _turn, cache_steps, check_heads
 from peagle.kernels.paged_launches import Launch, choose_launch, near_positions
 from peagle.kernels.rotary import Rotation
 
@@ -134,19 +134,14 @@ def _near_kernel(
     row = b.to(tl.int64) * rows + m // GROUP
     q_at = q + (row * q_row + head * q_head)[None, :]
     out_at = out + (row * (G * GROUP * D) + head * D)[None, :] + cols[:, None]
-    pair = (cols + D // 2) % D
-    if ROTATE:
-        q_angle, k_angle = row[None, :] * angle_row + cols[:, None], new * angle_row + cols[None, :]
-        q_cos, q_sin = tl.load(cos + q_angle, mask=valid, other=1.0), tl.load(sin + q_angle, mask=valid, other=0.0)
-        k_cos, k_sin = tl.load(cos + k_angle, mask=fresh, other=1.0), tl.load(sin + k_angle, mask=fresh, other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
 
     queries = tl.load(q_at + cols[:, None], mask=valid, other=0.0)  # [D, QUERIES]
     key = tl.load(k_at + cols[None, :], mask=fresh, other=0.0)
     if ROTATE:
-        q_other = tl.load(q_at + pair[:, None], mask=valid, other=0.0)
-        k_other = tl.load(k_at + pair[None, :], mask=fresh, other=0.0)
+        q_other, q_cos, q_sin = _pairs(q_at, row[None, :], cols[:, None], valid, cos, sin, angle_row, D)
+        k_other, k_cos, k_sin = _pairs(k_at, new, cols[None, :], fresh, cos, sin, angle_row, D)
     values = tl.load(v_at, mask=here, other=values)
     if TILES > 1:
         later_values = tl.load(later_v_at, mask=there, other=later_values)

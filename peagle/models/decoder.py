@@ -64,11 +64,9 @@ class Decoder(nn.Module):
         self, token_ids_T: Tensor, positions_T: Tensor, attend: Attend, taps: Sequence[int] = ()
     ) -> tuple[Tensor, list[Tensor]]:
         """The same, each tap by itself."""
-        # Embeddings last: what is written before they are looked up may be read without waiting.
-        dtype = self.embed_tokens.weight.dtype
-        angles = self.rope(positions_T, dtype)
-        local = angles if self.local_rope is None else self.local_rope(positions_T, dtype)
         stream = Stream(self.embed(token_ids_T))
+        angles = self.rope(positions_T, stream.x.dtype)
+        local = angles if self.local_rope is None else self.local_rope(positions_T, stream.x.dtype)
         heat = query_heat(self.cfg.heat, positions_T)
         tapped = {}
         for i, (layer, window) in enumerate(zip(self.layers, self.cfg.windows, strict=True)):

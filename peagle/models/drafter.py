@@ -127,8 +127,8 @@ class Drafter(nn.Module):
         self, token_ids_T: Tensor, hidden_TD: Tensor, positions_T: Tensor, attend: Attend
     ) -> tuple[Tensor, Tensor]:
         """What the head reads [T, D], and what an EAGLE-3 step hands to the next as its hidden state."""
+        embeds_TD = look_up(token_ids_T, self.embedding_table)
         angles = self.rope(positions_T, hidden_TD.dtype)
-        embeds_TD = look_up(token_ids_T, self.embedding_table)  # last, as in the target
         entering: tuple[Tensor | Stream, ...] = (embeds_TD, hidden_TD)
         for i, layer in enumerate(self.layers):
             given = (*entering, angles, attend, i, self.cfg.window(i), norm_after(self.layers, i))
