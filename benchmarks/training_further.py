@@ -9,6 +9,11 @@ Every step is a command of peagle's, its log in DIR: one `data` for each file of
 --write-seconds; `train --init START`; `average`, once for each of --shares; one `eval` of them all. DIR/best is the one
 with the most tokens a round at --choose on the held prompts, loops included, and DIR/further.json has all figures. What
 is in DIR already is not done again. Prints a table and one JSON line.
+
+With --try, once for each way to train, short runs of --try-steps steps come first, all at once and from the same start,
+and the long one takes the flags of whichever is best on the held prompts:
+
+    ... --try="" --try="--by-value" --try="--by-value --objective tv" --try-steps 300
 """
 
 from __future__ import annotations
@@ -27,6 +32,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+Held = dict[str, dict[str, dict[int, float]]]  # tokens a round: drafter or flags, with loops or without, K
 STOPPING = 60.0  # seconds that a stopped writer has to save what it is at
 
 
@@ -92,11 +98,35 @@ class Steps:
         self.seconds["write"] = time.time() - begin
         self.say(f"{sum(map(lines, self.texts)):,} rows")
 
-    def train(self) -> None:
+    def training(self, out: str, *more: object) -> list[object]:
+        a = self.args
+        words = ["--init", a.start, "--out", self.out / out, *self.common, *shlex.split(a.train), *more]
+        return ["train", *self.texts, *words]
+
+    def attempt(self) -> Held:
+        """Short runs by each of --try: what came of them, by their flags."""
+        begin, a, running = time.time(), self.args, []
+        names = [f"try-{i}" for i in range(len(a.tries))]
+        try:
+            for name, flags in zip(names, a.tries, strict=True):
+                length = ["--steps", a.try_steps]
+                running.append(self.start(name, *self.training(name, *shlex.split(flags), *length)))
+            for process, name in zip(running, names, strict=True):
+                if process.wait():
+                    sys.exit(f"{name} failed:\n{self.tail(name)}")
+        finally:
+            self.end(running)
+        self.seconds["tries"] = time.time() - begin
+        self.say("tried")
+        folders = {"start": a.start, **{name: self.out / name for name in names}}
+        held = self.measure(folders, "tries")
+        flags_of = dict(zip(names, a.tries, strict=True))
+        return {flags_of.get(name, name): own for name, own in held.items()}
+
+    def train(self, flags: str) -> None:
         begin, a = time.time(), self.args
         length = ["--minutes", a.minutes] if a.minutes else []
-        words = ["--init", a.start, "--out", self.out / "end", *length, *self.common, *shlex.split(a.train)]
-        self.run("train", "train", *self.texts, *words)
+        self.run("train", *self.training("end", *shlex.split(flags), *length))
         self.seconds["train"] = time.time() - begin
         self.say("trained")
 
@@ -118,18 +148,17 @@ class Steps:
                 (found[name] / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         return found
 
-    def measure(self, drafters: dict[str, Path]) -> dict[str, dict[str, dict[int, float]]]:
-        """Tokens a round: drafter, with loops or without, K."""
+    def measure(self, drafters: dict[str, Path], into: str) -> Held:
         from peagle.measuring.results import read_results
 
         begin, a = time.time(), self.args
         words = ["eval", a.target, "-d", *drafters.values(), "--data", a.held, "-k", *a.drafts, "--device", a.device]
-        words += ["--max-tokens", a.max_tokens, "--out", self.out / "held.json", *shlex.split(a.eval)]
-        self.run("eval", *words)
-        self.seconds["eval"] = time.time() - begin
+        words += ["--max-tokens", a.max_tokens, "--out", self.out / f"{into}.json", *shlex.split(a.eval)]
+        self.run(f"eval-{into}", *words)
+        self.seconds[into] = self.seconds.get(into, 0.0) + time.time() - begin
         names = {folder.name: name for name, folder in drafters.items()}
-        found: dict[str, dict[str, dict[int, float]]] = {name: {} for name in drafters}
-        for row in read_results(self.out / "held.json").rows:
+        found: Held = {name: {} for name in drafters}
+        for row in read_results(self.out / f"{into}.json").rows:
             if row.category is None and row.context is None and row.acceptance_length is not None:
                 own = found[names[Path(row.drafter).name]].setdefault(row.loops, {})
                 own[row.k] = round(row.acceptance_length, 4)
@@ -154,6 +183,17 @@ def lines(path: Path) -> int:
         return sum(1 for _ in file)
 
 
+def _by_k(lengths: dict[Any, float]) -> dict[int, float]:
+    return {int(k): length for k, length in lengths.items()}
+
+
+def show(held: Held) -> None:
+    for name, own in held.items():
+        for loops, lengths in own.items():
+            print(f"{name or '-':30} {loops:8} " + "  ".join(f"K={k} {al:.3f}" for k, al in sorted(lengths.items())))
+    sys.stdout.flush()
+
+
 def last_step(path: Path) -> dict[str, Any]:
     """Of a run's log."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -172,33 +212,46 @@ def main() -> None:
     parser.add_argument("--data", default="", help="more flags of `peagle data`")
     parser.add_argument("--train", default="", help="of `peagle train`")
     parser.add_argument("--eval", default="", help="of `peagle eval`")
+    parser.add_argument("--try", dest="tries", action="append", default=[], help="flags to try first; may come often")
+    parser.add_argument("--try-steps", type=int, default=300)
     parser.add_argument("--shares", type=float, nargs="*", default=[0.5, 0.75], help="of the end, in a mean")
     parser.add_argument("--drafts", type=int, nargs="+", default=[3, 5, 7, 9, 12, 15])
     parser.add_argument("--choose", type=int, default=7, help="the K whose best is kept")
     parser.add_argument("--max-tokens", type=int, default=256, help="of answers to held prompts")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    if args.start.name in ("end", *(f"mean-{share:g}" for share in args.shares)):
+    made_here = ["end", *(f"mean-{share:g}" for share in args.shares), *(f"try-{i}" for i in range(len(args.tries)))]
+    if args.start.name in made_here:
         parser.error(f"--start {args.start}: what this makes has such a name, too; rename it")
     if args.choose not in args.drafts:
         parser.error(f"--choose {args.choose}: not among --drafts {' '.join(map(str, args.drafts))}")
-    steps = Steps(args)
+    if len(set(args.tries)) < len(args.tries) or "start" in args.tries:
+        parser.error("--try: the same flags twice, or `start`, which are none")
+    steps, noted = Steps(args), args.out / "tries-noted.json"
     if not (args.out / "end" / "model.safetensors").exists():
-        steps.write()
-        steps.train()
+        if not noted.exists():
+            steps.write()
+        if args.tries and not noted.exists():
+            noted.write_text(json.dumps(steps.attempt(), indent=1) + "\n")
+    tried: Held = json.loads(noted.read_text()) if noted.exists() else {}
+    tried = {flags: {loops: _by_k(own) for loops, own in each.items()} for flags, each in tried.items()}
+    show(tried)
+    flags = max(args.tries, key=lambda flags: tried[flags]["all"][args.choose], default="")
+    if not (args.out / "end" / "model.safetensors").exists():
+        steps.train(flags)
     drafters = steps.drafters()
-    held = steps.measure(drafters)
+    held = steps.measure(drafters, "held")
     best = max(held, key=lambda name: held[name]["all"][args.choose])
     steps.keep(best, drafters)
-    for name, own in held.items():
-        for loops, lengths in own.items():
-            print(f"{name:10} {loops:8} " + "  ".join(f"K={k} {al:.3f}" for k, al in sorted(lengths.items())))
-    print(f"best at K={args.choose}: {best}")
+    show(held)
+    print(f"best at K={args.choose}: {best}, trained with {flags or 'no more flags'}")
     made = {
         "command": shlex.join(["python", "benchmarks/training_further.py", *sys.argv[1:]]),
         "rows": sum(map(lines, steps.texts)),
         "run": last_step(args.out / "end" / "log.jsonl"),
         "seconds": {name: round(value, 1) for name, value in steps.seconds.items()},
+        "tried": tried,
+        "flags": flags,
         "held": held,
         "best": best,
     }

@@ -67,7 +67,7 @@ masks = st.lists(
     spare=st.integers(0, 20),
     part=st.sampled_from([1, 4, 64]),
     most=st.sampled_from([7, 1000]),
-    counted=st.fixed_dictionaries({"by_reach": st.booleans(), "by_start": st.booleans()}),
+    counted=st.fixed_dictionaries({name: st.booleans() for name in ("by_reach", "by_start", "by_value")}),
 )
 def test_frames_change_nothing(
     kind: str, masks: list[list[int]], spare: int, part: int, most: int, counted: dict[str, bool]

@@ -101,7 +101,7 @@ def oracle(
             logits = target.logits(states.hidden_ND[start + here.position_R[kept] + 1]) * aim.sharpen
         losses = dense.row_losses(drafter, said[0, kept], logits)
         each = torch.tensor([weights[d] / rows.counts[d] for d in depth.tolist()], dtype=losses.dtype)
-        if aim.by_reach or aim.by_start:
+        if aim.by_reach or aim.by_start or aim.by_value:
             with torch.no_grad():
                 ids = drafter.target_ids(torch.arange(drafter.cfg.draft_vocab_size))
                 common = torch.minimum(drafter.logits(said[0, kept]).softmax(-1), logits.softmax(-1)[:, ids]).sum(-1)
@@ -113,8 +113,18 @@ def oracle(
                     each[k] *= used[anchor, d]
                 if aim.by_start:
                     each[k] *= 0.2 + 0.8 * (1 - used.get((anchor - 1, 0), 0.0))
+                if aim.by_value:
+                    each[k] *= 1 + opened(used, anchor, deep, rows.depths)
         total = total + (losses * each).sum()
     return total
+
+
+def opened(used: dict[tuple[int, int], Tensor], anchor: int, depth: int, depths: int) -> Tensor:
+    """Drafts behind this one that are kept if it is; behind the last of its chain each as likely as that."""
+    own = used[anchor, depth]
+    if (anchor, depth + 1) in used:
+        return used[anchor, depth + 1] * (1 + opened(used, anchor, depth + 1, depths))
+    return sum((own**step for step in range(1, depths - depth)), own * 0)
 
 
 def gradients(drafter: Drafter) -> dict[str, Tensor]:
@@ -131,7 +141,8 @@ def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: 
 
 
 AIMS = {"ce": CE, "by-reach": Aim("ce", 2.0, by_reach=True), "by-start": Aim("ce", 2.0, by_start=True)}
-AIMS |= {"by-both": Aim("ce", 2.0, by_reach=True, by_start=True)}
+AIMS |= {"by-both": Aim("ce", 2.0, by_reach=True, by_start=True), "by-value": Aim("ce", 2.0, by_value=True)}
+AIMS |= {"by-all": Aim("ce", 2.0, by_reach=True, by_start=True, by_value=True)}
 
 
 @pytest.mark.parametrize("aim", AIMS.values(), ids=AIMS)
@@ -150,7 +161,7 @@ def test_gradients_equal_the_dense_ones(kind: str, dtype: torch.dtype, tolerance
         totals = accumulate(drafter, target_of(dtype), states, batch, rows, aim, weights, chunk)
         assert totals.rows_K.tolist() == list(rows.counts)
         mean = sum(w * float(s) / n for w, s, n in zip(weights, totals.loss_K, rows.counts, strict=True))
-        assert aim.by_reach or aim.by_start or mean == pytest.approx(loss.item(), rel=tolerance)
+        assert aim.by_reach or aim.by_start or aim.by_value or mean == pytest.approx(loss.item(), rel=tolerance)
         assert_close(gradients(drafter), wanted, tolerance)
 
 

@@ -62,6 +62,7 @@ class TrainConfig:
     depth_decay: float = setting(1.0, "Each depth counts so much of the one before it; 1 counts all alike.")
     by_reach: bool = setting(False, "A row counts by the chance that all drafts before it are accepted.")
     by_start: bool = setting(False, "A chain counts by the chance that a round begins with it.")
+    by_value: bool = setting(False, "A row counts by the drafts that are kept if it is.")
 
     max_length: int = setting(4096, "Tokens of a conversation; longer ones are cut in front of the response.")
     batch_tokens: int = setting(16384, "Tokens of a packed batch, on each GPU.")

@@ -23,6 +23,11 @@ Chains may count by where they begin, too. A round of drafting begins behind a t
 most often since the draft of it was refused; texts are mostly easy, and rounds mostly begin where they are not. So a
 chain counts `ANYWAY` at least, and all the more the less likely a draft of the token before it was kept.
 
+And rows may count by what they open: a draft that is kept lets the one behind it be looked at. By value a row counts 1
+and the drafts behind it that would then be kept. Times its reach that is what it adds to a round, so with `tv` the
+gradient is that of the drafts kept in a round. Where a chain was not sampled on, what would come is taken to be kept as
+likely as its last row.
+
 Over a reduced vocabulary p is the teacher's softmax over everything it can say, picked at `draft_ids` and not
 normalised again: mass outside asks nothing.
 
@@ -221,6 +226,8 @@ class Links:
 
     by_reach = True
     kept_earlier: Tensor | None = None
+    left_R: Tensor | None = None
+    most_left = 0
 
     def __init__(self, before_R: Tensor, text_R: Tensor, drafted_F: Tensor) -> None:
         assert len(before_R) == len(text_R), (len(before_R), len(text_R))
@@ -247,23 +254,47 @@ class Links:
     def reach(self, accept_R: Tensor, best_R: Tensor) -> Tensor:
         return self.product(self.kept(accept_R, best_R))
 
-    def begun(self, kept_earlier: Tensor, by_reach: bool) -> Links:
-        """The same, but chains count by where they begin, and rows by their reach only if that is asked for, too.
-        EARLIER was kept so likely."""
+    def starting(self, kept_earlier: Tensor) -> Links:
+        """The same, but chains count by where they begin, too. EARLIER was kept so likely."""
         made = copy(self)
-        made.kept_earlier, made.by_reach = kept_earlier, by_reach
+        made.kept_earlier = kept_earlier
+        return made
+
+    def opening(self, left_R: Tensor, most: int) -> Links:
+        """The same, but rows count by value, too. So many rows more a chain might have had behind each, of `most`."""
+        made = copy(self)
+        made.left_R, made.most_left = left_R, most
+        return made
+
+    def anywhere(self) -> Links:
+        """The same, but rows do not count by their reach."""
+        made = copy(self)
+        made.by_reach = False
         return made
 
     def share(self, accept_R: Tensor, best_R: Tensor) -> Tensor:
-        """What rows count."""
+        """What rows count by what is before them."""
         kept_R = self.kept(accept_R, best_R)
-        if self.kept_earlier is None:
-            return self.product(kept_R)
-        drafted_F = self.drafted_F
-        before_F = torch.where(drafted_F == EARLIER, self.kept_earlier.to(kept_R.dtype), kept_R[drafted_F])
         begins_R = torch.ones_like(kept_R)
-        begins_R[: len(drafted_F)] -= (1.0 - ANYWAY) * torch.where(drafted_F == NOBODY, 0.0, before_F)
+        if self.kept_earlier is not None:
+            drafted_F = self.drafted_F
+            before_F = torch.where(drafted_F == EARLIER, self.kept_earlier.to(kept_R.dtype), kept_R[drafted_F])
+            begins_R[: len(drafted_F)] -= (1.0 - ANYWAY) * torch.where(drafted_F == NOBODY, 0.0, before_F)
         return begins_R * self.product(kept_R * begins_R if self.by_reach else begins_R)
+
+    def worth(self, accept_R: Tensor, best_R: Tensor) -> Tensor:
+        """What rows count by what is behind them: 1, and the drafts that would be kept if this one is."""
+        assert self.left_R is not None
+        kept_R, rows = self.kept(accept_R, best_R), len(accept_R)
+        before = self.jumps[0]
+        behind = torch.full_like(before, rows).scatter(0, before[:-1], torch.arange(rows, device=before.device))
+        behind_R = behind[:-1]  # anybody may stand behind nobody
+        ends_R, at_R = behind_R == rows, behind_R.clamp(max=max(rows - 1, 0))
+        likely_R = sum((kept_R**step * (step <= self.left_R) for step in range(1, self.most_left + 1)), kept_R * 0.0)
+        opened_R = likely_R
+        for _ in range(self.most_left):
+            opened_R = torch.where(ends_R, likely_R, kept_R[at_R] * (1.0 + opened_R[at_R]))
+        return 1.0 + opened_R
 
 
 RowsOf = Callable[..., Said]
@@ -313,25 +344,43 @@ class _LinearLoss(torch.autograd.Function):
         dhidden_RD = torch.empty_like(hidden_RD) if wanted[0] else None
         dhead_VD = torch.zeros_like(head_VD, dtype=exact) if wanted[1] else None
         reach_R = hidden_RD.new_ones(rows, dtype=exact)
-        for chunk in cut.chunks:
+
+        def asked(chunk: Chunk, gradient: bool) -> tuple[Tensor, Tensor, Tensor]:
+            """Its rows, their hidden states, and their logits or what became of them."""
             at = cut.order_R[chunk.rows]
             hidden_CD = hidden_RD[at]
             z_CV = hidden_CD @ head_VD.T
             t_QU = teacher.hidden_PT[cut.positions[chunk.spots]] @ teacher.head_UT.T
             spot_C = cut.spot_R[chunk.rows] - chunk.spots.start
-            said = rows_of(z_CV, t_QU, spot_C, weight_R[at], teacher.draft_ids, objective, eta, any(wanted))
+            said = rows_of(z_CV, t_QU, spot_C, weight_R[at], teacher.draft_ids, objective, eta, gradient)
             parts = ((loss_R, said.loss), (accept_R, said.accept), (match_R, said.match), (best_R, said.best))
             for into, part in parts:
                 into.index_copy_(0, at, part)
+            return at, hidden_CD, z_CV
+
+        by_value = links is not None and links.left_R is not None
+        worth_R = hidden_RD.new_ones(rows, dtype=exact)
+        if links is not None and by_value and dhead_VD is not None:
+            # The head's gradient is one sum: what rows count has to be known when they are added to it.
+            for chunk in cut.chunks:
+                asked(chunk, gradient=False)
+            worth_R = links.worth(accept_R, best_R)
+        for chunk in cut.chunks:
+            at, hidden_CD, z_CV = asked(chunk, any(wanted))
             # what a row counts by its chain can come last: both gradients are sums over rows
             reach_C1 = None
             if links is not None:
-                reach_R.index_copy_(0, at, links.share(accept_R, best_R)[at])
+                reach_R.index_copy_(0, at, (links.share(accept_R, best_R) * worth_R)[at])
                 reach_C1 = reach_R[at][:, None].to(hidden_CD.dtype)
             if dhidden_RD is not None:
                 dhidden_RD.index_copy_(0, at, _times(z_CV @ head_VD, reach_C1))
             if dhead_VD is not None:
                 _add_head_gradient(dhead_VD, z_CV, _times(hidden_CD, reach_C1))
+        if links is not None and by_value and dhead_VD is None:
+            worth_R = links.worth(accept_R, best_R)
+            reach_R = reach_R * worth_R
+            if dhidden_RD is not None:
+                dhidden_RD *= worth_R[:, None].to(dhidden_RD.dtype)
         ctx.save_for_backward(dhidden_RD, dhead_VD)
         ctx.head_dtype = head_VD.dtype
         ctx.mark_non_differentiable(loss_R, accept_R, match_R, best_R)
@@ -405,7 +454,7 @@ def linear_loss(
     `eta` is lk-hybrid's; `logits` bounds how many of the student's, and of the teacher's, live at once. The order of
     the rows does not matter. Give `question_R` on the CPU if it is at hand: from the device it has to be waited for.
     Or give a plan of it, all on the device: then nothing is left to the host, and `logits` plays no part. With
-    `links`, on the device, rows count by their reach, and by where their chains begin if those say so.
+    `links`, on the device, rows count by their reach, and by where their chains begin and by value if those say so.
     """
     args = (hidden_RD, head_VD, teacher, question_R, weight_R, objective, eta, logits, links)
     if not takes_triton(hidden_RD) or not takes_triton(teacher.hidden_PT):

@@ -260,7 +260,9 @@ class FramedStep:
         nobody = start_N.new_zeros(0)
         batch = Batch(own["token"], own["position"], start_N, nobody, nobody, ())  # type: ignore[arg-type]
         states = self.online.states(batch)
-        examiner = Examiner(self.drafter, self.target, states, Aim.of(self.cfg), (), [], weight_K=self.weight_K)
+        examiner = Examiner(
+            self.drafter, self.target, states, Aim.of(self.cfg), (), [], self.weight_K, self.cfg.num_depths
+        )
         go_through(examiner, BatchView(self.drafter, states, batch, self.device), [_chunk(own, sizes)])
         return StepTotals(*(total[:-1] for total in examiner.totals.tensors()))
 

@@ -4,7 +4,8 @@ Knows nothing about attention or how rows were computed. Depths count evenly, wh
 row's weight is its depth's weight over the rows of that depth, so the loss is a weighted mean of per-depth means. By
 reach, a row counts as much of that as the drafts before it in its chain are likely to be accepted, as the drafter is
 now: behind a word that nobody can foretell, or that was sampled against the odds, there is nothing to learn that would
-ever be used. By start, a whole chain counts by the chance that a round begins with it.
+ever be used. By start, a whole chain counts by the chance that a round begins with it. By value, a row counts by the
+drafts it opens the way to.
 
 Shapes: N tokens of a batch, R rows of any depths, D drafter width, K depths.
 """
@@ -32,13 +33,16 @@ class Aim:
     sharpen: float = 1.0  # times the target's logits
     by_reach: bool = False
     by_start: bool = False
+    by_value: bool = False
 
     @classmethod
     def of(cls, cfg: TrainConfig) -> Aim:
-        return cls(cfg.objective, cfg.sharpen, cfg.by_reach, cfg.by_start)
+        return cls(cfg.objective, cfg.sharpen, cfg.by_reach, cfg.by_start, cfg.by_value)
 
     def __str__(self) -> str:
-        counted = " and".join([" by reach"] * self.by_reach + [" by start"] * self.by_start)
+        ways = {"by reach": self.by_reach, "by start": self.by_start, "by value": self.by_value}
+        *others, last = [""] + [f" {way}" for way, on in ways.items() if on]
+        counted = f"{','.join(others[1:])} and{last}" if len(others) > 1 else last
         return self.objective + counted + (f" against logits times {self.sharpen:g}" if self.sharpen != 1 else "")
 
 
@@ -93,8 +97,10 @@ class Examiner:
         counts: tuple[int, ...],
         weights: list[float],
         weight_K: Tensor | None = None,
+        depths: int | None = None,
     ) -> None:
-        """`weight_K`, on the device, is what a row of each depth counts, if that is known already."""
+        """`weight_K`, on the device, is what a row of each depth counts, if that is known already; there may be more of
+        them than `depths`, for nobody's rows."""
         self.head, device = drafter.head_table, states.hidden_ND.device
         draft_ids = None
         if drafter.d2t is not None:
@@ -102,6 +108,7 @@ class Examiner:
         self.teacher = Teacher(states.hidden_ND * aim.sharpen, target.lm_head.weight, draft_ids)
         self.aim = aim
         self.weight_K = row_weights(counts, weights).to(device) if weight_K is None else weight_K
+        self.depths = len(self.weight_K) if depths is None else depths
         self.totals = StepTotals.none(len(self.weight_K), device)
         self.kept_last = torch.zeros((), device=device)  # the chance that what the last depth-0 row asked for was
 
@@ -112,19 +119,22 @@ class Examiner:
         The token's distribution is what the target said at the one before it.
         """
         where = question_R if isinstance(question_R, Plan) else question_R - 1
-        counted = links if self.aim.by_reach else None
-        if self.aim.by_start:
-            counted = links.begun(self.kept_last, self.aim.by_reach)
+        aim, last = self.aim, self.depths - 1
+        counted = links if aim.by_reach else links.anywhere()
+        if aim.by_start:
+            counted = counted.starting(self.kept_last)
+        if aim.by_value:
+            counted = counted.opening((last - depth_R).clamp(min=0), last)
         asked = linear_loss(
             said_RD,
             self.head,
             self.teacher,
             where,
             self.weight_K[depth_R],
-            self.aim.objective,
-            links=counted,
+            aim.objective,
+            links=counted if aim.by_reach or aim.by_start or aim.by_value else None,
         )
-        if self.aim.by_start and len(links.drafted_F):
+        if aim.by_start and len(links.drafted_F):
             self.kept_last = links.kept(asked.accept_R, asked.best_R)[len(links.drafted_F) - 1]
         match_R = asked.match_R.to(self.weight_K.dtype)
         unbroken_R = match_R * links.reach(match_R, asked.best_R)
