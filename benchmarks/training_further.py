@@ -8,7 +8,8 @@
 Every step is a command of peagle's, its log in DIR: one `data` for each file of prompts, all at once and stopped after
 --write-seconds; `train --init START`; `average`, once for each of --shares; one `eval` of them all. DIR/best is the one
 with the most tokens a round at --choose on the held prompts, loops included, and DIR/further.json has all figures. What
-is in DIR already is not done again. Prints a table and one JSON line.
+is in DIR already is not done again. Prints a table and one JSON line. With --texts nothing is written: FILES are what
+another run has written.
 
 With --try, once for each way to train, short runs of --try-steps steps come first, all at once and from the same start,
 and the long one takes the flags of whichever is best on the held prompts:
@@ -77,7 +78,7 @@ class Steps:
 
     @property
     def texts(self) -> list[Path]:
-        return [self.out / f"responses-{i}.jsonl" for i in range(len(self.args.prompts))]
+        return self.args.texts or [self.out / f"responses-{i}.jsonl" for i in range(len(self.args.prompts))]
 
     def write(self) -> None:
         begin, running = time.time(), []
@@ -202,7 +203,8 @@ def last_step(path: Path) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("prompts", type=Path, nargs="+", help="files of prompts; each has an engine of its own")
+    parser.add_argument("prompts", type=Path, nargs="*", help="files of prompts; each has an engine of its own")
+    parser.add_argument("--texts", type=Path, nargs="+", metavar="FILE", help="instead of prompts")
     parser.add_argument("--start", type=Path, required=True, help="folder of the drafter")
     parser.add_argument("--held", type=Path, required=True, help="prompts that are in none of the files")
     parser.add_argument("--target", default="smollm2-135m")
@@ -223,13 +225,15 @@ def main() -> None:
     made_here = ["end", *(f"mean-{share:g}" for share in args.shares), *(f"try-{i}" for i in range(len(args.tries)))]
     if args.start.name in made_here:
         parser.error(f"--start {args.start}: what this makes has such a name, too; rename it")
+    if bool(args.prompts) == bool(args.texts):
+        parser.error("give files of prompts, or --texts")
     if args.choose not in args.drafts:
         parser.error(f"--choose {args.choose}: not among --drafts {' '.join(map(str, args.drafts))}")
     if len(set(args.tries)) < len(args.tries) or "start" in args.tries:
         parser.error("--try: the same flags twice, or `start`, which are none")
     steps, noted = Steps(args), args.out / "tries-noted.json"
     if not (args.out / "end" / "model.safetensors").exists():
-        if not noted.exists():
+        if not noted.exists() and not args.texts:
             steps.write()
         if args.tries and not noted.exists():
             noted.write_text(json.dumps(steps.attempt(), indent=1) + "\n")

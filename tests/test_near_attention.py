@@ -1,5 +1,5 @@
-"""Attention of short sequences with one trip to the L2 (`benchmarks/kernel_near.py`): in Triton's interpreter against
-key by key, and to the bit against the kernel in use; and what the compiler makes of it for a Hopper GPU."""
+"""Attention of short sequences with one trip to the L2: in Triton's interpreter against key by key, and to the bit
+against the kernel for any length, also compiled; and what the compiler makes of it for a Hopper GPU."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def test_in_the_interpreter() -> None:
 
 
 def check_in_the_interpreter() -> None:
-    from benchmarks import kernel_near
+    from peagle.kernels.near_attention_triton import near_attention
+    from peagle.kernels.paged_attention_triton import paged_attention_triton
     from peagle.kernels.paged_launches import Launch
 
     mend_interpreter()
-    kernel_near.NEW = 16  # as there are rows; 64 are for the GPU's instruction
 
     @settings(max_examples=24, deadline=None, derandomize=True, database=None, phases=(Phase.explicit, Phase.generate))
     @given(near_cases(), st.sampled_from(["", "plain", "norm"]), st.sampled_from([torch.float32, torch.float16]))
@@ -51,12 +51,12 @@ def check_in_the_interpreter() -> None:
         before = case.cache_k.clone(), case.cache_v.clone()
 
         def run(*args):  # type: ignore[no-untyped-def]
-            return kernel_near.near_attention(*args, pages, launch, rotation=rotation, new=16)
+            return near_attention(*args, pages, launch, rotation=rotation, new=16)  # as many as there are rows
 
         case.check(run, tolerance(dtype), rotation)
         mine, theirs = ([x.clone() for x in before] for _ in range(2))
         got = run(*given, *mine)
-        want = kernel_near.IN_USE(*given, *theirs, pages, None, launch=launch, rotation=rotation)
+        want = paged_attention_triton(*given, *theirs, pages, None, launch=launch, rotation=rotation)
         live = [b * rows + j for b, count in enumerate(case.live) for j in range(count)]
         assert torch.equal(got[live], want[live])
         for a, b in zip(mine, theirs, strict=True):
@@ -75,7 +75,7 @@ def test_compiled_for_a_gpu(tiles: int, new: int) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from benchmarks.kernel_near import _near_kernel
+    from peagle.kernels.near_attention_triton import _near_kernel
 
     fixed = {"G": 3, "GROUP": 3, "D": 64, "BLOCK": BLOCK, "TILE": 256, "TILES": tiles, "QUERIES": 16, "NEW": new}
     fixed |= {"ROTATE": True, "NORM": False, "PRECISION": "tf32", "PDL": True}
@@ -97,6 +97,13 @@ def test_compiled_for_a_gpu(tiles: int, new: int) -> None:
     for register, constant in re.findall(r"(?:or\.b64|add\.s64)\s+%rd\d+, (%rd\d+), (-?\d{12,});", before + after):
         kinds.setdefault(register, set()).add(int(constant) >> 32)
     assert len(kinds) >= 3 and all(len(found) == 1 for found in kinds.values()), kinds
+
+
+@pytest.mark.gpu
+def test_bits_are_those_of_the_kernel_for_any_length() -> None:
+    from benchmarks.kernel_near import CASES, same_bits
+
+    assert [case for case in CASES if not same_bits(*case)] == []
 
 
 if __name__ == "__main__":
