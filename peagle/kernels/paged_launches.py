@@ -138,7 +138,7 @@ def choose_launch(
             programs=programs,
             registers=rule.registers,
             span=_LARGE_SPAN,
-            near=False,
+            near=most_tiles(pages, block_size, _LARGE_TILE * _LARGE_SPAN) == 1 and pages.max_rows <= MOST_NEW,
         )
     crowded = few and narrow and processors // (batch * kv_heads) < _LONG_SPLITS  # two to a processor: in turns, too
     wanted = rule.fill * (2 if crowded else 1) * processors // (batch * kv_heads)
