@@ -25,9 +25,6 @@ With shares 0, 1, 2 for 7 tiles and 2 programs, tiles in the order in which they
 
 `_combine_kernel`: adds up the shares, for all batches in one order.
 
-Where all keys of few sequences are in one piece, a kernel of its own takes their place, with the same bits
-(near_attention_triton.py).
-
 Programmatic dependent launch: a kernel that starts early may, before it waits, read only what was written ahead of
 some normally launched kernel that came before it. Such a kernel starts when all before it have ended; its early
 successors may start while any number of the kernels between it and them still run. Here that is block tables, starts
@@ -55,7 +52,7 @@ from peagle.kernels.rotary_triton import inverse_rms, rotated
 
 
 @triton.jit
-def step_by_keys(scores, v, best, total, acc, PRECISION: tl.constexpr):
+def _step_by_keys(scores, v, best, total, acc, PRECISION: tl.constexpr):
     """One tile into the running softmax, [keys, queries]; `total` stays one sum per slot of it, added up at the end."""
     new = tl.maximum(best, tl.max(scores, 0))
     ref = tl.where(new == float("-inf"), 0.0, new)
@@ -116,7 +113,7 @@ def _tile_after(tile, place, low, tiles, splits, programs, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def sum_over_keys(total, PRECISION: tl.constexpr):
+def _sum_over_keys(total, PRECISION: tl.constexpr):
     if PRECISION == "ieee":
         # Who adds what to what depends on the number of queries, but so little of an fp64 sum does that none of it
         # is left in fp32. With 16-bit inputs the products' layout adds in the same order for any number.
@@ -159,8 +156,8 @@ def _prefetch(cache, at, wanted, D: tl.constexpr):
 
 
 @triton.jit
-def turning_pairs(x_at, row, cols, mask, cos, sin, angle_row, D: tl.constexpr):
-    """What `turned` has to load: the entry that each one of `x_at + cols` turns together with, and the angles."""
+def _pairs(x_at, row, cols, mask, cos, sin, angle_row, D: tl.constexpr):
+    """What `_turn` has to load: the entry that each one of `x_at + cols` turns together with, and the angles."""
     other = tl.load(x_at + (cols + D // 2) % D, mask=mask, other=0.0)
     c = tl.load(cos + row * angle_row + cols, mask=mask, other=1.0)
     s = tl.load(sin + row * angle_row + cols, mask=mask, other=0.0)
@@ -168,7 +165,7 @@ def turning_pairs(x_at, row, cols, mask, cos, sin, angle_row, D: tl.constexpr):
 
 
 @triton.jit
-def turned(x, other, c, s, cols, mask, norm, eps, AXIS: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr):
+def _turn(x, other, c, s, cols, mask, norm, eps, AXIS: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr):
     """x normed and rotated where `mask` says so; heads lie along AXIS."""
     c = c.to(tl.float32)
     s = tl.where(cols < D // 2, -s.to(tl.float32), s.to(tl.float32))
@@ -311,17 +308,17 @@ def _paged_kernel(
     q_at = q + (row * q_row + head * q_head)[None, :]
     queries = tl.load(q_at + cols[:, None], mask=valid[None, :], other=0.0)  # [D, QUERIES]
     if ROTATE:
-        q_other, q_cos, q_sin = turning_pairs(q_at, row[None, :], cols[:, None], valid[None, :], cos, sin, angle_row, D)
+        q_other, q_cos, q_sin = _pairs(q_at, row[None, :], cols[:, None], valid[None, :], cos, sin, angle_row, D)
     if ONCE:
         key = tl.load(new_k + cols[None, :], mask=mine, other=0.0)
         value = tl.load(new_v + cols[None, :], mask=mine, other=0.0)
         if ROTATE:
-            k_other, k_cos, k_sin = turning_pairs(new_k, new, cols[None, :], mine, cos, sin, angle_row, D)
-            key = turned(key, k_other, k_cos, k_sin, cols[None, :], mine, k_norm, eps, 1, D, NORM)
+            k_other, k_cos, k_sin = _pairs(new_k, new, cols[None, :], mine, cos, sin, angle_row, D)
+            key = _turn(key, k_other, k_cos, k_sin, cols[None, :], mine, k_norm, eps, 1, D, NORM)
         tl.store(cache_k + to, key, mask=mine)
         tl.store(cache_v + to, value, mask=mine)
     if ROTATE:
-        queries = turned(queries, q_other, q_cos, q_sin, cols[:, None], valid[None, :], q_norm, eps, 0, D, NORM)
+        queries = _turn(queries, q_other, q_cos, q_sin, cols[:, None], valid[None, :], q_norm, eps, 0, D, NORM)
     best = tl.zeros((QUERIES,), tl.float32) - float("inf")
     total = tl.zeros((TILE, QUERIES), tl.float32)
     acc = tl.zeros((D, QUERIES), tl.float32)
@@ -343,10 +340,10 @@ def _paged_kernel(
             key = tl.load(new_k + cols[None, :], mask=mine[:, None], other=0.0)
             value = tl.load(new_v + cols[None, :], mask=mine[:, None], other=0.0)
             if ROTATE:
-                k_other, k_cos, k_sin = turning_pairs(
+                k_other, k_cos, k_sin = _pairs(
                     new_k, new[:, None], cols[None, :], mine[:, None], cos, sin, angle_row, D
                 )
-                key = turned(key, k_other, k_cos, k_sin, cols[None, :], mine[:, None], k_norm, eps, 1, D, NORM)
+                key = _turn(key, k_other, k_cos, k_sin, cols[None, :], mine[:, None], k_norm, eps, 1, D, NORM)
             tl.store(cache_k + to, key, mask=mine[:, None])
             tl.store(cache_v + to, value, mask=mine[:, None])
         tl.debug_barrier()
@@ -391,10 +388,10 @@ def _paged_kernel(
             # once, the weights would take it, and the assembler of CUDA 12.8 loses the address of weights that lie
             # where the other product's keys lay.
             values = tl.load(cache_v + at, mask=known, other=0.0)
-        best, total, acc = step_by_keys(scores, values, best, total, acc, PRECISION)
+        best, total, acc = _step_by_keys(scores, values, best, total, acc, PRECISION)
         if not WHOLE:
             if last:
-                sum_of = sum_over_keys(total, PRECISION)
+                sum_of = _sum_over_keys(total, PRECISION)
                 _leave(best, sum_of, acc, parts, sums, part + share * (G * rows * GROUP), valid, cols, D)
             best = tl.where(last, float("-inf"), best)
             total = tl.where(last, 0.0, total)
@@ -409,7 +406,7 @@ def _paged_kernel(
             block = tl.load(table + pos // BLOCK, mask=pos < end, other=0)
             base = block.to(tl.int64) * block_step + (pos % BLOCK) * slot_step + g * head_step
     if WHOLE:
-        sum_of = sum_over_keys(total, PRECISION)
+        sum_of = _sum_over_keys(total, PRECISION)
         if used == 1:
             if SINKS:
                 sum_of = sunk(sum_of, best, tl.load(sinks + head, mask=valid, other=0.0))
@@ -534,10 +531,6 @@ def paged_attention_triton(
     if launch is None:
         launch = choose_launch(pages, heads, kv_heads, q_THd.shape[-1], block_size, q_THd.dtype, q_THd.device)
     assert launch.tile % block_size == 0 or block_size % launch.tile == 0
-    if launch.near and window is None and sinks is None:
-        from peagle.kernels.near_attention_triton import near_attention  # which has parts of this one
-
-        return near_attention(q_THd, k_TGd, v_TGd, cache_k, cache_v, pages, launch, pdl, rotation)
     programs = min(launch.programs or launch.splits, launch.splits)
     steps = cache_steps(cache_k, cache_v)
     ahead = launch.ahead if cache_k.is_cuda else 0  # the interpreter knows nothing of it

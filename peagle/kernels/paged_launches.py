@@ -20,7 +20,6 @@ _MANY_QUERIES = 16  # of many requests to a small model: its programs are short,
 # Of few requests to a small model with narrow heads: shares have pieces of two large tiles, and what fits into one of
 # them needs no adding up of shares, which takes half as long as all the rest. Where a GPU has room for that.
 _LARGE_TILE, _LARGE_SPAN = 256, 2
-MOST_NEW = 64  # rows of a sequence up to which new keys need not be read back
 _LARGE_BYTES = 3 * 2 * 256 * 64 * 2 + 32768  # of shared memory: three stages of keys and values, queries and weights
 
 _sm_counts: dict[torch.device, int] = {}
@@ -41,7 +40,6 @@ class Launch:
     programs: int = 0  # for the shares; 0: one each
     registers: int = 0  # that a thread may have; 0: as many as it takes
     span: int = 1  # tiles of a piece, one or two; pieces go round robin to the shares
-    near: bool = False  # all keys are in one piece: by near_attention_triton.py, with the same bits
 
 
 @dataclass(frozen=True)
@@ -138,7 +136,6 @@ def choose_launch(
             programs=programs,
             registers=rule.registers,
             span=_LARGE_SPAN,
-            near=most_tiles(pages, block_size, _LARGE_TILE * _LARGE_SPAN) == 1 and pages.max_rows <= MOST_NEW,
         )
     crowded = few and narrow and processors // (batch * kv_heads) < _LONG_SPLITS  # two to a processor: in turns, too
     wanted = rule.fill * (2 if crowded else 1) * processors // (batch * kv_heads)
