@@ -287,6 +287,17 @@ def test_auto_stops_drafting_where_drafts_never_hold() -> None:
     assert outputs[-1].num_drafts <= 2 and outputs[0].rounds == 39
 
 
+def test_auto_times_its_rounds() -> None:
+    """By the host's clock, those without prompts in them, and compares them with the table."""
+    llm = engine("p-eagle-1", "auto")
+    llm.draft_count.table = CostTable({(1, k): 1e-9 for k in llm.draft_count.choices})
+    llm.generate(list(prompt(700, 17)), SamplingParams(max_tokens=40, ignore_eos=True))
+    seen = llm.draft_count.clock.seen
+    assert seen and {size for size, _ in seen} == {1} and sum(count for _, count in seen.values()) <= 39
+    # far above the table, and each step towards that is a doubling at most
+    assert max(mean for mean, count in seen.values() if count > 4) > 4
+
+
 # Sampling
 
 VOCAB, LENGTH, PROMPT = 6, 3, [2, 0, 5]

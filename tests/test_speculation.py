@@ -136,3 +136,69 @@ def test_what_is_no_table_is_refused(tmp_path: Path, content: str | None) -> Non
     with pytest.raises(UserError, match="--cost-table .*costs.json: ") as error:
         CostTable.load(path)
     assert "\n" not in str(error.value)
+
+
+def played(
+    count: DraftCount, batch: int, true: CostTable, rate: float, rounds: int, noise: float = 0.0, seed: int = 0
+) -> list[int]:
+    """Rounds that take what `true` says: the numbers of drafts that were chosen."""
+    rng, chosen = random.Random(seed), []
+    for _ in range(rounds):
+        k = count(batch)
+        chosen.append(k)
+        cost = true.cost(batch, k)
+        assert cost is not None
+        count.timed(batch, k, cost * (1 + noise * rng.random()) * (50 if rng.random() < 0.01 else 1))
+        for _ in range(batch):
+            accepted = 0
+            while accepted < k and rng.random() < rate:
+                accepted += 1
+            count.observe(k, accepted)
+    return chosen
+
+
+@many(25)
+@given(
+    st.lists(st.floats(0.7, 1.4), min_size=4, max_size=4),
+    st.sampled_from([0.3, 0.6, 0.9]),
+    st.sampled_from([1, 8]),
+    st.floats(0.5, 20.0),
+)
+def test_rounds_say_what_the_table_did_not_know(wrong: list[float], rate: float, batch: int, slower: float) -> None:
+    """The table is off by another factor for each number of drafts, and all of it by one. What is chosen in the end is
+    as good as the best there is, or nearly."""
+    table = linear_costs(1e-3, 2e-5)
+    factor = dict(zip(CHOICES, wrong, strict=True))
+    true = CostTable({(b, k): seconds * factor[k] * slower for (b, k), seconds in table.seconds.items()})
+    count = DraftCount(CHOICES, table)
+    chosen = played(count, batch, true, rate, 12000, noise=0.05)
+
+    def speed(k: int) -> float:
+        cost = true.cost(batch, k)
+        assert cost is not None
+        return sum(rate**i for i in range(k + 1)) / cost
+
+    best = max(map(speed, CHOICES))
+    usual = max(set(chosen[-1000:]), key=chosen[-1000:].count)
+    assert speed(usual) >= 0.92 * best
+    assert sum(map(speed, chosen[-4000:])) / 4000 >= 0.9 * best, "nor does looking around cost much"
+
+
+def test_rounds_of_another_size_are_not_judged_by_these() -> None:
+    table = linear_costs(1e-3, 0.0)
+    count = taught(DraftCount(CHOICES, table), 0.8, 500)
+    for _ in range(200):
+        count.timed(8, 5, 4e-3)
+        for k in (0, 1, 3):
+            count.timed(8, k, 1e-3)
+    assert count.best(8) == 3 and count.best(5) == 3 and count.best(1) == 5 and count.best(64) == 5
+    count.timed(8, 2, 1e-3)  # nobody's choice
+    assert (8, 2) not in count.clock.seen
+
+
+def test_a_round_that_was_held_up_counts_little() -> None:
+    count = DraftCount(CHOICES, linear_costs(1e-3, 0.0))
+    for _ in range(100):
+        count.timed(1, 3, 1e-3)
+    count.timed(1, 3, 60.0)
+    assert count.clock.ratio(1, 3) < 1.05

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import secrets
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -78,6 +79,7 @@ class LLM:
         )
         self.lookahead = loaded.lookahead
         self._in_flight: deque[Launched] = deque()
+        self._returned = 0.0  # when the last one came back
         self._next_id = 0
         self.rounds_by_accepted = [0] * (loaded.choices[-1] + 1)  # rounds with drafts, by how many of them held
         self.drafted_tokens = 0
@@ -113,7 +115,10 @@ class LLM:
             return self._commit(self._in_flight.popleft())
         plan = self.scheduler.plan()
         if plan is not None:
-            self._in_flight.append(self.runner.launch(plan, self.scheduler.moved))
+            began = time.perf_counter()
+            launched = self.runner.launch(plan, self.scheduler.moved)
+            launched.began = began
+            self._in_flight.append(launched)
             self.scheduler.launched(plan)
         if self._in_flight and (plan is None or len(self._in_flight) > self.lookahead):
             return self._commit(self._in_flight.popleft())
@@ -123,6 +128,10 @@ class LLM:
         """Appends what came back. Drafts are counted before the text is cut, as vLLM counts them."""
         touched, plan = [], launched.plan
         rounds, firsts = launched.wait()
+        now = time.perf_counter()
+        if rounds and not plan.chunks and not plan.shaped:
+            self.draft_count.timed(len(rounds), plan.drafts, now - max(launched.began, self._returned))
+        self._returned = now
         finished, drafting = State.FINISHED, self.drafter is not None
         for request, row in zip(plan.decoding, rounds, strict=True):
             if request.state is finished:

@@ -122,6 +122,7 @@ class Launched:
     firsts_host: Tensor | None
     done: torch.cuda.Event | None
     logprobs: dict[int, list[dict[int, float]]]  # by request id
+    began: float = 0.0  # by the host's clock; whoever launched it knows
 
     def wait(self) -> tuple[list[list[int]], list[int]]:
         """Of each request that decoded: emitted tokens, -1 behind them, how many drafts held, how many there were.

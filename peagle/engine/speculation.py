@@ -2,7 +2,8 @@
 
 A round for `batch` requests with k drafts costs cost(batch, k) and brings batch * (1 + a_1 + .. + a_k) tokens,
 a_i being how often draft i is accepted. The k with the most tokens per second wins; 0 is one of them. Costs
-come from a table measured on this machine, acceptance from the rounds themselves. Which k runs never changes
+come from a table measured on this machine, acceptance from the rounds themselves, and so does what the table did
+not know: the host's part, other lengths, a machine that was busy when it was measured. Which k runs never changes
 the text, so the choice may be wrong without harm.
 """
 
@@ -22,6 +23,9 @@ MEMORY = 2048.0  # rounds an estimate remembers
 RECONSIDER_EVERY = 16  # rounds
 EXPLORE_EVERY = 64  # rounds, then one with the most drafts: deep positions are only seen by drafting deep
 EXPLORE_SHARE = 0.02  # of the time at most, so where drafting deep costs many rounds it is tried less often
+TABLE_WEIGHT = 4.0  # rounds of one kind that must have been timed for these to count as much as the others
+CLOCK_MEMORY = 32.0  # rounds of one kind that the mean of their times is about
+OUTLIER = 2.0  # a round that took so many times as long as usual was held up by something else
 
 
 @dataclass
@@ -100,6 +104,30 @@ class Acceptance:
         return [a / t for a, t in zip(self.accepted, self.tried, strict=True)]
 
 
+class Clock:
+    """How much longer rounds take than the table says, by the batch size that they were recorded for and drafts."""
+
+    def __init__(self) -> None:
+        self.seen: dict[tuple[int, int], tuple[float, float]] = {}  # the mean, and of how many
+
+    def observe(self, size: int, k: int, ratio: float) -> None:
+        mean, count = self.seen.get((size, k)) or (self.ratio(size, k), 0.0)
+        count = min(count + 1, CLOCK_MEMORY)
+        self.seen[size, k] = mean + (min(max(ratio, mean / OUTLIER), mean * OUTLIER) - mean) / count, count
+
+    def knows(self, size: int) -> bool:
+        return any(at == size for at, _ in self.seen)
+
+    def ratio(self, size: int, k: int) -> float:
+        """Of rounds that were hardly ever timed mostly that of others of this size."""
+        others = [seen for (at, _), seen in self.seen.items() if at == size]
+        if not others:
+            return 1.0
+        usual = sum(mean * count for mean, count in others) / sum(count for _, count in others)
+        mean, count = self.seen.get((size, k), (usual, 0.0))
+        return (usual * TABLE_WEIGHT + mean * count) / (TABLE_WEIGHT + count)
+
+
 class DraftCount:
     """`choices` are the numbers of drafts a round may have; one choice is no choice."""
 
@@ -107,9 +135,11 @@ class DraftCount:
         self.choices = sorted(choices)
         self.table = table or CostTable()
         self.acceptance = Acceptance(self.choices[-1])
-        self._rounds, self._explore_at = 0, EXPLORE_EVERY
+        self.clock = Clock()
+        self._rounds, self._explore_at, self._explored = 0, EXPLORE_EVERY, 0
         self._best: dict[int, int] = {}  # by batch size, until acceptance has moved on
         self._costs: dict[int, dict[int, float | None]] = {}  # by batch size, looked up in the table once
+        self._sizes: dict[int, int] = {}
 
     def __call__(self, batch: int) -> int:
         if len(self.choices) == 1 or not self.table or batch == 0:
@@ -120,23 +150,40 @@ class DraftCount:
         if batch not in self._best:
             self._best[batch] = self.best(batch)
         if self._rounds >= self._explore_at:
-            costs = self._costs_at(batch)
-            most = max(costs)
-            usual, deep = costs[self._best[batch]], costs[most]
-            extra = deep / usual - 1 if usual and deep else 0.0  # in rounds
-            self._explore_at = self._rounds + max(EXPLORE_EVERY, round(extra / EXPLORE_SHARE))
-            return most
+            return self._look(batch, self._best[batch])
         return self._best[batch]
 
-    def best(self, batch: int) -> int:
+    def _look(self, batch: int, usual: int) -> int:
+        """The most drafts, for how often they hold; in turns with all others, if their rounds are timed."""
         costs = self._costs_at(batch)
-        return max(costs, key=lambda k: self._speed(k, costs[k]))
+        turns = [max(costs)]
+        if self.clock.knows(self._size(batch)):
+            turns += [k for k in costs if k not in (usual, turns[0])]
+        self._explored += 1
+        k = turns[self._explored % len(turns)]
+        lost = 0.0  # rounds
+        if (cost := costs[usual]) and (other := costs[k]):
+            rates = self.acceptance.rates
+            lost = other / cost - (1 + sum(rates[:k])) / (1 + sum(rates[:usual]))
+        self._explore_at = self._rounds + max(EXPLORE_EVERY, round(lost / EXPLORE_SHARE))
+        return k
+
+    def best(self, batch: int) -> int:
+        costs, size = self._costs_at(batch), self._size(batch)
+        return max(costs, key=lambda k: self._speed(k, costs[k]) / self.clock.ratio(size, k))
 
     def tokens_per_second(self, batch: int, k: int) -> float:
         return batch * self._speed(k, self.table.cost(batch, k))
 
     def _speed(self, k: int, cost: float | None) -> float:
         return (1 + sum(self.acceptance.rates[:k])) / cost if cost else 0.0
+
+    def _size(self, batch: int) -> int:
+        """The measured batch size that a round of so many counts to."""
+        if batch not in self._sizes:
+            sizes = self.table.batches
+            self._sizes[batch] = sizes[min(bisect_left(sizes, batch), len(sizes) - 1)]
+        return self._sizes[batch]
 
     def _costs_at(self, batch: int) -> dict[int, float | None]:
         """Of the choices at this load."""
@@ -146,3 +193,8 @@ class DraftCount:
 
     def observe(self, drafts: int, accepted: int) -> None:
         self.acceptance.observe(drafts, accepted)
+
+    def timed(self, batch: int, k: int, seconds: float) -> None:
+        """A round took so long, with what the host has to do for it."""
+        if len(self.choices) > 1 and self.table and (cost := self._costs_at(batch).get(k)):
+            self.clock.observe(self._size(batch), k, seconds / cost)
