@@ -129,7 +129,7 @@ class LLM:
         touched, plan = [], launched.plan
         rounds, firsts = launched.wait()
         now = time.perf_counter()
-        if rounds and not plan.chunks and not plan.shaped:
+        if rounds and not plan.chunks and not self._shaped:
             self.draft_count.timed(len(rounds), plan.drafts, now - max(launched.began, self._returned))
         self._returned = now
         finished, drafting = State.FINISHED, self.drafter is not None
