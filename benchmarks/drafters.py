@@ -3,9 +3,10 @@
     python benchmarks/drafters.py --p-eagle DIR --eagle3 DIR --data-dir DIR --vllm-path DEST --out DIR
 
 Everything is `peagle eval` and `peagle bench`. Starting vLLM is mostly host work, so all start side by side, and
-a lock lets one alone measure its speed; acceptance, which no clock is part of, is counted while they start. Writes
-acceptance.json (K of 1, 3, 5, 7, 10 in one pass), acceptance-vllm.json (its own counters, K of 3 and 7) and speed.json
-for `peagle report`, then prints both tables and one JSON line. What is in DIR already is not measured again.
+a lock lets one alone measure its speed; acceptance, which no clock is part of, is counted while they start, and what is
+not done by then after them. Writes acceptance.json (K of 1, 3, 5, 7, 10 in one pass), acceptance-vllm.json (its own
+counters, K of 3 and 7) and speed.json for `peagle report`, then prints both tables and one JSON line. What is in DIR
+already is not measured again.
 """
 
 from __future__ import annotations
@@ -89,6 +90,7 @@ class Session:
         self.parts = self.out / "parts"
         self.parts.mkdir(parents=True, exist_ok=True)
         self.running: list[subprocess.Popen[bytes]] = []
+        self.commands: dict[str, tuple[str, list[str]]] = {}
 
     def left(self) -> float:
         return self.args.seconds - (time.time() - self.began)
@@ -103,7 +105,8 @@ class Session:
             env |= {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
             path = [*([str(self.args.vllm_path)] if self.args.vllm_path else []), *path]
         env["PYTHONPATH"] = os.pathsep.join(path)
-        with open(self.parts / f"{name}.log", "wb") as log:
+        self.commands[name] = side, command
+        with open(self.parts / f"{name}.log", "ab") as log:
             # a session of its own: vLLM's engine is a grandchild, and both must be gone at the end
             made = subprocess.Popen(command, stdout=log, stderr=log, env=env, start_new_session=True)
         self.running.append(made)
@@ -182,13 +185,18 @@ class Session:
                 if name not in told:
                     self.say(f"{name} was too slow")
                     self.stop(process)
-        for name, process in benches.items():
+        self.wait(benches)
+        self.say("measured")
+        late = [name for name in evals if name not in told]
+        self.wait({name: self.start(name, *self.commands[name]) for name in late})  # these go on where they were
+
+    def wait(self, running: dict[str, subprocess.Popen[bytes]]) -> None:
+        for name, process in running.items():
             try:
                 process.wait(max(0.1, self.left()))
             except subprocess.TimeoutExpired:
                 self.say(f"out of time: {name}")
                 self.stop(process)
-        self.say("measured")
 
     def stop(self, process: subprocess.Popen[bytes]) -> None:
         try:
