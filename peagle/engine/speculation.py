@@ -13,6 +13,7 @@ import json
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from peagle.errors import UserError
@@ -25,6 +26,7 @@ EXPLORE_EVERY = 64  # rounds, then one with the most drafts: deep positions are 
 EXPLORE_SHARE = 0.02  # of the time at most, so where drafting deep costs many rounds it is tried less often
 TABLE_WEIGHT = 4.0  # rounds of one kind that must have been timed for these to count as much as the others
 CLOCK_MEMORY = 32.0  # rounds of one kind that the mean of their times is about
+DOUBT = 0.8  # rounds that were never timed may be so much faster than they seem, for which they are looked at
 OUTLIER = 2.0  # a round that took so many times as long as usual was held up by something else
 
 
@@ -154,13 +156,12 @@ class DraftCount:
         return self._best[batch]
 
     def _look(self, batch: int, usual: int) -> int:
-        """The most drafts, for how often they hold; in turns with all others, if their rounds are timed."""
+        """The most drafts, for how often they hold; in turns with others, where rounds are timed."""
         costs = self._costs_at(batch)
-        turns = [max(costs)]
-        if self.clock.knows(self._size(batch)):
-            turns += [k for k in costs if k not in (usual, turns[0])]
-        self._explored += 1
-        k = turns[self._explored % len(turns)]
+        k, self._explored = max(costs), self._explored + 1
+        others = [other for other in costs if other not in (usual, k)]
+        if others and self._explored % 2 and self.clock.knows(self._size(batch)):
+            k = max(others, key=partial(self._promise, batch))
         lost = 0.0  # rounds
         if (cost := costs[usual]) and (other := costs[k]):
             rates = self.acceptance.rates
@@ -168,9 +169,18 @@ class DraftCount:
         self._explore_at = self._rounds + max(EXPLORE_EVERY, round(lost / EXPLORE_SHARE))
         return k
 
+    def _promise(self, batch: int, k: int) -> float:
+        """How fast rounds may be, of which few have been timed."""
+        size = self._size(batch)
+        _, count = self.clock.seen.get((size, k), (0.0, 0.0))
+        return self._speed_at(batch, k) * (1 + DOUBT / (count + 1) ** 0.5)
+
     def best(self, batch: int) -> int:
-        costs, size = self._costs_at(batch), self._size(batch)
-        return max(costs, key=lambda k: self._speed(k, costs[k]) / self.clock.ratio(size, k))
+        return max(self._costs_at(batch), key=partial(self._speed_at, batch))
+
+    def _speed_at(self, batch: int, k: int) -> float:
+        """By the table, and by what rounds have shown of it."""
+        return self._speed(k, self._costs_at(batch)[k]) / self.clock.ratio(self._size(batch), k)
 
     def tokens_per_second(self, batch: int, k: int) -> float:
         return batch * self._speed(k, self.table.cost(batch, k))
