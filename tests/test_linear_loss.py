@@ -129,7 +129,7 @@ def test_by_value_tv_is_about_the_drafts_kept(trained_head: bool, logits: int) -
     left = torch.empty(rows, dtype=torch.long)
     left[place] = depths - 1 - torch.arange(depths).expand(chains, -1)
     text = (asked @ teacher.head_UT.T).argmax(-1)[question]
-    links = Links(before, text, torch.full((chains,), NOBODY)).opening(left, depths - 1)
+    links = Links(before, text, torch.full((chains,), NOBODY)).counting(left_R=left, most_left=depths - 1)
     leaves = [hidden, head] if trained_head else [hidden]
 
     said = linear_loss(hidden, head, teacher, question, torch.ones(rows), "tv", logits=logits, links=links)

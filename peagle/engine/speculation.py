@@ -163,9 +163,9 @@ class DraftCount:
         if others and self._explored % 2 and self.clock.knows(self._size(batch)):
             k = max(others, key=partial(self._promise, batch))
         lost = 0.0  # rounds
-        if (cost := costs[usual]) and (other := costs[k]):
+        if (cost := costs[usual]) and (looking := costs[k]):
             rates = self.acceptance.rates
-            lost = other / cost - (1 + sum(rates[:k])) / (1 + sum(rates[:usual]))
+            lost = looking / cost - (1 + sum(rates[:k])) / (1 + sum(rates[:usual]))
         self._explore_at = self._rounds + max(EXPLORE_EVERY, round(lost / EXPLORE_SHARE))
         return k
 

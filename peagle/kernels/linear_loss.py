@@ -254,22 +254,17 @@ class Links:
     def reach(self, accept_R: Tensor, best_R: Tensor) -> Tensor:
         return self.product(self.kept(accept_R, best_R))
 
-    def starting(self, kept_earlier: Tensor) -> Links:
-        """The same, but chains count by where they begin, too. EARLIER was kept so likely."""
+    def counting(
+        self,
+        by_reach: bool = True,
+        kept_earlier: Tensor | None = None,
+        left_R: Tensor | None = None,
+        most_left: int = 0,
+    ) -> Links:
+        """The same, but rows count by their reach if that is asked for; by where chains begin, if it is said how likely
+        EARLIER was kept; by value, if it is said how many rows, of `most_left`, a chain might have behind each."""
         made = copy(self)
-        made.kept_earlier = kept_earlier
-        return made
-
-    def opening(self, left_R: Tensor, most: int) -> Links:
-        """The same, but rows count by value, too. So many rows more a chain might have had behind each, of `most`."""
-        made = copy(self)
-        made.left_R, made.most_left = left_R, most
-        return made
-
-    def anywhere(self) -> Links:
-        """The same, but rows do not count by their reach."""
-        made = copy(self)
-        made.by_reach = False
+        made.by_reach, made.kept_earlier, made.left_R, made.most_left = by_reach, kept_earlier, left_R, most_left
         return made
 
     def share(self, accept_R: Tensor, best_R: Tensor) -> Tensor:
@@ -358,13 +353,13 @@ class _LinearLoss(torch.autograd.Function):
                 into.index_copy_(0, at, part)
             return at, hidden_CD, z_CV
 
-        by_value = links is not None and links.left_R is not None
+        valued = links if links is not None and links.left_R is not None else None
         worth_R = hidden_RD.new_ones(rows, dtype=exact)
-        if links is not None and by_value and dhead_VD is not None:
+        if valued is not None and dhead_VD is not None:
             # The head's gradient is one sum: what rows count has to be known when they are added to it.
             for chunk in cut.chunks:
                 asked(chunk, gradient=False)
-            worth_R = links.worth(accept_R, best_R)
+            worth_R = valued.worth(accept_R, best_R)
         for chunk in cut.chunks:
             at, hidden_CD, z_CV = asked(chunk, any(wanted))
             # what a row counts by its chain can come last: both gradients are sums over rows
@@ -376,8 +371,8 @@ class _LinearLoss(torch.autograd.Function):
                 dhidden_RD.index_copy_(0, at, _times(z_CV @ head_VD, reach_C1))
             if dhead_VD is not None:
                 _add_head_gradient(dhead_VD, z_CV, _times(hidden_CD, reach_C1))
-        if links is not None and by_value and dhead_VD is None:
-            worth_R = links.worth(accept_R, best_R)
+        if valued is not None and dhead_VD is None:
+            worth_R = valued.worth(accept_R, best_R)
             reach_R = reach_R * worth_R
             if dhidden_RD is not None:
                 dhidden_RD *= worth_R[:, None].to(dhidden_RD.dtype)

@@ -119,12 +119,11 @@ class Examiner:
         The token's distribution is what the target said at the one before it.
         """
         where = question_R if isinstance(question_R, Plan) else question_R - 1
-        aim, last = self.aim, self.depths - 1
-        counted = links if aim.by_reach else links.anywhere()
-        if aim.by_start:
-            counted = counted.starting(self.kept_last)
-        if aim.by_value:
-            counted = counted.opening((last - depth_R).clamp(min=0), last)
+        aim, last, counted = self.aim, self.depths - 1, None
+        if aim.by_reach or aim.by_start or aim.by_value:
+            kept_earlier = self.kept_last if aim.by_start else None
+            left_R = (last - depth_R).clamp(min=0) if aim.by_value else None
+            counted = links.counting(aim.by_reach, kept_earlier, left_R, last)
         asked = linear_loss(
             said_RD,
             self.head,
@@ -132,7 +131,7 @@ class Examiner:
             where,
             self.weight_K[depth_R],
             aim.objective,
-            links=counted if aim.by_reach or aim.by_start or aim.by_value else None,
+            links=counted,
         )
         if aim.by_start and len(links.drafted_F):
             self.kept_last = links.kept(asked.accept_R, asked.best_R)[len(links.drafted_F) - 1]
