@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import random
 import shutil
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -33,6 +35,7 @@ from peagle import reference
 from peagle.checkpoints.drafter import read_drafter_config, save_drafter
 from peagle.checkpoints.target import Target
 from peagle.config import DecoderConfig, DrafterConfig, EngineSettings, LayerConfig, RopeConfig, SamplingParams
+from peagle.engine import loading
 from peagle.engine.llm import LLM
 from peagle.engine.loading import count_blocks, draft_choices
 from peagle.engine.prompts import PromptRows
@@ -528,6 +531,27 @@ def test_deep_drafts_are_for_gpus_and_one_pass(tmp_path: Path) -> None:
         set_config(folder, trained_draft_tokens=trained)
         cfg = read_drafter_config(folder, engines.target().model.cfg)
         assert draft_choices(EngineSettings(), cfg, folder, on_gpu)[-3:] == deepest
+
+
+@pytest.mark.parametrize(
+    ("told", "slow", "want"),
+    [
+        ("flags\t\t: fma avx2 avx512f", torch.float32, torch.float32),  # a busy moment tells nothing
+        ("flags\t\t: avx512f amx_bf16", torch.float32, torch.bfloat16),
+        ("flags\t\t: avx512f amx_bf16", torch.bfloat16, torch.float32),
+        ("Features\t: asimd bf16", torch.float32, torch.bfloat16),
+        ("Features\t: asimd fphp", torch.float32, torch.float32),
+        ("arm", torch.float32, torch.bfloat16),  # nothing is known of what it can do
+    ],
+)
+def test_bfloat16_on_cpus_that_have_it(monkeypatch, told: str, slow: torch.dtype, want: torch.dtype) -> None:
+    def multiply(x: torch.Tensor, weight: torch.Tensor) -> None:
+        time.sleep(0.002 * (x.dtype == slow))
+
+    monkeypatch.setattr(loading, "processor", lambda: f"model name\t: bf16\n{told}")
+    monkeypatch.setattr(loading, "F", SimpleNamespace(linear=multiply))
+    assert loading.fitting_dtype(torch.device("cpu")) == want
+    assert loading.fitting_dtype(torch.device("cuda")) == torch.bfloat16
 
 
 @pytest.mark.parametrize("name", ["p-eagle-1", "eagle3-1"])

@@ -179,7 +179,8 @@ def test_a_pass_is_found_that_has_room_for_all() -> None:
 def test_places_without_a_prompt_leave_the_others_drafts_alone(name: str) -> None:
     """Room for four ends, of one to three prompts at a time."""
     target, drafter = pairs.load_pair(name)
-    llm = LLM(pairs.target_folder(), pairs.drafter_folder(name), 4, tokenizer=False, max_num_seqs=3)
+    options = {"tokenizer": False, "max_num_seqs": 3, "device": "cpu", "dtype": "float32"}
+    llm = LLM(pairs.target_folder(), pairs.drafter_folder(name), 4, **options)
     replays = engines.rehearse(llm, [64, 256])
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     prompts = pairs.prompts(8)

@@ -24,7 +24,7 @@ class EngineSettings:
 
     num_speculative_tokens: int | Literal["auto"] = "auto"
     device: str | None = None  # cuda where there is one, else cpu
-    dtype: str | None = None  # bfloat16 on the GPU; on the CPU whichever of bfloat16 and float32 measures faster
+    dtype: str | None = None  # bfloat16 on a GPU, and on a CPU that has instructions for it and is faster by them
     max_num_seqs: int | None = None  # requests that run at once
     max_model_len: int | None = None  # tokens of prompt and answer together; None: what the target was made for
     kv_cache_memory: int | None = None  # bytes

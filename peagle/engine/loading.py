@@ -39,12 +39,14 @@ from peagle.errors import UserError
 from peagle.hub import resolve_drafter, resolve_target
 from peagle.kernels.linear_cpu import measure_products
 from peagle.kernels.mxfp4 import Packed, zero_filling
+from peagle.kernels.skinny_cpu import processor
 from peagle.kernels.verify import conditional_rates, rates_for_length
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
 from peagle.models.experts import ExpertMLP
 
 GIB = 1 << 30
+BF16 = {"amx_bf16", "avx512_bf16", "bf16"}  # what Linux calls a CPU's instructions for it, x86 or Arm
 
 
 @dataclass
@@ -216,12 +218,16 @@ def usable_cores() -> int:
 
 
 def fitting_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16 on a GPU; on a CPU only where its products are really faster than float32's."""
+    """bfloat16 on a GPU; on a CPU only where it has instructions for it and products are really faster with them. By
+    the clock alone, a machine that is busy with something else would get one or the other by chance."""
     if device.type != "cpu":
         return torch.bfloat16
+    features = [line for line in processor().splitlines() if line.lower().startswith(("flags", "features"))]
+    if features and BF16.isdisjoint(" ".join(features).split()):
+        return torch.float32
     best = {torch.float32: float("inf"), torch.bfloat16: float("inf")}
     given = {dtype: (torch.ones(4, 512, dtype=dtype), torch.ones(1024, 512, dtype=dtype)) for dtype in best}
-    for turn in range(4):  # the first is the warm-up
+    for turn in range(8):  # the first is the warm-up
         for dtype, (x, w) in given.items():
             started = time.perf_counter()
             F.linear(x, w)
