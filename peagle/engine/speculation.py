@@ -162,10 +162,9 @@ class DraftCount:
         others = [other for other in costs if other not in (usual, k)]
         if others and self._explored % 2 and self.clock.knows(self._size(batch)):
             k = max(others, key=partial(self._promise, batch))
-        lost = 0.0  # rounds
-        if (cost := costs[usual]) and (looking := costs[k]):
-            rates = self.acceptance.rates
-            lost = looking / cost - (1 + sum(rates[:k])) / (1 + sum(rates[:usual]))
+        lost = 0.0  # usual rounds
+        if seconds := self._seconds(batch, usual):
+            lost = self._seconds(batch, k) / seconds - self._tokens(k) / self._tokens(usual)
         self._explore_at = self._rounds + max(EXPLORE_EVERY, round(lost / EXPLORE_SHARE))
         return k
 
@@ -179,14 +178,20 @@ class DraftCount:
         return max(self._costs_at(batch), key=partial(self._speed_at, batch))
 
     def _speed_at(self, batch: int, k: int) -> float:
-        """By the table, and by what rounds have shown of it."""
-        return self._speed(k, self._costs_at(batch)[k]) / self.clock.ratio(self._size(batch), k)
+        return self._speed(k, self._seconds(batch, k))
+
+    def _seconds(self, batch: int, k: int) -> float:
+        """Of a round, by the table and by what rounds have shown of it."""
+        return (self._costs_at(batch)[k] or 0.0) * self.clock.ratio(self._size(batch), k)
 
     def tokens_per_second(self, batch: int, k: int) -> float:
         return batch * self._speed(k, self.table.cost(batch, k))
 
     def _speed(self, k: int, cost: float | None) -> float:
-        return (1 + sum(self.acceptance.rates[:k])) / cost if cost else 0.0
+        return self._tokens(k) / cost if cost else 0.0
+
+    def _tokens(self, k: int) -> float:
+        return 1 + sum(self.acceptance.rates[:k])
 
     def _size(self, batch: int) -> int:
         """The measured batch size that a round of so many counts to."""
