@@ -185,7 +185,15 @@ def test_a_server_from_its_first_line_to_its_last(target: Path) -> None:
     assert server.process.wait(30) == 0
     entries = [json.loads(line) for line in server.process.complaints().splitlines()]
     ready = next(entry["event"] for entry in entries if entry["event"].startswith("ready: "))
-    for fact in (MODEL, "p-eagle-1", "p-eagle, K 4", "weights", "cache", f"http://127.0.0.1:{server.port}"):
+    for fact in (
+        MODEL,
+        "p-eagle-1",
+        "p-eagle, K 4",
+        "in float32 on cpu",
+        "weights",
+        "cache",
+        f"http://127.0.0.1:{server.port}",
+    ):
         assert fact in ready
     assert [e["event"] for e in entries if e["event"] in ("draining", "stopping")] == ["draining", "stopping"]
     assert KEY not in server.process.complaints() and PROMPT not in server.process.complaints()

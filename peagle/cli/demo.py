@@ -123,11 +123,10 @@ def _setting(llm: LLM) -> tuple[str, str]:
     """The dtype's name, and the machine's in words."""
     import torch
 
-    dtype = str(llm.target.model.embed_tokens.weight.dtype).removeprefix("torch.")
     if llm.runner.device.type == "cuda":
-        return dtype, f"one {torch.cuda.get_device_name(llm.runner.device)}"
+        return llm.dtype, f"one {torch.cuda.get_device_name(llm.runner.device)}"
     count = torch.get_num_threads()
-    return dtype, f"the CPU ({count} thread{'s' * (count > 1)})"
+    return llm.dtype, f"the CPU ({count} thread{'s' * (count > 1)})"
 
 
 def _figures(run: Run, alone: Run) -> dict[str, Any]:

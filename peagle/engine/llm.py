@@ -103,6 +103,11 @@ class LLM:
             "graphs": self.runner.graphs.memory if self.runner.graphs is not None else 0,
         }
 
+    @property
+    def dtype(self) -> str:
+        """What it computes in."""
+        return str(self.target.model.embed_tokens.weight.dtype).removeprefix("torch.")
+
     # The engine
 
     def step(self) -> list[Request]:
@@ -115,10 +120,7 @@ class LLM:
             return self._commit(self._in_flight.popleft())
         plan = self.scheduler.plan()
         if plan is not None:
-            began = time.perf_counter()
-            launched = self.runner.launch(plan, self.scheduler.moved)
-            launched.began = began
-            self._in_flight.append(launched)
+            self._in_flight.append(self.runner.launch(plan, self.scheduler.moved))
             self.scheduler.launched(plan)
         if self._in_flight and (plan is None or len(self._in_flight) > self.lookahead):
             return self._commit(self._in_flight.popleft())

@@ -14,6 +14,7 @@ Shapes: S slots, B requests of a batch, Q rows a request, K drafts, M blocks in 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -122,7 +123,7 @@ class Launched:
     firsts_host: Tensor | None
     done: torch.cuda.Event | None
     logprobs: dict[int, list[dict[int, float]]]  # by request id
-    began: float = 0.0  # by the host's clock; whoever launched it knows
+    began: float  # by the host's clock
 
     def wait(self) -> tuple[list[list[int]], list[int]]:
         """Of each request that decoded: emitted tokens, -1 behind them, how many drafts held, how many there were.
@@ -196,27 +197,17 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, plan: Plan, moved: list[Request]) -> Launched:
+        began = time.perf_counter()
         self._send(moved)
         logprobs: dict[int, list[dict[int, float]]] = {}
         rounds = self._round(plan, logprobs) if plan.decoding else None
         firsts, first_tokens = self._read(plan.chunks, logprobs) if plan.chunks else ([], None)
-        return self._return(plan, rounds, firsts, first_tokens, logprobs)
-
-    def _return(
-        self,
-        plan: Plan,
-        rounds: Tensor | None,
-        firsts: list[Request],
-        first_tokens: Tensor | None,
-        logprobs: dict[int, list[dict[int, float]]],
-    ) -> Launched:
-        if self.device.type != "cuda":
-            return Launched(plan, rounds, firsts, first_tokens, None, logprobs)
-
-        hosts = [None if x is None else self._returns.bring(x) for x in (rounds, first_tokens)]
-        done = torch.cuda.Event()
-        done.record()
-        return Launched(plan, hosts[0], firsts, hosts[1], done, logprobs)
+        done = None
+        if self.device.type == "cuda":
+            rounds, first_tokens = (None if x is None else self._returns.bring(x) for x in (rounds, first_tokens))
+            done = torch.cuda.Event()
+            done.record()
+        return Launched(plan, rounds, firsts, first_tokens, done, logprobs, began)
 
     def _to_device(self, values: Sequence[object], dtype: torch.dtype = torch.long) -> Tensor:
         host = torch.tensor(values, dtype=dtype)

@@ -51,7 +51,7 @@ class Embedded:
 
     @property
     def dtype(self) -> str:
-        return str(self.alone.target.model.embed_tokens.weight.dtype).removeprefix("torch.")
+        return self.alone.dtype
 
     def counted(
         self, drafter: Path, data: DataSet, temperature: float, ks: Sequence[int]

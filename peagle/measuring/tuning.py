@@ -60,8 +60,7 @@ def _any_costs() -> Iterator[Path]:
 
 
 def subject_of(llm: LLM, target: str, drafter: str, context: int) -> Subject:
-    weight = llm.target.model.embed_tokens.weight
-    return Subject(target, drafter, _device_name(weight.device), str(weight.dtype).removeprefix("torch."), context)
+    return Subject(target, drafter, _device_name(llm.runner.device), llm.dtype, context)
 
 
 def _device_name(device: torch.device) -> str:

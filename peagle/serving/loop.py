@@ -47,6 +47,7 @@ class EngineFacts:
     method: Literal["p-eagle", "eagle3"] | None
     max_num_seqs: int
     device: str
+    dtype: str
     memory: dict[str, int]
 
 
@@ -311,6 +312,7 @@ class EngineLoop:
             method=None if drafter is None else "p-eagle" if drafter.cfg.parallel else "eagle3",
             max_num_seqs=llm.scheduler.max_num_seqs,
             device=str(llm.runner.device),
+            dtype=llm.dtype,
             memory=llm.memory(),
         )
         self._counters.began(llm)

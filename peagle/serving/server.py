@@ -184,7 +184,7 @@ def start_summary(facts: EngineFacts, about: dict[str, Any], model: str, address
     memory = ", ".join(f"{name} {amount / (1 << 30):.2f} GiB" for name, amount in facts.memory.items() if amount)
     return (
         f"ready: {model}, drafter {helped}, {facts.max_model_len} tokens of context, "
-        f"{facts.max_num_seqs} requests at once on {facts.device}, {memory}, at {address}"
+        f"{facts.max_num_seqs} requests at once in {facts.dtype} on {facts.device}, {memory}, at {address}"
     )
 
 
