@@ -56,7 +56,7 @@ def worker(args: argparse.Namespace) -> None:
         requests=args.requests,
         waves=args.waves,
         repeats=args.repeats,
-        max_tokens=256,
+        max_tokens=args.speed_tokens,
     )
     length, dtype = (2048, "bfloat16") if args.device == "cuda" else (1024, "float32")
     own = EmbeddedSettings(args.device, dtype, max_num_seqs=64, max_model_len=length, kv_cache_memory=KV_BYTES)
@@ -158,7 +158,7 @@ class Session:
             command += ["--k", k, "--lock", str(lock), "--part", str(self.parts / f"{name}.json")]
             command += ["--ready", str(self.parts / f"{name}.ready"), "--requests", str(a.requests)]
             command += ["--loads", *map(str, a.loads), "--waves", str(a.waves), "--repeats", str(a.repeats)]
-            command += ["--target", a.target, "--device", a.device]
+            command += ["--speed-tokens", str(a.speed_tokens), "--target", a.target, "--device", a.device]
             command += ["--p-eagle", str(a.p_eagle), "--eagle3", str(a.eagle3), "--data-dir", str(a.data_dir)]
             found[name] = self.start(name, side, command)
         return found
@@ -271,6 +271,7 @@ def main() -> None:
     parser.add_argument("--waves", type=int, default=4, help="requests for each that runs at once, as far as there are")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--max-tokens", type=int, default=512, help="of answers whose acceptance is counted")
+    parser.add_argument("--speed-tokens", type=int, default=256, help="of answers at most whose speed is measured")
     parser.add_argument("--eval-dtype", default="bfloat16", help="float32: both engines write the same texts")
     parser.add_argument("--seconds", type=float, default=560, help="wall clock for everything")
     parser.add_argument(

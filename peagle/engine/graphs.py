@@ -60,11 +60,12 @@ class RoundBuffers:
     graph: torch.cuda.CUDAGraph
     slots: list[int] | None = None  # what `slots_B` holds, as far as `load` was the last to write it
 
-    def load(self, slots: list[int], to_device: Callable[[list[int]], Tensor]) -> None:
+    def load(self, slots: list[int]) -> None:
         """The rows of the next replay, -1 behind them; nothing is sent if they are those of the last."""
         if slots != self.slots:
             self.slots = slots
-            self.slots_B.copy_(to_device(slots + [-1] * (len(self.slots_B) - len(slots))))
+            rows = torch.tensor(slots + [-1] * (len(self.slots_B) - len(slots)))
+            self.slots_B.copy_(pinned(rows, self.slots_B.device), non_blocking=True)
 
     def replay(self) -> None:
         self.graph.replay()

@@ -37,12 +37,13 @@ from peagle.kernels.round_inputs import RoundInputs, SlotState, round_inputs
 from peagle.kernels.rows import take_rows
 from peagle.kernels.sampling import argmax, choose
 from peagle.kernels.sending import Returns, sent
+from peagle.kernels.slot_changes import SlotChanges
 from peagle.kernels.verify import Accepted, accept
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
 from peagle.models.flat import FlatDecoder, FlatDrafter
 
-IN_FLIGHT = 64  # tensors at most that are on their way to the host
+IN_FLIGHT = 64  # tensors at most that are on their way between host and device
 
 Choice = Callable[[Tensor, PromptRows[Tensor]], Tensor]  # of first tokens, from logits [F, V]
 
@@ -181,6 +182,7 @@ class Runner:
         self.graphs: RoundGraphs | None = None
         self.prompt_graphs: PromptGraphs | None = None
         self._returns = Returns(IN_FLIGHT)
+        self._changes = SlotChanges(self.state, IN_FLIGHT)
         self._sent: list[tuple[int, int, int]] = [(-1, 0, 0)] * max_num_seqs  # request, its preemptions, blocks
 
     @torch.inference_mode()
@@ -209,32 +211,22 @@ class Runner:
             done.record()
         return Launched(plan, rounds, firsts, first_tokens, done, logprobs, began)
 
-    def _to_device(self, values: Sequence[object], dtype: torch.dtype = torch.long) -> Tensor:
-        host = torch.tensor(values, dtype=dtype)
-        return sent(host, self.device)
+    def _to_device(self, values: Sequence[object]) -> Tensor:
+        return sent(torch.tensor(values), self.device)
 
     def _send(self, moved: list[Request]) -> None:
         """Tells the device which blocks and settings changed hands."""
-        tables, settings, numbers = [], [], []
         for request in moved:
             if request.slot < 0:
                 continue
             owner, times, sent = self._sent[request.slot]
             if (owner, times) != (request.id, request.preemptions):
                 p, sent = request.params, 0
-                settings.append((p.temperature, p.top_p, p.min_p))
-                numbers.append((request.slot, p.top_k, request.seed))
-            tables += [(request.slot, i, request.blocks[i]) for i in range(sent, len(request.blocks))]
+                self._changes.settle(request.slot, (p.temperature, p.top_p, p.min_p), (p.top_k, request.seed))
+            self._changes.give(request.slot, sent, request.blocks[sent:])
             self._sent[request.slot] = (request.id, request.preemptions, len(request.blocks))
         moved.clear()
-        if tables:
-            cells_N3 = self._to_device(tables)
-            self.state.block_tables_SM[cells_N3[:, 0], cells_N3[:, 1]] = cells_N3[:, 2].int()
-        if settings:
-            which_N3, shares_N3 = self._to_device(numbers), self._to_device(settings, torch.float32)
-            slots = which_N3[:, 0]
-            self.state.shares_3S[:, slots] = shares_N3.T
-            self.state.counts_2S[:, slots] = which_N3[:, 1:].T
+        self._changes.send()
 
     # A round
 
@@ -248,7 +240,7 @@ class Runner:
         if self.graphs is not None and not plan.shaped:
             recorded = self.graphs.find(len(slots), plan.drafts, max(r.length + r.reach for r in plan.decoding))
             if recorded is not None:
-                recorded.load(slots, self._to_device)
+                recorded.load(slots)
                 recorded.replay()
                 return recorded.result_BX[: len(plan.decoding)]
         slots_B = self._to_device(slots)
