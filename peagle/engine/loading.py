@@ -37,6 +37,7 @@ from peagle.engine.runner import Runner
 from peagle.engine.speculation import CostTable
 from peagle.errors import UserError
 from peagle.hub import resolve_drafter, resolve_target
+from peagle.kernels.launching import current
 from peagle.kernels.linear_cpu import measure_products
 from peagle.kernels.mxfp4 import Packed, zero_filling
 from peagle.kernels.skinny_cpu import processor
@@ -112,7 +113,7 @@ def load(target: str | Path | Target, drafter: str | Path | Drafter | None, sett
     idle_chunk = settings.max_prefill_tokens or (GPU_PREFILL if on_gpu else CPU_PREFILL)
     bytes_each = block_bytes(cfg, draft_cfg, loaded.model.embed_tokens.weight.element_size())
     num_blocks = count_blocks(settings, device, bytes_each, longest, seqs, unpacking_bytes(loaded.model.cfg))
-    with torch.inference_mode():
+    with torch.inference_mode(), current(loaded.model.embed_tokens.weight.device):
         runner = Runner(loaded.model, model, num_blocks, seqs, longest, choices[-1], rates)
         if graphs:
             runner.graphs = RoundGraphs(runner, batch_sizes(seqs), choices)

@@ -30,7 +30,7 @@ from peagle.engine.prompts import PromptRows, Room, ends_of, lay_out, where
 from peagle.engine.request import Chunk, Plan, Request
 from peagle.engine.shaping import logprob_rows, shape_rows
 from peagle.kernels.draft_inputs import commit_state, draft_inputs
-from peagle.kernels.launching import supports_pdl
+from peagle.kernels.launching import current, supports_pdl
 from peagle.kernels.paged_attention import OneSequence, Pages, paged_attention, prefill_attention
 from peagle.kernels.rotary import Rotation
 from peagle.kernels.round_inputs import RoundInputs, SlotState, round_inputs
@@ -200,15 +200,16 @@ class Runner:
     @torch.inference_mode()
     def launch(self, plan: Plan, moved: list[Request]) -> Launched:
         began = time.perf_counter()
-        self._send(moved)
         logprobs: dict[int, list[dict[int, float]]] = {}
-        rounds = self._round(plan, logprobs) if plan.decoding else None
-        firsts, first_tokens = self._read(plan.chunks, logprobs) if plan.chunks else ([], None)
-        done = None
-        if self.device.type == "cuda":
-            rounds, first_tokens = (None if x is None else self._returns.bring(x) for x in (rounds, first_tokens))
-            done = torch.cuda.Event()
-            done.record()
+        with current(self.device):
+            self._send(moved)
+            rounds = self._round(plan, logprobs) if plan.decoding else None
+            firsts, first_tokens = self._read(plan.chunks, logprobs) if plan.chunks else ([], None)
+            done = None
+            if self.device.type == "cuda":
+                rounds, first_tokens = (None if x is None else self._returns.bring(x) for x in (rounds, first_tokens))
+                done = torch.cuda.Event()
+                done.record()
         return Launched(plan, rounds, firsts, first_tokens, done, logprobs, began)
 
     def _to_device(self, values: Sequence[object]) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -21,6 +22,11 @@ except ImportError:  # no Triton for this machine: the torch twins and cuBLAS do
 
 # Triton reads the variable when a kernel is declared, as its file is imported, so a later change means nothing.
 INTERPRETED = HAVE_TRITON and os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Triton launches on the thread's current GPU, and graphs and events are of it, wherever the tensors are."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @functools.cache

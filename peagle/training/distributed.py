@@ -76,6 +76,8 @@ def join(device: torch.device) -> World:
     """The world torchrun made, or this process alone."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
+        if device.type == "cuda" and device.index is not None:
+            torch.cuda.set_device(device)  # where kernels are launched that Triton made
         return World(device=device)
     rank = int(os.environ["RANK"])
     if device.type == "cuda":
