@@ -34,6 +34,7 @@ from peagle.kernels import sampling, verify
 from peagle.kernels.draft_inputs import DraftInputs, commit_state, draft_inputs
 from peagle.kernels.round_inputs import SlotState, round_inputs, round_inputs_torch, round_inputs_triton
 from peagle.kernels.sampling import argmax, choose
+from peagle.kernels.sending import Shared
 from peagle.kernels.slot_changes import SlotChanges, change_torch, change_triton
 from peagle.kernels.verify import accept, conditional_rates, rates_for_length
 from peagle.reference import distribution
@@ -721,7 +722,7 @@ def check_slot_changes(device: str) -> None:
         g = rng(seed)
         state = slot_state(seed, slots=9)
         want = SlotState(**{f.name: getattr(state, f.name).clone() for f in fields(state)})
-        changes = SlotChanges(state, 2)
+        changes = SlotChanges(state, Shared(2))
         for slot in (0, 4, 8):
             first = int(torch.randint(0, 250, (), generator=g))
             blocks = torch.randint(0, 2**31 - 1, (300 - first,), generator=g)
@@ -730,7 +731,6 @@ def check_slot_changes(device: str) -> None:
             shares, counts = torch.rand(3, generator=g), torch.randint(0, 2**63 - 1, (2,), generator=g)
             changes.settle(slot, shares.tolist(), counts.tolist())
             want.shares_3S[:, slot], want.counts_2S[:, slot] = shares, counts
-        want.shares_3S[:, 9], want.counts_2S[:, 9] = torch.tensor([0.0, 1.0, 0.0]), 0  # nobody's, as it is made
         cells = changes.take()
         moved = SlotState(**{f.name: getattr(state, f.name).to(device) for f in fields(state)})
         change_triton(moved, cells.to(device))
@@ -744,7 +744,7 @@ def check_slot_changes(device: str) -> None:
 def test_changes_are_read_from_the_hosts_memory() -> None:
     """By a kernel that may run long after a list was made: no list made meanwhile is read in its place."""
     state, want = (SlotState.make(8, 3, 40, torch.device(device)) for device in ("cuda", "cpu"))
-    sides = [SlotChanges(each, 64) for each in (state, want)]
+    sides = [SlotChanges(each, Shared(64)) for each in (state, want)]
     busy = torch.randn(4096, 4096, device="cuda")
     for _ in range(20):
         busy = busy @ busy

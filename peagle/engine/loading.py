@@ -119,6 +119,7 @@ def load(target: str | Path | Target, drafter: str | Path | Drafter | None, sett
             runner.graphs = RoundGraphs(runner, batch_sizes(seqs), choices)
             runner.prompt_graphs = PromptGraphs(runner, chunk_sizes(count_weights(loaded.model), idle_chunk))
             runner.graphs.capture()
+            runner.rehearse()
         if not on_gpu:
             models = [m for m in (loaded.model, model) if m is not None]
             weights = [m.weight for owner in models for m in owner.modules() if isinstance(m, torch.nn.Linear)]

@@ -36,7 +36,7 @@ from peagle.kernels.rotary import Rotation
 from peagle.kernels.round_inputs import RoundInputs, SlotState, round_inputs
 from peagle.kernels.rows import take_rows
 from peagle.kernels.sampling import argmax, choose
-from peagle.kernels.sending import Returns, sent
+from peagle.kernels.sending import Shared, sent
 from peagle.kernels.slot_changes import SlotChanges
 from peagle.kernels.verify import Accepted, accept
 from peagle.models.decoder import Decoder
@@ -181,8 +181,8 @@ class Runner:
             self.rates_K = torch.tensor(synthetic_rates, dtype=torch.float32, device=self.device)
         self.graphs: RoundGraphs | None = None
         self.prompt_graphs: PromptGraphs | None = None
-        self._returns = Returns(IN_FLIGHT)
-        self._changes = SlotChanges(self.state, IN_FLIGHT)
+        self._shared = Shared(IN_FLIGHT)
+        self._changes = SlotChanges(self.state, self._shared)
         self._sent: list[tuple[int, int, int]] = [(-1, 0, 0)] * max_num_seqs  # request, its preemptions, blocks
 
     @torch.inference_mode()
@@ -194,6 +194,12 @@ class Runner:
                 self.mask_hidden_D = hidden_D.contiguous()
             else:
                 self.mask_hidden_D.copy_(hidden_D)  # in place: recorded rounds read it there
+
+    def rehearse(self) -> None:
+        """Compiles what no recorded round or pass holds, before anybody waits for it. Nobody's slot stays as it is."""
+        self._changes.give(len(self.state.start_S) - 1, 0, [0])
+        self._changes.send()
+        self._shared.bring(self.state.start_S)
 
     # One launch
 
@@ -207,7 +213,7 @@ class Runner:
             firsts, first_tokens = self._read(plan.chunks, logprobs) if plan.chunks else ([], None)
             done = None
             if self.device.type == "cuda":
-                rounds, first_tokens = (None if x is None else self._returns.bring(x) for x in (rounds, first_tokens))
+                rounds, first_tokens = (None if x is None else self._shared.bring(x) for x in (rounds, first_tokens))
                 done = torch.cuda.Event()
                 done.record()
         return Launched(plan, rounds, firsts, first_tokens, done, logprobs, began)

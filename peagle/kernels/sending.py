@@ -36,16 +36,21 @@ def sent(x: Tensor, device: torch.device | str) -> Tensor:
     return pinned(x, device).to(device, non_blocking=True)
 
 
-class Returns:
-    """Small tensors of a GPU, brought to the host.
+class Shared:
+    """Small tensors in the host's memory that kernels read and write there.
 
-    A kernel writes them there: between two recorded rounds that takes half as long as a copy (4 and 8 us on an H200),
-    for which the GPU changes to another of its engines and back.
+    What a round says is there in half the time of a copy (4 and 8 us on an H200), for which the GPU changes to another
+    of its engines and back.
     """
 
     def __init__(self, flight: int) -> None:
         """`flight`: how many may be on their way at once."""
-        self._kept: deque[Tensor] = deque(maxlen=flight)  # the allocator knows nothing of kernels that write there
+        self._kept: deque[Tensor] = deque(maxlen=flight)  # the allocator knows nothing of kernels that work there
+
+    def show(self, x: Tensor) -> Tensor:
+        """`x`, of the host, where a kernel can read it."""
+        self._kept.append(x.pin_memory())
+        return self._kept[-1]
 
     def bring(self, x: Tensor) -> Tensor:
         """What `x` will be when the GPU comes to it, on the host; there once an event recorded after this is."""

@@ -2,7 +2,7 @@
 
 Knows nothing about requests. Changes are two rows of numbers, cells and what they hold from now on; the cells of the
 three arrays that the host writes are numbered through. A kernel reads them where they lie, in the host's memory: a copy
-for each array and a handful of launches to scatter it stood between two rounds before.
+for each array and a handful of launches that scatter it would stand between two rounds.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
@@ -10,14 +10,13 @@ for each array and a handful of launches to scatter it stood between two rounds 
 from __future__ import annotations
 
 import struct
-from collections import deque
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from peagle.kernels.round_inputs import SlotState
-from peagle.kernels.sending import pinned, sent
+from peagle.kernels.sending import Shared, sent
 
 try:
     import triton
@@ -83,17 +82,11 @@ def change_triton(state: SlotState, cells_2N: Tensor) -> None:
 class SlotChanges:
     """Gathers changes of a state, and sends all of them at once. No cell changes twice in between."""
 
-    def __init__(self, state: SlotState, flight: int) -> None:
-        """`flight`: how many sendings may be on their way at once."""
-        self.state = state
+    def __init__(self, state: SlotState, shared: Shared) -> None:
+        self.state, self.shared = state, shared
         self.slots, self.blocks = state.block_tables_SM.shape
         self._where: list[int] = []
         self._what: list[int] = []
-        self._kept: deque[Tensor] = deque(maxlen=flight)  # the allocator knows nothing of kernels that read there
-        self.settle(
-            self.slots - 1, (0.0, 1.0, 0.0), (0, 0)
-        )  # as nobody's slot is: compiled before anybody waits for it
-        self.send()
 
     def give(self, slot: int, first: int, blocks: Sequence[int]) -> None:
         """From its entry `first` on, the slot's table has these."""
@@ -117,9 +110,8 @@ class SlotChanges:
     def send(self) -> None:
         if not self._where:
             return
-        cells_2N, device = self.take(), self.state.start_S.device
-        if device.type == "cuda" and triton is not None:
-            self._kept.append(pinned(cells_2N, device))
-            change_triton(self.state, self._kept[-1])
+        cells_2N = self.take()
+        if self.state.start_S.is_cuda and triton is not None:
+            change_triton(self.state, self.shared.show(cells_2N))
         else:
             change_torch(self.state, cells_2N)

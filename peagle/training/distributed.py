@@ -74,18 +74,16 @@ class World:
 
 def join(device: torch.device) -> World:
     """The world torchrun made, or this process alone."""
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    if size == 1:
-        if device.type == "cuda" and device.index is not None:
-            torch.cuda.set_device(device)  # where kernels are launched that Triton made
-        return World(device=device)
-    rank = int(os.environ["RANK"])
-    if device.type == "cuda":
+    size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    if size > 1 and device.type == "cuda":
         local = int(os.environ.get("LOCAL_RANK", rank))
         if local >= torch.cuda.device_count():
             raise UserError(f"torchrun started rank {local} here, but there are {torch.cuda.device_count()} GPUs")
         device = torch.device("cuda", local)
-        torch.cuda.set_device(device)
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)  # Triton launches on the current one
+    if size == 1:
+        return World(device=device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     hosts = dist.new_group(backend="gloo") if device.type == "cuda" else dist.group.WORLD
     return World(rank, size, device, hosts)
