@@ -1,0 +1,49 @@
+"""Prompts whose greedy answers do not end in a loop, for speeds that no loop flatters.
+
+    python benchmarks/without_loops.py --data-dir SETS --out FOLDER
+    python benchmarks/drafters.py ... --data-dir FOLDER --requests N      # N as it is printed here
+
+A small model answers some prompts with the same few words over and over, which any drafter foresees. The first turns of
+the three sets are answered once without a drafter; a loop is what `peagle eval` calls so. Prints how many of each set
+are left, and one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from peagle import LLM, SamplingParams
+from peagle.data.loops import looping
+from peagle.data.prompts import read_prompts
+
+SETS = ("mt_bench", "humaneval", "gsm8k")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="smollm2-135m")
+    parser.add_argument("--data-dir", type=Path, required=True, help=f"with {', '.join(SETS)} as .jsonl")
+    parser.add_argument("--out", type=Path, required=True, help="folder for what is left of them")
+    parser.add_argument("--max-tokens", type=int, default=512, help="of an answer")
+    parser.add_argument("--dtype", default="bfloat16")
+    args = parser.parse_args()
+    llm = LLM(args.target, dtype=args.dtype, max_model_len=2048)
+    params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens)
+    args.out.mkdir(parents=True, exist_ok=True)
+    line: dict[str, list[int]] = {}
+    for name in SETS:
+        rows = read_prompts(str(args.data_dir / f"{name}.jsonl")).rows
+        answers = llm.chat([[{"role": "user", "content": row.turns[0]}] for row in rows], params, progress=True)
+        said = [answer.outputs[0] for answer in answers]
+        loops = [looping(one.token_ids, one.finish_reason == "stop") for one in said]
+        kept = [row.turns[0] for row, loop in zip(rows, loops, strict=True) if not loop]
+        (args.out / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": turn}) + "\n" for turn in kept))
+        line[name] = [len(rows), len(kept), sum(len(one.token_ids) for one in said)]
+        print(f"{name}: {len(kept)} of {len(rows)} prompts left; answers had {line[name][2]:,} tokens", flush=True)
+    print(json.dumps({**line, "left": sum(kept for _, kept, _ in line.values())}))
+
+
+if __name__ == "__main__":
+    main()
