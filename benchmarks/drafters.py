@@ -271,7 +271,7 @@ def main() -> None:
     parser.add_argument("--waves", type=int, default=4, help="requests for each that runs at once, as far as there are")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--max-tokens", type=int, default=512, help="of answers whose acceptance is counted")
-    parser.add_argument("--speed-tokens", type=int, default=256, help="of answers at most whose speed is measured")
+    parser.add_argument("--speed-tokens", type=int, default=512, help="of answers at most whose speed is measured")
     parser.add_argument("--eval-dtype", default="bfloat16", help="float32: both engines write the same texts")
     parser.add_argument("--seconds", type=float, default=560, help="wall clock for everything")
     parser.add_argument(

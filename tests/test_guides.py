@@ -230,23 +230,70 @@ def test_acceptance_and_speed_are_those_of_the_results() -> None:
         assert f"| {label} | {cells(*(speeds[method, k, c] for c in (1, 8, 64)))} |" in guide
 
 
+def best(name: str, engine: str, method: str, load: int, auto: bool = False) -> float:
+    """Tokens/s of results at the best K, or with K auto."""
+    found = [
+        r["output_tokens_per_second"]
+        for r in results(name)["rows"]
+        if (r["engine"], r["method"], r["concurrency"]) == (engine, method, load) and (r["k"] == "auto") == auto
+    ]
+    return float(max(found))
+
+
+def ahead(name: str, load: int, auto: bool = False) -> float:
+    """P-EAGLE over EAGLE-3."""
+    return best(name, "embedded", "p-eagle", load, auto) / best(name, "embedded", "eagle3", load)
+
+
+LOADS, METHODS = (1, 8, 64), ("none", "eagle3", "p-eagle")
+
+
 def test_the_readmes_speeds_are_the_best_of_the_results() -> None:
-    rows = results("h200-speed")["rows"]
-
-    def best(engine: str, method: str, load: int) -> float:
-        asked = (engine, method, load)
-        found = [r for r in rows if (r["engine"], r["method"], r["concurrency"]) == asked and r["k"] != "auto"]
-        return float(max(r["output_tokens_per_second"] for r in found))
-
     readme = (ROOT / "README.md").read_text().replace("**", "")
-    loads, methods = (1, 8, 64), ("none", "eagle3", "p-eagle")
     for label, engine in (("vLLM", "vllm"), ("peagle", "embedded")):
-        told = [" / ".join(f"{best(engine, method, load):,.0f}" for method in methods) for load in loads]
+        told = [" / ".join(f"{best('h200-speed', engine, m, load):,.0f}" for m in METHODS) for load in LOADS]
         assert f"| {label} | {' | '.join(told)} |" in readme
-    over = [max(best("embedded", m, c) for m in methods) / max(best("vllm", m, c) for m in methods) for c in loads]
-    assert "| the best of each | {:.1f}x | {:.1f}x | {:.1f}x |".format(*over) in readme
-    ahead = [best("embedded", "p-eagle", c) / best("embedded", "eagle3", c) for c in loads]
-    assert "| P-EAGLE over EAGLE-3, peagle | {:.2f}x | {:.2f}x | {:.2f}x |".format(*ahead) in readme
+
+    def over(name: str) -> list[float]:
+        ours, theirs = ([max(best(name, e, m, c) for m in METHODS) for c in LOADS] for e in ("embedded", "vllm"))
+        return [a / b for a, b in zip(ours, theirs, strict=True)]
+
+    assert "| the best of each | {:.1f}x | {:.1f}x | {:.1f}x |".format(*over("h200-speed")) in readme
+    ratios = [ahead("h200-speed", c) for c in LOADS]
+    assert "| P-EAGLE over EAGLE-3, peagle | {:.2f}x | {:.2f}x | {:.2f}x |".format(*ratios) in readme
+    prose = " ".join(readme.split())
+    assert (
+        "P-EAGLE is {:.2f}x, {:.2f}x and {:.2f}x EAGLE-3".format(*(ahead("h200-speed-without-loops", c) for c in LOADS))
+        in prose
+    )
+    assert (
+        "256 tokens {:.2f}x, {:.2f}x and {:.2f}x, and {:.1f}, {:.1f} and {:.1f} times vLLM".format(
+            *(ahead("h200-speed-256", c) for c in LOADS), *over("h200-speed-256")
+        )
+        in prose
+    )
+
+
+def test_what_is_said_of_both_drafters_elsewhere_is_of_the_same_results() -> None:
+    performance, speed = text_of("performance").replace("**", ""), "h200-speed"
+    for engine, side in (("vllm", "vLLM"), ("embedded", "peagle")):
+        for method, label in (("none", "no drafter"), ("eagle3", "EAGLE-3"), ("p-eagle", "P-EAGLE")):
+            row = next(line for line in performance.splitlines() if line.startswith(f"| {side}, {label} | "))
+            told = [re.sub(r" \(K=\d\)$", "", cell) for cell in row.strip("| ").split(" | ")[1:]]
+            assert told == [f"{best(speed, engine, method, c):,.0f}" for c in LOADS]
+    auto = cells(*(best(speed, "embedded", "p-eagle", c, auto=True) for c in LOADS))
+    assert f"| peagle, P-EAGLE, K auto | {auto} |" in performance
+    for name in (speed, "h200-speed-one", "h200-speed-without-loops", "h200-speed-256", "h200-speed-one-256"):
+        loads = {r["concurrency"] for r in results(name)["rows"]}
+        told = [f"{ahead(name, 1):.2f}x", f"{ahead(name, 1, auto=True):.2f}x"]
+        told += [f"{ahead(name, c):.2f}x" if c in loads else "" for c in (8, 64)]
+        label = "the table above" if name == speed else f"(results/{name}.json)"
+        assert f"{label} | {' | '.join(told)} |".replace("  ", " ") in performance
+    ratios = [ahead(speed, c) for c in LOADS]
+    guide = " ".join(text_of("guide-training").split())
+    assert "{:.2f} times as fast at one request, {:.2f} times at 8 and {:.2f} times at 64".format(*ratios) in guide
+    training = " ".join(text_of("training").split())
+    assert "{:.2f}x as fast at one request, {:.2f}x at 8 and {:.2f}x at 64".format(*ratios) in training
 
 
 def test_rounds_and_vllm_are_those_of_the_results() -> None:
