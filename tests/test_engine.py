@@ -554,6 +554,18 @@ def test_bfloat16_on_cpus_that_have_it(monkeypatch, told: str, slow: torch.dtype
     assert loading.fitting_dtype(torch.device("cuda")) == torch.bfloat16
 
 
+@pytest.mark.parametrize(
+    ("told", "dtype", "warns"),
+    [("asimd fphp", "bfloat16", True), ("asimd fphp", "float32", False), ("asimd bf16", "bfloat16", False)],
+)
+def test_bfloat16_asked_of_a_cpu_that_has_none(monkeypatch, recwarn, told: str, dtype: str, warns: bool) -> None:
+    monkeypatch.setattr(loading, "processor", lambda: f"Features\t: {told}")
+    LLM(pairs.target_folder(), device="cpu", dtype=dtype, max_num_seqs=2, max_model_len=64)
+    said = [w for w in recwarn if "this CPU has no instructions for it" in str(w.message)]
+    assert len(said) == warns
+    assert all(w.filename == __file__ for w in said)
+
+
 @pytest.mark.parametrize("name", ["p-eagle-1", "eagle3-1"])
 def test_a_drafter_that_may_not_draft(name: str) -> None:
     llm = engine(name, 0)

@@ -91,6 +91,13 @@ def load(target: str | Path | Target, drafter: str | Path | Drafter | None, sett
     table = CostTable.load(Path(settings.cost_table)) if settings.cost_table is not None else None
 
     dtype = parse_dtype(settings.dtype) if settings.dtype is not None else fitting_dtype(device)
+    if dtype == torch.bfloat16 and not on_gpu and emulates_bf16():
+        warnings.warn(
+            "--dtype bfloat16: this CPU has no instructions for it and does in many what float32 does in one; "
+            "leave --dtype out, or give float32",
+            stacklevel=3,
+        )
+        warnings.filterwarnings("ignore", "mkldnn_matmul failed")  # torch's own word for it, with its stack behind
     packed = on_gpu and dtype == torch.bfloat16  # no other kernel reads weights of four bits
     if isinstance(target, Target):
         loaded = target
@@ -219,13 +226,18 @@ def usable_cores() -> int:
     return count
 
 
+def emulates_bf16() -> bool:
+    """Whether this CPU is known to have no instructions for it."""
+    features = [line for line in processor().splitlines() if line.lower().startswith(("flags", "features"))]
+    return bool(features) and BF16.isdisjoint(" ".join(features).split())
+
+
 def fitting_dtype(device: torch.device) -> torch.dtype:
     """bfloat16 on a GPU; on a CPU only where it has instructions for it and products are really faster with them. By
     the clock alone, a machine that is busy with something else would get one or the other by chance."""
     if device.type != "cpu":
         return torch.bfloat16
-    features = [line for line in processor().splitlines() if line.lower().startswith(("flags", "features"))]
-    if features and BF16.isdisjoint(" ".join(features).split()):
+    if emulates_bf16():
         return torch.float32
     best = {torch.float32: float("inf"), torch.bfloat16: float("inf")}
     given = {dtype: (torch.ones(4, 512, dtype=dtype), torch.ones(1024, 512, dtype=dtype)) for dtype in best}
