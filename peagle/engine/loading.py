@@ -90,14 +90,7 @@ def load(target: str | Path | Target, drafter: str | Path | Drafter | None, sett
         check_recordable(cfg, draft_cfg)
     table = CostTable.load(Path(settings.cost_table)) if settings.cost_table is not None else None
 
-    dtype = parse_dtype(settings.dtype) if settings.dtype is not None else fitting_dtype(device)
-    if dtype == torch.bfloat16 and not on_gpu and emulates_bf16():
-        warnings.warn(
-            "--dtype bfloat16: this CPU has no instructions for it and does in many what float32 does in one; "
-            "leave --dtype out, or give float32",
-            stacklevel=3,
-        )
-        warnings.filterwarnings("ignore", "mkldnn_matmul failed")  # torch's own word for it, with its stack behind
+    dtype = asked_dtype(settings.dtype, device) if settings.dtype is not None else fitting_dtype(device)
     packed = on_gpu and dtype == torch.bfloat16  # no other kernel reads weights of four bits
     if isinstance(target, Target):
         loaded = target
@@ -230,6 +223,18 @@ def emulates_bf16() -> bool:
     """Whether this CPU is known to have no instructions for it."""
     features = [line for line in processor().splitlines() if line.lower().startswith(("flags", "features"))]
     return bool(features) and BF16.isdisjoint(" ".join(features).split())
+
+
+def asked_dtype(name: str, device: torch.device) -> torch.dtype:
+    dtype = parse_dtype(name)
+    if dtype == torch.bfloat16 and device.type == "cpu" and emulates_bf16():
+        warnings.warn(
+            "--dtype bfloat16: this CPU has no instructions for it and does in many what float32 does in one; "
+            "leave --dtype out, or give float32",
+            stacklevel=4,
+        )
+        warnings.filterwarnings("ignore", "mkldnn_matmul failed")  # torch's own word for it, with its stack behind
+    return dtype
 
 
 def fitting_dtype(device: torch.device) -> torch.dtype:
