@@ -273,11 +273,11 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=512, help="of answers whose acceptance is counted")
     parser.add_argument("--speed-tokens", type=int, default=512, help="of answers at most whose speed is measured")
     parser.add_argument("--eval-dtype", default="bfloat16", help="float32: both engines write the same texts")
-    parser.add_argument("--seconds", type=float, default=560, help="wall clock for everything")
+    parser.add_argument("--seconds", type=float, default=760, help="wall clock for everything")
     parser.add_argument(
         "--for-speed",
         type=float,
-        default=250,
+        default=520,
         help="seconds of it kept for measuring; what has not started is left out",
     )
     parser.add_argument("--skip-eval", action="store_true", help="speed alone")

@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from drafters import SETS
 
 from peagle import LLM, SamplingParams
 from peagle.data.loops import looping
 from peagle.data.prompts import read_prompts
-
-SETS = ("mt_bench", "humaneval", "gsm8k")
+from peagle.measuring.stamp import Stamp
 
 
 def main() -> None:
@@ -29,10 +32,11 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=512, help="of an answer")
     parser.add_argument("--dtype", default="bfloat16")
     args = parser.parse_args()
+    stamp = Stamp.now(" ".join(["python", *sys.argv]))
     llm = LLM(args.target, dtype=args.dtype, max_model_len=2048)
     params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens)
     args.out.mkdir(parents=True, exist_ok=True)
-    line: dict[str, list[int]] = {}
+    sets = {}
     for name in SETS:
         rows = read_prompts(str(args.data_dir / f"{name}.jsonl")).rows
         answers = llm.chat([[{"role": "user", "content": row.turns[0]}] for row in rows], params, progress=True)
@@ -40,9 +44,11 @@ def main() -> None:
         loops = [looping(one.token_ids, one.finish_reason == "stop") for one in said]
         kept = [row.turns[0] for row, loop in zip(rows, loops, strict=True) if not loop]
         (args.out / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": turn}) + "\n" for turn in kept))
-        line[name] = [len(rows), len(kept), sum(len(one.token_ids) for one in said)]
-        print(f"{name}: {len(kept)} of {len(rows)} prompts left; answers had {line[name][2]:,} tokens", flush=True)
-    print(json.dumps({**line, "left": sum(kept for _, kept, _ in line.values())}))
+        tokens = sum(len(one.token_ids) for one in said)
+        sets[name] = {"prompts": len(rows), "left": len(kept), "tokens": tokens}
+        print(f"{name}: {len(kept)} of {len(rows)} prompts left; answers had {tokens:,} tokens", flush=True)
+    left = sum(found["left"] for found in sets.values())
+    print(json.dumps({"command": stamp.command, "commit": stamp.commit, "sets": sets, "left": left}))
 
 
 if __name__ == "__main__":

@@ -281,6 +281,11 @@ def test_what_is_said_of_both_drafters_elsewhere_is_of_the_same_results() -> Non
             row = next(line for line in performance.splitlines() if line.startswith(f"| {side}, {label} | "))
             told = [re.sub(r" \(K=\d\)$", "", cell) for cell in row.strip("| ").split(" | ")[1:]]
             assert told == [f"{best(speed, engine, method, c):,.0f}" for c in LOADS]
+    rates = {(r["engine"], r["method"], r["k"], r["concurrency"]): r for r in results(speed)["rows"]}
+    for method, label in (("eagle3", "EAGLE-3"), ("p-eagle", "P-EAGLE")):
+        found = [[rates["embedded", method, k, c]["output_tokens_per_second"] for k in (3, 5, 7, 9)] for c in LOADS]
+        told = [" / ".join(f"{rate:,.0f}" for rate in at_load) for at_load in found]
+        assert f"| {label} | {' | '.join(told)} |" in performance
     auto = cells(*(best(speed, "embedded", "p-eagle", c, auto=True) for c in LOADS))
     assert f"| peagle, P-EAGLE, K auto | {auto} |" in performance
     for name in (speed, "h200-speed-one", "h200-speed-without-loops", "h200-speed-256", "h200-speed-one-256"):
@@ -289,6 +294,10 @@ def test_what_is_said_of_both_drafters_elsewhere_is_of_the_same_results() -> Non
         told += [f"{ahead(name, c):.2f}x" if c in loads else "" for c in (8, 64)]
         label = "the table above" if name == speed else f"(results/{name}.json)"
         assert f"{label} | {' | '.join(told)} |".replace("  ", " ") in performance
+    loops = results("h200-loops")
+    asked = sum(found["prompts"] for found in loops["sets"].values())
+    assert f"of the {asked} first turns {asked - loops['left']} end" in performance
+    assert results("h200-speed-without-loops")["settings"]["requests"] == loops["left"]
     ratios = [ahead(speed, c) for c in LOADS]
     guide = " ".join(text_of("guide-training").split())
     assert "{:.2f} times as fast at one request, {:.2f} times at 8 and {:.2f} times at 64".format(*ratios) in guide
