@@ -25,7 +25,7 @@ test-vllm: env-vllm ## run the tests against stock vLLM on the CPU, in an enviro
 		$(VLLM_VENV)/bin/python -m pytest -m vllm tests/parity $(ARGS)
 
 test-browser: env ## run the tests of pages in headless Chromium (Debian: apt-get install chromium)
-	@$(VENV)/bin/python -m pytest -m browser tests/test_report_browser.py tests/test_playground_browser.py $(ARGS)
+	@$(VENV)/bin/python -m pytest -m browser tests/report/test_report_browser.py tests/server/test_playground_browser.py $(ARGS)
 
 # The cache is small: its pages count as memory only once they are used, and all of them soon are.
 soak: env ## minutes of clients that come, ask and hang up: nothing lost, memory flat (ARGS="--seconds 300")

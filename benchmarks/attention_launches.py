@@ -64,14 +64,14 @@ from attention_rules import (
 from kernel_attention import BLOCK, COLD_BYTES, DTYPE, _copy_kernel, say, seconds
 
 from peagle.config import LayerConfig
-from peagle.engine.graphs import RoundGraphs
-from peagle.engine.runner import Runner
-from peagle.kernels import paged_attention_triton as kernels
-from peagle.kernels.launching import INTERPRETED
-from peagle.kernels.paged_attention import Pages
-from peagle.kernels.paged_launches import RULE, Launch, Rule
-from peagle.kernels.rotary import Rotation
-from peagle.measuring.stamp import Stamp
+from peagle.engine.cuda_graphs import RoundGraphs
+from peagle.engine.model_runner import Runner
+from peagle.kernels.attention import paged_triton as kernels
+from peagle.kernels.attention.paged import Pages
+from peagle.kernels.attention.paged_launch import RULE, Launch, Rule
+from peagle.kernels.attention.rotary import Rotation
+from peagle.kernels.triton_utils import INTERPRETED
+from peagle.results.stamp import Stamp
 
 MOST_COPIES = 192  # of a point's pages
 TIMED = 0.002  # seconds, of each of three timings

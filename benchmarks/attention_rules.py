@@ -20,9 +20,9 @@ import triton
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # also where this file is imported from elsewhere
 from kernel_attention import BLOCK, Model
 
-from peagle.kernels import paged_attention_triton as kernels
-from peagle.kernels.paged_attention import Pages
-from peagle.kernels.paged_launches import RULE, Launch, Rule, choose_launch, multiprocessors
+from peagle.kernels.attention import paged_triton as kernels
+from peagle.kernels.attention.paged import Pages
+from peagle.kernels.attention.paged_launch import RULE, Launch, Rule, choose_launch, multiprocessors
 
 Row = dict[str, Any]
 

@@ -30,8 +30,8 @@ from torch.nn import functional as F
 
 import peagle
 from peagle.checkpoints.target import Target, encode_prompt, load_target, load_tokenizer
-from peagle.kernels import skinny_cpu
-from peagle.measuring.stamp import Stamp
+from peagle.kernels.gemm import skinny_cpu
+from peagle.results.stamp import Stamp
 
 PROMPTS = [
     "Explain why the sky is blue.",

@@ -40,10 +40,10 @@ def runs(drafts: Sequence[int], deep: Sequence[int] = ()) -> list[tuple[str, str
 
 def worker(args: argparse.Namespace) -> None:
     """One engine: started at once, measured when it has the lock."""
+    from peagle.bench.run import Variant, bench
+    from peagle.bench.variants import Embedded
+    from peagle.bench.workload import Load
     from peagle.config import BenchSettings, EmbeddedSettings
-    from peagle.measuring.bench import Variant, bench
-    from peagle.measuring.bench_variants import Embedded
-    from peagle.measuring.load import Load
 
     class Told:
         def start(self, name: str, load: Load, part: str, requests: int) -> None:
@@ -210,7 +210,7 @@ class Session:
 
     def merge(self, pattern: str, into: str) -> None:
         """Documents of the same settings as one."""
-        from peagle.measuring.results import read_results, write_results
+        from peagle.results.schema import read_results, write_results
 
         parts = [read_results(path) for path in sorted(self.parts.glob(pattern))]
         if not parts:
@@ -226,7 +226,7 @@ class Session:
         write_results(self.out / into, replace(made, finished=all(part.finished for part in parts)))
 
     def report(self) -> None:
-        from peagle.measuring.results import read_results
+        from peagle.results.schema import read_results
 
         self.merge("speed-*.json", "speed.json")
         self.merge("acceptance-vllm-*.json", "acceptance-vllm.json")

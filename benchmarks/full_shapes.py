@@ -130,10 +130,10 @@ def weight_gb(name: str, side: str, head: str | None, folders: dict[str, str]) -
 
     from peagle.checkpoints.drafter import read_drafter_config
     from peagle.checkpoints.target import read_target_config
-    from peagle.engine.loading import unpacking_bytes
-    from peagle.measuring.plan_shapes import target_shape
+    from peagle.engine.loader import unpacking_bytes
     from peagle.models.decoder import Decoder
     from peagle.models.drafter import Drafter
+    from peagle.planning.shapes import target_shape
 
     def held(module: Any) -> float:
         return sum(p.numel() * (2 if p.is_floating_point() else p.element_size()) for p in module.parameters()) / GB

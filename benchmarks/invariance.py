@@ -28,12 +28,12 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent))
 from round import build, fill, timed
 
-from peagle.engine.graphs import RoundGraphs
-from peagle.engine.runner import Cache, PagedAttend, Runner
-from peagle.kernels.norms import Stream
-from peagle.kernels.paged_attention import Pages
-from peagle.kernels.rotary import Rotation
-from peagle.kernels.sampling import choose
+from peagle.engine.cuda_graphs import RoundGraphs
+from peagle.engine.model_runner import Cache, PagedAttend, Runner
+from peagle.kernels.attention.paged import Pages
+from peagle.kernels.attention.rotary import Rotation
+from peagle.kernels.norm.rms_norm import Stream
+from peagle.kernels.sampling.sample import choose
 from peagle.models.decoder import Decoder
 from peagle.models.layers import project, project_onto
 

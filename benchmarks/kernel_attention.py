@@ -33,12 +33,12 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from peagle.kernels.paged_attention import Pages, even_causal, paged_attention_torch, varlen_causal
-from peagle.kernels.paged_attention_triton import paged_attention_triton
-from peagle.kernels.paged_launches import Launch, choose_launch
-from peagle.kernels.prefill_attention_triton import PrefillLaunch, prefill_attention_triton
-from peagle.kernels.rotary import Rotation, split_rotate_torch
-from peagle.kernels.rotary_triton import split_rotate_triton
+from peagle.kernels.attention.paged import Pages, even_causal, paged_attention_torch, varlen_causal
+from peagle.kernels.attention.paged_launch import Launch, choose_launch
+from peagle.kernels.attention.paged_triton import paged_attention_triton
+from peagle.kernels.attention.prefill_triton import PrefillLaunch, prefill_attention_triton
+from peagle.kernels.attention.rotary import Rotation, split_rotate_torch
+from peagle.kernels.attention.rotary_triton import split_rotate_triton
 
 BLOCK = 16
 DTYPE = torch.bfloat16

@@ -27,9 +27,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # also where this file
 
 from kernel_attention import seconds
 
-from peagle.kernels import experts_packed_triton, experts_triton
-from peagle.kernels.experts import Clamp, Experts, route_torch
-from peagle.kernels.mxfp4 import Packed, packed_widths, zero_filling
+from peagle.kernels.moe import experts_triton
+from peagle.kernels.moe import mxfp4_sorted_triton as experts_packed_triton
+from peagle.kernels.moe.experts import Clamp, Experts, route_torch
+from peagle.kernels.moe.mxfp4 import Packed, packed_widths, zero_filling
 
 COPY_RATE = 4.3e12  # bytes a second, read and written, on an H200
 OTHERS: dict[bool, list[tuple[int | None, ...]]] = {  # by whether packed

@@ -26,10 +26,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from kernel_experts import GPT_OSS, SHAPES, microseconds, random_experts
 
-from peagle.kernels.experts import Experts, gated, route_torch
-from peagle.kernels.experts_lanes_triton import READ_AHEAD, launch_lanes
-from peagle.kernels.experts_packed_triton import expert_mlp_packed
-from peagle.kernels.mxfp4 import Packed
+from peagle.kernels.moe.experts import Experts, gated, route_torch
+from peagle.kernels.moe.mxfp4 import Packed
+from peagle.kernels.moe.mxfp4_few_rows_triton import READ_AHEAD, launch_lanes
+from peagle.kernels.moe.mxfp4_sorted_triton import expert_mlp_packed
 
 SHAPE = SHAPES[GPT_OSS]
 LAYERS = 4

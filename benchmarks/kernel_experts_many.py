@@ -32,10 +32,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from kernel_experts import QWEN, SHAPES, microseconds, random_experts
 
-from peagle.kernels import experts_ordered_triton as ordered
-from peagle.kernels import experts_triton as scanned
-from peagle.kernels.experts import Experts, expert_mlp_grouped, gated, route_torch
-from peagle.kernels.experts_packed_triton import order_of
+from peagle.kernels.moe import experts_sorted_triton as ordered
+from peagle.kernels.moe import experts_triton as scanned
+from peagle.kernels.moe.experts import Experts, expert_mlp_grouped, gated, route_torch
+from peagle.kernels.moe.mxfp4_sorted_triton import order_of
 
 SHAPE = SHAPES[QWEN]
 MOST_SCANNED = 128  # rows; beyond, looking through them is known to be slow

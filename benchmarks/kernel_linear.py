@@ -31,12 +31,12 @@ import triton
 from torch import Tensor
 from torch.nn import functional as F
 
-from peagle.kernels import linear_shapes as shapes
-from peagle.kernels import linear_triton as linear_triton_module
-from peagle.kernels.linear import linear_cublas, linear_torch
-from peagle.kernels.linear_shapes import Config, config_for, skinny_rows
-from peagle.kernels.linear_triton import linear_triton, stream_triton
-from peagle.kernels.norms import Stream
+from peagle.kernels.gemm import linear_triton as linear_triton_module
+from peagle.kernels.gemm import tile_configs as shapes
+from peagle.kernels.gemm.linear import linear_cublas, linear_torch
+from peagle.kernels.gemm.linear_triton import linear_triton, stream_triton
+from peagle.kernels.gemm.tile_configs import Config, config_for, skinny_rows
+from peagle.kernels.norm.rms_norm import Stream
 
 EPS = 1e-5
 DEPTHS = (128, 256, 512, 1024)  # weights of a row asked into L2 beforehand

@@ -23,8 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from peagle.kernels import draft_inputs as drafting
-from peagle.kernels import sampling, verify
+from peagle.kernels.sampling import sample as sampling
+from peagle.kernels.sampling import verify
+from peagle.kernels.step import draft_inputs as drafting
 
 DEVICE = "cuda"
 CALLS = 10  # in one graph, so that its own launch hardly counts

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from peagle.kernels.linear_shapes import SHARED_BYTES, TILE_K, TILED, Config, Tile, config_for
-from peagle.kernels.linear_triton import stream_triton
-from peagle.kernels.norms import Stream
+from peagle.kernels.gemm.linear_triton import stream_triton
+from peagle.kernels.gemm.tile_configs import SHARED_BYTES, TILE_K, TILED, Config, Tile, config_for
+from peagle.kernels.norm.rms_norm import Stream
 
 # N, K, gated; and of the head
 PRODUCTS = {"qkv": (960, 576, False), "o": (576, 576, False), "glu": (3072, 576, True), "down": (576, 1536, False)}

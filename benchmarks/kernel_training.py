@@ -30,10 +30,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from peagle.config import LK_ETA
-from peagle.kernels import ranged_attention_triton as kernels
-from peagle.kernels.linear_loss import Teacher, linear_loss, linear_loss_by, linear_loss_torch, rows_torch
-from peagle.kernels.linear_loss_triton import rows_triton
-from peagle.kernels.ranged_attention import RangedAttention, Ranges, merge, ranged_attention, ranged_attention_torch
+from peagle.kernels.attention import ranged_triton as kernels
+from peagle.kernels.attention.ranged import RangedAttention, Ranges, merge, ranged_attention, ranged_attention_torch
+from peagle.kernels.loss.linear_loss import Teacher, linear_loss, linear_loss_by, linear_loss_torch, rows_torch
+from peagle.kernels.loss.linear_loss_triton import rows_triton
 
 PEAK = 790e12  # what a large bf16 product reaches on an H200
 DTYPE = torch.bfloat16

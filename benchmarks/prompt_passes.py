@@ -24,10 +24,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # also where this file
 from round import build, by_kernel, one_after_another, timed
 
 from peagle.config import SamplingParams
-from peagle.engine.graphs import CHUNK_ROWS, PromptBuffers, PromptGraphs
-from peagle.engine.prompts import Numbers, Room, ends_of, lay_out
+from peagle.engine.cuda_graphs import CHUNK_ROWS, PromptBuffers, PromptGraphs
+from peagle.engine.model_runner import Runner
+from peagle.engine.prefill import Numbers, Room, ends_of, lay_out
 from peagle.engine.request import Chunk, Request
-from peagle.engine.runner import Runner
 
 DRAFTS, LONGEST, SLOTS = 7, 2048, 64
 PROMPTS = ((1, 60), (1, 110), (1, 180), (2, 110), (3, 110), (4, 110), (5, 110), (6, 110), (9, 110), (18, 110))

@@ -27,13 +27,13 @@ from attention_rules import ruled
 
 from peagle.checkpoints.target import read_target_config
 from peagle.config import DecoderConfig, DrafterConfig, LayerConfig, RopeConfig
-from peagle.engine.graphs import RoundBuffers, RoundGraphs
-from peagle.engine.loading import random_weights
-from peagle.engine.runner import Cache, Runner
+from peagle.engine.cuda_graphs import RoundBuffers, RoundGraphs
+from peagle.engine.loader import random_weights
+from peagle.engine.model_runner import Cache, Runner
 from peagle.errors import UserError
-from peagle.kernels import launching
-from peagle.kernels.attention import first_seen
-from peagle.kernels.paged_launches import RULE
+from peagle.kernels import triton_utils as launching
+from peagle.kernels.attention.dense import first_seen
+from peagle.kernels.attention.paged_launch import RULE
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
 

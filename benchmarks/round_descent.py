@@ -34,11 +34,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # also where this file
 from kernel_linear import Job, Shape, chain_jobs, fits, precompile, say
 from round import build, fill, shape_config, timed
 
-from peagle.engine.graphs import RoundGraphs
-from peagle.engine.runner import Runner
-from peagle.kernels import linear_shapes as shapes
-from peagle.kernels import linear_triton
-from peagle.kernels.linear_shapes import Config
+from peagle.engine.cuda_graphs import RoundGraphs
+from peagle.engine.model_runner import Runner
+from peagle.kernels.gemm import linear_triton
+from peagle.kernels.gemm import tile_configs as shapes
+from peagle.kernels.gemm.tile_configs import Config
 
 SHAPE = "smollm2"
 BASES = ("FEW_SMALL", "SOME_SMALL", "MANY_SMALL")  # what the configurations of a shape are written as changes of

@@ -32,9 +32,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from peagle.bench.http_client import Client, Events, Failed, parse_url
 from peagle.config import SamplingParams, ServerSettings
-from peagle.measuring.bench_http import Client, Events, Failed, parse_url
-from peagle.measuring.stamp import Stamp
+from peagle.results.stamp import Stamp
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "LICENSE").read_text()

@@ -254,7 +254,7 @@ def write_checkpoints(engines: list[Engine], sizes: Sizes, smollm2: Path | None,
     from peagle.checkpoints.drafter import config_values, drafter_layout, plain_name, save_drafter
     from peagle.checkpoints.target import read_target_config
     from peagle.config import DecoderConfig, DrafterConfig
-    from peagle.hub import resolve_drafter
+    from peagle.hub.resolve import resolve_drafter
     from peagle.models.drafter import Drafter
 
     def drafter_for(target: DecoderConfig, layers: int, mask_id: int | None) -> DrafterConfig:
@@ -782,7 +782,7 @@ class Session:
         smollm2 = self.args.smollm2
         try:
             if smollm2 is None and any(e.target == "smollm2" for e in engines):
-                from peagle.hub import resolve_target
+                from peagle.hub.resolve import resolve_target
 
                 smollm2 = resolve_target("smollm2-135m")
         except Exception as error:

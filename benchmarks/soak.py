@@ -22,16 +22,16 @@ from pathlib import Path
 
 import torch
 
-from peagle import reference
 from peagle.checkpoints.drafter import save_drafter
 from peagle.checkpoints.target import Target
 from peagle.config import DecoderConfig, DrafterConfig, LayerConfig, RopeConfig, SamplingParams
 from peagle.engine.llm import LLM
-from peagle.engine.loading import block_bytes
+from peagle.engine.loader import block_bytes
 from peagle.engine.request import Group, Request
-from peagle.kernels.sampling import bits_torch, gumbel_torch
+from peagle.kernels.sampling.sample import bits_torch, gumbel_torch
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
+from peagle.speculative import reference
 
 LAYER = LayerConfig(16, 32, num_heads=2, num_kv_heads=1, head_dim=8)
 VOCAB, LONGEST, EOS = 10, 96, 7

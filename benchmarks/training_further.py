@@ -150,7 +150,7 @@ class Steps:
         return found
 
     def measure(self, drafters: dict[str, Path], into: str) -> Held:
-        from peagle.measuring.results import read_results
+        from peagle.results.schema import read_results
 
         begin, a = time.time(), self.args
         words = ["eval", a.target, "-d", *drafters.values(), "--data", a.held, "-k", *a.drafts, "--device", a.device]

@@ -17,11 +17,11 @@ from training_variants import SHAPES, Models, Work, documents, examiner_of, ours
 
 from peagle.config import TrainConfig
 from peagle.training.chunk_size import auto_chunk_rows
+from peagle.training.cod_sampling import generator, sample_rows
+from peagle.training.hidden_states.online import Online
 from peagle.training.loss import depth_weights
 from peagle.training.optimizer import Optimizer
 from peagle.training.partition import Leaves, chunks
-from peagle.training.rows import generator, sample_rows
-from peagle.training.taps import Online
 
 PHASES = ("target", "depth 0", "chains", "loss", "optimizer")
 PROMPT = 0.2  # of each document, not asked

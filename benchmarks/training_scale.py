@@ -21,10 +21,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from peagle.measuring.gpus import gpu_by_name  # noqa: E402
-from peagle.measuring.training_scale import NETWORK, Cluster, assumed_data, on_paper  # noqa: E402
-from peagle.training.plan import Plan  # noqa: E402
+from peagle.planning.gpus import gpu_by_name  # noqa: E402
+from peagle.planning.training_scale import NETWORK, Cluster, assumed_data, on_paper  # noqa: E402
 from peagle.training.recipe import make_recipe  # noqa: E402
+from peagle.training.resource_plan import Plan  # noqa: E402
 
 RECIPES = ("gpt-oss-20b", "gpt-oss-120b", "qwen3-coder-30b", "gemma-4-31b")
 DAY = 86400.0

@@ -23,13 +23,13 @@ from torch import Tensor
 
 from peagle.config import DecoderConfig, DrafterConfig, LayerConfig, Objective, RopeConfig
 from peagle.data.batches import Batch
-from peagle.engine.loading import random_weights
+from peagle.engine.loader import random_weights
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
+from peagle.training.cod_sampling import Rows, generator, sample_rows
+from peagle.training.hidden_states.online import TargetStates
 from peagle.training.loss import Aim, Examiner, depth_weights
 from peagle.training.partition import BatchView, accumulate, ask, chunks
-from peagle.training.rows import Rows, generator, sample_rows
-from peagle.training.taps import TargetStates
 
 EVERYTHING = 1 << 40  # rows: no chunks
 

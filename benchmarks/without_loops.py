@@ -21,7 +21,7 @@ from drafters import SETS
 from peagle import LLM, SamplingParams
 from peagle.data.loops import looping
 from peagle.data.prompts import read_prompts
-from peagle.measuring.stamp import Stamp
+from peagle.results.stamp import Stamp
 
 
 def main() -> None:

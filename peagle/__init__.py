@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from peagle.config import SamplingParams
     from peagle.engine.llm import LLM
     from peagle.errors import UserError
-    from peagle.hub import resolve_drafter, resolve_target
+    from peagle.hub.resolve import resolve_drafter, resolve_target
     from peagle.models.decoder import Decoder
     from peagle.models.drafter import Drafter
-    from peagle.reference import generate
+    from peagle.speculative.reference import generate
 
 # Imported on first use, so that `import peagle` and `peagle --help` do not wait for torch.
 _HOME = {
@@ -32,11 +32,11 @@ _HOME = {
     "SamplingParams": "peagle.config",
     "LLM": "peagle.engine.llm",
     "UserError": "peagle.errors",
-    "resolve_drafter": "peagle.hub",
-    "resolve_target": "peagle.hub",
+    "resolve_drafter": "peagle.hub.resolve",
+    "resolve_target": "peagle.hub.resolve",
     "Decoder": "peagle.models.decoder",
     "Drafter": "peagle.models.drafter",
-    "generate": "peagle.reference",
+    "generate": "peagle.speculative.reference",
 }
 __all__ = [
     "LLM",

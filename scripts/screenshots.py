@@ -19,7 +19,7 @@ from pathlib import Path
 from browser import browser, find_chromium
 
 from peagle.errors import UserError
-from peagle.measuring.report import write_report
+from peagle.report.build import write_report
 
 OUT = Path(__file__).resolve().parent.parent / "docs" / "images"
 TOP = 1400  # pixels of the page that the first pictures show

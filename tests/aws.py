@@ -13,7 +13,7 @@ from moto import mock_aws
 from moto.sagemaker.exceptions import ValidationError
 from moto.sagemaker.models import FakeEndpointConfig
 
-from peagle.deploying.sagemaker_endpoint import Aws, connect
+from peagle.deploy.sagemaker_endpoint import Aws, connect
 
 ACCOUNT = "123456789012"  # moto's
 

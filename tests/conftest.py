@@ -49,7 +49,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """The default target. Where it must be built first, one process does and the others wait."""
-    from peagle import hub
+    from peagle.hub import resolve as hub
 
     with (Path(tempfile.gettempdir()) / f"peagle-tests-{os.getuid()}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

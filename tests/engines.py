@@ -22,19 +22,19 @@ import pairs
 import torch
 from torch import Tensor
 
-from peagle import reference
 from peagle.checkpoints.drafter import load_drafter
 from peagle.checkpoints.target import Target, load_decoder, load_tokenizer
 from peagle.config import SamplingParams
-from peagle.engine.graphs import PromptBuffers, PromptGraphs
+from peagle.engine.cuda_graphs import PromptBuffers, PromptGraphs
 from peagle.engine.llm import LLM
-from peagle.engine.loading import block_bytes
-from peagle.engine.prompts import Room
+from peagle.engine.loader import block_bytes
+from peagle.engine.prefill import Room
 from peagle.engine.request import CompletionOutput, Group
-from peagle.engine.speculation import CostTable
-from peagle.kernels import paged_attention
-from peagle.kernels.sampling import bits_torch, gumbel_torch
+from peagle.kernels.attention import paged as paged_attention
+from peagle.kernels.sampling.sample import bits_torch, gumbel_torch
 from peagle.models.drafter import Drafter
+from peagle.speculative import reference
+from peagle.speculative.adaptive_k import CostTable
 
 LONGEST = 64  # four blocks
 EOS = frozenset({ord(","), 500})  # one that the target says now and then, one beyond its vocabulary

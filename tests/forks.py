@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PRELOADED = """
     torch.distributed.device_mesh torch.distributed.fsdp torch.distributed.tensor torch.utils.tensorboard
     transformers.activations transformers.models.auto.tokenization_auto transformers.utils.type_validators
-    peagle.cli peagle.engine.llm peagle.data.run peagle.training.run peagle.training.dense rich.progress
+    peagle.cli peagle.engine.llm peagle.data.run peagle.training.run peagle.training.dense_reference rich.progress
 """.split()
 
 
@@ -167,9 +167,9 @@ def main() -> None:
     channel = socket.socket(fileno=int(sys.argv[1]))
     for name in PRELOADED:
         __import__(name)
-    import peagle.engine.loading
+    import peagle.engine.loader
 
-    peagle.engine.loading.usable_cores = lambda: 1
+    peagle.engine.loader.usable_cores = lambda: 1
     assert threading.active_count() == 1 and len(os.listdir("/proc/self/task")) == 1, "a fork would lose threads"
     become(serve(channel))
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 def check_in_a_child(file: str) -> None:
     """Fails, not skips, where triton is not installed: nothing else runs these kernels without a GPU."""
     root = Path(__file__).resolve().parent.parent
-    path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(root), str(root / "tests"), os.environ.get("PYTHONPATH", "")])
     env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, file], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]

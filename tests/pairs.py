@@ -17,12 +17,12 @@ import torch
 
 from peagle.checkpoints.drafter import load_drafter, save_drafter
 from peagle.checkpoints.files import write_folder, write_json, write_weights
-from peagle.checkpoints.slots import layout_of, unfill
 from peagle.checkpoints.target import load_decoder
+from peagle.checkpoints.tensor_layout import layout_of, unfill
 from peagle.config import DecoderConfig, DrafterConfig, LayerConfig, RopeConfig
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
-from peagle.training import dense
+from peagle.training import dense_reference as dense
 
 ROOT = Path(__file__).parent.parent
 FIXTURES = Path(__file__).parent / "fixtures" / "pairs"
@@ -189,7 +189,7 @@ def save_target(model: Decoder, folder: Path) -> None:
 
 def main() -> None:
     from peagle.config import SamplingParams
-    from peagle.reference import generate
+    from peagle.speculative.reference import generate
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", default=["target", *RECIPES])

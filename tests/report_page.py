@@ -14,8 +14,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
 
-from peagle.measuring.results import AcceptanceRow, BenchRepeat, BenchRow, Results
-from peagle.measuring.stamp import Stamp
+from peagle.results.schema import AcceptanceRow, BenchRepeat, BenchRow, Results
+from peagle.results.stamp import Stamp
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 VOID = {"meta", "link", "br", "img", "input", "hr"}

@@ -103,7 +103,8 @@ def main() -> None:
 
     import torch
 
-    from peagle.training import measure, run, trainer
+    from peagle.training import run, trainer
+    from peagle.training import validation as measure
 
     torch.set_num_threads(1)
     write, accumulate, step = resume.write_weights, trainer.accumulate, trainer.Optimizer.step

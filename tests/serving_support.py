@@ -21,9 +21,9 @@ from pairs import TEXT
 
 from peagle.config import ServeSettings
 from peagle.engine.llm import LLM
-from peagle.serving.context import Context
-from peagle.serving.loop import EngineLoop
-from peagle.serving.server import listen, make_server
+from peagle.server.context import Context
+from peagle.server.loop import EngineLoop
+from peagle.server.server import listen, make_server
 
 MODEL = "small"
 LONGEST = 256

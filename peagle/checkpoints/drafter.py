@@ -25,7 +25,7 @@ from peagle.checkpoints.fields import (
     rope_fields,
 )
 from peagle.checkpoints.files import Weights, read_config_json, write_folder, write_json, write_weights
-from peagle.checkpoints.slots import Layout, fill, layout_of, problems, unfill
+from peagle.checkpoints.tensor_layout import Layout, fill, layout_of, problems, unfill
 from peagle.config import MASK_ID_NAMES, DecoderConfig, DrafterConfig
 from peagle.errors import UserError
 from peagle.models.decoder import Decoder

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from peagle.checkpoints import gemma, llama4, published
+from peagle.checkpoints import gemma, llama4
+from peagle.checkpoints import weight_conversion as published
 from peagle.checkpoints.fields import (
     Fields,
     completed,
@@ -20,11 +21,11 @@ from peagle.checkpoints.fields import (
     proportional_rope,
     rope_config,
 )
-from peagle.checkpoints.foreign import foreign_config, is_foreign
-from peagle.checkpoints.published import Sources
+from peagle.checkpoints.transformers_model import foreign_config, is_foreign
+from peagle.checkpoints.weight_conversion import Sources
 from peagle.config import DecoderConfig, Heat, LayerConfig, RopeConfig, Window
 from peagle.errors import UserError
-from peagle.kernels.mxfp4 import BLOCK
+from peagle.kernels.moe.mxfp4 import BLOCK
 
 FP8 = "fp8"
 

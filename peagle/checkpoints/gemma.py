@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from peagle.checkpoints import published
+from peagle.checkpoints import weight_conversion as published
 from peagle.checkpoints.fields import Fields, layer_config
-from peagle.checkpoints.published import Sources
+from peagle.checkpoints.weight_conversion import Sources
 from peagle.config import LayerConfig
 
 GELU = "gelu_pytorch_tanh"

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from peagle.checkpoints import published
+from peagle.checkpoints import weight_conversion as published
 from peagle.checkpoints.fields import Fields, experts_config, layer_config, positions
-from peagle.checkpoints.published import Sources
+from peagle.checkpoints.weight_conversion import Sources
 from peagle.config import Chunked, Heat, LayerConfig, Window
 
 LONGEST = 1 << 20  # of the ten million positions that Scout's config has; angles of all are kept

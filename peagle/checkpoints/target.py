@@ -13,9 +13,9 @@ import torch
 
 from peagle.checkpoints.families import adapted, decoder_config, packs_experts, why_foreign, with_packed_experts
 from peagle.checkpoints.files import Weights, read_config_json, read_json
-from peagle.checkpoints.foreign import load_foreign
-from peagle.checkpoints.published import Published, has_packed_experts, stored
-from peagle.checkpoints.slots import fill, layout_of, problems
+from peagle.checkpoints.tensor_layout import fill, layout_of, problems
+from peagle.checkpoints.transformers_model import load_foreign
+from peagle.checkpoints.weight_conversion import Published, has_packed_experts, stored
 from peagle.config import DecoderConfig
 from peagle.errors import UserError, first_line
 from peagle.models.decoder import Decoder

@@ -27,7 +27,7 @@ from peagle.cli.app import (
 )
 from peagle.config import DEFAULT_DRAFT_TOKENS, SamplingParams
 from peagle.errors import UserError
-from peagle.hub import DEFAULT_TARGET, resolve_drafter, resolve_target
+from peagle.hub.resolve import DEFAULT_TARGET, resolve_drafter, resolve_target
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -118,7 +118,7 @@ class Session:
         from peagle.checkpoints.drafter import check_fits, read_drafter_config
         from peagle.checkpoints.target import encode_prompt, load_tokenizer, read_target_config
         from peagle.engine.llm import LLM
-        from peagle.reference import check_prompt
+        from peagle.speculative.reference import check_prompt
 
         # everything that can be wrong without the weights is found before they are read
         cfg = read_target_config(target_folder)

@@ -23,11 +23,11 @@ from peagle.config import (
     check_draft_tokens,
 )
 from peagle.errors import UserError
-from peagle.hub import DEFAULT_TARGET
+from peagle.hub.resolve import DEFAULT_TARGET
 
 if TYPE_CHECKING:
-    from peagle.measuring.bench import Outcome, Variant
-    from peagle.measuring.load import Workload
+    from peagle.bench.run import Outcome, Variant
+    from peagle.bench.workload import Workload
 
 SHOWN_WARNINGS = 12
 N = TypeVar("N")
@@ -176,7 +176,7 @@ def bench(
                 raise UserError(f"{flag} {value}: is about a server; give --url, or leave it out")
         if drafts and not drafter:
             raise UserError("-k: needs a --drafter")
-        from peagle.measuring.bench_variants import Embedded
+        from peagle.bench.variants import Embedded
 
         own = EmbeddedSettings(
             None if device == "auto" else device,
@@ -204,8 +204,8 @@ def _server(
     settings: BenchSettings,
     skip_bad_rows: bool,
 ) -> tuple[list[Variant], Workload, dict[str, object]]:
-    from peagle.measuring.bench_server import Stated
-    from peagle.measuring.bench_variants import Server
+    from peagle.bench.server import Stated
+    from peagle.bench.variants import Server
 
     if len(drafts) > 1 or "auto" in drafts:
         raise UserError("-k: a server drafts one number of tokens a round; give that one")
@@ -218,8 +218,8 @@ def _server(
 def _run(
     variants: list[Variant], workload: Workload, settings: BenchSettings, out: Path | None, fixed: dict[str, object]
 ) -> Outcome:
-    from peagle.measuring.bench import bench as run
-    from peagle.measuring.bench_view import Progress
+    from peagle.bench.run import bench as run
+    from peagle.bench.view import Progress
 
     progress = Progress()
     try:
@@ -229,8 +229,8 @@ def _run(
 
 
 def _tell(outcome: Outcome, out: Path | None, as_json: bool) -> None:
-    from peagle.measuring.bench_view import WIDTH, tables
-    from peagle.measuring.results import to_json
+    from peagle.bench.view import WIDTH, tables
+    from peagle.results.schema import to_json
 
     results = outcome.results
     if as_json:

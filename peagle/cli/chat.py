@@ -29,7 +29,7 @@ from peagle.cli.app import (
 )
 from peagle.config import DEFAULT_DRAFT_TOKENS, SamplingParams
 from peagle.errors import UserError
-from peagle.hub import DEFAULT_DRAFTER, DEFAULT_TARGET, resolve_drafter, resolve_target
+from peagle.hub.resolve import DEFAULT_DRAFTER, DEFAULT_TARGET, resolve_drafter, resolve_target
 
 if TYPE_CHECKING:
     from peagle.engine.request import CompletionOutput

@@ -13,10 +13,10 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
+from peagle.bench.http_client import Events, Failed, parse_url
 from peagle.config import SamplingParams, ServerSettings
 from peagle.engine.request import CompletionOutput
 from peagle.errors import UserError
-from peagle.measuring.bench_http import Events, Failed, parse_url
 
 READ = 1 << 16  # bytes at once
 NEEDS = {401: "it wants another $OPENAI_API_KEY", 403: "it forbids it", 429: "it has all it can do"}

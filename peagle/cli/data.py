@@ -15,7 +15,7 @@ import typer
 from peagle.cli.app import AsJson, Device, Dtype, Lead, Target, Vary, app, examples
 from peagle.config import EndpointSettings, ResponseSettings, WriterSettings
 from peagle.errors import UserError
-from peagle.hub import DEFAULT_TARGET
+from peagle.hub.resolve import DEFAULT_TARGET
 
 SHOWN_REFUSALS = 5
 

@@ -15,7 +15,7 @@ from peagle.cli.app import AsJson, Device, DraftTokensOrAuto, app, console, exam
 from peagle.cli.race import Racer, Run, first_difference, race, speed_up, together
 from peagle.config import SamplingParams
 from peagle.errors import UserError
-from peagle.hub import DEFAULT_DRAFTER, DEFAULT_TARGET, EAGLE3_DRAFTER, resolve_drafter, resolve_target
+from peagle.hub.resolve import DEFAULT_DRAFTER, DEFAULT_TARGET, EAGLE3_DRAFTER, resolve_drafter, resolve_target
 
 if TYPE_CHECKING:
     from peagle.engine.llm import LLM
@@ -97,7 +97,7 @@ def _line_up(
 
     from peagle.checkpoints.target import encode_prompt, load_tokenizer, read_target_config
     from peagle.engine.llm import LLM
-    from peagle.reference import check_prompt
+    from peagle.speculative.reference import check_prompt
 
     tokenizer = load_tokenizer(target)
     ids = [encode_prompt(tokenizer, text, raw=False) for text in asked]

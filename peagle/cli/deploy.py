@@ -17,7 +17,7 @@ from peagle.config import DeploySettings, SagemakerSettings, usual_draft_tokens
 from peagle.errors import UserError
 
 if TYPE_CHECKING:
-    from peagle.deploying.checks import Hazard
+    from peagle.deploy.checks import Hazard
 
 USUAL, USUAL_AWS = DeploySettings(), SagemakerSettings(role="arn:aws:iam::000000000000:role/x", instance_type="ml.x")
 CREATE = "create"
@@ -101,10 +101,10 @@ def vllm(
     force: Force = False,
 ) -> None:
     """Write what starts stock vLLM with a drafter, checked first: command, systemd, Compose, Kubernetes."""
-    from peagle.deploying.checks import check
-    from peagle.deploying.models import find_pair
-    from peagle.deploying.service import Service, command_line
-    from peagle.deploying.writing import FORMATS, files_of, how_to_start, write_files
+    from peagle.deploy.checks import check
+    from peagle.deploy.models import find_pair
+    from peagle.deploy.service import Service, command_line
+    from peagle.deploy.writing import FORMATS, files_of, how_to_start, write_files
 
     kind = kind or ("command" if out is None else "all")
     if kind not in (*FORMATS, "all"):
@@ -185,9 +185,9 @@ def sagemaker_create(
     yes: Yes = False,
 ) -> None:
     """Say what would be created and what it costs; create it after a yes."""
-    from peagle.deploying import sagemaker_endpoint as endpoint
-    from peagle.deploying.models import find_pair
-    from peagle.deploying.sagemaker_plan import check_sagemaker, describe, make_plan
+    from peagle.deploy import sagemaker_endpoint as endpoint
+    from peagle.deploy.models import find_pair
+    from peagle.deploy.sagemaker_plan import check_sagemaker, describe, make_plan
 
     region = endpoint.find_region(region)
     settings = SagemakerSettings(
@@ -227,7 +227,7 @@ def sagemaker_create(
 @sagemaker.command("status")
 def sagemaker_status(name: Name, region: Region = None) -> None:
     """How an endpoint is, and what it has cost so far."""
-    from peagle.deploying import sagemaker_endpoint as endpoint
+    from peagle.deploy import sagemaker_endpoint as endpoint
 
     seen = endpoint.status(name, endpoint.connect(region))
     print(f"{name}: {seen.state}" + (f": {seen.reason}" if seen.reason else ""))
@@ -245,7 +245,7 @@ def sagemaker_invoke(
     region: Region = None,
 ) -> None:
     """Ask an endpoint and print its answer."""
-    from peagle.deploying import sagemaker_endpoint as endpoint
+    from peagle.deploy import sagemaker_endpoint as endpoint
 
     print(endpoint.invoke(name, endpoint.connect(region), prompt, max_tokens))
 
@@ -258,7 +258,7 @@ def sagemaker_delete(
     yes: Yes = False,
 ) -> None:
     """Delete endpoint, endpoint configuration and model; and what was uploaded, if that is said."""
-    from peagle.deploying import sagemaker_endpoint as endpoint
+    from peagle.deploy import sagemaker_endpoint as endpoint
 
     if artifact not in ("delete", "keep", "ask"):
         raise UserError(f"--artifact {artifact}: must be delete, keep or ask")

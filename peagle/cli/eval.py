@@ -17,13 +17,13 @@ from peagle.cli.app import AsJson, Device, Dtype, TargetFirst, app, console, exa
 from peagle.cli.several import SpreadCommand, split
 from peagle.config import EvalServerSettings, EvalSettings
 from peagle.errors import UserError
-from peagle.hub import DEFAULT_TARGET, resolve_target
+from peagle.hub.resolve import DEFAULT_TARGET, resolve_target
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from peagle.measuring.acceptance import Drafted
-    from peagle.measuring.results import AcceptanceRow, Results
+    from peagle.eval.acceptance import Drafted
+    from peagle.results.schema import AcceptanceRow, Results
 
 Number = TypeVar("Number", int, float)
 TABLE_WIDTH = 140  # where there is no terminal to say
@@ -138,8 +138,8 @@ def evaluate(
     if not drafter and server is None:
         raise UserError("--drafter: give one at least")
 
-    from peagle.measuring.acceptance import Evaluation, Where
-    from peagle.measuring.datasets import open_datasets
+    from peagle.eval.acceptance import Evaluation, Where
+    from peagle.eval.datasets import open_datasets
 
     where = Where(
         engine,
@@ -158,7 +158,7 @@ def evaluate(
     finally:
         bar.close()
     if as_json:
-        from peagle.measuring.results import to_json
+        from peagle.results.schema import to_json
 
         print(json.dumps(to_json(results)))
     else:
@@ -171,7 +171,7 @@ def evaluate(
 
 
 def _drafters(names: Sequence[str], target: str, method: str | None, served: bool) -> list[Drafted]:
-    from peagle.measuring.acceptance import Drafted, open_drafters
+    from peagle.eval.acceptance import Drafted, open_drafters
 
     if served and len(names) > 1:
         raise UserError(f"--drafter {' '.join(names)}: a server has one")
@@ -249,7 +249,7 @@ def _whole(rows: list[AcceptanceRow]) -> Table:
     from rich import box
     from rich.table import Table
 
-    from peagle.measuring.acceptance import whole
+    from peagle.eval.acceptance import whole
 
     calm = {_key(row): row for row in rows if row.loops == "excluded"}
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)

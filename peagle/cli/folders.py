@@ -14,7 +14,7 @@ import typer
 from peagle.cli.app import AsJson, DraftTokens, Target, app, examples
 from peagle.config import DEFAULT_DRAFT_TOKENS, VLLM_VERSION, check_draft_tokens
 from peagle.errors import UserError
-from peagle.hub import resolve_drafter, resolve_target
+from peagle.hub.resolve import resolve_drafter, resolve_target
 
 
 @app.command(

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from peagle.config import Method
-    from peagle.measuring.plan import Contender, Plan
-    from peagle.measuring.plan_curve import Curve
-    from peagle.measuring.plan_shapes import DrafterShape, Shape
-    from peagle.measuring.results import PlanRow
+    from peagle.planning.curve import Curve
+    from peagle.planning.plan import Contender, Plan
+    from peagle.planning.shapes import DrafterShape, Shape
+    from peagle.results.schema import PlanRow
 
 USUAL = PlanSettings()
 
@@ -112,12 +112,12 @@ def plan(
     A roofline: bytes over bandwidth, operations over matrix rate, and constants measured on one H200. docs/planning.md
     has the formulas and how far they were off. Nothing is loaded and no GPU is needed.
     """
-    from peagle.measuring.gpus import describe_gpu
-    from peagle.measuring.plan import choose_engine, make_plan
-    from peagle.measuring.plan_shapes import target_shape
-    from peagle.measuring.results import Results, to_json, write_results
-    from peagle.measuring.roofline import Machine
-    from peagle.measuring.stamp import Stamp
+    from peagle.planning.gpus import describe_gpu
+    from peagle.planning.plan import choose_engine, make_plan
+    from peagle.planning.roofline import Machine
+    from peagle.planning.shapes import target_shape
+    from peagle.results.schema import Results, to_json, write_results
+    from peagle.results.stamp import Stamp
 
     started = Stamp.now() if out is not None or as_json else None  # it looks for the GPU, which takes seconds
     for flag, bits in (("--weight-bits", weight_bits), ("--kv-bits", kv_bits)):
@@ -187,9 +187,9 @@ def _contenders(
     eagle3_rates: str | None,
 ) -> list[Contender]:
     """The drafter with its acceptance, and EAGLE-3 beside it unless that is what it is."""
-    from peagle.measuring.plan import Contender
-    from peagle.measuring.plan_curve import from_length, from_rates, from_results, guess
-    from peagle.measuring.plan_shapes import drafter_shape
+    from peagle.planning.curve import from_length, from_rates, from_results, guess
+    from peagle.planning.plan import Contender
+    from peagle.planning.shapes import drafter_shape
 
     told = [flag for flag, v in (("--rates", rates), ("--acceptance-length", length), ("--results", results)) if v]
     if len(told) > 1:
@@ -228,7 +228,7 @@ def _show(made: Plan, contenders: list[Contender], settings: PlanSettings) -> No
     from rich import box
     from rich.table import Table
 
-    from peagle.measuring.plan import NAMES
+    from peagle.planning.plan import NAMES
 
     main, gpu = contenders[0].method, made.machine.gpu
     name = f"{made.machine.tensor_parallel} x {gpu.name}" if made.machine.tensor_parallel > 1 else gpu.name

@@ -38,7 +38,7 @@ def report(
 
     Runs of different prompts, lengths or machines are never compared: each set has its own section.
     """
-    from peagle.measuring.report import write_report
+    from peagle.report.build import write_report
 
     if out is None and markdown is None:
         out = DEFAULT_OUT

@@ -36,7 +36,7 @@ from peagle.config import (
     check_draft_tokens,
 )
 from peagle.errors import UserError
-from peagle.hub import BUILT_IN, DEFAULT_TARGET, resolve_drafter, resolve_target
+from peagle.hub.resolve import BUILT_IN, DEFAULT_TARGET, resolve_drafter, resolve_target
 
 if TYPE_CHECKING:
     from peagle.engine.llm import LLM
@@ -210,9 +210,9 @@ def _embedded(
         check_fits(draft_cfg, cfg, drafter_folder)
         _check_kind(stated, draft_cfg)
     try:
-        from peagle.serving.logs import start_logging
-        from peagle.serving.loop import EngineLoop
-        from peagle.serving.server import listen, run
+        from peagle.server.logs import start_logging
+        from peagle.server.loop import EngineLoop
+        from peagle.server.server import listen, run
     except ModuleNotFoundError as error:
         raise UserError(f"peagle serve needs {error.name}: pip install 'peagle[serve]'") from None
     from peagle.engine.llm import LLM
@@ -238,8 +238,8 @@ def _vllm(
 ) -> int:
     import os
 
-    from peagle.serving.logs import start_logging
-    from peagle.serving.vllm import (
+    from peagle.server.logs import start_logging
+    from peagle.server.vllm import (
         VLLM,
         VllmOptions,
         find_vllm,
@@ -279,9 +279,9 @@ def _tool_parser(target: str) -> ToolParser:
     """What `auto` is by the target's chat template, which vLLM does not look into; of a hub id it is fetched alone.
     Where none is found that is told, and no error: not everyone who serves a model has tools."""
     from peagle.checkpoints.target import load_tokenizer
-    from peagle.deploying.models import find_target
-    from peagle.serving.logs import log
-    from peagle.serving.tools import parser_of
+    from peagle.deploy.models import find_target
+    from peagle.server.logs import log
+    from peagle.server.tools import parser_of
 
     try:
         folder = find_target(target, unchecked=False).folder

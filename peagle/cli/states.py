@@ -33,10 +33,10 @@ def states(
 
     Without --endpoint it prints the command that starts such a server. Rows that have a file are not sent again.
     """
-    from peagle.training.ask_vllm import ask_states, serve_command
+    from peagle.training.hidden_states.vllm_client import ask_states, serve_command
+    from peagle.training.hidden_states.vllm_files import StateFiles
     from peagle.training.recipe import make_recipe
     from peagle.training.run import planned_drafter, read_material
-    from peagle.training.tap_vllm import StateFiles
 
     made = make_recipe(recipe, {})
     if made.train.vllm_states is None:

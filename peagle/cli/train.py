@@ -19,7 +19,7 @@ import typer
 from peagle.cli.app import AsJson, Device, Lead, Vary, app, console, examples
 from peagle.config import ResponseSettings, TrainConfig
 from peagle.errors import UserError
-from peagle.hub import DEFAULT_TARGET
+from peagle.hub.resolve import DEFAULT_TARGET
 
 if TYPE_CHECKING:
     from peagle.training.recipe import Recipe
@@ -209,8 +209,8 @@ def fit(
 
 def _plan_elsewhere(made: Recipe, known_rate: float | None, as_json: bool, named: dict[str, Any]) -> None:
     from peagle.data.examples import examples as responses
-    from peagle.measuring.gpus import gpu_by_name
-    from peagle.measuring.training_scale import MEASURED_ON, Cluster, assumed_data, on_paper
+    from peagle.planning.gpus import gpu_by_name
+    from peagle.planning.training_scale import MEASURED_ON, Cluster, assumed_data, on_paper
     from peagle.training.run import planned_data
 
     sizes: dict[str, Any] = {name: named[name] for name in ("gpus", "nodes") if name in named}

@@ -17,15 +17,15 @@ import typer
 from peagle.cli.app import AsJson, Device, Dtype, Target, app, console, examples
 from peagle.cli.several import SpreadCommand
 from peagle.config import LAYERS, Method, TuneSettings
-from peagle.engine.speculation import CostTable, DraftCount
 from peagle.errors import UserError
-from peagle.hub import DEFAULT_TARGET, resolve_drafter, shipped_drafters
+from peagle.hub.resolve import DEFAULT_TARGET, resolve_drafter, shipped_drafters
+from peagle.speculative.adaptive_k import CostTable, DraftCount
 
 if TYPE_CHECKING:
     from peagle.engine.llm import LLM
-    from peagle.measuring.plan_curve import Curve
-    from peagle.measuring.results import TuneRow
-    from peagle.measuring.tuning import Subject
+    from peagle.planning.curve import Curve
+    from peagle.planning.tuning import Subject
+    from peagle.results.schema import TuneRow
 
 USUAL = TuneSettings()
 
@@ -72,9 +72,9 @@ def tune(
     Ctrl-C shows what there is by then; with --out the same command goes on later.
     """
     from peagle.cli.plan import whole_numbers
-    from peagle.measuring.results import Results, to_json, write_results
-    from peagle.measuring.stamp import Stamp
-    from peagle.measuring.tuning import subject_of, untimed
+    from peagle.planning.tuning import subject_of, untimed
+    from peagle.results.schema import Results, to_json, write_results
+    from peagle.results.stamp import Stamp
 
     settings = TuneSettings(
         max_num_seqs=max_num_seqs,
@@ -122,7 +122,7 @@ class Tuned:
     curve: Curve | None  # None: guessed
 
     def rows(self) -> list[TuneRow]:
-        from peagle.measuring.results import TuneRow
+        from peagle.results.schema import TuneRow
 
         count = self.count
         return [
@@ -143,7 +143,7 @@ class Tuned:
 
 def _curves(rates: str | None, results: Path | None) -> dict[Method, Curve | None]:
     """Acceptance by method, as far as it was told. Wrong input is found before anything is loaded."""
-    from peagle.measuring.plan_curve import from_rates, from_results
+    from peagle.planning.curve import from_rates, from_results
 
     if rates is not None and results is not None:
         raise UserError("--rates and --eval: give one of them")
@@ -164,7 +164,7 @@ def _timed(llm: LLM, settings: TuneSettings, subject: Subject, out: Path | None,
     """The table, and how many rounds are missing in it because somebody stopped it."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from peagle.measuring.tuning import keep, kept, sweep, wanted
+    from peagle.planning.tuning import keep, kept, sweep, wanted
 
     table = kept(out, subject) if out is not None and not again else CostTable()
     rounds = wanted(llm, settings)

@@ -15,7 +15,7 @@ from peagle.config.data import (
     ResponseSettings,
     WriterSettings,
 )
-from peagle.config.deploying import NAME_RULE, VLLM_VERSION, DeploySettings, SagemakerSettings, is_name
+from peagle.config.deploy import NAME_RULE, VLLM_VERSION, DeploySettings, SagemakerSettings, is_name
 from peagle.config.engine import (
     AUTO_CHOICES,
     CPU_BATCHES,
@@ -54,7 +54,7 @@ from peagle.config.models import (
     Window,
 )
 from peagle.config.sampling import MAX_LOGPROBS, Grammar, GrammarLimits, ParserLimits, SamplingParams
-from peagle.config.serving import ServeEngine, ServeSettings, ToolParser
+from peagle.config.server import ServeEngine, ServeSettings, ToolParser
 from peagle.config.speculation import (
     DEFAULT_DRAFT_TOKENS,
     EAGLE3_DRAFT_TOKENS,

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from peagle.config.requiring import requirer
 from peagle.config.speculation import check_draft_tokens
+from peagle.config.validation import requirer
 from peagle.errors import UserError
 
 GPU_SEQS, CPU_SEQS = 256, 16  # requests that run at once, where nobody says

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from peagle.config.engine import CPU_BATCHES, GPU_MEMORY_FRACTION
-from peagle.config.requiring import requirer
 from peagle.config.sampling import SamplingParams
 from peagle.config.speculation import DEFAULT_DRAFT_TOKENS, MAX_DRAFT_TOKENS, check_draft_tokens
+from peagle.config.validation import requirer
 from peagle.errors import UserError
 
 Helped = Literal["none", "eagle3", "p-eagle"]

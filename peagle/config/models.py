@@ -51,7 +51,7 @@ class ExpertsConfig:
     normed: bool = True  # the chosen ones' weights add up to 1
     bias: bool = False  # the router's, and the experts'
     clamp: tuple[float, float] | None = None  # alpha and limit of GPT-OSS's gate; None: SwiGLU
-    packed: bool = False  # weights stay in four bits, as `peagle.kernels.mxfp4` has them
+    packed: bool = False  # weights stay in four bits, as `peagle.kernels.moe.mxfp4` has them
     sigmoid: bool = False  # each chosen one reads the row times its own score's sigmoid (Llama 4)
     shared: int = 0  # width of one more that reads every row as it is; 0: there is none
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from peagle.config.requiring import requirer
+from peagle.config.validation import requirer
 from peagle.errors import UserError
 
 MAX_LOGPROBS = 20  # alternatives a token, as OpenAI's API has it

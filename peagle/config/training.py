@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from peagle.config.requiring import requirer
 from peagle.config.speculation import MAX_DRAFT_TOKENS
+from peagle.config.validation import requirer
 from peagle.errors import UserError
 
 Objective = Literal["ce", "kl", "tv", "lk", "lk-hybrid"]

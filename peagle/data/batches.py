@@ -28,7 +28,7 @@ from torch import BoolTensor, LongTensor
 from peagle.config import BatchDefaults
 from peagle.data.examples import Example, Examples, examples
 from peagle.errors import UserError
-from peagle.kernels.sending import sent
+from peagle.kernels.host_transfer import sent
 
 __all__ = ["Batch", "Cursor", "Example", "Examples", "Packing", "batches", "examples", "pack"]
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from peagle.errors import UserError
-from peagle.hub import HUB_ID
+from peagle.hub.resolve import HUB_ID
 
 SUFFIXES = (".jsonl", ".jsonl.gz")
 FIELDS = ("prompt", "turns", "messages", "conversations")

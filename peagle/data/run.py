@@ -21,7 +21,7 @@ from peagle.data.responses import Writer
 from peagle.data.sources import Answer, Question, Source, open_engine, release_memory
 from peagle.data.store import ResponseFile, beside, replace_lines
 from peagle.errors import UserError
-from peagle.hub import resolve_target
+from peagle.hub.resolve import resolve_target
 from peagle.versions import versions
 
 

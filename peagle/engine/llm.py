@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from peagle.checkpoints.target import Target, has_tokenizer, load_tokenizer
 from peagle.config import EngineSettings, Grammar, SamplingParams
+from peagle.engine.detokenizer import Detokenizer
 from peagle.engine.grammar import Grammars
 from peagle.engine.kv_cache import BlockPool
-from peagle.engine.loading import load
+from peagle.engine.loader import load
+from peagle.engine.model_runner import Launched
 from peagle.engine.request import (
     CompletionOutput,
     Group,
@@ -27,13 +29,11 @@ from peagle.engine.request import (
     State,
     StreamPiece,
 )
-from peagle.engine.runner import Launched
 from peagle.engine.scheduler import Scheduler
-from peagle.engine.speculation import DraftCount
-from peagle.engine.text import Detokenizer
 from peagle.errors import UserError
 from peagle.models.drafter import Drafter
-from peagle.reference import check_prompt
+from peagle.speculative.adaptive_k import DraftCount
+from peagle.speculative.reference import check_prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from peagle.config import SamplingParams
+from peagle.engine.detokenizer import Detokenizer
 from peagle.engine.grammar import Matcher
 from peagle.engine.kv_cache import Name
-from peagle.engine.text import Detokenizer
 
 
 class State(Enum):

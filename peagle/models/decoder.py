@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from peagle.config import DecoderConfig, Heat
-from peagle.kernels.norms import Stream
-from peagle.models.experts import ExpertMLP
+from peagle.kernels.norm.rms_norm import Stream
 from peagle.models.layers import Attend, DecoderLayer, RMSNorm, Rope, Turn, look_up, norm_after, project
+from peagle.models.moe import ExpertMLP
 
 
 class Decoder(nn.Module):

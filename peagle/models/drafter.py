@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from peagle.config import DrafterConfig
-from peagle.kernels.linear import linear
-from peagle.kernels.norms import Stream, norm_cat
+from peagle.kernels.gemm.linear import linear
+from peagle.kernels.norm.rms_norm import Stream, norm_cat
 from peagle.models.decoder import Decoder
 from peagle.models.layers import (
     MLP,

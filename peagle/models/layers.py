@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from peagle.config import LayerConfig, RopeConfig, Window
-from peagle.kernels.launching import supports_pdl
-from peagle.kernels.linear import linear, linear_onto
-from peagle.kernels.norms import Stream, add_rms_norm, rms_norm
-from peagle.kernels.rotary import Rotation, split_rotate
-from peagle.kernels.rows import take_rows
+from peagle.kernels.attention.rotary import Rotation, split_rotate
+from peagle.kernels.gather import take_rows
+from peagle.kernels.gemm.linear import linear, linear_onto
+from peagle.kernels.norm.rms_norm import Stream, add_rms_norm, rms_norm
+from peagle.kernels.triton_utils import supports_pdl
 
 Angles = tuple[Tensor, Tensor]  # cos and sin, [T, 1, d]
 # Of heads that have no rotary positions: what queries are multiplied by, [T, 1, 1], if anything.

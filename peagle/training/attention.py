@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from peagle.config import Chunked
-from peagle.kernels.ranged_attention import Ranges, merge, ranged_attention
-from peagle.training.taps import InDocuments
+from peagle.kernels.attention.ranged import Ranges, merge, ranged_attention
+from peagle.training.hidden_states.online import InDocuments
 
 Window = int | None
 

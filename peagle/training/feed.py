@@ -16,10 +16,10 @@ from typing import Protocol
 
 from peagle.config import TrainConfig
 from peagle.data.batches import Batch, Cursor
-from peagle.training.captured import Framed, Framer
+from peagle.training.cod_sampling import Rows, generator, sample_rows
+from peagle.training.cuda_graphs import Framed, Framer
 from peagle.training.distributed import World
 from peagle.training.resume import Standing
-from peagle.training.rows import Rows, generator, sample_rows
 
 AHEAD = 2  # steps that are prepared while one runs
 

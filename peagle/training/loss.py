@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from peagle.config import Objective, TrainConfig
-from peagle.kernels.linear_loss import Links, Plan, Teacher, linear_loss
+from peagle.kernels.loss.linear_loss import Links, Plan, Teacher, linear_loss
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
-from peagle.training.taps import TargetStates
+from peagle.training.hidden_states.online import TargetStates
 
 
 @dataclass(frozen=True)

@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 from peagle.data.batches import Batch
-from peagle.kernels.linear_loss import EARLIER, NOBODY, Links, Plan
-from peagle.kernels.sending import sent
+from peagle.kernels.host_transfer import sent
+from peagle.kernels.loss.linear_loss import EARLIER, NOBODY, Links, Plan
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
 from peagle.training.attention import Chains, DepthZero, Steps
+from peagle.training.cod_sampling import Rows
+from peagle.training.hidden_states.online import TargetStates
 from peagle.training.loss import Aim, Examiner, StepTotals
-from peagle.training.rows import Rows
-from peagle.training.taps import TargetStates
 
 
 @dataclass(frozen=True)

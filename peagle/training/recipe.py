@@ -21,7 +21,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from peagle.config import TrainConfig
 from peagle.errors import UserError
-from peagle.hub import DEFAULT_TARGET
+from peagle.hub.resolve import DEFAULT_TARGET
 
 SETTINGS = get_type_hints(TrainConfig)
 # What a run may change when it goes on: how long it is, what it prints, how it fits into memory.

@@ -24,24 +24,24 @@ from peagle.data.chat import Chat
 from peagle.data.examples import Examples, examples
 from peagle.data.run import open_chat
 from peagle.errors import UserError
-from peagle.hub import resolve_target
+from peagle.hub.resolve import resolve_target
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
-from peagle.training import plan
-from peagle.training.captured import FramedStep, Framer
+from peagle.training import resource_plan as plan
 from peagle.training.card import Card, Facts, Measured, write_card
 from peagle.training.chunk_size import auto_chunk_rows, chunk_rows_for, free_bytes
+from peagle.training.cuda_graphs import FramedStep, Framer
 from peagle.training.distributed import World, join, shard
-from peagle.training.drafters import FRESH, TokenCounts, drafter_config, folder_config, new_drafter
+from peagle.training.drafter_init import FRESH, TokenCounts, drafter_config, folder_config, new_drafter
+from peagle.training.hidden_states.cache import TapCache, prepare_cache
+from peagle.training.hidden_states.online import Online, TapSource
+from peagle.training.hidden_states.vllm_files import VllmFolder
 from peagle.training.loss import Aim
-from peagle.training.measure import Acceptance, Counts, Measurer, Measuring, prepare_measuring
 from peagle.training.recipe import Recipe, differences, make_recipe
 from peagle.training.resume import RunFolder, Standing, log_lines
 from peagle.training.schedule import Schedule
-from peagle.training.tap_cache import TapCache, prepare_cache
-from peagle.training.tap_vllm import VllmFolder
-from peagle.training.taps import Online, TapSource
 from peagle.training.trainer import Parts, Trainer
+from peagle.training.validation import Acceptance, Counts, Measurer, Measuring, prepare_measuring
 from peagle.versions import versions
 
 Resume = Literal["auto", "must", "never"]

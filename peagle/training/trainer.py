@@ -26,18 +26,18 @@ from peagle.data.batches import Batch
 from peagle.errors import UserError
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
-from peagle.training.captured import Framed, FramedStep, Framer
+from peagle.training.cod_sampling import Rows
+from peagle.training.cuda_graphs import Framed, FramedStep, Framer
 from peagle.training.distributed import World
 from peagle.training.feed import Feed, Portion, Stream
-from peagle.training.journal import Journal, Line
+from peagle.training.hidden_states.online import TapSource
 from peagle.training.loss import Aim, StepTotals, depth_weights, row_weights
-from peagle.training.measure import Acceptance
 from peagle.training.optimizer import Optimizer
 from peagle.training.partition import accumulate
 from peagle.training.resume import RunFolder, Standing
-from peagle.training.rows import Rows
 from peagle.training.schedule import Schedule
-from peagle.training.taps import TapSource
+from peagle.training.step_log import Journal, Line
+from peagle.training.validation import Acceptance
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ import pytest
 from engines import write_tokenizer
 from support import set_config
 
+from peagle.bench.run import bench
+from peagle.bench.variants import Embedded
+from peagle.bench.workload import Load
 from peagle.config import BenchSettings, EmbeddedSettings
-from peagle.measuring.bench import bench
-from peagle.measuring.bench_variants import Embedded
-from peagle.measuring.load import Load
-from peagle.measuring.results import read_results
+from peagle.results.schema import read_results
 
 pytestmark = pytest.mark.vllm
 SETTINGS = BenchSettings(concurrency=(1, 4), requests=40, waves=1, repeats=1, warmup=1, max_tokens=24, raw=True)

@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
+from peagle.bench.server import ServerBench, Stated
+from peagle.bench.workload import Ask, Load, Workload
 from peagle.config import ServerSettings
-from peagle.measuring.bench_server import ServerBench, Stated
-from peagle.measuring.load import Ask, Load, Workload
-from peagle.measuring.results import BenchRepeat
+from peagle.results.schema import BenchRepeat
 
 pytestmark = pytest.mark.vllm
 TESTS = Path(__file__).resolve().parent.parent

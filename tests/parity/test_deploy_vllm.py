@@ -14,9 +14,9 @@ from pairs import drafter_folder, target_folder
 from peagle.checkpoints.families import FAMILIES
 from peagle.checkpoints.validate import UNTAPPED
 from peagle.config import DeploySettings, DrafterConfig, LayerConfig, RopeConfig
-from peagle.deploying.checks import scattered
-from peagle.deploying.models import TargetFacts, find_pair
-from peagle.deploying.service import Service, arguments, environment
+from peagle.deploy.checks import scattered
+from peagle.deploy.models import TargetFacts, find_pair
+from peagle.deploy.service import Service, arguments, environment
 
 pytestmark = pytest.mark.vllm
 

@@ -18,10 +18,10 @@ from engines import write_tokenizer
 from support import set_config
 
 from peagle.config import EvalServerSettings, EvalSettings
-from peagle.measuring.acceptance import Evaluation, Where, open_drafters
-from peagle.measuring.acceptance_counters import OTHERS
-from peagle.measuring.datasets import DataSet, open_datasets
-from peagle.measuring.results import Results
+from peagle.eval.acceptance import Evaluation, Where, open_drafters
+from peagle.eval.counters import OTHERS
+from peagle.eval.datasets import DataSet, open_datasets
+from peagle.results.schema import Results
 
 pytestmark = pytest.mark.vllm
 EOS = ord(",")

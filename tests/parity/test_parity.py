@@ -23,8 +23,8 @@ from peagle.checkpoints.target import encode_prompt, load_decoder, load_target, 
 from peagle.checkpoints.validate import inspect_drafter
 from peagle.config import SamplingParams
 from peagle.errors import UserError
-from peagle.hub import DEFAULT_DRAFTER, EAGLE3_DRAFTER, resolve_drafter, resolve_target
-from peagle.reference import Generation, generate
+from peagle.hub.resolve import DEFAULT_DRAFTER, EAGLE3_DRAFTER, resolve_drafter, resolve_target
+from peagle.speculative.reference import Generation, generate
 
 pytestmark = pytest.mark.vllm
 MAX_LENGTH = 128

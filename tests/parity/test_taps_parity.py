@@ -13,8 +13,8 @@ from pairs import TEXT, target_folder
 
 from peagle.checkpoints.target import load_decoder
 from peagle.data.batches import Examples, pack
-from peagle.training.tap_vllm import VllmFolder, layers_to_ask
-from peagle.training.taps import Online, rows_in_order
+from peagle.training.hidden_states.online import Online, rows_in_order
+from peagle.training.hidden_states.vllm_files import VllmFolder, layers_to_ask
 
 pytestmark = pytest.mark.vllm
 TAPS = (1, 2, 4)

@@ -1,0 +1,212 @@
+"""The Triton versions of norms.py, a launch each; every rounding is where the torch twin has one.
+
+Sums of squares are taken in fp64, where their order does not show, so 1 / rms is the same by every kernel here and in
+linear_triton.py.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+# (kernels declare only what is a compile-time constant; the functions around them are typed)
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from peagle.kernels.triton_utils import HAVE_TRITON, supports_pdl
+
+if HAVE_TRITON:
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def sum_in_any_order(x):
+        """Over the first axis, in fp64. Who adds what to what depends on the number of rows and of columns a program
+        has, but so little of the sum does that none of it is left once it is rounded to fp32."""
+        return tl.sum(x.to(tl.float64), 0)
+
+    @triton.jit
+    def _rms_norm_kernel(
+        x_ptr,
+        residual_ptr,
+        weight_ptr,
+        y_ptr,
+        total_ptr,
+        K,
+        x_stride,
+        residual_stride,
+        eps,
+        BLOCK_K: tl.constexpr,
+        PDL: tl.constexpr,
+    ):
+        row = tl.program_id(0).to(tl.int64)
+        k = tl.arange(0, BLOCK_K)
+        weight = tl.load(weight_ptr + k, mask=k < K, other=0.0)  # weights are nobody's output: no need to wait
+        if PDL:
+            tl.extra.cuda.gdc_launch_dependents()
+            tl.extra.cuda.gdc_wait()
+        dtype = x_ptr.dtype.element_ty
+        x = tl.load(x_ptr + row * x_stride + k, mask=k < K, other=0.0).to(tl.float32)
+        if residual_ptr is not None:
+            residual = tl.load(residual_ptr + row * residual_stride + k, mask=k < K, other=0.0)
+            total = (x + residual.to(tl.float32)).to(dtype)
+            tl.store(total_ptr + row * K + k, total, mask=k < K)
+            x = total.to(tl.float32)
+        y = x * tl.rsqrt(sum_in_any_order(x * x).to(tl.float32) / K + eps)
+        # Rounded before the weight comes in, as the torch twin does.
+        y = y.to(dtype).to(tl.float32) * weight.to(tl.float32)
+        tl.store(y_ptr + row * K + k, y.to(dtype), mask=k < K)
+
+    @triton.jit
+    def _norm_row(x_ptr, weight, y_ptr, k, K, eps):
+        dtype = x_ptr.dtype.element_ty
+        x = tl.load(x_ptr + k, mask=k < K, other=0.0).to(tl.float32)
+        inverse = tl.rsqrt(sum_in_any_order(x * x).to(tl.float32) / K + eps)
+        y = (x * inverse).to(dtype).to(tl.float32) * weight.to(tl.float32)
+        tl.store(y_ptr + k, y.to(dtype), mask=k < K)
+
+    @triton.jit
+    def _norm_cat_kernel(
+        a_ptr,
+        b_ptr,
+        c_ptr,
+        a_weight_ptr,
+        b_weight_ptr,
+        c_weight_ptr,
+        y_ptr,
+        K,
+        a_stride,
+        b_stride,
+        c_stride,
+        eps,
+        PARTS: tl.constexpr,
+        BLOCK_K: tl.constexpr,
+        PDL: tl.constexpr,
+    ):
+        """norm(a), norm(b) and perhaps norm(c) side by side; one program for each row of each."""
+        row = tl.program_id(0).to(tl.int64)
+        k = tl.arange(0, BLOCK_K)
+        y_ptr += row * PARTS * K + tl.program_id(1) * K
+        if PDL:
+            tl.extra.cuda.gdc_launch_dependents()
+            tl.extra.cuda.gdc_wait()
+        if tl.program_id(1) == 0:
+            weight = tl.load(a_weight_ptr + k, mask=k < K, other=0.0)
+            _norm_row(a_ptr + row * a_stride, weight, y_ptr, k, K, eps)
+        elif tl.program_id(1) == 1:
+            weight = tl.load(b_weight_ptr + k, mask=k < K, other=0.0)
+            _norm_row(b_ptr + row * b_stride, weight, y_ptr, k, K, eps)
+        elif PARTS > 2:
+            weight = tl.load(c_weight_ptr + k, mask=k < K, other=0.0)
+            _norm_row(c_ptr + row * c_stride, weight, y_ptr, k, K, eps)
+
+    @triton.jit
+    def _silu_mul_kernel(y_ptr, out_ptr, HALF, y_stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
+        row = tl.program_id(0).to(tl.int64)
+        i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        if PDL:
+            tl.extra.cuda.gdc_launch_dependents()
+            tl.extra.cuda.gdc_wait()
+        gate = tl.load(y_ptr + row * y_stride + i, mask=i < HALF, other=0.0).to(tl.float32)
+        up = tl.load(y_ptr + row * y_stride + HALF + i, mask=i < HALF, other=0.0).to(tl.float32)
+        dtype = y_ptr.dtype.element_ty
+        silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)  # rounded, as torch does
+        tl.store(out_ptr + row * HALF + i, (silu * up).to(dtype), mask=i < HALF)
+
+
+def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, *, pdl: bool | None = None) -> Tensor:
+    return _norm_launch(x, None, weight, eps, pdl)[0]
+
+
+def add_rms_norm_triton(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, pdl: bool | None = None
+) -> tuple[Tensor, Tensor]:
+    return _norm_launch(x, residual, weight, eps, pdl)
+
+
+def _norm_launch(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, pdl: bool | None
+) -> tuple[Tensor, Tensor]:
+    T, K = x.shape
+    assert x.stride(1) == 1 and (residual is None or (residual.shape == x.shape and residual.stride(1) == 1))
+    y = torch.empty(T, K, dtype=x.dtype, device=x.device)
+    total = y if residual is None else torch.empty_like(y)
+    if T == 0:
+        return y, total
+    if pdl is None:
+        pdl = supports_pdl(x.device)
+    block = triton.next_power_of_2(K)
+    _rms_norm_kernel[(T,)](
+        x,
+        residual,
+        weight,
+        y,
+        total,
+        K,
+        x.stride(0),
+        residual.stride(0) if residual is not None else K,
+        eps,
+        BLOCK_K=block,
+        PDL=pdl,
+        num_warps=max(1, min(16, block // 256)),
+        **({"launch_pdl": True} if pdl else {}),
+    )
+    return y, total
+
+
+NORMED_AT_ONCE = (2, 3)  # parts
+
+
+def norm_cat_triton(
+    parts: Sequence[Tensor], weights: Sequence[Tensor], eps: float, *, pdl: bool | None = None
+) -> Tensor:
+    T, K = parts[0].shape
+    assert len(parts) in NORMED_AT_ONCE and all(x.shape == (T, K) and x.stride(1) == 1 for x in parts)
+    y = torch.empty(T, len(parts) * K, dtype=parts[0].dtype, device=parts[0].device)
+    if T == 0:
+        return y
+    if pdl is None:
+        pdl = supports_pdl(y.device)
+    block = triton.next_power_of_2(K)
+    a, b, c = (*parts, parts[0])[:3]  # of two, the third is not looked at
+    _norm_cat_kernel[(T, len(parts))](
+        a,
+        b,
+        c,
+        *(*weights, weights[0])[:3],
+        y,
+        K,
+        a.stride(0),
+        b.stride(0),
+        c.stride(0),
+        eps,
+        PARTS=len(parts),
+        BLOCK_K=block,
+        PDL=pdl,
+        num_warps=max(1, min(16, block // 256)),
+        **({"launch_pdl": True} if pdl else {}),
+    )
+    return y
+
+
+def silu_mul_triton(y_T2I: Tensor, *, pdl: bool | None = None) -> Tensor:
+    T, half = y_T2I.shape[0], y_T2I.shape[1] // 2
+    assert y_T2I.stride(1) == 1 and y_T2I.shape[1] == 2 * half
+    out = torch.empty(T, half, dtype=y_T2I.dtype, device=y_T2I.device)
+    if T == 0:
+        return out
+    if pdl is None:
+        pdl = supports_pdl(y_T2I.device)
+    block = 1024
+    _silu_mul_kernel[(T, triton.cdiv(half, block))](
+        y_T2I,
+        out,
+        half,
+        y_T2I.stride(0),
+        BLOCK=block,
+        PDL=pdl,
+        num_warps=4,
+        **({"launch_pdl": True} if pdl else {}),
+    )
+    return out

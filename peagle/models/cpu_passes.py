@@ -1,0 +1,131 @@
+"""Decoder and drafter passes for the CPU: the modules' operations in the modules' order, with little Python between.
+
+A small model's layer has some thirty operations of a few microseconds each beside its four products, so calling
+modules and choosing kernels layer by layer costs as much as the operations. Everything that does not change from pass
+to pass is looked up once here. The weights are the modules' own. Results are the modules' bit for bit.
+
+Shapes as in `peagle.models.layers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from peagle.config import Window
+from peagle.kernels.gemm.linear_cpu import linear_cpu
+from peagle.kernels.norm.rms_norm import norm_cat, rms_norm
+from peagle.models.decoder import Decoder
+from peagle.models.drafter import Drafter, FirstLayer
+from peagle.models.layers import Angles, Attend, DecoderLayer
+
+
+def _signed(angles: Angles) -> Angles:
+    """Half of the sines negated: a rotation is then x * cos + (x's halves swapped) * sin."""
+    cos, sin = angles
+    half = sin.shape[-1] // 2
+    return cos.contiguous(), torch.cat([-sin[..., :half], sin[..., half:]], -1)
+
+
+class FlatLayer:
+    def __init__(self, layer: DecoderLayer | FirstLayer, window: Window) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.window = window
+        self.norm, self.eps = layer.input_layernorm.weight, layer.input_layernorm.eps
+        self.mlp_norm = layer.post_attention_layernorm.weight
+        self.heads, self.kv_heads, self.width = attention.heads, attention.kv_heads, attention.head_dim
+        self.qkv, self.qkv_bias = attention.qkv_proj.weight, attention.qkv_proj.bias
+        self.out, self.out_bias = attention.o_proj.weight, attention.o_proj.bias
+        q_norm, k_norm = attention.q_norm, attention.k_norm
+        self.head_norms = (q_norm.weight, k_norm.weight) if q_norm is not None and k_norm is not None else None
+        self.gate_up, self.gate_up_bias = mlp.gate_up_proj.weight, mlp.gate_up_proj.bias
+        self.down, self.down_bias = mlp.down_proj.weight, mlp.down_proj.bias
+        self.shares = [self.heads + self.kv_heads, self.kv_heads]
+
+    def __call__(self, x_TD: Tensor, given: Tensor | None, angles: Angles, attend: Attend, index: int) -> Tensor:
+        """The residual stream after this layer, whose attention reads `given`, or the norm of x; `_signed` angles."""
+        x_TD = linear_cpu(self.attend(x_TD, given, angles, attend, index), self.out, self.out_bias, residual=x_TD)
+        hidden = linear_cpu(x_TD, self.gate_up, self.gate_up_bias, norm_weight=self.mlp_norm, eps=self.eps, glu=True)
+        return linear_cpu(hidden, self.down, self.down_bias, residual=x_TD)
+
+    def attend(self, x_TD: Tensor, given: Tensor | None, angles: Angles, attend: Attend, index: int) -> Tensor:
+        """What the heads saw, [T, H * d]; their keys and values are in the cache after it."""
+        rows, heads, (cos, sin) = x_TD.shape[0], self.heads, angles
+        if given is None:
+            qkv = linear_cpu(x_TD, self.qkv, self.qkv_bias, norm_weight=self.norm, eps=self.eps)
+        else:
+            qkv = linear_cpu(given, self.qkv, self.qkv_bias)
+        if self.head_norms is None and self.window is None:
+            one = getattr(attend, "one", None)
+            if one is not None and one.turns:
+                return one.turned(index, qkv, cos, sin, heads)
+        qk, v = torch.split_with_sizes(qkv.view(rows, -1, self.width), self.shares, 1)
+        if self.head_norms is not None:
+            q_norm, k_norm = self.head_norms
+            qk = torch.cat([rms_norm(qk[:, :heads], q_norm, self.eps), rms_norm(qk[:, heads:], k_norm, self.eps)], 1)
+        turned = (qk * cos).add_(qk.roll(self.width // 2, -1).mul_(sin))
+        q, k = torch.split_with_sizes(turned, [heads, self.kv_heads], 1)
+        return attend(index, q, k, v, self.window).reshape(rows, -1)
+
+
+class FlatDecoder:
+    """Called as a `Decoder` is. Of Llama's kind of layers alone: others go through their modules."""
+
+    @staticmethod
+    def takes(model: Decoder) -> bool:
+        cfg = model.cfg
+        alike = not cfg.foreign and not cfg.layers and cfg.local_rope is None
+        return alike and cfg.layer == cfg.layer.plain and cfg.embedding_scale == 1.0
+
+    def __init__(self, model: Decoder) -> None:
+        self.model = model
+        layers: Sequence[DecoderLayer] = list(model.layers)  # type: ignore[arg-type]
+        self.layers = [FlatLayer(layer, window) for layer, window in zip(layers, model.cfg.windows, strict=True)]
+
+    def __call__(
+        self, token_ids_T: Tensor, positions_T: Tensor, attend: Attend, taps: Sequence[int] = ()
+    ) -> tuple[Tensor, Tensor | None]:
+        model = self.model
+        x_TD = F.embedding(token_ids_T, model.embed_tokens.weight)
+        angles = _signed(model.rope(positions_T, x_TD.dtype))
+        tapped = {}
+        for i, layer in enumerate(self.layers):
+            if i in taps:
+                tapped[i] = x_TD
+            x_TD = layer(x_TD, None, angles, attend, i)
+        tapped[len(self.layers)] = x_TD
+        return model.norm(x_TD), torch.cat([tapped[k] for k in taps], -1) if taps else None
+
+
+class FlatDrafter:
+    """Called as a `Drafter` is."""
+
+    def __init__(self, model: Drafter) -> None:
+        self.model = model
+        layers: Sequence[DecoderLayer | FirstLayer] = list(model.layers)  # type: ignore[arg-type]
+        self.layers = [FlatLayer(layer, model.cfg.window(i)) for i, layer in enumerate(layers)]
+        first = layers[0]
+        assert isinstance(first, FirstLayer)
+        self.hidden_norm, self.norm_before_residual = first.hidden_norm.weight, first.norm_before_residual
+
+    def __call__(
+        self, token_ids_T: Tensor, hidden_TD: Tensor, positions_T: Tensor, attend: Attend, silent: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """`silent`: the rows are only to be remembered, so the pass ends where the last layer has written its keys;
+        what comes back means nothing."""
+        model, first, last = self.model, self.layers[0], len(self.layers) - 1
+        embeds_TD = F.embedding(token_ids_T, model.embedding_table)
+        angles = _signed(model.rope(positions_T, hidden_TD.dtype))
+        normed = norm_cat((embeds_TD, hidden_TD), (first.norm, self.hidden_norm), first.eps)
+        x_TD = normed.chunk(2, -1)[1] if self.norm_before_residual else hidden_TD
+        for i, layer in enumerate(self.layers):
+            given = normed if i == 0 else None
+            if silent and i == last:
+                layer.attend(x_TD, given, angles, attend, i)
+                return x_TD, x_TD
+            x_TD = layer(x_TD, given, angles, attend, i)
+        normed = model.norm(x_TD)
+        return normed, normed if model.cfg.norm_output else x_TD

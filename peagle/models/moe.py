@@ -1,0 +1,87 @@
+"""An MLP made of experts: a router, and the weights of all of them.
+
+Knows nothing about checkpoints. Weights lie as matrices, one expert's rows after another's, so that a file's tensors
+fill rows of them as they do everywhere else. Packed ones are words and exponents instead.
+
+Shapes as in `peagle.kernels.moe.experts`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from peagle.config import LayerConfig
+from peagle.kernels.moe.experts import Clamp, Experts, expert_mlp, route
+from peagle.kernels.moe.mxfp4 import Packed, packed_widths
+from peagle.kernels.norm.rms_norm import Stream
+from peagle.models.layers import MLP, RMSNorm, add_onto, project
+
+
+class ExpertMLP(nn.Module):
+    """Called as an `MLP` is."""
+
+    def __init__(self, cfg: LayerConfig) -> None:
+        super().__init__()
+        experts, width = cfg.experts, cfg.hidden_size
+        assert experts is not None
+        self.cfg = experts
+        self.router = nn.Linear(width, experts.count, bias=experts.bias)
+        self._matrix("gate_up", experts.count * 2 * experts.width, width)
+        self._matrix("down", experts.count * width, experts.width)
+        for name, rows in (("gate_up_bias", 2 * experts.width), ("down_bias", width)):
+            bias = nn.Parameter(torch.empty(experts.count * rows)) if experts.bias else None
+            self.register_parameter(name, bias)
+        self.clamp = Clamp(*experts.clamp) if experts.clamp is not None else None
+        own = replace(cfg, intermediate_size=experts.shared, mlp_bias=False)
+        self.shared_expert = MLP(own) if experts.shared else None
+
+    def _matrix(self, name: str, rows: int, columns: int) -> None:
+        if not self.cfg.packed:
+            self.register_parameter(name, nn.Parameter(torch.empty(rows, columns)))
+            return
+        words, exponents = packed_widths(columns)
+        for part, width, dtype in (("words", words, torch.int16), ("exponents", exponents, torch.uint8)):
+            parameter = nn.Parameter(torch.empty(rows, width, dtype=dtype), requires_grad=False)
+            self.register_parameter(f"{name}_{part}", parameter)
+
+    def forward(
+        self, stream: Stream, norm: RMSNorm, next_norm: RMSNorm | None, out_norm: RMSNorm | None = None
+    ) -> Stream:
+        ready = stream.normed is not None and stream.norm_weight is norm.weight
+        x_TD = stream.normed if ready else norm(stream.x)
+        assert x_TD is not None
+        scores_TE = project(self.router, x_TD)
+        if self.cfg.sigmoid:
+            y_TD = self._scaled_inputs(x_TD, scores_TE)
+        else:
+            weight_TC, expert_TC = route(scores_TE, self.cfg.chosen, self.cfg.normed)
+            y_TD = expert_mlp(x_TD, weight_TC, expert_TC, self.weights())
+        if self.shared_expert is not None:
+            y_TD = y_TD + project(self.shared_expert.down_proj, self.shared_expert.gated(x_TD))
+        return add_onto(stream.x, y_TD if out_norm is None else out_norm(y_TD), next_norm)
+
+    def _scaled_inputs(self, x_TD: Tensor, scores_TE: Tensor) -> Tensor:
+        """Each pair of row and expert is a row of its own here, as an expert reads the row by its own score."""
+        score_TC, expert_TC = scores_TE.topk(self.cfg.chosen, -1)
+        share_TC = torch.sigmoid(score_TC.float()).to(x_TD.dtype)
+        x_PD = (x_TD[:, None] * share_TC[..., None]).flatten(0, 1)
+        ones_P1 = torch.ones(len(x_PD), 1, dtype=torch.float32, device=x_PD.device)
+        y_PD = expert_mlp(x_PD, ones_P1, expert_TC.int().reshape(-1, 1), self.weights())
+        return y_PD.unflatten(0, expert_TC.shape).sum(1)
+
+    def weights(self) -> Experts:
+        def each(name: str) -> Tensor:
+            parameter: Tensor = getattr(self, name)
+            return parameter.unflatten(0, (self.cfg.count, -1))
+
+        def matrix(name: str, columns: int) -> Tensor | Packed:
+            if not self.cfg.packed:
+                return each(name)
+            return Packed(each(f"{name}_words"), each(f"{name}_exponents"), columns)
+
+        gate_up_bias, down_bias = (each("gate_up_bias"), each("down_bias")) if self.cfg.bias else (None, None)
+        gate_up, down = matrix("gate_up", self.router.in_features), matrix("down", self.cfg.width)
+        return Experts(gate_up, down, gate_up_bias, down_bias, self.clamp)

@@ -1,0 +1,627 @@
+"""Speed under load: the numbers against the server's own log and the engine's own counts, whatever goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from engines import engine, target
+from hypothesis import given
+from hypothesis import strategies as st
+from pairs import drafter_folder, prompts
+from scipy import stats
+from streaming import FAULTS, MANNERS, StreamServer
+from support import many
+
+from peagle.bench.http_client import Body, Events, parse_url
+from peagle.bench.offline import EmbeddedBench, PromptReader
+from peagle.bench.run import Outcome, Variant, bench
+from peagle.bench.server import ServerBench, Stated, read_counters
+from peagle.bench.variants import Embedded
+from peagle.bench.workload import Ask, Load, Workload, arrivals
+from peagle.cli import main
+from peagle.cli.several import split, spread
+from peagle.config import BenchSettings, EmbeddedSettings, SamplingParams, ServerSettings
+from peagle.errors import UserError
+from peagle.results.schema import BenchRepeat, BenchRow, Percentiles, read_results
+from peagle.results.statistics import (
+    NOT_SENT,
+    Trace,
+    all_doubts,
+    baseline_of,
+    comparable,
+    doubts,
+    repeat_of,
+    speedup,
+)
+
+QUICK = {"connect_s": 2.0, "stall_s": 0.7, "total_s": 2.0}
+
+
+def workload(texts: list[str], max_tokens: int = 4, **other: Any) -> Workload:
+    asks = tuple(Ask(text=text) for text in texts)
+    return Workload("here", asks, max_tokens, other.pop("ignore_eos", True), other.pop("temperature", 0.0), 0)
+
+
+def silent(requests: int, tokens: int) -> None:
+    pass
+
+
+class Unwatched:
+    def start(self, name: str, load: Load, part: str, requests: int) -> None:
+        pass
+
+    def tell(self, requests: int, tokens: int) -> None:
+        pass
+
+
+def ask_server(server: StreamServer, work: Workload, load: Load, stated: Stated | None = None, **settings: Any) -> Any:
+    own = ServerSettings(server.url, **{**QUICK, **settings})
+    with ServerBench(own, stated or Stated()) as client:
+        return client.measure(work, work.asks, load, 0, silent)
+
+
+# Numbers
+
+
+traces = st.builds(
+    lambda sent, gaps, tokens, failed: Trace(
+        sent, list(np.cumsum([sent, *gaps])[1:]), 5, max(tokens, 1), "HTTP 500" if failed else None
+    ),
+    st.floats(0, 100),
+    st.lists(st.floats(1e-5, 3), min_size=1, max_size=6),
+    st.integers(1, 40),
+    st.booleans(),
+)
+
+
+@many(150)
+@given(st.lists(traces, max_size=12), st.floats(0.1, 100))
+def test_a_repeat_is_what_numpy_says_about_its_requests(runs: list[Trace], seconds: float) -> None:
+    made = repeat_of(runs, seconds, 2.0)
+    good = [t for t in runs if t.failed is None]
+    want = {
+        "ttft_ms": [t.chunks[0] - t.sent for t in good],
+        "e2e_ms": [t.chunks[-1] - t.sent for t in good],
+        "tpot_ms": [(t.chunks[-1] - t.chunks[0]) / (t.output_tokens - 1) for t in good if t.output_tokens > 1],
+        "itl_ms": [gap for t in good for gap in np.diff(t.chunks)],
+    }
+    for name, values in want.items():
+        found = getattr(made, name)
+        if not values:
+            assert found is None
+            continue
+        expected = [np.mean(values), *np.percentile(values, [50, 95, 99])]
+        assert [found.mean, found.p50, found.p95, found.p99] == pytest.approx([1e3 * v for v in expected], abs=1e-6)
+    assert made.requests == len(good) and made.failed == ({"HTTP 500": len(runs) - len(good)} if runs != good else {})
+    assert made.output_tokens_per_second == pytest.approx(sum(t.output_tokens for t in good) / seconds)
+
+
+def repeat(tokens: int, seconds: float, requests: int = 32, failed: dict[str, int] | None = None) -> BenchRepeat:
+    some = Percentiles(1.0, 1.0, 1.0, 1.0)
+    return BenchRepeat(seconds, requests, failed or {}, 10, tokens, some, some, some, some)
+
+
+def row(rates: list[float], method: str = "p-eagle", **changed: Any) -> BenchRow:
+    made = [repeat(3200, 3200 / rate) for rate in rates]
+    return replace(BenchRow("n", "embedded", None, method, None, "closed", 4, None, made, "a" * 64), **changed)  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:Precision loss")
+@many(60)
+@given(
+    st.lists(st.floats(50, 200), min_size=2, max_size=6),
+    st.lists(st.floats(50, 200), min_size=2, max_size=6),
+)
+def test_a_speed_up_has_welchs_interval(fast: list[float], slow: list[float]) -> None:
+    found = speedup(row(fast), row(slow, "none"))
+    assert found.value == pytest.approx(np.mean(fast) / np.mean(slow))
+    assert found.ci95 is not None
+    low, high = found.ci95
+    a, b = np.log(fast), np.log(slow)
+    error = math.sqrt(a.var(ddof=1) / len(a) + b.var(ddof=1) / len(b))
+    if error < 1e-6:
+        return
+    freedom = stats.ttest_ind(a, b, equal_var=False).df
+    # near a whole number either of the two is right: rounding decides, and it is not the same here and there
+    reaches = [stats.t.ppf(0.975, max(1, math.floor(freedom + way))) * error for way in (-1e-6, 1e-6)]
+    assert any(math.log(high / low) / 2 == pytest.approx(reach, rel=1e-3) for reach in reaches)
+    assert math.sqrt(low * high) == pytest.approx(found.value)
+
+
+def test_rows_of_different_work_are_not_compared() -> None:
+    base, fast = row([100, 101], "none"), row([150, 152])
+    comparable(fast, base)
+    assert speedup(row([150]), row([100], "none")).ci95 is None
+    with pytest.raises(UserError, match="other prompts, lengths or sampling"):
+        speedup(replace(fast, prompts="b" * 64), base)
+    shorter = replace(fast, repeats=[replace(r, output_tokens=r.output_tokens // 2) for r in fast.repeats])
+    with pytest.raises(UserError, match="50 and 100 tokens"):
+        comparable(shorter, base)
+    with pytest.raises(UserError, match="has no answers"):
+        comparable(replace(fast, repeats=[repeat(0, 1.0, 0, {"HTTP 500": 8})]), base)
+    assert any("50 and 100 tokens" in said for said in all_doubts([base, shorter]))
+    # other servers have other addresses, but a server's baseline is no engine's
+    served, plain = replace(fast, engine="http://b"), replace(base, engine="http://a")
+    assert baseline_of(served, [base, plain, served]) is plain
+    assert baseline_of(fast, [plain, replace(base, concurrency=8)]) is None
+
+
+def test_what_is_doubtful_is_said() -> None:
+    assert doubts(row([100, 101, 102])) == []
+    for doubtful, said in [
+        (row([100, 125]), "repeats differ by 22%"),
+        (row([100]), "no spread"),
+        (row([2000, 2000]), "only 1.6 s"),
+        (row([100, 100], concurrency=17), "only 32 requests for 17 at once.*--requests 34"),
+        (row([100, 100], repeats=[repeat(3200, 32, failed={"HTTP 429": 3}), repeat(3200, 32)]), r"3 of 67.*HTTP 429 3"),
+        (row([100, 100], load="open", rate=2.0, concurrency=None), "1 requests/s were answered of 2"),
+    ]:
+        (found,) = doubts(doubtful)
+        assert re.search(said, found), found
+
+
+# Arrivals
+
+
+def test_arrivals_are_a_poisson_process() -> None:
+    for seed in range(5):
+        times = np.array(arrivals(4000, 8.0, seed))
+        assert times[-1] == pytest.approx(500.0) and (np.diff(times) > 0).all()
+        gaps = np.diff(times, prepend=0.0)
+        assert stats.kstest(gaps, "expon", args=(0, 1 / 8)).pvalue > 0.001
+        assert stats.kstest(times[:-1], "uniform", args=(0, 500)).pvalue > 0.001
+        counts = np.histogram(times, np.arange(0, 501))[0]
+        assert counts.var() / counts.mean() == pytest.approx(1.0, abs=0.2)  # neither even nor in bursts
+        assert abs(np.corrcoef(gaps[:-1], gaps[1:])[0, 1]) < 0.06  # without a memory
+    assert arrivals(50, 2.0, 1) == arrivals(50, 2.0, 1) != arrivals(50, 2.0, 2)
+
+
+# Bytes
+
+
+@many(120)
+@given(st.data())
+def test_however_bytes_are_cut_the_events_are_the_same(data: st.DataObject) -> None:
+    said = data.draw(st.lists(st.text(st.characters(blacklist_characters="\n\r", codec="utf-8")), max_size=5))
+    end = data.draw(st.sampled_from(["\n", "\r\n"]))
+    stream = "".join(f": ping{end}data: {text}{end}{end}" for text in said).encode()
+    body = b""
+    left = stream
+    while left:
+        size = data.draw(st.integers(1, len(left)))
+        body += b"%x;ext=1\r\n%b\r\n" % (size, left[:size])
+        left = left[size:]
+    body += b"0\r\nTrailer: x\r\n\r\n"
+    kind = data.draw(st.sampled_from(["chunked", "length", "close"]))
+    headers = {"chunked": {"transfer-encoding": "chunked"}, "length": {"content-length": str(len(stream))}, "close": {}}
+    sent = body if kind == "chunked" else stream
+    decoded, events, found = Body(headers[kind]), Events(), []
+    while sent:
+        size = data.draw(st.integers(1, len(sent)))
+        found += events.feed(decoded.feed(sent[:size]))
+        sent = sent[size:]
+    if kind == "close":
+        decoded.end()
+    assert decoded.done and found == said
+
+
+def test_addresses() -> None:
+    for url in ("http://h:8000", "h:8000/v1/", "http://h:8000/v1/chat/completions", "http://h:8000/v1/completions"):
+        assert str(parse_url(url)) == "http://h:8000"
+    assert str(parse_url("https://h/proxy/v1")) == "https://h/proxy" and parse_url("https://h").port == 443
+    assert parse_url("http://[::1]:80").netloc == "[::1]"
+    for url in ("ftp://h", "http://", "http://h:port"):
+        with pytest.raises(UserError, match="--url"):
+            parse_url(url)
+
+
+# A server
+
+
+def test_times_are_those_of_the_servers_log() -> None:
+    """Two tokens a chunk, so that tokens and chunks differ; the server's clock is this process's."""
+    with StreamServer(first_s=0.08, each_s=0.02, bunch=2) as server:
+        work = workload([f"p {i}" for i in range(12)], max_tokens=9)
+        made = ask_server(server, work, Load(4))
+        assert server.most_running == 4
+        log = server.answered
+    repeat = made.repeat
+    assert (repeat.requests, repeat.failed) == (12, {})
+    assert (repeat.output_tokens, repeat.input_tokens) == (12 * 9, 12 * 7)
+    late = 50.0  # milliseconds that a busy machine may add
+    for name, values in {
+        "ttft_ms": [s.written[0] - s.received for s in log],
+        "e2e_ms": [s.written[-1] - s.received for s in log],
+        "tpot_ms": [(s.written[-1] - s.written[0]) / 8 for s in log],
+        "itl_ms": [gap for s in log for gap in np.diff(s.written)],
+    }.items():
+        found = getattr(repeat, name)
+        assert 1e3 * np.mean(values) - 2 <= found.mean <= 1e3 * np.mean(values) + late
+        assert 1e3 * np.median(values) - 2 <= found.p50 <= 1e3 * np.median(values) + late
+    lasted = max(s.written[-1] for s in log) - min(s.received for s in log)
+    assert lasted <= repeat.seconds <= lasted + 0.1
+    assert {s.body["max_tokens"] for s in log} == {9} and all(s.body["ignore_eos"] for s in log)
+    assert len({s.connection for s in log}) == 4, "connections are used again"
+
+
+def test_an_open_loop_sends_when_it_is_time_whoever_waits() -> None:
+    with StreamServer(first_s=0.5) as server:
+        work = workload([f"p {i}" for i in range(20)])
+        made = ask_server(server, work, Load(rate=20.0))
+        log = sorted(server.answered, key=lambda s: s.received)
+        assert server.most_running > 5, "it does not wait for answers"
+    assert made.repeat.requests == 20
+    due = np.array(arrivals(20, 20.0, 0))
+    seen = np.array([s.received for s in log])
+    off = (seen - seen[0]) - (due - due[0])
+    assert np.median(np.abs(off)) < 0.02 and np.abs(off).max() < 0.5
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_every_manner_of_answering_is_understood(chat: bool) -> None:
+    with StreamServer() as server:
+        texts = [f"as:{manner}. {i}" for i in range(2) for manner in MANNERS]
+        work = workload(texts)
+        if chat:
+            work = replace(work, asks=tuple(Ask(messages=(("user", text),)) for text in texts))
+        made = ask_server(server, work, Load(3), total_s=20.0)
+        assert made.repeat.failed == {} and made.repeat.requests == len(texts)
+        assert made.repeat.output_tokens == 4 * len(texts)
+        assert {s.path for s in server.answered} == {"/v1/chat/completions" if chat else "/v1/completions"}
+
+
+@pytest.mark.parametrize("load", [Load(5), Load(rate=60.0)], ids=str)
+def test_every_fault_has_its_name_and_none_hangs(load: Load) -> None:
+    """Good and bad requests beside each other on shared connections: all good ones are answered, all bad ones named."""
+    texts = [f"as:{MANNERS[i % len(MANNERS)]}. {i}" for i in range(len(FAULTS))]
+    mixed = [text for i, fault in enumerate(FAULTS) for text in (texts[i], f"fault:{fault}. {i}")]
+    with StreamServer() as server:
+        began = time.monotonic()
+        made = ask_server(server, workload(mixed), load, failures=1000)
+        assert time.monotonic() - began < 40
+    assert made.repeat.failed == Counter(FAULTS.values())
+    assert (made.repeat.requests, made.repeat.output_tokens) == (len(FAULTS), 4 * len(FAULTS))
+    assert any("'HTTP 503': this is a 503" in note for note in made.notes)
+    assert any("give --tokenizer" in note for note in made.notes)
+
+
+def test_a_server_that_fails_on_and_on_is_given_up() -> None:
+    with StreamServer() as server:
+        work = workload(["fine", *["fault:429."] * 50])
+        made = ask_server(server, work, Load(2))
+        assert len(server.answered) < 20
+    assert made.repeat.requests == 1
+    assert made.repeat.failed["HTTP 429"] + made.repeat.failed[NOT_SENT] == 50
+    for port in (1, 9):
+        with ServerBench(ServerSettings(f"http://127.0.0.1:{port}", "m", **QUICK), Stated()) as client:
+            made = client.measure(work, work.asks, Load(2), 0, silent)
+        assert set(made.repeat.failed) == {"connection refused", NOT_SENT}
+    with pytest.raises(UserError, match="connection refused"):
+        ServerBench(ServerSettings("http://127.0.0.1:9", **QUICK), Stated()).__enter__()
+    with StreamServer(models=("a", "b")) as server, pytest.raises(UserError, match="--model NAME, one of a, b"):
+        ServerBench(ServerSettings(server.url), Stated()).__enter__()
+
+
+def test_a_tokenizer_counts_where_the_server_does_not() -> None:
+    with StreamServer() as server:
+        own = ServerSettings(server.url, **QUICK)
+        with ServerBench(own, Stated(), PromptReader(target().folder).tokenizer) as client:
+            work = workload(["fault:no usage."])
+            made = client.measure(work, work.asks, Load(1), 0, silent)
+    assert made.repeat.failed == {} and made.repeat.output_tokens == len("word end")
+    assert made.repeat.input_tokens == len("fault:no usage.")
+
+
+def vllm_metrics(server: StreamServer, drafts: bool = False, others: int = 0, cached: float = 0.0) -> str:
+    tokens = sum(s.tokens for s in server.answered)
+    reads = sum(s.path == "/metrics" for s in server.log)
+    lines = [
+        "# HELP vllm:generation_tokens_total Number of generation tokens processed.",
+        f'vllm:generation_tokens_total{{engine="0",model_name="a b"}} {tokens + others * reads}.0',
+        f'vllm:prefix_cache_queries_total{{engine="0"}} {7.0 * len(server.answered)}',
+        f'vllm:prefix_cache_hits_total{{engine="0"}} {7.0 * cached * len(server.answered)}',
+        'vllm:generation_tokens_created{engine="0"} 1.7e+09',
+    ]
+    if drafts:  # every round drafts 3 and keeps 1, so it brings 2 tokens
+        for part in (0, 1):  # two engines behind one address
+            lines += [
+                f'vllm:spec_decode_num_drafts_total{{engine="{part}"}} {tokens / 4}',
+                f'vllm:spec_decode_num_draft_tokens_total{{engine="{part}"}} {tokens / 4 * 3}',
+                f'vllm:spec_decode_num_accepted_tokens_total{{engine="{part}"}} {tokens / 4}',
+            ]
+    return "\n".join(lines) + "\n"
+
+
+def test_a_servers_counters_give_acceptance_and_doubts() -> None:
+    work = workload([f"p {i}" for i in range(6)], max_tokens=8)
+    with StreamServer(metrics=lambda s: vllm_metrics(s, drafts=True)) as server:
+        made = ask_server(server, work, Load(2), Stated("p-eagle", 3))
+        assert made.repeat.acceptance_length == pytest.approx(2.0) and made.notes == ()
+        for stated, said in [
+            (Stated(), "it drafts 3 tokens a round.*-k 3"),
+            (Stated("eagle3", 7), "-k 7.*drafts 3 a round"),
+        ]:
+            with pytest.raises(UserError, match=said):
+                ask_server(server, work, Load(2), stated)
+    with StreamServer(metrics=lambda s: vllm_metrics(s, others=5, cached=0.5)) as server:
+        made = ask_server(server, work, Load(2))
+        assert made.repeat.acceptance_length is None
+        assert any("counted 58 tokens where 48 were received" in n for n in made.notes)
+        assert any("50% of the prompts came out of the server's prefix cache" in n for n in made.notes)
+        with pytest.raises(UserError, match="drafts nothing"):
+            ask_server(server, work, Load(2), Stated("p-eagle"))
+    assert read_counters('vllm:a_total nonsense\nvllm:b_total{x="y z"} 2\nother_total 3\n') == {"b": 2.0}
+
+
+# The document
+
+
+class Counting:
+    """A bench that answers in no time, and is interrupted when asked to."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, int]] = []
+        self.stop_after: int | None = None
+        self.failed: dict[str, int] = {}
+
+    def __enter__(self) -> Counting:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+    def measure(self, work: Workload, asks: Any, load: Load, seed: int, tell: Any) -> Any:
+        from peagle.bench.server import Measured
+
+        if self.stop_after == len(self.asked):
+            raise KeyboardInterrupt
+        self.asked.append((str(load), seed))
+        return Measured(repeat(100 * len(asks), 5.0, len(asks), self.failed), ("a note",))
+
+
+def run(path: Path, counting: Counting, methods: tuple[str, ...] = ("none", "p-eagle"), **changed: Any) -> Outcome:
+    settings = BenchSettings((1, 2), (4.0,), requests=8, **{"repeats": 2, "warmup": 0, **changed})
+    variants = [Variant(m, "embedded", None, m, None, lambda: counting) for m in methods]  # type: ignore[arg-type]
+    return bench(variants, workload(["a"] * 8, settings.max_tokens), settings, Unwatched(), path, {"target": "t"})
+
+
+def test_a_run_goes_on_where_it_was(tmp_path: Path) -> None:
+    path, counting = tmp_path / "out.json", Counting()
+    counting.stop_after = 3
+    first = run(path, counting)
+    assert first.interrupted and not first.results.finished
+    assert [len(r.repeats) for r in read_results(path).rows] == [2, 1]
+    counting.stop_after = None
+    whole = run(path, counting)
+    assert whole.results.finished and not whole.interrupted and whole.results == read_results(path)
+    # every load of every variant twice, with the same two arrivals, and nothing of it again
+    assert Counter(counting.asked) == Counter([(load, seed) for load in ("c=1", "c=2", "4/s") for seed in (0, 1)] * 2)
+    before = len(counting.asked)
+    assert run(path, counting).results.rows == whole.results.rows and len(counting.asked) == before
+    more = run(path, counting, ("none", "p-eagle", "eagle3"), repeats=3)
+    assert len(counting.asked) - before == 3 * 2 + 3 * 3
+    assert {r.method for r in more.results.rows} == {"none", "p-eagle", "eagle3"}
+    assert sum("a note" in w for w in more.results.warnings) == 9, "once for each row, though it was said each time"
+    for changed, said in [({"max_tokens": 5}, "--max-tokens"), ({"warmup": 3}, "--warmup.*0 there, 3 now")]:
+        with pytest.raises(UserError, match=f"other .*{said}"):
+            run(path, counting, **changed)
+
+
+def test_what_was_given_up_is_measured_again(tmp_path: Path) -> None:
+    path, counting = tmp_path / "out.json", Counting()
+    counting.failed = {"HTTP 503": 2, NOT_SENT: 5}
+    outcome = run(path, counting, ("none",))
+    assert outcome.given_up == "none, c=1" and len(outcome.results.rows) == 1 and len(counting.asked) == 1
+    counting.failed = {}
+    outcome = run(path, counting, ("none",))
+    assert outcome.given_up is None and [len(r.repeats) for r in outcome.results.rows] == [2, 2, 2]
+    assert not any(r.failed for row in outcome.results.rows for r in row.repeats)
+
+
+# The engine
+
+
+@pytest.mark.parametrize(("name", "k"), [(None, 0), ("p-eagle-4", 4), ("eagle3-1", 2)])
+def test_offline_numbers_are_the_engines_own(name: str | None, k: int) -> None:
+    texts = prompts(6, 16)
+    work = replace(workload([], 20), asks=tuple(Ask(ids=tuple(p)) for p in texts), ignore_eos=False)
+    llm = engine(name, k, max_num_seqs=2)
+    outputs = [o.outputs[0] for o in llm.generate(texts, SamplingParams(max_tokens=20))]
+    drafts = sum(o.num_drafts for o in outputs)
+    want = 1 + sum(sum(o.accepted_per_position) for o in outputs) / drafts if drafts else None
+    with EmbeddedBench(llm, PromptReader(target().folder)) as embedded:
+        for load in (Load(1), Load(5), Load(rate=500.0)):
+            told: list[int] = []
+            steps = _counted_steps(llm)
+            began = time.perf_counter()
+            made = embedded.measure(
+                work, work.asks, load, 0, lambda requests, tokens, to=told: to.append(tokens)
+            ).repeat
+            took = time.perf_counter() - began
+            assert (made.requests, made.failed) == (6, {})
+            assert made.output_tokens == sum(told) == sum(len(o.token_ids) for o in outputs)
+            assert made.input_tokens == sum(map(len, texts))
+            assert made.acceptance_length == (pytest.approx(want) if want is not None else None)
+            assert 0 < made.seconds <= took
+            assert made.ttft_ms is not None and made.e2e_ms is not None
+            assert made.ttft_ms.mean <= made.e2e_ms.mean <= 1e3 * took
+            if load.concurrency == 1:
+                # requests follow each other without a gap, so their times fill the whole
+                assert 6 * made.e2e_ms.mean / 1e3 == pytest.approx(made.seconds, rel=0.05, abs=0.01)
+                assert steps[0] == pytest.approx(sum(1 + o.rounds for o in outputs), abs=6)
+            llm.check_integrity()
+            assert not llm.busy
+
+
+def _counted_steps(llm: Any) -> list[int]:
+    counted, step = [0], type(llm).step
+
+    def counting() -> Any:
+        counted[0] += 1
+        return step(llm)
+
+    llm.step = counting
+    return counted
+
+
+def test_offline_open_loop_counts_from_when_a_request_was_due() -> None:
+    """The engine is slowed to 50 ms a step, so who arrives in the middle of one waits for it: half of it on average."""
+    llm = engine(None, 0, max_num_seqs=4)
+    step = llm.step
+
+    def slow() -> Any:
+        time.sleep(0.05)
+        return step()
+
+    llm.step = slow  # type: ignore[method-assign]
+    work = replace(workload([], 1), asks=tuple(Ask(ids=(65, 66, 67)) for _ in range(24)))
+    with EmbeddedBench(llm, PromptReader(target().folder)) as embedded:
+        made = embedded.measure(work, work.asks, Load(rate=12.0), 3, silent).repeat
+    assert made.ttft_ms is not None and 50 <= made.ttft_ms.mean <= 200
+    assert made.ttft_ms.p95 > 65, "waiting for a step that runs counts"
+    assert 24 / 12.0 <= made.seconds
+
+
+def test_what_cannot_be_measured_is_said_before_weights_are_read(tmp_path: Path) -> None:
+    folder, drafter = str(target().folder), str(drafter_folder("p-eagle-1"))
+    embedded = Embedded(folder, [drafter], [2, "auto"], True, EmbeddedSettings(device="cpu", dtype="float32"))
+    long = BenchSettings((1,), requests=2, max_tokens=1000, random_input=8)
+    with pytest.raises(UserError, match="--max-tokens 1000.*256 of the context"):
+        embedded.variants(embedded.workload([], long), long)
+    with pytest.raises(UserError, match="--prompts FILE, or --random-input"):
+        embedded.workload([], BenchSettings())
+    fine = BenchSettings((1, 4), requests=2, max_tokens=8, random_input=8)
+    work = embedded.workload([], fine)
+    assert [(v.name, v.k) for v in embedded.variants(work, fine)] == [
+        ("peagle no drafter", None),
+        ("peagle p-eagle K=2", 2),
+        ("peagle p-eagle K=auto", "auto"),
+    ]
+    assert work.sha == embedded.workload([], fine).sha and work.ignore_eos
+    other = [replace(fine, **c) for c in ({"max_tokens": 9}, {"seed": 1}, {"temperature": 1.0}, {"requests": 3})]
+    assert len({work.sha, *(embedded.workload([], s).sha for s in other)}) == 5
+    (tmp_path / "p.jsonl").write_text(
+        '{"prompt": "a"}\n{"turns": ["b", "c"]}\n{"messages": [{"role": "user", "content": "d"}]}\n'
+    )
+    read = embedded.workload([str(tmp_path / "p.jsonl")], replace(fine, random_input=None, requests=4))
+    assert [ask.messages[-1][1] for ask in read.asks] == ["a", "b", "d", "a"] and "asked again" in read.notes[0]
+
+
+# The command line
+
+
+def test_flags_with_several_values() -> None:
+    several = {"--c", "-k"}
+    assert spread(["t", "--c", "1", "8", "--x", "2", "-k", "3", "auto"], several) == [
+        *("t", "--c", "1", "--c", "8", "--x", "2", "-k", "3", "-k", "auto")
+    ]
+    assert spread(["--c", "-1", "-k", "--x"], several) == ["--c", "-1", "-k", "--x"]
+    assert spread(["--c", "1", "--", "2"], several) == ["--c", "1", "--", "2"]
+    assert split(["1,8", "64"]) == ["1", "8", "64"]
+
+
+@dataclass
+class Said:
+    status: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def peagle(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Said]:
+    def called(*args: str) -> Said:
+        monkeypatch.setattr(sys, "argv", ["peagle", "bench", *args])
+        with pytest.raises(SystemExit) as left:
+            main()
+        said = capsys.readouterr()
+        return Said(int(left.value.code or 0), said.out, said.err)
+
+    return called
+
+
+@pytest.fixture(scope="module")
+def slow_server() -> Iterator[StreamServer]:
+    with StreamServer(first_s=0.05, each_s=0.01) as server:
+        yield server
+
+
+def test_the_command_measures_a_server_and_adds_to_a_file(
+    slow_server: StreamServer, tmp_path: Path, peagle: Callable[..., Said]
+) -> None:
+    file, out = tmp_path / "p.jsonl", tmp_path / "out.json"
+    file.write_text("".join(json.dumps({"prompt": f"hello {i}"}) + "\n" for i in range(8)))
+    common = ["--url", slow_server.url, "--prompts", str(file), "--requests", "8", "--repeats", "2", "--out", str(out)]
+    first = peagle(*common, "--concurrency", "1", "4", "--max-tokens", "5", "--json")
+    assert first.status == 0, first.err
+    said = json.loads(first.out)
+    assert said["kind"] == "bench" and said["finished"]
+    assert [(r["concurrency"], len(r["repeats"])) for r in said["rows"]] == [(1, 2), (4, 2)]
+    assert all(r["repeats"][0]["output_tokens"] == 40 for r in said["rows"])
+    assert said["rows"][1]["output_tokens_per_second"] == pytest.approx(4 * 5 / 0.09, rel=0.35)
+    second = peagle(*common, "--concurrency", "1,4", "--max-tokens", "5", "--method", "p-eagle", "-k", "3")
+    assert second.status == 0, second.err
+    assert "speed-up" in second.out and "p-eagle K=3" in second.out and "x" in second.out
+    assert len(read_results(out).rows) == 4
+    refused = peagle(*common, "--max-tokens", "6")
+    assert refused.status == 2 and "was measured with other" in refused.err
+    bad = peagle(
+        "--url", slow_server.url, "--random-input", "4", "--concurrency", "2", "--requests", "4", "--max-tokens", "3"
+    )
+    assert bad.status == 0, bad.err
+    file.write_text(json.dumps({"prompt": "fault:503."}) + "\n" + json.dumps({"prompt": "fine"}) + "\n")
+    failed = peagle(
+        "--url", slow_server.url, "--prompts", str(file), "--requests", "4", "--repeats", "1", "--max-tokens", "3"
+    )
+    assert failed.status == 1 and "HTTP 503 2" in failed.err and "this is a 503" in failed.err
+
+
+def test_ctrl_c_keeps_what_is_done(slow_server: StreamServer, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    command = [sys.executable, "-m", "peagle", "bench", "--url", slow_server.url, "--random-input", "4"]
+    command += ["--requests", "8", "--concurrency", "2", "--max-tokens", "20", "--repeats", "50", "--out", str(out)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not (out.exists() and len(read_results(out).rows[0].repeats) >= 2):
+        time.sleep(0.05)
+        assert process.poll() is None, process.communicate()
+    os.kill(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130 and "the same command goes on" in err and "Traceback" not in err
+    kept = read_results(out)
+    assert not kept.finished and 2 <= len(kept.rows[0].repeats) < 50
+    assert all(not r.failed and r.requests == 8 for r in kept.rows[0].repeats)
+
+
+def test_a_run_that_is_cancelled_leaves_nothing_behind() -> None:
+    """Neither tasks nor connections with half an answer in them: the next run is as good as the first."""
+    with StreamServer(first_s=0.1, each_s=0.1) as server:
+        work = workload([f"p {i}" for i in range(8)])
+        with ServerBench(ServerSettings(server.url, "m", **QUICK), Stated()) as client:
+
+            async def cancelled() -> int:
+                bodies = [client._body(ask, work, 0) for ask in work.asks]
+                task = asyncio.create_task(client._measured(work, work.asks, bodies, Load(4), 0, silent))
+                await asyncio.sleep(0.25)
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+                return len(asyncio.all_tasks())
+
+            assert client._loop.run(cancelled()) == 1
+            made = client.measure(work, work.asks, Load(4), 0, silent)
+    assert (made.repeat.requests, made.repeat.failed) == (8, {})
+    assert made.repeat.itl_ms is not None and made.repeat.itl_ms.mean == pytest.approx(100, abs=40)

@@ -1,0 +1,1072 @@
+"""Drafter folders: what is written is read back bit for bit, in every spelling, and every mistake is one line."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pairs
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from support import edit_config, edit_weights, set_config
+
+from peagle.checkpoints.average import average
+from peagle.checkpoints.convert import convert, format_of
+from peagle.checkpoints.drafter import drafter_tensors, load_drafter, load_unbound, read_drafter_config, save_drafter
+from peagle.checkpoints.files import INDEX, WEIGHTS, Weights, read_json, write_folder, write_weights
+from peagle.checkpoints.target import load_decoder, read_target_config
+from peagle.config import DecoderConfig, DrafterConfig, LayerConfig, RopeConfig, SamplingParams
+from peagle.errors import UserError
+from peagle.kernels.attention.dense import causal_attention
+from peagle.models.decoder import Decoder
+from peagle.models.drafter import Drafter
+from peagle.speculative.reference import generate, propose
+
+MASK_NAMES = ("ptd_token_id", "pard_token", "mask_token_id")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SLOW = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    """A folder of its own for each generated example."""
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
+
+
+@cache
+def the_target() -> Decoder:
+    return load_decoder(pairs.target_folder())
+
+
+@pytest.fixture
+def target() -> Decoder:
+    return the_target()
+
+
+# Random drafters ------------------------------------------------------------------------------------------
+
+
+@st.composite
+def ropes(draw: st.DrawFn) -> RopeConfig:
+    kind = draw(st.sampled_from(["default", "linear", "llama3", "yarn"]))
+    theta = draw(st.floats(2.0, 1e7))
+    if kind == "default":
+        return RopeConfig(theta)
+    factor = draw(st.floats(1.0, 64.0))
+    if kind == "linear":
+        return RopeConfig(theta, "linear", factor)
+    original = draw(st.integers(8, 10**6))
+    if kind == "llama3":
+        low = draw(st.floats(0.25, 4.0))
+        high = low + draw(st.floats(0.25, 4.0))
+        return RopeConfig(theta, "llama3", factor, original, low_freq_factor=low, high_freq_factor=high)
+    maybe = st.none() | st.floats(0.125, 3.0)
+    return RopeConfig(
+        theta,
+        "yarn",
+        factor,
+        original,
+        beta_fast=draw(st.floats(8.0, 64.0)),
+        beta_slow=draw(st.floats(0.25, 4.0)),
+        attention_factor=draw(maybe),
+        mscale=draw(maybe),
+        mscale_all_dim=draw(maybe),
+        truncate=draw(st.booleans()),
+    )
+
+
+@st.composite
+def drafter_configs(draw: st.DrawFn, width: int = 24, vocab: int = 40, layers: int = 6) -> DrafterConfig:
+    """Every kind of drafter for a target of that width, vocabulary and number of layers."""
+    flag = st.booleans()
+    kv_heads = draw(st.integers(1, 3))
+    heads = kv_heads * draw(st.integers(1, 2))
+    own_width = width if draw(flag) and width % heads == 0 else heads * draw(st.integers(3, 9))
+    bias = draw(flag)
+    layer = LayerConfig(
+        hidden_size=own_width,
+        intermediate_size=draw(st.integers(3, 20)),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=2 * draw(st.integers(1, 5)),
+        norm_eps=draw(st.sampled_from([1e-6, 1e-5, 3e-7])),
+        qkv_bias=bias,
+        out_bias=bias,
+        mlp_bias=draw(flag),
+        qk_norm=draw(flag),
+    )
+    draft_vocab = draw(st.just(vocab) | st.integers(1, vocab))
+    num_layers = draw(st.integers(1, 3))
+    window = draw(st.integers(1, 50))
+    windows = tuple(window if draw(flag) else None for _ in range(num_layers))
+    taps = draw(st.sets(st.integers(0, layers), min_size=1, max_size=4))
+    return DrafterConfig(
+        vocab_size=vocab,
+        draft_vocab_size=draft_vocab,
+        num_layers=num_layers,
+        layer=layer,
+        rope=draw(ropes()),
+        max_positions=draw(st.integers(1, 10**6)),
+        target_hidden_size=width,
+        taps=tuple(sorted(taps)),
+        mask_token_id=draw(st.none() | st.integers(0, vocab - 1)),
+        fc_norm=draw(flag),
+        norm_before_fc=draw(flag),
+        norm_before_residual=draw(flag),
+        norm_output=draw(flag),
+        own_embeddings=own_width != width or draw(flag),
+        own_head=own_width != width or draft_vocab != vocab or draw(flag),
+        windows=windows if any(windows) else (),
+    )
+
+
+def random_bits(shape: torch.Size, dtype: torch.dtype, rng: torch.Generator) -> torch.Tensor:
+    """Any bits at all: infinities, NaNs and negative zeros must come through too."""
+    return torch.randint(256, (*shape, dtype.itemsize), dtype=torch.uint8, generator=rng).view(dtype)[..., 0].clone()
+
+
+def random_drafter(cfg: DrafterConfig, dtype: torch.dtype, seed: int = 0, bits: bool = True) -> Drafter:
+    rng = torch.Generator().manual_seed(seed)
+    drafter = Drafter(cfg)
+    for parameter in drafter.parameters():
+        plain = 0.2 * torch.randn(parameter.shape, generator=rng)
+        parameter.data = random_bits(parameter.shape, dtype, rng) if bits else plain.to(dtype)
+    if drafter.d2t is not None:
+        ids = torch.randperm(cfg.vocab_size, generator=rng)[: cfg.draft_vocab_size].sort().values
+        drafter.d2t.copy_(ids - torch.arange(cfg.draft_vocab_size))
+    return drafter.requires_grad_(False)
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def assert_same_tensors(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert (a[name].dtype, a[name].shape) == (b[name].dtype, b[name].shape), name
+        assert raw(a[name]) == raw(b[name]), name
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    """Everything a folder holds, by the safetensors package alone."""
+    return {n: t for file in sorted(folder.glob("*.safetensors")) for n, t in load_file(file).items()}
+
+
+def expected_shapes(cfg: DrafterConfig) -> dict[str, tuple[int, ...]]:
+    """The plain format written out from its description, not from the module."""
+    layer, width = cfg.layer, cfg.layer.hidden_size
+    q, kv, inner = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim, layer.intermediate_size
+    taps = len(cfg.taps) * cfg.target_hidden_size
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (width, taps), "norm.weight": (width,)}
+    for i in range(cfg.num_layers):
+        at, wide = ("midlayer", 2 * width) if i == 0 else (f"layers.{i}", width)
+        linear = {"q_proj": (q, wide), "k_proj": (kv, wide), "v_proj": (kv, wide), "o_proj": (width, q)}
+        mlp = {"gate_proj": (inner, width), "up_proj": (inner, width), "down_proj": (width, inner)}
+        shapes |= {f"{at}.self_attn.{n}.weight": s for n, s in linear.items()}
+        shapes |= {f"{at}.mlp.{n}.weight": s for n, s in mlp.items()}
+        if layer.qkv_bias:
+            shapes |= {f"{at}.self_attn.{n}.bias": s[:1] for n, s in linear.items()}
+        if layer.mlp_bias:
+            shapes |= {f"{at}.mlp.{n}.bias": s[:1] for n, s in mlp.items()}
+        if layer.qk_norm:
+            shapes |= {f"{at}.self_attn.{n}.weight": (layer.head_dim,) for n in ("q_norm", "k_norm")}
+        norms = ["input_layernorm", "post_attention_layernorm"] + ["hidden_norm"] * (i == 0)
+        shapes |= {f"{at}.{n}.weight": (width,) for n in norms}
+    if cfg.norm_before_fc:
+        shapes["input_norm.weight"] = (taps,)
+    if cfg.fc_norm:
+        shapes |= {f"fc_norm.{i}.weight": (cfg.target_hidden_size,) for i in range(len(cfg.taps))}
+    if cfg.mask_token_id is not None:
+        shapes["mask_hidden"] = (1, 1, taps)
+    if cfg.own_embeddings:
+        shapes["embed_tokens.weight"] = (cfg.vocab_size, width)
+    if cfg.own_head:
+        shapes["lm_head.weight"] = (cfg.draft_vocab_size, width)
+    if cfg.draft_vocab_size != cfg.vocab_size:
+        shapes |= {"d2t": (cfg.draft_vocab_size,), "t2d": (cfg.vocab_size,)}
+    return shapes
+
+
+# Write and read back --------------------------------------------------------------------------------------
+
+
+def check_round_trip(drafter: Drafter, into: Path) -> None:
+    cfg = drafter.cfg
+    save_drafter(drafter, into / "one")
+    assert read_drafter_config(into / "one") == cfg
+    on_disk = stored(into / "one")
+    assert {n: tuple(t.shape) for n, t in on_disk.items()} == expected_shapes(cfg)
+    loaded = load_unbound(into / "one", cfg, dtype=None)
+    assert_same_tensors(dict(loaded.state_dict()), dict(drafter.state_dict()))
+    assert not any(p.requires_grad for p in loaded.parameters()) and not loaded.training
+    if drafter.d2t is not None:
+        reached = [i + int(offset) for i, offset in enumerate(on_disk["d2t"])]
+        assert on_disk["t2d"].dtype == torch.bool
+        assert on_disk["t2d"].nonzero()[:, 0].tolist() == sorted(reached)
+
+    save_drafter(loaded, into / "two")
+    names = sorted(p.name for p in (into / "one").iterdir())
+    assert names == ["config.json", WEIGHTS] == sorted(p.name for p in (into / "two").iterdir())
+    for name in names:
+        assert (into / "one" / name).read_bytes() == (into / "two" / name).read_bytes()
+
+    save_drafter(loaded, into / "shards", max_shard_bytes=900)
+    assert len(list((into / "shards").glob("model-*.safetensors"))) > 1
+    assert read_drafter_config(into / "shards") == cfg
+    assert_same_tensors(stored(into / "shards"), on_disk)
+    again = load_unbound(into / "shards", cfg, dtype=None)
+    assert_same_tensors(dict(again.state_dict()), dict(drafter.state_dict()))
+    index = json.loads((into / "shards" / INDEX).read_text())
+    assert index["weight_map"].keys() == on_disk.keys()
+    assert index["metadata"]["total_size"] == sum(len(raw(t)) for t in on_disk.values())
+    save_drafter(again, into / "three")
+    assert (into / "three" / WEIGHTS).read_bytes() == (into / "one" / WEIGHTS).read_bytes()
+
+
+@pytest.mark.parametrize("name", pairs.RECIPES)
+def test_trained_pairs_round_trip(name: str, tmp_path: Path) -> None:
+    cfg = read_drafter_config(pairs.drafter_folder(name))
+    assert cfg == pairs.RECIPES[name].cfg
+    drafter = load_unbound(pairs.drafter_folder(name), cfg, dtype=None)
+    assert {p.dtype for p in drafter.parameters()} == {torch.bfloat16}
+    check_round_trip(drafter, tmp_path)
+    for file in ("config.json", WEIGHTS):
+        assert (tmp_path / "one" / file).read_bytes() == (pairs.drafter_folder(name) / file).read_bytes()
+
+
+@SLOW
+@given(drafter_configs(), st.sampled_from(DTYPES), st.integers(0, 2**31))
+def test_any_drafter_round_trips(cfg: DrafterConfig, dtype: torch.dtype, seed: int) -> None:
+    with scratch() as folder:
+        check_round_trip(random_drafter(cfg, dtype, seed), folder)
+
+
+@SLOW
+@given(drafter_configs(), st.sampled_from(DTYPES), st.sampled_from(DTYPES))
+def test_loading_casts_what_floats(cfg: DrafterConfig, dtype: torch.dtype, wanted: torch.dtype) -> None:
+    drafter = random_drafter(cfg, dtype)
+    with scratch() as folder:
+        save_drafter(drafter, folder / "d")
+        loaded = load_unbound(folder / "d", cfg, wanted)
+    for name, tensor in drafter.state_dict().items():
+        want = tensor if name == "d2t" else tensor.to(wanted)
+        assert torch.equal(loaded.state_dict()[name].nan_to_num(7), want.nan_to_num(7)), name
+
+
+def copy_of(name: str, folder: Path) -> Path:
+    return Path(shutil.copytree(pairs.drafter_folder(name), folder / name))
+
+
+def renamed(tensors: dict[str, torch.Tensor], old: str, new: str) -> None:
+    for name in [name for name in tensors if name.startswith(old)]:
+        tensors[new + name.removeprefix(old)] = tensors.pop(name)
+
+
+@pytest.mark.parametrize("name", ["p-eagle-4-reduced", "eagle3-1"])
+def test_layer_zero_by_either_name(name: str, tmp_path: Path) -> None:
+    cfg = read_drafter_config(pairs.drafter_folder(name))
+    want = dict(load_unbound(pairs.drafter_folder(name), cfg, None).state_dict())
+    folder = copy_of(name, tmp_path)
+    edit_weights(folder, lambda t: renamed(t, "midlayer.", "layers.0."))
+    assert any(n.startswith("layers.0.") for n in stored(folder))
+    assert read_drafter_config(folder) == cfg
+    assert_same_tensors(dict(load_unbound(folder, cfg, None).state_dict()), want)
+
+
+def test_layer_zero_half_and_half_and_twice(tmp_path: Path, target: Decoder) -> None:
+    folder = copy_of("p-eagle-1", tmp_path)
+    edit_weights(folder, lambda t: renamed(t, "midlayer.mlp", "layers.0.mlp"))
+    load_drafter(folder, target)
+    edit_weights(folder, lambda t: t.update({"layers.0.hidden_norm.weight": t["midlayer.hidden_norm.weight"].clone()}))
+    refused(folder, target, "hidden_norm.weight", "twice")
+
+
+@pytest.mark.parametrize("only", MASK_NAMES)
+def test_each_name_of_the_mask_id(only: str, tmp_path: Path) -> None:
+    folder = copy_of("p-eagle-1", tmp_path)
+    edit_config(folder, lambda values: [values.pop(n) for n in MASK_NAMES if n != only])
+    assert read_drafter_config(folder) == pairs.RECIPES["p-eagle-1"].cfg
+    edit_config(folder, lambda values: values.update(dict.fromkeys(MASK_NAMES) | {only: pairs.MASK_ID}))
+    assert read_drafter_config(folder) == pairs.RECIPES["p-eagle-1"].cfg  # null is no name given
+
+
+def test_a_map_of_a_full_vocabulary(tmp_path: Path, target: Decoder) -> None:
+    """Some writers add one that moves nothing; one that does would be dropped in silence."""
+    folder = copy_of("eagle3-1", tmp_path)
+    edit_weights(folder, lambda t: t.update({"d2t": torch.zeros(pairs.VOCAB, dtype=torch.long)}))
+    assert load_drafter(folder, target).d2t is None
+    edit_weights(folder, lambda t: t["d2t"].__setitem__(3, 1))
+    refused(folder, target, "d2t")
+
+
+@pytest.mark.parametrize("kindred", [{"dspark_noise_token_id": 150}, {"dflash_config": {"mask_token_id": 150}}])
+def test_names_of_kindred_drafters(kindred: dict[str, Any], tmp_path: Path, target: Decoder) -> None:
+    folder = copy_of("p-eagle-1", tmp_path)
+    edit_config(folder, lambda values: values.update(dict.fromkeys(MASK_NAMES) | kindred))
+    assert read_drafter_config(folder).mask_token_id == 150
+    set_config(folder, ptd_token_id=151)
+    refused(folder, target, "disagree")
+
+
+@pytest.mark.parametrize("shape", [(192,), (1, 192), (1, 1, 192)])
+def test_mask_hidden_of_fewer_dimensions(shape: tuple[int, ...], tmp_path: Path, target: Decoder) -> None:
+    folder = copy_of("p-eagle-1", tmp_path)
+    before = load_drafter(folder, target).mask_hidden
+    edit_weights(folder, lambda t: t.update({"mask_hidden": t["mask_hidden"].reshape(shape)}))
+    after = load_drafter(folder, target).mask_hidden
+    assert before is not None and after is not None and torch.equal(before, after)
+
+
+def test_integer_width_of_d2t_does_not_matter(tmp_path: Path, target: Decoder) -> None:
+    folder = copy_of("eagle3-1-reduced", tmp_path)
+    want = load_drafter(folder, target).d2t
+    edit_weights(folder, lambda t: t.update({"d2t": t["d2t"].to(torch.int32)}))
+    got = load_drafter(folder, target).d2t
+    assert want is not None and got is not None and got.dtype == torch.long and torch.equal(got, want)
+
+
+def test_t2d_is_made_anew(tmp_path: Path, target: Decoder) -> None:
+    folder = copy_of("eagle3-1-reduced", tmp_path)
+    want = stored(folder)["t2d"]
+    edit_weights(folder, lambda t: t.pop("t2d"))
+    assert torch.equal(drafter_tensors(load_drafter(folder, target))["t2d"], want)
+
+
+def test_taps_are_in_layer_order_wherever_they_are_named(tmp_path: Path) -> None:
+    folder = copy_of("p-eagle-1", tmp_path)
+    name = "eagle_aux_hidden_state_layer_ids"
+    set_config(folder, **{name: [4, 1, 2]})
+    assert read_drafter_config(folder).taps == (1, 2, 4)  # the target hands them over in its own order
+    edit_config(folder, lambda values: values.update({"eagle_config": {name: values.pop(name)}}))
+    assert read_drafter_config(folder).taps == (1, 2, 4)
+
+
+# A published head -----------------------------------------------------------------------------------------
+
+
+def published(folder: Path, **changes: Any) -> tuple[Decoder, dict[str, torch.Tensor]]:
+    """A target, and a head in the layout of the released 4-layer ones, at a tenth of the width."""
+    decoder = DecoderConfig(
+        family="llama",
+        vocab_size=211,
+        num_layers=24,
+        layer=LayerConfig(48, 32, num_heads=4, num_kv_heads=2, head_dim=16),
+        rope=RopeConfig(theta=150000.0),
+        max_positions=4096,
+        tied_head=False,
+        windows=(None,) * 24,
+    )
+    target = Decoder(decoder).requires_grad_(False).eval()
+    pairs.initialise(target, seed=0, scale=0.1)
+    values = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 199998,
+        "draft_vocab_size": 211,
+        "eos_token_id": 200002,
+        "head_dim": 16,
+        "hidden_act": "silu",
+        "hidden_size": 48,
+        "initializer_range": 0.02,
+        "intermediate_size": 64,
+        "max_position_embeddings": 131072,
+        "mlp_bias": False,
+        "model_type": "llama",
+        "num_attention_heads": 3,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 1,
+        "pretraining_tp": 1,
+        "ptd_token_id": 207,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "factor": 32.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.55.0",
+        "use_cache": True,
+        "vocab_size": 211,
+    }
+    rng = torch.Generator().manual_seed(5)
+
+    def weight(*shape: int) -> torch.Tensor:
+        return (0.2 * torch.randn(*shape, generator=rng)).to(torch.bfloat16)
+
+    tensors = {
+        "embed_tokens.weight": weight(211, 48),
+        "lm_head.weight": weight(211, 48),
+        "fc.weight": weight(48, 144),
+        "mask_hidden": weight(1, 1, 144),
+        "norm.weight": 1 + weight(48),
+        "midlayer.hidden_norm.weight": 1 + weight(48),
+    }
+    for at in ("midlayer", "layers.1", "layers.2", "layers.3"):
+        wide = 96 if at == "midlayer" else 48
+        tensors |= {
+            f"{at}.input_layernorm.weight": 1 + weight(48),
+            f"{at}.post_attention_layernorm.weight": 1 + weight(48),
+            f"{at}.self_attn.q_proj.weight": weight(48, wide),
+            f"{at}.self_attn.k_proj.weight": weight(16, wide),
+            f"{at}.self_attn.v_proj.weight": weight(16, wide),
+            f"{at}.self_attn.o_proj.weight": weight(48, 48),
+            f"{at}.mlp.gate_proj.weight": weight(64, 48),
+            f"{at}.mlp.up_proj.weight": weight(64, 48),
+            f"{at}.mlp.down_proj.weight": weight(48, 64),
+        }
+    folder.mkdir()
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(values | changes))
+    return target, tensors
+
+
+@torch.inference_mode()
+def test_published_layout_loads_and_drafts(tmp_path: Path) -> None:
+    target, tensors = published(tmp_path / "head")
+    drafter = load_drafter(tmp_path / "head", target)
+    cfg = drafter.cfg
+    assert cfg.taps == (2, 12, 21) and cfg.mask_token_id == 207 and cfg.num_layers == 4
+    assert cfg.own_embeddings and cfg.own_head and not cfg.reduced_vocab
+    assert cfg.rope == RopeConfig(500000.0, "llama3", 32.0, 8192, 1.0, 4.0)
+    assert torch.equal(drafter.layers[0].self_attn.qkv_proj.weight[48:64], tensors["midlayer.self_attn.k_proj.weight"])
+    assert torch.equal(drafter.layers[3].mlp.gate_up_proj.weight[64:], tensors["layers.3.mlp.up_proj.weight"])
+    tokens = [3, 1, 4, 1, 5, 9, 2, 6]
+    _, taps = target(torch.tensor(tokens[:-1]), torch.arange(7), causal_attention, cfg.taps)
+    assert taps is not None
+    draft = propose(drafter, tokens, taps, 7, SamplingParams(), torch.Generator().manual_seed(0))
+    assert len(draft.tokens) == 7 and draft.probs_KV.shape == (7, 211)
+    out = generate(target, tokens, SamplingParams(max_tokens=12), drafter=drafter, draft_tokens=5)
+    assert out.token_ids == generate(target, tokens, SamplingParams(max_tokens=12)).token_ids
+    save_drafter(load_unbound(tmp_path / "head", cfg, None), tmp_path / "again")
+    assert_same_tensors(stored(tmp_path / "again"), tensors)
+    assert read_drafter_config(tmp_path / "again") == cfg
+
+
+def test_published_layout_with_named_taps(tmp_path: Path) -> None:
+    nested = {"eagle_aux_hidden_state_layer_ids": [1, 11, 20], "use_aux_hidden_state": True}
+    target, _ = published(tmp_path / "head", eagle_config=nested)
+    assert load_drafter(tmp_path / "head", target).cfg.taps == (1, 11, 20)
+    assert read_drafter_config(tmp_path / "head").taps == (1, 11, 20)
+
+
+def test_default_taps_need_a_target(tmp_path: Path) -> None:
+    published(tmp_path / "head")
+    with pytest.raises(UserError, match="--target"):
+        read_drafter_config(tmp_path / "head")
+
+
+# Plain and speculators ------------------------------------------------------------------------------------
+
+
+def there_and_back(source: Path, into: Path, target_folder: Path) -> tuple[dict[str, str], dict[str, str]]:
+    out = convert(source, into / "spec", "speculators", target_folder, "org/target", 5)
+    assert format_of(into / "spec") == "speculators"
+    back = convert(into / "spec", into / "plain", "plain", target_folder, "org/target", 5)
+    assert format_of(into / "plain") == "plain"
+    return out, back
+
+
+def check_conversion(source: Path, into: Path, target: Decoder, target_folder: Path) -> None:
+    cfg = read_drafter_config(source, target.cfg)
+    out, back = there_and_back(source, into, target_folder)
+    owned = {"embed_tokens.weight": cfg.own_embeddings, "lm_head.weight": cfg.own_head}
+    shared = {name for name, own in owned.items() if not own}
+    assert out.keys() == back.keys() == shared
+    spec = stored(into / "spec")
+    assert not any(name.startswith("midlayer.") for name in spec)
+    assert {"embed_tokens.weight", "lm_head.weight"} <= spec.keys()
+    theirs = stored(target_folder)
+    for name in shared:
+        own_name = "model.embed_tokens.weight" if name.startswith("embed") else name
+        assert torch.equal(spec[name], theirs[own_name].to(spec["fc.weight"].dtype))
+    values = json.loads((into / "spec" / "config.json").read_text())
+    assert values["speculators_model_type"] == ("peagle" if cfg.parallel else "eagle3")
+    assert values["speculators_config"]["verifier"] == {
+        "name_or_path": "org/target",
+        "architectures": ["LlamaForCausalLM"],
+    }
+    assert values["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 5
+    whole = replace(cfg, own_embeddings=True, own_head=True)
+    assert read_drafter_config(into / "spec") == whole
+    load_drafter(into / "spec", target)
+    assert read_drafter_config(into / "plain") == cfg
+    assert_same_tensors(stored(into / "plain"), stored(source))
+
+
+@pytest.mark.parametrize("name", pairs.RECIPES)
+def test_trained_pairs_convert(name: str, tmp_path: Path, target: Decoder) -> None:
+    check_conversion(pairs.drafter_folder(name), tmp_path, target, pairs.target_folder())
+    for file in ("config.json", WEIGHTS):
+        assert (tmp_path / "plain" / file).read_bytes() == (pairs.drafter_folder(name) / file).read_bytes()
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    drafter_configs(width=64, vocab=pairs.VOCAB, layers=3),
+    st.sampled_from(DTYPES),
+    st.lists(st.floats(0.1, 9.0), min_size=2, max_size=4),
+)
+def test_the_mean_of_drafters(cfg: DrafterConfig, dtype: torch.dtype, shares: list[float]) -> None:
+    with scratch() as folder:
+        sources = [folder / str(i) for i in range(len(shares))]
+        first = random_drafter(cfg, dtype, bits=False)
+        for i, source in enumerate(sources):
+            drafter = random_drafter(cfg, dtype, seed=i, bits=False)
+            if drafter.d2t is not None and first.d2t is not None:
+                drafter.d2t.copy_(first.d2t)
+            save_drafter(drafter, source)
+        set_config(sources[1], trained_draft_tokens=5)
+        average(sources, folder / "out", shares)
+        assert read_drafter_config(folder / "out") == cfg
+        assert read_json(folder / "out" / "config.json")["trained_draft_tokens"] == 5
+        every, found = [stored(source) for source in sources], stored(folder / "out")
+        assert found.keys() == every[0].keys()
+        for name, tensor in found.items():
+            assert tensor.dtype == every[0][name].dtype
+            if not tensor.is_floating_point():
+                assert torch.equal(tensor, every[0][name])
+                continue
+            wanted = sum(share * own[name].double() for share, own in zip(shares, every, strict=True)) / sum(shares)
+            torch.testing.assert_close(tensor, wanted.to(dtype), rtol=0, atol=0)
+
+
+def test_strangers_are_not_averaged(tmp_path: Path) -> None:
+    folder = pairs.drafter_folder
+    for other, why in (("p-eagle-4", "num_layers is 4 here and 1 there"), ("eagle3-1", "mask_token_id is None here")):
+        with pytest.raises(UserError, match=why):
+            average([folder("p-eagle-1"), folder(other)], tmp_path / "out", [1, 1])
+    moved = shutil.copytree(folder("p-eagle-1-reduced"), tmp_path / "moved")
+    edit_weights(moved, lambda tensors: tensors["d2t"].add_(1))
+    with pytest.raises(UserError, match="they have different tokens"):
+        average([folder("p-eagle-1-reduced"), moved], tmp_path / "out", [1, 1])
+    assert not (tmp_path / "out").exists()
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(drafter_configs(width=64, vocab=pairs.VOCAB, layers=5), st.sampled_from(DTYPES))
+def test_any_drafter_converts(cfg: DrafterConfig, dtype: torch.dtype) -> None:
+    target = the_target()
+    with scratch() as folder:
+        save_drafter(random_drafter(cfg, dtype), folder / "source")
+        if cfg.fc_norm and cfg.norm_before_fc:  # speculators' own config refuses the two together
+            with pytest.raises(UserError, match="fc_norm"):
+                there_and_back(folder / "source", folder, pairs.target_folder())
+            return
+        check_conversion(folder / "source", folder, target, pairs.target_folder())
+
+
+def test_conversion_gives_the_same_text(tmp_path: Path, target: Decoder) -> None:
+    for name in ("p-eagle-4", "eagle3-1-reduced"):
+        there_and_back(pairs.drafter_folder(name), tmp_path / name, pairs.target_folder())
+        params = SamplingParams(max_tokens=20)
+        runs = [
+            generate(target, pairs.prompts(1)[0], params, drafter=load_drafter(folder, target), draft_tokens=4)
+            for folder in (pairs.drafter_folder(name), tmp_path / name / "spec", tmp_path / name / "plain")
+        ]
+        assert runs[0].rounds == runs[1].rounds == runs[2].rounds
+
+
+def test_tied_target_lends_its_embeddings_as_head(tmp_path: Path) -> None:
+    tied = Path(shutil.copytree(pairs.target_folder(), tmp_path / "tied"))
+    edit_weights(tied, lambda t: t.pop("lm_head.weight"))
+    set_config(tied, tie_word_embeddings=True)
+    out, back = there_and_back(pairs.drafter_folder("p-eagle-1"), tmp_path, tied)
+    spec = stored(tmp_path / "spec")
+    assert torch.equal(spec["lm_head.weight"], spec["embed_tokens.weight"])
+    assert out.keys() == back.keys() == {"embed_tokens.weight", "lm_head.weight"}
+    assert_same_tensors(stored(tmp_path / "plain"), stored(pairs.drafter_folder("p-eagle-1")))
+
+
+def test_target_without_a_head_cannot_lend_it(tmp_path: Path) -> None:
+    broken = Path(shutil.copytree(pairs.target_folder(), tmp_path / "broken"))
+    edit_weights(broken, lambda t: t.pop("lm_head.weight"))
+    with pytest.raises(UserError, match="'lm_head.weight' is missing"):
+        there_and_back(pairs.drafter_folder("p-eagle-1"), tmp_path, broken)
+    assert not (tmp_path / "spec").exists()
+
+
+def test_speculators_defaults(tmp_path: Path) -> None:
+    """An eagle3 config that does not say is read as vLLM reads it; unknown types are refused by name."""
+    for name, want in {"eagle3-1": True, "p-eagle-1": False}.items():
+        there_and_back(pairs.drafter_folder(name), tmp_path / name, pairs.target_folder())
+        spec = tmp_path / name / "spec"
+        edit_config(spec, lambda values: values.pop("norm_before_residual"))
+        assert read_drafter_config(spec).norm_before_residual is want
+        set_config(spec, speculators_model_type="medusa")
+        with pytest.raises(UserError, match="'medusa'.*peagle, eagle3"):
+            read_drafter_config(spec)
+        set_config(spec, speculators_model_type="eagle3", transformer_layer_config=[1])
+        with pytest.raises(UserError, match="transformer_layer_config"):
+            read_drafter_config(spec)
+
+
+# Refusals -------------------------------------------------------------------------------------------------
+
+
+def refused(folder: Path, target: Decoder, *words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load_drafter(folder, target)
+    line = str(caught.value)
+    assert "\n" not in line
+    for word in (str(folder), *words):
+        assert word in line, line
+
+
+@contextmanager
+def at_worst_refused() -> Iterator[None]:
+    try:
+        yield
+    except UserError as error:
+        assert "\n" not in str(error)
+
+
+Tensors = dict[str, torch.Tensor]
+BAD_TENSORS: dict[str, tuple[Callable[[Tensors], Any], str]] = {
+    "no fc": (lambda t: t.pop("fc.weight"), "'fc.weight' is missing"),
+    "no norm": (lambda t: t.pop("norm.weight"), "'norm.weight' is missing"),
+    "fc of two taps": (
+        lambda t: t.update({"fc.weight": t["fc.weight"][:, :128].clone()}),
+        "'fc.weight' has shape [64, 128], expected [64, 192]",
+    ),
+    "flat fc": (lambda t: t.update({"fc.weight": t["fc.weight"].flatten()}), "'fc.weight' has shape [12288]"),
+    "narrow q": (
+        lambda t: t.update({"midlayer.self_attn.q_proj.weight": t["midlayer.self_attn.q_proj.weight"][:, :64].clone()}),
+        "q_proj.weight' has shape [128, 64], expected [128, 128]",
+    ),
+    "unknown": (lambda t: t.update({"extra.weight": torch.ones(3)}), "'extra.weight' is not known"),
+    "a layer too many": (
+        lambda t: t.update({"layers.1.input_layernorm.weight": torch.ones(64)}),
+        "'layers.1.input_layernorm.weight' is not known",
+    ),
+    "model. prefix": (lambda t: renamed(t, "", "model."), "mask_hidden"),
+    "model. before all but the mask": (
+        lambda t: [t.update({f"model.{n}": t.pop(n)}) for n in list(t) if n != "mask_hidden"],
+        "is missing",
+    ),
+    "no mask_hidden": (lambda t: t.pop("mask_hidden"), "mask_hidden"),
+    "narrow mask_hidden": (
+        lambda t: t.update({"mask_hidden": t["mask_hidden"][..., :64].clone()}),
+        "'mask_hidden' has shape [1, 1, 64], expected [1, 1, 192]",
+    ),
+    "two mask_hiddens": (lambda t: t.update({"mask_hidden": t["mask_hidden"].repeat(1, 2, 1)}), "'mask_hidden'"),
+    "own embeddings of another size": (
+        lambda t: t.update({"embed_tokens.weight": torch.ones(150, 64)}),
+        "'embed_tokens.weight' has shape [150, 64], expected [160, 64]",
+    ),
+    "own head of another size": (
+        lambda t: t.update({"lm_head.weight": torch.ones(28, 64)}),
+        "'lm_head.weight' has shape [28, 64], expected [160, 64]",
+    ),
+    "integers": (lambda t: t.update({"fc.weight": t["fc.weight"].to(torch.int32)}), "'fc.weight'"),
+    "eight bits": (lambda t: t.update({"fc.weight": t["fc.weight"].to(torch.float8_e5m2)}), "'fc.weight'"),
+    "nothing at all": (lambda t: t.clear(), ""),
+}
+
+
+@pytest.mark.parametrize("case", BAD_TENSORS)
+def test_bad_tensors(case: str, tmp_path: Path, target: Decoder) -> None:
+    folder = copy_of("p-eagle-1", tmp_path)
+    edit, words = BAD_TENSORS[case]
+    edit_weights(folder, edit)
+    refused(folder, target, words)
+
+
+BAD_D2T: dict[str, tuple[Callable[[Tensors], Any], str]] = {
+    "missing": (lambda t: t.pop("d2t"), "'d2t' is missing"),
+    "short": (lambda t: t.update({"d2t": t["d2t"][:-1].clone()}), "'d2t' has shape [27], expected [28]"),
+    "negative": (lambda t: t["d2t"][0].fill_(-1), "d2t"),
+    "beyond": (lambda t: t["d2t"][-1].fill_(pairs.VOCAB), "d2t"),
+    "floats": (lambda t: t.update({"d2t": t["d2t"].float()}), "'d2t'"),
+    "two to one": (lambda t: t["d2t"][1].fill_(int(t["d2t"][0]) - 1), "d2t"),
+    "no head": (lambda t: t.pop("lm_head.weight"), "'lm_head.weight' is missing"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_D2T)
+def test_bad_reduced_vocabulary(case: str, tmp_path: Path, target: Decoder) -> None:
+    folder = copy_of("eagle3-1-reduced", tmp_path)
+    edit, words = BAD_D2T[case]
+    edit_weights(folder, edit)
+    refused(folder, target, words)
+
+
+def test_other_width_needs_own_tables(tmp_path: Path, target: Decoder) -> None:
+    for name in ("embed_tokens.weight", "lm_head.weight"):
+        folder = copy_of("p-eagle-1-wide", tmp_path / name)
+        edit_weights(folder, lambda t, name=name: t.pop(name))
+        refused(folder, target, repr(name), "missing")
+
+
+def test_mixed_dtypes_in_one_product(tmp_path: Path, target: Decoder) -> None:
+    """Kept as stored, q and k of two dtypes cannot share a tensor; cast to one, they can."""
+    folder = copy_of("p-eagle-1", tmp_path)
+    name = "midlayer.self_attn.k_proj.weight"
+    edit_weights(folder, lambda t: t.update({name: t[name].float()}))
+    load_drafter(folder, target)
+    with pytest.raises(UserError, match="k_proj.weight' has another dtype"):
+        load_unbound(folder, read_drafter_config(folder), None)
+
+
+BAD_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
+    "mask ids disagree": ({"pard_token": 7}, "disagree"),
+    "mask ids of two types": ({"pard_token": "150"}, "disagree"),
+    "no mask id": (dict.fromkeys(MASK_NAMES), "mask_hidden"),
+    "mask id outside": (dict.fromkeys(MASK_NAMES, 160), "160"),
+    "mask id negative": (dict.fromkeys(MASK_NAMES, -1), "-1"),
+    "mask id true": (dict.fromkeys(MASK_NAMES, True), "True"),
+    "another width": ({"target_hidden_size": 32}, "width 32"),
+    "another vocabulary": ({"vocab_size": 159}, "vocabulary of 159"),
+    "a tap too far": ({"eagle_aux_hidden_state_layer_ids": [1, 2, 6]}, "taps layer 6"),
+    "a tap twice": ({"eagle_aux_hidden_state_layer_ids": [1, 1, 2]}, "eagle_aux_hidden_state_layer_ids"),
+    "a tap below": ({"eagle_aux_hidden_state_layer_ids": [-1, 1, 2]}, "eagle_aux_hidden_state_layer_ids"),
+    "a tap of text": ({"eagle_aux_hidden_state_layer_ids": [1, "2", 4]}, "eagle_aux_hidden_state_layer_ids"),
+    "a tap of truth": ({"eagle_aux_hidden_state_layer_ids": [True, 2, 4]}, "eagle_aux_hidden_state_layer_ids"),
+    "one tap alone": ({"eagle_aux_hidden_state_layer_ids": 2}, "eagle_aux_hidden_state_layer_ids"),
+    "two taps": ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, "expected [1, 1, 128]"),
+    "no taps anywhere": (
+        {
+            "eagle_aux_hidden_state_layer_ids": [],
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": []},
+            "norm_before_fc": True,
+        },
+        "input_norm.weight",  # the target's three default taps, then
+    ),
+    "EAGLE-1": ({"eagle_config": {"use_aux_hidden_state": False}}, "EAGLE-1"),
+    "another model": ({"model_type": "gemma"}, "'gemma'"),
+    "no model": ({"model_type": ["llama"]}, "['llama']"),
+    "larger draft vocabulary": ({"draft_vocab_size": 161}, "161"),
+    "layers": ({"num_hidden_layers": 2}, "layers.1."),
+    "endless layers": ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
+    "no layers": ({"num_hidden_layers": 0}, "num_hidden_layers"),
+    "kv heads": ({"num_key_value_heads": 3}, "num_key_value_heads"),
+    "negative": ({"intermediate_size": -160}, "intermediate_size"),
+    "null": ({"vocab_size": None}, "vocab_size"),
+    "text": ({"hidden_size": "64"}, "hidden_size"),
+    "a window of none": ({"sliding_window": 0, "layer_types": ["sliding_attention"]}, "sliding_window"),
+    "layer types": ({"sliding_window": 4, "layer_types": ["sliding_attention"] * 2}, ""),
+    "qk norms": ({"model_type": "qwen3"}, "q_norm"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CONFIGS)
+def test_bad_configs(case: str, tmp_path: Path, target: Decoder) -> None:
+    folder = copy_of("p-eagle-1", tmp_path)
+    fields, words = BAD_CONFIGS[case]
+    set_config(folder, **fields)
+    refused(folder, target, words)
+
+
+def test_mask_id_without_mask_hidden(tmp_path: Path, target: Decoder) -> None:
+    folder = copy_of("eagle3-1", tmp_path)
+    set_config(folder, ptd_token_id=3)
+    refused(folder, target, "mask_hidden", "ptd_token_id")
+
+
+def test_another_target(tmp_path: Path) -> None:
+    small = replace(pairs.TARGET, num_layers=3, windows=(None,) * 3)
+    refused(pairs.drafter_folder("p-eagle-1"), Decoder(small), "taps layer 4", "3 layers")
+    wide = replace(pairs.TARGET, layer=replace(pairs.TARGET.layer, hidden_size=72), vocab_size=170)
+    refused(pairs.drafter_folder("p-eagle-1"), Decoder(wide), "width 64", "72 wide", "vocabulary of 160", "170")
+
+
+def files_refused(folder: Path, target: Decoder, *words: str) -> None:
+    refused(folder, target, *words)
+    with pytest.raises(UserError):
+        Weights(folder)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_damaged_safetensors(data: st.DataObject) -> None:
+    """Cut anywhere or overwritten in the header: refused in one line, or by luck still a readable file."""
+    whole = (pairs.drafter_folder("eagle3-1") / WEIGHTS).read_bytes()
+    target = the_target()
+    with scratch() as folder:
+        shutil.copy(pairs.drafter_folder("eagle3-1") / "config.json", folder)
+        cut = data.draw(st.integers(0, 3000) | st.integers(0, len(whole) - 1))
+        (folder / WEIGHTS).write_bytes(whole[:cut])
+        refused(folder, target, "safetensors")
+        start = data.draw(st.integers(0, 2000))
+        noise = data.draw(st.binary(min_size=1, max_size=12))
+        (folder / WEIGHTS).write_bytes(whole[:start] + noise + whole[start + len(noise) :])
+        with at_worst_refused():
+            load_drafter(folder, target)
+
+
+def test_garbage_files(tmp_path: Path, target: Decoder) -> None:
+    for i, junk in enumerate([b"", b"\0" * 8, b"PK\x03\x04 zip", b"\xff" * 64, pickle.dumps({"fc.weight": 1})]):
+        folder = copy_of("eagle3-1", tmp_path / str(i))
+        (folder / WEIGHTS).write_bytes(junk)
+        files_refused(folder, target, WEIGHTS)
+    folder = copy_of("eagle3-1", tmp_path / "folder")
+    (folder / WEIGHTS).unlink()
+    (folder / WEIGHTS).mkdir()
+    files_refused(folder, target, "safetensors")
+
+
+BAD_JSON = {
+    "list": b"[1, 2]",
+    "null": b"null",
+    "text": b'"config"',
+    "cut": b'{"vocab_size": 1',
+    "empty": b"",
+    "latin-1": b'{"a": "\xe9"}',
+    "utf-16": '{"a": 1}'.encode("utf-16"),
+    "deep": b"[" * 100_000,
+    "digits": b'{"vocab_size": ' + b"9" * 5000 + b"}",
+}
+
+
+@pytest.mark.parametrize("case", BAD_JSON)
+def test_bad_json(case: str, tmp_path: Path, target: Decoder) -> None:
+    folder = copy_of("eagle3-1", tmp_path)
+    (folder / "config.json").write_bytes(BAD_JSON[case])
+    refused(folder, target, "config.json")
+    with pytest.raises(UserError):
+        read_json(folder / "config.json")
+    with pytest.raises(UserError):
+        read_target_config(folder)
+
+
+def test_absent_folders_and_files(tmp_path: Path, target: Decoder) -> None:
+    refused(tmp_path / "nowhere", target, "no such folder")
+    (tmp_path / "empty").mkdir()
+    refused(tmp_path / "empty", target, "no config.json")
+    folder = copy_of("eagle3-1", tmp_path)
+    (folder / WEIGHTS).unlink()
+    refused(folder, target, "no .safetensors file")
+    with pytest.raises(UserError, match="no such file"):
+        read_json(tmp_path / "x.json")
+    refused(folder / "config.json", target, "no such folder")
+
+
+class Trap:
+    """Unpickling this leaves a mark."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.mark,)
+
+
+def test_a_pickle_is_never_opened(tmp_path: Path, target: Decoder) -> None:
+    folder = copy_of("eagle3-1", tmp_path)
+    (folder / WEIGHTS).unlink()
+    mark = tmp_path / "ran"
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Trap(mark)))
+    refused(folder, target, "pytorch_model.bin", "pickle")
+    with pytest.raises(UserError, match="pickle"):
+        Weights(folder)
+    assert not mark.exists()
+    pickle.loads((folder / "pytorch_model.bin").read_bytes())
+    assert mark.exists()  # the trap does work
+
+
+def test_bad_index(tmp_path: Path, target: Decoder) -> None:
+    outside = tmp_path / "x.safetensors"
+    save_file({"fc.weight": torch.ones(2)}, outside)
+    save_drafter(load_drafter(pairs.drafter_folder("eagle3-1"), target), tmp_path / "d", max_shard_bytes=60_000)
+    folder = tmp_path / "d"
+    good = json.loads((folder / INDEX).read_text())["weight_map"]
+    files = ["../x.safetensors", str(outside), "sub/x.safetensors", "..", ".", "", "\0", "\ud800"]
+    files += ["no\nsuch", "a" * 5000]
+    cases: list[Any] = [good | {"fc.weight": file} for file in files]
+    cases += [good | {"fc.weight": 3}, [1], None, "x", good | {"another.weight": good["fc.weight"]}]
+    for case in cases:
+        (folder / INDEX).write_text(json.dumps({"weight_map": case}))
+        refused(folder, target)
+    (folder / INDEX).write_text("[]")
+    refused(folder, target, INDEX)
+    (folder / INDEX).write_text(json.dumps({"weight_map": good}))
+    load_drafter(folder, target)
+    next(folder.glob("model-00002*")).unlink()
+    refused(folder, target, "model-00002")
+
+
+def test_one_tensor_in_two_shards(tmp_path: Path, target: Decoder) -> None:
+    folder = copy_of("eagle3-1", tmp_path)
+    save_file({"fc.weight": torch.ones(64, 192)}, folder / "more.safetensors")
+    refused(folder, target, "'fc.weight'", "more.safetensors")
+
+
+# Arbitrary values in one field ----------------------------------------------------------------------------
+
+TRICKY = [None, True, False, 0, -1, 1, 2, 3, 1024, 2**24, 2**31, 2**63, 10**400, 0.0, -0.5, 1e-320, 1e308]
+TRICKY += [math.nan, math.inf, -math.inf, "", "64", "llama", "a\nb", "\ud800", [], {}, [[]], [None], {"a": {}}]
+json_values = st.sampled_from(TRICKY) | st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+MORE_FIELDS = ["eagle_config", "sliding_window", "use_sliding_window", "layer_types", "rope_scaling", "auto_map"]
+MORE_FIELDS += ["partial_rotary_factor", "quantization_config", "attn_implementation", "id2label", "num_labels"]
+ROPE_VALUES = {
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "yarn": {"factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+    "linear": {"factor": 2.0},
+    "default": {},
+}
+
+
+def mutations(values: dict[str, Any], data: st.DataObject) -> dict[str, Any]:
+    """One field anywhere in a config, set to anything."""
+    values = json.loads(json.dumps(values))
+    places = [values]
+    for section in ("rope_parameters", "transformer_layer_config", "eagle_config"):
+        places += [place[section] for place in list(places) if isinstance(place.get(section), dict)]
+    place = data.draw(st.sampled_from(places))
+    names = sorted(place) + (MORE_FIELDS if place is values else ["type", "attention_factor", "truncate"])
+    place[data.draw(st.sampled_from(names))] = data.draw(json_values)
+    return values
+
+
+FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@FUZZ
+@given(st.data())
+def test_any_value_in_a_plain_config(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(["p-eagle-1", "eagle3-1-reduced"]))
+    values = json.loads((pairs.drafter_folder(name) / "config.json").read_text())
+    kind = data.draw(st.sampled_from(sorted(ROPE_VALUES)))
+    values["rope_parameters"] = {"rope_type": kind, "rope_theta": 1e4, **ROPE_VALUES[kind]}
+    values["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [1, 2, 4], "use_aux_hidden_state": True}
+    if data.draw(st.booleans()):
+        values["eagle_aux_hidden_state_layer_ids"] = None
+    check_any_config(pairs.drafter_folder(name), mutations(values, data))
+
+
+@FUZZ
+@given(data=st.data())
+def test_any_value_in_a_speculators_config(data: st.DataObject, spec_folder: Path) -> None:
+    values = json.loads((spec_folder / "config.json").read_text())
+    check_any_config(spec_folder, mutations(values, data))
+
+
+@pytest.fixture(scope="module")
+def spec_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("fuzz") / "spec"
+    convert(pairs.drafter_folder("p-eagle-1"), out, "speculators", pairs.target_folder(), "org/target", 5)
+    return out
+
+
+def check_any_config(source: Path, values: dict[str, Any]) -> None:
+    """Loads, and then drafts, or is refused in one line."""
+    target = the_target()
+    with scratch() as folder:
+        (folder / WEIGHTS).symlink_to(source / WEIGHTS)
+        (folder / "config.json").write_text(json.dumps(values))
+        with at_worst_refused():
+            drafter = load_drafter(folder, target)
+            with torch.inference_mode():
+                taps = torch.ones(3, drafter.cfg.tap_width)
+                propose(drafter, [1, 2, 3, 4], taps, 2, SamplingParams(), torch.Generator())
+
+
+@FUZZ
+@given(st.data())
+def test_any_value_in_a_target_config(data: st.DataObject) -> None:
+    source = pairs.target_folder()
+    values = json.loads((source / "config.json").read_text())
+    kind = data.draw(st.sampled_from(sorted(ROPE_VALUES)))
+    values["rope_parameters"] = {"rope_type": kind, "rope_theta": 1e4, **ROPE_VALUES[kind]}
+    family = data.draw(st.sampled_from(["Llama", "Mistral", "Qwen2", "Qwen3"]))
+    values["architectures"] = [f"{family}ForCausalLM"]
+    values = mutations(values, data)
+    with scratch() as folder:
+        (folder / WEIGHTS).symlink_to(source / WEIGHTS)
+        (folder / "config.json").write_text(json.dumps(values))
+        with at_worst_refused():
+            load_decoder(folder)
+
+
+# Writing --------------------------------------------------------------------------------------------------
+
+
+def test_write_folder_refuses_what_is_there(tmp_path: Path, target: Decoder) -> None:
+    drafter = load_drafter(pairs.drafter_folder("eagle3-1"), target)
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    (taken / "notes.txt").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    for folder in (taken, tmp_path / "file"):
+        with pytest.raises(UserError, match="exists already") as caught:
+            save_drafter(drafter, folder)
+        assert "\n" not in str(caught.value)
+    assert (taken / "notes.txt").read_text() == (tmp_path / "file").read_text() == "mine"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "taken"]
+    (tmp_path / "empty").mkdir()
+    save_drafter(drafter, tmp_path / "empty")
+    save_drafter(drafter, tmp_path / "some" / "where" / "new")
+    assert read_drafter_config(tmp_path / "empty") == read_drafter_config(tmp_path / "some" / "where" / "new")
+    with pytest.raises(UserError, match="cannot be written"):
+        save_drafter(drafter, tmp_path / "file" / "below")
+
+
+def test_write_into_the_current_folder(tmp_path: Path, target: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = load_drafter(pairs.drafter_folder("eagle3-1"), target)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    save_drafter(drafter, Path("."))
+    assert read_drafter_config(tmp_path / "here") == drafter.cfg
+    monkeypatch.chdir(tmp_path)
+    save_drafter(drafter, Path("named"))
+    assert read_drafter_config(tmp_path / "named") == drafter.cfg
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(1), RuntimeError("x"), OSError(28, "No space")])
+@pytest.mark.parametrize("there", [False, True])
+def test_nothing_half_written_stays(error: BaseException, there: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    if there:
+        folder.mkdir()
+
+    def fill(into: Path) -> None:
+        (into / "config.json").write_text("{}")
+        (into / "sub").mkdir()
+        assert not folder.exists() or not any(folder.iterdir())
+        raise error
+
+    wanted = UserError if isinstance(error, OSError) else type(error)
+    with pytest.raises(wanted) as caught:
+        write_folder(folder, fill)
+    if isinstance(error, OSError):
+        assert str(caught.value) == f"{folder}: cannot be written (No space)"
+    assert list(tmp_path.iterdir()) == ([folder] if there else [])
+    assert not there or not any(folder.iterdir())
+
+
+def test_failing_tensor_writer_is_one_line(tmp_path: Path) -> None:
+    def fill(into: Path) -> None:
+        (into / WEIGHTS).mkdir()  # in the way of the file
+        write_weights({"a": torch.ones(2)}, into)
+
+    with pytest.raises(UserError, match="cannot be written"):
+        write_folder(tmp_path / "out", fill)
+    assert not any(tmp_path.iterdir())
+
+
+def test_files_are_for_everyone_to_read(tmp_path: Path, target: Decoder) -> None:
+    save_drafter(load_drafter(pairs.drafter_folder("eagle3-1"), target), tmp_path / "d", max_shard_bytes=60_000)
+    for file in (tmp_path / "d").glob("*.safetensors"):
+        assert file.stat().st_mode & 0o777 == 0o644

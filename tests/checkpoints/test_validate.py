@@ -1,0 +1,242 @@
+"""Every finding of the validator, provoked: a sound folder with one thing broken gives just that line."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pairs import EOS_ID, RECIPES, drafter_folder, target_folder
+from support import edit_config, edit_weights, set_config
+
+from peagle.checkpoints.convert import convert
+from peagle.checkpoints.validate import inspect_drafter
+from peagle.hub.resolve import DEFAULT_DRAFTER, EAGLE3_DRAFTER, resolve_drafter
+
+Tensors = dict[str, torch.Tensor]
+
+
+def findings(folder: Path, vllm: str = "0.32", target: Path | None = None) -> list[str]:
+    target = target or target_folder()
+    return inspect_drafter(folder, str(folder), target, str(target), vllm).findings
+
+
+def broken(
+    tmp_path: Path,
+    name: str,
+    config: Callable[[dict[str, Any]], None] = lambda values: None,
+    tensors: Callable[[Tensors], None] = lambda values: None,
+) -> Path:
+    folder = tmp_path / f"broken-{len(list(tmp_path.iterdir()))}"
+    shutil.copytree(drafter_folder(name), folder)
+    edit_config(folder, config)
+    edit_weights(folder, tensors)
+    return folder
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_sound_folders_have_no_findings(name: str) -> None:
+    assert findings(drafter_folder(name)) == []
+
+
+def test_the_serve_line_survives_a_shell(tmp_path: Path) -> None:
+    folder = tmp_path / "it's a folder"
+    shutil.copytree(drafter_folder("p-eagle-1"), folder)
+    words = shlex.split(inspect_drafter(folder, str(folder)).serve)
+    assert words[:4] == ["vllm", "serve", "TARGET", "--speculative-config"]
+    assert json.loads(words[4])["model"] == str(folder)
+
+
+def test_a_bad_config_hides_no_bad_numbers(tmp_path: Path) -> None:
+    folder = broken(
+        tmp_path,
+        "p-eagle-1",
+        config=lambda values: values.update(ptd_token_id=3),
+        tensors=lambda w: w["norm.weight"].fill_(float("nan")),
+    )
+    first, second = findings(folder)
+    assert first.startswith("mask ids disagree") and second == "tensor 'norm.weight' holds 64 NaN or infinite values"
+
+
+@pytest.mark.parametrize("name", [DEFAULT_DRAFTER, EAGLE3_DRAFTER])
+def test_shipped_drafters_are_sound(name: str, smollm2: Path) -> None:
+    folder = resolve_drafter(name)
+    report = inspect_drafter(folder, name, smollm2, "smollm2-135m")
+    assert report.findings == []
+    assert report.facts["mask id"] == ("16 ('<empty_output>')" if name == DEFAULT_DRAFTER else "none")
+    assert str(folder) in report.serve and str(smollm2) in report.serve, "vLLM does not know our names"
+
+
+TENSOR_CASES: dict[str, tuple[str, Callable[[Tensors], Any], str]] = {
+    "no fc": ("p-eagle-1", lambda w: w.pop("fc.weight"), "tensor 'fc.weight' is missing"),
+    "no layer": (
+        "p-eagle-4",
+        lambda w: w.pop("layers.2.mlp.up_proj.weight"),
+        "tensor 'layers.2.mlp.up_proj.weight' is missing",
+    ),
+    "unknown": (
+        "p-eagle-1",
+        lambda w: w.update({"model.norm.weight": torch.ones(64)}),
+        "tensor 'model.norm.weight' is not known here",
+    ),
+    "shape": (
+        "eagle3-1",
+        lambda w: w.update({"norm.weight": torch.ones(65)}),
+        "tensor 'norm.weight' has shape [65], expected [64]",
+    ),
+    "nan": (
+        "eagle3-1",
+        lambda w: w["norm.weight"].__setitem__(3, float("nan")),
+        "tensor 'norm.weight' holds 1 NaN or infinite values",
+    ),
+    "zeros": ("p-eagle-1", lambda w: w["fc.weight"].zero_(), "tensor 'fc.weight' is all zeros"),
+    "no head": (
+        "p-eagle-1-reduced",
+        lambda w: w.pop("lm_head.weight"),
+        "tensor 'lm_head.weight' is missing: the target's head does not fit this drafter",
+    ),
+    "d2t range": (
+        "eagle3-1-reduced",
+        lambda w: w["d2t"].__setitem__(27, 500),
+        "d2t points outside the vocabulary (ids 10 to 527)",
+    ),
+    "t2d": ("eagle3-1-reduced", lambda w: w["t2d"].zero_(), "t2d does not mark the target ids that d2t names"),
+    "d2t moves": (
+        "eagle3-1",
+        lambda w: w.update({"d2t": torch.ones(160, dtype=torch.long)}),
+        "d2t moves tokens of a full vocabulary; only a reduced one has such a map",
+    ),
+    "d2t full": (
+        "eagle3-1",
+        lambda w: w.update({"d2t": torch.zeros(160, dtype=torch.long)}),
+        "d2t in a full-vocabulary drafter: vLLM 0.30 and newer refuse d2t there",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TENSOR_CASES)
+def test_tensors(case: str, tmp_path: Path) -> None:
+    name, change, finding = TENSOR_CASES[case]
+    assert findings(broken(tmp_path, name, tensors=change)) == [finding]
+
+
+TAPS = "eagle_aux_hidden_state_layer_ids"
+CONFIG_CASES: dict[str, tuple[str, dict[str, Any], str, str]] = {
+    "unsorted": (
+        "p-eagle-1",
+        {TAPS: [4, 1, 2]},
+        "0.32",
+        f"{TAPS} [4, 1, 2] is not sorted: vLLM concatenates in ascending order all the same",
+    ),
+    "range": ("p-eagle-1", {TAPS: [1, 2, 9]}, "0.32", "taps layer 9, this target has 5 layers"),
+    "repeated": ("p-eagle-1", {TAPS: [1, 1, 2]}, "0.32", f"{TAPS} is [1, 1, 2], expected different layers, from 0 up"),
+    "uncounted": (
+        "p-eagle-1-wide",
+        {"num_aux_hidden_states": None},
+        "0.32",
+        "4 taps without num_aux_hidden_states: vLLM takes fc for 3 of them",
+    ),
+    "miscounted": (
+        "p-eagle-1",
+        {"num_aux_hidden_states": 4},
+        "0.32",
+        "num_aux_hidden_states is 4, but there are 3 taps",
+    ),
+    "null width": (
+        "p-eagle-1",
+        {"target_hidden_size": None},
+        "0.32",
+        "target_hidden_size is null: vLLM fails on it; leave it out or give the number",
+    ),
+    "short": (
+        "p-eagle-1",
+        {"max_position_embeddings": 100},
+        "0.32",
+        "max_position_embeddings is 100, the target's 256: vLLM stops drafting there without a word",
+    ),
+    "vocabulary": (
+        "eagle3-1-reduced",
+        {"vocab_size": 200},
+        "0.32",
+        "made for a vocabulary of 200, this target's has 160",
+    ),
+    "mask ids": (
+        "p-eagle-1",
+        {"pard_token": 3},
+        "0.32",
+        "mask ids disagree: {'ptd_token_id': 150, 'pard_token': 3, 'mask_token_id': 150}",
+    ),
+    "newer mask id name": (
+        "p-eagle-1",
+        {"pard_token": None, "ptd_token_id": None},
+        "0.26",
+        "mask id only as mask_token_id: vLLM 0.26 reads pard_token or ptd_token_id",
+    ),
+    "eos as mask": (
+        "p-eagle-1",
+        dict.fromkeys(("ptd_token_id", "pard_token", "mask_token_id"), EOS_ID),
+        "0.32",
+        f"mask id {EOS_ID} ends a text: pick a reserved id that no text holds",
+    ),
+    "architecture": (
+        "p-eagle-1",
+        {"architectures": ["LlamaForCausalLM"]},
+        "0.32",
+        "architectures ['LlamaForCausalLM']: vLLM knows a drafter as LlamaForCausalLMEagle3",
+    ),
+    "rope": (
+        "p-eagle-1",
+        {"rope_theta": 5.0},
+        "0.32",
+        "rope_theta is 5.0, in rope_parameters 10000.0: readers differ in which they take",
+    ),
+    "parallel too early": ("p-eagle-1", {}, "0.15", "parallel drafting needs vLLM 0.16 or newer, not 0.15"),
+    "fc_norm too early": ("p-eagle-4-reduced", {}, "0.21", "fc_norm needs vLLM 0.22 or newer, not 0.21"),
+}
+
+
+@pytest.mark.parametrize("case", CONFIG_CASES)
+def test_config(case: str, tmp_path: Path) -> None:
+    name, change, vllm, finding = CONFIG_CASES[case]
+    assert finding in findings(broken(tmp_path, name, config=lambda values: values.update(change)), vllm)
+
+
+def test_one_name_of_the_mask_id_is_enough_where_it_is_read(tmp_path: Path) -> None:
+    """The released heads give ptd_token_id alone, which every version reads."""
+    for only, versions in (("ptd_token_id", ("0.16", "0.26", "0.32")), ("mask_token_id", ("0.28", "0.32"))):
+        others = dict.fromkeys({"ptd_token_id", "pard_token", "mask_token_id"} - {only})
+        folder = broken(tmp_path, "p-eagle-1", config=lambda values, others=others: values.update(others))
+        assert [findings(folder, version) for version in versions] == [[]] * len(versions)
+
+
+def test_full_vocabulary_map_was_fine_before_030(tmp_path: Path) -> None:
+    folder = broken(tmp_path, "eagle3-1", tensors=lambda w: w.update({"d2t": torch.zeros(160, dtype=torch.long)}))
+    assert findings(folder, "0.28") == []
+
+
+def test_mask_id_that_the_tokenizer_emits(tmp_path: Path, smollm2: Path) -> None:
+    """On SmolLM2's real tokenizer: an ordinary token, a chat token, a reserved one."""
+    for mask_id, wanted in ((500, "is an ordinary token"), (1, "is a token every text may hold"), (16, None)):
+        folder = tmp_path / str(mask_id)
+        shutil.copytree(resolve_drafter("smollm2-135m-p-eagle"), folder)
+        set_config(folder, **dict.fromkeys(("ptd_token_id", "pard_token", "mask_token_id"), mask_id))
+        found = findings(folder, target=smollm2)
+        assert found == [] if wanted is None else len(found) == 1 and wanted in found[0]
+
+
+def test_speculators_fields(tmp_path: Path) -> None:
+    out = tmp_path / "speculators"
+    convert(drafter_folder("p-eagle-4-reduced"), out, "speculators", target_folder(), "target", 5)
+    assert findings(out) == []
+    assert "a speculators folder of kind peagle needs vLLM 0.22 or newer, not 0.21" in findings(out, "0.21")
+    edit_config(out, lambda values: values.pop("norm_before_residual"))
+    edit_config(out, lambda values: values["transformer_layer_config"].pop("fc_norm"))
+    assert findings(out) == [
+        "norm_before_residual is absent: vLLM and speculators take different defaults",
+        "fc_norm stands outside transformer_layer_config: vLLM drops it for a peagle drafter",
+    ]

@@ -1,0 +1,282 @@
+"""`peagle chat`: every answer and every number against the reference, colours against its drafts, Ctrl-C in a terminal.
+
+Piped it is compared as a whole; a terminal is a pseudo-terminal with the real SmolLM2.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+
+import engines
+import forks
+import pytest
+from pairs import EOS_ID, TEXT, drafter_folder
+from serving_support import K, Served
+from streaming import FAULTS, StreamServer
+
+from peagle.cli import main
+from peagle.cli.chat_server import Served as Partner
+from peagle.cli.chat_server import count_rounds
+from peagle.config import SamplingParams
+from peagle.engine.request import CompletionOutput
+from peagle.errors import UserError
+from peagle.speculative.reference import Generation, generate
+
+TOKENS, MOST = 16, 5
+DRAFTER = "p-eagle-4"
+FOLDERS_EOS = frozenset({EOS_ID})  # as the target's folder has it; engines that tests make end at a comma too
+QUESTIONS = [TEXT[at : at + 18].decode().replace("\n", " ").strip() for at in (600, 1500, 2500, 4000)]
+
+
+def chat(*lines: str, flags: tuple[str, ...] = (), **env: str) -> tuple[int, str, str]:
+    run = forks.Process("-m", "peagle", "chat", *flags, stdin="".join(f"{x}\n" for x in lines).encode(), env=env)
+    return run.wait(), run.said(), run.complaints()
+
+
+def local() -> tuple[str, ...]:
+    own = ("-t", str(engines.target().folder), "-d", str(drafter_folder(DRAFTER)), "-k", str(MOST))
+    return (*own, "--max-tokens", str(TOKENS), "--device", "cpu", "--dtype", "float32")
+
+
+@cache
+def answer(k: int, *talk: str, name: str = DRAFTER, eos: frozenset[int] = FOLDERS_EOS) -> Generation:
+    """The reference's, to a conversation that ends with a question; the template puts a space between messages."""
+    prompt = list(" ".join(talk).encode())
+    own = engines.drafter(name) if k else None
+    return generate(engines.target().model, prompt, SamplingParams(max_tokens=TOKENS), eos, own, k, 256)
+
+
+def text(one: Generation) -> str:
+    return engines.decode(one.token_ids[: len(one.token_ids) - (one.finish_reason == "stop")])
+
+
+def told(answers: list[tuple[Generation, int]]) -> str:
+    """What /stats must say, as a pattern: only the speed is its own."""
+    tokens, rounds = sum(len(a.token_ids) for a, _ in answers), sum(len(a.rounds) for a, _ in answers)
+    noun = "answer" if len(answers) == 1 else "answers"
+    lines = rf"{len(answers)} {noun}: {tokens} tokens in {rounds} rounds, [\d.]+ tokens/s; "
+    lines += rf"{tokens - len(answers) - rounds} rounds saved\n"
+    helped = [(a, k) for a, k in answers if k]
+    if helped:
+        drafts = sum(a.num_drafts for a, _ in helped)
+        kept = sum(sum(a.accepted_per_position) for a, _ in helped)
+        rates = []
+        for i in range(max(k for _, k in helped)):
+            could = [a for a, k in helped if k > i]
+            rates.append(f"{sum(a.accepted_per_position[i] for a in could) / sum(a.num_drafts for a in could):.0%}")
+        lines += re.escape(f"acceptance length {1 + kept / drafts:.2f}; drafts accepted by position: ")
+        lines += re.escape(" ".join(rates)) + "\n"
+    return lines
+
+
+def conversation(most: int, **how: Any) -> tuple[list[str], str]:
+    """What is typed, and a pattern of all that must be said."""
+    a, b, c, d = QUESTIONS
+    first = answer(most, a, **how)
+    second = answer(2, a, text(first), b, **how)
+    third = answer(0, a, text(first), b, text(second), c, **how)
+    fresh = answer(most, d, **how)
+    typed = [a, "/stats", "/k 2", "", b, "/off", c, "/stats", "/reset", "/stats", "/on", f"/k {most}", d, "/stats"]
+    said = [re.escape(text(first) + "\n"), told([(first, most)]), re.escape(text(second) + "\n")]
+    said += [re.escape(text(third) + "\n"), told([(first, most), (second, 2), (third, 0)]), r"No answers yet\.\n"]
+    said += [re.escape(text(fresh) + "\n"), told([(fresh, most)])]
+    assert any(first.drafted) and sum(second.accepted_per_position) and len(third.rounds) == len(third.token_ids) - 1
+    return typed, "".join(said)
+
+
+def test_a_piped_conversation_is_the_references_word_for_word() -> None:
+    typed, wanted = conversation(MOST)
+    status, said, complaints = chat(*typed, "/exit", "never asked", flags=local())
+    assert (status, complaints) == (0, "")
+    assert re.fullmatch(wanted, said), (said, wanted)
+
+
+def test_a_server_says_the_same() -> None:
+    typed, wanted = conversation(K, name="p-eagle-1", eos=engines.EOS)
+    with Served(api_key="sesame") as server:
+        flags = ("--url", server.url, "--max-tokens", str(TOKENS))
+        status, said, complaints = chat(*typed, flags=flags, OPENAI_API_KEY="sesame")
+        assert (status, complaints) == (0, "")
+        assert re.fullmatch(wanted, said), (said, wanted)
+        status, said, complaints = chat("hello", flags=flags)
+        assert (status, said) == (2, "") and "OPENAI_API_KEY" in complaints and "sesame" not in complaints
+        server.check_nothing_left()
+
+
+def test_shaded_is_what_was_drafted() -> None:
+    question = QUESTIONS[1]
+    colours = {"FORCE_COLOR": "1", "TERM": "xterm-256color", "COLUMNS": "200"}
+    _, said, _ = chat(question, flags=local(), **colours)
+    shaded, plain, now = [], "", False
+    for code, letter in re.findall(r"\x1b\[([\d;]*)m|([^\x1b])", said):
+        if letter:
+            plain += letter
+            shaded.append(now)
+        else:
+            now = "48;5" in code
+    want = answer(MOST, question)
+    assert plain == text(want) + "\n"
+    letters = [i for i, letter in enumerate(text(want)) if letter != "\n"]  # an end of line has no shade
+    assert [shaded[i] for i in letters] == [want.drafted[i] for i in letters] and any(want.drafted)
+
+
+def test_a_mistake_is_one_line_and_the_end_of_a_pipe(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In this process, through the same `main`."""
+    cases: list[tuple[str, tuple[str, ...], str]] = [
+        ("/frobnicate", (), "/frobnicate: no such command"),
+        ("/k", (), "/k: must be a number from 1 to 5"),
+        ("/k 6", (), "/k 6: must be a number from 1 to 5"),
+        ("/k -1", (), "/k -1: must be"),
+        ("x" * 300, (), "300 tokens"),
+        ("hello", ("--max-tokens", "0"), "--max-tokens 0"),
+        ("hello", ("-k", "many"), "-k many"),
+        ("hello", ("--url", "ftp://nowhere"), "--url ftp://nowhere"),
+        ("hello", ("--url", "http://127.0.0.1:9"), "is the server running?"),
+    ]
+    for typed, flags, wanted in cases:
+        monkeypatch.setattr(sys, "argv", ["peagle", "chat", *local(), *flags])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(f"{typed}\n/exit\n"))
+        with pytest.raises(SystemExit) as exit:
+            main()
+        said, complaints = capfd.readouterr()
+        assert exit.value.code == 2 and said == "", (typed, said, complaints)
+        assert complaints.count("\n") == 1 and wanted in complaints, (typed, complaints)
+
+
+def test_without_a_drafter_there_is_nothing_to_turn_on() -> None:
+    flags = ("-t", str(engines.target().folder), "--max-tokens", str(TOKENS), "--device", "cpu", "--dtype", "float32")
+    status, said, complaints = chat(QUESTIONS[0], "/off", "/stats", "/on", flags=flags)
+    assert status == 2 and "no drafter" in complaints
+    assert re.fullmatch(re.escape(text(answer(0, QUESTIONS[0])) + "\n") + told([(answer(0, QUESTIONS[0]), 0)]), said)
+
+
+def test_any_server_can_be_talked_with_and_none_can_break_the_chat() -> None:
+    with StreamServer() as server:
+        status, said, complaints = chat(
+            "as:usage in the last.", "/stats", flags=("--url", server.url, "--max-tokens", "4")
+        )
+        assert (status, said, complaints) == (0, "word word word word \nThis server does not tell its tokens.\n", "")
+        assert "peagle" not in server.answered[0].body, "a stranger might refuse what it does not know"
+        partner = Partner(server.url)
+        slow = ("silent", "stalls", "drips", "endless", "no usage", "rubbish usage", "nothing")
+        for fault in set(FAULTS) - set(slow):
+            with pytest.raises(UserError, match=f"--url {server.url}: ") as error:
+                list(partner.answer([{"role": "user", "content": f"fault:{fault}."}], SamplingParams()))
+            if fault == "429":
+                assert str(error.value).endswith("429, it has all it can do: this is a 429; try again in 1 s")
+
+
+def test_counts_of_a_stopped_answer_are_those_of_its_rounds() -> None:
+    for k, question in ((MOST, QUESTIONS[0]), (2, QUESTIONS[1])):
+        want = answer(k, question)
+        ends = [1]  # lengths after the prompt's pass and after each whole round
+        for taken in want.rounds:
+            ends.append(ends[-1] + taken.accepted + 1)
+        for rounds, end in enumerate(ends[:-1]):
+            out = CompletionOutput(0, "", want.token_ids[:end], None, accepted_per_position=[0] * k)
+            out.drafted = want.drafted[:end]
+            count_rounds(out)
+            kept = [sum(taken.accepted > i for taken in want.rounds[:rounds]) for i in range(k)]
+            assert (out.rounds, out.accepted_per_position) == (rounds, kept)
+
+
+class Terminal:
+    """A pseudo-terminal with somebody who types."""
+
+    def __init__(self, *command: str) -> None:
+        self.handle, theirs = pty.openpty()
+        # a shell that started the tests in the background made them, and so their children, deaf to Ctrl-C
+        hearing = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+        env = os.environ | {"TERM": "xterm-256color", "COLUMNS": "200"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "peagle", *command],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env=env,
+            start_new_session=True,
+            preexec_fn=hearing,
+        )
+        os.close(theirs)
+        self.seen = ""
+
+    def type(self, line: str) -> None:
+        os.write(self.handle, line.encode())
+
+    def press_ctrl_c(self) -> None:
+        time.sleep(0.3)  # nobody presses it between a prompt and the reading behind it, where it would wait for a key
+        self.process.send_signal(signal.SIGINT)
+
+    def until(self, done: Callable[[str], object], seconds: float = 120) -> str:
+        """What came since the last time, as soon as it is enough."""
+        ends, new = time.monotonic() + seconds, ""
+        while not done(new):
+            ready, _, _ = select.select([self.handle], [], [], max(0.0, ends - time.monotonic()))
+            assert ready, f"it waits: {new!r}"
+            new += os.read(self.handle, 4096).decode(errors="replace")
+        return new
+
+
+@contextmanager
+def terminal(*command: str) -> Iterator[Terminal]:
+    one = Terminal(*command)
+    try:
+        yield one
+    finally:
+        one.process.kill()
+        one.process.wait()
+        os.close(one.handle)
+
+
+@pytest.mark.usefixtures("smollm2")
+def test_ctrl_c_stops_the_answer_and_twice_the_chat() -> None:
+    def prompt(said: str) -> bool:
+        return said.endswith("> ")
+
+    with terminal("chat", "--max-tokens", "400") as screen:
+        assert "/help" in screen.until(prompt)
+        screen.type("Tell me a long story about a fox.\n")
+        screen.until(lambda said: said.count("\x1b[") > 8)  # it is at it
+        screen.press_ctrl_c()
+        stopped = screen.until(prompt)
+        assert "; stopped" in stopped and "Traceback" not in stopped
+        screen.type("/nonsense\n")
+        assert "no such command" in screen.until(prompt)
+        screen.type("/reset\n")
+        screen.until(prompt)
+        screen.type("What is the capital of France?\n")
+        again = re.sub(r"\x1b\[[\d;?]*[a-z]", "", screen.until(prompt))
+        assert "The capital of France is Paris." in again and "tokens a round" in again
+        screen.press_ctrl_c()
+        assert "Ctrl-C again leaves" in screen.until(prompt)
+        screen.press_ctrl_c()
+        assert screen.process.wait(30) == 130
+
+
+def test_ctrl_c_hangs_up_on_a_server() -> None:
+    with StreamServer(each_s=0.05) as server, terminal("chat", "--url", server.url) as screen:
+        screen.until(lambda said: said.endswith("> "))
+        screen.type("as:usage in the last.\n")
+        screen.until(lambda said: "word" in said)
+        screen.press_ctrl_c()
+        assert "; stopped" in screen.until(lambda said: said.endswith("> "))
+        ends = time.monotonic() + 10
+        while server.running:
+            assert time.monotonic() < ends, "the server was not told"
+            time.sleep(0.01)
+        screen.type("/exit\n")
+        assert screen.process.wait(30) == 0

@@ -1,0 +1,260 @@
+"""The demonstration: engines that take turns say what the reference says, and panes show what was said."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from pairs import TEXT, drafter_folder, target_folder
+from rich.cells import cell_len
+from rich.console import Console
+
+from peagle import SamplingParams
+from peagle.checkpoints.target import Target, load_target
+from peagle.cli import demo, main
+from peagle.cli.demo_view import Pane, Scene, why_it_does_not_pay
+from peagle.cli.race import Racer, Run, race, together
+from peagle.display import DRAFTED
+from peagle.engine.llm import LLM
+from peagle.hub import resolve as hub
+from peagle.speculative.reference import generate
+
+K, TOKENS = 3, 40
+ASKED = [[*TEXT[at : at + 40]] for at in (600, 2900)]
+
+
+def letters(ids: list[int]) -> str:
+    return bytes(ids).decode("utf-8", errors="replace")
+
+
+def engine(target: Target, drafter: str | None) -> LLM:
+    options: dict[str, Any] = {"device": "cpu", "threads": 1, "max_num_seqs": 1, "max_model_len": 128}
+    options["tokenizer"] = False
+    return LLM(target, drafter_folder(drafter) if drafter else None, K if drafter else "auto", **options)
+
+
+def engines() -> list[Racer]:
+    """Of the small trained pairs."""
+    target = load_target(target_folder())
+    ways = (("alone", None), ("EAGLE-3", "eagle3-1"), ("P-EAGLE", "p-eagle-1"))
+    return [Racer(name, drafter, engine(target, drafter)) for name, drafter in ways]
+
+
+def one_of_them_changed() -> list[Racer]:
+    target, found = load_target(target_folder()), engines()
+    target.model.lm_head.weight.data[ord("e")] = 0
+    found[0].llm = engine(target, None)
+    return found
+
+
+@pytest.fixture(scope="module")
+def racers() -> list[Racer]:
+    return engines()
+
+
+def test_all_say_what_the_reference_says_and_nobody_runs_ahead(racers: list[Racer]) -> None:
+    params = SamplingParams(max_tokens=TOKENS)
+    model, eos = racers[0].llm.target.model, racers[0].llm.target.eos_ids
+    by_prompt = []
+    for ids in ASKED:
+        moments = [[(0.0, False)] * len(racers)]
+        for racer in racers:
+            racer.ask(ids, params)
+        race(racers, lambda seen=moments: seen.append([(r.seconds, r.done) for r in racers]))
+        for before, after in pairwise(moments):
+            (mover,) = (i for i in range(len(racers)) if before[i] != after[i])
+            assert before[mover][0] == min(seconds for seconds, done in before if not done), "it was not its turn"
+        runs = [racer.run for racer in racers]
+        for run, racer in zip(runs, racers, strict=True):
+            drafter = racer.llm.drafter
+            want = generate(model, ids, params, eos, drafter, K if drafter else 0, max_length=128)
+            assert run.token_ids == want.token_ids and run.rounds == len(want.rounds)
+            if drafter is not None:
+                kept = [sum(taken.accepted > i for taken in want.rounds) for i in range(K)]
+                assert run.accepted_per_position == kept and run.drafted_tokens == K * run.drafts
+        by_prompt.append(runs)
+    for runs in zip(*by_prompt, strict=True):
+        whole = together(runs)
+        assert whole.token_ids == runs[0].token_ids + runs[1].token_ids
+        assert whole.seconds == runs[0].seconds + runs[1].seconds > whole.first_token_seconds > 0
+        assert whole.passes == len(runs) + whole.rounds
+
+
+def said_by(name: str, drafter: str | None, text: str, drafted: list[bool], done: bool = True) -> Any:
+    """Somebody who has said this, a letter a token."""
+    run = Run(name, drafter, [*text.encode()], 9, 9, 27, [6, 3, 1], 1.0, 0.1, 10)
+    request = SimpleNamespace(output_ids=run.token_ids, drafted=drafted)
+    return SimpleNamespace(name=name, drafter=drafter, run=run, done=done, request=request)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (100, 30), (160, 40), (119, 10), (60, 18)])
+def test_panes_fit_the_terminal_and_shade_exactly_the_drafts(size: tuple[int, int]) -> None:
+    text = "def f(n):\n    return [bold]\n\n" + " ".join(f"word{i}" for i in range(60)) + " 終\ttail"
+    data = text.encode()
+    drafted = [i % 5 in (1, 2) for i in range(len(data))]
+    panes = [
+        Pane(said_by(name, drafter, text, drafted if drafter else [False] * len(data)), letters)
+        for name, drafter in demo.WAYS
+    ]
+    for pane in panes:
+        pane.grow()
+    width, height = size
+    screen = Console(file=io.StringIO(), force_terminal=True, color_system="truecolor", width=width, height=height)
+    lines = screen.render_lines(Scene(panes, DRAFTED), pad=False)
+    plain = ["".join(s.text for s in line) for line in lines]
+    assert all(cell_len(line) <= width for line in plain)
+    assert len(plain) < height or height < 14, "it would scroll away under the cursor"
+    assert "\n".join(plain).count("word59") == 3 and "1.00x" in "\n".join(plain)
+    shaded = "".join(s.text for line in lines for s in line if s.style is not None and s.style.bgcolor is not None)
+    kept = [t for t, was in panes[2].parts if was]
+    assert shaded.strip() and set(shaded) <= set("".join(kept)) | {" "}
+    if width >= 120:  # the whole text is there, so all that was drafted is, twice, but for what wrapping took away
+        count = {c: "".join(kept).count(c) for c in "wordtail"}
+        assert {c: shaded.count(c) for c in "wordtail"} == {c: 2 * n for c, n in count.items()}
+
+
+def test_it_says_why_drafts_do_not_pay() -> None:
+    alone = Run("alone", None, [1] * 100, 99, 0, 0, [], 10.0, 0.1, 100)
+    slow = Run("P-EAGLE", "d", [1] * 100, 49, 49, 343, [40, 10], 20.0, 0.1, 50)
+    assert why_it_does_not_pay(slow, alone) == (
+        "P-EAGLE does not pay on this machine: its passes took 4.00 times as long as the target's alone and brought "
+        "2.00 tokens each."
+    )
+    mostly_bare = Run("P-EAGLE", "d", [1] * 100, 98, 2, 14, [1, 0], 11.0, 0.1, 99)
+    assert "98% of its rounds went without drafts" in (why_it_does_not_pay(mostly_bare, alone) or "")
+    quick = Run("P-EAGLE", "d", [1] * 100, 49, 49, 343, [40, 10], 5.0, 0.1, 50)
+    assert why_it_does_not_pay(quick, alone) is None
+
+
+def with_small_engines(monkeypatch: pytest.MonkeyPatch, racers: list[Racer], *args: str) -> int:
+    monkeypatch.setattr(demo, "_line_up", lambda asked, *rest: (ASKED, letters, racers))
+    monkeypatch.setattr(sys, "argv", ["peagle", "demo", "first", "second", "--max-tokens", str(TOKENS), *args])
+    with pytest.raises(SystemExit) as left:
+        main()
+    return int(left.value.code or 0)
+
+
+def test_json_and_plain_lines(
+    racers: list[Racer], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert with_small_engines(monkeypatch, racers, "--json") == 0
+    told = json.loads(capfd.readouterr().out)
+    model, eos = racers[0].llm.target.model, racers[0].llm.target.eos_ids
+    want = [generate(model, ids, SamplingParams(max_tokens=TOKENS), eos, max_length=128).token_ids for ids in ASKED]
+    assert told["equal"] and [p["text"] for p in told["prompts"]] == [letters(ids) for ids in want]
+    for way in range(3):
+        parts = [p["runs"][way] for p in told["prompts"]]
+        whole = told["together"][way]
+        assert [p["token_ids"] for p in parts] == want
+        assert whole["passes"] == sum(p["passes"] for p in parts)
+        assert whole["speed_up"] == pytest.approx(told["together"][0]["seconds"] / whole["seconds"], rel=1e-2)
+    assert with_small_engines(monkeypatch, racers) == 0
+    out, err = capfd.readouterr()
+    assert "\x1b" not in out + err, "no terminal, no colours"
+    assert [out.count(letters(ids)) for ids in want] == [1, 1], "equal texts are shown once"
+    assert "All texts are equal, token for token" in out and "speed-up" in out
+
+
+def test_texts_that_differ_are_an_error_in_float32_and_explained_in_bfloat16(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    others = one_of_them_changed()
+    said = []
+    for ids in ASKED:
+        for racer in others:
+            racer.ask(ids, SamplingParams(max_tokens=TOKENS))
+        race(others, lambda: None)
+        said.append([racer.run.token_ids for racer in others])
+    number, (changed, right, _) = next((i, texts) for i, texts in enumerate(said, 1) if texts[0] != texts[1])
+    same = len(os.path.commonprefix([changed, right]))
+    where = f"texts differ from token {same + 1} of prompt {number} on: "
+    assert with_small_engines(monkeypatch, others) == 2
+    out, err = capfd.readouterr()
+    assert "All texts are equal" not in out
+    assert err == f"peagle: error: the {where}please report this, it must never happen\n"
+    monkeypatch.setattr(demo, "_setting", lambda llm: ("bfloat16", "the CPU"))
+    assert with_small_engines(monkeypatch, others) == 0
+    out, err = capfd.readouterr()
+    assert err == "" and f"The {where}in bfloat16" in out and "All texts are equal" not in out
+
+
+def test_bad_input_is_found_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for args, wanted in ((["  "], "empty"), (["hi", "-k", "none"], "-k none"), (["hi", "--max-tokens", "0"], "0")):
+        monkeypatch.setattr(sys, "argv", ["peagle", "demo", *args])
+        with pytest.raises(SystemExit) as left:
+            main()
+        out, err = capfd.readouterr()
+        assert left.value.code == 2 and out == "" and err.count("\n") == 1 and wanted in err
+
+
+class Terminal:
+    def __init__(self, *command: str, columns: int = 80, lines: int = 24) -> None:
+        self.handle, theirs = pty.openpty()
+        # a shell that started the tests in the background made them, and so their children, deaf to Ctrl-C
+        hearing = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+        env = os.environ | {"TERM": "xterm-256color", "COLUMNS": str(columns), "LINES": str(lines)}
+        ask = [sys.executable, "-m", "peagle", "demo", *command]
+        self.process = subprocess.Popen(
+            ask, stdin=theirs, stdout=theirs, stderr=theirs, env=env, start_new_session=True, preexec_fn=hearing
+        )
+        os.close(theirs)
+        self.said = ""
+
+    def until(self, enough: str | None, seconds: float = 240) -> str:
+        """All that was said, once it holds that; None: once it has ended."""
+        ends = time.monotonic() + seconds
+        while enough is None or enough not in self.said:
+            ready, _, _ = select.select([self.handle], [], [], max(0.0, ends - time.monotonic()))
+            assert ready, f"it waits: {self.said!r}"
+            try:
+                new = os.read(self.handle, 65536)
+            except OSError:
+                new = b""
+            if not new:
+                assert enough is None, self.said
+                break
+            self.said += new.decode(errors="replace")
+        return self.said
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self.handle)
+
+
+@pytest.mark.usefixtures("smollm2")
+def test_on_a_terminal_with_the_real_model() -> None:
+    """Ends with the sentence, and the second time with Ctrl-C, cursor and screen as they were."""
+    assert hub.shipped_drafters() == [hub.EAGLE3_DRAFTER, hub.DEFAULT_DRAFTER]
+    screen = Terminal("What is the capital of France?", "--max-tokens", "12", "-k", "3")
+    try:
+        said = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", screen.until(None))
+        assert screen.process.wait(60) == 0, said
+        assert "The capital of France is Paris." in said and "with EAGLE-3" in said and "with P-EAGLE" in said
+        assert "All texts are equal, token for token" in said and "speed-up" in said
+    finally:
+        screen.close()
+    screen = Terminal("Tell me a long story.", "--max-tokens", "900", "-k", "2")
+    try:
+        screen.until("tokens, ")
+        screen.process.send_signal(signal.SIGINT)
+        said = screen.until(None)
+        assert screen.process.wait(60) == 130 and "Traceback" not in said
+        assert said.rfind("\x1b[?25h") > said.rfind("\x1b[?25l"), "the cursor is back"
+    finally:
+        screen.close()

@@ -1,0 +1,563 @@
+"""Responses: what the target says to each turn, once, whatever happens in between."""
+
+from __future__ import annotations
+
+import gc
+import json
+import resource
+import sys
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import forks
+import pytest
+from chats import EOS, TEMPLATE, Canned, by_key, conversations, make_chat, make_target, rows_of, write
+from hypothesis import given
+from hypothesis import strategies as st
+from pairs import TEXT
+from support import many
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from peagle.cli import main
+from peagle.config import EndpointSettings, ResponseSettings, SamplingParams, WriterSettings
+from peagle.data.chat import Chat
+from peagle.data.examples import examples
+from peagle.data.loops import before_loop, circling, looping
+from peagle.data.prompts import Prompt, Prompts, read_prompts
+from peagle.data.report import Summary
+from peagle.data.responses import NO_PROMPT, Writer, seed_of
+from peagle.data.run import open_chat, write_responses
+from peagle.data.sources import Answer, Question, open_engine
+from peagle.data.store import ResponseFile, beside
+from peagle.engine import loader as loading
+from peagle.engine.llm import LLM
+from peagle.errors import UserError
+
+ENGINE = WriterSettings(device="cpu", dtype="float32", max_num_seqs=4, max_model_len=200)
+
+ASKED = [{"role": "user", "content": "Really?"}]
+SYSTEM = [{"role": "system", "content": "Be brief."}]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_core() -> Iterator[None]:
+    """Matrices of tiny models only lose by a second thread."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "usable_cores", lambda: 1)
+        yield
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_target(tmp_path_factory.mktemp("target") / "t")
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> Chat:
+    return make_chat(tmp_path_factory.mktemp("chat") / "t")
+
+
+def licence(count: int, length: int = 24) -> list[str]:
+    """Pieces of the text that the small target knows."""
+    text = TEXT.decode().replace("\n", " ")
+    step = (len(text) - length) // count
+    return [text[i * step : i * step + length + i % 7].strip() + "." for i in range(count)]
+
+
+def write_prompts(path: Path, count: int) -> str:
+    texts = licence(2 * count)
+    rows = [{"id": f"p/{i}", "turns": texts[2 * i : 2 * i + 1 + i % 2]} for i in range(count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+# The engine
+
+
+def test_the_rows_are_what_the_target_says_to_one_turn_after_another(target: Path, tmp_path: Path) -> None:
+    settings = ResponseSettings(temperature=0.8, top_p=0.95, max_tokens=20, samples=2, seed=3)
+    prompts, out = write_prompts(tmp_path / "p.jsonl", 9), tmp_path / "deep" / "out.jsonl"
+    summary = write_responses(prompts, out, str(target), settings, ENGINE, shown=False)
+    written = by_key(rows_of(out))
+    alone = LLM(target, device="cpu", dtype="float32", max_num_seqs=1, max_model_len=200)
+    expected = loops = tokens = 0
+    for prompt in read_prompts(prompts).rows:
+        for sample in range(2):
+            ids, spans, texts = list[int](), [], list[str]()
+            for turn, question in enumerate(prompt.turns):
+                ids += [*question.encode(), ord("\n")]
+                params = settings.params(seed_of(3, prompt.id, sample, turn))
+                said = alone.generate(ids, params)[0].outputs[0]
+                if looping(said.token_ids, said.finish_reason == "stop"):
+                    loops += 1
+                    break
+                finish = said.finish_reason
+                spans.append([len(ids), len(ids) + len(said.token_ids)])
+                texts += [question, said.text]
+                ids += said.token_ids
+                tokens += len(said.token_ids)
+                if finish == "length" and turn + 1 < len(prompt.turns):
+                    ids.append(EOS)  # the template's, before the next question
+            if not spans:
+                assert (prompt.id, sample) not in written
+                continue
+            expected += 1
+            row = written[prompt.id, sample]
+            assert row["token_ids"] == ids[: spans[-1][1]] and row["spans"] == spans
+            assert [m["content"] for m in row["messages"]] == texts
+            assert [m["role"] for m in row["messages"]] == ["user", "assistant"] * (len(texts) // 2)
+            assert row["source"] == "p" and row["finish_reason"] in ("stop", "length")
+            assert (row["token_ids"][-1] == EOS) == (row["finish_reason"] == "stop")
+    assert len(written) == summary.rows == summary.new == expected and summary.tokens == tokens
+    assert summary.asked == 18 and summary.complete and not summary.interrupted
+    assert 0 < summary.ended < 1, "both kinds of ending are wanted here"
+
+
+def test_samples_with_a_lead_are_greedy_from_there_on(target: Path, tmp_path: Path) -> None:
+    settings = ResponseSettings(temperature=0.0, max_tokens=24, samples=3, seed=3, lead=9)
+    prompts, out = write_prompts(tmp_path / "p.jsonl", 8), tmp_path / "out.jsonl"
+    write_responses(prompts, out, str(target), settings, ENGINE, shown=False)
+    alone = LLM(target, device="cpu", dtype="float32", max_num_seqs=1, max_model_len=200)
+    leads, others = set[int](), 0
+    for row in rows_of(out):
+        for turn, (start, end) in enumerate(row["spans"]):
+            asked, said = row["token_ids"][:start], row["token_ids"][start:end]
+            seed = seed_of(3, row["id"], row["sample"], turn)
+            lead = min(1 + seed % 9, len(said)) if row["sample"] else 0
+            if lead:
+                free = alone.generate(asked, SamplingParams(lead, 1.0, 0, settings.top_p, seed))[0].outputs[0].token_ids
+                assert said[:lead] == free[:lead]
+            greedy = alone.generate(asked + said[:lead], SamplingParams(24 - lead, 0.0))[0].outputs[0].token_ids
+            went_on = said[lead:] if said[-1] != EOS or len(said) > lead else greedy  # a lead may end an answer
+            assert went_on == greedy[: len(went_on)] and (len(went_on) == len(greedy) or row["finish_reason"] == "loop")
+            leads.add(lead)
+            others += bool(lead) and said != alone.generate(asked, SamplingParams(24, 0.0))[0].outputs[0].token_ids
+    assert len(leads) > 5 and others > 3
+    again = write_responses(prompts, out, str(target), settings, ENGINE, shown=False)
+    assert again.new == 0
+    with pytest.raises(UserError, match="--lead was 9 and is None"):
+        write_responses(prompts, out, str(target), ResponseSettings(0.0, max_tokens=24, seed=3), ENGINE, shown=False)
+
+
+def test_varied_prompts_begin_as_the_given_and_are_answered_like_any(target: Path, tmp_path: Path) -> None:
+    settings = ResponseSettings(temperature=0.0, max_tokens=24, samples=4, seed=3, vary=7)
+    prompts, out = write_prompts(tmp_path / "p.jsonl", 8), tmp_path / "out.jsonl"
+    write_responses(prompts, out, str(target), settings, ENGINE, shown=False)
+    dropped = {(d["id"], d["sample"]): d["reason"] for d in rows_of(beside(out, "dropped"))}
+    written, alone = by_key(rows_of(out)), LLM(target, device="cpu", dtype="float32", max_num_seqs=1, max_model_len=200)
+    kept, others = set[int](), 0
+    for prompt in read_prompts(prompts).rows:
+        for sample in range(4):
+            row, asked = written.get((prompt.id, sample)), prompt.turns[0]
+            if sample:
+                seed = seed_of(3, prompt.id, sample, -1)
+                begun = asked[: 1 + seed % 7]  # a token is a character here
+                params = SamplingParams(256, 1.0, 0, settings.top_p, seed, stop_token_ids=(ord("\n"),))
+                said = alone.generate(list(begun.encode()), params)[0].outputs[0]
+                if row is None:
+                    assert dropped[prompt.id, sample] == ("loop" if said.finish_reason == "stop" else NO_PROMPT)
+                    continue
+                assert said.finish_reason == "stop"
+                kept.add(len(begun))
+                made = begun + bytes(said.token_ids[:-1]).decode()
+                others, asked = others + (made != asked), made
+                assert len(row["messages"]) == 2  # further turns were about another question
+            if row is None:
+                assert dropped[prompt.id, sample] == "loop"
+                continue
+            assert row["messages"][0]["content"] == asked
+            start, end = row["spans"][0]
+            ids = [*asked.encode(), ord("\n")]
+            assert row["token_ids"][:start] == ids
+            greedy = alone.generate(ids, SamplingParams(24, 0.0))[0].outputs[0].token_ids
+            answer = row["token_ids"][start:end]
+            assert answer == greedy[: len(answer)] and (len(answer) == len(greedy) or row["finish_reason"] == "loop")
+    assert len(kept) > 4 and others > 8
+    assert write_responses(prompts, out, str(target), settings, ENGINE, shown=False).new == 0
+    with pytest.raises(UserError, match="--vary was 7 and is None"):
+        write_responses(prompts, out, str(target), ResponseSettings(0.0, max_tokens=24, seed=3), ENGINE, shown=False)
+
+
+# Runs the command in children that it kills when they have written so many rows.
+KILLER = """
+import os, signal, sys, time
+from peagle.cli import main
+
+out, sys.argv = sys.argv[1], ["peagle", *sys.argv[2:]]
+def size():
+    return os.path.getsize(out) if os.path.exists(out) else 0
+for more in (1, 4000):
+    had, child = size(), os.fork()
+    if not child:
+        main()
+    while size() < had + more:
+        assert os.waitpid(child, os.WNOHANG) == (0, 0), "it was over before it could be killed"
+        time.sleep(0.001)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    with open(out, "ab") as file:  # what a kill in the middle of a write leaves
+        file.write(b'{"id": "p/35", "source": "p", "sample": 0, "messages": [{"role": "us')
+main()
+"""
+
+
+def test_killed_runs_together_write_what_one_run_writes(target: Path, tmp_path: Path) -> None:
+    prompts = write_prompts(tmp_path / "p.jsonl", 36)
+    settings = ResponseSettings(temperature=0.8, max_tokens=40)
+    out, whole = tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
+    write_responses(prompts, whole, str(target), settings, ENGINE, shown=False)
+    args = ["data", prompts, "--out", str(out), "-t", str(target), "--temperature", "0.8", "--max-tokens", "40"]
+    args += ["--device", "cpu", "--dtype", "float32", "--max-num-seqs", "4", "--max-model-len", "200", "--json"]
+    done = forks.Process("-c", KILLER, str(out), *args)
+    assert done.wait(500) == 0, done.complaints()
+    summary = json.loads(done.said())
+    assert by_key(rows_of(out)) == by_key(rows_of(whole))
+    assert summary["rows"] == len(rows_of(whole)) > summary["new"] > 0 and summary["complete"]
+    runs = json.loads(beside(out, "manifest.json").read_text())["runs"]
+    assert len(runs) == 3 and "data" in runs[0]["command"] and runs[0]["versions"]["torch"]
+
+
+# Whatever happens, with answers that need no model
+
+
+@pytest.fixture(scope="module")
+def whole_run(chat: Chat, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Summary]:
+    out = tmp_path_factory.mktemp("whole") / "whole.jsonl"
+    return out, write(out, chat, Canned())
+
+
+@many(40)
+@given(cut=st.floats(0, 1), cut_dropped=st.floats(0, 1), order=st.integers(0, 99), room=st.integers(1, 30))
+def test_going_on_after_a_cut_anywhere(
+    chat: Chat, whole_run: tuple[Path, Summary], cut: float, cut_dropped: float, order: int, room: int
+) -> None:
+    whole, summary = whole_run
+    out = whole.with_name("out.jsonl")
+    for path, share in ((whole, cut), (beside(whole, "dropped"), cut_dropped)):
+        data = path.read_bytes()
+        assert len(data.splitlines()) > 1
+        path.with_name(path.name.replace("whole", "out")).write_bytes(data[: round(len(data) * share)])
+    beside(out, "manifest.json").write_bytes(beside(whole, "manifest.json").read_bytes())
+    left = [path.read_bytes() for path in (out, beside(out, "dropped"))]
+    kept = sum(data.count(b"\n") for data in left)
+    source = Canned(order=order, room=room)
+    again = write(out, chat, source)
+    assert by_key(rows_of(out)) == by_key(rows_of(whole))
+    assert by_key(rows_of(beside(out, "dropped"))) == by_key(rows_of(beside(whole, "dropped")))
+    assert all(
+        path.read_bytes().startswith(b[: b.rfind(b"\n") + 1])
+        for path, b in zip((out, beside(out, "dropped")), left, strict=True)
+    )
+    assert (
+        len({q.messages[0]["content"] + str(q.params.seed) for q in source.asked if len(q.messages) == 1}) == 24 - kept
+    )
+    assert (again.rows, again.tokens, again.lengths, again.ended, again.dropped) == (
+        summary.rows,
+        summary.tokens,
+        summary.lengths,
+        summary.ended,
+        summary.dropped,
+    )
+
+
+def test_loops_are_dropped_and_not_asked_again(chat: Chat, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    summary = write(out, chat, Canned())
+    dropped = by_key(rows_of(beside(out, "dropped")))
+    assert summary.dropped == {"loop": len(dropped)} and len(dropped) > 1
+    assert len(dropped) + len(rows_of(out)) == summary.asked == 24
+    cut = [r for r in rows_of(out) if len(r["spans"]) < len(conversations().rows[int(r["id"][3:])].turns)]
+    assert cut, "a loop in a later turn leaves the turns before it"
+    for row in cut:
+        assert row["messages"][-1]["role"] == "assistant" and len(row["messages"]) == 2 * len(row["spans"])
+    source = Canned()
+    again = write(out, chat, source)
+    assert source.asked == [] and again.new == 0 and again.rows == summary.rows
+    more = write(out, chat, Canned(), ResponseSettings(samples=3, seed=1))
+    assert more.asked == 36 and more.rows + sum(more.dropped.values()) == 36
+
+
+@pytest.mark.parametrize(
+    ("ids", "ended", "loop"),
+    [
+        ([1, 2, 3, 4] * 10, False, True),
+        ([1, 2, 3, 4] * 10, True, False),
+        (list(range(40)), False, False),
+        ([5] * 7, False, False),  # too short to say
+        ([*range(80), *range(40)], False, False),  # 33 of 113 8-grams repeat: 29%
+        ([*range(80), *range(43)], False, True),  # 36 of 116: 31%
+    ],
+)
+def test_what_a_loop_is(ids: list[int], ended: bool, loop: bool) -> None:
+    assert looping(ids, ended) is loop
+
+
+@pytest.mark.parametrize("kept", [0, 20, 500])
+def test_an_answer_is_cut_where_it_begins_to_loop(chat: Chat, tmp_path: Path, kept: int) -> None:
+    """Or so many tokens behind it, as far as there are any."""
+    news = list(range(40, 90))
+    said = news + news[-14:] * 5
+
+    def answer(question: Question) -> Answer:
+        return Answer(question.key, list(said), None, "length")
+
+    out = tmp_path / "out.jsonl"
+    settings = ResponseSettings(samples=2, seed=1, loop_tokens=kept)
+    summary = write(out, chat, Canned(answer), settings)
+    rows = rows_of(out)
+    assert summary.cut == len(rows) == 24 and not summary.dropped
+    for row in rows:
+        ((start, end),) = row["spans"]  # behind a loop no further turn is asked
+        assert row["token_ids"][start:end] == said[: len(news) + kept] and row["finish_reason"] == "loop"
+        assert row["messages"][-1]["content"] == bytes(row["token_ids"][start:end]).decode()
+    assert write(out, chat, Canned(answer), settings).cut == 24
+
+
+def test_where_loops_begin() -> None:
+    assert before_loop([1, 2, 3, 4, 5, 6, 7, 8, 9, 3, 4, 5, 6, 7, 8, 9, 3, 4]) == 9
+    assert before_loop(list(range(50))) == 50 and before_loop([1] * 3) == 3
+
+
+@many(60)
+@given(
+    st.lists(st.integers(0, 3), max_size=60), st.lists(st.integers(0, 9), min_size=1, max_size=40), st.integers(0, 9)
+)
+def test_circles_are_the_same_three_times(before: list[int], circle: list[int], wrong: int) -> None:
+    said = before + circle * (1 + 96 // len(circle))
+    if len(circle) <= 32:
+        assert circling(said)
+    said[-1 - wrong] += 100
+    assert not circling(said) and not circling(circle * 3 if len(circle) < 32 else list(range(96)))
+
+
+def test_an_answer_in_circles_is_not_waited_for(target: Path) -> None:
+    source = open_engine(target, WriterSettings("cpu", "float32", 2, 200))
+    step, written = source.llm.step, list[int]()
+
+    def circles() -> list[Any]:
+        requests = step()
+        for request in requests:  # the same eleven tokens over and over
+            request.output_ids[-1] = len(request.output_ids) % 11 + 97
+            written.append(len(request.output_ids))
+        return requests
+
+    source.llm.step = circles  # type: ignore[method-assign]
+    source.ask(Question(7, [], [97, 98], SamplingParams(190, ignore_eos=True)))
+    answers = list[Answer]()
+    while not answers:
+        answers = source.wait()
+    assert answers[0].key == 7 and answers[0].finish_reason == "loop" and answers[0].token_ids is not None
+    assert len(answers[0].token_ids) == 128 == max(written) and source.room == source._most
+    while source.llm.busy:
+        source.llm.step()
+    source.llm.check_integrity()
+
+
+def test_ctrl_c_keeps_what_is_there(chat: Chat, tmp_path: Path) -> None:
+    class Interrupted(Canned):
+        def wait(self) -> list[Answer]:
+            if len(self.asked) > 12:
+                raise KeyboardInterrupt
+            return super().wait()
+
+    out, whole = tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
+    summary = write(out, chat, Interrupted())
+    assert summary.interrupted and not summary.complete and 0 < summary.rows < 24
+    assert "same command" in summary.text()
+    write(whole, chat, Canned())
+    assert not write(out, chat, Canned()).interrupted
+    assert by_key(rows_of(out)) == by_key(rows_of(whole))
+
+
+def test_an_answer_in_tokens_that_its_text_would_not_have(tmp_path: Path) -> None:
+    """Its text is encoded anew in the next turn's prompt: the span must follow."""
+    tokenizer = Tokenizer(models.BPE(vocab={"a": 0, "b": 1, "ab": 2, "Ċ": 3, "d": 4, "?": 5}, merges=[("a", "b")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
+    fast.chat_template = TEMPLATE
+    chat = Chat(fast, {4})
+    said = {1: [0, 1, 4], 3: [0, 1, 0, 1, 4]}  # "abd" and "ababd": a and b apart, as the template never writes them
+
+    def answer(question: Question) -> Answer:
+        return Answer(question.key, said[len(question.messages)], None, "stop")
+
+    prompts = Prompts("here", (Prompt("x", "s", ("a?", "b?")),), (), 0)
+    file = ResponseFile(tmp_path / "o.jsonl", {}, {}, chat.answers)
+    Writer(prompts, ResponseSettings(), chat, Canned(answer), file, shown=False).run()
+    (row,) = rows_of(tmp_path / "o.jsonl")
+    assert row["token_ids"] == [0, 5, 3, 2, 4, 1, 5, 3, 0, 1, 0, 1, 4]
+    assert row["spans"] == [[3, 5], [8, 13]]
+
+
+def test_a_file_of_another_run_is_refused_by_name(chat: Chat, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    write(out, chat, Canned(), limit="x")
+    before = out.read_bytes()
+    with pytest.raises(UserError, match="seed was 1 and is 2"):
+        write(out, chat, Canned(), ResponseSettings(samples=2, seed=2), limit="x")
+    beside(out, "manifest.json").write_text("{")
+    with pytest.raises(UserError, match="manifest.json: damaged"):
+        write(out, chat, Canned())
+    beside(out, "manifest.json").unlink()
+    with pytest.raises(UserError, match="not written by `peagle data`"):
+        write(out, chat, Canned())
+    assert out.read_bytes() == before
+    held = ResponseFile(tmp_path / "held.jsonl", {}, {"seed": 1})
+    with pytest.raises(UserError, match="another run is writing"):
+        write(tmp_path / "held.jsonl", chat, Canned())
+    held.close()
+
+
+def test_a_full_disk_keeps_the_rows_before(chat: Chat, tmp_path: Path) -> None:
+    out, whole = tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
+    write(whole, chat, Canned())
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1500, limits[1]))  # a write gets as far as it and no further
+        with pytest.raises(UserError, match="could not be written.*same command"):
+            write(out, chat, Canned(room=1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert out.stat().st_size <= 1500 and (not out.stat().st_size or out.read_bytes().endswith(b"}\n"))
+    write(out, chat, Canned())
+    assert by_key(rows_of(out)) == by_key(rows_of(whole))
+
+
+# The command line
+
+
+def test_the_command_line(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def peagle(*args: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["peagle", "data", *args])
+        with pytest.raises(SystemExit) as left:
+            main()
+        return left.value.code, *capsys.readouterr()  # type: ignore[return-value]
+
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"prompt": "You may not use this"}\n{"prompt": ""}\n{"prompt": "You may not use this"}\n')
+    args = (str(prompts), "--out", str(tmp_path / "o.jsonl"), "-t", str(target), "--max-tokens", "8")
+    status, said, noted = peagle(*args, "--max-model-len", "100", "--device", "cpu")
+    assert status == 0, noted
+    assert "1 rows of 1" in said and "1 empty text" in said and "there twice: 1" in said
+    assert f"{prompts}:2: empty text" in noted
+    status, _, noted = peagle(*args)
+    assert status == 2 and "--max-model-len was 100 and is None" in noted and len(noted.splitlines()) == 1
+    other = tmp_path / "other.jsonl"
+    again = (str(prompts), "--out", str(other), *args[3:], "--max-model-len", "100", "--device", "cpu")
+    status, _, noted = peagle(*again, "--kv-cache-memory", "9000")
+    assert status == 2 and "raise --kv-cache-memory" in noted
+    status, _, noted = peagle(*again, "--kv-cache-memory", "9000000")
+    assert status == 0 and other.read_text() == (tmp_path / "o.jsonl").read_text()
+    for wrong, named in (
+        (("--samples", "2", "--temperature", "0"), "--samples 2: at --temperature 0"),
+        (("--lead", "4"), "--lead 4: the first sample has none"),
+        (("--lead", "8", "--samples", "2"), "--lead 8: must be 0 or more, and less than --max-tokens 8"),
+        (("--lead", "4", "--samples", "2", "--endpoint", "http://x"), "--lead 4: a server cannot be given"),
+        (("--loop-tokens", "-1"), "--loop-tokens -1: must be 0 or more"),
+        (("--vary", "-1"), "--vary -1: must be 0 or more"),
+        (("--vary", "4"), "--vary 4: the first sample has the prompt as it is"),
+        (("--vary", "4", "--samples", "2", "--endpoint", "http://x"), "--vary 4: prompts are made up by the engine"),
+        (("--vary", "4", "--samples", "2", "--raw"), "leave out --raw"),
+        (("--limit", "0"), "--limit 0"),
+        (("--top-p", "2"), "--top-p 2.0"),
+        (("--model", "x"), "give --endpoint URL"),
+        (("--endpoint", "ftp://x"), "--endpoint ftp://x: must be an address"),
+        (("--endpoint", "http://x", "--concurrency", "0"), "--concurrency 0"),
+    ):
+        status, _, noted = peagle(*args, *wrong)
+        assert status == 2 and named in noted, noted
+
+
+def test_a_target_without_a_chat_template(tmp_path: Path) -> None:
+    bare = make_target(tmp_path / "bare", None)
+    (tmp_path / "p.jsonl").write_text('{"prompt": "hi"}\n')
+    arguments = (str(tmp_path / "p.jsonl"), tmp_path / "o.jsonl", str(bare), ResponseSettings(max_tokens=2), ENGINE)
+    with pytest.raises(UserError, match="no chat template: give one with --chat-template FILE"):
+        write_responses(*arguments, shown=False)
+    (tmp_path / "t.jinja").write_text("{{ messages[0]['content'] }}")
+    assert write_responses(*arguments, chat_template=tmp_path / "t.jinja", shown=False).rows == 1
+    with pytest.raises(UserError, match="--chat-template .*none.jinja: cannot be read"):
+        write_responses(*arguments, chat_template=tmp_path / "none.jinja", shown=False)
+
+
+def test_prompts_as_they_are(target: Path, tmp_path: Path) -> None:
+    """Without a template: what follows the prompt's own bytes, greedy, is what the engine says to the same text."""
+    asked = [*({"prompt": piece} for piece in licence(3)), {"turns": ["one", "two"]}, {"messages": [*SYSTEM, *ASKED]}]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, asked)))
+    settings = ResponseSettings(temperature=0.0, max_tokens=8)
+    given = (str(tmp_path / "p.jsonl"), tmp_path / "o.jsonl", str(target), settings, ENGINE)
+    summary = write_responses(*given, shown=False, raw=True)
+    assert summary.rows == 4 and summary.dropped == {"needs a chat template": 1}
+    texts = [*licence(3), "one"]  # of several turns only the first can be asked
+    told = LLM(target, device="cpu", dtype="float32").generate(texts, settings.params(0))
+    by_text = {output.prompt: output.outputs[0].token_ids for output in told}
+    for row in rows_of(tmp_path / "o.jsonl"):
+        text, said = (message["content"] for message in row["messages"])
+        assert row["token_ids"] == [*text.encode(), *by_text[text]]
+        assert row["spans"] == [[len(text), len(row["token_ids"])]]
+        assert said.encode() == bytes(by_text[text]).rstrip(b"d")
+    # read again: by the same rule, and refused by another; text alone is encoded by it too
+    plain = open_chat(target, raw=True)
+    assert len(examples(tmp_path / "o.jsonl", plain)) == 4
+    with pytest.raises(UserError, match="this target's chat template .* .and --chat-template FILE or --raw"):
+        examples(tmp_path / "o.jsonl", open_chat(target))
+    (tmp_path / "own.jsonl").write_text(json.dumps({"messages": [*ASKED, {"role": "assistant", "content": " yes"}]}))
+    [example] = examples(tmp_path / "own.jsonl", plain)
+    assert bytes(example.token_ids) == b"Really? yes" and example.spans == ((7, 11),)
+    with pytest.raises(UserError, match="--raw: .* no --chat-template x.jinja"):
+        open_chat(target, Path("x.jinja"), raw=True)
+    with pytest.raises(UserError, match="--raw: only the engine .* leave out --endpoint http://x"):
+        write_responses(*given, endpoint=EndpointSettings("http://x"), shown=False, raw=True)
+
+
+def test_the_engine_gives_its_memory_back(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = []
+
+    def watched(*args: Any) -> Any:
+        source = open_engine(*args)
+        source.llm.myself = source.llm  # type: ignore[attr-defined]  # a cycle, as recorded graphs make on a GPU
+        gc.freeze()
+        held.append(weakref.ref(source.llm.runner))
+        return source
+
+    monkeypatch.setattr("peagle.data.run.open_engine", watched)
+    prompts = write_prompts(tmp_path / "p.jsonl", 2)
+    write_responses(prompts, tmp_path / "o.jsonl", str(target), ResponseSettings(max_tokens=2), ENGINE, shown=False)
+    assert held[0]() is None
+
+
+def test_prompts_that_do_not_fit_and_templates_that_refuse(chat: Chat, tmp_path: Path) -> None:
+    source = Canned()
+    source.longest = 9  # type: ignore[assignment]
+    rows = (Prompt("short", "s", ("hi",)), Prompt("long", "s", ("hi there, you",)), Prompt("sys", "s", ("hi",), "no"))
+    strict = Chat(
+        chat.tokenizer,
+        {EOS},
+        _file(
+            tmp_path,
+            "{% if messages[0]['role'] == 'system' %}"
+            "{{ raise_exception('no system role') }}{% endif %}{{ messages[0]['content'] }}",
+        ),
+    )
+    file = ResponseFile(tmp_path / "o.jsonl", {}, {}, strict.answers)
+    summary = Writer(Prompts("here", rows, (), 0), ResponseSettings(), strict, source, file, shown=False).run()
+    assert summary.rows == 1 and summary.dropped == {"prompt too long": 1, "refused by the chat template": 1}
+    said = {r["id"]: r["detail"] for r in rows_of(beside(tmp_path / "o.jsonl", "dropped"))}
+    assert said["long"] == "13 tokens" and "no system role" in said["sys"]
+
+
+def _file(folder: Path, text: str) -> Path:
+    (folder / "t.jinja").write_text(text)
+    return folder / "t.jinja"
+
+
+def test_seeds_differ_by_everything_they_follow_from() -> None:
+    seeds = {seed_of(s, p, n, t) for s in range(3) for p in ("a", "b", "1") for n in range(4) for t in range(3)}
+    assert len(seeds) == 3 * 3 * 4 * 3 and all(0 <= seed < 2**31 for seed in seeds)
+    assert seed_of(0, "a", 0, 0) == 342290959

@@ -1,0 +1,72 @@
+"""docs/deploying.md: each `peagle` command in it is run, in a folder with the models it names and moto's AWS; other
+programs are only those listed here, and the files they are given are ones that the commands before them wrote."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from aws import ACCOUNT, pretended
+from pairs import drafter_folder, target_folder
+
+from peagle.cli import main
+from peagle.config import SagemakerSettings
+from peagle.deploy.instances import PRICED, PRICED_IN
+
+GUIDE = Path(__file__).resolve().parents[2] / "docs" / "deploying.md"
+OTHERS = {"pip", "sh", "systemctl", "docker", "kubectl"}
+
+
+def commands() -> list[str]:
+    blocks = re.findall(r"^```sh\n(.*?)^```", GUIDE.read_text(), re.MULTILINE | re.DOTALL)
+    whole = [re.sub(r"\\\n\s*", "", block) for block in blocks]
+    return [line for block in whole for line in block.splitlines() if line.strip()]
+
+
+def test_every_command_of_the_guide_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from moto.sagemakerruntime.models import sagemakerruntime_backends
+
+    shutil.copytree(target_folder(), tmp_path / "my-model")
+    shutil.copytree(drafter_folder("p-eagle-4"), tmp_path / "my-drafter")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    ran = 0
+    with pretended("us-west-2", "my-bucket") as aws:
+        answer = json.dumps({"choices": [{"message": {"content": "Because."}}]})
+        sagemakerruntime_backends[ACCOUNT]["us-west-2"].results_queue.append((answer, "application/json", "all", ""))
+        for line in commands():
+            before, _, into = line.partition(" > ")
+            words = shlex.split(before, comments=True)
+            if words[0] != "peagle":
+                assert words[0] in OTHERS, line
+                for word in words:
+                    assert not word.startswith("deploy/") or Path(word).is_file(), line
+                    assert not word.endswith(".service") or Path("deploy", word).is_file(), line
+                continue
+            monkeypatch.setattr(sys, "argv", words)
+            with pytest.raises(SystemExit) as ended:
+                main()
+            said = capsys.readouterr()
+            assert not ended.value.code, f"{line}: {said.err}"
+            if into:
+                Path(into).write_text(said.out)
+            ran += 1
+        assert not aws.sagemaker.list_endpoints()["Endpoints"] and not aws.s3.list_objects_v2(Bucket="my-bucket").get(
+            "Contents"
+        ), "the guide leaves nothing that costs"
+    assert ran >= 10 and Path("my-llm.yaml").read_text().startswith("# Written by")
+
+
+def test_the_guide_names_what_is_built_in() -> None:
+    text = GUIDE.read_text()
+    usual = SagemakerSettings(role=f"arn:aws:iam::{ACCOUNT}:role/x", instance_type="ml.x")
+    assert f"`vllm:{usual.image_tag}`, which holds vLLM {usual.vllm_version}." in text
+    assert f"list prices of {PRICED} in {PRICED_IN}" in text

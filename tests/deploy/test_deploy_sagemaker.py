@@ -1,0 +1,351 @@
+"""`peagle deploy sagemaker` against moto's SageMaker and S3: nothing without a yes, all or nothing, and all of it gone
+after a delete. Faults are put between the code and moto, call by call.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+from aws import ACCOUNT, pretended
+from boto3.exceptions import S3UploadFailedError
+from botocore.exceptions import ClientError
+from pairs import drafter_folder, target_folder
+
+from peagle.cli import main
+from peagle.config import SagemakerSettings
+from peagle.deploy import sagemaker_endpoint as endpoint
+from peagle.deploy.models import find_pair
+from peagle.deploy.sagemaker_plan import SagemakerPlan, make_plan
+from peagle.errors import UserError
+
+REGION, BUCKET, NAME = "us-west-2", "my-bucket", "my-llm"
+ROLE = "arn:aws:iam::123456789012:role/sagemaker"
+TARGET, DRAFTER = str(target_folder()), str(drafter_folder("p-eagle-4"))
+NEEDED = ("--role", ROLE, "--instance-type", "ml.g6e.xlarge", "--region", REGION, "--name", NAME)
+LOCAL = (TARGET, "-d", DRAFTER, *NEEDED, "--s3", f"s3://{BUCKET}/models")
+SETTINGS = SagemakerSettings(
+    name=NAME, role=ROLE, instance_type="ml.g6e.xlarge", region=REGION, s3=f"s3://{BUCKET}/models"
+)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def aws(monkeypatch: pytest.MonkeyPatch) -> Iterator[endpoint.Aws]:
+    for name in ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    with pretended(REGION, BUCKET) as clients:
+        yield clients
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    def one(*arguments: str, typed: str | None = None) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["peagle", "deploy", "sagemaker", *arguments])
+        monkeypatch.setattr(sys, "stdin", io.StringIO() if typed is None else Terminal(typed))
+        with pytest.raises(SystemExit) as ended:
+            main()
+        said = capsys.readouterr()
+        return int(ended.value.code or 0), said.out, said.err
+
+    return one
+
+
+def there(aws: endpoint.Aws) -> tuple[list[str], list[str]]:
+    """What SageMaker and S3 hold, asked for directly."""
+    lists = {
+        "endpoint": aws.sagemaker.list_endpoints()["Endpoints"],
+        "endpoint config": aws.sagemaker.list_endpoint_configs()["EndpointConfigs"],
+        "model": aws.sagemaker.list_models()["Models"],
+    }
+    objects = aws.s3.list_objects_v2(Bucket=BUCKET).get("Contents", [])
+    return [kind for kind, found in lists.items() if found], [one["Key"] for one in objects]
+
+
+ALL = ["endpoint", "endpoint config", "model"]
+KEYS = [
+    f"models/{NAME}/{role}/{file}" for role in ("drafter", "target") for file in ("config.json", "model.safetensors")
+]
+
+
+def test_nothing_is_created_without_a_yes(aws: endpoint.Aws, run: Any) -> None:
+    for arguments, typed in (((), None), ((), "n\n"), ((), "\n"), (("--dry-run",), "y\n")):
+        status, said, _ = run(*LOCAL, *arguments, typed=typed)
+        assert status == 0 and said.rstrip().endswith("nothing was created; --yes creates it")
+        assert "USD 2.61 an hour, 63 a day, 1905 a month" in said and "August 2026" in said
+        assert "SM_VLLM_SPECULATIVE_CONFIG" in said and f"s3://{BUCKET}/models/{NAME}/" in said
+        assert there(aws) == ([], [])
+
+
+def test_the_life_of_an_endpoint(aws: endpoint.Aws, run: Any) -> None:
+    status, said, _ = run(*LOCAL, "-k", "5", "--max-model-len", "128", "--wait", typed="y\n")
+    assert status == 0 and said.rstrip().endswith(f"{NAME} is in service")
+    assert there(aws) == (ALL, KEYS)
+    model = aws.sagemaker.describe_model(ModelName=NAME)
+    assert model["ExecutionRoleArn"] == ROLE
+    container = model["PrimaryContainer"]
+    assert container["Image"] == f"763104351884.dkr.ecr.{REGION}.amazonaws.com/vllm:server-sagemaker-cuda-v2.5"
+    source = {"S3Uri": f"s3://{BUCKET}/models/{NAME}/", "S3DataType": "S3Prefix", "CompressionType": "None"}
+    assert container["ModelDataSource"]["S3DataSource"] == source
+    environment = container["Environment"]
+    assert json.loads(environment.pop("SM_VLLM_SPECULATIVE_CONFIG")) == {
+        "method": "eagle3",
+        "model": "/opt/ml/model/drafter",
+        "num_speculative_tokens": 5,
+        "parallel_drafting": True,
+    }
+    assert environment == {
+        "SM_VLLM_MODEL": "/opt/ml/model/target",
+        "SM_VLLM_TENSOR_PARALLEL_SIZE": "1",
+        "SM_VLLM_SERVED_MODEL_NAME": NAME,
+        "SM_VLLM_MAX_MODEL_LEN": "128",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+    }
+    (variant,) = aws.sagemaker.describe_endpoint_config(EndpointConfigName=NAME)["ProductionVariants"]
+    assert (variant["InstanceType"], variant["InitialInstanceCount"]) == ("ml.g6e.xlarge", 1)
+    uploaded = aws.s3.get_object(Bucket=BUCKET, Key=KEYS[1])["Body"].read()
+    assert uploaded == (Path(DRAFTER) / "model.safetensors").read_bytes()
+
+    status, said, _ = run("status", NAME, "--region", REGION)
+    assert status == 0 and f"{NAME}: InService" in said and "1 x ml.g6e.xlarge for 0.0 hours" in said
+    status, _, complaints = run(*LOCAL, "--yes")
+    assert status == 2 and f"--name {NAME}: the endpoint {NAME} is there already" in complaints, "not made twice"
+
+    assert "nothing was deleted" in run("delete", NAME, "--region", REGION)[1] and there(aws)[0] == ALL
+    status, said, _ = run("delete", NAME, "--region", REGION, typed="y\nn\n")
+    assert status == 0 and "kept: s3://" in said and there(aws) == ([], KEYS)
+    assert run("delete", NAME, "--region", REGION, "--yes")[0] == 2, "nothing of that name any more"
+
+
+def test_a_delete_takes_the_artifact_if_it_is_told(aws: endpoint.Aws, run: Any) -> None:
+    aws.s3.put_object(Bucket=BUCKET, Key="models/other/x", Body=b"x")
+    assert run(*LOCAL, "--yes")[0] == 0
+    assert run("delete", NAME, "--region", REGION, "--yes", "--artifact", "delete")[0] == 0
+    assert there(aws) == ([], ["models/other/x"])
+
+
+def test_models_by_hub_id_are_not_uploaded(aws: endpoint.Aws, run: Any) -> None:
+    status, _, complaints = run(
+        *("openai/gpt-oss-20b", "-d", "amazon/GPT-OSS-20B-P-EAGLE", "--unchecked", *NEEDED, "--yes")
+    )
+    assert status == 0 and "needs a way out" in complaints
+    container = aws.sagemaker.describe_model(ModelName=NAME)["PrimaryContainer"]
+    assert container["Environment"]["SM_VLLM_MODEL"] == "openai/gpt-oss-20b" and "ModelDataSource" not in container
+    assert json.loads(container["Environment"]["SM_VLLM_SPECULATIVE_CONFIG"])["model"] == "amazon/GPT-OSS-20B-P-EAGLE"
+    assert there(aws) == (ALL, [])
+    status, said, _ = run("delete", NAME, "--region", REGION, "--yes")
+    assert status == 0 and "kept" not in said and there(aws) == ([], [])
+
+
+def test_an_answer(aws: endpoint.Aws, run: Any) -> None:
+    from moto.sagemakerruntime.models import sagemakerruntime_backends
+
+    assert run(*LOCAL, "--yes")[0] == 0
+    backend = sagemakerruntime_backends[ACCOUNT][REGION]
+    said = json.dumps({"choices": [{"message": {"role": "assistant", "content": "Because."}}]})
+    backend.results_queue.append((said, "application/json", "all", ""))
+    assert run("invoke", NAME, "Why?", "--region", REGION)[:2] == (0, "Because.\n")
+    backend.results_queue.append(("<html>", "text/html", "all", ""))
+    status, _, complaints = run("invoke", NAME, "Why not?", "--region", REGION)
+    assert status == 2 and "'<html>', which is no chat completion" in complaints
+
+
+# Faults
+
+
+class Failing:
+    """A client whose named calls fail; before they are made, or after, as when an answer is lost."""
+
+    def __init__(self, client: Any, error: BaseException, *calls: str, late: bool = False) -> None:
+        self.client, self.error, self.calls, self.late = client, error, calls, late
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self.client, name)
+        if name not in self.calls:
+            return call
+
+        def fail(*arguments: Any, **named: Any) -> Any:
+            if self.late:
+                call(*arguments, **named)
+            raise self.error
+
+        return fail
+
+
+def refused(operation: str) -> ClientError:
+    return ClientError({"Error": {"Code": "ResourceLimitExceeded", "Message": "quota is 0"}}, operation)
+
+
+@pytest.fixture
+def plan() -> SagemakerPlan:
+    return make_plan(find_pair(TARGET, DRAFTER, None, unchecked=False), SETTINGS)
+
+
+@pytest.mark.parametrize("call", ["create_model", "create_endpoint_config", "create_endpoint"])
+def test_a_step_that_fails_leaves_nothing(aws: endpoint.Aws, plan: SagemakerPlan, call: str) -> None:
+    failing = replace(aws, sagemaker=Failing(aws.sagemaker, refused(call), call))
+    with pytest.raises(UserError, match=f"{call}: ResourceLimitExceeded: quota is 0; nothing is left"):
+        endpoint.create(plan, failing, lambda line: None)
+    assert there(aws) == ([], [])
+
+
+def test_an_upload_that_fails_leaves_nothing(aws: endpoint.Aws, plan: SagemakerPlan) -> None:
+    failing = replace(aws, s3=Failing(aws.s3, S3UploadFailedError("Access Denied"), "upload_file", late=True))
+    with pytest.raises(UserError, match="upload of config.json: Access Denied; nothing is left"):
+        endpoint.create(plan, failing, lambda line: None)
+    assert there(aws) == ([], [])
+
+
+def test_objects_that_cannot_be_deleted_are_named(aws: endpoint.Aws, plan: SagemakerPlan) -> None:
+    failing = replace(
+        aws,
+        sagemaker=Failing(aws.sagemaker, refused("x"), "create_endpoint"),
+        s3=Failing(aws.s3, refused("x"), "delete_objects"),
+    )
+    with pytest.raises(UserError) as failure:
+        endpoint.create(plan, failing, lambda line: None)
+    place = f"s3://{BUCKET}/models/{NAME}/"
+    assert str(failure.value).endswith(f"; left: {place}; aws s3 rm --recursive {place}")
+    assert there(aws) == ([], KEYS)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_an_interrupted_upload_leaves_nothing(aws: endpoint.Aws, plan: SagemakerPlan, late: bool) -> None:
+    failing = replace(aws, s3=Failing(aws.s3, KeyboardInterrupt(), "upload_file", late=late))
+    with pytest.raises(KeyboardInterrupt):
+        endpoint.create(plan, failing, lambda line: None)
+    assert there(aws) == ([], [])
+
+
+def test_what_cannot_be_deleted_is_named_with_the_command_that_does(
+    aws: endpoint.Aws, plan: SagemakerPlan, run: Any
+) -> None:
+    broken = Failing(aws.sagemaker, refused("x"), "create_endpoint", "delete_model")
+    told: list[str] = []
+    with pytest.raises(UserError) as failure:
+        endpoint.create(plan, replace(aws, sagemaker=broken), told.append)
+    assert "left: the model my-llm;" in str(failure.value) and there(aws)[0] == ["model"]
+    command = str(failure.value).rpartition("; ")[2]
+    assert command.startswith("peagle deploy sagemaker delete")
+    assert run(*command.split()[3:])[0] == 0 and there(aws) == ([], [])
+
+
+def test_an_answer_that_is_lost_is_told(aws: endpoint.Aws, plan: SagemakerPlan) -> None:
+    """Created, but nobody knows: what bears the name is named, since it costs."""
+    lost = Failing(aws.sagemaker, KeyboardInterrupt(), "create_endpoint", late=True)
+    with pytest.raises(UserError, match="left: the endpoint my-llm; peagle deploy sagemaker delete my-llm"):
+        endpoint.create(plan, replace(aws, sagemaker=lost), lambda line: None)
+
+
+def test_anothers_things_are_not_touched(aws: endpoint.Aws, plan: SagemakerPlan) -> None:
+    """Made between the look and the call; and a prefix in which something lies."""
+
+    class Rival:
+        def __getattr__(self, name: str) -> Any:
+            call = getattr(aws.sagemaker, name)
+            if name != "create_model":
+                return call
+
+            def create(**request: Any) -> Any:
+                call(**{**request, "ExecutionRoleArn": ROLE + "-of-another"})
+                raise refused("create_model")
+
+            return create
+
+    with pytest.raises(UserError, match="left: the model"):
+        endpoint.create(plan, replace(aws, sagemaker=Rival()), lambda line: None)
+    assert aws.sagemaker.describe_model(ModelName=NAME)["ExecutionRoleArn"] == ROLE + "-of-another"
+    aws.sagemaker.delete_model(ModelName=NAME)
+    aws.s3.put_object(Bucket=BUCKET, Key=f"models/{NAME}/mine", Body=b"x")
+    with pytest.raises(UserError, match=f"there is something under models/{NAME}/ already"):
+        endpoint.create(plan, aws, lambda line: None)
+    assert there(aws) == ([], [f"models/{NAME}/mine"])
+
+
+def test_an_artifact_that_is_not_ours_stays(aws: endpoint.Aws) -> None:
+    with pytest.raises(UserError, match="not uploaded by peagle"):
+        endpoint.delete_artifact(NAME, aws, f"s3://{BUCKET}/models/other/")
+
+
+def test_a_bucket_elsewhere_is_refused(aws: endpoint.Aws, plan: SagemakerPlan) -> None:
+    boto3.client("s3", region_name="eu-west-1").create_bucket(
+        Bucket="far-away", CreateBucketConfiguration={"LocationConstraint": "eu-west-1"}
+    )
+    with pytest.raises(UserError, match="the bucket is in eu-west-1, the endpoint in us-west-2"):
+        endpoint.create(replace(plan, bucket="far-away"), aws, lambda line: None)
+    with pytest.raises(UserError, match="NoSuchBucket"):
+        endpoint.create(replace(plan, bucket="no-such-bucket"), aws, lambda line: None)
+    assert there(aws) == ([], [])
+
+
+# What is wrong before anything is asked of AWS
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ((TARGET, "-d", DRAFTER, *NEEDED), "--s3: needed to upload the target and the drafter"),
+        ((*LOCAL, "--region", "mars-1"), "--region mars-1"),
+        ((*LOCAL, "--role", "me"), "--role me"),
+        ((*LOCAL, "--instance-type", "g6e.xlarge"), "--instance-type g6e.xlarge"),
+        ((*LOCAL, "--instance-type", "ml.new.8xlarge"), "--tensor-parallel: needed for ml.new.8xlarge"),
+        ((*LOCAL, "--instance-type", "ml.p5.4xlarge", "--yes"), "--price: needed"),
+        ((*LOCAL, "--s3", "my-bucket"), "--s3 my-bucket"),
+        ((*LOCAL, "--env", f"A={'x' * 1025}"), "A: 1025 characters"),
+        (("delete", NAME, "--artifact", "burn"), "--artifact burn"),
+        (("status", NAME, "--region", REGION), "no endpoint of that name"),
+    ],
+)  # fmt: skip
+def test_a_wrong_command_line_is_one_line(aws: endpoint.Aws, run: Any, arguments: tuple[str, ...], named: str) -> None:
+    status, _, complaints = run(*arguments)
+    assert status == 2 and named in complaints and complaints.count("\n") == 1
+    assert there(aws) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--tensor-parallel", "2"), "ml.g6e.xlarge has 1 GPUs"),
+        (("--instance-type", "ml.g6e.48xlarge"), "error: --tensor-parallel 8: the target has 4 heads"),
+        (("--instance-type", "ml.g6e.12xlarge", "--tensor-parallel", "2"), "warning: 2 of 4 GPUs stay idle"),
+        (("--env", "HF_TOKEN=hf_x"), "error: --env HF_TOKEN"),
+        (("--env", "VLLM_USE_V2_MODEL_RUNNER=1"), "error: VLLM_USE_V2_MODEL_RUNNER=1"),
+        (("--image", "me/vllm:old", "--vllm-version", "0.15"), "needs vLLM 0.16"),
+    ],
+)  # fmt: skip
+def test_hazards_stop_it(aws: endpoint.Aws, run: Any, arguments: tuple[str, ...], told: str) -> None:
+    status, _, complaints = run(*LOCAL, *arguments, "--yes")
+    assert told in complaints
+    assert (status == 0) == told.startswith("warning") and (there(aws)[0] == []) == (status != 0)
+
+
+def test_a_plan_needs_no_boto3_and_an_endpoint_does(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "boto3", None)
+    status, said, _ = run(*LOCAL)
+    assert status == 0 and "create_endpoint_config" in said
+    status, _, complaints = run(*LOCAL, "--yes")
+    assert status == 2 and "pip install 'peagle[aws]'" in complaints
+
+
+def test_no_credentials_is_one_line(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_REGION"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    monkeypatch.setattr(boto3, "DEFAULT_SESSION", None)
+    status, _, complaints = run(*LOCAL, "--yes")
+    assert status == 2 and "no AWS credentials" in complaints and complaints.count("\n") == 1
+    status, _, complaints = run("status", NAME)
+    assert status == 2 and "--region: needed" in complaints

@@ -1,0 +1,585 @@
+"""The engine against the reference: token for token, count for count, whoever else is in the batch.
+
+What a request must get comes from `engines`. Everything around it is drawn: who arrives and leaves when, how many
+blocks there are, how prompts are cut up, how many drafts a round has, and whether steps are planned ahead.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import engines
+import pairs
+import pytest
+import torch
+from engines import LONGEST, Asked, check, engine, play, rehearse, truth
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import chisquare
+from support import many, set_config
+from torch import Tensor
+
+from benchmarks.soak import soak, spread_weights
+from peagle.checkpoints.drafter import read_drafter_config, save_drafter
+from peagle.checkpoints.target import Target
+from peagle.config import DecoderConfig, DrafterConfig, EngineSettings, LayerConfig, RopeConfig, SamplingParams
+from peagle.engine import loader as loading
+from peagle.engine.llm import LLM
+from peagle.engine.loader import count_blocks, draft_choices
+from peagle.engine.logits_processors import shape_rows
+from peagle.engine.model_runner import Launched
+from peagle.engine.prefill import PromptRows
+from peagle.engine.request import Request
+from peagle.errors import UserError
+from peagle.models.decoder import Decoder
+from peagle.models.drafter import Drafter
+from peagle.speculative import reference
+from peagle.speculative.adaptive_k import CostTable
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LENGTHS = (1, 2, 5, 15, 16, 17, 18, 31, 33, 34, 48, LONGEST - 2, LONGEST - 1)
+STARTS = (700, 2300)
+LONG = [
+    SamplingParams(max_tokens=30, ignore_eos=True),
+    SamplingParams(max_tokens=LONGEST, ignore_eos=True),
+    SamplingParams(max_tokens=LONGEST, temperature=1.6, seed=3, ignore_eos=True),
+]
+PLAIN = [
+    SamplingParams(max_tokens=1),
+    SamplingParams(max_tokens=9),
+    SamplingParams(max_tokens=24, stop_token_ids=[ord("e"), ord(",")]),
+    SamplingParams(max_tokens=24, stop_token_ids=[ord("r"), ord("n")], ignore_eos=True),
+    SamplingParams(max_tokens=30, stop=["th", "n t"]),
+    SamplingParams(max_tokens=25, temperature=3.0, seed=11, top_k=6, top_p=0.9),
+    SamplingParams(max_tokens=25, temperature=2.0, seed=2**63 - 1, min_p=0.02),
+]
+SHAPED = [
+    SamplingParams(max_tokens=20, repetition_penalty=1.4, logprobs=3),
+    SamplingParams(max_tokens=20, frequency_penalty=0.7, presence_penalty=0.4),
+    SamplingParams(max_tokens=20, min_tokens=9, stop_token_ids=[ord("e"), ord("o")], logprobs=0),
+    SamplingParams(max_tokens=20, logit_bias={ord(" "): -6.0, ord("q"): 3.0}, ignore_eos=True),
+    SamplingParams(max_tokens=16, temperature=2.0, seed=5, presence_penalty=1.0, logprobs=2),
+]
+
+
+def prompt(start: int, length: int) -> tuple[int, ...]:
+    return tuple(pairs.TEXT[start : start + length])
+
+
+@dataclass(frozen=True)
+class Scene:
+    sizes: dict[str, Any]
+    asked: list[Asked]
+
+
+def scene(choose: random.Random) -> Scene:
+    """Half of them crowded: requests that outgrow what they got at first, in a cache too small for all of them."""
+    crowded = choose.random() < 0.5
+    params = LONG * (6 if crowded else 2) + PLAIN + (SHAPED if choose.random() < 0.3 else [])
+    asked = []
+    for _ in range(choose.randint(4, 7)):
+        length = choose.choice(LENGTHS[:7] if crowded else LENGTHS)
+        at = choose.randint(0, 3 if crowded else 15)
+        stays = choose.randint(0, 20) if choose.random() < 0.15 else None
+        asked.append(Asked(prompt(choose.choice(STARTS), length), choose.choice(params), at, stays))
+    sizes = {
+        "blocks": choose.choice([5, 6, 7] if crowded else [4, 8, 16]),
+        "max_num_seqs": choose.choice([3, 4] if crowded else [1, 2, 4]),
+        "prefill_chunk": choose.choice([7, 16, 40]),
+        "max_prefill_tokens": choose.choice([5, 16, 33, 200]),
+        "prefix_reuse": choose.random() < 0.8,
+    }
+    return Scene(sizes, asked)
+
+
+SEEN: Counter[str] = Counter()  # that what shall be tested did happen
+
+
+def run(name: str | None, k: int | str, lookahead: int, choose: random.Random) -> None:
+    drawn = scene(choose)
+    fixed = name is not None and isinstance(k, int)
+    wanted = {a: truth(a.prompt, a.params, *((name, k) if fixed else ())) for a in drawn.asked}
+    asked = [a for a in drawn.asked if wanted[a].clear]
+    llm = engine(name, k, **drawn.sizes)
+    llm.lookahead = lookahead
+    replays = rehearse(llm, choose.choice([[], [16], [8, 24, 200]]))
+    if k == "auto":
+        llm.scheduler.drafts_for = lambda batch: choose.choice(llm.draft_count.choices)
+    for one, group in zip(asked, play(llm, asked), strict=True):
+        (got,) = llm.output(group).outputs
+        want = wanted[one]
+        if one.stays is not None and got.finish_reason == "abort":
+            assert got.token_ids == want.token_ids[: len(got.token_ids)]
+            SEEN["aborted"] += 1
+        else:
+            check(got, want, counts=k != "auto")
+        assert len(got.token_ids) <= 1 + got.rounds + sum(got.accepted_per_position)
+        SEEN["preempted"] += group.requests[0].preemptions > 0
+        SEEN["accepted"] += sum(got.accepted_per_position)
+        SEEN["full"] += len(one.prompt) + len(got.token_ids) == LONGEST
+    SEEN["found"] += llm.scheduler.pool.hits
+    SEEN["replayed"] += len(replays)
+
+
+PAIRS = [
+    (None, 0),
+    ("p-eagle-1", 3),
+    ("p-eagle-1", "auto"),
+    ("p-eagle-4-reduced", 5),
+    ("eagle3-1", 1),
+    ("eagle3-4-reduced", 3),
+    ("eagle3-4-reduced", "auto"),
+]
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize(("name", "k"), PAIRS)
+def test_every_request_gets_what_it_gets_alone(name: str | None, k: int | str, lookahead: int) -> None:
+    SEEN.clear()
+
+    @many(4)
+    @given(st.integers(0, 2**32))
+    def property_(seed: int) -> None:
+        run(name, k, lookahead, random.Random(f"{name} {k} {lookahead} {seed}"))
+
+    property_()
+    assert SEEN["preempted"] and SEEN["found"] and SEEN["full"] and (SEEN["accepted"] or name is None), SEEN
+    assert SEEN["replayed"], SEEN
+
+
+@pytest.mark.parametrize("name", ["p-eagle-1", "eagle3-1", None])
+def test_every_parameter_alone_and_together(name: str | None) -> None:
+    """All at once in one batch, then each by itself: neighbours change nothing."""
+    asked = [Asked(prompt(STARTS[i % 2], 20 + i), p) for i, p in enumerate(LONG + PLAIN + SHAPED)]
+    wanted = [truth(a.prompt, a.params, *((name, 3) if name else ())) for a in asked]
+    assert sum(want.clear for want in wanted) >= len(asked) - 1
+    llm = engine(name, 3 if name else 0, max_num_seqs=20)
+    together = [llm.output(group).outputs[0] for group in play(llm, asked)]
+    alone = [llm.generate(list(a.prompt), a.params)[0].outputs[0] for a in asked[-len(SHAPED) :]]
+    for got, want in [*zip(together, wanted, strict=True), *zip(alone, wanted[-len(SHAPED) :], strict=True)]:
+        if want.clear:
+            check(got, want, counts=name is not None)
+    reasons = {(got.finish_reason, type(got.stop_reason)) for got in together}
+    assert {("length", type(None)), ("stop", type(None)), ("stop", int), ("stop", str)} <= reasons
+
+
+TOKEN = st.integers(0, 8)
+
+
+@many(200)
+@given(
+    st.integers(0, 2**32),
+    st.lists(TOKEN, min_size=1, max_size=5),
+    st.lists(TOKEN, max_size=6),
+    st.lists(TOKEN, max_size=5),
+    st.fixed_dictionaries(
+        {
+            "min_tokens": st.integers(0, 9),
+            "stop_token_ids": st.lists(TOKEN, max_size=2),
+            "logit_bias": st.dictionaries(TOKEN, st.floats(-9, 9), max_size=3),
+            "presence_penalty": st.sampled_from([0.0, -1.0, 1.5]),
+            "frequency_penalty": st.sampled_from([0.0, -1.0, 1.5]),
+            "repetition_penalty": st.sampled_from([1.0, 0.5, 2.0]),
+        }
+    ),
+)
+def test_a_rows_own_drafts_count_as_said(
+    seed: int, asked: list[int], said: list[int], drafts: list[int], options: dict[str, Any]
+) -> None:
+    """Row j is shaped as if the j drafts before it were output."""
+    params, eos = SamplingParams(**options), frozenset({4})
+    raw = torch.randn(len(drafts) + 1, 9, generator=torch.Generator().manual_seed(seed))
+    barred = eos | set(params.stop_token_ids)
+    rows = shape_rows(raw, params, asked, said, torch.tensor(drafts, dtype=torch.long), barred)
+    for j, row in enumerate(rows):
+        want = reference.shape(raw[j], params, asked, said + drafts[:j], eos)
+        torch.testing.assert_close(row.double(), want, rtol=1e-5, atol=1e-5)
+
+
+def test_n_answers_have_seeds_of_their_own() -> None:
+    llm = engine("p-eagle-1", 3, max_num_seqs=3)
+    params = SamplingParams(max_tokens=12, temperature=6.0, seed=2**63 - 2, n=4)
+    (output,) = llm.generate([list(prompt(700, 20))], params)
+    assert [o.index for o in output.outputs] == [0, 1, 2, 3] and output.finished
+    for i, got in enumerate(output.outputs):
+        check(got, truth(prompt(700, 20), replace(params, n=1, seed=(params.seed + i) % 2**63)), counts=False)
+    assert len({tuple(o.token_ids) for o in output.outputs}) == 4
+    (greedy,) = llm.generate([list(prompt(700, 20))], SamplingParams(max_tokens=5, n=2))
+    assert greedy.outputs[0].token_ids == greedy.outputs[1].token_ids
+    unseeded = [llm.generate(list(prompt(700, 20)), SamplingParams(12, 3.0))[0].outputs[0].token_ids for _ in range(2)]
+    assert unseeded[0] != unseeded[1]
+
+
+# Drafters whose drafts are known to be right or wrong
+
+
+def rig(llm: LLM, right: Callable[[int], bool]) -> None:
+    """Drafts the text to come; where `right` says no of a position, a token that it will not be."""
+    runner = llm.runner
+
+    def draft(request: Request, position: int, k: int) -> list[int]:
+        """For `position` and the k - 1 behind it."""
+        said = truth(tuple(request.prompt_ids), request.params).token_ids
+        ahead = [*said, *[0] * LONGEST][position - len(request.prompt_ids) :][:k]
+        return [t if right(position + i) else (t + 1) % pairs.VOCAB for i, t in enumerate(ahead)]
+
+    def drafts(v: Any, accepted_B: Tensor, emitted_BQ: Tensor, k: int) -> Tensor:
+        by_slot = {r.slot: r for r in llm.scheduler.running}
+        starts = (v.inputs.starts_B + accepted_B + 2).tolist()
+        made = [draft(by_slot[s], at, k) for s, at in zip(v.slots_B.tolist(), starts, strict=True)]
+        return torch.tensor(made, dtype=torch.long).view(len(starts), k)
+
+    def draft_after(p: PromptRows[Tensor], *_: Any) -> Tensor:
+        by_slot, k = {r.slot: r for r in llm.scheduler.running}, llm.runner.most_drafts
+        ends = zip(p.slots_F.tolist(), p.ends_F.tolist(), strict=True)
+        return torch.tensor([draft(by_slot[s], end + 1, k) for s, end in ends], dtype=torch.long).view(-1, k)
+
+    runner._drafts, runner._draft_after = drafts, draft_after  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("kind", ["always", "never", "sometimes"])
+@pytest.mark.parametrize("k", [1, 4])
+def test_counts_with_known_drafts(kind: str, k: int) -> None:
+    wrong = {"always": set(), "never": set(range(LONGEST)), "sometimes": {26, 27, 33, 41, 45}}[kind]
+    llm = engine("p-eagle-1", k)
+    rig(llm, lambda position: position not in wrong)
+    params = SamplingParams(max_tokens=LONGEST, ignore_eos=True)
+    asked = [
+        Asked(prompt(start, length), params, at)
+        for at, (start, length) in enumerate([(700, 17), (2300, 24), (700, 40)])
+    ]
+    for one, group in zip(asked, play(llm, asked), strict=True):
+        (got,) = llm.output(group).outputs
+        check(got, truth(one.prompt, params), counts=False)
+        length, rounds, drafts, accepted, drafted = len(one.prompt) + 1, 0, 0, [0] * k, [False]
+        while length < LONGEST:
+            verified = min(k, LONGEST - length - 1)
+            held = next((i for i in range(verified) if length + i in wrong), verified)
+            rounds, drafts = rounds + 1, drafts + (verified > 0)
+            accepted = [a + (i < held) for i, a in enumerate(accepted)]
+            drafted += [True] * held + [False]
+            length += held + 1
+        assert (got.rounds, got.num_drafts, got.accepted_per_position) == (rounds, drafts, accepted)
+        assert got.drafted == drafted
+        if kind == "never":
+            assert got.acceptance_length == 1 and got.rounds == len(got.token_ids) - 1
+    if kind == "always":  # ends with a whole round, far from the end of the context
+        (got,) = llm.generate(list(prompt(700, 17)), SamplingParams(1 + 5 * (k + 1), ignore_eos=True))[0].outputs
+        assert got.acceptance_length == k + 1 and got.rounds == 5 and sum(got.drafted) == 5 * k
+
+
+def test_auto_stops_drafting_where_drafts_never_hold() -> None:
+    llm = engine("p-eagle-1", "auto")
+    llm.draft_count.table = CostTable({(1, k): 1.0 + k for k in llm.draft_count.choices})
+    rig(llm, lambda position: False)
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    outputs = [llm.generate(list(prompt(700, 17)), params)[0].outputs[0] for _ in range(3)]
+    check(outputs[-1], truth(prompt(700, 17), params), counts=False)
+    assert outputs[-1].num_drafts <= 2 and outputs[0].rounds == 39
+
+
+def test_auto_times_its_rounds() -> None:
+    """By the host's clock, those without prompts in them, and compares them with the table."""
+    llm = engine("p-eagle-1", "auto")
+    llm.draft_count.table = CostTable({(1, k): 1e-9 for k in llm.draft_count.choices})
+    llm.generate(list(prompt(700, 17)), SamplingParams(max_tokens=40, ignore_eos=True))
+    seen = llm.draft_count.clock.seen
+    assert seen and {size for size, _ in seen} == {1} and sum(count for _, count in seen.values()) <= 39
+    # far above the table, and each step towards that is a doubling at most
+    assert max(mean for mean, count in seen.values() if count > 4) > 4
+
+
+# Sampling
+
+VOCAB, LENGTH, PROMPT = 6, 3, [2, 0, 5]
+
+
+@cache
+def tiny_target() -> Target:
+    layer = LayerConfig(8, 16, num_heads=2, num_kv_heads=1, head_dim=4)
+    model = Decoder(DecoderConfig("llama", VOCAB, 1, layer, RopeConfig(), 64, False, (None,)))
+    spread_weights(model, 3)
+    return Target(Path("nowhere"), model.eval().requires_grad_(False), frozenset())
+
+
+@torch.inference_mode()
+def exact_joint(params: SamplingParams) -> dict[tuple[int, ...], float]:
+    """Of the next tokens, the reference asked after every sequence of them."""
+    joint = {(): 1.0}
+    for _ in range(LENGTH):
+        longer = {}
+        for said, chance in joint.items():
+            logits = reference.read(tiny_target().model, [*PROMPT, *said], 1, ())[0]
+            row = reference.distribution(reference.shape(logits[0], params, PROMPT, said)[None], params)[0].tolist()
+            longer |= {(*said, x): chance * p for x, p in enumerate(row) if p > 0}
+        joint = longer
+    return joint
+
+
+@pytest.mark.parametrize(
+    ("parallel", "options"),
+    [
+        (True, {"temperature": 1.0}),
+        (False, {"temperature": 1.4, "top_k": 4, "min_p": 0.05}),
+        (True, {"temperature": 0.8, "top_p": 0.85, "frequency_penalty": 0.8}),
+    ],
+)
+def test_many_answers_have_the_targets_distribution(tmp_path: Path, parallel: bool, options: dict[str, Any]) -> None:
+    layer = tiny_target().model.cfg.layer
+    cfg = DrafterConfig(VOCAB, VOCAB, 1, layer, RopeConfig(), 64, 8, (0, 1), mask_token_id=3 if parallel else None)
+    drafter = Drafter(cfg).share(tiny_target().model)
+    spread_weights(drafter, 4)
+    save_drafter(drafter, tmp_path / "drafter")
+    llm = LLM(tiny_target(), tmp_path / "drafter", 2, device="cpu", dtype="float32", threads=1, max_num_seqs=128)
+    params = SamplingParams(max_tokens=LENGTH, n=1500, seed=17, **options)
+    outputs = llm.generate([PROMPT], params)[0].outputs
+    counts = Counter(tuple(o.token_ids) for o in outputs)
+    expected = exact_joint(params)
+    assert set(counts) <= set(expected)
+    often = [x for x, chance in expected.items() if chance * params.n >= 5]
+    seen, want = [counts[x] for x in often], [expected[x] * params.n for x in often]
+    rest = params.n - sum(want)
+    if rest >= 5:
+        seen, want = [*seen, params.n - sum(seen)], [*want, rest]
+    assert chisquare(seen, [w * sum(seen) / sum(want) for w in want]).pvalue > 1e-3
+    assert sum(sum(o.accepted_per_position) for o in outputs) > params.n / 50
+
+
+# What people call
+
+
+def test_generate_chat_and_stream_say_the_same() -> None:
+    llm = engine("p-eagle-1", 3)
+    asked = bytes(prompt(700, 20)).decode()
+    params = SamplingParams(max_tokens=30, stop=["def"], ignore_eos=True)
+    want = truth(prompt(700, 20), params)
+    texts, ids = [asked, asked[:12]], [list(prompt(700, 20)), list(prompt(700, 12))]
+    by_text, by_ids = llm.generate(texts, params), llm.generate(ids, params, progress=True)
+    assert [o.outputs for o in by_text] == [o.outputs for o in by_ids]
+    assert [o.prompt for o in by_text] == texts and [o.prompt for o in by_ids] == [None, None]
+    assert [o.prompt_token_ids for o in by_text] == ids
+    check(by_text[0].outputs[0], want, counts=False)
+    assert llm.generate(ids[0], params)[0].outputs == by_ids[0].outputs
+    words = [{"role": "user", "content": part} for part in asked.split(" ")]
+    assert llm.chat(words, params)[0].outputs == by_ids[0].outputs
+    assert [o.outputs for o in llm.chat([words, words], [params, params])] == [by_ids[0].outputs] * 2
+    assert llm.generate([]) == []
+    for source in (asked, ids[0], words):
+        pieces = list(llm.stream(source, replace(params, logprobs=1)))
+        assert "".join(p.text for p in pieces) == want.text
+        assert [t for p in pieces for t in p.token_ids] == want.token_ids
+        assert [d for p in pieces for d in p.drafted] == by_ids[0].outputs[0].drafted
+        assert sum(len(p.logprobs or []) for p in pieces) == len(want.token_ids)
+        assert [p.finish_reason for p in pieces] == [None] * (len(pieces) - 1) + [want.finish_reason]
+        assert pieces[-1].stop_reason == want.stop_reason and len(pieces) > 2
+    engines.nothing_left(llm)
+
+
+def test_leaving_a_stream_gives_everything_back() -> None:
+    llm = engine("p-eagle-1", 3)
+    other = llm.add(list(prompt(2300, 20)), LONG[0])
+    for piece in llm.stream(list(prompt(700, 20)), SamplingParams(40, ignore_eos=True)):
+        if piece.token_ids:
+            break
+    assert len(llm.scheduler.running) == 1
+    while llm.busy:
+        llm.step()
+    check(llm.output(other).outputs[0], truth(prompt(2300, 20), LONG[0]), counts=False)
+    engines.nothing_left(llm)
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("where", ["launch", "plan", "wait"])
+def test_an_interrupted_engine_goes_on(lookahead: int, where: str) -> None:
+    llm = engine("p-eagle-1", 3)
+    llm.lookahead = lookahead
+    asked = [list(prompt(700, n)) for n in (20, 33, 5)]
+    owner: Any = {"launch": llm.runner, "plan": llm.scheduler, "wait": Launched}[where]
+    original = getattr(owner, where)
+    for at in (1, 4):
+        calls = 0
+
+        def interrupt(*args: Any, at: int = at) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == at:
+                raise KeyboardInterrupt
+            return original(*args)
+
+        with mock.patch.object(owner, where, interrupt), pytest.raises(KeyboardInterrupt):
+            llm.generate(asked, LONG[0])
+        assert calls == at and not llm.scheduler.running and not llm.scheduler.waiting
+        llm.check_integrity()
+        for ids, output in zip(asked, llm.generate(asked, LONG[0]), strict=True):
+            check(output.outputs[0], truth(tuple(ids), LONG[0], "p-eagle-1", 3), counts=True)
+    while llm.busy:
+        llm.step()
+    engines.nothing_left(llm)
+
+
+# What is refused
+
+
+def test_bad_requests_are_refused_and_disturb_nobody() -> None:
+    llm = engine("p-eagle-1", 3)
+    bare = engine(None, 0, tokenizer=False)
+    running = llm.add(list(prompt(700, 20)), LONG[1])
+    for _ in range(3):
+        llm.step()
+    good = list(prompt(700, 5))
+    cases: list[tuple[Callable[[], Any], str]] = [
+        (lambda: llm.generate([good, [0] * LONGEST]), f"the prompt has {LONGEST} tokens, but the context holds"),
+        (lambda: llm.generate([good, []]), "the prompt is empty"),
+        (lambda: llm.generate(""), "the prompt is empty"),
+        (lambda: llm.generate([good, [3, pairs.VOCAB]]), "a prompt token is outside the vocabulary"),
+        (lambda: llm.generate([good, [-1]]), "a prompt token is outside the vocabulary"),
+        (lambda: llm.generate([good, good], [LONG[0]]), "2 prompts, but 1 sampling parameters"),
+        (lambda: llm.generate(good, SamplingParams(stop_token_ids=[pairs.VOCAB])), "--stop-token-ids 160: outside"),
+        (lambda: llm.generate(good, SamplingParams(logit_bias={900: 1})), "--logit-bias 900: outside"),
+        (lambda: next(llm.stream(good, SamplingParams(n=2))), "--n 2: a stream has one answer"),
+        (lambda: bare.generate(good, SamplingParams(stop=["x"])), "--stop: .* has no tokenizer"),
+    ]
+    for call, words in cases:
+        with pytest.raises(UserError, match=words) as error:
+            call()
+        assert "\n" not in str(error.value)
+        assert len(llm.scheduler.running) == 1 and not llm.scheduler.waiting
+        llm.check_integrity()
+    while llm.busy:
+        llm.step()
+    check(llm.output(running).outputs[0], truth(prompt(700, 20), LONG[1], "p-eagle-1", 3), counts=True)
+    engines.nothing_left(llm)
+
+
+def test_bad_settings_are_refused(tmp_path: Path) -> None:
+    wide = tmp_path / "wide"
+    shutil.copytree(pairs.drafter_folder("p-eagle-1"), wide)
+    set_config(wide, vocab_size=161)
+    cases: list[tuple[Callable[[], Any], str]] = [
+        (lambda: engine(None, 3), "--num-speculative-tokens 3: needs a --drafter"),
+        (lambda: engine("p-eagle-1", 65), "-k 65: the number of draft tokens must be between 1 and 64"),
+        (lambda: engine("p-eagle-1", -1), "-k -1: "),
+        (lambda: engine(None, 0, max_model_len=257), "--max-model-len 257: this target was made for at most 256"),
+        (lambda: engine(None, 0, max_model_len=1), "--max-model-len 1: must leave room"),
+        (lambda: engine(None, 0, max_num_seqs=0), "--max-num-seqs 0: must be at least 1"),
+        (
+            lambda: engine(None, 0, blocks=3),
+            "one sequence of 64 tokens takes .* at most 48, or raise --kv-cache-memory",
+        ),
+        (
+            lambda: count_blocks(EngineSettings(kv_cache_memory=1500), torch.device("cuda"), 500, 64, 1),
+            "at most 32, or raise --kv-cache-memory",  # what was given, not the share, which plays no part then
+        ),
+        (lambda: LLM(engines.target(), wide, device="cpu"), "does not fit the target: made for a vocabulary of 161"),
+        (lambda: LLM(engines.target(), tmp_path / "none", device="cpu"), "none"),
+        (lambda: engine("p-eagle-1", "auto", cost_table=tmp_path / "no.json"), "--cost-table .*no.json: "),
+    ]
+    for make, words in cases:
+        with pytest.raises(UserError, match=words) as error:
+            make()
+        assert "\n" not in str(error.value)
+    engine(None, 0, blocks=4)
+
+
+def test_more_drafts_than_it_was_trained_for(tmp_path: Path) -> None:
+    folder = tmp_path / "drafter"
+    shutil.copytree(pairs.drafter_folder("p-eagle-1"), folder)
+    set_config(folder, trained_draft_tokens=2)
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "threads": 1, "max_model_len": LONGEST}
+    with pytest.warns(UserWarning, match="was trained for 2 draft tokens, 5 are asked for"):
+        llm = LLM(engines.target(), folder, 5, **options)
+    check(llm.generate(list(prompt(700, 20)), LONG[0])[0].outputs[0], truth(prompt(700, 20), LONG[0]), counts=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        LLM(engines.target(), folder, 2, **options)
+        llm = LLM(engines.target(), folder, cost_table=engines.any_costs(), **options)
+    assert llm.draft_count.choices == [0, 1, 2]
+    given = {**options, "cost_table": engines.any_costs()}
+    for trained, more in ((4, [4]), (6, [5, 6]), (8, [5, 7]), (10, [5, 7, 9]), (16, [5, 7, 9])):
+        set_config(folder, trained_draft_tokens=trained)
+        assert LLM(engines.target(), folder, **given).draft_count.choices == [0, 1, 2, 3, *more]
+    llm = LLM(engines.target(), folder, synthetic_acceptance_rates=[0.5, 0.25, 0.1, 0.1], **given)
+    assert llm.draft_count.choices == [0, 1, 2, 3, 4], "no more than there are rates for"
+    llm = LLM(engines.target(), folder, synthetic_acceptance_rates=[0.5] * 8, **given)
+    assert llm.draft_count.choices == [0, 1, 2, 3, 5, 7, 8], "and all of those"
+
+
+def test_deep_drafts_are_for_gpus_and_one_pass(tmp_path: Path) -> None:
+    """Where each costs a row of the target's pass and nothing else."""
+    for name, trained, on_gpu, deepest in (
+        ("p-eagle-1", 16, True, [9, 12, 15]),
+        ("p-eagle-1", 16, False, [5, 7, 9]),
+        ("p-eagle-1", 12, True, [7, 9, 12]),
+        ("p-eagle-1", 11, True, [7, 9, 11]),
+        ("p-eagle-1", 10, True, [5, 7, 9]),
+        ("eagle3-1", 16, True, [5, 7, 9]),
+    ):
+        folder = tmp_path / f"{name}-{trained}"
+        shutil.copytree(pairs.drafter_folder(name), folder, dirs_exist_ok=True)
+        set_config(folder, trained_draft_tokens=trained)
+        cfg = read_drafter_config(folder, engines.target().model.cfg)
+        assert draft_choices(EngineSettings(), cfg, folder, on_gpu)[-3:] == deepest
+
+
+@pytest.mark.parametrize(
+    ("told", "slow", "want"),
+    [
+        ("flags\t\t: fma avx2 avx512f", torch.float32, torch.float32),  # a busy moment tells nothing
+        ("flags\t\t: avx512f amx_bf16", torch.float32, torch.bfloat16),
+        ("flags\t\t: avx512f amx_bf16", torch.bfloat16, torch.float32),
+        ("Features\t: asimd bf16", torch.float32, torch.bfloat16),
+        ("Features\t: asimd fphp", torch.float32, torch.float32),
+        ("arm", torch.float32, torch.bfloat16),  # nothing is known of what it can do
+    ],
+)
+def test_bfloat16_on_cpus_that_have_it(monkeypatch, told: str, slow: torch.dtype, want: torch.dtype) -> None:
+    def multiply(x: torch.Tensor, weight: torch.Tensor) -> None:
+        time.sleep(0.002 * (x.dtype == slow))
+
+    monkeypatch.setattr(loading, "processor", lambda: f"model name\t: bf16\n{told}")
+    monkeypatch.setattr(loading, "F", SimpleNamespace(linear=multiply))
+    assert loading.fitting_dtype(torch.device("cpu")) == want
+    assert loading.fitting_dtype(torch.device("cuda")) == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("told", "dtype", "warns"),
+    [("asimd fphp", "bfloat16", True), ("asimd fphp", "float32", False), ("asimd bf16", "bfloat16", False)],
+)
+def test_bfloat16_asked_of_a_cpu_that_has_none(monkeypatch, recwarn, told: str, dtype: str, warns: bool) -> None:
+    monkeypatch.setattr(loading, "processor", lambda: f"Features\t: {told}")
+    LLM(pairs.target_folder(), device="cpu", dtype=dtype, max_num_seqs=2, max_model_len=64)
+    said = [w for w in recwarn if "this CPU has no instructions for it" in str(w.message)]
+    assert len(said) == warns
+    assert all(w.filename == __file__ for w in said)
+
+
+@pytest.mark.parametrize("name", ["p-eagle-1", "eagle3-1"])
+def test_a_drafter_that_may_not_draft(name: str) -> None:
+    llm = engine(name, 0)
+    (got,) = llm.generate(list(prompt(700, 20)), LONG[0])[0].outputs
+    check(got, truth(prompt(700, 20), LONG[0]), counts=False)
+    assert got.num_drafts == 0 and got.accepted_per_position == []
+
+
+# In the long run
+
+
+def test_nothing_leaks() -> None:
+    report = soak(800, 3, parallel=True, lookahead=1)
+    assert report.compared > 700 and report.aborted > 20 and report.found_tokens > 1000
+    assert report.grown_mib < 64
+    crowded = soak(150, 2, parallel=False, lookahead=0, blocks=9)
+    assert crowded.compared > 130 and crowded.preemptions > 0

@@ -1,0 +1,691 @@
+"""Answers under a grammar: what comes matches, speculation changes nothing, and nobody else notices.
+
+The reference decides what must come out. What a grammar allows it learns here, without the engine's masks: for choices
+from their letters alone, otherwise from the library, asked anew about every output and told that bytes are tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import engines
+import jsonschema
+import pairs
+import pytest
+import torch
+from engines import Asked, Truth, check
+from hypothesis import given
+from hypothesis import strategies as st
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from scipy.stats import chisquare
+from support import many
+from torch import Tensor
+
+from peagle.checkpoints.target import Target, load_tokenizer
+from peagle.config import Grammar, GrammarLimits, ParserLimits, SamplingParams
+from peagle.engine import grammar as made_by
+from peagle.engine.grammar import (
+    Grammars,
+    allowed_rows,
+    from_choice,
+    from_json_object,
+    from_json_schema,
+    from_regex,
+    unpack,
+)
+from peagle.engine.llm import LLM
+from peagle.engine.request import CompletionOutput
+from peagle.errors import UserError
+from peagle.kernels.sampling.sample import bits_torch, gumbel_torch
+from peagle.speculative import reference
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+EOS = frozenset({pairs.EOS_ID, 500})  # one that is never text, one beyond the vocabulary
+TEXTUAL = frozenset({ord("e"), 500})  # one that is text as well
+LONGEST = 96
+TIGHT = {ord(" "): -9.0, ord("\n"): -30.0}  # else the target, which never saw JSON, fills it with whitespace
+CHOICES = ("the work", "the", "a copy", "any", "of e")
+
+
+@cache
+def target(eos: frozenset[int] = EOS) -> Target:
+    own = engines.target()
+    return Target(own.folder, own.model, eos)
+
+
+def engine(name: str | None, k: int | str, eos: frozenset[int] = EOS, **options: Any) -> LLM:
+    own = target(eos)
+    with mock.patch.object(engines, "target", lambda: own):
+        return engines.engine(name, k, **{"max_model_len": LONGEST, **options})
+
+
+# What a grammar allows
+
+
+class Letters:
+    """One of some texts."""
+
+    def __init__(self, choices: Sequence[str], eos: frozenset[int], ignore_eos: bool) -> None:
+        self.choices, self.eos = [c.encode() for c in choices], frozenset() if ignore_eos else eos
+        self.never = eos
+
+    def allowed(self, output: Sequence[int]) -> Tensor | None:
+        said = bytes(output)
+        rest = [c[len(said) :] for c in self.choices if c.startswith(said)]
+        letters = {r[0] for r in rest if r} - self.never
+        if not letters or self.never & set(output):
+            return None
+        may = torch.zeros(pairs.VOCAB, dtype=torch.bool)
+        may[[t for t in letters | (self.eos if b"" in rest else set()) if t < pairs.VOCAB]] = True
+        return may if may.any() else None
+
+    def complete(self, output: Sequence[int]) -> bool:
+        return bytes(output) in self.choices and self.allowed(output) is None
+
+
+@cache
+def byte_tokens() -> LLTokenizer:
+    tokens = [bytes([b]) for b in range(pairs.VOCAB)]
+    end = pairs.VOCAB
+    table = SimpleNamespace(eos_token_id=end, bos_token_id=None, tokens=[*tokens, b"<end>"], special_token_ids=[end])
+
+    class Table(SimpleNamespace):
+        def __call__(self, text: bytes) -> list[int]:
+            return list(text)
+
+    return LLTokenizer(TokenizerWrapper(Table(**vars(table))))
+
+
+class Library:
+    """Whatever the library says of an output that it reads for the first time."""
+
+    def __init__(self, grammar: Grammar, eos: frozenset[int], ignore_eos: bool) -> None:
+        self.written = made_by._written(grammar, GrammarLimits())
+        self.eos, self.ends = frozenset(t for t in eos if t < pairs.VOCAB), not ignore_eos
+
+    def after(self, output: tuple[int, ...]) -> tuple[frozenset[int], bool]:
+        """Text that may follow, and whether the text may end; nothing where the output may not come itself."""
+        matcher = LLMatcher(byte_tokens(), self.written, log_level=0)
+        if max([*output, 0]) >= pairs.VOCAB or self.eos & set(output) or not matcher.consume_tokens(list(output)):
+            return frozenset(), False
+        accepting = matcher.is_accepting()
+        bits = matcher.compute_bitmask()
+        may = {t for t in range(pairs.VOCAB) if bits[t // 8] >> t % 8 & 1}
+        return frozenset(may - self.eos), accepting
+
+    def allowed(self, output: Sequence[int]) -> Tensor | None:
+        text, may_end = self.after(tuple(output))
+        if not text:
+            return None
+        may = torch.zeros(pairs.VOCAB, dtype=torch.bool)
+        may[sorted(text | (self.eos if may_end and self.ends else frozenset()))] = True
+        return may
+
+    def complete(self, output: Sequence[int]) -> bool:
+        text, may_end = self.after(tuple(output))
+        return may_end and not text
+
+
+@cache
+def constraint(grammar: Grammar, eos: frozenset[int], ignore_eos: bool) -> reference.Constraint:
+    if grammar == choice():
+        return Letters(CHOICES, eos, ignore_eos)
+    return Library(grammar, eos, ignore_eos)
+
+
+@cache
+def choice() -> Grammar:
+    return from_choice(CHOICES)
+
+
+# What must come out
+
+
+@cache
+def truth(
+    prompt: tuple[int, ...],
+    params: SamplingParams,
+    name: str | None = None,
+    k: int = 0,
+    eos: frozenset[int] = EOS,
+) -> Truth:
+    rules = constraint(params.grammar, eos, params.ignore_eos) if params.grammar is not None else None
+    if not params.greedy:
+        return sampled(prompt, params, eos, rules)
+    least, original = float("inf"), reference.distribution
+
+    def watched(logits_KV: Tensor, p: SamplingParams) -> Tensor:
+        nonlocal least
+        best = logits_KV.double().topk(2, -1).values
+        least = min([least, *(best[:, 0] - best[:, 1]).tolist()])
+        return original(logits_KV, p)
+
+    read, propose = engines._remembered(reference.read, name), engines._remembered(reference.propose, name)
+    with mock.patch.multiple(reference, distribution=watched, read=read, propose=propose):
+        drafter = engines.drafter(name) if name else None
+        made = reference.generate(
+            target().model, prompt, params, eos, drafter, k, LONGEST, decode=engines.decode, constraint=rules
+        )
+    clear = least > engines.CLEAR
+    return Truth(made.token_ids, made.finish_reason, made.stop_reason, made.text, made.logprobs, clear, made)
+
+
+def sampled(
+    prompt: tuple[int, ...], params: SamplingParams, eos: frozenset[int], rules: reference.Constraint | None
+) -> Truth:
+    request = reference.Request(list(prompt), params, eos, LONGEST, engines.decode, rules)
+    said: list[int] = []
+    logprobs: list[dict[int, float]] = []
+    least = float("inf")
+    while True:
+        allowed = rules.allowed(said) if rules is not None else None
+        if rules is not None and allowed is None:
+            return Truth(said, "error", None, engines.decode(said), logprobs, least > engines.CLEAR)
+        raw = engines.logits_after((*prompt, *said))
+        logits = reference.shape(raw, params, prompt, said, eos, allowed)
+        kept = reference.distribution(logits[None], params)[0] > 0
+        words = bits_torch(torch.tensor(params.seed), torch.tensor(len(prompt) + len(said)), torch.arange(len(logits)))
+        scores = (logits + params.temperature * gumbel_torch(words).double()).masked_fill(~kept, -torch.inf)
+        best = scores.topk(2).values
+        least = min(least, float(best[0] - best[1]))
+        said.append(int(scores.argmax()))
+        if params.logprobs is not None:
+            logprobs.append(reference.token_logprobs(raw, said[-1], params.logprobs))
+        end = reference.ending(said, request)
+        if end is not None:
+            return Truth(said, *end, logprobs, least > engines.CLEAR)
+
+
+def agrees(got: CompletionOutput, want: Truth, counts: bool) -> None:
+    if got.finish_reason == "error":
+        assert "goes on" in str(got.stop_reason)
+        got = replace(got, stop_reason=None)
+    check(got, want, counts and got.finish_reason != "error")
+
+
+def prompt(start: int, length: int = 20) -> tuple[int, ...]:
+    return tuple(pairs.TEXT[start : start + length])
+
+
+# Every answer matches, and is the reference's
+
+
+def schemas() -> st.SearchStrategy[dict[str, Any]]:
+    word = st.sampled_from(["a", "work", "of", "x y", 'q"', "n\u00e9"])
+    simple = st.one_of(
+        st.just({"type": "boolean"}),
+        st.just({"type": "null"}),
+        st.integers(-40, 40).map(lambda low: {"type": "integer", "minimum": low, "maximum": low + 25}),
+        st.lists(word, min_size=1, max_size=3, unique=True).map(lambda words: {"enum": words}),
+        st.integers(0, 6).map(lambda most: {"type": "string", "maxLength": most}),
+        st.sampled_from([{"type": "string", "pattern": "^[a-f]{2,4}$"}, {"const": {"k": [1, None]}}]),
+        st.just({"anyOf": [{"type": "boolean"}, {"type": "string", "minLength": 2, "maxLength": 3}]}),
+    )
+
+    def larger(inner: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[str, Any]]:
+        array = st.tuples(inner, st.integers(0, 1), st.integers(1, 2)).map(
+            lambda a: {"type": "array", "items": a[0], "minItems": a[1], "maxItems": a[2]}
+        )
+        fields = st.dictionaries(word, inner, min_size=1, max_size=2)
+        return array | st.tuples(fields, st.booleans()).map(
+            lambda f: {
+                "type": "object",
+                "properties": f[0],
+                "required": list(f[0]) if f[1] else [],
+                "additionalProperties": False,
+            }
+        )
+
+    return st.recursive(simple, larger, max_leaves=3)
+
+
+SEEN: Counter[str] = Counter()
+PAIRS = [(None, 0), ("p-eagle-1", 4), ("eagle3-1", 2)]
+
+
+def test_json_follows_its_schema_with_any_drafter_and_none() -> None:
+    """The unbounded text in some answers is cut by max_tokens; the others parse, validate, and are all the same."""
+    llms = {pair: engine(*pair) for pair in PAIRS}
+
+    @many(8)
+    @given(schemas(), st.sampled_from([700, 2300, 4100]), st.integers(0, 3))
+    def property_(schema: dict[str, Any], start: int, seed: int) -> None:
+        params = SamplingParams(max_tokens=60, grammar=from_json_schema(schema), logit_bias=TIGHT)
+        if seed:
+            params = replace(params, temperature=2.0, seed=seed, top_p=0.95, logprobs=1)
+        for (name, k), llm in llms.items():
+            want = truth(prompt(start), params, *((name, k) if name and params.greedy else ()))
+            (got,) = llm.generate([list(prompt(start))], params)[0].outputs
+            if want.clear:
+                agrees(got, want, counts=name is not None)
+                SEEN["same"] += 1
+            if got.finish_reason == "stop":
+                jsonschema.validate(json.loads(got.text), schema)
+                SEEN["ended"] += 1
+                SEEN["accepted"] += sum(got.accepted_per_position)
+            else:
+                assert got.finish_reason == (
+                    "error" if "\u00e9" in json.dumps(schema, ensure_ascii=False) else "length"
+                )
+
+    SEEN.clear()
+    property_()
+    for llm in llms.values():
+        engines.nothing_left(llm)
+    assert SEEN["same"] > 16 and SEEN["ended"] > 10 and SEEN["accepted"] > 5, SEEN
+
+
+def bound(**options: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 24, **options})
+
+
+@cache
+def various() -> list[SamplingParams]:
+    words = from_regex("[a-z]{2,7}( [a-z]{2,7}){0,4}")
+    listed = from_json_schema({"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 4})
+    return [
+        bound(grammar=choice()),
+        bound(grammar=choice(), temperature=3.0, seed=5, top_k=2),
+        bound(grammar=choice(), min_tokens=20),  # the grammar cannot reach it, and wins
+        bound(grammar=choice(), ignore_eos=True),
+        bound(grammar=words, min_tokens=9),
+        bound(grammar=words, ignore_eos=True),
+        bound(grammar=words, min_tokens=6, stop_token_ids=[*range(ord("a"), ord("z") + 1), ord(" ")]),
+        bound(grammar=words, stop=["t", "he"], logprobs=2),
+        bound(grammar=words, stop_token_ids=[ord("o"), ord("i")]),
+        bound(grammar=words, repetition_penalty=1.6, frequency_penalty=0.5, presence_penalty=0.5, logprobs=0),
+        bound(grammar=words, temperature=2.5, seed=8, min_p=0.01, presence_penalty=1.0, logprobs=2),
+        bound(grammar=words, temperature=1.5, seed=9, top_p=0.8, logit_bias={ord("z"): 4.0, pairs.EOS_ID: 9.0}),
+        bound(grammar=listed, logit_bias=TIGHT),
+        bound(grammar=listed, temperature=2.0, seed=1, logit_bias=TIGHT),
+        bound(grammar=from_regex("[ab]{3}\u00e9"), logprobs=1),  # whose last letter the target does not have
+    ]
+
+
+PLAIN = [
+    SamplingParams(max_tokens=30),
+    SamplingParams(max_tokens=30, temperature=1.6, seed=3),
+    SamplingParams(max_tokens=LONGEST, ignore_eos=True),
+    SamplingParams(max_tokens=LONGEST, ignore_eos=True, temperature=0.5, seed=4),
+    SamplingParams(max_tokens=20, stop=["th"], logprobs=1),
+    SamplingParams(max_tokens=24, repetition_penalty=1.3),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "k", "eos"),
+    [
+        (None, 0, TEXTUAL),
+        ("p-eagle-1", 3, EOS),
+        ("p-eagle-4-reduced", 5, TEXTUAL),
+        ("eagle3-4-reduced", 3, EOS),
+        ("p-eagle-1", "auto", EOS),
+        ("eagle3-1", "auto", TEXTUAL),
+    ],
+)
+def test_mixed_batches(name: str | None, k: int | str, eos: frozenset[int]) -> None:
+    """With too few blocks, aborts, n > 1 and a number of drafts that changes from step to step."""
+    choose = random.Random(f"{name} {k} {sorted(eos)}")
+    fixed = name is not None and isinstance(k, int)
+    asked = []
+    for params in [*various(), *PLAIN]:
+        long = params.max_tokens == LONGEST  # those fill the cache, from the start
+        stays = choose.randint(0, 12) if choose.random() < 0.1 and not long else None
+        start, length = choose.choice([700, 2300]), choose.randint(14, 26)
+        asked.append(Asked(prompt(start, length), params, 0 if long else choose.randint(1, 9), stays))
+    choose.shuffle(asked)
+    wanted = [truth(a.prompt, a.params, *((name, k) if fixed else (None, 0)), eos) for a in asked]
+    llm = engine(name, k, eos, blocks=7, max_num_seqs=5)
+    if k == "auto":
+        llm.scheduler.drafts_for = lambda batch: choose.choice(llm.draft_count.choices)
+    groups = engines.play(llm, asked)
+    clear = 0
+    for one, group, want in zip(asked, groups, wanted, strict=True):
+        (got,) = llm.output(group).outputs
+        if got.finish_reason == "abort":
+            assert got.token_ids == want.token_ids[: len(got.token_ids)] or not want.clear
+        elif want.clear:
+            agrees(got, want, counts=fixed)
+            clear += 1
+        if one.params.grammar is not None and one.params.ignore_eos:
+            assert not eos & set(got.token_ids)
+    assert clear > 12
+    assert sum(g.requests[0].preemptions for g in groups) > 0
+    reasons = Counter(llm.output(g).outputs[0].finish_reason for g in groups)
+    assert reasons["error"] > 0 and reasons["stop"] > 5 and reasons["length"] > 1, reasons
+
+
+def test_an_answer_that_is_put_off_goes_on_in_its_grammar() -> None:
+    lines = from_regex("[a-z ]{1,200}")
+    params = [bound(max_tokens=66, ignore_eos=True, grammar=lines), bound(max_tokens=60, min_tokens=60, grammar=lines)]
+    asked = [Asked(prompt(start, 18), p) for p in params for start in (700, 2300)]
+    llm = engine("p-eagle-1", 4, blocks=9)
+    groups = engines.play(llm, asked)
+    for one, group in zip(asked, groups, strict=True):
+        want = truth(one.prompt, one.params, "p-eagle-1", 4)
+        assert want.clear and len(want.token_ids) >= 60
+        check(llm.output(group).outputs[0], want, counts=False)
+    assert sum(g.requests[0].preemptions for g in groups) > 0
+
+
+def test_n_answers_and_a_stream() -> None:
+    llm = engine("p-eagle-1", 3, max_num_seqs=3)
+    params = bound(grammar=choice(), temperature=20.0, seed=2, n=5)
+    (output,) = llm.generate([list(prompt(700))], params)
+    for i, got in enumerate(output.outputs):
+        check(got, truth(prompt(700), replace(params, n=1, seed=2 + i)), counts=False)
+        assert got.text in CHOICES
+    assert len({o.text for o in output.outputs}) > 1
+    for own in (bound(grammar=choice()), various()[-1]):
+        pieces = list(llm.stream(list(prompt(2300)), own))
+        want = truth(prompt(2300), own)
+        assert "".join(p.text for p in pieces) == want.text
+        assert [p.finish_reason for p in pieces] == [None] * (len(pieces) - 1) + [want.finish_reason]
+    engines.nothing_left(llm)
+
+
+# Sampling
+
+
+TEMPERATURE = 3.0
+
+
+def chances(start: tuple[int, ...]) -> dict[str, float]:
+    """Of each of the texts, the target asked about every beginning of one."""
+    rules, params = Letters(CHOICES, EOS, False), SamplingParams(temperature=TEMPERATURE, top_p=0.98, grammar=choice())
+    open_, ended = {(): 1.0}, Counter[str]()
+    while open_:
+        longer: dict[tuple[int, ...], float] = {}
+        for said, chance in open_.items():
+            if rules.complete(said):
+                ended[bytes(said).decode()] += chance  # type: ignore[assignment]
+                continue
+            logits = reference.shape(
+                engines.logits_after((*start, *said)), params, start, said, EOS, rules.allowed(said)
+            )
+            for token, p in enumerate(reference.distribution(logits[None], params)[0].tolist()):
+                if p and token in EOS:
+                    ended[bytes(said).decode()] += chance * p  # type: ignore[assignment]
+                elif p:
+                    longer[(*said, token)] = chance * p
+        open_ = longer
+    return dict(ended)
+
+
+def fit(counts: Counter[str], expected: dict[str, float]) -> float:
+    assert set(counts) <= set(expected)
+    total = sum(counts.values())
+    often = [c for c, p in expected.items() if p * total >= 5]
+    assert len(often) >= 3
+    got, want = [counts[c] for c in often], [expected[c] * total for c in often]
+    rest = total - sum(got), total - sum(want)
+    if rest[1] > 1:
+        got, want = [*got, rest[0]], [*want, rest[1]]
+    return float(chisquare(got, [w * sum(got) / sum(want) for w in want]).pvalue)
+
+
+@pytest.mark.parametrize(("name", "k"), [("p-eagle-1", 3), ("eagle3-1", 2)])
+def test_sampled_answers_have_the_distribution_of_the_grammar(name: str, k: int) -> None:
+    start = prompt(700)
+    params = SamplingParams(max_tokens=12, temperature=TEMPERATURE, top_p=0.98, grammar=choice(), seed=0, n=500)
+    llm = engine(name, k, max_num_seqs=50)
+    counts = Counter(o.text for o in llm.generate([list(start)], params)[0].outputs)
+    assert fit(counts, chances(start)) > 1e-3
+    if name != "eagle3-1":
+        return
+    own: Counter[str] = Counter()  # of the reference, whose drafts are drawn
+    for seed in range(100):
+        made = reference.generate(
+            target().model, start, replace(params, n=1, seed=seed), EOS, engines.drafter(name), k, LONGEST,
+            sample_drafts=True, decode=engines.decode, constraint=Letters(CHOICES, EOS, False),
+        )  # fmt: skip
+        own[str(made.text)] += 1
+    assert fit(own, chances(start)) > 1e-3
+
+
+# Masks
+
+
+@dataclass(frozen=True)
+class Odd:
+    """A vocabulary that is not the tokenizer's, and EOS ids of any kind."""
+
+    vocab: int
+    eos: frozenset[int]
+
+
+@cache
+def grammars(odd: Odd) -> Grammars:
+    return Grammars(engines.tokenizer(), odd.vocab, odd.eos)
+
+
+ODD = [Odd(v, e) for v in (pairs.VOCAB, 123, 177, 160 + 8, 400) for e in (EOS, TEXTUAL, frozenset[int]())]
+ASKED = ["[a-z]{2,9}", "(the|a) [a-e]*", "x{3}", "\\{\\}|[a-c\u00e9]+"]
+
+
+@many(80)
+@given(
+    st.sampled_from(ODD),
+    st.lists(
+        st.tuples(st.sampled_from(ASKED), st.booleans(), st.randoms(use_true_random=False)), min_size=1, max_size=3
+    ),
+    st.integers(0, 4),
+)
+def test_masks_of_a_batch(odd: Odd, requests: list[tuple[str, bool, random.Random]], k: int) -> None:
+    """Each row is what the library says of that text alone, and asking leaves no trace."""
+    own, asked, rules = grammars(odd), [], []
+    for pattern, ignore_eos, choose in requests:
+        grammar = from_regex(pattern)
+        rule = Library(grammar, odd.eos, ignore_eos)
+        matcher = own.matcher(grammar, ignore_eos)
+        said = walk(rule, choose, choose.randint(0, 3), odd.vocab)
+        assert all(matcher.take(t) for t in said)
+        drafts = walk(rule, choose, k, odd.vocab, said)
+        drafts = [choose.randrange(odd.vocab) if choose.random() < 0.15 else t for t in drafts]
+        drafts += [choose.choice([5, odd.vocab - 1, 499, 10**6]) for _ in range(k - len(drafts))]
+        asked.append((matcher, drafts))
+        rules.append((rule, said))
+    for _ in range(2):
+        masks = unpack(allowed_rows(asked), odd.vocab)
+        assert masks.shape == (len(asked), k + 1, odd.vocab)
+        for (_, drafts), (rule, said), rows in zip(asked, rules, masks, strict=True):
+            for j, row in enumerate(rows):
+                text, may_end = rule.after((*said, *drafts[:j]))
+                text = {t for t in text if t < odd.vocab}
+                ends = {t for t in odd.eos if t < odd.vocab} if may_end and rule.ends else set()
+                want = set(text) | ends if text else set(range(odd.vocab))
+                assert set(row.nonzero()[:, 0].tolist()) == want
+    for (matcher, _), (rule, said) in zip(asked, rules, strict=True):
+        text, may_end = rule.after(tuple(said))
+        assert matcher.complete == (may_end and not {t for t in text if t < odd.vocab})
+
+
+def walk(rule: Library, choose: random.Random, steps: int, vocab: int, said: Sequence[int] = ()) -> list[int]:
+    """A text that the grammar allows."""
+    more: list[int] = []
+    for _ in range(steps):
+        may = [t for t in sorted(rule.after((*said, *more))[0]) if t < vocab]
+        if not may:
+            break
+        more.append(choose.choice(may))
+    return more
+
+
+def test_answers_of_one_grammar_share_its_memory_and_outlive_it() -> None:
+    """What a compiled grammar learns from one answer counts against the next; when it is full, it is made anew."""
+    small = GrammarLimits(library=ParserLimits(max_lexer_states=40))
+    own = Grammars(engines.tokenizer(), pairs.VOCAB, EOS, small)
+    grammar = from_regex(".*a.{6}b.*c.{5}d")
+    rule = Library(grammar, EOS, False)
+    renewed = 0
+    for seed in range(6):
+        choose, matcher, said = random.Random(seed), own.matcher(grammar), []
+        for _ in range(12):
+            before = own._compiled[grammar]
+            (rows,) = unpack(allowed_rows([(matcher, [])]), pairs.VOCAB)
+            renewed += own._compiled[grammar] is not before
+            want = rule.allowed(said)
+            assert want is not None and torch.equal(rows[0], want)
+            said.append(choose.choice(b"abcd"))
+            assert matcher.take(said[-1])
+    assert renewed > 3
+
+
+# What is refused
+
+
+def nested(depth: int) -> str:
+    return '{"items":' * depth + "{}" + "}" * depth
+
+
+def itself() -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "array"}
+    schema["items"] = schema
+    return schema
+
+
+BAD_SCHEMAS: list[tuple[Any, str]] = [
+    ("{", "not valid JSON"),
+    ("[1]", "is an object, not list"),
+    (None, "is an object, not NoneType"),
+    (False, "no answer at all"),
+    ({"type": 5}, "type must be a string"),
+    ({"type": "strin"}, "Invalid type: strin"),
+    ({"not": {"type": "string"}}, "not"),
+    ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+    ({"if": {"type": "string"}, "then": {"minLength": 3}}, "if"),
+    ({"x-guidance": {"lenient": True}, "not": {}}, "not"),  # its own word for leaving things out
+    ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "oneOf"),
+    ({"type": "string", "format": "nonsense"}, "Unknown format"),
+    ({"type": "string", "pattern": "(("}, "unclosed group"),
+    ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
+    ({"type": "integer", "minimum": 5, "maximum": 3}, "Unsatisfiable"),
+    ({"enum": []}, "Unsatisfiable"),
+    ({"$ref": "#"}, "nothing matches it"),
+    ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}, "nothing matches it"),
+    ({"$ref": "#/$defs/none"}, "does not exist"),
+    ({"$ref": "http://127.0.0.1:1/schema.json"}, "cannot be followed"),
+    ({"$ref": "file:///etc/passwd"}, "cannot be followed"),
+    ({"default": float("nan")}, "no form for"),
+    ({"default": {1, 2}}, "no form for"),
+    ({"const": "\ud800"}, "cannot be followed"),
+    (nested(60), "nested more than"),
+    (nested(100_000), "at most 65536"),
+    (nested(5_000), "nested"),
+    (itself(), "nested more than"),
+    ({"enum": [f"v{i}" for i in range(100_000)]}, "too many parts"),
+    ({"type": "integer", "multipleOf": 999_983}, "too complex"),
+    ({"allOf": [{"type": "string", "pattern": f".*{i}.*x{{1,50}}"} for i in range(25)]}, "too complex"),
+]
+
+
+@pytest.mark.parametrize(("schema", "says"), BAD_SCHEMAS, ids=[str(i) for i in range(len(BAD_SCHEMAS))])
+def test_bad_schemas(schema: Any, says: str) -> None:
+    limits = GrammarLimits(trial_cpu_s=1) if says == "too complex" else GrammarLimits()
+    start = time.monotonic()
+    with pytest.raises(UserError) as caught:
+        from_json_schema(schema, limits)
+    assert says in str(caught.value) and "\n" not in str(caught.value) and len(str(caught.value)) < 300
+    assert time.monotonic() - start < limits.trial_wall_s + 5
+
+
+@pytest.mark.parametrize(
+    ("pattern", "says"),
+    [
+        ("(", "unclosed group"),
+        ("(a)\\1", "backreferences"),
+        ("", "nothing but the empty text"),
+        ("[^\\s\\S]", "nothing matches it"),
+        ("(" * 5000 + ")" * 5000, "cannot be followed"),
+        ("a" * 70_000, "at most 65536"),
+        (7, "is text, not int"),
+    ],
+)
+def test_bad_expressions(pattern: Any, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        from_regex(pattern)
+
+
+@pytest.mark.parametrize("choices", [[], "abc", ["a", ""], [1], None])
+def test_bad_choices(choices: Any) -> None:
+    with pytest.raises(UserError, match="choices are a list of texts"):
+        from_choice(choices)
+
+
+def test_what_grammars_need() -> None:
+    with mock.patch.dict(sys.modules, {"llguidance": None}), pytest.raises(UserError, match=r"peagle\[serve\]"):
+        from_json_object()
+    with pytest.raises(UserError, match="no tokenizer.json"):
+        Grammars(SimpleNamespace(), pairs.VOCAB, EOS)  # type: ignore[arg-type]
+    broken = SimpleNamespace(backend_tokenizer=SimpleNamespace(to_str=lambda: "{}"))
+    with pytest.raises(UserError, match="what its tokens are made of"):
+        Grammars(broken, pairs.VOCAB, EOS)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="--grammar"):
+        SamplingParams(grammar="a|b")  # type: ignore[arg-type]
+    params, ids = bound(grammar=choice()), list(prompt(700))
+    with pytest.raises(UserError, match="has no tokenizer"):
+        engine(None, 0, tokenizer=False).generate(ids, params)
+    with pytest.raises(UserError, match="synthetic"):
+        engine("p-eagle-1", 3, synthetic_acceptance_length=2.0).generate(ids, params)
+    with pytest.raises(UserError, match="constraint"):
+        reference.generate(target().model, ids, params)
+
+
+def test_a_grammar_that_no_token_can_begin_is_refused() -> None:
+    llm = engine("p-eagle-1", 3)
+    with pytest.raises(UserError, match="can begin an answer"):
+        llm.generate([list(prompt(700))], bound(grammar=from_regex("\u00e9")))
+    engines.nothing_left(llm)
+
+
+def test_a_real_tokenizer(smollm2: Path) -> None:
+    """Tokens of many letters, across the joints of the grammar, and letters of many tokens."""
+    tokenizer = load_tokenizer(smollm2)
+    own = Grammars(tokenizer, 49_152, {0, 2})
+    schema = {
+        "type": "array",
+        "items": {"enum": ["\u00e9t\u00e9 \u2603", 'say "x"', 12.5, None]},
+        "minItems": 3,
+        "maxItems": 4,
+    }
+    choose, matcher, said = random.Random(0), own.matcher(from_json_schema(schema)), []
+    while not matcher.complete:
+        draft = said[-1:]  # as a rule a wrong one
+        (rows,) = unpack(allowed_rows([(matcher, draft)]), 49_152)
+        said.append(choose.choice(rows[0].nonzero()[:, 0].tolist()))
+        assert matcher.take(said[-1]) and len(said) < 200
+    jsonschema.validate(json.loads(tokenizer.decode(said)), schema)
+    assert max(len(tokenizer.decode([t])) for t in said) > 1
+    costly = own.matcher(from_regex("a{1000000}"))  # no trouble where only bytes are tokens
+    letter = tokenizer.convert_tokens_to_ids("a")
+    allowed_rows([(costly, [letter, letter])])
+    assert not costly.take(letter) and "too many expressions" in costly.trouble
+
+
+def test_choices_of_any_letters() -> None:
+    texts = ['a "b"', "x/y\\z", "new\nline", "^$.*[]()", "tab\t{1}"]
+    llm = engine(None, 0)
+    for text in texts:
+        (got,) = llm.generate([list(prompt(700))], bound(grammar=from_choice([text])))[0].outputs
+        assert (got.text, got.finish_reason) == (text, "stop")
+
+
+def test_compiled_grammars_are_kept_and_let_go() -> None:
+    own = Grammars(engines.tokenizer(), pairs.VOCAB, EOS, GrammarLimits(kept=2))
+    first = [from_regex(p) for p in ("a+", "b+", "c+")]
+    compiled = [own.compile(g) for g in first[:2]]
+    assert own.compile(first[0]) is compiled[0]
+    own.compile(first[2])
+    assert list(own._compiled) == [first[0], first[2]]

@@ -1,0 +1,735 @@
+"""Every parameter of a request does what `SamplingParams` says, with any drafter and with none.
+
+What it says is written here a second time, one token after the other in plain Python. Most generations run on
+tables of logits in place of models, which makes thousands of them cheap; the trained pairs confirm some.
+"""
+
+from __future__ import annotations
+
+import codecs
+import itertools
+import math
+import pickle
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pairs
+import pytest
+import torch
+from hypothesis import given, reject
+from hypothesis import strategies as st
+from scipy.stats import chisquare
+from support import many
+from torch import Tensor
+from torch.nn import functional as F
+
+from peagle.config import MAX_LOGPROBS, SamplingParams
+from peagle.errors import UserError
+from peagle.kernels.attention.dense import causal_attention
+from peagle.models.decoder import Decoder
+from peagle.speculative import reference
+from peagle.speculative.reference import Draft, Generation, Request, distribution, next_probs, shape
+
+TOLERATED = 1e-3  # p-value: a right implementation falls below in one seed of a thousand, and seeds are fixed
+CAUGHT = 1e-9
+CLEAR = 1e-3  # least lead of the best logit over the next, against rounding that differs between passes
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+# The parameters a second time
+
+
+def naive_shape(
+    logits: Sequence[float], params: SamplingParams, prompt: Sequence[int], output: Sequence[int], eos: Iterable[int]
+) -> list[float]:
+    shaped = []
+    for token, logit in enumerate(logits):
+        if len(output) < params.min_tokens and (token in eos or token in params.stop_token_ids):
+            logit = -math.inf
+        logit += params.logit_bias.get(token, 0.0)
+        if token in prompt or token in output:
+            logit = logit / params.repetition_penalty if logit > 0 else logit * params.repetition_penalty
+        logit -= params.frequency_penalty * list(output).count(token)
+        if token in output:
+            logit -= params.presence_penalty
+        shaped.append(logit)
+    return shaped
+
+
+class Borderline(Exception):
+    """Rounding would decide."""
+
+
+def naive_distribution(logits: Sequence[float], params: SamplingParams) -> list[float]:
+    """Of tokens whose logits all differ."""
+    weights = {t: math.exp((x - max(logits)) / params.temperature) for t, x in enumerate(logits)}
+    if any(abs(w - params.min_p) < 1e-9 for w in weights.values() if w < 1):
+        raise Borderline
+    weights = {t: w for t, w in weights.items() if w >= params.min_p}
+    order = sorted(weights, key=lambda t: -weights[t])[: params.top_k or None]
+    total, mass, kept = sum(weights[t] for t in order), 0.0, []
+    for token in order:
+        if abs(mass - params.top_p) < 1e-9:
+            raise Borderline
+        if mass < params.top_p:
+            kept.append(token)
+        mass += weights[token] / total
+    return [weights[t] / sum(weights[k] for k in kept) if t in kept else 0.0 for t in range(len(logits))]
+
+
+def naive_logprobs(logits: Sequence[float], token: int, alternatives: int) -> dict[int, float]:
+    total = math.log(sum(math.exp(x - max(logits)) for x in logits)) + max(logits)
+    best = sorted(range(len(logits)), key=lambda t: -logits[t])[:alternatives]
+    return {t: logits[t] - total for t in {token, *best}}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request, and the bytes that each token stands for."""
+
+    params: SamplingParams
+    prompt: tuple[int, ...]
+    eos: frozenset[int]
+    pieces: tuple[bytes, ...]
+    longest: int
+
+    def decode(self, tokens: list[int]) -> str:
+        return b"".join(self.pieces[t] for t in tokens).decode(errors="replace")
+
+    def end(self, said: Sequence[int]) -> tuple[list[int], str, int | str | None, str]:
+        """Tokens, finish_reason, stop_reason and text, if `said` is what the target goes on saying."""
+        params, unfinished = self.params, codecs.getincrementaldecoder("utf-8")("replace")
+        text, behind = "", 0
+        for count, token in enumerate(said, 1):
+            if token in self.eos and not params.ignore_eos:
+                return list(said[:count]), "stop", None, text + unfinished.decode(b"", final=True)
+            if token in params.stop_token_ids:
+                return list(said[:count]), "stop", token, text + unfinished.decode(b"", final=True)
+            text += unfinished.decode(self.pieces[token])
+            if count <= params.min_tokens:
+                behind = len(text)
+            elif found := [
+                (end, i, start)
+                for i, stop in enumerate(params.stop)
+                for start in range(len(text))
+                if (end := start + len(stop)) > behind and text[start:end] == stop
+            ]:
+                _, i, start = min(found)
+                return list(said[:count]), "stop", params.stop[i], text[:start]
+            if count == params.max_tokens or len(self.prompt) + count == self.longest:
+                return list(said[:count]), "length", None, text + unfinished.decode(b"", final=True)
+        raise AssertionError("too little was said")
+
+    def run(self, target: Any, **options: Any) -> Generation:
+        return reference.generate(
+            target, self.prompt, self.params, self.eos, max_length=self.longest, decode=self.decode, **options
+        )
+
+
+# One row of logits
+
+LOGIT = st.integers(-20_000, 20_000).map(lambda n: n / 1024) | st.just(0.0)
+DEFAULTS = SamplingParams()
+EACH = {
+    "min_tokens": st.integers(0, 6),
+    "stop_token_ids": st.lists(st.integers(0, 8), max_size=3),
+    "logit_bias": st.dictionaries(st.integers(0, 8), st.floats(-100, 100), max_size=4),
+    "presence_penalty": st.floats(-2, 2),
+    "frequency_penalty": st.floats(-2, 2),
+    "repetition_penalty": st.floats(0.01, 5),
+}
+
+
+@pytest.mark.parametrize("names", [*((name,) for name in EACH), tuple(EACH)], ids=" ".join)
+def test_shape_is_the_naive_one(names: tuple[str, ...]) -> None:
+    changed = 0
+
+    @many(120)
+    @given(
+        st.lists(LOGIT, min_size=9, max_size=9),
+        st.fixed_dictionaries({name: EACH[name] for name in names}),
+        st.lists(st.integers(0, 8), min_size=1, max_size=6),
+        st.lists(st.integers(0, 8), max_size=8),
+        st.sets(st.integers(0, 8), max_size=2),
+    )
+    def property_(logits: list[float], options: Any, prompt: list[int], output: list[int], eos: set[int]) -> None:
+        nonlocal changed
+        params = SamplingParams(**options)
+        raw = torch.tensor(logits, dtype=torch.float64)
+        shaped = shape(raw, params, prompt, output, frozenset(eos)).tolist()
+        assert shaped == pytest.approx(naive_shape(logits, params, prompt, output, eos))
+        assert raw.tolist() == logits  # left as it was: logprobs are still to come
+        changed += shaped != logits
+
+    property_()
+    assert changed >= 15 or names == ("stop_token_ids",) and not changed  # which alone only end the text
+
+
+def test_nothing_asked_changes_nothing() -> None:
+    logits = torch.randn(20)
+    assert torch.equal(shape(logits, DEFAULTS, [1, 2], [3, 3], frozenset({4})), logits.double())
+
+
+def test_the_order_of_bias_and_penalties() -> None:
+    """Repetition comes between what is added and what is subtracted, and looks at the sign it finds."""
+    params = SamplingParams(
+        repetition_penalty=2.0, frequency_penalty=0.5, presence_penalty=0.25, logit_bias={0: -3.0, 1: 3.0, 2: 3.0}
+    )
+    shaped = shape(torch.tensor([1.0, 1.0, 1.0, 1.0, -1.0]), params, [0, 3, 4], [1, 1, 4])
+    assert shaped.tolist() == [(1 - 3) * 2, (1 + 3) / 2 - 1.0 - 0.25, 1 + 3, 1 / 2, -1 * 2 - 0.5 - 0.25]
+
+
+def test_nothing_brings_a_token_back_before_min_tokens() -> None:
+    params = SamplingParams(
+        min_tokens=2, logit_bias={1: 100.0}, stop_token_ids=[1], repetition_penalty=0.01, ignore_eos=True
+    )
+    row = torch.tensor([0.0, 5.0, 5.0])
+    assert shape(row, params, [1], [1], frozenset({2})).tolist() == [0.0, -math.inf, -math.inf]
+    assert shape(row, params, [1], [1, 0], frozenset({2, 99})).tolist() == [0.0, 10500.0, 5.0]
+    assert shape(row, params, [1], [], frozenset({99})).tolist() == [0.0, -math.inf, 5.0]  # no token of the target's
+
+
+@many(600)
+@given(
+    st.lists(LOGIT, min_size=1, max_size=9, unique=True),
+    st.floats(0.05, 5.0) | st.just(1.0),
+    st.floats(0.0, 1.0) | st.floats(0.0, 0.1),
+    st.integers(0, 9),
+    st.floats(0.01, 1.0) | st.just(1.0),
+)
+def test_distribution_is_the_naive_one(
+    logits: list[float], temperature: float, min_p: float, top_k: int, top_p: float
+) -> None:
+    params = SamplingParams(temperature=temperature, min_p=min_p, top_k=top_k, top_p=top_p)
+    try:
+        want = naive_distribution(logits, params)
+    except Borderline:
+        reject()
+    assert distribution(torch.tensor([logits]), params)[0].tolist() == pytest.approx(want, abs=1e-9)
+
+
+def test_min_p_by_example() -> None:
+    def probs(of: list[float], **options: Any) -> Any:
+        return pytest.approx(distribution(torch.tensor([of], dtype=torch.float64).log(), SamplingParams(**options))[0])
+
+    quarters = [0.4, 0.3, 0.2, 0.1]
+    assert probs(quarters, temperature=1.0, min_p=0.6) == [4 / 7, 3 / 7, 0, 0]
+    assert probs([0.5, 0.25, 0.25], temperature=1.0, min_p=0.5) == [0.5, 0.25, 0.25]  # enough is enough
+    assert probs(quarters, temperature=1.0, min_p=0.6, top_p=0.5) == [1, 0, 0, 0]  # 4/7 of what is left
+    assert probs([0.8, 0.2], temperature=2.0, min_p=0.4) == [2 / 3, 1 / 3]  # after the temperature
+    assert probs([0.4, 0.4, 0.2], temperature=1.0, min_p=1.0) == [0.5, 0.5, 0]  # the likeliest always stay
+    assert probs(quarters, min_p=1.0) == [1, 0, 0, 0]  # greedy
+
+
+@many(200)
+@given(st.lists(LOGIT, min_size=1, max_size=9, unique=True), st.integers(0, 8), st.integers(0, 20))
+def test_logprobs_are_the_naive_ones(logits: list[float], token: int, alternatives: int) -> None:
+    token %= len(logits)
+    got = reference.token_logprobs(torch.tensor(logits), token, alternatives)
+    assert got == pytest.approx(naive_logprobs(logits, token, alternatives), abs=1e-9)
+    assert next(iter(got)) == token
+    others = [x for t, x in got.items() if t != token]
+    assert others == sorted(others, reverse=True)
+
+
+# Generations on tables of logits
+
+PIECES = (b"a", b"b", b"ab", b"\xc3", b"\xa9", "é".encode(), b"")  # é in halves and whole, and one without text
+CONTEXT = 20
+
+
+class Table:
+    """Logits after every sequence of tokens, drawn once, in place of a target."""
+
+    def __init__(self, vocab: int, seed: int) -> None:
+        self.vocab, self.seed = vocab, seed
+        self.rows: dict[tuple[int, ...], list[float]] = {}
+
+    def __getitem__(self, tokens: Sequence[int]) -> list[float]:
+        key = tuple(tokens)
+        if key not in self.rows:
+            choose = random.Random(f"{self.seed} {key}")
+            self.rows[key] = [choose.gauss(0, 1.5) for _ in range(self.vocab)]
+        return self.rows[key]
+
+    @property
+    def target(self) -> Any:
+        return SimpleNamespace(cfg=SimpleNamespace(vocab_size=self.vocab, max_positions=1000))
+
+    def read(self, target: Any, tokens: list[int], last: int, taps: Any) -> tuple[Tensor, Tensor]:
+        ends = range(len(tokens) - last + 1, len(tokens) + 1)
+        return torch.tensor([self[tokens[:end]] for end in ends], dtype=torch.float64), torch.empty(len(tokens), 0)
+
+    def say(self, asked: Asked, count: int) -> list[int]:
+        """What it goes on saying, greedily."""
+        said: list[int] = []
+        for _ in range(count):
+            row = naive_shape(self[[*asked.prompt, *said]], asked.params, asked.prompt, said, asked.eos)
+            said.append(row.index(max(row)))
+        return said
+
+    def run(self, asked: Asked, propose: Callable[..., Draft] | None = None, k: int = 0) -> Generation:
+        drafter: Any = None if propose is None else SimpleNamespace(cfg=SimpleNamespace(taps=()))
+        with mock.patch.multiple(reference, read=self.read, propose=propose):
+            return asked.run(self.target, drafter=drafter, draft_tokens=k)
+
+
+def knowing(asked: Asked, said: list[int], right_for: int, seed: int) -> Callable[..., Draft]:
+    """Proposes what will be said, from the `right_for`-th on whatever comes to its mind."""
+    choose = random.Random(seed)
+
+    def propose(drafter: Any, tokens: list[int], taps: Tensor, k: int, params: Any, rng: Any) -> Draft:
+        done = len(tokens) - len(asked.prompt)
+        drafts = [
+            said[done + i] if i < right_for and done + i < len(said) else choose.randrange(len(asked.pieces))
+            for i in range(k)
+        ]
+        return Draft(drafts, F.one_hot(torch.tensor(drafts), len(asked.pieces)).double())
+
+    return propose
+
+
+@st.composite
+def requests(draw: Callable[..., Any]) -> Asked:
+    def sometimes(value: st.SearchStrategy, otherwise: Any) -> Any:
+        return draw(value) if draw(st.booleans()) else otherwise
+
+    ids = st.integers(0, len(PIECES) - 1)
+    max_tokens = draw(st.integers(1, 4) | st.integers(5, 12))
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=sometimes(st.integers(0, max_tokens), 0),
+        stop=sometimes(st.lists(st.text("abé", min_size=1, max_size=3), min_size=1, max_size=2), ()),
+        stop_token_ids=sometimes(st.lists(ids, min_size=1, max_size=1), ()),
+        ignore_eos=draw(st.booleans()),
+        logit_bias=sometimes(st.dictionaries(ids, st.floats(-3, 3), min_size=1, max_size=2), {}),
+        presence_penalty=sometimes(st.floats(-2, 2), 0.0),
+        frequency_penalty=sometimes(st.floats(-2, 2), 0.0),
+        repetition_penalty=sometimes(st.floats(0.5, 2), 1.0),
+        logprobs=draw(st.sampled_from([None, None, 0, 2])),
+    )
+    prompt = tuple(draw(st.lists(ids, min_size=1, max_size=4)))
+    eos = frozenset(sometimes(st.sets(ids, min_size=1, max_size=1), ()))
+    longest = sometimes(st.integers(len(prompt) + 1, CONTEXT), CONTEXT)
+    return Asked(params, prompt, eos, PIECES, longest)
+
+
+def check(asked: Asked, table: Table, said: list[int], run: Generation) -> None:
+    assert (run.token_ids, run.finish_reason, run.stop_reason, run.text) == asked.end(said)
+    if asked.params.logprobs is None:
+        assert run.logprobs == []
+        return
+    assert len(run.logprobs) == len(run.token_ids)
+    for i, (token, got) in enumerate(zip(run.token_ids, run.logprobs, strict=True)):
+        want = naive_logprobs(table[[*asked.prompt, *said[:i]]], token, asked.params.logprobs)
+        assert got == pytest.approx(want, abs=1e-9)
+
+
+def test_greedy_is_the_naive_one_with_any_drafts_and_with_none() -> None:
+    seen: Counter[str] = Counter()
+
+    @many(600)
+    @given(requests(), st.integers(0, 3), st.integers(1, 5), st.integers(0, 5), st.integers(0, 2**32))
+    def property_(asked: Asked, table_seed: int, k: int, right_for: int, seed: int) -> None:
+        table = Table(len(PIECES), table_seed)
+        said = table.say(asked, CONTEXT)
+        check(asked, table, said, table.run(asked))
+        run = table.run(asked, knowing(asked, said, right_for, seed), k)
+        check(asked, table, said, run)
+        cut = any(len(r.emitted) <= r.accepted for r in run.rounds)
+        kind = "none" if run.stop_reason is None else type(run.stop_reason).__name__
+        seen[f"{run.finish_reason} {kind}"] += 1
+        seen[f"{run.finish_reason} {kind} inside a run"] += cut
+        sooner = replace(asked, params=replace(asked.params, min_tokens=0))
+        seen["min_tokens in the way"] += asked.end(said) != sooner.end(table.say(sooner, CONTEXT))
+
+    property_()
+    # what hypothesis draws varies with this function's source, so far below what any draw gave
+    least = {"stop none": 5, "stop int": 10, "stop str": 20, "length none": 60, "min_tokens in the way": 10}
+    least |= {"stop str inside a run": 4, "stop int inside a run": 3, "length none inside a run": 5}
+    assert all(seen[name] >= count for name, count in least.items()), seen
+
+
+class Scripted(Table):
+    """Says these tokens, whatever came before."""
+
+    def __init__(self, vocab: int, prompt: int, script: Sequence[int]) -> None:
+        super().__init__(vocab, 0)
+        self.prompt, self.script = prompt, script
+
+    def __getitem__(self, tokens: Sequence[int]) -> list[float]:
+        done = len(tokens) - self.prompt
+        return [float(done < len(self.script) and t == self.script[done]) for t in range(self.vocab)]
+
+
+def scripted(script: Sequence[int], pieces: Sequence[bytes], k: int = 0, **options: Any) -> Generation:
+    """With `k` drafts, all of them right; a script that has run out says token 0."""
+    eos = frozenset(options.pop("eos", ()))
+    asked = Asked(SamplingParams(**options), (0,), eos, tuple(pieces), 1000)
+    table = Scripted(len(pieces), 1, script)
+    return table.run(asked, knowing(asked, [*script, *[0] * 50], k, 0) if k else None, k)
+
+
+LETTERS = [bytes([c]) for c in b"abcdefgh"]
+ALPHABET = list(range(8))
+
+
+@pytest.mark.parametrize("k", [0, 1, 4, 7])
+@pytest.mark.parametrize(
+    ("stop", "count", "found", "text"),
+    [
+        ("d", 4, "d", "abc"),
+        (["cde"], 5, "cde", "ab"),  # over several tokens
+        (["x", "abc"], 3, "abc", ""),
+        (["cdef", "de"], 5, "de", "abc"),  # the one that ends first
+        (["d", "cd"], 4, "d", "abc"),  # of those that end together the first in the list
+        (["cd", "d"], 4, "cd", "ab"),
+    ],
+)
+def test_stop_strings(stop: str | list[str], count: int, found: str, text: str, k: int) -> None:
+    run = scripted(ALPHABET, LETTERS, k, stop=stop, max_tokens=8)
+    assert (run.token_ids, run.finish_reason, run.stop_reason, run.text) == (ALPHABET[:count], "stop", found, text)
+    assert sum(len(r.emitted) for r in run.rounds) == count - 1 == len(run.drafted) - 1
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_stop_strings_and_the_other_ends(k: int) -> None:
+    last = scripted(ALPHABET, LETTERS, k, stop="de", max_tokens=5)  # on the last token allowed
+    assert (last.finish_reason, last.stop_reason, last.text) == ("stop", "de", "abc")
+    token = scripted(ALPHABET, LETTERS, k, stop="de", stop_token_ids=[4])  # the stop token has no text
+    assert (token.finish_reason, token.stop_reason, token.text) == ("stop", 4, "abcd")
+    assert token.token_ids == ALPHABET[:5]
+    eos = scripted(ALPHABET, LETTERS, k, stop="de", stop_token_ids=[4], eos=[4])
+    assert (eos.finish_reason, eos.stop_reason, eos.text) == ("stop", None, "abcd")
+    long = scripted(ALPHABET, LETTERS, k, stop="hh", max_tokens=6)
+    assert (long.finish_reason, long.stop_reason, long.text) == ("length", None, "abcdef")
+
+
+@pytest.mark.parametrize("k", [0, 1, 7])
+def test_a_stop_string_counts_once_there_are_min_tokens(k: int) -> None:
+    script = [0, 1, 2, 0, 1, 2, 0, 1, 2]
+    for min_tokens, count, text in [(0, 2, ""), (1, 2, ""), (2, 5, "abc"), (4, 5, "abc"), (5, 8, "abcabc")]:
+        run = scripted(script, LETTERS, k, stop="ab", min_tokens=min_tokens, max_tokens=9)
+        assert (run.token_ids, run.stop_reason, run.text) == (script[:count], "ab", text), min_tokens
+    none = scripted(script, LETTERS, k, stop="ab", min_tokens=8, max_tokens=9)
+    assert (none.finish_reason, none.stop_reason, none.text) == ("length", None, "abcabcabc")
+
+
+@pytest.mark.parametrize("k", [0, 4])
+def test_one_token_that_completes_several_stop_strings(k: int) -> None:
+    pieces = [b"x", b"one. Two", b"! And"]
+    run = scripted([0, 1, 2], pieces, k, stop=["Two", ". T", "!"])
+    assert (run.token_ids, run.stop_reason, run.text) == ([0, 1], ". T", "xone")
+    late = scripted([0, 1, 2], pieces, k, stop=["Two", ". T", "!"], min_tokens=2)
+    assert (late.token_ids, late.stop_reason, late.text) == ([0, 1, 2], "!", "xone. Two")
+
+
+@pytest.mark.parametrize("k", [0, 4])
+def test_a_stop_string_of_characters_in_pieces(k: int) -> None:
+    pieces = [b"a", b"\xf0\x9f", b"\x98", b"\x80", b"b"]
+    run = scripted([0, 1, 2, 3, 4], pieces, k, stop="\U0001f600")
+    assert (run.token_ids, run.text) == ([0, 1, 2, 3], "a")
+    run = scripted([0, 1, 2, 3, 4], pieces, k, stop="\ufffd", max_tokens=5)  # not what half a character is
+    assert (run.finish_reason, run.text) == ("length", "a\U0001f600b")
+    run = scripted([0, 1, 2, 3, 4], pieces, k, stop="\U0001f600", min_tokens=3)  # the fourth completes it
+    assert (run.token_ids, run.text) == ([0, 1, 2, 3], "a")
+    run = scripted([0, 1, 2, 3, 4], pieces, k, stop="\U0001f600", min_tokens=4, max_tokens=5)
+    assert run.finish_reason == "length"
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_min_tokens_keeps_stop_tokens_from_being_said(k: int) -> None:
+    script = [1, 5, 2, 5, 3, 5]
+    for ignore_eos in (False, True):
+        run = scripted(script, LETTERS, k, eos=[5], min_tokens=3, max_tokens=6, ignore_eos=ignore_eos)
+        # token 0 is the first of all that is left
+        assert run.token_ids == ([1, 0, 2, 5, 3, 5] if ignore_eos else [1, 0, 2, 5])
+        assert run.finish_reason == ("length" if ignore_eos else "stop")
+    run = scripted(script, LETTERS, k, stop_token_ids=[5], min_tokens=4, max_tokens=6)
+    assert (run.token_ids, run.stop_reason) == ([1, 0, 2, 0, 3, 5], 5)
+
+
+def test_without_decode_there_is_no_text() -> None:
+    table = Scripted(8, 1, ALPHABET)
+    with mock.patch.object(reference, "read", table.read):
+        run = reference.generate(table.target, [0], SamplingParams(max_tokens=4))
+        assert (run.token_ids, run.text, run.logprobs) == ([0, 1, 2, 3], None, [])
+        with pytest.raises(UserError, match="--stop: .*tokenizer"):
+            reference.generate(table.target, [0], SamplingParams(stop="a"))
+
+
+def test_penalties_see_the_drafts_before_each_row() -> None:
+    """All logits equal, so the first token not yet said is always the best."""
+    asked = Asked(SamplingParams(presence_penalty=1.0, max_tokens=6), (5,), frozenset(), tuple(LETTERS), 100)
+    flat = Scripted(len(LETTERS), 1, [])
+    run = flat.run(asked, knowing(asked, ALPHABET, 4, 0), 4)
+    assert run.token_ids == ALPHABET[:6]
+    assert [r.accepted for r in run.rounds] == [4]
+
+
+# Sampled generations
+
+SAMPLED: dict[str, dict[str, Any]] = {
+    "min_p": {"temperature": 1.2, "min_p": 0.2},
+    "penalties": {
+        "temperature": 0.8,
+        "presence_penalty": 0.7,
+        "frequency_penalty": 0.6,
+        "repetition_penalty": 1.4,
+    },
+    "all": {
+        "temperature": 1.1,
+        "min_p": 0.1,
+        "top_k": 4,
+        "top_p": 0.9,
+        "presence_penalty": -0.5,
+        "frequency_penalty": 0.9,
+        "repetition_penalty": 0.7,
+        "logit_bias": {1: 1.5, 4: -1.0},
+        "min_tokens": 2,
+        "stop_token_ids": (2,),
+    },
+}
+VOCAB, LENGTH = 5, 3
+
+
+def drafting(seed: int, drawn: bool) -> Callable[..., Draft]:
+    other = Table(VOCAB, seed)
+
+    def propose(drafter: Any, tokens: list[int], taps: Tensor, k: int, params: Any, rng: torch.Generator) -> Draft:
+        drafts: list[int] = []
+        probs = []
+        for _ in range(k):
+            row = torch.tensor(other[tokens + drafts], dtype=torch.float64).softmax(-1)
+            probs.append(row if drawn else F.one_hot(row.argmax(), VOCAB).double())
+            drafts.append(reference.draw(probs[-1], rng))
+        return Draft(drafts, torch.stack(probs))
+
+    return propose
+
+
+def joint(table: Table, asked: Asked) -> dict[tuple[int, ...], float]:
+    """The chance of every answer."""
+    open_, ended = {(): 1.0}, {}
+    for length in range(1, LENGTH + 1):
+        longer = {}
+        for said, chance in open_.items():
+            row = naive_shape(table[[*asked.prompt, *said]], asked.params, asked.prompt, said, asked.eos)
+            for token, p in enumerate(naive_distribution(row, asked.params)):
+                stopped = token in asked.params.stop_token_ids or length == LENGTH
+                (ended if stopped else longer)[(*said, token)] = chance * p
+        open_ = longer
+    assert sum(ended.values()) == pytest.approx(1.0)
+    return {said: chance for said, chance in ended.items() if chance > 0}
+
+
+def fit(kind: str, propose: Callable[..., Draft] | None, runs: int) -> float:
+    """Chi-square p-value of many answers; 0 where the impossible was seen."""
+    table = Table(VOCAB, 5)
+    params = SamplingParams(max_tokens=LENGTH, **SAMPLED[kind])
+    asked = Asked(params, (2, 0), frozenset(), tuple(LETTERS[:VOCAB]), 100)
+    expected = joint(table, asked)
+    assert len(expected) >= 8
+    counts: Counter[tuple[int, ...]] = Counter()
+    for seed in range(runs):
+        run = table.run(replace(asked, params=replace(params, seed=seed)), propose, 2 if propose else 0)
+        counts[tuple(run.token_ids)] += 1
+    if counts.keys() - expected.keys():
+        return 0.0
+    often = [said for said, chance in expected.items() if chance * runs >= 5]
+    seen, want = [counts[said] for said in often], [expected[said] * runs for said in often]
+    seen, want = [*seen, runs - sum(seen)], [*want, runs - sum(want)]
+    kept = [(s, w) for s, w in zip(seen, want, strict=True) if w > 1e-6]
+    return float(chisquare([s for s, _ in kept], [w for _, w in kept]).pvalue)
+
+
+@pytest.mark.parametrize("kind", SAMPLED)
+@pytest.mark.parametrize("drafts", ["none", "best", "drawn"])
+def test_sampled_answers_have_the_right_distribution(kind: str, drafts: str) -> None:
+    assert fit(kind, None if drafts == "none" else drafting(6, drafts == "drawn"), 1200) > TOLERATED
+
+
+def blind_to_drafts(logits: Tensor, request: Request, output: list[int], drafts: list[int]) -> Tensor:
+    return torch.cat([next_probs(row[None], request, output, []) for row in logits])
+
+
+def blind_to_the_newest(logits: Tensor, request: Request, output: list[int], drafts: list[int]) -> Tensor:
+    before = [(output + drafts[:i])[:-1] for i in range(len(logits))]
+    return torch.cat([next_probs(row[None], request, b, []) for row, b in zip(logits, before, strict=True)])
+
+
+def without_min_p(logits: Tensor, request: Request, output: list[int], drafts: list[int]) -> Tensor:
+    return next_probs(logits, replace(request, params=replace(request.params, min_p=0.0)), output, drafts)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind"),
+    [(blind_to_drafts, "penalties"), (blind_to_the_newest, "penalties"), (without_min_p, "min_p")],
+)
+def test_a_wrong_distribution_is_noticed(wrong: Callable[..., Tensor], kind: str) -> None:
+    with mock.patch.object(reference, "next_probs", wrong):
+        assert fit(kind, drafting(6, False), 1200) < CAUGHT
+
+
+# The trained pairs
+
+
+@cache
+def trained(name: str) -> tuple[Any, Any]:
+    target, drafter = pairs.load_pair(name)
+    return target.eval(), drafter.eval()
+
+
+@torch.inference_mode()
+def next_logits(target: Decoder, tokens: Sequence[int]) -> list[float]:
+    hidden, _ = target(torch.tensor(tokens), torch.arange(len(tokens)), causal_attention)
+    return target.logits(hidden[-1]).tolist()
+
+
+ASCII = tuple(bytes([i]) for i in range(128)) + (b"?",) * (pairs.VOCAB - 128)
+TRAINED: list[dict[str, Any]] = [
+    {"frequency_penalty": 0.6, "presence_penalty": 0.4},
+    {"repetition_penalty": 1.15},
+    {"repetition_penalty": 0.9, "presence_penalty": -1.0, "min_tokens": 6, "stop_token_ids": tuple(b"e")},
+    {"logit_bias": {ord(" "): -4.0, ord("e"): 2.0}},
+    {"stop": [" of", "the ", "or"]},
+    {"stop": [" "], "min_tokens": 7, "logprobs": 3},
+    {"min_tokens": 12, "stop_token_ids": tuple(b" e"), "frequency_penalty": 0.3, "stop": "a"},
+]
+
+
+@cache
+def trained_truth(which: int, start: int) -> tuple[Asked, list[int]] | None:
+    """What the target goes on saying, by the naive loop; None where it is close to undecided."""
+    params = SamplingParams(max_tokens=16, **TRAINED[which])
+    asked = Asked(params, tuple(pairs.prompts(4)[start]), frozenset(b"t"), ASCII, 256)
+    target, said = trained("p-eagle-1")[0], []
+    for _ in range(16):
+        row = naive_shape(next_logits(target, [*asked.prompt, *said]), params, asked.prompt, said, asked.eos)
+        best, second = sorted(row, reverse=True)[:2]
+        if best - second < CLEAR:
+            return None
+        said.append(row.index(best))
+    return asked, said
+
+
+@pytest.mark.parametrize("name", ["none", "p-eagle-1", "p-eagle-4-reduced", "eagle3-1", "eagle3-4-reduced"])
+def test_trained_drafters_change_nothing(name: str) -> None:
+    cases = accepted = 0
+    for which, start in itertools.product(range(len(TRAINED)), range(3)):
+        truth = trained_truth(which, start)
+        if truth is None:
+            continue
+        asked, said = truth
+        target, drafter = trained("p-eagle-1" if name == "none" else name)
+        run = asked.run(target, **({} if name == "none" else {"drafter": drafter, "draft_tokens": 4}))
+        assert (run.token_ids, run.finish_reason, run.stop_reason, run.text) == asked.end(said), (which, start)
+        assert len(run.logprobs) == (0 if asked.params.logprobs is None else len(run.token_ids))
+        for i, (token, got) in enumerate(zip(run.token_ids, run.logprobs, strict=False)):
+            want = naive_logprobs(next_logits(target, [*asked.prompt, *said[:i]]), token, 3)
+            assert got == pytest.approx(want, abs=1e-3)
+        cases += 1
+        accepted += sum(r.accepted for r in run.rounds)
+    assert cases >= 18
+    assert name == "none" or accepted > 10
+
+
+# What is refused, and what is kept
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_tokens": 0}, "--max-tokens 0: must be at least 1"),
+        ({"temperature": -0.1}, "--temperature -0.1: "),
+        ({"temperature": math.inf}, "--temperature inf: "),
+        ({"top_k": -1}, "--top-k -1: "),
+        ({"top_p": 0.0}, "--top-p 0.0: "),
+        ({"top_p": 1.1}, "--top-p 1.1: "),
+        ({"min_p": -0.1}, "--min-p -0.1: must be between 0 (off) and 1"),
+        ({"min_p": 1.1}, "--min-p 1.1: "),
+        ({"min_p": math.nan}, "--min-p nan: "),
+        ({"seed": -1}, "--seed -1: "),
+        ({"seed": 2**63}, "--seed 9223372036854775808: "),
+        ({"min_tokens": -1}, "--min-tokens -1: must be between 0 and max-tokens, 128"),
+        ({"min_tokens": 9, "max_tokens": 8}, "--min-tokens 9: must be between 0 and max-tokens, 8"),
+        ({"stop": ""}, "--stop ('',): must be strings, none of them empty"),
+        ({"stop": ["a", ""]}, "--stop ('a', ''): "),
+        ({"stop": [1]}, "--stop (1,): "),
+        ({"stop_token_ids": [3, -1]}, "--stop-token-ids (3, -1): must be token ids, 0 or more"),
+        ({"presence_penalty": 2.1}, "--presence-penalty 2.1: must be between -2 and 2"),
+        ({"presence_penalty": math.nan}, "--presence-penalty nan: "),
+        ({"frequency_penalty": -2.1}, "--frequency-penalty -2.1: must be between -2 and 2"),
+        ({"repetition_penalty": 0.0}, "--repetition-penalty 0.0: must be between 0.01 and 100"),
+        ({"repetition_penalty": -1.0}, "--repetition-penalty -1.0: "),
+        ({"repetition_penalty": math.inf}, "--repetition-penalty inf: "),
+        ({"logit_bias": {5: 100.1}}, "--logit-bias 5=100.1: must be a token id with a number between -100 and 100"),
+        ({"logit_bias": {5: math.nan}}, "--logit-bias 5=nan: "),
+        ({"logit_bias": {-5: 1.0}}, "--logit-bias -5=1.0: "),
+        ({"logit_bias": {"x": 1.0}}, "--logit-bias {'x': 1.0}: must be numbers by token id"),
+        ({"logit_bias": {5: "much"}}, "--logit-bias {5: 'much'}: "),
+        ({"logit_bias": [5]}, "--logit-bias [5]: "),
+        ({"logprobs": -1}, "--logprobs -1: must be from 0 to 20"),
+        ({"logprobs": MAX_LOGPROBS + 1}, "--logprobs 21: "),
+        ({"n": 0}, "--n 0: must be at least 1"),
+    ],
+)
+def test_values_that_cannot_be(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError) as error:
+        SamplingParams(**options)
+    assert str(error.value).startswith(words)
+    assert "\n" not in str(error.value)
+
+
+def test_values_at_their_limits() -> None:
+    for options in (
+        {"min_p": 1.0, "presence_penalty": 2.0, "frequency_penalty": 2.0, "repetition_penalty": 100.0},
+        {"min_p": 0.0, "presence_penalty": -2.0, "frequency_penalty": -2.0, "repetition_penalty": 0.01},
+        {"max_tokens": 1, "min_tokens": 1, "logprobs": 0, "n": 1, "seed": 0, "logit_bias": {0: -100}},
+        {"logprobs": MAX_LOGPROBS, "n": 16, "seed": 2**63 - 1, "logit_bias": {0: 100}, "temperature": 0.0},
+    ):
+        SamplingParams(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"stop_token_ids": [7]}, "--stop-token-ids 7: outside the vocabulary (0 to 6)"),
+        ({"logit_bias": {3: 1.0, 900: 1.0}}, "--logit-bias 900: outside the vocabulary (0 to 6)"),
+        ({"stop_token_ids": list(range(6)), "min_tokens": 1}, "--min-tokens 1: every token is a stop token"),
+    ],
+)
+def test_tokens_that_the_target_does_not_have(options: dict[str, Any], words: str) -> None:
+    asked = Asked(SamplingParams(**options), (0,), frozenset({6}), PIECES, 100)
+    with pytest.raises(UserError) as error:
+        Table(len(PIECES), 0).run(asked)
+    assert str(error.value).startswith(words)
+
+
+def test_what_is_given_is_kept_in_one_form() -> None:
+    bias = {"5": 1, 7: -0.5}
+    params = SamplingParams(stop="ab", stop_token_ids=[3, 4], logit_bias=bias)  # type: ignore[arg-type]
+    bias["9"] = 1.0
+    assert (params.stop, params.stop_token_ids, params.logit_bias) == (("ab",), (3, 4), {5: 1.0, 7: -0.5})
+    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
+    same = SamplingParams(stop=("ab",), stop_token_ids=(3, 4), logit_bias={5: 1.0, 7: -0.5})
+    assert same == params and hash(same) == hash(params)
+    assert params != replace(params, logit_bias={}) and params != replace(params, stop=())
+    assert pickle.loads(pickle.dumps(params)) == params
+    assert SamplingParams(**asdict(params)) == params
+
+
+def test_the_order_of_the_first_fields_stays() -> None:
+    params = SamplingParams(7, 0.5, 3, 0.9, 11, True, (4,))
+    named = SamplingParams(
+        max_tokens=7, temperature=0.5, top_k=3, top_p=0.9, seed=11, ignore_eos=True, stop_token_ids=(4,)
+    )
+    assert params == named

@@ -1,0 +1,223 @@
+"""The C kernels for few rows: against fp64, for the bits of a row in any company, and how they come to be or do not.
+
+Where there is no compiler only the last part runs.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from pairs import load_pair
+from support import many, threads
+from torch import Tensor
+from torch.nn import functional as F
+
+from peagle.engine.model_runner import Cache, PagedAttend
+from peagle.kernels.attention.paged import Pages
+from peagle.kernels.gemm import linear_cpu as kernels
+from peagle.kernels.gemm import skinny_cpu
+from peagle.models.cpu_passes import FlatDecoder
+
+EPS = 1e-5
+compiled = pytest.mark.skipif(skinny_cpu.library() is None, reason="no C compiler here")
+
+
+def product(x: Tensor, *args, **options) -> Tensor:
+    y = skinny_cpu.product(x, *args, **options)
+    assert y is not None
+    return y
+
+
+def exact(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, norm: Tensor | None, glu: bool
+) -> Tensor:
+    x = x.double()
+    if norm is not None:
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * norm
+    y = x @ weight.double().T + (0 if bias is None else bias)
+    if glu:
+        gate, up = y.chunk(2, -1)
+        y = gate * torch.sigmoid(gate) * up
+    return y if residual is None else y + residual
+
+
+@compiled
+@many(80)
+@given(
+    rows=st.integers(1, skinny_cpu.MOST_ROWS),
+    half=st.integers(1, 70),
+    K=st.sampled_from([1, 3, 4, 16, 31, 64, 100, 576]),
+    parts=st.tuples(*[st.booleans()] * 4),
+    scale=st.sampled_from([1e-3, 1.0, 30.0]),
+    count=st.integers(1, 3),
+)
+def test_a_product_and_its_surroundings(rows, half, K, parts, scale, count):
+    """Against fp64; and row by row on one thread the same bits as all rows on several."""
+    torch.manual_seed(rows * K + half)
+    has_bias, has_norm, glu, strided = parts
+    N = 2 * half
+    x = torch.randn(rows, K + 5)[:, 2 : K + 2] if strided else torch.randn(rows, K)
+    x, weight = x * scale if not strided else x.mul_(scale), torch.randn(N, K) * K**-0.5
+    bias, norm = torch.randn(N) if has_bias else None, torch.randn(K) if has_norm else None
+    residual = None if glu else torch.randn(rows, N)
+    with threads(count):
+        y = product(x, weight, bias, residual, norm, EPS, glu)
+    truth = exact(x, weight, bias, residual, norm, glu)
+    torch.testing.assert_close(y.double(), truth, rtol=3e-5, atol=2e-5 * max(1.0, scale))
+    with threads(1):
+        for row in range(rows):
+            own = None if residual is None else residual[row : row + 1]
+            assert torch.equal(product(x[row : row + 1], weight, bias, own, norm, EPS, glu)[0], y[row])
+
+
+@compiled
+def test_gates_far_from_zero():
+    gate = torch.tensor([-1e4, -200.0, -90.0, -88.0, -20.0, -1e-8, 0.0, 1e-8, 20.0, 88.0, 90.0, 1e4])
+    weight = torch.eye(24)
+    y = product(torch.cat([gate, torch.ones(12)])[None], weight, glu=True)[0]
+    torch.testing.assert_close(y, F.silu(gate), rtol=3e-7, atol=1e-34)
+
+
+@compiled
+@many(40)
+@given(
+    rows=st.integers(1, skinny_cpu.MOST_ROWS),
+    start=st.sampled_from([0, 1, 2, 3, 4, 15, 16, 37, 200]),
+    shape=st.sampled_from([(9, 3, 64), (4, 2, 32), (4, 4, 64), (6, 1, 96), (2, 1, 128)]),
+    sharp=st.sampled_from([0.1, 1.0, 8.0]),
+)
+def test_attention_and_what_it_leaves_in_the_cache(rows, start, shape, sharp):
+    torch.manual_seed(rows + 31 * start)
+    (heads, kv_heads, width), S = shape, start + rows
+    cache = torch.randn(2, S + 3, kv_heads, width)  # a little behind the sequence: not to be touched
+    keys, values = cache[:, :S].clone()
+    qkv = torch.randn(rows, (heads + 2 * kv_heads) * width) * sharp
+    turns = torch.rand(rows, width // 2) * 6
+    cos, sin = torch.cat([turns.cos()] * 2, 1), torch.cat([-turns.sin(), turns.sin()], 1)
+    before = cache.clone()
+    with threads(2):
+        out = skinny_cpu.attention(qkv, cos, sin, cache[0, :S], cache[1, :S], heads)
+
+    q, k, v = qkv.double().view(rows, -1, width).split([heads, kv_heads, kv_heads], 1)
+    q, k = (x * cos[:, None] + x.roll(width // 2, -1) * sin[:, None] for x in (q, k))
+    keys, values = torch.cat([keys[:start], k]), torch.cat([values[:start], v])
+    seen = torch.arange(S) <= torch.arange(start, S)[:, None]
+    truth = F.scaled_dot_product_attention(*(x.transpose(0, 1) for x in (q, keys, values)), seen, enable_gqa=True)
+    torch.testing.assert_close(out.double(), truth.transpose(0, 1).flatten(1), rtol=0, atol=5e-6 * max(1.0, sharp) ** 2)
+    torch.testing.assert_close(cache[:, :S].double(), torch.stack([keys, values]), rtol=1e-5, atol=1e-6)
+    assert torch.equal(cache[:, :start], before[:, :start]) and torch.equal(cache[:, S:], before[:, S:])
+    with threads(1):
+        for row in range(rows):
+            end, own = start + row + 1, slice(row, row + 1)
+            alone = skinny_cpu.attention(qkv[own], cos[own], sin[own], cache[0, :end], cache[1, :end], heads)
+            assert torch.equal(alone[0], out[row])
+
+
+@compiled
+def test_a_pass_of_many_rows_is_as_many_passes_of_one_bit_for_bit(monkeypatch):
+    """So that speculation cannot change a text even where two tokens are equally likely."""
+    target, _ = load_pair("p-eagle-1")
+    own = [m.weight for m in target.modules() if isinstance(m, torch.nn.Linear)]
+    ways = {(*w.shape, rows, w.dtype): skinny_cpu.product for w in own for rows in range(1, kernels.MOST_FEW_CPU + 1)}
+    monkeypatch.setattr(kernels, "_ways", ways)
+    tokens, layer = torch.arange(40) * 7 % 100, target.cfg.layer
+    blocks = torch.arange(1, 9, dtype=torch.int32)[None]
+
+    def read(steps: list[int]) -> Tensor:
+        cache, found, at = Cache.make(target.cfg.num_layers, 9, layer.num_kv_heads, layer.head_dim, own[0]), [], 0
+        for rows in steps:
+            pages = Pages(blocks, torch.tensor([at]).int(), torch.tensor([rows]).int(), rows)
+            attend = PagedAttend(cache, pages)
+            assert attend.one is not None and attend.one.turns
+            hidden, _ = FlatDecoder(target)(tokens[at : at + rows], torch.arange(at, at + rows), attend)
+            found.append(target.logits(hidden))
+            at += rows
+        return torch.cat(found)
+
+    with torch.inference_mode():
+        alone = read([1] * 40)
+        assert torch.equal(read([16, 1, 8, 3, 2, 4, 6]), alone)
+        assert torch.equal(read([5] * 8), alone)
+        target_says = target(tokens, torch.arange(40), _causal)[0]
+    torch.testing.assert_close(alone, target.logits(target_says), rtol=1e-4, atol=1e-4)
+
+
+def _causal(layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    out = F.scaled_dot_product_attention(*(x.transpose(0, 1) for x in (q, k, v)), is_causal=True, enable_gqa=True)
+    return out.transpose(0, 1)
+
+
+@compiled
+@pytest.mark.parametrize("faster", [True, False])
+def test_it_takes_all_rows_or_none_and_only_where_it_is_faster(monkeypatch, faster):
+    def slow(way):
+        def late(*args):
+            torch.randn(300, 300) @ torch.randn(300, 300)
+            return way(*args)
+
+        return late
+
+    monkeypatch.setattr(kernels, "_ways", {})
+    if faster:
+        monkeypatch.setattr(kernels, "_WAYS", tuple(map(slow, kernels._WAYS)))
+    else:
+        monkeypatch.setattr(skinny_cpu, "product", slow(skinny_cpu.product))
+    weights = [torch.randn(24, 16), torch.randn(8, 16), torch.randn(24, 16, dtype=torch.float64)]
+    kernels.measure_products(weights, budget=60.0)
+    ours = {key for key, way in kernels._ways.items() if way is skinny_cpu.product}
+    wanted = {(N, 16, rows, torch.float32) for N in (24, 8) for rows in range(1, skinny_cpu.MOST_ROWS + 1)}
+    assert ours == (wanted if faster else set())
+    with torch.inference_mode():
+        for weight in weights:
+            for rows in (1, 2, 7, 16, 17):
+                x, norm, residual = (torch.randn(*s).to(weight) for s in ((rows, 16), (16,), (rows, len(weight) // 2)))
+                y = kernels.linear_cpu(x, weight, norm_weight=norm, eps=EPS, glu=True, residual=residual)
+                truth = exact(x, weight, None, residual, norm, True)
+                torch.testing.assert_close(y.double(), truth, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "environment", [{"PEAGLE_CC": "0"}, {"CC": "false"}, {"CC": "/no/such/compiler"}, {"PEAGLE_CACHE": "/dev/null/no"}]
+)
+def test_without_it_everything_still_runs_and_only_a_debug_log_says_so(environment, monkeypatch, caplog, capfd):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(skinny_cpu, "library", cache(skinny_cpu.library.__wrapped__))
+    monkeypatch.setattr(kernels, "_ways", {})
+    caplog.set_level("DEBUG", "peagle.kernels")
+    weight, x = torch.randn(8, 4), torch.randn(3, 4)
+    kernels.measure_products([weight])
+    assert skinny_cpu.library() is None and not skinny_cpu.attends(64)
+    with torch.inference_mode():
+        torch.testing.assert_close(kernels.linear_cpu(x, weight), x @ weight.T)
+    assert [r.levelname for r in caplog.records] == ["DEBUG"] and capfd.readouterr() == ("", "")
+
+
+@compiled
+def test_processes_may_compile_at_once_and_share_torchs_threads(tmp_path, monkeypatch):
+    """No second OpenMP library comes into a process; one file is left."""
+    code = (
+        "import re, torch\n"
+        "from peagle.kernels.gemm import skinny_cpu\n"
+        "def pools(): return set(re.findall(r'\\S*lib(?:gomp|iomp5|omp)\\b\\S*', open('/proc/self/maps').read()))\n"
+        "torch.set_num_threads(2)\n"
+        "torch.randn(500, 500) @ torch.randn(500, 500)\n"
+        "before = pools()\n"
+        "assert skinny_cpu.product(torch.ones(2, 3), torch.ones(400, 3)).tolist() == [[3.0] * 400] * 2\n"
+        "assert skinny_cpu.library().parallel is not None and pools() == before, pools() - before\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "PEAGLE_CACHE": str(tmp_path)}
+    started = [subprocess.Popen([sys.executable, "-c", code], env=env) for _ in range(2)]
+    assert [process.wait() for process in started] == [0, 0]
+    (found,) = (tmp_path / "kernels").iterdir()
+    found.write_bytes(b"torn")  # by someone else, or a full disk: not used, and no reason to fail
+    monkeypatch.setenv("PEAGLE_CACHE", str(tmp_path))
+    assert skinny_cpu.library.__wrapped__() is None

@@ -1,0 +1,73 @@
+"""The CPU's passes against the modules they stand in for, and its products against the library's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from pairs import load_pair
+from torch.nn import functional as F
+
+from peagle.kernels.attention.dense import causal_attention
+from peagle.kernels.gemm import linear_cpu as kernels
+from peagle.kernels.norm.rms_norm import rms_norm, rms_norm_torch
+from peagle.models.cpu_passes import FlatDecoder, FlatDrafter
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 3, 12])
+def test_flat_passes_are_the_modules_bit_for_bit(dtype, rows):
+    tokens, positions = torch.arange(rows) % 7, torch.arange(rows) + 5
+    for name in ("p-eagle-1", "p-eagle-4", "eagle3-1", "eagle3-4-reduced"):
+        target, drafter = load_pair(name)
+        target.to(dtype), drafter.to(dtype)
+        hidden = torch.randn(rows, drafter.cfg.layer.hidden_size).to(dtype)
+        taps = (1, target.cfg.num_layers)
+        with torch.inference_mode():
+            ours = FlatDecoder(target)(tokens, positions, causal_attention, taps)
+            ours += FlatDrafter(drafter)(tokens, hidden, positions, causal_attention)
+            theirs = target(tokens, positions, causal_attention, taps)
+            theirs += drafter(tokens, hidden, positions, causal_attention)
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_a_silent_pass_remembers_what_a_full_one_does():
+    target, drafter = load_pair("p-eagle-4")  # the drafter reads the target's embeddings
+
+    def keys(silent):
+        seen = []
+
+        def attend(layer, q, k, v, window):
+            seen.append((layer, k.clone(), v.clone()))
+            return causal_attention(layer, q, k, v, window)
+
+        hidden = torch.linspace(-1, 1, 3 * drafter.cfg.layer.hidden_size).view(3, -1)
+        FlatDrafter(drafter)(torch.arange(3), hidden, torch.arange(3), attend, silent=silent)
+        return seen
+
+    with torch.inference_mode():
+        full, silent = keys(False), keys(True)
+    assert len(full) == len(silent) == drafter.cfg.num_layers
+    for mine, theirs in zip(silent, full, strict=True):
+        assert mine[0] == theirs[0] and torch.equal(mine[1], theirs[1]) and torch.equal(mine[2], theirs[2])
+
+
+def test_every_way_of_a_product_is_the_product(monkeypatch):
+    weight, bias = torch.randn(24, 16), torch.randn(24)
+    monkeypatch.setattr(kernels, "_ways", {})
+    kernels.measure_products([weight])
+    assert {key[2] for key in kernels._ways} >= set(range(1, 9))
+    with torch.inference_mode():
+        for rows in range(1, 10):
+            x = torch.randn(rows, 16)
+            for way in (*kernels._WAYS, kernels.linear_cpu):
+                for b in (None, bias):
+                    torch.testing.assert_close(way(x, weight, b), F.linear(x, weight, b), rtol=1e-5, atol=1e-5)
+                assert way(x, weight, None).is_contiguous()
+
+
+def test_the_norm_in_one_call_is_the_twins():
+    x, weight = torch.randn(5, 24), torch.randn(24)
+    for scale in (1e-4, 1.0, 1e4):
+        with torch.inference_mode():
+            ours = rms_norm(x * scale, weight, 1e-5)
+        torch.testing.assert_close(ours, rms_norm_torch(x * scale, weight, 1e-5), rtol=1e-6, atol=1e-7)

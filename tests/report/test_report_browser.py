@@ -1,0 +1,256 @@
+"""The page in a real browser: it fits, reads, asks for nothing, and runs nothing but its own lines.
+
+Needs Chromium (`make test-browser`); what can be told without one is in test_report.py.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import expect
+from report_page import STAMP, measured_acceptance, measured_speed
+from test_report import HOSTILE, bench, bench_row
+
+from peagle.config import ReportSettings
+from peagle.report.build import build_page
+from peagle.report.html import html_of
+from peagle.report.series import Source
+from peagle.results.schema import AcceptanceRow, PlanRow, Results, TuneRow
+from scripts.browser import Tab, browser
+
+pytestmark = pytest.mark.browser
+
+LOOKS = [(1280, False, "screen"), (1280, True, "screen"), (800, True, "screen"), (400, False, "screen")]
+LOOKS += [(320, True, "screen"), (700, True, "print")]
+
+# Of every text that is shown: its contrast with what lies behind it, by WCAG 2; and whether it leaves its chart.
+READ_TEXTS = """
+(() => {
+  const parse = (c) => { const m = c.match(/[\\d.]+/g).map(Number); return m.length > 3 ? m : [...m, 1]; };
+  const linear = (v) => v <= 10.01 ? v / 3294.6 : ((v / 255 + 0.055) / 1.055) ** 2.4;
+  const light = (c) => 0.2126 * linear(c[0]) + 0.7152 * linear(c[1]) + 0.0722 * linear(c[2]);
+  const behind = (node) => { for (let n = node; n; n = n.parentElement) {
+    const c = parse(getComputedStyle(n).backgroundColor); if (c[3] === 1) return c; } return [255, 255, 255, 1]; };
+  const found = [];
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  for (let t = walker.nextNode(); t; t = walker.nextNode()) {
+    const node = t.parentElement;
+    if (!t.textContent.trim() || ["SCRIPT", "STYLE", "title", "desc"].includes(node.tagName)) continue;
+    const box = node.getBoundingClientRect();
+    if (!box.width || !box.height || !node.checkVisibility()) continue;
+    const svg = node.closest("svg"), style = getComputedStyle(node);
+    let under = behind(node), out = false;
+    if (svg) {
+      const frame = svg.getBoundingClientRect();
+      const beyond = [frame.left - box.left, box.right - frame.right, frame.top - box.top, box.bottom - frame.bottom];
+      out = Math.max(...beyond) > 1;
+      const cell = node.closest("g")?.querySelector("rect.cell");
+      if (cell) under = parse(getComputedStyle(cell).fill);
+    }
+    const front = parse(svg ? style.fill : style.color);
+    const [a, b] = [light(front.slice(0, 3)), light(under.slice(0, 3))].sort((x, y) => y - x);
+    found.push([t.textContent.slice(0, 60), (a + 0.05) / (b + 0.05), out, parseFloat(style.fontSize)]);
+  }
+  return found;
+})()
+"""
+
+# Labels of a chart that lie on each other, by more than a hair.
+READ_OVERLAPS = """
+(() => [...document.querySelectorAll("svg")].filter((s) => s.checkVisibility()).flatMap((svg) => {
+  const texts = [...svg.querySelectorAll("text.label, text.tick, text.value, text.fine, text.note")];
+  const boxes = texts.map((e) => [e.textContent, e.getBoundingClientRect()]);
+  const across = (x, y) => Math.min(x.right, y.right) - Math.max(x.left, y.left);
+  const down = (x, y) => Math.min(x.bottom, y.bottom) - Math.max(x.top, y.top);
+  return boxes.flatMap(([a, x], i) => boxes.slice(i + 1).filter(([, y]) => across(x, y) > 2 && down(x, y) > 4)
+    .map(([b]) => `${svg.querySelector("title").textContent}: ${a} / ${b}`));
+}))()
+"""
+
+# What the keyboard is at; details are opened on the way, so that what is in them comes next.
+FOCUSED = """
+(() => {
+  const e = document.activeElement;
+  if (e.tagName === "SUMMARY") e.parentNode.open = true;
+  return [e.tagName, e.className, [...document.querySelectorAll("*")].indexOf(e)];
+})()
+"""
+
+
+@pytest.fixture(scope="module")
+def tab() -> Iterator[Tab]:
+    with browser() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Everything at once, what was measured, nothing, and a stranger's names."""
+    folder = tmp_path_factory.mktemp("pages")
+    hostile = replace(
+        everything()[0], rows=[replace(row, name=HOSTILE, drafter=HOSTILE) for row in everything()[0].rows]
+    )
+    contents = {
+        "everything": everything(),
+        "measured": [measured_speed(), measured_acceptance()],
+        "nothing": [],
+        "hostile": [replace(hostile, warnings=[HOSTILE * 3, "x" * 300], settings={HOSTILE: "y" * 300})],
+    }
+    for name, results in contents.items():
+        sources = [Source(f"{name}{i}", r) for i, r in enumerate(results)]
+        title = HOSTILE if name == "hostile" else ReportSettings.title
+        (folder / f"{name}.html").write_text(
+            html_of(build_page(sources, ReportSettings(title=title))), encoding="utf-8"
+        )
+    return {name: folder / f"{name}.html" for name in contents}
+
+
+def everything() -> list[Results]:
+    """A chart of every kind, with as many lines as there may be, and more warnings than are shown at once."""
+    rows = []
+    for engine, load in product(("embedded", "http://localhost:8000/v1"), (1, 8, 64)):
+        for method, k, gain in (
+            ("none", None, 1),
+            ("eagle3", 3, 1.9),
+            ("p-eagle", 3, 2.1),
+            ("p-eagle", 7, 2.9),
+            ("p-eagle", "auto", 3),
+        ):
+            speed = 100 * load**0.8 * gain * (1 - load * (k if isinstance(k, int) else 0) / 900)
+            rows.append(bench_row(method, k, load, speed, speed * 1.02, engine=engine))
+    accepted = []
+    for (name, method, temperature), k in product(
+        product(("mt_bench", "humaneval"), ("p-eagle", "eagle3"), (0.0, 1.0)), (3, 7)
+    ):
+        for category, context in (
+            (None, None),
+            ("coding", None),
+            ("writing", None),
+            (None, (0, 512)),
+            (None, (512, 1024)),
+        ):
+            counts = [int(900 * 0.7**i) for i in range(1, k + 1)]
+            head = (
+                f"llama-{method}",
+                method,
+                "embedded",
+                name,
+                category,
+                context,
+                temperature,
+                k,
+                "all",
+                40,
+                9000,
+                1000,
+            )
+            accepted.append(AcceptanceRow(*head, counts, (1.2, 3.9)))
+    tuned = [
+        TuneRow(b, k, 4 + k * b / 40, 250 * b / (1 + k * b / 160), k == 3)
+        for b, k in product((1, 2, 4, 8, 16, 32, 64, 128), (0, 1, 3, 7))
+    ]
+    planned = [
+        PlanRow(load, k, method, 4.0, load * 200 * (1 + k / 4), 1, 9 / load, method == "p-eagle")
+        for load, (method, k) in product((1, 8, 64), (("none", 0), ("eagle3", 3), ("p-eagle", 7)))
+    ]
+    return [
+        replace(bench(*rows), warnings=[f"{engine} was warm: {'very ' * i}" for i, engine in enumerate("abcdefgh")]),
+        Results("eval", STAMP, {"max_tokens": 512}, accepted),
+        Results("tune", STAMP, {}, tuned),
+        Results("plan", STAMP, {"gpu": "h200"}, planned),
+    ]
+
+
+@pytest.mark.parametrize("name", ["everything", "measured", "nothing", "hostile"])
+def test_it_fits_reads_and_asks_for_nothing(tab: Tab, pages: dict[str, Path], name: str):
+    tab.look(1280)
+    tab.open(pages[name])
+    for width, dark, media in LOOKS:
+        tab.look(width, dark, media)
+        where = f"{name}, {width} px, {'dark' if dark else 'light'}, {media}"
+        assert tab.evaluate("document.documentElement.scrollWidth") <= width, f"{where}: scrolls sideways"
+        texts = tab.evaluate(READ_TEXTS)
+        assert len(texts) > 5
+        dim = [(text, round(ratio, 2)) for text, ratio, _, _ in texts if ratio < 4.5]
+        assert not dim, f"{where}: {dim[:5]}"
+        assert not [text for text, _, outside, _ in texts if outside], where
+        assert min(height for *_, height in texts) >= 10, where
+        assert media == "print" or not tab.evaluate(READ_OVERLAPS), where
+        if media == "print":
+            assert tab.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert not tab.said, "nothing on the console"
+    assert [url for url in tab.asked if not url.startswith("file://")] == [] and len(tab.asked) == 1
+
+
+def test_who_asks_is_refused_and_noted(tab: Tab, tmp_path: Path):
+    page = tmp_path / "asks.html"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        wanted = f"http://127.0.0.1:{server.getsockname()[1]}/x.png"
+        page.write_text(f"<img src={wanted}><script>fail()</script>")
+        tab.open(page)
+        server.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            server.accept()
+    assert tab.asked == [page.as_uri(), wanted]
+    assert any("ERR_INTERNET_DISCONNECTED" in said for said in tab.said) and "fail is not defined" in str(tab.said)
+
+
+def test_nothing_of_a_stranger_runs_and_all_reads_without_scripts(tab: Tab, pages: dict[str, Path]):
+    tab.page.add_init_script("window.alert = () => { window.hit = true; };")
+    tab.open(pages["hostile"])
+    assert tab.evaluate("window.hit === undefined && document.scripts.length === 1")
+    # A script that somebody got into the page would not run either.
+    tab.evaluate(
+        "document.body.append(Object.assign(document.createElement('script'), {textContent: 'window.hit = 1'}))"
+    )
+    assert tab.evaluate("window.hit === undefined")
+    tab.look(1280)
+    tab.open(pages["everything"])
+    with_script = tab.page.locator("body").inner_text()
+    with tab.page.context.browser.new_page(java_script_enabled=False, viewport={"width": 1280, "height": 900}) as plain:
+        plain.goto(pages["everything"].as_uri())
+        assert plain.locator("body").inner_text() == with_script
+        assert plain.locator(".hit > title").count() > 50, "values when pointed at, even so"
+
+
+def test_a_mark_tells_its_value_when_pointed_at(tab: Tab, pages: dict[str, Path]):
+    tab.look(1280)
+    tab.open(pages["everything"])
+    tip = tab.page.locator("#tip")
+    tab.page.locator(".hit:visible").first.hover()
+    assert re.search(r"tokens/s \(95% ", tip.inner_text())
+    box = tip.bounding_box()
+    assert box is not None and 0 <= box["x"] and box["x"] + box["width"] <= 1280 and 0 <= box["y"]
+    tab.page.mouse.move(1, 1)
+    expect(tip).to_be_hidden()
+
+
+def test_the_keyboard_reaches_every_table(tab: Tab, pages: dict[str, Path]):
+    tab.look(400)
+    tab.open(pages["everything"])
+    summaries = tab.page.locator("summary").count()
+    seen = set()
+    for _ in range(3 * summaries + 60):
+        tab.page.keyboard.press("Tab")
+        seen.add(tuple(tab.evaluate(FOCUSED)))
+    assert len([tag for tag, _, _ in seen if tag == "SUMMARY"]) == summaries
+    assert len([name for _, name, _ in seen if name == "scroll"]) == tab.page.locator(".scroll").count()
+    assert tab.evaluate("document.documentElement.scrollWidth") <= 400, "open tables scroll by themselves"
+
+
+def test_it_prints_on_a_few_pages_with_every_warning(tab: Tab, pages: dict[str, Path]):
+    tab.look(1280, dark=True)
+    tab.open(pages["everything"])
+    warnings = "[...document.querySelectorAll('aside li')].map((e) => e.checkVisibility())"
+    assert not all(tab.evaluate(warnings)), "some are folded away"
+    printed = tab.page.pdf(format="A4", print_background=True, prefer_css_page_size=True)
+    assert printed.startswith(b"%PDF") and 4 <= len(re.findall(rb"/Type\s*/Page\b", printed)) <= 20
+    tab.look(700, media="print")
+    shown = tab.evaluate(warnings)
+    assert len(shown) > 6 and all(shown)

@@ -1,0 +1,213 @@
+"""What a server must not do, whoever asks: run a checkpoint's code, fetch addresses, tell keys apart by time, or fall
+over what no specification foresees."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import re
+import shutil
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import engines
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pairs import target_folder
+from serving_support import PROMPT, Served, small_engine
+
+from peagle.engine.llm import LLM
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with Served(lambda: engine_with_tools()) as server:
+        yield server
+        server.check_nothing_left()
+        assert server.ask("/health")[2]["restarts"] == 0
+
+
+def folder_with(name: str, template: str) -> Path:
+    folder = engines.home() / name
+    shutil.copytree(target_folder(), folder, dirs_exist_ok=True)
+    engines.write_tokenizer(folder, 160, template)
+    return folder
+
+
+def engine_of(folder: Path) -> LLM:
+    return LLM(folder, None, device="cpu", dtype="float32", threads=1, max_model_len=256, max_num_seqs=4)
+
+
+def engine_with_tools() -> LLM:
+    return engine_of(folder_with("safe", "{% if tools %}<tool_call>{% endif %}{{ messages[-1].content }}"))
+
+
+def test_no_code_of_a_checkpoint_is_run(tmp_path: Path) -> None:
+    """It brings a model, a config and a tokenizer of its own, and a template that looks for a way out."""
+    mark = tmp_path / "run"
+    way_out = f"cycler.__init__.__globals__.os.system('touch {mark}')"
+    folder = folder_with("trap", f"{{{{ {way_out} }}}}{{{{ messages[0].content }}}}")
+    for name in ("configuration_own", "modeling_own", "tokenization_own"):
+        (folder / f"{name}.py").write_text(f"open({str(mark)!r}, 'w').close()\nOwn = object\n")
+    own = {"AutoConfig": "configuration_own.Own", "AutoModelForCausalLM": "modeling_own.Own"}
+    for file, more in (
+        ("config.json", own),
+        ("tokenizer_config.json", {"AutoTokenizer": ["tokenization_own.Own", "tokenization_own.Own"]}),
+    ):
+        values = json.loads((folder / file).read_text())
+        (folder / file).write_text(json.dumps({**values, "auto_map": more}))
+    with Served(lambda: engine_of(folder)) as server:
+        assert server.good()[0] == 200
+        status, _, said = server.ask("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]})
+        assert (status, said["error"]["param"]) == (400, "messages")
+    assert not mark.exists()
+
+
+def test_schemas_are_not_fetched(served: Served) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as bait:
+        bait.settimeout(0.2)
+        schema = {"$ref": f"http://127.0.0.1:{bait.getsockname()[1]}/schema.json"}
+        chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4}
+        tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+        for more, param in (
+            ({"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}, "response_format"),
+            ({"tools": tools, "tool_choice": "required"}, "tools"),
+        ):
+            status, _, said = served.ask("/v1/chat/completions", {**chat, **more})
+            assert (status, said["error"]["param"]) == (400, param)
+        with pytest.raises(TimeoutError):
+            bait.accept()
+
+
+def test_keys_are_compared_in_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every key that is sent, right or wrong, goes whole through the comparison made for that, and through no other."""
+    compared: list[tuple[bytes, bytes]] = []
+
+    def watched(given: bytes, key: bytes) -> bool:
+        compared.append((given, key))
+        return hmac_compare(given, key)
+
+    hmac_compare = hmac.compare_digest
+    monkeypatch.setattr("peagle.server.limits.hmac.compare_digest", watched)
+    with Served(api_key="sk-own") as server:
+        sent = ["", "s", "sk-owm", "sk-own", "sk-own-and-more"]
+        statuses = [server.ask("/v1/models", headers={"authorization": f"Bearer {key}"})[0] for key in sent]
+    assert statuses == [401, 401, 401, 200, 401]
+    assert compared == [(key.encode(), b"sk-own") for key in sent]
+
+
+def test_a_server_that_still_loads_says_so() -> None:
+    go_on, asked = threading.Event(), threading.Event()
+
+    def slow_engine() -> LLM:
+        asked.set()
+        assert go_on.wait(60)
+        return small_engine()
+
+    server = Served(slow_engine)
+    entering = threading.Thread(target=server.__enter__)
+    entering.start()
+    try:
+        assert asked.wait(60)
+        while not getattr(server, "server", None) or not server.server.started:
+            assert entering.is_alive()
+        assert server.ask("/health/live")[0] == 200 and server.ask("/version")[0] == 200
+        for path, body in (
+            ("/health/ready", None),
+            ("/v1/completions", {"prompt": "a"}),
+            ("/tokenize", {"prompt": "a"}),
+        ):
+            status, headers, _ = server.ask(path, body)
+            assert status == 503 and int(headers["retry-after"]) >= 1
+        told = re.search(rb'vllm:admission_rejections_total\{.*reason="unready".*\} (\S+)', server.ask("/metrics")[2])
+        assert told is not None and float(told[1]) == 2
+    finally:
+        go_on.set()
+        entering.join(60)
+    assert server.good()[0] == 200
+    server.__exit__(None, None, None)
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": [1, {"y": null}]}'}}
+GOOD: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": PROMPT, "max_tokens": 2, "stop": ["x"], "logit_bias": {"5": -1.5}, "n": 2,
+                        "logprobs": 1, "seed": 5, "response_format": {"type": "json_object"}, "stream": True,
+                        "stream_options": {"include_usage": True}, "peagle": {"tokens": True}},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]},
+                                          {"role": "assistant", "content": None, "tool_calls": [CALL]},
+                                          {"role": "tool", "tool_call_id": "1", "content": "b"}],
+                             "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
+                             "tool_choice": "auto", "max_tokens": 2, "temperature": 0.5, "top_p": 0.9},
+    "/tokenize": {"messages": [{"role": "user", "content": "a"}], "add_generation_prompt": True},
+    "/detokenize": {"tokens": [1, 2, 3]},
+}  # fmt: skip
+ODD = [
+    "",
+    "\x00",
+    "\ud800",
+    "a" * 3000,
+    -1,
+    0,
+    2**63,
+    -(2**63),
+    10**40,
+    1e308,
+    -0.0,
+    True,
+    None,
+    [],
+    {},
+    [[]],
+    {"": {}},
+]
+ANYTHING = st.sampled_from(ODD) | st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    yield at
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, inside in parts:
+        yield from places(inside, (*at, name))
+
+
+def changed(value: Any, at: tuple[Any, ...], to: Any) -> Any:
+    if not at:
+        return to
+    copy = value.copy()
+    copy[at[0]] = changed(value[at[0]], at[1:], to)
+    return copy
+
+
+@pytest.mark.parametrize("path", GOOD)
+def test_a_fuzzer_finds_no_500(served: Served, path: str) -> None:
+    """A good request with something else in one or two of its places, or with its bytes changed."""
+    seen: set[int] = set()
+
+    @settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(data=st.data())
+    def fuzz(data: st.DataObject) -> None:
+        body: Any = GOOD[path]
+        for _ in range(data.draw(st.integers(0, 2))):
+            body = changed(body, data.draw(st.sampled_from([*places(body)])), data.draw(ANYTHING))
+        raw = json.dumps(body).encode()
+        if data.draw(st.booleans()):
+            at = data.draw(st.integers(0, len(raw)))
+            raw = raw[:at] + data.draw(st.binary(max_size=4)) + raw[at + data.draw(st.integers(0, 4)) :]
+        status, _, said = served.ask(path, raw)
+        seen.add(status)
+        assert status < 500, (raw, said)
+        if status >= 400:
+            assert said["error"].keys() == {"message", "type", "param", "code"}
+
+    assert served.ask(path, GOOD[path])[0] == 200
+    fuzz()
+    assert {200, 400} <= seen
+    assert served.good()[0] == 200

@@ -1,0 +1,376 @@
+"""Calls of tools: read from a text in any pieces, and through the server by the clients that people have."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import engines
+import openai
+import pairs
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from serving_support import MODEL, Served
+from transformers import AddedToken
+
+from peagle.checkpoints.target import Target, load_tokenizer
+from peagle.config import LayerConfig
+from peagle.engine.llm import LLM
+from peagle.models.decoder import Decoder
+from peagle.server.tools import FORMS, Brackets, Call, Form, ToolReader, forced, form_of
+
+NAMES = ("find", "get_weather", "a-b.c")
+
+
+def read(form: Form, pieces: list[str], names: tuple[str, ...] = NAMES) -> tuple[str, list[Call]]:
+    """Content and calls."""
+    reader = ToolReader(form, names)
+    out = [one for piece in pieces for one in reader.feed(piece)] + reader.feed("", final=True)
+    return "".join(one for one in out if isinstance(one, str)), [one for one in out if isinstance(one, Call)]
+
+
+def cut(text: str, at: list[int]) -> list[str]:
+    marks = [0, *sorted({n % (len(text) + 1) for n in at}), len(text)]
+    return [text[a:b] for a, b in zip(marks, marks[1:], strict=False)]
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(codec="utf-8") | st.sampled_from('"\\{}[];<>|'), max_size=12)
+    | st.sampled_from(["</tool_call>", "<tool_call>", "[TOOL_CALLS]", '"}]', "\\"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=6,
+)  # fmt: skip
+arguments = st.dictionaries(st.text(max_size=6), json_values, max_size=3)
+calls = st.tuples(st.sampled_from(NAMES), arguments)
+layouts = st.sampled_from([{}, {"indent": 1}, {"separators": (",", ":")}, {"ensure_ascii": False}])
+spaces = st.sampled_from(["", " ", "\n", "\n\n \t"])
+# words that hold no beginning of a call, and have no space at their ends
+words = st.text(st.characters(codec="utf-8", exclude_characters="<[{;"), max_size=20).map(str.strip)
+
+
+@st.composite
+def answers(draw: st.DrawFn, kind: str) -> tuple[str, str, list[tuple[str, dict[str, Any]]]]:
+    """A text of a form, its content and its calls, written down by hand."""
+    form, layout = FORMS[kind], draw(layouts)
+
+    def written(call: tuple[str, Any], as_text: bool = False) -> str:
+        value = json.dumps(call[1]) if as_text else call[1]
+        return json.dumps({"name": call[0], form.key: value}, **layout)
+
+    before = draw(words)
+    many = draw(st.lists(calls, min_size=1, max_size=3))
+    if kind == "hermes":
+        text, content = before, before
+        for call in many:
+            text += f"{draw(spaces)}<tool_call>{draw(spaces)}{written(call, draw(st.booleans()))}{draw(spaces)}"
+            text += "</tool_call>"
+            between = draw(words)
+            text, content = text + draw(spaces) + between, content + between
+        end = draw(spaces)
+        return text + end, content + (end if between else ""), many
+    if kind == "llama3":
+        tag = draw(st.booleans())
+        text = f"{before}{draw(spaces)}<|python_tag|>" if tag else ""
+        joined = "".join(draw(spaces) + draw(st.sampled_from([";", ""])) + draw(spaces) + written(c) for c in many[1:])
+        return text + draw(spaces) + written(many[0]) + joined + draw(spaces), before if tag else "", many
+    lead = f"{before}{draw(spaces)}"
+    if draw(st.booleans()):
+        listed = "[" + ", ".join(written(c) for c in many) + "]"
+        return f"{lead}[TOOL_CALLS]{draw(spaces)}{listed}{draw(spaces)}", before, many
+    between = draw(st.sampled_from(["", "[ARGS]"]))
+    return lead + "".join(f"[TOOL_CALLS]{n}{between}{json.dumps(a, **layout)}" for n, a in many), before, many
+
+
+@pytest.mark.parametrize("kind", FORMS)
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_calls_are_found_in_any_pieces(kind: str, data: st.DataObject) -> None:
+    text, content, wanted = data.draw(answers(kind))
+    for pieces in ([text], list(text), cut(text, data.draw(st.lists(st.integers(0, 10_000), max_size=8)))):
+        said, found = read(FORMS[kind], pieces)
+        assert [(call.name, json.loads(call.arguments)) for call in found] == wanted
+        assert said == content
+
+
+FRAGMENTS = [
+    *("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "<tool", "_call>", "[", "]", "{", "}"),
+    *('"', "\\", ";", " ", "\n", "find", '{"name": "find", "arguments": {}}', '{"name": "find", "parameters": {"x":'),
+    *('"name"', ":", "1}}", "é", "NaN", "\\ud800", '{"name": "\\ud800", "arguments": {}}', "1e999", "word"),
+]
+
+
+@pytest.mark.parametrize("form", [*FORMS.values(), forced(None)], ids=[*FORMS, "forced"])
+@settings(max_examples=300, deadline=None)
+@given(parts=st.lists(st.sampled_from(FRAGMENTS), max_size=14), at=st.lists(st.integers(0, 500), max_size=8))
+def test_the_pieces_never_matter_and_text_stays_text(form: Form, parts: list[str], at: list[int]) -> None:
+    text = "".join(parts)
+    said, found = read(form, [text])
+    assert read(form, list(text)) == read(form, parts) == read(form, cut(text, at)) == (said, found)
+    json.dumps([said, [call.name for call in found], [call.arguments for call in found]], ensure_ascii=False).encode()
+    if not found:
+        assert said == text
+    else:  # of what is left nothing is made up, and nothing but calls is gone
+        left = iter(text)
+        assert all(letter in left for letter in said)
+        assert all(isinstance(json.loads(call.arguments), dict) for call in found)
+    if form.opens is not None and form.opens not in text and not form.bare:
+        assert (said, found) == (text, [])
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "content", "found"),
+    [
+        ("hermes", '<tool_call>{"name": "new", "arguments": {}}</tool_call>', "", ["new"]),
+        ("hermes", '<tool_call>{"name": "find", "arguments": {}}', "", ["find"]),  # the closing tag was its stop string
+        ("hermes", '<tool_call>{"name": "find"}</tool_call> so', "so", ["find"]),
+        ("hermes", '{"name": "find", "arguments": {}}', '{"name": "find", "arguments": {}}', []),
+        ("hermes", 'a \n<tool_call>{"name": "find", "argu', 'a \n<tool_call>{"name": "find", "argu', []),
+        ("hermes", "a <tool_call> b </tool_call>\n", "a <tool_call> b </tool_call>\n", []),
+        ("hermes", '<tool_call>{"name": 5, "arguments": {}}</tool_call>',
+         '<tool_call>{"name": 5, "arguments": {}}</tool_call>', []),
+        ("hermes", '<tool_call>{"name": "find", "arguments": [1]}</tool_call>',
+         '<tool_call>{"name": "find", "arguments": [1]}</tool_call>', []),
+        ("hermes", '<tool_call>{"name": "find", "arguments": {"x": NaN}}</tool_call>',
+         '<tool_call>{"name": "find", "arguments": {"x": NaN}}</tool_call>', []),
+        ("llama3", '{"name": "Ann", "parameters": {"age": 5}}', '{"name": "Ann", "parameters": {"age": 5}}', []),
+        ("llama3", 'See {"name": "find", "parameters": {}}', 'See {"name": "find", "parameters": {}}', []),
+        ("llama3", '{"name": "find", "parameters": {}}; done', "; done", ["find"]),
+        ("llama3", "<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
+        ("mistral", "[TOOL_CALLS]", "[TOOL_CALLS]", []),
+        ("mistral", "[TOOL_CALLS][]", "[TOOL_CALLS][]", []),
+        ("mistral", '[TOOL_CALLS][{"name": "find", "arguments": {}}, 5]',
+         '[TOOL_CALLS][{"name": "find", "arguments": {}}, 5]', []),
+    ],
+)  # fmt: skip
+def test_what_counts_as_a_call(kind: str, text: str, content: str, found: list[str]) -> None:
+    said, calls = read(FORMS[kind], list(text))
+    assert (said, [call.name for call in calls]) == (content, found)
+
+
+def test_a_long_answer_is_read_once() -> None:
+    """Both what looks like a call and never is one, and one with a long text in it."""
+    began = time.perf_counter()
+    noise = '<tool_call>{"' * 20_000
+    assert read(FORMS["hermes"], re.findall("(?s).{1,4}", noise)) == (noise, [])
+    long = json.dumps({"name": "find", "arguments": {"x": 'a"\\' * 60_000}})
+    said, found = read(FORMS["hermes"], re.findall("(?s).{1,4}", f"<tool_call>{long}</tool_call>"))
+    assert said == "" and json.loads(found[0].arguments)["x"] == 'a"\\' * 60_000
+    assert time.perf_counter() - began < 20
+    brackets = Brackets(0)
+    assert [brackets.end(t) for t in ('{"a', '{"a}\\', '{"a}\\"]', '{"a}\\"]"', '{"a}\\"]"}x')] == [None] * 4 + [9]
+
+
+def test_the_form_is_the_one_that_the_template_teaches() -> None:
+    qwen = '{% if tools %}<tools></tools> within <tool_call></tool_call>: {"name": ...}{% endif %}'
+    assert form_of(qwen) is FORMS["hermes"]
+    assert form_of(qwen + "<function=example>") is None  # no JSON inside
+    assert form_of("{{ '[TOOL_CALLS] [' }}") is FORMS["mistral"]
+    assert form_of("{{ '<|python_tag|>' + tool_call.name }}") is FORMS["llama3"]
+    assert form_of('Respond in the format {"name": function name, "parameters": dictionary}.') is FORMS["llama3"]
+    assert form_of("{{ message.content }}") is None
+    assert form_of(qwen, "none") is None and form_of("", "mistral") is FORMS["mistral"]
+    assert re.fullmatch("[a-zA-Z0-9]{9}", FORMS["mistral"].new_id()) and FORMS["hermes"].new_id().startswith("call_")
+
+
+# Through the server. The target says what is written here: each of its tokens has one that follows it, whatever came
+# before. Tokens are bytes, and the pieces of the answers below, cut where no tag and no JSON ends.
+
+ANSWERS = {
+    "hermes": ["Let me", " see.\n<tool_", 'call>\n{"name": "get_w', 'eather", "argum',
+               'ents": {"city": "Zürich"}}\n</to', 'ol_call>\n<tool_call>{"name": "fi',
+               'nd", "arguments": {}}</tool_', "call>"],
+    "llama3": ["<|python_tag|>", '{"name": "get_weather", "para', 'meters": {"city": "Zürich"}}; {"name": "find",',
+               ' "parameters": ', "{}}"],
+    "mistral": ["Let me", " see.", "[TOOL_CALLS]", ' [{"name": "get_weather", "arguments": {"city": "Zürich"}}, {"na',
+                'me": "find", "argu', 'ments": {}}]'],
+}  # fmt: skip
+ASK, TELL = "Q", "Z"  # the last letters of a question that is answered by calls, and of one that is answered in words
+WORDS = [" It", " rains in", " Zürich."]
+SPECIAL = ["<|python_tag|>", "[TOOL_CALLS]", "<|end|>"]
+RENDERED = (
+    "{%% if tools %%}%s{%% for t in tools %%}{{ t.function.name }},{%% endfor %%}{%% endif %%}{%% for m in messages %%}"
+    "{{ m.role[0] }}:{{ m.content }}{%% for c in m.tool_calls or [] %%}[{{ c.id }} {{ c.function.name }} "
+    "{{ c.function.arguments.city }}]{%% endfor %%}{{ m.tool_call_id or '' }};{%% endfor %%}"
+    "{{ messages[-1].content[-1] }}"
+)
+CITY = {"type": "object", "properties": {"city": {"$ref": "#/$defs/City"}}, "required": ["city"],
+        "additionalProperties": False, "$defs": {"City": {"enum": ["Zürich", "Rome"]}}}  # fmt: skip
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "get_weather", "description": "now", "parameters": CITY}},
+    {"type": "function", "function": {"name": "find"}},
+]
+
+
+def scripted(kind: str) -> LLM:
+    folder = engines.home() / f"scripted-{kind}"
+    pieces = [*dict.fromkeys(p for p in (*ANSWERS[kind], *WORDS) if p not in SPECIAL)]
+    shutil.copytree(pairs.target_folder(), folder, dirs_exist_ok=True)
+    engines.write_tokenizer(folder, 256, RENDERED % (FORMS[kind].opens or ""))
+    tokenizer = load_tokenizer(folder)
+    tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in pieces])
+    tokenizer.add_tokens([AddedToken(piece, special=True, normalized=False) for piece in SPECIAL], special_tokens=True)
+    tokenizer.save_pretrained(folder)
+    ids = {piece: tokenizer.convert_tokens_to_ids(piece) for piece in [*pieces, *SPECIAL]}
+    follows = {}
+    for last, said in ((ASK, ANSWERS[kind]), (TELL, WORDS)):
+        chain = [ord(last), *(ids[piece] for piece in said), ids["<|end|>"]]
+        follows |= dict(zip(chain, chain[1:], strict=False))
+    layer = LayerConfig(256, 64, num_heads=4, num_kv_heads=2, head_dim=32)
+    cfg = replace(
+        pairs.TARGET, vocab_size=len(tokenizer), num_layers=1, layer=layer, windows=(None,), max_positions=512
+    )
+    model = Decoder(cfg)
+    pairs.initialise(model, seed=0)
+    for name, weight in model.named_parameters():
+        if weight.dim() > 1 and not name.startswith(("embed", "lm_head")):
+            weight.data.zero_()  # a token is all that its state knows
+    states = dict(model.named_parameters())
+    embedding = next(w for n, w in states.items() if n.startswith("embed"))
+    head = next(w for n, w in states.items() if n.startswith("lm_head"))
+    for token, following in follows.items():
+        head.data[following] += 10 * embedding.data[token]
+    target = Target(folder, model.eval(), frozenset({ids["<|end|>"]}))
+    return LLM(target, None, device="cpu", dtype="float32", threads=1, max_model_len=512, max_num_seqs=4)
+
+
+@pytest.fixture(scope="module", params=FORMS)
+def talk(request: pytest.FixtureRequest) -> Iterator[tuple[str, Served, openai.OpenAI]]:
+    with Served(lambda: scripted(request.param)) as server:
+        yield request.param, server, openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+        server.check_nothing_left()
+
+
+def question(text: str) -> dict[str, Any]:
+    messages = [{"role": "user", "content": text}]
+    return {"model": MODEL, "messages": messages, "tools": TOOLS, "temperature": 0, "max_tokens": 200}
+
+
+WANTED = [("get_weather", {"city": "Zürich"}), ("find", {})]
+
+
+def told(calls: Any) -> list[tuple[str, Any]]:
+    assert all(call.type == "function" and call.id for call in calls) and len({c.id for c in calls}) == len(calls)
+    return [(call.function.name, json.loads(call.function.arguments)) for call in calls]
+
+
+def test_openai_gets_calls_and_the_model_their_results(talk: tuple[str, Served, openai.OpenAI]) -> None:
+    """Whole and streamed, several at once, and back again in the words of the model's template."""
+    kind, server, client = talk
+    content = None if kind == "llama3" else "Let me see."
+    whole = client.chat.completions.create(**question(ASK), n=2)
+    assert [c.finish_reason for c in whole.choices] == ["tool_calls"] * 2
+    message = whole.choices[0].message
+    assert message.content == content and told(message.tool_calls) == WANTED
+    chunks = list(client.chat.completions.create(**question(ASK), stream=True, logprobs=True))
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    assert "".join(delta.content or "" for delta in deltas) == (content or "")
+    streamed = [call for delta in deltas for call in delta.tool_calls or ()]
+    assert [call.index for call in streamed] == [0, 1] and told(streamed) == WANTED
+    assert [c.choices[0].finish_reason for c in chunks] == [None] * (len(chunks) - 1) + ["tool_calls"]
+    tokens = [t.token for c in chunks for t in (c.choices[0].logprobs.content if c.choices[0].logprobs else None) or ()]
+    assert "".join(tokens) == "".join(ANSWERS[kind]) + "<|end|>"  # logprobs are of all that was said
+    with client.chat.completions.stream(**question(ASK)) as stream:
+        final = stream.get_final_completion().choices[0]
+    assert told(final.message.tool_calls) == WANTED and final.finish_reason == "tool_calls"
+
+    first, second = message.tool_calls or []
+    history = [
+        {"role": "user", "content": ASK},
+        message.model_dump(),
+        {"role": "tool", "tool_call_id": first.id, "content": "wet"},
+        {"role": "tool", "tool_call_id": second.id, "content": TELL},
+    ]
+    assert isinstance(history, list)
+    said = client.chat.completions.create(**{**question(""), "messages": history})
+    assert (said.choices[0].message.content, said.choices[0].finish_reason) == ("".join(WORDS), "stop")
+    assert said.choices[0].message.tool_calls is None
+    seen = server.ask("/tokenize", {"messages": history, "tools": TOOLS})[2]["tokens"]
+    calls = f"[{first.id} get_weather Zürich][{second.id} find ]"
+    wanted = f"u:{ASK};a:{content or ''}{calls};t:wet{first.id};t:{TELL}{second.id};{TELL}"
+    text = server.ask("/detokenize", {"tokens": seen})[2]["prompt"]
+    assert text == f"{FORMS[kind].opens}get_weather,find,{wanted}"
+
+
+def test_without_tools_or_a_form_text_stays_as_it_was_said(talk: tuple[str, Served, openai.OpenAI]) -> None:
+    kind, server, client = talk
+    shown = "".join(piece for piece in ANSWERS[kind] if piece not in SPECIAL)  # they are no text
+    for more in ({"tools": openai.omit}, {"tool_choice": "none"}):
+        said = client.chat.completions.create(**{**question(ASK), **more}).choices[0]
+        assert (said.message.content, said.message.tool_calls, said.finish_reason) == (shown, None, "stop")
+    kept = client.chat.completions.create(
+        **question(ASK), tool_choice="none", extra_body={"skip_special_tokens": False}
+    ).choices[0]
+    assert kept.message.content == "".join(ANSWERS[kind])
+    most = {"hermes": 3, "llama3": 2, "mistral": 4}[kind]  # tokens, up to the middle of a call
+    cut = client.chat.completions.create(**{**question(ASK), "max_tokens": most}).choices[0]
+    assert (cut.finish_reason, cut.message.tool_calls) == ("length", None)
+    assert cut.message.content == "".join(ANSWERS[kind][:most])
+    if kind == "hermes":
+        with Served(lambda: scripted(kind), tool_parser="none") as other:
+            status, _, plain = other.ask("/v1/chat/completions", question(ASK))
+            assert status == 200 and plain["choices"][0]["message"]["content"] == shown
+            assert plain["choices"][0]["finish_reason"] == "stop"
+
+
+def test_a_call_that_is_asked_for_comes_and_fits_its_schema(talk: tuple[str, Served, openai.OpenAI]) -> None:
+    """The model would say something else: a grammar sees to it. References in a schema still hold inside of it."""
+    _, _, client = talk
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    tight = {str(ord(space)): -100 for space in " \t\n"}  # else it fills its JSON with them
+    strict = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]
+    for choice, names in (("required", {"get_weather", "find"}), (named, {"get_weather"})):
+        for more in ({}, {"tools": strict, "parallel_tool_calls": False}):
+            ask = {**question(TELL), "tool_choice": choice, "logit_bias": tight, **more}
+            whole = client.chat.completions.create(**ask).choices[0]
+            (call,) = told(whole.message.tool_calls)
+            assert (whole.finish_reason, whole.message.content) == ("tool_calls", None) and call[0] in names
+            assert call[1] in ({"city": "Zürich"}, {"city": "Rome"}) if call[0] == "get_weather" else call[1] == {}
+            chunks = [chunk.choices[0].delta for chunk in client.chat.completions.create(**ask, stream=True)]
+            assert told([c for delta in chunks for c in delta.tool_calls or ()]) == [call]
+            assert not any(delta.content for delta in chunks)
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"tool_choice": "always"}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+        ({"tool_choice": "required", "tools": []}, "tool_choice"),
+        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools.0.function.strict"),
+        ({"tools": [{"type": "custom", "function": {"name": "f"}}]}, "tools.0.type"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "nothing"}}}],
+          "tool_choice": "required"}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"$ref": "http://127.0.0.1:9/x"}}}],
+          "tool_choice": "required"}, "tools"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_promised_is_refused(
+    talk: tuple[str, Served, openai.OpenAI], more: dict[str, Any], param: str
+) -> None:
+    status, _, said = talk[1].ask("/v1/chat/completions", {**question(ASK), **more})
+    assert (status, said["error"]["param"]) == (400, param), said
+
+
+def test_langchain_binds_tools(talk: tuple[str, Served, openai.OpenAI]) -> None:
+    chat_models = pytest.importorskip("langchain_openai")
+    model = chat_models.ChatOpenAI(base_url=talk[1].url + "/v1", api_key="none", model=MODEL, temperature=0)
+    bound = model.bind_tools(TOOLS)
+    assert [(c["name"], c["args"]) for c in bound.invoke(ASK).tool_calls] == WANTED
+    whole = None
+    for chunk in bound.stream(ASK):
+        whole = chunk if whole is None else whole + chunk
+    assert whole is not None and [(c["name"], c["args"]) for c in whole.tool_calls] == WANTED
+    tight = {str(ord(space)): -100 for space in " \t\n"}
+    (call,) = model.bind_tools(TOOLS, tool_choice="get_weather", logit_bias=tight).invoke(TELL).tool_calls
+    assert call["name"] == "get_weather" and call["args"]["city"] in ("Zürich", "Rome")

@@ -1,0 +1,129 @@
+"""Batches in frames against the same batches as they are: gradients and totals, P-EAGLE and EAGLE-3, in fp64; on a GPU
+also steps that are replayed against those they were captured from."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from packed import packed_batch
+from support import many
+from test_partition import KINDS, assert_close, gradients, likely, new_drafter, target_of
+
+from peagle.config import TrainConfig
+from peagle.kernels.loss.linear_loss import Frame
+from peagle.training import cuda_graphs as captured
+from peagle.training.cod_sampling import generator, sample_rows
+from peagle.training.cuda_graphs import FramedStep, Framer
+from peagle.training.hidden_states.online import Online
+from peagle.training.loss import Aim, depth_weights, row_weights
+from peagle.training.optimizer import Optimizer
+from peagle.training.partition import accumulate
+
+DEPTHS, RATE = 4, 0.8
+
+
+def settings(method: str, tokens: int, **more: bool) -> TrainConfig:
+    sizes = {"depths": DEPTHS, "rate": RATE, "batch_tokens": tokens, "max_length": tokens}
+    return TrainConfig(method=method, objective="kl", **sizes, **more)  # type: ignore[arg-type]
+
+
+def test_the_docstring_of_frame() -> None:
+    plan = Frame(rows=7, most=3, spots=2).plan(torch.tensor([7, 2, 7, 2, 5]))
+    assert plan is not None
+    assert plan.order_R.tolist() == [1, 3, 4, 0, 2, 5, 6]
+    assert plan.positions.tolist() == [2, 5, 7, 7, 7, 7]
+    assert plan.spot_R.tolist() == [0, 0, 1, 2, 2, 2, 4]
+    assert Frame(rows=4, most=4, spots=2).plan(torch.tensor([1, 2, 3])) is None
+
+
+@many(60)
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=40), st.integers(0, 9), st.integers(1, 9))
+def test_a_frame_asks_every_row_where_it_asks(questions: list[int], missing: int, most: int) -> None:
+    frame = Frame(len(questions) + missing, most, most)
+    plan = frame.plan(torch.tensor(questions))
+    assert plan is not None and sorted(plan.order_R.tolist()) == list(range(frame.rows))
+    for chunk in frame.chunks:
+        assert chunk.rows.stop - chunk.rows.start <= most and chunk.spots.stop - chunk.spots.start == most
+        for place in range(chunk.rows.start, chunk.rows.stop):
+            row, spot = int(plan.order_R[place]), int(plan.spot_R[place])
+            assert chunk.spots.start <= spot < chunk.spots.stop
+            assert plan.positions[spot] == (questions[row] if row < len(questions) else max(questions))
+
+
+masks = st.lists(
+    st.tuples(st.integers(0, 5), st.integers(0, 14)).filter(any).map(lambda n: [0] * n[0] + [1] * n[1]),
+    min_size=1,
+    max_size=5,
+)
+
+
+@pytest.mark.parametrize("kind", ["p-eagle", "p-eagle-own", "eagle3", "eagle3-own"])
+@many(12)
+@given(
+    masks=masks,
+    spare=st.integers(0, 20),
+    part=st.sampled_from([1, 4, 64]),
+    most=st.sampled_from([7, 1000]),
+    counted=st.fixed_dictionaries({name: st.booleans() for name in ("by_reach", "by_start", "by_value")}),
+)
+def test_frames_change_nothing(
+    kind: str, masks: list[list[int]], spare: int, part: int, most: int, counted: dict[str, bool]
+) -> None:
+    batch = likely(packed_batch(masks, vocab=128))
+    cfg = settings("eagle3" if kind.startswith("eagle3") else "p-eagle", len(batch) + spare, **counted)
+    drafter, target = new_drafter(KINDS[kind], torch.float64), target_of(torch.float64)
+    rows = sample_rows(batch, DEPTHS, RATE, generator(0, len(batch)))
+    online, weights = Online(target, drafter.cfg.taps), depth_weights(DEPTHS, 0.9)
+    framer = Framer(cfg, 128, drafter.cfg.parallel, 10**6, pinned=False)
+    framer.part, framer.most = part, most
+    framed = framer.framed(batch, rows)
+    if framed is None:
+        sizes = framer.sizes(len(rows.anchor_A))
+        question = np.sort(torch.cat([rows.anchor_A, rows.anchor_R + rows.depth_R]).numpy())
+        assert not len(rows.anchor_R) or len(np.unique(question)) > sizes.loss.spots
+        return
+    wanted_totals = accumulate(drafter, target, online.states(batch), batch, rows, Aim.of(cfg), weights, 10**6)
+    wanted = gradients(drafter)
+    totals = FramedStep(drafter, target, online, cfg).accumulate(framed, row_weights(rows.counts, weights))
+    assert_close(gradients(drafter), wanted, 1e-10)
+    assert totals.rows_K.tolist() == list(rows.counts)
+    for ours, theirs in zip(totals.tensors(), wanted_totals.tensors(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("counted", [{}, {"by_reach": True, "by_start": True, "by_value": True}], ids=["all", "some"])
+@pytest.mark.parametrize("kind", ["p-eagle", "p-eagle-own", "eagle3"])
+def test_replayed_steps_are_the_ones_captured(kind: str, counted: dict[str, bool]) -> None:
+    """The same batches through graphs and as they are, with an optimizer that is captured too."""
+    cfg = settings("eagle3" if kind == "eagle3" else "p-eagle", 512, **counted)
+    target = target_of(torch.float32).cuda()
+    lengths = [[[0] * 9 + [1] * 120, [0] * 30 + [1] * (200 + 5 * i)] for i in range(8)]
+    made = [packed_batch(masks, vocab=128, seed=i) for i, masks in enumerate(lengths)]
+    if counted:  # where no text is what drafts lead to, nothing behind a first draft counts
+        made = [likely(batch) for batch in made]
+    rows = [sample_rows(batch, DEPTHS, RATE, generator(0, i)) for i, batch in enumerate(made)]
+    ends = []
+    for graphs in (True, False):
+        drafter = new_drafter(KINDS[kind], torch.float32).cuda().share(target)
+        optimizer, online = Optimizer(drafter, cfg), Online(target, drafter.cfg.taps)
+        framer = Framer(cfg, 128, drafter.cfg.parallel, 10**6, pinned=True)
+        step, weights = FramedStep(drafter, target, online, cfg), depth_weights(DEPTHS, 1.0)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())  # the drafter and its optimizer were made there
+        with torch.cuda.stream(stream):
+            for batch, own in zip(made, rows, strict=True):
+                framed = framer.framed(batch, own)
+                assert framed is not None
+                if graphs:
+                    step.accumulate(framed, row_weights(own.counts, weights))
+                else:
+                    accumulate(drafter, target, online.states(batch), batch, own, Aim.of(cfg), weights, 10**6)
+                optimizer.step(1e-3)
+        torch.cuda.synchronize()
+        assert bool(step.graphs) == graphs and captured.WARM < len(made)
+        ends.append(optimizer.masters_P.clone())
+    torch.testing.assert_close(ends[0], ends[1], rtol=1e-3, atol=1e-5)

@@ -1,0 +1,263 @@
+"""Training rows against plain restatements: who sees whom, which chains are kept, and that a training row is
+exactly what the drafter meets at inference."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pairs
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from peagle.config import LayerConfig, SamplingParams
+from peagle.kernels.attention.dense import causal_attention
+from peagle.models.decoder import Decoder
+from peagle.models.drafter import Drafter
+from peagle.speculative.reference import propose
+from peagle.training import dense_reference as dense
+
+LENGTH = 14
+
+
+def rng_of(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def rows_of(chains: list[tuple[int, int]]) -> dense.Rows:
+    return dense.Rows(torch.tensor([a for a, _ in chains]), torch.tensor([d for _, d in chains]))
+
+
+def chains_of(rows: dense.Rows) -> list[tuple[int, int]]:
+    return list(zip(rows.anchor_R.tolist(), rows.depth_R.tolist(), strict=True))
+
+
+def test_worked_example() -> None:
+    """The table of the module's docstring, row by row."""
+    shown = {
+        (0, 0): [(0, 0)],
+        (1, 0): [(0, 0), (1, 0)],
+        (2, 0): [(0, 0), (1, 0), (2, 0)],
+        (3, 0): [(0, 0), (1, 0), (2, 0), (3, 0)],
+        (0, 1): [(0, 0), (0, 1)],
+        (1, 1): [(0, 0), (1, 0), (1, 1)],
+        (2, 1): [(0, 0), (1, 0), (2, 0), (2, 1)],
+    }
+    rows = dense.nested_rows(6, 2, 1.0, rng_of(0))
+    chains = chains_of(rows)
+    assert chains == list(shown)
+    visible = rows.visible_RR()
+    assert {c: [chains[j] for j in visible[i].nonzero()[:, 0]] for i, c in enumerate(chains)} == shown
+    assert rows.position_R.tolist() == [0, 1, 2, 3, 1, 2, 3]
+    table = dense.__doc__ or ""
+    for (anchor, depth), seen in shown.items():
+        line = table[table.index(f"({anchor},{depth}):") :].splitlines()[0].split("  (")[0]
+        assert line.split(":")[1].split() == [f"{a},{d}" for a, d in seen], line
+
+
+nestings = st.tuples(st.integers(3, 40), st.integers(1, 9), st.floats(0.0, 1.0, allow_nan=False), st.integers(0, 2**31))
+
+
+@settings(max_examples=80, deadline=None)
+@given(nestings)
+def test_visible_rows(how: tuple[int, int, float, int]) -> None:
+    """Restated from inference: replay each row's sequence and list what lies before it there."""
+    length, depths, rate, seed = how
+    rows = dense.nested_rows(length, depths, rate, rng_of(seed))
+    chains = chains_of(rows)
+    visible = rows.visible_RR()
+    assert visible.shape == (len(chains), len(chains)) and visible.dtype == torch.bool
+    for i, (anchor, depth) in enumerate(chains):
+        before = {(p, 0) for p in range(anchor + 1)} | {(anchor, d) for d in range(1, depth + 1)}
+        assert {chains[j] for j in visible[i].nonzero()[:, 0].tolist()} == before
+        # the rows seen stand at positions 0 .. own, each taken once: the causal row that inference has
+        assert sorted(rows.position_R[visible[i]].tolist()) == list(range(anchor + depth + 1))
+
+
+@settings(max_examples=150, deadline=None)
+@given(nestings)
+def test_nested_rows(how: tuple[int, int, float, int]) -> None:
+    length, depths, rate, seed = how
+    rows = dense.nested_rows(length, depths, rate, rng_of(seed))
+    chains = chains_of(rows)
+    assert len(set(chains)) == len(chains)
+    assert chains == sorted(chains, key=lambda c: (c[1], c[0])), "depth by depth, anchors in order"
+    for anchor, depth in chains:
+        assert 0 <= anchor and 0 <= depth < depths and anchor + depth + 2 < length
+        assert depth == 0 or (anchor, depth - 1) in chains
+    kept = [[a for a, d in chains if d == depth] for depth in range(depths)]
+    assert kept[0] == list(range(length - 2))
+    for depth in range(1, depths):
+        could = sum(a + depth + 2 < length for a in kept[depth - 1])
+        assert len(kept[depth]) == min(could, max(round((length - 2 - depth) * rate**depth), 0))
+    again = dense.nested_rows(length, depths, rate, rng_of(seed))
+    assert torch.equal(again.anchor_R, rows.anchor_R) and torch.equal(again.depth_R, rows.depth_R)
+
+
+def test_rate_is_met_on_long_sequences() -> None:
+    rows = dense.nested_rows(2000, 4, 0.8, rng_of(0))
+    counts = torch.bincount(rows.depth_R).tolist()
+    assert counts[0] == 1998
+    for before, after in zip(counts, counts[1:], strict=False):
+        assert abs(after / before - 0.8) < 0.01
+    other = dense.nested_rows(2000, 4, 0.8, rng_of(1))
+    assert not torch.equal(other.anchor_R, rows.anchor_R), "another seed keeps other chains"
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 2**31))
+def test_every_chain_may_be_kept(seed: int) -> None:
+    """No anchor is favoured: over many draws each is kept about as often as the others."""
+    rng = rng_of(seed)
+    count = torch.zeros(10)
+    for _ in range(400):
+        rows = dense.nested_rows(13, 2, 0.5, rng)
+        count[rows.anchor_R[rows.depth_R == 1]] += 1
+    assert 120 < count.min() and count.max() < 280  # 200 expected, standard deviation 10
+
+
+def replayed(drafter: Drafter, tokens: torch.Tensor, taps_TN: torch.Tensor, anchor: int, depth: int) -> torch.Tensor:
+    """What the head reads for guess `depth` after tokens[: anchor + 2], by the rows inference has, with the
+    true tokens in place of an autoregressive drafter's guesses."""
+    row_tokens = tokens[1 : anchor + 2].tolist()
+    hidden = drafter.combine(taps_TN[: anchor + 1])
+
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        return drafter(torch.tensor(row_tokens), hidden, torch.arange(len(row_tokens)), causal_attention)
+
+    if drafter.cfg.mask_token_id is not None:
+        row_tokens += [drafter.cfg.mask_token_id] * depth
+        hidden = torch.cat([hidden, drafter.masked(depth)])
+        return run()[0][-1]
+    for step in range(depth):
+        _, handed_on = run()
+        row_tokens.append(int(tokens[anchor + 2 + step]))
+        hidden = torch.cat([hidden, handed_on[-1:]])
+    return run()[0][-1]
+
+
+def sequences(count: int = 2, length: int = LENGTH) -> torch.Tensor:
+    return torch.stack([torch.tensor(list(pairs.TEXT[500 + 97 * i : 500 + 97 * i + length])) for i in range(count)])
+
+
+def biased() -> tuple[Decoder, Drafter]:
+    """What no trained pair has: biases, query and key norms, an odd number of layers, more depth in the head."""
+    target = pairs.load_pair("eagle3-1")[0]
+    layer = LayerConfig(64, 96, 2, 1, 16, qkv_bias=True, out_bias=True, mlp_bias=True, qk_norm=True)
+    drafter = Drafter(replace(pairs.BASE, layer=layer, num_layers=3, norm_output=True, taps=(0, 5)))
+    pairs.initialise(drafter, seed=4, scale=0.2)
+    return target, drafter.share(target).requires_grad_(False)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", [*pairs.RECIPES, "biased"])
+def test_training_rows_are_inference_s(name: str) -> None:
+    target, drafter = biased() if name == "biased" else pairs.load_pair(name)
+    tokens_BT = sequences()
+    _, taps_BTN = dense.read_target(target, tokens_BT, drafter.cfg.taps)
+    for rate in (1.0, 0.7):
+        rows = dense.nested_rows(LENGTH, 5, rate, rng_of(2))
+        said_BRD = dense.drafter_states(drafter, tokens_BT, taps_BTN, rows)
+        assert int(rows.depth_R.max()) == 4
+        for b, tokens in enumerate(tokens_BT):
+            for i, (anchor, depth) in enumerate(chains_of(rows)):
+                want = replayed(drafter, tokens, taps_BTN[b], anchor, depth)
+                torch.testing.assert_close(said_BRD[b, i], want, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", pairs.RECIPES)
+def test_training_rows_draft_what_the_reference_drafts(name: str) -> None:
+    """The reference's own guesses are the training rows' argmax; an autoregressive drafter's text is made of
+    its guesses, so that the rows hold the same tokens."""
+    target, drafter = pairs.load_pair(name)
+    for start in (0, 300, 900):
+        known = list(pairs.TEXT[start : start + 9])
+        anchor, k = len(known) - 2, 4
+        _, taps_BTN = dense.read_target(target, torch.tensor([known]), drafter.cfg.taps)
+        draft = propose(drafter, known, taps_BTN[0, : anchor + 1], k, SamplingParams(), rng_of(0))
+        text = torch.tensor([known + draft.tokens + [0]])
+        _, taps_BTN = dense.read_target(target, text, drafter.cfg.taps)
+        rows = rows_of([(a, 0) for a in range(anchor + 1)] + [(anchor, d) for d in range(1, k)])
+        said = dense.drafter_states(drafter, text, taps_BTN, rows)[0, -k:]
+        assert drafter.target_ids(drafter.logits(said).argmax(-1)).tolist() == draft.tokens
+
+
+@torch.no_grad()
+def test_read_target_keeps_sequences_apart() -> None:
+    target = pairs.load_pair("eagle3-1")[0]
+    tokens_BT = sequences(3)
+    hidden, taps = dense.read_target(target, tokens_BT, (0, 3, 5))
+    for b, tokens in enumerate(tokens_BT):
+        alone, tapped = target(tokens, torch.arange(LENGTH), causal_attention, (0, 3, 5))
+        torch.testing.assert_close(hidden[b], alone, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(taps[b], tapped, atol=1e-5, rtol=1e-5)
+
+
+def direct_loss(
+    drafter: Drafter, target: Decoder, tokens_BT: torch.Tensor, rows: dense.Rows, asked_BT: torch.Tensor
+) -> float:
+    """Row by row, each on a pass of its own, sums in fp64."""
+    by_depth: dict[int, list[float]] = {}
+    weights: dict[int, int] = {}
+    for tokens, asked in zip(tokens_BT, asked_BT, strict=True):
+        for anchor, depth in chains_of(rows):
+            question = anchor + depth + 2  # the token asked for
+            read = tokens[:question]
+            hidden, taps = target(read, torch.arange(len(read)), causal_attention, drafter.cfg.taps)
+            assert taps is not None
+            p = target.logits(hidden[-1]).double().softmax(-1).tolist()
+            head = drafter.head_table.double()
+            said = replayed(drafter, tokens, taps, anchor, depth).double()
+            log_q = (head @ said).log_softmax(-1).tolist()
+            offsets = [0] * len(log_q) if drafter.d2t is None else drafter.d2t.tolist()
+            cost = -sum(p[i + offset] * log_q[i] for i, offset in enumerate(offsets))
+            by_depth.setdefault(depth, []).append(cost if asked[question] else 0.0)
+            weights[depth] = weights.get(depth, 0) + int(asked[question])
+    return sum(sum(costs) / max(weights[d], 1) for d, costs in by_depth.items()) / len(by_depth)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["p-eagle-1", "p-eagle-4-reduced", "p-eagle-1-wide", "eagle3-4", "eagle3-4-reduced"])
+def test_loss(name: str) -> None:
+    target, drafter = pairs.load_pair(name)
+    tokens_BT = sequences(2, 11)
+    rows = dense.nested_rows(11, 4, 0.75, rng_of(7))
+    everything = torch.ones_like(tokens_BT, dtype=torch.bool)
+    got = dense.loss(drafter, target, tokens_BT, rows)
+    assert float(got) == pytest.approx(direct_loss(drafter, target, tokens_BT, rows, everything), rel=1e-5)
+    some = everything.clone()
+    some[0, :6] = False
+    some[1, 4:] = False
+    got = dense.loss(drafter, target, tokens_BT, rows, some)
+    assert float(got) == pytest.approx(direct_loss(drafter, target, tokens_BT, rows, some), rel=1e-5)
+    assert float(dense.loss(drafter, target, tokens_BT, rows, ~everything)) == 0.0
+
+
+def test_reduced_vocabulary_asks_only_for_what_it_has() -> None:
+    target, drafter = pairs.load_pair("p-eagle-1-reduced")
+    assert drafter.d2t is not None
+    known = (torch.arange(len(drafter.d2t)) + drafter.d2t).tolist()
+    absent = next(i for i in range(pairs.VOCAB) if i not in known)
+    said = torch.randn(1, 1, drafter.cfg.layer.hidden_size, generator=rng_of(0))
+    certain = torch.full((1, 1, pairs.VOCAB), -100.0)
+    certain[..., absent] = 100.0
+    assert float(dense.row_losses(drafter, said, certain)) == 0.0
+    for i in (0, 5, len(known) - 1):
+        certain = torch.full((1, 1, pairs.VOCAB), -100.0)
+        certain[..., known[i]] = 100.0
+        want = -drafter.logits(said).log_softmax(-1)[0, 0, i]
+        assert float(dense.row_losses(drafter, said, certain)) == pytest.approx(float(want), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["p-eagle-4-reduced", "eagle3-4-reduced", "p-eagle-1"])
+def test_gradients_reach_every_weight_of_the_drafter_alone(name: str) -> None:
+    target, drafter = pairs.load_pair(name)
+    drafter.requires_grad_(True)
+    rows = dense.nested_rows(LENGTH, 3, 0.9, rng_of(0))
+    dense.loss(drafter, target, sequences(), rows).backward()
+    for weight, parameter in drafter.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all(), weight
+        assert parameter.grad.abs().sum() > 0, weight
+    assert all(p.grad is None for p in target.parameters())

@@ -1,0 +1,187 @@
+"""New drafters: mask tokens that the data never holds, and the weights they start from."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pairs
+import pytest
+import torch
+from torch import Tensor
+
+from peagle.checkpoints.drafter import load_drafter
+from peagle.checkpoints.target import load_decoder
+from peagle.config import Method, TrainConfig
+from peagle.errors import UserError
+from peagle.kernels.attention.dense import causal_attention
+from peagle.models.drafter import Drafter
+from peagle.speculative.reference import propose, read
+from peagle.training.drafter_init import TokenCounts, choose_mask_id, drafter_config, folder_config, new_drafter
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Tokenizer:
+    """As much of one as a mask token is chosen by: 150 tokens, of which the last are special."""
+
+    chat_template, eos_token_id, bos_token_id, unk_token_id = "<|user|>{{ m }}", 140, None, None
+
+    def __init__(self, special: dict[int, str], size: int = 150) -> None:
+        self.size = size
+        self.added_tokens_decoder = {i: Special(text) for i, text in special.items()}
+
+    def get_vocab(self) -> dict[str, int]:
+        ordinary = {f"w{i}": i for i in range(self.size) if i not in self.added_tokens_decoder}
+        return ordinary | {str(t): i for i, t in self.added_tokens_decoder.items()}
+
+
+class Special(str):
+    special = True
+
+
+def test_mask_tokens() -> None:
+    cfg = pairs.TARGET
+    data = TokenCounts(torch.bincount(torch.tensor([1, 2, 147, 147]), minlength=pairs.VOCAB))
+    special = {140: "<eos>", 145: "<|user|>", 146: "<repo>", 147: "<reserved_0>", 148: "<empty_output>", 149: "<file>"}
+
+    def chosen(given: str, size: int, some: dict[int, str] = special, ends: Iterable[int] = (140,)) -> int:
+        return choose_mask_id(given, cfg, Tokenizer(some, size), ends, data)  # type: ignore[arg-type]
+
+    assert chosen("auto", 150) == 150  # a row of the table that no token has
+    assert chosen("auto", 150, ends=(150, 151)) == 152  # a text may end with one that the tokenizer does not know
+    assert chosen("auto", pairs.VOCAB, ends=(140, 148)) == 149  # or with one that is reserved by its name
+    assert chosen("auto", 150, {**special, 151: "<a>", 152: "<b>"}) == 153  # 152 tokens, one id left out
+    assert chosen("auto", pairs.VOCAB) == 148  # reserved by its name, and not in the data as 147 is
+    assert chosen("auto", pairs.VOCAB, {k: v for k, v in special.items() if k != 148}) == 149
+    assert chosen("<repo>", 150) == 146 and chosen("155", 150) == 155
+    for given, why in {
+        "<reserved_0>": "the data holds token 147 2 times",
+        "2": "the data holds token 2 1 times",
+        "140": "ends texts",
+        "160": "not in the vocabulary",
+        "<nothing>": "no such token",
+    }.items():
+        with pytest.raises(UserError, match=why):
+            chosen(given, 150)
+    with pytest.raises(UserError, match="every special token"):
+        chosen("auto", pairs.VOCAB, {140: "<eos>", 145: "<|user|>", 147: "<reserved_0>"})
+    with pytest.raises(UserError, match="give an id"):
+        choose_mask_id("auto", cfg, None, (), data)
+
+
+def test_started_from_a_folder(tmp_path: Path) -> None:
+    """A P-EAGLE drafter goes on as it is, an EAGLE-3 one becomes P-EAGLE; what does not fit is named."""
+    target = load_decoder(pairs.target_folder())
+    data = TokenCounts(torch.zeros(pairs.VOCAB, dtype=torch.long))
+
+    def made(name: str, **settings: Any) -> Drafter:
+        cfg = TrainConfig(init=str(pairs.drafter_folder(name)), **settings)
+        return new_drafter(cfg, target, None, (), data)
+
+    for name, settings in (
+        ("p-eagle-4-reduced", {}),
+        ("eagle3-1", {"mask_token": "150"}),
+        ("p-eagle-1-wide", {"method": "eagle3"}),
+    ):
+        there = load_drafter(pairs.drafter_folder(name), target).state_dict()
+        drafter = made(name, **settings)
+        own = drafter.state_dict()
+        assert all(torch.equal(own[k], x) for k, x in there.items() if k in own)
+        assert own.keys() ^ there.keys() <= {"mask_hidden"}
+        assert drafter.cfg.parallel == (settings.get("method") != "eagle3")
+        assert all(p.requires_grad for p in drafter.parameters())
+    with pytest.raises(UserError, match="--layers 2: the drafter in .* has 4; give as many, more"):
+        made("p-eagle-4", layers=2)
+    with pytest.raises(UserError, match="--mlp-width 2: the drafter in .* has [0-9]+; give as many, more"):
+        made("p-eagle-4", mlp_width=2)
+    windowed = tmp_path / "windowed"
+    shutil.copytree(pairs.drafter_folder("p-eagle-4"), windowed)
+    told = json.loads((windowed / "config.json").read_text())
+    types = ["full_attention", "sliding_attention"] * 2
+    (windowed / "config.json").write_text(json.dumps({**told, "layer_types": types, "sliding_window": 8}))
+    grown = folder_config(TrainConfig(init=str(windowed), layers=6), target.cfg)
+    assert grown.windows == (None, 8, None, 8, None, None), "new layers see everything"
+    with pytest.raises(UserError, match="--init .*nowhere: must be"):
+        new_drafter(TrainConfig(init="nowhere"), target, None, (), data)
+    wide = new_drafter(TrainConfig(init="random", mask_token="150", mlp_width=96), target, None, (), data)
+    assert all(layer.mlp.down_proj.weight.shape == (64, 96) for layer in wide.layers)
+    with pytest.raises(UserError, match="--init target: mlp.gate_up_proj.weight has another shape; use random"):
+        new_drafter(TrainConfig(mask_token="150", mlp_width=96), target, None, (), data)
+    with pytest.raises(UserError, match="--taps 9"):
+        drafter_config(TrainConfig(taps=(9,)), target.cfg, None)
+
+
+@pytest.mark.parametrize(("name", "method"), [("p-eagle-4-reduced", "p-eagle"), ("eagle3-1", "eagle3")])
+@pytest.mark.parametrize("wider", [0, 40])
+def test_what_has_grown_says_nothing_at_first(name: str, method: Method, wider: int) -> None:
+    """More layers, wider MLPs, tables that become the drafter's own: drafts as they were, and their probabilities,
+    to the bit where no sum became longer. Then everything new learns something, from the second step on."""
+    target = load_decoder(pairs.target_folder())
+    data = TokenCounts(torch.zeros(pairs.VOCAB, dtype=torch.long))
+    small = load_drafter(pairs.drafter_folder(name), target)
+    cfg = TrainConfig(
+        init=str(pairs.drafter_folder(name)),
+        layers=small.cfg.num_layers + 2,
+        mlp_width=small.cfg.layer.intermediate_size + wider,
+        method=method,
+        own_embeddings=True,
+        own_head=True,
+    )
+    grown = new_drafter(cfg, target, None, (), data)
+    assert len(grown.layers) == grown.cfg.num_layers == small.cfg.num_layers + 2
+    assert grown.embed_tokens is not None and grown.lm_head is not None
+    tokens = list(range(3, 40, 3))
+    _, taps = read(target, tokens[:-1], 1, small.cfg.taps)
+    with torch.no_grad():
+        was, now = (propose(d, tokens, taps, 4, None, torch.Generator().manual_seed(0)) for d in (small, grown))
+    assert was.tokens == now.tokens
+    torch.testing.assert_close(now.probs_KV, was.probs_KV, rtol=1e-5 if wider else 0, atol=1e-7 if wider else 0)
+    new = [p for layer in list(grown.layers)[small.cfg.num_layers :] for p in layer.parameters() if p.dim() > 1]
+    for step in range(2):
+        hidden = grown.combine(taps)
+        said, _ = grown(torch.tensor(tokens[1:]), hidden, torch.arange(len(tokens) - 1), causal_attention)
+        grads = torch.autograd.grad(grown.logits(said).square().sum(), new)
+        told = [bool(g.abs().sum() > 0) for g in grads]
+        assert sum(told) == (len(new) if step else 4), "at first the two that write, then all"
+        with torch.no_grad():
+            for p, g in zip(new, grads, strict=True):
+                p -= 1e-3 * g
+    if wider:
+        loss = grown.logits(grown(torch.tensor(tokens[1:]), hidden, torch.arange(len(tokens) - 1), causal_attention)[0])
+        learn_widened(grown, small.cfg.layer.intermediate_size, loss.square().sum())
+
+
+def learn_widened(grown: Drafter, before: int, loss: Tensor) -> None:
+    """New parts of the old layers: the one that writes is told something at once."""
+    mlp = grown.layers[0].mlp
+    down = torch.autograd.grad(loss, mlp.down_proj.weight)[0][:, before:]
+    assert bool((down.abs().sum(0) > 0).all()), "each new unit"
+    gate, up = mlp.gate_up_proj.weight.detach().chunk(2)
+    assert bool((gate[before:].abs().sum(1) > 0).all()) and bool((up[before:].abs().sum(1) > 0).all())
+
+
+@pytest.mark.parametrize(("init", "skipped"), [("target", 2), ("target-first", 0)])
+def test_started_from_the_target(init: str, skipped: int) -> None:
+    target = load_decoder(pairs.target_folder())
+    data = TokenCounts(torch.zeros(pairs.VOCAB, dtype=torch.long))
+    cfg = TrainConfig(taps=(1, 2, 4), mask_token="150", layers=3, init=init)
+    own, theirs = new_drafter(cfg, target, None, (), data).state_dict(), target.state_dict()
+    copied = 0
+    for name, tensor in theirs.items():
+        number, _, part = name.removeprefix("layers.").partition(".")
+        if name.startswith("layers.") and skipped <= int(number) < skipped + 3:
+            if (same := own[f"layers.{int(number) - skipped}.{part}"]).shape == tensor.shape:
+                assert torch.equal(same, tensor)
+                copied += 1
+    assert copied == 3 * 6 - 1
+    wide, narrow = own["layers.0.self_attn.qkv_proj.weight"], theirs[f"layers.{skipped}.self_attn.qkv_proj.weight"]
+    assert torch.equal(wide[:, :64], narrow) and torch.allclose(wide[:, 64:], 0.1 * narrow)
+    assert torch.equal(own["layers.0.hidden_norm.weight"], theirs[f"layers.{skipped}.input_layernorm.weight"])
+    assert torch.equal(own["norm.weight"], theirs["norm.weight"])
+    with pytest.raises(UserError, match="--layers 6: the target has 5"):
+        new_drafter(replace(cfg, layers=6), target, None, (), data)

@@ -1,0 +1,470 @@
+"""Where the target's states come from: the target itself against one document at a time, the cache against the target,
+with shards that are damaged and processes that are killed, and a folder as vLLM writes it."""
+
+from __future__ import annotations
+
+import json
+import resource
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import forks
+import numpy as np
+import pairs
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from support import many
+
+from peagle.checkpoints.target import load_decoder
+from peagle.config import CacheSettings
+from peagle.data.batches import Batch, Example, Examples, pack
+from peagle.errors import UserError
+from peagle.kernels.attention.dense import causal_attention
+from peagle.models.decoder import Decoder
+from peagle.training import dense_reference as dense
+from peagle.training.hidden_states import cache as tap_cache
+from peagle.training.hidden_states import online as taps
+from peagle.training.hidden_states.cache import Row, TapCache, plan_shards, prepare_cache
+from peagle.training.hidden_states.online import InDocuments, Online, TargetStates, fingerprint
+from peagle.training.hidden_states.vllm_files import VllmFolder
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+TAPS = (1, 2, 5)
+LONGEST = 60
+
+
+def row(i: int, length: int, prompt: int = 1) -> Example:
+    start = 37 * i % 900
+    return Example(tuple(pairs.TEXT[start : start + length]), ((prompt, length),), f"row-{i}")
+
+
+def rows(*lengths: int) -> list[Example]:
+    return [row(i, length) for i, length in enumerate(lengths)]
+
+
+def arrays(examples: list[Example]) -> Examples:
+    return Examples(
+        token_T=np.array([t for e in examples for t in e.token_ids], np.int32),
+        offset_E=np.cumsum([0, *(len(e.token_ids) for e in examples)]),
+        span_S2=np.array([span for e in examples for span in e.spans], np.int32),
+        span_offset_E=np.arange(len(examples) + 1),
+        row_ids=tuple(e.row_id for e in examples),
+        chosen=np.arange(len(examples)),
+    )
+
+
+def packed(examples: list[Example]) -> Batch:
+    """Documents one after another, by the definition of each field."""
+    lengths = [len(e.token_ids) for e in examples]
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    spread = [(s, s + n) for s, n in zip(starts, lengths, strict=True) for _ in range(n)]
+    return Batch(  # type: ignore[arg-type]
+        token_ids_N=torch.tensor([t for e in examples for t in e.token_ids]),
+        position_N=torch.tensor([p for n in lengths for p in range(n)]),
+        start_N=torch.tensor([s for s, _ in spread]),
+        end_N=torch.tensor([e for _, e in spread]),
+        asked_N=torch.ones(sum(lengths), dtype=torch.bool),
+        row_ids=tuple(e.row_id for e in examples),
+    )
+
+
+@pytest.fixture(scope="module")
+def target() -> Decoder:
+    return load_target()
+
+
+@pytest.fixture(scope="module")
+def half() -> Decoder:
+    return load_decoder(pairs.target_folder(), torch.bfloat16)
+
+
+def truth(target: Decoder, examples: list[Example], wanted: tuple[int, ...] = TAPS) -> TargetStates:
+    """Each document alone, by the oracle."""
+    each = [dense.read_target(target, torch.tensor([e.token_ids]), wanted) for e in examples]
+    return TargetStates(torch.cat([h[0] for h, _ in each]), torch.cat([t[0] for _, t in each]))
+
+
+def same(got: TargetStates, want: TargetStates) -> bool:
+    return torch.equal(got.hidden_ND, want.hidden_ND) and torch.equal(got.taps_NX, want.taps_NX)
+
+
+def close(got: TargetStates, want: TargetStates, tolerance: float) -> bool:
+    return all(
+        torch.allclose(a, b, rtol=tolerance, atol=tolerance)
+        for a, b in ((got.hidden_ND, want.hidden_ND), (got.taps_NX, want.taps_NX))
+    )
+
+
+# Online
+
+
+def test_worked_example() -> None:
+    """The table of the module's docstring."""
+    attend = InDocuments(packed(rows(3, 2)).start_N)
+    text = taps.__doc__ or ""
+    for name, values in (
+        ("index", attend.index_N),
+        ("start", attend.start_N),
+        ("low", attend.ranges(None).lo_R),
+        ("low, 2", attend.ranges(2).lo_R),
+        ("high", attend.ranges(None).hi_R),
+    ):
+        line = next(line for line in text.splitlines() if line.strip().startswith(f"{name}  "))
+        shown = line.strip().removeprefix(name).split()[:5]
+        assert [int(x) for x in shown] == values.tolist(), name
+    assert attend.ranges(None) is attend.ranges(None)
+
+
+documents = st.lists(st.integers(1, 40), min_size=1, max_size=6)
+
+
+@many(30)
+@given(lengths=documents, windows=st.lists(st.sampled_from([None, 1, 2, 7, 100]), min_size=5, max_size=5))
+def test_online_is_every_document_alone(lengths: list[int], windows: list[int | None]) -> None:
+    model = Decoder(replace(pairs.TARGET, windows=tuple(windows))).double().requires_grad_(False)
+    pairs.initialise(model, seed=3, scale=0.2)
+    examples = rows(*lengths)
+    got = Online(model, TAPS).states(packed(examples))
+    begin = 0
+    for example in examples:
+        tokens = torch.tensor(example.token_ids)
+        hidden, tapped = model(tokens, torch.arange(len(tokens)), causal_attention, TAPS)
+        end = begin + len(tokens)
+        torch.testing.assert_close(got.hidden_ND[begin:end], hidden, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(got.taps_NX[begin:end], tapped, rtol=1e-10, atol=1e-10)
+        begin = end
+
+
+def test_online_is_the_oracles_reading_and_leaves_no_graph(target: Decoder) -> None:
+    examples = rows(24, 1, 40, 13)
+    model = load_decoder(pairs.target_folder()).requires_grad_(True)  # even if somebody forgot
+    got = Online(model, TAPS).states(packed(examples))
+    assert close(got, truth(target, examples), 2e-5)
+    for x in (got.hidden_ND, got.taps_NX):
+        assert not x.requires_grad and x.grad_fn is None
+        weight = torch.ones(x.shape[1], requires_grad=True)
+        (x * weight).sum().backward()  # inference tensors could not be saved for this
+
+
+def test_fingerprint(target: Decoder, half: Decoder) -> None:
+    own = fingerprint(target)
+    assert own == fingerprint(load_decoder(pairs.target_folder()))
+    other = load_decoder(pairs.target_folder())
+    weight = other.layers[3].mlp.down_proj.weight
+    weight[[5, 9]] = weight[[9, 5]]
+    swapped = fingerprint(other)
+    weight[[5, 9]] = weight[[9, 5]]
+    assert fingerprint(other) == own
+    weight[5, 9] = torch.nextafter(weight[5, 9], torch.tensor(9.0))
+    assert len({own, swapped, fingerprint(other), fingerprint(half)}) == 4
+
+
+# The cache
+
+
+class Asked(Online):
+    """Counts the rows it is asked for, by their ids."""
+
+    def __init__(self, model: Decoder) -> None:
+        super().__init__(model, TAPS)
+        self.rows: Counter[str] = Counter()
+
+    def states(self, batch: Batch) -> TargetStates:
+        self.rows.update(batch.row_ids)
+        return super().states(batch)
+
+
+LENGTHS = (24, 7, 40, 13, 31, 2, 55, 18, 9, 44)
+TOO_LONG = row(10, 75, prompt=20)  # is trained on without its first 15 tokens
+SMALL = CacheSettings(shard_bytes=40 * 512, pass_tokens=50)  # 512 bytes a token in bf16: 4 states of 64
+IN_SHARDS = ((0, 1), (2,), (3,), (4, 5), (6,), (7, 8), (9,), (10,))
+SHARDS = [[f"row-{i}" for i in shard] for shard in IN_SHARDS]
+
+
+def data() -> list[Example]:
+    return [*rows(*LENGTHS), TOO_LONG]
+
+
+def trained() -> list[Example]:
+    """As batches have them."""
+    return [*rows(*LENGTHS), replace(TOO_LONG, token_ids=TOO_LONG.token_ids[15:])]
+
+
+def prepare(folder: Path, model: Decoder, settings: CacheSettings = SMALL) -> tuple[TapCache, list[str], list[str]]:
+    """The cache, the rows that the target was asked for, and what was said."""
+    online, said = Asked(model), list[str]()
+    cache = prepare_cache(folder, arrays(data()), online, LONGEST, settings, said.append)
+    assert all(times == 1 for times in online.rows.values())
+    return cache, sorted(online.rows), said
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("taps-*.safetensors"))
+
+
+def planned(lengths: list[int], token_bytes: int, shard_bytes: int) -> list[list[int]]:
+    shards = plan_shards([Row(str(i), "", n) for i, n in enumerate(lengths)], token_bytes, shard_bytes)
+    assert [shard.file for shard in shards] == [f"taps-{i:05d}.safetensors" for i in range(len(shards))]
+    return [[int(row.id) for row in shard.rows] for shard in shards]
+
+
+def test_shards_worked_example() -> None:
+    """As the module's docstring tells it."""
+    assert planned([3, 4, 2], token_bytes=10, shard_bytes=75) == [[0, 1], [2]]
+    assert "rows of 3, 4 and 2 tokens, 10 bytes a token, shards of up to 75 bytes" in (tap_cache.__doc__ or "")
+
+
+@many(60)
+@given(lengths=st.lists(st.integers(1, 30), max_size=30), limit=st.integers(1, 400))
+def test_shards_hold_all_rows_in_order(lengths: list[int], limit: int) -> None:
+    shards = planned(lengths, 7, limit)
+    assert [i for shard in shards for i in shard] == list(range(len(lengths)))
+    sizes = [7 * sum(lengths[i] for i in shard) for shard in shards]
+    assert all(size <= limit or len(shard) == 1 for shard, size in zip(shards, sizes, strict=True))
+    assert all(size + 7 * lengths[after[0]] > limit for size, after in zip(sizes, shards[1:], strict=False))
+
+
+def test_cache_gives_back_what_the_target_said(tmp_path: Path, half: Decoder) -> None:
+    cache, asked, said = prepare(tmp_path / "c", half)
+    examples = trained()
+    assert asked == sorted(e.row_id for e in examples)
+    manifest = json.loads((tmp_path / "c" / "manifest.json").read_text())
+    assert [[row[0] for row in shard["rows"]] for shard in manifest["shards"]] == SHARDS
+    # bit for bit what the target said when it was written: a shard's rows in one pass
+    want = {}
+    for shard in IN_SHARDS:
+        together = [examples[i] for i in shard]
+        said_there = Online(half, TAPS).states(packed(together))
+        lengths = [len(e.token_ids) for e in together]
+        parts = zip(together, said_there.hidden_ND.split(lengths), said_there.taps_NX.split(lengths), strict=True)
+        want |= {e.row_id: (hidden, tapped) for e, hidden, tapped in parts}
+    for epoch in range(3):  # whatever is beside a row
+        for batch in pack(arrays(data()), 130, epoch=epoch, max_length=LONGEST):
+            got = cache.states(batch)
+            hidden, tapped = (torch.cat(x) for x in zip(*(want[i] for i in batch.row_ids), strict=True))
+            assert got.hidden_ND.dtype == torch.bfloat16
+            assert same(got, TargetStates(hidden, tapped))
+    # told before, and true: all but the shards' headers
+    size = sum(path.stat().st_size for path in files(tmp_path / "c"))
+    told = float(next(s for s in said if "to write" in s).split(": ")[1].split(" MB to write")[0]) * 1e6
+    assert size <= told + 5000 and told <= size + len(SHARDS) * tap_cache.HEADER + 5000
+    again, asked, said = prepare(tmp_path / "c", half)
+    assert not asked and not said
+    assert same(again.states(packed(examples)), cache.states(packed(examples)))
+
+
+def test_cache_in_fp8(tmp_path: Path, target: Decoder) -> None:
+    cache, _, _ = prepare(tmp_path / "c", target, replace(SMALL, dtype="fp8"))
+    examples = trained()
+    got, want = cache.states(packed(examples)), Online(target, TAPS).states(packed(examples))
+    for a, b, parts in ((got.hidden_ND, want.hidden_ND, 1), (got.taps_NX, want.taps_NX, len(TAPS))):
+        a, b = (x.unflatten(1, (parts, -1)).double() for x in (a, b))
+        # half of the last of 3 bits; below the least normal number, half of that step
+        step = b.abs().amax(-1, keepdim=True) / 448 * 2  # at most: the next power of two
+        bound = torch.maximum(b.abs() * 2**-4, step * 2**-10) * 1.001
+        assert ((a - b).abs() <= bound).all()
+        assert (a != b).any()
+
+
+def test_only_damaged_shards_are_made_again(tmp_path: Path, target: Decoder) -> None:
+    folder = tmp_path / "c"
+    cache, _, _ = prepare(folder, target)
+    want = cache.states(packed(trained()))
+    flipped, cut, gone = files(folder)[1], files(folder)[3], files(folder)[6]
+    kept = {path: path.stat().st_mtime_ns for path in files(folder) if path not in (flipped, cut, gone)}
+    data = bytearray(flipped.read_bytes())
+    data[-100] ^= 1
+    flipped.write_bytes(data)
+    cut.write_bytes(cut.read_bytes()[:-1])
+    gone.unlink()
+    cache, asked, said = prepare(folder, target)
+    assert asked == sorted(SHARDS[1] + SHARDS[3] + SHARDS[6])
+    assert all(path.name in said[0] for path in (flipped, cut, gone))
+    assert kept == {path: path.stat().st_mtime_ns for path in kept}
+    assert same(cache.states(packed(trained())), want)
+
+
+# A process that has done nothing yet forks for each place to die at.
+KILLED = """
+import os, signal, sys
+sys.path[:0] = sys.argv[1:3]
+import torch
+torch.set_num_threads(1)
+import test_taps
+from peagle.training.hidden_states import cache as tap_cache
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def in_a_shard():  # half of the fourth is on the disk
+    real, calls = tap_cache.save_file, []
+    def save_file(tensors, path):
+        real(tensors, path)
+        calls.append(path)
+        if len(calls) == 4:
+            os.truncate(path, path.stat().st_size // 2)
+            die()
+    tap_cache.save_file = save_file
+
+def in_the_manifest():  # the fourth shard is in its place, of the manifest that knows of it one half is on the disk
+    real, calls = tap_cache.Manifest.write, []
+    def write(self, folder):
+        calls.append(folder)
+        if len(calls) == 5:
+            (folder / ".manifest.json.unfinished").write_text('{"version": 1, "ki')
+            die()
+        real(self, folder)
+    tap_cache.Manifest.write = write
+
+for place in (in_a_shard, in_the_manifest):
+    child = os.fork()
+    if not child:
+        place()
+        test_taps.prepare(test_taps.Path(sys.argv[3]) / place.__name__, test_taps.load_target())
+        os._exit(0)
+    print(place.__name__, os.WTERMSIG(os.waitpid(child, 0)[1]))
+"""
+
+
+def load_target() -> Decoder:
+    return load_decoder(pairs.target_folder())
+
+
+def test_a_killed_process_loses_the_shard_in_work(tmp_path: Path, target: Decoder) -> None:
+    tests = Path(__file__).parents[1]
+    given = [str(tests), str(tests.parent), str(tmp_path)]
+    done = forks.Process("-c", KILLED, *given)
+    assert done.wait() == 0, done.complaints()
+    assert done.said().split() == ["in_a_shard", "9", "in_the_manifest", "9"]
+    for folder in tmp_path.iterdir():
+        cache, asked, _ = prepare(folder, target)
+        assert asked == sorted(row_id for shard in SHARDS[3:] for row_id in shard)
+        assert close(cache.states(packed(trained())), truth(target, trained()), 0.02)
+        assert not list(folder.glob(".*.unfinished"))
+
+
+def test_a_full_disk_is_refused_before_and_survived_during(
+    tmp_path: Path, target: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = tap_cache.shutil.disk_usage
+    with monkeypatch.context() as patch:
+        patch.setattr(tap_cache.shutil, "disk_usage", lambda path: usage(path)._replace(free=100_000))
+        with pytest.raises(UserError, match=r"takes 0\.\d+ MB, the disk has 0\.10 MB free: use --cache-dtype fp8"):
+            prepare(tmp_path / "c", target)
+        assert not files(tmp_path / "c")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (22_000, limits[1]))  # the fifth shard is larger
+    try:
+        with pytest.raises(UserError, match="cannot write taps-00004"):
+            prepare(tmp_path / "c", target)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert len(files(tmp_path / "c")) == 4
+    cache, asked, _ = prepare(tmp_path / "c", target)
+    assert asked == sorted(row_id for shard in SHARDS[4:] for row_id in shard)
+    assert close(cache.states(packed(trained())), truth(target, trained()), 0.02)
+
+
+def test_another_cache_is_refused_by_name(tmp_path: Path, target: Decoder, half: Decoder) -> None:
+    folder, examples = tmp_path / "c", data()
+    prepare(folder, target)
+
+    def again(
+        model: Decoder = target,
+        wanted: tuple[int, ...] = TAPS,
+        given: list[Example] = examples,
+        longest: int = LONGEST,
+        settings: CacheSettings = SMALL,
+    ) -> None:
+        prepare_cache(folder, arrays(given), Online(model, wanted), longest, settings, lambda text: None)
+
+    refused = {
+        "another target;": {"model": half},
+        r"another set of tapped layers \(\(1, 2, 5\), now \(1, 2\)\)": {"wanted": (1, 2)},
+        "another set of rows;": {"given": examples[:-1]},
+        r"another --max-length \(60, now 61\)": {"longest": 61},
+        r"another --cache-dtype \(bfloat16, now fp8\)": {"settings": replace(SMALL, dtype="fp8")},
+    }
+    for message, change in refused.items():
+        with pytest.raises(UserError, match=message):
+            again(**change)  # type: ignore[arg-type]
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="holds something else"):
+        prepare(tmp_path / "d", target)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for change, message in (
+        ({"version": 0}, "another version"),
+        ({"kind": {}}, "not the manifest of a cache"),
+        ({"shards": manifest["shards"][1:]}, "does not fit its own rows"),
+    ):
+        (folder / "manifest.json").write_text(json.dumps({**manifest, **change}))
+        with pytest.raises(UserError, match=message):
+            again()
+
+
+def test_a_row_with_other_tokens_is_refused(tmp_path: Path, target: Decoder) -> None:
+    cache, _, _ = prepare(tmp_path / "c", target)
+    known, other = row(0, 24), row(2, 40)
+    for tokens in ((*other.token_ids[:-1], 1), (*other.token_ids, 1), other.token_ids[:-1], other.token_ids[1:]):
+        with pytest.raises(UserError, match="row 'row-2' is not in it, or with other tokens"):
+            cache.states(packed([known, replace(other, token_ids=tokens)]))
+
+
+# What vLLM keeps
+
+
+def vllm_file(folder: Path, target: Decoder, tokens: tuple[int, ...], name: str, read: int | None = None) -> None:
+    """As the connector writes it for taps 1, 2 and 5 of a target of 5 layers: the last of them is the final state."""
+    _, states = dense.read_target(target, torch.tensor([tokens]), (1, 2, 5))
+    hidden = states[0].unflatten(1, (3, -1))
+    save_file({"hidden_states": hidden[:read].contiguous(), "token_ids": torch.tensor(tokens[:read])}, folder / name)
+
+
+@pytest.fixture
+def written(tmp_path: Path, target: Decoder) -> Iterator[Path]:
+    """Rows 0 and 2, the second without its last token, and row 10, cut as it is trained on."""
+    vllm_file(tmp_path, target, row(0, 24).token_ids, "0-ab.safetensors")
+    vllm_file(tmp_path, target, trained()[10].token_ids, "1-cd.safetensors")
+    vllm_file(tmp_path, target, row(2, 30).token_ids, "2-ef.safetensors", read=29)
+    (tmp_path / "0-ab.safetensors.lock").touch()
+    yield tmp_path
+
+
+@pytest.mark.parametrize("wanted", [(1, 2, 5), (1, 2)])
+def test_a_folder_of_vllm(written: Path, target: Decoder, wanted: tuple[int, ...]) -> None:
+    source = VllmFolder(written, target, wanted, LONGEST)
+    examples = [row(2, 30), row(0, 24), trained()[10]]
+    source.check(arrays([row(0, 24), row(2, 30), TOO_LONG]))
+    got, want = source.states(packed(examples)), truth(target, examples, wanted)
+    last = torch.arange(len(want.hidden_ND)) == 29  # never asked for, and never read by vLLM
+    assert close(
+        TargetStates(got.hidden_ND[~last], got.taps_NX[~last]),
+        TargetStates(want.hidden_ND[~last], want.taps_NX[~last]),
+        1e-5,
+    )
+    assert not got.taps_NX[29].any() and not got.hidden_ND[29].any()
+    with pytest.raises(UserError, match=r"1 of 2 rows have no file, the first is 'row-9'"):
+        source.check(arrays([row(0, 24), row(9, 10)]))
+    with pytest.raises(UserError, match="no file has the tokens of row 'row-0'"):
+        source.states(packed([row(0, 22)]))
+
+
+def test_a_folder_that_vllm_did_not_write_so(written: Path, target: Decoder, tmp_path: Path) -> None:
+    ask = r"ask vLLM for eagle_aux_hidden_state_layer_ids \[1, 2, 4, 5\]"
+    with pytest.raises(UserError, match=f"3 layers a token, 4 are needed; {ask}"):
+        VllmFolder(written, target, (1, 2, 4), LONGEST)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=f"no .safetensors in it; {ask}"):
+        VllmFolder(tmp_path / "empty", target, (1, 2, 4), LONGEST)
+    save_file({"weight": torch.ones(2)}, written / "3-gh.safetensors")
+    with pytest.raises(UserError, match="so not written by vLLM"):
+        VllmFolder(written, target, TAPS, LONGEST)
+    (written / "3-gh.safetensors").write_bytes((written / "0-ab.safetensors").read_bytes()[:50])
+    with pytest.raises(UserError, match="damaged or still being written"):
+        VllmFolder(written, target, TAPS, LONGEST)

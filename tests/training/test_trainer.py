@@ -1,0 +1,454 @@
+"""The trainer against plain loops: torch's own AdamW, the dense oracle's gradients, a schedule written as a formula."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pairs
+import pytest
+import runs
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+import peagle.cli  # noqa: F401  the verbs
+from peagle.checkpoints.drafter import load_drafter, trained_draft_tokens
+from peagle.checkpoints.target import load_decoder
+from peagle.cli.app import app
+from peagle.config import TrainConfig
+from peagle.data.batches import Batch, Cursor, batches
+from peagle.data.examples import examples
+from peagle.errors import UserError
+from peagle.models.drafter import Drafter
+from peagle.training import dense_reference as dense
+from peagle.training import resume
+from peagle.training.cod_sampling import Rows, generator, sample_rows
+from peagle.training.distributed import World
+from peagle.training.drafter_init import TokenCounts, new_drafter
+from peagle.training.feed import Feed
+from peagle.training.hidden_states.online import Online
+from peagle.training.optimizer import Optimizer, is_decayed, lay_out
+from peagle.training.resume import RunFolder, Standing
+from peagle.training.run import train, write_drafter
+from peagle.training.schedule import Schedule
+from peagle.training.trainer import Parts, Trainer
+from peagle.training.validation import Acceptance, Counts
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+# The optimizer
+
+
+def test_layout() -> None:
+    """The example of the module's docstring."""
+    pieces, size = lay_out([("b", (2,)), ("A", (2, 3))], align=4)
+    assert [(p.name, p.start, p.size) for p in pieces] == [("A", 0, 6), ("b", 8, 2)]
+    boundary = next(p.start for p in pieces if not is_decayed(p.name, p.shape))
+    assert (boundary, size) == (8, 12)
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens, self.fc, self.norm = nn.Embedding(7, 5), nn.Linear(5, 3, bias=False), nn.LayerNorm(3)
+        self.fixed = nn.Parameter(torch.ones(2), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.fc(self.embed_tokens(x)))
+
+
+def small(seed: int, dtype: torch.dtype) -> Small:
+    torch.manual_seed(seed)
+    return Small().to(dtype)
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+def test_steps_are_adamws(clip: float) -> None:
+    """Parameter by parameter, with the decay where it belongs, against one flat buffer."""
+    cfg = TrainConfig(clip=clip, weight_decay=0.3, beta1=0.8, beta2=0.9)
+    ours, theirs = small(0, torch.float64), small(0, torch.float64)
+    optimizer = Optimizer(ours, cfg)
+    decayed = [theirs.fc.weight]
+    rest = [theirs.embed_tokens.weight, *theirs.norm.parameters()]
+    reference = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.3}, {"params": rest, "weight_decay": 0.0}], betas=(0.8, 0.9)
+    )
+    rng = torch.Generator().manual_seed(1)
+    for step in range(6):
+        asked, lr = torch.randint(0, 7, (4, 3), generator=rng), 0.1 / (step + 1)
+        weight = torch.randn(4, 3, generator=rng, dtype=torch.float64)
+        for x, w in zip(asked, weight, strict=True):  # as many backward passes as a step has chunks
+            (ours(x) * w).pow(3).sum().backward()
+        (theirs(asked) * weight[:, None]).pow(3).sum().backward()
+        norm = torch.nn.utils.clip_grad_norm_([*decayed, *rest], clip or math.inf)
+        assert torch.allclose(optimizer.step(lr), norm, rtol=1e-6 if clip else 1e-12)
+        for group in reference.param_groups:
+            group["lr"] = lr
+        reference.step()
+        reference.zero_grad()
+        for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+            assert torch.allclose(a, b, rtol=1e-6 if clip else 1e-9, atol=1e-12), name  # torch clips a millionth more
+        assert all(p.grad is None for p in ours.parameters()) and not optimizer.grad_P.any()
+
+
+def test_bf16_has_exact_masters() -> None:
+    """Gradients of many chunks are summed in fp32, steps too small for bf16 add up, and what is saved is all."""
+    cfg = TrainConfig(clip=0.0, weight_decay=0.0)
+    module = small(0, torch.bfloat16)
+    optimizer = Optimizer(module, cfg)
+    weight = module.fc.weight
+    total, summed = torch.zeros(3, 5, dtype=torch.float64), torch.zeros(3, 5, dtype=torch.bfloat16)
+    rng = torch.Generator().manual_seed(0)
+    for _ in range(300):
+        part = (torch.rand(3, 5, generator=rng) + 0.5).bfloat16()
+        (weight * part).sum().backward()
+        total += part.double()
+        summed += part
+    piece = next(p for p in optimizer.pieces if p.name == "fc.weight")
+    assert torch.allclose(piece.of(optimizer.collect()).double(), total, rtol=1e-6)
+    assert not torch.allclose(summed.double(), total, rtol=1e-2)  # what `.grad` alone would have come to
+
+    optimizer.grad_P.zero_()
+    before, start = weight.clone(), piece.of(optimizer.masters_P).clone()
+    for _ in range(50):
+        weight.grad = torch.ones_like(weight)  # put there by hand: no hook runs
+        optimizer.step(1e-5)
+    assert torch.allclose(piece.of(optimizer.masters_P), start - 50e-5, atol=2e-5)
+    assert torch.equal(weight, piece.of(optimizer.masters_P).bfloat16()) and not torch.equal(weight, before)
+
+    again = Optimizer(small(1, torch.bfloat16), cfg)
+    again.restore({name: x.clone() for name, x in optimizer.state().items()}, 50)
+    for one in (optimizer, again):
+        one.grad_P.fill_(0.25)
+        one.step(1e-2)
+    assert torch.equal(again.masters_P, optimizer.masters_P) and torch.equal(again.working_P, optimizer.working_P)
+
+
+# The schedule
+
+
+def test_schedules() -> None:
+    def rates(decay: str, steps: int = 100) -> list[float]:
+        schedule = Schedule.of(TrainConfig(lr=1.0, warmup=10, decay=decay, steps=steps), 1.0)  # type: ignore[arg-type]
+        return [schedule.rate(s, schedule.done(s, 0.0)) for s in range(steps)]
+
+    assert rates("constant") == [min(1.0, (s + 1) / 10) for s in range(100)]
+    for s, rate in enumerate(rates("cosine")):
+        assert rate == pytest.approx(min(1, (s + 1) / 10) * (0.02 + 0.49 * (1 + math.cos(math.pi * s / 100))))
+    for s, rate in enumerate(rates("trapezoid")[10:], start=10):
+        assert rate == pytest.approx(0.02 + 0.98 * min(1.0, (100 - s) / 25))
+    assert rates("linear")[50] == pytest.approx(0.51)
+
+
+def test_warm_up_is_a_tenth_at_most() -> None:
+    """Of the steps or of the minutes, whichever is over first; the example of the module's docstring."""
+
+    def full_at(seconds_per_step: float, **length: float) -> int:
+        """The first step, counted from 1, that has the whole rate; before it the rate only rises."""
+        schedule = Schedule.of(TrainConfig(lr=1.0, warmup=100, decay="constant", **length), 1.0)  # type: ignore[arg-type]
+        rates = [schedule.rate(s, schedule.done(s, s * seconds_per_step)) for s in range(200)]
+        assert rates == sorted(rates) and rates[0] > 0.0 and rates[-1] == 1.0
+        return rates.index(1.0) + 1
+
+    assert [full_at(1.0, steps=steps) for steps in (5000, 1000, 200, 8)] == [100, 100, 20, 1]
+    assert full_at(0.1, minutes=10.0) == 100  # 10 s
+    assert full_at(3.0, minutes=10.0) == 21  # 20 steps have taken a minute
+    assert full_at(30.0, minutes=60.0) == 20  # 12 steps have taken a tenth, which is too few
+    assert full_at(3.0, minutes=10.0, steps=5000) == full_at(3.0, minutes=10.0, steps=200) + 1 == 21
+
+
+def test_lengths() -> None:
+    """By steps, by minutes, by epochs; of several the first that is over."""
+    both = Schedule.of(TrainConfig(steps=100, minutes=2.0), 7.0)
+    assert [both.done(50, 0), both.done(0, 30), both.done(50, 90), both.done(101, 0)] == [0.5, 0.25, 0.75, 1.0]
+    assert Schedule.of(TrainConfig(epochs=2.5), 7.0).steps == 18
+    assert Schedule.of(TrainConfig(), 7.0).steps == 28
+    assert Schedule.of(TrainConfig(epochs=2, steps=5), 7.0).steps == 5
+    timed = Schedule.of(TrainConfig(minutes=1.0, lr=1.0, warmup=0, decay="linear"), 7.0)
+    assert timed.steps is None and timed.rate(3, timed.done(3, 30.0)) == pytest.approx(0.51)
+
+
+# The whole step
+
+
+def oracle_loss(drafter: Drafter, target: Any, work: list[tuple[Batch, Rows]], weights: list[float]) -> Tensor:
+    """Document by document with stored masks: sum over depths of weight * mean over all rows of that depth."""
+    sums = [torch.zeros((), dtype=torch.float64) for _ in weights]
+    counts = [0] * len(weights)
+    for batch, rows in work:
+        for start in batch.start_N.unique().tolist():
+            end = int(batch.end_N[start])
+            tokens = batch.token_ids_N[start:end][None]
+            chains = [(a, 0) for a in range(end - start - 2)]  # all of depth 0 is seen, also where nothing is asked
+            asked = {(int(a) - start, 0) for a in rows.anchor_A if start <= a < end}
+            for a, d in zip(rows.anchor_R.tolist(), rows.depth_R.tolist(), strict=True):
+                if start <= a < end:
+                    chains.append((a - start, d))
+                    asked.add((a - start, d))
+            chains.sort(key=lambda c: (c[1], c[0]))
+            laid = dense.Rows(torch.tensor([a for a, _ in chains]), torch.tensor([d for _, d in chains]))
+            hidden, taps = dense.read_target(target, tokens, drafter.cfg.taps)
+            said = dense.drafter_states(drafter, tokens, taps, laid)
+            losses = dense.row_losses(drafter, said, target.logits(hidden[:, laid.position_R + 1]))[0]
+            for chain, row_loss in zip(chains, losses, strict=True):
+                if chain in asked:
+                    sums[chain[1]] = sums[chain[1]] + row_loss
+                    counts[chain[1]] += 1
+    return sum((w * s / n for w, s, n in zip(weights, sums, counts, strict=True)), torch.zeros(()))
+
+
+@pytest.mark.parametrize("settings", [{"method": "p-eagle"}, {"method": "eagle3", "own_embeddings": True}])
+def test_steps_are_the_oracles(home: Path, settings: dict[str, Any]) -> None:
+    """Three steps of two batches each: gradients through the dense path, then torch's AdamW."""
+    usual = {"dtype": "float64", "objective": "ce", "accumulate": 2, "steps": 3, "depth_decay": 0.7, "warmup": 1}
+    recipe = runs.recipe(home, **settings, **usual)
+    out = home / f"oracle-{settings['method']}"
+    assert train(recipe, out, "cpu").finished
+    cfg = recipe.train
+    target = load_decoder(runs.target_folder(home), torch.float64)
+    rows = examples(recipe.data, None, pairs.VOCAB)
+    drafter = new_drafter(cfg, target, None, (), TokenCounts.of(rows, pairs.VOCAB))
+    decayed = [p for n, p in drafter.named_parameters() if p.dim() == 2 and "embed" not in n]
+    rest = [p for n, p in drafter.named_parameters() if p.dim() != 2 or "embed" in n]
+    reference = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": cfg.weight_decay}, {"params": rest, "weight_decay": 0.0}],
+        betas=(cfg.beta1, cfg.beta2),
+    )
+    stream = batches(rows, cfg.batch_tokens, cfg.seed, max_length=cfg.max_length)
+    weights = [w / (1 + 0.7 + 0.49) for w in (1, 0.7, 0.49)]
+    logged = []
+    for step in range(3):
+        work = []
+        for i in range(2):
+            batch, _ = next(stream)
+            work.append((batch, sample_rows(batch, 3, cfg.rate, generator(cfg.seed, 2 * step + i))))
+        loss = oracle_loss(drafter, target, work, weights)
+        loss.backward()
+        logged.append(float(loss.detach()))
+        torch.nn.utils.clip_grad_norm_(drafter.parameters(), cfg.clip)
+        lr = cfg.lr * min(1, (step + 1) / cfg.warmup) * (0.02 + 0.49 * (1 + math.cos(math.pi * step / 3)))
+        for group in reference.param_groups:
+            group["lr"] = lr
+        reference.step()
+        reference.zero_grad()
+    got = load_drafter(out, target, torch.float64).state_dict()
+    for name, want in drafter.state_dict().items():
+        assert torch.allclose(got[name], want, rtol=0, atol=1e-7), (
+            name
+        )  # AdamW magnifies rounding where gradients vanish
+    (line,) = runs.lines(out)
+    assert line["rows_by_depth"][0] > line["rows_by_depth"][1] > line["rows_by_depth"][2] > 0
+    assert line["step"] == 3 and min(logged) <= line["loss"] <= max(logged)
+
+
+# The run
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"method": "eagle3", "checkpoint_layers": True, "init": "random"},
+        {"layers": 2, "own_embeddings": True, "own_head": True, "objective": "kl"},
+        {"draft_vocab": 30, "fc_norm": False, "chunk_rows": "auto"},
+    ],
+)
+def test_it_learns(home: Path, settings: dict[str, Any]) -> None:
+    out = home / "-".join(map(str, settings.values()))
+    recipe = runs.recipe(home, **settings, steps=15, log_every=3, lr=5e-3)
+    train(recipe, out, "cpu")
+    losses = [line["loss"] for line in runs.lines(out)]
+    assert losses[-1] < 0.8 * losses[0]
+    drafter = load_drafter(out, load_decoder(runs.target_folder(home)))
+    cfg = recipe.train
+    assert trained_draft_tokens(out) == 3 and drafter.cfg.parallel == (cfg.method == "p-eagle")
+    assert (drafter.cfg.num_layers, drafter.cfg.own_embeddings) == (cfg.num_layers, cfg.own_embeddings)
+    assert drafter.cfg.own_head == (cfg.own_head or cfg.draft_vocab is not None)
+    assert (drafter.d2t is not None) == (cfg.draft_vocab is not None)
+
+
+def test_bf16_run(home: Path) -> None:
+    """One step: the checkpoint is bf16, the state has fp32 masters that round to it."""
+    train(runs.recipe(home, dtype="bfloat16", steps=1, depths=2, batch_tokens=64), home / "bf16", "cpu")
+    tensors = load_file(home / "bf16" / "model.safetensors")
+    assert {x.dtype for x in tensors.values()} == {torch.bfloat16}
+    masters = runs.saved(home / "bf16")["masters"]
+    assert masters.dtype == torch.float32 and not torch.equal(masters, masters.bfloat16().float())
+    assert torch.equal(tensors["fc.weight"].flatten(), masters[: tensors["fc.weight"].numel()].bfloat16())
+
+
+def counts(length: float) -> Acceptance:
+    said = Counts(1, 10, 100, (round(100 * (length - 1)),))
+    return Acceptance(said.answers, said.tokens, said.rounds, said.accepted, said)
+
+
+def trainer(home: Path, out: Path, lengths: list[float], **settings: Any) -> Trainer:
+    """With acceptance as told, one measurement after another."""
+    cfg = runs.recipe(home, **settings).train
+    target = load_decoder(runs.target_folder(home))
+    rows = examples(runs.recipe(home).data, None, pairs.VOCAB)
+    drafter = new_drafter(cfg, target, None, (), TokenCounts.of(rows, pairs.VOCAB))
+    folder = RunFolder(out)
+    folder.create()
+
+    def stream(start: Cursor) -> Iterator[tuple[Batch, Cursor]]:
+        return batches(rows, cfg.batch_tokens, cfg.seed, start, max_length=cfg.max_length)
+
+    def write_checkpoint(into: Path, standing: Standing, measured: Acceptance | None) -> None:
+        write_drafter(into, drafter, 3)
+        (into / "step").write_text(str(standing.step))
+
+    told = iter(lengths)
+    parts = Parts(
+        drafter=drafter,
+        target=target,
+        taps=Online(target, drafter.cfg.taps),
+        stream=stream,
+        schedule=Schedule.of(cfg, 1.0),
+        folder=folder,
+        world=World(),
+        measure=lambda _: counts(next(told)),
+        write_checkpoint=write_checkpoint,
+        chunk_rows=32,
+    )
+    return Trainer(parts, cfg)
+
+
+def test_the_best_is_kept_not_the_last(home: Path) -> None:
+    out = home / "best"
+    standing = trainer(home, out, [1.2, 1.5, 1.4, 1.1], steps=8, measure_every=2).run()
+    assert (standing.best_step, standing.best_acceptance) == (4, 1.5)
+    assert (out / "step").read_text() == "4"
+    measured = [(line["step"], line["best"]) for line in runs.lines(out) if line["kind"] == "measure"]
+    assert measured == [(2, True), (4, True), (6, False), (8, False)]
+    # the state is the last step's all the same, and a longer run knows what it has to beat
+    again = trainer(home, out, [1.45, 1.6], steps=12, measure_every=2).run()
+    assert (again.best_step, (out / "step").read_text()) == (12, "12")
+
+
+def test_not_a_number(home: Path) -> None:
+    """It stops at the next line of the log, names step and rows, and leaves the state before it."""
+    out = home / "nan"
+    good = trainer(home, out, [], steps=2, warmup=0, decay="constant", measure_every=0)
+    good.parts = replace(good.parts, measure=None)
+    good.run()
+    bad = trainer(home, out, [], steps=9, warmup=0, decay="constant", lr=1e30, clip=0.0, weight_decay=0.0, log_every=8)
+    with pytest.raises(UserError) as caught:
+        bad.run()
+    said = str(caught.value)
+    # step 3 makes the weights infinite, step 4 meets them
+    assert said.startswith("step 4: the gradient is not finite; rows of its batch: r") and "--lr" in said
+    names = [name.strip() for name in said.split("batch: ")[1].split(";")[0].split(",")]
+    data = examples(runs.recipe(home).data, None, pairs.VOCAB)
+    wanted = [batch for (batch, _), _ in zip(batches(data, 96, 0, max_length=64), range(4), strict=False)][3]
+    assert names == list(wanted.row_ids)
+    newest = RunFolder(out).newest()
+    assert newest is not None and newest.name.startswith("step-00000002") and str(newest) in said
+    assert all(x.isfinite().all() for x in runs.saved(out).values())
+
+
+def test_a_run_that_cannot_measure_says_so(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the 256 positions that the target has, answers would leave 6 for a prompt."""
+    for held_out, told in ((4, 1), (0, 0)):
+        train(runs.recipe(home, steps=1, held_out=held_out, measure_tokens=250), home / f"blind-{held_out}", "cpu")
+        said = (
+            "acceptance is not measured, and the newest drafter is kept: no held-out prompt is there, or short enough"
+        )
+        assert capsys.readouterr().out.count(said) == told
+
+
+def test_tensorboard_shows_the_log(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step once, also where a run went on from a step before the last that was told."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    out, settings = home / "board", {"log_every": 1, "measure_every": 2, "decay": "constant", "warmup": 0}
+    trainer(home, out, [1.2], steps=2, **settings).run()
+    state = RunFolder(out).newest()
+    assert state is not None
+    kept = shutil.copytree(state, home / "board-kept")
+    trainer(home, out, [1.5, 1.4], steps=5, **settings).run()
+    newest = RunFolder(out).newest()
+    assert newest is not None and newest != state
+    shutil.rmtree(newest)  # as if it had been killed before it was saved
+    kept.rename(state)
+    trainer(home, out, [1.6, 1.3], steps=6, **settings).run()
+
+    shown = EventAccumulator(str(out / ".training" / "tensorboard")).Reload()
+    lines = resume.log_lines(out / "log.jsonl")
+    steps = [line for line in lines if line["kind"] == "step"]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
+    want = {name: [line[name] for line in steps] for name in ("loss", "lr", "grad_norm", "tokens_per_second")}
+    for name, depth in itertools.product(("loss", "match", "accept", "unbroken"), range(3)):
+        want[f"{name}/depth_{depth}"] = [line[f"{name}_by_depth"][depth] for line in steps]
+    for name, values in want.items():
+        got = shown.Scalars(name)
+        assert [e.step for e in got] == [1, 2, 3, 4, 5, 6], name
+        assert [e.value for e in got] == pytest.approx(values, rel=1e-6), name
+    measured = [(e.step, e.value) for e in shown.Scalars("acceptance")]
+    assert measured == [(2, pytest.approx(1.2)), (4, pytest.approx(1.6)), (6, pytest.approx(1.3))]
+    assert set(shown.Tags()["scalars"]) == {*want, "acceptance", "memory_gb"}
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # where it is not installed
+    trainer(home, home / "no-board", [1.2], steps=2, **settings).run()
+    assert len(runs.lines(home / "no-board")) == 3 and not (home / "no-board" / ".training" / "tensorboard").exists()
+
+
+def test_portions_do_not_depend_on_ranks(home: Path) -> None:
+    """Two ranks of one batch have what one rank of two batches has."""
+    rows = examples(runs.recipe(home).data, None, pairs.VOCAB)
+
+    def portions(cfg: TrainConfig, rank: int, size: int) -> list[tuple[Batch, Rows]]:
+        def stream(start: Cursor) -> Iterator[tuple[Batch, Cursor]]:
+            return batches(rows, cfg.batch_tokens, 0, start, max_length=64, rank=rank, world_size=size)
+
+        feed = Feed(stream, cfg, World(rank, size), Standing())
+        with feed.running() as ready:
+            return [pair for _ in range(15) for pair in next(ready).batches]  # over the end of an epoch
+
+    alone = portions(runs.recipe(home, accumulate=2).train, 0, 1)
+    both = [portions(runs.recipe(home).train, rank, 2) for rank in (0, 1)]
+    for i, (batch, drawn) in enumerate(alone):
+        other, other_rows = both[i % 2][i // 2]
+        assert torch.equal(batch.token_ids_N, other.token_ids_N) and torch.equal(drawn.anchor_R, other_rows.anchor_R)
+
+
+def test_from_prompts_to_a_measured_drafter(tmp_path: Path) -> None:
+    """`peagle fit`, and again: nothing is done twice."""
+    target = runs.target_folder(tmp_path, tokenizer=True)
+    lines = [json.dumps({"prompt": bytes(p).decode()}) + "\n" for p in pairs.prompts(24) if bytes(p).strip()]
+    (tmp_path / "prompts.jsonl").write_text("".join(lines))
+    out = tmp_path / "out"
+    asked = f"fit {tmp_path / 'prompts.jsonl'} --out {out} -t {target} --device cpu --max-tokens 24 --steps 6"
+    asked += " --batch-tokens 200 --max-length 100 --depths 3 --layers 1 --taps 1,2,4 --held-out 4"
+    asked += " --measure-tokens 16 --log-every 4 --mask-token 150 --measure-every 3"
+    asked += " --by-reach --by-start --sharpen 2"
+    refused = CliRunner().invoke(app, f"{asked} --samples 2 --vary 4".split())
+    assert "--vary 4: this chat template puts nothing behind a user's turn" in str(refused.exception)
+    said = CliRunner().invoke(app, asked.split())
+    assert said.exit_code == 0, said.output
+    assert all(stage in said.output for stage in ("1/3", "2/3", "3/3", "done after 6 steps", "K=1: 1.", "K=3: 1."))
+    card = (out / "README.md").read_text()
+    assert "| held-out prompts | 4 | 3 |" in card and "| held-out prompts | 4 | 1 |" in card and "tokens seen" in card
+    assert "- objective: lk-hybrid by reach and by start against logits times 2, 3 depths, rate 0.8\n" in card
+    assert [line["kind"] for line in runs.lines(out)].count("measure") == 2
+    load_drafter(out, load_decoder(target))
+    before = {
+        path: path.stat().st_mtime_ns for path in (out / "model.safetensors", out / "log.jsonl", out / "README.md")
+    }
+    again = CliRunner().invoke(app, asked.split())
+    assert again.exit_code == 0 and "K=3" in again.output and "step 3:" not in again.output
+    assert before == {path: path.stat().st_mtime_ns for path in before}
