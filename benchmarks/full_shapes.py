@@ -113,7 +113,7 @@ def write_models(names: list[str], tiny: bool, scratch: Path) -> dict[str, str]:
                 rope=RopeConfig(**HEAD_POSITIONS),  # type: ignore[arg-type]
                 max_positions=target.max_positions,
                 target_hidden_size=shape.hidden_size,
-                taps=target.default_taps,
+                aux_layer_ids=target.default_aux_layer_ids,
                 mask_token_id=(target.vocab_size - 3 if tiny else model.mask_id) if head == "p-eagle" else None,
                 own_embeddings=True,
                 own_head=True,

@@ -1,7 +1,7 @@
 """The two targets of `full_shapes.py`: what their makers publish of them, of their heads and of how far drafts hold.
 
 Their config.json, as published, lies in `published/`. Heads are described by what is public of them: 4 layers, the
-target's width and heads, three tapped layers, tables of their own; their MLP's width is that of the experts a token
+target's width and heads, three auxiliary layers, tables of their own; their MLP's width is that of the experts a token
 goes to. Knows no engine.
 """
 

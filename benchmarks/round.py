@@ -84,7 +84,7 @@ def build(
         rope=RopeConfig(),
         max_positions=32768,
         target_hidden_size=cfg.layer.hidden_size,
-        taps=cfg.default_taps,
+        aux_layer_ids=cfg.default_aux_layer_ids,
         mask_token_id=0 if parallel else None,
         fc_norm=fc_norm,
     )

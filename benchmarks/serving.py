@@ -266,7 +266,7 @@ def write_checkpoints(engines: list[Engine], sizes: Sizes, smollm2: Path | None,
             rope=target.rope,
             max_positions=target.max_positions,
             target_hidden_size=target.layer.hidden_size,
-            taps=target.default_taps,
+            aux_layer_ids=target.default_aux_layer_ids,
             mask_token_id=mask_id,
         )
 

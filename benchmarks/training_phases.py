@@ -148,7 +148,7 @@ def phases(job: Json, matrix_rate: float, copy_rate: float, kind_of: Callable[[s
         lengths.append(min(int(torch.randint(300, 701, (), generator=rng)), tokens - sum(lengths)))
     batch = documents(lengths, PROMPT, shape.vocab)
     rows = sample_rows(batch, shape.depths, shape.rate, generator(0, 0))
-    online, optimizer = Online(models.target, shape.taps), Optimizer(models.drafter, TrainConfig())
+    online, optimizer = Online(models.target, shape.aux_layer_ids), Optimizer(models.drafter, TrainConfig())
     work = Work(batch, rows, online.states(batch), depth_weights(shape.depths))
     chunk_rows = job["chunk_rows"] or auto_chunk_rows(models.drafter, tokens, shape.depths)
     clock, undivided, by_phase = Clock(cuda), [], []

@@ -184,7 +184,7 @@ def speculators_steps(job: Json, measure: Measure) -> Callable[[int], Json]:
             speculators.PEagleSpeculatorConfig(
                 transformer_layer_config=config,
                 draft_vocab_size=shape.vocab,
-                eagle_aux_hidden_state_layer_ids=list(shape.taps),
+                eagle_aux_hidden_state_layer_ids=list(shape.aux_layer_ids),
                 mask_token_id=0,
                 embed_requires_grad=False,
                 speculators_config=speculators.SpeculatorsConfig(
@@ -220,7 +220,7 @@ def speculators_steps(job: Json, measure: Measure) -> Callable[[int], Json]:
             return torch.randn(1, tokens, wide, dtype=torch.bfloat16, device=job["device"])
 
         batch = {
-            "hidden_states": noise(len(shape.taps) * width),
+            "hidden_states": noise(len(shape.aux_layer_ids) * width),
             "verifier_last_hidden_states": noise(width),
             "input_ids": torch.randint(1, shape.vocab, (1, tokens), device=job["device"]),
             "document_ids": torch.zeros(1, tokens, dtype=torch.long, device=job["device"]),

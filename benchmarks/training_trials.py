@@ -26,7 +26,7 @@ from peagle.training.run import train
 
 
 def settings_of(trial: str) -> dict[str, Any]:
-    """A comma before a setting's name parts settings, any other belongs to a value: `taps=2,15,29,lr=1e-3`."""
+    """A comma before a setting's name parts settings, any other belongs to a value: `aux_layer_ids=2,15,29,lr=1e-3`."""
     found: dict[str, str] = {}
     name = ""
     for part in [] if trial == "base" else trial.split(","):

@@ -41,7 +41,7 @@ class Shape:
     layer: LayerConfig
     vocab: int
     target_layers: int
-    taps: tuple[int, ...]
+    aux_layer_ids: tuple[int, ...]
     tied: bool = False
     drafter_layers: int = 4
     depths: int = 8
@@ -58,7 +58,7 @@ class Shape:
             rope=RopeConfig(),
             max_positions=1 << 17,
             target_hidden_size=self.layer.hidden_size,
-            taps=self.taps,
+            aux_layer_ids=self.aux_layer_ids,
             mask_token_id=0,
         )
 
@@ -122,7 +122,7 @@ def random_work(models: Models, batch: Batch) -> Work:
     width = shape.layer.hidden_size
     states = TargetStates(
         torch.randn(len(batch), width, dtype=head.dtype, device=head.device),
-        torch.randn(len(batch), len(shape.taps) * width, dtype=head.dtype, device=head.device),
+        torch.randn(len(batch), len(shape.aux_layer_ids) * width, dtype=head.dtype, device=head.device),
     )
     rows = sample_rows(batch, shape.depths, shape.rate, generator(0, 0))
     return Work(batch, rows, states, depth_weights(shape.depths))
@@ -180,7 +180,7 @@ def algorithm1(models: Models, work: Work, chunk_rows: int) -> None:
         batch = work.batch
         named = ("token_ids_N", "position_N", "start_N", "end_N", "asked_N")
         prefix = replace(batch, **{name: getattr(batch, name)[part] for name in named})
-        states = TargetStates(work.states.hidden_ND[part], work.states.taps_NX[part])
+        states = TargetStates(work.states.hidden_ND[part], work.states.aux_hidden_states_NX[part])
         view = view_of(models, Work(prefix, work.rows, states, work.weights))
         leaves = view.depth_zero()
         said = torch.cat([leaves.said_ND[view.moved(segment.anchor_A)], view.chains(leaves, segment)])
@@ -228,7 +228,7 @@ def step_flops(shape: Shape, batch: Batch, rows: Rows) -> Flops:
     """Backward is twice forward, less for fc, whose input asks for no gradient; 5 products for 2 in attention."""
     layer, width = shape.layer, shape.layer.hidden_size
     of_row = 3 * layer_products(layer, shape.drafter_layers, 2 * width)
-    fc = 2.0 * len(shape.taps) * width * width
+    fc = 2.0 * len(shape.aux_layer_ids) * width * width
     position_R = rows.anchor_R - batch.start_N[rows.anchor_R]
     pairs_zero = float((batch.position_N + 1).sum())
     pairs_chains = float((position_R + 1 + rows.depth_R).sum())

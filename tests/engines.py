@@ -173,7 +173,7 @@ _MEMORY: dict[Any, Any] = {}
 
 def _remembered(function: Callable[..., Any], name: str | None) -> Callable[..., Any]:
     def remembered(model: Any, tokens: list[int], *rest: Any) -> Any:
-        # of the arguments only these differ between two calls; taps follow from the tokens
+        # of the arguments only these differ between two calls; aux_hidden_states follow from the tokens
         key = (function.__name__, name, tuple(tokens), *(r for r in rest if isinstance(r, int)))
         if key not in _MEMORY:
             _MEMORY[key] = function(model, tokens, *rest)

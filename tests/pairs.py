@@ -48,7 +48,7 @@ BASE = DrafterConfig(
     rope=RopeConfig(),
     max_positions=256,
     target_hidden_size=64,
-    taps=(1, 2, 4),
+    aux_layer_ids=(1, 2, 4),
 )
 REDUCED = 28  # of about 80 different bytes in the text
 
@@ -70,7 +70,7 @@ def _recipes() -> dict[str, Recipe]:
         "p-eagle-4": replace(parallel, num_layers=4, own_embeddings=True),
         "p-eagle-1-reduced": replace(parallel, **reduced, norm_before_residual=True),
         "p-eagle-4-reduced": replace(parallel, num_layers=4, **reduced, fc_norm=True),
-        "p-eagle-1-wide": replace(parallel, layer=wide, norm_before_fc=True, taps=(1, 2, 4, 5), **own),
+        "p-eagle-1-wide": replace(parallel, layer=wide, norm_before_fc=True, aux_layer_ids=(1, 2, 4, 5), **own),
         "eagle3-1": BASE,
         "eagle3-4": replace(BASE, num_layers=4, **own),
         "eagle3-1-reduced": replace(BASE, **reduced, norm_before_residual=True),

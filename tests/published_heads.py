@@ -2,7 +2,8 @@
 
 What is public of the four: a LlamaForCausalLMEagle3 of 4 layers that reads 3 layers of the target, `ptd_token_id` as
 the only name of the mask id, embeddings and a full-vocabulary head of its own, llama3 positions in `rope_scaling`,
-bfloat16, layer 0 as `midlayer.`. Whether a config names the tapped layers differs between heads in use, so `taps` says
+bfloat16, layer 0 as `midlayer.`. Whether a config names the aux states layers differs between heads in use, so `aux
+states` says
 how: "top" (by its own field), "nested" (in eagle_config), or "none" (the reader's default, which is the same layers).
 """
 
@@ -36,7 +37,7 @@ class Head:
     draft_tokens: int  # the card's
 
     @property
-    def taps(self) -> list[int]:
+    def aux_hidden_states(self) -> list[int]:
         return [2, self.target_layers // 2, self.target_layers - 3]
 
     def card(self, folder: Path | str) -> str:
@@ -81,7 +82,7 @@ def small(head: Head) -> Shape:
     return Shape(int(head.width * SHRUNK) // 16 * 16, 96, 320, min(ratio, 4) * kv_heads, kv_heads, 16, 310)
 
 
-def head_config(head: Head, shape: Shape, taps: Taps = "top") -> dict[str, Any]:
+def head_config(head: Head, shape: Shape, aux_hidden_states: Taps = "top") -> dict[str, Any]:
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "attention_bias": False,
@@ -113,10 +114,10 @@ def head_config(head: Head, shape: Shape, taps: Taps = "top") -> dict[str, Any]:
         "vocab_size": shape.vocab,
     }
     ids = "eagle_aux_hidden_state_layer_ids"
-    if taps == "top":
-        config[ids] = head.taps
-    elif taps == "nested":
-        config["eagle_config"] = {ids: head.taps, "use_aux_hidden_state": True}
+    if aux_hidden_states == "top":
+        config[ids] = head.aux_layer_ids
+    elif aux_hidden_states == "nested":
+        config["eagle_config"] = {ids: head.aux_layer_ids, "use_aux_hidden_state": True}
     return config
 
 
@@ -155,9 +156,9 @@ def head_tensors(shape: Shape, seed: int = 0) -> dict[str, torch.Tensor]:
     return made
 
 
-def write_head(head: Head, folder: Path, taps: Taps = "top") -> Path:
+def write_head(head: Head, folder: Path, aux_hidden_states: Taps = "top") -> Path:
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(head_config(head, small(head), taps), indent=2))
+    (folder / "config.json").write_text(json.dumps(head_config(head, small(head), aux_hidden_states), indent=2))
     save_file(head_tensors(small(head)), folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 

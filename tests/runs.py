@@ -55,7 +55,7 @@ def data_file(home: Path, rows: int = 48) -> Path:
 def recipe(home: Path, **settings: Any) -> Recipe:
     usual = {
         "layers": 1,
-        "taps": (1, 2, 4),
+        "aux_layer_ids": (1, 2, 4),
         "mask_token": str(pairs.MASK_ID),
         "depths": 3,
         "batch_tokens": 96,

@@ -366,8 +366,8 @@ FAULTS: dict[str, Callable[[Path], None]] = {
     "the mask's hidden state": zeroed("mask_hidden"),
     "another mask id": lambda folder: set_config(folder, **dict.fromkeys(MASK_ID_NAMES, ord("e"))),
     "a norm on the other side": lambda folder: set_config(folder, norm_before_residual=True),
-    "other layers tapped": lambda folder: set_config(folder, eagle_aux_hidden_state_layer_ids=[0, 3, 5]),
-    "taps in another order": reordered,
+    "other layers aux_hidden_states": lambda folder: set_config(folder, eagle_aux_hidden_state_layer_ids=[0, 3, 5]),
+    "aux_hidden_states in another order": reordered,
     "`fc.weight` lost": zeroed("fc.weight"),
 }
 
@@ -424,7 +424,14 @@ def test_the_format_is_told_whole() -> None:
         "rope": rope,
     }
     cfg = replace(
-        pairs.BASE, num_layers=2, mask_token_id=1, layer=layer, fc_norm=True, norm_before_fc=True, taps=(1, 2), **own
+        pairs.BASE,
+        num_layers=2,
+        mask_token_id=1,
+        layer=layer,
+        fc_norm=True,
+        norm_before_fc=True,
+        aux_layer_ids=(1, 2),
+        **own,
     )
     values = config_values(cfg, torch.bfloat16)
     assert set(values) <= told

@@ -55,7 +55,7 @@ def plain_name(name: str) -> str:
 
 
 def read_drafter_config(folder: Path, target: DecoderConfig | None = None) -> DrafterConfig:
-    """`target` is asked only for the default taps of a drafter whose config names none."""
+    """`target` is asked only for the default aux_layer_ids of a drafter whose config names none."""
     values = plain_values(folder)
     source = folder / "config.json"
     kind = values.get("model_type", "llama")
@@ -64,7 +64,7 @@ def read_drafter_config(folder: Path, target: DecoderConfig | None = None) -> Dr
     fields = completed({**values, "model_type": kind}, source)
     nested = fields.section("eagle_config")
     if nested.get("use_aux_hidden_state", bool, True) is False:
-        raise UserError(f"{source}: a drafter without tapped layers (use_aux_hidden_state false) is EAGLE-1")
+        raise UserError(f"{source}: a drafter without aux_hidden_states layers (use_aux_hidden_state false) is EAGLE-1")
     bias = fields.get("attention_bias", bool, False)
     num_layers = fields.size("num_hidden_layers")
     vocab = fields.size("vocab_size")
@@ -80,7 +80,7 @@ def read_drafter_config(folder: Path, target: DecoderConfig | None = None) -> Dr
         rope=rope_config(fields),
         max_positions=positions(fields),
         target_hidden_size=fields.size("target_hidden_size", layer.hidden_size),
-        taps=_taps(fields, nested, target),
+        aux_layer_ids=_aux_layer_ids(fields, nested, target),
         mask_token_id=_mask_id(values, source, parallel="mask_hidden" in names, vocab=vocab),
         fc_norm=fields.get("fc_norm", bool, False),
         norm_before_fc=nested.get("norm_before_fc", bool, fields.get("norm_before_fc", bool, False)),
@@ -109,16 +109,16 @@ def trained_draft_tokens(folder: Path) -> int | None:
     return own if type(own) is int and own > 0 else None
 
 
-def _taps(fields: Fields, nested: Fields, target: DecoderConfig | None) -> tuple[int, ...]:
+def _aux_layer_ids(fields: Fields, nested: Fields, target: DecoderConfig | None) -> tuple[int, ...]:
     name = "eagle_aux_hidden_state_layer_ids"
-    taps = fields.int_list(name) or nested.int_list(name)
-    if not taps:
+    aux_layer_ids = fields.int_list(name) or nested.int_list(name)
+    if not aux_layer_ids:
         if target is None:
-            raise fields.wrong(f"no {name}: name the target (--target), whose default taps are meant then")
-        taps = target.default_taps
-    if len(set(taps)) != len(taps) or min(taps) < 0:
-        raise fields.wrong(f"{name} is {list(taps)}, expected different layers, from 0 up")
-    return tuple(sorted(taps))
+            raise fields.wrong(f"no {name}: name the target (--target), whose default aux_layer_ids are meant then")
+        aux_layer_ids = target.default_aux_layer_ids
+    if len(set(aux_layer_ids)) != len(aux_layer_ids) or min(aux_layer_ids) < 0:
+        raise fields.wrong(f"{name} is {list(aux_layer_ids)}, expected different layers, from 0 up")
+    return tuple(sorted(aux_layer_ids))
 
 
 def _mask_id(values: dict[str, Any], source: Path, parallel: bool, vocab: int) -> int | None:
@@ -152,8 +152,8 @@ def tensor_problems(cfg: DrafterConfig, shapes: dict[str, tuple[int, ...]]) -> l
         known = canonical(name)
         if known in seen:
             found.append(f"tensor {name!r} is there twice, as midlayer. and as layers.0.")
-        if known == "mask_hidden" and shape and shape[-1] == cfg.tap_width and set(shape[:-1]) <= {1}:
-            shape = (1, 1, cfg.tap_width)  # some writers leave a leading 1 out; vLLM flattens it too
+        if known == "mask_hidden" and shape and shape[-1] == cfg.aux_hidden_size and set(shape[:-1]) <= {1}:
+            shape = (1, 1, cfg.aux_hidden_size)  # some writers leave a leading 1 out; vLLM flattens it too
         if known in DERIVED or (known == "d2t" and not cfg.reduced_vocab):
             continue  # vLLM's matter, so the validator's
         seen[known] = shape
@@ -213,8 +213,8 @@ def fit_problems(cfg: DrafterConfig, target: DecoderConfig) -> list[str]:
         found.append(f"made for a vocabulary of {cfg.vocab_size}, this target's has {target.vocab_size}")
     if cfg.draft_vocab_size > cfg.vocab_size:
         found.append(f"draft_vocab_size {cfg.draft_vocab_size} exceeds the vocabulary of {cfg.vocab_size}")
-    if max(cfg.taps) > target.num_layers:
-        found.append(f"taps layer {max(cfg.taps)}, this target has {target.num_layers} layers")
+    if max(cfg.aux_layer_ids) > target.num_layers:
+        found.append(f"aux_layer_ids layer {max(cfg.aux_layer_ids)}, this target has {target.num_layers} layers")
     return found
 
 
@@ -237,8 +237,8 @@ def config_values(cfg: DrafterConfig, dtype: torch.dtype) -> dict[str, Any]:
         "target_hidden_size": cfg.target_hidden_size,
         "max_position_embeddings": cfg.max_positions,
         **rope_fields(cfg.rope),
-        "eagle_aux_hidden_state_layer_ids": list(cfg.taps),
-        "num_aux_hidden_states": len(cfg.taps),
+        "eagle_aux_hidden_state_layer_ids": list(cfg.aux_layer_ids),
+        "num_aux_hidden_states": len(cfg.aux_layer_ids),
         "norm_before_residual": cfg.norm_before_residual,
         "norm_before_fc": cfg.norm_before_fc,
         "fc_norm": cfg.fc_norm,

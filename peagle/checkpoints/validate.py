@@ -29,7 +29,7 @@ from peagle.checkpoints.target import eos_ids, has_tokenizer, load_tokenizer, re
 from peagle.config import VLLM_VERSION, DecoderConfig, DrafterConfig, check_draft_tokens, usual_draft_tokens
 from peagle.errors import UserError
 
-TAPS = "eagle_aux_hidden_state_layer_ids"
+AUX_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 KNOWN_ARCHITECTURES = (*ARCHITECTURES.values(), "Eagle3LlamaForCausalLM", "PeagleLlamaForCausalLM")
 # Targets whose hidden states no version of vLLM up to VLLM_VERSION hands to a drafter.
 UNTAPPED = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
@@ -125,7 +125,7 @@ def _facts(cfg: DrafterConfig, weights: Weights, target_folder: Path | None) -> 
         "shape": f"{cfg.num_layers} layer(s), {layer.hidden_size} wide, {layer.num_heads} heads over "
         f"{layer.num_kv_heads} of {layer.head_dim}, MLP {layer.intermediate_size}, {', '.join(dtypes)}",
         "parameters": f"{parameters:,}",
-        "taps": f"{', '.join(map(str, cfg.taps))} of a target {cfg.target_hidden_size} wide",
+        "aux_layer_ids": f"{', '.join(map(str, cfg.aux_layer_ids))} of a target {cfg.target_hidden_size} wide",
         "mask id": mask,
         "vocabulary": f"{cfg.draft_vocab_size:,} of the target's {cfg.vocab_size:,}",
         "shared": f"{' and '.join(shared)} with the target" if shared else "nothing with the target",
@@ -179,16 +179,20 @@ def _misread_fields(raw: dict[str, Any], values: dict[str, Any], cfg: DrafterCon
     """Fields that vLLM, or the named version of it, reads otherwise than meant."""
     found = []
     as_speculators = speculators.is_speculators(raw)
-    taps = values.get(TAPS) or (values.get("eagle_config") or {}).get(TAPS)
-    if taps is None:
-        found.append(f"no {TAPS}: every reader falls back to its own default taps")
-    elif list(taps) != sorted(taps):
-        found.append(f"{TAPS} {taps} is not sorted: vLLM concatenates in ascending order all the same")
+    aux_layer_ids = values.get(AUX_LAYER_IDS) or (values.get("eagle_config") or {}).get(AUX_LAYER_IDS)
+    if aux_layer_ids is None:
+        found.append(f"no {AUX_LAYER_IDS}: every reader falls back to its own default aux_layer_ids")
+    elif list(aux_layer_ids) != sorted(aux_layer_ids):
+        found.append(
+            f"{AUX_LAYER_IDS} {aux_layer_ids} is not sorted: vLLM concatenates in ascending order all the same"
+        )
     counted = values.get("num_aux_hidden_states")
-    if counted is not None and counted != len(cfg.taps):
-        found.append(f"num_aux_hidden_states is {counted}, but there are {len(cfg.taps)} taps")
-    if counted is None and len(cfg.taps) != 3:
-        found.append(f"{len(cfg.taps)} taps without num_aux_hidden_states: vLLM takes fc for 3 of them")
+    if counted is not None and counted != len(cfg.aux_layer_ids):
+        found.append(f"num_aux_hidden_states is {counted}, but there are {len(cfg.aux_layer_ids)} aux_layer_ids")
+    if counted is None and len(cfg.aux_layer_ids) != 3:
+        found.append(
+            f"{len(cfg.aux_layer_ids)} aux_layer_ids without num_aux_hidden_states: vLLM takes fc for 3 of them"
+        )
     if "target_hidden_size" in raw and raw["target_hidden_size"] is None and not as_speculators:
         found.append("target_hidden_size is null: vLLM fails on it; leave it out or give the number")
     if not as_speculators:
@@ -221,7 +225,7 @@ def _too_new(cfg: DrafterConfig, version: Version) -> list[str]:
         (cfg.norm_before_fc, "norm_before_fc", (0, 18)),
         (cfg.fc_norm, "fc_norm", (0, 22)),
         (cfg.norm_output, "norm_output", (0, 22)),
-        (len(cfg.taps) != 3, "a number of taps other than 3", (0, 22)),
+        (len(cfg.aux_layer_ids) != 3, "a number of aux_layer_ids other than 3", (0, 22)),
         (cfg.layer.hidden_size != cfg.target_hidden_size, "a width other than the target's", (0, 22)),
     ]
     return [

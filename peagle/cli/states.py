@@ -44,8 +44,8 @@ def states(
     material = read_material(made)
     folder = Path(made.train.vllm_states)
     folder.mkdir(parents=True, exist_ok=True)
-    taps = planned_drafter(made.train, material.target).taps
-    files = StateFiles(folder, material.target, taps, made.train.max_length)
+    aux_layer_ids = planned_drafter(made.train, material.target).aux_layer_ids
+    files = StateFiles(folder, material.target, aux_layer_ids, made.train.max_length)
     if not endpoint:
         print(serve_command(made.target, files))
         return

@@ -82,11 +82,11 @@ from peagle.config.training import (
     TRAPEZOID_DECAY,
     CacheSettings,
     Decay,
+    HiddenStatesDtype,
     MeasureSettings,
     Method,
     Objective,
     OptimizerKind,
-    TapDtype,
     TrainConfig,
     setting,
 )

@@ -129,8 +129,8 @@ class DecoderConfig:
         return self.layers[i] if self.layers else self.layer
 
     @property
-    def default_taps(self) -> tuple[int, ...]:
-        """The taps vLLM falls back to; small models have fewer than three different ones."""
+    def default_aux_layer_ids(self) -> tuple[int, ...]:
+        """The aux_layer_ids vLLM falls back to; small models have fewer than three different ones."""
         return tuple(sorted({2, self.num_layers // 2, self.num_layers - 3}))
 
 
@@ -145,7 +145,7 @@ class DrafterConfig:
     rope: RopeConfig
     max_positions: int
     target_hidden_size: int
-    taps: tuple[int, ...]
+    aux_layer_ids: tuple[int, ...]
     mask_token_id: int | None = None
     fc_norm: bool = False
     norm_before_fc: bool = False
@@ -163,8 +163,8 @@ class DrafterConfig:
         return self.mask_token_id is not None
 
     @property
-    def tap_width(self) -> int:
-        return len(self.taps) * self.target_hidden_size
+    def aux_hidden_size(self) -> int:
+        return len(self.aux_layer_ids) * self.target_hidden_size
 
     @property
     def reduced_vocab(self) -> bool:

@@ -15,7 +15,7 @@ OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 LK_ETA = 3.0  # how fast lk-hybrid turns from kl to tv as acceptance grows; the LK-losses paper's
 LOSS_LOGITS = 128 << 20  # logits of the student, and of the teacher, that live at once in the loss: 256 MB each in bf16
 
-TapDtype = Literal["bfloat16", "fp8"]
+HiddenStatesDtype = Literal["bfloat16", "fp8"]
 Method = Literal["p-eagle", "eagle3"]
 OptimizerKind = Literal["adamw", "muon"]
 Decay = Literal["cosine", "linear", "constant", "trapezoid"]
@@ -48,7 +48,9 @@ class TrainConfig:
     layers: int | None = setting(None, "Of the drafter; 4 for p-eagle, 1 for eagle3. More than --init's are added.")
     mlp_width: int | None = setting(None, "Of the drafter's MLPs; as the target's are. Wider than --init's: they grow.")
     init: str = setting("target", "Start from the target's last layers, target-first, random, or a drafter's folder.")
-    taps: tuple[int, ...] | None = setting(None, "Layers of the target that are read, by commas; 2, half, last but 3.")
+    aux_layer_ids: tuple[int, ...] | None = setting(
+        None, "Layers of the target that are read, by commas; 2, half, last but 3."
+    )
     mask_token: str = setting("auto", "The mask token of p-eagle: a token's text, its id, or auto: a reserved one.")
     fc_norm: bool = setting(True, "A norm for each tap (EAGLE-3.1).")
     own_embeddings: bool = setting(False, "Train the drafter's own embeddings, from the target's.")
@@ -88,7 +90,7 @@ class TrainConfig:
     chat_template: str | None = setting(None, "A Jinja file, instead of the target's own template.")
     raw: bool = setting(False, "The responses continue prompts as they are: `peagle data --raw` wrote them.")
     cache: str | None = setting(None, "Keep what the target says in this folder, instead of asking it every time.")
-    cache_dtype: TapDtype = setting("bfloat16", "bfloat16, or fp8: half the room.")
+    cache_dtype: HiddenStatesDtype = setting("bfloat16", "bfloat16, or fp8: half the room.")
     vllm_states: str | None = setting(None, "Read what the target says from a folder vLLM's connector wrote.")
 
     held_out: int = setting(32, "Conversations kept aside to measure acceptance on; at most a fifth.")
@@ -100,19 +102,25 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         require = requirer(self)
-        if self.taps is not None:
-            object.__setattr__(self, "taps", tuple(sorted(self.taps)))
+        if self.aux_layer_ids is not None:
+            object.__setattr__(self, "aux_layer_ids", tuple(sorted(self.aux_layer_ids)))
         require(self.method in get_args(Method), "method", " or ".join(get_args(Method)))
         require(self.objective in OBJECTIVES, "objective", " or ".join(OBJECTIVES))
         require(self.optimizer in get_args(OptimizerKind), "optimizer", " or ".join(get_args(OptimizerKind)))
         require(self.decay in get_args(Decay), "decay", " or ".join(get_args(Decay)))
-        require(self.cache_dtype in get_args(TapDtype), "cache_dtype", " or ".join(get_args(TapDtype)))
+        require(
+            self.cache_dtype in get_args(HiddenStatesDtype), "cache_dtype", " or ".join(get_args(HiddenStatesDtype))
+        )
         require(
             self.cache is None or self.vllm_states is None, "cache", "without --vllm-states, or the other way round"
         )
         require(self.dtype in ("auto", "bfloat16", "float32", "float64"), "dtype", "auto, bfloat16 or float32")
         require(self.chunk_rows == "auto" or self.chunk_rows >= 1, "chunk_rows", "auto, or at least 1")
-        require(self.taps is None or len(set(self.taps)) == len(self.taps) > 0, "taps", "different layers, by commas")
+        require(
+            self.aux_layer_ids is None or len(set(self.aux_layer_ids)) == len(self.aux_layer_ids) > 0,
+            "aux_layer_ids",
+            "different layers, by commas",
+        )
         for name in ("rate", "depth_decay"):
             require(0.0 < getattr(self, name) <= 1.0, name, "above 0 and at most 1")
         require(self.depths is None or 1 <= self.depths <= MAX_DRAFT_TOKENS, "depths", f"from 1 to {MAX_DRAFT_TOKENS}")
@@ -146,13 +154,13 @@ class TrainConfig:
 class CacheSettings:
     """How the target's states are kept on disk."""
 
-    dtype: TapDtype = "bfloat16"  # fp8 takes half the room
+    dtype: HiddenStatesDtype = "bfloat16"  # fp8 takes half the room
     shard_bytes: int = 512 << 20  # of one file, unless a single row is larger
     pass_tokens: int = 16384  # that the target reads at once
 
     def __post_init__(self) -> None:
-        if self.dtype not in get_args(TapDtype):
-            raise UserError(f"--cache-dtype {self.dtype}: must be {' or '.join(get_args(TapDtype))}")
+        if self.dtype not in get_args(HiddenStatesDtype):
+            raise UserError(f"--cache-dtype {self.dtype}: must be {' or '.join(get_args(HiddenStatesDtype))}")
         for name in ("shard_bytes", "pass_tokens"):
             if getattr(self, name) < 1:
                 raise UserError(f"--cache-{name.replace('_', '-')} {getattr(self, name)}: must be at least 1")

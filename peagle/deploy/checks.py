@@ -176,8 +176,8 @@ def _fit(pair: Pair) -> list[Hazard]:
         found.append(f"made for a target of width {drafter.target_hidden_size}, this one is {facts.width} wide")
     if drafter.vocab_size != facts.vocab:
         found.append(f"made for a vocabulary of {drafter.vocab_size}, this target's has {facts.vocab}")
-    if max(drafter.taps) > facts.layers:
-        found.append(f"taps layer {max(drafter.taps)}, this target has {facts.layers} layers")
+    if max(drafter.aux_layer_ids) > facts.layers:
+        found.append(f"aux_layer_ids layer {max(drafter.aux_layer_ids)}, this target has {facts.layers} layers")
     return [_error(f"{pair.drafter.name}: {text}") for text in found]
 
 

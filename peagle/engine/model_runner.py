@@ -5,7 +5,7 @@ per slot of `SlotState`, so a round can be launched before the last one's tokens
 
 One round, for B requests with K drafts each (Q = K + 1 rows a request):
 
-    verify   the target reads the newest token and the drafts of each request: logits and taps for B * Q rows
+    verify   the target reads the newest token and the drafts of each request: logits and aux states for B * Q rows
     decide   chosen tokens against drafts: how many hold, and the target's own token after them
     draft    the drafter reads what was kept and K - 1 mask rows: K new drafts, in one pass
 
@@ -110,7 +110,7 @@ class Verified:
     slots_B: Tensor
     inputs: RoundInputs
     logits_TV: Tensor  # B * Q rows
-    hidden_TD: Tensor | None  # the drafter's reading of the taps
+    hidden_TD: Tensor | None  # the drafter's reading of the aux_hidden_states
     most: int | None = None  # positions that any request has when the round is over, drafts included; None: any
 
 
@@ -161,12 +161,12 @@ class Runner:
         # In a round a launch counts, and the drafter takes each tap by itself.
         self.read_round = target.states if self.read is target and not target.cfg.foreign else self.read
         self.cache = Cache.of(target.cfg, num_blocks, weight)
-        self.taps: tuple[int, ...] = ()
+        self.aux_layer_ids: tuple[int, ...] = ()
         self.mask_hidden_D: Tensor | None = None
         if drafter is not None:
             self.guess = FlatDrafter(drafter) if on_cpu else drafter  # the drafter's pass
             own = drafter.cfg.layer
-            self.taps = drafter.cfg.taps
+            self.aux_layer_ids = drafter.cfg.aux_layer_ids
             self.draft_cache = Cache.make(
                 drafter.cfg.num_layers, num_blocks, own.num_kv_heads, own.head_dim, drafter.fc.weight
             )
@@ -280,8 +280,14 @@ class Runner:
         rows = round_inputs(self.state, slots_B, k, self.longest)
         pages = Pages(rows.tables_BM, rows.starts_B, rows.live_B, k + 1, max_context=_before(most, k + 1))
         attend = PagedAttend(self.cache, pages)
-        hidden, taps = self.read_round(rows.tokens_BQ.flatten(), rows.positions_T, attend, self.taps)
-        combined = self.drafter.combine(taps) if self.drafter is not None and taps is not None else None
+        hidden, aux_hidden_states = self.read_round(
+            rows.tokens_BQ.flatten(), rows.positions_T, attend, self.aux_layer_ids
+        )
+        combined = (
+            self.drafter.combine(aux_hidden_states)
+            if self.drafter is not None and aux_hidden_states is not None
+            else None
+        )
         return Verified(slots_B, rows, self.target.logits(hidden), combined, most)
 
     def decide(self, v: Verified) -> Accepted:
@@ -415,14 +421,14 @@ class Runner:
         p: PromptRows[Tensor] = PromptRows.cut(packed, room)
         places, draft_places = where(packed.int(), room, self.state.block_tables_SM[p.slots_B])
         attend = PagedAttend(self.cache, places, prefill_attention)
-        hidden, taps = self.read(p.tokens_T, p.positions_T, attend, self.taps)
+        hidden, aux_hidden_states = self.read(p.tokens_T, p.positions_T, attend, self.aux_layer_ids)
         said_F = p.known_F
         if room.ends:
             said_F = choice(self.target.logits(hidden[p.last_F]), p)
         newest_F = torch.where(p.known_F < 0, said_F, p.known_F)
         drafts_FK = newest_F[:, None][:, :0]
-        if taps is not None:
-            drafts_FK = self._draft_after(p, room, newest_F, taps, draft_places)
+        if aux_hidden_states is not None:
+            drafts_FK = self._draft_after(p, room, newest_F, aux_hidden_states, draft_places)
         if room.ends:
             s, none = self.state, torch.zeros_like(newest_F)
             begun = (p.slots_F, newest_F[:, None], none, drafts_FK, self.longest, p.ends_F)
@@ -459,12 +465,12 @@ class Runner:
         return said_F
 
     def _draft_after(
-        self, p: PromptRows[Tensor], room: Room, newest_F: Tensor, taps_TN: Tensor, places: Pages
+        self, p: PromptRows[Tensor], room: Room, newest_F: Tensor, aux_hidden_states_TN: Tensor, places: Pages
     ) -> Tensor:
         """The drafter reads the same, and mask rows behind the ends; drafts for these."""
         drafter, k, tokens_R = self.drafter, self.most_drafts if room.ends else 0, p.draft_tokens_R
         assert drafter is not None
-        hidden_RD = drafter.combine(taps_TN)
+        hidden_RD = drafter.combine(aux_hidden_states_TN)
         if room.ends:
             tokens_R = torch.where(tokens_R < 0, newest_F[(-1 - tokens_R).clamp(min=0)], tokens_R)
         if room.masks and room.ends:

@@ -57,7 +57,7 @@ def runs(
     """For each text: by the number n of tokens known, how many tokens from there on the drafter foretells in a row, at
     most `depths`. The row at position p = n - 2 holds the newest token and guesses the one after it."""
     found: list[dict[int, int]] = []
-    source = Online(target, drafter.cfg.taps)
+    source = Online(target, drafter.cfg.aux_layer_ids)
     for group in packed(texts, settings.replay_tokens):
         batch = batch_of(group)
         run_N = lengths(drafter, source, batch, depths, settings).tolist()

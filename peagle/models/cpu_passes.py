@@ -86,18 +86,18 @@ class FlatDecoder:
         self.layers = [FlatLayer(layer, window) for layer, window in zip(layers, model.cfg.windows, strict=True)]
 
     def __call__(
-        self, token_ids_T: Tensor, positions_T: Tensor, attend: Attend, taps: Sequence[int] = ()
+        self, token_ids_T: Tensor, positions_T: Tensor, attend: Attend, aux_layer_ids: Sequence[int] = ()
     ) -> tuple[Tensor, Tensor | None]:
         model = self.model
         x_TD = F.embedding(token_ids_T, model.embed_tokens.weight)
         angles = _signed(model.rope(positions_T, x_TD.dtype))
-        tapped = {}
+        aux_hidden_states = {}
         for i, layer in enumerate(self.layers):
-            if i in taps:
-                tapped[i] = x_TD
+            if i in aux_layer_ids:
+                aux_hidden_states[i] = x_TD
             x_TD = layer(x_TD, None, angles, attend, i)
-        tapped[len(self.layers)] = x_TD
-        return model.norm(x_TD), torch.cat([tapped[k] for k in taps], -1) if taps else None
+        aux_hidden_states[len(self.layers)] = x_TD
+        return model.norm(x_TD), torch.cat([aux_hidden_states[k] for k in aux_layer_ids], -1) if aux_layer_ids else None
 
 
 class FlatDrafter:

@@ -51,33 +51,33 @@ class Decoder(nn.Module):
             self.lm_head.weight = self.embed_tokens.weight
 
     def forward(
-        self, token_ids_T: Tensor, positions_T: Tensor, attend: Attend, taps: Sequence[int] = ()
+        self, token_ids_T: Tensor, positions_T: Tensor, attend: Attend, aux_layer_ids: Sequence[int] = ()
     ) -> tuple[Tensor, Tensor | None]:
-        """Final (normed) hidden states [T, D], and the tapped layers side by side [T, len(taps) * D].
+        """Final (normed) hidden states [T, D], and the aux states layers side by side [T, len(aux layers) * D].
 
-        Tap k is the residual stream entering layer k; tap L what the last layer put out, before the norm.
+        Tap k is the residual stream entering layer k; aux hidden state L what the last layer put out, before the norm.
         """
-        hidden_TD, tapped = self.states(token_ids_T, positions_T, attend, taps)
-        return hidden_TD, torch.cat(tapped, -1) if taps else None
+        hidden_TD, aux_hidden_states = self.states(token_ids_T, positions_T, attend, aux_layer_ids)
+        return hidden_TD, torch.cat(aux_hidden_states, -1) if aux_layer_ids else None
 
     def states(
-        self, token_ids_T: Tensor, positions_T: Tensor, attend: Attend, taps: Sequence[int] = ()
+        self, token_ids_T: Tensor, positions_T: Tensor, attend: Attend, aux_layer_ids: Sequence[int] = ()
     ) -> tuple[Tensor, list[Tensor]]:
-        """The same, each tap by itself."""
+        """The same, each aux hidden state by itself."""
         stream = Stream(self.embed(token_ids_T))
         angles = self.rope(positions_T, stream.x.dtype)
         local = angles if self.local_rope is None else self.local_rope(positions_T, stream.x.dtype)
         heat = query_heat(self.cfg.heat, positions_T)
-        tapped = {}
+        aux_hidden_states = {}
         for i, (layer, window) in enumerate(zip(self.layers, self.cfg.windows, strict=True)):
-            if i in taps:
-                tapped[i] = stream.x
+            if i in aux_layer_ids:
+                aux_hidden_states[i] = stream.x
             turn: Turn = angles if window is None else local
             if not self.cfg.layer_at(i).rotary:
                 turn = heat
             stream = layer(stream, turn, attend, i, window, norm_after(self.layers, i))
-        tapped[self.cfg.num_layers] = stream.x
-        return self.norm(stream.x), [tapped[k] for k in taps]
+        aux_hidden_states[self.cfg.num_layers] = stream.x
+        return self.norm(stream.x), [aux_hidden_states[k] for k in aux_layer_ids]
 
     def embed(self, token_ids_T: Tensor) -> Tensor:
         """What the first layer reads."""

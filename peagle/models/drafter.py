@@ -2,7 +2,7 @@
 
 Knows nothing about checkpoints, verification or sampling. A row at position p pairs the target's state *at*
 p with the token at p+1 and predicts the token at p+2. A P-EAGLE mask row has neither yet: it gets the mask
-token's embedding and `mask_hidden`, which enters before `fc` like a real tap would.
+token's embedding and `mask_hidden`, which enters before `fc` like a real aux hidden state would.
 """
 
 from __future__ import annotations
@@ -66,10 +66,12 @@ class Drafter(nn.Module):
         super().__init__()
         self.cfg = cfg
         width, eps = cfg.layer.hidden_size, cfg.layer.norm_eps
-        self.fc = nn.Linear(cfg.tap_width, width, bias=False)
-        self.input_norm = RMSNorm(cfg.tap_width, eps) if cfg.norm_before_fc else None
-        self.fc_norm = nn.ModuleList(RMSNorm(cfg.target_hidden_size, eps) for _ in cfg.taps) if cfg.fc_norm else None
-        self.mask_hidden = nn.Parameter(torch.zeros(1, 1, cfg.tap_width)) if cfg.parallel else None
+        self.fc = nn.Linear(cfg.aux_hidden_size, width, bias=False)
+        self.input_norm = RMSNorm(cfg.aux_hidden_size, eps) if cfg.norm_before_fc else None
+        self.fc_norm = (
+            nn.ModuleList(RMSNorm(cfg.target_hidden_size, eps) for _ in cfg.aux_layer_ids) if cfg.fc_norm else None
+        )
+        self.mask_hidden = nn.Parameter(torch.zeros(1, 1, cfg.aux_hidden_size)) if cfg.parallel else None
         rest = (DecoderLayer(cfg.layer) for _ in range(1, cfg.num_layers))
         self.layers = nn.ModuleList([FirstLayer(cfg), *rest])
         self.norm = RMSNorm(width, eps)
@@ -102,17 +104,23 @@ class Drafter(nn.Module):
         own = self.lm_head
         return (own if own is not None else self._target().lm_head).weight
 
-    def combine(self, taps: Tensor | Sequence[Tensor]) -> Tensor:
-        """The target's tapped states, side by side [T, n * target width] or each by itself -> hidden states [T, D]."""
+    def combine(self, aux_hidden_states: Tensor | Sequence[Tensor]) -> Tensor:
+        """Projects auxiliary hidden states, concatenated [T, n * target width] or as a list, to [T, D]."""
         if self.fc_norm is not None and self.input_norm is None:
-            parts = taps.chunk(len(self.fc_norm), -1) if isinstance(taps, Tensor) else taps
+            parts = (
+                aux_hidden_states.chunk(len(self.fc_norm), -1)
+                if isinstance(aux_hidden_states, Tensor)
+                else aux_hidden_states
+            )
             return project(self.fc, self._norm_each(parts))
-        taps_TN = taps if isinstance(taps, Tensor) else torch.cat(list(taps), -1)
+        aux_hidden_states_TN = (
+            aux_hidden_states if isinstance(aux_hidden_states, Tensor) else torch.cat(list(aux_hidden_states), -1)
+        )
         if self.input_norm is not None:
-            taps_TN = self.input_norm(taps_TN)
+            aux_hidden_states_TN = self.input_norm(aux_hidden_states_TN)
         if self.fc_norm is not None:
-            taps_TN = self._norm_each(taps_TN.chunk(len(self.fc_norm), -1))
-        return project(self.fc, taps_TN)
+            aux_hidden_states_TN = self._norm_each(aux_hidden_states_TN.chunk(len(self.fc_norm), -1))
+        return project(self.fc, aux_hidden_states_TN)
 
     def _norm_each(self, parts: Sequence[Tensor]) -> Tensor:
         assert self.fc_norm is not None

@@ -130,17 +130,17 @@ class TransformersDecoder(Decoder):
         pass
 
     def forward(
-        self, token_ids_T: Tensor, positions_T: Tensor, attend: Attend, taps: Sequence[int] = ()
+        self, token_ids_T: Tensor, positions_T: Tensor, attend: Attend, aux_layer_ids: Sequence[int] = ()
     ) -> tuple[Tensor, Tensor | None]:
         self.lent.attend, self.lent.windows = attend, {}
         try:
             places = {"input_ids": token_ids_T[None], "position_ids": positions_T[None]}
             out = self.theirs.base_model(**places, **self.all, use_cache=False, return_dict=True)
-            tapped = [self._streams[k] for k in taps]
+            aux_hidden_states = [self._streams[k] for k in aux_layer_ids]
         finally:
             self.lent.attend = None
             self._streams.clear()
-        return out.last_hidden_state[0], torch.cat(tapped, -1) if taps else None
+        return out.last_hidden_state[0], torch.cat(aux_hidden_states, -1) if aux_layer_ids else None
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         return capped(project(self.lm_head, hidden_TD), self.cfg.logit_cap)

@@ -20,7 +20,7 @@ from peagle.errors import UserError
 
 DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8_e4m3fn": 1.0}
 MXFP4_BYTES = 4.25 / 8  # 4 bits, and a scale of 8 bits for every 32 of them
-TAPS = 3  # layers of the target that a drafter reads, unless its config says otherwise
+NUM_AUX_LAYERS = 3  # layers of the target that a drafter reads, unless its config says otherwise
 # Architectures whose configs say less than the usual fields, or have layers that differ by more than those say.
 PECULIAR = ("Gemma3For", "Gemma4For", "Llama4For")
 
@@ -106,14 +106,14 @@ class DrafterShape:
 
     body: Shape  # its vocabulary is what it may say
     method: Method
-    tap_width: int
+    aux_hidden_size: int
     own_tables: bool  # its own embeddings and head lie in memory beside the target's
 
     @property
     def combine_weights(self) -> int:
-        """Of what makes one state of the tapped ones, and of the first layer's second half of inputs."""
+        """Of what makes one state of the aux_hidden_states ones, and of the first layer's second half of inputs."""
         shape = self.body
-        return self.tap_width * shape.hidden + shape.hidden * shape.head_dim * (shape.heads + 2 * shape.kv_heads)
+        return self.aux_hidden_size * shape.hidden + shape.hidden * shape.head_dim * (shape.heads + 2 * shape.kv_heads)
 
     @property
     def stored_bytes(self) -> float:
@@ -217,12 +217,12 @@ def drafter_shape(name: str, target: Shape, flag: str = "--drafter") -> DrafterS
     vocab = fields.size("vocab_size")
     said = fields.size("draft_vocab_size", vocab)
     body = read_shape({**values, "vocab_size": said, "tie_word_embeddings": False}, source, name, None, None)
-    taps = fields.int_list("eagle_aux_hidden_state_layer_ids")
+    aux_layer_ids = fields.int_list("eagle_aux_hidden_state_layer_ids")
     wide = fields.size("target_hidden_size", body.hidden)
     if wide != target.hidden:
         raise UserError(f"{flag} {name}: was made for a target {wide} wide, {target.name} is {target.hidden} wide")
-    count_taps = len(taps) if taps else fields.size("num_aux_hidden_states", TAPS)
-    return DrafterShape(body, "p-eagle" if parallel else "eagle3", count_taps * wide, own_tables=said != vocab)
+    num_aux_layers = len(aux_layer_ids) if aux_layer_ids else fields.size("num_aux_hidden_states", NUM_AUX_LAYERS)
+    return DrafterShape(body, "p-eagle" if parallel else "eagle3", num_aux_layers * wide, own_tables=said != vocab)
 
 
 def usual_drafter(target: Shape, method: Method, layers: int) -> DrafterShape:
@@ -241,7 +241,7 @@ def usual_drafter(target: Shape, method: Method, layers: int) -> DrafterShape:
         intermediate=wide if any(target.moe) else target.intermediate,
         kv_bytes=target.kv_bytes,
     )
-    return DrafterShape(body, method, TAPS * target.hidden, own_tables=False)
+    return DrafterShape(body, method, NUM_AUX_LAYERS * target.hidden, own_tables=False)
 
 
 def _config(name: str, flag: str, others: str = "") -> tuple[dict[str, Any], Path]:

@@ -6,7 +6,7 @@ effect. What the parameters of a request mean stands at `SamplingParams`.
 
 One round, for a sequence whose newest token the target has not read yet (n tokens known, K drafts):
 
-    propose   the drafter reads the target's taps at positions 0..n-2 and the tokens one ahead of them
+    propose   the drafter reads the target's aux_hidden_states at positions 0..n-2 and the tokens one ahead of them
     verify    the target reads all n tokens and the K drafts in one pass; drafts are kept while they hold
     commit    the kept drafts and one token of the target's own, so a round always gains at least one
 """
@@ -135,10 +135,10 @@ def generate(
     request = Request(list(prompt_ids), params, eos_ids, longest, decode, constraint)
     rng = torch.Generator().manual_seed(params.seed) if params.seed is not None else _fresh_rng()
     out = Generation(list(prompt_ids), draft_tokens if drafter is not None else 0)
-    taps_of = drafter.cfg.taps if drafter is not None else ()
+    aux_layer_ids = drafter.cfg.aux_layer_ids if drafter is not None else ()
 
     known = list(prompt_ids)  # what the target has read
-    logits, taps = read(target, known, 1, taps_of)
+    logits, aux_hidden_states = read(target, known, 1, aux_layer_ids)
     newest = draw(next_probs(logits, request, [], [])[0], rng)
     finished = commit(out, [newest], logits, request)
     on_tokens(out)
@@ -146,27 +146,27 @@ def generate(
         k = min(draft_tokens, longest - len(known) - 2) if drafter is not None else 0
         draft = Draft([], logits[:0])
         if drafter is not None and k > 0:
-            draft = propose(drafter, [*known, newest], taps, k, params if sample_drafts else None, rng)
+            draft = propose(drafter, [*known, newest], aux_hidden_states, k, params if sample_drafts else None, rng)
         read_now = [*known, newest, *draft.tokens]
-        logits, taps = read(target, read_now, k + 1, taps_of)
+        logits, aux_hidden_states = read(target, read_now, k + 1, aux_layer_ids)
         accepted, bonus = verify(draft, next_probs(logits, request, out.token_ids, draft.tokens), rng)
         before = len(out.token_ids)
         finished = commit(out, [*draft.tokens[:accepted], bonus], logits, request)
         out.rounds.append(Round(tuple(draft.tokens), accepted, tuple(out.token_ids[before:])))
         known, newest = read_now[: len(known) + 1 + accepted], bonus
-        taps = taps[: len(known)]
+        aux_hidden_states = aux_hidden_states[: len(known)]
         on_tokens(out)
     return out
 
 
-def read(target: Decoder, tokens: list[int], last: int, taps: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """One pass of the target: its raw logits after each of the `last` tokens, in fp64, and its taps at all."""
+def read(target: Decoder, tokens: list[int], last: int, aux_layer_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """One pass of the target: its raw logits after each of the `last` tokens, in fp64, and its aux states at all."""
     device = target.embed_tokens.weight.device
-    hidden, tapped = target(
-        torch.tensor(tokens, device=device), torch.arange(len(tokens), device=device), causal_attention, taps
+    hidden, aux_hidden_states = target(
+        torch.tensor(tokens, device=device), torch.arange(len(tokens), device=device), causal_attention, aux_layer_ids
     )
     logits = target.logits(hidden[-last:]).detach().cpu().double()
-    return logits, hidden[:, :0] if tapped is None else tapped
+    return logits, hidden[:, :0] if aux_hidden_states is None else aux_hidden_states
 
 
 def next_probs(logits_KV: Tensor, request: Request, output: list[int], drafts: list[int]) -> Tensor:
@@ -240,22 +240,23 @@ def draw(probs_V: Tensor, rng: torch.Generator) -> int:
 def propose(
     drafter: Drafter,
     tokens: list[int],
-    taps_TN: Tensor,
+    aux_hidden_states_TN: Tensor,
     k: int,
     params: SamplingParams | None,
     rng: torch.Generator,
 ) -> Draft:
-    """K guesses after `tokens`, whose last the target has not read; `taps` are those of all but that one.
+    """K guesses after `tokens`, whose last the target has not read; `aux_hidden_states` are those of all but that one.
 
-    The row at position p holds the taps at p and the token at p+1, and guesses the token at p+2. P-EAGLE adds
+    The row at position p holds the aux states at p and the token at p+1, and guesses the token at p+2. P-EAGLE adds
     K-1 mask rows behind and reads all K guesses off one pass. EAGLE-3 reads one guess a pass and appends a row
     made of that guess and its own output.
 
     Worked example, tokens a b c (c the newest), K = 3: P-EAGLE's rows are, by position,
-    0: (b, taps at a)  1: (c, taps at b)  2: (mask, mask_hidden)  3: (mask, mask_hidden); guesses from rows 1, 2, 3.
+    0: (b, aux states at a)  1: (c, aux states at b)  2: (mask, mask_hidden)  3: (mask, mask_hidden); guesses from
+    rows 1, 2, 3.
     """
-    cfg, device = drafter.cfg, taps_TN.device
-    rows, hidden = tokens[1:], drafter.combine(taps_TN)
+    cfg, device = drafter.cfg, aux_hidden_states_TN.device
+    rows, hidden = tokens[1:], drafter.combine(aux_hidden_states_TN)
 
     def run() -> tuple[Tensor, Tensor]:
         positions = torch.arange(len(rows), device=device)

@@ -97,7 +97,7 @@ def _what(card: Card) -> str:
         ("layers", str(cfg.num_layers)),
         ("parameters", f"{card.parameters:,}"),
         ("draft tokens it was trained for", str(card.draft_tokens)),
-        ("tapped layers of the target", ", ".join(map(str, cfg.taps))),
+        ("aux_hidden_states layers of the target", ", ".join(map(str, cfg.aux_layer_ids))),
         ("embeddings", "its own" if cfg.own_embeddings else "the target's"),
         ("head", "its own" if cfg.own_head else "the target's"),
         ("vocabulary", vocabulary if cfg.reduced_vocab else f"the target's {cfg.vocab_size:,} tokens"),

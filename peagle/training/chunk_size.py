@@ -53,7 +53,7 @@ def depth_zero_row_bytes(cfg: DrafterConfig, element: int, recompute: bool = Fal
     gathered = cfg.num_layers * keys + layer.hidden_size
     if recompute:  # keys and values outlive their layer, and the product they are part of with them
         gathered += cfg.num_layers * (layer.num_heads * layer.head_dim + keys)
-    normed = cfg.tap_width * (cfg.fc_norm + cfg.norm_before_fc)
+    normed = cfg.aux_hidden_size * (cfg.fc_norm + cfg.norm_before_fc)
     sums = 4 * layer.num_heads
     return _row_bytes(
         cfg, element, recompute, _layer_elements(cfg, element), sums, layer.hidden_size, gathered + normed
@@ -118,7 +118,7 @@ def auto_chunk_rows(drafter: Drafter, tokens: int, depths: int, reserved: int = 
         return CPU_CHUNK_ROWS
     cfg, element = drafter.cfg, weight.element_size()
     # the target's states, and a gradient for each weight while chunks are summed
-    taken = tokens * element * (cfg.tap_width + cfg.target_hidden_size)
+    taken = tokens * element * (cfg.aux_hidden_size + cfg.target_hidden_size)
     taken += sum(2 * p.nbytes for p in drafter.parameters() if p.requires_grad)
     free = free_bytes(weight.device) - taken - reserved
     return chunk_rows_for(cfg, tokens, depths, free, element, drafter.recompute)

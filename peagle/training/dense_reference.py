@@ -4,7 +4,7 @@ The oracle that faster training is held against, and enough to train small draft
 data, optimizers or checkpoints.
 
 A sequence of T tokens makes (anchor a, depth d) rows. Depth 0 is the ordinary EAGLE-3 row at position a: the
-target's taps at a and the token at a+1. Depth d >= 1 is what sits d rows after it at inference: P-EAGLE's mask
+target's aux states at a and the token at a+1. Depth d >= 1 is what sits d rows after it at inference: P-EAGLE's mask
 row, or EAGLE-3's own output at depth d-1 with the token at a+d+1. Either stands at position a+d, sees the
 depth-0 rows up to a, its own chain (a, 1..d) and nothing else, and is asked for the token at a+d+2, by the
 target's own distribution there.
@@ -79,41 +79,45 @@ def batched(batch: int, visible_RR: Tensor | None) -> Attend:
 
 
 @torch.no_grad()
-def read_target(target: Decoder, tokens_BT: Tensor, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """The target's final hidden states [B, T, width] and taps [B, T, N] over whole sequences."""
+def read_target(target: Decoder, tokens_BT: Tensor, aux_layer_ids: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """The target's final hidden states [B, T, width] and aux_hidden_states [B, T, N] over whole sequences."""
     batch, length = tokens_BT.shape
     positions = torch.arange(length, device=tokens_BT.device).repeat(batch)
-    hidden, tapped = target(tokens_BT.flatten(), positions, batched(batch, None), taps)
-    assert tapped is not None
-    return hidden.unflatten(0, (batch, length)), tapped.unflatten(0, (batch, length))
+    hidden, aux_hidden_states = target(tokens_BT.flatten(), positions, batched(batch, None), aux_layer_ids)
+    assert aux_hidden_states is not None
+    return hidden.unflatten(0, (batch, length)), aux_hidden_states.unflatten(0, (batch, length))
 
 
-def drafter_states(drafter: Drafter, tokens_BT: Tensor, taps_BTN: Tensor, rows: Rows) -> Tensor:
+def drafter_states(drafter: Drafter, tokens_BT: Tensor, aux_hidden_states_BTN: Tensor, rows: Rows) -> Tensor:
     """What the head reads at every row [B, R, D]."""
     if drafter.cfg.parallel:
-        return _parallel_states(drafter, tokens_BT, taps_BTN, rows)
-    return _sequential_states(drafter, tokens_BT, taps_BTN, rows)
+        return _parallel_states(drafter, tokens_BT, aux_hidden_states_BTN, rows)
+    return _sequential_states(drafter, tokens_BT, aux_hidden_states_BTN, rows)
 
 
-def _parallel_states(drafter: Drafter, tokens_BT: Tensor, taps_BTN: Tensor, rows: Rows) -> Tensor:
+def _parallel_states(drafter: Drafter, tokens_BT: Tensor, aux_hidden_states_BTN: Tensor, rows: Rows) -> Tensor:
     assert drafter.cfg.mask_token_id is not None
     batch, first = len(tokens_BT), rows.depth_R == 0
     tokens_BR = tokens_BT[:, rows.anchor_R + 1].where(first, drafter.cfg.mask_token_id)
     masks = int((~first).sum())
     hidden_BRD = torch.cat(
-        [drafter.combine(taps_BTN[:, rows.anchor_R[first]]), drafter.masked(masks).expand(batch, masks, -1)], 1
+        [
+            drafter.combine(aux_hidden_states_BTN[:, rows.anchor_R[first]]),
+            drafter.masked(masks).expand(batch, masks, -1),
+        ],
+        1,
     )
     attend = batched(batch, rows.visible_RR())
     said, _ = drafter(tokens_BR.flatten(), hidden_BRD.flatten(0, 1), rows.position_R.repeat(batch), attend)
     return said.unflatten(0, (batch, -1))
 
 
-def _sequential_states(drafter: Drafter, tokens_BT: Tensor, taps_BTN: Tensor, rows: Rows) -> Tensor:
+def _sequential_states(drafter: Drafter, tokens_BT: Tensor, aux_hidden_states_BTN: Tensor, rows: Rows) -> Tensor:
     """Training-time test: depth d runs on depth d-1's own output, so depth by depth, each pass whole."""
     batch, deepest = len(tokens_BT), int(rows.depth_R.max())
     tokens_BR = tokens_BT[:, rows.position_R + 1]
     visible = rows.visible_RR()
-    hidden_BRD = drafter.combine(taps_BTN[:, rows.anchor_R[rows.depth_R == 0]])
+    hidden_BRD = drafter.combine(aux_hidden_states_BTN[:, rows.anchor_R[rows.depth_R == 0]])
     said = hidden_BRD
     for depth in range(deepest + 1):
         upto = int((rows.depth_R <= depth).sum())
@@ -145,8 +149,8 @@ def row_losses(drafter: Drafter, said_BRD: Tensor, target_logits_BRV: Tensor) ->
 def loss(drafter: Drafter, target: Decoder, tokens_BT: Tensor, rows: Rows, asked_BT: Tensor | None = None) -> Tensor:
     """Mean over depths of the mean over that depth's rows: a rare deep row weighs as much as its rate is
     low. `asked` marks tokens worth predicting (a response's); None asks for all."""
-    hidden_BTD, taps_BTN = read_target(target, tokens_BT, drafter.cfg.taps)
-    said_BRD = drafter_states(drafter, tokens_BT, taps_BTN, rows)
+    hidden_BTD, aux_hidden_states_BTN = read_target(target, tokens_BT, drafter.cfg.aux_layer_ids)
+    said_BRD = drafter_states(drafter, tokens_BT, aux_hidden_states_BTN, rows)
     with torch.no_grad():
         target_logits = target.logits(hidden_BTD[:, rows.position_R + 1])
     losses_BR = row_losses(drafter, said_BRD, target_logits)

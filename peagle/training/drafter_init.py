@@ -106,9 +106,13 @@ def _named_mask_id(
 
 def drafter_config(cfg: TrainConfig, target: DecoderConfig, mask_id: int | None) -> DrafterConfig:
     """A drafter as wide as its target (its MLPs may be wider), reading and saying what the target reads and says."""
-    taps = cfg.taps if cfg.taps is not None else tuple(t for t in target.default_taps if t >= 0)
-    if max(taps) > target.num_layers or min(taps) < 0:
-        raise UserError(f"--taps {','.join(map(str, taps))}: this target has layers 0 to {target.num_layers}")
+    aux_layer_ids = (
+        cfg.aux_layer_ids if cfg.aux_layer_ids is not None else tuple(t for t in target.default_aux_layer_ids if t >= 0)
+    )
+    if max(aux_layer_ids) > target.num_layers or min(aux_layer_ids) < 0:
+        raise UserError(
+            f"--aux-layer-ids {','.join(map(str, aux_layer_ids))}: this target has layers 0 to {target.num_layers}"
+        )
     vocab = target.vocab_size if cfg.draft_vocab is None else cfg.draft_vocab
     if vocab > target.vocab_size:
         raise UserError(f"--draft-vocab {vocab}: the target has only {target.vocab_size} tokens")
@@ -125,7 +129,7 @@ def drafter_config(cfg: TrainConfig, target: DecoderConfig, mask_id: int | None)
         rope=target.rope.plain,
         max_positions=target.max_positions,
         target_hidden_size=target.layer.hidden_size,
-        taps=taps,
+        aux_layer_ids=aux_layer_ids,
         mask_token_id=mask_id,
         fc_norm=cfg.fc_norm,
         own_embeddings=cfg.own_embeddings,
@@ -146,7 +150,7 @@ def folder_config(cfg: TrainConfig, target: DecoderConfig) -> DrafterConfig:
             raise UserError(f"--{flag} {more}: the drafter in {folder} has {has}; give as many, more, or none")
     layers, width = cfg.layers or layers, cfg.mlp_width or width
     for flag, asked, fixed in (
-        ("taps", cfg.taps, found.taps),
+        ("aux_layer_ids", cfg.aux_layer_ids, found.aux_layer_ids),
         ("draft-vocab", cfg.draft_vocab, found.draft_vocab_size),
     ):
         if asked is not None and asked != fixed:

@@ -190,7 +190,7 @@ class BatchView:
 
     def depth_zero(self) -> Leaves:
         attend = DepthZero(self.start_N)
-        hidden_ND = self.drafter.combine(self.states.taps_NX)
+        hidden_ND = self.drafter.combine(self.states.aux_hidden_states_NX)
         said_ND, handed_on_ND = self.drafter(self.next_N, hidden_ND, self.position_N, attend)
         return Leaves(said_ND, handed_on_ND, attend.kept)
 

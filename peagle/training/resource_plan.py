@@ -220,10 +220,10 @@ def state_bytes_per_token(cfg: TrainConfig, target: DecoderConfig, drafter: Draf
     """On disk: of each tap and of what leaves the last layer (vLLM, before the norm; a cache, behind it)."""
     width = target.layer.hidden_size
     if cfg.vllm_states is not None:
-        return len({*drafter.taps, target.num_layers}) * width * 2
+        return len({*drafter.aux_layer_ids, target.num_layers}) * width * 2
     if cfg.cache is None:
         return 0
-    states = 1 + len(drafter.taps)
+    states = 1 + len(drafter.aux_layer_ids)
     return states * width * 2 if cfg.cache_dtype == "bfloat16" else states * (width + 4)
 
 
@@ -267,16 +267,16 @@ def trainable(cfg: DrafterConfig) -> int:
     width = cfg.layer.hidden_size
     layers = layer_parameters(cfg.layer, 2 * width) + width  # layer 0 has a norm more
     layers += (cfg.num_layers - 1) * layer_parameters(cfg.layer, width)
-    small = width + (cfg.tap_width if cfg.parallel else 0)
-    small += cfg.tap_width * (cfg.fc_norm + cfg.norm_before_fc)
+    small = width + (cfg.aux_hidden_size if cfg.parallel else 0)
+    small += cfg.aux_hidden_size * (cfg.fc_norm + cfg.norm_before_fc)
     tables = cfg.own_embeddings * cfg.vocab_size * width + cfg.own_head * cfg.draft_vocab_size * width
-    return layers + cfg.tap_width * width + small + tables
+    return layers + cfg.aux_hidden_size * width + small + tables
 
 
 def largest_matrix(cfg: DrafterConfig) -> int:
     """Of the trainable ones: its gradient is whole for a moment, before it is added to the masters'."""
     tables = max(cfg.own_embeddings * cfg.vocab_size, cfg.own_head * cfg.draft_vocab_size)
-    return cfg.layer.hidden_size * max(tables, 2 * cfg.layer.intermediate_size, cfg.tap_width)
+    return cfg.layer.hidden_size * max(tables, 2 * cfg.layer.intermediate_size, cfg.aux_hidden_size)
 
 
 def maps(cfg: DrafterConfig) -> int:
@@ -284,7 +284,9 @@ def maps(cfg: DrafterConfig) -> int:
     width, heads = cfg.layer.hidden_size, cfg.layer.num_heads * cfg.layer.head_dim
     inner = width * (heads + 3 * cfg.layer.intermediate_size)
     product = heads + 2 * cfg.layer.num_kv_heads * cfg.layer.head_dim
-    return cfg.tap_width * width + cfg.num_layers * inner + (cfg.num_layers + 1) * width * product  # layer 0 reads two
+    return (
+        cfg.aux_hidden_size * width + cfg.num_layers * inner + (cfg.num_layers + 1) * width * product
+    )  # layer 0 reads two
 
 
 def state_bytes(cfg: TrainConfig, drafter: DrafterConfig, element: int) -> int:
@@ -339,7 +341,7 @@ def flops_per_token(cfg: TrainConfig, target: DecoderConfig, drafter: DrafterCon
     online = cfg.vllm_states is None and cfg.cache is None
     return Flops(
         target=target_flops(target, data) if online else 0.0,
-        drafter=products + 3 * 2 * drafter.tap_width * width,
+        drafter=products + 3 * 2 * drafter.aux_hidden_size * width,
         attention=rows * (1 + again + ATTENTION_BACK) * seen,
         head=asked * student * (3 if drafter.own_head else 2) + data.asked_share * teacher,
     )
@@ -367,7 +369,7 @@ def memory(
         "target": element * (layers + table_parameters(target)),
         "drafter": float(element * own),
         "masters, gradients, moments": float(state_bytes(cfg, drafter, element)),
-        "taps": float(element * tokens * (drafter.tap_width + target.layer.hidden_size)),
+        "aux_hidden_states": float(element * tokens * (drafter.aux_hidden_size + target.layer.hidden_size)),
         "depth 0": float(tokens * depth_zero_row_bytes(drafter, element, recompute)),
         "chunk": row * together,
         "logits": 4.0 * element * min(LOSS_LOGITS, tokens * drafter.draft_vocab_size),

@@ -34,7 +34,7 @@ from peagle.training.cuda_graphs import FramedStep, Framer
 from peagle.training.distributed import World, join, shard
 from peagle.training.drafter_init import FRESH, TokenCounts, drafter_config, folder_config, new_drafter
 from peagle.training.hidden_states.cache import TapCache, prepare_cache
-from peagle.training.hidden_states.online import Online, TapSource
+from peagle.training.hidden_states.online import HiddenStatesSource, Online
 from peagle.training.hidden_states.vllm_files import VllmFolder
 from peagle.training.loss import Aim
 from peagle.training.recipe import Recipe, differences, make_recipe
@@ -168,14 +168,14 @@ def _train(material: Material, folder: RunFolder, world: World, stop_at: float |
         table = (table_line("held-out prompts", measured, cfg.num_depths),) if measured is not None else ()
         write_card(card_of(material, folder.out.name, drafter, standing, table), into)
 
-    taps, chunk_rows = (
-        _taps(material, target, drafter.cfg, world),
+    hidden_states, chunk_rows = (
+        _hidden_states_source(material, target, drafter.cfg, world),
         _chunk_rows(cfg, drafter, state_bytes + measuring.kept_bytes),
     )
     parts = Parts(
         drafter=drafter,
         target=target,
-        taps=taps,
+        hidden_states=hidden_states,
         stream=stream,
         schedule=schedule,
         folder=folder,
@@ -184,7 +184,7 @@ def _train(material: Material, folder: RunFolder, world: World, stop_at: float |
         write_checkpoint=write_checkpoint,
         chunk_rows=chunk_rows,
         stop_at=stop_at,
-        framed=_framed(cfg, target, drafter, taps, chunk_rows),
+        framed=_framed(cfg, target, drafter, hidden_states, chunk_rows),
     )
     trainer = Trainer(parts, cfg)
     if world.first:
@@ -230,13 +230,13 @@ def training_dtype(name: str, device: torch.device) -> torch.dtype:
     return {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}[name]
 
 
-def _taps(material: Material, target: Decoder, cfg: DrafterConfig, world: World) -> TapSource:
+def _hidden_states_source(material: Material, target: Decoder, cfg: DrafterConfig, world: World) -> HiddenStatesSource:
     settings = material.recipe.train
     if settings.cache is None and settings.vllm_states is None:
-        return Online(target, cfg.taps)
+        return Online(target, cfg.aux_layer_ids)
     rows = material.rows
     if settings.vllm_states is not None:
-        source = VllmFolder(Path(settings.vllm_states), target, cfg.taps, settings.max_length)
+        source = VllmFolder(Path(settings.vllm_states), target, cfg.aux_layer_ids, settings.max_length)
         source.check(rows)
         return source
     assert settings.cache is not None
@@ -244,22 +244,28 @@ def _taps(material: Material, target: Decoder, cfg: DrafterConfig, world: World)
     if not world.first:
         world.wait()  # until the first has filled it
         return TapCache(folder, target)
-    online = Online(target, cfg.taps)
+    online = Online(target, cfg.aux_layer_ids)
     cached = prepare_cache(folder, rows, online, settings.max_length, CacheSettings(settings.cache_dtype))
     world.wait()
     return cached
 
 
 def _framed(
-    cfg: TrainConfig, target: Decoder, drafter: Drafter, taps: TapSource, chunk_rows: int
+    cfg: TrainConfig, target: Decoder, drafter: Drafter, hidden_states: HiddenStatesSource, chunk_rows: int
 ) -> tuple[Framer, FramedStep] | None:
     """For steps that can be captured: on a GPU, beside the whole target, attention without windows."""
     on_gpu = target.embed_tokens.weight.is_cuda
-    if not cfg.graphs or not on_gpu or cfg.shard_target or not isinstance(taps, Online) or any(drafter.cfg.windows):
+    if (
+        not cfg.graphs
+        or not on_gpu
+        or cfg.shard_target
+        or not isinstance(hidden_states, Online)
+        or any(drafter.cfg.windows)
+    ):
         return None
     shape = drafter.cfg
     vocab = max(shape.vocab_size, shape.draft_vocab_size)
-    return Framer(cfg, vocab, shape.parallel, chunk_rows, pinned=True), FramedStep(drafter, target, taps, cfg)
+    return Framer(cfg, vocab, shape.parallel, chunk_rows, pinned=True), FramedStep(drafter, target, hidden_states, cfg)
 
 
 def held_out_prompts(material: Material) -> list[list[int]]:
@@ -387,7 +393,7 @@ def planned_chunk(
     if free is None:
         return CPU_CHUNK_ROWS
     sizes = plan.memory(cfg, target, shape, data, world, element, 0)
-    held = ("target", "drafter", "masters, gradients, moments", "taps", "measuring")
+    held = ("target", "drafter", "masters, gradients, moments", "hidden_states", "measuring")
     left = int(free - sum(sizes[name] for name in held) - 2 * sizes["drafter"])  # as `auto_chunk_rows` leaves
     return chunk_rows_for(shape, cfg.batch_tokens, cfg.num_depths, left, element, cfg.checkpoint_layers)
 

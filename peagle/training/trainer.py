@@ -1,6 +1,6 @@
 """The training loop: batches in, a drafter that is measured, chosen and saved out.
 
-Knows nothing about where batches, taps and measurements come from. A step: the target's states of each batch, all
+Knows nothing about where batches, aux states and measurements come from. A step: the target's states of each batch, all
 gradients of it (`partition.accumulate`), their sum over ranks, one step of the optimizer. The GPU is waited for only
 when a line is logged, a state saved or acceptance measured; until then sums stay on the device, and so does the number
 of the first step that went wrong. The checkpoint is the drafter with the longest measured acceptance, not the lowest
@@ -30,7 +30,7 @@ from peagle.training.cod_sampling import Rows
 from peagle.training.cuda_graphs import Framed, FramedStep, Framer
 from peagle.training.distributed import World
 from peagle.training.feed import Feed, Portion, Stream
-from peagle.training.hidden_states.online import TapSource
+from peagle.training.hidden_states.online import HiddenStatesSource
 from peagle.training.loss import Aim, StepTotals, depth_weights, row_weights
 from peagle.training.optimizer import Optimizer
 from peagle.training.partition import accumulate
@@ -46,7 +46,7 @@ class Parts:
 
     drafter: Drafter
     target: Decoder
-    taps: TapSource
+    hidden_states: HiddenStatesSource
     stream: Stream
     schedule: Schedule
     folder: RunFolder
@@ -147,7 +147,7 @@ class Trainer:
         return accumulate(
             parts.drafter,
             parts.target,
-            parts.taps.states(batch),
+            parts.hidden_states.states(batch),
             batch,
             rows,
             Aim.of(cfg),

@@ -65,7 +65,7 @@ def test_heads_have_the_published_shapes(name: str, tmp_path: Path) -> None:
         cfg = read_drafter_config(folder)
         assert tensor_problems(cfg, Weights(folder).shapes) == []
         assert fit_problems(cfg, read_target_config(folders[name])) == []
-        assert cfg.taps == tuple(HEADS[AS_AWS[name]].taps)
+        assert cfg.aux_layer_ids == tuple(HEADS[AS_AWS[name]].aux_layer_ids)
     published = full(HEADS[AS_AWS[name]])
     wanted = head_shapes(replace(published, mlp=MODELS[name].head_mlp))
     assert Weights(parallel).shapes == wanted

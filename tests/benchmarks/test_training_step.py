@@ -146,7 +146,7 @@ def kept_rows(variants: ModuleType, cfg: DrafterConfig) -> tuple[float, float]:
     work = variants.random_work(models, variants.documents([90, 60], 0.2, shape.vocab))
     view = BatchView(drafter, work.states, work.batch, torch.device("cpu"))
     (chunk,) = chunks(work.rows, variants.EVERYTHING)
-    given = [*drafter.parameters(), *models.target.parameters(), work.states.taps_NX, drafter.rope.freq]
+    given = [*drafter.parameters(), *models.target.parameters(), work.states.aux_hidden_states_NX, drafter.rope.freq]
     with Kept(given) as zero:
         roots = view.depth_zero()
         zero.note(roots.said_ND)

@@ -112,7 +112,7 @@ def drafter_configs(draw: st.DrawFn, width: int = 24, vocab: int = 40, layers: i
     num_layers = draw(st.integers(1, 3))
     window = draw(st.integers(1, 50))
     windows = tuple(window if draw(flag) else None for _ in range(num_layers))
-    taps = draw(st.sets(st.integers(0, layers), min_size=1, max_size=4))
+    aux_hidden_states = draw(st.sets(st.integers(0, layers), min_size=1, max_size=4))
     return DrafterConfig(
         vocab_size=vocab,
         draft_vocab_size=draft_vocab,
@@ -121,7 +121,7 @@ def drafter_configs(draw: st.DrawFn, width: int = 24, vocab: int = 40, layers: i
         rope=draw(ropes()),
         max_positions=draw(st.integers(1, 10**6)),
         target_hidden_size=width,
-        taps=tuple(sorted(taps)),
+        aux_layer_ids=tuple(sorted(aux_hidden_states)),
         mask_token_id=draw(st.none() | st.integers(0, vocab - 1)),
         fc_norm=draw(flag),
         norm_before_fc=draw(flag),
@@ -170,8 +170,8 @@ def expected_shapes(cfg: DrafterConfig) -> dict[str, tuple[int, ...]]:
     """The plain format written out from its description, not from the module."""
     layer, width = cfg.layer, cfg.layer.hidden_size
     q, kv, inner = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim, layer.intermediate_size
-    taps = len(cfg.taps) * cfg.target_hidden_size
-    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (width, taps), "norm.weight": (width,)}
+    aux_hidden_states = len(cfg.aux_layer_ids) * cfg.target_hidden_size
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (width, aux_hidden_states), "norm.weight": (width,)}
     for i in range(cfg.num_layers):
         at, wide = ("midlayer", 2 * width) if i == 0 else (f"layers.{i}", width)
         linear = {"q_proj": (q, wide), "k_proj": (kv, wide), "v_proj": (kv, wide), "o_proj": (width, q)}
@@ -187,11 +187,11 @@ def expected_shapes(cfg: DrafterConfig) -> dict[str, tuple[int, ...]]:
         norms = ["input_layernorm", "post_attention_layernorm"] + ["hidden_norm"] * (i == 0)
         shapes |= {f"{at}.{n}.weight": (width,) for n in norms}
     if cfg.norm_before_fc:
-        shapes["input_norm.weight"] = (taps,)
+        shapes["input_norm.weight"] = (aux_hidden_states,)
     if cfg.fc_norm:
-        shapes |= {f"fc_norm.{i}.weight": (cfg.target_hidden_size,) for i in range(len(cfg.taps))}
+        shapes |= {f"fc_norm.{i}.weight": (cfg.target_hidden_size,) for i in range(len(cfg.aux_layer_ids))}
     if cfg.mask_token_id is not None:
-        shapes["mask_hidden"] = (1, 1, taps)
+        shapes["mask_hidden"] = (1, 1, aux_hidden_states)
     if cfg.own_embeddings:
         shapes["embed_tokens.weight"] = (cfg.vocab_size, width)
     if cfg.own_head:
@@ -350,9 +350,9 @@ def test_taps_are_in_layer_order_wherever_they_are_named(tmp_path: Path) -> None
     folder = copy_of("p-eagle-1", tmp_path)
     name = "eagle_aux_hidden_state_layer_ids"
     set_config(folder, **{name: [4, 1, 2]})
-    assert read_drafter_config(folder).taps == (1, 2, 4)  # the target hands them over in its own order
+    assert read_drafter_config(folder).aux_layer_ids == (1, 2, 4)  # the target hands them over in its own order
     edit_config(folder, lambda values: values.update({"eagle_config": {name: values.pop(name)}}))
-    assert read_drafter_config(folder).taps == (1, 2, 4)
+    assert read_drafter_config(folder).aux_layer_ids == (1, 2, 4)
 
 
 # A published head -----------------------------------------------------------------------------------------
@@ -444,15 +444,15 @@ def test_published_layout_loads_and_drafts(tmp_path: Path) -> None:
     target, tensors = published(tmp_path / "head")
     drafter = load_drafter(tmp_path / "head", target)
     cfg = drafter.cfg
-    assert cfg.taps == (2, 12, 21) and cfg.mask_token_id == 207 and cfg.num_layers == 4
+    assert cfg.aux_layer_ids == (2, 12, 21) and cfg.mask_token_id == 207 and cfg.num_layers == 4
     assert cfg.own_embeddings and cfg.own_head and not cfg.reduced_vocab
     assert cfg.rope == RopeConfig(500000.0, "llama3", 32.0, 8192, 1.0, 4.0)
     assert torch.equal(drafter.layers[0].self_attn.qkv_proj.weight[48:64], tensors["midlayer.self_attn.k_proj.weight"])
     assert torch.equal(drafter.layers[3].mlp.gate_up_proj.weight[64:], tensors["layers.3.mlp.up_proj.weight"])
     tokens = [3, 1, 4, 1, 5, 9, 2, 6]
-    _, taps = target(torch.tensor(tokens[:-1]), torch.arange(7), causal_attention, cfg.taps)
-    assert taps is not None
-    draft = propose(drafter, tokens, taps, 7, SamplingParams(), torch.Generator().manual_seed(0))
+    _, aux_hidden_states = target(torch.tensor(tokens[:-1]), torch.arange(7), causal_attention, cfg.aux_layer_ids)
+    assert aux_hidden_states is not None
+    draft = propose(drafter, tokens, aux_hidden_states, 7, SamplingParams(), torch.Generator().manual_seed(0))
     assert len(draft.tokens) == 7 and draft.probs_KV.shape == (7, 211)
     out = generate(target, tokens, SamplingParams(max_tokens=12), drafter=drafter, draft_tokens=5)
     assert out.token_ids == generate(target, tokens, SamplingParams(max_tokens=12)).token_ids
@@ -464,8 +464,8 @@ def test_published_layout_loads_and_drafts(tmp_path: Path) -> None:
 def test_published_layout_with_named_taps(tmp_path: Path) -> None:
     nested = {"eagle_aux_hidden_state_layer_ids": [1, 11, 20], "use_aux_hidden_state": True}
     target, _ = published(tmp_path / "head", eagle_config=nested)
-    assert load_drafter(tmp_path / "head", target).cfg.taps == (1, 11, 20)
-    assert read_drafter_config(tmp_path / "head").taps == (1, 11, 20)
+    assert load_drafter(tmp_path / "head", target).cfg.aux_layer_ids == (1, 11, 20)
+    assert read_drafter_config(tmp_path / "head").aux_layer_ids == (1, 11, 20)
 
 
 def test_default_taps_need_a_target(tmp_path: Path) -> None:
@@ -643,7 +643,7 @@ Tensors = dict[str, torch.Tensor]
 BAD_TENSORS: dict[str, tuple[Callable[[Tensors], Any], str]] = {
     "no fc": (lambda t: t.pop("fc.weight"), "'fc.weight' is missing"),
     "no norm": (lambda t: t.pop("norm.weight"), "'norm.weight' is missing"),
-    "fc of two taps": (
+    "fc of two aux_hidden_states": (
         lambda t: t.update({"fc.weight": t["fc.weight"][:, :128].clone()}),
         "'fc.weight' has shape [64, 128], expected [64, 192]",
     ),
@@ -735,20 +735,20 @@ BAD_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "mask id true": (dict.fromkeys(MASK_NAMES, True), "True"),
     "another width": ({"target_hidden_size": 32}, "width 32"),
     "another vocabulary": ({"vocab_size": 159}, "vocabulary of 159"),
-    "a tap too far": ({"eagle_aux_hidden_state_layer_ids": [1, 2, 6]}, "taps layer 6"),
+    "a tap too far": ({"eagle_aux_hidden_state_layer_ids": [1, 2, 6]}, "aux_hidden_states layer 6"),
     "a tap twice": ({"eagle_aux_hidden_state_layer_ids": [1, 1, 2]}, "eagle_aux_hidden_state_layer_ids"),
     "a tap below": ({"eagle_aux_hidden_state_layer_ids": [-1, 1, 2]}, "eagle_aux_hidden_state_layer_ids"),
     "a tap of text": ({"eagle_aux_hidden_state_layer_ids": [1, "2", 4]}, "eagle_aux_hidden_state_layer_ids"),
     "a tap of truth": ({"eagle_aux_hidden_state_layer_ids": [True, 2, 4]}, "eagle_aux_hidden_state_layer_ids"),
     "one tap alone": ({"eagle_aux_hidden_state_layer_ids": 2}, "eagle_aux_hidden_state_layer_ids"),
-    "two taps": ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, "expected [1, 1, 128]"),
-    "no taps anywhere": (
+    "two aux_hidden_states": ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, "expected [1, 1, 128]"),
+    "no aux_hidden_states anywhere": (
         {
             "eagle_aux_hidden_state_layer_ids": [],
             "eagle_config": {"eagle_aux_hidden_state_layer_ids": []},
             "norm_before_fc": True,
         },
-        "input_norm.weight",  # the target's three default taps, then
+        "input_norm.weight",  # the target's three default aux_hidden_states, then
     ),
     "EAGLE-1": ({"eagle_config": {"use_aux_hidden_state": False}}, "EAGLE-1"),
     "another model": ({"model_type": "gemma"}, "'gemma'"),
@@ -783,7 +783,7 @@ def test_mask_id_without_mask_hidden(tmp_path: Path, target: Decoder) -> None:
 
 def test_another_target(tmp_path: Path) -> None:
     small = replace(pairs.TARGET, num_layers=3, windows=(None,) * 3)
-    refused(pairs.drafter_folder("p-eagle-1"), Decoder(small), "taps layer 4", "3 layers")
+    refused(pairs.drafter_folder("p-eagle-1"), Decoder(small), "aux_hidden_states layer 4", "3 layers")
     wide = replace(pairs.TARGET, layer=replace(pairs.TARGET.layer, hidden_size=72), vocab_size=170)
     refused(pairs.drafter_folder("p-eagle-1"), Decoder(wide), "width 64", "72 wide", "vocabulary of 160", "170")
 
@@ -979,8 +979,8 @@ def check_any_config(source: Path, values: dict[str, Any]) -> None:
         with at_worst_refused():
             drafter = load_drafter(folder, target)
             with torch.inference_mode():
-                taps = torch.ones(3, drafter.cfg.tap_width)
-                propose(drafter, [1, 2, 3, 4], taps, 2, SamplingParams(), torch.Generator())
+                aux_hidden_states = torch.ones(3, drafter.cfg.aux_hidden_size)
+                propose(drafter, [1, 2, 3, 4], aux_hidden_states, 2, SamplingParams(), torch.Generator())
 
 
 @FUZZ

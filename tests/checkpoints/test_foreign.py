@@ -1,4 +1,4 @@
-"""Targets that run through transformers' own modules: the same logits, taps and texts, or a refusal."""
+"""Targets that run through transformers' own modules: the same logits, aux_hidden_states and texts, or a refusal."""
 
 from __future__ import annotations
 
@@ -71,10 +71,12 @@ def test_other_names(tmp_path: Path) -> None:
     model = saved(gpt_neox(), tmp_path)
     tokens = tokens_of(97)
     decoder = load_decoder(tmp_path)
-    hidden, taps = decoder(tokens, torch.arange(len(tokens)), causal_attention, (0, 2))
+    hidden, aux_hidden_states = decoder(tokens, torch.arange(len(tokens)), causal_attention, (0, 2))
     want = model(tokens[None], output_hidden_states=True)
     torch.testing.assert_close(decoder.logits(hidden), want.logits[0], atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(taps, torch.cat([want.hidden_states[k][0] for k in (0, 2)], -1), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        aux_hidden_states, torch.cat([want.hidden_states[k][0] for k in (0, 2)], -1), atol=1e-4, rtol=1e-4
+    )
     assert decoder.norm.weight.shape == (48,) and decoder.embed_tokens.weight.shape == (97, 48)
 
 

@@ -56,7 +56,7 @@ def test_a_build_holds_everything_and_finds_them_by_name(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", [DEFAULT_DRAFTER, EAGLE3_DRAFTER])
 def test_they_help_and_change_nothing(name: str, smollm2: Path) -> None:
-    """A drafter whose taps, mask or layers were read wrongly still drafts, but is hardly ever right."""
+    """A drafter whose aux_hidden_states, mask or layers were read wrongly still drafts, but is hardly ever right."""
     options = {"device": "cpu", "dtype": "float32", "max_num_seqs": 1, "max_model_len": 256}
     llm = LLM(smollm2, resolve_drafter(name), 3, **options)
     params = SamplingParams(max_tokens=24)

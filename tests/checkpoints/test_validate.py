@@ -125,27 +125,32 @@ def test_tensors(case: str, tmp_path: Path) -> None:
     assert findings(broken(tmp_path, name, tensors=change)) == [finding]
 
 
-TAPS = "eagle_aux_hidden_state_layer_ids"
+AUX_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 CONFIG_CASES: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "unsorted": (
         "p-eagle-1",
-        {TAPS: [4, 1, 2]},
+        {AUX_LAYER_IDS: [4, 1, 2]},
         "0.32",
-        f"{TAPS} [4, 1, 2] is not sorted: vLLM concatenates in ascending order all the same",
+        f"{AUX_LAYER_IDS} [4, 1, 2] is not sorted: vLLM concatenates in ascending order all the same",
     ),
-    "range": ("p-eagle-1", {TAPS: [1, 2, 9]}, "0.32", "taps layer 9, this target has 5 layers"),
-    "repeated": ("p-eagle-1", {TAPS: [1, 1, 2]}, "0.32", f"{TAPS} is [1, 1, 2], expected different layers, from 0 up"),
+    "range": ("p-eagle-1", {AUX_LAYER_IDS: [1, 2, 9]}, "0.32", "aux_hidden_states layer 9, this target has 5 layers"),
+    "repeated": (
+        "p-eagle-1",
+        {AUX_LAYER_IDS: [1, 1, 2]},
+        "0.32",
+        f"{AUX_LAYER_IDS} is [1, 1, 2], expected different layers, from 0 up",
+    ),
     "uncounted": (
         "p-eagle-1-wide",
         {"num_aux_hidden_states": None},
         "0.32",
-        "4 taps without num_aux_hidden_states: vLLM takes fc for 3 of them",
+        "4 aux_hidden_states without num_aux_hidden_states: vLLM takes fc for 3 of them",
     ),
     "miscounted": (
         "p-eagle-1",
         {"num_aux_hidden_states": 4},
         "0.32",
-        "num_aux_hidden_states is 4, but there are 3 taps",
+        "num_aux_hidden_states is 4, but there are 3 aux_hidden_states",
     ),
     "null width": (
         "p-eagle-1",

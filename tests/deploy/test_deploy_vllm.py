@@ -210,7 +210,7 @@ def test_an_eagle3_drafter_is_not_told_to_draft_in_parallel(run: Any) -> None:
 
 
 def test_a_drafter_whose_taps_only_its_target_knows(run: Any, tmp_path: Path) -> None:
-    """EAGLE-3 or P-EAGLE is in the tensors, also where the target, whose default taps are meant, is not read."""
+    """EAGLE-3 or P-EAGLE is in the tensors, also where the target, whose default aux states are meant, is not read."""
     for name, parallel in (("eagle3-1", False), ("p-eagle-1", True)):
         folder = tmp_path / name
         shutil.copytree(drafter_folder(name), folder)

@@ -117,7 +117,7 @@ def smollm2s_shape(parallel: bool = True) -> tuple[Target, Drafter, int]:
         rope=RopeConfig(),
         max_positions=2048,
         target_hidden_size=SMOLLM2.hidden_size,
-        taps=cfg.default_taps,
+        aux_layer_ids=cfg.default_aux_layer_ids,
         mask_token_id=0 if parallel else None,
     )
     return target, random_weights(Drafter, draft, dtype, device).share(target.model), vocab

@@ -264,7 +264,7 @@ class Table:
     def target(self) -> Any:
         return SimpleNamespace(cfg=SimpleNamespace(vocab_size=self.vocab, max_positions=1000))
 
-    def read(self, target: Any, tokens: list[int], last: int, taps: Any) -> tuple[Tensor, Tensor]:
+    def read(self, target: Any, tokens: list[int], last: int, aux_hidden_states: Any) -> tuple[Tensor, Tensor]:
         ends = range(len(tokens) - last + 1, len(tokens) + 1)
         return torch.tensor([self[tokens[:end]] for end in ends], dtype=torch.float64), torch.empty(len(tokens), 0)
 
@@ -277,7 +277,7 @@ class Table:
         return said
 
     def run(self, asked: Asked, propose: Callable[..., Draft] | None = None, k: int = 0) -> Generation:
-        drafter: Any = None if propose is None else SimpleNamespace(cfg=SimpleNamespace(taps=()))
+        drafter: Any = None if propose is None else SimpleNamespace(cfg=SimpleNamespace(aux_layer_ids=()))
         with mock.patch.multiple(reference, read=self.read, propose=propose):
             return asked.run(self.target, drafter=drafter, draft_tokens=k)
 
@@ -286,7 +286,7 @@ def knowing(asked: Asked, said: list[int], right_for: int, seed: int) -> Callabl
     """Proposes what will be said, from the `right_for`-th on whatever comes to its mind."""
     choose = random.Random(seed)
 
-    def propose(drafter: Any, tokens: list[int], taps: Tensor, k: int, params: Any, rng: Any) -> Draft:
+    def propose(drafter: Any, tokens: list[int], aux_hidden_states: Tensor, k: int, params: Any, rng: Any) -> Draft:
         done = len(tokens) - len(asked.prompt)
         drafts = [
             said[done + i] if i < right_for and done + i < len(said) else choose.randrange(len(asked.pieces))
@@ -504,7 +504,9 @@ VOCAB, LENGTH = 5, 3
 def drafting(seed: int, drawn: bool) -> Callable[..., Draft]:
     other = Table(VOCAB, seed)
 
-    def propose(drafter: Any, tokens: list[int], taps: Tensor, k: int, params: Any, rng: torch.Generator) -> Draft:
+    def propose(
+        drafter: Any, tokens: list[int], aux_hidden_states: Tensor, k: int, params: Any, rng: torch.Generator
+    ) -> Draft:
         drafts: list[int] = []
         probs = []
         for _ in range(k):

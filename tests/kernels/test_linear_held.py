@@ -20,7 +20,8 @@ from peagle.kernels.gemm.linear_triton import stream_triton
 from peagle.kernels.gemm.tile_configs import HELD, config_for, held_rows
 from peagle.kernels.norm.rms_norm import Stream
 
-# N, K, gated: of SmolLM2 q/k/v, o, gate and up, down; of its drafters the first q/k/v and what combines three taps
+# N, K, gated: of SmolLM2 q/k/v, o, gate and up, down; of its drafters the first q/k/v and what combines three aux
+# states
 SHAPES = [
     (960, 576, False),
     (576, 576, False),

@@ -456,11 +456,11 @@ def spread_weights(module: torch.nn.Module, seed: int) -> None:
 class RememberingDecoder(Decoder):
     """Thousands of short texts over six tokens: what was computed for one is there for the next."""
 
-    def forward(self, token_ids_T, positions_T, attend, taps=()):  # type: ignore[no-untyped-def]
+    def forward(self, token_ids_T, positions_T, attend, aux_layer_ids=()):  # type: ignore[no-untyped-def]
         memory = self.__dict__.setdefault("memory", {})
-        key = (tuple(token_ids_T.tolist()), tuple(positions_T.tolist()), tuple(taps))
+        key = (tuple(token_ids_T.tolist()), tuple(positions_T.tolist()), tuple(aux_layer_ids))
         if key not in memory:
-            memory[key] = super().forward(token_ids_T, positions_T, attend, taps)
+            memory[key] = super().forward(token_ids_T, positions_T, attend, aux_layer_ids)
         return memory[key]
 
 
@@ -490,7 +490,7 @@ def make_drafter(target: Decoder, kind: str) -> Drafter:
         rope=RopeConfig(),
         max_positions=64,
         target_hidden_size=8,
-        taps=(0, 1),
+        aux_layer_ids=(0, 1),
         mask_token_id=3 if kind.startswith("p-eagle") else None,
         own_head=kind.endswith("reduced"),
     )

@@ -1,4 +1,4 @@
-"""The target against transformers: logits, taps and configs of every family, and every refusal in one line."""
+"""The target against transformers: logits, aux_layer_ids and configs of every family, and every refusal in one line."""
 
 from __future__ import annotations
 
@@ -149,10 +149,10 @@ def theirs(model: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, list[torch.T
 
 @torch.inference_mode()
 def ours(model: Decoder, tokens: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    taps = tuple(range(model.cfg.num_layers + 1))
-    hidden, tapped = model(tokens, torch.arange(len(tokens)), causal_attention, taps)
-    assert tapped is not None
-    return model.logits(hidden), list(tapped.chunk(len(taps), -1))
+    aux_layer_ids = tuple(range(model.cfg.num_layers + 1))
+    hidden, aux_hidden_states = model(tokens, torch.arange(len(tokens)), causal_attention, aux_layer_ids)
+    assert aux_hidden_states is not None
+    return model.logits(hidden), list(aux_hidden_states.chunk(len(aux_layer_ids), -1))
 
 
 def assert_same(model: Any, decoder: Decoder, tokens: torch.Tensor, atol: float = 1e-5) -> None:
@@ -161,7 +161,7 @@ def assert_same(model: Any, decoder: Decoder, tokens: torch.Tensor, atol: float 
     assert want.std() > 0.1, "logits so flat that nothing would show"
     assert (got - want).abs().max() < 1e-4
     for k, (mine, other) in enumerate(zip(got_taps, want_taps, strict=True)):
-        torch.testing.assert_close(mine, other, atol=atol, rtol=1e-5, msg=lambda m, k=k: f"tap {k}: {m}")
+        torch.testing.assert_close(mine, other, atol=atol, rtol=1e-5, msg=lambda m, k=k: f"aux hidden state {k}: {m}")
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -269,8 +269,8 @@ def test_positions_are_absolute_and_far(tmp_path: Path) -> None:
     tokens, positions = tokens_of(97), torch.arange(LENGTH) + 400
     with torch.inference_mode():
         want = model(tokens[None], position_ids=positions[None], use_cache=False).logits[0]
-        hidden, tapped = decoder(tokens, positions, causal_attention)
-        assert tapped is None
+        hidden, aux_hidden_states = decoder(tokens, positions, causal_attention)
+        assert aux_hidden_states is None
         assert (decoder.logits(hidden) - want).abs().max() < 1e-4
     cast = decoder.to(torch.bfloat16)
     assert cast.rope.freq.dtype == torch.float32
@@ -351,7 +351,7 @@ def test_real_smollm2(smollm2: Path) -> None:
     )
     tokens = torch.tensor(tokenizer(text)["input_ids"])[:40]
     target = load_target(folder)
-    assert target.model.cfg.tied_head and target.model.cfg.default_taps == (2, 15, 27)
+    assert target.model.cfg.tied_head and target.model.cfg.default_aux_layer_ids == (2, 15, 27)
     want, want_taps = theirs(model, tokens)
     got, got_taps = ours(target.model, tokens)
     assert len(tokens) > 30 and (got - want).abs().max() < 1e-4

@@ -1,4 +1,5 @@
-"""Families beyond Llama's against transformers: logits and taps, greedy text through the engine with and without a
+"""Families beyond Llama's against transformers: logits and aux layers, greedy text through the engine with and
+without a
 drafter, and the same through the reference."""
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def random_drafter(target: Decoder) -> Drafter:
         rope=cfg.rope.plain,
         max_positions=cfg.max_positions,
         target_hidden_size=cfg.layer.hidden_size,
-        taps=(1, layers // 2, layers),
+        aux_layer_ids=(1, layers // 2, layers),
         mask_token_id=cfg.vocab_size - 1,
     )
     torch.manual_seed(1)
@@ -171,13 +172,15 @@ def test_packed_documents(name: str, tmp_path: Path) -> None:
     """What training reads: several documents in one pass, none of which sees another."""
     saved(name, tmp_path)
     model = load_decoder(tmp_path)
-    lengths, taps = (21, 1, 18), (0, 2, 4)
+    lengths, aux_layer_ids = (21, 1, 18), (0, 2, 4)
     tokens = tokens_of(97)
     starts = torch.cat([torch.full((n,), sum(lengths[:i])) for i, n in enumerate(lengths)])
-    hidden, tapped = model(tokens, torch.arange(len(tokens)) - starts, InDocuments(starts), taps)
-    want = [model(part, torch.arange(len(part)), causal_attention, taps) for part in tokens.split(lengths)]
+    hidden, aux_hidden_states = model(tokens, torch.arange(len(tokens)) - starts, InDocuments(starts), aux_layer_ids)
+    want = [model(part, torch.arange(len(part)), causal_attention, aux_layer_ids) for part in tokens.split(lengths)]
     torch.testing.assert_close(hidden, torch.cat([w[0] for w in want]), atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(tapped, torch.cat([w[1] for w in want if w[1] is not None]), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        aux_hidden_states, torch.cat([w[1] for w in want if w[1] is not None]), atol=1e-4, rtol=1e-4
+    )
 
 
 def test_longrope_by_the_length_that_texts_may_have(tmp_path: Path) -> None:
@@ -280,8 +283,8 @@ def test_mxfp4_that_stays_packed(tmp_path: Path) -> None:
     saved_mxfp4(tmp_path)
     plain, kept = load_decoder(tmp_path), load_decoder(tmp_path, packed=True)
     tokens = tokens_of(97)
-    (want, want_taps), (got, taps) = ours(plain, tokens), ours(kept, tokens)
-    assert torch.equal(want, got) and torch.equal(torch.stack(want_taps), torch.stack(taps))
+    (want, want_taps), (got, aux_layer_ids) = ours(plain, tokens), ours(kept, tokens)
+    assert torch.equal(want, got) and torch.equal(torch.stack(want_taps), torch.stack(aux_layer_ids))
     numbers, rows = 4 * 5 * (2 * 32 * 64 + 64 * 32), 4 * 5 * (2 * 32 + 64)
     assert expert_bytes(plain) == 4 * numbers and expert_bytes(kept) == (128 // 2 + 16) * rows
     assert count_weights(plain) - numbers == count_weights(kept) - (128 + 16) * rows

@@ -346,7 +346,7 @@ def test_the_published_head_of_gemma4_31b(tmp_path: Path) -> None:
     """Fits the target, and a new drafter for it is like it: no norms of heads, which the target has."""
     cfg, head = read_target_config(written(GEMMA4_31B, tmp_path)), published_heads.HEADS["gemma-4-31b"]
     published = read_drafter_config(published_heads.write_full_head(head, tmp_path / "head"), cfg)
-    assert fit_problems(published, cfg) == [] and published.taps == cfg.default_taps == (2, 30, 57)
+    assert fit_problems(published, cfg) == [] and published.aux_layer_ids == cfg.default_aux_layer_ids == (2, 30, 57)
     made = drafter_config(TrainConfig(), cfg, 7)
     assert made.layer.head_dim == published.layer.head_dim and made.layer.num_kv_heads == published.layer.num_kv_heads
     assert not made.layer.qk_norm and made.layer == made.layer.plain and made.rope == RopeConfig(theta=1e6)

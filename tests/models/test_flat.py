@@ -21,11 +21,11 @@ def test_flat_passes_are_the_modules_bit_for_bit(dtype, rows):
         target, drafter = load_pair(name)
         target.to(dtype), drafter.to(dtype)
         hidden = torch.randn(rows, drafter.cfg.layer.hidden_size).to(dtype)
-        taps = (1, target.cfg.num_layers)
+        aux_layer_ids = (1, target.cfg.num_layers)
         with torch.inference_mode():
-            ours = FlatDecoder(target)(tokens, positions, causal_attention, taps)
+            ours = FlatDecoder(target)(tokens, positions, causal_attention, aux_layer_ids)
             ours += FlatDrafter(drafter)(tokens, hidden, positions, causal_attention)
-            theirs = target(tokens, positions, causal_attention, taps)
+            theirs = target(tokens, positions, causal_attention, aux_layer_ids)
             theirs += drafter(tokens, hidden, positions, causal_attention)
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 

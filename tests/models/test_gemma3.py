@@ -196,7 +196,7 @@ def test_a_new_drafter_is_certain_of_nothing(larger: float, want: float | None, 
     target = load_decoder(tmp_path / "target")
     target.norm.weight.data *= larger
     counts = TokenCounts(torch.ones(len(TOKENS), dtype=torch.long))
-    cfg = TrainConfig(init="random", method="eagle3", taps=(1, 3, 5))
+    cfg = TrainConfig(init="random", method="eagle3", aux_layer_ids=(1, 3, 5))
     drafter = new_drafter(cfg, target, None, (), counts)
     states = torch.randn(4096, 32, generator=torch.Generator().manual_seed(0))
     spread = float(drafter.logits(drafter.norm(states)).detach().std(1).square().mean().sqrt())

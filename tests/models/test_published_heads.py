@@ -61,7 +61,7 @@ def target(target_folder: Path) -> Decoder:
     return load_decoder(target_folder)
 
 
-def expected_drafts(head: Head, tapped: Tensor, tokens: list[int], k: int) -> list[int]:
+def expected_drafts(head: Head, aux_hidden_states: Tensor, tokens: list[int], k: int) -> list[int]:
     """The row at p has the state at p and the token at p+1; behind the newest token come k-1 masked rows."""
     shape = small(head)
     w = {name: tensor.float() for name, tensor in head_tensors(shape).items()}
@@ -73,7 +73,7 @@ def expected_drafts(head: Head, tapped: Tensor, tokens: list[int], k: int) -> li
         return x @ w[f"{name}.weight"].T
 
     ids = torch.tensor([*tokens[1:], *[shape.mask_id] * (k - 1)])
-    hidden = torch.cat([tapped, w["mask_hidden"][0].expand(k - 1, -1)]) @ w["fc.weight"].T
+    hidden = torch.cat([aux_hidden_states, w["mask_hidden"][0].expand(k - 1, -1)]) @ w["fc.weight"].T
     embeds = w["embed_tokens.weight"][ids]
     config = LlamaConfig(
         head_dim=shape.head_dim,
@@ -108,16 +108,20 @@ def expected_drafts(head: Head, tapped: Tensor, tokens: list[int], k: int) -> li
     return logits[-k:].argmax(-1).tolist()
 
 
-@pytest.mark.parametrize("taps", ["top", "nested", "none"])
-def test_a_head_drafts_what_its_tensors_say(head: Head, taps: Taps, target: Decoder, tmp_path: Path) -> None:
-    drafter = load_drafter(write_head(head, tmp_path / "head", taps), target)
+@pytest.mark.parametrize("aux_hidden_states", ["top", "nested", "none"])
+def test_a_head_drafts_what_its_tensors_say(
+    head: Head, aux_hidden_states: Taps, target: Decoder, tmp_path: Path
+) -> None:
+    drafter = load_drafter(write_head(head, tmp_path / "head", aux_hidden_states), target)
     assert drafter.cfg.parallel and drafter.cfg.mask_token_id == small(head).mask_id
-    assert drafter.cfg.taps == tuple(head.taps) and drafter.cfg.rope.kind == "llama3"
+    assert drafter.cfg.aux_layer_ids == tuple(head.aux_layer_ids) and drafter.cfg.rope.kind == "llama3"
     with torch.inference_mode():
-        _, tapped = target(torch.tensor(PROMPT[:-1]), torch.arange(len(PROMPT) - 1), causal_attention, drafter.cfg.taps)
-        assert tapped is not None
-        draft = propose(drafter, PROMPT, tapped, head.draft_tokens, None, torch.Generator())
-    wanted = expected_drafts(head, tapped, PROMPT, head.draft_tokens)
+        _, aux_hidden_states = target(
+            torch.tensor(PROMPT[:-1]), torch.arange(len(PROMPT) - 1), causal_attention, drafter.cfg.aux_layer_ids
+        )
+        assert aux_hidden_states is not None
+        draft = propose(drafter, PROMPT, aux_hidden_states, head.draft_tokens, None, torch.Generator())
+    wanted = expected_drafts(head, aux_hidden_states, PROMPT, head.draft_tokens)
     assert draft.tokens == wanted and len(set(wanted)) > 1
 
 
@@ -133,8 +137,8 @@ def test_a_head_changes_no_text(head: Head, target_folder: Path, tmp_path: Path)
 
 
 def test_the_validator_finds_nothing_but_unnamed_taps(head: Head, target_folder: Path, tmp_path: Path) -> None:
-    for taps, found in (("top", 0), ("nested", 0), ("none", 1)):
-        folder = write_head(head, tmp_path / taps, taps)  # type: ignore[arg-type]
+    for aux_hidden_states, found in (("top", 0), ("nested", 0), ("none", 1)):
+        folder = write_head(head, tmp_path / aux_hidden_states, aux_hidden_states)  # type: ignore[arg-type]
         for version in ("0.16", "0.27", "0.32"):
             findings = inspect_drafter(folder, str(folder), target_folder, str(target_folder), version).findings
             assert len(findings) == found, findings

@@ -17,7 +17,7 @@ from peagle.training.hidden_states.online import Online, rows_in_order
 from peagle.training.hidden_states.vllm_files import VllmFolder, layers_to_ask
 
 pytestmark = pytest.mark.vllm
-TAPS = (1, 2, 4)
+AUX_LAYER_IDS = (1, 2, 4)
 LONGEST = 90
 
 
@@ -80,11 +80,11 @@ def test_vllm_keeps_what_the_target_says(tmp_path: Path, monkeypatch: pytest.Mon
     prompts = [row.token_ids.tolist() for row in rows_in_order(pack(examples, LONGEST))]
     assert [len(p) for p in prompts] == [17, 40, 1, 90, 64]
     with monkeypatch.context() as patch:
-        extract(prompts, layers_to_ask(target, TAPS), tmp_path, patch)
-    source, online = VllmFolder(tmp_path, target, TAPS, LONGEST), Online(target, TAPS)
+        extract(prompts, layers_to_ask(target, AUX_LAYER_IDS), tmp_path, patch)
+    source, online = VllmFolder(tmp_path, target, AUX_LAYER_IDS, LONGEST), Online(target, AUX_LAYER_IDS)
     source.check(examples)
     for batch in pack(examples, 150, max_length=LONGEST):
         theirs, ours = source.states(batch), online.states(batch)
         torch.testing.assert_close(theirs.hidden_ND, ours.hidden_ND, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(theirs.taps_NX, ours.taps_NX, rtol=1e-4, atol=1e-4)
-        assert (theirs.taps_NX.abs().amax(1) > 1).all(), "zeros would prove nothing"
+        torch.testing.assert_close(theirs.aux_hidden_states_NX, ours.aux_hidden_states_NX, rtol=1e-4, atol=1e-4)
+        assert (theirs.aux_hidden_states_NX.abs().amax(1) > 1).all(), "zeros would prove nothing"

@@ -99,7 +99,7 @@ def random_drafter(target_seed: int, seed: int) -> Drafter:
     reduced, own_embeddings = seed % 4 >= 2, choose.random() < 0.5
     own_head = reduced or choose.random() < 0.5
     own_width = own_embeddings and own_head and choose.random() < 0.5
-    taps = choose.sample(range(target.cfg.num_layers + 1), choose.randint(1, target.cfg.num_layers + 1))
+    aux_hidden_states = choose.sample(range(target.cfg.num_layers + 1), choose.randint(1, target.cfg.num_layers + 1))
     flags = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
     cfg = DrafterConfig(
         vocab_size=vocab,
@@ -109,7 +109,7 @@ def random_drafter(target_seed: int, seed: int) -> Drafter:
         rope=RopeConfig(),
         max_positions=CONTEXT,
         target_hidden_size=width,
-        taps=tuple(sorted(taps)),
+        aux_layer_ids=tuple(sorted(aux_hidden_states)),
         mask_token_id=None if seed % 2 else choose.randrange(vocab),
         own_embeddings=own_embeddings,
         own_head=own_head,
@@ -396,7 +396,7 @@ def test_trained_drafter_up_to_the_end_of_the_context(name: str) -> None:
 
 # With drafters that are fakes: the loop alone
 
-FAKE: Any = SimpleNamespace(cfg=SimpleNamespace(taps=()))
+FAKE: Any = SimpleNamespace(cfg=SimpleNamespace(aux_layer_ids=()))
 HABITS = ("right", "wrong", "right then wrong", "random", "repeats", "stops early")
 
 
@@ -406,10 +406,10 @@ def habitual(habit: str, case: Case, seed: int, right_for: int = 0, sure: bool =
     truth, vocab = case.start.truth, case.start.target.cfg.vocab_size
     stops = [*case.eos_ids, *case.stop_token_ids] or [0]
 
-    def propose(drafter: Any, tokens: list[int], taps: Tensor, k: int, params: Any, rng: Any) -> Draft:
+    def propose(drafter: Any, tokens: list[int], aux_hidden_states: Tensor, k: int, params: Any, rng: Any) -> Draft:
         done = len(tokens) - len(case.start.prompt)
         assert tokens == [*case.start.prompt, *truth[:done]]
-        assert len(taps) == len(tokens) - 1
+        assert len(aux_hidden_states) == len(tokens) - 1
         right = list(truth[done : done + k])
         assert len(right) == k > 0
         wrong = [(x + choose.randint(1, vocab - 1)) % vocab for x in right]
@@ -584,7 +584,9 @@ def test_progress_is_told_after_the_prompt_and_after_each_round() -> None:
 # What the drafter is given
 
 
-def rows_given(drafter: Drafter, taps: Tensor, tokens: list[int], k: int) -> tuple[list[Any], list[Any], Draft]:
+def rows_given(
+    drafter: Drafter, aux_hidden_states: Tensor, tokens: list[int], k: int
+) -> tuple[list[Any], list[Any], Draft]:
     given: list[Any] = []
     said: list[Any] = []
     hooks = [
@@ -593,16 +595,16 @@ def rows_given(drafter: Drafter, taps: Tensor, tokens: list[int], k: int) -> tup
     ]
     try:
         with torch.inference_mode():
-            draft = reference.propose(drafter, tokens, taps, k, None, torch.Generator())
+            draft = reference.propose(drafter, tokens, aux_hidden_states, k, None, torch.Generator())
     finally:
         for hook in hooks:
             hook.remove()
     return given, said, draft
 
 
-def tapped(target: Decoder, taps: tuple[int, ...], tokens: list[int]) -> Tensor:
+def target_aux_states(target: Decoder, aux_layer_ids: tuple[int, ...], tokens: list[int]) -> Tensor:
     with torch.inference_mode():
-        _, at = target(torch.tensor(tokens), torch.arange(len(tokens)), causal_attention, taps)
+        _, at = target(torch.tensor(tokens), torch.arange(len(tokens)), causal_attention, aux_layer_ids)
     assert at is not None
     return at
 
@@ -615,8 +617,8 @@ def best(drafter: Drafter, said: Tensor) -> int:
 def test_the_worked_example_of_p_eagle(name: str) -> None:
     target, drafter = trained_pair(name)
     a, b, c = b"The"
-    taps = tapped(target, drafter.cfg.taps, [a, b])
-    given, said, draft = rows_given(drafter, taps, [a, b, c], 3)
+    aux_hidden_states = target_aux_states(target, drafter.cfg.aux_layer_ids, [a, b])
+    given, said, draft = rows_given(drafter, aux_hidden_states, [a, b, c], 3)
     ((tokens, hidden, positions, _),) = given  # one pass
     mask = drafter.cfg.mask_token_id
     assert mask == pairs.MASK_ID
@@ -624,7 +626,7 @@ def test_the_worked_example_of_p_eagle(name: str) -> None:
     assert positions.tolist() == [0, 1, 2, 3]
     with torch.inference_mode():
         assert drafter.mask_hidden is not None
-        torch.testing.assert_close(hidden[:2], drafter.combine(taps))
+        torch.testing.assert_close(hidden[:2], drafter.combine(aux_hidden_states))
         torch.testing.assert_close(hidden[2:], drafter.combine(drafter.mask_hidden[0]).repeat(2, 1))
         assert draft.tokens == [best(drafter, said[0][0][row]) for row in (1, 2, 3)]
     assert torch.equal(draft.probs_KV, F.one_hot(torch.tensor(draft.tokens), pairs.VOCAB).double())
@@ -634,14 +636,14 @@ def test_the_worked_example_of_p_eagle(name: str) -> None:
 def test_the_same_example_with_eagle_3(name: str) -> None:
     target, drafter = trained_pair(name)
     a, b, c = b"The"
-    taps = tapped(target, drafter.cfg.taps, [a, b])
-    given, said, draft = rows_given(drafter, taps, [a, b, c], 3)
+    aux_hidden_states = target_aux_states(target, drafter.cfg.aux_layer_ids, [a, b])
+    given, said, draft = rows_given(drafter, aux_hidden_states, [a, b, c], 3)
     first, second, _ = draft.tokens
     assert [args[0].tolist() for args in given] == [[b, c], [b, c, first], [b, c, first, second]]
     assert [args[2].tolist() for args in given] == [[0, 1], [0, 1, 2], [0, 1, 2, 3]]
     with torch.inference_mode():
         for _, hidden, _, _ in given:
-            torch.testing.assert_close(hidden[:2], drafter.combine(taps))
+            torch.testing.assert_close(hidden[:2], drafter.combine(aux_hidden_states))
         for i in (1, 2):  # each new row carries what the pass before handed on
             torch.testing.assert_close(given[i][1][-1], said[i - 1][1][-1])
         assert draft.tokens == [best(drafter, out[0][-1]) for out in said]
@@ -652,7 +654,7 @@ def test_the_same_example_with_eagle_3(name: str) -> None:
 @pytest.mark.parametrize("name", ["p-eagle-1", "eagle3-1"])
 def test_one_draft_and_a_prompt_of_one_token(name: str) -> None:
     target, drafter = trained_pair(name)
-    given, _, draft = rows_given(drafter, tapped(target, drafter.cfg.taps, [84]), [84, 104], 1)
+    given, _, draft = rows_given(drafter, target_aux_states(target, drafter.cfg.aux_layer_ids, [84]), [84, 104], 1)
     ((tokens, _, positions, _),) = given
     assert (tokens.tolist(), positions.tolist(), len(draft.tokens)) == ([104], [0], 1)
 
@@ -662,11 +664,13 @@ def test_every_round_hands_over_the_taps_of_what_the_target_has_read(name: str) 
     target, drafter = trained_pair(name)
     propose, calls = reference.propose, 0
 
-    def checked(drafter: Drafter, tokens: list[int], taps: Tensor, *rest: Any) -> Draft:
+    def checked(drafter: Drafter, tokens: list[int], aux_hidden_states: Tensor, *rest: Any) -> Draft:
         nonlocal calls
         calls += 1
-        torch.testing.assert_close(taps, tapped(target, drafter.cfg.taps, tokens[:-1]), atol=1e-3, rtol=1e-3)
-        return propose(drafter, tokens, taps, *rest)
+        torch.testing.assert_close(
+            aux_hidden_states, target_aux_states(target, drafter.cfg.aux_layer_ids, tokens[:-1]), atol=1e-3, rtol=1e-3
+        )
+        return propose(drafter, tokens, aux_hidden_states, *rest)
 
     with mock.patch.object(reference, "propose", checked):
         run = reference.generate(
@@ -713,12 +717,12 @@ class CachedDrafting:
         self.passed += len(tokens)
         return self.drafter(torch.tensor(tokens), hidden, torch.tensor(positions), self.attend_at(positions))
 
-    def draft(self, tokens: list[int], taps: Tensor, k: int) -> tuple[list[int], Tensor]:
+    def draft(self, tokens: list[int], aux_hidden_states: Tensor, k: int) -> tuple[list[int], Tensor]:
         """The drafts and the states they were read off."""
         drafter, real = self.drafter, len(tokens) - 1
         first = min(self.kept, real - 1)
         self.kept = real + (k - 1 if self.keep_guesses else 0)
-        rows, hidden = tokens[1 + first :], drafter.combine(taps[first:])
+        rows, hidden = tokens[1 + first :], drafter.combine(aux_hidden_states[first:])
         if drafter.cfg.mask_token_id is not None:
             rows = rows + [drafter.cfg.mask_token_id] * (k - 1)
             said, _ = self.step(rows, torch.cat([hidden, drafter.masked(k - 1)]), first)
@@ -747,11 +751,11 @@ def compare_drafting(
         states.append(said)
         return guess(drafter, said, *rest)
 
-    def both(drafter: Drafter, tokens: list[int], taps: Tensor, k: int, *rest: Any) -> Draft:
+    def both(drafter: Drafter, tokens: list[int], aux_hidden_states: Tensor, k: int, *rest: Any) -> Draft:
         nonlocal apart
         states.clear()
-        draft = propose(drafter, tokens, taps, k, *rest)
-        guesses, mine = cached.draft(tokens, taps, k)
+        draft = propose(drafter, tokens, aux_hidden_states, k, *rest)
+        guesses, mine = cached.draft(tokens, aux_hidden_states, k)
         equal.append(guesses == draft.tokens)
         if equal[-1]:  # EAGLE-3's later states follow from its guesses
             apart = max(apart, float((torch.cat(states) - mine).abs().max()))

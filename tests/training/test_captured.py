@@ -76,7 +76,7 @@ def test_frames_change_nothing(
     cfg = settings("eagle3" if kind.startswith("eagle3") else "p-eagle", len(batch) + spare, **counted)
     drafter, target = new_drafter(KINDS[kind], torch.float64), target_of(torch.float64)
     rows = sample_rows(batch, DEPTHS, RATE, generator(0, len(batch)))
-    online, weights = Online(target, drafter.cfg.taps), depth_weights(DEPTHS, 0.9)
+    online, weights = Online(target, drafter.cfg.aux_layer_ids), depth_weights(DEPTHS, 0.9)
     framer = Framer(cfg, 128, drafter.cfg.parallel, 10**6, pinned=False)
     framer.part, framer.most = part, most
     framed = framer.framed(batch, rows)
@@ -109,7 +109,7 @@ def test_replayed_steps_are_the_ones_captured(kind: str, counted: dict[str, bool
     ends = []
     for graphs in (True, False):
         drafter = new_drafter(KINDS[kind], torch.float32).cuda().share(target)
-        optimizer, online = Optimizer(drafter, cfg), Online(target, drafter.cfg.taps)
+        optimizer, online = Optimizer(drafter, cfg), Online(target, drafter.cfg.aux_layer_ids)
         framer = Framer(cfg, 128, drafter.cfg.parallel, 10**6, pinned=True)
         step, weights = FramedStep(drafter, target, online, cfg), depth_weights(DEPTHS, 1.0)
         stream = torch.cuda.Stream()

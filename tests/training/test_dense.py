@@ -117,11 +117,13 @@ def test_every_chain_may_be_kept(seed: int) -> None:
     assert 120 < count.min() and count.max() < 280  # 200 expected, standard deviation 10
 
 
-def replayed(drafter: Drafter, tokens: torch.Tensor, taps_TN: torch.Tensor, anchor: int, depth: int) -> torch.Tensor:
+def replayed(
+    drafter: Drafter, tokens: torch.Tensor, aux_hidden_states_TN: torch.Tensor, anchor: int, depth: int
+) -> torch.Tensor:
     """What the head reads for guess `depth` after tokens[: anchor + 2], by the rows inference has, with the
     true tokens in place of an autoregressive drafter's guesses."""
     row_tokens = tokens[1 : anchor + 2].tolist()
-    hidden = drafter.combine(taps_TN[: anchor + 1])
+    hidden = drafter.combine(aux_hidden_states_TN[: anchor + 1])
 
     def run() -> tuple[torch.Tensor, torch.Tensor]:
         return drafter(torch.tensor(row_tokens), hidden, torch.arange(len(row_tokens)), causal_attention)
@@ -145,7 +147,7 @@ def biased() -> tuple[Decoder, Drafter]:
     """What no trained pair has: biases, query and key norms, an odd number of layers, more depth in the head."""
     target = pairs.load_pair("eagle3-1")[0]
     layer = LayerConfig(64, 96, 2, 1, 16, qkv_bias=True, out_bias=True, mlp_bias=True, qk_norm=True)
-    drafter = Drafter(replace(pairs.BASE, layer=layer, num_layers=3, norm_output=True, taps=(0, 5)))
+    drafter = Drafter(replace(pairs.BASE, layer=layer, num_layers=3, norm_output=True, aux_layer_ids=(0, 5)))
     pairs.initialise(drafter, seed=4, scale=0.2)
     return target, drafter.share(target).requires_grad_(False)
 
@@ -155,14 +157,14 @@ def biased() -> tuple[Decoder, Drafter]:
 def test_training_rows_are_inference_s(name: str) -> None:
     target, drafter = biased() if name == "biased" else pairs.load_pair(name)
     tokens_BT = sequences()
-    _, taps_BTN = dense.read_target(target, tokens_BT, drafter.cfg.taps)
+    _, aux_hidden_states_BTN = dense.read_target(target, tokens_BT, drafter.cfg.aux_layer_ids)
     for rate in (1.0, 0.7):
         rows = dense.nested_rows(LENGTH, 5, rate, rng_of(2))
-        said_BRD = dense.drafter_states(drafter, tokens_BT, taps_BTN, rows)
+        said_BRD = dense.drafter_states(drafter, tokens_BT, aux_hidden_states_BTN, rows)
         assert int(rows.depth_R.max()) == 4
         for b, tokens in enumerate(tokens_BT):
             for i, (anchor, depth) in enumerate(chains_of(rows)):
-                want = replayed(drafter, tokens, taps_BTN[b], anchor, depth)
+                want = replayed(drafter, tokens, aux_hidden_states_BTN[b], anchor, depth)
                 torch.testing.assert_close(said_BRD[b, i], want, atol=1e-5, rtol=1e-5)
 
 
@@ -175,12 +177,12 @@ def test_training_rows_draft_what_the_reference_drafts(name: str) -> None:
     for start in (0, 300, 900):
         known = list(pairs.TEXT[start : start + 9])
         anchor, k = len(known) - 2, 4
-        _, taps_BTN = dense.read_target(target, torch.tensor([known]), drafter.cfg.taps)
-        draft = propose(drafter, known, taps_BTN[0, : anchor + 1], k, SamplingParams(), rng_of(0))
+        _, aux_hidden_states_BTN = dense.read_target(target, torch.tensor([known]), drafter.cfg.aux_layer_ids)
+        draft = propose(drafter, known, aux_hidden_states_BTN[0, : anchor + 1], k, SamplingParams(), rng_of(0))
         text = torch.tensor([known + draft.tokens + [0]])
-        _, taps_BTN = dense.read_target(target, text, drafter.cfg.taps)
+        _, aux_hidden_states_BTN = dense.read_target(target, text, drafter.cfg.aux_layer_ids)
         rows = rows_of([(a, 0) for a in range(anchor + 1)] + [(anchor, d) for d in range(1, k)])
-        said = dense.drafter_states(drafter, text, taps_BTN, rows)[0, -k:]
+        said = dense.drafter_states(drafter, text, aux_hidden_states_BTN, rows)[0, -k:]
         assert drafter.target_ids(drafter.logits(said).argmax(-1)).tolist() == draft.tokens
 
 
@@ -188,11 +190,11 @@ def test_training_rows_draft_what_the_reference_drafts(name: str) -> None:
 def test_read_target_keeps_sequences_apart() -> None:
     target = pairs.load_pair("eagle3-1")[0]
     tokens_BT = sequences(3)
-    hidden, taps = dense.read_target(target, tokens_BT, (0, 3, 5))
+    hidden, aux_hidden_states = dense.read_target(target, tokens_BT, (0, 3, 5))
     for b, tokens in enumerate(tokens_BT):
-        alone, tapped = target(tokens, torch.arange(LENGTH), causal_attention, (0, 3, 5))
+        alone, aux_hidden_states = target(tokens, torch.arange(LENGTH), causal_attention, (0, 3, 5))
         torch.testing.assert_close(hidden[b], alone, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(taps[b], tapped, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(aux_hidden_states[b], aux_hidden_states, atol=1e-5, rtol=1e-5)
 
 
 def direct_loss(
@@ -205,11 +207,13 @@ def direct_loss(
         for anchor, depth in chains_of(rows):
             question = anchor + depth + 2  # the token asked for
             read = tokens[:question]
-            hidden, taps = target(read, torch.arange(len(read)), causal_attention, drafter.cfg.taps)
-            assert taps is not None
+            hidden, aux_hidden_states = target(
+                read, torch.arange(len(read)), causal_attention, drafter.cfg.aux_layer_ids
+            )
+            assert aux_hidden_states is not None
             p = target.logits(hidden[-1]).double().softmax(-1).tolist()
             head = drafter.head_table.double()
-            said = replayed(drafter, tokens, taps, anchor, depth).double()
+            said = replayed(drafter, tokens, aux_hidden_states, anchor, depth).double()
             log_q = (head @ said).log_softmax(-1).tolist()
             offsets = [0] * len(log_q) if drafter.d2t is None else drafter.d2t.tolist()
             cost = -sum(p[i + offset] * log_q[i] for i, offset in enumerate(offsets))

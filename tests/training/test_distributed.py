@@ -94,7 +94,7 @@ def test_one_fills_the_cache_and_the_other_reads_it(home: Path) -> None:
     cache = str(home / "cache")
     first, second = together(home, "cached", 2, cache=cache, steps=1)
     assert "1 of 1 shards" in first and "cache" not in second
-    (home / "cache" / "taps-00000.safetensors").write_bytes(b"cut")
+    (home / "cache" / "aux_hidden_states-00000.safetensors").write_bytes(b"cut")
     first, second = together(home, "cached-again", 2, cache=cache, steps=1)
     assert "damaged or missing" in first and "cache" not in second
 

@@ -112,8 +112,8 @@ def test_started_from_a_folder(tmp_path: Path) -> None:
     assert all(layer.mlp.down_proj.weight.shape == (64, 96) for layer in wide.layers)
     with pytest.raises(UserError, match="--init target: mlp.gate_up_proj.weight has another shape; use random"):
         new_drafter(TrainConfig(mask_token="150", mlp_width=96), target, None, (), data)
-    with pytest.raises(UserError, match="--taps 9"):
-        drafter_config(TrainConfig(taps=(9,)), target.cfg, None)
+    with pytest.raises(UserError, match="--aux-layer-ids 9"):
+        drafter_config(TrainConfig(aux_layer_ids=(9,)), target.cfg, None)
 
 
 @pytest.mark.parametrize(("name", "method"), [("p-eagle-4-reduced", "p-eagle"), ("eagle3-1", "eagle3")])
@@ -136,14 +136,16 @@ def test_what_has_grown_says_nothing_at_first(name: str, method: Method, wider: 
     assert len(grown.layers) == grown.cfg.num_layers == small.cfg.num_layers + 2
     assert grown.embed_tokens is not None and grown.lm_head is not None
     tokens = list(range(3, 40, 3))
-    _, taps = read(target, tokens[:-1], 1, small.cfg.taps)
+    _, aux_hidden_states = read(target, tokens[:-1], 1, small.cfg.aux_layer_ids)
     with torch.no_grad():
-        was, now = (propose(d, tokens, taps, 4, None, torch.Generator().manual_seed(0)) for d in (small, grown))
+        was, now = (
+            propose(d, tokens, aux_hidden_states, 4, None, torch.Generator().manual_seed(0)) for d in (small, grown)
+        )
     assert was.tokens == now.tokens
     torch.testing.assert_close(now.probs_KV, was.probs_KV, rtol=1e-5 if wider else 0, atol=1e-7 if wider else 0)
     new = [p for layer in list(grown.layers)[small.cfg.num_layers :] for p in layer.parameters() if p.dim() > 1]
     for step in range(2):
-        hidden = grown.combine(taps)
+        hidden = grown.combine(aux_hidden_states)
         said, _ = grown(torch.tensor(tokens[1:]), hidden, torch.arange(len(tokens) - 1), causal_attention)
         grads = torch.autograd.grad(grown.logits(said).square().sum(), new)
         told = [bool(g.abs().sum() > 0) for g in grads]
@@ -169,7 +171,7 @@ def learn_widened(grown: Drafter, before: int, loss: Tensor) -> None:
 def test_started_from_the_target(init: str, skipped: int) -> None:
     target = load_decoder(pairs.target_folder())
     data = TokenCounts(torch.zeros(pairs.VOCAB, dtype=torch.long))
-    cfg = TrainConfig(taps=(1, 2, 4), mask_token="150", layers=3, init=init)
+    cfg = TrainConfig(aux_layer_ids=(1, 2, 4), mask_token="150", layers=3, init=init)
     own, theirs = new_drafter(cfg, target, None, (), data).state_dict(), target.state_dict()
     copied = 0
     for name, tensor in theirs.items():

@@ -119,8 +119,8 @@ def test_what_cannot_be_measured_is_refused() -> None:
         Measurer(target, EOS, [], 8, 3)
     with pytest.raises(UserError, match="between 1 and"):
         Measurer(target, EOS, asked(1), 8, 0)
-    other = Drafter(replace(pairs.BASE, taps=(1, 2, 9))).share(target)
-    with pytest.raises(UserError, match="does not fit the target: taps layer 9, this target has 5 layers"):
+    other = Drafter(replace(pairs.BASE, aux_layer_ids=(1, 2, 9))).share(target)
+    with pytest.raises(UserError, match="does not fit the target: aux_hidden_states layer 9, this target has 5 layers"):
         Measurer(target, EOS, asked(1), 8, 3).measure(other)
 
 

@@ -56,7 +56,8 @@ def new_drafter(cfg: DrafterConfig, dtype: torch.dtype) -> Drafter:
 def states_of(batch: Batch, cfg: DrafterConfig, dtype: torch.dtype) -> TargetStates:
     """Document by document, through the oracle."""
     parts = [
-        dense.read_target(target_of(dtype), tokens[None], cfg.taps) for tokens in documents(batch.token_ids_N, batch)
+        dense.read_target(target_of(dtype), tokens[None], cfg.aux_layer_ids)
+        for tokens in documents(batch.token_ids_N, batch)
     ]
     return TargetStates(torch.cat([h[0] for h, _ in parts]), torch.cat([t[0] for _, t in parts]))
 
@@ -72,7 +73,7 @@ def likely(batch: Batch, share: float = 0.8) -> Batch:
     for i in range(1, len(token_N)):
         start = int(batch.start_N[i])
         if start < i and torch.rand((), generator=rng) < share:
-            hidden, _ = dense.read_target(target, token_N[None, start:i], pairs.BASE.taps)
+            hidden, _ = dense.read_target(target, token_N[None, start:i], pairs.BASE.aux_layer_ids)
             token_N[i] = target.logits(hidden[0, -1:]).argmax()
     return replace(batch, token_ids_N=token_N)
 
@@ -94,7 +95,9 @@ def oracle(
         for depth in range(1, rows.depths):
             pairs_here += sorted((a - start, d) for a, d in chains if d == depth and start <= a < end)
         here = dense.Rows(*(torch.tensor(x) for x in zip(*pairs_here, strict=True)))
-        said = dense.drafter_states(drafter, batch.token_ids_N[None, start:end], states.taps_NX[None, start:end], here)
+        said = dense.drafter_states(
+            drafter, batch.token_ids_N[None, start:end], states.aux_hidden_states_NX[None, start:end], here
+        )
         kept = [i for i, (a, d) in enumerate(pairs_here) if (a + start, d) in asked]
         depth = here.depth_R[kept]
         with torch.no_grad():
@@ -186,11 +189,11 @@ def test_sliding_windows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[dense.Rows] = []
     states_fn = dense.drafter_states
 
-    def remember(drafter: Drafter, tokens: Tensor, taps: Tensor, rows: dense.Rows) -> Tensor:
+    def remember(drafter: Drafter, tokens: Tensor, aux_hidden_states: Tensor, rows: dense.Rows) -> Tensor:
         nonlocal here
         here = rows
         kept.append(rows)
-        return states_fn(drafter, tokens, taps, rows)
+        return states_fn(drafter, tokens, aux_hidden_states, rows)
 
     here: dense.Rows
     monkeypatch.setattr(dense, "drafter_states", remember)
@@ -266,7 +269,7 @@ def test_batches_of_one_step_add_up() -> None:
             whole.asked_N[part],
             whole.row_ids,
         )
-        parts.append((moved, TargetStates(states.hidden_ND[part], states.taps_NX[part])))
+        parts.append((moved, TargetStates(states.hidden_ND[part], states.aux_hidden_states_NX[part])))
     for moved, part_states in parts:
         part_rows = all_rows(moved, 3)
         accumulate(drafter, target_of(dtype), part_states, moved, part_rows, Aim("ce"), weights, 10**9, rows.counts)

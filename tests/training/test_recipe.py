@@ -29,7 +29,7 @@ def recipes(draw: st.DrawFn) -> Recipe:
         "method": draw(st.sampled_from(["p-eagle", "eagle3"])),
         "objective": draw(st.sampled_from(OBJECTIVES)),
         "init": draw(names),
-        "taps": draw(st.none() | st.sets(st.integers(0, 99), min_size=1).map(lambda s: tuple(sorted(s)))),
+        "aux_hidden_states": draw(st.none() | st.sets(st.integers(0, 99), min_size=1).map(lambda s: tuple(sorted(s)))),
         "chunk_rows": draw(st.just("auto") | sizes),
         "layers": draw(st.none() | sizes),
         "minutes": draw(st.none() | numbers),
@@ -51,7 +51,7 @@ def test_written_and_read_again(tmp_path_factory: pytest.TempPathFactory, recipe
     assert differences(recipe, make_recipe(file, {})) == []
     # the same by flags, which are text where a setting has several kinds
     texts = {
-        name: ",".join(map(str, value)) if name == "taps" else str(value) if name == "chunk_rows" else value
+        name: ",".join(map(str, value)) if name == "aux_layer_ids" else str(value) if name == "chunk_rows" else value
         for name, value in recipe.values().items()
     }
     assert make_recipe(None, texts) == recipe
@@ -76,9 +76,9 @@ def test_flags_go_before_the_file_before_defaults(tmp_path: Path) -> None:
         ("steps = 1.5\n", "steps 1.5: must be a whole number"),
         ("steps = true\n", "steps True: must be a whole number"),
         ("fc_norm = 1\n", "fc_norm 1: must be true or false"),
-        ("taps = '2,x'\n", "taps '2,x': must be whole numbers, by commas"),
-        ("taps = [1.5]\n", "must be whole numbers"),
-        ("taps = [2, 2]\n", "must be different layers"),
+        ("aux_hidden_states = '2,x'\n", "aux_hidden_states '2,x': must be whole numbers, by commas"),
+        ("aux_hidden_states = [1.5]\n", "must be whole numbers"),
+        ("aux_hidden_states = [2, 2]\n", "must be different layers"),
         ("chunk_rows = 'many'\n", "chunk_rows 'many': must be a whole number or 'auto'"),
         ("method = 'eagle'\n", "--method eagle: must be p-eagle or eagle3"),
         ("method = 3\n", "must be p-eagle or eagle3"),
@@ -102,7 +102,14 @@ def test_wrong_recipes_are_named(tmp_path: Path, text: str, want: str) -> None:
 def test_what_makes_another_run() -> None:
     """Each setting, changed alone: free ones do not, all others do and are named."""
     other = {"method": "eagle3", "objective": "ce", "decay": "linear", "dtype": "float32", "cache_dtype": "fp8"}
-    other |= {"chunk_rows": 7, "taps": (1, 2), "max_length": 5, "batch_tokens": 8192, "rate": 0.25, "depth_decay": 0.25}
+    other |= {
+        "chunk_rows": 7,
+        "aux_layer_ids": (1, 2),
+        "max_length": 5,
+        "batch_tokens": 8192,
+        "rate": 0.25,
+        "depth_decay": 0.25,
+    }
     other |= {"optimizer": "muon"}
     before = Recipe(("d",))
     for f in fields(TrainConfig):

@@ -121,7 +121,7 @@ def test_recipes_make_heads_like_the_published(name: str) -> None:
     sizes = [published_heads.head_shapes(wanted)[tensor] for tensor in published_heads.head_shapes(wanted)]
     total = sum(size[0] * (size[-1] if len(size) > 1 else 1) for size in sizes)
     assert plan.trainable(shape) + plan.shared(shape, target) == total
-    assert list(shape.taps) == head.taps and cfg.max_length >= 20480
+    assert list(shape.aux_layer_ids) == head.aux_layer_ids and cfg.max_length >= 20480
     assert cfg.num_depths >= head.draft_tokens
     made = on_paper(recipe, Cluster(GPUS["h200"], 8), assumed_data(recipe, 10**9, None))
     assert made.fits and made.tokens_per_step == 8 * cfg.batch_tokens
@@ -134,7 +134,7 @@ def test_recipes_make_heads_like_the_published(name: str) -> None:
 
 
 def test_parts_of_a_plan_by_hand() -> None:
-    """GPT-OSS-120B on 4 nodes of 8: states of 3 taps and the last, a ring of 32 between nodes of 400 GB/s."""
+    """GPT-OSS-120B on 4 nodes of 8: states of 3 aux states and the last, a ring of 32 between nodes of 400 GB/s."""
     recipe = make_recipe(RECIPES["gpt-oss-120b"], {"epochs": 2.0})
     made = on_paper(recipe, Cluster(GPUS["h200"], 8, 4), assumed_data(recipe, 10**9, None))
     assert made.state_bytes_per_token == 4 * 2880 * 2 and made.disk["states"] == 1e9 * 4 * 2880 * 2

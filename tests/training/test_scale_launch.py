@@ -57,7 +57,7 @@ def recipe(home: Path, **settings: object) -> Recipe:
         "target": str(home / "target"),
         "data": (str(home / "responses.jsonl"),),
         "layers": 1,
-        "taps": (1, 2, 3),
+        "aux_hidden_states": (1, 2, 3),
         "init": "random",
         "mask_token": str(pairs.MASK_ID),
         "depths": 3,

@@ -29,7 +29,7 @@ from peagle.training.hidden_states import vllm_client as ask_vllm
 from peagle.training.recipe import Recipe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-TAPS = (1, 2, 4)
+AUX_LAYER_IDS = (1, 2, 4)
 
 
 class Vllm(BaseHTTPRequestHandler):
@@ -68,11 +68,11 @@ class Vllm(BaseHTTPRequestHandler):
 
     def write(self, ids: list[int], number: int) -> None:
         token_T = torch.tensor(ids)
-        layers = (*TAPS, self.target.cfg.num_layers)
+        layers = (*AUX_LAYER_IDS, self.target.cfg.num_layers)
         with torch.inference_mode():
-            taps_TX = self.target(token_T, torch.arange(len(ids)), causal_attention, layers)[1]
-        assert taps_TX is not None
-        states = {"hidden_states": taps_TX.unflatten(1, (len(layers), -1)).clone(), "token_ids": token_T}
+            aux_hidden_states_TX = self.target(token_T, torch.arange(len(ids)), causal_attention, layers)[1]
+        assert aux_hidden_states_TX is not None
+        states = {"hidden_states": aux_hidden_states_TX.unflatten(1, (len(layers), -1)).clone(), "token_ids": token_T}
         save_file(states, self.folder / f"cmpl-{id(self.server)}-{number}.safetensors")
 
 
@@ -90,7 +90,9 @@ def servers(tmp_path: Path) -> Iterator[list[str]]:
 
 
 def recipe(home: Path, **settings: Any) -> Recipe:
-    return runs.recipe(home, **{"init": "random", "taps": TAPS, "steps": 4, "log_every": 1, **settings})
+    return runs.recipe(
+        home, **{"init": "random", "aux_layer_ids": AUX_LAYER_IDS, "steps": 4, "log_every": 1, **settings}
+    )
 
 
 def states(home: Path, *flags: str) -> Any:
@@ -181,7 +183,7 @@ def test_tables_of_a_target_whose_layers_are_not_ours(tmp_path: Path) -> None:
     torch.testing.assert_close(mine_TV, logits_TV, rtol=1e-4, atol=1e-4)
     assert logits_TV.abs().max() > 3
     cfg = read_target_config(tmp_path, tables_only=True)
-    assert cfg.num_layers == 6 and cfg.default_taps == (2, 3) and cfg.rope.plain == RopeConfig(theta=1e6)
+    assert cfg.num_layers == 6 and cfg.default_aux_layer_ids == (2, 3) and cfg.rope.plain == RopeConfig(theta=1e6)
 
 
 def test_tables_of_a_packed_target(tmp_path: Path) -> None:

@@ -28,13 +28,13 @@ from peagle.kernels.attention.dense import causal_attention
 from peagle.models.decoder import Decoder
 from peagle.training import dense_reference as dense
 from peagle.training.hidden_states import cache as tap_cache
-from peagle.training.hidden_states import online as taps
+from peagle.training.hidden_states import online as aux_hidden_states
 from peagle.training.hidden_states.cache import Row, TapCache, plan_shards, prepare_cache
 from peagle.training.hidden_states.online import InDocuments, Online, TargetStates, fingerprint
 from peagle.training.hidden_states.vllm_files import VllmFolder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-TAPS = (1, 2, 5)
+AUX_LAYER_IDS = (1, 2, 5)
 LONGEST = 60
 
 
@@ -83,20 +83,22 @@ def half() -> Decoder:
     return load_decoder(pairs.target_folder(), torch.bfloat16)
 
 
-def truth(target: Decoder, examples: list[Example], wanted: tuple[int, ...] = TAPS) -> TargetStates:
+def truth(target: Decoder, examples: list[Example], wanted: tuple[int, ...] = AUX_LAYER_IDS) -> TargetStates:
     """Each document alone, by the oracle."""
     each = [dense.read_target(target, torch.tensor([e.token_ids]), wanted) for e in examples]
     return TargetStates(torch.cat([h[0] for h, _ in each]), torch.cat([t[0] for _, t in each]))
 
 
 def same(got: TargetStates, want: TargetStates) -> bool:
-    return torch.equal(got.hidden_ND, want.hidden_ND) and torch.equal(got.taps_NX, want.taps_NX)
+    return torch.equal(got.hidden_ND, want.hidden_ND) and torch.equal(
+        got.aux_hidden_states_NX, want.aux_hidden_states_NX
+    )
 
 
 def close(got: TargetStates, want: TargetStates, tolerance: float) -> bool:
     return all(
         torch.allclose(a, b, rtol=tolerance, atol=tolerance)
-        for a, b in ((got.hidden_ND, want.hidden_ND), (got.taps_NX, want.taps_NX))
+        for a, b in ((got.hidden_ND, want.hidden_ND), (got.aux_hidden_states_NX, want.aux_hidden_states_NX))
     )
 
 
@@ -106,7 +108,7 @@ def close(got: TargetStates, want: TargetStates, tolerance: float) -> bool:
 def test_worked_example() -> None:
     """The table of the module's docstring."""
     attend = InDocuments(packed(rows(3, 2)).start_N)
-    text = taps.__doc__ or ""
+    text = aux_hidden_states.__doc__ or ""
     for name, values in (
         ("index", attend.index_N),
         ("start", attend.start_N),
@@ -129,23 +131,23 @@ def test_online_is_every_document_alone(lengths: list[int], windows: list[int | 
     model = Decoder(replace(pairs.TARGET, windows=tuple(windows))).double().requires_grad_(False)
     pairs.initialise(model, seed=3, scale=0.2)
     examples = rows(*lengths)
-    got = Online(model, TAPS).states(packed(examples))
+    got = Online(model, AUX_LAYER_IDS).states(packed(examples))
     begin = 0
     for example in examples:
         tokens = torch.tensor(example.token_ids)
-        hidden, tapped = model(tokens, torch.arange(len(tokens)), causal_attention, TAPS)
+        hidden, aux_hidden_states = model(tokens, torch.arange(len(tokens)), causal_attention, AUX_LAYER_IDS)
         end = begin + len(tokens)
         torch.testing.assert_close(got.hidden_ND[begin:end], hidden, rtol=1e-10, atol=1e-10)
-        torch.testing.assert_close(got.taps_NX[begin:end], tapped, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(got.aux_hidden_states_NX[begin:end], aux_hidden_states, rtol=1e-10, atol=1e-10)
         begin = end
 
 
 def test_online_is_the_oracles_reading_and_leaves_no_graph(target: Decoder) -> None:
     examples = rows(24, 1, 40, 13)
     model = load_decoder(pairs.target_folder()).requires_grad_(True)  # even if somebody forgot
-    got = Online(model, TAPS).states(packed(examples))
+    got = Online(model, AUX_LAYER_IDS).states(packed(examples))
     assert close(got, truth(target, examples), 2e-5)
-    for x in (got.hidden_ND, got.taps_NX):
+    for x in (got.hidden_ND, got.aux_hidden_states_NX):
         assert not x.requires_grad and x.grad_fn is None
         weight = torch.ones(x.shape[1], requires_grad=True)
         (x * weight).sum().backward()  # inference tensors could not be saved for this
@@ -171,7 +173,7 @@ class Asked(Online):
     """Counts the rows it is asked for, by their ids."""
 
     def __init__(self, model: Decoder) -> None:
-        super().__init__(model, TAPS)
+        super().__init__(model, AUX_LAYER_IDS)
         self.rows: Counter[str] = Counter()
 
     def states(self, batch: Batch) -> TargetStates:
@@ -204,12 +206,12 @@ def prepare(folder: Path, model: Decoder, settings: CacheSettings = SMALL) -> tu
 
 
 def files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("taps-*.safetensors"))
+    return sorted(folder.glob("aux_hidden_states-*.safetensors"))
 
 
 def planned(lengths: list[int], token_bytes: int, shard_bytes: int) -> list[list[int]]:
     shards = plan_shards([Row(str(i), "", n) for i, n in enumerate(lengths)], token_bytes, shard_bytes)
-    assert [shard.file for shard in shards] == [f"taps-{i:05d}.safetensors" for i in range(len(shards))]
+    assert [shard.file for shard in shards] == [f"aux_hidden_states-{i:05d}.safetensors" for i in range(len(shards))]
     return [[int(row.id) for row in shard.rows] for shard in shards]
 
 
@@ -239,16 +241,18 @@ def test_cache_gives_back_what_the_target_said(tmp_path: Path, half: Decoder) ->
     want = {}
     for shard in IN_SHARDS:
         together = [examples[i] for i in shard]
-        said_there = Online(half, TAPS).states(packed(together))
+        said_there = Online(half, AUX_LAYER_IDS).states(packed(together))
         lengths = [len(e.token_ids) for e in together]
-        parts = zip(together, said_there.hidden_ND.split(lengths), said_there.taps_NX.split(lengths), strict=True)
-        want |= {e.row_id: (hidden, tapped) for e, hidden, tapped in parts}
+        parts = zip(
+            together, said_there.hidden_ND.split(lengths), said_there.aux_hidden_states_NX.split(lengths), strict=True
+        )
+        want |= {e.row_id: (hidden, aux_hidden_states) for e, hidden, aux_hidden_states in parts}
     for epoch in range(3):  # whatever is beside a row
         for batch in pack(arrays(data()), 130, epoch=epoch, max_length=LONGEST):
             got = cache.states(batch)
-            hidden, tapped = (torch.cat(x) for x in zip(*(want[i] for i in batch.row_ids), strict=True))
+            hidden, aux_hidden_states = (torch.cat(x) for x in zip(*(want[i] for i in batch.row_ids), strict=True))
             assert got.hidden_ND.dtype == torch.bfloat16
-            assert same(got, TargetStates(hidden, tapped))
+            assert same(got, TargetStates(hidden, aux_hidden_states))
     # told before, and true: all but the shards' headers
     size = sum(path.stat().st_size for path in files(tmp_path / "c"))
     told = float(next(s for s in said if "to write" in s).split(": ")[1].split(" MB to write")[0]) * 1e6
@@ -261,8 +265,11 @@ def test_cache_gives_back_what_the_target_said(tmp_path: Path, half: Decoder) ->
 def test_cache_in_fp8(tmp_path: Path, target: Decoder) -> None:
     cache, _, _ = prepare(tmp_path / "c", target, replace(SMALL, dtype="fp8"))
     examples = trained()
-    got, want = cache.states(packed(examples)), Online(target, TAPS).states(packed(examples))
-    for a, b, parts in ((got.hidden_ND, want.hidden_ND, 1), (got.taps_NX, want.taps_NX, len(TAPS))):
+    got, want = cache.states(packed(examples)), Online(target, AUX_LAYER_IDS).states(packed(examples))
+    for a, b, parts in (
+        (got.hidden_ND, want.hidden_ND, 1),
+        (got.aux_hidden_states_NX, want.aux_hidden_states_NX, len(AUX_LAYER_IDS)),
+    ):
         a, b = (x.unflatten(1, (parts, -1)).double() for x in (a, b))
         # half of the last of 3 bits; below the least normal number, half of that step
         step = b.abs().amax(-1, keepdim=True) / 448 * 2  # at most: the next power of two
@@ -360,7 +367,7 @@ def test_a_full_disk_is_refused_before_and_survived_during(
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (22_000, limits[1]))  # the fifth shard is larger
     try:
-        with pytest.raises(UserError, match="cannot write taps-00004"):
+        with pytest.raises(UserError, match="cannot write aux_hidden_states-00004"):
             prepare(tmp_path / "c", target)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -376,7 +383,7 @@ def test_another_cache_is_refused_by_name(tmp_path: Path, target: Decoder, half:
 
     def again(
         model: Decoder = target,
-        wanted: tuple[int, ...] = TAPS,
+        wanted: tuple[int, ...] = AUX_LAYER_IDS,
         given: list[Example] = examples,
         longest: int = LONGEST,
         settings: CacheSettings = SMALL,
@@ -385,7 +392,7 @@ def test_another_cache_is_refused_by_name(tmp_path: Path, target: Decoder, half:
 
     refused = {
         "another target;": {"model": half},
-        r"another set of tapped layers \(\(1, 2, 5\), now \(1, 2\)\)": {"wanted": (1, 2)},
+        r"another set of aux_hidden_states layers \(\(1, 2, 5\), now \(1, 2\)\)": {"wanted": (1, 2)},
         "another set of rows;": {"given": examples[:-1]},
         r"another --max-length \(60, now 61\)": {"longest": 61},
         r"another --cache-dtype \(bfloat16, now fp8\)": {"settings": replace(SMALL, dtype="fp8")},
@@ -420,7 +427,8 @@ def test_a_row_with_other_tokens_is_refused(tmp_path: Path, target: Decoder) -> 
 
 
 def vllm_file(folder: Path, target: Decoder, tokens: tuple[int, ...], name: str, read: int | None = None) -> None:
-    """As the connector writes it for taps 1, 2 and 5 of a target of 5 layers: the last of them is the final state."""
+    """As the connector writes it for aux states 1, 2 and 5 of a target of 5 layers: the last of them is the final
+    state."""
     _, states = dense.read_target(target, torch.tensor([tokens]), (1, 2, 5))
     hidden = states[0].unflatten(1, (3, -1))
     save_file({"hidden_states": hidden[:read].contiguous(), "token_ids": torch.tensor(tokens[:read])}, folder / name)
@@ -444,11 +452,11 @@ def test_a_folder_of_vllm(written: Path, target: Decoder, wanted: tuple[int, ...
     got, want = source.states(packed(examples)), truth(target, examples, wanted)
     last = torch.arange(len(want.hidden_ND)) == 29  # never asked for, and never read by vLLM
     assert close(
-        TargetStates(got.hidden_ND[~last], got.taps_NX[~last]),
-        TargetStates(want.hidden_ND[~last], want.taps_NX[~last]),
+        TargetStates(got.hidden_ND[~last], got.aux_hidden_states_NX[~last]),
+        TargetStates(want.hidden_ND[~last], want.aux_hidden_states_NX[~last]),
         1e-5,
     )
-    assert not got.taps_NX[29].any() and not got.hidden_ND[29].any()
+    assert not got.aux_hidden_states_NX[29].any() and not got.hidden_ND[29].any()
     with pytest.raises(UserError, match=r"1 of 2 rows have no file, the first is 'row-9'"):
         source.check(arrays([row(0, 24), row(9, 10)]))
     with pytest.raises(UserError, match="no file has the tokens of row 'row-0'"):
@@ -464,7 +472,7 @@ def test_a_folder_that_vllm_did_not_write_so(written: Path, target: Decoder, tmp
         VllmFolder(tmp_path / "empty", target, (1, 2, 4), LONGEST)
     save_file({"weight": torch.ones(2)}, written / "3-gh.safetensors")
     with pytest.raises(UserError, match="so not written by vLLM"):
-        VllmFolder(written, target, TAPS, LONGEST)
+        VllmFolder(written, target, AUX_LAYER_IDS, LONGEST)
     (written / "3-gh.safetensors").write_bytes((written / "0-ab.safetensors").read_bytes()[:50])
     with pytest.raises(UserError, match="damaged or still being written"):
-        VllmFolder(written, target, TAPS, LONGEST)
+        VllmFolder(written, target, AUX_LAYER_IDS, LONGEST)

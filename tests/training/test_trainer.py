@@ -202,8 +202,8 @@ def oracle_loss(drafter: Drafter, target: Any, work: list[tuple[Batch, Rows]], w
                     asked.add((a - start, d))
             chains.sort(key=lambda c: (c[1], c[0]))
             laid = dense.Rows(torch.tensor([a for a, _ in chains]), torch.tensor([d for _, d in chains]))
-            hidden, taps = dense.read_target(target, tokens, drafter.cfg.taps)
-            said = dense.drafter_states(drafter, tokens, taps, laid)
+            hidden, aux_hidden_states = dense.read_target(target, tokens, drafter.cfg.aux_layer_ids)
+            said = dense.drafter_states(drafter, tokens, aux_hidden_states, laid)
             losses = dense.row_losses(drafter, said, target.logits(hidden[:, laid.position_R + 1]))[0]
             for chain, row_loss in zip(chains, losses, strict=True):
                 if chain in asked:
@@ -316,7 +316,7 @@ def trainer(home: Path, out: Path, lengths: list[float], **settings: Any) -> Tra
     parts = Parts(
         drafter=drafter,
         target=target,
-        taps=Online(target, drafter.cfg.taps),
+        hidden_states=Online(target, drafter.cfg.aux_layer_ids),
         stream=stream,
         schedule=Schedule.of(cfg, 1.0),
         folder=folder,
@@ -433,7 +433,7 @@ def test_from_prompts_to_a_measured_drafter(tmp_path: Path) -> None:
     (tmp_path / "prompts.jsonl").write_text("".join(lines))
     out = tmp_path / "out"
     asked = f"fit {tmp_path / 'prompts.jsonl'} --out {out} -t {target} --device cpu --max-tokens 24 --steps 6"
-    asked += " --batch-tokens 200 --max-length 100 --depths 3 --layers 1 --taps 1,2,4 --held-out 4"
+    asked += " --batch-tokens 200 --max-length 100 --depths 3 --layers 1 --aux-layer-ids 1,2,4 --held-out 4"
     asked += " --measure-tokens 16 --log-every 4 --mask-token 150 --measure-every 3"
     asked += " --by-reach --by-start --sharpen 2"
     refused = CliRunner().invoke(app, f"{asked} --samples 2 --vary 4".split())

@@ -185,7 +185,8 @@ def draft_inputs(
 ) -> DraftInputs:
     """The drafter's rows after a round that verified Q rows a request, of which the drafts 1..m held.
 
-    `emitted` and `accepted` are those of `accept`; `starts` is the position of row 0, `hidden` the combined taps of
+    `emitted` and `accepted` are those of `accept`; `starts` is the position of row 0, `hidden` the combined aux
+    states of
     the verified rows, `mask_hidden` the combined state of a mask row, `limit` the first position that may not be
     written. Row j of a request sits at position start + j:
 

@@ -1,8 +1,10 @@
 """The target's states of a whole data set, kept on disk: shards of safetensors, and a manifest that knows them all.
 
     manifest.json              what was asked of whom, and each shard's rows, size and checksum once it is there
-    taps-00000.safetensors     its rows one behind another: hidden [tokens, D] and taps [tokens, X],
-    taps-00001.safetensors     in fp8 with their scales: hidden_scale [tokens, 1], taps_scale [tokens, taps]
+    hidden-states-00000.safetensors     its rows one behind another: hidden [tokens, D] and auxiliary hidden states
+    [tokens, X],
+    hidden-states-00001.safetensors     in fp8 with their scales: hidden_scale [tokens, 1], aux_hidden_states_scale
+    [tokens, auxiliary hidden states]
 
 A shard is written beside its place and moved in, then the manifest is; so whatever ends the process costs the shard in
 work. Which rows are in which shard follows from the data, before anything is computed. Shards that are missing, cut or
@@ -14,7 +16,7 @@ how the target is run.
 Worked example: rows of 3, 4 and 2 tokens, 10 bytes a token, shards of up to 75 bytes. Rows 0 and 1 make shard 0 (70
 bytes; row 2 would make it 90), row 2 makes shard 1. Row 1 is tokens 3 to 7 of shard 0.
 
-Shapes: N tokens of a batch or pass, D target width, X tap width.
+Shapes: N tokens of a batch or pass, D target width, X width of the auxiliary hidden states.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from peagle.checkpoints.files import read_json
-from peagle.config import CacheSettings, TapDtype
+from peagle.config import CacheSettings, HiddenStatesDtype
 from peagle.data.batches import Batch, Examples, Packing, pack
 from peagle.errors import UserError
 from peagle.kernels.host_transfer import sent
@@ -61,9 +63,9 @@ class Kind:
     """What a cache holds. Two that differ in anything have nothing to do with each other."""
 
     target: str  # fingerprint
-    taps: tuple[int, ...]
+    aux_layer_ids: tuple[int, ...]
     width: int  # of the target
-    dtype: TapDtype
+    dtype: HiddenStatesDtype
     data: str  # fingerprint of all rows, as they are trained on
     max_length: int
     shard_bytes: int
@@ -71,7 +73,7 @@ class Kind:
     @property
     def token_bytes(self) -> int:
         """On disk, of one token: its states, and for fp8 a scale of each."""
-        states = 1 + len(self.taps)
+        states = 1 + len(self.aux_layer_ids)
         return states * self.width * 2 if self.dtype == "bfloat16" else states * (self.width + 4)
 
 
@@ -97,7 +99,9 @@ class Shard:
 def plan_shards(rows: Sequence[Row], token_bytes: int, shard_bytes: int) -> list[Shard]:
     """Rows in order, as many to a shard as fit; see the example above."""
     groups = _in_groups([row.tokens * token_bytes for row in rows], shard_bytes)
-    return [Shard(f"taps-{i:05d}.safetensors", tuple(rows[begin:end])) for i, (begin, end) in enumerate(groups)]
+    return [
+        Shard(f"hidden-states-{i:05d}.safetensors", tuple(rows[begin:end])) for i, (begin, end) in enumerate(groups)
+    ]
 
 
 def _in_groups(sizes: Sequence[int], limit: int) -> Iterator[tuple[int, int]]:
@@ -115,13 +119,16 @@ def _in_groups(sizes: Sequence[int], limit: int) -> Iterator[tuple[int, int]]:
 # Numbers
 
 
-def pack_states(states: TargetStates, dtype: TapDtype, taps: int) -> dict[str, Tensor]:
+def pack_states(states: TargetStates, dtype: HiddenStatesDtype, num_aux_layers: int) -> dict[str, Tensor]:
     """As a shard holds them. A scale in fp8 is a token's own, and a tap's own: later layers speak louder. It is a power
     of two, so nothing is lost in multiplying with it, in no matter what dtype."""
     if dtype == "bfloat16":
-        return {"hidden": states.hidden_ND.bfloat16(), "taps": states.taps_NX.bfloat16()}
+        return {"hidden": states.hidden_ND.bfloat16(), "aux_hidden_states": states.aux_hidden_states_NX.bfloat16()}
     packed = {}
-    for name, x, parts in (("hidden", states.hidden_ND, 1), ("taps", states.taps_NX, taps)):
+    for name, x, parts in (
+        ("hidden", states.hidden_ND, 1),
+        ("aux_hidden_states", states.aux_hidden_states_NX, num_aux_layers),
+    ):
         wide = x.float().unflatten(1, (parts, -1))
         exponent = torch.frexp(wide.abs().amax(-1) / torch.finfo(FP8).max).exponent.clamp(min=-126)
         scale = torch.ldexp(torch.ones_like(wide[..., 0]), exponent)
@@ -132,12 +139,12 @@ def pack_states(states: TargetStates, dtype: TapDtype, taps: int) -> dict[str, T
 
 def unpack_states(packed: dict[str, Tensor], dtype: torch.dtype) -> TargetStates:
     whole = {}
-    for name in ("hidden", "taps"):
+    for name in ("hidden", "aux_hidden_states"):
         x, scale = packed[name].to(dtype), packed.get(f"{name}_scale")
         if scale is not None:
             x = (x.unflatten(1, (scale.shape[1], -1)) * scale.to(dtype)[..., None]).flatten(1)
         whole[name] = x
-    return TargetStates(whole["hidden"], whole["taps"])
+    return TargetStates(whole["hidden"], whole["aux_hidden_states"])
 
 
 # Files
@@ -158,10 +165,12 @@ class Manifest:
         if values.get("version") != VERSION:
             raise UserError(f"--cache {folder}: made by another version of this format; delete it or name a new folder")
         try:
-            kind = Kind(**{**values["kind"], "taps": tuple(values["kind"]["taps"])})
+            kind = Kind(**{**values["kind"], "aux_layer_ids": tuple(values["kind"]["aux_layer_ids"])})
             shards = [Shard(**{**s, "rows": tuple(Row(*row) for row in s["rows"])}) for s in values["shards"]]
         except (KeyError, TypeError, ValueError, AttributeError):
-            raise UserError(f"{path}: not the manifest of a cache of taps; delete the folder or name another") from None
+            raise UserError(
+                f"{path}: not the manifest of a cache of hidden states; delete the folder or name another"
+            ) from None
         return cls(kind, tuple(shards))
 
     def write(self, folder: Path) -> None:
@@ -236,7 +245,7 @@ def prepare_cache(
     rows = [Row(row.row_id, row.name, len(row.token_ids)) for row in rows_in_order(packing)]
     kind = Kind(
         target=fingerprint(online.target),
-        taps=online.taps,
+        aux_layer_ids=online.aux_layer_ids,
         width=online.target.cfg.layer.hidden_size,
         dtype=settings.dtype,
         data=hashlib.sha256("".join(row.name for row in rows).encode()).hexdigest(),
@@ -263,7 +272,12 @@ def prepare_cache(
 
 def _check_same(folder: Path, asked: Kind, there: Kind) -> None:
     # max_length first: where it differs the data do too, and it is the better explanation
-    names = {"target": "target", "taps": "set of tapped layers", "max_length": "--max-length", "data": "set of rows"}
+    names = {
+        "target": "target",
+        "aux layers": "set of auxiliary layers",
+        "max_length": "--max-length",
+        "data": "set of rows",
+    }
     names |= {"dtype": "--cache-dtype", "shard_bytes": "size of shards", "width": "width of the target"}
     for field, name in names.items():
         was, now = getattr(there, field), getattr(asked, field)
@@ -330,7 +344,7 @@ def _announce(folder: Path, kind: Kind, lost: list[Shard], shards: int, say: Cal
 def _shard_tensors(batches: Sequence[Batch], kind: Kind, online: Online) -> dict[str, Tensor]:
     parts: dict[str, list[Tensor]] = {}
     for batch in batches:
-        for name, x in pack_states(online.states(batch), kind.dtype, len(kind.taps)).items():
+        for name, x in pack_states(online.states(batch), kind.dtype, len(kind.aux_layer_ids)).items():
             parts.setdefault(name, []).append(x.cpu())
     return {name: torch.cat(each) for name, each in parts.items()}
 

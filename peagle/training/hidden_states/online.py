@@ -1,4 +1,4 @@
-"""What the target says at each token of a packed batch: its final hidden states and its taps.
+"""What the target says at each token of a packed batch: its final hidden states and its aux_hidden_states.
 
 `Online` runs the target beside the drafter and keeps nothing. `tap_cache` keeps what it said on disk, `tap_vllm` reads
 what vLLM kept. Knows nothing about drafters, rows or losses.
@@ -13,7 +13,8 @@ window and in one with a window of 2:
     low, 2      0  0  1  3  3      a window of 2: the token itself and the one before it
     high        1  2  3  4  5
 
-Shapes: N tokens of a packed batch, D target width, X tap width (taps * D), H heads, G key/value heads, d head width.
+Shapes: N tokens of a packed batch, D target width, X tap width (aux_hidden_states * D), H heads, G key/value heads,
+d head width.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ class TargetStates:
     """On the device, one row for each token of a batch. Nothing in them asks for gradients."""
 
     hidden_ND: Tensor  # final ones, normed: what the target's head reads
-    taps_NX: Tensor  # the tapped layers, side by side
+    aux_hidden_states_NX: Tensor  # the aux_hidden_states layers, side by side
 
 
-class TapSource(Protocol):
+class HiddenStatesSource(Protocol):
     def states(self, batch: Batch) -> TargetStates:
         """The batch lies on the CPU."""
         ...
@@ -114,22 +115,22 @@ class InDocuments:
 class Online:
     """The target itself, asked anew for every batch."""
 
-    def __init__(self, target: Decoder, taps: Sequence[int]) -> None:
-        assert taps and max(taps) <= target.cfg.num_layers, taps
-        self.target, self.taps = target, tuple(taps)
+    def __init__(self, target: Decoder, aux_layer_ids: Sequence[int]) -> None:
+        assert aux_layer_ids and max(aux_layer_ids) <= target.cfg.num_layers, aux_layer_ids
+        self.target, self.aux_layer_ids = target, tuple(aux_layer_ids)
 
     @property
     def device(self) -> torch.device:
         return self.target.embed_tokens.weight.device
 
-    # not inference mode: what comes out of that may not be saved for a backward pass, which the taps are
+    # not inference mode: what comes out of that may not be saved for a backward pass, which the aux_hidden_states are
     @torch.no_grad()
     def states(self, batch: Batch) -> TargetStates:
         moved = batch.to(self.device)
         attend = InDocuments(moved.start_N)
-        hidden_ND, taps_NX = self.target(moved.token_ids_N, moved.position_N, attend, self.taps)
-        assert taps_NX is not None
-        return TargetStates(hidden_ND, taps_NX)
+        hidden_ND, aux_hidden_states_NX = self.target(moved.token_ids_N, moved.position_N, attend, self.aux_layer_ids)
+        assert aux_hidden_states_NX is not None
+        return TargetStates(hidden_ND, aux_hidden_states_NX)
 
 
 @torch.no_grad()

@@ -7,13 +7,14 @@
 
 Each request makes one file, `<request id>.safetensors`: `hidden_states` [tokens, layers asked for, target width], the
 layers in ascending order whatever order they were named in, and `token_ids` [tokens], those of the prompt. So a data
-row is sent as a prompt of its token ids, cut as `pack` cuts them (`taps.rows_in_order` gives them so), with one token
+row is sent as a prompt of its token ids, cut as `pack` cuts them (`aux layers.rows_in_order` gives them so), with
+one token
 to generate. With `include_output_tokens` the generated tokens are there too but the last, which was never read; nobody
 is ever asked anything at a row's last token, so that is enough.
 
 vLLM's layer ids are ours: id k is what enters layer k, and id L, one past the last layer, is what leaves the target
 before its final norm. That one is needed too: the distributions that drafters learn from are made of it. Files do not
-say which layers they hold, only how many; they are taken to be the taps and L.
+say which layers they hold, only how many; they are taken to be the aux_layer_ids and L.
 
 Knows nothing about running vLLM. Checked against 0.32.
 
@@ -38,22 +39,22 @@ from peagle.models.decoder import Decoder
 from peagle.training.hidden_states.online import Document, TargetStates, documents, rows_in_order, token_name
 
 
-def layers_to_ask(target: Decoder, taps: Sequence[int]) -> tuple[int, ...]:
+def layers_to_ask(target: Decoder, aux_layer_ids: Sequence[int]) -> tuple[int, ...]:
     """The layer ids that vLLM must be asked for."""
-    return state_layers(target.cfg, taps)
+    return state_layers(target.cfg, aux_layer_ids)
 
 
-def state_layers(target: DecoderConfig, taps: Sequence[int]) -> tuple[int, ...]:
-    return tuple(sorted({*taps, target.num_layers}))
+def state_layers(target: DecoderConfig, aux_layer_ids: Sequence[int]) -> tuple[int, ...]:
+    return tuple(sorted({*aux_layer_ids, target.num_layers}))
 
 
 class StateFiles:
     """Which file of a folder holds the states of which data row: that of its tokens."""
 
-    def __init__(self, folder: Path, target: DecoderConfig, taps: Sequence[int], max_length: int) -> None:
+    def __init__(self, folder: Path, target: DecoderConfig, aux_layer_ids: Sequence[int], max_length: int) -> None:
         """`max_length`: rows of the data are cut to it."""
         self.folder, self.target, self.max_length = folder, target, max_length
-        self.layers = state_layers(target, taps)
+        self.layers = state_layers(target, aux_layer_ids)
         if not folder.is_dir():
             raise UserError(f"--vllm-states {folder}: no such folder")
         self._file_of: dict[str, Path] = {}
@@ -70,7 +71,9 @@ class StateFiles:
         return len(self._file_of)
 
     def what_to_ask(self) -> str:
-        return f"ask vLLM for eagle_aux_hidden_state_layer_ids {list(self.layers)}: the taps, and the final state"
+        return (
+            f"ask vLLM for eagle_aux_hidden_state_layer_ids {list(self.layers)}: the aux_layer_ids, and the final state"
+        )
 
     def _checked_tokens(self, path: Path) -> NDArray[np.int32]:
         """A file's token ids, once its header says that it holds what is needed."""
@@ -107,10 +110,10 @@ class StateFiles:
 class VllmFolder:
     """The states of a batch, from the files of its data rows."""
 
-    def __init__(self, folder: Path, target: Decoder, taps: Sequence[int], max_length: int) -> None:
+    def __init__(self, folder: Path, target: Decoder, aux_layer_ids: Sequence[int], max_length: int) -> None:
         """Of the target only its tables are asked for anything."""
-        self.target, self.taps = target, tuple(taps)
-        self.files = StateFiles(folder, target.cfg, taps, max_length)
+        self.target, self.aux_layer_ids = target, tuple(aux_layer_ids)
+        self.files = StateFiles(folder, target.cfg, aux_layer_ids, max_length)
         if not len(self.files):
             raise UserError(f"--vllm-states {folder}: no .safetensors in it; {self.files.what_to_ask()}")
 
@@ -141,7 +144,7 @@ class VllmFolder:
         if weight.device.type == "cuda":
             states_NLD = states_NLD.pin_memory()
         states_NLD = states_NLD.to(weight.device, weight.dtype, non_blocking=True)
-        at = [self.files.layers.index(tap) for tap in self.taps]
+        at = [self.files.layers.index(aux_layer_id) for aux_layer_id in self.aux_layer_ids]
         return TargetStates(self.target.norm(states_NLD[:, -1].contiguous()), states_NLD[:, at].flatten(1))
 
     def _read(self, path: Path, length: int) -> Tensor:
