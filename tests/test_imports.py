@@ -26,7 +26,8 @@ LAYERS = (
     {"data"},
     {"training"},
     {"results"},
-    {"eval", "bench"},
+    {"eval"},
+    {"bench"},
     {"planning"},
     {"report"},
 )
