@@ -23,6 +23,7 @@ import engines
 import pairs
 import pytest
 import torch
+from engine_soak import soak, spread_weights
 from engines import LONGEST, Asked, check, engine, play, rehearse, truth
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,7 +31,6 @@ from scipy.stats import chisquare
 from support import many, set_config
 from torch import Tensor
 
-from benchmarks.soak import soak, spread_weights
 from peagle.checkpoints.drafter import read_drafter_config, save_drafter
 from peagle.checkpoints.target import Target
 from peagle.config import DecoderConfig, DrafterConfig, EngineSettings, LayerConfig, RopeConfig, SamplingParams

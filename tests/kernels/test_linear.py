@@ -24,7 +24,6 @@ from support import many
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks import round_descent
 from peagle.kernels.gather import take_rows_triton
 from peagle.kernels.gemm import linear as kernels
 from peagle.kernels.gemm import tile_configs as shapes
@@ -537,54 +536,3 @@ def test_overlapping_launches_in_a_graph_change_nothing(split, late, prepared):
         out.fill_(float("nan"))
         graph.replay()
         assert torch.equal(out, truth)
-
-
-def test_a_descent_tries_what_fits_and_rounds_alike():
-    for shape in round_descent.PRODUCTS:
-        key = shape.N, shape.K, shape.glu
-        for at, rounds in enumerate(round_descent.ROUNDS):
-            usual = shapes.TUNED[key][at]
-            tried = round_descent.alternatives(shape, at)
-            assert len({usual, *tried}) == len(tried) + 1 >= 7
-            assert {c.kind for c in tried} == {config_for(1, *key).kind}
-            for T in (batch * (drafts + 1) for batch, drafts in rounds):
-                found = replace(
-                    config_for(T, *key), stages=usual.stages, prefetch=usual.prefetch, held=False, tile=None
-                )
-                assert found == usual, "other rows"
-                for c in (round_descent.launched(shape, at, config)[T] for config in tried):
-                    loaded = (c.block_n * (2 if shape.glu else 1) + c.block_m) * c.block_k * c.chains * 2
-                    assert c.stages >= 2 and (c.stages - 1) * loaded <= 227 * 1024 and c.block_n < 64
-                    assert shape.K % (c.block_k * c.chains) == 0
-
-
-@pytest.mark.parametrize("at", [0, 1, 2])
-def test_a_descent_finds_what_takes_two_changes(monkeypatch, at):
-    """Some tile of qkv helps only once its successor starts otherwise; every change of o fails, of the rest costs."""
-    monkeypatch.setattr(shapes, "TUNED", dict(shapes.TUNED))
-    qkv, o = round_descent.PRODUCTS[:2]
-    first, other = round_descent.configs(qkv)[at], round_descent.configs(o)[at]
-    m, n, warps = next(t for t in round_descent.TILES[at] if t != (first.block_m, first.block_n, first.warps))
-    best = replace(first, late=not first.late, block_m=m, block_n=n, warps=warps)
-    start = {s: round_descent.configs(s)[at] for s in round_descent.PRODUCTS[2:]}
-    noted = []
-
-    def measure() -> float:
-        if round_descent.configs(o)[at] != other:
-            raise RuntimeError("out of shared memory")
-        now = round_descent.configs(qkv)[at]
-        moved = sum(round_descent.configs(s)[at] != usual for s, usual in start.items())
-        return {best: 0.8, replace(first, late=best.late): 0.9, first: 1.0}.get(now, 1.1) + 0.1 * moved
-
-    before = dict(shapes.TUNED)
-    assert round_descent.descend(at, measure, 0.0, noted.append) == (1.0, 1.0) and not noted and shapes.TUNED == before
-    assert round_descent.descend(at, measure, float("inf"), lambda *args: noted.append(args)) == (1.0, 0.8)
-    assert [(name, config) for name, config, _, kept in noted if kept] == [
-        ("qkv", replace(first, late=best.late)),
-        ("qkv", best),
-    ]
-    assert {name for name, _, took, _ in noted if took == float("inf")} == {"o"}
-    before[qkv.N, qkv.K, qkv.glu] = tuple(best if i == at else c for i, c in enumerate(before[qkv.N, qkv.K, qkv.glu]))
-    assert shapes.TUNED == before
-    lines = "\n".join(map(round_descent.line_of, round_descent.PRODUCTS))
-    assert eval("{" + lines + "}", vars(shapes)).items() <= before.items()

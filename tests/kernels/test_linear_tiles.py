@@ -6,7 +6,6 @@ There is no interpreter for Gluon: on a CPU this reads what the compiler makes o
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_linear_held import SHAPES, compiled, same_as_triton, usage_of
 
-from benchmarks import kernel_tiles
 from peagle.kernels.gemm import tiled as linear_tiles
 from peagle.kernels.gemm.tile_configs import HELD, SHARED_BYTES, TILE_K, TILED, TILES, Tile, config_for
 
@@ -33,15 +31,6 @@ def test_small_products_of_many_rows_have_tiles(shape: tuple[int, int, bool]) ->
     if shape in TILES:
         assert [most for most, _ in TILES[shape]] == sorted(most for most, _ in TILES[shape])
         assert TILES[shape][-1][0] == TILED
-
-
-def test_what_is_used_is_among_what_is_timed() -> None:
-    for name, shape in kernel_tiles.PRODUCTS.items():
-        timed = kernel_tiles.tiles_of(name)
-        assert len(set(timed)) == len(timed) > 20
-        for tile, T in tiles_of(*shape).items():
-            early = replace(tile, late=False)
-            assert early in timed and kernel_tiles.worth_timing(early, name, T), (name, T)
 
 
 @given(

@@ -19,11 +19,11 @@ import prometheus_client
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.serve_load import serving
 from peagle.config import SamplingParams
 from peagle.engine.llm import LLM
 from peagle.server.metrics import Metrics
 from peagle.server.stats import EngineStats
+from scripts.serve_load import serving
 
 pytestmark = pytest.mark.vllm
 DRAFTER, K, TOKENS, PROMPTS = "p-eagle-4", 5, 24, 40

@@ -1,6 +1,6 @@
 """Load: five hundred streams at once, more than the queue takes, and clients that leave.
 
-Every answer is compared with the engine's own, in the client that asked (`benchmarks/serve_load.py`), and the server's
+Every answer is compared with the engine's own, in the client that asked (`scripts/serve_load.py`), and the server's
 counters with what happened.
 """
 
@@ -14,7 +14,7 @@ import engines
 import pairs
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.serve_load import AGAIN, Ask, Report, load, make_asks, serving
+from scripts.serve_load import AGAIN, Ask, Report, load, make_asks, serving
 
 DRAFTER, K = str(pairs.drafter_folder("p-eagle-1")), 5
 FLAGS = ("--dtype", "float32", "--device", "cpu", "-k", str(K))

@@ -1,6 +1,6 @@
 """Thousands of requests through a tiny target: nothing may leak, get lost or come twice.
 
-    python benchmarks/soak.py [--requests 10000] [--drafts 3] [--lookahead 1]
+    python tests/engine_soak.py [--requests 10000] [--drafts 3] [--lookahead 1]
 
 Requests arrive in waves, have random prompts (many with a common start), lengths and stop tokens, some sample, some
 are aborted. Blocks and slots are checked every step, every answer against the target asked token by token

@@ -1,8 +1,8 @@
 """Many streaming clients at one `peagle serve`: every answer is compared with the engine's own.
 
-    python benchmarks/serve_load.py --mode steady --clients 500
-    python benchmarks/serve_load.py --mode overload --clients 500 -- --max-queue 32
-    python benchmarks/serve_load.py --mode soak --clients 16 --seconds 300
+    python scripts/serve_load.py --mode steady --clients 500
+    python scripts/serve_load.py --mode overload --clients 500 -- --max-queue 32
+    python scripts/serve_load.py --mode soak --clients 16 --seconds 300
 
 steady: all clients ask at once, each `--repeats` times. overload: the same against a queue that is too short; whoever
 is refused must be told so at once, and afterwards everybody must be served. soak: clients ask again and again, one in

@@ -1,12 +1,11 @@
 """Where a round's time goes on the GPU: products, attention, the rest, gaps; and its share of the memory limit.
 
-    python benchmarks/round.py --shape 8b --batch 1 --drafts 7 --context 512
+    python benchmarks/decode_step.py --shape 8b --batch 1 --drafts 7 --context 512
 
 A shape is a known one or a folder with a target's config.json. Weights are random. The limit is every weight of target
 and drafter read once, experts that no row goes to included, and the keys and values that a row behind the context sees,
 at the rate of a large copy measured in the same run. `--profile` records the rounds once more without dependent
-launches, since kernels that overlap have no times of their own. `--reach` records them with a request's keys cut at
-fixed places for other numbers of requests than usual. Prints a table, then one JSON line.
+launches, since kernels that overlap have no times of their own. Prints a table, then one JSON line.
 """
 
 from __future__ import annotations
@@ -22,9 +21,6 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # also where this file is imported from elsewhere
-from attention_rules import ruled
-
 from peagle.checkpoints.target import read_target_config
 from peagle.config import DecoderConfig, DrafterConfig, LayerConfig, RopeConfig
 from peagle.engine.cuda_graphs import RoundBuffers, RoundGraphs
@@ -33,7 +29,6 @@ from peagle.engine.model_runner import Cache, Runner
 from peagle.errors import UserError
 from peagle.kernels import triton_utils as launching
 from peagle.kernels.attention.dense import first_seen
-from peagle.kernels.attention.paged_launch import RULE
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
 
@@ -200,9 +195,6 @@ def main() -> None:
     parser.add_argument("--mlp-width", type=int, help="of the drafter's layers, where it is not the target's")
     parser.add_argument("--fc-norm", action="store_true", help="a norm for each tap, as drafters have that train here")
     parser.add_argument("--eagle3", action="store_true")
-    parser.add_argument(
-        "--reach", type=float, default=RULE.reach, help="requests x key/value heads to a multiprocessor; see Rule"
-    )
     parser.add_argument("--profile", action="store_true", help="the kernels, by name")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -220,11 +212,10 @@ def main() -> None:
         per = -(-longest // 16)
         state.block_tables_SM[:most] = 1 + torch.randperm(most * per, device=device).view(most, per).int()
         graphs = RoundGraphs(runner, args.batch, args.drafts)
-        with ruled(replace(RULE, reach=args.reach)):
-            graphs.capture()
+        graphs.capture()
         apart = RoundGraphs(runner, args.batch, args.drafts)
         if args.profile:
-            with one_after_another(), ruled(replace(RULE, reach=args.reach)):
+            with one_after_another():
                 apart.capture()
         print(f"{len(graphs.rounds)} graphs in {graphs.seconds:.1f} s, {graphs.memory / 2**20:.0f} MiB")
         print(f"copies at {rate / 1e12:.2f} TB/s")
