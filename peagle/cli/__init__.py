@@ -1,45 +1,85 @@
-"""The command line: a verb a function, a flag a parameter.
+"""The command line: one file per verb, one function parameter per option.
 
-Sees every room and is seen by none. Imports lazily, so that `peagle --help` is instant. A `UserError` becomes
-one line and exit status 2; Ctrl-C leaves quietly.
+The verbs import their packages lazily, so that `peagle --help` is fast. A `UserError` becomes one line on standard
+error and exit status 2.
 """
 
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import typer
 
-from peagle.cli import answer, bench, chat, data, demo, deploy, eval, folders, plan, report, serve, states, train, tune  # noqa: F401  each adds its verbs, in this order
+from peagle.cli import (  # noqa: F401  importing a module registers its verbs
+    answer,
+    bench,
+    chat,
+    data,
+    demo,
+    deploy,
+    eval,
+    folders,
+    plan,
+    report,
+    serve,
+    states,
+    train,
+    tune,
+)
 from peagle.cli.app import app
 from peagle.errors import UserError
+
+# The order and the headings of the verbs in `peagle --help`.
+VERB_PANELS = {
+    "Generate and serve": ("demo", "generate", "chat", "serve", "deploy"),
+    "Train a drafter": ("fit", "data", "states", "hidden-states", "train", "inspect", "convert", "average"),
+    "Evaluate and plan": ("eval", "bench", "report", "plan", "tune"),
+}
 
 
 def main() -> None:
     try:
-        status = typer.main.get_command(app).main(standalone_mode=False, prog_name="peagle")
+        status = build_command().main(standalone_mode=False, prog_name="peagle")
     except UserError as error:
-        status = _complain(str(error))
+        _print_error(str(error))
+        status = 2
     except (KeyboardInterrupt, typer.Abort):  # typer turns the one into the other
         status = 130
     except BrokenPipeError:
         sys.stderr.close()
         status = 141
     except Exception as error:
-        # typer's own complaints about flags; its exception classes have moved between versions
+        # typer's usage errors; their classes have moved between versions
         if not hasattr(error, "format_message"):
             raise
-        message = error.format_message()
-        if message.startswith("Usage:"):  # called without a verb: its complaint is the help text
-            print(message)
-            status = 2
-        else:
+        status = 2
+        if message := error.format_message():  # empty if there was no verb: typer has printed the help text
             context = getattr(error, "ctx", None)
-            where = context.command_path if context is not None else "peagle"
-            status = _complain(f"{message.rstrip('.')} (see {where} --help)")
+            command_path = context.command_path if context is not None else "peagle"
+            _print_error(f"{message.rstrip('.')} (see {command_path} --help)")
     sys.exit(status or 0)
 
 
-def _complain(message: str) -> int:
+def build_command() -> Any:
+    """Builds the click command, with the verbs sorted into `VERB_PANELS`."""
+    command: Any = typer.main.get_command(app)
+    verbs, command.commands = command.commands, {}
+    for panel, names in VERB_PANELS.items():
+        for name in filter(verbs.__contains__, names):
+            command.commands[name] = verbs.pop(name)
+            command.commands[name].rich_help_panel = panel
+    command.commands |= verbs
+    _join_help_lines(command)
+    return command
+
+
+def _join_help_lines(command: Any) -> None:
+    """Joins the lines of each paragraph of a docstring, so that the terminal's width decides where lines break."""
+    command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in (command.help or "").split("\n\n"))
+    for subcommand in getattr(command, "commands", {}).values():
+        _join_help_lines(subcommand)
+
+
+def _print_error(message: str) -> None:
     print(f"peagle: error: {' '.join(message.split())}", file=sys.stderr)
-    return 2

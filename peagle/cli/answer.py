@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from peagle.cli.app import (
-    AsJson,
-    Device,
-    DraftTokensOrAuto,
-    Dtype,
+    DeviceOption,
+    DrafterOption,
+    DtypeOption,
+    JsonOption,
     MaxModelLen,
-    MaybeDrafter,
-    Target,
+    NumSpeculativeTokensOrAuto,
+    TargetOption,
     app,
     console,
     examples,
-    parse_draft_tokens,
+    parse_num_speculative_tokens,
 )
 from peagle.config import DEFAULT_DRAFT_TOKENS, SamplingParams
 from peagle.errors import UserError
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 )
 def generate(
     prompt: Annotated[str, typer.Argument(help="What to ask; - reads it from standard input.")],
-    target: Target = DEFAULT_TARGET,
-    drafter: MaybeDrafter = None,
-    draft_tokens: DraftTokensOrAuto = str(DEFAULT_DRAFT_TOKENS),
+    target: TargetOption = DEFAULT_TARGET,
+    drafter: DrafterOption = None,
+    draft_tokens: NumSpeculativeTokensOrAuto = str(DEFAULT_DRAFT_TOKENS),
     max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = SamplingParams.max_tokens,
     min_tokens: Annotated[int, typer.Option(help="Shortest answer.")] = SamplingParams.min_tokens,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = SamplingParams.temperature,
@@ -63,10 +63,10 @@ def generate(
     logprobs: Annotated[int | None, typer.Option(help="With --json: so many alternatives a token.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on to --max-tokens.")] = False,
     raw: Annotated[bool, typer.Option("--raw", help="The prompt as it is, without the chat template.")] = False,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
     max_model_len: MaxModelLen = None,
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Answer a prompt, with a drafter's help if one is named; the answer is the same without it."""
     params = SamplingParams(
@@ -86,7 +86,9 @@ def generate(
     )
     if prompt == "-":
         prompt = _read_stdin()
-    session = Session(target, drafter, parse_draft_tokens(draft_tokens), dtype, device, prompt, raw, max_model_len)
+    session = Session(
+        target, drafter, parse_num_speculative_tokens(draft_tokens), dtype, device, prompt, raw, max_model_len
+    )
     started = time.perf_counter()
     out = session.run(params, show=None if as_json else console())
     seconds = time.perf_counter() - started

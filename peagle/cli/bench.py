@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeVar, get_args
 
 import typer
 
-from peagle.cli.app import WHICH_TARGET, AsJson, Device, Dtype, app, console, examples
+from peagle.cli.app import TARGET_HELP, DeviceOption, DtypeOption, JsonOption, app, console, examples
 from peagle.cli.several import SpreadCommand, split
 from peagle.config import (
     BenchSettings,
@@ -45,7 +45,7 @@ N = TypeVar("N")
     ),
 )
 def bench(
-    target: Annotated[str | None, typer.Argument(help=WHICH_TARGET, show_default=DEFAULT_TARGET)] = None,
+    target: Annotated[str | None, typer.Argument(help=TARGET_HELP, show_default=DEFAULT_TARGET)] = None,
     same_target: Annotated[
         str | None, typer.Option("--target", "-t", help="The same, as other commands have it.", metavar="T")
     ] = None,
@@ -129,12 +129,12 @@ def bench(
     prefix_reuse: Annotated[
         bool, typer.Option(help="Let the engine remember prompts; every repeat asks the same ones.")
     ] = EmbeddedSettings.prefix_reuse,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
     out: Annotated[
         Path | None, typer.Option(help="Results; what it has already is not measured again.", metavar="FILE")
     ] = None,
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Measure speed under load: tokens a second, time to the first token, between tokens, end to end.
 

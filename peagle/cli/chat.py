@@ -17,15 +17,15 @@ import typer
 
 from peagle.cli.answer import show_parts, summary
 from peagle.cli.app import (
-    Device,
-    DraftTokensOrAuto,
-    Dtype,
-    MaybeDrafter,
-    Target,
+    DeviceOption,
+    DrafterOption,
+    DtypeOption,
+    NumSpeculativeTokensOrAuto,
+    TargetOption,
     app,
     console,
     examples,
-    parse_draft_tokens,
+    parse_num_speculative_tokens,
 )
 from peagle.config import DEFAULT_DRAFT_TOKENS, SamplingParams
 from peagle.errors import UserError
@@ -69,9 +69,9 @@ class Partner(Protocol):
     )
 )
 def chat(
-    target: Target = DEFAULT_TARGET,
-    drafter: MaybeDrafter = None,
-    draft_tokens: DraftTokensOrAuto = str(DEFAULT_DRAFT_TOKENS),
+    target: TargetOption = DEFAULT_TARGET,
+    drafter: DrafterOption = None,
+    draft_tokens: NumSpeculativeTokensOrAuto = str(DEFAULT_DRAFT_TOKENS),
     url: Annotated[
         str | None, typer.Option(help="Talk with this running server instead; $OPENAI_API_KEY is sent.", metavar="URL")
     ] = None,
@@ -80,8 +80,8 @@ def chat(
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = SamplingParams.temperature,
     top_p: Annotated[float, typer.Option(help="Sample within this mass; 1 is off.")] = SamplingParams.top_p,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
     max_model_len: Annotated[
         int | None, typer.Option(help="Longest conversation, in tokens.", show_default="what the target can")
     ] = None,
@@ -91,7 +91,7 @@ def chat(
     The built-in target comes with its drafter; any other drafts only with -d.
     """
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    k = parse_draft_tokens(draft_tokens)
+    k = parse_num_speculative_tokens(draft_tokens)
     partner: Partner
     if url is not None:
         from peagle.cli.chat_server import Served

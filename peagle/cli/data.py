@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from peagle.cli.app import AsJson, Device, Dtype, Lead, Target, Vary, app, examples
+from peagle.cli.app import DeviceOption, DtypeOption, JsonOption, Lead, TargetOption, Vary, app, examples
 from peagle.config import EndpointSettings, ResponseSettings, WriterSettings
 from peagle.errors import UserError
 from peagle.hub.resolve import DEFAULT_TARGET
@@ -33,7 +33,7 @@ SHOWN_REFUSALS = 5
 def data(
     prompts: Annotated[str, typer.Argument(help="A .jsonl or .jsonl.gz file, a folder of them, or a hub dataset.")],
     out: Annotated[Path, typer.Option(help="Rows go here; if it is there already, it is gone on with.")],
-    target: Target = DEFAULT_TARGET,
+    target: TargetOption = DEFAULT_TARGET,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = ResponseSettings.temperature,
     top_p: Annotated[float, typer.Option(help="Sample within this mass; 1 is off.")] = ResponseSettings.top_p,
     top_k: Annotated[int, typer.Option(help="Sample among this many tokens; 0 is off.")] = ResponseSettings.top_k,
@@ -75,9 +75,9 @@ def data(
         int | None,
         typer.Option(metavar="BYTES", help="Of the key-value cache, instead of that share: for several on one GPU."),
     ] = None,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    as_json: AsJson = False,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    as_json: JsonOption = False,
 ) -> None:
     """Let the target answer prompts: what a drafter is trained on.
 

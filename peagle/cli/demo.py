@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from peagle.cli.app import AsJson, Device, DraftTokensOrAuto, app, console, examples, parse_draft_tokens
+from peagle.cli.app import (
+    DeviceOption,
+    JsonOption,
+    NumSpeculativeTokensOrAuto,
+    app,
+    console,
+    examples,
+    parse_num_speculative_tokens,
+)
 from peagle.cli.race import Racer, Run, first_difference, race, speed_up, together
 from peagle.config import SamplingParams
 from peagle.errors import UserError
@@ -35,19 +43,19 @@ CONTEXT, CACHE_BYTES = 2048, 1 << 30  # the cache is made for one sequence of so
 )
 def demo(
     prompts: Annotated[list[str] | None, typer.Argument(help="What to ask.", show_default="three of its own")] = None,
-    draft_tokens: DraftTokensOrAuto = "auto",
+    draft_tokens: NumSpeculativeTokensOrAuto = "auto",
     max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 96,
     dtype: Annotated[
         str, typer.Option(help="float32, bfloat16, float16, or auto: float32 on the CPU, bfloat16 on a GPU.")
     ] = "auto",
-    device: Device = "auto",
+    device: DeviceOption = "auto",
     no_color: Annotated[bool, typer.Option("--no-color", help="Accepted drafts underlined instead of shaded.")] = False,
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """See speculation work: SmolLM2-135M answers alone, with an EAGLE-3 and with a P-EAGLE drafter, side by side."""
     from peagle.cli.demo_view import View
 
-    k = parse_draft_tokens(draft_tokens)
+    k = parse_num_speculative_tokens(draft_tokens)
     params = SamplingParams(max_tokens=max_tokens)
     asked = tuple(prompts or PROMPTS)
     if any(not text.strip() for text in asked):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from peagle.cli.app import WHICH_DRAFTER, MaxModelLen, ServedModelName, TargetFirst, app, examples
+from peagle.cli.app import DRAFTER_HELP, MaxModelLen, ServedModelName, TargetArgument, app, examples
 from peagle.config import DeploySettings, SagemakerSettings, usual_draft_tokens
 from peagle.errors import UserError
 
@@ -40,8 +40,8 @@ sagemaker = typer.Typer(
 )
 deploy.add_typer(sagemaker, name="sagemaker")
 
-Drafter = Annotated[str, typer.Option("--drafter", "-d", help=WHICH_DRAFTER)]
-DraftTokens = Annotated[
+Drafter = Annotated[str, typer.Option("--drafter", "-d", help=DRAFTER_HELP)]
+NumSpeculativeTokens = Annotated[
     int | None,
     typer.Option(
         "-k",
@@ -71,10 +71,10 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do it, without a questio
     )
 )
 def vllm(
-    target: TargetFirst,
+    target: TargetArgument,
     drafter: Drafter,
     more: Annotated[list[str] | None, typer.Argument(help="Behind --: words for vllm serve.", metavar="WORDS")] = None,
-    draft_tokens: DraftTokens = None,
+    draft_tokens: NumSpeculativeTokens = None,
     kind: Annotated[
         str, typer.Option("--format", help="command, systemd, compose, kubernetes or all.", show_default=False)
     ] = "",
@@ -156,11 +156,11 @@ def vllm(
 
 @sagemaker.command(CREATE)
 def sagemaker_create(
-    target: TargetFirst,
+    target: TargetArgument,
     drafter: Drafter,
     role: Annotated[str, typer.Option(help="That SageMaker acts as.", metavar="ARN")],
     instance_type: Annotated[str, typer.Option(help="As ml.g6e.xlarge.", metavar="TYPE")],
-    draft_tokens: DraftTokens = None,
+    draft_tokens: NumSpeculativeTokens = None,
     name: Annotated[str, typer.Option(help="Of the endpoint.")] = USUAL_AWS.name,
     instances: Annotated[int, typer.Option(help="Side by side.")] = USUAL_AWS.instances,
     s3: Annotated[str | None, typer.Option(help="s3://bucket/prefix, for folders; below it, NAME/.")] = None,

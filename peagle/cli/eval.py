@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from peagle.cli.app import AsJson, Device, Dtype, TargetFirst, app, console, examples
+from peagle.cli.app import DeviceOption, DtypeOption, JsonOption, TargetArgument, app, console, examples
 from peagle.cli.several import SpreadCommand, split
 from peagle.config import EvalServerSettings, EvalSettings
 from peagle.errors import UserError
@@ -41,7 +41,7 @@ NAME_WIDTH = 32
     ),
 )
 def evaluate(
-    target: TargetFirst = DEFAULT_TARGET,
+    target: TargetArgument = DEFAULT_TARGET,
     drafter: Annotated[
         list[str] | None, typer.Option("--drafter", "-d", help="Folders, hub ids or built-in names.", metavar="D ...")
     ] = None,
@@ -108,9 +108,9 @@ def evaluate(
     ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds a server has for a request.")] = EvalServerSettings.timeout_s,
     retries: Annotated[int, typer.Option(help="Of requests to a server.")] = EvalServerSettings.retries,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    as_json: AsJson = False,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    as_json: JsonOption = False,
 ) -> None:
     """Measure acceptance: tokens a round, and how often each draft is accepted, by K and data set.
 

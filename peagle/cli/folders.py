@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from peagle.cli.app import AsJson, DraftTokens, Target, app, examples
+from peagle.cli.app import JsonOption, NumSpeculativeTokens, TargetOption, app, examples
 from peagle.config import DEFAULT_DRAFT_TOKENS, VLLM_VERSION, check_draft_tokens
 from peagle.errors import UserError
 from peagle.hub.resolve import resolve_drafter, resolve_target
@@ -27,7 +27,7 @@ def inspect(
     ] = None,
     draft_tokens: Annotated[int | None, typer.Option("-k", "--draft-tokens", help="For the vllm serve line.")] = None,
     vllm: Annotated[str, typer.Option(help="The vLLM version it shall run on.", metavar="VERSION")] = VLLM_VERSION,
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Say what a drafter's folder holds and what is wrong with it; exit status 1 if anything is."""
     from peagle.checkpoints.validate import inspect_drafter
@@ -58,8 +58,8 @@ def convert(
     folder: Annotated[str, typer.Argument(help="A drafter's folder, hub id or built-in name.", metavar="DIR")],
     out: Annotated[Path, typer.Argument(help="The folder to write.")],
     to: Annotated[str, typer.Option(help="plain (vLLM's own) or speculators.")],
-    target: Target,
-    draft_tokens: DraftTokens = DEFAULT_DRAFT_TOKENS,
+    target: TargetOption,
+    draft_tokens: NumSpeculativeTokens = DEFAULT_DRAFT_TOKENS,
 ) -> None:
     """Write a drafter in the other format; every tensor stays as it is, bit for bit."""
     from peagle.checkpoints.convert import convert as convert_folder

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from peagle.cli.app import AsJson, app, console, examples
+from peagle.cli.app import JsonOption, app, console, examples
 from peagle.cli.several import SpreadCommand, split
 from peagle.config import PlanSettings
 from peagle.errors import UserError
@@ -105,7 +105,7 @@ def plan(
     link: Annotated[float | None, typer.Option(help="GB/s to its neighbours, one way.")] = None,
     price: Annotated[float | None, typer.Option(help="Dollars an hour of one GPU.", show_default="the table's")] = None,
     out: Annotated[Path | None, typer.Option(help="Keep the plan, for `peagle report`.", metavar="FILE")] = None,
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Work out tokens a second, the best K, GPUs and cost before anything is bought.
 

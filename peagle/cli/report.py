@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from peagle.cli.app import AsJson, app, examples
+from peagle.cli.app import JsonOption, app, examples
 from peagle.config import ReportSettings
 
 DEFAULT_OUT = Path("report.html")
@@ -32,7 +32,7 @@ def report(
     ] = None,
     markdown: Annotated[Path | None, typer.Option(help="The same as Markdown, tables for charts.")] = None,
     title: Annotated[str, typer.Option(help="What the page is called.")] = ReportSettings.title,
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Make one page of results: charts, tables, a recommendation, and where the numbers come from.
 

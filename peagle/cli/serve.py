@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 import typer
 
 from peagle.cli.app import (
-    Device,
-    DraftTokensOrAuto,
-    Dtype,
+    DeviceOption,
+    DrafterOption,
+    DtypeOption,
     MaxModelLen,
-    MaybeDrafter,
+    NumSpeculativeTokensOrAuto,
     ServedModelName,
-    TargetFirst,
+    TargetArgument,
     app,
     examples,
-    parse_draft_tokens,
+    parse_num_speculative_tokens,
 )
 from peagle.config import (
     CPU_SEQS,
@@ -64,9 +64,9 @@ class Speculative:
     )
 )
 def serve(
-    target: TargetFirst = DEFAULT_TARGET,
-    drafter: MaybeDrafter = None,
-    draft_tokens: DraftTokensOrAuto = "auto",
+    target: TargetArgument = DEFAULT_TARGET,
+    drafter: DrafterOption = None,
+    draft_tokens: NumSpeculativeTokensOrAuto = "auto",
     speculative_config: Annotated[
         str | None, typer.Option(help="Drafter and K as vLLM writes them.", metavar="JSON")
     ] = None,
@@ -106,8 +106,8 @@ def serve(
     tool_parser: Annotated[
         str, typer.Option(help="How the model writes calls of tools: hermes, llama3, mistral or none.")
     ] = USUAL.tool_parser,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
     log_json: Annotated[bool, typer.Option("--log-json", help="Log JSON lines.")] = False,
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Log what is asked, too.")] = False,
 ) -> None:
@@ -128,7 +128,7 @@ def serve(
         log_prompts=log_prompts,
         tool_parser=tool_parser,  # type: ignore[arg-type]  # it is looked at there
     )
-    drafts = parse_draft_tokens(draft_tokens)
+    drafts = parse_num_speculative_tokens(draft_tokens)
     stated = parse_speculative(speculative_config) if speculative_config is not None else None
     if stated is not None:
         if drafter is not None or drafts != "auto":

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from peagle.cli.app import AsJson, Device, Lead, Vary, app, console, examples
+from peagle.cli.app import DeviceOption, JsonOption, Lead, Vary, app, console, examples
 from peagle.config import ResponseSettings, TrainConfig
 from peagle.errors import UserError
 from peagle.hub.resolve import DEFAULT_TARGET
@@ -101,8 +101,8 @@ def train(
     mean_length: Annotated[
         int | None, typer.Option(help="For --dry-run: tokens of its documents.", show_default="--max-length")
     ] = None,
-    as_json: AsJson = False,
-    device: Device = "auto",
+    as_json: JsonOption = False,
+    device: DeviceOption = "auto",
     settings: Any = None,
 ) -> None:
     """Train a drafter on the target's responses.
@@ -160,7 +160,7 @@ def fit(
     lead: Lead = ResponseSettings.lead,
     vary: Vary = ResponseSettings.vary,
     pause_minutes: PauseMinutes = None,
-    device: Device = "auto",
+    device: DeviceOption = "auto",
     settings: Any = None,
 ) -> None:
     """From prompts to a measured drafter: write responses, train, measure. Each stage goes on where it was."""

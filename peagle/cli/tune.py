@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from peagle.cli.app import AsJson, Device, Dtype, Target, app, console, examples
+from peagle.cli.app import DeviceOption, DtypeOption, JsonOption, TargetOption, app, console, examples
 from peagle.cli.several import SpreadCommand
 from peagle.config import LAYERS, Method, TuneSettings
 from peagle.errors import UserError
@@ -40,7 +40,7 @@ USUAL = TuneSettings()
 )
 def tune(
     drafter: Annotated[str, typer.Option("--drafter", "-d", help="A drafter's folder, hub id or name.", metavar="D")],
-    target: Target = DEFAULT_TARGET,
+    target: TargetOption = DEFAULT_TARGET,
     rates: Annotated[
         str | None,
         typer.Option(help="How often draft 1, 2, .. is accepted, all before it included.", show_default="a guess"),
@@ -58,14 +58,14 @@ def tune(
     repeats: Annotated[int, typer.Option(help="Of each round; the fastest counts.")] = USUAL.repeats,
     max_num_seqs: Annotated[int, typer.Option(help="The most requests at once.")] = USUAL.max_num_seqs,
     max_model_len: Annotated[int, typer.Option(help="Longest prompt and answer together.")] = USUAL.max_model_len,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
     out: Annotated[
         Path | None, typer.Option(help="The table, for LLM(cost_table=...); a part that is there is gone on with.")
     ] = None,
     again: Annotated[bool, typer.Option(help="Measure anew what --out has already.")] = False,
     results: Annotated[Path | None, typer.Option(help="Keep it all, for `peagle report`.", metavar="FILE")] = None,
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Measure what a round costs here, by requests at once and drafts, and say how many drafts pay when.
 
