@@ -24,12 +24,13 @@ from torch import Tensor
 from peagle.config import LOSS_LOGITS, TrainConfig
 from peagle.data.batches import Batch
 from peagle.kernels.host_transfer import sent
-from peagle.kernels.loss.linear_loss import NOBODY, Frame, Links, Plan
+from peagle.kernels.loss.linear_loss import LossSchedule, StaticLossShape
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
 from peagle.training.cod_sampling import Rows
 from peagle.training.hidden_states.online import Online
 from peagle.training.loss import Aim, Examiner, StepTotals
+from peagle.training.loss_weighting import NOBODY, Links
 from peagle.training.partition import BatchView, Chunk, Walk, go_through
 
 PARTS = 16  # of a batch: rows are filled up to whole ones
@@ -49,10 +50,10 @@ class Sizes:
     most: int  # rows of a part of the loss
 
     @property
-    def loss(self) -> Frame:
+    def loss(self) -> StaticLossShape:
         rows = self.asked + sum(self.chained)
         most = min(self.most, rows)
-        return Frame(rows, most, max(1, math.ceil(SPOTS * most)))
+        return StaticLossShape(rows, most, max(1, math.ceil(SPOTS * most)))
 
     @property
     def pieces(self) -> list[tuple[str, int]]:
@@ -64,12 +65,12 @@ class Sizes:
             own += [(name, chained) for name in ("anchor_R", "depth_R", "first_R")]
         else:
             own += [(f"depth {d}", rows) for d, rows in enumerate(self.chained, 1)]
-        own += [(name, loss.rows) for name in ("depths", "before", "text", "order", "spot")]
+        own += [(name, loss.num_rows) for name in ("depths", "before", "text", "order", "spot")]
         return [*own, ("positions", self.spots)]
 
     @property
     def spots(self) -> int:
-        return len(self.loss.chunks) * self.loss.spots
+        return len(self.loss.chunks) * self.loss.chunk_positions
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         names, sizes = zip(*self.pieces, strict=True)
@@ -92,7 +93,7 @@ class FramedChunk(Chunk):
     before_S: Tensor
     text_S: Tensor
     drafted_A: Tensor
-    plan: Plan
+    plan: LossSchedule
     steps: Walk | None
 
     def depths(self) -> Tensor:
@@ -101,7 +102,7 @@ class FramedChunk(Chunk):
     def links(self, view: BatchView) -> Links:
         return Links(self.before_S, self.text_S, self.drafted_A)
 
-    def asked(self) -> Plan:
+    def asked(self) -> LossSchedule:
         return self.plan
 
     def walk(self) -> Walk:
@@ -143,12 +144,12 @@ class Framer:
         else:
             question_S = _fill_steps(into, chunk, sizes, rows.depths)
         into["text"].copy_(batch.token_ids_N[question_S])
-        asked = sizes.loss.plan(question_S - 1)
+        asked = sizes.loss.build_schedule(question_S - 1)
         if asked is None:
             return None
         into["order"].copy_(asked.order_R)
-        into["spot"].copy_(asked.spot_R)
-        into["positions"].copy_(asked.positions)
+        into["spot"].copy_(asked.position_index_R)
+        into["positions"].copy_(asked.positions_P)
         return Framed(sizes, flat)
 
 
@@ -268,7 +269,7 @@ class FramedStep:
 
 
 def _chunk(own: dict[str, Tensor], sizes: Sizes) -> FramedChunk:
-    plan = Plan(own["order"], own["positions"], own["spot"], sizes.loss.chunks)
+    plan = LossSchedule(own["order"], own["positions"], own["spot"], sizes.loss.chunks)
     asked_A, links = own["anchor_A"], (own["depths"], own["before"], own["text"], own["drafted_A"])
     if sizes.parallel:
         return FramedChunk(asked_A, own["anchor_R"], own["depth_R"], own["first_R"], False, *links, plan, None)

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from peagle.config import Objective, TrainConfig
-from peagle.kernels.loss.linear_loss import Links, Plan, Teacher, linear_loss
+from peagle.kernels.loss.linear_loss import LossSchedule, Teacher, linear_loss
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
 from peagle.training.hidden_states.online import TargetStates
+from peagle.training.loss_weighting import Links
 
 
 @dataclass(frozen=True)
@@ -112,13 +113,13 @@ class Examiner:
         self.totals = StepTotals.none(len(self.weight_K), device)
         self.kept_last = torch.zeros((), device=device)  # the chance that what the last depth-0 row asked for was
 
-    def ask(self, said_RD: Tensor, depth_R: Tensor, question_R: Tensor | Plan, links: Links) -> Tensor:
+    def ask(self, said_RD: Tensor, depth_R: Tensor, question_R: Tensor | LossSchedule, links: Links) -> Tensor:
         """The rows' part of the loss. `question_R`, on the CPU, is the token each is asked for; or the plan of who is
         asked where.
 
         The token's distribution is what the target said at the one before it.
         """
-        where = question_R if isinstance(question_R, Plan) else question_R - 1
+        where = question_R if isinstance(question_R, LossSchedule) else question_R - 1
         aim, last, counted = self.aim, self.depths - 1, None
         if aim.by_reach or aim.by_start or aim.by_value:
             kept_earlier = self.kept_last if aim.by_start else None
@@ -131,11 +132,12 @@ class Examiner:
             where,
             self.weight_K[depth_R],
             aim.objective,
-            links=counted,
+            scale_by_earlier=None if counted is None else counted.share,
+            scale_by_all=counted.worth if counted is not None and aim.by_value else None,
         )
         if aim.by_start and len(links.drafted_F):
-            self.kept_last = links.kept(asked.accept_R, asked.best_R)[len(links.drafted_F) - 1]
+            self.kept_last = links.kept(asked.acceptance_R, asked.teacher_token_R)[len(links.drafted_F) - 1]
         match_R = asked.match_R.to(self.weight_K.dtype)
-        unbroken_R = match_R * links.reach(match_R, asked.best_R)
-        self.totals.add(depth_R, asked.loss_R, asked.accept_R, match_R, unbroken_R)
+        unbroken_R = match_R * links.reach(match_R, asked.teacher_token_R)
+        self.totals.add(depth_R, asked.loss_R, asked.acceptance_R, match_R, unbroken_R)
         return asked.total

@@ -21,13 +21,14 @@ from torch import Tensor
 
 from peagle.data.batches import Batch
 from peagle.kernels.host_transfer import sent
-from peagle.kernels.loss.linear_loss import EARLIER, NOBODY, Links, Plan
+from peagle.kernels.loss.linear_loss import LossSchedule
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
 from peagle.training.attention import Chains, DepthZero, Steps
 from peagle.training.cod_sampling import Rows
 from peagle.training.hidden_states.online import TargetStates
 from peagle.training.loss import Aim, Examiner, StepTotals
+from peagle.training.loss_weighting import EARLIER, NOBODY, Links
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class Chunk:
     def questions(self) -> Tensor:
         return torch.cat([self.anchor_A, self.anchor_R + self.depth_R]) + 2
 
-    def asked(self) -> Tensor | Plan:
+    def asked(self) -> Tensor | LossSchedule:
         """The questions as `Examiner.ask` takes them."""
         return self.questions()
 

@@ -13,7 +13,6 @@ from support import many
 from test_partition import KINDS, assert_close, gradients, likely, new_drafter, target_of
 
 from peagle.config import TrainConfig
-from peagle.kernels.loss.linear_loss import Frame
 from peagle.training import cuda_graphs as captured
 from peagle.training.cod_sampling import generator, sample_rows
 from peagle.training.cuda_graphs import FramedStep, Framer
@@ -28,29 +27,6 @@ DEPTHS, RATE = 4, 0.8
 def settings(method: str, tokens: int, **more: bool) -> TrainConfig:
     sizes = {"depths": DEPTHS, "rate": RATE, "batch_tokens": tokens, "max_length": tokens}
     return TrainConfig(method=method, objective="kl", **sizes, **more)  # type: ignore[arg-type]
-
-
-def test_the_docstring_of_frame() -> None:
-    plan = Frame(rows=7, most=3, spots=2).plan(torch.tensor([7, 2, 7, 2, 5]))
-    assert plan is not None
-    assert plan.order_R.tolist() == [1, 3, 4, 0, 2, 5, 6]
-    assert plan.positions.tolist() == [2, 5, 7, 7, 7, 7]
-    assert plan.spot_R.tolist() == [0, 0, 1, 2, 2, 2, 4]
-    assert Frame(rows=4, most=4, spots=2).plan(torch.tensor([1, 2, 3])) is None
-
-
-@many(60)
-@given(st.lists(st.integers(0, 30), min_size=1, max_size=40), st.integers(0, 9), st.integers(1, 9))
-def test_a_frame_asks_every_row_where_it_asks(questions: list[int], missing: int, most: int) -> None:
-    frame = Frame(len(questions) + missing, most, most)
-    plan = frame.plan(torch.tensor(questions))
-    assert plan is not None and sorted(plan.order_R.tolist()) == list(range(frame.rows))
-    for chunk in frame.chunks:
-        assert chunk.rows.stop - chunk.rows.start <= most and chunk.spots.stop - chunk.spots.start == most
-        for place in range(chunk.rows.start, chunk.rows.stop):
-            row, spot = int(plan.order_R[place]), int(plan.spot_R[place])
-            assert chunk.spots.start <= spot < chunk.spots.stop
-            assert plan.positions[spot] == (questions[row] if row < len(questions) else max(questions))
 
 
 masks = st.lists(
@@ -83,7 +59,7 @@ def test_frames_change_nothing(
     if framed is None:
         sizes = framer.sizes(len(rows.anchor_A))
         question = np.sort(torch.cat([rows.anchor_A, rows.anchor_R + rows.depth_R]).numpy())
-        assert not len(rows.anchor_R) or len(np.unique(question)) > sizes.loss.spots
+        assert not len(rows.anchor_R) or len(np.unique(question)) > sizes.loss.chunk_positions
         return
     wanted_totals = accumulate(drafter, target, online.states(batch), batch, rows, Aim.of(cfg), weights, 10**6)
     wanted = gradients(drafter)

@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, check-untyped-defs=False
-"""The Triton version of linear_loss.py's `rows_torch`: what lies between the products with the heads.
+"""The Triton version of linear_loss.py's `compute_row_losses_torch`: what lies between the products with the heads.
 
 `_teacher_kernel`: a program has one position: log of the sum of its logits, and the likeliest token. Rows that ask at
 the same position share it.
@@ -23,12 +23,12 @@ import triton.language as tl
 from torch import Tensor
 
 from peagle.config import OBJECTIVES, Objective
-from peagle.kernels.loss.linear_loss import LEAST, Said
+from peagle.kernels.loss.types import MIN_ACCEPTANCE, RowLosses
 
 _LOG2E = tl.constexpr(math.log2(math.e))
 _LN2 = tl.constexpr(math.log(2.0))
 _LOW = tl.constexpr(-1e30)  # below every logit, and no nan when subtracted from itself
-_LEAST = tl.constexpr(LEAST)
+_LEAST = tl.constexpr(MIN_ACCEPTANCE)
 
 _BLOCK, _WARPS = 4096, 16  # 16 bytes of bf16 a thread; many threads a row, so that few rows share the L2
 
@@ -173,10 +173,10 @@ def _rows_kernel(
             tl.store(z + at, dz.to(z.dtype.element_ty), mask=inside)
 
 
-def rows_triton(
+def compute_row_losses_triton(
     z_CV: Tensor,
     t_QU: Tensor,
-    spot_C: Tensor,
+    position_index_C: Tensor,
     weight_C: Tensor,
     draft_ids: Tensor | None,
     objective: Objective,
@@ -184,8 +184,8 @@ def rows_triton(
     gradient: bool,
     block: int = _BLOCK,
     warps: int = _WARPS,
-) -> Said:
-    """As `rows_torch`; sums are fp32 whatever the logits are."""
+) -> RowLosses:
+    """As `compute_row_losses_torch`; sums are fp32 whatever the logits are."""
     assert objective in OBJECTIVES and z_CV.stride(1) == t_QU.stride(1) == 1, objective
     rows, count = z_CV.shape
     sums = z_CV.new_empty(len(t_QU), dtype=torch.float32)
@@ -199,7 +199,7 @@ def rows_triton(
         z_CV,
         t_QU,
         draft_ids,
-        spot_C,
+        position_index_C,
         weight_C,
         sums,
         bests,
@@ -217,4 +217,4 @@ def rows_triton(
         num_warps=warps,
         num_stages=1,
     )
-    return Said(loss, accept, match, bests[spot_C].long())
+    return RowLosses(loss, accept, match, bests[position_index_C].long())
