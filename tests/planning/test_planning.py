@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from pairs import TARGET, drafter_folder, load_pair, target_folder
 from support import many
 
-from benchmarks.full_shapes_models import MODELS
+from benchmarks.shapes import SHAPES
 from peagle.cli import main
 from peagle.config import DecoderConfig, DrafterConfig, LayerConfig, PlanSettings, RopeConfig
 from peagle.errors import UserError
@@ -94,11 +94,13 @@ FULL = {"gpt-oss-20b": ("none", "p3", "p7", "e3"), "qwen3-coder-30b-a3b": ("none
 @pytest.mark.parametrize("load", ["c1", "c8"])
 @pytest.mark.parametrize(("name", "key"), [(name, key) for name, keys in FULL.items() for key in keys])
 def test_experts_in_the_embedded_engine_are_within_15_percent(name: str, key: str, load: str) -> None:
-    """Up to 64 rows a round. Acceptance was drawn with the rates of full_shapes_models.py."""
+    """Up to 64 rows a round. Acceptance was drawn with the rates of benchmarks/shapes.py."""
     row = measured("h200-full-shapes.json")["measurements"][f"peagle/{name}-{key}"][load]
     shape, k = target_shape(name), int(key[1:]) if key != "none" else 0
     method = {"n": "none", "p": "p-eagle", "e": "eagle3"}[key[0]]
-    contenders = [Contender(drafter_shape(method, shape), Curve(tuple(MODELS[name].rates(k)), "drawn"))] if k else []
+    contenders = (
+        [Contender(drafter_shape(method, shape), Curve(tuple(SHAPES[name].acceptance_rates(k)), "drawn"))] if k else []
+    )
     settings = PlanSettings((row["concurrency"],), (k or 1,), prompt_tokens=256, output_tokens=256)
     said = make_plan(Machine(H200, EMBEDDED), shape, contenders, settings).best(row["concurrency"], method)
     assert said is not None and near(said.tokens_per_second, row.get("even_tok_s", row["tok_s"]), 0.15)
