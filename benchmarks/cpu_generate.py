@@ -67,7 +67,7 @@ class Side:
         self.rates.append(len(got.tokens) / got.whole_s)
         self.later_rates.append((len(got.tokens) - 1) / (got.whole_s - got.first_s))
         self.texts[which] = got.tokens
-        self.rounds += got.rounds
+        self.rounds += got.num_decode_steps
 
 
 class _Clock(transformers.generation.streamers.BaseStreamer):

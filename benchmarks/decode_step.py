@@ -23,9 +23,9 @@ import torch
 
 from peagle.checkpoints.target import read_target_config
 from peagle.config import DecoderConfig, DrafterConfig, LayerConfig, RopeConfig
-from peagle.engine.cuda_graphs import RoundBuffers, RoundGraphs
+from peagle.engine.cuda_graphs import DecodeGraph, DecodeGraphs
 from peagle.engine.loader import random_weights
-from peagle.engine.model_runner import Cache, Runner
+from peagle.engine.model_runner import KVCache, ModelRunner
 from peagle.errors import UserError
 from peagle.kernels import triton_utils as launching
 from peagle.kernels.attention.dense import first_seen
@@ -86,7 +86,7 @@ def build(
     return target, random_weights(Drafter, draft, torch.bfloat16, device).share(target)
 
 
-def fill(cache: Cache) -> None:
+def fill(cache: KVCache) -> None:
     """With noise, whether its layers lie in one piece or not."""
     for layer in (*cache.keys, *cache.values):
         layer.normal_()
@@ -152,14 +152,14 @@ def by_kernel(replay: Callable[[], Any]) -> dict[str, float]:
     return {name: sum(each) / turns / 1e3 for name, each in names.items()}
 
 
-def recorded_for(graphs: RoundGraphs, batch: int, drafts: int, context: int) -> RoundBuffers:
+def recorded_for(graphs: DecodeGraphs, batch: int, drafts: int, context: int) -> DecodeGraph:
     """The round that an engine would replay, also after `timed` has moved all requests on."""
     found = graphs.find(batch, drafts, context + TURNS + 1)
     assert found is not None
     return found
 
 
-def breakdown(graphs: RoundGraphs, batch: int, drafts: int, context: int) -> dict[str, float]:
+def breakdown(graphs: DecodeGraphs, batch: int, drafts: int, context: int) -> dict[str, float]:
     """Milliseconds of one replay by kind of kernel."""
     recorded = recorded_for(graphs, batch, drafts, context)
     recorded.slots_B.copy_(torch.arange(batch, device=recorded.slots_B.device))
@@ -170,7 +170,7 @@ def breakdown(graphs: RoundGraphs, batch: int, drafts: int, context: int) -> dic
     return sums
 
 
-def timed(recorded: RoundBuffers | torch.cuda.CUDAGraph) -> float:
+def timed(recorded: DecodeGraph | torch.cuda.CUDAGraph) -> float:
     """Milliseconds of a replay."""
     recorded.replay()
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -206,14 +206,14 @@ def main() -> None:
     blocks = 1 + most * (-(-longest // 16))
     rows = []
     with torch.inference_mode():
-        runner = Runner(target, drafter, blocks, most, longest, max(args.drafts), [0.0] * max(max(args.drafts), 1))
+        runner = ModelRunner(target, drafter, blocks, most, longest, max(args.drafts), [0.0] * max(max(args.drafts), 1))
         fill(runner.cache)
         state = runner.state
         per = -(-longest // 16)
         state.block_tables_SM[:most] = 1 + torch.randperm(most * per, device=device).view(most, per).int()
-        graphs = RoundGraphs(runner, args.batch, args.drafts)
+        graphs = DecodeGraphs(runner, args.batch, args.drafts)
         graphs.capture()
-        apart = RoundGraphs(runner, args.batch, args.drafts)
+        apart = DecodeGraphs(runner, args.batch, args.drafts)
         if args.profile:
             with one_after_another():
                 apart.capture()

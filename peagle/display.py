@@ -11,7 +11,7 @@ DRAFTED, OWN = "black on green3", "default"
 UNFINISHED = "\ufffd"  # what a decoder shows for a character whose bytes are not all there yet
 
 
-class TokenText:
+class TokenTextSplitter:
     """Cuts a growing list of token ids into pieces of text, each with its token's flag.
 
     A character may span tokens: it is held back until it is whole, and goes with the last of them.

@@ -137,7 +137,7 @@ def make_asks(target: str, drafter: str | None, count: int, tokens: int, **engin
         if chats and i % 4 < 2:
             messages = [{"role": "user", "content": prompt}]
             asked.append(("/v1/chat/completions", {"messages": messages, **own, **shared}))
-            prompts.append(llm.chat_ids(messages))
+            prompts.append(llm.encode_chat(messages))
         else:
             asked.append(("/v1/completions", {"prompt": prompt, **own, **shared}))
             prompts.append(prompt)

@@ -27,7 +27,7 @@ from peagle.checkpoints.target import Target
 from peagle.config import DecoderConfig, DrafterConfig, LayerConfig, RopeConfig, SamplingParams
 from peagle.engine.llm import LLM
 from peagle.engine.loader import block_bytes
-from peagle.engine.request import Group, Request
+from peagle.engine.request import Request, RequestGroup
 from peagle.kernels.sampling.sample import bits_torch, gumbel_torch
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
@@ -103,10 +103,10 @@ def said_alone(which: int, base: int) -> tuple[list[int], bool]:
     """What the target says after a prompt, one token at a time, stops ignored; and whether all leads are clear."""
     params, tokens, clear = PARAMS[base], list(prompts()[which]), True
     for _ in range(MOST_TOKENS):
-        logits = reference.read(target().model, tokens, 1, ())[0][0]
+        logits = reference.run_target(target().model, tokens, 1, ())[0][0]
         if not params.greedy:
             assert params.seed is not None
-            allowed = reference.distribution(logits[None], params)[0] > 0
+            allowed = reference.compute_probs(logits[None], params)[0] > 0
             at, ids = torch.tensor(len(tokens)), torch.arange(VOCAB)
             noise = gumbel_torch(bits_torch(torch.tensor(params.seed), at, ids)).double()
             logits = (logits + params.temperature * noise).masked_fill(~allowed, -torch.inf)
@@ -145,7 +145,7 @@ def soak(
             tokenizer=False,
         )
     llm.lookahead = lookahead
-    alive: dict[int, tuple[Group, int, int]] = {}
+    alive: dict[int, tuple[RequestGroup, int, int]] = {}
     report = Report(requests, 0, 0, 0, 0, 0, 0, 0, 0.0, 0.0, 0.0, 0.0)
     rounds, accepted, sent, memory = 0, 0, 0, 0
     began = time.perf_counter()
@@ -154,7 +154,7 @@ def soak(
         nonlocal rounds, accepted
         _, which, base = alive.pop(request.id)
         want = expected(which, base, request.params)
-        got = request.output_ids
+        got = request.output_token_ids
         if request.finish_reason == "abort":
             report.aborted += 1
             assert want is None or got == want[: len(got)], (which, request.params, got, want)
@@ -163,10 +163,10 @@ def soak(
             assert want is None or got == want, (which, request.params, got, want)
         report.compared += want is not None
         report.tokens += len(got)
-        rounds += request.rounds
-        accepted += sum(request.accepted_per_position)
+        rounds += request.num_decode_steps
+        accepted += sum(request.num_accepted_tokens_per_pos)
 
-    while sent < requests or llm.busy:
+    while sent < requests or llm.has_unfinished_requests:
         # in waves, so that the engine is full, draining and empty by turns
         while sent < requests and len(alive) < (150 if sent // 400 % 2 else 20) and choose.random() < 0.9:
             which, base = choose.randrange(PROMPTS), choose.choice([0, 0, 0, 0, 0, 1, 2])
@@ -175,7 +175,7 @@ def soak(
             if sent // 100 % 3 == 2:  # short prompts and long answers: they outgrow what they got at first
                 which, base, length = which % SHORT, 0, MOST_TOKENS
             params = replace(PARAMS[base], max_tokens=length, stop_token_ids=stops)
-            group = llm.add(prompts()[which], params)
+            group = llm.add_request(prompts()[which], params)
             alive[group.requests[0].id] = (group, which, base)
             sent += 1
             if sent == requests // 10:
@@ -183,7 +183,7 @@ def soak(
                 memory = resident()
         if alive and choose.random() < 0.12:
             request = alive[choose.choice(list(alive))][0].requests[0]
-            llm.abort(alive[request.id][0])
+            llm.abort_group(alive[request.id][0])
             close(request)
         for request in llm.step():
             if request.finish_reason is not None:
@@ -193,14 +193,14 @@ def soak(
     report.seconds = time.perf_counter() - began
     assert not alive and report.finished + report.aborted == requests
     pool = llm.scheduler.pool
-    pool.forget()
+    pool.reset_prefix_cache()
     pool.check_integrity([])
-    assert pool.available == pool.num_blocks - 1, "blocks leaked"
+    assert pool.num_free_blocks == pool.num_blocks - 1, "blocks leaked"
     gc.collect()
     report.grown_mib = (resident() - memory) / 2**20
     left = Counter(type(x).__name__ for x in gc.get_objects())
-    assert left["Request"] < 200 and left["Launched"] < 4, "requests that have ended are still held"
-    report.preemptions, report.found_tokens = llm.scheduler.preemptions, pool.hits
+    assert left["Request"] < 200 and left["PendingStep"] < 4, "requests that have ended are still held"
+    report.preemptions, report.found_tokens = llm.scheduler.num_preemptions, pool.num_hit_tokens
     report.accepted_per_round = accepted / max(rounds, 1)
     report.tokens_per_second = report.tokens / report.seconds
     return report

@@ -25,16 +25,16 @@ from torch import Tensor
 from peagle.checkpoints.drafter import load_drafter
 from peagle.checkpoints.target import Target, load_decoder, load_tokenizer
 from peagle.config import SamplingParams
-from peagle.engine.cuda_graphs import PromptBuffers, PromptGraphs
+from peagle.engine.cuda_graphs import PrefillGraph, PrefillGraphs
 from peagle.engine.llm import LLM
 from peagle.engine.loader import block_bytes
-from peagle.engine.prefill import Room
-from peagle.engine.request import CompletionOutput, Group
+from peagle.engine.prefill import PrefillShape
+from peagle.engine.request import CompletionOutput, RequestGroup
 from peagle.kernels.attention import paged as paged_attention
 from peagle.kernels.sampling.sample import bits_torch, gumbel_torch
 from peagle.models.drafter import Drafter
 from peagle.speculative import reference
-from peagle.speculative.adaptive_k import CostTable
+from peagle.speculative.adaptive_k import StepCostTable
 
 LONGEST = 64  # four blocks
 EOS = frozenset({ord(","), 500})  # one that the target says now and then, one beyond its vocabulary
@@ -95,7 +95,7 @@ def decode(tokens: list[int]) -> str:
 @cache
 def any_costs() -> Path:
     path = home() / "costs.json"
-    CostTable({(1, k): 1.0 for k in range(8)}).save(path)
+    StepCostTable({(1, k): 1.0 for k in range(8)}).save(path)
     return path
 
 
@@ -111,22 +111,22 @@ def engine(name: str | None, k: int | str, blocks: int | None = None, **options:
     return LLM(own, pairs.drafter_folder(name) if name is not None else None, k, **{**settings, **options})  # type: ignore[arg-type]
 
 
-def rehearse(llm: LLM, sizes: Sequence[int]) -> list[Room]:
+def rehearse(llm: LLM, sizes: Sequence[int]) -> list[PrefillShape]:
     """Reads prompts as a GPU would, in passes that are recorded with room for so many rows. What a graph would replay
     is run instead, on the same buffers. Tells for how much each had to make room, as it goes."""
-    graphs, replays = PromptGraphs(llm.runner, sizes), []
+    graphs, replays = PrefillGraphs(llm.model_runner, sizes), []
 
-    def record(room: Room) -> PromptBuffers:
+    def record(room: PrefillShape) -> PrefillGraph:
         def replay() -> None:
             replays.append(room)
-            made.first_F = llm.runner.read_prompts(made.packed, room, llm.runner.choose_first)
+            made.first_F = llm.model_runner.prefill(made.packed, room, llm.model_runner.sample_first_tokens)
 
         numbers = [torch.zeros(size, dtype=torch.long) for size in (sum(room.sizes), room.ends)]
-        made = PromptBuffers(room, *numbers, SimpleNamespace(replay=replay))  # type: ignore[arg-type]
+        made = PrefillGraph(room, *numbers, SimpleNamespace(replay=replay))  # type: ignore[arg-type]
         return made
 
     graphs.recorded = [record(graphs.room(rows)) for rows in graphs.sizes]
-    llm.runner.prompt_graphs = graphs
+    llm.model_runner.prefill_graphs = graphs
     return replays
 
 
@@ -150,9 +150,9 @@ def truth(prompt: tuple[int, ...], params: SamplingParams, name: str | None = No
     if not params.greedy:
         return sampled_truth(prompt, params)
     least = float("inf")
-    original = reference.distribution
+    original = reference.compute_probs
     # requests that differ only in their parameters read the same sequences
-    read, propose = _remembered(reference.read, name), _remembered(reference.propose, name)
+    read, propose = _remembered(reference.run_target, name), _remembered(reference.propose_draft_tokens, name)
 
     def watched(logits_KV: Tensor, p: SamplingParams) -> Tensor:
         nonlocal least
@@ -161,7 +161,7 @@ def truth(prompt: tuple[int, ...], params: SamplingParams, name: str | None = No
             least = min(least, float((best[:, 0] - best[:, 1]).min()))
         return original(logits_KV, p)
 
-    with mock.patch.multiple(reference, distribution=watched, read=read, propose=propose):
+    with mock.patch.multiple(reference, compute_probs=watched, run_target=read, propose_draft_tokens=propose):
         made = reference.generate(
             target().model, prompt, params, EOS, drafter(name) if name else None, k, LONGEST, decode=decode
         )
@@ -185,19 +185,19 @@ def _remembered(function: Callable[..., Any], name: str | None) -> Callable[...,
 @cache
 @torch.inference_mode()
 def logits_after(tokens: tuple[int, ...]) -> Tensor:
-    return reference.read(target().model, list(tokens), 1, ())[0][0]
+    return reference.run_target(target().model, list(tokens), 1, ())[0][0]
 
 
 def sampled_truth(prompt: tuple[int, ...], params: SamplingParams) -> Truth:
     assert params.seed is not None
-    request = reference.Request(list(prompt), params, EOS, LONGEST, decode)
+    request = reference.ReferenceRequest(list(prompt), params, EOS, LONGEST, decode)
     said: list[int] = []
     logprobs: list[dict[int, float]] = []
     least = float("inf")
     while True:
         raw = logits_after((*prompt, *said))
-        logits = reference.shape(raw, params, prompt, said, EOS)
-        allowed = reference.distribution(logits[None], params)[0] > 0
+        logits = reference.process_logits(raw, params, prompt, said, EOS)
+        allowed = reference.compute_probs(logits[None], params)[0] > 0
         position = torch.tensor(len(prompt) + len(said))
         noise = gumbel_torch(bits_torch(torch.tensor(params.seed), position, torch.arange(len(logits)))).double()
         scores = (logits + params.temperature * noise).masked_fill(~allowed, -torch.inf)
@@ -205,8 +205,8 @@ def sampled_truth(prompt: tuple[int, ...], params: SamplingParams) -> Truth:
         least = min(least, float(best[0] - best[1]))
         said.append(int(scores.argmax()))
         if params.logprobs is not None:
-            logprobs.append(reference.token_logprobs(raw, said[-1], params.logprobs))
-        end = reference.ending(said, request)
+            logprobs.append(reference.compute_token_logprobs(raw, said[-1], params.logprobs))
+        end = reference.find_finish(said, request)
         if end is not None:
             return Truth(said, *end, logprobs, least > CLEAR)
 
@@ -225,8 +225,8 @@ def check(got: CompletionOutput, want: Truth, counts: bool) -> None:
     assert same_logprobs(got.logprobs, want.logprobs)
     if counts and want.generation is not None:
         made = want.generation
-        assert (got.num_drafts, got.accepted_per_position) == (made.num_drafts, made.accepted_per_position)
-        assert (got.rounds, got.drafted) == (len(made.rounds), made.drafted)
+        assert (got.num_drafts, got.num_accepted_tokens_per_pos) == (made.num_drafts, made.num_accepted_tokens_per_pos)
+        assert (got.num_decode_steps, got.is_draft_token) == (len(made.steps), made.is_draft_token)
 
 
 # Playing
@@ -249,27 +249,27 @@ def watched_writes(llm: LLM) -> Iterator[None]:
         rows = zip(pages.block_tables_BM.tolist(), pages.starts_B.tolist(), pages.live_B.tolist(), strict=True)
         for table, start, live in rows:
             used = table[: -(-(start + live) // size)]
-            owners = [r for r in llm.scheduler.running if r.blocks[: len(used)] == used]
+            owners = [r for r in llm.scheduler.running if r.block_ids[: len(used)] == used]
             assert owners or not live, "written into blocks that are not the request's"
             for block in used[start // size :] if live else []:
-                assert llm.scheduler.pool.users[block] == 1 and block not in llm.scheduler.pool._name_of
+                assert llm.scheduler.pool.ref_counts[block] == 1 and block not in llm.scheduler.pool._hash_of_block
         return original(pages, size, window)
 
     with mock.patch.object(paged_attention, "_cut", cut):
         yield
 
 
-def play(llm: LLM, asked: Sequence[Asked]) -> list[Group]:
+def play(llm: LLM, asked: Sequence[Asked]) -> list[RequestGroup]:
     """All of them through the engine, proving after each step that nothing is lost, and at the end that
     everything was given back."""
-    groups: dict[int, Group] = {}
+    groups: dict[int, RequestGroup] = {}
     step = 0
-    while len(groups) < len(asked) or llm.busy:
+    while len(groups) < len(asked) or llm.has_unfinished_requests:
         for i, one in enumerate(asked):
             if one.arrives == step:
-                groups[i] = llm.add(list(one.prompt), one.params)
+                groups[i] = llm.add_request(list(one.prompt), one.params)
             if one.stays is not None and one.arrives + one.stays == step and i in groups:
-                llm.abort(groups[i])
+                llm.abort_group(groups[i])
         with watched_writes(llm):
             llm.step()
         llm.check_integrity()
@@ -280,8 +280,8 @@ def play(llm: LLM, asked: Sequence[Asked]) -> list[Group]:
 
 
 def nothing_left(llm: LLM) -> None:
-    assert not llm.busy and llm._shaped == 0
+    assert not llm.has_unfinished_requests and llm._shaped == 0
     pool = llm.scheduler.pool
     pool.check_integrity([])
-    assert pool.available == pool.num_blocks - 1
+    assert pool.num_free_blocks == pool.num_blocks - 1
     assert len(llm.scheduler._slots) == llm.scheduler.max_num_seqs

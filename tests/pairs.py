@@ -206,8 +206,8 @@ def main() -> None:
             save_drafter(train_drafter(target, RECIPES[name], args.device).to(torch.bfloat16), drafter_folder(name))
         target, drafter = load_pair(name)
         params = SamplingParams(max_tokens=40)
-        runs = [generate(target, p, params, drafter=drafter, draft_tokens=5) for p in prompts(8)]
-        counts = [sum(c) for c in zip(*(r.accepted_per_position for r in runs), strict=True)]
+        runs = [generate(target, p, params, drafter=drafter, num_speculative_tokens=5) for p in prompts(8)]
+        counts = [sum(c) for c in zip(*(r.num_accepted_tokens_per_pos for r in runs), strict=True)]
         print(json.dumps({"pair": name, "drafts": sum(r.num_drafts for r in runs), "accepted": counts}), flush=True)
 
 

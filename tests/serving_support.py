@@ -107,7 +107,7 @@ class Served:
         """No request, no slot and no block of any client is left in the engine."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
-            if not self.engine.open and not self.inspect(lambda llm: llm.busy):
+            if not self.engine.open and not self.inspect(lambda llm: llm.has_unfinished_requests):
                 break
             time.sleep(0.02)
         self.inspect(engines.nothing_left)

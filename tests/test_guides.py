@@ -381,7 +381,7 @@ def test_faults_look_as_they_are_told(fault: str, tmp_path: Path) -> None:
     asked = SamplingParams(max_tokens=40, ignore_eos=True)
     outs = [answer.outputs[0] for answer in llm.generate(pairs.prompts(8), asked)]
     rounds = sum(out.num_drafts for out in outs)
-    shares = [100 * sum(out.accepted_per_position[i] for out in outs) / rounds for i in range(5)]
+    shares = [100 * sum(out.num_accepted_tokens_per_pos[i] for out in outs) / rounds for i in range(5)]
     row = re.search(rf"^\| {re.escape(fault)}.* \| ([\d ]+)% \|$", text_of("troubleshooting"), re.MULTILINE)
     assert row is not None and shares == pytest.approx([int(share) for share in row[1].split()], abs=3)
 

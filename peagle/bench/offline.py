@@ -18,7 +18,7 @@ from peagle.checkpoints.target import eos_ids, has_tokenizer, load_tokenizer
 from peagle.config import DecoderConfig, SamplingParams
 from peagle.data.sources import release_memory
 from peagle.engine.llm import LLM
-from peagle.engine.request import Group, Request
+from peagle.engine.request import Request, RequestGroup
 from peagle.errors import UserError
 from peagle.results.statistics import repeat_of
 
@@ -64,31 +64,33 @@ def _driven(
     due: list[float] | None,
     tell: Tell,
 ) -> Measured:
-    groups: dict[int, Group] = {}  # by the request's id
+    groups: dict[int, RequestGroup] = {}  # by the request's id
     seen: dict[int, int] = {}  # tokens so far
     done: list[Request] = []
 
     def add(i: int) -> int:
-        group = llm.add(prompts[i], params[i])
+        group = llm.add_request(prompts[i], params[i])
         groups[group.requests[0].id] = group
         return group.requests[0].id
 
     def step() -> list[tuple[int, int, bool]]:
         touched = []
         for request in llm.step():
-            new = len(request.output_ids) - seen.get(request.id, 0)
-            seen[request.id] = len(request.output_ids)
+            new = len(request.output_token_ids) - seen.get(request.id, 0)
+            seen[request.id] = len(request.output_token_ids)
             if request.finish_reason is not None:
                 done.append(request)
             touched.append((request.id, new, request.finish_reason is not None))
         return touched
 
     lengths = [len(ids) for ids in prompts]
-    traces, seconds = drive(lengths, concurrency, due, add, step, lambda request: llm.abort(groups[request]), tell)
-    while llm.busy:  # a step that was launched before the last answer was known to be whole
+    traces, seconds = drive(
+        lengths, concurrency, due, add, step, lambda request: llm.abort_group(groups[request]), tell
+    )
+    while llm.has_unfinished_requests:  # a step that was launched before the last answer was known to be whole
         llm.step()
     drafts = sum(r.num_drafts for r in done)
-    accepted = sum(sum(r.accepted_per_position) for r in done)
+    accepted = sum(sum(r.num_accepted_tokens_per_pos) for r in done)
     return Measured(repeat_of(traces, seconds, 1 + accepted / drafts if drafts else None))
 
 

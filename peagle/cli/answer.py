@@ -140,14 +140,14 @@ class Session:
 
     def run(self, params: SamplingParams, show: Console | None) -> CompletionOutput:
         """Generates; tokens appear on `show` as they come, accepted drafts shaded."""
-        from peagle.display import TokenText
+        from peagle.display import TokenTextSplitter
 
         llm = self.llm
-        group = llm.add(self.prompt_ids, params, stream=True)
-        shades, ids, drafted = TokenText(self.text), list[int](), list[bool]()
-        for piece in llm.follow(group):
+        group = llm.add_request(self.prompt_ids, params, stream=True)
+        shades, ids, drafted = TokenTextSplitter(self.text), list[int](), list[bool]()
+        for piece in llm.stream_group(group):
             ids += piece.token_ids
-            drafted += piece.drafted
+            drafted += piece.is_draft_token
             final = piece.finish_reason is not None
             # with stop strings only the text knows how far it may be shown
             parts = [(piece.text, False)] if params.stop else shades.feed(ids, drafted, final)
@@ -155,20 +155,20 @@ class Session:
                 show_parts(show, parts)
         if show is not None:
             show.print()
-        return llm.output(group).outputs[0]
+        return llm.build_output(group).outputs[0]
 
     def as_json(self, out: CompletionOutput, seconds: float) -> dict[str, Any]:
         return {
             "text": out.text,
             "token_ids": out.token_ids,
-            "rounds": out.rounds,
-            "accepted_per_position": out.accepted_per_position,
+            "rounds": out.num_decode_steps,
+            "num_accepted_tokens_per_pos": out.num_accepted_tokens_per_pos,
             "drafts": out.num_drafts,
             "acceptance_length": round(out.acceptance_length, 4),
-            "drafted": out.drafted,
+            "drafted": out.is_draft_token,
             "finish_reason": out.finish_reason,
             "prompt_tokens": len(self.prompt_ids),
-            "draft_tokens": len(out.accepted_per_position),
+            "draft_tokens": len(out.num_accepted_tokens_per_pos),
             "seconds": round(seconds, 3),
             **({"logprobs": out.logprobs} if out.logprobs is not None else {}),
             **self.names,
@@ -186,10 +186,10 @@ def show_parts(show: Console, parts: list[tuple[str, bool]]) -> None:
 
 
 def summary(out: CompletionOutput, seconds: float) -> str:
-    said = f"{len(out.token_ids)} tokens in {1 + out.rounds} passes of the target, {seconds:.1f} s"
-    if not out.accepted_per_position:
+    said = f"{len(out.token_ids)} tokens in {1 + out.num_decode_steps} passes of the target, {seconds:.1f} s"
+    if not out.num_accepted_tokens_per_pos:
         return said
-    counts = " ".join(map(str, out.accepted_per_position))
+    counts = " ".join(map(str, out.num_accepted_tokens_per_pos))
     return f"{said}; {out.acceptance_length:.2f} tokens a round; drafts accepted by position: {counts}"
 
 

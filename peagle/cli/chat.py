@@ -128,27 +128,27 @@ class Embedded:
         self.llm = LLM(target_folder, drafter_folder, draft_tokens if drafter else "auto", **options)
         if not self.llm.has_tokenizer:
             raise UserError(f"--target {target}: has no tokenizer, so there is no text to talk in")
-        self.llm.chat_ids([{"role": "user", "content": "Hello"}])  # a target without a chat template is refused here
-        self.most_drafts = self.llm.scheduler.most_drafts if drafter is not None else 0
+        self.llm.encode_chat([{"role": "user", "content": "Hello"}])  # a target without a chat template is refused here
+        self.most_drafts = self.llm.scheduler.max_speculative_tokens if drafter is not None else 0
         self.about = target if drafter is None else f"{target} with {drafter}, {draft_tokens} drafts a round"
         self._stopped = False
 
     def answer(self, messages: Messages, params: SamplingParams) -> Iterator[Parts]:
-        from peagle.display import TokenText
+        from peagle.display import TokenTextSplitter
 
         self._stopped = False
-        group = self.llm.add(self.llm.chat_ids(messages), params, stream=True)
-        shades, ids, drafted = TokenText(self._decode), list[int](), list[bool]()
+        group = self.llm.add_request(self.llm.encode_chat(messages), params, stream=True)
+        shades, ids, drafted = TokenTextSplitter(self._decode), list[int](), list[bool]()
         try:
-            for piece in self.llm.follow(group):
+            for piece in self.llm.stream_group(group):
                 ids += piece.token_ids
-                drafted += piece.drafted
+                drafted += piece.is_draft_token
                 yield shades.feed(ids, drafted, piece.finish_reason is not None)
                 if self._stopped:
                     break
         finally:
-            self.llm.abort(group)
-        self.output = self.llm.output(group).outputs[0]
+            self.llm.abort_group(group)
+        self.output = self.llm.build_output(group).outputs[0]
 
     def _decode(self, ids: list[int]) -> str:
         return self.llm.tokenizer.decode(ids, skip_special_tokens=True)
@@ -238,7 +238,9 @@ class Chat:
         if out.text:
             self.talk += [asked, {"role": "assistant", "content": out.text}]
         if self.asks and self.screen.is_terminal:
-            tried = replace(out, accepted_per_position=out.accepted_per_position[: self.answered[-1].drafts])
+            tried = replace(
+                out, num_accepted_tokens_per_pos=out.num_accepted_tokens_per_pos[: self.answered[-1].drafts]
+            )
             said = summary(tried, seconds) if out.token_ids else f"{seconds:.1f} s"
             self._note(
                 said + {"length": "; cut at --max-tokens", "abort": "; stopped"}.get(out.finish_reason or "", "")
@@ -308,7 +310,7 @@ def statistics(answered: list[Answered]) -> list[str]:
     if not counted:
         return ["No answers yet." if not answered else "This server does not tell its tokens."]
     outs = [one.output for one in counted]
-    tokens, rounds = sum(len(out.token_ids) for out in outs), sum(out.rounds for out in outs)
+    tokens, rounds = sum(len(out.token_ids) for out in outs), sum(out.num_decode_steps for out in outs)
     speed = tokens / sum(one.seconds for one in counted)
     lines = [
         f"{len(outs)} {'answer' if len(outs) == 1 else 'answers'}: {tokens} tokens in {rounds} rounds, "
@@ -317,11 +319,13 @@ def statistics(answered: list[Answered]) -> list[str]:
     helped = [one for one in counted if one.output.num_drafts]
     if helped:
         drafts = sum(one.output.num_drafts for one in helped)
-        accepted = sum(sum(one.output.accepted_per_position) for one in helped)
+        accepted = sum(sum(one.output.num_accepted_tokens_per_pos) for one in helped)
         rates = []
         for i in range(max(one.drafts for one in helped)):
             could = [one.output for one in helped if one.drafts > i]
-            rates.append(sum(out.accepted_per_position[i] for out in could) / sum(out.num_drafts for out in could))
+            rates.append(
+                sum(out.num_accepted_tokens_per_pos[i] for out in could) / sum(out.num_drafts for out in could)
+            )
         by_position = " ".join(f"{rate:.0%}" for rate in rates)
         lines.append(f"acceptance length {1 + accepted / drafts:.2f}; drafts accepted by position: {by_position}")
     return lines

@@ -60,7 +60,7 @@ class Served:
             body["peagle"] = {"tokens": True, **(drafts if self.most_drafts else {})}
         self._pending: list[tuple[str, bool]] = []
         self._shown = 0  # characters of the text
-        self.output = CompletionOutput(0, "", [], None, accepted_per_position=[0] * self.most_drafts)
+        self.output = CompletionOutput(0, "", [], None, num_accepted_tokens_per_pos=[0] * self.most_drafts)
         try:
             for event in self._events(body):
                 yield self._take(event)
@@ -92,16 +92,16 @@ class Served:
             mine = choice.get("peagle") or {}
             if "texts" in mine:
                 out.token_ids += mine["token_ids"]
-                out.drafted += mine["drafted"]
+                out.is_draft_token += mine["drafted"]
                 self._pending += zip(mine["texts"], mine["drafted"], strict=True)
                 parts += self._showable()
             elif text:
                 parts.append((text, False))
             told = mine if "rounds" in mine else told
         if told and "rounds" in told:
-            out.rounds, out.num_drafts = told["rounds"], told["drafts"]
-            counts = told["accepted_per_position"]
-            out.accepted_per_position[: len(counts)] = counts
+            out.num_decode_steps, out.num_drafts = told["rounds"], told["drafts"]
+            counts = told["num_accepted_tokens_per_pos"]
+            out.num_accepted_tokens_per_pos[: len(counts)] = counts
         return parts
 
     def _showable(self) -> list[tuple[str, bool]]:
@@ -187,12 +187,12 @@ def count_rounds(out: CompletionOutput) -> None:
     drafted -, yes, yes, no, no: the first came with the prompt, then a round with two drafts and one with none.
     """
     run = 0
-    out.rounds, out.accepted_per_position = 0, [0] * len(out.accepted_per_position)
-    for i, drafted in enumerate(out.drafted[1:], 2):
+    out.num_decode_steps, out.num_accepted_tokens_per_pos = 0, [0] * len(out.num_accepted_tokens_per_pos)
+    for i, drafted in enumerate(out.is_draft_token[1:], 2):
         if drafted:
-            out.accepted_per_position[run] += 1
+            out.num_accepted_tokens_per_pos[run] += 1
             run += 1
-        if not drafted or i == len(out.drafted):
-            out.rounds += 1
+        if not drafted or i == len(out.is_draft_token):
+            out.num_decode_steps += 1
             run = 0
-    out.num_drafts = out.rounds if any(out.accepted_per_position) else 0
+    out.num_drafts = out.num_decode_steps if any(out.num_accepted_tokens_per_pos) else 0

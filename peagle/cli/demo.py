@@ -131,8 +131,8 @@ def _setting(llm: LLM) -> tuple[str, str]:
     """The dtype's name, and the machine's in words."""
     import torch
 
-    if llm.runner.device.type == "cuda":
-        return llm.dtype, f"one {torch.cuda.get_device_name(llm.runner.device)}"
+    if llm.model_runner.device.type == "cuda":
+        return llm.dtype, f"one {torch.cuda.get_device_name(llm.model_runner.device)}"
     count = torch.get_num_threads()
     return llm.dtype, f"the CPU ({count} thread{'s' * (count > 1)})"
 

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from peagle.cli.race import Racer, Run, speed_up
-from peagle.display import DRAFTED, OWN, TokenText
+from peagle.display import DRAFTED, OWN, TokenTextSplitter
 
 if TYPE_CHECKING:
     from rich.console import ConsoleOptions, RenderResult
@@ -39,11 +39,11 @@ class Pane:
     def __init__(self, racer: Racer, decode: Callable[[list[int]], str]) -> None:
         self.racer = racer
         self.parts: list[tuple[str, bool]] = []
-        self._text = TokenText(decode)
+        self._text = TokenTextSplitter(decode)
 
     def grow(self) -> None:
         request = self.racer.request
-        self.parts += self._text.feed(request.output_ids, request.drafted, self.racer.done)
+        self.parts += self._text.feed(request.output_token_ids, request.is_draft_token, self.racer.done)
 
 
 class Scene:
@@ -117,12 +117,12 @@ class View:
                 for racer in racers:
                     if racer.done and racer not in told:
                         told.append(racer)
-                        count = len(racer.request.output_ids)
+                        count = len(racer.request.output_token_ids)
                         self.note(f"  {racer.name}: {count} tokens in {racer.run.passes} passes, {racer.seconds:.1f} s")
 
             self.note(f"\n{title}")
             yield tell
-            texts = {self._decode(racer.request.output_ids): racer.name for racer in reversed(racers)}
+            texts = {self._decode(racer.request.output_token_ids): racer.name for racer in reversed(racers)}
             for text, name in reversed(texts.items()):
                 self.note(f"{'' if len(texts) == 1 else f'{name}:'}\n{text}")
 
@@ -161,7 +161,7 @@ class View:
                 f"{length:.2f}" if length is not None else "-",
                 f"{run.drafted_tokens / run.drafts:.1f}" if run.drafts else "-",
                 f"{run.passes}",
-                " ".join(f"{100 * count / run.drafts:.0f}" for count in run.accepted_per_position if count),
+                " ".join(f"{100 * count / run.drafts:.0f}" for count in run.num_accepted_tokens_per_pos if count),
             )
         self.screen.print()
         self.screen.print(table)

@@ -29,7 +29,7 @@ class Run:
     rounds: int  # passes of the target after the one over the prompt
     drafts: int  # rounds that had drafts
     drafted_tokens: int
-    accepted_per_position: list[int]
+    num_accepted_tokens_per_pos: list[int]
     seconds: float
     first_token_seconds: float
     passes: int
@@ -37,7 +37,7 @@ class Run:
     @property
     def acceptance_length(self) -> float | None:
         """Tokens a round with drafts brings, the target's own included."""
-        return 1 + sum(self.accepted_per_position) / self.drafts if self.drafts else None
+        return 1 + sum(self.num_accepted_tokens_per_pos) / self.drafts if self.drafts else None
 
     @property
     def tokens_per_second(self) -> float:
@@ -68,9 +68,9 @@ class Racer:
 
     def ask(self, prompt_ids: list[int], params: SamplingParams) -> None:
         # text that grows with the tokens is the screen's affair, and on nobody's clock
-        self._request = self.llm.add(prompt_ids, params).requests[0]
+        self._request = self.llm.add_request(prompt_ids, params).requests[0]
         self.seconds = self.first_token_seconds = 0.0
-        self._drafted_before = self.llm.drafted_tokens
+        self._drafted_before = self.llm.num_draft_tokens
 
     @property
     def request(self) -> Request:
@@ -84,12 +84,12 @@ class Racer:
     def turn(self) -> None:
         started = time.perf_counter()
         self.llm.step()
-        if self.llm.runner.device.type == "cuda":
+        if self.llm.model_runner.device.type == "cuda":
             import torch
 
             torch.cuda.synchronize()  # its drafting must not run on the next one's clock
         self.seconds += time.perf_counter() - started
-        if self.request.output_ids and not self.first_token_seconds:
+        if self.request.output_token_ids and not self.first_token_seconds:
             self.first_token_seconds = self.seconds
 
     @property
@@ -99,14 +99,14 @@ class Racer:
         return Run(
             self.name,
             self.drafter,
-            list(r.output_ids),
-            r.rounds,
+            list(r.output_token_ids),
+            r.num_decode_steps,
             r.num_drafts,
-            self.llm.drafted_tokens - self._drafted_before,
-            list(r.accepted_per_position),
+            self.llm.num_draft_tokens - self._drafted_before,
+            list(r.num_accepted_tokens_per_pos),
             self.seconds,
             self.first_token_seconds,
-            1 + r.rounds,
+            1 + r.num_decode_steps,
         )
 
 
@@ -119,7 +119,7 @@ def together(runs: Sequence[Run]) -> Run:
         sum(run.rounds for run in runs),
         sum(run.drafts for run in runs),
         sum(run.drafted_tokens for run in runs),
-        [sum(counts) for counts in zip(*(run.accepted_per_position for run in runs), strict=True)],
+        [sum(counts) for counts in zip(*(run.num_accepted_tokens_per_pos for run in runs), strict=True)],
         sum(run.seconds for run in runs),
         sum(run.first_token_seconds for run in runs),
         sum(run.passes for run in runs),

@@ -19,7 +19,7 @@ from peagle.cli.several import SpreadCommand
 from peagle.config import LAYERS, Method, TuneSettings
 from peagle.errors import UserError
 from peagle.hub.resolve import DEFAULT_TARGET, resolve_drafter, shipped_drafters
-from peagle.speculative.adaptive_k import CostTable, DraftCount
+from peagle.speculative.adaptive_k import AdaptiveK, StepCostTable
 
 if TYPE_CHECKING:
     from peagle.engine.llm import LLM
@@ -91,7 +91,7 @@ def tune(
     curve = _own_curve(curves, llm)
     subject = subject_of(llm, target, drafter, context)
     table, missing = _timed(llm, settings, subject, out, again)
-    count = DraftCount(llm.draft_count.choices, table)
+    count = AdaptiveK(llm.adaptive_k.choices, table)
     if curve is not None:
         count.acceptance.assume(curve.rates)
     loads = settings.concurrency or tuple(table.batches)
@@ -117,7 +117,7 @@ class Tuned:
     """What came out."""
 
     subject: Subject
-    count: DraftCount
+    count: AdaptiveK
     configs: dict[int, dict[str, Any] | None]  # vLLM's, by requests at once; None: no speculation
     curve: Curve | None  # None: guessed
 
@@ -135,7 +135,7 @@ class Tuned:
             **asdict(self.subject),
             "rates": [round(rate, 4) for rate in self.count.acceptance.rates],
             "rates_from": self.curve.source if self.curve is not None else "a guess",
-            "memory": llm.memory(),
+            "memory": llm.memory_bytes(),
             "vllm": {str(load): config for load, config in self.configs.items()},
             "recommendation": recommendation(self.count),
         }
@@ -160,13 +160,15 @@ def _own_curve(curves: dict[Method, Curve | None], llm: LLM) -> Curve | None:
     return curves.get(method)
 
 
-def _timed(llm: LLM, settings: TuneSettings, subject: Subject, out: Path | None, again: bool) -> tuple[CostTable, int]:
+def _timed(
+    llm: LLM, settings: TuneSettings, subject: Subject, out: Path | None, again: bool
+) -> tuple[StepCostTable, int]:
     """The table, and how many rounds are missing in it because somebody stopped it."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from peagle.planning.tuning import keep, kept, sweep, wanted
 
-    table = kept(out, subject) if out is not None and not again else CostTable()
+    table = kept(out, subject) if out is not None and not again else StepCostTable()
     rounds = wanted(llm, settings)
     there = sum(key in table.seconds for key in rounds)
     if there:
@@ -184,7 +186,7 @@ def _timed(llm: LLM, settings: TuneSettings, subject: Subject, out: Path | None,
                 keep(out, table, subject, finished=False)
 
         try:
-            sweep(llm.runner, rounds, table, settings, timed, done)
+            sweep(llm.model_runner, rounds, table, settings, timed, done)
         except KeyboardInterrupt:
             if not any(key in table.seconds for key in rounds):
                 raise
@@ -205,7 +207,7 @@ def vllm_config(llm: LLM, drafter: str, k: int) -> dict[str, Any] | None:
     return speculative_config(model, k, llm.drafter.cfg.parallel)
 
 
-def recommendation(count: DraftCount) -> str:
+def recommendation(count: AdaptiveK) -> str:
     """One sentence: which K up to which load."""
     spans: list[tuple[int, int]] = []  # K, the largest batch it is best for
     for batch in count.table.batches:
@@ -230,7 +232,7 @@ def _show(llm: LLM, tuned: Tuned) -> None:
         best = count.best(batch)
         shown.add_row(str(batch), *cells, str(best), f"{count.tokens_per_second(batch, best):,.0f}")
     print_whole(shown)
-    graphs, memory = llm.runner.graphs, llm.memory()
+    graphs, memory = llm.model_runner.decode_graphs, llm.memory_bytes()
     taken = ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in memory.items() if size)
     recorded = f"{len(graphs.rounds)} rounds recorded in {graphs.seconds:.1f} s; " if graphs is not None else ""
     print(f"{recorded}memory: {taken}")

@@ -17,7 +17,7 @@ from peagle.errors import UserError
 
 if TYPE_CHECKING:
     from peagle.engine.llm import LLM
-    from peagle.engine.request import Group
+    from peagle.engine.request import RequestGroup
 
 
 LOOK_EVERY = 64  # tokens, for a circle
@@ -68,7 +68,7 @@ class EngineSource:
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
         self.longest: int | None = llm.max_model_len
-        self._open: dict[int, tuple[int, Group]] = {}  # by the request's id
+        self._open: dict[int, tuple[int, RequestGroup]] = {}  # by the request's id
         # a quarter more than can run, so that a place which gets free is taken in the next step
         self._most = llm.scheduler.max_num_seqs + max(llm.scheduler.max_num_seqs // 4, 1)
 
@@ -77,25 +77,25 @@ class EngineSource:
         return self._most - len(self._open)
 
     def ask(self, question: Question) -> None:
-        group = self.llm.add(question.prompt_ids, question.params)
+        group = self.llm.add_request(question.prompt_ids, question.params)
         self._open[group.requests[0].id] = (question.key, group)
 
     def wait(self) -> list[Answer]:
         answers = []
         for request in self.llm.step():
-            said = request.output_ids
+            said = request.output_token_ids
             if request.finish_reason is not None:
                 key, _ = self._open.pop(request.id)
                 answers.append(Answer(key, said, None, request.finish_reason))
             elif len(said) % LOOK_EVERY == 0 and len(said) >= CIRCLE and circling(said):
                 key, group = self._open.pop(request.id)
                 answers.append(Answer(key, list(said), None, LOOP))
-                self.llm.abort(group)
+                self.llm.abort_group(group)
         return answers
 
     def close(self) -> None:
         for _, group in self._open.values():
-            self.llm.abort(group)
+            self.llm.abort_group(group)
         self._open.clear()
 
 

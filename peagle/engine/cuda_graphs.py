@@ -1,9 +1,7 @@
-"""Whole rounds and whole passes over prompts as CUDA graphs.
+"""Decode steps and prefill passes as CUDA graphs.
 
-Knows nothing about what is recorded, `Runner.round` and `Runner.read_prompts`. There is one graph for each batch size
-and number of drafts, two more for few requests of a small model that are all short, and one for each number of prompt
-rows. Rows past a batch's end get slot -1, which reads nobody's state and writes nowhere that matters; prompts.py says
-where rows past a prompt's go.
+There is one graph for each batch size and number of draft tokens, two more for small batches of short requests of a
+small model, and one for each number of prefill rows. Rows past the end of a batch have slot -1, the padding slot.
 """
 
 from __future__ import annotations
@@ -17,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from peagle.engine.prefill import Numbers, Room, lay_out
+from peagle.engine.prefill import Int64Array, PrefillShape, pack_prefill_inputs
 from peagle.kernels.host_transfer import pinned
 from peagle.kernels.triton_utils import HAVE_TRITON
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
-from peagle.speculative.adaptive_k import CostTable
+from peagle.speculative.adaptive_k import StepCostTable
 
 if TYPE_CHECKING:
-    from peagle.engine.model_runner import Runner
+    from peagle.engine.model_runner import ModelRunner
 
 # Rows of the target's pass. Where there is a choice of drafts, larger rounds are not worth recording; deep ones less:
 # 64 requests with 9 drafts have 640.
@@ -52,7 +50,7 @@ def worth_recording(size: int, k: int, choices: Sequence[int]) -> bool:
 
 
 @dataclass
-class RoundBuffers:
+class DecodeGraph:
     """What a recorded round reads and writes."""
 
     slots_B: Tensor
@@ -72,35 +70,35 @@ class RoundBuffers:
 
 
 def chunk_sizes(parameters: int, most: int) -> list[int]:
-    """Numbers of prompt rows worth recording: those that take the host longer to launch than the GPU to run."""
+    """Int64Array of prompt rows worth recording: those that take the host longer to launch than the GPU to run."""
     return [rows for rows in CHUNK_ROWS if rows <= min(most, 512 if parameters > LARGE else most)]
 
 
 @dataclass
-class PromptBuffers:
+class PrefillGraph:
     """What a recorded pass over prompts reads and writes."""
 
-    room: Room
+    room: PrefillShape
     packed: Tensor
     first_F: Tensor
     graph: torch.cuda.CUDAGraph
 
-    def replay(self, packed: Numbers) -> Tensor:
+    def replay(self, packed: Int64Array) -> Tensor:
         """What follows the prompts that end; it lies in the graph's memory until the next replay."""
         self.packed.copy_(pinned(torch.from_numpy(packed), self.packed.device), non_blocking=True)
         self.graph.replay()
         return self.first_F
 
 
-class PromptGraphs:
+class PrefillGraphs:
     """Whole passes over prompts: the target's, first tokens, the drafter's."""
 
-    def __init__(self, runner: Runner, sizes: Sequence[int]) -> None:
+    def __init__(self, runner: ModelRunner, sizes: Sequence[int]) -> None:
         self.runner, self.sizes = runner, sorted(sizes)
-        self.recorded: list[PromptBuffers] = []  # by their rows
+        self.recorded: list[PrefillGraph] = []  # by their rows
 
-    def room(self, rows: int) -> Room:
-        return Room(
+    def room(self, rows: int) -> PrefillShape:
+        return PrefillShape(
             rows,
             sequences=min(rows // 16, 128) + 1,
             ends=min(max(rows // 32, 4), 128),
@@ -113,12 +111,14 @@ class PromptGraphs:
         made = [self.record(self.room(rows), pool) for rows in reversed(self.sizes)]
         self.recorded = made[::-1]
 
-    def record(self, room: Room, pool: Any) -> PromptBuffers:
-        packed = torch.from_numpy(lay_out([], [], room, self.runner.longest, None)).to(self.runner.device)
-        graph, first = _recorded(lambda: self.runner.read_prompts(packed, room, self.runner.choose_first), pool)
-        return PromptBuffers(room, packed, first, graph)
+    def record(self, room: PrefillShape, pool: Any) -> PrefillGraph:
+        packed = torch.from_numpy(pack_prefill_inputs([], [], room, self.runner.max_model_len, None)).to(
+            self.runner.device
+        )
+        graph, first = _recorded(lambda: self.runner.prefill(packed, room, self.runner.sample_first_tokens), pool)
+        return PrefillGraph(room, packed, first, graph)
 
-    def find(self, room: Room) -> PromptBuffers | None:
+    def find(self, room: PrefillShape) -> PrefillGraph | None:
         """The first that has room for all, but for one that would mostly read nothing."""
         larger = [one for one in self.recorded if one.room.rows >= room.rows]
         return next((one for one in larger if one.room.takes(room) and one.room.rows <= 2 * larger[0].room.rows), None)
@@ -152,11 +152,11 @@ def near_lengths(target: Decoder, drafter: Drafter | None) -> tuple[int, ...]:
     return found[0] if all(found) else ()  # wherever there are any, they are the same
 
 
-class RoundGraphs:
-    def __init__(self, runner: Runner, sizes: Sequence[int], choices: Sequence[int]) -> None:
+class DecodeGraphs:
+    def __init__(self, runner: ModelRunner, sizes: Sequence[int], choices: Sequence[int]) -> None:
         self.runner, self.sizes, self.choices = runner, sorted(sizes), sorted(choices)
-        self.rounds: dict[tuple[int, int], RoundBuffers] = {}
-        self.near_rounds: dict[tuple[int, int], dict[int, RoundBuffers]] = {}  # by how long requests may become, too
+        self.rounds: dict[tuple[int, int], DecodeGraph] = {}
+        self.near_rounds: dict[tuple[int, int], dict[int, DecodeGraph]] = {}  # by how long requests may become, too
         self.near = near_lengths(runner.target, runner.drafter)
         self.pool = torch.cuda.graph_pool_handle()
         self.seconds = 0.0
@@ -170,22 +170,24 @@ class RoundGraphs:
             for k in reversed(self.choices):
                 if worth_recording(size, k, self.choices):
                     self._record(size, k)
-        if self.runner.prompt_graphs is not None:
-            self.runner.prompt_graphs.capture(self.pool)
+        if self.runner.prefill_graphs is not None:
+            self.runner.prefill_graphs.capture(self.pool)
         torch.cuda.synchronize()
         self.seconds, self.memory = time.perf_counter() - started, free - torch.cuda.mem_get_info()[0]
 
     def _record(self, size: int, k: int) -> None:
         self.rounds[size, k] = self._recorded(size, k, None)
         near = self.near if size <= NEAREST_BATCH else self.near[1:] if size <= NEAR_BATCH else ()
-        self.near_rounds[size, k] = {most: self._recorded(size, k, most) for most in near if most < self.runner.longest}
+        self.near_rounds[size, k] = {
+            most: self._recorded(size, k, most) for most in near if most < self.runner.max_model_len
+        }
 
-    def _recorded(self, size: int, k: int, most: int | None) -> RoundBuffers:
+    def _recorded(self, size: int, k: int, most: int | None) -> DecodeGraph:
         slots = torch.full((size,), -1, device=self.runner.device)
-        graph, result = _recorded(lambda: self.runner.round(slots, k, most), self.pool)
-        return RoundBuffers(slots, result, graph)
+        graph, result = _recorded(lambda: self.runner.decode_step(slots, k, most), self.pool)
+        return DecodeGraph(slots, result, graph)
 
-    def find(self, batch: int, k: int, length: int) -> RoundBuffers | None:
+    def find(self, batch: int, k: int, length: int) -> DecodeGraph | None:
         """The smallest that has room for all; `length`: positions that any request may have before it."""
         at = bisect_left(self.sizes, batch)
         if at == len(self.sizes):
@@ -194,11 +196,14 @@ class RoundGraphs:
         fits = (near[most] for most in sorted(near) if length + 2 * k + 1 <= most)  # drafts read, and drafts made
         return next(fits, self.rounds.get((self.sizes[at], k)))
 
-    def measure(self, repeats: int = 3) -> CostTable:
+    def measure(self, repeats: int = 3) -> StepCostTable:
         """Seconds of each recorded round, for requests that have read some hundred tokens: with nothing behind it
         attention costs nothing, and deep rounds seem cheaper than they are. For an engine that nobody has used yet."""
-        table, state = CostTable(), self.runner.state
-        tables_SM, context = state.block_tables_SM[:-1], min(TYPICAL, self.runner.longest // 2)  # the last is nobody's
+        table, state = StepCostTable(), self.runner.state
+        tables_SM, context = (
+            state.block_tables_SM[:-1],
+            min(TYPICAL, self.runner.max_model_len // 2),
+        )  # the last is nobody's
         blocks = len(self.runner.cache.keys[0])
         tables_SM.copy_((torch.arange(tables_SM.numel(), device=tables_SM.device) % blocks).view(tables_SM.shape))
         for batch, k in self.rounds:

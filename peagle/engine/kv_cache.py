@@ -20,32 +20,34 @@ from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
 BLOCK_SIZE = 16
-NOBODYS = 0  # the block id
+PADDING_BLOCK = 0  # the block id
 
-Name = bytes
+BlockHash = bytes
 
 
 class BlockPool:
-    def __init__(self, num_blocks: int, block_size: int = BLOCK_SIZE, reuse: bool = True, lookahead: int = 1) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int = BLOCK_SIZE, prefix_caching: bool = True, lookahead: int = 1
+    ) -> None:
         """`lookahead`: how many tokens past its own a block's content depends on (1 with a drafter)."""
         assert num_blocks > 1
         self.num_blocks, self.block_size = num_blocks, block_size
-        self.reuse, self.lookahead = reuse, lookahead
-        self.users = [0] * num_blocks
-        self.users[NOBODYS] = 1
+        self.prefix_caching, self.lookahead = prefix_caching, lookahead
+        self.ref_counts = [0] * num_blocks
+        self.ref_counts[PADDING_BLOCK] = 1
         self._blank = list(range(1, num_blocks))  # a heap: low ids first, so that sequences lie in one piece
         self._kept: OrderedDict[int, None] = OrderedDict()  # unused but named, oldest first
-        self._name_of: dict[int, Name] = {}
-        self._block_of: dict[Name, int] = {}
-        self.hits = self.asked = 0  # in tokens, for the metrics
+        self._hash_of_block: dict[int, BlockHash] = {}
+        self._block_of_hash: dict[BlockHash, int] = {}
+        self.num_hit_tokens = self.num_queried_tokens = 0  # in tokens, for the metrics
 
     @property
-    def available(self) -> int:
+    def num_free_blocks(self) -> int:
         return len(self._blank) + len(self._kept)
 
     def allocate(self, count: int) -> list[int] | None:
         """New blocks for one user, or None if there are not enough; the longest unused names go first."""
-        if count > self.available:
+        if count > self.num_free_blocks:
             return None
         blocks = []
         for _ in range(count):
@@ -53,75 +55,77 @@ class BlockPool:
                 block = heapq.heappop(self._blank)
             else:
                 block, _ = self._kept.popitem(last=False)
-                del self._block_of[self._name_of.pop(block)]
-            self.users[block] = 1
+                del self._block_of_hash[self._hash_of_block.pop(block)]
+            self.ref_counts[block] = 1
             blocks.append(block)
         return blocks
 
     def release(self, blocks: Iterable[int]) -> None:
         for block in blocks:
-            self.users[block] -= 1
-            assert self.users[block] >= 0, f"block {block} released twice"
-            if self.users[block] == 0:
-                if block in self._name_of:
+            self.ref_counts[block] -= 1
+            assert self.ref_counts[block] >= 0, f"block {block} released twice"
+            if self.ref_counts[block] == 0:
+                if block in self._hash_of_block:
                     self._kept[block] = None
                 else:
                     heapq.heappush(self._blank, block)
 
-    def name(self, before: Name, tokens: Sequence[int], index: int) -> Name:
+    def hash_block(self, before: BlockHash, tokens: Sequence[int], index: int) -> BlockHash:
         """The name of block `index` of a sequence, given its predecessor's (b"" for the first)."""
         begin = index * self.block_size
         covered = tokens[begin : begin + self.block_size + self.lookahead]
         return blake2b(array("q", covered).tobytes(), digest_size=16, key=before[:64]).digest()
 
-    def find(self, tokens: Sequence[int]) -> tuple[list[int], list[Name]]:
+    def find_cached_blocks(self, tokens: Sequence[int]) -> tuple[list[int], list[BlockHash]]:
         """The longest start of `tokens` that lies in the cache, taken for one more user; at least one token
         is left to read, since a pass over it has to say what comes next."""
         blocks: list[int] = []
-        names: list[Name] = []
-        if not self.reuse:
+        names: list[BlockHash] = []
+        if not self.prefix_caching:
             return blocks, names
         most = (len(tokens) - max(self.lookahead, 1)) // self.block_size
         for index in range(most):
-            name = self.name(names[-1] if names else b"", tokens, index)
-            block = self._block_of.get(name)
+            name = self.hash_block(names[-1] if names else b"", tokens, index)
+            block = self._block_of_hash.get(name)
             if block is None:
                 break
             blocks.append(block)
             names.append(name)
         for block in blocks:
-            if self.users[block] == 0:
+            if self.ref_counts[block] == 0:
                 del self._kept[block]
-            self.users[block] += 1
+            self.ref_counts[block] += 1
         return blocks, names
 
-    def publish(self, block: int, name: Name) -> None:
+    def cache_block(self, block: int, name: BlockHash) -> None:
         """Makes a full block findable. Its content must be final; a name already taken stays where it is."""
-        if self.reuse and name not in self._block_of and block not in self._name_of:
-            self._block_of[name] = block
-            self._name_of[block] = name
+        if self.prefix_caching and name not in self._block_of_hash and block not in self._hash_of_block:
+            self._block_of_hash[name] = block
+            self._hash_of_block[block] = name
 
-    def forget(self) -> None:
+    def reset_prefix_cache(self) -> None:
         """Drops every name: what lies in the cache is found by nobody from here on."""
         for block in self._kept:
             heapq.heappush(self._blank, block)
         self._kept.clear()
-        self._name_of.clear()
-        self._block_of.clear()
+        self._hash_of_block.clear()
+        self._block_of_hash.clear()
 
     def check_integrity(self, held: Iterable[Sequence[int]]) -> None:
         """Proves that every block is in exactly one state, and used by exactly those who say they hold it."""
         counts = [0] * self.num_blocks
-        counts[NOBODYS] = 1
+        counts[PADDING_BLOCK] = 1
         for blocks in held:
             assert len(set(blocks)) == len(blocks), "a sequence holds a block twice"
             for block in blocks:
                 counts[block] += 1
-        wrong = [b for b in range(self.num_blocks) if counts[b] != self.users[b]]
-        assert not wrong, f"blocks {wrong[:8]} are counted {[self.users[b] for b in wrong[:8]]} times, not held so"
+        wrong = [b for b in range(self.num_blocks) if counts[b] != self.ref_counts[b]]
+        assert not wrong, f"blocks {wrong[:8]} are counted {[self.ref_counts[b] for b in wrong[:8]]} times, not held so"
         blank, kept = set(self._blank), set(self._kept)
         unused = {b for b in range(self.num_blocks) if counts[b] == 0}
         assert len(blank) == len(self._blank) and not blank & kept, "a block is free twice"
         assert blank | kept == unused, f"{len(unused)} blocks are unused, {len(blank | kept)} can be had"
-        assert kept <= self._name_of.keys() and not blank & self._name_of.keys(), "names of the unused are wrong"
-        assert {n: b for b, n in self._name_of.items()} == self._block_of, "names and blocks disagree"
+        assert kept <= self._hash_of_block.keys() and not blank & self._hash_of_block.keys(), (
+            "names of the unused are wrong"
+        )
+        assert {n: b for b, n in self._hash_of_block.items()} == self._block_of_hash, "names and blocks disagree"

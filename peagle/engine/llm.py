@@ -20,19 +20,19 @@ from peagle.engine.detokenizer import Detokenizer
 from peagle.engine.grammar import Grammars
 from peagle.engine.kv_cache import BlockPool
 from peagle.engine.loader import load
-from peagle.engine.model_runner import Launched
+from peagle.engine.model_runner import PendingStep
 from peagle.engine.request import (
     CompletionOutput,
-    Group,
     Request,
+    RequestGroup,
     RequestOutput,
-    State,
-    StreamPiece,
+    RequestState,
+    StreamDelta,
 )
 from peagle.engine.scheduler import Scheduler
 from peagle.errors import UserError
 from peagle.models.drafter import Drafter
-from peagle.speculative.adaptive_k import DraftCount
+from peagle.speculative.adaptive_k import AdaptiveK
 from peagle.speculative.reference import check_prompt
 
 if TYPE_CHECKING:
@@ -62,27 +62,29 @@ class LLM:
     ) -> None:
         self.settings = EngineSettings(num_speculative_tokens=num_speculative_tokens, **options)
         loaded = load(target, drafter, self.settings)
-        self.target, self.drafter, self.runner = loaded.target, loaded.drafter, loaded.runner
+        self.target, self.drafter, self.model_runner = loaded.target, loaded.drafter, loaded.runner
         self.max_model_len = loaded.longest
-        self.draft_count = DraftCount(loaded.choices, loaded.costs)
+        self.adaptive_k = AdaptiveK(loaded.choices, loaded.costs)
         pool = BlockPool(
-            loaded.num_blocks, reuse=self.settings.prefix_reuse, lookahead=1 if loaded.drafter is not None else 0
+            loaded.num_blocks,
+            prefix_caching=self.settings.prefix_reuse,
+            lookahead=1 if loaded.drafter is not None else 0,
         )
         self.scheduler = Scheduler(
             pool,
             loaded.max_num_seqs,
             loaded.choices[-1],
-            self.draft_count,
+            self.adaptive_k,
             loaded.chunk_tokens,
             loaded.idle_chunk_tokens,
-            loaded.choices if loaded.runner.graphs is not None else None,
+            loaded.choices if loaded.runner.decode_graphs is not None else None,
         )
         self.lookahead = loaded.lookahead
-        self._in_flight: deque[Launched] = deque()
+        self._in_flight: deque[PendingStep] = deque()
         self._returned = 0.0  # when the last one came back
         self._next_id = 0
-        self.rounds_by_accepted = [0] * (loaded.choices[-1] + 1)  # rounds with drafts, by how many of them held
-        self.drafted_tokens = 0
+        self.acceptance_histogram = [0] * (loaded.choices[-1] + 1)  # rounds with drafts, by how many of them held
+        self.num_draft_tokens = 0
         self._shaped = 0  # requests alive whose logits are shaped on the host's word
         self.has_tokenizer = self.settings.tokenizer and has_tokenizer(self.target.folder)
         self._tokenizer: PreTrainedTokenizerBase | None = None
@@ -90,17 +92,17 @@ class LLM:
         self._grammars_made = threading.Lock()
         gc.freeze()  # what is loaded by now stays: no collection needs to look at it again
 
-    def memory(self) -> dict[str, int]:
+    def memory_bytes(self) -> dict[str, int]:
         """Bytes, by what they are for."""
         parameters = {id(p): p.nbytes for p in self.target.model.parameters()}
-        caches = [self.runner.cache]
+        caches = [self.model_runner.cache]
         if self.drafter is not None:
             parameters |= {id(p): p.nbytes for p in self.drafter.parameters()}
-            caches.append(self.runner.draft_cache)
+            caches.append(self.model_runner.draft_cache)
         return {
             "weights": sum(parameters.values()),
             "cache": sum(cache.nbytes for cache in caches),
-            "graphs": self.runner.graphs.memory if self.runner.graphs is not None else 0,
+            "graphs": self.model_runner.decode_graphs.memory if self.model_runner.decode_graphs is not None else 0,
         }
 
     @property
@@ -118,38 +120,43 @@ class LLM:
         """
         if self._shaped and self._in_flight:
             return self._commit(self._in_flight.popleft())
-        plan = self.scheduler.plan()
+        plan = self.scheduler.schedule()
         if plan is not None:
-            self._in_flight.append(self.runner.launch(plan, self.scheduler.moved))
+            self._in_flight.append(self.model_runner.launch(plan, self.scheduler.moved))
             self.scheduler.launched(plan)
         if self._in_flight and (plan is None or len(self._in_flight) > self.lookahead):
             return self._commit(self._in_flight.popleft())
         return []
 
-    def _commit(self, launched: Launched) -> list[Request]:
+    def _commit(self, launched: PendingStep) -> list[Request]:
         """Appends what came back. Drafts are counted before the text is cut, as vLLM counts them."""
         touched, plan = [], launched.plan
         rounds, firsts = launched.wait()
         now = time.perf_counter()
-        if rounds and not plan.chunks and not self._shaped:
-            self.draft_count.timed(len(rounds), plan.drafts, now - max(launched.began, self._returned))
+        if rounds and not plan.prefill_chunks and not self._shaped:
+            self.adaptive_k.timed(len(rounds), plan.num_draft_tokens, now - max(launched.began, self._returned))
         self._returned = now
-        finished, drafting = State.FINISHED, self.drafter is not None
-        for request, row in zip(plan.decoding, rounds, strict=True):
+        finished, drafting = RequestState.FINISHED, self.drafter is not None
+        for request, row in zip(plan.decode_requests, rounds, strict=True):
             if request.state is finished:
                 continue  # it ended while this was in flight
             touched.append(request)
-            request.rounds += 1
+            request.num_decode_steps += 1
             token, accepted = row[0], row[-2]
             if drafting:
-                request.accepts.append(accepted)
+                request.num_accepted_tokens_per_step.append(accepted)
                 self._count(request, row[-1], accepted)
-            if accepted == 0 and request.plain and token not in request.stops and request.length + 1 < request.end:
-                request.output_ids.append(token)  # as `_append` would: with thousands of requests its calls count
-                request.length += 1
+            if (
+                accepted == 0
+                and request.only_tokens
+                and token not in request.stop_token_ids
+                and request.num_tokens + 1 < request.max_total_tokens
+            ):
+                request.output_token_ids.append(token)  # as `_append` would: with thousands of requests its calls count
+                request.num_tokens += 1
             else:
                 self._append(request, row[: accepted + 1], launched.logprobs)
-            self.scheduler.returned(request, plan.drafts + 1)
+            self.scheduler.returned(request, plan.num_draft_tokens + 1)
         for request, token in zip(launched.firsts, firsts, strict=True):
             if request.state is not finished:
                 touched.append(request)
@@ -163,16 +170,21 @@ class LLM:
     def _count(self, request: Request, drafts: int, accepted: int) -> None:
         if drafts:
             request.num_drafts += 1
-            self.rounds_by_accepted[accepted] += 1
-            self.drafted_tokens += drafts
+            self.acceptance_histogram[accepted] += 1
+            self.num_draft_tokens += drafts
             for i in range(accepted):
-                request.accepted_per_position[i] += 1
-            self.draft_count.observe(drafts, accepted)
+                request.num_accepted_tokens_per_pos[i] += 1
+            self.adaptive_k.observe(drafts, accepted)
 
     @staticmethod
     def _append(request: Request, tokens: list[int], logprobs: dict[int, list[dict[int, float]]]) -> None:
         """Adds tokens up to the first that ends the text."""
-        output, stops, text, grammar = request.output_ids, request.stops, request.text, request.grammar
+        output, stops, text, grammar = (
+            request.output_token_ids,
+            request.stop_token_ids,
+            request.detokenizer,
+            request.matcher,
+        )
         before = len(output)
         for token in tokens:
             if grammar is not None and not grammar.take(token):
@@ -186,27 +198,27 @@ class LLM:
                 request.finish_reason, request.stop_reason = "stop", text.stopped
             elif grammar is not None and grammar.complete:
                 request.finish_reason = "stop"
-            elif len(output) >= request.most:
+            elif len(output) >= request.max_output_tokens:
                 request.finish_reason = "length"
             else:
                 continue
             break
         gained = len(output) - before
-        request.length += gained
+        request.num_tokens += gained
         if logprobs and request.id in logprobs:
             request.logprobs += logprobs[request.id][:gained]
 
     def _retire(self, request: Request) -> None:
         self.scheduler.finish(request)
-        self._shaped -= request.shaped
-        if request.text is not None and request.text.stopped is None:
-            request.text.finish()
-        elif self.has_tokenizer and request.text is None:
-            said = request.output_ids
-            ended = request.finish_reason == "stop" and said[-1] in request.stops
+        self._shaped -= request.needs_logits_processing
+        if request.detokenizer is not None and request.detokenizer.stopped is None:
+            request.detokenizer.finish()
+        elif self.has_tokenizer and request.detokenizer is None:
+            said = request.output_token_ids
+            ended = request.finish_reason == "stop" and said[-1] in request.stop_token_ids
             request.final_text = self._decoder(request.params)(said[: len(said) - ended])
 
-    def add(self, prompt: Prompt, params: SamplingParams | None = None, stream: bool = False) -> Group:
+    def add_request(self, prompt: Prompt, params: SamplingParams | None = None, stream: bool = False) -> RequestGroup:
         """Queues a prompt; its n requests are worked on by `step`. Text grows with the tokens only if `stream`
         or a stop string asks for it, and is decoded once at the end otherwise."""
         params = params or SamplingParams()
@@ -216,29 +228,31 @@ class LLM:
         if params.stop and not self.has_tokenizer:
             raise UserError(f"--stop: {self.target.folder} has no tokenizer, so there is no text to stop in")
         grammars = self.compile_grammar(params.grammar) if params.grammar is not None else None
-        group = Group(prompt if isinstance(prompt, str) else None, prompt_ids)
+        group = RequestGroup(prompt if isinstance(prompt, str) else None, prompt_ids)
         first_seed = params.seed if params.seed is not None else secrets.randbits(62)
         ends = frozenset(params.stop_token_ids)
         growing = self.has_tokenizer and (stream or bool(params.stop))
         for index in range(params.n):
             request = Request(
                 id=self._next_id,
-                prompt_ids=prompt_ids,
+                prompt_token_ids=prompt_ids,
                 params=params,
                 seed=(first_seed + index) % 2**63,
-                stops=ends if params.ignore_eos else ends | self.target.eos_ids,
+                stop_token_ids=ends if params.ignore_eos else ends | self.target.eos_ids,
                 # a tokenizer's EOS may lie beyond what the target can say
-                barred=frozenset(t for t in ends | self.target.eos_ids if t < self.target.model.cfg.vocab_size),
+                all_stop_token_ids=frozenset(
+                    t for t in ends | self.target.eos_ids if t < self.target.model.cfg.vocab_size
+                ),
                 eos_ids=frozenset() if params.ignore_eos else self.target.eos_ids,
-                longest=self.max_model_len,
-                text=Detokenizer(self._decoder(params), params.stop, params.min_tokens) if growing else None,
-                grammar=grammars.matcher(params.grammar, params.ignore_eos) if grammars and params.grammar else None,
+                max_model_len=self.max_model_len,
+                detokenizer=Detokenizer(self._decoder(params), params.stop, params.min_tokens) if growing else None,
+                matcher=grammars.matcher(params.grammar, params.ignore_eos) if grammars and params.grammar else None,
                 group=group,
                 index=index,
-                accepted_per_position=[0] * self.scheduler.most_drafts,
+                num_accepted_tokens_per_pos=[0] * self.scheduler.max_speculative_tokens,
             )
             self._next_id += 1
-            self._shaped += request.shaped
+            self._shaped += request.needs_logits_processing
             group.requests.append(request)
             self.scheduler.add(request)
         return group
@@ -248,7 +262,7 @@ class LLM:
         takes a second, in which nobody else need wait."""
         if not self.has_tokenizer:
             raise UserError(f"grammar: {self.target.folder} has no tokenizer, so there is no text to match")
-        if self.runner.rates_K is not None:
+        if self.model_runner.rates_K is not None:
             raise UserError("grammar: with synthetic acceptance drafts are kept that it would not allow")
         with self._grammars_made:
             if self._grammars is None:
@@ -256,7 +270,7 @@ class LLM:
         self._grammars.compile(grammar)
         return self._grammars
 
-    def abort(self, group: Group) -> None:
+    def abort_group(self, group: RequestGroup) -> None:
         """Ends a prompt's requests where they are; what they hold is free at once."""
         for request in group.requests:
             if request.finish_reason is None:
@@ -264,7 +278,7 @@ class LLM:
                 self._retire(request)
 
     @property
-    def busy(self) -> bool:
+    def has_unfinished_requests(self) -> bool:
         return bool(self._in_flight) or not self.scheduler.idle
 
     def check_integrity(self) -> None:
@@ -284,16 +298,16 @@ class LLM:
         each = list(params) if isinstance(params, Sequence) else [params] * len(many)
         if len(each) != len(many):
             raise UserError(f"{len(many)} prompts, but {len(each)} sampling parameters: give one, or one for each")
-        groups: list[Group] = []
+        groups: list[RequestGroup] = []
         try:
             for prompt, own in zip(many, each, strict=True):
-                groups.append(self.add(prompt, own))
+                groups.append(self.add_request(prompt, own))
             self._run(groups, progress)
         except BaseException:
             for group in groups:
-                self.abort(group)
+                self.abort_group(group)
             raise
-        return [self.output(group) for group in groups]
+        return [self.build_output(group) for group in groups]
 
     def chat(
         self,
@@ -303,40 +317,41 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answers a conversation, or many, in the target's chat template."""
         many = [messages] if messages and isinstance(messages[0], dict) else messages
-        return self.generate([self.chat_ids(m) for m in many], params, progress)  # type: ignore[arg-type]
+        return self.generate([self.encode_chat(m) for m in many], params, progress)  # type: ignore[arg-type]
 
-    def stream(self, prompt: Prompt | Messages, params: SamplingParams | None = None) -> Iterator[StreamPiece]:
+    def stream(self, prompt: Prompt | Messages, params: SamplingParams | None = None) -> Iterator[StreamDelta]:
         """An answer (to a prompt or a conversation) as it comes; leaving the loop early aborts it."""
         chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], dict)
         params = params or SamplingParams()
         if params.n != 1:
             raise UserError(f"--n {params.n}: a stream has one answer")
-        yield from self.follow(self.add(self.chat_ids(prompt) if chat else prompt, params, stream=True))  # type: ignore[arg-type]
+        prompt = self.encode_chat(prompt) if chat else prompt  # type: ignore[arg-type]
+        yield from self.stream_group(self.add_request(prompt, params, stream=True))  # type: ignore[arg-type]
 
-    def follow(self, group: Group) -> Iterator[StreamPiece]:
+    def stream_group(self, group: RequestGroup) -> Iterator[StreamDelta]:
         """Works until the group's (one) answer is there, and tells what each step added to it."""
         request, sent, shown, ended = group.requests[0], 0, 0, False
         try:
             # an answer that could not go on ends without a further token
-            while sent < len(request.output_ids) or request.finish_reason in (None, "error") and not ended:
-                if sent == len(request.output_ids) and request.finish_reason is None:
+            while sent < len(request.output_token_ids) or request.finish_reason in (None, "error") and not ended:
+                if sent == len(request.output_token_ids) and request.finish_reason is None:
                     self.step()
                     continue
-                grown, ended = request.text, request.finish_reason is not None
+                grown, ended = request.detokenizer, request.finish_reason is not None
                 text = "" if grown is None else grown.text if ended else grown.showable
-                yield StreamPiece(
+                yield StreamDelta(
                     text[shown:],
-                    request.output_ids[sent:],
-                    request.drafted[sent:],
+                    request.output_token_ids[sent:],
+                    request.is_draft_token[sent:],
                     request.logprobs[sent:] if request.params.logprobs is not None else None,
                     request.finish_reason,
                     request.stop_reason,
                 )
-                sent, shown = len(request.output_ids), max(shown, len(text))
+                sent, shown = len(request.output_token_ids), max(shown, len(text))
         finally:
-            self.abort(group)
+            self.abort_group(group)
 
-    def _run(self, groups: list[Group], progress: bool) -> None:
+    def _run(self, groups: list[RequestGroup], progress: bool) -> None:
         show = _Progress(sum(len(g.requests) for g in groups)) if progress else None
         left = [r for g in groups for r in g.requests]
         try:
@@ -350,23 +365,23 @@ class LLM:
             if show is not None:
                 show.close()
 
-    def output(self, group: Group) -> RequestOutput:
+    def build_output(self, group: RequestGroup) -> RequestOutput:
         outputs = [
             CompletionOutput(
                 index=r.index,
-                text=r.text.text if r.text is not None else r.final_text,
-                token_ids=r.output_ids,
+                text=r.detokenizer.text if r.detokenizer is not None else r.final_text,
+                token_ids=r.output_token_ids,
                 finish_reason=r.finish_reason,
                 stop_reason=r.stop_reason,
                 logprobs=r.logprobs if r.params.logprobs is not None else None,
                 num_drafts=r.num_drafts,
-                accepted_per_position=r.accepted_per_position,
-                drafted=r.drafted,
-                rounds=r.rounds,
+                num_accepted_tokens_per_pos=r.num_accepted_tokens_per_pos,
+                is_draft_token=r.is_draft_token,
+                num_decode_steps=r.num_decode_steps,
             )
             for r in group.requests
         ]
-        return RequestOutput(group.prompt, group.prompt_ids, outputs, group.finished)
+        return RequestOutput(group.prompt, group.prompt_token_ids, outputs, group.finished)
 
     # Text
 
@@ -384,7 +399,7 @@ class LLM:
             return list(self.tokenizer(prompt)["input_ids"])
         return [int(token) for token in prompt]
 
-    def chat_ids(self, messages: Messages) -> list[int]:
+    def encode_chat(self, messages: Messages) -> list[int]:
         """Token ids of a conversation in the target's chat template, ready for the answer."""
         if not self.tokenizer.chat_template:
             raise UserError("this target has no chat template: give `generate` the prompt as it is")
@@ -420,8 +435,8 @@ class _Progress:
 
     def update(self, touched: list[Request]) -> None:
         for request in touched:
-            self.tokens += len(request.output_ids) - self.lengths.get(request.id, 0)
-            self.lengths[request.id] = len(request.output_ids)
+            self.tokens += len(request.output_token_ids) - self.lengths.get(request.id, 0)
+            self.lengths[request.id] = len(request.output_token_ids)
             self.done += request.finish_reason is not None
         seconds = self.bar.tasks[self.task].elapsed or 1e-9
         self.bar.update(self.task, completed=self.done, rate=f"{self.tokens / seconds:,.0f} tokens/s")

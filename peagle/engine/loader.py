@@ -31,9 +31,9 @@ from peagle.config import (
     EngineSettings,
     usual_draft_tokens,
 )
-from peagle.engine.cuda_graphs import PromptGraphs, RoundGraphs, batch_sizes, chunk_sizes
+from peagle.engine.cuda_graphs import DecodeGraphs, PrefillGraphs, batch_sizes, chunk_sizes
 from peagle.engine.kv_cache import BLOCK_SIZE
-from peagle.engine.model_runner import Runner
+from peagle.engine.model_runner import ModelRunner
 from peagle.errors import UserError
 from peagle.hub.resolve import resolve_drafter, resolve_target
 from peagle.kernels.gemm.linear_cpu import measure_products
@@ -44,7 +44,7 @@ from peagle.kernels.triton_utils import current
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
 from peagle.models.moe import ExpertMLP
-from peagle.speculative.adaptive_k import CostTable
+from peagle.speculative.adaptive_k import StepCostTable
 
 GIB = 1 << 30
 BF16 = {"amx_bf16", "avx512_bf16", "bf16"}  # what Linux calls a CPU's instructions for it, x86 or Arm
@@ -54,11 +54,11 @@ BF16 = {"amx_bf16", "avx512_bf16", "bf16"}  # what Linux calls a CPU's instructi
 class Loaded:
     target: Target
     drafter: Drafter | None
-    runner: Runner
+    runner: ModelRunner
     longest: int
     num_blocks: int
     choices: list[int]  # numbers of drafts a round may have
-    costs: CostTable | None
+    costs: StepCostTable | None
     max_num_seqs: int
     chunk_tokens: int
     idle_chunk_tokens: int
@@ -88,7 +88,7 @@ def load(target: str | Path | Target, drafter: str | Path | Drafter | None, sett
     graphs = on_gpu and settings.cuda_graphs and not cfg.foreign  # what is not ours may ask the host for anything
     if graphs:
         check_recordable(cfg, draft_cfg)
-    table = CostTable.load(Path(settings.cost_table)) if settings.cost_table is not None else None
+    table = StepCostTable.load(Path(settings.cost_table)) if settings.cost_table is not None else None
 
     dtype = asked_dtype(settings.dtype, device) if settings.dtype is not None else fitting_dtype(device)
     packed = on_gpu and dtype == torch.bfloat16  # no other kernel reads weights of four bits
@@ -114,19 +114,19 @@ def load(target: str | Path | Target, drafter: str | Path | Drafter | None, sett
     bytes_each = block_bytes(cfg, draft_cfg, loaded.model.embed_tokens.weight.element_size())
     num_blocks = count_blocks(settings, device, bytes_each, longest, seqs, unpacking_bytes(loaded.model.cfg))
     with torch.inference_mode(), current(loaded.model.embed_tokens.weight.device):
-        runner = Runner(loaded.model, model, num_blocks, seqs, longest, choices[-1], rates)
+        runner = ModelRunner(loaded.model, model, num_blocks, seqs, longest, choices[-1], rates)
         if graphs:
-            runner.graphs = RoundGraphs(runner, batch_sizes(seqs), choices)
-            runner.prompt_graphs = PromptGraphs(runner, chunk_sizes(count_weights(loaded.model), idle_chunk))
-            runner.graphs.capture()
+            runner.decode_graphs = DecodeGraphs(runner, batch_sizes(seqs), choices)
+            runner.prefill_graphs = PrefillGraphs(runner, chunk_sizes(count_weights(loaded.model), idle_chunk))
+            runner.decode_graphs.capture()
             runner.rehearse()
         if not on_gpu:
             models = [m for m in (loaded.model, model) if m is not None]
             weights = [m.weight for owner in models for m in owner.modules() if isinstance(m, torch.nn.Linear)]
             measure_products(weights)
         if len(choices) > 1 and table is None:
-            if runner.graphs is not None:
-                table = runner.graphs.measure()
+            if runner.decode_graphs is not None:
+                table = runner.decode_graphs.measure()
             else:
                 table = measure_eagerly(runner, [b for b in CPU_BATCHES if b <= seqs], choices)
     return Loaded(
@@ -337,23 +337,23 @@ def free_ram() -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def measure_eagerly(runner: Runner, batches: list[int], choices: list[int], budget: float = 1.5) -> CostTable:
+def measure_eagerly(runner: ModelRunner, batches: list[int], choices: list[int], budget: float = 1.5) -> StepCostTable:
     """Rounds of first tokens, timed for a few of the choices: the fastest of three, taken in turns so that a busy
     moment hits all alike, after one to warm up. Choices between lie on a line. Batch 1 has two turns at least, however
     slow the machine is; past the budget, in seconds, further turns and larger batches are left out."""
     timed = [k for k in choices if k in (choices[0], 1, 2, 3, 5, 7, choices[-1])]
-    table = CostTable()
+    table = StepCostTable()
     began = time.perf_counter()
     for batch in batches:
         slots = torch.arange(batch, device=runner.device)  # nobody has these yet; their block is nobody's
-        runner.round(slots, choices[0])
+        runner.decode_step(slots, choices[0])
         seconds: dict[int, float] = {}
         for turn, k in itertools.product(range(3), timed):
             if time.perf_counter() - began > budget and (batch > 1 or turn > 1):
                 break
             runner.state.start_S.zero_(), runner.state.available_S.zero_()
             started = time.perf_counter()
-            runner.round(slots, k)
+            runner.decode_step(slots, k)
             took = time.perf_counter() - started
             seconds[k] = min(seconds.get(k, took), took)
         if len(seconds) < len(timed):

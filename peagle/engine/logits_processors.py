@@ -12,7 +12,7 @@ from torch import Tensor
 from peagle.config import SamplingParams
 
 
-def shape_rows(
+def apply_logits_processors(
     logits_QV: Tensor,
     params: SamplingParams,
     prompt_ids: list[int],

@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from peagle.config import DecoderConfig, Window
-from peagle.engine.cuda_graphs import PromptGraphs, RoundGraphs
+from peagle.engine.cuda_graphs import DecodeGraphs, PrefillGraphs
 from peagle.engine.grammar import allowed_rows, unpack
 from peagle.engine.kv_cache import BLOCK_SIZE
-from peagle.engine.logits_processors import logprob_rows, shape_rows
-from peagle.engine.prefill import PromptRows, Room, ends_of, lay_out, where
-from peagle.engine.request import Chunk, Plan, Request
+from peagle.engine.logits_processors import apply_logits_processors, logprob_rows
+from peagle.engine.prefill import PrefillInputs, PrefillShape, pack_prefill_inputs, split_last_chunks, where
+from peagle.engine.request import PrefillChunk, Request, SchedulerOutput
 from peagle.kernels.attention.paged import OneSequence, Pages, paged_attention, prefill_attention
 from peagle.kernels.attention.rotary import Rotation
 from peagle.kernels.gather import take_rows
@@ -45,11 +45,11 @@ from peagle.models.drafter import Drafter
 
 IN_FLIGHT = 64  # tensors at most that are on their way between host and device
 
-Choice = Callable[[Tensor, PromptRows[Tensor]], Tensor]  # of first tokens, from logits [F, V]
+Choice = Callable[[Tensor, PrefillInputs[Tensor]], Tensor]  # of first tokens, from logits [F, V]
 
 
 @dataclass
-class Cache:
+class KVCache:
     """Keys and values of every layer: [layers, blocks, block size, kv heads, head width]; where layers have heads of
     different widths, a list of the layers' own."""
 
@@ -57,12 +57,12 @@ class Cache:
     values: Tensor | list[Tensor]
 
     @classmethod
-    def make(cls, layers: int, blocks: int, kv_heads: int, head_dim: int, like: Tensor) -> Cache:
+    def make(cls, layers: int, blocks: int, kv_heads: int, head_dim: int, like: Tensor) -> KVCache:
         shape = (layers, blocks, BLOCK_SIZE, kv_heads, head_dim)
         return cls(*(torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in range(2)))
 
     @classmethod
-    def of(cls, cfg: DecoderConfig, blocks: int, like: Tensor) -> Cache:
+    def of(cls, cfg: DecoderConfig, blocks: int, like: Tensor) -> KVCache:
         """For a target."""
         heads = [(layer.num_kv_heads, layer.head_dim) for layer in map(cfg.layer_at, range(cfg.num_layers))]
         if len(set(heads)) == 1:
@@ -75,10 +75,10 @@ class Cache:
         return sum(tensor.nbytes for both in (self.keys, self.values) for tensor in both)
 
 
-class PagedAttend:
+class PagedAttention:
     """Attention of a model's layers over its pages."""
 
-    def __init__(self, cache: Cache, pages: Pages, attend: Callable[..., Tensor] = paged_attention) -> None:
+    def __init__(self, cache: KVCache, pages: Pages, attend: Callable[..., Tensor] = paged_attention) -> None:
         self.cache, self.pages, self.attend = cache, pages, attend
         self.rotates = attend is paged_attention and cache.keys[0].is_cuda  # in the same launch
         self.one: OneSequence | None = None
@@ -115,10 +115,10 @@ class Verified:
 
 
 @dataclass
-class Launched:
+class PendingStep:
     """A step on its way; `wait` waits for it."""
 
-    plan: Plan
+    plan: SchedulerOutput
     rounds_host: Tensor | None  # [B, Q + 2]: emitted, accepted, available
     firsts: list[Request]
     firsts_host: Tensor | None
@@ -140,47 +140,47 @@ def _before(most: int | None, rows: int) -> int | None:
     return None if most is None else most - rows
 
 
-class Runner:
+class ModelRunner:
     def __init__(
         self,
         target: Decoder,
         drafter: Drafter | None,
         num_blocks: int,
         max_num_seqs: int,
-        longest: int,
-        most_drafts: int,
+        max_model_len: int,
+        max_speculative_tokens: int,
         synthetic_rates: Sequence[float] | None = None,
     ) -> None:
-        """`longest` bounds prompt and answer together; `synthetic_rates` are conditional ones."""
+        """`max_model_len` bounds prompt and answer together; `synthetic_rates` are conditional ones."""
         self.target, self.drafter = target, drafter
-        self.longest, self.most_drafts = longest, most_drafts
+        self.max_model_len, self.max_speculative_tokens = max_model_len, max_speculative_tokens
         weight = target.embed_tokens.weight
         self.device = weight.device
         on_cpu = self.device.type == "cpu"
         self.read = FlatDecoder(target) if on_cpu and FlatDecoder.takes(target) else target  # the target's pass
         # In a round a launch counts, and the drafter takes each tap by itself.
         self.read_round = target.states if self.read is target and not target.cfg.foreign else self.read
-        self.cache = Cache.of(target.cfg, num_blocks, weight)
+        self.cache = KVCache.of(target.cfg, num_blocks, weight)
         self.aux_layer_ids: tuple[int, ...] = ()
         self.mask_hidden_D: Tensor | None = None
         if drafter is not None:
             self.guess = FlatDrafter(drafter) if on_cpu else drafter  # the drafter's pass
             own = drafter.cfg.layer
             self.aux_layer_ids = drafter.cfg.aux_layer_ids
-            self.draft_cache = Cache.make(
+            self.draft_cache = KVCache.make(
                 drafter.cfg.num_layers, num_blocks, own.num_kv_heads, own.head_dim, drafter.fc.weight
             )
             self.refresh()
-        self.state = SlotState.make(max_num_seqs, most_drafts, -(-longest // BLOCK_SIZE), self.device)
-        self.limits_S = torch.full((max_num_seqs + 1,), longest, device=self.device)
+        self.state = SlotState.make(max_num_seqs, max_speculative_tokens, -(-max_model_len // BLOCK_SIZE), self.device)
+        self.limits_S = torch.full((max_num_seqs + 1,), max_model_len, device=self.device)
         positions = max(m.cfg.max_positions for m in (target, drafter) if m is not None)
         for rope in [*target.ropes, *([drafter.rope] if drafter is not None else [])]:
             rope.tabulate(positions, weight.dtype)
         self.rates_K = None
         if synthetic_rates is not None:
             self.rates_K = torch.tensor(synthetic_rates, dtype=torch.float32, device=self.device)
-        self.graphs: RoundGraphs | None = None
-        self.prompt_graphs: PromptGraphs | None = None
+        self.decode_graphs: DecodeGraphs | None = None
+        self.prefill_graphs: PrefillGraphs | None = None
         self._shared = Shared(IN_FLIGHT)
         self._changes = SlotChanges(self.state, self._shared)
         self._sent: list[tuple[int, int, int]] = [(-1, 0, 0)] * max_num_seqs  # request, its preemptions, blocks
@@ -204,19 +204,19 @@ class Runner:
     # One launch
 
     @torch.inference_mode()
-    def launch(self, plan: Plan, moved: list[Request]) -> Launched:
+    def launch(self, plan: SchedulerOutput, moved: list[Request]) -> PendingStep:
         began = time.perf_counter()
         logprobs: dict[int, list[dict[int, float]]] = {}
         with current(self.device):
             self._send(moved)
-            rounds = self._round(plan, logprobs) if plan.decoding else None
-            firsts, first_tokens = self._read(plan.chunks, logprobs) if plan.chunks else ([], None)
+            rounds = self._round(plan, logprobs) if plan.decode_requests else None
+            firsts, first_tokens = self._read(plan.prefill_chunks, logprobs) if plan.prefill_chunks else ([], None)
             done = None
             if self.device.type == "cuda":
                 rounds, first_tokens = (None if x is None else self._shared.bring(x) for x in (rounds, first_tokens))
                 done = torch.cuda.Event()
                 done.record()
-        return Launched(plan, rounds, firsts, first_tokens, done, logprobs, began)
+        return PendingStep(plan, rounds, firsts, first_tokens, done, logprobs, began)
 
     def _to_device(self, values: Sequence[object]) -> Tensor:
         return sent(torch.tensor(values), self.device)
@@ -227,37 +227,41 @@ class Runner:
             if request.slot < 0:
                 continue
             owner, times, sent = self._sent[request.slot]
-            if (owner, times) != (request.id, request.preemptions):
+            if (owner, times) != (request.id, request.num_preemptions):
                 p, sent = request.params, 0
                 self._changes.settle(request.slot, (p.temperature, p.top_p, p.min_p), (p.top_k, request.seed))
-            self._changes.give(request.slot, sent, request.blocks[sent:])
-            self._sent[request.slot] = (request.id, request.preemptions, len(request.blocks))
+            self._changes.give(request.slot, sent, request.block_ids[sent:])
+            self._sent[request.slot] = (request.id, request.num_preemptions, len(request.block_ids))
         moved.clear()
         self._changes.send()
 
     # A round
 
-    def _round(self, plan: Plan, logprobs: dict[int, list[dict[int, float]]]) -> Tensor:
+    def _round(self, plan: SchedulerOutput, logprobs: dict[int, list[dict[int, float]]]) -> Tensor:
         """[B, Q + 2]: emitted tokens, how many drafts were accepted, how many there were."""
-        slots = [r.slot for r in plan.decoding]
-        if plan.limited:
-            which = self._to_device([(r.slot, r.params.draft_tokens) for r in plan.limited])
+        slots = [r.slot for r in plan.decode_requests]
+        if plan.limited_requests:
+            which = self._to_device([(r.slot, r.params.draft_tokens) for r in plan.limited_requests])
             available_S, limited = self.state.available_S, which[:, 0]
             available_S[limited] = torch.minimum(available_S[limited], which[:, 1])
-        if self.graphs is not None and not plan.shaped:
-            recorded = self.graphs.find(len(slots), plan.drafts, max(r.length + r.reach for r in plan.decoding))
+        if self.decode_graphs is not None and not plan.needs_logits_processing:
+            recorded = self.decode_graphs.find(
+                len(slots),
+                plan.num_draft_tokens,
+                max(r.num_tokens + r.max_in_flight_tokens for r in plan.decode_requests),
+            )
             if recorded is not None:
                 recorded.load(slots)
                 recorded.replay()
-                return recorded.result_BX[: len(plan.decoding)]
+                return recorded.result_BX[: len(plan.decode_requests)]
         slots_B = self._to_device(slots)
-        if not plan.shaped:
-            return self.round(slots_B, plan.drafts)
-        bound = [r for r in plan.decoding if r.grammar is not None]
-        drafts = self._known_drafts(bound, plan.drafts)
-        verified = self.verify(slots_B, plan.drafts)
+        if not plan.needs_logits_processing:
+            return self.decode_step(slots_B, plan.num_draft_tokens)
+        bound = [r for r in plan.decode_requests if r.matcher is not None]
+        drafts = self._known_drafts(bound, plan.num_draft_tokens)
+        verified = self.verify(slots_B, plan.num_draft_tokens)
         allowed = self._allowed(bound, drafts)  # worked out on the host while the target reads
-        return self.draft(verified, self.decide_shaped(verified, plan.decoding, logprobs, allowed))
+        return self.draft(verified, self.decide_shaped(verified, plan.decode_requests, logprobs, allowed))
 
     def _known_drafts(self, requests: list[Request], k: int) -> list[list[int]]:
         if not requests or k == 0:
@@ -266,20 +270,20 @@ class Runner:
 
     def _allowed(self, requests: list[Request], drafts: list[list[int]]) -> dict[int, Tensor]:
         """What the grammars of requests allow after their output and their drafts, by request id: bool [Q, V]."""
-        asked = [(r.grammar, own) for r, own in zip(requests, drafts, strict=True) if r.grammar is not None]
+        asked = [(r.matcher, own) for r, own in zip(requests, drafts, strict=True) if r.matcher is not None]
         if not asked:
             return {}
         allowed_NQV = unpack(sent(allowed_rows(asked), self.device), self.target.cfg.vocab_size)
         return {r.id: rows for r, rows in zip(requests, allowed_NQV, strict=True)}
 
-    def round(self, slots_B: Tensor, k: int, most: int | None = None) -> Tensor:
+    def decode_step(self, slots_B: Tensor, k: int, most: int | None = None) -> Tensor:
         verified = self.verify(slots_B, k, most)
         return self.draft(verified, self.decide(verified))
 
     def verify(self, slots_B: Tensor, k: int, most: int | None = None) -> Verified:
-        rows = round_inputs(self.state, slots_B, k, self.longest)
+        rows = round_inputs(self.state, slots_B, k, self.max_model_len)
         pages = Pages(rows.tables_BM, rows.starts_B, rows.live_B, k + 1, max_context=_before(most, k + 1))
-        attend = PagedAttend(self.cache, pages)
+        attend = PagedAttention(self.cache, pages)
         hidden, aux_hidden_states = self.read_round(
             rows.tokens_BQ.flatten(), rows.positions_T, attend, self.aux_layer_ids
         )
@@ -318,10 +322,16 @@ class Runner:
         raw_BQV = v.logits_TV.view(batch, rows, -1)
         shaped_BQV = raw_BQV.to(torch.float32, copy=True)
         for b, r in enumerate(requests):
-            if r.shaped:
+            if r.needs_logits_processing:
                 drafts_K = v.inputs.tokens_BQ[b, 1:]
-                shaped_BQV[b] = shape_rows(
-                    raw_BQV[b], r.params, r.prompt_ids, r.output_ids, drafts_K, r.barred, allowed.get(r.id)
+                shaped_BQV[b] = apply_logits_processors(
+                    raw_BQV[b],
+                    r.params,
+                    r.prompt_token_ids,
+                    r.output_token_ids,
+                    drafts_K,
+                    r.all_stop_token_ids,
+                    allowed.get(r.id),
                 )
         said = self._accept(v, self._choose(shaped_BQV.flatten(0, 1), v.inputs))
         wanted = [(b, r) for b, r in enumerate(requests) if r.params.logprobs is not None]
@@ -339,7 +349,9 @@ class Runner:
         if self.drafter is not None:
             drafts_BK = self._drafts(v, accepted_B, emitted_BQ, k)
         s = self.state
-        commit_state(s.tokens_SN, s.start_S, s.available_S, v.slots_B, emitted_BQ, accepted_B, drafts_BK, self.longest)
+        commit_state(
+            s.tokens_SN, s.start_S, s.available_S, v.slots_B, emitted_BQ, accepted_B, drafts_BK, self.max_model_len
+        )
         return result_BX
 
     def _drafts(self, v: Verified, accepted_B: Tensor, emitted_BQ: Tensor, k: int) -> Tensor:
@@ -355,7 +367,7 @@ class Runner:
         rows = draft_inputs(kept_BQ, accepted_B, starts_B, hidden_TD, self.mask_hidden_D, mask_id, k, limits_B)
         count = len(rows.token_ids_R) // batch
         pages = Pages(tables_BM, starts_B, rows.live_B, count, max_context=_before(v.most, count))
-        attend = PagedAttend(self.draft_cache, pages)
+        attend = PagedAttention(self.draft_cache, pages)
         silent = {"silent": True} if k == 0 and isinstance(self.guess, FlatDrafter) else {}
         said, handed_on = self.guess(rows.token_ids_R, rows.hidden_RD, rows.positions_R, attend, **silent)
         if k == 0:
@@ -381,11 +393,11 @@ class Runner:
         guesses = [guess_B]
         # For all guesses at once: a launch each for where one row lies takes longer than the row.
         ahead_SB = position_B + torch.arange(k - 1, device=self.device)[:, None]
-        at_SB = ahead_SB.clamp(max=self.longest - 1)
-        starts_SB, live_SB = at_SB.int(), (self.longest - ahead_SB).clamp(0, 1).int()
+        at_SB = ahead_SB.clamp(max=self.max_model_len - 1)
+        starts_SB, live_SB = at_SB.int(), (self.max_model_len - ahead_SB).clamp(0, 1).int()
         for at_B, starts_B, live_B in zip(at_SB, starts_SB, live_SB, strict=True):
             pages = Pages(tables_BM, starts_B, live_B, 1, max_context=_before(most, 1))
-            attend = PagedAttend(self.draft_cache, pages)
+            attend = PagedAttention(self.draft_cache, pages)
             said, hidden_BD = self.guess(guesses[-1], hidden_BD, at_B, attend)
             guesses.append(self.drafter.target_ids(argmax(self.drafter.logits(said))))
         return torch.stack(guesses, 1)
@@ -397,30 +409,32 @@ class Runner:
         """Rows of the drafter behind a prompt's end."""
         if self.drafter is None:
             return None
-        return max(self.most_drafts - 1, 0) if self.drafter.cfg.parallel else 0
+        return max(self.max_speculative_tokens - 1, 0) if self.drafter.cfg.parallel else 0
 
     def _read(
-        self, chunks: list[Chunk], logprobs: dict[int, list[dict[int, float]]]
+        self, chunks: list[PrefillChunk], logprobs: dict[int, list[dict[int, float]]]
     ) -> tuple[list[Request], Tensor | None]:
         """Reads chunks; whose prompts they end for the first time, and the tokens that follow."""
-        fresh, again = ends_of(chunks)
-        room = Room.of(chunks, self.masks)
-        shaped = any(r.shaped for r in fresh)
+        fresh, again = split_last_chunks(chunks)
+        room = PrefillShape.of(chunks, self.masks)
+        shaped = any(r.needs_logits_processing for r in fresh)
         mask_id = self.drafter.cfg.mask_token_id if self.drafter is not None else None
-        recorded = self.prompt_graphs.find(room) if self.prompt_graphs is not None and not shaped else None
-        packed = lay_out(chunks, fresh + again, recorded.room if recorded is not None else room, self.longest, mask_id)
+        recorded = self.prefill_graphs.find(room) if self.prefill_graphs is not None and not shaped else None
+        packed = pack_prefill_inputs(
+            chunks, fresh + again, recorded.room if recorded is not None else room, self.max_model_len, mask_id
+        )
         if recorded is not None:
             said_F = recorded.replay(packed)
         else:
-            choice = partial(self._choose_shaped, fresh, logprobs) if shaped else self.choose_first
-            said_F = self.read_prompts(sent(torch.from_numpy(packed), self.device), room, choice)
+            choice = partial(self._choose_shaped, fresh, logprobs) if shaped else self.sample_first_tokens
+            said_F = self.prefill(sent(torch.from_numpy(packed), self.device), room, choice)
         return fresh, said_F[: len(fresh)] if fresh else None
 
-    def read_prompts(self, packed: Tensor, room: Room, choice: Choice) -> Tensor:
+    def prefill(self, packed: Tensor, room: PrefillShape, choice: Choice) -> Tensor:
         """[F]: the token that follows each prompt that ends; their slots are ready to decode."""
-        p: PromptRows[Tensor] = PromptRows.cut(packed, room)
+        p: PrefillInputs[Tensor] = PrefillInputs.cut(packed, room)
         places, draft_places = where(packed.int(), room, self.state.block_tables_SM[p.slots_B])
-        attend = PagedAttend(self.cache, places, prefill_attention)
+        attend = PagedAttention(self.cache, places, prefill_attention)
         hidden, aux_hidden_states = self.read(p.tokens_T, p.positions_T, attend, self.aux_layer_ids)
         said_F = p.known_F
         if room.ends:
@@ -431,11 +445,11 @@ class Runner:
             drafts_FK = self._draft_after(p, room, newest_F, aux_hidden_states, draft_places)
         if room.ends:
             s, none = self.state, torch.zeros_like(newest_F)
-            begun = (p.slots_F, newest_F[:, None], none, drafts_FK, self.longest, p.ends_F)
+            begun = (p.slots_F, newest_F[:, None], none, drafts_FK, self.max_model_len, p.ends_F)
             commit_state(s.tokens_SN, s.start_S, s.available_S, *begun)
         return said_F
 
-    def choose_first(self, logits_FV: Tensor, p: PromptRows[Tensor]) -> Tensor:
+    def sample_first_tokens(self, logits_FV: Tensor, p: PrefillInputs[Tensor]) -> Tensor:
         temperature_F, top_p_F, min_p_F = self.state.shares_3S[:, p.slots_F]
         top_k_F, seed_F = self.state.counts_2S[:, p.slots_F]
         return choose(logits_FV, temperature_F, top_k_F, top_p_F, min_p_F, seed_F, p.ends_F)
@@ -445,18 +459,20 @@ class Runner:
         fresh: list[Request],
         logprobs: dict[int, list[dict[int, float]]],
         logits_FV: Tensor,
-        p: PromptRows[Tensor],
+        p: PrefillInputs[Tensor],
     ) -> Tensor:
-        """As `choose_first`, where some of the new prompts shape their logits or want them back."""
+        """As `sample_first_tokens`, where some of the new prompts shape their logits or want them back."""
         shaped_FV = logits_FV.to(torch.float32, copy=True)
         none = torch.empty(0, dtype=torch.long, device=self.device)
-        bound = [r for r in fresh if r.grammar is not None]
+        bound = [r for r in fresh if r.matcher is not None]
         allowed = self._allowed(bound, [[] for _ in bound])
         for f, r in enumerate(fresh):
-            if r.shaped:
+            if r.needs_logits_processing:
                 row, rules = logits_FV[f : f + 1], allowed.get(r.id)
-                shaped_FV[f] = shape_rows(row, r.params, r.prompt_ids, [], none, r.barred, rules)[0]
-        said_F = self.choose_first(shaped_FV, p)
+                shaped_FV[f] = apply_logits_processors(
+                    row, r.params, r.prompt_token_ids, [], none, r.all_stop_token_ids, rules
+                )[0]
+        said_F = self.sample_first_tokens(shaped_FV, p)
         wanted = [(f, r) for f, r in enumerate(fresh) if r.params.logprobs is not None]
         if wanted:
             said = said_F.tolist()
@@ -465,10 +481,15 @@ class Runner:
         return said_F
 
     def _draft_after(
-        self, p: PromptRows[Tensor], room: Room, newest_F: Tensor, aux_hidden_states_TN: Tensor, places: Pages
+        self,
+        p: PrefillInputs[Tensor],
+        room: PrefillShape,
+        newest_F: Tensor,
+        aux_hidden_states_TN: Tensor,
+        places: Pages,
     ) -> Tensor:
         """The drafter reads the same, and mask rows behind the ends; drafts for these."""
-        drafter, k, tokens_R = self.drafter, self.most_drafts if room.ends else 0, p.draft_tokens_R
+        drafter, k, tokens_R = self.drafter, self.max_speculative_tokens if room.ends else 0, p.draft_tokens_R
         assert drafter is not None
         hidden_RD = drafter.combine(aux_hidden_states_TN)
         if room.ends:
@@ -476,7 +497,7 @@ class Runner:
         if room.masks and room.ends:
             assert self.mask_hidden_D is not None
             hidden_RD = torch.cat([hidden_RD, self.mask_hidden_D[None]])[p.draft_source_R]
-        attend = PagedAttend(self.draft_cache, places, prefill_attention)
+        attend = PagedAttention(self.draft_cache, places, prefill_attention)
         said, handed_on = self.guess(tokens_R, hidden_RD, p.draft_positions_R, attend)
         if k == 0:
             return newest_F[:, None][:, :0]

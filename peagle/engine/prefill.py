@@ -18,15 +18,15 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from peagle.engine.request import Chunk, Request
+from peagle.engine.request import PrefillChunk, Request
 from peagle.kernels.attention.paged import Pages
 
-Numbers = NDArray[np.int64]
-A = TypeVar("A", Tensor, Numbers)
+Int64Array = NDArray[np.int64]
+A = TypeVar("A", Tensor, Int64Array)
 
 
 @dataclass(frozen=True)
-class Room:
+class PrefillShape:
     """How much there is to read, or at most."""
 
     rows: int  # T
@@ -37,18 +37,18 @@ class Room:
     masks: int | None  # rows of a drafter behind each prompt's end; None: there is no drafter
 
     @classmethod
-    def of(cls, chunks: Sequence[Chunk], masks: int | None) -> Room:
+    def of(cls, chunks: Sequence[PrefillChunk], masks: int | None) -> PrefillShape:
         counts = [c.end - c.begin for c in chunks]
         context = max(c.begin for c in chunks)
-        return cls(sum(counts), len(chunks), sum(c.final for c in chunks), max(counts), context, masks)
+        return cls(sum(counts), len(chunks), sum(c.is_last for c in chunks), max(counts), context, masks)
 
-    def takes(self, other: Room) -> bool:
+    def takes(self, other: PrefillShape) -> bool:
         fits = self.rows >= other.rows and self.ends >= other.ends and self.max_rows >= other.max_rows
         return fits and self.sequences > other.sequences  # the last is what is left over
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Of the fields of `PromptRows`."""
+        """Of the fields of `PrefillInputs`."""
         t, b, f = self.rows, self.sequences, self.ends
         rows = (t, t, b, b, b, b + 1)
         drafted = (b, b + 1, *[t + f * self.masks] * 3) if self.masks is not None else (0,) * 5
@@ -56,7 +56,7 @@ class Room:
 
 
 @dataclass(frozen=True)
-class PromptRows(Generic[A]):
+class PrefillInputs(Generic[A]):
     """Pieces of one array, in this order."""
 
     tokens_T: A
@@ -77,14 +77,14 @@ class PromptRows(Generic[A]):
     known_F: A  # the token there; -1: yet to be said
 
     @classmethod
-    def cut(cls, packed: A, room: Room) -> PromptRows[A]:
+    def cut(cls, packed: A, room: PrefillShape) -> PrefillInputs[A]:
         ends = list(accumulate(room.sizes))
         return cls(*(packed[end - size : end] for size, end in zip(room.sizes, ends, strict=True)))
 
 
-def where(packed: Tensor, room: Room, tables_BM: Tensor) -> tuple[Pages, Pages]:
+def where(packed: Tensor, room: PrefillShape, tables_BM: Tensor) -> tuple[Pages, Pages]:
     """Where the target's rows sit, and the drafter's; int32."""
-    p: PromptRows[Tensor] = PromptRows.cut(packed, room)
+    p: PrefillInputs[Tensor] = PrefillInputs.cut(packed, room)
     most, context = room.max_rows, room.max_context
     return (
         Pages(tables_BM, p.starts_B, p.live_B, most, p.first_B1, context),
@@ -92,34 +92,36 @@ def where(packed: Tensor, room: Room, tables_BM: Tensor) -> tuple[Pages, Pages]:
     )
 
 
-def ends_of(chunks: Sequence[Chunk]) -> tuple[list[Request], list[Request]]:
+def split_last_chunks(chunks: Sequence[PrefillChunk]) -> tuple[list[Request], list[Request]]:
     """Whose prompts they end: first those whose next token is yet to be said, then those that have said it before."""
-    ended = [c.request for c in chunks if c.final]
-    return [r for r in ended if not r.output_ids], [r for r in ended if r.output_ids]
+    ended = [c.request for c in chunks if c.is_last]
+    return [r for r in ended if not r.output_token_ids], [r for r in ended if r.output_token_ids]
 
 
-def lay_out(chunks: Sequence[Chunk], ends: Sequence[Request], room: Room, longest: int, mask_id: int | None) -> Numbers:
-    """For `PromptRows.cut`, ends in the order given. `longest` is the context's length, where rows behind a prompt may
-    not reach."""
+def pack_prefill_inputs(
+    chunks: Sequence[PrefillChunk], ends: Sequence[Request], room: PrefillShape, longest: int, mask_id: int | None
+) -> Int64Array:
+    """For `PrefillInputs.cut`, ends in the order given. `longest` is the context's length, where rows
+    behind a prompt may not reach."""
     packed = np.zeros(sum(room.sizes), np.int64)
-    p = PromptRows.cut(packed, room)
+    p = PrefillInputs.cut(packed, room)
     p.slots_B[:] = p.slots_F[:] = -1
     p.ends_F[:] = longest
     place = {r.id: f for f, r in enumerate(ends)}
     row, draft_row = 0, 0
     for b, c in enumerate(chunks):
-        count, masks = c.end - c.begin, room.masks or 0 if c.final else 0
-        ids = c.request.tokens[c.begin : c.end + 1]
+        count, masks = c.end - c.begin, room.masks or 0 if c.is_last else 0
+        ids = c.request.all_token_ids[c.begin : c.end + 1]
         p.tokens_T[row : row + count] = ids[:count]
         p.positions_T[row : row + count] = np.arange(c.begin, c.end)
         p.slots_B[b], p.starts_B[b], p.live_B[b] = c.request.slot, c.begin, min(count, longest - c.begin)
-        if c.final:
-            f, said = place[c.request.id], c.request.output_ids
+        if c.is_last:
+            f, said = place[c.request.id], c.request.output_token_ids
             p.slots_F[f], p.ends_F[f], p.known_F[f] = c.request.slot, c.end, said[-1] if said else -1
             p.last_F[f], p.guess_F[f] = row + count - 1, draft_row + count - 1
         if room.masks is not None:
             behind = draft_row + count + masks
-            following = [*ids[1:count], -1 - place[c.request.id], *[mask_id or 0] * masks] if c.final else ids[1:]
+            following = [*ids[1:count], -1 - place[c.request.id], *[mask_id or 0] * masks] if c.is_last else ids[1:]
             p.draft_tokens_R[draft_row:behind] = following
             p.draft_positions_R[draft_row:behind] = np.minimum(np.arange(c.begin, c.end + masks), longest - 1)
             p.draft_source_R[draft_row : draft_row + count] = np.arange(row, row + count)

@@ -12,12 +12,12 @@ from enum import Enum, auto
 from peagle.config import SamplingParams
 from peagle.engine.detokenizer import Detokenizer
 from peagle.engine.grammar import Matcher
-from peagle.engine.kv_cache import Name
+from peagle.engine.kv_cache import BlockHash
 
 
-class State(Enum):
+class RequestState(Enum):
     WAITING = auto()  # has neither slot nor blocks
-    READING = auto()  # its prompt is being read in chunks
+    PREFILL = auto()  # its prompt is being read in chunks
     DECODING = auto()
     FINISHED = auto()
 
@@ -25,76 +25,78 @@ class State(Enum):
 @dataclass(eq=False)
 class Request:
     id: int
-    prompt_ids: list[int]
+    prompt_token_ids: list[int]
     params: SamplingParams
     seed: int
-    stops: frozenset[int]  # ids that end the text
-    barred: frozenset[int]  # ids that would, and may not come before min_tokens
+    stop_token_ids: frozenset[int]  # ids that end the text
+    all_stop_token_ids: frozenset[int]  # ids that would, and may not come before min_tokens
     eos_ids: frozenset[int]  # those of them that are no stop_reason
-    longest: int  # tokens the sequence may have, prompt included
-    text: Detokenizer | None = None
-    grammar: Matcher | None = None  # where its output stands in it
-    group: Group | None = None
+    max_model_len: int  # tokens the sequence may have, prompt included
+    detokenizer: Detokenizer | None = None
+    matcher: Matcher | None = None  # where its output stands in it
+    group: RequestGroup | None = None
     index: int = 0  # which of the group's n
 
-    state: State = State.WAITING
+    state: RequestState = RequestState.WAITING
     slot: int = -1
-    blocks: list[int] = field(default_factory=list)
-    names: list[Name] = field(default_factory=list)  # of the leading blocks that are published
-    next_name: int = 0  # the length at which one more can be
-    read: int = 0  # tokens whose reading has been launched, while READING
-    in_flight: int = 0  # rounds launched whose tokens have not come back
-    reach: int = 0  # no launched round writes at this position or beyond
-    preemptions: int = 0
+    block_ids: list[int] = field(default_factory=list)
+    block_hashes: list[BlockHash] = field(default_factory=list)  # of the leading blocks that are published
+    num_tokens_for_next_hash: int = 0  # the length at which one more can be
+    num_computed_tokens: int = 0  # tokens whose reading has been launched, while PREFILL
+    num_in_flight_steps: int = 0  # rounds launched whose tokens have not come back
+    max_in_flight_tokens: int = 0  # no launched round writes at this position or beyond
+    num_preemptions: int = 0
 
-    output_ids: list[int] = field(default_factory=list)
-    accepts: list[int] = field(default_factory=list)  # drafts kept, for each round of an engine that drafts
+    output_token_ids: list[int] = field(default_factory=list)
+    num_accepted_tokens_per_step: list[int] = field(
+        default_factory=list
+    )  # drafts kept, for each round of an engine that drafts
     logprobs: list[dict[int, float]] = field(default_factory=list)
     final_text: str = ""  # where the text did not grow with the tokens
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    rounds: int = 0
+    num_decode_steps: int = 0
     num_drafts: int = 0  # rounds that had drafts to verify
-    accepted_per_position: list[int] = field(default_factory=list)
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         # asked for every request in every step, so worked out once
         p = self.params
-        self.length = len(self.prompt_ids) + len(self.output_ids)  # `llm` counts on
-        self.most = min(p.max_tokens, self.longest - len(self.prompt_ids))  # tokens of output
-        self.end = len(self.prompt_ids) + self.most  # its longest length
+        self.num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids)  # `llm` counts on
+        self.max_output_tokens = min(p.max_tokens, self.max_model_len - len(self.prompt_token_ids))  # tokens of output
+        self.max_total_tokens = len(self.prompt_token_ids) + self.max_output_tokens  # its longest length
         # its logits need more than temperature, top-k, top-p and min-p, or are wanted back
-        shapes = p.penalised or bool(p.logit_bias) or p.min_tokens > 0 or self.grammar is not None
-        self.shaped = shapes or p.logprobs is not None
-        self.plain = (
-            self.text is None and p.logprobs is None and self.grammar is None
+        shapes = p.penalised or bool(p.logit_bias) or p.min_tokens > 0 or self.matcher is not None
+        self.needs_logits_processing = shapes or p.logprobs is not None
+        self.only_tokens = (
+            self.detokenizer is None and p.logprobs is None and self.matcher is None
         )  # a token is all that is kept of a token
 
     @property
-    def tokens(self) -> list[int]:
-        return self.prompt_ids + self.output_ids
+    def all_token_ids(self) -> list[int]:
+        return self.prompt_token_ids + self.output_token_ids
 
     @property
-    def drafted(self) -> list[bool]:
+    def is_draft_token(self) -> list[bool]:
         """For each token of the output: was it a draft? The first came from the prompt's own pass."""
         flags = [False]
-        for accepted in self.accepts:
+        for accepted in self.num_accepted_tokens_per_step:
             flags += [True] * accepted + [False]
-        count = len(self.output_ids)
+        count = len(self.output_token_ids)
         return (flags + [False] * (count - len(flags)))[:count]
 
     @property
-    def to_read(self) -> int:
+    def num_prefill_tokens(self) -> int:
         """Tokens to read before decoding: the whole prompt, or, coming back, all but the newest token."""
-        return len(self.prompt_ids) + max(len(self.output_ids) - 1, 0)
+        return len(self.prompt_token_ids) + max(len(self.output_token_ids) - 1, 0)
 
 
 @dataclass(eq=False)
-class Group:
+class RequestGroup:
     """The n requests of one prompt."""
 
     prompt: str | None
-    prompt_ids: list[int]
+    prompt_token_ids: list[int]
     requests: list[Request] = field(default_factory=list)
 
     @property
@@ -103,7 +105,7 @@ class Group:
 
 
 @dataclass
-class Chunk:
+class PrefillChunk:
     """Tokens `begin` to `end` of a request's sequence, to be read."""
 
     request: Request
@@ -111,22 +113,26 @@ class Chunk:
     end: int
 
     @property
-    def final(self) -> bool:
-        return self.end == self.request.to_read
+    def is_last(self) -> bool:
+        return self.end == self.request.num_prefill_tokens
 
 
 @dataclass
-class Plan:
+class SchedulerOutput:
     """One step: a round for `decoding` with `drafts` drafts each, then `chunks` to read."""
 
-    decoding: list[Request]
-    drafts: int
-    chunks: list[Chunk]
-    limited: list[Request] = field(default_factory=list)  # of `decoding`: those that want fewer drafts than others
+    decode_requests: list[Request]
+    num_draft_tokens: int
+    prefill_chunks: list[PrefillChunk]
+    limited_requests: list[Request] = field(
+        default_factory=list
+    )  # of `decoding`: those that want fewer drafts than others
 
     @property
-    def shaped(self) -> bool:
-        return any(r.shaped for r in self.decoding) or any(c.final and c.request.shaped for c in self.chunks)
+    def needs_logits_processing(self) -> bool:
+        return any(r.needs_logits_processing for r in self.decode_requests) or any(
+            c.is_last and c.request.needs_logits_processing for c in self.prefill_chunks
+        )
 
 
 @dataclass
@@ -138,14 +144,14 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     logprobs: list[dict[int, float]] | None = None
     num_drafts: int = 0
-    accepted_per_position: list[int] = field(default_factory=list)
-    drafted: list[bool] = field(default_factory=list)
-    rounds: int = 0
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+    is_draft_token: list[bool] = field(default_factory=list)
+    num_decode_steps: int = 0
 
     @property
     def acceptance_length(self) -> float:
         """Tokens a round with drafts gains, the target's own included."""
-        return 1 + sum(self.accepted_per_position) / max(self.num_drafts, 1)
+        return 1 + sum(self.num_accepted_tokens_per_pos) / max(self.num_drafts, 1)
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -165,12 +171,12 @@ class RequestOutput:
 
 
 @dataclass
-class StreamPiece:
+class StreamDelta:
     """What one step added to a stream."""
 
     text: str
     token_ids: list[int]
-    drafted: list[bool]
+    is_draft_token: list[bool]
     logprobs: list[dict[int, float]] | None
     finish_reason: str | None
     stop_reason: int | str | None = None

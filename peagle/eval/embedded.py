@@ -104,15 +104,15 @@ class Embedded:
         groups = []
         try:
             for one in asked:
-                groups.append(llm.add(one.prompt_ids, one.params))
-            while llm.busy:
+                groups.append(llm.add_request(one.prompt_ids, one.params))
+            while llm.has_unfinished_requests:
                 if any(r.finish_reason is not None for r in llm.step()):
                     self.tell("answering", sum(g.finished for g in groups), len(groups))
         except BaseException:
             for group in groups:
-                llm.abort(group)
+                llm.abort_group(group)
             raise
-        outputs = [llm.output(group).outputs[0] for group in groups]
+        outputs = [llm.build_output(group).outputs[0] for group in groups]
         return [self._heard(one, out, k) for one, out in zip(asked, outputs, strict=True)]
 
     def _heard(self, asked: Asked, out: CompletionOutput, k: int) -> Said:
@@ -139,14 +139,14 @@ def rounds_of(prompt_tokens: int, out: CompletionOutput, k: int, longest: int) -
     """The engine's rounds, one by one: a token that was no draft ends a round. Of the last one the text may show only
     a part; the counts by position tell the rest."""
     rounds, n = [], prompt_tokens + 1
-    flags = out.drafted[1:]
+    flags = out.is_draft_token[1:]
     while flags:
         length = next((i + 1 for i, drafted in enumerate(flags) if not drafted), len(flags))
         shown = sum(flags[:length])
         if min(k, longest - n - 1) > 0:
             rounds.append(Round(n, shown, length))
         n, flags = n + length, flags[length:]
-    hidden = sum(out.accepted_per_position) - sum(r.accepted for r in rounds)
+    hidden = sum(out.num_accepted_tokens_per_pos) - sum(r.accepted for r in rounds)
     if rounds and hidden:
         rounds[-1] = replace(rounds[-1], accepted=rounds[-1].accepted + hidden)
     assert len(rounds) == out.num_drafts, "the flags do not tell the rounds"
@@ -181,7 +181,7 @@ class Reference:
         for i, one in enumerate(asked):
             made = reference.generate(model, one.prompt_ids, one.params, eos, drafter, k, longest)
             rounds, n = [], len(one.prompt_ids) + 1
-            for played in made.rounds:
+            for played in made.steps:
                 if played.drafts:
                     rounds.append(Round(n, played.accepted, len(played.emitted)))
                 n += len(played.emitted)

@@ -19,9 +19,9 @@ import torch
 from peagle.config import TuneSettings
 from peagle.engine.kv_cache import BLOCK_SIZE
 from peagle.engine.llm import LLM
-from peagle.engine.model_runner import Runner
+from peagle.engine.model_runner import ModelRunner
 from peagle.errors import UserError
-from peagle.speculative.adaptive_k import CostTable
+from peagle.speculative.adaptive_k import StepCostTable
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,12 @@ def untimed(target: str, drafter: str, settings: TuneSettings, device: str | Non
 def _any_costs() -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "costs.json"
-        CostTable({(1, 0): 1.0}).save(path)
+        StepCostTable({(1, 0): 1.0}).save(path)
         yield path
 
 
 def subject_of(llm: LLM, target: str, drafter: str, context: int) -> Subject:
-    return Subject(target, drafter, _device_name(llm.runner.device), llm.dtype, context)
+    return Subject(target, drafter, _device_name(llm.model_runner.device), llm.dtype, context)
 
 
 def _device_name(device: torch.device) -> str:
@@ -69,7 +69,7 @@ def _device_name(device: torch.device) -> str:
 
 def wanted(llm: LLM, settings: TuneSettings) -> list[tuple[int, int]]:
     """The rounds worth timing, smallest first. On a GPU those that are recorded, but where batches are asked for."""
-    graphs, choices = llm.runner.graphs, llm.draft_count.choices
+    graphs, choices = llm.model_runner.decode_graphs, llm.adaptive_k.choices
     if graphs is not None:
         batches = settings.batches or tuple(graphs.sizes)
         return [(b, k) for b in sorted({*batches, *settings.concurrency}) for k in choices if graphs.find(b, k, 0)]
@@ -78,9 +78,9 @@ def wanted(llm: LLM, settings: TuneSettings) -> list[tuple[int, int]]:
 
 
 def sweep(
-    runner: Runner,
+    runner: ModelRunner,
     rounds: list[tuple[int, int]],
-    table: CostTable,
+    table: StepCostTable,
     settings: TuneSettings,
     timed: Callable[[int, int], None] = lambda batch, k: None,
     done: Callable[[int], None] = lambda batch: None,
@@ -103,13 +103,13 @@ def sweep(
 
 
 @torch.inference_mode()
-def _occupy(runner: Runner, requests: int, context: int) -> None:
+def _occupy(runner: ModelRunner, requests: int, context: int) -> None:
     """Gives each of the first slots blocks of its own for the context and what a round adds. Nobody may use the engine
     for anything else afterwards."""
-    each = -(-min(context + 2 * runner.most_drafts + 2, runner.longest) // BLOCK_SIZE)
+    each = -(-min(context + 2 * runner.max_speculative_tokens + 2, runner.max_model_len) // BLOCK_SIZE)
     there = len(runner.cache.keys[0])
     if 1 + requests * each > there:
-        most = (there - 1) // max(requests, 1) * BLOCK_SIZE - 2 * runner.most_drafts - 2
+        most = (there - 1) // max(requests, 1) * BLOCK_SIZE - 2 * runner.max_speculative_tokens - 2
         raise UserError(
             f"--context {context}: the cache has no room for {requests} requests of it; at most {max(most, 0)}, or "
             "fewer --max-num-seqs"
@@ -119,10 +119,10 @@ def _occupy(runner: Runner, requests: int, context: int) -> None:
 
 
 @torch.inference_mode()
-def _time(runner: Runner, batch: int, k: int, context: int) -> float:
+def _time(runner: ModelRunner, batch: int, k: int, context: int) -> float:
     """Seconds of a round: rows of nobody, or of requests that all have the context behind them."""
     slots_B = torch.arange(batch, device=runner.device) if context else torch.full((batch,), -1, device=runner.device)
-    graph = runner.graphs.find(batch, k, context) if runner.graphs is not None else None
+    graph = runner.decode_graphs.find(batch, k, context) if runner.decode_graphs is not None else None
     if graph is not None:
         graph.slots_B.fill_(-1)
         graph.slots_B[:batch].copy_(slots_B)
@@ -133,17 +133,17 @@ def _time(runner: Runner, batch: int, k: int, context: int) -> float:
     if graph is not None:
         graph.replay()
     else:
-        runner.round(slots_B, k)
+        runner.decode_step(slots_B, k)
     _wait(runner)
     return time.perf_counter() - started
 
 
-def _wait(runner: Runner) -> None:
+def _wait(runner: ModelRunner) -> None:
     if runner.device.type == "cuda":
         torch.cuda.synchronize(runner.device)
 
 
-def keep(path: Path, table: CostTable, subject: Subject, finished: bool) -> None:
+def keep(path: Path, table: StepCostTable, subject: Subject, finished: bool) -> None:
     """Takes the place of what is there as a whole. The engine reads an unfinished table too."""
     unfinished = path.with_name(f".{path.name}.unfinished")
     try:
@@ -155,13 +155,13 @@ def keep(path: Path, table: CostTable, subject: Subject, finished: bool) -> None
         raise UserError(f"--out {path}: cannot be written ({error.strerror})") from None
 
 
-def kept(path: Path, subject: Subject) -> CostTable:
+def kept(path: Path, subject: Subject) -> StepCostTable:
     """What an earlier run of the same subject timed; empty if there is no file."""
     if not path.exists():
-        return CostTable()
+        return StepCostTable()
     try:
         about = json.loads(path.read_text())
-        table = CostTable.load(path)
+        table = StepCostTable.load(path)
         there = {name: about.get(name) for name in asdict(subject)}
     except (OSError, ValueError, AttributeError):
         raise UserError(f"--out {path}: is there and no table of `peagle tune`; name another file") from None

@@ -165,15 +165,15 @@ class Writer:
         outputs = [output for output, _ in self.finished.values()]
         timings = [timing for _, timing in self.finished.values()]
         drafts = sum(o.num_drafts for o in outputs)
-        held = [sum(counts) for counts in zip(*(o.accepted_per_position for o in outputs), strict=True)]
+        held = [sum(counts) for counts in zip(*(o.num_accepted_tokens_per_pos for o in outputs), strict=True)]
         tokens = sum(len(o.token_ids) for o in outputs)
         # a first token takes as long as its prompt does, and says nothing about decoding
         first, last = min(t.first_s or 0.0 for t in timings), max(t.last_s or 0.0 for t in timings)
         seconds = last - first
         return {
-            "rounds": sum(o.rounds for o in outputs),
+            "rounds": sum(o.num_decode_steps for o in outputs),
             "drafts": drafts,
-            "accepted_per_position": held,
+            "num_accepted_tokens_per_pos": held,
             "acceptance_length": round(1 + sum(held) / max(drafts, 1), 4),
             "tokens_per_second": round((tokens - len(outputs)) / seconds, 2) if seconds > 0 else None,
             "k": self.k,

@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeVar
 
 from peagle.config import Grammar, SamplingParams, ServeSettings
 from peagle.engine.llm import LLM
-from peagle.engine.request import Group, Request, State
+from peagle.engine.request import Request, RequestGroup, RequestState
 from peagle.errors import UserError
 from peagle.server.logs import log, where
 from peagle.server.pieces import EngineFailed, Overloaded, Piece, Timing, Unavailable
@@ -61,7 +61,7 @@ class EngineLoop:
         self.open: set[Answer] = set()
         self.began = asyncio.Event()  # ready for the first time, or given up
         self._inbox: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-        self._tickets: dict[Group, Ticket] = {}
+        self._tickets: dict[RequestGroup, Ticket] = {}
         self._llm: LLM | None = None
         self._counters = Counters()
         self._stats = EngineStats()
@@ -167,12 +167,12 @@ class EngineLoop:
         """Notes, a step, pieces; and again."""
         while True:
             assert self._llm is not None
-            if not self._read_inbox(wait=not self._llm.busy):
+            if not self._read_inbox(wait=not self._llm.has_unfinished_requests):
                 self._end_all(Unavailable("draining"))
                 return
             failure = None
             try:
-                if self._llm.busy:
+                if self._llm.has_unfinished_requests:
                     touched = self._llm.step()
                     self._note_starts()
                     self._hand_out(touched)
@@ -219,7 +219,7 @@ class EngineLoop:
         if ticket.aborted:
             return
         try:
-            ticket.group = self._engine.add(ticket.prompt_ids, ticket.params, stream=ticket.stream)
+            ticket.group = self._engine.add_request(ticket.prompt_ids, ticket.params, stream=ticket.stream)
             self._tickets[ticket.group] = ticket
         except Exception as error:  # this request's own: nobody else is touched
             if not isinstance(error, UserError):
@@ -229,7 +229,7 @@ class EngineLoop:
     def _abort(self, ticket: Ticket) -> None:
         ticket.aborted = True
         if ticket.group is not None and self._tickets.pop(ticket.group, None) is not None:
-            self._engine.abort(ticket.group)
+            self._engine.abort_group(ticket.group)
             self._count()
 
     def _hand_out(self, touched: list[Request]) -> None:
@@ -263,27 +263,29 @@ class EngineLoop:
         i, ended = request.index, request.finish_reason is not None
         timing = ticket.timings[i]
         sent = timing.tokens
-        gained = len(request.output_ids) - sent
+        gained = len(request.output_token_ids) - sent
         timing.gained(gained, now)
         self._counters.gained(request, gained, first=sent == 0)
         if not ended and not ticket.stream:
             return None
-        output = self._engine.output(ticket.group).outputs[i] if ended and ticket.group is not None else None
+        output = self._engine.build_output(ticket.group).outputs[i] if ended and ticket.group is not None else None
         index, reason = ticket.first_index + i, request.finish_reason
         if not ticket.stream:
             assert output is not None
-            return Piece(index, output.text, output.token_ids, output.drafted, output.logprobs, reason, output, timing)
-        text = request.text
+            return Piece(
+                index, output.text, output.token_ids, output.is_draft_token, output.logprobs, reason, output, timing
+            )
+        text = request.detokenizer
         shown = "" if text is None else text.text if ended else text.showable
         new_text = shown[ticket.shown[i] :]
         ticket.shown[i] = max(ticket.shown[i], len(shown))
         flags = [False] * (sent == 0)  # the first token came from the prompt's own pass
-        for accepted in request.accepts[ticket.rounds[i] :]:
+        for accepted in request.num_accepted_tokens_per_step[ticket.rounds[i] :]:
             flags += [True] * accepted + [False]
-        ticket.rounds[i] = len(request.accepts)
+        ticket.rounds[i] = len(request.num_accepted_tokens_per_step)
         flags = (flags + [False] * gained)[:gained]
         logprobs = request.logprobs[sent:] if request.params.logprobs is not None else None
-        return Piece(index, new_text, request.output_ids[sent:], flags, logprobs, reason, output, timing)
+        return Piece(index, new_text, request.output_token_ids[sent:], flags, logprobs, reason, output, timing)
 
     def _note_starts(self) -> None:
         """Times at which requests left the queue. They leave it in order, so the first that has not ends the search."""
@@ -293,7 +295,7 @@ class EngineLoop:
                 continue
             assert ticket.group is not None
             for request, timing in zip(ticket.group.requests, ticket.timings, strict=True):
-                if timing.queue_s is None and request.state is not State.WAITING:
+                if timing.queue_s is None and request.state is not RequestState.WAITING:
                     timing.queue_s = now - timing.arrived
             if ticket.timings[-1].queue_s is None:
                 break
@@ -308,12 +310,12 @@ class EngineLoop:
             folder=llm.target.folder,
             max_model_len=llm.max_model_len,
             vocab_size=llm.target.model.cfg.vocab_size,
-            most_drafts=llm.scheduler.most_drafts,
+            most_drafts=llm.scheduler.max_speculative_tokens,
             method=None if drafter is None else "p-eagle" if drafter.cfg.parallel else "eagle3",
             max_num_seqs=llm.scheduler.max_num_seqs,
-            device=str(llm.runner.device),
+            device=str(llm.model_runner.device),
             dtype=llm.dtype,
-            memory=llm.memory(),
+            memory=llm.memory_bytes(),
         )
         self._counters.began(llm)
         self._stats = self._counters.snapshot(llm, 0)
@@ -355,7 +357,7 @@ class EngineLoop:
         """Fails the requests that were begun; the others, and no way from any of them to the old engine."""
         waiting = []
         for group, ticket in self._tickets.items():
-            if all(r.state is State.WAITING and not r.output_ids for r in group.requests):
+            if all(r.state is RequestState.WAITING and not r.output_token_ids for r in group.requests):
                 waiting.append(ticket)
             else:
                 self._fail(ticket, EngineFailed(summary))
@@ -370,7 +372,7 @@ class EngineLoop:
     def _end_all(self, error: Exception) -> None:
         for ticket in list(self._tickets.values()):
             if self._llm is not None and ticket.group is not None:
-                self._llm.abort(ticket.group)
+                self._llm.abort_group(ticket.group)
             self._fail(ticket, error)
         self._tickets.clear()
 

@@ -176,7 +176,7 @@ class _EngineCollector(Collector):
         yield self._counter("vllm:prompt_tokens_cached", "Prompt tokens that were not read anew.", stats.prefix_hits)
         yield self._counter("peagle:engine_rounds", "Rounds of requests, with drafts and without.", stats.rounds)
         yield self._counter("peagle:engine_restarts", "Times that the engine failed and was rebuilt.", stats.restarts)
-        if stats.accepted_per_position:  # as in vLLM: without a drafter there are none of these
+        if stats.num_accepted_tokens_per_pos:  # as in vLLM: without a drafter there are none of these
             yield from self._speculation()
 
     def _speculation(self) -> Iterable[Metric]:
@@ -189,7 +189,7 @@ class _EngineCollector(Collector):
             "Drafted tokens that held, by their place in the draft, from 0.",
             labels=[*LABELS, "position"],
         )
-        for position, accepted in enumerate(stats.accepted_per_position):
+        for position, accepted in enumerate(stats.num_accepted_tokens_per_pos):
             places.add_metric([self.model, ENGINE, str(position)], accepted)
         yield places
 

@@ -23,7 +23,7 @@ class EngineStats:
     drafts: int = 0  # rounds of requests that had drafts
     draft_tokens: int = 0
     accepted_tokens: int = 0
-    accepted_per_position: tuple[int, ...] = ()
+    num_accepted_tokens_per_pos: tuple[int, ...] = ()
     preemptions: int = 0
     prefix_hits: int = 0
     prefix_queries: int = 0
@@ -45,7 +45,13 @@ class _Kept:
     def of(cls, llm: LLM) -> _Kept:
         scheduler = llm.scheduler
         pool = scheduler.pool
-        return cls(list(llm.rounds_by_accepted), llm.drafted_tokens, scheduler.preemptions, pool.hits, pool.asked)
+        return cls(
+            list(llm.acceptance_histogram),
+            llm.num_draft_tokens,
+            scheduler.num_preemptions,
+            pool.num_hit_tokens,
+            pool.num_queried_tokens,
+        )
 
     def plus(self, other: _Kept) -> _Kept:
         longest = max(len(self.by_accepted), len(other.by_accepted))
@@ -79,7 +85,7 @@ class Counters:
         if not first:
             self.rounds += 1
         elif request.index == 0:
-            self.prompt_tokens += len(request.prompt_ids)
+            self.prompt_tokens += len(request.prompt_token_ids)
 
     def snapshot(self, llm: LLM, unread: int) -> EngineStats:
         """`unread`: requests that the engine has not looked at."""
@@ -89,13 +95,13 @@ class Counters:
         return EngineStats(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting) + unread,
-            kv_use=1 - pool.available / (pool.num_blocks - 1),
+            kv_use=1 - pool.num_free_blocks / (pool.num_blocks - 1),
             prompt_tokens=self.prompt_tokens,
             generated_tokens=self.generated_tokens,
             drafts=sum(kept.by_accepted),
             draft_tokens=kept.draft_tokens,
             accepted_tokens=sum(held),
-            accepted_per_position=tuple(held),
+            num_accepted_tokens_per_pos=tuple(held),
             preemptions=kept.preemptions,
             prefix_hits=kept.prefix_hits,
             prefix_queries=kept.prefix_queries,

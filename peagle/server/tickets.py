@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from peagle.config import SamplingParams
-from peagle.engine.request import Group
+from peagle.engine.request import RequestGroup
 from peagle.server.pieces import DeadlinePassed, Piece, Timing
 
 
@@ -24,7 +24,7 @@ class Ticket:
     params: SamplingParams
     stream: bool
     timings: list[Timing]
-    group: Group | None = None
+    group: RequestGroup | None = None
     shown: list[int] = field(default_factory=list)  # characters of each answer that are out
     rounds: list[int] = field(default_factory=list)  # rounds of each that are out
     aborted: bool = False

@@ -31,7 +31,7 @@ OUTLIER = 2.0  # a round that took so many times as long as usual was held up by
 
 
 @dataclass
-class CostTable:
+class StepCostTable:
     """Seconds of a round, by batch size and number of drafts; between measured batch sizes on a line."""
 
     seconds: dict[tuple[int, int], float] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class CostTable:
         path.write_text(json.dumps({**about, "rounds": rows}, indent=1) + "\n")
 
     @classmethod
-    def load(cls, path: Path) -> CostTable:
+    def load(cls, path: Path) -> StepCostTable:
         try:
             rows = json.loads(path.read_text())["rounds"]
             return cls({(int(r["batch"]), int(r["drafts"])): float(r["ms"]) / 1e3 for r in rows})
@@ -77,7 +77,7 @@ class CostTable:
             raise UserError(f"--cost-table {path}: not a table written by `peagle tune`") from None
 
 
-class Acceptance:
+class AcceptanceEstimate:
     """How often each draft is accepted, over the recent past."""
 
     def __init__(self, most: int) -> None:
@@ -130,13 +130,13 @@ class Clock:
         return (usual * TABLE_WEIGHT + mean * count) / (TABLE_WEIGHT + count)
 
 
-class DraftCount:
+class AdaptiveK:
     """`choices` are the numbers of drafts a round may have; one choice is no choice."""
 
-    def __init__(self, choices: Sequence[int], table: CostTable | None = None) -> None:
+    def __init__(self, choices: Sequence[int], table: StepCostTable | None = None) -> None:
         self.choices = sorted(choices)
-        self.table = table or CostTable()
-        self.acceptance = Acceptance(self.choices[-1])
+        self.table = table or StepCostTable()
+        self.acceptance = AcceptanceEstimate(self.choices[-1])
         self.clock = Clock()
         self._rounds, self._explore_at, self._explored = 0, EXPLORE_EVERY, 0
         self._best: dict[int, int] = {}  # by batch size, until acceptance has moved on

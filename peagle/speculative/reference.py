@@ -28,7 +28,7 @@ from peagle.models.drafter import Drafter
 
 
 @dataclass(frozen=True)
-class Draft:
+class DraftProposal:
     """Guessed tokens and the distribution each was drawn from; one-hot for a greedy guess."""
 
     tokens: list[int]
@@ -36,7 +36,7 @@ class Draft:
 
 
 @dataclass(frozen=True)
-class Round:
+class DecodeStep:
     """`accepted` counts before the text is cut at a stop or at max_tokens, as vLLM counts; `emitted` is
     what the text gained: accepted drafts first, the target's own token last unless it was cut off."""
 
@@ -48,9 +48,9 @@ class Round:
 @dataclass
 class Generation:
     prompt_ids: list[int]
-    draft_tokens: int
+    num_speculative_tokens: int
     token_ids: list[int] = field(default_factory=list)
-    rounds: list[Round] = field(default_factory=list)  # one for each pass of the target after the prompt's
+    steps: list[DecodeStep] = field(default_factory=list)  # one for each pass of the target after the prompt's
     finish_reason: str = "length"
     stop_reason: int | str | None = None  # the stop token or stop string that ended it; None for EOS and length
     text: str | None = None  # once it has ended, if there is a `decode`: without the stop token or stop string
@@ -58,24 +58,24 @@ class Generation:
     logprobs: list[dict[int, float]] = field(default_factory=list)
 
     @property
-    def accepted_per_position(self) -> list[int]:
+    def num_accepted_tokens_per_pos(self) -> list[int]:
         """In how many rounds draft 1, 2, .. K was accepted."""
-        return [sum(r.accepted > i for r in self.rounds) for i in range(self.draft_tokens)]
+        return [sum(r.accepted > i for r in self.steps) for i in range(self.num_speculative_tokens)]
 
     @property
     def num_drafts(self) -> int:
         """Rounds that had drafts to verify; the last one before the context is full has no room for any."""
-        return sum(bool(r.drafts) for r in self.rounds)
+        return sum(bool(r.drafts) for r in self.steps)
 
     @property
     def acceptance_length(self) -> float:
         """Tokens a round with drafts gains, the target's own included."""
-        return 1 + sum(r.accepted for r in self.rounds) / max(self.num_drafts, 1)
+        return 1 + sum(r.accepted for r in self.steps) / max(self.num_drafts, 1)
 
     @property
-    def drafted(self) -> list[bool]:
+    def is_draft_token(self) -> list[bool]:
         """For each token of the text: was it a draft? The first came from the prompt's own pass."""
-        return [False] + [i < r.accepted for r in self.rounds for i in range(len(r.emitted))]
+        return [False] + [i < r.accepted for r in self.steps for i in range(len(r.emitted))]
 
 
 class Constraint(Protocol):
@@ -90,13 +90,13 @@ class Constraint(Protocol):
 
 
 @dataclass(frozen=True)
-class Request:
+class ReferenceRequest:
     """What decides over the next token and the end of the text, beside the tokens themselves."""
 
     prompt_ids: list[int]
     params: SamplingParams
     eos_ids: frozenset[int]
-    longest: int
+    max_model_len: int
     decode: Callable[[list[int]], str] | None
     constraint: Constraint | None = None
 
@@ -108,22 +108,22 @@ def generate(
     params: SamplingParams,
     eos_ids: frozenset[int] = frozenset(),
     drafter: Drafter | None = None,
-    draft_tokens: int = 0,
-    max_length: int | None = None,
-    sample_drafts: bool = False,
+    num_speculative_tokens: int = 0,
+    max_model_len: int | None = None,
+    sample_draft_tokens: bool = False,
     on_tokens: Callable[[Generation], None] = lambda generation: None,
     decode: Callable[[list[int]], str] | None = None,
     constraint: Constraint | None = None,
 ) -> Generation:
     """Greedy output is the same with any drafter and with none; sampled output has the same distribution.
 
-    `max_length` is the longest sequence, prompt included (default: what the target was made for).
-    `sample_drafts` draws drafts from the drafter's distribution; otherwise they are its argmax.
+    `max_model_len` is the longest sequence, prompt included (default: what the target was made for).
+    `sample_draft_tokens` draws drafts from the drafter's distribution; otherwise they are its argmax.
     `decode` makes text of the output's tokens; stop strings need it.
     `constraint` is what `params.grammar` means for this vocabulary.
     `params.n` is not looked at: this is one answer, n of them are n calls.
     """
-    longest = target.cfg.max_positions if max_length is None else min(max_length, target.cfg.max_positions)
+    longest = target.cfg.max_positions if max_model_len is None else min(max_model_len, target.cfg.max_positions)
     check_prompt(prompt_ids, target.cfg.vocab_size, longest)
     params.check_ids(target.cfg.vocab_size, eos_ids)
     if params.stop and decode is None:
@@ -131,35 +131,39 @@ def generate(
     if params.grammar is not None and constraint is None:
         raise UserError("grammar: the reference needs to be told what it allows (`constraint`)")
     if drafter is not None:
-        check_draft_tokens(draft_tokens)
-    request = Request(list(prompt_ids), params, eos_ids, longest, decode, constraint)
+        check_draft_tokens(num_speculative_tokens)
+    request = ReferenceRequest(list(prompt_ids), params, eos_ids, longest, decode, constraint)
     rng = torch.Generator().manual_seed(params.seed) if params.seed is not None else _fresh_rng()
-    out = Generation(list(prompt_ids), draft_tokens if drafter is not None else 0)
+    out = Generation(list(prompt_ids), num_speculative_tokens if drafter is not None else 0)
     aux_layer_ids = drafter.cfg.aux_layer_ids if drafter is not None else ()
 
     known = list(prompt_ids)  # what the target has read
-    logits, aux_hidden_states = read(target, known, 1, aux_layer_ids)
-    newest = draw(next_probs(logits, request, [], [])[0], rng)
-    finished = commit(out, [newest], logits, request)
+    logits, aux_hidden_states = run_target(target, known, 1, aux_layer_ids)
+    newest = sample_token(compute_target_probs(logits, request, [], [])[0], rng)
+    finished = append_tokens(out, [newest], logits, request)
     on_tokens(out)
     while not finished:
-        k = min(draft_tokens, longest - len(known) - 2) if drafter is not None else 0
-        draft = Draft([], logits[:0])
+        k = min(num_speculative_tokens, longest - len(known) - 2) if drafter is not None else 0
+        draft = DraftProposal([], logits[:0])
         if drafter is not None and k > 0:
-            draft = propose(drafter, [*known, newest], aux_hidden_states, k, params if sample_drafts else None, rng)
+            draft = propose_draft_tokens(
+                drafter, [*known, newest], aux_hidden_states, k, params if sample_draft_tokens else None, rng
+            )
         read_now = [*known, newest, *draft.tokens]
-        logits, aux_hidden_states = read(target, read_now, k + 1, aux_layer_ids)
-        accepted, bonus = verify(draft, next_probs(logits, request, out.token_ids, draft.tokens), rng)
+        logits, aux_hidden_states = run_target(target, read_now, k + 1, aux_layer_ids)
+        accepted, bonus = verify_draft_tokens(
+            draft, compute_target_probs(logits, request, out.token_ids, draft.tokens), rng
+        )
         before = len(out.token_ids)
-        finished = commit(out, [*draft.tokens[:accepted], bonus], logits, request)
-        out.rounds.append(Round(tuple(draft.tokens), accepted, tuple(out.token_ids[before:])))
+        finished = append_tokens(out, [*draft.tokens[:accepted], bonus], logits, request)
+        out.steps.append(DecodeStep(tuple(draft.tokens), accepted, tuple(out.token_ids[before:])))
         known, newest = read_now[: len(known) + 1 + accepted], bonus
         aux_hidden_states = aux_hidden_states[: len(known)]
         on_tokens(out)
     return out
 
 
-def read(target: Decoder, tokens: list[int], last: int, aux_layer_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
+def run_target(target: Decoder, tokens: list[int], last: int, aux_layer_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
     """One pass of the target: its raw logits after each of the `last` tokens, in fp64, and its aux states at all."""
     device = target.embed_tokens.weight.device
     hidden, aux_hidden_states = target(
@@ -169,17 +173,17 @@ def read(target: Decoder, tokens: list[int], last: int, aux_layer_ids: Sequence[
     return logits, hidden[:, :0] if aux_hidden_states is None else aux_hidden_states
 
 
-def next_probs(logits_KV: Tensor, request: Request, output: list[int], drafts: list[int]) -> Tensor:
+def compute_target_probs(logits_KV: Tensor, request: ReferenceRequest, output: list[int], drafts: list[int]) -> Tensor:
     """What the target would say after the output and after each of the drafts, as the request shapes it."""
     shaped = []
     for i, row in enumerate(logits_KV):
         said = output + drafts[:i]
         allowed = request.constraint.allowed(said) if request.constraint is not None else None
-        shaped.append(shape(row, request.params, request.prompt_ids, said, request.eos_ids, allowed))
-    return distribution(torch.stack(shaped), request.params)
+        shaped.append(process_logits(row, request.params, request.prompt_ids, said, request.eos_ids, allowed))
+    return compute_probs(torch.stack(shaped), request.params)
 
 
-def shape(
+def process_logits(
     logits_V: Tensor,
     params: SamplingParams,
     prompt: Sequence[int],
@@ -206,7 +210,7 @@ def shape(
     return logits if allowed_V is None else logits.masked_fill(~allowed_V, -torch.inf)
 
 
-def distribution(logits_KV: Tensor, params: SamplingParams) -> Tensor:
+def compute_probs(logits_KV: Tensor, params: SamplingParams) -> Tensor:
     """Probabilities in fp64: temperature, then min-p, then top-k, then top-p; greedy is all on the argmax."""
     logits = logits_KV.detach().cpu().double()
     if params.greedy:
@@ -226,25 +230,25 @@ def distribution(logits_KV: Tensor, params: SamplingParams) -> Tensor:
     return logits.softmax(-1)
 
 
-def token_logprobs(logits_V: Tensor, token: int, alternatives: int) -> dict[int, float]:
+def compute_token_logprobs(logits_V: Tensor, token: int, alternatives: int) -> dict[int, float]:
     """The token's own first, then the likeliest tokens'."""
     logprobs = logits_V.double().log_softmax(-1)
     likeliest = logprobs.sort(descending=True, stable=True).indices[:alternatives].tolist()
     return {t: float(logprobs[t]) for t in (token, *likeliest)}
 
 
-def draw(probs_V: Tensor, rng: torch.Generator) -> int:
+def sample_token(probs_V: Tensor, rng: torch.Generator) -> int:
     return int(torch.multinomial(probs_V, 1, generator=rng))
 
 
-def propose(
+def propose_draft_tokens(
     drafter: Drafter,
     tokens: list[int],
     aux_hidden_states_TN: Tensor,
     k: int,
     params: SamplingParams | None,
     rng: torch.Generator,
-) -> Draft:
+) -> DraftProposal:
     """K guesses after `tokens`, whose last the target has not read; `aux_hidden_states` are those of all but that one.
 
     The row at position p holds the aux states at p and the token at p+1, and guesses the token at p+2. P-EAGLE adds
@@ -266,26 +270,28 @@ def propose(
         rows = rows + [cfg.mask_token_id] * (k - 1)
         hidden = torch.cat([hidden, drafter.masked(k - 1)])
         said, _ = run()
-        return guess(drafter, said[-k:], params, rng)
+        return sample_from_drafter(drafter, said[-k:], params, rng)
 
     guesses = []
     for _ in range(k):
         said, handed_on = run()
-        guesses.append(guess(drafter, said[-1:], params, rng))
+        guesses.append(sample_from_drafter(drafter, said[-1:], params, rng))
         rows = rows + guesses[-1].tokens
         hidden = torch.cat([hidden, handed_on[-1:]])
-    return Draft([g.tokens[0] for g in guesses], torch.cat([g.probs_KV for g in guesses]))
+    return DraftProposal([g.tokens[0] for g in guesses], torch.cat([g.probs_KV for g in guesses]))
 
 
-def guess(drafter: Drafter, said_KD: Tensor, params: SamplingParams | None, rng: torch.Generator) -> Draft:
+def sample_from_drafter(
+    drafter: Drafter, said_KD: Tensor, params: SamplingParams | None, rng: torch.Generator
+) -> DraftProposal:
     """Tokens of the target's vocabulary, with their distribution over it."""
-    own = distribution(drafter.logits(said_KD), params or SamplingParams())
+    own = compute_probs(drafter.logits(said_KD), params or SamplingParams())
     ids = drafter.target_ids(torch.arange(own.shape[-1], device=said_KD.device)).cpu()
     probs = torch.zeros(len(own), drafter.cfg.vocab_size, dtype=own.dtype).index_copy(1, ids, own)
-    return Draft([draw(p, rng) for p in probs], probs)
+    return DraftProposal([sample_token(p, rng) for p in probs], probs)
 
 
-def verify(draft: Draft, target_probs: Tensor, rng: torch.Generator) -> tuple[int, int]:
+def verify_draft_tokens(draft: DraftProposal, target_probs: Tensor, rng: torch.Generator) -> tuple[int, int]:
     """How many drafts hold, and the token after them, which is the target's own.
 
     Draft x is kept with probability min(1, p(x) / q(x)); at the first that falls, the next token is drawn
@@ -295,11 +301,11 @@ def verify(draft: Draft, target_probs: Tensor, rng: torch.Generator) -> tuple[in
     for i, x in enumerate(draft.tokens):
         p, q = target_probs[i], draft.probs_KV[i]
         if float(torch.rand((), generator=rng, dtype=torch.float64)) * q[x] >= p[x]:
-            return i, draw((p - q).clamp(min=0), rng)
-    return len(draft.tokens), draw(target_probs[len(draft.tokens)], rng)
+            return i, sample_token((p - q).clamp(min=0), rng)
+    return len(draft.tokens), sample_token(target_probs[len(draft.tokens)], rng)
 
 
-def commit(out: Generation, tokens: list[int], logits_KV: Tensor, request: Request) -> bool:
+def append_tokens(out: Generation, tokens: list[int], logits_KV: Tensor, request: ReferenceRequest) -> bool:
     """Appends tokens, each said by its row of raw logits, up to the first that ends the text; True once it has."""
     constraint = request.constraint
     for token, logits in zip(tokens, logits_KV, strict=False):
@@ -308,15 +314,15 @@ def commit(out: Generation, tokens: list[int], logits_KV: Tensor, request: Reque
             return True
         out.token_ids.append(token)
         if request.params.logprobs is not None:
-            out.logprobs.append(token_logprobs(logits, token, request.params.logprobs))
-        found = ending(out.token_ids, request)
+            out.logprobs.append(compute_token_logprobs(logits, token, request.params.logprobs))
+        found = find_finish(out.token_ids, request)
         if found is not None:
             out.finish_reason, out.stop_reason, out.text = found
             return True
     return False
 
 
-def ending(said: list[int], request: Request) -> tuple[str, int | str | None, str | None] | None:
+def find_finish(said: list[int], request: ReferenceRequest) -> tuple[str, int | str | None, str | None] | None:
     """If the newest token ends the text: finish_reason, stop_reason and the text."""
     params, decode, newest = request.params, request.decode, said[-1]
 
@@ -327,16 +333,18 @@ def ending(said: list[int], request: Request) -> tuple[str, int | str | None, st
         return "stop", None, text(said[:-1])
     if newest in params.stop_token_ids:
         return "stop", newest, text(said[:-1])
-    if decode is not None and (found := find_stop(decode, said, params)) is not None:
+    if decode is not None and (found := find_stop_string(decode, said, params)) is not None:
         return "stop", *found
     if request.constraint is not None and request.constraint.complete(said):
         return "stop", None, text(said)
-    if len(said) >= params.max_tokens or len(request.prompt_ids) + len(said) >= request.longest:
+    if len(said) >= params.max_tokens or len(request.prompt_ids) + len(said) >= request.max_model_len:
         return "length", None, text(said)
     return None
 
 
-def find_stop(decode: Callable[[list[int]], str], said: list[int], params: SamplingParams) -> tuple[str, str] | None:
+def find_stop_string(
+    decode: Callable[[list[int]], str], said: list[int], params: SamplingParams
+) -> tuple[str, str] | None:
     """The stop string that ends first, and the text before it.
 
     A character whose bytes have not all come is decoded to U+FFFD, and is not there yet: neither may it be taken

@@ -72,12 +72,12 @@ def count(outputs: Iterable[CompletionOutput]) -> Acceptance:
 
 
 def _sums(some: Sequence[CompletionOutput], answers: Sequence[CompletionOutput]) -> Counts:
-    positions = range(max((len(a.accepted_per_position) for a in answers), default=0))
+    positions = range(max((len(a.num_accepted_tokens_per_pos) for a in answers), default=0))
     return Counts(
         answers=len(some),
         tokens=sum(len(a.token_ids) for a in some),
         rounds=sum(a.num_drafts for a in some),
-        accepted=tuple(sum(a.accepted_per_position[i] for a in some) for i in positions),
+        accepted=tuple(sum(a.num_accepted_tokens_per_pos[i] for a in some) for i in positions),
     )
 
 
@@ -167,7 +167,7 @@ class Measurer:
         """The engine's copy, brought up to date in place."""
         assert engine.drafter is not None and engine.drafter.cfg == drafter.cfg, "made for drafters of another shape"
         engine.drafter.load_state_dict(drafter.state_dict())
-        engine.runner.refresh()
+        engine.model_runner.refresh()
 
 
 @dataclass(frozen=True)

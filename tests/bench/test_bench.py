@@ -443,7 +443,7 @@ def test_offline_numbers_are_the_engines_own(name: str | None, k: int) -> None:
     llm = engine(name, k, max_num_seqs=2)
     outputs = [o.outputs[0] for o in llm.generate(texts, SamplingParams(max_tokens=20))]
     drafts = sum(o.num_drafts for o in outputs)
-    want = 1 + sum(sum(o.accepted_per_position) for o in outputs) / drafts if drafts else None
+    want = 1 + sum(sum(o.num_accepted_tokens_per_pos) for o in outputs) / drafts if drafts else None
     with EmbeddedBench(llm, PromptReader(target().folder)) as embedded:
         for load in (Load(1), Load(5), Load(rate=500.0)):
             told: list[int] = []
@@ -463,9 +463,9 @@ def test_offline_numbers_are_the_engines_own(name: str | None, k: int) -> None:
             if load.concurrency == 1:
                 # requests follow each other without a gap, so their times fill the whole
                 assert 6 * made.e2e_ms.mean / 1e3 == pytest.approx(made.seconds, rel=0.05, abs=0.01)
-                assert steps[0] == pytest.approx(sum(1 + o.rounds for o in outputs), abs=6)
+                assert steps[0] == pytest.approx(sum(1 + o.num_decode_steps for o in outputs), abs=6)
             llm.check_integrity()
-            assert not llm.busy
+            assert not llm.has_unfinished_requests
 
 
 def _counted_steps(llm: Any) -> list[int]:

@@ -32,7 +32,7 @@ from peagle.errors import UserError
 from peagle.kernels.attention.dense import causal_attention
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
-from peagle.speculative.reference import generate, propose
+from peagle.speculative.reference import generate, propose_draft_tokens
 
 MASK_NAMES = ("ptd_token_id", "pard_token", "mask_token_id")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -452,9 +452,11 @@ def test_published_layout_loads_and_drafts(tmp_path: Path) -> None:
     tokens = [3, 1, 4, 1, 5, 9, 2, 6]
     _, aux_hidden_states = target(torch.tensor(tokens[:-1]), torch.arange(7), causal_attention, cfg.aux_layer_ids)
     assert aux_hidden_states is not None
-    draft = propose(drafter, tokens, aux_hidden_states, 7, SamplingParams(), torch.Generator().manual_seed(0))
+    draft = propose_draft_tokens(
+        drafter, tokens, aux_hidden_states, 7, SamplingParams(), torch.Generator().manual_seed(0)
+    )
     assert len(draft.tokens) == 7 and draft.probs_KV.shape == (7, 211)
-    out = generate(target, tokens, SamplingParams(max_tokens=12), drafter=drafter, draft_tokens=5)
+    out = generate(target, tokens, SamplingParams(max_tokens=12), drafter=drafter, num_speculative_tokens=5)
     assert out.token_ids == generate(target, tokens, SamplingParams(max_tokens=12)).token_ids
     save_drafter(load_unbound(tmp_path / "head", cfg, None), tmp_path / "again")
     assert_same_tensors(stored(tmp_path / "again"), tensors)
@@ -579,10 +581,12 @@ def test_conversion_gives_the_same_text(tmp_path: Path, target: Decoder) -> None
         there_and_back(pairs.drafter_folder(name), tmp_path / name, pairs.target_folder())
         params = SamplingParams(max_tokens=20)
         runs = [
-            generate(target, pairs.prompts(1)[0], params, drafter=load_drafter(folder, target), draft_tokens=4)
+            generate(
+                target, pairs.prompts(1)[0], params, drafter=load_drafter(folder, target), num_speculative_tokens=4
+            )
             for folder in (pairs.drafter_folder(name), tmp_path / name / "spec", tmp_path / name / "plain")
         ]
-        assert runs[0].rounds == runs[1].rounds == runs[2].rounds
+        assert runs[0].steps == runs[1].steps == runs[2].steps
 
 
 def test_tied_target_lends_its_embeddings_as_head(tmp_path: Path) -> None:
@@ -980,7 +984,7 @@ def check_any_config(source: Path, values: dict[str, Any]) -> None:
             drafter = load_drafter(folder, target)
             with torch.inference_mode():
                 aux_hidden_states = torch.ones(3, drafter.cfg.aux_hidden_size)
-                propose(drafter, [1, 2, 3, 4], aux_hidden_states, 2, SamplingParams(), torch.Generator())
+                propose_draft_tokens(drafter, [1, 2, 3, 4], aux_hidden_states, 2, SamplingParams(), torch.Generator())
 
 
 @FUZZ

@@ -64,18 +64,20 @@ def text(one: Generation) -> str:
 
 def told(answers: list[tuple[Generation, int]]) -> str:
     """What /stats must say, as a pattern: only the speed is its own."""
-    tokens, rounds = sum(len(a.token_ids) for a, _ in answers), sum(len(a.rounds) for a, _ in answers)
+    tokens, rounds = sum(len(a.token_ids) for a, _ in answers), sum(len(a.steps) for a, _ in answers)
     noun = "answer" if len(answers) == 1 else "answers"
     lines = rf"{len(answers)} {noun}: {tokens} tokens in {rounds} rounds, [\d.]+ tokens/s; "
     lines += rf"{tokens - len(answers) - rounds} rounds saved\n"
     helped = [(a, k) for a, k in answers if k]
     if helped:
         drafts = sum(a.num_drafts for a, _ in helped)
-        kept = sum(sum(a.accepted_per_position) for a, _ in helped)
+        kept = sum(sum(a.num_accepted_tokens_per_pos) for a, _ in helped)
         rates = []
         for i in range(max(k for _, k in helped)):
             could = [a for a, k in helped if k > i]
-            rates.append(f"{sum(a.accepted_per_position[i] for a in could) / sum(a.num_drafts for a in could):.0%}")
+            rates.append(
+                f"{sum(a.num_accepted_tokens_per_pos[i] for a in could) / sum(a.num_drafts for a in could):.0%}"
+            )
         lines += re.escape(f"acceptance length {1 + kept / drafts:.2f}; drafts accepted by position: ")
         lines += re.escape(" ".join(rates)) + "\n"
     return lines
@@ -92,7 +94,11 @@ def conversation(most: int, **how: Any) -> tuple[list[str], str]:
     said = [re.escape(text(first) + "\n"), told([(first, most)]), re.escape(text(second) + "\n")]
     said += [re.escape(text(third) + "\n"), told([(first, most), (second, 2), (third, 0)]), r"No answers yet\.\n"]
     said += [re.escape(text(fresh) + "\n"), told([(fresh, most)])]
-    assert any(first.drafted) and sum(second.accepted_per_position) and len(third.rounds) == len(third.token_ids) - 1
+    assert (
+        any(first.is_draft_token)
+        and sum(second.num_accepted_tokens_per_pos)
+        and len(third.steps) == len(third.token_ids) - 1
+    )
     return typed, "".join(said)
 
 
@@ -129,7 +135,7 @@ def test_shaded_is_what_was_drafted() -> None:
     want = answer(MOST, question)
     assert plain == text(want) + "\n"
     letters = [i for i, letter in enumerate(text(want)) if letter != "\n"]  # an end of line has no shade
-    assert [shaded[i] for i in letters] == [want.drafted[i] for i in letters] and any(want.drafted)
+    assert [shaded[i] for i in letters] == [want.is_draft_token[i] for i in letters] and any(want.is_draft_token)
 
 
 def test_a_mistake_is_one_line_and_the_end_of_a_pipe(
@@ -184,14 +190,14 @@ def test_counts_of_a_stopped_answer_are_those_of_its_rounds() -> None:
     for k, question in ((MOST, QUESTIONS[0]), (2, QUESTIONS[1])):
         want = answer(k, question)
         ends = [1]  # lengths after the prompt's pass and after each whole round
-        for taken in want.rounds:
+        for taken in want.steps:
             ends.append(ends[-1] + taken.accepted + 1)
         for rounds, end in enumerate(ends[:-1]):
-            out = CompletionOutput(0, "", want.token_ids[:end], None, accepted_per_position=[0] * k)
-            out.drafted = want.drafted[:end]
+            out = CompletionOutput(0, "", want.token_ids[:end], None, num_accepted_tokens_per_pos=[0] * k)
+            out.is_draft_token = want.is_draft_token[:end]
             count_rounds(out)
-            kept = [sum(taken.accepted > i for taken in want.rounds[:rounds]) for i in range(k)]
-            assert (out.rounds, out.accepted_per_position) == (rounds, kept)
+            kept = [sum(taken.accepted > i for taken in want.steps[:rounds]) for i in range(k)]
+            assert (out.num_decode_steps, out.num_accepted_tokens_per_pos) == (rounds, kept)
 
 
 class Terminal:

@@ -80,11 +80,11 @@ def test_all_say_what_the_reference_says_and_nobody_runs_ahead(racers: list[Race
         runs = [racer.run for racer in racers]
         for run, racer in zip(runs, racers, strict=True):
             drafter = racer.llm.drafter
-            want = generate(model, ids, params, eos, drafter, K if drafter else 0, max_length=128)
-            assert run.token_ids == want.token_ids and run.rounds == len(want.rounds)
+            want = generate(model, ids, params, eos, drafter, K if drafter else 0, max_model_len=128)
+            assert run.token_ids == want.token_ids and run.steps == len(want.steps)
             if drafter is not None:
-                kept = [sum(taken.accepted > i for taken in want.rounds) for i in range(K)]
-                assert run.accepted_per_position == kept and run.drafted_tokens == K * run.drafts
+                kept = [sum(taken.accepted > i for taken in want.steps) for i in range(K)]
+                assert run.num_accepted_tokens_per_pos == kept and run.drafted_tokens == K * run.drafts
         by_prompt.append(runs)
     for runs in zip(*by_prompt, strict=True):
         whole = together(runs)
@@ -153,7 +153,7 @@ def test_json_and_plain_lines(
     assert with_small_engines(monkeypatch, racers, "--json") == 0
     told = json.loads(capfd.readouterr().out)
     model, eos = racers[0].llm.target.model, racers[0].llm.target.eos_ids
-    want = [generate(model, ids, SamplingParams(max_tokens=TOKENS), eos, max_length=128).token_ids for ids in ASKED]
+    want = [generate(model, ids, SamplingParams(max_tokens=TOKENS), eos, max_model_len=128).token_ids for ids in ASKED]
     assert told["equal"] and [p["text"] for p in told["prompts"]] == [letters(ids) for ids in want]
     for way in range(3):
         parts = [p["runs"][way] for p in told["prompts"]]

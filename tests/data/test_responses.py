@@ -340,8 +340,8 @@ def test_an_answer_in_circles_is_not_waited_for(target: Path) -> None:
     def circles() -> list[Any]:
         requests = step()
         for request in requests:  # the same eleven tokens over and over
-            request.output_ids[-1] = len(request.output_ids) % 11 + 97
-            written.append(len(request.output_ids))
+            request.output_token_ids[-1] = len(request.output_token_ids) % 11 + 97
+            written.append(len(request.output_token_ids))
         return requests
 
     source.llm.step = circles  # type: ignore[method-assign]
@@ -351,7 +351,7 @@ def test_an_answer_in_circles_is_not_waited_for(target: Path) -> None:
         answers = source.wait()
     assert answers[0].key == 7 and answers[0].finish_reason == "loop" and answers[0].token_ids is not None
     assert len(answers[0].token_ids) == 128 == max(written) and source.room == source._most
-    while source.llm.busy:
+    while source.llm.has_unfinished_requests:
         source.llm.step()
     source.llm.check_integrity()
 
@@ -523,7 +523,7 @@ def test_the_engine_gives_its_memory_back(target: Path, tmp_path: Path, monkeypa
         source = open_engine(*args)
         source.llm.myself = source.llm  # type: ignore[attr-defined]  # a cycle, as recorded graphs make on a GPU
         gc.freeze()
-        held.append(weakref.ref(source.llm.runner))
+        held.append(weakref.ref(source.llm.model_runner))
         return source
 
     monkeypatch.setattr("peagle.data.run.open_engine", watched)

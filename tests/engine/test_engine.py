@@ -37,15 +37,15 @@ from peagle.config import DecoderConfig, DrafterConfig, EngineSettings, LayerCon
 from peagle.engine import loader as loading
 from peagle.engine.llm import LLM
 from peagle.engine.loader import count_blocks, draft_choices
-from peagle.engine.logits_processors import shape_rows
-from peagle.engine.model_runner import Launched
-from peagle.engine.prefill import PromptRows
+from peagle.engine.logits_processors import apply_logits_processors
+from peagle.engine.model_runner import PendingStep
+from peagle.engine.prefill import PrefillInputs
 from peagle.engine.request import Request
 from peagle.errors import UserError
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
 from peagle.speculative import reference
-from peagle.speculative.adaptive_k import CostTable
+from peagle.speculative.adaptive_k import StepCostTable
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -116,20 +116,20 @@ def run(name: str | None, k: int | str, lookahead: int, choose: random.Random) -
     llm.lookahead = lookahead
     replays = rehearse(llm, choose.choice([[], [16], [8, 24, 200]]))
     if k == "auto":
-        llm.scheduler.drafts_for = lambda batch: choose.choice(llm.draft_count.choices)
+        llm.scheduler.drafts_for = lambda batch: choose.choice(llm.adaptive_k.choices)
     for one, group in zip(asked, play(llm, asked), strict=True):
-        (got,) = llm.output(group).outputs
+        (got,) = llm.build_output(group).outputs
         want = wanted[one]
         if one.stays is not None and got.finish_reason == "abort":
             assert got.token_ids == want.token_ids[: len(got.token_ids)]
             SEEN["aborted"] += 1
         else:
             check(got, want, counts=k != "auto")
-        assert len(got.token_ids) <= 1 + got.rounds + sum(got.accepted_per_position)
-        SEEN["preempted"] += group.requests[0].preemptions > 0
-        SEEN["accepted"] += sum(got.accepted_per_position)
+        assert len(got.token_ids) <= 1 + got.num_decode_steps + sum(got.num_accepted_tokens_per_pos)
+        SEEN["preempted"] += group.requests[0].num_preemptions > 0
+        SEEN["accepted"] += sum(got.num_accepted_tokens_per_pos)
         SEEN["full"] += len(one.prompt) + len(got.token_ids) == LONGEST
-    SEEN["found"] += llm.scheduler.pool.hits
+    SEEN["found"] += llm.scheduler.pool.num_hit_tokens
     SEEN["replayed"] += len(replays)
 
 
@@ -166,7 +166,7 @@ def test_every_parameter_alone_and_together(name: str | None) -> None:
     wanted = [truth(a.prompt, a.params, *((name, 3) if name else ())) for a in asked]
     assert sum(want.clear for want in wanted) >= len(asked) - 1
     llm = engine(name, 3 if name else 0, max_num_seqs=20)
-    together = [llm.output(group).outputs[0] for group in play(llm, asked)]
+    together = [llm.build_output(group).outputs[0] for group in play(llm, asked)]
     alone = [llm.generate(list(a.prompt), a.params)[0].outputs[0] for a in asked[-len(SHAPED) :]]
     for got, want in [*zip(together, wanted, strict=True), *zip(alone, wanted[-len(SHAPED) :], strict=True)]:
         if want.clear:
@@ -202,9 +202,9 @@ def test_a_rows_own_drafts_count_as_said(
     params, eos = SamplingParams(**options), frozenset({4})
     raw = torch.randn(len(drafts) + 1, 9, generator=torch.Generator().manual_seed(seed))
     barred = eos | set(params.stop_token_ids)
-    rows = shape_rows(raw, params, asked, said, torch.tensor(drafts, dtype=torch.long), barred)
+    rows = apply_logits_processors(raw, params, asked, said, torch.tensor(drafts, dtype=torch.long), barred)
     for j, row in enumerate(rows):
-        want = reference.shape(raw[j], params, asked, said + drafts[:j], eos)
+        want = reference.process_logits(raw[j], params, asked, said + drafts[:j], eos)
         torch.testing.assert_close(row.double(), want, rtol=1e-5, atol=1e-5)
 
 
@@ -227,12 +227,12 @@ def test_n_answers_have_seeds_of_their_own() -> None:
 
 def rig(llm: LLM, right: Callable[[int], bool]) -> None:
     """Drafts the text to come; where `right` says no of a position, a token that it will not be."""
-    runner = llm.runner
+    runner = llm.model_runner
 
     def draft(request: Request, position: int, k: int) -> list[int]:
         """For `position` and the k - 1 behind it."""
-        said = truth(tuple(request.prompt_ids), request.params).token_ids
-        ahead = [*said, *[0] * LONGEST][position - len(request.prompt_ids) :][:k]
+        said = truth(tuple(request.prompt_token_ids), request.params).token_ids
+        ahead = [*said, *[0] * LONGEST][position - len(request.prompt_token_ids) :][:k]
         return [t if right(position + i) else (t + 1) % pairs.VOCAB for i, t in enumerate(ahead)]
 
     def drafts(v: Any, accepted_B: Tensor, emitted_BQ: Tensor, k: int) -> Tensor:
@@ -241,8 +241,8 @@ def rig(llm: LLM, right: Callable[[int], bool]) -> None:
         made = [draft(by_slot[s], at, k) for s, at in zip(v.slots_B.tolist(), starts, strict=True)]
         return torch.tensor(made, dtype=torch.long).view(len(starts), k)
 
-    def draft_after(p: PromptRows[Tensor], *_: Any) -> Tensor:
-        by_slot, k = {r.slot: r for r in llm.scheduler.running}, llm.runner.most_drafts
+    def draft_after(p: PrefillInputs[Tensor], *_: Any) -> Tensor:
+        by_slot, k = {r.slot: r for r in llm.scheduler.running}, llm.model_runner.max_speculative_tokens
         ends = zip(p.slots_F.tolist(), p.ends_F.tolist(), strict=True)
         return torch.tensor([draft(by_slot[s], end + 1, k) for s, end in ends], dtype=torch.long).view(-1, k)
 
@@ -261,7 +261,7 @@ def test_counts_with_known_drafts(kind: str, k: int) -> None:
         for at, (start, length) in enumerate([(700, 17), (2300, 24), (700, 40)])
     ]
     for one, group in zip(asked, play(llm, asked), strict=True):
-        (got,) = llm.output(group).outputs
+        (got,) = llm.build_output(group).outputs
         check(got, truth(one.prompt, params), counts=False)
         length, rounds, drafts, accepted, drafted = len(one.prompt) + 1, 0, 0, [0] * k, [False]
         while length < LONGEST:
@@ -271,31 +271,31 @@ def test_counts_with_known_drafts(kind: str, k: int) -> None:
             accepted = [a + (i < held) for i, a in enumerate(accepted)]
             drafted += [True] * held + [False]
             length += held + 1
-        assert (got.rounds, got.num_drafts, got.accepted_per_position) == (rounds, drafts, accepted)
-        assert got.drafted == drafted
+        assert (got.num_decode_steps, got.num_drafts, got.num_accepted_tokens_per_pos) == (rounds, drafts, accepted)
+        assert got.is_draft_token == drafted
         if kind == "never":
-            assert got.acceptance_length == 1 and got.rounds == len(got.token_ids) - 1
+            assert got.acceptance_length == 1 and got.num_decode_steps == len(got.token_ids) - 1
     if kind == "always":  # ends with a whole round, far from the end of the context
         (got,) = llm.generate(list(prompt(700, 17)), SamplingParams(1 + 5 * (k + 1), ignore_eos=True))[0].outputs
-        assert got.acceptance_length == k + 1 and got.rounds == 5 and sum(got.drafted) == 5 * k
+        assert got.acceptance_length == k + 1 and got.num_decode_steps == 5 and sum(got.is_draft_token) == 5 * k
 
 
 def test_auto_stops_drafting_where_drafts_never_hold() -> None:
     llm = engine("p-eagle-1", "auto")
-    llm.draft_count.table = CostTable({(1, k): 1.0 + k for k in llm.draft_count.choices})
+    llm.adaptive_k.table = StepCostTable({(1, k): 1.0 + k for k in llm.adaptive_k.choices})
     rig(llm, lambda position: False)
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     outputs = [llm.generate(list(prompt(700, 17)), params)[0].outputs[0] for _ in range(3)]
     check(outputs[-1], truth(prompt(700, 17), params), counts=False)
-    assert outputs[-1].num_drafts <= 2 and outputs[0].rounds == 39
+    assert outputs[-1].num_drafts <= 2 and outputs[0].num_decode_steps == 39
 
 
 def test_auto_times_its_rounds() -> None:
     """By the host's clock, those without prompts in them, and compares them with the table."""
     llm = engine("p-eagle-1", "auto")
-    llm.draft_count.table = CostTable({(1, k): 1e-9 for k in llm.draft_count.choices})
+    llm.adaptive_k.table = StepCostTable({(1, k): 1e-9 for k in llm.adaptive_k.choices})
     llm.generate(list(prompt(700, 17)), SamplingParams(max_tokens=40, ignore_eos=True))
-    seen = llm.draft_count.clock.seen
+    seen = llm.adaptive_k.clock.seen
     assert seen and {size for size, _ in seen} == {1} and sum(count for _, count in seen.values()) <= 39
     # far above the table, and each step towards that is a doubling at most
     assert max(mean for mean, count in seen.values() if count > 4) > 4
@@ -321,8 +321,10 @@ def exact_joint(params: SamplingParams) -> dict[tuple[int, ...], float]:
     for _ in range(LENGTH):
         longer = {}
         for said, chance in joint.items():
-            logits = reference.read(tiny_target().model, [*PROMPT, *said], 1, ())[0]
-            row = reference.distribution(reference.shape(logits[0], params, PROMPT, said)[None], params)[0].tolist()
+            logits = reference.run_target(tiny_target().model, [*PROMPT, *said], 1, ())[0]
+            row = reference.compute_probs(reference.process_logits(logits[0], params, PROMPT, said)[None], params)[
+                0
+            ].tolist()
             longer |= {(*said, x): chance * p for x, p in enumerate(row) if p > 0}
         joint = longer
     return joint
@@ -354,7 +356,7 @@ def test_many_answers_have_the_targets_distribution(tmp_path: Path, parallel: bo
     if rest >= 5:
         seen, want = [*seen, params.n - sum(seen)], [*want, rest]
     assert chisquare(seen, [w * sum(seen) / sum(want) for w in want]).pvalue > 1e-3
-    assert sum(sum(o.accepted_per_position) for o in outputs) > params.n / 50
+    assert sum(sum(o.num_accepted_tokens_per_pos) for o in outputs) > params.n / 50
 
 
 # What people call
@@ -380,7 +382,7 @@ def test_generate_chat_and_stream_say_the_same() -> None:
         pieces = list(llm.stream(source, replace(params, logprobs=1)))
         assert "".join(p.text for p in pieces) == want.text
         assert [t for p in pieces for t in p.token_ids] == want.token_ids
-        assert [d for p in pieces for d in p.drafted] == by_ids[0].outputs[0].drafted
+        assert [d for p in pieces for d in p.drafted] == by_ids[0].outputs[0].is_draft_token
         assert sum(len(p.logprobs or []) for p in pieces) == len(want.token_ids)
         assert [p.finish_reason for p in pieces] == [None] * (len(pieces) - 1) + [want.finish_reason]
         assert pieces[-1].stop_reason == want.stop_reason and len(pieces) > 2
@@ -389,24 +391,24 @@ def test_generate_chat_and_stream_say_the_same() -> None:
 
 def test_leaving_a_stream_gives_everything_back() -> None:
     llm = engine("p-eagle-1", 3)
-    other = llm.add(list(prompt(2300, 20)), LONG[0])
+    other = llm.add_request(list(prompt(2300, 20)), LONG[0])
     for piece in llm.stream(list(prompt(700, 20)), SamplingParams(40, ignore_eos=True)):
         if piece.token_ids:
             break
     assert len(llm.scheduler.running) == 1
-    while llm.busy:
+    while llm.has_unfinished_requests:
         llm.step()
-    check(llm.output(other).outputs[0], truth(prompt(2300, 20), LONG[0]), counts=False)
+    check(llm.build_output(other).outputs[0], truth(prompt(2300, 20), LONG[0]), counts=False)
     engines.nothing_left(llm)
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
-@pytest.mark.parametrize("where", ["launch", "plan", "wait"])
+@pytest.mark.parametrize("where", ["launch", "schedule", "wait"])
 def test_an_interrupted_engine_goes_on(lookahead: int, where: str) -> None:
     llm = engine("p-eagle-1", 3)
     llm.lookahead = lookahead
     asked = [list(prompt(700, n)) for n in (20, 33, 5)]
-    owner: Any = {"launch": llm.runner, "plan": llm.scheduler, "wait": Launched}[where]
+    owner: Any = {"launch": llm.model_runner, "schedule": llm.scheduler, "wait": PendingStep}[where]
     original = getattr(owner, where)
     for at in (1, 4):
         calls = 0
@@ -424,7 +426,7 @@ def test_an_interrupted_engine_goes_on(lookahead: int, where: str) -> None:
         llm.check_integrity()
         for ids, output in zip(asked, llm.generate(asked, LONG[0]), strict=True):
             check(output.outputs[0], truth(tuple(ids), LONG[0], "p-eagle-1", 3), counts=True)
-    while llm.busy:
+    while llm.has_unfinished_requests:
         llm.step()
     engines.nothing_left(llm)
 
@@ -435,7 +437,7 @@ def test_an_interrupted_engine_goes_on(lookahead: int, where: str) -> None:
 def test_bad_requests_are_refused_and_disturb_nobody() -> None:
     llm = engine("p-eagle-1", 3)
     bare = engine(None, 0, tokenizer=False)
-    running = llm.add(list(prompt(700, 20)), LONG[1])
+    running = llm.add_request(list(prompt(700, 20)), LONG[1])
     for _ in range(3):
         llm.step()
     good = list(prompt(700, 5))
@@ -457,9 +459,9 @@ def test_bad_requests_are_refused_and_disturb_nobody() -> None:
         assert "\n" not in str(error.value)
         assert len(llm.scheduler.running) == 1 and not llm.scheduler.waiting
         llm.check_integrity()
-    while llm.busy:
+    while llm.has_unfinished_requests:
         llm.step()
-    check(llm.output(running).outputs[0], truth(prompt(700, 20), LONG[1], "p-eagle-1", 3), counts=True)
+    check(llm.build_output(running).outputs[0], truth(prompt(700, 20), LONG[1], "p-eagle-1", 3), counts=True)
     engines.nothing_left(llm)
 
 
@@ -505,15 +507,15 @@ def test_more_drafts_than_it_was_trained_for(tmp_path: Path) -> None:
         warnings.simplefilter("error")
         LLM(engines.target(), folder, 2, **options)
         llm = LLM(engines.target(), folder, cost_table=engines.any_costs(), **options)
-    assert llm.draft_count.choices == [0, 1, 2]
+    assert llm.adaptive_k.choices == [0, 1, 2]
     given = {**options, "cost_table": engines.any_costs()}
     for trained, more in ((4, [4]), (6, [5, 6]), (8, [5, 7]), (10, [5, 7, 9]), (16, [5, 7, 9])):
         set_config(folder, trained_draft_tokens=trained)
-        assert LLM(engines.target(), folder, **given).draft_count.choices == [0, 1, 2, 3, *more]
+        assert LLM(engines.target(), folder, **given).adaptive_k.choices == [0, 1, 2, 3, *more]
     llm = LLM(engines.target(), folder, synthetic_acceptance_rates=[0.5, 0.25, 0.1, 0.1], **given)
-    assert llm.draft_count.choices == [0, 1, 2, 3, 4], "no more than there are rates for"
+    assert llm.adaptive_k.choices == [0, 1, 2, 3, 4], "no more than there are rates for"
     llm = LLM(engines.target(), folder, synthetic_acceptance_rates=[0.5] * 8, **given)
-    assert llm.draft_count.choices == [0, 1, 2, 3, 5, 7, 8], "and all of those"
+    assert llm.adaptive_k.choices == [0, 1, 2, 3, 5, 7, 8], "and all of those"
 
 
 def test_deep_drafts_are_for_gpus_and_one_pass(tmp_path: Path) -> None:
@@ -571,7 +573,7 @@ def test_a_drafter_that_may_not_draft(name: str) -> None:
     llm = engine(name, 0)
     (got,) = llm.generate(list(prompt(700, 20)), LONG[0])[0].outputs
     check(got, truth(prompt(700, 20), LONG[0]), counts=False)
-    assert got.num_drafts == 0 and got.accepted_per_position == []
+    assert got.num_drafts == 0 and got.num_accepted_tokens_per_pos == []
 
 
 # In the long run

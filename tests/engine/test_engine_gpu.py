@@ -10,7 +10,7 @@ import torch
 
 from peagle.checkpoints.target import Target
 from peagle.config import DecoderConfig, DrafterConfig, LayerConfig, RopeConfig, SamplingParams
-from peagle.engine.cuda_graphs import RoundBuffers, RoundGraphs
+from peagle.engine.cuda_graphs import DecodeGraph, DecodeGraphs
 from peagle.engine.llm import LLM
 from peagle.engine.loader import random_weights
 from peagle.models.decoder import Decoder
@@ -42,9 +42,12 @@ def test_greedy_text_and_counts_are_the_references(name: str | None, graphs: boo
         have = output.outputs[0]
         assert have.token_ids == want.token_ids
         if name is not None:
-            assert (have.num_drafts, have.accepted_per_position) == (want.num_drafts, want.accepted_per_position)
+            assert (have.num_drafts, have.num_accepted_tokens_per_pos) == (
+                want.num_drafts,
+                want.num_accepted_tokens_per_pos,
+            )
     llm.check_integrity()
-    passes = llm.runner.prompt_graphs
+    passes = llm.model_runner.prefill_graphs
     assert (passes is not None and [one.room.rows for one in passes.recorded] == passes.sizes) == graphs
 
 
@@ -137,9 +140,9 @@ def test_rounds_of_short_requests_write_what_the_others_do(parallel: bool, monke
     others that are longer; all lengths are used."""
     target, drafter, vocab = smollm2s_shape(parallel)
     used: set[int | None] = set()
-    found = RoundGraphs.find
+    found = DecodeGraphs.find
 
-    def find(graphs: RoundGraphs, batch: int, k: int, length: int) -> RoundBuffers | None:
+    def find(graphs: DecodeGraphs, batch: int, k: int, length: int) -> DecodeGraph | None:
         recorded = found(graphs, batch, k, length)
         near = graphs.near_rounds[min(s for s in graphs.sizes if s >= batch), k]
         used.add(next((length for length, one in near.items() if one is recorded), None))
@@ -153,7 +156,7 @@ def test_rounds_of_short_requests_write_what_the_others_do(parallel: bool, monke
         asked = [SamplingParams(max_tokens=most, ignore_eos=True) for most in (90, 100, 250, 60)]
         return [o.outputs[0].token_ids for o in llm.generate(prompts, asked)]
 
-    monkeypatch.setattr(RoundGraphs, "find", find)
+    monkeypatch.setattr(DecodeGraphs, "find", find)
     near = [texts(at_once) for at_once in (1, 2, 4)]
     assert used == {256, 512, None}
     monkeypatch.setattr("peagle.engine.cuda_graphs.near_lengths", lambda target, drafter: ())
@@ -163,6 +166,6 @@ def test_rounds_of_short_requests_write_what_the_others_do(parallel: bool, monke
 
 def test_graphs_say_what_they_take() -> None:
     llm = engine("p-eagle-1", 3)
-    graphs = llm.runner.graphs
+    graphs = llm.model_runner.decode_graphs
     assert graphs is not None and graphs.seconds > 0 and {k for _, k in graphs.rounds} == {3}
     torch.cuda.synchronize()

@@ -164,7 +164,7 @@ def truth(
     rules = constraint(params.grammar, eos, params.ignore_eos) if params.grammar is not None else None
     if not params.greedy:
         return sampled(prompt, params, eos, rules)
-    least, original = float("inf"), reference.distribution
+    least, original = float("inf"), reference.compute_probs
 
     def watched(logits_KV: Tensor, p: SamplingParams) -> Tensor:
         nonlocal least
@@ -172,8 +172,11 @@ def truth(
         least = min([least, *(best[:, 0] - best[:, 1]).tolist()])
         return original(logits_KV, p)
 
-    read, propose = engines._remembered(reference.read, name), engines._remembered(reference.propose, name)
-    with mock.patch.multiple(reference, distribution=watched, read=read, propose=propose):
+    read, propose = (
+        engines._remembered(reference.run_target, name),
+        engines._remembered(reference.propose_draft_tokens, name),
+    )
+    with mock.patch.multiple(reference, compute_probs=watched, run_target=read, propose_draft_tokens=propose):
         drafter = engines.drafter(name) if name else None
         made = reference.generate(
             target().model, prompt, params, eos, drafter, k, LONGEST, decode=engines.decode, constraint=rules
@@ -185,7 +188,7 @@ def truth(
 def sampled(
     prompt: tuple[int, ...], params: SamplingParams, eos: frozenset[int], rules: reference.Constraint | None
 ) -> Truth:
-    request = reference.Request(list(prompt), params, eos, LONGEST, engines.decode, rules)
+    request = reference.ReferenceRequest(list(prompt), params, eos, LONGEST, engines.decode, rules)
     said: list[int] = []
     logprobs: list[dict[int, float]] = []
     least = float("inf")
@@ -194,16 +197,16 @@ def sampled(
         if rules is not None and allowed is None:
             return Truth(said, "error", None, engines.decode(said), logprobs, least > engines.CLEAR)
         raw = engines.logits_after((*prompt, *said))
-        logits = reference.shape(raw, params, prompt, said, eos, allowed)
-        kept = reference.distribution(logits[None], params)[0] > 0
+        logits = reference.process_logits(raw, params, prompt, said, eos, allowed)
+        kept = reference.compute_probs(logits[None], params)[0] > 0
         words = bits_torch(torch.tensor(params.seed), torch.tensor(len(prompt) + len(said)), torch.arange(len(logits)))
         scores = (logits + params.temperature * gumbel_torch(words).double()).masked_fill(~kept, -torch.inf)
         best = scores.topk(2).values
         least = min(least, float(best[0] - best[1]))
         said.append(int(scores.argmax()))
         if params.logprobs is not None:
-            logprobs.append(reference.token_logprobs(raw, said[-1], params.logprobs))
-        end = reference.ending(said, request)
+            logprobs.append(reference.compute_token_logprobs(raw, said[-1], params.logprobs))
+        end = reference.find_finish(said, request)
         if end is not None:
             return Truth(said, *end, logprobs, least > engines.CLEAR)
 
@@ -274,7 +277,7 @@ def test_json_follows_its_schema_with_any_drafter_and_none() -> None:
             if got.finish_reason == "stop":
                 jsonschema.validate(json.loads(got.text), schema)
                 SEEN["ended"] += 1
-                SEEN["accepted"] += sum(got.accepted_per_position)
+                SEEN["accepted"] += sum(got.num_accepted_tokens_per_pos)
             else:
                 assert got.finish_reason == (
                     "error" if "\u00e9" in json.dumps(schema, ensure_ascii=False) else "length"
@@ -349,11 +352,11 @@ def test_mixed_batches(name: str | None, k: int | str, eos: frozenset[int]) -> N
     wanted = [truth(a.prompt, a.params, *((name, k) if fixed else (None, 0)), eos) for a in asked]
     llm = engine(name, k, eos, blocks=7, max_num_seqs=5)
     if k == "auto":
-        llm.scheduler.drafts_for = lambda batch: choose.choice(llm.draft_count.choices)
+        llm.scheduler.drafts_for = lambda batch: choose.choice(llm.adaptive_k.choices)
     groups = engines.play(llm, asked)
     clear = 0
     for one, group, want in zip(asked, groups, wanted, strict=True):
-        (got,) = llm.output(group).outputs
+        (got,) = llm.build_output(group).outputs
         if got.finish_reason == "abort":
             assert got.token_ids == want.token_ids[: len(got.token_ids)] or not want.clear
         elif want.clear:
@@ -362,8 +365,8 @@ def test_mixed_batches(name: str | None, k: int | str, eos: frozenset[int]) -> N
         if one.params.grammar is not None and one.params.ignore_eos:
             assert not eos & set(got.token_ids)
     assert clear > 12
-    assert sum(g.requests[0].preemptions for g in groups) > 0
-    reasons = Counter(llm.output(g).outputs[0].finish_reason for g in groups)
+    assert sum(g.requests[0].num_preemptions for g in groups) > 0
+    reasons = Counter(llm.build_output(g).outputs[0].finish_reason for g in groups)
     assert reasons["error"] > 0 and reasons["stop"] > 5 and reasons["length"] > 1, reasons
 
 
@@ -376,8 +379,8 @@ def test_an_answer_that_is_put_off_goes_on_in_its_grammar() -> None:
     for one, group in zip(asked, groups, strict=True):
         want = truth(one.prompt, one.params, "p-eagle-1", 4)
         assert want.clear and len(want.token_ids) >= 60
-        check(llm.output(group).outputs[0], want, counts=False)
-    assert sum(g.requests[0].preemptions for g in groups) > 0
+        check(llm.build_output(group).outputs[0], want, counts=False)
+    assert sum(g.requests[0].num_preemptions for g in groups) > 0
 
 
 def test_n_answers_and_a_stream() -> None:
@@ -412,10 +415,10 @@ def chances(start: tuple[int, ...]) -> dict[str, float]:
             if rules.complete(said):
                 ended[bytes(said).decode()] += chance  # type: ignore[assignment]
                 continue
-            logits = reference.shape(
+            logits = reference.process_logits(
                 engines.logits_after((*start, *said)), params, start, said, EOS, rules.allowed(said)
             )
-            for token, p in enumerate(reference.distribution(logits[None], params)[0].tolist()):
+            for token, p in enumerate(reference.compute_probs(logits[None], params)[0].tolist()):
                 if p and token in EOS:
                     ended[bytes(said).decode()] += chance * p  # type: ignore[assignment]
                 elif p:
@@ -449,7 +452,7 @@ def test_sampled_answers_have_the_distribution_of_the_grammar(name: str, k: int)
     for seed in range(100):
         made = reference.generate(
             target().model, start, replace(params, n=1, seed=seed), EOS, engines.drafter(name), k, LONGEST,
-            sample_drafts=True, decode=engines.decode, constraint=Letters(CHOICES, EOS, False),
+            sample_draft_tokens=True, decode=engines.decode, constraint=Letters(CHOICES, EOS, False),
         )  # fmt: skip
         own[str(made.text)] += 1
     assert fit(own, chances(start)) > 1e-3

@@ -14,16 +14,16 @@ from support import many
 from peagle.config import DecoderConfig, LayerConfig, RopeConfig, SamplingParams
 from peagle.engine.cuda_graphs import (
     CHUNK_ROWS,
-    RoundBuffers,
-    RoundGraphs,
+    DecodeGraph,
+    DecodeGraphs,
     batch_sizes,
     chunk_sizes,
     near_lengths,
 )
 from peagle.engine.llm import LLM
 from peagle.engine.loader import check_recordable, random_weights
-from peagle.engine.prefill import PromptRows, Room, ends_of, lay_out
-from peagle.engine.request import Chunk, Request
+from peagle.engine.prefill import PrefillInputs, PrefillShape, pack_prefill_inputs, split_last_chunks
+from peagle.engine.request import PrefillChunk, Request
 from peagle.errors import UserError
 from peagle.models.decoder import Decoder
 from peagle.speculative import reference
@@ -76,9 +76,9 @@ def test_small_targets_without_windows_have_rounds_for_short_requests(width, win
     st.one_of(st.integers(1, 600), st.integers(235, 260), st.integers(490, 515)),
 )
 def test_a_round_of_short_requests_has_room_for_all_it_reads_and_makes(batch: int, k: int, length: int) -> None:
-    graphs = RoundGraphs.__new__(RoundGraphs)  # what a GPU would be needed for is left out
+    graphs = DecodeGraphs.__new__(DecodeGraphs)  # what a GPU would be needed for is left out
     slots = torch.zeros(0)
-    made = {most: RoundBuffers(slots, slots, None) for most in (256, 512, None)}  # type: ignore[arg-type]
+    made = {most: DecodeGraph(slots, slots, None) for most in (256, 512, None)}  # type: ignore[arg-type]
     graphs.sizes, graphs.rounds = [1, 2, 4], {(size, k): made[None] for size in (1, 2, 4)}
     graphs.near_rounds = {(1, k): {512: made[512], 256: made[256]}, (2, k): {512: made[512]}}
     found = graphs.find(batch, k, length)
@@ -98,23 +98,29 @@ MASK = 9
 
 
 @st.composite
-def chunks(draw: st.DrawFn) -> list[Chunk]:
+def chunks(draw: st.DrawFn) -> list[PrefillChunk]:
     made = []
     for slot in range(draw(st.integers(1, 8))):
         length, said = draw(st.integers(1, 50)), draw(st.integers(0, 12))
         params = SamplingParams(max_tokens=20)
-        r = Request(slot, list(range(100, 100 + length)), params, 0, *[frozenset()] * 3, longest=LONGEST)
-        r.output_ids, r.slot = list(range(500, 500 + said)), slot
-        begin = draw(st.integers(0, r.to_read - 1))
-        made.append(Chunk(r, begin, draw(st.sampled_from([r.to_read, draw(st.integers(begin + 1, r.to_read))]))))
+        r = Request(slot, list(range(100, 100 + length)), params, 0, *[frozenset()] * 3, max_model_len=LONGEST)
+        r.output_token_ids, r.slot = list(range(500, 500 + said)), slot
+        begin = draw(st.integers(0, r.num_prefill_tokens - 1))
+        made.append(
+            PrefillChunk(
+                r,
+                begin,
+                draw(st.sampled_from([r.num_prefill_tokens, draw(st.integers(begin + 1, r.num_prefill_tokens))])),
+            )
+        )
     return made
 
 
 @many(200)
 @given(chunks(), st.sampled_from([None, 0, 3]), st.integers(0, 40))
-def test_all_of_a_steps_prompts_lie_in_one_array(given_: list[Chunk], masks: int | None, spare: int) -> None:
+def test_all_of_a_steps_prompts_lie_in_one_array(given_: list[PrefillChunk], masks: int | None, spare: int) -> None:
     """Read back row by row. With room to spare, what is left over belongs to nobody."""
-    room = Room.of(given_, masks)
+    room = PrefillShape.of(given_, masks)
     if spare:
         room = replace(
             room,
@@ -123,26 +129,26 @@ def test_all_of_a_steps_prompts_lie_in_one_array(given_: list[Chunk], masks: int
             ends=room.ends + 2,
             max_rows=room.max_rows + spare,
         )
-    fresh, again = ends_of(given_)
-    ends = [c for c in given_ if c.final]
-    order = [c for c in ends if not c.request.output_ids] + [c for c in ends if c.request.output_ids]
-    assert fresh + again == [c.request for c in order] and not any(r.output_ids for r in fresh)
-    p = PromptRows.cut(lay_out(given_, fresh + again, room, LONGEST, MASK), room)
+    fresh, again = split_last_chunks(given_)
+    ends = [c for c in given_ if c.is_last]
+    order = [c for c in ends if not c.request.output_token_ids] + [c for c in ends if c.request.output_token_ids]
+    assert fresh + again == [c.request for c in order] and not any(r.output_token_ids for r in fresh)
+    p = PrefillInputs.cut(pack_prefill_inputs(given_, fresh + again, room, LONGEST, MASK), room)
     for b, c in enumerate(given_):
-        text = c.request.prompt_ids + c.request.output_ids
+        text = c.request.prompt_token_ids + c.request.output_token_ids
         rows = range(p.first_B1[b], p.first_B1[b + 1])
         assert [(p.tokens_T[i], p.positions_T[i]) for i in rows] == [(text[x], x) for x in range(c.begin, c.end)]
         assert (p.slots_B[b], p.starts_B[b], p.live_B[b]) == (c.request.slot, c.begin, len(rows))
-        if c.final:
+        if c.is_last:
             f = order.index(c)
-            known = c.request.output_ids[-1] if c.request.output_ids else -1
+            known = c.request.output_token_ids[-1] if c.request.output_token_ids else -1
             assert (p.slots_F[f], p.ends_F[f], p.known_F[f]) == (c.request.slot, c.end, known)
             assert p.last_F[f] == rows[-1]
         if masks is not None:
             # a row at x reads the state of the target's row at x and the token at x + 1, and guesses that at x + 2
             own = range(p.draft_first_B1[b], p.draft_first_B1[b + 1])
             want = [(text[x + 1] if x + 1 < c.end else None, x, rows[x - c.begin]) for x in range(c.begin, c.end)]
-            if c.final:
+            if c.is_last:
                 want[-1] = (-1 - f, *want[-1][1:])
                 want += [(MASK, min(x, LONGEST - 1), room.rows) for x in range(c.end, c.end + masks)]
                 assert p.guess_F[f] == own[len(rows) - 1]
@@ -162,11 +168,11 @@ def test_all_of_a_steps_prompts_lie_in_one_array(given_: list[Chunk], masks: int
 def test_a_pass_is_found_that_has_room_for_all() -> None:
     llm = LLM(pairs.target_folder(), pairs.drafter_folder("p-eagle-1"), 4, tokenizer=False, max_num_seqs=3)
     engines.rehearse(llm, [64, 128, 1024, 8192])
-    graphs = llm.runner.prompt_graphs
+    graphs = llm.model_runner.prefill_graphs
     assert graphs is not None
 
     def found(rows: int, sequences: int, ends: int, longest: int) -> int | None:
-        one = graphs.find(Room(rows, sequences, ends, longest, 0, 3))
+        one = graphs.find(PrefillShape(rows, sequences, ends, longest, 0, 3))
         return one.room.rows if one is not None else None
 
     assert [found(rows, 1, 1, rows) for rows in (1, 64, 65, 128, 129, 1024)] == [64, 64, 128, 128, 1024, 1024]
@@ -177,7 +183,7 @@ def test_a_pass_is_found_that_has_room_for_all() -> None:
 
 @pytest.mark.parametrize("name", ["p-eagle-1", "eagle3-1"])
 def test_places_without_a_prompt_leave_the_others_drafts_alone(name: str) -> None:
-    """Room for four ends, of one to three prompts at a time."""
+    """PrefillShape for four ends, of one to three prompts at a time."""
     target, drafter = pairs.load_pair(name)
     options = {"tokenizer": False, "max_num_seqs": 3, "device": "cpu", "dtype": "float32"}
     llm = LLM(pairs.target_folder(), pairs.drafter_folder(name), 4, **options)
@@ -187,5 +193,8 @@ def test_places_without_a_prompt_leave_the_others_drafts_alone(name: str) -> Non
     for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
         want, have = reference.generate(target, prompt, params, frozenset(), drafter, 4), output.outputs[0]
         assert have.token_ids == want.token_ids
-        assert (have.num_drafts, have.accepted_per_position) == (want.num_drafts, want.accepted_per_position)
+        assert (have.num_drafts, have.num_accepted_tokens_per_pos) == (
+            want.num_drafts,
+            want.num_accepted_tokens_per_pos,
+        )
     assert {room.rows for room in replays} == {64, 256}

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import many
 
-from peagle.engine.kv_cache import NOBODYS, BlockPool
+from peagle.engine.kv_cache import PADDING_BLOCK, BlockPool
 
 SIZE = 2
 
@@ -46,18 +46,18 @@ def test_random_use(seed: int, lookahead: int, num_blocks: int, reuse: bool) -> 
         action = choose.random()
         if action < 0.5:
             tokens = [choose.randrange(2) for _ in range(choose.randint(1, 9))]
-            blocks, names = pool.find(tokens)
+            blocks, names = pool.find_cached_blocks(tokens)
             found_some |= bool(blocks)
             assert len(blocks) * SIZE + max(lookahead, 1) <= len(tokens), "nothing is left to read"
             for index, block in enumerate(blocks):
                 assert naive.content[block] == naive.prefix(tokens, index), "another sequence's block was found"
-            before, missing = pool.available, -(-len(tokens) // SIZE) - len(blocks)
+            before, missing = pool.num_free_blocks, -(-len(tokens) // SIZE) - len(blocks)
             new = pool.allocate(missing)
             assert (new is None) == (missing > before)
             if new is None:
                 pool.release(blocks)
             else:
-                assert pool.available == before - missing and NOBODYS not in new
+                assert pool.num_free_blocks == before - missing and PADDING_BLOCK not in new
                 for block in new:
                     naive.content.pop(block, None)
                 holders.append(Holder(tokens, blocks + new, names))
@@ -65,22 +65,22 @@ def test_random_use(seed: int, lookahead: int, num_blocks: int, reuse: bool) -> 
             holder = choose.choice(holders)
             full = min(len(holder.tokens) // SIZE, (len(holder.tokens) - lookahead) // SIZE)
             for index in range(len(holder.names), max(full, 0)):
-                name = pool.name(holder.names[-1] if holder.names else b"", holder.tokens, index)
+                name = pool.hash_block(holder.names[-1] if holder.names else b"", holder.tokens, index)
                 holder.names.append(name)
-                pool.publish(holder.blocks[index], name)
+                pool.cache_block(holder.blocks[index], name)
                 naive.content.setdefault(holder.blocks[index], naive.prefix(holder.tokens, index))
         elif action < 0.97 and holders:
             pool.release(reversed(holders.pop(choose.randrange(len(holders))).blocks))
         elif action > 0.99:
-            pool.forget()
-            assert pool.find([0, 1] * 5) == ([], [])
+            pool.reset_prefix_cache()
+            assert pool.find_cached_blocks([0, 1] * 5) == ([], [])
         pool.check_integrity([h.blocks for h in holders])
     assert reuse or not found_some
     for holder in holders:
         pool.release(holder.blocks)
-    pool.forget()
+    pool.reset_prefix_cache()
     pool.check_integrity([])
-    assert pool.available == num_blocks - 1
+    assert pool.num_free_blocks == num_blocks - 1
 
 
 def published(pool: BlockPool, tokens: list[int]) -> list[int]:
@@ -88,8 +88,8 @@ def published(pool: BlockPool, tokens: list[int]) -> list[int]:
     assert blocks is not None
     name = b""
     for index in range((len(tokens) - pool.lookahead) // pool.block_size):
-        name = pool.name(name, tokens, index)
-        pool.publish(blocks[index], name)
+        name = pool.hash_block(name, tokens, index)
+        pool.cache_block(blocks[index], name)
     return blocks
 
 
@@ -99,16 +99,16 @@ def test_the_worked_example() -> None:
     a, b, c, d, e = range(5)
     blocks = published(pool, [a, b, c, d, e])
     pool.release(blocks)
-    assert pool.find([a, b, c, d, e])[0] == blocks[:2]
-    assert pool.find([a, b, c, d, a])[0] == blocks[:1]
-    assert pool.find([a, b, d])[0] == []
-    assert pool.find([a, b, c])[0] == blocks[:1]
-    assert pool.find([a, b])[0] == []
+    assert pool.find_cached_blocks([a, b, c, d, e])[0] == blocks[:2]
+    assert pool.find_cached_blocks([a, b, c, d, a])[0] == blocks[:1]
+    assert pool.find_cached_blocks([a, b, d])[0] == []
+    assert pool.find_cached_blocks([a, b, c])[0] == blocks[:1]
+    assert pool.find_cached_blocks([a, b])[0] == []
     alone = BlockPool(9, SIZE, lookahead=0)
     blocks = published(alone, [a, b, c, d])
-    assert alone.find([a, b, c, d, a])[0] == blocks
-    assert alone.find([a, b, c, d])[0] == blocks[:1], "one token must be left to read"
-    assert alone.find([a, b, d])[0] == blocks[:1]
+    assert alone.find_cached_blocks([a, b, c, d, a])[0] == blocks
+    assert alone.find_cached_blocks([a, b, c, d])[0] == blocks[:1], "one token must be left to read"
+    assert alone.find_cached_blocks([a, b, d])[0] == blocks[:1]
 
 
 def test_what_was_used_last_stays_longest() -> None:
@@ -116,15 +116,15 @@ def test_what_was_used_last_stays_longest() -> None:
     first, second = published(pool, [1, 1]), published(pool, [2, 2])
     pool.release(first)
     pool.release(second)
-    pool.release(pool.find([1, 1, 0])[0])  # used again, so the other one is older now
+    pool.release(pool.find_cached_blocks([1, 1, 0])[0])  # used again, so the other one is older now
     assert pool.allocate(3) is not None
-    assert pool.find([1, 1, 0])[0] == first and pool.find([2, 2, 0])[0] == []
+    assert pool.find_cached_blocks([1, 1, 0])[0] == first and pool.find_cached_blocks([2, 2, 0])[0] == []
 
 
 def test_equal_blocks_keep_the_first_name() -> None:
     pool = BlockPool(9, SIZE, lookahead=0)
     first, again = published(pool, [1, 2]), published(pool, [1, 2])
-    assert pool.find([1, 2, 3])[0] == first
+    assert pool.find_cached_blocks([1, 2, 3])[0] == first
     pool.release(first + again)
     pool.check_integrity([first])
 

@@ -34,7 +34,14 @@ from peagle.errors import UserError
 from peagle.kernels.attention.dense import causal_attention
 from peagle.models.decoder import Decoder
 from peagle.speculative import reference
-from peagle.speculative.reference import Draft, Generation, Request, distribution, next_probs, shape
+from peagle.speculative.reference import (
+    DraftProposal,
+    Generation,
+    ReferenceRequest,
+    compute_probs,
+    compute_target_probs,
+    process_logits,
+)
 
 TOLERATED = 1e-3  # p-value: a right implementation falls below in one seed of a thousand, and seeds are fixed
 CAUGHT = 1e-9
@@ -130,7 +137,7 @@ class Asked:
 
     def run(self, target: Any, **options: Any) -> Generation:
         return reference.generate(
-            target, self.prompt, self.params, self.eos, max_length=self.longest, decode=self.decode, **options
+            target, self.prompt, self.params, self.eos, max_model_len=self.longest, decode=self.decode, **options
         )
 
 
@@ -164,7 +171,7 @@ def test_shape_is_the_naive_one(names: tuple[str, ...]) -> None:
         nonlocal changed
         params = SamplingParams(**options)
         raw = torch.tensor(logits, dtype=torch.float64)
-        shaped = shape(raw, params, prompt, output, frozenset(eos)).tolist()
+        shaped = process_logits(raw, params, prompt, output, frozenset(eos)).tolist()
         assert shaped == pytest.approx(naive_shape(logits, params, prompt, output, eos))
         assert raw.tolist() == logits  # left as it was: logprobs are still to come
         changed += shaped != logits
@@ -175,7 +182,7 @@ def test_shape_is_the_naive_one(names: tuple[str, ...]) -> None:
 
 def test_nothing_asked_changes_nothing() -> None:
     logits = torch.randn(20)
-    assert torch.equal(shape(logits, DEFAULTS, [1, 2], [3, 3], frozenset({4})), logits.double())
+    assert torch.equal(process_logits(logits, DEFAULTS, [1, 2], [3, 3], frozenset({4})), logits.double())
 
 
 def test_the_order_of_bias_and_penalties() -> None:
@@ -183,7 +190,7 @@ def test_the_order_of_bias_and_penalties() -> None:
     params = SamplingParams(
         repetition_penalty=2.0, frequency_penalty=0.5, presence_penalty=0.25, logit_bias={0: -3.0, 1: 3.0, 2: 3.0}
     )
-    shaped = shape(torch.tensor([1.0, 1.0, 1.0, 1.0, -1.0]), params, [0, 3, 4], [1, 1, 4])
+    shaped = process_logits(torch.tensor([1.0, 1.0, 1.0, 1.0, -1.0]), params, [0, 3, 4], [1, 1, 4])
     assert shaped.tolist() == [(1 - 3) * 2, (1 + 3) / 2 - 1.0 - 0.25, 1 + 3, 1 / 2, -1 * 2 - 0.5 - 0.25]
 
 
@@ -192,9 +199,13 @@ def test_nothing_brings_a_token_back_before_min_tokens() -> None:
         min_tokens=2, logit_bias={1: 100.0}, stop_token_ids=[1], repetition_penalty=0.01, ignore_eos=True
     )
     row = torch.tensor([0.0, 5.0, 5.0])
-    assert shape(row, params, [1], [1], frozenset({2})).tolist() == [0.0, -math.inf, -math.inf]
-    assert shape(row, params, [1], [1, 0], frozenset({2, 99})).tolist() == [0.0, 10500.0, 5.0]
-    assert shape(row, params, [1], [], frozenset({99})).tolist() == [0.0, -math.inf, 5.0]  # no token of the target's
+    assert process_logits(row, params, [1], [1], frozenset({2})).tolist() == [0.0, -math.inf, -math.inf]
+    assert process_logits(row, params, [1], [1, 0], frozenset({2, 99})).tolist() == [0.0, 10500.0, 5.0]
+    assert process_logits(row, params, [1], [], frozenset({99})).tolist() == [
+        0.0,
+        -math.inf,
+        5.0,
+    ]  # no token of the target's
 
 
 @many(600)
@@ -213,12 +224,12 @@ def test_distribution_is_the_naive_one(
         want = naive_distribution(logits, params)
     except Borderline:
         reject()
-    assert distribution(torch.tensor([logits]), params)[0].tolist() == pytest.approx(want, abs=1e-9)
+    assert compute_probs(torch.tensor([logits]), params)[0].tolist() == pytest.approx(want, abs=1e-9)
 
 
 def test_min_p_by_example() -> None:
     def probs(of: list[float], **options: Any) -> Any:
-        return pytest.approx(distribution(torch.tensor([of], dtype=torch.float64).log(), SamplingParams(**options))[0])
+        return pytest.approx(compute_probs(torch.tensor([of], dtype=torch.float64).log(), SamplingParams(**options))[0])
 
     quarters = [0.4, 0.3, 0.2, 0.1]
     assert probs(quarters, temperature=1.0, min_p=0.6) == [4 / 7, 3 / 7, 0, 0]
@@ -233,7 +244,7 @@ def test_min_p_by_example() -> None:
 @given(st.lists(LOGIT, min_size=1, max_size=9, unique=True), st.integers(0, 8), st.integers(0, 20))
 def test_logprobs_are_the_naive_ones(logits: list[float], token: int, alternatives: int) -> None:
     token %= len(logits)
-    got = reference.token_logprobs(torch.tensor(logits), token, alternatives)
+    got = reference.compute_token_logprobs(torch.tensor(logits), token, alternatives)
     assert got == pytest.approx(naive_logprobs(logits, token, alternatives), abs=1e-9)
     assert next(iter(got)) == token
     others = [x for t, x in got.items() if t != token]
@@ -276,23 +287,25 @@ class Table:
             said.append(row.index(max(row)))
         return said
 
-    def run(self, asked: Asked, propose: Callable[..., Draft] | None = None, k: int = 0) -> Generation:
+    def run(self, asked: Asked, propose: Callable[..., DraftProposal] | None = None, k: int = 0) -> Generation:
         drafter: Any = None if propose is None else SimpleNamespace(cfg=SimpleNamespace(aux_layer_ids=()))
-        with mock.patch.multiple(reference, read=self.read, propose=propose):
-            return asked.run(self.target, drafter=drafter, draft_tokens=k)
+        with mock.patch.multiple(reference, run_target=self.read, propose_draft_tokens=propose):
+            return asked.run(self.target, drafter=drafter, num_speculative_tokens=k)
 
 
-def knowing(asked: Asked, said: list[int], right_for: int, seed: int) -> Callable[..., Draft]:
+def knowing(asked: Asked, said: list[int], right_for: int, seed: int) -> Callable[..., DraftProposal]:
     """Proposes what will be said, from the `right_for`-th on whatever comes to its mind."""
     choose = random.Random(seed)
 
-    def propose(drafter: Any, tokens: list[int], aux_hidden_states: Tensor, k: int, params: Any, rng: Any) -> Draft:
+    def propose(
+        drafter: Any, tokens: list[int], aux_hidden_states: Tensor, k: int, params: Any, rng: Any
+    ) -> DraftProposal:
         done = len(tokens) - len(asked.prompt)
         drafts = [
             said[done + i] if i < right_for and done + i < len(said) else choose.randrange(len(asked.pieces))
             for i in range(k)
         ]
-        return Draft(drafts, F.one_hot(torch.tensor(drafts), len(asked.pieces)).double())
+        return DraftProposal(drafts, F.one_hot(torch.tensor(drafts), len(asked.pieces)).double())
 
     return propose
 
@@ -344,7 +357,7 @@ def test_greedy_is_the_naive_one_with_any_drafts_and_with_none() -> None:
         check(asked, table, said, table.run(asked))
         run = table.run(asked, knowing(asked, said, right_for, seed), k)
         check(asked, table, said, run)
-        cut = any(len(r.emitted) <= r.accepted for r in run.rounds)
+        cut = any(len(r.emitted) <= r.accepted for r in run.steps)
         kind = "none" if run.stop_reason is None else type(run.stop_reason).__name__
         seen[f"{run.finish_reason} {kind}"] += 1
         seen[f"{run.finish_reason} {kind} inside a run"] += cut
@@ -397,7 +410,7 @@ ALPHABET = list(range(8))
 def test_stop_strings(stop: str | list[str], count: int, found: str, text: str, k: int) -> None:
     run = scripted(ALPHABET, LETTERS, k, stop=stop, max_tokens=8)
     assert (run.token_ids, run.finish_reason, run.stop_reason, run.text) == (ALPHABET[:count], "stop", found, text)
-    assert sum(len(r.emitted) for r in run.rounds) == count - 1 == len(run.drafted) - 1
+    assert sum(len(r.emitted) for r in run.steps) == count - 1 == len(run.is_draft_token) - 1
 
 
 @pytest.mark.parametrize("k", [0, 3])
@@ -459,7 +472,7 @@ def test_min_tokens_keeps_stop_tokens_from_being_said(k: int) -> None:
 
 def test_without_decode_there_is_no_text() -> None:
     table = Scripted(8, 1, ALPHABET)
-    with mock.patch.object(reference, "read", table.read):
+    with mock.patch.object(reference, "run_target", table.read):
         run = reference.generate(table.target, [0], SamplingParams(max_tokens=4))
         assert (run.token_ids, run.text, run.logprobs) == ([0, 1, 2, 3], None, [])
         with pytest.raises(UserError, match="--stop: .*tokenizer"):
@@ -472,7 +485,7 @@ def test_penalties_see_the_drafts_before_each_row() -> None:
     flat = Scripted(len(LETTERS), 1, [])
     run = flat.run(asked, knowing(asked, ALPHABET, 4, 0), 4)
     assert run.token_ids == ALPHABET[:6]
-    assert [r.accepted for r in run.rounds] == [4]
+    assert [r.accepted for r in run.steps] == [4]
 
 
 # Sampled generations
@@ -501,19 +514,19 @@ SAMPLED: dict[str, dict[str, Any]] = {
 VOCAB, LENGTH = 5, 3
 
 
-def drafting(seed: int, drawn: bool) -> Callable[..., Draft]:
+def drafting(seed: int, drawn: bool) -> Callable[..., DraftProposal]:
     other = Table(VOCAB, seed)
 
     def propose(
         drafter: Any, tokens: list[int], aux_hidden_states: Tensor, k: int, params: Any, rng: torch.Generator
-    ) -> Draft:
+    ) -> DraftProposal:
         drafts: list[int] = []
         probs = []
         for _ in range(k):
             row = torch.tensor(other[tokens + drafts], dtype=torch.float64).softmax(-1)
             probs.append(row if drawn else F.one_hot(row.argmax(), VOCAB).double())
-            drafts.append(reference.draw(probs[-1], rng))
-        return Draft(drafts, torch.stack(probs))
+            drafts.append(reference.sample_token(probs[-1], rng))
+        return DraftProposal(drafts, torch.stack(probs))
 
     return propose
 
@@ -533,7 +546,7 @@ def joint(table: Table, asked: Asked) -> dict[tuple[int, ...], float]:
     return {said: chance for said, chance in ended.items() if chance > 0}
 
 
-def fit(kind: str, propose: Callable[..., Draft] | None, runs: int) -> float:
+def fit(kind: str, propose: Callable[..., DraftProposal] | None, runs: int) -> float:
     """Chi-square p-value of many answers; 0 where the impossible was seen."""
     table = Table(VOCAB, 5)
     params = SamplingParams(max_tokens=LENGTH, **SAMPLED[kind])
@@ -559,17 +572,17 @@ def test_sampled_answers_have_the_right_distribution(kind: str, drafts: str) -> 
     assert fit(kind, None if drafts == "none" else drafting(6, drafts == "drawn"), 1200) > TOLERATED
 
 
-def blind_to_drafts(logits: Tensor, request: Request, output: list[int], drafts: list[int]) -> Tensor:
-    return torch.cat([next_probs(row[None], request, output, []) for row in logits])
+def blind_to_drafts(logits: Tensor, request: ReferenceRequest, output: list[int], drafts: list[int]) -> Tensor:
+    return torch.cat([compute_target_probs(row[None], request, output, []) for row in logits])
 
 
-def blind_to_the_newest(logits: Tensor, request: Request, output: list[int], drafts: list[int]) -> Tensor:
+def blind_to_the_newest(logits: Tensor, request: ReferenceRequest, output: list[int], drafts: list[int]) -> Tensor:
     before = [(output + drafts[:i])[:-1] for i in range(len(logits))]
-    return torch.cat([next_probs(row[None], request, b, []) for row, b in zip(logits, before, strict=True)])
+    return torch.cat([compute_target_probs(row[None], request, b, []) for row, b in zip(logits, before, strict=True)])
 
 
-def without_min_p(logits: Tensor, request: Request, output: list[int], drafts: list[int]) -> Tensor:
-    return next_probs(logits, replace(request, params=replace(request.params, min_p=0.0)), output, drafts)
+def without_min_p(logits: Tensor, request: ReferenceRequest, output: list[int], drafts: list[int]) -> Tensor:
+    return compute_target_probs(logits, replace(request, params=replace(request.params, min_p=0.0)), output, drafts)
 
 
 @pytest.mark.parametrize(
@@ -577,7 +590,7 @@ def without_min_p(logits: Tensor, request: Request, output: list[int], drafts: l
     [(blind_to_drafts, "penalties"), (blind_to_the_newest, "penalties"), (without_min_p, "min_p")],
 )
 def test_a_wrong_distribution_is_noticed(wrong: Callable[..., Tensor], kind: str) -> None:
-    with mock.patch.object(reference, "next_probs", wrong):
+    with mock.patch.object(reference, "compute_target_probs", wrong):
         assert fit(kind, drafting(6, False), 1200) < CAUGHT
 
 
@@ -639,7 +652,7 @@ def test_trained_drafters_change_nothing(name: str) -> None:
             want = naive_logprobs(next_logits(target, [*asked.prompt, *said[:i]]), token, 3)
             assert got == pytest.approx(want, abs=1e-3)
         cases += 1
-        accepted += sum(r.accepted for r in run.rounds)
+        accepted += sum(r.accepted for r in run.steps)
     assert cases >= 18
     assert name == "none" or accepted > 10
 

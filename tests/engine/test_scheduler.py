@@ -12,7 +12,7 @@ from support import many
 
 from peagle.config import SamplingParams
 from peagle.engine.kv_cache import BlockPool
-from peagle.engine.request import Plan, Request, State
+from peagle.engine.request import Request, RequestState, SchedulerOutput
 from peagle.engine.scheduler import BLOCKS_AHEAD, MANY, PREFILL_EVERY, Scheduler
 
 SIZE, LONGEST = 4, 40
@@ -21,7 +21,14 @@ SIZE, LONGEST = 4, 40
 def make_request(number: int, prompt: list[int], max_tokens: int) -> Request:
     none: frozenset[int] = frozenset()
     return Request(
-        number, prompt, SamplingParams(max_tokens), 0, stops=none, barred=none, eos_ids=none, longest=LONGEST
+        number,
+        prompt,
+        SamplingParams(max_tokens),
+        0,
+        stop_token_ids=none,
+        all_stop_token_ids=none,
+        eos_ids=none,
+        max_model_len=LONGEST,
     )
 
 
@@ -39,63 +46,63 @@ class Device:
         """Each token ends its text with chance `stops`."""
         self.scheduler, self.choose, self.lookahead, self.stops = scheduler, choose, lookahead, stops
         self.start: dict[int, int] = {}  # position of the newest token, by request
-        self.in_flight: deque[tuple[Plan, list[tuple[Request, int, int]]]] = deque()
+        self.in_flight: deque[tuple[SchedulerOutput, list[tuple[Request, int, int]]]] = deque()
 
     def writes(self, request: Request, begin: int, end: int) -> None:
         """Positions begin to end, as far as the context goes."""
-        assert min(end, LONGEST) <= len(request.blocks) * SIZE, "written beyond its blocks"
+        assert min(end, LONGEST) <= len(request.block_ids) * SIZE, "written beyond its blocks"
         for index in range(begin // SIZE, -(-min(end, LONGEST) // SIZE)):
-            shared = self.scheduler.pool.users[request.blocks[index]] > 1
+            shared = self.scheduler.pool.ref_counts[request.block_ids[index]] > 1
             assert not shared, "written into a block that others read"
-            assert index >= len(request.names), "written into a block that is published"
+            assert index >= len(request.block_hashes), "written into a block that is published"
 
-    def launch(self, plan: Plan) -> None:
+    def launch(self, plan: SchedulerOutput) -> None:
         gains = []
-        k = plan.drafts
-        for request in plan.decoding:
-            assert request.state is State.DECODING and request.slot >= 0
+        k = plan.num_draft_tokens
+        for request in plan.decode_requests:
+            assert request.state is RequestState.DECODING and request.slot >= 0
             start, gain = self.start[request.id], self.choose.randint(1, k + 1)
             self.writes(request, start, start + 2 * k if k else start + 1)
             self.start[request.id] = start + gain
             gains.append((request, gain, k + 1))
-        for chunk in plan.chunks:
+        for chunk in plan.prefill_chunks:
             request = chunk.request
-            assert chunk.begin == request.read < chunk.end <= request.to_read
-            masks = max(self.scheduler.most_drafts - 1, 0) if chunk.final else 0
+            assert chunk.begin == request.num_computed_tokens < chunk.end <= request.num_prefill_tokens
+            masks = max(self.scheduler.max_speculative_tokens - 1, 0) if chunk.is_last else 0
             self.writes(request, chunk.begin, chunk.end + masks)
-            if chunk.final:
+            if chunk.is_last:
                 self.start[request.id] = chunk.end
-                if not request.output_ids:
+                if not request.output_token_ids:
                     gains.append((request, 1, 1))
         self.in_flight.append((plan, gains))
         self.scheduler.launched(plan)
-        for chunk in plan.chunks:
+        for chunk in plan.prefill_chunks:
             self.named_is_final(chunk.request, chunk.end)
 
     def named_is_final(self, request: Request, read: int) -> None:
         """All of a published block has been read, and what its name covers is known."""
-        named = len(request.names) * SIZE
-        assert named <= read and named + self.scheduler.pool.lookahead <= request.length
+        named = len(request.block_hashes) * SIZE
+        assert named <= read and named + self.scheduler.pool.lookahead <= request.num_tokens
 
     def commit(self) -> None:
         _, gains = self.in_flight.popleft()
         for request, gain, rows in gains:
-            if request.state is State.FINISHED:
+            if request.state is RequestState.FINISHED:
                 continue
             for _ in range(gain):
-                request.output_ids.append(len(request.output_ids) % 3)
-                request.length += 1
-                full = len(request.output_ids) >= request.params.max_tokens or request.length >= LONGEST
+                request.output_token_ids.append(len(request.output_token_ids) % 3)
+                request.num_tokens += 1
+                full = len(request.output_token_ids) >= request.params.max_tokens or request.num_tokens >= LONGEST
                 if full or self.choose.random() < self.stops:
                     request.finish_reason = "stop"
                     break
             self.scheduler.returned(request, rows)
-            self.named_is_final(request, request.length - 1)
+            self.named_is_final(request, request.num_tokens - 1)
             if request.finish_reason:
                 self.scheduler.finish(request)
 
-    def step(self) -> Plan | None:
-        plan = self.scheduler.plan()
+    def step(self) -> SchedulerOutput | None:
+        plan = self.scheduler.schedule()
         if plan is not None:
             self.launch(plan)
         if self.in_flight and (plan is None or len(self.in_flight) > self.lookahead):
@@ -124,14 +131,14 @@ def test_random_load(seed: int, lookahead: int) -> None:
         if requests and choose.random() < 0.03:
             scheduler.finish(choose.choice(requests))
         first = scheduler.running[0] if scheduler.running else None
-        times = first.preemptions if first else 0
+        times = first.num_preemptions if first else 0
         device.step()
-        assert first is None or first.preemptions == times, "the eldest lost its blocks"
+        assert first is None or first.num_preemptions == times, "the eldest lost its blocks"
         steps += 1
         assert steps < 3000, "it does not end"
-    assert all(r.state is State.FINISHED for r in requests)
-    scheduler.pool.forget()
-    assert scheduler.pool.available == scheduler.pool.num_blocks - 1
+    assert all(r.state is RequestState.FINISHED for r in requests)
+    scheduler.pool.reset_prefix_cache()
+    assert scheduler.pool.num_free_blocks == scheduler.pool.num_blocks - 1
 
 
 def test_the_last_admitted_gives_way_and_comes_back_first() -> None:
@@ -140,15 +147,15 @@ def test_the_last_admitted_gives_way_and_comes_back_first() -> None:
     requests = [make_request(i, [i] * 5, 34) for i in range(3)]
     for request in requests[:2]:
         scheduler.add(request)
-    while not requests[1].preemptions:
+    while not requests[1].num_preemptions:
         device.step()
-    assert requests[0].preemptions == 0 and not requests[1].blocks
+    assert requests[0].num_preemptions == 0 and not requests[1].block_ids
     scheduler.add(requests[2])
     assert list(scheduler.waiting) == [requests[1], requests[2]]
-    kept = len(requests[1].output_ids)
-    while requests[1].state is State.WAITING:
+    kept = len(requests[1].output_token_ids)
+    while requests[1].state is RequestState.WAITING:
         device.step()
-    assert len(requests[1].output_ids) == kept and requests[1].to_read == 5 + kept - 1
+    assert len(requests[1].output_token_ids) == kept and requests[1].num_prefill_tokens == 5 + kept - 1
 
 
 @pytest.mark.parametrize(("blocks", "most_times"), [(40, 3), (13, 8)])
@@ -160,11 +167,11 @@ def test_blocks_come_some_at_a_time_while_half_are_free(blocks: int, most_times:
     scheduler.add(request)
     times, held = 0, 0
     while device.step() is not None or device.in_flight:
-        if request.state is State.FINISHED:
+        if request.state is RequestState.FINISHED:
             break
-        needed = -(-(request.length + 2) // SIZE)
-        assert needed <= len(request.blocks) + 1 and len(request.blocks) <= min(needed + 1 + BLOCKS_AHEAD, 9)
-        times, held = times + (len(request.blocks) > held), len(request.blocks)
+        needed = -(-(request.num_tokens + 2) // SIZE)
+        assert needed <= len(request.block_ids) + 1 and len(request.block_ids) <= min(needed + 1 + BLOCKS_AHEAD, 9)
+        times, held = times + (len(request.block_ids) > held), len(request.block_ids)
     assert held == 9 and times <= most_times and (blocks > 13 or times > 4)
 
 
@@ -174,10 +181,10 @@ def test_prompts_are_cut_by_who_else_is_there() -> None:
     scheduler.add(make_request(0, [0] * 10, 30))
     scheduler.add(make_request(1, [1] * 10, 30))
     plan = device.step()
-    assert plan is not None and [(c.begin, c.end) for c in plan.chunks] == [(0, 10), (0, 6)]
+    assert plan is not None and [(c.begin, c.end) for c in plan.prefill_chunks] == [(0, 10), (0, 6)]
     plan = device.step()  # the first decodes now, so the second reads in small pieces
-    assert plan is not None and [(c.begin, c.end) for c in plan.chunks] == [(6, 9)]
-    assert [r.id for r in plan.decoding] == [0]
+    assert plan is not None and [(c.begin, c.end) for c in plan.prefill_chunks] == [(6, 9)]
+    assert [r.id for r in plan.decode_requests] == [0]
 
 
 def test_many_that_decode_are_not_held_up_at_every_step() -> None:
@@ -191,7 +198,7 @@ def test_many_that_decode_are_not_held_up_at_every_step() -> None:
     waits = 0
     while scheduler.waiting:
         plan = device.step()
-        assert plan is not None and len(plan.decoding) > MANY // 2
+        assert plan is not None and len(plan.decode_requests) > MANY // 2
         waits += 1
     assert 1 < waits <= PREFILL_EVERY + 1
 
@@ -203,9 +210,9 @@ def test_no_round_for_what_is_surely_full() -> None:
     scheduler.add(request)
     assert device.step() is not None  # the prompt: brings the first token
     plan = device.step()  # a round, launched before that token is back
-    assert plan is not None and plan.decoding == [request]
-    assert request.in_flight == 1 and len(request.output_ids) == 1
-    assert scheduler.plan() is None, "the round in flight brings the second and last"
+    assert plan is not None and plan.decode_requests == [request]
+    assert request.num_in_flight_steps == 1 and len(request.output_token_ids) == 1
+    assert scheduler.schedule() is None, "the round in flight brings the second and last"
 
 
 @pytest.mark.parametrize("state", ["waiting", "reading", "decoding"])
@@ -220,8 +227,8 @@ def test_finishing_in_any_state_gives_back(state: str) -> None:
     scheduler.finish(request)  # twice does no harm
     assert scheduler.idle
     scheduler.check_integrity()
-    scheduler.pool.forget()
-    assert scheduler.pool.available == scheduler.pool.num_blocks - 1
+    scheduler.pool.reset_prefix_cache()
+    assert scheduler.pool.num_free_blocks == scheduler.pool.num_blocks - 1
 
 
 def test_the_start_of_a_prompt_outlives_its_end() -> None:
@@ -231,7 +238,7 @@ def test_the_start_of_a_prompt_outlives_its_end() -> None:
     while not scheduler.idle:
         device.step()
     assert scheduler.pool.allocate(8) is not None  # all blank ones and some of the named
-    assert scheduler.pool.find([7] * 30)[0], "without its first block the rest cannot be found"
+    assert scheduler.pool.find_cached_blocks([7] * 30)[0], "without its first block the rest cannot be found"
 
 
 @pytest.mark.parametrize("drafter", [True, False])
@@ -243,8 +250,8 @@ def test_a_prompt_that_goes_on_with_an_answer_finds_all_of_it(length: int, draft
     scheduler.add(request)
     while not scheduler.idle:
         device.step()
-    found, _ = scheduler.pool.find([*request.tokens, 1, 1])
-    assert len(found) == (request.length - 1) // SIZE
+    found, _ = scheduler.pool.find_cached_blocks([*request.all_token_ids, 1, 1])
+    assert len(found) == (request.num_tokens - 1) // SIZE
 
 
 def test_what_was_found_is_counted_once() -> None:
@@ -255,5 +262,5 @@ def test_what_was_found_is_counted_once() -> None:
     while not scheduler.idle:
         device.step()
     pool = scheduler.pool
-    assert pool.hits % SIZE == 0 and 0 < pool.hits < pool.asked
-    assert scheduler.preemptions or pool.asked == 60
+    assert pool.num_hit_tokens % SIZE == 0 and 0 < pool.num_hit_tokens < pool.num_queried_tokens
+    assert scheduler.num_preemptions or pool.num_queried_tokens == 60

@@ -11,7 +11,7 @@ from support import many
 
 from peagle.config import SamplingParams
 from peagle.engine.detokenizer import Detokenizer
-from peagle.speculative.reference import find_stop
+from peagle.speculative.reference import find_stop_string
 
 # Bytes of one, two, three and four byte characters, whole and in parts, joined with neighbours; some never valid.
 PIECES = [
@@ -48,7 +48,7 @@ def test_text_and_stops_are_those_of_the_whole(tokens: list[int], stop: Sequence
     shown = ""
     for count, token in enumerate(tokens, 1):
         stopped = grown.feed(token)
-        found = find_stop(decode, tokens[:count], params)
+        found = find_stop_string(decode, tokens[:count], params)
         assert (grown.stopped, grown.text) == found if found is not None else not stopped
         assert stopped == (found is not None)
         assert grown.showable.startswith(shown), "what was shown was taken back"

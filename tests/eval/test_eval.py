@@ -368,7 +368,7 @@ class Metered(BaseHTTPRequestHandler):
         with cls.lock:
             out = answer(tuple(body["prompt"]), body["max_tokens"], body["temperature"], body["seed"])
             cls.drafts += out.num_drafts
-            cls.accepted = [a + b for a, b in zip(cls.accepted, out.accepted_per_position, strict=True)]
+            cls.accepted = [a + b for a, b in zip(cls.accepted, out.num_accepted_tokens_per_pos, strict=True)]
             cls.generated += len(out.token_ids)
             if fault == "others":
                 cls.drafts, cls.generated = cls.drafts + 5, cls.generated + 9

@@ -28,9 +28,9 @@ from peagle.kernels.attention.dense import causal_attention
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
 from peagle.speculative import reference
-from peagle.speculative.reference import Draft, distribution, generate
+from peagle.speculative.reference import DraftProposal, compute_probs, generate
 
-Verify = Callable[[Draft, Tensor, torch.Generator], tuple[int, int]]
+Verify = Callable[[DraftProposal, Tensor, torch.Generator], tuple[int, int]]
 Rows = dict[tuple[int, ...], list[float]]  # a distribution after each sequence of tokens
 TOLERATED = 1e-3  # p-value: a right implementation falls below in one seed of a thousand, and seeds are fixed
 CAUGHT = 1e-9
@@ -84,7 +84,7 @@ def test_distribution_is_the_naive_one(logits: list[float], temperature: float, 
     except Borderline:
         reject()
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
-    probs = distribution(torch.tensor([logits]), params)[0]
+    probs = compute_probs(torch.tensor([logits]), params)[0]
     assert probs.dtype == torch.float64
     assert float(probs.sum()) == pytest.approx(1.0, abs=1e-12)
     got = probs.tolist()
@@ -104,44 +104,44 @@ def test_rows_do_not_mix(rows: list[list[float]]) -> None:
         SamplingParams(temperature=1.3, top_k=2, top_p=0.9),
         SamplingParams(temperature=1.0, top_p=0.5),
     ):
-        together = distribution(logits, params)
-        apart = torch.cat([distribution(row[None], params) for row in logits])
+        together = compute_probs(logits, params)
+        apart = torch.cat([compute_probs(row[None], params) for row in logits])
         torch.testing.assert_close(together, apart)
 
 
 @many(300)
 @given(LOGITS)
 def test_greedy_is_all_on_one_best_token(logits: list[float]) -> None:
-    probs = distribution(torch.tensor([logits]), SamplingParams())[0].tolist()
+    probs = compute_probs(torch.tensor([logits]), SamplingParams())[0].tolist()
     assert sorted(probs) == [0.0] * (len(logits) - 1) + [1.0]
     assert logits[probs.index(1.0)] == max(logits)
 
 
 def test_ties() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0, 3.0]])
-    two = distribution(logits, SamplingParams(temperature=1.0, top_k=2))[0]
+    two = compute_probs(logits, SamplingParams(temperature=1.0, top_k=2))[0]
     assert two.tolist() == pytest.approx([0, 1 / 3, 1 / 3, 1 / 3])  # none of equals is preferred
-    half = distribution(torch.zeros(1, 4), SamplingParams(temperature=1.0, top_p=0.5))[0]
+    half = compute_probs(torch.zeros(1, 4), SamplingParams(temperature=1.0, top_p=0.5))[0]
     assert half.tolist() == [0.25] * 4  # nor here
 
 
 @pytest.mark.parametrize("top_k", [4, 5, 1000])
 def test_top_k_beyond_the_vocabulary_is_off(top_k: int) -> None:
     logits = torch.tensor([[0.5, -1.0, 2.0, 0.0]])
-    off = distribution(logits, SamplingParams(temperature=0.8))
-    assert torch.equal(distribution(logits, SamplingParams(temperature=0.8, top_k=top_k)), off)
+    off = compute_probs(logits, SamplingParams(temperature=0.8))
+    assert torch.equal(compute_probs(logits, SamplingParams(temperature=0.8, top_k=top_k)), off)
 
 
 @pytest.mark.parametrize("top_p", [1e-9, 1e-300, 5e-324])
 def test_tiny_top_p_keeps_the_best_token(top_p: float) -> None:
     logits = torch.tensor([[0.5, -1.0, 0.6, 0.0]])
-    probs = distribution(logits, SamplingParams(temperature=1.0, top_p=top_p))
+    probs = compute_probs(logits, SamplingParams(temperature=1.0, top_p=top_p))
     assert probs.tolist() == [[0, 0, 1, 0]]
 
 
 def test_top_k_comes_before_top_p() -> None:
     logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
-    probs = distribution(logits, SamplingParams(temperature=1.0, top_k=2, top_p=0.5))
+    probs = compute_probs(logits, SamplingParams(temperature=1.0, top_k=2, top_p=0.5))
     assert probs[0].tolist() == pytest.approx([1, 0, 0, 0])  # 4/7 of what top-k left is enough
 
 
@@ -151,12 +151,12 @@ def test_top_k_comes_before_top_p() -> None:
 def test_tiny_temperature_is_greedy(temperature: float, scale: float, limits: tuple[int, float]) -> None:
     logits = torch.tensor([[-1.0, 0.5, 2.0, -3.0], [-1.0, -0.5, -2.0, -3.0]]) * scale
     params = SamplingParams(temperature=temperature, top_k=limits[0], top_p=limits[1])
-    assert distribution(logits, params).tolist() == [[0, 0, 1, 0], [0, 1, 0, 0]]
+    assert compute_probs(logits, params).tolist() == [[0, 0, 1, 0], [0, 1, 0, 0]]
 
 
 def test_high_temperature_is_uniform_and_masked_logits_stay_out() -> None:
     logits = torch.tensor([[1.0, -torch.inf, 2.0, 3.0]])
-    probs = distribution(logits, SamplingParams(temperature=100.0))[0]
+    probs = compute_probs(logits, SamplingParams(temperature=100.0))[0]
     assert probs.tolist() == pytest.approx([1 / 3, 0, 1 / 3, 1 / 3], abs=0.01)
     assert probs[1] == 0
 
@@ -164,7 +164,7 @@ def test_high_temperature_is_uniform_and_masked_logits_stay_out() -> None:
 def test_draw_follows_its_weights() -> None:
     rng = torch.Generator().manual_seed(0)
     weights = torch.tensor([0.02, 0.0, 0.13, 0.05], dtype=torch.float64)  # a residual sums to less than 1
-    counts = Counter(reference.draw(weights, rng) for _ in range(10_000))
+    counts = Counter(reference.sample_token(weights, rng) for _ in range(10_000))
     assert counts[1] == 0
     seen = [counts[i] for i in (0, 2, 3)]
     assert chisquare(seen, [10_000 * w / 0.20 for w in (0.02, 0.13, 0.05)]).pvalue > TOLERATED
@@ -189,9 +189,9 @@ def probability(rows: Rows, sequence: Sequence[int], after: int = 0) -> float:
     return math.prod(rows[tuple(sequence[:i])][sequence[i]] for i in range(after, len(sequence)))
 
 
-def draft_of(tokens: Sequence[int], proposed: Rows) -> Draft:
+def draft_of(tokens: Sequence[int], proposed: Rows) -> DraftProposal:
     probs = [proposed[tuple(tokens[:i])] for i in range(len(tokens))]
-    return Draft(list(tokens), torch.tensor(probs, dtype=torch.float64))
+    return DraftProposal(list(tokens), torch.tensor(probs, dtype=torch.float64))
 
 
 def targets_for(tokens: Sequence[int], target: Rows) -> Tensor:
@@ -201,7 +201,7 @@ def targets_for(tokens: Sequence[int], target: Rows) -> Tensor:
 class Decided:
     """`verify` with its uniform numbers given; says what it accepted and what it drew the next token from."""
 
-    def __init__(self, draft: Draft, target_probs: Tensor) -> None:
+    def __init__(self, draft: DraftProposal, target_probs: Tensor) -> None:
         self.draft, self.target_probs = draft, target_probs
 
     def __call__(self, uniforms: Sequence[float]) -> tuple[int, list[float]]:
@@ -214,8 +214,8 @@ class Decided:
             weights.append(probs.tolist())
             return 0
 
-        with mock.patch.object(torch, "rand", rand), mock.patch.object(reference, "draw", draw):
-            accepted, _ = reference.verify(self.draft, self.target_probs, torch.Generator())
+        with mock.patch.object(torch, "rand", rand), mock.patch.object(reference, "sample_token", draw):
+            accepted, _ = reference.verify_draft_tokens(self.draft, self.target_probs, torch.Generator())
         (only,) = weights
         return accepted, [w / sum(only) for w in only]
 
@@ -306,46 +306,46 @@ def test_an_impossible_draft_is_never_kept_and_an_outright_one_always() -> None:
     p = torch.tensor([[0.5, 0.5, 0.0], [0.0, 1.0, 0.0]], dtype=torch.float64)
     q = torch.tensor([[0.2, 0.2, 0.6]], dtype=torch.float64)
     for uniform in (0.0, 0.5, 1 - 2**-53):
-        assert Decided(Draft([2], q), p)([uniform]) == (0, [0.5, 0.5, 0.0])
-        assert Decided(Draft([0], q), p)([uniform]) == (1, [0.0, 1.0, 0.0])
+        assert Decided(DraftProposal([2], q), p)([uniform]) == (0, [0.5, 0.5, 0.0])
+        assert Decided(DraftProposal([0], q), p)([uniform]) == (1, [0.0, 1.0, 0.0])
 
 
 def test_no_draft_is_a_draw_from_the_target() -> None:
     p = torch.tensor([[0.1, 0.9]], dtype=torch.float64)
-    assert Decided(Draft([], p[:0]), p)([]) == (0, pytest.approx([0.1, 0.9]))
+    assert Decided(DraftProposal([], p[:0]), p)([]) == (0, pytest.approx([0.1, 0.9]))
 
 
 # verify, by counting; and wrong versions of it, which must be noticed
 
 
-def accepts_always(draft: Draft, target_probs: Tensor, rng: torch.Generator) -> tuple[int, int]:
-    return len(draft.tokens), reference.draw(target_probs[-1], rng)
+def accepts_always(draft: DraftProposal, target_probs: Tensor, rng: torch.Generator) -> tuple[int, int]:
+    return len(draft.tokens), reference.sample_token(target_probs[-1], rng)
 
 
-def accepts_never(draft: Draft, target_probs: Tensor, rng: torch.Generator) -> tuple[int, int]:
+def accepts_never(draft: DraftProposal, target_probs: Tensor, rng: torch.Generator) -> tuple[int, int]:
     """Right only if it would draw from the target; it draws from what the drafter left."""
-    return 0, reference.draw((target_probs[0] - draft.probs_KV[0]).clamp(min=0), rng)
+    return 0, reference.sample_token((target_probs[0] - draft.probs_KV[0]).clamp(min=0), rng)
 
 
-def forgets_to_subtract(draft: Draft, target_probs: Tensor, rng: torch.Generator) -> tuple[int, int]:
+def forgets_to_subtract(draft: DraftProposal, target_probs: Tensor, rng: torch.Generator) -> tuple[int, int]:
     for i, x in enumerate(draft.tokens):
         p, q = target_probs[i], draft.probs_KV[i]
         if float(torch.rand((), generator=rng)) * q[x] >= p[x]:
-            return i, reference.draw(p, rng)
-    return len(draft.tokens), reference.draw(target_probs[len(draft.tokens)], rng)
+            return i, reference.sample_token(p, rng)
+    return len(draft.tokens), reference.sample_token(target_probs[len(draft.tokens)], rng)
 
 
-def looks_one_row_late(draft: Draft, target_probs: Tensor, rng: torch.Generator) -> tuple[int, int]:
-    accepted, _ = reference.verify(draft, target_probs, rng)
-    return accepted, reference.draw(target_probs[min(accepted + 1, len(draft.tokens))], rng)
+def looks_one_row_late(draft: DraftProposal, target_probs: Tensor, rng: torch.Generator) -> tuple[int, int]:
+    accepted, _ = reference.verify_draft_tokens(draft, target_probs, rng)
+    return accepted, reference.sample_token(target_probs[min(accepted + 1, len(draft.tokens))], rng)
 
 
-def keeps_by_the_targets_chance(draft: Draft, target_probs: Tensor, rng: torch.Generator) -> tuple[int, int]:
+def keeps_by_the_targets_chance(draft: DraftProposal, target_probs: Tensor, rng: torch.Generator) -> tuple[int, int]:
     """Right for one-hot drafts, wrong for drawn ones."""
     for i, x in enumerate(draft.tokens):
         if float(torch.rand((), generator=rng)) >= target_probs[i, x]:
-            return i, reference.draw((target_probs[i] - draft.probs_KV[i]).clamp(min=0), rng)
-    return len(draft.tokens), reference.draw(target_probs[len(draft.tokens)], rng)
+            return i, reference.sample_token((target_probs[i] - draft.probs_KV[i]).clamp(min=0), rng)
+    return len(draft.tokens), reference.sample_token(target_probs[len(draft.tokens)], rng)
 
 
 def fit(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float]) -> float:
@@ -373,7 +373,7 @@ class Scene:
     def fit(self, verify: Verify, count: int, seed: int) -> float:
         """Of the first two tokens put out, over many rounds."""
         rng = torch.Generator().manual_seed(seed)
-        made: dict[tuple[int, ...], tuple[Draft, Tensor]] = {}
+        made: dict[tuple[int, ...], tuple[DraftProposal, Tensor]] = {}
         choose = random.Random(seed)
         counts: Counter[tuple[int, ...]] = Counter()
         for _ in range(count):
@@ -419,7 +419,7 @@ SCENES = ("good", "bad", "one-hot", "wrong one-hot", "disjoint")
 
 @pytest.mark.parametrize("name", SCENES)
 def test_many_rounds_have_the_targets_distribution(name: str) -> None:
-    assert scene(name).fit(reference.verify, 12_000, seed=1) > TOLERATED
+    assert scene(name).fit(reference.verify_draft_tokens, 12_000, seed=1) > TOLERATED
 
 
 @pytest.mark.parametrize(
@@ -523,17 +523,19 @@ def generated(
     runs: int,
     options: dict[str, Any],
     k: int = 2,
-    sample_drafts: bool = True,
+    sample_draft_tokens: bool = True,
 ) -> tuple[Counter[tuple[int, ...]], float]:
     """How often each text came out, and the share of drafts that were accepted."""
     counts: Counter[tuple[int, ...]] = Counter()
     accepted = drafts = 0
     for seed in range(runs):
         params = SamplingParams(max_tokens=LENGTH, seed=seed, **options)
-        run = generate(target, PROMPT, params, drafter=drafter, draft_tokens=k, sample_drafts=sample_drafts)
+        run = generate(
+            target, PROMPT, params, drafter=drafter, num_speculative_tokens=k, sample_draft_tokens=sample_draft_tokens
+        )
         counts[tuple(run.token_ids)] += 1
-        accepted += sum(r.accepted for r in run.rounds)
-        drafts += sum(len(r.drafts) for r in run.rounds)
+        accepted += sum(r.accepted for r in run.steps)
+        drafts += sum(len(r.drafts) for r in run.steps)
     return counts, accepted / max(drafts, 1)
 
 
@@ -542,7 +544,7 @@ SHAPED: dict[str, Any] = {"temperature": 0.7, "top_k": 3, "top_p": 0.8}
 
 
 @pytest.mark.parametrize(
-    ("kind", "sample_drafts", "options"),
+    ("kind", "sample_draft_tokens", "options"),
     [
         ("none", False, SHAPED),
         ("p-eagle", True, PLAIN),
@@ -555,10 +557,10 @@ SHAPED: dict[str, Any] = {"temperature": 0.7, "top_k": 3, "top_p": 0.8}
     ],
 )
 def test_generations_have_the_targets_distribution(
-    target: Decoder, kind: str, sample_drafts: bool, options: dict[str, Any]
+    target: Decoder, kind: str, sample_draft_tokens: bool, options: dict[str, Any]
 ) -> None:
     drafter = None if kind == "none" else make_drafter(target, kind)
-    counts, share = generated(target, drafter, 1500, options, sample_drafts=sample_drafts)
+    counts, share = generated(target, drafter, 1500, options, sample_draft_tokens=sample_draft_tokens)
     expected = own_joint(target, options["temperature"], options.get("top_k", 0), options.get("top_p", 1.0))
     assert len(expected) >= 8
     assert fit(counts, expected) > TOLERATED
@@ -566,12 +568,14 @@ def test_generations_have_the_targets_distribution(
 
 
 @pytest.mark.parametrize(
-    ("wrong", "sample_drafts"),
+    ("wrong", "sample_draft_tokens"),
     [(accepts_always, False), (accepts_always, True), (forgets_to_subtract, False)],
 )
-def test_wrong_generations_are_noticed(target: Decoder, wrong: Verify, sample_drafts: bool) -> None:
-    with mock.patch.object(reference, "verify", wrong):
-        counts, _ = generated(target, make_drafter(target, "p-eagle"), 900, PLAIN, sample_drafts=sample_drafts)
+def test_wrong_generations_are_noticed(target: Decoder, wrong: Verify, sample_draft_tokens: bool) -> None:
+    with mock.patch.object(reference, "verify_draft_tokens", wrong):
+        counts, _ = generated(
+            target, make_drafter(target, "p-eagle"), 900, PLAIN, sample_draft_tokens=sample_draft_tokens
+        )
     assert fit(counts, own_joint(target, 0.7, 0, 1.0)) < CAUGHT
 
 
@@ -585,7 +589,7 @@ def texts(target: Decoder, drafter: Drafter | None, seeds: Sequence[int | None],
             PROMPT,
             SamplingParams(max_tokens=40, temperature=1.0, seed=seed),
             drafter=drafter,
-            draft_tokens=3,
+            num_speculative_tokens=3,
             **options,
         )
         for seed in seeds
@@ -593,13 +597,13 @@ def texts(target: Decoder, drafter: Drafter | None, seeds: Sequence[int | None],
     return [tuple(run.token_ids) for run in runs]
 
 
-@pytest.mark.parametrize("sample_drafts", [False, True])
+@pytest.mark.parametrize("sample_draft_tokens", [False, True])
 @pytest.mark.parametrize("kind", ["none", "p-eagle", "eagle3"])
-def test_a_seed_decides_the_text(target: Decoder, kind: str, sample_drafts: bool) -> None:
+def test_a_seed_decides_the_text(target: Decoder, kind: str, sample_draft_tokens: bool) -> None:
     drafter = None if kind == "none" else make_drafter(target, kind)
-    first = texts(target, drafter, range(6), sample_drafts=sample_drafts)
+    first = texts(target, drafter, range(6), sample_draft_tokens=sample_draft_tokens)
     torch.rand(7)  # numbers drawn elsewhere are none of its business
-    assert texts(target, drafter, range(6), sample_drafts=sample_drafts) == first
+    assert texts(target, drafter, range(6), sample_draft_tokens=sample_draft_tokens) == first
     assert len(set(first)) == 6
     assert texts(target, drafter, [2**63 - 1]) == texts(target, drafter, [2**63 - 1])
 
@@ -616,7 +620,7 @@ def test_without_a_seed_every_text_is_another(target: Decoder, kind: str) -> Non
 def test_sampling_leaves_torchs_own_numbers_alone(target: Decoder) -> None:
     drafter = make_drafter(target, "p-eagle")
     before = torch.get_rng_state()
-    texts(target, drafter, [1, None], sample_drafts=True)
+    texts(target, drafter, [1, None], sample_draft_tokens=True)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -625,7 +629,14 @@ def test_greedy_text_does_not_depend_on_the_seed(target: Decoder, kind: str) -> 
     drafter = make_drafter(target, kind)
     plain = generate(target, PROMPT, SamplingParams(max_tokens=20)).token_ids
     for seed in (0, 1, None):
-        for sample_drafts in (False, True):
+        for sample_draft_tokens in (False, True):
             params = SamplingParams(max_tokens=20, seed=seed)
-            run = generate(target, PROMPT, params, drafter=drafter, draft_tokens=3, sample_drafts=sample_drafts)
+            run = generate(
+                target,
+                PROMPT,
+                params,
+                drafter=drafter,
+                num_speculative_tokens=3,
+                sample_draft_tokens=sample_draft_tokens,
+            )
             assert run.token_ids == plain

@@ -20,7 +20,7 @@ from support import many, threads
 from torch import Tensor
 from torch.nn import functional as F
 
-from peagle.engine.model_runner import Cache, PagedAttend
+from peagle.engine.model_runner import KVCache, PagedAttention
 from peagle.kernels.attention.paged import Pages
 from peagle.kernels.gemm import linear_cpu as kernels
 from peagle.kernels.gemm import skinny_cpu
@@ -132,10 +132,10 @@ def test_a_pass_of_many_rows_is_as_many_passes_of_one_bit_for_bit(monkeypatch):
     blocks = torch.arange(1, 9, dtype=torch.int32)[None]
 
     def read(steps: list[int]) -> Tensor:
-        cache, found, at = Cache.make(target.cfg.num_layers, 9, layer.num_kv_heads, layer.head_dim, own[0]), [], 0
+        cache, found, at = KVCache.make(target.cfg.num_layers, 9, layer.num_kv_heads, layer.head_dim, own[0]), [], 0
         for rows in steps:
             pages = Pages(blocks, torch.tensor([at]).int(), torch.tensor([rows]).int(), rows)
-            attend = PagedAttend(cache, pages)
+            attend = PagedAttention(cache, pages)
             assert attend.one is not None and attend.one.turns
             hidden, _ = FlatDecoder(target)(tokens[at : at + rows], torch.arange(at, at + rows), attend)
             found.append(target.logits(hidden))

@@ -38,7 +38,7 @@ from peagle.kernels.step import draft_inputs as draft_module
 from peagle.kernels.step.draft_inputs import DraftInputs, commit_state, draft_inputs
 from peagle.kernels.step.slot_updates import SlotChanges, change_torch, change_triton
 from peagle.kernels.step.verify_inputs import SlotState, round_inputs, round_inputs_torch, round_inputs_triton
-from peagle.speculative.reference import distribution
+from peagle.speculative.reference import compute_probs
 
 if sampling.triton is not None:
     from triton import language as tl
@@ -224,7 +224,7 @@ SHAPES = {
 def test_draws_have_the_shaped_distribution(params: SamplingParams, across: str) -> None:
     draws = 4000
     logits = torch.randn(12, generator=rng(3)) * 1.5
-    probs = distribution(logits[None], params)[0]
+    probs = compute_probs(logits[None], params)[0]
     seeds, positions = torch.arange(draws), torch.full((draws,), 7)
     if across == "positions":
         seeds, positions = positions, seeds
@@ -241,7 +241,7 @@ def test_draws_over_a_large_vocabulary_have_its_distribution() -> None:
     logits = torch.randn(vocab, generator=rng(4)) * 2
     params = SamplingParams(temperature=1.0)
     counts = torch.zeros(20)
-    probs = distribution(logits[None], params)[0]
+    probs = compute_probs(logits[None], params)[0]
     order = torch.randperm(vocab, generator=rng(5))
     bins = torch.empty(vocab, dtype=torch.long)
     bins[order] = (probs[order].cumsum(0) * 20).long().clamp(max=19)

@@ -161,8 +161,8 @@ def test_greedy_text(name: str, tmp_path: Path) -> None:
         made = generate(target.model, prompt, params, frozenset(), drafter, K, 128)
         got = drafted[i].outputs[0]
         assert made.token_ids == text and got.token_ids == text
-        assert got.accepted_per_position == made.accepted_per_position
-        accepted += sum(made.accepted_per_position)
+        assert got.num_accepted_tokens_per_pos == made.num_accepted_tokens_per_pos
+        accepted += sum(made.num_accepted_tokens_per_pos)
     assert accepted > 0, "a drafter that is never right shows nothing"
 
 

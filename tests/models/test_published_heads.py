@@ -40,7 +40,7 @@ from peagle.config import SamplingParams
 from peagle.engine.llm import LLM
 from peagle.kernels.attention.dense import causal_attention
 from peagle.models.decoder import Decoder
-from peagle.speculative.reference import propose
+from peagle.speculative.reference import propose_draft_tokens
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPT = list(b"The quick brown fox")
@@ -120,7 +120,7 @@ def test_a_head_drafts_what_its_tensors_say(
             torch.tensor(PROMPT[:-1]), torch.arange(len(PROMPT) - 1), causal_attention, drafter.cfg.aux_layer_ids
         )
         assert aux_hidden_states is not None
-        draft = propose(drafter, PROMPT, aux_hidden_states, head.draft_tokens, None, torch.Generator())
+        draft = propose_draft_tokens(drafter, PROMPT, aux_hidden_states, head.draft_tokens, None, torch.Generator())
     wanted = expected_drafts(head, aux_hidden_states, PROMPT, head.draft_tokens)
     assert draft.tokens == wanted and len(set(wanted)) > 1
 

@@ -54,5 +54,5 @@ def test_same_tokens_and_counts(name: str) -> None:
         outputs = [o.outputs[0] for o in ours.generate(parity.PROMPTS, params)]
         assert [o.token_ids for o in outputs] == want.tokens
         assert sum(o.num_drafts for o in outputs) == want.drafts
-        assert [sum(c) for c in zip(*(o.accepted_per_position for o in outputs), strict=True)] == want.accepted
+        assert [sum(c) for c in zip(*(o.num_accepted_tokens_per_pos for o in outputs), strict=True)] == want.accepted
     assert 0 < theirs.accepted[0] < theirs.drafts, "an untrained drafter would prove nothing"

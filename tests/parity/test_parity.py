@@ -84,14 +84,14 @@ def counts_of(runs: list[Generation], k: int) -> Counts:
     return Counts(
         tokens=[r.token_ids for r in runs],
         drafts=sum(r.num_drafts for r in runs),
-        accepted=[sum(r.accepted_per_position[i] for r in runs) for i in range(k)],
+        accepted=[sum(r.num_accepted_tokens_per_pos[i] for r in runs) for i in range(k)],
     )
 
 
 def run_reference(name: str, prompts: list[list[int]], k: int, params: SamplingParams) -> Counts:
     target, drafter = load_pair(name)
     eos = frozenset({EOS_ID})
-    return counts_of([generate(target, p, params, eos, drafter, k, max_length=MAX_LENGTH) for p in prompts], k)
+    return counts_of([generate(target, p, params, eos, drafter, k, max_model_len=MAX_LENGTH) for p in prompts], k)
 
 
 def speculative_config(folder: Path, k: int, parallel: bool) -> dict[str, Any]:
@@ -164,6 +164,6 @@ def test_smollm2_with_the_shipped_drafters(name: str, k: int) -> None:
     target = load_target(folder)
     drafter = load_drafter(drafter_at, target.model)
     params = SamplingParams(max_tokens=24)
-    ours = [generate(target.model, p, params, target.eos_ids, drafter, k, max_length=512) for p in prompts]
+    ours = [generate(target.model, p, params, target.eos_ids, drafter, k, max_model_len=512) for p in prompts]
     assert theirs == counts_of(ours, k)
     assert sum(theirs.accepted) > 0

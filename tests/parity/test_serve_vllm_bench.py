@@ -87,9 +87,9 @@ def test_its_numbers_are_the_engines(url: str, folder: Path, texts: list[str], t
     assert got["total_input_tokens"] == sum(len(text) for text in texts)
 
     drafts = sum(answer.num_drafts for answer in want)
-    held = [sum(column) for column in zip(*(answer.accepted_per_position for answer in want), strict=True)]
+    held = [sum(column) for column in zip(*(answer.num_accepted_tokens_per_pos for answer in want), strict=True)]
     assert (got["spec_decode_num_drafts"], got["spec_decode_accepted_tokens"]) == (drafts, sum(held))
-    assert got["spec_decode_draft_tokens"] == llm.drafted_tokens
+    assert got["spec_decode_draft_tokens"] == llm.num_draft_tokens
     assert got["spec_decode_acceptance_length"] == pytest.approx(1 + sum(held) / drafts)
     assert got["spec_decode_per_position_acceptance_rates"] == pytest.approx([n / drafts for n in held])
 
@@ -146,7 +146,7 @@ def test_types_labels_and_buckets_are_vllms(folder: Path) -> None:
     args = EngineArgs(model=str(folder), speculative_config={**drafter, "num_speculative_tokens": K})
     PrometheusStatLogger(args.create_engine_config())
     theirs = shapes(prometheus_client.generate_latest().decode())
-    ours = shapes(Metrics("small").render(EngineStats(accepted_per_position=(0,) * K))[0].decode())
+    ours = shapes(Metrics("small").render(EngineStats(num_accepted_tokens_per_pos=(0,) * K))[0].decode())
     assert ours.keys() <= theirs.keys(), ours.keys() - theirs.keys()
     for name, (kind, labels, bounds) in ours.items():
         their_kind, their_labels, their_bounds = theirs[name]

@@ -26,7 +26,7 @@ from peagle.errors import UserError
 from peagle.planning.tuning import Subject, kept, sweep, untimed, wanted
 from peagle.results.schema import AcceptanceRow, Results, TuneRow, read_results, write_results
 from peagle.results.stamp import Stamp
-from peagle.speculative.adaptive_k import CostTable
+from peagle.speculative.adaptive_k import StepCostTable
 
 TARGET = str(target_folder())
 RATES = (0.8, 0.6, 0.5)
@@ -65,7 +65,7 @@ def test_rows_table_and_vllm_agree(tune: Any, tmp_path: Path) -> None:
     assert [(r.batch, r.k) for r in rows] == [(b, k) for b in (1, 3) for k in CHOICES]
     # the rates are gone on with at the last step: 0.5 / 0.6 of the one before
     known = [*RATES, *(0.5 * (0.5 / 0.6) ** i for i in range(1, 5))]
-    table = CostTable.load(out)
+    table = StepCostTable.load(out)
     for row in rows:
         speed = row.batch * (1 + sum(known[: row.k])) / (row.round_ms / 1e3)
         assert row.expected_tokens_per_second == pytest.approx(speed)
@@ -84,7 +84,7 @@ def test_rows_table_and_vllm_agree(tune: Any, tmp_path: Path) -> None:
         }
         assert config == (wanted_config if best.k else None)
     llm = LLM(TARGET, drafter_folder("p-eagle-1"), "auto", device="cpu", cost_table=out, max_model_len=96, threads=1)
-    assert llm.draft_count.table.seconds == table.seconds
+    assert llm.adaptive_k.table.seconds == table.seconds
 
 
 def test_the_recommendation_follows_the_load(tune: Any, tmp_path: Path) -> None:
@@ -92,10 +92,10 @@ def test_the_recommendation_follows_the_load(tune: Any, tmp_path: Path) -> None:
     out = tmp_path / "costs.json"
     subject = {"target": TARGET, "drafter": str(drafter_folder("eagle3-1")), "device": "cpu", "dtype": "float32"}
     costs = {(1, k): 1e-3 for k in (0, 1, 2, 3)} | {(3, k): 1e-3 * (1 + k) for k in (0, 1, 2, 3)}
-    CostTable(costs).save(out, **subject, context=0)
+    StepCostTable(costs).save(out, **subject, context=0)
     status, text, told = tune("eagle3-1", "--rates", "0.9,0.8,0.7", "--out", str(out), "--concurrency", "1,3")
     assert status == 0 and "8 of 8 rounds are in" in told
-    assert CostTable.load(out).seconds == pytest.approx(costs)
+    assert StepCostTable.load(out).seconds == pytest.approx(costs)
     assert "Most tokens a second: K=3 up to 1 request at once, then no drafts up to 3 requests at once." in text
     line = next(line for line in text.splitlines() if line.startswith("  1 at once: --speculative-config "))
     config = json.loads(shlex.split(line)[-1])
@@ -112,10 +112,10 @@ def test_it_goes_on_where_it_stopped(tune: Any, tmp_path: Path) -> None:
     out.write_text(json.dumps({**whole, "rounds": old, "finished": False}))
     status, _, told = tune("p-eagle-1", "--out", str(out))
     assert status == 0 and "2 of 12 rounds are in" in told
-    seconds = CostTable.load(out).seconds
+    seconds = StepCostTable.load(out).seconds
     assert len(seconds) == 12 and [key for key, s in seconds.items() if s == 12.345] == [(1, 0), (3, 7)]
     assert tune("p-eagle-1", "--out", str(out), "--again")[0] == 0
-    assert max(CostTable.load(out).seconds.values()) < 12
+    assert max(StepCostTable.load(out).seconds.values()) < 12
     status, _, told = tune("p-eagle-1", "--out", str(out), "--context", "16")
     assert status == 2 and "is a table for context 0, not 16; name another file, or --again" in told
     status, _, told = tune("p-eagle-4", "--out", str(out))
@@ -139,19 +139,19 @@ def test_ctrl_c_keeps_the_batches_that_are_done(tmp_path: Path) -> None:
     text, told = run.communicate(timeout=60)
     assert run.returncode == 130 and "Traceback" not in told
     assert "stopped with 6 rounds to go; the same command goes on" in told and "best K" in text
-    assert sorted(CostTable.load(out).seconds) == [(1, k) for k in CHOICES]
+    assert sorted(StepCostTable.load(out).seconds) == [(1, k) for k in CHOICES]
     assert json.loads(out.read_text())["finished"] is False and read_results(results).finished is False
 
 
 SLOW = """
 import sys, time
-from peagle.engine.model_runner import Runner
-fast = Runner.round
+from peagle.engine.model_runner import ModelRunner
+fast = ModelRunner.round
 def slow(self, slots, k):
     if len(slots) > 1:
         time.sleep(60)
     return fast(self, slots, k)
-Runner.round = slow
+ModelRunner.round = slow
 sys.argv[0] = "peagle"
 from peagle.cli import main
 main()
@@ -163,7 +163,7 @@ def test_rounds_have_the_context_behind_them() -> None:
     settings = TuneSettings(max_num_seqs=3, max_model_len=96, context=40, repeats=2, batches=(1, 3))
     llm = untimed(TARGET, str(drafter_folder("p-eagle-1")), settings, "cpu", "float32")
     assert wanted(llm, settings) == [(b, k) for b in (1, 3) for k in CHOICES]
-    runner, seen = llm.runner, []
+    runner, seen = llm.model_runner, []
     original = runner.round
 
     def watched(slots_B: torch.Tensor, k: int) -> torch.Tensor:
@@ -173,9 +173,9 @@ def test_rounds_have_the_context_behind_them() -> None:
         seen.append((slots_B.tolist(), k, runner.state.start_S[slots_B].tolist()))
         return original(slots_B, k)
 
-    table = CostTable({(3, 7): 1.0})
+    table = StepCostTable({(3, 7): 1.0})
     batches: list[int] = []
-    with mock.patch.object(runner, "round", watched):
+    with mock.patch.object(runner, "decode_step", watched):
         sweep(runner, wanted(llm, settings), table, settings, done=batches.append)
     turns = [(list(range(b)), k, [40] * b) for b in (1, 3) for _ in range(3) for k in CHOICES if (b, k) != (3, 7)]
     assert seen == turns and batches == [1, 3]
@@ -193,7 +193,7 @@ def test_rounds_have_the_context_behind_them() -> None:
         threads=1,
     )
     with pytest.raises(UserError, match=r"--context 80: the cache has no room for 3 requests of it; at most \d+"):
-        sweep(tight.runner, [(3, 1)], CostTable(), TuneSettings(max_num_seqs=3, max_model_len=96, context=80))
+        sweep(tight.model_runner, [(3, 1)], StepCostTable(), TuneSettings(max_num_seqs=3, max_model_len=96, context=80))
 
 
 def test_wrong_input_is_told_before_anything_is_loaded(tune: Any, tmp_path: Path) -> None:
@@ -221,6 +221,6 @@ def test_wrong_input_is_told_before_anything_is_loaded(tune: Any, tmp_path: Path
 def test_a_table_of_something_else_is_refused(tmp_path: Path) -> None:
     path, subject = tmp_path / "costs.json", Subject("t", "d", "cpu", "float32", 0)
     assert not kept(path, subject)
-    CostTable({(1, 0): 1.0}).save(path)  # of the time before tables said what they are of
+    StepCostTable({(1, 0): 1.0}).save(path)  # of the time before tables said what they are of
     with pytest.raises(UserError, match="is a table for target None, not t"):
         kept(path, subject)

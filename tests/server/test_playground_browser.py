@@ -22,7 +22,7 @@ from serving_support import MODEL, PROMPT, K, Served
 from test_report_browser import READ_TEXTS
 
 from peagle.config import SamplingParams
-from peagle.display import TokenText
+from peagle.display import TokenTextSplitter
 from peagle.engine.llm import LLM
 from peagle.engine.request import CompletionOutput
 from scripts.browser import Tab, browser
@@ -85,8 +85,8 @@ class Talk:
         return self.llm.chat(list(messages), params)[0].outputs[0]
 
     def shades(self, out: CompletionOutput) -> list[tuple[str, bool]]:
-        parts = TokenText(lambda ids: self.llm.tokenizer.decode(ids, skip_special_tokens=True))
-        return letters(parts.feed(out.token_ids, out.drafted, final=True))
+        parts = TokenTextSplitter(lambda ids: self.llm.tokenizer.decode(ids, skip_special_tokens=True))
+        return letters(parts.feed(out.token_ids, out.is_draft_token, final=True))
 
 
 @pytest.fixture(scope="module")
@@ -167,9 +167,9 @@ def test_the_policy_names_the_script_and_the_style() -> None:
 def test_a_conversation_with_smollm2(tab: Tab, talk: Talk, smol: Served) -> None:
     visit(tab, smol)
     ask(tab, FIRST)
-    assert letters(tab.evaluate(SHADES)[0]) == talk.shades(talk.first) and any(talk.first.drafted)
+    assert letters(tab.evaluate(SHADES)[0]) == talk.shades(talk.first) and any(talk.first.is_draft_token)
     assert tab.evaluate(DRAFTED_LOOKS) == ["underline", "none", True]
-    saved = len(talk.first.token_ids) - 1 - talk.first.rounds
+    saved = len(talk.first.token_ids) - 1 - talk.first.num_decode_steps
     assert texts_of(tab, "#length, #saved") == [f"{talk.first.acceptance_length:.2f}", str(saved)]
     assert float(texts_of(tab, "#speed")[0]) > 0
     assert talk.first.text in texts_of(tab, "p[role=status]")[0], "read out to those who do not see it"
@@ -186,7 +186,7 @@ def test_a_conversation_with_smollm2(tab: Tab, talk: Talk, smol: Served) -> None
     rates = []
     for i in range(K):
         could = [talk.first, talk.second] if i < 2 else [talk.first]
-        share = sum(out.accepted_per_position[i] for out in could) / sum(out.num_drafts for out in could)
+        share = sum(out.num_accepted_tokens_per_pos[i] for out in could) / sum(out.num_drafts for out in could)
         rates.append(f"position {i + 1}: {int(100 * share + 0.5)}%")
     chart = f"Drafts accepted in this conversation. {', '.join(rates)}."
     expect(tab.page.get_by_role("img", name=chart, exact=True)).to_be_visible()

@@ -93,7 +93,7 @@ def test_completions_are_the_engines(served: Served, alone: LLM, asked: dict[str
             assert [t for c in mine if "peagle" in c for t in c["peagle"]["token_ids"]] == output.token_ids
             flags = [d for c in mine if "peagle" in c for d in c["peagle"]["drafted"]]
             if asked.get("peagle") is None:
-                assert flags == choice["peagle"]["drafted"] == output.drafted
+                assert flags == choice["peagle"]["drafted"] == output.is_draft_token
             assert [c["finish_reason"] for c in mine][-1] == output.finish_reason
             assert all(c["finish_reason"] is None for c in mine[:-1])
         tokens = sum(len(o.token_ids) for o in wanted)
@@ -102,13 +102,13 @@ def test_completions_are_the_engines(served: Served, alone: LLM, asked: dict[str
         assert chunks[-1]["choices"] == [] and all(chunk["usage"] is None for chunk in chunks[:-1])
         told = whole["peagle"]
         if asked.get("peagle") is None:
-            assert told["rounds"] == sum(o.rounds for o in wanted)
-            assert told["accepted_per_position"] == [
-                sum(c) for c in zip(*(o.accepted_per_position for o in wanted), strict=True)
+            assert told["rounds"] == sum(o.num_decode_steps for o in wanted)
+            assert told["num_accepted_tokens_per_pos"] == [
+                sum(c) for c in zip(*(o.num_accepted_tokens_per_pos for o in wanted), strict=True)
             ]
         else:
             most = asked["peagle"].get("draft_tokens", 0)
-            assert told["k"] == most and not any(told["accepted_per_position"][most:])
+            assert told["k"] == most and not any(told["num_accepted_tokens_per_pos"][most:])
             assert (told["drafts"] > 0) == (most > 0)
 
 
@@ -126,7 +126,7 @@ def test_a_text_stays_what_it_is_beside_others_who_draft_less(served: Served, al
     with ThreadPoolExecutor(4) as pool:
         for k, said in zip((0, 2, None, 0), pool.map(ask, (0, 2, None, 0)), strict=True):
             assert said["choices"][0]["peagle"]["token_ids"] == wanted.token_ids
-            held = said["peagle"]["accepted_per_position"]
+            held = said["peagle"]["num_accepted_tokens_per_pos"]
             assert k is None or not any(held[k:])
             assert (said["peagle"]["drafts"] == 0) == (k == 0)
 

@@ -327,11 +327,13 @@ class Poison:
     """Breaks the runner in the middle of a round that has this prompt in it."""
 
     def __init__(self, llm: LLM, prompt: str, times: int = 1) -> None:
-        self.launch, self.ids, self.times = llm.runner.launch, list(prompt.encode()), times
-        llm.runner.launch = self  # type: ignore[method-assign, assignment]
+        self.launch, self.ids, self.times = llm.model_runner.launch, list(prompt.encode()), times
+        llm.model_runner.launch = self  # type: ignore[method-assign, assignment]
 
     def __call__(self, plan: Any, moved: Any) -> Any:
-        if self.times and any(r.prompt_ids == self.ids and len(r.output_ids) > 5 for r in plan.decoding):
+        if self.times and any(
+            r.prompt_token_ids == self.ids and len(r.output_token_ids) > 5 for r in plan.decode_requests
+        ):
             self.times -= 1
             raise RuntimeError("a kernel went astray")
         return self.launch(plan, moved)

@@ -63,7 +63,7 @@ STATS = EngineStats(
     drafts=20,
     draft_tokens=60,
     accepted_tokens=30,
-    accepted_per_position=(16, 10, 4),
+    num_accepted_tokens_per_pos=(16, 10, 4),
     preemptions=1,
     prefix_hits=32,
     prefix_queries=100,
@@ -122,7 +122,7 @@ def test_the_engines_counts_come_through_and_speculation_only_where_there_is_a_d
     assert {name: found[name] for name in want} == want
     assert scrape(metrics, replace(STATS, running=4, rounds=26))["peagle:engine_rounds_total"] == 26
     # vllm bench serve takes one of these series as a sign of speculation
-    plain = scrape(metrics, replace(STATS, accepted_per_position=()))
+    plain = scrape(metrics, replace(STATS, num_accepted_tokens_per_pos=()))
     assert not [name for name in plain.labels if "spec_decode" in name]
 
 

@@ -33,7 +33,7 @@ from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
 from peagle.models.layers import Attend
 from peagle.speculative import reference
-from peagle.speculative.reference import Draft, Generation
+from peagle.speculative.reference import DraftProposal, Generation
 
 CONTEXT = 32  # of the random targets
 TARGETS, DRAFTERS_EACH, PROMPTS_EACH = 12, 6, 20
@@ -192,14 +192,14 @@ class Case:
     start: Start
     k: int
     max_tokens: int
-    max_length: int | None
+    max_model_len: int | None
     eos_ids: frozenset[int]
     stop_token_ids: tuple[int, ...]
     ignore_eos: bool
 
     @property
     def longest(self) -> int:
-        return min(self.max_length or 10**9, self.start.target.cfg.max_positions)
+        return min(self.max_model_len or 10**9, self.start.target.cfg.max_positions)
 
     @property
     def params(self) -> SamplingParams:
@@ -226,15 +226,15 @@ class Case:
             self.eos_ids,
             drafter,
             self.k,
-            self.max_length,
+            self.max_model_len,
             **options,
         )
 
 
 def a_case(
-    start: Start, k: int, max_tokens: int = 16, max_length: int | None = None, stops: tuple[int, ...] = ()
+    start: Start, k: int, max_tokens: int = 16, max_model_len: int | None = None, stops: tuple[int, ...] = ()
 ) -> Case:
-    return Case(start, k, max_tokens, max_length, frozenset(), stops, False)
+    return Case(start, k, max_tokens, max_model_len, frozenset(), stops, False)
 
 
 @st.composite
@@ -249,7 +249,7 @@ def cases(draw: Callable[..., Any], starts: st.SearchStrategy[Start], most_token
         start=start,
         k=draw(st.integers(1, 8)),
         max_tokens=draw(st.integers(1, most_tokens)),
-        max_length=draw(lengths),
+        max_model_len=draw(lengths),
         eos_ids=frozenset(draw(said) if "eos" in ends else ()),
         stop_token_ids=tuple(draw(said) if "stop" in ends else ()),
         ignore_eos=draw(st.booleans()),
@@ -273,7 +273,7 @@ def check(case: Case, run: Generation) -> None:
 
     known = 1  # tokens of the answer; the first came from the prompt's own pass
     flags = [False]
-    for r in run.rounds:
+    for r in run.steps:
         room = case.longest - (len(prompt) + known) - 1
         assert room >= 0
         assert len(r.drafts) == min(case.k, room)
@@ -283,24 +283,24 @@ def check(case: Case, run: Generation) -> None:
         assert 1 <= len(r.emitted) <= r.accepted + 1
         assert r.emitted == right[: len(r.emitted)]
         if len(r.emitted) <= r.accepted:  # the target's own token was cut off
-            assert r is run.rounds[-1]
+            assert r is run.steps[-1]
             assert reason == "stop" or len(text) == case.max_tokens
         known += len(r.emitted)
         flags += [i < holds for i in range(len(r.emitted))]
     assert known == len(text)
-    assert run.drafted == flags
+    assert run.is_draft_token == flags
     check_totals(case, run)
 
 
 def check_totals(case: Case, run: Generation) -> None:
-    assert run.draft_tokens == case.k
-    assert sum(len(r.emitted) for r in run.rounds) + 1 == len(run.token_ids) == len(run.drafted)
-    assert all(r.accepted <= len(r.drafts) <= case.k for r in run.rounds)
-    per_position = Counter(i for r in run.rounds for i in range(r.accepted))
-    assert run.accepted_per_position == [per_position[i] for i in range(case.k)]
-    assert run.accepted_per_position == sorted(run.accepted_per_position, reverse=True)
-    accepted = sum(r.accepted for r in run.rounds)
-    assert run.num_drafts == len([r for r in run.rounds if r.drafts])
+    assert run.num_speculative_tokens == case.k
+    assert sum(len(r.emitted) for r in run.steps) + 1 == len(run.token_ids) == len(run.is_draft_token)
+    assert all(r.accepted <= len(r.drafts) <= case.k for r in run.steps)
+    per_position = Counter(i for r in run.steps for i in range(r.accepted))
+    assert run.num_accepted_tokens_per_pos == [per_position[i] for i in range(case.k)]
+    assert run.num_accepted_tokens_per_pos == sorted(run.num_accepted_tokens_per_pos, reverse=True)
+    accepted = sum(r.accepted for r in run.steps)
+    assert run.num_drafts == len([r for r in run.steps if r.drafts])
     assert run.acceptance_length == pytest.approx(1 + (accepted / run.num_drafts if run.num_drafts else 0))
 
 
@@ -313,10 +313,10 @@ def test_plain_greedy_is_what_the_target_says() -> None:
     def property_(case: Case) -> None:
         run = case.run()
         assert (run.token_ids, run.finish_reason) == case.cut()
-        assert [r.emitted for r in run.rounds] == [(token,) for token in run.token_ids[1:]]
-        assert all(r.drafts == () and r.accepted == 0 for r in run.rounds)
-        assert run.drafted == [False] * len(run.token_ids)
-        assert (run.draft_tokens, run.num_drafts, run.accepted_per_position) == (0, 0, [])
+        assert [r.emitted for r in run.steps] == [(token,) for token in run.token_ids[1:]]
+        assert all(r.drafts == () and r.accepted == 0 for r in run.steps)
+        assert run.is_draft_token == [False] * len(run.token_ids)
+        assert (run.num_speculative_tokens, run.num_drafts, run.num_accepted_tokens_per_pos) == (0, 0, [])
         assert run.acceptance_length == 1
 
     property_()
@@ -339,7 +339,7 @@ def test_plain_greedy_is_what_transformers_says() -> None:
         assert len(said) == 32
         params = SamplingParams(max_tokens=32)
         assert reference.generate(target, prompt, params).token_ids == said
-        assert reference.generate(target, prompt, params, drafter=drafter, draft_tokens=5).token_ids == said
+        assert reference.generate(target, prompt, params, drafter=drafter, num_speculative_tokens=5).token_ids == said
 
 
 # With real drafters
@@ -352,12 +352,12 @@ def test_random_drafters_change_nothing() -> None:
     @given(st.data(), RANDOM_SEEDS, st.integers(0, DRAFTERS_EACH - 1), st.booleans())
     def property_(data: st.DataObject, seeds: tuple[int, int], drafter_seed: int, sampled: bool) -> None:
         case = data.draw(cases(st.just(random_start(*seeds)), 10))
-        run = case.run(random_drafter(seeds[0], drafter_seed), sample_drafts=sampled)
+        run = case.run(random_drafter(seeds[0], drafter_seed), sample_draft_tokens=sampled)
         check(case, run)
         seen["cases"] += 1
-        seen["accepted"] += sum(r.accepted for r in run.rounds)
-        seen["rejected"] += sum(r.accepted < len(r.drafts) for r in run.rounds)
-        seen["cut inside a run"] += any(len(r.emitted) <= r.accepted for r in run.rounds)
+        seen["accepted"] += sum(r.accepted for r in run.steps)
+        seen["rejected"] += sum(r.accepted < len(r.drafts) for r in run.steps)
+        seen["cut inside a run"] += any(len(r.emitted) <= r.accepted for r in run.steps)
         seen[run.finish_reason] += 1
 
     property_()
@@ -376,8 +376,8 @@ def test_trained_drafters_change_nothing(name: str) -> None:
     def property_(case: Case) -> None:
         run = case.run(drafter)
         check(case, run)
-        seen["drafts"] += sum(len(r.drafts) for r in run.rounds)
-        seen["accepted"] += sum(r.accepted for r in run.rounds)
+        seen["drafts"] += sum(len(r.drafts) for r in run.steps)
+        seen["accepted"] += sum(r.accepted for r in run.steps)
 
     property_()
     assert 0.05 < seen["accepted"] / seen["drafts"] < 0.95, seen
@@ -388,7 +388,7 @@ def test_trained_drafter_up_to_the_end_of_the_context(name: str) -> None:
     target, drafter = trained_pair(name)
     prompt = list(pairs.TEXT[100:330])
     plain = reference.generate(target, prompt, SamplingParams(max_tokens=99))
-    run = reference.generate(target, prompt, SamplingParams(max_tokens=99), drafter=drafter, draft_tokens=6)
+    run = reference.generate(target, prompt, SamplingParams(max_tokens=99), drafter=drafter, num_speculative_tokens=6)
     assert run.token_ids == plain.token_ids
     assert len(prompt) + len(run.token_ids) == target.cfg.max_positions
     assert run.finish_reason == plain.finish_reason == "length"
@@ -400,13 +400,15 @@ FAKE: Any = SimpleNamespace(cfg=SimpleNamespace(aux_layer_ids=()))
 HABITS = ("right", "wrong", "right then wrong", "random", "repeats", "stops early")
 
 
-def habitual(habit: str, case: Case, seed: int, right_for: int = 0, sure: bool = True) -> Callable[..., Draft]:
+def habitual(habit: str, case: Case, seed: int, right_for: int = 0, sure: bool = True) -> Callable[..., DraftProposal]:
     """A `propose` that knows the truth. `sure` drafts are one-hot, others spread over all tokens."""
     choose = random.Random(seed)
     truth, vocab = case.start.truth, case.start.target.cfg.vocab_size
     stops = [*case.eos_ids, *case.stop_token_ids] or [0]
 
-    def propose(drafter: Any, tokens: list[int], aux_hidden_states: Tensor, k: int, params: Any, rng: Any) -> Draft:
+    def propose(
+        drafter: Any, tokens: list[int], aux_hidden_states: Tensor, k: int, params: Any, rng: Any
+    ) -> DraftProposal:
         done = len(tokens) - len(case.start.prompt)
         assert tokens == [*case.start.prompt, *truth[:done]]
         assert len(aux_hidden_states) == len(tokens) - 1
@@ -424,13 +426,13 @@ def habitual(habit: str, case: Case, seed: int, right_for: int = 0, sure: bool =
         probs = F.one_hot(torch.tensor(drafts), vocab).double()
         if not sure:
             probs = (probs + torch.tensor([[choose.random() for _ in range(vocab)] for _ in drafts])).softmax(-1)
-        return Draft(drafts, probs)
+        return DraftProposal(drafts, probs)
 
     return propose
 
 
-def run_fake(case: Case, propose: Callable[..., Draft], **options: Any) -> Generation:
-    with mock.patch.object(reference, "propose", propose):
+def run_fake(case: Case, propose: Callable[..., DraftProposal], **options: Any) -> Generation:
+    with mock.patch.object(reference, "propose_draft_tokens", propose):
         return case.run(FAKE, **options)
 
 
@@ -445,17 +447,17 @@ def test_fake_drafters_change_nothing(habit: str) -> None:
         check(case, run)
         after_the_first = len(run.token_ids) - 1
         if habit == "right":
-            assert len(run.rounds) == math.ceil(after_the_first / (case.k + 1))
+            assert len(run.steps) == math.ceil(after_the_first / (case.k + 1))
         if habit == "wrong":
-            assert len(run.rounds) == after_the_first
-            assert sum(run.accepted_per_position) == 0
+            assert len(run.steps) == after_the_first
+            assert sum(run.num_accepted_tokens_per_pos) == 0
         if habit == "right then wrong":
             step = min(right_for, case.k) + 1
-            assert len(run.rounds) == math.ceil(after_the_first / step)
-            assert all(r.accepted == min(step - 1, len(r.drafts)) for r in run.rounds)
+            assert len(run.steps) == math.ceil(after_the_first / step)
+            assert all(r.accepted == min(step - 1, len(r.drafts)) for r in run.steps)
         seen["cases"] += 1
-        seen["cut inside a run"] += any(len(r.emitted) <= r.accepted for r in run.rounds)
-        seen["no room for drafts"] += any(not r.drafts for r in run.rounds)
+        seen["cut inside a run"] += any(len(r.emitted) <= r.accepted for r in run.steps)
+        seen["no room for drafts"] += any(not r.drafts for r in run.steps)
 
     property_()
     assert seen["cases"] >= 350 and seen["no room for drafts"] > 0, seen
@@ -476,12 +478,12 @@ def test_a_stop_inside_an_accepted_run_cuts_the_text_but_not_the_count(by_eos: b
     run = run_fake(case, habitual("right", case, 0))
     assert run.token_ids == list(start.truth[:4])
     assert run.finish_reason == "stop"
-    (only,) = run.rounds
+    (only,) = run.steps
     assert only.drafts == start.truth[1:6]
     assert only.accepted == 5
     assert only.emitted == start.truth[1:4]
-    assert run.drafted == [False, True, True, True]
-    assert run.accepted_per_position == [1] * 5
+    assert run.is_draft_token == [False, True, True, True]
+    assert run.num_accepted_tokens_per_pos == [1] * 5
     assert run.acceptance_length == 6
 
 
@@ -490,19 +492,19 @@ def test_max_tokens_inside_an_accepted_run_cuts_the_text_but_not_the_count() -> 
     run = run_fake(case, habitual("right", case, 0))
     assert run.token_ids == list(case.start.truth[:3])
     assert run.finish_reason == "length"
-    assert [(r.accepted, len(r.emitted)) for r in run.rounds] == [(4, 2)]
+    assert [(r.accepted, len(r.emitted)) for r in run.steps] == [(4, 2)]
 
 
 def test_a_stop_as_the_targets_own_token_and_as_the_very_first() -> None:
     start = telling_start(5)
     case = a_case(start, k=2, stops=(start.truth[3],))
     run = run_fake(case, habitual("right", case, 0))
-    assert [(r.accepted, r.emitted) for r in run.rounds] == [(2, start.truth[1:4])]
-    assert (run.finish_reason, run.drafted) == ("stop", [False, True, True, False])
+    assert [(r.accepted, r.emitted) for r in run.steps] == [(2, start.truth[1:4])]
+    assert (run.finish_reason, run.is_draft_token) == ("stop", [False, True, True, False])
 
     first = run_fake(a_case(start, k=2, stops=(start.truth[0],)), habitual("right", case, 0))
     assert (first.token_ids, first.rounds, first.finish_reason) == ([start.truth[0]], [], "stop")
-    assert first.drafted == [False] and first.acceptance_length == 1
+    assert first.is_draft_token == [False] and first.acceptance_length == 1
 
 
 def test_a_stop_on_the_last_allowed_token_is_a_stop() -> None:
@@ -517,7 +519,7 @@ def test_a_wrongly_drafted_stop_does_not_stop() -> None:
     case = a_case(start, k=3, max_tokens=4, stops=(stop,))
     run = run_fake(case, habitual("stops early", case, 0, right_for=1))
     assert (run.token_ids, run.finish_reason) == (list(start.truth[:4]), "length")
-    assert all(stop in r.drafts for r in run.rounds)
+    assert all(stop in r.drafts for r in run.steps)
 
 
 def test_ignore_eos_ignores_eos_but_not_stop_tokens() -> None:
@@ -530,16 +532,16 @@ def test_ignore_eos_ignores_eos_but_not_stop_tokens() -> None:
 def test_fewer_drafts_near_the_end_of_the_context() -> None:
     start = telling_start(2)
     n = len(start.prompt)
-    case = a_case(start, k=5, max_tokens=99, max_length=n + 9)
-    read, reads = reference.read, []
+    case = a_case(start, k=5, max_tokens=99, max_model_len=n + 9)
+    read, reads = reference.run_target, []
 
     def reading(target: Any, tokens: list[int], last: int, *rest: Any) -> Any:
         reads.append((len(tokens), last))
         return read(target, tokens, last, *rest)
 
-    with mock.patch.object(reference, "read", reading):
+    with mock.patch.object(reference, "run_target", reading):
         run = run_fake(case, habitual("wrong", case, 0))
-    counts = [len(r.drafts) for r in run.rounds]
+    counts = [len(r.drafts) for r in run.steps]
     assert counts == [5, 5, 5, 4, 3, 2, 1, 0]
     assert counts == [min(5, case.longest - (n + i) - 1) for i in range(1, 9)]
     assert reads == [(n, 1), *((n + 1 + i + c, c + 1) for i, c in enumerate(counts))]
@@ -553,7 +555,7 @@ def test_fewer_drafts_near_the_end_of_the_context() -> None:
 @pytest.mark.parametrize("room", [1, 2, 3])
 def test_a_prompt_that_almost_fills_the_context(room: int) -> None:
     start = telling_start(2)
-    case = a_case(start, k=4, max_tokens=99, max_length=len(start.prompt) + room)
+    case = a_case(start, k=4, max_tokens=99, max_model_len=len(start.prompt) + room)
     for habit in ("right", "wrong"):
         run = run_fake(case, habitual(habit, case, 0))
         check(case, run)
@@ -562,7 +564,7 @@ def test_a_prompt_that_almost_fills_the_context(room: int) -> None:
 
 def test_max_length_beyond_the_targets_own_is_the_targets_own() -> None:
     start = random_start(1, 1)
-    run = a_case(start, k=3, max_tokens=99, max_length=10 * CONTEXT).run(random_drafter(1, 1))
+    run = a_case(start, k=3, max_tokens=99, max_model_len=10 * CONTEXT).run(random_drafter(1, 1))
     assert run.token_ids == list(start.truth)
     assert len(start.prompt) + len(run.token_ids) == CONTEXT
 
@@ -575,9 +577,9 @@ def test_progress_is_told_after_the_prompt_and_after_each_round() -> None:
         habitual("right then wrong", case, 0, right_for=2),
         on_tokens=lambda g: told.append((list(g.token_ids), len(g.rounds))),
     )
-    assert [rounds for _, rounds in told] == list(range(len(run.rounds) + 1))
+    assert [rounds for _, rounds in told] == list(range(len(run.steps) + 1))
     for i, (tokens, _) in enumerate(told):
-        assert tokens == run.token_ids[: 1 + sum(len(r.emitted) for r in run.rounds[:i])]
+        assert tokens == run.token_ids[: 1 + sum(len(r.emitted) for r in run.steps[:i])]
     assert told[-1][0] == run.token_ids
 
 
@@ -586,7 +588,7 @@ def test_progress_is_told_after_the_prompt_and_after_each_round() -> None:
 
 def rows_given(
     drafter: Drafter, aux_hidden_states: Tensor, tokens: list[int], k: int
-) -> tuple[list[Any], list[Any], Draft]:
+) -> tuple[list[Any], list[Any], DraftProposal]:
     given: list[Any] = []
     said: list[Any] = []
     hooks = [
@@ -595,7 +597,7 @@ def rows_given(
     ]
     try:
         with torch.inference_mode():
-            draft = reference.propose(drafter, tokens, aux_hidden_states, k, None, torch.Generator())
+            draft = reference.propose_draft_tokens(drafter, tokens, aux_hidden_states, k, None, torch.Generator())
     finally:
         for hook in hooks:
             hook.remove()
@@ -662,9 +664,9 @@ def test_one_draft_and_a_prompt_of_one_token(name: str) -> None:
 @pytest.mark.parametrize("name", ["p-eagle-1", "eagle3-1"])
 def test_every_round_hands_over_the_taps_of_what_the_target_has_read(name: str) -> None:
     target, drafter = trained_pair(name)
-    propose, calls = reference.propose, 0
+    propose, calls = reference.propose_draft_tokens, 0
 
-    def checked(drafter: Drafter, tokens: list[int], aux_hidden_states: Tensor, *rest: Any) -> Draft:
+    def checked(drafter: Drafter, tokens: list[int], aux_hidden_states: Tensor, *rest: Any) -> DraftProposal:
         nonlocal calls
         calls += 1
         torch.testing.assert_close(
@@ -672,12 +674,12 @@ def test_every_round_hands_over_the_taps_of_what_the_target_has_read(name: str) 
         )
         return propose(drafter, tokens, aux_hidden_states, *rest)
 
-    with mock.patch.object(reference, "propose", checked):
+    with mock.patch.object(reference, "propose_draft_tokens", checked):
         run = reference.generate(
-            target, pairs.prompts(3)[1], SamplingParams(max_tokens=30), drafter=drafter, draft_tokens=5
+            target, pairs.prompts(3)[1], SamplingParams(max_tokens=30), drafter=drafter, num_speculative_tokens=5
         )
     assert calls == run.num_drafts > 2
-    assert 0 < sum(run.accepted_per_position) < 5 * run.num_drafts
+    assert 0 < sum(run.num_accepted_tokens_per_pos) < 5 * run.num_drafts
 
 
 # Drafting with a cache
@@ -742,16 +744,16 @@ def compare_drafting(
 ) -> tuple[Generation, list[bool], float]:
     """A whole generation, both ways of drafting side by side: were the drafts equal, how far the states were
     apart at most."""
-    propose, guess = reference.propose, reference.guess
+    propose, guess = reference.propose_draft_tokens, reference.sample_from_drafter
     states: list[Tensor] = []
     equal: list[bool] = []
     apart = 0.0
 
-    def noting(drafter: Drafter, said: Tensor, *rest: Any) -> Draft:
+    def noting(drafter: Drafter, said: Tensor, *rest: Any) -> DraftProposal:
         states.append(said)
         return guess(drafter, said, *rest)
 
-    def both(drafter: Drafter, tokens: list[int], aux_hidden_states: Tensor, k: int, *rest: Any) -> Draft:
+    def both(drafter: Drafter, tokens: list[int], aux_hidden_states: Tensor, k: int, *rest: Any) -> DraftProposal:
         nonlocal apart
         states.clear()
         draft = propose(drafter, tokens, aux_hidden_states, k, *rest)
@@ -761,8 +763,10 @@ def compare_drafting(
             apart = max(apart, float((torch.cat(states) - mine).abs().max()))
         return draft
 
-    with mock.patch.multiple(reference, propose=both, guess=noting):
-        run = reference.generate(target, prompt, SamplingParams(max_tokens=max_tokens), drafter=drafter, draft_tokens=k)
+    with mock.patch.multiple(reference, propose_draft_tokens=both, sample_from_drafter=noting):
+        run = reference.generate(
+            target, prompt, SamplingParams(max_tokens=max_tokens), drafter=drafter, num_speculative_tokens=k
+        )
     return run, equal, apart
 
 
@@ -775,7 +779,7 @@ def test_drafting_with_a_cache_is_drafting_without(name: str) -> None:
         run, equal, apart = compare_drafting(target, drafter, prompt, k, cached)
         assert all(equal) and len(equal) == run.num_drafts
         assert apart < 1e-3
-        rounds = [r for r in run.rounds if r.drafts]
+        rounds = [r for r in run.steps if r.drafts]
         known = len(prompt) + sum(len(r.emitted) for r in rounds[:-1])
         assert cached.passed == known + sum(len(r.drafts) - 1 for r in rounds)  # no row twice
         accepted += sum(r.accepted for r in rounds)
@@ -807,7 +811,7 @@ def test_a_cache_that_keeps_rows_of_guesses_is_noticed(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "max_length", "words"),
+    ("prompt", "max_model_len", "words"),
     [
         ([], None, "empty"),
         ([1] * CONTEXT, None, f"{CONTEXT} tokens"),
@@ -820,24 +824,31 @@ def test_a_cache_that_keeps_rows_of_guesses_is_noticed(name: str) -> None:
     ],
 )
 @pytest.mark.parametrize("with_drafter", [False, True])
-def test_a_prompt_that_cannot_be(prompt: list[int], max_length: int | None, words: str, with_drafter: bool) -> None:
+def test_a_prompt_that_cannot_be(prompt: list[int], max_model_len: int | None, words: str, with_drafter: bool) -> None:
     drafter = random_drafter(0, 0) if with_drafter else None
     with pytest.raises(UserError, match=words):
         reference.generate(
-            random_target(0), prompt, SamplingParams(), drafter=drafter, draft_tokens=3, max_length=max_length
+            random_target(0),
+            prompt,
+            SamplingParams(),
+            drafter=drafter,
+            num_speculative_tokens=3,
+            max_model_len=max_model_len,
         )
 
 
 @pytest.mark.parametrize("k", [0, -1, 500])
 def test_a_number_of_drafts_that_cannot_be(k: int) -> None:
     with pytest.raises(UserError, match=f"-k {k}"):
-        reference.generate(random_target(0), [1], SamplingParams(), drafter=random_drafter(0, 0), draft_tokens=k)
+        reference.generate(
+            random_target(0), [1], SamplingParams(), drafter=random_drafter(0, 0), num_speculative_tokens=k
+        )
 
 
 def test_the_number_of_drafts_does_not_matter_without_a_drafter() -> None:
     start = random_start(0, 0)
-    run = reference.generate(random_target(0), start.prompt, SamplingParams(max_tokens=4), draft_tokens=500)
-    assert (run.token_ids, run.draft_tokens) == (list(start.truth[:4]), 0)
+    run = reference.generate(random_target(0), start.prompt, SamplingParams(max_tokens=4), num_speculative_tokens=500)
+    assert (run.token_ids, run.num_speculative_tokens) == (list(start.truth[:4]), 0)
 
 
 def test_the_most_drafts_there_can_be() -> None:
@@ -845,4 +856,4 @@ def test_the_most_drafts_there_can_be() -> None:
     drafter = trained_pair("p-eagle-1")[1].share(trained_target())
     run = a_case(start, k=64, max_tokens=12).run(drafter)
     assert run.token_ids == list(start.truth[:12])
-    assert all(len(r.drafts) == 64 for r in run.rounds)
+    assert all(len(r.drafts) == 64 for r in run.steps)

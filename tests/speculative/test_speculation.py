@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 from support import many
 
 from peagle.errors import UserError
-from peagle.speculative.adaptive_k import EXPLORE_EVERY, MEMORY, Acceptance, CostTable, DraftCount
+from peagle.speculative.adaptive_k import EXPLORE_EVERY, MEMORY, AcceptanceEstimate, AdaptiveK, StepCostTable
 
 CHOICES = (0, 1, 3, 5)
 
 
-def linear_costs(base: float, each: float, batches: tuple[int, ...] = (1, 8, 64)) -> CostTable:
+def linear_costs(base: float, each: float, batches: tuple[int, ...] = (1, 8, 64)) -> StepCostTable:
     """A round costs `base`, and `each` for every row of every request."""
-    return CostTable({(b, k): base + each * b * (k + 1) for b in batches for k in CHOICES})
+    return StepCostTable({(b, k): base + each * b * (k + 1) for b in batches for k in CHOICES})
 
 
-def taught(count: DraftCount, rate: float, rounds: int, seed: int = 0) -> DraftCount:
+def taught(count: AdaptiveK, rate: float, rounds: int, seed: int = 0) -> AdaptiveK:
     """Rounds whose drafts hold with this chance, each if the one before does."""
     choose = random.Random(seed)
     for _ in range(rounds):
@@ -41,8 +41,8 @@ def taught(count: DraftCount, rate: float, rounds: int, seed: int = 0) -> DraftC
     st.integers(1, 40),
 )
 def test_the_most_tokens_a_second_win(seconds: dict[tuple[int, int], float], rate: float, batch: int) -> None:
-    table = CostTable(seconds)
-    count = taught(DraftCount(CHOICES, table), rate, 200)
+    table = StepCostTable(seconds)
+    count = taught(AdaptiveK(CHOICES, table), rate, 200)
     rates = count.acceptance.rates
 
     def speed(k: int) -> float:
@@ -54,24 +54,24 @@ def test_the_most_tokens_a_second_win(seconds: dict[tuple[int, int], float], rat
 
 
 def test_no_drafts_where_they_are_never_accepted_and_cost() -> None:
-    count = taught(DraftCount(CHOICES, linear_costs(1e-3, 1e-4)), 0.0, 500)
+    count = taught(AdaptiveK(CHOICES, linear_costs(1e-3, 1e-4)), 0.0, 500)
     assert [count(b) for b in (1, 8, 64, 200)] == [0, 0, 0, 0]
 
 
 def test_all_drafts_where_they_are_free_and_hold() -> None:
-    count = taught(DraftCount(CHOICES, linear_costs(1e-3, 0.0)), 0.9, 500)
+    count = taught(AdaptiveK(CHOICES, linear_costs(1e-3, 0.0)), 0.9, 500)
     assert [count(b) for b in (1, 8, 64)] == [5, 5, 5]
 
 
 def test_fewer_drafts_the_larger_the_batch() -> None:
-    count = taught(DraftCount(CHOICES, linear_costs(1e-3, 5e-5)), 0.6, 2000)
+    count = taught(AdaptiveK(CHOICES, linear_costs(1e-3, 5e-5)), 0.6, 2000)
     ks = [count(b) for b in (1, 2, 4, 8, 16, 32, 64)]
     assert ks == sorted(ks, reverse=True) and ks[0] == 5 and ks[-1] < 3
 
 
 def test_it_looks_again_and_changes_its_mind() -> None:
     """Having given up on drafts it still drafts deep now and then, and returns once they hold."""
-    count = taught(DraftCount(CHOICES, linear_costs(1e-3, 1e-4)), 0.0, 3000)
+    count = taught(AdaptiveK(CHOICES, linear_costs(1e-3, 1e-4)), 0.0, 3000)
     chosen = [count(8) for _ in range(4 * EXPLORE_EVERY)]
     assert 1 <= chosen.count(5) <= 4 and set(chosen) == {0, 5}  # the dearer a look, the rarer
     for _ in range(EXPLORE_EVERY * 100):
@@ -84,14 +84,14 @@ def test_it_looks_again_and_changes_its_mind() -> None:
 
 
 def test_one_choice_is_no_choice() -> None:
-    assert DraftCount([3])(8) == 3
-    assert DraftCount([0])(8) == 0
-    assert DraftCount(CHOICES)(8) == 5  # no table yet: as many as may be
-    assert DraftCount(CHOICES, linear_costs(1, 1))(0) == 5  # nobody decodes
+    assert AdaptiveK([3])(8) == 3
+    assert AdaptiveK([0])(8) == 0
+    assert AdaptiveK(CHOICES)(8) == 5  # no table yet: as many as may be
+    assert AdaptiveK(CHOICES, linear_costs(1, 1))(0) == 5  # nobody decodes
 
 
 def test_rates_follow_the_rounds() -> None:
-    acceptance = Acceptance(3)
+    acceptance = AcceptanceEstimate(3)
     assert acceptance.rates == sorted(acceptance.rates, reverse=True) and 0 < acceptance.rates[2] < 1
     for i in range(4000):
         acceptance.observe(3, (0, 1, 3, 3)[i % 4])
@@ -105,26 +105,26 @@ def test_rates_follow_the_rounds() -> None:
 
 
 def test_between_and_beyond_what_was_measured() -> None:
-    table = CostTable({(2, 1): 1.0, (6, 1): 3.0, (8, 1): 3.0})
+    table = StepCostTable({(2, 1): 1.0, (6, 1): 3.0, (8, 1): 3.0})
     costs = {b: table.cost(b, 1) for b in (1, 2, 3, 4, 6, 7, 8, 16)}
     assert costs == {1: 1.0, 2: 1.0, 3: 1.5, 4: 2.0, 6: 3.0, 7: 3.0, 8: 3.0, 16: 6.0}
     assert table.cost(2, 5) is None
-    assert DraftCount([0, 1, 5], CostTable({(1, 1): 1.0}))(1) == 1, "what was not measured is not chosen"
+    assert AdaptiveK([0, 1, 5], StepCostTable({(1, 1): 1.0}))(1) == 1, "what was not measured is not chosen"
 
 
 def test_deep_rounds_only_as_far_as_they_were_measured() -> None:
     """Drafts that are free and always hold: as many as there are costs for, but past all of them as many as may be."""
-    table = CostTable({(b, k): 1e-3 for b in (1, 8, 64) for k in CHOICES if k < 5 or b <= 8})
-    count = taught(DraftCount(CHOICES, table), 0.99, 500)
+    table = StepCostTable({(b, k): 1e-3 for b in (1, 8, 64) for k in CHOICES if k < 5 or b <= 8})
+    count = taught(AdaptiveK(CHOICES, table), 0.99, 500)
     assert [count(b) for b in (1, 8, 9, 64)] == [5, 5, 3, 3] and count.best(65) == 3
     assert {count(64) for _ in range(3 * EXPLORE_EVERY)} == {3}, "nor to look whether they would hold"
-    assert DraftCount(CHOICES, CostTable({(b, k): 1e-3 for b in (1, 4) for k in CHOICES})).best(100) == 5
+    assert AdaptiveK(CHOICES, StepCostTable({(b, k): 1e-3 for b in (1, 4) for k in CHOICES})).best(100) == 5
 
 
 def test_a_table_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     table = linear_costs(1e-3, 1e-4)
     table.save(tmp_path / "costs.json", device="this one")
-    loaded = CostTable.load(tmp_path / "costs.json")
+    loaded = StepCostTable.load(tmp_path / "costs.json")
     assert loaded.seconds == pytest.approx(table.seconds) and loaded.batches == [1, 8, 64]
 
 
@@ -134,12 +134,12 @@ def test_what_is_no_table_is_refused(tmp_path: Path, content: str | None) -> Non
     if content is not None:
         path.write_text(content)
     with pytest.raises(UserError, match="--cost-table .*costs.json: ") as error:
-        CostTable.load(path)
+        StepCostTable.load(path)
     assert "\n" not in str(error.value)
 
 
 def played(
-    count: DraftCount, batch: int, true: CostTable, rate: float, rounds: int, noise: float = 0.0, seed: int = 0
+    count: AdaptiveK, batch: int, true: StepCostTable, rate: float, rounds: int, noise: float = 0.0, seed: int = 0
 ) -> list[int]:
     """Rounds that take what `true` says: the numbers of drafts that were chosen."""
     rng, chosen = random.Random(seed), []
@@ -169,8 +169,8 @@ def test_rounds_say_what_the_table_did_not_know(wrong: list[float], rate: float,
     as good as the best there is, or nearly."""
     table = linear_costs(1e-3, 2e-5)
     factor = dict(zip(CHOICES, wrong, strict=True))
-    true = CostTable({(b, k): seconds * factor[k] * slower for (b, k), seconds in table.seconds.items()})
-    count = DraftCount(CHOICES, table)
+    true = StepCostTable({(b, k): seconds * factor[k] * slower for (b, k), seconds in table.seconds.items()})
+    count = AdaptiveK(CHOICES, table)
     chosen = played(count, batch, true, rate, 12000, noise=0.05)
 
     def speed(k: int) -> float:
@@ -186,7 +186,7 @@ def test_rounds_say_what_the_table_did_not_know(wrong: list[float], rate: float,
 
 def test_rounds_of_another_size_are_not_judged_by_these() -> None:
     table = linear_costs(1e-3, 0.0)
-    count = taught(DraftCount(CHOICES, table), 0.8, 500)
+    count = taught(AdaptiveK(CHOICES, table), 0.8, 500)
     for _ in range(200):
         count.timed(8, 5, 4e-3)
         for k in (0, 1, 3):
@@ -197,7 +197,7 @@ def test_rounds_of_another_size_are_not_judged_by_these() -> None:
 
 
 def test_a_round_that_was_held_up_counts_little() -> None:
-    count = DraftCount(CHOICES, linear_costs(1e-3, 0.0))
+    count = AdaptiveK(CHOICES, linear_costs(1e-3, 0.0))
     for _ in range(100):
         count.timed(1, 3, 1e-3)
     count.timed(1, 3, 60.0)

@@ -15,7 +15,7 @@ from peagle.config import LayerConfig, SamplingParams
 from peagle.kernels.attention.dense import causal_attention
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
-from peagle.speculative.reference import propose
+from peagle.speculative.reference import propose_draft_tokens
 from peagle.training import dense_reference as dense
 
 LENGTH = 14
@@ -178,7 +178,9 @@ def test_training_rows_draft_what_the_reference_drafts(name: str) -> None:
         known = list(pairs.TEXT[start : start + 9])
         anchor, k = len(known) - 2, 4
         _, aux_hidden_states_BTN = dense.read_target(target, torch.tensor([known]), drafter.cfg.aux_layer_ids)
-        draft = propose(drafter, known, aux_hidden_states_BTN[0, : anchor + 1], k, SamplingParams(), rng_of(0))
+        draft = propose_draft_tokens(
+            drafter, known, aux_hidden_states_BTN[0, : anchor + 1], k, SamplingParams(), rng_of(0)
+        )
         text = torch.tensor([known + draft.tokens + [0]])
         _, aux_hidden_states_BTN = dense.read_target(target, text, drafter.cfg.aux_layer_ids)
         rows = rows_of([(a, 0) for a in range(anchor + 1)] + [(anchor, d) for d in range(1, k)])

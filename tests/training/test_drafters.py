@@ -20,7 +20,7 @@ from peagle.config import Method, TrainConfig
 from peagle.errors import UserError
 from peagle.kernels.attention.dense import causal_attention
 from peagle.models.drafter import Drafter
-from peagle.speculative.reference import propose, read
+from peagle.speculative.reference import propose_draft_tokens, run_target
 from peagle.training.drafter_init import TokenCounts, choose_mask_id, drafter_config, folder_config, new_drafter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -136,10 +136,11 @@ def test_what_has_grown_says_nothing_at_first(name: str, method: Method, wider: 
     assert len(grown.layers) == grown.cfg.num_layers == small.cfg.num_layers + 2
     assert grown.embed_tokens is not None and grown.lm_head is not None
     tokens = list(range(3, 40, 3))
-    _, aux_hidden_states = read(target, tokens[:-1], 1, small.cfg.aux_layer_ids)
+    _, aux_hidden_states = run_target(target, tokens[:-1], 1, small.cfg.aux_layer_ids)
     with torch.no_grad():
         was, now = (
-            propose(d, tokens, aux_hidden_states, 4, None, torch.Generator().manual_seed(0)) for d in (small, grown)
+            propose_draft_tokens(d, tokens, aux_hidden_states, 4, None, torch.Generator().manual_seed(0))
+            for d in (small, grown)
         )
     assert was.tokens == now.tokens
     torch.testing.assert_close(now.probs_KV, was.probs_KV, rtol=1e-5 if wider else 0, atol=1e-7 if wider else 0)

@@ -43,7 +43,7 @@ def truth(target: Decoder, drafter: Drafter, prompts: list[list[int]], k: int, t
             len(some),
             sum(len(r.token_ids) for r in some),
             sum(r.num_drafts for r in some),
-            tuple(sum(r.accepted_per_position[i] for r in some) for i in range(k)),
+            tuple(sum(r.num_accepted_tokens_per_pos[i] for r in some) for i in range(k)),
         )
 
     whole = sums(runs)
