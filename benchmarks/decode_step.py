@@ -217,13 +217,13 @@ def main() -> None:
         if args.profile:
             with one_after_another():
                 apart.capture()
-        print(f"{len(graphs.rounds)} graphs in {graphs.seconds:.1f} s, {graphs.memory / 2**20:.0f} MiB")
+        print(f"{len(graphs.captured)} graphs in {graphs.seconds:.1f} s, {graphs.memory / 2**20:.0f} MiB")
         print(f"copies at {rate / 1e12:.2f} TB/s")
         print(
             f"{'batch':>6}{'drafts':>7}{'context':>8}{'ms':>9}{'limit ms':>9}{'share':>7}  by kind (ms)",
             flush=True,
         )
-        for batch, drafts in sorted(graphs.rounds):
+        for batch, drafts in sorted(graphs.captured):
             for context in args.context:
                 recorded = recorded_for(graphs, batch, drafts, context)
                 recorded.slots_B.copy_(torch.arange(batch, device=device))

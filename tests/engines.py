@@ -125,7 +125,7 @@ def rehearse(llm: LLM, sizes: Sequence[int]) -> list[PrefillShape]:
         made = PrefillGraph(room, *numbers, SimpleNamespace(replay=replay))  # type: ignore[arg-type]
         return made
 
-    graphs.recorded = [record(graphs.room(rows)) for rows in graphs.sizes]
+    graphs.captured = [record(graphs.room(rows)) for rows in graphs.sizes]
     llm.model_runner.prefill_graphs = graphs
     return replays
 

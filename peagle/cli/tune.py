@@ -234,7 +234,7 @@ def _show(llm: LLM, tuned: Tuned) -> None:
     print_whole(shown)
     graphs, memory = llm.model_runner.decode_graphs, llm.memory_bytes()
     taken = ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in memory.items() if size)
-    recorded = f"{len(graphs.rounds)} rounds recorded in {graphs.seconds:.1f} s; " if graphs is not None else ""
+    recorded = f"{len(graphs.captured)} rounds recorded in {graphs.seconds:.1f} s; " if graphs is not None else ""
     print(f"{recorded}memory: {taken}")
     assumed = ", ".join(f"{r:.2f}" for r in count.acceptance.rates)
     print(f"for acceptance by position {assumed}" + ("" if tuned.curve else " (a guess: give --rates or --eval)"))

@@ -51,7 +51,7 @@ def worth_recording(size: int, k: int, choices: Sequence[int]) -> bool:
 
 @dataclass
 class DecodeGraph:
-    """What a recorded round reads and writes."""
+    """What a captured round reads and writes."""
 
     slots_B: Tensor
     result_BX: Tensor  # emitted tokens, accepted, available
@@ -76,7 +76,7 @@ def chunk_sizes(parameters: int, most: int) -> list[int]:
 
 @dataclass
 class PrefillGraph:
-    """What a recorded pass over prompts reads and writes."""
+    """What a captured pass over prompts reads and writes."""
 
     room: PrefillShape
     packed: Tensor
@@ -95,7 +95,7 @@ class PrefillGraphs:
 
     def __init__(self, runner: ModelRunner, sizes: Sequence[int]) -> None:
         self.runner, self.sizes = runner, sorted(sizes)
-        self.recorded: list[PrefillGraph] = []  # by their rows
+        self.captured: list[PrefillGraph] = []  # by their rows
 
     def room(self, rows: int) -> PrefillShape:
         return PrefillShape(
@@ -109,7 +109,7 @@ class PrefillGraphs:
 
     def capture(self, pool: Any) -> None:
         made = [self.record(self.room(rows), pool) for rows in reversed(self.sizes)]
-        self.recorded = made[::-1]
+        self.captured = made[::-1]
 
     def record(self, room: PrefillShape, pool: Any) -> PrefillGraph:
         packed = torch.from_numpy(pack_prefill_inputs([], [], room, self.runner.max_model_len, None)).to(
@@ -120,7 +120,7 @@ class PrefillGraphs:
 
     def find(self, room: PrefillShape) -> PrefillGraph | None:
         """The first that has room for all, but for one that would mostly read nothing."""
-        larger = [one for one in self.recorded if one.room.rows >= room.rows]
+        larger = [one for one in self.captured if one.room.rows >= room.rows]
         return next((one for one in larger if one.room.takes(room) and one.room.rows <= 2 * larger[0].room.rows), None)
 
 
@@ -155,8 +155,10 @@ def near_lengths(target: Decoder, drafter: Drafter | None) -> tuple[int, ...]:
 class DecodeGraphs:
     def __init__(self, runner: ModelRunner, sizes: Sequence[int], choices: Sequence[int]) -> None:
         self.runner, self.sizes, self.choices = runner, sorted(sizes), sorted(choices)
-        self.rounds: dict[tuple[int, int], DecodeGraph] = {}
-        self.near_rounds: dict[tuple[int, int], dict[int, DecodeGraph]] = {}  # by how long requests may become, too
+        self.captured: dict[tuple[int, int], DecodeGraph] = {}
+        self.short_context_graphs: dict[
+            tuple[int, int], dict[int, DecodeGraph]
+        ] = {}  # by how long requests may become, too
         self.near = near_lengths(runner.target, runner.drafter)
         self.pool = torch.cuda.graph_pool_handle()
         self.seconds = 0.0
@@ -176,9 +178,9 @@ class DecodeGraphs:
         self.seconds, self.memory = time.perf_counter() - started, free - torch.cuda.mem_get_info()[0]
 
     def _record(self, size: int, k: int) -> None:
-        self.rounds[size, k] = self._recorded(size, k, None)
+        self.captured[size, k] = self._recorded(size, k, None)
         near = self.near if size <= NEAREST_BATCH else self.near[1:] if size <= NEAR_BATCH else ()
-        self.near_rounds[size, k] = {
+        self.short_context_graphs[size, k] = {
             most: self._recorded(size, k, most) for most in near if most < self.runner.max_model_len
         }
 
@@ -192,12 +194,12 @@ class DecodeGraphs:
         at = bisect_left(self.sizes, batch)
         if at == len(self.sizes):
             return None
-        near = self.near_rounds.get((self.sizes[at], k), {})
+        near = self.short_context_graphs.get((self.sizes[at], k), {})
         fits = (near[most] for most in sorted(near) if length + 2 * k + 1 <= most)  # drafts read, and drafts made
-        return next(fits, self.rounds.get((self.sizes[at], k)))
+        return next(fits, self.captured.get((self.sizes[at], k)))
 
     def measure(self, repeats: int = 3) -> StepCostTable:
-        """Seconds of each recorded round, for requests that have read some hundred tokens: with nothing behind it
+        """Seconds of each captured round, for requests that have read some hundred tokens: with nothing behind it
         attention costs nothing, and deep rounds seem cheaper than they are. For an engine that nobody has used yet."""
         table, state = StepCostTable(), self.runner.state
         tables_SM, context = (
@@ -206,7 +208,7 @@ class DecodeGraphs:
         )  # the last is nobody's
         blocks = len(self.runner.cache.keys[0])
         tables_SM.copy_((torch.arange(tables_SM.numel(), device=tables_SM.device) % blocks).view(tables_SM.shape))
-        for batch, k in self.rounds:
+        for batch, k in self.captured:
             buffers = self.find(batch, k, context + repeats * (k + 1))
             assert buffers is not None
             buffers.slots_B.copy_(torch.arange(batch, device=self.runner.device))

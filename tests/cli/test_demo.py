@@ -81,7 +81,7 @@ def test_all_say_what_the_reference_says_and_nobody_runs_ahead(racers: list[Race
         for run, racer in zip(runs, racers, strict=True):
             drafter = racer.llm.drafter
             want = generate(model, ids, params, eos, drafter, K if drafter else 0, max_model_len=128)
-            assert run.token_ids == want.token_ids and run.steps == len(want.steps)
+            assert run.token_ids == want.token_ids and run.rounds == len(want.steps)
             if drafter is not None:
                 kept = [sum(taken.accepted > i for taken in want.steps) for i in range(K)]
                 assert run.num_accepted_tokens_per_pos == kept and run.drafted_tokens == K * run.drafts

@@ -382,7 +382,7 @@ def test_generate_chat_and_stream_say_the_same() -> None:
         pieces = list(llm.stream(source, replace(params, logprobs=1)))
         assert "".join(p.text for p in pieces) == want.text
         assert [t for p in pieces for t in p.token_ids] == want.token_ids
-        assert [d for p in pieces for d in p.drafted] == by_ids[0].outputs[0].is_draft_token
+        assert [d for p in pieces for d in p.is_draft_token] == by_ids[0].outputs[0].is_draft_token
         assert sum(len(p.logprobs or []) for p in pieces) == len(want.token_ids)
         assert [p.finish_reason for p in pieces] == [None] * (len(pieces) - 1) + [want.finish_reason]
         assert pieces[-1].stop_reason == want.stop_reason and len(pieces) > 2

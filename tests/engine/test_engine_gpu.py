@@ -48,7 +48,7 @@ def test_greedy_text_and_counts_are_the_references(name: str | None, graphs: boo
             )
     llm.check_integrity()
     passes = llm.model_runner.prefill_graphs
-    assert (passes is not None and [one.room.rows for one in passes.recorded] == passes.sizes) == graphs
+    assert (passes is not None and [one.room.rows for one in passes.captured] == passes.sizes) == graphs
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -144,7 +144,7 @@ def test_rounds_of_short_requests_write_what_the_others_do(parallel: bool, monke
 
     def find(graphs: DecodeGraphs, batch: int, k: int, length: int) -> DecodeGraph | None:
         recorded = found(graphs, batch, k, length)
-        near = graphs.near_rounds[min(s for s in graphs.sizes if s >= batch), k]
+        near = graphs.short_context_graphs[min(s for s in graphs.sizes if s >= batch), k]
         used.add(next((length for length, one in near.items() if one is recorded), None))
         return recorded
 
@@ -167,5 +167,5 @@ def test_rounds_of_short_requests_write_what_the_others_do(parallel: bool, monke
 def test_graphs_say_what_they_take() -> None:
     llm = engine("p-eagle-1", 3)
     graphs = llm.model_runner.decode_graphs
-    assert graphs is not None and graphs.seconds > 0 and {k for _, k in graphs.rounds} == {3}
+    assert graphs is not None and graphs.seconds > 0 and {k for _, k in graphs.captured} == {3}
     torch.cuda.synchronize()

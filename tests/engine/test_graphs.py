@@ -79,8 +79,8 @@ def test_a_round_of_short_requests_has_room_for_all_it_reads_and_makes(batch: in
     graphs = DecodeGraphs.__new__(DecodeGraphs)  # what a GPU would be needed for is left out
     slots = torch.zeros(0)
     made = {most: DecodeGraph(slots, slots, None) for most in (256, 512, None)}  # type: ignore[arg-type]
-    graphs.sizes, graphs.rounds = [1, 2, 4], {(size, k): made[None] for size in (1, 2, 4)}
-    graphs.near_rounds = {(1, k): {512: made[512], 256: made[256]}, (2, k): {512: made[512]}}
+    graphs.sizes, graphs.captured = [1, 2, 4], {(size, k): made[None] for size in (1, 2, 4)}
+    graphs.short_context_graphs = {(1, k): {512: made[512], 256: made[256]}, (2, k): {512: made[512]}}
     found = graphs.find(batch, k, length)
     if batch > 4:
         assert found is None

@@ -503,7 +503,7 @@ def test_a_stop_as_the_targets_own_token_and_as_the_very_first() -> None:
     assert (run.finish_reason, run.is_draft_token) == ("stop", [False, True, True, False])
 
     first = run_fake(a_case(start, k=2, stops=(start.truth[0],)), habitual("right", case, 0))
-    assert (first.token_ids, first.rounds, first.finish_reason) == ([start.truth[0]], [], "stop")
+    assert (first.token_ids, first.steps, first.finish_reason) == ([start.truth[0]], [], "stop")
     assert first.is_draft_token == [False] and first.acceptance_length == 1
 
 
@@ -549,7 +549,7 @@ def test_fewer_drafts_near_the_end_of_the_context() -> None:
     assert (len(run.token_ids), run.finish_reason, run.num_drafts) == (9, "length", 7)
 
     right = run_fake(case, habitual("right", case, 0))
-    assert [(len(r.drafts), len(r.emitted)) for r in right.rounds] == [(5, 6), (1, 2)]
+    assert [(len(r.drafts), len(r.emitted)) for r in right.steps] == [(5, 6), (1, 2)]
 
 
 @pytest.mark.parametrize("room", [1, 2, 3])
@@ -575,7 +575,7 @@ def test_progress_is_told_after_the_prompt_and_after_each_round() -> None:
     run = run_fake(
         case,
         habitual("right then wrong", case, 0, right_for=2),
-        on_tokens=lambda g: told.append((list(g.token_ids), len(g.rounds))),
+        on_tokens=lambda g: told.append((list(g.token_ids), len(g.steps))),
     )
     assert [rounds for _, rounds in told] == list(range(len(run.steps) + 1))
     for i, (tokens, _) in enumerate(told):
