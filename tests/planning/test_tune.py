@@ -164,7 +164,7 @@ def test_rounds_have_the_context_behind_them() -> None:
     llm = untimed(TARGET, str(drafter_folder("p-eagle-1")), settings, "cpu", "float32")
     assert wanted(llm, settings) == [(b, k) for b in (1, 3) for k in CHOICES]
     runner, seen = llm.model_runner, []
-    original = runner.round
+    original = runner.decode_step
 
     def watched(slots_B: torch.Tensor, k: int) -> torch.Tensor:
         tables = runner.state.block_tables_SM[slots_B][:, : -(-(40 + k + 1) // BLOCK_SIZE)]

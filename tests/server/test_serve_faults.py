@@ -372,14 +372,14 @@ def test_an_engine_that_fails_takes_only_what_it_was_at(wanted: str) -> None:
 
 def test_a_request_that_cannot_be_begun_fails_alone(wanted: str) -> None:
     def break_add(llm: LLM) -> None:
-        add = llm.add
+        add = llm.add_request
 
         def broken(prompt: Any, params: Any = None, stream: bool = False) -> Any:
             if len(prompt) == 3:
                 raise RuntimeError("no three")
             return add(prompt, params, stream)
 
-        llm.add = broken  # type: ignore[method-assign]
+        llm.add_request = broken  # type: ignore[method-assign]
 
     with Served() as server, ThreadPoolExecutor(2) as pool:
         server.inspect(break_add)
