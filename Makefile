@@ -30,7 +30,7 @@ test-browser: env ## run the tests of pages in headless Chromium (Debian: apt-ge
 # The cache is small: its pages count as memory only once they are used, and all of them soon are.
 soak: env ## minutes of clients that come, ask and hang up: nothing lost, memory flat (ARGS="--seconds 300")
 	@$(VENV)/bin/python scripts/serve_load.py --mode soak --clients 12 --tokens 12 \
-		$(or $(ARGS),--seconds 150) -- --max-model-len 512 --kv-cache-memory 134217728
+		$(or $(ARGS),--seconds 150) -- --max-model-len 512 --kv-cache-memory-bytes 134217728
 
 screenshots: env ## take the documentation's pictures of a report (ARGS="RESULT.json ...")
 	@$(VENV)/bin/python scripts/screenshots.py $(ARGS)

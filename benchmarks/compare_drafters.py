@@ -43,7 +43,7 @@ def worker(args: argparse.Namespace) -> None:
     from peagle.bench.run import Variant, bench
     from peagle.bench.variants import Embedded
     from peagle.bench.workload import Load
-    from peagle.config import BenchSettings, EmbeddedSettings
+    from peagle.config import BenchEngineSettings, BenchSettings
 
     class Told:
         def start(self, name: str, load: Load, part: str, requests: int) -> None:
@@ -59,7 +59,7 @@ def worker(args: argparse.Namespace) -> None:
         max_tokens=args.speed_tokens,
     )
     length, dtype = (2048, "bfloat16") if args.device == "cuda" else (1024, "float32")
-    own = EmbeddedSettings(args.device, dtype, max_num_seqs=64, max_model_len=length, kv_cache_memory=KV_BYTES)
+    own = BenchEngineSettings(args.device, dtype, max_num_seqs=64, max_model_len=length, kv_cache_memory_bytes=KV_BYTES)
     drafters = [str(args.eagle3 if args.method == "eagle3" else args.p_eagle)] if args.method != "none" else []
     k: Any = args.k if args.k == "auto" else int(args.k)
     asked = Embedded(args.target, drafters, [k], not drafters, own, args.side)
@@ -131,7 +131,7 @@ class Session:
             "--temperature",
             "0",
             "1",
-            "--kv-cache-memory",
+            "--kv-cache-memory-bytes",
             str(8 * KV_BYTES),
         ]
         found["acceptance"] = self.start(
@@ -142,7 +142,7 @@ class Session:
                 for k in ("3", "7"):
                     name = f"acceptance-vllm-{method}-{k}"
                     own = ["-d", str(folder), "-k", k, "--engine", "vllm", "--concurrency", "64"]
-                    own += ["--kv-cache-memory", str(KV_BYTES), "--out", str(self.parts / f"{name}.json")]
+                    own += ["--kv-cache-memory-bytes", str(KV_BYTES), "--out", str(self.parts / f"{name}.json")]
                     found[name] = self.start(name, "vllm", [*peagle, *own])
         return found
 

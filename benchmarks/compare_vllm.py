@@ -79,9 +79,9 @@ def open_peagle(job: Json) -> Generate:
         dtype=job["dtype"],
         max_num_seqs=job["max_num_seqs"],
         max_model_len=job["max_model_len"],
-        kv_cache_memory=job["kv_cache_bytes"],
+        kv_cache_memory_bytes=job["kv_cache_bytes"],
         load_format="dummy",
-        prefix_reuse=False,
+        enable_prefix_caching=False,
         tokenizer=False,
         **speculation,
     )

@@ -114,7 +114,7 @@ def with_peagle(target: Target, drafter: Path | None, k: int | str, threads: int
         max_model_len=2048,
         threads=threads,
         tokenizer=False,
-        prefix_reuse=False,
+        enable_prefix_caching=False,
         **settings,
     )
 

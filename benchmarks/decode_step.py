@@ -53,7 +53,7 @@ def shape_config(shape: str) -> DecoderConfig:
         cfg = read_target_config(Path(shape))
     except UserError as error:
         sys.exit(f"shape {shape}: {error}; known: {', '.join(SHAPES)}")
-    if cfg.foreign:
+    if cfg.uses_transformers:
         sys.exit(f"shape {shape}: runs through transformers, whose rounds are not recorded")
     return cfg
 
@@ -70,7 +70,7 @@ def build(
     target = random_weights(Decoder, cfg, torch.bfloat16, device)
     if not layers:
         return target, None
-    layer = cfg.layer.plain
+    layer = cfg.layer.as_llama
     draft = DrafterConfig(
         vocab_size=cfg.vocab_size,
         draft_vocab_size=cfg.vocab_size,
@@ -108,7 +108,7 @@ def copy_rate() -> float:
 
 def bytes_read(target: Decoder, drafter: Drafter | None, batch: int, context: int, drafts: int) -> int:
     cfg = target.cfg
-    weights = sum(p.nbytes for name, p in target.named_parameters() if cfg.tied_head or "embed" not in name)
+    weights = sum(p.nbytes for name, p in target.named_parameters() if cfg.tie_word_embeddings or "embed" not in name)
     cached = 0
     for layer, window in zip(map(cfg.layer_at, range(cfg.num_layers)), cfg.windows, strict=True):
         seen = context - max(first_seen(context, window), 0)

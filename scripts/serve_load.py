@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from peagle.bench.http_client import Client, Events, Failed, parse_url
-from peagle.config import SamplingParams, ServerSettings
+from peagle.config import BenchServerSettings, SamplingParams
 from peagle.results.stamp import Stamp
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -223,7 +223,7 @@ class Load:
 
     def __init__(self, url: str, mode: str, asks: Sequence[Ask], clients: int) -> None:
         self.address, self.asks, self.mode = parse_url(url), asks, mode
-        self.settings = ServerSettings(url, connect_s=60.0, stall_s=300.0, total_s=900.0)
+        self.settings = BenchServerSettings(url, connect_s=60.0, stall_s=300.0, total_s=900.0)
         self.texts = frozenset(a.text for a in asks)
         self.outcomes: list[Outcome] = []
         self.samples: list[Sample] = []
@@ -380,7 +380,7 @@ def serving(target: str, drafter: str | None, flags: Sequence[str]) -> Iterator[
 
 
 async def _ready(url: str, process: subprocess.Popen[bytes]) -> bool:
-    client = Client(parse_url(url), ServerSettings(url))
+    client = Client(parse_url(url), BenchServerSettings(url))
     end = time.perf_counter() + START_S
     while time.perf_counter() < end and process.poll() is None:
         try:

@@ -140,8 +140,8 @@ def soak(
             dtype="float32",
             threads=1,
             max_num_seqs=64,
-            kv_cache_memory=(blocks + 1) * block_bytes(target().model.cfg, draft_cfg, 4),
-            prefill_chunk=256,
+            kv_cache_memory_bytes=(blocks + 1) * block_bytes(target().model.cfg, draft_cfg, 4),
+            prefill_chunk_tokens=256,
             tokenizer=False,
         )
     llm.lookahead = lookahead

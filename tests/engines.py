@@ -104,7 +104,7 @@ def engine(name: str | None, k: int | str, blocks: int | None = None, **options:
     own = target()
     if blocks is not None:
         cfg = drafter(name).cfg if name is not None else None
-        options["kv_cache_memory"] = (blocks + 1) * block_bytes(own.model.cfg, cfg, 4)
+        options["kv_cache_memory_bytes"] = (blocks + 1) * block_bytes(own.model.cfg, cfg, 4)
     settings = {"device": "cpu", "dtype": "float32", "threads": 1, "max_model_len": LONGEST, "max_num_seqs": 4}
     if k == "auto":
         settings["cost_table"] = any_costs()

@@ -37,7 +37,7 @@ TARGET = DecoderConfig(
     layer=LayerConfig(64, 160, num_heads=4, num_kv_heads=2, head_dim=32),
     rope=RopeConfig(),
     max_positions=256,
-    tied_head=False,
+    tie_word_embeddings=False,
     windows=(None,) * 5,
 )
 BASE = DrafterConfig(

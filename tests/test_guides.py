@@ -39,7 +39,7 @@ from peagle.checkpoints.drafter import config_values, drafter_layout, plain_name
 from peagle.checkpoints.speculators import OWN_FIELDS, from_plain
 from peagle.cli import main
 from peagle.cli.app import app
-from peagle.config import MASK_ID_NAMES, RopeConfig, SamplingParams
+from peagle.config import MASK_TOKEN_ID_KEYS, RopeConfig, SamplingParams
 from peagle.engine.llm import LLM
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -349,7 +349,7 @@ def zeroed(name: str) -> Callable[[Path], None]:
 
 
 def as_eagle3(folder: Path) -> None:
-    set_config(folder, **dict.fromkeys(MASK_ID_NAMES))
+    set_config(folder, **dict.fromkeys(MASK_TOKEN_ID_KEYS))
     edit_weights(folder, lambda tensors: tensors.pop("mask_hidden"))
 
 
@@ -364,7 +364,7 @@ FAULTS: dict[str, Callable[[Path], None]] = {
     "nothing": lambda folder: None,
     "P-EAGLE run as EAGLE-3": as_eagle3,
     "the mask's hidden state": zeroed("mask_hidden"),
-    "another mask id": lambda folder: set_config(folder, **dict.fromkeys(MASK_ID_NAMES, ord("e"))),
+    "another mask id": lambda folder: set_config(folder, **dict.fromkeys(MASK_TOKEN_ID_KEYS, ord("e"))),
     "a norm on the other side": lambda folder: set_config(folder, norm_before_residual=True),
     "other layers aux_hidden_states": lambda folder: set_config(folder, eagle_aux_hidden_state_layer_ids=[0, 3, 5]),
     "aux_hidden_states in another order": reordered,
@@ -415,7 +415,7 @@ def test_the_format_is_told_whole() -> None:
     prose = re.sub(r"^```.*?^```", "", text_of("checkpoint-format"), flags=re.MULTILINE | re.DOTALL)
     told = set(re.findall(r"`([^`]+)`", prose))
     layer = replace(pairs.BASE.layer, qk_norm=True, qkv_bias=True, out_bias=True, mlp_bias=True)
-    rope = RopeConfig(kind="yarn", factor=4.0, original_max_positions=64)
+    rope = RopeConfig(rope_type="yarn", factor=4.0, original_max_positions=64)
     own: dict[str, Any] = {
         "own_embeddings": True,
         "own_head": True,

@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from peagle.config import ServerSettings
+from peagle.config import BenchServerSettings
 from peagle.errors import UserError
 
 READ = 1 << 16  # bytes at once
@@ -210,7 +210,7 @@ class _Connection:
 class Client:
     """Of one server, inside one event loop."""
 
-    def __init__(self, address: Address, settings: ServerSettings) -> None:
+    def __init__(self, address: Address, settings: BenchServerSettings) -> None:
         self.address, self.settings = address, settings
         self._idle: list[_Connection] = []
         self._tls = ssl.create_default_context() if address.secure else None

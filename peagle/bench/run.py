@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 
 from peagle.bench.server import Measured, Tell
 from peagle.bench.workload import Ask, Load, Workload, loads
-from peagle.config import BenchSettings, Helped
+from peagle.config import BenchSettings, SpeculationMethod
 from peagle.errors import UserError
 from peagle.results.schema import BenchRepeat, BenchRow, Results, read_results, write_results
 from peagle.results.stamp import Stamp
@@ -37,7 +37,7 @@ class Variant:
     name: str
     engine: str  # "embedded", "vllm", or a server's address
     drafter: str | None
-    method: Helped
+    method: SpeculationMethod
     k: int | Literal["auto"] | None
     open: Callable[[], AbstractContextManager[Bench]] = field(compare=False)
 

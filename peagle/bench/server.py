@@ -18,7 +18,7 @@ from typing import Any
 
 from peagle.bench.http_client import LONGEST_ERROR, Client, Events, Failed, parse_url
 from peagle.bench.workload import Ask, Load, Workload, arrivals
-from peagle.config import BenchDoubts, Helped, ServerSettings
+from peagle.config import BenchServerSettings, BenchWarningThresholds, SpeculationMethod
 from peagle.errors import UserError
 from peagle.results.schema import BenchRepeat
 from peagle.results.statistics import NOT_SENT, Trace, repeat_of
@@ -42,7 +42,7 @@ class Measured:
 class Stated:
     """What the user says that the server runs; its counters must not say otherwise."""
 
-    method: Helped = "none"
+    method: SpeculationMethod = "none"
     k: int | None = None
 
 
@@ -92,7 +92,7 @@ class _Stream:
 class ServerBench:
     """`with ServerBench(...) as server: server.measure(...)`."""
 
-    def __init__(self, settings: ServerSettings, stated: Stated, tokenizer: Any = None) -> None:
+    def __init__(self, settings: BenchServerSettings, stated: Stated, tokenizer: Any = None) -> None:
         self.settings, self.stated, self.tokenizer = settings, stated, tokenizer
         self.address = parse_url(settings.url)
         self.model = settings.model or ""
@@ -258,7 +258,7 @@ class ServerBench:
         moved = await self._moved(before)
         ours = sum(s.trace.output_tokens for s in streams)
         failed = any(s.trace.failed is not None for s in streams)
-        limits = BenchDoubts()
+        limits = BenchWarningThresholds()
 
         def disagree() -> bool:
             theirs = moved.get("generation_tokens")

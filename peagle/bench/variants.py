@@ -22,7 +22,7 @@ from peagle.bench.workload import KNOWN_IDS, Workload, random_workload, read_wor
 from peagle.checkpoints.drafter import check_fits, read_drafter_config
 from peagle.checkpoints.target import Target, load_tokenizer, read_target_config
 from peagle.checkpoints.validate import speculative_config
-from peagle.config import BenchSettings, EmbeddedSettings, Helped, ServerSettings
+from peagle.config import BenchEngineSettings, BenchServerSettings, BenchSettings, SpeculationMethod
 from peagle.engine.llm import LLM
 from peagle.errors import UserError
 from peagle.eval.datasets import open_datasets
@@ -42,7 +42,7 @@ class Embedded:
         drafters: Sequence[str],
         draft_tokens: Sequence[int | Literal["auto"]],
         baseline: bool,
-        settings: EmbeddedSettings,
+        settings: BenchEngineSettings,
         engine: str = "embedded",
     ) -> None:
         if engine not in ENGINES:
@@ -54,14 +54,14 @@ class Embedded:
         self.cfg = read_target_config(self.folder)
         self.reader = PromptReader(self.folder)
         self._loaded: Target | None = None
-        self._wanted: list[tuple[str | None, Path | None, Helped, int | Literal["auto"] | None]] = []
+        self._wanted: list[tuple[str | None, Path | None, SpeculationMethod, int | Literal["auto"] | None]] = []
         if baseline or not drafters:
             self._wanted.append((None, None, "none", None))
         for drafter in drafters:
             folder = resolve_drafter(drafter)
             own = read_drafter_config(folder, self.cfg)
             check_fits(own, self.cfg, folder)
-            method: Helped = "p-eagle" if own.parallel else "eagle3"
+            method: SpeculationMethod = "p-eagle" if own.parallel else "eagle3"
             self._wanted += [(drafter, folder, method, k) for k in draft_tokens]
 
     @property
@@ -92,11 +92,13 @@ class Embedded:
             "dtype": options["dtype"] or "auto",
             "max_num_seqs": options["max_num_seqs"],
             "max_model_len": options["max_model_len"],
-            "enable_prefix_caching": options["prefix_reuse"],
-            "gpu_memory_utilization": options["gpu_memory_fraction"],
+            "enable_prefix_caching": options["enable_prefix_caching"],
+            "gpu_memory_utilization": options["gpu_memory_utilization"],
         }
-        if options["kv_cache_memory"] is not None:  # the share is still checked against what neighbours leave free
-            given |= {"kv_cache_memory_bytes": options["kv_cache_memory"], "gpu_memory_utilization": 0.05}
+        if (
+            options["kv_cache_memory_bytes"] is not None
+        ):  # the share is still checked against what neighbours leave free
+            given |= {"kv_cache_memory_bytes": options["kv_cache_memory_bytes"], "gpu_memory_utilization": 0.05}
         on_gpu = torch.cuda.is_available()
         if not on_gpu:
             given["enforce_eager"] = True  # compiling for a CPU takes minutes
@@ -141,7 +143,7 @@ class Embedded:
 class Server:
     """An address, and what its owner says that runs there."""
 
-    def __init__(self, settings: ServerSettings, stated: Stated, label: str | None, tokenizer: str | None) -> None:
+    def __init__(self, settings: BenchServerSettings, stated: Stated, label: str | None, tokenizer: str | None) -> None:
         self.settings, self.stated = settings, stated
         self.address = parse_url(settings.url)
         self.tokenizer = load_tokenizer(_tokenizer_folder(tokenizer)) if tokenizer is not None else None

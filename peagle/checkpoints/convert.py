@@ -41,7 +41,7 @@ def convert(source: Path, out: Path, to: Format, target: Path, target_name: str,
     fate: dict[str, str] = {}
     theirs = Weights(target)
     for name in ("embed_tokens.weight", "lm_head.weight"):
-        tied = name == "lm_head.weight" and target_cfg.tied_head
+        tied = name == "lm_head.weight" and target_cfg.tie_word_embeddings
         table = theirs["model.embed_tokens.weight" if tied or name.startswith("embed") else name]
         if to == "speculators" and name not in tensors:
             tensors[name] = table.to(drafter.fc.weight.dtype)

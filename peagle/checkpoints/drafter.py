@@ -26,7 +26,7 @@ from peagle.checkpoints.fields import (
 )
 from peagle.checkpoints.files import Weights, read_config_json, write_folder, write_json, write_weights
 from peagle.checkpoints.tensor_layout import Layout, fill, layout_of, problems, unfill
-from peagle.config import MASK_ID_NAMES, DecoderConfig, DrafterConfig
+from peagle.config import MASK_TOKEN_ID_KEYS, DecoderConfig, DrafterConfig
 from peagle.errors import UserError
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
@@ -39,7 +39,7 @@ def mask_ids(values: dict[str, Any]) -> dict[str, Any]:
     """Each name under which a config gives the id of the mask token: ours, and those of kindred drafters
     that vLLM looks up too."""
     nested = values.get("dflash_config")
-    given = {name: values.get(name) for name in (*MASK_ID_NAMES, "dspark_noise_token_id")}
+    given = {name: values.get(name) for name in (*MASK_TOKEN_ID_KEYS, "dspark_noise_token_id")}
     given["dflash_config.mask_token_id"] = nested.get("mask_token_id") if isinstance(nested, dict) else None
     return {name: value for name, value in given.items() if value is not None}
 
@@ -128,7 +128,7 @@ def _mask_id(values: dict[str, Any], source: Path, parallel: bool, vocab: int) -
             raise UserError(f"{source}: has a mask id ({ids}), but the weights hold no mask_hidden")
         return None
     if not ids:
-        names = ", ".join(MASK_ID_NAMES)
+        names = ", ".join(MASK_TOKEN_ID_KEYS)
         raise UserError(f"{source}: the weights hold mask_hidden, but no mask id is given (one of {names})")
     if len(set(map(repr, ids.values()))) > 1:
         raise UserError(f"{source}: mask ids disagree: {ids}")
@@ -252,7 +252,7 @@ def config_values(cfg: DrafterConfig, dtype: torch.dtype) -> dict[str, Any]:
         (values["sliding_window"],) = {w for w in cfg.windows if w}  # the format has room for one
         values["layer_types"] = ["sliding_attention" if w else "full_attention" for w in cfg.windows]
     if cfg.mask_token_id is not None:
-        values |= dict.fromkeys(MASK_ID_NAMES, cfg.mask_token_id)
+        values |= dict.fromkeys(MASK_TOKEN_ID_KEYS, cfg.mask_token_id)
     return values
 
 

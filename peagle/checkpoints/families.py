@@ -23,7 +23,7 @@ from peagle.checkpoints.fields import (
 )
 from peagle.checkpoints.transformers_model import foreign_config, is_foreign
 from peagle.checkpoints.weight_conversion import Sources
-from peagle.config import DecoderConfig, Heat, LayerConfig, RopeConfig, Window
+from peagle.config import AttentionTemperature, DecoderConfig, LayerConfig, RopeConfig, Window
 from peagle.errors import UserError
 from peagle.kernels.moe.mxfp4 import BLOCK
 
@@ -46,7 +46,7 @@ class Family:
     windows: Callable[[Fields], tuple[Window, ...]] | None = None  # None: what `sliding_windows` finds
     mend: Callable[[dict[str, Any]], dict[str, Any]] = lambda values: values  # fields that transformers reads no more
     reach: Callable[[Fields], int] = positions  # how long texts may be
-    heat: Callable[[Fields], Heat | None] = lambda fields: None
+    heat: Callable[[Fields], AttentionTemperature | None] = lambda fields: None
     proportional: bool = False  # heads may be turned in part in the way that needs nothing of `adapt`
     caps_logits: bool = False  # if its config says so
 
@@ -73,7 +73,7 @@ def _qk_norms(fields: Fields) -> LayerConfig:
 def _qwen3_moe(fields: Fields) -> LayerConfig:
     if fields.values.get("mlp_only_layers") or fields.size("decoder_sparse_step", 1) != 1:
         raise fields.wrong("layers without experts among layers with them (mlp_only_layers, decoder_sparse_step)")
-    experts = experts_config(fields, "moe_intermediate_size", normed=fields.get("norm_topk_prob", bool, False))
+    experts = experts_config(fields, "moe_intermediate_size", norm_topk_prob=fields.get("norm_topk_prob", bool, False))
     return replace(_qk_norms(fields), experts=experts)
 
 
@@ -84,7 +84,7 @@ def _qwen3_moe_names(sources: Sources, fields: Fields) -> Sources:
 def _gpt_oss(fields: Fields) -> LayerConfig:
     clamp = fields.positive("swiglu_alpha", 1.702), fields.positive("swiglu_limit", 7.0)
     experts = experts_config(fields, "intermediate_size", bias=True, clamp=clamp)
-    return replace(_same_bias(fields), sinks=True, experts=experts)
+    return replace(_same_bias(fields), attention_sinks=True, experts=experts)
 
 
 def _gpt_oss_tensors(sources: Sources, fields: Fields) -> Sources:
@@ -101,9 +101,9 @@ def _phi3_tensors(sources: Sources, fields: Fields) -> Sources:
     q, kv, inner = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim, layer.intermediate_size
     sources = published.rows_apart(sources, ".qkv_proj.", {"q_proj": q, "k_proj": kv, "v_proj": kv})
     sources = published.rows_apart(sources, ".gate_up_proj.", {"gate_proj": inner, "up_proj": inner})
-    if rope.rotated == 1.0:
+    if rope.partial_rotary_factor == 1.0:
         return sources
-    turned = int(layer.head_dim * rope.rotated)
+    turned = int(layer.head_dim * rope.partial_rotary_factor)
     return published.changed(
         sources,
         lambda name: ".q_proj." in name or ".k_proj." in name,
@@ -206,9 +206,9 @@ def packs_experts(values: dict[str, Any], source: Path) -> bool:
 def with_packed_experts(cfg: DecoderConfig) -> DecoderConfig:
     """The same where widths are none that can be packed."""
     layer, experts = cfg.layer, cfg.layer.experts
-    if experts is None or layer.hidden_size % BLOCK or experts.width % BLOCK:
+    if experts is None or layer.hidden_size % BLOCK or experts.intermediate_size % BLOCK:
         return cfg
-    return replace(cfg, layer=replace(layer, experts=replace(experts, packed=True)))
+    return replace(cfg, layer=replace(layer, experts=replace(experts, mxfp4=True)))
 
 
 def adapted(sources: Sources, values: dict[str, Any], source: Path, packed: bool = False) -> Sources:
@@ -244,14 +244,14 @@ def decoder_config(values: dict[str, Any], source: Path, tables_only: bool = Fal
         layer=layer,
         rope=rope,
         max_positions=family.reach(fields),
-        tied_head=fields.get("tie_word_embeddings", bool, False),
+        tie_word_embeddings=fields.get("tie_word_embeddings", bool, False),
         windows=windows,
         local_rope=None if local_rope == rope and alike else local_rope,
         embedding_scale=layer.hidden_size**0.5 if family.scaled_embeddings else 1.0,
         layers=layers if set(layers) != {layer} else (),
-        logit_cap=fields.optional_positive("final_logit_softcapping") if family.caps_logits else None,
-        heat=family.heat(fields),
-        foreign=theirs,
+        final_logit_softcapping=fields.optional_positive("final_logit_softcapping") if family.caps_logits else None,
+        attention_temperature=family.heat(fields),
+        uses_transformers=theirs,
     )
 
 

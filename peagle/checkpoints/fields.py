@@ -166,7 +166,7 @@ def rope_config(fields: Fields, scaling: Fields | None = None, more: bool = Fals
     if kind == "default":
         return RopeConfig(theta=theta)
     if kind == "linear":
-        return RopeConfig(theta=theta, kind="linear", factor=scaling.positive("factor"))
+        return RopeConfig(theta=theta, rope_type="linear", factor=scaling.positive("factor"))
     longest = positions(fields)
     original = scaling.optional_size("original_max_position_embeddings") or longest
     if kind == "llama3":
@@ -175,7 +175,7 @@ def rope_config(fields: Fields, scaling: Fields | None = None, more: bool = Fals
             raise fields.wrong(f"low_freq_factor {low} must not be above high_freq_factor {high}")
         return RopeConfig(
             theta=theta,
-            kind="llama3",
+            rope_type="llama3",
             factor=scaling.positive("factor"),
             original_max_positions=original,
             low_freq_factor=low,
@@ -185,7 +185,7 @@ def rope_config(fields: Fields, scaling: Fields | None = None, more: bool = Fals
         raise fields.wrong(f"field 'rope_theta' is {theta}, expected more than 1 for yarn")
     return RopeConfig(
         theta=theta,
-        kind="yarn",
+        rope_type="yarn",
         factor=scaling.positive("factor", longest / original),
         original_max_positions=original,
         beta_fast=scaling.positive("beta_fast", RopeConfig.beta_fast),
@@ -203,12 +203,12 @@ def proportional_rope(scaling: Fields) -> RopeConfig:
     if not 0.0 <= rotated <= 1.0:
         raise scaling.wrong(f"partial_rotary_factor is {rotated}, expected a share of a head")
     factor = scaling.positive("factor", 1.0)
-    return RopeConfig(scaling.positive("rope_theta"), "proportional", factor, rotated=rotated)
+    return RopeConfig(scaling.positive("rope_theta"), "proportional", factor, partial_rotary_factor=rotated)
 
 
 def _longrope(fields: Fields, scaling: Fields, theta: float, rotated: float, kind: str) -> RopeConfig:
     if kind == "default":
-        return RopeConfig(theta=theta, rotated=rotated)
+        return RopeConfig(theta=theta, partial_rotary_factor=rotated)
     if kind != "longrope":
         raise fields.wrong(f"partial_rotary_factor together with rope type {kind!r} is not supported")
     head_dim = fields.size("head_dim", fields.size("hidden_size") // fields.size("num_attention_heads"))
@@ -216,13 +216,13 @@ def _longrope(fields: Fields, scaling: Fields, theta: float, rotated: float, kin
     original = scaling.optional_size("original_max_position_embeddings") or longest
     return RopeConfig(
         theta=theta,
-        kind="longrope",
+        rope_type="longrope",
         factor=scaling.positive("factor", longest / original),
         original_max_positions=original,
         attention_factor=scaling.optional_positive("attention_factor"),
         short_factors=_factors(scaling, "short_factor", int(head_dim * rotated) // 2),
         long_factors=_factors(scaling, "long_factor", int(head_dim * rotated) // 2),
-        rotated=rotated,
+        partial_rotary_factor=rotated,
     )
 
 
@@ -237,20 +237,20 @@ def _factors(scaling: Fields, name: str, count: int) -> tuple[float, ...]:
 
 def rope_fields(rope: RopeConfig) -> dict[str, Any]:
     """The same, as transformers 5 and older readers want it, side by side."""
-    values: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.theta}
-    if rope.kind != "default":
+    values: dict[str, Any] = {"rope_type": rope.rope_type, "rope_theta": rope.theta}
+    if rope.rope_type != "default":
         values["factor"] = rope.factor
-    if rope.kind in ("llama3", "yarn"):
+    if rope.rope_type in ("llama3", "yarn"):
         values["original_max_position_embeddings"] = rope.original_max_positions
-    if rope.kind == "llama3":
+    if rope.rope_type == "llama3":
         values |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
-    if rope.kind == "yarn":
+    if rope.rope_type == "yarn":
         values |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "truncate": rope.truncate}
         for name in ("attention_factor", "mscale", "mscale_all_dim"):
             if getattr(rope, name) is not None:
                 values[name] = getattr(rope, name)
     fields: dict[str, Any] = {"rope_theta": rope.theta, "rope_parameters": values}
-    if rope.kind != "default":
+    if rope.rope_type != "default":
         fields["rope_scaling"] = {k: v for k, v in values.items() if k != "rope_theta"}
     return fields
 

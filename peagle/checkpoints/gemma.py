@@ -34,7 +34,7 @@ def _layer(fields: Fields) -> LayerConfig:
         raise fields.wrong(f"hidden_activation {activation!r} is not supported; supported: {GELU}")
     bias = fields.get("attention_bias", bool, False)
     layer = layer_config(fields, qkv_bias=bias, out_bias=bias, mlp_bias=False, qk_norm=True)
-    return replace(layer, activation="gelu_tanh", out_norms=True)
+    return replace(layer, activation="gelu_tanh", output_norms=True)
 
 
 def gemma3(fields: Fields) -> LayerConfig:
@@ -59,7 +59,7 @@ def gemma4(fields: Fields) -> LayerConfig:
     """What most layers are: those with a window."""
     if fields.values.get("use_bidirectional_attention") == "all":  # "vision": of pictures alone
         raise fields.wrong("use_bidirectional_attention is not supported")
-    return replace(_layer(fields), v_norm=True, scaled=True)
+    return replace(_layer(fields), v_norm=True, layer_scalar=True)
 
 
 def gemma4_layers(fields: Fields, usual: LayerConfig) -> tuple[LayerConfig, ...]:

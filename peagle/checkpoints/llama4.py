@@ -11,7 +11,7 @@ from typing import Any
 from peagle.checkpoints import weight_conversion as published
 from peagle.checkpoints.fields import Fields, experts_config, layer_config, positions
 from peagle.checkpoints.weight_conversion import Sources
-from peagle.config import Chunked, Heat, LayerConfig, Window
+from peagle.config import AttentionTemperature, ChunkedAttention, LayerConfig, Window
 
 LONGEST = 1 << 20  # of the ten million positions that Scout's config has; angles of all are kept
 
@@ -26,7 +26,7 @@ def layer(fields: Fields) -> LayerConfig:
     """With experts, and heads that are turned: what most layers are."""
     bias, qk_norm = fields.get("attention_bias", bool, False), fields.get("use_qk_norm", bool, False)
     width = fields.size("intermediate_size")
-    experts = experts_config(fields, "intermediate_size", sigmoid=True, shared=width)
+    experts = experts_config(fields, "intermediate_size", sigmoid_scaled_input=True, shared_intermediate_size=width)
     shape = layer_config(fields, qkv_bias=bias, out_bias=bias, mlp_bias=False, qk_norm=qk_norm)
     return replace(shape, experts=experts)
 
@@ -40,7 +40,7 @@ def layers(fields: Fields, usual: LayerConfig) -> tuple[LayerConfig, ...]:
     dense = fields.size("intermediate_size_mlp")
 
     def one(i: int) -> LayerConfig:
-        own = usual if turned[i] else replace(usual, rotary=False, qk_norm=False)
+        own = usual if turned[i] else replace(usual, use_rope=False, qk_norm=False)
         return own if i in sparse else replace(own, experts=None, intermediate_size=dense)
 
     return tuple(one(i) for i in range(count))
@@ -54,7 +54,9 @@ def windows(fields: Fields) -> tuple[Window, ...]:
         raise fields.wrong(f"layer type {unknown[0]!r} is not supported")
 
     def one(kind: str) -> Window:
-        return None if kind == "full_attention" else Chunked(fields.size("attention_chunk_size", most=2**31 - 1))
+        return (
+            None if kind == "full_attention" else ChunkedAttention(fields.size("attention_chunk_size", most=2**31 - 1))
+        )
 
     return tuple(one(kind) for kind in kinds)
 
@@ -63,10 +65,10 @@ def reach(fields: Fields) -> int:
     return min(positions(fields), LONGEST)
 
 
-def heat(fields: Fields) -> Heat | None:
+def heat(fields: Fields) -> AttentionTemperature | None:
     if not fields.get("attn_temperature_tuning", bool, False):
         return None
-    return Heat(fields.size("floor_scale", most=2**31 - 1), fields.get("attn_scale", float))
+    return AttentionTemperature(fields.size("floor_scale", most=2**31 - 1), fields.get("attn_scale", float))
 
 
 def tensors(sources: Sources, fields: Fields) -> Sources:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from peagle.config import MASK_ID_NAMES
+from peagle.config import MASK_TOKEN_ID_KEYS
 from peagle.errors import UserError
 
 VERSION = "0.9.0"  # of the format written here
@@ -24,7 +24,7 @@ OWN_FIELDS = (
     "eagle_aux_hidden_state_layer_ids",
     "mask_token_id",
 )
-PLAIN_ONLY = (*MASK_ID_NAMES, "architectures", "dtype", "torch_dtype")
+PLAIN_ONLY = (*MASK_TOKEN_ID_KEYS, "architectures", "dtype", "torch_dtype")
 
 
 def is_speculators(values: dict[str, Any]) -> bool:

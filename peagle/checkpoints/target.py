@@ -54,7 +54,7 @@ def load_decoder(
     that files have in four bits stay so."""
     values, source = read_config_json(folder), folder / "config.json"
     cfg = decoder_config(values, source, tables_only)
-    if cfg.foreign:
+    if cfg.uses_transformers:
         return load_foreign(folder, cfg, dtype, device, why_foreign(values, source))
     files = stored(Weights(folder, keep_open=True), device)
     if packed and packs_experts(values, source) and has_packed_experts(files):
@@ -63,23 +63,23 @@ def load_decoder(
         model = Decoder(replace(cfg, num_layers=0, windows=()) if tables_only else cfg)
     model.cfg = cfg
     layout = layout_of(model, cfg.layer)
-    if cfg.tied_head:
+    if cfg.tie_word_embeddings:
         del layout["lm_head.weight"]
     file_names = {name: name if name.startswith("lm_head") else f"model.{name}" for name in layout}
     wanted = {file_names[name]: slot for name, slot in layout.items()}
-    kept = cfg.layer.experts is not None and cfg.layer.experts.packed
+    kept = cfg.layer.experts is not None and cfg.layer.experts.mxfp4
     sources = adapted(files, values, source, kept)
     if tables_only:
         sources = {name: found for name, found in sources.items() if name in wanted}
     weights = Published(folder, sources)
     shapes = weights.shapes
-    if cfg.tied_head:
+    if cfg.tie_word_embeddings:
         shapes.pop("lm_head.weight", None)
     found = problems(wanted, shapes)
     if found:
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         raise UserError(f"{folder}: {found[0]}{more}")
-    if cfg.tied_head:
+    if cfg.tie_word_embeddings:
         model.lm_head.weight = None  # type: ignore[assignment]
     fill(model, layout, weights, file_names, dtype, device)
     model.tie()

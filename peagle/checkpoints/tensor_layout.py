@@ -61,7 +61,7 @@ def layout_of(module: nn.Module, layer: LayerConfig) -> Layout:
         if whole is not None and layer.experts is not None:
             names = [
                 f"{param.removesuffix(whole)}.mlp.experts.{e}.{part}"
-                for e in range(layer.experts.count)
+                for e in range(layer.experts.num_experts)
                 for part in EXPERT_PARTS[whole]
             ]
             rows = len(tensor) // len(names)

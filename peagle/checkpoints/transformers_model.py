@@ -59,9 +59,9 @@ def foreign_config(values: dict[str, Any], source: Path) -> DecoderConfig:
         layer=layer_config(known, **plain),
         rope=RopeConfig(),
         max_positions=positions(known),
-        tied_head=bool(getattr(config, "tie_word_embeddings", False)),
+        tie_word_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
         windows=_windows(config, num_layers, known),
-        foreign=True,
+        uses_transformers=True,
     )
 
 

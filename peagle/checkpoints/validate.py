@@ -26,7 +26,13 @@ from peagle.checkpoints.drafter import (
 )
 from peagle.checkpoints.files import Weights, read_config_json
 from peagle.checkpoints.target import eos_ids, has_tokenizer, load_tokenizer, read_target_config
-from peagle.config import VLLM_VERSION, DecoderConfig, DrafterConfig, check_draft_tokens, usual_draft_tokens
+from peagle.config import (
+    VLLM_VERSION,
+    DecoderConfig,
+    DrafterConfig,
+    check_num_speculative_tokens,
+    default_num_speculative_tokens,
+)
 from peagle.errors import UserError
 
 AUX_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -99,7 +105,7 @@ def serve_line(cfg: DrafterConfig, target: str, drafter: str, draft_tokens: int 
 
 def speculative_config(drafter: str, k: int | None, parallel: bool) -> dict[str, Any]:
     """What vLLM's --speculative-config takes. It needs the method named, and to be told of parallel drafting."""
-    k = check_draft_tokens(usual_draft_tokens(parallel) if k is None else k)
+    k = check_num_speculative_tokens(default_num_speculative_tokens(parallel) if k is None else k)
     config: dict[str, Any] = {"method": "eagle3", "model": drafter, "num_speculative_tokens": k}
     return {**config, "parallel_drafting": True} if parallel else config
 
@@ -130,7 +136,7 @@ def _facts(cfg: DrafterConfig, weights: Weights, target_folder: Path | None) -> 
         "vocabulary": f"{cfg.draft_vocab_size:,} of the target's {cfg.vocab_size:,}",
         "shared": f"{' and '.join(shared)} with the target" if shared else "nothing with the target",
         "options": ", ".join(options) or "none",
-        "positions": f"{cfg.max_positions:,}, rope {cfg.rope.kind}, theta {cfg.rope.theta:g}",
+        "positions": f"{cfg.max_positions:,}, rope {cfg.rope.rope_type}, theta {cfg.rope.theta:g}",
     }
 
 

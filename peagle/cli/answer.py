@@ -25,7 +25,7 @@ from peagle.cli.app import (
     examples,
     parse_num_speculative_tokens,
 )
-from peagle.config import DEFAULT_DRAFT_TOKENS, SamplingParams
+from peagle.config import DEFAULT_NUM_SPECULATIVE_TOKENS, SamplingParams
 from peagle.errors import UserError
 from peagle.hub.resolve import DEFAULT_TARGET, resolve_drafter, resolve_target
 
@@ -46,7 +46,7 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="What to ask; - reads it from standard input.")],
     target: TargetOption = DEFAULT_TARGET,
     drafter: DrafterOption = None,
-    draft_tokens: NumSpeculativeTokensOrAuto = str(DEFAULT_DRAFT_TOKENS),
+    draft_tokens: NumSpeculativeTokensOrAuto = str(DEFAULT_NUM_SPECULATIVE_TOKENS),
     max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = SamplingParams.max_tokens,
     min_tokens: Annotated[int, typer.Option(help="Shortest answer.")] = SamplingParams.min_tokens,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = SamplingParams.temperature,

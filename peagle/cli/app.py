@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from peagle import __version__
-from peagle.config import check_draft_tokens
+from peagle.config import check_num_speculative_tokens
 from peagle.errors import UserError
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def parse_num_speculative_tokens(text: str) -> int | Literal["auto"]:
         num_speculative_tokens = int(text)
     except ValueError:
         raise UserError(f"-k {text}: must be a number of draft tokens, or auto") from None
-    return check_draft_tokens(num_speculative_tokens)
+    return check_num_speculative_tokens(num_speculative_tokens)
 
 
 def _print_version(requested: bool) -> None:

@@ -16,11 +16,11 @@ import typer
 from peagle.cli.app import TARGET_HELP, DeviceOption, DtypeOption, JsonOption, app, console, examples
 from peagle.cli.several import SpreadCommand, split
 from peagle.config import (
+    BenchEngineSettings,
+    BenchServerSettings,
     BenchSettings,
-    EmbeddedSettings,
-    Helped,
-    ServerSettings,
-    check_draft_tokens,
+    SpeculationMethod,
+    check_num_speculative_tokens,
 )
 from peagle.errors import UserError
 from peagle.hub.resolve import DEFAULT_TARGET
@@ -108,27 +108,27 @@ def bench(
     tokenizer: Annotated[
         str | None, typer.Option(help="Counts tokens where the server does not; a folder or hub id.", metavar="T")
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds of one request, to a server.")] = ServerSettings.total_s,
-    stall_timeout: Annotated[float, typer.Option(help="Seconds without a byte.")] = ServerSettings.stall_s,
-    connect_timeout: Annotated[float, typer.Option(help="Seconds until a connection.")] = ServerSettings.connect_s,
+    timeout: Annotated[float, typer.Option(help="Seconds of one request, to a server.")] = BenchServerSettings.total_s,
+    stall_timeout: Annotated[float, typer.Option(help="Seconds without a byte.")] = BenchServerSettings.stall_s,
+    connect_timeout: Annotated[float, typer.Option(help="Seconds until a connection.")] = BenchServerSettings.connect_s,
     max_num_seqs: Annotated[
         int | None, typer.Option(help="The most requests the engine runs at once.", show_default="by the load")
     ] = None,
     max_model_len: Annotated[
         int | None, typer.Option(help="Longest prompt and answer together.", show_default="by the prompts")
     ] = None,
-    gpu_memory_fraction: Annotated[
+    gpu_memory_utilization: Annotated[
         float, typer.Option(metavar="SHARE", help="Of the GPU's memory; less leaves room for others.")
-    ] = EmbeddedSettings.gpu_memory_fraction,
-    kv_cache_memory: Annotated[
+    ] = BenchEngineSettings.gpu_memory_utilization,
+    kv_cache_memory_bytes: Annotated[
         int | None, typer.Option(metavar="BYTES", help="Of the key-value cache, instead of that share.")
     ] = None,
     cost_table: Annotated[
         str | None, typer.Option(help="Of `peagle tune`, for -k auto.", metavar="FILE", show_default="measured")
     ] = None,
-    prefix_reuse: Annotated[
+    enable_prefix_caching: Annotated[
         bool, typer.Option(help="Let the engine remember prompts; every repeat asks the same ones.")
-    ] = EmbeddedSettings.prefix_reuse,
+    ] = BenchEngineSettings.enable_prefix_caching,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     out: Annotated[
@@ -166,7 +166,7 @@ def bench(
     named = split(prompts)
     if url is not None:
         _nothing_embedded(target, drafter)
-        server = ServerSettings(url, model, connect_timeout, stall_timeout, timeout)
+        server = BenchServerSettings(url, model, connect_timeout, stall_timeout, timeout)
         variants, workload, fixed = _server(
             server, _method(method), drafts, label, tokenizer, named, settings, skip_bad_rows
         )
@@ -178,15 +178,15 @@ def bench(
             raise UserError("-k: needs a --drafter")
         from peagle.bench.variants import Embedded
 
-        own = EmbeddedSettings(
+        own = BenchEngineSettings(
             None if device == "auto" else device,
             None if dtype == "auto" else dtype,
             max_num_seqs,
             max_model_len,
-            gpu_memory_fraction,
-            kv_cache_memory,
+            gpu_memory_utilization,
+            kv_cache_memory_bytes,
             cost_table,
-            prefix_reuse,
+            enable_prefix_caching,
         )
         here = Embedded(target or DEFAULT_TARGET, split(drafter), drafts or ["auto"], baseline, own, engine)
         workload = here.workload(named, settings, skip_bad_rows)
@@ -195,8 +195,8 @@ def bench(
 
 
 def _server(
-    server: ServerSettings,
-    method: Helped,
+    server: BenchServerSettings,
+    method: SpeculationMethod,
     drafts: list[int | Literal["auto"]],
     label: str | None,
     tokenizer: str | None,
@@ -263,11 +263,11 @@ def _nothing_embedded(target: str | None, drafter: list[str] | None) -> None:
             raise UserError(f"{flag} {value}: a server has its own; with --url say --method and -k what it runs")
 
 
-def _method(given: str | None) -> Helped:
+def _method(given: str | None) -> SpeculationMethod:
     if given is None:
         return "none"
-    if given not in get_args(Helped):
-        raise UserError(f"--method {given}: must be {', '.join(get_args(Helped))}")
+    if given not in get_args(SpeculationMethod):
+        raise UserError(f"--method {given}: must be {', '.join(get_args(SpeculationMethod))}")
     return given  # type: ignore[return-value]
 
 
@@ -282,7 +282,7 @@ def _draft_tokens(given: str) -> int | Literal["auto"]:
     if given == "auto":
         return "auto"
     try:
-        return check_draft_tokens(int(given))
+        return check_num_speculative_tokens(int(given))
     except ValueError as error:
         if isinstance(error, UserError):
             raise

@@ -27,7 +27,7 @@ from peagle.cli.app import (
     examples,
     parse_num_speculative_tokens,
 )
-from peagle.config import DEFAULT_DRAFT_TOKENS, SamplingParams
+from peagle.config import DEFAULT_NUM_SPECULATIVE_TOKENS, SamplingParams
 from peagle.errors import UserError
 from peagle.hub.resolve import DEFAULT_DRAFTER, DEFAULT_TARGET, resolve_drafter, resolve_target
 
@@ -71,7 +71,7 @@ class Partner(Protocol):
 def chat(
     target: TargetOption = DEFAULT_TARGET,
     drafter: DrafterOption = None,
-    draft_tokens: NumSpeculativeTokensOrAuto = str(DEFAULT_DRAFT_TOKENS),
+    draft_tokens: NumSpeculativeTokensOrAuto = str(DEFAULT_NUM_SPECULATIVE_TOKENS),
     url: Annotated[
         str | None, typer.Option(help="Talk with this running server instead; $OPENAI_API_KEY is sent.", metavar="URL")
     ] = None,
@@ -102,7 +102,7 @@ def chat(
             drafter = DEFAULT_DRAFTER
         partner = Embedded(target, drafter, k, dtype, device, max_model_len)
     if url is not None and isinstance(k, int) and 0 < partner.most_drafts:
-        params = replace(params, draft_tokens=min(k, partner.most_drafts))
+        params = replace(params, max_speculative_tokens=min(k, partner.most_drafts))
     Chat(partner, params, system).run()
 
 
@@ -173,7 +173,7 @@ class Chat:
         self.partner, self.params, self.system = partner, params, system
         self.screen, self.notes = console(), console(stderr=True)
         self.asks = sys.stdin.isatty()
-        self.drafts = partner.most_drafts if params.draft_tokens is None else params.draft_tokens
+        self.drafts = partner.most_drafts if params.max_speculative_tokens is None else params.max_speculative_tokens
         self.speculating = self.drafts > 0
         self.talk: Messages = []
         self.answered: list[Answered] = []
@@ -222,7 +222,7 @@ class Chat:
     def _turn(self, question: str) -> None:
         system = [{"role": "system", "content": self.system}] if self.system else []
         asked = {"role": "user", "content": question}
-        params = replace(self.params, draft_tokens=self.drafts if self.speculating else 0)
+        params = replace(self.params, max_speculative_tokens=self.drafts if self.speculating else 0)
         began = time.perf_counter()
         shown = False
         try:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from peagle.bench.http_client import Events, Failed, parse_url
-from peagle.config import SamplingParams, ServerSettings
+from peagle.config import BenchServerSettings, SamplingParams
 from peagle.engine.request import CompletionOutput
 from peagle.errors import UserError
 
@@ -24,7 +24,7 @@ NEEDS = {401: "it wants another $OPENAI_API_KEY", 403: "it forbids it", 429: "it
 
 class Served:
     def __init__(self, url: str) -> None:
-        self.settings = ServerSettings(url)
+        self.settings = BenchServerSettings(url)
         self.address = parse_url(url)
         self._headers = {"Content-Type": "application/json"}
         if key := os.environ.get("OPENAI_API_KEY"):
@@ -56,7 +56,11 @@ class Served:
         if params.seed is not None:
             body["seed"] = params.seed
         if self._shades:
-            drafts = {"draft_tokens": params.draft_tokens} if params.draft_tokens else {"speculation": False}
+            drafts = (
+                {"draft_tokens": params.max_speculative_tokens}
+                if params.max_speculative_tokens
+                else {"speculation": False}
+            )
             body["peagle"] = {"tokens": True, **(drafts if self.most_drafts else {})}
         self._pending: list[tuple[str, bool]] = []
         self._shown = 0  # characters of the text

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from peagle.cli.app import DeviceOption, DtypeOption, JsonOption, Lead, TargetOption, Vary, app, examples
-from peagle.config import EndpointSettings, ResponseSettings, WriterSettings
+from peagle.config import EndpointSettings, ResponseEngineSettings, ResponseSettings
 from peagle.errors import UserError
 from peagle.hub.resolve import DEFAULT_TARGET
 
@@ -68,10 +68,10 @@ def data(
     max_model_len: Annotated[
         int | None, typer.Option(help="Longest prompt and answer together.", show_default="what the target can")
     ] = None,
-    gpu_memory_fraction: Annotated[
+    gpu_memory_utilization: Annotated[
         float, typer.Option(metavar="SHARE", help="Of the GPU's memory; less leaves room for others.")
-    ] = WriterSettings.gpu_memory_fraction,
-    kv_cache_memory: Annotated[
+    ] = ResponseEngineSettings.gpu_memory_utilization,
+    kv_cache_memory_bytes: Annotated[
         int | None,
         typer.Option(metavar="BYTES", help="Of the key-value cache, instead of that share: for several on one GPU."),
     ] = None,
@@ -90,13 +90,13 @@ def data(
         server = EndpointSettings(endpoint, model, concurrency, timeout, retries)
     elif model is not None:
         raise UserError(f"--model {model}: is what a server calls it; give --endpoint URL, or -t alone for the engine")
-    writer = WriterSettings(
+    writer = ResponseEngineSettings(
         None if device == "auto" else device,
         None if dtype == "auto" else dtype,
         max_num_seqs,
         max_model_len,
-        gpu_memory_fraction=gpu_memory_fraction,
-        kv_cache_memory=kv_cache_memory,
+        gpu_memory_utilization=gpu_memory_utilization,
+        kv_cache_memory_bytes=kv_cache_memory_bytes,
     )
 
     from peagle.data.run import write_responses

@@ -111,8 +111,8 @@ def _line_up(
     ids = [encode_prompt(tokenizer, text, raw=False) for text in asked]
     for prompt_ids in ids:
         check_prompt(prompt_ids, read_target_config(target).vocab_size, CONTEXT)
-    options: dict[str, Any] = {"max_num_seqs": 1, "max_model_len": CONTEXT, "kv_cache_memory": CACHE_BYTES}
-    options["prefix_reuse"] = False  # nobody has read the prompt before
+    options: dict[str, Any] = {"max_num_seqs": 1, "max_model_len": CONTEXT, "kv_cache_memory_bytes": CACHE_BYTES}
+    options["enable_prefix_caching"] = False  # nobody has read the prompt before
     options["device"] = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     if dtype != "auto" or options["device"] == "cpu":
         options["dtype"] = dtype if dtype != "auto" else "float32"

@@ -13,7 +13,12 @@ import typer
 from typer.core import TyperGroup
 
 from peagle.cli.app import DRAFTER_HELP, MaxModelLen, ServedModelName, TargetArgument, app, examples
-from peagle.config import DeploySettings, SagemakerSettings, usual_draft_tokens
+from peagle.config import (
+    DEFAULT_NUM_SPECULATIVE_TOKENS,
+    EAGLE3_NUM_SPECULATIVE_TOKENS,
+    DeploySettings,
+    SagemakerSettings,
+)
 from peagle.errors import UserError
 
 if TYPE_CHECKING:
@@ -47,7 +52,7 @@ NumSpeculativeTokens = Annotated[
         "-k",
         "--draft-tokens",
         help="Draft tokens a round.",
-        show_default=f"{usual_draft_tokens(parallel=True)}, EAGLE-3: {usual_draft_tokens(parallel=False)}",
+        show_default=f"{DEFAULT_NUM_SPECULATIVE_TOKENS}, EAGLE-3: {EAGLE3_NUM_SPECULATIVE_TOKENS}",
     ),
 ]
 VllmVersion = Annotated[str, typer.Option(help="That it shall run on; its hazards are checked.", metavar="VERSION")]
@@ -91,7 +96,7 @@ def vllm(
     served_model_name: ServedModelName = None,
     max_model_len: MaxModelLen = None,
     max_num_seqs: MaxNumSeqs = None,
-    gpu_memory_fraction: GpuMemory = None,
+    gpu_memory_utilization: GpuMemory = None,
     env: Env = None,
     service_monitor: Annotated[
         bool, typer.Option("--service-monitor", help="Kubernetes: scraped by a Prometheus operator.")
@@ -124,7 +129,7 @@ def vllm(
         served_model_name=served_model_name,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
-        gpu_memory_fraction=gpu_memory_fraction,
+        gpu_memory_utilization=gpu_memory_utilization,
         env=parse_env(env),
         extra=tuple(more or ()),
     )
@@ -175,7 +180,7 @@ def sagemaker_create(
     ] = None,
     max_model_len: MaxModelLen = None,
     max_num_seqs: MaxNumSeqs = None,
-    gpu_memory_fraction: GpuMemory = None,
+    gpu_memory_utilization: GpuMemory = None,
     env: Env = None,
     price: Annotated[float | None, typer.Option(help="USD an hour and instance.", show_default="a table's")] = None,
     unchecked: Unchecked = False,
@@ -202,7 +207,7 @@ def sagemaker_create(
         tensor_parallel=tensor_parallel,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
-        gpu_memory_fraction=gpu_memory_fraction,
+        gpu_memory_utilization=gpu_memory_utilization,
         env=parse_env(env),
         price=price,
     )

@@ -91,7 +91,7 @@ def evaluate(
         map(str, EvalSettings.context_edges)
     ),
     seed: Annotated[int, typer.Option(help="Of sampling and of intervals.")] = EvalSettings.seed,
-    kv_cache_memory: Annotated[
+    kv_cache_memory_bytes: Annotated[
         int | None, typer.Option(metavar="BYTES", help="Of the key-value cache.", show_default="by what is free")
     ] = None,
     max_num_seqs: Annotated[
@@ -128,7 +128,7 @@ def evaluate(
         each_k=each_k,
         context_edges=_numbers("--context", [context], int),
         seed=seed,
-        kv_cache_memory=kv_cache_memory,
+        kv_cache_memory_bytes=kv_cache_memory_bytes,
     )
     server = None
     if "://" in engine:

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from peagle.cli.app import JsonOption, NumSpeculativeTokens, TargetOption, app, examples
-from peagle.config import DEFAULT_DRAFT_TOKENS, VLLM_VERSION, check_draft_tokens
+from peagle.config import DEFAULT_NUM_SPECULATIVE_TOKENS, VLLM_VERSION, check_num_speculative_tokens
 from peagle.errors import UserError
 from peagle.hub.resolve import resolve_drafter, resolve_target
 
@@ -59,7 +59,7 @@ def convert(
     out: Annotated[Path, typer.Argument(help="The folder to write.")],
     to: Annotated[str, typer.Option(help="plain (vLLM's own) or speculators.")],
     target: TargetOption,
-    draft_tokens: NumSpeculativeTokens = DEFAULT_DRAFT_TOKENS,
+    draft_tokens: NumSpeculativeTokens = DEFAULT_NUM_SPECULATIVE_TOKENS,
 ) -> None:
     """Write a drafter in the other format; every tensor stays as it is, bit for bit."""
     from peagle.checkpoints.convert import convert as convert_folder
@@ -70,7 +70,7 @@ def convert(
     source = resolve_drafter(folder)
     if format_of(source) == to:
         raise UserError(f"{folder}: is in the {to} format already")
-    fate = convert_folder(source, out, to, resolve_target(target), target, check_draft_tokens(draft_tokens))  # type: ignore[arg-type]
+    fate = convert_folder(source, out, to, resolve_target(target), target, check_num_speculative_tokens(draft_tokens))  # type: ignore[arg-type]
     print(f"wrote {out} in the {to} format")
     for name, what in fate.items():
         print(f"  {name}: {what}")

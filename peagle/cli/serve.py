@@ -26,14 +26,14 @@ from peagle.cli.app import (
     parse_num_speculative_tokens,
 )
 from peagle.config import (
-    CPU_SEQS,
-    GPU_MEMORY_FRACTION,
-    GPU_SEQS,
+    CPU_MAX_NUM_SEQS,
+    GPU_MAX_NUM_SEQS,
+    GPU_MEMORY_UTILIZATION,
     DrafterConfig,
     ServeEngine,
     ServeSettings,
     ToolParser,
-    check_draft_tokens,
+    check_num_speculative_tokens,
 )
 from peagle.errors import UserError
 from peagle.hub.resolve import BUILT_IN, DEFAULT_TARGET, resolve_drafter, resolve_target
@@ -92,12 +92,15 @@ def serve(
     drain_seconds: Annotated[float, typer.Option(help="For what is under way at SIGTERM.")] = USUAL.drain_s,
     max_model_len: MaxModelLen = None,
     max_num_seqs: Annotated[
-        int | None, typer.Option(help="Requests at once.", show_default=f"{GPU_SEQS} on a GPU, {CPU_SEQS} on a CPU")
+        int | None,
+        typer.Option(
+            help="Requests at once.", show_default=f"{GPU_MAX_NUM_SEQS} on a GPU, {CPU_MAX_NUM_SEQS} on a CPU"
+        ),
     ] = None,
-    gpu_memory_fraction: Annotated[
-        float | None, typer.Option(help="Of the whole GPU, weights included.", show_default=str(GPU_MEMORY_FRACTION))
+    gpu_memory_utilization: Annotated[
+        float | None, typer.Option(help="Of the whole GPU, weights included.", show_default=str(GPU_MEMORY_UTILIZATION))
     ] = None,
-    kv_cache_memory: Annotated[
+    kv_cache_memory_bytes: Annotated[
         int | None, typer.Option(help="Bytes of the cache.", show_default="what is free")
     ] = None,
     cost_table: Annotated[
@@ -137,8 +140,8 @@ def serve(
     options: dict[str, Any] = {
         "max_model_len": max_model_len,
         "max_num_seqs": max_num_seqs,
-        "gpu_memory_fraction": gpu_memory_fraction,
-        "kv_cache_memory": kv_cache_memory,
+        "gpu_memory_utilization": gpu_memory_utilization,
+        "kv_cache_memory_bytes": kv_cache_memory_bytes,
         "cost_table": cost_table,
         "dtype": None if dtype == "auto" else dtype,
         "device": None if device == "auto" else device,
@@ -173,7 +176,7 @@ def parse_speculative(text: str) -> Speculative:
     parallel = values.get("parallel_drafting")
     if parallel is not None and type(parallel) is not bool:
         raise UserError(f"{asked}: parallel_drafting must be true or false")
-    return Speculative(drafter, check_draft_tokens(k), parallel)
+    return Speculative(drafter, check_num_speculative_tokens(k), parallel)
 
 
 def _check_kind(stated: Speculative | None, drafter: DrafterConfig) -> None:
@@ -250,7 +253,7 @@ def _vllm(
         vllm_environment,
     )
 
-    for name in ("kv_cache_memory", "cost_table", "device"):
+    for name in ("kv_cache_memory_bytes", "cost_table", "device"):
         if name in options:
             raise UserError(f"--{name.replace('_', '-')}: not with --engine vllm")
     if drafter is None and drafts != "auto":

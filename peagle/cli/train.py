@@ -174,7 +174,7 @@ def fit(
     made = _recipe(recipe, [str(file)], target, settings)
     chosen = _device(device)
 
-    from peagle.config import WriterSettings
+    from peagle.config import ResponseEngineSettings
     from peagle.data.run import write_responses
     from peagle.training.resume import RunFolder
     from peagle.training.run import measure_best
@@ -187,7 +187,7 @@ def fit(
         file,
         made.target,
         responses,
-        WriterSettings(chosen),
+        ResponseEngineSettings(chosen),
         chat_template=_template(made),
         raw=made.train.raw,
     )

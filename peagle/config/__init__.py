@@ -1,66 +1,60 @@
-"""Every dataclass of settings and every default, written once.
-
-A file has one subject; all names are to be had from here. Knows nothing about files, tensors or formats.
-"""
+"""All settings and their defaults, one file per subject. Import the names from this package."""
 
 from __future__ import annotations
 
-from peagle.config.data import (
-    BEFORE_LOOP,
-    CIRCLE,
-    LOOP_GRAM,
-    LOOP_SHARE,
-    BatchDefaults,
-    EndpointSettings,
-    ResponseSettings,
-    WriterSettings,
+from peagle.config.bench import (
+    BenchEngineSettings,
+    BenchServerSettings,
+    BenchSettings,
+    BenchWarningThresholds,
+    SpeculationMethod,
 )
-from peagle.config.deploy import NAME_RULE, VLLM_VERSION, DeploySettings, SagemakerSettings, is_name
+from peagle.config.data import (
+    LOOP_NGRAM_TOKENS,
+    LOOP_REPEATED_SHARE,
+    LOOP_TAIL_TOKENS,
+    MIN_TOKENS_BEFORE_LOOP,
+    EndpointSettings,
+    PackingSettings,
+    ResponseEngineSettings,
+    ResponseSettings,
+)
+from peagle.config.deploy import SERVICE_NAME_RULE, VLLM_VERSION, DeploySettings, SagemakerSettings, is_service_name
 from peagle.config.engine import (
-    AUTO_CHOICES,
-    CPU_BATCHES,
-    CPU_PREFILL,
-    CPU_SEQS,
-    DEEP_CHOICES,
-    GPU_MEMORY_FRACTION,
-    GPU_PREFILL,
-    GPU_SEQS,
+    AUTO_DEEP_SPECULATIVE_TOKENS,
+    AUTO_SPECULATIVE_TOKENS,
+    CPU_MAX_NUM_SEQS,
+    CPU_MAX_PREFILL_TOKENS,
+    CPU_TIMED_BATCH_SIZES,
+    GPU_MAX_NUM_SEQS,
+    GPU_MAX_PREFILL_TOKENS,
+    GPU_MEMORY_UTILIZATION,
     EngineSettings,
 )
-from peagle.config.measuring import (
-    BenchDoubts,
-    BenchSettings,
-    EmbeddedSettings,
-    EvalServerSettings,
-    EvalSettings,
-    Helped,
-    PlanEngine,
-    PlanSettings,
-    ReportSettings,
-    ServerSettings,
-    TuneSettings,
-)
+from peagle.config.eval import EvalServerSettings, EvalSettings
 from peagle.config.models import (
-    MASK_ID_NAMES,
+    MASK_TOKEN_ID_KEYS,
     Activation,
-    Chunked,
+    AttentionTemperature,
+    ChunkedAttention,
     DecoderConfig,
     DrafterConfig,
     ExpertsConfig,
-    Heat,
     LayerConfig,
     RopeConfig,
     RopeKind,
     Window,
 )
+from peagle.config.planning import PlanEngine, PlanSettings, TuneSettings
+from peagle.config.report import ReportSettings
 from peagle.config.sampling import MAX_LOGPROBS, Grammar, GrammarLimits, ParserLimits, SamplingParams
 from peagle.config.server import ServeEngine, ServeSettings, ToolParser
 from peagle.config.speculation import (
-    DEFAULT_DRAFT_TOKENS,
-    EAGLE3_DRAFT_TOKENS,
-    MAX_DRAFT_TOKENS,
-    check_draft_tokens,
-    usual_draft_tokens,
+    DEFAULT_NUM_SPECULATIVE_TOKENS,
+    EAGLE3_NUM_SPECULATIVE_TOKENS,
+    MAX_SPECULATIVE_TOKENS,
+    check_num_speculative_tokens,
+    default_num_speculative_tokens,
 )
 from peagle.config.training import (
     CHUNK_BYTES,

@@ -1,7 +1,6 @@
 """Shapes of targets and drafters.
 
-Knows nothing about files or tensors: the checkpoint readers translate what lies on disk into these, the modules are
-built from them.
+Checkpoint readers translate a folder's config.json into these; modules are built from them.
 """
 
 from __future__ import annotations
@@ -9,51 +8,51 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-MASK_ID_NAMES = ("ptd_token_id", "pard_token", "mask_token_id")  # all written, equal, since readers differ
+MASK_TOKEN_ID_KEYS = ("ptd_token_id", "pard_token", "mask_token_id")  # all are written, since readers differ
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope", "proportional"]
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary positions; the fields below `factor` matter only to the kind named beside them."""
+    """Rotary embeddings. A comment names the rope types that use a field."""
 
     theta: float = 10000.0
-    kind: RopeKind = "default"
+    rope_type: RopeKind = "default"
     factor: float = 1.0  # linear, llama3, yarn, proportional
     original_max_positions: int = 0  # llama3, yarn, longrope
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
-    attention_factor: float | None = None  # yarn, longrope: None derives it from factor (and yarn's mscales)
+    attention_factor: float | None = None  # yarn, longrope; None: computed from factor (and yarn's mscales)
     mscale: float | None = None  # yarn
     mscale_all_dim: float | None = None  # yarn
     truncate: bool = True  # yarn
-    short_factors: tuple[float, ...] = ()  # longrope: one for each pair, of texts up to original_max_positions
-    long_factors: tuple[float, ...] = ()  # and of longer ones
-    rotated: float = 1.0  # share of a head that is turned at all
+    short_factors: tuple[float, ...] = ()  # longrope: per rotary pair, for up to original_max_positions tokens
+    long_factors: tuple[float, ...] = ()  # longrope: for longer sequences
+    partial_rotary_factor: float = 1.0  # share of a head's dimensions that are rotated
 
     @property
-    def plain(self) -> RopeConfig:
-        """As near as readers of drafters come to it: they know neither longrope nor heads turned in part."""
-        known = self.kind not in ("longrope", "proportional") and self.rotated == 1.0
-        return self if known else RopeConfig(theta=self.theta)
+    def as_llama(self) -> RopeConfig:
+        """The closest kind that vLLM supports in a drafter: neither longrope nor partial rotation."""
+        supported = self.rope_type not in ("longrope", "proportional") and self.partial_rotary_factor == 1.0
+        return self if supported else RopeConfig(theta=self.theta)
 
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """An MLP in parts, of which a router picks a few for every token."""
+    """A mixture-of-experts MLP."""
 
-    count: int
-    chosen: int
-    width: int  # of one expert
-    normed: bool = True  # the chosen ones' weights add up to 1
-    bias: bool = False  # the router's, and the experts'
-    clamp: tuple[float, float] | None = None  # alpha and limit of GPT-OSS's gate; None: SwiGLU
-    packed: bool = False  # weights stay in four bits, as `peagle.kernels.moe.mxfp4` has them
-    sigmoid: bool = False  # each chosen one reads the row times its own score's sigmoid (Llama 4)
-    shared: int = 0  # width of one more that reads every row as it is; 0: there is none
+    num_experts: int
+    num_experts_per_tok: int
+    intermediate_size: int  # of one expert
+    norm_topk_prob: bool = True  # the weights of the selected experts sum to 1
+    bias: bool = False  # of the router and the experts
+    clamp: tuple[float, float] | None = None  # alpha and limit of GPT-OSS's clamped SwiGLU; None: plain SwiGLU
+    mxfp4: bool = False  # weights stay in four bits, in the layout of `peagle.kernels.moe.mxfp4`
+    sigmoid_scaled_input: bool = False  # an expert's input is scaled by the sigmoid of its router logit (Llama 4)
+    shared_intermediate_size: int = 0  # of a shared expert that sees every token; 0: none
 
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -61,7 +60,7 @@ Activation = Literal["silu", "gelu_tanh"]
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """The shape of one transformer layer, target's or drafter's; a drafter's is always a `plain` one."""
+    """One transformer layer of a target or a drafter. Drafters have only Llama layers (see `as_llama`)."""
 
     hidden_size: int
     intermediate_size: int
@@ -74,41 +73,41 @@ class LayerConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     activation: Activation = "silu"
-    out_norms: bool = False  # what attention and MLP put out is normed before it is added
-    sinks: bool = False  # each head has a score that takes its share of the attention and brings nothing
+    output_norms: bool = False  # attention and MLP outputs are normalized before the residual add (Gemma)
+    attention_sinks: bool = False  # a learned logit per head in the softmax, without a value (GPT-OSS)
     experts: ExpertsConfig | None = None
-    v_norm: bool = False  # values are normed too, without weights (Gemma 4)
-    scaled: bool = False  # what leaves the layer is multiplied by a number of its own (Gemma 4)
-    rotary: bool = True  # False: queries and keys are not turned at all (some of Llama 4's)
+    v_norm: bool = False  # values are normalized too, without weights (Gemma 4)
+    layer_scalar: bool = False  # the layer's output is multiplied by a learned scalar (Gemma 4)
+    use_rope: bool = True  # False: queries and keys are not rotated (some layers of Llama 4)
 
     @property
-    def plain(self) -> LayerConfig:
-        """A Llama layer of this shape; with the norms of queries and keys that readers of drafters know."""
-        plain = replace(self, activation="silu", out_norms=False, sinks=False, experts=None)
-        return replace(plain, qk_norm=self.qk_norm and not self.v_norm, v_norm=False, scaled=False, rotary=True)
+    def as_llama(self) -> LayerConfig:
+        """A Llama or Qwen3 layer of the same sizes: the kinds that vLLM supports in a drafter."""
+        plain = replace(self, activation="silu", output_norms=False, attention_sinks=False, experts=None)
+        return replace(plain, qk_norm=self.qk_norm and not self.v_norm, v_norm=False, layer_scalar=False, use_rope=True)
 
 
 @dataclass(frozen=True)
-class Chunked:
-    """A window that does not slide: positions lie in pieces of this size, and a row sees its own piece up to itself."""
+class ChunkedAttention:
+    """Llama 4's local attention: a token sees the tokens before it in its own chunk of `chunk_size` positions."""
 
-    size: int
+    chunk_size: int
 
 
-Window = int | Chunked | None  # an int: so many latest positions, the row's own included
+Window = int | ChunkedAttention | None  # an int: sliding window in tokens, including the current one
 
 
 @dataclass(frozen=True)
-class Heat:
-    """Queries at position p are multiplied by 1 + strength * log(1 + floor((p + 1) / every))."""
+class AttentionTemperature:
+    """Llama 4: queries at position p are scaled by 1 + attn_scale * log(1 + floor((p + 1) / floor_scale))."""
 
-    every: int
-    strength: float
+    floor_scale: int
+    attn_scale: float
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """A target: `windows[i]` is layer i's window, None where it sees everything before it."""
+    """A target. `windows[i]` is the attention window of layer i, None for full attention."""
 
     family: str
     vocab_size: int
@@ -116,27 +115,27 @@ class DecoderConfig:
     layer: LayerConfig
     rope: RopeConfig
     max_positions: int
-    tied_head: bool
+    tie_word_embeddings: bool
     windows: tuple[Window, ...]
-    local_rope: RopeConfig | None = None  # of layers with a window; None: the same as the others'
-    embedding_scale: float = 1.0  # on what the first layer reads; the table itself has none
-    foreign: bool = False  # computed by transformers' own modules, of which `layer` and `rope` say no more than sizes
-    layers: tuple[LayerConfig, ...] = ()  # of each layer, where they differ; `layer` is then what most of them are
-    logit_cap: float | None = None  # logits are bent to lie between this and its negative
-    heat: Heat | None = None  # of layers that do not turn their heads
+    local_rope: RopeConfig | None = None  # of layers with a window; None: `rope`
+    embedding_scale: float = 1.0  # multiplies the embeddings that enter the first layer
+    uses_transformers: bool = False  # runs through Hugging Face transformers; `layer` and `rope` hold only sizes
+    layers: tuple[LayerConfig, ...] = ()  # per layer, if they differ; `layer` is then the most common one
+    final_logit_softcapping: float | None = None  # logits become cap * tanh(logits / cap)
+    attention_temperature: AttentionTemperature | None = None  # of layers without rotary embeddings
 
     def layer_at(self, i: int) -> LayerConfig:
         return self.layers[i] if self.layers else self.layer
 
     @property
     def default_aux_layer_ids(self) -> tuple[int, ...]:
-        """The aux_layer_ids vLLM falls back to; small models have fewer than three different ones."""
+        """vLLM's default; targets with few layers have fewer than three distinct ids."""
         return tuple(sorted({2, self.num_layers // 2, self.num_layers - 3}))
 
 
 @dataclass(frozen=True)
 class DrafterConfig:
-    """A drafter: P-EAGLE when it has a `mask_token_id`, autoregressive EAGLE-3 when it has none."""
+    """A drafter: P-EAGLE with a `mask_token_id`, autoregressive EAGLE-3 without."""
 
     vocab_size: int
     draft_vocab_size: int
@@ -153,7 +152,7 @@ class DrafterConfig:
     norm_output: bool = False  # feed the final norm's output, not its input, to the next EAGLE-3 step
     own_embeddings: bool = False
     own_head: bool = False
-    windows: tuple[int | None, ...] = ()  # as in DecoderConfig; empty means none anywhere
+    windows: tuple[int | None, ...] = ()  # as in DecoderConfig; empty: full attention everywhere
 
     def window(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None

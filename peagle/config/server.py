@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from peagle.config.validation import requirer
+from peagle.config.validation import field_validator
 from peagle.errors import UserError
 
 ServeEngine = Literal["embedded", "vllm"]
@@ -41,7 +41,7 @@ class ServeSettings:
     tool_parser: ToolParser = "auto"  # how the model writes calls of tools; auto: as its chat template says
 
     def __post_init__(self) -> None:
-        require = requirer(self)
+        require = field_validator(self)
         require(0 <= self.port < 1 << 16, "port", "from 0 (any that is free) to 65535")
         require(self.max_queue >= 0, "max_queue", "0 or more")
         require(self.max_body >= 1, "max_body", "at least 1 byte")

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from peagle.config.speculation import MAX_DRAFT_TOKENS
-from peagle.config.validation import requirer
+from peagle.config.speculation import MAX_SPECULATIVE_TOKENS
+from peagle.config.validation import field_validator
 from peagle.errors import UserError
 
 Objective = Literal["ce", "kl", "tv", "lk", "lk-hybrid"]
@@ -101,7 +101,7 @@ class TrainConfig:
     seed: int = setting(0, "Of new weights, of the order of the data and of sampled rows.")
 
     def __post_init__(self) -> None:
-        require = requirer(self)
+        require = field_validator(self)
         if self.aux_layer_ids is not None:
             object.__setattr__(self, "aux_layer_ids", tuple(sorted(self.aux_layer_ids)))
         require(self.method in get_args(Method), "method", " or ".join(get_args(Method)))
@@ -123,7 +123,11 @@ class TrainConfig:
         )
         for name in ("rate", "depth_decay"):
             require(0.0 < getattr(self, name) <= 1.0, name, "above 0 and at most 1")
-        require(self.depths is None or 1 <= self.depths <= MAX_DRAFT_TOKENS, "depths", f"from 1 to {MAX_DRAFT_TOKENS}")
+        require(
+            self.depths is None or 1 <= self.depths <= MAX_SPECULATIVE_TOKENS,
+            "depths",
+            f"from 1 to {MAX_SPECULATIVE_TOKENS}",
+        )
         shape, length = ("layers", "mlp_width", "draft_vocab"), ("max_length", "batch_tokens", "accumulate", "steps")
         for name in (*shape, *length, "log_every"):
             require(getattr(self, name) is None or getattr(self, name) >= 1, name, "at least 1")

@@ -1,4 +1,4 @@
-"""How a setting is refused: one line with its flag, its value and what would be right."""
+"""Validation of settings: an error is one line that names the flag, the value and the accepted range."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from typing import Any
 from peagle.errors import UserError
 
 
-def requirer(settings: Any) -> Callable[[bool, str, str], None]:
-    """A flag is called as its field; of a field in seconds, without the unit."""
+def field_validator(settings: Any) -> Callable[[bool, str, str], None]:
+    """Returns `require(ok, name, expected)`, which raises a UserError about the field `name` unless `ok`.
 
-    def require(ok: bool, name: str, want: str) -> None:
+    The flag has the field's name with dashes, without the unit `_s`.
+    """
+
+    def require(ok: bool, name: str, expected: str) -> None:
         if not ok:
             flag = name.removesuffix("_s").replace("_", "-")
-            raise UserError(f"--{flag} {getattr(settings, name)}: must be {want}")
+            raise UserError(f"--{flag} {getattr(settings, name)}: must be {expected}")
 
     return require

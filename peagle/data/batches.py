@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import BoolTensor, LongTensor
 
-from peagle.config import BatchDefaults
+from peagle.config import PackingSettings
 from peagle.data.examples import Example, Examples, examples
 from peagle.errors import UserError
 from peagle.kernels.host_transfer import sent
@@ -155,7 +155,7 @@ def _filled(order: NDArray[np.int64], length_E: NDArray[np.int64], budget: int) 
                 room[i] -= length
                 break
         else:
-            if len(filling) == BatchDefaults.open_batches:
+            if len(filling) == PackingSettings.open_batches:
                 fullest = room.index(min(room))
                 closed.append(filling.pop(fullest))
                 del room[fullest]

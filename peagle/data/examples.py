@@ -25,7 +25,7 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from peagle.config import BatchDefaults
+from peagle.config import PackingSettings
 from peagle.data.chat import Chat, Span
 from peagle.data.prompts import SUFFIXES, opened
 from peagle.data.store import beside
@@ -225,7 +225,7 @@ class _Checked:
         except (ValueError, TypeError, OverflowError):
             raise UserError(f"{self.where}: token_ids and spans must be lists of ids and of pairs") from None
         self._check(tokens, spans)
-        sampled = self.number <= BatchDefaults.checked_rows or self.number % BatchDefaults.checked_every == 0
+        sampled = self.number <= PackingSettings.checked_rows or self.number % PackingSettings.checked_every == 0
         if given is not None and self.chat is not None and sampled:
             self._check_prompt(row, tokens, spans)
         return tokens.astype(np.int32), spans, row_id

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from peagle.config import CIRCLE, LOOP_GRAM, LOOP_SHARE
+from peagle.config import LOOP_NGRAM_TOKENS, LOOP_REPEATED_SHARE, LOOP_TAIL_TOKENS
 
 LOOP = "loop"  # how such an answer ended
 
@@ -19,15 +19,15 @@ def looping(token_ids: Sequence[int], ended: bool) -> bool:
     """No end, and more than 30% of the 8-grams repeat others."""
     if ended:
         return False
-    grams = [tuple(token_ids[i : i + LOOP_GRAM]) for i in range(len(token_ids) - LOOP_GRAM + 1)]
-    return len(set(grams)) < (1 - LOOP_SHARE) * len(grams)
+    grams = [tuple(token_ids[i : i + LOOP_NGRAM_TOKENS]) for i in range(len(token_ids) - LOOP_NGRAM_TOKENS + 1)]
+    return len(set(grams)) < (1 - LOOP_REPEATED_SHARE) * len(grams)
 
 
 def before_loop(token_ids: Sequence[int]) -> int:
     """How many tokens come before the first 8-gram that was there already."""
     seen = set()
-    for i in range(len(token_ids) - LOOP_GRAM + 1):
-        gram = tuple(token_ids[i : i + LOOP_GRAM])
+    for i in range(len(token_ids) - LOOP_NGRAM_TOKENS + 1):
+        gram = tuple(token_ids[i : i + LOOP_NGRAM_TOKENS])
         if gram in seen:
             return i
         seen.add(gram)
@@ -36,11 +36,11 @@ def before_loop(token_ids: Sequence[int]) -> int:
 
 def circling(token_ids: Sequence[int]) -> bool:
     """The last 96 tokens are the same few, three times or more: nothing else will come."""
-    last = list(token_ids[-CIRCLE:])
-    if len(last) < CIRCLE:
+    last = list(token_ids[-LOOP_TAIL_TOKENS:])
+    if len(last) < LOOP_TAIL_TOKENS:
         return False
-    end = last[-LOOP_GRAM:]
-    for period in range(1, CIRCLE // 3 + 1):
-        if last[-LOOP_GRAM - period : -period] == end and last[period:] == last[:-period]:
+    end = last[-LOOP_NGRAM_TOKENS:]
+    for period in range(1, LOOP_TAIL_TOKENS // 3 + 1):
+        if last[-LOOP_NGRAM_TOKENS - period : -period] == end and last[period:] == last[:-period]:
             return True
     return False

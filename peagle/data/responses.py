@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
-from peagle.config import BEFORE_LOOP, ResponseSettings, SamplingParams
+from peagle.config import MIN_TOKENS_BEFORE_LOOP, ResponseSettings, SamplingParams
 from peagle.data.chat import Chat
 from peagle.data.loops import LOOP, before_loop, looping
 from peagle.data.prompts import Prompt, Prompts
@@ -282,7 +282,7 @@ class Writer:
     def _end_loop(self, one: Conversation, ids: list[int], answer: Answer) -> None:
         """What comes before the loop is kept, and so much of it as is asked for, if that is enough."""
         cut = min(before_loop(ids) + self.settings.loop_tokens, len(ids))
-        if cut < BEFORE_LOOP:
+        if cut < MIN_TOKENS_BEFORE_LOOP:
             self._end(one, Dropped(*self._key(one), LOOP), len(ids))
             return
         self._append(one, ids[:cut], replace(answer, finish_reason=LOOP, text=None))

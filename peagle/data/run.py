@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from peagle.checkpoints.target import eos_ids, load_tokenizer, read_target_config
-from peagle.config import EndpointSettings, ResponseSettings, WriterSettings
+from peagle.config import EndpointSettings, ResponseEngineSettings, ResponseSettings
 from peagle.data.chat import Chat, Plain
 from peagle.data.endpoint import EndpointSource
 from peagle.data.prompts import Prompts, read_prompts
@@ -46,7 +46,7 @@ def write_responses(
     out: Path,
     target: str,
     settings: ResponseSettings,
-    writer: WriterSettings | None = None,
+    writer: ResponseEngineSettings | None = None,
     endpoint: EndpointSettings | None = None,
     chat_template: Path | None = None,
     split: str = "train",
@@ -77,7 +77,7 @@ def write_responses(
     if endpoint is None:
         read_target_config(folder)
     server = EndpointSource(endpoint) if endpoint is not None else None
-    writer = writer or WriterSettings()
+    writer = writer or ResponseEngineSettings()
     same = {
         "target": target_fingerprint(folder),
         "chat template": hashlib.sha256(chat.template.encode()).hexdigest()[:16],

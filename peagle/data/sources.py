@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from peagle.config import CIRCLE, SamplingParams, WriterSettings
+from peagle.config import LOOP_TAIL_TOKENS, ResponseEngineSettings, SamplingParams
 from peagle.data.loops import LOOP, circling
 from peagle.errors import UserError
 
@@ -87,7 +87,7 @@ class EngineSource:
             if request.finish_reason is not None:
                 key, _ = self._open.pop(request.id)
                 answers.append(Answer(key, said, None, request.finish_reason))
-            elif len(said) % LOOK_EVERY == 0 and len(said) >= CIRCLE and circling(said):
+            elif len(said) % LOOK_EVERY == 0 and len(said) >= LOOP_TAIL_TOKENS and circling(said):
                 key, group = self._open.pop(request.id)
                 answers.append(Answer(key, list(said), None, LOOP))
                 self.llm.abort_group(group)
@@ -99,7 +99,7 @@ class EngineSource:
         self._open.clear()
 
 
-def open_engine(target: Path, settings: WriterSettings) -> EngineSource:
+def open_engine(target: Path, settings: ResponseEngineSettings) -> EngineSource:
     """An engine for many requests at once. It reads and says ids: text is made elsewhere, many rows in one call."""
     import torch
 
@@ -116,8 +116,8 @@ def open_engine(target: Path, settings: WriterSettings) -> EngineSource:
         dtype=settings.dtype,
         max_num_seqs=settings.max_num_seqs or (settings.gpu_num_seqs if on_gpu else None),
         max_model_len=settings.max_model_len,
-        gpu_memory_fraction=settings.gpu_memory_fraction,
-        kv_cache_memory=settings.kv_cache_memory,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
     )
     return EngineSource(llm)
 

@@ -13,7 +13,7 @@ from typing import Any
 from peagle.checkpoints.drafter import read_drafter_config, trained_draft_tokens
 from peagle.checkpoints.fields import completed
 from peagle.checkpoints.files import Weights, read_config_json
-from peagle.config import DrafterConfig, check_draft_tokens, usual_draft_tokens
+from peagle.config import DrafterConfig, check_num_speculative_tokens, default_num_speculative_tokens
 from peagle.errors import UserError
 from peagle.hub.resolve import HUB_FILES, HUB_ID, resolve_drafter, resolve_target
 
@@ -66,7 +66,7 @@ def find_pair(target: str, drafter: str, draft_tokens: int | None, unchecked: bo
         config = _drafter_config(second.folder, first.folder)
         parallel = "mask_hidden" in Weights(second.folder)
         trained = trained_draft_tokens(second.folder)
-    k = check_draft_tokens(usual_draft_tokens(parallel) if draft_tokens is None else draft_tokens)
+    k = check_num_speculative_tokens(default_num_speculative_tokens(parallel) if draft_tokens is None else draft_tokens)
     return Pair(first, second, facts, config, parallel, k, trained)
 
 

@@ -152,7 +152,7 @@ def _environment(pair: Pair, settings: SagemakerSettings, names: Mapping[str, st
     for flag, value in (
         ("MAX_MODEL_LEN", settings.max_model_len),
         ("MAX_NUM_SEQS", settings.max_num_seqs),
-        ("GPU_MEMORY_UTILIZATION", settings.gpu_memory_fraction),
+        ("GPU_MEMORY_UTILIZATION", settings.gpu_memory_utilization),
     ):
         if value is not None:
             values[f"SM_VLLM_{flag}"] = str(value)

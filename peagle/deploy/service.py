@@ -62,7 +62,7 @@ def arguments(service: Service, *, contained: bool = False, port: int | None = N
     for flag, value in (
         ("--max-model-len", settings.max_model_len),
         ("--max-num-seqs", settings.max_num_seqs),
-        ("--gpu-memory-utilization", settings.gpu_memory_fraction),
+        ("--gpu-memory-utilization", settings.gpu_memory_utilization),
     ):
         if value is not None:
             words += [flag, str(value)]

@@ -54,7 +54,7 @@ def from_json_schema(schema: dict[str, Any] | str | bool, limits: GrammarLimits 
         schema = {}
     if not isinstance(schema, dict):
         raise UserError(f"grammar: a JSON schema is an object, not {type(schema).__name__}")
-    _check_nesting(schema, limits.nesting)
+    _check_nesting(schema, limits.max_nesting)
     try:
         source = json.dumps(schema, allow_nan=False)
     except (ValueError, TypeError, RecursionError):
@@ -87,8 +87,8 @@ def _literal(text: str) -> str:
 
 def _check_size(source: str, limits: GrammarLimits) -> None:
     size = len(source.encode(errors="surrogatepass"))
-    if size > limits.source_bytes:
-        raise UserError(f"grammar: it has {size} bytes, and at most {limits.source_bytes} are taken")
+    if size > limits.max_source_bytes:
+        raise UserError(f"grammar: it has {size} bytes, and at most {limits.max_source_bytes} are taken")
 
 
 def _check_nesting(schema: object, most: int) -> None:
@@ -100,7 +100,7 @@ def _check_nesting(schema: object, most: int) -> None:
         if not inside:
             return
         level = inside
-        if len(level) > LIMITS.source_bytes:  # shared parts, or one that holds itself
+        if len(level) > LIMITS.max_source_bytes:  # shared parts, or one that holds itself
             break
     raise UserError(f"grammar: the JSON schema is nested more than {most} deep, or has too many parts")
 
@@ -143,14 +143,14 @@ def _trial(written: str, limits: GrammarLimits) -> str | None:
     """What is wrong with a grammar in the library's form."""
     asked = {
         "grammar": written,
-        "cpu": limits.trial_cpu_s,
-        "memory": limits.trial_bytes,
+        "cpu": limits.compile_cpu_s,
+        "memory": limits.compile_memory_bytes,
         "limits": _library_limits(limits),
     }
     command = [sys.executable, "-P", "-c", TRIAL]
     try:
         done = subprocess.run(
-            command, input=json.dumps(asked), capture_output=True, text=True, timeout=limits.trial_wall_s
+            command, input=json.dumps(asked), capture_output=True, text=True, timeout=limits.compile_wall_s
         )
         error = json.loads(done.stdout)
     except (subprocess.TimeoutExpired, ValueError):
@@ -174,7 +174,7 @@ def _library() -> Any:
 
 
 def _library_limits(limits: GrammarLimits) -> dict[str, Any]:
-    return {**asdict(limits.library), "verbose_errors": False}
+    return {**asdict(limits.parser), "verbose_errors": False}
 
 
 def _written(grammar: Grammar, limits: GrammarLimits) -> str:
@@ -189,7 +189,7 @@ def _written(grammar: Grammar, limits: GrammarLimits) -> str:
         "item_separator": ",",
         "key_separator": ":",
         "whitespace_flexible": True,
-        "whitespace_pattern": f" |\\n[ \\t]{{0,{limits.indentation}}}",
+        "whitespace_pattern": f" |\\n[ \\t]{{0,{limits.max_indent_chars}}}",
     }
     try:
         return matcher.grammar_from_json_schema(grammar.source, overrides=firm)
@@ -245,7 +245,7 @@ class Grammars:
         made = self._compile(grammar)
         with self._lock:
             self._compiled[grammar] = made
-            if len(self._compiled) > self.limits.kept:
+            if len(self._compiled) > self.limits.max_cached:
                 self._compiled.popitem(last=False)
         return made
 

@@ -67,7 +67,7 @@ class LLM:
         self.adaptive_k = AdaptiveK(loaded.choices, loaded.costs)
         pool = BlockPool(
             loaded.num_blocks,
-            prefix_caching=self.settings.prefix_reuse,
+            prefix_caching=self.settings.enable_prefix_caching,
             lookahead=1 if loaded.drafter is not None else 0,
         )
         self.scheduler = Scheduler(

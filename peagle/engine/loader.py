@@ -19,17 +19,17 @@ from peagle.checkpoints.drafter import check_fits, fit_problems, load_drafter, r
 from peagle.checkpoints.files import parse_device, parse_dtype
 from peagle.checkpoints.target import Target, eos_ids, load_target, read_target_config
 from peagle.config import (
-    AUTO_CHOICES,
-    CPU_BATCHES,
-    CPU_PREFILL,
-    CPU_SEQS,
-    DEEP_CHOICES,
-    GPU_PREFILL,
-    GPU_SEQS,
+    AUTO_DEEP_SPECULATIVE_TOKENS,
+    AUTO_SPECULATIVE_TOKENS,
+    CPU_MAX_NUM_SEQS,
+    CPU_MAX_PREFILL_TOKENS,
+    CPU_TIMED_BATCH_SIZES,
+    GPU_MAX_NUM_SEQS,
+    GPU_MAX_PREFILL_TOKENS,
     DecoderConfig,
     DrafterConfig,
     EngineSettings,
-    usual_draft_tokens,
+    default_num_speculative_tokens,
 )
 from peagle.engine.cuda_graphs import DecodeGraphs, PrefillGraphs, batch_sizes, chunk_sizes
 from peagle.engine.kv_cache import BLOCK_SIZE
@@ -84,8 +84,10 @@ def load(target: str | Path | Target, drafter: str | Path | Drafter | None, sett
     longest = context_length(settings.max_model_len, cfg)
     choices = draft_choices(settings, draft_cfg, draft_folder, on_gpu)
     rates = synthetic_rates(settings, choices[-1])
-    seqs = settings.max_num_seqs or (GPU_SEQS if on_gpu else CPU_SEQS)
-    graphs = on_gpu and settings.cuda_graphs and not cfg.foreign  # what is not ours may ask the host for anything
+    seqs = settings.max_num_seqs or (GPU_MAX_NUM_SEQS if on_gpu else CPU_MAX_NUM_SEQS)
+    graphs = (
+        on_gpu and settings.cuda_graphs and not cfg.uses_transformers
+    )  # what is not ours may ask the host for anything
     if graphs:
         check_recordable(cfg, draft_cfg)
     table = StepCostTable.load(Path(settings.cost_table)) if settings.cost_table is not None else None
@@ -95,7 +97,7 @@ def load(target: str | Path | Target, drafter: str | Path | Drafter | None, sett
     if isinstance(target, Target):
         loaded = target
     elif settings.load_format == "dummy":
-        if cfg.foreign:
+        if cfg.uses_transformers:
             raise UserError(f"--load-format dummy: not for targets that run through transformers ({cfg.family})")
         cfg = read_target_config(folder, packed=packed)
         loaded = Target(folder, random_weights(Decoder, cfg, dtype, device), eos_ids(folder))
@@ -110,7 +112,7 @@ def load(target: str | Path | Target, drafter: str | Path | Drafter | None, sett
         else:
             model = load_drafter(draft_folder, loaded.model, loaded.model.embed_tokens.weight.dtype, device)
 
-    idle_chunk = settings.max_prefill_tokens or (GPU_PREFILL if on_gpu else CPU_PREFILL)
+    idle_chunk = settings.max_prefill_tokens or (GPU_MAX_PREFILL_TOKENS if on_gpu else CPU_MAX_PREFILL_TOKENS)
     bytes_each = block_bytes(cfg, draft_cfg, loaded.model.embed_tokens.weight.element_size())
     num_blocks = count_blocks(settings, device, bytes_each, longest, seqs, unpacking_bytes(loaded.model.cfg))
     with torch.inference_mode(), current(loaded.model.embed_tokens.weight.device):
@@ -128,7 +130,7 @@ def load(target: str | Path | Target, drafter: str | Path | Drafter | None, sett
             if runner.decode_graphs is not None:
                 table = runner.decode_graphs.measure()
             else:
-                table = measure_eagerly(runner, [b for b in CPU_BATCHES if b <= seqs], choices)
+                table = measure_eagerly(runner, [b for b in CPU_TIMED_BATCH_SIZES if b <= seqs], choices)
     return Loaded(
         loaded,
         model,
@@ -138,7 +140,7 @@ def load(target: str | Path | Target, drafter: str | Path | Drafter | None, sett
         choices,
         table,
         seqs,
-        settings.prefill_chunk or chunk_length(loaded.model, on_gpu),
+        settings.prefill_chunk_tokens or chunk_length(loaded.model, on_gpu),
         idle_chunk,
         1 if on_gpu else 0,
     )
@@ -179,9 +181,13 @@ def draft_choices(settings: EngineSettings, cfg: DrafterConfig | None, folder: P
             raise UserError(f"--num-speculative-tokens {asked}: needs a --drafter")
         return [0]
     trained = trained_draft_tokens(folder) if folder is not None else None
-    usual = usual_draft_tokens(cfg.parallel)
+    usual = default_num_speculative_tokens(cfg.parallel)
     if asked == "auto":
-        offered = (*AUTO_CHOICES, *DEEP_CHOICES) if cfg.parallel and on_gpu else AUTO_CHOICES
+        offered = (
+            (*AUTO_SPECULATIVE_TOKENS, *AUTO_DEEP_SPECULATIVE_TOKENS)
+            if cfg.parallel and on_gpu
+            else AUTO_SPECULATIVE_TOKENS
+        )
         most = min(trained or usual, offered[-1], offered[-1] if rates is None else len(rates))
         choices = [k for k in offered if k <= most]
         worth = most >= 1.2 * choices[-1] if rates is None else most > choices[-1]  # one more of many is not
@@ -298,9 +304,9 @@ def unpacking_bytes(cfg: DecoderConfig) -> int:
     """What passes over many rows take for a layer's packed weights in bf16: the larger matrix at a time, once among
     what graphs hold and once beside them."""
     experts = cfg.layer.experts
-    if experts is None or not experts.packed:
+    if experts is None or not experts.mxfp4:
         return 0
-    return 2 * experts.count * 2 * experts.width * cfg.layer.hidden_size * torch.bfloat16.itemsize
+    return 2 * experts.num_experts * 2 * experts.intermediate_size * cfg.layer.hidden_size * torch.bfloat16.itemsize
 
 
 def count_blocks(
@@ -309,15 +315,15 @@ def count_blocks(
     """As many as the memory holds, no more than can ever be used; refused if one sequence would not fit.
     `unpacking`: bytes that passes need beside what all need."""
     per_sequence = -(-longest // BLOCK_SIZE)
-    useful, taken, flag = 1 + per_sequence * seqs, "", "--kv-cache-memory"
-    if settings.kv_cache_memory is not None:
-        memory = settings.kv_cache_memory
+    useful, taken, flag = 1 + per_sequence * seqs, "", "--kv-cache-memory-bytes"
+    if settings.kv_cache_memory_bytes is not None:
+        memory = settings.kv_cache_memory_bytes
     elif device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        memory = int(total * settings.gpu_memory_fraction) - (total - free) - unpacking
+        memory = int(total * settings.gpu_memory_utilization) - (total - free) - unpacking
         memory -= 3 * GIB  # for activations and graphs
         taken = f", {(total - free) / GIB:.1f} of the GPU's {total / GIB:.1f} being taken, by others too"
-        flag = "--gpu-memory-fraction"
+        flag = "--gpu-memory-utilization"
     else:
         memory = min(free_ram() // 4, 4 * GIB)
     blocks = min(memory // bytes_each, useful)

@@ -37,7 +37,7 @@ def apply_logits_processors(
     if params.logit_bias:
         ids = torch.tensor(list(params.logit_bias), device=device)
         logits[:, ids] += torch.tensor(list(params.logit_bias.values()), device=device)
-    if params.penalised:
+    if params.has_penalties:
         logits = _penalised(logits, params, prompt_ids, output_ids, drafts_K)
     return logits if allowed_QV is None else logits.masked_fill(~allowed_QV, -torch.inf)
 

@@ -159,7 +159,7 @@ class ModelRunner:
         on_cpu = self.device.type == "cpu"
         self.read = FlatDecoder(target) if on_cpu and FlatDecoder.takes(target) else target  # the target's pass
         # In a round a launch counts, and the drafter takes each tap by itself.
-        self.read_round = target.states if self.read is target and not target.cfg.foreign else self.read
+        self.read_round = target.states if self.read is target and not target.cfg.uses_transformers else self.read
         self.cache = KVCache.of(target.cfg, num_blocks, weight)
         self.aux_layer_ids: tuple[int, ...] = ()
         self.mask_hidden_D: Tensor | None = None
@@ -241,7 +241,7 @@ class ModelRunner:
         """[B, Q + 2]: emitted tokens, how many drafts were accepted, how many there were."""
         slots = [r.slot for r in plan.decode_requests]
         if plan.limited_requests:
-            which = self._to_device([(r.slot, r.params.draft_tokens) for r in plan.limited_requests])
+            which = self._to_device([(r.slot, r.params.max_speculative_tokens) for r in plan.limited_requests])
             available_S, limited = self.state.available_S, which[:, 0]
             available_S[limited] = torch.minimum(available_S[limited], which[:, 1])
         if self.decode_graphs is not None and not plan.needs_logits_processing:

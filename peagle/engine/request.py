@@ -66,7 +66,7 @@ class Request:
         self.max_output_tokens = min(p.max_tokens, self.max_model_len - len(self.prompt_token_ids))  # tokens of output
         self.max_total_tokens = len(self.prompt_token_ids) + self.max_output_tokens  # its longest length
         # its logits need more than temperature, top-k, top-p and min-p, or are wanted back
-        shapes = p.penalised or bool(p.logit_bias) or p.min_tokens > 0 or self.matcher is not None
+        shapes = p.has_penalties or bool(p.logit_bias) or p.min_tokens > 0 or self.matcher is not None
         self.needs_logits_processing = shapes or p.logprobs is not None
         self.only_tokens = (
             self.detokenizer is None and p.logprobs is None and self.matcher is None

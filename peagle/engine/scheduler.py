@@ -47,7 +47,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         self.waiting.append(request)
-        self._limited += request.params.draft_tokens is not None
+        self._limited += request.params.max_speculative_tokens is not None
 
     @property
     def idle(self) -> bool:
@@ -75,12 +75,14 @@ class Scheduler:
         chunks = self._chunks(len(decoding))
         if not decoding and not chunks:
             return None
-        limited = [r for r in decoding if r.params.draft_tokens is not None] if self._limited else []
+        limited = [r for r in decoding if r.params.max_speculative_tokens is not None] if self._limited else []
         return SchedulerOutput(decoding, k, chunks, limited)
 
     def _wanted(self, decoding: list[Request]) -> int:
         """The most drafts that anybody wants; a recorded round has one of a few numbers of them."""
-        most = max(self.max_speculative_tokens if (k := r.params.draft_tokens) is None else k for r in decoding)
+        most = max(
+            self.max_speculative_tokens if (k := r.params.max_speculative_tokens) is None else k for r in decoding
+        )
         return min((k for k in self.round_sizes if k >= most), default=self.max_speculative_tokens)
 
     def _make_room(self, request: Request, tokens: int) -> bool:
@@ -218,7 +220,7 @@ class Scheduler:
         elif request.state is not RequestState.FINISHED:
             self._take_back(request)
         if request.state is not RequestState.FINISHED:
-            self._limited -= request.params.draft_tokens is not None
+            self._limited -= request.params.max_speculative_tokens is not None
         request.state = RequestState.FINISHED
 
     def _take_back(self, request: Request) -> None:

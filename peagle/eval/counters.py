@@ -158,9 +158,9 @@ class Vllm:
         speculative = speculative_config(str(drafter), k, parallel)
         on_gpu: dict[str, Any] = {}
         if torch.cuda.is_available():
-            on_gpu["gpu_memory_utilization"] = self.settings.gpu_memory_fraction
-            if self.settings.kv_cache_memory is not None:  # the share is still checked against what is free
-                on_gpu = {"kv_cache_memory_bytes": self.settings.kv_cache_memory, "gpu_memory_utilization": 0.05}
+            on_gpu["gpu_memory_utilization"] = self.settings.gpu_memory_utilization
+            if self.settings.kv_cache_memory_bytes is not None:  # the share is still checked against what is free
+                on_gpu = {"kv_cache_memory_bytes": self.settings.kv_cache_memory_bytes, "gpu_memory_utilization": 0.05}
         try:
             llm = LLM(
                 str(self.target),

@@ -39,8 +39,8 @@ class Embedded:
             "max_model_len": speaker.longest,
             "tokenizer": False,
             "cuda_graphs": False,  # recording them takes longer than they save here
-            "gpu_memory_fraction": settings.gpu_memory_fraction,
-            "kv_cache_memory": settings.kv_cache_memory,
+            "gpu_memory_utilization": settings.gpu_memory_utilization,
+            "kv_cache_memory_bytes": settings.kv_cache_memory_bytes,
             **options,
         }
         self.alone = LLM(target, None, **self.options)

@@ -77,8 +77,8 @@ class FlatDecoder:
     @staticmethod
     def takes(model: Decoder) -> bool:
         cfg = model.cfg
-        alike = not cfg.foreign and not cfg.layers and cfg.local_rope is None
-        return alike and cfg.layer == cfg.layer.plain and cfg.embedding_scale == 1.0
+        alike = not cfg.uses_transformers and not cfg.layers and cfg.local_rope is None
+        return alike and cfg.layer == cfg.layer.as_llama and cfg.embedding_scale == 1.0
 
     def __init__(self, model: Decoder) -> None:
         self.model = model

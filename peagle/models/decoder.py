@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from peagle.config import DecoderConfig, Heat
+from peagle.config import AttentionTemperature, DecoderConfig
 from peagle.kernels.norm.rms_norm import Stream
 from peagle.models.layers import Attend, DecoderLayer, RMSNorm, Rope, Turn, look_up, norm_after, project
 from peagle.models.moe import ExpertMLP
@@ -47,7 +47,7 @@ class Decoder(nn.Module):
 
     def tie(self) -> None:
         """Makes the head read the embedding table where the config says so; again after a load."""
-        if self.cfg.tied_head:
+        if self.cfg.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
 
     def forward(
@@ -67,13 +67,13 @@ class Decoder(nn.Module):
         stream = Stream(self.embed(token_ids_T))
         angles = self.rope(positions_T, stream.x.dtype)
         local = angles if self.local_rope is None else self.local_rope(positions_T, stream.x.dtype)
-        heat = query_heat(self.cfg.heat, positions_T)
+        heat = query_heat(self.cfg.attention_temperature, positions_T)
         aux_hidden_states = {}
         for i, (layer, window) in enumerate(zip(self.layers, self.cfg.windows, strict=True)):
             if i in aux_layer_ids:
                 aux_hidden_states[i] = stream.x
             turn: Turn = angles if window is None else local
-            if not self.cfg.layer_at(i).rotary:
+            if not self.cfg.layer_at(i).use_rope:
                 turn = heat
             stream = layer(stream, turn, attend, i, window, norm_after(self.layers, i))
         aux_hidden_states[self.cfg.num_layers] = stream.x
@@ -88,15 +88,15 @@ class Decoder(nn.Module):
         return embeds_TD * torch.tensor(scale, dtype=embeds_TD.dtype).item()  # rounded, as Gemma was trained
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
-        return capped(project(self.lm_head, hidden_TD), self.cfg.logit_cap)
+        return capped(project(self.lm_head, hidden_TD), self.cfg.final_logit_softcapping)
 
 
-def query_heat(heat: Heat | None, positions_T: Tensor) -> Tensor | None:
+def query_heat(heat: AttentionTemperature | None, positions_T: Tensor) -> Tensor | None:
     """What queries that are not turned are multiplied by, [T, 1, 1]; None: nothing."""
     if heat is None:
         return None
-    pieces_T = torch.floor((positions_T.float() + 1.0) / heat.every)
-    return (1.0 + heat.strength * torch.log1p(pieces_T))[:, None, None]
+    pieces_T = torch.floor((positions_T.float() + 1.0) / heat.floor_scale)
+    return (1.0 + heat.attn_scale * torch.log1p(pieces_T))[:, None, None]
 
 
 def capped(logits_TV: Tensor, cap: float | None) -> Tensor:

@@ -61,31 +61,33 @@ def rope_frequencies(rope: RopeConfig, head_dim: int, long: bool = True) -> tupl
 
     Pairs behind those that are turned have an angle of 0. `long`: longrope's frequencies for long texts.
     """
-    if rope.kind == "proportional":  # the first pairs turn as they do in a head that is turned whole
+    if rope.rope_type == "proportional":  # the first pairs turn as they do in a head that is turned whole
         freq, _ = rope_frequencies(RopeConfig(theta=rope.theta), head_dim)
-        freq[int(rope.rotated * head_dim // 2) :] = 0.0
+        freq[int(rope.partial_rotary_factor * head_dim // 2) :] = 0.0
         return freq / rope.factor, 1.0
-    if rope.rotated < 1.0:
-        freq, factor = rope_frequencies(replace(rope, rotated=1.0), int(head_dim * rope.rotated), long)
+    if rope.partial_rotary_factor < 1.0:
+        freq, factor = rope_frequencies(
+            replace(rope, partial_rotary_factor=1.0), int(head_dim * rope.partial_rotary_factor), long
+        )
         return torch.cat([freq, torch.zeros(head_dim // 2 - len(freq))]), factor
     freq = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
-    if rope.kind == "default":
+    if rope.rope_type == "default":
         return freq, 1.0
-    if rope.kind == "linear":
+    if rope.rope_type == "linear":
         return freq / rope.factor, 1.0
-    if rope.kind == "llama3":
+    if rope.rope_type == "llama3":
         wavelength = 2 * math.pi / freq
         turns = rope.original_max_positions / wavelength
         keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
         keep = keep.clamp(0, 1)  # 1: a short wave, kept; 0: a long one, stretched; between: blended
         return freq * keep + freq / rope.factor * (1 - keep), 1.0
-    if rope.kind == "longrope":
+    if rope.rope_type == "longrope":
         scale = rope.attention_factor
         if scale is None:
             more = math.log(rope.factor) / math.log(rope.original_max_positions) if rope.factor > 1 else 0.0
             scale = math.sqrt(1 + more)
         return freq / torch.tensor(rope.long_factors if long else rope.short_factors), scale
-    assert rope.kind == "yarn", rope.kind
+    assert rope.rope_type == "yarn", rope.rope_type
 
     def pair_with(rotations: float) -> float:
         span = rope.original_max_positions / (rotations * 2 * math.pi)
@@ -123,7 +125,7 @@ class Rope(nn.Module):
     def reach(self, length: int) -> None:
         """Says how long texts may become, which is what decides over longrope's frequencies, in vLLM too: a key must be
         turned alike all its life, so the length of a text so far cannot. Not said: as long as the config allows."""
-        if self.cfg.kind != "longrope":
+        if self.cfg.rope_type != "longrope":
             return
         freq, _ = rope_frequencies(self.cfg, self.head_dim, long=length > self.cfg.original_max_positions)
         if not torch.equal(freq, self.freq.cpu()):
@@ -151,7 +153,7 @@ class Rope(nn.Module):
         angles = positions_T.float()[:, None] * self.freq
         angles = torch.cat([angles, angles], -1)[:, None, :]  # [T, 1, d]
         scale: float | Tensor = self.scale
-        if self.cfg.rotated < 1.0:  # what is not turned is not scaled either
+        if self.cfg.partial_rotary_factor < 1.0:  # what is not turned is not scaled either
             scale = torch.where(self.freq == 0.0, 1.0, self.scale).repeat(2)
         return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
 
@@ -167,10 +169,10 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(q_width, cfg.hidden_size, bias=cfg.out_bias)
         self.q_norm = RMSNorm(cfg.head_dim, cfg.norm_eps) if cfg.qk_norm else None
         self.k_norm = RMSNorm(cfg.head_dim, cfg.norm_eps) if cfg.qk_norm else None
-        self.sinks = nn.Parameter(torch.zeros(cfg.num_heads)) if cfg.sinks else None
-        self.rotary = cfg.rotary
+        self.sinks = nn.Parameter(torch.zeros(cfg.num_heads)) if cfg.attention_sinks else None
+        self.rotary = cfg.use_rope
         self.v_eps = cfg.norm_eps if cfg.v_norm else None
-        assert cfg.rotary or not cfg.qk_norm, "heads are normed where they are turned"
+        assert cfg.use_rope or not cfg.qk_norm, "heads are normed where they are turned"
 
     def forward(
         self,
@@ -270,9 +272,9 @@ class DecoderLayer(nn.Module):
         self.self_attn = Attention(cfg, cfg.hidden_size)
         self.post_attention_layernorm = norm()  # before the MLP: Llama's name for it
         self.mlp: MLP = MLP(cfg) if mlp is None else mlp  # type: ignore[assignment]
-        self.attention_out_norm = norm() if cfg.out_norms else None
-        self.mlp_out_norm = norm() if cfg.out_norms else None
-        self.layer_scalar = nn.Parameter(torch.ones(1)) if cfg.scaled else None
+        self.attention_out_norm = norm() if cfg.output_norms else None
+        self.mlp_out_norm = norm() if cfg.output_norms else None
+        self.layer_scalar = nn.Parameter(torch.ones(1)) if cfg.layer_scalar else None
 
     def forward(
         self,

@@ -28,18 +28,18 @@ class ExpertMLP(nn.Module):
         experts, width = cfg.experts, cfg.hidden_size
         assert experts is not None
         self.cfg = experts
-        self.router = nn.Linear(width, experts.count, bias=experts.bias)
-        self._matrix("gate_up", experts.count * 2 * experts.width, width)
-        self._matrix("down", experts.count * width, experts.width)
-        for name, rows in (("gate_up_bias", 2 * experts.width), ("down_bias", width)):
-            bias = nn.Parameter(torch.empty(experts.count * rows)) if experts.bias else None
+        self.router = nn.Linear(width, experts.num_experts, bias=experts.bias)
+        self._matrix("gate_up", experts.num_experts * 2 * experts.intermediate_size, width)
+        self._matrix("down", experts.num_experts * width, experts.intermediate_size)
+        for name, rows in (("gate_up_bias", 2 * experts.intermediate_size), ("down_bias", width)):
+            bias = nn.Parameter(torch.empty(experts.num_experts * rows)) if experts.bias else None
             self.register_parameter(name, bias)
         self.clamp = Clamp(*experts.clamp) if experts.clamp is not None else None
-        own = replace(cfg, intermediate_size=experts.shared, mlp_bias=False)
-        self.shared_expert = MLP(own) if experts.shared else None
+        own = replace(cfg, intermediate_size=experts.shared_intermediate_size, mlp_bias=False)
+        self.shared_expert = MLP(own) if experts.shared_intermediate_size else None
 
     def _matrix(self, name: str, rows: int, columns: int) -> None:
-        if not self.cfg.packed:
+        if not self.cfg.mxfp4:
             self.register_parameter(name, nn.Parameter(torch.empty(rows, columns)))
             return
         words, exponents = packed_widths(columns)
@@ -54,10 +54,10 @@ class ExpertMLP(nn.Module):
         x_TD = stream.normed if ready else norm(stream.x)
         assert x_TD is not None
         scores_TE = project(self.router, x_TD)
-        if self.cfg.sigmoid:
+        if self.cfg.sigmoid_scaled_input:
             y_TD = self._scaled_inputs(x_TD, scores_TE)
         else:
-            weight_TC, expert_TC = route(scores_TE, self.cfg.chosen, self.cfg.normed)
+            weight_TC, expert_TC = route(scores_TE, self.cfg.num_experts_per_tok, self.cfg.norm_topk_prob)
             y_TD = expert_mlp(x_TD, weight_TC, expert_TC, self.weights())
         if self.shared_expert is not None:
             y_TD = y_TD + project(self.shared_expert.down_proj, self.shared_expert.gated(x_TD))
@@ -65,7 +65,7 @@ class ExpertMLP(nn.Module):
 
     def _scaled_inputs(self, x_TD: Tensor, scores_TE: Tensor) -> Tensor:
         """Each pair of row and expert is a row of its own here, as an expert reads the row by its own score."""
-        score_TC, expert_TC = scores_TE.topk(self.cfg.chosen, -1)
+        score_TC, expert_TC = scores_TE.topk(self.cfg.num_experts_per_tok, -1)
         share_TC = torch.sigmoid(score_TC.float()).to(x_TD.dtype)
         x_PD = (x_TD[:, None] * share_TC[..., None]).flatten(0, 1)
         ones_P1 = torch.ones(len(x_PD), 1, dtype=torch.float32, device=x_PD.device)
@@ -75,13 +75,13 @@ class ExpertMLP(nn.Module):
     def weights(self) -> Experts:
         def each(name: str) -> Tensor:
             parameter: Tensor = getattr(self, name)
-            return parameter.unflatten(0, (self.cfg.count, -1))
+            return parameter.unflatten(0, (self.cfg.num_experts, -1))
 
         def matrix(name: str, columns: int) -> Tensor | Packed:
-            if not self.cfg.packed:
+            if not self.cfg.mxfp4:
                 return each(name)
             return Packed(each(f"{name}_words"), each(f"{name}_exponents"), columns)
 
         gate_up_bias, down_bias = (each("gate_up_bias"), each("down_bias")) if self.cfg.bias else (None, None)
-        gate_up, down = matrix("gate_up", self.router.in_features), matrix("down", self.cfg.width)
+        gate_up, down = matrix("gate_up", self.router.in_features), matrix("down", self.cfg.intermediate_size)
         return Experts(gate_up, down, gate_up_bias, down_bias, self.clamp)

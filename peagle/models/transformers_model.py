@@ -143,4 +143,4 @@ class TransformersDecoder(Decoder):
         return out.last_hidden_state[0], torch.cat(aux_hidden_states, -1) if aux_layer_ids else None
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
-        return capped(project(self.lm_head, hidden_TD), self.cfg.logit_cap)
+        return capped(project(self.lm_head, hidden_TD), self.cfg.final_logit_softcapping)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from peagle.config import Helped, PlanSettings
+from peagle.config import PlanSettings, SpeculationMethod
 from peagle.errors import UserError
 from peagle.planning.curve import Curve
 from peagle.planning.roofline import ENGINES, Engine, Machine, needed_bytes, prompt_seconds, round_seconds
@@ -30,7 +30,7 @@ class Contender:
     borrowed: bool = False  # the curve is another one's
 
     @property
-    def method(self) -> Helped:
+    def method(self) -> SpeculationMethod:
         return self.shape.method
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from peagle.config import Chunked, Window
+from peagle.config import ChunkedAttention, Window
 from peagle.planning.gpus import Gpu
 from peagle.planning.shapes import DrafterShape, Shape
 
@@ -100,9 +100,9 @@ class Batch:
 def seen_before(position: float, window: Window) -> float:
     """Keys that all rows before a position read together: each as many as there are before itself, no more than a
     sliding window holds, none from before its chunk."""
-    if isinstance(window, Chunked):
-        chunks, rest = divmod(position, window.size)
-        return (chunks * window.size**2 + rest**2) / 2
+    if isinstance(window, ChunkedAttention):
+        chunks, rest = divmod(position, window.chunk_size)
+        return (chunks * window.chunk_size**2 + rest**2) / 2
     growing = min(position, window or position)
     return growing**2 / 2 + (position - growing) * growing
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from peagle.checkpoints.fields import MAX_LAYERS, Fields
 from peagle.checkpoints.speculators import is_speculators, to_plain
-from peagle.config import LAYERS, MASK_ID_NAMES, Chunked, ExpertsConfig, Method, Window
+from peagle.config import LAYERS, MASK_TOKEN_ID_KEYS, ChunkedAttention, ExpertsConfig, Method, Window
 from peagle.errors import UserError
 
 DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8_e4m3fn": 1.0}
@@ -42,7 +42,7 @@ class Shape:
     active: int = 0  # experts a token goes to
     expert_intermediate: int = 0
     shared_intermediate: int = 0  # of what every token goes to beside them
-    tied_head: bool = False
+    tie_word_embeddings: bool = False
     weight_bytes: float = 2.0  # of a weight of attention and plain MLPs
     expert_bytes: float = 2.0
     head_bytes: float = 2.0  # and of embeddings
@@ -83,7 +83,7 @@ class Shape:
     @property
     def stored_bytes(self) -> float:
         """All weights in memory."""
-        total = self.head_weights * self.head_bytes * (1 if self.tied_head else 2)
+        total = self.head_weights * self.head_bytes * (1 if self.tie_word_embeddings else 2)
         for layer in range(self.layers):
             total += (self.attention_weights(layer) + self.mlp_weights(layer)) * self.weight_bytes
             total += self.experts * self.expert_weights * self.expert_bytes if self.moe[layer] else 0.0
@@ -94,7 +94,7 @@ class Shape:
         on several."""
         total = 0.0
         for layer, window in enumerate(self.windows):
-            kept = min(tokens, window.size if isinstance(window, Chunked) else window or tokens)
+            kept = min(tokens, window.chunk_size if isinstance(window, ChunkedAttention) else window or tokens)
             kv_heads, head_dim = self.kv_at(layer)
             total += kept * 2 * max(kv_heads, parts) * head_dim * self.kv_bytes
         return total
@@ -212,7 +212,7 @@ def drafter_shape(name: str, target: Shape, flag: str = "--drafter") -> DrafterS
     values, source = _config(name, flag, ", ".join(LAYERS))
     if is_speculators(values):
         values = to_plain(values, source)
-    parallel = any(values.get(key) is not None for key in MASK_ID_NAMES)
+    parallel = any(values.get(key) is not None for key in MASK_TOKEN_ID_KEYS)
     fields = Fields(values, source)
     vocab = fields.size("vocab_size")
     said = fields.size("draft_vocab_size", vocab)
@@ -291,7 +291,7 @@ def _as_run(values: dict[str, Any], source: Path, name: str) -> Shape:
 
     values = {field: value for field, value in values.items() if field != "quantization_config"}
     cfg = decoder_config(values, source)
-    if cfg.foreign:
+    if cfg.uses_transformers:
         raise UserError(f"{source}: {why_foreign(values, source)} cannot be planned yet")
     layers = [cfg.layer_at(i) for i in range(cfg.num_layers)]
     experts = next((layer.experts for layer in layers if layer.experts is not None), ExpertsConfig(0, 0, 0))
@@ -305,11 +305,11 @@ def _as_run(values: dict[str, Any], source: Path, name: str) -> Shape:
         windows=cfg.windows,
         moe=tuple(layer.experts is not None for layer in layers),
         intermediate=next((layer.intermediate_size for layer in layers if layer.experts is None), 0),
-        experts=experts.count,
-        active=experts.chosen,
-        expert_intermediate=experts.width,
-        shared_intermediate=experts.shared,
-        tied_head=cfg.tied_head,
+        experts=experts.num_experts,
+        active=experts.num_experts_per_tok,
+        expert_intermediate=experts.intermediate_size,
+        shared_intermediate=experts.shared_intermediate_size,
+        tie_word_embeddings=cfg.tie_word_embeddings,
         kv_shapes=tuple((layer.num_kv_heads, layer.head_dim) for layer in cfg.layers),
     )
 
@@ -345,7 +345,7 @@ def _as_written(outer: Fields, fields: Fields, name: str) -> Shape:
         active=active,
         expert_intermediate=wide,
         shared_intermediate=shared,
-        tied_head=outer.get("tie_word_embeddings", bool, fields.get("tie_word_embeddings", bool, False)),
+        tie_word_embeddings=outer.get("tie_word_embeddings", bool, fields.get("tie_word_embeddings", bool, False)),
     )
 
 

@@ -105,7 +105,7 @@ def as_decoder(shape: Shape) -> DecoderConfig:
     )
     rope, longest = RopeConfig(), 1 << 17
     layers = tuple(replace(layer, num_kv_heads=kv_heads, head_dim=wide) for kv_heads, wide in shape.kv_shapes)
-    tied, windows = shape.tied_head, shape.windows
+    tied, windows = shape.tie_word_embeddings, shape.windows
     return DecoderConfig("", shape.vocab, shape.layers, layer, rope, longest, tied, windows, layers=layers)
 
 

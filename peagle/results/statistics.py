@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from peagle.config import BenchDoubts
+from peagle.config import BenchWarningThresholds
 from peagle.errors import UserError
 from peagle.results.schema import BenchRepeat, BenchRow, Percentiles, t_975
 
@@ -80,7 +80,7 @@ def comparable(a: BenchRow, b: BenchRow) -> None:
     mean_a, mean_b = mean_length(a), mean_length(b)
     if mean_a is None or mean_b is None:
         raise UserError(f"{names} cannot be compared: {'the first' if mean_a is None else 'the second'} has no answers")
-    if abs(mean_a - mean_b) > BenchDoubts.lengths * max(mean_a, mean_b):
+    if abs(mean_a - mean_b) > BenchWarningThresholds.lengths * max(mean_a, mean_b):
         raise UserError(
             f"{names} cannot be compared: their answers have {mean_a:.0f} and {mean_b:.0f} tokens on average; "
             "--ignore-eos makes them equal"
@@ -141,9 +141,9 @@ def _place(row: BenchRow) -> tuple[bool, str, int | None, float | None]:
     return row.engine == "embedded", row.load, row.concurrency, row.rate
 
 
-def doubts(row: BenchRow, limits: BenchDoubts | None = None) -> list[str]:
+def doubts(row: BenchRow, limits: BenchWarningThresholds | None = None) -> list[str]:
     """Why this row's numbers may not mean what they seem to, one sentence each."""
-    limits = limits or BenchDoubts()
+    limits = limits or BenchWarningThresholds()
     said = []
     failed: Counter[str] = Counter()
     for repeat in row.repeats:

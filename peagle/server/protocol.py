@@ -122,7 +122,7 @@ class Sampling(Strict):
             "logit_bias": self.logit_bias,
             "logprobs": self.alternatives(),
             "skip_special_tokens": self.skip_special_tokens,
-            "draft_tokens": 0 if self.extra.speculation is False else self.extra.draft_tokens,
+            "max_speculative_tokens": 0 if self.extra.speculation is False else self.extra.draft_tokens,
             "grammar": grammar,
         }
         temperature = self.temperature if self.temperature is not None else settings.temperature

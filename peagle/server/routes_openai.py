@@ -80,7 +80,9 @@ async def respond(
         skip_special=params.skip_special_tokens,
         make_reader=context.reader_of(tools),
         include_usage=stream and asked.stream_options is not None and asked.stream_options.include_usage is True,
-        k=min(context.facts.most_drafts if (k := params.draft_tokens) is None else k, context.facts.most_drafts),
+        k=min(
+            context.facts.most_drafts if (k := params.max_speculative_tokens) is None else k, context.facts.most_drafts
+        ),
     )
     answer = await context.submit(ids, params, request.scope["request_id"], stream)
     outcome = "abort"

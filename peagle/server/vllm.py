@@ -42,7 +42,7 @@ class VllmOptions:
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     dtype: str | None = None
-    gpu_memory_fraction: float | None = None
+    gpu_memory_utilization: float | None = None
 
 
 def vllm_command(words: list[str], options: VllmOptions, settings: ServeSettings) -> list[str]:
@@ -69,7 +69,7 @@ def vllm_command(words: list[str], options: VllmOptions, settings: ServeSettings
         ("--max-model-len", options.max_model_len),
         ("--max-num-seqs", options.max_num_seqs),
         ("--dtype", options.dtype),
-        ("--gpu-memory-utilization", options.gpu_memory_fraction),
+        ("--gpu-memory-utilization", options.gpu_memory_utilization),
     ):
         if value is not None:
             command += [flag, str(value)]

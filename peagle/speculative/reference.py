@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from peagle.config import SamplingParams, check_draft_tokens
+from peagle.config import SamplingParams, check_num_speculative_tokens
 from peagle.errors import UserError
 from peagle.kernels.attention.dense import causal_attention
 from peagle.models.decoder import Decoder
@@ -131,7 +131,7 @@ def generate(
     if params.grammar is not None and constraint is None:
         raise UserError("grammar: the reference needs to be told what it allows (`constraint`)")
     if drafter is not None:
-        check_draft_tokens(num_speculative_tokens)
+        check_num_speculative_tokens(num_speculative_tokens)
     request = ReferenceRequest(list(prompt_ids), params, eos_ids, longest, decode, constraint)
     rng = torch.Generator().manual_seed(params.seed) if params.seed is not None else _fresh_rng()
     out = Generation(list(prompt_ids), num_speculative_tokens if drafter is not None else 0)
@@ -201,7 +201,7 @@ def process_logits(
     if params.logit_bias:
         biases = torch.tensor(list(params.logit_bias.values()), dtype=torch.float64)
         logits = logits.index_add(0, torch.tensor(list(params.logit_bias)), biases)
-    if params.penalised:
+    if params.has_penalties:
         counts = torch.bincount(torch.tensor(output, dtype=torch.long), minlength=vocab).double()
         seen = counts + torch.bincount(torch.tensor(prompt), minlength=vocab) > 0
         factor = params.repetition_penalty

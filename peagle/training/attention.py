@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from peagle.config import Chunked
+from peagle.config import ChunkedAttention
 from peagle.kernels.attention.ranged import Ranges, merge, ranged_attention
 from peagle.training.hidden_states.online import InDocuments
 
@@ -33,7 +33,7 @@ class DepthZero(InDocuments):
         q_NHd: Tensor,
         k_NGd: Tensor,
         v_NGd: Tensor,
-        window: Window | Chunked,
+        window: Window | ChunkedAttention,
         sinks: Tensor | None = None,
     ) -> Tensor:
         if layer not in self.kept:  # a recomputed layer comes by twice; the graph holds on to the first

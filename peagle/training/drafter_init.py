@@ -117,16 +117,20 @@ def drafter_config(cfg: TrainConfig, target: DecoderConfig, mask_id: int | None)
     if vocab > target.vocab_size:
         raise UserError(f"--draft-vocab {vocab}: the target has only {target.vocab_size} tokens")
     # the plain format has one flag for all biases of attention, so a target's q/k/v biases could not be written
-    layer = replace(target.layer.plain, qkv_bias=False, out_bias=False, mlp_bias=False)
+    layer = replace(target.layer.as_llama, qkv_bias=False, out_bias=False, mlp_bias=False)
     if (experts := target.layer.experts) is not None:  # as wide as what a token goes to there
-        layer = replace(layer, intermediate_size=experts.chosen * experts.width + experts.shared)
+        layer = replace(
+            layer,
+            intermediate_size=experts.num_experts_per_tok * experts.intermediate_size
+            + experts.shared_intermediate_size,
+        )
     layer = replace(layer, intermediate_size=cfg.mlp_width or layer.intermediate_size)
     return DrafterConfig(
         vocab_size=target.vocab_size,
         draft_vocab_size=vocab,
         num_layers=cfg.num_layers,
         layer=layer,
-        rope=target.rope.plain,
+        rope=target.rope.as_llama,
         max_positions=target.max_positions,
         target_hidden_size=target.layer.hidden_size,
         aux_layer_ids=aux_layer_ids,

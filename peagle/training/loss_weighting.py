@@ -23,7 +23,7 @@ from copy import copy
 import torch
 from torch import Tensor
 
-from peagle.config import MAX_DRAFT_TOKENS
+from peagle.config import MAX_SPECULATIVE_TOKENS
 
 NOBODY = -1  # before a chain's first row
 EARLIER = -2  # the last row of the part that was asked before this one
@@ -52,7 +52,7 @@ class Links:
         at = torch.where(before_R == NOBODY, rows, before_R)
         at = torch.cat([at, at.new_full((1,), rows)])  # behind the rows is nobody, before whom is nobody
         self.jumps = [at]  # by 1, 2, 4, .. rows
-        while 1 << len(self.jumps) < MAX_DRAFT_TOKENS:
+        while 1 << len(self.jumps) < MAX_SPECULATIVE_TOKENS:
             self.jumps.append(self.jumps[-1][self.jumps[-1]])
 
     def product(self, value_R: Tensor) -> Tensor:

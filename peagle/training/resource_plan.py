@@ -21,7 +21,7 @@ import torch
 
 from peagle.config import (
     LOSS_LOGITS,
-    Chunked,
+    ChunkedAttention,
     DecoderConfig,
     DrafterConfig,
     LayerConfig,
@@ -232,22 +232,34 @@ def layer_parameters(layer: LayerConfig, input_width: int) -> int:
     attention = input_width * (q + 2 * kv) + q * layer.hidden_size
     biases = layer.qkv_bias * (q + 2 * kv) + layer.out_bias * layer.hidden_size
     biases += layer.mlp_bias * (2 * layer.intermediate_size + layer.hidden_size)
-    norms = (2 + 2 * layer.out_norms) * layer.hidden_size + layer.qk_norm * 2 * layer.head_dim
-    return attention + mlp_parameters(layer) + norms + biases + layer.sinks * layer.num_heads + layer.scaled
+    norms = (2 + 2 * layer.output_norms) * layer.hidden_size + layer.qk_norm * 2 * layer.head_dim
+    return (
+        attention
+        + mlp_parameters(layer)
+        + norms
+        + biases
+        + layer.attention_sinks * layer.num_heads
+        + layer.layer_scalar
+    )
 
 
 def mlp_parameters(layer: LayerConfig) -> int:
     experts, width = layer.experts, layer.hidden_size
     if experts is None:
         return 3 * width * layer.intermediate_size
-    biases = experts.bias * (2 * experts.width + width + 1)
-    return experts.count * (3 * width * experts.width + width + biases) + 3 * width * experts.shared
+    biases = experts.bias * (2 * experts.intermediate_size + width + 1)
+    return (
+        experts.num_experts * (3 * width * experts.intermediate_size + width + biases)
+        + 3 * width * experts.shared_intermediate_size
+    )
 
 
 def for_a_token(layer: LayerConfig) -> LayerConfig:
     """The layer as one token meets it, with the experts chosen for it alone."""
     experts = layer.experts
-    return layer if experts is None else replace(layer, experts=replace(experts, count=experts.chosen))
+    return (
+        layer if experts is None else replace(layer, experts=replace(experts, num_experts=experts.num_experts_per_tok))
+    )
 
 
 def decoder_parameters(cfg: DecoderConfig) -> int:
@@ -260,7 +272,7 @@ def layers_parameters(cfg: DecoderConfig) -> int:
 
 def table_parameters(cfg: DecoderConfig) -> int:
     """Embeddings, head and the last norm: all that is needed of a target whose states lie on disk."""
-    return (1 if cfg.tied_head else 2) * cfg.vocab_size * cfg.layer.hidden_size + cfg.layer.hidden_size
+    return (1 if cfg.tie_word_embeddings else 2) * cfg.vocab_size * cfg.layer.hidden_size + cfg.layer.hidden_size
 
 
 def trainable(cfg: DrafterConfig) -> int:
@@ -305,7 +317,7 @@ def saved_bytes(cfg: TrainConfig, drafter: DrafterConfig, element: int) -> int:
 def shared(cfg: DrafterConfig, target: DecoderConfig) -> int:
     """Of the target's tables, those that the drafter has none of its own for."""
     tables = (not cfg.own_embeddings) + (not cfg.own_head)
-    return (1 if target.tied_head and tables else tables) * cfg.vocab_size * cfg.layer.hidden_size
+    return (1 if target.tie_word_embeddings and tables else tables) * cfg.vocab_size * cfg.layer.hidden_size
 
 
 def chain_rows(cfg: TrainConfig, asked_share: float) -> float:
@@ -315,7 +327,11 @@ def chain_rows(cfg: TrainConfig, asked_share: float) -> float:
 
 def attention_flops(layer: LayerConfig, length: float, window: Window = None) -> float:
     """Of a row that sees half of its document on average, no more than the window."""
-    seen = min(length, window.size) / 2 if isinstance(window, Chunked) else min(length / 2, window or length)
+    seen = (
+        min(length, window.chunk_size) / 2
+        if isinstance(window, ChunkedAttention)
+        else min(length / 2, window or length)
+    )
     return 4 * layer.num_heads * layer.head_dim * seen
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from peagle.checkpoints.target import Target
-from peagle.config import CHUNK_HEADROOM, MeasureSettings, SamplingParams, TrainConfig, check_draft_tokens
+from peagle.config import CHUNK_HEADROOM, MeasureSettings, SamplingParams, TrainConfig, check_num_speculative_tokens
 from peagle.data.loops import looping
 from peagle.engine.kv_cache import BLOCK_SIZE
 from peagle.engine.llm import LLM
@@ -98,7 +98,7 @@ class Measurer:
         self.target = Target(Path(), target, eos_ids)  # its folder is asked for nothing: tokens in, tokens out
         self.prompts = [list(prompt) for prompt in prompts]
         self.params = SamplingParams(max_tokens=max_tokens)
-        self.draft_tokens = check_draft_tokens(draft_tokens)
+        self.draft_tokens = check_num_speculative_tokens(draft_tokens)
         self.settings = settings or MeasureSettings()
         self._engine: LLM | None = None
 
@@ -131,12 +131,12 @@ class Measurer:
             dtype="float32",  # of nothing: both models are there
             threads=torch.get_num_threads(),
             tokenizer=False,
-            prefix_reuse=False,  # what an earlier drafter wrote is worth nothing to this one
+            enable_prefix_caching=False,  # what an earlier drafter wrote is worth nothing to this one
             cuda_graphs=self.settings.cuda_graphs,
             max_prefill_tokens=self.settings.prefill_tokens,
             max_num_seqs=min(len(self.prompts), self.settings.max_num_seqs),
             max_model_len=max(self._room),
-            kv_cache_memory=self._cache_bytes(drafter),
+            kv_cache_memory_bytes=self._cache_bytes(drafter),
         )
 
     @property

@@ -35,7 +35,7 @@ from peagle.bench.variants import Embedded
 from peagle.bench.workload import Ask, Load, Workload, arrivals
 from peagle.cli import main
 from peagle.cli.several import split, spread
-from peagle.config import BenchSettings, EmbeddedSettings, SamplingParams, ServerSettings
+from peagle.config import BenchEngineSettings, BenchServerSettings, BenchSettings, SamplingParams
 from peagle.errors import UserError
 from peagle.results.schema import BenchRepeat, BenchRow, Percentiles, read_results
 from peagle.results.statistics import (
@@ -70,7 +70,7 @@ class Unwatched:
 
 
 def ask_server(server: StreamServer, work: Workload, load: Load, stated: Stated | None = None, **settings: Any) -> Any:
-    own = ServerSettings(server.url, **{**QUICK, **settings})
+    own = BenchServerSettings(server.url, **{**QUICK, **settings})
     with ServerBench(own, stated or Stated()) as client:
         return client.measure(work, work.asks, load, 0, silent)
 
@@ -308,18 +308,18 @@ def test_a_server_that_fails_on_and_on_is_given_up() -> None:
     assert made.repeat.requests == 1
     assert made.repeat.failed["HTTP 429"] + made.repeat.failed[NOT_SENT] == 50
     for port in (1, 9):
-        with ServerBench(ServerSettings(f"http://127.0.0.1:{port}", "m", **QUICK), Stated()) as client:
+        with ServerBench(BenchServerSettings(f"http://127.0.0.1:{port}", "m", **QUICK), Stated()) as client:
             made = client.measure(work, work.asks, Load(2), 0, silent)
         assert set(made.repeat.failed) == {"connection refused", NOT_SENT}
     with pytest.raises(UserError, match="connection refused"):
-        ServerBench(ServerSettings("http://127.0.0.1:9", **QUICK), Stated()).__enter__()
+        ServerBench(BenchServerSettings("http://127.0.0.1:9", **QUICK), Stated()).__enter__()
     with StreamServer(models=("a", "b")) as server, pytest.raises(UserError, match="--model NAME, one of a, b"):
-        ServerBench(ServerSettings(server.url), Stated()).__enter__()
+        ServerBench(BenchServerSettings(server.url), Stated()).__enter__()
 
 
 def test_a_tokenizer_counts_where_the_server_does_not() -> None:
     with StreamServer() as server:
-        own = ServerSettings(server.url, **QUICK)
+        own = BenchServerSettings(server.url, **QUICK)
         with ServerBench(own, Stated(), PromptReader(target().folder).tokenizer) as client:
             work = workload(["fault:no usage."])
             made = client.measure(work, work.asks, Load(1), 0, silent)
@@ -499,7 +499,7 @@ def test_offline_open_loop_counts_from_when_a_request_was_due() -> None:
 
 def test_what_cannot_be_measured_is_said_before_weights_are_read(tmp_path: Path) -> None:
     folder, drafter = str(target().folder), str(drafter_folder("p-eagle-1"))
-    embedded = Embedded(folder, [drafter], [2, "auto"], True, EmbeddedSettings(device="cpu", dtype="float32"))
+    embedded = Embedded(folder, [drafter], [2, "auto"], True, BenchEngineSettings(device="cpu", dtype="float32"))
     long = BenchSettings((1,), requests=2, max_tokens=1000, random_input=8)
     with pytest.raises(UserError, match="--max-tokens 1000.*256 of the context"):
         embedded.variants(embedded.workload([], long), long)
@@ -610,7 +610,7 @@ def test_a_run_that_is_cancelled_leaves_nothing_behind() -> None:
     """Neither tasks nor connections with half an answer in them: the next run is as good as the first."""
     with StreamServer(first_s=0.1, each_s=0.1) as server:
         work = workload([f"p {i}" for i in range(8)])
-        with ServerBench(ServerSettings(server.url, "m", **QUICK), Stated()) as client:
+        with ServerBench(BenchServerSettings(server.url, "m", **QUICK), Stated()) as client:
 
             async def cancelled() -> int:
                 bodies = [client._body(ask, work, 0) for ask in work.asks]

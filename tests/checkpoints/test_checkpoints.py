@@ -367,7 +367,7 @@ def published(folder: Path, **changes: Any) -> tuple[Decoder, dict[str, torch.Te
         layer=LayerConfig(48, 32, num_heads=4, num_kv_heads=2, head_dim=16),
         rope=RopeConfig(theta=150000.0),
         max_positions=4096,
-        tied_head=False,
+        tie_word_embeddings=False,
         windows=(None,) * 24,
     )
     target = Decoder(decoder).requires_grad_(False).eval()

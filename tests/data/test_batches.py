@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import many
 
-from peagle.config import BatchDefaults
+from peagle.config import PackingSettings
 from peagle.data.batches import Batch, Cursor, Example, Examples, batches, examples, pack
 from peagle.data.chat import Chat
 from peagle.errors import UserError
@@ -118,7 +118,7 @@ def test_packing_against_an_obvious_oracle(
     assert packing.truncated == sum(len(ids) > most for ids, _ in made)
     again = pack(found, budget, seed, epoch, max_length)
     assert [b.row_ids for b in again] == [b.row_ids for b in packing]
-    if len(made) <= BatchDefaults.open_batches:  # none was closed early: no two of them would fit into one
+    if len(made) <= PackingSettings.open_batches:  # none was closed early: no two of them would fit into one
         lengths = sorted(len(b) for b in packing)
         assert len(lengths) < 2 or lengths[0] + lengths[1] > budget
 

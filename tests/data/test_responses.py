@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from peagle.cli import main
-from peagle.config import EndpointSettings, ResponseSettings, SamplingParams, WriterSettings
+from peagle.config import EndpointSettings, ResponseEngineSettings, ResponseSettings, SamplingParams
 from peagle.data.chat import Chat
 from peagle.data.examples import examples
 from peagle.data.loops import before_loop, circling, looping
@@ -36,7 +36,7 @@ from peagle.engine import loader as loading
 from peagle.engine.llm import LLM
 from peagle.errors import UserError
 
-ENGINE = WriterSettings(device="cpu", dtype="float32", max_num_seqs=4, max_model_len=200)
+ENGINE = ResponseEngineSettings(device="cpu", dtype="float32", max_num_seqs=4, max_model_len=200)
 
 ASKED = [{"role": "user", "content": "Really?"}]
 SYSTEM = [{"role": "system", "content": "Be brief."}]
@@ -334,7 +334,7 @@ def test_circles_are_the_same_three_times(before: list[int], circle: list[int], 
 
 
 def test_an_answer_in_circles_is_not_waited_for(target: Path) -> None:
-    source = open_engine(target, WriterSettings("cpu", "float32", 2, 200))
+    source = open_engine(target, ResponseEngineSettings("cpu", "float32", 2, 200))
     step, written = source.llm.step, list[int]()
 
     def circles() -> list[Any]:
@@ -450,9 +450,9 @@ def test_the_command_line(
     assert status == 2 and "--max-model-len was 100 and is None" in noted and len(noted.splitlines()) == 1
     other = tmp_path / "other.jsonl"
     again = (str(prompts), "--out", str(other), *args[3:], "--max-model-len", "100", "--device", "cpu")
-    status, _, noted = peagle(*again, "--kv-cache-memory", "9000")
-    assert status == 2 and "raise --kv-cache-memory" in noted
-    status, _, noted = peagle(*again, "--kv-cache-memory", "9000000")
+    status, _, noted = peagle(*again, "--kv-cache-memory-bytes", "9000")
+    assert status == 2 and "raise --kv-cache-memory-bytes" in noted
+    status, _, noted = peagle(*again, "--kv-cache-memory-bytes", "9000000")
     assert status == 0 and other.read_text() == (tmp_path / "o.jsonl").read_text()
     for wrong, named in (
         (("--samples", "2", "--temperature", "0"), "--samples 2: at --temperature 0"),

@@ -97,9 +97,9 @@ def scene(choose: random.Random) -> Scene:
     sizes = {
         "blocks": choose.choice([5, 6, 7] if crowded else [4, 8, 16]),
         "max_num_seqs": choose.choice([3, 4] if crowded else [1, 2, 4]),
-        "prefill_chunk": choose.choice([7, 16, 40]),
+        "prefill_chunk_tokens": choose.choice([7, 16, 40]),
         "max_prefill_tokens": choose.choice([5, 16, 33, 200]),
-        "prefix_reuse": choose.random() < 0.8,
+        "enable_prefix_caching": choose.random() < 0.8,
     }
     return Scene(sizes, asked)
 
@@ -478,11 +478,11 @@ def test_bad_settings_are_refused(tmp_path: Path) -> None:
         (lambda: engine(None, 0, max_num_seqs=0), "--max-num-seqs 0: must be at least 1"),
         (
             lambda: engine(None, 0, blocks=3),
-            "one sequence of 64 tokens takes .* at most 48, or raise --kv-cache-memory",
+            "one sequence of 64 tokens takes .* at most 48, or raise --kv-cache-memory-bytes",
         ),
         (
-            lambda: count_blocks(EngineSettings(kv_cache_memory=1500), torch.device("cuda"), 500, 64, 1),
-            "at most 32, or raise --kv-cache-memory",  # what was given, not the share, which plays no part then
+            lambda: count_blocks(EngineSettings(kv_cache_memory_bytes=1500), torch.device("cuda"), 500, 64, 1),
+            "at most 32, or raise --kv-cache-memory-bytes",  # what was given, not the share, which plays no part then
         ),
         (lambda: LLM(engines.target(), wide, device="cpu"), "does not fit the target: made for a vocabulary of 161"),
         (lambda: LLM(engines.target(), tmp_path / "none", device="cpu"), "none"),

@@ -26,7 +26,7 @@ TOKENS = 40
 def engine(name: str | None, k: int, **options: object) -> LLM:
     drafter = pairs.drafter_folder(name) if name is not None else None
     usual: dict[str, object] = {"device": "cuda", "dtype": "float32", "max_num_seqs": 4, "tokenizer": False}
-    usual |= {"kv_cache_memory": 1 << 28, "prefill_chunk": 7}
+    usual |= {"kv_cache_memory_bytes": 1 << 28, "prefill_chunk_tokens": 7}
     return LLM(pairs.target_folder(), drafter, k if name is not None else "auto", **(usual | options))
 
 
@@ -71,7 +71,7 @@ def test_more_requests_than_fit_give_their_blocks_back_and_finish() -> None:
     params = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
     prompts = pairs.prompts(12)
     roomy = engine("p-eagle-1", 3, max_num_seqs=8).generate(prompts, params)
-    tight = engine("p-eagle-1", 3, max_num_seqs=8, max_model_len=96, kv_cache_memory=1 << 19)
+    tight = engine("p-eagle-1", 3, max_num_seqs=8, max_model_len=96, kv_cache_memory_bytes=1 << 19)
     for ours, want in zip(tight.generate(prompts, params), roomy, strict=True):
         assert ours.outputs[0].token_ids == want.outputs[0].token_ids
     tight.check_integrity()
@@ -83,8 +83,13 @@ SMOLLM2 = LayerConfig(576, 1536, 9, 3, 64, 1e-5)
 
 def bf16_texts(target: Path | Target, drafter: Path | Drafter | None, at_once: int, vocab: int) -> list[list[int]]:
     """Greedy, of 20 prompts, up to `at_once` at a time with 7 drafts each, if there is a drafter."""
-    options = {"device": "cuda", "dtype": "bfloat16", "tokenizer": False, "kv_cache_memory": 1 << 28}
-    options |= {"max_num_seqs": at_once, "max_prefill_tokens": LENGTH, "prefill_chunk": LENGTH, "prefix_reuse": False}
+    options = {"device": "cuda", "dtype": "bfloat16", "tokenizer": False, "kv_cache_memory_bytes": 1 << 28}
+    options |= {
+        "max_num_seqs": at_once,
+        "max_prefill_tokens": LENGTH,
+        "prefill_chunk_tokens": LENGTH,
+        "enable_prefix_caching": False,
+    }
     llm = LLM(target, drafter, 7 if drafter is not None else "auto", **(options | {"max_model_len": 256}))
     rng = torch.Generator().manual_seed(0)
     starts = torch.randint(len(pairs.TEXT) - LENGTH, (20,), generator=rng).tolist()
@@ -149,8 +154,8 @@ def test_rounds_of_short_requests_write_what_the_others_do(parallel: bool, monke
         return recorded
 
     def texts(at_once: int) -> list[list[int]]:
-        options = {"device": "cuda", "dtype": "bfloat16", "tokenizer": False, "kv_cache_memory": 1 << 28}
-        options |= {"max_prefill_tokens": LENGTH, "prefill_chunk": LENGTH, "prefix_reuse": False}
+        options = {"device": "cuda", "dtype": "bfloat16", "tokenizer": False, "kv_cache_memory_bytes": 1 << 28}
+        options |= {"max_prefill_tokens": LENGTH, "prefill_chunk_tokens": LENGTH, "enable_prefix_caching": False}
         llm = LLM(target, drafter, 7, max_num_seqs=at_once, max_model_len=1024, **options)
         prompts = [[(31 * i + 7 * n) % vocab for i in range(n * LENGTH)] for n in (7, 3, 1, 9)]
         asked = [SamplingParams(max_tokens=most, ignore_eos=True) for most in (90, 100, 250, 60)]

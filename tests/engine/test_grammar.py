@@ -528,7 +528,7 @@ def walk(rule: Library, choose: random.Random, steps: int, vocab: int, said: Seq
 
 def test_answers_of_one_grammar_share_its_memory_and_outlive_it() -> None:
     """What a compiled grammar learns from one answer counts against the next; when it is full, it is made anew."""
-    small = GrammarLimits(library=ParserLimits(max_lexer_states=40))
+    small = GrammarLimits(parser=ParserLimits(max_lexer_states=40))
     own = Grammars(engines.tokenizer(), pairs.VOCAB, EOS, small)
     grammar = from_regex(".*a.{6}b.*c.{5}d")
     rule = Library(grammar, EOS, False)
@@ -596,12 +596,12 @@ BAD_SCHEMAS: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize(("schema", "says"), BAD_SCHEMAS, ids=[str(i) for i in range(len(BAD_SCHEMAS))])
 def test_bad_schemas(schema: Any, says: str) -> None:
-    limits = GrammarLimits(trial_cpu_s=1) if says == "too complex" else GrammarLimits()
+    limits = GrammarLimits(compile_cpu_s=1) if says == "too complex" else GrammarLimits()
     start = time.monotonic()
     with pytest.raises(UserError) as caught:
         from_json_schema(schema, limits)
     assert says in str(caught.value) and "\n" not in str(caught.value) and len(str(caught.value)) < 300
-    assert time.monotonic() - start < limits.trial_wall_s + 5
+    assert time.monotonic() - start < limits.compile_wall_s + 5
 
 
 @pytest.mark.parametrize(
@@ -686,7 +686,7 @@ def test_choices_of_any_letters() -> None:
 
 
 def test_compiled_grammars_are_kept_and_let_go() -> None:
-    own = Grammars(engines.tokenizer(), pairs.VOCAB, EOS, GrammarLimits(kept=2))
+    own = Grammars(engines.tokenizer(), pairs.VOCAB, EOS, GrammarLimits(max_cached=2))
     first = [from_regex(p) for p in ("a+", "b+", "c+")]
     compiled = [own.compile(g) for g in first[:2]]
     assert own.compile(first[0]) is compiled[0]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from interpreting import check_in_a_child, mend_interpreter
 from torch import Tensor
 
-from peagle.config import Chunked, Window
+from peagle.config import ChunkedAttention, Window
 from peagle.kernels.attention.paged import Pages, paged_attention, paged_attention_torch, prefill_attention
 from peagle.kernels.attention.rotary import Rotation, split_rotate, split_rotate_torch
 
@@ -95,8 +95,8 @@ class Case:
             keys = torch.stack([cache_k[at] for at in where]).double()
             values = torch.stack([cache_v[at] for at in where]).double()
             for j in range(self.live[b]):
-                if isinstance(self.window, Chunked):
-                    low = start + j - (start + j) % self.window.size
+                if isinstance(self.window, ChunkedAttention):
+                    low = start + j - (start + j) % self.window.chunk_size
                 else:
                     low = 0 if self.window is None else max(0, start + j - self.window + 1)
                 for h in range(q.shape[1]):
@@ -148,7 +148,9 @@ def cases(
         starts=[draw(context) for _ in range(batch)],
         rows=rows,
         live=live,
-        window=draw(st.one_of(st.none(), st.sampled_from([1, 7, 16, 40, 100, Chunked(16), Chunked(27)]))),
+        window=draw(
+            st.one_of(st.none(), st.sampled_from([1, 7, 16, 40, 100, ChunkedAttention(16), ChunkedAttention(27)]))
+        ),
         scattered=draw(st.booleans()),
         merged=draw(st.booleans()),
         seed=draw(st.integers(0, 99)),
@@ -177,7 +179,7 @@ def test_layers_share_the_pages() -> None:
     case = Case(2, 2, 8, [20, 3], [4, 4], [4, 3], None, True, True, 0)
     case.build(torch.float32, "cpu")
     pages = case.pages("cpu")
-    for window in (None, 5, None, Chunked(5), 5):
+    for window in (None, 5, None, ChunkedAttention(5), 5):
         case.window = window
         case.build(torch.float32, "cpu")
         case.check(lambda *args, window=window: paged_attention(*args, pages, window), 1e-5)
@@ -363,7 +365,7 @@ def check_in_the_interpreter() -> None:
     prefill()
     half = Case(3, 3, 32, [70, 0, 33], [4, 4, 4], [4, 2, 0], None, True, True, 1)
     triton_paged(half, torch.float16, "cpu", 32, 2, 16, "plain")
-    wide = Case(8, 1, 512, [70], [3], [3], Chunked(32), True, True, 2)
+    wide = Case(8, 1, 512, [70], [3], [3], ChunkedAttention(32), True, True, 2)
     for attend in (paged_attention_triton, prefill_attention_triton):
         wide.build(torch.float32, "cpu")
         pages = wide.pages("cpu")

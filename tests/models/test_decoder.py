@@ -247,7 +247,7 @@ def test_rope_frequencies_of_every_kind(data: st.DataObject) -> None:
         scale = 1.0
     else:
         want, scale = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
-    names = {"rope_type": "kind", "rope_theta": "theta", "original_max_position_embeddings": "original_max_positions"}
+    names = {"rope_theta": "theta", "original_max_position_embeddings": "original_max_positions"}
     rope = RopeConfig(**{names.get(k, k): v for k, v in (fields | optional).items()})
     got, got_scale = rope_frequencies(rope, head_dim)
     torch.testing.assert_close(got.double(), want.double(), rtol=1e-5, atol=1e-12)
@@ -255,7 +255,7 @@ def test_rope_frequencies_of_every_kind(data: st.DataObject) -> None:
 
 
 def test_one_yarn_mscale_alone_changes_nothing() -> None:
-    rope = RopeConfig(kind="yarn", factor=4.0, original_max_positions=128)
+    rope = RopeConfig(rope_type="yarn", factor=4.0, original_max_positions=128)
     _, plain = rope_frequencies(rope, 16)
     assert plain == pytest.approx(0.1 * math.log(4) + 1)
     for name in MSCALES:
@@ -351,7 +351,7 @@ def test_real_smollm2(smollm2: Path) -> None:
     )
     tokens = torch.tensor(tokenizer(text)["input_ids"])[:40]
     target = load_target(folder)
-    assert target.model.cfg.tied_head and target.model.cfg.default_aux_layer_ids == (2, 15, 27)
+    assert target.model.cfg.tie_word_embeddings and target.model.cfg.default_aux_layer_ids == (2, 15, 27)
     want, want_taps = theirs(model, tokens)
     got, got_taps = ours(target.model, tokens)
     assert len(tokens) > 30 and (got - want).abs().max() < 1e-4

@@ -111,8 +111,8 @@ def random_drafter(target: Decoder) -> Drafter:
         vocab_size=cfg.vocab_size,
         draft_vocab_size=cfg.vocab_size,
         num_layers=2,
-        layer=cfg.layer.plain,
-        rope=cfg.rope.plain,
+        layer=cfg.layer.as_llama,
+        rope=cfg.rope.as_llama,
         max_positions=cfg.max_positions,
         target_hidden_size=cfg.layer.hidden_size,
         aux_layer_ids=(1, layers // 2, layers),
@@ -151,7 +151,7 @@ def test_greedy_text(name: str, tmp_path: Path) -> None:
     assert min(least for _, least in want) > 1e-4, "a near-tie: choose another seed"
     params = SamplingParams(max_tokens=count, temperature=0.0)
     settings: dict[str, Any] = {"device": "cpu", "dtype": "float32", "threads": 1, "max_model_len": 128}
-    settings |= {"tokenizer": False, "prefill_chunk": 16, "max_num_seqs": 4}
+    settings |= {"tokenizer": False, "prefill_chunk_tokens": 16, "max_num_seqs": 4}
     plain = LLM(target, None, 0, **settings).generate(prompts, params)
     drafted = LLM(target, drafter, K, **settings).generate(prompts, params)
     accepted = 0

@@ -32,7 +32,7 @@ from peagle.checkpoints import gemma
 from peagle.checkpoints.drafter import fit_problems, read_drafter_config
 from peagle.checkpoints.fields import Fields
 from peagle.checkpoints.target import load_decoder, read_target_config
-from peagle.config import Chunked, Heat, RopeConfig, TrainConfig
+from peagle.config import AttentionTemperature, ChunkedAttention, RopeConfig, TrainConfig
 from peagle.engine.loader import block_bytes, random_weights
 from peagle.errors import UserError
 from peagle.kernels.attention.dense import causal_attention
@@ -334,8 +334,12 @@ def test_gemma4_31b(tmp_path: Path) -> None:
     assert counted == sum(p.numel() for p in theirs.parameters()) + twice + 60 == decoder_parameters(cfg)
     assert abs(counted / 30.7e9 - 1) < 0.005
     wide = [i for i, layer in enumerate(cfg.layers) if (layer.head_dim, layer.num_kv_heads) == (512, 4)]
-    assert wide == list(range(5, 60, 6)) and cfg.windows[4:7] == (1024, None, 1024) and cfg.logit_cap == 30.0
-    assert cfg.rope == RopeConfig(1e6, "proportional", rotated=0.25) and cfg.local_rope == RopeConfig(theta=1e4)
+    assert (
+        wide == list(range(5, 60, 6)) and cfg.windows[4:7] == (1024, None, 1024) and cfg.final_logit_softcapping == 30.0
+    )
+    assert cfg.rope == RopeConfig(1e6, "proportional", partial_rotary_factor=0.25) and cfg.local_rope == RopeConfig(
+        theta=1e4
+    )
     assert block_bytes(cfg, None, 2) == 16 * 2 * 2 * (50 * 16 * 256 + 10 * 4 * 512)
     # transformers of another day leaves the fields as they are published
     raw = Fields(GEMMA4_31B["text_config"], tmp_path)  # type: ignore[arg-type]
@@ -349,7 +353,7 @@ def test_the_published_head_of_gemma4_31b(tmp_path: Path) -> None:
     assert fit_problems(published, cfg) == [] and published.aux_layer_ids == cfg.default_aux_layer_ids == (2, 30, 57)
     made = drafter_config(TrainConfig(), cfg, 7)
     assert made.layer.head_dim == published.layer.head_dim and made.layer.num_kv_heads == published.layer.num_kv_heads
-    assert not made.layer.qk_norm and made.layer == made.layer.plain and made.rope == RopeConfig(theta=1e6)
+    assert not made.layer.qk_norm and made.layer == made.layer.as_llama and made.rope == RopeConfig(theta=1e6)
 
 
 def test_llama4_scout(tmp_path: Path) -> None:
@@ -361,9 +365,13 @@ def test_llama4_scout(tmp_path: Path) -> None:
         )
     counted = sum(p.numel() for p in ours.parameters())
     assert counted == sum(p.numel() for p in theirs.parameters()) + 36 * 2 * 128 == decoder_parameters(cfg)
-    assert cfg.windows == (*[Chunked(8192)] * 3, None) * 12
+    assert cfg.windows == (*[ChunkedAttention(8192)] * 3, None) * 12
     assert [layer.rotary for layer in cfg.layers] == [True, True, True, False] * 12
-    assert cfg.heat == Heat(8192, 0.1) and cfg.rope.kind == "llama3" and cfg.max_positions == 1 << 20
+    assert (
+        cfg.attention_temperature == AttentionTemperature(8192, 0.1)
+        and cfg.rope.rope_type == "llama3"
+        and cfg.max_positions == 1 << 20
+    )
     assert drafter_config(TrainConfig(), cfg, 7).layer.intermediate_size == 2 * 8192
 
 

@@ -114,7 +114,7 @@ def test_a_head_drafts_what_its_tensors_say(
 ) -> None:
     drafter = load_drafter(write_head(head, tmp_path / "head", aux_hidden_states), target)
     assert drafter.cfg.parallel and drafter.cfg.mask_token_id == small(head).mask_id
-    assert drafter.cfg.aux_layer_ids == tuple(head.aux_layer_ids) and drafter.cfg.rope.kind == "llama3"
+    assert drafter.cfg.aux_layer_ids == tuple(head.aux_layer_ids) and drafter.cfg.rope.rope_type == "llama3"
     with torch.inference_mode():
         _, aux_hidden_states = target(
             torch.tensor(PROMPT[:-1]), torch.arange(len(PROMPT) - 1), causal_attention, drafter.cfg.aux_layer_ids

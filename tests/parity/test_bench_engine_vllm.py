@@ -14,7 +14,7 @@ from support import set_config
 from peagle.bench.run import bench
 from peagle.bench.variants import Embedded
 from peagle.bench.workload import Load
-from peagle.config import BenchSettings, EmbeddedSettings
+from peagle.config import BenchEngineSettings, BenchSettings
 from peagle.results.schema import read_results
 
 pytestmark = pytest.mark.vllm
@@ -37,7 +37,7 @@ def test_both_engines_under_one_load(tmp_path: Path) -> None:
     prompts.write_text("".join(json.dumps({"prompt": text[i : i + 30 + i % 7]}) + "\n" for i in range(500, 8000, 201)))
     drafters = [str(pairs.drafter_folder(name)) for name in ("p-eagle-1", "eagle3-1")]
     for engine in ("embedded", "vllm"):
-        own = EmbeddedSettings("cpu", "float32", max_num_seqs=8, max_model_len=128, kv_cache_memory=64 << 20)
+        own = BenchEngineSettings("cpu", "float32", max_num_seqs=8, max_model_len=128, kv_cache_memory_bytes=64 << 20)
         asked = Embedded(str(target), drafters, [3], True, own, engine)
         workload = asked.workload([str(prompts)], SETTINGS)
         outcome = bench(asked.variants(workload, SETTINGS), workload, SETTINGS, Silent(), out, asked.fixed)

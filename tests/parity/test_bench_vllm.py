@@ -19,7 +19,7 @@ import pytest
 
 from peagle.bench.server import ServerBench, Stated
 from peagle.bench.workload import Ask, Load, Workload
-from peagle.config import ServerSettings
+from peagle.config import BenchServerSettings
 from peagle.results.schema import BenchRepeat
 
 pytestmark = pytest.mark.vllm
@@ -83,7 +83,7 @@ def theirs(url: str, path: str, texts: list[str], load: Load) -> dict[str, Any]:
 def ours(url: str, path: str, texts: list[str], load: Load) -> BenchRepeat:
     asks = tuple(Ask(messages=(("user", t),)) if "chat" in path else Ask(text=t) for t in texts)
     work = Workload("same", asks, TOKENS, True, 0.0, 0)
-    with ServerBench(ServerSettings(url), Stated()) as client:
+    with ServerBench(BenchServerSettings(url), Stated()) as client:
         client.measure(work, work.warmup(load.at_once), Load(load.at_once), 0, lambda *_: None)
         return client.measure(work, work.asks, load, 0, lambda *_: None).repeat
 

@@ -26,7 +26,11 @@ def test_vllms_parser_takes_the_command() -> None:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     settings = DeploySettings(
-        tensor_parallel=2, max_model_len=128, max_num_seqs=8, gpu_memory_fraction=0.8, extra=("--kv-cache-dtype", "fp8")
+        tensor_parallel=2,
+        max_model_len=128,
+        max_num_seqs=8,
+        gpu_memory_utilization=0.8,
+        extra=("--kv-cache-dtype", "fp8"),
     )
     pair = find_pair(str(target_folder()), str(drafter_folder("p-eagle-4")), 5, unchecked=False)
     words = arguments(Service(settings, pair))

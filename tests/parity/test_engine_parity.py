@@ -44,7 +44,7 @@ def test_same_tokens_and_counts(name: str) -> None:
         dtype="float32",
         max_model_len=parity.MAX_LENGTH,
         max_num_seqs=4,  # less than there are prompts, so some are read while others decode
-        prefill_chunk=16,
+        prefill_chunk_tokens=16,
         tokenizer=False,
     )
     for params, want in (

@@ -22,7 +22,7 @@ from test_families_more import GEMMA4_31B, LLAMA4_SCOUT, VARIANTS, written
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from peagle.checkpoints.target import read_target_config
-from peagle.config import Chunked, PlanSettings, Window
+from peagle.config import ChunkedAttention, PlanSettings, Window
 from peagle.engine.kv_cache import BLOCK_SIZE
 from peagle.engine.loader import block_bytes
 from peagle.errors import UserError
@@ -80,7 +80,7 @@ def test_a_target_weighs_reads_and_caches_what_its_modules_do(name: str, tmp_pat
     shape = target_shape(str(tmp_path), weight_bits=16)
     counted, table = matrices(model), model.get_input_embeddings().weight.numel()
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    assert shape.stored_bytes == 2 * counted and shape.tied_head == tied
+    assert shape.stored_bytes == 2 * counted and shape.tie_word_embeddings == tied
     # so many rows that they choose every expert, behind half a token each
     read = layers_seconds(READING, shape, Batch(1, 10**6, 0.5)) + head_seconds(READING, shape, 1)
     assert read == pytest.approx(2 * (counted - (0 if tied else table)) + shape.cached_bytes(1) / 2)
@@ -112,7 +112,7 @@ def test_heads_that_are_fewer_than_gpus_are_cached_by_several() -> None:
 
 def windows() -> st.SearchStrategy[Window]:
     sizes = st.integers(1, 20)
-    return st.one_of(st.none(), sizes, st.builds(Chunked, sizes))
+    return st.one_of(st.none(), sizes, st.builds(ChunkedAttention, sizes))
 
 
 @many(200)
@@ -130,7 +130,7 @@ def test_a_plan_with_chunks_is_the_mean_over_a_request(prompt: int, output: int,
     target = test_families_more.llama4_fields()
     target |= {"architectures": ["Llama4ForCausalLM"], "model_type": "llama4_text"}
     shape = target_shape(str(written(target, tmp_path)))
-    assert Chunked(test_families_more.CHUNK) in shape.windows and None in shape.windows
+    assert ChunkedAttention(test_families_more.CHUNK) in shape.windows and None in shape.windows
     machine = Machine(GPUS["h200"], FREE)
     plan = make_plan(machine, shape, [], PlanSettings((3,), prompt_tokens=prompt, output_tokens=output))
     each = [round_seconds(machine, shape, None, 0, 3, row + 0.5) for row in range(prompt, prompt + output)]

@@ -150,7 +150,7 @@ def llama_config(cfg: DecoderConfig) -> dict[str, Any]:
         "num_key_value_heads": layer.num_kv_heads,
         "head_dim": layer.head_dim,
         "vocab_size": cfg.vocab_size,
-        "tie_word_embeddings": cfg.tied_head,
+        "tie_word_embeddings": cfg.tie_word_embeddings,
         "dtype": "float32",
     }
 
@@ -443,7 +443,9 @@ def test_configs_of_other_kinds_are_read(tmp_path: Path) -> None:
     assert read(quantization_config=groups).weight_bytes == 1
     nested = {"text_config": CONFIGS["qwen3-8b"], "tie_word_embeddings": True}
     (tmp_path / "config.json").write_text(json.dumps(nested))
-    assert target_shape(str(tmp_path)) == replace(target_shape("qwen3-8b"), name=str(tmp_path), tied_head=True)
+    assert target_shape(str(tmp_path)) == replace(
+        target_shape("qwen3-8b"), name=str(tmp_path), tie_word_embeddings=True
+    )
     windows = target_shape("gpt-oss-20b").windows
     assert windows.count(128) == windows.count(None) == 12
     with pytest.raises(UserError, match="--target lama-3.1-8b: .*did you mean llama-3.1-8b"):

@@ -189,7 +189,7 @@ def test_rounds_have_the_context_behind_them() -> None:
         dtype="float32",
         max_num_seqs=3,
         max_model_len=96,
-        kv_cache_memory=9 * 49152,
+        kv_cache_memory_bytes=9 * 49152,
         threads=1,
     )
     with pytest.raises(UserError, match=r"--context 80: the cache has no room for 3 requests of it; at most \d+"):

@@ -81,7 +81,7 @@ class Talk:
         )
 
     def answer(self, *messages: dict[str, str], draft_tokens: int = K) -> CompletionOutput:
-        params = SamplingParams(max_tokens=TOKENS, draft_tokens=draft_tokens)
+        params = SamplingParams(max_tokens=TOKENS, max_speculative_tokens=draft_tokens)
         return self.llm.chat(list(messages), params)[0].outputs[0]
 
     def shades(self, out: CompletionOutput) -> list[tuple[str, bool]]:

@@ -286,7 +286,7 @@ def test_vllms_command_says_the_same_and_keeps_the_key_out() -> None:
         host="0.0.0.0", port=9, model="m", api_key=KEY, cors_origins=("https://a.example",), drain_s=12
     )
     speculative = {"method": "eagle3", "model": "d", "num_speculative_tokens": 7, "parallel_drafting": True}
-    options = VllmOptions("org/t", speculative, max_model_len=2048, max_num_seqs=8, gpu_memory_fraction=0.5)
+    options = VllmOptions("org/t", speculative, max_model_len=2048, max_num_seqs=8, gpu_memory_utilization=0.5)
     assert vllm_command(["/bin/vllm", "serve"], options, settings) == [
         *("/bin/vllm", "serve", "org/t", "--host", "0.0.0.0", "--port", "9", "--served-model-name", "m"),
         "--speculative-config",

@@ -82,7 +82,7 @@ def random_target(seed: int) -> Decoder:
             layer=random_layer(choose, choose.choice([8, 16, 32])),
             rope=RopeConfig(),
             max_positions=CONTEXT,
-            tied_head=False,
+            tie_word_embeddings=False,
             windows=random_windows(choose, layers),
         )
     )

@@ -11,7 +11,7 @@ import pairs
 import pytest
 import torch
 
-from peagle.config import LOOP_GRAM, LOOP_SHARE, MeasureSettings, SamplingParams
+from peagle.config import LOOP_NGRAM_TOKENS, LOOP_REPEATED_SHARE, MeasureSettings, SamplingParams
 from peagle.errors import UserError
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
@@ -34,9 +34,9 @@ def truth(target: Decoder, drafter: Drafter, prompts: list[list[int]], k: int, t
 
     def loops(run: reference.Generation) -> bool:
         said = run.token_ids
-        grams = ["-".join(map(str, said[i : i + LOOP_GRAM])) for i in range(len(said) - LOOP_GRAM + 1)]
+        grams = ["-".join(map(str, said[i : i + LOOP_NGRAM_TOKENS])) for i in range(len(said) - LOOP_NGRAM_TOKENS + 1)]
         repeated = sum(gram in grams[:i] for i, gram in enumerate(grams))
-        return run.finish_reason == "length" and repeated > LOOP_SHARE * len(grams)
+        return run.finish_reason == "length" and repeated > LOOP_REPEATED_SHARE * len(grams)
 
     def sums(some: list[reference.Generation]) -> Counts:
         return Counts(

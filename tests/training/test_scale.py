@@ -103,7 +103,11 @@ def test_a_config_alone_is_enough(tmp_path: Path) -> None:
         assert alone.windows == known.windows and alone.vocab_size == known.vocab_size
         mine, theirs = (cfg.layer.experts for cfg in (alone, known))
         assert (mine is None) == (theirs is None) == (name == "qwen3-8b")
-        assert mine is None or theirs is None or (mine.count, mine.chosen) == (theirs.count, theirs.chosen)
+        assert (
+            mine is None
+            or theirs is None
+            or (mine.num_experts, mine.num_experts_per_tok) == (theirs.num_experts, theirs.num_experts_per_tok)
+        )
     with pytest.raises(UserError, match="did you mean gpt-oss-20b"):
         target_on_paper("openai/gpt-oss-21b")
 

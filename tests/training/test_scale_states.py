@@ -183,7 +183,7 @@ def test_tables_of_a_target_whose_layers_are_not_ours(tmp_path: Path) -> None:
     torch.testing.assert_close(mine_TV, logits_TV, rtol=1e-4, atol=1e-4)
     assert logits_TV.abs().max() > 3
     cfg = read_target_config(tmp_path, tables_only=True)
-    assert cfg.num_layers == 6 and cfg.default_aux_layer_ids == (2, 3) and cfg.rope.plain == RopeConfig(theta=1e6)
+    assert cfg.num_layers == 6 and cfg.default_aux_layer_ids == (2, 3) and cfg.rope.as_llama == RopeConfig(theta=1e6)
 
 
 def test_tables_of_a_packed_target(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from peagle.config import Chunked, Window
+from peagle.config import ChunkedAttention, Window
 
 At = TypeVar("At", int, Tensor)
 
@@ -20,8 +20,8 @@ def first_seen(position: At, window: Window) -> At:
     """The first position that a row sees; may lie before the text."""
     if window is None:
         return position * 0
-    if isinstance(window, Chunked):
-        return position // window.size * window.size
+    if isinstance(window, ChunkedAttention):
+        return position // window.chunk_size * window.chunk_size
     return position - window + 1
 
 

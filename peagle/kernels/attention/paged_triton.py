@@ -44,7 +44,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from peagle.config import Chunked, Window
+from peagle.config import ChunkedAttention, Window
 from peagle.kernels.attention.paged import Pages
 from peagle.kernels.attention.paged_launch import Launch, choose_launch, most_tiles
 from peagle.kernels.attention.rotary import Rotation
@@ -503,8 +503,8 @@ def check_heads(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, cache_k: Tensor) ->
 
 def kind_of(window: Window) -> tuple[int, int]:
     """What kernels call WINDOWED, and how wide it is."""
-    if isinstance(window, Chunked):
-        return 2, window.size
+    if isinstance(window, ChunkedAttention):
+        return 2, window.chunk_size
     return (0, 0) if window is None else (1, window)
 
 
