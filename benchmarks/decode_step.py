@@ -83,7 +83,7 @@ def build(
         mask_token_id=0 if parallel else None,
         fc_norm=fc_norm,
     )
-    return target, random_weights(Drafter, draft, torch.bfloat16, device).share(target)
+    return target, random_weights(Drafter, draft, torch.bfloat16, device).share_weights(target)
 
 
 def fill(cache: KVCache) -> None:
@@ -116,7 +116,7 @@ def bytes_read(target: Decoder, drafter: Drafter | None, batch: int, context: in
     if drafter is not None:
         own = drafter.cfg
         weights += sum(p.nbytes for p in drafter.parameters())
-        weights += drafter.head_table.nbytes if drafts else 0
+        weights += drafter.lm_head_weight.nbytes if drafts else 0
         cached += 4 * own.num_layers * own.layer.num_kv_heads * own.layer.head_dim * context
     return weights + batch * cached
 
@@ -229,15 +229,15 @@ def main() -> None:
                 recorded.slots_B.copy_(torch.arange(batch, device=device))
                 times = []
                 for _ in range(3):
-                    state.start_S[:most] = context
+                    state.num_computed_tokens_S[:most] = context
                     times.append(timed(recorded))
                 limit = bytes_read(target, drafter, batch, context, drafts) / rate * 1e3
                 row = {"batch": batch, "drafts": drafts, "context": context, "ms": min(times), "limit_ms": limit}
                 kinds = ""
                 if args.profile:
-                    state.start_S[:most] = context
+                    state.num_computed_tokens_S[:most] = context
                     row["kinds"] = breakdown(apart, batch, drafts, context)
-                    state.start_S[:most] = context
+                    state.num_computed_tokens_S[:most] = context
                     row["apart_ms"] = timed(recorded_for(apart, batch, drafts, context))
                     row["kinds"]["gaps"] = row["apart_ms"] - sum(row["kinds"].values())
                     kinds = f"{row['apart_ms']:.2f} = " + "  ".join(f"{k} {v:.2f}" for k, v in row["kinds"].items())

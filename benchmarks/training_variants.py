@@ -85,7 +85,7 @@ class Models:
         """Where the target's states come from elsewhere, only its embeddings and head are made."""
         layers = shape.target_layers if whole_target else 0
         target = random_weights(Decoder, shape.target(layers), dtype, device)
-        drafter = random_weights(Drafter, shape.drafter, dtype, device).share(target)
+        drafter = random_weights(Drafter, shape.drafter, dtype, device).share_weights(target)
         return cls(shape, drafter.requires_grad_(True), target)
 
 
@@ -155,10 +155,10 @@ def logits(models: Models, work: Work, chunk_rows: int) -> None:
     leaves = view.depth_zero()
     said = torch.cat([leaves.said_ND[view.moved(everything.anchor_A)], view.chains(leaves, everything)])
     exact = torch.float64 if said.dtype == torch.float64 else torch.float32
-    log_q_RV = models.drafter.logits(said).log_softmax(-1, dtype=exact)
+    log_q_RV = models.drafter.compute_logits(said).log_softmax(-1, dtype=exact)
     with torch.no_grad():
         positions = view.moved(everything.questions() - 1)
-        log_p_RV = models.target.logits(work.states.hidden_ND)[positions].log_softmax(-1, dtype=exact)
+        log_p_RV = models.target.compute_logits(work.states.hidden_ND)[positions].log_softmax(-1, dtype=exact)
     loss_R = torch.nn.functional.kl_div(log_q_RV, log_p_RV, reduction="none", log_target=True).sum(-1)
     (loss_R * row_weights(work, everything.depths()).to(loss_R)).sum().backward()
 

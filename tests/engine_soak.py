@@ -80,7 +80,7 @@ def make_drafter(folder: Path, parallel: bool) -> DrafterConfig:
     """Untrained, so hardly a draft holds by skill; with few tokens to choose from some hold by luck."""
     mask = VOCAB - 1 if parallel else None
     cfg = DrafterConfig(VOCAB, VOCAB, 1, LAYER, RopeConfig(), LONGEST, 16, (0, 1), mask_token_id=mask)
-    drafter = Drafter(cfg).share(target().model)
+    drafter = Drafter(cfg).share_weights(target().model)
     spread_weights(drafter, 2)
     save_drafter(drafter, folder)
     return cfg

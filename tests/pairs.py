@@ -126,7 +126,7 @@ def train_target(device: str, steps: int = 1500) -> Decoder:
     for _ in range(steps):
         tokens = text_batch(32, 96, rng).to(device)
         hidden, _ = model(tokens[:, :-1].flatten(), positions, attend)
-        loss = torch.nn.functional.cross_entropy(model.logits(hidden), tokens[:, 1:].flatten())
+        loss = torch.nn.functional.cross_entropy(model.compute_logits(hidden), tokens[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -136,7 +136,7 @@ def train_target(device: str, steps: int = 1500) -> Decoder:
 
 
 def train_drafter(target: Decoder, recipe: Recipe, device: str) -> Drafter:
-    drafter = Drafter(recipe.cfg).share(target)
+    drafter = Drafter(recipe.cfg).share_weights(target)
     initialise(drafter, seed=1)
     if drafter.d2t is not None:
         common = torch.bincount(torch.tensor(list(TEXT)), minlength=VOCAB).topk(len(drafter.d2t)).indices

@@ -174,7 +174,7 @@ def load_drafter(
     """A drafter ready to draft for `target`; one made for another target is refused."""
     cfg = read_drafter_config(folder, target.cfg)
     check_fits(cfg, target.cfg, folder)
-    return load_unbound(folder, cfg, dtype, device).share(target)
+    return load_unbound(folder, cfg, dtype, device).share_weights(target)
 
 
 def load_unbound(

@@ -82,7 +82,7 @@ def load_decoder(
     if cfg.tie_word_embeddings:
         model.lm_head.weight = None  # type: ignore[assignment]
     fill(model, layout, weights, file_names, dtype, device)
-    model.tie()
+    model.tie_weights()
     for rope in model.ropes:
         rope.to(device)
     return model.eval().requires_grad_(False)

@@ -18,7 +18,12 @@ from peagle.checkpoints.fields import Fields, config_object, layer_config, posit
 from peagle.config import DecoderConfig, RopeConfig
 from peagle.errors import UserError, first_line
 from peagle.kernels.attention.dense import causal_attention, masked_attention, sink_attention
-from peagle.models.transformers_model import NAME, TransformersDecoder, attention, every_position
+from peagle.models.transformers_model import (
+    ATTENTION_NAME,
+    TransformersDecoder,
+    attention_forward,
+    logits_to_keep_kwargs,
+)
 
 # Fields that change logits or attention in ways that are not handed over.
 REFUSED = (
@@ -82,7 +87,7 @@ def load_foreign(
     """`why`: what a model of a family of ours has that ours have not."""
     from transformers import AttentionInterface, AutoModelForCausalLM
 
-    AttentionInterface.register(NAME, attention)
+    AttentionInterface.register(ATTENTION_NAME, attention_forward)
     what = f"a {cfg.family} model with {why}" if why else f"a {cfg.family} model"
     warnings.warn(f"{folder}: {what} runs through transformers' own modules, which is slower", stacklevel=3)
     try:
@@ -142,19 +147,21 @@ def checked(cfg: DecoderConfig, theirs: Any) -> TransformersDecoder:
     tokens = torch.randint(cfg.vocab_size, (CHECKED,), generator=generator).to(device)
     places = torch.arange(CHECKED, device=device)
     try:
-        more = every_position(theirs.forward)
+        more = logits_to_keep_kwargs(theirs.forward)
         want = theirs(input_ids=tokens[None], position_ids=places[None], use_cache=False, **more).logits[0].float()
     except Exception as error:  # whatever its own code of the moment raises
         raise UserError(f"transformers itself fails: {first_line(error)}") from None
-    theirs.set_attn_implementation(NAME)
+    theirs.set_attn_implementation(ATTENTION_NAME)
     model = TransformersDecoder(cfg, theirs)
     if getattr(model.lm_head, "bias", None) is not None:
         raise UserError("its head has a bias")
     try:
-        whole = model.logits(model(tokens, places, causal_attention)[0])
-        windows = tuple(model.lent.windows.get(i, -1) for i in range(cfg.num_layers))
+        whole = model.compute_logits(model(tokens, places, causal_attention)[0])
+        windows = tuple(model.bridge.windows.get(i, -1) for i in range(cfg.num_layers))
         part, half = _InParts(), CHECKED // 2
-        parts = [model.logits(model(tokens[at], places[at], part)[0]) for at in (slice(half), slice(half, None))]
+        parts = [
+            model.compute_logits(model(tokens[at], places[at], part)[0]) for at in (slice(half), slice(half, None))
+        ]
     except (RuntimeError, TypeError, KeyError, IndexError) as error:
         raise UserError(first_line(error)) from None
     if windows != cfg.windows:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from peagle.checkpoints.files import Weights
 from peagle.errors import UserError
-from peagle.kernels.moe.mxfp4 import BLOCK, LARGEST, exponents_of, packed_widths, scaled, words_of
+from peagle.kernels.moe.mxfp4 import BLOCK, MAX_EXPONENT, dequantize, pack_words, packed_widths, pad_exponents
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ def _words(source: Source, e: int, rows: slice) -> Source:
     assert source.part is not None
     part, (_, height, blocks, _) = source.part, source.shape
     shape = len(range(height)[rows]), packed_widths(blocks * BLOCK)[0]
-    return Source(shape, lambda: words_of(part(e)[rows]))
+    return Source(shape, lambda: pack_words(part(e)[rows]))
 
 
 def _exponents(source: Source, e: int, rows: slice, name: str) -> Source:
@@ -201,11 +201,12 @@ def _exponents(source: Source, e: int, rows: slice, name: str) -> Source:
 
     def read() -> Tensor:
         exponents = part(e)[rows]
-        if (most := int(exponents.max())) > LARGEST:
+        if (most := int(exponents.max())) > MAX_EXPONENT:
             raise UserError(
-                f"{name}: weights with an exponent of {most} cannot stay packed (up to {LARGEST}); use --dtype float32"
+                f"{name}: weights with an exponent of {most} cannot stay packed (at most {MAX_EXPONENT}); "
+                "use --dtype float32"
             )
-        return exponents_of(exponents)
+        return pad_exponents(exponents)
 
     return Source(shape, read)
 
@@ -227,4 +228,4 @@ def _entry(source: Source, scales: Source | None, e: int, rows: slice) -> Source
 def unpacked_mxfp4(blocks: Tensor, exponents: Tensor) -> Tensor:
     """[rows, blocks, 16] bytes of two numbers each, the lower half first, and a power of 2 for each block -> bf16,
     which holds them exactly, [rows, blocks * 32]."""
-    return scaled(torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2), exponents)
+    return dequantize(torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2), exponents)

@@ -28,7 +28,7 @@ from torch import BoolTensor, LongTensor
 from peagle.config import PackingSettings
 from peagle.data.examples import Example, Examples, examples
 from peagle.errors import UserError
-from peagle.kernels.host_transfer import sent
+from peagle.kernels.host_transfer import copy_to_device
 
 __all__ = ["Batch", "Cursor", "Example", "Examples", "Packing", "batches", "examples", "pack"]
 
@@ -44,7 +44,7 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         moved: dict[str, Any] = {
-            name: sent(getattr(self, name), device)
+            name: copy_to_device(getattr(self, name), device)
             for name in ("token_ids_N", "position_N", "start_N", "end_N", "asked_N")
         }
         return replace(self, **moved)

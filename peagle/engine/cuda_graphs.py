@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from peagle.engine.prefill import Int64Array, PrefillShape, pack_prefill_inputs
-from peagle.kernels.host_transfer import pinned
+from peagle.kernels.host_transfer import pin_for_copy
 from peagle.kernels.triton_utils import HAVE_TRITON
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
@@ -63,7 +63,7 @@ class DecodeGraph:
         if slots != self.slots:
             self.slots = slots
             rows = torch.tensor(slots + [-1] * (len(self.slots_B) - len(slots)))
-            self.slots_B.copy_(pinned(rows, self.slots_B.device), non_blocking=True)
+            self.slots_B.copy_(pin_for_copy(rows, self.slots_B.device), non_blocking=True)
 
     def replay(self) -> None:
         self.graph.replay()
@@ -85,7 +85,7 @@ class PrefillGraph:
 
     def replay(self, packed: Int64Array) -> Tensor:
         """What follows the prompts that end; it lies in the graph's memory until the next replay."""
-        self.packed.copy_(pinned(torch.from_numpy(packed), self.packed.device), non_blocking=True)
+        self.packed.copy_(pin_for_copy(torch.from_numpy(packed), self.packed.device), non_blocking=True)
         self.graph.replay()
         return self.first_F
 
@@ -212,7 +212,7 @@ class DecodeGraphs:
             buffers = self.find(batch, k, context + repeats * (k + 1))
             assert buffers is not None
             buffers.slots_B.copy_(torch.arange(batch, device=self.runner.device))
-            state.start_S[:-1].fill_(context)
+            state.num_computed_tokens_S[:-1].fill_(context)
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             buffers.replay()
             begin.record()
@@ -221,6 +221,11 @@ class DecodeGraphs:
             end.record()
             end.synchronize()
             table.seconds[batch, k] = begin.elapsed_time(end) / repeats / 1e3
-        for left in (tables_SM, state.start_S[:-1], state.available_S[:-1], state.tokens_SN[:-1]):
+        for left in (
+            tables_SM,
+            state.num_computed_tokens_S[:-1],
+            state.num_draft_tokens_S[:-1],
+            state.token_ids_SN[:-1],
+        ):
             left.zero_()
         return table

@@ -36,11 +36,11 @@ from peagle.engine.kv_cache import BLOCK_SIZE
 from peagle.engine.model_runner import ModelRunner
 from peagle.errors import UserError
 from peagle.hub.resolve import resolve_drafter, resolve_target
-from peagle.kernels.gemm.linear_cpu import measure_products
-from peagle.kernels.gemm.skinny_cpu import processor
-from peagle.kernels.moe.mxfp4 import Packed, zero_filling
-from peagle.kernels.sampling.verify import conditional_rates, rates_for_length
-from peagle.kernels.triton_utils import current
+from peagle.kernels.gemm.linear_cpu import select_cpu_gemms
+from peagle.kernels.gemm.skinny_cpu import cpu_fingerprint
+from peagle.kernels.moe.mxfp4 import PackedWeights, zero_padding
+from peagle.kernels.sampling.verify import rates_for_acceptance_length, to_conditional_rates
+from peagle.kernels.triton_utils import device_context
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
 from peagle.models.moe import ExpertMLP
@@ -104,18 +104,18 @@ def load(target: str | Path | Target, drafter: str | Path | Drafter | None, sett
     else:
         loaded = load_target(folder, dtype, device, packed)
         for rope in loaded.model.ropes:  # of a model that nobody else has: others may have read with it already
-            rope.reach(longest)
+            rope.set_max_model_len(longest)
     model = ready
     if draft_folder is not None and draft_cfg is not None:
         if settings.load_format == "dummy":
-            model = random_weights(Drafter, draft_cfg, dtype, device).share(loaded.model)
+            model = random_weights(Drafter, draft_cfg, dtype, device).share_weights(loaded.model)
         else:
             model = load_drafter(draft_folder, loaded.model, loaded.model.embed_tokens.weight.dtype, device)
 
     idle_chunk = settings.max_prefill_tokens or (GPU_MAX_PREFILL_TOKENS if on_gpu else CPU_MAX_PREFILL_TOKENS)
     bytes_each = block_bytes(cfg, draft_cfg, loaded.model.embed_tokens.weight.element_size())
     num_blocks = count_blocks(settings, device, bytes_each, longest, seqs, unpacking_bytes(loaded.model.cfg))
-    with torch.inference_mode(), current(loaded.model.embed_tokens.weight.device):
+    with torch.inference_mode(), device_context(loaded.model.embed_tokens.weight.device):
         runner = ModelRunner(loaded.model, model, num_blocks, seqs, longest, choices[-1], rates)
         if graphs:
             runner.decode_graphs = DecodeGraphs(runner, batch_sizes(seqs), choices)
@@ -125,7 +125,7 @@ def load(target: str | Path | Target, drafter: str | Path | Drafter | None, sett
         if not on_gpu:
             models = [m for m in (loaded.model, model) if m is not None]
             weights = [m.weight for owner in models for m in owner.modules() if isinstance(m, torch.nn.Linear)]
-            measure_products(weights)
+            select_cpu_gemms(weights)
         if len(choices) > 1 and table is None:
             if runner.decode_graphs is not None:
                 table = runner.decode_graphs.measure()
@@ -206,11 +206,11 @@ def synthetic_rates(settings: EngineSettings, k: int) -> list[float] | None:
     if rates is None and length is None:
         return None
     if length is not None:
-        rates = rates_for_length(length, k)
+        rates = rates_for_acceptance_length(length, k)
     assert rates is not None
     if len(rates) != k:
         raise UserError(f"--synthetic-acceptance-rates: {len(rates)} rates for {k} drafts; give one for each")
-    return conditional_rates(rates)
+    return to_conditional_rates(rates)
 
 
 def usable_cores() -> int:
@@ -227,7 +227,7 @@ def usable_cores() -> int:
 
 def emulates_bf16() -> bool:
     """Whether this CPU is known to have no instructions for it."""
-    features = [line for line in processor().splitlines() if line.lower().startswith(("flags", "features"))]
+    features = [line for line in cpu_fingerprint().splitlines() if line.lower().startswith(("flags", "features"))]
     return bool(features) and BF16.isdisjoint(" ".join(features).split())
 
 
@@ -269,7 +269,7 @@ def random_weights(kind, cfg, dtype: torch.dtype, device: torch.device):  # type
         model = kind(cfg)
     model.to(dtype).to_empty(device=device)
     if isinstance(model, Decoder):
-        model.tie()
+        model.tie_weights()
     for name, parameter in model.named_parameters():
         if parameter.dtype == torch.int16:
             parameter.random_(-(1 << 15), 1 << 15)
@@ -283,8 +283,8 @@ def random_weights(kind, cfg, dtype: torch.dtype, device: torch.device):  # type
     for module in model.modules():
         if isinstance(module, ExpertMLP):
             for matrix in (module.weights().gate_up_EXD, module.weights().down_EDI):
-                if isinstance(matrix, Packed):
-                    zero_filling(matrix)
+                if isinstance(matrix, PackedWeights):
+                    zero_padding(matrix)
     for buffer_name, buffer in model.named_buffers():
         if buffer_name.endswith("d2t"):
             buffer.zero_()
@@ -357,7 +357,7 @@ def measure_eagerly(runner: ModelRunner, batches: list[int], choices: list[int],
         for turn, k in itertools.product(range(3), timed):
             if time.perf_counter() - began > budget and (batch > 1 or turn > 1):
                 break
-            runner.state.start_S.zero_(), runner.state.available_S.zero_()
+            runner.state.num_computed_tokens_S.zero_(), runner.state.num_draft_tokens_S.zero_()
             started = time.perf_counter()
             runner.decode_step(slots, k)
             took = time.perf_counter() - started
@@ -368,5 +368,5 @@ def measure_eagerly(runner: ModelRunner, batches: list[int], choices: list[int],
             low, high = max(t for t in timed if t <= k), min(t for t in timed if t >= k)
             share = (k - low) / (high - low) if high > low else 0.0
             table.seconds[batch, k] = seconds[low] + (seconds[high] - seconds[low]) * share
-    runner.state.start_S.zero_(), runner.state.available_S.zero_()
+    runner.state.num_computed_tokens_S.zero_(), runner.state.num_draft_tokens_S.zero_()
     return table

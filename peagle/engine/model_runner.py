@@ -31,17 +31,17 @@ from peagle.engine.prefill import PrefillInputs, PrefillShape, pack_prefill_inpu
 from peagle.engine.request import PrefillChunk, Request, SchedulerOutput
 from peagle.kernels.attention.paged import OneSequence, Pages, paged_attention, prefill_attention
 from peagle.kernels.attention.rotary import Rotation
-from peagle.kernels.gather import take_rows
-from peagle.kernels.host_transfer import Shared, sent
-from peagle.kernels.sampling.sample import argmax, choose
-from peagle.kernels.sampling.verify import Accepted, accept
-from peagle.kernels.step.draft_inputs import commit_state, draft_inputs
-from peagle.kernels.step.slot_updates import SlotChanges
-from peagle.kernels.step.verify_inputs import RoundInputs, SlotState, round_inputs
-from peagle.kernels.triton_utils import current, supports_pdl
-from peagle.models.cpu_passes import FlatDecoder, FlatDrafter
+from peagle.kernels.gather import gather_rows
+from peagle.kernels.host_transfer import PinnedRing, copy_to_device
+from peagle.kernels.sampling.sample import argmax, sample_tokens
+from peagle.kernels.sampling.verify import AcceptedTokens, accept_draft_tokens
+from peagle.kernels.step.draft_inputs import build_draft_inputs, commit_state
+from peagle.kernels.step.slot_updates import SlotUpdates
+from peagle.kernels.step.verify_inputs import SlotState, VerifyInputs, build_verify_inputs
+from peagle.kernels.triton_utils import device_context, supports_pdl
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
+from peagle.models.fused_cpu import FusedCpuDecoder, FusedCpuDrafter
 
 IN_FLIGHT = 64  # tensors at most that are on their way between host and device
 
@@ -108,7 +108,7 @@ class Verified:
     """What the target said about a batch."""
 
     slots_B: Tensor
-    inputs: RoundInputs
+    inputs: VerifyInputs
     logits_TV: Tensor  # B * Q rows
     hidden_TD: Tensor | None  # the drafter's reading of the aux_hidden_states
     most: int | None = None  # positions that any request has when the round is over, drafts included; None: any
@@ -157,39 +157,45 @@ class ModelRunner:
         weight = target.embed_tokens.weight
         self.device = weight.device
         on_cpu = self.device.type == "cpu"
-        self.read = FlatDecoder(target) if on_cpu and FlatDecoder.takes(target) else target  # the target's pass
+        self.read = (
+            FusedCpuDecoder(target) if on_cpu and FusedCpuDecoder.supports(target) else target
+        )  # the target's pass
         # In a round a launch counts, and the drafter takes each tap by itself.
-        self.read_round = target.states if self.read is target and not target.cfg.uses_transformers else self.read
+        self.read_round = (
+            target.compute_hidden_states if self.read is target and not target.cfg.uses_transformers else self.read
+        )
         self.cache = KVCache.of(target.cfg, num_blocks, weight)
         self.aux_layer_ids: tuple[int, ...] = ()
         self.mask_hidden_D: Tensor | None = None
         if drafter is not None:
-            self.guess = FlatDrafter(drafter) if on_cpu else drafter  # the drafter's pass
+            self.guess = FusedCpuDrafter(drafter) if on_cpu else drafter  # the drafter's pass
             own = drafter.cfg.layer
             self.aux_layer_ids = drafter.cfg.aux_layer_ids
             self.draft_cache = KVCache.make(
                 drafter.cfg.num_layers, num_blocks, own.num_kv_heads, own.head_dim, drafter.fc.weight
             )
             self.refresh()
-        self.state = SlotState.make(max_num_seqs, max_speculative_tokens, -(-max_model_len // BLOCK_SIZE), self.device)
+        self.state = SlotState.allocate(
+            max_num_seqs, max_speculative_tokens, -(-max_model_len // BLOCK_SIZE), self.device
+        )
         self.limits_S = torch.full((max_num_seqs + 1,), max_model_len, device=self.device)
         positions = max(m.cfg.max_positions for m in (target, drafter) if m is not None)
         for rope in [*target.ropes, *([drafter.rope] if drafter is not None else [])]:
-            rope.tabulate(positions, weight.dtype)
+            rope.build_cos_sin_cache(positions, weight.dtype)
         self.rates_K = None
         if synthetic_rates is not None:
             self.rates_K = torch.tensor(synthetic_rates, dtype=torch.float32, device=self.device)
         self.decode_graphs: DecodeGraphs | None = None
         self.prefill_graphs: PrefillGraphs | None = None
-        self._shared = Shared(IN_FLIGHT)
-        self._changes = SlotChanges(self.state, self._shared)
+        self._pinned = PinnedRing(IN_FLIGHT)
+        self._slot_updates = SlotUpdates(self.state, self._pinned)
         self._sent: list[tuple[int, int, int]] = [(-1, 0, 0)] * max_num_seqs  # request, its preemptions, blocks
 
     @torch.inference_mode()
     def refresh(self) -> None:
         """Works out anew what is made of the drafter's weights once; to be called when they have changed in place."""
         if self.drafter is not None and self.drafter.cfg.parallel:
-            hidden_D = self.drafter.masked(1)[0]
+            hidden_D = self.drafter.mask_hidden_states(1)[0]
             if self.mask_hidden_D is None:
                 self.mask_hidden_D = hidden_D.contiguous()
             else:
@@ -197,9 +203,9 @@ class ModelRunner:
 
     def rehearse(self) -> None:
         """Compiles what no recorded round or pass holds, before anybody waits for it. Nobody's slot stays as it is."""
-        self._changes.give(len(self.state.start_S) - 1, 0, [0])
-        self._changes.send()
-        self._shared.bring(self.state.start_S)
+        self._slot_updates.set_blocks(len(self.state.num_computed_tokens_S) - 1, 0, [0])
+        self._slot_updates.send()
+        self._pinned.copy_to_host(self.state.num_computed_tokens_S)
 
     # One launch
 
@@ -207,19 +213,21 @@ class ModelRunner:
     def launch(self, plan: SchedulerOutput, moved: list[Request]) -> PendingStep:
         began = time.perf_counter()
         logprobs: dict[int, list[dict[int, float]]] = {}
-        with current(self.device):
+        with device_context(self.device):
             self._send(moved)
             rounds = self._round(plan, logprobs) if plan.decode_requests else None
             firsts, first_tokens = self._read(plan.prefill_chunks, logprobs) if plan.prefill_chunks else ([], None)
             done = None
             if self.device.type == "cuda":
-                rounds, first_tokens = (None if x is None else self._shared.bring(x) for x in (rounds, first_tokens))
+                rounds, first_tokens = (
+                    None if x is None else self._pinned.copy_to_host(x) for x in (rounds, first_tokens)
+                )
                 done = torch.cuda.Event()
                 done.record()
         return PendingStep(plan, rounds, firsts, first_tokens, done, logprobs, began)
 
     def _to_device(self, values: Sequence[object]) -> Tensor:
-        return sent(torch.tensor(values), self.device)
+        return copy_to_device(torch.tensor(values), self.device)
 
     def _send(self, moved: list[Request]) -> None:
         """Tells the device which blocks and settings changed hands."""
@@ -229,11 +237,13 @@ class ModelRunner:
             owner, times, sent = self._sent[request.slot]
             if (owner, times) != (request.id, request.num_preemptions):
                 p, sent = request.params, 0
-                self._changes.settle(request.slot, (p.temperature, p.top_p, p.min_p), (p.top_k, request.seed))
-            self._changes.give(request.slot, sent, request.block_ids[sent:])
+                self._slot_updates.set_sampling_params(
+                    request.slot, (p.temperature, p.top_p, p.min_p), (p.top_k, request.seed)
+                )
+            self._slot_updates.set_blocks(request.slot, sent, request.block_ids[sent:])
             self._sent[request.slot] = (request.id, request.num_preemptions, len(request.block_ids))
         moved.clear()
-        self._changes.send()
+        self._slot_updates.send()
 
     # A round
 
@@ -242,8 +252,8 @@ class ModelRunner:
         slots = [r.slot for r in plan.decode_requests]
         if plan.limited_requests:
             which = self._to_device([(r.slot, r.params.max_speculative_tokens) for r in plan.limited_requests])
-            available_S, limited = self.state.available_S, which[:, 0]
-            available_S[limited] = torch.minimum(available_S[limited], which[:, 1])
+            num_draft_tokens_S, limited = self.state.num_draft_tokens_S, which[:, 0]
+            num_draft_tokens_S[limited] = torch.minimum(num_draft_tokens_S[limited], which[:, 1])
         if self.decode_graphs is not None and not plan.needs_logits_processing:
             recorded = self.decode_graphs.find(
                 len(slots),
@@ -266,14 +276,14 @@ class ModelRunner:
     def _known_drafts(self, requests: list[Request], k: int) -> list[list[int]]:
         if not requests or k == 0:
             return [[] for _ in requests]
-        return self.state.tokens_SN[self._to_device([r.slot for r in requests]), 1 : k + 1].tolist()
+        return self.state.token_ids_SN[self._to_device([r.slot for r in requests]), 1 : k + 1].tolist()
 
     def _allowed(self, requests: list[Request], drafts: list[list[int]]) -> dict[int, Tensor]:
         """What the grammars of requests allow after their output and their drafts, by request id: bool [Q, V]."""
         asked = [(r.matcher, own) for r, own in zip(requests, drafts, strict=True) if r.matcher is not None]
         if not asked:
             return {}
-        allowed_NQV = unpack(sent(allowed_rows(asked), self.device), self.target.cfg.vocab_size)
+        allowed_NQV = unpack(copy_to_device(allowed_rows(asked), self.device), self.target.cfg.vocab_size)
         return {r.id: rows for r, rows in zip(requests, allowed_NQV, strict=True)}
 
     def decode_step(self, slots_B: Tensor, k: int, most: int | None = None) -> Tensor:
@@ -281,34 +291,38 @@ class ModelRunner:
         return self.draft(verified, self.decide(verified))
 
     def verify(self, slots_B: Tensor, k: int, most: int | None = None) -> Verified:
-        rows = round_inputs(self.state, slots_B, k, self.max_model_len)
-        pages = Pages(rows.tables_BM, rows.starts_B, rows.live_B, k + 1, max_context=_before(most, k + 1))
+        rows = build_verify_inputs(self.state, slots_B, k, self.max_model_len)
+        pages = Pages(
+            rows.block_tables_BM, rows.num_computed_tokens_B, rows.query_lens_B, k + 1, max_context=_before(most, k + 1)
+        )
         attend = PagedAttention(self.cache, pages)
         hidden, aux_hidden_states = self.read_round(
-            rows.tokens_BQ.flatten(), rows.positions_T, attend, self.aux_layer_ids
+            rows.token_ids_BQ.flatten(), rows.positions_T, attend, self.aux_layer_ids
         )
         combined = (
-            self.drafter.combine(aux_hidden_states)
+            self.drafter.combine_hidden_states(aux_hidden_states)
             if self.drafter is not None and aux_hidden_states is not None
             else None
         )
-        return Verified(slots_B, rows, self.target.logits(hidden), combined, most)
+        return Verified(slots_B, rows, self.target.compute_logits(hidden), combined, most)
 
-    def decide(self, v: Verified) -> Accepted:
+    def decide(self, v: Verified) -> AcceptedTokens:
         """How many drafts hold, and the tokens they and the target's own make."""
         return self._accept(v, self._choose(v.logits_TV, v.inputs))
 
     @staticmethod
-    def _choose(logits_TV: Tensor, i: RoundInputs) -> Tensor:
-        chosen = choose(logits_TV, i.temperature_T, i.top_k_T, i.top_p_T, i.min_p_T, i.seed_T, i.next_T)
-        return chosen.view(i.tokens_BQ.shape)
+    def _choose(logits_TV: Tensor, i: VerifyInputs) -> Tensor:
+        chosen = sample_tokens(
+            logits_TV, i.temperature_T, i.top_k_T, i.top_p_T, i.min_p_T, i.seed_T, i.sample_positions_T
+        )
+        return chosen.view(i.token_ids_BQ.shape)
 
-    def _accept(self, v: Verified, chosen_BQ: Tensor) -> Accepted:
-        i, rates, seeds, firsts = v.inputs, self.rates_K, v.inputs.seed_T, v.inputs.next_T
+    def _accept(self, v: Verified, chosen_BQ: Tensor) -> AcceptedTokens:
+        i, rates, seeds, firsts = v.inputs, self.rates_K, v.inputs.seed_T, v.inputs.sample_positions_T
         if rates is not None:
             rows = chosen_BQ.shape[1]
             rates, seeds, firsts = rates[: rows - 1], seeds[::rows], firsts[::rows]
-        return accept(i.tokens_BQ, chosen_BQ, i.available_B, rates, seeds, firsts)
+        return accept_draft_tokens(i.token_ids_BQ, chosen_BQ, i.num_draft_tokens_B, rates, seeds, firsts)
 
     def decide_shaped(
         self,
@@ -316,14 +330,14 @@ class ModelRunner:
         requests: list[Request],
         logprobs: dict[int, list[dict[int, float]]],
         allowed: dict[int, Tensor],
-    ) -> Accepted:
+    ) -> AcceptedTokens:
         """As `decide`, for a batch in which some requests shape their logits or want them back."""
-        batch, rows = v.inputs.tokens_BQ.shape
+        batch, rows = v.inputs.token_ids_BQ.shape
         raw_BQV = v.logits_TV.view(batch, rows, -1)
         shaped_BQV = raw_BQV.to(torch.float32, copy=True)
         for b, r in enumerate(requests):
             if r.needs_logits_processing:
-                drafts_K = v.inputs.tokens_BQ[b, 1:]
+                drafts_K = v.inputs.token_ids_BQ[b, 1:]
                 shaped_BQV[b] = apply_logits_processors(
                     raw_BQV[b],
                     r.params,
@@ -336,22 +350,20 @@ class ModelRunner:
         said = self._accept(v, self._choose(shaped_BQV.flatten(0, 1), v.inputs))
         wanted = [(b, r) for b, r in enumerate(requests) if r.params.logprobs is not None]
         if wanted:
-            counts, emitted = said.accepted_B.tolist(), said.emitted_BQ.tolist()
+            counts, emitted = said.num_accepted_B.tolist(), said.output_token_ids_BQ.tolist()
             for b, r in wanted:
                 logprobs[r.id] = logprob_rows(raw_BQV[b], emitted[b][: counts[b] + 1], r.params.logprobs or 0)
         return said
 
-    def draft(self, v: Verified, said: Accepted) -> Tensor:
+    def draft(self, v: Verified, said: AcceptedTokens) -> Tensor:
         """New drafts for each request, and the state of the slots moved on; the round's result."""
         accepted_B, emitted_BQ, result_BX = said
-        k = v.inputs.tokens_BQ.shape[1] - 1
+        k = v.inputs.token_ids_BQ.shape[1] - 1
         drafts_BK = emitted_BQ[:, :0]
         if self.drafter is not None:
             drafts_BK = self._drafts(v, accepted_B, emitted_BQ, k)
         s = self.state
-        commit_state(
-            s.tokens_SN, s.start_S, s.available_S, v.slots_B, emitted_BQ, accepted_B, drafts_BK, self.max_model_len
-        )
+        commit_state(s, v.slots_B, emitted_BQ, accepted_B, drafts_BK, self.max_model_len)
         return result_BX
 
     def _drafts(self, v: Verified, accepted_B: Tensor, emitted_BQ: Tensor, k: int) -> Tensor:
@@ -359,25 +371,25 @@ class ModelRunner:
         assert drafter is not None and v.hidden_TD is not None
         batch = len(emitted_BQ)
         limits_B = self.limits_S[:batch]
-        starts_B, tables_BM = v.inputs.starts_B, v.inputs.tables_BM
+        starts_B, tables_BM = v.inputs.num_computed_tokens_B, v.inputs.block_tables_BM
         kept_BQ, hidden_TD = emitted_BQ, v.hidden_TD
         if batch == 1 and self.device.type == "cpu":  # where rows cost and asking how many hold does not
             held = int(accepted_B) + 1
             kept_BQ, hidden_TD = emitted_BQ[:, :held], hidden_TD[:held]
-        rows = draft_inputs(kept_BQ, accepted_B, starts_B, hidden_TD, self.mask_hidden_D, mask_id, k, limits_B)
+        rows = build_draft_inputs(kept_BQ, accepted_B, starts_B, hidden_TD, self.mask_hidden_D, mask_id, k, limits_B)
         count = len(rows.token_ids_R) // batch
-        pages = Pages(tables_BM, starts_B, rows.live_B, count, max_context=_before(v.most, count))
+        pages = Pages(tables_BM, starts_B, rows.query_lens_B, count, max_context=_before(v.most, count))
         attend = PagedAttention(self.draft_cache, pages)
-        silent = {"silent": True} if k == 0 and isinstance(self.guess, FlatDrafter) else {}
-        said, handed_on = self.guess(rows.token_ids_R, rows.hidden_RD, rows.positions_R, attend, **silent)
+        silent = {"kv_only": True} if k == 0 and isinstance(self.guess, FusedCpuDrafter) else {}
+        said, handed_on = self.guess(rows.token_ids_R, rows.hidden_states_RD, rows.positions_R, attend, **silent)
         if k == 0:
             return emitted_BQ[:, :0]
         wanted = rows.sample_rows_BK.flatten()
-        guesses = drafter.target_ids(argmax(drafter.logits(take_rows(said, wanted))))
+        guesses = drafter.to_target_ids(argmax(drafter.compute_logits(gather_rows(said, wanted))))
         if mask_id is not None:
             return guesses.view(batch, k)
         first_B = starts_B + accepted_B + 1
-        return self.one_by_one(guesses, take_rows(handed_on, wanted), first_B, tables_BM, k, v.most)
+        return self.one_by_one(guesses, gather_rows(handed_on, wanted), first_B, tables_BM, k, v.most)
 
     def one_by_one(
         self,
@@ -399,7 +411,7 @@ class ModelRunner:
             pages = Pages(tables_BM, starts_B, live_B, 1, max_context=_before(most, 1))
             attend = PagedAttention(self.draft_cache, pages)
             said, hidden_BD = self.guess(guesses[-1], hidden_BD, at_B, attend)
-            guesses.append(self.drafter.target_ids(argmax(self.drafter.logits(said))))
+            guesses.append(self.drafter.to_target_ids(argmax(self.drafter.compute_logits(said))))
         return torch.stack(guesses, 1)
 
     # Prompts
@@ -427,7 +439,7 @@ class ModelRunner:
             said_F = recorded.replay(packed)
         else:
             choice = partial(self._choose_shaped, fresh, logprobs) if shaped else self.sample_first_tokens
-            said_F = self.prefill(sent(torch.from_numpy(packed), self.device), room, choice)
+            said_F = self.prefill(copy_to_device(torch.from_numpy(packed), self.device), room, choice)
         return fresh, said_F[: len(fresh)] if fresh else None
 
     def prefill(self, packed: Tensor, room: PrefillShape, choice: Choice) -> Tensor:
@@ -438,7 +450,7 @@ class ModelRunner:
         hidden, aux_hidden_states = self.read(p.tokens_T, p.positions_T, attend, self.aux_layer_ids)
         said_F = p.known_F
         if room.ends:
-            said_F = choice(self.target.logits(hidden[p.last_F]), p)
+            said_F = choice(self.target.compute_logits(hidden[p.last_F]), p)
         newest_F = torch.where(p.known_F < 0, said_F, p.known_F)
         drafts_FK = newest_F[:, None][:, :0]
         if aux_hidden_states is not None:
@@ -446,13 +458,13 @@ class ModelRunner:
         if room.ends:
             s, none = self.state, torch.zeros_like(newest_F)
             begun = (p.slots_F, newest_F[:, None], none, drafts_FK, self.max_model_len, p.ends_F)
-            commit_state(s.tokens_SN, s.start_S, s.available_S, *begun)
+            commit_state(s, *begun)
         return said_F
 
     def sample_first_tokens(self, logits_FV: Tensor, p: PrefillInputs[Tensor]) -> Tensor:
-        temperature_F, top_p_F, min_p_F = self.state.shares_3S[:, p.slots_F]
-        top_k_F, seed_F = self.state.counts_2S[:, p.slots_F]
-        return choose(logits_FV, temperature_F, top_k_F, top_p_F, min_p_F, seed_F, p.ends_F)
+        temperature_F, top_p_F, min_p_F = self.state.float_params_3S[:, p.slots_F]
+        top_k_F, seed_F = self.state.int_params_2S[:, p.slots_F]
+        return sample_tokens(logits_FV, temperature_F, top_k_F, top_p_F, min_p_F, seed_F, p.ends_F)
 
     def _choose_shaped(
         self,
@@ -491,7 +503,7 @@ class ModelRunner:
         """The drafter reads the same, and mask rows behind the ends; drafts for these."""
         drafter, k, tokens_R = self.drafter, self.max_speculative_tokens if room.ends else 0, p.draft_tokens_R
         assert drafter is not None
-        hidden_RD = drafter.combine(aux_hidden_states_TN)
+        hidden_RD = drafter.combine_hidden_states(aux_hidden_states_TN)
         if room.ends:
             tokens_R = torch.where(tokens_R < 0, newest_F[(-1 - tokens_R).clamp(min=0)], tokens_R)
         if room.masks and room.ends:
@@ -503,7 +515,7 @@ class ModelRunner:
             return newest_F[:, None][:, :0]
         if drafter.cfg.parallel:
             wanted = (p.guess_F[:, None] + torch.arange(k, device=self.device)).flatten()
-            return drafter.target_ids(argmax(drafter.logits(said[wanted]))).view(-1, k)
-        guess_F = drafter.target_ids(argmax(drafter.logits(said[p.guess_F])))
+            return drafter.to_target_ids(argmax(drafter.compute_logits(said[wanted]))).view(-1, k)
+        guess_F = drafter.to_target_ids(argmax(drafter.compute_logits(said[p.guess_F])))
         tables_FM = self.state.block_tables_SM[p.slots_F]
         return self.one_by_one(guess_F, handed_on[p.guess_F], p.ends_F, tables_FM, k)

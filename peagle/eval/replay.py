@@ -104,7 +104,7 @@ def _right(drafter: Drafter, said_RD: Tensor, at: Tensor, question: Tensor, view
     """Of the rows `at`, on the CPU: is the guess the token that is asked for? At most so many rows of logits live."""
     found = []
     for some, asked in zip(at.split(most), question.split(most), strict=True):
-        guess = drafter.target_ids(argmax(drafter.logits(said_RD[view.moved(some)])))
+        guess = drafter.to_target_ids(argmax(drafter.compute_logits(said_RD[view.moved(some)])))
         found.append((guess == view.token_N[view.moved(asked)]).cpu())
     return torch.cat(found) if found else torch.zeros(0, dtype=torch.bool)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from peagle.kernels.triton_utils import HAVE_TRITON, INTERPRETED, dependent
+from peagle.kernels.triton_utils import HAVE_TRITON, INTERPRETED, pdl_launch_options
 
 MOST = 512  # rows; of more, indexing is as fast
 PIECE = 1024  # numbers of a row that a program copies
@@ -22,7 +22,7 @@ if HAVE_TRITON:
     import triton.language as tl
 
     @triton.jit
-    def _take_rows_kernel(table, table_row, ids, out, D, WIDTH: tl.constexpr, PDL: tl.constexpr):
+    def _gather_rows_kernel(table, table_row, ids, out, D, WIDTH: tl.constexpr, PDL: tl.constexpr):
         t = tl.program_id(0).to(tl.int64)
         at = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
         if PDL:
@@ -32,7 +32,7 @@ if HAVE_TRITON:
         tl.store(out + t * D + at, tl.load(table + row * table_row + at, mask=at < D), mask=at < D)
 
 
-def take_rows_triton(table: Tensor, ids_T: Tensor, after_all: bool = False) -> Tensor:
+def gather_rows_triton(table: Tensor, ids_T: Tensor, after_all: bool = False) -> Tensor:
     flat_VD = table.view(len(table), -1)
     width = flat_VD.shape[1]
     out = torch.empty(len(ids_T), *table.shape[1:], dtype=table.dtype, device=table.device)
@@ -41,7 +41,7 @@ def take_rows_triton(table: Tensor, ids_T: Tensor, after_all: bool = False) -> T
     assert flat_VD.stride(1) == 1 and ids_T.is_contiguous()
     piece = min(triton.next_power_of_2(width), PIECE)
     grid = (len(ids_T), triton.cdiv(width, piece))
-    _take_rows_kernel[grid](
+    _gather_rows_kernel[grid](
         flat_VD,
         flat_VD.stride(0),
         ids_T,
@@ -49,14 +49,14 @@ def take_rows_triton(table: Tensor, ids_T: Tensor, after_all: bool = False) -> T
         width,
         WIDTH=piece,
         num_warps=max(1, min(4, piece // 256)),
-        **({"PDL": False} if after_all else dependent(table.device)),
+        **({"PDL": False} if after_all else pdl_launch_options(table.device)),
     )
     return out
 
 
-def take_rows(table: Tensor, ids_T: Tensor, after_all: bool = False) -> Tensor:
+def gather_rows(table: Tensor, ids_T: Tensor, after_all: bool = False) -> Tensor:
     """table[ids_T], which must not be negative; no way back. `after_all`: starts when all before it is done, and so
     what comes behind it may read what they wrote without waiting."""
     if HAVE_TRITON and not INTERPRETED and table.is_cuda and len(ids_T) <= MOST:
-        return take_rows_triton(table, ids_T, after_all)
+        return gather_rows_triton(table, ids_T, after_all)
     return table[ids_T]

@@ -24,7 +24,7 @@ except ImportError:  # no Triton for this machine: the torch twins and cuBLAS do
 INTERPRETED = HAVE_TRITON and os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 
 
-def current(device: torch.device) -> AbstractContextManager[object]:
+def device_context(device: torch.device) -> AbstractContextManager[object]:
     """Triton launches on the thread's current GPU, and graphs and events are of it, wherever the tensors are."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
@@ -35,20 +35,20 @@ def supports_pdl(device: torch.device) -> bool:
     return not INTERPRETED and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def dependent(device: torch.device) -> dict[str, bool]:
+def pdl_launch_options(device: torch.device) -> dict[str, bool]:
     """How a kernel is launched that says PDL and then waits by itself for the one ahead of it, before it reads or
     writes anything that is not a weight."""
     pdl = supports_pdl(device)
     return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
 
 
-def is_fast(*tensors: Tensor | None) -> bool:
+def supports_triton(*tensors: Tensor | None) -> bool:
     """Whether the Triton kernels can take these: one half type, on a CUDA device, nothing to differentiate."""
     given = [t for t in tensors if t is not None]
     return _halves(given) and not _differentiates(given)
 
 
-def trains_fast(*tensors: Tensor | None) -> bool:
+def supports_triton_autograd(*tensors: Tensor | None) -> bool:
     """Whether these are for the kernels of `trained`: as above, but with something to differentiate."""
     given = [t for t in tensors if t is not None]
     return _halves(given) and _differentiates(given)

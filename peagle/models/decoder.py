@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from peagle.config import AttentionTemperature, DecoderConfig
-from peagle.kernels.norm.rms_norm import Stream
+from peagle.kernels.norm.rms_norm import ResidualStream
 from peagle.models.layers import Attend, DecoderLayer, RMSNorm, Rope, Turn, look_up, norm_after, project
 from peagle.models.moe import ExpertMLP
 
@@ -29,7 +29,7 @@ class Decoder(nn.Module):
         )
         self.norm = RMSNorm(width, cfg.layer.norm_eps)
         self.lm_head = nn.Linear(width, cfg.vocab_size, bias=False)
-        self.tie()
+        self.tie_weights()
 
         def head_dim(windowed: bool) -> int:
             """Of the layers that see everything, or of the others."""
@@ -45,7 +45,7 @@ class Decoder(nn.Module):
     def ropes(self) -> list[Rope]:
         return [self.rope] if self.local_rope is None else [self.rope, self.local_rope]
 
-    def tie(self) -> None:
+    def tie_weights(self) -> None:
         """Makes the head read the embedding table where the config says so; again after a load."""
         if self.cfg.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
@@ -57,14 +57,14 @@ class Decoder(nn.Module):
 
         Tap k is the residual stream entering layer k; aux hidden state L what the last layer put out, before the norm.
         """
-        hidden_TD, aux_hidden_states = self.states(token_ids_T, positions_T, attend, aux_layer_ids)
+        hidden_TD, aux_hidden_states = self.compute_hidden_states(token_ids_T, positions_T, attend, aux_layer_ids)
         return hidden_TD, torch.cat(aux_hidden_states, -1) if aux_layer_ids else None
 
-    def states(
+    def compute_hidden_states(
         self, token_ids_T: Tensor, positions_T: Tensor, attend: Attend, aux_layer_ids: Sequence[int] = ()
     ) -> tuple[Tensor, list[Tensor]]:
         """The same, each aux hidden state by itself."""
-        stream = Stream(self.embed(token_ids_T))
+        stream = ResidualStream(self.embed(token_ids_T))
         angles = self.rope(positions_T, stream.x.dtype)
         local = angles if self.local_rope is None else self.local_rope(positions_T, stream.x.dtype)
         heat = query_heat(self.cfg.attention_temperature, positions_T)
@@ -87,7 +87,7 @@ class Decoder(nn.Module):
             return embeds_TD
         return embeds_TD * torch.tensor(scale, dtype=embeds_TD.dtype).item()  # rounded, as Gemma was trained
 
-    def logits(self, hidden_TD: Tensor) -> Tensor:
+    def compute_logits(self, hidden_TD: Tensor) -> Tensor:
         return capped(project(self.lm_head, hidden_TD), self.cfg.final_logit_softcapping)
 
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from peagle.config import DrafterConfig
 from peagle.kernels.gemm.linear import linear
-from peagle.kernels.norm.rms_norm import Stream, norm_cat
+from peagle.kernels.norm.rms_norm import ResidualStream, norm_cat
 from peagle.models.decoder import Decoder
 from peagle.models.layers import (
     MLP,
@@ -53,7 +53,7 @@ class FirstLayer(nn.Module):
         layer: int,
         window: int | None,
         next_norm: RMSNorm | None = None,
-    ) -> Stream:
+    ) -> ResidualStream:
         first, second, mlp_norm = self.input_layernorm, self.hidden_norm, self.post_attention_layernorm
         both = norm_cat((embeds_TD, hidden_TD), (first.weight, second.weight), first.eps)
         x_TD = both.chunk(2, -1)[1] if self.norm_before_residual else hidden_TD
@@ -85,26 +85,26 @@ class Drafter(nn.Module):
 
     d2t: Tensor | None
 
-    def share(self, target: Decoder) -> Drafter:
+    def share_weights(self, target: Decoder) -> Drafter:
         """Lends the target's embeddings and head to a drafter that has none of its own."""
         self._shared = lambda: target  # behind a function, so that the target is no part of this module
         return self
 
     def _target(self) -> Decoder:
-        assert self._shared is not None, "a drafter without embeddings or head must `share(target)` first"
+        assert self._shared is not None, "a drafter without embeddings or head must `share_weights(target)` first"
         return self._shared()
 
     @property
-    def embedding_table(self) -> Tensor:
+    def embed_tokens_weight(self) -> Tensor:
         own = self.embed_tokens
         return (own if own is not None else self._target().embed_tokens).weight
 
     @property
-    def head_table(self) -> Tensor:
+    def lm_head_weight(self) -> Tensor:
         own = self.lm_head
         return (own if own is not None else self._target().lm_head).weight
 
-    def combine(self, aux_hidden_states: Tensor | Sequence[Tensor]) -> Tensor:
+    def combine_hidden_states(self, aux_hidden_states: Tensor | Sequence[Tensor]) -> Tensor:
         """Projects auxiliary hidden states, concatenated [T, n * target width] or as a list, to [T, D]."""
         if self.fc_norm is not None and self.input_norm is None:
             parts = (
@@ -126,28 +126,28 @@ class Drafter(nn.Module):
         assert self.fc_norm is not None
         return norm_cat(parts, [norm.get_parameter("weight") for norm in self.fc_norm], self.cfg.layer.norm_eps)
 
-    def masked(self, rows: int) -> Tensor:
+    def mask_hidden_states(self, rows: int) -> Tensor:
         """The hidden state of P-EAGLE's mask rows [rows, D]."""
         assert self.mask_hidden is not None, "an autoregressive drafter has no mask rows"
-        return self.combine(self.mask_hidden[0]).expand(rows, -1)
+        return self.combine_hidden_states(self.mask_hidden[0]).expand(rows, -1)
 
     def forward(
         self, token_ids_T: Tensor, hidden_TD: Tensor, positions_T: Tensor, attend: Attend
     ) -> tuple[Tensor, Tensor]:
         """What the head reads [T, D], and what an EAGLE-3 step hands to the next as its hidden state."""
-        embeds_TD = look_up(token_ids_T, self.embedding_table)
+        embeds_TD = look_up(token_ids_T, self.embed_tokens_weight)
         angles = self.rope(positions_T, hidden_TD.dtype)
-        entering: tuple[Tensor | Stream, ...] = (embeds_TD, hidden_TD)
+        entering: tuple[Tensor | ResidualStream, ...] = (embeds_TD, hidden_TD)
         for i, layer in enumerate(self.layers):
             given = (*entering, angles, attend, i, self.cfg.window(i), norm_after(self.layers, i))
-            stream: Stream = checkpoint(layer, *given, use_reentrant=False) if self.recompute else layer(*given)
+            stream: ResidualStream = checkpoint(layer, *given, use_reentrant=False) if self.recompute else layer(*given)
             entering = (stream,)
         normed = self.norm(stream.x)
         return normed, normed if self.cfg.norm_output else stream.x
 
-    def logits(self, hidden_TD: Tensor) -> Tensor:
+    def compute_logits(self, hidden_TD: Tensor) -> Tensor:
         """Over the draft vocabulary."""
-        return linear(hidden_TD, self.head_table)
+        return linear(hidden_TD, self.lm_head_weight)
 
-    def target_ids(self, draft_ids: Tensor) -> Tensor:
+    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         return draft_ids if self.d2t is None else draft_ids + self.d2t[draft_ids]

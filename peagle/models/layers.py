@@ -17,9 +17,9 @@ from torch.nn import functional as F
 
 from peagle.config import LayerConfig, RopeConfig, Window
 from peagle.kernels.attention.rotary import Rotation, split_rotate
-from peagle.kernels.gather import take_rows
-from peagle.kernels.gemm.linear import linear, linear_onto
-from peagle.kernels.norm.rms_norm import Stream, add_rms_norm, rms_norm
+from peagle.kernels.gather import gather_rows
+from peagle.kernels.gemm.linear import linear, linear_residual
+from peagle.kernels.norm.rms_norm import ResidualStream, add_rms_norm, rms_norm
 from peagle.kernels.triton_utils import supports_pdl
 
 Angles = tuple[Tensor, Tensor]  # cos and sin, [T, 1, d]
@@ -42,7 +42,7 @@ def look_up(token_ids_T: Tensor, table_VD: Tensor) -> Tensor:
     """Embeddings. On a GPU taking few rows has the faster kernel, which has no way back."""
     if token_ids_T.is_cuda and not torch.is_grad_enabled():
         # Attention looks up places and lengths of sequences before it waits for what is ahead of it.
-        return take_rows(table_VD, token_ids_T, after_all=True)
+        return gather_rows(table_VD, token_ids_T, after_all=True)
     return F.embedding(token_ids_T, table_VD)
 
 
@@ -122,7 +122,7 @@ class Rope(nn.Module):
             freq, self.scale = rope_frequencies(rope, head_dim, long=rope.factor > 1.0)
         self.register_buffer("freq", freq, persistent=False)
 
-    def reach(self, length: int) -> None:
+    def set_max_model_len(self, length: int) -> None:
         """Says how long texts may become, which is what decides over longrope's frequencies, in vLLM too: a key must be
         turned alike all its life, so the length of a text so far cannot. Not said: as long as the config allows."""
         if self.cfg.rope_type != "longrope":
@@ -138,7 +138,7 @@ class Rope(nn.Module):
         self.freq = freq.to(self.freq.device) if self.freq.device.type != "meta" else freq
         return self
 
-    def tabulate(self, length: int, dtype: torch.dtype) -> None:
+    def build_cos_sin_cache(self, length: int, dtype: torch.dtype) -> None:
         """Keeps the angles of positions below `length`, beyond which nobody may ask from then on."""
         if self.table is not None and len(self.table) >= length and self.table.dtype == dtype:
             return
@@ -148,7 +148,7 @@ class Rope(nn.Module):
     def forward(self, positions_T: Tensor, dtype: torch.dtype) -> Angles:
         """Of every row, once for all layers."""
         if self.table is not None and self.table.dtype == dtype and not torch.is_grad_enabled():
-            cos, sin = take_rows(self.table, positions_T).chunk(2, -1)  # one launch for both
+            cos, sin = gather_rows(self.table, positions_T).chunk(2, -1)  # one launch for both
             return cos, sin
         angles = positions_T.float()[:, None] * self.freq
         angles = torch.cat([angles, angles], -1)[:, None, :]  # [T, 1, d]
@@ -176,7 +176,7 @@ class Attention(nn.Module):
 
     def forward(
         self,
-        x_TD: Tensor | Stream,
+        x_TD: Tensor | ResidualStream,
         residual_TD: Tensor,
         turn: Turn,
         attend: Attend,
@@ -185,7 +185,7 @@ class Attention(nn.Module):
         norm: RMSNorm | None = None,
         next_norm: RMSNorm | None = None,
         out_norm: RMSNorm | None = None,
-    ) -> Stream:
+    ) -> ResidualStream:
         """The residual stream after attention over `norm(x)`, on its way to `next_norm`."""
         qkv_TX = project(self.qkv_proj, x_TD, norm=norm)
         more: dict[str, Any] = {"sinks": self.sinks} if self.sinks is not None else {}
@@ -222,7 +222,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(cfg.intermediate_size, cfg.hidden_size, bias=cfg.mlp_bias)
         self.activation = cfg.activation
 
-    def gated(self, x: Tensor | Stream, norm: RMSNorm | None = None) -> Tensor:
+    def gated(self, x: Tensor | ResidualStream, norm: RMSNorm | None = None) -> Tensor:
         """What `down_proj` reads."""
         if self.activation == "silu":
             return project(self.gate_up_proj, x, norm=norm, glu=True)
@@ -230,8 +230,8 @@ class MLP(nn.Module):
         return F.gelu(gate, approximate="tanh") * up
 
     def forward(
-        self, stream: Stream, norm: RMSNorm, next_norm: RMSNorm | None, out_norm: RMSNorm | None = None
-    ) -> Stream:
+        self, stream: ResidualStream, norm: RMSNorm, next_norm: RMSNorm | None, out_norm: RMSNorm | None = None
+    ) -> ResidualStream:
         """The residual stream x after the MLP over `norm(x)`, on its way to `next_norm`."""
         hidden_TI = self.gated(stream, norm)
         if out_norm is not None:
@@ -239,24 +239,24 @@ class MLP(nn.Module):
         return project_onto(stream.x, self.down_proj, hidden_TI, next_norm)
 
 
-def project(layer: nn.Linear, x: Tensor | Stream, norm: RMSNorm | None = None, glu: bool = False) -> Tensor:
+def project(layer: nn.Linear, x: Tensor | ResidualStream, norm: RMSNorm | None = None, glu: bool = False) -> Tensor:
     """A product with what stands around it, as few launches as there are for it."""
     weight, eps = (norm.weight, norm.eps) if norm is not None else (None, 0.0)
     return linear(x, layer.weight, layer.bias, norm_weight=weight, eps=eps, glu=glu)
 
 
-def project_onto(residual: Tensor, layer: nn.Linear, x: Tensor, next_norm: RMSNorm | None) -> Stream:
+def project_onto(residual: Tensor, layer: nn.Linear, x: Tensor, next_norm: RMSNorm | None) -> ResidualStream:
     """A product added to the residual stream. Where the norm that comes next is known, half of it is done already."""
     weight, eps = (next_norm.weight, next_norm.eps) if next_norm is not None else (None, 0.0)
-    return linear_onto(residual, x, layer.weight, layer.bias, next_norm=weight, eps=eps)
+    return linear_residual(residual, x, layer.weight, layer.bias, next_norm=weight, eps=eps)
 
 
-def add_onto(residual: Tensor, y: Tensor, next_norm: RMSNorm | None) -> Stream:
+def add_onto(residual: Tensor, y: Tensor, next_norm: RMSNorm | None) -> ResidualStream:
     """The same for what is no product."""
     if next_norm is None:
-        return Stream(residual + y)
+        return ResidualStream(residual + y)
     normed, total = add_rms_norm(y, residual, next_norm.weight, next_norm.eps)
-    return Stream(total, next_norm.weight, normed=normed)
+    return ResidualStream(total, next_norm.weight, normed=normed)
 
 
 class DecoderLayer(nn.Module):
@@ -278,20 +278,20 @@ class DecoderLayer(nn.Module):
 
     def forward(
         self,
-        stream: Stream,
+        stream: ResidualStream,
         turn: Turn,
         attend: Attend,
         layer: int,
         window: Window,
         next_norm: RMSNorm | None = None,
-    ) -> Stream:
+    ) -> ResidualStream:
         """`next_norm` is the next layer's, where one follows."""
         norm, mlp_norm = self.input_layernorm, self.post_attention_layernorm
         given = (stream, stream.x, turn, attend, layer, window)
         stream = self.self_attn(*given, norm, next_norm=mlp_norm, out_norm=self.attention_out_norm)
         if self.layer_scalar is None:
             return self.mlp(stream, mlp_norm, next_norm, self.mlp_out_norm)
-        return Stream(self.mlp(stream, mlp_norm, None, self.mlp_out_norm).x * self.layer_scalar)
+        return ResidualStream(self.mlp(stream, mlp_norm, None, self.mlp_out_norm).x * self.layer_scalar)
 
 
 def norm_after(layers: nn.ModuleList, i: int) -> RMSNorm | None:

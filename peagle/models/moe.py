@@ -1,7 +1,7 @@
 """An MLP made of experts: a router, and the weights of all of them.
 
 Knows nothing about checkpoints. Weights lie as matrices, one expert's rows after another's, so that a file's tensors
-fill rows of them as they do everywhere else. Packed ones are words and exponents instead.
+fill rows of them as they do everywhere else. PackedWeights ones are words and exponents instead.
 
 Shapes as in `peagle.kernels.moe.experts`.
 """
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from peagle.config import LayerConfig
-from peagle.kernels.moe.experts import Clamp, Experts, expert_mlp, route
-from peagle.kernels.moe.mxfp4 import Packed, packed_widths
-from peagle.kernels.norm.rms_norm import Stream
+from peagle.kernels.moe.experts import ClampedGate, ExpertWeights, expert_mlp, route
+from peagle.kernels.moe.mxfp4 import PackedWeights, packed_widths
+from peagle.kernels.norm.rms_norm import ResidualStream
 from peagle.models.layers import MLP, RMSNorm, add_onto, project
 
 
@@ -34,7 +34,7 @@ class ExpertMLP(nn.Module):
         for name, rows in (("gate_up_bias", 2 * experts.intermediate_size), ("down_bias", width)):
             bias = nn.Parameter(torch.empty(experts.num_experts * rows)) if experts.bias else None
             self.register_parameter(name, bias)
-        self.clamp = Clamp(*experts.clamp) if experts.clamp is not None else None
+        self.clamp = ClampedGate(*experts.clamp) if experts.clamp is not None else None
         own = replace(cfg, intermediate_size=experts.shared_intermediate_size, mlp_bias=False)
         self.shared_expert = MLP(own) if experts.shared_intermediate_size else None
 
@@ -48,8 +48,8 @@ class ExpertMLP(nn.Module):
             self.register_parameter(f"{name}_{part}", parameter)
 
     def forward(
-        self, stream: Stream, norm: RMSNorm, next_norm: RMSNorm | None, out_norm: RMSNorm | None = None
-    ) -> Stream:
+        self, stream: ResidualStream, norm: RMSNorm, next_norm: RMSNorm | None, out_norm: RMSNorm | None = None
+    ) -> ResidualStream:
         ready = stream.normed is not None and stream.norm_weight is norm.weight
         x_TD = stream.normed if ready else norm(stream.x)
         assert x_TD is not None
@@ -72,16 +72,16 @@ class ExpertMLP(nn.Module):
         y_PD = expert_mlp(x_PD, ones_P1, expert_TC.int().reshape(-1, 1), self.weights())
         return y_PD.unflatten(0, expert_TC.shape).sum(1)
 
-    def weights(self) -> Experts:
+    def weights(self) -> ExpertWeights:
         def each(name: str) -> Tensor:
             parameter: Tensor = getattr(self, name)
             return parameter.unflatten(0, (self.cfg.num_experts, -1))
 
-        def matrix(name: str, columns: int) -> Tensor | Packed:
+        def matrix(name: str, columns: int) -> Tensor | PackedWeights:
             if not self.cfg.mxfp4:
                 return each(name)
-            return Packed(each(f"{name}_words"), each(f"{name}_exponents"), columns)
+            return PackedWeights(each(f"{name}_words"), each(f"{name}_exponents"), columns)
 
         gate_up_bias, down_bias = (each("gate_up_bias"), each("down_bias")) if self.cfg.bias else (None, None)
         gate_up, down = matrix("gate_up", self.router.in_features), matrix("down", self.cfg.intermediate_size)
-        return Experts(gate_up, down, gate_up_bias, down_bias, self.clamp)
+        return ExpertWeights(gate_up, down, gate_up_bias, down_bias, self.clamp)

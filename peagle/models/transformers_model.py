@@ -18,11 +18,11 @@ from peagle.errors import UserError
 from peagle.models.decoder import Decoder, capped
 from peagle.models.layers import Attend, Rope, project
 
-NAME = "peagle"  # of the attention below, among transformers'
+ATTENTION_NAME = "peagle"  # of the attention below, among transformers'
 NORMS = ("norm", "final_layernorm", "ln_f", "final_layer_norm")  # what transformers calls the last norm
 
 
-class Lent:
+class AttentionBridge:
     """The attention of the pass in progress, and which layers asked for it with which windows."""
 
     attend: Attend | None = None
@@ -32,7 +32,7 @@ class Lent:
         self.windows: dict[int, int | None] = {}
 
 
-def attention(
+def attention_forward(
     module: Any,
     query: Tensor,
     key: Tensor,
@@ -46,21 +46,21 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Called by transformers' layers, with [1, heads, T, d], in place of theirs; [1, T, H, d]."""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    lent: Lent = module.lent
-    assert lent.attend is not None
-    if attention_mask is not None or softcap or v.shape != k.shape or module.layer_idx in lent.windows:
+    bridge: AttentionBridge = module.bridge
+    assert bridge.attend is not None
+    if attention_mask is not None or softcap or v.shape != k.shape or module.layer_idx in bridge.windows:
         raise UserError("its attention is of a kind that cannot be handed over")
-    if k.shape[1:] != lent.heads[module.layer_idx]:
+    if k.shape[1:] != bridge.heads[module.layer_idx]:
         raise UserError("its layers have heads that its config does not name")
-    lent.windows[module.layer_idx] = sliding_window
+    bridge.windows[module.layer_idx] = sliding_window
     usual = q.shape[-1] ** -0.5
     if scaling is not None and scaling != usual:
         q = q * (scaling / usual)
     more: dict[str, Any] = {} if s_aux is None else {"sinks": s_aux}
-    return lent.attend(module.layer_idx, q, k, v, sliding_window, **more)[None], None
+    return bridge.attend(module.layer_idx, q, k, v, sliding_window, **more)[None], None
 
 
-def every_position(forward: Callable[..., Any]) -> dict[str, Any]:
+def logits_to_keep_kwargs(forward: Callable[..., Any]) -> dict[str, Any]:
     """What tells a pass to compute every position, where it may leave some out: drafts are judged at each. (Asked for
     nothing, Gemma 4 takes a way for few positions that fails where layers share keys but have no inputs of their own.)
     """
@@ -72,11 +72,11 @@ class TransformersDecoder(Decoder):
 
     def __init__(self, cfg: DecoderConfig, theirs: Any) -> None:
         nn.Module.__init__(self)
-        self.cfg, self.theirs, self.lent = cfg, theirs, Lent(cfg)
-        self.all = every_position(theirs.base_model.forward)
+        self.cfg, self.theirs, self.bridge = cfg, theirs, AttentionBridge(cfg)
+        self.all = logits_to_keep_kwargs(theirs.base_model.forward)
         for module in theirs.modules():
             if hasattr(module, "layer_idx"):
-                module.lent = self.lent
+                module.bridge = self.bridge
         self._streams: dict[int, Tensor] = {}
         blocks = self._blocks()
         for i, block in enumerate(blocks):
@@ -126,21 +126,21 @@ class TransformersDecoder(Decoder):
     def ropes(self) -> list[Rope]:
         return []
 
-    def tie(self) -> None:
+    def tie_weights(self) -> None:
         pass
 
     def forward(
         self, token_ids_T: Tensor, positions_T: Tensor, attend: Attend, aux_layer_ids: Sequence[int] = ()
     ) -> tuple[Tensor, Tensor | None]:
-        self.lent.attend, self.lent.windows = attend, {}
+        self.bridge.attend, self.bridge.windows = attend, {}
         try:
             places = {"input_ids": token_ids_T[None], "position_ids": positions_T[None]}
             out = self.theirs.base_model(**places, **self.all, use_cache=False, return_dict=True)
             aux_hidden_states = [self._streams[k] for k in aux_layer_ids]
         finally:
-            self.lent.attend = None
+            self.bridge.attend = None
             self._streams.clear()
         return out.last_hidden_state[0], torch.cat(aux_hidden_states, -1) if aux_layer_ids else None
 
-    def logits(self, hidden_TD: Tensor) -> Tensor:
+    def compute_logits(self, hidden_TD: Tensor) -> Tensor:
         return capped(project(self.lm_head, hidden_TD), self.cfg.final_logit_softcapping)

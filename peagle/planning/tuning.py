@@ -127,7 +127,7 @@ def _time(runner: ModelRunner, batch: int, k: int, context: int) -> float:
         graph.slots_B.fill_(-1)
         graph.slots_B[:batch].copy_(slots_B)
         graph.slots = None  # what it holds is not what `load` put there
-    runner.state.start_S[:-1] = context  # the round before moved it on
+    runner.state.num_computed_tokens_S[:-1] = context  # the round before moved it on
     _wait(runner)
     started = time.perf_counter()
     if graph is not None:

@@ -169,7 +169,7 @@ def run_target(target: Decoder, tokens: list[int], last: int, aux_layer_ids: Seq
     hidden, aux_hidden_states = target(
         torch.tensor(tokens, device=device), torch.arange(len(tokens), device=device), causal_attention, aux_layer_ids
     )
-    logits = target.logits(hidden[-last:]).detach().cpu().double()
+    logits = target.compute_logits(hidden[-last:]).detach().cpu().double()
     return logits, hidden[:, :0] if aux_hidden_states is None else aux_hidden_states
 
 
@@ -260,7 +260,7 @@ def propose_draft_tokens(
     rows 1, 2, 3.
     """
     cfg, device = drafter.cfg, aux_hidden_states_TN.device
-    rows, hidden = tokens[1:], drafter.combine(aux_hidden_states_TN)
+    rows, hidden = tokens[1:], drafter.combine_hidden_states(aux_hidden_states_TN)
 
     def run() -> tuple[Tensor, Tensor]:
         positions = torch.arange(len(rows), device=device)
@@ -268,7 +268,7 @@ def propose_draft_tokens(
 
     if cfg.mask_token_id is not None:
         rows = rows + [cfg.mask_token_id] * (k - 1)
-        hidden = torch.cat([hidden, drafter.masked(k - 1)])
+        hidden = torch.cat([hidden, drafter.mask_hidden_states(k - 1)])
         said, _ = run()
         return sample_from_drafter(drafter, said[-k:], params, rng)
 
@@ -285,8 +285,8 @@ def sample_from_drafter(
     drafter: Drafter, said_KD: Tensor, params: SamplingParams | None, rng: torch.Generator
 ) -> DraftProposal:
     """Tokens of the target's vocabulary, with their distribution over it."""
-    own = compute_probs(drafter.logits(said_KD), params or SamplingParams())
-    ids = drafter.target_ids(torch.arange(own.shape[-1], device=said_KD.device)).cpu()
+    own = compute_probs(drafter.compute_logits(said_KD), params or SamplingParams())
+    ids = drafter.to_target_ids(torch.arange(own.shape[-1], device=said_KD.device)).cpu()
     probs = torch.zeros(len(own), drafter.cfg.vocab_size, dtype=own.dtype).index_copy(1, ids, own)
     return DraftProposal([sample_token(p, rng) for p in probs], probs)
 

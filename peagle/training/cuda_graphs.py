@@ -23,7 +23,7 @@ from torch import Tensor
 
 from peagle.config import LOSS_LOGITS, TrainConfig
 from peagle.data.batches import Batch
-from peagle.kernels.host_transfer import sent
+from peagle.kernels.host_transfer import copy_to_device
 from peagle.kernels.loss.linear_loss import LossSchedule, StaticLossShape
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
@@ -237,7 +237,7 @@ class FramedStep:
             self.flats[sizes] = torch.empty(len(framed.flat), dtype=torch.long, device=self.device)
         self.flats[sizes].copy_(framed.flat, non_blocking=True)
         # rows that were filled up have a depth of their own, the last, which counts nothing
-        self.weight_K[:-1].copy_(sent(row_weight_K, self.device))
+        self.weight_K[:-1].copy_(copy_to_device(row_weight_K, self.device))
         if sizes not in self.graphs:
             self.met[sizes] = self.met.get(sizes, 0) + 1
             if self.device.type != "cuda" or self.met[sizes] <= WARM:

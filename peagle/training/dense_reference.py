@@ -102,8 +102,8 @@ def _parallel_states(drafter: Drafter, tokens_BT: Tensor, aux_hidden_states_BTN:
     masks = int((~first).sum())
     hidden_BRD = torch.cat(
         [
-            drafter.combine(aux_hidden_states_BTN[:, rows.anchor_R[first]]),
-            drafter.masked(masks).expand(batch, masks, -1),
+            drafter.combine_hidden_states(aux_hidden_states_BTN[:, rows.anchor_R[first]]),
+            drafter.mask_hidden_states(masks).expand(batch, masks, -1),
         ],
         1,
     )
@@ -117,7 +117,7 @@ def _sequential_states(drafter: Drafter, tokens_BT: Tensor, aux_hidden_states_BT
     batch, deepest = len(tokens_BT), int(rows.depth_R.max())
     tokens_BR = tokens_BT[:, rows.position_R + 1]
     visible = rows.visible_RR()
-    hidden_BRD = drafter.combine(aux_hidden_states_BTN[:, rows.anchor_R[rows.depth_R == 0]])
+    hidden_BRD = drafter.combine_hidden_states(aux_hidden_states_BTN[:, rows.anchor_R[rows.depth_R == 0]])
     said = hidden_BRD
     for depth in range(deepest + 1):
         upto = int((rows.depth_R <= depth).sum())
@@ -139,10 +139,10 @@ def _sequential_states(drafter: Drafter, tokens_BT: Tensor, aux_hidden_states_BT
 def row_losses(drafter: Drafter, said_BRD: Tensor, target_logits_BRV: Tensor) -> Tensor:
     """Cross-entropy [B, R] to the target's distribution; mass outside a reduced vocabulary asks nothing."""
     exact = torch.float64 if said_BRD.dtype == torch.float64 else torch.float32
-    log_q = drafter.logits(said_BRD).to(exact).log_softmax(-1)
+    log_q = drafter.compute_logits(said_BRD).to(exact).log_softmax(-1)
     p = target_logits_BRV.to(exact).softmax(-1)
     if drafter.d2t is not None:
-        p = p[..., drafter.target_ids(torch.arange(log_q.shape[-1], device=log_q.device))]
+        p = p[..., drafter.to_target_ids(torch.arange(log_q.shape[-1], device=log_q.device))]
     return -(p * log_q).sum(-1)
 
 
@@ -152,7 +152,7 @@ def loss(drafter: Drafter, target: Decoder, tokens_BT: Tensor, rows: Rows, asked
     hidden_BTD, aux_hidden_states_BTN = read_target(target, tokens_BT, drafter.cfg.aux_layer_ids)
     said_BRD = drafter_states(drafter, tokens_BT, aux_hidden_states_BTN, rows)
     with torch.no_grad():
-        target_logits = target.logits(hidden_BTD[:, rows.position_R + 1])
+        target_logits = target.compute_logits(hidden_BTD[:, rows.position_R + 1])
     losses_BR = row_losses(drafter, said_BRD, target_logits)
     if asked_BT is None:
         asked_BT = torch.ones_like(tokens_BT, dtype=torch.bool)

@@ -132,6 +132,6 @@ def gathered(target: Decoder, world: World) -> Decoder | None:
     with torch.device("meta"):
         copy = Decoder(target.cfg)
     copy.load_state_dict(whole, assign=True)
-    copy.tie()
+    copy.tie_weights()
     copy.rope, copy.local_rope = target.rope, target.local_rope
     return copy.eval().requires_grad_(False)

@@ -195,7 +195,7 @@ def new_drafter(
     if from_folder:
         _start_from_folder(drafter, Path(cfg.init), target.cfg)
     weight = target.embed_tokens.weight
-    return drafter.to(weight.device, weight.dtype).share(target).train().requires_grad_()
+    return drafter.to(weight.device, weight.dtype).share_weights(target).train().requires_grad_()
 
 
 @torch.no_grad()

@@ -102,10 +102,10 @@ class Examiner:
     ) -> None:
         """`weight_K`, on the device, is what a row of each depth counts, if that is known already; there may be more of
         them than `depths`, for nobody's rows."""
-        self.head, device = drafter.head_table, states.hidden_ND.device
+        self.head, device = drafter.lm_head_weight, states.hidden_ND.device
         draft_ids = None
         if drafter.d2t is not None:
-            draft_ids = drafter.target_ids(torch.arange(len(drafter.d2t), device=drafter.d2t.device)).to(device)
+            draft_ids = drafter.to_target_ids(torch.arange(len(drafter.d2t), device=drafter.d2t.device)).to(device)
         self.teacher = Teacher(states.hidden_ND * aim.sharpen, target.lm_head.weight, draft_ids)
         self.aim = aim
         self.weight_K = row_weights(counts, weights).to(device) if weight_K is None else weight_K

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from peagle.data.batches import Batch
-from peagle.kernels.host_transfer import sent
+from peagle.kernels.host_transfer import copy_to_device
 from peagle.kernels.loss.linear_loss import LossSchedule
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
@@ -187,11 +187,11 @@ class BatchView:
         self.next_N = self.token_N.roll(-1)
 
     def moved(self, x: Tensor) -> Tensor:
-        return sent(x, self.device)
+        return copy_to_device(x, self.device)
 
     def depth_zero(self) -> Leaves:
         attend = DepthZero(self.start_N)
-        hidden_ND = self.drafter.combine(self.states.aux_hidden_states_NX)
+        hidden_ND = self.drafter.combine_hidden_states(self.states.aux_hidden_states_NX)
         said_ND, handed_on_ND = self.drafter(self.next_N, hidden_ND, self.position_N, attend)
         return Leaves(said_ND, handed_on_ND, attend.kept)
 
@@ -207,7 +207,7 @@ class BatchView:
         mask_id = self.drafter.cfg.mask_token_id
         assert mask_id is not None
         token_R = torch.full_like(anchor_R, mask_id)
-        hidden_RD = self.drafter.masked(len(anchor_R))
+        hidden_RD = self.drafter.mask_hidden_states(len(anchor_R))
         return self.drafter(token_R, hidden_RD, self.position_N[anchor_R] + depth_R, attend)[0]
 
     def _steps(self, leaves: Leaves, chunk: Chunk) -> Tensor:

@@ -158,7 +158,7 @@ class Measurer:
         weight = self.target.model.embed_tokens.weight
         with torch.device("meta"):  # so that no random numbers are drawn
             copy = Drafter(drafter.cfg)
-        copy = copy.to(weight.dtype).to_empty(device=weight.device).share(self.target.model)
+        copy = copy.to(weight.dtype).to_empty(device=weight.device).share_weights(self.target.model)
         copy.load_state_dict(drafter.state_dict())
         return copy.eval().requires_grad_(False)
 

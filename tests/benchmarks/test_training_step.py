@@ -105,7 +105,7 @@ class AsOnTheGpu:
             qkv.copy_(torch.cat(split_rotate_torch(qkv, cos, sin, heads, kv_heads), 1).flatten(1))
 
         for asking in (linear, norms, rotary):
-            monkeypatch.setattr(asking, "trains_fast", needs_gradients)
+            monkeypatch.setattr(asking, "supports_triton_autograd", needs_gradients)
         monkeypatch.setattr(trained, "rms_norm_triton", lambda x, w, eps, pdl: rms_norm_torch(x, w, eps))
         monkeypatch.setattr(trained, "silu_mul_triton", lambda y, pdl: silu_mul_torch(y))
         monkeypatch.setattr(trained, "split_rotate_triton", rotate)
@@ -142,7 +142,7 @@ def kept_rows(variants: ModuleType, cfg: DrafterConfig) -> tuple[float, float]:
     shape = variants.SHAPES["tiny"]
     models = variants.Models.random(shape, torch.bfloat16, torch.device("cpu"))
     drafter = variants.random_weights(variants.Drafter, cfg, torch.bfloat16, torch.device("cpu"))
-    drafter.share(models.target).requires_grad_(True)
+    drafter.share_weights(models.target).requires_grad_(True)
     work = variants.random_work(models, variants.documents([90, 60], 0.2, shape.vocab))
     view = BatchView(drafter, work.states, work.batch, torch.device("cpu"))
     (chunk,) = chunks(work.rows, variants.EVERYTHING)

@@ -73,7 +73,7 @@ def test_other_names(tmp_path: Path) -> None:
     decoder = load_decoder(tmp_path)
     hidden, aux_hidden_states = decoder(tokens, torch.arange(len(tokens)), causal_attention, (0, 2))
     want = model(tokens[None], output_hidden_states=True)
-    torch.testing.assert_close(decoder.logits(hidden), want.logits[0], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(decoder.compute_logits(hidden), want.logits[0], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(
         aux_hidden_states, torch.cat([want.hidden_states[k][0] for k in (0, 2)], -1), atol=1e-4, rtol=1e-4
     )

@@ -237,7 +237,7 @@ def rig(llm: LLM, right: Callable[[int], bool]) -> None:
 
     def drafts(v: Any, accepted_B: Tensor, emitted_BQ: Tensor, k: int) -> Tensor:
         by_slot = {r.slot: r for r in llm.scheduler.running}
-        starts = (v.inputs.starts_B + accepted_B + 2).tolist()
+        starts = (v.inputs.num_computed_tokens_B + accepted_B + 2).tolist()
         made = [draft(by_slot[s], at, k) for s, at in zip(v.slots_B.tolist(), starts, strict=True)]
         return torch.tensor(made, dtype=torch.long).view(len(starts), k)
 
@@ -341,7 +341,7 @@ def exact_joint(params: SamplingParams) -> dict[tuple[int, ...], float]:
 def test_many_answers_have_the_targets_distribution(tmp_path: Path, parallel: bool, options: dict[str, Any]) -> None:
     layer = tiny_target().model.cfg.layer
     cfg = DrafterConfig(VOCAB, VOCAB, 1, layer, RopeConfig(), 64, 8, (0, 1), mask_token_id=3 if parallel else None)
-    drafter = Drafter(cfg).share(tiny_target().model)
+    drafter = Drafter(cfg).share_weights(tiny_target().model)
     spread_weights(drafter, 4)
     save_drafter(drafter, tmp_path / "drafter")
     llm = LLM(tiny_target(), tmp_path / "drafter", 2, device="cpu", dtype="float32", threads=1, max_num_seqs=128)

@@ -128,7 +128,7 @@ def smollm2s_shape(parallel: bool = True) -> tuple[Target, Drafter, int]:
         aux_layer_ids=cfg.default_aux_layer_ids,
         mask_token_id=0 if parallel else None,
     )
-    return target, random_weights(Drafter, draft, dtype, device).share(target.model), vocab
+    return target, random_weights(Drafter, draft, dtype, device).share_weights(target.model), vocab
 
 
 def test_bf16_text_of_smollm2s_shape_does_not_either() -> None:

@@ -606,7 +606,7 @@ def trained(name: str) -> tuple[Any, Any]:
 @torch.inference_mode()
 def next_logits(target: Decoder, tokens: Sequence[int]) -> list[float]:
     hidden, _ = target(torch.tensor(tokens), torch.arange(len(tokens)), causal_attention)
-    return target.logits(hidden[-1]).tolist()
+    return target.compute_logits(hidden[-1]).tolist()
 
 
 ASCII = tuple(bytes([i]) for i in range(128)) + (b"?",) * (pairs.VOCAB - 128)

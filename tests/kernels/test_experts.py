@@ -17,14 +17,14 @@ from torch import Tensor
 
 from peagle.checkpoints.weight_conversion import Source, experts_apart
 from peagle.errors import UserError
-from peagle.kernels.moe.experts import Clamp, Experts, expert_mlp_grouped, expert_mlp_torch, route_torch
-from peagle.kernels.moe.mxfp4 import LARGEST, Packed, exponents_of, unpacked, words_of
+from peagle.kernels.moe.experts import ClampedGate, ExpertWeights, expert_mlp_grouped, expert_mlp_torch, route_torch
+from peagle.kernels.moe.mxfp4 import MAX_EXPONENT, PackedWeights, pack_words, pad_exponents, unpacked
 
 # rows, width, experts, chosen, width of an expert
 SHAPES = [(1, 24, 6, 2, 40), (5, 16, 4, 4, 8), (19, 32, 9, 3, 24), (40, 48, 3, 1, 72), (70, 16, 12, 5, 16)]
 
 
-def layer(width: int, count: int, inner: int, full: bool, dtype: torch.dtype, device: str) -> Experts:
+def layer(width: int, count: int, inner: int, full: bool, dtype: torch.dtype, device: str) -> ExpertWeights:
     """`full`: with biases, and gates so large that clamping matters."""
     gen = torch.Generator().manual_seed(count)
 
@@ -33,7 +33,7 @@ def layer(width: int, count: int, inner: int, full: bool, dtype: torch.dtype, de
 
     weights = noise(count, 2 * inner, width), noise(count, width, inner)
     biases = (noise(count, 2 * inner), noise(count, width)) if full else (None, None)
-    return Experts(*weights, *biases, Clamp(1.702, 2.0) if full else None)
+    return ExpertWeights(*weights, *biases, ClampedGate(1.702, 2.0) if full else None)
 
 
 def inputs(rows: int, width: int, count: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
@@ -53,9 +53,11 @@ def expected_route(logits_TE: Tensor, chosen: int, normed: bool) -> tuple[Tensor
     return torch.stack(weights), torch.tensor(experts)
 
 
-def expected(x_TD: Tensor, weight_TC: Tensor, expert_TC: Tensor, experts: Experts) -> Tensor:
+def expected(x_TD: Tensor, weight_TC: Tensor, expert_TC: Tensor, experts: ExpertWeights) -> Tensor:
     out = torch.zeros(x_TD.shape, dtype=torch.float64)
-    wide = [t.double().cpu() if t is not None else None for t in vars(experts).values() if not isinstance(t, Clamp)]
+    wide = [
+        t.double().cpu() if t is not None else None for t in vars(experts).values() if not isinstance(t, ClampedGate)
+    ]
     gate_up, down, gate_up_bias, down_bias = wide[:4]
     assert gate_up is not None and down is not None
     half = down.shape[2]
@@ -113,31 +115,31 @@ def every_number() -> tuple[Tensor, Tensor, Tensor]:
 
 def test_every_packed_number() -> None:
     blocks, exponents, want = every_number()
-    got = unpacked(words_of(blocks), exponents_of(exponents), 96)
+    got = unpacked(pack_words(blocks), pad_exponents(exponents), 96)
     assert got.dtype == torch.bfloat16 and torch.equal(got.double(), want)
 
 
 def test_exponents_too_large_to_stay_packed() -> None:
     """Read where they are packed for, they are refused; the largest that a product takes is not."""
-    scales = torch.full((1, 4, 2), LARGEST, dtype=torch.uint8)
+    scales = torch.full((1, 4, 2), MAX_EXPONENT, dtype=torch.uint8)
     scales[0, 1] += 1  # a gate and an up in turn
     source = Source(tuple(scales.shape), lambda: scales, lambda e: scales[e])
     apart = experts_apart({"0.mlp.experts.gate_up_proj_scales": source}, packed=True)
     assert torch.equal(apart["0.mlp.experts.0.gate_proj.exponents"].read()[:, :2], scales[0, ::2])
-    with pytest.raises(UserError, match=str(LARGEST + 1)):
+    with pytest.raises(UserError, match=str(MAX_EXPONENT + 1)):
         apart["0.mlp.experts.0.up_proj.exponents"].read()
 
 
-def packed(experts: Experts, seed: int) -> tuple[Experts, Experts]:
+def packed(experts: ExpertWeights, seed: int) -> tuple[ExpertWeights, ExpertWeights]:
     """The same with random packed weights in place of its own, and with these unpacked."""
     gen = torch.Generator().manual_seed(seed)
 
-    def noise(like: Tensor | Packed) -> Packed:
+    def noise(like: Tensor | PackedWeights) -> PackedWeights:
         assert isinstance(like, Tensor)
         count, rows, columns = like.shape
         blocks = torch.randint(256, (count, rows, columns // 32, 16), generator=gen, dtype=torch.uint8)
         scales = torch.randint(122, 126, (count, rows, columns // 32), generator=gen, dtype=torch.uint8)
-        return Packed(words_of(blocks).to(like.device), exponents_of(scales).to(like.device), columns)
+        return PackedWeights(pack_words(blocks).to(like.device), pad_exponents(scales).to(like.device), columns)
 
     gate_up, down = noise(experts.gate_up_EXD), noise(experts.down_EDI)
     dtype = torch.float32 if experts.down_bias_ED is None else experts.down_bias_ED.dtype
@@ -285,7 +287,7 @@ def check_packed_in_the_interpreter() -> None:
     from peagle.kernels.moe.mxfp4_triton import unpacked_triton
 
     blocks, exponents, numbers = every_number()
-    made = words_of(blocks), exponents_of(exponents), numbers
+    made = pack_words(blocks), pad_exponents(exponents), numbers
     words, filled, want = (part.unflatten(0, (4, 64)) for part in made)
     assert torch.equal(unpacked_triton(words, filled, 96, torch.float32).double(), want)
     check_order("cpu")
@@ -315,17 +317,17 @@ def check_numbers_in_products(dtype: torch.dtype, device: str, some: tuple[int, 
     give back a column of the second weights each: to the bit, for all exponents that a product takes."""
     from peagle.kernels.moe.mxfp4_sorted_triton import expert_mlp_packed
 
-    def made(blocks: Tensor, exponents: Tensor) -> Packed:
+    def made(blocks: Tensor, exponents: Tensor) -> PackedWeights:
         columns = 32 * blocks.shape[1]
-        return Packed(words_of(blocks).to(device)[None], exponents_of(exponents).to(device)[None], columns)
+        return PackedWeights(pack_words(blocks).to(device)[None], pad_exponents(exponents).to(device)[None], columns)
 
     blocks, exponents, _ = every_number()
     width, inner = 224, 96
-    down = made(blocks[:width], 8 + exponents[:width] % (LARGEST - 7))
+    down = made(blocks[:width], 8 + exponents[:width] % (MAX_EXPONENT - 7))
     ones = torch.zeros(2 * inner, width // 2, dtype=torch.uint8)
     ones[range(inner), [i // 2 for i in range(inner)]] = torch.tensor([2, 2 << 4], dtype=torch.uint8).repeat(inner // 2)
     gate_up = made(ones.unflatten(1, (-1, 16)), torch.full((2 * inner, width // 32), 127, dtype=torch.uint8))
-    experts = Experts(gate_up, down, clamp=Clamp(1000.0, 2.0))
+    experts = ExpertWeights(gate_up, down, clamp=ClampedGate(1000.0, 2.0))
     x = torch.eye(inner, width, dtype=dtype, device=device)
     want = down[0].to(dtype).T
     assert want.unique().numel() > 400
@@ -490,7 +492,7 @@ def test_compiled_packed() -> None:
     from peagle.kernels.moe.mxfp4 import whole
 
     blocks, exponents, want = every_number()
-    every = Packed(words_of(blocks).cuda()[None], exponents_of(exponents).cuda()[None], 96)
+    every = PackedWeights(pack_words(blocks).cuda()[None], pad_exponents(exponents).cuda()[None], 96)
     assert torch.equal(whole(every, torch.bfloat16).double().cpu()[0], want)
     check_order("cuda")
     check_numbers_in_products(torch.bfloat16, "cuda", (8, 16, 40, 96))

@@ -24,14 +24,14 @@ from support import many
 from torch import Tensor
 from torch.nn import functional as F
 
-from peagle.kernels.gather import take_rows_triton
+from peagle.kernels.gather import gather_rows_triton
 from peagle.kernels.gemm import linear as kernels
 from peagle.kernels.gemm import tile_configs as shapes
-from peagle.kernels.gemm.linear import linear, linear_onto, linear_torch
-from peagle.kernels.gemm.linear_triton import _counters, linear_triton, stream_triton
-from peagle.kernels.gemm.tile_configs import Config, config_for
+from peagle.kernels.gemm.linear import linear, linear_residual, linear_torch
+from peagle.kernels.gemm.linear_triton import _counters, linear_residual_triton, linear_triton
+from peagle.kernels.gemm.tile_configs import GemmConfig, config_for
 from peagle.kernels.norm.rms_norm import (
-    Stream,
+    ResidualStream,
     add_rms_norm,
     add_rms_norm_torch,
     norm_cat,
@@ -137,9 +137,9 @@ class Case:
         assert (off <= bound).all(), f"{(off / bound).max().item():.2f} times too far"  # NaN fails too
 
 
-def configs_for(K: int) -> st.SearchStrategy[Config]:
+def configs_for(K: int) -> st.SearchStrategy[GemmConfig]:
     return st.builds(
-        Config,
+        GemmConfig,
         block_n=st.sampled_from([16, 32]),
         block_k=st.sampled_from([16, 32, 64]),
         stages=st.just(3),
@@ -154,7 +154,7 @@ def configs_for(K: int) -> st.SearchStrategy[Config]:
 
 
 @st.composite
-def calls(draw: st.DrawFn) -> tuple[dict[str, object], Config | None]:
+def calls(draw: st.DrawFn) -> tuple[dict[str, object], GemmConfig | None]:
     glu = draw(st.booleans())
     K = draw(st.one_of(st.integers(1, 200), st.sampled_from([64, 128, 192, 256])))
     N = draw(st.integers(1, 70)) * (2 if glu else 1)
@@ -162,7 +162,7 @@ def calls(draw: st.DrawFn) -> tuple[dict[str, object], Config | None]:
     T = draw(st.one_of(st.sampled_from([1, 8, 16, 17, 32, 33, 64, 65, 150]), st.integers(1, 64)))
     config = draw(st.one_of(st.none(), configs_for(K)))
     if config is not None:
-        if T > (config.block_m or shapes.SKINNY):
+        if T > (config.block_m or shapes.MAX_SKINNY_ROWS):
             config = replace(config, split_k=1)
         if -(-K // config.block_k // config.split_k) % config.chains:
             config = replace(config, chains=1)
@@ -176,10 +176,10 @@ WHOLE = {"T": 20, "N": 70, "K": 250, "glu": True, "norm": True, "bias": True, "r
 @on_a_device
 @many(30)
 @given(calls())
-@example((WHOLE, Config(16, 32, 3, 2, split_k=3, fuse_norm=True)))
-@example((WHOLE | {"K": 256}, Config(32, 64, 3, 4, split_k=2, fuse_norm=True, prefetch=64, tma=True)))
-@example((WHOLE, Config(16, 32, 3, 2, chains=4, block_m=8, fuse_norm=True)))
-@example((WHOLE | {"K": 192}, Config(16, 64, 2, 2, chains=3, block_m=16)))
+@example((WHOLE, GemmConfig(16, 32, 3, 2, split_k=3, fuse_norm=True)))
+@example((WHOLE | {"K": 256}, GemmConfig(32, 64, 3, 4, split_k=2, fuse_norm=True, prefetch=64, tma=True)))
+@example((WHOLE, GemmConfig(16, 32, 3, 2, chains=4, block_m=8, fuse_norm=True)))
+@example((WHOLE | {"K": 192}, GemmConfig(16, 64, 2, 2, chains=3, block_m=16)))
 @example((WHOLE | {"T": 1}, None))
 @example((WHOLE | {"T": 130}, None))
 @example(({"T": 3, "N": 1, "K": 64, "glu": False, "norm": False, "bias": True, "residual": True}, None))
@@ -207,13 +207,13 @@ def test_a_norm_that_its_inputs_producer_prepared_is_the_norm(device, dtype, T, 
     first = Case(T, D, 64, dtype, device, bias=True, residual=True)
     then = Case(T, 6, D, dtype, device, norm=True, glu=glu, bias=True, seed=1)
     with poisoned():
-        stream = stream_triton(
+        stream = linear_residual_triton(
             first.x,
             first.weight,
             first.bias,
             residual=first.residual,
             next_norm=then.norm,
-            config=Config(16, 32, 3, 2, split_k=split),
+            config=GemmConfig(16, 32, 3, 2, split_k=split),
         )
         y = linear_triton(
             stream,
@@ -222,10 +222,10 @@ def test_a_norm_that_its_inputs_producer_prepared_is_the_norm(device, dtype, T, 
             norm_weight=then.norm,
             eps=EPS,
             glu=glu,
-            config=Config(16, 32, 3, 2, split_k=next_split),
+            config=GemmConfig(16, 32, 3, 2, split_k=next_split),
         )
     first.check(stream.x)
-    assert torch.equal(stream.x, first.run(linear_triton, config=Config(16, 32, 3, 2, split_k=split)))
+    assert torch.equal(stream.x, first.run(linear_triton, config=GemmConfig(16, 32, 3, 2, split_k=split)))
     assert stream.scaled is not None and stream.squares is not None
     assert torch.equal(stream.scaled, (stream.x.float() * then.norm.float()).to(dtype))
     torch.testing.assert_close(stream.squares.sum(0), stream.x.double().square().sum(-1), rtol=1e-14, atol=0)
@@ -244,10 +244,10 @@ def test_a_row_of_a_prepared_norm_does_not_depend_on_the_others(device, dtype):
     most = 16 if INTERPRETED else 64
     first = Case(most, 300, 64, dtype, device, residual=True)
     then = Case(most, 48, 300, dtype, device, norm=True)
-    config = Config(16, 32, 3, 2)
+    config = GemmConfig(16, 32, 3, 2)
 
     def run(rows: int) -> tuple[Tensor, Tensor]:
-        stream = stream_triton(
+        stream = linear_residual_triton(
             first.x[:rows], first.weight, residual=first.residual[:rows], next_norm=then.norm, config=config
         )
         assert stream.squares is not None
@@ -279,7 +279,7 @@ def test_a_norm_is_the_same_by_every_kernel_and_configuration(device, dtype):
     want = wide.double().square().sum(-1).float()
     normed: dict[int, Tensor] = {}
     for rows in (1, 8, 17, 64):
-        stream = stream_triton(x[:rows], weight, residual=residual[:rows], next_norm=norm)
+        stream = linear_residual_triton(x[:rows], weight, residual=residual[:rows], next_norm=norm)
         assert torch.equal(stream.x, wide[:rows]) and stream.squares is not None
         # fp32 is what 1 / rms is made of: the same bits from 18 sums and from 36, and from the whole row
         assert torch.equal(stream.squares.sum(0).float(), want[:rows]), rows
@@ -305,20 +305,20 @@ def test_a_row_of_smollm2s_chain_does_not_depend_on_the_others(rows):
 
     weights = {name: draw(n, k, scale=k**-0.5) for name, (n, k) in SMOLLM2.items()}
     norm, mlp_norm = draw(576), draw(576)
-    x, attended = draw(shapes.TILED, 576), draw(shapes.TILED, 576)
+    x, attended = draw(shapes.MAX_TILED_ROWS, 576), draw(shapes.MAX_TILED_ROWS, 576)
 
     def chain(count: int) -> list[Tensor]:
         first = linear(x[:count], weights["qkv"], norm_weight=norm, eps=EPS)
-        stream = linear_onto(x[:count], attended[:count], weights["o"], next_norm=mlp_norm, eps=EPS)
+        stream = linear_residual(x[:count], attended[:count], weights["o"], next_norm=mlp_norm, eps=EPS)
         hidden = linear(stream, weights["gate_up"], norm_weight=mlp_norm, eps=EPS, glu=True)
-        after = linear_onto(stream.x, hidden, weights["down"], next_norm=norm, eps=EPS)
+        after = linear_residual(stream.x, hidden, weights["down"], next_norm=norm, eps=EPS)
         assert stream.squares is not None and after.squares is not None
         qkv = linear(after, weights["qkv"], norm_weight=norm, eps=EPS)
         logits = linear(rms_norm(after.x, norm, EPS), weights["head"])
         return [first, stream.x, hidden, after.x, qkv, logits]
 
     names = ("first qkv", "o", "gate_up", "down", "qkv", "head")
-    for name, some, most in zip(names, chain(rows), chain(shapes.TILED), strict=True):
+    for name, some, most in zip(names, chain(rows), chain(shapes.MAX_TILED_ROWS), strict=True):
         assert torch.equal(some, most[:rows]), name
 
 
@@ -329,7 +329,9 @@ def test_no_rows_are_no_rows(device, dtype):
 
 
 @on_a_device
-@pytest.mark.parametrize("config", [None, Config(16, 32, 3, 2, split_k=2), Config(16, 32, 3, 2, fuse_norm=True)])
+@pytest.mark.parametrize(
+    "config", [None, GemmConfig(16, 32, 3, 2, split_k=2), GemmConfig(16, 32, 3, 2, fuse_norm=True)]
+)
 def test_a_row_does_not_depend_on_the_others(device, dtype, config):
     case = Case(64, 96, 256, dtype, device, norm=True, residual=True)
     # In the interpreter numpy may sum a wider product in another order: only the same width is held to the bit.
@@ -343,7 +345,7 @@ def test_a_row_does_not_depend_on_the_others(device, dtype, config):
 @on_a_device
 def test_a_split_product_repeats_and_leaves_its_counters_zero(device, dtype):
     case = Case(8, 80, 256, dtype, device)
-    config = Config(16, 32, 3, 2, split_k=4)
+    config = GemmConfig(16, 32, 3, 2, split_k=4)
     first = case.run(linear_triton, config=config)
     for _ in range(3):
         assert torch.equal(case.run(linear_triton, config=config), first)
@@ -363,7 +365,7 @@ def test_the_small_kernels(device, dtype, T, K):
         both = norm_cat_triton((x, wide[:, :K]), (weight, x[0]), EPS)
         three = norm_cat_triton((x, wide[:, K:], wide[:, :K]), (weight, weight, x[0]), EPS)
         numbers = torch.tensor([T - 1, 0, T - 1], device=device)
-        taken, late = (take_rows_triton(wide[:, K:], numbers, after_all) for after_all in (False, True))
+        taken, late = (gather_rows_triton(wide[:, K:], numbers, after_all) for after_all in (False, True))
     assert torch.equal(total, x + residual)
     assert torch.equal(taken, torch.stack([wide[T - 1, K:], wide[0, K:], wide[T - 1, K:]])) and torch.equal(taken, late)
     assert torch.equal(torch.cat([three[:, :K], three[:, 2 * K :]], 1), both)
@@ -398,7 +400,7 @@ def test_a_configuration_fits_and_sums_in_the_same_order_for_all_row_counts_of_a
             assert -(-K // c.block_k // c.split_k) % c.chains == 0
             assert 2 <= c.stages and c.stages * tile <= 227 * 1024
             assert 1 <= c.prefetch <= K
-    assert shapes.skinny_rows(N, K, glu) in (shapes.FEW, shapes.SKINNY, shapes.TILED)
+    assert shapes.skinny_rows(N, K, glu) in (shapes.MAX_FEW_ROWS, shapes.MAX_SKINNY_ROWS, shapes.MAX_TILED_ROWS)
 
 
 def test_small_shapes_round_alike_for_all_row_counts():
@@ -408,12 +410,12 @@ def test_small_shapes_round_alike_for_all_row_counts():
         (49152, 64, False),
         *(s for s in KNOWN if s[1] in (576, 1536)),
     ):
-        assert shapes.skinny_rows(N, K, glu) == shapes.TILED
-        assert len({config_for(T, N, K, glu).kind for T in (1, 16, 17, 64, 65, 512, shapes.TILED)}) == 1
+        assert shapes.skinny_rows(N, K, glu) == shapes.MAX_TILED_ROWS
+        assert len({config_for(T, N, K, glu).kind for T in (1, 16, 17, 64, 65, 512, shapes.MAX_TILED_ROWS)}) == 1
 
 
 def test_large_shapes_that_do_not_are_known():
-    """A target's text can change where its rounds go beyond FEW rows by these alone; the last two are a drafter's."""
+    """A target's text can change where its rounds go beyond few rows by these alone; the last two are a drafter's."""
     both = [s for s in KNOWN if config_for(16, *s).kind != config_for(17, *s).kind]
     assert both == [(4096, 4096, False), (4096, 14336, False), (6144, 8192, False), (4096, 12288, False)]
 
@@ -452,7 +454,7 @@ def test_the_cpu_takes_the_twins(dtype):
     assert torch.equal(
         norm_cat((x, -x), (norm, x[0]), EPS), torch.cat([rms_norm(x, norm, EPS), rms_norm(-x, x[0], EPS)], -1)
     )
-    stream = linear_onto(x, x, weight, next_norm=norm)
+    stream = linear_residual(x, x, weight, next_norm=norm)
     assert torch.equal(stream.x, x + F.linear(x, weight)) and stream.squares is None
     ours = linear(stream, weight, norm_weight=norm, eps=EPS)
     assert torch.equal(ours, F.linear(rms_norm_torch(stream.x, norm, EPS), weight))
@@ -465,7 +467,7 @@ def test_many_rows_get_their_norm_with_the_sum(monkeypatch):
     monkeypatch.setattr(kernels, "_fast_product", lambda *tensors: True)
     monkeypatch.setattr(kernels, "skinny_rows", lambda *shape: 0)
     x, weight, norm = torch.randn(5, 24), torch.randn(24, 24), torch.randn(24)
-    stream = linear_onto(x, x, weight, next_norm=norm, eps=EPS)
+    stream = linear_residual(x, x, weight, next_norm=norm, eps=EPS)
     assert stream.normed is not None and torch.equal(stream.x, x + F.linear(x, weight))
     prepared = linear(stream, weight, norm_weight=norm, eps=EPS)
     assert torch.equal(prepared, F.linear(rms_norm_torch(stream.x, norm, EPS), weight))
@@ -517,12 +519,12 @@ def test_overlapping_launches_in_a_graph_change_nothing(split, late, prepared):
     x = torch.randn(8, 512, **made)
 
     def run(pdl: bool) -> Tensor:
-        y = Stream(x)
-        config = Config(16, 64, 4, 2, split_k=split, prefetch=256, late=late)
+        y = ResidualStream(x)
+        config = GemmConfig(16, 64, 4, 2, split_k=split, prefetch=256, late=late)
         for up, down in layers:
             h = linear_triton(y, up, norm_weight=norm, eps=EPS, glu=True, config=config, pdl=pdl)
             following = norm if prepared else None
-            y = stream_triton(h, down, residual=y.x, next_norm=following, config=config, pdl=pdl)
+            y = linear_residual_triton(h, down, residual=y.x, next_norm=following, config=config, pdl=pdl)
             assert (y.squares is not None) == prepared
         return y.x
 

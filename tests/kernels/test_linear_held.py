@@ -16,9 +16,9 @@ import torch
 
 from peagle.kernels.gemm import linear_triton
 from peagle.kernels.gemm import weight_stationary as linear_held
-from peagle.kernels.gemm.linear_triton import stream_triton
-from peagle.kernels.gemm.tile_configs import HELD, config_for, held_rows
-from peagle.kernels.norm.rms_norm import Stream
+from peagle.kernels.gemm.linear_triton import linear_residual_triton
+from peagle.kernels.gemm.tile_configs import MAX_STATIONARY_ROWS, config_for, held_rows
+from peagle.kernels.norm.rms_norm import ResidualStream
 
 # N, K, gated: of SmolLM2 q/k/v, o, gate and up, down; of its drafters the first q/k/v and what combines three aux
 # states
@@ -45,12 +45,12 @@ def usage_of(cubin: bytes, folder: Path) -> dict[str, int]:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_small_products_of_few_rows_are_held(shape: tuple[int, int, bool]) -> None:
     N, K, glu = shape
-    for T in (1, 8, 9, 16, 17, HELD):
+    for T in (1, 8, 9, 16, 17, MAX_STATIONARY_ROWS):
         config = config_for(T, N, K, glu)
         columns = (2 if glu else 1) * config.block_n
         assert config.held and held_rows(T) % 8 == 0
         assert 2 * K * (columns + held_rows(T)) <= 227 * 1024
-    assert not config_for(HELD + 1, N, K, glu).held
+    assert not config_for(MAX_STATIONARY_ROWS + 1, N, K, glu).held
 
 
 @pytest.mark.parametrize(
@@ -120,18 +120,20 @@ def same_as_triton(
     weight, norm, next_norm = draw(N, K, scale=K**-0.5), draw(K), draw(columns)
     for T in rows:
         x, residual = draw(T, K), draw(T, columns)
-        prepared = Stream(x, norm, (x * norm).contiguous(), torch.rand(36, T, dtype=torch.float64, device="cuda") * 30)
+        prepared = ResidualStream(
+            x, norm, (x * norm).contiguous(), torch.rand(36, T, dtype=torch.float64, device="cuda") * 30
+        )
         for given, more in [
             (x, {}),
             (prepared, {"norm_weight": norm, "eps": 1e-5}),
             (x, {"residual": residual, "next_norm": next_norm}),
         ]:
             before = len(launched)
-            y = stream_triton(given, weight, glu=glu, pdl=pdl, **more)
+            y = linear_residual_triton(given, weight, glu=glu, pdl=pdl, **more)
             after = len(launched)
             assert after == before + takes(T, "residual" in more)
             monkeypatch.setattr(linear_triton, "can_hold", lambda *args: False)
-            wanted = stream_triton(given, weight, glu=glu, pdl=pdl, **more)
+            wanted = linear_residual_triton(given, weight, glu=glu, pdl=pdl, **more)
             monkeypatch.setattr(linear_triton, "can_hold", linear_held.can_hold)
             assert len(launched) == after
             assert y.x.isfinite().all() and torch.equal(y.x, wanted.x), (T, more.keys())
@@ -175,6 +177,6 @@ def test_a_held_product_is_the_triton_product(
 ) -> None:
     same_as_triton(
         *(shape, dtype, pdl, monkeypatch, "launch_held"),
-        (1, 2, 7, 8, 9, 14, 16, 17, 20, HELD),
+        (1, 2, 7, 8, 9, 14, 16, 17, 20, MAX_STATIONARY_ROWS),
         lambda T, residual: True,
     )

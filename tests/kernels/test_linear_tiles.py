@@ -15,26 +15,34 @@ from hypothesis import strategies as st
 from test_linear_held import SHAPES, compiled, same_as_triton, usage_of
 
 from peagle.kernels.gemm import tiled as linear_tiles
-from peagle.kernels.gemm.tile_configs import HELD, SHARED_BYTES, TILE_K, TILED, TILES, Tile, config_for
+from peagle.kernels.gemm.tile_configs import (
+    MAX_STATIONARY_ROWS,
+    MAX_TILED_ROWS,
+    SHARED_BYTES,
+    TILE_K,
+    TILES,
+    TileConfig,
+    config_for,
+)
 
 
-def tiles_of(N: int, K: int, glu: bool) -> dict[Tile, int]:
+def tiles_of(N: int, K: int, glu: bool) -> dict[TileConfig, int]:
     """Every tile of a shape, with a number of rows that has it."""
-    found = {config_for(T, N, K, glu).tile: T for T in range(HELD + 1, TILED + 1, 13)}
+    found = {config_for(T, N, K, glu).tile: T for T in range(MAX_STATIONARY_ROWS + 1, MAX_TILED_ROWS + 1, 13)}
     return {tile: T for tile, T in found.items() if tile is not None}
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_small_products_of_many_rows_have_tiles(shape: tuple[int, int, bool]) -> None:
     assert len(tiles_of(*shape)) >= 2
-    assert config_for(HELD, *shape).tile is None and config_for(TILED, *shape).tile is not None
+    assert config_for(MAX_STATIONARY_ROWS, *shape).tile is None and config_for(MAX_TILED_ROWS, *shape).tile is not None
     if shape in TILES:
         assert [most for most, _ in TILES[shape]] == sorted(most for most, _ in TILES[shape])
-        assert TILES[shape][-1][0] == TILED
+        assert TILES[shape][-1][0] == MAX_TILED_ROWS
 
 
 @given(
-    T=st.integers(1, TILED),
+    T=st.integers(1, MAX_TILED_ROWS),
     N=st.integers(1, 4096),
     K=st.one_of(st.integers(1, 2048), st.integers(1, 40).map(lambda steps: steps * TILE_K)),
     glu=st.booleans(),
@@ -91,5 +99,5 @@ def test_tiles_are_the_triton_product(
         usual = not (shape[2] and residual)  # no model has both
         return usual and config_for(T, *shape).tile is not None
 
-    rows = (HELD + 1, 48, 64, 65, 100, 128, 129, 256, 257, 300, 384, 385, 512, 513, TILED)
+    rows = (MAX_STATIONARY_ROWS + 1, 48, 64, 65, 100, 128, 129, 256, 257, 300, 384, 385, 512, 513, MAX_TILED_ROWS)
     same_as_triton(shape, dtype, pdl, monkeypatch, "launch_tiles", rows, takes)

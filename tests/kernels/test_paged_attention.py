@@ -449,7 +449,7 @@ def test_programs_have_all_tiles_between_them_a_share_at_a_time() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_what_decides_the_bits_depends_on_no_batch_but_a_large_one(heads, kv_heads, width, dtype) -> None:
     from peagle.kernels.attention.paged_launch import choose_launch, near_positions
-    from peagle.kernels.gemm.tile_configs import FEW, is_small
+    from peagle.kernels.gemm.tile_configs import MAX_FEW_ROWS, is_small_shape
 
     def decisive(batch: int, rows: int, blocks: int, max_context: int | None = None) -> tuple[int, ...]:
         ints = torch.zeros(batch, dtype=torch.int32)
@@ -461,8 +461,10 @@ def test_what_decides_the_bits_depends_on_no_batch_but_a_large_one(heads, kv_hea
     near = near_positions(heads, kv_heads, width, dtype, torch.device("cpu"))
     last = 132 // kv_heads  # an H200's processors
     sizes = [(b, rows) for b in (1, 2, 3, 4, 8, last) for rows in (1, 3, 8, 40)]
-    small = is_small((heads + 2 * kv_heads) * width, heads * width)
-    held = [(b, rows) for b, rows in sizes if small or dtype == torch.float32 or width > 256 or b * rows <= FEW]
+    small = is_small_shape((heads + 2 * kv_heads) * width, heads * width)
+    held = [
+        (b, rows) for b, rows in sizes if small or dtype == torch.float32 or width > 256 or b * rows <= MAX_FEW_ROWS
+    ]
     few = {decisive(b, rows, m) for b, rows in held for m in (1, 7, 128, 2048)}
     assert few | {decisive(2, 8, 128, 0), decisive(2, 8, 128, 900)} == few and len(few) == 1
     assert all((tile, tile * span) == (near or (tile, tile)) for tile, _, _, span in few)

@@ -494,7 +494,7 @@ def make_drafter(target: Decoder, kind: str) -> Drafter:
         mask_token_id=3 if kind.startswith("p-eagle") else None,
         own_head=kind.endswith("reduced"),
     )
-    drafter = RememberingDrafter(cfg).share(target)
+    drafter = RememberingDrafter(cfg).share_weights(target)
     spread_weights(drafter, 4)
     if drafter.d2t is not None:
         drafter.d2t.copy_(torch.tensor([0, 2, 4, 5]) - torch.arange(4))
@@ -510,7 +510,7 @@ def own_joint(target: Decoder, temperature: float, top_k: int, top_p: float) -> 
         for said, chance in joint.items():
             tokens = torch.tensor([*PROMPT, *said])
             hidden, _ = target(tokens, torch.arange(len(tokens)), causal_attention)
-            row = naive_distribution(target.logits(hidden)[-1].tolist(), temperature, top_k, top_p)
+            row = naive_distribution(target.compute_logits(hidden)[-1].tolist(), temperature, top_k, top_p)
             longer |= {(*said, x): chance * p for x, p in enumerate(row) if p > 0}
         joint = longer
     assert sum(joint.values()) == pytest.approx(1.0)

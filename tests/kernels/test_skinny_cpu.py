@@ -24,7 +24,7 @@ from peagle.engine.model_runner import KVCache, PagedAttention
 from peagle.kernels.attention.paged import Pages
 from peagle.kernels.gemm import linear_cpu as kernels
 from peagle.kernels.gemm import skinny_cpu
-from peagle.models.cpu_passes import FlatDecoder
+from peagle.models.fused_cpu import FusedCpuDecoder
 
 EPS = 1e-5
 compiled = pytest.mark.skipif(skinny_cpu.library() is None, reason="no C compiler here")
@@ -137,8 +137,8 @@ def test_a_pass_of_many_rows_is_as_many_passes_of_one_bit_for_bit(monkeypatch):
             pages = Pages(blocks, torch.tensor([at]).int(), torch.tensor([rows]).int(), rows)
             attend = PagedAttention(cache, pages)
             assert attend.one is not None and attend.one.turns
-            hidden, _ = FlatDecoder(target)(tokens[at : at + rows], torch.arange(at, at + rows), attend)
-            found.append(target.logits(hidden))
+            hidden, _ = FusedCpuDecoder(target)(tokens[at : at + rows], torch.arange(at, at + rows), attend)
+            found.append(target.compute_logits(hidden))
             at += rows
         return torch.cat(found)
 
@@ -147,7 +147,7 @@ def test_a_pass_of_many_rows_is_as_many_passes_of_one_bit_for_bit(monkeypatch):
         assert torch.equal(read([16, 1, 8, 3, 2, 4, 6]), alone)
         assert torch.equal(read([5] * 8), alone)
         target_says = target(tokens, torch.arange(40), _causal)[0]
-    torch.testing.assert_close(alone, target.logits(target_says), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(alone, target.compute_logits(target_says), rtol=1e-4, atol=1e-4)
 
 
 def _causal(layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
@@ -171,7 +171,7 @@ def test_it_takes_all_rows_or_none_and_only_where_it_is_faster(monkeypatch, fast
     else:
         monkeypatch.setattr(skinny_cpu, "product", slow(skinny_cpu.product))
     weights = [torch.randn(24, 16), torch.randn(8, 16), torch.randn(24, 16, dtype=torch.float64)]
-    kernels.measure_products(weights, budget=60.0)
+    kernels.select_cpu_gemms(weights, budget=60.0)
     ours = {key for key, way in kernels._ways.items() if way is skinny_cpu.product}
     wanted = {(N, 16, rows, torch.float32) for N in (24, 8) for rows in range(1, skinny_cpu.MOST_ROWS + 1)}
     assert ours == (wanted if faster else set())
@@ -194,7 +194,7 @@ def test_without_it_everything_still_runs_and_only_a_debug_log_says_so(environme
     monkeypatch.setattr(kernels, "_ways", {})
     caplog.set_level("DEBUG", "peagle.kernels")
     weight, x = torch.randn(8, 4), torch.randn(3, 4)
-    kernels.measure_products([weight])
+    kernels.select_cpu_gemms([weight])
     assert skinny_cpu.library() is None and not skinny_cpu.attends(64)
     with torch.inference_mode():
         torch.testing.assert_close(kernels.linear_cpu(x, weight), x @ weight.T)

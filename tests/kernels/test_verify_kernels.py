@@ -29,15 +29,20 @@ from torch import Tensor
 
 from peagle.config import SamplingParams
 from peagle.errors import UserError
-from peagle.kernels.host_transfer import Shared
+from peagle.kernels.host_transfer import PinnedRing
 from peagle.kernels.sampling import sample as sampling
 from peagle.kernels.sampling import verify
-from peagle.kernels.sampling.sample import argmax, choose
-from peagle.kernels.sampling.verify import accept, conditional_rates, rates_for_length
+from peagle.kernels.sampling.sample import argmax, sample_tokens
+from peagle.kernels.sampling.verify import accept_draft_tokens, rates_for_acceptance_length, to_conditional_rates
 from peagle.kernels.step import draft_inputs as draft_module
-from peagle.kernels.step.draft_inputs import DraftInputs, commit_state, draft_inputs
-from peagle.kernels.step.slot_updates import SlotChanges, change_torch, change_triton
-from peagle.kernels.step.verify_inputs import SlotState, round_inputs, round_inputs_torch, round_inputs_triton
+from peagle.kernels.step.draft_inputs import DraftInputs, build_draft_inputs, commit_state
+from peagle.kernels.step.slot_updates import SlotUpdates, apply_updates_torch, apply_updates_triton
+from peagle.kernels.step.verify_inputs import (
+    SlotState,
+    build_verify_inputs,
+    build_verify_inputs_torch,
+    build_verify_inputs_triton,
+)
 from peagle.speculative.reference import compute_probs
 
 if sampling.triton is not None:
@@ -153,7 +158,9 @@ def settings_of(rows: int, params: SamplingParams) -> tuple[Tensor, Tensor, Tens
 def test_greedy_is_the_first_largest(rows: list[list[int]], half: bool) -> None:
     logits = torch.tensor(rows, dtype=torch.bfloat16 if half else torch.float32)
     want = [row.index(max(row)) for row in rows]
-    got = choose(logits, *settings_of(len(rows), SamplingParams()), torch.arange(len(rows)), torch.arange(len(rows)))
+    got = sample_tokens(
+        logits, *settings_of(len(rows), SamplingParams()), torch.arange(len(rows)), torch.arange(len(rows))
+    )
     assert got.dtype == torch.long
     assert got.tolist() == argmax(logits).tolist() == want
 
@@ -228,7 +235,7 @@ def test_draws_have_the_shaped_distribution(params: SamplingParams, across: str)
     seeds, positions = torch.arange(draws), torch.full((draws,), 7)
     if across == "positions":
         seeds, positions = positions, seeds
-    got = choose(logits.expand(draws, -1), *settings_of(draws, params), seeds, positions)
+    got = sample_tokens(logits.expand(draws, -1), *settings_of(draws, params), seeds, positions)
     counts = torch.bincount(got, minlength=12)
     assert counts[probs == 0].sum() == 0
     possible = probs > 0
@@ -248,7 +255,7 @@ def test_draws_over_a_large_vocabulary_have_its_distribution() -> None:
     mass = torch.zeros(20, dtype=torch.float64).index_add(0, bins, probs)
     for first in range(0, draws, 50):
         at = torch.arange(first, first + 50)
-        got = choose(logits.expand(50, -1), *settings_of(50, params), torch.zeros_like(at), at)
+        got = sample_tokens(logits.expand(50, -1), *settings_of(50, params), torch.zeros_like(at), at)
         counts += torch.bincount(bins[got], minlength=20)
     assert chisquare(counts.numpy(), (mass * draws).numpy()).pvalue > TOLERATED
 
@@ -257,8 +264,8 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
     rows, vocab = 7, 5000
     logits = torch.randn(rows, vocab, generator=rng(6)) * 3
     args = mixed_settings(rows)
-    together = choose(logits, *args)
-    apart = [int(choose(logits[r : r + 1], *(x[r : r + 1] for x in args))) for r in range(rows)]
+    together = sample_tokens(logits, *args)
+    apart = [int(sample_tokens(logits[r : r + 1], *(x[r : r + 1] for x in args))) for r in range(rows)]
     assert together.tolist() == apart
 
 
@@ -266,7 +273,7 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
 def test_extreme_temperatures(temperature: float) -> None:
     logits = torch.tensor([[1.0, 90.0, 90.5, -300.0]]).expand(300, -1)
     params = SamplingParams(temperature=temperature, top_p=0.9)
-    got = choose(logits, *settings_of(300, params), torch.zeros(300, dtype=torch.long), torch.arange(300))
+    got = sample_tokens(logits, *settings_of(300, params), torch.zeros(300, dtype=torch.long), torch.arange(300))
     if temperature < 1:
         assert got.unique().tolist() == [2]
     else:
@@ -276,7 +283,7 @@ def test_extreme_temperatures(temperature: float) -> None:
 def test_what_is_masked_is_never_drawn() -> None:
     logits = torch.tensor([[-math.inf, 0.0, -math.inf, 1.0]]).expand(500, -1)
     for params in SHAPES.values():
-        got = choose(logits, *settings_of(500, params), torch.zeros(500, dtype=torch.long), torch.arange(500))
+        got = sample_tokens(logits, *settings_of(500, params), torch.zeros(500, dtype=torch.long), torch.arange(500))
         assert set(got.tolist()) <= {1, 3}
 
 
@@ -308,7 +315,7 @@ def naive_accept(tokens: list[int], chosen: list[int], available: int) -> tuple[
 def test_accept_is_the_naive_one(case: tuple[list[list[int]], list[list[int]], list[int]]) -> None:
     zeros = torch.zeros(len(case[0]), dtype=torch.long)
     tokens, chosen, available = (torch.tensor(x) for x in case)
-    accepted, emitted, _ = accept(tokens, chosen, available, None, zeros, zeros)
+    accepted, emitted, _ = accept_draft_tokens(tokens, chosen, available, None, zeros, zeros)
     assert accepted.dtype == emitted.dtype == torch.long
     want = [naive_accept(*row) for row in zip(*case, strict=True)]
     assert list(zip(accepted.tolist(), emitted.tolist(), strict=True)) == want
@@ -328,7 +335,7 @@ def toy_generate(params: SamplingParams, k: int, length: int, guess_right: float
 
     def target(prefix: list[int]) -> int:
         args = (*settings_of(1, params), ids(params.seed or 0), ids(len(prefix)))
-        return int(choose(toy_logits(prefix, vocab)[None], *args))
+        return int(sample_tokens(toy_logits(prefix, vocab)[None], *args))
 
     while len(text) < length:
         drafts: list[int] = []
@@ -336,7 +343,9 @@ def toy_generate(params: SamplingParams, k: int, length: int, guess_right: float
             wild = int(torch.randint(vocab, (), generator=luck))
             drafts.append(target(text + drafts) if float(torch.rand((), generator=luck)) < guess_right else wild)
         chosen = [target(text + drafts[:i]) for i in range(k + 1)]
-        _, emitted, _ = accept(ids(text[-1], *drafts)[None], ids(*chosen)[None], ids(k), None, ids(0), ids(0))
+        _, emitted, _ = accept_draft_tokens(
+            ids(text[-1], *drafts)[None], ids(*chosen)[None], ids(k), None, ids(0), ids(0)
+        )
         text = text + [t for t in emitted[0].tolist() if t >= 0]
     return text[:length]
 
@@ -359,13 +368,13 @@ def test_synthetic_acceptance_has_its_rates() -> None:
     tokens = torch.arange(k + 1).expand(requests, -1)
     chosen = 100 + tokens
     unconditional = [0.9, 0.6, 0.6, 0.1]
-    rates = torch.tensor(conditional_rates(unconditional))
+    rates = torch.tensor(to_conditional_rates(unconditional))
     available = torch.full((requests,), k)
     for seeds, positions in (
         (torch.arange(requests), torch.full((requests,), 9)),
         (torch.full((requests,), 9), torch.arange(requests) * k),
     ):
-        accepted, emitted, _ = accept(tokens, chosen, available, rates, seeds, positions)
+        accepted, emitted, _ = accept_draft_tokens(tokens, chosen, available, rates, seeds, positions)
         share = [float((accepted > i).double().mean()) for i in range(k)]
         assert share == pytest.approx(unconditional, abs=4 * 0.5 / math.sqrt(requests))
         assert bool((accepted != 2).all())  # the third always holds if the second does
@@ -373,7 +382,7 @@ def test_synthetic_acceptance_has_its_rates() -> None:
             count = int(accepted[row])
             want = [*range(1, count + 1), 100 + count] + [-1] * (k - count)
             assert emitted[row].tolist() == want
-    accepted, *_ = accept(tokens, chosen, torch.full((requests,), 1), rates, seeds, positions)
+    accepted, *_ = accept_draft_tokens(tokens, chosen, torch.full((requests,), 1), rates, seeds, positions)
     assert int(accepted.max()) == 1
 
 
@@ -381,7 +390,7 @@ def test_synthetic_certainties() -> None:
     requests = 2000
     tokens = torch.zeros(requests, 4, dtype=torch.long)
     args = (torch.full((requests,), 3), torch.tensor([1.0, 1.0, 0.0]), torch.arange(requests), torch.arange(requests))
-    accepted, *_ = accept(tokens, tokens, *args)
+    accepted, *_ = accept_draft_tokens(tokens, tokens, *args)
     assert accepted.unique().tolist() == [2]
 
 
@@ -398,8 +407,8 @@ def test_synthetic_certainties() -> None:
     ],
 )
 def test_rates_for_a_length(length: float, k: int, want: list[float]) -> None:
-    assert rates_for_length(length, k) == want
-    rates = conditional_rates(want)
+    assert rates_for_acceptance_length(length, k) == want
+    rates = to_conditional_rates(want)
     assert all(0 <= r <= 1 for r in rates)
     assert 1 + sum(want) == pytest.approx(length)
     reached = 1.0
@@ -411,13 +420,13 @@ def test_rates_for_a_length(length: float, k: int, want: list[float]) -> None:
 def test_rates_that_make_no_sense_are_refused() -> None:
     for length, k in ((0.99, 3), (4.01, 3), (math.nan, 3), (math.inf, 3)):
         with pytest.raises(UserError, match="between 1 and 4"):
-            rates_for_length(length, k)
+            rates_for_acceptance_length(length, k)
     for bad in ([1.1], [0.5, -0.1], [math.nan]):
         with pytest.raises(UserError, match="between 0 and 1"):
-            conditional_rates(bad)
+            to_conditional_rates(bad)
     with pytest.raises(UserError, match="larger than the one before"):
-        conditional_rates([0.5, 0.6])
-    assert conditional_rates([0.8, 0.4, 0.0, 0.0]) == [0.8, 0.5, 0.0, 0.0]
+        to_conditional_rates([0.5, 0.6])
+    assert to_conditional_rates([0.8, 0.4, 0.0, 0.0]) == [0.8, 0.5, 0.0, 0.0]
 
 
 # The drafter's rows
@@ -427,14 +436,14 @@ def test_the_worked_example() -> None:
     x, b, mask = 21, 22, 99
     hidden = torch.tensor([[10.0], [11.0], [12.0]])
     args = (torch.tensor([[x, b, -1]]), ids(1), ids(10), hidden, torch.tensor([-1.0]), mask, 2)
-    rows = draft_inputs(*args, ids(100))
+    rows = build_draft_inputs(*args, ids(100))
     assert rows.token_ids_R.tolist() == [x, b, mask, mask]
-    assert rows.hidden_RD[:, 0].tolist() == [10.0, 11.0, -1.0, -1.0]
+    assert rows.hidden_states_RD[:, 0].tolist() == [10.0, 11.0, -1.0, -1.0]
     assert rows.positions_R.tolist() == [10, 11, 12, 13]
-    assert rows.live_B.tolist() == [3]
+    assert rows.query_lens_B.tolist() == [3]
     assert rows.sample_rows_BK.tolist() == [[1, 2]]
-    rows = draft_inputs(*args, ids(12))
-    assert rows.live_B.tolist() == [2]
+    rows = build_draft_inputs(*args, ids(12))
+    assert rows.query_lens_B.tolist() == [2]
     assert rows.positions_R.tolist() == [10, 11, 11, 11]
 
 
@@ -467,9 +476,9 @@ def naive_draft_inputs(
 def as_naive(rows: DraftInputs) -> dict[str, Any]:
     return {
         "tokens": rows.token_ids_R.tolist(),
-        "hidden": rows.hidden_RD[:, 0].tolist(),
+        "hidden": rows.hidden_states_RD[:, 0].tolist(),
         "positions": rows.positions_R.tolist(),
-        "live": rows.live_B.tolist(),
+        "live": rows.query_lens_B.tolist(),
         "sample": rows.sample_rows_BK.tolist(),
     }
 
@@ -485,7 +494,7 @@ def test_draft_inputs_are_the_naive_ones(data: st.DataObject) -> None:
     limit = [s + r for s, r in zip(starts, room, strict=True)]
     emitted = [[10 * b + j if j <= m else -1 for j in range(k + 1)] for b, m in enumerate(accepted)]
     hidden = torch.arange(batch * (k + 1)).float()[:, None].expand(-1, 3).contiguous()
-    rows = draft_inputs(
+    rows = build_draft_inputs(
         torch.tensor(emitted),
         torch.tensor(accepted),
         torch.tensor(starts),
@@ -496,8 +505,8 @@ def test_draft_inputs_are_the_naive_ones(data: st.DataObject) -> None:
         torch.tensor(limit),
     )
     assert as_naive(rows) == naive_draft_inputs(emitted, accepted, starts, mask, k, limit)
-    assert bool((rows.hidden_RD == rows.hidden_RD[:, :1]).all())
-    assert rows.live_B.dtype == torch.int32
+    assert bool((rows.hidden_states_RD == rows.hidden_states_RD[:, :1]).all())
+    assert rows.query_lens_B.dtype == torch.int32
     assert rows.token_ids_R.dtype == rows.positions_R.dtype == rows.sample_rows_BK.dtype == torch.long
     assert rows.sample_rows_BK.shape == (batch, k if mask is not None else min(k, 1))
 
@@ -524,7 +533,12 @@ def test_commit_moves_the_state_on(data: st.DataObject) -> None:
             want[2][slot] = max(min(k, longest - known - 1), 0)
     most = torch.full((len(slots),), longest) if each else longest
     commit_state(
-        tokens, start, available, torch.tensor(slots), torch.tensor(emitted), torch.tensor(accepted), drafts, most
+        committed((tokens, start, available)),
+        torch.tensor(slots),
+        torch.tensor(emitted),
+        torch.tensor(accepted),
+        drafts,
+        most,
     )
     assert (tokens.tolist(), start.tolist(), available.tolist()) == want
 
@@ -569,7 +583,7 @@ def to(device: str, values: tuple[Tensor, ...]) -> list[Tensor]:
 
 def check_words(device: str) -> None:
     seeds, positions = ids(0, -1, 2**62 + 12345), ids(0, 70_000, 2**31 + 5)
-    for stream in (sampling.CHOOSE, sampling.ACCEPT):
+    for stream in (sampling.SAMPLE_STREAM, sampling.ACCEPT_STREAM):
         out = torch.empty(3, 2 * sampling.BLOCK, dtype=torch.long, device=device)
         words_kernel[(3, 2)](*to(device, (seeds, positions)), out, STREAM=stream, LANES=sampling.LANES)
         token = torch.arange(out.shape[1])
@@ -616,9 +630,9 @@ def compare_choice(device: str, logits: Tensor, args: tuple[Tensor, ...]) -> Non
         assert float(weights[row >= high].sum()) == pytest.approx(top_p, abs=1e-4), (r, low, high)
         assert float(weights[row > low].sum()) == pytest.approx(top_p, abs=1e-4), (r, low, high)
     assert float(same.double().mean()) >= 0.9
-    chosen = sampling.choose_triton(there, *on).cpu()
+    chosen = sampling.sample_tokens_triton(there, *on).cpu()
     assert chosen.dtype == torch.long
-    assert torch.equal(chosen[same], sampling.choose_torch(logits, *args)[same])
+    assert torch.equal(chosen[same], sampling.sample_tokens_torch(logits, *args)[same])
 
 
 def check_accept(device: str) -> None:
@@ -631,10 +645,10 @@ def check_accept(device: str) -> None:
         available[:4] = k
         seeds, positions = torch.arange(batch) << 33, torch.arange(batch) * 5 + 2**31 - 60
         for rates in (None, torch.linspace(1, 0.5, k)):
-            want = verify.accept_torch(tokens, chosen, available, rates, seeds, positions)
+            want = verify.accept_draft_tokens_torch(tokens, chosen, available, rates, seeds, positions)
             there = None if rates is None else rates.to(device)
             args = to(device, (tokens, chosen, available))
-            got = verify.accept_triton(*args, there, *to(device, (seeds, positions)))
+            got = verify.accept_draft_tokens_triton(*args, there, *to(device, (seeds, positions)))
             for a, b in zip(got, want, strict=True):
                 assert a.dtype == torch.long
                 assert torch.equal(a.cpu(), b)
@@ -656,14 +670,19 @@ def check_draft_inputs(device: str) -> None:
         starts, limit = ids(0, 10, 50, 3).int(), ids(100, 12, 51, 3).int()
         hidden = torch.randn(batch * (k + 1), width, generator=rng(2)).to(dtype)
         mask_hidden = torch.randn(width, generator=rng(3)).to(dtype) if mask is not None else None
-        want = draft_module.draft_inputs_torch(emitted, accepted, starts, hidden, mask_hidden, mask, k, limit)
+        want = draft_module.build_draft_inputs_torch(emitted, accepted, starts, hidden, mask_hidden, mask, k, limit)
         on = to(device, (emitted, accepted, starts, hidden))
         there = None if mask_hidden is None else mask_hidden.to(device)
-        got = draft_module.draft_inputs_triton(*on, there, mask, k, limit.to(device))
+        got = draft_module.build_draft_inputs_triton(*on, there, mask, k, limit.to(device))
         for name, value in vars(want).items():
             other = getattr(got, name)
             assert other.dtype == value.dtype and other.shape == value.shape, name
             assert torch.equal(other.cpu(), value), name
+
+
+def committed(parts: tuple[Tensor, ...]) -> SlotState:
+    """A state of these token ids, computed tokens and draft counts: the fields that `commit_state` writes."""
+    return SlotState(*parts, *[torch.empty(0)] * 3)
 
 
 def check_commit_state(device: str) -> None:
@@ -674,9 +693,9 @@ def check_commit_state(device: str) -> None:
         drafts = torch.randint(0, 400, (4, k), generator=rng(k + 1))
         for longest in (1, 22, 2000, ids(8, 9, 10, 24)):
             want, got = tuple(x.clone() for x in state), to(device, tuple(x.clone() for x in state))
-            draft_module.commit_state_torch(*want, slots, emitted, accepted, drafts, longest)
+            draft_module.commit_state_torch(committed(want), slots, emitted, accepted, drafts, longest)
             most = longest.to(device) if isinstance(longest, Tensor) else longest
-            draft_module.commit_state_triton(*got, *to(device, (slots, emitted, accepted, drafts)), most)
+            draft_module.commit_state_triton(committed(got), *to(device, (slots, emitted, accepted, drafts)), most)
             for a, b in zip(got, want, strict=True):
                 assert torch.equal(a.cpu(), b)
             # Where they are is said: the same as if they had gone there in a round
@@ -685,7 +704,7 @@ def check_commit_state(device: str) -> None:
             for commit in (draft_module.commit_state_torch, draft_module.commit_state_triton):
                 placed = to(device, tuple(x.clone() for x in moved))
                 placed[1].fill_(33)
-                commit(*placed, *args)
+                commit(committed(placed), *args)
                 for i, (a, b) in enumerate(zip(placed, want, strict=True)):
                     rows = slots[slots >= 0] if i == 1 else slice(None)
                     assert torch.equal(a.cpu()[rows], b[rows])
@@ -694,8 +713,13 @@ def check_commit_state(device: str) -> None:
 
 def slot_state(seed: int, slots: int = 5, drafts: int = 7, blocks: int = 300) -> SlotState:
     rng = torch.Generator().manual_seed(seed)
-    state = SlotState.make(slots, drafts, blocks, torch.device("cpu"))
-    for name, most in (("tokens_SN", 1000), ("start_S", 60), ("available_S", 8), ("block_tables_SM", 50)):
+    state = SlotState.allocate(slots, drafts, blocks, torch.device("cpu"))
+    for name, most in (
+        ("token_ids_SN", 1000),
+        ("num_computed_tokens_S", 60),
+        ("num_draft_tokens_S", 8),
+        ("block_tables_SM", 50),
+    ):
         getattr(state, name).random_(0, most, generator=rng)
     for name in ("temperature_S", "top_p_S", "min_p_S"):
         getattr(state, name).uniform_(generator=rng)
@@ -708,9 +732,9 @@ def check_round_inputs(device: str) -> None:
     for k in (0, 1, 3, 7):
         state = slot_state(k)
         slots = torch.tensor([3, -1, 0, 4])
-        want = round_inputs_torch(state, slots, k, 50)
+        want = build_verify_inputs_torch(state, slots, k, 50)
         moved = SlotState(**{f.name: getattr(state, f.name).to(device) for f in fields(state)})
-        have = round_inputs_triton(moved, slots.to(device), k, 50)
+        have = build_verify_inputs_triton(moved, slots.to(device), k, 50)
         for f in fields(want):
             a, b = getattr(want, f.name), getattr(have, f.name).cpu()
             assert a.dtype == b.dtype and torch.equal(a, b), (k, f.name)
@@ -723,19 +747,19 @@ def check_slot_changes(device: str) -> None:
         g = rng(seed)
         state = slot_state(seed, slots=9)
         want = SlotState(**{f.name: getattr(state, f.name).clone() for f in fields(state)})
-        changes = SlotChanges(state, Shared(2))
+        changes = SlotUpdates(state, PinnedRing(2))
         for slot in (0, 4, 8):
             first = int(torch.randint(0, 250, (), generator=g))
             blocks = torch.randint(0, 2**31 - 1, (300 - first,), generator=g)
-            changes.give(slot, first, blocks.tolist())
+            changes.set_blocks(slot, first, blocks.tolist())
             want.block_tables_SM[slot, first:] = blocks.int()
             shares, counts = torch.rand(3, generator=g), torch.randint(0, 2**63 - 1, (2,), generator=g)
-            changes.settle(slot, shares.tolist(), counts.tolist())
-            want.shares_3S[:, slot], want.counts_2S[:, slot] = shares, counts
-        cells = changes.take()
+            changes.set_sampling_params(slot, shares.tolist(), counts.tolist())
+            want.float_params_3S[:, slot], want.int_params_2S[:, slot] = shares, counts
+        cells = changes.pop_updates()
         moved = SlotState(**{f.name: getattr(state, f.name).to(device) for f in fields(state)})
-        change_triton(moved, cells.to(device))
-        change_torch(state, cells)
+        apply_updates_triton(moved, cells.to(device))
+        apply_updates_torch(state, cells)
         for f in fields(want):
             for have in (state, moved):
                 assert torch.equal(getattr(want, f.name), getattr(have, f.name).cpu()), (seed, f.name)
@@ -744,30 +768,30 @@ def check_slot_changes(device: str) -> None:
 @pytest.mark.gpu
 def test_changes_are_read_from_the_hosts_memory() -> None:
     """By a kernel that may run long after a list was made: no list made meanwhile is read in its place."""
-    state, want = (SlotState.make(8, 3, 40, torch.device(device)) for device in ("cuda", "cpu"))
-    sides = [SlotChanges(each, Shared(64)) for each in (state, want)]
+    state, want = (SlotState.allocate(8, 3, 40, torch.device(device)) for device in ("cuda", "cpu"))
+    sides = [SlotUpdates(each, PinnedRing(64)) for each in (state, want)]
     busy = torch.randn(4096, 4096, device="cuda")
     for _ in range(20):
         busy = busy @ busy
     for turn in range(40):
         for changes in sides:
-            changes.give(turn % 8, turn % 30, [turn, turn + 1, turn + 2])
-            changes.settle(turn % 8, (turn / 7, turn / 9, turn / 11), (turn, 2**62 + turn))
+            changes.set_blocks(turn % 8, turn % 30, [turn, turn + 1, turn + 2])
+            changes.set_sampling_params(turn % 8, (turn / 7, turn / 9, turn / 11), (turn, 2**62 + turn))
             changes.send()
     for f in fields(want):
         assert torch.equal(getattr(want, f.name), getattr(state, f.name).cpu()), f.name
 
 
 def test_the_rows_of_a_round() -> None:
-    """The worked example of `round_inputs`, and a row of nobody's."""
-    state = SlotState.make(2, 2, 4, torch.device("cpu"))
-    state.tokens_SN[1] = torch.tensor([7, 8, 9])
-    state.start_S[1] = 5
-    rows = round_inputs(state, torch.tensor([1, -1]), 2, 7)
-    assert rows.tokens_BQ.tolist() == [[7, 8, 9], [0, 0, 0]]
+    """The worked example of `build_verify_inputs`, and a row of nobody's."""
+    state = SlotState.allocate(2, 2, 4, torch.device("cpu"))
+    state.token_ids_SN[1] = torch.tensor([7, 8, 9])
+    state.num_computed_tokens_S[1] = 5
+    rows = build_verify_inputs(state, torch.tensor([1, -1]), 2, 7)
+    assert rows.token_ids_BQ.tolist() == [[7, 8, 9], [0, 0, 0]]
     assert rows.positions_T.tolist() == [5, 6, 6, 0, 1, 2]
-    assert rows.next_T.tolist() == [6, 7, 8, 1, 2, 3]
-    assert rows.live_B.tolist() == [2, 3] and rows.available_B.tolist() == [0, 0]
+    assert rows.sample_positions_T.tolist() == [6, 7, 8, 1, 2, 3]
+    assert rows.query_lens_B.tolist() == [2, 3] and rows.num_draft_tokens_B.tolist() == [0, 0]
 
 
 CHECKS: dict[str, Callable[[str], None]] = {
@@ -804,7 +828,7 @@ def test_a_captured_round_reads_its_inputs_anew() -> None:
         g = rng(seed)
         logits = torch.randn(batch * rows, vocab, generator=g) * 3
         settings = tuple(x.roll(seed, 0) for x in mixed_settings(batch * rows))
-        tokens = torch.cat([torch.zeros(batch, 1).long(), choose(logits, *settings).view(batch, rows)[:, :k]], 1)
+        tokens = torch.cat([torch.zeros(batch, 1).long(), sample_tokens(logits, *settings).view(batch, rows)[:, :k]], 1)
         tokens[0, 2] = 0  # most drafts hold, one does not
         available = torch.randint(1, rows, (batch,), generator=g)
         hidden, mask_hidden = torch.randn(batch * rows, width, generator=g), torch.randn(width, generator=g)
@@ -813,11 +837,11 @@ def test_a_captured_round_reads_its_inputs_anew() -> None:
 
     def round_of(x: list[Tensor], state: tuple[Tensor, ...]) -> list[Tensor]:
         logits, settings, (tokens, available, hidden, mask_hidden, starts, limit) = x[0], x[1:7], x[7:]
-        chosen = choose(logits, *settings).view(batch, rows)
-        accepted, emitted, _ = accept(tokens, chosen, available, None, starts, starts)
-        made = draft_inputs(emitted, accepted, starts, hidden, mask_hidden, 7, k, limit)
+        chosen = sample_tokens(logits, *settings).view(batch, rows)
+        accepted, emitted, _ = accept_draft_tokens(tokens, chosen, available, None, starts, starts)
+        made = build_draft_inputs(emitted, accepted, starts, hidden, mask_hidden, 7, k, limit)
         drafts = argmax(logits)[made.sample_rows_BK % (batch * rows)]
-        commit_state(*state, torch.arange(batch, device=logits.device), emitted, accepted, drafts, limit)
+        commit_state(committed(state), torch.arange(batch, device=logits.device), emitted, accepted, drafts, limit)
         return [chosen, accepted, emitted, *vars(made).values(), drafts]
 
     def fresh_state(device: str) -> tuple[Tensor, ...]:
@@ -851,14 +875,15 @@ def test_all_of_it_works_without_triton() -> None:
 import sys
 sys.modules["triton"] = None
 import torch
-from peagle.kernels.step.draft_inputs import draft_inputs
-from peagle.kernels.sampling.sample import choose
-from peagle.kernels.sampling.verify import accept
+from peagle.kernels.step.draft_inputs import build_draft_inputs
+from peagle.kernels.sampling.sample import sample_tokens
+from peagle.kernels.sampling.verify import accept_draft_tokens
 one = torch.ones(2)
-tokens = choose(torch.randn(2, 9), one, one.long() * 3, one * 0.9, one * 0.1, one.long(), one.long())
+tokens = sample_tokens(torch.randn(2, 9), one, one.long() * 3, one * 0.9, one * 0.1, one.long(), one.long())
 tokens, zero = tokens.view(1, 2), torch.zeros(1).long()
-accepted, emitted, _ = accept(tokens, tokens, zero + 1, None, zero, zero)
-print(draft_inputs(emitted, accepted, zero, torch.randn(2, 4), torch.randn(4), 3, 1, zero + 9).live_B.tolist())
+accepted, emitted, _ = accept_draft_tokens(tokens, tokens, zero + 1, None, zero, zero)
+made = build_draft_inputs(emitted, accepted, zero, torch.randn(2, 4), torch.randn(4), 3, 1, zero + 9)
+print(made.query_lens_B.tolist())
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -152,7 +152,7 @@ def ours(model: Decoder, tokens: torch.Tensor) -> tuple[torch.Tensor, list[torch
     aux_layer_ids = tuple(range(model.cfg.num_layers + 1))
     hidden, aux_hidden_states = model(tokens, torch.arange(len(tokens)), causal_attention, aux_layer_ids)
     assert aux_hidden_states is not None
-    return model.logits(hidden), list(aux_hidden_states.chunk(len(aux_layer_ids), -1))
+    return model.compute_logits(hidden), list(aux_hidden_states.chunk(len(aux_layer_ids), -1))
 
 
 def assert_same(model: Any, decoder: Decoder, tokens: torch.Tensor, atol: float = 1e-5) -> None:
@@ -271,7 +271,7 @@ def test_positions_are_absolute_and_far(tmp_path: Path) -> None:
         want = model(tokens[None], position_ids=positions[None], use_cache=False).logits[0]
         hidden, aux_hidden_states = decoder(tokens, positions, causal_attention)
         assert aux_hidden_states is None
-        assert (decoder.logits(hidden) - want).abs().max() < 1e-4
+        assert (decoder.compute_logits(hidden) - want).abs().max() < 1e-4
     cast = decoder.to(torch.bfloat16)
     assert cast.rope.freq.dtype == torch.float32
     assert torch.equal(cast.rope.freq, load_decoder(tmp_path).rope.freq)

@@ -123,7 +123,7 @@ def random_drafter(target: Decoder) -> Drafter:
     for name, parameter in drafter.named_parameters():
         if parameter.dim() > 1 and name != "mask_hidden":
             torch.nn.init.normal_(parameter, std=0.3)
-    return drafter.share(target)
+    return drafter.share_weights(target)
 
 
 @torch.inference_mode()
@@ -143,7 +143,7 @@ def test_greedy_text(name: str, tmp_path: Path) -> None:
     model = saved(name, tmp_path, vocab_size=23, **({"original": 128} if name == "phi4-mini" else {}))
     target = Target(tmp_path, load_decoder(tmp_path), frozenset())
     for rope in target.model.ropes:
-        rope.reach(128)
+        rope.set_max_model_len(128)
     drafter = random_drafter(target.model)
     prompts = [tokens_of(23, length).tolist() for length in (3, 14, 37)]
     count = 40
@@ -190,11 +190,11 @@ def test_longrope_by_the_length_that_texts_may_have(tmp_path: Path) -> None:
     long, short = tokens_of(97, 40), tokens_of(97, 32)
     assert_same(model, decoder, long)
     assert (ours(decoder, short)[0] - theirs(model, short)[0]).abs().max() > 0.1
-    decoder.rope.reach(32)
+    decoder.rope.set_max_model_len(32)
     assert_same(model, decoder, short)
-    decoder.rope.tabulate(64, torch.float32)
+    decoder.rope.build_cos_sin_cache(64, torch.float32)
     assert_same(model, decoder, short)
-    decoder.rope.reach(33)
+    decoder.rope.set_max_model_len(33)
     assert_same(model, decoder, long)
     prompt, params = short[:20].tolist(), SamplingParams(max_tokens=10, temperature=0.0)
     settings: dict[str, Any] = {"device": "cpu", "dtype": "float32", "threads": 1, "tokenizer": False}

@@ -148,7 +148,7 @@ def test_bfloat16(name: str, tmp_path: Path) -> None:
     saved(name, tmp_path)
     tokens = tokens_of(97)
     exact, rounded = (
-        decoder.logits(decoder(tokens, torch.arange(len(tokens)), causal_attention)[0])
+        decoder.compute_logits(decoder(tokens, torch.arange(len(tokens)), causal_attention)[0])
         for decoder in (load_decoder(tmp_path), load_decoder(tmp_path, torch.bfloat16))
     )
     assert rounded.dtype == (torch.float32 if name == "gemma4" else torch.bfloat16)
@@ -185,7 +185,7 @@ def test_text_part(make: Callable[[], Any], tmp_path: Path) -> None:
     tokens = tokens_of(97)
     want = model(input_ids=tokens[None], use_cache=False).logits[0]
     decoder = load_decoder(tmp_path)
-    got = decoder.logits(decoder(tokens, torch.arange(len(tokens)), causal_attention)[0])
+    got = decoder.compute_logits(decoder(tokens, torch.arange(len(tokens)), causal_attention)[0])
     assert want.std() > 0.1 and (got - want).abs().max() < 1e-4
 
 
@@ -403,7 +403,7 @@ def test_noise_in_place_of_weights(name: str, tmp_path: Path) -> None:
     saved(name, tmp_path)
     torch.manual_seed(0)
     noise = random_weights(Decoder, read_target_config(tmp_path), torch.float32, torch.device("cpu"))
-    logits = noise.logits(noise(tokens_of(97), torch.arange(40), causal_attention)[0])
+    logits = noise.compute_logits(noise(tokens_of(97), torch.arange(40), causal_attention)[0])
     assert logits.isfinite().all() and logits.std(0).min() > 1e-3
 
 

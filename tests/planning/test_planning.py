@@ -168,7 +168,7 @@ def test_a_dense_target_weighs_what_its_modules_do(
     cfg = DecoderConfig("llama", vocab, layers, layer, RopeConfig(), 64, tied, (None,) * layers)
     with torch.device("meta"):
         model = Decoder(cfg)
-    model.tie()
+    model.tie_weights()
     shape = read_shape(llama_config(cfg), Path("config.json"), "x", None, None)
     # weights are read as float32, tables as bf16 at most
     tables = shape.head_weights * (1 if tied else 2)

@@ -170,7 +170,7 @@ def test_rounds_have_the_context_behind_them() -> None:
         tables = runner.state.block_tables_SM[slots_B][:, : -(-(40 + k + 1) // BLOCK_SIZE)]
         blocks = tables.flatten().tolist()
         assert 0 not in blocks and len(set(blocks)) == len(blocks)
-        seen.append((slots_B.tolist(), k, runner.state.start_S[slots_B].tolist()))
+        seen.append((slots_B.tolist(), k, runner.state.num_computed_tokens_S[slots_B].tolist()))
         return original(slots_B, k)
 
     table = StepCostTable({(3, 7): 1.0})

@@ -116,7 +116,7 @@ def random_drafter(target_seed: int, seed: int) -> Drafter:
         windows=random_windows(choose, layers),
         **{name: choose.random() < 0.4 for name in flags},
     )
-    drafter = Drafter(cfg).share(target)
+    drafter = Drafter(cfg).share_weights(target)
     randomise(drafter, 1000 * target_seed + seed)
     if drafter.d2t is not None:
         kept = torch.tensor(sorted(choose.sample(range(vocab), cfg.draft_vocab_size)))
@@ -138,7 +138,7 @@ def trained_target() -> Decoder:
 @torch.inference_mode()
 def next_logits(target: Decoder, tokens: list[int]) -> Tensor:
     hidden, _ = target(torch.tensor(tokens), torch.arange(len(tokens)), causal_attention)
-    return target.logits(hidden[-1])
+    return target.compute_logits(hidden[-1])
 
 
 def say(target: Decoder, prompt: list[int], count: int) -> tuple[int, ...] | None:
@@ -368,7 +368,7 @@ def test_random_drafters_change_nothing() -> None:
 
 @pytest.mark.parametrize("name", pairs.RECIPES)
 def test_trained_drafters_change_nothing(name: str) -> None:
-    drafter = trained_pair(name)[1].share(trained_target())
+    drafter = trained_pair(name)[1].share_weights(trained_target())
     seen: Counter[str] = Counter()
 
     @many(40)
@@ -612,7 +612,7 @@ def target_aux_states(target: Decoder, aux_layer_ids: tuple[int, ...], tokens: l
 
 
 def best(drafter: Drafter, said: Tensor) -> int:
-    return int(drafter.target_ids(drafter.logits(said).argmax()))
+    return int(drafter.to_target_ids(drafter.compute_logits(said).argmax()))
 
 
 @pytest.mark.parametrize("name", ["p-eagle-1", "p-eagle-1-reduced", "p-eagle-1-wide"])
@@ -628,8 +628,8 @@ def test_the_worked_example_of_p_eagle(name: str) -> None:
     assert positions.tolist() == [0, 1, 2, 3]
     with torch.inference_mode():
         assert drafter.mask_hidden is not None
-        torch.testing.assert_close(hidden[:2], drafter.combine(aux_hidden_states))
-        torch.testing.assert_close(hidden[2:], drafter.combine(drafter.mask_hidden[0]).repeat(2, 1))
+        torch.testing.assert_close(hidden[:2], drafter.combine_hidden_states(aux_hidden_states))
+        torch.testing.assert_close(hidden[2:], drafter.combine_hidden_states(drafter.mask_hidden[0]).repeat(2, 1))
         assert draft.tokens == [best(drafter, said[0][0][row]) for row in (1, 2, 3)]
     assert torch.equal(draft.probs_KV, F.one_hot(torch.tensor(draft.tokens), pairs.VOCAB).double())
 
@@ -645,7 +645,7 @@ def test_the_same_example_with_eagle_3(name: str) -> None:
     assert [args[2].tolist() for args in given] == [[0, 1], [0, 1, 2], [0, 1, 2, 3]]
     with torch.inference_mode():
         for _, hidden, _, _ in given:
-            torch.testing.assert_close(hidden[:2], drafter.combine(aux_hidden_states))
+            torch.testing.assert_close(hidden[:2], drafter.combine_hidden_states(aux_hidden_states))
         for i in (1, 2):  # each new row carries what the pass before handed on
             torch.testing.assert_close(given[i][1][-1], said[i - 1][1][-1])
         assert draft.tokens == [best(drafter, out[0][-1]) for out in said]
@@ -724,10 +724,10 @@ class CachedDrafting:
         drafter, real = self.drafter, len(tokens) - 1
         first = min(self.kept, real - 1)
         self.kept = real + (k - 1 if self.keep_guesses else 0)
-        rows, hidden = tokens[1 + first :], drafter.combine(aux_hidden_states[first:])
+        rows, hidden = tokens[1 + first :], drafter.combine_hidden_states(aux_hidden_states[first:])
         if drafter.cfg.mask_token_id is not None:
             rows = rows + [drafter.cfg.mask_token_id] * (k - 1)
-            said, _ = self.step(rows, torch.cat([hidden, drafter.masked(k - 1)]), first)
+            said, _ = self.step(rows, torch.cat([hidden, drafter.mask_hidden_states(k - 1)]), first)
             return [best(drafter, s) for s in said[-k:]], said[-k:]
         said, handed_on = self.step(rows, hidden, first)
         states = [said[-1]]
@@ -853,7 +853,7 @@ def test_the_number_of_drafts_does_not_matter_without_a_drafter() -> None:
 
 def test_the_most_drafts_there_can_be() -> None:
     start = trained_start(0)
-    drafter = trained_pair("p-eagle-1")[1].share(trained_target())
+    drafter = trained_pair("p-eagle-1")[1].share_weights(trained_target())
     run = a_case(start, k=64, max_tokens=12).run(drafter)
     assert run.token_ids == list(start.truth[:12])
     assert all(len(r.drafts) == 64 for r in run.steps)

@@ -84,7 +84,7 @@ def test_replayed_steps_are_the_ones_captured(kind: str, counted: dict[str, bool
     rows = [sample_rows(batch, DEPTHS, RATE, generator(0, i)) for i, batch in enumerate(made)]
     ends = []
     for graphs in (True, False):
-        drafter = new_drafter(KINDS[kind], torch.float32).cuda().share(target)
+        drafter = new_drafter(KINDS[kind], torch.float32).cuda().share_weights(target)
         optimizer, online = Optimizer(drafter, cfg), Online(target, drafter.cfg.aux_layer_ids)
         framer = Framer(cfg, 128, drafter.cfg.parallel, 10**6, pinned=True)
         step, weights = FramedStep(drafter, target, online, cfg), depth_weights(DEPTHS, 1.0)

@@ -123,14 +123,14 @@ def replayed(
     """What the head reads for guess `depth` after tokens[: anchor + 2], by the rows inference has, with the
     true tokens in place of an autoregressive drafter's guesses."""
     row_tokens = tokens[1 : anchor + 2].tolist()
-    hidden = drafter.combine(aux_hidden_states_TN[: anchor + 1])
+    hidden = drafter.combine_hidden_states(aux_hidden_states_TN[: anchor + 1])
 
     def run() -> tuple[torch.Tensor, torch.Tensor]:
         return drafter(torch.tensor(row_tokens), hidden, torch.arange(len(row_tokens)), causal_attention)
 
     if drafter.cfg.mask_token_id is not None:
         row_tokens += [drafter.cfg.mask_token_id] * depth
-        hidden = torch.cat([hidden, drafter.masked(depth)])
+        hidden = torch.cat([hidden, drafter.mask_hidden_states(depth)])
         return run()[0][-1]
     for step in range(depth):
         _, handed_on = run()
@@ -149,7 +149,7 @@ def biased() -> tuple[Decoder, Drafter]:
     layer = LayerConfig(64, 96, 2, 1, 16, qkv_bias=True, out_bias=True, mlp_bias=True, qk_norm=True)
     drafter = Drafter(replace(pairs.BASE, layer=layer, num_layers=3, norm_output=True, aux_layer_ids=(0, 5)))
     pairs.initialise(drafter, seed=4, scale=0.2)
-    return target, drafter.share(target).requires_grad_(False)
+    return target, drafter.share_weights(target).requires_grad_(False)
 
 
 @torch.no_grad()
@@ -185,7 +185,7 @@ def test_training_rows_draft_what_the_reference_drafts(name: str) -> None:
         _, aux_hidden_states_BTN = dense.read_target(target, text, drafter.cfg.aux_layer_ids)
         rows = rows_of([(a, 0) for a in range(anchor + 1)] + [(anchor, d) for d in range(1, k)])
         said = dense.drafter_states(drafter, text, aux_hidden_states_BTN, rows)[0, -k:]
-        assert drafter.target_ids(drafter.logits(said).argmax(-1)).tolist() == draft.tokens
+        assert drafter.to_target_ids(drafter.compute_logits(said).argmax(-1)).tolist() == draft.tokens
 
 
 @torch.no_grad()
@@ -213,8 +213,8 @@ def direct_loss(
                 read, torch.arange(len(read)), causal_attention, drafter.cfg.aux_layer_ids
             )
             assert aux_hidden_states is not None
-            p = target.logits(hidden[-1]).double().softmax(-1).tolist()
-            head = drafter.head_table.double()
+            p = target.compute_logits(hidden[-1]).double().softmax(-1).tolist()
+            head = drafter.lm_head_weight.double()
             said = replayed(drafter, tokens, aux_hidden_states, anchor, depth).double()
             log_q = (head @ said).log_softmax(-1).tolist()
             offsets = [0] * len(log_q) if drafter.d2t is None else drafter.d2t.tolist()
@@ -253,7 +253,7 @@ def test_reduced_vocabulary_asks_only_for_what_it_has() -> None:
     for i in (0, 5, len(known) - 1):
         certain = torch.full((1, 1, pairs.VOCAB), -100.0)
         certain[..., known[i]] = 100.0
-        want = -drafter.logits(said).log_softmax(-1)[0, 0, i]
+        want = -drafter.compute_logits(said).log_softmax(-1)[0, 0, i]
         assert float(dense.row_losses(drafter, said, certain)) == pytest.approx(float(want), rel=1e-5)
 
 

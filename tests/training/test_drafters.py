@@ -146,16 +146,18 @@ def test_what_has_grown_says_nothing_at_first(name: str, method: Method, wider: 
     torch.testing.assert_close(now.probs_KV, was.probs_KV, rtol=1e-5 if wider else 0, atol=1e-7 if wider else 0)
     new = [p for layer in list(grown.layers)[small.cfg.num_layers :] for p in layer.parameters() if p.dim() > 1]
     for step in range(2):
-        hidden = grown.combine(aux_hidden_states)
+        hidden = grown.combine_hidden_states(aux_hidden_states)
         said, _ = grown(torch.tensor(tokens[1:]), hidden, torch.arange(len(tokens) - 1), causal_attention)
-        grads = torch.autograd.grad(grown.logits(said).square().sum(), new)
+        grads = torch.autograd.grad(grown.compute_logits(said).square().sum(), new)
         told = [bool(g.abs().sum() > 0) for g in grads]
         assert sum(told) == (len(new) if step else 4), "at first the two that write, then all"
         with torch.no_grad():
             for p, g in zip(new, grads, strict=True):
                 p -= 1e-3 * g
     if wider:
-        loss = grown.logits(grown(torch.tensor(tokens[1:]), hidden, torch.arange(len(tokens) - 1), causal_attention)[0])
+        loss = grown.compute_logits(
+            grown(torch.tensor(tokens[1:]), hidden, torch.arange(len(tokens) - 1), causal_attention)[0]
+        )
         learn_widened(grown, small.cfg.layer.intermediate_size, loss.square().sum())
 
 

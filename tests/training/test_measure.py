@@ -86,7 +86,7 @@ def test_loops_are_counted_apart() -> None:
 
 def test_training_does_not_notice() -> None:
     target, trained = pairs.load_pair("p-eagle-1-wide")
-    drafter = Drafter(trained.cfg).share(target)
+    drafter = Drafter(trained.cfg).share_weights(target)
     drafter.load_state_dict(trained.state_dict())
     drafter.double().train()
     for i, parameter in enumerate(drafter.parameters()):
@@ -119,7 +119,7 @@ def test_what_cannot_be_measured_is_refused() -> None:
         Measurer(target, EOS, [], 8, 3)
     with pytest.raises(UserError, match="between 1 and"):
         Measurer(target, EOS, asked(1), 8, 0)
-    other = Drafter(replace(pairs.BASE, aux_layer_ids=(1, 2, 9))).share(target)
+    other = Drafter(replace(pairs.BASE, aux_layer_ids=(1, 2, 9))).share_weights(target)
     with pytest.raises(UserError, match="does not fit the target: aux_hidden_states layer 9, this target has 5 layers"):
         Measurer(target, EOS, asked(1), 8, 3).measure(other)
 

@@ -50,7 +50,7 @@ def new_drafter(cfg: DrafterConfig, dtype: torch.dtype) -> Drafter:
             torch.nn.init.normal_(parameter, std=0.15)
     if drafter.d2t is not None:
         drafter.d2t.copy_(torch.arange(len(drafter.d2t)) * 2)  # draft id i is token 3 i
-    return drafter.share(target_of(dtype))
+    return drafter.share_weights(target_of(dtype))
 
 
 def states_of(batch: Batch, cfg: DrafterConfig, dtype: torch.dtype) -> TargetStates:
@@ -74,7 +74,7 @@ def likely(batch: Batch, share: float = 0.8) -> Batch:
         start = int(batch.start_N[i])
         if start < i and torch.rand((), generator=rng) < share:
             hidden, _ = dense.read_target(target, token_N[None, start:i], pairs.BASE.aux_layer_ids)
-            token_N[i] = target.logits(hidden[0, -1:]).argmax()
+            token_N[i] = target.compute_logits(hidden[0, -1:]).argmax()
     return replace(batch, token_ids_N=token_N)
 
 
@@ -101,13 +101,15 @@ def oracle(
         kept = [i for i, (a, d) in enumerate(pairs_here) if (a + start, d) in asked]
         depth = here.depth_R[kept]
         with torch.no_grad():
-            logits = target.logits(states.hidden_ND[start + here.position_R[kept] + 1]) * aim.sharpen
+            logits = target.compute_logits(states.hidden_ND[start + here.position_R[kept] + 1]) * aim.sharpen
         losses = dense.row_losses(drafter, said[0, kept], logits)
         each = torch.tensor([weights[d] / rows.counts[d] for d in depth.tolist()], dtype=losses.dtype)
         if aim.by_reach or aim.by_start or aim.by_value:
             with torch.no_grad():
-                ids = drafter.target_ids(torch.arange(drafter.cfg.draft_vocab_size))
-                common = torch.minimum(drafter.logits(said[0, kept]).softmax(-1), logits.softmax(-1)[:, ids]).sum(-1)
+                ids = drafter.to_target_ids(torch.arange(drafter.cfg.draft_vocab_size))
+                common = torch.minimum(
+                    drafter.compute_logits(said[0, kept]).softmax(-1), logits.softmax(-1)[:, ids]
+                ).sum(-1)
             text = batch.token_ids_N[start + here.position_R[kept] + 2]
             used = {pairs_here[i]: common[k] * (logits[k].argmax() == text[k]) for k, i in enumerate(kept)}
             for k, i in enumerate(kept):
@@ -229,7 +231,7 @@ def test_unbroken_rows_are_those_whose_whole_chain_matches() -> None:
     rows, size, target = all_rows(batch, 4), len(batch), target_of(torch.float64)
     vocab, drafter = len(target.lm_head.weight), new_drafter(KINDS["p-eagle"], torch.float64)
     states = states_of(batch, drafter.cfg, torch.float64)
-    told = target.logits(states.hidden_ND).argmax(-1)
+    told = target.compute_logits(states.hidden_ND).argmax(-1)
     right = torch.rand(size, generator=torch.Generator().manual_seed(3)) < 0.7  # of what is said about a token
     (chunk,) = chunks(rows, 10**9)
     said = torch.where(right[chunk.questions()], told[chunk.questions() - 1], (told[chunk.questions() - 1] + 1) % vocab)

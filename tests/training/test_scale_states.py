@@ -179,7 +179,7 @@ def test_tables_of_a_target_whose_layers_are_not_ours(tmp_path: Path) -> None:
         logits_TV = model(input_ids=torch.randint(160, (1, 12))).logits[0]
         ours = load_decoder(tmp_path, tables_only=True)
         out = said[0][0] if isinstance(said[0], tuple) else said[0]
-        mine_TV = ours.logits(ours.norm(out.reshape(12, 32)))
+        mine_TV = ours.compute_logits(ours.norm(out.reshape(12, 32)))
     torch.testing.assert_close(mine_TV, logits_TV, rtol=1e-4, atol=1e-4)
     assert logits_TV.abs().max() > 3
     cfg = read_target_config(tmp_path, tables_only=True)

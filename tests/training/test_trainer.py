@@ -204,7 +204,7 @@ def oracle_loss(drafter: Drafter, target: Any, work: list[tuple[Batch, Rows]], w
             laid = dense.Rows(torch.tensor([a for a, _ in chains]), torch.tensor([d for _, d in chains]))
             hidden, aux_hidden_states = dense.read_target(target, tokens, drafter.cfg.aux_layer_ids)
             said = dense.drafter_states(drafter, tokens, aux_hidden_states, laid)
-            losses = dense.row_losses(drafter, said, target.logits(hidden[:, laid.position_R + 1]))[0]
+            losses = dense.row_losses(drafter, said, target.compute_logits(hidden[:, laid.position_R + 1]))[0]
             for chain, row_loss in zip(chains, losses, strict=True):
                 if chain in asked:
                     sums[chain[1]] = sums[chain[1]] + row_loss

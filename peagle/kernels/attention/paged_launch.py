@@ -11,7 +11,7 @@ import torch
 import triton
 
 from peagle.kernels.attention.paged import Pages
-from peagle.kernels.gemm.tile_configs import FEW, is_small
+from peagle.kernels.gemm.tile_configs import MAX_FEW_ROWS, is_small_shape
 
 _MAX_SPLITS = 32
 _LONG_SPLITS = 4  # from here on asking for tiles ahead pays
@@ -81,7 +81,7 @@ def near_positions(
 ) -> tuple[int, ...]:
     """Lengths up to which few sequences are worth rounds of their own: one program has all keys, in one tile or two,
     and no shares are added up."""
-    small = is_small((heads + 2 * kv_heads) * head_dim, heads * head_dim)  # the model, by its first product
+    small = is_small_shape((heads + 2 * kv_heads) * head_dim, heads * head_dim)  # the model, by its first product
     large = small and head_dim < 128 and dtype != torch.float32 and shared_memory(device) >= _LARGE_BYTES
     return (_LARGE_TILE, _LARGE_TILE * _LARGE_SPAN) if large else ()
 
@@ -105,7 +105,7 @@ def choose_launch(
     rule: Rule = RULE,
 ) -> Launch:
     """Nothing that decides which keys are added up with which depends on the number of rows, of requests, or on the
-    longest context; but for one step, from few requests to many, and in large models for more than FEW rows."""
+    longest context; but for one step, from few requests to many, and in large models for more than few rows."""
     batch = len(pages.block_tables_BM)
     queries = max(_MIN_QUERIES, triton.next_power_of_2(pages.max_rows * (heads // kv_heads)))
     processors = multiprocessors(device)
@@ -113,7 +113,7 @@ def choose_launch(
     # to a processor, which wait in turns.
     large = bool(near_positions(heads, kv_heads, head_dim, dtype, device))
     few = batch * kv_heads <= rule.reach * processors
-    small = is_small((heads + 2 * kv_heads) * head_dim, heads * head_dim)  # the model, by its first product
+    small = is_small_shape((heads + 2 * kv_heads) * head_dim, heads * head_dim)  # the model, by its first product
     exact, wide, narrow = dtype == torch.float32, head_dim > 128, head_dim < 128  # of wide heads fewer keys fit
     tile = 32 if exact else 64 if narrow or (wide and few) else 128 if few else 32
     splits = max(1, min(processors // kv_heads, _MAX_SPLITS)) if few else 1
@@ -144,8 +144,8 @@ def choose_launch(
         return Launch(tile, min(queries, 32), splits, warps=8, stages=1, ahead=0, programs=programs)
     if exact:
         return Launch(tile, min(queries, 32), splits, warps=4, stages=2, ahead=0, programs=programs)
-    # More rows of a large model than FEW: its products round otherwise than those of few rows, whatever attention does.
-    if few and not rule.steady and batch * pages.max_rows > FEW and not small:
+    # More rows of a large model than those: its GEMMs round otherwise than those of few rows, whatever attention does.
+    if few and not rule.steady and batch * pages.max_rows > MAX_FEW_ROWS and not small:
         splits = programs
     alone = few and not crowded and (programs >= _LONG_SPLITS or narrow)  # keys are cut into many short pieces
     ahead = alone if rule.ahead is None else few and rule.ahead

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from peagle.kernels.host_transfer import sent
+from peagle.kernels.host_transfer import copy_to_device
 
 # The plain path's scores of one chunk, all heads: 16 MB in fp32.
 _CHUNK_SCORES = 4 << 20
@@ -78,7 +78,7 @@ class Ranges:
         return len(self.lo_R)
 
     def to(self, device: torch.device | str) -> Ranges:
-        return Ranges(sent(self.lo_R, device), sent(self.hi_R, device))
+        return Ranges(copy_to_device(self.lo_R, device), copy_to_device(self.hi_R, device))
 
     def row_spans(self, keys: int, tile: int) -> Tensor:
         """[4, tiles] int32, for each tile of keys: first, whole, broken, end. See the example above.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from peagle.kernels.triton_utils import trains_fast
+from peagle.kernels.triton_utils import supports_triton_autograd
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def split_rotate(
     """
     width = cos.shape[-1]
     normed = q_norm is not None or k_norm is not None
-    if trains_fast(qkv_TX) and width >= 16 and not width & (width - 1) and not normed:
+    if supports_triton_autograd(qkv_TX) and width >= 16 and not width & (width - 1) and not normed:
         from peagle.kernels.autograd import split_rotate_trained
 
         return split_rotate_trained(qkv_TX, cos, sin, heads, kv_heads)

@@ -39,7 +39,7 @@ _WAYS = (F.linear, _row_by_row, _swapped)
 _ways: dict[tuple[int, int, int, torch.dtype], Any] = {}  # by N, K, T and dtype; F.linear where nothing was measured
 
 
-def measure_products(weights: Iterable[Tensor], budget: float = 0.5) -> None:
+def select_cpu_gemms(weights: Iterable[Tensor], budget: float = 0.5) -> None:
     """Which way is the fastest for products of few rows with these weights, on this machine, now.
 
     Our own product takes all numbers of rows of all of these weights, or none: by it a row's bits do not depend on
@@ -87,7 +87,7 @@ def linear_cpu(
     glu: bool = False,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """The way that `measure_products` found fastest; by our own all in one call."""
+    """The way that `select_cpu_gemms` found fastest; by our own all in one call."""
     rows: int = x_TK.shape[0]
     way: Any = F.linear
     if rows <= MOST_FEW_CPU and x_TK.dim() == 2:

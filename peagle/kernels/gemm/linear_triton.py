@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 
 from peagle.kernels.gemm.tile_configs import (
-    FEW,
-    SKINNY,
-    TILED,
-    Config,
+    MAX_FEW_ROWS,
+    MAX_SKINNY_ROWS,
+    MAX_TILED_ROWS,
+    GemmConfig,
     block_rows,
     config_for,
-    is_small,
+    is_small_shape,
     power_of_two_within,
 )
 from peagle.kernels.gemm.tiled import launch_tiles
 from peagle.kernels.gemm.weight_stationary import can_hold, launch_held
-from peagle.kernels.norm.rms_norm import Stream
+from peagle.kernels.norm.rms_norm import ResidualStream
 from peagle.kernels.norm.rms_norm_triton import rms_norm_triton
 from peagle.kernels.triton_utils import HAVE_TRITON, supports_pdl
 
@@ -346,7 +346,7 @@ def _counters_on(device: torch.device) -> Tensor:
 
 
 def linear_triton(
-    x: Tensor | Stream,
+    x: Tensor | ResidualStream,
     weight_NK: Tensor,
     bias: Tensor | None = None,
     *,
@@ -354,11 +354,11 @@ def linear_triton(
     eps: float = 0.0,
     glu: bool = False,
     residual: Tensor | None = None,
-    config: Config | None = None,
+    config: GemmConfig | None = None,
     pdl: bool | None = None,
 ) -> Tensor:
-    """One launch (two where the norm is neither fused nor in the stream) for up to SKINNY rows of bf16 or fp16."""
-    return stream_triton(
+    """One launch (two where the norm is neither fused nor in the stream) for rows of bf16 or fp16."""
+    return linear_residual_triton(
         x,
         weight_NK,
         bias,
@@ -371,8 +371,8 @@ def linear_triton(
     ).x
 
 
-def stream_triton(
-    x: Tensor | Stream,
+def linear_residual_triton(
+    x: Tensor | ResidualStream,
     weight_NK: Tensor,
     bias: Tensor | None = None,
     *,
@@ -381,11 +381,11 @@ def stream_triton(
     glu: bool = False,
     residual: Tensor | None = None,
     next_norm: Tensor | None = None,
-    config: Config | None = None,
+    config: GemmConfig | None = None,
     pdl: bool | None = None,
-) -> Stream:
+) -> ResidualStream:
     squares = None
-    if isinstance(x, Stream):
+    if isinstance(x, ResidualStream):
         if norm_weight is not None and x.norm_weight is norm_weight and x.squares is not None:
             x_TK, squares, norm_weight = x.scaled, x.squares, None
         else:
@@ -394,13 +394,17 @@ def stream_triton(
         x_TK = x
     assert x_TK is not None
     (T, K), N = x_TK.shape, weight_NK.shape[0]
-    assert T <= TILED and weight_NK.shape[1] == K and weight_NK.is_contiguous() and not (glu and N % 2), (T, N, K)
+    assert T <= MAX_TILED_ROWS and weight_NK.shape[1] == K and weight_NK.is_contiguous() and not (glu and N % 2), (
+        T,
+        N,
+        K,
+    )
     assert x_TK.stride(1) == 1 or K == 1, "rows of x must be contiguous"
     columns = N // 2 if glu else N
     assert residual is None or (residual.shape == (T, columns) and residual.stride(1) == 1), "residual"
     y = torch.empty(T, columns, dtype=x_TK.dtype, device=x_TK.device)
     if T == 0:
-        return Stream(y)
+        return ResidualStream(y)
     cfg = config or config_for(T, N, K, glu)
     block_m = cfg.block_m or block_rows(T)
     assert T <= block_m or cfg.split_k == 1, "parts of K meet at one counter for all rows"
@@ -414,14 +418,14 @@ def stream_triton(
     if tile is not None and not can_hold(x_TK, weight_NK, bias):
         tile = None
     tiles = triton.cdiv(columns, tile.block_n if tile is not None else cfg.block_n)
-    stream = Stream(y)
+    stream = ResidualStream(y)
     # Not by T, on which it must not depend where all row counts are to round alike.
-    most_rows, most_tiles = FEW if T <= FEW else SKINNY, tiles
-    if is_small(N, K):
-        most_rows, most_tiles = SKINNY, triton.cdiv(columns, LEAST_COLUMNS)
+    most_rows, most_tiles = MAX_FEW_ROWS if T <= MAX_FEW_ROWS else MAX_SKINNY_ROWS, tiles
+    if is_small_shape(N, K):
+        most_rows, most_tiles = MAX_SKINNY_ROWS, triton.cdiv(columns, LEAST_COLUMNS)
     if next_norm is not None and triton.next_power_of_2(most_tiles) * most_rows <= MOST_SQUARES:
         next_squares = torch.empty(tiles, T, dtype=torch.float64, device=y.device)
-        stream = Stream(y, next_norm, torch.empty_like(y), next_squares)
+        stream = ResidualStream(y, next_norm, torch.empty_like(y), next_squares)
     if cfg.held and norm_weight is None and can_hold(x_TK, weight_NK, bias):
         launch_held(x_TK, weight_NK, squares, residual, stream, eps, cfg, pdl, glu)
         return stream

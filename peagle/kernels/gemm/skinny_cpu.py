@@ -57,7 +57,7 @@ def compiler() -> list[str]:
     return [found] if found else []
 
 
-def processor() -> str:
+def cpu_fingerprint() -> str:
     """What code compiled for this very CPU depends on: its name and features, as Linux tells them."""
     try:
         first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
@@ -75,7 +75,7 @@ def compiled(folder: Path) -> Path:
     run = functools.partial(subprocess.run, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL)
     version = run([*command, "--version"], timeout=COMPILE_TIMEOUT_S, check=True).stdout
     native = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
-    parts = [SOURCE.read_text(), *command, version, *FLAGS, native, platform.machine(), processor()]
+    parts = [SOURCE.read_text(), *command, version, *FLAGS, native, platform.machine(), cpu_fingerprint()]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
     final = folder / f"skinny-{key}.so"
     if not final.exists():

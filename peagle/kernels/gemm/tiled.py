@@ -17,9 +17,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from peagle.kernels.gemm.tile_configs import TILE_K, Tile
+from peagle.kernels.gemm.tile_configs import TILE_K, TileConfig
 from peagle.kernels.gemm.weight_stationary import HAVE_GLUON, arguments
-from peagle.kernels.norm.rms_norm import Stream
+from peagle.kernels.norm.rms_norm import ResidualStream
 
 if HAVE_GLUON:
     import triton
@@ -167,9 +167,9 @@ def launch_tiles(
     weight_NK: Tensor,
     squares: Tensor | None,
     residual: Tensor | None,
-    out: Stream,
+    out: ResidualStream,
     eps: float,
-    tile: Tile,
+    tile: TileConfig,
     chains: int,
     pdl: bool,
     glu: bool,

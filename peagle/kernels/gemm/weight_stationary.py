@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from peagle.kernels.gemm.tile_configs import Config, held_rows
-from peagle.kernels.norm.rms_norm import Stream
+from peagle.kernels.gemm.tile_configs import GemmConfig, held_rows
+from peagle.kernels.norm.rms_norm import ResidualStream
 from peagle.kernels.triton_utils import HAVE_TRITON, INTERPRETED
 
 RELEASES = ("3.6.",)  # of Triton
@@ -236,7 +236,7 @@ if HAVE_GLUON:
 
 
 def arguments(
-    x_TK: Tensor, weight_NK: Tensor, squares: Tensor | None, residual: Tensor | None, out: Stream, eps: float
+    x_TK: Tensor, weight_NK: Tensor, squares: Tensor | None, residual: Tensor | None, out: ResidualStream, eps: float
 ) -> tuple[Any, ...]:
     """What kernels of this kind are given before their constants; they write into `out` and what it has for a norm."""
     (T, K), columns = x_TK.shape, out.x.shape[1]
@@ -250,9 +250,9 @@ def launch_held(
     weight_NK: Tensor,
     squares: Tensor | None,
     residual: Tensor | None,
-    out: Stream,
+    out: ResidualStream,
     eps: float,
-    cfg: Config,
+    cfg: GemmConfig,
     pdl: bool,
     glu: bool,
 ) -> None:

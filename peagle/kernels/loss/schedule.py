@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from peagle.kernels.host_transfer import sent
+from peagle.kernels.host_transfer import copy_to_device
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def build_loss_schedule(position_R: Tensor, max_chunk_rows: int, device: torch.d
         row = end
 
     def to_device(x: NDArray[np.int64]) -> Tensor:
-        return sent(torch.from_numpy(x), device)
+        return copy_to_device(torch.from_numpy(x), device)
 
     return LossSchedule(to_device(order), to_device(positions), to_device(position_index), chunks)
 

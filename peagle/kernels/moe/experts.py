@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from peagle.kernels.moe.mxfp4 import Packed, whole
+from peagle.kernels.moe.mxfp4 import PackedWeights, whole
 from peagle.kernels.triton_utils import HAVE_TRITON, INTERPRETED
 
 FEW_ROWS = 16  # up to here a tile holds all rows, and those that an expert was not chosen for are for free
@@ -34,7 +34,7 @@ MOST_ROWS_PACKED = 8192
 
 
 @dataclass(frozen=True)
-class Clamp:
+class ClampedGate:
     """GPT-OSS's gate: gate and up are cut at `limit`, and the gate is gate * sigmoid(alpha * gate) * (up + 1)."""
 
     alpha: float
@@ -42,17 +42,17 @@ class Clamp:
 
 
 @dataclass(frozen=True)
-class Experts:
+class ExpertWeights:
     """Weights of all experts of a layer; rows of `gate_up` are an expert's gates, then its ups."""
 
-    gate_up_EXD: Tensor | Packed  # X = 2 I
-    down_EDI: Tensor | Packed
+    gate_up_EXD: Tensor | PackedWeights  # X = 2 I
+    down_EDI: Tensor | PackedWeights
     gate_up_bias_EX: Tensor | None = None
     down_bias_ED: Tensor | None = None
-    clamp: Clamp | None = None  # None: SwiGLU
+    clamp: ClampedGate | None = None  # None: SwiGLU
 
 
-def gated(y_TX: Tensor, clamp: Clamp | None) -> Tensor:
+def gated(y_TX: Tensor, clamp: ClampedGate | None) -> Tensor:
     gate, up = y_TX.chunk(2, -1)
     if clamp is None:
         return F.silu(gate) * up
@@ -78,7 +78,7 @@ def route(logits_TE: Tensor, chosen: int, normed: bool) -> tuple[Tensor, Tensor]
     return route_torch(logits_TE, chosen, normed)
 
 
-def expert_mlp_torch(x_TD: Tensor, weight_TC: Tensor, expert_TC: Tensor, experts: Experts) -> Tensor:
+def expert_mlp_torch(x_TD: Tensor, weight_TC: Tensor, expert_TC: Tensor, experts: ExpertWeights) -> Tensor:
     chosen = expert_TC.shape[1]
     order_P = expert_TC.flatten().long().argsort(stable=True)
     counts = torch.bincount(expert_TC.flatten(), minlength=len(experts.down_EDI)).tolist()
@@ -96,7 +96,7 @@ def expert_mlp_torch(x_TD: Tensor, weight_TC: Tensor, expert_TC: Tensor, experts
     return _summed(y_PD, weight_TC)
 
 
-def expert_mlp_grouped(x_TD: Tensor, weight_TC: Tensor, expert_TC: Tensor, experts: Experts) -> Tensor:
+def expert_mlp_grouped(x_TD: Tensor, weight_TC: Tensor, expert_TC: Tensor, experts: ExpertWeights) -> Tensor:
     """Pairs sorted by expert, so that an expert's are neighbours; where each expert's end stays on the device."""
     chosen, count = expert_TC.shape[1], len(experts.down_EDI)
     expert_P, order_P = expert_TC.flatten().sort(stable=True)
@@ -117,11 +117,11 @@ def _summed(y_PD: Tensor, weight_TC: Tensor) -> Tensor:
     return (y_TCD * weight_TC.to(y_TCD.dtype)[..., None]).sum(1)
 
 
-def expert_mlp(x_TD: Tensor, weight_TC: Tensor, expert_TC: Tensor, experts: Experts) -> Tensor:
+def expert_mlp(x_TD: Tensor, weight_TC: Tensor, expert_TC: Tensor, experts: ExpertWeights) -> Tensor:
     """[T, D]: what a row's chosen experts make of it, by their weights."""
     if not _on_gpu(x_TD):
         return expert_mlp_torch(x_TD, weight_TC, expert_TC, experts)
-    packed, rows = isinstance(experts.gate_up_EXD, Packed), len(x_TD)
+    packed, rows = isinstance(experts.gate_up_EXD, PackedWeights), len(x_TD)
     if rows > (MOST_ROWS_PACKED if packed else MOST_ROWS) and _takes_grouped(x_TD, experts):
         return expert_mlp_grouped(x_TD, weight_TC, expert_TC, experts)
     if packed:
@@ -141,7 +141,7 @@ def _on_gpu(x: Tensor) -> bool:
     return x.is_cuda and HAVE_TRITON and not INTERPRETED
 
 
-def _takes_grouped(x_TD: Tensor, experts: Experts) -> bool:
+def _takes_grouped(x_TD: Tensor, experts: ExpertWeights) -> bool:
     """The library's product: bf16 with rows of whole 16 bytes."""
     widths = (experts.down_EDI.shape[1], experts.down_EDI.shape[2])
     return x_TD.dtype == torch.bfloat16 and hasattr(F, "grouped_mm") and all(width % 8 == 0 for width in widths)

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from peagle.kernels.moe.experts import Experts
+from peagle.kernels.moe.experts import ExpertWeights
 from peagle.kernels.moe.experts_triton import product_tile, summed_triton
 from peagle.kernels.moe.mxfp4_sorted_triton import order_of, tile_of
 from peagle.kernels.triton_utils import supports_pdl
@@ -123,7 +123,7 @@ def in_order(expert_TC: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return order_P, ends_E
 
 
-def expert_mlp_ordered(x_TD: Tensor, weight_TC: Tensor, expert_TC: Tensor, experts: Experts) -> Tensor:
+def expert_mlp_ordered(x_TD: Tensor, weight_TC: Tensor, expert_TC: Tensor, experts: ExpertWeights) -> Tensor:
     (rows, chosen), (count, width, inner) = expert_TC.shape, experts.down_EDI.shape
     assert x_TD.stride(1) == 1 and weight_TC.is_contiguous() and expert_TC.is_contiguous()
     if not rows:
@@ -143,7 +143,7 @@ def _launch(
     weight_TC: Tensor,
     order_P: Tensor,
     ends_E: Tensor,
-    experts: Experts,
+    experts: ExpertWeights,
     block_m: int,
     paired: bool,
 ) -> None:

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from peagle.kernels.moe.experts import Experts
+from peagle.kernels.moe.experts import ExpertWeights
 from peagle.kernels.triton_utils import supports_pdl
 
 # For the gated product and the one after it: rows and columns of a tile of weights, warps, tiles under way. One for all
@@ -223,7 +223,7 @@ def route_triton(logits_TE: Tensor, chosen: int, normed: bool) -> tuple[Tensor, 
     return weight_TC, expert_TC
 
 
-def expert_mlp_triton(x_TD: Tensor, weight_TC: Tensor, expert_TC: Tensor, experts: Experts) -> Tensor:
+def expert_mlp_triton(x_TD: Tensor, weight_TC: Tensor, expert_TC: Tensor, experts: ExpertWeights) -> Tensor:
     (rows, chosen), width = expert_TC.shape, x_TD.shape[1]
     inner = experts.down_EDI.shape[2]
     gate_up_EXD, down_EDI = experts.gate_up_EXD, experts.down_EDI
@@ -257,7 +257,7 @@ def _launch(
     y: Tensor,
     weight_TC: Tensor,
     expert_TC: Tensor,
-    experts: Experts,
+    experts: ExpertWeights,
     paired: bool,
 ) -> None:
     (rows, chosen), columns, depth = expert_TC.shape, y.shape[1], x.shape[1]

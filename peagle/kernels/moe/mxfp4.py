@@ -34,14 +34,14 @@ RUN = 16  # exponents that a row has a multiple of
 BIAS = 127  # of the exponent as it is stored
 
 # An exponent up to which a kernel has a number in one product; weights of 12 and more have larger ones.
-LARGEST = 128
+MAX_EXPONENT = 128
 
 # What four bits mean: a sign, two bits of exponent, one of fraction.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedWeights:
     """Takes the place of a tensor [E, R, K]."""
 
     words_ERW: Tensor  # int16; in what order those of eight rows lie stands above
@@ -67,7 +67,7 @@ def packed_widths(columns: int) -> tuple[int, int]:
     return -(-columns // STEP) * STEP // 4, -(-columns // BLOCK // RUN) * RUN
 
 
-def words_of(blocks: Tensor) -> Tensor:
+def pack_words(blocks: Tensor) -> Tensor:
     """[..., R, G, 16] bytes as files have them -> [..., R, W], filled up; R is a multiple of HEIGHT."""
     numbers = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2)
     first, second, third, fourth = numbers.to(torch.int16).chunk(4, -1)
@@ -79,7 +79,7 @@ def words_of(blocks: Tensor) -> Tensor:
     return filled.unflatten(-1, (-1, STEP // 4)).unflatten(-3, (-1, HEIGHT)).transpose(-3, -2).reshape(filled.shape)
 
 
-def zero_filling(weights: Packed) -> None:
+def zero_padding(weights: PackedWeights) -> None:
     """Kernels count on zeros behind the last column; for words that are drawn by lot."""
     if used := weights.columns % STEP // 4:
         count, rows, _ = weights.words_ERW.shape
@@ -87,7 +87,7 @@ def zero_filling(weights: Packed) -> None:
         steps[:, :, -1, :, used:] = 0
 
 
-def exponents_of(scales: Tensor) -> Tensor:
+def pad_exponents(scales: Tensor) -> Tensor:
     """[..., G] as files have them -> filled up."""
     return F.pad(scales, (0, -scales.shape[-1] % RUN))
 
@@ -105,16 +105,16 @@ def unpacked(words: Tensor, exponents: Tensor, columns: int) -> Tensor:
         bits >> 11 & 13 | bits >> 9 & 2,
     )
     codes = torch.cat(numbers, -1)
-    return scaled(codes, exponents[..., : codes.shape[-2]])
+    return dequantize(codes, exponents[..., : codes.shape[-2]])
 
 
-def scaled(codes: Tensor, exponents: Tensor) -> Tensor:
+def dequantize(codes: Tensor, exponents: Tensor) -> Tensor:
     """[..., G, 32] numbers of four bits and [..., G] exponents -> [..., K], bf16."""
     table = torch.tensor([*E2M1, *(-x for x in E2M1)], dtype=torch.float32, device=codes.device)
     return torch.ldexp(table[codes.int()], exponents.int()[..., None] - BIAS).flatten(-2).bfloat16()
 
 
-def whole(weights: Tensor | Packed, dtype: torch.dtype) -> Tensor:
+def whole(weights: Tensor | PackedWeights, dtype: torch.dtype) -> Tensor:
     """[E, R, K]: all experts; packed ones in `dtype`, without asking the host for anything."""
     if isinstance(weights, Tensor):
         return weights

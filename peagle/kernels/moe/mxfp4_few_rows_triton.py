@@ -29,9 +29,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from peagle.kernels.moe.experts import Experts
+from peagle.kernels.moe.experts import ExpertWeights
 from peagle.kernels.moe.experts_triton import gated_tile
-from peagle.kernels.moe.mxfp4 import BLOCK, Packed
+from peagle.kernels.moe.mxfp4 import BLOCK, PackedWeights
 from peagle.kernels.moe.mxfp4_triton import ALL_FOUR, four_numbers, in_ptx, row_start
 from peagle.kernels.triton_utils import supports_pdl
 
@@ -328,12 +328,14 @@ def _lanes_kernel(
                 tl.store(to, total.to(y.dtype.element_ty), mask=pair >= 0)
 
 
-def launch_lanes(x: Tensor, y: Tensor, weight_TC: Tensor, expert_TC: Tensor, experts: Experts, paired: bool) -> None:
+def launch_lanes(
+    x: Tensor, y: Tensor, weight_TC: Tensor, expert_TC: Tensor, experts: ExpertWeights, paired: bool
+) -> None:
     """For up to FEW_ROWS rows. Those of x are pairs of row and expert if `paired`, y's always."""
     w, bias = experts.gate_up_EXD, experts.gate_up_bias_EX
     if paired:
         w, bias = experts.down_EDI, experts.down_bias_ED
-    assert isinstance(w, Packed) and x.dtype == torch.bfloat16 and y.is_contiguous()
+    assert isinstance(w, PackedWeights) and x.dtype == torch.bfloat16 and y.is_contiguous()
     twos, exponents = w.words_ERW.view(torch.int32), w.exponents_ERG
     assert twos.is_contiguous() and exponents.is_contiguous() and (bias is None or bias.is_contiguous())
     if x.stride(0) % 8 or x.data_ptr() % 16:  # 16 bytes are read at once

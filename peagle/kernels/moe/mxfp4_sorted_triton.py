@@ -23,9 +23,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from peagle.kernels.moe.experts import Experts
+from peagle.kernels.moe.experts import ExpertWeights
 from peagle.kernels.moe.experts_triton import gated_tile, summed_triton
-from peagle.kernels.moe.mxfp4 import BLOCK, STEP, Packed
+from peagle.kernels.moe.mxfp4 import BLOCK, STEP, PackedWeights
 from peagle.kernels.moe.mxfp4_few_rows_triton import FEW_ROWS, launch_lanes, turned
 from peagle.kernels.moe.mxfp4_triton import HAVE_PTX, in_ptx, row_start, unpacked_tile
 
@@ -232,7 +232,7 @@ def order_of(
     return order_P, ends_E, turned_TK
 
 
-def expert_mlp_packed(x_TD: Tensor, weight_TC: Tensor, expert_TC: Tensor, experts: Experts) -> Tensor:
+def expert_mlp_packed(x_TD: Tensor, weight_TC: Tensor, expert_TC: Tensor, experts: ExpertWeights) -> Tensor:
     (rows, chosen), (count, width, inner) = expert_TC.shape, experts.down_EDI.shape
     assert x_TD.stride(1) == 1 and weight_TC.is_contiguous() and expert_TC.is_contiguous()
     if not rows:
@@ -252,12 +252,12 @@ def expert_mlp_packed(x_TD: Tensor, weight_TC: Tensor, expert_TC: Tensor, expert
 
 
 def _launch(
-    x: Tensor, y: Tensor, weight_TC: Tensor, order_P: Tensor, ends_E: Tensor, experts: Experts, paired: bool
+    x: Tensor, y: Tensor, weight_TC: Tensor, order_P: Tensor, ends_E: Tensor, experts: ExpertWeights, paired: bool
 ) -> None:
     w, bias = experts.gate_up_EXD, experts.gate_up_bias_EX
     if paired:
         w, bias = experts.down_EDI, experts.down_bias_ED
-    assert isinstance(w, Packed)
+    assert isinstance(w, PackedWeights)
     twos, exponents = w.words_ERW.view(torch.int32), w.exponents_ERG
     assert twos.is_contiguous() and exponents.is_contiguous() and (bias is None or bias.is_contiguous())
     assert x.shape[1] % STEP == 0 and (paired or y.shape[1] % STEP == 0), "columns in turn are whole steps"

@@ -3,7 +3,7 @@
 
 A number's four bits, its sign moved to a float's sign and the others across the border of exponent and fraction, are
 that number times 2^-126, and without an exponent a subnormal one. Times 2^126 and the block's power of 2 it is right.
-Up to the exponent LARGEST both are one product; both ways are exact. For bf16 that is done with two numbers to a
+Up to the exponent MAX_EXPONENT both are one product; both ways are exact. For bf16 that is done with two numbers to a
 register, in PTX: in plain Triton a number costs many times as many instructions, and unpacking would take longer than
 reading. On Hopper the bits are the dear part: what moves and masks them runs at half the rate of what multiplies.
 
@@ -120,7 +120,7 @@ def _spread(exponents, TO: tl.constexpr, BIASED: tl.constexpr, ASM: tl.constexpr
 
 @triton.jit
 def unpacked_tile(pairs, exponents, ASM: tl.constexpr, DTYPE: tl.constexpr):
-    """[N, W / 2] pairs of words and [N, W / 8] exponents, up to LARGEST -> [N, 4 W], in turn: of all blocks the same
+    """[N, W / 2] pairs of words and [N, W / 8] exponents -> [N, 4 W], in turn: of all blocks the same
     columns side by side, as experts_lanes_triton.py says."""
     N: tl.constexpr = exponents.shape[0]
     G: tl.constexpr = exponents.shape[1]

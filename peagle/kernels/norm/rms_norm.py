@@ -20,11 +20,11 @@ from peagle.kernels.norm.rms_norm_triton import (
     rms_norm_triton,
     silu_mul_triton,
 )
-from peagle.kernels.triton_utils import is_fast, trains_fast
+from peagle.kernels.triton_utils import supports_triton, supports_triton_autograd
 
 
 @dataclass(frozen=True)
-class Stream:
+class ResidualStream:
     """The residual stream x, and what the product that wrote it already did for the norm that follows.
 
     With `squares` the next product needs no launch for its norm: it reads `scaled` and multiplies its rows by
@@ -61,30 +61,34 @@ def silu_mul_torch(y_T2I: Tensor) -> Tensor:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.dtype == torch.float32 and x.is_cpu and torch.is_inference_mode_enabled():
         return F.rms_norm(x, (x.shape[-1],), weight, eps)  # the twin's arithmetic, in one call
-    if x.dim() == 2 and trains_fast(x, weight):
+    if x.dim() == 2 and supports_triton_autograd(x, weight):
         from peagle.kernels.autograd import rms_norm_trained
 
         return rms_norm_trained(x, weight, eps)
-    return rms_norm_triton(x, weight, eps) if x.dim() == 2 and is_fast(x, weight) else rms_norm_torch(x, weight, eps)
+    return (
+        rms_norm_triton(x, weight, eps)
+        if x.dim() == 2 and supports_triton(x, weight)
+        else rms_norm_torch(x, weight, eps)
+    )
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(norm of the sum, the sum)"""
-    if x.dim() == 2 and is_fast(x, residual, weight):
+    if x.dim() == 2 and supports_triton(x, residual, weight):
         return add_rms_norm_triton(x, residual, weight, eps)
     return add_rms_norm_torch(x, residual, weight, eps)
 
 
 def norm_cat(parts: Sequence[Tensor], weights: Sequence[Tensor], eps: float) -> Tensor:
     """Each normed by itself, side by side, as one tensor."""
-    if len(parts) in NORMED_AT_ONCE and parts[0].dim() == 2 and is_fast(*parts, *weights):
+    if len(parts) in NORMED_AT_ONCE and parts[0].dim() == 2 and supports_triton(*parts, *weights):
         return norm_cat_triton(parts, weights, eps)
     return torch.cat([rms_norm(x, weight, eps) for x, weight in zip(parts, weights, strict=True)], -1)
 
 
 def silu_mul(y_T2I: Tensor) -> Tensor:
-    if y_T2I.dim() == 2 and trains_fast(y_T2I):
+    if y_T2I.dim() == 2 and supports_triton_autograd(y_T2I):
         from peagle.kernels.autograd import silu_mul_trained
 
         return silu_mul_trained(y_T2I)
-    return silu_mul_triton(y_T2I) if y_T2I.dim() == 2 and is_fast(y_T2I) else silu_mul_torch(y_T2I)
+    return silu_mul_triton(y_T2I) if y_T2I.dim() == 2 and supports_triton(y_T2I) else silu_mul_torch(y_T2I)

@@ -21,7 +21,7 @@ import math
 import torch
 from torch import Tensor
 
-from peagle.kernels.triton_utils import dependent
+from peagle.kernels.triton_utils import pdl_launch_options
 
 try:
     import triton
@@ -36,7 +36,7 @@ _jit = triton.jit if triton is not None else lambda kernel: kernel
 # a fixed distance apart, which needs no shuffling of lanes on the GPU.
 LANES = 1024
 BLOCK = 4 * LANES
-CHOOSE, ACCEPT = 0, 1  # streams: who asks is a part of the counter, so no two uses share a word
+SAMPLE_STREAM, ACCEPT_STREAM = 0, 1  # streams: who asks is a part of the counter, so no two uses share a word
 
 _MASK = 0xFFFFFFFF
 _LARGEST = 1.0 - 2.0**-24  # the largest fp32 below 1
@@ -60,7 +60,7 @@ def philox_torch(seed: Tensor, c0: Tensor, c1: Tensor, c2: int, c3: int) -> tupl
     return x0, x1, x2, x3
 
 
-def bits_torch(seed: Tensor, position: Tensor, token: Tensor, stream: int = CHOOSE) -> Tensor:
+def bits_torch(seed: Tensor, position: Tensor, token: Tensor, stream: int = SAMPLE_STREAM) -> Tensor:
     """The word of 32 bits, in int64, that belongs to (seed, position, token); the arguments broadcast."""
     seed, position, token = torch.broadcast_tensors(seed, position, token)
     words = philox_torch(seed, token // BLOCK * LANES + token % LANES, position, 0, stream)
@@ -70,12 +70,12 @@ def bits_torch(seed: Tensor, position: Tensor, token: Tensor, stream: int = CHOO
 def row_bits_torch(seed_R: Tensor, position_R: Tensor, vocab: int) -> Tensor:
     """bits_torch of every token of the vocabulary [R, V], with one Philox call for four tokens."""
     if vocab <= LANES:
-        return philox_torch(seed_R[:, None], torch.arange(vocab, device=seed_R.device), position_R[:, None], 0, CHOOSE)[
-            0
-        ]
+        return philox_torch(
+            seed_R[:, None], torch.arange(vocab, device=seed_R.device), position_R[:, None], 0, SAMPLE_STREAM
+        )[0]
     blocks = -(-vocab // BLOCK)
     calls = torch.arange(blocks * LANES, device=seed_R.device)
-    words = philox_torch(seed_R[:, None], calls[None, :], position_R[:, None], 0, CHOOSE)
+    words = philox_torch(seed_R[:, None], calls[None, :], position_R[:, None], 0, SAMPLE_STREAM)
     return torch.stack([w.unflatten(1, (blocks, LANES)) for w in words], 2).flatten(1)[:, :vocab]
 
 
@@ -132,7 +132,7 @@ def cuts_torch(logits_RV: Tensor, temperature_R: Tensor, top_k_R: Tensor, top_p_
     return cuts
 
 
-def choose_torch(
+def sample_tokens_torch(
     logits_RV: Tensor,
     temperature_R: Tensor,
     top_k_R: Tensor,
@@ -380,7 +380,7 @@ def cuts_triton(logits_RV: Tensor, temperature_R: Tensor, top_k_R: Tensor, top_p
         VOCAB=vocab,
         WIDTH=width,
         num_warps=32 if width == 8192 else 4,
-        **dependent(logits_RV.device),
+        **pdl_launch_options(logits_RV.device),
     )
     return cuts
 
@@ -393,7 +393,7 @@ def _best_triton(logits_RV: Tensor, draw: tuple[Tensor, Tensor, Tensor, Tensor] 
     best = torch.empty(rows, chunks, dtype=torch.float32, device=logits_RV.device)
     best_at = torch.empty(rows, chunks, dtype=torch.int32, device=logits_RV.device)
     tokens = torch.empty(rows, dtype=torch.int64, device=logits_RV.device)
-    how = dependent(logits_RV.device)
+    how = pdl_launch_options(logits_RV.device)
     _best_kernel[(rows, chunks)](
         logits_RV,
         logits_RV.stride(0),
@@ -403,7 +403,7 @@ def _best_triton(logits_RV: Tensor, draw: tuple[Tensor, Tensor, Tensor, Tensor] 
         best_at,
         chunks,
         SAMPLE=draw is not None,
-        STREAM=CHOOSE,
+        STREAM=SAMPLE_STREAM,
         LANES=LANES,
         num_warps=4,
         **how,
@@ -417,7 +417,7 @@ def argmax_triton(logits_RV: Tensor) -> Tensor:
     return _best_triton(logits_RV, None)
 
 
-def choose_triton(
+def sample_tokens_triton(
     logits_RV: Tensor,
     temperature_R: Tensor,
     top_k_R: Tensor,
@@ -435,7 +435,7 @@ def argmax(logits_RV: Tensor) -> Tensor:
     return argmax_triton(logits_RV) if logits_RV.is_cuda and triton is not None else argmax_torch(logits_RV)
 
 
-def choose(
+def sample_tokens(
     logits_RV: Tensor,
     temperature_R: Tensor,
     top_k_R: Tensor,
@@ -454,5 +454,5 @@ def choose(
     `seed` and `position`, of the token being chosen, are int64; logits are bf16 or fp32, the arithmetic is fp32.
     The module's docstring says what the noise guarantees.
     """
-    chosen = choose_triton if logits_RV.is_cuda and triton is not None else choose_torch
+    chosen = sample_tokens_triton if logits_RV.is_cuda and triton is not None else sample_tokens_torch
     return chosen(logits_RV, temperature_R, top_k_R, top_p_R, min_p_R, seed_R, position_R)

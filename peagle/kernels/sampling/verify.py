@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from peagle.errors import UserError
-from peagle.kernels.sampling.sample import ACCEPT, _uniform, _words, bits_torch, uniform_torch
-from peagle.kernels.triton_utils import dependent
+from peagle.kernels.sampling.sample import ACCEPT_STREAM, _uniform, _words, bits_torch, uniform_torch
+from peagle.kernels.triton_utils import pdl_launch_options
 
 try:
     import triton
@@ -26,22 +26,22 @@ except ImportError:  # no wheel for this machine: the torch versions serve
 _jit = triton.jit if triton is not None else lambda kernel: kernel
 
 
-class Accepted(NamedTuple):
+class AcceptedTokens(NamedTuple):
     """What became of a round's drafts, all int64."""
 
-    accepted_B: Tensor  # how many hold
-    emitted_BQ: Tensor  # the tokens that the text gains, -1 behind them
+    num_accepted_B: Tensor  # how many hold
+    output_token_ids_BQ: Tensor  # the tokens that the text gains, -1 behind them
     result_BX: Tensor  # these tokens, how many drafts hold and how many there were: what the host wants to know
 
 
-def accept_torch(
+def accept_draft_tokens_torch(
     tokens_BQ: Tensor,
     chosen_BQ: Tensor,
     available_B: Tensor,
     synthetic_rates_K: Tensor | None,
     seed_B: Tensor,
     position_B: Tensor,
-) -> Accepted:
+) -> AcceptedTokens:
     drafts = tokens_BQ[:, 1:]
     if drafts.shape[1] == 0:
         return _with_result(chosen_BQ.new_zeros(len(chosen_BQ)), chosen_BQ, available_B)
@@ -49,7 +49,7 @@ def accept_torch(
     if synthetic_rates_K is None:
         holds = drafts == chosen_BQ[:, :-1]
     else:
-        words = bits_torch(seed_B[:, None], position_B[:, None] + at[:-1], torch.zeros_like(at[:-1]), ACCEPT)
+        words = bits_torch(seed_B[:, None], position_B[:, None] + at[:-1], torch.zeros_like(at[:-1]), ACCEPT_STREAM)
         holds = uniform_torch(words) < synthetic_rates_K
     holds = holds & (at[:-1] < available_B[:, None])
     accepted = holds.long().cumprod(1).sum(1)
@@ -58,9 +58,9 @@ def accept_torch(
     return _with_result(accepted, torch.where(at < accepted[:, None], drafted, emitted), available_B)
 
 
-def _with_result(accepted_B: Tensor, emitted_BQ: Tensor, available_B: Tensor) -> Accepted:
-    told = [emitted_BQ, accepted_B[:, None], available_B[:, None].long()]
-    return Accepted(accepted_B, emitted_BQ, torch.cat(told, 1))
+def _with_result(num_accepted_B: Tensor, output_token_ids_BQ: Tensor, available_B: Tensor) -> AcceptedTokens:
+    told = [output_token_ids_BQ, num_accepted_B[:, None], available_B[:, None].long()]
+    return AcceptedTokens(num_accepted_B, output_token_ids_BQ, torch.cat(told, 1))
 
 
 @_jit
@@ -106,14 +106,14 @@ def _accept_kernel(
     tl.store(result + K + 2, ready)
 
 
-def accept_triton(
+def accept_draft_tokens_triton(
     tokens_BQ: Tensor,
     chosen_BQ: Tensor,
     available_B: Tensor,
     synthetic_rates_K: Tensor | None,
     seed_B: Tensor,
     position_B: Tensor,
-) -> Accepted:
+) -> AcceptedTokens:
     requests, rows = tokens_BQ.shape
     assert tokens_BQ.stride(1) == 1 and chosen_BQ.stride(1) == 1
     accepted = torch.empty(requests, dtype=torch.int64, device=tokens_BQ.device)
@@ -131,37 +131,37 @@ def accept_triton(
         result,
         K=rows - 1,
         SYNTHETIC=synthetic_rates_K is not None,
-        STREAM=ACCEPT,
+        STREAM=ACCEPT_STREAM,
         WIDTH=triton.next_power_of_2(rows),
         num_warps=1,
-        **dependent(tokens_BQ.device),
+        **pdl_launch_options(tokens_BQ.device),
     )
-    return Accepted(accepted, result[:, :rows], result)
+    return AcceptedTokens(accepted, result[:, :rows], result)
 
 
-def accept(
+def accept_draft_tokens(
     tokens_BQ: Tensor,
     chosen_BQ: Tensor,
     available_B: Tensor,
     synthetic_rates_K: Tensor | None,
     seed_B: Tensor,
     position_B: Tensor,
-) -> Accepted:
+) -> AcceptedTokens:
     """How many drafts hold, and the tokens that the text gains.
 
     `tokens` are the newest token and the drafts after it, `chosen` what the target chose after each of them, and
     `available` says how many drafts are real. Draft i (tokens[:, i + 1]) holds if those before it do, i < available,
     and it is chosen[:, i]. Gained are the drafts that hold and the target's own token behind them.
 
-    With `synthetic_rates` (fp32, see `conditional_rates`) the comparison is replaced by chance, as vLLM's synthetic
+    With `synthetic_rates` (fp32, see `to_conditional_rates`) the comparison is replaced by chance, as vLLM's synthetic
     acceptance does for benchmarks: draft i holds with probability rate i if those before it do, by noise of
     (seed, position + i), where `position` is that of the first draft. A draft that holds is gained as it is.
     """
-    accepted = accept_triton if tokens_BQ.is_cuda and triton is not None else accept_torch
+    accepted = accept_draft_tokens_triton if tokens_BQ.is_cuda and triton is not None else accept_draft_tokens_torch
     return accepted(tokens_BQ, chosen_BQ, available_B, synthetic_rates_K, seed_B, position_B)
 
 
-def conditional_rates(unconditional: Sequence[float]) -> list[float]:
+def to_conditional_rates(unconditional: Sequence[float]) -> list[float]:
     """From how often drafts 1..i all hold, for each i, to how often draft i does if those before it do."""
     rates = [float(r) for r in unconditional]
     for rate in rates:
@@ -173,7 +173,7 @@ def conditional_rates(unconditional: Sequence[float]) -> list[float]:
     return [rate / last if last > 0 else 0.0 for rate, last in zip(rates, before, strict=True)]
 
 
-def rates_for_length(length: float, k: int) -> list[float]:
+def rates_for_acceptance_length(length: float, k: int) -> list[float]:
     """Unconditional rates of K drafts with this mean acceptance length, of the least variance: as vLLM's.
 
     Every round accepts the whole part of length - 1, and one draft more in a share of rounds that is the rest.

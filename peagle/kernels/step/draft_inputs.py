@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from peagle.kernels.triton_utils import dependent
+from peagle.kernels.step.verify_inputs import SlotState
+from peagle.kernels.triton_utils import pdl_launch_options
 
 try:
     import triton
@@ -28,15 +29,15 @@ class DraftInputs:
     """Rows of one drafter pass: request b owns rows b * (R / B) up to (b + 1) * (R / B)."""
 
     token_ids_R: Tensor  # int64
-    hidden_RD: Tensor
+    hidden_states_RD: Tensor
     positions_R: Tensor  # int64
-    live_B: Tensor  # int32: how many rows of a request are real; the rest is padding, to be written nowhere
+    query_lens_B: Tensor  # int32: how many rows of a request are real; the rest is padding, to be written nowhere
     sample_rows_BK: Tensor  # int64: the rows that guess. [B, 1] for EAGLE-3, [B, 0] if k is 0
 
 
-def draft_inputs_torch(
-    emitted_BQ: Tensor,
-    accepted_B: Tensor,
+def build_draft_inputs_torch(
+    output_token_ids_BQ: Tensor,
+    num_accepted_B: Tensor,
     starts_B: Tensor,
     hidden_TD: Tensor,
     mask_hidden_D: Tensor | None,
@@ -44,15 +45,15 @@ def draft_inputs_torch(
     k: int,
     limit_B: Tensor,
 ) -> DraftInputs:
-    requests, verified = emitted_BQ.shape
+    requests, verified = output_token_ids_BQ.shape
     masks = max(k - 1, 0) if mask_token_id is not None else 0
     rows = verified + masks
-    at = torch.arange(rows, device=emitted_BQ.device)
-    last = accepted_B.long()[:, None]
+    at = torch.arange(rows, device=output_token_ids_BQ.device)
+    last = num_accepted_B.long()[:, None]
     real = at <= last  # [B, rows]
 
-    tokens = emitted_BQ.new_full((requests, rows), 0 if mask_token_id is None else mask_token_id)
-    tokens[:, :verified] = torch.where(real[:, :verified], emitted_BQ, tokens[:, :verified])
+    tokens = output_token_ids_BQ.new_full((requests, rows), 0 if mask_token_id is None else mask_token_id)
+    tokens[:, :verified] = torch.where(real[:, :verified], output_token_ids_BQ, tokens[:, :verified])
     hidden = hidden_TD.new_empty(requests, rows, hidden_TD.shape[1])
     hidden[:, :verified] = hidden_TD.unflatten(0, (requests, verified))
     if mask_token_id is not None:
@@ -62,8 +63,8 @@ def draft_inputs_torch(
     starts = starts_B.long()
     positions = torch.minimum(starts[:, None] + at, limit[:, None] - 1).clamp(min=0)
     live = torch.minimum(last[:, 0] + 1 + masks, limit - starts).clamp(min=0)
-    guesses = torch.arange(k if mask_token_id is not None else min(k, 1), device=emitted_BQ.device)
-    sample = torch.arange(requests, device=emitted_BQ.device)[:, None] * rows + last + guesses
+    guesses = torch.arange(k if mask_token_id is not None else min(k, 1), device=output_token_ids_BQ.device)
+    sample = torch.arange(requests, device=output_token_ids_BQ.device)[:, None] * rows + last + guesses
     return DraftInputs(tokens.flatten(), hidden.flatten(0, 1), positions.flatten(), live.int(), sample)
 
 
@@ -120,9 +121,9 @@ def _draft_inputs_kernel(
             tl.store(live + b, tl.maximum(tl.minimum(m + 1 + (ROWS - Q), end - start), 0).to(tl.int32))
 
 
-def draft_inputs_triton(
-    emitted_BQ: Tensor,
-    accepted_B: Tensor,
+def build_draft_inputs_triton(
+    output_token_ids_BQ: Tensor,
+    num_accepted_B: Tensor,
     starts_B: Tensor,
     hidden_TD: Tensor,
     mask_hidden_D: Tensor | None,
@@ -130,14 +131,14 @@ def draft_inputs_triton(
     k: int,
     limit_B: Tensor,
 ) -> DraftInputs:
-    requests, verified = emitted_BQ.shape
+    requests, verified = output_token_ids_BQ.shape
     width = hidden_TD.shape[1]
     masked = mask_token_id is not None
     assert not masked or mask_hidden_D is not None, "mask rows need the mask's hidden state"
-    assert emitted_BQ.stride(1) == 1 and hidden_TD.stride(1) == 1
+    assert output_token_ids_BQ.stride(1) == 1 and hidden_TD.stride(1) == 1
     rows = verified + (max(k - 1, 0) if masked else 0)
     samples = k if masked else min(k, 1)
-    device = emitted_BQ.device
+    device = output_token_ids_BQ.device
     out = DraftInputs(
         torch.empty(requests * rows, dtype=torch.int64, device=device),
         torch.empty(requests * rows, width, dtype=hidden_TD.dtype, device=device),
@@ -147,9 +148,9 @@ def draft_inputs_triton(
     )
     piece = min(triton.next_power_of_2(width), 2048)
     _draft_inputs_kernel[(requests * rows, -(-width // piece))](
-        emitted_BQ,
-        emitted_BQ.stride(0),
-        accepted_B.contiguous(),
+        output_token_ids_BQ,
+        output_token_ids_BQ.stride(0),
+        num_accepted_B.contiguous(),
         starts_B.contiguous(),
         hidden_TD,
         hidden_TD.stride(0),
@@ -157,9 +158,9 @@ def draft_inputs_triton(
         mask_token_id or 0,
         limit_B.contiguous(),
         out.token_ids_R,
-        out.hidden_RD,
+        out.hidden_states_RD,
         out.positions_R,
-        out.live_B,
+        out.query_lens_B,
         out.sample_rows_BK if samples else out.positions_R,  # an empty tensor has no address, and is not written
         Q=verified,
         ROWS=rows,
@@ -168,14 +169,14 @@ def draft_inputs_triton(
         D=width,
         WIDTH=piece,
         num_warps=4,
-        **dependent(device),
+        **pdl_launch_options(device),
     )
     return out
 
 
-def draft_inputs(
-    emitted_BQ: Tensor,
-    accepted_B: Tensor,
+def build_draft_inputs(
+    output_token_ids_BQ: Tensor,
+    num_accepted_B: Tensor,
     starts_B: Tensor,
     hidden_TD: Tensor,
     mask_hidden_D: Tensor | None,
@@ -208,34 +209,37 @@ def draft_inputs(
     live is 3, as row 3 is padding; rows 1 and 2 guess the tokens at 13 and 14. (The row at p guesses p + 2.)
     With limit 12, live is 2, and the positions of rows 2 and 3 are clamped to 11.
     """
-    made = draft_inputs_triton if emitted_BQ.is_cuda and triton is not None else draft_inputs_torch
-    return made(emitted_BQ, accepted_B, starts_B, hidden_TD, mask_hidden_D, mask_token_id, k, limit_B)
+    made = build_draft_inputs_triton if output_token_ids_BQ.is_cuda and triton is not None else build_draft_inputs_torch
+    return made(output_token_ids_BQ, num_accepted_B, starts_B, hidden_TD, mask_hidden_D, mask_token_id, k, limit_B)
 
 
 def commit_state_torch(
-    tokens_SN: Tensor,
-    start_S: Tensor,
-    available_S: Tensor,
+    state: SlotState,
     slots_B: Tensor,
-    emitted_BQ: Tensor,
-    accepted_B: Tensor,
+    output_token_ids_BQ: Tensor,
+    num_accepted_B: Tensor,
     drafts_BK: Tensor,
     longest: Tensor | int,
     position_B: Tensor | None = None,
 ) -> None:
     used = slots_B >= 0
     if not used.all():
-        slots_B, accepted_B, drafts_BK, emitted_BQ = slots_B[used], accepted_B[used], drafts_BK[used], emitted_BQ[used]
+        slots_B, num_accepted_B, drafts_BK, output_token_ids_BQ = (
+            slots_B[used],
+            num_accepted_B[used],
+            drafts_BK[used],
+            output_token_ids_BQ[used],
+        )
         longest = longest[used] if isinstance(longest, Tensor) else longest
         position_B = position_B[used] if position_B is not None else None
-    slots, accepted, k = slots_B.long(), accepted_B.long(), drafts_BK.shape[1]
-    tokens_SN[slots, 0] = emitted_BQ.gather(1, accepted[:, None])[:, 0].to(tokens_SN.dtype)
+    slots, accepted, k = slots_B.long(), num_accepted_B.long(), drafts_BK.shape[1]
+    state.token_ids_SN[slots, 0] = output_token_ids_BQ.gather(1, accepted[:, None])[:, 0].to(state.token_ids_SN.dtype)
     if k:
-        tokens_SN[slots, 1 : k + 1] = drafts_BK.to(tokens_SN.dtype)
-    start = start_S[slots].long() + accepted + 1 if position_B is None else position_B.long()
-    start_S[slots] = start.to(start_S.dtype)
+        state.token_ids_SN[slots, 1 : k + 1] = drafts_BK.to(state.token_ids_SN.dtype)
+    start = state.num_computed_tokens_S[slots].long() + accepted + 1 if position_B is None else position_B.long()
+    state.num_computed_tokens_S[slots] = start.to(state.num_computed_tokens_S.dtype)
     most = longest.long() if isinstance(longest, Tensor) else longest
-    available_S[slots] = (most - start - 2).clamp(0, k).to(available_S.dtype)
+    state.num_draft_tokens_S[slots] = (most - start - 2).clamp(0, k).to(state.num_draft_tokens_S.dtype)
 
 
 @_jit
@@ -280,29 +284,29 @@ def _commit_kernel(
 
 
 def commit_state_triton(
-    tokens_SN: Tensor,
-    start_S: Tensor,
-    available_S: Tensor,
+    state: SlotState,
     slots_B: Tensor,
-    emitted_BQ: Tensor,
-    accepted_B: Tensor,
+    output_token_ids_BQ: Tensor,
+    num_accepted_B: Tensor,
     drafts_BK: Tensor,
     longest: Tensor | int,
     position_B: Tensor | None = None,
 ) -> None:
     k = drafts_BK.shape[1]
-    assert start_S.is_contiguous() and available_S.is_contiguous()
-    assert tokens_SN.stride(1) == 1 and emitted_BQ.stride(1) == 1 and (k < 2 or drafts_BK.stride(1) == 1)
+    assert state.num_computed_tokens_S.is_contiguous() and state.num_draft_tokens_S.is_contiguous()
+    assert (
+        state.token_ids_SN.stride(1) == 1 and output_token_ids_BQ.stride(1) == 1 and (k < 2 or drafts_BK.stride(1) == 1)
+    )
     _commit_kernel[(len(slots_B),)](
-        tokens_SN,
-        tokens_SN.stride(0),
-        start_S,
-        available_S,
+        state.token_ids_SN,
+        state.token_ids_SN.stride(0),
+        state.num_computed_tokens_S,
+        state.num_draft_tokens_S,
         slots_B.contiguous(),
-        emitted_BQ,
-        emitted_BQ.stride(0),
-        accepted_B.contiguous(),
-        drafts_BK if k else emitted_BQ,  # an empty tensor has no address, and is not read
+        output_token_ids_BQ,
+        output_token_ids_BQ.stride(0),
+        num_accepted_B.contiguous(),
+        drafts_BK if k else output_token_ids_BQ,  # an empty tensor has no address, and is not read
         drafts_BK.stride(0),
         longest.contiguous() if isinstance(longest, Tensor) else longest,
         slots_B if position_B is None else position_B.contiguous(),
@@ -311,17 +315,15 @@ def commit_state_triton(
         PLACED=position_B is not None,
         WIDTH=triton.next_power_of_2(k + 1),
         num_warps=1,
-        **dependent(tokens_SN.device),
+        **pdl_launch_options(state.token_ids_SN.device),
     )
 
 
 def commit_state(
-    tokens_SN: Tensor,
-    start_S: Tensor,
-    available_S: Tensor,
+    state: SlotState,
     slots_B: Tensor,
-    emitted_BQ: Tensor,
-    accepted_B: Tensor,
+    output_token_ids_BQ: Tensor,
+    num_accepted_B: Tensor,
     drafts_BK: Tensor,
     longest: Tensor | int,
     position_B: Tensor | None = None,
@@ -336,5 +338,5 @@ def commit_state(
     `longest`, the context's length, is one for all or one for each request. Slots of a launch are distinct, but a
     negative one is a padding row and changes nothing. Tokens are int64; the rest is any integer type.
     """
-    committed = commit_state_triton if tokens_SN.is_cuda and triton is not None else commit_state_torch
-    committed(tokens_SN, start_S, available_S, slots_B, emitted_BQ, accepted_B, drafts_BK, longest, position_B)
+    committed = commit_state_triton if state.token_ids_SN.is_cuda and triton is not None else commit_state_torch
+    committed(state, slots_B, output_token_ids_BQ, num_accepted_B, drafts_BK, longest, position_B)

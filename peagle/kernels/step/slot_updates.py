@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from peagle.kernels.host_transfer import Shared, sent
+from peagle.kernels.host_transfer import PinnedRing, copy_to_device
 from peagle.kernels.step.verify_inputs import SlotState
 
 try:
@@ -30,10 +30,10 @@ _BLOCK = 128
 
 def arrays(state: SlotState) -> tuple[Tensor, Tensor, Tensor]:
     """Those that the host writes, in the order in which their cells are numbered."""
-    return state.block_tables_SM, state.shares_3S, state.counts_2S
+    return state.block_tables_SM, state.float_params_3S, state.int_params_2S
 
 
-def change_torch(state: SlotState, cells_2N: Tensor) -> None:
+def apply_updates_torch(state: SlotState, cells_2N: Tensor) -> None:
     """`cells_2N` is on the host, wherever the state is."""
     where_N, what_N = cells_2N
     first = 0
@@ -42,8 +42,8 @@ def change_torch(state: SlotState, cells_2N: Tensor) -> None:
         values = what_N[own_N]
         if array.is_floating_point():
             values = values.int().view(torch.float32)
-        at = sent(where_N[own_N] - first, array.device)
-        array.view(-1)[at] = sent(values.to(array.dtype), array.device)
+        at = copy_to_device(where_N[own_N] - first, array.device)
+        array.view(-1)[at] = copy_to_device(values.to(array.dtype), array.device)
         first += array.numel()
 
 
@@ -70,7 +70,7 @@ def _change_kernel(
     tl.store(counts + where, what, mask=there & (where >= 0))
 
 
-def change_triton(state: SlotState, cells_2N: Tensor) -> None:
+def apply_updates_triton(state: SlotState, cells_2N: Tensor) -> None:
     """`cells_2N` is on the device, or in memory of the host that the device can read."""
     count, (tables, shares, counts) = cells_2N.shape[1], arrays(state)
     sizes = {"TABLES": tables.numel(), "SHARES": shares.numel()}
@@ -79,29 +79,29 @@ def change_triton(state: SlotState, cells_2N: Tensor) -> None:
     )
 
 
-class SlotChanges:
+class SlotUpdates:
     """Gathers changes of a state, and sends all of them at once. No cell changes twice in between."""
 
-    def __init__(self, state: SlotState, shared: Shared) -> None:
-        self.state, self.shared = state, shared
+    def __init__(self, state: SlotState, pinned: PinnedRing) -> None:
+        self.state, self.pinned = state, pinned
         self.slots, self.blocks = state.block_tables_SM.shape
         self._where: list[int] = []
         self._what: list[int] = []
 
-    def give(self, slot: int, first: int, blocks: Sequence[int]) -> None:
+    def set_blocks(self, slot: int, first: int, blocks: Sequence[int]) -> None:
         """From its entry `first` on, the slot's table has these."""
         cell = slot * self.blocks + first
         self._where += range(cell, cell + len(blocks))
         self._what += blocks
 
-    def settle(self, slot: int, shares: Sequence[float], counts: Sequence[int]) -> None:
-        """The slot's column of `shares_3S`, and of `counts_2S`."""
+    def set_sampling_params(self, slot: int, shares: Sequence[float], counts: Sequence[int]) -> None:
+        """The slot's column of `float_params_3S`, and of `int_params_2S`."""
         cell = self.slots * self.blocks + slot
         self._where += range(cell, cell + (len(shares) + len(counts)) * self.slots, self.slots)
         self._what += struct.unpack(f"{len(shares)}i", struct.pack(f"{len(shares)}f", *shares))
         self._what += counts
 
-    def take(self) -> Tensor:
+    def pop_updates(self) -> Tensor:
         """[2, N]: the changes gathered so far: cells, and what they hold."""
         cells_2N = torch.tensor((self._where, self._what))
         self._where, self._what = [], []
@@ -110,8 +110,8 @@ class SlotChanges:
     def send(self) -> None:
         if not self._where:
             return
-        cells_2N = self.take()
-        if self.state.start_S.is_cuda and triton is not None:
-            change_triton(self.state, self.shared.show(cells_2N))
+        cells_2N = self.pop_updates()
+        if self.state.num_computed_tokens_S.is_cuda and triton is not None:
+            apply_updates_triton(self.state, self.pinned.to_pinned(cells_2N))
         else:
-            change_torch(self.state, cells_2N)
+            apply_updates_torch(self.state, cells_2N)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from peagle.kernels.triton_utils import dependent
+from peagle.kernels.triton_utils import pdl_launch_options
 
 try:
     import triton
@@ -31,35 +31,35 @@ class SlotState:
     """What the next round of each slot starts from. The last is nobody's and never changes: rows that pad a batch
     have slot -1, which reads it and writes nowhere."""
 
-    tokens_SN: Tensor  # the newest token, then its drafts
-    start_S: Tensor  # position of the newest token: so many are read
-    available_S: Tensor  # how many of the drafts are real
+    token_ids_SN: Tensor  # the newest token, then its drafts
+    num_computed_tokens_S: Tensor  # position of the newest token: so many are read
+    num_draft_tokens_S: Tensor  # how many of the drafts are real
     block_tables_SM: Tensor  # int32
-    shares_3S: Tensor  # fp32: temperature, top_p, min_p
-    counts_2S: Tensor  # top_k, seed
+    float_params_3S: Tensor  # fp32: temperature, top_p, min_p
+    int_params_2S: Tensor  # top_k, seed
 
     @property
     def temperature_S(self) -> Tensor:
-        return self.shares_3S[0]
+        return self.float_params_3S[0]
 
     @property
     def top_p_S(self) -> Tensor:
-        return self.shares_3S[1]
+        return self.float_params_3S[1]
 
     @property
     def min_p_S(self) -> Tensor:
-        return self.shares_3S[2]
+        return self.float_params_3S[2]
 
     @property
     def top_k_S(self) -> Tensor:
-        return self.counts_2S[0]
+        return self.int_params_2S[0]
 
     @property
     def seed_S(self) -> Tensor:
-        return self.counts_2S[1]
+        return self.int_params_2S[1]
 
     @classmethod
-    def make(cls, slots: int, most_drafts: int, blocks_per_slot: int, device: torch.device) -> SlotState:
+    def allocate(cls, slots: int, max_speculative_tokens: int, blocks_per_slot: int, device: torch.device) -> SlotState:
         def zeros(*shape: int, dtype: torch.dtype = torch.long) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
@@ -67,26 +67,26 @@ class SlotState:
         shares = zeros(3, count, dtype=torch.float32)
         shares[1] = 1.0
         return cls(
-            tokens_SN=zeros(count, most_drafts + 1),
-            start_S=zeros(count),
-            available_S=zeros(count),
+            token_ids_SN=zeros(count, max_speculative_tokens + 1),
+            num_computed_tokens_S=zeros(count),
+            num_draft_tokens_S=zeros(count),
             block_tables_SM=zeros(count, blocks_per_slot, dtype=torch.int32),
-            shares_3S=shares,
-            counts_2S=zeros(2, count),
+            float_params_3S=shares,
+            int_params_2S=zeros(2, count),
         )
 
 
 @dataclass
-class RoundInputs:
+class VerifyInputs:
     """int64 but where it says otherwise."""
 
-    tokens_BQ: Tensor
-    starts_B: Tensor  # int32
-    live_B: Tensor  # int32: rows that lie inside the context
-    available_B: Tensor  # drafts that are real
-    tables_BM: Tensor  # int32
+    token_ids_BQ: Tensor
+    num_computed_tokens_B: Tensor  # int32
+    query_lens_B: Tensor  # int32: rows that lie inside the context
+    num_draft_tokens_B: Tensor  # drafts that are real
+    block_tables_BM: Tensor  # int32
     positions_T: Tensor  # of the rows, inside the context
-    next_T: Tensor  # of the tokens chosen after them
+    sample_positions_T: Tensor  # of the tokens chosen after them
     temperature_T: Tensor  # fp32
     top_k_T: Tensor
     top_p_T: Tensor  # fp32
@@ -94,16 +94,16 @@ class RoundInputs:
     seed_T: Tensor
 
 
-def round_inputs_torch(state: SlotState, slots_B: Tensor, k: int, longest: int) -> RoundInputs:
+def build_verify_inputs_torch(state: SlotState, slots_B: Tensor, k: int, longest: int) -> VerifyInputs:
     rows = k + 1
-    starts = state.start_S[slots_B]
+    starts = state.num_computed_tokens_S[slots_B]
     positions = starts[:, None] + torch.arange(rows, device=slots_B.device)
     slots_T = slots_B.repeat_interleave(rows)
-    return RoundInputs(
-        state.tokens_SN[slots_B, :rows],
+    return VerifyInputs(
+        state.token_ids_SN[slots_B, :rows],
         starts.int(),
         (longest - starts).clamp(0, rows).int(),
-        state.available_S[slots_B].clamp(max=k),
+        state.num_draft_tokens_S[slots_B].clamp(max=k),
         state.block_tables_SM[slots_B],
         positions.clamp(max=longest - 1).flatten(),
         positions.flatten() + 1,
@@ -116,12 +116,12 @@ def round_inputs_torch(state: SlotState, slots_B: Tensor, k: int, longest: int) 
 
 
 @_jit
-def _round_inputs_kernel(
+def _verify_inputs_kernel(
     slots,
     tokens_S,
     tokens_stride,
-    start_S,
-    available_S,
+    num_computed_tokens_S,
+    num_draft_tokens_S,
     tables_S,
     temperature_S,
     top_k_S,
@@ -163,8 +163,8 @@ def _round_inputs_kernel(
         out = b * ROWS + row
         blank = row.to(tl.int64) * 0
         # Everything is asked for before anything is stored: a store waits for its value, and all behind it wait too.
-        start = tl.load(start_S + slot)
-        ready = tl.load(available_S + slot)
+        start = tl.load(num_computed_tokens_S + slot)
+        ready = tl.load(num_draft_tokens_S + slot)
         token = tl.load(tokens_S + slot * tokens_stride + row, mask=real, other=0)
         heat = tl.load(temperature_S + slot) + blank.to(tl.float32)
         most_p = tl.load(top_p_S + slot) + blank.to(tl.float32)
@@ -185,14 +185,14 @@ def _round_inputs_kernel(
     tl.store(tables + b * M + at, entries, mask=at < M)
 
 
-def round_inputs_triton(state: SlotState, slots_B: Tensor, k: int, longest: int) -> RoundInputs:
+def build_verify_inputs_triton(state: SlotState, slots_B: Tensor, k: int, longest: int) -> VerifyInputs:
     batch, rows, device = len(slots_B), k + 1, slots_B.device
     blocks = state.block_tables_SM.shape[1]
     longs = torch.empty(6, batch * rows, dtype=torch.int64, device=device)
     floats = torch.empty(3, batch * rows, dtype=torch.float32, device=device)
     ints = torch.empty(2, batch, dtype=torch.int32, device=device)
     tables = torch.empty(batch, blocks, dtype=torch.int32, device=device)
-    made = RoundInputs(
+    made = VerifyInputs(
         longs[0].view(batch, rows),
         ints[0],
         ints[1],
@@ -207,48 +207,48 @@ def round_inputs_triton(state: SlotState, slots_B: Tensor, k: int, longest: int)
         longs[4],
     )
     chunk = 256
-    _round_inputs_kernel[(batch, triton.cdiv(blocks, chunk))](
+    _verify_inputs_kernel[(batch, triton.cdiv(blocks, chunk))](
         slots_B,
-        state.tokens_SN,
-        state.tokens_SN.stride(0),
-        state.start_S,
-        state.available_S,
+        state.token_ids_SN,
+        state.token_ids_SN.stride(0),
+        state.num_computed_tokens_S,
+        state.num_draft_tokens_S,
         state.block_tables_SM,
         state.temperature_S,
         state.top_k_S,
         state.top_p_S,
         state.min_p_S,
         state.seed_S,
-        made.tokens_BQ,
-        made.starts_B,
-        made.live_B,
-        made.available_B,
-        made.tables_BM,
+        made.token_ids_BQ,
+        made.num_computed_tokens_B,
+        made.query_lens_B,
+        made.num_draft_tokens_B,
+        made.block_tables_BM,
         made.positions_T,
-        made.next_T,
+        made.sample_positions_T,
         made.temperature_T,
         made.top_k_T,
         made.top_p_T,
         made.min_p_T,
         made.seed_T,
-        len(state.start_S) - 1,
+        len(state.num_computed_tokens_S) - 1,
         longest,
         blocks,
         ROWS=rows,
         WIDTH=triton.next_power_of_2(rows),
         CHUNK=chunk,
         num_warps=1,
-        **dependent(device),
+        **pdl_launch_options(device),
     )
     return made
 
 
-def round_inputs(state: SlotState, slots_B: Tensor, k: int, longest: int) -> RoundInputs:
+def build_verify_inputs(state: SlotState, slots_B: Tensor, k: int, longest: int) -> VerifyInputs:
     """The rows of a round that verifies k drafts a request; `longest` is the context's length.
 
     Worked example: a slot whose newest token n sits at 5 with drafts x y, k = 2, longest 7. Its rows are n x y at
     positions 5 6 6 (the last lies outside the context), of which 2 are live; chosen after them are the tokens at
     6 7 8, and 0 drafts are available, as no round may end past the context.
     """
-    made = round_inputs_triton if slots_B.is_cuda and triton is not None else round_inputs_torch
+    made = build_verify_inputs_triton if slots_B.is_cuda and triton is not None else build_verify_inputs_torch
     return made(state, slots_B, k, longest)

@@ -43,7 +43,7 @@ from peagle.checkpoints.files import read_json
 from peagle.config import CacheSettings, HiddenStatesDtype
 from peagle.data.batches import Batch, Examples, Packing, pack
 from peagle.errors import UserError
-from peagle.kernels.host_transfer import sent
+from peagle.kernels.host_transfer import copy_to_device
 from peagle.models.decoder import Decoder
 from peagle.training.hidden_states.online import Document, Online, TargetStates, documents, fingerprint, rows_in_order
 
@@ -402,4 +402,4 @@ class TapCache:
         return self._open[file]
 
     def _moved(self, x: Tensor) -> Tensor:
-        return sent(x, self.device)
+        return copy_to_device(x, self.device)

@@ -30,7 +30,7 @@ def _signed(angles: Angles) -> Angles:
     return cos.contiguous(), torch.cat([-sin[..., :half], sin[..., half:]], -1)
 
 
-class FlatLayer:
+class FusedCpuLayer:
     def __init__(self, layer: DecoderLayer | FirstLayer, window: Window) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.window = window
@@ -71,11 +71,11 @@ class FlatLayer:
         return attend(index, q, k, v, self.window).reshape(rows, -1)
 
 
-class FlatDecoder:
+class FusedCpuDecoder:
     """Called as a `Decoder` is. Of Llama's kind of layers alone: others go through their modules."""
 
     @staticmethod
-    def takes(model: Decoder) -> bool:
+    def supports(model: Decoder) -> bool:
         cfg = model.cfg
         alike = not cfg.uses_transformers and not cfg.layers and cfg.local_rope is None
         return alike and cfg.layer == cfg.layer.as_llama and cfg.embedding_scale == 1.0
@@ -83,7 +83,7 @@ class FlatDecoder:
     def __init__(self, model: Decoder) -> None:
         self.model = model
         layers: Sequence[DecoderLayer] = list(model.layers)  # type: ignore[arg-type]
-        self.layers = [FlatLayer(layer, window) for layer, window in zip(layers, model.cfg.windows, strict=True)]
+        self.layers = [FusedCpuLayer(layer, window) for layer, window in zip(layers, model.cfg.windows, strict=True)]
 
     def __call__(
         self, token_ids_T: Tensor, positions_T: Tensor, attend: Attend, aux_layer_ids: Sequence[int] = ()
@@ -100,30 +100,30 @@ class FlatDecoder:
         return model.norm(x_TD), torch.cat([aux_hidden_states[k] for k in aux_layer_ids], -1) if aux_layer_ids else None
 
 
-class FlatDrafter:
+class FusedCpuDrafter:
     """Called as a `Drafter` is."""
 
     def __init__(self, model: Drafter) -> None:
         self.model = model
         layers: Sequence[DecoderLayer | FirstLayer] = list(model.layers)  # type: ignore[arg-type]
-        self.layers = [FlatLayer(layer, model.cfg.window(i)) for i, layer in enumerate(layers)]
+        self.layers = [FusedCpuLayer(layer, model.cfg.window(i)) for i, layer in enumerate(layers)]
         first = layers[0]
         assert isinstance(first, FirstLayer)
         self.hidden_norm, self.norm_before_residual = first.hidden_norm.weight, first.norm_before_residual
 
     def __call__(
-        self, token_ids_T: Tensor, hidden_TD: Tensor, positions_T: Tensor, attend: Attend, silent: bool = False
+        self, token_ids_T: Tensor, hidden_TD: Tensor, positions_T: Tensor, attend: Attend, kv_only: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """`silent`: the rows are only to be remembered, so the pass ends where the last layer has written its keys;
+        """`kv_only`: the rows are only to be remembered, so the pass ends where the last layer has written its keys;
         what comes back means nothing."""
         model, first, last = self.model, self.layers[0], len(self.layers) - 1
-        embeds_TD = F.embedding(token_ids_T, model.embedding_table)
+        embeds_TD = F.embedding(token_ids_T, model.embed_tokens_weight)
         angles = _signed(model.rope(positions_T, hidden_TD.dtype))
         normed = norm_cat((embeds_TD, hidden_TD), (first.norm, self.hidden_norm), first.eps)
         x_TD = normed.chunk(2, -1)[1] if self.norm_before_residual else hidden_TD
         for i, layer in enumerate(self.layers):
             given = normed if i == 0 else None
-            if silent and i == last:
+            if kv_only and i == last:
                 layer.attend(x_TD, given, angles, attend, i)
                 return x_TD, x_TD
             x_TD = layer(x_TD, given, angles, attend, i)

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from peagle.kernels.attention.dense import causal_attention
 from peagle.kernels.gemm import linear_cpu as kernels
 from peagle.kernels.norm.rms_norm import rms_norm, rms_norm_torch
-from peagle.models.cpu_passes import FlatDecoder, FlatDrafter
+from peagle.models.fused_cpu import FusedCpuDecoder, FusedCpuDrafter
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -23,8 +23,8 @@ def test_flat_passes_are_the_modules_bit_for_bit(dtype, rows):
         hidden = torch.randn(rows, drafter.cfg.layer.hidden_size).to(dtype)
         aux_layer_ids = (1, target.cfg.num_layers)
         with torch.inference_mode():
-            ours = FlatDecoder(target)(tokens, positions, causal_attention, aux_layer_ids)
-            ours += FlatDrafter(drafter)(tokens, hidden, positions, causal_attention)
+            ours = FusedCpuDecoder(target)(tokens, positions, causal_attention, aux_layer_ids)
+            ours += FusedCpuDrafter(drafter)(tokens, hidden, positions, causal_attention)
             theirs = target(tokens, positions, causal_attention, aux_layer_ids)
             theirs += drafter(tokens, hidden, positions, causal_attention)
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
@@ -41,7 +41,7 @@ def test_a_silent_pass_remembers_what_a_full_one_does():
             return causal_attention(layer, q, k, v, window)
 
         hidden = torch.linspace(-1, 1, 3 * drafter.cfg.layer.hidden_size).view(3, -1)
-        FlatDrafter(drafter)(torch.arange(3), hidden, torch.arange(3), attend, silent=silent)
+        FusedCpuDrafter(drafter)(torch.arange(3), hidden, torch.arange(3), attend, silent=silent)
         return seen
 
     with torch.inference_mode():
@@ -54,7 +54,7 @@ def test_a_silent_pass_remembers_what_a_full_one_does():
 def test_every_way_of_a_product_is_the_product(monkeypatch):
     weight, bias = torch.randn(24, 16), torch.randn(24)
     monkeypatch.setattr(kernels, "_ways", {})
-    kernels.measure_products([weight])
+    kernels.select_cpu_gemms([weight])
     assert {key[2] for key in kernels._ways} >= set(range(1, 9))
     with torch.inference_mode():
         for rows in range(1, 10):
