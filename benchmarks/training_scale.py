@@ -24,14 +24,14 @@ sys.path.insert(0, str(ROOT))
 from peagle.planning.gpus import gpu_by_name  # noqa: E402
 from peagle.planning.training_scale import NETWORK, Cluster, assumed_data, on_paper  # noqa: E402
 from peagle.training.recipe import make_recipe  # noqa: E402
-from peagle.training.resource_plan import Plan  # noqa: E402
+from peagle.training.resource_plan import TrainingPlan  # noqa: E402
 
 RECIPES = ("gpt-oss-20b", "gpt-oss-120b", "qwen3-coder-30b", "gemma-4-31b")
 DAY = 86400.0
 HEADER = ("target", "GPUs", "GiB of a GPU", "tokens/s", "of linear", "disk, TB", "read, GB/s", "days", "vLLM's days")
 
 
-def planned(name: str, gpus: int, args: argparse.Namespace) -> Plan:
+def planned(name: str, gpus: int, args: argparse.Namespace) -> TrainingPlan:
     recipe = make_recipe(ROOT / "recipes" / f"{name}-p-eagle.toml", {"epochs": 1.0})
     data = assumed_data(recipe, args.tokens, args.mean_length)
     each = min(gpus, 8)
@@ -41,7 +41,7 @@ def planned(name: str, gpus: int, args: argparse.Namespace) -> Plan:
     return on_paper(recipe, cluster, data)
 
 
-def line(name: str, gpus: int, plan: Plan, alone: Plan) -> dict[str, Any]:
+def line(name: str, gpus: int, plan: TrainingPlan, alone: TrainingPlan) -> dict[str, Any]:
     return {
         "target": name,
         "gpus": gpus,

@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from training_variants import SHAPES, documents, sample_rows, step_flops
+from training_variants import SHAPES, documents, sample_cod_positions, step_flops
 
 Json = dict[str, Any]
 Measure = Callable[[Callable[[], None], Json, Callable[[], None]], Json]
@@ -99,7 +99,7 @@ class Progress:
 
 def import_speculators(path: str) -> Any:
     """Its models' package imports its data loader, whose own needs a training step has none of."""
-    import transformers.models.llama.modeling_llama  # before it could ask for what stands in here
+    import transformers.models.llama.modeling_llama  # before it could chunk_loss for what stands in here
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
     def empty_class(name: str) -> type:
@@ -248,7 +248,7 @@ def speculators_steps(job: Json, measure: Measure) -> Callable[[int], Json]:
         ungraded = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
         assert not ungraded, f"no gradient for {ungraded}"
         one = documents([tokens], 0.0, shape.vocab)
-        flops = step_flops(shape, one, sample_rows(one, shape.depths, shape.rate, torch.Generator()))
+        flops = step_flops(shape, one, sample_cod_positions(one, shape.depths, shape.rate, torch.Generator()))
         found |= {"rows": int(metrics["full_acc_total"]), "weights_gb": sum(p.nbytes for p in model.parameters()) / 1e9}
         return found | {"flops": flops.total, "attention_flops": flops.attention}
 

@@ -22,14 +22,14 @@ import torch
 from torch import Tensor
 
 from peagle.config import DecoderConfig, DrafterConfig, LayerConfig, Objective, RopeConfig
-from peagle.data.batches import Batch
+from peagle.data.batches import PackedBatch
 from peagle.engine.loader import random_weights
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
-from peagle.training.cod_sampling import Rows, generator, sample_rows
-from peagle.training.hidden_states.online import TargetStates
-from peagle.training.loss import Aim, Examiner, depth_weights
-from peagle.training.partition import BatchView, accumulate, ask, chunks
+from peagle.training.cod_sampling import CodPositions, sample_cod_positions, sampling_generator
+from peagle.training.hidden_states.online import TargetHiddenStates
+from peagle.training.loss import DraftLoss, LossSettings, depth_weights
+from peagle.training.partition import DrafterForward, accumulate_gradients, chunk_loss, split_chains
 
 EVERYTHING = 1 << 40  # rows: no chunks
 
@@ -93,67 +93,76 @@ class Models:
 class Work:
     """One batch. `batch` and `rows` on the CPU, as a data loader gives them; the target's states on the device."""
 
-    batch: Batch
-    rows: Rows
-    states: TargetStates
+    batch: PackedBatch
+    rows: CodPositions
+    states: TargetHiddenStates
     weights: list[float]
 
 
-def documents(lengths: list[int], prompt: float, vocab: int, seed: int = 0) -> Batch:
+def documents(lengths: list[int], prompt: float, vocab: int, seed: int = 0) -> PackedBatch:
     """Packed one after another, of random tokens; the first `prompt` share of each is not asked."""
     rng = torch.Generator().manual_seed(seed)
     length_M = torch.tensor(lengths)
     start_N = (length_M.cumsum(0) - length_M).repeat_interleave(length_M)
     end_N = length_M.cumsum(0).repeat_interleave(length_M)
     position_N = torch.arange(int(length_M.sum())) - start_N
-    return Batch(
+    return PackedBatch(
         token_ids_N=torch.randint(1, vocab, (len(start_N),), generator=rng),
         position_N=position_N,
         start_N=start_N,
         end_N=end_N,
-        asked_N=position_N >= (prompt * (end_N - start_N)).long(),
+        loss_mask_N=position_N >= (prompt * (end_N - start_N)).long(),
         row_ids=tuple(f"document {i}" for i in range(len(lengths))),
     )
 
 
-def random_work(models: Models, batch: Batch) -> Work:
+def random_work(models: Models, batch: PackedBatch) -> Work:
     """With noise for what the target says."""
     head, shape = models.target.lm_head.weight, models.shape
     width = shape.layer.hidden_size
-    states = TargetStates(
+    states = TargetHiddenStates(
         torch.randn(len(batch), width, dtype=head.dtype, device=head.device),
         torch.randn(len(batch), len(shape.aux_layer_ids) * width, dtype=head.dtype, device=head.device),
     )
-    rows = sample_rows(batch, shape.depths, shape.rate, generator(0, 0))
+    rows = sample_cod_positions(batch, shape.depths, shape.rate, sampling_generator(0, 0))
     return Work(batch, rows, states, depth_weights(shape.depths))
 
 
-def examiner_of(models: Models, work: Work) -> Examiner:
+def examiner_of(models: Models, work: Work) -> DraftLoss:
     objective = models.shape.objective
-    return Examiner(models.drafter, models.target, work.states, Aim(objective), work.rows.counts, work.weights)
+    return DraftLoss(
+        models.drafter, models.target, work.states, LossSettings(objective), work.rows.counts, work.weights
+    )
 
 
-def view_of(models: Models, work: Work) -> BatchView:
-    return BatchView(models.drafter, work.states, work.batch, work.states.hidden_ND.device)
+def view_of(models: Models, work: Work) -> DrafterForward:
+    return DrafterForward(models.drafter, work.states, work.batch, work.states.hidden_ND.device)
 
 
 def ours(models: Models, work: Work, chunk_rows: int) -> None:
     objective = models.shape.objective
-    accumulate(
-        models.drafter, models.target, work.states, work.batch, work.rows, Aim(objective), work.weights, chunk_rows
+    accumulate_gradients(
+        models.drafter,
+        models.target,
+        work.states,
+        work.batch,
+        work.rows,
+        LossSettings(objective),
+        work.weights,
+        chunk_rows,
     )
 
 
 def whole(models: Models, work: Work, chunk_rows: int) -> None:
-    view, (everything,) = view_of(models, work), chunks(work.rows, EVERYTHING)
-    ask(examiner_of(models, work), view, view.depth_zero(), everything).backward()
+    view, (everything,) = view_of(models, work), split_chains(work.rows, EVERYTHING)
+    chunk_loss(examiner_of(models, work), view, view.depth_zero(), everything).backward()
 
 
 def logits(models: Models, work: Work, chunk_rows: int) -> None:
     assert models.shape.objective == "kl"
-    view, (everything,) = view_of(models, work), chunks(work.rows, EVERYTHING)
+    view, (everything,) = view_of(models, work), split_chains(work.rows, EVERYTHING)
     leaves = view.depth_zero()
-    said = torch.cat([leaves.said_ND[view.moved(everything.anchor_A)], view.chains(leaves, everything)])
+    said = torch.cat([leaves.output_ND[view.moved(everything.anchor_A)], view.chains(leaves, everything)])
     exact = torch.float64 if said.dtype == torch.float64 else torch.float32
     log_q_RV = models.drafter.compute_logits(said).log_softmax(-1, dtype=exact)
     with torch.no_grad():
@@ -174,16 +183,16 @@ def algorithm1(models: Models, work: Work, chunk_rows: int) -> None:
     One row more is run than is seen by anyone, so that the last one's token is there.
     """
     examiner, all_of_it = examiner_of(models, work), view_of(models, work)
-    for segment in chunks(work.rows, chunk_rows):
+    for segment in split_chains(work.rows, chunk_rows):
         last = max(int(x.max()) for x in (segment.anchor_A, segment.anchor_R) if len(x))
         part = slice(0, last + 2)
         batch = work.batch
-        named = ("token_ids_N", "position_N", "start_N", "end_N", "asked_N")
+        named = ("token_ids_N", "position_N", "start_N", "end_N", "loss_mask_N")
         prefix = replace(batch, **{name: getattr(batch, name)[part] for name in named})
-        states = TargetStates(work.states.hidden_ND[part], work.states.aux_hidden_states_NX[part])
+        states = TargetHiddenStates(work.states.hidden_ND[part], work.states.aux_hidden_states_NX[part])
         view = view_of(models, Work(prefix, work.rows, states, work.weights))
         leaves = view.depth_zero()
-        said = torch.cat([leaves.said_ND[view.moved(segment.anchor_A)], view.chains(leaves, segment)])
+        said = torch.cat([leaves.output_ND[view.moved(segment.anchor_A)], view.chains(leaves, segment)])
         # what is asked for may lie behind the prefix
         links = segment.links(all_of_it)
         examiner.ask(said, view.moved(segment.depths()), segment.asked(), links).backward()
@@ -224,7 +233,7 @@ def layer_products(layer: LayerConfig, layers: int, first_width: int) -> float:
     return 2.0 * (inputs * wide * layer.head_dim + layers * rest)
 
 
-def step_flops(shape: Shape, batch: Batch, rows: Rows) -> Flops:
+def step_flops(shape: Shape, batch: PackedBatch, rows: CodPositions) -> Flops:
     """Backward is twice forward, less for fc, whose input asks for no gradient; 5 products for 2 in attention."""
     layer, width = shape.layer, shape.layer.hidden_size
     of_row = 3 * layer_products(layer, shape.drafter_layers, 2 * width)
@@ -244,7 +253,7 @@ def step_flops(shape: Shape, batch: Batch, rows: Rows) -> Flops:
     )
 
 
-def target_flops(shape: Shape, batch: Batch) -> tuple[float, float]:
+def target_flops(shape: Shape, batch: PackedBatch) -> tuple[float, float]:
     """Products and attention of the target's forward pass."""
     layer = shape.layer
     products = len(batch) * layer_products(layer, shape.target_layers, layer.hidden_size)

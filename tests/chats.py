@@ -22,13 +22,13 @@ from engines import write_tokenizer
 from support import set_config
 
 from peagle.config import ResponseSettings
-from peagle.data.chat import Chat
-from peagle.data.prompts import Prompt, Prompts
-from peagle.data.report import Summary
-from peagle.data.responses import Writer
-from peagle.data.run import open_chat
-from peagle.data.sources import Answer, Question
-from peagle.data.store import ResponseFile
+from peagle.data.chat_format import ChatFormat
+from peagle.data.generators import GenerationRequest, GenerationResult
+from peagle.data.progress import DataSummary
+from peagle.data.prompts import Prompt, PromptSet
+from peagle.data.response_file import ResponseFile
+from peagle.data.responses import ResponseWriter
+from peagle.data.run import load_chat_format
 
 EOS = ord("d")
 TEMPLATE = (
@@ -44,60 +44,66 @@ def make_target(folder: Path, template: str | None = TEMPLATE) -> Path:
     return folder
 
 
-def make_chat(folder: Path, template: str | None = TEMPLATE) -> Chat:
-    return open_chat(make_target(folder, template))
+def make_chat(folder: Path, template: str | None = TEMPLATE) -> ChatFormat:
+    return load_chat_format(make_target(folder, template))
 
 
-def canned(question: Question) -> Answer:
+def canned(request: GenerationRequest) -> GenerationResult:
     """Follows from the seed alone: some answers end, some are cut short, some loop."""
-    assert question.params.seed is not None
-    rng = random.Random(question.params.seed)
+    assert request.params.seed is not None
+    rng = random.Random(request.params.seed)
     kind = rng.randrange(8)
     if kind == 0:
-        return Answer(question.key, [97, 98] * 12, None, "length")
+        return GenerationResult(request.request_id, [97, 98] * 12, None, "length")
     ids = [rng.randrange(EOS + 1, 123) for _ in range(rng.randrange(1, 12))]
-    return Answer(question.key, ids, None, "length") if kind == 1 else Answer(question.key, [*ids, EOS], None, "stop")
+    return (
+        GenerationResult(request.request_id, ids, None, "length")
+        if kind == 1
+        else GenerationResult(request.request_id, [*ids, EOS], None, "stop")
+    )
 
 
 class Canned:
     """Answers in any order, several at a time."""
 
-    def __init__(self, answer: Callable[[Question], Answer] = canned, order: int = 0, room: int = 5) -> None:
-        self.answer, self.most, self.longest = answer, room, None
-        self.asked: list[Question] = []
-        self._open: list[Question] = []
+    def __init__(
+        self, answer: Callable[[GenerationRequest], GenerationResult] = canned, order: int = 0, room: int = 5
+    ) -> None:
+        self.answer, self.most, self.max_model_len = answer, room, None
+        self.asked: list[GenerationRequest] = []
+        self._open: list[GenerationRequest] = []
         self._rng = random.Random(order)
 
     @property
-    def room(self) -> int:
+    def num_free_slots(self) -> int:
         return self.most - len(self._open)
 
-    def ask(self, question: Question) -> None:
-        self.asked.append(replace(question, messages=list(question.messages)))
-        self._open.append(question)
+    def submit(self, request: GenerationRequest) -> None:
+        self.asked.append(replace(request, messages=list(request.messages)))
+        self._open.append(request)
 
-    def wait(self) -> list[Answer]:
+    def poll(self) -> list[GenerationResult]:
         self._rng.shuffle(self._open)
         ready = self._open[: self._rng.randrange(1, 4)]
         del self._open[: len(ready)]
-        return [self.answer(question) for question in ready]
+        return [self.answer(request) for request in ready]
 
     def close(self) -> None:
         self._open.clear()
 
 
 @cache
-def conversations() -> Prompts:
+def conversations() -> PromptSet:
     rows = [Prompt(f"id {i}", "s", tuple(f"ask {i} {t}?" for t in range(1 + i % 3))) for i in range(12)]
-    return Prompts("here", tuple(rows), (), 0)
+    return PromptSet("here", tuple(rows), (), 0)
 
 
 SETTINGS = ResponseSettings(samples=2, seed=1)
 
 
-def write(out: Path, chat: Chat, source: Any, settings: ResponseSettings = SETTINGS, **same: Any) -> Summary:
+def write(out: Path, chat: ChatFormat, source: Any, settings: ResponseSettings = SETTINGS, **same: Any) -> DataSummary:
     file = ResponseFile(out, {"command": []}, {"seed": settings.seed, **same}, chat.answers)
-    return Writer(conversations(), settings, chat, source, file, shown=False).run()
+    return ResponseWriter(conversations(), settings, chat, source, file, shown=False).run()
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:

@@ -147,8 +147,8 @@ def train_drafter(target: Decoder, recipe: Recipe, device: str) -> Drafter:
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, recipe.steps)
     for _ in range(recipe.steps):
         tokens = text_batch(16, 80, rng).to(device)
-        rows = dense.nested_rows(80, recipe.depths, 0.8, rng)
-        rows = dense.Rows(rows.anchor_R.to(device), rows.depth_R.to(device))
+        rows = dense.sample_nested_positions(80, recipe.depths, 0.8, rng)
+        rows = dense.DensePositions(rows.anchor_R.to(device), rows.depth_R.to(device))
         loss = dense.loss(drafter, target, tokens, rows)
         optimizer.zero_grad()
         loss.backward()

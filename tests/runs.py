@@ -107,7 +107,7 @@ def main() -> None:
     from peagle.training import validation as measure
 
     torch.set_num_threads(1)
-    write, accumulate, step = resume.write_weights, trainer.accumulate, trainer.Optimizer.step
+    write, accumulate, step = resume.write_weights, trainer.accumulate_gradients, trainer.Optimizer.step
 
     def hanging(tensors: dict[str, Any], folder: Path, *rest: Any) -> None:
         write(tensors, folder, *rest)
@@ -128,7 +128,7 @@ def main() -> None:
         stepped[:] = [self]
         return step(self, lr)
 
-    resume.write_weights, trainer.accumulate, trainer.Optimizer.step = hanging, slow, watched  # type: ignore[assignment, method-assign]
+    resume.write_weights, trainer.accumulate_gradients, trainer.Optimizer.step = hanging, slow, watched  # type: ignore[assignment, method-assign]
     if os.environ.get("RANK", "0") != "0":
         run.prepare_cache = None  # type: ignore[assignment]  # filling a cache is the first rank's
     if args.room is not None:

@@ -16,7 +16,7 @@ from peagle.bench.server import Measured, Tell
 from peagle.bench.workload import Ask, Load, Workload, arrivals, usable_ids
 from peagle.checkpoints.target import eos_ids, has_tokenizer, load_tokenizer
 from peagle.config import DecoderConfig, SamplingParams
-from peagle.data.sources import release_memory
+from peagle.data.generators import release_engine_memory
 from peagle.engine.llm import LLM
 from peagle.engine.request import Request, RequestGroup
 from peagle.errors import UserError
@@ -35,7 +35,7 @@ class EmbeddedBench:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._llm = None
-        release_memory()
+        release_engine_memory()
 
     def measure(self, workload: Workload, asks: Sequence[Ask], load: Load, seed: int, tell: Tell) -> Measured:
         assert self._llm is not None

@@ -30,7 +30,7 @@ from peagle.hub.resolve import resolve_drafter, resolve_target
 
 SEQS = {"cuda": 256, "cpu": 16}  # requests at once, where those that arrive decide: what the engine takes by itself
 ENGINES = ("embedded", "vllm")
-Prompts = Sequence[str]
+PromptSet = Sequence[str]
 
 
 class Embedded:
@@ -69,7 +69,7 @@ class Embedded:
         """What all rows of a file share."""
         return {"target": self.name, **asdict(self.settings)}
 
-    def workload(self, prompts: Prompts, settings: BenchSettings, skip_bad_rows: bool = False) -> Workload:
+    def workload(self, prompts: PromptSet, settings: BenchSettings, skip_bad_rows: bool = False) -> Workload:
         return _workload(prompts, settings, lambda: self.reader.random_ids(self.cfg), skip_bad_rows)
 
     def variants(self, workload: Workload, settings: BenchSettings) -> list[Variant]:
@@ -155,7 +155,7 @@ class Server:
         told = f"{self.address.netloc} {helped}" + (f" K={stated.k}" if stated.k is not None else "")
         self.label = label or told
 
-    def workload(self, prompts: Prompts, settings: BenchSettings, skip_bad_rows: bool = False) -> Workload:
+    def workload(self, prompts: PromptSet, settings: BenchSettings, skip_bad_rows: bool = False) -> Workload:
         return _workload(prompts, settings, self._random_ids, skip_bad_rows)
 
     def _random_ids(self) -> list[int]:
@@ -176,7 +176,7 @@ def _tokenizer_folder(name: str) -> Path:
 
 
 def _workload(
-    prompts: Prompts, settings: BenchSettings, random_ids: Callable[[], list[int]], skip_bad_rows: bool
+    prompts: PromptSet, settings: BenchSettings, random_ids: Callable[[], list[int]], skip_bad_rows: bool
 ) -> Workload:
     if settings.random_input is not None:
         if prompts:

@@ -20,10 +20,10 @@ from peagle.cli import (  # noqa: F401  importing a module registers its verbs
     deploy,
     eval,
     folders,
+    hidden_states,
     plan,
     report,
     serve,
-    states,
     train,
     tune,
 )
@@ -33,7 +33,16 @@ from peagle.errors import UserError
 # The order and the headings of the verbs in `peagle --help`.
 VERB_PANELS = {
     "Generate and serve": ("demo", "generate", "chat", "serve", "deploy"),
-    "Train a drafter": ("fit", "data", "states", "hidden-states", "train", "inspect", "convert", "average"),
+    "Train a drafter": (
+        "fit",
+        "data",
+        "hidden_states",
+        "hidden-hidden_states",
+        "train",
+        "inspect",
+        "convert",
+        "average",
+    ),
     "Evaluate and plan": ("eval", "bench", "report", "plan", "tune"),
 }
 

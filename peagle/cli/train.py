@@ -23,7 +23,7 @@ from peagle.hub.resolve import DEFAULT_TARGET
 
 if TYPE_CHECKING:
     from peagle.training.recipe import Recipe
-    from peagle.training.run import Outcome
+    from peagle.training.run import TrainingResult
 
 Resume = Literal["auto", "must", "never"]
 KINDS: dict[str, type] = {"int": int, "float": float, "bool": bool, "int | None": int, "float | None": float}
@@ -177,7 +177,7 @@ def fit(
     from peagle.config import ResponseEngineSettings
     from peagle.data.run import write_responses
     from peagle.training.resume import RunFolder
-    from peagle.training.run import measure_best
+    from peagle.training.run import evaluate_checkpoint
     from peagle.training.run import train as run
 
     RunFolder(out).create()
@@ -201,14 +201,14 @@ def fit(
     if not outcome.finished:
         return
     _stage(3, "its acceptance on prompts that were kept aside")
-    for line in measure_best(made, out, chosen):
+    for line in evaluate_checkpoint(made, out, chosen):
         rates = " ".join(f"{share:.2f}" for share in line.per_position)
         print(f"K={line.draft_tokens}: {line.length:.2f} tokens a round (accepted, by position: {rates})")
     print(f"{out}: a drafter, its card and its log")
 
 
 def _plan_elsewhere(made: Recipe, known_rate: float | None, as_json: bool, named: dict[str, Any]) -> None:
-    from peagle.data.examples import examples as responses
+    from peagle.data.dataset import load_responses as responses
     from peagle.planning.gpus import gpu_by_name
     from peagle.planning.training_scale import MEASURED_ON, Cluster, assumed_data, on_paper
     from peagle.training.run import planned_data
@@ -255,7 +255,7 @@ def _stage(number: int, what: str) -> None:
     console().print(f"[bold]{number}/3[/bold] {what}")
 
 
-def _tell(outcome: Outcome) -> None:
+def _tell(outcome: TrainingResult) -> None:
     standing = outcome.standing
     if not outcome.first:
         return

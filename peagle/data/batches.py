@@ -8,7 +8,7 @@ Knows nothing about files and text. A conversation is never split. One that is l
     position_N   0 1 2 0 1
     start_N      0 0 0 3 3
     end_N        3 3 3 5 5
-    asked_N      . x x . x
+    loss_mask_N  . x x . x
 
 Several processes share one endless row of batches, epoch behind epoch: in a step, process r of w takes the r-th of
 the next w. So no batch is left out or repeated where an epoch ends.
@@ -26,26 +26,24 @@ from numpy.typing import NDArray
 from torch import BoolTensor, LongTensor
 
 from peagle.config import PackingSettings
-from peagle.data.examples import Example, Examples, examples
+from peagle.data.dataset import ResponseDataset
 from peagle.errors import UserError
 from peagle.kernels.host_transfer import copy_to_device
 
-__all__ = ["Batch", "Cursor", "Example", "Examples", "Packing", "batches", "examples", "pack"]
-
 
 @dataclass(frozen=True)
-class Batch:
+class PackedBatch:
     token_ids_N: LongTensor
     position_N: LongTensor  # within its document
     start_N: LongTensor  # index in the batch of the first token of its document
     end_N: LongTensor  # index behind the last token of its document
-    asked_N: BoolTensor  # the token is a response's: worth predicting
+    loss_mask_N: BoolTensor  # the token is a response's: worth predicting
     row_ids: tuple[str, ...]  # of the rows in it, for messages
 
-    def to(self, device: torch.device | str) -> Batch:
+    def to(self, device: torch.device | str) -> PackedBatch:
         moved: dict[str, Any] = {
             name: copy_to_device(getattr(self, name), device)
-            for name in ("token_ids_N", "position_N", "start_N", "end_N", "asked_N")
+            for name in ("token_ids_N", "position_N", "start_N", "end_N", "loss_mask_N")
         }
         return replace(self, **moved)
 
@@ -54,7 +52,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Cursor:
+class BatchCursor:
     """The batch that comes next."""
 
     epoch: int = 0
@@ -62,10 +60,10 @@ class Cursor:
 
 
 @dataclass(frozen=True)
-class Packing(Sequence[Batch]):
+class PackedEpoch(Sequence[PackedBatch]):
     """An epoch's batches; each is built when it is asked for."""
 
-    examples: Examples
+    examples: ResponseDataset
     tokens_per_batch: int
     begin_E: NDArray[np.int64]  # first token that is kept
     front_E: NDArray[np.int64]  # tokens cut off before it
@@ -75,7 +73,7 @@ class Packing(Sequence[Batch]):
     def __len__(self) -> int:
         return len(self.groups)
 
-    def __getitem__(self, index: int) -> Batch:  # type: ignore[override]
+    def __getitem__(self, index: int) -> PackedBatch:  # type: ignore[override]
         chosen = self.groups[index]
         own = self.examples
         length_D = self.length_E[chosen]
@@ -85,7 +83,7 @@ class Packing(Sequence[Batch]):
         place_N = np.arange(count)
         start_N = np.repeat(first_D, length_D)
         token_N = own.token_T[np.repeat(self.begin_E[chosen] - first_D, length_D) + place_N]
-        return Batch(
+        return PackedBatch(
             torch.from_numpy(token_N.astype(np.int64)),  # type: ignore[arg-type]
             torch.from_numpy(place_N - start_N),  # type: ignore[arg-type]
             torch.from_numpy(start_N),  # type: ignore[arg-type]
@@ -120,8 +118,8 @@ class Packing(Sequence[Batch]):
 
 
 def pack(
-    examples: Examples, tokens_per_batch: int, seed: int = 0, epoch: int = 0, max_length: int | None = None
-) -> Packing:
+    examples: ResponseDataset, tokens_per_batch: int, seed: int = 0, epoch: int = 0, max_length: int | None = None
+) -> PackedEpoch:
     """All examples once, in batches of at most so many tokens."""
     if tokens_per_batch < 1 or (max_length is not None and max_length < 1):
         raise UserError(
@@ -140,7 +138,7 @@ def pack(
     # which batch is full when depends on lengths; which comes when must not
     turns = np.argsort(rng.random(len(groups)), kind="stable").tolist()
     ordered = tuple(np.array(groups[i]) for i in turns)
-    return Packing(examples, tokens_per_batch, examples.offset_E[:-1] + front_E, front_E, length_E, ordered)
+    return PackedEpoch(examples, tokens_per_batch, examples.offset_E[:-1] + front_E, front_E, length_E, ordered)
 
 
 def _filled(order: NDArray[np.int64], length_E: NDArray[np.int64], budget: int) -> list[list[int]]:
@@ -165,21 +163,21 @@ def _filled(order: NDArray[np.int64], length_E: NDArray[np.int64], budget: int) 
 
 
 def batches(
-    examples: Examples,
+    examples: ResponseDataset,
     tokens_per_batch: int,
     seed: int = 0,
-    start: Cursor | None = None,
+    start: BatchCursor | None = None,
     epochs: int | None = None,
     max_length: int | None = None,
     rank: int = 0,
     world_size: int = 1,
-) -> Iterator[tuple[Batch, Cursor]]:
+) -> Iterator[tuple[PackedBatch, BatchCursor]]:
     """One process's batches from `start` on, each with the cursor behind its step: the same for every process, and
     what to start from to go on. Without `epochs` it never ends; with them, batches that are not enough for every
     process to have one are left out at the very end."""
     if not 0 <= rank < world_size:
         raise UserError(f"process {rank} of {world_size}: must be one of them")
-    cursor = start or Cursor()
+    cursor = start or BatchCursor()
     packing = pack(examples, tokens_per_batch, seed, cursor.epoch, max_length)
     if not 0 <= cursor.batch <= len(packing):
         raise UserError(f"batch {cursor.batch} of epoch {cursor.epoch}: it has {len(packing)}; is this the same data?")
@@ -187,7 +185,7 @@ def batches(
         own = None
         for place in range(world_size):
             while cursor.batch >= len(packing):
-                cursor = Cursor(cursor.epoch + 1)
+                cursor = BatchCursor(cursor.epoch + 1)
                 if epochs is not None and cursor.epoch >= epochs:
                     return
                 packing = pack(examples, tokens_per_batch, seed, cursor.epoch, max_length)
@@ -195,6 +193,6 @@ def batches(
                 return
             if place == rank:
                 own = packing[cursor.batch]
-            cursor = Cursor(cursor.epoch, cursor.batch + 1)
+            cursor = BatchCursor(cursor.epoch, cursor.batch + 1)
         assert own is not None
         yield own, cursor

@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from peagle.config import EndpointSettings
-from peagle.data.sources import Answer, Question
+from peagle.data.generators import GenerationRequest, GenerationResult
 from peagle.errors import UserError
 
 LONGEST_WAIT_S = 30.0  # between two tries
@@ -40,10 +40,10 @@ class _RowFault(Exception):
         self.status = status
 
 
-class EndpointSource:
+class EndpointGenerator:
     def __init__(self, settings: EndpointSettings) -> None:
         self.settings = settings
-        self.longest: int | None = None
+        self.max_model_len: int | None = None
         parts = urlsplit(settings.url if "://" in settings.url else f"http://{settings.url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise UserError(f"--endpoint {settings.url}: must be an address like http://localhost:8000/v1")
@@ -55,23 +55,23 @@ class EndpointSource:
         self._local = threading.local()
         self._alive: set[http.client.HTTPConnection] = set()
         self.model = settings.model or self._only_model()
-        self._in: queue.SimpleQueue[Question | None] = queue.SimpleQueue()
-        self._out: queue.SimpleQueue[Answer | UserError] = queue.SimpleQueue()
+        self._in: queue.SimpleQueue[GenerationRequest | None] = queue.SimpleQueue()
+        self._out: queue.SimpleQueue[GenerationResult | UserError] = queue.SimpleQueue()
         self._open = self._answered = self._failed_since = 0
         self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(settings.concurrency)]
         for thread in self._threads:
             thread.start()
 
     @property
-    def room(self) -> int:
+    def num_free_slots(self) -> int:
         return self.settings.concurrency - self._open
 
-    def ask(self, question: Question) -> None:
+    def submit(self, request: GenerationRequest) -> None:
         self._open += 1
-        self._in.put(question)
+        self._in.put(request)
 
-    def wait(self) -> list[Answer]:
-        answers: list[Answer] = []
+    def poll(self) -> list[GenerationResult]:
+        answers: list[GenerationResult] = []
         try:
             answers.append(self._received(self._out.get(timeout=0.2)))
             while not self._out.empty():
@@ -93,11 +93,11 @@ class EndpointSource:
         for thread in self._threads:
             thread.join(timeout=2.0)
 
-    def _received(self, got: Answer | UserError) -> Answer:
+    def _received(self, got: GenerationResult | UserError) -> GenerationResult:
         self._open -= 1
         if isinstance(got, UserError):
             raise got
-        if got.failed is None:
+        if got.error is None:
             self._answered += 1
             self._failed_since = 0
             return got
@@ -105,25 +105,27 @@ class EndpointSource:
         if not self._answered or self._failed_since >= self.settings.failures:
             raise UserError(
                 f"--endpoint {self.settings.url}: gave up after {self.settings.retries + 1} tries each of "
-                f"{self._failed_since} request(s) ({got.failed}); the rows so far are kept, the same command goes on"
+                f"{self._failed_since} request(s) ({got.error}); the rows so far are kept, the same command goes on"
             )
         return got
 
     def _work(self) -> None:
-        while (question := self._in.get()) is not None and not self._stop.is_set():
+        while (request := self._in.get()) is not None and not self._stop.is_set():
             try:
-                self._out.put(self._patiently(question))
+                self._out.put(self._patiently(request))
             except UserError as error:
                 self._out.put(error)
             except Exception as error:  # a bug of ours must not leave the run waiting for this answer
-                self._out.put(Answer(question.key, failed=repr(error)))
+                self._out.put(GenerationResult(request.request_id, error=repr(error)))
 
-    def _patiently(self, question: Question) -> Answer:
+    def _patiently(self, request: GenerationRequest) -> GenerationResult:
         for turn in range(self.settings.retries + 1):
             try:
-                return self._answer(question)
+                return self._answer(request)
             except _RowFault as fault:
-                return Answer(question.key, refused=f"refused by the server ({fault.status})", detail=str(fault))
+                return GenerationResult(
+                    request.request_id, rejected=f"refused by the server ({fault.status})", detail=str(fault)
+                )
             except _Again as again:
                 reason = str(again)
                 if turn < self.settings.retries:
@@ -131,13 +133,13 @@ class EndpointSource:
                     self._stop.wait(min(pause, LONGEST_WAIT_S))
             if self._stop.is_set():
                 break
-        return Answer(question.key, failed=reason)
+        return GenerationResult(request.request_id, error=reason)
 
-    def _answer(self, question: Question) -> Answer:
-        params = question.params
+    def _answer(self, request: GenerationRequest) -> GenerationResult:
+        params = request.params
         body: JSON = {
             "model": self.model,
-            "messages": list(question.messages),
+            "messages": list(request.messages),
             "max_tokens": params.max_tokens,
             "temperature": params.temperature,
             "top_p": params.top_p,
@@ -153,11 +155,11 @@ class EndpointSource:
         except _RowFault as fault:
             if asked_ids and "return_token_ids" in str(fault):
                 self.wants_ids = False
-                return self._answer(question)
+                return self._answer(request)
             raise
-        return self._understood(reply, question)
+        return self._understood(reply, request)
 
-    def _understood(self, reply: JSON, question: Question) -> Answer:
+    def _understood(self, reply: JSON, request: GenerationRequest) -> GenerationResult:
         try:
             choice = reply["choices"][0]
             message, finish = choice["message"], choice["finish_reason"]
@@ -169,20 +171,20 @@ class EndpointSource:
         except (KeyError, IndexError, TypeError, AttributeError, ValueError):
             raise _Again(f"an answer that makes no sense: {json.dumps(reply)[:120]}") from None
         if finish not in ("stop", "length"):
-            return Answer(question.key, refused=f"ended with {finish!r}")
-        if prompt_ids is not None and list(prompt_ids) != question.prompt_ids:
+            return GenerationResult(request.request_id, rejected=f"ended with {finish!r}")
+        if prompt_ids is not None and list(prompt_ids) != request.prompt_token_ids:
             raise UserError(
                 f"--endpoint {self.settings.url}: the server reads other tokens ({len(prompt_ids)}) than this target's "
-                f"chat template makes ({len(question.prompt_ids)}) of {question.messages[-1]['content']!r:.80}; give "
-                "-t the server's own target, or its template with --chat-template FILE"
+                f"chat template makes ({len(request.prompt_token_ids)}) of {request.messages[-1]['content']!r:.80}; "
+                "give -t the server's own target, or its template with --chat-template FILE"
             )
         if not ids:
             if message.get("reasoning_content") or message.get("reasoning"):
-                return Answer(question.key, refused="reasoning kept apart, without token ids")
+                return GenerationResult(request.request_id, rejected="reasoning kept apart, without token ids")
             if not text:
-                return Answer(question.key, refused="empty answer")
+                return GenerationResult(request.request_id, rejected="empty answer")
             ids = None
-        return Answer(question.key, ids, text, finish)
+        return GenerationResult(request.request_id, ids, text, finish)
 
     def _only_model(self) -> str:
         try:

@@ -15,7 +15,7 @@ from peagle.config import LOOP_NGRAM_TOKENS, LOOP_REPEATED_SHARE, LOOP_TAIL_TOKE
 LOOP = "loop"  # how such an answer ended
 
 
-def looping(token_ids: Sequence[int], ended: bool) -> bool:
+def is_looping(token_ids: Sequence[int], ended: bool) -> bool:
     """No end, and more than 30% of the 8-grams repeat others."""
     if ended:
         return False
@@ -23,7 +23,7 @@ def looping(token_ids: Sequence[int], ended: bool) -> bool:
     return len(set(grams)) < (1 - LOOP_REPEATED_SHARE) * len(grams)
 
 
-def before_loop(token_ids: Sequence[int]) -> int:
+def num_tokens_before_loop(token_ids: Sequence[int]) -> int:
     """How many tokens come before the first 8-gram that was there already."""
     seen = set()
     for i in range(len(token_ids) - LOOP_NGRAM_TOKENS + 1):
@@ -34,7 +34,7 @@ def before_loop(token_ids: Sequence[int]) -> int:
     return len(token_ids)
 
 
-def circling(token_ids: Sequence[int]) -> bool:
+def is_repeating(token_ids: Sequence[int]) -> bool:
     """The last 96 tokens are the same few, three times or more: nothing else will come."""
     last = list(token_ids[-LOOP_TAIL_TOKENS:])
     if len(last) < LOOP_TAIL_TOKENS:

@@ -49,7 +49,7 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Refused:
+class RejectedPrompt:
     where: str  # file:line
     reason: str  # of a few, to be counted
     detail: str = ""
@@ -59,10 +59,10 @@ class Refused:
 
 
 @dataclass(frozen=True)
-class Prompts:
+class PromptSet:
     name: str  # what the user called them
     rows: tuple[Prompt, ...]
-    refused: tuple[Refused, ...]
+    refused: tuple[RejectedPrompt, ...]
     duplicates: int
 
     @property
@@ -83,7 +83,7 @@ class _BadRow(Exception):
         self.reason, self.detail = reason, detail
 
 
-def read_prompts(name: str, split: str = "train") -> Prompts:
+def read_prompts(name: str, split: str = "train") -> PromptSet:
     """From a file, a folder of .jsonl and .jsonl.gz files, or a hub id; `split` is the hub dataset's."""
     path = Path(name).expanduser()
     if path.is_dir():
@@ -102,9 +102,9 @@ def read_prompts(name: str, split: str = "train") -> Prompts:
 _Found = tuple[str, str, "dict[str, Any] | _BadRow"]
 
 
-def _gathered(name: str, found: Iterable[_Found]) -> Prompts:
+def _gathered(name: str, found: Iterable[_Found]) -> PromptSet:
     rows: list[Prompt] = []
-    refused: list[Refused] = []
+    refused: list[RejectedPrompt] = []
     seen: set[str] = set()
     ids: set[str] = set()
     duplicates = 0
@@ -114,7 +114,7 @@ def _gathered(name: str, found: Iterable[_Found]) -> Prompts:
                 raise value
             row = parse_row(value, source)
         except _BadRow as bad:
-            refused.append(Refused(where, bad.reason, bad.detail))
+            refused.append(RejectedPrompt(where, bad.reason, bad.detail))
             continue
         digest = hashlib.sha256(row.content.encode(errors="surrogatepass")).hexdigest()
         if digest in seen:
@@ -129,7 +129,7 @@ def _gathered(name: str, found: Iterable[_Found]) -> Prompts:
     if not rows:
         why = f"; the first row refused is {refused[0]}" if refused else ": it is empty"
         raise UserError(f"{name}: not a single prompt in it{why}")
-    return Prompts(name, tuple(rows), tuple(refused), duplicates)
+    return PromptSet(name, tuple(rows), tuple(refused), duplicates)
 
 
 def parse_row(row: dict[str, Any], source: str) -> Prompt:

@@ -25,12 +25,12 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from peagle.config import MIN_TOKENS_BEFORE_LOOP, ResponseSettings, SamplingParams
-from peagle.data.chat import Chat
-from peagle.data.loops import LOOP, before_loop, looping
-from peagle.data.prompts import Prompt, Prompts
-from peagle.data.report import Progress, Summary, percentiles
-from peagle.data.sources import Answer, Question, Source
-from peagle.data.store import Dropped, ResponseFile, Row
+from peagle.data.chat_format import ChatFormat
+from peagle.data.generators import GenerationRequest, GenerationResult, ResponseGenerator
+from peagle.data.loops import LOOP, is_looping, num_tokens_before_loop
+from peagle.data.progress import DataSummary, GenerationProgress, percentiles
+from peagle.data.prompts import Prompt, PromptSet
+from peagle.data.response_file import DroppedResponse, ResponseFile, ResponseRow
 from peagle.errors import UserError
 
 SEED_BITS = 31  # more than that is not a number to every server
@@ -41,13 +41,13 @@ TOO_LONG = "prompt too long"
 NO_PROMPT = "no end to a varied prompt"
 
 
-def seed_of(seed: int, prompt_id: str, sample: int, turn: int) -> int:
+def response_seed(seed: int, prompt_id: str, sample: int, turn: int) -> int:
     told = f"{seed}/{sample}/{turn}/{prompt_id}".encode()
     return int.from_bytes(hashlib.blake2b(told, digest_size=8).digest(), "big") % 2**SEED_BITS
 
 
 @dataclass
-class Conversation:
+class PendingConversation:
     """One row in the making."""
 
     prompt: Prompt
@@ -74,10 +74,10 @@ class Conversation:
     def more(self) -> bool:
         return self.turn + 1 < len(self.prompt.turns)
 
-    def row(self) -> Row:
+    def row(self) -> ResponseRow:
         # a question that got no answer is no part of it
         messages = self.messages if self.messages[-1]["role"] == "assistant" else self.messages[:-1]
-        return Row(
+        return ResponseRow(
             self.prompt.id,
             self.prompt.source,
             self.sample,
@@ -100,13 +100,13 @@ def _short_turns() -> Iterator[None]:
         sys.setswitchinterval(before)
 
 
-class Writer:
+class ResponseWriter:
     def __init__(
         self,
-        prompts: Prompts,
+        prompts: PromptSet,
         settings: ResponseSettings,
-        chat: Chat,
-        source: Source,
+        chat: ChatFormat,
+        source: ResponseGenerator,
         file: ResponseFile,
         shown: bool = True,
     ) -> None:
@@ -116,25 +116,25 @@ class Writer:
         self.asked = len(self.chosen) * settings.samples
         ids = {prompt.id for prompt in self.chosen}
         before = sum(1 for key in file.done if key[0] in ids and key[1] < settings.samples)
-        self.progress = Progress(self.asked, before, shown)
+        self.progress = GenerationProgress(self.asked, before, shown)
         self.kept = self.failed = 0
-        self._open: dict[int, Conversation] = {}
+        self._open: dict[int, PendingConversation] = {}
         self._next_key = 0
         self._user_turns: dict[str | None, tuple[str, int]] = {}  # by the system message
 
-    def run(self) -> Summary:
+    def run(self) -> DataSummary:
         """Until every row is written, or Ctrl-C. What is in the making then is asked again by the next run."""
         interrupted = False
         with ThreadPoolExecutor(1) as ahead, _short_turns():
             waiting = self._encoded(ahead)
-            again: deque[Conversation] = deque()  # between two turns
+            again: deque[PendingConversation] = deque()  # between two turns
             try:
                 while True:
-                    while self.source.room > 0 and (one := again.popleft() if again else next(waiting, None)):
+                    while self.source.num_free_slots > 0 and (one := again.popleft() if again else next(waiting, None)):
                         self._ask(one)
                     if not self._open:
                         break
-                    again += self._taken(self.source.wait())
+                    again += self._taken(self.source.poll())
                     self.progress.show()
             except KeyboardInterrupt:
                 interrupted = True
@@ -145,17 +145,17 @@ class Writer:
                 self.file.close()
         return self._summary(interrupted)
 
-    def _todo(self) -> Iterator[Conversation]:
+    def _todo(self) -> Iterator[PendingConversation]:
         for prompt in self.chosen:
             for sample in range(self.settings.samples):
                 if (prompt.id, sample) not in self.file.done:
-                    yield Conversation(prompt, sample)
+                    yield PendingConversation(prompt, sample)
 
-    def _encoded(self, ahead: ThreadPoolExecutor) -> Generator[Conversation, None, None]:
+    def _encoded(self, ahead: ThreadPoolExecutor) -> Generator[PendingConversation, None, None]:
         """What is to do, with the ids of the first turn; the next block is encoded while this one is used."""
         todo = self._todo()
 
-        def block() -> list[Conversation]:
+        def block() -> list[PendingConversation]:
             made = list(islice(todo, BLOCK_PROMPTS))
             self._encode(made)
             return made
@@ -165,7 +165,7 @@ class Writer:
             coming = ahead.submit(block)
             yield from made
 
-    def _encode(self, many: list[Conversation]) -> None:
+    def _encode(self, many: list[PendingConversation]) -> None:
         """The ids of the turn that is asked next, or of a prompt's beginning; what cannot be rendered says why."""
         try:
             if self.settings.vary:
@@ -180,29 +180,29 @@ class Writer:
                 for one in many:
                     self._encode([one])
 
-    def _ask(self, one: Conversation) -> None:
-        longest = self.source.longest
+    def _ask(self, one: PendingConversation) -> None:
+        longest = self.source.max_model_len
         if one.refused is not None:
-            self._end(one, Dropped(*self._key(one), self.chat.refusal, one.refused), 0)
+            self._end(one, DroppedResponse(*self._key(one), self.chat.refusal, one.refused), 0)
             return
         ids, params = self._next(one)
         if longest is not None and len(ids) >= longest:
-            self._end(one, Dropped(*self._key(one), TOO_LONG, f"{len(ids)} tokens"), 0)
+            self._end(one, DroppedResponse(*self._key(one), TOO_LONG, f"{len(ids)} tokens"), 0)
             return
-        self.source.ask(Question(self._next_key, one.messages, ids, params))
+        self.source.submit(GenerationRequest(self._next_key, one.messages, ids, params))
         self._open[self._next_key] = one
         self._next_key += 1
 
-    def _next(self, one: Conversation) -> tuple[list[int], SamplingParams]:
+    def _next(self, one: PendingConversation) -> tuple[list[int], SamplingParams]:
         """What is to be gone on with, and how: a prompt's beginning, a turn, or a turn and an answer's first tokens."""
         if one.begun is not None:
             return one.prompt_ids, self.settings.vary_params(self._prompt_seed(one), self._user_turn(one)[1])
-        seed, lead = seed_of(self.settings.seed, one.prompt.id, one.sample, one.turn), one.lead or []
+        seed, lead = response_seed(self.settings.seed, one.prompt.id, one.sample, one.turn), one.lead or []
         first = self.settings.lead_params(one.sample, seed) if one.lead is None else None
         one.leading = first is not None
         return one.prompt_ids + lead, first or self.settings.params(seed, len(lead))
 
-    def _begin(self, many: list[Conversation]) -> None:
+    def _begin(self, many: list[PendingConversation]) -> None:
         """Prompts like those given: so many of their tokens as follow from the seed, at most half of them."""
         begun = []
         for one, words in zip(many, self.chat.encode([one.prompt.turns[0] for one in many]), strict=True):
@@ -212,10 +212,10 @@ class Writer:
         for one, text, ids in zip(many, begun, self.chat.encode(beginnings), strict=True):
             one.begun, one.prompt_ids = text, ids
 
-    def _prompt_seed(self, one: Conversation) -> int:
-        return seed_of(self.settings.seed, one.prompt.id, one.sample, -1)
+    def _prompt_seed(self, one: PendingConversation) -> int:
+        return response_seed(self.settings.seed, one.prompt.id, one.sample, -1)
 
-    def _user_turn(self, one: Conversation) -> tuple[str, int]:
+    def _user_turn(self, one: PendingConversation) -> tuple[str, int]:
         system = one.prompt.system
         if system not in self._user_turns:
             found = self.chat.user_turn(system)
@@ -224,31 +224,31 @@ class Writer:
             self._user_turns[system] = found
         return self._user_turns[system]
 
-    def _vary(self, one: Conversation, ids: list[int], answer: Answer) -> Dropped | None:
+    def _vary(self, one: PendingConversation, ids: list[int], answer: GenerationResult) -> DroppedResponse | None:
         """Puts what was made up in the place of the prompt; a prompt that does not end is none."""
         made = (one.begun or "") + self.chat.answers([ids[:-1]])[0]
         one.begun, one.varied = None, True
         if answer.finish_reason != "stop" or not made.strip():
-            return Dropped(*self._key(one), NO_PROMPT)
+            return DroppedResponse(*self._key(one), NO_PROMPT)
         one.prompt = replace(one.prompt, turns=(made,))
         one.messages[-1] = {"role": "user", "content": made}
         return None
 
-    def _taken(self, answers: list[Answer]) -> list[Conversation]:
+    def _taken(self, answers: list[GenerationResult]) -> list[PendingConversation]:
         """Writes what is complete; gives back what has another turn, or its first one now."""
         going_on, led = [], []
         for answer in answers:
-            one = self._open.pop(answer.key)
-            if answer.failed is not None:
+            one = self._open.pop(answer.request_id)
+            if answer.error is not None:
                 self.failed += 1
                 continue
-            if answer.refused is not None:
-                self._end(one, Dropped(*self._key(one), answer.refused, answer.detail), 0)
+            if answer.rejected is not None:
+                self._end(one, DroppedResponse(*self._key(one), answer.rejected, answer.detail), 0)
                 continue
             try:
                 ids = answer.token_ids if answer.token_ids is not None else self._ids_of(one, answer)
             except UserError as error:
-                self._end(one, Dropped(*self._key(one), "template does not round-trip", str(error)), 0)
+                self._end(one, DroppedResponse(*self._key(one), "template does not round-trip", str(error)), 0)
                 continue
             if one.begun is not None:
                 if (dropped := self._vary(one, ids, answer)) is not None:
@@ -261,7 +261,7 @@ class Writer:
                 led.append(one)
                 continue
             ids, one.lead = (one.lead or []) + ids, None
-            if answer.finish_reason == LOOP or looping(ids, answer.finish_reason == "stop"):
+            if answer.finish_reason == LOOP or is_looping(ids, answer.finish_reason == "stop"):
                 self._end_loop(one, ids, answer)
                 continue
             self._append(one, ids, answer)
@@ -275,20 +275,20 @@ class Writer:
         self._encode(going_on)
         return led + going_on
 
-    def _full(self, one: Conversation, ids: list[int]) -> bool:
-        longest = self.source.longest
+    def _full(self, one: PendingConversation, ids: list[int]) -> bool:
+        longest = self.source.max_model_len
         return longest is not None and len(one.prompt_ids) + len(ids) >= longest
 
-    def _end_loop(self, one: Conversation, ids: list[int], answer: Answer) -> None:
+    def _end_loop(self, one: PendingConversation, ids: list[int], answer: GenerationResult) -> None:
         """What comes before the loop is kept, and so much of it as is asked for, if that is enough."""
-        cut = min(before_loop(ids) + self.settings.loop_tokens, len(ids))
+        cut = min(num_tokens_before_loop(ids) + self.settings.loop_tokens, len(ids))
         if cut < MIN_TOKENS_BEFORE_LOOP:
-            self._end(one, Dropped(*self._key(one), LOOP), len(ids))
+            self._end(one, DroppedResponse(*self._key(one), LOOP), len(ids))
             return
         self._append(one, ids[:cut], replace(answer, finish_reason=LOOP, text=None))
         self._end(one, None, len(ids))
 
-    def _append(self, one: Conversation, ids: list[int], answer: Answer) -> None:
+    def _append(self, one: PendingConversation, ids: list[int], answer: GenerationResult) -> None:
         prompt_ids, before = one.prompt_ids, one.token_ids
         if one.spans and prompt_ids[: len(before)] != before:
             try:
@@ -306,7 +306,7 @@ class Writer:
         one.unread = said if text is None else None
         one.messages.append({"role": "assistant", "content": text or ""})
 
-    def _ids_of(self, one: Conversation, answer: Answer) -> list[int]:
+    def _ids_of(self, one: PendingConversation, answer: GenerationResult) -> list[int]:
         """The tokens of an answer of which only the text is known: what the template adds for it."""
         assert answer.text is not None
         messages = [*one.messages, {"role": "assistant", "content": answer.text}]
@@ -316,7 +316,7 @@ class Writer:
         said = ids[slice(*spans[-1])]
         return said[:-1] if answer.finish_reason == "length" and said[-1] in self.chat.eos_ids else said
 
-    def _end(self, one: Conversation, dropped: Dropped | None, tokens: int) -> None:
+    def _end(self, one: PendingConversation, dropped: DroppedResponse | None, tokens: int) -> None:
         """Whatever ends a later turn, the answers before it stay."""
         kept = dropped is None or bool(one.spans)
         if kept:
@@ -327,12 +327,12 @@ class Writer:
         self.progress.add(tokens, kept)
 
     @staticmethod
-    def _key(one: Conversation) -> tuple[str, int]:
+    def _key(one: PendingConversation) -> tuple[str, int]:
         return one.prompt.id, one.sample
 
-    def _summary(self, interrupted: bool) -> Summary:
+    def _summary(self, interrupted: bool) -> DataSummary:
         totals = self.file.totals
-        return Summary(
+        return DataSummary(
             out=str(self.file.out),
             rows=len(totals.lengths),
             asked=self.asked,

@@ -13,13 +13,19 @@ from typing import Any
 
 from peagle.checkpoints.target import eos_ids, load_tokenizer, read_target_config
 from peagle.config import EndpointSettings, ResponseEngineSettings, ResponseSettings
-from peagle.data.chat import Chat, Plain
-from peagle.data.endpoint import EndpointSource
-from peagle.data.prompts import Prompts, read_prompts
-from peagle.data.report import Summary
-from peagle.data.responses import Writer
-from peagle.data.sources import Answer, Question, Source, open_engine, release_memory
-from peagle.data.store import ResponseFile, beside, replace_lines
+from peagle.data.chat_format import ChatFormat, RawFormat
+from peagle.data.endpoint import EndpointGenerator
+from peagle.data.generators import (
+    GenerationRequest,
+    GenerationResult,
+    ResponseGenerator,
+    load_engine_generator,
+    release_engine_memory,
+)
+from peagle.data.progress import DataSummary
+from peagle.data.prompts import PromptSet, read_prompts
+from peagle.data.response_file import ResponseFile, beside, replace_lines
+from peagle.data.responses import ResponseWriter
 from peagle.errors import UserError
 from peagle.hub.resolve import resolve_target
 from peagle.versions import versions
@@ -28,13 +34,13 @@ from peagle.versions import versions
 class _Nobody:
     """Answers when there is nothing left to ask, and no model needs to be loaded for that."""
 
-    longest: int | None = None
-    room = 0
+    max_model_len: int | None = None
+    num_free_slots = 0
 
-    def ask(self, question: Question) -> None:
+    def submit(self, request: GenerationRequest) -> None:
         raise AssertionError("nothing is left to ask")
 
-    def wait(self) -> list[Answer]:
+    def poll(self) -> list[GenerationResult]:
         return []
 
     def close(self) -> None:
@@ -52,11 +58,11 @@ def write_responses(
     split: str = "train",
     shown: bool = True,
     raw: bool = False,
-) -> Summary:
+) -> DataSummary:
     """The target's responses to all prompts, as rows of `out`; what is there already is not asked again."""
     rows = read_prompts(prompts, split)
     folder = resolve_target(target)
-    chat = open_chat(folder, chat_template, raw)
+    chat = load_chat_format(folder, chat_template, raw)
     if raw and endpoint is not None:
         raise UserError(f"--raw: only the engine here writes without a template; leave out --endpoint {endpoint.url}")
     if settings.lead and endpoint is not None:
@@ -76,7 +82,7 @@ def write_responses(
         )
     if endpoint is None:
         read_target_config(folder)
-    server = EndpointSource(endpoint) if endpoint is not None else None
+    server = EndpointGenerator(endpoint) if endpoint is not None else None
     writer = writer or ResponseEngineSettings()
     same = {
         "target": target_fingerprint(folder),
@@ -98,26 +104,26 @@ def write_responses(
         refused = [{"where": r.where, "reason": r.reason, "detail": r.detail} for r in rows.refused]
         replace_lines(beside(out, "refused"), refused)
         wanted = {(p.id, sample) for p in rows.rows[: settings.limit] for sample in range(settings.samples)}
-        source: Source
+        source: ResponseGenerator
         if wanted <= file.done:
             source = _Nobody()
         else:
-            source = server if server is not None else open_engine(folder, writer)
+            source = server if server is not None else load_engine_generator(folder, writer)
     except BaseException:
         file.close()
         raise
     try:
-        summary = Writer(rows, settings, chat, source, file, shown).run()
+        summary = ResponseWriter(rows, settings, chat, source, file, shown).run()
     finally:
         del source
-        release_memory()
+        release_engine_memory()
     if not summary.rows and not summary.interrupted:
         why = ", ".join(f"{count} {reason}" for reason, count in summary.dropped.items()) or f"{summary.failed} failed"
         raise UserError(f"{prompts}: no response was kept ({why}); {out}.dropped has each of them")
     return summary
 
 
-def open_chat(folder: Path, template: Path | None = None, raw: bool = False) -> Chat:
+def load_chat_format(folder: Path, template: Path | None = None, raw: bool = False) -> ChatFormat:
     """A target's tokenizer and chat template (none of it for `raw`), and the ids that end its answers."""
     if raw and template is not None:
         raise UserError(f"--raw: prompts as they are need no --chat-template {template}; give one of the two")
@@ -125,7 +131,7 @@ def open_chat(folder: Path, template: Path | None = None, raw: bool = False) -> 
     ends = set(eos_ids(folder))
     if isinstance(tokenizer.eos_token_id, int):
         ends.add(tokenizer.eos_token_id)
-    return Plain(tokenizer, ends) if raw else Chat(tokenizer, ends, template, str(folder))
+    return RawFormat(tokenizer, ends) if raw else ChatFormat(tokenizer, ends, template, str(folder))
 
 
 def target_fingerprint(folder: Path) -> str:
@@ -140,7 +146,7 @@ def target_fingerprint(folder: Path) -> str:
 
 
 def _this_run(
-    prompts: Prompts, target: str, settings: ResponseSettings, endpoint: EndpointSettings | None
+    prompts: PromptSet, target: str, settings: ResponseSettings, endpoint: EndpointSettings | None
 ) -> dict[str, Any]:
     return {
         "command": sys.argv,

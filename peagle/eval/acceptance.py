@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 from peagle.checkpoints.drafter import check_fits, read_drafter_config, trained_draft_tokens
 from peagle.checkpoints.target import eos_ids, load_tokenizer, read_target_config
 from peagle.config import EvalServerSettings, EvalSettings
-from peagle.data.run import open_chat, target_fingerprint
+from peagle.data.run import load_chat_format, target_fingerprint
 from peagle.errors import UserError
 from peagle.eval.conversations import Speaker
 from peagle.eval.datasets import DataSet
@@ -178,7 +178,7 @@ class Evaluation:
     def _open(self) -> Counting:
         longest = min(self.settings.max_model_len, self.cfg.max_positions)
         tokenizer = load_tokenizer(self.folder)
-        chat = None if self.settings.raw else open_chat(self.folder, self.chat_template)
+        chat = None if self.settings.raw else load_chat_format(self.folder, self.chat_template)
         speaker = Speaker(chat, lambda text: list(tokenizer(text)["input_ids"]), longest, self.settings)
         where = self.where
         if where.server is not None:

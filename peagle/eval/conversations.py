@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from peagle.config import EvalSettings, SamplingParams
-from peagle.data.chat import Chat
-from peagle.data.loops import looping
+from peagle.data.chat_format import ChatFormat
+from peagle.data.loops import is_looping
 from peagle.data.prompts import Prompt
-from peagle.data.responses import seed_of
+from peagle.data.responses import response_seed
 from peagle.errors import UserError
 from peagle.eval.samples import Round, Sample, sample_of
 
@@ -47,7 +47,7 @@ class Answer:
 
     @property
     def loops(self) -> bool:
-        return looping(self.said.token_ids, self.said.finish_reason == "stop")
+        return is_looping(self.said.token_ids, self.said.finish_reason == "stop")
 
     def sample(self, rounds: Sequence[Round], k: int) -> Sample:
         return sample_of(self.asked.row.category, self.said.tokens, self.loops, rounds, k)
@@ -59,7 +59,9 @@ Ask = Callable[[list[Asked]], list[Said]]
 class Speaker:
     """Turns rows into prompts of token ids; `longest` is what prompt and answer may have together."""
 
-    def __init__(self, chat: Chat | None, encode: Callable[[str], list[int]], longest: int, settings: EvalSettings):
+    def __init__(
+        self, chat: ChatFormat | None, encode: Callable[[str], list[int]], longest: int, settings: EvalSettings
+    ):
         """Without a `chat` rows are asked as they are, and may have one turn only."""
         self.chat, self.encode, self.longest, self.settings = chat, encode, longest, settings
 
@@ -91,7 +93,7 @@ class Speaker:
         return [answer for each in answers for answer in each], left_out
 
     def _params(self, row: Prompt, turn: int, temperature: float) -> SamplingParams:
-        seed = seed_of(self.settings.seed, row.id, 0, turn)
+        seed = response_seed(self.settings.seed, row.id, 0, turn)
         return SamplingParams(max_tokens=self.settings.max_tokens, temperature=temperature, seed=seed)
 
     def _encoded(self, rows: Sequence[Prompt], talks: Sequence[list[dict[str, str]]]) -> list[list[int]]:

@@ -17,7 +17,7 @@ from peagle.checkpoints.drafter import read_drafter_config
 from peagle.checkpoints.target import eos_ids, read_target_config
 from peagle.checkpoints.validate import speculative_config
 from peagle.config import EvalSettings
-from peagle.data.loops import looping
+from peagle.data.loops import is_looping
 from peagle.data.prompts import Prompt
 from peagle.errors import UserError
 from peagle.eval.conversations import Asked, Said, Speaker
@@ -80,7 +80,7 @@ def group_samples(
             raise Spoiled("counters that fell (it was restarted?)")
         notes.extend(unexplained(moved, tokens, len(said)))
         alone = said[0] if len(said) == 1 else None
-        loops = looping(alone.token_ids, alone.finish_reason == "stop") if alone is not None else None
+        loops = is_looping(alone.token_ids, alone.finish_reason == "stop") if alone is not None else None
         samples.append(Sample(group[0].category, len(said), tokens, moved.drafts, moved.accepted, loops))
         return said
 

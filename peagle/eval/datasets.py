@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from peagle.data.prompts import SUFFIXES, Prompts, read_prompts
+from peagle.data.prompts import SUFFIXES, PromptSet, read_prompts
 from peagle.errors import UserError
 
 SHOWN_ROWS = 5
@@ -49,7 +49,7 @@ NAMED: dict[str, OnHub | str] = {
 class DataSet:
     name: str  # what rows of results call it
     source: str  # the file, or the hub's name
-    prompts: Prompts
+    prompts: PromptSet
 
     @property
     def fingerprint(self) -> str:
@@ -99,7 +99,7 @@ def _stem(path: Path) -> str:
     return path.name.removesuffix(".gz").removesuffix(".jsonl")
 
 
-def _checked(path: Path, name: str, skip_bad_rows: bool) -> Prompts:
+def _checked(path: Path, name: str, skip_bad_rows: bool) -> PromptSet:
     prompts = read_prompts(str(path))
     bad = prompts.refused
     if bad and not skip_bad_rows:

@@ -18,7 +18,7 @@ import torch
 from peagle.checkpoints.drafter import load_drafter
 from peagle.checkpoints.target import Target, load_target
 from peagle.config import EvalSettings
-from peagle.data.sources import release_memory
+from peagle.data.generators import release_engine_memory
 from peagle.engine.llm import LLM
 from peagle.engine.request import CompletionOutput
 from peagle.eval.conversations import Answer, Asked, Said, Speaker
@@ -132,7 +132,7 @@ class Embedded:
     def close(self) -> None:
         if self._helped is not None:
             self._helped = None
-            release_memory()
+            release_engine_memory()
 
 
 def rounds_of(prompt_tokens: int, out: CompletionOutput, k: int, longest: int) -> list[Round]:

@@ -23,14 +23,14 @@ import torch
 from torch import Tensor
 
 from peagle.config import EvalSettings
-from peagle.data.batches import Batch
+from peagle.data.batches import PackedBatch
 from peagle.eval.conversations import Answer
 from peagle.kernels.sampling.sample import argmax
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
-from peagle.training.cod_sampling import all_rows
-from peagle.training.hidden_states.online import Online
-from peagle.training.partition import BatchView, Chunk, Leaves, chunks
+from peagle.training.cod_sampling import all_cod_positions
+from peagle.training.hidden_states.online import OnlineHiddenStates
+from peagle.training.partition import ChainChunk, DepthZeroOutputs, DrafterForward, split_chains
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def runs(
     """For each text: by the number n of tokens known, how many tokens from there on the drafter foretells in a row, at
     most `depths`. The row at position p = n - 2 holds the newest token and guesses the one after it."""
     found: list[dict[int, int]] = []
-    source = Online(target, drafter.cfg.aux_layer_ids)
+    source = OnlineHiddenStates(target, drafter.cfg.aux_layer_ids)
     for group in packed(texts, settings.replay_tokens):
         batch = batch_of(group)
         run_N = lengths(drafter, source, batch, depths, settings).tolist()
@@ -70,23 +70,27 @@ def runs(
     return found
 
 
-def lengths(drafter: Drafter, source: Online, batch: Batch, depths: int, settings: EvalSettings) -> Tensor:
+def lengths(
+    drafter: Drafter, source: OnlineHiddenStates, batch: PackedBatch, depths: int, settings: EvalSettings
+) -> Tensor:
     """[N]: how long a run of right guesses begins behind each row. The head is asked for a chain's next row only where
     all before it were right: that is most of the work where the vocabulary is large."""
     states = source.states(batch)
-    view = BatchView(drafter, states, batch, states.hidden_ND.device)
+    view = DrafterForward(drafter, states, batch, states.hidden_ND.device)
     leaves = view.depth_zero()
     run_N = torch.zeros(len(batch), dtype=torch.long)
-    rows = all_rows(batch, depths)
+    rows = all_cod_positions(batch, depths)
     most = max(settings.replay_logits // drafter.cfg.draft_vocab_size, 1)
-    for chunk in chunks(rows, settings.replay_rows):
-        right = _right(drafter, leaves.said_ND, chunk.anchor_A, chunk.anchor_A + 2, view, most)
+    for chunk in split_chains(rows, settings.replay_rows):
+        right = _right(drafter, leaves.output_ND, chunk.anchor_A, chunk.anchor_A + 2, view, most)
         run_N[chunk.anchor_A[right]] = 1
         _follow(drafter, view, leaves, chunk, run_N, most)
     return run_N
 
 
-def _follow(drafter: Drafter, view: BatchView, leaves: Leaves, chunk: Chunk, run_N: Tensor, most: int) -> None:
+def _follow(
+    drafter: Drafter, view: DrafterForward, leaves: DepthZeroOutputs, chunk: ChainChunk, run_N: Tensor, most: int
+) -> None:
     """Adds the chunk's chains to the runs, depth by depth."""
     if not len(chunk.anchor_R):
         return
@@ -100,7 +104,7 @@ def _follow(drafter: Drafter, view: BatchView, leaves: Leaves, chunk: Chunk, run
         run_N[anchor[right]] = depth + 1
 
 
-def _right(drafter: Drafter, said_RD: Tensor, at: Tensor, question: Tensor, view: BatchView, most: int) -> Tensor:
+def _right(drafter: Drafter, said_RD: Tensor, at: Tensor, question: Tensor, view: DrafterForward, most: int) -> Tensor:
     """Of the rows `at`, on the CPU: is the guess the token that is asked for? At most so many rows of logits live."""
     found = []
     for some, asked in zip(at.split(most), question.split(most), strict=True):
@@ -121,13 +125,13 @@ def packed(texts: Sequence[Text], tokens: int) -> Iterator[list[Text]]:
         yield group
 
 
-def batch_of(texts: Sequence[Text]) -> Batch:
+def batch_of(texts: Sequence[Text]) -> PackedBatch:
     size = torch.tensor([len(text.token_ids) for text in texts])
     prompt = torch.tensor([len(text.answer.asked.prompt_ids) for text in texts])
     end = size.cumsum(0)
     start_N = (end - size).repeat_interleave(size)
     index_N = torch.arange(int(end[-1]))
-    return Batch(
+    return PackedBatch(
         torch.tensor([token for text in texts for token in text.token_ids]),  # type: ignore[arg-type]
         index_N - start_N,  # type: ignore[arg-type]
         start_N,  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ from peagle.planning.gpus import GPUS, Gpu
 from peagle.planning.shapes import CONFIGS, Shape, target_shape
 from peagle.training import resource_plan as plan
 from peagle.training.recipe import Recipe
-from peagle.training.run import planned_chunk, planned_drafter
+from peagle.training.run import plan_drafter_config, planned_chunk
 from peagle.training.schedule import Schedule
 
 MEASURED_ON = GPUS["h200"]
@@ -47,13 +47,13 @@ class Cluster:
             raise UserError(f"--network {self.network}: must be above 0")
 
     @property
-    def machine(self) -> plan.Machine:
+    def machine(self) -> plan.TrainingHardware:
         """All GPUs of a node send to the next node at once, so rings between nodes share its network."""
         scale = self.gpu.matrix_rate / MEASURED_ON.matrix_rate
         copies = self.gpu.bandwidth / MEASURED_ON.bandwidth
         link = self.gpu.link if self.nodes == 1 else min(self.gpu.link, self.gpus * self.network)
         what = "as measured on an H200" if self.gpu == MEASURED_ON else f"an H200's, measured, times {scale:.2f}"
-        return plan.Machine(
+        return plan.TrainingHardware(
             world=self.gpus * self.nodes,
             products=PRODUCTS * scale,
             attention=ATTENTION * scale,
@@ -109,16 +109,18 @@ def as_decoder(shape: Shape) -> DecoderConfig:
     return DecoderConfig("", shape.vocab, shape.layers, layer, rope, longest, tied, windows, layers=layers)
 
 
-def on_paper(recipe: Recipe, cluster: Cluster, data: plan.Data, known_rate: float | None = None) -> plan.Plan:
+def on_paper(
+    recipe: Recipe, cluster: Cluster, data: plan.DatasetStats, known_rate: float | None = None
+) -> plan.TrainingPlan:
     """The plan of a run on such GPUs."""
     cfg, target, machine = recipe.train, target_on_paper(recipe.target), cluster.machine
-    shape = planned_drafter(cfg, target)
+    shape = plan_drafter_config(cfg, target)
     chunk = planned_chunk(cfg, target, shape, data, machine.world, ELEMENT, machine.memory)
     steps = Schedule.of(cfg, data.tokens / (cfg.batch_tokens * cfg.accumulate * machine.world)).steps
     return plan.make_plan(cfg, target, shape, data, machine, steps, ELEMENT, chunk, known_rate)
 
 
-def assumed_data(recipe: Recipe, tokens: int, mean_length: int | None) -> plan.Data:
+def assumed_data(recipe: Recipe, tokens: int, mean_length: int | None) -> plan.DatasetStats:
     """Of data that is not there yet: the most it can take. Every document is as long as --max-length allows unless
     a length is given, and all of it is asked."""
     if tokens < 1:
@@ -126,4 +128,4 @@ def assumed_data(recipe: Recipe, tokens: int, mean_length: int | None) -> plan.D
     longest = recipe.train.max_length
     if mean_length is not None and not 1 <= mean_length <= longest:
         raise UserError(f"--mean-length {mean_length}: must be from 1 to --max-length, {longest}")
-    return plan.Data(tokens, 1.0, float(mean_length or longest))
+    return plan.DatasetStats(tokens, 1.0, float(mean_length or longest))

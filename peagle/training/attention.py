@@ -15,12 +15,12 @@ from torch import Tensor
 
 from peagle.config import ChunkedAttention
 from peagle.kernels.attention.ranged import Ranges, merge, ranged_attention
-from peagle.training.hidden_states.online import InDocuments
+from peagle.training.hidden_states.online import DocumentAttention
 
 Window = int | None
 
 
-class DepthZero(InDocuments):
+class DepthZeroAttention(DocumentAttention):
     """Rows see their document up to themselves. Keys and values of every layer are kept for the chains."""
 
     def __init__(self, start_N: Tensor) -> None:
@@ -42,7 +42,7 @@ class DepthZero(InDocuments):
 
 
 @dataclass
-class Chains:
+class ChainAttention:
     """Mask rows, all depths of a chain at once: depth 0 up to the anchor, and the chain up to the row itself."""
 
     depth_zero: dict[int, tuple[Tensor, Tensor]]
@@ -84,7 +84,7 @@ class Chains:
 
 
 @dataclass
-class Steps:
+class Eagle3StepAttention:
     """EAGLE-3's rows of one depth: depth 0 up to the anchor, and the rows before it in its chain, each kept by layer.
 
     `follow` moves on to the next depth, with the chains that have one.
@@ -97,9 +97,11 @@ class Steps:
     chain: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
     _ranges: dict[Window, Ranges] = field(default_factory=dict)
 
-    def follow(self, going_on: Tensor) -> Steps:
+    def follow(self, going_on: Tensor) -> Eagle3StepAttention:
         chain = {i: [(k[going_on], v[going_on]) for k, v in rows] for i, rows in self.chain.items()}
-        return Steps(self.depth_zero, self.start_R[going_on], self.anchor_R[going_on], self.depth + 1, chain)
+        return Eagle3StepAttention(
+            self.depth_zero, self.start_R[going_on], self.anchor_R[going_on], self.depth + 1, chain
+        )
 
     def __call__(self, layer: int, q_RHd: Tensor, k_RGd: Tensor, v_RGd: Tensor, window: Window) -> Tensor:
         if window not in self._ranges:

@@ -22,7 +22,7 @@ Facts = tuple[tuple[str, str], ...]  # what is stated, and its value
 
 
 @dataclass(frozen=True)
-class Measured:
+class AcceptanceRow:
     """A line of the acceptance table."""
 
     prompts: str
@@ -35,7 +35,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Card:
+class ModelCard:
     name: str
     target: str  # as it is named on a command line: a hub id, a folder, a built-in name
     cfg: DrafterConfig
@@ -45,12 +45,12 @@ class Card:
     training: Facts
     command: str
     versions: Facts
-    acceptance: tuple[Measured, ...]
+    acceptance: tuple[AcceptanceRow, ...]
     how_measured: str = "Greedy."
     raw: bool = False  # its target continues prompts as they are
 
 
-def write_card(card: Card, folder: Path) -> None:
+def write_card(card: ModelCard, folder: Path) -> None:
     """Takes the place of a card that is there as a whole, or not at all."""
     unfinished = folder / f".{FILE}.unfinished"
     try:
@@ -61,7 +61,7 @@ def write_card(card: Card, folder: Path) -> None:
         raise UserError(f"{folder / FILE}: cannot be written ({error.strerror})") from None
 
 
-def card_text(card: Card) -> str:
+def card_text(card: ModelCard) -> str:
     sections = [
         _front(card),
         f"# {card.name}\n\n{_what(card)}",
@@ -78,14 +78,14 @@ def _kind(cfg: DrafterConfig) -> str:
     return "P-EAGLE" if cfg.parallel else "EAGLE-3"
 
 
-def _front(card: Card) -> str:
+def _front(card: ModelCard) -> str:
     lines = ["library_name: peagle", "tags:", "- speculative-decoding", f"- {_kind(card.cfg).lower()}"]
     if re.fullmatch(r"[\w.-]+/[\w.-]+", card.target) and not card.target.startswith("."):  # a hub id
         lines.append(f"base_model: {card.target}")
     return "\n".join(["---", *lines, "---"])
 
 
-def _what(card: Card) -> str:
+def _what(card: ModelCard) -> str:
     cfg = card.cfg
     how = "all its drafts in one pass" if cfg.parallel else "one draft a pass"
     text = (
@@ -107,7 +107,7 @@ def _what(card: Card) -> str:
     return text + _facts(shape)
 
 
-def _acceptance(card: Card) -> str:
+def _acceptance(card: ModelCard) -> str:
     if not card.acceptance:
         return "Not measured."
     rows = [
@@ -128,7 +128,7 @@ def _acceptance(card: Card) -> str:
     )
 
 
-def _use(card: Card) -> str:
+def _use(card: ModelCard) -> str:
     target = shlex.quote(card.target)
     settings = json.dumps(speculative_config("DIR", card.draft_tokens, card.cfg.parallel))
     asked = '"The sky is" --raw' if card.raw else '"Why is the sky blue?"'

@@ -29,11 +29,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from peagle.data.batches import Batch
+from peagle.data.batches import PackedBatch
 
 
 @dataclass(frozen=True)
-class Rows:
+class CodPositions:
     """Indices into a batch. Chain rows are sorted by anchor, then depth, so that each chain lies in one piece."""
 
     anchor_A: Tensor  # depth-0 rows that are asked
@@ -46,7 +46,7 @@ class Rows:
     def depths(self) -> int:
         return len(self.counts)
 
-    def chunks(self, limit: int) -> Iterator[slice]:
+    def chunk_slices(self, limit: int) -> Iterator[slice]:
         """Whole chains, at most `limit` rows together; a single chain may be longer than that."""
         total = len(self.anchor_R)
         if total <= limit:
@@ -64,13 +64,13 @@ class Rows:
             begin = end
 
 
-def generator(seed: int, step: int, rank: int = 0) -> torch.Generator:
+def sampling_generator(seed: int, step: int, rank: int = 0) -> torch.Generator:
     """The draws of a step are a function of these, so that a run which is resumed needs no other memory of them."""
     mixed = (seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + rank * 0x94D049BB133111EB) % 2**63
     return torch.Generator().manual_seed(mixed)
 
 
-def sample_rows(batch: Batch, depths: int, rate: float, rng: torch.Generator) -> Rows:
+def sample_cod_positions(batch: PackedBatch, depths: int, rate: float, rng: torch.Generator) -> CodPositions:
     """All tensors on the CPU, as the batch is."""
     size = len(batch.token_ids_N)
     index = torch.arange(size)
@@ -87,14 +87,14 @@ def sample_rows(batch: Batch, depths: int, rate: float, rng: torch.Generator) ->
     return _laid_out(anchor_A, ends_N, tuple(counts))
 
 
-def all_rows(batch: Batch, depths: int) -> Rows:
+def all_cod_positions(batch: PackedBatch, depths: int) -> CodPositions:
     """Every row there is."""
-    return sample_rows(batch, depths, 1.0, torch.Generator())
+    return sample_cod_positions(batch, depths, 1.0, torch.Generator())
 
 
-def _reach(batch: Batch) -> Tensor:
+def _reach(batch: PackedBatch) -> Tensor:
     """How many depths a chain on each anchor could have, depth 0 included: the asked tokens from a + 2 on."""
-    asked, size = batch.asked_N, len(batch.asked_N)
+    asked, size = batch.loss_mask_N, len(batch.loss_mask_N)
     index = torch.arange(size)
     # the next token that may not be asked for: one outside a response, or the end of the document
     stop_N = torch.where(asked, batch.end_N, index)
@@ -104,10 +104,10 @@ def _reach(batch: Batch) -> Tensor:
     return torch.where(inside, (stop_N[after] - (index + 2)).clamp(min=0), 0)
 
 
-def _laid_out(anchor_A: Tensor, ends_N: Tensor, counts: tuple[int, ...]) -> Rows:
+def _laid_out(anchor_A: Tensor, ends_N: Tensor, counts: tuple[int, ...]) -> CodPositions:
     lengths_A = ends_N[anchor_A] - 1
     anchor_R = anchor_A.repeat_interleave(lengths_A)
     starts_A = lengths_A.cumsum(0) - lengths_A
     first_R = starts_A.repeat_interleave(lengths_A)
     depth_R = torch.arange(len(anchor_R)) - first_R + 1
-    return Rows(anchor_A, anchor_R, depth_R, first_R, counts)
+    return CodPositions(anchor_A, anchor_R, depth_R, first_R, counts)

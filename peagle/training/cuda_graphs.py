@@ -22,16 +22,16 @@ import torch
 from torch import Tensor
 
 from peagle.config import LOSS_LOGITS, TrainConfig
-from peagle.data.batches import Batch
+from peagle.data.batches import PackedBatch
 from peagle.kernels.host_transfer import copy_to_device
 from peagle.kernels.loss.linear_loss import LossSchedule, StaticLossShape
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
-from peagle.training.cod_sampling import Rows
-from peagle.training.hidden_states.online import Online
-from peagle.training.loss import Aim, Examiner, StepTotals
+from peagle.training.cod_sampling import CodPositions
+from peagle.training.hidden_states.online import OnlineHiddenStates
+from peagle.training.loss import DepthMetrics, DraftLoss, LossSettings
 from peagle.training.loss_weighting import NOBODY, Links
-from peagle.training.partition import BatchView, Chunk, Walk, go_through
+from peagle.training.partition import ChainChunk, DrafterForward, Eagle3Steps, run_forward_backward
 
 PARTS = 16  # of a batch: rows are filled up to whole ones
 LEAST_PART = 64  # rows
@@ -40,7 +40,7 @@ WARM = 2  # steps of a frame before it is captured
 
 
 @dataclass(frozen=True)
-class Sizes:
+class GraphShape:
     """Of a frame: its tokens, its depth-0 rows, and its chain rows by depth, 1 first."""
 
     tokens: int
@@ -78,15 +78,15 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Framed:
+class PaddedBatch:
     """A batch and its rows, filled up; all in one tensor, on the CPU."""
 
-    sizes: Sizes
+    sizes: GraphShape
     flat: Tensor
 
 
 @dataclass(frozen=True)
-class FramedChunk(Chunk):
+class PaddedChunk(ChainChunk):
     """All rows of a frame, on the device."""
 
     depth_S: Tensor
@@ -94,23 +94,23 @@ class FramedChunk(Chunk):
     text_S: Tensor
     drafted_A: Tensor
     plan: LossSchedule
-    steps: Walk | None
+    steps: Eagle3Steps | None
 
     def depths(self) -> Tensor:
         return self.depth_S
 
-    def links(self, view: BatchView) -> Links:
+    def links(self, view: DrafterForward) -> Links:
         return Links(self.before_S, self.text_S, self.drafted_A)
 
     def asked(self) -> LossSchedule:
         return self.plan
 
-    def walk(self) -> Walk:
+    def walk(self) -> Eagle3Steps:
         assert self.steps is not None
         return self.steps
 
 
-class Framer:
+class BatchPadder:
     """Brings batches into frames. Knows the sizes a run has, and no device but whether frames are copied to one."""
 
     def __init__(self, cfg: TrainConfig, vocab: int, parallel: bool, chunk_rows: int, pinned: bool) -> None:
@@ -119,13 +119,13 @@ class Framer:
         self.most = max(1, LOSS_LOGITS // vocab)
         self.parallel, self.chunk_rows, self.pinned = parallel, chunk_rows, pinned
 
-    def sizes(self, asked: int) -> Sizes:
-        """Rows of a depth are at most their share of those that are asked: `sample_rows` takes that many of fewer."""
+    def sizes(self, asked: int) -> GraphShape:
+        """Pads the number of anchors to a multiple of `part`; every depth gets its share of them."""
         asked = -(-asked // self.part) * self.part
         chained = tuple(math.ceil(asked * self.rate**depth) for depth in range(1, self.depths))
-        return Sizes(self.tokens, asked, chained, self.parallel, self.most)
+        return GraphShape(self.tokens, asked, chained, self.parallel, self.most)
 
-    def framed(self, batch: Batch, rows: Rows) -> Framed | None:
+    def framed(self, batch: PackedBatch, rows: CodPositions) -> PaddedBatch | None:
         """None where it does not fit."""
         sizes = self.sizes(len(rows.anchor_A))
         if not len(rows.anchor_R) or len(batch) > sizes.tokens or sum(sizes.chained) > self.chunk_rows:
@@ -137,7 +137,7 @@ class Framer:
         _fill(into["anchor_A"], rows.anchor_A)
         into["before"].fill_(NOBODY)
         into["drafted_A"].fill_(NOBODY)
-        chunk = Chunk(rows.anchor_A, rows.anchor_R, rows.depth_R, rows.first_R, False)
+        chunk = ChainChunk(rows.anchor_A, rows.anchor_R, rows.depth_R, rows.first_R, False)
         into["drafted_A"][: len(rows.anchor_A)] = chunk.drafted()
         if self.parallel:
             question_S = _fill_mask_rows(into, chunk, sizes, rows.depths)
@@ -150,7 +150,7 @@ class Framer:
         into["order"].copy_(asked.order_R)
         into["spot"].copy_(asked.position_index_R)
         into["positions"].copy_(asked.positions_P)
-        return Framed(sizes, flat)
+        return PaddedBatch(sizes, flat)
 
 
 def _fill(into: Tensor, values: Tensor) -> None:
@@ -159,7 +159,7 @@ def _fill(into: Tensor, values: Tensor) -> None:
     into[len(values) :] = values[-1]
 
 
-def _fill_tokens(into: dict[str, Tensor], batch: Batch) -> None:
+def _fill_tokens(into: dict[str, Tensor], batch: PackedBatch) -> None:
     """What is missing is one more document, which nobody asks."""
     size, missing = len(batch), len(into["token"]) - len(batch)
     into["token"][:size], into["token"][size:] = batch.token_ids_N, 0
@@ -183,7 +183,7 @@ def _questions(into: dict[str, Tensor], anchors: list[Tensor], rooms: list[int],
     return torch.cat(questions)
 
 
-def _fill_mask_rows(into: dict[str, Tensor], chunk: Chunk, sizes: Sizes, nobody: int) -> Tensor:
+def _fill_mask_rows(into: dict[str, Tensor], chunk: ChainChunk, sizes: GraphShape, nobody: int) -> Tensor:
     """P-EAGLE's chains as they lie; what is missing are chains of one row on the last anchor."""
     count, room = len(chunk.anchor_R), sum(sizes.chained)
     _fill(into["anchor_R"], chunk.anchor_R)
@@ -201,7 +201,7 @@ def _fill_mask_rows(into: dict[str, Tensor], chunk: Chunk, sizes: Sizes, nobody:
     return question_S
 
 
-def _fill_steps(into: dict[str, Tensor], chunk: Chunk, sizes: Sizes, nobody: int) -> Tensor:
+def _fill_steps(into: dict[str, Tensor], chunk: ChainChunk, sizes: GraphShape, nobody: int) -> Tensor:
     """EAGLE-3's chains depth by depth. What is missing follows the last row of the depth before."""
     walk, rooms = chunk.walk(), list(sizes.chained)
     _fill(into["depth 1"], walk.anchor_M)
@@ -218,19 +218,19 @@ def _fill_steps(into: dict[str, Tensor], chunk: Chunk, sizes: Sizes, nobody: int
     return _questions(into, [chunk.anchor_A, *anchors], [sizes.asked, *rooms], nobody)
 
 
-class FramedStep:
+class GraphedStep:
     """The gradients of framed batches. They go where backward passes leave them, as with `partition.accumulate`."""
 
-    def __init__(self, drafter: Drafter, target: Decoder, online: Online, cfg: TrainConfig) -> None:
+    def __init__(self, drafter: Drafter, target: Decoder, online: OnlineHiddenStates, cfg: TrainConfig) -> None:
         self.drafter, self.target, self.online, self.cfg = drafter, target, online, cfg
         self.device = online.device
         self.weight_K = torch.zeros(cfg.num_depths + 1, dtype=torch.float64, device=self.device)
-        self.flats: dict[Sizes, Tensor] = {}
-        self.met: dict[Sizes, int] = {}
-        self.graphs: dict[Sizes, tuple[torch.cuda.CUDAGraph, StepTotals]] = {}
+        self.flats: dict[GraphShape, Tensor] = {}
+        self.met: dict[GraphShape, int] = {}
+        self.graphs: dict[GraphShape, tuple[torch.cuda.CUDAGraph, DepthMetrics]] = {}
         self.pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
 
-    def accumulate(self, framed: Framed, row_weight_K: Tensor) -> StepTotals:
+    def accumulate(self, framed: PaddedBatch, row_weight_K: Tensor) -> DepthMetrics:
         """`row_weight_K`, on the CPU: what one row of each depth counts. The totals live until the next call."""
         sizes = framed.sizes
         if sizes not in self.flats:
@@ -247,7 +247,7 @@ class FramedStep:
         graph.replay()
         return totals
 
-    def _capture(self, sizes: Sizes) -> None:
+    def _capture(self, sizes: GraphShape) -> None:
         graph = torch.cuda.CUDAGraph()
         # batches are prepared meanwhile, by a thread that asks for pinned memory
         stream = torch.cuda.current_stream()
@@ -255,25 +255,25 @@ class FramedStep:
             totals = self._gradients(sizes)
         self.graphs[sizes] = (graph, totals)
 
-    def _gradients(self, sizes: Sizes) -> StepTotals:
+    def _gradients(self, sizes: GraphShape) -> DepthMetrics:
         own = sizes.views(self.flats[sizes])
         start_N = own["start"]
         nobody = start_N.new_zeros(0)
-        batch = Batch(own["token"], own["position"], start_N, nobody, nobody, ())  # type: ignore[arg-type]
+        batch = PackedBatch(own["token"], own["position"], start_N, nobody, nobody, ())  # type: ignore[arg-type]
         states = self.online.states(batch)
-        examiner = Examiner(
-            self.drafter, self.target, states, Aim.of(self.cfg), (), [], self.weight_K, self.cfg.num_depths
+        examiner = DraftLoss(
+            self.drafter, self.target, states, LossSettings.of(self.cfg), (), [], self.weight_K, self.cfg.num_depths
         )
-        go_through(examiner, BatchView(self.drafter, states, batch, self.device), [_chunk(own, sizes)])
-        return StepTotals(*(total[:-1] for total in examiner.totals.tensors()))
+        run_forward_backward(examiner, DrafterForward(self.drafter, states, batch, self.device), [_chunk(own, sizes)])
+        return DepthMetrics(*(total[:-1] for total in examiner.totals.tensors()))
 
 
-def _chunk(own: dict[str, Tensor], sizes: Sizes) -> FramedChunk:
+def _chunk(own: dict[str, Tensor], sizes: GraphShape) -> PaddedChunk:
     plan = LossSchedule(own["order"], own["positions"], own["spot"], sizes.loss.chunks)
     asked_A, links = own["anchor_A"], (own["depths"], own["before"], own["text"], own["drafted_A"])
     if sizes.parallel:
-        return FramedChunk(asked_A, own["anchor_R"], own["depth_R"], own["first_R"], False, *links, plan, None)
+        return PaddedChunk(asked_A, own["anchor_R"], own["depth_R"], own["first_R"], False, *links, plan, None)
     first_M = own["depth 1"]
-    steps = Walk(first_M, [own[f"depth {d}"] for d in range(2, len(sizes.chained) + 1)], None)
+    steps = Eagle3Steps(first_M, [own[f"depth {d}"] for d in range(2, len(sizes.chained) + 1)], None)
     # of chain rows only the walk is read
-    return FramedChunk(asked_A, first_M, first_M, first_M, False, *links, plan, steps)
+    return PaddedChunk(asked_A, first_M, first_M, first_M, False, *links, plan, steps)

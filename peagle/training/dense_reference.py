@@ -34,7 +34,7 @@ from peagle.models.layers import Attend
 
 
 @dataclass(frozen=True)
-class Rows:
+class DensePositions:
     """The same (anchor, depth) pairs for every sequence of a batch, depth 0 first."""
 
     anchor_R: Tensor
@@ -51,7 +51,7 @@ class Rows:
         return ((d_j == 0) & (a_j <= a_i)) | ((a_j == a_i) & (d_j <= d_i))
 
 
-def nested_rows(length: int, depths: int, rate: float, rng: torch.Generator) -> Rows:
+def sample_nested_positions(length: int, depths: int, rate: float, rng: torch.Generator) -> DensePositions:
     """Depth 0 whole; of the chains that reach depth d-1 about `rate` go on to depth d, so kept chains nest."""
     anchors = torch.arange(length - 2)
     kept = [anchors]
@@ -61,7 +61,7 @@ def nested_rows(length: int, depths: int, rate: float, rng: torch.Generator) -> 
         chosen = torch.randperm(len(inside), generator=rng)[:count]
         kept.append(inside[chosen.sort().values])
     depth_R = torch.cat([torch.full((len(k),), d) for d, k in enumerate(kept)])
-    return Rows(torch.cat(kept), depth_R)
+    return DensePositions(torch.cat(kept), depth_R)
 
 
 def batched(batch: int, visible_RR: Tensor | None) -> Attend:
@@ -88,14 +88,16 @@ def read_target(target: Decoder, tokens_BT: Tensor, aux_layer_ids: tuple[int, ..
     return hidden.unflatten(0, (batch, length)), aux_hidden_states.unflatten(0, (batch, length))
 
 
-def drafter_states(drafter: Drafter, tokens_BT: Tensor, aux_hidden_states_BTN: Tensor, rows: Rows) -> Tensor:
+def drafter_states(drafter: Drafter, tokens_BT: Tensor, aux_hidden_states_BTN: Tensor, rows: DensePositions) -> Tensor:
     """What the head reads at every row [B, R, D]."""
     if drafter.cfg.parallel:
         return _parallel_states(drafter, tokens_BT, aux_hidden_states_BTN, rows)
     return _sequential_states(drafter, tokens_BT, aux_hidden_states_BTN, rows)
 
 
-def _parallel_states(drafter: Drafter, tokens_BT: Tensor, aux_hidden_states_BTN: Tensor, rows: Rows) -> Tensor:
+def _parallel_states(
+    drafter: Drafter, tokens_BT: Tensor, aux_hidden_states_BTN: Tensor, rows: DensePositions
+) -> Tensor:
     assert drafter.cfg.mask_token_id is not None
     batch, first = len(tokens_BT), rows.depth_R == 0
     tokens_BR = tokens_BT[:, rows.anchor_R + 1].where(first, drafter.cfg.mask_token_id)
@@ -112,7 +114,9 @@ def _parallel_states(drafter: Drafter, tokens_BT: Tensor, aux_hidden_states_BTN:
     return said.unflatten(0, (batch, -1))
 
 
-def _sequential_states(drafter: Drafter, tokens_BT: Tensor, aux_hidden_states_BTN: Tensor, rows: Rows) -> Tensor:
+def _sequential_states(
+    drafter: Drafter, tokens_BT: Tensor, aux_hidden_states_BTN: Tensor, rows: DensePositions
+) -> Tensor:
     """Training-time test: depth d runs on depth d-1's own output, so depth by depth, each pass whole."""
     batch, deepest = len(tokens_BT), int(rows.depth_R.max())
     tokens_BR = tokens_BT[:, rows.position_R + 1]
@@ -146,7 +150,9 @@ def row_losses(drafter: Drafter, said_BRD: Tensor, target_logits_BRV: Tensor) ->
     return -(p * log_q).sum(-1)
 
 
-def loss(drafter: Drafter, target: Decoder, tokens_BT: Tensor, rows: Rows, asked_BT: Tensor | None = None) -> Tensor:
+def loss(
+    drafter: Drafter, target: Decoder, tokens_BT: Tensor, rows: DensePositions, asked_BT: Tensor | None = None
+) -> Tensor:
     """Mean over depths of the mean over that depth's rows: a rare deep row weighs as much as its rate is
     low. `asked` marks tokens worth predicting (a response's); None asks for all."""
     hidden_BTD, aux_hidden_states_BTN = read_target(target, tokens_BT, drafter.cfg.aux_layer_ids)

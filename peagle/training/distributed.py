@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class World:
+class DistributedContext:
     """The processes of a run; one alone has nothing to say to anybody."""
 
     rank: int = 0
@@ -72,7 +72,7 @@ class World:
             dist.destroy_process_group()
 
 
-def join(device: torch.device) -> World:
+def join(device: torch.device) -> DistributedContext:
     """The world torchrun made, or this process alone."""
     size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     if size > 1 and device.type == "cuda":
@@ -83,13 +83,13 @@ def join(device: torch.device) -> World:
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)  # Triton launches on the current one
     if size == 1:
-        return World(device=device)
+        return DistributedContext(device=device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     hosts = dist.new_group(backend="gloo") if device.type == "cuda" else dist.group.WORLD
-    return World(rank, size, device, hosts)
+    return DistributedContext(rank, size, device, hosts)
 
 
-def shard(target: Decoder, world: World) -> Decoder:
+def shard(target: Decoder, world: DistributedContext) -> Decoder:
     """Spreads the matrices of every layer over the ranks; call on a target that lies on the CPU."""
     if world.size == 1:
         raise UserError("--shard-target: there is one process; start several with torchrun")
@@ -117,7 +117,7 @@ def spread_bytes(target: Decoder) -> int:
 
 
 @torch.no_grad()
-def gathered(target: Decoder, world: World) -> Decoder | None:
+def gathered(target: Decoder, world: DistributedContext) -> Decoder | None:
     """A whole copy of a spread target for the first rank, which all ranks must help to make. What each of them has
     whole is shared with it, so it takes `spread_bytes`."""
     from torch.distributed.tensor import DTensor

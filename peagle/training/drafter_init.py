@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from peagle.checkpoints.drafter import check_fits, load_unbound, read_drafter_config
 from peagle.config import DecoderConfig, DrafterConfig, TrainConfig
-from peagle.data.examples import Examples
+from peagle.data.dataset import ResponseDataset
 from peagle.errors import UserError
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
@@ -44,7 +44,7 @@ class TokenCounts:
     count_V: Tensor
 
     @classmethod
-    def of(cls, examples: Examples, vocab: int) -> TokenCounts:
+    def of(cls, examples: ResponseDataset, vocab: int) -> TokenCounts:
         """Of all rows of the files, also those that are kept aside."""
         return cls(torch.from_numpy(np.bincount(examples.token_T, minlength=vocab)))
 
@@ -141,7 +141,7 @@ def drafter_config(cfg: TrainConfig, target: DecoderConfig, mask_id: int | None)
     )
 
 
-def folder_config(cfg: TrainConfig, target: DecoderConfig) -> DrafterConfig:
+def config_from_folder(cfg: TrainConfig, target: DecoderConfig) -> DrafterConfig:
     """Of the drafter that `--init` names, which decides its own shape; it may be given more layers, and wider ones."""
     folder = Path(cfg.init)
     if not folder.is_dir():
@@ -169,7 +169,7 @@ def folder_config(cfg: TrainConfig, target: DecoderConfig) -> DrafterConfig:
     )
 
 
-def new_drafter(
+def create_drafter(
     cfg: TrainConfig,
     target: Decoder,
     tokenizer: PreTrainedTokenizerBase | None,
@@ -178,7 +178,7 @@ def new_drafter(
 ) -> Drafter:
     """In the target's dtype, on its device, ready to be trained."""
     from_folder = cfg.init not in FRESH
-    shape = folder_config(cfg, target.cfg) if from_folder else drafter_config(cfg, target.cfg, None)
+    shape = config_from_folder(cfg, target.cfg) if from_folder else drafter_config(cfg, target.cfg, None)
     if cfg.method == "p-eagle":
         given = cfg.mask_token
         if shape.mask_token_id is not None and given == "auto":
@@ -191,7 +191,7 @@ def new_drafter(
     if drafter.d2t is not None:
         _use_frequent(drafter, target, data)
     if cfg.init in ("target", "target-first"):
-        start_from_target(drafter, target, first=cfg.init == "target-first")
+        init_from_target(drafter, target, first=cfg.init == "target-first")
     if from_folder:
         _start_from_folder(drafter, Path(cfg.init), target.cfg)
     weight = target.embed_tokens.weight
@@ -233,7 +233,7 @@ def _use_frequent(drafter: Drafter, target: Decoder, data: TokenCounts) -> None:
 
 
 @torch.no_grad()
-def start_from_target(drafter: Drafter, target: Decoder, first: bool) -> None:
+def init_from_target(drafter: Drafter, target: Decoder, first: bool) -> None:
     """The target's own layers, one after another: its last ones, or its first."""
     missing = target.cfg.num_layers - len(drafter.layers)
     if missing < 0:

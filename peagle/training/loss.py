@@ -22,12 +22,12 @@ from peagle.config import Objective, TrainConfig
 from peagle.kernels.loss.linear_loss import LossSchedule, Teacher, linear_loss
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
-from peagle.training.hidden_states.online import TargetStates
+from peagle.training.hidden_states.online import TargetHiddenStates
 from peagle.training.loss_weighting import Links
 
 
 @dataclass(frozen=True)
-class Aim:
+class LossSettings:
     """What rows are asked to do."""
 
     objective: Objective
@@ -37,7 +37,7 @@ class Aim:
     by_value: bool = False
 
     @classmethod
-    def of(cls, cfg: TrainConfig) -> Aim:
+    def of(cls, cfg: TrainConfig) -> LossSettings:
         return cls(cfg.objective, cfg.sharpen, cfg.by_reach, cfg.by_start, cfg.by_value)
 
     def __str__(self) -> str:
@@ -48,7 +48,7 @@ class Aim:
 
 
 @dataclass
-class StepTotals:
+class DepthMetrics:
     """By depth, on the device: sums over rows, so totals of batches and ranks add up."""
 
     rows_K: Tensor
@@ -58,7 +58,7 @@ class StepTotals:
     unbroken_K: Tensor  # of those that match as all before them do, in text the target would write: greedy's accepted
 
     @classmethod
-    def none(cls, depths: int, device: torch.device) -> StepTotals:
+    def none(cls, depths: int, device: torch.device) -> DepthMetrics:
         return cls(*torch.zeros(5, depths, dtype=torch.float64, device=device))
 
     def add(self, depth_R: Tensor, *values: Tensor) -> None:
@@ -70,8 +70,8 @@ class StepTotals:
     def tensors(self) -> tuple[Tensor, ...]:
         return self.rows_K, self.loss_K, self.accept_K, self.match_K, self.unbroken_K
 
-    def __add__(self, other: StepTotals) -> StepTotals:
-        return StepTotals(*(a + b for a, b in zip(self.tensors(), other.tensors(), strict=True)))
+    def __add__(self, other: DepthMetrics) -> DepthMetrics:
+        return DepthMetrics(*(a + b for a, b in zip(self.tensors(), other.tensors(), strict=True)))
 
 
 def depth_weights(depths: int, decay: float = 1.0) -> list[float]:
@@ -86,15 +86,15 @@ def row_weights(counts: Sequence[int], weights: Sequence[float]) -> Tensor:
     return torch.tensor(each, dtype=torch.float64)
 
 
-class Examiner:
+class DraftLoss:
     """Asks rows of a batch for the target's own distributions."""
 
     def __init__(
         self,
         drafter: Drafter,
         target: Decoder,
-        states: TargetStates,
-        aim: Aim,
+        states: TargetHiddenStates,
+        aim: LossSettings,
         counts: tuple[int, ...],
         weights: list[float],
         weight_K: Tensor | None = None,
@@ -110,7 +110,7 @@ class Examiner:
         self.aim = aim
         self.weight_K = row_weights(counts, weights).to(device) if weight_K is None else weight_K
         self.depths = len(self.weight_K) if depths is None else depths
-        self.totals = StepTotals.none(len(self.weight_K), device)
+        self.totals = DepthMetrics.none(len(self.weight_K), device)
         self.kept_last = torch.zeros((), device=device)  # the chance that what the last depth-0 row asked for was
 
     def ask(self, said_RD: Tensor, depth_R: Tensor, question_R: Tensor | LossSchedule, links: Links) -> Tensor:

@@ -33,7 +33,7 @@ WARM = 2  # steps before one is captured
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParameterSlice:
     """Where a parameter lies."""
 
     name: str
@@ -63,15 +63,15 @@ def is_map(name: str, shape: tuple[int, ...]) -> bool:
     return is_decayed(name, shape) and not is_table(name)
 
 
-def lay_out(shapes: Iterable[tuple[str, tuple[int, ...]]], align: int = ALIGN) -> tuple[list[Piece], int]:
+def lay_out(shapes: Iterable[tuple[str, tuple[int, ...]]], align: int = ALIGN) -> tuple[list[ParameterSlice], int]:
     """The pieces, decayed ones first and of those maps first; the places of all."""
     shapes = sorted(shapes, key=lambda named: not is_map(*named))
-    pieces: list[Piece] = []
+    pieces: list[ParameterSlice] = []
     place = 0
     for decayed in (True, False):
         for name, shape in shapes:
             if is_decayed(name, shape) == decayed:
-                pieces.append(Piece(name, shape, place))
+                pieces.append(ParameterSlice(name, shape, place))
                 place += -(-pieces[-1].size // align) * align
     return pieces, place
 

@@ -19,67 +19,67 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from peagle.data.batches import Batch
+from peagle.data.batches import PackedBatch
 from peagle.kernels.host_transfer import copy_to_device
 from peagle.kernels.loss.linear_loss import LossSchedule
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
-from peagle.training.attention import Chains, DepthZero, Steps
-from peagle.training.cod_sampling import Rows
-from peagle.training.hidden_states.online import TargetStates
-from peagle.training.loss import Aim, Examiner, StepTotals
+from peagle.training.attention import ChainAttention, DepthZeroAttention, Eagle3StepAttention
+from peagle.training.cod_sampling import CodPositions
+from peagle.training.hidden_states.online import TargetHiddenStates
+from peagle.training.loss import DepthMetrics, DraftLoss, LossSettings
 from peagle.training.loss_weighting import EARLIER, NOBODY, Links
 
 
 @dataclass(frozen=True)
-class Leaves:
+class DepthZeroOutputs:
     """What depth 0 gave, cut off from how it came about. Gradients gather in these."""
 
-    said_ND: Tensor
-    handed_on_ND: Tensor
+    output_ND: Tensor
+    prenorm_ND: Tensor
     kept: dict[int, tuple[Tensor, Tensor]]
 
     @classmethod
-    def of(cls, roots: Leaves) -> Leaves:
+    def of(cls, roots: DepthZeroOutputs) -> DepthZeroOutputs:
         def cut(x: Tensor) -> Tensor:
             return x.detach().requires_grad_()
 
         kept = {layer: (cut(k), cut(v)) for layer, (k, v) in roots.kept.items()}
-        return cls(cut(roots.said_ND), cut(roots.handed_on_ND), kept)
+        return cls(cut(roots.output_ND), cut(roots.prenorm_ND), kept)
 
     def tensors(self) -> list[Tensor]:
-        return [self.said_ND, self.handed_on_ND, *(x for pair in self.kept.values() for x in pair)]
+        return [self.output_ND, self.prenorm_ND, *(x for pair in self.kept.values() for x in pair)]
 
 
-def accumulate(
+def accumulate_gradients(
     drafter: Drafter,
     target: Decoder,
-    states: TargetStates,
-    batch: Batch,
-    rows: Rows,
-    aim: Aim,
+    states: TargetHiddenStates,
+    batch: PackedBatch,
+    rows: CodPositions,
+    aim: LossSettings,
     weights: list[float],
     chunk_rows: int,
     counts: tuple[int, ...] | None = None,
-) -> StepTotals:
+) -> DepthMetrics:
     """Adds the gradients of the batch's loss to the parameters' `.grad`, and says how the rows did.
 
     `batch` and `rows` lie on the CPU, `states` on the device. `weights` is each depth's part of the loss. `counts`
     are the rows by depth that the loss is a mean over, where that is more than this batch: of several batches or
     ranks in one step.
     """
-    examiner = Examiner(drafter, target, states, aim, counts or rows.counts, weights)
-    view = BatchView(drafter, states, batch, states.hidden_ND.device)
-    go_through(examiner, view, chunks(rows, chunk_rows))
+    examiner = DraftLoss(drafter, target, states, aim, counts or rows.counts, weights)
+    view = DrafterForward(drafter, states, batch, states.hidden_ND.device)
+    run_forward_backward(examiner, view, split_chains(rows, chunk_rows))
     return examiner.totals
 
 
-def go_through(examiner: Examiner, view: BatchView, parts: Iterable[Chunk]) -> None:
+def run_forward_backward(examiner: DraftLoss, view: DrafterForward, parts: Iterable[ChainChunk]) -> None:
     """Depth 0, every chunk of chains there and back, depth 0 back."""
     roots = view.depth_zero()
-    leaves = Leaves.of(roots)
+    leaves = DepthZeroOutputs.of(roots)
     for chunk in parts:
-        loss = ask(examiner, view, leaves, chunk)
+        loss = chunk_loss(examiner, view, leaves, chunk)
         loss.backward()
     pairs = [(root, leaf.grad) for root, leaf in zip(roots.tensors(), leaves.tensors(), strict=True)]
     pairs = [(root, grad) for root, grad in pairs if grad is not None and root.requires_grad]
@@ -88,7 +88,7 @@ def go_through(examiner: Examiner, view: BatchView, parts: Iterable[Chunk]) -> N
 
 
 @dataclass(frozen=True)
-class Chunk:
+class ChainChunk:
     """Whole chains, and the depth-0 rows that are asked with them: those between this chunk's anchors and the last's.
 
     Rows here count from the chunk's first. All on the CPU.
@@ -126,12 +126,12 @@ class Chunk:
         drafted_A[:1] = EARLIER if self.goes_on else NOBODY
         return drafted_A
 
-    def links(self, view: BatchView) -> Links:
+    def links(self, view: DrafterForward) -> Links:
         """How the rows hang together, on the device."""
         text_S = view.token_N[view.moved(self.questions())]
         return Links(view.moved(self.before()), text_S, view.moved(self.drafted()))
 
-    def walk(self) -> Walk:
+    def walk(self) -> Eagle3Steps:
         """The chains depth by depth."""
         at = self.depth_R.eq(1).nonzero()[:, 0]
         anchor_M, order, going_on = self.anchor_R[at], [at], []
@@ -141,11 +141,11 @@ class Chunk:
             at = at[longer] + 1
             order.append(at)
             going_on.append(longer)
-        return Walk(anchor_M, going_on, torch.cat(order).argsort())
+        return Eagle3Steps(anchor_M, going_on, torch.cat(order).argsort())
 
 
 @dataclass(frozen=True)
-class Walk:
+class Eagle3Steps:
     """Chains as EAGLE-3 takes them: all rows of a depth together, by anchor."""
 
     anchor_M: Tensor  # of depth 1
@@ -153,9 +153,9 @@ class Walk:
     back_R: Tensor | None  # where each row of the chunk lies among all rows in order of depth; None: leave them so
 
 
-def chunks(rows: Rows, limit: int) -> Iterator[Chunk]:
+def split_chains(rows: CodPositions, limit: int) -> Iterator[ChainChunk]:
     """A depth-0 row is asked in the same chunk as the chains beside it, since they have questions in common."""
-    cuts = list(rows.chunks(limit)) or [slice(0, 0)]
+    cuts = list(rows.chunk_slices(limit)) or [slice(0, 0)]
     done = 0
     for i, cut in enumerate(cuts):
         last = i == len(cuts) - 1
@@ -164,22 +164,22 @@ def chunks(rows: Rows, limit: int) -> Iterator[Chunk]:
             end = int(torch.searchsorted(rows.anchor_A, rows.anchor_R[cut.stop - 1], right=True))
         first_R = rows.first_R[cut] - cut.start
         goes_on = 0 < done < end and bool(rows.anchor_A[done] == rows.anchor_A[done - 1] + 1)
-        yield Chunk(rows.anchor_A[done:end], rows.anchor_R[cut], rows.depth_R[cut], first_R, goes_on)
+        yield ChainChunk(rows.anchor_A[done:end], rows.anchor_R[cut], rows.depth_R[cut], first_R, goes_on)
         done = end
 
 
-def ask(examiner: Examiner, view: BatchView, leaves: Leaves, chunk: Chunk) -> Tensor:
+def chunk_loss(examiner: DraftLoss, view: DrafterForward, leaves: DepthZeroOutputs, chunk: ChainChunk) -> Tensor:
     """The chunk's part of the loss."""
-    said_AD = leaves.said_ND[view.moved(chunk.anchor_A)]
+    said_AD = leaves.output_ND[view.moved(chunk.anchor_A)]
     said_RD = view.chains(leaves, chunk)
     said_SD = torch.cat([said_AD, said_RD])
     return examiner.ask(said_SD, view.moved(chunk.depths()), chunk.asked(), chunk.links(view))
 
 
-class BatchView:
+class DrafterForward:
     """A batch as the drafter's rows see it: depth 0, then chains on top of it."""
 
-    def __init__(self, drafter: Drafter, states: TargetStates, batch: Batch, device: torch.device) -> None:
+    def __init__(self, drafter: Drafter, states: TargetHiddenStates, batch: PackedBatch, device: torch.device) -> None:
         self.drafter, self.states, self.device = drafter, states, device
         moved = batch.to(device)
         self.token_N, self.position_N, self.start_N = moved.token_ids_N, moved.position_N, moved.start_N
@@ -189,33 +189,33 @@ class BatchView:
     def moved(self, x: Tensor) -> Tensor:
         return copy_to_device(x, self.device)
 
-    def depth_zero(self) -> Leaves:
-        attend = DepthZero(self.start_N)
+    def depth_zero(self) -> DepthZeroOutputs:
+        attend = DepthZeroAttention(self.start_N)
         hidden_ND = self.drafter.combine_hidden_states(self.states.aux_hidden_states_NX)
-        said_ND, handed_on_ND = self.drafter(self.next_N, hidden_ND, self.position_N, attend)
-        return Leaves(said_ND, handed_on_ND, attend.kept)
+        output_ND, prenorm_ND = self.drafter(self.next_N, hidden_ND, self.position_N, attend)
+        return DepthZeroOutputs(output_ND, prenorm_ND, attend.kept)
 
-    def chains(self, leaves: Leaves, chunk: Chunk) -> Tensor:
+    def chains(self, leaves: DepthZeroOutputs, chunk: ChainChunk) -> Tensor:
         """What the chunk's chain rows say, [R, D]."""
         if not len(chunk.anchor_R):
-            return leaves.said_ND[:0]
+            return leaves.output_ND[:0]
         return self._mask_rows(leaves, chunk) if self.drafter.cfg.parallel else self._steps(leaves, chunk)
 
-    def _mask_rows(self, leaves: Leaves, chunk: Chunk) -> Tensor:
+    def _mask_rows(self, leaves: DepthZeroOutputs, chunk: ChainChunk) -> Tensor:
         anchor_R, depth_R, first_R = (self.moved(x) for x in (chunk.anchor_R, chunk.depth_R, chunk.first_R))
-        attend = Chains(leaves.kept, self.start_N[anchor_R], anchor_R, depth_R, first_R)
+        attend = ChainAttention(leaves.kept, self.start_N[anchor_R], anchor_R, depth_R, first_R)
         mask_id = self.drafter.cfg.mask_token_id
         assert mask_id is not None
         token_R = torch.full_like(anchor_R, mask_id)
         hidden_RD = self.drafter.mask_hidden_states(len(anchor_R))
         return self.drafter(token_R, hidden_RD, self.position_N[anchor_R] + depth_R, attend)[0]
 
-    def _steps(self, leaves: Leaves, chunk: Chunk) -> Tensor:
+    def _steps(self, leaves: DepthZeroOutputs, chunk: ChainChunk) -> Tensor:
         """Depth by depth, each on what the one before it handed on; put back in the order of the chunk's rows."""
         walk, last, said = chunk.walk(), len(self.next_N) - 1, []
         anchor = self.moved(walk.anchor_M)
-        attend = Steps(leaves.kept, self.start_N[anchor], anchor)
-        hidden = leaves.handed_on_ND[anchor]
+        attend = Eagle3StepAttention(leaves.kept, self.start_N[anchor], anchor)
+        hidden = leaves.prenorm_ND[anchor]
         for going_on in (*walk.going_on, None):
             index = (attend.anchor_R + attend.depth).clamp(max=last)
             position = self.position_N[attend.anchor_R] + attend.depth

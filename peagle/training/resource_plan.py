@@ -1,6 +1,6 @@
 """What a run will take, counted from shapes before anything runs: parameters, rows, operations, memory, disk, time.
 
-Knows nothing about batches or modules, and nothing about GPUs but the rates that a `Machine` has. Estimates: attention
+Knows nothing about batches or modules, and of GPUs only the rates of a `TrainingHardware`. Estimates: attention
 is counted at the mean length that is given, activations as `chunk_size` counts them. Time is operations over rates,
 unless a rate in tokens a second is known; ranks take the same time, and wait for each other once a step.
 
@@ -37,7 +37,7 @@ GRADIENT_BYTES = 4  # they are summed over ranks in fp32
 
 
 @dataclass(frozen=True)
-class Data:
+class DatasetStats:
     """What a plan must know of the data."""
 
     tokens: int
@@ -46,7 +46,7 @@ class Data:
 
 
 @dataclass(frozen=True)
-class Machine:
+class TrainingHardware:
     """GPUs that train together. Rates are one GPU's, in operations or bytes a second."""
 
     world: int
@@ -65,7 +65,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Flops:
+class FlopsPerToken:
     """Operations a token."""
 
     target: float  # its layers
@@ -79,13 +79,13 @@ class Flops:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     trainable: int  # parameters
     shared: int  # of the target, that the drafter reads
     target: int
     rows_by_depth: tuple[int, ...]  # of a step, all ranks
     tokens_per_step: int
-    flops: Flops  # of a token; what is read from disk costs none
+    flops: FlopsPerToken  # of a token; what is read from disk costs none
     memory: dict[str, float]  # bytes on a device, by what they are
     device_memory: float | None  # that there is
     host_bytes: float  # of a node, while the target is loaded
@@ -152,13 +152,13 @@ def make_plan(
     cfg: TrainConfig,
     target: DecoderConfig,
     drafter: DrafterConfig,
-    data: Data,
-    machine: Machine,
+    data: DatasetStats,
+    machine: TrainingHardware,
     steps: int | None,
     element: int,
     chunk_rows: int | None,
     known_rate: float | None,
-) -> Plan:
+) -> TrainingPlan:
     """`chunk_rows` None: all rows at once. `known_rate` is in tokens a second, of all ranks."""
     step_tokens = cfg.batch_tokens * cfg.accumulate * machine.world
     flops = flops_per_token(cfg, target, drafter, data)
@@ -170,7 +170,7 @@ def make_plan(
     per_token = state_bytes_per_token(cfg, target, drafter)
     asked_elsewhere = data.tokens * target_flops(target, data) / (machine.target * machine.world)
     ranks = machine.per_node if cfg.shard_target and not cfg.tables_only else 0  # one that is not spread goes straight
-    return Plan(
+    return TrainingPlan(
         trainable=trainable(drafter),
         shared=shared(drafter, target),
         target=decoder_parameters(target),
@@ -197,7 +197,12 @@ def make_plan(
 
 
 def step_seconds(
-    cfg: TrainConfig, target: DecoderConfig, drafter: DrafterConfig, flops: Flops, machine: Machine, element: int
+    cfg: TrainConfig,
+    target: DecoderConfig,
+    drafter: DrafterConfig,
+    flops: FlopsPerToken,
+    machine: TrainingHardware,
+    element: int,
 ) -> dict[str, float]:
     """Of one step of one rank, by what they go to. Gradients are summed when all of them are there; a target that is
     spread is gathered for every batch, a layer ahead of the one that runs."""
@@ -335,7 +340,7 @@ def attention_flops(layer: LayerConfig, length: float, window: Window = None) ->
     return 4 * layer.num_heads * layer.head_dim * seen
 
 
-def target_flops(target: DecoderConfig, data: Data) -> float:
+def target_flops(target: DecoderConfig, data: DatasetStats) -> float:
     """Of its layers, a token. Its head is asked by the loss."""
     layers = [target.layer_at(i) for i in range(target.num_layers)]
     products = sum(2 * layer_parameters(for_a_token(layer), layer.hidden_size) for layer in layers)
@@ -343,7 +348,9 @@ def target_flops(target: DecoderConfig, data: Data) -> float:
     return products + sum(attention_flops(layer, data.mean_length, window) for layer, window in seen)
 
 
-def flops_per_token(cfg: TrainConfig, target: DecoderConfig, drafter: DrafterConfig, data: Data) -> Flops:
+def flops_per_token(
+    cfg: TrainConfig, target: DecoderConfig, drafter: DrafterConfig, data: DatasetStats
+) -> FlopsPerToken:
     width = drafter.layer.hidden_size
     own = layer_parameters(drafter.layer, 2 * width) + (drafter.num_layers - 1) * layer_parameters(drafter.layer, width)
     rows = 1 + chain_rows(cfg, data.asked_share)
@@ -355,7 +362,7 @@ def flops_per_token(cfg: TrainConfig, target: DecoderConfig, drafter: DrafterCon
     student = 2 * drafter.draft_vocab_size * width
     teacher = 2 * target.vocab_size * target.layer.hidden_size
     online = cfg.vllm_states is None and cfg.cache is None
-    return Flops(
+    return FlopsPerToken(
         target=target_flops(target, data) if online else 0.0,
         drafter=products + 3 * 2 * drafter.aux_hidden_size * width,
         attention=rows * (1 + again + ATTENTION_BACK) * seen,
@@ -367,7 +374,7 @@ def memory(
     cfg: TrainConfig,
     target: DecoderConfig,
     drafter: DrafterConfig,
-    data: Data,
+    data: DatasetStats,
     world: int,
     element: int,
     chunk_rows: int | None,

@@ -5,7 +5,7 @@
     OUT/.training/step-00001000-0/                   masters, optimizer moments, where the data stands
     OUT/.training/best/                              the same files as on top; linked, so they take no room
 
-Knows nothing about training: it keeps tensors and a `Standing`. A state is written under another name, synced,
+Knows nothing about training: it keeps tensors and a `TrainingState`. A state is written under another name, synced,
 renamed, and only then is the one before it removed; so a process that is killed, or a disk that is full, at any
 moment leaves the newest whole state. Safetensors and JSON only.
 """
@@ -25,7 +25,7 @@ from typing import Any
 from torch import Tensor
 
 from peagle.checkpoints.files import Weights, read_json, write_json, write_weights
-from peagle.data.batches import Cursor
+from peagle.data.batches import BatchCursor
 from peagle.errors import UserError
 
 FORMAT = 1  # raised when the meaning of a saved state changes
@@ -33,7 +33,7 @@ UNFINISHED = "unfinished-"
 
 
 @dataclass(frozen=True)
-class Standing:
+class TrainingState:
     """Where a run is: what another process needs beside the tensors to go on as if nothing had happened."""
 
     step: int = 0
@@ -46,7 +46,7 @@ class Standing:
     unlogged_seconds: float = 0.0
     best_acceptance: float | None = None
     best_step: int | None = None
-    cursor: Cursor = Cursor()  # the batch that comes next
+    cursor: BatchCursor = BatchCursor()  # the batch that comes next
 
 
 class RunFolder:
@@ -85,7 +85,7 @@ class RunFolder:
         states = sorted(self.inner.glob("step-*"))  # a step may have been saved twice, numbered then
         return states[-1] if states else None
 
-    def save(self, standing: Standing, tensors: dict[str, Tensor], layout: list[list[object]]) -> None:
+    def save(self, standing: TrainingState, tensors: dict[str, Tensor], layout: list[list[object]]) -> None:
         """Afterwards this is the only state; if it cannot be written the one before it stays."""
 
         def write(into: Path) -> None:
@@ -100,7 +100,7 @@ class RunFolder:
         for path in before:
             self._remove(path)
 
-    def load(self, layout: list[list[object]]) -> tuple[Standing, dict[str, Tensor]] | None:
+    def load(self, layout: list[list[object]]) -> tuple[TrainingState, dict[str, Tensor]] | None:
         """The newest state, if there is one and it is one of this drafter."""
         place = self.newest()
         if place is None:
@@ -112,10 +112,10 @@ class RunFolder:
         weights = Weights(place)
         return standing, {name: weights[name] for name in weights.names()}
 
-    def standing(self) -> Standing:
+    def standing(self) -> TrainingState:
         """Of the newest state; the beginning if there is none."""
         place = self.newest()
-        return _standing(read_json(place / "state.json"), place) if place is not None else Standing()
+        return _standing(read_json(place / "state.json"), place) if place is not None else TrainingState()
 
     def amend(self, write: Callable[[Path], None]) -> None:
         """Lets `write` replace files of the checkpoint, each as a whole."""
@@ -197,12 +197,12 @@ class RunFolder:
             shutil.rmtree(aside, ignore_errors=True)
 
 
-def _standing(values: dict[str, Any], place: Path) -> Standing:
+def _standing(values: dict[str, Any], place: Path) -> TrainingState:
     if values.get("format") != FORMAT:
         raise UserError(f"{place}: a state of another version of peagle; name a new --out")
     try:
-        own = {f.name: values[f.name] for f in fields(Standing)}
-        return Standing(**{**own, "cursor": Cursor(**own["cursor"])})
+        own = {f.name: values[f.name] for f in fields(TrainingState)}
+        return TrainingState(**{**own, "cursor": BatchCursor(**own["cursor"])})
     except (KeyError, TypeError):
         raise UserError(f"{place / 'state.json'}: damaged; delete the folder {place} to start anew") from None
 

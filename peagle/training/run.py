@@ -19,29 +19,35 @@ from peagle.checkpoints.drafter import config_values, drafter_tensors, load_draf
 from peagle.checkpoints.files import parse_device, read_json, write_json, write_weights
 from peagle.checkpoints.target import eos_ids, has_tokenizer, load_decoder, read_target_config
 from peagle.config import CPU_CHUNK_ROWS, CacheSettings, DecoderConfig, DrafterConfig, TrainConfig
-from peagle.data.batches import Batch, Cursor, batches
-from peagle.data.chat import Chat
-from peagle.data.examples import Examples, examples
-from peagle.data.run import open_chat
+from peagle.data.batches import BatchCursor, PackedBatch, batches
+from peagle.data.chat_format import ChatFormat
+from peagle.data.dataset import ResponseDataset, load_responses
+from peagle.data.run import load_chat_format
 from peagle.errors import UserError
 from peagle.hub.resolve import resolve_target
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
 from peagle.training import resource_plan as plan
-from peagle.training.card import Card, Facts, Measured, write_card
+from peagle.training.card import AcceptanceRow, Facts, ModelCard, write_card
 from peagle.training.chunk_size import auto_chunk_rows, chunk_rows_for, free_bytes
-from peagle.training.cuda_graphs import FramedStep, Framer
-from peagle.training.distributed import World, join, shard
-from peagle.training.drafter_init import FRESH, TokenCounts, drafter_config, folder_config, new_drafter
-from peagle.training.hidden_states.cache import TapCache, prepare_cache
-from peagle.training.hidden_states.online import HiddenStatesSource, Online
-from peagle.training.hidden_states.vllm_files import VllmFolder
-from peagle.training.loss import Aim
+from peagle.training.cuda_graphs import BatchPadder, GraphedStep
+from peagle.training.distributed import DistributedContext, join, shard
+from peagle.training.drafter_init import FRESH, TokenCounts, config_from_folder, create_drafter, drafter_config
+from peagle.training.hidden_states.cache import HiddenStatesCache, prepare_cache
+from peagle.training.hidden_states.online import HiddenStatesSource, OnlineHiddenStates
+from peagle.training.hidden_states.vllm_files import VllmHiddenStates
+from peagle.training.loss import LossSettings
 from peagle.training.recipe import Recipe, differences, make_recipe
-from peagle.training.resume import RunFolder, Standing, log_lines
+from peagle.training.resume import RunFolder, TrainingState, log_lines
 from peagle.training.schedule import Schedule
-from peagle.training.trainer import Parts, Trainer
-from peagle.training.validation import Acceptance, Counts, Measurer, Measuring, prepare_measuring
+from peagle.training.trainer import Trainer, TrainerParts
+from peagle.training.validation import (
+    AcceptanceCounts,
+    AcceptanceEvaluator,
+    ValidationAcceptance,
+    ValidationRunner,
+    prepare_validation,
+)
 from peagle.versions import versions
 
 Resume = Literal["auto", "must", "never"]
@@ -49,15 +55,15 @@ MEASURED_DRAFTS = (1, 3, 5, 7)  # a round, beside as many as were trained
 
 
 @dataclass(frozen=True)
-class Material:
+class TrainingInputs:
     """What a run is made from, as far as it costs little to know."""
 
     recipe: Recipe
     target_folder: Path
     target: DecoderConfig
-    chat: Chat | None
-    rows: Examples
-    held_out: Examples
+    chat: ChatFormat | None
+    rows: ResponseDataset
+    held_out: ResponseDataset
     counts: TokenCounts
     eos_ids: frozenset[int]
 
@@ -65,7 +71,7 @@ class Material:
     def asked_share(self) -> float:
         return self.data().asked_share
 
-    def data(self) -> plan.Data:
+    def data(self) -> plan.DatasetStats:
         return planned_data(self.rows)
 
     def schedule(self, world: int) -> Schedule:
@@ -74,16 +80,16 @@ class Material:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrainingResult:
     """How a run ended."""
 
-    standing: Standing
+    standing: TrainingState
     finished: bool
     out: Path
     first: bool = True  # of all ranks: the one that tells
 
 
-def read_material(recipe: Recipe) -> Material:
+def load_training_inputs(recipe: Recipe) -> TrainingInputs:
     cfg = recipe.train
     if not recipe.data:
         raise UserError("no data: name files of responses (`peagle data` writes them)")
@@ -95,11 +101,11 @@ def read_material(recipe: Recipe) -> Material:
     folder = resolve_target(recipe.target)
     target = read_target_config(folder, cfg.tables_only)
     template = Path(cfg.chat_template) if cfg.chat_template is not None else None
-    chat = open_chat(folder, template, cfg.raw) if has_tokenizer(folder) else None
-    everything = examples(recipe.data, chat, target.vocab_size)
-    rows, held_out = everything.hold_out(min(cfg.held_out, len(everything) // 5), cfg.seed)
+    chat = load_chat_format(folder, template, cfg.raw) if has_tokenizer(folder) else None
+    everything = load_responses(recipe.data, chat, target.vocab_size)
+    rows, held_out = everything.split_validation(min(cfg.held_out, len(everything) // 5), cfg.seed)
     counts = TokenCounts.of(everything, target.vocab_size)
-    return Material(recipe, folder, target, chat, rows, held_out, counts, eos_ids(folder))
+    return TrainingInputs(recipe, folder, target, chat, rows, held_out, counts, eos_ids(folder))
 
 
 def open_folder(recipe: Recipe, out: Path, resume: Resume) -> RunFolder:
@@ -120,11 +126,13 @@ def open_folder(recipe: Recipe, out: Path, resume: Resume) -> RunFolder:
     return folder
 
 
-def train(recipe: Recipe, out: Path, device: str, resume: Resume = "auto", stop_after: float | None = None) -> Outcome:
+def train(
+    recipe: Recipe, out: Path, device: str, resume: Resume = "auto", stop_after: float | None = None
+) -> TrainingResult:
     """Trains to the end of the schedule, or until it is stopped, for `stop_after` seconds at most; started again it
     goes on."""
     stop_at = None if stop_after is None else time.perf_counter() + stop_after
-    material, world = read_material(recipe), join(parse_device(device))
+    material, world = load_training_inputs(recipe), join(parse_device(device))
     try:
         if not world.first:
             world.wait()
@@ -140,30 +148,32 @@ def train(recipe: Recipe, out: Path, device: str, resume: Resume = "auto", stop_
         world.leave()
 
 
-def _train(material: Material, folder: RunFolder, world: World, stop_at: float | None) -> Outcome:
+def _train(
+    material: TrainingInputs, folder: RunFolder, world: DistributedContext, stop_at: float | None
+) -> TrainingResult:
     cfg = material.recipe.train
     schedule, standing = material.schedule(world.size), folder.standing()
     if standing.step and schedule.done(standing.step, standing.seconds) >= 1.0:
-        return Outcome(standing, True, folder.out, world.first)
+        return TrainingResult(standing, True, folder.out, world.first)
     dtype = training_dtype(cfg.dtype, world.device)
     # a target that is spread over ranks must not lie on one of them first
     spread = cfg.shard_target and not cfg.tables_only
     target = load_decoder(material.target_folder, dtype, "cpu" if spread else world.device, cfg.tables_only)
     tokenizer = material.chat.tokenizer if material.chat is not None else None
-    drafter = new_drafter(cfg, target, tokenizer, material.eos_ids, material.counts).to(world.device)
+    drafter = create_drafter(cfg, target, tokenizer, material.eos_ids, material.counts).to(world.device)
     drafter.recompute = cfg.checkpoint_layers
     if spread:
         shard(target, world)
 
-    def stream(start: Cursor) -> Iterator[tuple[Batch, Cursor]]:
+    def stream(start: BatchCursor) -> Iterator[tuple[PackedBatch, BatchCursor]]:
         sizes = {"max_length": cfg.max_length, "rank": world.rank, "world_size": world.size}
         return batches(material.rows, cfg.batch_tokens, cfg.seed, start, **sizes)
 
     state_bytes = plan.state_bytes(cfg, drafter.cfg, drafter.fc.weight.element_size())
-    prompts = held_out_prompts(material)
-    measuring = prepare_measuring(cfg, target, drafter, material.eos_ids, prompts, state_bytes, world)
+    prompts = validation_prompts(material)
+    measuring = prepare_validation(cfg, target, drafter, material.eos_ids, prompts, state_bytes, world)
 
-    def write_checkpoint(into: Path, standing: Standing, measured: Acceptance | None) -> None:
+    def write_checkpoint(into: Path, standing: TrainingState, measured: ValidationAcceptance | None) -> None:
         write_drafter(into, drafter, cfg.num_depths)
         table = (table_line("held-out prompts", measured, cfg.num_depths),) if measured is not None else ()
         write_card(card_of(material, folder.out.name, drafter, standing, table), into)
@@ -172,7 +182,7 @@ def _train(material: Material, folder: RunFolder, world: World, stop_at: float |
         _hidden_states_source(material, target, drafter.cfg, world),
         _chunk_rows(cfg, drafter, state_bytes + measuring.kept_bytes),
     )
-    parts = Parts(
+    parts = TrainerParts(
         drafter=drafter,
         target=target,
         hidden_states=hidden_states,
@@ -190,10 +200,10 @@ def _train(material: Material, folder: RunFolder, world: World, stop_at: float |
     if world.first:
         _greet(trainer, material, drafter, measuring)
     standing = trainer.run()
-    return Outcome(standing, schedule.done(standing.step, standing.seconds) >= 1.0, folder.out, world.first)
+    return TrainingResult(standing, schedule.done(standing.step, standing.seconds) >= 1.0, folder.out, world.first)
 
 
-def _greet(trainer: Trainer, material: Material, drafter: Drafter, measuring: Measuring) -> None:
+def _greet(trainer: Trainer, material: TrainingInputs, drafter: Drafter, measuring: ValidationRunner) -> None:
     parameters = sum(p.numel() for p in drafter.parameters())
     kind = "P-EAGLE" if drafter.cfg.parallel else "EAGLE-3"
     mask = f", mask token {drafter.cfg.mask_token_id}" if drafter.cfg.parallel else ""
@@ -209,7 +219,7 @@ def _greet(trainer: Trainer, material: Material, drafter: Drafter, measuring: Me
         trainer.journal.say(f"acceptance is not measured, and the newest drafter is kept: {measuring.why_not}")
 
 
-def _check_data(material: Material, folder: RunFolder) -> None:
+def _check_data(material: TrainingInputs, folder: RunFolder) -> None:
     """The cursor of a run means something only in the data it was made for."""
     place = folder.inner / "data.json"
     now = {"conversations": len(material.rows), "tokens": material.rows.num_tokens, "held_out": len(material.held_out)}
@@ -230,21 +240,23 @@ def training_dtype(name: str, device: torch.device) -> torch.dtype:
     return {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}[name]
 
 
-def _hidden_states_source(material: Material, target: Decoder, cfg: DrafterConfig, world: World) -> HiddenStatesSource:
+def _hidden_states_source(
+    material: TrainingInputs, target: Decoder, cfg: DrafterConfig, world: DistributedContext
+) -> HiddenStatesSource:
     settings = material.recipe.train
     if settings.cache is None and settings.vllm_states is None:
-        return Online(target, cfg.aux_layer_ids)
+        return OnlineHiddenStates(target, cfg.aux_layer_ids)
     rows = material.rows
     if settings.vllm_states is not None:
-        source = VllmFolder(Path(settings.vllm_states), target, cfg.aux_layer_ids, settings.max_length)
+        source = VllmHiddenStates(Path(settings.vllm_states), target, cfg.aux_layer_ids, settings.max_length)
         source.check(rows)
         return source
     assert settings.cache is not None
     folder = Path(settings.cache)
     if not world.first:
         world.wait()  # until the first has filled it
-        return TapCache(folder, target)
-    online = Online(target, cfg.aux_layer_ids)
+        return HiddenStatesCache(folder, target)
+    online = OnlineHiddenStates(target, cfg.aux_layer_ids)
     cached = prepare_cache(folder, rows, online, settings.max_length, CacheSettings(settings.cache_dtype))
     world.wait()
     return cached
@@ -252,23 +264,25 @@ def _hidden_states_source(material: Material, target: Decoder, cfg: DrafterConfi
 
 def _framed(
     cfg: TrainConfig, target: Decoder, drafter: Drafter, hidden_states: HiddenStatesSource, chunk_rows: int
-) -> tuple[Framer, FramedStep] | None:
+) -> tuple[BatchPadder, GraphedStep] | None:
     """For steps that can be captured: on a GPU, beside the whole target, attention without windows."""
     on_gpu = target.embed_tokens.weight.is_cuda
     if (
         not cfg.graphs
         or not on_gpu
         or cfg.shard_target
-        or not isinstance(hidden_states, Online)
+        or not isinstance(hidden_states, OnlineHiddenStates)
         or any(drafter.cfg.windows)
     ):
         return None
     shape = drafter.cfg
     vocab = max(shape.vocab_size, shape.draft_vocab_size)
-    return Framer(cfg, vocab, shape.parallel, chunk_rows, pinned=True), FramedStep(drafter, target, hidden_states, cfg)
+    return BatchPadder(cfg, vocab, shape.parallel, chunk_rows, pinned=True), GraphedStep(
+        drafter, target, hidden_states, cfg
+    )
 
 
-def held_out_prompts(material: Material) -> list[list[int]]:
+def validation_prompts(material: TrainingInputs) -> list[list[int]]:
     """What was asked first in each conversation that is kept aside, once."""
     cfg = material.recipe.train
     longest = min(material.target.max_positions - cfg.measure_tokens, cfg.max_length)
@@ -292,9 +306,9 @@ def write_drafter(into: Path, drafter: Drafter, depths: int) -> None:
     write_json(values, into / "config.json")
 
 
-def table_line(prompts: str, measured: Acceptance, draft_tokens: int) -> Measured:
-    calm: Counts | None = measured.without_loops if measured.without_loops.rounds else None
-    return Measured(
+def table_line(prompts: str, measured: ValidationAcceptance, draft_tokens: int) -> AcceptanceRow:
+    calm: AcceptanceCounts | None = measured.without_loops if measured.without_loops.rounds else None
+    return AcceptanceRow(
         prompts,
         measured.answers,
         draft_tokens,
@@ -305,7 +319,9 @@ def table_line(prompts: str, measured: Acceptance, draft_tokens: int) -> Measure
     )
 
 
-def card_of(material: Material, name: str, drafter: Drafter, standing: Standing, table: tuple[Measured, ...]) -> Card:
+def card_of(
+    material: TrainingInputs, name: str, drafter: Drafter, standing: TrainingState, table: tuple[AcceptanceRow, ...]
+) -> ModelCard:
     command = shlex.join(["peagle", *sys.argv[1:]])
     cfg = material.recipe.train
     data: Facts = (
@@ -318,14 +334,14 @@ def card_of(material: Material, name: str, drafter: Drafter, standing: Standing,
         ("steps", f"{standing.step:,} of {cfg.batch_tokens * cfg.accumulate:,} tokens a GPU"),
         ("tokens seen", f"{standing.tokens:,}"),
         ("minutes", f"{standing.seconds / 60:.1f}"),
-        ("objective", f"{Aim.of(cfg)}, {cfg.num_depths} depths, rate {cfg.rate:g}"),
+        ("objective", f"{LossSettings.of(cfg)}, {cfg.num_depths} depths, rate {cfg.rate:g}"),
         ("learning rate", f"{cfg.lr:g}, {cfg.decay}"),
         ("started from", cfg.init if cfg.init in FRESH else Path(cfg.init).name),
     )
     parameters = sum(p.numel() for p in drafter.parameters())
     how = f"Greedy, up to {cfg.measure_tokens} new tokens, prompts that were kept aside."
     target = material.recipe.target
-    return Card(
+    return ModelCard(
         name,
         target,
         drafter.cfg,
@@ -344,11 +360,11 @@ def card_of(material: Material, name: str, drafter: Drafter, standing: Standing,
 # The plan
 
 
-def dry_run(recipe: Recipe, out: Path, device: str, known_rate: float | None) -> plan.Plan:
+def dry_run(recipe: Recipe, out: Path, device: str, known_rate: float | None) -> plan.TrainingPlan:
     """On this machine. Nothing is loaded, nothing is written."""
-    material = read_material(recipe)
+    material = load_training_inputs(recipe)
     cfg, where, target = recipe.train, parse_device(device), material.target
-    shape = planned_drafter(cfg, target)
+    shape = plan_drafter_config(cfg, target)
     world = max(1, torch.cuda.device_count()) if where.type == "cuda" and cfg.shard_target else 1
     steps = [line for line in log_lines(out / "log.jsonl") if line.get("kind") == "step"]
     if known_rate is None and steps:
@@ -359,30 +375,30 @@ def dry_run(recipe: Recipe, out: Path, device: str, known_rate: float | None) ->
     chunk = planned_chunk(cfg, target, shape, material.data(), world, element, free)
     rate = plan.REACHED * plan.matrix_rate(where, dtype)
     told = f"{plan.REACHED:.0%} of the measured matrix rate"
-    machine = plan.Machine(world, rate, rate, rate, told, per_node=world, memory=free)
+    machine = plan.TrainingHardware(world, rate, rate, rate, told, per_node=world, memory=free)
     total = material.schedule(world).steps
     return plan.make_plan(cfg, target, shape, material.data(), machine, total, element, chunk, known_rate)
 
 
-def planned_data(rows: Examples) -> plan.Data:
+def planned_data(rows: ResponseDataset) -> plan.DatasetStats:
     spans, tokens = rows.span_S2, rows.num_tokens
     share = float((spans[:, 1] - spans[:, 0]).sum() / max(len(rows.token_T), 1))
-    return plan.Data(tokens, share, tokens / max(len(rows), 1))
+    return plan.DatasetStats(tokens, share, tokens / max(len(rows), 1))
 
 
-def planned_drafter(cfg: TrainConfig, target: DecoderConfig) -> DrafterConfig:
+def plan_drafter_config(cfg: TrainConfig, target: DecoderConfig) -> DrafterConfig:
     """As it will be, but for its mask token."""
     mask_id = 0 if cfg.method == "p-eagle" else None
     if cfg.init in FRESH:
         return drafter_config(cfg, target, mask_id)
-    return replace(folder_config(cfg, target), mask_token_id=mask_id)
+    return replace(config_from_folder(cfg, target), mask_token_id=mask_id)
 
 
 def planned_chunk(
     cfg: TrainConfig,
     target: DecoderConfig,
     shape: DrafterConfig,
-    data: plan.Data,
+    data: plan.DatasetStats,
     world: int,
     element: int,
     free: float | None,
@@ -401,23 +417,23 @@ def planned_chunk(
 # After training
 
 
-def measure_best(recipe: Recipe, out: Path, device: str) -> list[Measured]:
+def evaluate_checkpoint(recipe: Recipe, out: Path, device: str) -> list[AcceptanceRow]:
     """Acceptance of a run's checkpoint at several draft lengths, into its card. What was measured already is kept."""
     folder = RunFolder(out)
     kept, standing = folder.inner / "measured.json", folder.standing()
     if kept.exists():
         values = read_json(kept)
         if values["best_step"] == standing.best_step and values["step"] == standing.step:
-            return [Measured(**{**line, "per_position": tuple(line["per_position"])}) for line in values["table"]]
-    material, where = read_material(recipe), parse_device(device)
+            return [AcceptanceRow(**{**line, "per_position": tuple(line["per_position"])}) for line in values["table"]]
+    material, where = load_training_inputs(recipe), parse_device(device)
     target = load_decoder(material.target_folder, training_dtype(recipe.train.dtype, where), where)
     weight = target.embed_tokens.weight
     drafter = load_drafter(folder.out, target, weight.dtype, weight.device)
-    prompts = held_out_prompts(material)
+    prompts = validation_prompts(material)
     depths = recipe.train.num_depths
     table = []
     for k in sorted({depths, *(k for k in MEASURED_DRAFTS if k < depths)} if prompts else ()):
-        measurer = Measurer(target, material.eos_ids, prompts, recipe.train.measure_tokens, k)
+        measurer = AcceptanceEvaluator(target, material.eos_ids, prompts, recipe.train.measure_tokens, k)
         table.append(table_line("held-out prompts", measurer.measure(drafter), k))
         measurer.close()
     card = card_of(material, folder.out.name, drafter, standing, tuple(table))

@@ -16,7 +16,7 @@ from peagle.errors import UserError
 
 
 @dataclass(frozen=True)
-class Line:
+class StepRecord:
     """The steps since the line before. Lists are by depth, and means over rows."""
 
     step: int
@@ -34,7 +34,7 @@ class Line:
     memory_gb: float
 
 
-class Journal:
+class StepLog:
     """Only the first rank has one that speaks."""
 
     def __init__(self, log: Path, step: int = 0, speaks: bool = True) -> None:
@@ -70,7 +70,7 @@ class Journal:
         if self._bar is not None:
             self._bar[1](done, None)
 
-    def line(self, line: Line, done: float) -> None:
+    def line(self, line: StepRecord, done: float) -> None:
         if not self.speaks:
             return
         self._write({"kind": "step", **asdict(line)})
@@ -123,7 +123,7 @@ class Journal:
             raise UserError(f"{self.log}: cannot be written ({error.strerror}); the saved state is whole") from None
 
 
-def summary(line: Line, best: tuple[int, float] | None, left: float) -> str:
+def summary(line: StepRecord, best: tuple[int, float] | None, left: float) -> str:
     """0:12:31 left  step 1,200  loss 2.131  match 61 44 33%  best 2.31 at 1,000  lr 8.1e-04  212k tokens/s  41.2 GB"""
     match = " ".join(f"{100 * m:.0f}" for m in line.match_by_depth)
     speed = line.tokens_per_second

@@ -22,58 +22,58 @@ import torch
 from torch import Tensor
 
 from peagle.config import TrainConfig
-from peagle.data.batches import Batch
+from peagle.data.batches import PackedBatch
 from peagle.errors import UserError
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
-from peagle.training.cod_sampling import Rows
-from peagle.training.cuda_graphs import Framed, FramedStep, Framer
-from peagle.training.distributed import World
-from peagle.training.feed import Feed, Portion, Stream
+from peagle.training.cod_sampling import CodPositions
+from peagle.training.cuda_graphs import BatchPadder, GraphedStep, PaddedBatch
+from peagle.training.distributed import DistributedContext
 from peagle.training.hidden_states.online import HiddenStatesSource
-from peagle.training.loss import Aim, StepTotals, depth_weights, row_weights
+from peagle.training.loss import DepthMetrics, LossSettings, depth_weights, row_weights
 from peagle.training.optimizer import Optimizer
-from peagle.training.partition import accumulate
-from peagle.training.resume import RunFolder, Standing
+from peagle.training.partition import accumulate_gradients
+from peagle.training.resume import RunFolder, TrainingState
 from peagle.training.schedule import Schedule
-from peagle.training.step_log import Journal, Line
-from peagle.training.validation import Acceptance
+from peagle.training.step_loader import BatchStream, StepInputs, StepLoader
+from peagle.training.step_log import StepLog, StepRecord
+from peagle.training.validation import ValidationAcceptance
 
 
 @dataclass(frozen=True)
-class Parts:
+class TrainerParts:
     """What a trainer is put together from."""
 
     drafter: Drafter
     target: Decoder
     hidden_states: HiddenStatesSource
-    stream: Stream
+    stream: BatchStream
     schedule: Schedule
     folder: RunFolder
-    world: World
-    measure: Callable[[Drafter], Acceptance] | None  # the first rank's
-    write_checkpoint: Callable[[Path, Standing, Acceptance | None], None]  # into an empty folder
+    world: DistributedContext
+    measure: Callable[[Drafter], ValidationAcceptance] | None  # the first rank's
+    write_checkpoint: Callable[[Path, TrainingState, ValidationAcceptance | None], None]  # into an empty folder
     chunk_rows: int
     stop_at: float | None = None  # by the process's clock
-    framed: tuple[Framer, FramedStep] | None = None  # for those batches that fit a frame
+    framed: tuple[BatchPadder, GraphedStep] | None = None  # for those batches that fit a frame
 
 
 class Trainer:
-    def __init__(self, parts: Parts, cfg: TrainConfig) -> None:
+    def __init__(self, parts: TrainerParts, cfg: TrainConfig) -> None:
         self.parts, self.cfg = parts, cfg
         self.world, self.folder, self.schedule = parts.world, parts.folder, parts.schedule
         self.optimizer = Optimizer(parts.drafter, cfg)
         self.device = self.optimizer.grad_P.device
-        self.window = Window.opened(cfg.num_depths, self.device)
-        self.standing = Standing()
+        self.window = LogWindow.opened(cfg.num_depths, self.device)
+        self.standing = TrainingState()
         found = self.folder.load(self.optimizer.layout())
         if found is not None:
             self.standing, tensors = found
             self.optimizer.restore(tensors, self.standing.step)
             if self.world.first:  # the sum over ranks, so one of them keeps it
-                self.window.totals += StepTotals(*tensors["unlogged"].to(self.device))
+                self.window.totals += DepthMetrics(*tensors["unlogged"].to(self.device))
         self.resumed = found is not None
-        self.journal = Journal(self.folder.log, self.standing.step, self.world.first)
+        self.journal = StepLog(self.folder.log, self.standing.step, self.world.first)
         if self.world.first:
             self.folder.cut_log(self.standing.log_bytes)
         if self.standing.best_step is not None and self.standing.best_acceptance is not None:
@@ -83,9 +83,9 @@ class Trainer:
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self.clock = self.saved = time.perf_counter()
 
-    def run(self) -> Standing:
+    def run(self) -> TrainingState:
         framer = self.parts.framed[0] if self.parts.framed is not None else None
-        feed = Feed(self.parts.stream, self.cfg, self.world, self.standing, framer)
+        feed = StepLoader(self.parts.stream, self.cfg, self.world, self.standing, framer)
         done, stop = self._done(), False
         with self._signals(), self.journal.watching(), feed.running() as portions:
             self.clock = self.saved = time.perf_counter()
@@ -107,7 +107,7 @@ class Trainer:
     def _every(self, steps: int) -> bool:
         return steps > 0 and self.standing.step % steps == 0
 
-    def _agree(self, portion: Portion) -> tuple[tuple[int, ...], int, float, bool, bool]:
+    def _agree(self, portion: StepInputs) -> tuple[tuple[int, ...], int, float, bool, bool]:
         """What all ranks must hold alike: rows of the step by depth and its tokens, how far the run is, whether to
         stop or save after it."""
         now, limit = time.perf_counter(), self.parts.stop_at
@@ -118,7 +118,7 @@ class Trainer:
         *counts, tokens, done, saves, stops = self.world.sum_numbers(told)
         return tuple(int(c) for c in counts), int(tokens), done, stops > 0, saves > 0
 
-    def _step(self, portion: Portion, counts: tuple[int, ...], tokens: int, done: float) -> None:
+    def _step(self, portion: StepInputs, counts: tuple[int, ...], tokens: int, done: float) -> None:
         cfg = self.cfg
         with self._own_stream():
             for (batch, rows), framed in zip(portion.batches, portion.framed, strict=True):
@@ -140,17 +140,19 @@ class Trainer:
         )
         self.clock = now
 
-    def _gradients(self, batch: Batch, rows: Rows, framed: Framed | None, counts: tuple[int, ...]) -> StepTotals:
+    def _gradients(
+        self, batch: PackedBatch, rows: CodPositions, framed: PaddedBatch | None, counts: tuple[int, ...]
+    ) -> DepthMetrics:
         parts, cfg = self.parts, self.cfg
         if framed is not None and parts.framed is not None:
             return parts.framed[1].accumulate(framed, row_weights(counts, self.weights))
-        return accumulate(
+        return accumulate_gradients(
             parts.drafter,
             parts.target,
             parts.hidden_states.states(batch),
             batch,
             rows,
-            Aim.of(cfg),
+            LossSettings.of(cfg),
             self.weights,
             parts.chunk_rows,
             counts,
@@ -178,7 +180,7 @@ class Trainer:
         self.world.sum_in_place(sums)
         memory = torch.cuda.max_memory_allocated(self.device) / 1e9 if self.device.type == "cuda" else 0.0
         line = self.window.line(sums, self.weights, self.standing, memory)
-        self.window = Window.opened(self.cfg.num_depths, self.device)
+        self.window = LogWindow.opened(self.cfg.num_depths, self.device)
         self.journal.line(line, done)
         none = replace(self.standing, unlogged_steps=0, unlogged_tokens=0, unlogged_seconds=0.0)
         self.standing = replace(none, log_bytes=self.journal.size)
@@ -225,7 +227,7 @@ class Trainer:
             self.folder.save(self.standing, tensors, self.optimizer.layout())
         self.clock = self.saved = time.perf_counter()
 
-    def _publish(self, measured: Acceptance | None) -> None:
+    def _publish(self, measured: ValidationAcceptance | None) -> None:
         if self.world.first:
             self.folder.publish(lambda into: self.parts.write_checkpoint(into, self.standing, measured))
 
@@ -249,21 +251,21 @@ class Trainer:
 
 
 @dataclass
-class Window:
+class LogWindow:
     """The steps since the last line of the log. Tensors stay on the device."""
 
-    totals: StepTotals
+    totals: DepthMetrics
     norm: Tensor
     bad_step: Tensor  # the first whose gradient was not finite, or -1
     names: list[tuple[int, list[str]]]  # rows of each step's batches
     lr: float = 0.0
 
     @classmethod
-    def opened(cls, depths: int, device: torch.device) -> Window:
+    def opened(cls, depths: int, device: torch.device) -> LogWindow:
         bad_step = torch.full((), -1, dtype=torch.long, device=device)
-        return cls(StepTotals.none(depths, device), torch.zeros((), device=device), bad_step, [])
+        return cls(DepthMetrics.none(depths, device), torch.zeros((), device=device), bad_step, [])
 
-    def note(self, norm: Tensor, lr: float, step: int, portion: Portion) -> None:
+    def note(self, norm: Tensor, lr: float, step: int, portion: StepInputs) -> None:
         self.norm, self.lr = norm, lr
         self.bad_step = torch.where((self.bad_step < 0) & ~norm.isfinite(), step, self.bad_step)
         self.names.append((step, portion.row_ids))
@@ -271,11 +273,11 @@ class Window:
     def sums(self) -> Tensor:
         return torch.stack(self.totals.tensors())
 
-    def line(self, sums: Tensor, weights: list[float], standing: Standing, memory: float) -> Line:
+    def line(self, sums: Tensor, weights: list[float], standing: TrainingState, memory: float) -> StepRecord:
         """Means over all ranks' rows. Waits for the device."""
         rows, *values = sums.tolist()
         loss, accept, match, unbroken = ([x / max(n, 1.0) for x, n in zip(v, rows, strict=True)] for v in values)
-        return Line(
+        return StepRecord(
             step=standing.step,
             tokens=standing.tokens,
             seconds=standing.seconds,

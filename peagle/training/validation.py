@@ -21,7 +21,7 @@ import torch
 
 from peagle.checkpoints.target import Target
 from peagle.config import CHUNK_HEADROOM, MeasureSettings, SamplingParams, TrainConfig, check_num_speculative_tokens
-from peagle.data.loops import looping
+from peagle.data.loops import is_looping
 from peagle.engine.kv_cache import BLOCK_SIZE
 from peagle.engine.llm import LLM
 from peagle.engine.loader import block_bytes
@@ -30,12 +30,12 @@ from peagle.errors import UserError
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
 from peagle.training.chunk_size import free_bytes
-from peagle.training.distributed import World, gathered, spread_bytes
+from peagle.training.distributed import DistributedContext, gathered, spread_bytes
 from peagle.training.hidden_states.cache import size_text
 
 
 @dataclass(frozen=True)
-class Counts:
+class AcceptanceCounts:
     answers: int
     tokens: int  # of all answers
     rounds: int  # that had drafts to verify
@@ -52,10 +52,10 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class Acceptance(Counts):
+class ValidationAcceptance(AcceptanceCounts):
     """Of all answers. A drafter foretells loops with ease, so they flatter it: `without_loops` leaves them out."""
 
-    without_loops: Counts
+    without_loops: AcceptanceCounts
 
     @property
     def looping(self) -> int:
@@ -63,17 +63,17 @@ class Acceptance(Counts):
         return self.answers - self.without_loops.answers
 
 
-def count(outputs: Iterable[CompletionOutput]) -> Acceptance:
+def count(outputs: Iterable[CompletionOutput]) -> ValidationAcceptance:
     """What the engine counted, all together."""
     answers = list(outputs)
-    calm = [a for a in answers if not looping(a.token_ids, a.finish_reason == "stop")]
+    calm = [a for a in answers if not is_looping(a.token_ids, a.finish_reason == "stop")]
     whole = _sums(answers, answers)
-    return Acceptance(whole.answers, whole.tokens, whole.rounds, whole.accepted, _sums(calm, answers))
+    return ValidationAcceptance(whole.answers, whole.tokens, whole.rounds, whole.accepted, _sums(calm, answers))
 
 
-def _sums(some: Sequence[CompletionOutput], answers: Sequence[CompletionOutput]) -> Counts:
+def _sums(some: Sequence[CompletionOutput], answers: Sequence[CompletionOutput]) -> AcceptanceCounts:
     positions = range(max((len(a.num_accepted_tokens_per_pos) for a in answers), default=0))
-    return Counts(
+    return AcceptanceCounts(
         answers=len(some),
         tokens=sum(len(a.token_ids) for a in some),
         rounds=sum(a.num_drafts for a in some),
@@ -81,7 +81,7 @@ def _sums(some: Sequence[CompletionOutput], answers: Sequence[CompletionOutput])
     )
 
 
-class Measurer:
+class AcceptanceEvaluator:
     """Asks the same prompts again and again. All its drafters must have one shape."""
 
     def __init__(
@@ -102,7 +102,7 @@ class Measurer:
         self.settings = settings or MeasureSettings()
         self._engine: LLM | None = None
 
-    def measure(self, drafter: Drafter) -> Acceptance:
+    def measure(self, drafter: Drafter) -> ValidationAcceptance:
         device = self.target.model.embed_tokens.weight.device
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             if self._engine is None:
@@ -171,40 +171,40 @@ class Measurer:
 
 
 @dataclass(frozen=True)
-class Measuring:
+class ValidationRunner:
     """How one rank of a run measures, if it does."""
 
-    measure: Callable[[Drafter], Acceptance] | None = None
+    measure: Callable[[Drafter], ValidationAcceptance] | None = None
     kept_bytes: int = 0  # on the device, from the first measurement on
     why_not: str | None = None
 
 
-def prepare_measuring(
+def prepare_validation(
     cfg: TrainConfig,
     target: Decoder,
     drafter: Drafter,
     eos_ids: frozenset[int],
     prompts: Sequence[Sequence[int]],
     state_bytes: int,
-    world: World,
-) -> Measuring:
+    world: DistributedContext,
+) -> ValidationRunner:
     """The first rank measures. `state_bytes` are what the optimizer will take; the target's and drafter's are taken."""
     if not prompts:
-        return Measuring(why_not="no held-out prompt is there, or short enough" if cfg.held_out else None)
+        return ValidationRunner(why_not="no held-out prompt is there, or short enough" if cfg.held_out else None)
 
-    def measurer(model: Decoder) -> Measurer:
-        return Measurer(model, eos_ids, prompts, cfg.measure_tokens, cfg.num_depths)
+    def measurer(model: Decoder) -> AcceptanceEvaluator:
+        return AcceptanceEvaluator(model, eos_ids, prompts, cfg.measure_tokens, cfg.num_depths)
 
     engine_bytes = MeasureSettings().cache_bytes + sum(p.nbytes for p in drafter.parameters())
     if not cfg.shard_target:
-        return Measuring(measurer(target).measure, engine_bytes) if world.first else Measuring()
+        return ValidationRunner(measurer(target).measure, engine_bytes) if world.first else ValidationRunner()
     whole, free = spread_bytes(target), room(world.device)
     fits = free is None or whole + engine_bytes + state_bytes <= CHUNK_HEADROOM * free
     if not world.from_first(fits):  # they must agree, since all of them gather
         told = f"that takes the whole target on one GPU, {size_text(whole)}, beside the drafter's training"
-        return Measuring(why_not=told)
+        return ValidationRunner(why_not=told)
 
-    def measure(drafter: Drafter) -> Acceptance:
+    def measure(drafter: Drafter) -> ValidationAcceptance:
         """Between steps, when what they keep for their way back is gone."""
         model, measured = gathered(target, world), None
         if model is not None:
@@ -215,7 +215,7 @@ def prepare_measuring(
         assert measured is not None
         return measured
 
-    return Measuring(measure)
+    return ValidationRunner(measure)
 
 
 def room(device: torch.device) -> int | None:

@@ -24,7 +24,7 @@ from peagle.kernels.gemm import linear
 from peagle.kernels.norm import rms_norm as norms
 from peagle.kernels.norm.rms_norm import rms_norm_torch, silu_mul_torch
 from peagle.training.chunk_size import chain_row_bytes, chunk_rows_for, depth_zero_row_bytes
-from peagle.training.partition import BatchView, Leaves, chunks
+from peagle.training.partition import DepthZeroOutputs, DrafterForward, split_chains
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 LENGTHS = [40, 7, 90]
@@ -71,7 +71,7 @@ def test_operations_are_counted_as_torch_counts_them(variants: ModuleType) -> No
 def test_attention_pairs_by_hand(variants: ModuleType) -> None:
     shape = replace(variants.SHAPES["tiny"], rate=1.0, depths=2)
     batch = variants.documents([5], 0.0, shape.vocab)
-    rows = variants.sample_rows(batch, 2, 1.0, torch.Generator())
+    rows = variants.sample_cod_positions(batch, 2, 1.0, torch.Generator())
     assert rows.anchor_R.tolist() == [0, 1]
     flops = variants.step_flops(shape, batch, rows)
     of_pair = 14 * 4 * 16 * shape.drafter_layers
@@ -144,13 +144,13 @@ def kept_rows(variants: ModuleType, cfg: DrafterConfig) -> tuple[float, float]:
     drafter = variants.random_weights(variants.Drafter, cfg, torch.bfloat16, torch.device("cpu"))
     drafter.share_weights(models.target).requires_grad_(True)
     work = variants.random_work(models, variants.documents([90, 60], 0.2, shape.vocab))
-    view = BatchView(drafter, work.states, work.batch, torch.device("cpu"))
-    (chunk,) = chunks(work.rows, variants.EVERYTHING)
+    view = DrafterForward(drafter, work.states, work.batch, torch.device("cpu"))
+    (chunk,) = split_chains(work.rows, variants.EVERYTHING)
     given = [*drafter.parameters(), *models.target.parameters(), work.states.aux_hidden_states_NX, drafter.rope.freq]
     with Kept(given) as zero:
         roots = view.depth_zero()
-        zero.note(roots.said_ND)
-    leaves = Leaves.of(roots)
+        zero.note(roots.output_ND)
+    leaves = DepthZeroOutputs.of(roots)
     with Kept([*given, *leaves.tensors()]) as chains:
         chains.note(view.chains(leaves, chunk))
     return zero.bytes / len(work.batch), chains.bytes / len(chunk.anchor_R)

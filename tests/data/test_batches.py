@@ -17,13 +17,14 @@ from hypothesis import strategies as st
 from support import many
 
 from peagle.config import PackingSettings
-from peagle.data.batches import Batch, Cursor, Example, Examples, batches, examples, pack
-from peagle.data.chat import Chat
+from peagle.data.batches import BatchCursor, PackedBatch, batches, pack
+from peagle.data.chat_format import ChatFormat
+from peagle.data.dataset import ResponseDataset, TrainingExample, load_responses
 from peagle.errors import UserError
 
 
 @pytest.fixture(scope="module")
-def chat(tmp_path_factory: pytest.TempPathFactory) -> Chat:
+def chat(tmp_path_factory: pytest.TempPathFactory) -> ChatFormat:
     return make_chat(tmp_path_factory.mktemp("chat") / "t")
 
 
@@ -32,14 +33,14 @@ def write(path: Path, *rows: dict[str, Any]) -> Path:
     return path
 
 
-def as_examples(path: Path, conversations: list[tuple[list[int], list[list[int]]]]) -> Examples:
+def as_examples(path: Path, conversations: list[tuple[list[int], list[list[int]]]]) -> ResponseDataset:
     rows = ({"id": i, "token_ids": ids, "spans": spans} for i, (ids, spans) in enumerate(conversations))
-    return examples(write(path, *rows))
+    return load_responses(write(path, *rows))
 
 
 def test_the_worked_example(tmp_path: Path) -> None:
     found = as_examples(tmp_path / "r.jsonl", [([7, 8, 9], [[1, 3]]), ([4, 5], [[1, 2]])])
-    assert found[0] == Example((7, 8, 9), ((1, 3),), "0#0")
+    assert found[0] == TrainingExample((7, 8, 9), ((1, 3),), "0#0")
     packing = next(p for seed in range(9) if (p := pack(found, 8, seed))[0].row_ids == ("0#0", "1#0"))
     assert len(packing) == 1 and packing.filled == 5 / 8
     batch = packing[0]
@@ -47,8 +48,8 @@ def test_the_worked_example(tmp_path: Path) -> None:
     assert batch.position_N.tolist() == [0, 1, 2, 0, 1]
     assert batch.start_N.tolist() == [0, 0, 0, 3, 3]
     assert batch.end_N.tolist() == [3, 3, 3, 5, 5]
-    assert batch.asked_N.tolist() == [False, True, True, False, True]
-    assert batch.token_ids_N.dtype == torch.int64 and batch.asked_N.dtype == torch.bool
+    assert batch.loss_mask_N.tolist() == [False, True, True, False, True]
+    assert batch.token_ids_N.dtype == torch.int64 and batch.loss_mask_N.dtype == torch.bool
     assert torch.equal(batch.to("cpu").end_N, batch.end_N) and len(batch) == 5
 
 
@@ -63,7 +64,7 @@ def conversations(draw: st.DrawFn) -> list[tuple[list[int], list[list[int]]]]:
     return made
 
 
-def documents(batch: Batch) -> list[tuple[str, list[tuple[int, bool]]]]:
+def documents(batch: PackedBatch) -> list[tuple[str, list[tuple[int, bool]]]]:
     """A batch taken apart by its start and end columns alone, which must agree everywhere."""
     found, at = [], 0
     for row_id in batch.row_ids:
@@ -72,7 +73,7 @@ def documents(batch: Batch) -> list[tuple[str, list[tuple[int, bool]]]]:
         assert batch.end_N[at:end].tolist() == [end] * (end - at)
         assert batch.position_N[at:end].tolist() == list(range(end - at))
         found.append(
-            (row_id, list(zip(batch.token_ids_N[at:end].tolist(), batch.asked_N[at:end].tolist(), strict=True)))
+            (row_id, list(zip(batch.token_ids_N[at:end].tolist(), batch.loss_mask_N[at:end].tolist(), strict=True)))
         )
         at = end
     assert at == len(batch)
@@ -124,13 +125,13 @@ def test_packing_against_an_obvious_oracle(
 
 
 @pytest.fixture(scope="module")
-def hundred(tmp_path_factory: pytest.TempPathFactory) -> Examples:
+def hundred(tmp_path_factory: pytest.TempPathFactory) -> ResponseDataset:
     rng = np.random.default_rng(0)
     made = [([int(t) for t in rng.integers(0, 99, n)], [[2, int(n)]]) for n in rng.integers(3, 40, 100)]
     return as_examples(tmp_path_factory.mktemp("hundred") / "r.jsonl", made)
 
 
-def test_epochs_and_seeds_differ_in_order(hundred: Examples) -> None:
+def test_epochs_and_seeds_differ_in_order(hundred: ResponseDataset) -> None:
     orders = {tuple(b.row_ids for b in pack(hundred, 128, seed, epoch)) for seed in (0, 1) for epoch in (0, 1)}
     assert len(orders) == 4
     packing = pack(hundred, 128)
@@ -142,7 +143,7 @@ def test_epochs_and_seeds_differ_in_order(hundred: Examples) -> None:
     assert 0.3 < np.mean(places) < 0.7
 
 
-def test_a_cursor_goes_on_exactly(hundred: Examples) -> None:
+def test_a_cursor_goes_on_exactly(hundred: ResponseDataset) -> None:
     whole = list(batches(hundred, 128, seed=4, epochs=3))
     assert {r for b, _ in whole[: len(pack(hundred, 128, 4))] for r in b.row_ids} == set(hundred.row_ids)
     for i, (_, cursor) in enumerate(whole):
@@ -151,11 +152,11 @@ def test_a_cursor_goes_on_exactly(hundred: Examples) -> None:
     endless = islice(batches(hundred, 128, seed=4, start=whole[5][1]), len(whole))
     assert [b.row_ids for b, _ in endless][: len(whole) - 6] == [b.row_ids for b, _ in whole[6:]]
     with pytest.raises(UserError, match="same data"):
-        next(batches(hundred, 128, start=Cursor(0, 10_000)))
+        next(batches(hundred, 128, start=BatchCursor(0, 10_000)))
 
 
 @pytest.mark.parametrize("world", [2, 3, 7])
-def test_processes_share_the_batches_of_one(hundred: Examples, world: int) -> None:
+def test_processes_share_the_batches_of_one(hundred: ResponseDataset, world: int) -> None:
     alone = [b.row_ids for b, _ in batches(hundred, 128, seed=2, epochs=2)]
     ranks = [list(batches(hundred, 128, seed=2, epochs=2, rank=r, world_size=world)) for r in range(world)]
     assert len({len(rank) for rank in ranks}) == 1
@@ -168,20 +169,20 @@ def test_processes_share_the_batches_of_one(hundred: Examples, world: int) -> No
 
 def test_held_out_prompts_are_on_one_side(tmp_path: Path) -> None:
     rows = [{"id": f"p{i // 3}", "sample": i % 3, "token_ids": [1, 2], "spans": [[1, 2]]} for i in range(30)]
-    found = examples(write(tmp_path / "r.jsonl", *rows))
-    rest, aside = found.hold_out(7, seed=1)
+    found = load_responses(write(tmp_path / "r.jsonl", *rows))
+    rest, aside = found.split_validation(7, seed=1)
     assert len(aside) == 9 and len(rest) == 21
     names = [{e.row_id.split("#")[0] for e in part} for part in (rest, aside)]
     assert not names[0] & names[1] and len(names[1]) == 3
     assert {b for batch in pack(aside, 8) for b in batch.row_ids} == {e.row_id for e in aside}
-    assert len(found.hold_out(0)[0]) == 30 and len(found.hold_out(99)[0]) == 3
+    assert len(found.split_validation(0)[0]) == 30 and len(found.split_validation(99)[0]) == 3
     assert len(found[:4]) == 4 and found[:4][3].row_id == "p1#0"
 
 
 # Reading and checking
 
 
-def test_several_files_and_the_arrays_kept_beside_them(chat: Chat, tmp_path: Path) -> None:
+def test_several_files_and_the_arrays_kept_beside_them(chat: ChatFormat, tmp_path: Path) -> None:
     write(tmp_path / "b.jsonl", {"id": "ü", "token_ids": [5, 6, 7], "spans": [[1, 2], [2, 3]]})
     write(
         tmp_path / "a.jsonl",
@@ -193,20 +194,20 @@ def test_several_files_and_the_arrays_kept_beside_them(chat: Chat, tmp_path: Pat
         str(tmp_path / "*.jsonl"),
         [tmp_path / "a.jsonl", tmp_path / "b.jsonl", tmp_path / "a.jsonl"],
     ):
-        found = examples(paths)
+        found = load_responses(paths)
         assert [e.row_id for e in found] == ["a#0", "a2#0", "ü#0"]
-        assert found[2] == Example((5, 6, 7), ((1, 2), (2, 3)), "ü#0") and found.num_tokens == 7
-        assert [b.asked_N.sum().item() for b in pack(found[2:], 9)] == [2]
+        assert found[2] == TrainingExample((5, 6, 7), ((1, 2), (2, 3)), "ü#0") and found.num_tokens == 7
+        assert [b.loss_mask_N.sum().item() for b in pack(found[2:], 9)] == [2]
     kept = tmp_path / "a.jsonl.npz"
     stamp = os.stat(tmp_path / "a.jsonl").st_mtime_ns
     (tmp_path / "a.jsonl").write_text((tmp_path / "a.jsonl").read_text().replace("[1, 2]", "[8, 2]", 1))
     os.utime(tmp_path / "a.jsonl", ns=(stamp, stamp))
-    assert examples(tmp_path / "a.jsonl")[0].token_ids == (1, 2), "the kept arrays are used"
-    assert examples(tmp_path / "a.jsonl", vocab_size=100)[0].token_ids == (8, 2), "for this question alone"
+    assert load_responses(tmp_path / "a.jsonl")[0].token_ids == (1, 2), "the kept arrays are used"
+    assert load_responses(tmp_path / "a.jsonl", vocab_size=100)[0].token_ids == (8, 2), "for this question alone"
     kept.write_bytes(kept.read_bytes()[:300])
-    assert examples(tmp_path / "a.jsonl")[0].token_ids == (8, 2), "damaged ones are not"
+    assert load_responses(tmp_path / "a.jsonl")[0].token_ids == (8, 2), "damaged ones are not"
     write(tmp_path / "a.jsonl", {"id": "new", "token_ids": [1, 2], "spans": [[1, 2]]})
-    assert [e.row_id for e in examples(tmp_path / "a.jsonl")] == ["new#0"]
+    assert [e.row_id for e in load_responses(tmp_path / "a.jsonl")] == ["new#0"]
 
 
 SAID = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
@@ -237,10 +238,10 @@ IDS = [*b"hi\nyes", EOS]
         ),
     ],
 )
-def test_a_bad_row_is_named_and_shown(chat: Chat, tmp_path: Path, row: dict[str, Any], said: str) -> None:
+def test_a_bad_row_is_named_and_shown(chat: ChatFormat, tmp_path: Path, row: dict[str, Any], said: str) -> None:
     good = {"messages": SAID, "token_ids": IDS, "spans": [[3, 7]]}
     with pytest.raises(UserError, match=said) as caught:
-        examples(write(tmp_path / "r.jsonl", good, row), chat, vocab_size=160)
+        load_responses(write(tmp_path / "r.jsonl", good, row), chat, vocab_size=160)
     assert f"{tmp_path / 'r.jsonl'}:2:" in str(caught.value)
 
 
@@ -255,48 +256,48 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         ("absent*.jsonl", "no such file"),
     ):
         with pytest.raises(UserError, match=said):
-            examples(tmp_path / name)
+            load_responses(tmp_path / name)
     with pytest.raises(UserError, match="no token_ids, and no tokenizer"):
-        examples(write(tmp_path / "r.jsonl", {"messages": SAID}))
+        load_responses(write(tmp_path / "r.jsonl", {"messages": SAID}))
 
 
-def test_conversations_of_others(chat: Chat, tmp_path: Path) -> None:
+def test_conversations_of_others(chat: ChatFormat, tmp_path: Path) -> None:
     """What the template adds for an answer is its span, up to the end of turn that the target says itself."""
     two = [*SAID, {"role": "user", "content": "more"}, {"role": "assistant", "content": "no"}]
-    found = examples(write(tmp_path / "r.jsonl", {"messages": SAID}, {"id": "two", "messages": two}), chat)
-    assert found[0] == Example(tuple(IDS), ((3, 7),), "r.jsonl:1#0")
-    assert found[1] == Example((*IDS, *b"more\nno", EOS), ((3, 7), (12, 15)), "two#0")
+    found = load_responses(write(tmp_path / "r.jsonl", {"messages": SAID}, {"id": "two", "messages": two}), chat)
+    assert found[0] == TrainingExample(tuple(IDS), ((3, 7),), "r.jsonl:1#0")
+    assert found[1] == TrainingExample((*IDS, *b"more\nno", EOS), ((3, 7), (12, 15)), "two#0")
 
 
-def _chat(tokenizer: Any, tmp_path: Path, template: str) -> Chat:
+def _chat(tokenizer: Any, tmp_path: Path, template: str) -> ChatFormat:
     (tmp_path / "t.jinja").write_text(template)
-    return Chat(tokenizer, {EOS}, tmp_path / "t.jinja")
+    return ChatFormat(tokenizer, {EOS}, tmp_path / "t.jinja")
 
 
-def test_a_template_that_marks_its_answers(chat: Chat, tmp_path: Path) -> None:
+def test_a_template_that_marks_its_answers(chat: ChatFormat, tmp_path: Path) -> None:
     marked = _chat(
         chat.tokenizer,
         tmp_path,
         "{% for m in messages %}{% if m['role'] == 'assistant' %}[{% generation %}{{ m['content'] }}d"
         "{% endgeneration %}]{% else %}{{ m['content'] }}{% endif %}{% endfor %}",
     )
-    found = examples(write(tmp_path / "r.jsonl", {"messages": [*SAID, *SAID]}), marked)
+    found = load_responses(write(tmp_path / "r.jsonl", {"messages": [*SAID, *SAID]}), marked)
     assert bytes(found[0].token_ids) == b"hi[yesd]hi[yesd]"
     assert found[0].spans == ((3, 7), (11, 15))
 
 
-def test_text_behind_the_end_of_turn_is_not_the_targets(chat: Chat, tmp_path: Path) -> None:
+def test_text_behind_the_end_of_turn_is_not_the_targets(chat: ChatFormat, tmp_path: Path) -> None:
     ends = _chat(
         chat.tokenizer,
         tmp_path,
         "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}d!{% endfor %}"
         "{% if add_generation_prompt %}a:{% endif %}",
     )
-    found = examples(write(tmp_path / "r.jsonl", {"messages": SAID}), ends)
+    found = load_responses(write(tmp_path / "r.jsonl", {"messages": SAID}), ends)
     assert bytes(found[0].token_ids) == b"u:hid!a:yesd!" and found[0].spans == ((8, 12),)
 
 
-def test_a_template_that_does_not_round_trip_shows_where(chat: Chat, tmp_path: Path) -> None:
+def test_a_template_that_does_not_round_trip_shows_where(chat: ChatFormat, tmp_path: Path) -> None:
     forgets = _chat(
         chat.tokenizer,
         tmp_path,
@@ -307,4 +308,4 @@ def test_a_template_that_does_not_round_trip_shows_where(chat: Chat, tmp_path: P
     with pytest.raises(
         UserError, match=r"r.jsonl:1: the chat template does not round-trip.*'hi\|yes\|'.*'hi\|...\|more"
     ):
-        examples(write(tmp_path / "r.jsonl", row), forgets)
+        load_responses(write(tmp_path / "r.jsonl", row), forgets)

@@ -14,11 +14,11 @@ import pytest
 from chats import SETTINGS, Canned, by_key, canned, conversations, make_chat, make_target, rows_of, write
 
 from peagle.config import EndpointSettings, ResponseSettings
-from peagle.data.chat import Chat
-from peagle.data.report import Summary
+from peagle.data.chat_format import ChatFormat
+from peagle.data.generators import GenerationRequest
+from peagle.data.progress import DataSummary
+from peagle.data.response_file import beside
 from peagle.data.run import write_responses
-from peagle.data.sources import Question
-from peagle.data.store import beside
 from peagle.errors import UserError
 
 
@@ -28,7 +28,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def chat(tmp_path_factory: pytest.TempPathFactory) -> Chat:
+def chat(tmp_path_factory: pytest.TempPathFactory) -> ChatFormat:
     return make_chat(tmp_path_factory.mktemp("chat") / "t")
 
 
@@ -85,7 +85,7 @@ class Server(BaseHTTPRequestHandler):
             self.reply(self.answer(body))
 
     def answer(self, body: dict[str, Any]) -> dict[str, Any]:
-        said = canned(Question(0, body["messages"], [], ResponseSettings().params(body["seed"])))
+        said = canned(GenerationRequest(0, body["messages"], [], ResponseSettings().params(body["seed"])))
         assert said.token_ids is not None
         text = bytes(said.token_ids).decode().rstrip("d")
         choice: dict[str, Any] = {"message": {"content": text}, "finish_reason": said.finish_reason}
@@ -107,7 +107,9 @@ def server() -> Iterator[tuple[str, type[Server]]]:
         http.shutdown()
 
 
-def ask_server(url: str, target: Path, out: Path, retries: int = 6, concurrency: int = 3, **settings: Any) -> Summary:
+def ask_server(
+    url: str, target: Path, out: Path, retries: int = 6, concurrency: int = 3, **settings: Any
+) -> DataSummary:
     prompts = out.with_name("prompts.jsonl")
     rows = [{"id": p.id, "source": p.source, "turns": p.turns} for p in conversations().rows]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -117,7 +119,7 @@ def ask_server(url: str, target: Path, out: Path, retries: int = 6, concurrency:
 
 @pytest.mark.parametrize("ids", ["given", "not given", "not known"])
 def test_a_server_with_faults_gives_the_rows_of_one_without(
-    server: tuple[str, type[Server]], target: Path, chat: Chat, tmp_path: Path, ids: str
+    server: tuple[str, type[Server]], target: Path, chat: ChatFormat, tmp_path: Path, ids: str
 ) -> None:
     url, kind = server
     kind.gives_ids, kind.knows_ids = ids == "given", ids != "not known"

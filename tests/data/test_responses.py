@@ -23,15 +23,15 @@ from transformers import PreTrainedTokenizerFast
 
 from peagle.cli import main
 from peagle.config import EndpointSettings, ResponseEngineSettings, ResponseSettings, SamplingParams
-from peagle.data.chat import Chat
-from peagle.data.examples import examples
-from peagle.data.loops import before_loop, circling, looping
-from peagle.data.prompts import Prompt, Prompts, read_prompts
-from peagle.data.report import Summary
-from peagle.data.responses import NO_PROMPT, Writer, seed_of
-from peagle.data.run import open_chat, write_responses
-from peagle.data.sources import Answer, Question, open_engine
-from peagle.data.store import ResponseFile, beside
+from peagle.data.chat_format import ChatFormat
+from peagle.data.dataset import load_responses
+from peagle.data.generators import GenerationRequest, GenerationResult, load_engine_generator
+from peagle.data.loops import is_looping, is_repeating, num_tokens_before_loop
+from peagle.data.progress import DataSummary
+from peagle.data.prompts import Prompt, PromptSet, read_prompts
+from peagle.data.response_file import ResponseFile, beside
+from peagle.data.responses import NO_PROMPT, ResponseWriter, response_seed
+from peagle.data.run import load_chat_format, write_responses
 from peagle.engine import loader as loading
 from peagle.engine.llm import LLM
 from peagle.errors import UserError
@@ -56,7 +56,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def chat(tmp_path_factory: pytest.TempPathFactory) -> Chat:
+def chat(tmp_path_factory: pytest.TempPathFactory) -> ChatFormat:
     return make_chat(tmp_path_factory.mktemp("chat") / "t")
 
 
@@ -87,16 +87,16 @@ def test_the_rows_are_what_the_target_says_to_one_turn_after_another(target: Pat
     for prompt in read_prompts(prompts).rows:
         for sample in range(2):
             ids, spans, texts = list[int](), [], list[str]()
-            for turn, question in enumerate(prompt.turns):
-                ids += [*question.encode(), ord("\n")]
-                params = settings.params(seed_of(3, prompt.id, sample, turn))
+            for turn, request in enumerate(prompt.turns):
+                ids += [*request.encode(), ord("\n")]
+                params = settings.params(response_seed(3, prompt.id, sample, turn))
                 said = alone.generate(ids, params)[0].outputs[0]
-                if looping(said.token_ids, said.finish_reason == "stop"):
+                if is_looping(said.token_ids, said.finish_reason == "stop"):
                     loops += 1
                     break
                 finish = said.finish_reason
                 spans.append([len(ids), len(ids) + len(said.token_ids)])
-                texts += [question, said.text]
+                texts += [request, said.text]
                 ids += said.token_ids
                 tokens += len(said.token_ids)
                 if finish == "length" and turn + 1 < len(prompt.turns):
@@ -125,7 +125,7 @@ def test_samples_with_a_lead_are_greedy_from_there_on(target: Path, tmp_path: Pa
     for row in rows_of(out):
         for turn, (start, end) in enumerate(row["spans"]):
             asked, said = row["token_ids"][:start], row["token_ids"][start:end]
-            seed = seed_of(3, row["id"], row["sample"], turn)
+            seed = response_seed(3, row["id"], row["sample"], turn)
             lead = min(1 + seed % 9, len(said)) if row["sample"] else 0
             if lead:
                 free = alone.generate(asked, SamplingParams(lead, 1.0, 0, settings.top_p, seed))[0].outputs[0].token_ids
@@ -153,7 +153,7 @@ def test_varied_prompts_begin_as_the_given_and_are_answered_like_any(target: Pat
         for sample in range(4):
             row, asked = written.get((prompt.id, sample)), prompt.turns[0]
             if sample:
-                seed = seed_of(3, prompt.id, sample, -1)
+                seed = response_seed(3, prompt.id, sample, -1)
                 begun = asked[: 1 + seed % 7]  # a token is a character here
                 params = SamplingParams(256, 1.0, 0, settings.top_p, seed, stop_token_ids=(ord("\n"),))
                 said = alone.generate(list(begun.encode()), params)[0].outputs[0]
@@ -224,7 +224,7 @@ def test_killed_runs_together_write_what_one_run_writes(target: Path, tmp_path: 
 
 
 @pytest.fixture(scope="module")
-def whole_run(chat: Chat, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Summary]:
+def whole_run(chat: ChatFormat, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, DataSummary]:
     out = tmp_path_factory.mktemp("whole") / "whole.jsonl"
     return out, write(out, chat, Canned())
 
@@ -232,7 +232,7 @@ def whole_run(chat: Chat, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
 @many(40)
 @given(cut=st.floats(0, 1), cut_dropped=st.floats(0, 1), order=st.integers(0, 99), room=st.integers(1, 30))
 def test_going_on_after_a_cut_anywhere(
-    chat: Chat, whole_run: tuple[Path, Summary], cut: float, cut_dropped: float, order: int, room: int
+    chat: ChatFormat, whole_run: tuple[Path, DataSummary], cut: float, cut_dropped: float, order: int, room: int
 ) -> None:
     whole, summary = whole_run
     out = whole.with_name("out.jsonl")
@@ -263,7 +263,7 @@ def test_going_on_after_a_cut_anywhere(
     )
 
 
-def test_loops_are_dropped_and_not_asked_again(chat: Chat, tmp_path: Path) -> None:
+def test_loops_are_dropped_and_not_asked_again(chat: ChatFormat, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     summary = write(out, chat, Canned())
     dropped = by_key(rows_of(beside(out, "dropped")))
@@ -292,17 +292,17 @@ def test_loops_are_dropped_and_not_asked_again(chat: Chat, tmp_path: Path) -> No
     ],
 )
 def test_what_a_loop_is(ids: list[int], ended: bool, loop: bool) -> None:
-    assert looping(ids, ended) is loop
+    assert is_looping(ids, ended) is loop
 
 
 @pytest.mark.parametrize("kept", [0, 20, 500])
-def test_an_answer_is_cut_where_it_begins_to_loop(chat: Chat, tmp_path: Path, kept: int) -> None:
+def test_an_answer_is_cut_where_it_begins_to_loop(chat: ChatFormat, tmp_path: Path, kept: int) -> None:
     """Or so many tokens behind it, as far as there are any."""
     news = list(range(40, 90))
     said = news + news[-14:] * 5
 
-    def answer(question: Question) -> Answer:
-        return Answer(question.key, list(said), None, "length")
+    def answer(request: GenerationRequest) -> GenerationResult:
+        return GenerationResult(request.request_id, list(said), None, "length")
 
     out = tmp_path / "out.jsonl"
     settings = ResponseSettings(samples=2, seed=1, loop_tokens=kept)
@@ -317,8 +317,8 @@ def test_an_answer_is_cut_where_it_begins_to_loop(chat: Chat, tmp_path: Path, ke
 
 
 def test_where_loops_begin() -> None:
-    assert before_loop([1, 2, 3, 4, 5, 6, 7, 8, 9, 3, 4, 5, 6, 7, 8, 9, 3, 4]) == 9
-    assert before_loop(list(range(50))) == 50 and before_loop([1] * 3) == 3
+    assert num_tokens_before_loop([1, 2, 3, 4, 5, 6, 7, 8, 9, 3, 4, 5, 6, 7, 8, 9, 3, 4]) == 9
+    assert num_tokens_before_loop(list(range(50))) == 50 and num_tokens_before_loop([1] * 3) == 3
 
 
 @many(60)
@@ -328,13 +328,13 @@ def test_where_loops_begin() -> None:
 def test_circles_are_the_same_three_times(before: list[int], circle: list[int], wrong: int) -> None:
     said = before + circle * (1 + 96 // len(circle))
     if len(circle) <= 32:
-        assert circling(said)
+        assert is_repeating(said)
     said[-1 - wrong] += 100
-    assert not circling(said) and not circling(circle * 3 if len(circle) < 32 else list(range(96)))
+    assert not is_repeating(said) and not is_repeating(circle * 3 if len(circle) < 32 else list(range(96)))
 
 
 def test_an_answer_in_circles_is_not_waited_for(target: Path) -> None:
-    source = open_engine(target, ResponseEngineSettings("cpu", "float32", 2, 200))
+    source = load_engine_generator(target, ResponseEngineSettings("cpu", "float32", 2, 200))
     step, written = source.llm.step, list[int]()
 
     def circles() -> list[Any]:
@@ -345,20 +345,20 @@ def test_an_answer_in_circles_is_not_waited_for(target: Path) -> None:
         return requests
 
     source.llm.step = circles  # type: ignore[method-assign]
-    source.ask(Question(7, [], [97, 98], SamplingParams(190, ignore_eos=True)))
-    answers = list[Answer]()
+    source.submit(GenerationRequest(7, [], [97, 98], SamplingParams(190, ignore_eos=True)))
+    answers = list[GenerationResult]()
     while not answers:
-        answers = source.wait()
+        answers = source.poll()
     assert answers[0].key == 7 and answers[0].finish_reason == "loop" and answers[0].token_ids is not None
-    assert len(answers[0].token_ids) == 128 == max(written) and source.room == source._most
+    assert len(answers[0].token_ids) == 128 == max(written) and source.num_free_slots == source._max_requests
     while source.llm.has_unfinished_requests:
         source.llm.step()
     source.llm.check_integrity()
 
 
-def test_ctrl_c_keeps_what_is_there(chat: Chat, tmp_path: Path) -> None:
+def test_ctrl_c_keeps_what_is_there(chat: ChatFormat, tmp_path: Path) -> None:
     class Interrupted(Canned):
-        def wait(self) -> list[Answer]:
+        def poll(self) -> list[GenerationResult]:
             if len(self.asked) > 12:
                 raise KeyboardInterrupt
             return super().wait()
@@ -379,21 +379,21 @@ def test_an_answer_in_tokens_that_its_text_would_not_have(tmp_path: Path) -> Non
     tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
     fast.chat_template = TEMPLATE
-    chat = Chat(fast, {4})
+    chat = ChatFormat(fast, {4})
     said = {1: [0, 1, 4], 3: [0, 1, 0, 1, 4]}  # "abd" and "ababd": a and b apart, as the template never writes them
 
-    def answer(question: Question) -> Answer:
-        return Answer(question.key, said[len(question.messages)], None, "stop")
+    def answer(request: GenerationRequest) -> GenerationResult:
+        return GenerationResult(request.request_id, said[len(request.messages)], None, "stop")
 
-    prompts = Prompts("here", (Prompt("x", "s", ("a?", "b?")),), (), 0)
+    prompts = PromptSet("here", (Prompt("x", "s", ("a?", "b?")),), (), 0)
     file = ResponseFile(tmp_path / "o.jsonl", {}, {}, chat.answers)
-    Writer(prompts, ResponseSettings(), chat, Canned(answer), file, shown=False).run()
+    ResponseWriter(prompts, ResponseSettings(), chat, Canned(answer), file, shown=False).run()
     (row,) = rows_of(tmp_path / "o.jsonl")
     assert row["token_ids"] == [0, 5, 3, 2, 4, 1, 5, 3, 0, 1, 0, 1, 4]
     assert row["spans"] == [[3, 5], [8, 13]]
 
 
-def test_a_file_of_another_run_is_refused_by_name(chat: Chat, tmp_path: Path) -> None:
+def test_a_file_of_another_run_is_refused_by_name(chat: ChatFormat, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     write(out, chat, Canned(), limit="x")
     before = out.read_bytes()
@@ -412,7 +412,7 @@ def test_a_file_of_another_run_is_refused_by_name(chat: Chat, tmp_path: Path) ->
     held.close()
 
 
-def test_a_full_disk_keeps_the_rows_before(chat: Chat, tmp_path: Path) -> None:
+def test_a_full_disk_keeps_the_rows_before(chat: ChatFormat, tmp_path: Path) -> None:
     out, whole = tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
     write(whole, chat, Canned())
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -503,15 +503,15 @@ def test_prompts_as_they_are(target: Path, tmp_path: Path) -> None:
         assert row["spans"] == [[len(text), len(row["token_ids"])]]
         assert said.encode() == bytes(by_text[text]).rstrip(b"d")
     # read again: by the same rule, and refused by another; text alone is encoded by it too
-    plain = open_chat(target, raw=True)
-    assert len(examples(tmp_path / "o.jsonl", plain)) == 4
+    plain = load_chat_format(target, raw=True)
+    assert len(load_responses(tmp_path / "o.jsonl", plain)) == 4
     with pytest.raises(UserError, match="this target's chat template .* .and --chat-template FILE or --raw"):
-        examples(tmp_path / "o.jsonl", open_chat(target))
+        load_responses(tmp_path / "o.jsonl", load_chat_format(target))
     (tmp_path / "own.jsonl").write_text(json.dumps({"messages": [*ASKED, {"role": "assistant", "content": " yes"}]}))
-    [example] = examples(tmp_path / "own.jsonl", plain)
+    [example] = load_responses(tmp_path / "own.jsonl", plain)
     assert bytes(example.token_ids) == b"Really? yes" and example.spans == ((7, 11),)
     with pytest.raises(UserError, match="--raw: .* no --chat-template x.jinja"):
-        open_chat(target, Path("x.jinja"), raw=True)
+        load_chat_format(target, Path("x.jinja"), raw=True)
     with pytest.raises(UserError, match="--raw: only the engine .* leave out --endpoint http://x"):
         write_responses(*given, endpoint=EndpointSettings("http://x"), shown=False, raw=True)
 
@@ -520,23 +520,23 @@ def test_the_engine_gives_its_memory_back(target: Path, tmp_path: Path, monkeypa
     held = []
 
     def watched(*args: Any) -> Any:
-        source = open_engine(*args)
+        source = load_engine_generator(*args)
         source.llm.myself = source.llm  # type: ignore[attr-defined]  # a cycle, as recorded graphs make on a GPU
         gc.freeze()
         held.append(weakref.ref(source.llm.model_runner))
         return source
 
-    monkeypatch.setattr("peagle.data.run.open_engine", watched)
+    monkeypatch.setattr("peagle.data.run.load_engine_generator", watched)
     prompts = write_prompts(tmp_path / "p.jsonl", 2)
     write_responses(prompts, tmp_path / "o.jsonl", str(target), ResponseSettings(max_tokens=2), ENGINE, shown=False)
     assert held[0]() is None
 
 
-def test_prompts_that_do_not_fit_and_templates_that_refuse(chat: Chat, tmp_path: Path) -> None:
+def test_prompts_that_do_not_fit_and_templates_that_refuse(chat: ChatFormat, tmp_path: Path) -> None:
     source = Canned()
-    source.longest = 9  # type: ignore[assignment]
+    source.max_model_len = 9  # type: ignore[assignment]
     rows = (Prompt("short", "s", ("hi",)), Prompt("long", "s", ("hi there, you",)), Prompt("sys", "s", ("hi",), "no"))
-    strict = Chat(
+    strict = ChatFormat(
         chat.tokenizer,
         {EOS},
         _file(
@@ -546,7 +546,9 @@ def test_prompts_that_do_not_fit_and_templates_that_refuse(chat: Chat, tmp_path:
         ),
     )
     file = ResponseFile(tmp_path / "o.jsonl", {}, {}, strict.answers)
-    summary = Writer(Prompts("here", rows, (), 0), ResponseSettings(), strict, source, file, shown=False).run()
+    summary = ResponseWriter(
+        PromptSet("here", rows, (), 0), ResponseSettings(), strict, source, file, shown=False
+    ).run()
     assert summary.rows == 1 and summary.dropped == {"prompt too long": 1, "refused by the chat template": 1}
     said = {r["id"]: r["detail"] for r in rows_of(beside(tmp_path / "o.jsonl", "dropped"))}
     assert said["long"] == "13 tokens" and "no system role" in said["sys"]
@@ -558,6 +560,6 @@ def _file(folder: Path, text: str) -> Path:
 
 
 def test_seeds_differ_by_everything_they_follow_from() -> None:
-    seeds = {seed_of(s, p, n, t) for s in range(3) for p in ("a", "b", "1") for n in range(4) for t in range(3)}
+    seeds = {response_seed(s, p, n, t) for s in range(3) for p in ("a", "b", "1") for n in range(4) for t in range(3)}
     assert len(seeds) == 3 * 3 * 4 * 3 and all(0 <= seed < 2**31 for seed in seeds)
-    assert seed_of(0, "a", 0, 0) == 342290959
+    assert response_seed(0, "a", 0, 0) == 342290959

@@ -36,7 +36,7 @@ from peagle.kernels.attention.dense import causal_attention
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
 from peagle.speculative.reference import generate
-from peagle.training.hidden_states.online import InDocuments
+from peagle.training.hidden_states.online import DocumentAttention
 from peagle.training.resource_plan import decoder_parameters
 
 K = 4
@@ -175,7 +175,9 @@ def test_packed_documents(name: str, tmp_path: Path) -> None:
     lengths, aux_layer_ids = (21, 1, 18), (0, 2, 4)
     tokens = tokens_of(97)
     starts = torch.cat([torch.full((n,), sum(lengths[:i])) for i, n in enumerate(lengths)])
-    hidden, aux_hidden_states = model(tokens, torch.arange(len(tokens)) - starts, InDocuments(starts), aux_layer_ids)
+    hidden, aux_hidden_states = model(
+        tokens, torch.arange(len(tokens)) - starts, DocumentAttention(starts), aux_layer_ids
+    )
     want = [model(part, torch.arange(len(part)), causal_attention, aux_layer_ids) for part in tokens.split(lengths)]
     torch.testing.assert_close(hidden, torch.cat([w[0] for w in want]), atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(

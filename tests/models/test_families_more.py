@@ -39,7 +39,7 @@ from peagle.kernels.attention.dense import causal_attention
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
 from peagle.models.transformers_model import TransformersDecoder
-from peagle.training.drafter_init import drafter_config, start_from_target
+from peagle.training.drafter_init import drafter_config, init_from_target
 from peagle.training.resource_plan import decoder_parameters
 
 CHUNK = 16
@@ -411,6 +411,6 @@ def test_layers_of_the_target_that_a_drafter_cannot_start_from(tmp_path: Path) -
     saved("gemma4", tmp_path)
     target = load_decoder(tmp_path)
     drafter = Drafter(drafter_config(TrainConfig(layers=1), target.cfg, 7))
-    start_from_target(drafter, target, first=True)  # a layer with a window, like the drafter's
+    init_from_target(drafter, target, first=True)  # a layer with a window, like the drafter's
     with pytest.raises(UserError, match="--init target: .* use random"):
-        start_from_target(drafter, target, first=False)
+        init_from_target(drafter, target, first=False)

@@ -27,7 +27,7 @@ from peagle.config import TrainConfig
 from peagle.errors import UserError
 from peagle.hub import resolve as hub
 from peagle.hub.gguf.gemma3 import FILES, convert_gemma3
-from peagle.training.drafter_init import TokenCounts, new_drafter
+from peagle.training.drafter_init import TokenCounts, create_drafter
 
 NAMES = {
     "input_layernorm": "attn_norm",
@@ -197,7 +197,7 @@ def test_a_new_drafter_is_certain_of_nothing(larger: float, want: float | None, 
     target.norm.weight.data *= larger
     counts = TokenCounts(torch.ones(len(TOKENS), dtype=torch.long))
     cfg = TrainConfig(init="random", method="eagle3", aux_layer_ids=(1, 3, 5))
-    drafter = new_drafter(cfg, target, None, (), counts)
+    drafter = create_drafter(cfg, target, None, (), counts)
     states = torch.randn(4096, 32, generator=torch.Generator().manual_seed(0))
     spread = float(drafter.compute_logits(drafter.norm(states)).detach().std(1).square().mean().sqrt())
     if want is None:

@@ -12,20 +12,21 @@ import torch
 from pairs import TEXT, target_folder
 
 from peagle.checkpoints.target import load_decoder
-from peagle.data.batches import Examples, pack
-from peagle.training.hidden_states.online import Online, rows_in_order
-from peagle.training.hidden_states.vllm_files import VllmFolder, layers_to_ask
+from peagle.data.batches import pack
+from peagle.data.dataset import ResponseDataset
+from peagle.training.hidden_states.online import OnlineHiddenStates, documents_in_order
+from peagle.training.hidden_states.vllm_files import VllmHiddenStates, required_layer_ids
 
 pytestmark = pytest.mark.vllm
 AUX_LAYER_IDS = (1, 2, 4)
 LONGEST = 90
 
 
-def rows() -> Examples:
+def rows() -> ResponseDataset:
     """Of several lengths, one of them too long for what is trained on."""
     lengths = [17, 40, 1, 100, 64]
     tokens = [np.frombuffer(TEXT[300 * i : 300 * i + n], np.uint8).astype(np.int32) for i, n in enumerate(lengths)]
-    return Examples(
+    return ResponseDataset(
         token_T=np.concatenate(tokens),
         offset_E=np.cumsum([0, *lengths]),
         span_S2=np.array([(n // 2, n) for n in lengths], np.int32),
@@ -77,11 +78,14 @@ def extract(prompts: list[list[int]], layers: tuple[int, ...], into: Path, patch
 
 def test_vllm_keeps_what_the_target_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, examples = load_decoder(target_folder()), rows()
-    prompts = [row.token_ids.tolist() for row in rows_in_order(pack(examples, LONGEST))]
+    prompts = [row.token_ids.tolist() for row in documents_in_order(pack(examples, LONGEST))]
     assert [len(p) for p in prompts] == [17, 40, 1, 90, 64]
     with monkeypatch.context() as patch:
-        extract(prompts, layers_to_ask(target, AUX_LAYER_IDS), tmp_path, patch)
-    source, online = VllmFolder(tmp_path, target, AUX_LAYER_IDS, LONGEST), Online(target, AUX_LAYER_IDS)
+        extract(prompts, required_layer_ids(target, AUX_LAYER_IDS), tmp_path, patch)
+    source, online = (
+        VllmHiddenStates(tmp_path, target, AUX_LAYER_IDS, LONGEST),
+        OnlineHiddenStates(target, AUX_LAYER_IDS),
+    )
     source.check(examples)
     for batch in pack(examples, 150, max_length=LONGEST):
         theirs, ours = source.states(batch), online.states(batch)

@@ -10,16 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from packed import packed_batch
 from support import many
-from test_partition import KINDS, assert_close, gradients, likely, new_drafter, target_of
+from test_partition import KINDS, assert_close, create_drafter, gradients, likely, target_of
 
 from peagle.config import TrainConfig
 from peagle.training import cuda_graphs as captured
-from peagle.training.cod_sampling import generator, sample_rows
-from peagle.training.cuda_graphs import FramedStep, Framer
-from peagle.training.hidden_states.online import Online
-from peagle.training.loss import Aim, depth_weights, row_weights
+from peagle.training.cod_sampling import sample_cod_positions, sampling_generator
+from peagle.training.cuda_graphs import BatchPadder, GraphedStep
+from peagle.training.hidden_states.online import OnlineHiddenStates
+from peagle.training.loss import LossSettings, depth_weights, row_weights
 from peagle.training.optimizer import Optimizer
-from peagle.training.partition import accumulate
+from peagle.training.partition import accumulate_gradients
 
 DEPTHS, RATE = 4, 0.8
 
@@ -50,10 +50,10 @@ def test_frames_change_nothing(
 ) -> None:
     batch = likely(packed_batch(masks, vocab=128))
     cfg = settings("eagle3" if kind.startswith("eagle3") else "p-eagle", len(batch) + spare, **counted)
-    drafter, target = new_drafter(KINDS[kind], torch.float64), target_of(torch.float64)
-    rows = sample_rows(batch, DEPTHS, RATE, generator(0, len(batch)))
-    online, weights = Online(target, drafter.cfg.aux_layer_ids), depth_weights(DEPTHS, 0.9)
-    framer = Framer(cfg, 128, drafter.cfg.parallel, 10**6, pinned=False)
+    drafter, target = create_drafter(KINDS[kind], torch.float64), target_of(torch.float64)
+    rows = sample_cod_positions(batch, DEPTHS, RATE, sampling_generator(0, len(batch)))
+    online, weights = OnlineHiddenStates(target, drafter.cfg.aux_layer_ids), depth_weights(DEPTHS, 0.9)
+    framer = BatchPadder(cfg, 128, drafter.cfg.parallel, 10**6, pinned=False)
     framer.part, framer.most = part, most
     framed = framer.framed(batch, rows)
     if framed is None:
@@ -61,9 +61,11 @@ def test_frames_change_nothing(
         question = np.sort(torch.cat([rows.anchor_A, rows.anchor_R + rows.depth_R]).numpy())
         assert not len(rows.anchor_R) or len(np.unique(question)) > sizes.loss.chunk_positions
         return
-    wanted_totals = accumulate(drafter, target, online.states(batch), batch, rows, Aim.of(cfg), weights, 10**6)
+    wanted_totals = accumulate_gradients(
+        drafter, target, online.states(batch), batch, rows, LossSettings.of(cfg), weights, 10**6
+    )
     wanted = gradients(drafter)
-    totals = FramedStep(drafter, target, online, cfg).accumulate(framed, row_weights(rows.counts, weights))
+    totals = GraphedStep(drafter, target, online, cfg).accumulate(framed, row_weights(rows.counts, weights))
     assert_close(gradients(drafter), wanted, 1e-10)
     assert totals.rows_K.tolist() == list(rows.counts)
     for ours, theirs in zip(totals.tensors(), wanted_totals.tensors(), strict=True):
@@ -81,13 +83,13 @@ def test_replayed_steps_are_the_ones_captured(kind: str, counted: dict[str, bool
     made = [packed_batch(masks, vocab=128, seed=i) for i, masks in enumerate(lengths)]
     if counted:  # where no text is what drafts lead to, nothing behind a first draft counts
         made = [likely(batch) for batch in made]
-    rows = [sample_rows(batch, DEPTHS, RATE, generator(0, i)) for i, batch in enumerate(made)]
+    rows = [sample_cod_positions(batch, DEPTHS, RATE, sampling_generator(0, i)) for i, batch in enumerate(made)]
     ends = []
     for graphs in (True, False):
-        drafter = new_drafter(KINDS[kind], torch.float32).cuda().share_weights(target)
-        optimizer, online = Optimizer(drafter, cfg), Online(target, drafter.cfg.aux_layer_ids)
-        framer = Framer(cfg, 128, drafter.cfg.parallel, 10**6, pinned=True)
-        step, weights = FramedStep(drafter, target, online, cfg), depth_weights(DEPTHS, 1.0)
+        drafter = create_drafter(KINDS[kind], torch.float32).cuda().share_weights(target)
+        optimizer, online = Optimizer(drafter, cfg), OnlineHiddenStates(target, drafter.cfg.aux_layer_ids)
+        framer = BatchPadder(cfg, 128, drafter.cfg.parallel, 10**6, pinned=True)
+        step, weights = GraphedStep(drafter, target, online, cfg), depth_weights(DEPTHS, 1.0)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())  # the drafter and its optimizer were made there
         with torch.cuda.stream(stream):
@@ -97,7 +99,9 @@ def test_replayed_steps_are_the_ones_captured(kind: str, counted: dict[str, bool
                 if graphs:
                     step.accumulate(framed, row_weights(own.counts, weights))
                 else:
-                    accumulate(drafter, target, online.states(batch), batch, own, Aim.of(cfg), weights, 10**6)
+                    accumulate_gradients(
+                        drafter, target, online.states(batch), batch, own, LossSettings.of(cfg), weights, 10**6
+                    )
                 optimizer.step(1e-3)
         torch.cuda.synchronize()
         assert bool(step.graphs) == graphs and captured.WARM < len(made)

@@ -25,11 +25,11 @@ def rng_of(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def rows_of(chains: list[tuple[int, int]]) -> dense.Rows:
-    return dense.Rows(torch.tensor([a for a, _ in chains]), torch.tensor([d for _, d in chains]))
+def rows_of(chains: list[tuple[int, int]]) -> dense.DensePositions:
+    return dense.DensePositions(torch.tensor([a for a, _ in chains]), torch.tensor([d for _, d in chains]))
 
 
-def chains_of(rows: dense.Rows) -> list[tuple[int, int]]:
+def chains_of(rows: dense.DensePositions) -> list[tuple[int, int]]:
     return list(zip(rows.anchor_R.tolist(), rows.depth_R.tolist(), strict=True))
 
 
@@ -44,7 +44,7 @@ def test_worked_example() -> None:
         (1, 1): [(0, 0), (1, 0), (1, 1)],
         (2, 1): [(0, 0), (1, 0), (2, 0), (2, 1)],
     }
-    rows = dense.nested_rows(6, 2, 1.0, rng_of(0))
+    rows = dense.sample_nested_positions(6, 2, 1.0, rng_of(0))
     chains = chains_of(rows)
     assert chains == list(shown)
     visible = rows.visible_RR()
@@ -64,7 +64,7 @@ nestings = st.tuples(st.integers(3, 40), st.integers(1, 9), st.floats(0.0, 1.0, 
 def test_visible_rows(how: tuple[int, int, float, int]) -> None:
     """Restated from inference: replay each row's sequence and list what lies before it there."""
     length, depths, rate, seed = how
-    rows = dense.nested_rows(length, depths, rate, rng_of(seed))
+    rows = dense.sample_nested_positions(length, depths, rate, rng_of(seed))
     chains = chains_of(rows)
     visible = rows.visible_RR()
     assert visible.shape == (len(chains), len(chains)) and visible.dtype == torch.bool
@@ -79,7 +79,7 @@ def test_visible_rows(how: tuple[int, int, float, int]) -> None:
 @given(nestings)
 def test_nested_rows(how: tuple[int, int, float, int]) -> None:
     length, depths, rate, seed = how
-    rows = dense.nested_rows(length, depths, rate, rng_of(seed))
+    rows = dense.sample_nested_positions(length, depths, rate, rng_of(seed))
     chains = chains_of(rows)
     assert len(set(chains)) == len(chains)
     assert chains == sorted(chains, key=lambda c: (c[1], c[0])), "depth by depth, anchors in order"
@@ -91,17 +91,17 @@ def test_nested_rows(how: tuple[int, int, float, int]) -> None:
     for depth in range(1, depths):
         could = sum(a + depth + 2 < length for a in kept[depth - 1])
         assert len(kept[depth]) == min(could, max(round((length - 2 - depth) * rate**depth), 0))
-    again = dense.nested_rows(length, depths, rate, rng_of(seed))
+    again = dense.sample_nested_positions(length, depths, rate, rng_of(seed))
     assert torch.equal(again.anchor_R, rows.anchor_R) and torch.equal(again.depth_R, rows.depth_R)
 
 
 def test_rate_is_met_on_long_sequences() -> None:
-    rows = dense.nested_rows(2000, 4, 0.8, rng_of(0))
+    rows = dense.sample_nested_positions(2000, 4, 0.8, rng_of(0))
     counts = torch.bincount(rows.depth_R).tolist()
     assert counts[0] == 1998
     for before, after in zip(counts, counts[1:], strict=False):
         assert abs(after / before - 0.8) < 0.01
-    other = dense.nested_rows(2000, 4, 0.8, rng_of(1))
+    other = dense.sample_nested_positions(2000, 4, 0.8, rng_of(1))
     assert not torch.equal(other.anchor_R, rows.anchor_R), "another seed keeps other chains"
 
 
@@ -112,7 +112,7 @@ def test_every_chain_may_be_kept(seed: int) -> None:
     rng = rng_of(seed)
     count = torch.zeros(10)
     for _ in range(400):
-        rows = dense.nested_rows(13, 2, 0.5, rng)
+        rows = dense.sample_nested_positions(13, 2, 0.5, rng)
         count[rows.anchor_R[rows.depth_R == 1]] += 1
     assert 120 < count.min() and count.max() < 280  # 200 expected, standard deviation 10
 
@@ -159,7 +159,7 @@ def test_training_rows_are_inference_s(name: str) -> None:
     tokens_BT = sequences()
     _, aux_hidden_states_BTN = dense.read_target(target, tokens_BT, drafter.cfg.aux_layer_ids)
     for rate in (1.0, 0.7):
-        rows = dense.nested_rows(LENGTH, 5, rate, rng_of(2))
+        rows = dense.sample_nested_positions(LENGTH, 5, rate, rng_of(2))
         said_BRD = dense.drafter_states(drafter, tokens_BT, aux_hidden_states_BTN, rows)
         assert int(rows.depth_R.max()) == 4
         for b, tokens in enumerate(tokens_BT):
@@ -200,7 +200,7 @@ def test_read_target_keeps_sequences_apart() -> None:
 
 
 def direct_loss(
-    drafter: Drafter, target: Decoder, tokens_BT: torch.Tensor, rows: dense.Rows, asked_BT: torch.Tensor
+    drafter: Drafter, target: Decoder, tokens_BT: torch.Tensor, rows: dense.DensePositions, asked_BT: torch.Tensor
 ) -> float:
     """Row by row, each on a pass of its own, sums in fp64."""
     by_depth: dict[int, list[float]] = {}
@@ -229,7 +229,7 @@ def direct_loss(
 def test_loss(name: str) -> None:
     target, drafter = pairs.load_pair(name)
     tokens_BT = sequences(2, 11)
-    rows = dense.nested_rows(11, 4, 0.75, rng_of(7))
+    rows = dense.sample_nested_positions(11, 4, 0.75, rng_of(7))
     everything = torch.ones_like(tokens_BT, dtype=torch.bool)
     got = dense.loss(drafter, target, tokens_BT, rows)
     assert float(got) == pytest.approx(direct_loss(drafter, target, tokens_BT, rows, everything), rel=1e-5)
@@ -261,7 +261,7 @@ def test_reduced_vocabulary_asks_only_for_what_it_has() -> None:
 def test_gradients_reach_every_weight_of_the_drafter_alone(name: str) -> None:
     target, drafter = pairs.load_pair(name)
     drafter.requires_grad_(True)
-    rows = dense.nested_rows(LENGTH, 3, 0.9, rng_of(0))
+    rows = dense.sample_nested_positions(LENGTH, 3, 0.9, rng_of(0))
     dense.loss(drafter, target, sequences(), rows).backward()
     for weight, parameter in drafter.named_parameters():
         assert parameter.grad is not None and parameter.grad.isfinite().all(), weight

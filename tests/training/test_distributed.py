@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from peagle.errors import UserError
-from peagle.training.distributed import World, shard
+from peagle.training.distributed import DistributedContext, shard
 from peagle.training.resume import RunFolder
-from peagle.training.run import read_material
+from peagle.training.run import load_training_inputs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = 3
@@ -111,6 +111,6 @@ def test_a_target_too_large_to_measure_with(home: Path) -> None:
 
 def test_what_cannot_be_shared(home: Path) -> None:
     with pytest.raises(UserError, match="--shard-target: there is one process"):
-        shard(None, World())  # type: ignore[arg-type]
+        shard(None, DistributedContext())  # type: ignore[arg-type]
     with pytest.raises(UserError, match="--cache kept: one process fills it, .* --shard-target"):
-        read_material(runs.recipe(home, shard_target=True, cache="kept"))
+        load_training_inputs(runs.recipe(home, shard_target=True, cache="kept"))

@@ -21,7 +21,7 @@ from peagle.errors import UserError
 from peagle.kernels.attention.dense import causal_attention
 from peagle.models.drafter import Drafter
 from peagle.speculative.reference import propose_draft_tokens, run_target
-from peagle.training.drafter_init import TokenCounts, choose_mask_id, drafter_config, folder_config, new_drafter
+from peagle.training.drafter_init import TokenCounts, choose_mask_id, config_from_folder, create_drafter, drafter_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -81,7 +81,7 @@ def test_started_from_a_folder(tmp_path: Path) -> None:
 
     def made(name: str, **settings: Any) -> Drafter:
         cfg = TrainConfig(init=str(pairs.drafter_folder(name)), **settings)
-        return new_drafter(cfg, target, None, (), data)
+        return create_drafter(cfg, target, None, (), data)
 
     for name, settings in (
         ("p-eagle-4-reduced", {}),
@@ -104,14 +104,14 @@ def test_started_from_a_folder(tmp_path: Path) -> None:
     told = json.loads((windowed / "config.json").read_text())
     types = ["full_attention", "sliding_attention"] * 2
     (windowed / "config.json").write_text(json.dumps({**told, "layer_types": types, "sliding_window": 8}))
-    grown = folder_config(TrainConfig(init=str(windowed), layers=6), target.cfg)
+    grown = config_from_folder(TrainConfig(init=str(windowed), layers=6), target.cfg)
     assert grown.windows == (None, 8, None, 8, None, None), "new layers see everything"
     with pytest.raises(UserError, match="--init .*nowhere: must be"):
-        new_drafter(TrainConfig(init="nowhere"), target, None, (), data)
-    wide = new_drafter(TrainConfig(init="random", mask_token="150", mlp_width=96), target, None, (), data)
+        create_drafter(TrainConfig(init="nowhere"), target, None, (), data)
+    wide = create_drafter(TrainConfig(init="random", mask_token="150", mlp_width=96), target, None, (), data)
     assert all(layer.mlp.down_proj.weight.shape == (64, 96) for layer in wide.layers)
     with pytest.raises(UserError, match="--init target: mlp.gate_up_proj.weight has another shape; use random"):
-        new_drafter(TrainConfig(mask_token="150", mlp_width=96), target, None, (), data)
+        create_drafter(TrainConfig(mask_token="150", mlp_width=96), target, None, (), data)
     with pytest.raises(UserError, match="--aux-layer-ids 9"):
         drafter_config(TrainConfig(aux_layer_ids=(9,)), target.cfg, None)
 
@@ -132,7 +132,7 @@ def test_what_has_grown_says_nothing_at_first(name: str, method: Method, wider: 
         own_embeddings=True,
         own_head=True,
     )
-    grown = new_drafter(cfg, target, None, (), data)
+    grown = create_drafter(cfg, target, None, (), data)
     assert len(grown.layers) == grown.cfg.num_layers == small.cfg.num_layers + 2
     assert grown.embed_tokens is not None and grown.lm_head is not None
     tokens = list(range(3, 40, 3))
@@ -175,7 +175,7 @@ def test_started_from_the_target(init: str, skipped: int) -> None:
     target = load_decoder(pairs.target_folder())
     data = TokenCounts(torch.zeros(pairs.VOCAB, dtype=torch.long))
     cfg = TrainConfig(aux_layer_ids=(1, 2, 4), mask_token="150", layers=3, init=init)
-    own, theirs = new_drafter(cfg, target, None, (), data).state_dict(), target.state_dict()
+    own, theirs = create_drafter(cfg, target, None, (), data).state_dict(), target.state_dict()
     copied = 0
     for name, tensor in theirs.items():
         number, _, part = name.removeprefix("layers.").partition(".")
@@ -189,4 +189,4 @@ def test_started_from_the_target(init: str, skipped: int) -> None:
     assert torch.equal(own["layers.0.hidden_norm.weight"], theirs[f"layers.{skipped}.input_layernorm.weight"])
     assert torch.equal(own["norm.weight"], theirs["norm.weight"])
     with pytest.raises(UserError, match="--layers 6: the target has 5"):
-        new_drafter(replace(cfg, layers=6), target, None, (), data)
+        create_drafter(replace(cfg, layers=6), target, None, (), data)

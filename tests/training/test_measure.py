@@ -16,8 +16,8 @@ from peagle.errors import UserError
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
 from peagle.speculative import reference
-from peagle.training.card import Card, Measured, card_text, write_card
-from peagle.training.validation import Acceptance, Counts, Measurer
+from peagle.training.card import AcceptanceRow, ModelCard, card_text, write_card
+from peagle.training.validation import AcceptanceCounts, AcceptanceEvaluator, ValidationAcceptance
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 EOS = frozenset({ord(",")})  # the target says it now and then
@@ -28,7 +28,9 @@ def asked(count: int) -> list[list[int]]:
     return pairs.prompts(count)
 
 
-def truth(target: Decoder, drafter: Drafter, prompts: list[list[int]], k: int, tokens: int = TOKENS) -> Acceptance:
+def truth(
+    target: Decoder, drafter: Drafter, prompts: list[list[int]], k: int, tokens: int = TOKENS
+) -> ValidationAcceptance:
     params = SamplingParams(max_tokens=tokens)
     runs = [reference.generate(target, p, params, EOS, drafter, k) for p in prompts]
 
@@ -38,8 +40,8 @@ def truth(target: Decoder, drafter: Drafter, prompts: list[list[int]], k: int, t
         repeated = sum(gram in grams[:i] for i, gram in enumerate(grams))
         return run.finish_reason == "length" and repeated > LOOP_REPEATED_SHARE * len(grams)
 
-    def sums(some: list[reference.Generation]) -> Counts:
-        return Counts(
+    def sums(some: list[reference.Generation]) -> AcceptanceCounts:
+        return AcceptanceCounts(
             len(some),
             sum(len(r.token_ids) for r in some),
             sum(r.num_drafts for r in some),
@@ -48,13 +50,13 @@ def truth(target: Decoder, drafter: Drafter, prompts: list[list[int]], k: int, t
 
     whole = sums(runs)
     calm = sums([r for r in runs if not loops(r)])
-    return Acceptance(whole.answers, whole.tokens, whole.rounds, whole.accepted, calm)
+    return ValidationAcceptance(whole.answers, whole.tokens, whole.rounds, whole.accepted, calm)
 
 
 @pytest.mark.parametrize(("name", "k"), [("p-eagle-4", 5), ("p-eagle-1-reduced", 3), ("eagle3-4-reduced", 3)])
 def test_counts_are_the_references_as_the_drafter_changes(name: str, k: int) -> None:
     target, drafter = pairs.load_pair(name)
-    measurer = Measurer(target, EOS, asked(4), TOKENS, k)
+    measurer = AcceptanceEvaluator(target, EOS, asked(4), TOKENS, k)
     first = measurer.measure(drafter)
     assert first == truth(target, drafter, asked(4), k)
     assert 0 < first.accepted[0] < first.rounds, "an untrained drafter would prove nothing"
@@ -66,7 +68,7 @@ def test_counts_are_the_references_as_the_drafter_changes(name: str, k: int) -> 
     second = measurer.measure(drafter)
     assert second == truth(target, drafter, asked(4), k) and second != first
     # fewer blocks than the prompts want: some wait, the counts stay
-    small = Measurer(target, EOS, asked(4), TOKENS, k, MeasureSettings(cache_bytes=1, max_num_seqs=3))
+    small = AcceptanceEvaluator(target, EOS, asked(4), TOKENS, k, MeasureSettings(cache_bytes=1, max_num_seqs=3))
     assert small.measure(drafter) == second
     measurer.close()
     assert measurer.measure(drafter) == second
@@ -78,7 +80,7 @@ def test_loops_are_counted_apart() -> None:
     for layer in target.layers[2:4]:
         layer.mlp.down_proj.weight.zero_()
         layer.self_attn.o_proj.weight.zero_()
-    got = Measurer(target, EOS, asked(6), 60, 3).measure(drafter)
+    got = AcceptanceEvaluator(target, EOS, asked(6), 60, 3).measure(drafter)
     assert got == truth(target, drafter, asked(6), 3, 60)
     assert 0 < got.looping < got.answers
     assert got.without_loops.answers == got.answers - got.looping and got.without_loops.length != got.length
@@ -95,7 +97,7 @@ def test_training_does_not_notice() -> None:
     torch.manual_seed(7)
     expected = torch.rand(3)
     torch.manual_seed(7)
-    measurer = Measurer(target, EOS, asked(2), 8, 3)
+    measurer = AcceptanceEvaluator(target, EOS, asked(2), 8, 3)
     threads = torch.get_num_threads()
     for _ in range(2):
         measured = measurer.measure(drafter)
@@ -116,17 +118,17 @@ def test_training_does_not_notice() -> None:
 def test_what_cannot_be_measured_is_refused() -> None:
     target, _ = pairs.load_pair("p-eagle-1")
     with pytest.raises(UserError, match="no prompts to measure acceptance on"):
-        Measurer(target, EOS, [], 8, 3)
+        AcceptanceEvaluator(target, EOS, [], 8, 3)
     with pytest.raises(UserError, match="between 1 and"):
-        Measurer(target, EOS, asked(1), 8, 0)
+        AcceptanceEvaluator(target, EOS, asked(1), 8, 0)
     other = Drafter(replace(pairs.BASE, aux_layer_ids=(1, 2, 9))).share_weights(target)
     with pytest.raises(UserError, match="does not fit the target: aux_hidden_states layer 9, this target has 5 layers"):
-        Measurer(target, EOS, asked(1), 8, 3).measure(other)
+        AcceptanceEvaluator(target, EOS, asked(1), 8, 3).measure(other)
 
 
 # The card
 
-CARD = Card(
+CARD = ModelCard(
     name="little-drafter",
     target="owner/little model's",
     cfg=pairs.RECIPES["p-eagle-4-reduced"].cfg,
@@ -137,8 +139,8 @@ CARD = Card(
     command="peagle train --data a.jsonl \\\n  --out DIR",
     versions=(("peagle", "0.1.0"), ("torch", "2.11")),
     acceptance=(
-        Measured("MT-Bench", 80, 5, 2.345, (0.7, 0.4, 0.2, 0.04, 0.005), 2.1, 7),
-        Measured("a|b", 4, 2, 1.5, (0.5, 0.0)),
+        AcceptanceRow("MT-Bench", 80, 5, 2.345, (0.7, 0.4, 0.2, 0.04, 0.005), 2.1, 7),
+        AcceptanceRow("a|b", 4, 2, 1.5, (0.5, 0.0)),
     ),
 )
 

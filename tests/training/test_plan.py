@@ -12,9 +12,9 @@ import torch
 
 from peagle.config import TrainConfig
 from peagle.data.batches import batches
-from peagle.data.examples import examples
+from peagle.data.dataset import load_responses
 from peagle.training import resource_plan as plan
-from peagle.training.cod_sampling import generator, sample_rows
+from peagle.training.cod_sampling import sample_cod_positions, sampling_generator
 from peagle.training.optimizer import ALIGN, Optimizer
 from peagle.training.run import dry_run
 
@@ -30,9 +30,9 @@ def test_plan_counts_what_there_is(tmp_path: Path) -> None:
 
     recipe = runs.recipe(tmp_path, depths=3, rate=0.5, batch_tokens=2000, steps=10)
     made = dry_run(recipe, tmp_path / "planned", "cpu", known_rate=1000.0)
-    rows = examples(recipe.data, None, pairs.VOCAB)
+    rows = load_responses(recipe.data, None, pairs.VOCAB)
     batch, _ = next(batches(rows, 10_000, max_length=64))
-    drawn = sample_rows(batch, 3, 0.5, generator(0, 0))
+    drawn = sample_cod_positions(batch, 3, 0.5, sampling_generator(0, 0))
     for planned, real in zip(made.rows_by_depth, drawn.counts, strict=True):
         assert planned / 2000 == pytest.approx(real / len(batch), rel=0.1)
     assert made.seconds == 10 * 2000 / 1000.0 and made.tokens_per_step == 2000

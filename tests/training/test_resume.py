@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from peagle.checkpoints.drafter import load_drafter
 from peagle.checkpoints.files import write_json, write_weights
 from peagle.checkpoints.target import load_decoder
-from peagle.data.batches import Cursor
+from peagle.data.batches import BatchCursor
 from peagle.errors import UserError
-from peagle.training.resume import RunFolder, Standing
+from peagle.training.resume import RunFolder, TrainingState
 from peagle.training.run import train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -202,7 +202,7 @@ def write_version(folder: RunFolder, version: int) -> None:
 
     folder.publish(checkpoint)
     tensors = {"masters": torch.full((4,), float(version))}
-    folder.save(Standing(step=version // 2, tokens=version, cursor=Cursor(version, 1)), tensors, LAYOUT)
+    folder.save(TrainingState(step=version // 2, tokens=version, cursor=BatchCursor(version, 1)), tensors, LAYOUT)
 
 
 def seen_version(folder: RunFolder) -> tuple[int, int]:

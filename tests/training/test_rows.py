@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from packed import packed_batch
 from support import many
 
-from peagle.data.batches import Batch
-from peagle.training.cod_sampling import Rows, all_rows, generator, sample_rows
+from peagle.data.batches import PackedBatch
+from peagle.training.cod_sampling import CodPositions, all_cod_positions, sample_cod_positions, sampling_generator
 
 
 def test_worked_example() -> None:
     batch = packed_batch([[0, 0, 0, 1, 1, 1, 1, 1]])
     for seed in range(200):
-        rows = sample_rows(batch, 3, 0.5, torch.Generator().manual_seed(seed))
+        rows = sample_cod_positions(batch, 3, 0.5, torch.Generator().manual_seed(seed))
         assert rows.anchor_A.tolist() == [1, 2, 3, 4, 5]
         assert rows.counts[:2] == (5, 2) and rows.counts[2] <= 1
         if list(zip(rows.anchor_R.tolist(), rows.depth_R.tolist(), strict=True)) == [(1, 1), (1, 2), (4, 1)]:
@@ -28,13 +28,13 @@ def test_worked_example() -> None:
 documents = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=30), min_size=1, max_size=5)
 
 
-def could_ask(batch: Batch, anchor: int, depth: int) -> bool:
+def could_ask(batch: PackedBatch, anchor: int, depth: int) -> bool:
     """(anchor, depth) and everything before it in its chain asks for a response's token of its own document."""
     end = int(batch.end_N[anchor])
-    return all(anchor + d + 2 < end and bool(batch.asked_N[anchor + d + 2]) for d in range(depth + 1))
+    return all(anchor + d + 2 < end and bool(batch.loss_mask_N[anchor + d + 2]) for d in range(depth + 1))
 
 
-def chains(rows: Rows) -> dict[int, int]:
+def chains(rows: CodPositions) -> dict[int, int]:
     """Anchor -> its deepest row, after checking that each chain lies in one piece, 1, 2, 3, .."""
     deepest = dict.fromkeys(rows.anchor_A.tolist(), 0)
     before = (-1, 0)
@@ -52,7 +52,7 @@ def chains(rows: Rows) -> dict[int, int]:
 def test_rules(masks: list[list[int]], depths: int, rate: float, seed: int) -> None:
     batch = packed_batch(masks)
     size = len(batch.token_ids_N)
-    rows = sample_rows(batch, depths, rate, generator(seed, 3))
+    rows = sample_cod_positions(batch, depths, rate, sampling_generator(seed, 3))
     deepest = chains(rows)
     assert list(deepest) == [a for a in range(size) if could_ask(batch, a, 0)]  # all of depth 0
     for anchor, depth in deepest.items():  # so no row is asked beyond its document, nor outside a response
@@ -65,7 +65,7 @@ def test_rules(masks: list[list[int]], depths: int, rate: float, seed: int) -> N
         assert going == rows.counts[depth] == min(candidates, round(able * rate**depth))
         assert going <= kept_before
         kept_before = going
-    again = sample_rows(batch, depths, rate, generator(seed, 3))
+    again = sample_cod_positions(batch, depths, rate, sampling_generator(seed, 3))
     assert all(torch.equal(getattr(rows, n), getattr(again, n)) for n in ("anchor_A", "anchor_R", "depth_R"))
 
 
@@ -75,7 +75,7 @@ def test_no_anchor_is_preferred() -> None:
     reached = torch.zeros(3, 40)
     draws = 600
     for step in range(draws):
-        rows = sample_rows(batch, 3, 0.5, generator(0, step))
+        rows = sample_cod_positions(batch, 3, 0.5, sampling_generator(0, step))
         for depth in (1, 2):
             reached[depth, rows.anchor_R[rows.depth_R == depth]] += 1
     for depth, able in ((1, 37), (2, 36)):
@@ -87,9 +87,9 @@ def test_no_anchor_is_preferred() -> None:
 @many(80)
 @given(documents, st.integers(1, 5), st.integers(1, 40))
 def test_chunks_are_whole_chains(masks: list[list[int]], depths: int, limit: int) -> None:
-    rows = all_rows(packed_batch(masks), depths)
+    rows = all_cod_positions(packed_batch(masks), depths)
     covered = 0
-    for chunk in rows.chunks(limit):
+    for chunk in rows.chunk_slices(limit):
         assert chunk.start == covered and chunk.stop > chunk.start
         assert rows.depth_R[chunk.start] == 1
         whole = int((rows.depth_R[chunk] == 1).sum())

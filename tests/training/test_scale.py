@@ -51,7 +51,7 @@ def test_a_plan_of_what_was_measured(variants: ModuleType, tokens: int) -> None:
     """Operations as the benchmark counted them, its time and its memory, without target and optimizer."""
     shape, record = variants.SHAPES["8b"], OURS[tokens]
     cfg = TrainConfig(batch_tokens=tokens, max_length=1, vllm_states="there", init="random", held_out=0)
-    target, data = shape.target(shape.target_layers), plan.Data(tokens, 1.0, float(tokens))
+    target, data = shape.target(shape.target_layers), plan.DatasetStats(tokens, 1.0, float(tokens))
     flops = plan.flops_per_token(cfg, target, shape.drafter, data)
     assert tokens * flops.attention == pytest.approx(record["attention_flops"], rel=0.01)
     assert tokens * flops.total == pytest.approx(record["flops"], rel=0.01) and flops.target == 0
@@ -118,7 +118,7 @@ def test_recipes_make_heads_like_the_published(name: str) -> None:
     recipe, head = make_recipe(RECIPES[name], {}), published_heads.HEADS[name]
     cfg = replace(recipe.train, fc_norm=False)
     target = target_on_paper(recipe.target)
-    shape = training_scale.planned_drafter(cfg, target)
+    shape = training_scale.plan_drafter_config(cfg, target)
     wanted = published_heads.full(head)
     if name.startswith("qwen3"):
         wanted = replace(wanted, mlp=8 * 768)
@@ -168,7 +168,7 @@ def test_parts_of_a_plan_by_hand() -> None:
 def test_windows_and_length_bound_attention() -> None:
     recipe = make_recipe(RECIPES["gpt-oss-20b"], {})
     target = target_on_paper(recipe.target)
-    long, short = (plan.target_flops(target, plan.Data(1, 1.0, float(n))) for n in (20480, 4096))
+    long, short = (plan.target_flops(target, plan.DatasetStats(1, 1.0, float(n))) for n in (20480, 4096))
     assert long - short == 4 * 64 * 64 * 12 * (10240 - 2048)  # every second layer sees 128 tokens either way
 
 
@@ -180,7 +180,7 @@ def test_what_is_loaded_and_saved_is_what_was_planned(tmp_path: Path) -> None:
     recipe = runs.recipe(tmp_path, steps=1)
     process = runs.start(recipe, tmp_path / "run")
     assert process.wait() == 0
-    shape = training_scale.planned_drafter(recipe.train, target.cfg)
+    shape = training_scale.plan_drafter_config(recipe.train, target.cfg)
     saved = runs.saved(tmp_path / "run")
     moved = sum(tensor.nbytes for name, tensor in saved.items() if name != "unlogged")
     planned = plan.saved_bytes(recipe.train, shape, 4)

@@ -22,33 +22,34 @@ from support import many
 
 from peagle.checkpoints.target import load_decoder
 from peagle.config import CacheSettings
-from peagle.data.batches import Batch, Example, Examples, pack
+from peagle.data.batches import PackedBatch, pack
+from peagle.data.dataset import ResponseDataset, TrainingExample
 from peagle.errors import UserError
 from peagle.kernels.attention.dense import causal_attention
 from peagle.models.decoder import Decoder
 from peagle.training import dense_reference as dense
 from peagle.training.hidden_states import cache as tap_cache
 from peagle.training.hidden_states import online as aux_hidden_states
-from peagle.training.hidden_states.cache import Row, TapCache, plan_shards, prepare_cache
-from peagle.training.hidden_states.online import InDocuments, Online, TargetStates, fingerprint
-from peagle.training.hidden_states.vllm_files import VllmFolder
+from peagle.training.hidden_states.cache import CachedDocument, HiddenStatesCache, plan_shards, prepare_cache
+from peagle.training.hidden_states.online import DocumentAttention, OnlineHiddenStates, TargetHiddenStates, fingerprint
+from peagle.training.hidden_states.vllm_files import VllmHiddenStates
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 AUX_LAYER_IDS = (1, 2, 5)
 LONGEST = 60
 
 
-def row(i: int, length: int, prompt: int = 1) -> Example:
+def row(i: int, length: int, prompt: int = 1) -> TrainingExample:
     start = 37 * i % 900
-    return Example(tuple(pairs.TEXT[start : start + length]), ((prompt, length),), f"row-{i}")
+    return TrainingExample(tuple(pairs.TEXT[start : start + length]), ((prompt, length),), f"row-{i}")
 
 
-def rows(*lengths: int) -> list[Example]:
+def rows(*lengths: int) -> list[TrainingExample]:
     return [row(i, length) for i, length in enumerate(lengths)]
 
 
-def arrays(examples: list[Example]) -> Examples:
-    return Examples(
+def arrays(examples: list[TrainingExample]) -> ResponseDataset:
+    return ResponseDataset(
         token_T=np.array([t for e in examples for t in e.token_ids], np.int32),
         offset_E=np.cumsum([0, *(len(e.token_ids) for e in examples)]),
         span_S2=np.array([span for e in examples for span in e.spans], np.int32),
@@ -58,17 +59,17 @@ def arrays(examples: list[Example]) -> Examples:
     )
 
 
-def packed(examples: list[Example]) -> Batch:
+def packed(examples: list[TrainingExample]) -> PackedBatch:
     """Documents one after another, by the definition of each field."""
     lengths = [len(e.token_ids) for e in examples]
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     spread = [(s, s + n) for s, n in zip(starts, lengths, strict=True) for _ in range(n)]
-    return Batch(  # type: ignore[arg-type]
+    return PackedBatch(  # type: ignore[arg-type]
         token_ids_N=torch.tensor([t for e in examples for t in e.token_ids]),
         position_N=torch.tensor([p for n in lengths for p in range(n)]),
         start_N=torch.tensor([s for s, _ in spread]),
         end_N=torch.tensor([e for _, e in spread]),
-        asked_N=torch.ones(sum(lengths), dtype=torch.bool),
+        loss_mask_N=torch.ones(sum(lengths), dtype=torch.bool),
         row_ids=tuple(e.row_id for e in examples),
     )
 
@@ -83,19 +84,21 @@ def half() -> Decoder:
     return load_decoder(pairs.target_folder(), torch.bfloat16)
 
 
-def truth(target: Decoder, examples: list[Example], wanted: tuple[int, ...] = AUX_LAYER_IDS) -> TargetStates:
+def truth(
+    target: Decoder, examples: list[TrainingExample], wanted: tuple[int, ...] = AUX_LAYER_IDS
+) -> TargetHiddenStates:
     """Each document alone, by the oracle."""
     each = [dense.read_target(target, torch.tensor([e.token_ids]), wanted) for e in examples]
-    return TargetStates(torch.cat([h[0] for h, _ in each]), torch.cat([t[0] for _, t in each]))
+    return TargetHiddenStates(torch.cat([h[0] for h, _ in each]), torch.cat([t[0] for _, t in each]))
 
 
-def same(got: TargetStates, want: TargetStates) -> bool:
+def same(got: TargetHiddenStates, want: TargetHiddenStates) -> bool:
     return torch.equal(got.hidden_ND, want.hidden_ND) and torch.equal(
         got.aux_hidden_states_NX, want.aux_hidden_states_NX
     )
 
 
-def close(got: TargetStates, want: TargetStates, tolerance: float) -> bool:
+def close(got: TargetHiddenStates, want: TargetHiddenStates, tolerance: float) -> bool:
     return all(
         torch.allclose(a, b, rtol=tolerance, atol=tolerance)
         for a, b in ((got.hidden_ND, want.hidden_ND), (got.aux_hidden_states_NX, want.aux_hidden_states_NX))
@@ -107,7 +110,7 @@ def close(got: TargetStates, want: TargetStates, tolerance: float) -> bool:
 
 def test_worked_example() -> None:
     """The table of the module's docstring."""
-    attend = InDocuments(packed(rows(3, 2)).start_N)
+    attend = DocumentAttention(packed(rows(3, 2)).start_N)
     text = aux_hidden_states.__doc__ or ""
     for name, values in (
         ("index", attend.index_N),
@@ -131,7 +134,7 @@ def test_online_is_every_document_alone(lengths: list[int], windows: list[int | 
     model = Decoder(replace(pairs.TARGET, windows=tuple(windows))).double().requires_grad_(False)
     pairs.initialise(model, seed=3, scale=0.2)
     examples = rows(*lengths)
-    got = Online(model, AUX_LAYER_IDS).states(packed(examples))
+    got = OnlineHiddenStates(model, AUX_LAYER_IDS).states(packed(examples))
     begin = 0
     for example in examples:
         tokens = torch.tensor(example.token_ids)
@@ -145,7 +148,7 @@ def test_online_is_every_document_alone(lengths: list[int], windows: list[int | 
 def test_online_is_the_oracles_reading_and_leaves_no_graph(target: Decoder) -> None:
     examples = rows(24, 1, 40, 13)
     model = load_decoder(pairs.target_folder()).requires_grad_(True)  # even if somebody forgot
-    got = Online(model, AUX_LAYER_IDS).states(packed(examples))
+    got = OnlineHiddenStates(model, AUX_LAYER_IDS).states(packed(examples))
     assert close(got, truth(target, examples), 2e-5)
     for x in (got.hidden_ND, got.aux_hidden_states_NX):
         assert not x.requires_grad and x.grad_fn is None
@@ -169,14 +172,14 @@ def test_fingerprint(target: Decoder, half: Decoder) -> None:
 # The cache
 
 
-class Asked(Online):
+class Asked(OnlineHiddenStates):
     """Counts the rows it is asked for, by their ids."""
 
     def __init__(self, model: Decoder) -> None:
         super().__init__(model, AUX_LAYER_IDS)
         self.rows: Counter[str] = Counter()
 
-    def states(self, batch: Batch) -> TargetStates:
+    def states(self, batch: PackedBatch) -> TargetHiddenStates:
         self.rows.update(batch.row_ids)
         return super().states(batch)
 
@@ -188,16 +191,18 @@ IN_SHARDS = ((0, 1), (2,), (3,), (4, 5), (6,), (7, 8), (9,), (10,))
 SHARDS = [[f"row-{i}" for i in shard] for shard in IN_SHARDS]
 
 
-def data() -> list[Example]:
+def data() -> list[TrainingExample]:
     return [*rows(*LENGTHS), TOO_LONG]
 
 
-def trained() -> list[Example]:
+def trained() -> list[TrainingExample]:
     """As batches have them."""
     return [*rows(*LENGTHS), replace(TOO_LONG, token_ids=TOO_LONG.token_ids[15:])]
 
 
-def prepare(folder: Path, model: Decoder, settings: CacheSettings = SMALL) -> tuple[TapCache, list[str], list[str]]:
+def prepare(
+    folder: Path, model: Decoder, settings: CacheSettings = SMALL
+) -> tuple[HiddenStatesCache, list[str], list[str]]:
     """The cache, the rows that the target was asked for, and what was said."""
     online, said = Asked(model), list[str]()
     cache = prepare_cache(folder, arrays(data()), online, LONGEST, settings, said.append)
@@ -210,7 +215,7 @@ def files(folder: Path) -> list[Path]:
 
 
 def planned(lengths: list[int], token_bytes: int, shard_bytes: int) -> list[list[int]]:
-    shards = plan_shards([Row(str(i), "", n) for i, n in enumerate(lengths)], token_bytes, shard_bytes)
+    shards = plan_shards([CachedDocument(str(i), "", n) for i, n in enumerate(lengths)], token_bytes, shard_bytes)
     assert [shard.file for shard in shards] == [f"aux_hidden_states-{i:05d}.safetensors" for i in range(len(shards))]
     return [[int(row.id) for row in shard.rows] for shard in shards]
 
@@ -241,7 +246,7 @@ def test_cache_gives_back_what_the_target_said(tmp_path: Path, half: Decoder) ->
     want = {}
     for shard in IN_SHARDS:
         together = [examples[i] for i in shard]
-        said_there = Online(half, AUX_LAYER_IDS).states(packed(together))
+        said_there = OnlineHiddenStates(half, AUX_LAYER_IDS).states(packed(together))
         lengths = [len(e.token_ids) for e in together]
         parts = zip(
             together, said_there.hidden_ND.split(lengths), said_there.aux_hidden_states_NX.split(lengths), strict=True
@@ -252,7 +257,7 @@ def test_cache_gives_back_what_the_target_said(tmp_path: Path, half: Decoder) ->
             got = cache.states(batch)
             hidden, aux_hidden_states = (torch.cat(x) for x in zip(*(want[i] for i in batch.row_ids), strict=True))
             assert got.hidden_ND.dtype == torch.bfloat16
-            assert same(got, TargetStates(hidden, aux_hidden_states))
+            assert same(got, TargetHiddenStates(hidden, aux_hidden_states))
     # told before, and true: all but the shards' headers
     size = sum(path.stat().st_size for path in files(tmp_path / "c"))
     told = float(next(s for s in said if "to write" in s).split(": ")[1].split(" MB to write")[0]) * 1e6
@@ -265,7 +270,7 @@ def test_cache_gives_back_what_the_target_said(tmp_path: Path, half: Decoder) ->
 def test_cache_in_fp8(tmp_path: Path, target: Decoder) -> None:
     cache, _, _ = prepare(tmp_path / "c", target, replace(SMALL, dtype="fp8"))
     examples = trained()
-    got, want = cache.states(packed(examples)), Online(target, AUX_LAYER_IDS).states(packed(examples))
+    got, want = cache.states(packed(examples)), OnlineHiddenStates(target, AUX_LAYER_IDS).states(packed(examples))
     for a, b, parts in (
         (got.hidden_ND, want.hidden_ND, 1),
         (got.aux_hidden_states_NX, want.aux_hidden_states_NX, len(AUX_LAYER_IDS)),
@@ -384,11 +389,11 @@ def test_another_cache_is_refused_by_name(tmp_path: Path, target: Decoder, half:
     def again(
         model: Decoder = target,
         wanted: tuple[int, ...] = AUX_LAYER_IDS,
-        given: list[Example] = examples,
+        given: list[TrainingExample] = examples,
         longest: int = LONGEST,
         settings: CacheSettings = SMALL,
     ) -> None:
-        prepare_cache(folder, arrays(given), Online(model, wanted), longest, settings, lambda text: None)
+        prepare_cache(folder, arrays(given), OnlineHiddenStates(model, wanted), longest, settings, lambda text: None)
 
     refused = {
         "another target;": {"model": half},
@@ -446,14 +451,14 @@ def written(tmp_path: Path, target: Decoder) -> Iterator[Path]:
 
 @pytest.mark.parametrize("wanted", [(1, 2, 5), (1, 2)])
 def test_a_folder_of_vllm(written: Path, target: Decoder, wanted: tuple[int, ...]) -> None:
-    source = VllmFolder(written, target, wanted, LONGEST)
+    source = VllmHiddenStates(written, target, wanted, LONGEST)
     examples = [row(2, 30), row(0, 24), trained()[10]]
     source.check(arrays([row(0, 24), row(2, 30), TOO_LONG]))
     got, want = source.states(packed(examples)), truth(target, examples, wanted)
     last = torch.arange(len(want.hidden_ND)) == 29  # never asked for, and never read by vLLM
     assert close(
-        TargetStates(got.hidden_ND[~last], got.aux_hidden_states_NX[~last]),
-        TargetStates(want.hidden_ND[~last], want.aux_hidden_states_NX[~last]),
+        TargetHiddenStates(got.hidden_ND[~last], got.aux_hidden_states_NX[~last]),
+        TargetHiddenStates(want.hidden_ND[~last], want.aux_hidden_states_NX[~last]),
         1e-5,
     )
     assert not got.aux_hidden_states_NX[29].any() and not got.hidden_ND[29].any()
@@ -466,13 +471,13 @@ def test_a_folder_of_vllm(written: Path, target: Decoder, wanted: tuple[int, ...
 def test_a_folder_that_vllm_did_not_write_so(written: Path, target: Decoder, tmp_path: Path) -> None:
     ask = r"ask vLLM for eagle_aux_hidden_state_layer_ids \[1, 2, 4, 5\]"
     with pytest.raises(UserError, match=f"3 layers a token, 4 are needed; {ask}"):
-        VllmFolder(written, target, (1, 2, 4), LONGEST)
+        VllmHiddenStates(written, target, (1, 2, 4), LONGEST)
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=f"no .safetensors in it; {ask}"):
-        VllmFolder(tmp_path / "empty", target, (1, 2, 4), LONGEST)
+        VllmHiddenStates(tmp_path / "empty", target, (1, 2, 4), LONGEST)
     save_file({"weight": torch.ones(2)}, written / "3-gh.safetensors")
     with pytest.raises(UserError, match="so not written by vLLM"):
-        VllmFolder(written, target, AUX_LAYER_IDS, LONGEST)
+        VllmHiddenStates(written, target, AUX_LAYER_IDS, LONGEST)
     (written / "3-gh.safetensors").write_bytes((written / "0-ab.safetensors").read_bytes()[:50])
     with pytest.raises(UserError, match="damaged or still being written"):
-        VllmFolder(written, target, AUX_LAYER_IDS, LONGEST)
+        VllmHiddenStates(written, target, AUX_LAYER_IDS, LONGEST)

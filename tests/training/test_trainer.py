@@ -25,23 +25,23 @@ from peagle.checkpoints.drafter import load_drafter, trained_draft_tokens
 from peagle.checkpoints.target import load_decoder
 from peagle.cli.app import app
 from peagle.config import TrainConfig
-from peagle.data.batches import Batch, Cursor, batches
-from peagle.data.examples import examples
+from peagle.data.batches import BatchCursor, PackedBatch, batches
+from peagle.data.dataset import load_responses
 from peagle.errors import UserError
 from peagle.models.drafter import Drafter
 from peagle.training import dense_reference as dense
 from peagle.training import resume
-from peagle.training.cod_sampling import Rows, generator, sample_rows
-from peagle.training.distributed import World
-from peagle.training.drafter_init import TokenCounts, new_drafter
-from peagle.training.feed import Feed
-from peagle.training.hidden_states.online import Online
+from peagle.training.cod_sampling import CodPositions, sample_cod_positions, sampling_generator
+from peagle.training.distributed import DistributedContext
+from peagle.training.drafter_init import TokenCounts, create_drafter
+from peagle.training.hidden_states.online import OnlineHiddenStates
 from peagle.training.optimizer import Optimizer, is_decayed, lay_out
-from peagle.training.resume import RunFolder, Standing
+from peagle.training.resume import RunFolder, TrainingState
 from peagle.training.run import train, write_drafter
 from peagle.training.schedule import Schedule
-from peagle.training.trainer import Parts, Trainer
-from peagle.training.validation import Acceptance, Counts
+from peagle.training.step_loader import StepLoader
+from peagle.training.trainer import Trainer, TrainerParts
+from peagle.training.validation import AcceptanceCounts, ValidationAcceptance
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -186,7 +186,9 @@ def test_lengths() -> None:
 # The whole step
 
 
-def oracle_loss(drafter: Drafter, target: Any, work: list[tuple[Batch, Rows]], weights: list[float]) -> Tensor:
+def oracle_loss(
+    drafter: Drafter, target: Any, work: list[tuple[PackedBatch, CodPositions]], weights: list[float]
+) -> Tensor:
     """Document by document with stored masks: sum over depths of weight * mean over all rows of that depth."""
     sums = [torch.zeros((), dtype=torch.float64) for _ in weights]
     counts = [0] * len(weights)
@@ -201,7 +203,7 @@ def oracle_loss(drafter: Drafter, target: Any, work: list[tuple[Batch, Rows]], w
                     chains.append((a - start, d))
                     asked.add((a - start, d))
             chains.sort(key=lambda c: (c[1], c[0]))
-            laid = dense.Rows(torch.tensor([a for a, _ in chains]), torch.tensor([d for _, d in chains]))
+            laid = dense.DensePositions(torch.tensor([a for a, _ in chains]), torch.tensor([d for _, d in chains]))
             hidden, aux_hidden_states = dense.read_target(target, tokens, drafter.cfg.aux_layer_ids)
             said = dense.drafter_states(drafter, tokens, aux_hidden_states, laid)
             losses = dense.row_losses(drafter, said, target.compute_logits(hidden[:, laid.position_R + 1]))[0]
@@ -221,8 +223,8 @@ def test_steps_are_the_oracles(home: Path, settings: dict[str, Any]) -> None:
     assert train(recipe, out, "cpu").finished
     cfg = recipe.train
     target = load_decoder(runs.target_folder(home), torch.float64)
-    rows = examples(recipe.data, None, pairs.VOCAB)
-    drafter = new_drafter(cfg, target, None, (), TokenCounts.of(rows, pairs.VOCAB))
+    rows = load_responses(recipe.data, None, pairs.VOCAB)
+    drafter = create_drafter(cfg, target, None, (), TokenCounts.of(rows, pairs.VOCAB))
     decayed = [p for n, p in drafter.named_parameters() if p.dim() == 2 and "embed" not in n]
     rest = [p for n, p in drafter.named_parameters() if p.dim() != 2 or "embed" in n]
     reference = torch.optim.AdamW(
@@ -236,7 +238,7 @@ def test_steps_are_the_oracles(home: Path, settings: dict[str, Any]) -> None:
         work = []
         for i in range(2):
             batch, _ = next(stream)
-            work.append((batch, sample_rows(batch, 3, cfg.rate, generator(cfg.seed, 2 * step + i))))
+            work.append((batch, sample_cod_positions(batch, 3, cfg.rate, sampling_generator(cfg.seed, 2 * step + i))))
         loss = oracle_loss(drafter, target, work, weights)
         loss.backward()
         logged.append(float(loss.detach()))
@@ -291,36 +293,36 @@ def test_bf16_run(home: Path) -> None:
     assert torch.equal(tensors["fc.weight"].flatten(), masters[: tensors["fc.weight"].numel()].bfloat16())
 
 
-def counts(length: float) -> Acceptance:
-    said = Counts(1, 10, 100, (round(100 * (length - 1)),))
-    return Acceptance(said.answers, said.tokens, said.rounds, said.accepted, said)
+def counts(length: float) -> ValidationAcceptance:
+    said = AcceptanceCounts(1, 10, 100, (round(100 * (length - 1)),))
+    return ValidationAcceptance(said.answers, said.tokens, said.rounds, said.accepted, said)
 
 
 def trainer(home: Path, out: Path, lengths: list[float], **settings: Any) -> Trainer:
     """With acceptance as told, one measurement after another."""
     cfg = runs.recipe(home, **settings).train
     target = load_decoder(runs.target_folder(home))
-    rows = examples(runs.recipe(home).data, None, pairs.VOCAB)
-    drafter = new_drafter(cfg, target, None, (), TokenCounts.of(rows, pairs.VOCAB))
+    rows = load_responses(runs.recipe(home).data, None, pairs.VOCAB)
+    drafter = create_drafter(cfg, target, None, (), TokenCounts.of(rows, pairs.VOCAB))
     folder = RunFolder(out)
     folder.create()
 
-    def stream(start: Cursor) -> Iterator[tuple[Batch, Cursor]]:
+    def stream(start: BatchCursor) -> Iterator[tuple[PackedBatch, BatchCursor]]:
         return batches(rows, cfg.batch_tokens, cfg.seed, start, max_length=cfg.max_length)
 
-    def write_checkpoint(into: Path, standing: Standing, measured: Acceptance | None) -> None:
+    def write_checkpoint(into: Path, standing: TrainingState, measured: ValidationAcceptance | None) -> None:
         write_drafter(into, drafter, 3)
         (into / "step").write_text(str(standing.step))
 
     told = iter(lengths)
-    parts = Parts(
+    parts = TrainerParts(
         drafter=drafter,
         target=target,
-        hidden_states=Online(target, drafter.cfg.aux_layer_ids),
+        hidden_states=OnlineHiddenStates(target, drafter.cfg.aux_layer_ids),
         stream=stream,
         schedule=Schedule.of(cfg, 1.0),
         folder=folder,
-        world=World(),
+        world=DistributedContext(),
         measure=lambda _: counts(next(told)),
         write_checkpoint=write_checkpoint,
         chunk_rows=32,
@@ -353,7 +355,7 @@ def test_not_a_number(home: Path) -> None:
     # step 3 makes the weights infinite, step 4 meets them
     assert said.startswith("step 4: the gradient is not finite; rows of its batch: r") and "--lr" in said
     names = [name.strip() for name in said.split("batch: ")[1].split(";")[0].split(",")]
-    data = examples(runs.recipe(home).data, None, pairs.VOCAB)
+    data = load_responses(runs.recipe(home).data, None, pairs.VOCAB)
     wanted = [batch for (batch, _), _ in zip(batches(data, 96, 0, max_length=64), range(4), strict=False)][3]
     assert names == list(wanted.row_ids)
     newest = RunFolder(out).newest()
@@ -409,13 +411,13 @@ def test_tensorboard_shows_the_log(home: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_portions_do_not_depend_on_ranks(home: Path) -> None:
     """Two ranks of one batch have what one rank of two batches has."""
-    rows = examples(runs.recipe(home).data, None, pairs.VOCAB)
+    rows = load_responses(runs.recipe(home).data, None, pairs.VOCAB)
 
-    def portions(cfg: TrainConfig, rank: int, size: int) -> list[tuple[Batch, Rows]]:
-        def stream(start: Cursor) -> Iterator[tuple[Batch, Cursor]]:
+    def portions(cfg: TrainConfig, rank: int, size: int) -> list[tuple[PackedBatch, CodPositions]]:
+        def stream(start: BatchCursor) -> Iterator[tuple[PackedBatch, BatchCursor]]:
             return batches(rows, cfg.batch_tokens, 0, start, max_length=64, rank=rank, world_size=size)
 
-        feed = Feed(stream, cfg, World(rank, size), Standing())
+        feed = StepLoader(stream, cfg, DistributedContext(rank, size), TrainingState())
         with feed.running() as ready:
             return [pair for _ in range(15) for pair in next(ready).batches]  # over the end of an epoch
 

@@ -41,11 +41,19 @@ from torch import Tensor
 
 from peagle.checkpoints.files import read_json
 from peagle.config import CacheSettings, HiddenStatesDtype
-from peagle.data.batches import Batch, Examples, Packing, pack
+from peagle.data.batches import PackedBatch, PackedEpoch, pack
+from peagle.data.dataset import ResponseDataset
 from peagle.errors import UserError
 from peagle.kernels.host_transfer import copy_to_device
 from peagle.models.decoder import Decoder
-from peagle.training.hidden_states.online import Document, Online, TargetStates, documents, fingerprint, rows_in_order
+from peagle.training.hidden_states.online import (
+    OnlineHiddenStates,
+    PackedDocument,
+    TargetHiddenStates,
+    documents,
+    documents_in_order,
+    fingerprint,
+)
 
 VERSION = 1
 MANIFEST = "manifest.json"
@@ -59,7 +67,7 @@ def size_text(size: float) -> str:
 
 
 @dataclass(frozen=True)
-class Kind:
+class CacheKey:
     """What a cache holds. Two that differ in anything have nothing to do with each other."""
 
     target: str  # fingerprint
@@ -78,16 +86,16 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Row:
+class CachedDocument:
     id: str
     name: str  # of its tokens
     tokens: int
 
 
 @dataclass(frozen=True)
-class Shard:
+class CacheShard:
     file: str
-    rows: tuple[Row, ...]
+    rows: tuple[CachedDocument, ...]
     bytes: int | None = None  # these two once it is there
     sha256: str | None = None
 
@@ -96,11 +104,12 @@ class Shard:
         return sum(row.tokens for row in self.rows)
 
 
-def plan_shards(rows: Sequence[Row], token_bytes: int, shard_bytes: int) -> list[Shard]:
+def plan_shards(rows: Sequence[CachedDocument], token_bytes: int, shard_bytes: int) -> list[CacheShard]:
     """Rows in order, as many to a shard as fit; see the example above."""
     groups = _in_groups([row.tokens * token_bytes for row in rows], shard_bytes)
     return [
-        Shard(f"hidden-states-{i:05d}.safetensors", tuple(rows[begin:end])) for i, (begin, end) in enumerate(groups)
+        CacheShard(f"hidden-states-{i:05d}.safetensors", tuple(rows[begin:end]))
+        for i, (begin, end) in enumerate(groups)
     ]
 
 
@@ -119,7 +128,7 @@ def _in_groups(sizes: Sequence[int], limit: int) -> Iterator[tuple[int, int]]:
 # Numbers
 
 
-def pack_states(states: TargetStates, dtype: HiddenStatesDtype, num_aux_layers: int) -> dict[str, Tensor]:
+def pack_states(states: TargetHiddenStates, dtype: HiddenStatesDtype, num_aux_layers: int) -> dict[str, Tensor]:
     """As a shard holds them. A scale in fp8 is a token's own, and a tap's own: later layers speak louder. It is a power
     of two, so nothing is lost in multiplying with it, in no matter what dtype."""
     if dtype == "bfloat16":
@@ -137,26 +146,26 @@ def pack_states(states: TargetStates, dtype: HiddenStatesDtype, num_aux_layers: 
     return packed
 
 
-def unpack_states(packed: dict[str, Tensor], dtype: torch.dtype) -> TargetStates:
+def unpack_states(packed: dict[str, Tensor], dtype: torch.dtype) -> TargetHiddenStates:
     whole = {}
     for name in ("hidden", "aux_hidden_states"):
         x, scale = packed[name].to(dtype), packed.get(f"{name}_scale")
         if scale is not None:
             x = (x.unflatten(1, (scale.shape[1], -1)) * scale.to(dtype)[..., None]).flatten(1)
         whole[name] = x
-    return TargetStates(whole["hidden"], whole["aux_hidden_states"])
+    return TargetHiddenStates(whole["hidden"], whole["aux_hidden_states"])
 
 
 # Files
 
 
 @dataclass(frozen=True)
-class Manifest:
-    kind: Kind
-    shards: tuple[Shard, ...]
+class CacheManifest:
+    kind: CacheKey
+    shards: tuple[CacheShard, ...]
 
     @classmethod
-    def read(cls, folder: Path) -> Manifest | None:
+    def read(cls, folder: Path) -> CacheManifest | None:
         """None where there is no cache yet."""
         path = folder / MANIFEST
         if not path.exists():
@@ -165,8 +174,10 @@ class Manifest:
         if values.get("version") != VERSION:
             raise UserError(f"--cache {folder}: made by another version of this format; delete it or name a new folder")
         try:
-            kind = Kind(**{**values["kind"], "aux_layer_ids": tuple(values["kind"]["aux_layer_ids"])})
-            shards = [Shard(**{**s, "rows": tuple(Row(*row) for row in s["rows"])}) for s in values["shards"]]
+            kind = CacheKey(**{**values["kind"], "aux_layer_ids": tuple(values["kind"]["aux_layer_ids"])})
+            shards = [
+                CacheShard(**{**s, "rows": tuple(CachedDocument(*row) for row in s["rows"])}) for s in values["shards"]
+            ]
         except (KeyError, TypeError, ValueError, AttributeError):
             raise UserError(
                 f"{path}: not the manifest of a cache of hidden states; delete the folder or name another"
@@ -217,7 +228,7 @@ def checksum(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def is_sound(folder: Path, shard: Shard) -> bool:
+def is_sound(folder: Path, shard: CacheShard) -> bool:
     path = folder / shard.file
     try:
         return shard.sha256 is not None and path.stat().st_size == shard.bytes and checksum(path) == shard.sha256
@@ -230,20 +241,20 @@ def is_sound(folder: Path, shard: Shard) -> bool:
 
 def prepare_cache(
     folder: Path,
-    examples: Examples,
-    online: Online,
+    examples: ResponseDataset,
+    online: OnlineHiddenStates,
     max_length: int,
     settings: CacheSettings | None = None,
     say: Callable[[str], None] = print,
-) -> TapCache:
+) -> HiddenStatesCache:
     """The cache of these examples, cut to `max_length` as batches cut them, made as far as it is not there yet.
 
     `say` is told what it will take before anything is written.
     """
     settings = settings or CacheSettings()
     packing = pack(examples, max_length)
-    rows = [Row(row.row_id, row.name, len(row.token_ids)) for row in rows_in_order(packing)]
-    kind = Kind(
+    rows = [CachedDocument(row.row_id, row.name, len(row.token_ids)) for row in documents_in_order(packing)]
+    kind = CacheKey(
         target=fingerprint(online.target),
         aux_layer_ids=online.aux_layer_ids,
         width=online.target.cfg.layer.hidden_size,
@@ -258,19 +269,19 @@ def prepare_cache(
     except OSError as error:
         raise UserError(f"--cache {folder}: cannot be made ({error.strerror})") from None
     with _alone(folder, say):
-        manifest = Manifest.read(folder)
+        manifest = CacheManifest.read(folder)
         if manifest is None:
             if any(not path.name.startswith(".") for path in folder.iterdir()):
                 raise UserError(f"--cache {folder}: holds something else; name a new folder")
-            manifest = Manifest(kind, tuple(planned))
+            manifest = CacheManifest(kind, tuple(planned))
         _check_same(folder, kind, manifest.kind)
         if [(s.file, s.rows) for s in manifest.shards] != [(s.file, s.rows) for s in planned]:
             raise UserError(f"{folder / MANIFEST}: does not fit its own rows; delete the folder or name another")
         _fill(folder, manifest, packing, online, settings.pass_tokens, say)
-    return TapCache(folder, online.target)
+    return HiddenStatesCache(folder, online.target)
 
 
-def _check_same(folder: Path, asked: Kind, there: Kind) -> None:
+def _check_same(folder: Path, asked: CacheKey, there: CacheKey) -> None:
     # max_length first: where it differs the data do too, and it is the better explanation
     names = {
         "target": "target",
@@ -288,9 +299,9 @@ def _check_same(folder: Path, asked: Kind, there: Kind) -> None:
 
 def _fill(
     folder: Path,
-    manifest: Manifest,
-    packing: Packing,
-    online: Online,
+    manifest: CacheManifest,
+    packing: PackedEpoch,
+    online: OnlineHiddenStates,
     pass_tokens: int,
     say: Callable[[str], None],
 ) -> None:
@@ -308,7 +319,7 @@ def _fill(
         (folder / shards[i].file).unlink(missing_ok=True)
         shards[i] = replace(shards[i], bytes=None, sha256=None)
     _announce(folder, kind, [shards[i] for i in lost], len(shards), say)
-    Manifest(kind, tuple(shards)).write(folder)  # from here on the folder is known for what it is
+    CacheManifest(kind, tuple(shards)).write(folder)  # from here on the folder is known for what it is
     first = [0]  # row of each shard
     for shard in shards:
         first.append(first[-1] + len(shard.rows))
@@ -320,11 +331,11 @@ def _fill(
             save_file(_shard_tensors(batches, kind, online), unfinished)
             written = replace(shards[i], bytes=unfinished.stat().st_size, sha256=checksum(unfinished))
         shards[i] = written
-        Manifest(kind, tuple(shards)).write(folder)
+        CacheManifest(kind, tuple(shards)).write(folder)
         say(f"cache {folder}: shard {done} of {len(lost)} written")
 
 
-def _announce(folder: Path, kind: Kind, lost: list[Shard], shards: int, say: Callable[[str], None]) -> None:
+def _announce(folder: Path, kind: CacheKey, lost: list[CacheShard], shards: int, say: Callable[[str], None]) -> None:
     """Says what will be written, and refuses if there is no room for it."""
     tokens = sum(shard.tokens for shard in lost)
     need, free = tokens * kind.token_bytes + HEADER * len(lost), shutil.disk_usage(folder).free
@@ -341,7 +352,7 @@ def _announce(folder: Path, kind: Kind, lost: list[Shard], shards: int, say: Cal
         )
 
 
-def _shard_tensors(batches: Sequence[Batch], kind: Kind, online: Online) -> dict[str, Tensor]:
+def _shard_tensors(batches: Sequence[PackedBatch], kind: CacheKey, online: OnlineHiddenStates) -> dict[str, Tensor]:
     parts: dict[str, list[Tensor]] = {}
     for batch in batches:
         for name, x in pack_states(online.states(batch), kind.dtype, len(kind.aux_layer_ids)).items():
@@ -352,12 +363,12 @@ def _shard_tensors(batches: Sequence[Batch], kind: Kind, online: Online) -> dict
 # Reading
 
 
-class TapCache:
+class HiddenStatesCache:
     """States of any packing of the rows it holds. Shards are mapped, not loaded."""
 
     def __init__(self, folder: Path, target: Decoder) -> None:
         """`target` says where the states go, and in what dtype."""
-        manifest = Manifest.read(folder)
+        manifest = CacheManifest.read(folder)
         if manifest is None:
             raise UserError(f"--cache {folder}: no {MANIFEST} in it")
         self.folder = folder
@@ -370,7 +381,7 @@ class TapCache:
                 begin += row.tokens
         self._open: OrderedDict[str, Any] = OrderedDict()
 
-    def states(self, batch: Batch) -> TargetStates:
+    def states(self, batch: PackedBatch) -> TargetHiddenStates:
         parts: dict[str, list[Tensor]] = {}
         for document in documents(batch):
             handle, tokens = self._find(document)
@@ -378,7 +389,7 @@ class TapCache:
                 parts.setdefault(name, []).append(handle.get_slice(name)[tokens])
         return unpack_states({name: self._moved(torch.cat(each)) for name, each in parts.items()}, self.dtype)
 
-    def _find(self, document: Document) -> tuple[Any, slice]:
+    def _find(self, document: PackedDocument) -> tuple[Any, slice]:
         found = self._places.get(document.name)
         if found is None:
             raise UserError(

@@ -1,7 +1,7 @@
 """What the target says at each token of a packed batch: its final hidden states and its aux_hidden_states.
 
-`Online` runs the target beside the drafter and keeps nothing. `tap_cache` keeps what it said on disk, `tap_vllm` reads
-what vLLM kept. Knows nothing about drafters, rows or losses.
+`OnlineHiddenStates` runs the target with the drafter and stores nothing; `cache` keeps them on disk, `vllm_files` reads
+those that vLLM stored. Knows nothing about drafters or losses.
 
 Worked example: two documents, of 3 and 2 tokens, in one batch. What row i of the target sees, in a layer without a
 window and in one with a window of 2:
@@ -30,14 +30,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from peagle.config import Window
-from peagle.data.batches import Batch, Packing
+from peagle.data.batches import PackedBatch, PackedEpoch
 from peagle.kernels.attention.dense import first_seen, with_sinks
 from peagle.kernels.attention.ranged import Ranges, ranged_attention
 from peagle.models.decoder import Decoder
 
 
 @dataclass(frozen=True)
-class TargetStates:
+class TargetHiddenStates:
     """On the device, one row for each token of a batch. Nothing in them asks for gradients."""
 
     hidden_ND: Tensor  # final ones, normed: what the target's head reads
@@ -45,13 +45,13 @@ class TargetStates:
 
 
 class HiddenStatesSource(Protocol):
-    def states(self, batch: Batch) -> TargetStates:
+    def states(self, batch: PackedBatch) -> TargetHiddenStates:
         """The batch lies on the CPU."""
         ...
 
 
 @dataclass(frozen=True)
-class Document:
+class PackedDocument:
     """One data row as it is trained on. Its tokens are its name: where they are equal, so are the states."""
 
     row_id: str
@@ -59,30 +59,30 @@ class Document:
 
     @property
     def name(self) -> str:
-        return token_name(self.token_ids)
+        return token_hash(self.token_ids)
 
 
-def token_name(token_ids: NDArray[np.int32]) -> str:
+def token_hash(token_ids: NDArray[np.int32]) -> str:
     return hashlib.blake2b(token_ids.astype(np.int32).tobytes(), digest_size=16).hexdigest()
 
 
-def documents(batch: Batch) -> list[Document]:
+def documents(batch: PackedBatch) -> list[PackedDocument]:
     """Of a batch on the CPU, in order."""
     starts = batch.start_N.unique_consecutive()
     bounds = zip(batch.row_ids, starts.tolist(), batch.end_N[starts].tolist(), strict=True)
     token_N = batch.token_ids_N.int().numpy()
-    return [Document(row_id, token_N[start:end]) for row_id, start, end in bounds]
+    return [PackedDocument(row_id, token_N[start:end]) for row_id, start, end in bounds]
 
 
-def rows_in_order(packing: Packing) -> Iterator[Document]:
+def documents_in_order(packing: PackedEpoch) -> Iterator[PackedDocument]:
     """The rows of a packing in the order of the data, cut as they are in its batches."""
     own = packing.examples
     for e in own.chosen.tolist():
         begin = packing.begin_E[e]
-        yield Document(own.row_ids[e], own.token_T[begin : begin + packing.length_E[e]])
+        yield PackedDocument(own.row_ids[e], own.token_T[begin : begin + packing.length_E[e]])
 
 
-class InDocuments:
+class DocumentAttention:
     """Attention of a packed batch: a row sees its own document up to itself, less where the layer has a window."""
 
     def __init__(self, start_N: Tensor) -> None:
@@ -112,7 +112,7 @@ class InDocuments:
         return out_NHd if sinks is None else with_sinks(out_NHd, lse_NH, sinks)
 
 
-class Online:
+class OnlineHiddenStates:
     """The target itself, asked anew for every batch."""
 
     def __init__(self, target: Decoder, aux_layer_ids: Sequence[int]) -> None:
@@ -125,12 +125,12 @@ class Online:
 
     # not inference mode: what comes out of that may not be saved for a backward pass, which the aux_hidden_states are
     @torch.no_grad()
-    def states(self, batch: Batch) -> TargetStates:
+    def states(self, batch: PackedBatch) -> TargetHiddenStates:
         moved = batch.to(self.device)
-        attend = InDocuments(moved.start_N)
+        attend = DocumentAttention(moved.start_N)
         hidden_ND, aux_hidden_states_NX = self.target(moved.token_ids_N, moved.position_N, attend, self.aux_layer_ids)
         assert aux_hidden_states_NX is not None
-        return TargetStates(hidden_ND, aux_hidden_states_NX)
+        return TargetHiddenStates(hidden_ND, aux_hidden_states_NX)
 
 
 @torch.no_grad()

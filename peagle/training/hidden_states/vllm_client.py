@@ -2,7 +2,7 @@
 
 The servers run `extract_hidden_states` and write where this process sees it too (see `tap_vllm.py`, whose layout this
 is). Rows that have a file already are not sent again, so a run that was stopped goes on. Knows HTTP only through
-`EndpointSource`, and nothing about training.
+`EndpointGenerator`, and nothing about training.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ import time
 from collections.abc import Callable, Sequence
 
 from peagle.config import EndpointSettings, SamplingParams
-from peagle.data.endpoint import EndpointSource
-from peagle.data.examples import Examples
-from peagle.data.sources import Answer, Question
+from peagle.data.dataset import ResponseDataset
+from peagle.data.endpoint import EndpointGenerator
+from peagle.data.generators import GenerationRequest, GenerationResult
 from peagle.errors import UserError
-from peagle.training.hidden_states.online import Document
-from peagle.training.hidden_states.vllm_files import StateFiles
+from peagle.training.hidden_states.online import PackedDocument
+from peagle.training.hidden_states.vllm_files import HiddenStatesFiles
 
 TOLD_EVERY_S = 10.0
 LATE_S = 60.0  # until a file has come that was promised
 
 
-class ReadingServer(EndpointSource):
+class PrefillServer(EndpointGenerator):
     """A server that reads a prompt of token ids. What it says to it does not matter."""
 
-    def _answer(self, question: Question) -> Answer:
-        asked = {"model": self.model, "prompt": question.prompt_ids, "max_tokens": 1, "temperature": 0.0}
+    def _answer(self, request: GenerationRequest) -> GenerationResult:
+        asked = {"model": self.model, "prompt": request.prompt_token_ids, "max_tokens": 1, "temperature": 0.0}
         self._call("POST", "/completions", asked)
-        return Answer(question.key, [])
+        return GenerationResult(request.request_id, [])
 
 
-def serve_command(target: str, files: StateFiles) -> str:
+def serve_command(target: str, files: HiddenStatesFiles) -> str:
     """A vLLM that writes what is asked for; several may write to one folder."""
     layers = {"eagle_aux_hidden_state_layer_ids": list(files.layers)}
     speculative = {
@@ -52,14 +52,14 @@ def serve_command(target: str, files: StateFiles) -> str:
 
 
 def ask_states(
-    rows: Examples, files: StateFiles, servers: Sequence[EndpointSettings], say: Callable[[str], None]
+    rows: ResponseDataset, files: HiddenStatesFiles, servers: Sequence[EndpointSettings], say: Callable[[str], None]
 ) -> int:
     """Sends what has no file yet, to each server as much as it takes; how many rows were sent."""
     waiting = files.absent(rows)
     say(f"{files.folder}: {len(rows) - len(waiting):,} of {len(rows):,} rows are there; {len(waiting):,} are asked for")
     if not waiting:
         return 0
-    sources = [ReadingServer(server) for server in servers]
+    sources = [PrefillServer(server) for server in servers]
     try:
         _send(waiting, sources, say)
         _await_files(rows, files, sources)
@@ -69,19 +69,19 @@ def ask_states(
     return len(waiting)
 
 
-def _send(waiting: list[Document], sources: list[ReadingServer], say: Callable[[str], None]) -> None:
+def _send(waiting: list[PackedDocument], sources: list[PrefillServer], say: Callable[[str], None]) -> None:
     sent = done = tokens = 0
     began = told = time.monotonic()
     while done < len(waiting):
         for source in sources:
-            while sent < len(waiting) and source.room > 0:
+            while sent < len(waiting) and source.num_free_slots > 0:
                 row = waiting[sent]
-                source.ask(Question(sent, (), row.token_ids.tolist(), SamplingParams(max_tokens=1)))
+                source.submit(GenerationRequest(sent, (), row.token_ids.tolist(), SamplingParams(max_tokens=1)))
                 sent += 1
         for source in sources:
-            for answer in source.wait():
-                row = waiting[answer.key]
-                why = answer.refused and f"{answer.refused}: {answer.detail}" or answer.failed
+            for answer in source.poll():
+                row = waiting[answer.request_id]
+                why = answer.rejected and f"{answer.rejected}: {answer.detail}" or answer.error
                 if why:
                     raise UserError(f"--endpoint {source.settings.url}: row {row.row_id!r} was not read ({why})")
                 done, tokens = done + 1, tokens + len(row.token_ids)
@@ -90,7 +90,7 @@ def _send(waiting: list[Document], sources: list[ReadingServer], say: Callable[[
             say(f"{done:,} of {len(waiting):,} rows, {tokens / (told - began):,.0f} tokens/s")
 
 
-def _await_files(rows: Examples, files: StateFiles, sources: list[ReadingServer]) -> None:
+def _await_files(rows: ResponseDataset, files: HiddenStatesFiles, sources: list[PrefillServer]) -> None:
     """Servers write behind their answers, some of it only when they have something else to do."""
     deadline = time.monotonic() + LATE_S
     while True:
@@ -108,6 +108,6 @@ def _await_files(rows: Examples, files: StateFiles, sources: list[ReadingServer]
                 "on a disk that is shared with them"
             )
         for source in sources:
-            source.ask(Question(0, (), [1], SamplingParams(max_tokens=1)))
-            source.wait()
+            source.submit(GenerationRequest(0, (), [1], SamplingParams(max_tokens=1)))
+            source.poll()
         time.sleep(0.1)

@@ -33,13 +33,20 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from peagle.config import DecoderConfig
-from peagle.data.batches import Batch, Examples, pack
+from peagle.data.batches import PackedBatch, pack
+from peagle.data.dataset import ResponseDataset
 from peagle.errors import UserError
 from peagle.models.decoder import Decoder
-from peagle.training.hidden_states.online import Document, TargetStates, documents, rows_in_order, token_name
+from peagle.training.hidden_states.online import (
+    PackedDocument,
+    TargetHiddenStates,
+    documents,
+    documents_in_order,
+    token_hash,
+)
 
 
-def layers_to_ask(target: Decoder, aux_layer_ids: Sequence[int]) -> tuple[int, ...]:
+def required_layer_ids(target: Decoder, aux_layer_ids: Sequence[int]) -> tuple[int, ...]:
     """The layer ids that vLLM must be asked for."""
     return state_layers(target.cfg, aux_layer_ids)
 
@@ -48,7 +55,7 @@ def state_layers(target: DecoderConfig, aux_layer_ids: Sequence[int]) -> tuple[i
     return tuple(sorted({*aux_layer_ids, target.num_layers}))
 
 
-class StateFiles:
+class HiddenStatesFiles:
     """Which file of a folder holds the states of which data row: that of its tokens."""
 
     def __init__(self, folder: Path, target: DecoderConfig, aux_layer_ids: Sequence[int], max_length: int) -> None:
@@ -64,7 +71,7 @@ class StateFiles:
     def look(self) -> None:
         """At files that have come since."""
         for path in sorted(set(self.folder.glob("*.safetensors")) - self._read):
-            self._file_of[token_name(self._checked_tokens(path))] = path
+            self._file_of[token_hash(self._checked_tokens(path))] = path
             self._read.add(path)
 
     def __len__(self) -> int:
@@ -98,26 +105,26 @@ class StateFiles:
             )
         return tokens
 
-    def find(self, row: Document) -> Path | None:
+    def find(self, row: PackedDocument) -> Path | None:
         found = self._file_of.get(row.name)
-        return found or self._file_of.get(token_name(row.token_ids[:-1]))
+        return found or self._file_of.get(token_hash(row.token_ids[:-1]))
 
-    def absent(self, examples: Examples) -> list[Document]:
+    def absent(self, examples: ResponseDataset) -> list[PackedDocument]:
         """Rows, as they are trained on, without a file."""
-        return [row for row in rows_in_order(pack(examples, self.max_length)) if self.find(row) is None]
+        return [row for row in documents_in_order(pack(examples, self.max_length)) if self.find(row) is None]
 
 
-class VllmFolder:
+class VllmHiddenStates:
     """The states of a batch, from the files of its data rows."""
 
     def __init__(self, folder: Path, target: Decoder, aux_layer_ids: Sequence[int], max_length: int) -> None:
         """Of the target only its tables are asked for anything."""
         self.target, self.aux_layer_ids = target, tuple(aux_layer_ids)
-        self.files = StateFiles(folder, target.cfg, aux_layer_ids, max_length)
+        self.files = HiddenStatesFiles(folder, target.cfg, aux_layer_ids, max_length)
         if not len(self.files):
             raise UserError(f"--vllm-states {folder}: no .safetensors in it; {self.files.what_to_ask()}")
 
-    def check(self, examples: Examples) -> None:
+    def check(self, examples: ResponseDataset) -> None:
         """Refuses data that has rows without a file, before anything is trained."""
         absent = self.files.absent(examples)
         if absent:
@@ -132,7 +139,7 @@ class VllmFolder:
         )
 
     @torch.no_grad()
-    def states(self, batch: Batch) -> TargetStates:
+    def states(self, batch: PackedBatch) -> TargetHiddenStates:
         weight = self.target.embed_tokens.weight
         parts = []
         for document in documents(batch):
@@ -145,7 +152,7 @@ class VllmFolder:
             states_NLD = states_NLD.pin_memory()
         states_NLD = states_NLD.to(weight.device, weight.dtype, non_blocking=True)
         at = [self.files.layers.index(aux_layer_id) for aux_layer_id in self.aux_layer_ids]
-        return TargetStates(self.target.norm(states_NLD[:, -1].contiguous()), states_NLD[:, at].flatten(1))
+        return TargetHiddenStates(self.target.norm(states_NLD[:, -1].contiguous()), states_NLD[:, at].flatten(1))
 
     def _read(self, path: Path, length: int) -> Tensor:
         """[length, L, D]; zeros at the last token where the file ends before it."""

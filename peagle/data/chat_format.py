@@ -9,7 +9,7 @@ is rendered behind its prompt. If rendering a part does not give the beginning o
     <s> user hi </s> bot ok </s> \\n        8 tokens: with the answer
     span [5, 7)                            what is added, up to the end of turn that the target says itself
 
-A target that was never taught to chat has no template: `Plain` gives it prompts as they are.
+A target that was never taught to chat has no template: `RawFormat` gives it prompts as they are.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Span = tuple[int, int]
 PLACE = "What-the-user-says"
 
 
-class Chat:
+class ChatFormat:
     """A tokenizer with a chat template; `eos_ids` are the tokens with which the target ends an answer."""
 
     refusal = "refused by the chat template"  # the reason of rows that cannot be rendered
@@ -153,7 +153,7 @@ class Chat:
         return repr(self.decode(ids[max(at - 12, 0) : at + 12]))
 
 
-class Plain(Chat):
+class RawFormat(ChatFormat):
     """Prompts as they are; an answer is what the target says next.
 
     The tokenizer begins the text as it begins any other (Gemma: with <bos>), which is what `/v1/completions` reads.

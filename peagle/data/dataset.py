@@ -26,9 +26,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from peagle.config import PackingSettings
-from peagle.data.chat import Chat, Span
+from peagle.data.chat_format import ChatFormat, Span
 from peagle.data.prompts import SUFFIXES, opened
-from peagle.data.store import beside
+from peagle.data.response_file import beside
 from peagle.errors import UserError
 
 FORMAT = 1  # of the arrays kept beside a file; raise it when reading or checking changes
@@ -36,14 +36,14 @@ SHOWN = 400  # characters of a text in an error
 
 
 @dataclass(frozen=True)
-class Example:
+class TrainingExample:
     token_ids: tuple[int, ...]
     spans: tuple[Span, ...]  # where the responses lie, end exclusive
     row_id: str
 
 
 @dataclass(frozen=True)
-class Examples(Sequence[Example]):
+class ResponseDataset(Sequence[TrainingExample]):
     """All examples of some files; `chosen` are those of the arrays that count, in their order."""
 
     token_T: NDArray[np.int32]
@@ -57,19 +57,19 @@ class Examples(Sequence[Example]):
         return len(self.chosen)
 
     @overload
-    def __getitem__(self, index: int) -> Example: ...
+    def __getitem__(self, index: int) -> TrainingExample: ...
     @overload
-    def __getitem__(self, index: slice) -> Examples: ...
-    def __getitem__(self, index: int | slice) -> Example | Examples:
+    def __getitem__(self, index: slice) -> ResponseDataset: ...
+    def __getitem__(self, index: int | slice) -> TrainingExample | ResponseDataset:
         if isinstance(index, slice):
             return self.only(self.chosen[index])
         e = int(self.chosen[index])
         tokens = self.token_T[self.offset_E[e] : self.offset_E[e + 1]].tolist()
         spans = self.span_S2[self.span_offset_E[e] : self.span_offset_E[e + 1]].tolist()
-        return Example(tuple(tokens), tuple((start, end) for start, end in spans), self.row_ids[e])
+        return TrainingExample(tuple(tokens), tuple((start, end) for start, end in spans), self.row_ids[e])
 
-    def only(self, chosen: NDArray[np.int64]) -> Examples:
-        return Examples(self.token_T, self.offset_E, self.span_S2, self.span_offset_E, self.row_ids, chosen)
+    def only(self, chosen: NDArray[np.int64]) -> ResponseDataset:
+        return ResponseDataset(self.token_T, self.offset_E, self.span_S2, self.span_offset_E, self.row_ids, chosen)
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -79,7 +79,7 @@ class Examples(Sequence[Example]):
     def num_tokens(self) -> int:
         return int(self.lengths.sum())
 
-    def hold_out(self, count: int, seed: int = 0) -> tuple[Examples, Examples]:
+    def split_validation(self, count: int, seed: int = 0) -> tuple[ResponseDataset, ResponseDataset]:
         """(the rest, about `count` kept aside): all responses to a prompt are on one side."""
         if count <= 0:
             return self, self.only(self.chosen[:0])
@@ -114,8 +114,8 @@ class _Arrays:
         self.span_counts.append(len(spans))
         self.row_ids.append(row_id)
 
-    def done(self) -> Examples:
-        return Examples(
+    def done(self) -> ResponseDataset:
+        return ResponseDataset(
             np.concatenate(self.tokens) if self.tokens else np.zeros(0, np.int32),
             _offsets([len(t) for t in self.tokens]),
             np.array(self.spans, np.int32).reshape(-1, 2),
@@ -129,9 +129,9 @@ def _offsets(counts: Sequence[int]) -> NDArray[np.int64]:
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(np.asarray(counts, np.int64))])
 
 
-def examples(
-    paths: str | Path | Sequence[str | Path], chat: Chat | None = None, vocab_size: int | None = None
-) -> Examples:
+def load_responses(
+    paths: str | Path | Sequence[str | Path], chat: ChatFormat | None = None, vocab_size: int | None = None
+) -> ResponseDataset:
     """Everything in response files, folders of them and globs. A `chat` encodes conversations that have no token ids
     yet and checks some of those that have; a `vocab_size` bounds the ids."""
     given = [paths] if isinstance(paths, (str, Path)) else list(paths)
@@ -157,10 +157,10 @@ def _files_of(name: str) -> list[Path]:
     return found
 
 
-def _joined(parts: list[Examples]) -> Examples:
+def _joined(parts: list[ResponseDataset]) -> ResponseDataset:
     lengths = np.concatenate([np.diff(p.offset_E) for p in parts])
     counts = np.concatenate([np.diff(p.span_offset_E) for p in parts])
-    return Examples(
+    return ResponseDataset(
         np.concatenate([p.token_T for p in parts]),
         _offsets(lengths),  # type: ignore[arg-type]
         np.concatenate([p.span_S2 for p in parts]),
@@ -173,7 +173,7 @@ def _joined(parts: list[Examples]) -> Examples:
 # One file
 
 
-def _file_examples(path: Path, chat: Chat | None, vocab_size: int | None) -> Examples:
+def _file_examples(path: Path, chat: ChatFormat | None, vocab_size: int | None) -> ResponseDataset:
     try:
         stat = path.stat()
         key = json.dumps([FORMAT, stat.st_size, stat.st_mtime_ns, chat.key if chat is not None else None, vocab_size])
@@ -202,7 +202,7 @@ class _Checked:
     """One row, and everything that may be wrong with it."""
 
     where: str
-    chat: Chat | None
+    chat: ChatFormat | None
     vocab_size: int | None
     number: int
 
@@ -296,7 +296,7 @@ def _cut(text: str, at: int) -> str:
 # The arrays beside a file
 
 
-def _load(path: Path, key: str) -> Examples | None:
+def _load(path: Path, key: str) -> ResponseDataset | None:
     try:
         with np.load(path, allow_pickle=False) as kept:
             if str(kept["key"]) != key:
@@ -307,10 +307,10 @@ def _load(path: Path, key: str) -> Examples | None:
             span_S2, span_offset_E = kept["span_S2"], kept["span_offset_E"]
     except (OSError, ValueError, KeyError, zipfile.BadZipFile, EOFError):
         return None  # not there, or damaged: the file itself is what counts
-    return Examples(token_T, offset_E, span_S2, span_offset_E, row_ids, np.arange(len(row_ids)))
+    return ResponseDataset(token_T, offset_E, span_S2, span_offset_E, row_ids, np.arange(len(row_ids)))
 
 
-def _keep(path: Path, key: str, found: Examples) -> None:
+def _keep(path: Path, key: str, found: ResponseDataset) -> None:
     new = path.with_name(f".{path.name}.{os.getpid()}.npz")
     try:
         np.savez(

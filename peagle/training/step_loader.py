@@ -15,28 +15,28 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from peagle.config import TrainConfig
-from peagle.data.batches import Batch, Cursor
-from peagle.training.cod_sampling import Rows, generator, sample_rows
-from peagle.training.cuda_graphs import Framed, Framer
-from peagle.training.distributed import World
-from peagle.training.resume import Standing
+from peagle.data.batches import BatchCursor, PackedBatch
+from peagle.training.cod_sampling import CodPositions, sample_cod_positions, sampling_generator
+from peagle.training.cuda_graphs import BatchPadder, PaddedBatch
+from peagle.training.distributed import DistributedContext
+from peagle.training.resume import TrainingState
 
 AHEAD = 2  # steps that are prepared while one runs
 
 
-class Stream(Protocol):
-    def __call__(self, start: Cursor) -> Iterator[tuple[Batch, Cursor]]:
+class BatchStream(Protocol):
+    def __call__(self, start: BatchCursor) -> Iterator[tuple[PackedBatch, BatchCursor]]:
         """This rank's batches from there on, without end, each with the cursor behind it."""
         ...
 
 
 @dataclass(frozen=True)
-class Portion:
+class StepInputs:
     """One step's work of this rank, and where the data stands after it."""
 
-    batches: tuple[tuple[Batch, Rows], ...]
-    cursor: Cursor
-    framed: tuple[Framed | None, ...] = ()  # the batches again, in frames, where they fit
+    batches: tuple[tuple[PackedBatch, CodPositions], ...]
+    cursor: BatchCursor
+    framed: tuple[PaddedBatch | None, ...] = ()  # the batches again, in frames, where they fit
 
     @property
     def tokens(self) -> int:
@@ -52,30 +52,35 @@ class Portion:
         return [name for batch, _ in self.batches for name in batch.row_ids]
 
 
-class Feed:
+class StepLoader:
     def __init__(
-        self, stream: Stream, cfg: TrainConfig, world: World, standing: Standing, framer: Framer | None = None
+        self,
+        stream: BatchStream,
+        cfg: TrainConfig,
+        world: DistributedContext,
+        standing: TrainingState,
+        framer: BatchPadder | None = None,
     ) -> None:
         self.batches, self.cfg, self.world, self.framer = stream(standing.cursor), cfg, world, framer
         self.number = standing.batches + world.rank
 
-    def portion(self) -> Portion:
+    def portion(self) -> StepInputs:
         cfg, own = self.cfg, []
         for _ in range(cfg.accumulate):
             batch, cursor = next(self.batches)
-            rows = sample_rows(batch, cfg.num_depths, cfg.rate, generator(cfg.seed, self.number))
+            rows = sample_cod_positions(batch, cfg.num_depths, cfg.rate, sampling_generator(cfg.seed, self.number))
             own.append((batch, rows))
             self.number += self.world.size
         framed = tuple(self.framer.framed(*pair) if self.framer is not None else None for pair in own)
-        return Portion(tuple(own), cursor, framed)
+        return StepInputs(tuple(own), cursor, framed)
 
     @contextmanager
-    def running(self) -> Iterator[Iterator[Portion]]:
+    def running(self) -> Iterator[Iterator[StepInputs]]:
         """Portions without end, made by a thread that ends with the block."""
-        ready: queue.Queue[Portion | BaseException] = queue.Queue(AHEAD)
+        ready: queue.Queue[StepInputs | BaseException] = queue.Queue(AHEAD)
         ended = threading.Event()
 
-        def offer(thing: Portion | BaseException) -> None:
+        def offer(thing: StepInputs | BaseException) -> None:
             while not ended.is_set():
                 try:
                     return ready.put(thing, timeout=0.1)
@@ -89,7 +94,7 @@ class Feed:
             except BaseException as error:  # raised again where it is waited for
                 offer(error)
 
-        def portions() -> Iterator[Portion]:
+        def portions() -> Iterator[StepInputs]:
             while True:
                 thing = ready.get()
                 if isinstance(thing, BaseException):

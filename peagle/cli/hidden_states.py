@@ -16,12 +16,13 @@ from peagle.errors import UserError
 
 
 @app.command(
+    "hidden-states",
     epilog=examples(
-        "peagle states --recipe recipes/gpt-oss-120b-p-eagle.toml",
-        "peagle states --recipe recipes/gpt-oss-120b-p-eagle.toml --endpoint http://node1:8000 --endpoint http://node2:8000",
-    )
+        "peagle hidden-states --recipe recipes/gpt-oss-120b-p-eagle.toml",
+        "peagle hidden-states --recipe recipes/gpt-oss-120b-p-eagle.toml --endpoint http://node1:8000 --endpoint http://node2:8000",
+    ),
 )
-def states(
+def hidden_states(
     recipe: Annotated[Path, typer.Option(help="Of the training run; its --vllm-states is where they go.")],
     endpoint: Annotated[
         list[str] | None, typer.Option(help="A vLLM that writes there; may be given several times.", metavar="URL")
@@ -34,18 +35,18 @@ def states(
     Without --endpoint it prints the command that starts such a server. Rows that have a file are not sent again.
     """
     from peagle.training.hidden_states.vllm_client import ask_states, serve_command
-    from peagle.training.hidden_states.vllm_files import StateFiles
+    from peagle.training.hidden_states.vllm_files import HiddenStatesFiles
     from peagle.training.recipe import make_recipe
-    from peagle.training.run import planned_drafter, read_material
+    from peagle.training.run import load_training_inputs, plan_drafter_config
 
     made = make_recipe(recipe, {})
     if made.train.vllm_states is None:
         raise UserError(f"--recipe {recipe}: names no vllm_states, the folder that they go to")
-    material = read_material(made)
+    material = load_training_inputs(made)
     folder = Path(made.train.vllm_states)
     folder.mkdir(parents=True, exist_ok=True)
-    aux_layer_ids = planned_drafter(made.train, material.target).aux_layer_ids
-    files = StateFiles(folder, material.target, aux_layer_ids, made.train.max_length)
+    aux_layer_ids = plan_drafter_config(made.train, material.target).aux_layer_ids
+    files = HiddenStatesFiles(folder, material.target, aux_layer_ids, made.train.max_length)
     if not endpoint:
         print(serve_command(made.target, files))
         return

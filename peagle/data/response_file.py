@@ -35,7 +35,7 @@ BLOCK_ROWS = 16  # formatted in one go: a millisecond or two of Python's lock
 
 
 @dataclass
-class Row:
+class ResponseRow:
     """One written conversation."""
 
     id: str
@@ -70,7 +70,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Dropped:
+class DroppedResponse:
     """A response that was asked for and is not kept."""
 
     id: str
@@ -83,7 +83,7 @@ class Dropped:
 
 
 @dataclass
-class Totals:
+class ResponseTotals:
     """What a file holds, over all runs that wrote it."""
 
     lengths: array[int] = field(default_factory=lambda: array("i"))  # response tokens of each row
@@ -114,23 +114,23 @@ class ResponseFile:
         """`run` is for the record; `same` must not differ from an earlier run's. `texts` decodes the answers of rows
         that wait for it."""
         self.out, self.texts = out, texts
-        self.totals, self.done = Totals(), set[Key]()
+        self.totals, self.done = ResponseTotals(), set[Key]()
         self._files: dict[type, IO[bytes]] = {}
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
             before = self._check_manifest(same)
-            self._files = {Row: open(out, "a+b"), Dropped: open(beside(out, "dropped"), "a+b")}
+            self._files = {ResponseRow: open(out, "a+b"), DroppedResponse: open(beside(out, "dropped"), "a+b")}
             self._lock()
             self._scan()
             replace_json(beside(out, "manifest.json"), {"same": same, "runs": [*before, run]})
         except OSError as error:
             raise UserError(f"--out {out}: cannot be written ({error.strerror or error})") from None
-        self._queue: queue.SimpleQueue[Row | Dropped | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[ResponseRow | DroppedResponse | None] = queue.SimpleQueue()
         self._failed: Exception | None = None
         self._thread = threading.Thread(target=self._work, name="writer", daemon=True)
         self._thread.start()
 
-    def put(self, one: Row | Dropped) -> None:
+    def put(self, one: ResponseRow | DroppedResponse) -> None:
         """Queues a row; what went wrong with an earlier one is said here."""
         self._check()
         self._queue.put(one)
@@ -159,7 +159,7 @@ class ResponseFile:
 
     def _work(self) -> None:
         while True:
-            block: list[Row | Dropped] = []
+            block: list[ResponseRow | DroppedResponse] = []
             more = self._queue.get()
             while more is not None:
                 block.append(more)
@@ -174,8 +174,8 @@ class ResponseFile:
             if more is None:
                 return
 
-    def _write(self, block: list[Row | Dropped]) -> None:
-        waiting = [one for one in block if isinstance(one, Row) and one.unread is not None]
+    def _write(self, block: list[ResponseRow | DroppedResponse]) -> None:
+        waiting = [one for one in block if isinstance(one, ResponseRow) and one.unread is not None]
         if waiting and self.texts is not None:
             for row, text in zip(waiting, self.texts([row.unread or [] for row in waiting]), strict=True):
                 row.messages[-1]["content"] = text
@@ -190,7 +190,7 @@ class ResponseFile:
                 os.ftruncate(file.fileno(), size)  # giving bytes back needs no room
                 raise
         for one in block:
-            if isinstance(one, Row):
+            if isinstance(one, ResponseRow):
                 self.totals.add(one.asked, one.finish_reason)
             else:
                 self.totals.dropped[one.reason] += 1
@@ -201,7 +201,7 @@ class ResponseFile:
         except ImportError:  # not on Windows; two runs into one file are then not noticed
             return
         try:
-            fcntl.flock(self._files[Row].fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._files[ResponseRow].fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"--out {self.out}: another run is writing it") from None
 
@@ -224,16 +224,16 @@ class ResponseFile:
         return runs
 
     def _scan(self) -> None:
-        for number, line in _whole_lines(self._files[Row]):
+        for number, line in _whole_lines(self._files[ResponseRow]):
             key, asked, finish = _row_of(line, self.out, number)
             if key in self.done:
                 raise UserError(f"{self.out}:{number}: {key[0]!r}, sample {key[1]}, is there twice; delete this line")
             self.done.add(key)
             self.totals.add(asked, finish)
-        for number, line in _whole_lines(self._files[Dropped]):
+        for number, line in _whole_lines(self._files[DroppedResponse]):
             try:
                 value = json.loads(line)
-                dropped = Dropped(value["id"], value["sample"], value["reason"])
+                dropped = DroppedResponse(value["id"], value["sample"], value["reason"])
             except (ValueError, KeyError, TypeError):
                 raise UserError(f"{beside(self.out, 'dropped')}:{number}: damaged; delete this line") from None
             self.done.add((dropped.id, dropped.sample))

@@ -18,7 +18,7 @@ PERCENTILES = (10, 50, 90, 99)
 
 
 @dataclass(frozen=True)
-class Summary:
+class DataSummary:
     """Of a whole file, over all runs that wrote it; `new` and below are of this run alone."""
 
     out: str
@@ -83,7 +83,7 @@ def percentiles(lengths: Any) -> dict[str, int]:
 
 
 @dataclass
-class Progress:
+class GenerationProgress:
     """Rows done, tokens a second and the time left, on stderr: a bar on a terminal, now and then a line elsewhere."""
 
     total: int
