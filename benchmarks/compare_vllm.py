@@ -93,7 +93,7 @@ def open_peagle(job: Json) -> Generate:
     def generate(prompts: list[list[int]], max_tokens: int) -> tuple[int, int | None]:
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
         outputs = [request.outputs[0] for request in llm.generate(prompts, params)]
-        return sum(len(o.token_ids) for o in outputs), sum(o.rounds for o in outputs)
+        return sum(len(o.token_ids) for o in outputs), sum(o.num_decode_steps for o in outputs)
 
     return generate
 
