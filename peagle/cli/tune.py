@@ -93,9 +93,9 @@ def tune(
     table, missing = _timed(llm, settings, subject, out, again)
     count = AdaptiveK(llm.adaptive_k.choices, table)
     if curve is not None:
-        count.acceptance.assume(curve.rates)
-    loads = settings.concurrency or tuple(table.batches)
-    tuned = Tuned(subject, count, {load: vllm_config(llm, drafter, count.best(load)) for load in loads}, curve)
+        count.acceptance.set_prior_rates(curve.rates)
+    loads = settings.concurrency or tuple(table.batch_sizes)
+    tuned = Tuned(subject, count, {load: vllm_config(llm, drafter, count.best_k(load)) for load in loads}, curve)
     document = Results("tune", stamp.done(), tuned.about(llm), tuned.rows(), finished=not missing)
     if results is not None:
         write_results(results, document)
@@ -126,7 +126,7 @@ class Tuned:
 
         count = self.count
         return [
-            TuneRow(batch, k, seconds * 1e3, count.tokens_per_second(batch, k), k == count.best(batch))
+            TuneRow(batch, k, seconds * 1e3, count.tokens_per_second(batch, k), k == count.best_k(batch))
             for (batch, k), seconds in sorted(count.table.seconds.items())
         ]
 
@@ -210,8 +210,8 @@ def vllm_config(llm: LLM, drafter: str, k: int) -> dict[str, Any] | None:
 def recommendation(count: AdaptiveK) -> str:
     """One sentence: which K up to which load."""
     spans: list[tuple[int, int]] = []  # K, the largest batch it is best for
-    for batch in count.table.batches:
-        k = count.best(batch)
+    for batch in count.table.batch_sizes:
+        k = count.best_k(batch)
         if spans and spans[-1][0] == k:
             spans.pop()
         spans.append((k, batch))
@@ -226,10 +226,10 @@ def _show(llm: LLM, tuned: Tuned) -> None:
 
     count, table = tuned.count, tuned.count.table
     shown = Table("batch", *(f"K={k}" for k in count.choices), "best K", "tokens/s", title="milliseconds of a round")
-    for batch in table.batches:
+    for batch in table.batch_sizes:
         costs = [table.seconds.get((batch, k)) for k in count.choices]
         cells = [f"{s * 1e3:.2f}" if s is not None else "-" for s in costs]
-        best = count.best(batch)
+        best = count.best_k(batch)
         shown.add_row(str(batch), *cells, str(best), f"{count.tokens_per_second(batch, best):,.0f}")
     print_whole(shown)
     graphs, memory = llm.model_runner.decode_graphs, llm.memory_bytes()

@@ -74,7 +74,7 @@ class LLM:
             pool,
             loaded.max_num_seqs,
             loaded.choices[-1],
-            self.adaptive_k,
+            self.adaptive_k.choose_k,
             loaded.chunk_tokens,
             loaded.idle_chunk_tokens,
             loaded.choices if loaded.runner.decode_graphs is not None else None,
@@ -134,7 +134,7 @@ class LLM:
         rounds, firsts = launched.wait()
         now = time.perf_counter()
         if rounds and not plan.prefill_chunks and not self._shaped:
-            self.adaptive_k.timed(len(rounds), plan.num_draft_tokens, now - max(launched.began, self._returned))
+            self.adaptive_k.observe_step_time(len(rounds), plan.num_draft_tokens, now - max(launched.began, self._returned))
         self._returned = now
         finished, drafting = RequestState.FINISHED, self.drafter is not None
         for request, row in zip(plan.decode_requests, rounds, strict=True):
@@ -174,7 +174,7 @@ class LLM:
             self.num_draft_tokens += drafts
             for i in range(accepted):
                 request.num_accepted_tokens_per_pos[i] += 1
-            self.adaptive_k.observe(drafts, accepted)
+            self.adaptive_k.observe_acceptance(drafts, accepted)
 
     @staticmethod
     def _append(request: Request, tokens: list[int], logprobs: dict[int, list[dict[int, float]]]) -> None:

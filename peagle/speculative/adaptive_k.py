@@ -1,10 +1,14 @@
-"""How many drafts the next round should have.
+"""Chooses the number of draft tokens of the next decode step (`num_speculative_tokens="auto"`).
 
-A round for `batch` requests with k drafts costs cost(batch, k) and brings batch * (1 + a_1 + .. + a_k) tokens,
-a_i being how often draft i is accepted. The k with the most tokens per second wins; 0 is one of them. Costs
-come from a table measured on this machine, acceptance from the rounds themselves, and so does what the table did
-not know: the host's part, other lengths, a machine that was busy when it was measured. Which k runs never changes
-the text, so the choice may be wrong without harm.
+A decode step for `batch_size` requests with k draft tokens each takes cost(batch_size, k) seconds and yields
+batch_size * (1 + a_1 + .. + a_k) tokens, where a_i is the acceptance rate of position i. The k with the highest
+tokens per second wins; k = 0 is a candidate.
+
+- Costs come from a table measured on this machine (`StepCostTable`). Timings of real steps correct the table
+  (`StepTimeCorrection`): host overhead, other context lengths, a machine that was busy during the measurement.
+- Acceptance rates come from the steps themselves (`AcceptanceEstimate`).
+
+The choice never changes the output tokens, only the speed.
 """
 
 from __future__ import annotations
@@ -18,21 +22,21 @@ from pathlib import Path
 
 from peagle.errors import UserError
 
-PRIOR_RATE = 0.65  # each draft given the one before, until rounds have shown better
-PRIOR_WEIGHT = 16.0  # rounds
-MEMORY = 2048.0  # rounds an estimate remembers
-RECONSIDER_EVERY = 16  # rounds
-EXPLORE_EVERY = 64  # rounds, then one with the most drafts: deep positions are only seen by drafting deep
-EXPLORE_SHARE = 0.02  # of the time at most, so where drafting deep costs many rounds it is tried less often
-TABLE_WEIGHT = 4.0  # rounds of one kind that must have been timed for these to count as much as the others
-CLOCK_MEMORY = 32.0  # rounds of one kind that the mean of their times is about
-DOUBT = 0.8  # rounds that were never timed may be so much faster than they seem, for which they are looked at
-OUTLIER = 2.0  # a round that took so many times as long as usual was held up by something else
+PRIOR_RATE = 0.65  # prior acceptance rate of a position, given that the position before was accepted
+PRIOR_WEIGHT = 16.0  # weight of the prior, in steps
+ESTIMATE_WINDOW = 2048.0  # steps after which an acceptance estimate halves its past
+RECONSIDER_EVERY = 16  # steps between two evaluations of the best k
+EXPLORE_EVERY = 64  # steps between two explorations: deep positions are observed only by drafting deep
+EXPLORE_SHARE = 0.02  # largest share of the time that exploration may cost
+USUAL_RATIO_WEIGHT = 4.0  # weight of the mean correction of a batch size, in steps
+TIMING_WINDOW = 32.0  # steps that the running mean of a correction covers
+EXPLORE_BONUS = 0.8  # optimism about the speed of rarely timed choices
+OUTLIER_FACTOR = 2.0  # a timing is clipped to this factor around the running mean
 
 
 @dataclass
 class StepCostTable:
-    """Seconds of a round, by batch size and number of drafts; between measured batch sizes on a line."""
+    """Seconds of a decode step by (batch size, k), linearly interpolated between measured batch sizes."""
 
     seconds: dict[tuple[int, int], float] = field(default_factory=dict)
 
@@ -40,176 +44,185 @@ class StepCostTable:
         return bool(self.seconds)
 
     @property
-    def batches(self) -> list[int]:
-        return sorted({batch for batch, _ in self.seconds})
+    def batch_sizes(self) -> list[int]:
+        return sorted({batch_size for batch_size, _ in self.seconds})
 
-    def cost(self, batch: int, k: int) -> float | None:
-        known = sorted((b, s) for (b, drafts), s in self.seconds.items() if drafts == k)
-        if not known:
+    def cost(self, batch_size: int, k: int) -> float | None:
+        """Seconds of a step, or None if k was never measured. Past the largest batch size, cost is proportional."""
+        measured = sorted((size, s) for (size, num_draft_tokens), s in self.seconds.items() if num_draft_tokens == k)
+        if not measured:
             return None
-        at = bisect_left(known, (batch, 0.0))
-        if at == 0:
-            return known[0][1]
-        if at == len(known):
-            last, cost = known[-1]
-            return cost * batch / last  # past the table a round is bound by arithmetic
-        (low, low_cost), (high, high_cost) = known[at - 1], known[at]
-        return low_cost + (high_cost - low_cost) * (batch - low) / (high - low)
+        i = bisect_left(measured, (batch_size, 0.0))
+        if i == 0:
+            return measured[0][1]
+        if i == len(measured):
+            last_size, last_cost = measured[-1]
+            return last_cost * batch_size / last_size
+        (low, low_cost), (high, high_cost) = measured[i - 1], measured[i]
+        return low_cost + (high_cost - low_cost) * (batch_size - low) / (high - low)
 
-    def reaching(self, batch: int, choices: Sequence[int]) -> list[int]:
-        """Those whose costs are known up to this batch, or as far as any are."""
-        ends = {k: max((b for b, drafts in self.seconds if drafts == k), default=0) for k in choices}
-        far = min(batch, max(ends.values()))
-        return [k for k in choices if ends[k] >= far]
+    def measured_choices(self, batch_size: int, choices: Sequence[int]) -> list[int]:
+        """The choices that were measured up to this batch size, or as far as any choice was."""
+        largest = {k: max((size for size, drafts in self.seconds if drafts == k), default=0) for k in choices}
+        required = min(batch_size, max(largest.values()))
+        return [k for k in choices if largest[k] >= required]
 
-    def save(self, path: Path, **about: object) -> None:
-        rows = [{"batch": b, "drafts": k, "ms": round(s * 1e3, 4)} for (b, k), s in sorted(self.seconds.items())]
-        path.write_text(json.dumps({**about, "rounds": rows}, indent=1) + "\n")
+    def save(self, path: Path, **metadata: object) -> None:
+        rows = [
+            {"batch_size": size, "num_draft_tokens": k, "ms": round(s * 1e3, 4)}
+            for (size, k), s in sorted(self.seconds.items())
+        ]
+        path.write_text(json.dumps({**metadata, "steps": rows}, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> StepCostTable:
         try:
-            rows = json.loads(path.read_text())["rounds"]
-            return cls({(int(r["batch"]), int(r["drafts"])): float(r["ms"]) / 1e3 for r in rows})
+            rows = json.loads(path.read_text())["steps"]
+            return cls({(int(r["batch_size"]), int(r["num_draft_tokens"])): float(r["ms"]) / 1e3 for r in rows})
         except OSError as error:
             raise UserError(f"--cost-table {path}: {error.strerror}") from None
         except (ValueError, KeyError, TypeError):
-            raise UserError(f"--cost-table {path}: not a table written by `peagle tune`") from None
+            raise UserError(f"--cost-table {path}: not a cost table; write one with `peagle tune --out`") from None
 
 
 class AcceptanceEstimate:
-    """How often each draft is accepted, over the recent past."""
+    """Acceptance rate of each draft position over recent steps."""
 
-    def __init__(self, most: int) -> None:
-        self.tried = [PRIOR_WEIGHT] * most
-        self.accepted = [PRIOR_WEIGHT * PRIOR_RATE ** (i + 1) for i in range(most)]
+    def __init__(self, max_speculative_tokens: int) -> None:
+        self.num_drafted = [PRIOR_WEIGHT] * max_speculative_tokens
+        self.num_accepted = [PRIOR_WEIGHT * PRIOR_RATE ** (i + 1) for i in range(max_speculative_tokens)]
 
-    def observe(self, drafts: int, accepted: int) -> None:
-        for i in range(drafts):
-            if self.tried[i] >= MEMORY:
-                self.tried[i] *= 0.5
-                self.accepted[i] *= 0.5
-            self.tried[i] += 1
-            self.accepted[i] += i < accepted
+    def observe(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
+        for i in range(num_draft_tokens):
+            if self.num_drafted[i] >= ESTIMATE_WINDOW:
+                self.num_drafted[i] *= 0.5
+                self.num_accepted[i] *= 0.5
+            self.num_drafted[i] += 1
+            self.num_accepted[i] += i < num_accepted_tokens
 
-    def assume(self, rates: Sequence[float]) -> None:
-        """Starts from these instead of the prior; drafts past the last are taken to be as hard as that one."""
-        known = list(rates)
-        step = known[-1] / (known[-2] if len(known) > 1 else 1.0) if known and known[-1] > 0 else 0.0
-        while len(known) < len(self.tried):
-            known.append((known[-1] if known else 1.0) * step)
-        self.tried = [PRIOR_WEIGHT] * len(self.tried)
-        self.accepted = [PRIOR_WEIGHT * rate for rate in known[: len(self.tried)]]
+    def set_prior_rates(self, rates: Sequence[float]) -> None:
+        """Replaces the estimate by these rates. Positions past the last continue its conditional rate."""
+        prior = list(rates)
+        step = prior[-1] / (prior[-2] if len(prior) > 1 else 1.0) if prior and prior[-1] > 0 else 0.0
+        while len(prior) < len(self.num_drafted):
+            prior.append((prior[-1] if prior else 1.0) * step)
+        self.num_drafted = [PRIOR_WEIGHT] * len(self.num_drafted)
+        self.num_accepted = [PRIOR_WEIGHT * rate for rate in prior[: len(self.num_drafted)]]
 
     @property
     def rates(self) -> list[float]:
-        return [a / t for a, t in zip(self.accepted, self.tried, strict=True)]
+        return [a / n for a, n in zip(self.num_accepted, self.num_drafted, strict=True)]
 
 
-class Clock:
-    """How much longer rounds take than the table says, by the batch size that they were recorded for and drafts."""
+class StepTimeCorrection:
+    """Ratio of measured step time to table cost, by (measured batch size, k)."""
 
     def __init__(self) -> None:
-        self.seen: dict[tuple[int, int], tuple[float, float]] = {}  # the mean, and of how many
+        self.observed: dict[tuple[int, int], tuple[float, float]] = {}  # running mean, number of timings
 
     def observe(self, size: int, k: int, ratio: float) -> None:
-        mean, count = self.seen.get((size, k)) or (self.ratio(size, k), 0.0)
-        count = min(count + 1, CLOCK_MEMORY)
-        self.seen[size, k] = mean + (min(max(ratio, mean / OUTLIER), mean * OUTLIER) - mean) / count, count
+        mean, count = self.observed.get((size, k)) or (self.ratio(size, k), 0.0)
+        count = min(count + 1, TIMING_WINDOW)
+        clipped = min(max(ratio, mean / OUTLIER_FACTOR), mean * OUTLIER_FACTOR)
+        self.observed[size, k] = mean + (clipped - mean) / count, count
 
-    def knows(self, size: int) -> bool:
-        return any(at == size for at, _ in self.seen)
+    def has_observed(self, size: int) -> bool:
+        return any(observed_size == size for observed_size, _ in self.observed)
 
     def ratio(self, size: int, k: int) -> float:
-        """Of rounds that were hardly ever timed mostly that of others of this size."""
-        others = [seen for (at, _), seen in self.seen.items() if at == size]
-        if not others:
+        """The mean ratio of this k, shrunk towards the mean ratio of all k at this batch size."""
+        same_size = [timing for (observed_size, _), timing in self.observed.items() if observed_size == size]
+        if not same_size:
             return 1.0
-        usual = sum(mean * count for mean, count in others) / sum(count for _, count in others)
-        mean, count = self.seen.get((size, k), (usual, 0.0))
-        return (usual * TABLE_WEIGHT + mean * count) / (TABLE_WEIGHT + count)
+        usual = sum(mean * count for mean, count in same_size) / sum(count for _, count in same_size)
+        mean, count = self.observed.get((size, k), (usual, 0.0))
+        return (usual * USUAL_RATIO_WEIGHT + mean * count) / (USUAL_RATIO_WEIGHT + count)
 
 
 class AdaptiveK:
-    """`choices` are the numbers of drafts a round may have; one choice is no choice."""
+    """Chooses k from `choices` for each decode step. With one choice, or without a cost table, takes the largest."""
 
     def __init__(self, choices: Sequence[int], table: StepCostTable | None = None) -> None:
         self.choices = sorted(choices)
         self.table = table or StepCostTable()
         self.acceptance = AcceptanceEstimate(self.choices[-1])
-        self.clock = Clock()
-        self._rounds, self._explore_at, self._explored = 0, EXPLORE_EVERY, 0
-        self._best: dict[int, int] = {}  # by batch size, until acceptance has moved on
-        self._costs: dict[int, dict[int, float | None]] = {}  # by batch size, looked up in the table once
-        self._sizes: dict[int, int] = {}
+        self.correction = StepTimeCorrection()
+        self._num_steps, self._explore_at, self._num_explorations = 0, EXPLORE_EVERY, 0
+        # Caches by batch size. The first is cleared every RECONSIDER_EVERY steps.
+        self._best: dict[int, int] = {}
+        self._costs: dict[int, dict[int, float | None]] = {}
+        self._measured_sizes: dict[int, int] = {}
 
-    def __call__(self, batch: int) -> int:
-        if len(self.choices) == 1 or not self.table or batch == 0:
+    def choose_k(self, batch_size: int) -> int:
+        """The number of draft tokens of the next step: the best k, or now and then one to explore."""
+        if len(self.choices) == 1 or not self.table or batch_size == 0:
             return self.choices[-1]
-        self._rounds += 1
-        if self._rounds % RECONSIDER_EVERY == 0:
+        self._num_steps += 1
+        if self._num_steps % RECONSIDER_EVERY == 0:
             self._best.clear()
-        if batch not in self._best:
-            self._best[batch] = self.best(batch)
-        if self._rounds >= self._explore_at:
-            return self._look(batch, self._best[batch])
-        return self._best[batch]
+        if batch_size not in self._best:
+            self._best[batch_size] = self.best_k(batch_size)
+        if self._num_steps >= self._explore_at:
+            return self._explore(batch_size, self._best[batch_size])
+        return self._best[batch_size]
 
-    def _look(self, batch: int, usual: int) -> int:
-        """The most drafts, for how often they hold; in turns with others, where rounds are timed."""
-        costs = self._costs_at(batch)
-        k, self._explored = max(costs), self._explored + 1
-        others = [other for other in costs if other not in (usual, k)]
-        if others and self._explored % 2 and self.clock.knows(self._size(batch)):
-            k = max(others, key=partial(self._promise, batch))
-        lost = 0.0  # usual rounds
-        if seconds := self._seconds(batch, usual):
-            lost = self._seconds(batch, k) / seconds - self._tokens(k) / self._tokens(usual)
-        self._explore_at = self._rounds + max(EXPLORE_EVERY, round(lost / EXPLORE_SHARE))
+    def _explore(self, batch_size: int, best: int) -> int:
+        """Alternates between the largest k, to observe deep positions, and the most promising other k, to time it."""
+        costs = self._costs_at(batch_size)
+        k, self._num_explorations = max(costs), self._num_explorations + 1
+        others = [other for other in costs if other not in (best, k)]
+        if others and self._num_explorations % 2 and self.correction.has_observed(self._measured_size(batch_size)):
+            k = max(others, key=partial(self._optimistic_speed, batch_size))
+        lost_steps = 0.0  # cost of this exploration, in steps with the best k
+        if seconds := self._seconds(batch_size, best):
+            lost_steps = self._seconds(batch_size, k) / seconds - self._num_tokens(k) / self._num_tokens(best)
+        self._explore_at = self._num_steps + max(EXPLORE_EVERY, round(lost_steps / EXPLORE_SHARE))
         return k
 
-    def _promise(self, batch: int, k: int) -> float:
-        """How fast rounds may be, of which few have been timed."""
-        size = self._size(batch)
-        _, count = self.clock.seen.get((size, k), (0.0, 0.0))
-        return self._speed_at(batch, k) * (1 + DOUBT / (count + 1) ** 0.5)
+    def _optimistic_speed(self, batch_size: int, k: int) -> float:
+        """Speed with an exploration bonus for rarely timed choices."""
+        _, count = self.correction.observed.get((self._measured_size(batch_size), k), (0.0, 0.0))
+        return self._speed_at(batch_size, k) * (1 + EXPLORE_BONUS / (count + 1) ** 0.5)
 
-    def best(self, batch: int) -> int:
-        return max(self._costs_at(batch), key=partial(self._speed_at, batch))
+    def best_k(self, batch_size: int) -> int:
+        return max(self._costs_at(batch_size), key=partial(self._speed_at, batch_size))
 
-    def _speed_at(self, batch: int, k: int) -> float:
-        return self._speed(k, self._seconds(batch, k))
+    def _speed_at(self, batch_size: int, k: int) -> float:
+        return self._speed(k, self._seconds(batch_size, k))
 
-    def _seconds(self, batch: int, k: int) -> float:
-        """Of a round, by the table and by what rounds have shown of it."""
-        return (self._costs_at(batch)[k] or 0.0) * self.clock.ratio(self._size(batch), k)
+    def _seconds(self, batch_size: int, k: int) -> float:
+        """Corrected seconds of a step."""
+        return (self._costs_at(batch_size)[k] or 0.0) * self.correction.ratio(self._measured_size(batch_size), k)
 
-    def tokens_per_second(self, batch: int, k: int) -> float:
-        return batch * self._speed(k, self.table.cost(batch, k))
+    def tokens_per_second(self, batch_size: int, k: int) -> float:
+        """Output tokens per second of the batch, by the table alone."""
+        return batch_size * self._speed(k, self.table.cost(batch_size, k))
 
     def _speed(self, k: int, cost: float | None) -> float:
-        return self._tokens(k) / cost if cost else 0.0
+        return self._num_tokens(k) / cost if cost else 0.0
 
-    def _tokens(self, k: int) -> float:
+    def _num_tokens(self, k: int) -> float:
+        """Expected output tokens of a step of one request."""
         return 1 + sum(self.acceptance.rates[:k])
 
-    def _size(self, batch: int) -> int:
-        """The measured batch size that a round of so many counts to."""
-        if batch not in self._sizes:
-            sizes = self.table.batches
-            self._sizes[batch] = sizes[min(bisect_left(sizes, batch), len(sizes) - 1)]
-        return self._sizes[batch]
+    def _measured_size(self, batch_size: int) -> int:
+        """The smallest measured batch size that holds this batch; corrections are kept by it."""
+        if batch_size not in self._measured_sizes:
+            sizes = self.table.batch_sizes
+            self._measured_sizes[batch_size] = sizes[min(bisect_left(sizes, batch_size), len(sizes) - 1)]
+        return self._measured_sizes[batch_size]
 
-    def _costs_at(self, batch: int) -> dict[int, float | None]:
-        """Of the choices at this load."""
-        if batch not in self._costs:
-            self._costs[batch] = {k: self.table.cost(batch, k) for k in self.table.reaching(batch, self.choices)}
-        return self._costs[batch]
+    def _costs_at(self, batch_size: int) -> dict[int, float | None]:
+        """Table cost of each candidate k at this batch size."""
+        if batch_size not in self._costs:
+            candidates = self.table.measured_choices(batch_size, self.choices)
+            self._costs[batch_size] = {k: self.table.cost(batch_size, k) for k in candidates}
+        return self._costs[batch_size]
 
-    def observe(self, drafts: int, accepted: int) -> None:
-        self.acceptance.observe(drafts, accepted)
+    def observe_acceptance(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
+        self.acceptance.observe(num_draft_tokens, num_accepted_tokens)
 
-    def timed(self, batch: int, k: int, seconds: float) -> None:
-        """A round took so long, with what the host has to do for it."""
-        if len(self.choices) > 1 and self.table and (cost := self._costs_at(batch).get(k)):
-            self.clock.observe(self._size(batch), k, seconds / cost)
+    def observe_step_time(self, batch_size: int, k: int, seconds: float) -> None:
+        """Records the wall-clock time of a step, host work included."""
+        if len(self.choices) > 1 and self.table and (cost := self._costs_at(batch_size).get(k)):
+            self.correction.observe(self._measured_size(batch_size), k, seconds / cost)

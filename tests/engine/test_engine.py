@@ -295,7 +295,7 @@ def test_auto_times_its_rounds() -> None:
     llm = engine("p-eagle-1", "auto")
     llm.adaptive_k.table = StepCostTable({(1, k): 1e-9 for k in llm.adaptive_k.choices})
     llm.generate(list(prompt(700, 17)), SamplingParams(max_tokens=40, ignore_eos=True))
-    seen = llm.adaptive_k.clock.seen
+    seen = llm.adaptive_k.correction.observed
     assert seen and {size for size, _ in seen} == {1} and sum(count for _, count in seen.values()) <= 39
     # far above the table, and each step towards that is a doubling at most
     assert max(mean for mean, count in seen.values() if count > 4) > 4
