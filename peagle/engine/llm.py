@@ -134,7 +134,9 @@ class LLM:
         rounds, firsts = launched.wait()
         now = time.perf_counter()
         if rounds and not plan.prefill_chunks and not self._shaped:
-            self.adaptive_k.observe_step_time(len(rounds), plan.num_draft_tokens, now - max(launched.began, self._returned))
+            self.adaptive_k.observe_step_time(
+                len(rounds), plan.num_draft_tokens, now - max(launched.began, self._returned)
+            )
         self._returned = now
         finished, drafting = RequestState.FINISHED, self.drafter is not None
         for request, row in zip(plan.decode_requests, rounds, strict=True):

@@ -108,7 +108,11 @@ def test_it_goes_on_where_it_stopped(tune: Any, tmp_path: Path) -> None:
     assert tune("p-eagle-1", "--out", str(out))[0] == 0
     whole = json.loads(out.read_text())
     assert whole["finished"] is True
-    old = [{**row, "ms": 12345.0} for row in whole["steps"] if (row["batch_size"], row["num_draft_tokens"]) in ((1, 0), (3, 7))]
+    old = [
+        {**row, "ms": 12345.0}
+        for row in whole["steps"]
+        if (row["batch_size"], row["num_draft_tokens"]) in ((1, 0), (3, 7))
+    ]
     out.write_text(json.dumps({**whole, "steps": old, "finished": False}))
     status, _, told = tune("p-eagle-1", "--out", str(out))
     assert status == 0 and "2 of 12 rounds are in" in told
