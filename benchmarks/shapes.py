@@ -148,7 +148,7 @@ def write_checkpoints(name: str, tiny: bool, folder: Path) -> dict[str, str]:
     """Writes the target and both drafters; returns folder paths by 'target', 'p-eagle' and 'eagle3'."""
     import torch
 
-    from peagle.checkpoints.drafter import config_values, drafter_layout, plain_name
+    from peagle.checkpoints.drafter import build_drafter_config, drafter_layout, plain_tensor_name
     from peagle.checkpoints.target import read_target_config
     from peagle.config import DrafterConfig, LayerConfig, RopeConfig
 
@@ -180,8 +180,8 @@ def write_checkpoints(name: str, tiny: bool, folder: Path) -> dict[str, str]:
             own_embeddings=shape.drafter_owns_tables,
             own_head=shape.drafter_owns_tables,
         )
-        shapes = {plain_name(n): slot.shape for n, slot in drafter_layout(cfg).items()}
-        _write_empty_checkpoint(folder / method, config_values(cfg, torch.bfloat16), shapes)
+        shapes = {plain_tensor_name(n): slot.shape for n, slot in drafter_layout(cfg).items()}
+        _write_empty_checkpoint(folder / method, build_drafter_config(cfg, torch.bfloat16), shapes)
         folders[method] = str(folder / method)
     return folders
 

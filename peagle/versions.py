@@ -10,7 +10,7 @@ from peagle import __version__
 USUAL = ("torch", "transformers")
 
 
-def versions(*more: str) -> dict[str, str]:
+def installed_versions(*more: str) -> dict[str, str]:
     """Of peagle, Python, the usual packages and `more`; one that is not installed is left out."""
     found = {name: _version(name) for name in (*USUAL, *more)}
     installed = {name: version for name, version in found.items() if version is not None}

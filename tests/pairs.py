@@ -18,7 +18,7 @@ import torch
 from peagle.checkpoints.drafter import load_drafter, save_drafter
 from peagle.checkpoints.files import write_folder, write_json, write_weights
 from peagle.checkpoints.target import load_decoder
-from peagle.checkpoints.tensor_layout import layout_of, unfill
+from peagle.checkpoints.tensor_layout import build_layout, split_parameters
 from peagle.config import DecoderConfig, DrafterConfig, LayerConfig, RopeConfig
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
@@ -178,7 +178,7 @@ def save_target(model: Decoder, folder: Path) -> None:
         "eos_token_id": EOS_ID,
         "dtype": "bfloat16",
     }
-    tensors = unfill(model, layout_of(model, cfg.layer))
+    tensors = split_parameters(model, build_layout(model, cfg.layer))
 
     def write(into: Path) -> None:
         write_weights({n if n.startswith("lm_head") else f"model.{n}": t for n, t in tensors.items()}, into)

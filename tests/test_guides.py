@@ -35,8 +35,8 @@ import torch
 import typer
 from support import edit_weights, set_config
 
-from peagle.checkpoints.drafter import config_values, drafter_layout, plain_name
-from peagle.checkpoints.speculators import OWN_FIELDS, from_plain
+from peagle.checkpoints.drafter import build_drafter_config, drafter_layout, plain_tensor_name
+from peagle.checkpoints.speculators import OWN_FIELDS, plain_to_speculators
 from peagle.cli import main
 from peagle.cli.app import app
 from peagle.config import MASK_TOKEN_ID_KEYS, RopeConfig, SamplingParams
@@ -433,14 +433,16 @@ def test_the_format_is_told_whole() -> None:
         aux_layer_ids=(1, 2),
         **own,
     )
-    values = config_values(cfg, torch.bfloat16)
+    values = build_drafter_config(cfg, torch.bfloat16)
     assert set(values) <= told
     for name in drafter_layout(cfg):
-        plain = plain_name(name)
+        plain = plain_tensor_name(name)
         if not plain.startswith("layers.1.") and not plain.endswith(".bias"):
             assert plain in told or re.sub(r"^midlayer\.(?=self_attn\.[qk]_norm)", "", plain) in told, plain
     assert set(OWN_FIELDS) <= told
-    assert set(from_plain({**values, "fc_norm": False}, "t", [], 7)) - {"speculators_version", *values} <= told
+    assert (
+        set(plain_to_speculators({**values, "fc_norm": False}, "t", [], 7)) - {"speculators_version", *values} <= told
+    )
 
 
 def anchors(path: Path) -> set[str]:

@@ -19,9 +19,9 @@ from peagle.bench.run import Variant, renamed
 from peagle.bench.server import ServerBench, Stated
 from peagle.bench.vllm import VllmBench
 from peagle.bench.workload import KNOWN_IDS, Workload, random_workload, read_workload, usable_ids
-from peagle.checkpoints.drafter import check_fits, read_drafter_config
+from peagle.checkpoints.drafter import check_drafter_fits, read_drafter_config
 from peagle.checkpoints.target import Target, load_tokenizer, read_target_config
-from peagle.checkpoints.validate import speculative_config
+from peagle.checkpoints.validate import build_speculative_config
 from peagle.config import BenchEngineSettings, BenchServerSettings, BenchSettings, SpeculationMethod
 from peagle.engine.llm import LLM
 from peagle.errors import UserError
@@ -60,7 +60,7 @@ class Embedded:
         for drafter in drafters:
             folder = resolve_drafter(drafter)
             own = read_drafter_config(folder, self.cfg)
-            check_fits(own, self.cfg, folder)
+            check_drafter_fits(own, self.cfg, folder)
             method: SpeculationMethod = "p-eagle" if own.parallel else "eagle3"
             self._wanted += [(drafter, folder, method, k) for k in draft_tokens]
 
@@ -105,7 +105,7 @@ class Embedded:
         speculative = None
         if folder is not None:
             assert isinstance(k, int)
-            speculative = speculative_config(str(folder), k, parallel)
+            speculative = build_speculative_config(str(folder), k, parallel)
             if on_gpu:
                 # a parallel drafter reads up to 2K rows a request: above 512 in all vLLM records no graph by itself
                 rows = given["max_num_seqs"] * (2 * k if parallel else k + 1)

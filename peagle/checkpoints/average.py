@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from peagle.checkpoints.drafter import (
-    config_values,
+    build_drafter_config,
     drafter_tensors,
-    load_unbound,
+    load_unshared_drafter,
     read_drafter_config,
     same_tensor,
-    trained_draft_tokens,
+    trained_num_speculative_tokens,
 )
 from peagle.checkpoints.files import write_folder, write_json, write_weights
 from peagle.errors import UserError
@@ -37,11 +37,11 @@ def average(sources: Sequence[Path], out: Path, shares: Sequence[float]) -> None
                 f"{source}: cannot be averaged with {sources[0]}: {other[0]} is {theirs[other[0]]!r} here and "
                 f"{ours[other[0]]!r} there"
             )
-    drafters = [load_unbound(source, configs[0], dtype=None) for source in sources]
+    drafters = [load_unshared_drafter(source, configs[0], dtype=None) for source in sources]
     every = [drafter_tensors(drafter) for drafter in drafters]
     tensors = {name: _mean(name, [own[name] for own in every], shares, sources) for name in every[0]}
-    values = config_values(configs[0], drafters[0].fc.weight.dtype)
-    trained = [tokens for source in sources if (tokens := trained_draft_tokens(source)) is not None]
+    values = build_drafter_config(configs[0], drafters[0].fc.weight.dtype)
+    trained = [tokens for source in sources if (tokens := trained_num_speculative_tokens(source)) is not None]
     if trained:
         values["trained_draft_tokens"] = min(trained)
 

@@ -11,16 +11,16 @@ from typing import Literal
 
 from peagle.checkpoints import speculators
 from peagle.checkpoints.drafter import (
+    build_drafter_config,
     canonical,
-    check_fits,
-    config_values,
+    check_drafter_fits,
     drafter_tensors,
-    load_unbound,
-    plain_name,
+    load_unshared_drafter,
+    plain_tensor_name,
     read_drafter_config,
     same_tensor,
 )
-from peagle.checkpoints.files import Weights, read_config_json, write_folder, write_json, write_weights
+from peagle.checkpoints.files import SafetensorsFolder, read_config_json, write_folder, write_json, write_weights
 from peagle.checkpoints.target import read_target_config
 
 Format = Literal["plain", "speculators"]
@@ -34,12 +34,12 @@ def convert(source: Path, out: Path, to: Format, target: Path, target_name: str,
     """Writes `out`; returns what became of the shared tables, for the user to read."""
     target_cfg = read_target_config(target)
     cfg = read_drafter_config(source, target_cfg)
-    check_fits(cfg, target_cfg, source)
-    drafter = load_unbound(source, cfg, dtype=None)
+    check_drafter_fits(cfg, target_cfg, source)
+    drafter = load_unshared_drafter(source, cfg, dtype=None)
     tensors = {canonical(name): tensor for name, tensor in drafter_tensors(drafter).items()}
-    values = config_values(cfg, drafter.fc.weight.dtype)
+    values = build_drafter_config(cfg, drafter.fc.weight.dtype)
     fate: dict[str, str] = {}
-    theirs = Weights(target)
+    theirs = SafetensorsFolder(target)
     for name in ("embed_tokens.weight", "lm_head.weight"):
         tied = name == "lm_head.weight" and target_cfg.tie_word_embeddings
         table = theirs["model.embed_tokens.weight" if tied or name.startswith("embed") else name]
@@ -50,10 +50,10 @@ def convert(source: Path, out: Path, to: Format, target: Path, target_name: str,
             del tensors[name]
             fate[name] = "left out: equal to the target's, so shared with it"
     if to == "plain":
-        tensors = {plain_name(name): tensor for name, tensor in tensors.items()}
+        tensors = {plain_tensor_name(name): tensor for name, tensor in tensors.items()}
     else:
         architectures = read_config_json(target).get("architectures", [])
-        values = speculators.from_plain(values, target_name, architectures, draft_tokens)
+        values = speculators.plain_to_speculators(values, target_name, architectures, draft_tokens)
 
     def write(into: Path) -> None:
         write_weights(tensors, into)

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from peagle.checkpoints import speculators
-from peagle.checkpoints.families import sliding_windows
-from peagle.checkpoints.fields import (
-    Fields,
+from peagle.checkpoints.config_reader import (
+    ConfigReader,
     completed,
     layer_config,
     layer_fields,
@@ -24,8 +23,9 @@ from peagle.checkpoints.fields import (
     rope_config,
     rope_fields,
 )
-from peagle.checkpoints.files import Weights, read_config_json, write_folder, write_json, write_weights
-from peagle.checkpoints.tensor_layout import Layout, fill, layout_of, problems, unfill
+from peagle.checkpoints.families import sliding_windows
+from peagle.checkpoints.files import SafetensorsFolder, read_config_json, write_folder, write_json, write_weights
+from peagle.checkpoints.tensor_layout import Layout, build_layout, fill, problems, split_parameters
 from peagle.config import MASK_TOKEN_ID_KEYS, DecoderConfig, DrafterConfig
 from peagle.errors import UserError
 from peagle.models.decoder import Decoder
@@ -49,7 +49,7 @@ def canonical(name: str) -> str:
     return re.sub(r"^midlayer\.", "layers.0.", name)
 
 
-def plain_name(name: str) -> str:
+def plain_tensor_name(name: str) -> str:
     """The plain format's name for a tensor of the module."""
     return re.sub(r"^layers\.0\.", "midlayer.", name)
 
@@ -71,7 +71,7 @@ def read_drafter_config(folder: Path, target: DecoderConfig | None = None) -> Dr
     mlp_bias = fields.get("mlp_bias", bool, False)
     layer = layer_config(fields, qkv_bias=bias, out_bias=bias, mlp_bias=mlp_bias, qk_norm=kind == "qwen3")
     windows = sliding_windows(fields, num_layers)
-    names = {canonical(name) for name in Weights(folder).names()}
+    names = {canonical(name) for name in SafetensorsFolder(folder).names()}
     return DrafterConfig(
         vocab_size=vocab,
         draft_vocab_size=fields.size("draft_vocab_size", vocab),
@@ -96,11 +96,11 @@ def plain_values(folder: Path) -> dict[str, Any]:
     """The folder's config in the plain format's terms, whichever format it is in."""
     values = read_config_json(folder)
     if speculators.is_speculators(values):
-        return speculators.to_plain(values, folder / "config.json")
+        return speculators.speculators_to_plain(values, folder / "config.json")
     return values
 
 
-def trained_draft_tokens(folder: Path) -> int | None:
+def trained_num_speculative_tokens(folder: Path) -> int | None:
     """How many drafts a round it was trained for, where its config says so."""
     values = read_config_json(folder)
     own = values.get("trained_draft_tokens")
@@ -109,15 +109,15 @@ def trained_draft_tokens(folder: Path) -> int | None:
     return own if type(own) is int and own > 0 else None
 
 
-def _aux_layer_ids(fields: Fields, nested: Fields, target: DecoderConfig | None) -> tuple[int, ...]:
+def _aux_layer_ids(fields: ConfigReader, nested: ConfigReader, target: DecoderConfig | None) -> tuple[int, ...]:
     name = "eagle_aux_hidden_state_layer_ids"
     aux_layer_ids = fields.int_list(name) or nested.int_list(name)
     if not aux_layer_ids:
         if target is None:
-            raise fields.wrong(f"no {name}: name the target (--target), whose default aux_layer_ids are meant then")
+            raise fields.error(f"no {name}: name the target (--target), whose default aux_layer_ids are meant then")
         aux_layer_ids = target.default_aux_layer_ids
     if len(set(aux_layer_ids)) != len(aux_layer_ids) or min(aux_layer_ids) < 0:
-        raise fields.wrong(f"{name} is {list(aux_layer_ids)}, expected different layers, from 0 up")
+        raise fields.error(f"{name} is {list(aux_layer_ids)}, expected different layers, from 0 up")
     return tuple(sorted(aux_layer_ids))
 
 
@@ -140,10 +140,10 @@ def _mask_id(values: dict[str, Any], source: Path, parallel: bool, vocab: int) -
 
 def drafter_layout(cfg: DrafterConfig) -> Layout:
     with torch.device("meta"):
-        return layout_of(Drafter(cfg), cfg.layer)
+        return build_layout(Drafter(cfg), cfg.layer)
 
 
-def tensor_problems(cfg: DrafterConfig, shapes: dict[str, tuple[int, ...]]) -> list[str]:
+def find_tensor_problems(cfg: DrafterConfig, shapes: dict[str, tuple[int, ...]]) -> list[str]:
     """What is wrong with the tensors of a file, by its header alone."""
     layout = drafter_layout(cfg)
     seen: dict[str, tuple[int, ...]] = {}
@@ -173,23 +173,23 @@ def load_drafter(
 ) -> Drafter:
     """A drafter ready to draft for `target`; one made for another target is refused."""
     cfg = read_drafter_config(folder, target.cfg)
-    check_fits(cfg, target.cfg, folder)
-    return load_unbound(folder, cfg, dtype, device).share_weights(target)
+    check_drafter_fits(cfg, target.cfg, folder)
+    return load_unshared_drafter(folder, cfg, dtype, device).share_weights(target)
 
 
-def load_unbound(
+def load_unshared_drafter(
     folder: Path, cfg: DrafterConfig, dtype: torch.dtype | None, device: torch.device | str = "cpu"
 ) -> Drafter:
     """The module alone; `dtype` None keeps every tensor as stored."""
-    weights = Weights(folder)
-    found = tensor_problems(cfg, weights.shapes)
+    weights = SafetensorsFolder(folder)
+    found = find_tensor_problems(cfg, weights.shapes)
     if found:
         more = f" (and {len(found) - 1} more; see `peagle inspect`)" if len(found) > 1 else ""
         raise UserError(f"{folder}: {found[0]}{more}")
     with torch.device("meta"):
         drafter = Drafter(cfg)
     file_names = {canonical(name): name for name in weights.names()}
-    fill(drafter, layout_of(drafter, cfg.layer), weights, file_names, dtype, device)
+    fill(drafter, build_layout(drafter, cfg.layer), weights, file_names, dtype, device)
     drafter.rope.to(device)
     if drafter.d2t is None and "d2t" in weights and weights["d2t"].any():
         raise UserError(f"{folder}: d2t moves tokens of a full vocabulary; only a reduced one has such a map")
@@ -202,7 +202,7 @@ def load_unbound(
     return drafter.eval().requires_grad_(False)
 
 
-def fit_problems(cfg: DrafterConfig, target: DecoderConfig) -> list[str]:
+def find_fit_problems(cfg: DrafterConfig, target: DecoderConfig) -> list[str]:
     """Why a drafter cannot draft for a target."""
     found = []
     if cfg.target_hidden_size != target.layer.hidden_size:
@@ -214,17 +214,19 @@ def fit_problems(cfg: DrafterConfig, target: DecoderConfig) -> list[str]:
     if cfg.draft_vocab_size > cfg.vocab_size:
         found.append(f"draft_vocab_size {cfg.draft_vocab_size} exceeds the vocabulary of {cfg.vocab_size}")
     if max(cfg.aux_layer_ids) > target.num_layers:
-        found.append(f"aux_layer_ids layer {max(cfg.aux_layer_ids)}, this target has {target.num_layers} layers")
+        found.append(
+            f"aux_layer_ids contains layer {max(cfg.aux_layer_ids)}, but the target has {target.num_layers} layers"
+        )
     return found
 
 
-def check_fits(cfg: DrafterConfig, target: DecoderConfig, folder: Path) -> None:
-    found = fit_problems(cfg, target)
+def check_drafter_fits(cfg: DrafterConfig, target: DecoderConfig, folder: Path) -> None:
+    found = find_fit_problems(cfg, target)
     if found:
         raise UserError(f"--drafter {folder}: does not fit the target: {'; '.join(found)}")
 
 
-def config_values(cfg: DrafterConfig, dtype: torch.dtype) -> dict[str, Any]:
+def build_drafter_config(cfg: DrafterConfig, dtype: torch.dtype) -> dict[str, Any]:
     """The plain config.json of a drafter."""
     kind = "qwen3" if cfg.layer.qk_norm else "llama"
     values: dict[str, Any] = {
@@ -258,18 +260,18 @@ def config_values(cfg: DrafterConfig, dtype: torch.dtype) -> dict[str, Any]:
 
 def drafter_tensors(drafter: Drafter) -> dict[str, Tensor]:
     """The tensors of the plain format, layer 0 as `midlayer.`; `t2d` is made from `d2t`."""
-    tensors = unfill(drafter, layout_of(drafter, drafter.cfg.layer))
+    tensors = split_parameters(drafter, build_layout(drafter, drafter.cfg.layer))
     if drafter.d2t is not None:
         t2d = torch.zeros(drafter.cfg.vocab_size, dtype=torch.bool)
         t2d[(torch.arange(len(drafter.d2t)) + drafter.d2t.cpu())] = True
         tensors["t2d"] = t2d
-    return {plain_name(name): tensor for name, tensor in tensors.items()}
+    return {plain_tensor_name(name): tensor for name, tensor in tensors.items()}
 
 
 def save_drafter(drafter: Drafter, folder: Path, max_shard_bytes: int | None = None) -> None:
     def write(into: Path) -> None:
         write_weights(drafter_tensors(drafter), into, max_shard_bytes)
-        write_json(config_values(drafter.cfg, drafter.fc.weight.dtype), into / "config.json")
+        write_json(build_drafter_config(drafter.cfg, drafter.fc.weight.dtype), into / "config.json")
 
     write_folder(folder, write)
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from peagle.checkpoints import gemma, llama4
 from peagle.checkpoints import weight_conversion as published
-from peagle.checkpoints.fields import (
-    Fields,
+from peagle.checkpoints.config_reader import (
+    ConfigReader,
     completed,
     experts_config,
     layer_config,
@@ -22,7 +22,7 @@ from peagle.checkpoints.fields import (
     rope_config,
 )
 from peagle.checkpoints.transformers_model import foreign_config, is_foreign
-from peagle.checkpoints.weight_conversion import Sources
+from peagle.checkpoints.weight_conversion import TensorSources
 from peagle.config import AttentionTemperature, DecoderConfig, LayerConfig, RopeConfig, Window
 from peagle.errors import UserError
 from peagle.kernels.moe.mxfp4 import BLOCK
@@ -33,69 +33,73 @@ FP8 = "fp8"
 @dataclass(frozen=True)
 class Family:
     model_type: str  # transformers' name for its config
-    layer: Callable[[Fields], LayerConfig]
-    adapt: Callable[[Sources, Fields], Sources] = lambda sources, fields: sources
+    layer: Callable[[ConfigReader], LayerConfig]
+    adapt: Callable[[TensorSources, ConfigReader], TensorSources] = lambda sources, fields: sources
     slides_everywhere: bool = False  # where no `layer_types` says which layers slide
     scaled_embeddings: bool = False  # by the root of the width
     nested: str | None = None  # where config.json keeps the text model's fields
     turns_in_part: bool = False  # `adapt` sees to heads of which only a part is turned
     packed: tuple[str, ...] = ()  # ways of packing weights into few bits that `adapt` undoes, beside FP8
-    adapt_packed: Callable[[Sources, Fields], Sources] | None = None  # `adapt` that leaves experts in few bits
-    layers: Callable[[Fields, LayerConfig], tuple[LayerConfig, ...]] = lambda fields, layer: ()  # if they may differ
-    missing: Callable[[Fields], str | None] = lambda fields: None  # what only transformers' own modules have
-    windows: Callable[[Fields], tuple[Window, ...]] | None = None  # None: what `sliding_windows` finds
+    adapt_packed: Callable[[TensorSources, ConfigReader], TensorSources] | None = (
+        None  # `adapt` that leaves experts in few bits
+    )
+    layers: Callable[[ConfigReader, LayerConfig], tuple[LayerConfig, ...]] = (
+        lambda fields, layer: ()
+    )  # if they may differ
+    missing: Callable[[ConfigReader], str | None] = lambda fields: None  # what only transformers' own modules have
+    windows: Callable[[ConfigReader], tuple[Window, ...]] | None = None  # None: what `sliding_windows` finds
     mend: Callable[[dict[str, Any]], dict[str, Any]] = lambda values: values  # fields that transformers reads no more
-    reach: Callable[[Fields], int] = positions  # how long texts may be
-    heat: Callable[[Fields], AttentionTemperature | None] = lambda fields: None
+    reach: Callable[[ConfigReader], int] = positions  # how long texts may be
+    heat: Callable[[ConfigReader], AttentionTemperature | None] = lambda fields: None
     proportional: bool = False  # heads may be turned in part in the way that needs nothing of `adapt`
     caps_logits: bool = False  # if its config says so
 
 
-def _same_bias(fields: Fields) -> LayerConfig:
+def _same_bias(fields: ConfigReader) -> LayerConfig:
     bias = fields.get("attention_bias", bool, False)
     mlp_bias = fields.get("mlp_bias", bool, False)
     return layer_config(fields, qkv_bias=bias, out_bias=bias, mlp_bias=mlp_bias, qk_norm=False)
 
 
-def _no_bias(fields: Fields) -> LayerConfig:
+def _no_bias(fields: ConfigReader) -> LayerConfig:
     return layer_config(fields, qkv_bias=False, out_bias=False, mlp_bias=False, qk_norm=False)
 
 
-def _qkv_bias(fields: Fields) -> LayerConfig:
+def _qkv_bias(fields: ConfigReader) -> LayerConfig:
     return layer_config(fields, qkv_bias=True, out_bias=False, mlp_bias=False, qk_norm=False)
 
 
-def _qk_norms(fields: Fields) -> LayerConfig:
+def _qk_norms(fields: ConfigReader) -> LayerConfig:
     bias = fields.get("attention_bias", bool, False)
     return layer_config(fields, qkv_bias=bias, out_bias=bias, mlp_bias=False, qk_norm=True)
 
 
-def _qwen3_moe(fields: Fields) -> LayerConfig:
+def _qwen3_moe(fields: ConfigReader) -> LayerConfig:
     if fields.values.get("mlp_only_layers") or fields.size("decoder_sparse_step", 1) != 1:
-        raise fields.wrong("layers without experts among layers with them (mlp_only_layers, decoder_sparse_step)")
+        raise fields.error("layers without experts among layers with them (mlp_only_layers, decoder_sparse_step)")
     experts = experts_config(fields, "moe_intermediate_size", norm_topk_prob=fields.get("norm_topk_prob", bool, False))
     return replace(_qk_norms(fields), experts=experts)
 
 
-def _qwen3_moe_names(sources: Sources, fields: Fields) -> Sources:
+def _qwen3_moe_names(sources: TensorSources, fields: ConfigReader) -> TensorSources:
     return published.renamed(sources, {".mlp.gate.": ".mlp.router."})
 
 
-def _gpt_oss(fields: Fields) -> LayerConfig:
+def _gpt_oss(fields: ConfigReader) -> LayerConfig:
     clamp = fields.positive("swiglu_alpha", 1.702), fields.positive("swiglu_limit", 7.0)
     experts = experts_config(fields, "intermediate_size", bias=True, clamp=clamp)
     return replace(_same_bias(fields), attention_sinks=True, experts=experts)
 
 
-def _gpt_oss_tensors(sources: Sources, fields: Fields) -> Sources:
-    return published.experts_apart(sources)
+def _gpt_oss_tensors(sources: TensorSources, fields: ConfigReader) -> TensorSources:
+    return published.split_experts(sources)
 
 
-def _gpt_oss_packed(sources: Sources, fields: Fields) -> Sources:
-    return published.experts_apart(sources, packed=True)
+def _gpt_oss_packed(sources: TensorSources, fields: ConfigReader) -> TensorSources:
+    return published.split_experts(sources, keep_mxfp4=True)
 
 
-def _phi3_tensors(sources: Sources, fields: Fields) -> Sources:
+def _phi3_tensors(sources: TensorSources, fields: ConfigReader) -> TensorSources:
     """Merged products as several, and heads turned in part as if they were turned whole."""
     layer, rope = _no_bias(fields), rope_config(fields, more=True)
     q, kv, inner = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim, layer.intermediate_size
@@ -170,20 +174,20 @@ def foreign(values: dict[str, Any]) -> bool:
     return isinstance(architecture, str) and architecture not in FAMILIES and is_foreign(architecture)
 
 
-def read_fields(values: dict[str, Any], source: Path) -> Fields:
+def read_fields(values: dict[str, Any], source: Path) -> ConfigReader:
     """What config.json says of the text model, with what its writer left out."""
     family = family_of(values, source)
     quantization(values, source)
     if family.nested is not None:
-        values = Fields(values, source).section(family.nested).values
+        values = ConfigReader(values, source).section(family.nested).values
     return completed({**family.mend(values), "model_type": family.model_type}, source)
 
 
-def quantization(values: dict[str, Any], source: Path) -> Fields | None:
+def quantization(values: dict[str, Any], source: Path) -> ConfigReader | None:
     """How weights are packed, where they are, and in a way that can be undone."""
     if not values.get("quantization_config"):
         return None
-    packing = Fields(values, source).section("quantization_config")
+    packing = ConfigReader(values, source).section("quantization_config")
     method, can = packing.get("quant_method", str, "without a name"), (FP8, *family_of(values, source).packed)
     if method not in can:
         raise UserError(
@@ -211,7 +215,7 @@ def with_packed_experts(cfg: DecoderConfig) -> DecoderConfig:
     return replace(cfg, layer=replace(layer, experts=replace(experts, mxfp4=True)))
 
 
-def adapted(sources: Sources, values: dict[str, Any], source: Path, packed: bool = False) -> Sources:
+def adapted(sources: TensorSources, values: dict[str, Any], source: Path, packed: bool = False) -> TensorSources:
     """A file's tensors as the decoder wants them; `packed`: one that `packs_experts` and keeps them so."""
     packing = quantization(values, source)
     if packing is not None and packing.get("quant_method", str) == FP8:
@@ -222,14 +226,14 @@ def adapted(sources: Sources, values: dict[str, Any], source: Path, packed: bool
     return adapt(sources, read_fields(values, source))
 
 
-def decoder_config(values: dict[str, Any], source: Path, tables_only: bool = False) -> DecoderConfig:
-    """`tables_only`: of a target whose layers nobody will run."""
+def read_decoder_config(values: dict[str, Any], source: Path, skip_layers: bool = False) -> DecoderConfig:
+    """`skip_layers`: of a target whose layers nobody will run."""
     if foreign(values):
         return foreign_config(values, source)
     family, fields = family_of(values, source), read_fields(values, source)
-    theirs = family.missing(fields) is not None and not tables_only
+    theirs = family.missing(fields) is not None and not skip_layers
     if theirs and values.get("quantization_config"):
-        raise fields.wrong("quantized weights are not supported in a target that runs through transformers")
+        raise fields.error("quantized weights are not supported in a target that runs through transformers")
     num_layers, layer = fields.size("num_hidden_layers"), family.layer(fields)
     if family.windows is not None:
         windows = family.windows(fields)
@@ -255,12 +259,12 @@ def decoder_config(values: dict[str, Any], source: Path, tables_only: bool = Fal
     )
 
 
-def why_foreign(values: dict[str, Any], source: Path) -> str:
+def unsupported_feature(values: dict[str, Any], source: Path) -> str:
     """What a target of a family of ours has that keeps it from running as one; "" of other families."""
     return "" if foreign(values) else family_of(values, source).missing(read_fields(values, source)) or ""
 
 
-def ropes(fields: Fields, family: Family) -> tuple[RopeConfig, RopeConfig]:
+def ropes(fields: ConfigReader, family: Family) -> tuple[RopeConfig, RopeConfig]:
     """Of layers that see everything, and of layers with a window: some families keep them apart."""
     scaling = fields.section("rope_parameters")
     if "full_attention" not in scaling.values:
@@ -272,14 +276,14 @@ def ropes(fields: Fields, family: Family) -> tuple[RopeConfig, RopeConfig]:
     return rope_config(fields, full), rope_config(fields, sliding)
 
 
-def sliding_windows(fields: Fields, num_layers: int, everywhere: bool = False) -> tuple[int | None, ...]:
+def sliding_windows(fields: ConfigReader, num_layers: int, everywhere: bool = False) -> tuple[int | None, ...]:
     """Some families slide in every layer; the others where `layer_types` says so."""
     window = fields.optional_size("sliding_window")
     default = "sliding_attention" if everywhere else "full_attention"
     kinds = fields.values.get("layer_types") or [default] * num_layers
     if not isinstance(kinds, list) or len(kinds) != num_layers:
-        raise fields.wrong(f"layer_types must name {num_layers} layers")
+        raise fields.error(f"layer_types must name {num_layers} layers")
     unknown = [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]
     if unknown:
-        raise fields.wrong(f"layer type {unknown[0]!r} is not supported")
+        raise fields.error(f"layer type {unknown[0]!r} is not supported")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)

@@ -67,7 +67,7 @@ def read_config_json(folder: Path) -> dict[str, Any]:
     return read_json(folder / "config.json")
 
 
-class Weights:
+class SafetensorsFolder:
     """The tensors of a folder, read one at a time; the header alone tells names, shapes and dtypes.
 
     `keep_open`: for files of thousands of tensors, whose names are read whenever one is opened. A tensor that is read

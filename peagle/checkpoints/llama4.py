@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from peagle.checkpoints import weight_conversion as published
-from peagle.checkpoints.fields import Fields, experts_config, layer_config, positions
-from peagle.checkpoints.weight_conversion import Sources
+from peagle.checkpoints.config_reader import ConfigReader, experts_config, layer_config, positions
+from peagle.checkpoints.weight_conversion import TensorSources
 from peagle.config import AttentionTemperature, ChunkedAttention, LayerConfig, Window
 
 LONGEST = 1 << 20  # of the ten million positions that Scout's config has; angles of all are kept
@@ -22,7 +22,7 @@ def mended(values: dict[str, Any]) -> dict[str, Any]:
     return {**values, "attn_temperature_tuning": bool(tuned)} if type(tuned) is int else values
 
 
-def layer(fields: Fields) -> LayerConfig:
+def layer(fields: ConfigReader) -> LayerConfig:
     """With experts, and heads that are turned: what most layers are."""
     bias, qk_norm = fields.get("attention_bias", bool, False), fields.get("use_qk_norm", bool, False)
     width = fields.size("intermediate_size")
@@ -31,12 +31,12 @@ def layer(fields: Fields) -> LayerConfig:
     return replace(shape, experts=experts)
 
 
-def layers(fields: Fields, usual: LayerConfig) -> tuple[LayerConfig, ...]:
+def layers(fields: ConfigReader, usual: LayerConfig) -> tuple[LayerConfig, ...]:
     """Some have no experts, some do not turn their heads, and then do not norm them either."""
     count = fields.size("num_hidden_layers")
     turned, sparse = fields.int_list("no_rope_layers") or (), fields.int_list("moe_layers") or ()
     if len(turned) < count:
-        raise fields.wrong(f"no_rope_layers must name {count} layers")
+        raise fields.error(f"no_rope_layers must name {count} layers")
     dense = fields.size("intermediate_size_mlp")
 
     def one(i: int) -> LayerConfig:
@@ -46,32 +46,34 @@ def layers(fields: Fields, usual: LayerConfig) -> tuple[LayerConfig, ...]:
     return tuple(one(i) for i in range(count))
 
 
-def windows(fields: Fields) -> tuple[Window, ...]:
+def windows(fields: ConfigReader) -> tuple[Window, ...]:
     kinds, count = fields.values["layer_types"], fields.size("num_hidden_layers")
     if not isinstance(kinds, list) or len(kinds) != count:
-        raise fields.wrong(f"layer_types must name {count} layers")
+        raise fields.error(f"layer_types must name {count} layers")
     if unknown := [kind for kind in kinds if kind not in ("full_attention", "chunked_attention")]:
-        raise fields.wrong(f"layer type {unknown[0]!r} is not supported")
+        raise fields.error(f"layer type {unknown[0]!r} is not supported")
 
     def one(kind: str) -> Window:
         return (
-            None if kind == "full_attention" else ChunkedAttention(fields.size("attention_chunk_size", most=2**31 - 1))
+            None
+            if kind == "full_attention"
+            else ChunkedAttention(fields.size("attention_chunk_size", maximum=2**31 - 1))
         )
 
     return tuple(one(kind) for kind in kinds)
 
 
-def reach(fields: Fields) -> int:
+def reach(fields: ConfigReader) -> int:
     return min(positions(fields), LONGEST)
 
 
-def heat(fields: Fields) -> AttentionTemperature | None:
+def heat(fields: ConfigReader) -> AttentionTemperature | None:
     if not fields.get("attn_temperature_tuning", bool, False):
         return None
-    return AttentionTemperature(fields.size("floor_scale", most=2**31 - 1), fields.get("attn_scale", float))
+    return AttentionTemperature(fields.size("floor_scale", maximum=2**31 - 1), fields.get("attn_scale", float))
 
 
-def tensors(sources: Sources, fields: Fields) -> Sources:
+def tensors(sources: TensorSources, fields: ConfigReader) -> TensorSources:
     """Pairs that turn together lie side by side in a head; here they lie half a head apart. The norms of heads have no
     weights, and as a turn changes no length, it does not matter that they come behind it."""
     usual = layer(fields)
@@ -85,4 +87,4 @@ def tensors(sources: Sources, fields: Fields) -> Sources:
         if own.qk_norm:
             names = (f"model.layers.{i}.self_attn.{name}.weight" for name in ("q_norm", "k_norm"))
             sources |= dict.fromkeys(names, published.ones(usual.head_dim))
-    return published.experts_apart(sources, in_turn=False)
+    return published.split_experts(sources, interleaved=False)

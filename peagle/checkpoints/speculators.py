@@ -31,7 +31,7 @@ def is_speculators(values: dict[str, Any]) -> bool:
     return "speculators_model_type" in values
 
 
-def to_plain(values: dict[str, Any], source: Path) -> dict[str, Any]:
+def speculators_to_plain(values: dict[str, Any], source: Path) -> dict[str, Any]:
     kind = values["speculators_model_type"]
     if kind not in KINDS:
         raise UserError(f"{source}: speculators type {kind!r} is not supported; supported: {', '.join(KINDS)}")
@@ -54,10 +54,10 @@ def proposed_tokens(values: dict[str, Any]) -> Any:
     return methods[0].get("speculative_tokens") if isinstance(methods[0], dict) else None
 
 
-def from_plain(
+def plain_to_speculators(
     plain: dict[str, Any], verifier: str, verifier_architectures: list[str], draft_tokens: int
 ) -> dict[str, Any]:
-    """`plain` as `config_values` writes it; `draft_tokens` is what vLLM uses when not told otherwise."""
+    """`plain` as `build_drafter_config` writes it; `draft_tokens` is what vLLM uses when not told otherwise."""
     if plain["fc_norm"] and plain["norm_before_fc"]:
         raise UserError("speculators has no drafter with both fc_norm and norm_before_fc: keep the plain format")
     kind = "peagle" if "mask_token_id" in plain else "eagle3"

@@ -11,9 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from peagle.checkpoints.families import adapted, decoder_config, packs_experts, why_foreign, with_packed_experts
-from peagle.checkpoints.files import Weights, read_config_json, read_json
-from peagle.checkpoints.tensor_layout import fill, layout_of, problems
+from peagle.checkpoints.families import (
+    adapted,
+    packs_experts,
+    read_decoder_config,
+    unsupported_feature,
+    with_packed_experts,
+)
+from peagle.checkpoints.files import SafetensorsFolder, read_config_json, read_json
+from peagle.checkpoints.tensor_layout import build_layout, fill, problems
 from peagle.checkpoints.transformers_model import load_foreign
 from peagle.checkpoints.weight_conversion import Published, has_packed_experts, stored
 from peagle.config import DecoderConfig
@@ -36,40 +42,39 @@ class Target:
     eos_ids: frozenset[int]
 
 
-def read_target_config(folder: Path, tables_only: bool = False, packed: bool = False) -> DecoderConfig:
-    """`packed`: as `load_decoder` would take it with that, as far as config.json says."""
+def read_target_config(folder: Path, skip_layers: bool = False, keep_mxfp4: bool = False) -> DecoderConfig:
+    """`keep_mxfp4`: as `load_decoder` would take it with that, as far as config.json says."""
     values, source = read_config_json(folder), folder / "config.json"
-    cfg = decoder_config(values, source, tables_only)
-    return with_packed_experts(cfg) if packed and packs_experts(values, source) else cfg
+    cfg = read_decoder_config(values, source, skip_layers)
+    return with_packed_experts(cfg) if keep_mxfp4 and packs_experts(values, source) else cfg
 
 
 def load_decoder(
     folder: Path,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
-    tables_only: bool = False,
-    packed: bool = False,
+    skip_layers: bool = False,
+    keep_mxfp4: bool = False,
 ) -> Decoder:
-    """`tables_only`: embeddings, last norm and head, for who has its hidden states from elsewhere. `packed`: experts
-    that files have in four bits stay so."""
+    """`skip_layers`: only embeddings, final norm and head. `keep_mxfp4`: MXFP4 experts stay packed."""
     values, source = read_config_json(folder), folder / "config.json"
-    cfg = decoder_config(values, source, tables_only)
+    cfg = read_decoder_config(values, source, skip_layers)
     if cfg.uses_transformers:
-        return load_foreign(folder, cfg, dtype, device, why_foreign(values, source))
-    files = stored(Weights(folder, keep_open=True), device)
-    if packed and packs_experts(values, source) and has_packed_experts(files):
+        return load_foreign(folder, cfg, dtype, device, unsupported_feature(values, source))
+    files = stored(SafetensorsFolder(folder, keep_open=True), device)
+    if keep_mxfp4 and packs_experts(values, source) and has_packed_experts(files):
         cfg = with_packed_experts(cfg)
     with torch.device("meta"):
-        model = Decoder(replace(cfg, num_layers=0, windows=()) if tables_only else cfg)
+        model = Decoder(replace(cfg, num_layers=0, windows=()) if skip_layers else cfg)
     model.cfg = cfg
-    layout = layout_of(model, cfg.layer)
+    layout = build_layout(model, cfg.layer)
     if cfg.tie_word_embeddings:
         del layout["lm_head.weight"]
     file_names = {name: name if name.startswith("lm_head") else f"model.{name}" for name in layout}
     wanted = {file_names[name]: slot for name, slot in layout.items()}
     kept = cfg.layer.experts is not None and cfg.layer.experts.mxfp4
     sources = adapted(files, values, source, kept)
-    if tables_only:
+    if skip_layers:
         sources = {name: found for name, found in sources.items() if name in wanted}
     weights = Published(folder, sources)
     shapes = weights.shapes
@@ -89,9 +94,9 @@ def load_decoder(
 
 
 def load_target(
-    folder: Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", packed: bool = False
+    folder: Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", keep_mxfp4: bool = False
 ) -> Target:
-    return Target(folder, load_decoder(folder, dtype, device, packed=packed), eos_ids(folder))
+    return Target(folder, load_decoder(folder, dtype, device, keep_mxfp4=keep_mxfp4), eos_ids(folder))
 
 
 def eos_ids(folder: Path) -> frozenset[int]:

@@ -53,7 +53,7 @@ class Tensors(Protocol):
     def __getitem__(self, name: str) -> Tensor: ...
 
 
-def layout_of(module: nn.Module, layer: LayerConfig) -> Layout:
+def build_layout(module: nn.Module, layer: LayerConfig) -> Layout:
     """Every tensor the module wants, under its unmerged name."""
     layout: Layout = {}
     for param, tensor in module.state_dict().items():
@@ -134,7 +134,7 @@ def fill(
     module.load_state_dict(state, assign=True)
 
 
-def unfill(module: nn.Module, layout: Layout) -> dict[str, Tensor]:
+def split_parameters(module: nn.Module, layout: Layout) -> dict[str, Tensor]:
     """The module's tensors under the names of the file."""
     state = module.state_dict()
     return {

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from peagle.checkpoints.fields import Fields, config_object, layer_config, positions
+from peagle.checkpoints.config_reader import ConfigReader, config_object, layer_config, positions
 from peagle.config import DecoderConfig, RopeConfig
 from peagle.errors import UserError, first_line
 from peagle.kernels.attention.dense import causal_attention, masked_attention, sink_attention
@@ -25,7 +25,7 @@ from peagle.models.transformers_model import (
     logits_to_keep_kwargs,
 )
 
-# Fields that change logits or attention in ways that are not handed over.
+# ConfigReader that change logits or attention in ways that are not handed over.
 REFUSED = (
     "final_logit_softcapping",
     "attn_logit_softcapping",
@@ -49,12 +49,12 @@ def foreign_config(values: dict[str, Any], source: Path) -> DecoderConfig:
     config = config_object(values, source)
     # by attribute, since families have names of their own for these
     found = {name: getattr(config, name, None) for name in (*SIZES, "max_position_embeddings", *REFUSED)}
-    known = Fields(found | {"intermediate_size": getattr(config, "intermediate_size", None) or 1}, source)
+    known = ConfigReader(found | {"intermediate_size": getattr(config, "intermediate_size", None) or 1}, source)
     for name in REFUSED:
         if known.values[name]:
-            raise known.wrong(f"{name} is not supported in a target that runs through transformers")
+            raise known.error(f"{name} is not supported in a target that runs through transformers")
     if values.get("quantization_config"):
-        raise known.wrong("quantized weights are not supported in a target that runs through transformers")
+        raise known.error("quantized weights are not supported in a target that runs through transformers")
     plain = {"qkv_bias": False, "out_bias": False, "mlp_bias": False, "qk_norm": False}
     num_layers = known.size("num_hidden_layers")
     return DecoderConfig(
@@ -70,14 +70,14 @@ def foreign_config(values: dict[str, Any], source: Path) -> DecoderConfig:
     )
 
 
-def _windows(config: Any, num_layers: int, fields: Fields) -> tuple[int | None, ...]:
+def _windows(config: Any, num_layers: int, fields: ConfigReader) -> tuple[int | None, ...]:
     window = getattr(config, "sliding_window", None)
     if getattr(config, "use_sliding_window", True) is False:
         window = None
     kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * num_layers
     unknown = [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]
     if unknown:
-        raise fields.wrong(f"layer type {unknown[0]!r} is not supported in a target that runs through transformers")
+        raise fields.error(f"layer type {unknown[0]!r} is not supported in a target that runs through transformers")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 

@@ -18,13 +18,13 @@ from peagle.checkpoints import speculators
 from peagle.checkpoints.drafter import (
     ARCHITECTURES,
     canonical,
-    fit_problems,
+    find_fit_problems,
+    find_tensor_problems,
     mask_ids,
     plain_values,
     read_drafter_config,
-    tensor_problems,
 )
-from peagle.checkpoints.files import Weights, read_config_json
+from peagle.checkpoints.files import SafetensorsFolder, read_config_json
 from peagle.checkpoints.target import eos_ids, has_tokenizer, load_tokenizer, read_target_config
 from peagle.config import (
     VLLM_VERSION,
@@ -38,7 +38,7 @@ from peagle.errors import UserError
 AUX_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 KNOWN_ARCHITECTURES = (*ARCHITECTURES.values(), "Eagle3LlamaForCausalLM", "PeagleLlamaForCausalLM")
 # Targets whose hidden states no version of vLLM up to VLLM_VERSION hands to a drafter.
-UNTAPPED = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
+NO_AUX_HIDDEN_STATES = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
 Version = tuple[int, int]
 
 
@@ -66,7 +66,7 @@ def inspect_drafter(
 ) -> Report:
     """A folder that is no checkpoint at all is the caller's mistake (UserError), not a finding."""
     version = parse_version(vllm)
-    raw, values, weights = read_config_json(folder), plain_values(folder), Weights(folder)
+    raw, values, weights = read_config_json(folder), plain_values(folder), SafetensorsFolder(folder)
     target = read_target_config(target_folder) if target_folder is not None else None
     report = Report()
     report.facts["drafter"] = f"{name} ({'speculators' if speculators.is_speculators(raw) else 'plain'} format)"
@@ -77,20 +77,22 @@ def inspect_drafter(
         report.serve = "not before what is found is mended"
         return report
     found = report.findings
-    found += tensor_problems(cfg, weights.shapes)
+    found += find_tensor_problems(cfg, weights.shapes)
     found += _bad_numbers(weights)
     found += _vocabulary_map(cfg, weights, version)
     found += _misread_fields(raw, values, cfg, version)
     found += _too_new(cfg, version)
     if target is not None and target_folder is not None:
-        found += fit_problems(cfg, target)
+        found += find_fit_problems(cfg, target)
         found += _against_target(cfg, target, target_folder)
     report.facts |= _facts(cfg, weights, target_folder)
-    report.serve = serve_line(cfg, loadable(target_name, target_folder), loadable(name, folder), draft_tokens)
+    report.serve = serve_line(
+        cfg, vllm_model_name(target_name, target_folder), vllm_model_name(name, folder), draft_tokens
+    )
     return report
 
 
-def loadable(name: str | None, folder: Path | None) -> str:
+def vllm_model_name(name: str | None, folder: Path | None) -> str:
     """A name that vLLM understands too: ours for what is built in are folders to it."""
     if name is None:
         return "TARGET"
@@ -99,18 +101,18 @@ def loadable(name: str | None, folder: Path | None) -> str:
 
 def serve_line(cfg: DrafterConfig, target: str, drafter: str, draft_tokens: int | None) -> str:
     """The exact command for stock vLLM."""
-    config = speculative_config(drafter, draft_tokens, cfg.parallel)
+    config = build_speculative_config(drafter, draft_tokens, cfg.parallel)
     return shlex.join(["vllm", "serve", target, "--speculative-config", json.dumps(config, separators=(",", ":"))])
 
 
-def speculative_config(drafter: str, k: int | None, parallel: bool) -> dict[str, Any]:
+def build_speculative_config(drafter: str, k: int | None, parallel: bool) -> dict[str, Any]:
     """What vLLM's --speculative-config takes. It needs the method named, and to be told of parallel drafting."""
     k = check_num_speculative_tokens(default_num_speculative_tokens(parallel) if k is None else k)
     config: dict[str, Any] = {"method": "eagle3", "model": drafter, "num_speculative_tokens": k}
     return {**config, "parallel_drafting": True} if parallel else config
 
 
-def _facts(cfg: DrafterConfig, weights: Weights, target_folder: Path | None) -> dict[str, str]:
+def _facts(cfg: DrafterConfig, weights: SafetensorsFolder, target_folder: Path | None) -> dict[str, str]:
     layer = cfg.layer
     shared = [what for what, own in (("embeddings", cfg.own_embeddings), ("head", cfg.own_head)) if not own]
     dtypes = sorted({str(weights[n].dtype).removeprefix("torch.") for n in weights.names() if "fc" in n})
@@ -140,7 +142,7 @@ def _facts(cfg: DrafterConfig, weights: Weights, target_folder: Path | None) -> 
     }
 
 
-def _bad_numbers(weights: Weights) -> list[str]:
+def _bad_numbers(weights: SafetensorsFolder) -> list[str]:
     found = []
     for name in weights.names():
         tensor = weights[name]
@@ -153,7 +155,7 @@ def _bad_numbers(weights: Weights) -> list[str]:
     return found
 
 
-def _vocabulary_map(cfg: DrafterConfig, weights: Weights, version: Version) -> list[str]:
+def _vocabulary_map(cfg: DrafterConfig, weights: SafetensorsFolder, version: Version) -> list[str]:
     if not cfg.reduced_vocab:
         if "d2t" in weights and weights["d2t"].any():
             return ["d2t moves tokens of a full vocabulary; only a reduced one has such a map"]
@@ -182,7 +184,7 @@ def _vocabulary_map(cfg: DrafterConfig, weights: Weights, version: Version) -> l
 
 
 def _misread_fields(raw: dict[str, Any], values: dict[str, Any], cfg: DrafterConfig, version: Version) -> list[str]:
-    """Fields that vLLM, or the named version of it, reads otherwise than meant."""
+    """ConfigReader that vLLM, or the named version of it, reads otherwise than meant."""
     found = []
     as_speculators = speculators.is_speculators(raw)
     aux_layer_ids = values.get(AUX_LAYER_IDS) or (values.get("eagle_config") or {}).get(AUX_LAYER_IDS)
@@ -244,7 +246,7 @@ def _too_new(cfg: DrafterConfig, version: Version) -> list[str]:
 def _against_target(cfg: DrafterConfig, target: DecoderConfig, folder: Path) -> list[str]:
     found = []
     for name in read_config_json(folder).get("architectures") or []:
-        if name in UNTAPPED:
+        if name in NO_AUX_HIDDEN_STATES:
             found.append(f"vLLM gives no hidden states of a {name} to a drafter: serve it with peagle serve")
     if cfg.max_positions < target.max_positions:
         found.append(

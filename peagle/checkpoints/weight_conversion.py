@@ -16,19 +16,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from peagle.checkpoints.files import Weights
+from peagle.checkpoints.files import SafetensorsFolder
 from peagle.errors import UserError
 from peagle.kernels.moe.mxfp4 import BLOCK, MAX_EXPONENT, dequantize, pack_words, packed_widths, pad_exponents
 
 
 @dataclass(frozen=True)
-class Source:
+class TensorSource:
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
     part: Callable[[int], Tensor] | None = None  # one entry of the first dimension; None: read it whole
 
 
-Sources = dict[str, Source]
+TensorSources = dict[str, TensorSource]
 
 # In names of tensors that a text does not need.
 NOT_TEXT = ("vision_tower.", "vision_model.", "audio_tower.", "multi_modal_projector.", "embed_vision.", "embed_audio.")
@@ -40,7 +40,7 @@ class Published:
     """What `slots.fill` reads from."""
 
     folder: Path
-    sources: Sources
+    sources: TensorSources
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -50,27 +50,27 @@ class Published:
         return self.sources[name].read()
 
 
-def stored(weights: Weights, device: torch.device | str) -> Sources:
-    def source(name: str) -> Source:
-        return Source(
+def stored(weights: SafetensorsFolder, device: torch.device | str) -> TensorSources:
+    def source(name: str) -> TensorSource:
+        return TensorSource(
             weights.shapes[name], lambda: weights[name].to(device), lambda i: weights.part(name, i).to(device)
         )
 
     return {name: source(name) for name in weights.names() if not name.endswith("rotary_emb.inv_freq")}
 
 
-def changed(sources: Sources, chosen: Callable[[str], bool], change: Callable[[Tensor], Tensor]) -> Sources:
+def changed(sources: TensorSources, chosen: Callable[[str], bool], change: Callable[[Tensor], Tensor]) -> TensorSources:
     """The same shapes; `change` on the values of some."""
 
-    def through(source: Source) -> Source:
-        return Source(source.shape, lambda: change(source.read()))
+    def through(source: TensorSource) -> TensorSource:
+        return TensorSource(source.shape, lambda: change(source.read()))
 
     return {name: through(source) if chosen(name) else source for name, source in sources.items()}
 
 
-def renamed(sources: Sources, parts: Mapping[str, str]) -> Sources:
+def renamed(sources: TensorSources, parts: Mapping[str, str]) -> TensorSources:
     """`parts` of names, old to new, dots included; a new one of "" drops the tensor."""
-    out: Sources = {}
+    out: TensorSources = {}
     for name, source in sources.items():
         old = next((old for old in parts if old in name), None)
         if old is None:
@@ -80,7 +80,7 @@ def renamed(sources: Sources, parts: Mapping[str, str]) -> Sources:
     return out
 
 
-def text_part(sources: Sources) -> Sources:
+def text_part(sources: TensorSources) -> TensorSources:
     """Of a model that also sees and hears, in the older order of its names and in the newer one."""
     names = {
         "language_model.model.": "model.",
@@ -90,9 +90,9 @@ def text_part(sources: Sources) -> Sources:
     return renamed(sources, dict.fromkeys(NOT_TEXT, "") | names)
 
 
-def rows_apart(sources: Sources, together: str, parts: Mapping[str, int]) -> Sources:
+def rows_apart(sources: TensorSources, together: str, parts: Mapping[str, int]) -> TensorSources:
     """Tensors with `together` in their names, dots included, as several of that many rows each."""
-    out: Sources = {}
+    out: TensorSources = {}
     for name, source in sources.items():
         if together not in name:
             out[name] = source
@@ -106,8 +106,8 @@ def rows_apart(sources: Sources, together: str, parts: Mapping[str, int]) -> Sou
     return out
 
 
-def _rows(source: Source, start: int, count: int) -> Source:
-    return Source((count, *source.shape[1:]), lambda: source.read()[start : start + count])
+def _rows(source: TensorSource, start: int, count: int) -> TensorSource:
+    return TensorSource((count, *source.shape[1:]), lambda: source.read()[start : start + count])
 
 
 def pairs_apart(weight: Tensor, head_dim: int, turned: int) -> Tensor:
@@ -128,14 +128,14 @@ def pairs_from_neighbours(weight: Tensor, head_dim: int) -> Tensor:
     return weight.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
 
 
-def ones(width: int) -> Source:
+def ones(width: int) -> TensorSource:
     """Weights that a file does not have, since they change nothing."""
-    return Source((width,), lambda: torch.ones(width))
+    return TensorSource((width,), lambda: torch.ones(width))
 
 
-def unpacked_fp8(sources: Sources, block: tuple[int, int]) -> Sources:
+def unpacked_fp8(sources: TensorSources, block: tuple[int, int]) -> TensorSources:
     """Eight-bit weights with a factor for every block of rows and columns, in a tensor beside them -> fp32."""
-    out: Sources = {}
+    out: TensorSources = {}
     for name, source in sources.items():
         scales = sources.get(f"{name}_scale_inv")
         if scales is not None:
@@ -145,25 +145,28 @@ def unpacked_fp8(sources: Sources, block: tuple[int, int]) -> Sources:
     return out
 
 
-def _scaled(source: Source, scales: Source, block: tuple[int, int]) -> Source:
+def _scaled(source: TensorSource, scales: TensorSource, block: tuple[int, int]) -> TensorSource:
     def read() -> Tensor:
         weight, factors = source.read().float(), scales.read().float()
         for axis in (0, 1):
             factors = factors.repeat_interleave(block[axis], axis).narrow(axis, 0, weight.shape[axis])
         return weight * factors
 
-    return Source(source.shape, read)
+    return TensorSource(source.shape, read)
 
 
-def has_packed_experts(sources: Sources) -> bool:
+def has_packed_experts(sources: TensorSources) -> bool:
     return any(EXPERTS in name and name.endswith(BLOCKS) for name in sources)
 
 
-def experts_apart(sources: Sources, packed: bool = False, in_turn: bool = True) -> Sources:
-    """GPT-OSS keeps all experts of a layer in one tensor, gates and ups in turn: plain, [E, in, out], or as MXFP4,
-    [E, out, in / 32, 16] bytes beside [E, out, in / 32] exponents. Here each expert's under names of its own, MXFP4
-    unpacked, or, if `packed`, as `kernels.moe.mxfp4` has it. Llama 4's gates come before all ups, not `in_turn`."""
-    out: Sources = {}
+def split_experts(sources: TensorSources, keep_mxfp4: bool = False, interleaved: bool = True) -> TensorSources:
+    """Splits the tensors that hold all experts of a layer into one tensor per expert and projection.
+
+    GPT-OSS stores plain weights as [E, in, out], and MXFP4 as [E, out, in / 32, 16] bytes with [E, out, in / 32]
+    exponents. MXFP4 is dequantized, or with `keep_mxfp4` repacked for `kernels.moe.mxfp4`. Gate and up rows are
+    `interleaved` in GPT-OSS; in Llama 4 all gate rows come first.
+    """
+    out: TensorSources = {}
     for name, source in sources.items():
         layer, experts, kind = name.partition(EXPERTS)
         if not experts:
@@ -175,26 +178,26 @@ def experts_apart(sources: Sources, packed: bool = False, in_turn: bool = True) 
         for e in range(source.shape[0]):
             for i, part in enumerate(parts):
                 rows, to = slice(i, None, len(parts)), f"{layer}{EXPERTS}{e}.{part}"
-                if not in_turn:
+                if not interleaved:
                     each = source.shape[-1] // len(parts)
                     rows = slice(i * each, (i + 1) * each)
-                if packed and kind.endswith(BLOCKS):
+                if keep_mxfp4 and kind.endswith(BLOCKS):
                     out[f"{to}.words"] = _words(source, e, rows)
-                elif packed and kind.endswith(SCALES):
+                elif keep_mxfp4 and kind.endswith(SCALES):
                     out[f"{to}.exponents"] = _exponents(source, e, rows, name)
                 elif not kind.endswith(SCALES):
                     out[f"{to}.{last}"] = _entry(source, scales, e, rows)
     return out
 
 
-def _words(source: Source, e: int, rows: slice) -> Source:
+def _words(source: TensorSource, e: int, rows: slice) -> TensorSource:
     assert source.part is not None
     part, (_, height, blocks, _) = source.part, source.shape
     shape = len(range(height)[rows]), packed_widths(blocks * BLOCK)[0]
-    return Source(shape, lambda: pack_words(part(e)[rows]))
+    return TensorSource(shape, lambda: pack_words(part(e)[rows]))
 
 
-def _exponents(source: Source, e: int, rows: slice, name: str) -> Source:
+def _exponents(source: TensorSource, e: int, rows: slice, name: str) -> TensorSource:
     assert source.part is not None
     part, (_, height, blocks) = source.part, source.shape
     shape = len(range(height)[rows]), packed_widths(blocks * BLOCK)[1]
@@ -208,10 +211,10 @@ def _exponents(source: Source, e: int, rows: slice, name: str) -> Source:
             )
         return pad_exponents(exponents)
 
-    return Source(shape, read)
+    return TensorSource(shape, read)
 
 
-def _entry(source: Source, scales: Source | None, e: int, rows: slice) -> Source:
+def _entry(source: TensorSource, scales: TensorSource | None, e: int, rows: slice) -> TensorSource:
     """Some output rows of one expert."""
     assert source.part is not None
     part = source.part
@@ -219,13 +222,13 @@ def _entry(source: Source, scales: Source | None, e: int, rows: slice) -> Source
         exponents = scales.part
         _, height, blocks, half = source.shape
         shape: tuple[int, ...] = (len(range(height)[rows]), blocks * half * 2)
-        return Source(shape, lambda: unpacked_mxfp4(part(e)[rows], exponents(e)[rows]))
+        return TensorSource(shape, lambda: dequantize_mxfp4(part(e)[rows], exponents(e)[rows]))
     if len(source.shape) == 2:
-        return Source((len(range(source.shape[1])[rows]),), lambda: part(e)[rows])
-    return Source((len(range(source.shape[2])[rows]), source.shape[1]), lambda: part(e).mT[rows])
+        return TensorSource((len(range(source.shape[1])[rows]),), lambda: part(e)[rows])
+    return TensorSource((len(range(source.shape[2])[rows]), source.shape[1]), lambda: part(e).mT[rows])
 
 
-def unpacked_mxfp4(blocks: Tensor, exponents: Tensor) -> Tensor:
+def dequantize_mxfp4(blocks: Tensor, exponents: Tensor) -> Tensor:
     """[rows, blocks, 16] bytes of two numbers each, the lower half first, and a power of 2 for each block -> bf16,
     which holds them exactly, [rows, blocks * 32]."""
     return dequantize(torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2), exponents)

@@ -117,7 +117,7 @@ class Session:
         target_folder = resolve_target(target)
         drafter_folder = resolve_drafter(drafter) if drafter is not None else None
 
-        from peagle.checkpoints.drafter import check_fits, read_drafter_config
+        from peagle.checkpoints.drafter import check_drafter_fits, read_drafter_config
         from peagle.checkpoints.target import encode_prompt, load_tokenizer, read_target_config
         from peagle.engine.llm import LLM
         from peagle.speculative.reference import check_prompt
@@ -125,7 +125,7 @@ class Session:
         # everything that can be wrong without the weights is found before they are read
         cfg = read_target_config(target_folder)
         if drafter_folder is not None:
-            check_fits(read_drafter_config(drafter_folder, cfg), cfg, drafter_folder)
+            check_drafter_fits(read_drafter_config(drafter_folder, cfg), cfg, drafter_folder)
         self.tokenizer = load_tokenizer(target_folder)
         self.prompt_ids = encode_prompt(self.tokenizer, prompt, raw)
         check_prompt(self.prompt_ids, cfg.vocab_size, min(max_model_len or cfg.max_positions, cfg.max_positions))

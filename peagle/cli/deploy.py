@@ -107,7 +107,7 @@ def vllm(
 ) -> None:
     """Write what starts stock vLLM with a drafter, checked first: command, systemd, Compose, Kubernetes."""
     from peagle.deploy.checks import check
-    from peagle.deploy.models import find_pair
+    from peagle.deploy.models import resolve_pair
     from peagle.deploy.service import Service, command_line
     from peagle.deploy.writing import FORMATS, files_of, how_to_start, write_files
 
@@ -133,7 +133,7 @@ def vllm(
         env=parse_env(env),
         extra=tuple(more or ()),
     )
-    pair = find_pair(target, drafter, draft_tokens, unchecked)
+    pair = resolve_pair(target, drafter, draft_tokens, unchecked)
     hazards = check(
         pair,
         vllm_version,
@@ -191,7 +191,7 @@ def sagemaker_create(
 ) -> None:
     """Say what would be created and what it costs; create it after a yes."""
     from peagle.deploy import sagemaker_endpoint as endpoint
-    from peagle.deploy.models import find_pair
+    from peagle.deploy.models import resolve_pair
     from peagle.deploy.sagemaker_plan import check_sagemaker, describe, make_plan
 
     region = endpoint.find_region(region)
@@ -211,7 +211,7 @@ def sagemaker_create(
         env=parse_env(env),
         price=price,
     )
-    pair = find_pair(target, drafter, draft_tokens, unchecked)
+    pair = resolve_pair(target, drafter, draft_tokens, unchecked)
     tell(check_sagemaker(pair, settings), force)
     plan = make_plan(pair, settings)
     print(describe(plan))

@@ -36,7 +36,7 @@ from peagle.config import (
     check_num_speculative_tokens,
 )
 from peagle.errors import UserError
-from peagle.hub.resolve import BUILT_IN, DEFAULT_TARGET, resolve_drafter, resolve_target
+from peagle.hub.resolve import BUILT_IN_TARGETS, DEFAULT_TARGET, resolve_drafter, resolve_target
 
 if TYPE_CHECKING:
     from peagle.engine.llm import LLM
@@ -197,7 +197,7 @@ def _embedded(
     settings: ServeSettings,
     options: dict[str, Any],
 ) -> None:
-    from peagle.checkpoints.drafter import check_fits, read_drafter_config
+    from peagle.checkpoints.drafter import check_drafter_fits, read_drafter_config
     from peagle.checkpoints.target import has_tokenizer, read_target_config
 
     # everything that can be wrong without the weights is found before they are read
@@ -210,7 +210,7 @@ def _embedded(
         raise UserError(f"-k {drafts}: needs a --drafter")
     if drafter_folder is not None:
         draft_cfg = read_drafter_config(drafter_folder, cfg)
-        check_fits(draft_cfg, cfg, drafter_folder)
+        check_drafter_fits(draft_cfg, cfg, drafter_folder)
         _check_kind(stated, draft_cfg)
     try:
         from peagle.server.logs import start_logging
@@ -262,15 +262,15 @@ def _vllm(
     speculative = None
     if drafter is not None:
         from peagle.checkpoints.drafter import read_drafter_config
-        from peagle.checkpoints.validate import loadable, speculative_config
+        from peagle.checkpoints.validate import build_speculative_config, vllm_model_name
 
         folder = resolve_drafter(drafter)
         draft_cfg = read_drafter_config(folder, None)
         _check_kind(stated, draft_cfg)
         k = None if drafts == "auto" else drafts
-        speculative = speculative_config(loadable(drafter, folder), k, draft_cfg.parallel)
+        speculative = build_speculative_config(vllm_model_name(drafter, folder), k, draft_cfg.parallel)
     # vLLM knows folders and hub ids; what is built in here is a folder to it
-    model = str(resolve_target(target)) if target in BUILT_IN else target
+    model = str(resolve_target(target)) if target in BUILT_IN_TARGETS else target
     command = vllm_command(found, VllmOptions(model, speculative, **options), settings)
     start_logging(settings.log_json)
     if settings.tool_parser == "auto" and not has_tool_words(found):
@@ -282,12 +282,12 @@ def _tool_parser(target: str) -> ToolParser:
     """What `auto` is by the target's chat template, which vLLM does not look into; of a hub id it is fetched alone.
     Where none is found that is told, and no error: not everyone who serves a model has tools."""
     from peagle.checkpoints.target import load_tokenizer
-    from peagle.deploy.models import find_target
+    from peagle.deploy.models import resolve_deployed_target
     from peagle.server.logs import log
     from peagle.server.tools import parser_of
 
     try:
-        folder = find_target(target, unchecked=False).folder
+        folder = resolve_deployed_target(target, unchecked=False).folder
         assert folder is not None
         template = str(load_tokenizer(folder).chat_template or "")
     except UserError as error:

@@ -198,13 +198,13 @@ def _timed(
 
 def vllm_config(llm: LLM, drafter: str, k: int) -> dict[str, Any] | None:
     """What vLLM's --speculative-config takes; None where no drafts are best. It wants a shipped drafter's folder."""
-    from peagle.checkpoints.validate import speculative_config
+    from peagle.checkpoints.validate import build_speculative_config
 
     assert llm.drafter is not None
     if k == 0:
         return None
     model = str(resolve_drafter(drafter)) if drafter in shipped_drafters() else drafter
-    return speculative_config(model, k, llm.drafter.cfg.parallel)
+    return build_speculative_config(model, k, llm.drafter.cfg.parallel)
 
 
 def recommendation(count: AdaptiveK) -> str:

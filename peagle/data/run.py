@@ -28,7 +28,7 @@ from peagle.data.response_file import ResponseFile, beside, replace_lines
 from peagle.data.responses import ResponseWriter
 from peagle.errors import UserError
 from peagle.hub.resolve import resolve_target
-from peagle.versions import versions
+from peagle.versions import installed_versions
 
 
 class _Nobody:
@@ -151,7 +151,7 @@ def _this_run(
     return {
         "command": sys.argv,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "versions": versions("tokenizers"),
+        "versions": installed_versions("tokenizers"),
         "target": target,
         "endpoint": endpoint.url if endpoint is not None else None,
         "settings": vars(settings),

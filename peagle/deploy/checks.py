@@ -137,10 +137,14 @@ def _runner(parallel: bool, env: Mapping[str, str]) -> list[Hazard]:
 
 def _groups(facts: TargetFacts, drafter: DrafterConfig, version: Version, extra: Sequence[str]) -> list[Hazard]:
     """A target with sliding and full layers: all of the drafter's caches must fall into one group."""
-    if not scattered(facts, drafter, version) or ONE_GROUP in extra:
+    if not splits_drafter_cache(facts, drafter, version) or ONE_GROUP in extra:
         return []
     fixed = ".".join(map(str, GROUPS_FIXED))
-    remedy = f"use vLLM {fixed} or newer" if not scattered(facts, drafter, GROUPS_FIXED) else f"add -- {ONE_GROUP}"
+    remedy = (
+        f"use vLLM {fixed} or newer"
+        if not splits_drafter_cache(facts, drafter, GROUPS_FIXED)
+        else f"add -- {ONE_GROUP}"
+    )
     return [
         _error(
             f"{facts.architecture} has {facts.sliding} sliding and {facts.layers - facts.sliding} full layers: vLLM "
@@ -150,7 +154,7 @@ def _groups(facts: TargetFacts, drafter: DrafterConfig, version: Version, extra:
     ]
 
 
-def scattered(facts: TargetFacts, drafter: DrafterConfig, version: Version) -> bool:
+def splits_drafter_cache(facts: TargetFacts, drafter: DrafterConfig, version: Version) -> bool:
     """vLLM's grouping: gpt-oss-20b has 12 + 12 layers, and 4 of a drafter make 16 full ones. 16 < 12 * 1.5, so groups
     have 16 and all full layers fit one; with 1.25 groups had 12, and 16 full layers were dealt out to two."""
     full = facts.layers - facts.sliding
@@ -177,7 +181,9 @@ def _fit(pair: Pair) -> list[Hazard]:
     if drafter.vocab_size != facts.vocab:
         found.append(f"made for a vocabulary of {drafter.vocab_size}, this target's has {facts.vocab}")
     if max(drafter.aux_layer_ids) > facts.layers:
-        found.append(f"aux_layer_ids layer {max(drafter.aux_layer_ids)}, this target has {facts.layers} layers")
+        found.append(
+            f"aux_layer_ids contains layer {max(drafter.aux_layer_ids)}, but the target has {facts.layers} layers"
+        )
     return [_error(f"{pair.drafter.name}: {text}") for text in found]
 
 

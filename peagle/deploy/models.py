@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peagle.checkpoints.drafter import read_drafter_config, trained_draft_tokens
-from peagle.checkpoints.fields import completed
-from peagle.checkpoints.files import Weights, read_config_json
+from peagle.checkpoints.config_reader import completed
+from peagle.checkpoints.drafter import read_drafter_config, trained_num_speculative_tokens
+from peagle.checkpoints.files import SafetensorsFolder, read_config_json
 from peagle.config import DrafterConfig, check_num_speculative_tokens, default_num_speculative_tokens
 from peagle.errors import UserError
 from peagle.hub.resolve import HUB_FILES, HUB_ID, resolve_drafter, resolve_target
@@ -56,21 +56,21 @@ class Pair:
     trained_tokens: int | None
 
 
-def find_pair(target: str, drafter: str, draft_tokens: int | None, unchecked: bool) -> Pair:
+def resolve_pair(target: str, drafter: str, draft_tokens: int | None, unchecked: bool) -> Pair:
     """With `unchecked` nothing is fetched, so that what is on the hub stays unread."""
-    first, second = find_target(target, unchecked), find_drafter(drafter, unchecked)
+    first, second = resolve_deployed_target(target, unchecked), find_drafter(drafter, unchecked)
     facts = target_facts(first.folder) if first.folder is not None else None
     config = trained = None
     parallel = True
     if second.folder is not None:
         config = _drafter_config(second.folder, first.folder)
-        parallel = "mask_hidden" in Weights(second.folder)
-        trained = trained_draft_tokens(second.folder)
+        parallel = "mask_hidden" in SafetensorsFolder(second.folder)
+        trained = trained_num_speculative_tokens(second.folder)
     k = check_num_speculative_tokens(default_num_speculative_tokens(parallel) if draft_tokens is None else draft_tokens)
     return Pair(first, second, facts, config, parallel, k, trained)
 
 
-def find_target(name: str, unchecked: bool) -> Model:
+def resolve_deployed_target(name: str, unchecked: bool) -> Model:
     if not _on_hub(name):
         return _local(resolve_target(name))
     return Model(name, True, None if unchecked else _fetch_small(name))

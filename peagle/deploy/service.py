@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from peagle.checkpoints.validate import speculative_config
+from peagle.checkpoints.validate import build_speculative_config
 from peagle.config import DeploySettings
 from peagle.deploy.checks import RUNNER
 from peagle.deploy.models import Pair
@@ -44,7 +44,7 @@ class Service:
 
 
 def speculative(pair: Pair, drafter: str) -> str:
-    config = speculative_config(drafter, pair.draft_tokens, pair.parallel)
+    config = build_speculative_config(drafter, pair.draft_tokens, pair.parallel)
     return json.dumps(config, separators=(",", ":"))
 
 

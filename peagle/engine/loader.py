@@ -15,7 +15,13 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from peagle.checkpoints.drafter import check_fits, fit_problems, load_drafter, read_drafter_config, trained_draft_tokens
+from peagle.checkpoints.drafter import (
+    check_drafter_fits,
+    find_fit_problems,
+    load_drafter,
+    read_drafter_config,
+    trained_num_speculative_tokens,
+)
 from peagle.checkpoints.files import parse_device, parse_dtype
 from peagle.checkpoints.target import Target, eos_ids, load_target, read_target_config
 from peagle.config import (
@@ -78,8 +84,8 @@ def load(target: str | Path | Target, drafter: str | Path | Drafter | None, sett
     draft_cfg = ready.cfg if ready is not None else None
     if draft_folder is not None:
         draft_cfg = read_drafter_config(draft_folder, cfg)
-        check_fits(draft_cfg, cfg, draft_folder)
-    if ready is not None and (found := fit_problems(ready.cfg, cfg)):
+        check_drafter_fits(draft_cfg, cfg, draft_folder)
+    if ready is not None and (found := find_fit_problems(ready.cfg, cfg)):
         raise UserError(f"the drafter does not fit the target: {'; '.join(found)}")
     longest = context_length(settings.max_model_len, cfg)
     choices = draft_choices(settings, draft_cfg, draft_folder, on_gpu)
@@ -99,7 +105,7 @@ def load(target: str | Path | Target, drafter: str | Path | Drafter | None, sett
     elif settings.load_format == "dummy":
         if cfg.uses_transformers:
             raise UserError(f"--load-format dummy: not for targets that run through transformers ({cfg.family})")
-        cfg = read_target_config(folder, packed=packed)
+        cfg = read_target_config(folder, keep_mxfp4=packed)
         loaded = Target(folder, random_weights(Decoder, cfg, dtype, device), eos_ids(folder))
     else:
         loaded = load_target(folder, dtype, device, packed)
@@ -180,7 +186,7 @@ def draft_choices(settings: EngineSettings, cfg: DrafterConfig | None, folder: P
         if asked not in ("auto", 0):
             raise UserError(f"--num-speculative-tokens {asked}: needs a --drafter")
         return [0]
-    trained = trained_draft_tokens(folder) if folder is not None else None
+    trained = trained_num_speculative_tokens(folder) if folder is not None else None
     usual = default_num_speculative_tokens(cfg.parallel)
     if asked == "auto":
         offered = (

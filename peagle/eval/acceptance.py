@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from peagle.checkpoints.drafter import check_fits, read_drafter_config, trained_draft_tokens
+from peagle.checkpoints.drafter import check_drafter_fits, read_drafter_config, trained_num_speculative_tokens
 from peagle.checkpoints.target import eos_ids, load_tokenizer, read_target_config
 from peagle.config import EvalServerSettings, EvalSettings
 from peagle.data.run import load_chat_format, target_fingerprint
@@ -281,7 +281,7 @@ def open_drafters(names: Sequence[str], target: Path) -> list[Drafted]:
     for name in names:
         folder = resolve_drafter(name)
         own = read_drafter_config(folder, cfg)
-        check_fits(own, cfg, folder)
+        check_drafter_fits(own, cfg, folder)
         found.append((name, own, folder))
     short = [Path(name).name for name, _, _ in found]
     return [
@@ -289,7 +289,7 @@ def open_drafters(names: Sequence[str], target: Path) -> list[Drafted]:
             own_name if short.count(own_name) == 1 else name,
             "p-eagle" if own.parallel else "eagle3",
             folder,
-            trained_draft_tokens(folder),
+            trained_num_speculative_tokens(folder),
         )
         for (name, own, folder), own_name in zip(found, short, strict=True)
     ]

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from peagle.checkpoints.drafter import read_drafter_config
 from peagle.checkpoints.target import eos_ids, read_target_config
-from peagle.checkpoints.validate import speculative_config
+from peagle.checkpoints.validate import build_speculative_config
 from peagle.config import EvalSettings
 from peagle.data.loops import is_looping
 from peagle.data.prompts import Prompt
@@ -155,7 +155,7 @@ class Vllm:
         from vllm import LLM
 
         parallel = read_drafter_config(drafter, read_target_config(self.target)).parallel
-        speculative = speculative_config(str(drafter), k, parallel)
+        speculative = build_speculative_config(str(drafter), k, parallel)
         on_gpu: dict[str, Any] = {}
         if torch.cuda.is_available():
             on_gpu["gpu_memory_utilization"] = self.settings.gpu_memory_utilization

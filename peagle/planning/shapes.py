@@ -13,8 +13,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from peagle.checkpoints.fields import MAX_LAYERS, Fields
-from peagle.checkpoints.speculators import is_speculators, to_plain
+from peagle.checkpoints.config_reader import MAX_LAYERS, ConfigReader
+from peagle.checkpoints.speculators import is_speculators, speculators_to_plain
 from peagle.config import LAYERS, MASK_TOKEN_ID_KEYS, ChunkedAttention, ExpertsConfig, Method, Window
 from peagle.errors import UserError
 
@@ -211,9 +211,9 @@ def drafter_shape(name: str, target: Shape, flag: str = "--drafter") -> DrafterS
         return usual_drafter(target, method, int(count) if count else LAYERS[method])
     values, source = _config(name, flag, ", ".join(LAYERS))
     if is_speculators(values):
-        values = to_plain(values, source)
+        values = speculators_to_plain(values, source)
     parallel = any(values.get(key) is not None for key in MASK_TOKEN_ID_KEYS)
-    fields = Fields(values, source)
+    fields = ConfigReader(values, source)
     vocab = fields.size("vocab_size")
     said = fields.size("draft_vocab_size", vocab)
     body = read_shape({**values, "vocab_size": said, "tie_word_embeddings": False}, source, name, None, None)
@@ -269,7 +269,7 @@ def read_shape(
     values: dict[str, Any], source: Path, name: str, weight_bits: float | None, kv_bits: float | None
 ) -> Shape:
     """Of a config's object, `source` being what messages call it."""
-    outer = Fields(values, source)
+    outer = ConfigReader(values, source)
     fields = outer.section("text_config") if "text_config" in values else outer
     bytes_each = _dtype_bytes(outer, fields)
     linear, expert = (weight_bits / 8,) * 2 if weight_bits is not None else _quantized(outer, bytes_each)
@@ -287,12 +287,15 @@ def read_shape(
 
 def _as_run(values: dict[str, Any], source: Path, name: str) -> Shape:
     """What the embedded engine would make of it, were its weights not quantized."""
-    from peagle.checkpoints.families import decoder_config, why_foreign  # loads torch and transformers, which is slow
+    from peagle.checkpoints.families import (
+        read_decoder_config,
+        unsupported_feature,
+    )  # loads torch and transformers, which is slow
 
     values = {field: value for field, value in values.items() if field != "quantization_config"}
-    cfg = decoder_config(values, source)
+    cfg = read_decoder_config(values, source)
     if cfg.uses_transformers:
-        raise UserError(f"{source}: {why_foreign(values, source)} cannot be planned yet")
+        raise UserError(f"{source}: {unsupported_feature(values, source)} cannot be planned yet")
     layers = [cfg.layer_at(i) for i in range(cfg.num_layers)]
     experts = next((layer.experts for layer in layers if layer.experts is not None), ExpertsConfig(0, 0, 0))
     return Shape(
@@ -314,11 +317,11 @@ def _as_run(values: dict[str, Any], source: Path, name: str) -> Shape:
     )
 
 
-def _as_written(outer: Fields, fields: Fields, name: str) -> Shape:
+def _as_written(outer: ConfigReader, fields: ConfigReader, name: str) -> Shape:
     """By the fields that most decoders share; `outer` has what may stand around the text model's own."""
     if fields.values.get("kv_lora_rank"):
-        raise outer.wrong("latent attention (kv_lora_rank) cannot be planned yet; known: grouped heads")
-    layers, hidden = fields.size("num_hidden_layers", most=MAX_LAYERS), fields.size("hidden_size")
+        raise outer.error("latent attention (kv_lora_rank) cannot be planned yet; known: grouped heads")
+    layers, hidden = fields.size("num_hidden_layers", maximum=MAX_LAYERS), fields.size("hidden_size")
     heads = fields.size("num_attention_heads")
     moe = _moe_layers(fields, layers)
     own = fields.size("intermediate_size") if not all(moe) else 0
@@ -327,7 +330,7 @@ def _as_written(outer: Fields, fields: Fields, name: str) -> Shape:
         experts = _first_size(fields, "num_experts", "num_local_experts", "n_routed_experts")
         active = _first_size(fields, "num_experts_per_tok", "experts_per_token")
         if active > experts:
-            raise outer.wrong(f"a token goes to {active} of {experts} experts")
+            raise outer.error(f"a token goes to {active} of {experts} experts")
         wide = _first_size(fields, "moe_intermediate_size", "intermediate_size")
         shared = fields.optional_size("shared_expert_intermediate_size") or 0
         shared = shared or (fields.optional_size("n_shared_experts") or 0) * wide
@@ -349,12 +352,12 @@ def _as_written(outer: Fields, fields: Fields, name: str) -> Shape:
     )
 
 
-def _first_size(fields: Fields, *names: str) -> int:
+def _first_size(fields: ConfigReader, *names: str) -> int:
     given = next((name for name in names if fields.values.get(name) is not None), names[0])
     return fields.size(given)
 
 
-def _moe_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
+def _moe_layers(fields: ConfigReader, layers: int) -> tuple[bool, ...]:
     """Which layers have experts: all from the first that may, every so many of them, but those that are named."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     if not any(fields.values.get(name) for name in names):
@@ -365,28 +368,28 @@ def _moe_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
     return tuple(i >= first and (i + 1) % step == 0 and i not in plain for i in range(layers))
 
 
-def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
+def _windows(fields: ConfigReader, layers: int) -> tuple[int | None, ...]:
     window = fields.optional_size("sliding_window")
     kinds = fields.values.get("layer_types")
     if kinds is None:
         return (window if fields.values.get("model_type") in ("mistral", "phi3") else None,) * layers
     if not isinstance(kinds, list) or len(kinds) != layers:
-        raise fields.wrong(f"layer_types must name {layers} layers")
+        raise fields.error(f"layer_types must name {layers} layers")
     unknown = [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]
     if unknown:
-        raise fields.wrong(f"layer type {unknown[0]!r} cannot be planned; known: full_attention, sliding_attention")
+        raise fields.error(f"layer type {unknown[0]!r} cannot be planned; known: full_attention, sliding_attention")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _dtype_bytes(outer: Fields, fields: Fields) -> float:
+def _dtype_bytes(outer: ConfigReader, fields: ConfigReader) -> float:
     named = [f.values.get(key) for f in (fields, outer) for key in ("dtype", "torch_dtype")]
     name = next((value for value in named if value is not None), "bfloat16")
     if name not in DTYPE_BYTES:
-        raise outer.wrong(f"dtype {name!r} is not known; known: {', '.join(DTYPE_BYTES)}")
+        raise outer.error(f"dtype {name!r} is not known; known: {', '.join(DTYPE_BYTES)}")
     return DTYPE_BYTES[name]
 
 
-def _quantized(fields: Fields, plain: float) -> tuple[float, float]:
+def _quantized(fields: ConfigReader, plain: float) -> tuple[float, float]:
     """Bytes of a weight of attention and plain MLPs, and of an expert's."""
     how = fields.section("quantization_config")
     if not how.values:
@@ -402,5 +405,5 @@ def _quantized(fields: Fields, plain: float) -> tuple[float, float]:
         first = next(iter(groups.values()))
         bits = ((first.get("weights") or {}) if isinstance(first, dict) else {}).get("num_bits")
     if type(bits) is not int or not 1 <= bits <= 16:
-        raise fields.wrong(f"quantization {method!r} does not say its bits; give --weight-bits")
+        raise fields.error(f"quantization {method!r} does not say its bits; give --weight-bits")
     return bits / 8, bits / 8

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from peagle.checkpoints.families import decoder_config
+from peagle.checkpoints.families import read_decoder_config
 from peagle.checkpoints.files import read_config_json
 from peagle.config import DecoderConfig, ExpertsConfig, LayerConfig, RopeConfig
 from peagle.errors import UserError
@@ -73,7 +73,7 @@ def target_on_paper(name: str) -> DecoderConfig:
     file = path / "config.json" if path.is_dir() else path
     if file.is_file():
         try:
-            return decoder_config(read_config_json(file.parent), file)
+            return read_decoder_config(read_config_json(file.parent), file)
         except UserError:
             return as_decoder(target_shape(str(file)))  # not one that runs here; its sizes may be read all the same
     return as_decoder(target_shape(known_name(name)))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from peagle.versions import versions
+from peagle.versions import installed_versions
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Stamp:
         """Taken at the start; `packages` are named beside the usual ones, where they are installed."""
         told = shlex.join(["peagle", *sys.argv[1:]]) if command is None else command
         started = datetime.now(UTC).isoformat(timespec="seconds")
-        return Stamp(told, _commit(), versions(*packages), _machine(), started, 0.0)
+        return Stamp(told, _commit(), installed_versions(*packages), _machine(), started, 0.0)
 
     def done(self, before: float = 0.0) -> Stamp:
         """The same with the seconds since it was taken; `before` is what earlier runs of a resumed document took."""

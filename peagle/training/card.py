@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from peagle.checkpoints.validate import speculative_config
+from peagle.checkpoints.validate import build_speculative_config
 from peagle.config import DrafterConfig
 from peagle.errors import UserError
 
@@ -130,7 +130,7 @@ def _acceptance(card: ModelCard) -> str:
 
 def _use(card: ModelCard) -> str:
     target = shlex.quote(card.target)
-    settings = json.dumps(speculative_config("DIR", card.draft_tokens, card.cfg.parallel))
+    settings = json.dumps(build_speculative_config("DIR", card.draft_tokens, card.cfg.parallel))
     asked = '"The sky is" --raw' if card.raw else '"Why is the sky blue?"'
     ours = f"peagle generate {asked} --target {target} --drafter DIR -k {card.draft_tokens}"
     return (

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from peagle.checkpoints.drafter import check_fits, load_unbound, read_drafter_config
+from peagle.checkpoints.drafter import check_drafter_fits, load_unshared_drafter, read_drafter_config
 from peagle.config import DecoderConfig, DrafterConfig, TrainConfig
 from peagle.data.dataset import ResponseDataset
 from peagle.errors import UserError
@@ -147,7 +147,7 @@ def config_from_folder(cfg: TrainConfig, target: DecoderConfig) -> DrafterConfig
     if not folder.is_dir():
         raise UserError(f"--init {cfg.init}: must be {', '.join(FRESH)}, or the folder of a drafter")
     found = read_drafter_config(folder, target)
-    check_fits(found, target, folder)
+    check_drafter_fits(found, target, folder)
     layers, width = found.num_layers, found.layer.intermediate_size
     for flag, more, has in (("layers", cfg.layers, layers), ("mlp-width", cfg.mlp_width, width)):
         if more is not None and more < has:
@@ -258,7 +258,7 @@ def _start_from_folder(drafter: Drafter, folder: Path, target: DecoderConfig) ->
     """What the folder has. Layers behind its own say nothing yet, nor do new parts of a wider MLP, so that all of it
     says what it said; of an EAGLE-3 drafter that becomes P-EAGLE the mask's hidden state stays new."""
     cfg = read_drafter_config(folder, target)
-    found = load_unbound(folder, cfg, torch.float32).state_dict()
+    found = load_unshared_drafter(folder, cfg, torch.float32).state_dict()
     own = drafter.state_dict()
     for number in range(len(drafter.layers)):
         own[f"layers.{number}.mlp.down_proj.weight"].zero_()

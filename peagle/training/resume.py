@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import Tensor
 
-from peagle.checkpoints.files import Weights, read_json, write_json, write_weights
+from peagle.checkpoints.files import SafetensorsFolder, read_json, write_json, write_weights
 from peagle.data.batches import BatchCursor
 from peagle.errors import UserError
 
@@ -109,7 +109,7 @@ class RunFolder:
         standing = _standing(values, place)
         if values.get("layout") != layout:
             raise UserError(f"{place}: a state of a drafter of another shape; name a new --out")
-        weights = Weights(place)
+        weights = SafetensorsFolder(place)
         return standing, {name: weights[name] for name in weights.names()}
 
     def standing(self) -> TrainingState:

@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 
-from peagle.checkpoints.drafter import config_values, drafter_tensors, load_drafter
+from peagle.checkpoints.drafter import build_drafter_config, drafter_tensors, load_drafter
 from peagle.checkpoints.files import parse_device, read_json, write_json, write_weights
 from peagle.checkpoints.target import eos_ids, has_tokenizer, load_decoder, read_target_config
 from peagle.config import CPU_CHUNK_ROWS, CacheSettings, DecoderConfig, DrafterConfig, TrainConfig
@@ -48,7 +48,7 @@ from peagle.training.validation import (
     ValidationRunner,
     prepare_validation,
 )
-from peagle.versions import versions
+from peagle.versions import installed_versions
 
 Resume = Literal["auto", "must", "never"]
 MEASURED_DRAFTS = (1, 3, 5, 7)  # a round, beside as many as were trained
@@ -302,7 +302,7 @@ def _chunk_rows(cfg: TrainConfig, drafter: Drafter, reserved: int) -> int:
 def write_drafter(into: Path, drafter: Drafter, depths: int) -> None:
     """The plain format's files, and how many drafts a round it was trained for."""
     write_weights({name: tensor.detach().clone() for name, tensor in drafter_tensors(drafter).items()}, into)
-    values = {**config_values(drafter.cfg, drafter.fc.weight.dtype), "trained_draft_tokens": depths}
+    values = {**build_drafter_config(drafter.cfg, drafter.fc.weight.dtype), "trained_draft_tokens": depths}
     write_json(values, into / "config.json")
 
 
@@ -350,7 +350,7 @@ def card_of(
         data,
         training,
         command,
-        tuple(versions().items()),
+        tuple(installed_versions().items()),
         table,
         how,
         cfg.raw,

@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.shapes import SHAPES, spread_weights, write_checkpoints
 from peagle import LLM, SamplingParams
-from peagle.checkpoints.drafter import fit_problems, read_drafter_config, tensor_problems
-from peagle.checkpoints.files import Weights
+from peagle.checkpoints.drafter import find_fit_problems, find_tensor_problems, read_drafter_config
+from peagle.checkpoints.files import SafetensorsFolder
 from peagle.checkpoints.target import Target, read_target_config
 from peagle.engine.loader import random_weights
 from peagle.models import moe
@@ -43,14 +43,14 @@ def test_drafters_have_the_published_shapes(name: str, tmp_path: Path) -> None:
     folders = {key: Path(folder) for key, folder in write_checkpoints(name, False, tmp_path).items()}
     for method in ("p-eagle", "eagle3"):
         cfg = read_drafter_config(folders[method])
-        assert tensor_problems(cfg, Weights(folders[method]).shapes) == []
-        assert fit_problems(cfg, read_target_config(folders["target"])) == []
+        assert find_tensor_problems(cfg, SafetensorsFolder(folders[method]).shapes) == []
+        assert find_fit_problems(cfg, read_target_config(folders["target"])) == []
     published = full(HEADS[PUBLISHED_HEADS[name]])
     expected = head_shapes(replace(published, mlp=SHAPES[name].drafter_mlp))
-    assert Weights(folders["p-eagle"]).shapes == expected
+    assert SafetensorsFolder(folders["p-eagle"]).shapes == expected
     assert read_drafter_config(folders["p-eagle"]).mask_token_id == published.mask_id
     one_layer = {n: shape for n, shape in expected.items() if not n.startswith("layers.") and n != "mask_hidden"}
-    assert Weights(folders["eagle3"]).shapes == one_layer
+    assert SafetensorsFolder(folders["eagle3"]).shapes == one_layer
 
 
 @pytest.mark.parametrize("name", SHAPES)

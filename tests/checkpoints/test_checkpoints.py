@@ -24,8 +24,14 @@ from support import edit_config, edit_weights, set_config
 
 from peagle.checkpoints.average import average
 from peagle.checkpoints.convert import convert, format_of
-from peagle.checkpoints.drafter import drafter_tensors, load_drafter, load_unbound, read_drafter_config, save_drafter
-from peagle.checkpoints.files import INDEX, WEIGHTS, Weights, read_json, write_folder, write_weights
+from peagle.checkpoints.drafter import (
+    drafter_tensors,
+    load_drafter,
+    load_unshared_drafter,
+    read_drafter_config,
+    save_drafter,
+)
+from peagle.checkpoints.files import INDEX, WEIGHTS, SafetensorsFolder, read_json, write_folder, write_weights
 from peagle.checkpoints.target import load_decoder, read_target_config
 from peagle.config import DecoderConfig, DrafterConfig, LayerConfig, RopeConfig, SamplingParams
 from peagle.errors import UserError
@@ -210,7 +216,7 @@ def check_round_trip(drafter: Drafter, into: Path) -> None:
     assert read_drafter_config(into / "one") == cfg
     on_disk = stored(into / "one")
     assert {n: tuple(t.shape) for n, t in on_disk.items()} == expected_shapes(cfg)
-    loaded = load_unbound(into / "one", cfg, dtype=None)
+    loaded = load_unshared_drafter(into / "one", cfg, dtype=None)
     assert_same_tensors(dict(loaded.state_dict()), dict(drafter.state_dict()))
     assert not any(p.requires_grad for p in loaded.parameters()) and not loaded.training
     if drafter.d2t is not None:
@@ -228,7 +234,7 @@ def check_round_trip(drafter: Drafter, into: Path) -> None:
     assert len(list((into / "shards").glob("model-*.safetensors"))) > 1
     assert read_drafter_config(into / "shards") == cfg
     assert_same_tensors(stored(into / "shards"), on_disk)
-    again = load_unbound(into / "shards", cfg, dtype=None)
+    again = load_unshared_drafter(into / "shards", cfg, dtype=None)
     assert_same_tensors(dict(again.state_dict()), dict(drafter.state_dict()))
     index = json.loads((into / "shards" / INDEX).read_text())
     assert index["weight_map"].keys() == on_disk.keys()
@@ -241,7 +247,7 @@ def check_round_trip(drafter: Drafter, into: Path) -> None:
 def test_trained_pairs_round_trip(name: str, tmp_path: Path) -> None:
     cfg = read_drafter_config(pairs.drafter_folder(name))
     assert cfg == pairs.RECIPES[name].cfg
-    drafter = load_unbound(pairs.drafter_folder(name), cfg, dtype=None)
+    drafter = load_unshared_drafter(pairs.drafter_folder(name), cfg, dtype=None)
     assert {p.dtype for p in drafter.parameters()} == {torch.bfloat16}
     check_round_trip(drafter, tmp_path)
     for file in ("config.json", WEIGHTS):
@@ -261,7 +267,7 @@ def test_loading_casts_what_floats(cfg: DrafterConfig, dtype: torch.dtype, wante
     drafter = random_drafter(cfg, dtype)
     with scratch() as folder:
         save_drafter(drafter, folder / "d")
-        loaded = load_unbound(folder / "d", cfg, wanted)
+        loaded = load_unshared_drafter(folder / "d", cfg, wanted)
     for name, tensor in drafter.state_dict().items():
         want = tensor if name == "d2t" else tensor.to(wanted)
         assert torch.equal(loaded.state_dict()[name].nan_to_num(7), want.nan_to_num(7)), name
@@ -279,12 +285,12 @@ def renamed(tensors: dict[str, torch.Tensor], old: str, new: str) -> None:
 @pytest.mark.parametrize("name", ["p-eagle-4-reduced", "eagle3-1"])
 def test_layer_zero_by_either_name(name: str, tmp_path: Path) -> None:
     cfg = read_drafter_config(pairs.drafter_folder(name))
-    want = dict(load_unbound(pairs.drafter_folder(name), cfg, None).state_dict())
+    want = dict(load_unshared_drafter(pairs.drafter_folder(name), cfg, None).state_dict())
     folder = copy_of(name, tmp_path)
     edit_weights(folder, lambda t: renamed(t, "midlayer.", "layers.0."))
     assert any(n.startswith("layers.0.") for n in stored(folder))
     assert read_drafter_config(folder) == cfg
-    assert_same_tensors(dict(load_unbound(folder, cfg, None).state_dict()), want)
+    assert_same_tensors(dict(load_unshared_drafter(folder, cfg, None).state_dict()), want)
 
 
 def test_layer_zero_half_and_half_and_twice(tmp_path: Path, target: Decoder) -> None:
@@ -458,7 +464,7 @@ def test_published_layout_loads_and_drafts(tmp_path: Path) -> None:
     assert len(draft.tokens) == 7 and draft.probs_KV.shape == (7, 211)
     out = generate(target, tokens, SamplingParams(max_tokens=12), drafter=drafter, num_speculative_tokens=5)
     assert out.token_ids == generate(target, tokens, SamplingParams(max_tokens=12)).token_ids
-    save_drafter(load_unbound(tmp_path / "head", cfg, None), tmp_path / "again")
+    save_drafter(load_unshared_drafter(tmp_path / "head", cfg, None), tmp_path / "again")
     assert_same_tensors(stored(tmp_path / "again"), tensors)
     assert read_drafter_config(tmp_path / "again") == cfg
 
@@ -727,7 +733,7 @@ def test_mixed_dtypes_in_one_product(tmp_path: Path, target: Decoder) -> None:
     edit_weights(folder, lambda t: t.update({name: t[name].float()}))
     load_drafter(folder, target)
     with pytest.raises(UserError, match="k_proj.weight' has another dtype"):
-        load_unbound(folder, read_drafter_config(folder), None)
+        load_unshared_drafter(folder, read_drafter_config(folder), None)
 
 
 BAD_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
@@ -739,7 +745,7 @@ BAD_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "mask id true": (dict.fromkeys(MASK_NAMES, True), "True"),
     "another width": ({"target_hidden_size": 32}, "width 32"),
     "another vocabulary": ({"vocab_size": 159}, "vocabulary of 159"),
-    "a tap too far": ({"eagle_aux_hidden_state_layer_ids": [1, 2, 6]}, "aux_hidden_states layer 6"),
+    "a tap too far": ({"eagle_aux_hidden_state_layer_ids": [1, 2, 6]}, "aux_layer_ids contains layer 6"),
     "a tap twice": ({"eagle_aux_hidden_state_layer_ids": [1, 1, 2]}, "eagle_aux_hidden_state_layer_ids"),
     "a tap below": ({"eagle_aux_hidden_state_layer_ids": [-1, 1, 2]}, "eagle_aux_hidden_state_layer_ids"),
     "a tap of text": ({"eagle_aux_hidden_state_layer_ids": [1, "2", 4]}, "eagle_aux_hidden_state_layer_ids"),
@@ -787,7 +793,7 @@ def test_mask_id_without_mask_hidden(tmp_path: Path, target: Decoder) -> None:
 
 def test_another_target(tmp_path: Path) -> None:
     small = replace(pairs.TARGET, num_layers=3, windows=(None,) * 3)
-    refused(pairs.drafter_folder("p-eagle-1"), Decoder(small), "aux_hidden_states layer 4", "3 layers")
+    refused(pairs.drafter_folder("p-eagle-1"), Decoder(small), "aux_layer_ids contains layer 4", "3 layers")
     wide = replace(pairs.TARGET, layer=replace(pairs.TARGET.layer, hidden_size=72), vocab_size=170)
     refused(pairs.drafter_folder("p-eagle-1"), Decoder(wide), "width 64", "72 wide", "vocabulary of 160", "170")
 
@@ -795,7 +801,7 @@ def test_another_target(tmp_path: Path) -> None:
 def files_refused(folder: Path, target: Decoder, *words: str) -> None:
     refused(folder, target, *words)
     with pytest.raises(UserError):
-        Weights(folder)
+        SafetensorsFolder(folder)
 
 
 @settings(max_examples=60, deadline=None)
@@ -880,7 +886,7 @@ def test_a_pickle_is_never_opened(tmp_path: Path, target: Decoder) -> None:
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Trap(mark)))
     refused(folder, target, "pytorch_model.bin", "pickle")
     with pytest.raises(UserError, match="pickle"):
-        Weights(folder)
+        SafetensorsFolder(folder)
     assert not mark.exists()
     pickle.loads((folder / "pytorch_model.bin").read_bytes())
     assert mark.exists()  # the trap does work

@@ -133,7 +133,12 @@ CONFIG_CASES: dict[str, tuple[str, dict[str, Any], str, str]] = {
         "0.32",
         f"{AUX_LAYER_IDS} [4, 1, 2] is not sorted: vLLM concatenates in ascending order all the same",
     ),
-    "range": ("p-eagle-1", {AUX_LAYER_IDS: [1, 2, 9]}, "0.32", "aux_hidden_states layer 9, this target has 5 layers"),
+    "range": (
+        "p-eagle-1",
+        {AUX_LAYER_IDS: [1, 2, 9]},
+        "0.32",
+        "aux_layer_ids contains layer 9, but the target has 5 layers",
+    ),
     "repeated": (
         "p-eagle-1",
         {AUX_LAYER_IDS: [1, 1, 2]},

@@ -22,7 +22,7 @@ from pairs import drafter_folder, target_folder
 from peagle.cli import main
 from peagle.config import SagemakerSettings
 from peagle.deploy import sagemaker_endpoint as endpoint
-from peagle.deploy.models import find_pair
+from peagle.deploy.models import resolve_pair
 from peagle.deploy.sagemaker_plan import SagemakerPlan, make_plan
 from peagle.errors import UserError
 
@@ -189,7 +189,7 @@ def refused(operation: str) -> ClientError:
 
 @pytest.fixture
 def plan() -> SagemakerPlan:
-    return make_plan(find_pair(TARGET, DRAFTER, None, unchecked=False), SETTINGS)
+    return make_plan(resolve_pair(TARGET, DRAFTER, None, unchecked=False), SETTINGS)
 
 
 @pytest.mark.parametrize("call", ["create_model", "create_endpoint_config", "create_endpoint"])

@@ -27,7 +27,7 @@ from transformers import CONFIG_MAPPING
 
 from peagle.cli import main
 from peagle.config import DrafterConfig, LayerConfig, RopeConfig
-from peagle.deploy.checks import scattered
+from peagle.deploy.checks import splits_drafter_cache
 from peagle.deploy.models import target_facts
 
 KEY = "sk-a-key-nobody-should-see"
@@ -244,11 +244,11 @@ def test_gpt_oss_needs_the_fix_of_its_cache_groups(tmp_path: Path) -> None:
     assert (small.layers, small.sliding, small.kv_heads, small.head_dim) == (24, 12, 8, 64)
     assert (large.layers, large.sliding) == (36, 18)
     head = head_of(4, 8, 64)
-    assert scattered(small, head, (0, 17)) and not scattered(small, head, (0, 18))
-    assert not scattered(large, head, (0, 17)) and not scattered(large, head, (0, 32))
-    assert not scattered(small, head_of(1, 8, 64), (0, 17)), "one layer is in one group"
+    assert splits_drafter_cache(small, head, (0, 17)) and not splits_drafter_cache(small, head, (0, 18))
+    assert not splits_drafter_cache(large, head, (0, 17)) and not splits_drafter_cache(large, head, (0, 32))
+    assert not splits_drafter_cache(small, head_of(1, 8, 64), (0, 17)), "one layer is in one group"
     dense = target_facts(model_config("llama", tmp_path / "llama", "LlamaForCausalLM"))
-    assert not scattered(dense, head, (0, 17))
+    assert not splits_drafter_cache(dense, head, (0, 17))
 
 
 def test_a_gpt_oss_target_is_checked_by_its_config_alone(run: Any, tmp_path: Path) -> None:

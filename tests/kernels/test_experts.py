@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from interpreting import check_in_a_child, mend_interpreter, poisoned
 from torch import Tensor
 
-from peagle.checkpoints.weight_conversion import Source, experts_apart
+from peagle.checkpoints.weight_conversion import TensorSource, split_experts
 from peagle.errors import UserError
 from peagle.kernels.moe.experts import ClampedGate, ExpertWeights, expert_mlp_grouped, expert_mlp_torch, route_torch
 from peagle.kernels.moe.mxfp4 import MAX_EXPONENT, PackedWeights, pack_words, pad_exponents, unpacked
@@ -123,8 +123,8 @@ def test_exponents_too_large_to_stay_packed() -> None:
     """Read where they are packed for, they are refused; the largest that a product takes is not."""
     scales = torch.full((1, 4, 2), MAX_EXPONENT, dtype=torch.uint8)
     scales[0, 1] += 1  # a gate and an up in turn
-    source = Source(tuple(scales.shape), lambda: scales, lambda e: scales[e])
-    apart = experts_apart({"0.mlp.experts.gate_up_proj_scales": source}, packed=True)
+    source = TensorSource(tuple(scales.shape), lambda: scales, lambda e: scales[e])
+    apart = split_experts({"0.mlp.experts.gate_up_proj_scales": source}, keep_mxfp4=True)
     assert torch.equal(apart["0.mlp.experts.0.gate_proj.exponents"].read()[:, :2], scales[0, ::2])
     with pytest.raises(UserError, match=str(MAX_EXPONENT + 1)):
         apart["0.mlp.experts.0.up_proj.exponents"].read()
@@ -530,7 +530,7 @@ def test_whole_model_packed(tmp_path: Path) -> None:
 
     saved_mxfp4(tmp_path)
     exact = load_decoder(tmp_path)
-    plain, kept = (load_decoder(tmp_path, torch.bfloat16, "cuda", packed=packed) for packed in (False, True))
+    plain, kept = (load_decoder(tmp_path, torch.bfloat16, "cuda", keep_mxfp4=packed) for packed in (False, True))
     for rows in (40, 400):
         tokens = tokens_of(97, rows)
         want = ours(exact, tokens)[0]

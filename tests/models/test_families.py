@@ -283,7 +283,7 @@ def test_mxfp4_that_stays_packed(tmp_path: Path) -> None:
     """The same numbers, in rows that are filled up: short as they are here, to 128 columns of half a byte and 16
     exponents. Noise in their place is of the same shape. What files have plain is read plain."""
     saved_mxfp4(tmp_path)
-    plain, kept = load_decoder(tmp_path), load_decoder(tmp_path, packed=True)
+    plain, kept = load_decoder(tmp_path), load_decoder(tmp_path, keep_mxfp4=True)
     tokens = tokens_of(97)
     (want, want_taps), (got, aux_layer_ids) = ours(plain, tokens), ours(kept, tokens)
     assert torch.equal(want, got) and torch.equal(torch.stack(want_taps), torch.stack(aux_layer_ids))
@@ -291,7 +291,7 @@ def test_mxfp4_that_stays_packed(tmp_path: Path) -> None:
     assert expert_bytes(plain) == 4 * numbers and expert_bytes(kept) == (128 // 2 + 16) * rows
     assert count_weights(plain) - numbers == count_weights(kept) - (128 + 16) * rows
 
-    cfg = read_target_config(tmp_path, packed=True)
+    cfg = read_target_config(tmp_path, keep_mxfp4=True)
     assert cfg == kept.cfg and unpacking_bytes(cfg) == 2 * 5 * 2 * 32 * 64 * 2 and unpacking_bytes(plain.cfg) == 0
     noise = random_weights(Decoder, cfg, torch.float32, torch.device("cpu"))
     assert expert_bytes(noise) == expert_bytes(kept)
@@ -303,9 +303,9 @@ def test_mxfp4_that_stays_packed(tmp_path: Path) -> None:
 
     plainly = tmp_path / "plain"
     saved("gpt-oss", plainly)
-    assert load_decoder(plainly, packed=True).cfg == read_target_config(plainly, packed=True) == plain.cfg
+    assert load_decoder(plainly, keep_mxfp4=True).cfg == read_target_config(plainly, keep_mxfp4=True) == plain.cfg
     set_config(plainly, quantization_config={"quant_method": "mxfp4"})
-    assert load_decoder(plainly, packed=True).cfg == plain.cfg
+    assert load_decoder(plainly, keep_mxfp4=True).cfg == plain.cfg
 
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])

@@ -29,8 +29,8 @@ from transformers import (
 
 from peagle import LLM, SamplingParams
 from peagle.checkpoints import gemma
-from peagle.checkpoints.drafter import fit_problems, read_drafter_config
-from peagle.checkpoints.fields import Fields
+from peagle.checkpoints.config_reader import ConfigReader
+from peagle.checkpoints.drafter import find_fit_problems, read_drafter_config
 from peagle.checkpoints.target import load_decoder, read_target_config
 from peagle.config import AttentionTemperature, ChunkedAttention, RopeConfig, TrainConfig
 from peagle.engine.loader import block_bytes, random_weights
@@ -211,7 +211,7 @@ def test_variants_of_gemma4_run_through_transformers(field: str, tmp_path: Path)
         decoder = load_decoder(tmp_path)
     assert isinstance(decoder, TransformersDecoder)
     assert_same(model, decoder, tokens_of(97))
-    tables = load_decoder(tmp_path, tables_only=True)
+    tables = load_decoder(tmp_path, skip_layers=True)
     assert torch.equal(tables.embed_tokens.weight, model.model.embed_tokens.weight)
     assert torch.equal(tables.norm.weight, model.model.norm.weight)
     set_config(tmp_path, quantization_config={"quant_method": "fp8", "weight_block_size": [16, 16]})
@@ -342,7 +342,7 @@ def test_gemma4_31b(tmp_path: Path) -> None:
     )
     assert block_bytes(cfg, None, 2) == 16 * 2 * 2 * (50 * 16 * 256 + 10 * 4 * 512)
     # transformers of another day leaves the fields as they are published
-    raw = Fields(GEMMA4_31B["text_config"], tmp_path)  # type: ignore[arg-type]
+    raw = ConfigReader(GEMMA4_31B["text_config"], tmp_path)  # type: ignore[arg-type]
     assert gemma.gemma4_layers(raw, gemma.gemma4(raw)) == cfg.layers
 
 
@@ -350,7 +350,11 @@ def test_the_published_head_of_gemma4_31b(tmp_path: Path) -> None:
     """Fits the target, and a new drafter for it is like it: no norms of heads, which the target has."""
     cfg, head = read_target_config(written(GEMMA4_31B, tmp_path)), published_heads.HEADS["gemma-4-31b"]
     published = read_drafter_config(published_heads.write_full_head(head, tmp_path / "head"), cfg)
-    assert fit_problems(published, cfg) == [] and published.aux_layer_ids == cfg.default_aux_layer_ids == (2, 30, 57)
+    assert find_fit_problems(published, cfg) == [] and published.aux_layer_ids == cfg.default_aux_layer_ids == (
+        2,
+        30,
+        57,
+    )
     made = drafter_config(TrainConfig(), cfg, 7)
     assert made.layer.head_dim == published.layer.head_dim and made.layer.num_kv_heads == published.layer.num_kv_heads
     assert not made.layer.qk_norm and made.layer == made.layer.as_llama and made.rope == RopeConfig(theta=1e6)

@@ -32,8 +32,8 @@ from torch.nn import functional as F
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from peagle.checkpoints.drafter import load_drafter, read_drafter_config, tensor_problems
-from peagle.checkpoints.files import Weights
+from peagle.checkpoints.drafter import find_tensor_problems, load_drafter, read_drafter_config
+from peagle.checkpoints.files import SafetensorsFolder
 from peagle.checkpoints.target import load_decoder
 from peagle.checkpoints.validate import inspect_drafter
 from peagle.config import SamplingParams
@@ -148,8 +148,8 @@ def test_the_validator_finds_nothing_but_unnamed_taps(head: Head, target_folder:
 def test_a_head_at_full_width_is_what_the_loader_expects(head: Head, tmp_path: Path) -> None:
     folder = write_full_head(head, tmp_path / "head")
     cfg = read_drafter_config(folder)
-    shapes = Weights(folder).shapes
-    assert tensor_problems(cfg, shapes) == []
+    shapes = SafetensorsFolder(folder).shapes
+    assert find_tensor_problems(cfg, shapes) == []
     assert cfg.mask_token_id == full(head).mask_id and not cfg.reduced_vocab and cfg.own_embeddings and cfg.own_head
     if head is HEADS["gpt-oss-20b"]:
         assert shapes["fc.weight"] == (2880, 8640) and cfg.mask_token_id == 201020

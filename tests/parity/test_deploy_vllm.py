@@ -12,10 +12,10 @@ import pytest
 from pairs import drafter_folder, target_folder
 
 from peagle.checkpoints.families import FAMILIES
-from peagle.checkpoints.validate import UNTAPPED
+from peagle.checkpoints.validate import NO_AUX_HIDDEN_STATES
 from peagle.config import DeploySettings, DrafterConfig, LayerConfig, RopeConfig
-from peagle.deploy.checks import scattered
-from peagle.deploy.models import TargetFacts, find_pair
+from peagle.deploy.checks import splits_drafter_cache
+from peagle.deploy.models import TargetFacts, resolve_pair
 from peagle.deploy.service import Service, arguments, environment
 
 pytestmark = pytest.mark.vllm
@@ -32,7 +32,7 @@ def test_vllms_parser_takes_the_command() -> None:
         gpu_memory_utilization=0.8,
         extra=("--kv-cache-dtype", "fp8"),
     )
-    pair = find_pair(str(target_folder()), str(drafter_folder("p-eagle-4")), 5, unchecked=False)
+    pair = resolve_pair(str(target_folder()), str(drafter_folder("p-eagle-4")), 5, unchecked=False)
     words = arguments(Service(settings, pair))
     parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(words)
     assert Path(parsed.model_tag) == target_folder() and parsed.served_model_name == ["target"]
@@ -77,7 +77,7 @@ def test_caches_are_grouped_as_the_check_says() -> None:
             layer = LayerConfig(64, 64, num_heads=64, num_kv_heads=8 if alike else 4, head_dim=64)
             drafter = DrafterConfig(100, 100, drafts, layer, RopeConfig(), 4096, 64, (0, 1, 2), mask_token_id=1)
             spread = groups_of_the_drafter(sliding, full, drafts, alike) > 1
-            assert scattered(facts, drafter, (0, 32)) == spread, (sliding, full, drafts, alike)
+            assert splits_drafter_cache(facts, drafter, (0, 32)) == spread, (sliding, full, drafts, alike)
             seen.add((spread, alike))
     assert len(seen) == 4, "both answers, for both kinds"
 
@@ -90,4 +90,4 @@ def test_the_targets_that_give_no_hidden_states() -> None:
     # those that see pictures need more than is installed here to be looked at
     known = [name for name in FAMILIES if name.endswith("ForCausalLM")]
     without = {name for name in known if not supports_eagle3(ModelRegistry._try_load_model_cls(name))}
-    assert without == {name for name in UNTAPPED if name in known} != set()
+    assert without == {name for name in NO_AUX_HIDDEN_STATES if name in known} != set()

@@ -122,7 +122,7 @@ def test_what_cannot_be_measured_is_refused() -> None:
     with pytest.raises(UserError, match="between 1 and"):
         AcceptanceEvaluator(target, EOS, asked(1), 8, 0)
     other = Drafter(replace(pairs.BASE, aux_layer_ids=(1, 2, 9))).share_weights(target)
-    with pytest.raises(UserError, match="does not fit the target: aux_hidden_states layer 9, this target has 5 layers"):
+    with pytest.raises(UserError, match="does not fit the target: aux_layer_ids contains layer 9, but"):
         AcceptanceEvaluator(target, EOS, asked(1), 8, 3).measure(other)
 
 

@@ -177,12 +177,12 @@ def test_tables_of_a_target_whose_layers_are_not_ours(tmp_path: Path) -> None:
     model.model.language_model.layers[-1].register_forward_hook(lambda *got: said.append(got[2]))
     with torch.inference_mode():
         logits_TV = model(input_ids=torch.randint(160, (1, 12))).logits[0]
-        ours = load_decoder(tmp_path, tables_only=True)
+        ours = load_decoder(tmp_path, skip_layers=True)
         out = said[0][0] if isinstance(said[0], tuple) else said[0]
         mine_TV = ours.compute_logits(ours.norm(out.reshape(12, 32)))
     torch.testing.assert_close(mine_TV, logits_TV, rtol=1e-4, atol=1e-4)
     assert logits_TV.abs().max() > 3
-    cfg = read_target_config(tmp_path, tables_only=True)
+    cfg = read_target_config(tmp_path, skip_layers=True)
     assert cfg.num_layers == 6 and cfg.default_aux_layer_ids == (2, 3) and cfg.rope.as_llama == RopeConfig(theta=1e6)
 
 
@@ -191,7 +191,7 @@ def test_tables_of_a_packed_target(tmp_path: Path) -> None:
     shape = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
     shape |= {"num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}
     GptOssForCausalLM(GptOssConfig(vocab_size=96, **shape)).save_pretrained(tmp_path)
-    whole, tables = load_decoder(tmp_path), load_decoder(tmp_path, tables_only=True)
+    whole, tables = load_decoder(tmp_path), load_decoder(tmp_path, skip_layers=True)
     for name in ("embed_tokens.weight", "norm.weight", "lm_head.weight"):
         assert torch.equal(whole.get_parameter(name), tables.get_parameter(name))
     assert {name for name, _ in tables.named_parameters()} == {"embed_tokens.weight", "norm.weight", "lm_head.weight"}

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import peagle.cli  # noqa: F401  the verbs
-from peagle.checkpoints.drafter import load_drafter, trained_draft_tokens
+from peagle.checkpoints.drafter import load_drafter, trained_num_speculative_tokens
 from peagle.checkpoints.target import load_decoder
 from peagle.cli.app import app
 from peagle.config import TrainConfig
@@ -277,7 +277,7 @@ def test_it_learns(home: Path, settings: dict[str, Any]) -> None:
     assert losses[-1] < 0.8 * losses[0]
     drafter = load_drafter(out, load_decoder(runs.target_folder(home)))
     cfg = recipe.train
-    assert trained_draft_tokens(out) == 3 and drafter.cfg.parallel == (cfg.method == "p-eagle")
+    assert trained_num_speculative_tokens(out) == 3 and drafter.cfg.parallel == (cfg.method == "p-eagle")
     assert (drafter.cfg.num_layers, drafter.cfg.own_embeddings) == (cfg.num_layers, cfg.own_embeddings)
     assert drafter.cfg.own_head == (cfg.own_head or cfg.draft_vocab is not None)
     assert (drafter.d2t is not None) == (cfg.draft_vocab is not None)

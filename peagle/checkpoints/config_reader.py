@@ -18,14 +18,14 @@ MAX_SIZE = 2**24  # far above any real width or vocabulary, and no product of tw
 MAX_LAYERS = 1024
 
 
-class Fields:
+class ConfigReader:
     """A config.json's object and where it came from, for error messages."""
 
     def __init__(self, values: dict[str, Any], source: Path) -> None:
         self.values = values
         self.source = source
 
-    def wrong(self, message: str) -> UserError:
+    def error(self, message: str) -> UserError:
         return UserError(f"{self.source}: {message}")
 
     def get(self, name: str, kind: type[T], default: T | None = None) -> T:
@@ -33,53 +33,53 @@ class Fields:
         value = self.values.get(name)
         if value is None:
             if default is None:
-                raise self.wrong(f"field {name!r} is missing")
+                raise self.error(f"field {name!r} is missing")
             return default
         if kind is float and type(value) is int and abs(value) < 2**63:
             return kind(value)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise self.wrong(f"field {name!r} is {value!r}, expected {kind.__name__}")
+            raise self.error(f"field {name!r} is {value!r}, expected {kind.__name__}")
         return value
 
-    def size(self, name: str, default: int | None = None, most: int = MAX_SIZE) -> int:
+    def size(self, name: str, default: int | None = None, maximum: int = MAX_SIZE) -> int:
         """A count that a tensor's shape hangs on."""
         value = self.get(name, int, default)
-        if not 1 <= value <= most:
-            raise self.wrong(f"field {name!r} is {value}, expected a size from 1 to {most}")
+        if not 1 <= value <= maximum:
+            raise self.error(f"field {name!r} is {value}, expected a size from 1 to {maximum}")
         return value
 
     def optional_size(self, name: str) -> int | None:
-        return None if self.values.get(name) is None else self.size(name, most=2**31 - 1)
+        return None if self.values.get(name) is None else self.size(name, maximum=2**31 - 1)
 
     def positive(self, name: str, default: float | None = None) -> float:
         value = self.get(name, float, default)
         if not 1e-30 < value < 1e30:  # neither nan nor anything that overflows on the way
-            raise self.wrong(f"field {name!r} is {value}, expected a positive number")
+            raise self.error(f"field {name!r} is {value}, expected a positive number")
         return value
 
     def optional_positive(self, name: str) -> float | None:
         """Zero counts as absent too, as transformers reads it."""
         return self.positive(name) if self.values.get(name) else None
 
-    def section(self, name: str) -> Fields:
+    def section(self, name: str) -> ConfigReader:
         value = self.values.get(name)
         if value is not None and not isinstance(value, dict):
-            raise self.wrong(f"field {name!r} is {value!r}, expected an object")
-        return Fields(value or {}, self.source)
+            raise self.error(f"field {name!r} is {value!r}, expected an object")
+        return ConfigReader(value or {}, self.source)
 
     def int_list(self, name: str) -> tuple[int, ...] | None:
         value = self.values.get(name)
         if value is None:
             return None
         if not isinstance(value, list) or not all(type(v) is int for v in value):
-            raise self.wrong(f"field {name!r} is {value!r}, expected a list of integers")
+            raise self.error(f"field {name!r} is {value!r}, expected a list of integers")
         return tuple(value)
 
 
-def completed(values: dict[str, Any], source: Path) -> Fields:
+def completed(values: dict[str, Any], source: Path) -> ConfigReader:
     """The object with what its writer left out: transformers saves only what differs from its defaults,
     and those differ by family, so transformers' own config class fills them in."""
-    return Fields(config_object(values, source).to_dict(), source)
+    return ConfigReader(config_object(values, source).to_dict(), source)
 
 
 def config_object(values: dict[str, Any], source: Path) -> Any:
@@ -87,7 +87,7 @@ def config_object(values: dict[str, Any], source: Path) -> Any:
     from transformers import CONFIG_MAPPING
     from transformers.utils import logging
 
-    fields = Fields(values, source)
+    fields = ConfigReader(values, source)
     fields.size("num_hidden_layers", 1, MAX_LAYERS)  # before a list that long is made of it
     kind = fields.get("model_type", str)
     if kind not in CONFIG_MAPPING:
@@ -105,19 +105,19 @@ def config_object(values: dict[str, Any], source: Path) -> Any:
         logging.set_verbosity(verbosity)
 
 
-def layer_config(fields: Fields, *, qkv_bias: bool, out_bias: bool, mlp_bias: bool, qk_norm: bool) -> LayerConfig:
+def layer_config(fields: ConfigReader, *, qkv_bias: bool, out_bias: bool, mlp_bias: bool, qk_norm: bool) -> LayerConfig:
     heads, width = fields.size("num_attention_heads"), fields.size("hidden_size")
     kv_heads = fields.size("num_key_value_heads", heads)
     head_dim = fields.size("head_dim", max(width // heads, 1))
     if heads % kv_heads:
-        raise fields.wrong(f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
+        raise fields.error(f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
     if heads * head_dim > MAX_SIZE:
-        raise fields.wrong(f"num_attention_heads {heads} times head_dim {head_dim} is more than {MAX_SIZE}")
+        raise fields.error(f"num_attention_heads {heads} times head_dim {head_dim} is more than {MAX_SIZE}")
     if head_dim % 2:
-        raise fields.wrong(f"head_dim {head_dim} is odd; rotary positions need pairs")
+        raise fields.error(f"head_dim {head_dim} is odd; rotary positions need pairs")
     activation = fields.get("hidden_act", str, "silu")
     if activation not in ("silu", "swish"):
-        raise fields.wrong(f"hidden_act {activation!r} is not supported; supported: silu")
+        raise fields.error(f"hidden_act {activation!r} is not supported; supported: silu")
     return LayerConfig(
         hidden_size=width,
         intermediate_size=fields.size("intermediate_size"),
@@ -132,20 +132,20 @@ def layer_config(fields: Fields, *, qkv_bias: bool, out_bias: bool, mlp_bias: bo
     )
 
 
-def experts_config(fields: Fields, width_field: str, **more: Any) -> ExpertsConfig:
+def experts_config(fields: ConfigReader, width_field: str, **more: Any) -> ExpertsConfig:
     """transformers keeps the number under the second name, published configs under either."""
     name = "num_experts" if fields.values.get("num_experts") is not None else "num_local_experts"
     count, chosen = fields.size(name), fields.size("num_experts_per_tok")
     if chosen > count:
-        raise fields.wrong(f"num_experts_per_tok {chosen} is more than {name} {count}")
+        raise fields.error(f"num_experts_per_tok {chosen} is more than {name} {count}")
     return ExpertsConfig(count, chosen, fields.size(width_field), **more)
 
 
-def positions(fields: Fields) -> int:
-    return fields.size("max_position_embeddings", most=2**31 - 1)
+def positions(fields: ConfigReader) -> int:
+    return fields.size("max_position_embeddings", maximum=2**31 - 1)
 
 
-def rope_config(fields: Fields, scaling: Fields | None = None, more: bool = False) -> RopeConfig:
+def rope_config(fields: ConfigReader, scaling: ConfigReader | None = None, more: bool = False) -> RopeConfig:
     """From `rope_parameters`, which `completed` has made of every older spelling, or from a part of them.
 
     `more`: what only targets may have, heads that are turned in part, and longrope.
@@ -155,12 +155,12 @@ def rope_config(fields: Fields, scaling: Fields | None = None, more: bool = Fals
     kind = scaling.get("rope_type", str)  # missing where every kind of layer has parameters of its own
     kinds = MORE_ROPE_KINDS if more else ROPE_KINDS
     if kind not in kinds:
-        raise fields.wrong(f"rope type {kind!r} is not supported; supported: {', '.join(kinds)}")
+        raise fields.error(f"rope type {kind!r} is not supported; supported: {', '.join(kinds)}")
     rotated = scaling.get("partial_rotary_factor", float, fields.get("partial_rotary_factor", float, 1.0))
     if rotated != 1.0 and not more:
-        raise fields.wrong("partial_rotary_factor is not supported")
+        raise fields.error("partial_rotary_factor is not supported")
     if not 0.0 < rotated <= 1.0:
-        raise fields.wrong(f"partial_rotary_factor is {rotated}, expected a share of a head")
+        raise fields.error(f"partial_rotary_factor is {rotated}, expected a share of a head")
     if kind == "longrope" or rotated != 1.0:
         return _longrope(fields, scaling, theta, rotated, kind)
     if kind == "default":
@@ -172,7 +172,7 @@ def rope_config(fields: Fields, scaling: Fields | None = None, more: bool = Fals
     if kind == "llama3":
         low, high = scaling.positive("low_freq_factor"), scaling.positive("high_freq_factor")
         if low > high:  # Scout's are equal: nothing is blended
-            raise fields.wrong(f"low_freq_factor {low} must not be above high_freq_factor {high}")
+            raise fields.error(f"low_freq_factor {low} must not be above high_freq_factor {high}")
         return RopeConfig(
             theta=theta,
             rope_type="llama3",
@@ -182,7 +182,7 @@ def rope_config(fields: Fields, scaling: Fields | None = None, more: bool = Fals
             high_freq_factor=high,
         )
     if theta <= 1:
-        raise fields.wrong(f"field 'rope_theta' is {theta}, expected more than 1 for yarn")
+        raise fields.error(f"field 'rope_theta' is {theta}, expected more than 1 for yarn")
     return RopeConfig(
         theta=theta,
         rope_type="yarn",
@@ -197,20 +197,20 @@ def rope_config(fields: Fields, scaling: Fields | None = None, more: bool = Fals
     )
 
 
-def proportional_rope(scaling: Fields) -> RopeConfig:
+def proportional_rope(scaling: ConfigReader) -> RopeConfig:
     """Of a head only the first pairs are turned, as fast as if all were."""
     rotated = scaling.get("partial_rotary_factor", float, 1.0)
     if not 0.0 <= rotated <= 1.0:
-        raise scaling.wrong(f"partial_rotary_factor is {rotated}, expected a share of a head")
+        raise scaling.error(f"partial_rotary_factor is {rotated}, expected a share of a head")
     factor = scaling.positive("factor", 1.0)
     return RopeConfig(scaling.positive("rope_theta"), "proportional", factor, partial_rotary_factor=rotated)
 
 
-def _longrope(fields: Fields, scaling: Fields, theta: float, rotated: float, kind: str) -> RopeConfig:
+def _longrope(fields: ConfigReader, scaling: ConfigReader, theta: float, rotated: float, kind: str) -> RopeConfig:
     if kind == "default":
         return RopeConfig(theta=theta, partial_rotary_factor=rotated)
     if kind != "longrope":
-        raise fields.wrong(f"partial_rotary_factor together with rope type {kind!r} is not supported")
+        raise fields.error(f"partial_rotary_factor together with rope type {kind!r} is not supported")
     head_dim = fields.size("head_dim", fields.size("hidden_size") // fields.size("num_attention_heads"))
     longest = positions(fields)
     original = scaling.optional_size("original_max_position_embeddings") or longest
@@ -226,12 +226,12 @@ def _longrope(fields: Fields, scaling: Fields, theta: float, rotated: float, kin
     )
 
 
-def _factors(scaling: Fields, name: str, count: int) -> tuple[float, ...]:
+def _factors(scaling: ConfigReader, name: str, count: int) -> tuple[float, ...]:
     values = scaling.values.get(name)
     if not isinstance(values, list) or len(values) != count or not all(type(v) in (int, float) for v in values):
-        raise scaling.wrong(f"field {name!r} must be a list of {count} numbers, one for each pair that is turned")
+        raise scaling.error(f"field {name!r} must be a list of {count} numbers, one for each pair that is turned")
     if not all(1e-6 < v < 1e9 for v in values):
-        raise scaling.wrong(f"field {name!r} must hold positive numbers")
+        raise scaling.error(f"field {name!r} must hold positive numbers")
     return tuple(float(v) for v in values)
 
 
