@@ -28,7 +28,7 @@ from peagle.engine.loader import random_weights
 from peagle.engine.model_runner import KVCache, ModelRunner
 from peagle.errors import UserError
 from peagle.kernels import triton_utils as launching
-from peagle.kernels.attention.dense import first_seen
+from peagle.kernels.attention.dense import first_visible_position
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
 
@@ -111,7 +111,7 @@ def bytes_read(target: Decoder, drafter: Drafter | None, batch: int, context: in
     weights = sum(p.nbytes for name, p in target.named_parameters() if cfg.tie_word_embeddings or "embed" not in name)
     cached = 0
     for layer, window in zip(map(cfg.layer_at, range(cfg.num_layers)), cfg.windows, strict=True):
-        seen = context - max(first_seen(context, window), 0)
+        seen = context - max(first_visible_position(context, window), 0)
         cached += 4 * layer.num_kv_heads * layer.head_dim * seen
     if drafter is not None:
         own = drafter.cfg

@@ -30,7 +30,7 @@ from peagle.engine.llm import LLM
 from peagle.engine.loader import block_bytes
 from peagle.engine.prefill import PrefillShape
 from peagle.engine.request import CompletionOutput, RequestGroup
-from peagle.kernels.attention import paged as paged_attention
+from peagle.kernels.attention import paged_torch
 from peagle.kernels.sampling.sample import bits_torch, gumbel_torch
 from peagle.models.drafter import Drafter
 from peagle.speculative import reference
@@ -243,19 +243,20 @@ class Asked:
 @contextmanager
 def watched_writes(llm: LLM) -> Iterator[None]:
     """Every pass must write into blocks that its request holds, alone, and that nobody can find yet."""
-    original = paged_attention._cut
+    original = paged_torch.build_query_plan
 
-    def cut(pages: paged_attention.Pages, size: int, window: int | None) -> Any:
-        rows = zip(pages.block_tables_BM.tolist(), pages.starts_B.tolist(), pages.live_B.tolist(), strict=True)
+    def cut(metadata: paged_torch.PagedAttentionMetadata, size: int, window: int | None) -> Any:
+        lengths = metadata.num_computed_tokens_B.tolist(), metadata.query_lens_B.tolist()
+        rows = zip(metadata.block_tables_BM.tolist(), *lengths, strict=True)
         for table, start, live in rows:
             used = table[: -(-(start + live) // size)]
             owners = [r for r in llm.scheduler.running if r.block_ids[: len(used)] == used]
             assert owners or not live, "written into blocks that are not the request's"
             for block in used[start // size :] if live else []:
                 assert llm.scheduler.pool.ref_counts[block] == 1 and block not in llm.scheduler.pool._hash_of_block
-        return original(pages, size, window)
+        return original(metadata, size, window)
 
-    with mock.patch.object(paged_attention, "_cut", cut):
+    with mock.patch.object(paged_torch, "build_query_plan", cut):
         yield
 
 

@@ -144,11 +144,11 @@ def near_lengths(target: Decoder, drafter: Drafter | None) -> tuple[int, ...]:
         windows, layers = windows + list(drafter.cfg.windows), [*layers, drafter.cfg.layer]
     if not HAVE_TRITON or any(window is not None for window in windows):
         return ()
-    from peagle.kernels.attention.paged_launch import near_positions  # imports Triton
+    from peagle.kernels.attention.paged_launch import get_short_context_limits  # imports Triton
 
     weight = target.embed_tokens.weight
     heads = {(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers}
-    found = [near_positions(*each, weight.dtype, weight.device) for each in heads]
+    found = [get_short_context_limits(*each, weight.dtype, weight.device) for each in heads]
     return found[0] if all(found) else ()  # wherever there are any, they are the same
 
 

@@ -29,8 +29,13 @@ from peagle.engine.kv_cache import BLOCK_SIZE
 from peagle.engine.logits_processors import apply_logits_processors, logprob_rows
 from peagle.engine.prefill import PrefillInputs, PrefillShape, pack_prefill_inputs, split_last_chunks, where
 from peagle.engine.request import PrefillChunk, Request, SchedulerOutput
-from peagle.kernels.attention.paged import OneSequence, Pages, paged_attention, prefill_attention
-from peagle.kernels.attention.rotary import Rotation
+from peagle.kernels.attention.paged import (
+    PagedAttentionMetadata,
+    SingleSequenceAttention,
+    paged_attention,
+    prefill_attention,
+)
+from peagle.kernels.attention.rotary import QKNormRope
 from peagle.kernels.gather import gather_rows
 from peagle.kernels.host_transfer import PinnedRing, copy_to_device
 from peagle.kernels.sampling.sample import argmax, sample_tokens
@@ -78,12 +83,14 @@ class KVCache:
 class PagedAttention:
     """Attention of a model's layers over its pages."""
 
-    def __init__(self, cache: KVCache, pages: Pages, attend: Callable[..., Tensor] = paged_attention) -> None:
+    def __init__(
+        self, cache: KVCache, pages: PagedAttentionMetadata, attend: Callable[..., Tensor] = paged_attention
+    ) -> None:
         self.cache, self.pages, self.attend = cache, pages, attend
         self.rotates = attend is paged_attention and cache.keys[0].is_cuda  # in the same launch
-        self.one: OneSequence | None = None
+        self.one: SingleSequenceAttention | None = None
         if isinstance(cache.keys, Tensor) and isinstance(cache.values, Tensor):
-            self.one = OneSequence.find(cache.keys, cache.values, pages)
+            self.one = SingleSequenceAttention.try_create(cache.keys, cache.values, pages)
 
     def __call__(
         self,
@@ -92,13 +99,13 @@ class PagedAttention:
         k_TGd: Tensor,
         v_TGd: Tensor,
         window: Window,
-        rotation: Rotation | None = None,
+        rope: QKNormRope | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
         if self.one is not None and window is None and sinks is None:
             return self.one(layer, q_THd, k_TGd, v_TGd)
         keys, values = self.cache.keys[layer], self.cache.values[layer]
-        more = {"rotation": rotation} if rotation is not None else {}
+        more = {"rope": rope} if rope is not None else {}
         pdl = supports_pdl(q_THd.device)
         return self.attend(q_THd, k_TGd, v_TGd, keys, values, self.pages, window, pdl=pdl, sinks=sinks, **more)
 
@@ -292,8 +299,12 @@ class ModelRunner:
 
     def verify(self, slots_B: Tensor, k: int, most: int | None = None) -> Verified:
         rows = build_verify_inputs(self.state, slots_B, k, self.max_model_len)
-        pages = Pages(
-            rows.block_tables_BM, rows.num_computed_tokens_B, rows.query_lens_B, k + 1, max_context=_before(most, k + 1)
+        pages = PagedAttentionMetadata(
+            rows.block_tables_BM,
+            rows.num_computed_tokens_B,
+            rows.query_lens_B,
+            k + 1,
+            max_computed_tokens=_before(most, k + 1),
         )
         attend = PagedAttention(self.cache, pages)
         hidden, aux_hidden_states = self.read_round(
@@ -378,7 +389,9 @@ class ModelRunner:
             kept_BQ, hidden_TD = emitted_BQ[:, :held], hidden_TD[:held]
         rows = build_draft_inputs(kept_BQ, accepted_B, starts_B, hidden_TD, self.mask_hidden_D, mask_id, k, limits_B)
         count = len(rows.token_ids_R) // batch
-        pages = Pages(tables_BM, starts_B, rows.query_lens_B, count, max_context=_before(v.most, count))
+        pages = PagedAttentionMetadata(
+            tables_BM, starts_B, rows.query_lens_B, count, max_computed_tokens=_before(v.most, count)
+        )
         attend = PagedAttention(self.draft_cache, pages)
         silent = {"kv_only": True} if k == 0 and isinstance(self.guess, FusedCpuDrafter) else {}
         said, handed_on = self.guess(rows.token_ids_R, rows.hidden_states_RD, rows.positions_R, attend, **silent)
@@ -408,7 +421,7 @@ class ModelRunner:
         at_SB = ahead_SB.clamp(max=self.max_model_len - 1)
         starts_SB, live_SB = at_SB.int(), (self.max_model_len - ahead_SB).clamp(0, 1).int()
         for at_B, starts_B, live_B in zip(at_SB, starts_SB, live_SB, strict=True):
-            pages = Pages(tables_BM, starts_B, live_B, 1, max_context=_before(most, 1))
+            pages = PagedAttentionMetadata(tables_BM, starts_B, live_B, 1, max_computed_tokens=_before(most, 1))
             attend = PagedAttention(self.draft_cache, pages)
             said, hidden_BD = self.guess(guesses[-1], hidden_BD, at_B, attend)
             guesses.append(self.drafter.to_target_ids(argmax(self.drafter.compute_logits(said))))
@@ -498,7 +511,7 @@ class ModelRunner:
         room: PrefillShape,
         newest_F: Tensor,
         aux_hidden_states_TN: Tensor,
-        places: Pages,
+        places: PagedAttentionMetadata,
     ) -> Tensor:
         """The drafter reads the same, and mask rows behind the ends; drafts for these."""
         drafter, k, tokens_R = self.drafter, self.max_speculative_tokens if room.ends else 0, p.draft_tokens_R

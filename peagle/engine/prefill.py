@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from peagle.engine.request import PrefillChunk, Request
-from peagle.kernels.attention.paged import Pages
+from peagle.kernels.attention.paged import PagedAttentionMetadata
 
 Int64Array = NDArray[np.int64]
 A = TypeVar("A", Tensor, Int64Array)
@@ -82,13 +82,17 @@ class PrefillInputs(Generic[A]):
         return cls(*(packed[end - size : end] for size, end in zip(room.sizes, ends, strict=True)))
 
 
-def where(packed: Tensor, room: PrefillShape, tables_BM: Tensor) -> tuple[Pages, Pages]:
+def where(
+    packed: Tensor, room: PrefillShape, tables_BM: Tensor
+) -> tuple[PagedAttentionMetadata, PagedAttentionMetadata]:
     """Where the target's rows sit, and the drafter's; int32."""
     p: PrefillInputs[Tensor] = PrefillInputs.cut(packed, room)
     most, context = room.max_rows, room.max_context
     return (
-        Pages(tables_BM, p.starts_B, p.live_B, most, p.first_B1, context),
-        Pages(tables_BM, p.starts_B, p.draft_live_B, most + (room.masks or 0), p.draft_first_B1, context),
+        PagedAttentionMetadata(tables_BM, p.starts_B, p.live_B, most, p.first_B1, context),
+        PagedAttentionMetadata(
+            tables_BM, p.starts_B, p.draft_live_B, most + (room.masks or 0), p.draft_first_B1, context
+        ),
     )
 
 

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from peagle.kernels.attention.rotary_triton import split_rotate_triton
+from peagle.kernels.attention.rotary_triton import split_qkv_rope_triton
 from peagle.kernels.norm.rms_norm_triton import rms_norm_triton, silu_mul_triton
 
 _PROGRAMS = 1024  # of the norm's way back; each sums the weight's gradient over its rows
@@ -76,7 +76,7 @@ def _silu_mul_back_kernel(y_ptr, dout_ptr, dy_ptr, HALF, y_stride, dout_stride, 
     tl.store(at + HALF, (dout * silu).to(dtype), mask=inside)
 
 
-class RmsNorm(torch.autograd.Function):
+class RMSNormFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         ctx.save_for_backward(x_TD, weight_D)
@@ -114,7 +114,7 @@ class RmsNorm(torch.autograd.Function):
         return dx_TD, dweight, None
 
 
-class SiluMul(torch.autograd.Function):
+class SiluMulFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y_T2I: Tensor) -> Tensor:
         ctx.save_for_backward(y_T2I)
@@ -135,7 +135,7 @@ class SiluMul(torch.autograd.Function):
         return dy_T2I
 
 
-class Rotate(torch.autograd.Function):
+class RopeFunction(torch.autograd.Function):
     """Turns the queries and keys of the merged product in place. The way back is the same turn the other way round."""
 
     @staticmethod
@@ -143,7 +143,7 @@ class Rotate(torch.autograd.Function):
         ctx.save_for_backward(cos, sin)
         ctx.heads, ctx.kv_heads = heads, kv_heads
         ctx.mark_dirty(qkv_TX)
-        split_rotate_triton(qkv_TX, cos, sin, heads, kv_heads)
+        split_qkv_rope_triton(qkv_TX, cos, sin, heads, kv_heads)
         return qkv_TX
 
     @staticmethod
@@ -151,21 +151,21 @@ class Rotate(torch.autograd.Function):
     def backward(ctx: Any, dqkv_TX: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         dqkv_TX = dqkv_TX.clone(memory_format=torch.contiguous_format)  # a gradient may be another's too
-        split_rotate_triton(dqkv_TX, cos, -sin, ctx.heads, ctx.kv_heads)
+        split_qkv_rope_triton(dqkv_TX, cos, -sin, ctx.heads, ctx.kv_heads)
         return dqkv_TX, None, None, None, None
 
 
-def rms_norm_trained(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    return RmsNorm.apply(x_TD, weight_D, eps)
+def rms_norm_autograd(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    return RMSNormFunction.apply(x_TD, weight_D, eps)
 
 
-def silu_mul_trained(y_T2I: Tensor) -> Tensor:
-    return SiluMul.apply(y_T2I)
+def silu_mul_autograd(y_T2I: Tensor) -> Tensor:
+    return SiluMulFunction.apply(y_T2I)
 
 
-def split_rotate_trained(
+def split_qkv_rope_autograd(
     qkv_TX: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v as views of the product, which must not be read again."""
-    qkv = Rotate.apply(qkv_TX, cos, sin, heads, kv_heads).unflatten(1, (heads + 2 * kv_heads, -1))
+    qkv = RopeFunction.apply(qkv_TX, cos, sin, heads, kv_heads).unflatten(1, (heads + 2 * kv_heads, -1))
     return qkv.split([heads, kv_heads, kv_heads], 1)

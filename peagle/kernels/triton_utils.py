@@ -66,3 +66,8 @@ def _halves(given: list[Tensor]) -> bool:
 
 def _differentiates(given: list[Tensor]) -> bool:
     return torch.is_grad_enabled() and any(t.requires_grad for t in given)
+
+
+def supports_triton_float(x: Tensor) -> bool:
+    """Whether kernels that compute in fp32 can take this tensor: bf16, fp16 or fp32 on a CUDA device."""
+    return HAVE_TRITON and x.is_cuda and x.dtype in (torch.bfloat16, torch.float16, torch.float32)

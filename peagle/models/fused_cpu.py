@@ -60,8 +60,8 @@ class FusedCpuLayer:
             qkv = linear_cpu(given, self.qkv, self.qkv_bias)
         if self.head_norms is None and self.window is None:
             one = getattr(attend, "one", None)
-            if one is not None and one.turns:
-                return one.turned(index, qkv, cos, sin, heads)
+            if one is not None and one.applies_rope:
+                return one.attend_with_rope(index, qkv, cos, sin, heads)
         qk, v = torch.split_with_sizes(qkv.view(rows, -1, self.width), self.shares, 1)
         if self.head_norms is not None:
             q_norm, k_norm = self.head_norms

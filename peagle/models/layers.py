@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from peagle.config import LayerConfig, RopeConfig, Window
-from peagle.kernels.attention.rotary import Rotation, split_rotate
+from peagle.kernels.attention.rotary import QKNormRope, split_qkv_rope
 from peagle.kernels.gather import gather_rows
 from peagle.kernels.gemm.linear import linear, linear_residual
 from peagle.kernels.norm.rms_norm import ResidualStream, add_rms_norm, rms_norm
@@ -195,10 +195,10 @@ class Attention(nn.Module):
                 q_norm, k_norm, eps = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
             if getattr(attend, "rotates", False):  # turns queries and keys on its way
                 q, k, v = self._split(qkv_TX)
-                more["rotation"] = Rotation(*turn, q_norm, k_norm, eps)
+                more["rope"] = QKNormRope(*turn, q_norm, k_norm, eps)
             else:
                 pdl = supports_pdl(qkv_TX.device)
-                q, k, v = split_rotate(qkv_TX, *turn, self.heads, self.kv_heads, q_norm, k_norm, eps, pdl)
+                q, k, v = split_qkv_rope(qkv_TX, *turn, self.heads, self.kv_heads, q_norm, k_norm, eps, pdl)
         else:
             q, k, v = self._split(qkv_TX)
             q = q if turn is None else (q * turn).to(q.dtype)

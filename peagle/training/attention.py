@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from peagle.config import ChunkedAttention
-from peagle.kernels.attention.ranged import Ranges, merge, ranged_attention
+from peagle.kernels.attention.ranged import KeyRanges, merge_attn_states, ranged_attention
 from peagle.training.hidden_states.online import DocumentAttention
 
 Window = int | None
@@ -50,22 +50,22 @@ class ChainAttention:
     anchor_R: Tensor
     depth_R: Tensor
     first_R: Tensor
-    _above: dict[Window, list[tuple[Tensor | None, Ranges]]] = field(default_factory=dict)
-    _own: dict[Window, Ranges] = field(default_factory=dict)
+    _above: dict[Window, list[tuple[Tensor | None, KeyRanges]]] = field(default_factory=dict)
+    _own: dict[Window, KeyRanges] = field(default_factory=dict)
 
     def __call__(self, layer: int, q_RHd: Tensor, k_RGd: Tensor, v_RGd: Tensor, window: Window) -> Tensor:
         if window not in self._own:
             row_R = torch.arange(len(self.anchor_R), device=self.anchor_R.device)
-            self._own[window] = Ranges(_low(self.first_R, row_R, window), row_R + 1)
+            self._own[window] = KeyRanges(_low(self.first_R, row_R, window), row_R + 1)
             self._above[window] = self._parts(window)
         above = self._over_depth_zero(q_RHd, *self.depth_zero[layer], self._above[window])
-        return merge(*above, *ranged_attention(q_RHd, k_RGd, v_RGd, self._own[window]))[0]
+        return merge_attn_states(*above, *ranged_attention(q_RHd, k_RGd, v_RGd, self._own[window]))[0]
 
-    def _parts(self, window: Window) -> list[tuple[Tensor | None, Ranges]]:
+    def _parts(self, window: Window) -> list[tuple[Tensor | None, KeyRanges]]:
         """Rows whose ranges never fall. Where a window ends with the row's position, that is one depth at a time."""
         if window is None:
-            return [(None, Ranges(self.start_R, self.anchor_R + 1))]
-        parts: list[tuple[Tensor | None, Ranges]] = []
+            return [(None, KeyRanges(self.start_R, self.anchor_R + 1))]
+        parts: list[tuple[Tensor | None, KeyRanges]] = []
         for depth in range(1, int(self.depth_R.max()) + 1):
             at = self.depth_R.eq(depth).nonzero()[:, 0]
             parts.append((at, _up_to_anchor(self.start_R[at], self.anchor_R[at], depth, window)))
@@ -73,7 +73,7 @@ class ChainAttention:
 
     @staticmethod
     def _over_depth_zero(
-        q_RHd: Tensor, k_NGd: Tensor, v_NGd: Tensor, parts: list[tuple[Tensor | None, Ranges]]
+        q_RHd: Tensor, k_NGd: Tensor, v_NGd: Tensor, parts: list[tuple[Tensor | None, KeyRanges]]
     ) -> tuple[Tensor, Tensor]:
         rows = [at for at, _ in parts if at is not None]
         if not rows:
@@ -95,7 +95,7 @@ class Eagle3StepAttention:
     anchor_R: Tensor
     depth: int = 1
     chain: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
-    _ranges: dict[Window, Ranges] = field(default_factory=dict)
+    _ranges: dict[Window, KeyRanges] = field(default_factory=dict)
 
     def follow(self, going_on: Tensor) -> Eagle3StepAttention:
         chain = {i: [(k[going_on], v[going_on]) for k, v in rows] for i, rows in self.chain.items()}
@@ -110,16 +110,16 @@ class Eagle3StepAttention:
         self.chain[layer] = [*before, (k_RGd, v_RGd)]
         seen = self.chain[layer][-window:] if window is not None else self.chain[layer]
         earlier = ranged_attention(q_RHd, *self.depth_zero[layer], self._ranges[window])
-        return merge(*earlier, *_over_few(q_RHd, seen))[0]
+        return merge_attn_states(*earlier, *_over_few(q_RHd, seen))[0]
 
 
 def _low(start: Tensor, position: Tensor, window: Window) -> Tensor:
     return start if window is None else torch.maximum(start, position - window + 1)
 
 
-def _up_to_anchor(start_R: Tensor, anchor_R: Tensor, depth: int, window: Window) -> Ranges:
+def _up_to_anchor(start_R: Tensor, anchor_R: Tensor, depth: int, window: Window) -> KeyRanges:
     """The depth-0 rows that rows of one depth see; a window may have left them behind."""
-    return Ranges(_low(start_R, anchor_R + depth, window).minimum(anchor_R + 1), anchor_R + 1)
+    return KeyRanges(_low(start_R, anchor_R + depth, window).minimum(anchor_R + 1), anchor_R + 1)
 
 
 def _over_few(q_RHd: Tensor, seen: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from peagle.config import CHUNK_BYTES, LEAST_CHUNK_ROWS, DrafterConfig
 from peagle.kernels.attention import rotary
-from peagle.kernels.attention.rotary import split_rotate_torch
+from peagle.kernels.attention.rotary import split_qkv_rope_torch
 from peagle.kernels.gemm import linear
 from peagle.kernels.norm import rms_norm as norms
 from peagle.kernels.norm.rms_norm import rms_norm_torch, silu_mul_torch
@@ -102,13 +102,13 @@ class AsOnTheGpu:
             return torch.is_grad_enabled() and any(t.requires_grad for t in tensors if t is not None)
 
         def rotate(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> None:
-            qkv.copy_(torch.cat(split_rotate_torch(qkv, cos, sin, heads, kv_heads), 1).flatten(1))
+            qkv.copy_(torch.cat(split_qkv_rope_torch(qkv, cos, sin, heads, kv_heads), 1).flatten(1))
 
         for asking in (linear, norms, rotary):
             monkeypatch.setattr(asking, "supports_triton_autograd", needs_gradients)
         monkeypatch.setattr(trained, "rms_norm_triton", lambda x, w, eps, pdl: rms_norm_torch(x, w, eps))
         monkeypatch.setattr(trained, "silu_mul_triton", lambda y, pdl: silu_mul_torch(y))
-        monkeypatch.setattr(trained, "split_rotate_triton", rotate)
+        monkeypatch.setattr(trained, "split_qkv_rope_triton", rotate)
 
 
 class Kept:

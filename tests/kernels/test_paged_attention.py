@@ -15,8 +15,13 @@ from interpreting import check_in_a_child, mend_interpreter
 from torch import Tensor
 
 from peagle.config import ChunkedAttention, Window
-from peagle.kernels.attention.paged import Pages, paged_attention, paged_attention_torch, prefill_attention
-from peagle.kernels.attention.rotary import Rotation, split_rotate, split_rotate_torch
+from peagle.kernels.attention.paged import (
+    PagedAttentionMetadata,
+    paged_attention,
+    paged_attention_torch,
+    prefill_attention,
+)
+from peagle.kernels.attention.rotary import QKNormRope, split_qkv_rope, split_qkv_rope_torch
 
 BLOCK = 16
 
@@ -63,10 +68,10 @@ class Case:
         self.q, self.k, self.v = parts if self.merged else tuple(x.clone() for x in parts)
         self.sinks = (2 * torch.randn(heads, generator=gen)).to(dtype).to(device) if self.sunk else None
 
-    def pages(self, device: str, max_context: int | None = None) -> Pages:
+    def pages(self, device: str, max_context: int | None = None) -> PagedAttentionMetadata:
         same = len(set(self.rows)) == 1
         ints = {"dtype": torch.int32, "device": device}
-        return Pages(
+        return PagedAttentionMetadata(
             self.tables.to(device),
             torch.tensor(self.starts, **ints),
             torch.tensor(self.live, **ints),
@@ -75,9 +80,9 @@ class Case:
             max_context,
         )
 
-    def rotation(self, norm: bool, dtype: torch.dtype, device: str) -> Rotation:
+    def rotation(self, norm: bool, dtype: torch.dtype, device: str) -> QKNormRope:
         (_, cos, sin), weights = rotary_inputs(self.width, 1, 1, self.offsets[-1], norm, dtype, device)
-        return Rotation(cos, sin, *weights, 1e-6)
+        return QKNormRope(cos, sin, *weights, 1e-6)
 
     def expected(self) -> tuple[Tensor, Tensor, Tensor]:
         """Output (nan where it means nothing) and both caches, key by key."""
@@ -106,15 +111,15 @@ class Case:
                     out[first + j, h] = weights @ values[low : start + j + 1, g] / (weights.sum() + lost)
         return out, cache_k, cache_v
 
-    def check(self, run, tolerance: float, rotation: Rotation | None = None) -> None:
+    def check(self, run, tolerance: float, rotation: QKNormRope | None = None) -> None:
         """`rotation`: `run` turns q and k by it."""
         q, k = self.q, self.k
         if rotation is not None:
-            self.q, self.k = rotation.turn(q, k)
+            self.q, self.k = rotation.apply(q, k)
         want, want_k, want_v = self.expected()
         out = run(q, k, self.v, self.cache_k, self.cache_v).cpu().double()
         # A norm is a sum, whose order may differ; all else that is written must be written to the bit.
-        step = 2 * tolerance if rotation is not None and rotation.normed else 0.0
+        step = 2 * tolerance if rotation is not None and rotation.has_norm else 0.0
         torch.testing.assert_close(self.cache_k.cpu(), want_k, rtol=step, atol=step, equal_nan=True)
         torch.testing.assert_close(self.cache_v.cpu(), want_v, rtol=0, atol=0, equal_nan=True)
         real = ~want.isnan()
@@ -206,14 +211,16 @@ def triton_paged(
     span: int = 1,
 ) -> None:
     """`turn`: "" (q and k come rotated), "plain" or "norm"."""
-    from peagle.kernels.attention.paged_launch import Launch
+    from peagle.kernels.attention.paged_launch import PagedLaunchConfig
     from peagle.kernels.attention.paged_triton import paged_attention_triton
 
     case.build(dtype, device)
     pages = case.pages(device)
-    launch = Launch(tile, queries, splits, warps, 2 if dtype == torch.float32 else 3, ahead, programs, 0, span)
+    launch = PagedLaunchConfig(
+        tile, queries, splits, warps, 2 if dtype == torch.float32 else 3, ahead, programs, 0, span
+    )
     rotation = case.rotation(turn == "norm", dtype, device) if turn else None
-    more = {"launch": launch, "rotation": rotation, "sinks": case.sinks}
+    more = {"launch": launch, "rope": rotation, "sinks": case.sinks}
     case.check(lambda *args: paged_attention_triton(*args, pages, case.window, **more), tolerance(dtype), rotation)
 
 
@@ -230,10 +237,12 @@ def triton_bits(case: Case, dtype: torch.dtype, device: str, launches: list, tur
     caches = [case.cache_k.clone(), case.cache_v.clone()]
     pages = case.pages(device)
 
-    def run(at: Tensor, some: Pages, launch) -> Tensor:
-        turned = Rotation(rotation.cos[at], rotation.sin[at], rotation.q_norm, rotation.k_norm, 1e-6) if turn else None
+    def run(at: Tensor, some: PagedAttentionMetadata, launch) -> Tensor:
+        turned = (
+            QKNormRope(rotation.cos[at], rotation.sin[at], rotation.q_norm, rotation.k_norm, 1e-6) if turn else None
+        )
         args = (case.q[at], case.k[at], case.v[at], *caches, some, case.window)
-        return paged_attention_triton(*args, launch=launch, rotation=turned, sinks=case.sinks)
+        return paged_attention_triton(*args, launch=launch, rope=turned, sinks=case.sinks)
 
     every = torch.arange(batch * most, device=device)
     outs = [run(every, pages, launch) for launch in launches]
@@ -244,22 +253,29 @@ def triton_bits(case: Case, dtype: torch.dtype, device: str, launches: list, tur
     for b, count in enumerate(case.live):
         if not count:
             continue
-        own = Pages(pages.block_tables_BM[b : b + 1], pages.starts_B[b : b + 1], pages.live_B[b : b + 1], most)
+        own = PagedAttentionMetadata(
+            pages.block_tables_BM[b : b + 1],
+            pages.num_computed_tokens_B[b : b + 1],
+            pages.query_lens_B[b : b + 1],
+            most,
+        )
         at = every[b * most : (b + 1) * most]
         assert torch.equal(run(at, own, launches[0])[:count], outs[0][at[:count]]), "a request alone"
         for j in {0, count // 2, count - 1}:
-            one = Pages(own.block_tables_BM, own.starts_B + j, torch.ones_like(own.live_B), 1)
+            one = PagedAttentionMetadata(
+                own.block_tables_BM, own.num_computed_tokens_B + j, torch.ones_like(own.query_lens_B), 1
+            )
             assert torch.equal(run(at[j : j + 1], one, launches[-1])[0], outs[0][at[j]]), "a row alone"
     for cache, before in zip(caches, written, strict=True):
         torch.testing.assert_close(cache, before, rtol=0, atol=0, equal_nan=True)
 
 
 def triton_prefill(case: Case, dtype: torch.dtype, device: str, rows: int, tile: int) -> None:
-    from peagle.kernels.attention.prefill_triton import PrefillLaunch, prefill_attention_triton
+    from peagle.kernels.attention.prefill_triton import PrefillLaunchConfig, prefill_attention_triton
 
     case.build(dtype, device)
     pages = case.pages(device, 0 if not any(case.starts) else None)
-    launch = PrefillLaunch(rows, tile, 4, 2)
+    launch = PrefillLaunchConfig(rows, tile, 4, 2)
     more = {"launch": launch, "sinks": case.sinks}
     case.check(lambda *args: prefill_attention_triton(*args, pages, case.window, **more), tolerance(dtype))
 
@@ -271,11 +287,11 @@ def tolerance(dtype: torch.dtype) -> float:
 def triton_rotary(
     width: int, heads: int, kv_heads: int, rows: int, norm: bool, dtype: torch.dtype, device: str
 ) -> None:
-    from peagle.kernels.attention.rotary_triton import split_rotate_triton
+    from peagle.kernels.attention.rotary_triton import split_qkv_rope_triton
 
     args, weights = rotary_inputs(width, heads, kv_heads, rows, norm, dtype, device)
-    want = split_rotate_torch(*args, heads, kv_heads, *weights, 1e-6)
-    have = split_rotate_triton(args[0].clone(), *args[1:], heads, kv_heads, *weights, 1e-6)
+    want = split_qkv_rope_torch(*args, heads, kv_heads, *weights, 1e-6)
+    have = split_qkv_rope_triton(args[0].clone(), *args[1:], heads, kv_heads, *weights, 1e-6)
     for a, b in zip(have, want, strict=True):
         # Without a norm there is no sum whose order could differ.
         step = 2.0**-7 if dtype == torch.bfloat16 else 1e-6
@@ -298,7 +314,7 @@ def test_split_rotate_turns_pairs(norm: bool) -> None:
     heads, kv_heads, width = 6, 2, 16
     (qkv, cos, sin), weights = rotary_inputs(width, heads, kv_heads, 5, norm, torch.float64, "cpu")
     parts = qkv.clone().view(5, -1, width).split([heads, kv_heads, kv_heads], 1)
-    have = split_rotate(qkv, cos, sin, heads, kv_heads, *weights, 1e-6)
+    have = split_qkv_rope(qkv, cos, sin, heads, kv_heads, *weights, 1e-6)
     turn = torch.complex(cos, sin)[..., : width // 2]
     for x, rotated, weight in zip(parts[:2], have[:2], weights, strict=True):
         if weight is not None:
@@ -316,7 +332,7 @@ def test_triton_in_the_interpreter() -> None:
 
 
 def check_in_the_interpreter() -> None:
-    from peagle.kernels.attention.paged_launch import Launch
+    from peagle.kernels.attention.paged_launch import PagedLaunchConfig
     from peagle.kernels.attention.paged_triton import paged_attention_triton
     from peagle.kernels.attention.prefill_triton import prefill_attention_triton
 
@@ -349,7 +365,7 @@ def check_in_the_interpreter() -> None:
     )
     def bits(case: Case, splits: int, turn: str, span: int) -> None:
         # numpy's products are held to the bit for one width alone, so all have 16 queries at a time
-        launches = [Launch(16, 16, splits, 4, 2, 0, programs, 0, span) for programs in (1, 2, 0)]
+        launches = [PagedLaunchConfig(16, 16, splits, 4, 2, 0, programs, 0, span) for programs in (1, 2, 0)]
         triton_bits(case, launches=launches, turn=turn, **exact)
 
     @same
@@ -384,7 +400,7 @@ def check_in_the_interpreter() -> None:
     programs=st.sampled_from([0, 1, 2]),
 )
 def test_triton_paged_on_the_gpu(case: Case, splits: int, turn: str, programs: int) -> None:
-    """Each shape by one of the launches that `choose_launch` makes, but query tiles narrow enough to need several."""
+    """Launches of `choose_paged_launch`, but with query tiles narrow enough to need several."""
     tile, queries, ahead, span = (256, 16, 1, 2) if case.group == 3 else (128, 32, 2, 1)
     triton_paged(case, torch.bfloat16, "cuda", tile, splits, queries, turn, ahead, 8, programs, span)
 
@@ -448,17 +464,19 @@ def test_programs_have_all_tiles_between_them_a_share_at_a_time() -> None:
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_what_decides_the_bits_depends_on_no_batch_but_a_large_one(heads, kv_heads, width, dtype) -> None:
-    from peagle.kernels.attention.paged_launch import choose_launch, near_positions
+    from peagle.kernels.attention.paged_launch import choose_paged_launch, get_short_context_limits
     from peagle.kernels.gemm.tile_configs import MAX_FEW_ROWS, is_small_shape
 
     def decisive(batch: int, rows: int, blocks: int, max_context: int | None = None) -> tuple[int, ...]:
         ints = torch.zeros(batch, dtype=torch.int32)
-        pages = Pages(torch.zeros(batch, blocks, dtype=torch.int32), ints, ints, rows, None, max_context)
-        launch = choose_launch(pages, heads, kv_heads, width, BLOCK, dtype, torch.device("cpu"))
+        pages = PagedAttentionMetadata(
+            torch.zeros(batch, blocks, dtype=torch.int32), ints, ints, rows, None, max_context
+        )
+        launch = choose_paged_launch(pages, heads, kv_heads, width, BLOCK, dtype, torch.device("cpu"))
         assert 1 <= launch.programs <= launch.splits and launch.tile >= (64 if dtype == torch.bfloat16 else 32)
-        return launch.tile, launch.splits, launch.warps, launch.span
+        return launch.tile, launch.splits, launch.warps, launch.segment_tiles
 
-    near = near_positions(heads, kv_heads, width, dtype, torch.device("cpu"))
+    near = get_short_context_limits(heads, kv_heads, width, dtype, torch.device("cpu"))
     last = 132 // kv_heads  # an H200's processors
     sizes = [(b, rows) for b in (1, 2, 3, 4, 8, last) for rows in (1, 3, 8, 40)]
     small = is_small_shape((heads + 2 * kv_heads) * width, heads * width)
@@ -481,17 +499,17 @@ def test_a_gpu_with_little_shared_memory_has_small_tiles(monkeypatch: pytest.Mon
     from peagle.kernels.attention import paged_launch as paged_launches
 
     ints = torch.zeros(1, dtype=torch.int32)
-    pages = Pages(torch.zeros(1, 128, dtype=torch.int32), ints, ints, 8)
+    pages = PagedAttentionMetadata(torch.zeros(1, 128, dtype=torch.int32), ints, ints, 8)
 
-    def launch() -> paged_launches.Launch:
-        return paged_launches.choose_launch(pages, 9, 3, 64, BLOCK, torch.bfloat16, torch.device("cpu"))
+    def launch() -> paged_launches.PagedLaunchConfig:
+        return paged_launches.choose_paged_launch(pages, 9, 3, 64, BLOCK, torch.bfloat16, torch.device("cpu"))
 
     usual = launch()
-    assert (usual.tile, usual.span, usual.programs) == (256, 2, 4)  # of 2,048 positions
-    monkeypatch.setattr(paged_launches, "shared_memory", lambda device: 163 << 10)  # an A100's
-    assert paged_launches.near_positions(9, 3, 64, torch.bfloat16, torch.device("cpu")) == ()
+    assert (usual.tile, usual.segment_tiles, usual.programs) == (256, 2, 4)  # of 2,048 positions
+    monkeypatch.setattr(paged_launches, "get_shared_memory", lambda device: 163 << 10)  # an A100's
+    assert paged_launches.get_short_context_limits(9, 3, 64, torch.bfloat16, torch.device("cpu")) == ()
     small = launch()
-    assert (small.tile, small.span, small.programs) == (64, 1, 32)
+    assert (small.tile, small.segment_tiles, small.programs) == (64, 1, 32)
     assert small.stages * 2 * small.tile * 64 * 2 < 99 << 10
 
 
@@ -507,14 +525,20 @@ def test_no_two_kinds_of_operand_have_one_address(heads: int, kv_heads: int, wid
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from peagle.kernels.attention.paged_launch import choose_launch
+    from peagle.kernels.attention.paged_launch import choose_paged_launch
     from peagle.kernels.attention.paged_triton import _NEW_ROWS, _paged_kernel
 
     ints = torch.zeros(1, dtype=torch.int32)
-    pages = Pages(torch.zeros(1, 24, dtype=torch.int32), ints, ints, rows)
-    launch = choose_launch(pages, heads, kv_heads, width, BLOCK, torch.bfloat16, torch.device("cpu"))
+    pages = PagedAttentionMetadata(torch.zeros(1, 24, dtype=torch.int32), ints, ints, rows)
+    launch = choose_paged_launch(pages, heads, kv_heads, width, BLOCK, torch.bfloat16, torch.device("cpu"))
     fixed = {"G": kv_heads, "GROUP": heads // kv_heads, "D": width, "BLOCK": BLOCK, "NEW": _NEW_ROWS}
-    fixed |= {"TILE": launch.tile, "SPAN": launch.span, "QUERIES": launch.queries, "AHEAD": launch.ahead, "ONCE": once}
+    fixed |= {
+        "TILE": launch.tile,
+        "SPAN": launch.segment_tiles,
+        "QUERIES": launch.queries,
+        "AHEAD": launch.prefetch,
+        "ONCE": once,
+    }
     fixed |= {"WHOLE": True, "PRECISION": "tf32", "WINDOWED": 0}
     fixed |= dict.fromkeys(("ROTATE", "NORM", "SINKS", "PDL"), False)
     names = _paged_kernel.arg_names
@@ -531,7 +555,7 @@ def test_no_two_kinds_of_operand_have_one_address(heads: int, kv_heads: int, wid
         kinds.setdefault(register, set()).add(int(constant) >> 32)
     assert "wgmma.mma_async" in ptx and len(kinds) >= 3
     waits = [int(left) for left in re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx)]
-    several = launch.span > 1 or not once
+    several = launch.segment_tiles > 1 or not once
     assert (max(waits, default=0) > 0) == (several and launch.stages > 2), "with several tiles the next is on its way"
     assert all(len(found) == 1 for found in kinds.values()), kinds
 
@@ -618,8 +642,8 @@ def test_a_captured_launch_follows_the_lengths(pdl: bool) -> None:
         case.cache_k.copy_(fresh_k.nan_to_num())
         case.cache_v.copy_(fresh_v.nan_to_num())
         case.starts, case.live = starts, live
-        pages.starts_B.copy_(torch.tensor(starts))
-        pages.live_B.copy_(torch.tensor(live))
+        pages.num_computed_tokens_B.copy_(torch.tensor(starts))
+        pages.query_lens_B.copy_(torch.tensor(live))
         out.fill_(float("nan"))
 
         def replay(*_: Tensor) -> Tensor:

@@ -13,18 +13,18 @@ from hypothesis import strategies as st
 from interpreting import check_in_a_child, mend_interpreter, poisoned
 from torch import Tensor
 
-from peagle.kernels.attention import ranged as module
+from peagle.kernels.attention import key_ranges as module
 from peagle.kernels.attention.ranged import (
-    Merge,
-    RangedAttention,
-    Ranges,
-    merge,
+    KeyRanges,
+    MergeAttnStatesFunction,
+    RangedAttentionFunction,
+    merge_attn_states,
     ranged_attention,
     ranged_attention_torch,
 )
 
 
-def dense(q_RHd: Tensor, k_SGd: Tensor, v_SGd: Tensor, ranges: Ranges, scale: float) -> tuple[Tensor, Tensor]:
+def dense(q_RHd: Tensor, k_SGd: Tensor, v_SGd: Tensor, ranges: KeyRanges, scale: float) -> tuple[Tensor, Tensor]:
     """The oracle: every score, a mask, torch's own softmax and autograd."""
     keys = torch.arange(len(k_SGd))
     seen_RS = (keys >= ranges.lo_R.cpu()[:, None]) & (keys < ranges.hi_R.cpu()[:, None])
@@ -50,8 +50,8 @@ class Case:
     merged: bool
     seed: int
 
-    def ranges(self, device: str = "cpu") -> Ranges:
-        return Ranges(torch.tensor(self.lo, device=device), torch.tensor(self.hi, device=device))
+    def ranges(self, device: str = "cpu") -> KeyRanges:
+        return KeyRanges(torch.tensor(self.lo, device=device), torch.tensor(self.hi, device=device))
 
     def build(self, dtype: torch.dtype, device: str) -> tuple[list[Tensor], Tensor, Tensor]:
         """q, k and v as leaves, and what is asked of the two results."""
@@ -131,17 +131,17 @@ TILED = [(1, 1, 16), (2, 3, 16), (1, 2, 32), (1, 3, 8), (2, 2, 24)]
 
 def test_the_worked_example() -> None:
     lo, hi = documents([3, 2])
-    ranges = Ranges(torch.tensor(lo), torch.tensor(hi))
+    ranges = KeyRanges(torch.tensor(lo), torch.tensor(hi))
     assert ranges.lo_R.tolist() == [0, 0, 0, 3, 3] and ranges.hi_R.tolist() == [1, 2, 3, 4, 5]
-    assert ranges.row_spans(5, 2).tolist() == [[0, 2, 4], [1, 3, 4], [3, 3, 5], [3, 5, 5]]
-    assert ranges.row_spans(5, 2) is ranges.row_spans(5, 2)
+    assert ranges.get_row_spans(5, 2).tolist() == [[0, 2, 4], [1, 3, 4], [3, 3, 5], [3, 5, 5]]
+    assert ranges.get_row_spans(5, 2) is ranges.get_row_spans(5, 2)
 
 
 @settings(max_examples=40, deadline=None)
 @given(case=cases(most=40, shapes=SHAPES[:1]), tile=st.integers(1, 20))
 def test_row_spans_are_what_they_say(case: Case, tile: int) -> None:
     """Row by row and key by key."""
-    spans = case.ranges().row_spans(case.keys, tile).T.tolist()
+    spans = case.ranges().get_row_spans(case.keys, tile).T.tolist()
     assert len(spans) == -(-case.keys // tile)
     for n, (first, whole, broken, end) in enumerate(spans):
         keys = range(n * tile, min((n + 1) * tile, case.keys))
@@ -155,12 +155,12 @@ def test_row_spans_are_what_they_say(case: Case, tile: int) -> None:
 @given(case=cases(most=60, shapes=SHAPES), scores=st.sampled_from([1, 300, 1 << 20]), lse_grad=st.booleans())
 def test_torch_against_dense(case: Case, scores: int, lse_grad: bool) -> None:
     """Any size of chunks gives the same to the last digits of fp64."""
-    before = module._CHUNK_SCORES, module._CHUNK_ROWS
-    module._CHUNK_SCORES, module._CHUNK_ROWS = scores, min(scores, 32)
+    before = module.MAX_CHUNK_SCORES, module.MIN_CHUNK_ROWS
+    module.MAX_CHUNK_SCORES, module.MIN_CHUNK_ROWS = scores, min(scores, 32)
     try:
         case.check(ranged_attention, torch.float64, "cpu", 1e-12, lse_grad)
     finally:
-        module._CHUNK_SCORES, module._CHUNK_ROWS = before
+        module.MAX_CHUNK_SCORES, module.MIN_CHUNK_ROWS = before
 
 
 @pytest.mark.parametrize(("rows", "keys"), [(0, 5), (2, 0), (0, 0)])
@@ -176,20 +176,20 @@ def test_torch_in_other_types(dtype: torch.dtype, near: float) -> None:
 
 def test_chunks_cover_every_row_and_stay_small() -> None:
     lo, hi = documents([7] * 1000)
-    chunks = Ranges(torch.tensor(lo), torch.tensor(hi)).chunks(heads=8)
+    chunks = KeyRanges(torch.tensor(lo), torch.tensor(hi)).get_chunks(heads=8)
     assert [c.rows.start for c in chunks[1:]] == [c.rows.stop for c in chunks[:-1]]
     assert chunks[0].rows.start == 0 and chunks[-1].rows.stop == 7000
     seen = sum(h - low for low, h in zip(lo, hi, strict=True))
     looked_at = sum((c.rows.stop - c.rows.start) * (c.keys.stop - c.keys.start) for c in chunks)
     assert looked_at < 20 * seen  # of 7000 * 7000, which is 1750 times as many
-    long = Ranges(*(torch.tensor(x) for x in documents([30_000]))).chunks(heads=8)
-    assert max((c.rows.stop - c.rows.start) * (c.keys.stop - c.keys.start) for c in long) * 8 <= module._CHUNK_SCORES
+    long = KeyRanges(*(torch.tensor(x) for x in documents([30_000]))).get_chunks(heads=8)
+    assert max((c.rows.stop - c.rows.start) * (c.keys.stop - c.keys.start) for c in long) * 8 <= module.MAX_CHUNK_SCORES
 
 
 def test_falling_ranges_are_refused() -> None:
     q = torch.zeros(2, 1, 8)
-    with pytest.raises(AssertionError, match="ranges fall at row 1"):
-        ranged_attention(q, q, q, Ranges(torch.tensor([1, 0]), torch.tensor([2, 2])))
+    with pytest.raises(AssertionError, match="decrease at row 1"):
+        ranged_attention(q, q, q, KeyRanges(torch.tensor([1, 0]), torch.tensor([2, 2])))
 
 
 def check_merge(case: Case, attend, join, dtype: torch.dtype, device: str, near: float) -> None:
@@ -215,7 +215,7 @@ def check_merge(case: Case, attend, join, dtype: torch.dtype, device: str, near:
 @settings(max_examples=40, deadline=None)
 @given(case=cases(most=40, shapes=SHAPES))
 def test_merge_joins_halves(case: Case) -> None:
-    check_merge(case, ranged_attention, merge, torch.float64, "cpu", 1e-12)
+    check_merge(case, ranged_attention, merge_attn_states, torch.float64, "cpu", 1e-12)
 
 
 def test_chain_rows_see_context_and_chain() -> None:
@@ -225,9 +225,9 @@ def test_chain_rows_see_context_and_chain() -> None:
     first = [0, 0, 0, 3, 4, 4]
     q, k, v = (torch.randn(6, 2, 8, generator=gen, dtype=torch.float64) for _ in range(3))
     deep_k, deep_v = (torch.randn(5, 2, 8, generator=gen, dtype=torch.float64) for _ in range(2))
-    context = ranged_attention(q, deep_k, deep_v, Ranges(torch.zeros(6), torch.tensor(anchors) + 1))
-    chain = ranged_attention(q, k, v, Ranges(torch.tensor(first), torch.arange(6) + 1))
-    out, _ = merge(*context, *chain)
+    context = ranged_attention(q, deep_k, deep_v, KeyRanges(torch.zeros(6), torch.tensor(anchors) + 1))
+    chain = ranged_attention(q, k, v, KeyRanges(torch.tensor(first), torch.arange(6) + 1))
+    out, _ = merge_attn_states(*context, *chain)
     for row in range(6):
         own = [j for j in range(6) if anchors[j] == anchors[row] and depth[j] <= depth[row]]
         keys = torch.cat([deep_k[: anchors[row] + 1], k[own]])
@@ -241,8 +241,8 @@ def triton_ranged(case: Case, dtype: torch.dtype, device: str, near: float, tile
 
     launch = launches = None
     if tiles is not None:
-        launch = t.Launch(*tiles, 4, 2)
-        launches = t.Launches(launch, launch, launch)
+        launch = t.RangedLaunchConfig(*tiles, 4, 2)
+        launches = t.RangedLaunchConfigs(launch, launch, launch)
 
     def forward(*args):
         return t.forward_triton(*args, launch=launch, tma=tma)
@@ -251,7 +251,7 @@ def triton_ranged(case: Case, dtype: torch.dtype, device: str, near: float, tile
         return t.backward_triton(*args, launches=launches, tma=tma)
 
     def attend(q, k, v, ranges, scale):
-        return RangedAttention.apply(q, k, v, ranges, scale, forward, backward)
+        return RangedAttentionFunction.apply(q, k, v, ranges, scale, forward, backward)
 
     with poisoned():
         case.check(attend, dtype, device, near)
@@ -262,7 +262,7 @@ def triton_merge(case: Case, dtype: torch.dtype, device: str, near: float) -> No
     from peagle.kernels.attention.ranged_triton import merge_backward_triton, merge_forward_triton
 
     def join(*args):
-        return Merge.apply(*args, merge_forward_triton, merge_backward_triton)
+        return MergeAttnStatesFunction.apply(*args, merge_forward_triton, merge_backward_triton)
 
     with poisoned():
         check_merge(case, ranged_attention_torch, join, dtype, device, near)
@@ -328,7 +328,7 @@ def test_triton_exactly_on_the_gpu(case: Case) -> None:
 @given(case=cases(most=300, shapes=COMPILED))
 def test_merge_on_the_gpu(case: Case) -> None:
     triton_merge(case, torch.float32, "cuda", 1e-5)
-    check_merge(case, ranged_attention, merge, torch.bfloat16, "cuda", 2e-2)
+    check_merge(case, ranged_attention, merge_attn_states, torch.bfloat16, "cuda", 2e-2)
 
 
 @pytest.mark.gpu
@@ -339,7 +339,7 @@ def test_a_long_document_on_the_gpu() -> None:
     q, k, v = (wide[:, i * 256 : (i + 1) * 256].unflatten(1, (heads, width)) for i in range(3))
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     lo = (torch.arange(rows, device="cuda") - 100).clamp(min=0)  # a window, so that the oracle is quick
-    ranges = Ranges(lo, torch.arange(rows, device="cuda") + 1)
+    ranges = KeyRanges(lo, torch.arange(rows, device="cuda") + 1)
     dout = torch.randn(rows, heads, width, dtype=torch.bfloat16, device="cuda")
 
     def run(attend, leaves):
@@ -364,9 +364,9 @@ def test_a_batch_of_chains_on_the_gpu() -> None:
     first = torch.searchsorted(anchor, anchor)
     keys, rows = len(starts), len(anchor)
     kinds = {
-        "depth 0": (keys, keys, Ranges(starts, torch.arange(keys) + 1)),
-        "above": (rows, keys, Ranges(starts[anchor], anchor + 1)),
-        "own": (rows, rows, Ranges(first, torch.arange(rows) + 1)),
+        "depth 0": (keys, keys, KeyRanges(starts, torch.arange(keys) + 1)),
+        "above": (rows, keys, KeyRanges(starts[anchor], anchor + 1)),
+        "own": (rows, rows, KeyRanges(first, torch.arange(rows) + 1)),
     }
     junk = [torch.full((1 << 25,), 3e30, device="cuda") for _ in range(20)]
     del junk

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from peagle.engine.model_runner import KVCache, PagedAttention
-from peagle.kernels.attention.paged import Pages
+from peagle.kernels.attention.paged import PagedAttentionMetadata
 from peagle.kernels.gemm import linear_cpu as kernels
 from peagle.kernels.gemm import skinny_cpu
 from peagle.models.fused_cpu import FusedCpuDecoder
@@ -134,9 +134,9 @@ def test_a_pass_of_many_rows_is_as_many_passes_of_one_bit_for_bit(monkeypatch):
     def read(steps: list[int]) -> Tensor:
         cache, found, at = KVCache.make(target.cfg.num_layers, 9, layer.num_kv_heads, layer.head_dim, own[0]), [], 0
         for rows in steps:
-            pages = Pages(blocks, torch.tensor([at]).int(), torch.tensor([rows]).int(), rows)
+            pages = PagedAttentionMetadata(blocks, torch.tensor([at]).int(), torch.tensor([rows]).int(), rows)
             attend = PagedAttention(cache, pages)
-            assert attend.one is not None and attend.one.turns
+            assert attend.one is not None and attend.one.applies_rope
             hidden, _ = FusedCpuDecoder(target)(tokens[at : at + rows], torch.arange(at, at + rows), attend)
             found.append(target.compute_logits(hidden))
             at += rows

@@ -26,7 +26,7 @@ from peagle.config import ChunkedAttention, PlanSettings, Window
 from peagle.engine.kv_cache import BLOCK_SIZE
 from peagle.engine.loader import block_bytes
 from peagle.errors import UserError
-from peagle.kernels.attention.dense import first_seen
+from peagle.kernels.attention.dense import first_visible_position
 from peagle.planning.gpus import GPUS
 from peagle.planning.plan import make_plan
 from peagle.planning.roofline import Batch, Engine, Machine, head_seconds, layers_seconds, round_seconds
@@ -119,7 +119,7 @@ def windows() -> st.SearchStrategy[Window]:
 @given(windows(), st.integers(0, 70), st.integers(1, 70))
 def test_rows_read_the_keys_that_their_window_shows(window: Window, first: int, span: int) -> None:
     """But for their own, of which the plan counts half or none."""
-    shown = [row - max(first_seen(row, window), 0) + 1 for row in range(first, first + span)]
+    shown = [row - max(first_visible_position(row, window), 0) + 1 for row in range(first, first + span)]
     said = Batch(1, 1, first + span / 2, span).seen(window)
     assert said <= sum(shown) / span + 1e-9 <= said + 0.5 + 2e-9
 

@@ -1,6 +1,6 @@
-"""Attention over dense rows: the plain torch version every faster one is held against.
+"""Plain torch attention over dense rows: the reference for all faster versions.
 
-Knows nothing about models or caches. Shapes: T rows, H heads, G key/value heads, d head width.
+Shapes: T rows, S keys, H query heads, G key/value heads, d head width.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from torch.nn import functional as F
 
 from peagle.config import ChunkedAttention, Window
 
-At = TypeVar("At", int, Tensor)
+Position = TypeVar("Position", int, Tensor)
 
 
-def first_seen(position: At, window: Window) -> At:
-    """The first position that a row sees; may lie before the text."""
+def first_visible_position(position: Position, window: Window) -> Position:
+    """Returns the first position that a query at `position` sees. A sliding window may return a negative one."""
     if window is None:
         return position * 0
     if isinstance(window, ChunkedAttention):
@@ -28,35 +28,35 @@ def first_seen(position: At, window: Window) -> At:
 def causal_attention(
     layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, window: Window, sinks: Tensor | None = None
 ) -> Tensor:
-    """One sequence, whole, no cache: row i sees rows j <= i, and of these only what its window leaves."""
+    """Computes causal attention of one whole sequence without a cache."""
     del layer
     rows = torch.arange(len(q_THd), device=q_THd.device)
     visible_TT = None
     if window is not None or sinks is not None:
-        visible_TT = (rows <= rows[:, None]) & (rows >= first_seen(rows, window)[:, None])
+        visible_TT = (rows <= rows[:, None]) & (rows >= first_visible_position(rows, window)[:, None])
     if sinks is not None and visible_TT is not None:
         return sink_attention(q_THd, k_TGd, v_TGd, visible_TT, sinks)
     return masked_attention(q_THd, k_TGd, v_TGd, visible_TT)
 
 
 def masked_attention(q_THd: Tensor, k_SGd: Tensor, v_SGd: Tensor, visible_TS: Tensor | None) -> Tensor:
-    """Rows see what `visible` says; None means causal."""
+    """Computes attention under a boolean mask; None means causal."""
     q, k, v = (x.transpose(0, 1)[None] for x in (q_THd, k_SGd, v_SGd))
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible_TS, is_causal=visible_TS is None, enable_gqa=True)
     return out[0].transpose(0, 1)
 
 
 def sink_attention(q_THd: Tensor, k_SGd: Tensor, v_SGd: Tensor, visible_TS: Tensor, sinks_H: Tensor) -> Tensor:
-    """The same with one more score in each head's softmax, which takes its share and brings nothing."""
+    """Computes masked attention with attention sinks: one extra logit per head in the softmax, without a value."""
     exact = torch.float64 if q_THd.dtype == torch.float64 else torch.float32
     q, k, v = (x.to(exact).transpose(0, 1) for x in (q_THd, k_SGd, v_SGd))
-    q = q.unflatten(0, (len(k), -1))  # [G, heads that share one, T, d]
+    q = q.unflatten(0, (len(k), -1))  # [G, H / G, T, d]
     scores = (q @ k[:, None].mT * q.shape[-1] ** -0.5).masked_fill(~visible_TS, float("-inf"))
     sinks = sinks_H.to(exact).view(*q.shape[:2], 1, 1).expand(-1, -1, q.shape[2], -1)
-    shares = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
-    return (shares @ v[:, None]).flatten(0, 1).transpose(0, 1).to(q_THd.dtype)
+    weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+    return (weights @ v[:, None]).flatten(0, 1).transpose(0, 1).to(q_THd.dtype)
 
 
-def with_sinks(out_THd: Tensor, lse_TH: Tensor, sinks_H: Tensor) -> Tensor:
-    """The same from a result without sinks and the logs of its sums."""
+def apply_sinks(out_THd: Tensor, lse_TH: Tensor, sinks_H: Tensor) -> Tensor:
+    """Adds attention sinks to a result that was computed without them, from its log-sum-exp."""
     return out_THd * torch.sigmoid(lse_TH - sinks_H.to(lse_TH.dtype))[..., None].to(out_THd.dtype)

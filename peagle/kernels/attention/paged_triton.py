@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, check-untyped-defs=False
-"""Attention of few rows a sequence over pages, in Triton: rounds. Nothing on the host depends on a length, so CUDA
+"""Attention of few rows a sequence over metadata, in Triton: rounds. Nothing on the host depends on a length, so CUDA
 graphs can hold it.
 
 `_paged_kernel`: a program has one sequence, one key/value head and some shares of the keys, for all rows and all heads
@@ -45,9 +45,9 @@ import triton.language as tl
 from torch import Tensor
 
 from peagle.config import ChunkedAttention, Window
-from peagle.kernels.attention.paged import Pages
-from peagle.kernels.attention.paged_launch import Launch, choose_launch, most_tiles
-from peagle.kernels.attention.rotary import Rotation
+from peagle.kernels.attention.paged_launch import PagedLaunchConfig, choose_paged_launch, get_max_key_tiles
+from peagle.kernels.attention.paged_metadata import PagedAttentionMetadata
+from peagle.kernels.attention.rotary import QKNormRope
 from peagle.kernels.attention.rotary_triton import inverse_rms, rotated
 
 
@@ -514,11 +514,11 @@ def paged_attention_triton(
     v_TGd: Tensor,
     cache_k: Tensor,
     cache_v: Tensor,
-    pages: Pages,
+    metadata: PagedAttentionMetadata,
     window: Window,
     pdl: bool = False,
-    launch: Launch | None = None,
-    rotation: Rotation | None = None,
+    launch: PagedLaunchConfig | None = None,
+    rope: QKNormRope | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
     check_heads(q_THd, k_TGd, v_TGd, cache_k)
@@ -526,24 +526,24 @@ def paged_attention_triton(
     pdl = pdl and q_THd.is_cuda  # the interpreter knows nothing of it
     total_rows, heads, width = q_THd.shape
     block_size, kv_heads = cache_k.shape[1:3]
-    batch, rows, group = len(pages.starts_B), pages.max_rows, heads // kv_heads
-    assert total_rows == batch * rows and pages.block_tables_BM.stride(1) == 1
+    batch, rows, group = len(metadata.num_computed_tokens_B), metadata.max_query_len, heads // kv_heads
+    assert total_rows == batch * rows and metadata.block_tables_BM.stride(1) == 1
     if launch is None:
-        launch = choose_launch(pages, heads, kv_heads, q_THd.shape[-1], block_size, q_THd.dtype, q_THd.device)
+        launch = choose_paged_launch(metadata, heads, kv_heads, q_THd.shape[-1], block_size, q_THd.dtype, q_THd.device)
     assert launch.tile % block_size == 0 or block_size % launch.tile == 0
     programs = min(launch.programs or launch.splits, launch.splits)
     steps = cache_steps(cache_k, cache_v)
-    ahead = launch.ahead if cache_k.is_cuda else 0  # the interpreter knows nothing of it
+    ahead = launch.prefetch if cache_k.is_cuda else 0  # the interpreter knows nothing of it
     cos = sin = q_norm = k_norm = q_THd  # not looked at, but typed
     sunk = q_THd if sinks is None else sinks
     angle_row, eps = 0, 0.0
-    if rotation is not None:
-        cos, sin, eps = rotation.cos, rotation.sin, rotation.eps
+    if rope is not None:
+        cos, sin, eps = rope.cos, rope.sin, rope.eps
         assert cos.stride() == sin.stride() and cos.stride(-1) == 1 and cos.dtype == q_THd.dtype
         angle_row = cos.stride(0)
-        if rotation.normed:
-            assert rotation.q_norm is not None and rotation.k_norm is not None
-            q_norm, k_norm = rotation.q_norm, rotation.k_norm
+        if rope.has_norm:
+            assert rope.q_norm is not None and rope.k_norm is not None
+            q_norm, k_norm = rope.q_norm, rope.k_norm
     out = torch.empty((total_rows, heads, width), dtype=q_THd.dtype, device=q_THd.device)
     query_tiles = triton.cdiv(rows * group, launch.queries)
     # With one share these are not looked at, but keep their types, which a compilation is for.
@@ -551,9 +551,9 @@ def paged_attention_triton(
     parts = torch.empty((shares, width), dtype=torch.float32, device=out.device)
     sums = torch.empty((shares, 2), dtype=torch.float32, device=out.device)
     # Of one tile it is the same how many a piece has, and the kernel is shorter.
-    of_piece = launch.span if most_tiles(pages, block_size, launch.tile) > 1 else 1
+    of_piece = launch.segment_tiles if get_max_key_tiles(metadata, block_size, launch.tile) > 1 else 1
     shared = {"G": kv_heads, "GROUP": group, "D": width, "TILE": launch.tile, "SPAN": of_piece}
-    tiles = most_tiles(pages, block_size, launch.tile * of_piece)
+    tiles = get_max_key_tiles(metadata, block_size, launch.tile * of_piece)
     whole = programs >= min(launch.splits, tiles)
     once = programs >= tiles and rows <= 2 * _NEW_ROWS and width < 128  # wider heads were not timed
     shared |= {
@@ -577,14 +577,14 @@ def paged_attention_triton(
         out,
         parts,
         sums,
-        pages.block_tables_BM,
-        pages.starts_B,
-        pages.live_B,
+        metadata.block_tables_BM,
+        metadata.num_computed_tokens_B,
+        metadata.query_lens_B,
         rows,
         launch.splits,
         span,
-        pages.block_tables_BM.stride(0),
-        pages.block_tables_BM.shape[1],
+        metadata.block_tables_BM.stride(0),
+        metadata.block_tables_BM.shape[1],
         *q_THd.stride()[:2],
         *k_TGd.stride()[:2],
         *v_TGd.stride()[:2],
@@ -598,13 +598,13 @@ def paged_attention_triton(
         NEW=2 * _NEW_ROWS if once and rows > _NEW_ROWS else _NEW_ROWS,
         AHEAD=ahead if once or of_piece == 1 else 0,
         ONCE=once,
-        ROTATE=rotation is not None,
-        NORM=rotation is not None and rotation.normed,
+        ROTATE=rope is not None,
+        NORM=rope is not None and rope.has_norm,
         PRECISION="ieee" if q_THd.dtype == torch.float32 else "tf32",
         num_warps=launch.warps,
         num_stages=launch.stages,
-        enable_fp_fusion=rotation is None,  # a rotation is two rounded products and a rounded sum, as torch has it
-        **({"maxnreg": launch.registers} if launch.registers else {}),
+        enable_fp_fusion=rope is None,  # a rope is two rounded products and a rounded sum, as torch has it
+        **({"maxnreg": launch.max_registers} if launch.max_registers else {}),
     )
     if min(launch.splits, tiles) > 1:  # otherwise the only share wrote the result
         # By nothing that depends on the batch, as these decide the order of the sum.
@@ -615,8 +615,8 @@ def paged_attention_triton(
             sums,
             sunk,
             out,
-            pages.starts_B,
-            pages.live_B,
+            metadata.num_computed_tokens_B,
+            metadata.query_lens_B,
             rows,
             launch.splits,
             span,

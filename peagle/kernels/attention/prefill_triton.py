@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, check-untyped-defs=False
-"""Attention of many rows a sequence over pages, in Triton: prompts.
+"""Attention of many rows a sequence over metadata, in Triton: prompts.
 
 `_write_kernel` puts the new rows into the cache, `_prefill_kernel` reads it: a program has one tile of rows and one
 head. Nothing on the host depends on a length, so CUDA graphs can hold them; what dependent launches may read before
@@ -18,14 +18,14 @@ import triton.language as tl
 from torch import Tensor
 
 from peagle.config import Window
-from peagle.kernels.attention.paged import Pages
+from peagle.kernels.attention.paged_metadata import PagedAttentionMetadata
 from peagle.kernels.attention.paged_triton import cache_steps, check_heads, first_seen, kind_of, sunk
 
 _WIDE_PREFILL_ROWS = 4096
 
 
 @dataclass(frozen=True)
-class PrefillLaunch:
+class PrefillLaunchConfig:
     rows: int
     tile: int
     warps: int
@@ -60,9 +60,9 @@ def _place(program, offsets, sequences, ROWS: tl.constexpr, SEQUENCES: tl.conste
     return mine, program - tl.load(offsets + mine).to(tl.int32) // ROWS - mine
 
 
-def programs(rows: int, pages: Pages, tile: int) -> int:
+def programs(rows: int, metadata: PagedAttentionMetadata, tile: int) -> int:
     """For `_place`."""
-    return rows // tile + len(pages.starts_B)
+    return rows // tile + len(metadata.num_computed_tokens_B)
 
 
 @triton.jit(do_not_specialize=["window", "sequences"])
@@ -226,30 +226,30 @@ def _write_kernel(
     tl.store(cache_v + at, tl.load(v + (row * v_row + g * v_head)[:, None] + cols, mask=mask, other=0.0), mask=mask)
 
 
-def write_rows_triton(
-    k_TGd: Tensor, v_TGd: Tensor, cache_k: Tensor, cache_v: Tensor, pages: Pages, pdl: bool = False
+def write_kv_triton(
+    k_TGd: Tensor, v_TGd: Tensor, cache_k: Tensor, cache_v: Tensor, metadata: PagedAttentionMetadata, pdl: bool = False
 ) -> None:
     """Keys and values of the live rows into the cache."""
     block_size, kv_heads, width = cache_k.shape[1:]
-    block_rows = min(32, max(1, triton.next_power_of_2(pages.max_rows)))
-    _write_kernel[(programs(len(k_TGd), pages, block_rows), kv_heads)](
+    block_rows = min(32, max(1, triton.next_power_of_2(metadata.max_query_len)))
+    _write_kernel[(programs(len(k_TGd), metadata, block_rows), kv_heads)](
         k_TGd,
         v_TGd,
         cache_k,
         cache_v,
-        pages.block_tables_BM,
-        pages.starts_B,
-        pages.live_B,
-        pages.offsets_B1(),
-        len(pages.starts_B),
-        pages.block_tables_BM.stride(0),
+        metadata.block_tables_BM,
+        metadata.num_computed_tokens_B,
+        metadata.query_lens_B,
+        metadata.get_query_start_loc(),
+        len(metadata.num_computed_tokens_B),
+        metadata.block_tables_BM.stride(0),
         *k_TGd.stride()[:2],
         *v_TGd.stride()[:2],
         *cache_steps(cache_k, cache_v),
         D=width,
         BLOCK=block_size,
         ROWS=block_rows,
-        SEQUENCES=triton.next_power_of_2(len(pages.starts_B)),
+        SEQUENCES=triton.next_power_of_2(len(metadata.num_computed_tokens_B)),
         PDL=pdl,
         launch_pdl=pdl,
         num_warps=4,
@@ -262,10 +262,10 @@ def prefill_attention_triton(
     v_TGd: Tensor,
     cache_k: Tensor,
     cache_v: Tensor,
-    pages: Pages,
+    metadata: PagedAttentionMetadata,
     window: Window,
     pdl: bool = False,
-    launch: PrefillLaunch | None = None,
+    launch: PrefillLaunchConfig | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
     check_heads(q_THd, k_TGd, v_TGd, cache_k)
@@ -276,15 +276,19 @@ def prefill_attention_triton(
     exact = q_THd.dtype == torch.float32
     if launch is None:
         # Without cached keys wide tiles are faster from here on; with them, and for narrow heads, never.
-        wide = width == 128 and pages.max_context == 0 and pages.max_rows >= _WIDE_PREFILL_ROWS
-        launch = PrefillLaunch(32, 32, 4, 2) if exact else PrefillLaunch(128 if wide else 64, 64, 8 if wide else 4, 3)
+        wide = width == 128 and metadata.max_computed_tokens == 0 and metadata.max_query_len >= _WIDE_PREFILL_ROWS
+        launch = (
+            PrefillLaunchConfig(32, 32, 4, 2)
+            if exact
+            else PrefillLaunchConfig(128 if wide else 64, 64, 8 if wide else 4, 3)
+        )
         if width > 256:
-            launch = PrefillLaunch(32, 16, 8, 1) if exact else PrefillLaunch(32, 32, 8, 2)
+            launch = PrefillLaunchConfig(32, 16, 8, 1) if exact else PrefillLaunchConfig(32, 32, 8, 2)
         elif width > 128 and not exact:
-            launch = PrefillLaunch(64, 32, 8, 2)
-    write_rows_triton(k_TGd, v_TGd, cache_k, cache_v, pages, pdl)
+            launch = PrefillLaunchConfig(64, 32, 8, 2)
+    write_kv_triton(k_TGd, v_TGd, cache_k, cache_v, metadata, pdl)
     out = torch.empty((total_rows, heads, width), dtype=q_THd.dtype, device=q_THd.device)
-    _prefill_kernel[(programs(total_rows, pages, launch.rows), heads)](
+    _prefill_kernel[(programs(total_rows, metadata, launch.rows), heads)](
         q_THd,
         k_TGd,
         v_TGd,
@@ -292,13 +296,13 @@ def prefill_attention_triton(
         cache_k,
         cache_v,
         out,
-        pages.block_tables_BM,
-        pages.starts_B,
-        pages.live_B,
-        pages.offsets_B1(),
-        len(pages.starts_B),
+        metadata.block_tables_BM,
+        metadata.num_computed_tokens_B,
+        metadata.query_lens_B,
+        metadata.get_query_start_loc(),
+        len(metadata.num_computed_tokens_B),
         span,
-        pages.block_tables_BM.stride(0),
+        metadata.block_tables_BM.stride(0),
         *q_THd.stride()[:2],
         *k_TGd.stride()[:2],
         *v_TGd.stride()[:2],
@@ -312,9 +316,9 @@ def prefill_attention_triton(
         TILE=launch.tile,
         WINDOWED=kind,
         SINKS=sinks is not None,
-        CONTEXT=pages.max_context != 0,
+        CONTEXT=metadata.max_computed_tokens != 0,
         PRECISION="ieee" if exact else "tf32",
-        SEQUENCES=triton.next_power_of_2(len(pages.starts_B)),
+        SEQUENCES=triton.next_power_of_2(len(metadata.num_computed_tokens_B)),
         PDL=pdl,
         launch_pdl=pdl,
         num_warps=launch.warps,

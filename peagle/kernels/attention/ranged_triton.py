@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from peagle.kernels.attention.ranged import Ranges, pitch_of
+from peagle.kernels.attention.key_ranges import KeyRanges, pad_row_count
 
 _LN2 = tl.constexpr(math.log(2.0))
 
@@ -442,7 +442,7 @@ def _merge_kernel(
 
 
 @dataclass(frozen=True)
-class Launch:
+class RangedLaunchConfig:
     rows: int
     tile: int
     warps: int
@@ -450,26 +450,38 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class Launches:
-    forward: Launch
-    dq: Launch
-    dkv: Launch
+class RangedLaunchConfigs:
+    forward: RangedLaunchConfig
+    dq: RangedLaunchConfig
+    dkv: RangedLaunchConfig
 
 
 # By padded head width, for an H200: 16 bits, then fp32, which is summed exactly and has no tensor cores.
 _HALF = {
-    64: Launches(Launch(128, 64, 8, 3), Launch(64, 64, 4, 3), Launch(64, 64, 4, 3)),
-    128: Launches(Launch(128, 128, 8, 2), Launch(128, 64, 8, 3), Launch(64, 128, 8, 2)),
-    256: Launches(Launch(64, 32, 4, 2), Launch(64, 32, 4, 2), Launch(32, 64, 8, 2)),
+    64: RangedLaunchConfigs(
+        RangedLaunchConfig(128, 64, 8, 3), RangedLaunchConfig(64, 64, 4, 3), RangedLaunchConfig(64, 64, 4, 3)
+    ),
+    128: RangedLaunchConfigs(
+        RangedLaunchConfig(128, 128, 8, 2), RangedLaunchConfig(128, 64, 8, 3), RangedLaunchConfig(64, 128, 8, 2)
+    ),
+    256: RangedLaunchConfigs(
+        RangedLaunchConfig(64, 32, 4, 2), RangedLaunchConfig(64, 32, 4, 2), RangedLaunchConfig(32, 64, 8, 2)
+    ),
 }
 _FULL = {
-    64: Launches(Launch(32, 32, 4, 2), Launch(32, 32, 4, 2), Launch(32, 16, 4, 2)),
-    128: Launches(Launch(32, 16, 4, 2), Launch(32, 16, 4, 2), Launch(16, 16, 4, 2)),
-    256: Launches(Launch(16, 16, 4, 1), Launch(16, 16, 4, 1), Launch(16, 16, 4, 1)),
+    64: RangedLaunchConfigs(
+        RangedLaunchConfig(32, 32, 4, 2), RangedLaunchConfig(32, 32, 4, 2), RangedLaunchConfig(32, 16, 4, 2)
+    ),
+    128: RangedLaunchConfigs(
+        RangedLaunchConfig(32, 16, 4, 2), RangedLaunchConfig(32, 16, 4, 2), RangedLaunchConfig(16, 16, 4, 2)
+    ),
+    256: RangedLaunchConfigs(
+        RangedLaunchConfig(16, 16, 4, 1), RangedLaunchConfig(16, 16, 4, 1), RangedLaunchConfig(16, 16, 4, 1)
+    ),
 }
 
 
-def choose(width: int, dtype: torch.dtype) -> Launches:
+def choose_ranged_launch(width: int, dtype: torch.dtype) -> RangedLaunchConfigs:
     return (_FULL if dtype == torch.float32 else _HALF)[max(64, triton.next_power_of_2(width))]
 
 
@@ -501,7 +513,7 @@ def _tiles(x: Tensor, rows: int, tma: bool) -> Tensor | TensorDescriptor:
 
 
 def _lines(x: Tensor, rows: int, tile: int, tma: bool) -> Tensor | TensorDescriptor:
-    """The same for [heads, rows] with one number each; `x` is padded to `pitch_of` rows."""
+    """The same for [heads, rows] with one number each; `x` is padded to `pad_row_count` rows."""
     return TensorDescriptor(x, [len(x), rows], [x.stride(0), 1], [1, tile]) if tma else x
 
 
@@ -509,9 +521,9 @@ def forward_triton(
     q_RHd: Tensor,
     k_SGd: Tensor,
     v_SGd: Tensor,
-    ranges: Ranges,
+    ranges: KeyRanges,
     scale: float,
-    launch: Launch | None = None,
+    launch: RangedLaunchConfig | None = None,
     tma: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     assert scale > 0, scale
@@ -519,7 +531,7 @@ def forward_triton(
     rows, heads, width = q.shape
     if not rows or not len(k):
         return q.new_zeros(q.shape), q.new_full((rows, heads), float("-inf"), dtype=torch.float32)
-    launch = choose(width, q.dtype).forward if launch is None else launch
+    launch = choose_ranged_launch(width, q.dtype).forward if launch is None else launch
     out_RHd = q.new_empty(q.shape)
     lse_HR = q.new_empty(heads, rows, dtype=torch.float32)
     tma = _by_tma(q, k, v) if tma is None else tma
@@ -556,23 +568,23 @@ def backward_triton(
     v_SGd: Tensor,
     out_RHd: Tensor,
     lse_RH: Tensor,
-    ranges: Ranges,
+    ranges: KeyRanges,
     scale: float,
     dout_RHd: Tensor,
     dlse_RH: Tensor | None,
-    launches: Launches | None = None,
+    launches: RangedLaunchConfigs | None = None,
     tma: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, dout = _dense(q_RHd), _dense(k_SGd), _dense(v_SGd), _dense(dout_RHd)
     (rows, heads, width), (keys, kv_heads, _) = q.shape, k.shape
     if not rows or not keys:
         return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
-    launches = launches or choose(width, q.dtype)
+    launches = launches or choose_ranged_launch(width, q.dtype)
     by_dq, by_dkv = launches.dq, launches.dkv
     wide = max(16, triton.next_power_of_2(width))
     tma = _by_tma(q, k, v, dout) if tma is None else tma
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    pitch = pitch_of(rows)
+    pitch = pad_row_count(rows)
     about = q.new_empty(2 * heads, pitch, dtype=torch.float32)
     dlse = lse_RH if dlse_RH is None else dlse_RH
     _delta_kernel[triton.cdiv(rows, 64), heads](
@@ -601,7 +613,7 @@ def backward_triton(
         _tiles(v, by_dkv.tile, tma),
         _tiles(dout, by_dkv.rows, tma),
         _lines(ranges.bounds, rows, by_dkv.rows, tma),
-        ranges.row_spans(keys, by_dkv.tile),
+        ranges.get_row_spans(keys, by_dkv.tile),
         _lines(about, rows, by_dkv.rows, tma),
         dk,
         dv,

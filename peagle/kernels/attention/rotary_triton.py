@@ -77,7 +77,7 @@ def _rotate_kernel(
     tl.store(at + half, second, mask=mask)
 
 
-def split_rotate_triton(
+def split_qkv_rope_triton(
     qkv_TX: Tensor,
     cos: Tensor,
     sin: Tensor,

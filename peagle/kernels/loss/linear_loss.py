@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 
 from peagle.config import LK_ETA, LOSS_LOGITS, OBJECTIVES, Objective
-from peagle.kernels.attention.ranged import takes_triton
 from peagle.kernels.loss.linear_loss_torch import compute_row_losses_torch
 from peagle.kernels.loss.schedule import LossChunk, LossSchedule, StaticLossShape, build_loss_schedule
 from peagle.kernels.loss.types import LinearLossOutput, RowLossFn, RowScale, Teacher
+from peagle.kernels.triton_utils import supports_triton_float
 
 __all__ = [
     "LinearLossOutput",
@@ -211,7 +211,7 @@ def linear_loss(
     `scale_by_all` is called with all results, and needs `scale_by_earlier` too.
     """
     args = (hidden_RD, head_VD, teacher, position_R, weight_R, objective, eta, max_logits)
-    if not takes_triton(hidden_RD) or not takes_triton(teacher.hidden_PT):
+    if not supports_triton_float(hidden_RD) or not supports_triton_float(teacher.hidden_PT):
         return linear_loss_torch(*args, scale_by_earlier, scale_by_all)
     from peagle.kernels.loss.linear_loss_triton import compute_row_losses_triton
 

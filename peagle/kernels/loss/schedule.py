@@ -108,5 +108,5 @@ class StaticLossShape:
                 return None
             position_index[chunk.rows] = chunk.positions.start + rank
             positions[chunk.positions.start + rank] = own
-        tensors = (torch.from_numpy(x) for x in (order, positions, position_index))
-        return LossSchedule(*tensors, self.chunks)
+        order_R, positions_P, index_R = (torch.from_numpy(x) for x in (order, positions, position_index))
+        return LossSchedule(order_R, positions_P, index_R, self.chunks)

@@ -62,9 +62,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.dtype == torch.float32 and x.is_cpu and torch.is_inference_mode_enabled():
         return F.rms_norm(x, (x.shape[-1],), weight, eps)  # the twin's arithmetic, in one call
     if x.dim() == 2 and supports_triton_autograd(x, weight):
-        from peagle.kernels.autograd import rms_norm_trained
+        from peagle.kernels.autograd import rms_norm_autograd
 
-        return rms_norm_trained(x, weight, eps)
+        return rms_norm_autograd(x, weight, eps)
     return (
         rms_norm_triton(x, weight, eps)
         if x.dim() == 2 and supports_triton(x, weight)
@@ -88,7 +88,7 @@ def norm_cat(parts: Sequence[Tensor], weights: Sequence[Tensor], eps: float) -> 
 
 def silu_mul(y_T2I: Tensor) -> Tensor:
     if y_T2I.dim() == 2 and supports_triton_autograd(y_T2I):
-        from peagle.kernels.autograd import silu_mul_trained
+        from peagle.kernels.autograd import silu_mul_autograd
 
-        return silu_mul_trained(y_T2I)
+        return silu_mul_autograd(y_T2I)
     return silu_mul_triton(y_T2I) if y_T2I.dim() == 2 and supports_triton(y_T2I) else silu_mul_torch(y_T2I)

@@ -31,8 +31,8 @@ from torch import Tensor
 
 from peagle.config import Window
 from peagle.data.batches import PackedBatch, PackedEpoch
-from peagle.kernels.attention.dense import first_seen, with_sinks
-from peagle.kernels.attention.ranged import Ranges, ranged_attention
+from peagle.kernels.attention.dense import apply_sinks, first_visible_position
+from peagle.kernels.attention.ranged import KeyRanges, ranged_attention
 from peagle.models.decoder import Decoder
 
 
@@ -88,15 +88,15 @@ class DocumentAttention:
     def __init__(self, start_N: Tensor) -> None:
         self.start_N = start_N
         self.index_N = torch.arange(len(start_N), device=start_N.device)
-        self._ranges: dict[Window, Ranges] = {}
+        self._ranges: dict[Window, KeyRanges] = {}
 
-    def ranges(self, window: Window) -> Ranges:
+    def ranges(self, window: Window) -> KeyRanges:
         """Made once for each window, so that layers share what the kernel finds out about it."""
         if window not in self._ranges:
             low_N = self.start_N
             if window is not None:
-                low_N = low_N + first_seen(self.index_N - self.start_N, window).clamp(min=0)
-            self._ranges[window] = Ranges(low_N, self.index_N + 1)
+                low_N = low_N + first_visible_position(self.index_N - self.start_N, window).clamp(min=0)
+            self._ranges[window] = KeyRanges(low_N, self.index_N + 1)
         return self._ranges[window]
 
     def __call__(
@@ -109,7 +109,7 @@ class DocumentAttention:
         sinks: Tensor | None = None,
     ) -> Tensor:
         out_NHd, lse_NH = ranged_attention(q_NHd, k_NGd, v_NGd, self.ranges(window))
-        return out_NHd if sinks is None else with_sinks(out_NHd, lse_NH, sinks)
+        return out_NHd if sinks is None else apply_sinks(out_NHd, lse_NH, sinks)
 
 
 class OnlineHiddenStates:

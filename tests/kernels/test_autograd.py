@@ -19,7 +19,7 @@ from interpreting import mend_interpreter
 from support import many
 from torch import Tensor
 
-from peagle.kernels.attention.rotary import split_rotate_torch
+from peagle.kernels.attention.rotary import split_qkv_rope_torch
 from peagle.kernels.norm.rms_norm import rms_norm_torch, silu_mul_torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -82,7 +82,10 @@ def test_norm(device: str, dtype: torch.dtype, tolerance: float, rows: int, widt
     x = torch.randn(rows, 2 * width, device=device, dtype=dtype)[:, :width]
     given = [x if strided else x.contiguous(), torch.randn(width, device=device, dtype=dtype)]
     compare(
-        lambda x, w: (trained.rms_norm_trained(x, w, EPS),), lambda x, w: (rms_norm_torch(x, w, EPS),), given, tolerance
+        lambda x, w: (trained.rms_norm_autograd(x, w, EPS),),
+        lambda x, w: (rms_norm_torch(x, w, EPS),),
+        given,
+        tolerance,
     )
 
 
@@ -95,7 +98,10 @@ def test_norm_of_many_rows(device: str, dtype: torch.dtype, tolerance: float, mo
     monkeypatch.setattr(trained, "_PROGRAMS", 4)
     given = [torch.randn(27, 40, device=device, dtype=dtype), torch.randn(40, device=device, dtype=dtype)]
     compare(
-        lambda x, w: (trained.rms_norm_trained(x, w, EPS),), lambda x, w: (rms_norm_torch(x, w, EPS),), given, tolerance
+        lambda x, w: (trained.rms_norm_autograd(x, w, EPS),),
+        lambda x, w: (rms_norm_torch(x, w, EPS),),
+        given,
+        tolerance,
     )
 
 
@@ -108,7 +114,7 @@ def test_gate(device: str, dtype: torch.dtype, tolerance: float, rows: int, half
 
     torch.manual_seed(rows * 100 + half)
     given = [torch.randn(rows, 2 * half, device=device, dtype=dtype) * 2]
-    compare(lambda y: (trained.silu_mul_trained(y),), lambda y: (silu_mul_torch(y),), given, tolerance)
+    compare(lambda y: (trained.silu_mul_autograd(y),), lambda y: (silu_mul_torch(y),), given, tolerance)
 
 
 @needs_triton
@@ -125,9 +131,9 @@ def test_rotation(device: str, dtype: torch.dtype, tolerance: float, heads: int,
 
     def fast(x: Tensor) -> tuple[Tensor, ...]:
         # a copy, as the product would be; a leaf may not be turned in place
-        return trained.split_rotate_trained(x * 1.0, cos.to(dtype), sin.to(dtype), heads, kv_heads)
+        return trained.split_qkv_rope_autograd(x * 1.0, cos.to(dtype), sin.to(dtype), heads, kv_heads)
 
     def plain(x: Tensor) -> tuple[Tensor, ...]:
-        return split_rotate_torch(x, cos.to(dtype).double(), sin.to(dtype).double(), heads, kv_heads)
+        return split_qkv_rope_torch(x, cos.to(dtype).double(), sin.to(dtype).double(), heads, kv_heads)
 
     compare(fast, plain, [x], tolerance)
