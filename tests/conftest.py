@@ -1,5 +1,4 @@
-"""Makes tests/pairs.py and tests/support.py importable from every test, hypothesis repeatable, and room for others:
-several pytest processes run the tests together (`make test`), and many tests start processes of their own."""
+"""Makes support modules importable, hypothesis repeatable, and several pytest processes fit on one machine."""
 
 import fcntl
 import os
@@ -12,34 +11,36 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-# Torch and transformers take twice as long to import where each process compiles them anew.
+# Without bytecode, importing torch and transformers takes twice as long in every child process.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
-# Read when torch is imported, here and in children. Tests that run side by side would fight over cores.
+# One thread per process: tests run side by side. Read when torch is imported, here and in children.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# A shell makes what it starts in the background, and all of its children, deaf to Ctrl-C.
+# A shell starts background jobs with SIGINT ignored, and children inherit that; tests send SIGINT.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# The same examples on every run: a red run means a change, not a draw.
+# The same hypothesis examples on every run.
 settings.register_profile("same", derandomize=True, database=None)
 settings.load_profile("same")
 
-sys.path.insert(0, str(Path(__file__).parent))
+# Support modules, and test modules whose helpers other tests use, are imported by their plain names.
+TESTS = Path(__file__).parent
+sys.path[:0] = [str(TESTS), *(str(folder) for folder in sorted(TESTS.iterdir()) if folder.is_dir())]
 
-MOST_WORKERS = 4  # each takes 1.5 GB, and imports torch first
+MAX_WORKERS = 4  # 1.5 GB each
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, MOST_WORKERS)
+    return min(cores, MAX_WORKERS)
 
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Matrices of tiny models only lose by a second thread."""
+    """Runs torch on one thread: tiny models are slower on two."""
     from support import threads
 
     with threads(1):
@@ -48,7 +49,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
-    """The default target. Where it must be built first, one process does and the others wait."""
+    """The default target. One process builds it while the others wait."""
     from peagle.hub import resolve as hub
 
     with (Path(tempfile.gettempdir()) / f"peagle-tests-{os.getuid()}.lock").open("w") as lock:

@@ -1,0 +1,192 @@
+"""Write the tables of README.md and docs/performance.md from benchmarks/results/.
+
+    python scripts/make_tables.py
+
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`. A table whose results are missing stays empty.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = ("README.md", "docs/performance.md")
+BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+METHODS = {"none": "no speculation", "eagle3": "EAGLE-3", "p-eagle": "P-EAGLE"}
+DATASETS = {"mt_bench": "MT-Bench", "humaneval": "HumanEval", "gsm8k": "GSM8K"}
+
+Json = dict[str, Any]
+
+
+def load_json(name: str) -> Json | None:
+    path = RESULTS / name
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def load_header(loads: Sequence[int]) -> list[str]:
+    return ["1 request" if load == 1 else f"{load} requests" for load in loads]
+
+
+def label_of(configuration: str) -> str:
+    """'peagle-p-eagle-k7' -> 'P-EAGLE K=7'"""
+    name = configuration.partition("-")[2]
+    method, _, k = name.partition("-k")
+    return METHODS[method] + (f" K={k}" if k else "")
+
+
+class Comparison:
+    """Results of compare_vllm.py: output tokens/s by engine, method with K, and concurrency."""
+
+    def __init__(self, results: Json) -> None:
+        self.rates: dict[str, dict[str, dict[int, float]]] = {"vllm": {}, "peagle": {}}
+        for configuration, measured in results["measurements"].items():
+            rates = {int(c): one.get("output_tokens_per_second", 0.0) for c, one in measured.items()}
+            self.rates[configuration.partition("-")[0]][label_of(configuration)] = rates
+        self.loads = sorted(next(iter(self.rates["peagle"].values())))
+
+    def best(self, engine: str, load: int) -> tuple[str, float]:
+        found = {label: rates[load] for label, rates in self.rates[engine].items()}
+        label = max(found, key=lambda one: found[one])
+        return label, found[label]
+
+    def ratio(self, load: int) -> float:
+        return self.best("peagle", load)[1] / self.best("vllm", load)[1]
+
+    def rows(self) -> list[list[str]]:
+        """Every configuration, then the best of each engine."""
+        labels = dict.fromkeys([*self.rates["vllm"], *self.rates["peagle"]])
+        rows = []
+        for label in labels:
+            pairs = [[self.rates[e].get(label, {}).get(load) for e in ("vllm", "peagle")] for load in self.loads]
+            cells = [" / ".join(f"{rate:,.0f}" if rate else "-" for rate in pair) for pair in pairs]
+            rows.append([label, *cells])
+        return [*rows, ["best peagle over best vLLM", *(f"**{self.ratio(load):.2f}x**" for load in self.loads)]]
+
+
+def vllm_table(name: str) -> str:
+    results = load_json(name)
+    if results is None:
+        return ""
+    found = Comparison(results)
+    return markdown(["vLLM / peagle", *load_header(found.loads)], found.rows())
+
+
+def moe_table() -> str:
+    results = load_json("h200-gpt-oss-20b.json")
+    if results is None:
+        return ""
+    caption = "GPT-OSS-20B's shape (`--model gpt-oss-20b`), MXFP4 experts, acceptance length 3.30 at K=7:\n\n"
+    return caption + vllm_table("h200-gpt-oss-20b.json")
+
+
+def readme_table() -> str:
+    """The fastest configuration of each engine for a target of the size people serve."""
+    results = load_json("h200-llama-8b.json")
+    if results is None:
+        return ""
+    found = Comparison(results)
+    rows = []
+    for engine, name in (("vllm", "vLLM 0.26"), ("peagle", "peagle")):
+        best = [found.best(engine, load) for load in found.loads]
+        rows.append([name, *(f"{rate:,.0f} ({label})" for label, rate in best)])
+    rows.append(["", *(f"**{found.ratio(load):.2f}x**" for load in found.loads)])
+    caption = (
+        "Llama-3.1-8B's shape on one H200, bf16, output tokens/s, each engine at its best method and K, one run\n"
+        "(random weights, synthetic acceptance: 3.40 tokens per step at K=7):\n\n"
+    )
+    return caption + markdown(["", *load_header(found.loads)], rows)
+
+
+def decode_step_table() -> str:
+    rows = []
+    for name, label in (("8b", "Llama-3.1-8B"), ("smollm2", "SmolLM2-135M")):
+        results = load_json(f"h200-decode-step-{name}.json")
+        for row in results["rows"] if results else []:
+            share = row["limit_ms"] / row["ms"]
+            rows.append([label, str(row["batch"]), f"{row['ms']:.3f}", f"{row['limit_ms']:.3f}", f"{share:.0%}"])
+    header = ["shape", "requests", "ms per step", "memory limit, ms", "share of the limit"]
+    return markdown(header, rows) if rows else ""
+
+
+def cpu_table() -> str:
+    rows = []
+    names = ("2 Xeon cores without AMX, fp32", "2 Neoverse N1 cores, fp32")
+    for machine, line in zip(names, (RESULTS / "cpu-generate.jsonl").read_text().splitlines(), strict=True):
+        for configuration, found in json.loads(line)["results"].items():
+            label = configuration.replace("smollm2-135m-p-eagle", "P-EAGLE").replace("smollm2-135m-eagle3", "EAGLE-3")
+            label = {"transformers": "transformers `generate`", "peagle": "no drafter"}.get(label, label)
+            rows.append([machine, label, f"{found['paired_ratio']:.2f}x", f"{found['acceptance_length']:.2f}"])
+    return markdown(["machine", "configuration", "speed", "acceptance length"], rows)
+
+
+def methods_table() -> str:
+    """EAGLE-3 and P-EAGLE in peagle, each at its best K."""
+    rows = []
+    for name, label in (("h200-speed-256.json", "256"), ("h200-speed.json", "512")):
+        results = load_json(name)
+        if results is None:
+            return ""
+        best: dict[tuple[str, int], float] = {}
+        for row in results["rows"]:
+            if row["engine"] == "embedded" and row["num_speculative_tokens"] != "auto":
+                key = row["method"], row["concurrency"]
+                best[key] = max(best.get(key, 0.0), row["output_throughput"])
+        loads = sorted({load for _, load in best})
+        for method, shown in METHODS.items():
+            rows.append([label, shown, *(f"{best[method, load]:,.0f}" for load in loads)])
+        ratios = [best["p-eagle", load] / best["eagle3", load] for load in loads]
+        rows.append([label, "P-EAGLE over EAGLE-3", *(f"**{ratio:.2f}x**" for ratio in ratios)])
+    return markdown(["output tokens, at most", "", *load_header(loads)], rows)
+
+
+def acceptance_table() -> str:
+    results = load_json("h200-acceptance.json")
+    if results is None:
+        return ""
+    found: dict[tuple[str, float, str, int], float] = {}
+    for row in results["rows"]:
+        if row["category"] is None and row["context_range"] is None and row["looping_responses"] == "excluded":
+            key = row["method"], row["temperature"], row["dataset"], row["num_speculative_tokens"]
+            found[key] = row["acceptance_length"]
+    ks = sorted({k for *_, k in found})
+    header = ["temperature", "data set", "drafter", *(f"K={k}" for k in ks)]
+    rows = []
+    for temperature in sorted({temperature for _, temperature, _, _ in found}):
+        for dataset, shown in DATASETS.items():
+            for method in ("eagle3", "p-eagle"):
+                lengths = [found.get((method, temperature, dataset, k)) for k in ks]
+                cells = ["-" if length is None else f"{length:.2f}" for length in lengths]
+                rows.append([f"{temperature:g}", shown, METHODS[method], *cells])
+    return markdown(header, rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "readme": readme_table,
+    "llama-8b": lambda: vllm_table("h200-llama-8b.json"),
+    "moe": moe_table,
+    "decode-step": decode_step_table,
+    "methods": methods_table,
+    "acceptance": acceptance_table,
+    "cpu": cpu_table,
+}
+
+
+def main() -> None:
+    for page in PAGES:
+        path = ROOT / page
+        text = path.read_text()
+        path.write_text(BLOCK.sub(lambda m: m[1] + TABLES[m[2]]() + m[3], text))
+
+
+if __name__ == "__main__":
+    main()
