@@ -1,6 +1,6 @@
-"""A server on a real port, in a thread of the test's process, so that a test can look inside while clients ask.
+"""Servers for tests: one in a thread of the test's process, one in a process of its own.
 
-The pair is the small one of `pairs`, whose tokens are bytes: the target goes on with a licence's text.
+The model is the small pair of `pairs`, whose tokens are bytes.
 """
 
 from __future__ import annotations
@@ -17,78 +17,108 @@ from types import TracebackType
 from typing import Any
 
 import engines
+import forks
 from pairs import TEXT
 
 from peagle.config import ServeSettings
 from peagle.engine.llm import LLM
-from peagle.server.context import Context
-from peagle.server.loop import EngineLoop
-from peagle.server.server import listen, make_server
+from peagle.server.engine_loop import EngineLoop
+from peagle.server.server import bind_socket, build_server
+from peagle.server.server_context import ServerContext
 
 MODEL = "small"
-LONGEST = 256
+MAX_MODEL_LEN = 256
 K = 4
 PROMPT = TEXT[1000:1040].decode()
+GIVE_UP_S = 300.0  # a hanging test ends; no test expects a speed
 
 
 def small_engine(**options: Any) -> LLM:
-    return engines.engine("p-eagle-1", K, **{"max_model_len": LONGEST, "max_num_seqs": 4, **options})
+    return engines.engine("p-eagle-1", K, **{"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 4, **options})
 
 
-class Served:
-    """`with Served() as server:` serves at `server.url`."""
+def wait_until(condition: Callable[[], Any]) -> None:
+    give_up = time.monotonic() + GIVE_UP_S
+    while not condition():
+        assert time.monotonic() < give_up, "the awaited condition never became true"
+        time.sleep(0.005)
+
+
+class StepGate:
+    """Lets an engine run a number of steps and holds it there until `open`."""
+
+    def __init__(self, server: LocalServer, num_steps: int) -> None:
+        self._permits = threading.Semaphore(num_steps)
+        self._server = server
+        server.call_in_engine(self._install)
+
+    def _install(self, llm: LLM) -> None:
+        self._step = llm.step
+
+        def step() -> Any:
+            assert self._permits.acquire(timeout=GIVE_UP_S)
+            return self._step()
+
+        llm.step = step  # type: ignore[method-assign]
+
+    def open(self) -> None:
+        self._permits.release(1 << 20)
+        self._server.call_in_engine(lambda llm: setattr(llm, "step", self._step))
+
+
+class LocalServer:
+    """`with LocalServer() as server:` serves at `server.url`."""
 
     def __init__(
-        self, make_llm: Callable[[], LLM] = small_engine, send_buffer: int | None = None, **settings: Any
+        self, build_llm: Callable[[], LLM] = small_engine, send_buffer: int | None = None, **settings: Any
     ) -> None:
-        """`send_buffer`: bytes that the system keeps for a client that does not read."""
-        self.settings = ServeSettings(**{"model": MODEL, "host": "127.0.0.1", "port": 0, **settings})
-        self.make_llm, self.send_buffer = make_llm, send_buffer
-        self._begun = threading.Event()
+        """`send_buffer`: bytes that the system buffers for a client that does not read."""
+        self.settings = ServeSettings(**{"served_model_name": MODEL, "host": "127.0.0.1", "port": 0, **settings})
+        self.build_llm, self.send_buffer = build_llm, send_buffer
+        self._started = threading.Event()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._serve, daemon=True)
 
-    def __enter__(self) -> Served:
+    def __enter__(self) -> LocalServer:
         self._thread.start()
-        assert self._begun.wait(60), "the server did not start"
+        assert self._started.wait(GIVE_UP_S), "the server did not start"
         if self._failure is not None:
             raise self._failure
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        def leave() -> None:
+        def stop() -> None:
             self.server.should_exit = True
 
-        self.loop.call_soon_threadsafe(leave)
-        self._thread.join(30)
+        self.loop.call_soon_threadsafe(stop)
+        self._thread.join(GIVE_UP_S)
         assert not self._thread.is_alive(), "the server did not stop"
 
     def _serve(self) -> None:
         async def main() -> None:
             self.loop = asyncio.get_running_loop()
-            listener = listen(self.settings.host, self.settings.port)
+            listener = bind_socket(self.settings.host, self.settings.port)
             if self.send_buffer is not None:
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self.send_buffer)
             self.port = listener.getsockname()[1]
-            self.engine = EngineLoop(self.make_llm, self.settings)
-            self.server = make_server(self.engine, self.settings, {"drafter": "p-eagle-1", "k": K})
+            self.engine = EngineLoop(self.build_llm, self.settings)
+            self.server = build_server(self.engine, self.settings, "p-eagle-1", K)
             serving = asyncio.ensure_future(self.server.serve([listener]))
-            await self.engine.began.wait()
+            await self.engine.started.wait()
             while not self.server.started:
                 await asyncio.sleep(0.01)
-            self._begun.set()
+            self._started.set()
             await serving
 
         try:
             asyncio.run(main())
         except BaseException as error:
             self._failure = error
-            self._begun.set()
+            self._started.set()
             raise
 
     @property
-    def context(self) -> Context:
-        """What its routes have."""
+    def context(self) -> ServerContext:
         app: Any = self.server.config.app
         return app.state.context
 
@@ -96,46 +126,80 @@ class Served:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def call(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Runs it where the server runs."""
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Runs a coroutine in the server's event loop."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(GIVE_UP_S)
 
-    def inspect(self, look: Callable[[LLM], Any]) -> Any:
-        return self.call(self.engine.inspect(look))
+    def call_in_engine(self, function: Callable[[LLM], Any]) -> Any:
+        return self.run(self.engine.call_in_engine(function))
 
-    def check_nothing_left(self, seconds: float = 10.0) -> None:
-        """No request, no slot and no block of any client is left in the engine."""
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            if not self.engine.open and not self.inspect(lambda llm: llm.has_unfinished_requests):
-                break
-            time.sleep(0.02)
-        self.inspect(engines.nothing_left)
+    def check_engine_idle(self) -> None:
+        """Waits until all requests have ended and checks that the engine holds no slot and no block."""
+        wait_until(
+            lambda: not self.engine.open_streams and not self.call_in_engine(lambda llm: llm.has_unfinished_requests)
+        )
+        self.call_in_engine(engines.nothing_left)
 
-    # A plain client, which shows everything
-
-    def ask(
+    def request(
         self, path: str, body: Any = None, headers: dict[str, str] | None = None, method: str | None = None
     ) -> tuple[int, dict[str, str], Any]:
-        """Status, headers, and the body as JSON where it is JSON."""
+        """Returns status, headers, and the body, parsed if it is JSON."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode() if body is not None else None
-        given = {"content-type": "application/json", **(headers or {})}
-        request = urllib.request.Request(self.url + path, data, given, method=method)
+        headers = {"content-type": "application/json", **(headers or {})}
+        request = urllib.request.Request(self.url + path, data, headers, method=method)
         try:
-            with urllib.request.urlopen(request, timeout=60) as response:
-                return response.status, dict(response.headers.items()), _parsed(response.read())
+            with urllib.request.urlopen(request, timeout=GIVE_UP_S) as response:
+                return response.status, dict(response.headers.items()), _parse(response.read())
         except urllib.error.HTTPError as error:
-            return error.code, dict(error.headers.items()), _parsed(error.read())
+            return error.code, dict(error.headers.items()), _parse(error.read())
 
-    def good(self, **more: Any) -> tuple[int, Any]:
-        """A request that must be answered; its text."""
-        body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 8, "temperature": 0, **more}
-        status, _, said = self.ask("/v1/completions", body)
-        return status, said["choices"][0]["text"] if status == 200 else said
+    def complete(self, **options: Any) -> tuple[int, Any]:
+        """Sends a valid request. Returns the status and the text."""
+        body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 8, "temperature": 0, **options}
+        status, _, response = self.request("/v1/completions", body)
+        return status, response["choices"][0]["text"] if status == 200 else response
 
 
-def _parsed(data: bytes) -> Any:
+def _parse(data: bytes) -> Any:
     try:
         return json.loads(data)
     except ValueError:
         return data
+
+
+class ServerProcess:
+    """`peagle serve` in a process of its own."""
+
+    def __init__(self, *arguments: str, **env: str) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        arguments = (*arguments, "--port", str(self.port), "--device", "cpu", "--dtype", "float32")
+        self.process = forks.Process("-m", "peagle", "serve", *arguments, env=env)
+
+    def request(self, path: str, body: Any = None, key: str | None = None) -> tuple[int, Any]:
+        data = json.dumps(body).encode() if body is not None else None
+        headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data, headers)
+        try:
+            with urllib.request.urlopen(request, timeout=GIVE_UP_S) as response:
+                return response.status, response.read()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read()
+
+    def is_ready(self) -> bool:
+        try:
+            return self.request("/health/ready")[0] == 200
+        except OSError:
+            return False
+
+    def wait_ready(self) -> None:
+        wait_until(self.is_ready)
+
+    def open_stream(self, body: dict[str, Any], key: str | None = None) -> socket.socket:
+        """Sends a request over a raw socket and returns it."""
+        data = json.dumps(body).encode()
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head += f"Authorization: Bearer {key}\r\n" if key is not None else ""
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=GIVE_UP_S)
+        connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        return connection

@@ -33,16 +33,7 @@ from peagle.errors import UserError
 # The order and the headings of the verbs in `peagle --help`.
 VERB_PANELS = {
     "Generate and serve": ("demo", "generate", "chat", "serve", "deploy"),
-    "Train a drafter": (
-        "fit",
-        "data",
-        "hidden_states",
-        "hidden-hidden_states",
-        "train",
-        "inspect",
-        "convert",
-        "average",
-    ),
+    "Train a drafter": ("fit", "data", "hidden-states", "train", "inspect", "convert", "average"),
     "Evaluate and plan": ("eval", "bench", "report", "plan", "tune"),
 }
 
@@ -75,7 +66,7 @@ def build_command() -> Any:
     command: Any = typer.main.get_command(app)
     verbs, command.commands = command.commands, {}
     for panel, names in VERB_PANELS.items():
-        for name in filter(verbs.__contains__, names):
+        for name in names:
             command.commands[name] = verbs.pop(name)
             command.commands[name].rich_help_panel = panel
     command.commands |= verbs

@@ -94,9 +94,9 @@ def chat(
     k = parse_num_speculative_tokens(draft_tokens)
     partner: Partner
     if url is not None:
-        from peagle.cli.chat_server import Served
+        from peagle.cli.chat_server import ServerBackend
 
-        partner = Served(url)
+        partner = ServerBackend(url)
     else:
         if drafter is None and target == DEFAULT_TARGET:
             drafter = DEFAULT_DRAFTER

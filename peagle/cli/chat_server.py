@@ -22,7 +22,7 @@ READ = 1 << 16  # bytes at once
 NEEDS = {401: "it wants another $OPENAI_API_KEY", 403: "it forbids it", 429: "it has all it can do"}
 
 
-class Served:
+class ServerBackend:
     def __init__(self, url: str) -> None:
         self.settings = BenchServerSettings(url)
         self.address = parse_url(url)
@@ -35,7 +35,7 @@ class Served:
         self._shades = about is not None  # it tells which tokens were drafts
         if about is not None:
             self.model = str(about["model"])
-            self.most_drafts = int(about["max_k"] or 0) if about["drafter"] else 0
+            self.most_drafts = int(about["max_speculative_tokens"] or 0) if about["drafter"] else 0
             self.about = f"{self.model} at {self.address}" + (f" with {about['drafter']}" if about["drafter"] else "")
         else:
             self.model, self.most_drafts = self._first_model(), 0
@@ -57,7 +57,7 @@ class Served:
             body["seed"] = params.seed
         if self._shades:
             drafts = (
-                {"draft_tokens": params.max_speculative_tokens}
+                {"num_speculative_tokens": params.max_speculative_tokens}
                 if params.max_speculative_tokens
                 else {"speculation": False}
             )
@@ -96,14 +96,14 @@ class Served:
             mine = choice.get("peagle") or {}
             if "texts" in mine:
                 out.token_ids += mine["token_ids"]
-                out.is_draft_token += mine["drafted"]
-                self._pending += zip(mine["texts"], mine["drafted"], strict=True)
+                out.is_draft_token += mine["is_draft_token"]
+                self._pending += zip(mine["texts"], mine["is_draft_token"], strict=True)
                 parts += self._showable()
             elif text:
                 parts.append((text, False))
-            told = mine if "rounds" in mine else told
-        if told and "rounds" in told:
-            out.num_decode_steps, out.num_drafts = told["rounds"], told["drafts"]
+            told = mine if "num_decode_steps" in mine else told
+        if told and "num_decode_steps" in told:
+            out.num_decode_steps, out.num_drafts = told["num_decode_steps"], told["num_drafts"]
             counts = told["num_accepted_tokens_per_pos"]
             out.num_accepted_tokens_per_pos[: len(counts)] = counts
         return parts

@@ -1,11 +1,9 @@
-"""`serve`: OpenAI's API over the embedded engine, or over vLLM.
-
-Knows nothing about how requests are answered.
-"""
+"""`peagle serve`: OpenAI's API with the embedded engine, or with vLLM."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 import typer
 
 from peagle.cli.app import (
+    ENGINE_PANEL,
+    MODEL_PANEL,
+    SERVER_PANEL,
     DeviceOption,
     DrafterOption,
     DtypeOption,
@@ -32,7 +33,7 @@ from peagle.config import (
     DrafterConfig,
     ServeEngine,
     ServeSettings,
-    ToolParser,
+    ToolCallParserName,
     check_num_speculative_tokens,
 )
 from peagle.errors import UserError
@@ -41,18 +42,26 @@ from peagle.hub.resolve import BUILT_IN_TARGETS, DEFAULT_TARGET, resolve_drafter
 if TYPE_CHECKING:
     from peagle.engine.llm import LLM
 
-KEY_VARIABLE = "PEAGLE_API_KEY"
-USUAL = ServeSettings()
-Drafts = int | Literal["auto"]
+API_KEY_VARIABLE = "PEAGLE_API_KEY"
+DEFAULTS = ServeSettings()
+SPECULATIVE_FLAG = "--speculative-config"
 
 
 @dataclass(frozen=True)
-class Speculative:
-    """What `--speculative-config` says."""
+class DrafterChoice:
+    """The drafter of a server: its name, K, and whether --speculative-config calls it parallel (None: not given)."""
 
-    drafter: str
-    draft_tokens: int
-    parallel: bool | None = None  # None: not said
+    name: str | None
+    num_speculative_tokens: int | Literal["auto"]
+    parallel_drafting: bool | None = None
+
+    def check_method(self, config: DrafterConfig) -> None:
+        if self.parallel_drafting is None or self.parallel_drafting == config.parallel:
+            return
+        method, value = ("P-EAGLE", "true") if config.parallel else ("EAGLE-3", "false, or be omitted")
+        raise UserError(
+            f"{SPECULATIVE_FLAG}: parallel_drafting: {self.name} is an {method} drafter, so it must be {value}"
+        )
 
 
 @app.command(
@@ -66,77 +75,116 @@ class Speculative:
 def serve(
     target: TargetArgument = DEFAULT_TARGET,
     drafter: DrafterOption = None,
-    draft_tokens: NumSpeculativeTokensOrAuto = "auto",
+    num_speculative_tokens: NumSpeculativeTokensOrAuto = "auto",
     speculative_config: Annotated[
-        str | None, typer.Option(help="Drafter and K as vLLM writes them.", metavar="JSON")
+        str | None,
+        typer.Option(help="Drafter and K in vLLM's format.", metavar="JSON", rich_help_panel=MODEL_PANEL),
     ] = None,
-    engine: Annotated[str, typer.Option(help="embedded, or vllm: its own server, kept running.")] = "embedded",
+    tool_call_parser: Annotated[
+        str,
+        typer.Option(help="Format of tool calls: auto, hermes, llama3, mistral or none.", rich_help_panel=MODEL_PANEL),
+    ] = DEFAULTS.tool_call_parser,
+    engine: Annotated[
+        str,
+        typer.Option(help="embedded, or vllm to run and supervise `vllm serve`.", rich_help_panel=ENGINE_PANEL),
+    ] = "embedded",
     vllm_command: Annotated[
-        str | None, typer.Option(help="What starts vLLM's server.", metavar="WORDS", show_default="vllm serve")
-    ] = None,
-    host: Annotated[str, typer.Option(help="0.0.0.0 lets others in.")] = USUAL.host,
-    port: Annotated[int, typer.Option(help="0 takes any that is free.")] = USUAL.port,
-    served_model_name: ServedModelName = None,
-    api_key: Annotated[
         str | None,
         typer.Option(
-            help="Clients must send it; better given by the variable.", envvar=KEY_VARIABLE, show_default=False
+            help="Command that starts vLLM's server.",
+            metavar="COMMAND",
+            show_default="vllm serve",
+            rich_help_panel=ENGINE_PANEL,
         ),
     ] = None,
-    cors_origin: Annotated[
-        list[str] | None, typer.Option(help="Pages of this origin may use it; may be given again.", metavar="URL")
-    ] = None,
-    max_queue: Annotated[int, typer.Option(help="Requests that may wait; more get 429.")] = USUAL.max_queue,
-    max_body: Annotated[int, typer.Option(help="Bytes of a request; more get 413.")] = USUAL.max_body,
-    deadline: Annotated[float, typer.Option(help="Seconds a request may take; then 503.")] = USUAL.deadline_s,
-    drain_seconds: Annotated[float, typer.Option(help="For what is under way at SIGTERM.")] = USUAL.drain_s,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
     max_model_len: MaxModelLen = None,
     max_num_seqs: Annotated[
         int | None,
         typer.Option(
-            help="Requests at once.", show_default=f"{GPU_MAX_NUM_SEQS} on a GPU, {CPU_MAX_NUM_SEQS} on a CPU"
+            help="Maximum number of running requests.",
+            show_default=f"{GPU_MAX_NUM_SEQS} on a GPU, {CPU_MAX_NUM_SEQS} on a CPU",
+            rich_help_panel=ENGINE_PANEL,
         ),
     ] = None,
     gpu_memory_utilization: Annotated[
-        float | None, typer.Option(help="Of the whole GPU, weights included.", show_default=str(GPU_MEMORY_UTILIZATION))
+        float | None,
+        typer.Option(
+            help="Share of the GPU's memory for weights and KV cache.",
+            show_default=str(GPU_MEMORY_UTILIZATION),
+            rich_help_panel=ENGINE_PANEL,
+        ),
     ] = None,
     kv_cache_memory_bytes: Annotated[
-        int | None, typer.Option(help="Bytes of the cache.", show_default="what is free")
+        int | None,
+        typer.Option(help="Bytes of the KV cache.", show_default="free memory", rich_help_panel=ENGINE_PANEL),
     ] = None,
     cost_table: Annotated[
-        Path | None, typer.Option(help="Written by `peagle tune`; -k auto goes by it.", metavar="FILE")
+        Path | None,
+        typer.Option(help="Cost table of `peagle tune` for -k auto.", metavar="FILE", rich_help_panel=ENGINE_PANEL),
     ] = None,
-    tool_parser: Annotated[
-        str, typer.Option(help="How the model writes calls of tools: hermes, llama3, mistral or none.")
-    ] = USUAL.tool_parser,
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = "auto",
-    log_json: Annotated[bool, typer.Option("--log-json", help="Log JSON lines.")] = False,
-    log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Log what is asked, too.")] = False,
+    host: Annotated[
+        str, typer.Option(help="Address to bind; 0.0.0.0 accepts remote clients.", rich_help_panel=SERVER_PANEL)
+    ] = DEFAULTS.host,
+    port: Annotated[int, typer.Option(help="Port; 0 picks a free one.", rich_help_panel=SERVER_PANEL)] = DEFAULTS.port,
+    served_model_name: ServedModelName = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            help="Key that clients must send; prefer the environment variable.",
+            envvar=API_KEY_VARIABLE,
+            show_default=False,
+            rich_help_panel=SERVER_PANEL,
+        ),
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Origin whose pages may call the API; repeatable.", metavar="URL", rich_help_panel=SERVER_PANEL
+        ),
+    ] = None,
+    max_queued_requests: Annotated[
+        int, typer.Option(help="Maximum number of waiting requests; more get 429.", rich_help_panel=SERVER_PANEL)
+    ] = DEFAULTS.max_queued_requests,
+    max_body_bytes: Annotated[
+        int, typer.Option(help="Maximum size of a request; larger ones get 413.", rich_help_panel=SERVER_PANEL)
+    ] = DEFAULTS.max_body_bytes,
+    request_timeout: Annotated[
+        float, typer.Option(help="Seconds until a request gets 503.", rich_help_panel=SERVER_PANEL)
+    ] = DEFAULTS.request_timeout_s,
+    shutdown_timeout: Annotated[
+        float, typer.Option(help="Seconds for running requests after SIGTERM.", rich_help_panel=SERVER_PANEL)
+    ] = DEFAULTS.shutdown_timeout_s,
+    log_json: Annotated[bool, typer.Option("--log-json", help="Log JSON lines.", rich_help_panel=SERVER_PANEL)] = False,
+    log_prompts: Annotated[
+        bool, typer.Option("--log-prompts", help="Log prompts, too.", rich_help_panel=SERVER_PANEL)
+    ] = False,
 ) -> None:
-    """Serve a model to OpenAI's clients, with a drafter's help if one is named; and a page to try it at /."""
+    """Serve a model over OpenAI's API, with speculative decoding if there is a drafter; the playground is at /."""
     if engine not in get_args(ServeEngine):
         raise UserError(f"--engine {engine}: must be {' or '.join(get_args(ServeEngine))}")
     settings = ServeSettings(
         host=host,
         port=port,
-        model=served_model_name or target,
+        served_model_name=served_model_name or target,
         api_key=api_key or None,
         cors_origins=tuple(cors_origin or ()),
-        max_queue=max_queue,
-        max_body=max_body,
-        deadline_s=deadline,
-        drain_s=drain_seconds,
+        max_queued_requests=max_queued_requests,
+        max_body_bytes=max_body_bytes,
+        request_timeout_s=request_timeout,
+        shutdown_timeout_s=shutdown_timeout,
         log_json=log_json,
         log_prompts=log_prompts,
-        tool_parser=tool_parser,  # type: ignore[arg-type]  # it is looked at there
+        tool_call_parser=tool_call_parser,  # type: ignore[arg-type]  # checked by ServeSettings
     )
-    drafts = parse_num_speculative_tokens(draft_tokens)
-    stated = parse_speculative(speculative_config) if speculative_config is not None else None
-    if stated is not None:
-        if drafter is not None or drafts != "auto":
-            raise UserError("--speculative-config: says the drafter and K already; leave --drafter and -k away")
-        drafter, drafts = stated.drafter, stated.draft_tokens
+    choice = DrafterChoice(drafter, parse_num_speculative_tokens(num_speculative_tokens))
+    if speculative_config is not None:
+        if drafter is not None or choice.num_speculative_tokens != "auto":
+            raise UserError(f"{SPECULATIVE_FLAG}: names the drafter and K already; omit --drafter and -k")
+        choice = parse_speculative_config(speculative_config)
+    if choice.name is None and choice.num_speculative_tokens != "auto":
+        raise UserError(f"-k {choice.num_speculative_tokens}: needs a --drafter")
     options: dict[str, Any] = {
         "max_model_len": max_model_len,
         "max_num_seqs": max_num_seqs,
@@ -146,156 +194,123 @@ def serve(
         "dtype": None if dtype == "auto" else dtype,
         "device": None if device == "auto" else device,
     }
-    given = {name: value for name, value in options.items() if value is not None}
+    options = {name: value for name, value in options.items() if value is not None}
     if engine == "vllm":
-        sys.exit(_vllm(target, drafter, drafts, stated, settings, given, vllm_command))
+        sys.exit(_serve_vllm(target, choice, settings, options, vllm_command))
     if vllm_command is not None:
         raise UserError("--vllm-command: only with --engine vllm")
-    _embedded(target, drafter, drafts, stated, settings, given)
+    _serve_embedded(target, choice, settings, options)
 
 
-def parse_speculative(text: str) -> Speculative:
-    """vLLM's JSON, as far as this engine can do it; the rest is refused by its name."""
-    asked = "--speculative-config"
+def parse_speculative_config(text: str) -> DrafterChoice:
+    """Parses vLLM's JSON. Keys that the embedded engine does not support are refused by name."""
     try:
         values = json.loads(text)
     except (ValueError, RecursionError):
-        raise UserError(f"{asked}: is not JSON") from None
+        raise UserError(f"{SPECULATIVE_FLAG}: is not JSON") from None
     if not isinstance(values, dict):
-        raise UserError(f"{asked}: must be a JSON object")
-    known = {"method", "model", "num_speculative_tokens", "parallel_drafting"}
-    if unknown := sorted(values.keys() - known):
-        raise UserError(f"{asked}: {unknown[0]} is not supported; supported: {', '.join(sorted(known))}")
+        raise UserError(f"{SPECULATIVE_FLAG}: must be a JSON object")
+    supported = {"method", "model", "num_speculative_tokens", "parallel_drafting"}
+    if unknown := sorted(values.keys() - supported):
+        supported_keys = ", ".join(sorted(supported))
+        raise UserError(f"{SPECULATIVE_FLAG}: {unknown[0]} is not supported; supported: {supported_keys}")
     if values.get("method", "eagle3") != "eagle3":
-        raise UserError(f"{asked}: method {values['method']!r} is not supported; P-EAGLE and EAGLE-3 are eagle3")
+        raise UserError(f"{SPECULATIVE_FLAG}: method {values['method']!r} must be eagle3, for P-EAGLE and EAGLE-3")
     drafter, k = values.get("model"), values.get("num_speculative_tokens")
     if not isinstance(drafter, str) or not drafter:
-        raise UserError(f"{asked}: model must name the drafter")
+        raise UserError(f"{SPECULATIVE_FLAG}: model must name the drafter")
     if type(k) is not int:
-        raise UserError(f"{asked}: num_speculative_tokens must be a whole number")
+        raise UserError(f"{SPECULATIVE_FLAG}: num_speculative_tokens must be a whole number")
     parallel = values.get("parallel_drafting")
     if parallel is not None and type(parallel) is not bool:
-        raise UserError(f"{asked}: parallel_drafting must be true or false")
-    return Speculative(drafter, check_num_speculative_tokens(k), parallel)
+        raise UserError(f"{SPECULATIVE_FLAG}: parallel_drafting must be true or false")
+    return DrafterChoice(drafter, check_num_speculative_tokens(k), parallel)
 
 
-def _check_kind(stated: Speculative | None, drafter: DrafterConfig) -> None:
-    if stated is None or stated.parallel is None or stated.parallel == drafter.parallel:
-        return
-    made = "for parallel drafting" if drafter.parallel else "to draft one token after another"
-    right = "true" if drafter.parallel else "false, or left away"
-    raise UserError(
-        f"--speculative-config: parallel_drafting: {stated.drafter} was trained {made}, so it must be {right}"
-    )
-
-
-def _embedded(
-    target: str,
-    drafter: str | None,
-    drafts: Drafts,
-    stated: Speculative | None,
-    settings: ServeSettings,
-    options: dict[str, Any],
-) -> None:
+def _serve_embedded(target: str, choice: DrafterChoice, settings: ServeSettings, options: dict[str, Any]) -> None:
     from peagle.checkpoints.drafter import check_drafter_fits, read_drafter_config
     from peagle.checkpoints.target import has_tokenizer, read_target_config
 
-    # everything that can be wrong without the weights is found before they are read
+    # Check everything that does not need the weights before loading them.
     target_folder = resolve_target(target)
-    drafter_folder = resolve_drafter(drafter) if drafter is not None else None
+    drafter_folder = resolve_drafter(choice.name) if choice.name is not None else None
     cfg = read_target_config(target_folder)
     if not has_tokenizer(target_folder):
-        raise UserError(f"{target}: has no tokenizer, so it cannot be asked in text")
-    if drafter_folder is None and drafts != "auto":
-        raise UserError(f"-k {drafts}: needs a --drafter")
+        raise UserError(f"{target}: has no tokenizer, which the API needs")
     if drafter_folder is not None:
-        draft_cfg = read_drafter_config(drafter_folder, cfg)
-        check_drafter_fits(draft_cfg, cfg, drafter_folder)
-        _check_kind(stated, draft_cfg)
+        drafter_cfg = read_drafter_config(drafter_folder, cfg)
+        check_drafter_fits(drafter_cfg, cfg, drafter_folder)
+        choice.check_method(drafter_cfg)
     try:
+        from peagle.server.engine_loop import EngineLoop
         from peagle.server.logs import start_logging
-        from peagle.server.loop import EngineLoop
-        from peagle.server.server import listen, run
+        from peagle.server.server import bind_socket, run_server
     except ModuleNotFoundError as error:
         raise UserError(f"peagle serve needs {error.name}: pip install 'peagle[serve]'") from None
     from peagle.engine.llm import LLM
 
-    listener = listen(settings.host, settings.port)
+    listener = bind_socket(settings.host, settings.port)
     start_logging(settings.log_json)
 
-    def make_llm() -> LLM:
-        return LLM(target_folder, drafter_folder, drafts, **options)
+    def build_llm() -> LLM:
+        return LLM(target_folder, drafter_folder, choice.num_speculative_tokens, **options)
 
-    about = {"drafter": drafter, "k": drafts if drafter is not None else None}
-    run(lambda: EngineLoop(make_llm, settings), settings, about, listener)
+    k = choice.num_speculative_tokens if choice.name is not None else None
+    run_server(lambda: EngineLoop(build_llm, settings), settings, choice.name, k, listener)
 
 
-def _vllm(
+def _serve_vllm(
     target: str,
-    drafter: str | None,
-    drafts: Drafts,
-    stated: Speculative | None,
+    choice: DrafterChoice,
     settings: ServeSettings,
     options: dict[str, Any],
-    words: str | None,
+    vllm_command: str | None,
 ) -> int:
-    import os
-
+    from peagle.server import vllm_process
     from peagle.server.logs import start_logging
-    from peagle.server.vllm import (
-        VLLM,
-        VllmOptions,
-        find_vllm,
-        has_tool_words,
-        supervise,
-        tool_words,
-        vllm_command,
-        vllm_environment,
-    )
 
     for name in ("kv_cache_memory_bytes", "cost_table", "device"):
         if name in options:
             raise UserError(f"--{name.replace('_', '-')}: not with --engine vllm")
-    if drafter is None and drafts != "auto":
-        raise UserError(f"-k {drafts}: needs a --drafter")
-    found = find_vllm(words if words is not None else VLLM)
-    speculative = None
-    if drafter is not None:
+    base_command = vllm_process.find_vllm(vllm_command or vllm_process.DEFAULT_COMMAND)
+    vllm_config = None
+    if choice.name is not None:
         from peagle.checkpoints.drafter import read_drafter_config
         from peagle.checkpoints.validate import build_speculative_config, vllm_model_name
 
-        folder = resolve_drafter(drafter)
-        draft_cfg = read_drafter_config(folder, None)
-        _check_kind(stated, draft_cfg)
-        k = None if drafts == "auto" else drafts
-        speculative = build_speculative_config(vllm_model_name(drafter, folder), k, draft_cfg.parallel)
-    # vLLM knows folders and hub ids; what is built in here is a folder to it
+        folder = resolve_drafter(choice.name)
+        drafter_cfg = read_drafter_config(folder, None)
+        choice.check_method(drafter_cfg)
+        k = None if choice.num_speculative_tokens == "auto" else choice.num_speculative_tokens
+        vllm_config = build_speculative_config(vllm_model_name(choice.name, folder), k, drafter_cfg.parallel)
+    # vLLM takes folders and Hugging Face ids, but not our built-in names.
     model = str(resolve_target(target)) if target in BUILT_IN_TARGETS else target
-    command = vllm_command(found, VllmOptions(model, speculative, **options), settings)
+    vllm_options = vllm_process.VllmOptions(model, vllm_config, **options)
+    command = vllm_process.build_vllm_command(base_command, vllm_options, settings)
     start_logging(settings.log_json)
-    if settings.tool_parser == "auto" and not has_tool_words(found):
-        command += tool_words(_tool_parser(model))
-    return supervise(command, vllm_environment(settings, dict(os.environ)), (settings.host, settings.port))
+    if settings.tool_call_parser == "auto" and not vllm_process.has_parser_flags(base_command):
+        command += vllm_process.build_parser_flags(_detect_tool_call_parser(model))
+    environment = vllm_process.build_vllm_environment(settings, dict(os.environ))
+    return vllm_process.supervise(command, environment, (settings.host, settings.port))
 
 
-def _tool_parser(target: str) -> ToolParser:
-    """What `auto` is by the target's chat template, which vLLM does not look into; of a hub id it is fetched alone.
-    Where none is found that is told, and no error: not everyone who serves a model has tools."""
+def _detect_tool_call_parser(target: str) -> ToolCallParserName:
+    """Finds the parser in the target's chat template, which vLLM does not do. Warns if there is none."""
     from peagle.checkpoints.target import load_tokenizer
     from peagle.deploy.models import resolve_deployed_target
-    from peagle.server.logs import log
-    from peagle.server.tools import parser_of
+    from peagle.server.logs import log_event
+    from peagle.server.tool_calls import detect_parser
 
     try:
         folder = resolve_deployed_target(target, unchecked=False).folder
         assert folder is not None
         template = str(load_tokenizer(folder).chat_template or "")
     except UserError as error:
-        why = str(error)
+        reason = str(error)
     else:
-        parser = parser_of(template)
+        parser = detect_parser(template)
         if parser != "none" or "tools" not in template:
             return parser
-        why = "its chat template teaches a form that is not known here"
-    log("calls of tools stay text unless --tool-parser names their form", level="warning", why=why)
+        reason = "its chat template teaches an unknown format"
+    log_event("tool calls stay text; set --tool-call-parser to parse them", level="warning", reason=reason)
     return "none"

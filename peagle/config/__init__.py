@@ -48,7 +48,7 @@ from peagle.config.models import (
 from peagle.config.planning import PlanEngine, PlanSettings, TuneSettings
 from peagle.config.report import ReportSettings
 from peagle.config.sampling import MAX_LOGPROBS, Grammar, GrammarLimits, ParserLimits, SamplingParams
-from peagle.config.server import ServeEngine, ServeSettings, ToolParser
+from peagle.config.server import ServeEngine, ServeSettings, ToolCallParserName
 from peagle.config.speculation import (
     DEFAULT_NUM_SPECULATIVE_TOKENS,
     EAGLE3_NUM_SPECULATIVE_TOKENS,

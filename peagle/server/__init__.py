@@ -1,1 +1,1 @@
-"""`peagle serve`: the engine behind OpenAI's API. Sees the engine and what is below it."""
+"""`peagle serve`: OpenAI's HTTP API in front of the engine."""

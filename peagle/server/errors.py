@@ -1,7 +1,4 @@
-"""Everything that goes wrong, in OpenAI's shape: {"error": {"message", "type", "param", "code"}}.
-
-Knows the exceptions of this package and of the framework, and nothing about what causes them.
-"""
+"""Errors in OpenAI's format: {"error": {"message", "type", "param", "code"}}."""
 
 import re
 from typing import Any
@@ -12,20 +9,25 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from peagle.errors import UserError
-from peagle.server.pieces import DeadlinePassed, EngineFailed, Overloaded, Unavailable
+from peagle.server.request_stream import (
+    EngineFailedError,
+    EngineUnavailableError,
+    QueueFullError,
+    RequestTimeoutError,
+)
 
 FLAG = re.compile(r"--([a-z][a-z-]*)")
-LONGEST_MESSAGE = 400
-TYPES = {
+MAX_MESSAGE_LENGTH = 400
+ERROR_TYPES = {
     401: "authentication_error",
     404: "not_found_error",
     429: "rate_limit_error",
     500: "server_error",
     503: "server_error",
 }
-WHY_NOT = {
-    "starting": "the model is still being loaded",
-    "restarting": "the engine is being restarted",
+STATE_MESSAGES = {
+    "starting": "the model is still loading",
+    "restarting": "the engine is restarting",
     "draining": "the server is shutting down",
     "failed": "the engine has failed",
 }
@@ -45,83 +47,87 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        kind = TYPES.get(self.status, "invalid_request_error")
-        message = str(self)[:LONGEST_MESSAGE]
-        return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
-
-    @property
-    def headers(self) -> dict[str, str]:
-        headers = {"retry-after": str(self.retry_after)} if self.retry_after is not None else {}
-        return {**headers, "www-authenticate": "Bearer"} if self.status == 401 else headers
+        error_type = ERROR_TYPES.get(self.status, "invalid_request_error")
+        message = str(self)[:MAX_MESSAGE_LENGTH]
+        return {"error": {"message": message, "type": error_type, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
-        return JSONResponse(self.body, self.status, self.headers)
+        headers = {"retry-after": str(self.retry_after)} if self.retry_after is not None else {}
+        if self.status == 401:
+            headers["www-authenticate"] = "Bearer"
+        return JSONResponse(self.body, self.status, headers)
 
 
-def as_api_error(error: BaseException, retry_after: int) -> ApiError:
-    """What a client is told. Nothing of an unforeseen error but that it happened."""
+def invalid_value(param: str, message: str, code: str = "invalid_value") -> ApiError:
+    """Status 400 for a field of the request."""
+    return ApiError(400, f"{param}: {message}", param, code)
+
+
+def to_api_error(error: BaseException, retry_after: int) -> ApiError:
+    """Maps an exception to the client's error. An unexpected exception shows nothing of its message."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, Overloaded):
+    if isinstance(error, QueueFullError):
         return ApiError(429, "the queue is full: try again later", code="queue_full", retry_after=retry_after)
-    if isinstance(error, Unavailable):
-        why = WHY_NOT.get(str(error), "the server cannot answer now")
-        return ApiError(503, why, code="unavailable", retry_after=retry_after)
-    if isinstance(error, DeadlinePassed):
-        message = "the answer was not ready before the server's deadline"
+    if isinstance(error, EngineUnavailableError):
+        message = STATE_MESSAGES.get(str(error), "the server cannot answer now")
+        return ApiError(503, message, code="unavailable", retry_after=retry_after)
+    if isinstance(error, RequestTimeoutError):
+        message = "the request did not finish within the server's --request-timeout"
         return ApiError(503, message, code="deadline", retry_after=retry_after)
-    if isinstance(error, EngineFailed):
-        message = "the engine failed while it worked on this request; it may be sent again"
+    if isinstance(error, EngineFailedError):
+        message = "the engine failed while it worked on this request; the request may be sent again"
         return ApiError(500, message, code="engine_error")
     if isinstance(error, UserError):
-        return from_user_error(error)
+        return _from_user_error(error)
     if isinstance(error, ValidationError):
-        return from_validation(error)
-    return ApiError(500, "something went wrong inside the server", code="internal_error")
+        return _from_validation_error(error)
+    return ApiError(500, "internal server error", code="internal_error")
 
 
-def from_user_error(error: UserError) -> ApiError:
-    """The engine's own complaint; it names a flag, which is the field's name with other dashes."""
+def _from_user_error(error: UserError) -> ApiError:
+    """Replaces the CLI flag in an engine's message by the API field: --top-p becomes top_p."""
     message = str(error)
     if message.startswith("grammar: "):
-        return ApiError(400, message.replace("grammar", "response_format", 1), "response_format", "invalid_value")
+        return invalid_value("response_format", message.removeprefix("grammar: "))
     found = FLAG.search(message)
     param = found[1].replace("-", "_") if found is not None else None
     return ApiError(400, FLAG.sub(lambda m: m[1].replace("-", "_"), message), param)
 
 
-def from_validation(error: ValidationError) -> ApiError:
-    """The first thing that is wrong, by the path to it. What was sent is not repeated."""
+def _from_validation_error(error: ValidationError) -> ApiError:
+    """Reports the first invalid field by its path, without its value."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    path = ".".join(str(part) for part in first["loc"] if not _is_branch(part))[: LONGEST_MESSAGE // 4] or None
-    kind, said = first["type"], first["msg"].removeprefix("Value error, ")
-    if kind == "extra_forbidden":
+    parts = (str(part) for part in first["loc"] if not _is_union_branch(part))
+    path = ".".join(parts)[: MAX_MESSAGE_LENGTH // 4] or None
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
         return ApiError(400, f"{path}: not supported by this server", path, "unsupported_parameter")
-    if kind == "missing":
+    if first["type"] == "missing":
         return ApiError(400, f"{path}: required", path, "missing_required_parameter")
-    code = "unsupported_parameter" if "not supported" in said else "invalid_value"
-    return ApiError(400, f"{path}: {said[0].lower()}{said[1:]}" if path else said, path, code)
+    code = "unsupported_parameter" if "not supported" in message else "invalid_value"
+    return ApiError(400, f"{path}: {message[0].lower()}{message[1:]}" if path else message, path, code)
 
 
-def _is_branch(part: int | str) -> bool:
-    """Which of a union's types was tried is our affair."""
+def _is_union_branch(part: int | str) -> bool:
+    """Pydantic's paths name the type of a union that it tried; clients do not need it."""
     return isinstance(part, str) and (
         part in ("str", "int", "float", "bool", "none") or any(c in part for c in "[]()") or part[:1].isupper()
     )
 
 
-def add_handlers(app: FastAPI, retry_after: int) -> None:
-    async def known(request: Request, error: Exception) -> Response:
-        return as_api_error(error, retry_after).response()
+def add_error_handlers(app: FastAPI, retry_after: int) -> None:
+    async def handle_error(request: Request, error: Exception) -> Response:
+        return to_api_error(error, retry_after).response()
 
-    async def framework(request: Request, error: Exception) -> Response:
+    async def handle_http_exception(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         messages = {404: "no such path", 405: f"{request.method} is not allowed here"}
-        made = ApiError(error.status_code, messages.get(error.status_code, str(error.detail)))
-        response = made.response()
+        response = ApiError(error.status_code, messages.get(error.status_code, str(error.detail))).response()
         response.headers.update(error.headers or {})
         return response
 
-    for kind in (ApiError, Overloaded, Unavailable, DeadlinePassed, EngineFailed, UserError, ValidationError):
-        app.add_exception_handler(kind, known)
-    app.add_exception_handler(HTTPException, framework)
+    engine_errors = (QueueFullError, EngineUnavailableError, RequestTimeoutError, EngineFailedError)
+    for error_class in (ApiError, UserError, ValidationError, *engine_errors):
+        app.add_exception_handler(error_class, handle_error)
+    app.add_exception_handler(HTTPException, handle_http_exception)

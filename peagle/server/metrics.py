@@ -1,7 +1,7 @@
-"""What the server tells Prometheus: vLLM's names, labels and buckets, so that its clients and dashboards work here.
+"""Prometheus metrics with vLLM's names, labels and buckets, so that vLLM's dashboards and clients work here.
 
-Knows nothing about HTTP or the engine: requests are told to it when they end, and the engine's counters come as a
-snapshot when someone asks. No text of a request ever gets here.
+Requests are observed when they end; the engine's counts come from an `EngineStats` snapshot at every scrape. No text
+of a request reaches this module.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
-    from peagle.server.stats import EngineStats
+    from peagle.server.engine_stats import EngineStats
 
-# vLLM's bounds (vllm/v1/metrics/buckets.py), so that percentiles of two servers are cut at the same places.
+# vLLM's buckets (vllm/v1/metrics/buckets.py)
 REQUEST_SECONDS = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
@@ -26,73 +26,59 @@ FIRST_TOKEN_SECONDS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
     *(20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
 )
-BETWEEN_TOKENS_SECONDS = (
+TOKEN_GAP_SECONDS = (
     *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
     *(20.0, 40.0, 80.0),
 )
-# vLLM stops at the model's longest text, which is not known before the engine has started; bounds above it stay equal.
+# vLLM stops at max_model_len, which is not known before the engine has started. Buckets above it stay equal.
 TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
 
-ENGINE = "0"  # vLLM numbers its replicas; here there is one
+HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
+    "time_to_first_token_seconds": ("Time from arrival to the first token.", FIRST_TOKEN_SECONDS),
+    "inter_token_latency_seconds": (
+        "Time between two engine steps that produced tokens of a request; with draft tokens a step produces several.",
+        TOKEN_GAP_SECONDS,
+    ),
+    "request_time_per_output_token_seconds": (
+        "Mean time per output token of a request, without its first token.",
+        TOKEN_GAP_SECONDS,
+    ),
+    "e2e_request_latency_seconds": ("Time from arrival to the last token.", REQUEST_SECONDS),
+    "request_queue_time_seconds": ("Time in the queue.", REQUEST_SECONDS),
+    "request_inference_time_seconds": ("Time from leaving the queue to the last token.", REQUEST_SECONDS),
+    "request_prefill_time_seconds": ("Time from leaving the queue to the first token.", REQUEST_SECONDS),
+    "request_decode_time_seconds": ("Time from the first token to the last.", REQUEST_SECONDS),
+    "request_prompt_tokens": ("Prompt tokens per request.", TOKENS),
+    "request_generation_tokens": ("Output tokens per request.", TOKENS),
+    "request_max_num_generation_tokens": ("Output tokens per request; every completion counts by itself.", TOKENS),
+    "request_params_max_tokens": ("The max_tokens of a request.", TOKENS),
+}
+ENGINE = "0"  # vLLM numbers its replicas; this server has one
 FINISH_REASONS = ("stop", "length", "abort", "error")
-QUEUE_FULL, UNREADY = "max_num_queued_reqs", "unready"  # the first is vLLM's word
-REFUSALS = (QUEUE_FULL, UNREADY)
+QUEUE_FULL, UNREADY = "max_num_queued_reqs", "unready"  # the first is vLLM's
+REJECTION_REASONS = (QUEUE_FULL, UNREADY)
 LABELS = ("model_name", "engine")
-SLEEP_STATES = {"awake": 1, "weights_offloaded": 0, "discard_all": 0}  # of an engine that never sleeps
+SLEEP_STATES = {"awake": 1, "weights_offloaded": 0, "discard_all": 0}  # this engine never sleeps
 
 
-class Metrics:
-    """One server's metrics. `model` is the name that clients ask for."""
-
+class ServerMetrics:
     def __init__(self, model: str, registry: CollectorRegistry | None = None) -> None:
+        """`model` is the served model name."""
         self.model = model
         self.registry = registry if registry is not None else CollectorRegistry()
         ProcessCollector(registry=self.registry)
-
-        def histogram(name: str, what: str, buckets: Sequence[float]) -> Histogram:
-            made = Histogram(f"vllm:{name}", what, LABELS, buckets=buckets, registry=self.registry)
-            return made.labels(model, ENGINE)
-
-        self._first = histogram("time_to_first_token_seconds", "From arrival to the first token.", FIRST_TOKEN_SECONDS)
-        self._between = histogram(
-            "inter_token_latency_seconds",
-            "Between two steps that brought a request tokens; with drafts a step brings several.",
-            BETWEEN_TOKENS_SECONDS,
+        self._histograms = {
+            name: Histogram(f"vllm:{name}", text, LABELS, buckets=buckets, registry=self.registry).labels(model, ENGINE)
+            for name, (text, buckets) in HISTOGRAMS.items()
+        }
+        finished = Counter(
+            "vllm:request_success", "Ended requests.", (*LABELS, "finished_reason"), registry=self.registry
         )
-        self._each = histogram(
-            "request_time_per_output_token_seconds",
-            "Time a token after the first, the mean of a request.",
-            BETWEEN_TOKENS_SECONDS,
+        self._finished = {reason: finished.labels(model, ENGINE, reason) for reason in FINISH_REASONS}
+        rejected = Counter(
+            "vllm:admission_rejections", "Rejected requests.", ("model_name", "reason"), registry=self.registry
         )
-        self._whole = histogram("e2e_request_latency_seconds", "From arrival to the last token.", REQUEST_SECONDS)
-        self._queued = histogram("request_queue_time_seconds", "Before the engine took the request.", REQUEST_SECONDS)
-        self._worked = histogram(
-            "request_inference_time_seconds", "From leaving the queue to the last token.", REQUEST_SECONDS
-        )
-        self._prefill = histogram(
-            "request_prefill_time_seconds", "From leaving the queue to the first token.", REQUEST_SECONDS
-        )
-        self._decode = histogram("request_decode_time_seconds", "From the first token to the last.", REQUEST_SECONDS)
-        self._prompt = histogram("request_prompt_tokens", "Tokens of a request's prompt.", TOKENS)
-        self._generated = histogram("request_generation_tokens", "Tokens of a request's answer.", TOKENS)
-        self._longest = histogram(
-            "request_max_num_generation_tokens", "Tokens of the longest answer; each counts by itself.", TOKENS
-        )
-        self._asked = histogram("request_params_max_tokens", "The max_tokens of a request.", TOKENS)
-        ended = Counter(
-            "vllm:request_success",
-            "Requests that ended, by why they did.",
-            (*LABELS, "finished_reason"),
-            registry=self.registry,
-        )
-        self._ended = {reason: ended.labels(model, ENGINE, reason) for reason in FINISH_REASONS}
-        refused = Counter(
-            "vllm:admission_rejections",
-            "Requests that were not let in, by why.",
-            ("model_name", "reason"),
-            registry=self.registry,
-        )
-        self._refused = {reason: refused.labels(model, reason) for reason in REFUSALS}
+        self._rejected = {reason: rejected.labels(model, reason) for reason in REJECTION_REASONS}
 
     def observe_request(
         self,
@@ -101,104 +87,100 @@ class Metrics:
         itl_s: Sequence[float],
         e2e_s: float,
         queue_s: float,
-        prompt_tokens: int,
-        generated_tokens: int,
+        num_prompt_tokens: int,
+        num_output_tokens: int,
         finish_reason: str,
         max_tokens: int | None = None,
     ) -> None:
-        """An answer has ended; n answers to one prompt are n requests, as in vLLM.
+        """Records a completion that has ended; n completions of one prompt are n requests, as in vLLM.
 
-        All seconds count from the arrival, but for `itl_s`: what lay between its pieces. `ttft_s` is None where no
-        token came. `finish_reason` is the engine's, or "abort" (the client left) or "error".
+        Seconds count from the arrival; `itl_s` are the gaps between steps that produced tokens. `ttft_s` is None if
+        no token was produced. `finish_reason` may also be "abort" (the client left) or "error".
         """
-        assert finish_reason in self._ended, finish_reason
-        self._ended[finish_reason].inc()
-        self._whole.observe(e2e_s)
-        self._queued.observe(queue_s)
-        self._prompt.observe(prompt_tokens)
-        self._generated.observe(generated_tokens)
-        self._longest.observe(generated_tokens)
+        self._finished[finish_reason].inc()
+        values: dict[str, float] = {
+            "e2e_request_latency_seconds": e2e_s,
+            "request_queue_time_seconds": queue_s,
+            "request_prompt_tokens": num_prompt_tokens,
+            "request_generation_tokens": num_output_tokens,
+            "request_max_num_generation_tokens": num_output_tokens,
+        }
         if max_tokens is not None:
-            self._asked.observe(max_tokens)
-        if ttft_s is None:
-            return
-        self._first.observe(ttft_s)
-        for seconds in itl_s:
-            self._between.observe(seconds)
-        decoding = sum(itl_s)
-        self._prefill.observe(max(ttft_s - queue_s, 0.0))
-        self._decode.observe(decoding)
-        self._worked.observe(max(ttft_s - queue_s, 0.0) + decoding)
-        self._each.observe(decoding / (generated_tokens - 1) if generated_tokens > 1 else 0.0)
+            values["request_params_max_tokens"] = max_tokens
+        if ttft_s is not None:
+            prefill_s, decode_s = max(ttft_s - queue_s, 0.0), sum(itl_s)
+            values |= {
+                "time_to_first_token_seconds": ttft_s,
+                "request_prefill_time_seconds": prefill_s,
+                "request_decode_time_seconds": decode_s,
+                "request_inference_time_seconds": prefill_s + decode_s,
+                "request_time_per_output_token_seconds": decode_s / max(num_output_tokens - 1, 1),
+            }
+            for seconds in itl_s:
+                self._histograms["inter_token_latency_seconds"].observe(seconds)
+        for name, value in values.items():
+            self._histograms[name].observe(value)
 
-    def observe_refusal(self, reason: str) -> None:
-        """A request was not let in: `QUEUE_FULL` (429) or `UNREADY` (503)."""
-        assert reason in self._refused, reason
-        self._refused[reason].inc()
+    def observe_rejection(self, reason: str) -> None:
+        """Counts a rejected request: `QUEUE_FULL` (status 429) or `UNREADY` (503)."""
+        self._rejected[reason].inc()
 
     def render(self, stats: EngineStats) -> tuple[bytes, str]:
-        """Everything in Prometheus' text format, and its content type."""
+        """Returns all metrics in Prometheus' text format, and its content type."""
         engine = CollectorRegistry(auto_describe=False)
-        engine.register(_EngineCollector(self.model, stats))
+        engine.register(EngineStatsExporter(self.model, stats))
         return generate_latest(self.registry) + generate_latest(engine), CONTENT_TYPE_LATEST
 
 
-class _EngineCollector(Collector):
-    """The engine's own counts at one moment. They are kept over restarts of the engine, so they never fall."""
+class EngineStatsExporter(Collector):
+    """The metrics of one `EngineStats` snapshot."""
 
     def __init__(self, model: str, stats: EngineStats) -> None:
         self.model, self.stats = model, stats
 
     def collect(self) -> Iterable[Metric]:
-        stats = self.stats
-        yield self._gauge("vllm:num_requests_running", "Requests that the engine works on.", stats.running)
-        yield self._gauge("vllm:num_requests_waiting", "Requests that wait for it.", stats.waiting)
-        reasons = GaugeMetricFamily(
-            "vllm:num_requests_waiting_by_reason", "Why they wait: for room, always.", labels=[*LABELS, "reason"]
-        )
-        for reason, value in (("capacity", stats.waiting), ("deferred", 0)):
-            reasons.add_metric([self.model, ENGINE, reason], value)
-        yield reasons
-        yield self._gauge("vllm:kv_cache_usage_perc", "Share of the cache's blocks in use; 1 is all.", stats.kv_use)
-        asleep = GaugeMetricFamily(
-            "vllm:engine_sleep_state", "This engine is always awake.", labels=[*LABELS, "sleep_state"]
-        )
-        for state, value in SLEEP_STATES.items():
-            asleep.add_metric([self.model, ENGINE, state], value)
-        yield asleep
-        yield self._counter("vllm:prompt_tokens", "Tokens of prompts.", stats.prompt_tokens)
-        yield self._counter("vllm:generation_tokens", "Tokens of answers.", stats.generated_tokens)
-        yield self._counter("vllm:num_preemptions", "Requests that gave their blocks back.", stats.preemptions)
-        yield self._counter(
-            "vllm:prefix_cache_queries", "Prompt tokens that were looked for in the cache.", stats.prefix_queries
-        )
-        yield self._counter("vllm:prefix_cache_hits", "Prompt tokens that were found there.", stats.prefix_hits)
-        yield self._counter("vllm:prompt_tokens_cached", "Prompt tokens that were not read anew.", stats.prefix_hits)
-        yield self._counter("peagle:engine_rounds", "Rounds of requests, with drafts and without.", stats.rounds)
-        yield self._counter("peagle:engine_restarts", "Times that the engine failed and was rebuilt.", stats.restarts)
-        if stats.num_accepted_tokens_per_pos:  # as in vLLM: without a drafter there are none of these
-            yield from self._speculation()
+        s = self.stats
+        waiting = {"capacity": s.num_requests_waiting, "deferred": 0}
+        yield self._gauge("vllm:num_requests_running", "Running requests.", s.num_requests_running)
+        yield self._gauge("vllm:num_requests_waiting", "Waiting requests.", s.num_requests_waiting)
+        yield self._gauge("vllm:num_requests_waiting_by_reason", "Waiting requests by reason.", waiting, "reason")
+        yield self._gauge("vllm:kv_cache_usage_perc", "Share of KV cache blocks in use, 0 to 1.", s.kv_cache_usage)
+        yield self._gauge("vllm:engine_sleep_state", "The engine is always awake.", SLEEP_STATES, "sleep_state")
+        hits = s.num_prefix_cache_hits
+        yield self._counter("vllm:prompt_tokens", "Prompt tokens.", s.num_prompt_tokens)
+        yield self._counter("vllm:generation_tokens", "Output tokens.", s.num_output_tokens)
+        yield self._counter("vllm:num_preemptions", "Preempted requests.", s.num_preemptions)
+        queries = s.num_prefix_cache_queries
+        yield self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", queries)
+        yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", hits)
+        yield self._counter("vllm:prompt_tokens_cached", "Prompt tokens not computed again.", hits)
+        yield self._counter("peagle:num_decode_steps", "Decode steps, summed over requests.", s.num_decode_steps)
+        yield self._counter("peagle:engine_restarts", "Engine restarts after a failure.", s.num_restarts)
+        if s.num_accepted_tokens_per_pos:  # as in vLLM, absent without a drafter
+            yield self._counter("vllm:spec_decode_num_drafts", "Decode steps with draft tokens.", s.num_drafts)
+            yield self._counter("vllm:spec_decode_num_draft_tokens", "Draft tokens.", s.num_draft_tokens)
+            accepted = s.num_accepted_tokens
+            yield self._counter("vllm:spec_decode_num_accepted_tokens", "Accepted draft tokens.", accepted)
+            yield self._counter(
+                "vllm:spec_decode_num_accepted_tokens_per_pos",
+                "Accepted draft tokens by position in the draft, from 0.",
+                {str(position): count for position, count in enumerate(s.num_accepted_tokens_per_pos)},
+                "position",
+            )
 
-    def _speculation(self) -> Iterable[Metric]:
-        stats = self.stats
-        yield self._counter("vllm:spec_decode_num_drafts", "Rounds of requests that had drafts.", stats.drafts)
-        yield self._counter("vllm:spec_decode_num_draft_tokens", "Tokens that were drafted.", stats.draft_tokens)
-        yield self._counter("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that held.", stats.accepted_tokens)
-        places = CounterMetricFamily(
-            "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Drafted tokens that held, by their place in the draft, from 0.",
-            labels=[*LABELS, "position"],
-        )
-        for position, accepted in enumerate(stats.num_accepted_tokens_per_pos):
-            places.add_metric([self.model, ENGINE, str(position)], accepted)
-        yield places
+    def _gauge(self, name: str, text: str, value: float | dict[str, int], label: str | None = None) -> Metric:
+        return self._add_values(GaugeMetricFamily(name, text, labels=[*LABELS, *([label] if label else [])]), value)
 
-    def _gauge(self, name: str, what: str, value: float) -> Metric:
-        family = GaugeMetricFamily(name, what, labels=LABELS)
-        family.add_metric([self.model, ENGINE], value)
-        return family
+    def _counter(self, name: str, text: str, value: float | dict[str, int], label: str | None = None) -> Metric:
+        return self._add_values(CounterMetricFamily(name, text, labels=[*LABELS, *([label] if label else [])]), value)
 
-    def _counter(self, name: str, what: str, value: float) -> Metric:
-        family = CounterMetricFamily(name, what, labels=LABELS)
-        family.add_metric([self.model, ENGINE], value)
+    def _add_values(
+        self, family: GaugeMetricFamily | CounterMetricFamily, value: float | dict[str, int]
+    ) -> GaugeMetricFamily | CounterMetricFamily:
+        """Adds one sample, or one per value of an extra label."""
+        if isinstance(value, dict):
+            for label_value, count in value.items():
+                family.add_metric([self.model, ENGINE, label_value], count)
+        else:
+            family.add_metric([self.model, ENGINE], value)
         return family

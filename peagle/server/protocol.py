@@ -1,7 +1,7 @@
-"""What clients may ask, in OpenAI's words and vLLM's for what OpenAI lacks; and what it means to the engine.
+"""Requests of OpenAI's API, with vLLM's extensions, and their translation to `SamplingParams`.
 
-Knows nothing about HTTP or tokens. A field that is not here is refused by its name, and so is one that asks for
-something the engine does not do: nothing that changes an answer is ever ignored. null means: not given.
+Unknown fields are refused by name, and so are known fields that the engine does not support: the server never ignores
+a field that would change the output. A field that is null counts as absent.
 """
 
 import json
@@ -12,161 +12,158 @@ from pydantic import AllowInfNan, BaseModel, ConfigDict, Field, model_validator
 
 from peagle.config import Grammar, SamplingParams, ServeSettings
 from peagle.engine import grammar
-from peagle.server.errors import ApiError
+from peagle.server.errors import ApiError, invalid_value
 
-GREEDY_BELOW = 1e-5  # of temperatures: beneath it a quotient may leave the range of a float, and the best token wins
-HUGE = 1 << 31
+MIN_TEMPERATURE = 1e-5  # lower ones are greedy: dividing logits by them may overflow
+INT_LIMIT = 1 << 31
+# Fields of a request that `SamplingParams` has under the same name.
+SAMPLING_FIELDS = (
+    *("top_p", "min_p", "n", "seed", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "presence_penalty"),
+    *("frequency_penalty", "repetition_penalty", "logit_bias", "skip_special_tokens"),
+)
 
-Number = Annotated[float, AllowInfNan(False)]
-Whole = Annotated[int, Field(gt=-HUGE, lt=HUGE)]
-TokenId = Annotated[int, Field(ge=0, lt=HUGE)]
+FiniteFloat = Annotated[float, AllowInfNan(False)]
+BoundedInt = Annotated[int, Field(gt=-INT_LIMIT, lt=INT_LIMIT)]
+NonNegativeInt = Annotated[int, Field(ge=0, lt=INT_LIMIT)]
+PositiveInt = Annotated[int, Field(ge=1, lt=INT_LIMIT)]
 JSON = dict[str, Any]
 
 
-class Strict(BaseModel):
+class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
 
-    NEUTRAL: ClassVar[
-        dict[str, tuple[Any, ...]]
-    ] = {}  # known fields that we do not do, and values that ask for nothing
+    # Known fields that the engine does not support, with the values that mean "off" and are accepted.
+    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {}
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_unsupported(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        for name, allowed in cls.NEUTRAL.items():
+        for name, accepted in cls.UNSUPPORTED.items():
             value = data.get(name)
-            if value is not None and not any(type(value) is type(a) and value == a for a in allowed):
-                raise ApiError(400, f"{name}: not supported by this server", name, "unsupported_parameter")
-        return {name: value for name, value in data.items() if name not in cls.NEUTRAL}
+            if value is not None and not any(type(value) is type(a) and value == a for a in accepted):
+                raise invalid_value(name, "not supported by this server", "unsupported_parameter")
+        return {name: value for name, value in data.items() if name not in cls.UNSUPPORTED}
 
 
-class Extra(Strict):
-    """What only this server has: a look at speculation, and a say in it. The text never depends on it."""
+class PeagleOptions(StrictModel):
+    """This server's own extension, the field `peagle`. It never changes the output."""
 
-    tokens: bool = False  # tell each token's id, text and whether it was drafted
-    speculation: bool | None = None
-    draft_tokens: Annotated[int, Field(ge=0, lt=HUGE)] | None = None
+    tokens: bool = False  # return the id and the text of every token, and whether it was a draft token
+    speculation: bool | None = None  # False: no draft tokens
+    num_speculative_tokens: NonNegativeInt | None = None  # at most the server's K
 
 
-class StreamOptions(Strict):
+class StreamOptions(StrictModel):
     include_usage: bool | None = None
 
-    NEUTRAL = {"continuous_usage_stats": (False,), "include_obfuscation": (False, True)}
+    UNSUPPORTED = {"continuous_usage_stats": (False,), "include_obfuscation": (False, True)}
 
 
-class JsonSchema(Strict):
+class JsonSchemaFormat(StrictModel):
     name: str | None = None
     description: str | None = None
     schema_: JSON | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
 
-class ResponseFormat(Strict):
+class ResponseFormat(StrictModel):
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
+    json_schema: JsonSchemaFormat | None = None
+
+    def to_grammar(self) -> Grammar | None:
+        """Builds and checks the grammar. A large schema takes a while."""
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return grammar.from_json_object()
+        schema = self.json_schema.schema_ if self.json_schema is not None else None
+        if schema is None:
+            field = "response_format.json_schema" + (".schema" if self.json_schema is not None else "")
+            raise invalid_value(field, "required", "missing_required_parameter")
+        return grammar.from_json_schema(schema)
 
 
-class Sampling(Strict):
-    """What both kinds of request have."""
+class GenerationRequest(StrictModel):
+    """Fields of both /v1/completions and /v1/chat/completions."""
 
     model: str | None = None
-    max_tokens: Annotated[int, Field(ge=1, lt=HUGE)] | None = None
-    temperature: Number | None = None
-    top_p: Number | None = None
-    top_k: Whole | None = None  # 0 and -1 are off
-    min_p: Number | None = None
-    n: Annotated[int, Field(ge=1, lt=HUGE)] | None = None
+    max_tokens: PositiveInt | None = None
+    temperature: FiniteFloat | None = None
+    top_p: FiniteFloat | None = None
+    top_k: BoundedInt | None = None  # 0 and -1 are off
+    min_p: FiniteFloat | None = None
+    n: PositiveInt | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[TokenId] | None = None
-    min_tokens: Annotated[int, Field(ge=0, lt=HUGE)] | None = None
+    stop_token_ids: list[NonNegativeInt] | None = None
+    min_tokens: NonNegativeInt | None = None
     ignore_eos: bool | None = None
-    presence_penalty: Number | None = None
-    frequency_penalty: Number | None = None
-    repetition_penalty: Number | None = None
-    logit_bias: dict[str, Number] | None = None
+    presence_penalty: FiniteFloat | None = None
+    frequency_penalty: FiniteFloat | None = None
+    repetition_penalty: FiniteFloat | None = None
+    logit_bias: dict[str, FiniteFloat] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     skip_special_tokens: bool | None = None
-    user: str | None = None  # names the client's own user; asks nothing of the answer
-    peagle: Extra | None = None
+    user: str | None = None  # accepted, without effect
+    peagle: PeagleOptions | None = None
 
-    def alternatives(self) -> int | None:
+    @property
+    def options(self) -> PeagleOptions:
+        return self.peagle or PeagleOptions()
+
+    def get_num_logprobs(self) -> int | None:
+        """Returns the number of alternatives per token; None: no logprobs."""
         raise NotImplementedError
 
     @property
-    def extra(self) -> Extra:
-        return self.peagle or Extra()
+    def include_usage(self) -> bool:
+        return self.stream is True and self.stream_options is not None and self.stream_options.include_usage is True
 
-    def to_params(
-        self, settings: ServeSettings, max_tokens: int, most_drafts: int, grammar: Grammar | None = None
+    def to_sampling_params(
+        self, settings: ServeSettings, max_tokens: int, max_speculative_tokens: int, grammar: Grammar | None = None
     ) -> SamplingParams:
-        """A UserError names what is out of range."""
-        self._check(settings, most_drafts)
-        given: dict[str, Any] = {
-            "top_p": self.top_p,
-            "top_k": 0 if self.top_k == -1 else self.top_k,
-            "min_p": self.min_p,
-            "n": self.n,
-            "seed": self.seed,
-            "stop": self.stop,
-            "stop_token_ids": self.stop_token_ids,
-            "min_tokens": self.min_tokens,
-            "ignore_eos": self.ignore_eos,
-            "presence_penalty": self.presence_penalty,
-            "frequency_penalty": self.frequency_penalty,
-            "repetition_penalty": self.repetition_penalty,
-            "logit_bias": self.logit_bias,
-            "logprobs": self.alternatives(),
-            "skip_special_tokens": self.skip_special_tokens,
-            "max_speculative_tokens": 0 if self.extra.speculation is False else self.extra.draft_tokens,
-            "grammar": grammar,
-        }
-        temperature = self.temperature if self.temperature is not None else settings.temperature
+        self._check_limits(settings, max_speculative_tokens)
+        values = {name: getattr(self, name) for name in SAMPLING_FIELDS}
+        values["top_k"] = 0 if self.top_k == -1 else self.top_k
+        values["logprobs"] = self.get_num_logprobs()
+        values["max_speculative_tokens"] = (
+            0 if self.options.speculation is False else self.options.num_speculative_tokens
+        )
+        values["grammar"] = grammar
+        temperature = self.temperature if self.temperature is not None else settings.default_temperature
         return SamplingParams(
             max_tokens=max_tokens,
-            temperature=0.0 if 0.0 <= temperature < GREEDY_BELOW else temperature,
-            **{name: value for name, value in given.items() if value is not None},
+            temperature=0.0 if 0.0 <= temperature < MIN_TEMPERATURE else temperature,
+            **{name: value for name, value in values.items() if value is not None},
         )
 
-    def _check(self, settings: ServeSettings, most_drafts: int) -> None:
-        def require(ok: bool, name: str, want: str) -> None:
-            if not ok:
-                raise ApiError(400, f"{name}: {want}", name, "invalid_value")
-
+    def _check_limits(self, settings: ServeSettings, max_speculative_tokens: int) -> None:
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        require(len(stops) <= settings.max_stops, "stop", f"at most {settings.max_stops} strings")
-        longest = settings.stop_length
-        require(all(len(s) <= longest for s in stops), "stop", f"at most {longest} characters each")
-        require((self.n or 1) <= settings.max_answers, "n", f"at most {settings.max_answers}")
-        require(self.stream_options is None or self.stream is True, "stream_options", "only with stream: true")
-        if (k := self.extra.draft_tokens) is not None:
-            require(k <= most_drafts, "peagle.draft_tokens", f"at most {most_drafts} on this server")
-            off = self.extra.speculation is False and k > 0
-            require(not off, "peagle.draft_tokens", "contradicts speculation: false")
+        _require(len(stops) <= settings.max_stop_strings, "stop", f"at most {settings.max_stop_strings} strings")
+        max_length = settings.max_stop_length
+        _require(all(len(s) <= max_length for s in stops), "stop", f"at most {max_length} characters each")
+        _require((self.n or 1) <= settings.max_n, "n", f"at most {settings.max_n}")
+        _require(self.stream_options is None or self.stream is True, "stream_options", "only with stream: true")
+        if (k := self.options.num_speculative_tokens) is not None:
+            field = "peagle.num_speculative_tokens"
+            _require(k <= max_speculative_tokens, field, f"at most {max_speculative_tokens} on this server")
+            _require(self.options.speculation is not False or k == 0, field, "contradicts speculation: false")
 
 
-def grammar_of(wanted: ResponseFormat) -> Grammar | None:
-    """Takes its time: a schema is tried out before it is let near the engine."""
-    if wanted.type == "text":
-        return None
-    if wanted.type == "json_schema" and (wanted.json_schema is None or wanted.json_schema.schema_ is None):
-        where = "response_format.json_schema" if wanted.json_schema is None else "response_format.json_schema.schema"
-        raise ApiError(400, f"{where}: required", where, "missing_required_parameter")
-    if wanted.type == "json_object":
-        return grammar.from_json_object()
-    assert wanted.json_schema is not None and wanted.json_schema.schema_ is not None
-    return grammar.from_json_schema(wanted.json_schema.schema_)
+def _require(ok: bool, field: str, message: str, code: str = "invalid_value") -> None:
+    if not ok:
+        raise invalid_value(field, message, code)
 
 
-class CompletionRequest(Sampling):
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
-    logprobs: Whole | None = None
+class CompletionRequest(GenerationRequest):
+    prompt: str | list[str] | list[NonNegativeInt] | list[list[NonNegativeInt]]
+    logprobs: BoundedInt | None = None
 
-    NEUTRAL = {
+    UNSUPPORTED = {
         "best_of": (1,),
         "echo": (False,),
         "suffix": ("",),
@@ -177,129 +174,122 @@ class CompletionRequest(Sampling):
         "prompt_logprobs": (),
     }
 
-    def alternatives(self) -> int | None:
+    def get_num_logprobs(self) -> int | None:
         return self.logprobs
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if self.prompt and isinstance(self.prompt[0], int):
-            return [self.prompt]
+        if isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int)):
+            return [self.prompt]  # type: ignore[return-value]
         return self.prompt  # type: ignore[return-value]
 
 
-class TextPart(Strict):
+class TextContent(StrictModel):
     type: Literal["text"]
     text: str
 
 
-class FunctionCall(Strict):
+class MessageFunctionCall(StrictModel):
     name: str
     arguments: str | JSON = ""
 
 
-class ToolCall(Strict):
+class MessageToolCall(StrictModel):
     id: str | None = None
     type: Literal["function"] = "function"
-    function: FunctionCall
+    function: MessageFunctionCall
+
+    def to_template_input(self) -> JSON:
+        """Parses the arguments: in messages they are a JSON string, in templates a value."""
+        arguments = self.function.arguments
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except (ValueError, RecursionError):
+                pass  # stays text
+        call: JSON = {"type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
+        return call if self.id is None else {"id": self.id, **call}
 
 
-class Message(Strict):
+class ChatMessage(StrictModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | list[TextContent] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[MessageToolCall] | None = None
     tool_call_id: str | None = None
 
-    # what a client's library adds when it sends an answer back to us
-    NEUTRAL = {"refusal": (), "audio": (), "annotations": ([],), "function_call": (), "reasoning_content": ()}
+    # Client libraries add these when they send an assistant's message back.
+    UNSUPPORTED = {"refusal": (), "audio": (), "annotations": ([],), "function_call": (), "reasoning_content": ()}
 
     @model_validator(mode="before")
     @classmethod
-    def _only_text(cls, data: Any) -> Any:
-        """An image is refused by its kind, and its address is never looked at."""
+    def _refuse_media(cls, data: Any) -> Any:
+        """Refuses images and other media by their type. Their addresses are never opened."""
         content = data.get("content") if isinstance(data, dict) else None
         for part in content if isinstance(content, list) else []:
             kind = part.get("type") if isinstance(part, dict) else None
             if isinstance(kind, str) and kind != "text":
-                raise ApiError(
-                    400, f"messages: content of type {kind[:40]!r} is not supported", "messages.content.type"
-                )
+                message = f"messages: content of type {kind[:40]!r} is not supported"
+                raise ApiError(400, message, "messages.content.type")
         return data
 
-    def as_template_sees_it(self) -> JSON:
+    def to_template_input(self) -> JSON:
         content = self.content
         if isinstance(content, list):
             content = "\n".join(part.text for part in content)
-        said: JSON = {"role": self.role, "content": content if content is not None else ""}
+        message: JSON = {"role": self.role, "content": content if content is not None else ""}
         for name in ("name", "tool_call_id"):
             if getattr(self, name) is not None:
-                said[name] = getattr(self, name)
+                message[name] = getattr(self, name)
         if self.tool_calls:
-            said["tool_calls"] = [_tool_call(call) for call in self.tool_calls]
-        return said
+            message["tool_calls"] = [call.to_template_input() for call in self.tool_calls]
+        return message
 
 
-def _tool_call(call: ToolCall) -> JSON:
-    """Arguments travel as JSON in a string; templates write them out from the value."""
-    arguments = call.function.arguments
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            pass  # as the model said it
-    made: JSON = {"type": call.type, "function": {"name": call.function.name, "arguments": arguments}}
-    return made if call.id is None else {"id": call.id, **made}
-
-
-class Function(Strict):
+class FunctionDefinition(StrictModel):
     name: str
     description: str | None = None
     parameters: JSON | None = None
     strict: bool | None = None
 
 
-class Tool(Strict):
+class ToolDefinition(StrictModel):
     type: Literal["function"]
-    function: Function
+    function: FunctionDefinition
 
 
-class NamedFunction(Strict):
+class FunctionName(StrictModel):
     name: str
 
 
-class NamedTool(Strict):
+class NamedToolChoice(StrictModel):
     type: Literal["function"]
-    function: NamedFunction
+    function: FunctionName
 
 
 @dataclass(frozen=True)
-class ToolUse:
-    """What the template tells the model of tools, and what has to come of it."""
+class ToolUsage:
+    """The tools of a chat request: those in the prompt, and those one of which must be called."""
 
-    offered: list[JSON] | None = None
-    forced: tuple[tuple[str, JSON | None], ...] = ()  # names and schemas, one of which must be called
+    definitions: list[JSON] | None = None
+    forced: tuple[tuple[str, JSON | None], ...] = ()  # (name, schema of the arguments)
 
     @property
-    def names(self) -> list[str]:
-        return [tool["function"]["name"] for tool in self.offered or ()]
+    def function_names(self) -> list[str]:
+        return [tool["function"]["name"] for tool in self.definitions or ()]
 
 
-class Conversation(Strict):
-    messages: Annotated[list[Message], Field(min_length=1)]
-    tools: list[Tool] | None = None
+class ChatRequest(GenerationRequest):
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    tools: list[ToolDefinition] | None = None
     chat_template_kwargs: JSON | None = None
-
-
-class ChatRequest(Conversation, Sampling):
-    max_completion_tokens: Annotated[int, Field(ge=1, lt=HUGE)] | None = None
+    max_completion_tokens: PositiveInt | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, lt=HUGE)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    top_logprobs: NonNegativeInt | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
 
-    NEUTRAL = {
+    UNSUPPORTED = {
         "store": (False,),
         "service_tier": ("auto", "default"),
         "modalities": (["text"],),
@@ -322,59 +312,51 @@ class ChatRequest(Conversation, Sampling):
         "documents": (),
     }
 
-    def alternatives(self) -> int | None:
-        if not self.logprobs:
-            if self.top_logprobs:
-                raise ApiError(400, "top_logprobs: only with logprobs: true", "top_logprobs", "invalid_value")
-            return None
-        return self.top_logprobs or 0
+    def get_num_logprobs(self) -> int | None:
+        _require(bool(self.logprobs) or not self.top_logprobs, "top_logprobs", "only with logprobs: true")
+        return self.top_logprobs or 0 if self.logprobs else None
 
-    @property
-    def longest(self) -> int | None:
+    def get_max_tokens(self) -> int | None:
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
             raise ApiError(400, "max_completion_tokens: differs from max_tokens", "max_completion_tokens")
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
-    def tool_use(self) -> ToolUse:
-        def require(ok: bool, name: str, want: str, code: str = "invalid_value") -> None:
-            if not ok:
-                raise ApiError(400, f"{name}: {want}", name, code)
-
+    def get_tool_usage(self) -> ToolUsage:
         choice, tools = self.tool_choice, self.tools or []
-        must_call = choice == "required" or isinstance(choice, NamedTool)
-        require(bool(tools) or not must_call, "tool_choice", "only with tools")
+        must_call = choice == "required" or isinstance(choice, NamedToolChoice)
+        _require(bool(tools) or not must_call, "tool_choice", "only with tools")
         if not tools or choice == "none":
-            return ToolUse()
-        formed = self.response_format is not None and self.response_format.type != "text"
-        require(not formed, "response_format", "with tools only where tool_choice is none", "unsupported_parameter")
+            return ToolUsage()
+        unsupported = "unsupported_parameter"
+        has_format = self.response_format is not None and self.response_format.type != "text"
+        _require(not has_format, "response_format", "with tools only if tool_choice is none", unsupported)
         if not must_call:
-            by_grammar = "only where tool_choice is required or names a function"
+            condition = "only if tool_choice is required or names a function"
             for i, tool in enumerate(tools):
-                path = f"tools.{i}.function.strict"
-                require(not tool.function.strict, path, by_grammar, "unsupported_parameter")
-            one = self.parallel_tool_calls is False
-            require(not one, "parallel_tool_calls", f"false {by_grammar}", "unsupported_parameter")
-        may = [tool.function for tool in tools]
-        if isinstance(choice, NamedTool):
-            may = [function for function in may if function.name == choice.function.name]
-            require(bool(may), "tool_choice", "names a function that is not among the tools")
-        forced = tuple((function.name, function.parameters) for function in may) if must_call else ()
-        return ToolUse([tool.model_dump(exclude_none=True) for tool in tools], forced)
+                _require(not tool.function.strict, f"tools.{i}.function.strict", condition, unsupported)
+            parallel = self.parallel_tool_calls is not False
+            _require(parallel, "parallel_tool_calls", f"false {condition}", unsupported)
+        functions = [tool.function for tool in tools]
+        if isinstance(choice, NamedToolChoice):
+            functions = [function for function in functions if function.name == choice.function.name]
+            _require(bool(functions), "tool_choice", "names a function that is not among the tools")
+        forced = tuple((function.name, function.parameters) for function in functions) if must_call else ()
+        return ToolUsage([tool.model_dump(exclude_none=True) for tool in tools], forced)
 
 
-class TokenizeRequest(Strict):
+class TokenizeRequest(StrictModel):
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
-    tools: list[Tool] | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    tools: list[ToolDefinition] | None = None
     chat_template_kwargs: JSON | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
 
-    NEUTRAL = {"continue_final_message": (False,)}
+    UNSUPPORTED = {"continue_final_message": (False,)}
 
 
-class DetokenizeRequest(Strict):
+class DetokenizeRequest(StrictModel):
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: list[NonNegativeInt]

@@ -1,7 +1,4 @@
-"""/v1/chat/completions and /v1/completions: a request is read, sent through the engine and answered.
-
-Knows nothing about how the engine works.
-"""
+"""/v1/chat/completions and /v1/completions."""
 
 import asyncio
 import json
@@ -15,183 +12,198 @@ from starlette.types import Receive, Scope, Send
 
 from peagle.config import SamplingParams
 from peagle.errors import UserError
-from peagle.server.answers import Writer
-from peagle.server.context import Context, context_of
-from peagle.server.errors import ApiError, as_api_error
-from peagle.server.limits import CLIENT_GONE, ClientGone, gone, read_json, unless_gone
-from peagle.server.pieces import DeadlinePassed, Piece
-from peagle.server.protocol import ChatRequest, CompletionRequest, Sampling, ToolUse
-from peagle.server.tickets import Answer
+from peagle.server.errors import invalid_value, to_api_error
+from peagle.server.protocol import ChatRequest, CompletionRequest, GenerationRequest, ToolUsage
+from peagle.server.request_body import (
+    CLIENT_DISCONNECTED,
+    ClientDisconnected,
+    read_json,
+    run_while_connected,
+    wait_for_disconnect,
+)
+from peagle.server.request_stream import OutputDelta, RequestStream
+from peagle.server.response_writer import ResponseWriter
+from peagle.server.server_context import ServerContext, get_context
 from peagle.speculative.reference import check_prompt
 
 router = APIRouter()
-DONE = b"data: [DONE]\n\n"
-NO_TOOLS = ToolUse()
+DONE_EVENT = b"data: [DONE]\n\n"
+NO_TOOLS = ToolUsage()
+Kind = Literal["chat", "text"]
 
 
 @router.post("/v1/chat/completions")
 async def chat_completions(request: Request) -> Response:
-    context = context_of(request)
-    asked = ChatRequest.model_validate(await read_json(request, context.settings))
-    prompts = context.ready(asked.model)
-    messages, tools = [message.as_template_sees_it() for message in asked.messages], asked.tool_use()
-    context.tell_prompt(request, messages)
-    context.check_room(asked.n or 1)
-    ids = await prompts.chat(messages, tools.offered, more=asked.chat_template_kwargs)
-    return await respond(request, context, asked, "chat", [ids], asked.longest, tools)
+    context = get_context(request)
+    body = ChatRequest.model_validate(await read_json(request, context.settings))
+    context.check_ready(body.model)
+    messages, tools = [message.to_template_input() for message in body.messages], body.get_tool_usage()
+    context.log_prompt(request, messages)
+    context.check_capacity(body.n or 1)
+    template_kwargs = body.chat_template_kwargs
+    prompt = await context.tokenizer.encode_chat(messages, tools.definitions, template_kwargs=template_kwargs)
+    return await respond(request, context, body, "chat", [prompt], body.get_max_tokens(), tools)
 
 
 @router.post("/v1/completions")
 async def completions(request: Request) -> Response:
-    context = context_of(request)
-    asked = CompletionRequest.model_validate(await read_json(request, context.settings))
-    prompts = context.ready(asked.model)
-    context.tell_prompt(request, asked.prompt)
-    given = asked.prompts
-    if not given:
-        raise ApiError(400, "prompt: must not be empty", "prompt", "invalid_value")
-    if len(given) * (asked.n or 1) > context.engine.capacity:
-        raise ApiError(400, f"prompt: more than {context.engine.capacity} answers at once", "prompt", "invalid_value")
-    context.check_room(len(given) * (asked.n or 1))
-    ids = [await prompts.encode(one) if isinstance(one, str) else one for one in given]
-    return await respond(request, context, asked, "text", ids, asked.max_tokens)
+    context = get_context(request)
+    body = CompletionRequest.model_validate(await read_json(request, context.settings))
+    context.check_ready(body.model)
+    context.log_prompt(request, body.prompt)
+    if not body.prompts:
+        raise invalid_value("prompt", "must not be empty")
+    num_completions = len(body.prompts) * (body.n or 1)
+    if num_completions > context.engine.max_completions:
+        raise invalid_value("prompt", f"more than {context.engine.max_completions} completions at once")
+    context.check_capacity(num_completions)
+    encode = context.tokenizer.encode
+    prompts = [await encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts]
+    return await respond(request, context, body, "text", prompts, body.max_tokens)
 
 
 async def respond(
     request: Request,
-    context: Context,
-    asked: Sampling,
-    kind: Literal["chat", "text"],
-    ids: list[list[int]],
+    context: ServerContext,
+    body: GenerationRequest,
+    kind: Kind,
+    prompts: list[list[int]],
     max_tokens: int | None,
-    tools: ToolUse = NO_TOOLS,
+    tools: ToolUsage = NO_TOOLS,
 ) -> Response:
-    params = await to_params(context, asked, kind, ids, max_tokens, tools)
-    stream = asked.stream is True
-    writer = Writer(
+    """Sends the prompts through the engine and returns the response, streamed or whole."""
+    params = await build_sampling_params(context, body, kind, prompts, max_tokens, tools)
+    stream, max_k = body.stream is True, context.info.max_speculative_tokens
+    writer = ResponseWriter(
         kind=kind,
         id=f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{request.scope['request_id']}",
-        model=asked.model or context.settings.model,
-        prompts=context.prompts,
-        prompt_tokens=sum(len(one) for one in ids),
-        total=len(ids) * params.n,
-        alternatives=params.logprobs,
-        show_tokens=asked.extra.tokens,
-        skip_special=params.skip_special_tokens,
-        make_reader=context.reader_of(tools),
-        include_usage=stream and asked.stream_options is not None and asked.stream_options.include_usage is True,
-        k=min(
-            context.facts.most_drafts if (k := params.max_speculative_tokens) is None else k, context.facts.most_drafts
-        ),
+        model=body.model or context.settings.served_model_name,
+        tokenizer=context.tokenizer,
+        num_prompt_tokens=sum(len(prompt) for prompt in prompts),
+        num_completions=len(prompts) * params.n,
+        num_logprobs=params.logprobs,
+        include_tokens=body.options.tokens,
+        include_usage=body.include_usage,
+        num_speculative_tokens=max_k
+        if params.max_speculative_tokens is None
+        else min(params.max_speculative_tokens, max_k),
+        skip_special_tokens=params.skip_special_tokens,
+        new_tool_parser=context.get_tool_parser_factory(tools),
     )
-    answer = await context.submit(ids, params, request.scope["request_id"], stream)
-    outcome = "abort"
+    request_stream = context.submit(prompts, params, stream)
+    streaming = failed = False
     try:
         if stream:
-            # its status tells how the request fared in the queue; from the first piece on it is 200
-            first = checked(await unless_gone(request.receive, answer.__anext__()))
-            outcome = "stream"
-            return EventStream(context, answer, writer, first, params)
-        pieces = await unless_gone(request.receive, collect(answer))
-        outcome = "whole"
-        return JSONResponse(writer.whole(pieces))
-    except ClientGone:
-        return Response(status_code=CLIENT_GONE)
-    except Exception as error:
-        outcome = "error"
-        if isinstance(error, DeadlinePassed) and all(t.first_s is None for t in answer.timings):
-            context.metrics.observe_refusal("deadline")
+            # The first delta decides the status: a request may still fail in the queue.
+            first = check_delta(await run_while_connected(request.receive, request_stream.__anext__()))
+            streaming = True
+            return EventStreamResponse(context, request_stream, writer, first, params)
+        deltas = await run_while_connected(request.receive, collect_deltas(request_stream))
+        return JSONResponse(writer.whole_response(deltas))
+    except ClientDisconnected:
+        return Response(status_code=CLIENT_DISCONNECTED)
+    except Exception:
+        failed = True
         raise
     finally:
-        if outcome != "stream":
-            await answer.aclose()
-            context.ended(request.scope, answer, writer, params, outcome)
+        if not streaming:  # otherwise the response does it when the stream ends
+            await request_stream.aclose()
+            context.record_request(request.scope, request_stream, writer, params, failed)
 
 
-async def to_params(
-    context: Context,
-    asked: Sampling,
-    kind: Literal["chat", "text"],
-    ids: list[list[int]],
+async def build_sampling_params(
+    context: ServerContext,
+    body: GenerationRequest,
+    kind: Kind,
+    prompts: list[list[int]],
     max_tokens: int | None,
-    tools: ToolUse,
+    tools: ToolUsage,
 ) -> SamplingParams:
-    """Refuses what cannot fit: an answer that is asked for is given whole or not at all."""
-    most, where = context.facts.max_model_len, "messages" if kind == "chat" else "prompt"
-    longest = max(len(one) for one in ids)
-    if longest >= most or (max_tokens is not None and longest + max_tokens > most):
-        wanted = f"{longest} tokens of prompt" + (f" and {max_tokens} of answer" if max_tokens is not None else "")
-        param = where if longest >= most or max_tokens is None else "max_tokens"
-        message = f"{param}: this model's context has {most} tokens, but {wanted} are asked for"
-        raise ApiError(400, message, param, "context_length_exceeded")
-    for one in ids:
+    """Checks the prompts and builds the parameters. Refuses a `max_tokens` that does not fit: it is never cut."""
+    max_model_len, field = context.info.max_model_len, "messages" if kind == "chat" else "prompt"
+    num_prompt_tokens = max(len(prompt) for prompt in prompts)
+    too_long = num_prompt_tokens >= max_model_len
+    if too_long or (max_tokens is not None and num_prompt_tokens + max_tokens > max_model_len):
+        wanted = f"{num_prompt_tokens} prompt tokens" + (f" and max_tokens {max_tokens}" if max_tokens else "")
+        message = f"the model's context has {max_model_len} tokens, less than {wanted}"
+        raise invalid_value(field if too_long else "max_tokens", message, "context_length_exceeded")
+    for prompt in prompts:
         try:
-            check_prompt(one, context.facts.vocab_size, most)
+            check_prompt(prompt, context.info.vocab_size, max_model_len)
         except UserError as error:
-            raise ApiError(400, f"{where}: {error}", where, "invalid_value") from None
-    room = most - longest
+            raise invalid_value(field, str(error)) from None
     if max_tokens is None:
-        max_tokens = room if kind == "chat" else min(context.settings.completion_tokens, room)
-    grammar = await context.grammar(asked.response_format, tools)
-    params = asked.to_params(context.settings, max_tokens, context.facts.most_drafts, grammar)
-    return replace(params, skip_special_tokens=False) if context.marks_calls_by_special_tokens(tools) else params
+        max_tokens = max_model_len - num_prompt_tokens
+        if kind == "text":
+            max_tokens = min(max_tokens, context.settings.default_completion_tokens)
+    grammar = await context.build_grammar(body.response_format, tools)
+    max_k = context.info.max_speculative_tokens
+    params = body.to_sampling_params(context.settings, max_tokens, max_k, grammar)
+    return replace(params, skip_special_tokens=False) if context.start_tag_is_special_token(tools) else params
 
 
-async def collect(answer: Answer) -> list[Piece]:
-    return [checked(piece) async for piece in answer]
+async def collect_deltas(request_stream: RequestStream) -> list[OutputDelta]:
+    return [check_delta(delta) async for delta in request_stream]
 
 
-def checked(piece: Piece) -> Piece:
-    """An answer that cannot go on as its format wants is no answer."""
-    if piece.finish_reason == "error":
-        reason = piece.output.stop_reason if piece.output is not None else None
-        message = f"response_format: the answer cannot go on ({reason})"
-        raise ApiError(400, message, "response_format", "cannot_be_followed")
-    return piece
+def check_delta(delta: OutputDelta) -> OutputDelta:
+    """Raises if the grammar allows no further token."""
+    if delta.finish_reason == "error":
+        reason = delta.output.stop_reason if delta.output is not None else None
+        raise invalid_value("response_format", f"the output cannot continue ({reason})", "cannot_be_followed")
+    return delta
 
 
-class EventStream(Response):
-    """Server-sent events. When the client leaves, or the server must stop, the request is aborted at once."""
+class EventStreamResponse(Response):
+    """Server-sent events. The request is aborted as soon as the client disconnects or the server stops."""
 
-    def __init__(self, context: Context, answer: Answer, writer: Writer, first: Piece, params: SamplingParams) -> None:
+    def __init__(
+        self,
+        context: ServerContext,
+        request_stream: RequestStream,
+        writer: ResponseWriter,
+        first: OutputDelta,
+        params: SamplingParams,
+    ) -> None:
         super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
         del self.headers["content-length"]
-        self.context, self.answer, self.writer, self.first, self.params = context, answer, writer, first, params
-        self.outcome = "abort"
+        self.context, self.request_stream, self.writer = context, request_stream, writer
+        self.first, self.params = first, params
+        self.failed = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        watch, work = asyncio.ensure_future(gone(receive)), asyncio.ensure_future(self._send_all(send))
+        disconnect = asyncio.ensure_future(wait_for_disconnect(receive))
+        sending = asyncio.ensure_future(self._send_events(send))
         try:
-            # who reads so slowly that the answer lies here beyond its time is left, too
-            patience = self.context.settings.deadline_s
-            await asyncio.wait({watch, work}, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+            # The time limit also ends a response that the client reads too slowly.
+            timeout = self.context.settings.request_timeout_s
+            await asyncio.wait({disconnect, sending}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in (watch, work):
+            for task in (disconnect, sending):
                 task.cancel()
-            await asyncio.gather(watch, work, return_exceptions=True)
-            await self.answer.aclose()
-            self.context.ended(scope, self.answer, self.writer, self.params, self.outcome)
+            await asyncio.gather(disconnect, sending, return_exceptions=True)
+            await self.request_stream.aclose()
+            self.context.record_request(scope, self.request_stream, self.writer, self.params, self.failed)
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_events(self, send: Send) -> None:
         async for event in self._events():
             await send({"type": "http.response.body", "body": event, "more_body": True})
-        await send({"type": "http.response.body", "body": DONE})
+        await send({"type": "http.response.body", "body": DONE_EVENT})
 
     async def _events(self) -> AsyncIterator[bytes]:
-        for chunk in self.writer.opening():
-            yield _event(chunk)
-        yield _event(self.writer.chunk(self.first))
+        for chunk in self.writer.first_chunks():
+            yield _encode_event(chunk)
+        yield _encode_event(self.writer.chunk(self.first))
         try:
-            async for piece in self.answer:
-                yield _event(self.writer.chunk(checked(piece)))
-            for chunk in self.writer.closing():
-                yield _event(chunk)
-            self.outcome = "whole"
-        except Exception as error:  # the status is out already: the stream itself has to tell
-            self.outcome = "error"
-            yield _event(as_api_error(error, self.context.settings.retry_after_s).body)
+            async for delta in self.request_stream:
+                yield _encode_event(self.writer.chunk(check_delta(delta)))
+            for chunk in self.writer.last_chunks():
+                yield _encode_event(chunk)
+        except Exception as error:  # the status has been sent: the stream itself carries the error
+            self.failed = True
+            yield _encode_event(to_api_error(error, self.context.settings.retry_after_s).body)
 
 
-def _event(value: dict[str, Any]) -> bytes:
+def _encode_event(value: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

@@ -1,9 +1,7 @@
-"""uvicorn around the app: a port, patience with clients that has an end, and a way to stop that drops nobody.
+"""Runs the application under uvicorn, with time limits for clients and a graceful shutdown.
 
-Knows nothing about what is served.
-
-On SIGTERM or Ctrl-C new requests are answered with 503 while those under way are finished, for at most the seconds
-given for it; a second signal ends it at once.
+On SIGTERM or Ctrl-C new requests get status 503 and running ones may finish within `shutdown_timeout_s`. A second
+signal ends the server at once.
 """
 
 import asyncio
@@ -13,7 +11,6 @@ import signal
 import socket
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
 
 import h11
 import uvicorn
@@ -22,49 +19,50 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from peagle.config import ServeSettings
 from peagle.errors import UserError
 from peagle.server.app import build_app
+from peagle.server.engine_loop import POLL_S, EngineInfo, EngineLoop
 from peagle.server.errors import ApiError
-from peagle.server.logs import log
-from peagle.server.loop import EngineFacts, EngineLoop
+from peagle.server.logs import log_event
 
-FILES = 1 << 16  # connections are files; the usual limit of 1024 is soon reached by clients that only sit there
+MAX_OPEN_FILES = 1 << 16  # connections are files; idle clients soon reach the usual limit of 1024
 BACKLOG = 2048
 
 
-class PatientProtocol(H11Protocol):
-    """Closes a connection whose request's head does not arrive in time: uvicorn itself would wait for ever."""
+class TimeoutProtocol(H11Protocol):
+    """Closes connections whose request header does not arrive in time. uvicorn itself has no such limit."""
 
-    head_s = ServeSettings.head_s
-    _timer: asyncio.TimerHandle | None = None
+    header_timeout_s = ServeSettings.header_timeout_s
+    _header_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._wait()
+        self._start_timer()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self.cycle is not None and not self.cycle.response_complete:
-            self._cease()
-        elif self._timer is None:  # the beginning of a further request
-            self._wait()
+            self._stop_timer()
+        elif self._header_timer is None:  # the next request on this connection begins
+            self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._cease()
+        self._stop_timer()
         super().connection_lost(exc)
 
-    def _wait(self) -> None:
-        self._timer = self.loop.call_later(self.head_s, self._give_up)
+    def _start_timer(self) -> None:
+        self._header_timer = self.loop.call_later(self.header_timeout_s, self._close)
 
-    def _cease(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+    def _stop_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
 
-    def _give_up(self) -> None:
-        self._timer = None
+    def _close(self) -> None:
+        self._header_timer = None
         if not self.transport.is_closing():
             self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
+        """Reports invalid HTTP in OpenAI's error format."""
         body = json.dumps(ApiError(400, msg, code="invalid_http").body).encode()
         headers = [
             (b"content-type", b"application/json"),
@@ -82,11 +80,11 @@ class PatientProtocol(H11Protocol):
 
 
 class DrainingServer(uvicorn.Server):
-    """The first signal drains, the second ends."""
+    """Drains on the first signal and exits on the second."""
 
-    def __init__(self, config: uvicorn.Config, engine: EngineLoop, drain_s: float) -> None:
+    def __init__(self, config: uvicorn.Config, engine: EngineLoop, shutdown_timeout_s: float) -> None:
         super().__init__(config)
-        self.engine, self.drain_s = engine, drain_s
+        self.engine, self.shutdown_timeout_s = engine, shutdown_timeout_s
         self._draining: asyncio.Task[None] | None = None
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
@@ -94,29 +92,30 @@ class DrainingServer(uvicorn.Server):
         await super().serve(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self._loop.call_soon_threadsafe(self._leave, signal.Signals(sig).name)
+        self._loop.call_soon_threadsafe(self._shut_down, signal.Signals(sig).name)
 
-    def _leave(self, signal_name: str) -> None:
+    def _shut_down(self, signal_name: str) -> None:
         if self._draining is not None:
             self.should_exit = self.force_exit = True
             self._draining.cancel()
             return
-        log("draining", signal=signal_name, under_way=len(self.engine.open), seconds=self.drain_s)
+        num_requests = len(self.engine.open_streams)
+        log_event("draining", signal=signal_name, requests=num_requests, timeout_s=self.shutdown_timeout_s)
         self._draining = asyncio.ensure_future(self._drain())
 
     async def _drain(self) -> None:
         self.engine.drain()
-        until = self._loop.time() + self.drain_s
-        while (self.engine.open or self.server_state.tasks) and self._loop.time() < until:
-            await asyncio.sleep(0.02)
-        left = len(self.engine.open)
-        log("stopping", level="warning" if left else "info", aborted=left)
-        await self.engine.stop(0.0)  # what is left hears of it
+        deadline = self._loop.time() + self.shutdown_timeout_s
+        while (self.engine.open_streams or self.server_state.tasks) and self._loop.time() < deadline:
+            await asyncio.sleep(POLL_S)
+        num_aborted = len(self.engine.open_streams)
+        log_event("stopping", level="warning" if num_aborted else "info", aborted=num_aborted)
+        await self.engine.stop()  # open requests get an error
         self.should_exit = True
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A bound socket; whatever is wrong with the address is found before a model is loaded."""
+def bind_socket(host: str, port: int) -> socket.socket:
+    """Binds the address before the model is loaded, so that a wrong address is reported at once."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, proto)
@@ -127,10 +126,15 @@ def listen(host: str, port: int) -> socket.socket:
         raise UserError(f"--host {host} --port {port}: {getattr(error, 'strerror', None) or error}") from None
 
 
-def make_server(engine: EngineLoop, settings: ServeSettings, about: dict[str, Any] | None = None) -> DrainingServer:
-    protocol = type("Protocol", (PatientProtocol,), {"head_s": settings.head_s})
+def build_server(
+    engine: EngineLoop,
+    settings: ServeSettings,
+    drafter: str | None = None,
+    num_speculative_tokens: int | str | None = None,
+) -> DrainingServer:
+    protocol = type("Protocol", (TimeoutProtocol,), {"header_timeout_s": settings.header_timeout_s})
     config = uvicorn.Config(
-        build_app(engine, settings, about),
+        build_app(engine, settings, drafter, num_speculative_tokens),
         http=protocol,
         ws="none",
         lifespan="on",
@@ -140,60 +144,55 @@ def make_server(engine: EngineLoop, settings: ServeSettings, about: dict[str, An
         proxy_headers=False,
         backlog=BACKLOG,
         timeout_keep_alive=int(settings.keep_alive_s),
-        timeout_graceful_shutdown=1,  # they have been given their time by then
+        timeout_graceful_shutdown=1,  # after our own draining
     )
-    return DrainingServer(config, engine, settings.drain_s)
+    return DrainingServer(config, engine, settings.shutdown_timeout_s)
 
 
-def run(
-    engine_of: Callable[[], EngineLoop],
+def run_server(
+    build_engine: Callable[[], EngineLoop],
     settings: ServeSettings,
-    about: dict[str, Any],
+    drafter: str | None,
+    num_speculative_tokens: int | str | None,
     listener: socket.socket,
 ) -> None:
-    """Serves until told to stop. A UserError if the model cannot be loaded."""
+    """Serves until a signal. Raises the engine's error if the model cannot be loaded."""
     _raise_file_limit()
+    host, port = listener.getsockname()[:2]
+    address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     async def main() -> None:
-        engine = engine_of()
-        server = make_server(engine, settings, about)
-        telling = asyncio.ensure_future(_tell_start(engine, settings, about, listener, server))
+        engine = build_engine()
+        server = build_server(engine, settings, drafter, num_speculative_tokens)
+
+        async def report_start() -> None:
+            log_event("loading", model=settings.served_model_name, address=address)
+            await engine.started.wait()
+            if engine.info is None:
+                server.should_exit = True
+                return
+            drafter_and_k = f"{drafter} ({engine.info.method}, K {num_speculative_tokens})" if drafter else "none"
+            log_event(_describe_engine(engine.info, settings.served_model_name, drafter_and_k, address))
+
+        reporting = asyncio.ensure_future(report_start())
         await server.serve([listener])
-        telling.cancel()
-        if engine.facts is None and engine.refused is not None:
-            raise engine.refused
+        reporting.cancel()
+        if engine.info is None and engine.fatal_error is not None:
+            raise engine.fatal_error
 
     asyncio.run(main())
 
 
-async def _tell_start(
-    engine: EngineLoop, settings: ServeSettings, about: dict[str, Any], listener: socket.socket, server: uvicorn.Server
-) -> None:
-    host, port = listener.getsockname()[:2]
-    log("loading", model=settings.model, address=f"http://{_shown(host)}:{port}")
-    await engine.began.wait()
-    if engine.facts is None:
-        server.should_exit = True
-        return
-    log(start_summary(engine.facts, about, settings.model, f"http://{_shown(host)}:{port}"))
-
-
-def start_summary(facts: EngineFacts, about: dict[str, Any], model: str, address: str) -> str:
-    """Model, drafter, K, memory and address, on one line."""
-    helped = f"{about['drafter']} ({facts.method}, K {about['k']})" if facts.method is not None else "none"
-    memory = ", ".join(f"{name} {amount / (1 << 30):.2f} GiB" for name, amount in facts.memory.items() if amount)
+def _describe_engine(info: EngineInfo, model: str, drafter_and_k: str, address: str) -> str:
+    memory = ", ".join(f"{name} {size / (1 << 30):.2f} GiB" for name, size in info.memory_bytes.items() if size)
     return (
-        f"ready: {model}, drafter {helped}, {facts.max_model_len} tokens of context, "
-        f"{facts.max_num_seqs} requests at once in {facts.dtype} on {facts.device}, {memory}, at {address}"
+        f"ready: {model}, drafter {drafter_and_k}, max_model_len {info.max_model_len}, "
+        f"max_num_seqs {info.max_num_seqs}, {info.dtype} on {info.device}, {memory}, at {address}"
     )
-
-
-def _shown(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
 
 
 def _raise_file_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    limit = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(MAX_OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))

@@ -23,11 +23,11 @@ import engines
 import forks
 import pytest
 from pairs import EOS_ID, TEXT, drafter_folder
-from serving_support import K, Served
+from serving_support import K, LocalServer
 from streaming import FAULTS, StreamServer
 
 from peagle.cli import main
-from peagle.cli.chat_server import Served as Partner
+from peagle.cli.chat_server import ServerBackend as Partner
 from peagle.cli.chat_server import count_rounds
 from peagle.config import SamplingParams
 from peagle.engine.request import CompletionOutput
@@ -111,14 +111,14 @@ def test_a_piped_conversation_is_the_references_word_for_word() -> None:
 
 def test_a_server_says_the_same() -> None:
     typed, wanted = conversation(K, name="p-eagle-1", eos=engines.EOS)
-    with Served(api_key="sesame") as server:
+    with LocalServer(api_key="sesame") as server:
         flags = ("--url", server.url, "--max-tokens", str(TOKENS))
         status, said, complaints = chat(*typed, flags=flags, OPENAI_API_KEY="sesame")
         assert (status, complaints) == (0, "")
         assert re.fullmatch(wanted, said), (said, wanted)
         status, said, complaints = chat("hello", flags=flags)
         assert (status, said) == (2, "") and "OPENAI_API_KEY" in complaints and "sesame" not in complaints
-        server.check_nothing_left()
+        server.check_engine_idle()
 
 
 def test_shaded_is_what_was_drafted() -> None:

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGUFWriter
+from serving_support import ServerProcess
 from test_decoder import assert_same, randomised, tokens_of
-from test_serve_operations import Running
 from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig
 
 from peagle import LLM, SamplingParams
@@ -238,10 +238,10 @@ class Way:
         return {row["k"]: row["acceptance_length"] for row in whole}
 
     def served(self, prompt: str, tokens: int, *words: str) -> str:
-        server = Running(self.target, *words, "--max-model-len", str(self.longest), "--max-num-seqs", "2")
-        server.wait_ready(120)
+        server = ServerProcess(self.target, *words, "--max-model-len", str(self.longest), "--max-num-seqs", "2")
+        server.wait_ready()
         body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0}
-        status, said = server.ask("/v1/completions", body)
+        status, said = server.request("/v1/completions", body)
         os.kill(server.process.pid, signal.SIGTERM)
         assert status == 200 and server.process.wait(60) == 0, said
         return str(json.loads(said)["choices"][0]["text"])

@@ -36,7 +36,7 @@ class Supervised:
         self.log = log
         words = ["serve", str(engines.target().folder), "-d", str(pairs.drafter_folder(DRAFTER)), "-k", str(K)]
         words += ["--engine", "vllm", "--vllm-command", VLLM, "--port", str(self.port), "--served-model-name", "small"]
-        words += ["--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "4", "--drain-seconds", "5"]
+        words += ["--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "4", "--shutdown-timeout", "5"]
         env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "PEAGLE_API_KEY": KEY}
         with open(log, "wb") as out:
             self.process = subprocess.Popen([sys.executable, "-m", "peagle", *words], stdout=out, stderr=out, env=env)
@@ -88,7 +88,7 @@ def test_vllm_answers_comes_back_and_goes(tmp_path: Path) -> None:
             assert held is not None and float(held[1]) > 0  # it drafts
             if life == 1:
                 os.kill(pid, signal.SIGKILL)
-                server.said("vllm died, starting it again status=-9", 1)
+                server.said("vllm died, restarting status=-9", 1)
                 assert gone(pid), "what it had started holds its memory"
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(60) == 0

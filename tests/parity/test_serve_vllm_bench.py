@@ -21,8 +21,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from peagle.config import SamplingParams
 from peagle.engine.llm import LLM
-from peagle.server.metrics import Metrics
-from peagle.server.stats import EngineStats
+from peagle.server.engine_stats import EngineStats
+from peagle.server.metrics import ServerMetrics
 from scripts.serve_load import serving
 
 pytestmark = pytest.mark.vllm
@@ -146,7 +146,7 @@ def test_types_labels_and_buckets_are_vllms(folder: Path) -> None:
     args = EngineArgs(model=str(folder), speculative_config={**drafter, "num_speculative_tokens": K})
     PrometheusStatLogger(args.create_engine_config())
     theirs = shapes(prometheus_client.generate_latest().decode())
-    ours = shapes(Metrics("small").render(EngineStats(num_accepted_tokens_per_pos=(0,) * K))[0].decode())
+    ours = shapes(ServerMetrics("small").render(EngineStats(num_accepted_tokens_per_pos=(0,) * K))[0].decode())
     assert ours.keys() <= theirs.keys(), ours.keys() - theirs.keys()
     for name, (kind, labels, bounds) in ours.items():
         their_kind, their_labels, their_bounds = theirs[name]

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from playwright.sync_api import Locator, Route, expect
-from serving_support import MODEL, PROMPT, K, Served
+from serving_support import MODEL, PROMPT, K, LocalServer
 from test_report_browser import READ_TEXTS
 
 from peagle.config import SamplingParams
@@ -63,8 +63,8 @@ def tab() -> Iterator[Tab]:
 
 
 @pytest.fixture(scope="module")
-def small() -> Iterator[Served]:
-    with Served() as server:
+def small() -> Iterator[LocalServer]:
+    with LocalServer() as server:
         yield server
 
 
@@ -95,8 +95,8 @@ def talk(smollm2: Any) -> Talk:
 
 
 @pytest.fixture(scope="module")
-def smol(talk: Talk) -> Iterator[Served]:
-    with Served(lambda: talk.llm, model="smollm2-135m") as server:
+def smol(talk: Talk) -> Iterator[LocalServer]:
+    with LocalServer(lambda: talk.llm, model="smollm2-135m") as server:
         yield server
 
 
@@ -104,7 +104,7 @@ def letters(parts: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
     return [(letter, bool(flag)) for text, flag in parts for letter in text]
 
 
-def visit(tab: Tab, server: Served, tokens: int = TOKENS) -> None:
+def visit(tab: Tab, server: LocalServer, tokens: int = TOKENS) -> None:
     tab.look(1280)
     tab.open(server.url + "/")
     expect(tab.page.locator("#about")).to_have_text(re.compile(f"^{server.settings.model}"))
@@ -164,7 +164,7 @@ def test_the_policy_names_the_script_and_the_style() -> None:
     assert "unsafe" not in page and "innerHTML" not in page and "localStorage" not in page
 
 
-def test_a_conversation_with_smollm2(tab: Tab, talk: Talk, smol: Served) -> None:
+def test_a_conversation_with_smollm2(tab: Tab, talk: Talk, smol: LocalServer) -> None:
     visit(tab, smol)
     ask(tab, FIRST)
     assert letters(tab.evaluate(SHADES)[0]) == talk.shades(talk.first) and any(talk.first.is_draft_token)
@@ -197,7 +197,7 @@ def test_a_conversation_with_smollm2(tab: Tab, talk: Talk, smol: Served) -> None
     }
 
 
-def test_escape_stops_the_answer_and_the_server(tab: Tab, smol: Served) -> None:
+def test_escape_stops_the_answer_and_the_server(tab: Tab, smol: LocalServer) -> None:
     visit(tab, smol, tokens=800)
     newest = tab.page.locator(".turn:last-child .text span").nth(3)
     send(tab, "Tell me a long story about a fox.")
@@ -206,16 +206,16 @@ def test_escape_stops_the_answer_and_the_server(tab: Tab, smol: Served) -> None:
     tab.page.keyboard.press("Escape")
     expect(tab.page.locator(".foot")).to_contain_text("stopped", timeout=10_000)
     assert button(tab, "Stop").is_hidden() and not tab.page.get_by_role("alert").count()
-    smol.check_nothing_left()
+    smol.check_engine_idle()
     send(tab, "And another one.")
     expect(newest).to_be_attached()
     button(tab, "Reset").click()
-    smol.check_nothing_left()
+    smol.check_engine_idle()
     assert not tab.page.locator(".turn").count() and texts_of(tab, "#saved") == ["–"]
     expect(tab.page.get_by_label("Your message")).to_be_focused()
 
 
-def test_sampled_texts_are_equal_too(tab: Tab, small: Served) -> None:
+def test_sampled_texts_are_equal_too(tab: Tab, small: LocalServer) -> None:
     visit(tab, small)
     tab.page.get_by_label("Temperature").fill("2")
     side_by_side(tab)
@@ -231,7 +231,7 @@ def test_sampled_texts_are_equal_too(tab: Tab, small: Served) -> None:
     assert len(texts) > 1, "they were sampled"
 
 
-def test_it_fits_and_reads_on_every_screen(tab: Tab, small: Served) -> None:
+def test_it_fits_and_reads_on_every_screen(tab: Tab, small: LocalServer) -> None:
     visit(tab, small)
     for state in ("empty", "answered"):
         if state == "answered":
@@ -262,7 +262,7 @@ def test_it_fits_and_reads_on_every_screen(tab: Tab, small: Served) -> None:
     assert tab.evaluate(blinks) == "none"
 
 
-def test_the_keyboard_alone_is_enough(tab: Tab, small: Served) -> None:
+def test_the_keyboard_alone_is_enough(tab: Tab, small: LocalServer) -> None:
     tab.look(1280)
     tab.open(small.url + "/")
     message, keyboard = tab.page.get_by_label("Your message"), tab.page.keyboard
@@ -308,7 +308,7 @@ def test_the_keyboard_alone_is_enough(tab: Tab, small: Served) -> None:
     ],
 )
 def test_trouble_is_told_in_words_and_can_be_tried_again(
-    tab: Tab, small: Served, response: dict[str, Any], words: str
+    tab: Tab, small: LocalServer, response: dict[str, Any], words: str
 ) -> None:
     visit(tab, small)
     pretend(tab, **response)
@@ -327,7 +327,7 @@ def chat_body(*talk: str) -> dict[str, Any]:
     return {"model": MODEL, "messages": messages, "max_tokens": TOKENS, "temperature": 0}
 
 
-def test_a_full_server_says_when_to_come_back(tab: Tab, small: Served) -> None:
+def test_a_full_server_says_when_to_come_back(tab: Tab, small: LocalServer) -> None:
     visit(tab, small)
     pretend(tab, status=429, headers={"Retry-After": "3"}, json={"error": {"message": "256 wait."}})
     ask(tab, PROMPT)
@@ -341,7 +341,7 @@ def test_a_full_server_says_when_to_come_back(tab: Tab, small: Served) -> None:
     assert texts_of(tab, ".text") == [whole["choices"][0]["message"]["content"]]
 
 
-def test_text_stays_text(tab: Tab, small: Served) -> None:
+def test_text_stays_text(tab: Tab, small: LocalServer) -> None:
     visit(tab, small)
     tokens = {"token_ids": [1, 2], "texts": [HOSTILE[:40], HOSTILE[40:]], "drafted": [False, True]}
     event = {"choices": [{"delta": {"content": HOSTILE}, "finish_reason": "stop", "peagle": tokens}]}
@@ -363,7 +363,7 @@ def test_text_stays_text(tab: Tab, small: Served) -> None:
 
 
 def test_a_key_stays_in_memory(tab: Tab) -> None:
-    with Served(api_key="sesame") as server:
+    with LocalServer(api_key="sesame") as server:
         tab.look(1280)
         tab.open(server.url + "/")
         expect(tab.page.locator("#about.away")).to_contain_text("wants an API key")
@@ -379,7 +379,7 @@ def test_a_key_stays_in_memory(tab: Tab) -> None:
         assert tab.evaluate(kept) == [0, 0, "", False]
 
 
-def test_only_this_address_can_be_reached(tab: Tab, small: Served, tmp_path: Path) -> None:
+def test_only_this_address_can_be_reached(tab: Tab, small: LocalServer, tmp_path: Path) -> None:
     page = tmp_path / "asks.html"
     page.write_text("<!doctype html><title>asks</title>")
     tab.open(page)

@@ -13,7 +13,7 @@ import openai
 import pydantic
 import pytest
 from pairs import TEXT
-from serving_support import MODEL, PROMPT, K, Served, small_engine
+from serving_support import MODEL, PROMPT, K, LocalServer, small_engine
 
 from peagle.config import SamplingParams
 from peagle.engine import grammar
@@ -24,10 +24,10 @@ LENGTH = 20
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with Served(api_key=KEY) as server:
+def served() -> Iterator[LocalServer]:
+    with LocalServer(api_key=KEY) as server:
         yield server
-        server.check_nothing_left()
+        server.check_engine_idle()
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def messages(text: str) -> list:
 ASK = {"model": MODEL, "max_tokens": LENGTH, "temperature": 0, "extra_body": {"ignore_eos": True}}
 
 
-def test_openai_whole_and_streamed(served: Served, wanted: dict[str, str]) -> None:
+def test_openai_whole_and_streamed(served: LocalServer, wanted: dict[str, str]) -> None:
     client = openai.OpenAI(base_url=served.url + "/v1", api_key=KEY)
     assert [model.id for model in client.models.list()] == [MODEL]
     assert client.models.retrieve(MODEL).id == MODEL
@@ -75,7 +75,7 @@ def test_openai_whole_and_streamed(served: Served, wanted: dict[str, str]) -> No
     assert all(c.logprobs is not None and len(c.logprobs.content or []) == LENGTH for c in several.choices)
 
 
-def test_openai_tells_mistakes_apart(served: Served) -> None:
+def test_openai_tells_mistakes_apart(served: LocalServer) -> None:
     client = openai.OpenAI(base_url=served.url + "/v1", api_key=KEY, max_retries=0)
     with pytest.raises(openai.BadRequestError, match="best_of") as told:
         client.completions.create(model=MODEL, prompt="a", best_of=2)
@@ -86,7 +86,7 @@ def test_openai_tells_mistakes_apart(served: Served) -> None:
         openai.OpenAI(base_url=served.url + "/v1", api_key="sk-wrong").models.list()
 
 
-def test_openai_many_at_once_none_mixed_up(served: Served, wanted: dict[str, str]) -> None:
+def test_openai_many_at_once_none_mixed_up(served: LocalServer, wanted: dict[str, str]) -> None:
     """Twice as many as the engine takes at once; half stream, each gets its own text."""
 
     async def main() -> list[tuple[str, str]]:
@@ -106,7 +106,7 @@ def test_openai_many_at_once_none_mixed_up(served: Served, wanted: dict[str, str
     assert all(said == wanted[text] for text, said in asyncio.run(main()))
 
 
-def test_langchain(served: Served, wanted: dict[str, str]) -> None:
+def test_langchain(served: LocalServer, wanted: dict[str, str]) -> None:
     chat_models = pytest.importorskip("langchain_openai")
     model = chat_models.ChatOpenAI(
         base_url=served.url + "/v1",
@@ -122,7 +122,7 @@ def test_langchain(served: Served, wanted: dict[str, str]) -> None:
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="no curl here")
-def test_curl(served: Served, wanted: dict[str, str]) -> None:
+def test_curl(served: LocalServer, wanted: dict[str, str]) -> None:
     body = {"prompt": PROMPT, "max_tokens": LENGTH, "temperature": 0, "ignore_eos": True}
 
     def curl(*more: str) -> str:
@@ -143,7 +143,7 @@ def test_curl(served: Served, wanted: dict[str, str]) -> None:
     assert (info["k"], info["method"]) == (K, "p-eagle")
 
 
-def test_openai_gets_json_of_its_schema(served: Served) -> None:
+def test_openai_gets_json_of_its_schema(served: LocalServer) -> None:
     """As the engine gives it under the same grammar, whole and streamed, drafted or not."""
     schema = {
         "type": "object",
@@ -160,7 +160,7 @@ def test_openai_gets_json_of_its_schema(served: Served) -> None:
     client = openai.OpenAI(base_url=served.url + "/v1", api_key=KEY)
     wanted_format = {"type": "json_schema", "json_schema": {"name": "thing", "schema": schema, "strict": True}}
     ask = {"model": MODEL, "max_tokens": 150, "temperature": 0, "response_format": wanted_format}
-    for extra in ({}, {"speculation": False}, {"draft_tokens": 2}):
+    for extra in ({}, {"speculation": False}, {"num_speculative_tokens": 2}):
         said = client.chat.completions.create(messages=messages(PROMPT), extra_body={"peagle": extra}, **ask)
         assert said.choices[0].message.content == own.text and said.choices[0].finish_reason == "stop"
     chunks = client.chat.completions.create(messages=messages(PROMPT), stream=True, **ask)
@@ -174,7 +174,7 @@ def test_openai_gets_json_of_its_schema(served: Served) -> None:
     assert told.value.param == "response_format"
 
 
-def test_openai_parses_into_a_class(served: Served) -> None:
+def test_openai_parses_into_a_class(served: LocalServer) -> None:
     class Thing(pydantic.BaseModel):
         kind: Literal["work", "source"]
 

@@ -18,17 +18,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pairs import target_folder
-from serving_support import PROMPT, Served, small_engine
+from serving_support import PROMPT, LocalServer, small_engine
 
 from peagle.engine.llm import LLM
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with Served(lambda: engine_with_tools()) as server:
+def served() -> Iterator[LocalServer]:
+    with LocalServer(lambda: engine_with_tools()) as server:
         yield server
-        server.check_nothing_left()
-        assert server.ask("/health")[2]["restarts"] == 0
+        server.check_engine_idle()
+        assert server.request("/health")[2]["restarts"] == 0
 
 
 def folder_with(name: str, template: str) -> Path:
@@ -60,14 +60,14 @@ def test_no_code_of_a_checkpoint_is_run(tmp_path: Path) -> None:
     ):
         values = json.loads((folder / file).read_text())
         (folder / file).write_text(json.dumps({**values, "auto_map": more}))
-    with Served(lambda: engine_of(folder)) as server:
-        assert server.good()[0] == 200
-        status, _, said = server.ask("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]})
+    with LocalServer(lambda: engine_of(folder)) as server:
+        assert server.complete()[0] == 200
+        status, _, said = server.request("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]})
         assert (status, said["error"]["param"]) == (400, "messages")
     assert not mark.exists()
 
 
-def test_schemas_are_not_fetched(served: Served) -> None:
+def test_schemas_are_not_fetched(served: LocalServer) -> None:
     with socket.create_server(("127.0.0.1", 0)) as bait:
         bait.settimeout(0.2)
         schema = {"$ref": f"http://127.0.0.1:{bait.getsockname()[1]}/schema.json"}
@@ -77,7 +77,7 @@ def test_schemas_are_not_fetched(served: Served) -> None:
             ({"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}, "response_format"),
             ({"tools": tools, "tool_choice": "required"}, "tools"),
         ):
-            status, _, said = served.ask("/v1/chat/completions", {**chat, **more})
+            status, _, said = served.request("/v1/chat/completions", {**chat, **more})
             assert (status, said["error"]["param"]) == (400, param)
         with pytest.raises(TimeoutError):
             bait.accept()
@@ -92,10 +92,10 @@ def test_keys_are_compared_in_the_same_time(monkeypatch: pytest.MonkeyPatch) -> 
         return hmac_compare(given, key)
 
     hmac_compare = hmac.compare_digest
-    monkeypatch.setattr("peagle.server.limits.hmac.compare_digest", watched)
-    with Served(api_key="sk-own") as server:
+    monkeypatch.setattr("peagle.server.middleware.hmac.compare_digest", watched)
+    with LocalServer(api_key="sk-own") as server:
         sent = ["", "s", "sk-owm", "sk-own", "sk-own-and-more"]
-        statuses = [server.ask("/v1/models", headers={"authorization": f"Bearer {key}"})[0] for key in sent]
+        statuses = [server.request("/v1/models", headers={"authorization": f"Bearer {key}"})[0] for key in sent]
     assert statuses == [401, 401, 401, 200, 401]
     assert compared == [(key.encode(), b"sk-own") for key in sent]
 
@@ -108,27 +108,29 @@ def test_a_server_that_still_loads_says_so() -> None:
         assert go_on.wait(60)
         return small_engine()
 
-    server = Served(slow_engine)
+    server = LocalServer(slow_engine)
     entering = threading.Thread(target=server.__enter__)
     entering.start()
     try:
         assert asked.wait(60)
         while not getattr(server, "server", None) or not server.server.started:
             assert entering.is_alive()
-        assert server.ask("/health/live")[0] == 200 and server.ask("/version")[0] == 200
+        assert server.request("/health/live")[0] == 200 and server.request("/version")[0] == 200
         for path, body in (
             ("/health/ready", None),
             ("/v1/completions", {"prompt": "a"}),
             ("/tokenize", {"prompt": "a"}),
         ):
-            status, headers, _ = server.ask(path, body)
+            status, headers, _ = server.request(path, body)
             assert status == 503 and int(headers["retry-after"]) >= 1
-        told = re.search(rb'vllm:admission_rejections_total\{.*reason="unready".*\} (\S+)', server.ask("/metrics")[2])
+        told = re.search(
+            rb'vllm:admission_rejections_total\{.*reason="unready".*\} (\S+)', server.request("/metrics")[2]
+        )
         assert told is not None and float(told[1]) == 2
     finally:
         go_on.set()
         entering.join(60)
-    assert server.good()[0] == 200
+    assert server.complete()[0] == 200
     server.__exit__(None, None, None)
 
 
@@ -187,7 +189,7 @@ def changed(value: Any, at: tuple[Any, ...], to: Any) -> Any:
 
 
 @pytest.mark.parametrize("path", GOOD)
-def test_a_fuzzer_finds_no_500(served: Served, path: str) -> None:
+def test_a_fuzzer_finds_no_500(served: LocalServer, path: str) -> None:
     """A good request with something else in one or two of its places, or with its bytes changed."""
     seen: set[int] = set()
 
@@ -201,13 +203,13 @@ def test_a_fuzzer_finds_no_500(served: Served, path: str) -> None:
         if data.draw(st.booleans()):
             at = data.draw(st.integers(0, len(raw)))
             raw = raw[:at] + data.draw(st.binary(max_size=4)) + raw[at + data.draw(st.integers(0, 4)) :]
-        status, _, said = served.ask(path, raw)
+        status, _, said = served.request(path, raw)
         seen.add(status)
         assert status < 500, (raw, said)
         if status >= 400:
             assert said["error"].keys() == {"message", "type", "param", "code"}
 
-    assert served.ask(path, GOOD[path])[0] == 200
+    assert served.request(path, GOOD[path])[0] == 200
     fuzz()
     assert {200, 400} <= seen
-    assert served.good()[0] == 200
+    assert served.complete()[0] == 200

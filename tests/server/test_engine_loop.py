@@ -9,17 +9,16 @@ import socket
 import struct
 import subprocess
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from pairs import TEXT
-from serving_support import PROMPT, Served, small_engine
+from serving_support import GIVE_UP_S, PROMPT, LocalServer, StepGate, small_engine, wait_until
 
 from peagle.config import SamplingParams
 from peagle.engine.llm import LLM
@@ -29,10 +28,10 @@ LONG = {"prompt": PROMPT, "max_tokens": 200, "temperature": 0, "ignore_eos": Tru
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with Served(max_body=MAX_BODY) as server:
+def served() -> Iterator[LocalServer]:
+    with LocalServer(max_body_bytes=MAX_BODY) as server:
         yield server
-        server.check_nothing_left()
+        server.check_engine_idle()
 
 
 @pytest.fixture(scope="module")
@@ -97,34 +96,34 @@ BODIES: dict[str, bytes] = {
 
 @pytest.mark.parametrize("name", BODIES)
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
-def test_a_bad_body_is_the_clients_fault(served: Served, name: str, path: str) -> None:
-    status, headers, said = served.ask(path, BODIES[name])
+def test_a_bad_body_is_the_clients_fault(served: LocalServer, name: str, path: str) -> None:
+    status, headers, said = served.request(path, BODIES[name])
     assert status == 400 or (name in ("a zero byte", "a long prompt") and path == "/tokenize" and status == 200), said
     assert headers["content-type"] == "application/json"
     if status == 400:
         assert isinstance(said["error"]["message"], str) and len(json.dumps(said)) < 1000
 
 
-def test_after_all_that_the_next_is_served(served: Served, wanted: str) -> None:
-    assert served.good() == (200, wanted)
-    served.check_nothing_left()
-    assert served.ask("/health")[2]["restarts"] == 0
+def test_after_all_that_the_next_is_served(served: LocalServer, wanted: str) -> None:
+    assert served.complete() == (200, wanted)
+    served.check_engine_idle()
+    assert served.request("/health")[2]["restarts"] == 0
 
 
-def test_more_than_a_body_may_have_is_refused_unread(served: Served, wanted: str) -> None:
+def test_more_than_a_body_may_have_is_refused_unread(served: LocalServer, wanted: str) -> None:
     ten = b'{"prompt": "' + b"a" * (10 << 20) + b'"}'
-    assert served.ask("/v1/completions", ten)[0] == 413
+    assert served.request("/v1/completions", ten)[0] == 413
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    with raw(served) as one:  # announced, and never sent
+    with connect(served) as one:  # announced, and never sent
         one.sendall(head + b"Content-Length: 99999999999999999999\r\n\r\n")
         assert b"HTTP/1.1 413" in one.recv(4096)
-    with raw(served) as one:  # unannounced
+    with connect(served) as one:  # unannounced
         one.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n")
         piece = b"x" * 65536
         for _ in range(2 * MAX_BODY // len(piece)):
             one.sendall(f"{len(piece):x}\r\n".encode() + piece + b"\r\n")
         assert b"HTTP/1.1 413" in one.recv(4096)
-    assert served.good() == (200, wanted)
+    assert served.complete() == (200, wanted)
 
 
 @pytest.mark.parametrize(
@@ -140,8 +139,8 @@ def test_more_than_a_body_may_have_is_refused_unread(served: Served, wanted: str
     ],
     ids=["bytes", "another protocol", "negative length", "two lengths", "long path", "many headers", "tls"],
 )
-def test_what_is_not_http_is_told_so(served: Served, said: bytes) -> None:
-    with raw(served) as one:
+def test_what_is_not_http_is_told_so(served: LocalServer, said: bytes) -> None:
+    with connect(served) as one:
         try:
             one.sendall(said + b"\r\n\r\n")
             answer = one.recv(65536)
@@ -150,11 +149,20 @@ def test_what_is_not_http_is_told_so(served: Served, said: bytes) -> None:
         except (ConnectionResetError, BrokenPipeError):
             answer = b""  # it did not care to listen to the end
     assert answer == b"" or (answer.startswith(b"HTTP/1.1 4") and b'"error"' in answer), answer[:200]
-    assert served.good()[0] == 200
+    assert served.complete()[0] == 200
 
 
-def raw(served: Served, timeout: float = 20.0) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", served.port), timeout=timeout)
+def connect(server: LocalServer) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), timeout=GIVE_UP_S)
+
+
+def read_all(client: socket.socket) -> bytes:
+    """Reads until the server closes the connection."""
+    data = b""
+    with suppress(ConnectionResetError):
+        while part := client.recv(65536):
+            data += part
+    return data
 
 
 def request(body: dict[str, Any], path: str = "/v1/completions") -> bytes:
@@ -165,29 +173,31 @@ def request(body: dict[str, Any], path: str = "/v1/completions") -> bytes:
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("how", ["reset", "closed", "half closed"])
-def test_a_client_that_leaves_frees_what_it_held(served: Served, how: str, stream: bool) -> None:
-    before = served.engine.stats().generated_tokens
-    with raw(served) as one:
-        one.sendall(request({**LONG, "stream": stream}))
+def test_a_disconnect_aborts_the_request(served: LocalServer, how: str, stream: bool) -> None:
+    num_before = served.engine.stats.num_output_tokens
+    gate = StepGate(served, num_steps=3)
+    with connect(served) as client:
+        client.sendall(request({**LONG, "stream": stream}))
         if stream:
-            assert b"200 OK" in one.recv(65536)
+            assert b"200 OK" in client.recv(65536)
         else:
-            until = time.monotonic() + 10
-            while served.engine.stats().running == 0 and time.monotonic() < until:
-                time.sleep(0.005)
+            wait_until(lambda: served.engine.stats.num_requests_running)
         if how == "reset":
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         if how == "half closed":
-            one.shutdown(socket.SHUT_WR)
-            while one.recv(65536):
+            client.shutdown(socket.SHUT_WR)
+            while client.recv(65536):
                 pass
-    served.check_nothing_left()
-    assert served.engine.stats().generated_tokens - before < 200, "it went on to the end for nobody"
+    wait_until(lambda: not served.engine.open_streams)
+    gate.open()
+    served.check_engine_idle()
+    assert served.engine.stats.num_output_tokens - num_before < LONG["max_tokens"]
 
 
-@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl here")
-def test_a_client_that_is_killed(served: Served) -> None:
-    before = served.engine.stats().generated_tokens
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_a_killed_client_aborts_the_request(served: LocalServer) -> None:
+    num_before = served.engine.stats.num_output_tokens
+    gate = StepGate(served, num_steps=3)
     body = json.dumps({**LONG, "stream": True, "n": 4})
     command = ["curl", "-sN", "-H", "Content-Type: application/json", "-d", body, served.url + "/v1/completions"]
     client = subprocess.Popen(command, stdout=subprocess.PIPE)
@@ -195,136 +205,132 @@ def test_a_client_that_is_killed(served: Served) -> None:
     client.kill()
     client.wait()
     client.stdout.close()
-    served.check_nothing_left()
-    assert served.engine.stats().generated_tokens - before < 800
+    wait_until(lambda: not served.engine.open_streams)
+    gate.open()
+    served.check_engine_idle()
+    assert served.engine.stats.num_output_tokens - num_before < 4 * LONG["max_tokens"]
 
 
-def test_idle_and_slow_connections_hold_nobody_up(wanted: str) -> None:
-    """900 that never finish a head, 100 that never finish a body; they are closed in time, others do not notice."""
-    with Served(head_s=8.0, body_s=8.0, keep_alive_s=1) as server, ExitStack() as sockets:
-        heads = [sockets.enter_context(raw(server)) for _ in range(900)]
-        for i, one in enumerate(heads):
-            one.sendall([b"", b"P", b"GET / HTTP/1.1\r\nHost: x\r\nX-Slow"][i % 3])
-        bodies = [sockets.enter_context(raw(server)) for _ in range(100)]
-        for one in bodies:
-            one.sendall(request(LONG)[:-20])
-        began = time.monotonic()
-        assert server.good() == (200, wanted)
-        assert time.monotonic() - began < 8
-        for one in heads:
-            assert one.recv(1000) == b""
-        for one in bodies:
-            assert b"HTTP/1.1 408" in one.recv(1000)
-        # a second request on a connection that was good for one is not waited for either
-        with raw(server) as one:
-            one.sendall(request({**LONG, "max_tokens": 1}))
-            assert b"200 OK" in one.recv(65536)
-            one.sendall(b"GET / HT")
-            while one.recv(65536):
-                pass
-        until = time.monotonic() + 10
-        while server.server.server_state.connections and time.monotonic() < until:
-            time.sleep(0.05)
-        assert not server.server.server_state.connections
-        server.check_nothing_left()
+def test_idle_and_slow_connections_are_closed(wanted: str) -> None:
+    """Clients that never finish a header or a body; other requests are served meanwhile."""
+    with LocalServer(header_timeout_s=4.0, body_timeout_s=4.0, keep_alive_s=1) as server, ExitStack() as sockets:
+        headers = [sockets.enter_context(connect(server)) for _ in range(300)]
+        bodies = [sockets.enter_context(connect(server)) for _ in range(50)]
+        with suppress(OSError):  # on a slow machine the first ones are closed by now
+            for i, client in enumerate(headers):
+                client.sendall([b"", b"P", b"GET / HTTP/1.1\r\nHost: x\r\nX-Slow"][i % 3])
+        for client in bodies:
+            with suppress(OSError):
+                client.sendall(request(LONG)[:-20])
+        assert server.complete() == (200, wanted)
+        for client in headers:
+            assert read_all(client) == b""
+        for client in bodies:
+            assert read_all(client)[:12] in (b"HTTP/1.1 408", b"")
+        # The same limits hold for a second request on a connection.
+        with connect(server) as client:
+            client.sendall(request({**LONG, "max_tokens": 1}))
+            assert b"200 OK" in client.recv(65536)
+            with suppress(OSError):
+                client.sendall(b"GET / HT")
+            read_all(client)
+        wait_until(lambda: not server.server.server_state.connections)
+        server.check_engine_idle()
 
 
-def test_a_client_that_does_not_read_holds_nothing(wanted: str) -> None:
-    """The engine is done with it when the answer is made, and the connection is closed when its time is over."""
-    with Served(deadline_s=8.0, max_queue=0, send_buffer=8192) as server:
+def test_a_body_that_never_ends_gets_408() -> None:
+    with LocalServer(body_timeout_s=0.5) as server, connect(server) as client:
+        client.sendall(request(LONG)[:-20])
+        assert b"HTTP/1.1 408" in client.recv(1000)
+
+
+def test_a_client_that_does_not_read_blocks_no_engine_slot(wanted: str) -> None:
+    """The engine is done with a request when its last token is made. The connection is closed after the time limit."""
+    with LocalServer(request_timeout_s=15.0, max_queued_requests=0, send_buffer=8192) as server:
         body = {**LONG, "max_tokens": 100, "stream": True, "n": 4, "logprobs": 20, "peagle": {"tokens": True}}
-        with socket.socket() as one:
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            one.connect(("127.0.0.1", server.port))
-            one.sendall(request(body))
-            until = time.monotonic() + 20
-            while not server.engine.stats().generated_tokens >= 400 and time.monotonic() < until:
-                time.sleep(0.01)
-            assert server.engine.stats().generated_tokens == 400 and server.server.server_state.tasks
-            assert server.good() == (200, wanted)  # though there is no queue, and its four places were all taken
-            server.check_nothing_left()
-            while server.server.server_state.tasks and time.monotonic() < until:
-                time.sleep(0.02)
-            assert not server.server.server_state.tasks
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect(("127.0.0.1", server.port))
+            client.sendall(request(body))
+            wait_until(lambda: server.engine.stats.num_output_tokens == 400)
+            assert server.server.server_state.tasks
+            assert server.complete() == (200, wanted)  # there is no queue, and its four slots were all taken
+            server.check_engine_idle()
+            wait_until(lambda: not server.server.server_state.tasks)
 
 
-def test_overload_is_told_at_once_and_passes(wanted: str) -> None:
-    with Served(lambda: small_engine(max_num_seqs=2), max_queue=3) as server, ThreadPoolExecutor(5) as pool:
-        asked = [pool.submit(server.ask, "/v1/completions", {**LONG, "n": 1}) for _ in range(5)]
-        until = time.monotonic() + 10
-        while len(server.engine.open) < 5 and time.monotonic() < until:
-            time.sleep(0.005)
+def test_a_full_queue_refuses_requests(wanted: str) -> None:
+    build_llm = lambda: small_engine(max_num_seqs=2)  # noqa: E731
+    with LocalServer(build_llm, max_queued_requests=3) as server, ThreadPoolExecutor(5) as pool:
+        gate = StepGate(server, num_steps=0)
+        accepted = [pool.submit(server.request, "/v1/completions", LONG) for _ in range(5)]
+        wait_until(lambda: len(server.engine.open_streams) == 5)
         for path, body in (
             ("/v1/completions", {**LONG, "stream": True}),
             ("/v1/completions", LONG),
             ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
         ):
-            began = time.monotonic()
-            status, headers, said = server.ask(path, body)
-            assert (status, said["error"]["code"], said["error"]["type"]) == (429, "queue_full", "rate_limit_error")
+            status, headers, response = server.request(path, body)
+            error = response["error"]
+            assert (status, error["code"], error["type"]) == (429, "queue_full", "rate_limit_error")
             assert int(headers["retry-after"]) >= 1
-            assert time.monotonic() - began < 1
-        assert server.ask("/health")[0] == 200
-        # nothing was put into those: without a tokenizer they are refused just the same
-        prompts = server.context.prompts
-        tokenizer, prompts.tokenizer = prompts.tokenizer, None
+        assert server.request("/health")[0] == 200
+        # Refused before the prompt is tokenized: the result is the same without a tokenizer.
+        tokenizer, server.context.tokenizer.tokenizer = server.context.tokenizer.tokenizer, None
         for path, body in (
             ("/v1/completions", {**LONG, "prompt": "a" * 100_000}),
             ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * 100_000}]}),
         ):
-            assert server.ask(path, body)[0] == 429
-        prompts.tokenizer = tokenizer
-        assert [one.result()[0] for one in asked] == [200] * 5
-        assert server.good() == (200, wanted)
-        server.check_nothing_left()
+            assert server.request(path, body)[0] == 429
+        server.context.tokenizer.tokenizer = tokenizer
+        gate.open()
+        assert [future.result()[0] for future in accepted] == [200] * 5
+        assert server.complete() == (200, wanted)
+        server.check_engine_idle()
 
 
-def test_a_queue_that_fills_while_a_prompt_is_read_is_full() -> None:
-    """Room is looked for before a prompt is tokenized and again behind it."""
-    with Served(max_queue=0) as server, ThreadPoolExecutor(5) as pool:
-        server.inspect(lambda llm: setattr(llm, "step", slowed(llm.step)))
-        prompts = server.context.prompts
-        read, reading, filled = prompts.tokenizer, threading.Event(), threading.Event()
+def test_the_queue_is_checked_again_after_tokenization() -> None:
+    with LocalServer(max_queued_requests=0) as server, ThreadPoolExecutor(5) as pool:
+        gate = StepGate(server, num_steps=0)
+        tokenizer = server.context.tokenizer.tokenizer
+        tokenizing, queue_filled = threading.Event(), threading.Event()
 
-        def slowly(*args: Any, **options: Any) -> Any:
-            reading.set()
-            assert filled.wait(20)
-            return read("a few tokens")  # as a tokenizer of whole words would make of it
+        def tokenize_slowly(*args: Any, **options: Any) -> Any:
+            tokenizing.set()
+            assert queue_filled.wait(GIVE_UP_S)
+            return tokenizer("a few tokens")
 
-        prompts.tokenizer = slowly
-        late = pool.submit(server.ask, "/v1/completions", {"prompt": "a " * 5000, "max_tokens": 1})
-        assert reading.wait(20)  # it had its place
-        prompts.tokenizer = read
-        others = [pool.submit(server.ask, "/v1/completions", LONG) for _ in range(4)]
-        until = time.monotonic() + 10
-        while len(server.engine.open) < 4 and time.monotonic() < until:
-            time.sleep(0.005)
-        filled.set()
-        status, headers, said = late.result()
-        assert (status, said["error"]["code"]) == (429, "queue_full") and "retry-after" in headers
-        assert [one.result()[0] for one in others] == [200] * 4
+        server.context.tokenizer.tokenizer = tokenize_slowly
+        late = pool.submit(server.request, "/v1/completions", {"prompt": "a " * 5000, "max_tokens": 1})
+        assert tokenizing.wait(GIVE_UP_S)
+        server.context.tokenizer.tokenizer = tokenizer
+        others = [pool.submit(server.request, "/v1/completions", LONG) for _ in range(4)]
+        wait_until(lambda: len(server.engine.open_streams) == 4)
+        queue_filled.set()
+        status, headers, response = late.result()
+        assert (status, response["error"]["code"]) == (429, "queue_full") and "retry-after" in headers
+        gate.open()
+        assert [future.result()[0] for future in others] == [200] * 4
 
 
-def test_a_deadline_ends_what_takes_too_long() -> None:
-    with Served(deadline_s=0.3) as server:
-        server.inspect(lambda llm: setattr(llm, "step", slowed(llm.step)))
-        status, headers, said = server.ask("/v1/completions", LONG)
-        assert (status, said["error"]["code"]) == (503, "deadline") and "retry-after" in headers
-        data = server.ask("/v1/completions", {**LONG, "stream": True})[2].decode()
-        assert '"code":"deadline"' in data and data.endswith("data: [DONE]\n\n")
-        server.check_nothing_left()
-
-
-def slowed(step: Any) -> Any:
-    def slower() -> Any:
-        time.sleep(0.02)
-        return step()
-
-    return slower
+@pytest.mark.parametrize("num_steps", [0, 3])
+def test_the_time_limit_ends_a_request(num_steps: int) -> None:
+    """Before the first token the status is 503; after it the stream carries the error."""
+    with LocalServer(request_timeout_s=2.0) as server:
+        gate = StepGate(server, num_steps)
+        data = server.request("/v1/completions", {**LONG, "stream": True})[2]
+        if num_steps:
+            assert b'"code":"deadline"' in data and data.endswith(b"data: [DONE]\n\n")
+        else:
+            assert data["error"]["code"] == "deadline"
+        status, headers, response = server.request("/v1/completions", LONG)
+        assert (status, response["error"]["code"]) == (503, "deadline") and "retry-after" in headers
+        gate.open()
+        server.check_engine_idle()
 
 
 class Poison:
-    """Breaks the runner in the middle of a round that has this prompt in it."""
+    """Fails a decode step that has this prompt in it."""
 
     def __init__(self, llm: LLM, prompt: str, times: int = 1) -> None:
         self.launch, self.ids, self.times = llm.model_runner.launch, list(prompt.encode()), times
@@ -342,15 +348,13 @@ class Poison:
 def test_an_engine_that_fails_takes_only_what_it_was_at(wanted: str) -> None:
     """One runs and fails, in its stream and whole; those in the queue are answered by the engine that follows."""
     poisoned = TEXT[3000:3030].decode()
-    with Served(lambda: small_engine(max_num_seqs=1)) as server, ThreadPoolExecutor(8) as pool:
+    with LocalServer(lambda: small_engine(max_num_seqs=1)) as server, ThreadPoolExecutor(8) as pool:
         for restarts, stream in enumerate((True, False), 1):
-            server.inspect(lambda llm: Poison(llm, poisoned))
-            failing = server.inspect(weakref.ref)
-            bad = pool.submit(server.ask, "/v1/completions", {**LONG, "prompt": poisoned, "stream": stream})
-            until = time.monotonic() + 10
-            while server.engine.stats().running == 0 and time.monotonic() < until:
-                time.sleep(0.002)
-            waiting = [pool.submit(server.good) for _ in range(4)]
+            server.call_in_engine(lambda llm: Poison(llm, poisoned))
+            failing = server.call_in_engine(weakref.ref)
+            bad = pool.submit(server.request, "/v1/completions", {**LONG, "prompt": poisoned, "stream": stream})
+            wait_until(lambda: server.engine.stats.num_requests_running)
+            waiting = [pool.submit(server.complete) for _ in range(4)]
             status, _, said = bad.result()
             if stream:
                 assert status == 200 and b'"code":"engine_error"' in said and said.endswith(b"data: [DONE]\n\n")
@@ -358,16 +362,19 @@ def test_an_engine_that_fails_takes_only_what_it_was_at(wanted: str) -> None:
                 assert (status, said["error"]["code"]) == (500, "engine_error")
                 assert "astray" not in said["error"]["message"]
             assert [one.result() for one in waiting] == [(200, wanted)] * 4
-            status, _, health = server.ask("/health")
+            status, _, health = server.request("/health")
             assert (status, health["status"], health["restarts"]) == (200, "ready", restarts)
             assert health["last_error"] == "RuntimeError: a kernel went astray"
             assert failing() is None, "two engines' memory is held"
-        before = server.engine.stats()
-        assert server.good() == (200, wanted)
-        after = server.engine.stats()
-        assert after.generated_tokens == before.generated_tokens + 8  # counters outlive engines
-        assert after.drafts > before.drafts > 0 and after.prefix_queries > before.prefix_queries
-        server.check_nothing_left()
+        before = server.engine.stats
+        assert server.complete() == (200, wanted)
+        after = server.engine.stats
+        assert after.num_output_tokens == before.num_output_tokens + 8  # counters outlive engines
+        assert (
+            after.num_drafts > before.num_drafts > 0
+            and after.num_prefix_cache_queries > before.num_prefix_cache_queries
+        )
+        server.check_engine_idle()
 
 
 def test_a_request_that_cannot_be_begun_fails_alone(wanted: str) -> None:
@@ -381,15 +388,15 @@ def test_a_request_that_cannot_be_begun_fails_alone(wanted: str) -> None:
 
         llm.add_request = broken  # type: ignore[method-assign]
 
-    with Served() as server, ThreadPoolExecutor(2) as pool:
-        server.inspect(break_add)
-        other = pool.submit(server.ask, "/v1/completions", LONG)
-        assert server.ask("/v1/completions", {"prompt": "abc"})[0] == 500
-        assert server.ask("/v1/completions", {"prompt": "abc", "stream": True})[0] == 500
+    with LocalServer() as server, ThreadPoolExecutor(2) as pool:
+        server.call_in_engine(break_add)
+        other = pool.submit(server.request, "/v1/completions", LONG)
+        assert server.request("/v1/completions", {"prompt": "abc"})[0] == 500
+        assert server.request("/v1/completions", {"prompt": "abc", "stream": True})[0] == 500
         assert other.result()[2]["usage"]["completion_tokens"] == 200
-        assert server.good() == (200, wanted)
-        assert server.ask("/health")[2]["restarts"] == 0
-        server.check_nothing_left()
+        assert server.complete() == (200, wanted)
+        assert server.request("/health")[2]["restarts"] == 0
+        server.check_engine_idle()
 
 
 def test_an_engine_that_always_fails_is_given_up(wanted: str) -> None:
@@ -400,23 +407,21 @@ def test_an_engine_that_always_fails_is_given_up(wanted: str) -> None:
         Poison(llm, PROMPT, times=1000)
         return llm
 
-    with Served(make, failures=3) as server:
+    with LocalServer(make, max_consecutive_failures=3) as server:
         for _ in range(3):
-            assert server.ask("/v1/completions", LONG)[0] == 500
-        until = time.monotonic() + 10
-        while server.ask("/health/live")[0] == 200 and time.monotonic() < until:
-            time.sleep(0.01)
-        status, _, health = server.ask("/health/live")
+            assert server.request("/v1/completions", LONG)[0] == 500
+        wait_until(lambda: server.request("/health/live")[0] != 200)
+        status, _, health = server.request("/health/live")
         assert (status, health["status"]) == (503, "failed") and "astray" in health["last_error"]
-        status, headers, said = server.ask("/v1/completions", LONG)
+        status, headers, said = server.request("/v1/completions", LONG)
         assert (status, said["error"]["code"]) == (503, "unavailable") and "retry-after" in headers
-        assert server.ask("/metrics")[0] == 200
+        assert server.request("/metrics")[0] == 200
 
 
-def test_a_schema_fuzzer_finds_no_500(served: Served, wanted: str) -> None:
+def test_a_schema_fuzzer_finds_no_500(served: LocalServer, wanted: str) -> None:
     """Requests made from our own description, right ones and wrong ones."""
     schemathesis = pytest.importorskip("schemathesis")
-    description = served.ask("/openapi.json")[2]
+    description = served.request("/openapi.json")[2]
     schema = schemathesis.openapi.from_dict(description)
     schema.config.update(base_url=served.url)
     seen: set[int] = set()
@@ -442,5 +447,5 @@ def test_a_schema_fuzzer_finds_no_500(served: Served, wanted: str) -> None:
             except schemathesis.errors.SchemathesisError:
                 assert mode == "negative"  # nothing wrong can be made of a path without parameters
     assert {200, 400} <= seen
-    assert served.good() == (200, wanted)
-    served.check_nothing_left()
+    assert served.complete() == (200, wanted)
+    served.check_engine_idle()

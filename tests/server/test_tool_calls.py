@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -16,23 +15,31 @@ import pairs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from serving_support import MODEL, Served
+from serving_support import MODEL, LocalServer
 from transformers import AddedToken
 
 from peagle.checkpoints.target import Target, load_tokenizer
 from peagle.config import LayerConfig
 from peagle.engine.llm import LLM
 from peagle.models.decoder import Decoder
-from peagle.server.tools import FORMS, Brackets, Call, Form, ToolReader, forced, form_of
+from peagle.server.tool_calls import (
+    TOOL_CALL_FORMATS,
+    JsonEndFinder,
+    ParsedToolCall,
+    ToolCallFormat,
+    ToolCallParser,
+    get_forced_format,
+    get_format,
+)
 
 NAMES = ("find", "get_weather", "a-b.c")
 
 
-def read(form: Form, pieces: list[str], names: tuple[str, ...] = NAMES) -> tuple[str, list[Call]]:
+def read(form: ToolCallFormat, pieces: list[str], names: tuple[str, ...] = NAMES) -> tuple[str, list[ParsedToolCall]]:
     """Content and calls."""
-    reader = ToolReader(form, names)
+    reader = ToolCallParser(form, names)
     out = [one for piece in pieces for one in reader.feed(piece)] + reader.feed("", final=True)
-    return "".join(one for one in out if isinstance(one, str)), [one for one in out if isinstance(one, Call)]
+    return "".join(one for one in out if isinstance(one, str)), [one for one in out if isinstance(one, ParsedToolCall)]
 
 
 def cut(text: str, at: list[int]) -> list[str]:
@@ -58,11 +65,11 @@ words = st.text(st.characters(codec="utf-8", exclude_characters="<[{;"), max_siz
 @st.composite
 def answers(draw: st.DrawFn, kind: str) -> tuple[str, str, list[tuple[str, dict[str, Any]]]]:
     """A text of a form, its content and its calls, written down by hand."""
-    form, layout = FORMS[kind], draw(layouts)
+    form, layout = TOOL_CALL_FORMATS[kind], draw(layouts)
 
     def written(call: tuple[str, Any], as_text: bool = False) -> str:
         value = json.dumps(call[1]) if as_text else call[1]
-        return json.dumps({"name": call[0], form.key: value}, **layout)
+        return json.dumps({"name": call[0], form.arguments_key: value}, **layout)
 
     before = draw(words)
     many = draw(st.lists(calls, min_size=1, max_size=3))
@@ -88,13 +95,13 @@ def answers(draw: st.DrawFn, kind: str) -> tuple[str, str, list[tuple[str, dict[
     return lead + "".join(f"[TOOL_CALLS]{n}{between}{json.dumps(a, **layout)}" for n, a in many), before, many
 
 
-@pytest.mark.parametrize("kind", FORMS)
+@pytest.mark.parametrize("kind", TOOL_CALL_FORMATS)
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_calls_are_found_in_any_pieces(kind: str, data: st.DataObject) -> None:
     text, content, wanted = data.draw(answers(kind))
     for pieces in ([text], list(text), cut(text, data.draw(st.lists(st.integers(0, 10_000), max_size=8)))):
-        said, found = read(FORMS[kind], pieces)
+        said, found = read(TOOL_CALL_FORMATS[kind], pieces)
         assert [(call.name, json.loads(call.arguments)) for call in found] == wanted
         assert said == content
 
@@ -106,10 +113,12 @@ FRAGMENTS = [
 ]
 
 
-@pytest.mark.parametrize("form", [*FORMS.values(), forced(None)], ids=[*FORMS, "forced"])
+@pytest.mark.parametrize(
+    "form", [*TOOL_CALL_FORMATS.values(), get_forced_format(None)], ids=[*TOOL_CALL_FORMATS, "forced"]
+)
 @settings(max_examples=300, deadline=None)
 @given(parts=st.lists(st.sampled_from(FRAGMENTS), max_size=14), at=st.lists(st.integers(0, 500), max_size=8))
-def test_the_pieces_never_matter_and_text_stays_text(form: Form, parts: list[str], at: list[int]) -> None:
+def test_the_pieces_never_matter_and_text_stays_text(form: ToolCallFormat, parts: list[str], at: list[int]) -> None:
     text = "".join(parts)
     said, found = read(form, [text])
     assert read(form, list(text)) == read(form, parts) == read(form, cut(text, at)) == (said, found)
@@ -120,7 +129,7 @@ def test_the_pieces_never_matter_and_text_stays_text(form: Form, parts: list[str
         left = iter(text)
         assert all(letter in left for letter in said)
         assert all(isinstance(json.loads(call.arguments), dict) for call in found)
-    if form.opens is not None and form.opens not in text and not form.bare:
+    if form.start_tag is not None and form.start_tag not in text and not form.bare_json:
         assert (said, found) == (text, [])
 
 
@@ -150,33 +159,36 @@ def test_the_pieces_never_matter_and_text_stays_text(form: Form, parts: list[str
     ],
 )  # fmt: skip
 def test_what_counts_as_a_call(kind: str, text: str, content: str, found: list[str]) -> None:
-    said, calls = read(FORMS[kind], list(text))
+    said, calls = read(TOOL_CALL_FORMATS[kind], list(text))
     assert (said, [call.name for call in calls]) == (content, found)
 
 
 def test_a_long_answer_is_read_once() -> None:
     """Both what looks like a call and never is one, and one with a long text in it."""
-    began = time.perf_counter()
     noise = '<tool_call>{"' * 20_000
-    assert read(FORMS["hermes"], re.findall("(?s).{1,4}", noise)) == (noise, [])
+    assert read(TOOL_CALL_FORMATS["hermes"], re.findall("(?s).{1,4}", noise)) == (noise, [])
     long = json.dumps({"name": "find", "arguments": {"x": 'a"\\' * 60_000}})
-    said, found = read(FORMS["hermes"], re.findall("(?s).{1,4}", f"<tool_call>{long}</tool_call>"))
+    said, found = read(TOOL_CALL_FORMATS["hermes"], re.findall("(?s).{1,4}", f"<tool_call>{long}</tool_call>"))
     assert said == "" and json.loads(found[0].arguments)["x"] == 'a"\\' * 60_000
-    assert time.perf_counter() - began < 20
-    brackets = Brackets(0)
-    assert [brackets.end(t) for t in ('{"a', '{"a}\\', '{"a}\\"]', '{"a}\\"]"', '{"a}\\"]"}x')] == [None] * 4 + [9]
+    brackets = JsonEndFinder(0)
+    assert [brackets.find(t) for t in ('{"a', '{"a}\\', '{"a}\\"]', '{"a}\\"]"', '{"a}\\"]"}x')] == [None] * 4 + [9]
 
 
 def test_the_form_is_the_one_that_the_template_teaches() -> None:
     qwen = '{% if tools %}<tools></tools> within <tool_call></tool_call>: {"name": ...}{% endif %}'
-    assert form_of(qwen) is FORMS["hermes"]
-    assert form_of(qwen + "<function=example>") is None  # no JSON inside
-    assert form_of("{{ '[TOOL_CALLS] [' }}") is FORMS["mistral"]
-    assert form_of("{{ '<|python_tag|>' + tool_call.name }}") is FORMS["llama3"]
-    assert form_of('Respond in the format {"name": function name, "parameters": dictionary}.') is FORMS["llama3"]
-    assert form_of("{{ message.content }}") is None
-    assert form_of(qwen, "none") is None and form_of("", "mistral") is FORMS["mistral"]
-    assert re.fullmatch("[a-zA-Z0-9]{9}", FORMS["mistral"].new_id()) and FORMS["hermes"].new_id().startswith("call_")
+    assert get_format(qwen) is TOOL_CALL_FORMATS["hermes"]
+    assert get_format(qwen + "<function=example>") is None  # no JSON inside
+    assert get_format("{{ '[TOOL_CALLS] [' }}") is TOOL_CALL_FORMATS["mistral"]
+    assert get_format("{{ '<|python_tag|>' + tool_call.name }}") is TOOL_CALL_FORMATS["llama3"]
+    assert (
+        get_format('Respond in the format {"name": function name, "parameters": dictionary}.')
+        is TOOL_CALL_FORMATS["llama3"]
+    )
+    assert get_format("{{ message.content }}") is None
+    assert get_format(qwen, "none") is None and get_format("", "mistral") is TOOL_CALL_FORMATS["mistral"]
+    assert re.fullmatch("[a-zA-Z0-9]{9}", TOOL_CALL_FORMATS["mistral"].new_id()) and TOOL_CALL_FORMATS[
+        "hermes"
+    ].new_id().startswith("call_")
 
 
 # Through the server. The target says what is written here: each of its tokens has one that follows it, whatever came
@@ -212,7 +224,7 @@ def scripted(kind: str) -> LLM:
     folder = engines.home() / f"scripted-{kind}"
     pieces = [*dict.fromkeys(p for p in (*ANSWERS[kind], *WORDS) if p not in SPECIAL)]
     shutil.copytree(pairs.target_folder(), folder, dirs_exist_ok=True)
-    engines.write_tokenizer(folder, 256, RENDERED % (FORMS[kind].opens or ""))
+    engines.write_tokenizer(folder, 256, RENDERED % (TOOL_CALL_FORMATS[kind].start_tag or ""))
     tokenizer = load_tokenizer(folder)
     tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in pieces])
     tokenizer.add_tokens([AddedToken(piece, special=True, normalized=False) for piece in SPECIAL], special_tokens=True)
@@ -240,11 +252,11 @@ def scripted(kind: str) -> LLM:
     return LLM(target, None, device="cpu", dtype="float32", threads=1, max_model_len=512, max_num_seqs=4)
 
 
-@pytest.fixture(scope="module", params=FORMS)
-def talk(request: pytest.FixtureRequest) -> Iterator[tuple[str, Served, openai.OpenAI]]:
-    with Served(lambda: scripted(request.param)) as server:
+@pytest.fixture(scope="module", params=TOOL_CALL_FORMATS)
+def talk(request: pytest.FixtureRequest) -> Iterator[tuple[str, LocalServer, openai.OpenAI]]:
+    with LocalServer(lambda: scripted(request.param)) as server:
         yield request.param, server, openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
-        server.check_nothing_left()
+        server.check_engine_idle()
 
 
 def question(text: str) -> dict[str, Any]:
@@ -260,7 +272,7 @@ def told(calls: Any) -> list[tuple[str, Any]]:
     return [(call.function.name, json.loads(call.function.arguments)) for call in calls]
 
 
-def test_openai_gets_calls_and_the_model_their_results(talk: tuple[str, Served, openai.OpenAI]) -> None:
+def test_openai_gets_calls_and_the_model_their_results(talk: tuple[str, LocalServer, openai.OpenAI]) -> None:
     """Whole and streamed, several at once, and back again in the words of the model's template."""
     kind, server, client = talk
     content = None if kind == "llama3" else "Let me see."
@@ -291,14 +303,14 @@ def test_openai_gets_calls_and_the_model_their_results(talk: tuple[str, Served, 
     said = client.chat.completions.create(**{**question(""), "messages": history})
     assert (said.choices[0].message.content, said.choices[0].finish_reason) == ("".join(WORDS), "stop")
     assert said.choices[0].message.tool_calls is None
-    seen = server.ask("/tokenize", {"messages": history, "tools": TOOLS})[2]["tokens"]
+    seen = server.request("/tokenize", {"messages": history, "tools": TOOLS})[2]["tokens"]
     calls = f"[{first.id} get_weather Zürich][{second.id} find ]"
     wanted = f"u:{ASK};a:{content or ''}{calls};t:wet{first.id};t:{TELL}{second.id};{TELL}"
-    text = server.ask("/detokenize", {"tokens": seen})[2]["prompt"]
-    assert text == f"{FORMS[kind].opens}get_weather,find,{wanted}"
+    text = server.request("/detokenize", {"tokens": seen})[2]["prompt"]
+    assert text == f"{TOOL_CALL_FORMATS[kind].start_tag}get_weather,find,{wanted}"
 
 
-def test_without_tools_or_a_form_text_stays_as_it_was_said(talk: tuple[str, Served, openai.OpenAI]) -> None:
+def test_without_tools_or_a_form_text_stays_as_it_was_said(talk: tuple[str, LocalServer, openai.OpenAI]) -> None:
     kind, server, client = talk
     shown = "".join(piece for piece in ANSWERS[kind] if piece not in SPECIAL)  # they are no text
     for more in ({"tools": openai.omit}, {"tool_choice": "none"}):
@@ -313,13 +325,13 @@ def test_without_tools_or_a_form_text_stays_as_it_was_said(talk: tuple[str, Serv
     assert (cut.finish_reason, cut.message.tool_calls) == ("length", None)
     assert cut.message.content == "".join(ANSWERS[kind][:most])
     if kind == "hermes":
-        with Served(lambda: scripted(kind), tool_parser="none") as other:
-            status, _, plain = other.ask("/v1/chat/completions", question(ASK))
+        with LocalServer(lambda: scripted(kind), tool_call_parser="none") as other:
+            status, _, plain = other.request("/v1/chat/completions", question(ASK))
             assert status == 200 and plain["choices"][0]["message"]["content"] == shown
             assert plain["choices"][0]["finish_reason"] == "stop"
 
 
-def test_a_call_that_is_asked_for_comes_and_fits_its_schema(talk: tuple[str, Served, openai.OpenAI]) -> None:
+def test_a_call_that_is_asked_for_comes_and_fits_its_schema(talk: tuple[str, LocalServer, openai.OpenAI]) -> None:
     """The model would say something else: a grammar sees to it. References in a schema still hold inside of it."""
     _, _, client = talk
     named = {"type": "function", "function": {"name": "get_weather"}}
@@ -356,13 +368,13 @@ def test_a_call_that_is_asked_for_comes_and_fits_its_schema(talk: tuple[str, Ser
     ],
 )  # fmt: skip
 def test_what_cannot_be_promised_is_refused(
-    talk: tuple[str, Served, openai.OpenAI], more: dict[str, Any], param: str
+    talk: tuple[str, LocalServer, openai.OpenAI], more: dict[str, Any], param: str
 ) -> None:
-    status, _, said = talk[1].ask("/v1/chat/completions", {**question(ASK), **more})
+    status, _, said = talk[1].request("/v1/chat/completions", {**question(ASK), **more})
     assert (status, said["error"]["param"]) == (400, param), said
 
 
-def test_langchain_binds_tools(talk: tuple[str, Served, openai.OpenAI]) -> None:
+def test_langchain_binds_tools(talk: tuple[str, LocalServer, openai.OpenAI]) -> None:
     chat_models = pytest.importorskip("langchain_openai")
     model = chat_models.ChatOpenAI(base_url=talk[1].url + "/v1", api_key="none", model=MODEL, temperature=0)
     bound = model.bind_tools(TOOLS)

@@ -15,12 +15,10 @@ from typing import Any
 
 import promql_parser
 import pytest
-import typer
 from prometheus_client.parser import text_string_to_metric_families
 
-from peagle.cli import app
-from peagle.server.metrics import QUEUE_FULL, Metrics
-from peagle.server.stats import EngineStats
+from peagle.server.engine_stats import EngineStats
+from peagle.server.metrics import QUEUE_FULL, ServerMetrics
 
 ROOT = Path(__file__).parents[2]
 DASHBOARD = ROOT / "deploy" / "grafana" / "peagle.json"
@@ -55,20 +53,20 @@ READ_BY_VLLM = {
     **SPECULATION,
 }
 STATS = EngineStats(
-    running=3,
-    waiting=5,
-    kv_use=0.25,
-    prompt_tokens=100,
-    generated_tokens=60,
-    drafts=20,
-    draft_tokens=60,
-    accepted_tokens=30,
+    num_requests_running=3,
+    num_requests_waiting=5,
+    kv_cache_usage=0.25,
+    num_prompt_tokens=100,
+    num_output_tokens=60,
+    num_decode_steps=25,
+    num_drafts=20,
+    num_draft_tokens=60,
+    num_accepted_tokens=30,
     num_accepted_tokens_per_pos=(16, 10, 4),
-    preemptions=1,
-    prefix_hits=32,
-    prefix_queries=100,
-    restarts=2,
-    rounds=25,
+    num_preemptions=1,
+    num_prefix_cache_hits=32,
+    num_prefix_cache_queries=100,
+    num_restarts=2,
 )
 
 
@@ -87,21 +85,21 @@ class Scrape:
         return {s.labels[label]: s.value for s in self.samples if s.name == name}
 
 
-def scrape(metrics: Metrics, stats: EngineStats = STATS) -> Scrape:
+def scrape(metrics: ServerMetrics, stats: EngineStats = STATS) -> Scrape:
     body, content_type = metrics.render(stats)
     assert content_type.startswith("text/plain; version=")
     return Scrape(body.decode())
 
 
 def test_every_series_that_vllms_dashboards_read_is_there_before_the_first_request() -> None:
-    found = scrape(Metrics("small"))
+    found = scrape(ServerMetrics("small"))
     assert {name: found.labels.get(name) for name in READ_BY_VLLM} == {n: set(ls) for n, ls in READ_BY_VLLM.items()}
     assert {s.labels["model_name"] for s in found.samples if s.name.startswith("vllm:")} == {"small"}
     assert {s.labels["engine"] for s in found.samples if "engine" in s.labels} == {"0"}
 
 
 def test_the_engines_counts_come_through_and_speculation_only_where_there_is_a_drafter() -> None:
-    metrics = Metrics("small")
+    metrics = ServerMetrics("small")
     found = scrape(metrics)
     assert found.by("vllm:spec_decode_num_accepted_tokens_per_pos_total", "position") == {"0": 16, "1": 10, "2": 4}
     want = {
@@ -116,31 +114,34 @@ def test_the_engines_counts_come_through_and_speculation_only_where_there_is_a_d
         "vllm:spec_decode_num_drafts_total": 20,
         "vllm:spec_decode_num_draft_tokens_total": 60,
         "vllm:spec_decode_num_accepted_tokens_total": 30,
-        "peagle:engine_rounds_total": 25,
+        "peagle:num_decode_steps_total": 25,
         "peagle:engine_restarts_total": 2,
     }
     assert {name: found[name] for name in want} == want
-    assert scrape(metrics, replace(STATS, running=4, rounds=26))["peagle:engine_rounds_total"] == 26
+    assert (
+        scrape(metrics, replace(STATS, num_requests_running=4, num_decode_steps=26))["peagle:num_decode_steps_total"]
+        == 26
+    )
     # vllm bench serve takes one of these series as a sign of speculation
     plain = scrape(metrics, replace(STATS, num_accepted_tokens_per_pos=()))
     assert not [name for name in plain.labels if "spec_decode" in name]
 
 
 def test_requests_fall_into_the_right_buckets() -> None:
-    metrics = Metrics("small")
+    metrics = ServerMetrics("small")
     metrics.observe_request(
         ttft_s=0.3,
         itl_s=[0.02, 0.2],
         e2e_s=0.52,
         queue_s=0.1,
-        prompt_tokens=7,
-        generated_tokens=12,
+        num_prompt_tokens=7,
+        num_output_tokens=12,
         finish_reason="stop",
     )
     metrics.observe_request(
-        ttft_s=None, itl_s=[], e2e_s=9.0, queue_s=9.0, prompt_tokens=40, generated_tokens=0, finish_reason="abort"
+        ttft_s=None, itl_s=[], e2e_s=9.0, queue_s=9.0, num_prompt_tokens=40, num_output_tokens=0, finish_reason="abort"
     )
-    metrics.observe_refusal(QUEUE_FULL)
+    metrics.observe_rejection(QUEUE_FULL)
     found = scrape(metrics)
 
     def within(name: str, bound: float) -> float:
@@ -187,7 +188,7 @@ def series(expression: Any) -> list[tuple[str, set[str]]]:
 
 
 def test_the_dashboard_asks_only_for_series_and_labels_that_are_there() -> None:
-    labels = scrape(Metrics("small")).labels
+    labels = scrape(ServerMetrics("small")).labels
     asked = set()
     for panel in panels():
         for target in panel.get("targets", []):
@@ -221,23 +222,3 @@ def test_the_dashboard_can_be_imported() -> None:
         assert at["x"] + at["w"] <= 24 and not own & cells, panel["title"]
         cells |= own
         assert panel["type"] == "row" or panel["targets"], panel["title"]
-
-
-def test_the_guide_names_flags_and_series_that_exist() -> None:
-    guide = (ROOT / "docs" / "serving.md").read_text()
-    table = guide.partition("## Flags")[2].partition("## ")[0]
-    (command,) = [c for c in typer.main.get_group(app).commands.values() if c.name == "serve"]
-    flags = {o for p in command.params for o in p.opts if o.startswith("--")}
-    assert set(re.findall(r"--[a-z][a-z-]+", table)) == flags
-
-    labels = scrape(Metrics("small")).labels
-    families = {name.removesuffix("_bucket") for name in labels if not name.endswith("_created")}
-    named = set()
-    for prefix, choices, rest in re.findall(r"`((?:vllm|peagle):\w+)(?:{([\w,]+)})?(\w*)", guide):
-        label = choices if not rest else ""  # behind the whole name braces hold a label
-        for choice in [""] if label or not choices else choices.split(","):
-            named.add(prefix + choice + rest)
-            assert not label or label in labels[prefix], (prefix, label)
-    assert named <= families, named - families
-    told = {n for n in families if n.startswith(("vllm:", "peagle:")) and not n.endswith(("_sum", "_count"))}
-    assert told - named == {"vllm:engine_sleep_state"}

@@ -9,7 +9,7 @@ from typing import Any
 import engines
 import pytest
 from pairs import TEXT
-from serving_support import LONGEST, MODEL, PROMPT, Served, small_engine
+from serving_support import MAX_MODEL_LEN, MODEL, PROMPT, LocalServer, small_engine
 
 from peagle.config import SamplingParams
 from peagle.engine.llm import LLM
@@ -19,10 +19,10 @@ IDS = list(PROMPT.encode())
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with Served() as server:
+def served() -> Iterator[LocalServer]:
+    with LocalServer() as server:
         yield server
-        server.check_nothing_left()
+        server.check_engine_idle()
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ ASKED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ),
     ({"logit_bias": {str(ord("Y")): -100, "111": 5.5}}, {"logit_bias": {ord("Y"): -100.0, 111: 5.5}}),
     ({"logprobs": 3}, {"logprobs": 3}),
-    ({"peagle": {"draft_tokens": 1}}, {}),
+    ({"peagle": {"num_speculative_tokens": 1}}, {}),
     ({"peagle": {"speculation": False}}, {}),
 ]
 
@@ -68,7 +68,9 @@ def events(data: bytes) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("asked", "meant"), ASKED, ids=lambda value: "-".join(value) or "plain")
-def test_completions_are_the_engines(served: Served, alone: LLM, asked: dict[str, Any], meant: dict[str, Any]) -> None:
+def test_completions_are_the_engines(
+    served: LocalServer, alone: LLM, asked: dict[str, Any], meant: dict[str, Any]
+) -> None:
     """Whole, streamed, as text and as a chat: the same tokens, texts and reasons as without a server."""
     wanted = own(alone, **meant)
     body = {"model": MODEL, "max_tokens": 24, "temperature": 0, **asked}
@@ -77,9 +79,9 @@ def test_completions_are_the_engines(served: Served, alone: LLM, asked: dict[str
     if "logprobs" in asked:
         chat |= {"logprobs": True, "top_logprobs": asked["logprobs"]}
     for path, ask in (("/v1/completions", {**body, "prompt": PROMPT}), ("/v1/chat/completions", chat)):
-        status, _, whole = served.ask(path, ask)
+        status, _, whole = served.request(path, ask)
         assert status == 200, whole
-        _, headers, data = served.ask(path, {**ask, "stream": True, "stream_options": {"include_usage": True}})
+        _, headers, data = served.request(path, {**ask, "stream": True, "stream_options": {"include_usage": True}})
         assert headers["content-type"].startswith("text/event-stream")
         chunks = events(data)
         assert len(whole["choices"]) == len(wanted)
@@ -91,9 +93,9 @@ def test_completions_are_the_engines(served: Served, alone: LLM, asked: dict[str
             mine = [c for chunk in chunks for c in chunk["choices"] if c["index"] == choice["index"]]
             assert "".join(c["text"] if "text" in c else c["delta"]["content"] for c in mine) == output.text
             assert [t for c in mine if "peagle" in c for t in c["peagle"]["token_ids"]] == output.token_ids
-            flags = [d for c in mine if "peagle" in c for d in c["peagle"]["drafted"]]
+            flags = [d for c in mine if "peagle" in c for d in c["peagle"]["is_draft_token"]]
             if asked.get("peagle") is None:
-                assert flags == choice["peagle"]["drafted"] == output.is_draft_token
+                assert flags == choice["peagle"]["is_draft_token"] == output.is_draft_token
             assert [c["finish_reason"] for c in mine][-1] == output.finish_reason
             assert all(c["finish_reason"] is None for c in mine[:-1])
         tokens = sum(len(o.token_ids) for o in wanted)
@@ -102,46 +104,46 @@ def test_completions_are_the_engines(served: Served, alone: LLM, asked: dict[str
         assert chunks[-1]["choices"] == [] and all(chunk["usage"] is None for chunk in chunks[:-1])
         told = whole["peagle"]
         if asked.get("peagle") is None:
-            assert told["rounds"] == sum(o.num_decode_steps for o in wanted)
+            assert told["num_decode_steps"] == sum(o.num_decode_steps for o in wanted)
             assert told["num_accepted_tokens_per_pos"] == [
                 sum(c) for c in zip(*(o.num_accepted_tokens_per_pos for o in wanted), strict=True)
             ]
         else:
-            most = asked["peagle"].get("draft_tokens", 0)
-            assert told["k"] == most and not any(told["num_accepted_tokens_per_pos"][most:])
-            assert (told["drafts"] > 0) == (most > 0)
+            most = asked["peagle"].get("num_speculative_tokens", 0)
+            assert told["num_speculative_tokens"] == most and not any(told["num_accepted_tokens_per_pos"][most:])
+            assert (told["num_drafts"] > 0) == (most > 0)
 
 
-def test_a_text_stays_what_it_is_beside_others_who_draft_less(served: Served, alone: LLM) -> None:
+def test_a_text_stays_what_it_is_beside_others_who_draft_less(served: LocalServer, alone: LLM) -> None:
     """Requests with 0, 2 and as many drafts as there are, in the same rounds."""
     from concurrent.futures import ThreadPoolExecutor
 
     wanted = own(alone, max_tokens=60, ignore_eos=True)[0]
 
     def ask(k: int | None) -> Any:
-        extra = {"tokens": True} if k is None else {"tokens": True, "draft_tokens": k}
+        extra = {"tokens": True} if k is None else {"tokens": True, "num_speculative_tokens": k}
         body = {"prompt": PROMPT, "max_tokens": 60, "temperature": 0, "ignore_eos": True, "peagle": extra}
-        return served.ask("/v1/completions", body)[2]
+        return served.request("/v1/completions", body)[2]
 
     with ThreadPoolExecutor(4) as pool:
         for k, said in zip((0, 2, None, 0), pool.map(ask, (0, 2, None, 0)), strict=True):
             assert said["choices"][0]["peagle"]["token_ids"] == wanted.token_ids
             held = said["peagle"]["num_accepted_tokens_per_pos"]
             assert k is None or not any(held[k:])
-            assert (said["peagle"]["drafts"] == 0) == (k == 0)
+            assert (said["peagle"]["num_drafts"] == 0) == (k == 0)
 
 
-def test_logprobs_have_the_shapes_of_both_apis(served: Served, alone: LLM) -> None:
+def test_logprobs_have_the_shapes_of_both_apis(served: LocalServer, alone: LLM) -> None:
     rows = own(alone, logprobs=2, max_tokens=6)[0]
     assert rows.logprobs is not None
     body = {"max_tokens": 6, "temperature": 0}
-    said = served.ask("/v1/completions", {**body, "prompt": PROMPT, "logprobs": 2})[2]["choices"][0]
+    said = served.request("/v1/completions", {**body, "prompt": PROMPT, "logprobs": 2})[2]["choices"][0]
     shown = said["logprobs"]
     assert "".join(shown["tokens"]) == said["text"]
     assert shown["text_offset"] == list(range(6))
     messages = [{"role": "user", "content": PROMPT}]
     asked = {**body, "messages": messages, "logprobs": True, "top_logprobs": 2}
-    content = served.ask("/v1/chat/completions", asked)[2]["choices"][0]["logprobs"]["content"]
+    content = served.request("/v1/chat/completions", asked)[2]["choices"][0]["logprobs"]["content"]
     for i, (token, row) in enumerate(zip(rows.token_ids, rows.logprobs, strict=True)):
         best = sorted(row.values(), reverse=True)[:2]
         assert shown["token_logprobs"][i] == pytest.approx(row[token], abs=1e-4)
@@ -149,34 +151,34 @@ def test_logprobs_have_the_shapes_of_both_apis(served: Served, alone: LLM) -> No
         assert content[i]["logprob"] == pytest.approx(row[token], abs=1e-4)
         assert content[i]["token"] == chr(token) and content[i]["bytes"] == [token]
         assert [t["logprob"] for t in content[i]["top_logprobs"]] == pytest.approx(best, abs=1e-4)
-    none = served.ask("/v1/chat/completions", {**body, "messages": messages, "logprobs": True})[2]["choices"][0]
+    none = served.request("/v1/chat/completions", {**body, "messages": messages, "logprobs": True})[2]["choices"][0]
     assert [t["top_logprobs"] for t in none["logprobs"]["content"]] == [[]] * 6
-    assert served.ask("/v1/completions", {**body, "prompt": PROMPT})[2]["choices"][0]["logprobs"] is None
+    assert served.request("/v1/completions", {**body, "prompt": PROMPT})[2]["choices"][0]["logprobs"] is None
 
 
-def test_several_prompts_are_answered_in_their_order(served: Served, alone: LLM) -> None:
+def test_several_prompts_are_answered_in_their_order(served: LocalServer, alone: LLM) -> None:
     starts = [TEXT[i : i + 30].decode() for i in (500, 2000, 4000)]
     params = SamplingParams(max_tokens=10, temperature=0.8, seed=1, n=2)
     wanted = [o.text for out in alone.generate([list(s.encode()) for s in starts], params) for o in out.outputs]
     body = {"prompt": starts, "max_tokens": 10, "temperature": 0.8, "seed": 1, "n": 2}
-    said = served.ask("/v1/completions", body)[2]
+    said = served.request("/v1/completions", body)[2]
     assert [c["text"] for c in said["choices"]] == wanted
     assert [c["index"] for c in said["choices"]] == list(range(6))
     body["prompt"] = [list(s.encode()) for s in starts]
     texts = dict.fromkeys(range(6), "")
-    for chunk in events(served.ask("/v1/completions", {**body, "stream": True})[2]):
+    for chunk in events(served.request("/v1/completions", {**body, "stream": True})[2]):
         for choice in chunk["choices"]:
             texts[choice["index"]] += choice["text"]
     assert list(texts.values()) == wanted
 
 
-def test_defaults_are_openais(served: Served) -> None:
+def test_defaults_are_openais(served: LocalServer) -> None:
     """16 tokens of a completion, the rest of the context for a chat."""
-    said = served.ask("/v1/completions", {"prompt": PROMPT, "ignore_eos": True})[2]
+    said = served.request("/v1/completions", {"prompt": PROMPT, "ignore_eos": True})[2]
     assert said["usage"]["completion_tokens"] == 16
     messages = [{"role": "user", "content": PROMPT}]
-    said = served.ask("/v1/chat/completions", {"messages": messages, "ignore_eos": True})[2]
-    assert said["usage"]["total_tokens"] == LONGEST
+    said = served.request("/v1/chat/completions", {"messages": messages, "ignore_eos": True})[2]
+    assert said["usage"]["total_tokens"] == MAX_MODEL_LEN
     assert said["choices"][0]["finish_reason"] == "length"
 
 
@@ -217,8 +219,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("completions", {"prompt": "a", "frequency_penalty": 2.1}, "frequency_penalty"),
     ("completions", {"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
     ("completions", {"prompt": "a", "stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
-    ("completions", {"prompt": "a", "peagle": {"draft_tokens": 9}}, "peagle.draft_tokens"),
-    ("completions", {"prompt": "a", "peagle": {"draft_tokens": 2, "speculation": False}}, "peagle.draft_tokens"),
+    ("completions", {"prompt": "a", "peagle": {"num_speculative_tokens": 9}}, "peagle.num_speculative_tokens"),
+    (
+        "completions",
+        {"prompt": "a", "peagle": {"num_speculative_tokens": 2, "speculation": False}},
+        "peagle.num_speculative_tokens",
+    ),
     ("completions", {"prompt": "a", "response_format": {"type": "yaml"}}, "response_format.type"),
     ("completions", {"prompt": "a", "response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     ("chat/completions", {}, "messages"),
@@ -238,9 +244,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("path", "body", "param"), REFUSED, ids=lambda v: v if isinstance(v, str) else "")
-def test_what_is_not_done_is_refused_by_name(served: Served, path: str, body: dict[str, Any], param: str) -> None:
+def test_what_is_not_done_is_refused_by_name(served: LocalServer, path: str, body: dict[str, Any], param: str) -> None:
     for stream in ({}, {"stream": True}) if "stream_options" not in body else ({},):
-        status, _, said = served.ask(f"/v1/{path}", {**body, **stream})
+        status, _, said = served.request(f"/v1/{path}", {**body, **stream})
         assert status == 400, said
         assert said.keys() == {"error"} and said["error"].keys() == {"message", "type", "param", "code"}
         assert said["error"]["param"] == param and said["error"]["type"] == "invalid_request_error"
@@ -248,39 +254,39 @@ def test_what_is_not_done_is_refused_by_name(served: Served, path: str, body: di
 
 
 @pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
-def test_an_image_is_refused_and_its_address_left_alone(served: Served, kind: str) -> None:
+def test_an_image_is_refused_and_its_address_left_alone(served: LocalServer, kind: str) -> None:
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as bait:
         bait.settimeout(0.2)
         url = f"http://127.0.0.1:{bait.getsockname()[1]}/x.png"
         content = [{"type": "text", "text": "a"}, {"type": kind, kind: {"url": url}}]
-        status, _, said = served.ask("/v1/chat/completions", {"messages": [{"role": "user", "content": content}]})
+        status, _, said = served.request("/v1/chat/completions", {"messages": [{"role": "user", "content": content}]})
         assert status == 400 and kind in said["error"]["message"]
         with pytest.raises(TimeoutError):
             bait.accept()
 
 
-def test_the_model_is_asked_for_by_its_name(served: Served) -> None:
-    assert served.ask("/v1/models")[2]["data"][0]["id"] == MODEL
-    assert served.ask(f"/v1/models/{MODEL}")[0] == 200
+def test_the_model_is_asked_for_by_its_name(served: LocalServer) -> None:
+    assert served.request("/v1/models")[2]["data"][0]["id"] == MODEL
+    assert served.request(f"/v1/models/{MODEL}")[0] == 200
     for name in ("other", "../../etc/passwd", "http://127.0.0.1/x", ""):
-        status, _, said = served.ask("/v1/completions", {"model": name, "prompt": "a"})
+        status, _, said = served.request("/v1/completions", {"model": name, "prompt": "a"})
         assert (status, said["error"]["code"]) == (404, "model_not_found")
     for path in ("/v1/models/../../etc/passwd", "/..%2f..%2fetc/passwd", "/static/index.html", "//etc/passwd"):
-        assert served.ask(path)[0] == 404
-    assert served.ask("/v1/completions", method="GET")[0] == 405
-    assert served.ask("/nowhere")[2]["error"]["type"] == "not_found_error"
+        assert served.request(path)[0] == 404
+    assert served.request("/v1/completions", method="GET")[0] == 405
+    assert served.request("/nowhere")[2]["error"]["type"] == "not_found_error"
 
 
-def test_tokens_of_texts_and_chats(served: Served) -> None:
-    said = served.ask("/tokenize", {"prompt": "Hé!", "return_token_strs": True})[2]
+def test_tokens_of_texts_and_chats(served: LocalServer) -> None:
+    said = served.request("/tokenize", {"prompt": "Hé!", "return_token_strs": True})[2]
     assert said["tokens"] == list("Hé!".encode())[:1] + said["tokens"][1:] and said["count"] == len(said["tokens"])
-    said = served.ask("/tokenize", {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]})[2]
-    assert said["tokens"] == list(b"Hi") and said["max_model_len"] == LONGEST
-    assert served.ask("/detokenize", {"tokens": list(b"Hi")})[2] == {"prompt": "Hi"}
-    assert served.ask("/detokenize", {"tokens": [160]})[2]["error"]["param"] == "tokens"
-    assert served.ask("/tokenize", {"prompt": "a", "messages": []})[0] == 400
+    said = served.request("/tokenize", {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]})[2]
+    assert said["tokens"] == list(b"Hi") and said["max_model_len"] == MAX_MODEL_LEN
+    assert served.request("/detokenize", {"tokens": list(b"Hi")})[2] == {"prompt": "Hi"}
+    assert served.request("/detokenize", {"tokens": [160]})[2]["error"]["param"] == "tokens"
+    assert served.request("/tokenize", {"prompt": "a", "messages": []})[0] == 400
 
 
 def test_tools_reach_the_template(alone: LLM) -> None:
@@ -301,7 +307,7 @@ def test_tools_reach_the_template(alone: LLM) -> None:
         from dataclasses import replace
 
         target = replace(engines.target(), folder=folder)
-        return LLM(target, None, device="cpu", dtype="float32", threads=1, max_model_len=LONGEST, max_num_seqs=2)
+        return LLM(target, None, device="cpu", dtype="float32", threads=1, max_model_len=MAX_MODEL_LEN, max_num_seqs=2)
 
     tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"x": 7}'}}
@@ -310,33 +316,36 @@ def test_tools_reach_the_template(alone: LLM) -> None:
         {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None},
         {"role": "tool", "content": "8", "tool_call_id": "1"},
     ]
-    with Served(make) as server:
-        said = server.ask("/tokenize", {"messages": messages, "tools": tools})[2]
+    with LocalServer(make) as server:
+        said = server.request("/tokenize", {"messages": messages, "tools": tools})[2]
         assert bytes(said["tokens"]).decode() == 'add:{"type": "object"} user=go;assistant<7>=;tool=8;'
         body = {"messages": messages, "tools": tools, "max_tokens": 4}
-        counts = {c: server.ask("/v1/chat/completions", {**body, "tool_choice": c})[2]["usage"]["prompt_tokens"]
+        counts = {c: server.request("/v1/chat/completions", {**body, "tool_choice": c})[2]["usage"]["prompt_tokens"]
                   for c in ("auto", "none")}  # fmt: skip
         assert counts == {"auto": said["count"], "none": said["count"] - len('add:{"type": "object"} ')}
 
 
-def test_health_version_metrics_and_the_page(served: Served) -> None:
+def test_health_version_metrics_and_the_page(served: LocalServer) -> None:
     for path in ("/health", "/health/live", "/health/ready"):
-        status, _, said = served.ask(path)
+        status, _, said = served.request(path)
         assert (status, said["status"], said["restarts"]) == (200, "ready", 0)
-    assert served.ask("/version")[2].keys() == {"version"}
-    info = served.ask("/peagle/info")[2]
-    assert info.keys() == {"model", "drafter", "method", "k", "max_k", "max_model_len", "version"}
-    assert (info["method"], info["max_k"], info["max_model_len"]) == ("p-eagle", 4, LONGEST)
+    assert served.request("/version")[2].keys() == {"version"}
+    info = served.request("/peagle/info")[2]
+    assert info.keys() == {
+        *("model", "drafter", "method", "num_speculative_tokens"),
+        *("max_speculative_tokens", "max_model_len", "version"),
+    }
+    assert (info["method"], info["max_speculative_tokens"], info["max_model_len"]) == ("p-eagle", 4, MAX_MODEL_LEN)
     before = _counters(served)
-    served.good(max_tokens=20, ignore_eos=True)
+    served.complete(max_tokens=20, ignore_eos=True)
     after = _counters(served)
     assert after["vllm:generation_tokens_total"] - before["vllm:generation_tokens_total"] == 20
     assert after["vllm:spec_decode_num_drafts_total"] > before["vllm:spec_decode_num_drafts_total"]
-    page = served.ask("/")
+    page = served.request("/")
     assert page[0] == 200 and page[1]["content-type"].startswith("text/html")
 
 
-def _counters(served: Served) -> dict[str, float]:
-    text = served.ask("/metrics")[2].decode()
+def _counters(served: LocalServer) -> dict[str, float]:
+    text = served.request("/metrics")[2].decode()
     lines = [line for line in text.splitlines() if not line.startswith("#")]
     return {line.partition("{")[0]: float(line.rpartition(" ")[2]) for line in lines if "{" in line}

@@ -1,0 +1,225 @@
+"""Writes the JSON of chat and text completions, whole or as stream chunks, from the engine's deltas."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from peagle.engine.detokenizer import Detokenizer
+from peagle.engine.request import CompletionOutput
+from peagle.server.request_stream import OutputDelta, RequestTiming
+from peagle.server.tokenization import ServerTokenizer
+from peagle.server.tool_calls import ParsedToolCall, ToolCallParser
+
+MIN_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON does not have
+
+JSON = dict[str, Any]
+TokenLogprobs = dict[int, float]
+
+
+@dataclass
+class ResponseWriter:
+    """Writes one response."""
+
+    kind: Literal["chat", "text"]
+    id: str
+    model: str
+    tokenizer: ServerTokenizer
+    num_prompt_tokens: int
+    num_completions: int
+    num_logprobs: int | None  # alternatives per token; None: no logprobs
+    include_tokens: bool  # the `peagle` extension
+    include_usage: bool
+    num_speculative_tokens: int
+    skip_special_tokens: bool = True
+    new_tool_parser: Callable[[], ToolCallParser] | None = None  # if the completion may call tools
+    created: int = field(default_factory=lambda: int(time.time()))
+    finished: dict[int, tuple[CompletionOutput, RequestTiming]] = field(default_factory=dict)
+    _text_offsets: dict[int, int] = field(default_factory=dict)  # characters written, per completion
+    _detokenizers: dict[int, Detokenizer] = field(default_factory=dict)
+    _tool_parsers: dict[int, ToolCallParser] = field(default_factory=dict)
+
+    def first_chunks(self) -> list[JSON]:
+        """Returns the chunks before the first delta: a chat names the role of every completion."""
+        if self.kind == "text":
+            return []
+        delta = {"role": "assistant", "content": ""}
+        return [
+            self._build_chunk([{"index": i, "delta": delta, "logprobs": None, "finish_reason": None}])
+            for i in range(self.num_completions)
+        ]
+
+    def chunk(self, delta: OutputDelta) -> JSON:
+        """Returns the stream chunk of a delta."""
+        content, calls, finish_reason = self._parse_tools(delta)
+        if self.kind == "chat":
+            message: JSON = {"content": content} if content or self.new_tool_parser is None else {}
+            body: JSON = {"delta": {**message, "tool_calls": calls} if calls else message}
+        else:
+            body = {"text": content}
+        choice = self._build_choice(delta, body, finish_reason)
+        if delta.output is None:
+            del choice["stop_reason"]
+        chunk = self._build_chunk([choice])
+        if self.include_tokens and not self.include_usage and len(self.finished) == self.num_completions:
+            chunk["peagle"] = self.speculation_stats()
+        return chunk
+
+    def last_chunks(self) -> list[JSON]:
+        """Returns the chunk after the last delta, which holds the usage if the client asked for it."""
+        if not self.include_usage:
+            return []
+        chunk = {**self._build_chunk([]), "usage": self.usage()}
+        if self.include_tokens:
+            chunk["peagle"] = self.speculation_stats()
+        return [chunk]
+
+    def whole_response(self, deltas: Sequence[OutputDelta]) -> JSON:
+        """Returns the response without streaming."""
+        choices = []
+        for delta in sorted(deltas, key=lambda d: d.index):
+            content, calls, finish_reason = self._parse_tools(delta)
+            if self.kind == "chat":
+                message: JSON = {"role": "assistant", "content": content, "refusal": None}
+                if calls:
+                    calls = [{name: value for name, value in call.items() if name != "index"} for call in calls]
+                    message |= {"content": content or None, "tool_calls": calls}
+                body: JSON = {"message": message}
+            else:
+                body = {"text": content}
+            choices.append(self._build_choice(delta, body, finish_reason))
+        response = self._build_head("chat.completion" if self.kind == "chat" else "text_completion")
+        response |= {"choices": choices, "usage": self.usage()}
+        if self.include_tokens:
+            response["peagle"] = self.speculation_stats()
+        return response
+
+    def _build_head(self, object_name: str) -> JSON:
+        return {"id": self.id, "object": object_name, "created": self.created, "model": self.model}
+
+    def _build_chunk(self, choices: list[JSON]) -> JSON:
+        chunk = self._build_head("chat.completion.chunk" if self.kind == "chat" else "text_completion")
+        chunk["choices"] = choices
+        if self.include_usage:
+            chunk["usage"] = None
+        return chunk
+
+    def _build_choice(self, delta: OutputDelta, body: JSON, finish_reason: str | None) -> JSON:
+        if delta.output is not None:
+            assert delta.timing is not None
+            self.finished[delta.index] = (delta.output, delta.timing)
+        choice: JSON = {
+            "index": delta.index,
+            **body,
+            "logprobs": self._build_logprobs(delta),
+            "finish_reason": finish_reason,
+            "stop_reason": delta.output.stop_reason if delta.output is not None else None,
+        }
+        if self.include_tokens:
+            choice["peagle"] = self._build_tokens(delta)
+        return choice
+
+    def _parse_tools(self, delta: OutputDelta) -> tuple[str, list[JSON], str | None]:
+        """Returns new content, new tool calls and the finish reason. A call appears when it is complete."""
+        finish_reason = delta.finish_reason
+        if self.new_tool_parser is None:
+            return delta.text, [], finish_reason
+        if delta.index not in self._tool_parsers:
+            self._tool_parsers[delta.index] = self.new_tool_parser()
+        parser = self._tool_parsers[delta.index]
+        first_index = parser.num_calls
+        parts = parser.feed(delta.text, final=finish_reason is not None)
+        calls = [
+            {
+                "index": first_index + i,
+                "id": parser.format.new_id(),
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for i, call in enumerate(part for part in parts if isinstance(part, ParsedToolCall))
+        ]
+        content = "".join(part for part in parts if isinstance(part, str))
+        return content, calls, "tool_calls" if finish_reason == "stop" and parser.num_calls else finish_reason
+
+    def usage(self) -> JSON:
+        num_output_tokens = sum(len(output.token_ids) for output, _ in self.finished.values())
+        return {
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": num_output_tokens,
+            "total_tokens": self.num_prompt_tokens + num_output_tokens,
+        }
+
+    def speculation_stats(self) -> JSON:
+        """Returns the `peagle` object of the response. The rate leaves out the first tokens: they measure prefill."""
+        outputs = [output for output, _ in self.finished.values()]
+        timings = [timing for _, timing in self.finished.values()]
+        num_drafts = sum(o.num_drafts for o in outputs)
+        accepted_per_pos = [
+            sum(counts) for counts in zip(*(o.num_accepted_tokens_per_pos for o in outputs), strict=True)
+        ]
+        num_tokens = sum(len(o.token_ids) for o in outputs)
+        seconds = max(t.last_token_s or 0.0 for t in timings) - min(t.first_token_s or 0.0 for t in timings)
+        return {
+            "num_decode_steps": sum(o.num_decode_steps for o in outputs),
+            "num_drafts": num_drafts,
+            "num_accepted_tokens_per_pos": accepted_per_pos,
+            "acceptance_length": round(1 + sum(accepted_per_pos) / max(num_drafts, 1), 4),
+            "tokens_per_second": round((num_tokens - len(outputs)) / seconds, 2) if seconds > 0 else None,
+            "num_speculative_tokens": self.num_speculative_tokens,
+        }
+
+    def _build_tokens(self, delta: OutputDelta) -> JSON:
+        new_detokenizer = self.tokenizer.new_detokenizer
+        detokenizer = self._detokenizers.setdefault(delta.index, new_detokenizer(self.skip_special_tokens))
+        texts = []
+        for token_id in delta.token_ids:
+            start = len(detokenizer.text)
+            detokenizer.feed(token_id)
+            texts.append(detokenizer.text[start:])
+        if delta.finish_reason is not None and texts:
+            start = len(detokenizer.text)
+            detokenizer.finish()
+            texts[-1] += detokenizer.text[start:]
+        return {"token_ids": delta.token_ids, "texts": texts, "is_draft_token": delta.is_draft_token}
+
+    def _build_logprobs(self, delta: OutputDelta) -> JSON | None:
+        if delta.logprobs is None or self.num_logprobs is None:
+            return None
+        build = self._build_chat_logprobs if self.kind == "chat" else self._build_text_logprobs
+        return build(delta.index, delta.token_ids, delta.logprobs)
+
+    def _build_chat_logprobs(self, index: int, token_ids: list[int], rows: list[TokenLogprobs]) -> JSON:
+        def entry(token_id: int, logprob: float) -> JSON:
+            text, raw = self.tokenizer.token_text(token_id), self.tokenizer.token_bytes(token_id)
+            return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": raw}
+
+        content = []
+        for token_id, row in zip(token_ids, rows, strict=True):
+            alternatives = [entry(t, row[t]) for t in self._top_tokens(row)]
+            content.append({**entry(token_id, row[token_id]), "top_logprobs": alternatives})
+        return {"content": content, "refusal": None}
+
+    def _build_text_logprobs(self, index: int, token_ids: list[int], rows: list[TokenLogprobs]) -> JSON:
+        token_text = self.tokenizer.token_text
+        tokens = [token_text(token_id) for token_id in token_ids]
+        offsets, offset = [], self._text_offsets.get(index, 0)
+        for text in tokens:
+            offsets.append(offset)
+            offset += len(text)
+        self._text_offsets[index] = offset
+        logprobs = [max(row[token_id], MIN_LOGPROB) for token_id, row in zip(token_ids, rows, strict=True)]
+        top_logprobs = []
+        for text, logprob, row in zip(tokens, logprobs, rows, strict=True):
+            top = {token_text(t): max(row[t], MIN_LOGPROB) for t in self._top_tokens(row)}
+            top_logprobs.append({**top, text: logprob} if top else {})
+        return {
+            "tokens": tokens,
+            "token_logprobs": logprobs,
+            "top_logprobs": top_logprobs if self.num_logprobs else None,
+            "text_offset": offsets,
+        }
+
+    def _top_tokens(self, row: TokenLogprobs) -> list[int]:
+        return sorted(row, key=lambda t: -row[t])[: self.num_logprobs]
