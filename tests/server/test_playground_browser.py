@@ -343,7 +343,7 @@ def test_a_full_server_says_when_to_come_back(tab: Tab, small: LocalServer) -> N
 
 def test_text_stays_text(tab: Tab, small: LocalServer) -> None:
     visit(tab, small)
-    tokens = {"token_ids": [1, 2], "texts": [HOSTILE[:40], HOSTILE[40:]], "drafted": [False, True]}
+    tokens = {"token_ids": [1, 2], "texts": [HOSTILE[:40], HOSTILE[40:]], "is_draft_token": [False, True]}
     event = {"choices": [{"delta": {"content": HOSTILE}, "finish_reason": "stop", "peagle": tokens}]}
     pretend(tab, body=f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n")
     ask(tab, HOSTILE)
