@@ -12,7 +12,6 @@ from typing import Any
 import typer
 
 from peagle.cli import (  # noqa: F401  importing a module registers its verbs
-    answer,
     bench,
     chat,
     data,
@@ -20,6 +19,7 @@ from peagle.cli import (  # noqa: F401  importing a module registers its verbs
     deploy,
     eval,
     folders,
+    generate,
     hidden_states,
     plan,
     report,

@@ -1,7 +1,4 @@
-"""`chat`: a conversation in the terminal, accepted drafts shaded, with an engine in here or a server elsewhere.
-
-Knows what a turn is and what a person may type; how tokens are made is known elsewhere.
-"""
+"""`peagle chat`: a conversation in the terminal, with the engine in this process or with a running server."""
 
 from __future__ import annotations
 
@@ -15,11 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 import typer
 
-from peagle.cli.answer import show_parts, summary
 from peagle.cli.app import (
+    MODEL_PANEL,
+    SAMPLING_PANEL,
     DeviceOption,
     DrafterOption,
     DtypeOption,
+    MaxModelLen,
     NumSpeculativeTokensOrAuto,
     TargetOption,
     app,
@@ -27,37 +26,46 @@ from peagle.cli.app import (
     examples,
     parse_num_speculative_tokens,
 )
+from peagle.cli.generate import (
+    EmbeddedEngine,
+    MaxTokens,
+    Seed,
+    Temperature,
+    TextParts,
+    TopP,
+    print_parts,
+    summarize_output,
+)
 from peagle.config import DEFAULT_NUM_SPECULATIVE_TOKENS, SamplingParams
 from peagle.errors import UserError
-from peagle.hub.resolve import DEFAULT_DRAFTER, DEFAULT_TARGET, resolve_drafter, resolve_target
+from peagle.hub.resolve import DEFAULT_DRAFTER, DEFAULT_TARGET
 
 if TYPE_CHECKING:
     from peagle.engine.request import CompletionOutput
 
-LONGEST_ANSWER = 512
+DEFAULT_MAX_TOKENS = 512
 COMMANDS = {
-    "/reset": "forget the conversation",
-    "/k N": "at most N drafts a round",
-    "/off": "no drafts: every token is the target's own",
-    "/on": "drafts again",
-    "/stats": "what the drafts brought so far",
+    "/reset": "start a new conversation",
+    "/k N": "use at most N draft tokens per decode step",
+    "/off": "turn speculative decoding off",
+    "/on": "turn speculative decoding on",
+    "/stats": "show the acceptance statistics of the conversation",
     "/exit": "leave",
 }
-Parts = list[tuple[str, bool]]  # pieces of text, and whether each was a draft
-Messages = list[dict[str, str]]
+ChatMessages = list[dict[str, str]]
 
 
-class Partner(Protocol):
-    """Who answers. `output` is the last answer, also one that was stopped."""
+class ChatBackend(Protocol):
+    """Generates the responses. `output` is the last response, also a stopped one."""
 
-    about: str
-    most_drafts: int  # a round can have; 0 without a drafter
+    description: str
+    max_speculative_tokens: int  # 0 without a drafter
     output: CompletionOutput
 
-    def answer(self, messages: Messages, params: SamplingParams) -> Iterator[Parts]: ...
+    def respond(self, messages: ChatMessages, params: SamplingParams) -> Iterator[TextParts]: ...
 
     def stop(self) -> None:
-        """Called from a signal's handler; the answer ends soon."""
+        """Ends the response soon. Called from a signal handler."""
 
 
 @app.command(
@@ -71,261 +79,246 @@ class Partner(Protocol):
 def chat(
     target: TargetOption = DEFAULT_TARGET,
     drafter: DrafterOption = None,
-    draft_tokens: NumSpeculativeTokensOrAuto = str(DEFAULT_NUM_SPECULATIVE_TOKENS),
+    num_speculative_tokens: NumSpeculativeTokensOrAuto = str(DEFAULT_NUM_SPECULATIVE_TOKENS),
     url: Annotated[
-        str | None, typer.Option(help="Talk with this running server instead; $OPENAI_API_KEY is sent.", metavar="URL")
+        str | None,
+        typer.Option(
+            help="Use this running server instead; $OPENAI_API_KEY is sent.", metavar="URL", rich_help_panel=MODEL_PANEL
+        ),
     ] = None,
-    system: Annotated[str | None, typer.Option(help="A system prompt.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = LONGEST_ANSWER,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = SamplingParams.temperature,
-    top_p: Annotated[float, typer.Option(help="Sample within this mass; 1 is off.")] = SamplingParams.top_p,
-    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
-    dtype: DtypeOption = "auto",
+    system: Annotated[str | None, typer.Option(help="System prompt.", rich_help_panel=SAMPLING_PANEL)] = None,
+    max_tokens: MaxTokens = DEFAULT_MAX_TOKENS,
+    temperature: Temperature = SamplingParams.temperature,
+    top_p: TopP = SamplingParams.top_p,
+    seed: Seed = None,
     device: DeviceOption = "auto",
-    max_model_len: Annotated[
-        int | None, typer.Option(help="Longest conversation, in tokens.", show_default="what the target can")
-    ] = None,
+    dtype: DtypeOption = "auto",
+    max_model_len: MaxModelLen = None,
 ) -> None:
-    """Talk with a target in the terminal; drafts that it accepted are shaded. /help tells what can be typed.
+    """Chat with a model in the terminal; accepted draft tokens are shaded. Type /help for the commands.
 
-    The built-in target comes with its drafter; any other drafts only with -d.
+    The default target has a default drafter; other targets use speculative decoding only with -d.
     """
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    k = parse_num_speculative_tokens(draft_tokens)
-    partner: Partner
+    k = parse_num_speculative_tokens(num_speculative_tokens)
+    backend: ChatBackend
     if url is not None:
         from peagle.cli.chat_server import ServerBackend
 
-        partner = ServerBackend(url)
+        backend = ServerBackend(url)
+        if isinstance(k, int) and backend.max_speculative_tokens > 0:
+            params = replace(params, max_speculative_tokens=min(k, backend.max_speculative_tokens))
     else:
         if drafter is None and target == DEFAULT_TARGET:
             drafter = DEFAULT_DRAFTER
-        partner = Embedded(target, drafter, k, dtype, device, max_model_len)
-    if url is not None and isinstance(k, int) and 0 < partner.most_drafts:
-        params = replace(params, max_speculative_tokens=min(k, partner.most_drafts))
-    Chat(partner, params, system).run()
+        backend = EmbeddedBackend(target, drafter, k, dtype, device, max_model_len)
+    ChatSession(backend, params, system).run()
 
 
-class Embedded:
+class EmbeddedBackend:
     """The engine in this process."""
 
     def __init__(
         self,
         target: str,
         drafter: str | None,
-        draft_tokens: int | Literal["auto"],
+        num_speculative_tokens: int | Literal["auto"],
         dtype: str,
         device: str,
         max_model_len: int | None,
     ) -> None:
-        target_folder = resolve_target(target)
-        drafter_folder = resolve_drafter(drafter) if drafter is not None else None
+        self.engine = EmbeddedEngine(target, drafter, num_speculative_tokens, dtype, device, max_model_len)
+        llm = self.engine.llm
+        if not llm.has_tokenizer:
+            raise UserError(f"--target {target}: has no tokenizer, which a chat needs")
+        llm.encode_chat([{"role": "user", "content": "Hello"}])  # raises if there is no chat template
+        self.max_speculative_tokens = llm.scheduler.max_speculative_tokens if drafter is not None else 0
+        self.description = target if drafter is None else f"{target} with {drafter}, K {num_speculative_tokens}"
 
-        from peagle.engine.llm import LLM
+    @property
+    def output(self) -> CompletionOutput:
+        return self.engine.output
 
-        options: dict[str, Any] = {"max_num_seqs": 1, "max_model_len": max_model_len}
-        options |= {name: value for name, value in (("dtype", dtype), ("device", device)) if value != "auto"}
-        self.llm = LLM(target_folder, drafter_folder, draft_tokens if drafter else "auto", **options)
-        if not self.llm.has_tokenizer:
-            raise UserError(f"--target {target}: has no tokenizer, so there is no text to talk in")
-        self.llm.encode_chat([{"role": "user", "content": "Hello"}])  # a target without a chat template is refused here
-        self.most_drafts = self.llm.scheduler.max_speculative_tokens if drafter is not None else 0
-        self.about = target if drafter is None else f"{target} with {drafter}, {draft_tokens} drafts a round"
-        self._stopped = False
-
-    def answer(self, messages: Messages, params: SamplingParams) -> Iterator[Parts]:
-        from peagle.display import TokenTextSplitter
-
-        self._stopped = False
-        group = self.llm.add_request(self.llm.encode_chat(messages), params, stream=True)
-        shades, ids, drafted = TokenTextSplitter(self._decode), list[int](), list[bool]()
-        try:
-            for piece in self.llm.stream_group(group):
-                ids += piece.token_ids
-                drafted += piece.is_draft_token
-                yield shades.feed(ids, drafted, piece.finish_reason is not None)
-                if self._stopped:
-                    break
-        finally:
-            self.llm.abort_group(group)
-        self.output = self.llm.build_output(group).outputs[0]
-
-    def _decode(self, ids: list[int]) -> str:
-        return self.llm.tokenizer.decode(ids, skip_special_tokens=True)
+    def respond(self, messages: ChatMessages, params: SamplingParams) -> Iterator[TextParts]:
+        return self.engine.stream(self.engine.llm.encode_chat(messages), params)
 
     def stop(self) -> None:
-        self._stopped = True
+        self.engine.stop()
 
 
 @dataclass(frozen=True)
-class Answered:
-    """An answer of the conversation, for its numbers."""
+class ChatResponse:
+    """A response of the conversation, for its statistics."""
 
     output: CompletionOutput
-    drafts: int  # that a round could have
+    num_speculative_tokens: int
     seconds: float
 
 
-class Chat:
-    """Turns, until somebody has had enough. Piped it is silent but for the answers, and ends at the first mistake."""
+class ChatSession:
+    """The turns of a conversation. With piped input it prints only the responses, and ends at the first error."""
 
-    def __init__(self, partner: Partner, params: SamplingParams, system: str | None) -> None:
-        self.partner, self.params, self.system = partner, params, system
-        self.screen, self.notes = console(), console(stderr=True)
-        self.asks = sys.stdin.isatty()
-        self.drafts = partner.most_drafts if params.max_speculative_tokens is None else params.max_speculative_tokens
-        self.speculating = self.drafts > 0
-        self.talk: Messages = []
-        self.answered: list[Answered] = []
-        self._pressed = False  # Ctrl-C, and nothing typed since
+    def __init__(self, backend: ChatBackend, params: SamplingParams, system: str | None) -> None:
+        self.backend, self.params, self.system = backend, params, system
+        self.screen, self.notices = console(), console(stderr=True)
+        self.interactive = sys.stdin.isatty()
+        k = params.max_speculative_tokens
+        self.num_speculative_tokens = backend.max_speculative_tokens if k is None else k
+        self.speculation_enabled = self.num_speculative_tokens > 0
+        self.messages: ChatMessages = []
+        self.responses: list[ChatResponse] = []
+        self._interrupted = False  # Ctrl-C was pressed since the last line
 
     def run(self) -> None:
-        if self.asks:
+        if self.interactive:
             with suppress(ImportError):
-                import readline  # noqa: F401  input() edits lines with it, and remembers them
-            self._note(f"{self.partner.about}. /help tells what can be typed; Ctrl-C stops an answer, twice leaves.")
-        while (line := self._read()) is not None:
+                import readline  # noqa: F401  input() uses it for line editing and history
+            self._print_notice(
+                f"{self.backend.description}. Type /help for commands. Ctrl-C stops a response; twice, it leaves."
+            )
+        while (line := self._read_line()) is not None:
             try:
                 if line.startswith("/") and not line.startswith("//"):
-                    if self._command(line) == "leave":
+                    if self._run_command(line) == "leave":
                         return
                 elif line:
-                    self._turn(line.removeprefix("/") if line.startswith("//") else line)
+                    self._run_turn(line.removeprefix("/") if line.startswith("//") else line)
             except UserError as error:
-                if not self.asks:
+                if not self.interactive:
                     raise
-                self.notes.print(str(error), style="red", markup=False)
+                self.notices.print(str(error), style="red", markup=False)
 
-    def _read(self) -> str | None:
-        """A line, or None at the end."""
+    def _read_line(self) -> str | None:
+        """Returns None at the end of the input."""
         while True:
             try:
-                if self.asks:
+                if self.interactive:
                     line = input("> " if sys.stdout.isatty() else "")
                 elif not (line := sys.stdin.readline()):
                     return None
-                self._pressed = False
+                self._interrupted = False
                 return line.strip()
             except EOFError:
                 if sys.stdout.isatty():
                     self.screen.print()
                 return None
             except KeyboardInterrupt:
-                if not self.asks or self._pressed:
+                if not self.interactive or self._interrupted:
                     raise
-                self._pressed = True
+                self._interrupted = True
                 self.screen.print()
-                self._note("Ctrl-C again leaves, and so does /exit.")
+                self._print_notice("Press Ctrl-C again to leave, or type /exit.")
             except UnicodeDecodeError:
                 raise UserError("standard input is not valid UTF-8") from None
 
-    def _turn(self, question: str) -> None:
+    def _run_turn(self, text: str) -> None:
         system = [{"role": "system", "content": self.system}] if self.system else []
-        asked = {"role": "user", "content": question}
-        params = replace(self.params, max_speculative_tokens=self.drafts if self.speculating else 0)
-        began = time.perf_counter()
-        shown = False
+        message = {"role": "user", "content": text}
+        k = self.num_speculative_tokens if self.speculation_enabled else 0
+        params = replace(self.params, max_speculative_tokens=k)
+        started = time.perf_counter()
+        printed = False
         try:
-            with self._stoppable():
-                for parts in self.partner.answer([*system, *self.talk, asked], params):
-                    show_parts(self.screen, parts)
-                    shown = True
+            with self._handle_interrupts():
+                for parts in self.backend.respond([*system, *self.messages, message], params):
+                    print_parts(self.screen, parts)
+                    printed = True
         finally:
-            if shown:
+            if printed:
                 self.screen.print()
-        seconds, out = time.perf_counter() - began, self.partner.output
-        self.answered.append(Answered(out, self.drafts if self.speculating else 0, seconds))
-        if out.text:
-            self.talk += [asked, {"role": "assistant", "content": out.text}]
-        if self.asks and self.screen.is_terminal:
-            tried = replace(
-                out, num_accepted_tokens_per_pos=out.num_accepted_tokens_per_pos[: self.answered[-1].drafts]
-            )
-            said = summary(tried, seconds) if out.token_ids else f"{seconds:.1f} s"
-            self._note(
-                said + {"length": "; cut at --max-tokens", "abort": "; stopped"}.get(out.finish_reason or "", "")
+        seconds, output = time.perf_counter() - started, self.backend.output
+        self.responses.append(ChatResponse(output, k, seconds))
+        if output.text:
+            self.messages += [message, {"role": "assistant", "content": output.text}]
+        if self.interactive and self.screen.is_terminal:
+            counts = output.num_accepted_tokens_per_pos[:k]
+            summary = summarize_output(replace(output, num_accepted_tokens_per_pos=counts), seconds)
+            endings = {"length": "; cut at --max-tokens", "abort": "; stopped"}
+            self._print_notice(
+                (summary if output.token_ids else f"{seconds:.1f} s") + endings.get(output.finish_reason or "", "")
             )
 
     @contextmanager
-    def _stoppable(self) -> Iterator[None]:
-        """Ctrl-C ends the answer, between two steps of the engine; pressed again it ends the chat at once, as it
-        does where nobody is there to ask something else."""
+    def _handle_interrupts(self) -> Iterator[None]:
+        """The first Ctrl-C stops the response, the second ends the chat. With piped input the first one does."""
 
-        def pressed(number: int, frame: Any) -> None:
-            if self._pressed or not self.asks:
+        def interrupt(number: int, frame: Any) -> None:
+            if self._interrupted or not self.interactive:
                 raise KeyboardInterrupt
-            self._pressed = True
-            self.partner.stop()
+            self._interrupted = True
+            self.backend.stop()
 
-        before = signal.signal(signal.SIGINT, pressed)
+        previous = signal.signal(signal.SIGINT, interrupt)
         try:
             yield
         finally:
-            signal.signal(signal.SIGINT, before)
+            signal.signal(signal.SIGINT, previous)
 
-    def _command(self, line: str) -> Literal["leave", "stay"]:
-        name, *rest = line.split()
-        if name in ("/exit", "/quit") and not rest:
+    def _run_command(self, line: str) -> Literal["leave", "stay"]:
+        name, *arguments = line.split()
+        if name in ("/exit", "/quit") and not arguments:
             return "leave"
-        if name == "/reset" and not rest:
-            self.talk, self.answered = [], []
-            self._note("A new conversation.")
+        if name == "/reset" and not arguments:
+            self.messages, self.responses = [], []
+            self._print_notice("New conversation.")
         elif name == "/k":
-            self._set_drafts(rest)
-        elif name in ("/on", "/off") and not rest:
+            self._set_num_speculative_tokens(arguments)
+        elif name in ("/on", "/off") and not arguments:
             if name == "/on":
-                self._need_drafter(line)
-            self.speculating = name == "/on"
-            self._note(f"{self.drafts} drafts a round." if self.speculating else "No drafts.")
-        elif name == "/stats" and not rest:
-            for text in statistics(self.answered):
+                self._require_drafter(line)
+            self.speculation_enabled = name == "/on"
+            self._print_notice(f"Speculative decoding is {name[1:]}.")
+        elif name == "/stats" and not arguments:
+            for text in summarize_responses(self.responses):
                 self.screen.print(text, soft_wrap=True)
-        elif name == "/help" and not rest:
-            for command, meaning in COMMANDS.items():
-                self.screen.print(f"  {command:<8} {meaning}")
+        elif name == "/help" and not arguments:
+            for command, description in COMMANDS.items():
+                self.screen.print(f"  {command:<8} {description}")
         else:
-            raise UserError(f"{line}: no such command; there are {', '.join(COMMANDS)} (a message may begin with //)")
+            commands = ", ".join(COMMANDS)
+            raise UserError(f"{line}: no such command; use {commands}, or // to begin a message with a slash")
         return "stay"
 
-    def _set_drafts(self, given: list[str]) -> None:
-        wanted = " ".join(["/k", *given])
-        self._need_drafter(wanted)
-        if len(given) != 1 or not given[0].isdecimal() or not 1 <= int(given[0]) <= self.partner.most_drafts:
-            raise UserError(f"{wanted}: must be a number from 1 to {self.partner.most_drafts}, what -k made room for")
-        self.drafts, self.speculating = int(given[0]), True
-        self._note(f"{self.drafts} drafts a round.")
+    def _set_num_speculative_tokens(self, arguments: list[str]) -> None:
+        command = " ".join(["/k", *arguments])
+        self._require_drafter(command)
+        max_k = self.backend.max_speculative_tokens
+        if len(arguments) != 1 or not arguments[0].isdecimal() or not 1 <= int(arguments[0]) <= max_k:
+            raise UserError(f"{command}: must be a number from 1 to {max_k}, the limit set by -k")
+        self.num_speculative_tokens, self.speculation_enabled = int(arguments[0]), True
+        self._print_notice(f"K is {self.num_speculative_tokens}.")
 
-    def _need_drafter(self, command: str) -> None:
-        if not self.partner.most_drafts:
-            raise UserError(f"{command}: there is no drafter here; name one with -d")
+    def _require_drafter(self, command: str) -> None:
+        if not self.backend.max_speculative_tokens:
+            raise UserError(f"{command}: there is no drafter; name one with -d")
 
-    def _note(self, text: str) -> None:
-        if self.asks:
-            self.notes.print(text, style="dim", markup=False, soft_wrap=True)
+    def _print_notice(self, text: str) -> None:
+        if self.interactive:
+            self.notices.print(text, style="dim", markup=False, soft_wrap=True)
 
 
-def statistics(answered: list[Answered]) -> list[str]:
-    """A round is a pass of the target behind the prompt's own, which brings the first token."""
-    counted = [one for one in answered if one.output.token_ids]
+def summarize_responses(responses: list[ChatResponse]) -> list[str]:
+    """Returns the lines of /stats. The prefill produces the first token of a response, decode steps the others."""
+    counted = [response for response in responses if response.output.token_ids]
     if not counted:
-        return ["No answers yet." if not answered else "This server does not tell its tokens."]
-    outs = [one.output for one in counted]
-    tokens, rounds = sum(len(out.token_ids) for out in outs), sum(out.num_decode_steps for out in outs)
-    speed = tokens / sum(one.seconds for one in counted)
+        return ["No responses yet." if not responses else "This server does not report its tokens."]
+    outputs = [response.output for response in counted]
+    num_tokens = sum(len(output.token_ids) for output in outputs)
+    num_steps = sum(output.num_decode_steps for output in outputs)
+    rate = num_tokens / sum(response.seconds for response in counted)
     lines = [
-        f"{len(outs)} {'answer' if len(outs) == 1 else 'answers'}: {tokens} tokens in {rounds} rounds, "
-        f"{speed:.1f} tokens/s; {max(0, tokens - len(outs) - rounds)} rounds saved"
+        f"{len(outputs)} response{'s' * (len(outputs) > 1)}: {num_tokens} tokens in {num_steps} decode steps, "
+        f"{rate:.1f} tokens/s; {max(0, num_tokens - len(outputs) - num_steps)} decode steps saved"
     ]
-    helped = [one for one in counted if one.output.num_drafts]
-    if helped:
-        drafts = sum(one.output.num_drafts for one in helped)
-        accepted = sum(sum(one.output.num_accepted_tokens_per_pos) for one in helped)
+    drafted = [response for response in counted if response.output.num_drafts]
+    if drafted:
+        num_drafts = sum(response.output.num_drafts for response in drafted)
+        num_accepted = sum(sum(response.output.num_accepted_tokens_per_pos) for response in drafted)
         rates = []
-        for i in range(max(one.drafts for one in helped)):
-            could = [one.output for one in helped if one.drafts > i]
-            rates.append(
-                sum(out.num_accepted_tokens_per_pos[i] for out in could) / sum(out.num_drafts for out in could)
-            )
-        by_position = " ".join(f"{rate:.0%}" for rate in rates)
-        lines.append(f"acceptance length {1 + accepted / drafts:.2f}; drafts accepted by position: {by_position}")
+        for i in range(max(response.num_speculative_tokens for response in drafted)):
+            deep = [response.output for response in drafted if response.num_speculative_tokens > i]
+            accepted = sum(output.num_accepted_tokens_per_pos[i] for output in deep)
+            rates.append(f"{accepted / sum(output.num_drafts for output in deep):.0%}")
+        length = 1 + num_accepted / num_drafts
+        lines.append(f"acceptance length {length:.2f}; acceptance rate by position: {' '.join(rates)}")
     return lines

@@ -35,11 +35,13 @@ class ServerBackend:
         self._shades = about is not None  # it tells which tokens were drafts
         if about is not None:
             self.model = str(about["model"])
-            self.most_drafts = int(about["max_speculative_tokens"] or 0) if about["drafter"] else 0
-            self.about = f"{self.model} at {self.address}" + (f" with {about['drafter']}" if about["drafter"] else "")
+            self.max_speculative_tokens = int(about["max_speculative_tokens"] or 0) if about["drafter"] else 0
+            self.description = f"{self.model} at {self.address}" + (
+                f" with {about['drafter']}" if about["drafter"] else ""
+            )
         else:
-            self.model, self.most_drafts = self._first_model(), 0
-            self.about = f"{self.model} at {self.address}, which does not tell drafts apart"
+            self.model, self.max_speculative_tokens = self._first_model(), 0
+            self.description = f"{self.model} at {self.address}, which does not tell drafts apart"
 
     def stop(self) -> None:
         self._stopped = True
@@ -49,7 +51,7 @@ class ServerBackend:
             except OSError:
                 pass
 
-    def answer(self, messages: list[dict[str, str]], params: SamplingParams) -> Iterator[list[tuple[str, bool]]]:
+    def respond(self, messages: list[dict[str, str]], params: SamplingParams) -> Iterator[list[tuple[str, bool]]]:
         self._stopped = False
         body: dict[str, Any] = {"model": self.model, "messages": messages, "stream": True}
         body |= {"max_tokens": params.max_tokens, "temperature": params.temperature, "top_p": params.top_p}
@@ -61,10 +63,10 @@ class ServerBackend:
                 if params.max_speculative_tokens
                 else {"speculation": False}
             )
-            body["peagle"] = {"tokens": True, **(drafts if self.most_drafts else {})}
+            body["peagle"] = {"tokens": True, **(drafts if self.max_speculative_tokens else {})}
         self._pending: list[tuple[str, bool]] = []
         self._shown = 0  # characters of the text
-        self.output = CompletionOutput(0, "", [], None, num_accepted_tokens_per_pos=[0] * self.most_drafts)
+        self.output = CompletionOutput(0, "", [], None, num_accepted_tokens_per_pos=[0] * self.max_speculative_tokens)
         try:
             for event in self._events(body):
                 yield self._take(event)
@@ -79,7 +81,7 @@ class ServerBackend:
             self._close()
         if self._stopped:
             self.output.finish_reason = "abort"
-            count_rounds(self.output)
+            count_decode_steps(self.output)
         elif self.output.finish_reason is None:
             raise UserError(f"--url {self.settings.url}: the answer broke off")
 
@@ -185,7 +187,7 @@ class ServerBackend:
             self._connection = None
 
 
-def count_rounds(out: CompletionOutput) -> None:
+def count_decode_steps(out: CompletionOutput) -> None:
     """Counts of an answer that was stopped, from its tokens alone: a round ends with a token of the target's own.
 
     drafted -, yes, yes, no, no: the first came with the prompt, then a round with two drafts and one with none.

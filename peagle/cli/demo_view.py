@@ -1,8 +1,4 @@
-"""How the demonstration looks: panes that grow, side by side or stacked, or plain lines where there is no terminal.
-
-Knows nothing about engines: it is shown runs, and how far they have come. Drawing happens only when it is asked to, so
-that nobody's clock runs meanwhile.
-"""
+"""The screen of `peagle demo`: growing panes in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -19,189 +15,192 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from peagle.cli.race import Racer, Run, speed_up
+from peagle.cli.demo_runner import DemoEngine, DemoResult
 from peagle.display import DRAFTED, OWN, TokenTextSplitter
 
 if TYPE_CHECKING:
     from rich.console import ConsoleOptions, RenderResult
 
-SIDE_BY_SIDE = 120  # columns from which three panes fit beside each other
-PLAIN_WIDTH = 100  # where there is no terminal to say
+SIDE_BY_SIDE_WIDTH = 120  # columns from which the panes stand beside each other
+PLAIN_WIDTH = 100  # without a terminal
 REDRAW_S = 0.07
-TITLES = {"alone": "alone: one token a pass", "EAGLE-3": "with EAGLE-3", "P-EAGLE": "with P-EAGLE"}
+TITLES = {"alone": "target alone", "EAGLE-3": "with EAGLE-3", "P-EAGLE": "with P-EAGLE"}
 UNDERLINED = "underline"
-SHORTEST_PANE = 2  # lines of text
+MIN_PANE_LINES = 2
 
 
-class Pane:
-    """What one of them has said so far, and how fast."""
+class DemoPane:
+    """The output of one engine so far, with its draft tokens marked."""
 
-    def __init__(self, racer: Racer, decode: Callable[[list[int]], str]) -> None:
-        self.racer = racer
+    def __init__(self, engine: DemoEngine, decode: Callable[[list[int]], str]) -> None:
+        self.engine = engine
         self.parts: list[tuple[str, bool]] = []
-        self._text = TokenTextSplitter(decode)
+        self._splitter = TokenTextSplitter(decode)
 
-    def grow(self) -> None:
-        request = self.racer.request
-        self.parts += self._text.feed(request.output_token_ids, request.is_draft_token, self.racer.done)
+    def update(self) -> None:
+        request = self.engine.request
+        self.parts += self._splitter.feed(request.output_token_ids, request.is_draft_token, self.engine.finished)
 
 
-class Scene:
-    """The panes as they are at this moment, in the terminal's size of this moment."""
+class DemoScreen:
+    """All panes, fitted to the terminal's current size."""
 
-    def __init__(self, panes: Sequence[Pane], drafted: str) -> None:
-        self.panes, self.drafted = panes, drafted
+    def __init__(self, panes: Sequence[DemoPane], draft_style: str) -> None:
+        self.panes, self.draft_style = panes, draft_style
 
     def __rich_console__(self, screen: Console, options: ConsoleOptions) -> RenderResult:
-        count, beside = len(self.panes), screen.width >= SIDE_BY_SIDE
-        width = screen.width // count if beside else screen.width
-        most = max(SHORTEST_PANE, (screen.height - 4 if beside else (screen.height - 3) // count) - 2)
+        num_panes, side_by_side = len(self.panes), screen.width >= SIDE_BY_SIDE_WIDTH
+        width = screen.width // num_panes if side_by_side else screen.width
+        pane_height = screen.height - 4 if side_by_side else (screen.height - 3) // num_panes
         wrapped = [
-            Text.assemble(*((text, self.drafted if was_draft else OWN) for text, was_draft in pane.parts)).wrap(
+            Text.assemble(*((text, self.draft_style if drafted else OWN) for text, drafted in pane.parts)).wrap(
                 screen, width - 4
             )
             for pane in self.panes
         ]
-        rows = min(most, max(map(len, wrapped)))
-        alone = self.panes[0].racer.run
-        drawn: list[RenderableType] = [
+        num_lines = min(max(MIN_PANE_LINES, pane_height - 2), max(map(len, wrapped)))
+        baseline = self.panes[0].engine.result
+        panels: list[RenderableType] = [
             Panel(
-                Text("\n").join(lines[-rows:]),
-                title=f"[bold]{TITLES[pane.racer.name]}[/bold]",
+                Text("\n").join(lines[-num_lines:]),
+                title=f"[bold]{TITLES[pane.engine.name]}[/bold]",
                 title_align="left",
-                subtitle=figures(pane.racer.run, alone),
+                subtitle=describe_progress(pane.engine.result, baseline),
                 subtitle_align="right",
-                border_style="dim" if not pane.racer.done else "green" if pane.racer.drafter else "blue",
-                height=rows + 2,
+                border_style="dim" if not pane.engine.finished else "green" if pane.engine.drafter else "blue",
+                height=num_lines + 2,
             )
             for pane, lines in zip(self.panes, wrapped, strict=True)
         ]
-        if not beside:
-            yield Group(*drawn)
+        if not side_by_side:
+            yield Group(*panels)
             return
         grid = Table.grid(expand=True)
-        for _ in drawn:
+        for _ in panels:
             grid.add_column(ratio=1)
-        grid.add_row(*drawn)
+        grid.add_row(*panels)
         yield grid
 
 
-class View:
-    """The whole demonstration on standard output; `silent` shows nothing."""
+class DemoView:
+    """The whole demo on standard output; `silent` shows nothing."""
 
     def __init__(self, decode: Callable[[list[int]], str], no_color: bool, silent: bool) -> None:
-        wide = None if sys.stdout.isatty() else PLAIN_WIDTH
+        width = None if sys.stdout.isatty() else PLAIN_WIDTH
         self.screen = Console(
-            highlight=False, emoji=False, width=wide, quiet=silent, no_color=True if no_color else None
+            highlight=False, emoji=False, width=width, quiet=silent, no_color=True if no_color else None
         )
-        self.drafted = UNDERLINED if self.screen.no_color else DRAFTED
+        self.draft_style = UNDERLINED if self.screen.no_color else DRAFTED
         self._decode = decode
 
-    def open(self, what: str, k: int | Literal["auto"]) -> None:
-        drafts = "as many drafts a round as pay here" if k == "auto" else f"{k} drafts a round"
-        self.note(f"{what}, {drafts}. Each answers on a clock of its own.")
+    def show_start(self, setup: str, num_speculative_tokens: int | Literal["auto"]) -> None:
+        self.print_line(f"{setup}, K = {num_speculative_tokens}. Each engine has its own clock.")
         if self.screen.is_terminal:
-            accepted = Text.assemble("Accepted drafts look ", ("like this", self.drafted), ".")
-            self.screen.print(accepted)
+            self.screen.print(Text.assemble("Accepted draft tokens look ", ("like this", self.draft_style), "."))
 
     @contextmanager
-    def prompt(self, title: str, racers: Sequence[Racer]) -> Iterator[Callable[[], None]]:
-        """Gives what is to be called between turns."""
+    def show_prompt(self, title: str, engines: Sequence[DemoEngine]) -> Iterator[Callable[[], None]]:
+        """Shows one prompt. Yields the function to call between steps."""
         if self.screen.is_terminal and not self.screen.quiet:
-            with self._panes(title, racers) as watch:
-                yield watch
-        else:
-            told: list[Racer] = []
+            with self._show_panes(title, engines) as update:
+                yield update
+            return
+        reported: list[DemoEngine] = []
 
-            def tell() -> None:
-                for racer in racers:
-                    if racer.done and racer not in told:
-                        told.append(racer)
-                        count = len(racer.request.output_token_ids)
-                        self.note(f"  {racer.name}: {count} tokens in {racer.run.passes} passes, {racer.seconds:.1f} s")
+        def report_finished() -> None:
+            for engine in engines:
+                if engine.finished and engine not in reported:
+                    reported.append(engine)
+                    result = engine.result
+                    self.print_line(
+                        f"  {engine.name}: {len(result.token_ids)} tokens in {result.num_forward_passes} forward "
+                        f"passes, {result.seconds:.1f} s"
+                    )
 
-            self.note(f"\n{title}")
-            yield tell
-            texts = {self._decode(racer.request.output_token_ids): racer.name for racer in reversed(racers)}
-            for text, name in reversed(texts.items()):
-                self.note(f"{'' if len(texts) == 1 else f'{name}:'}\n{text}")
+        self.print_line(f"\n{title}")
+        yield report_finished
+        texts = {self._decode(engine.request.output_token_ids): engine.name for engine in reversed(engines)}
+        for text, name in reversed(texts.items()):
+            self.print_line(f"{'' if len(texts) == 1 else f'{name}:'}\n{text}")
 
     @contextmanager
-    def _panes(self, title: str, racers: Sequence[Racer]) -> Iterator[Callable[[], None]]:
-        panes = [Pane(racer, self._decode) for racer in racers]
+    def _show_panes(self, title: str, engines: Sequence[DemoEngine]) -> Iterator[Callable[[], None]]:
+        panes = [DemoPane(engine, self._decode) for engine in engines]
         self.screen.print()
         self.screen.rule(Text(title, style="bold", overflow="ellipsis", no_wrap=True), align="left", style="dim")
-        drawn = 0.0
-        with Live(Scene(panes, self.drafted), console=self.screen, auto_refresh=False) as live:
+        last_redraw = 0.0
+        with Live(DemoScreen(panes, self.draft_style), console=self.screen, auto_refresh=False) as live:
 
-            def watch() -> None:
-                nonlocal drawn
+            def update() -> None:
+                nonlocal last_redraw
                 for pane in panes:
-                    pane.grow()
-                if time.perf_counter() - drawn > REDRAW_S or all(racer.done for racer in racers):
+                    pane.update()
+                if time.perf_counter() - last_redraw > REDRAW_S or all(engine.finished for engine in engines):
                     live.refresh()
-                    drawn = time.perf_counter()
+                    last_redraw = time.perf_counter()
 
-            yield watch
+            yield update
 
-    def close(self, totals: Sequence[Run], equal: bool) -> None:
-        """The table over all prompts, the sentence about the texts, and why something did not pay."""
-        alone = totals[0]
+    def show_totals(self, totals: Sequence[DemoResult], equal: bool) -> None:
+        """Prints the table over all prompts, slowdowns with their reason, and whether the outputs are equal."""
+        baseline = totals[0]
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))  # fits 80 columns
         table.add_column("", no_wrap=True)
-        for head in ("tokens/s", "speed-up", "tokens\na round", "drafts\na round", "passes"):
+        for head in ("tokens/s", "speedup", "acceptance\nlength", "draft tokens\nper step", "forward\npasses"):
             table.add_column(head, justify="right", no_wrap=True)
-        table.add_column("accepted %,\nby position", no_wrap=True)
-        for run in totals:
-            length = run.acceptance_length
+        table.add_column("acceptance %\nby position", no_wrap=True)
+        for result in totals:
+            length, num_drafts = result.acceptance_length, result.num_drafts
             table.add_row(
-                run.name,
-                f"{run.tokens_per_second:.1f}",
-                f"[bold]{speed_up(run, alone):.2f}x[/bold]",
+                result.name,
+                f"{result.tokens_per_second:.1f}",
+                f"[bold]{result.speedup_over(baseline):.2f}x[/bold]",
                 f"{length:.2f}" if length is not None else "-",
-                f"{run.drafted_tokens / run.drafts:.1f}" if run.drafts else "-",
-                f"{run.passes}",
-                " ".join(f"{100 * count / run.drafts:.0f}" for count in run.num_accepted_tokens_per_pos if count),
+                f"{result.num_draft_tokens / num_drafts:.1f}" if num_drafts else "-",
+                f"{result.num_forward_passes}",
+                " ".join(f"{100 * count / num_drafts:.0f}" for count in result.num_accepted_tokens_per_pos if count),
             )
         self.screen.print()
         self.screen.print(table)
-        for run in totals[1:]:
-            if why := why_it_does_not_pay(run, alone):
-                self.note(why)
+        for result in totals[1:]:
+            if reason := explain_slowdown(result, baseline):
+                self.print_line(reason)
         if equal:
-            passes = ", ".join(f"{run.passes} with {run.name}" for run in totals[1:])
-            self.note(
-                f"All texts are equal, token for token ({len(alone.token_ids)} tokens): drafts changed nothing but the "
-                f"number of passes, {alone.passes} alone, {passes}."
+            passes = ", ".join(f"{result.num_forward_passes} with {result.name}" for result in totals[1:])
+            self.print_line(
+                f"All outputs are equal, token for token ({len(baseline.token_ids)} tokens). Forward passes: "
+                f"{baseline.num_forward_passes} alone, {passes}."
             )
 
-    def note(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         if self.screen.is_terminal:
             self.screen.print(text, markup=False)
         else:
-            self.screen.out(text, highlight=False)  # to the letter
+            self.screen.out(text, highlight=False)
 
 
-def figures(run: Run, alone: Run) -> str:
-    """A pane's line: what it has brought so far."""
-    if not run.token_ids:
-        return "reading the prompt"
-    length = run.acceptance_length
-    said = [f"{len(run.token_ids)} tokens", *([f"{length:.2f} a round"] if length is not None else [])]
-    said.append(f"[bold]{run.tokens_per_second:.1f}/s[/bold]")
-    if run.drafter is not None and alone.token_ids:
-        said.append(f"[bold]{speed_up(run, alone):.2f}x[/bold]")
-    return ", ".join(said)
+def describe_progress(result: DemoResult, baseline: DemoResult) -> str:
+    """Returns the line below a pane."""
+    if not result.token_ids:
+        return "prefill"
+    length = result.acceptance_length
+    parts = [f"{len(result.token_ids)} tokens", *([f"acceptance length {length:.2f}"] if length is not None else [])]
+    parts.append(f"[bold]{result.tokens_per_second:.1f}/s[/bold]")
+    if result.drafter is not None and baseline.token_ids:
+        parts.append(f"[bold]{result.speedup_over(baseline):.2f}x[/bold]")
+    return ", ".join(parts)
 
 
-def why_it_does_not_pay(run: Run, alone: Run) -> str | None:
-    """A round's price against what it brings, both measured just now; None where it pays."""
-    if speed_up(run, alone) >= 1 or not (run.rounds and alone.rounds):
+def explain_slowdown(result: DemoResult, baseline: DemoResult) -> str | None:
+    """Compares the cost of a forward pass with its tokens. Returns None if speculative decoding is faster."""
+    if result.speedup_over(baseline) >= 1 or not (result.num_decode_steps and baseline.num_decode_steps):
         return None
-    price = (run.seconds / run.passes) / (alone.seconds / alone.passes)
-    bare = 1 - run.drafts / run.rounds
-    why = f"; {bare:.0%} of its rounds went without drafts, since they cost more than they bring" if bare > 0.5 else ""
+    cost = (result.seconds / result.num_forward_passes) / (baseline.seconds / baseline.num_forward_passes)
+    share = 1 - result.num_drafts / result.num_decode_steps
+    skipped = (
+        f"; {share:.0%} of its decode steps had no draft tokens, because they cost too much" if share > 0.5 else ""
+    )
     return (
-        f"{run.name} does not pay on this machine: its passes took {price:.2f} times as long as the target's alone and "
-        f"brought {len(run.token_ids) / run.passes:.2f} tokens each{why}."
+        f"{result.name} is slower than the target alone on this machine: a forward pass takes {cost:.2f} times as long "
+        f"and produces {len(result.token_ids) / result.num_forward_passes:.2f} tokens{skipped}."
     )

@@ -64,9 +64,9 @@ def test_json_holds_what_the_reference_says(target: Path) -> None:
     expected = generate(*_pair("p-eagle-4", prompt), SamplingParams(max_tokens=50), **_drafting("p-eagle-4", 5))
     assert said["token_ids"] == expected.token_ids
     assert said["text"] == "".join(map(chr, expected.token_ids))
-    assert said["rounds"] == len(expected.steps) and said["drafts"] == expected.num_drafts
+    assert said["num_decode_steps"] == len(expected.steps) and said["num_drafts"] == expected.num_drafts
     assert said["num_accepted_tokens_per_pos"] == expected.num_accepted_tokens_per_pos
-    assert said["drafted"] == expected.is_draft_token and any(said["drafted"])
+    assert said["is_draft_token"] == expected.is_draft_token and any(said["is_draft_token"])
     alone = peagle("generate", prompt, "-t", str(target), "--max-tokens", "50", "--json")
     assert json.loads(alone.stdout)["token_ids"] == said["token_ids"]
 

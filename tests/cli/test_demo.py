@@ -25,8 +25,8 @@ from rich.console import Console
 from peagle import SamplingParams
 from peagle.checkpoints.target import Target, load_target
 from peagle.cli import demo, main
-from peagle.cli.demo_view import Pane, Scene, why_it_does_not_pay
-from peagle.cli.race import Racer, Run, race, together
+from peagle.cli.demo_runner import DemoEngine, DemoResult, merge_results, run_in_turns
+from peagle.cli.demo_view import DemoPane, DemoScreen, explain_slowdown
 from peagle.display import DRAFTED
 from peagle.engine.llm import LLM
 from peagle.hub import resolve as hub
@@ -46,14 +46,14 @@ def engine(target: Target, drafter: str | None) -> LLM:
     return LLM(target, drafter_folder(drafter) if drafter else None, K if drafter else "auto", **options)
 
 
-def engines() -> list[Racer]:
+def engines() -> list[DemoEngine]:
     """Of the small trained pairs."""
     target = load_target(target_folder())
     ways = (("alone", None), ("EAGLE-3", "eagle3-1"), ("P-EAGLE", "p-eagle-1"))
-    return [Racer(name, drafter, engine(target, drafter)) for name, drafter in ways]
+    return [DemoEngine(name, drafter, engine(target, drafter)) for name, drafter in ways]
 
 
-def one_of_them_changed() -> list[Racer]:
+def one_of_them_changed() -> list[DemoEngine]:
     target, found = load_target(target_folder()), engines()
     target.model.lm_head.weight.data[ord("e")] = 0
     found[0].llm = engine(target, None)
@@ -61,43 +61,45 @@ def one_of_them_changed() -> list[Racer]:
 
 
 @pytest.fixture(scope="module")
-def racers() -> list[Racer]:
+def engines_by_method() -> list[DemoEngine]:
     return engines()
 
 
-def test_all_say_what_the_reference_says_and_nobody_runs_ahead(racers: list[Racer]) -> None:
+def test_all_say_what_the_reference_says_and_nobody_runs_ahead(engines_by_method: list[DemoEngine]) -> None:
     params = SamplingParams(max_tokens=TOKENS)
-    model, eos = racers[0].llm.target.model, racers[0].llm.target.eos_ids
+    model, eos = engines_by_method[0].llm.target.model, engines_by_method[0].llm.target.eos_ids
     by_prompt = []
     for ids in ASKED:
-        moments = [[(0.0, False)] * len(racers)]
-        for racer in racers:
-            racer.ask(ids, params)
-        race(racers, lambda seen=moments: seen.append([(r.seconds, r.done) for r in racers]))
+        moments = [[(0.0, False)] * len(engines_by_method)]
+        for engine_of_method in engines_by_method:
+            engine_of_method.start_request(ids, params)
+        run_in_turns(
+            engines_by_method, lambda seen=moments: seen.append([(r.seconds, r.finished) for r in engines_by_method])
+        )
         for before, after in pairwise(moments):
-            (mover,) = (i for i in range(len(racers)) if before[i] != after[i])
+            (mover,) = (i for i in range(len(engines_by_method)) if before[i] != after[i])
             assert before[mover][0] == min(seconds for seconds, done in before if not done), "it was not its turn"
-        runs = [racer.run for racer in racers]
-        for run, racer in zip(runs, racers, strict=True):
-            drafter = racer.llm.drafter
+        runs = [engine_of_method.result for engine_of_method in engines_by_method]
+        for run, engine_of_method in zip(runs, engines_by_method, strict=True):
+            drafter = engine_of_method.llm.drafter
             want = generate(model, ids, params, eos, drafter, K if drafter else 0, max_model_len=128)
-            assert run.token_ids == want.token_ids and run.rounds == len(want.steps)
+            assert run.token_ids == want.token_ids and run.num_decode_steps == len(want.steps)
             if drafter is not None:
                 kept = [sum(taken.accepted > i for taken in want.steps) for i in range(K)]
-                assert run.num_accepted_tokens_per_pos == kept and run.drafted_tokens == K * run.drafts
+                assert run.num_accepted_tokens_per_pos == kept and run.num_draft_tokens == K * run.num_drafts
         by_prompt.append(runs)
     for runs in zip(*by_prompt, strict=True):
-        whole = together(runs)
+        whole = merge_results(runs)
         assert whole.token_ids == runs[0].token_ids + runs[1].token_ids
         assert whole.seconds == runs[0].seconds + runs[1].seconds > whole.first_token_seconds > 0
-        assert whole.passes == len(runs) + whole.rounds
+        assert whole.num_forward_passes == len(runs) + whole.num_decode_steps
 
 
 def said_by(name: str, drafter: str | None, text: str, drafted: list[bool], done: bool = True) -> Any:
     """Somebody who has said this, a letter a token."""
-    run = Run(name, drafter, [*text.encode()], 9, 9, 27, [6, 3, 1], 1.0, 0.1, 10)
-    request = SimpleNamespace(output_ids=run.token_ids, drafted=drafted)
-    return SimpleNamespace(name=name, drafter=drafter, run=run, done=done, request=request)
+    run = DemoResult(name, drafter, [*text.encode()], 10, 9, 9, 27, [6, 3, 1], 1.0, 0.1)
+    request = SimpleNamespace(output_token_ids=run.token_ids, is_draft_token=drafted)
+    return SimpleNamespace(name=name, drafter=drafter, result=run, finished=done, request=request)
 
 
 @pytest.mark.parametrize("size", [(80, 24), (100, 30), (160, 40), (119, 10), (60, 18)])
@@ -106,14 +108,14 @@ def test_panes_fit_the_terminal_and_shade_exactly_the_drafts(size: tuple[int, in
     data = text.encode()
     drafted = [i % 5 in (1, 2) for i in range(len(data))]
     panes = [
-        Pane(said_by(name, drafter, text, drafted if drafter else [False] * len(data)), letters)
-        for name, drafter in demo.WAYS
+        DemoPane(said_by(name, drafter, text, drafted if drafter else [False] * len(data)), letters)
+        for name, drafter in demo.METHODS
     ]
     for pane in panes:
-        pane.grow()
+        pane.update()
     width, height = size
     screen = Console(file=io.StringIO(), force_terminal=True, color_system="truecolor", width=width, height=height)
-    lines = screen.render_lines(Scene(panes, DRAFTED), pad=False)
+    lines = screen.render_lines(DemoScreen(panes, DRAFTED), pad=False)
     plain = ["".join(s.text for s in line) for line in lines]
     assert all(cell_len(line) <= width for line in plain)
     assert len(plain) < height or height < 14, "it would scroll away under the cursor"
@@ -126,21 +128,19 @@ def test_panes_fit_the_terminal_and_shade_exactly_the_drafts(size: tuple[int, in
         assert {c: shaded.count(c) for c in "wordtail"} == {c: 2 * n for c, n in count.items()}
 
 
-def test_it_says_why_drafts_do_not_pay() -> None:
-    alone = Run("alone", None, [1] * 100, 99, 0, 0, [], 10.0, 0.1, 100)
-    slow = Run("P-EAGLE", "d", [1] * 100, 49, 49, 343, [40, 10], 20.0, 0.1, 50)
-    assert why_it_does_not_pay(slow, alone) == (
-        "P-EAGLE does not pay on this machine: its passes took 4.00 times as long as the target's alone and brought "
-        "2.00 tokens each."
-    )
-    mostly_bare = Run("P-EAGLE", "d", [1] * 100, 98, 2, 14, [1, 0], 11.0, 0.1, 99)
-    assert "98% of its rounds went without drafts" in (why_it_does_not_pay(mostly_bare, alone) or "")
-    quick = Run("P-EAGLE", "d", [1] * 100, 49, 49, 343, [40, 10], 5.0, 0.1, 50)
-    assert why_it_does_not_pay(quick, alone) is None
+def test_a_slowdown_is_explained() -> None:
+    alone = DemoResult("alone", None, [1] * 100, 100, 99, 0, 0, [], 10.0, 0.1)
+    slow = DemoResult("P-EAGLE", "d", [1] * 100, 50, 49, 49, 343, [40, 10], 20.0, 0.1)
+    explained = explain_slowdown(slow, alone) or ""
+    assert "4.00 times" in explained and "2.00 tokens" in explained
+    mostly_without_drafts = DemoResult("P-EAGLE", "d", [1] * 100, 99, 98, 2, 14, [1, 0], 11.0, 0.1)
+    assert "98%" in (explain_slowdown(mostly_without_drafts, alone) or "")
+    fast = DemoResult("P-EAGLE", "d", [1] * 100, 50, 49, 49, 343, [40, 10], 5.0, 0.1)
+    assert explain_slowdown(fast, alone) is None
 
 
-def with_small_engines(monkeypatch: pytest.MonkeyPatch, racers: list[Racer], *args: str) -> int:
-    monkeypatch.setattr(demo, "_line_up", lambda asked, *rest: (ASKED, letters, racers))
+def with_small_engines(monkeypatch: pytest.MonkeyPatch, engines_by_method: list[DemoEngine], *args: str) -> int:
+    monkeypatch.setattr(demo, "_build_engines", lambda asked, *rest: (ASKED, letters, engines_by_method))
     monkeypatch.setattr(sys, "argv", ["peagle", "demo", "first", "second", "--max-tokens", str(TOKENS), *args])
     with pytest.raises(SystemExit) as left:
         main()
@@ -148,24 +148,24 @@ def with_small_engines(monkeypatch: pytest.MonkeyPatch, racers: list[Racer], *ar
 
 
 def test_json_and_plain_lines(
-    racers: list[Racer], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    engines_by_method: list[DemoEngine], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert with_small_engines(monkeypatch, racers, "--json") == 0
+    assert with_small_engines(monkeypatch, engines_by_method, "--json") == 0
     told = json.loads(capfd.readouterr().out)
-    model, eos = racers[0].llm.target.model, racers[0].llm.target.eos_ids
+    model, eos = engines_by_method[0].llm.target.model, engines_by_method[0].llm.target.eos_ids
     want = [generate(model, ids, SamplingParams(max_tokens=TOKENS), eos, max_model_len=128).token_ids for ids in ASKED]
     assert told["equal"] and [p["text"] for p in told["prompts"]] == [letters(ids) for ids in want]
     for way in range(3):
-        parts = [p["runs"][way] for p in told["prompts"]]
-        whole = told["together"][way]
+        parts = [p["results"][way] for p in told["prompts"]]
+        whole = told["total"][way]
         assert [p["token_ids"] for p in parts] == want
-        assert whole["passes"] == sum(p["passes"] for p in parts)
-        assert whole["speed_up"] == pytest.approx(told["together"][0]["seconds"] / whole["seconds"], rel=1e-2)
-    assert with_small_engines(monkeypatch, racers) == 0
+        assert whole["num_forward_passes"] == sum(p["num_forward_passes"] for p in parts)
+        assert whole["speedup"] == pytest.approx(told["total"][0]["seconds"] / whole["seconds"], rel=1e-2)
+    assert with_small_engines(monkeypatch, engines_by_method) == 0
     out, err = capfd.readouterr()
     assert "\x1b" not in out + err, "no terminal, no colours"
     assert [out.count(letters(ids)) for ids in want] == [1, 1], "equal texts are shown once"
-    assert "All texts are equal, token for token" in out and "speed-up" in out
+    assert "All outputs are equal" in out and "speedup" in out
 
 
 def test_texts_that_differ_are_an_error_in_float32_and_explained_in_bfloat16(
@@ -174,21 +174,21 @@ def test_texts_that_differ_are_an_error_in_float32_and_explained_in_bfloat16(
     others = one_of_them_changed()
     said = []
     for ids in ASKED:
-        for racer in others:
-            racer.ask(ids, SamplingParams(max_tokens=TOKENS))
-        race(others, lambda: None)
-        said.append([racer.run.token_ids for racer in others])
+        for engine_of_method in others:
+            engine_of_method.start_request(ids, SamplingParams(max_tokens=TOKENS))
+        run_in_turns(others, lambda: None)
+        said.append([engine_of_method.result.token_ids for engine_of_method in others])
     number, (changed, right, _) = next((i, texts) for i, texts in enumerate(said, 1) if texts[0] != texts[1])
     same = len(os.path.commonprefix([changed, right]))
-    where = f"texts differ from token {same + 1} of prompt {number} on: "
+    where = f"outputs differ from token {same + 1} of prompt {number} on: "
     assert with_small_engines(monkeypatch, others) == 2
     out, err = capfd.readouterr()
-    assert "All texts are equal" not in out
-    assert err == f"peagle: error: the {where}please report this, it must never happen\n"
-    monkeypatch.setattr(demo, "_setting", lambda llm: ("bfloat16", "the CPU"))
+    assert "All outputs are equal" not in out
+    assert err.startswith(f"peagle: error: the {where}") and err.count("\n") == 1
+    monkeypatch.setattr(demo, "_describe_device", lambda llm: ("bfloat16", "the CPU"))
     assert with_small_engines(monkeypatch, others) == 0
     out, err = capfd.readouterr()
-    assert err == "" and f"The {where}in bfloat16" in out and "All texts are equal" not in out
+    assert err == "" and f"The {where}in bfloat16" in out and "All outputs are equal" not in out
 
 
 def test_bad_input_is_found_before_anything_is_loaded(
@@ -246,7 +246,7 @@ def test_on_a_terminal_with_the_real_model() -> None:
         said = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", screen.until(None))
         assert screen.process.wait(60) == 0, said
         assert "The capital of France is Paris." in said and "with EAGLE-3" in said and "with P-EAGLE" in said
-        assert "All texts are equal, token for token" in said and "speed-up" in said
+        assert "All outputs are equal" in said and "speedup" in said
     finally:
         screen.close()
     screen = Terminal("Tell me a long story.", "--max-tokens", "900", "-k", "2")
