@@ -210,23 +210,23 @@ class Session:
 
     def merge(self, pattern: str, into: str) -> None:
         """Documents of the same settings as one."""
-        from peagle.results.schema import read_results, write_results
+        from peagle.results.files import read_results, write_results
 
         parts = [read_results(path) for path in sorted(self.parts.glob(pattern))]
         if not parts:
             return
         first = parts[0]
-        versions = {name: version for part in parts for name, version in part.stamp.versions.items()}
+        versions = {name: version for part in parts for name, version in part.provenance.versions.items()}
         shell = " ".join(["python", "benchmarks/drafters.py", *sys.argv[1:]])
-        stamp = replace(first.stamp, command=shell, versions=versions, seconds=time.time() - self.began)
+        stamp = replace(first.provenance, command=shell, versions=versions, duration=time.time() - self.began)
         settings = {k: v for part in parts for k, v in part.settings.items()}
         warnings = list(dict.fromkeys(w for part in parts for w in part.warnings))
         rows = [row for part in parts for row in part.rows]
-        made = replace(first, stamp=stamp, settings=settings, rows=rows, warnings=warnings)
+        made = replace(first, provenance=stamp, settings=settings, rows=rows, warnings=warnings)
         write_results(self.out / into, replace(made, finished=all(part.finished for part in parts)))
 
     def report(self) -> None:
-        from peagle.results.schema import read_results
+        from peagle.results.files import read_results
 
         self.merge("speed-*.json", "speed.json")
         self.merge("acceptance-vllm-*.json", "acceptance-vllm.json")
@@ -234,9 +234,19 @@ class Session:
         for name in ("acceptance.json", "acceptance-vllm.json"):
             if (self.out / name).exists():
                 for r in read_results(self.out / name).rows:
-                    if r.category is None and r.context is None and r.acceptance_length is not None:
+                    if r.category is None and r.context_range is None and r.acceptance_length is not None:
                         al = round(r.acceptance_length, 3)
-                        line["acceptance"].append([r.engine, r.method, r.dataset, r.temperature, r.loops, r.k, al])
+                        line["acceptance"].append(
+                            [
+                                r.engine,
+                                r.method,
+                                r.dataset,
+                                r.temperature,
+                                r.looping_responses,
+                                r.num_speculative_tokens,
+                                al,
+                            ]
+                        )
         if (self.out / "speed.json").exists():
             for r in read_results(self.out / "speed.json").rows:
                 al = r.repeats[-1].acceptance_length

@@ -31,7 +31,7 @@ from torch.nn import functional as F
 import peagle
 from peagle.checkpoints.target import Target, encode_prompt, load_target, load_tokenizer
 from peagle.kernels.gemm import skinny_cpu
-from peagle.results.stamp import Stamp
+from peagle.results.provenance import Provenance
 
 PROMPTS = [
     "Explain why the sky is blue.",
@@ -226,7 +226,7 @@ def main() -> None:
             order[(turn + i) % len(order)].take(which, prompts[which], args.max_tokens)
 
     results = report(sides, len(prompts), args.max_tokens)
-    stamp = Stamp.now(" ".join(["python", *sys.argv]))
+    stamp = Provenance.collect(" ".join(["python", *sys.argv]))
     made = {"command": stamp.command, "commit": stamp.commit, **stamp.versions}
     made["machine"] = f"{stamp.machine['cpu']}, {args.threads} threads"
     settings: dict[str, Any] = {

@@ -34,7 +34,7 @@ from typing import Any
 
 from peagle.bench.http_client import Client, Events, Failed, parse_url
 from peagle.config import BenchServerSettings, SamplingParams
-from peagle.results.stamp import Stamp
+from peagle.results.provenance import Provenance
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "LICENSE").read_text()
@@ -421,7 +421,7 @@ def main() -> None:
     parser.add_argument("--dtype", help="of the engine and the server; float32: the same text in any company")
     parser.add_argument("--url", help="a server that runs already")
     args = parser.parse_args(words)
-    stamp = Stamp.now(shlex.join(["python", *sys.argv]), ("fastapi", "uvicorn", "prometheus-client"))
+    stamp = Provenance.collect(shlex.join(["python", *sys.argv]), ("fastapi", "uvicorn", "prometheus-client"))
     asks = make_asks(args.target, args.drafter, args.prompts or args.clients, args.tokens, dtype=args.dtype)
     flags += ["--dtype", args.dtype] if args.dtype else []
 
@@ -434,7 +434,7 @@ def main() -> None:
         with serving(args.target, args.drafter, flags) as url:
             report = measure(url)
     print(table(report))
-    print(json.dumps({"stamp": asdict(stamp.done()), **asdict(report)}))
+    print(json.dumps({"stamp": asdict(stamp.with_duration()), **asdict(report)}))
     if report.lost or report.mixed or report.differs or report.kv_use_left or report.rss_grown_mib > FLAT_MIB:
         raise SystemExit(1)
 

@@ -14,12 +14,12 @@ from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
 
+from peagle.results.provenance import Provenance
 from peagle.results.schema import AcceptanceRow, BenchRepeat, BenchRow, Results
-from peagle.results.stamp import Stamp
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 VOID = {"meta", "link", "br", "img", "input", "hr"}
-STAMP = Stamp(
+STAMP = Provenance(
     "peagle bench -t T", "0" * 40, {"peagle": "0.1.0"}, {"gpu": "NVIDIA H200"}, "2026-01-02T03:04:05+00:00", 9
 )
 
@@ -139,9 +139,9 @@ def measured_acceptance() -> Results:
     rows = []
     for name, (rounds, accepted) in counts.items():
         for k in (1, 3, 5, 7):
-            head = ("smollm2-135m-p-eagle", "p-eagle", "embedded", name, None, None, 0.0, k, "all")
+            head = ("smollm2-135m-p-eagle", "p-eagle", "embedded", name, None, None, 0.0, k, "included")
             rows.append(AcceptanceRow(*head, 8, 512, rounds, accepted[:k]))
-    stamp = Stamp("peagle eval", "35d8bc5", {"torch": "2.13.0+cpu"}, {"cpu": "aarch64"}, "2026-01-02", 647)
+    stamp = Provenance("peagle eval", "35d8bc5", {"torch": "2.13.0+cpu"}, {"cpu": "aarch64"}, "2026-01-02", 647)
     return Results("eval", stamp, {"max_tokens": 64}, rows)
 
 
@@ -174,13 +174,11 @@ def measured_speed() -> Results:
             ]
             drafter = None if method == "none" else "8b"
             engine_row = "embedded" if engine == "peagle" else "http://localhost:8000/v1"
-            rows.append(
-                BenchRow(name, engine_row, drafter, method, k, "closed", int(load[1:]), None, repeats, "a" * 64)
-            )
+            rows.append(BenchRow(name, engine_row, drafter, method, k, int(load[1:]), None, repeats, "a" * 64))
     call = kept["calls"][0]
     machine = {"gpu": call["machine"]["gpu"], "cuda": call["machine"]["cuda"]}
     return Results(
-        "bench", Stamp(call["command"], call["commit"], call["versions"], machine, "2026-01-02", 423), {}, rows
+        "bench", Provenance(call["command"], call["commit"], call["versions"], machine, "2026-01-02", 423), {}, rows
     )
 
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeVar
 
-from peagle.results.statistics import Trace
+from peagle.bench.timing import RequestTiming
 
 Name = TypeVar("Name", bound=Hashable)
 
@@ -24,11 +24,11 @@ def drive(
     step: Callable[[], Iterable[tuple[Name, int, bool]]],
     abort: Callable[[Name], None],
     tell: Callable[[bool, int], None],
-) -> tuple[list[Trace], float]:
+) -> tuple[list[RequestTiming], float]:
     """Each request's times and all seconds. `lengths` are the prompts'; `due` says when each request arrives; without
     it `concurrency` are kept running."""
-    running: dict[Name, Trace] = {}
-    traces: list[Trace] = []
+    running: dict[Name, RequestTiming] = {}
+    traces: list[RequestTiming] = []
     ended = 0
     began = now = time.perf_counter()
     try:
@@ -37,7 +37,7 @@ def drive(
                 i = len(traces)
                 if len(running) >= (concurrency or len(lengths)) or (due is not None and began + due[i] > now):
                     break
-                traces.append(Trace(now if due is None else began + due[i], input_tokens=lengths[i]))
+                traces.append(RequestTiming(now if due is None else began + due[i], num_input_tokens=lengths[i]))
                 running[add(i)] = traces[-1]
             if not running:
                 assert due is not None
@@ -49,8 +49,8 @@ def drive(
             for name, new, over in touched:
                 trace = running[name]
                 if new:
-                    trace.chunks.append(now)
-                    trace.output_tokens += new
+                    trace.chunk_times.append(now)
+                    trace.num_output_tokens += new
                 if over:
                     ended += 1
                     del running[name]

@@ -13,6 +13,7 @@ from typing import Any
 
 from peagle.bench.driver import drive
 from peagle.bench.server import Measured, Tell
+from peagle.bench.timing import summarize_repeat
 from peagle.bench.workload import Ask, Load, Workload, arrivals, usable_ids
 from peagle.checkpoints.target import eos_ids, has_tokenizer, load_tokenizer
 from peagle.config import DecoderConfig, SamplingParams
@@ -20,7 +21,6 @@ from peagle.data.generators import release_engine_memory
 from peagle.engine.llm import LLM
 from peagle.engine.request import Request, RequestGroup
 from peagle.errors import UserError
-from peagle.results.statistics import repeat_of
 
 
 class EmbeddedBench:
@@ -91,7 +91,7 @@ def _driven(
         llm.step()
     drafts = sum(r.num_drafts for r in done)
     accepted = sum(sum(r.num_accepted_tokens_per_pos) for r in done)
-    return Measured(repeat_of(traces, seconds, 1 + accepted / drafts if drafts else None))
+    return Measured(summarize_repeat(traces, seconds, 1 + accepted / drafts if drafts else None))
 
 
 class PromptReader:

@@ -17,11 +17,12 @@ from peagle.bench.server import Measured, Tell
 from peagle.bench.workload import Ask, Load, Workload, loads
 from peagle.config import BenchSettings, SpeculationMethod
 from peagle.errors import UserError
-from peagle.results.schema import BenchRepeat, BenchRow, Results, read_results, write_results
-from peagle.results.stamp import Stamp
-from peagle.results.statistics import NOT_SENT, all_doubts
+from peagle.results.comparison import NOT_SENT, all_warnings
+from peagle.results.files import read_results, write_results
+from peagle.results.provenance import Provenance
+from peagle.results.schema import BenchRepeat, BenchRow, Results
 
-FLAGS = {"prompts": "--prompts, --max-tokens, --ignore-eos, --temperature or --seed"}
+FLAGS = {"workload_sha256": "--prompts, --max-tokens, --ignore-eos, --temperature or --seed"}
 
 
 class Bench(Protocol):
@@ -43,16 +44,15 @@ class Variant:
 
     def row(self, load: Load, repeats: list[BenchRepeat], prompts: str) -> BenchRow:
         return BenchRow(
-            name=self.name,
+            label=self.name,
             engine=self.engine,
             drafter=self.drafter,
             method=self.method,
-            k=self.k,
-            load=load.kind,
+            num_speculative_tokens=self.k,
             concurrency=load.concurrency,
-            rate=load.rate,
+            request_rate=load.rate,
             repeats=repeats,
-            prompts=prompts,
+            workload_sha256=prompts,
         )
 
 
@@ -75,20 +75,25 @@ class Document:
     """The rows so far, in a file or in memory alone."""
 
     def __init__(
-        self, path: Path | None, workload: Workload, settings: BenchSettings, fixed: dict[str, Any], stamp: Stamp
+        self,
+        path: Path | None,
+        workload: Workload,
+        settings: BenchSettings,
+        fixed: dict[str, Any],
+        provenance: Provenance,
     ) -> None:
-        self.path, self.stamp, self.sha = path, stamp, workload.sha
+        self.path, self.provenance, self.sha = path, provenance, workload.sha
         self.settings = {
-            "prompts": self.sha,
-            "source": workload.name,
-            "requests": len(workload.asks),
+            "workload_sha256": self.sha,
+            "data": workload.name,
+            "num_prompts": len(workload.asks),
             "waves": workload.waves,
             "max_tokens": workload.max_tokens,
             "ignore_eos": workload.ignore_eos,
             "temperature": workload.temperature,
             "seed": workload.seed,
-            "warmup": settings.warmup,
-            "repeats": settings.repeats,
+            "num_warmups": settings.warmup,
+            "num_repeats": settings.repeats,
             **fixed,
         }
         self.rows: list[BenchRow] = []
@@ -103,26 +108,27 @@ class Document:
         for name, now in self.settings.items():
             was = old.settings.get(name)
             # a file may hold rows of an engine here and of a server: what only one of them has, the other leaves
-            if name in ("repeats", "source") or name not in old.settings or was == now:
+            if name in ("num_repeats", "data") or name not in old.settings or was == now:
                 continue
             flag = FLAGS.get(name, f"--{name.replace('_', '-')}")
             shown = f" ({was} there, {now} now)" if name not in FLAGS else ""
             raise UserError(f"--out {path}: was measured with other {flag}{shown}; give them again, or another file")
-        here, there = self.stamp.machine, old.stamp.machine
+        here, there = self.provenance.machine, old.provenance.machine
         for part in ("gpu", "cpu"):
             if here.get(part) != there.get(part):
                 raise UserError(
                     f"--out {path}: was measured on {there.get(part)}, this is {here.get(part)}; another file"
                 )
-        derived = set(all_doubts(old.rows))
+        derived = set(all_warnings(old.rows))
         self.rows = list(old.rows)
         self.settings = {**old.settings, **self.settings}
         self.notes += [w for w in old.warnings if w not in derived and w not in self.notes]
-        if (old.stamp.commit, old.stamp.versions) != (self.stamp.commit, self.stamp.versions):
+        if (old.provenance.commit, old.provenance.versions) != (self.provenance.commit, self.provenance.versions):
             self.notes.append(
-                f"some rows were measured by another version (commit {old.stamp.commit}, {old.stamp.started})"
+                f"some rows were measured by another version (commit {old.provenance.commit}, "
+                f"{old.provenance.started_at})"
             )
-        self.before_s = old.stamp.seconds
+        self.before_s = old.provenance.duration
 
     def repeats(self, variant: Variant, load: Load) -> list[BenchRepeat]:
         """Those that are whole; one that was given up is measured again."""
@@ -135,16 +141,25 @@ class Document:
             self.rows[places[0]] = row
         else:
             self.rows.append(row)
-        self.notes += [n for n in (f"{row.name}, {load}: {note}" for note in notes) if n not in self.notes]
+        self.notes += [n for n in (f"{row.label}, {load}: {note}" for note in notes) if n not in self.notes]
 
     @staticmethod
     def _is(row: BenchRow, variant: Variant, load: Load) -> bool:
         mine = variant.engine, variant.drafter, variant.method, variant.k, load.concurrency, load.rate
-        return (row.engine, row.drafter, row.method, row.k, row.concurrency, row.rate) == mine
+        return (
+            row.engine,
+            row.drafter,
+            row.method,
+            row.num_speculative_tokens,
+            row.concurrency,
+            row.request_rate,
+        ) == mine
 
     def results(self, finished: bool) -> Results:
-        said = self.notes + all_doubts(self.rows)
-        return Results("bench", self.stamp.done(self.before_s), self.settings, list(self.rows), finished, said)
+        said = self.notes + all_warnings(self.rows)
+        return Results(
+            "bench", self.provenance.with_duration(self.before_s), self.settings, list(self.rows), finished, said
+        )
 
     def save(self, finished: bool) -> Results:
         made = self.results(finished)
@@ -163,7 +178,7 @@ def bench(
 ) -> Outcome:
     """Measures what `out` does not have yet. `fixed` are settings that a file's rows must share beside the load's."""
     packages = ("vllm",) if any(variant.engine == "vllm" for variant in variants) else ()
-    document = Document(out, workload, settings, fixed or {}, Stamp.now(packages=packages))
+    document = Document(out, workload, settings, fixed or {}, Provenance.collect(packages=packages))
     given_up, interrupted = None, False
     try:
         for variant in variants:

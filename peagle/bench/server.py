@@ -17,11 +17,12 @@ from types import TracebackType
 from typing import Any
 
 from peagle.bench.http_client import LONGEST_ERROR, Client, Events, Failed, parse_url
+from peagle.bench.timing import RequestTiming, summarize_repeat
 from peagle.bench.workload import Ask, Load, Workload, arrivals
 from peagle.config import BenchServerSettings, BenchWarningThresholds, SpeculationMethod
 from peagle.errors import UserError
+from peagle.results.comparison import NOT_SENT
 from peagle.results.schema import BenchRepeat
-from peagle.results.statistics import NOT_SENT, Trace, repeat_of
 
 COUNTERS = "vllm:"
 LONGEST_METRICS = 1 << 24
@@ -50,7 +51,7 @@ class Stated:
 class _Stream:
     """What one answer has said so far."""
 
-    trace: Trace
+    trace: RequestTiming
     most_chunks: int
     text: list[str] = field(default_factory=list)
     input_tokens: int | None = None
@@ -78,8 +79,8 @@ class _Stream:
             choice = choices[0]
             if not isinstance(choice, dict):
                 raise Failed("not JSON", f"{said[:60]!r} in an event, a choice that is none")
-            self.trace.chunks.append(now)
-            if len(self.trace.chunks) > self.most_chunks:
+            self.trace.chunk_times.append(now)
+            if len(self.trace.chunk_times) > self.most_chunks:
                 raise Failed("does not end", f"more than {self.most_chunks} chunks")
             delta = choice.get("delta")
             text = delta.get("content") if isinstance(delta, dict) else choice.get("text")
@@ -125,7 +126,7 @@ class ServerBench:
     ) -> Measured:
         before = await self._counters()
         most = 4 * workload.max_tokens + 64  # a server may split a token's text, but not for ever
-        streams = [_Stream(Trace(0.0, failed=NOT_SENT), most) for _ in asks]
+        streams = [_Stream(RequestTiming(0.0, failure=NOT_SENT), most) for _ in asks]
         limit = max(self.settings.failures, 2 * (load.concurrency or 1))
         self._failed_in_a_row = 0
         began = time.perf_counter()
@@ -156,13 +157,17 @@ class ServerBench:
         for ask, stream in zip(asks, streams, strict=True):
             self._settle(ask, stream)
         notes, acceptance = await self._compared(before, streams)
-        seen = {s.trace.failed: s.trace.detail for s in reversed(streams) if s.trace.failed and s.trace.detail}
+        seen = {
+            s.trace.failure: s.trace.failure_detail
+            for s in reversed(streams)
+            if s.trace.failure and s.trace.failure_detail
+        }
         notes += [f"the first {name!r}: {detail}" for name, detail in seen.items()]
-        return Measured(repeat_of([s.trace for s in streams], seconds, acceptance), tuple(notes))
+        return Measured(summarize_repeat([s.trace for s in streams], seconds, acceptance), tuple(notes))
 
     async def _stream(self, path: str, body: bytes, stream: _Stream) -> None:
         trace = stream.trace
-        trace.failed, trace.sent = None, time.perf_counter()
+        trace.failure, trace.sent_at = None, time.perf_counter()
         try:
             async with self._client.request("POST", path, body) as response:
                 if response.status != 200:
@@ -178,33 +183,33 @@ class ServerBench:
                         break
                 if done:
                     await response.linger()
-            if not trace.chunks:
+            if not trace.chunk_times:
                 raise Failed("no tokens", "the stream ended without a chunk")
             if not stream.finished:
                 raise Failed("ended early", "the stream ended before the answer")
             self._failed_in_a_row = 0
         except Failed as failed:
-            trace.failed, trace.detail = failed.name, failed.detail
+            trace.failure, trace.failure_detail = failed.name, failed.detail
             self._failed_in_a_row += 1
 
     def _settle(self, ask: Ask, stream: _Stream) -> None:
         """Token counts, outside of the time that is measured."""
         trace = stream.trace
-        if trace.failed is not None:
+        if trace.failure is not None:
             return
         counted = stream.output_tokens
         if not counted and self.tokenizer is not None:
             counted = self._tokens("".join(stream.text))
         if not counted:
-            trace.failed, trace.detail = "no token count", "the server sends no usage; give --tokenizer"
+            trace.failure, trace.failure_detail = "no token count", "the server sends no usage; give --tokenizer"
             return
-        trace.output_tokens = counted
+        trace.num_output_tokens = counted
         if stream.input_tokens is not None:
-            trace.input_tokens = stream.input_tokens
+            trace.num_input_tokens = stream.input_tokens
         elif ask.ids is not None:
-            trace.input_tokens = len(ask.ids)
+            trace.num_input_tokens = len(ask.ids)
         elif self.tokenizer is not None:
-            trace.input_tokens = self._tokens(ask.text or "\n".join(content for _, content in ask.messages))
+            trace.num_input_tokens = self._tokens(ask.text or "\n".join(content for _, content in ask.messages))
 
     def _tokens(self, text: str) -> int:
         return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -256,8 +261,8 @@ class ServerBench:
         if before is None:
             return [], None
         moved = await self._moved(before)
-        ours = sum(s.trace.output_tokens for s in streams)
-        failed = any(s.trace.failed is not None for s in streams)
+        ours = sum(s.trace.num_output_tokens for s in streams)
+        failed = any(s.trace.failure is not None for s in streams)
         limits = BenchWarningThresholds()
 
         def disagree() -> bool:
@@ -280,7 +285,7 @@ class ServerBench:
                 "before; vLLM serves without it by --no-enable-prefix-caching"
             )
         drafts = moved.get("spec_decode_num_drafts", 0)
-        self._agrees(drafts, moved.get("spec_decode_num_draft_tokens", 0), any(not s.trace.failed for s in streams))
+        self._agrees(drafts, moved.get("spec_decode_num_draft_tokens", 0), any(not s.trace.failure for s in streams))
         return notes, 1 + moved.get("spec_decode_num_accepted_tokens", 0) / drafts if drafts else None
 
     async def _moved(self, before: dict[str, float]) -> dict[str, float]:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from peagle.bench.workload import Load
 from peagle.errors import UserError
+from peagle.results.comparison import compute_speedup, find_baseline
 from peagle.results.schema import BenchRow
-from peagle.results.statistics import baseline_of, load_name, speedup
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -87,17 +87,17 @@ def tables(rows: Sequence[BenchRow]) -> list[Table]:
         times.add_column(name, justify="right")
     order: dict[str, list[BenchRow]] = {}
     for row in rows:
-        order.setdefault(load_name(row), []).append(row)
+        order.setdefault(row.load_name, []).append(row)
     for load, there in order.items():
         for row in there:
             first, last = (load if row is there[0] else ""), row is there[-1]
-            speed.add_row(first, row.name, *_speed(row, rows), end_section=last)
-            times.add_row(first, row.name, *_times(row), end_section=last)
+            speed.add_row(first, row.label, *_speed(row, rows), end_section=last)
+            times.add_row(first, row.label, *_times(row), end_section=last)
     return [speed, times]
 
 
 def _speed(row: BenchRow, rows: Sequence[BenchRow]) -> list[str]:
-    rate, interval = row.output_tokens_per_second, row.ci95
+    rate, interval = row.output_throughput, row.output_throughput_ci95
     failed = sum(sum(r.failed.values()) for r in row.repeats)
     lengths = [r.acceptance_length for r in row.repeats if r.acceptance_length is not None]
     return [
@@ -110,20 +110,20 @@ def _speed(row: BenchRow, rows: Sequence[BenchRow]) -> list[str]:
 
 
 def _speedup(row: BenchRow, rows: Sequence[BenchRow]) -> tuple[str, str]:
-    base = baseline_of(row, rows)
+    base = find_baseline(row, rows)
     if base is None or base is row:
         return "-", ""
     try:
-        found = speedup(row, base)
+        found = compute_speedup(row, base)
     except UserError:  # the warnings below the table say why
         return "refused", ""
-    return f"{found.value:.2f}x", f"{found.ci95[0]:.2f} to {found.ci95[1]:.2f}" if found.ci95 is not None else "-"
+    return f"{found.ratio:.2f}x", f"{found.ci95[0]:.2f} to {found.ci95[1]:.2f}" if found.ci95 is not None else "-"
 
 
 def _times(row: BenchRow) -> list[str]:
     """The mean over the repeats of each percentile."""
     cells = []
-    for name in ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms"):
+    for name in ("ttft_ms", "tpot_ms", "itl_ms", "e2el_ms"):
         there = [(p.p50, p.p95, p.p99) for r in row.repeats if (p := getattr(r, name)) is not None]
         means = [sum(values) / len(there) for values in zip(*there, strict=True)]
         cells.append("  ".join(f"{f'{m:.0f}' if m >= 99.95 else f'{m:.3g}':>4}" for m in means) or "-")

@@ -17,10 +17,10 @@ from typing import Any
 from peagle.bench.driver import drive
 from peagle.bench.offline import PromptReader
 from peagle.bench.server import Measured, Tell
+from peagle.bench.timing import summarize_repeat
 from peagle.bench.workload import Ask, Load, Workload, arrivals
 from peagle.checkpoints.target import eos_ids
 from peagle.errors import UserError
-from peagle.results.statistics import repeat_of
 
 
 class VllmBench:
@@ -96,5 +96,5 @@ class VllmBench:
         lengths = [len(ids) for ids in prompts]
         traces, seconds = drive(lengths, concurrency, due, add, step, lambda name: engine.abort_request([name]), tell)
         rounds -= len(traces)  # the first token of each comes of its prompt
-        kept = sum(trace.output_tokens for trace in traces) - len(traces)
-        return Measured(repeat_of(traces, seconds, kept / rounds if self._drafts and rounds > 0 else None))
+        kept = sum(trace.num_output_tokens for trace in traces) - len(traces)
+        return Measured(summarize_repeat(traces, seconds, kept / rounds if self._drafts and rounds > 0 else None))

@@ -230,7 +230,7 @@ def _run(
 
 def _tell(outcome: Outcome, out: Path | None, as_json: bool) -> None:
     from peagle.bench.view import WIDTH, tables
-    from peagle.results.schema import to_json
+    from peagle.results.files import to_json
 
     results = outcome.results
     if as_json:

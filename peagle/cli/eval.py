@@ -158,7 +158,7 @@ def evaluate(
     finally:
         bar.close()
     if as_json:
-        from peagle.results.schema import to_json
+        from peagle.results.files import to_json
 
         print(json.dumps(to_json(results)))
     else:
@@ -210,7 +210,10 @@ class _Bar:
     def rows(self, rows: Sequence[AcceptanceRow]) -> None:
         row = rows[0]
         length = f"{row.acceptance_length:.2f}" if row.acceptance_length is not None else "-"
-        self.say(f"{row.drafter}  {row.dataset}  temperature {row.temperature:g}  K={row.k}: {length} tokens a round")
+        self.say(
+            f"{row.drafter}  {row.dataset}  temperature {row.temperature:g}  K={row.num_speculative_tokens}: "
+            f"acceptance length {length}"
+        )
 
     def say(self, text: str) -> None:
         self.screen.print(text, markup=False, soft_wrap=True)
@@ -236,7 +239,12 @@ def show(results: Results) -> None:
     screen.print(_whole(rows))
     parts: tuple[tuple[str, Callable[[AcceptanceRow], str | None]], ...] = (
         ("category", lambda row: row.category),
-        ("context", lambda row: f"{row.context[0]:,} - {row.context[1]:,}" if row.context is not None else None),
+        (
+            "context",
+            lambda row: (
+                f"{row.context_range[0]:,} - {row.context_range[1]:,}" if row.context_range is not None else None
+            ),
+        ),
     )
     for title, part in parts:
         if any(part(row) is not None for row in rows):
@@ -251,7 +259,7 @@ def _whole(rows: list[AcceptanceRow]) -> Table:
 
     from peagle.eval.acceptance import whole
 
-    calm = {_key(row): row for row in rows if row.loops == "excluded"}
+    calm = {_key(row): row for row in rows if row.looping_responses == "excluded"}
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("drafter", "data", "T"):
         table.add_column(name)
@@ -262,7 +270,8 @@ def _whole(rows: list[AcceptanceRow]) -> Table:
     before: tuple[str, str, float] | None = None
     sets, drafters = (list(dict.fromkeys(names)) for names in zip(*((r.dataset, r.drafter) for r in rows), strict=True))
     shown = sorted(
-        filter(whole, rows), key=lambda r: (drafters.index(r.drafter), sets.index(r.dataset), r.temperature, r.k)
+        filter(whole, rows),
+        key=lambda r: (drafters.index(r.drafter), sets.index(r.dataset), r.temperature, r.num_speculative_tokens),
     )
     for row in shown:
         head = (row.drafter, row.dataset, row.temperature)
@@ -272,13 +281,15 @@ def _whole(rows: list[AcceptanceRow]) -> Table:
         other = calm.get(_key(row))
         table.add_row(
             *names,
-            str(row.k),
+            str(row.num_speculative_tokens),
             f"[bold]{_number(row.acceptance_length)}[/bold]",
-            f"{row.ci95[0]:.2f} - {row.ci95[1]:.2f}" if row.ci95 is not None else "",
+            f"{row.acceptance_length_ci95[0]:.2f} - {row.acceptance_length_ci95[1]:.2f}"
+            if row.acceptance_length_ci95 is not None
+            else "",
             _number(other.acceptance_length) if other is not None else "",
-            f"{row.rounds:,}",
-            _percents(row.unconditional),
-            _percents(row.conditional),
+            f"{row.num_drafts:,}",
+            _percents(row.per_position_acceptance_rates),
+            _percents(row.per_position_conditional_rates),
         )
         before = head
     return table
@@ -290,7 +301,7 @@ def _by(title: str, part: Callable[[AcceptanceRow], str | None], rows: list[Acce
     from rich.table import Table
 
     some = [row for row in rows if part(row) is not None]
-    ks = sorted({row.k for row in some})
+    ks = sorted({row.num_speculative_tokens for row in some})
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=f"tokens a round, by {title}", title_justify="left")
     for name in ("drafter", "data", "T", title):
         table.add_column(name)
@@ -299,7 +310,7 @@ def _by(title: str, part: Callable[[AcceptanceRow], str | None], rows: list[Acce
     lines: dict[tuple[str, str, float, str], dict[int, float | None]] = {}
     for row in some:
         line = (row.drafter, row.dataset, row.temperature, part(row) or "")
-        lines.setdefault(line, {})[row.k] = row.acceptance_length
+        lines.setdefault(line, {})[row.num_speculative_tokens] = row.acceptance_length
     before: tuple[str, str, float] | None = None
     for (drafter, data, temperature, value), by_k in lines.items():
         head = (drafter, data, temperature)
@@ -310,7 +321,7 @@ def _by(title: str, part: Callable[[AcceptanceRow], str | None], rows: list[Acce
 
 
 def _key(row: AcceptanceRow) -> tuple[str, str, float, int]:
-    return row.drafter, row.dataset, row.temperature, row.k
+    return row.drafter, row.dataset, row.temperature, row.num_speculative_tokens
 
 
 def _short(name: str) -> str:

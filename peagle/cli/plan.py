@@ -116,10 +116,11 @@ def plan(
     from peagle.planning.plan import choose_engine, make_plan
     from peagle.planning.roofline import Machine
     from peagle.planning.shapes import target_shape
-    from peagle.results.schema import Results, to_json, write_results
-    from peagle.results.stamp import Stamp
+    from peagle.results.files import to_json, write_results
+    from peagle.results.provenance import Provenance
+    from peagle.results.schema import Results
 
-    started = Stamp.now() if out is not None or as_json else None  # it looks for the GPU, which takes seconds
+    started = Provenance.collect() if out is not None or as_json else None  # it looks for the GPU, which takes seconds
     for flag, bits in (("--weight-bits", weight_bits), ("--kv-bits", kv_bits)):
         if bits is not None and not 1 <= bits <= 32:
             raise UserError(f"{flag} {bits:g}: must be from 1 to 32")
@@ -142,7 +143,7 @@ def plan(
     made = make_plan(machine, shape, contenders, settings)
     if started is not None:
         document = Results(
-            "plan", started.done(), _about(made, target, contenders, settings), made.rows, True, made.notes
+            "plan", started.with_duration(), _about(made, target, contenders, settings), made.rows, True, made.notes
         )
         if out is not None:
             write_results(out, document)
@@ -242,18 +243,20 @@ def _show(made: Plan, contenders: list[Contender], settings: PlanSettings) -> No
     def speed(row: PlanRow | None, with_k: bool = False) -> str:
         if row is None:
             return "-"
-        return f"{row.tokens_per_second:,.0f}" + (f", {row.k}" if with_k else "")
+        return f"{row.output_throughput:,.0f}" + (f", {row.num_speculative_tokens}" if with_k else "")
 
     def gain(row: PlanRow, over: PlanRow | None) -> str:
-        return f"{row.tokens_per_second / over.tokens_per_second:.2f}" if over is not None else "-"
+        return f"{row.output_throughput / over.output_throughput:.2f}" if over is not None else "-"
 
     def dollars(row: PlanRow | None) -> str:
-        return f"{row.cost_per_million:.3g}" if row is not None and row.cost_per_million is not None else "-"
+        return (
+            f"{row.cost_per_million_tokens:.3g}" if row is not None and row.cost_per_million_tokens is not None else "-"
+        )
 
     for c in made.loads:
         best, plain = made.best(c), made.best(c, "none")
         assert best is not None
-        own = {row.k: row for row in made.rows if row.concurrency == c and row.method == main}
+        own = {row.num_speculative_tokens: row for row in made.rows if row.concurrency == c and row.method == main}
         others = [made.best(c, method) for method in beside]
         speeds.add_row(
             str(c),
@@ -261,15 +264,15 @@ def _show(made: Plan, contenders: list[Contender], settings: PlanSettings) -> No
             *(speed(row, with_k=True) for row in others),
             *(speed(own.get(k)) for k in settings.drafts),
         )
-        each = f"{best.tokens_per_second / c:,.0f}"
+        each = f"{best.output_throughput / c:,.0f}"
         gains = [gain(best, row) for row in (plain, *others)]
         choices.add_row(
             str(c),
-            NAMES[best.method] if best.k else "none",
-            str(best.k or "-"),
+            NAMES[best.method] if best.num_speculative_tokens else "none",
+            str(best.num_speculative_tokens or "-"),
             *gains,
             each,
-            str(best.gpus),
+            str(best.num_gpus),
             dollars(best),
             dollars(plain),
         )

@@ -73,8 +73,9 @@ def tune(
     """
     from peagle.cli.plan import whole_numbers
     from peagle.planning.tuning import subject_of, untimed
-    from peagle.results.schema import Results, to_json, write_results
-    from peagle.results.stamp import Stamp
+    from peagle.results.files import to_json, write_results
+    from peagle.results.provenance import Provenance
+    from peagle.results.schema import Results
 
     settings = TuneSettings(
         max_num_seqs=max_num_seqs,
@@ -85,7 +86,7 @@ def tune(
         concurrency=whole_numbers(concurrency, "--concurrency") if concurrency else (),
     )
     curves = _curves(rates, eval_results)
-    stamp = Stamp.now()
+    provenance = Provenance.collect()
     options = [None if name == "auto" else name for name in (device, dtype)]
     llm = untimed(target, drafter, settings, *options)
     curve = _own_curve(curves, llm)
@@ -96,7 +97,7 @@ def tune(
         count.acceptance.set_prior_rates(curve.rates)
     loads = settings.concurrency or tuple(table.batch_sizes)
     tuned = Tuned(subject, count, {load: vllm_config(llm, drafter, count.best_k(load)) for load in loads}, curve)
-    document = Results("tune", stamp.done(), tuned.about(llm), tuned.rows(), finished=not missing)
+    document = Results("tune", provenance.with_duration(), tuned.about(llm), tuned.rows(), finished=not missing)
     if results is not None:
         write_results(results, document)
     if as_json:

@@ -21,7 +21,9 @@ from peagle.eval.conversations import Speaker
 from peagle.eval.datasets import DataSet
 from peagle.eval.samples import Sample, Subject, Tell, rows_of
 from peagle.hub.resolve import resolve_drafter, resolve_target
-from peagle.results.schema import AcceptanceRow, Results, Stamp, read_results, write_results
+from peagle.results.files import read_results, write_results
+from peagle.results.provenance import Provenance
+from peagle.results.schema import AcceptanceRow, Results
 
 Method = Literal["p-eagle", "eagle3"]
 ENGINES = ("embedded", "reference", "vllm")
@@ -103,7 +105,7 @@ class Evaluation:
         self.folder = resolve_target(self.target)
         self.cfg = read_target_config(self.folder)
         packages = ("vllm",) if self.where.engine == "vllm" else ()
-        self.results = Results("eval", Stamp.now(packages=packages), self._settings(), [], finished=False)
+        self.results = Results("eval", Provenance.collect(packages=packages), self._settings(), [], finished=False)
         if self.out is not None and self.out.exists():
             self._resume(self.out)
 
@@ -135,8 +137,8 @@ class Evaluation:
             )
             rows = rows_of(samples, subject, self.settings)
             self.results = dataclasses.replace(self.results, rows=[*self.results.rows, *rows])
-            if rows[0].rounds < self.settings.few_rounds:
-                self._note([f"too few rounds to trust: {_called(rows[0])}: {rows[0].rounds}"])
+            if rows[0].num_drafts < self.settings.few_rounds:
+                self._note([f"too few rounds to trust: {_called(rows[0])}: {rows[0].num_drafts}"])
             self._note(engine.notes)
             engine.notes.clear()
             self._keep()
@@ -220,11 +222,12 @@ class Evaluation:
             "raw": s.raw,
             "chat_template": str(self.chat_template) if self.chat_template is not None else None,
             "each_k": s.each_k,
-            "context_edges": list(s.context_edges),
+            "context_bounds": list(s.context_edges),
             "seed": s.seed,
-            "resamples": s.resamples,
+            "bootstrap_samples": s.resamples,
             "data": {
-                d.name: {"source": d.source, "rows": len(d.prompts.rows), "sha": d.fingerprint} for d in self.data
+                d.name: {"source": d.source, "num_prompts": len(d.prompts.rows), "sha256": d.fingerprint}
+                for d in self.data
             },
         }
 
@@ -236,9 +239,9 @@ class Evaluation:
         self._same(path, old.settings, now)
         data = {**old.settings.get("data", {}), **now["data"]}
         for name, known in old.settings.get("data", {}).items():
-            if data[name]["sha"] != known.get("sha"):
+            if data[name]["sha256"] != known.get("sha256"):
                 raise UserError(f"--out {path}: it was begun with other prompts in {name}; give another file")
-        self._before, self._notes = old.stamp.seconds, list(old.warnings)
+        self._before, self._notes = old.provenance.duration, list(old.warnings)
         settings = {**now, "dtype": old.settings.get("dtype"), "data": data}
         self.results = dataclasses.replace(self.results, settings=settings, rows=old.rows, warnings=old.warnings)
 
@@ -264,14 +267,14 @@ class Evaluation:
         self.results = dataclasses.replace(self.results, warnings=collapsed(self._notes))
 
     def _keep(self) -> None:
-        self.results = dataclasses.replace(self.results, stamp=self.results.stamp.done(self._before))
+        self.results = dataclasses.replace(self.results, provenance=self.results.provenance.with_duration(self._before))
         if self.out is not None:
             write_results(self.out, self.results)
 
 
 def whole(row: AcceptanceRow) -> bool:
     """Of a whole data set, loops and all: there is one for everything that was measured."""
-    return row.category is None and row.context is None and row.loops == "all"
+    return row.category is None and row.context_range is None and row.looping_responses == "included"
 
 
 def open_drafters(names: Sequence[str], target: Path) -> list[Drafted]:
@@ -309,4 +312,4 @@ def collapsed(notes: Sequence[str]) -> list[str]:
 
 
 def _called(row: AcceptanceRow) -> str:
-    return f"{row.drafter} on {row.dataset}, K={row.k}, temperature {row.temperature:g}"
+    return f"{row.drafter} on {row.dataset}, K={row.num_speculative_tokens}, temperature {row.temperature:g}"

@@ -23,7 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from peagle.config import EvalSettings
-from peagle.results.schema import AcceptanceRow, Interval, Loops
+from peagle.results.schema import AcceptanceRow, LoopingResponses
+from peagle.results.statistics import Interval
 
 RESAMPLES_AT_ONCE = 100
 
@@ -84,7 +85,7 @@ def rows_of(samples: Sequence[Sample], subject: Subject, settings: EvalSettings)
         some: Sequence[Sample],
         category: str | None = None,
         context: tuple[int, int] | None = None,
-        loops: Loops = "all",
+        loops: LoopingResponses = "included",
     ) -> AcceptanceRow:
         return AcceptanceRow(
             subject.drafter,
@@ -96,11 +97,11 @@ def rows_of(samples: Sequence[Sample], subject: Subject, settings: EvalSettings)
             subject.temperature,
             subject.k,
             loops,
-            answers=sum(s.answers for s in some),
-            tokens=sum(s.tokens for s in some),
-            rounds=sum(s.rounds for s in some),
-            accepted=[sum(s.accepted[i] for s in some) for i in range(subject.k)],
-            ci95=interval(some, settings),
+            num_responses=sum(s.answers for s in some),
+            num_output_tokens=sum(s.tokens for s in some),
+            num_drafts=sum(s.rounds for s in some),
+            num_accepted_tokens_per_pos=[sum(s.accepted[i] for s in some) for i in range(subject.k)],
+            acceptance_length_ci95=interval(some, settings),
         )
 
     rows = [row(samples)]

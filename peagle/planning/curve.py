@@ -11,7 +11,8 @@ from pathlib import Path
 
 from peagle.config import Method
 from peagle.errors import UserError
-from peagle.results.schema import AcceptanceRow, read_results
+from peagle.results.files import read_results
+from peagle.results.schema import AcceptanceRow
 from peagle.speculative.adaptive_k import PRIOR_RATE
 
 
@@ -69,18 +70,23 @@ def from_results(path: Path, method: Method, flag: str = "--results") -> Curve |
     results = read_results(path)
     if results.kind != "eval":
         raise UserError(f"{flag} {path}: holds results of kind {results.kind}, acceptance is of kind eval")
-    rows: list[AcceptanceRow] = [r for r in results.rows if r.method == method and r.rounds]
-    whole = [r for r in rows if r.category is None and r.context is None] or [r for r in rows if r.context is None]
+    rows: list[AcceptanceRow] = [r for r in results.rows if r.method == method and r.num_drafts]
+    whole = [r for r in rows if r.category is None and r.context_range is None] or [
+        r for r in rows if r.context_range is None
+    ]
     if not whole:
         return None
-    first = max(whole, key=lambda r: (r.k, -r.temperature, r.loops == "excluded"))
+    first = max(whole, key=lambda r: (r.num_speculative_tokens, -r.temperature, r.looping_responses == "excluded"))
     same = [
         r
         for r in whole
-        if (r.k, r.temperature, r.loops) == (first.k, first.temperature, first.loops)
+        if (r.num_speculative_tokens, r.temperature, r.looping_responses)
+        == (first.num_speculative_tokens, first.temperature, first.looping_responses)
         and (r.drafter, r.engine) == (first.drafter, first.engine)
     ]
-    rounds = sum(r.rounds for r in same)
-    rates = tuple(sum(r.accepted[i] for r in same) / rounds for i in range(first.k))
+    rounds = sum(r.num_drafts for r in same)
+    rates = tuple(
+        sum(r.num_accepted_tokens_per_pos[i] for r in same) / rounds for i in range(first.num_speculative_tokens)
+    )
     sets = ", ".join(dict.fromkeys(r.dataset for r in same))
     return Curve(rates, f"{path.name}: {first.drafter} on {sets} at temperature {first.temperature:g}")

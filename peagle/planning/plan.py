@@ -44,7 +44,7 @@ class Plan:
     def best(self, concurrency: int, method: str | None = None) -> PlanRow | None:
         """The fastest row of a load, of one method or of all."""
         rows = [r for r in self.rows if r.concurrency == concurrency and method in (None, r.method)]
-        return max(rows, key=lambda r: r.tokens_per_second, default=None)
+        return max(rows, key=lambda r: r.output_throughput, default=None)
 
     @property
     def loads(self) -> list[int]:
@@ -74,12 +74,12 @@ def make_plan(machine: Machine, target: Shape, contenders: list[Contender], sett
     notes += refused
     rows = [row for c in loads for row in _rows(machine, target, contenders, settings, c)]
     if settings.per_user is not None:
-        kept = [r for r in rows if r.tokens_per_second / r.concurrency >= settings.per_user]
+        kept = [r for r in rows if r.output_throughput / r.concurrency >= settings.per_user]
         if not kept:
-            most = max(rows, key=lambda r: r.tokens_per_second / r.concurrency)
+            most = max(rows, key=lambda r: r.output_throughput / r.concurrency)
             raise UserError(
                 f"--per-user {settings.per_user:g}: out of reach here; the most is "
-                f"{most.tokens_per_second / most.concurrency:.0f} ({_how(most)}, {most.concurrency} at once)"
+                f"{most.output_throughput / most.concurrency:.0f} ({_how(most)}, {most.concurrency} at once)"
             )
         rows = kept
     fastest = {c: max((r for r in rows if r.concurrency == c), key=_speed) for c in {r.concurrency for r in rows}}
@@ -114,12 +114,12 @@ def _row(
     copies = math.ceil(settings.load / speed) if settings.load is not None else 1
     return PlanRow(
         concurrency=concurrency,
-        k=k,
+        num_speculative_tokens=k,
         method=contender.method if contender is not None else "none",
-        round_ms=one * 1e3,
-        tokens_per_second=speed,
-        gpus=copies * parts,
-        cost_per_million=price * parts / 3600 / speed * 1e6 if price is not None else None,
+        step_ms=one * 1e3,
+        output_throughput=speed,
+        num_gpus=copies * parts,
+        cost_per_million_tokens=price * parts / 3600 / speed * 1e6 if price is not None else None,
         chosen=False,
     )
 
@@ -179,16 +179,18 @@ def _fitting(
 
 
 def _speed(row: PlanRow) -> float:
-    return row.tokens_per_second
+    return row.output_throughput
 
 
 def _how(row: PlanRow) -> str:
-    return f"{NAMES[row.method]} with K={row.k}" if row.k else NAMES[row.method]
+    return (
+        f"{NAMES[row.method]} with K={row.num_speculative_tokens}" if row.num_speculative_tokens else NAMES[row.method]
+    )
 
 
 def _dollars(row: PlanRow) -> str:
-    assert row.cost_per_million is not None
-    return f"${row.cost_per_million:.3g}"
+    assert row.cost_per_million_tokens is not None
+    return f"${row.cost_per_million_tokens:.3g}"
 
 
 def _by_load(plan: Plan) -> str:
@@ -197,10 +199,14 @@ def _by_load(plan: Plan) -> str:
     for c in plan.loads:
         best, plain, other = plan.best(c), plan.best(c, "none"), plan.best(c, "eagle3")
         assert best is not None and plain is not None
-        gain = f"{_speed(best) / _speed(plain):.2f}x no speculation" if best.k else "which no drafter beats"
+        gain = (
+            f"{_speed(best) / _speed(plain):.2f}x no speculation"
+            if best.num_speculative_tokens
+            else "which no drafter beats"
+        )
         if other is not None and best.method == "p-eagle":
-            gain += f", {_speed(best) / _speed(other):.2f}x EAGLE-3 with K={other.k}"
-        if best.cost_per_million is not None and best.k:
+            gain += f", {_speed(best) / _speed(other):.2f}x EAGLE-3 with K={other.num_speculative_tokens}"
+        if best.cost_per_million_tokens is not None and best.num_speculative_tokens:
             gain += f", {_dollars(best)} instead of {_dollars(plain)} per million tokens"
         parts.append(f"{_how(best)} at {c} request{'s' * (c > 1)} at once ({gain})")
     return f"Use {'; '.join(parts)}."
@@ -216,9 +222,9 @@ def _for_a_load(plan: Plan, settings: PlanSettings, methods: Sequence[str]) -> s
     name = plan.machine.gpu.name
     wanted = f" for {settings.load:,.0f} tokens/s" if settings.load is not None else ""
     each = _speed(best) / best.concurrency
-    sentence = f"Use {best.gpus} {name}{wanted}, {_how(best)}, {best.concurrency} requests at once on each copy"
+    sentence = f"Use {best.num_gpus} {name}{wanted}, {_how(best)}, {best.concurrency} requests at once on each copy"
     sentence += f" ({each:,.0f} tokens/s each"
-    sentence += f", {_dollars(best)} per million)" if best.cost_per_million is not None else ")"
+    sentence += f", {_dollars(best)} per million)" if best.cost_per_million_tokens is not None else ")"
     others = []
     for method, row in cheapest.items():
         if method == best.method:
@@ -226,6 +232,6 @@ def _for_a_load(plan: Plan, settings: PlanSettings, methods: Sequence[str]) -> s
         if row is None:
             others.append(f"{NAMES[method]} does not reach {settings.per_user:g} tokens/s each")
         else:
-            cost = f", {_dollars(row)} per million" if row.cost_per_million is not None else ""
-            others.append(f"{_how(row)} takes {row.gpus} ({row.concurrency} at once{cost})")
+            cost = f", {_dollars(row)} per million" if row.cost_per_million_tokens is not None else ""
+            others.append(f"{_how(row)} takes {row.num_gpus} ({row.concurrency} at once{cost})")
     return f"{sentence}; {'; '.join(others)}."

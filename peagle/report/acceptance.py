@@ -49,8 +49,8 @@ class Found:
 
 
 def acceptance_part(sources: Sequence[Source], settings: ReportSettings) -> Part:
-    measured = [(row, source) for source in sources for row in source.results.rows if row.rounds]
-    empty = sum(not row.rounds for source in sources for row in source.results.rows)
+    measured = [(row, source) for source in sources for row in source.results.rows if row.num_drafts]
+    empty = sum(not row.num_drafts for source in sources for row in source.results.rows)
     warnings = [f"{empty} rows of acceptance hold no round and are left out."] if empty else []
     if not measured:
         return Part(warnings=tuple(warnings))
@@ -59,16 +59,22 @@ def acceptance_part(sources: Sequence[Source], settings: ReportSettings) -> Part
         warnings.append(
             "Data sets of one name that were asked in different ways are not compared: they are shown as others."
         )
-    whole = [f for f in found if f.row.category is None and f.row.context is None]
-    plain = [f for f in whole if f.row.loops == "all"] or whole
+    whole = [f for f in found if f.row.category is None and f.row.context_range is None]
+    plain = [f for f in whole if f.row.looping_responses == "included"] or whole
     warnings += _loops(whole, settings) + _few(plain, settings)
     blocks: list[Block] = []
     if plain:
         blocks += [_positions(plain, conditional=False), _positions(plain, conditional=True), _by_k(plain)]
     else:
         blocks.append(Note("These results hold parts of data sets alone, no whole one.", "warning"))
-    categories = [f for f in found if f.row.category is not None and f.row.loops == found[0].row.loops]
-    contexts = [f for f in found if f.row.context is not None and f.row.loops == found[0].row.loops]
+    categories = [
+        f for f in found if f.row.category is not None and f.row.looping_responses == found[0].row.looping_responses
+    ]
+    contexts = [
+        f
+        for f in found
+        if f.row.context_range is not None and f.row.looping_responses == found[0].row.looping_responses
+    ]
     if categories:
         blocks.append(_by_category(categories, plain))
     if contexts:
@@ -80,7 +86,7 @@ def acceptance_part(sources: Sequence[Source], settings: ReportSettings) -> Part
 
 def _named(measured: Sequence[tuple[AcceptanceRow, Source]], settings: ReportSettings) -> list[Found]:
     def setting(row: AcceptanceRow) -> tuple[Any, ...]:
-        part = (row.dataset, row.category, row.context, row.k, row.loops)
+        part = (row.dataset, row.category, row.context_range, row.num_speculative_tokens, row.looping_responses)
         return (row.drafter, row.method, row.engine, row.temperature, part)
 
     several = len(Counter(source.name for _, source in measured)) > 1
@@ -99,7 +105,7 @@ def _named(measured: Sequence[tuple[AcceptanceRow, Source]], settings: ReportSet
     sets = [_asked(row, source) for row, source in measured]
     asked = dict(zip(dict.fromkeys(sets), labels(list(dict.fromkeys(sets))), strict=True))
     return [
-        Found(row, names[key], asked[of], row.answers < settings.few_answers)
+        Found(row, names[key], asked[of], row.num_responses < settings.few_answers)
         for (row, _), key, of in zip(measured, series, sets, strict=True)
     ]
 
@@ -109,17 +115,17 @@ def _asked(row: AcceptanceRow, source: Source) -> tuple[str, ...]:
     settings = source.results.settings
     data = settings.get("data")
     about = data.get(row.dataset) if isinstance(data, dict) else None
-    prompts = str(about.get("sha", ""))[:8] if isinstance(about, dict) else ""
+    prompts = str(about.get("sha256", ""))[:8] if isinstance(about, dict) else ""
     told = (f"{name.replace('_', ' ')} {settings[name]}" if settings.get(name) is not None else "" for name in WORK)
     return row.dataset, *told, f"prompts {prompts}" if prompts else ""
 
 
 def _positions(found: Sequence[Found], conditional: bool) -> Figure:
     """Of each drafter and data set the row with the most drafts."""
-    longest = [max(rows, key=lambda f: f.row.k) for rows in _each(found).values()]
+    longest = [max(rows, key=lambda f: f.row.num_speculative_tokens) for rows in _each(found).values()]
 
     def points(f: Found) -> list[Point]:
-        shares = f.row.conditional if conditional else f.row.unconditional
+        shares = f.row.per_position_conditional_rates if conditional else f.row.per_position_acceptance_rates
         return [
             Point(
                 float(i),
@@ -131,7 +137,7 @@ def _positions(found: Sequence[Found], conditional: bool) -> Figure:
             if value is not None
         ]
 
-    x = Axis("draft", ticks=tuple(float(i) for i in range(1, max(f.row.k for f in longest) + 1)))
+    x = Axis("draft", ticks=tuple(float(i) for i in range(1, max(f.row.num_speculative_tokens for f in longest) + 1)))
     label = "accepted, if all before it were" if conditional else "accepted, all before it too"
     panels = _panels(longest, points, x, Axis(label, "share", ticks=(0.0, 0.25, 0.5, 0.75, 1.0)))
     if conditional:
@@ -145,9 +151,18 @@ def _positions(found: Sequence[Found], conditional: bool) -> Figure:
             "Share of all rounds in which draft 1, 2, .. was accepted. One plus the sum of a line is its acceptance "
             "length."
         )
-    width = max(f.row.k for f in longest)
+    width = max(f.row.num_speculative_tokens for f in longest)
     rows = tuple(
-        (f.series, f.dataset, *map(share, _padded(f.row.conditional if conditional else f.row.unconditional, width)))
+        (
+            f.series,
+            f.dataset,
+            *map(
+                share,
+                _padded(
+                    f.row.per_position_conditional_rates if conditional else f.row.per_position_acceptance_rates, width
+                ),
+            ),
+        )
         for f in longest
     )
     heads = ("", "data set", *(str(i) for i in range(1, width + 1)))
@@ -155,19 +170,19 @@ def _positions(found: Sequence[Found], conditional: bool) -> Figure:
 
 
 def _by_k(found: Sequence[Found]) -> Figure:
-    lines = [sorted(rows, key=lambda f: f.row.k) for rows in _each(found).values()]
+    lines = [sorted(rows, key=lambda f: f.row.num_speculative_tokens) for rows in _each(found).values()]
     firsts = [rows[0] for rows in lines]
 
     def points(first: Found) -> list[Point]:
         rows = next(rows for rows in lines if rows[0] is first)
-        return [_length_point(f, float(f.row.k)) for f in rows]
+        return [_length_point(f, float(f.row.num_speculative_tokens)) for f in rows]
 
-    ticks = tuple(sorted({float(f.row.k) for f in found}))
+    ticks = tuple(sorted({float(f.row.num_speculative_tokens) for f in found}))
     x, y = Axis("K, drafts a round", ticks=ticks), Axis("tokens a round", start=1.0)
     panels = _panels(firsts, points, x, y)
     rows = []
     for members in lines:
-        at = {float(f.row.k): _with_interval(f) for f in members}
+        at = {float(f.row.num_speculative_tokens): _with_interval(f) for f in members}
         rows.append((members[0].series, members[0].dataset, *(at.get(k, "–") for k in ticks)))
     caption = (
         "Tokens that a round of drafting and verifying gains, the target's own included, with 95% intervals over "
@@ -196,9 +211,9 @@ def _panels(found: Sequence[Found], points: Callable[[Found], list[Point]], x: A
 
 def _by_category(found: Sequence[Found], whole: Sequence[Found]) -> Figure:
     """At the largest K of each; the colour is against the same drafter's whole data set."""
-    overall = {(f.series, f.dataset, f.row.k): f.length for f in whole}
+    overall = {(f.series, f.dataset, f.row.num_speculative_tokens): f.length for f in whole}
     keys = [(f.series, f.dataset, f.row.category or "") for f in found]
-    most = {key: max(rows, key=lambda f: f.row.k) for key, rows in by_key(found, keys).items()}
+    most = {key: max(rows, key=lambda f: f.row.num_speculative_tokens) for key, rows in by_key(found, keys).items()}
     columns = list(dict.fromkeys(key[0] for key in most))
     several = len({key[1] for key in most}) > 1
     names = list(dict.fromkeys((key[1], key[2]) for key in most))
@@ -207,12 +222,17 @@ def _by_category(found: Sequence[Found], whole: Sequence[Found]) -> Figure:
         line: list[Cell | None] = []
         for series in columns:
             f = most.get((series, dataset, category))
-            of_all = overall.get((series, dataset, f.row.k)) if f else None
+            of_all = overall.get((series, dataset, f.row.num_speculative_tokens)) if f else None
             line.append(
                 None if f is None else Cell(shown(f.length), _spread(f), f.length / of_all if of_all else None, _tip(f))
             )
             if f:
-                told = (str(f.row.k), shown(f.length), interval(f.row.ci95), str(f.row.answers))
+                told = (
+                    str(f.row.num_speculative_tokens),
+                    shown(f.length),
+                    interval(f.row.acceptance_length_ci95),
+                    str(f.row.num_responses),
+                )
                 rows.append((f"{dataset}: {category}", series, *told))
         cells.append(tuple(line))
     titles = tuple(f"{dataset}: {category}" if several else category for dataset, category in names)
@@ -224,8 +244,8 @@ def _by_category(found: Sequence[Found], whole: Sequence[Found]) -> Figure:
 
 
 def _by_context(found: Sequence[Found]) -> Figure:
-    keys = [(f.series, f.dataset, f.row.context) for f in found]
-    most = [max(rows, key=lambda f: f.row.k) for rows in by_key(found, keys).values()]
+    keys = [(f.series, f.dataset, f.row.context_range) for f in found]
+    most = [max(rows, key=lambda f: f.row.num_speculative_tokens) for rows in by_key(found, keys).values()]
     lines = [sorted(rows, key=_end) for rows in _each(most).values()]
 
     def points(first: Found) -> list[Point]:
@@ -236,7 +256,14 @@ def _by_context(found: Sequence[Found]) -> Figure:
     x = Axis("tokens before the round, up to", scale=load_scale(ticks), ticks=ticks)
     panels = _panels([rows[0] for rows in lines], points, x, Axis("tokens a round", start=1.0))
     told = tuple(
-        (f.series, f.dataset, _context(f), str(f.row.k), shown(f.length), interval(f.row.ci95))
+        (
+            f.series,
+            f.dataset,
+            _context(f),
+            str(f.row.num_speculative_tokens),
+            shown(f.length),
+            interval(f.row.acceptance_length_ci95),
+        )
         for rows in lines
         for f in rows
     )
@@ -251,13 +278,13 @@ def _table(found: Sequence[Found]) -> Table:
         (
             f.series,
             f.dataset,
-            str(f.row.k),
-            f.row.loops,
-            f"{f.row.answers:,}",
-            f"{f.row.tokens:,}",
-            f"{f.row.rounds:,}",
+            str(f.row.num_speculative_tokens),
+            f.row.looping_responses,
+            f"{f.row.num_responses:,}",
+            f"{f.row.num_output_tokens:,}",
+            f"{f.row.num_drafts:,}",
             shown(f.length),
-            interval(f.row.ci95),
+            interval(f.row.acceptance_length_ci95),
         )
         for f in found
     )
@@ -269,8 +296,11 @@ def _tiles(found: Sequence[Found]) -> tuple[Tile, ...]:
     tiles = []
     for rows in by_key(found, [f.row.method for f in found]).values():
         coolest = min(f.row.temperature for f in rows)
-        most = max(f.row.k for f in rows)
-        of_tile = sorted((f for f in rows if (f.row.temperature, f.row.k) == (coolest, most)), key=lambda f: f.length)
+        most = max(f.row.num_speculative_tokens for f in rows)
+        of_tile = sorted(
+            (f for f in rows if (f.row.temperature, f.row.num_speculative_tokens) == (coolest, most)),
+            key=lambda f: f.length,
+        )
         if not of_tile:
             continue
         worst, best = of_tile[0], of_tile[-1]
@@ -286,27 +316,27 @@ def _sentences(found: Sequence[Found]) -> tuple[str, ...]:
     if best is None:
         return ()
     return (
-        f"{best.series} gains up to {shown(best.length)} tokens a round ({best.dataset}, K={best.row.k}); which K "
-        "pays is a question of speed.",
+        f"{best.series} gains up to {shown(best.length)} tokens a round ({best.dataset}, "
+        f"K={best.row.num_speculative_tokens}); which K pays is a question of speed.",
     )
 
 
 def _loops(whole: Sequence[Found], settings: ReportSettings) -> list[str]:
     """Answers that repeat themselves are easy to draft: said where they carry the mean."""
     said = []
-    for rows in by_key(whole, [(f.series, f.dataset, f.row.k) for f in whole]).values():
-        both = {f.row.loops: f for f in rows}
-        if len(both) == 2 and both["all"].length > both["excluded"].length * (1 + settings.loops_matter):
-            f = both["all"]
+    for rows in by_key(whole, [(f.series, f.dataset, f.row.num_speculative_tokens) for f in whole]).values():
+        both = {f.row.looping_responses: f for f in rows}
+        if len(both) == 2 and both["included"].length > both["excluded"].length * (1 + settings.loops_matter):
+            f = both["included"]
             said.append(
-                f"{f.series}, {f.dataset}, K={f.row.k}: answers that repeat themselves lift the acceptance length from "
-                f"{shown(both['excluded'].length)} to {shown(f.length)}."
+                f"{f.series}, {f.dataset}, K={f.row.num_speculative_tokens}: answers that repeat themselves lift the "
+                f"acceptance length from {shown(both['excluded'].length)} to {shown(f.length)}."
             )
     return said
 
 
 def _few(found: Sequence[Found], settings: ReportSettings) -> list[str]:
-    few = sorted({f"{f.dataset} ({f.row.answers})" for f in found if f.few})
+    few = sorted({f"{f.dataset} ({f.row.num_responses})" for f in found if f.few})
     if not few:
         return []
     return [f"Acceptance of fewer than {settings.few_answers} answers varies much: {', '.join(few)}."]
@@ -317,12 +347,12 @@ def _each(found: Sequence[Found]) -> dict[tuple[str, str], list[Found]]:
 
 
 def _length_point(f: Found, x: float) -> Point:
-    low, high = f.row.ci95 or (None, None)
+    low, high = f.row.acceptance_length_ci95 or (None, None)
     return Point(x, f.length, low, high, _tip(f), doubtful=f.few)
 
 
 def _reached(f: Found, draft: int, conditional: bool) -> int:
-    return [f.row.rounds, *f.row.accepted][draft - 1] if conditional else f.row.rounds
+    return [f.row.num_drafts, *f.row.num_accepted_tokens_per_pos][draft - 1] if conditional else f.row.num_drafts
 
 
 def _padded(values: Sequence[float | None], width: int) -> list[float | None]:
@@ -330,28 +360,36 @@ def _padded(values: Sequence[float | None], width: int) -> list[float | None]:
 
 
 def _with_interval(f: Found) -> str:
-    return f"{shown(f.length)} ({interval(f.row.ci95)})" if f.row.ci95 else shown(f.length)
+    return (
+        f"{shown(f.length)} ({interval(f.row.acceptance_length_ci95)})"
+        if f.row.acceptance_length_ci95
+        else shown(f.length)
+    )
 
 
 def _spread(f: Found) -> str:
-    return f"{f.row.ci95[0]:.2f}–{f.row.ci95[1]:.2f}" if f.row.ci95 else ""
+    return (
+        f"{f.row.acceptance_length_ci95[0]:.2f}–{f.row.acceptance_length_ci95[1]:.2f}"
+        if f.row.acceptance_length_ci95
+        else ""
+    )
 
 
 def _tip(f: Found) -> str:
-    part = f", {f.row.category}" if f.row.category else f", {_context(f)} tokens before" if f.row.context else ""
-    within = f" (95% {interval(f.row.ci95)})" if f.row.ci95 else ""
-    where = f"{f.series}, {f.dataset}{part}, K={f.row.k}"
-    return f"{where}: {shown(f.length)} tokens a round{within}, {f.row.answers} answers"
+    part = f", {f.row.category}" if f.row.category else f", {_context(f)} tokens before" if f.row.context_range else ""
+    within = f" (95% {interval(f.row.acceptance_length_ci95)})" if f.row.acceptance_length_ci95 else ""
+    where = f"{f.series}, {f.dataset}{part}, K={f.row.num_speculative_tokens}"
+    return f"{where}: {shown(f.length)} tokens a round{within}, {f.row.num_responses} answers"
 
 
 def _end(f: Found) -> float:
-    assert f.row.context is not None
-    return float(f.row.context[1])
+    assert f.row.context_range is not None
+    return float(f.row.context_range[1])
 
 
 def _context(f: Found) -> str:
-    assert f.row.context is not None
-    return f"{f.row.context[0]:,} to {f.row.context[1]:,}"
+    assert f.row.context_range is not None
+    return f"{f.row.context_range[0]:,} to {f.row.context_range[1]:,}"
 
 
 def _few_points(found: Sequence[Found]) -> str:

@@ -23,7 +23,7 @@ from peagle.report.outlook import plan_part, tune_part
 from peagle.report.page import Block, Command, Note, Page, Section, Table
 from peagle.report.series import Source, by_key, listed
 from peagle.report.speed import speed_part
-from peagle.results.schema import read_results
+from peagle.results.files import read_results
 
 LABEL = re.compile(r"^.*?(?:K=|c=|/s)[^:]*: ")  # of a run: a method, K and load, or a method, set and K
 
@@ -68,7 +68,7 @@ def read_sources(paths: Sequence[Path]) -> list[Source]:
     for path, source in zip(once, sources, strict=True):
         for i, row in enumerate(source.results.rows):
             # a time next to nothing: each number is one, what follows from them is not
-            if not math.isfinite(getattr(row, "output_tokens_per_second", 0.0)):
+            if not math.isfinite(getattr(row, "output_throughput", 0.0)):
                 raise UserError(f"{path}: rows[{i}]: its tokens and seconds make no speed")
     return sources
 
@@ -96,7 +96,7 @@ def _about(sources: Sequence[Source]) -> str:
     if not sources:
         return "No results."
     machines = dict.fromkeys(source.machine for source in sources)
-    days = sorted({source.results.stamp.started[:10] for source in sources})
+    days = sorted({source.results.provenance.started_at[:10] for source in sources})
     when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
     files = f"{len(sources)} file{'' if len(sources) == 1 else 's'} of results"
     return f"From {files}, measured {when} on {' and '.join(machines)}"
@@ -120,16 +120,25 @@ def _origin(sources: Sequence[Source]) -> Section:
     if sources:
         rows = []
         for source in sources:
-            stamp = source.results.stamp
-            commit = (stamp.commit or "–")[:12] + ("+" if (stamp.commit or "").endswith("+") else "")
-            versions = ", ".join(f"{name} {version}" for name, version in stamp.versions.items())
-            rows.append((source.name, source.results.kind, stamp.started, f"{stamp.seconds:,.0f}", commit, versions))
+            provenance = source.results.provenance
+            commit = (provenance.commit or "–")[:12] + ("+" if (provenance.commit or "").endswith("+") else "")
+            versions = ", ".join(f"{name} {version}" for name, version in provenance.versions.items())
+            rows.append(
+                (
+                    source.name,
+                    source.results.kind,
+                    provenance.started_at,
+                    f"{provenance.duration:,.0f}",
+                    commit,
+                    versions,
+                )
+            )
         heads = ("file", "kind", "started", "seconds", "commit", "versions")
         blocks.append(Table("Runs", heads, tuple(rows), open=True))
         blocks.append(_machines(sources))
     else:
         blocks.append(Note("There are no results to tell the origin of.", "warning"))
-    commands = by_key(sources, [source.results.stamp.command for source in sources])
+    commands = by_key(sources, [source.results.provenance.command for source in sources])
     blocks += [Command(command, listed([s.name for s in made])) for command, made in commands.items()]
     for source in sources:
         settings = tuple((name, _plain(value)) for name, value in source.results.settings.items())
@@ -139,9 +148,9 @@ def _origin(sources: Sequence[Source]) -> Section:
 
 
 def _machines(sources: Sequence[Source]) -> Table:
-    fields = dict.fromkeys(name for source in sources for name in source.results.stamp.machine)
+    fields = dict.fromkeys(name for source in sources for name in source.results.provenance.machine)
     rows = tuple(
-        (source.name, *(str(source.results.stamp.machine.get(name, "–")) for name in fields)) for source in sources
+        (source.name, *(str(source.results.provenance.machine.get(name, "–")) for name in fields)) for source in sources
     )
     return Table("Machines", ("file", *fields), rows, open=True)
 

@@ -33,7 +33,7 @@ def tune_part(sources: Sequence[Source]) -> Part:
         if not rows:
             continue
         where = f": {source.name}" if len(sources) > 1 else ""
-        chosen = sorted((row for row in rows if row.chosen), key=lambda row: row.batch)
+        chosen = sorted((row for row in rows if row.chosen), key=lambda row: row.batch_size)
         sentence = _tuned(chosen, f"By the rounds measured on {source.machine}, ")
         said += [sentence] if sentence else []
         lead: list[Block] = [] if sentence else [Note("No K was chosen in these results.", "warning")]
@@ -46,14 +46,19 @@ def tune_part(sources: Sequence[Source]) -> Part:
 def _tuned(chosen: Sequence[TuneRow], opening: str) -> str:
     if not chosen:
         return ""
-    pairs = segments([(float(row.batch), f"K={row.k}" if row.k else "no drafts") for row in chosen])
+    pairs = segments(
+        [
+            (float(row.batch_size), f"K={row.num_speculative_tokens}" if row.num_speculative_tokens else "no drafts")
+            for row in chosen
+        ]
+    )
     return f"{opening}{_at_loads(pairs)} should bring the most tokens."
 
 
 def _rounds(rows: Sequence[TuneRow]) -> Figure:
     """Tokens a second against no drafts, if those are there, else against the best of the batch."""
-    at = {(row.k, row.batch): row for row in rows}
-    ks, batches = sorted({row.k for row in rows}), sorted({row.batch for row in rows})
+    at = {(row.num_speculative_tokens, row.batch_size): row for row in rows}
+    ks, batches = sorted({row.num_speculative_tokens for row in rows}), sorted({row.batch_size for row in rows})
     against = 0 in ks
     cells = []
     for k in ks:
@@ -64,12 +69,12 @@ def _rounds(rows: Sequence[TuneRow]) -> Figure:
                 line.append(None)
                 continue
             base = at.get((0, batch)) if against else None
-            ratio = _over(row.expected_tokens_per_second, base.expected_tokens_per_second if base else None)
-            tip = f"K={k}, {batch} at once: a round takes {shown(row.round_ms)} ms, "
-            tip += f"{shown(row.expected_tokens_per_second)} tokens/s are expected"
+            ratio = _over(row.expected_output_throughput, base.expected_output_throughput if base else None)
+            tip = f"K={k}, {batch} at once: a round takes {shown(row.step_ms)} ms, "
+            tip += f"{shown(row.expected_output_throughput)} tokens/s are expected"
             tip += f", {shown(ratio, 'times')} no drafts" if ratio is not None else ""
-            text = shown(row.expected_tokens_per_second)
-            line.append(Cell(text, f"{shown(row.round_ms)} ms", ratio, tip, row.chosen))
+            text = shown(row.expected_output_throughput)
+            line.append(Cell(text, f"{shown(row.step_ms)} ms", ratio, tip, row.chosen))
         cells.append(tuple(line))
     names = tuple(f"K={k}" if k else "no drafts" for k in ks)
     title = "Expected tokens/s and time of a round"
@@ -78,8 +83,14 @@ def _rounds(rows: Sequence[TuneRow]) -> Figure:
         title,
         ("K", "requests at once", "ms a round", "expected tokens/s", "chosen"),
         tuple(
-            (str(r.k), str(r.batch), shown(r.round_ms), shown(r.expected_tokens_per_second), "yes" if r.chosen else "")
-            for r in sorted(rows, key=lambda r: (r.batch, r.k))
+            (
+                str(r.num_speculative_tokens),
+                str(r.batch_size),
+                shown(r.step_ms),
+                shown(r.expected_output_throughput),
+                "yes" if r.chosen else "",
+            )
+            for r in sorted(rows, key=lambda r: (r.batch_size, r.num_speculative_tokens))
         ),
     )
     caption = "Rounds are measured; tokens a second follow from them and from acceptance."
@@ -99,7 +110,7 @@ def plan_part(sources: Sequence[Source]) -> Part:
         said += [sentence] if sentence else []
         lead: list[Block] = [] if sentence else [Note("No row was chosen in these results.", "warning")]
         figures = [_plan_figure(rows, cost=False)]
-        if any(row.cost_per_million is not None for row in rows):
+        if any(row.cost_per_million_tokens is not None for row in rows):
             figures.append(_plan_figure(rows, cost=True))
             tiles += _saving(rows)
         sections.append(Section(f"Plan{where}", (*lead, *figures, _plan_table(rows))))
@@ -110,8 +121,8 @@ def _planned(rows: Sequence[PlanRow], gpu: str) -> str:
     chosen = sorted((row for row in rows if row.chosen), key=lambda row: row.concurrency)
     if not chosen:
         return ""
-    pairs = [(float(row.concurrency), choice_name(row.method, row.k)) for row in chosen]
-    gpus = sorted({row.gpus for row in chosen})
+    pairs = [(float(row.concurrency), choice_name(row.method, row.num_speculative_tokens)) for row in chosen]
+    gpus = sorted({row.num_gpus for row in chosen})
     needed = f"{gpus[0]}" if len(gpus) == 1 else f"{gpus[0]} to {gpus[-1]}"
     return f"On paper, by a roofline model: {_at_loads(segments(pairs))}, on {needed} x {gpu}."
 
@@ -122,13 +133,13 @@ def _best(rows: Sequence[PlanRow]) -> dict[str, list[PlanRow]]:
     best = {}
     for method, members in methods.items():
         loads = by_key(members, [row.concurrency for row in members])
-        best[method] = [max(loads[load], key=lambda row: row.tokens_per_second) for load in sorted(loads)]
+        best[method] = [max(loads[load], key=lambda row: row.output_throughput) for load in sorted(loads)]
     return best
 
 
 def _plan_figure(rows: Sequence[PlanRow], cost: bool) -> Figure:
     def value(row: PlanRow) -> float | None:
-        return row.cost_per_million if cost else row.tokens_per_second
+        return row.cost_per_million_tokens if cost else row.output_throughput
 
     lines, told = [], []
     best = _best(rows)
@@ -140,9 +151,13 @@ def _plan_figure(rows: Sequence[PlanRow], cost: bool) -> Figure:
                 continue
             what = f"${shown(y)} a million tokens" if cost else f"{shown(y)} tokens/s"
             points.append(
-                Point(row.concurrency, y, tip=f"{choice_name(method, row.k)}, {row.concurrency} at once: {what}")
+                Point(
+                    row.concurrency,
+                    y,
+                    tip=f"{choice_name(method, row.num_speculative_tokens)}, {row.concurrency} at once: {what}",
+                )
             )
-            told.append((method_name(method), str(row.concurrency), str(row.k), shown(y)))
+            told.append((method_name(method), str(row.concurrency), str(row.num_speculative_tokens), shown(y)))
         if points:
             lines.append(Line(method_name(method), tuple(points), style))
     ticks = tuple(sorted({float(row.concurrency) for row in rows}))
@@ -162,31 +177,31 @@ def _plan_table(rows: Sequence[PlanRow]) -> Table:
     told = tuple(
         (
             method_name(row.method),
-            str(row.k),
+            str(row.num_speculative_tokens),
             str(row.concurrency),
-            shown(row.round_ms),
-            shown(row.tokens_per_second),
-            str(row.gpus),
-            number(row.cost_per_million),
+            shown(row.step_ms),
+            shown(row.output_throughput),
+            str(row.num_gpus),
+            number(row.cost_per_million_tokens),
             "yes" if row.chosen else "",
         )
-        for row in sorted(rows, key=lambda row: (row.concurrency, row.method, row.k))
+        for row in sorted(rows, key=lambda row: (row.concurrency, row.method, row.num_speculative_tokens))
     )
     return Table("All that was planned", heads, told)
 
 
 def _saving(rows: Sequence[PlanRow]) -> list[Tile]:
     """The largest share of the cost without a drafter that a chosen row saves."""
-    without = {r.concurrency: r.cost_per_million for r in rows if r.method == "none"}
+    without = {r.concurrency: r.cost_per_million_tokens for r in rows if r.method == "none"}
     found = []
     for row in rows:
-        ratio = _over(row.cost_per_million, without.get(row.concurrency))
+        ratio = _over(row.cost_per_million_tokens, without.get(row.concurrency))
         if row.chosen and ratio is not None and ratio < 1:
             found.append((ratio, row))
     if not found:
         return []
     ratio, row = min(found, key=lambda pair: pair[0])
-    about = f"{choice_name(row.method, row.k)} at {row.concurrency} at once, on paper"
+    about = f"{choice_name(row.method, row.num_speculative_tokens)} at {row.concurrency} at once, on paper"
     return [Tile("Cost saved by drafting", f"{1 - ratio:.0%}", about)]
 
 

@@ -26,8 +26,8 @@ from peagle.report.series import (
     server_name,
     styles,
 )
+from peagle.results.comparison import Speedup, compute_speedup, row_warnings
 from peagle.results.schema import BenchRow
-from peagle.results.statistics import Speedup, doubts, speedup
 
 NOT_MEASURED = "not measured"
 OWN_ENGINE = NAMES["embedded"]  # comes first
@@ -47,21 +47,25 @@ class Run:
     @property
     def load(self) -> float:
         row = self.row
-        value = row.concurrency if row.load == "closed" else row.rate
+        value = row.request_rate if row.concurrency is None else row.concurrency
         assert value is not None, "results are checked when they are read"
         return float(value)
 
     @property
     def speed(self) -> float:
-        return self.row.output_tokens_per_second
+        return self.row.output_throughput
 
     @property
     def choice(self) -> str:
-        return choice_name(self.row.method, self.row.k)
+        return choice_name(self.row.method, self.row.num_speculative_tokens)
 
     @property
     def short(self) -> str:
-        return f"{self.system} K={self.row.k}" if self.row.k is not None else self.system
+        return (
+            f"{self.system} K={self.row.num_speculative_tokens}"
+            if self.row.num_speculative_tokens is not None
+            else self.system
+        )
 
     @property
     def label(self) -> str:
@@ -76,7 +80,7 @@ class Group:
 
     @property
     def open_loop(self) -> bool:
-        return self.runs[0].row.load == "open"
+        return self.runs[0].row.concurrency is None
 
     @property
     def loads(self) -> list[float]:
@@ -105,7 +109,7 @@ class Group:
 
     def best(self, runs: Sequence[Run], load: float) -> Run | None:
         """The fastest of them there, of those with a fixed K or none."""
-        there = [run for run in runs if run.load == load and run.row.k != "auto"]
+        there = [run for run in runs if run.load == load and run.row.num_speculative_tokens != "auto"]
         return max(there, key=lambda run: run.speed, default=None)
 
     def baseline(self, run: Run) -> Run | None:
@@ -153,7 +157,7 @@ def _named_of_engine(runs: Sequence[Run]) -> list[Run]:
             method_name(run.row.method),
             run.row.drafter or "",
             run.source.name if twice else "",
-            run.row.name if within[_setting(run), run.source.name] > 1 else "",
+            run.row.label if within[_setting(run), run.source.name] > 1 else "",
         )
         for run in runs
     ]
@@ -162,14 +166,14 @@ def _named_of_engine(runs: Sequence[Run]) -> list[Run]:
     first = {names[key]: run.row.method for run, key in ordered}
     style = dict(zip(first, styles(list(first.values())), strict=True))
     return [
-        dataclasses.replace(run, system=names[key], style=style[names[key]], doubted=tuple(doubts(run.row)))
+        dataclasses.replace(run, system=names[key], style=style[names[key]], doubted=tuple(row_warnings(run.row)))
         for run, key in ordered
     ]
 
 
 def _setting(run: Run) -> tuple[object, ...]:
     row = run.row
-    return row.method, row.drafter, row.k, run.load
+    return row.method, row.drafter, row.num_speculative_tokens, run.load
 
 
 def ratio_of(run: Run | None, base: Run | None) -> Speedup | str:
@@ -179,7 +183,7 @@ def ratio_of(run: Run | None, base: Run | None) -> Speedup | str:
     if base.speed <= 0 or run.speed <= 0:
         return "no tokens"
     try:
-        return speedup(run.row, base.row)
+        return compute_speedup(run.row, base.row)
     except UserError as refused:
         return str(refused)
 
@@ -206,7 +210,7 @@ def _gain(group: Group, best: Sequence[Run], said: bool) -> str:
     if best[0].row.method == "none":
         return " (no drafter was faster)"
     ratios = [ratio_of(run, group.baseline(run)) for run in best]
-    given = [shown(ratio.value, "times") for ratio in ratios if not isinstance(ratio, str)]
+    given = [shown(ratio.ratio, "times") for ratio in ratios if not isinstance(ratio, str)]
     if len(given) < len(best):
         return ""
     ends = given[0] if len(set(given)) == 1 else f"{given[0]} to {given[-1]}"

@@ -12,7 +12,8 @@ from typing import TypeVar
 
 from peagle.report.axes import shown
 from peagle.report.charts import STYLES
-from peagle.results.schema import Interval, Results
+from peagle.results.schema import Results
+from peagle.results.statistics import Interval
 
 METHODS = {"none": "no speculation", "eagle3": "EAGLE-3", "p-eagle": "P-EAGLE"}
 METHOD_STYLES = {"none": 0, "p-eagle": 1, "eagle3": 2}
@@ -32,7 +33,7 @@ class Source:
     @property
     def machine(self) -> str:
         """What rows must share before their speeds are compared."""
-        machine = self.results.stamp.machine
+        machine = self.results.provenance.machine
         if "gpu" in machine:
             count = machine.get("gpus", 1)
             return f"{machine['gpu']}" if count == 1 else f"{count} x {machine['gpu']}"

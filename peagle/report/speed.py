@@ -24,8 +24,8 @@ from peagle.report.series import (
     number,
     server_name,
 )
-from peagle.results.schema import Interval, Percentiles
-from peagle.results.statistics import Speedup
+from peagle.results.comparison import Speedup
+from peagle.results.statistics import Interval, Percentiles
 
 AUTO_STYLE = 5
 COLOURS = "Blue is faster, orange slower; grey is even within 5%, or within the error."
@@ -38,7 +38,12 @@ def speed_part(sources: Sequence[Source]) -> Part:
         return Part()
     targets = {run.source.target for run in runs} - {""}
     keys = [
-        (run.row.prompts, run.row.load, run.source.machine, run.source.target if len(targets) > 1 else "")
+        (
+            run.row.workload_sha256,
+            "open" if run.row.concurrency is None else "closed",
+            run.source.machine,
+            run.source.target if len(targets) > 1 else "",
+        )
         for run in runs
     ]
     groups = [Group(named(of_one)) for of_one in by_key(runs, keys).values()]
@@ -108,7 +113,7 @@ def _by_load(group: Group) -> Figure | None:
         lines = []
         for system, runs in by_key(members, [run.system for run in members]).items():
             best = [run for load in group.loads if (run := group.best(runs, load)) is not None]
-            auto = [run for run in runs if run.row.k == "auto"]
+            auto = [run for run in runs if run.row.num_speculative_tokens == "auto"]
             for name, of_line, style in ((system, best, runs[0].style), (f"{system} K=auto", auto, AUTO_STYLE)):
                 if of_line:
                     ordered = sorted(of_line, key=lambda run: run.load)
@@ -131,20 +136,37 @@ def _by_load(group: Group) -> Figure | None:
 def _by_k(group: Group) -> Figure | None:
     panels: list[Panel] = []
     rows = []
-    ticks = tuple(sorted({float(run.row.k) for run in group.runs if isinstance(run.row.k, int)}))
+    ticks = tuple(
+        sorted(
+            {
+                float(run.row.num_speculative_tokens)
+                for run in group.runs
+                if isinstance(run.row.num_speculative_tokens, int)
+            }
+        )
+    )
     for engine, members in group.engines.items():
         for load in group.loads:
             there = [run for run in members if run.load == load]
             lines = []
             for system, runs in by_key(there, [run.system for run in there]).items():
-                fixed = [(run.row.k, run) for run in runs if isinstance(run.row.k, int)]
+                fixed = [
+                    (run.row.num_speculative_tokens, run)
+                    for run in runs
+                    if isinstance(run.row.num_speculative_tokens, int)
+                ]
                 fixed.sort(key=lambda pair: pair[0])
                 if fixed:
                     points = tuple(dataclasses.replace(_speed_point(group, run), x=float(k)) for k, run in fixed)
                     lines.append(Line(system, points, fixed[0][1].style))
-            flat = [run for run in there if run.row.method == "none" or run.row.k == "auto"]
+            flat = [run for run in there if run.row.method == "none" or run.row.num_speculative_tokens == "auto"]
             levels = tuple(
-                Level(run.short, run.speed, AUTO_STYLE if run.row.k == "auto" else run.style, _tip(group, run))
+                Level(
+                    run.short,
+                    run.speed,
+                    AUTO_STYLE if run.row.num_speculative_tokens == "auto" else run.style,
+                    _tip(group, run),
+                )
                 for run in flat
             )
             title = f"{group.load_name(load)}, {engine}" if engine else group.load_name(load)
@@ -153,7 +175,7 @@ def _by_k(group: Group) -> Figure | None:
     if not panels:
         return None
     for (label, engine), runs in by_key(group.runs, [(run.short, run.engine) for run in group.runs]).items():
-        at = {run.load: _within(shown(run.speed), run.row.ci95) for run in runs}
+        at = {run.load: _within(shown(run.speed), run.row.output_throughput_ci95) for run in runs}
         rows.append((label, engine, *(at.get(load, "–") for load in group.loads)))
     caption = "Output tokens a second, with their 95% intervals."
     reading = (
@@ -256,10 +278,10 @@ def _latency_point(group: Group, run: Run) -> Point | None:
     if tpot is None:
         return None
     tip = (
-        f"{run.label}, {group.load_name(run.load)}: {shown(run.speed)} tokens/s, {shown(tpot.p50)} ms a token at the "
-        f"median, {shown(tpot.p95)} ms at the 95th percentile"
+        f"{run.label}, {group.load_name(run.load)}: {shown(run.speed)} tokens/s, {shown(tpot.median)} ms a token "
+        f"at the median, {shown(tpot.p95)} ms at the 95th percentile"
     )
-    return Point(run.speed, tpot.p50, None, tpot.p95, tip, shown(run.load), bool(run.doubted))
+    return Point(run.speed, tpot.median, None, tpot.p95, tip, shown(run.load), bool(run.doubted))
 
 
 def _latency_table(group: Group) -> Table:
@@ -269,7 +291,7 @@ def _latency_table(group: Group) -> Table:
         cells: list[str] = []
         for name in ("ttft_ms", "tpot_ms", "itl_ms"):
             mean = _mean([getattr(repeat, name) for repeat in run.row.repeats])
-            cells += [number(mean.p50 if mean else None), number(mean.p99 if mean else None)]
+            cells += [number(mean.median if mean else None), number(mean.p99 if mean else None)]
         rows.append((run.label, shown(run.load), *cells))
     return Table("Latency, mean over repeats", heads, tuple(rows))
 
@@ -281,7 +303,13 @@ def _table(group: Group) -> Table:
         lengths = [r.acceptance_length for r in run.row.repeats if r.acceptance_length is not None]
         length = sum(lengths) / len(lengths) if lengths else None
         failed = sum(sum(r.failed.values()) for r in run.row.repeats)
-        cells = (shown(run.speed), interval(run.row.ci95), number(length), str(len(run.row.repeats)), str(failed))
+        cells = (
+            shown(run.speed),
+            interval(run.row.output_throughput_ci95),
+            number(length),
+            str(len(run.row.repeats)),
+            str(failed),
+        )
         rows.append((run.label, shown(run.load), *cells, "see above" if run.doubted else ""))
     return Table("All runs", heads, tuple(rows))
 
@@ -296,10 +324,10 @@ def _tiles(group: Group) -> list[Tile]:
     sure = [(ratio, run) for ratio, run in ratios if ratio.ci95 is None or ratio.ci95[0] > 1]
     tiles = []
     if sure:
-        ratio, run = max(sure, key=lambda pair: pair[0].value)
+        ratio, run = max(sure, key=lambda pair: pair[0].ratio)
         within = f"95% {interval(ratio.ci95)}" if ratio.ci95 else "one repeat, no interval"
         about = f"{run.label} at {group.load_name(run.load)}, over no speculation ({within})"
-        tiles.append(Tile("Largest speed-up", shown(ratio.value, "times"), about))
+        tiles.append(Tile("Largest speed-up", shown(ratio.ratio, "times"), about))
     fastest = max(group.runs, key=lambda run: run.speed)
     tiles.append(
         Tile("Most output tokens/s", shown(fastest.speed), f"{fastest.label}, {group.load_name(fastest.load)}")
@@ -316,8 +344,8 @@ def _ratio_cells(group: Group, name: str, found: Sequence[Speedup | str]) -> tup
         else:
             fine = f"{ratio.ci95[0]:.2f}–{ratio.ci95[1]:.2f}" if ratio.ci95 else "no interval"
             even = ratio.ci95 is not None and ratio.ci95[0] <= 1 <= ratio.ci95[1]
-            colour = 1.0 if even else ratio.value
-            cells.append(Cell(shown(ratio.value, "times"), fine, colour, f"{where}: {ratio}"))
+            colour = 1.0 if even else ratio.ratio
+            cells.append(Cell(shown(ratio.ratio, "times"), fine, colour, f"{where}: {ratio}"))
     return tuple(cells)
 
 
@@ -325,7 +353,7 @@ def _ratio_text(ratio: Speedup | str) -> str:
     """A refusal stands in the table as it is: it says why."""
     if isinstance(ratio, str):
         return "–" if ratio == NOT_MEASURED else ratio
-    return _within(shown(ratio.value, "times"), ratio.ci95)
+    return _within(shown(ratio.ratio, "times"), ratio.ci95)
 
 
 def _within(value: str, ci95: Interval | None) -> str:
@@ -351,7 +379,7 @@ def _speed_point(group: Group, run: Run) -> Point:
 
 
 def _tip(group: Group, run: Run) -> str:
-    within = f" (95% {interval(run.row.ci95)})" if run.row.ci95 else ", one repeat"
+    within = f" (95% {interval(run.row.output_throughput_ci95)})" if run.row.output_throughput_ci95 else ", one repeat"
     return f"{run.label}, {group.load_name(run.load)}: {shown(run.speed)} tokens/s{within}"
 
 
@@ -363,7 +391,11 @@ def _speed_axis(runs: Sequence[Run]) -> Axis:
 
 def _bar(run: Run) -> Interval | None:
     """Its interval as it is drawn: that of two repeats may reach below 0, where a logarithmic axis has no end."""
-    return None if run.row.ci95 is None else (max(run.row.ci95[0], run.speed / 4), run.row.ci95[1])
+    return (
+        None
+        if run.row.output_throughput_ci95 is None
+        else (max(run.row.output_throughput_ci95[0], run.speed / 4), run.row.output_throughput_ci95[1])
+    )
 
 
 def _scale(values: Sequence[float]) -> Scale:
@@ -374,15 +406,19 @@ def _mean(found: Sequence[Percentiles | None]) -> Percentiles | None:
     some = [p for p in found if p is not None]
     if not some:
         return None
-    return Percentiles(*(sum(getattr(p, n) for p in some) / len(some) for n in ("mean", "p50", "p95", "p99")))
+    return Percentiles(*(sum(getattr(p, n) for p in some) / len(some) for n in ("mean", "median", "p95", "p99")))
 
 
 def _at_k(run: Run) -> str:
-    return shown(run.speed) if run.row.k is None else f"{shown(run.speed)} (K={run.row.k})"
+    return (
+        shown(run.speed)
+        if run.row.num_speculative_tokens is None
+        else f"{shown(run.speed)} (K={run.row.num_speculative_tokens})"
+    )
 
 
 def _k(run: Run) -> str:
-    return "–" if run.row.k is None else str(run.row.k)
+    return "–" if run.row.num_speculative_tokens is None else str(run.row.num_speculative_tokens)
 
 
 def _doubted(runs: Sequence[Run]) -> str:

@@ -41,7 +41,8 @@ from peagle.eval.counters import OTHERS
 from peagle.eval.datasets import DataSet, open_datasets
 from peagle.eval.samples import Round, Sample, Subject, interval, rows_of, sample_of, walk
 from peagle.eval.server import Server
-from peagle.results.schema import AcceptanceRow, Results, read_results
+from peagle.results.files import read_results
+from peagle.results.schema import AcceptanceRow, Results
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 EOS = ord(",")
@@ -86,12 +87,20 @@ def evaluation(data: list[DataSet], *names: str, **changes: Any) -> Evaluation:
 
 def counts(results: Results) -> dict[Any, Any]:
     return {
-        (r.drafter, r.dataset, r.temperature, r.k, r.category, r.context, r.loops): (
-            r.answers,
-            r.tokens,
-            r.rounds,
-            r.accepted,
-            r.ci95,
+        (
+            r.drafter,
+            r.dataset,
+            r.temperature,
+            r.num_speculative_tokens,
+            r.category,
+            r.context_range,
+            r.looping_responses,
+        ): (
+            r.num_responses,
+            r.num_output_tokens,
+            r.num_drafts,
+            r.num_accepted_tokens_per_pos,
+            r.acceptance_length_ci95,
         )
         for r in results.rows
     }
@@ -117,8 +126,10 @@ def test_one_pass_counts_what_real_rounds_count(name: str, changes: dict[str, An
     each = evaluation(data, name, settings=dataclasses.replace(settings, each_k=True)).run()
     assert counts(one) == counts(each)
     shown = [r for r in one.rows if whole(r)]
-    assert [r.k for r in shown] == list(KS)
-    assert all(0 < r.accepted[0] < r.rounds for r in shown), "an untrained drafter would prove nothing"
+    assert [r.num_speculative_tokens for r in shown] == list(KS)
+    assert all(0 < r.num_accepted_tokens_per_pos[0] < r.num_drafts for r in shown), (
+        "an untrained drafter would prove nothing"
+    )
     assert one.warnings == each.warnings
 
 
@@ -135,19 +146,23 @@ def test_rows_add_up(data: list[DataSet]) -> None:
     results = evaluation(data, "p-eagle-1").run()
     assert {r.method for r in results.rows} == {"p-eagle"}
     for k in KS:
-        all_rows = [r for r in results.rows if r.k == k]
+        all_rows = [r for r in results.rows if r.num_speculative_tokens == k]
         total = next(r for r in all_rows if whole(r))
         categories = [r for r in all_rows if r.category is not None]
-        contexts = [r for r in all_rows if r.context is not None]
-        assert [r.category for r in categories] == ["a", "b"] and total.answers == 10
-        assert [r.context for r in contexts] == [(0, 64), (64, 128)]
+        contexts = [r for r in all_rows if r.context_range is not None]
+        assert [r.category for r in categories] == ["a", "b"] and total.num_responses == 10
+        assert [r.context_range for r in contexts] == [(0, 64), (64, 128)]
         for parts in (categories, contexts):
-            assert sum(r.rounds for r in parts) == total.rounds
-            assert [sum(c) for c in zip(*(r.accepted for r in parts), strict=True)] == total.accepted
-        assert sum(r.tokens for r in categories) == total.tokens
-        assert sum(r.tokens for r in contexts) == total.tokens - total.answers  # the first comes with the prompt
-        assert total.ci95 is not None and total.acceptance_length is not None
-        assert total.ci95[0] < total.acceptance_length < total.ci95[1]
+            assert sum(r.num_drafts for r in parts) == total.num_drafts
+            assert [
+                sum(c) for c in zip(*(r.num_accepted_tokens_per_pos for r in parts), strict=True)
+            ] == total.num_accepted_tokens_per_pos
+        assert sum(r.num_output_tokens for r in categories) == total.num_output_tokens
+        assert (
+            sum(r.num_output_tokens for r in contexts) == total.num_output_tokens - total.num_responses
+        )  # the first comes with the prompt
+        assert total.acceptance_length_ci95 is not None and total.acceptance_length is not None
+        assert total.acceptance_length_ci95[0] < total.acceptance_length < total.acceptance_length_ci95[1]
 
 
 def plain_rounds(right: list[list[bool]], prompt: int, answer: int, k: int, longest: int) -> list[tuple[int, int]]:
@@ -207,13 +222,15 @@ def test_loops_are_left_out_of_their_own_row() -> None:
     loop = sample_of("a", 30, True, [Round(5, 2, 3)] * 9, 2)
     subject = Subject("d", "p-eagle", "embedded", "s", 0.0, 2)
     found = rows_of([calm, loop], subject, SETTINGS)
-    assert [(r.loops, r.category, r.answers, r.rounds, r.accepted) for r in found] == [
-        ("all", None, 2, 11, [10, 9]),
+    assert [
+        (r.looping_responses, r.category, r.num_responses, r.num_drafts, r.num_accepted_tokens_per_pos) for r in found
+    ] == [
+        ("included", None, 2, 11, [10, 9]),
         ("excluded", None, 1, 2, [1, 0]),
     ]
     # sums over several answers tell nothing of loops
     together = dataclasses.replace(loop, answers=2, loops=None, played=None)
-    assert [r.loops for r in rows_of([calm, together], subject, SETTINGS)] == ["all"]
+    assert [r.looping_responses for r in rows_of([calm, together], subject, SETTINGS)] == ["included"]
 
 
 # Data sets
@@ -275,11 +292,15 @@ def test_interrupted_and_gone_on_with(data: list[DataSet], tmp_path: Path) -> No
     assert kept.rows == torn.rows and not kept.finished
     seen: list[tuple[str, int]] = []
     again = evaluation(
-        data, "p-eagle-1", "eagle3-1", out=out, on_rows=lambda rows: seen.append((rows[0].drafter, rows[0].k))
+        data,
+        "p-eagle-1",
+        "eagle3-1",
+        out=out,
+        on_rows=lambda rows: seen.append((rows[0].drafter, rows[0].num_speculative_tokens)),
     ).run()
     assert seen == [("p-eagle-1", k) for k in KS[1:]] + [("eagle3-1", k) for k in KS]
     assert again.finished and counts(again) == counts(full)
-    assert again.stamp.seconds >= kept.stamp.seconds
+    assert again.provenance.duration >= kept.provenance.duration
     # nothing is left, and nothing is loaded for it
     assert counts(evaluation(data, "p-eagle-1", "eagle3-1", out=out).run()) == counts(full)
     for changes, words in (
@@ -428,9 +449,9 @@ def truth() -> Results:
 def sums(results: Results) -> dict[Any, Any]:
     """What counters can tell, of K = 4."""
     return {
-        r.category: (r.answers, r.tokens, r.rounds, r.accepted)
+        r.category: (r.num_responses, r.num_output_tokens, r.num_drafts, r.num_accepted_tokens_per_pos)
         for r in results.rows
-        if r.k == 4 and r.context is None and r.loops == "all"
+        if r.num_speculative_tokens == 4 and r.context_range is None and r.looping_responses == "included"
     }
 
 
@@ -439,13 +460,17 @@ def test_a_servers_counters_tell_what_the_engine_counts(server: Any, data: list[
     ours = truth()
     together = served(url, data)
     assert sums(together) == sums(ours) and not together.warnings
-    assert {r.loops for r in together.rows} == {"all"} and {r.engine for r in together.rows} == {url}
+    assert {r.looping_responses for r in together.rows} == {"included"} and {r.engine for r in together.rows} == {url}
     # one at a time, every answer is told apart: loops and intervals are there, as of our own engine
     handler.knows_ids = False
     alone = served(f"{url}/v1", data, concurrency=1)
 
     def told(results: Results) -> list[Any]:
-        return [(r.category, r.loops, r.rounds, r.accepted, r.ci95) for r in results.rows if r.k == 4 and not r.context]
+        return [
+            (r.category, r.looping_responses, r.num_drafts, r.num_accepted_tokens_per_pos, r.acceptance_length_ci95)
+            for r in results.rows
+            if r.num_speculative_tokens == 4 and not r.context_range
+        ]
 
     assert told(alone) == told(ours)
 
@@ -567,7 +592,7 @@ def test_the_command(
     assert counts(found) == counts(want)
     assert run(monkeypatch, *common, "-k", "1,4", "--out", str(out)) == 0
     text = capsys.readouterr().out
-    row = next(r for r in found.rows if whole(r) and r.k == 4 and r.drafter == "eagle3-1")
+    row = next(r for r in found.rows if whole(r) and r.num_speculative_tokens == 4 and r.drafter == "eagle3-1")
     assert f"{row.acceptance_length:.2f}" in text and "by category" in text and "by context" in text
     assert "too few rounds" in text
     eval_command.show(dataclasses.replace(found, rows=[]))

@@ -15,7 +15,7 @@ from peagle.bench.run import bench
 from peagle.bench.variants import Embedded
 from peagle.bench.workload import Load
 from peagle.config import BenchEngineSettings, BenchSettings
-from peagle.results.schema import read_results
+from peagle.results.files import read_results
 
 pytestmark = pytest.mark.vllm
 SETTINGS = BenchSettings(concurrency=(1, 4), requests=40, waves=1, repeats=1, warmup=1, max_tokens=24, raw=True)

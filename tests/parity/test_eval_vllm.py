@@ -59,9 +59,14 @@ def test_the_same_counts_from_three_engines(tmp_path: Path) -> None:
         results = Evaluation(str(target), drafters, data, SETTINGS, where).run()
         assert not [w for w in results.warnings if OTHERS in w], results.warnings
         found[engine] = {
-            (r.drafter, r.method, r.category, r.k): (r.answers, r.tokens, r.rounds, r.accepted)
+            (r.drafter, r.method, r.category, r.num_speculative_tokens): (
+                r.num_responses,
+                r.num_output_tokens,
+                r.num_drafts,
+                r.num_accepted_tokens_per_pos,
+            )
             for r in results.rows
-            if r.context is None and r.loops == "all"
+            if r.context_range is None and r.looping_responses == "included"
         }
     assert found["embedded"] == found["reference"] == found["vllm"]
     whole = {key: counts for key, counts in found["vllm"].items() if key[2] is None}
@@ -92,8 +97,20 @@ def test_a_vllm_server_tells_the_same(tmp_path: Path) -> None:
     ours = Evaluation(str(target), drafters, data, replace(SETTINGS, draft_tokens=(3,)), HERE).run()
 
     def told(results: Results) -> list[object]:
-        rows = [r for r in results.rows if r.context is None]
-        return [(r.category, r.loops, r.k, r.answers, r.tokens, r.rounds, r.accepted, r.ci95) for r in rows]
+        rows = [r for r in results.rows if r.context_range is None]
+        return [
+            (
+                r.category,
+                r.looping_responses,
+                r.num_speculative_tokens,
+                r.num_responses,
+                r.num_output_tokens,
+                r.num_drafts,
+                r.num_accepted_tokens_per_pos,
+                r.acceptance_length_ci95,
+            )
+            for r in rows
+        ]
 
     assert told(theirs) == told(ours)
     assert not theirs.warnings, theirs.warnings

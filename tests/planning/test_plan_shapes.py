@@ -134,6 +134,6 @@ def test_a_plan_with_chunks_is_the_mean_over_a_request(prompt: int, output: int,
     machine = Machine(GPUS["h200"], FREE)
     plan = make_plan(machine, shape, [], PlanSettings((3,), prompt_tokens=prompt, output_tokens=output))
     each = [round_seconds(machine, shape, None, 0, 3, row + 0.5) for row in range(prompt, prompt + output)]
-    assert plan.rows[0].round_ms == pytest.approx(sum(each) / output * 1e3)
+    assert plan.rows[0].step_ms == pytest.approx(sum(each) / output * 1e3)
     middle = round_seconds(machine, shape, None, 0, 3, prompt + output / 2)
-    assert (prompt, output) != (13, 40) or plan.rows[0].round_ms != pytest.approx(middle * 1e3)
+    assert (prompt, output) != (13, 40) or plan.rows[0].step_ms != pytest.approx(middle * 1e3)

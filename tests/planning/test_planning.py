@@ -30,8 +30,9 @@ from peagle.planning.gpus import GPUS, describe_gpu, gpu_by_name
 from peagle.planning.plan import Contender, choose_engine, make_plan
 from peagle.planning.roofline import EMBEDDED, ENGINES, SHARPNESS, VLLM, Engine, Machine, prompt_seconds, round_seconds
 from peagle.planning.shapes import CONFIGS, Shape, drafter_shape, read_shape, target_shape
-from peagle.results.schema import AcceptanceRow, PlanRow, Results, read_results, write_results
-from peagle.results.stamp import Stamp
+from peagle.results.files import read_results, write_results
+from peagle.results.provenance import Provenance
+from peagle.results.schema import AcceptanceRow, PlanRow, Results
 
 ROOT = Path(__file__).parents[2]
 MEASURED = ROOT / "benchmarks" / "results"
@@ -85,7 +86,7 @@ def test_served_tokens_are_within_15_percent(engine: Engine, key: str, load: str
     plan = make_plan(Machine(H200, engine), EIGHT, contenders, settings)
     said = plan.best(concurrency, method)
     # the drawn acceptance differs from run to run, so the figure at equal acceptance counts where there is one
-    assert said is not None and near(said.tokens_per_second, row.get("even_tok_s", row["tok_s"]), 0.15)
+    assert said is not None and near(said.output_throughput, row.get("even_tok_s", row["tok_s"]), 0.15)
 
 
 FULL = {"gpt-oss-20b": ("none", "p3", "p7", "e3"), "qwen3-coder-30b-a3b": ("none", "p7", "e3")}
@@ -103,7 +104,7 @@ def test_experts_in_the_embedded_engine_are_within_15_percent(name: str, key: st
     )
     settings = PlanSettings((row["concurrency"],), (k or 1,), prompt_tokens=256, output_tokens=256)
     said = make_plan(Machine(H200, EMBEDDED), shape, contenders, settings).best(row["concurrency"], method)
-    assert said is not None and near(said.tokens_per_second, row.get("even_tok_s", row["tok_s"]), 0.15)
+    assert said is not None and near(said.output_throughput, row.get("even_tok_s", row["tok_s"]), 0.15)
 
 
 # Against published figures: amazon/GPT-OSS-20B-P-EAGLE's model card (H200, MXFP4 weights, fp8 cache, vllm bench, one
@@ -119,13 +120,13 @@ def test_published_figures(name: str) -> None:
     both = [Contender(drafter_shape(m, GPT_OSS), from_length(length, 7)) for m in ("p-eagle", "eagle3")]
     settings = PlanSettings((1, 64), tuple(range(1, 8)), prompt_tokens=256, output_tokens=1024)
     card = make_plan(Machine(H200, VLLM), GPT_OSS, both, settings)
-    said = next(r for r in card.rows if (r.concurrency, r.method, r.k) == (1, "p-eagle", 7))
-    assert near(said.tokens_per_second, tokens, 0.15)
+    said = next(r for r in card.rows if (r.concurrency, r.method, r.num_speculative_tokens) == (1, "p-eagle", 7))
+    assert near(said.output_throughput, tokens, 0.15)
 
     plan = make_plan(Machine(B200, VLLM), GPT_OSS, both, settings)
     alone, loaded = ({m: plan.best(c, m) for m in ("none", "eagle3", "p-eagle")} for c in (1, 64))
     ratio = {
-        (load, over): rows["p-eagle"].tokens_per_second / rows[over].tokens_per_second
+        (load, over): rows["p-eagle"].output_throughput / rows[over].output_throughput
         for load, rows in (("alone", alone), ("loaded", loaded))
         for over in ("none", "eagle3")
     }
@@ -133,7 +134,7 @@ def test_published_figures(name: str) -> None:
     assert OVER_EAGLE3_LOADED[0] <= ratio["loaded", "eagle3"] <= OVER_EAGLE3_LOADED[1]
     # no check of the model but of the docs: a miss that they own up to, in these figures
     assert 1.29 <= ratio["alone", "eagle3"] <= 1.35 < OVER_EAGLE3_ALONE[0]
-    assert alone["p-eagle"].k == 7 and alone["eagle3"].k < 7
+    assert alone["p-eagle"].num_speculative_tokens == 7 and alone["eagle3"].num_speculative_tokens < 7
 
 
 # Shapes against real modules
@@ -274,22 +275,24 @@ def test_rows_follow_from_rounds_and_acceptance(
     machine, drafter = Machine(H200, EMBEDDED), drafter_shape("p-eagle", EIGHT)
     settings = PlanSettings(tuple(loads), (1, 3, 8), prompt_tokens=prompt, output_tokens=output, load=load)
     plan = make_plan(machine, EIGHT, [Contender(drafter, Curve(rates, "given"))], settings)
-    assert {(r.concurrency, r.k) for r in plan.rows} == {(c, k) for c in loads for k in (0, 1, 3, 8)}
+    assert {(r.concurrency, r.num_speculative_tokens) for r in plan.rows} == {
+        (c, k) for c in loads for k in (0, 1, 3, 8)
+    }
     known = list(rates) + [0.0] * 8
     step = rates[-1] / (rates[-2] if len(rates) > 1 else 1.0) if rates[-1] else 0.0
     for i in range(len(rates), 8):
         known[i] = known[i - 1] * step
     for row in plan.rows:
-        shape = drafter if row.k else None
-        one = round_seconds(machine, EIGHT, shape, row.k, row.concurrency, prompt + output / 2)
+        shape = drafter if row.num_speculative_tokens else None
+        one = round_seconds(machine, EIGHT, shape, row.num_speculative_tokens, row.concurrency, prompt + output / 2)
         reading = prompt_seconds(machine, EIGHT, shape, prompt, row.concurrency)
-        rounds = (output - (prompt > 0)) / (1 + sum(known[: row.k]))
+        rounds = (output - (prompt > 0)) / (1 + sum(known[: row.num_speculative_tokens]))
         seconds = rounds * one + row.concurrency * reading
-        assert row.tokens_per_second == pytest.approx(row.concurrency * output / seconds)
-        assert row.gpus == (math.ceil(load / row.tokens_per_second) if load is not None else 1)
-        assert row.cost_per_million == pytest.approx(3.8 / 3600 / row.tokens_per_second * 1e6)
-        same = [r.tokens_per_second for r in plan.rows if r.concurrency == row.concurrency]
-        assert row.chosen == (row.tokens_per_second == max(same)) or same.count(max(same)) > 1
+        assert row.output_throughput == pytest.approx(row.concurrency * output / seconds)
+        assert row.num_gpus == (math.ceil(load / row.output_throughput) if load is not None else 1)
+        assert row.cost_per_million_tokens == pytest.approx(3.8 / 3600 / row.output_throughput * 1e6)
+        same = [r.output_throughput for r in plan.rows if r.concurrency == row.concurrency]
+        assert row.chosen == (row.output_throughput == max(same)) or same.count(max(same)) > 1
     assert sum(r.chosen for r in plan.rows) == len(loads)
 
 
@@ -297,11 +300,14 @@ def test_what_each_user_gets_decides_the_load() -> None:
     both = [Contender(drafter_shape(m, EIGHT), Curve(RATES, "given")) for m in ("p-eagle", "eagle3")]
     settings = PlanSettings(PlanSettings.searched, (1, 3, 7), load=20000, per_user=220)
     plan = make_plan(Machine(H200, EMBEDDED), EIGHT, both, settings)
-    assert all(r.tokens_per_second / r.concurrency >= 220 for r in plan.rows)
-    best = max(plan.rows, key=lambda r: r.tokens_per_second)
-    assert f"Use {best.gpus} h200 for 20,000 tokens/s" in plan.recommendation and f"K={best.k}" in plan.recommendation
-    plain = max((r for r in plan.rows if r.method == "none"), key=lambda r: r.tokens_per_second)
-    assert f"no speculation takes {plain.gpus}" in plan.recommendation and plain.gpus > best.gpus
+    assert all(r.output_throughput / r.concurrency >= 220 for r in plan.rows)
+    best = max(plan.rows, key=lambda r: r.output_throughput)
+    assert (
+        f"Use {best.num_gpus} h200 for 20,000 tokens/s" in plan.recommendation
+        and f"K={best.num_speculative_tokens}" in plan.recommendation
+    )
+    plain = max((r for r in plan.rows if r.method == "none"), key=lambda r: r.output_throughput)
+    assert f"no speculation takes {plain.num_gpus}" in plan.recommendation and plain.num_gpus > best.num_gpus
     with pytest.raises(
         UserError, match=r"--per-user 5000: out of reach here; the most is \d+ \(P-EAGLE with K=7, 1 at"
     ):
@@ -368,27 +374,31 @@ def test_wrong_rates_are_refused_by_name(rates: str) -> None:
 
 
 def acceptance(**changed: Any) -> AcceptanceRow:
-    row = AcceptanceRow("d", "p-eagle", "embedded", "mt_bench", None, None, 0.0, 3, "all", 5, 300, 100, [70, 50, 20])
+    row = AcceptanceRow(
+        "d", "p-eagle", "embedded", "mt_bench", None, None, 0.0, 3, "included", 5, 300, 100, [70, 50, 20]
+    )
     return replace(row, **changed)
 
 
 def test_results_of_eval_become_rates(tmp_path: Path) -> None:
     rows = [
-        acceptance(k=1, accepted=[70]),
-        acceptance(loops="excluded"),
-        acceptance(loops="excluded", dataset="gsm8k", rounds=300, accepted=[270, 150, 90]),
+        acceptance(num_speculative_tokens=1, num_accepted_tokens_per_pos=[70]),
+        acceptance(looping_responses="excluded"),
+        acceptance(
+            looping_responses="excluded", dataset="gsm8k", num_drafts=300, num_accepted_tokens_per_pos=[270, 150, 90]
+        ),
         acceptance(),
-        acceptance(temperature=1.0, accepted=[1, 1, 1]),
-        acceptance(category="maths", loops="excluded", accepted=[0, 0, 0]),
-        acceptance(context=(0, 512), loops="excluded", accepted=[0, 0, 0]),
+        acceptance(temperature=1.0, num_accepted_tokens_per_pos=[1, 1, 1]),
+        acceptance(category="maths", looping_responses="excluded", num_accepted_tokens_per_pos=[0, 0, 0]),
+        acceptance(context_range=(0, 512), looping_responses="excluded", num_accepted_tokens_per_pos=[0, 0, 0]),
     ]
     path = tmp_path / "eval.json"
-    write_results(path, Results("eval", Stamp.now("test"), {}, rows))
+    write_results(path, Results("eval", Provenance.collect("test"), {}, rows))
     curve = from_results(path, "p-eagle")
     assert curve is not None and curve.rates == (340 / 400, 200 / 400, 110 / 400)
     assert from_results(path, "eagle3") is None
     plan = PlanRow(1, 0, "none", 1.0, 1.0, 1, None, True)
-    write_results(path, Results("plan", Stamp.now("test"), {}, [plan]))
+    write_results(path, Results("plan", Provenance.collect("test"), {}, [plan]))
     with pytest.raises(UserError, match="of kind plan, acceptance is of kind eval"):
         from_results(path, "p-eagle")
 
@@ -491,7 +501,11 @@ def test_the_command_prints_tables_and_writes_results(
     document = read_results(out)
     assert document.kind == "plan" and json.loads(printed.stdout)["rows"] == json.loads(out.read_text())["rows"]
     rows: list[PlanRow] = document.rows
-    assert {r.k for r in rows} == {0, 1, 2, 3, 4, 5, 7} and {r.concurrency for r in rows} == {1, 8, 64}
+    assert {r.num_speculative_tokens for r in rows} == {0, 1, 2, 3, 4, 5, 7} and {r.concurrency for r in rows} == {
+        1,
+        8,
+        64,
+    }
     assert document.settings["rates"]["eagle3"][:3] == [0.6, 0.3, 0.15] and not document.warnings
     wrong = [
         (("-t", "llama-3.1-8b"), "--bandwidth, --matrix-rate, --memory: needed"),

@@ -24,8 +24,9 @@ from peagle.engine.kv_cache import BLOCK_SIZE
 from peagle.engine.llm import LLM
 from peagle.errors import UserError
 from peagle.planning.tuning import Subject, kept, sweep, untimed, wanted
-from peagle.results.schema import AcceptanceRow, Results, TuneRow, read_results, write_results
-from peagle.results.stamp import Stamp
+from peagle.results.files import read_results, write_results
+from peagle.results.provenance import Provenance
+from peagle.results.schema import AcceptanceRow, Results, TuneRow
 from peagle.speculative.adaptive_k import StepCostTable
 
 TARGET = str(target_folder())
@@ -62,27 +63,27 @@ def test_rows_table_and_vllm_agree(tune: Any, tmp_path: Path) -> None:
     assert status == 0 and document.kind == "tune" and document.finished
     assert json.loads(printed)["rows"] == json.loads(results.read_text())["rows"]
     rows: list[TuneRow] = document.rows
-    assert [(r.batch, r.k) for r in rows] == [(b, k) for b in (1, 3) for k in CHOICES]
+    assert [(r.batch_size, r.num_speculative_tokens) for r in rows] == [(b, k) for b in (1, 3) for k in CHOICES]
     # the rates are gone on with at the last step: 0.5 / 0.6 of the one before
     known = [*RATES, *(0.5 * (0.5 / 0.6) ** i for i in range(1, 5))]
     table = StepCostTable.load(out)
     for row in rows:
-        speed = row.batch * (1 + sum(known[: row.k])) / (row.round_ms / 1e3)
-        assert row.expected_tokens_per_second == pytest.approx(speed)
-        assert table.seconds[row.batch, row.k] == pytest.approx(row.round_ms / 1e3, abs=1e-7)
+        speed = row.batch_size * (1 + sum(known[: row.num_speculative_tokens])) / (row.step_ms / 1e3)
+        assert row.expected_output_throughput == pytest.approx(speed)
+        assert table.seconds[row.batch_size, row.num_speculative_tokens] == pytest.approx(row.step_ms / 1e3, abs=1e-7)
     for batch in (1, 3):
-        own = [r for r in rows if r.batch == batch]
-        best = max(own, key=lambda r: r.expected_tokens_per_second)
-        assert [r.k for r in own if r.chosen] == [best.k]
+        own = [r for r in rows if r.batch_size == batch]
+        best = max(own, key=lambda r: r.expected_output_throughput)
+        assert [r.num_speculative_tokens for r in own if r.chosen] == [best.num_speculative_tokens]
         config = document.settings["vllm"][str(batch)]
         model = str(drafter_folder("p-eagle-1"))
         wanted_config = {
             "method": "eagle3",
             "model": model,
-            "num_speculative_tokens": best.k,
+            "num_speculative_tokens": best.num_speculative_tokens,
             "parallel_drafting": True,
         }
-        assert config == (wanted_config if best.k else None)
+        assert config == (wanted_config if best.num_speculative_tokens else None)
     llm = LLM(TARGET, drafter_folder("p-eagle-1"), "auto", device="cpu", cost_table=out, max_model_len=96, threads=1)
     assert llm.adaptive_k.table.seconds == table.seconds
 
@@ -202,8 +203,8 @@ def test_rounds_have_the_context_behind_them() -> None:
 
 def test_wrong_input_is_told_before_anything_is_loaded(tune: Any, tmp_path: Path) -> None:
     path = tmp_path / "eval.json"
-    row = AcceptanceRow("d", "eagle3", "embedded", "mt_bench", None, None, 0.0, 2, "all", 5, 300, 100, [70, 50])
-    write_results(path, Results("eval", Stamp.now("test"), {}, [row]))
+    row = AcceptanceRow("d", "eagle3", "embedded", "mt_bench", None, None, 0.0, 2, "included", 5, 300, 100, [70, 50])
+    write_results(path, Results("eval", Provenance.collect("test"), {}, [row]))
     with mock.patch("peagle.planning.tuning.untimed", side_effect=AssertionError("loaded")):
         for more, complaint in (
             (("--rates", "0.5,0.6"), "--rates 0.5,0.6: must be between 0 and 1"),

@@ -39,16 +39,9 @@ from peagle.report.build import build_page, folded, write_report
 from peagle.report.html import html_of
 from peagle.report.markdown import markdown_of
 from peagle.report.series import Source, labels
-from peagle.results.schema import (
-    AcceptanceRow,
-    BenchRepeat,
-    BenchRow,
-    Percentiles,
-    PlanRow,
-    Results,
-    TuneRow,
-    write_results,
-)
+from peagle.results.files import write_results
+from peagle.results.schema import AcceptanceRow, BenchRepeat, BenchRow, PlanRow, Results, TuneRow
+from peagle.results.statistics import Percentiles
 
 HOSTILE = (
     "</title><script>alert(1)</script><img src=x onerror=alert(2)> & \"'` | ]]> *b* [l](javascript:x) \u202ex\x07\ud800"
@@ -75,7 +68,6 @@ def bench_row(
         drafter,
         method,
         k,
-        "closed",
         int(load),
         None,
         [repeat(s) for s in speeds],
@@ -108,21 +100,21 @@ def test_what_was_measured_can_be_read_off_the_charts():
     for chart in raw_charts(html, "Acceptance by position"):
         read = values_read(chart)
         for style, name in enumerate(("mt_bench", "humaneval", "gsm8k"), 1):
-            row = next(r for r in acceptance.rows if r.dataset == name and r.k == 7)
-            expected = [(i, count / row.rounds) for i, count in enumerate(row.accepted, 1)]
+            row = next(r for r in acceptance.rows if r.dataset == name and r.num_speculative_tokens == 7)
+            expected = [(i, count / row.num_drafts) for i, count in enumerate(row.num_accepted_tokens_per_pos, 1)]
             assert read[f"s{style}"] == [pytest.approx(p, abs=0.004) for p in expected], name
     for chart in raw_charts(html, "Acceptance length by K"):
-        row = next(r for r in acceptance.rows if r.dataset == "humaneval" and r.k == 3)
-        assert (3, pytest.approx(1 + sum(row.accepted) / row.rounds, abs=0.01)) in [
+        row = next(r for r in acceptance.rows if r.dataset == "humaneval" and r.num_speculative_tokens == 3)
+        assert (3, pytest.approx(row.acceptance_length, abs=0.01)) in [
             (round(x), y) for x, y in values_read(chart)["s2"]
         ]
     found = {e.findtext("title"): values_read(e) for e in raw_charts(html, "Throughput against load")}
-    turns = [r.output_tokens / r.seconds for r in _row(speed, "peagle/8b-p7", 8).repeats]
+    turns = [r.output_throughput for r in _row(speed, "peagle/8b-p7", 8).repeats]
     assert (8, pytest.approx(sum(turns) / 3, rel=0.02)) in [(round(x), y) for x, y in found["peagle"]["s1"]]
 
 
 def _row(results: Results, name: str, load: int) -> BenchRow:
-    return next(r for r in results.rows if r.name == name and r.concurrency == load)
+    return next(r for r in results.rows if r.label == name and r.concurrency == load)
 
 
 def test_the_measured_ratios_are_those_of_the_means():
@@ -131,7 +123,7 @@ def test_the_measured_ratios_are_those_of_the_means():
     speed = measured_speed()
 
     def mean(name: str, load: int) -> float:
-        return sum(r.output_tokens / r.seconds for r in _row(speed, name, load).repeats) / 3
+        return sum(r.output_throughput for r in _row(speed, name, load).repeats) / 3
 
     table = figure(page, "Speed-up over no speculation, peagle").all("table")[0].rows
     line = next(row for row in table if row[0] == "P-EAGLE K=7")
@@ -171,7 +163,17 @@ def eval_results(draw) -> Results:
         for k in draw(st.lists(st.integers(1, 8), max_size=3, unique=True)):
             for category, context in ((None, None), ("c", None), (None, (0, 256)), (None, (256, 512))):
                 length = 1 + sum(kept[:k]) / rounds if rounds else 1.0
-                head = ("d", method, "embedded", name, category, context, draw(st.sampled_from([0.0, 1.0])), k, "all")
+                head = (
+                    "d",
+                    method,
+                    "embedded",
+                    name,
+                    category,
+                    context,
+                    draw(st.sampled_from([0.0, 1.0])),
+                    k,
+                    "included",
+                )
                 rows.append(
                     AcceptanceRow(*head, draw(st.integers(1, 99)), 9, rounds, kept[:k], (length - 0.1, length + 0.2))
                 )
@@ -214,7 +216,7 @@ def test_any_results_make_a_sound_page(benched: Results, evaluated: Results, oth
     for found in page.all("figure"):
         assert found.all("svg") and found.all("table"), "a table stands beside every chart"
     for row in benched.rows:
-        speeds = [r.output_tokens / r.seconds for r in row.repeats]
+        speeds = [r.output_throughput for r in row.repeats]
         shown = [
             number(cell) for table in page.all("table") for line in table.rows for cell in line[2:3] if _numeric(cell)
         ]
@@ -233,19 +235,17 @@ def _numeric(cell: str) -> bool:
 def test_nothing_is_set_beside_what_was_asked_otherwise(results: Results):
     """Every ratio on the page is one between rows of the same prompts, engine and load; each set has its section."""
     page = read_page(html_of(page_of(results)))
-    shas = {row.prompts for row in results.rows}
+    shas = {row.workload_sha256 for row in results.rows}
     speeds = [s for s in page.all("section") if s.all("h2")[0].text.startswith("Speed")]
     assert len(speeds) == len(shas)
     warned = "Runs of different prompts or lengths are not compared" in page.text
     assert warned == (len(shas) > 1)
     for one in speeds:
         title = one.all("h2")[0].text
-        rows = [r for r in results.rows if len(shas) == 1 or title.endswith(f"prompts {r.prompts[:8]}")]
+        rows = [r for r in results.rows if len(shas) == 1 or title.endswith(f"prompts {r.workload_sha256[:8]}")]
         shown = {number(text.split()[0]) for text in _ratios(one)}
         possible = [
-            a.output_tokens_per_second / b.output_tokens_per_second
-            for a, b in product(rows, rows)
-            if a.concurrency == b.concurrency
+            a.output_throughput / b.output_throughput for a, b in product(rows, rows) if a.concurrency == b.concurrency
         ]
         for value in shown:
             assert any(math.isclose(value, p, rel_tol=0.006, abs_tol=0.0051) for p in possible), value
@@ -260,9 +260,9 @@ def test_other_lengths_machines_loads_and_targets_are_kept_apart():
     same = [bench_row("none", None, 1, 100.0, 101.0), bench_row("p-eagle", 7, 1, 300.0, 301.0)]
     short = replace(same[1], repeats=[repeat(300.0, tokens=400), repeat(301.0, tokens=400)])
     page = read_page(html_of(page_of(bench(same[0], short))))
-    assert not _ratios(page) and "tokens on average" in figure(page, "Speed-up over no speculation").text
+    assert not _ratios(page) and "mean output lengths" in figure(page, "Speed-up over no speculation").text
     elsewhere = Results("bench", replace(STAMP, machine={"gpu": "B200"}), {}, [same[1]])
-    arriving = bench(replace(same[1], load="open", concurrency=None, rate=2.0))
+    arriving = bench(replace(same[1], concurrency=None, request_rate=2.0))
     other = replace(bench(same[1]), settings={"target": "t2"})
     own = replace(bench(same[0]), settings={"target": "t1"})
     for results in ((bench(same[0]), elsewhere), (bench(same[0]), arriving), (own, other)):
@@ -281,33 +281,33 @@ def test_servers_that_share_out_the_values_of_k_are_one_engine():
 
 
 def test_data_sets_asked_otherwise_are_others():
-    head = ("d", "p-eagle", "embedded", "gsm8k", None, None, 0.0, 2, "all", 50, 900, 100)
+    head = ("d", "p-eagle", "embedded", "gsm8k", None, None, 0.0, 2, "included", 50, 900, 100)
     ours = Results("eval", STAMP, {"max_tokens": 64}, [AcceptanceRow(*head, [60, 20])])
     longer = Results("eval", STAMP, {"max_tokens": 512}, [AcceptanceRow(*head, [90, 80])])
     page = page_of(ours, longer)
     assert any("asked in different ways" in warning for warning in page.warnings)
     html = html_of(page)
     assert "gsm8k max tokens 64" in html and "gsm8k max tokens 512" in html
-    again = page_of(ours, replace(ours, stamp=replace(STAMP, commit="1" * 40)))
+    again = page_of(ours, replace(ours, provenance=replace(STAMP, commit="1" * 40)))
     assert not again.warnings, "the same set, measured twice"
 
 
 def test_a_strangers_names_stay_text():
-    rows = [bench_row(m, k, 8, 10.0, 11.0, name=HOSTILE, drafter=HOSTILE, engine=HOSTILE) for m, k in _KINDS]
-    head = (HOSTILE, "p-eagle", HOSTILE, HOSTILE, None, None, 0.0, 2, "all", 5, 9, 10, [5, 2])
-    stamp = replace(
+    rows = [bench_row(m, k, 8, 10.0, 11.0, label=HOSTILE, drafter=HOSTILE, engine=HOSTILE) for m, k in _KINDS]
+    head = (HOSTILE, "p-eagle", HOSTILE, HOSTILE, None, None, 0.0, 2, "included", 5, 9, 10, [5, 2])
+    provenance = replace(
         STAMP, command=HOSTILE, commit=HOSTILE, versions={HOSTILE: HOSTILE}, machine={"gpu": HOSTILE, HOSTILE: HOSTILE}
     )
     failing = replace(rows[1], repeats=[repeat(9.0, failed={HOSTILE: 3})])
     results = [
-        Results("bench", stamp, {HOSTILE: HOSTILE, "target": HOSTILE}, [*rows, failing], False, [HOSTILE]),
+        Results("bench", provenance, {HOSTILE: HOSTILE, "target": HOSTILE}, [*rows, failing], False, [HOSTILE]),
         Results(
             "eval",
-            stamp,
+            provenance,
             {"max_tokens": HOSTILE},
             [AcceptanceRow(*head), replace(AcceptanceRow(*head), category=HOSTILE)],
         ),
-        Results("plan", stamp, {"gpu": HOSTILE}, [PlanRow(1, 3, HOSTILE, 1.0, 2.0, 1, 3.0, True)]),
+        Results("plan", provenance, {"gpu": HOSTILE}, [PlanRow(1, 3, HOSTILE, 1.0, 2.0, 1, 3.0, True)]),
     ]
     built = build_page([Source(HOSTILE + str(i), r) for i, r in enumerate(results)], ReportSettings(title=HOSTILE))
     html = html_of(built)
@@ -469,11 +469,11 @@ def test_numbers_that_are_none_are_refused_by_name(tmp_path: Path, number: str):
     path = tmp_path / "b.json"
     write_results(path, bench(bench_row("none", None, 1, 10.0)))
     text = path.read_text()
-    for field in ("seconds", "p50", "acceptance_length"):
+    for field in ("duration", "median", "acceptance_length"):
         path.write_text(re.sub(rf'"{field}": [\d.e+-]+', f'"{field}": {number}', text))
         with pytest.raises(UserError, match=field):
             write_report([path], tmp_path / "r.html", None)
-    path.write_text(re.sub(r'"seconds": [\d.e+-]+', '"seconds": 1e-320', text))
+    path.write_text(re.sub(r'"duration": [\d.e+-]+', '"duration": 1e-320', text))
     with pytest.raises(UserError, match=r"rows\[0\]"):
         write_report([path], tmp_path / "r.html", None)
 

@@ -94,7 +94,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Everything at once, what was measured, nothing, and a stranger's names."""
     folder = tmp_path_factory.mktemp("pages")
     hostile = replace(
-        everything()[0], rows=[replace(row, name=HOSTILE, drafter=HOSTILE) for row in everything()[0].rows]
+        everything()[0], rows=[replace(row, label=HOSTILE, drafter=HOSTILE) for row in everything()[0].rows]
     )
     contents = {
         "everything": everything(),
@@ -145,7 +145,7 @@ def everything() -> list[Results]:
                 context,
                 temperature,
                 k,
-                "all",
+                "included",
                 40,
                 9000,
                 1000,

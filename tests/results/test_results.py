@@ -1,4 +1,4 @@
-"""The document of results: it reads back as it was written, says what is wrong with one, and docs tell every field."""
+"""Result files: round trip, error messages, migration, documentation of every field."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import json
 import math
 import random
 import re
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
+from datetime import UTC, datetime, timedelta
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -19,82 +20,86 @@ from scipy import stats
 from support import many
 
 from peagle.errors import UserError
-from peagle.results import schema as results
+from peagle.results import schema
+from peagle.results.files import from_json, read_results, to_json, write_results
+from peagle.results.provenance import Provenance
 from peagle.results.schema import (
-    ROWS,
-    SCHEMA,
+    ROW_CLASSES,
+    SCHEMA_VERSION,
     AcceptanceRow,
     BenchRepeat,
     BenchRow,
-    Percentiles,
     PlanRow,
     Results,
-    Stamp,
     TuneRow,
-    from_json,
-    mean_ci95,
-    read_results,
-    to_json,
-    write_results,
 )
+from peagle.results.statistics import Percentiles, mean_ci95
 
 DOCS = Path(__file__).parents[2] / "docs" / "results.md"
-STAMP = Stamp(
+PROVENANCE = Provenance(
     "peagle eval", None, {"peagle": "1"}, {"cores": 2, "memory_gib": 7.5, "cpu": "x"}, "2026-01-01T00:00:00+00:00", 1.5
 )
+
+K, PER_POS = "num_speculative_tokens", "num_accepted_tokens_per_pos"
 
 
 def acceptance(**changes: Any) -> AcceptanceRow:
     values: dict[str, Any] = {"drafter": "d", "method": "p-eagle", "engine": "embedded", "dataset": "mt_bench"}
-    values |= {"category": None, "context": None, "temperature": 0.0, "k": 3, "loops": "all", "answers": 2}
-    values |= {"tokens": 40, "rounds": 20, "accepted": [15, 6, 0], "ci95": (1.5, 2.5)}
+    values |= {"category": None, "context_range": None, "temperature": 0.0, "num_speculative_tokens": 3}
+    values |= {"looping_responses": "included", "num_responses": 2, "acceptance_length_ci95": (1.5, 2.5)}
+    values |= {"num_output_tokens": 40, "num_drafts": 20, "num_accepted_tokens_per_pos": [15, 6, 0]}
     return AcceptanceRow(**{**values, **changes})
 
 
 def bench(**changes: Any) -> BenchRow:
     spread = Percentiles(1.0, 1.0, 2.0, 3.0)
     repeats = [BenchRepeat(s, 8, {"timeout": 1}, 100, 400, spread, spread, None, spread, 2.5) for s in (2.0, 4.0, 5.0)]
-    values: dict[str, Any] = {"name": "n", "engine": "embedded", "drafter": None, "method": "none", "k": None}
-    values |= {"load": "closed", "concurrency": 8, "rate": None, "repeats": repeats, "prompts": "abc"}
+    values: dict[str, Any] = {"label": "n", "engine": "embedded", "drafter": None, "method": "none"}
+    values |= {"num_speculative_tokens": None, "concurrency": 8, "request_rate": None}
+    values |= {"repeats": repeats, "workload_sha256": "abc"}
     return BenchRow(**{**values, **changes})
 
 
 EXAMPLES: dict[str, list[Any]] = {
     "eval": [
         acceptance(),
-        acceptance(context=(0, 512), category="code", ci95=None),
-        acceptance(rounds=0, accepted=[0] * 3),
+        acceptance(context_range=(0, 512), category="code", acceptance_length_ci95=None),
+        acceptance(num_drafts=0, num_accepted_tokens_per_pos=[0] * 3),
     ],
-    "bench": [bench(), bench(load="open", rate=2.5, concurrency=None, k="auto"), bench(k=7)],
+    "bench": [
+        bench(),
+        bench(request_rate=2.5, concurrency=None, num_speculative_tokens="auto"),
+        bench(num_speculative_tokens=7),
+    ],
     "tune": [TuneRow(1, 3, 2.5, 900.0, True)],
     "plan": [PlanRow(64, 7, "p-eagle", 12.0, 1e4, 2, None, False)],
 }
 
 
-@pytest.mark.parametrize("kind", ROWS)
-def test_a_document_reads_back_as_it_was_written(kind: Any, tmp_path: Path) -> None:
-    document = Results(kind, STAMP, {"k": [1, 3], "nested": {"a": None}}, EXAMPLES[kind], False, ["careful"])
+@pytest.mark.parametrize("kind", ROW_CLASSES)
+def test_round_trip(kind: Any, tmp_path: Path) -> None:
+    document = Results(kind, PROVENANCE, {"k": [1, 3], "nested": {"a": None}}, EXAMPLES[kind], False, ["a warning"])
     path = tmp_path / "made" / "r.json"
     write_results(path, document)
     assert read_results(path) == document
     assert [p.name for p in path.parent.iterdir()] == ["r.json"]
     plain = json.loads(path.read_text())
-    assert plain["schema"] == SCHEMA and plain["kind"] == kind
+    assert plain["schema_version"] == SCHEMA_VERSION and plain["kind"] == kind
 
 
-def test_derived_numbers_are_written_for_everybody_and_not_believed() -> None:
-    plain = to_json(Results("eval", STAMP, {}, [acceptance()]))
+def test_derived_fields_are_written_and_ignored_on_reading() -> None:
+    plain = to_json(Results("eval", PROVENANCE, {}, [acceptance()]))
     row = plain["rows"][0]
     assert row["acceptance_length"] == 1 + 21 / 20
-    assert row["unconditional"] == [0.75, 0.3, 0.0]
-    assert row["conditional"] == [0.75, 0.4, 0.0]
+    assert row["per_position_acceptance_rates"] == [0.75, 0.3, 0.0]
+    assert row["per_position_conditional_rates"] == [0.75, 0.4, 0.0]
     row["acceptance_length"] = 9.0
     assert from_json(plain).rows[0].acceptance_length == 1 + 21 / 20
-    nothing = acceptance(rounds=0, accepted=[0, 0, 0])
-    assert nothing.acceptance_length is None and nothing.conditional == [None] * 3
+    nothing = acceptance(num_drafts=0, num_accepted_tokens_per_pos=[0, 0, 0])
+    assert nothing.acceptance_length is None and nothing.per_position_conditional_rates == [None] * 3
 
 
-def test_intervals_are_students_and_percentiles_numpys() -> None:
+def test_intervals_and_percentiles_match_scipy_and_numpy() -> None:
     rng = random.Random(0)
     for count in (2, 3, 4, 10, 60):
         values = [rng.gauss(100, 15) for _ in range(count)]
@@ -102,15 +107,15 @@ def test_intervals_are_students_and_percentiles_numpys() -> None:
         assert mean_ci95(values) == pytest.approx(want)
         spread = Percentiles.of(values)
         assert spread is not None
-        assert [spread.p50, spread.p95, spread.p99] == pytest.approx(np.percentile(values, (50, 95, 99)).tolist())
+        assert [spread.median, spread.p95, spread.p99] == pytest.approx(np.percentile(values, (50, 95, 99)).tolist())
     assert mean_ci95([3.0]) is None and Percentiles.of([]) is None
     rates = [400 / s for s in (2.0, 4.0, 5.0)]
-    assert bench().output_tokens_per_second == pytest.approx(sum(rates) / 3)
-    assert bench().ci95 == pytest.approx(stats.t.interval(0.95, 2, np.mean(rates), stats.sem(rates)))
+    assert bench().output_throughput == pytest.approx(sum(rates) / 3)
+    assert bench().output_throughput_ci95 == pytest.approx(stats.t.interval(0.95, 2, np.mean(rates), stats.sem(rates)))
 
 
 def changed(kind: str, *path: Any, to: Any) -> dict[str, Any]:
-    plain = json.loads(json.dumps(to_json(Results(kind, STAMP, {}, EXAMPLES[kind]))))  # type: ignore[arg-type]
+    plain = json.loads(json.dumps(to_json(Results(kind, PROVENANCE, {}, EXAMPLES[kind]))))  # type: ignore[arg-type]
     at = plain
     for step in path[:-1]:
         at = at[step]
@@ -122,70 +127,105 @@ def changed(kind: str, *path: Any, to: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("document", "words"),
+    ("document", "expected"),
     [
-        ([], "no document of results"),
-        ({"kind": "eval"}, "no field 'schema'"),
-        (changed("eval", "schema", to=SCHEMA + 1), f"schema: is {SCHEMA + 1}, and this peagle knows up to {SCHEMA}"),
-        (changed("eval", "schema", to="1"), 'schema: is "1", must be a whole number'),
+        ([], "is not a result file"),
+        ({"kind": "eval"}, "no field 'schema_version'"),
+        (changed("eval", "schema_version", to=SCHEMA_VERSION + 1), f"schema_version: is {SCHEMA_VERSION + 1}"),
+        (changed("eval", "schema_version", to="1"), 'schema_version: is "1"'),
         (changed("eval", "kind", to="sing"), 'kind: is "sing", must be eval or bench or tune or plan'),
         (changed("eval", "kind", to="tune"), "rows[0]."),
-        (changed("eval", "rows", to=KeyError), "rows: is missing, must be a list"),
-        (changed("eval", "rows", 1, "k", to="3"), 'rows[1].k: is "3", must be a whole number'),
-        (changed("eval", "rows", 0, "k", to=True), "rows[0].k: is true, must be a whole number"),
-        (changed("eval", "rows", 0, "k", to=4), "rows[0].accepted: is [15, 6, 0], must be one count for each of the 4"),
-        (
-            changed("eval", "rows", 0, "accepted", 1, to=16),
-            "rows[0].accepted: is [15, 16, 0], must be counts that never",
-        ),
-        (changed("eval", "rows", 0, "accepted", 1, to=1.5), "rows[0].accepted[1]: is 1.5, must be a whole number"),
-        (changed("eval", "rows", 0, "context", to=[1]), "rows[0].context: is [1], must be a list of 2 or null"),
-        (changed("eval", "rows", 0, "loops", to="some"), 'rows[0].loops: is "some", must be all or excluded'),
-        (changed("eval", "rows", 0, "method", to=KeyError), "rows[0].method: is missing, must be there"),
-        (changed("eval", "rows", 0, "speed", to=1), "rows[0].speed: is 1, must be left out"),
-        (changed("eval", "stamp", "machine", "cpu", to=[]), "stamp.machine.cpu: is []"),
-        (changed("bench", "rows", 0, "repeats", 2, "ttft_ms", "p50", to="x"), 'rows[0].repeats[2].ttft_ms.p50: is "x"'),
-        (changed("bench", "rows", 0, "repeats", to=[]), "rows[0].repeats: is [], must be one at least"),
-        (changed("bench", "rows", 0, "k", to="most"), 'rows[0].k: is "most"'),
-        (changed("bench", "rows", 0, "concurrency", to=None), "rows[0].concurrency: is missing, must be given for"),
+        (changed("eval", "rows", to=KeyError), "rows: is missing"),
+        (changed("eval", "rows", 1, K, to="3"), f'rows[1].{K}: is "3"'),
+        (changed("eval", "rows", 0, K, to=True), f"rows[0].{K}: is true"),
+        (changed("eval", "rows", 0, K, to=4), f"rows[0].{PER_POS}: is [15, 6, 0]"),
+        (changed("eval", "rows", 0, PER_POS, 1, to=16), f"rows[0].{PER_POS}: is [15, 16, 0]"),
+        (changed("eval", "rows", 0, PER_POS, 1, to=1.5), f"rows[0].{PER_POS}[1]: is 1.5, must be a whole number"),
+        (changed("eval", "rows", 0, "context_range", to=[1]), "rows[0].context_range: is [1], must be a list of 2"),
+        (changed("eval", "rows", 0, "looping_responses", to="some"), 'rows[0].looping_responses: is "some"'),
+        (changed("eval", "rows", 0, "method", to=KeyError), "rows[0].method: is missing"),
+        (changed("eval", "rows", 0, "speed", to=1), "rows[0].speed: is 1, must be absent"),
+        (changed("eval", "provenance", "machine", "cpu", to=[]), "provenance.machine.cpu: is []"),
+        (changed("bench", "rows", 0, "repeats", 2, "ttft_ms", "p95", to="x"), 'rows[0].repeats[2].ttft_ms.p95: is "x"'),
+        (changed("bench", "rows", 0, "repeats", to=[]), "rows[0].repeats: is []"),
+        (changed("bench", "rows", 0, K, to="most"), f'rows[0].{K}: is "most"'),
+        (changed("bench", "rows", 0, "concurrency", to=None), "rows[0].concurrency: is missing"),
+        (changed("bench", "rows", 0, "request_rate", to=2.0), "rows[0].concurrency: is 8"),
     ],
 )
-def test_what_is_wrong_is_named(document: Any, words: str, tmp_path: Path) -> None:
+def test_errors_name_the_field_and_value(document: Any, expected: str, tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     path.write_text(json.dumps(document))
     with pytest.raises(UserError) as caught:
         read_results(path)
-    assert words in str(caught.value) and str(path) in str(caught.value)
+    assert expected in str(caught.value) and str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("content", "expected"),
     [
         (b"{", "is not JSON"),
         (b"\xff\xfe{}", "not UTF-8"),
-        (b'{"schema": 1, "kind": "tune", "rows": [NaN]}', "holds NaN"),
+        (b'{"schema_version": 2, "kind": "tune", "rows": [NaN]}', "NaN"),
         (None, "cannot be read"),
     ],
 )
-def test_files_that_hold_no_document(content: bytes | None, words: str, tmp_path: Path) -> None:
+def test_files_without_a_document_are_rejected(content: bytes | None, expected: str, tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError, match=expected):
         read_results(path)
 
 
-def test_nothing_is_written_that_is_no_number(tmp_path: Path) -> None:
+def test_version_1_files_are_migrated() -> None:
+    """Rows, provenance and settings of the first schema version, one row of each kind."""
+    stamp = {"command": "c", "commit": None, "versions": {}, "machine": {}, "started": "2026-01-01", "seconds": 3.0}
+    spread = {"mean": 1.0, "p50": 2.0, "p95": 3.0, "p99": 4.0}
+    repeat = {"seconds": 2.0, "requests": 8, "failed": {"HTTP 500": 1}, "input_tokens": 9, "output_tokens": 40}
+    repeat |= {"ttft_ms": spread, "tpot_ms": None, "itl_ms": None, "e2e_ms": spread, "acceptance_length": 2.5}
+    eval_row = {"drafter": "d", "method": "eagle3", "engine": "embedded", "dataset": "s", "category": None}
+    eval_row |= {"context": [0, 512], "temperature": 0.0, "k": 2, "loops": "all", "answers": 3, "tokens": 30}
+    eval_row |= {"rounds": 10, "accepted": [6, 2], "ci95": None, "unconditional": [0.6, 0.2], "conditional": []}
+    bench_row = {"name": "n", "engine": "vllm", "drafter": None, "method": "none", "k": None, "load": "open"}
+    bench_row |= {"concurrency": None, "rate": 2.0, "repeats": [{**repeat, "output_tokens_per_second": 20.0}]}
+    bench_row |= {"prompts": "abc", "output_tokens_per_second": 20.0, "ci95": None}
+    tune_row = {"batch": 4, "k": 3, "round_ms": 2.0, "expected_tokens_per_second": 9.0, "chosen": True}
+    plan_row = {"concurrency": 8, "k": 7, "method": "p-eagle", "round_ms": 2.0, "tokens_per_second": 9.0, "gpus": 2}
+    plan_row |= {"cost_per_million": 1.5, "chosen": False}
+    times = Percentiles(1.0, 2.0, 3.0, 4.0)
+    expected = {
+        "eval": AcceptanceRow("d", "eagle3", "embedded", "s", None, (0, 512), 0.0, 2, "included", 3, 30, 10, [6, 2]),
+        "bench": BenchRow(
+            *("n", "vllm", None, "none", None, None, 2.0),
+            [BenchRepeat(2.0, 8, {"HTTP 500": 1}, 9, 40, times, None, None, times, 2.5)],
+            "abc",
+        ),
+        "tune": TuneRow(4, 3, 2.0, 9.0, True),
+        "plan": PlanRow(8, 7, "p-eagle", 2.0, 9.0, 2, 1.5, False),
+    }
+    settings = {"data": {"s": {"source": "f", "rows": 5, "sha": "x"}}, "context_edges": [64], "max_tokens": 24}
+    for kind, row in {"eval": eval_row, "bench": bench_row, "tune": tune_row, "plan": plan_row}.items():
+        document = {"schema": 1, "kind": kind, "stamp": stamp, "rows": [row], "finished": True, "warnings": []}
+        results = from_json({**document, "settings": settings if kind == "eval" else {}})
+        assert results.rows == [expected[kind]]
+        assert results.provenance.duration == 3.0 and results.provenance.started_at == "2026-01-01"
+        if kind == "eval":
+            data = {"s": {"source": "f", "num_prompts": 5, "sha256": "x"}}
+            assert results.settings == {"data": data, "context_bounds": [64], "max_tokens": 24}
+
+
+def test_nan_is_never_written(tmp_path: Path) -> None:
     path = tmp_path / "r.json"
-    good = Results("tune", STAMP, {}, EXAMPLES["tune"])
-    write_results(path, good)
+    valid = Results("tune", PROVENANCE, {}, EXAMPLES["tune"])
+    write_results(path, valid)
     with pytest.raises(ValueError):
-        write_results(path, Results("tune", STAMP, {}, [TuneRow(1, 3, math.nan, 1.0, True)]))
-    assert read_results(path) == good
+        write_results(path, Results("tune", PROVENANCE, {}, [TuneRow(1, 3, math.nan, 1.0, True)]))
+    assert read_results(path) == valid
 
 
-JSON = st.recursive(
+JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=6,
@@ -194,47 +234,52 @@ JSON = st.recursive(
 
 @many(300)
 @given(st.data())
-def test_any_change_is_read_or_refused_in_one_line(data: st.DataObject) -> None:
-    """Whatever somebody puts in some place of a document, it is a user's error or a document that reads back."""
-    kind = data.draw(st.sampled_from(sorted(ROWS)))
-    plain = json.loads(json.dumps(to_json(Results(kind, STAMP, {"a": 1}, EXAMPLES[kind]))))  # type: ignore[arg-type]
-    at: Any = plain
+def test_any_change_is_read_or_rejected_in_one_line(data: st.DataObject) -> None:
+    """A document with one value replaced by any JSON either raises UserError or reads back equal."""
+    kind = data.draw(st.sampled_from(sorted(ROW_CLASSES)))
+    document = json.loads(json.dumps(to_json(Results(kind, PROVENANCE, {"a": 1}, EXAMPLES[kind]))))  # type: ignore[arg-type]
+    node: Any = document
     while True:
-        keys = list(at) if isinstance(at, dict) else range(len(at))
+        keys = list(node) if isinstance(node, dict) else range(len(node))
         key = data.draw(st.sampled_from(list(keys)))
-        if not (isinstance(at[key], dict | list) and at[key]) or data.draw(st.booleans()):
+        if not (isinstance(node[key], dict | list) and node[key]) or data.draw(st.booleans()):
             break
-        at = at[key]
-    at[key] = data.draw(JSON)
+        node = node[key]
+    node[key] = data.draw(JSON_VALUES)
     try:
-        found = from_json(plain)
+        results = from_json(document)
     except UserError as error:
         assert "\n" not in str(error)
     else:
-        assert from_json(json.loads(json.dumps(to_json(found)))) == found
+        assert from_json(json.loads(json.dumps(to_json(results)))) == results
 
 
-def test_a_stamp_says_where_it_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_provenance_describes_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["/somewhere/peagle", "eval", "a b", "-k", "3"])
     monkeypatch.setenv("PEAGLE_COMMIT", "abc")
-    stamp = Stamp.now()
-    assert stamp.command == "peagle eval 'a b' -k 3" and stamp.commit == "abc"
-    assert {"peagle", "python", "torch", "transformers"} <= stamp.versions.keys()
-    assert stamp.machine["cores"] and stamp.machine["cpu"]
-    more = Stamp.now(packages=("yaml", "nobody_has_this")).versions  # PyYAML, where it is installed
-    assert more["yaml"] == metadata.version("PyYAML") and "nobody_has_this" not in more
-    assert 5.0 <= stamp.done(before=5.0).seconds < 60.0
-    assert from_json(to_json(Results("tune", stamp, {}, []))).stamp == stamp
+    provenance = Provenance.collect()
+    assert provenance.command == "peagle eval 'a b' -k 3" and provenance.commit == "abc"
+    assert {"peagle", "python", "torch", "transformers"} <= provenance.versions.keys()
+    assert provenance.machine["cores"] and provenance.machine["cpu"]
+    versions = Provenance.collect(packages=("yaml", "not_installed")).versions
+    assert versions["yaml"] == metadata.version("PyYAML") and "not_installed" not in versions
+    started = (datetime.now(UTC) - timedelta(seconds=10)).isoformat()
+    assert replace(provenance, started_at=started).with_duration(earlier=5.0).duration >= 15.0
+    assert from_json(to_json(Results("tune", provenance, {}, []))).provenance == provenance
 
 
-def test_docs_tell_every_field_and_no_other() -> None:
-    """A heading for every dataclass, a line `- name` for every field and derived number of it."""
+def test_docs_list_every_field() -> None:
+    """docs/results.md has a heading for every dataclass and a table row for every field and derived property of it."""
     sections = re.split(r"^## ", DOCS.read_text(), flags=re.M)[1:]
-    told = {s.split()[0]: set(re.findall(r"^- `(\w+)`", s, flags=re.M)) for s in sections if re.match(r"[A-Z]\w+\n", s)}
+    documented = {
+        section.split()[0]: set(re.findall(r"^\| `(\w+)`", section, flags=re.M))
+        for section in sections
+        if re.match(r"[A-Z]\w+\n", section)
+    }
     known = {
         name: {f.name for f in fields(kind)} | set(getattr(kind, "derived", ()))
-        for name, kind in vars(results).items()
+        for name, kind in vars(schema).items()
         if isinstance(kind, type) and is_dataclass(kind)
     }
-    known["Results"].add("schema")
-    assert told == known
+    known["Results"].add("schema_version")
+    assert documented == known
