@@ -354,9 +354,9 @@ class Comparison:
         shutil.rmtree(self.scratch, ignore_errors=True)
 
     def stamp(self) -> None:
-        from peagle.results.stamp import Stamp
+        from peagle.results.provenance import Provenance
 
-        made = asdict(Stamp.now(" ".join(["python", *sys.argv])))
+        made = asdict(Provenance.collect(" ".join(["python", *sys.argv])))
         self.results.setdefault("calls", []).append(made | {"seconds": time.time() - self.began})
 
     def print_table(self) -> None:

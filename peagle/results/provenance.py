@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from peagle.versions import versions
+from peagle.versions import installed_versions
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Provenance:
         """Describe the current process at the start of a run; `packages` adds versions if they are installed."""
         command = shlex.join(["peagle", *sys.argv[1:]]) if command is None else command
         started_at = datetime.now(UTC).isoformat(timespec="seconds")
-        return Provenance(command, _source_commit(), versions(*packages), _describe_machine(), started_at, 0.0)
+        return Provenance(command, _source_commit(), installed_versions(*packages), _describe_machine(), started_at, 0.0)
 
     def with_duration(self, earlier: float = 0.0) -> Provenance:
         """Copy with the seconds since the start added to those of `earlier` parts of a resumed run."""
