@@ -31,7 +31,8 @@ class Provenance:
         """Describe the current process at the start of a run; `packages` adds versions if they are installed."""
         command = shlex.join(["peagle", *sys.argv[1:]]) if command is None else command
         started_at = datetime.now(UTC).isoformat(timespec="seconds")
-        return Provenance(command, _source_commit(), installed_versions(*packages), _describe_machine(), started_at, 0.0)
+        versions = installed_versions(*packages)
+        return Provenance(command, _source_commit(), versions, _describe_machine(), started_at, 0.0)
 
     def with_duration(self, earlier: float = 0.0) -> Provenance:
         """Copy with the seconds since the start added to those of `earlier` parts of a resumed run."""
