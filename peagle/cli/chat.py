@@ -60,7 +60,9 @@ class ChatBackend(Protocol):
 
     description: str
     max_speculative_tokens: int  # 0 without a drafter
-    output: CompletionOutput
+
+    @property
+    def output(self) -> CompletionOutput: ...
 
     def respond(self, messages: ChatMessages, params: SamplingParams) -> Iterator[TextParts]: ...
 
