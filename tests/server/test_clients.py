@@ -140,7 +140,7 @@ def test_curl(served: LocalServer, wanted: dict[str, str]) -> None:
         "content-type"
     )
     info = json.loads(curl(served.url + "/peagle/info"))
-    assert (info["k"], info["method"]) == (K, "p-eagle")
+    assert (info["num_speculative_tokens"], info["method"]) == (K, "p-eagle")
 
 
 def test_openai_gets_json_of_its_schema(served: LocalServer) -> None:
