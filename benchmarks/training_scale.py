@@ -21,7 +21,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from peagle.planning.gpus import gpu_by_name  # noqa: E402
+from peagle.planning.gpus import find_gpu  # noqa: E402
 from peagle.planning.training_scale import NETWORK, Cluster, assumed_data, on_paper  # noqa: E402
 from peagle.training.recipe import make_recipe  # noqa: E402
 from peagle.training.resource_plan import TrainingPlan  # noqa: E402
@@ -35,7 +35,7 @@ def planned(name: str, gpus: int, args: argparse.Namespace) -> TrainingPlan:
     recipe = make_recipe(ROOT / "recipes" / f"{name}-p-eagle.toml", {"epochs": 1.0})
     data = assumed_data(recipe, args.tokens, args.mean_length)
     each = min(gpus, 8)
-    cluster = Cluster(gpu_by_name(args.gpu), each, gpus // each, args.network * 1e9)
+    cluster = Cluster(find_gpu(args.gpu), each, gpus // each, args.network * 1e9)
     if gpus == 1:
         recipe = replace(recipe, train=replace(recipe.train, shard_target=False))
     return on_paper(recipe, cluster, data)

@@ -1,17 +1,16 @@
-"""`plan`: what a drafter would bring on GPUs that need not be here.
-
-Knows nothing about how it is worked out.
-"""
+"""`peagle plan`: expected throughput, best K, GPUs and cost of a deployment."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from peagle.cli.app import JsonOption, app, console, examples
+from peagle.cli.app import MODEL_PANEL, OUTPUT_PANEL, JsonOption, app, console, examples
 from peagle.cli.several import SpreadCommand, split
 from peagle.config import PlanSettings
 from peagle.errors import UserError
@@ -19,266 +18,214 @@ from peagle.errors import UserError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from peagle.config import Method
-    from peagle.planning.curve import Curve
-    from peagle.planning.plan import Contender, Plan
-    from peagle.planning.shapes import DrafterShape, Shape
+    from peagle.planning.plan import PlannedDrafter, ServingPlan
     from peagle.results.schema import PlanRow
 
-USUAL = PlanSettings()
+DEFAULTS = PlanSettings()
+DEFAULT_DRAFTERS = ("p-eagle", "eagle3")
+ModelOption = partial(typer.Option, rich_help_panel=MODEL_PANEL)
+AcceptanceOption = partial(typer.Option, rich_help_panel="Acceptance")
+LoadOption = partial(typer.Option, rich_help_panel="Load")
+GpuOption = partial(typer.Option, rich_help_panel="GPU")
 
 
-def whole_numbers(given: list[str], flag: str) -> tuple[int, ...]:
-    found: dict[int, None] = {}
-    for part in split(given):
+def parse_int_list(values: list[str], flag: str) -> tuple[int, ...]:
+    """Parses `1,8 64` to (1, 8, 64), without duplicates."""
+    numbers: dict[int, None] = {}
+    for part in split(values):
         try:
-            found[int(part)] = None
+            numbers[int(part)] = None
         except ValueError:
-            raise UserError(f"{flag} {part}: must be a whole number") from None
-    return tuple(found)
+            raise UserError(f"{flag} {part}: must be an integer") from None
+    return tuple(numbers)
 
 
-def print_whole(*tables: Table) -> None:
-    """Wider than the terminal rather than with figures cut off."""
+def print_tables(*tables: Table) -> None:
+    """Prints tables in full width: a narrow terminal wraps lines instead of cutting off numbers."""
     for table in tables:
-        into = console()
-        into.width = max(into.width, into.measure(table, options=into.options.update(max_width=1000)).maximum)
-        into.print(table)
+        output = console()
+        output.width = max(output.width, output.measure(table, options=output.options.update(max_width=1000)).maximum)
+        output.print(table)
 
 
-def _shown(values: tuple[int, ...]) -> str:
+def _join(values: tuple[int, ...]) -> str:
     return ",".join(map(str, values))
 
 
 @app.command(
     cls=SpreadCommand,
     epilog=examples(
-        "peagle plan -t llama-3.1-8b --gpu h200 --rates 0.72,0.52,0.38,0.28,0.21,0.16,0.13",
-        "peagle plan -t gpt-oss-120b --gpu b200 --acceptance-length 3.4 --load 50000 --per-user 100",
-        "peagle plan -t TARGET_DIR -d DRAFTER_DIR --gpu h100 --results eval.json --concurrency 1,16,64 --out plan.json",
-        "peagle plan -t llama-3.1-70b --gpu h100 --tensor-parallel 4 --price 2.5 --acceptance-length 3.6",
-        "peagle plan -t qwen3-8b --bandwidth 1.8 --matrix-rate 400 --memory 96 --acceptance-length 3",
+        "peagle plan -t llama-3.1-8b --gpu h200 --acceptance-rates 0.72,0.52,0.38,0.28,0.21,0.16,0.13",
+        "peagle plan -t gpt-oss-120b --gpu b200 --acceptance-length 3.4 --throughput 50000 --per-user-throughput 100",
+        "peagle plan -t TARGET_DIR -d DRAFTER_DIR --gpu h100 --eval eval.json --concurrency 1,16,64 --out plan.json",
+        "peagle plan -t qwen3-8b --memory-bandwidth 1.8 --tflops 400 --gpu-memory 96 --acceptance-length 3",
     ),
 )
 def plan(
-    target: Annotated[
-        str, typer.Option("--target", "-t", help="A folder with a config.json, or a known name.", metavar="T")
-    ],
-    gpu: Annotated[str | None, typer.Option(help="h200, h100, b200, a100, l40s, ...", metavar="NAME")] = None,
+    target: Annotated[str, ModelOption("--target", "-t", help="A folder with a config.json, or a known model name.")],
     drafter: Annotated[
-        str,
-        typer.Option(
-            "--drafter", "-d", help="A drafter's folder, or p-eagle:LAYERS of the target's width.", metavar="D"
+        list[str] | None,
+        ModelOption(
+            "--drafter",
+            "-d",
+            help="Drafter folders, or p-eagle:LAYERS, eagle3:LAYERS of the target's width.",
+            show_default=" ".join(DEFAULT_DRAFTERS),
         ),
-    ] = "p-eagle",
-    eagle3: Annotated[
-        str, typer.Option(help="The EAGLE-3 drafter compared with: a folder, eagle3:LAYERS, or none.", metavar="D")
-    ] = "eagle3",
-    rates: Annotated[
-        str | None, typer.Option(help="How often draft 1, 2, .. is accepted, all before it included.")
     ] = None,
-    acceptance_length: Annotated[float | None, typer.Option(help="Tokens a round gains, at --measured-k.")] = None,
-    measured_k: Annotated[int, typer.Option(help="The K that it was measured at.")] = USUAL.measured_k,
-    results: Annotated[
-        Path | None, typer.Option(help="Acceptance from a file that `peagle eval` wrote.", metavar="FILE")
+    num_speculative_tokens: Annotated[
+        list[str] | None,
+        ModelOption(
+            "--num-speculative-tokens", "-k", help="Values of K.", show_default=_join(DEFAULTS.num_speculative_tokens)
+        ),
     ] = None,
-    eagle3_rates: Annotated[
-        str | None, typer.Option(help="Those of the EAGLE-3 drafter.", show_default="the same")
+    weight_bits: Annotated[float | None, ModelOption(help="Bits per weight.", show_default="from config.json")] = None,
+    kv_cache_bits: Annotated[float | None, ModelOption(help="Bits per KV cache element.", show_default="16")] = None,
+    acceptance_rates: Annotated[
+        list[str] | None,
+        AcceptanceOption(help="Shares of steps that accept draft tokens 1..i: one comma-separated list per drafter."),
     ] = None,
+    acceptance_length: Annotated[float | None, AcceptanceOption(help="Mean accepted tokens per step + 1.")] = None,
+    acceptance_length_k: Annotated[
+        int, AcceptanceOption(help="K of --acceptance-length.")
+    ] = DEFAULTS.acceptance_length_k,
+    eval_results: Annotated[Path | None, AcceptanceOption("--eval", help="Results file of `peagle eval`.")] = None,
     concurrency: Annotated[
-        list[str] | None, typer.Option(help="Requests at once on each copy.", show_default=_shown(USUAL.concurrency))
+        list[str] | None, LoadOption(help="Concurrent requests per replica.", show_default=_join(DEFAULTS.concurrency))
     ] = None,
-    drafts: Annotated[
-        list[str] | None, typer.Option(help="Numbers of drafts to try.", show_default=_shown(USUAL.drafts))
+    num_prompt_tokens: Annotated[
+        int, LoadOption(help="Prompt tokens per request; 0 ignores prefill.")
+    ] = DEFAULTS.num_prompt_tokens,
+    num_output_tokens: Annotated[int, LoadOption(help="Output tokens per request.")] = DEFAULTS.num_output_tokens,
+    throughput: Annotated[float | None, LoadOption(help="Total output tokens/s to serve.")] = None,
+    per_user_throughput: Annotated[float | None, LoadOption(help="Minimum output tokens/s per request.")] = None,
+    gpu: Annotated[str | None, GpuOption(help="GPU name: h200, h100, b200, a100, l40s, ...")] = None,
+    tensor_parallel_size: Annotated[int, GpuOption(help="GPUs per replica.")] = DEFAULTS.tensor_parallel_size,
+    engine: Annotated[str, GpuOption(help="embedded, vllm, or auto.")] = DEFAULTS.engine,
+    price: Annotated[float | None, GpuOption(help="Dollars per GPU and hour.", show_default="built-in")] = None,
+    memory_bandwidth: Annotated[float | None, GpuOption(help="Memory bandwidth in TB/s.")] = None,
+    tflops: Annotated[float | None, GpuOption(help="Dense bf16 TFLOP/s.")] = None,
+    gpu_memory: Annotated[float | None, GpuOption(help="Memory in GB.")] = None,
+    link_bandwidth: Annotated[float | None, GpuOption(help="One-way GB/s to other GPUs of the node.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Results file, for `peagle report`.", rich_help_panel=OUTPUT_PANEL)
     ] = None,
-    prompt_tokens: Annotated[int, typer.Option(help="Of a request; 0 leaves their reading out.")] = USUAL.prompt_tokens,
-    output_tokens: Annotated[int, typer.Option(help="Of an answer.")] = USUAL.output_tokens,
-    load: Annotated[float | None, typer.Option(help="Output tokens a second to serve: how many GPUs?")] = None,
-    per_user: Annotated[float | None, typer.Option(help="Tokens a second that each request gets at least.")] = None,
-    tensor_parallel: Annotated[int, typer.Option(help="GPUs that hold a copy together.")] = USUAL.tensor_parallel,
-    engine: Annotated[str, typer.Option(help="embedded, vllm, or auto: embedded where it can.")] = USUAL.engine,
-    weight_bits: Annotated[float | None, typer.Option(help="Of a weight.", show_default="the config's")] = None,
-    kv_bits: Annotated[float | None, typer.Option(help="Of a cached number.", show_default="the config's")] = None,
-    bandwidth: Annotated[float | None, typer.Option(help="TB/s of memory, where the table is wrong.")] = None,
-    matrix_rate: Annotated[float | None, typer.Option(help="Dense bf16 TFLOP/s.")] = None,
-    memory: Annotated[float | None, typer.Option(help="GB.")] = None,
-    link: Annotated[float | None, typer.Option(help="GB/s to its neighbours, one way.")] = None,
-    price: Annotated[float | None, typer.Option(help="Dollars an hour of one GPU.", show_default="the table's")] = None,
-    out: Annotated[Path | None, typer.Option(help="Keep the plan, for `peagle report`.", metavar="FILE")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Work out tokens a second, the best K, GPUs and cost before anything is bought.
+    """Estimate throughput, the best K, GPUs and cost with a roofline model.
 
-    A roofline: bytes over bandwidth, operations over matrix rate, and constants measured on one H200. docs/planning.md
-    has the formulas and how far they were off. Nothing is loaded and no GPU is needed.
+    Reads only config.json files and needs no GPU. docs/planning.md has the formulas and their errors.
     """
+    from peagle.planning.acceptance import load_curves
     from peagle.planning.gpus import describe_gpu
-    from peagle.planning.plan import choose_engine, make_plan
-    from peagle.planning.roofline import Machine
-    from peagle.planning.shapes import target_shape
+    from peagle.planning.plan import assign_acceptance, build_plan, select_engine
+    from peagle.planning.roofline import Replica
+    from peagle.planning.shapes import load_drafter_shape, load_target_shape
     from peagle.results.files import to_json, write_results
     from peagle.results.provenance import Provenance
     from peagle.results.schema import Results
 
-    started = Provenance.collect() if out is not None or as_json else None  # it looks for the GPU, which takes seconds
-    for flag, bits in (("--weight-bits", weight_bits), ("--kv-bits", kv_bits)):
+    provenance = Provenance.collect() if out is not None or as_json else None  # queries the GPU, which takes seconds
+    for flag, bits in (("--weight-bits", weight_bits), ("--kv-cache-bits", kv_cache_bits)):
         if bits is not None and not 1 <= bits <= 32:
             raise UserError(f"{flag} {bits:g}: must be from 1 to 32")
-    machine_gpu = describe_gpu(gpu, bandwidth, matrix_rate, memory, link, price)
-    shape = target_shape(target, weight_bits, kv_bits)
-    contenders = _contenders(shape, drafter, eagle3, rates, acceptance_length, measured_k, results, eagle3_rates)
-    loads = USUAL.concurrency if per_user is None else USUAL.searched
+    gpu_spec = describe_gpu(gpu, memory_bandwidth, tflops, gpu_memory, link_bandwidth, price)
+    target_shape = load_target_shape(target, weight_bits, kv_cache_bits)
+    shapes = [load_drafter_shape(name, target_shape) for name in split(drafter) or DEFAULT_DRAFTERS]
+    methods = [shape.method for shape in shapes]
+    curves = load_curves(methods, acceptance_rates or [], acceptance_length, acceptance_length_k, eval_results)
+    if eval_results is not None and curves[0] is None:
+        raise UserError(f"--eval {eval_results}: has no rows of method {methods[0]}")
+    drafters = assign_acceptance(shapes, curves, max(DEFAULTS.num_speculative_tokens))
+    num_known = len(drafters[0].acceptance.rates)
+    known_ks = tuple(dict.fromkeys(min(k, num_known) for k in DEFAULTS.num_speculative_tokens))
+    default_concurrency = DEFAULTS.concurrency if per_user_throughput is None else DEFAULTS.concurrency_search
     settings = PlanSettings(
-        concurrency=whole_numbers(concurrency, "--concurrency") if concurrency else loads,
-        drafts=whole_numbers(drafts, "--drafts") if drafts else _known_drafts(contenders),
-        prompt_tokens=prompt_tokens,
-        output_tokens=output_tokens,
-        load=load,
-        per_user=per_user,
-        tensor_parallel=tensor_parallel,
+        concurrency=parse_int_list(concurrency, "--concurrency") if concurrency else default_concurrency,
+        num_speculative_tokens=parse_int_list(num_speculative_tokens, "-k") if num_speculative_tokens else known_ks,
+        num_prompt_tokens=num_prompt_tokens,
+        num_output_tokens=num_output_tokens,
+        throughput=throughput,
+        per_user_throughput=per_user_throughput,
+        tensor_parallel_size=tensor_parallel_size,
         engine=engine,  # type: ignore[arg-type]
-        measured_k=measured_k,
     )
-    machine = Machine(machine_gpu, choose_engine(settings.engine, shape, tensor_parallel), tensor_parallel)
-    made = make_plan(machine, shape, contenders, settings)
-    if started is not None:
-        document = Results(
-            "plan", started.with_duration(), _about(made, target, contenders, settings), made.rows, True, made.notes
-        )
+    replica = Replica(
+        gpu_spec, select_engine(settings.engine, target_shape, tensor_parallel_size), tensor_parallel_size
+    )
+    serving_plan = build_plan(replica, target_shape, drafters, settings)
+    if provenance is not None:
+        described = {
+            **asdict(settings),
+            "target": target,
+            "drafters": {d.shape.method: d.shape.body.name for d in drafters},
+            "acceptance_rates": {d.shape.method: [round(r, 4) for r in d.acceptance.rates] for d in drafters},
+            "acceptance_source": {d.shape.method: d.acceptance.source for d in drafters},
+            "gpu": gpu_spec.name,
+            "gpu_spec": asdict(gpu_spec),
+            "engine": replica.engine.name,
+            "recommendation": serving_plan.recommendation,
+        }
+        results = Results("plan", provenance.with_duration(), described, serving_plan.rows, True, serving_plan.notes)
         if out is not None:
-            write_results(out, document)
+            write_results(out, results)
         if as_json:
-            print(json.dumps(to_json(document)))
+            print(json.dumps(to_json(results)))
             return
-    _show(made, contenders, settings)
+    _print_plan(serving_plan, drafters, settings)
     if out is not None:
         print(f"wrote {out}")
 
 
-def _about(made: Plan, target: str, contenders: list[Contender], settings: PlanSettings) -> dict[str, Any]:
-    gpu, most = made.machine.gpu, max(settings.drafts)
-    return {
-        "target": target,
-        "drafters": {c.method: c.shape.body.name for c in contenders},
-        "gpu": gpu.name,
-        "memory_gb": gpu.memory / 1e9,
-        "bandwidth_tb_s": gpu.bandwidth / 1e12,
-        "matrix_tflop_s": gpu.matrix_rate / 1e12,
-        "price": gpu.price,
-        "engine": made.machine.engine.name,
-        "tensor_parallel": settings.tensor_parallel,
-        "prompt_tokens": settings.prompt_tokens,
-        "output_tokens": settings.output_tokens,
-        "load": settings.load,
-        "per_user": settings.per_user,
-        "rates": {c.method: [round(c.curve.rate(i), 4) for i in range(1, most + 1)] for c in contenders},
-        "rates_from": {c.method: c.curve.source for c in contenders},
-        "recommendation": made.recommendation,
-    }
-
-
-def _contenders(
-    target: Shape,
-    drafter: str,
-    eagle3: str,
-    rates: str | None,
-    length: float | None,
-    measured_k: int,
-    results: Path | None,
-    eagle3_rates: str | None,
-) -> list[Contender]:
-    """The drafter with its acceptance, and EAGLE-3 beside it unless that is what it is."""
-    from peagle.planning.curve import from_length, from_rates, from_results, guess
-    from peagle.planning.plan import Contender
-    from peagle.planning.shapes import drafter_shape
-
-    told = [flag for flag, v in (("--rates", rates), ("--acceptance-length", length), ("--results", results)) if v]
-    if len(told) > 1:
-        raise UserError(f"{' and '.join(told)}: give one of them")
-
-    def curve(method: Method) -> Curve | None:
-        if rates is not None:
-            return from_rates(rates)
-        if length is not None:
-            return from_length(length, measured_k)
-        return from_results(results, method) if results is not None else guess(max(USUAL.drafts))
-
-    own: DrafterShape = drafter_shape(drafter, target)
-    accepted = curve(own.method)
-    if accepted is None:
-        raise UserError(f"--results {results}: holds no rows of {own.method}, which {drafter} is")
-    found = [Contender(own, accepted)]
-    if eagle3 != "none" and own.method != "eagle3":
-        other = drafter_shape(eagle3, target, "--eagle3")
-        if other.method != "eagle3":
-            raise UserError(f"--eagle3 {eagle3}: is a P-EAGLE drafter; it goes to --drafter")
-        its = from_rates(eagle3_rates, "--eagle3-rates") if eagle3_rates is not None else None
-        if results is not None and its is None:
-            its = curve("eagle3")
-        found.append(Contender(other, its or accepted, borrowed=its is None))
-    return found
-
-
-def _known_drafts(contenders: list[Contender]) -> tuple[int, ...]:
-    """No more drafts than acceptance is known for."""
-    known = len(contenders[0].curve.rates)
-    return tuple(dict.fromkeys([*(k for k in USUAL.drafts if k < known), min(known, max(USUAL.drafts))]))
-
-
-def _show(made: Plan, contenders: list[Contender], settings: PlanSettings) -> None:
+def _print_plan(serving_plan: ServingPlan, drafters: list[PlannedDrafter], settings: PlanSettings) -> None:
     from rich import box
     from rich.table import Table
 
-    from peagle.planning.plan import NAMES
+    from peagle.planning.plan import METHOD_NAMES
 
-    main, gpu = contenders[0].method, made.machine.gpu
-    name = f"{made.machine.tensor_parallel} x {gpu.name}" if made.machine.tensor_parallel > 1 else gpu.name
-    title = f"expected output tokens/s of one copy on {name}, {made.machine.engine.name} engine, by K"
-    beside = [c.method for c in contenders[1:]]
-    heads = [f"{NAMES[method]}, K" for method in beside] + [f"K={k}" for k in settings.drafts]
-    speeds = Table("at once", "none", *heads, title=title, box=box.SIMPLE)
-    bought = ("K", "x none", *(f"x {NAMES[m]}" for m in beside), "each", "GPUs", "$/M", "$/M none")
-    choices = Table("at once", "best", *bought, title="best for each load", box=box.SIMPLE)
+    replica, methods = serving_plan.replica, [d.shape.method for d in drafters]
+    title = f"Output tokens/s per replica, {replica.tensor_parallel_size} x {replica.gpu.name}, {replica.engine.name}"
+    by_k = Table(
+        "concurrency", "none", *(f"K={k}" for k in settings.num_speculative_tokens), title=title, box=box.SIMPLE
+    )
+    others = ("none", *methods[1:])
+    best_headings = (
+        "concurrency",
+        "fastest",
+        "K",
+        *(f"x {METHOD_NAMES[m]}" for m in others),
+        "per user",
+        "GPUs",
+        "$/M",
+    )
+    best = Table(*best_headings, title="Fastest at each concurrency", box=box.SIMPLE)
 
-    def speed(row: PlanRow | None, with_k: bool = False) -> str:
-        if row is None:
-            return "-"
-        return f"{row.output_throughput:,.0f}" + (f", {row.num_speculative_tokens}" if with_k else "")
+    def show(row: PlanRow | None) -> str:
+        return f"{row.output_throughput:,.0f}" if row is not None else "-"
 
-    def gain(row: PlanRow, over: PlanRow | None) -> str:
-        return f"{row.output_throughput / over.output_throughput:.2f}" if over is not None else "-"
-
-    def dollars(row: PlanRow | None) -> str:
-        return (
-            f"{row.cost_per_million_tokens:.3g}" if row is not None and row.cost_per_million_tokens is not None else "-"
+    for c in serving_plan.concurrencies:
+        own = {r.num_speculative_tokens: r for r in serving_plan.rows if r.concurrency == c and r.method == methods[0]}
+        by_k.add_row(
+            str(c), show(serving_plan.fastest(c, "none")), *(show(own.get(k)) for k in settings.num_speculative_tokens)
         )
-
-    for c in made.loads:
-        best, plain = made.best(c), made.best(c, "none")
-        assert best is not None
-        own = {row.num_speculative_tokens: row for row in made.rows if row.concurrency == c and row.method == main}
-        others = [made.best(c, method) for method in beside]
-        speeds.add_row(
+        row = serving_plan.fastest(c)
+        assert row is not None
+        slower = [serving_plan.fastest(c, method) for method in others]
+        gains = [f"{row.output_throughput / s.output_throughput:.2f}" if s is not None else "-" for s in slower]
+        cost = f"{row.cost_per_million_tokens:.3g}" if row.cost_per_million_tokens is not None else "-"
+        per_user = f"{row.output_throughput / c:,.0f}"
+        best.add_row(
             str(c),
-            speed(plain),
-            *(speed(row, with_k=True) for row in others),
-            *(speed(own.get(k)) for k in settings.drafts),
-        )
-        each = f"{best.output_throughput / c:,.0f}"
-        gains = [gain(best, row) for row in (plain, *others)]
-        choices.add_row(
-            str(c),
-            NAMES[best.method] if best.num_speculative_tokens else "none",
-            str(best.num_speculative_tokens or "-"),
+            METHOD_NAMES[row.method],
+            str(row.num_speculative_tokens or "-"),
             *gains,
-            each,
-            str(best.num_gpus),
-            dollars(best),
-            dollars(plain),
+            per_user,
+            str(row.num_gpus),
+            cost,
         )
-    print_whole(speeds, choices)
-    print(made.recommendation)
-    for note in made.notes:
+    print_tables(by_k, best)
+    print(serving_plan.recommendation)
+    for note in serving_plan.notes:
         print(f"note: {note}")
-    paid = f"${gpu.price:g} an hour for a GPU" if gpu.price is not None else "no price known: give --price"
-    print(f"{paid}; paper figures, not measured: see docs/planning.md")
+    price = replica.gpu.price_per_hour
+    price_text = f"${price:g} per GPU and hour" if price is not None else "price unknown: pass --price"
+    print(f"{price_text}; estimates of a roofline model, not measured: see docs/planning.md")

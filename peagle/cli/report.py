@@ -1,21 +1,20 @@
-"""`report`: any set of results as one page.
-
-Knows nothing about what the page says.
-"""
+"""`peagle report`: renders result files as one HTML or Markdown page."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from peagle.cli.app import JsonOption, app, examples
+from peagle.cli.app import OUTPUT_PANEL, JsonOption, app, examples
 from peagle.config import ReportSettings
 
 DEFAULT_OUT = Path("report.html")
+OutputOption = partial(typer.Option, rich_help_panel=OUTPUT_PANEL)
 
 
 @app.command(
@@ -26,36 +25,28 @@ DEFAULT_OUT = Path("report.html")
     )
 )
 def report(
-    results: Annotated[list[Path], typer.Argument(help="Files that eval, bench, tune or plan wrote.", metavar="FILE")],
+    results: Annotated[list[Path], typer.Argument(help="Results of eval, bench, tune or plan.", metavar="FILE")],
     out: Annotated[
-        Path | None, typer.Option(help="The page, one HTML file.", show_default=f"{DEFAULT_OUT}, unless --markdown")
+        Path | None, OutputOption(help="HTML file.", show_default=f"{DEFAULT_OUT}, unless --markdown is passed")
     ] = None,
-    markdown: Annotated[Path | None, typer.Option(help="The same as Markdown, tables for charts.")] = None,
-    title: Annotated[str, typer.Option(help="What the page is called.")] = ReportSettings.title,
+    markdown: Annotated[Path | None, OutputOption(help="Markdown file: tables instead of charts.")] = None,
+    title: Annotated[str, OutputOption(help="Title of the page.")] = ReportSettings.title,
     as_json: JsonOption = False,
 ) -> None:
-    """Make one page of results: charts, tables, a recommendation, and where the numbers come from.
+    """Write a page with charts, tables, a recommendation and the provenance of the results.
 
-    Runs of different prompts, lengths or machines are never compared: each set has its own section.
+    Runs with different prompts, lengths, loads or machines are never compared: each set has its own section.
     """
     from peagle.report.build import write_report
 
     if out is None and markdown is None:
         out = DEFAULT_OUT
-    written = write_report(results, out, markdown, ReportSettings(title=title))
+    summary = write_report(results, out, markdown, ReportSettings(title=title))
     if as_json:
-        print(json.dumps({**asdict(written), "html": _path(out), "markdown": _path(markdown)}))
+        print(json.dumps(asdict(summary)))
         return
-    for sentence in written.recommendations:
-        print(sentence)
-    for warning in written.warnings:
-        print(f"warning: {warning}")
-    if written.missing:
-        print(f"not in these results: {'; '.join(written.missing)}")
-    for path in (out, markdown):
+    for line in (*summary.recommendations, *(f"warning: {warning}" for warning in summary.warnings)):
+        print(line)
+    for path in (summary.html, summary.markdown):
         if path is not None:
             print(f"wrote {path}")
-
-
-def _path(path: Path | None) -> str | None:
-    return None if path is None else str(path)

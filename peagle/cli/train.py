@@ -209,14 +209,14 @@ def fit(
 
 def _plan_elsewhere(made: Recipe, known_rate: float | None, as_json: bool, named: dict[str, Any]) -> None:
     from peagle.data.dataset import load_responses as responses
-    from peagle.planning.gpus import gpu_by_name
+    from peagle.planning.gpus import find_gpu
     from peagle.planning.training_scale import MEASURED_ON, Cluster, assumed_data, on_paper
     from peagle.training.run import planned_data
 
     sizes: dict[str, Any] = {name: named[name] for name in ("gpus", "nodes") if name in named}
     if "network" in named:
         sizes["network"] = named["network"] * 1e9
-    cluster = Cluster(gpu_by_name(named["gpu"]) if "gpu" in named else MEASURED_ON, **sizes)
+    cluster = Cluster(find_gpu(named["gpu"]) if "gpu" in named else MEASURED_ON, **sizes)
     if "data-tokens" in named:
         facts = assumed_data(made, named["data-tokens"], named.get("mean-length"))
     elif "mean-length" in named:

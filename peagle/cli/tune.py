@@ -1,204 +1,180 @@
-"""`tune`: what a round costs here, and how many drafts pay when.
-
-Knows nothing about how it is measured.
-"""
+"""`peagle tune`: measures decode steps on this machine and prints the best K per concurrency."""
 
 from __future__ import annotations
 
 import json
 import shlex
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from peagle.cli.app import DeviceOption, DtypeOption, JsonOption, TargetOption, app, console, examples
+from peagle.cli.app import (
+    DRAFTER_HELP,
+    ENGINE_PANEL,
+    MODEL_PANEL,
+    OUTPUT_PANEL,
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    TargetOption,
+    app,
+    console,
+    examples,
+)
+from peagle.cli.plan import AcceptanceOption, LoadOption, parse_int_list, print_tables
 from peagle.cli.several import SpreadCommand
-from peagle.config import LAYERS, Method, TuneSettings
+from peagle.config import LAYERS, TuneSettings
 from peagle.errors import UserError
 from peagle.hub.resolve import DEFAULT_TARGET, resolve_drafter, shipped_drafters
 from peagle.speculative.adaptive_k import AdaptiveK, StepCostTable
 
 if TYPE_CHECKING:
     from peagle.engine.llm import LLM
-    from peagle.planning.curve import Curve
-    from peagle.planning.tuning import Subject
-    from peagle.results.schema import TuneRow
+    from peagle.planning.acceptance import AcceptanceCurve
+    from peagle.planning.tuning import CostTableKey
 
-USUAL = TuneSettings()
+DEFAULTS = TuneSettings()
+EngineOption = partial(typer.Option, rich_help_panel=ENGINE_PANEL)
+OutputOption = partial(typer.Option, rich_help_panel=OUTPUT_PANEL)
 
 
 @app.command(
     cls=SpreadCommand,
     epilog=examples(
-        "peagle tune -d smollm2-135m-p-eagle --out costs.json",
-        "peagle tune -t TARGET -d DRAFTER --rates 0.7,0.5,0.35 --concurrency 1,16,64",
-        "peagle tune -t TARGET -d DRAFTER --eval eval.json --context 1024 --out costs.json --results tune.json",
+        "peagle tune -d smollm2-135m-p-eagle --cost-table costs.json",
+        "peagle tune -t TARGET -d DRAFTER --acceptance-rates 0.7,0.5,0.35 --concurrency 1,16,64",
+        "peagle tune -t TARGET -d DRAFTER --eval eval.json --context-len 1024 --cost-table costs.json --out tune.json",
     ),
 )
 def tune(
-    drafter: Annotated[str, typer.Option("--drafter", "-d", help="A drafter's folder, hub id or name.", metavar="D")],
+    drafter: Annotated[
+        str, typer.Option("--drafter", "-d", help=DRAFTER_HELP, metavar="DRAFTER", rich_help_panel=MODEL_PANEL)
+    ],
     target: TargetOption = DEFAULT_TARGET,
-    rates: Annotated[
-        str | None,
-        typer.Option(help="How often draft 1, 2, .. is accepted, all before it included.", show_default="a guess"),
+    acceptance_rates: Annotated[
+        str | None, AcceptanceOption(help="Shares of steps that accept draft tokens 1..i.", show_default="assumed")
     ] = None,
-    eval_results: Annotated[
-        Path | None, typer.Option("--eval", help="Take them from a file that `peagle eval` wrote.", metavar="FILE")
-    ] = None,
+    eval_results: Annotated[Path | None, AcceptanceOption("--eval", help="Results file of `peagle eval`.")] = None,
     concurrency: Annotated[
-        list[str] | None, typer.Option(help="Loads to name vLLM's K for.", show_default="every batch", metavar="N ..")
+        list[str] | None, LoadOption(help="Print vLLM's best K for these.", show_default="every batch size")
     ] = None,
-    batches: Annotated[
-        list[str] | None, typer.Option(help="Requests at once to time.", show_default="by the device", metavar="N ..")
-    ] = None,
-    context: Annotated[int, typer.Option(help="Tokens behind each request.")] = USUAL.context,
-    repeats: Annotated[int, typer.Option(help="Of each round; the fastest counts.")] = USUAL.repeats,
-    max_num_seqs: Annotated[int, typer.Option(help="The most requests at once.")] = USUAL.max_num_seqs,
-    max_model_len: Annotated[int, typer.Option(help="Longest prompt and answer together.")] = USUAL.max_model_len,
+    batch_sizes: Annotated[list[str] | None, LoadOption(help="Batch sizes to time.", show_default="by device")] = None,
+    context_len: Annotated[int, LoadOption(help="Tokens in the KV cache of each request.")] = DEFAULTS.context_len,
+    repeats: Annotated[int, LoadOption(help="Repeats per step; the fastest counts.")] = DEFAULTS.repeats,
+    max_num_seqs: Annotated[int, EngineOption(help="Maximum batch size.")] = DEFAULTS.max_num_seqs,
+    max_model_len: Annotated[int, EngineOption(help="Maximum tokens per request.")] = DEFAULTS.max_model_len,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
-    out: Annotated[
-        Path | None, typer.Option(help="The table, for LLM(cost_table=...); a part that is there is gone on with.")
+    cost_table: Annotated[
+        Path | None, OutputOption(help="Cost table for `-k auto` of serve and bench; resumed if it exists.")
     ] = None,
-    again: Annotated[bool, typer.Option(help="Measure anew what --out has already.")] = False,
-    results: Annotated[Path | None, typer.Option(help="Keep it all, for `peagle report`.", metavar="FILE")] = None,
+    overwrite: Annotated[bool, OutputOption("--overwrite", help="Measure again what --cost-table has.")] = False,
+    out: Annotated[Path | None, OutputOption(help="Results file, for `peagle report`.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure what a round costs here, by requests at once and drafts, and say how many drafts pay when.
+    """Time decode steps by batch size and K, and print the fastest K for each.
 
-    Ctrl-C shows what there is by then; with --out the same command goes on later.
+    Ctrl-C prints the batch sizes measured so far; with --cost-table the same command resumes later.
     """
-    from peagle.cli.plan import whole_numbers
-    from peagle.planning.tuning import subject_of, untimed
+    from peagle.planning.acceptance import load_curves
+    from peagle.planning.tuning import cost_table_key, load_engine
     from peagle.results.files import to_json, write_results
     from peagle.results.provenance import Provenance
-    from peagle.results.schema import Results
+    from peagle.results.schema import Results, TuneRow
 
     settings = TuneSettings(
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
-        context=context,
+        context_len=context_len,
         repeats=repeats,
-        batches=whole_numbers(batches, "--batches") if batches else None,
-        concurrency=whole_numbers(concurrency, "--concurrency") if concurrency else (),
+        batch_sizes=parse_int_list(batch_sizes, "--batch-sizes") if batch_sizes else None,
+        concurrency=parse_int_list(concurrency, "--concurrency") if concurrency else (),
     )
-    curves = _curves(rates, eval_results)
+    rates = [acceptance_rates] * len(LAYERS) if acceptance_rates is not None else []
+    curves = dict(zip(LAYERS, load_curves(list(LAYERS), rates, None, 0, eval_results), strict=True))
     provenance = Provenance.collect()
-    options = [None if name == "auto" else name for name in (device, dtype)]
-    llm = untimed(target, drafter, settings, *options)
-    curve = _own_curve(curves, llm)
-    subject = subject_of(llm, target, drafter, context)
-    table, missing = _timed(llm, settings, subject, out, again)
-    count = AdaptiveK(llm.adaptive_k.choices, table)
+    llm = load_engine(target, drafter, settings, *(None if name == "auto" else name for name in (device, dtype)))
+    assert llm.drafter is not None
+    curve = curves[method := "p-eagle" if llm.drafter.cfg.parallel else "eagle3"]
+    if eval_results is not None and curve is None:
+        raise UserError(f"--eval {eval_results}: has no rows of method {method}, which the drafter uses")
+    key = cost_table_key(llm, target, drafter, context_len)
+    table, num_missing = _measure(llm, settings, key, cost_table, overwrite)
+    adaptive_k = AdaptiveK(llm.adaptive_k.choices, table)
     if curve is not None:
-        count.acceptance.set_prior_rates(curve.rates)
+        adaptive_k.acceptance.set_prior_rates(curve.rates)
     loads = settings.concurrency or tuple(table.batch_sizes)
-    tuned = Tuned(subject, count, {load: vllm_config(llm, drafter, count.best_k(load)) for load in loads}, curve)
-    document = Results("tune", provenance.with_duration(), tuned.about(llm), tuned.rows(), finished=not missing)
-    if results is not None:
-        write_results(results, document)
+    vllm_configs = {load: build_vllm_config(llm, drafter, adaptive_k.best_k(load)) for load in loads}
+    rows = [
+        TuneRow(size, k, seconds * 1e3, adaptive_k.tokens_per_second(size, k), k == adaptive_k.best_k(size))
+        for (size, k), seconds in sorted(table.seconds.items())
+    ]
+    described = {
+        **asdict(key),
+        "acceptance_rates": [round(rate, 4) for rate in adaptive_k.acceptance.rates],
+        "acceptance_source": curve.source if curve is not None else "assumed",
+        "memory": llm.memory_bytes(),
+        "vllm": {str(load): config for load, config in vllm_configs.items()},
+        "recommendation": recommend(adaptive_k),
+    }
+    results = Results("tune", provenance.with_duration(), described, rows, finished=not num_missing)
+    if out is not None:
+        write_results(out, results)
     if as_json:
-        print(json.dumps(to_json(document)))
+        print(json.dumps(to_json(results)))
     else:
-        _show(llm, tuned)
-        for path in (out, results):
+        _print_results(adaptive_k, curve, vllm_configs, llm.memory_bytes())
+        for path in (cost_table, out):
             if path is not None:
                 print(f"wrote {path}")
-    if missing:
-        how = "the same command goes on" if out is not None else "with --out FILE the same command could go on"
-        print(f"stopped with {missing} rounds to go; {how}", file=sys.stderr)
+    if num_missing:
+        hint = "run the same command to resume" if cost_table is not None else "pass --cost-table to be able to resume"
+        print(f"stopped: {num_missing} step kinds are missing; {hint}", file=sys.stderr)
         raise typer.Exit(130)
 
 
-@dataclass(frozen=True)
-class Tuned:
-    """What came out."""
-
-    subject: Subject
-    count: AdaptiveK
-    configs: dict[int, dict[str, Any] | None]  # vLLM's, by requests at once; None: no speculation
-    curve: Curve | None  # None: guessed
-
-    def rows(self) -> list[TuneRow]:
-        from peagle.results.schema import TuneRow
-
-        count = self.count
-        return [
-            TuneRow(batch, k, seconds * 1e3, count.tokens_per_second(batch, k), k == count.best_k(batch))
-            for (batch, k), seconds in sorted(count.table.seconds.items())
-        ]
-
-    def about(self, llm: LLM) -> dict[str, Any]:
-        return {
-            **asdict(self.subject),
-            "rates": [round(rate, 4) for rate in self.count.acceptance.rates],
-            "rates_from": self.curve.source if self.curve is not None else "a guess",
-            "memory": llm.memory_bytes(),
-            "vllm": {str(load): config for load, config in self.configs.items()},
-            "recommendation": recommendation(self.count),
-        }
-
-
-def _curves(rates: str | None, results: Path | None) -> dict[Method, Curve | None]:
-    """Acceptance by method, as far as it was told. Wrong input is found before anything is loaded."""
-    from peagle.planning.curve import from_rates, from_results
-
-    if rates is not None and results is not None:
-        raise UserError("--rates and --eval: give one of them")
-    if rates is not None:
-        return dict.fromkeys(LAYERS, from_rates(rates))
-    return {method: from_results(results, method, "--eval") for method in LAYERS} if results is not None else {}
-
-
-def _own_curve(curves: dict[Method, Curve | None], llm: LLM) -> Curve | None:
-    assert llm.drafter is not None
-    method: Method = "p-eagle" if llm.drafter.cfg.parallel else "eagle3"
-    if curves and curves[method] is None:
-        raise UserError(f"--eval: holds no rows of {method}, which the drafter is")
-    return curves.get(method)
-
-
-def _timed(
-    llm: LLM, settings: TuneSettings, subject: Subject, out: Path | None, again: bool
+def _measure(
+    llm: LLM, settings: TuneSettings, key: CostTableKey, path: Path | None, overwrite: bool
 ) -> tuple[StepCostTable, int]:
-    """The table, and how many rounds are missing in it because somebody stopped it."""
+    """Returns the table and the number of step kinds that are missing because of Ctrl-C."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from peagle.planning.tuning import keep, kept, sweep, wanted
+    from peagle.planning.tuning import list_step_kinds, load_cost_table, save_cost_table, time_decode_steps
 
-    table = kept(out, subject) if out is not None and not again else StepCostTable()
-    rounds = wanted(llm, settings)
-    there = sum(key in table.seconds for key in rounds)
-    if there:
-        print(f"{there} of {len(rounds)} rounds are in {out} already", file=sys.stderr)
-    columns = (TextColumn("rounds"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, TimeRemainingColumn(), console=console(stderr=True), transient=True) as bar:
-        turns = settings.warmup + settings.repeats
-        task = bar.add_task("", total=(len(rounds) - there) * turns)
+    table = load_cost_table(path, key) if path is not None and not overwrite else StepCostTable()
+    step_kinds = list_step_kinds(llm, settings)
+    num_known = sum(kind in table.seconds for kind in step_kinds)
+    if num_known:
+        print(f"resumed {path}: has {num_known} of {len(step_kinds)} step kinds", file=sys.stderr)
+    columns = (TextColumn("decode steps"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, TimeRemainingColumn(), console=console(stderr=True), transient=True) as progress:
+        num_repeats = settings.warmup + settings.repeats
+        task = progress.add_task("", total=(len(step_kinds) - num_known) * num_repeats)
 
-        def timed(batch: int, k: int) -> None:
-            bar.update(task, advance=1, description=f"{batch} at once, K={k}")
+        def on_step(batch_size: int, k: int) -> None:
+            progress.update(task, advance=1, description=f"batch size {batch_size}, K={k}")
 
-        def done(batch: int) -> None:
-            if out is not None:
-                keep(out, table, subject, finished=False)
+        def on_batch_size(batch_size: int) -> None:
+            if path is not None:
+                save_cost_table(path, table, key, finished=False)
 
         try:
-            sweep(llm.model_runner, rounds, table, settings, timed, done)
+            time_decode_steps(llm.model_runner, step_kinds, table, settings, on_step, on_batch_size)
         except KeyboardInterrupt:
-            if not any(key in table.seconds for key in rounds):
+            if not any(kind in table.seconds for kind in step_kinds):
                 raise
-    missing = sum(key not in table.seconds for key in rounds)
-    if out is not None:
-        keep(out, table, subject, finished=not missing)
-    return table, missing
+    num_missing = sum(kind not in table.seconds for kind in step_kinds)
+    if path is not None:
+        save_cost_table(path, table, key, finished=not num_missing)
+    return table, num_missing
 
 
-def vllm_config(llm: LLM, drafter: str, k: int) -> dict[str, Any] | None:
-    """What vLLM's --speculative-config takes; None where no drafts are best. It wants a shipped drafter's folder."""
+def build_vllm_config(llm: LLM, drafter: str, k: int) -> dict[str, Any] | None:
+    """The value of vLLM's --speculative-config; None for no speculation. A built-in drafter becomes its folder."""
     from peagle.checkpoints.validate import build_speculative_config
 
     assert llm.drafter is not None
@@ -208,39 +184,40 @@ def vllm_config(llm: LLM, drafter: str, k: int) -> dict[str, Any] | None:
     return build_speculative_config(model, k, llm.drafter.cfg.parallel)
 
 
-def recommendation(count: AdaptiveK) -> str:
-    """One sentence: which K up to which load."""
-    spans: list[tuple[int, int]] = []  # K, the largest batch it is best for
-    for batch in count.table.batch_sizes:
-        k = count.best_k(batch)
-        if spans and spans[-1][0] == k:
-            spans.pop()
-        spans.append((k, batch))
-    said = [f"{f'K={k}' if k else 'no drafts'} up to {batch} request{'s' * (batch > 1)} at once" for k, batch in spans]
-    return f"Most tokens a second: {', then '.join(said)}."
+def recommend(adaptive_k: AdaptiveK) -> str:
+    """The fastest K by batch size, one entry per range of sizes."""
+    ranges: list[tuple[int, int]] = []  # K, largest batch size that it is fastest for
+    for batch_size in adaptive_k.table.batch_sizes:
+        k = adaptive_k.best_k(batch_size)
+        if ranges and ranges[-1][0] == k:
+            ranges.pop()
+        ranges.append((k, batch_size))
+    parts = [f"{f'K={k}' if k else 'no speculation'} up to batch size {size}" for k, size in ranges]
+    return f"Fastest: {', then '.join(parts)}."
 
 
-def _show(llm: LLM, tuned: Tuned) -> None:
+def _print_results(
+    adaptive_k: AdaptiveK,
+    curve: AcceptanceCurve | None,
+    vllm_configs: dict[int, dict[str, Any] | None],
+    memory_bytes: dict[str, int],
+) -> None:
     from rich.table import Table
 
-    from peagle.cli.plan import print_whole
-
-    count, table = tuned.count, tuned.count.table
-    shown = Table("batch", *(f"K={k}" for k in count.choices), "best K", "tokens/s", title="milliseconds of a round")
-    for batch in table.batch_sizes:
-        costs = [table.seconds.get((batch, k)) for k in count.choices]
-        cells = [f"{s * 1e3:.2f}" if s is not None else "-" for s in costs]
-        best = count.best_k(batch)
-        shown.add_row(str(batch), *cells, str(best), f"{count.tokens_per_second(batch, best):,.0f}")
-    print_whole(shown)
-    graphs, memory = llm.model_runner.decode_graphs, llm.memory_bytes()
-    taken = ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in memory.items() if size)
-    recorded = f"{len(graphs.captured)} rounds recorded in {graphs.seconds:.1f} s; " if graphs is not None else ""
-    print(f"{recorded}memory: {taken}")
-    assumed = ", ".join(f"{r:.2f}" for r in count.acceptance.rates)
-    print(f"for acceptance by position {assumed}" + ("" if tuned.curve else " (a guess: give --rates or --eval)"))
-    print(recommendation(count))
-    print("For vLLM, whose K is fixed (costs are this engine's, so check with `peagle bench`):")
-    for load, config in tuned.configs.items():
-        how = "no drafts" if config is None else f"--speculative-config {shlex.quote(json.dumps(config))}"
-        print(f"  {load} at once: {how}")
+    headings = ("batch size", *(f"K={k}" for k in adaptive_k.choices), "best K", "tokens/s")
+    shown = Table(*headings, title="milliseconds per decode step")
+    for batch_size in adaptive_k.table.batch_sizes:
+        costs = [adaptive_k.table.seconds.get((batch_size, k)) for k in adaptive_k.choices]
+        cells = [f"{seconds * 1e3:.2f}" if seconds is not None else "-" for seconds in costs]
+        best = adaptive_k.best_k(batch_size)
+        shown.add_row(str(batch_size), *cells, str(best), f"{adaptive_k.tokens_per_second(batch_size, best):,.0f}")
+    print_tables(shown)
+    memory = ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in memory_bytes.items() if size)
+    print(f"memory: {memory}")
+    rates = ", ".join(f"{rate:.2f}" for rate in adaptive_k.acceptance.rates)
+    print(f"acceptance rates: {rates}" + ("" if curve else " (assumed: pass --acceptance-rates or --eval)"))
+    print(recommend(adaptive_k))
+    print("For vLLM, whose K is fixed (timed with this engine; check with `peagle bench`):")
+    for load, config in vllm_configs.items():
+        option = "no speculation" if config is None else f"--speculative-config {shlex.quote(json.dumps(config))}"
+        print(f"  concurrency {load}: {option}")

@@ -1,237 +1,227 @@
-"""What to expect of a drafter before anything is bought: tokens a second by K and load, GPUs, cost.
-
-Knows loads, money and memory; time comes from `roofline`, acceptance from `plan_curve`. All of it is paper:
-docs/planning.md says how far it was off where it could be checked.
-"""
+"""Expected throughput, best K, number of GPUs and cost of a deployment, from the roofline model."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
-from peagle.config import PlanSettings, SpeculationMethod
+from peagle.config import PlanSettings
 from peagle.errors import UserError
-from peagle.planning.curve import Curve
-from peagle.planning.roofline import ENGINES, Engine, Machine, needed_bytes, prompt_seconds, round_seconds
-from peagle.planning.shapes import MXFP4_BYTES, DrafterShape, Shape
+from peagle.planning.acceptance import AcceptanceCurve, assumed_curve
+from peagle.planning.roofline import ENGINES, EngineSpec, Replica, decode_step_seconds, prefill_seconds
+from peagle.planning.shapes import DrafterShape, ModelShape
 from peagle.results.schema import PlanRow
 
 GB = 1e9
-NAMES: dict[str, str] = {"none": "no speculation", "eagle3": "EAGLE-3", "p-eagle": "P-EAGLE"}
+METHOD_NAMES = {"none": "no speculation", "eagle3": "EAGLE-3", "p-eagle": "P-EAGLE"}
 
 
 @dataclass(frozen=True)
-class Contender:
-    """A drafter that could be deployed, and how much of its work holds."""
-
+class PlannedDrafter:
     shape: DrafterShape
-    curve: Curve
-    borrowed: bool = False  # the curve is another one's
+    acceptance: AcceptanceCurve
+    has_borrowed_acceptance: bool = False  # the curve is that of another drafter
 
-    @property
-    def method(self) -> SpeculationMethod:
-        return self.shape.method
+
+def assign_acceptance(
+    shapes: list[DrafterShape], curves: list[AcceptanceCurve | None], num_assumed: int
+) -> list[PlannedDrafter]:
+    """Pairs drafters with their acceptance. A drafter without one gets that of the first drafter."""
+    if len({shape.method for shape in shapes}) < len(shapes):
+        raise UserError("--drafter: pass at most one drafter of each method (p-eagle, eagle3)")
+    first = curves[0] or assumed_curve(num_assumed)
+    return [
+        PlannedDrafter(shape, curve or first, has_borrowed_acceptance=curve is None and i > 0)
+        for i, (shape, curve) in enumerate(zip(shapes, curves, strict=True))
+    ]
 
 
 @dataclass(frozen=True)
-class Plan:
+class ServingPlan:
     rows: list[PlanRow]
-    machine: Machine
+    replica: Replica
     recommendation: str
-    notes: list[str] = field(default_factory=list)
+    notes: list[str]
 
-    def best(self, concurrency: int, method: str | None = None) -> PlanRow | None:
-        """The fastest row of a load, of one method or of all."""
+    def fastest(self, concurrency: int, method: str | None = None) -> PlanRow | None:
+        """The fastest row at a concurrency, of one method or of all."""
         rows = [r for r in self.rows if r.concurrency == concurrency and method in (None, r.method)]
-        return max(rows, key=lambda r: r.output_throughput, default=None)
+        return max(rows, key=_throughput, default=None)
 
     @property
-    def loads(self) -> list[int]:
+    def concurrencies(self) -> list[int]:
         return sorted({row.concurrency for row in self.rows})
 
 
-def choose_engine(asked: str, target: Shape, tensor_parallel: int) -> Engine:
-    """The embedded engine runs on one GPU, and was measured with bf16 weights and experts of four bits; of experts only
-    for few rows, so vLLM is taken for them unless asked otherwise."""
-    experts = any(target.moe)
-    plain = target.weight_bytes >= 2 and (not experts or target.expert_bytes in (2.0, MXFP4_BYTES))
-    if asked == "embedded" and (tensor_parallel > 1 or not plain):
-        why = "several GPUs" if tensor_parallel > 1 else "weights quantized in this way"
-        raise UserError(f"--engine embedded: nothing is known of its speed with {why}; use --engine vllm")
-    able = tensor_parallel == 1 and plain and not experts
-    return ENGINES["embedded" if asked == "embedded" or (asked == "auto" and able) else "vllm"]
+def select_engine(requested: str, target: ModelShape, tensor_parallel_size: int) -> EngineSpec:
+    """Resolves "auto": the embedded engine where it was measured (one GPU, bf16, no experts), else vLLM."""
+    if requested != "auto":
+        return ENGINES[requested]
+    is_measured = tensor_parallel_size == 1 and target.bytes_per_weight >= 2 and not any(target.is_moe_layer)
+    return ENGINES["embedded" if is_measured else "vllm"]
 
 
-def make_plan(machine: Machine, target: Shape, contenders: list[Contender], settings: PlanSettings) -> Plan:
-    _check_split(machine, target)
-    guesses = {c.curve.source for c in contenders if c.curve.guessed}
-    notes = [f"acceptance is {source}: give --rates, --acceptance-length or --results" for source in sorted(guesses)]
-    notes += [f"{NAMES[c.method]} is taken to accept as much: give --eagle3-rates" for c in contenders if c.borrowed]
-    if machine.engine.name == "embedded" and any(target.moe):
-        notes.append("with experts, rounds of more than 64 rows come out 30 to 75% too fast")
-    loads, refused = _fitting(machine, target, contenders, settings)
-    notes += refused
-    rows = [row for c in loads for row in _rows(machine, target, contenders, settings, c)]
-    if settings.per_user is not None:
-        kept = [r for r in rows if r.output_throughput / r.concurrency >= settings.per_user]
-        if not kept:
-            most = max(rows, key=lambda r: r.output_throughput / r.concurrency)
-            raise UserError(
-                f"--per-user {settings.per_user:g}: out of reach here; the most is "
-                f"{most.output_throughput / most.concurrency:.0f} ({_how(most)}, {most.concurrency} at once)"
-            )
-        rows = kept
-    fastest = {c: max((r for r in rows if r.concurrency == c), key=_speed) for c in {r.concurrency for r in rows}}
+def build_plan(
+    replica: Replica, target: ModelShape, drafters: list[PlannedDrafter], settings: PlanSettings
+) -> ServingPlan:
+    _check_tensor_parallel_size(replica, target)
+    concurrencies, memory_notes = _select_concurrencies(replica, target, drafters, settings)
+    rows = [row for c in concurrencies for row in _plan_rows(replica, target, drafters, settings, c)]
+    if settings.per_user_throughput is not None:
+        rows = _filter_rows(rows, settings.per_user_throughput)
+    fastest = {c: max((r for r in rows if r.concurrency == c), key=_throughput) for c in {r.concurrency for r in rows}}
     rows = [replace(row, chosen=row is fastest[row.concurrency]) for row in rows]
-    plan = Plan(rows, machine, "", notes)
-    if settings.load is not None or settings.per_user is not None:
-        methods = ["none", *(c.method for c in contenders)]
-        return replace(plan, recommendation=_for_a_load(plan, settings, methods))
-    return replace(plan, recommendation=_by_load(plan))
+    plan = ServingPlan(rows, replica, "", _collect_notes(drafters) + memory_notes)
+    if settings.throughput is None and settings.per_user_throughput is None:
+        return replace(plan, recommendation=_recommend_per_concurrency(plan))
+    methods = ["none", *(d.shape.method for d in drafters)]
+    return replace(plan, recommendation=_recommend_deployment(plan, settings, methods))
 
 
-def _rows(
-    machine: Machine, target: Shape, contenders: list[Contender], settings: PlanSettings, concurrency: int
+def _collect_notes(drafters: list[PlannedDrafter]) -> list[str]:
+    sources = sorted({d.acceptance.source for d in drafters if d.acceptance.is_assumed})
+    notes = [f"acceptance is {source}: pass --acceptance-rates, --acceptance-length or --eval" for source in sources]
+    for drafter in drafters:
+        if drafter.has_borrowed_acceptance:
+            name = METHOD_NAMES[drafter.shape.method]
+            notes.append(f"{name} is planned with the same acceptance: pass a second --acceptance-rates list")
+    return notes
+
+
+def _plan_rows(
+    replica: Replica, target: ModelShape, drafters: list[PlannedDrafter], settings: PlanSettings, concurrency: int
 ) -> Iterator[PlanRow]:
-    yield _row(machine, target, None, settings, concurrency, 0)
-    for contender in contenders:
-        for k in settings.drafts:
-            yield _row(machine, target, contender, settings, concurrency, k)
+    yield _plan_row(replica, target, None, settings, concurrency, 0)
+    for drafter in drafters:
+        for k in settings.num_speculative_tokens:
+            yield _plan_row(replica, target, drafter, settings, concurrency, k)
 
 
-def _row(
-    machine: Machine, target: Shape, contender: Contender | None, settings: PlanSettings, concurrency: int, k: int
+def _plan_row(
+    replica: Replica,
+    target: ModelShape,
+    drafter: PlannedDrafter | None,
+    settings: PlanSettings,
+    concurrency: int,
+    k: int,
 ) -> PlanRow:
-    """Requests come and go: for each that ends a prompt is read, and all the others wait for it."""
-    shape = contender.shape if contender is not None else None
-    prompt, output = settings.prompt_tokens, settings.output_tokens
-    one = round_seconds(machine, target, shape, k, concurrency, prompt + output / 2, output)
-    reading = prompt_seconds(machine, target, shape, prompt, concurrency)
-    rounds = (output - 1 if prompt else output) / (contender.curve.length(k) if contender is not None else 1.0)
-    speed = concurrency * output / (rounds * one + concurrency * reading)
-    parts, price = machine.tensor_parallel, machine.gpu.price
-    copies = math.ceil(settings.load / speed) if settings.load is not None else 1
+    """Throughput of a steady load: a new request starts when one ends, and its prefill delays all others."""
+    shape = drafter.shape if drafter is not None else None
+    num_prompt_tokens, num_output_tokens = settings.num_prompt_tokens, settings.num_output_tokens
+    mean_context_len = num_prompt_tokens + num_output_tokens / 2
+    step_s = decode_step_seconds(replica, target, shape, k, concurrency, mean_context_len, num_output_tokens)
+    prefill_s = prefill_seconds(replica, target, shape, num_prompt_tokens, concurrency)
+    acceptance_length = drafter.acceptance.acceptance_length(k) if drafter is not None else 1.0
+    num_steps = (num_output_tokens - 1 if num_prompt_tokens else num_output_tokens) / acceptance_length
+    throughput = concurrency * num_output_tokens / (num_steps * step_s + concurrency * prefill_s)
+    num_gpus, price = replica.tensor_parallel_size, replica.gpu.price_per_hour
+    num_replicas = math.ceil(settings.throughput / throughput) if settings.throughput is not None else 1
     return PlanRow(
         concurrency=concurrency,
         num_speculative_tokens=k,
-        method=contender.method if contender is not None else "none",
-        step_ms=one * 1e3,
-        output_throughput=speed,
-        num_gpus=copies * parts,
-        cost_per_million_tokens=price * parts / 3600 / speed * 1e6 if price is not None else None,
+        method=drafter.shape.method if drafter is not None else "none",
+        step_ms=step_s * 1e3,
+        output_throughput=throughput,
+        num_gpus=num_replicas * num_gpus,
+        cost_per_million_tokens=price * num_gpus / 3600 / throughput * 1e6 if price is not None else None,
         chosen=False,
     )
 
 
-def _check_split(machine: Machine, target: Shape) -> None:
-    if (parts := machine.tensor_parallel) > 1 and target.heads % parts:
-        fits = [n for n in range(2, target.heads + 1) if target.heads % n == 0]
-        known = ", ".join(map(str, fits))
-        raise UserError(f"--tensor-parallel {parts}: {target.name} has {target.heads} heads; give one of {known}")
-
-
-def _fitting(
-    machine: Machine, target: Shape, contenders: list[Contender], settings: PlanSettings
-) -> tuple[list[int], list[str]]:
-    """The loads whose weights, keys and values fit into memory, and what is to be said of the others."""
-    shapes = [c.shape for c in contenders]
-    largest = max(shapes, key=lambda s: s.stored_bytes, default=None)
-    tokens = settings.prompt_tokens + settings.output_tokens
-
-    def left(parts: int) -> float:
-        """Bytes for keys and values, over all GPUs that hold a copy."""
-        room = parts * (machine.gpu.memory * settings.memory_fraction - settings.reserved)
-        return room - needed_bytes(target, largest, tokens)[0]
-
-    def each(parts: int) -> float:
-        """Bytes a request caches, over all of them."""
-        return needed_bytes(target, largest, tokens, parts)[1]
-
-    def enough(requests: int) -> str:
-        """What would hold so many."""
-        sizes = [n for n in range(1, settings.most_gpus + 1) if target.heads % n == 0]
-        found = next((n for n in sizes if left(n) >= requests * each(n)), None)
-        return f"--tensor-parallel {found} fits" if found is not None else f"not even {settings.most_gpus} GPUs fit"
-
-    parts = machine.tensor_parallel
-    weights = needed_bytes(target, largest, tokens)[0]
-    room, one = left(parts), each(parts)
-    if room < one:
-        usable = parts * (machine.gpu.memory * settings.memory_fraction - settings.reserved)
+def _filter_rows(rows: list[PlanRow], per_user_throughput: float) -> list[PlanRow]:
+    kept = [r for r in rows if _throughput(r) / r.concurrency >= per_user_throughput]
+    if not kept:
+        best = max(rows, key=lambda r: _throughput(r) / r.concurrency)
         raise UserError(
-            f"{target.name} on {parts} {machine.gpu.name}: weights take {weights / GB:,.1f} GB, a request of "
-            f"{tokens:,} tokens {one / GB:,.2f} GB, and {usable / GB:,.1f} GB are usable; {enough(1)}"
+            f"--per-user-throughput {per_user_throughput:g}: not reachable; the maximum is "
+            f"{_throughput(best) / best.concurrency:.0f} ({_describe(best)} at concurrency {best.concurrency})"
         )
-    most = int(room / one)
-    fitting = [c for c in settings.concurrency if c <= most]
-    notes = [
-        f"--concurrency {c}: requests of {tokens:,} tokens need {c * one / GB:,.1f} GB of cache, {room / GB:,.1f} GB "
-        f"are free: at most {most} fit; {enough(c)}"
-        for c in sorted(set(settings.concurrency))
-        if c > most
-    ]
+    return kept
+
+
+def _check_tensor_parallel_size(replica: Replica, target: ModelShape) -> None:
+    if target.num_heads % replica.tensor_parallel_size:
+        divisors = [n for n in range(2, target.num_heads + 1) if target.num_heads % n == 0]
+        raise UserError(
+            f"--tensor-parallel-size {replica.tensor_parallel_size}: must divide the {target.num_heads} heads of "
+            f"{target.name}: {', '.join(map(str, divisors))}"
+        )
+
+
+def _select_concurrencies(
+    replica: Replica, target: ModelShape, drafters: list[PlannedDrafter], settings: PlanSettings
+) -> tuple[list[int], list[str]]:
+    """The concurrencies whose weights and KV cache fit into memory, and a note on the others."""
+    drafter = max((d.shape for d in drafters), key=lambda shape: shape.total_weight_bytes, default=None)
+    num_tokens = settings.num_prompt_tokens + settings.num_output_tokens
+    weight_bytes = target.total_weight_bytes + (drafter.total_weight_bytes if drafter is not None else 0)
+
+    def max_concurrency(size: int) -> int:
+        usable_bytes = size * (replica.gpu.memory_bytes * settings.gpu_memory_utilization - settings.reserved_bytes)
+        request_bytes = target.kv_cache_bytes(num_tokens, size)
+        request_bytes += drafter.body.kv_cache_bytes(num_tokens, size) if drafter is not None else 0
+        return max(int((usable_bytes - weight_bytes) / request_bytes), 0)
+
+    size, requested = replica.tensor_parallel_size, sorted(set(settings.concurrency))
+    limit = max_concurrency(size)
+    fitting = [c for c in requested if c <= limit]
+    if len(fitting) == len(requested) or (fitting and settings.concurrency == settings.concurrency_search):
+        return fitting, []
+    first = next(c for c in requested if c > limit)
+    sizes = [n for n in range(1, settings.max_tensor_parallel_size + 1) if target.num_heads % n == 0]
+    fitting_size = next((n for n in sizes if max_concurrency(n) >= first), None)
+    fix = f"use --tensor-parallel-size {fitting_size}" if fitting_size else f"{sizes[-1]} GPUs are too small, too"
+    note = (
+        f"--concurrency {first}: {size} {replica.gpu.name} hold {weight_bytes / GB:,.1f} GB of weights and at most "
+        f"{limit} requests of {num_tokens:,} tokens; {fix}"
+    )
     if not fitting:
-        raise UserError(notes[0])
-    if settings.concurrency == settings.searched:
-        notes = []  # these loads were ours to choose, so those that do not fit are no news
-    return sorted(set(fitting)), notes
+        raise UserError(note)
+    return fitting, [note]
 
 
-def _speed(row: PlanRow) -> float:
+def _throughput(row: PlanRow) -> float:
     return row.output_throughput
 
 
-def _how(row: PlanRow) -> str:
+def _describe(row: PlanRow) -> str:
     return (
-        f"{NAMES[row.method]} with K={row.num_speculative_tokens}" if row.num_speculative_tokens else NAMES[row.method]
+        f"{METHOD_NAMES[row.method]} with K={row.num_speculative_tokens}"
+        if row.num_speculative_tokens
+        else METHOD_NAMES[row.method]
     )
 
 
-def _dollars(row: PlanRow) -> str:
-    assert row.cost_per_million_tokens is not None
-    return f"${row.cost_per_million_tokens:.3g}"
-
-
-def _by_load(plan: Plan) -> str:
-    """One sentence: what to run at which load, and what it brings."""
+def _recommend_per_concurrency(plan: ServingPlan) -> str:
     parts = []
-    for c in plan.loads:
-        best, plain, other = plan.best(c), plan.best(c, "none"), plan.best(c, "eagle3")
-        assert best is not None and plain is not None
+    for c in plan.concurrencies:
+        best, baseline = plan.fastest(c), plan.fastest(c, "none")
+        assert best is not None and baseline is not None
         gain = (
-            f"{_speed(best) / _speed(plain):.2f}x no speculation"
-            if best.num_speculative_tokens
-            else "which no drafter beats"
+            f" ({_throughput(best) / _throughput(baseline):.2f}x no speculation)" if best.num_speculative_tokens else ""
         )
-        if other is not None and best.method == "p-eagle":
-            gain += f", {_speed(best) / _speed(other):.2f}x EAGLE-3 with K={other.num_speculative_tokens}"
-        if best.cost_per_million_tokens is not None and best.num_speculative_tokens:
-            gain += f", {_dollars(best)} instead of {_dollars(plain)} per million tokens"
-        parts.append(f"{_how(best)} at {c} request{'s' * (c > 1)} at once ({gain})")
-    return f"Use {'; '.join(parts)}."
+        parts.append(f"{_describe(best)} at concurrency {c}{gain}")
+    return f"Fastest: {'; '.join(parts)}."
 
 
-def _for_a_load(plan: Plan, settings: PlanSettings, methods: Sequence[str]) -> str:
-    """One sentence: the cheapest way to serve it, and what the other ways take."""
-    cheapest = {
-        method: max((r for r in plan.rows if r.method == method), key=_speed, default=None) for method in methods
-    }
-    found = [row for row in cheapest.values() if row is not None]
-    best = max(found, key=_speed)
-    name = plan.machine.gpu.name
-    wanted = f" for {settings.load:,.0f} tokens/s" if settings.load is not None else ""
-    each = _speed(best) / best.concurrency
-    sentence = f"Use {best.num_gpus} {name}{wanted}, {_how(best)}, {best.concurrency} requests at once on each copy"
-    sentence += f" ({each:,.0f} tokens/s each"
-    sentence += f", {_dollars(best)} per million)" if best.cost_per_million_tokens is not None else ")"
-    others = []
-    for method, row in cheapest.items():
-        if method == best.method:
-            continue
+def _recommend_deployment(plan: ServingPlan, settings: PlanSettings, methods: list[str]) -> str:
+    """The fewest GPUs for the required throughput, and what each other method needs."""
+    best_rows = {m: max((r for r in plan.rows if r.method == m), key=_throughput, default=None) for m in methods}
+    best = max((row for row in best_rows.values() if row is not None), key=_throughput)
+
+    def needs(row: PlanRow) -> str:
+        cost = (
+            f", ${row.cost_per_million_tokens:.3g} per million tokens"
+            if row.cost_per_million_tokens is not None
+            else ""
+        )
+        return f"{row.num_gpus} {plan.replica.gpu.name} at concurrency {row.concurrency} per replica{cost}"
+
+    parts = [f"{_describe(best)}: {needs(best)}"]
+    for method, row in best_rows.items():
         if row is None:
-            others.append(f"{NAMES[method]} does not reach {settings.per_user:g} tokens/s each")
-        else:
-            cost = f", {_dollars(row)} per million" if row.cost_per_million_tokens is not None else ""
-            others.append(f"{_how(row)} takes {row.num_gpus} ({row.concurrency} at once{cost})")
-    return f"{sentence}; {'; '.join(others)}."
+            parts.append(f"{METHOD_NAMES[method]}: does not reach {settings.per_user_throughput:g} tokens/s per user")
+        elif row is not best:
+            parts.append(f"{_describe(row)}: {needs(row)}")
+    return f"Cheapest: {'; '.join(parts)}."

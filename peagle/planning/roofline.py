@@ -1,8 +1,6 @@
-"""Seconds of a round and of reading a prompt, on paper: bytes over bandwidth, operations over matrix rate, and the few
-constants that an engine was measured to have.
+"""Roofline model of decode steps and prefills: bytes over bandwidth, FLOPs over FLOP/s, plus constants per engine.
 
-Knows shapes and GPUs; nothing about acceptance, load or money. The formulas and where each constant comes from stand in
-docs/planning.md; tests/planning/test_planning.py holds them against measured rounds.
+docs/planning.md has the formulas; tests/planning/test_plan.py compares them with measured decode steps.
 """
 
 from __future__ import annotations
@@ -10,183 +8,173 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from peagle.config import ChunkedAttention, Window
-from peagle.planning.gpus import Gpu
-from peagle.planning.shapes import DrafterShape, Shape
+from peagle.planning.gpus import GpuSpec
+from peagle.planning.shapes import DrafterShape, ModelShape
 
-SHARPNESS = 1.5  # how far the larger of two bounds hides the smaller: 1 would add them, infinity take the larger
-PROMPT_CHUNK = 8192  # tokens of prompts that are read together
-ACTIVATION_BYTES = 2.0  # of an element that GPUs send each other
+OVERLAP_EXPONENT = 1.5  # 1 adds the bounds of an operation, infinity takes the larger one
+MAX_BATCHED_TOKENS = 8192  # prompt tokens of one prefill pass
+ACTIVATION_BYTES = 2.0  # per element that GPUs exchange
 
 
 @dataclass(frozen=True)
-class Engine:
-    """What an engine makes of a GPU. Fitted once, on rounds measured on one H200."""
+class EngineSpec:
+    """Constants of an inference engine, fitted to decode steps measured on one H200."""
 
     name: str
-    memory_share: float  # of the bandwidth, when reading weights
-    cache_share: float  # of the bandwidth, when reading keys and values
-    matrix_share: float  # of the matrix rate
-    packed_share: float  # of the bandwidth, when reading experts of four bits
-    layer_s: float  # a layer takes no less: launches and waits of its kernels
-    expert_layer_s: float  # nor does one with experts
-    pass_s: float  # of each pass of the drafter, beside its work
-    draft_host_s: float  # a round with drafts takes no less: the host's work
+    weight_bandwidth_share: float  # of the memory bandwidth, when reading weights
+    kv_bandwidth_share: float  # of the memory bandwidth, when reading the KV cache
+    flops_share: float
+    mxfp4_bandwidth_share: float  # of the memory bandwidth, when reading 4-bit experts
+    min_layer_s: float
+    min_moe_layer_s: float
+    draft_pass_overhead_s: float  # per forward pass of the drafter
+    min_draft_step_s: float  # of a decode step with draft tokens: work of the host
 
 
-EMBEDDED = Engine("embedded", 0.79, 0.63, 0.70, 0.50, 18e-6, 50e-6, 0.0, 0.0)
-VLLM = Engine("vllm", 0.77, 0.85, 0.62, 0.77, 59e-6, 165e-6, 0.1e-3, 4.9e-3)
+EMBEDDED = EngineSpec("embedded", 0.79, 0.63, 0.70, 0.50, 18e-6, 50e-6, 0.0, 0.0)
+VLLM = EngineSpec("vllm", 0.77, 0.85, 0.62, 0.77, 59e-6, 165e-6, 0.1e-3, 4.9e-3)
 ENGINES = {engine.name: engine for engine in (EMBEDDED, VLLM)}
 
 
-@dataclass(frozen=True)
-class Machine:
-    """GPUs that hold one copy of the model together (`tensor_parallel` of them), and the engine on them."""
-
-    gpu: Gpu
-    engine: Engine
-    tensor_parallel: int = 1
-
-    def bound(self, read: float, computed: float, least: float = 0.0) -> float:
-        """Seconds of work that reads so many bytes of weights and does so many operations, at least `least`."""
-        memory = read / self.tensor_parallel / (self.gpu.bandwidth * self.engine.memory_share)
-        return joined(memory, self.compute(computed), least)
-
-    def compute(self, operations: float) -> float:
-        return operations / self.tensor_parallel / (self.gpu.matrix_rate * self.engine.matrix_share)
-
-    def attention(self, kv_heads: int, cached: float, operations: float) -> float:
-        """Of a layer whose rows read so many bytes of keys and values. Heads that are fewer than the GPUs lie on
-        several of them."""
-        parts = min(self.tensor_parallel, kv_heads)
-        return joined(cached / parts / (self.gpu.bandwidth * self.engine.cache_share), self.compute(operations))
-
-    def all_reduce(self, elements: float) -> float:
-        """A ring: every GPU sends all but its own part twice."""
-        if (parts := self.tensor_parallel) == 1:
-            return 0.0
-        return self.gpu.link_s + 2 * (parts - 1) / parts * elements * ACTIVATION_BYTES / self.gpu.link
-
-    def all_gather(self, elements: float) -> float:
-        if (parts := self.tensor_parallel) == 1:
-            return 0.0
-        return self.gpu.link_s + (parts - 1) / parts * elements * ACTIVATION_BYTES / self.gpu.link
-
-
-def joined(*seconds: float) -> float:
-    """Bounds that hide each other in part."""
-    return float(sum(s**SHARPNESS for s in seconds) ** (1 / SHARPNESS))
+def combine_bounds(*seconds: float) -> float:
+    """Time of an operation with several bounds; the larger bound partly hides the smaller ones."""
+    return float(sum(s**OVERLAP_EXPONENT for s in seconds) ** (1 / OVERLAP_EXPONENT))
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Requests that go through a pass together, each with so many new rows behind so many tokens: `context` on average,
-    evenly spread over `span` of them, half of it on either side."""
+class Replica:
+    """One copy of the model on `tensor_parallel_size` GPUs, served by one engine."""
 
-    requests: int
-    rows: int  # of each request
-    context: float
-    span: float = 1.0
+    gpu: GpuSpec
+    engine: EngineSpec
+    tensor_parallel_size: int = 1
+
+    def compute_seconds(self, flops: float) -> float:
+        return flops / self.tensor_parallel_size / (self.gpu.matrix_flops * self.engine.flops_share)
+
+    def gemm_seconds(self, weight_bytes: float, flops: float, min_seconds: float = 0.0) -> float:
+        bandwidth = self.gpu.memory_bandwidth * self.engine.weight_bandwidth_share
+        read_seconds = weight_bytes / self.tensor_parallel_size / bandwidth
+        return combine_bounds(read_seconds, self.compute_seconds(flops), min_seconds)
+
+    def attention_seconds(self, num_kv_heads: int, kv_bytes: float, flops: float) -> float:
+        """Attention of one layer. GPUs beyond the number of KV heads read copies."""
+        num_shards = min(self.tensor_parallel_size, num_kv_heads)
+        bandwidth = self.gpu.memory_bandwidth * self.engine.kv_bandwidth_share
+        return combine_bounds(kv_bytes / num_shards / bandwidth, self.compute_seconds(flops))
+
+    def link_seconds(self, num_elements: float, num_transfers: int) -> float:
+        """Ring collective: each GPU sends all but its own shard, once (all-gather) or twice (all-reduce)."""
+        if (size := self.tensor_parallel_size) == 1:
+            return 0.0
+        sent_bytes = num_transfers * (size - 1) / size * num_elements * ACTIVATION_BYTES
+        return self.gpu.link_latency_s + sent_bytes / self.gpu.link_bandwidth
+
+
+@dataclass(frozen=True)
+class ForwardBatch:
+    """Requests of one forward pass. Their context lengths are spread evenly: `context_span` tokens around the mean."""
+
+    num_requests: int
+    rows_per_request: int
+    mean_context_len: float
+    context_span: float = 1.0
 
     @property
-    def all_rows(self) -> int:
-        return self.requests * self.rows
+    def num_rows(self) -> int:
+        return self.num_requests * self.rows_per_request
 
-    def seen(self, window: Window) -> float:
-        """Keys that a row reads, on average."""
-        first, last = self.context - self.span / 2, self.context + self.span / 2
-        return (seen_before(last, window) - seen_before(first, window)) / self.span
+    def mean_keys_per_row(self, window: Window) -> float:
+        """Keys that one row attends to, on average over the span."""
+        first = self.mean_context_len - self.context_span / 2
+        last = self.mean_context_len + self.context_span / 2
+        return (count_attended_keys(last, window) - count_attended_keys(first, window)) / self.context_span
 
 
-def seen_before(position: float, window: Window) -> float:
-    """Keys that all rows before a position read together: each as many as there are before itself, no more than a
-    sliding window holds, none from before its chunk."""
+def count_attended_keys(num_positions: float, window: Window) -> float:
+    """Keys that rows 0..num_positions attend to in total, limited by a sliding window or a chunk."""
     if isinstance(window, ChunkedAttention):
-        chunks, rest = divmod(position, window.chunk_size)
-        return (chunks * window.chunk_size**2 + rest**2) / 2
-    growing = min(position, window or position)
-    return growing**2 / 2 + (position - growing) * growing
+        num_chunks, rest = divmod(num_positions, window.chunk_size)
+        return (num_chunks * window.chunk_size**2 + rest**2) / 2
+    growing = min(num_positions, window or num_positions)
+    return growing**2 / 2 + (num_positions - growing) * growing
 
 
-def layers_seconds(machine: Machine, shape: Shape, batch: Batch) -> float:
-    """A pass through all layers."""
-    rows, seconds = batch.all_rows, 0.0
-    kinds: dict[tuple[Window, bool, tuple[int, int]], tuple[int, int]] = {}  # a kind -> one such layer, how many
-    for i, (window, moe) in enumerate(zip(shape.windows, shape.moe, strict=True)):
-        kind = window, moe, shape.kv_at(i)
-        first, count = kinds.get(kind, (i, 0))
-        kinds[kind] = first, count + 1
-    for (window, moe, (kv_heads, head_dim)), (layer, count) in kinds.items():
-        every = shape.attention_weights(layer) + shape.mlp_weights(layer)
-        read, computed = every * shape.weight_bytes, 2.0 * every * rows
-        if moe:
-            engine, packed = machine.engine, shape.expert_bytes < 1.0
-            slower = engine.memory_share / engine.packed_share if packed else 1.0
-            read += shape.experts_touched(rows) * shape.expert_weights * shape.expert_bytes * slower
-            computed += 2.0 * shape.active * shape.expert_weights * rows
-        seen = batch.seen(window)
-        cached = batch.requests * seen * 2 * kv_heads * head_dim * shape.kv_bytes
-        one = machine.bound(read, computed, machine.engine.expert_layer_s if moe else machine.engine.layer_s)
-        one += machine.attention(kv_heads, cached, 4.0 * shape.heads * head_dim * seen * rows)
-        one += 2 * machine.all_reduce(rows * shape.hidden)
-        seconds += count * one
-    return seconds
+def layers_seconds(replica: Replica, shape: ModelShape, batch: ForwardBatch) -> float:
+    """One pass through all decoder layers. Equal layers are computed once."""
+    layers: dict[tuple[Window, bool, tuple[int, int]], list[int]] = {}
+    for i, (window, is_moe) in enumerate(zip(shape.windows, shape.is_moe_layer, strict=True)):
+        layers.setdefault((window, is_moe, shape.kv_shape(i)), []).append(i)
+    engine, num_rows, total = replica.engine, batch.num_rows, 0.0
+    for (window, is_moe, (num_kv_heads, head_dim)), members in layers.items():
+        num_weights = shape.num_attention_weights(members[0]) + shape.num_mlp_weights(members[0])
+        weight_bytes, flops = num_weights * shape.bytes_per_weight, 2.0 * num_weights * num_rows
+        if is_moe:
+            is_packed = shape.bytes_per_expert_weight < 1.0
+            slowdown = engine.weight_bandwidth_share / engine.mxfp4_bandwidth_share if is_packed else 1.0
+            num_expert_weights = shape.expected_active_experts(num_rows) * shape.num_weights_per_expert
+            weight_bytes += num_expert_weights * shape.bytes_per_expert_weight * slowdown
+            flops += 2.0 * shape.num_experts_per_tok * shape.num_weights_per_expert * num_rows
+        num_keys = batch.mean_keys_per_row(window)
+        kv_bytes = batch.num_requests * num_keys * 2 * num_kv_heads * head_dim * shape.bytes_per_kv
+        attention_flops = 4.0 * shape.num_heads * head_dim * num_keys * num_rows
+        seconds = replica.gemm_seconds(weight_bytes, flops, engine.min_moe_layer_s if is_moe else engine.min_layer_s)
+        seconds += replica.attention_seconds(num_kv_heads, kv_bytes, attention_flops)
+        seconds += 2 * replica.link_seconds(num_rows * shape.hidden_size, num_transfers=2)
+        total += len(members) * seconds
+    return total
 
 
-def head_seconds(machine: Machine, shape: Shape, rows: int) -> float:
-    read, computed = shape.head_weights * shape.head_bytes, 2.0 * shape.head_weights * rows
-    return machine.bound(read, computed) + machine.all_gather(rows * shape.vocab)
+def lm_head_seconds(replica: Replica, shape: ModelShape, num_rows: int) -> float:
+    weight_bytes = shape.num_lm_head_weights * shape.bytes_per_vocab_weight
+    seconds = replica.gemm_seconds(weight_bytes, 2.0 * shape.num_lm_head_weights * num_rows)
+    return seconds + replica.link_seconds(num_rows * shape.vocab_size, num_transfers=1)
 
 
-def round_seconds(
-    machine: Machine,
-    target: Shape,
+def fusion_seconds(replica: Replica, drafter: DrafterShape, num_rows: int) -> float:
+    num_weights = drafter.num_fusion_weights
+    return replica.gemm_seconds(num_weights * drafter.body.bytes_per_weight, 2.0 * num_weights * num_rows)
+
+
+def decode_step_seconds(
+    replica: Replica,
+    target: ModelShape,
     drafter: DrafterShape | None,
-    k: int,
-    requests: int,
-    context: float,
-    span: float = 1.0,
+    num_draft_tokens: int,
+    num_requests: int,
+    mean_context_len: float,
+    context_span: float = 1.0,
 ) -> float:
-    """One round of so many requests, at contexts as `Batch` has them: the target reads K + 1 rows of each, then the
-    drafter makes K drafts.
+    """One decode step: the target verifies K + 1 rows per request, then the drafter proposes K tokens.
 
-    P-EAGLE's pass has the K + 1 verified rows and K - 1 masks; EAGLE-3's first pass the verified rows, the other K - 1
-    one row each.
+    P-EAGLE runs one pass over K + 1 verified rows and K - 1 mask rows. EAGLE-3 runs K passes: the first over the
+    verified rows, the others over one row.
     """
+    k = num_draft_tokens
     assert k == 0 or drafter is not None
-    engine = machine.engine
-    batch = Batch(requests, k + 1, context, span)
-    seconds = layers_seconds(machine, target, batch) + head_seconds(machine, target, batch.all_rows)
-    if k and drafter is not None:
-        body, combined = drafter.body, drafter.combine_weights
-        seconds += machine.bound(combined * body.weight_bytes, 2.0 * combined * batch.all_rows)
-        parallel = drafter.method == "p-eagle"
-        passes = [(2 * k, k)] if parallel else [(k + 1, 1)] + [(1, 1)] * (k - 1)
-        for rows, said in passes:
-            seconds += engine.pass_s + layers_seconds(machine, body, Batch(requests, rows, context, span))
-            seconds += head_seconds(machine, body, requests * said)
-    return max(seconds, engine.draft_host_s if k else 0.0)
+    batch = ForwardBatch(num_requests, k + 1, mean_context_len, context_span)
+    seconds = layers_seconds(replica, target, batch) + lm_head_seconds(replica, target, batch.num_rows)
+    if k == 0 or drafter is None:
+        return seconds
+    seconds += fusion_seconds(replica, drafter, batch.num_rows)
+    passes = [(2 * k, k)] if drafter.method == "p-eagle" else [(k + 1, 1)] + [(1, 1)] * (k - 1)
+    for rows_per_request, num_sampled in passes:
+        draft_batch = ForwardBatch(num_requests, rows_per_request, mean_context_len, context_span)
+        seconds += replica.engine.draft_pass_overhead_s + layers_seconds(replica, drafter.body, draft_batch)
+        seconds += lm_head_seconds(replica, drafter.body, num_requests * num_sampled)
+    return max(seconds, replica.engine.min_draft_step_s)
 
 
-def prompt_seconds(
-    machine: Machine, target: Shape, drafter: DrafterShape | None, tokens: int, requests: int = 1
+def prefill_seconds(
+    replica: Replica, target: ModelShape, drafter: DrafterShape | None, num_prompt_tokens: int, num_requests: int = 1
 ) -> float:
-    """Reading one prompt, where as many of `requests` such are read together as a chunk holds: all their rows through
-    the layers, one of each through the head."""
-    if tokens == 0:
+    """Prefill of one prompt, when as many of the requests share a pass as fit into MAX_BATCHED_TOKENS."""
+    if num_prompt_tokens == 0:
         return 0.0
-    together = max(1, min(requests, PROMPT_CHUNK // tokens))
-    batch = Batch(together, tokens, tokens / 2, tokens)
-    seconds = layers_seconds(machine, target, batch) + head_seconds(machine, target, together)
+    num_batched = max(1, min(num_requests, MAX_BATCHED_TOKENS // num_prompt_tokens))
+    batch = ForwardBatch(num_batched, num_prompt_tokens, num_prompt_tokens / 2, num_prompt_tokens)
+    seconds = layers_seconds(replica, target, batch) + lm_head_seconds(replica, target, num_batched)
     if drafter is not None:
-        combined = drafter.combine_weights
-        seconds += machine.bound(combined * drafter.body.weight_bytes, 2.0 * combined * batch.all_rows)
-        seconds += layers_seconds(machine, drafter.body, batch)
-    return seconds / together
-
-
-def needed_bytes(target: Shape, drafter: DrafterShape | None, tokens: int, parts: int = 1) -> tuple[float, float]:
-    """Of memory, over all of so many GPUs: weights, and keys and values of a request of so many tokens."""
-    weights, cached = target.stored_bytes, target.cached_bytes(tokens, parts)
-    if drafter is not None:
-        weights, cached = weights + drafter.stored_bytes, cached + drafter.body.cached_bytes(tokens, parts)
-    return weights, cached
+        seconds += fusion_seconds(replica, drafter, batch.num_rows)
+        seconds += layers_seconds(replica, drafter.body, batch)
+    return seconds / num_batched

@@ -1,8 +1,6 @@
-"""Shapes of targets and drafters, as far as a plan needs them: how many bytes a pass reads, how much it computes.
+"""Shapes of targets and drafters: bytes of weights and KV cache, and weights that a forward pass uses.
 
-Reads a config.json of any decoder of the usual fields, experts and quantized weights included, without its weights; of
-some families as the engine reads it. Knows some models by name, and nothing about GPUs or time. What it cannot read it
-names.
+A shape comes from a config.json (the weights are not read) or from `known_models.json`. Norms and biases are ignored.
 """
 
 from __future__ import annotations
@@ -10,6 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -19,278 +18,226 @@ from peagle.config import LAYERS, MASK_TOKEN_ID_KEYS, ChunkedAttention, ExpertsC
 from peagle.errors import UserError
 
 DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8_e4m3fn": 1.0}
-MXFP4_BYTES = 4.25 / 8  # 4 bits, and a scale of 8 bits for every 32 of them
-NUM_AUX_LAYERS = 3  # layers of the target that a drafter reads, unless its config says otherwise
-# Architectures whose configs say less than the usual fields, or have layers that differ by more than those say.
-PECULIAR = ("Gemma3For", "Gemma4For", "Llama4For")
+MXFP4_BYTES = 4.25 / 8  # 4 bits per weight and one 8-bit scale per 32 weights
+NUM_AUX_LAYERS = 3  # default number of auxiliary hidden states of a drafter
+# Their layers differ in ways that the common config fields do not describe; the engine's own reader is used.
+NON_UNIFORM_ARCHITECTURES = ("Gemma3For", "Gemma4For", "Llama4For")
+NUM_EXPERTS_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
+KNOWN_MODELS: dict[str, dict[str, Any]] = json.loads(
+    resources.files("peagle.planning").joinpath("known_models.json").read_text(encoding="utf-8")
+)
 
 
 @dataclass(frozen=True)
-class Shape:
-    """A decoder. `windows[i]` is layer i's window, None where it sees everything."""
+class ModelShape:
+    """Sizes of a decoder. `windows[i]` is the attention window of layer i; None is full attention."""
 
     name: str
-    hidden: int
-    heads: int
-    kv_heads: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
     head_dim: int
-    vocab: int
+    vocab_size: int
     windows: tuple[Window, ...]
-    moe: tuple[bool, ...]  # which layers have experts
-    intermediate: int  # of a layer without them
-    experts: int = 0
-    active: int = 0  # experts a token goes to
-    expert_intermediate: int = 0
-    shared_intermediate: int = 0  # of what every token goes to beside them
+    is_moe_layer: tuple[bool, ...]
+    intermediate_size: int  # of layers without experts
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    shared_expert_intermediate_size: int = 0
     tie_word_embeddings: bool = False
-    weight_bytes: float = 2.0  # of a weight of attention and plain MLPs
-    expert_bytes: float = 2.0
-    head_bytes: float = 2.0  # and of embeddings
-    kv_bytes: float = 2.0  # of a key's or value's element
-    kv_shapes: tuple[tuple[int, int], ...] = ()  # of each layer: kv_heads and head_dim, where they differ
+    bytes_per_weight: float = 2.0  # of attention and dense MLPs
+    bytes_per_expert_weight: float = 2.0
+    bytes_per_vocab_weight: float = 2.0  # of embeddings and lm_head
+    bytes_per_kv: float = 2.0
+    kv_shapes: tuple[tuple[int, int], ...] = ()  # (num_kv_heads, head_dim) of each layer, where layers differ
 
     @property
-    def layers(self) -> int:
+    def num_layers(self) -> int:
         return len(self.windows)
 
-    def kv_at(self, layer: int) -> tuple[int, int]:
-        """Heads of its keys, and how wide every head is."""
-        return self.kv_shapes[layer] if self.kv_shapes else (self.kv_heads, self.head_dim)
+    def kv_shape(self, layer: int) -> tuple[int, int]:
+        """`(num_kv_heads, head_dim)` of one layer."""
+        return self.kv_shapes[layer] if self.kv_shapes else (self.num_kv_heads, self.head_dim)
 
-    def attention_weights(self, layer: int) -> int:
-        kv_heads, head_dim = self.kv_at(layer)
-        return 2 * self.hidden * head_dim * (self.heads + kv_heads)
+    def num_attention_weights(self, layer: int) -> int:
+        num_kv_heads, head_dim = self.kv_shape(layer)
+        return 2 * self.hidden_size * head_dim * (self.num_heads + num_kv_heads)
 
-    @property
-    def head_weights(self) -> int:
-        return self.hidden * self.vocab
-
-    def mlp_weights(self, layer: int) -> int:
-        """Of what every token goes to, a router included."""
-        if not self.moe[layer]:
-            return 3 * self.hidden * self.intermediate
-        return self.hidden * (3 * self.shared_intermediate + self.experts)
+    def num_mlp_weights(self, layer: int) -> int:
+        """Weights that every token uses: a dense MLP, or the router and the shared expert."""
+        if not self.is_moe_layer[layer]:
+            return 3 * self.hidden_size * self.intermediate_size
+        return self.hidden_size * (3 * self.shared_expert_intermediate_size + self.num_experts)
 
     @property
-    def expert_weights(self) -> int:
-        """Of one."""
-        return 3 * self.hidden * self.expert_intermediate
-
-    def experts_touched(self, rows: int) -> float:
-        """Of a layer, by so many tokens that choose independently: E (1 - (1 - a/E)^rows)."""
-        return self.experts * (1 - (1 - self.active / self.experts) ** rows) if self.experts else 0.0
+    def num_weights_per_expert(self) -> int:
+        return 3 * self.hidden_size * self.moe_intermediate_size
 
     @property
-    def stored_bytes(self) -> float:
-        """All weights in memory."""
-        total = self.head_weights * self.head_bytes * (1 if self.tie_word_embeddings else 2)
-        for layer in range(self.layers):
-            total += (self.attention_weights(layer) + self.mlp_weights(layer)) * self.weight_bytes
-            total += self.experts * self.expert_weights * self.expert_bytes if self.moe[layer] else 0.0
+    def num_lm_head_weights(self) -> int:
+        return self.hidden_size * self.vocab_size
+
+    def expected_active_experts(self, num_rows: int) -> float:
+        """Experts of a layer that the rows use, if rows choose independently: E (1 - (1 - a/E)^rows)."""
+        if not self.num_experts:
+            return 0.0
+        return self.num_experts * (1 - (1 - self.num_experts_per_tok / self.num_experts) ** num_rows)
+
+    @property
+    def total_weight_bytes(self) -> float:
+        total = self.num_lm_head_weights * self.bytes_per_vocab_weight * (1 if self.tie_word_embeddings else 2)
+        for layer in range(self.num_layers):
+            total += (self.num_attention_weights(layer) + self.num_mlp_weights(layer)) * self.bytes_per_weight
+            if self.is_moe_layer[layer]:
+                total += self.num_experts * self.num_weights_per_expert * self.bytes_per_expert_weight
         return total
 
-    def cached_bytes(self, tokens: int, parts: int = 1) -> float:
-        """Keys and values of a request of so many tokens, over all of so many GPUs: heads that are fewer than those lie
-        on several."""
+    def kv_cache_bytes(self, num_tokens: int, tensor_parallel_size: int = 1) -> float:
+        """KV cache of one request over all GPUs. GPUs beyond the number of KV heads store copies."""
         total = 0.0
         for layer, window in enumerate(self.windows):
-            kept = min(tokens, window.chunk_size if isinstance(window, ChunkedAttention) else window or tokens)
-            kv_heads, head_dim = self.kv_at(layer)
-            total += kept * 2 * max(kv_heads, parts) * head_dim * self.kv_bytes
+            window_size = window.chunk_size if isinstance(window, ChunkedAttention) else window or num_tokens
+            num_kv_heads, head_dim = self.kv_shape(layer)
+            num_stored_heads = max(num_kv_heads, tensor_parallel_size)
+            total += min(num_tokens, window_size) * 2 * num_stored_heads * head_dim * self.bytes_per_kv
         return total
 
 
 @dataclass(frozen=True)
 class DrafterShape:
-    """A drafter: the layers of `body`, and what is put before and behind them."""
+    """Sizes of a drafter: decoder layers plus the fusion of the auxiliary hidden states."""
 
-    body: Shape  # its vocabulary is what it may say
+    body: ModelShape  # its vocab_size is the draft vocabulary
     method: Method
     aux_hidden_size: int
-    own_tables: bool  # its own embeddings and head lie in memory beside the target's
+    has_own_vocab_weights: bool  # embeddings and lm_head are not shared with the target
 
     @property
-    def combine_weights(self) -> int:
-        """Of what makes one state of the aux_hidden_states ones, and of the first layer's second half of inputs."""
+    def num_fusion_weights(self) -> int:
+        """Weights of `fc` and of the second input half of layer 0's q, k and v projections."""
         shape = self.body
-        return self.aux_hidden_size * shape.hidden + shape.hidden * shape.head_dim * (shape.heads + 2 * shape.kv_heads)
+        qkv_width = shape.head_dim * (shape.num_heads + 2 * shape.num_kv_heads)
+        return self.aux_hidden_size * shape.hidden_size + shape.hidden_size * qkv_width
 
     @property
-    def stored_bytes(self) -> float:
+    def total_weight_bytes(self) -> float:
         shape = self.body
-        tables = shape.head_weights * shape.head_bytes * 2
-        return shape.stored_bytes - (0 if self.own_tables else tables) + self.combine_weights * shape.weight_bytes
+        shared = 0 if self.has_own_vocab_weights else shape.num_lm_head_weights * shape.bytes_per_vocab_weight * 2
+        return shape.total_weight_bytes - shared + self.num_fusion_weights * shape.bytes_per_weight
 
 
-# What their config.json says, as far as it matters here.
-_LLAMA: dict[str, Any] = {"head_dim": 128, "num_key_value_heads": 8, "vocab_size": 128256}
-_GPT_OSS: dict[str, Any] = {
-    "hidden_size": 2880,
-    "intermediate_size": 2880,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "vocab_size": 201088,
-    "num_experts_per_tok": 4,
-    "sliding_window": 128,
-    "quantization_config": {"quant_method": "mxfp4"},
-}
-_QWEN3: dict[str, Any] = {"head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151936}
-
-
-def _sizes(layers: int, hidden: int, intermediate: int, heads: int) -> dict[str, int]:
-    return {
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_attention_heads": heads,
-    }
-
-
-def _alternating(layers: int) -> list[str]:
-    return ["sliding_attention", "full_attention"] * (layers // 2)
-
-
-CONFIGS: dict[str, dict[str, Any]] = {
-    "smollm2-135m": {
-        **_sizes(30, 576, 1536, 9),
-        "head_dim": 64,
-        "num_key_value_heads": 3,
-        "vocab_size": 49152,
-        "tie_word_embeddings": True,
-    },
-    "llama-3.2-1b": {**_LLAMA, **_sizes(16, 2048, 8192, 32), "head_dim": 64, "tie_word_embeddings": True},
-    "llama-3.2-3b": {**_LLAMA, **_sizes(28, 3072, 8192, 24), "tie_word_embeddings": True},
-    "llama-3.1-8b": {**_LLAMA, **_sizes(32, 4096, 14336, 32)},
-    "llama-3.1-70b": {**_LLAMA, **_sizes(80, 8192, 28672, 64)},
-    "llama-3.1-405b": {**_LLAMA, **_sizes(126, 16384, 53248, 128)},
-    "qwen3-8b": {**_QWEN3, **_sizes(36, 4096, 12288, 32)},
-    "qwen3-32b": {**_QWEN3, **_sizes(64, 5120, 25600, 64)},
-    "qwen3-coder-30b-a3b": {
-        **_QWEN3,
-        **_sizes(48, 2048, 6144, 32),
-        "num_key_value_heads": 4,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-    },
-    "gemma-4-31b": {
-        **_sizes(60, 5376, 21504, 32),
-        "architectures": ["Gemma4ForCausalLM"],
-        "head_dim": 256,
-        "num_key_value_heads": 16,
-        "vocab_size": 262144,
-        "tie_word_embeddings": True,
-        "sliding_window": 1024,
-        "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 10,
-        "global_head_dim": 512,
-        "num_global_key_value_heads": 4,
-        "attention_k_eq_v": True,
-        "hidden_size_per_layer_input": 0,
-    },
-    "gpt-oss-20b": {**_GPT_OSS, "num_hidden_layers": 24, "num_local_experts": 32, "layer_types": _alternating(24)},
-    "gpt-oss-120b": {**_GPT_OSS, "num_hidden_layers": 36, "num_local_experts": 128, "layer_types": _alternating(36)},
-}
-
-
-def target_shape(name: str, weight_bits: float | None = None, kv_bits: float | None = None) -> Shape:
-    """A folder with a config.json, that file itself, or a built-in name. Bits given go before those of the config."""
-    values, source = _config(name, "--target")
+def load_target_shape(name: str, weight_bits: float | None = None, kv_cache_bits: float | None = None) -> ModelShape:
+    """Reads a folder with a config.json, a config.json or a known name. Given bits override those of the config."""
+    values, source = _load_config(name, "--target", list(KNOWN_MODELS), KNOWN_MODELS)
     if is_speculators(values) or values.get("eagle_aux_hidden_state_layer_ids") is not None:
-        raise UserError(f"--target {name}: is a drafter; it goes to --drafter")
-    return read_shape(values, source, name, weight_bits, kv_bits)
+        raise UserError(f"--target {name}: is a drafter; pass it as --drafter")
+    return parse_shape(values, source, name, weight_bits, kv_cache_bits)
 
 
-def drafter_shape(name: str, target: Shape, flag: str = "--drafter") -> DrafterShape:
-    """A folder or config.json, or a method's name: a usual drafter of the target's width, `p-eagle:2` of 2 layers."""
+def load_drafter_shape(name: str, target: ModelShape, flag: str = "--drafter") -> DrafterShape:
+    """Reads a folder or a config.json, or builds a default drafter: `p-eagle`, or `p-eagle:2` with 2 layers."""
     kind, _, count = name.partition(":")
     if kind in LAYERS:
         if count and not (count.isdecimal() and 1 <= int(count) <= MAX_LAYERS):
-            raise UserError(f"{flag} {name}: behind the colon goes a number of layers, as in {kind}:2")
+            raise UserError(f"{flag} {name}: the part after the colon must be a number of layers, as in {kind}:2")
         method: Method = "eagle3" if kind == "eagle3" else "p-eagle"
-        return usual_drafter(target, method, int(count) if count else LAYERS[method])
-    values, source = _config(name, flag, ", ".join(LAYERS))
+        return default_drafter_shape(target, method, int(count) if count else LAYERS[method])
+    values, source = _load_config(name, flag, list(LAYERS), {})
     if is_speculators(values):
         values = speculators_to_plain(values, source)
-    parallel = any(values.get(key) is not None for key in MASK_TOKEN_ID_KEYS)
     fields = ConfigReader(values, source)
-    vocab = fields.size("vocab_size")
-    said = fields.size("draft_vocab_size", vocab)
-    body = read_shape({**values, "vocab_size": said, "tie_word_embeddings": False}, source, name, None, None)
-    aux_layer_ids = fields.int_list("eagle_aux_hidden_state_layer_ids")
-    wide = fields.size("target_hidden_size", body.hidden)
-    if wide != target.hidden:
-        raise UserError(f"{flag} {name}: was made for a target {wide} wide, {target.name} is {target.hidden} wide")
-    num_aux_layers = len(aux_layer_ids) if aux_layer_ids else fields.size("num_aux_hidden_states", NUM_AUX_LAYERS)
-    return DrafterShape(body, "p-eagle" if parallel else "eagle3", num_aux_layers * wide, own_tables=said != vocab)
-
-
-def usual_drafter(target: Shape, method: Method, layers: int) -> DrafterShape:
-    """Of the target's width in bf16. Where the target has experts, its MLP is as wide as those a token goes to: the
-    released heads for GPT-OSS are (1.7 billion parameters, 4 layers)."""
-    wide = target.active * target.expert_intermediate + target.shared_intermediate
-    body = Shape(
-        name=f"{method} of {layers} layer{'s' * (layers > 1)}",
-        hidden=target.hidden,
-        heads=target.heads,
-        kv_heads=target.kv_heads,
-        head_dim=target.head_dim,
-        vocab=target.vocab,
-        windows=(None,) * layers,
-        moe=(False,) * layers,
-        intermediate=wide if any(target.moe) else target.intermediate,
-        kv_bytes=target.kv_bytes,
+    vocab_size = fields.size("vocab_size")
+    draft_vocab_size = fields.size("draft_vocab_size", vocab_size)
+    body_values = {**values, "vocab_size": draft_vocab_size, "tie_word_embeddings": False}
+    body = parse_shape(body_values, source, name, None, None)
+    target_hidden_size = fields.size("target_hidden_size", body.hidden_size)
+    if target_hidden_size != target.hidden_size:
+        raise UserError(
+            f"{flag} {name}: its target_hidden_size is {target_hidden_size}, "
+            f"{target.name} has hidden_size {target.hidden_size}"
+        )
+    layer_ids = fields.int_list("eagle_aux_hidden_state_layer_ids")
+    num_aux_layers = len(layer_ids) if layer_ids else fields.size("num_aux_hidden_states", NUM_AUX_LAYERS)
+    is_parallel = any(values.get(key) is not None for key in MASK_TOKEN_ID_KEYS)
+    return DrafterShape(
+        body,
+        "p-eagle" if is_parallel else "eagle3",
+        num_aux_layers * target_hidden_size,
+        has_own_vocab_weights=draft_vocab_size != vocab_size,
     )
-    return DrafterShape(body, method, NUM_AUX_LAYERS * target.hidden, own_tables=False)
 
 
-def _config(name: str, flag: str, others: str = "") -> tuple[dict[str, Any], Path]:
+def default_drafter_shape(target: ModelShape, method: Method, num_layers: int) -> DrafterShape:
+    """A bf16 drafter of the target's width. For an MoE target, its MLP is as wide as the experts that a token uses,
+    as in the released GPT-OSS drafters."""
+    active_width = target.num_experts_per_tok * target.moe_intermediate_size + target.shared_expert_intermediate_size
+    body = ModelShape(
+        name=f"{method} with {num_layers} layer{'s' * (num_layers > 1)}",
+        hidden_size=target.hidden_size,
+        num_heads=target.num_heads,
+        num_kv_heads=target.num_kv_heads,
+        head_dim=target.head_dim,
+        vocab_size=target.vocab_size,
+        windows=(None,) * num_layers,
+        is_moe_layer=(False,) * num_layers,
+        intermediate_size=active_width if any(target.is_moe_layer) else target.intermediate_size,
+        bytes_per_kv=target.bytes_per_kv,
+    )
+    return DrafterShape(body, method, NUM_AUX_LAYERS * target.hidden_size, has_own_vocab_weights=False)
+
+
+def _load_config(
+    name: str, flag: str, suggestions: list[str], built_in: dict[str, dict[str, Any]]
+) -> tuple[dict[str, Any], Path]:
     known = name.strip().lower()
-    if known in CONFIGS and not others:
-        return CONFIGS[known], Path(known)
+    if known in built_in:
+        return built_in[known], Path(known)
     path = Path(name).expanduser()
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
-        names = others or ", ".join(CONFIGS)
-        near = get_close_matches(known.rsplit("/", 1)[-1], others.split(", ") if others else CONFIGS, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}? " if near else ""
-        what = "holds no config.json" if path.is_dir() else "is no folder, no config.json and no known name"
-        raise UserError(f"{flag} {name}: {what}; {hint}known: {names}")
+        matches = get_close_matches(known.rsplit("/", 1)[-1], suggestions, n=1, cutoff=0.5)
+        hint = f"did you mean {matches[0]}? " if matches else ""
+        problem = "has no config.json" if path.is_dir() else "is not a folder, a config.json or a known name"
+        raise UserError(f"{flag} {name}: {problem}; {hint}known names: {', '.join(suggestions)}")
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UserError(f"{flag} {name}: {file} cannot be read as JSON ({' '.join(str(error).split())})") from None
+        raise UserError(f"{flag} {name}: {file} is not readable as JSON ({' '.join(str(error).split())})") from None
     if not isinstance(values, dict):
-        raise UserError(f"{flag} {name}: {file} holds no JSON object")
+        raise UserError(f"{flag} {name}: {file} is not a JSON object")
     return values, file
 
 
-def read_shape(
-    values: dict[str, Any], source: Path, name: str, weight_bits: float | None, kv_bits: float | None
-) -> Shape:
-    """Of a config's object, `source` being what messages call it."""
-    outer = ConfigReader(values, source)
-    fields = outer.section("text_config") if "text_config" in values else outer
-    bytes_each = _dtype_bytes(outer, fields)
-    linear, expert = (weight_bits / 8,) * 2 if weight_bits is not None else _quantized(outer, bytes_each)
-    named = values.get("architectures")
-    peculiar = isinstance(named, list) and any(str(one).startswith(PECULIAR) for one in named[:1])
-    shape = _as_run(values, source, name) if peculiar else _as_written(outer, fields, name)
+def parse_shape(
+    values: dict[str, Any], source: Path, name: str, weight_bits: float | None, kv_cache_bits: float | None
+) -> ModelShape:
+    """Reads the values of a config.json. `source` is the file that error messages name."""
+    config = ConfigReader(values, source)
+    text_config = config.section("text_config") if "text_config" in values else config
+    dtype_bytes = _parse_dtype_bytes(config, text_config)
+    if weight_bits is not None:
+        bytes_per_weight = bytes_per_expert_weight = weight_bits / 8
+    else:
+        bytes_per_weight, bytes_per_expert_weight = _parse_quantization(config, dtype_bytes)
+    architectures = values.get("architectures")
+    first = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
+    if first.startswith(NON_UNIFORM_ARCHITECTURES):
+        shape = _shape_from_engine(values, source, name)
+    else:
+        shape = _shape_from_fields(config, text_config, name)
     return replace(
         shape,
-        weight_bytes=linear,
-        expert_bytes=expert,
-        head_bytes=min(bytes_each, 2.0),
-        kv_bytes=kv_bits / 8 if kv_bits is not None else min(bytes_each, 2.0),
+        bytes_per_weight=bytes_per_weight,
+        bytes_per_expert_weight=bytes_per_expert_weight,
+        bytes_per_vocab_weight=min(dtype_bytes, 2.0),
+        bytes_per_kv=kv_cache_bits / 8 if kv_cache_bits is not None else min(dtype_bytes, 2.0),
     )
 
 
-def _as_run(values: dict[str, Any], source: Path, name: str) -> Shape:
-    """What the embedded engine would make of it, were its weights not quantized."""
-    from peagle.checkpoints.families import (
-        read_decoder_config,
-        unsupported_feature,
-    )  # loads torch and transformers, which is slow
+def _shape_from_engine(values: dict[str, Any], source: Path, name: str) -> ModelShape:
+    """Reads the config as the embedded engine does, ignoring quantization."""
+    from peagle.checkpoints.families import read_decoder_config, unsupported_feature  # slow: imports torch
 
     values = {field: value for field, value in values.items() if field != "quantization_config"}
     cfg = read_decoder_config(values, source)
@@ -298,112 +245,110 @@ def _as_run(values: dict[str, Any], source: Path, name: str) -> Shape:
         raise UserError(f"{source}: {unsupported_feature(values, source)} cannot be planned yet")
     layers = [cfg.layer_at(i) for i in range(cfg.num_layers)]
     experts = next((layer.experts for layer in layers if layer.experts is not None), ExpertsConfig(0, 0, 0))
-    return Shape(
+    return ModelShape(
         name=name,
-        hidden=cfg.layer.hidden_size,
-        heads=cfg.layer.num_heads,
-        kv_heads=cfg.layer.num_kv_heads,
+        hidden_size=cfg.layer.hidden_size,
+        num_heads=cfg.layer.num_heads,
+        num_kv_heads=cfg.layer.num_kv_heads,
         head_dim=cfg.layer.head_dim,
-        vocab=cfg.vocab_size,
+        vocab_size=cfg.vocab_size,
         windows=cfg.windows,
-        moe=tuple(layer.experts is not None for layer in layers),
-        intermediate=next((layer.intermediate_size for layer in layers if layer.experts is None), 0),
-        experts=experts.num_experts,
-        active=experts.num_experts_per_tok,
-        expert_intermediate=experts.intermediate_size,
-        shared_intermediate=experts.shared_intermediate_size,
+        is_moe_layer=tuple(layer.experts is not None for layer in layers),
+        intermediate_size=next((layer.intermediate_size for layer in layers if layer.experts is None), 0),
+        num_experts=experts.num_experts,
+        num_experts_per_tok=experts.num_experts_per_tok,
+        moe_intermediate_size=experts.intermediate_size,
+        shared_expert_intermediate_size=experts.shared_intermediate_size,
         tie_word_embeddings=cfg.tie_word_embeddings,
         kv_shapes=tuple((layer.num_kv_heads, layer.head_dim) for layer in cfg.layers),
     )
 
 
-def _as_written(outer: ConfigReader, fields: ConfigReader, name: str) -> Shape:
-    """By the fields that most decoders share; `outer` has what may stand around the text model's own."""
-    if fields.values.get("kv_lora_rank"):
-        raise outer.error("latent attention (kv_lora_rank) cannot be planned yet; known: grouped heads")
-    layers, hidden = fields.size("num_hidden_layers", maximum=MAX_LAYERS), fields.size("hidden_size")
-    heads = fields.size("num_attention_heads")
-    moe = _moe_layers(fields, layers)
-    own = fields.size("intermediate_size") if not all(moe) else 0
-    experts = active = wide = shared = 0
-    if any(moe):
-        experts = _first_size(fields, "num_experts", "num_local_experts", "n_routed_experts")
-        active = _first_size(fields, "num_experts_per_tok", "experts_per_token")
-        if active > experts:
-            raise outer.error(f"a token goes to {active} of {experts} experts")
-        wide = _first_size(fields, "moe_intermediate_size", "intermediate_size")
-        shared = fields.optional_size("shared_expert_intermediate_size") or 0
-        shared = shared or (fields.optional_size("n_shared_experts") or 0) * wide
-    return Shape(
+def _shape_from_fields(config: ConfigReader, text_config: ConfigReader, name: str) -> ModelShape:
+    """Reads the fields that most decoders share. `config` may hold the text model in a section."""
+    if text_config.values.get("kv_lora_rank"):
+        raise config.error("latent attention (kv_lora_rank) cannot be planned yet; only grouped-query attention can")
+    num_layers, hidden_size = text_config.size("num_hidden_layers", maximum=MAX_LAYERS), text_config.size("hidden_size")
+    num_heads = text_config.size("num_attention_heads")
+    is_moe_layer = _parse_moe_layers(text_config, num_layers)
+    num_experts = num_active = moe_size = shared_size = 0
+    if any(is_moe_layer):
+        num_experts = _first_size(text_config, *NUM_EXPERTS_FIELDS)
+        num_active = _first_size(text_config, "num_experts_per_tok", "experts_per_token")
+        if num_active > num_experts:
+            raise config.error(f"num_experts_per_tok is {num_active}, but there are {num_experts} experts")
+        moe_size = _first_size(text_config, "moe_intermediate_size", "intermediate_size")
+        shared_size = text_config.optional_size("shared_expert_intermediate_size") or 0
+        shared_size = shared_size or (text_config.optional_size("n_shared_experts") or 0) * moe_size
+    tied = text_config.get("tie_word_embeddings", bool, False)
+    return ModelShape(
         name=name,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=fields.size("num_key_value_heads", heads),
-        head_dim=fields.size("head_dim", max(hidden // heads, 1)),
-        vocab=fields.size("vocab_size"),
-        windows=_windows(fields, layers),
-        moe=moe,
-        intermediate=own,
-        experts=experts,
-        active=active,
-        expert_intermediate=wide,
-        shared_intermediate=shared,
-        tie_word_embeddings=outer.get("tie_word_embeddings", bool, fields.get("tie_word_embeddings", bool, False)),
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=text_config.size("num_key_value_heads", num_heads),
+        head_dim=text_config.size("head_dim", max(hidden_size // num_heads, 1)),
+        vocab_size=text_config.size("vocab_size"),
+        windows=_parse_windows(text_config, num_layers),
+        is_moe_layer=is_moe_layer,
+        intermediate_size=0 if all(is_moe_layer) else text_config.size("intermediate_size"),
+        num_experts=num_experts,
+        num_experts_per_tok=num_active,
+        moe_intermediate_size=moe_size,
+        shared_expert_intermediate_size=shared_size,
+        tie_word_embeddings=config.get("tie_word_embeddings", bool, tied),
     )
 
 
 def _first_size(fields: ConfigReader, *names: str) -> int:
-    given = next((name for name in names if fields.values.get(name) is not None), names[0])
-    return fields.size(given)
+    return fields.size(next((name for name in names if fields.values.get(name) is not None), names[0]))
 
 
-def _moe_layers(fields: ConfigReader, layers: int) -> tuple[bool, ...]:
-    """Which layers have experts: all from the first that may, every so many of them, but those that are named."""
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    if not any(fields.values.get(name) for name in names):
-        return (False,) * layers
+def _parse_moe_layers(fields: ConfigReader, num_layers: int) -> tuple[bool, ...]:
+    if not any(fields.values.get(name) for name in NUM_EXPERTS_FIELDS):
+        return (False,) * num_layers
     first = fields.values.get("first_k_dense_replace") or 0
     step = fields.size("decoder_sparse_step", 1)
-    plain = fields.int_list("mlp_only_layers") or ()
-    return tuple(i >= first and (i + 1) % step == 0 and i not in plain for i in range(layers))
+    dense = fields.int_list("mlp_only_layers") or ()
+    return tuple(i >= first and (i + 1) % step == 0 and i not in dense for i in range(num_layers))
 
 
-def _windows(fields: ConfigReader, layers: int) -> tuple[int | None, ...]:
+def _parse_windows(fields: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
     window = fields.optional_size("sliding_window")
-    kinds = fields.values.get("layer_types")
-    if kinds is None:
-        return (window if fields.values.get("model_type") in ("mistral", "phi3") else None,) * layers
-    if not isinstance(kinds, list) or len(kinds) != layers:
-        raise fields.error(f"layer_types must name {layers} layers")
-    unknown = [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]
-    if unknown:
-        raise fields.error(f"layer type {unknown[0]!r} cannot be planned; known: full_attention, sliding_attention")
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    layer_types = fields.values.get("layer_types")
+    if layer_types is None:
+        return (window if fields.values.get("model_type") in ("mistral", "phi3") else None,) * num_layers
+    if not isinstance(layer_types, list) or len(layer_types) != num_layers:
+        raise fields.error(f"layer_types must list {num_layers} layers")
+    known = ("full_attention", "sliding_attention")
+    for layer_type in layer_types:
+        if layer_type not in known:
+            raise fields.error(f"layer type {layer_type!r} cannot be planned; known: {', '.join(known)}")
+    return tuple(window if layer_type == "sliding_attention" else None for layer_type in layer_types)
 
 
-def _dtype_bytes(outer: ConfigReader, fields: ConfigReader) -> float:
-    named = [f.values.get(key) for f in (fields, outer) for key in ("dtype", "torch_dtype")]
-    name = next((value for value in named if value is not None), "bfloat16")
-    if name not in DTYPE_BYTES:
-        raise outer.error(f"dtype {name!r} is not known; known: {', '.join(DTYPE_BYTES)}")
-    return DTYPE_BYTES[name]
+def _parse_dtype_bytes(config: ConfigReader, text_config: ConfigReader) -> float:
+    found = [fields.values.get(key) for fields in (text_config, config) for key in ("dtype", "torch_dtype")]
+    dtype = next((value for value in found if value is not None), "bfloat16")
+    if dtype not in DTYPE_BYTES:
+        raise config.error(f"dtype {dtype!r} is not known; known: {', '.join(DTYPE_BYTES)}")
+    return DTYPE_BYTES[dtype]
 
 
-def _quantized(fields: ConfigReader, plain: float) -> tuple[float, float]:
-    """Bytes of a weight of attention and plain MLPs, and of an expert's."""
-    how = fields.section("quantization_config")
-    if not how.values:
-        return plain, plain
-    method = how.get("quant_method", str)
+def _parse_quantization(fields: ConfigReader, dtype_bytes: float) -> tuple[float, float]:
+    """Bytes per weight of attention and dense MLPs, and bytes per expert weight."""
+    quantization = fields.section("quantization_config")
+    if not quantization.values:
+        return dtype_bytes, dtype_bytes
+    method = quantization.get("quant_method", str)
     if method == "mxfp4":
-        return plain, MXFP4_BYTES  # GPT-OSS: the experts alone
+        return dtype_bytes, MXFP4_BYTES  # GPT-OSS quantizes only the experts
     if method == "fp8":
         return 1.0, 1.0
-    bits = how.values.get("bits")
-    groups = how.values.get("config_groups")
+    bits = quantization.values.get("bits")
+    groups = quantization.values.get("config_groups")
     if bits is None and isinstance(groups, dict) and groups:
-        first = next(iter(groups.values()))
-        bits = ((first.get("weights") or {}) if isinstance(first, dict) else {}).get("num_bits")
+        group = next(iter(groups.values()))
+        bits = ((group.get("weights") or {}) if isinstance(group, dict) else {}).get("num_bits")
     if type(bits) is not int or not 1 <= bits <= 16:
-        raise fields.error(f"quantization {method!r} does not say its bits; give --weight-bits")
+        raise fields.error(f"quantization {method!r} does not state its bits; pass --weight-bits")
     return bits / 8, bits / 8

@@ -15,8 +15,8 @@ from peagle.checkpoints.families import read_decoder_config
 from peagle.checkpoints.files import read_config_json
 from peagle.config import DecoderConfig, ExpertsConfig, LayerConfig, RopeConfig
 from peagle.errors import UserError
-from peagle.planning.gpus import GPUS, Gpu
-from peagle.planning.shapes import CONFIGS, Shape, target_shape
+from peagle.planning.gpus import GPUS, GpuSpec
+from peagle.planning.shapes import KNOWN_MODELS, ModelShape, load_target_shape
 from peagle.training import resource_plan as plan
 from peagle.training.recipe import Recipe
 from peagle.training.run import plan_drafter_config, planned_chunk
@@ -34,7 +34,7 @@ ELEMENT = 2  # bf16
 
 @dataclass(frozen=True)
 class Cluster:
-    gpu: Gpu
+    gpu: GpuSpec
     gpus: int = 8  # of a node
     nodes: int = 1
     network: float = NETWORK
@@ -49,9 +49,9 @@ class Cluster:
     @property
     def machine(self) -> plan.TrainingHardware:
         """All GPUs of a node send to the next node at once, so rings between nodes share its network."""
-        scale = self.gpu.matrix_rate / MEASURED_ON.matrix_rate
-        copies = self.gpu.bandwidth / MEASURED_ON.bandwidth
-        link = self.gpu.link if self.nodes == 1 else min(self.gpu.link, self.gpus * self.network)
+        scale = self.gpu.matrix_flops / MEASURED_ON.matrix_flops
+        copies = self.gpu.memory_bandwidth / MEASURED_ON.memory_bandwidth
+        link = self.gpu.link_bandwidth if self.nodes == 1 else min(self.gpu.link_bandwidth, self.gpus * self.network)
         what = "as measured on an H200" if self.gpu == MEASURED_ON else f"an H200's, measured, times {scale:.2f}"
         return plan.TrainingHardware(
             world=self.gpus * self.nodes,
@@ -62,7 +62,7 @@ class Cluster:
             per_node=self.gpus,
             link=link,
             memory_rate=COPY_RATE * copies,
-            memory=USABLE * self.gpu.memory,
+            memory=USABLE * self.gpu.memory_bytes,
         )
 
 
@@ -75,38 +75,42 @@ def target_on_paper(name: str) -> DecoderConfig:
         try:
             return read_decoder_config(read_config_json(file.parent), file)
         except UserError:
-            return as_decoder(target_shape(str(file)))  # not one that runs here; its sizes may be read all the same
-    return as_decoder(target_shape(known_name(name)))
+            return as_decoder(
+                load_target_shape(str(file))
+            )  # not one that runs here; its sizes may be read all the same
+    return as_decoder(load_target_shape(known_name(name)))
 
 
 def known_name(name: str) -> str:
     """openai/gpt-oss-20b -> gpt-oss-20b, Qwen/Qwen3-Coder-30B-A3B-Instruct -> qwen3-coder-30b-a3b."""
     last = name.lower().rsplit("/", 1)[-1]
-    found = [known for known in CONFIGS if last == known or last.startswith(f"{known}-")]
+    found = [known for known in KNOWN_MODELS if last == known or last.startswith(f"{known}-")]
     return max(found, key=len, default=name)
 
 
-def as_decoder(shape: Shape) -> DecoderConfig:
+def as_decoder(shape: ModelShape) -> DecoderConfig:
     """As far as a plan needs one: no biases, no norms but the usual ones, which are too small to matter."""
-    if len(set(shape.moe)) > 1:
+    if len(set(shape.is_moe_layer)) > 1:
         raise UserError(f"--target {shape.name}: layers without experts among layers with them cannot be planned")
     experts = None
-    if shape.moe[0]:
+    if shape.is_moe_layer[0]:
         # what every token goes to is counted as one expert more, of the same width, that is always chosen
-        shared = shape.shared_intermediate // shape.expert_intermediate
-        experts = ExpertsConfig(shape.experts + shared, shape.active + shared, shape.expert_intermediate)
+        shared = shape.shared_expert_intermediate_size // shape.moe_intermediate_size
+        experts = ExpertsConfig(
+            shape.num_experts + shared, shape.num_experts_per_tok + shared, shape.moe_intermediate_size
+        )
     layer = LayerConfig(
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate or shape.active * shape.expert_intermediate,
-        num_heads=shape.heads,
-        num_kv_heads=shape.kv_heads,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size or shape.num_experts_per_tok * shape.moe_intermediate_size,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         experts=experts,
     )
     rope, longest = RopeConfig(), 1 << 17
     layers = tuple(replace(layer, num_kv_heads=kv_heads, head_dim=wide) for kv_heads, wide in shape.kv_shapes)
     tied, windows = shape.tie_word_embeddings, shape.windows
-    return DecoderConfig("", shape.vocab, shape.layers, layer, rope, longest, tied, windows, layers=layers)
+    return DecoderConfig("", shape.vocab_size, shape.num_layers, layer, rope, longest, tied, windows, layers=layers)
 
 
 def on_paper(

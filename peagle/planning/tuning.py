@@ -1,7 +1,4 @@
-"""What a round costs here, by requests at once and drafts: timed one after another, kept as they come.
-
-Knows the engine's rounds and the file they are kept in; nothing about acceptance or what is chosen from them.
-"""
+"""Times decode steps of the embedded engine by batch size and number of draft tokens, and saves the cost table."""
 
 from __future__ import annotations
 
@@ -9,8 +6,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -23,21 +19,25 @@ from peagle.engine.model_runner import ModelRunner
 from peagle.errors import UserError
 from peagle.speculative.adaptive_k import StepCostTable
 
+StepKind = tuple[int, int]  # batch size, number of draft tokens
+
 
 @dataclass(frozen=True)
-class Subject:
-    """What is timed. Costs of another subject are no use."""
+class CostTableKey:
+    """What a cost table was measured for. A table is only valid for an equal key."""
 
     target: str
     drafter: str
     device: str
     dtype: str
-    context: int
+    context_len: int
 
 
-def untimed(target: str, drafter: str, settings: TuneSettings, device: str | None, dtype: str | None) -> LLM:
-    """An engine that has not timed its rounds itself."""
-    with _any_costs() as table:
+def load_engine(target: str, drafter: str, settings: TuneSettings, device: str | None, dtype: str | None) -> LLM:
+    """Loads the engine with a placeholder cost table, so that it does not time its decode steps itself."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "costs.json"
+        StepCostTable({(1, 0): 1.0}).save(path)
         return LLM(
             target,
             drafter,
@@ -46,129 +46,124 @@ def untimed(target: str, drafter: str, settings: TuneSettings, device: str | Non
             max_model_len=settings.max_model_len,
             device=device,
             dtype=dtype,
-            cost_table=table,
+            cost_table=path,
             tokenizer=False,
         )
 
 
-@contextmanager
-def _any_costs() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "costs.json"
-        StepCostTable({(1, 0): 1.0}).save(path)
-        yield path
+def cost_table_key(llm: LLM, target: str, drafter: str, context_len: int) -> CostTableKey:
+    device = llm.model_runner.device
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return CostTableKey(target, drafter, device_name, llm.dtype, context_len)
 
 
-def subject_of(llm: LLM, target: str, drafter: str, context: int) -> Subject:
-    return Subject(target, drafter, _device_name(llm.model_runner.device), llm.dtype, context)
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def wanted(llm: LLM, settings: TuneSettings) -> list[tuple[int, int]]:
-    """The rounds worth timing, smallest first. On a GPU those that are recorded, but where batches are asked for."""
+def list_step_kinds(llm: LLM, settings: TuneSettings) -> list[StepKind]:
+    """The decode steps to time, smallest first. On a GPU: those with a CUDA graph."""
     graphs, choices = llm.model_runner.decode_graphs, llm.adaptive_k.choices
-    if graphs is not None:
-        batches = settings.batches or tuple(graphs.sizes)
-        return [(b, k) for b in sorted({*batches, *settings.concurrency}) for k in choices if graphs.find(b, k, 0)]
-    usual = tuple(b for b in settings.cpu_batches if b <= settings.max_num_seqs)
-    return [(b, k) for b in sorted({*(settings.batches or usual), *settings.concurrency}) for k in choices]
+    cpu_sizes = [size for size in settings.cpu_batch_sizes if size <= settings.max_num_seqs]
+    sizes = settings.batch_sizes or (graphs.sizes if graphs is not None else cpu_sizes)
+    kinds = [(size, k) for size in sorted({*sizes, *settings.concurrency}) for k in choices]
+    return kinds if graphs is None else [(size, k) for size, k in kinds if graphs.find(size, k, 0)]
 
 
-def sweep(
+def time_decode_steps(
     runner: ModelRunner,
-    rounds: list[tuple[int, int]],
+    step_kinds: list[StepKind],
     table: StepCostTable,
     settings: TuneSettings,
-    timed: Callable[[int, int], None] = lambda batch, k: None,
-    done: Callable[[int], None] = lambda batch: None,
+    on_step: Callable[[int, int], None] = lambda batch_size, k: None,
+    on_batch_size: Callable[[int], None] = lambda batch_size: None,
 ) -> None:
-    """Times what the table does not have yet: the fastest of some rounds each, in turns, so that a busy moment hits
-    all numbers of drafts alike. `timed` is told of every round, `done` of every batch that entered the table."""
-    if settings.context:
-        _occupy(runner, max((b for b, _ in rounds), default=0), settings.context)
-    for batch in sorted({b for b, _ in rounds}):
-        missing = [k for b, k in rounds if b == batch and (b, k) not in table.seconds]
+    """Adds the missing step kinds to the table: the fastest of several repeats.
+
+    Repeats alternate between the values of K, so that a busy moment affects all of them. `on_step` is called after
+    every step, `on_batch_size` after every batch size that is complete.
+    """
+    if settings.context_len:
+        _assign_kv_blocks(runner, max((size for size, _ in step_kinds), default=0), settings.context_len)
+    for batch_size in sorted({size for size, _ in step_kinds}):
+        missing = [k for size, k in step_kinds if size == batch_size and (size, k) not in table.seconds]
         fastest = dict.fromkeys(missing, float("inf"))
-        for turn in range(settings.warmup + settings.repeats):
+        for repeat in range(settings.warmup + settings.repeats):
             for k in missing:
-                took = _time(runner, batch, k, settings.context)
-                fastest[k] = min(fastest[k], took) if turn >= settings.warmup else fastest[k]
-                timed(batch, k)
-        table.seconds |= {(batch, k): seconds for k, seconds in fastest.items()}
+                seconds = _time_step(runner, batch_size, k, settings.context_len)
+                if repeat >= settings.warmup:
+                    fastest[k] = min(fastest[k], seconds)
+                on_step(batch_size, k)
+        table.seconds |= {(batch_size, k): seconds for k, seconds in fastest.items()}
         if missing:
-            done(batch)
+            on_batch_size(batch_size)
 
 
 @torch.inference_mode()
-def _occupy(runner: ModelRunner, requests: int, context: int) -> None:
-    """Gives each of the first slots blocks of its own for the context and what a round adds. Nobody may use the engine
-    for anything else afterwards."""
-    each = -(-min(context + 2 * runner.max_speculative_tokens + 2, runner.max_model_len) // BLOCK_SIZE)
-    there = len(runner.cache.keys[0])
-    if 1 + requests * each > there:
-        most = (there - 1) // max(requests, 1) * BLOCK_SIZE - 2 * runner.max_speculative_tokens - 2
+def _assign_kv_blocks(runner: ModelRunner, num_requests: int, context_len: int) -> None:
+    """Gives each request slot its own KV blocks for the context. The engine cannot serve requests afterwards."""
+    num_new_tokens = 2 * runner.max_speculative_tokens + 2
+    blocks_per_request = -(-min(context_len + num_new_tokens, runner.max_model_len) // BLOCK_SIZE)
+    num_blocks = len(runner.cache.keys[0])
+    if 1 + num_requests * blocks_per_request > num_blocks:
+        max_context_len = (num_blocks - 1) // max(num_requests, 1) * BLOCK_SIZE - num_new_tokens
         raise UserError(
-            f"--context {context}: the cache has no room for {requests} requests of it; at most {max(most, 0)}, or "
-            "fewer --max-num-seqs"
+            f"--context-len {context_len}: the KV cache is too small for {num_requests} such requests; "
+            f"use at most {max(max_context_len, 0)}, or a smaller --max-num-seqs"
         )
-    blocks = 1 + torch.randperm(requests * each, device=runner.device).view(requests, each).int()
-    runner.state.block_tables_SM[:requests, :each] = blocks
+    num_used = num_requests * blocks_per_request
+    block_ids = 1 + torch.randperm(num_used, device=runner.device).view(num_requests, blocks_per_request).int()
+    runner.state.block_tables_SM[:num_requests, :blocks_per_request] = block_ids
 
 
 @torch.inference_mode()
-def _time(runner: ModelRunner, batch: int, k: int, context: int) -> float:
-    """Seconds of a round: rows of nobody, or of requests that all have the context behind them."""
-    slots_B = torch.arange(batch, device=runner.device) if context else torch.full((batch,), -1, device=runner.device)
-    graph = runner.decode_graphs.find(batch, k, context) if runner.decode_graphs is not None else None
+def _time_step(runner: ModelRunner, batch_size: int, k: int, context_len: int) -> float:
+    """Seconds of one decode step: of padding slots, or of requests that all have the context."""
+    device = runner.device
+    slots_B = torch.arange(batch_size, device=device) if context_len else torch.full((batch_size,), -1, device=device)
+    graph = runner.decode_graphs.find(batch_size, k, context_len) if runner.decode_graphs is not None else None
     if graph is not None:
         graph.slots_B.fill_(-1)
-        graph.slots_B[:batch].copy_(slots_B)
-        graph.slots = None  # what it holds is not what `load` put there
-    runner.state.num_computed_tokens_S[:-1] = context  # the round before moved it on
-    _wait(runner)
+        graph.slots_B[:batch_size].copy_(slots_B)
+        graph.slots = None  # invalidates what `load` put there
+    runner.state.num_computed_tokens_S[:-1] = context_len  # the previous step advanced it
+    _synchronize(runner)
     started = time.perf_counter()
     if graph is not None:
         graph.replay()
     else:
         runner.decode_step(slots_B, k)
-    _wait(runner)
+    _synchronize(runner)
     return time.perf_counter() - started
 
 
-def _wait(runner: ModelRunner) -> None:
+def _synchronize(runner: ModelRunner) -> None:
     if runner.device.type == "cuda":
         torch.cuda.synchronize(runner.device)
 
 
-def keep(path: Path, table: StepCostTable, subject: Subject, finished: bool) -> None:
-    """Takes the place of what is there as a whole. The engine reads an unfinished table too."""
-    unfinished = path.with_name(f".{path.name}.unfinished")
+def save_cost_table(path: Path, table: StepCostTable, key: CostTableKey, finished: bool) -> None:
+    """Replaces the file atomically. The engine also reads an unfinished table."""
+    temporary = path.with_name(f".{path.name}.unfinished")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        table.save(unfinished, **asdict(subject), finished=finished)
-        os.replace(unfinished, path)
+        table.save(temporary, **asdict(key), finished=finished)
+        os.replace(temporary, path)
     except OSError as error:
-        unfinished.unlink(missing_ok=True)
-        raise UserError(f"--out {path}: cannot be written ({error.strerror})") from None
+        temporary.unlink(missing_ok=True)
+        raise UserError(f"--cost-table {path}: cannot be written ({error.strerror})") from None
 
 
-def kept(path: Path, subject: Subject) -> StepCostTable:
-    """What an earlier run of the same subject timed; empty if there is no file."""
+def load_cost_table(path: Path, key: CostTableKey) -> StepCostTable:
+    """The table of an earlier run with the same key; empty if the file does not exist."""
     if not path.exists():
         return StepCostTable()
     try:
-        about = json.loads(path.read_text())
+        values = json.loads(path.read_text())
         table = StepCostTable.load(path)
-        there = {name: about.get(name) for name in asdict(subject)}
-    except (OSError, ValueError, AttributeError):
-        raise UserError(f"--out {path}: is there and no table of `peagle tune`; name another file") from None
-    for name, value in asdict(subject).items():
-        if there[name] != value:
+        found = {name: values.get(name) for name in asdict(key)}
+    except (OSError, ValueError, AttributeError, UserError):
+        raise UserError(f"--cost-table {path}: exists and is not a cost table; use another file") from None
+    for name, value in asdict(key).items():
+        if found[name] != value:
             raise UserError(
-                f"--out {path}: is a table for {name} {there[name]}, not {value}; name another file, or --again to "
-                "measure anew"
+                f"--cost-table {path}: was measured for {name} {found[name]}, not {value}; "
+                "use another file or --overwrite"
             )
     return table

@@ -6,7 +6,6 @@ Each of these verbs is started from scratch once, so that it is seen to import w
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import signal
 import subprocess
@@ -221,14 +220,13 @@ def test_ctrl_c_keeps_what_was_said_and_shows_no_traceback() -> None:
     assert len(first + rest) >= 20
 
 
-def test_tune_measures_rounds_and_says_how_many_drafts_pay(target: Path, tmp_path: Path) -> None:
+def test_tune_writes_a_cost_table(target: Path, tmp_path: Path) -> None:
     ask = ("tune", "-t", str(target), "-d", str(drafter_folder("p-eagle-1")), "--device", "cpu")
-    ask += ("--max-model-len", "64", "--max-num-seqs", "2", "--rates", "0.8,0.6,0.5")
+    ask += ("--max-model-len", "64", "--max-num-seqs", "2", "--acceptance-rates", "0.8,0.6,0.5")
     table = tmp_path / "costs.json"
-    shown = from_scratch(*ask, "--out", str(table))
+    shown = from_scratch(*ask, "--cost-table", str(table))
     assert shown.returncode == 0 and "best K" in shown.stdout and str(table) in shown.stdout
-    assert re.search(r"memory: weights \d+ MiB, cache \d+ MiB", shown.stdout)
-    kept = json.loads(table.read_text())["rounds"]
-    assert {row["drafts"] for row in kept} == {0, 1, 2, 3, 5, 7} and all(row["ms"] > 0 for row in kept)
+    steps = json.loads(table.read_text())["steps"]
+    assert {row["num_draft_tokens"] for row in steps} == {0, 1, 2, 3, 5, 7} and all(row["ms"] > 0 for row in steps)
     wrong = peagle(*ask[:-1], "0.5,0.6")
-    assert wrong.returncode == 2 and "--rates 0.5,0.6" in wrong.stderr
+    assert wrong.returncode == 2 and "--acceptance-rates 0.5,0.6" in wrong.stderr

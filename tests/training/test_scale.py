@@ -92,7 +92,7 @@ def test_a_config_alone_is_enough(tmp_path: Path) -> None:
     given: dict[str, Any] = {
         "gpt-oss-120b": GptOssConfig(architectures=["GptOssForCausalLM"]).to_dict() | quantized,
         "qwen3-coder-30b-a3b": Qwen3MoeConfig(**qwen, architectures=["Qwen3MoeForCausalLM"]).to_dict(),
-        "qwen3-8b": {**training_scale.CONFIGS["qwen3-8b"], "architectures": ["SomethingNew"]},
+        "qwen3-8b": {**training_scale.KNOWN_MODELS["qwen3-8b"], "architectures": ["SomethingNew"]},
     }
     for name, config in given.items():
         folder = tmp_path / name
