@@ -1,7 +1,6 @@
-"""The playground in a real browser, against the real server: a conversation with SmolLM2, the keyboard, small screens.
+"""The playground in Chromium against a real server: a conversation with SmolLM2, the keyboard, small screens, errors.
 
-Needs Chromium (`make test-browser`). Answers, shades and numbers are held to the engine's own; what a server says only
-when it is in trouble is said in its place, by a route of the browser's.
+Texts, shades and statistics are compared with the engine's. Errors of the server are faked by a route in the browser.
 """
 
 from __future__ import annotations
@@ -36,11 +35,12 @@ HOSTILE = '<img src=x onerror="window.hit=1"><script>window.hit=1</script> & </p
 # Every character of the last answers, with whether it is shaded.
 SHADES = """
 [...document.querySelectorAll(".turn:last-child .text")].map((text) =>
-  [...text.querySelectorAll("span")].map((span) => [span.textContent, span.className === "draft"]))
+  [...text.querySelectorAll("span")].map((span) => [span.textContent, span.className === "draft-token"]))
 """
 DRAFTED_LOOKS = """
 (() => {
-  const [drafted, own] = ["draft", "own"].map((name) => getComputedStyle(document.querySelector(`#turns .${name}`)));
+  const style = (name) => getComputedStyle(document.querySelector(`#turns .${name}`));
+  const [drafted, own] = [style("draft-token"), style("target-token")];
   return [drafted.textDecorationLine, own.textDecorationLine, drafted.backgroundColor !== own.backgroundColor];
 })()
 """
@@ -96,7 +96,7 @@ def talk(smollm2: Any) -> Talk:
 
 @pytest.fixture(scope="module")
 def smol(talk: Talk) -> Iterator[LocalServer]:
-    with LocalServer(lambda: talk.llm, model="smollm2-135m") as server:
+    with LocalServer(lambda: talk.llm, served_model_name="smollm2-135m") as server:
         yield server
 
 
@@ -107,8 +107,8 @@ def letters(parts: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
 def visit(tab: Tab, server: LocalServer, tokens: int = TOKENS) -> None:
     tab.look(1280)
     tab.open(server.url + "/")
-    expect(tab.page.locator("#about")).to_have_text(re.compile(f"^{server.settings.model}"))
-    tab.page.get_by_label("Longest answer").fill(str(tokens))
+    expect(tab.page.locator("#about")).to_have_text(re.compile(f"^{server.settings.served_model_name}"))
+    tab.page.get_by_label("Max tokens").fill(str(tokens))
 
 
 def send(tab: Tab, words: str) -> None:
@@ -133,7 +133,7 @@ def button(tab: Tab, name: str) -> Locator:
 
 
 def side_by_side(tab: Tab) -> None:
-    tab.page.get_by_role("radio", name="side by side").check()
+    tab.page.get_by_role("radio", name="compare").check()
 
 
 def texts_of(tab: Tab, selector: str) -> list[str]:
@@ -174,13 +174,13 @@ def test_a_conversation_with_smollm2(tab: Tab, talk: Talk, smol: LocalServer) ->
     assert float(texts_of(tab, "#speed")[0]) > 0
     assert talk.first.text in texts_of(tab, "p[role=status]")[0], "read out to those who do not see it"
 
-    tab.page.get_by_role("slider", name="Drafts a round").fill("2")
+    tab.page.get_by_role("slider", name="Draft tokens per step").fill("2")
     side_by_side(tab)
     ask(tab, SECOND)
     helped, alone = tab.evaluate(SHADES)
     assert letters(helped) == talk.shades(talk.second)
     assert "".join(text for text, _ in alone) == talk.second.text and not any(drafted for _, drafted in alone)
-    equal = f"✓ The two texts are equal, token for token ({len(talk.second.token_ids)} tokens)"
+    equal = f"✓ Both outputs are equal, token for token ({len(talk.second.token_ids)} tokens)"
     assert equal in texts_of(tab, ".verdict")[0]
 
     rates = []
@@ -188,7 +188,7 @@ def test_a_conversation_with_smollm2(tab: Tab, talk: Talk, smol: LocalServer) ->
         could = [talk.first, talk.second] if i < 2 else [talk.first]
         share = sum(out.num_accepted_tokens_per_pos[i] for out in could) / sum(out.num_drafts for out in could)
         rates.append(f"position {i + 1}: {int(100 * share + 0.5)}%")
-    chart = f"Drafts accepted in this conversation. {', '.join(rates)}."
+    chart = f"Acceptance rate by position. {', '.join(rates)}."
     expect(tab.page.get_by_role("img", name=chart, exact=True)).to_be_visible()
     assert not tab.said and {url.removeprefix(smol.url) for url in tab.asked} == {
         "/",
@@ -274,18 +274,29 @@ def test_the_keyboard_alone_is_enough(tab: Tab, small: LocalServer) -> None:
     keyboard.type("two")
     assert message.input_value() == "one\ntwo"
     keyboard.press("Enter")
-    expect(tab.page.locator(".said")).to_be_visible()
+    expect(tab.page.locator(".message")).to_be_visible()
     answered(tab)
-    assert texts_of(tab, ".said") == ["one\ntwo"]
-    tab.page.get_by_role("link", name="Skip to your message").focus()
+    assert texts_of(tab, ".message") == ["one\ntwo"]
+    tab.page.get_by_role("link", name="Skip to the message field").focus()
     order = []
     for _ in range(16):
         order.append(tab.evaluate(FOCUSED))
         keyboard.press("Tab")
     names = [name for name, _ in order if name]
-    wanted = ["Skip to your message", "log", "Copy", "ask", "send", "reset", "mode", "k", "temperature", "max-tokens"]
+    wanted = [
+        "Skip to the message field",
+        "conversation",
+        "Copy",
+        "message",
+        "send",
+        "reset",
+        "mode",
+        "k",
+        "temperature",
+        "max-tokens",
+    ]
     assert [name for name in names if name in [*wanted, "system", "key"]][:12] == [*wanted, "system", "key"], names
-    assert all(seen for name, seen in order if name in ("Copy", "send", "reset", "mode", "k", "key", "ask")), order
+    assert all(seen for name, seen in order if name in ("Copy", "send", "reset", "mode", "k", "key", "message")), order
 
 
 @pytest.mark.parametrize(
@@ -293,7 +304,7 @@ def test_the_keyboard_alone_is_enough(tab: Tab, small: LocalServer) -> None:
     [
         (
             {"status": 400, "json": {"error": {"message": "max_tokens: must be at least 1"}}},
-            "The server refuses this: max_tokens: must be at least 1",
+            "The server refuses the request: max_tokens: must be at least 1",
         ),
         ({"status": 502, "body": "<h1>Bad gateway</h1>"}, "The server failed (502). <h1>Bad gateway</h1>"),
         (
@@ -302,9 +313,9 @@ def test_the_keyboard_alone_is_enough(tab: Tab, small: LocalServer) -> None:
         ),
         (
             {"body": 'data: {"choices": [{"delta": {"content": "half"}}]}\n\n'},
-            "The connection was lost in the middle of the answer.",
+            "The connection was lost during the response.",
         ),
-        ({}, "The server does not answer. Is it still running, and is the network up?"),
+        ({}, "The server does not respond. Is it running, and is the network up?"),
     ],
 )
 def test_trouble_is_told_in_words_and_can_be_tried_again(
@@ -317,7 +328,7 @@ def test_trouble_is_told_in_words_and_can_be_tried_again(
     button(tab, "Try again").click()
     expect(tab.page.get_by_role("alert")).to_have_count(0)
     answered(tab)
-    _, _, whole = small.ask("/v1/chat/completions", chat_body(PROMPT))
+    _, _, whole = small.request("/v1/chat/completions", chat_body(PROMPT))
     assert texts_of(tab, ".text") == [whole["choices"][0]["message"]["content"]]
     assert not tab.page.get_by_role("alert").count()
 
@@ -333,11 +344,11 @@ def test_a_full_server_says_when_to_come_back(tab: Tab, small: LocalServer) -> N
     ask(tab, PROMPT)
     again = tab.page.get_by_role("alert").get_by_role("button")
     assert again.is_disabled() and re.fullmatch(r"Try again in [123] s", again.inner_text())
-    assert last_error(tab) == "The server has all it can do. 256 wait."
+    assert last_error(tab) == "The server is overloaded. 256 wait."
     expect(again).to_be_enabled(timeout=10_000)
     # what was not answered is no part of the conversation
     ask(tab, "Now")
-    _, _, whole = small.ask("/v1/chat/completions", chat_body("Now"))
+    _, _, whole = small.request("/v1/chat/completions", chat_body("Now"))
     assert texts_of(tab, ".text") == [whole["choices"][0]["message"]["content"]]
 
 
@@ -347,10 +358,10 @@ def test_text_stays_text(tab: Tab, small: LocalServer) -> None:
     event = {"choices": [{"delta": {"content": HOSTILE}, "finish_reason": "stop", "peagle": tokens}]}
     pretend(tab, body=f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n")
     ask(tab, HOSTILE)
-    assert texts_of(tab, ".said, .text") == [HOSTILE, HOSTILE]
+    assert texts_of(tab, ".message, .text") == [HOSTILE, HOSTILE]
     pretend(tab, status=400, json={"error": {"message": HOSTILE}})
     ask(tab, "again")
-    assert last_error(tab) == f"The server refuses this: {HOSTILE}"
+    assert last_error(tab) == f"The server refuses the request: {HOSTILE}"
     assert tab.evaluate("window.hit === undefined && !document.querySelector('main img, main b')")
     # nor would a script run that somebody got into the page, or a request leave for elsewhere
     tab.evaluate(
@@ -366,9 +377,9 @@ def test_a_key_stays_in_memory(tab: Tab) -> None:
     with LocalServer(api_key="sesame") as server:
         tab.look(1280)
         tab.open(server.url + "/")
-        expect(tab.page.locator("#about.away")).to_contain_text("wants an API key")
+        expect(tab.page.locator("#about.unreachable")).to_contain_text("requires an API key")
         ask(tab, PROMPT)
-        assert last_error(tab) == "The server wants an API key: give it under Settings."
+        assert last_error(tab) == "The server requires an API key: enter it under Settings."
         expect(tab.page.get_by_label("API key")).to_be_focused()
         tab.page.keyboard.type("sesame")
         button(tab, "Try again").click()
