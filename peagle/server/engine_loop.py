@@ -4,7 +4,7 @@ The boundary between the HTTP front end and the engine:
 
 - The front end sends commands through one queue: add a request, abort it, call a function between two steps, stop.
 - The engine sends `OutputDelta` objects and exceptions into the `RequestStream` of a request. It also replaces
-  `EngineLoop.stats` after every step, and writes the `RequestTiming` objects that the front end reads.
+  `EngineLoop.stats` after every step, and writes the `CompletionTiming` objects that the front end reads.
 - Only the engine's thread touches the `LLM`. The one exception is `compile_grammar`, which is thread-safe.
 - This module knows nothing about HTTP, and the front end knows nothing about `LLM`.
 
@@ -32,13 +32,13 @@ from peagle.errors import UserError
 from peagle.server.engine_stats import EngineStats, EngineStatsCounter
 from peagle.server.logs import format_traceback, log_event
 from peagle.server.request_stream import (
+    CompletionTiming,
     EngineFailedError,
     EngineRequest,
     EngineUnavailableError,
     OutputDelta,
     QueueFullError,
     RequestStream,
-    RequestTiming,
 )
 
 MAX_ERROR_LENGTH = 200
@@ -111,7 +111,7 @@ class EngineLoop:
         )
         now = time.perf_counter()
         for i, prompt_token_ids in enumerate(prompts):
-            timings = [RequestTiming(now) for _ in range(params.n)]
+            timings = [CompletionTiming(now) for _ in range(params.n)]
             request = EngineRequest(request_stream, i * params.n, prompt_token_ids, params, stream, timings)
             request_stream.requests.append(request)
         self.open_streams.add(request_stream)

@@ -85,7 +85,7 @@ class ResponseFormat(StrictModel):
         return grammar.from_json_schema(schema)
 
 
-class GenerationRequest(StrictModel):
+class SamplingRequest(StrictModel):
     """Fields of both /v1/completions and /v1/chat/completions."""
 
     model: str | None = None
@@ -159,7 +159,7 @@ def _require(ok: bool, field: str, message: str, code: str = "invalid_value") ->
         raise invalid_value(field, message, code)
 
 
-class CompletionRequest(GenerationRequest):
+class CompletionRequest(SamplingRequest):
     prompt: str | list[str] | list[NonNegativeInt] | list[list[NonNegativeInt]]
     logprobs: BoundedInt | None = None
 
@@ -279,7 +279,7 @@ class ToolUsage:
         return [tool["function"]["name"] for tool in self.definitions or ()]
 
 
-class ChatRequest(GenerationRequest):
+class ChatRequest(SamplingRequest):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     tools: list[ToolDefinition] | None = None
     chat_template_kwargs: JSON | None = None

@@ -30,7 +30,7 @@ class EngineFailedError(Exception):
 
 
 @dataclass
-class RequestTiming:
+class CompletionTiming:
     """Times of one completion in seconds since its arrival. Only the engine's thread writes them."""
 
     arrival_time: float
@@ -61,7 +61,7 @@ class OutputDelta:
     logprobs: list[dict[int, float]] | None
     finish_reason: str | None
     output: CompletionOutput | None = None  # in the last delta
-    timing: RequestTiming | None = None
+    timing: CompletionTiming | None = None
 
 
 @dataclass(eq=False)
@@ -73,7 +73,7 @@ class EngineRequest:
     prompt_token_ids: list[int]
     params: SamplingParams
     stream: bool
-    timings: list[RequestTiming]  # one per completion
+    timings: list[CompletionTiming]  # one per completion
     group: RequestGroup | None = None
     sent_characters: list[int] = field(default_factory=list)  # per completion
     sent_steps: list[int] = field(default_factory=list)  # per completion: decode steps already sent
@@ -127,5 +127,5 @@ class RequestStream:
             self._on_finished(self)
 
     @property
-    def timings(self) -> list[RequestTiming]:
+    def timings(self) -> list[CompletionTiming]:
         return [timing for request in self.requests for timing in request.timings]

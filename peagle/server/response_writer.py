@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from peagle.engine.detokenizer import Detokenizer
 from peagle.engine.request import CompletionOutput
-from peagle.server.request_stream import OutputDelta, RequestTiming
+from peagle.server.request_stream import CompletionTiming, OutputDelta
 from peagle.server.tokenization import ServerTokenizer
 from peagle.server.tool_calls import ParsedToolCall, ToolCallParser
 
@@ -20,7 +20,7 @@ TokenLogprobs = dict[int, float]
 
 
 @dataclass
-class ResponseWriter:
+class OpenAIResponseWriter:
     """Writes one response."""
 
     kind: Literal["chat", "text"]
@@ -36,7 +36,7 @@ class ResponseWriter:
     skip_special_tokens: bool = True
     new_tool_parser: Callable[[], ToolCallParser] | None = None  # if the completion may call tools
     created: int = field(default_factory=lambda: int(time.time()))
-    finished: dict[int, tuple[CompletionOutput, RequestTiming]] = field(default_factory=dict)
+    finished: dict[int, tuple[CompletionOutput, CompletionTiming]] = field(default_factory=dict)
     _text_offsets: dict[int, int] = field(default_factory=dict)  # characters written, per completion
     _detokenizers: dict[int, Detokenizer] = field(default_factory=dict)
     _tool_parsers: dict[int, ToolCallParser] = field(default_factory=dict)

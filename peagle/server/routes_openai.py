@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from peagle.config import SamplingParams
 from peagle.errors import UserError
 from peagle.server.errors import invalid_value, to_api_error
-from peagle.server.protocol import ChatRequest, CompletionRequest, GenerationRequest, ToolUsage
+from peagle.server.protocol import ChatRequest, CompletionRequest, SamplingRequest, ToolUsage
 from peagle.server.request_body import (
     CLIENT_DISCONNECTED,
     ClientDisconnected,
@@ -22,7 +22,7 @@ from peagle.server.request_body import (
     wait_for_disconnect,
 )
 from peagle.server.request_stream import OutputDelta, RequestStream
-from peagle.server.response_writer import ResponseWriter
+from peagle.server.response_writer import OpenAIResponseWriter
 from peagle.server.server_context import ServerContext, get_context
 from peagle.speculative.reference import check_prompt
 
@@ -65,7 +65,7 @@ async def completions(request: Request) -> Response:
 async def respond(
     request: Request,
     context: ServerContext,
-    body: GenerationRequest,
+    body: SamplingRequest,
     kind: Kind,
     prompts: list[list[int]],
     max_tokens: int | None,
@@ -74,7 +74,7 @@ async def respond(
     """Sends the prompts through the engine and returns the response, streamed or whole."""
     params = await build_sampling_params(context, body, kind, prompts, max_tokens, tools)
     stream, max_k = body.stream is True, context.info.max_speculative_tokens
-    writer = ResponseWriter(
+    writer = OpenAIResponseWriter(
         kind=kind,
         id=f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{request.scope['request_id']}",
         model=body.model or context.settings.served_model_name,
@@ -113,7 +113,7 @@ async def respond(
 
 async def build_sampling_params(
     context: ServerContext,
-    body: GenerationRequest,
+    body: SamplingRequest,
     kind: Kind,
     prompts: list[list[int]],
     max_tokens: int | None,
@@ -161,7 +161,7 @@ class EventStreamResponse(Response):
         self,
         context: ServerContext,
         request_stream: RequestStream,
-        writer: ResponseWriter,
+        writer: OpenAIResponseWriter,
         first: OutputDelta,
         params: SamplingParams,
     ) -> None:

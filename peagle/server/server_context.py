@@ -16,7 +16,7 @@ from peagle.server.engine_loop import EngineInfo, EngineLoop
 from peagle.server.errors import ApiError, invalid_value
 from peagle.server.protocol import ResponseFormat, ToolUsage
 from peagle.server.request_stream import EngineUnavailableError, QueueFullError, RequestStream
-from peagle.server.response_writer import ResponseWriter
+from peagle.server.response_writer import OpenAIResponseWriter
 from peagle.server.tokenization import ServerTokenizer
 from peagle.server.tool_calls import (
     ToolCallFormat,
@@ -146,7 +146,7 @@ class ServerContext:
         self,
         scope: "Scope",
         request_stream: RequestStream,
-        writer: ResponseWriter,
+        writer: OpenAIResponseWriter,
         params: SamplingParams,
         failed: bool,
     ) -> None:
