@@ -1,8 +1,7 @@
-"""A tab of headless Chromium, by Playwright.
+"""A tab of headless Chromium, driven by Playwright.
 
-Knows nothing about reports or the playground. Needs Debian's `chromium`, or another one by CHROMIUM; Playwright brings
-none here. The browser may reach nothing outside: whatever asks for the network is refused and noted in `Tab.asked`.
-Only this machine's own servers can be reached, and only where `browser(local=True)` asks for it.
+Needs Debian's `chromium`, or the path of another one in $CHROMIUM. The browser reaches no network; with
+`open_browser(local=True)` it reaches servers on this machine. `Tab.requests` lists every address that a page requested.
 """
 
 from __future__ import annotations
@@ -17,8 +16,9 @@ from typing import Any, Literal
 
 from playwright.sync_api import CDPSession, FloatRect, Page, expect, sync_playwright
 
-NOBODY_ELSE = "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
-ANSWER_MS = 60_000
+ONLY_LOOPBACK = "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
+TIMEOUT_MS = 60_000
+NO_CHROMIUM = "Chromium is not installed (Debian: apt-get install chromium), and $CHROMIUM names none"
 
 
 def find_chromium() -> str | None:
@@ -27,23 +27,23 @@ def find_chromium() -> str | None:
 
 @dataclass
 class Tab:
-    """One page of one browser. `said` is what its console and its errors held, `asked` which addresses it wanted."""
+    """One page of one browser, with the messages of its console and the addresses it requested."""
 
     page: Page
     devtools: CDPSession
-    said: list[str] = field(default_factory=list)
-    asked: list[str] = field(default_factory=list)
+    console_messages: list[str] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
 
     def open(self, page: Path | str) -> None:
-        """A file, or an address."""
-        self.said.clear()
-        self.asked.clear()
+        """Opens a file or an address."""
+        self.console_messages.clear()
+        self.requests.clear()
         self.page.goto(page.resolve().as_uri() if isinstance(page, Path) else page)
 
-    def look(
+    def set_screen(
         self, width: int, dark: bool = False, media: Literal["screen", "print"] = "screen", height: int = 900
     ) -> None:
-        """As on a screen of this width; a narrow one is a phone's, which Playwright sets for new pages only."""
+        """Emulates a screen. A narrow one is a phone's, which Playwright itself can set for new pages only."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         self.devtools.send("Emulation.setDeviceMetricsOverride", size)
         scheme: Literal["dark", "light"] = "dark" if dark else "light"
@@ -53,7 +53,7 @@ class Tab:
         return self.page.evaluate(expression)
 
     def screenshot(self, out: Path, selector: str | None = None, height: int | None = None) -> None:
-        """The whole page, its first `height` pixels, or the first element that the selector finds."""
+        """Saves the whole page, its first `height` pixels, or the first element that the selector finds."""
         if selector is not None:
             self.page.locator(selector).first.screenshot(path=out)
             return
@@ -62,19 +62,19 @@ class Tab:
 
 
 @contextmanager
-def browser(local: bool = False) -> Iterator[Tab]:
-    """One at a time: Playwright runs one event loop in a thread."""
+def open_browser(local: bool = False) -> Iterator[Tab]:
+    """Opens one browser. Playwright runs one event loop per thread, so there can be only one at a time."""
     chromium = find_chromium()
-    assert chromium is not None, "no Chromium here (Debian: apt-get install chromium), and none in CHROMIUM"
-    expect.set_options(timeout=ANSWER_MS)
+    assert chromium is not None, NO_CHROMIUM
+    expect.set_options(timeout=TIMEOUT_MS)
     with sync_playwright() as playwright:
-        # No sandbox: it runs as root in containers, and the pages are our own.
-        launched = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", NOBODY_ELSE])
+        # No sandbox: containers run it as root, and the pages are our own.
+        launched = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", ONLY_LOOPBACK])
         with launched, launched.new_context(offline=not local, no_viewport=True) as context:
-            context.set_default_timeout(ANSWER_MS)
+            context.set_default_timeout(TIMEOUT_MS)
             page = context.new_page()
             tab = Tab(page, context.new_cdp_session(page))
-            page.on("console", lambda message: tab.said.append(message.text))
-            page.on("pageerror", lambda error: tab.said.append(str(error)))
-            page.on("request", lambda request: tab.asked.append(request.url))
+            page.on("console", lambda message: tab.console_messages.append(message.text))
+            page.on("pageerror", lambda error: tab.console_messages.append(str(error)))
+            page.on("request", lambda request: tab.requests.append(request.url))
             yield tab

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Pictures of the playground for the documentation: a real conversation with a running server, in headless Chromium.
+"""Takes the documentation's picture of the playground: a conversation with a running server, in headless Chromium.
 
     peagle serve -d smollm2-135m-p-eagle -k 7 &
     python scripts/playground_pictures.py http://127.0.0.1:8000 -k 3
 
-Writes playground-light.png and playground-dark.png (1280 px) and playground-phone.png (400 px) to docs/images.
+Writes docs/images/playground-light.png.
 """
 
 from __future__ import annotations
@@ -13,64 +13,51 @@ import argparse
 import sys
 from pathlib import Path
 
-from browser import Tab, browser, find_chromium
+from browser import NO_CHROMIUM, Tab, find_chromium, open_browser
 from playwright.sync_api import expect
 
-OUT = Path(__file__).resolve().parent.parent / "docs" / "images"
-ALONE = "Write a Python function that returns the n-th Fibonacci number."
-COMPARED = "How does it work?"
-LOOKS = (("playground-light", 1280, 900, False), ("playground-dark", 1280, 900, True))
-PHONE = ("playground-phone", 400, 860, False)
-LONGEST_MS = 300_000
+DEFAULT_OUT = Path(__file__).resolve().parent.parent / "docs" / "images" / "playground-light.png"
+DEFAULT_PROMPT = "Write a Python function that returns the n-th Fibonacci number."
+TIMEOUT_MS = 300_000
 
 
-def ask(tab: Tab, words: str) -> None:
+def send_message(tab: Tab, text: str) -> None:
     message = tab.page.get_by_label("Your message")
-    message.fill(words)
+    message.fill(text)
     message.press("Enter")
     expect(tab.page.locator("#stop")).to_be_visible()
-    expect(tab.page.locator("#stop")).to_be_hidden(timeout=LONGEST_MS)
+    expect(tab.page.locator("#stop")).to_be_hidden(timeout=TIMEOUT_MS)
 
 
-def pictures(url: str, drafts: int | None, tokens: int, out: Path) -> list[Path]:
-    """What a person sees, not the whole page."""
-    out.mkdir(parents=True, exist_ok=True)
-    taken = []
-    with browser(local=True) as tab:
-        tab.look(1280)
+def take_picture(url: str, prompt: str, k: int | None, max_tokens: int, out: Path) -> str:
+    """Compares one response with and without draft tokens. Returns the comparison's sentence."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with open_browser(local=True) as tab:
+        tab.set_screen(1280)
         tab.open(url)
         expect(tab.page.locator("#about")).to_contain_text("drafter")
-        tab.page.get_by_label("Longest answer").fill(str(tokens))
-        if drafts is not None:
-            tab.page.get_by_role("slider", name="Drafts a round").fill(str(drafts))
-        ask(tab, ALONE)
-        tab.look(PHONE[1], PHONE[3], height=PHONE[2])
-        tab.evaluate("scrollTo(0, 0)")
-        taken.append(out / f"{PHONE[0]}.png")
-        tab.page.screenshot(path=taken[-1])
-        tab.look(1280)
-        tab.page.get_by_role("radio", name="side by side").check()
-        ask(tab, COMPARED)
-        for name, width, height, dark in LOOKS:
-            tab.look(width, dark, height=height)
-            tab.evaluate("document.getElementById('end').scrollIntoView({block: 'nearest'})")
-            taken.append(out / f"{name}.png")
-            tab.page.screenshot(path=taken[-1])
-    return taken
+        tab.page.get_by_label("Max tokens").fill(str(max_tokens))
+        if k is not None:
+            tab.page.get_by_role("slider", name="Draft tokens per step").fill(str(k))
+        tab.page.get_by_role("radio", name="compare").check()
+        send_message(tab, prompt)
+        tab.evaluate("document.getElementById('end').scrollIntoView({block: 'nearest'})")
+        tab.page.screenshot(path=out)
+        return tab.page.locator(".verdict").inner_text()
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Pictures of the playground for the documentation.")
-    parser.add_argument("url", help="a running server, with a drafter")
-    parser.add_argument("-k", type=int, help="drafts a round (the server's)")
-    parser.add_argument("--tokens", type=int, default=110, help="longest answer")
-    parser.add_argument("--out", type=Path, default=OUT, help="the folder they go to (docs/images)")
-    given = parser.parse_args()
+    parser = argparse.ArgumentParser(description="Take the documentation's picture of the playground.")
+    parser.add_argument("url", help="a running server with a drafter")
+    parser.add_argument("-k", type=int, help="draft tokens per step (default: the server's)")
+    parser.add_argument("--prompt", default=DEFAULT_PROMPT)
+    parser.add_argument("--max-tokens", type=int, default=160)
+    parser.add_argument("--out", type=Path, default=DEFAULT_OUT)
+    arguments = parser.parse_args()
     if find_chromium() is None:
-        print("pictures: no Chromium here (Debian: apt-get install chromium), and none in CHROMIUM", file=sys.stderr)
+        print(f"error: {NO_CHROMIUM}", file=sys.stderr)
         return 1
-    for path in pictures(given.url, given.k, given.tokens, given.out):
-        print(path)
+    print(take_picture(arguments.url, arguments.prompt, arguments.k, arguments.max_tokens, arguments.out))
     return 0
 
 

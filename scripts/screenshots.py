@@ -16,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from browser import browser, find_chromium
+from browser import find_chromium, open_browser
 
 from peagle.errors import UserError
 from peagle.report.build import write_report
@@ -29,16 +29,16 @@ LOOKS = (("report-light", 1280, False), ("report-dark", 1280, True), ("report-ph
 def take(results: list[Path], out: Path) -> list[Path]:
     out.mkdir(parents=True, exist_ok=True)
     taken = []
-    with tempfile.TemporaryDirectory() as folder, browser() as tab:
+    with tempfile.TemporaryDirectory() as folder, open_browser() as tab:
         page = Path(folder) / "report.html"
         write_report(results, page, None)
-        tab.look(LOOKS[0][1])
+        tab.set_screen(LOOKS[0][1])
         tab.open(page)
         for name, width, dark in LOOKS:
-            tab.look(width, dark)
+            tab.set_screen(width, dark)
             taken.append(out / f"{name}.png")
             tab.screenshot(taken[-1], height=TOP)
-        tab.look(1280)
+        tab.set_screen(1280)
         titles = tab.page.locator("figure h3").all_text_contents()
         for i, (figure, title) in enumerate(zip(tab.page.locator("figure").all(), titles, strict=True)):
             name = f"report-{re.sub('[^a-z0-9]+', '-', title.lower()).strip('-')}"

@@ -22,7 +22,7 @@ from peagle.report.build import build_page
 from peagle.report.html import html_of
 from peagle.report.series import Source
 from peagle.results.schema import AcceptanceRow, PlanRow, Results, TuneRow
-from scripts.browser import Tab, browser
+from scripts.browser import Tab, open_browser
 
 pytestmark = pytest.mark.browser
 
@@ -85,7 +85,7 @@ FOCUSED = """
 
 @pytest.fixture(scope="module")
 def tab() -> Iterator[Tab]:
-    with browser() as opened:
+    with open_browser() as opened:
         yield opened
 
 
@@ -169,10 +169,10 @@ def everything() -> list[Results]:
 
 @pytest.mark.parametrize("name", ["everything", "measured", "nothing", "hostile"])
 def test_it_fits_reads_and_asks_for_nothing(tab: Tab, pages: dict[str, Path], name: str):
-    tab.look(1280)
+    tab.set_screen(1280)
     tab.open(pages[name])
     for width, dark, media in LOOKS:
-        tab.look(width, dark, media)
+        tab.set_screen(width, dark, media)
         where = f"{name}, {width} px, {'dark' if dark else 'light'}, {media}"
         assert tab.evaluate("document.documentElement.scrollWidth") <= width, f"{where}: scrolls sideways"
         texts = tab.evaluate(READ_TEXTS)
@@ -184,8 +184,8 @@ def test_it_fits_reads_and_asks_for_nothing(tab: Tab, pages: dict[str, Path], na
         assert media == "print" or not tab.evaluate(READ_OVERLAPS), where
         if media == "print":
             assert tab.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
-    assert not tab.said, "nothing on the console"
-    assert [url for url in tab.asked if not url.startswith("file://")] == [] and len(tab.asked) == 1
+    assert not tab.console_messages, "nothing on the console"
+    assert [url for url in tab.requests if not url.startswith("file://")] == [] and len(tab.requests) == 1
 
 
 def test_who_asks_is_refused_and_noted(tab: Tab, tmp_path: Path):
@@ -197,8 +197,10 @@ def test_who_asks_is_refused_and_noted(tab: Tab, tmp_path: Path):
         server.setblocking(False)
         with pytest.raises(BlockingIOError):
             server.accept()
-    assert tab.asked == [page.as_uri(), wanted]
-    assert any("ERR_INTERNET_DISCONNECTED" in said for said in tab.said) and "fail is not defined" in str(tab.said)
+    assert tab.requests == [page.as_uri(), wanted]
+    assert any("ERR_INTERNET_DISCONNECTED" in said for said in tab.console_messages) and "fail is not defined" in str(
+        tab.console_messages
+    )
 
 
 def test_nothing_of_a_stranger_runs_and_all_reads_without_scripts(tab: Tab, pages: dict[str, Path]):
@@ -210,7 +212,7 @@ def test_nothing_of_a_stranger_runs_and_all_reads_without_scripts(tab: Tab, page
         "document.body.append(Object.assign(document.createElement('script'), {textContent: 'window.hit = 1'}))"
     )
     assert tab.evaluate("window.hit === undefined")
-    tab.look(1280)
+    tab.set_screen(1280)
     tab.open(pages["everything"])
     with_script = tab.page.locator("body").inner_text()
     with tab.page.context.browser.new_page(java_script_enabled=False, viewport={"width": 1280, "height": 900}) as plain:
@@ -220,7 +222,7 @@ def test_nothing_of_a_stranger_runs_and_all_reads_without_scripts(tab: Tab, page
 
 
 def test_a_mark_tells_its_value_when_pointed_at(tab: Tab, pages: dict[str, Path]):
-    tab.look(1280)
+    tab.set_screen(1280)
     tab.open(pages["everything"])
     tip = tab.page.locator("#tip")
     tab.page.locator(".hit:visible").first.hover()
@@ -232,7 +234,7 @@ def test_a_mark_tells_its_value_when_pointed_at(tab: Tab, pages: dict[str, Path]
 
 
 def test_the_keyboard_reaches_every_table(tab: Tab, pages: dict[str, Path]):
-    tab.look(400)
+    tab.set_screen(400)
     tab.open(pages["everything"])
     summaries = tab.page.locator("summary").count()
     seen = set()
@@ -245,12 +247,12 @@ def test_the_keyboard_reaches_every_table(tab: Tab, pages: dict[str, Path]):
 
 
 def test_it_prints_on_a_few_pages_with_every_warning(tab: Tab, pages: dict[str, Path]):
-    tab.look(1280, dark=True)
+    tab.set_screen(1280, dark=True)
     tab.open(pages["everything"])
     warnings = "[...document.querySelectorAll('aside li')].map((e) => e.checkVisibility())"
     assert not all(tab.evaluate(warnings)), "some are folded away"
     printed = tab.page.pdf(format="A4", print_background=True, prefer_css_page_size=True)
     assert printed.startswith(b"%PDF") and 4 <= len(re.findall(rb"/Type\s*/Page\b", printed)) <= 20
-    tab.look(700, media="print")
+    tab.set_screen(700, media="print")
     shown = tab.evaluate(warnings)
     assert len(shown) > 6 and all(shown)

@@ -24,7 +24,7 @@ from peagle.config import SamplingParams
 from peagle.display import TokenTextSplitter
 from peagle.engine.llm import LLM
 from peagle.engine.request import CompletionOutput
-from scripts.browser import Tab, browser
+from scripts.browser import Tab, open_browser
 
 pytestmark = pytest.mark.browser
 
@@ -58,7 +58,7 @@ FOCUSED = """
 
 @pytest.fixture(scope="module")
 def tab() -> Iterator[Tab]:
-    with browser(local=True) as opened:
+    with open_browser(local=True) as opened:
         yield opened
 
 
@@ -105,7 +105,7 @@ def letters(parts: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
 
 
 def visit(tab: Tab, server: LocalServer, tokens: int = TOKENS) -> None:
-    tab.look(1280)
+    tab.set_screen(1280)
     tab.open(server.url + "/")
     expect(tab.page.locator("#about")).to_have_text(re.compile(f"^{server.settings.served_model_name}"))
     tab.page.get_by_label("Max tokens").fill(str(tokens))
@@ -190,7 +190,7 @@ def test_a_conversation_with_smollm2(tab: Tab, talk: Talk, smol: LocalServer) ->
         rates.append(f"position {i + 1}: {int(100 * share + 0.5)}%")
     chart = f"Acceptance rate by position. {', '.join(rates)}."
     expect(tab.page.get_by_role("img", name=chart, exact=True)).to_be_visible()
-    assert not tab.said and {url.removeprefix(smol.url) for url in tab.asked} == {
+    assert not tab.console_messages and {url.removeprefix(smol.url) for url in tab.requests} == {
         "/",
         "/peagle/info",
         "/v1/chat/completions",
@@ -223,7 +223,7 @@ def test_sampled_texts_are_equal_too(tab: Tab, small: LocalServer) -> None:
     for _ in range(3):
         ask(tab, "zq")
         turn = tab.page.locator(".turn").inner_text()
-        assert "token for token" in turn, (turn, tab.said)
+        assert "token for token" in turn, (turn, tab.console_messages)
         one, other = texts_of(tab, ".turn .text")
         assert one == other
         texts.add(one)
@@ -240,7 +240,7 @@ def test_it_fits_and_reads_on_every_screen(tab: Tab, small: LocalServer) -> None
             pretend(tab, status=429, headers={"Retry-After": "60"}, json={"error": {"message": "no"}})
             ask(tab, "Tall" + "y" * 200)
         for width, dark in LOOKS:
-            tab.look(width, dark)
+            tab.set_screen(width, dark)
             where = f"{state}, {width} px, {'dark' if dark else 'light'}"
             assert tab.evaluate("document.documentElement.scrollWidth") <= width, f"{where}: scrolls sideways"
             texts = tab.evaluate(READ_TEXTS)
@@ -263,7 +263,7 @@ def test_it_fits_and_reads_on_every_screen(tab: Tab, small: LocalServer) -> None
 
 
 def test_the_keyboard_alone_is_enough(tab: Tab, small: LocalServer) -> None:
-    tab.look(1280)
+    tab.set_screen(1280)
     tab.open(small.url + "/")
     message, keyboard = tab.page.get_by_label("Your message"), tab.page.keyboard
     expect(message).to_be_focused()
@@ -370,12 +370,12 @@ def test_text_stays_text(tab: Tab, small: LocalServer) -> None:
     assert tab.evaluate("window.hit === undefined")
     assert tab.evaluate(f"fetch('http://127.0.0.1:9/').then({REACHED})") == "TypeError"
     for directive in ("script-src", "connect-src"):
-        assert any("Content Security Policy" in said and directive in said for said in tab.said), directive
+        assert any("Content Security Policy" in said and directive in said for said in tab.console_messages), directive
 
 
 def test_a_key_stays_in_memory(tab: Tab) -> None:
     with LocalServer(api_key="sesame") as server:
-        tab.look(1280)
+        tab.set_screen(1280)
         tab.open(server.url + "/")
         expect(tab.page.locator("#about.unreachable")).to_contain_text("requires an API key")
         ask(tab, PROMPT)
@@ -398,8 +398,8 @@ def test_only_this_address_can_be_reached(tab: Tab, small: LocalServer, tmp_path
         elsewhere = f"http://127.0.0.2:{server.getsockname()[1]}/"
         for url, answer in ((small.url + "/", "reached"), (elsewhere, "TypeError")):
             how = "{mode: 'no-cors', signal: AbortSignal.timeout(20000)}"
-            assert tab.evaluate(f"fetch({json.dumps(url)}, {how}).then({REACHED})") == answer, tab.said
+            assert tab.evaluate(f"fetch({json.dumps(url)}, {how}).then({REACHED})") == answer, tab.console_messages
         server.setblocking(False)
         with pytest.raises(BlockingIOError):
             server.accept()
-    assert elsewhere in tab.asked
+    assert elsewhere in tab.requests
