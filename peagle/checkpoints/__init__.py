@@ -1,1 +1,1 @@
-"""Folders <-> modules. The plain (vLLM) format is native; nothing is ever unpickled or executed."""
+"""Loading and saving of checkpoint folders. vLLM's plain format is native; nothing is unpickled or executed."""

@@ -1,7 +1,7 @@
-"""One drafter from several of the same shape: the mean of their weights.
+"""Averages the weights of several drafters of the same shape.
 
-Drafters that were trained on from the same one lie close enough together for their mean to be a drafter too, and often
-a better one than any of them. Of strangers it is noise.
+The average of drafters that were fine-tuned from the same checkpoint is often better than each of them. Averaging
+unrelated drafters gives noise.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from peagle.checkpoints.files import write_folder, write_json, write_weights
 from peagle.errors import UserError
 
 
-def average(sources: Sequence[Path], out: Path, shares: Sequence[float]) -> None:
-    """Writes `out`, in the plain format and the first one's dtype. `shares` are each one's part, of any sum."""
-    assert len(sources) == len(shares) > 1, (sources, shares)
+def average_drafters(sources: Sequence[Path], out: Path, weights: Sequence[float]) -> None:
+    """Writes the weighted average in the plain format and the first drafter's dtype. `weights` need not sum to 1."""
+    assert len(sources) == len(weights) > 1, (sources, weights)
     configs = [read_drafter_config(source) for source in sources]
     for source, cfg in zip(sources[1:], configs[1:], strict=True):
-        ours, theirs = asdict(configs[0]), asdict(cfg)
-        other = [name for name in ours if ours[name] != theirs[name]]
-        if other:
+        first, other = asdict(configs[0]), asdict(cfg)
+        different = [name for name in first if first[name] != other[name]]
+        if different:
+            name = different[0]
             raise UserError(
-                f"{source}: cannot be averaged with {sources[0]}: {other[0]} is {theirs[other[0]]!r} here and "
-                f"{ours[other[0]]!r} there"
+                f"{source}: cannot be averaged with {sources[0]}: {name} is {other[name]!r} instead of {first[name]!r}"
             )
     drafters = [load_unshared_drafter(source, configs[0], dtype=None) for source in sources]
-    every = [drafter_tensors(drafter) for drafter in drafters]
-    tensors = {name: _mean(name, [own[name] for own in every], shares, sources) for name in every[0]}
+    inputs = [drafter_tensors(drafter) for drafter in drafters]
+    tensors = {name: _average(name, [each[name] for each in inputs], weights, sources) for name in inputs[0]}
     values = build_drafter_config(configs[0], drafters[0].fc.weight.dtype)
     trained = [tokens for source in sources if (tokens := trained_num_speculative_tokens(source)) is not None]
     if trained:
@@ -52,14 +52,16 @@ def average(sources: Sequence[Path], out: Path, shares: Sequence[float]) -> None
     write_folder(out, write)
 
 
-def _mean(name: str, tensors: Sequence[Tensor], shares: Sequence[float], sources: Sequence[Path]) -> Tensor:
+def _average(name: str, tensors: Sequence[Tensor], weights: Sequence[float], sources: Sequence[Path]) -> Tensor:
     first = tensors[0]
-    if not first.is_floating_point():  # which tokens a reduced vocabulary has
+    if not first.is_floating_point():  # d2t and t2d
         for source, tensor in zip(sources[1:], tensors[1:], strict=True):
             if not same_tensor(first, tensor):
-                raise UserError(f"{source}: cannot be averaged with {sources[0]}: they have different tokens ({name})")
+                raise UserError(
+                    f"{source}: cannot be averaged with {sources[0]}: their draft vocabularies differ ({name})"
+                )
         return first
     total = torch.zeros(first.shape, dtype=torch.float64)
-    for tensor, share in zip(tensors, shares, strict=True):
-        total += tensor.double() * share
-    return (total / sum(shares)).to(first.dtype)
+    for tensor, weight in zip(tensors, weights, strict=True):
+        total += tensor.double() * weight
+    return (total / sum(weights)).to(first.dtype)

@@ -1,6 +1,6 @@
-"""Typed reading of config.json fields: wrong types and absent fields get one line, never a traceback.
+"""Typed access to config.json: a missing or invalid field raises a one-line UserError.
 
-Knows the Llama-style names that targets and drafters share (shape and rotary fields), nothing more.
+Reads and writes the Llama-style fields that targets and drafters share: layer sizes and rotary embeddings.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from peagle.config import ExpertsConfig, LayerConfig, RopeConfig
 from peagle.errors import UserError
 
 T = TypeVar("T", int, float, bool, str)
-ROPE_KINDS = ("default", "linear", "llama3", "yarn")
-MORE_ROPE_KINDS = (*ROPE_KINDS, "longrope")  # of targets alone: drafters are written for readers that do not know it
-MAX_SIZE = 2**24  # far above any real width or vocabulary, and no product of two of them overflows
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+TARGET_ROPE_TYPES = (*ROPE_TYPES, "longrope")  # vLLM does not support longrope in a drafter
+MAX_SIZE = 2**24  # far above real sizes; the product of two of them does not overflow
 MAX_LAYERS = 1024
 
 
 class ConfigReader:
-    """A config.json's object and where it came from, for error messages."""
+    """A JSON object and the file it came from, which error messages name."""
 
     def __init__(self, values: dict[str, Any], source: Path) -> None:
         self.values = values
@@ -29,7 +29,7 @@ class ConfigReader:
         return UserError(f"{self.source}: {message}")
 
     def get(self, name: str, kind: type[T], default: T | None = None) -> T:
-        """The field as `kind`; null counts as absent; without a default it must be there."""
+        """Returns the field, checked to be a `kind`. Null counts as missing; without a default it is required."""
         value = self.values.get(name)
         if value is None:
             if default is None:
@@ -42,7 +42,7 @@ class ConfigReader:
         return value
 
     def size(self, name: str, default: int | None = None, maximum: int = MAX_SIZE) -> int:
-        """A count that a tensor's shape hangs on."""
+        """Returns a size or count of at least 1."""
         value = self.get(name, int, default)
         if not 1 <= value <= maximum:
             raise self.error(f"field {name!r} is {value}, expected a size from 1 to {maximum}")
@@ -53,15 +53,16 @@ class ConfigReader:
 
     def positive(self, name: str, default: float | None = None) -> float:
         value = self.get(name, float, default)
-        if not 1e-30 < value < 1e30:  # neither nan nor anything that overflows on the way
+        if not 1e-30 < value < 1e30:  # also excludes nan
             raise self.error(f"field {name!r} is {value}, expected a positive number")
         return value
 
     def optional_positive(self, name: str) -> float | None:
-        """Zero counts as absent too, as transformers reads it."""
+        """Zero counts as missing, as in transformers."""
         return self.positive(name) if self.values.get(name) else None
 
     def section(self, name: str) -> ConfigReader:
+        """Returns a nested object; an empty one if it is missing."""
         value = self.values.get(name)
         if value is not None and not isinstance(value, dict):
             raise self.error(f"field {name!r} is {value!r}, expected an object")
@@ -76,55 +77,56 @@ class ConfigReader:
         return tuple(value)
 
 
-def completed(values: dict[str, Any], source: Path) -> ConfigReader:
-    """The object with what its writer left out: transformers saves only what differs from its defaults,
-    and those differ by family, so transformers' own config class fills them in."""
-    return ConfigReader(config_object(values, source).to_dict(), source)
+def fill_defaults(values: dict[str, Any], source: Path) -> ConfigReader:
+    """Adds the fields that transformers omits when it saves a config: those equal to the family's defaults."""
+    return ConfigReader(build_transformers_config(values, source).to_dict(), source)
 
 
-def config_object(values: dict[str, Any], source: Path) -> Any:
-    """As transformers has it."""
+def build_transformers_config(values: dict[str, Any], source: Path) -> Any:
+    """Returns the transformers config object of `values`."""
     from transformers import CONFIG_MAPPING
     from transformers.utils import logging
 
-    fields = ConfigReader(values, source)
-    fields.size("num_hidden_layers", 1, MAX_LAYERS)  # before a list that long is made of it
-    kind = fields.get("model_type", str)
-    if kind not in CONFIG_MAPPING:
-        raise UserError(f"{source}: model_type {kind!r} is not known to the installed transformers")
+    config = ConfigReader(values, source)
+    config.size("num_hidden_layers", 1, MAX_LAYERS)  # checked first: transformers builds lists of this length
+    model_type = config.get("model_type", str)
+    if model_type not in CONFIG_MAPPING:
+        raise UserError(f"{source}: model_type {model_type!r} is not known to the installed transformers")
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # its warnings about rope fields are no findings of ours
+    logging.set_verbosity_error()  # hides warnings about rope fields
     try:
-        config = CONFIG_MAPPING[kind](**values)
-        config.to_dict()
-        return config
-    except Exception as error:  # a validator of transformers' or huggingface_hub's choosing
+        built = CONFIG_MAPPING[model_type](**values)
+        built.to_dict()
+        return built
+    except Exception as error:  # validators of transformers and huggingface_hub raise various types
         reason = (str(error).splitlines() or [type(error).__name__])[-1].strip()
-        raise UserError(f"{source}: not a usable {kind} config ({reason})") from None
+        raise UserError(f"{source}: not a usable {model_type} config ({reason})") from None
     finally:
         logging.set_verbosity(verbosity)
 
 
-def layer_config(fields: ConfigReader, *, qkv_bias: bool, out_bias: bool, mlp_bias: bool, qk_norm: bool) -> LayerConfig:
-    heads, width = fields.size("num_attention_heads"), fields.size("hidden_size")
-    kv_heads = fields.size("num_key_value_heads", heads)
-    head_dim = fields.size("head_dim", max(width // heads, 1))
+def read_layer_config(
+    config: ConfigReader, *, qkv_bias: bool, out_bias: bool, mlp_bias: bool, qk_norm: bool
+) -> LayerConfig:
+    heads, hidden_size = config.size("num_attention_heads"), config.size("hidden_size")
+    kv_heads = config.size("num_key_value_heads", heads)
+    head_dim = config.size("head_dim", max(hidden_size // heads, 1))
     if heads % kv_heads:
-        raise fields.error(f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
+        raise config.error(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
     if heads * head_dim > MAX_SIZE:
-        raise fields.error(f"num_attention_heads {heads} times head_dim {head_dim} is more than {MAX_SIZE}")
+        raise config.error(f"num_attention_heads {heads} times head_dim {head_dim} is more than {MAX_SIZE}")
     if head_dim % 2:
-        raise fields.error(f"head_dim {head_dim} is odd; rotary positions need pairs")
-    activation = fields.get("hidden_act", str, "silu")
+        raise config.error(f"head_dim {head_dim} is odd; rotary embeddings need an even one")
+    activation = config.get("hidden_act", str, "silu")
     if activation not in ("silu", "swish"):
-        raise fields.error(f"hidden_act {activation!r} is not supported; supported: silu")
+        raise config.error(f"hidden_act {activation!r} is not supported; supported: silu")
     return LayerConfig(
-        hidden_size=width,
-        intermediate_size=fields.size("intermediate_size"),
+        hidden_size=hidden_size,
+        intermediate_size=config.size("intermediate_size"),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        norm_eps=fields.positive("rms_norm_eps", 1e-6),
+        norm_eps=config.positive("rms_norm_eps", 1e-6),
         qkv_bias=qkv_bias,
         out_bias=out_bias,
         mlp_bias=mlp_bias,
@@ -132,111 +134,125 @@ def layer_config(fields: ConfigReader, *, qkv_bias: bool, out_bias: bool, mlp_bi
     )
 
 
-def experts_config(fields: ConfigReader, width_field: str, **more: Any) -> ExpertsConfig:
-    """transformers keeps the number under the second name, published configs under either."""
-    name = "num_experts" if fields.values.get("num_experts") is not None else "num_local_experts"
-    count, chosen = fields.size(name), fields.size("num_experts_per_tok")
-    if chosen > count:
-        raise fields.error(f"num_experts_per_tok {chosen} is more than {name} {count}")
-    return ExpertsConfig(count, chosen, fields.size(width_field), **more)
+def read_experts_config(config: ConfigReader, size_field: str, **options: Any) -> ExpertsConfig:
+    """`size_field` names the intermediate size of one expert. The number of experts has two names in use."""
+    name = "num_experts" if config.values.get("num_experts") is not None else "num_local_experts"
+    num_experts, num_experts_per_tok = config.size(name), config.size("num_experts_per_tok")
+    if num_experts_per_tok > num_experts:
+        raise config.error(f"num_experts_per_tok {num_experts_per_tok} is more than {name} {num_experts}")
+    return ExpertsConfig(num_experts, num_experts_per_tok, config.size(size_field), **options)
 
 
-def positions(fields: ConfigReader) -> int:
-    return fields.size("max_position_embeddings", maximum=2**31 - 1)
+def read_max_positions(config: ConfigReader) -> int:
+    return config.size("max_position_embeddings", maximum=2**31 - 1)
 
 
-def rope_config(fields: ConfigReader, scaling: ConfigReader | None = None, more: bool = False) -> RopeConfig:
-    """From `rope_parameters`, which `completed` has made of every older spelling, or from a part of them.
+def read_layer_types(
+    config: ConfigReader,
+    num_layers: int,
+    default: str,
+    supported: tuple[str, ...] = ("full_attention", "sliding_attention"),
+) -> list[str]:
+    """Returns `layer_types`, one attention type per layer."""
+    layer_types = config.values.get("layer_types") or [default] * num_layers
+    if not isinstance(layer_types, list) or len(layer_types) != num_layers:
+        raise config.error(f"layer_types must name {num_layers} layers")
+    if unknown := [layer_type for layer_type in layer_types if layer_type not in supported]:
+        raise config.error(f"layer type {unknown[0]!r} is not supported")
+    return layer_types
 
-    `more`: what only targets may have, heads that are turned in part, and longrope.
+
+def read_rope_config(config: ConfigReader, rope: ConfigReader | None = None, of_target: bool = False) -> RopeConfig:
+    """Reads `rope_parameters` (`fill_defaults` converts older spellings to it), or the section `rope` of it.
+
+    `of_target` allows longrope and partial rotation, which vLLM does not support in a drafter.
     """
-    scaling = fields.section("rope_parameters") if scaling is None else scaling
-    theta = scaling.positive("rope_theta", RopeConfig.theta)
-    kind = scaling.get("rope_type", str)  # missing where every kind of layer has parameters of its own
-    kinds = MORE_ROPE_KINDS if more else ROPE_KINDS
-    if kind not in kinds:
-        raise fields.error(f"rope type {kind!r} is not supported; supported: {', '.join(kinds)}")
-    rotated = scaling.get("partial_rotary_factor", float, fields.get("partial_rotary_factor", float, 1.0))
-    if rotated != 1.0 and not more:
-        raise fields.error("partial_rotary_factor is not supported")
-    if not 0.0 < rotated <= 1.0:
-        raise fields.error(f"partial_rotary_factor is {rotated}, expected a share of a head")
-    if kind == "longrope" or rotated != 1.0:
-        return _longrope(fields, scaling, theta, rotated, kind)
-    if kind == "default":
-        return RopeConfig(theta=theta)
-    if kind == "linear":
-        return RopeConfig(theta=theta, rope_type="linear", factor=scaling.positive("factor"))
-    longest = positions(fields)
-    original = scaling.optional_size("original_max_position_embeddings") or longest
-    if kind == "llama3":
-        low, high = scaling.positive("low_freq_factor"), scaling.positive("high_freq_factor")
-        if low > high:  # Scout's are equal: nothing is blended
-            raise fields.error(f"low_freq_factor {low} must not be above high_freq_factor {high}")
+    rope = config.section("rope_parameters") if rope is None else rope
+    theta = rope.positive("rope_theta", RopeConfig.theta)
+    rope_type = rope.get("rope_type", str)
+    supported = TARGET_ROPE_TYPES if of_target else ROPE_TYPES
+    if rope_type not in supported:
+        raise config.error(f"rope type {rope_type!r} is not supported; supported: {', '.join(supported)}")
+    partial = rope.get("partial_rotary_factor", float, config.get("partial_rotary_factor", float, 1.0))
+    if partial != 1.0 and not of_target:
+        raise config.error("partial_rotary_factor is not supported")
+    if not 0.0 < partial <= 1.0:
+        raise config.error(f"partial_rotary_factor is {partial}, expected a number above 0 and at most 1")
+    if rope_type == "default":
+        return RopeConfig(theta=theta, partial_rotary_factor=partial)
+    if rope_type == "longrope":
+        return _read_longrope(config, rope, theta, partial)
+    if partial != 1.0:
+        raise config.error(f"partial_rotary_factor together with rope type {rope_type!r} is not supported")
+    if rope_type == "linear":
+        return RopeConfig(theta=theta, rope_type="linear", factor=rope.positive("factor"))
+    max_positions = read_max_positions(config)
+    original = rope.optional_size("original_max_position_embeddings") or max_positions
+    if rope_type == "llama3":
+        low, high = rope.positive("low_freq_factor"), rope.positive("high_freq_factor")
+        if low > high:  # equal ones are valid (Llama 4 Scout)
+            raise config.error(f"low_freq_factor {low} must not be above high_freq_factor {high}")
         return RopeConfig(
             theta=theta,
             rope_type="llama3",
-            factor=scaling.positive("factor"),
+            factor=rope.positive("factor"),
             original_max_positions=original,
             low_freq_factor=low,
             high_freq_factor=high,
         )
     if theta <= 1:
-        raise fields.error(f"field 'rope_theta' is {theta}, expected more than 1 for yarn")
+        raise config.error(f"field 'rope_theta' is {theta}, expected more than 1 for yarn")
     return RopeConfig(
         theta=theta,
         rope_type="yarn",
-        factor=scaling.positive("factor", longest / original),
+        factor=rope.positive("factor", max_positions / original),
         original_max_positions=original,
-        beta_fast=scaling.positive("beta_fast", RopeConfig.beta_fast),
-        beta_slow=scaling.positive("beta_slow", RopeConfig.beta_slow),
-        attention_factor=scaling.optional_positive("attention_factor"),
-        mscale=scaling.optional_positive("mscale"),
-        mscale_all_dim=scaling.optional_positive("mscale_all_dim"),
-        truncate=scaling.get("truncate", bool, RopeConfig.truncate),
+        beta_fast=rope.positive("beta_fast", RopeConfig.beta_fast),
+        beta_slow=rope.positive("beta_slow", RopeConfig.beta_slow),
+        attention_factor=rope.optional_positive("attention_factor"),
+        mscale=rope.optional_positive("mscale"),
+        mscale_all_dim=rope.optional_positive("mscale_all_dim"),
+        truncate=rope.get("truncate", bool, RopeConfig.truncate),
     )
 
 
-def proportional_rope(scaling: ConfigReader) -> RopeConfig:
-    """Of a head only the first pairs are turned, as fast as if all were."""
-    rotated = scaling.get("partial_rotary_factor", float, 1.0)
-    if not 0.0 <= rotated <= 1.0:
-        raise scaling.error(f"partial_rotary_factor is {rotated}, expected a share of a head")
-    factor = scaling.positive("factor", 1.0)
-    return RopeConfig(scaling.positive("rope_theta"), "proportional", factor, partial_rotary_factor=rotated)
+def read_proportional_rope(rope: ConfigReader) -> RopeConfig:
+    """Gemma 4's kind: only the first rotary pairs of a head rotate, at the frequencies of a full rotation."""
+    partial = rope.get("partial_rotary_factor", float, 1.0)
+    if not 0.0 <= partial <= 1.0:
+        raise rope.error(f"partial_rotary_factor is {partial}, expected a number from 0 to 1")
+    factor = rope.positive("factor", 1.0)
+    return RopeConfig(rope.positive("rope_theta"), "proportional", factor, partial_rotary_factor=partial)
 
 
-def _longrope(fields: ConfigReader, scaling: ConfigReader, theta: float, rotated: float, kind: str) -> RopeConfig:
-    if kind == "default":
-        return RopeConfig(theta=theta, partial_rotary_factor=rotated)
-    if kind != "longrope":
-        raise fields.error(f"partial_rotary_factor together with rope type {kind!r} is not supported")
-    head_dim = fields.size("head_dim", fields.size("hidden_size") // fields.size("num_attention_heads"))
-    longest = positions(fields)
-    original = scaling.optional_size("original_max_position_embeddings") or longest
+def _read_longrope(config: ConfigReader, rope: ConfigReader, theta: float, partial: float) -> RopeConfig:
+    head_dim = config.size("head_dim", config.size("hidden_size") // config.size("num_attention_heads"))
+    num_pairs = int(head_dim * partial) // 2
+    max_positions = read_max_positions(config)
+    original = rope.optional_size("original_max_position_embeddings") or max_positions
     return RopeConfig(
         theta=theta,
         rope_type="longrope",
-        factor=scaling.positive("factor", longest / original),
+        factor=rope.positive("factor", max_positions / original),
         original_max_positions=original,
-        attention_factor=scaling.optional_positive("attention_factor"),
-        short_factors=_factors(scaling, "short_factor", int(head_dim * rotated) // 2),
-        long_factors=_factors(scaling, "long_factor", int(head_dim * rotated) // 2),
-        partial_rotary_factor=rotated,
+        attention_factor=rope.optional_positive("attention_factor"),
+        short_factors=_read_pair_factors(rope, "short_factor", num_pairs),
+        long_factors=_read_pair_factors(rope, "long_factor", num_pairs),
+        partial_rotary_factor=partial,
     )
 
 
-def _factors(scaling: ConfigReader, name: str, count: int) -> tuple[float, ...]:
-    values = scaling.values.get(name)
-    if not isinstance(values, list) or len(values) != count or not all(type(v) in (int, float) for v in values):
-        raise scaling.error(f"field {name!r} must be a list of {count} numbers, one for each pair that is turned")
+def _read_pair_factors(rope: ConfigReader, name: str, num_pairs: int) -> tuple[float, ...]:
+    values = rope.values.get(name)
+    if not isinstance(values, list) or len(values) != num_pairs or not all(type(v) in (int, float) for v in values):
+        raise rope.error(f"field {name!r} must be a list of {num_pairs} numbers, one per rotary pair")
     if not all(1e-6 < v < 1e9 for v in values):
-        raise scaling.error(f"field {name!r} must hold positive numbers")
+        raise rope.error(f"field {name!r} must hold positive numbers")
     return tuple(float(v) for v in values)
 
 
-def rope_fields(rope: RopeConfig) -> dict[str, Any]:
-    """The same, as transformers 5 and older readers want it, side by side."""
+def rope_to_json(rope: RopeConfig) -> dict[str, Any]:
+    """Returns the fields of transformers 5 and those of older readers."""
     values: dict[str, Any] = {"rope_type": rope.rope_type, "rope_theta": rope.theta}
     if rope.rope_type != "default":
         values["factor"] = rope.factor
@@ -255,7 +271,7 @@ def rope_fields(rope: RopeConfig) -> dict[str, Any]:
     return fields
 
 
-def layer_fields(layer: LayerConfig) -> dict[str, Any]:
+def layer_to_json(layer: LayerConfig) -> dict[str, Any]:
     return {
         "hidden_size": layer.hidden_size,
         "intermediate_size": layer.intermediate_size,

@@ -1,7 +1,7 @@
-"""JSON and safetensors in and out of a folder, with one clear line when a file is not what it says.
+"""Reading and writing JSON and safetensors; a damaged file raises a one-line UserError.
 
-Knows nothing about models. Reads safetensors only: a pickle can run code, so `.bin` and `.pt` are never
-opened. A whole checkpoint folder is written beside its place and moved in when complete.
+Only safetensors are read: `.bin` and `.pt` files are pickles, which can run code. A checkpoint folder is written under
+a temporary name and renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def parse_dtype(name: str) -> torch.dtype:
 
 
 def parse_device(name: str) -> torch.device:
-    """A device that is really there."""
+    """Returns the device, checked to be usable on this machine."""
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
@@ -45,14 +45,14 @@ def parse_device(name: str) -> torch.device:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; anything else is refused by name."""
+    """Reads a JSON object."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    except (ValueError, RecursionError) as error:  # bytes, syntax, or a number of thousands of digits
+    except (ValueError, RecursionError) as error:  # invalid UTF-8, syntax errors, or numbers with too many digits
         raise UserError(f"{path}: not valid JSON ({str(error).splitlines()[0]})") from None
     if not isinstance(value, dict):
         raise UserError(f"{path}: expected a JSON object, found {type(value).__name__}")
@@ -63,15 +63,15 @@ def read_config_json(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder")
     if not (folder / "config.json").is_file():
-        raise UserError(f"{folder}: no config.json in it, so not a checkpoint folder")
+        raise UserError(f"{folder}: not a checkpoint folder, since it has no config.json")
     return read_json(folder / "config.json")
 
 
 class SafetensorsFolder:
-    """The tensors of a folder, read one at a time; the header alone tells names, shapes and dtypes.
+    """The tensors of a folder's safetensors files, read one at a time. Headers give names and shapes.
 
-    `keep_open`: for files of thousands of tensors, whose names are read whenever one is opened. A tensor that is read
-    twice may then be the same memory twice.
+    `keep_open` avoids parsing the header for every tensor, which is slow with thousands of them. Reading a tensor twice
+    may then return the same memory.
     """
 
     def __init__(self, folder: Path, keep_open: bool = False) -> None:
@@ -80,48 +80,47 @@ class SafetensorsFolder:
         self.file_of: dict[str, str] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         for file in self._files():
-            with self._opened(file) as handle:
-                for name in handle.keys():  # not a dict
+            with self._open(file) as handle:
+                for name in handle.keys():
                     if name in self.file_of:
-                        raise UserError(f"{folder}: tensor {name!r} is in {self.file_of[name]} and in {file}")
+                        raise UserError(f"{folder}: tensor {name!r} is in both {self.file_of[name]} and {file}")
                     self.file_of[name] = file
                     self.shapes[name] = tuple(handle.get_slice(name).get_shape())
         self._check_index()
 
     def _files(self) -> list[str]:
         if (self.folder / INDEX).is_file():
-            listed = self._weight_map().values()
-            return sorted(set(listed))
+            return sorted(set(self._weight_map().values()))
         files = sorted(path.name for path in self.folder.glob("*.safetensors"))
         if not files:
-            other = sorted(p.name for p in self.folder.iterdir() if p.suffix in (".bin", ".pt", ".pth"))
-            hint = f" ({other[0]} is a pickle and never opened; convert it to safetensors)" if other else ""
-            raise UserError(f"{self.folder}: no .safetensors file in it{hint}")
+            pickles = sorted(p.name for p in self.folder.iterdir() if p.suffix in (".bin", ".pt", ".pth"))
+            hint = f" ({pickles[0]} is a pickle, which is never opened; convert it to safetensors)" if pickles else ""
+            raise UserError(f"{self.folder}: no .safetensors file{hint}")
         return files
 
     def _weight_map(self) -> dict[str, str]:
-        where = self.folder / INDEX
-        listed = read_json(where).get("weight_map")
-        if not isinstance(listed, dict) or not all(isinstance(f, str) for f in listed.values()):
-            raise UserError(f"{where}: no usable weight_map in it")
-        here = {path.name for path in self.folder.iterdir() if path.is_file()}
-        for file in listed.values():
+        path = self.folder / INDEX
+        weight_map = read_json(path).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
+            raise UserError(f"{path}: no usable weight_map")
+        present = {path.name for path in self.folder.iterdir() if path.is_file()}
+        for file in weight_map.values():
             if Path(file).name != file:
-                raise UserError(f"{where}: {file!r} points outside the folder")
-            if file not in here:
-                raise UserError(f"{self.folder}: {INDEX} names {file!r}, which is not there")
-        return listed
+                raise UserError(f"{path}: {file!r} points outside the folder")
+            if file not in present:
+                raise UserError(f"{self.folder}: {INDEX} names {file!r}, which does not exist")
+        return weight_map
 
     def _check_index(self) -> None:
         if (self.folder / INDEX).is_file():
-            absent = [name for name in self._weight_map() if name not in self.file_of]
-            if absent:
+            missing = [name for name in self._weight_map() if name not in self.file_of]
+            if missing:
                 raise UserError(
-                    f"{self.folder}: {INDEX} lists {absent[0]!r}, which no shard holds ({len(absent)} such)"
+                    f"{self.folder}: {INDEX} lists {missing[0]!r}, which is in no shard ({len(missing)} such tensors)"
                 )
 
     @contextmanager
-    def _opened(self, file: str) -> Iterator[Any]:
+    def _open(self, file: str) -> Iterator[Any]:
         try:
             if self._handles is None:
                 with safe_open(self.folder / file, framework="pt") as handle:
@@ -140,12 +139,12 @@ class SafetensorsFolder:
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.file_of:
             raise UserError(f"{self.folder}: tensor {name!r} is missing")
-        with self._opened(self.file_of[name]) as handle:
+        with self._open(self.file_of[name]) as handle:
             return handle.get_tensor(name)
 
-    def part(self, name: str, index: int) -> Tensor:
-        """One entry of its first dimension, without reading the others."""
-        with self._opened(self.file_of[name]) as handle:
+    def read_entry(self, name: str, index: int) -> Tensor:
+        """Reads one index of a tensor's first dimension."""
+        with self._open(self.file_of[name]) as handle:
             return handle.get_slice(name)[index]
 
     def __contains__(self, name: str) -> bool:
@@ -153,7 +152,7 @@ class SafetensorsFolder:
 
 
 def write_weights(tensors: dict[str, Tensor], folder: Path, max_shard_bytes: int | None = None) -> None:
-    """One file, or shards with an index when a limit is given and the tensors outgrow it."""
+    """Writes one file, or shards of at most `max_shard_bytes` with an index."""
     shards: list[dict[str, Tensor]] = [{}]
     size = 0
     for name, tensor in tensors.items():
@@ -177,9 +176,9 @@ def write_weights(tensors: dict[str, Tensor], folder: Path, max_shard_bytes: int
 def _save(tensors: dict[str, Tensor], path: Path) -> None:
     try:
         save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as error:  # a full disk, in its words
+    except SafetensorError as error:  # for example a full disk
         raise OSError(str(error)) from None
-    path.chmod(0o644)  # safetensors writes for its owner alone, which a shared folder does not want
+    path.chmod(0o644)  # safetensors makes files readable by the owner only
 
 
 def write_json(value: dict[str, Any], path: Path) -> None:
@@ -187,13 +186,10 @@ def write_json(value: dict[str, Any], path: Path) -> None:
 
 
 def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Fills a temporary folder and moves it to its place, so that half a checkpoint is never seen.
-
-    A folder that is there already is refused unless it is empty: nothing of the user's is overwritten.
-    """
-    folder = Path(os.path.abspath(folder))  # "." has no name to put another beside
+    """Calls `fill` with a temporary folder and renames it to `folder`, which must not exist or be empty."""
+    folder = Path(os.path.abspath(folder))  # "." has no name to derive the temporary one from
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder}: exists already and is not empty; name a new folder")
+        raise UserError(f"{folder}: exists already and is not empty; give a new folder")
     unfinished = folder.with_name(f".{folder.name}.{os.getpid()}.unfinished")
     try:
         unfinished.mkdir(parents=True)

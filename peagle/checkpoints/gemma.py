@@ -1,7 +1,6 @@
-"""Gemma 3 and Gemma 4: what their configs say, and what their tensors need.
+"""Gemma 3 and Gemma 4: configs and tensors.
 
-Knows nothing of other families, nor of how files are read. Of Gemma 4 the dense models run (31B); what the others have
-more is named by `gemma4_missing`.
+Gemma 4's dense model (31B) runs here; `UNSUPPORTED` lists what the other sizes add.
 """
 
 from __future__ import annotations
@@ -9,103 +8,113 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from peagle.checkpoints import weight_conversion as published
-from peagle.checkpoints.config_reader import ConfigReader, layer_config
-from peagle.checkpoints.weight_conversion import TensorSources
+from peagle.checkpoints.config_reader import ConfigReader, read_layer_config
+from peagle.checkpoints.weight_conversion import (
+    TensorSources,
+    rename_tensors,
+    select_text_model,
+    transform_tensors,
+)
 from peagle.config import LayerConfig
 
 GELU = "gelu_pytorch_tanh"
-GLOBAL_HEAD_DIM = 512  # where a config of Gemma 4 says nothing
-MISSING = {
+DEFAULT_GLOBAL_HEAD_DIM = 512  # of Gemma 4
+UNSUPPORTED = {
     "hidden_size_per_layer_input": "embeddings for every layer",
     "num_kv_shared_layers": "layers that share keys and values",
     "enable_moe_block": "experts beside an MLP",
 }
-NORMS = {
+NORM_NAMES = {
     ".post_attention_layernorm.": ".attention_out_norm.",
     ".pre_feedforward_layernorm.": ".post_attention_layernorm.",
     ".post_feedforward_layernorm.": ".mlp_out_norm.",
 }
 
 
-def _layer(fields: ConfigReader) -> LayerConfig:
-    activation = fields.get("hidden_activation", str, GELU)
+def _read_layer(config: ConfigReader) -> LayerConfig:
+    activation = config.get("hidden_activation", str, GELU)
     if activation != GELU:
-        raise fields.error(f"hidden_activation {activation!r} is not supported; supported: {GELU}")
-    bias = fields.get("attention_bias", bool, False)
-    layer = layer_config(fields, qkv_bias=bias, out_bias=bias, mlp_bias=False, qk_norm=True)
+        raise config.error(f"hidden_activation {activation!r} is not supported; supported: {GELU}")
+    bias = config.get("attention_bias", bool, False)
+    layer = read_layer_config(config, qkv_bias=bias, out_bias=bias, mlp_bias=False, qk_norm=True)
     return replace(layer, activation="gelu_tanh", output_norms=True)
 
 
-def gemma3(fields: ConfigReader) -> LayerConfig:
+def read_gemma3_layer(config: ConfigReader) -> LayerConfig:
     for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
-        if fields.values.get(name):
-            raise fields.error(f"{name} is not supported")
-    return _layer(fields)
+        if config.values.get(name):
+            raise config.error(f"{name} is not supported")
+    return _read_layer(config)
 
 
-def gemma3_tensors(sources: TensorSources, fields: ConfigReader) -> TensorSources:
-    """A norm's weight is stored less 1. How attention scales its scores is put into the queries' norm."""
-    usual, scalar = gemma3(fields).head_dim, fields.positive("query_pre_attn_scalar")
-    sources = published.text_part(sources)
-    sources = published.changed(sources, lambda name: name.endswith("norm.weight"), lambda w: w.float() + 1)
-    if scalar != usual:
-        more = (usual / scalar) ** 0.5
-        sources = published.changed(sources, lambda name: name.endswith(".q_norm.weight"), lambda w: w * more)
-    return published.renamed(sources, NORMS)
+def convert_gemma3(sources: TensorSources, config: ConfigReader) -> TensorSources:
+    """Adds 1 to norm weights, which are stored minus 1, and folds query_pre_attn_scalar into the query norm."""
+    head_dim, scalar = read_gemma3_layer(config).head_dim, config.positive("query_pre_attn_scalar")
+    sources = select_text_model(sources)
+    sources = transform_tensors(sources, lambda name: name.endswith("norm.weight"), lambda w: w.float() + 1)
+    if scalar != head_dim:
+        scale = (head_dim / scalar) ** 0.5
+        sources = transform_tensors(sources, lambda name: name.endswith(".q_norm.weight"), lambda w: w * scale)
+    return rename_tensors(sources, NORM_NAMES)
 
 
-def gemma4(fields: ConfigReader) -> LayerConfig:
-    """What most layers are: those with a window."""
-    if fields.values.get("use_bidirectional_attention") == "all":  # "vision": of pictures alone
-        raise fields.error("use_bidirectional_attention is not supported")
-    return replace(_layer(fields), v_norm=True, layer_scalar=True)
+def read_gemma4_layer(config: ConfigReader) -> LayerConfig:
+    """Returns the sliding-window layer, the most common one."""
+    if config.values.get("use_bidirectional_attention") == "all":  # "vision" concerns images only
+        raise config.error("use_bidirectional_attention is not supported")
+    return replace(_read_layer(config), v_norm=True, layer_scalar=True)
 
 
-def gemma4_layers(fields: ConfigReader, usual: LayerConfig) -> tuple[LayerConfig, ...]:
-    """Layers that see everything have wider heads, and where keys are values too, fewer of them. Published configs have
-    a field for each; transformers makes of them what every layer has of its own."""
-    kinds: list[str] = fields.values["layer_types"]
-    wide: dict[str, Any] = {"head_dim": fields.size("global_head_dim", GLOBAL_HEAD_DIM)}
-    if _keys_are_values(fields) and (heads := fields.optional_size("num_global_key_value_heads")) is not None:
-        wide["num_key_value_heads"] = heads
-    of_each = fields.section("per_layer_config")
-    numbers = {int(name): name for name in of_each.values if name.isdecimal()}  # it writes them as 05, too
-    if len(numbers) < len(of_each.values):
-        raise fields.error("per_layer_config is expected to have layers' numbers")
+def read_gemma4_layers(config: ConfigReader, layer: LayerConfig) -> tuple[LayerConfig, ...]:
+    """Full-attention layers have larger heads, and fewer KV heads if keys are used as values.
 
-    def one(i: int, kind: str) -> LayerConfig:
-        own = of_each.section(numbers.get(i, "")).values if numbers else wide if kind == "full_attention" else {}
-        if unknown := own.keys() - {"head_dim", "num_key_value_heads"}:
-            raise fields.error(f"{min(unknown)} that differs between layers (per_layer_config) is not supported")
-        shape = _layer(ConfigReader({**fields.values, **own}, fields.source))
-        return replace(usual, head_dim=shape.head_dim, num_kv_heads=shape.num_kv_heads)
+    Published configs have global fields for them; transformers writes `per_layer_config`, keyed by layer number.
+    """
+    layer_types: list[str] = config.values["layer_types"]
+    full: dict[str, Any] = {"head_dim": config.size("global_head_dim", DEFAULT_GLOBAL_HEAD_DIM)}
+    if _uses_keys_as_values(config) and (heads := config.optional_size("num_global_key_value_heads")) is not None:
+        full["num_key_value_heads"] = heads
+    per_layer = config.section("per_layer_config")
+    keys = {int(name): name for name in per_layer.values if name.isdecimal()}  # a key may be "5" or "05"
+    if len(keys) < len(per_layer.values):
+        raise config.error("per_layer_config must have layer numbers as keys")
 
-    layers = tuple(one(i, kind) for i, kind in enumerate(kinds))
-    if len({(kind, layer.head_dim) for kind, layer in zip(kinds, layers, strict=True)}) > len(set(kinds)):
-        raise fields.error("head_dim that differs between layers of one kind (per_layer_config) is not supported")
+    def read_one(i: int, layer_type: str) -> LayerConfig:
+        if keys:
+            fields = per_layer.section(keys.get(i, "")).values
+        else:
+            fields = full if layer_type == "full_attention" else {}
+        if unknown := fields.keys() - {"head_dim", "num_key_value_heads"}:
+            raise config.error(f"{min(unknown)} that differs between layers (per_layer_config) is not supported")
+        shape = _read_layer(ConfigReader({**config.values, **fields}, config.source))
+        return replace(layer, head_dim=shape.head_dim, num_kv_heads=shape.num_kv_heads)
+
+    layers = tuple(read_one(i, layer_type) for i, layer_type in enumerate(layer_types))
+    head_dims = {(layer_type, each.head_dim) for layer_type, each in zip(layer_types, layers, strict=True)}
+    if len(head_dims) > len(set(layer_types)):
+        raise config.error("head_dim that differs between layers of one type (per_layer_config) is not supported")
     return layers
 
 
-def _keys_are_values(fields: ConfigReader) -> bool:
-    """In layers that see everything."""
-    return fields.get("attention_k_eq_v", bool, False)
+def _uses_keys_as_values(config: ConfigReader) -> bool:
+    """In full-attention layers."""
+    return config.get("attention_k_eq_v", bool, False)
 
 
-def gemma4_missing(fields: ConfigReader) -> str | None:
-    """Of what its models may have, what our layers have not."""
-    for name, what in MISSING.items():
-        if fields.values.get(name):
-            return f"{what} ({name})"
-    return None
+def find_gemma4_unsupported(config: ConfigReader) -> str | None:
+    return next((f"{what} ({name})" for name, what in UNSUPPORTED.items() if config.values.get(name)), None)
 
 
-def gemma4_tensors(sources: TensorSources, fields: ConfigReader) -> TensorSources:
-    """Unlike Gemma 3's, a norm's weight is what it is. Scores are not scaled at all, which is put into the queries'
-    norm. Where keys are values too, their product is stored once and read twice."""
-    sources = published.renamed(published.text_part(sources), NORMS)
-    for i, kind in enumerate(fields.values["layer_types"]):
-        keys = f"model.layers.{i}.self_attn.k_proj."
-        if kind == "full_attention" and _keys_are_values(fields):
-            sources |= {n.replace(".k_proj.", ".v_proj."): own for n, own in sources.items() if n.startswith(keys)}
-    return published.changed(sources, lambda name: name.endswith(".q_norm.weight"), lambda w: w.float() * len(w) ** 0.5)
+def convert_gemma4(sources: TensorSources, config: ConfigReader) -> TensorSources:
+    """Uses key projections as value projections where the config says so, and cancels the attention scale.
+
+    Gemma 4 does not scale attention scores; the query norm is multiplied by the scale's inverse. Unlike in Gemma 3,
+    norm weights are stored without an offset.
+    """
+    sources = rename_tensors(select_text_model(sources), NORM_NAMES)
+    for i, layer_type in enumerate(config.values["layer_types"]):
+        prefix = f"model.layers.{i}.self_attn.k_proj."
+        if layer_type == "full_attention" and _uses_keys_as_values(config):
+            keys = {name: source for name, source in sources.items() if name.startswith(prefix)}
+            sources |= {name.replace(".k_proj.", ".v_proj."): source for name, source in keys.items()}
+    return transform_tensors(sources, lambda name: name.endswith(".q_norm.weight"), lambda w: w.float() * len(w) ** 0.5)

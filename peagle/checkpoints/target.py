@@ -1,7 +1,4 @@
-"""A target's folder -> `Decoder`, tokenizer, end-of-text ids.
-
-Knows the Hugging Face layout of a folder; what differs between families is in `families.py`.
-"""
+"""Loads a target from a Hugging Face folder: `Decoder`, tokenizer and EOS ids."""
 
 from __future__ import annotations
 
@@ -12,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from peagle.checkpoints.families import (
-    adapted,
-    packs_experts,
+    convert_weights,
+    find_unsupported_feature,
+    has_mxfp4_config,
+    keep_mxfp4_experts,
     read_decoder_config,
-    unsupported_feature,
-    with_packed_experts,
 )
 from peagle.checkpoints.files import SafetensorsFolder, read_config_json, read_json
-from peagle.checkpoints.tensor_layout import build_layout, fill, problems
-from peagle.checkpoints.transformers_model import load_foreign
-from peagle.checkpoints.weight_conversion import Published, has_packed_experts, stored
+from peagle.checkpoints.tensor_layout import build_layout, find_layout_problems, load_parameters
+from peagle.checkpoints.transformers_model import load_transformers_model
+from peagle.checkpoints.weight_conversion import ConvertedTensors, has_mxfp4_experts, open_sources
 from peagle.config import DecoderConfig
 from peagle.errors import UserError, first_line
 from peagle.models.decoder import Decoder
@@ -35,7 +32,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.js
 
 @dataclass(frozen=True)
 class Target:
-    """Everything a request needs of a target."""
+    """A loaded target."""
 
     folder: Path
     model: Decoder
@@ -43,10 +40,10 @@ class Target:
 
 
 def read_target_config(folder: Path, skip_layers: bool = False, keep_mxfp4: bool = False) -> DecoderConfig:
-    """`keep_mxfp4`: as `load_decoder` would take it with that, as far as config.json says."""
+    """Reads the config that `load_decoder` would use with the same options, from config.json alone."""
     values, source = read_config_json(folder), folder / "config.json"
     cfg = read_decoder_config(values, source, skip_layers)
-    return with_packed_experts(cfg) if keep_mxfp4 and packs_experts(values, source) else cfg
+    return keep_mxfp4_experts(cfg) if keep_mxfp4 and has_mxfp4_config(values, source) else cfg
 
 
 def load_decoder(
@@ -60,10 +57,10 @@ def load_decoder(
     values, source = read_config_json(folder), folder / "config.json"
     cfg = read_decoder_config(values, source, skip_layers)
     if cfg.uses_transformers:
-        return load_foreign(folder, cfg, dtype, device, unsupported_feature(values, source))
-    files = stored(SafetensorsFolder(folder, keep_open=True), device)
-    if keep_mxfp4 and packs_experts(values, source) and has_packed_experts(files):
-        cfg = with_packed_experts(cfg)
+        return load_transformers_model(folder, cfg, dtype, device, find_unsupported_feature(values, source))
+    stored = open_sources(SafetensorsFolder(folder, keep_open=True), device)
+    if keep_mxfp4 and has_mxfp4_config(values, source) and has_mxfp4_experts(stored):
+        cfg = keep_mxfp4_experts(cfg)
     with torch.device("meta"):
         model = Decoder(replace(cfg, num_layers=0, windows=()) if skip_layers else cfg)
     model.cfg = cfg
@@ -71,22 +68,22 @@ def load_decoder(
     if cfg.tie_word_embeddings:
         del layout["lm_head.weight"]
     file_names = {name: name if name.startswith("lm_head") else f"model.{name}" for name in layout}
-    wanted = {file_names[name]: slot for name, slot in layout.items()}
-    kept = cfg.layer.experts is not None and cfg.layer.experts.mxfp4
-    sources = adapted(files, values, source, kept)
+    expected = {file_names[name]: rows for name, rows in layout.items()}
+    uses_mxfp4 = cfg.layer.experts is not None and cfg.layer.experts.mxfp4
+    sources = convert_weights(stored, values, source, uses_mxfp4)
     if skip_layers:
-        sources = {name: found for name, found in sources.items() if name in wanted}
-    weights = Published(folder, sources)
+        sources = {name: tensor for name, tensor in sources.items() if name in expected}
+    weights = ConvertedTensors(folder, sources)
     shapes = weights.shapes
     if cfg.tie_word_embeddings:
         shapes.pop("lm_head.weight", None)
-    found = problems(wanted, shapes)
-    if found:
-        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-        raise UserError(f"{folder}: {found[0]}{more}")
+    problems = find_layout_problems(expected, shapes)
+    if problems:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise UserError(f"{folder}: {problems[0]}{more}")
     if cfg.tie_word_embeddings:
         model.lm_head.weight = None  # type: ignore[assignment]
-    fill(model, layout, weights, file_names, dtype, device)
+    load_parameters(model, layout, weights, file_names, dtype, device)
     model.tie_weights()
     for rope in model.ropes:
         rope.to(device)
@@ -100,7 +97,7 @@ def load_target(
 
 
 def eos_ids(folder: Path) -> frozenset[int]:
-    """Ids that end a text: generation_config.json's where there is one, else config.json's."""
+    """Returns the EOS ids of generation_config.json, or else of config.json."""
     values: dict[str, Any] = {}
     if (folder / "generation_config.json").is_file():
         values = read_json(folder / "generation_config.json")
@@ -120,19 +117,19 @@ def has_tokenizer(folder: Path) -> bool:
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
-    if not has_tokenizer(folder):  # some versions of transformers make an empty one up
-        raise UserError(f"{folder}: no tokenizer in it (none of {', '.join(TOKENIZER_FILES)})")
+    if not has_tokenizer(folder):  # some versions of transformers return an empty tokenizer
+        raise UserError(f"{folder}: no tokenizer (none of {', '.join(TOKENIZER_FILES)})")
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # transformers raises whatever its reader of the moment does
-        raise UserError(f"{folder}: no usable tokenizer in it ({first_line(error)})") from None
+    except Exception as error:  # transformers raises various types
+        raise UserError(f"{folder}: no usable tokenizer ({first_line(error)})") from None
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, raw: bool) -> list[int]:
-    """Token ids of a user's message in the target's chat template, or of the text as it is."""
+    """Returns the token ids of a user message in the chat template, or with `raw` of the text itself."""
     if raw:
         return list(tokenizer(prompt)["input_ids"])
     if not tokenizer.chat_template:
-        raise UserError("this target has no chat template: use --raw to give it the prompt as it is")
+        raise UserError("this target has no chat template; use --raw to send the prompt without one")
     messages = [{"role": "user", "content": prompt}]
     return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])

@@ -1,8 +1,8 @@
-"""Which tensor of a file fills which rows of which parameter.
+"""Maps the tensors of a checkpoint file to rows of a module's parameters.
 
-Checkpoints keep q/k/v, gate/up and experts apart, the modules keep them merged. A layout is made from a module built
-on the `meta` device, so names and shapes are known without a byte of weights; the loaders fill it, the
-writers read it backwards, the validator compares it with a file's header.
+Files store q/k/v, gate/up and experts as separate tensors; modules merge each group into one parameter. A layout is
+built from a module on the `meta` device, so names and shapes are known before weights are read. Loaders fill it,
+writers invert it, and the validator compares it with a file's header.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from peagle.models.layers import Attention
 
 
 @dataclass(frozen=True)
-class Slot:
+class ParameterRows:
     """Rows [start, start + shape[0]) of a parameter."""
 
     param: str
@@ -29,10 +29,10 @@ class Slot:
     shape: tuple[int, ...]
 
 
-Layout = dict[str, Slot]  # name in the file -> slot
+TensorLayout = dict[str, ParameterRows]  # by name in the file
 
-# Parameters that hold all experts of a layer, and what each expert has of them in a file.
-EXPERT_PARTS = {
+# Parameters that merge all experts of a layer -> the tensors of each expert in a file.
+EXPERT_TENSORS = {
     ".mlp.gate_up": ("gate_proj.weight", "up_proj.weight"),
     ".mlp.gate_up_bias": ("gate_proj.bias", "up_proj.bias"),
     ".mlp.gate_up_words": ("gate_proj.words", "up_proj.words"),
@@ -44,8 +44,8 @@ EXPERT_PARTS = {
 }
 
 
-class Tensors(Protocol):
-    """What a layout is filled from."""
+class TensorReader(Protocol):
+    """Reads tensors by name."""
 
     @property
     def folder(self) -> Path: ...
@@ -53,91 +53,90 @@ class Tensors(Protocol):
     def __getitem__(self, name: str) -> Tensor: ...
 
 
-def build_layout(module: nn.Module, layer: LayerConfig) -> Layout:
-    """Every tensor the module wants, under its unmerged name."""
-    layout: Layout = {}
+def build_layout(module: nn.Module, layer: LayerConfig) -> TensorLayout:
+    """Returns all tensors that the module needs, by their names before merging."""
+    layout: TensorLayout = {}
     for param, tensor in module.state_dict().items():
-        whole = next((name for name in EXPERT_PARTS if param.endswith(name)), None)
-        if whole is not None and layer.experts is not None:
+        merged = next((name for name in EXPERT_TENSORS if param.endswith(name)), None)
+        if merged is not None and layer.experts is not None:
             names = [
-                f"{param.removesuffix(whole)}.mlp.experts.{e}.{part}"
+                f"{param.removesuffix(merged)}.mlp.experts.{e}.{name}"
                 for e in range(layer.experts.num_experts)
-                for part in EXPERT_PARTS[whole]
+                for name in EXPERT_TENSORS[merged]
             ]
             rows = len(tensor) // len(names)
-            layout |= {name: Slot(param, i * rows, (rows, *tensor.shape[1:])) for i, name in enumerate(names)}
+            layout |= {name: ParameterRows(param, i * rows, (rows, *tensor.shape[1:])) for i, name in enumerate(names)}
             continue
         start = 0
-        for name, rows in _unmerged(module, param, len(tensor) if tensor.dim() else 0):
-            layout[name] = Slot(param, start, (rows, *tensor.shape[1:]) if tensor.dim() else ())
+        for name, rows in _unmerged_names(module, param, len(tensor) if tensor.dim() else 0):
+            layout[name] = ParameterRows(param, start, (rows, *tensor.shape[1:]) if tensor.dim() else ())
             start += rows
     return layout
 
 
-def _unmerged(module: nn.Module, param: str, rows: int) -> list[tuple[str, int]]:
-    """What a file has of a parameter, and how many rows of it each has."""
-    owner, together, last = param.partition(".qkv_proj.")
-    if together:  # layers of one model may have heads of different widths
+def _unmerged_names(module: nn.Module, param: str, rows: int) -> list[tuple[str, int]]:
+    """The tensors of a file that make up a parameter, with the number of rows of each."""
+    owner, merged, last = param.partition(".qkv_proj.")
+    if merged:  # head sizes may differ between layers
         attention: Attention = module.get_submodule(owner)  # type: ignore[assignment]
         q, kv = (heads * attention.head_dim for heads in (attention.heads, attention.kv_heads))
-        return [(f"{owner}.{part}.{last}", size) for part, size in (("q_proj", q), ("k_proj", kv), ("v_proj", kv))]
-    owner, together, last = param.partition(".gate_up_proj.")
-    if together:
-        return [(f"{owner}.{part}.{last}", rows // 2) for part in ("gate_proj", "up_proj")]
+        return [(f"{owner}.{name}.{last}", size) for name, size in (("q_proj", q), ("k_proj", kv), ("v_proj", kv))]
+    owner, merged, last = param.partition(".gate_up_proj.")
+    if merged:
+        return [(f"{owner}.{name}.{last}", rows // 2) for name in ("gate_proj", "up_proj")]
     return [(param, rows)]
 
 
-def problems(layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Missing, unknown and wrongly shaped tensors of a file, a line each."""
+def find_layout_problems(layout: TensorLayout, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Lists missing, unknown and wrongly shaped tensors of a file."""
     found = [f"tensor {name!r} is missing" for name in layout if name not in shapes]
     found += [f"tensor {name!r} is not known here" for name in shapes if name not in layout]
-    for name, slot in layout.items():
-        if name in shapes and shapes[name] != slot.shape:
-            found.append(f"tensor {name!r} has shape {list(shapes[name])}, expected {list(slot.shape)}")
+    for name, rows in layout.items():
+        if name in shapes and shapes[name] != rows.shape:
+            found.append(f"tensor {name!r} has shape {list(shapes[name])}, expected {list(rows.shape)}")
     return found
 
 
-def fill(
+def load_parameters(
     module: nn.Module,
-    layout: Layout,
-    weights: Tensors,
+    layout: TensorLayout,
+    weights: TensorReader,
     file_names: Mapping[str, str],
     dtype: torch.dtype | None,
     device: torch.device | str,
 ) -> None:
-    """Replaces the module's `meta` parameters; floating tensors become `dtype`, or stay as stored.
+    """Replaces the module's `meta` parameters. Floating-point tensors are cast to `dtype`, or kept if it is None.
 
-    Eight-bit floats are refused like integers: they mean nothing without scales, which are not read here. What the
-    module itself keeps in eight bits is no float.
+    FP8 tensors are rejected, since their scales are not read here.
     """
     state: dict[str, Tensor] = {}
-    wanted = module.state_dict()
-    for name, slot in layout.items():
-        tensor = weights[file_names[name]].reshape(slot.shape).to(device)
-        floating = wanted[slot.param].is_floating_point()
-        small = tensor.dtype.itemsize < 2 and tensor.dtype != wanted[slot.param].dtype
-        if floating != tensor.is_floating_point() or small:
+    expected = module.state_dict()
+    for name, rows in layout.items():
+        tensor = weights[file_names[name]].reshape(rows.shape).to(device)
+        floating = expected[rows.param].is_floating_point()
+        one_byte = tensor.dtype.itemsize < 2 and tensor.dtype != expected[rows.param].dtype
+        if floating != tensor.is_floating_point() or one_byte:
             stored = str(tensor.dtype).removeprefix("torch.")
             raise UserError(f"{weights.folder}: tensor {file_names[name]!r} is stored as {stored}, not supported")
         if not floating:
-            tensor = tensor.to(wanted[slot.param].dtype)
+            tensor = tensor.to(expected[rows.param].dtype)
         elif dtype is not None:
             tensor = tensor.to(dtype)
-        if slot.shape == tuple(wanted[slot.param].shape):
-            state[slot.param] = tensor
+        if rows.shape == tuple(expected[rows.param].shape):
+            state[rows.param] = tensor
             continue
-        if slot.param not in state:
-            state[slot.param] = torch.empty(wanted[slot.param].shape, dtype=tensor.dtype, device=device)
-        if state[slot.param].dtype != tensor.dtype:
+        if rows.param not in state:
+            state[rows.param] = torch.empty(expected[rows.param].shape, dtype=tensor.dtype, device=device)
+        if state[rows.param].dtype != tensor.dtype:
             raise UserError(f"{weights.folder}: tensor {file_names[name]!r} has another dtype than its neighbours")
-        state[slot.param][slot.start : slot.start + slot.shape[0]] = tensor
+        state[rows.param][rows.start : rows.start + rows.shape[0]] = tensor
     module.load_state_dict(state, assign=True)
 
 
-def split_parameters(module: nn.Module, layout: Layout) -> dict[str, Tensor]:
-    """The module's tensors under the names of the file."""
+def split_parameters(module: nn.Module, layout: TensorLayout) -> dict[str, Tensor]:
+    """Returns the module's tensors under their names in a file."""
     state = module.state_dict()
     return {
-        name: state[slot.param][slot.start : slot.start + slot.shape[0]] if slot.shape else state[slot.param]
-        for name, slot in layout.items()
+        name: state[rows.param][rows.start : rows.start + rows.shape[0]] if rows.shape else state[rows.param]
+        for name, rows in layout.items()
     }

@@ -1,10 +1,8 @@
-"""A target's tensors as its makers publish them -> under the names and in the form that the decoder wants.
+"""Conversion of a target's published tensors to the names and formats that `Decoder` loads.
 
-Each function here takes sources, a tensor's name to its shape and how to read it, and returns others made of them.
-Nothing is read before it is asked for, and then only what is needed for it. What is packed is unpacked, or packed anew,
-where it will live, as a GPU does that faster.
-
-Knows formats, not families: `families.py` says which of these a family needs.
+A `TensorSource` is a tensor's shape and how to read it. Each function maps named sources to other sources without
+reading anything, so loading reads only the tensors that are needed. Dequantization and packing happen on the target
+device. `families.py` composes these functions for each family.
 """
 
 from __future__ import annotations
@@ -20,24 +18,33 @@ from peagle.checkpoints.files import SafetensorsFolder
 from peagle.errors import UserError
 from peagle.kernels.moe.mxfp4 import BLOCK, MAX_EXPONENT, dequantize, pack_words, packed_widths, pad_exponents
 
+# Parts of the names of tensors that a text model does not need.
+VISION_AND_AUDIO = (
+    *("vision_tower.", "vision_model.", "audio_tower."),
+    *("multi_modal_projector.", "embed_vision.", "embed_audio."),
+)
+# Multimodal checkpoints prefix the text model's names, in one of two orders.
+TEXT_MODEL_NAMES = {
+    "language_model.model.": "model.",
+    "model.language_model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+EXPERTS, BLOCKS, SCALES = ".mlp.experts.", "_blocks", "_scales"  # parts of GPT-OSS's names
+
 
 @dataclass(frozen=True)
 class TensorSource:
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
-    part: Callable[[int], Tensor] | None = None  # one entry of the first dimension; None: read it whole
+    read_entry: Callable[[int], Tensor] | None = None  # reads one index of the first dimension, if that is possible
 
 
 TensorSources = dict[str, TensorSource]
 
-# In names of tensors that a text does not need.
-NOT_TEXT = ("vision_tower.", "vision_model.", "audio_tower.", "multi_modal_projector.", "embed_vision.", "embed_audio.")
-EXPERTS, BLOCKS, SCALES = ".mlp.experts.", "_blocks", "_scales"  # in names of GPT-OSS's
-
 
 @dataclass(frozen=True)
-class Published:
-    """What `slots.fill` reads from."""
+class ConvertedTensors:
+    """Converted sources, readable by `tensor_layout.load_parameters`."""
 
     folder: Path
     sources: TensorSources
@@ -50,26 +57,28 @@ class Published:
         return self.sources[name].read()
 
 
-def stored(weights: SafetensorsFolder, device: torch.device | str) -> TensorSources:
+def open_sources(weights: SafetensorsFolder, device: torch.device | str) -> TensorSources:
     def source(name: str) -> TensorSource:
         return TensorSource(
-            weights.shapes[name], lambda: weights[name].to(device), lambda i: weights.part(name, i).to(device)
+            weights.shapes[name], lambda: weights[name].to(device), lambda i: weights.read_entry(name, i).to(device)
         )
 
     return {name: source(name) for name in weights.names() if not name.endswith("rotary_emb.inv_freq")}
 
 
-def changed(sources: TensorSources, chosen: Callable[[str], bool], change: Callable[[Tensor], Tensor]) -> TensorSources:
-    """The same shapes; `change` on the values of some."""
+def transform_tensors(
+    sources: TensorSources, selects: Callable[[str], bool], transform: Callable[[Tensor], Tensor]
+) -> TensorSources:
+    """Applies a shape-preserving `transform` to the tensors whose names `selects` accepts."""
 
-    def through(source: TensorSource) -> TensorSource:
-        return TensorSource(source.shape, lambda: change(source.read()))
+    def transformed(source: TensorSource) -> TensorSource:
+        return TensorSource(source.shape, lambda: transform(source.read()))
 
-    return {name: through(source) if chosen(name) else source for name, source in sources.items()}
+    return {name: transformed(source) if selects(name) else source for name, source in sources.items()}
 
 
-def renamed(sources: TensorSources, parts: Mapping[str, str]) -> TensorSources:
-    """`parts` of names, old to new, dots included; a new one of "" drops the tensor."""
+def rename_tensors(sources: TensorSources, parts: Mapping[str, str]) -> TensorSources:
+    """Replaces parts of names, old to new. A tensor whose new part is "" is dropped."""
     out: TensorSources = {}
     for name, source in sources.items():
         old = next((old for old in parts if old in name), None)
@@ -80,72 +89,67 @@ def renamed(sources: TensorSources, parts: Mapping[str, str]) -> TensorSources:
     return out
 
 
-def text_part(sources: TensorSources) -> TensorSources:
-    """Of a model that also sees and hears, in the older order of its names and in the newer one."""
-    names = {
-        "language_model.model.": "model.",
-        "model.language_model.": "model.",
-        "language_model.lm_head.": "lm_head.",
-    }
-    return renamed(sources, dict.fromkeys(NOT_TEXT, "") | names)
+def select_text_model(sources: TensorSources) -> TensorSources:
+    """Drops the vision and audio tensors of a multimodal model and renames the text model's."""
+    return rename_tensors(sources, dict.fromkeys(VISION_AND_AUDIO, "") | TEXT_MODEL_NAMES)
 
 
-def rows_apart(sources: TensorSources, together: str, parts: Mapping[str, int]) -> TensorSources:
-    """Tensors with `together` in their names, dots included, as several of that many rows each."""
+def split_rows(sources: TensorSources, merged: str, parts: Mapping[str, int]) -> TensorSources:
+    """Splits tensors with `merged` (with its dots) in their names into `parts`: name to number of rows."""
     out: TensorSources = {}
     for name, source in sources.items():
-        if together not in name:
+        if merged not in name:
             out[name] = source
             continue
         start = 0
-        for part, rows in parts.items():
-            out[name.replace(together, f".{part}.")] = _rows(source, start, rows)
-            start += rows
+        for part, num_rows in parts.items():
+            out[name.replace(merged, f".{part}.")] = _select_rows(source, start, num_rows)
+            start += num_rows
         if start != source.shape[0]:
-            out[name] = source  # not what it should be: named as it is to whoever compares shapes
+            out[name] = source  # wrong shape: kept, so that the comparison with the layout reports it
     return out
 
 
-def _rows(source: TensorSource, start: int, count: int) -> TensorSource:
+def _select_rows(source: TensorSource, start: int, count: int) -> TensorSource:
     return TensorSource((count, *source.shape[1:]), lambda: source.read()[start : start + count])
 
 
-def pairs_apart(weight: Tensor, head_dim: int, turned: int) -> Tensor:
-    """Rows of a head in the order that a whole turn has: those that pair with each other half a head apart.
+def spread_rotary_pairs(weight: Tensor, head_dim: int, rotary_dim: int) -> Tensor:
+    """Reorders the rows of each head so that rotary pairs are half a head apart, as in a fully rotated head.
 
-    For a head of 8 of which 4 are turned, 0 with 2 and 1 with 3: rows 0 1 4 5 | 2 3 6 7. Queries and keys in the same
-    order give the same scores.
+    Example: a head of 8 rows with rotary_dim 4 pairs row 0 with 2 and 1 with 3. The result is 0 1 4 5 | 2 3 6 7.
+    Attention scores do not change, since queries and keys get the same order.
     """
     rows = torch.arange(head_dim, device=weight.device)
-    half, rest = turned // 2, (head_dim - turned) // 2
-    first, second, kept = rows[:half], rows[half:turned], rows[turned:]
-    order = torch.cat([first, kept[:rest], second, kept[rest:]])
+    half, rest = rotary_dim // 2, (head_dim - rotary_dim) // 2
+    first, second, unrotated = rows[:half], rows[half:rotary_dim], rows[rotary_dim:]
+    order = torch.cat([first, unrotated[:rest], second, unrotated[rest:]])
     return weight.unflatten(0, (-1, head_dim))[:, order].flatten(0, 1)
 
 
-def pairs_from_neighbours(weight: Tensor, head_dim: int) -> Tensor:
-    """Rows of a head whose neighbours pair with each other, in the same order: 0 2 4 6 | 1 3 5 7 for a head of 8."""
+def deinterleave_rotary_pairs(weight: Tensor, head_dim: int) -> Tensor:
+    """Reorders heads whose rotary pairs are adjacent rows: a head of 8 becomes 0 2 4 6 | 1 3 5 7."""
     return weight.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
 
 
-def ones(width: int) -> TensorSource:
-    """Weights that a file does not have, since they change nothing."""
-    return TensorSource((width,), lambda: torch.ones(width))
+def ones(size: int) -> TensorSource:
+    """The weight of a norm that has none in the file."""
+    return TensorSource((size,), lambda: torch.ones(size))
 
 
-def unpacked_fp8(sources: TensorSources, block: tuple[int, int]) -> TensorSources:
-    """Eight-bit weights with a factor for every block of rows and columns, in a tensor beside them -> fp32."""
+def dequantize_fp8(sources: TensorSources, block: tuple[int, int]) -> TensorSources:
+    """Multiplies FP8 weights by their scales, one per block of rows and columns (`_scale_inv` tensors), in fp32."""
     out: TensorSources = {}
     for name, source in sources.items():
         scales = sources.get(f"{name}_scale_inv")
         if scales is not None:
-            out[name] = _scaled(source, scales, block)
+            out[name] = _scale_blocks(source, scales, block)
         elif not name.endswith("_scale_inv"):
             out[name] = source
     return out
 
 
-def _scaled(source: TensorSource, scales: TensorSource, block: tuple[int, int]) -> TensorSource:
+def _scale_blocks(source: TensorSource, scales: TensorSource, block: tuple[int, int]) -> TensorSource:
     def read() -> Tensor:
         weight, factors = source.read().float(), scales.read().float()
         for axis in (0, 1):
@@ -155,7 +159,7 @@ def _scaled(source: TensorSource, scales: TensorSource, block: tuple[int, int]) 
     return TensorSource(source.shape, read)
 
 
-def has_packed_experts(sources: TensorSources) -> bool:
+def has_mxfp4_experts(sources: TensorSources) -> bool:
     return any(EXPERTS in name and name.endswith(BLOCKS) for name in sources)
 
 
@@ -173,40 +177,40 @@ def split_experts(sources: TensorSources, keep_mxfp4: bool = False, interleaved:
             out[name] = source
             continue
         scales = sources.get(name.removesuffix(BLOCKS) + SCALES) if kind.endswith(BLOCKS) else None
-        parts = ("gate_proj", "up_proj") if kind.startswith("gate_up_proj") else ("down_proj",)
-        last = "bias" if kind.endswith("_bias") else "weight"
+        projections = ("gate_proj", "up_proj") if kind.startswith("gate_up_proj") else ("down_proj",)
+        suffix = "bias" if kind.endswith("_bias") else "weight"
         for e in range(source.shape[0]):
-            for i, part in enumerate(parts):
-                rows, to = slice(i, None, len(parts)), f"{layer}{EXPERTS}{e}.{part}"
+            for i, projection in enumerate(projections):
+                rows, prefix = slice(i, None, len(projections)), f"{layer}{EXPERTS}{e}.{projection}"
                 if not interleaved:
-                    each = source.shape[-1] // len(parts)
-                    rows = slice(i * each, (i + 1) * each)
+                    num_rows = source.shape[-1] // len(projections)
+                    rows = slice(i * num_rows, (i + 1) * num_rows)
                 if keep_mxfp4 and kind.endswith(BLOCKS):
-                    out[f"{to}.words"] = _words(source, e, rows)
+                    out[f"{prefix}.words"] = _pack_expert_words(source, e, rows)
                 elif keep_mxfp4 and kind.endswith(SCALES):
-                    out[f"{to}.exponents"] = _exponents(source, e, rows, name)
+                    out[f"{prefix}.exponents"] = _pack_expert_exponents(source, e, rows, name)
                 elif not kind.endswith(SCALES):
-                    out[f"{to}.{last}"] = _entry(source, scales, e, rows)
+                    out[f"{prefix}.{suffix}"] = _select_expert_rows(source, scales, e, rows)
     return out
 
 
-def _words(source: TensorSource, e: int, rows: slice) -> TensorSource:
-    assert source.part is not None
-    part, (_, height, blocks, _) = source.part, source.shape
+def _pack_expert_words(source: TensorSource, e: int, rows: slice) -> TensorSource:
+    assert source.read_entry is not None
+    read_entry, (_, height, blocks, _) = source.read_entry, source.shape
     shape = len(range(height)[rows]), packed_widths(blocks * BLOCK)[0]
-    return TensorSource(shape, lambda: pack_words(part(e)[rows]))
+    return TensorSource(shape, lambda: pack_words(read_entry(e)[rows]))
 
 
-def _exponents(source: TensorSource, e: int, rows: slice, name: str) -> TensorSource:
-    assert source.part is not None
-    part, (_, height, blocks) = source.part, source.shape
+def _pack_expert_exponents(source: TensorSource, e: int, rows: slice, name: str) -> TensorSource:
+    assert source.read_entry is not None
+    read_entry, (_, height, blocks) = source.read_entry, source.shape
     shape = len(range(height)[rows]), packed_widths(blocks * BLOCK)[1]
 
     def read() -> Tensor:
-        exponents = part(e)[rows]
-        if (most := int(exponents.max())) > MAX_EXPONENT:
+        exponents = read_entry(e)[rows]
+        if (largest := int(exponents.max())) > MAX_EXPONENT:
             raise UserError(
-                f"{name}: weights with an exponent of {most} cannot stay packed (at most {MAX_EXPONENT}); "
+                f"{name}: exponent {largest} is too large for packed weights (at most {MAX_EXPONENT}); "
                 "use --dtype float32"
             )
         return pad_exponents(exponents)
@@ -214,21 +218,23 @@ def _exponents(source: TensorSource, e: int, rows: slice, name: str) -> TensorSo
     return TensorSource(shape, read)
 
 
-def _entry(source: TensorSource, scales: TensorSource | None, e: int, rows: slice) -> TensorSource:
-    """Some output rows of one expert."""
-    assert source.part is not None
-    part = source.part
-    if scales is not None and scales.part is not None:
-        exponents = scales.part
+def _select_expert_rows(source: TensorSource, scales: TensorSource | None, e: int, rows: slice) -> TensorSource:
+    """Some output rows of expert `e`, dequantized."""
+    assert source.read_entry is not None
+    read_entry = source.read_entry
+    if scales is not None and scales.read_entry is not None:
+        read_scales = scales.read_entry
         _, height, blocks, half = source.shape
         shape: tuple[int, ...] = (len(range(height)[rows]), blocks * half * 2)
-        return TensorSource(shape, lambda: dequantize_mxfp4(part(e)[rows], exponents(e)[rows]))
+        return TensorSource(shape, lambda: dequantize_mxfp4(read_entry(e)[rows], read_scales(e)[rows]))
     if len(source.shape) == 2:
-        return TensorSource((len(range(source.shape[1])[rows]),), lambda: part(e)[rows])
-    return TensorSource((len(range(source.shape[2])[rows]), source.shape[1]), lambda: part(e).mT[rows])
+        return TensorSource((len(range(source.shape[1])[rows]),), lambda: read_entry(e)[rows])
+    return TensorSource((len(range(source.shape[2])[rows]), source.shape[1]), lambda: read_entry(e).mT[rows])
 
 
 def dequantize_mxfp4(blocks: Tensor, exponents: Tensor) -> Tensor:
-    """[rows, blocks, 16] bytes of two numbers each, the lower half first, and a power of 2 for each block -> bf16,
-    which holds them exactly, [rows, blocks * 32]."""
+    """[rows, blocks, 16] bytes of two values each (low half first), one exponent per block -> bf16 [rows, blocks * 32].
+
+    The result is exact.
+    """
     return dequantize(torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2), exponents)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from peagle.checkpoints.target import read_target_config
-from peagle.checkpoints.validate import Version, inspect_drafter, parse_version
+from peagle.checkpoints.validate import VllmVersion, inspect_drafter, parse_version
 from peagle.config import VLLM_VERSION, DrafterConfig
 from peagle.deploy.models import Pair, TargetFacts
 from peagle.errors import UserError
@@ -120,7 +120,7 @@ def _reach(pair: Pair, max_model_len: int | None) -> list[Hazard]:
     ]
 
 
-def _version(version: Version) -> list[Hazard]:
+def _version(version: VllmVersion) -> list[Hazard]:
     if version <= parse_version(VLLM_VERSION):
         return []
     asked = ".".join(map(str, version))
@@ -135,7 +135,7 @@ def _runner(parallel: bool, env: Mapping[str, str]) -> list[Hazard]:
     ]
 
 
-def _groups(facts: TargetFacts, drafter: DrafterConfig, version: Version, extra: Sequence[str]) -> list[Hazard]:
+def _groups(facts: TargetFacts, drafter: DrafterConfig, version: VllmVersion, extra: Sequence[str]) -> list[Hazard]:
     """A target with sliding and full layers: all of the drafter's caches must fall into one group."""
     if not splits_drafter_cache(facts, drafter, version) or ONE_GROUP in extra:
         return []
@@ -154,7 +154,7 @@ def _groups(facts: TargetFacts, drafter: DrafterConfig, version: Version, extra:
     ]
 
 
-def splits_drafter_cache(facts: TargetFacts, drafter: DrafterConfig, version: Version) -> bool:
+def splits_drafter_cache(facts: TargetFacts, drafter: DrafterConfig, version: VllmVersion) -> bool:
     """vLLM's grouping: gpt-oss-20b has 12 + 12 layers, and 4 of a drafter make 16 full ones. 16 < 12 * 1.5, so groups
     have 16 and all full layers fit one; with 1.25 groups had 12, and 16 full layers were dealt out to two."""
     full = facts.layers - facts.sliding

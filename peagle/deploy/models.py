@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peagle.checkpoints.config_reader import completed
+from peagle.checkpoints.config_reader import fill_defaults
 from peagle.checkpoints.drafter import read_drafter_config, trained_num_speculative_tokens
 from peagle.checkpoints.files import SafetensorsFolder, read_config_json
 from peagle.config import DrafterConfig, check_num_speculative_tokens, default_num_speculative_tokens
@@ -124,7 +124,7 @@ def target_facts(folder: Path) -> TargetFacts:
     nested = raw.get("text_config")
     values = nested if isinstance(nested, dict) else raw
     try:
-        values = {**values, **completed(values, folder / "config.json").values}
+        values = {**values, **fill_defaults(values, folder / "config.json").values}
     except UserError:
         pass  # newer than the installed transformers: what is written has to do
 

@@ -237,12 +237,12 @@ def parse_shape(
 
 def _shape_from_engine(values: dict[str, Any], source: Path, name: str) -> ModelShape:
     """Reads the config as the embedded engine does, ignoring quantization."""
-    from peagle.checkpoints.families import read_decoder_config, unsupported_feature  # slow: imports torch
+    from peagle.checkpoints.families import read_decoder_config, find_unsupported_feature  # slow: imports torch
 
     values = {field: value for field, value in values.items() if field != "quantization_config"}
     cfg = read_decoder_config(values, source)
     if cfg.uses_transformers:
-        raise UserError(f"{source}: {unsupported_feature(values, source)} cannot be planned yet")
+        raise UserError(f"{source}: {find_unsupported_feature(values, source)} cannot be planned yet")
     layers = [cfg.layer_at(i) for i in range(cfg.num_layers)]
     experts = next((layer.experts for layer in layers if layer.experts is not None), ExpertsConfig(0, 0, 0))
     return ModelShape(

@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from support import edit_config, edit_weights, set_config
 
-from peagle.checkpoints.average import average
-from peagle.checkpoints.convert import convert, format_of
+from peagle.checkpoints.average import average_drafters
+from peagle.checkpoints.convert import convert_drafter, detect_format
 from peagle.checkpoints.drafter import (
     drafter_tensors,
     load_drafter,
@@ -486,10 +486,10 @@ def test_default_taps_need_a_target(tmp_path: Path) -> None:
 
 
 def there_and_back(source: Path, into: Path, target_folder: Path) -> tuple[dict[str, str], dict[str, str]]:
-    out = convert(source, into / "spec", "speculators", target_folder, "org/target", 5)
-    assert format_of(into / "spec") == "speculators"
-    back = convert(into / "spec", into / "plain", "plain", target_folder, "org/target", 5)
-    assert format_of(into / "plain") == "plain"
+    out = convert_drafter(source, into / "spec", "speculators", target_folder, "org/target", 5)
+    assert detect_format(into / "spec") == "speculators"
+    back = convert_drafter(into / "spec", into / "plain", "plain", target_folder, "org/target", 5)
+    assert detect_format(into / "plain") == "plain"
     return out, back
 
 
@@ -521,7 +521,7 @@ def check_conversion(source: Path, into: Path, target: Decoder, target_folder: P
 
 
 @pytest.mark.parametrize("name", pairs.RECIPES)
-def test_trained_pairs_convert(name: str, tmp_path: Path, target: Decoder) -> None:
+def test_trained_pairs_convert_drafter(name: str, tmp_path: Path, target: Decoder) -> None:
     check_conversion(pairs.drafter_folder(name), tmp_path, target, pairs.target_folder())
     for file in ("config.json", WEIGHTS):
         assert (tmp_path / "plain" / file).read_bytes() == (pairs.drafter_folder(name) / file).read_bytes()
@@ -543,7 +543,7 @@ def test_the_mean_of_drafters(cfg: DrafterConfig, dtype: torch.dtype, shares: li
                 drafter.d2t.copy_(first.d2t)
             save_drafter(drafter, source)
         set_config(sources[1], trained_draft_tokens=5)
-        average(sources, folder / "out", shares)
+        average_drafters(sources, folder / "out", shares)
         assert read_drafter_config(folder / "out") == cfg
         assert read_json(folder / "out" / "config.json")["trained_draft_tokens"] == 5
         every, found = [stored(source) for source in sources], stored(folder / "out")
@@ -559,13 +559,13 @@ def test_the_mean_of_drafters(cfg: DrafterConfig, dtype: torch.dtype, shares: li
 
 def test_strangers_are_not_averaged(tmp_path: Path) -> None:
     folder = pairs.drafter_folder
-    for other, why in (("p-eagle-4", "num_layers is 4 here and 1 there"), ("eagle3-1", "mask_token_id is None here")):
+    for other, why in (("p-eagle-4", "num_layers is 4 instead of 1"), ("eagle3-1", "mask_token_id is None instead of")):
         with pytest.raises(UserError, match=why):
-            average([folder("p-eagle-1"), folder(other)], tmp_path / "out", [1, 1])
+            average_drafters([folder("p-eagle-1"), folder(other)], tmp_path / "out", [1, 1])
     moved = shutil.copytree(folder("p-eagle-1-reduced"), tmp_path / "moved")
     edit_weights(moved, lambda tensors: tensors["d2t"].add_(1))
-    with pytest.raises(UserError, match="they have different tokens"):
-        average([folder("p-eagle-1-reduced"), moved], tmp_path / "out", [1, 1])
+    with pytest.raises(UserError, match="draft vocabularies differ"):
+        average_drafters([folder("p-eagle-1-reduced"), moved], tmp_path / "out", [1, 1])
     assert not (tmp_path / "out").exists()
 
 
@@ -743,8 +743,8 @@ BAD_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "mask id outside": (dict.fromkeys(MASK_NAMES, 160), "160"),
     "mask id negative": (dict.fromkeys(MASK_NAMES, -1), "-1"),
     "mask id true": (dict.fromkeys(MASK_NAMES, True), "True"),
-    "another width": ({"target_hidden_size": 32}, "width 32"),
-    "another vocabulary": ({"vocab_size": 159}, "vocabulary of 159"),
+    "another width": ({"target_hidden_size": 32}, "target_hidden_size is 32"),
+    "another vocabulary": ({"vocab_size": 159}, "vocab_size is 159"),
     "a tap too far": ({"eagle_aux_hidden_state_layer_ids": [1, 2, 6]}, "aux_layer_ids contains layer 6"),
     "a tap twice": ({"eagle_aux_hidden_state_layer_ids": [1, 1, 2]}, "eagle_aux_hidden_state_layer_ids"),
     "a tap below": ({"eagle_aux_hidden_state_layer_ids": [-1, 1, 2]}, "eagle_aux_hidden_state_layer_ids"),
@@ -795,7 +795,9 @@ def test_another_target(tmp_path: Path) -> None:
     small = replace(pairs.TARGET, num_layers=3, windows=(None,) * 3)
     refused(pairs.drafter_folder("p-eagle-1"), Decoder(small), "aux_layer_ids contains layer 4", "3 layers")
     wide = replace(pairs.TARGET, layer=replace(pairs.TARGET.layer, hidden_size=72), vocab_size=170)
-    refused(pairs.drafter_folder("p-eagle-1"), Decoder(wide), "width 64", "72 wide", "vocabulary of 160", "170")
+    refused(
+        pairs.drafter_folder("p-eagle-1"), Decoder(wide), "target_hidden_size is 64", "72", "vocab_size is 160", "170"
+    )
 
 
 def files_refused(folder: Path, target: Decoder, *words: str) -> None:
@@ -976,7 +978,7 @@ def test_any_value_in_a_speculators_config(data: st.DataObject, spec_folder: Pat
 @pytest.fixture(scope="module")
 def spec_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("fuzz") / "spec"
-    convert(pairs.drafter_folder("p-eagle-1"), out, "speculators", pairs.target_folder(), "org/target", 5)
+    convert_drafter(pairs.drafter_folder("p-eagle-1"), out, "speculators", pairs.target_folder(), "org/target", 5)
     return out
 
 

@@ -14,7 +14,7 @@ import torch
 from pairs import EOS_ID, RECIPES, drafter_folder, target_folder
 from support import edit_config, edit_weights, set_config
 
-from peagle.checkpoints.convert import convert
+from peagle.checkpoints.convert import convert_drafter
 from peagle.checkpoints.validate import inspect_drafter
 from peagle.hub.resolve import DEFAULT_DRAFTER, EAGLE3_DRAFTER, resolve_drafter
 
@@ -60,7 +60,9 @@ def test_a_bad_config_hides_no_bad_numbers(tmp_path: Path) -> None:
         tensors=lambda w: w["norm.weight"].fill_(float("nan")),
     )
     first, second = findings(folder)
-    assert first.startswith("mask ids disagree") and second == "tensor 'norm.weight' holds 64 NaN or infinite values"
+    assert (
+        first.startswith("mask token ids disagree") and second == "tensor 'norm.weight' holds 64 NaN or infinite values"
+    )
 
 
 @pytest.mark.parametrize("name", [DEFAULT_DRAFTER, EAGLE3_DRAFTER])
@@ -68,7 +70,7 @@ def test_shipped_drafters_are_sound(name: str, smollm2: Path) -> None:
     folder = resolve_drafter(name)
     report = inspect_drafter(folder, name, smollm2, "smollm2-135m")
     assert report.findings == []
-    assert report.facts["mask id"] == ("16 ('<empty_output>')" if name == DEFAULT_DRAFTER else "none")
+    assert report.facts["mask token id"] == ("16 ('<empty_output>')" if name == DEFAULT_DRAFTER else "none")
     assert str(folder) in report.serve and str(smollm2) in report.serve, "vLLM does not know our names"
 
 
@@ -105,16 +107,16 @@ TENSOR_CASES: dict[str, tuple[str, Callable[[Tensors], Any], str]] = {
         lambda w: w["d2t"].__setitem__(27, 500),
         "d2t points outside the vocabulary (ids 10 to 527)",
     ),
-    "t2d": ("eagle3-1-reduced", lambda w: w["t2d"].zero_(), "t2d does not mark the target ids that d2t names"),
+    "t2d": ("eagle3-1-reduced", lambda w: w["t2d"].zero_(), "t2d does not match d2t"),
     "d2t moves": (
         "eagle3-1",
         lambda w: w.update({"d2t": torch.ones(160, dtype=torch.long)}),
-        "d2t moves tokens of a full vocabulary; only a reduced one has such a map",
+        "d2t is not zero, but the draft vocabulary is not reduced",
     ),
     "d2t full": (
         "eagle3-1",
         lambda w: w.update({"d2t": torch.zeros(160, dtype=torch.long)}),
-        "d2t in a full-vocabulary drafter: vLLM 0.30 and newer refuse d2t there",
+        "d2t in a full-vocabulary drafter: vLLM 0.30 and newer reject it",
     ),
 }
 
@@ -131,7 +133,7 @@ CONFIG_CASES: dict[str, tuple[str, dict[str, Any], str, str]] = {
         "p-eagle-1",
         {AUX_LAYER_IDS: [4, 1, 2]},
         "0.32",
-        f"{AUX_LAYER_IDS} [4, 1, 2] is not sorted: vLLM concatenates in ascending order all the same",
+        f"{AUX_LAYER_IDS} [4, 1, 2] is not sorted: vLLM concatenates in ascending order anyway",
     ),
     "range": (
         "p-eagle-1",
@@ -143,67 +145,67 @@ CONFIG_CASES: dict[str, tuple[str, dict[str, Any], str, str]] = {
         "p-eagle-1",
         {AUX_LAYER_IDS: [1, 1, 2]},
         "0.32",
-        f"{AUX_LAYER_IDS} is [1, 1, 2], expected different layers, from 0 up",
+        f"{AUX_LAYER_IDS} is [1, 1, 2], expected distinct layers from 0 up",
     ),
     "uncounted": (
         "p-eagle-1-wide",
         {"num_aux_hidden_states": None},
         "0.32",
-        "4 aux_hidden_states without num_aux_hidden_states: vLLM takes fc for 3 of them",
+        "4 aux_layer_ids without num_aux_hidden_states: vLLM assumes 3",
     ),
     "miscounted": (
         "p-eagle-1",
         {"num_aux_hidden_states": 4},
         "0.32",
-        "num_aux_hidden_states is 4, but there are 3 aux_hidden_states",
+        "num_aux_hidden_states is 4, but there are 3 aux_layer_ids",
     ),
     "null width": (
         "p-eagle-1",
         {"target_hidden_size": None},
         "0.32",
-        "target_hidden_size is null: vLLM fails on it; leave it out or give the number",
+        "target_hidden_size is null: vLLM fails; omit the field or give the number",
     ),
     "short": (
         "p-eagle-1",
         {"max_position_embeddings": 100},
         "0.32",
-        "max_position_embeddings is 100, the target's 256: vLLM stops drafting there without a word",
+        "max_position_embeddings is 100, the target's 256: vLLM stops drafting at that length without a warning",
     ),
     "vocabulary": (
         "eagle3-1-reduced",
         {"vocab_size": 200},
         "0.32",
-        "made for a vocabulary of 200, this target's has 160",
+        "vocab_size is 200, but the target's is 160",
     ),
     "mask ids": (
         "p-eagle-1",
         {"pard_token": 3},
         "0.32",
-        "mask ids disagree: {'ptd_token_id': 150, 'pard_token': 3, 'mask_token_id': 150}",
+        "mask token ids disagree: {'ptd_token_id': 150, 'pard_token': 3, 'mask_token_id': 150}",
     ),
     "newer mask id name": (
         "p-eagle-1",
         {"pard_token": None, "ptd_token_id": None},
         "0.26",
-        "mask id only as mask_token_id: vLLM 0.26 reads pard_token or ptd_token_id",
+        "mask token id only as mask_token_id: vLLM 0.26 reads pard_token or ptd_token_id",
     ),
     "eos as mask": (
         "p-eagle-1",
         dict.fromkeys(("ptd_token_id", "pard_token", "mask_token_id"), EOS_ID),
         "0.32",
-        f"mask id {EOS_ID} ends a text: pick a reserved id that no text holds",
+        f"mask token id {EOS_ID} is an EOS id: use a reserved id that never occurs in text",
     ),
     "architecture": (
         "p-eagle-1",
         {"architectures": ["LlamaForCausalLM"]},
         "0.32",
-        "architectures ['LlamaForCausalLM']: vLLM knows a drafter as LlamaForCausalLMEagle3",
+        "architectures ['LlamaForCausalLM']: vLLM expects LlamaForCausalLMEagle3",
     ),
     "rope": (
         "p-eagle-1",
         {"rope_theta": 5.0},
         "0.32",
-        "rope_theta is 5.0, in rope_parameters 10000.0: readers differ in which they take",
+        "rope_theta is 5.0, but 10000.0 in rope_parameters: readers differ in which they use",
     ),
     "parallel too early": ("p-eagle-1", {}, "0.15", "parallel drafting needs vLLM 0.16 or newer, not 0.15"),
     "fc_norm too early": ("p-eagle-4-reduced", {}, "0.21", "fc_norm needs vLLM 0.22 or newer, not 0.21"),
@@ -231,7 +233,7 @@ def test_full_vocabulary_map_was_fine_before_030(tmp_path: Path) -> None:
 
 def test_mask_id_that_the_tokenizer_emits(tmp_path: Path, smollm2: Path) -> None:
     """On SmolLM2's real tokenizer: an ordinary token, a chat token, a reserved one."""
-    for mask_id, wanted in ((500, "is an ordinary token"), (1, "is a token every text may hold"), (16, None)):
+    for mask_id, wanted in ((500, "is an ordinary token"), (1, "is the BOS, EOS or padding token"), (16, None)):
         folder = tmp_path / str(mask_id)
         shutil.copytree(resolve_drafter("smollm2-135m-p-eagle"), folder)
         set_config(folder, **dict.fromkeys(("ptd_token_id", "pard_token", "mask_token_id"), mask_id))
@@ -241,12 +243,12 @@ def test_mask_id_that_the_tokenizer_emits(tmp_path: Path, smollm2: Path) -> None
 
 def test_speculators_fields(tmp_path: Path) -> None:
     out = tmp_path / "speculators"
-    convert(drafter_folder("p-eagle-4-reduced"), out, "speculators", target_folder(), "target", 5)
+    convert_drafter(drafter_folder("p-eagle-4-reduced"), out, "speculators", target_folder(), "target", 5)
     assert findings(out) == []
-    assert "a speculators folder of kind peagle needs vLLM 0.22 or newer, not 0.21" in findings(out, "0.21")
+    assert "a peagle drafter in the speculators format needs vLLM 0.22 or newer, not 0.21" in findings(out, "0.21")
     edit_config(out, lambda values: values.pop("norm_before_residual"))
     edit_config(out, lambda values: values["transformer_layer_config"].pop("fc_norm"))
     assert findings(out) == [
-        "norm_before_residual is absent: vLLM and speculators take different defaults",
-        "fc_norm stands outside transformer_layer_config: vLLM drops it for a peagle drafter",
+        "norm_before_residual is missing: vLLM and speculators have different defaults",
+        "fc_norm is outside transformer_layer_config: vLLM ignores it for a peagle drafter",
     ]

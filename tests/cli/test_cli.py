@@ -144,15 +144,15 @@ def test_bad_input_gets_one_line_and_status_2(
         (("generate", "hi", "--frobnicate"), "--frobnicate"),
         (("frobnicate",), "frobnicate"),
         (("inspect", str(tmp_path / "nowhere")), "no such folder"),
-        (("inspect", d, "--vllm", "new"), "--vllm new"),
+        (("inspect", d, "--vllm-version", "new"), "--vllm-version new"),
         (("inspect", d, "-k", "0"), "-k 0"),
         (("convert", d, str(tmp_path / "o"), "--to", "gguf", "-t", t), "--to gguf"),
         (("convert", d, str(tmp_path / "o"), "--to", "plain", "-t", t), "already"),
         (("convert", d, t, "--to", "speculators", "-t", t), "exists already"),
-        (("average", d, "--out", str(tmp_path / "o")), "name two or more"),
+        (("average", d, "--out", str(tmp_path / "o")), "give two or more"),
         (("average", d, d, "--out", t), "exists already"),
-        (("average", d, d, "--out", str(tmp_path / "o"), "--shares", "1,x"), "--shares 1,x"),
-        (("average", d, d, "--out", str(tmp_path / "o"), "--shares", "1,-1"), "2 numbers above 0"),
+        (("average", d, d, "--out", str(tmp_path / "o"), "--weights", "1,x"), "--weights 1,x"),
+        (("average", d, d, "--out", str(tmp_path / "o"), "--weights", "1,-1"), "2 numbers above 0"),
     ]
     for args, wanted in cases:
         monkeypatch.setattr(sys, "argv", ["peagle", *args])
@@ -184,8 +184,8 @@ def test_inspect_says_status_1_for_findings(target: Path, tmp_path: Path) -> Non
     save_drafter(drafter, tmp_path / "nan")
     bad = peagle("inspect", str(tmp_path / "nan"), "-t", str(target))
     assert bad.returncode == 1
-    assert [line for line in bad.stdout.splitlines() if line.startswith("FOUND")] == [
-        "FOUND  tensor 'fc.weight' holds 1 NaN or infinite values"
+    assert [line for line in bad.stdout.splitlines() if line.startswith("PROBLEM")] == [
+        "PROBLEM  tensor 'fc.weight' holds 1 NaN or infinite values"
     ]
     listed = peagle("inspect", str(tmp_path / "nan"), "--json")
     assert listed.returncode == 1 and len(json.loads(listed.stdout)["findings"]) == 1
@@ -202,8 +202,8 @@ def test_convert_there_and_back(target: Path, tmp_path: Path) -> None:
 
 def test_the_average_of_a_drafter_and_itself_is_that_drafter(target: Path, tmp_path: Path) -> None:
     source, mean = drafter_folder("p-eagle-1"), tmp_path / "mean"
-    said = peagle("average", str(source), str(source), "--out", str(mean), "--shares", "3,1")
-    assert said.returncode == 0 and "the mean of 2 drafters" in said.stdout
+    said = peagle("average", str(source), str(source), "--out", str(mean), "--weights", "3,1")
+    assert said.returncode == 0 and "the average of 2 drafters" in said.stdout
     assert (mean / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
     assert peagle("inspect", str(mean), "-t", str(target)).returncode == 0
 

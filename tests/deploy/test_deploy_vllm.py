@@ -270,7 +270,7 @@ def test_a_gpt_oss_target_is_checked_by_its_config_alone(run: Any, tmp_path: Pat
     assert (status, complaints) == (0, "") and "parallel_drafting" in line
     set_config(target, vocab_size=321)
     status, _, complaints = run(*arguments)
-    assert status == 2 and "vocabulary of 320, this target's has 321" in complaints
+    assert status == 2 and "vocab_size is 320, but the target's is 321" in complaints
 
 
 def test_a_hub_that_cannot_be_reached_is_one_line(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,9 +315,9 @@ def test_what_would_go_wrong_is_told(run: Any, arguments: tuple[str, ...], level
 @pytest.mark.parametrize(
     ("name", "fields", "version", "told"),
     [
-        ("p-eagle-1-wide", {}, "0.21", "a width other than the target's needs vLLM 0.22"),
+        ("p-eagle-1-wide", {}, "0.21", "a hidden size other than the target's needs vLLM 0.22"),
         ("p-eagle-4-reduced", {}, "0.21", "fc_norm needs vLLM 0.22"),
-        ("p-eagle-4", {"ptd_token_id": None, "pard_token": None}, "0.27", "mask id only as mask_token_id"),
+        ("p-eagle-4", {"ptd_token_id": None, "pard_token": None}, "0.27", "mask token id only as mask_token_id"),
         ("p-eagle-4", {"vocab_size": 161, "draft_vocab_size": 161}, "0.32", "has shape"),
         ("p-eagle-4", {"target_hidden_size": None}, "0.32", "target_hidden_size is null"),
     ],

@@ -484,7 +484,7 @@ def test_bad_settings_are_refused(tmp_path: Path) -> None:
             lambda: count_blocks(EngineSettings(kv_cache_memory_bytes=1500), torch.device("cuda"), 500, 64, 1),
             "at most 32, or raise --kv-cache-memory-bytes",  # what was given, not the share, which plays no part then
         ),
-        (lambda: LLM(engines.target(), wide, device="cpu"), "does not fit the target: made for a vocabulary of 161"),
+        (lambda: LLM(engines.target(), wide, device="cpu"), "does not fit the target: vocab_size is 161"),
         (lambda: LLM(engines.target(), tmp_path / "none", device="cpu"), "none"),
         (lambda: engine("p-eagle-1", "auto", cost_table=tmp_path / "no.json"), "--cost-table .*no.json: "),
     ]

@@ -17,7 +17,7 @@ import pytest
 from pairs import EOS_ID, RECIPES, drafter_folder, load_pair, prompts, target_folder
 from support import edit_weights
 
-from peagle.checkpoints.convert import convert
+from peagle.checkpoints.convert import convert_drafter
 from peagle.checkpoints.drafter import load_drafter
 from peagle.checkpoints.target import encode_prompt, load_decoder, load_target, load_tokenizer
 from peagle.checkpoints.validate import inspect_drafter
@@ -126,13 +126,17 @@ def test_speculators_format_gives_the_same(tmp_path: Path) -> None:
     """A folder converted to the speculators format drafts in vLLM as the plain one does here."""
     for name in ("p-eagle-4-reduced", "eagle3-4-reduced"):
         out = tmp_path / name
-        convert(drafter_folder(name), out, "speculators", target_folder(), str(target_folder()), draft_tokens=4)
+        convert_drafter(
+            drafter_folder(name), out, "speculators", target_folder(), str(target_folder()), num_speculative_tokens=4
+        )
         # served by its own name: target, method, number of drafts and parallel drafting come from the folder
         with engine(None, out) as llm:
             theirs = run_vllm(llm, PROMPTS, 4, max_tokens=40)
         assert theirs == run_reference(name, PROMPTS, 4, SamplingParams(max_tokens=40)), name
     out = tmp_path / "p-eagle-1-reduced"
-    convert(drafter_folder(out.name), out, "speculators", target_folder(), str(target_folder()), draft_tokens=4)
+    convert_drafter(
+        drafter_folder(out.name), out, "speculators", target_folder(), str(target_folder()), num_speculative_tokens=4
+    )
     with engine(speculative_config(out, 5, parallel=True), target_folder()) as llm:
         theirs = run_vllm(llm, PROMPTS, 5, max_tokens=40)
     assert theirs == run_reference(out.name, PROMPTS, 5, SamplingParams(max_tokens=40))
