@@ -237,7 +237,7 @@ def parse_shape(
 
 def _shape_from_engine(values: dict[str, Any], source: Path, name: str) -> ModelShape:
     """Reads the config as the embedded engine does, ignoring quantization."""
-    from peagle.checkpoints.families import read_decoder_config, find_unsupported_feature  # slow: imports torch
+    from peagle.checkpoints.families import find_unsupported_feature, read_decoder_config  # slow: imports torch
 
     values = {field: value for field, value in values.items() if field != "quantization_config"}
     cfg = read_decoder_config(values, source)
