@@ -23,9 +23,10 @@ import torch
 
 from peagle.checkpoints.target import read_target_config
 from peagle.config import DecoderConfig, DrafterConfig, LayerConfig, RopeConfig
-from peagle.engine.cuda_graphs import DecodeGraph, DecodeGraphs
-from peagle.engine.loader import random_weights
-from peagle.engine.model_runner import KVCache, ModelRunner
+from peagle.engine.cuda_graphs import DecodeGraph, DecodeGraphs, find_short_seq_lens
+from peagle.engine.dummy_weights import random_weights
+from peagle.engine.kv_cache import KVCache
+from peagle.engine.model_runner import ModelRunner
 from peagle.errors import UserError
 from peagle.kernels import triton_utils as launching
 from peagle.kernels.attention.dense import first_visible_position
@@ -152,6 +153,11 @@ def by_kernel(replay: Callable[[], Any]) -> dict[str, float]:
     return {name: sum(each) / turns / 1e3 for name, each in names.items()}
 
 
+def make_graphs(runner: ModelRunner, batch_sizes: list[int], choices: list[int]) -> DecodeGraphs:
+    short_seq_lens = find_short_seq_lens(runner.target, runner.drafter)
+    return DecodeGraphs(runner.decode_step, batch_sizes, choices, runner.max_model_len, short_seq_lens, runner.device)
+
+
 def recorded_for(graphs: DecodeGraphs, batch: int, drafts: int, context: int) -> DecodeGraph:
     """The round that an engine would replay, also after `timed` has moved all requests on."""
     found = graphs.find(batch, drafts, context + TURNS + 1)
@@ -207,17 +213,17 @@ def main() -> None:
     rows = []
     with torch.inference_mode():
         runner = ModelRunner(target, drafter, blocks, most, longest, max(args.drafts), [0.0] * max(max(args.drafts), 1))
-        fill(runner.cache)
+        fill(runner.kv_cache)
         state = runner.state
         per = -(-longest // 16)
         state.block_tables_SM[:most] = 1 + torch.randperm(most * per, device=device).view(most, per).int()
-        graphs = DecodeGraphs(runner, args.batch, args.drafts)
+        graphs = make_graphs(runner, args.batch, args.drafts)
         graphs.capture()
-        apart = DecodeGraphs(runner, args.batch, args.drafts)
+        apart = make_graphs(runner, args.batch, args.drafts)
         if args.profile:
             with one_after_another():
                 apart.capture()
-        print(f"{len(graphs.captured)} graphs in {graphs.seconds:.1f} s, {graphs.memory / 2**20:.0f} MiB")
+        print(f"{len(graphs.captured)} graphs in {graphs.capture_seconds:.1f} s, {graphs.memory_bytes / 2**20:.0f} MiB")
         print(f"copies at {rate / 1e12:.2f} TB/s")
         print(
             f"{'batch':>6}{'drafts':>7}{'context':>8}{'ms':>9}{'limit ms':>9}{'share':>7}  by kind (ms)",
@@ -247,8 +253,8 @@ def main() -> None:
                     flush=True,
                 )
     line = {"bench": "round", **{k: str(v) for k, v in vars(args).items()}, "copy_tb_s": rate / 1e12, "rows": rows}
-    line |= {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "capture_s": graphs.seconds}
-    line["capture_mib"] = graphs.memory / 2**20
+    line |= {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "capture_s": graphs.capture_seconds}
+    line["capture_mib"] = graphs.memory_bytes / 2**20
     print(json.dumps(line))
     if args.out:
         args.out.write_text(json.dumps(line) + "\n")

@@ -1,39 +1,39 @@
-"""Text on a terminal, coloured by where each token came from: drafted and accepted, or the target's own.
-
-Knows nothing about models; a decode function is all it asks of a tokenizer.
-"""
+"""Splits the text of a growing output by token, to colour accepted draft tokens on a terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-DRAFTED, OWN = "black on green3", "default"
-UNFINISHED = "\ufffd"  # what a decoder shows for a character whose bytes are not all there yet
+DRAFT_STYLE, TARGET_STYLE = "black on green3", "default"  # rich styles of accepted draft tokens and of the target's
+REPLACEMENT_CHARACTER = "\ufffd"  # a decoder returns it for a character with missing bytes
 
 
 class TokenTextSplitter:
-    """Cuts a growing list of token ids into pieces of text, each with its token's flag.
+    """Splits text into the parts that each token added, with a flag per part: was it a draft token?
 
-    A character may span tokens: it is held back until it is whole, and goes with the last of them.
+    A character may span several tokens: it is held back until it is complete and belongs to the last of them.
     """
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self.decode = decode
-        self.ids: list[int] = []
-        self.shown = ""
+        self.token_ids: list[int] = []
+        self.text = ""
 
-    def feed(self, ids: Sequence[int], drafted: Sequence[bool], final: bool = False) -> list[tuple[str, bool]]:
-        """The pieces that `ids` (all so far) adds to what was fed before; `final` lets a torso go."""
-        pieces = []
-        for token, flag in zip(ids[len(self.ids) :], drafted[len(self.ids) :], strict=True):
-            self.ids.append(token)
-            text = self.decode(self.ids)
-            if not text.endswith(UNFINISHED) and len(text) > len(self.shown):
-                pieces.append((text[len(self.shown) :], flag))
-                self.shown = text
+    def add_tokens(
+        self, token_ids: Sequence[int], is_draft_token: Sequence[bool], final: bool = False
+    ) -> list[tuple[str, bool]]:
+        """The new parts, given all tokens so far. `final` releases an incomplete character."""
+        parts = []
+        start = len(self.token_ids)
+        for token, is_draft in zip(token_ids[start:], is_draft_token[start:], strict=True):
+            self.token_ids.append(token)
+            text = self.decode(self.token_ids)
+            if not text.endswith(REPLACEMENT_CHARACTER) and len(text) > len(self.text):
+                parts.append((text[len(self.text) :], is_draft))
+                self.text = text
         if final:
-            text = self.decode(self.ids) if self.ids else ""
-            if len(text) > len(self.shown):
-                pieces.append((text[len(self.shown) :], False))
-                self.shown = text
-        return pieces
+            text = self.decode(self.token_ids) if self.token_ids else ""
+            if len(text) > len(self.text):
+                parts.append((text[len(self.text) :], False))
+                self.text = text
+        return parts

@@ -25,8 +25,8 @@ import torch
 from peagle.checkpoints.drafter import save_drafter
 from peagle.checkpoints.target import Target
 from peagle.config import DecoderConfig, DrafterConfig, LayerConfig, RopeConfig, SamplingParams
+from peagle.engine.kv_cache_size import block_bytes
 from peagle.engine.llm import LLM
-from peagle.engine.loader import block_bytes
 from peagle.engine.request import Request, RequestGroup
 from peagle.kernels.sampling.sample import bits_torch, gumbel_torch
 from peagle.models.decoder import Decoder
@@ -144,7 +144,7 @@ def soak(
             prefill_chunk_tokens=256,
             tokenizer=False,
         )
-    llm.lookahead = lookahead
+    llm.max_in_flight_steps = lookahead
     alive: dict[int, tuple[RequestGroup, int, int]] = {}
     report = Report(requests, 0, 0, 0, 0, 0, 0, 0, 0.0, 0.0, 0.0, 0.0)
     rounds, accepted, sent, memory = 0, 0, 0, 0

@@ -1,7 +1,7 @@
-"""What the engine's tests share: a target with a tokenizer, engines of any size, and what a request must get.
+"""Shared by the engine's tests: a target with a tokenizer, engines of any size, and the expected output of a request.
 
-Greedy answers are the reference's, counts included. Sampled ones with a seed are found here by a plain loop: the
-reference's distribution says which tokens may come, and the noise of (seed, position, token) which of them does.
+Greedy outputs and their counts are those of the reference. Sampled outputs with a seed are computed here by a plain
+loop: the reference's distribution gives the possible tokens, and Gumbel noise of (seed, position, token) selects one.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from peagle.checkpoints.drafter import load_drafter
 from peagle.checkpoints.target import Target, load_decoder, load_tokenizer
 from peagle.config import SamplingParams
 from peagle.engine.cuda_graphs import PrefillGraph, PrefillGraphs
+from peagle.engine.kv_cache_size import block_bytes
 from peagle.engine.llm import LLM
-from peagle.engine.loader import block_bytes
-from peagle.engine.prefill import PrefillShape
+from peagle.engine.prefill_inputs import PrefillShape
 from peagle.engine.request import CompletionOutput, RequestGroup
 from peagle.kernels.attention import paged_torch
 from peagle.kernels.sampling.sample import bits_torch, gumbel_torch
@@ -36,9 +36,9 @@ from peagle.models.drafter import Drafter
 from peagle.speculative import reference
 from peagle.speculative.adaptive_k import StepCostTable
 
-LONGEST = 64  # four blocks
-EOS = frozenset({ord(","), 500})  # one that the target says now and then, one beyond its vocabulary
-CLEAR = 1e-4  # least lead of the best token over the next, against rounding that differs between batches
+MAX_MODEL_LEN = 64  # four blocks
+EOS = frozenset({ord(","), 500})  # one that the target emits now and then, one beyond its vocabulary
+MIN_LEAD = 1e-4  # least lead of the best token; rounding that differs between batches could reverse a smaller one
 CHAT = "{% for m in messages %}{{ m['content'] }}{% if not loop.last %} {% endif %}{% endfor %}"
 
 
@@ -50,7 +50,7 @@ def home() -> Path:
 
 
 def byte_names() -> list[str]:
-    """How byte-level tokenizers write each byte: printable ones as they are, the rest from U+0100 up."""
+    """The characters of byte-level tokenizers: printable bytes unchanged, the rest from U+0100 up."""
     plain = [b for b in range(256) if 33 <= b <= 126 or 161 <= b <= 172 or b >= 174]
     others = [b for b in range(256) if b not in plain]
     return [chr(b) if b in plain else chr(256 + others.index(b)) for b in range(256)]
@@ -93,87 +93,92 @@ def decode(tokens: list[int]) -> str:
 
 
 @cache
-def any_costs() -> Path:
+def flat_cost_table() -> Path:
     path = home() / "costs.json"
     StepCostTable({(1, k): 1.0 for k in range(8)}).save(path)
     return path
 
 
 def engine(name: str | None, k: int | str, blocks: int | None = None, **options: Any) -> LLM:
-    """`blocks` of the cache that requests may have; one more is nobody's."""
+    """`blocks`: KV cache blocks besides the padding block."""
     own = target()
     if blocks is not None:
         cfg = drafter(name).cfg if name is not None else None
         options["kv_cache_memory_bytes"] = (blocks + 1) * block_bytes(own.model.cfg, cfg, 4)
-    settings = {"device": "cpu", "dtype": "float32", "threads": 1, "max_model_len": LONGEST, "max_num_seqs": 4}
+    settings = {"device": "cpu", "dtype": "float32", "threads": 1, "max_model_len": MAX_MODEL_LEN, "max_num_seqs": 4}
     if k == "auto":
-        settings["cost_table"] = any_costs()
+        settings["cost_table"] = flat_cost_table()
     return LLM(own, pairs.drafter_folder(name) if name is not None else None, k, **{**settings, **options})  # type: ignore[arg-type]
 
 
-def rehearse(llm: LLM, sizes: Sequence[int]) -> list[PrefillShape]:
-    """Reads prompts as a GPU would, in passes that are recorded with room for so many rows. What a graph would replay
-    is run instead, on the same buffers. Tells for how much each had to make room, as it goes."""
-    graphs, replays = PrefillGraphs(llm.model_runner, sizes), []
+def emulate_prefill_graphs(llm: LLM, sizes: Sequence[int]) -> list[PrefillShape]:
+    """Runs prefill in the fixed shapes of captured graphs, without a GPU: a replay runs the pass on the graph's
+    buffers. Returns a list that collects the shape of each replay."""
+    prefill, replays = llm.model_runner.prefill, list[PrefillShape]()
+    device = torch.device("cpu")
+    graphs = PrefillGraphs(prefill.forward, sizes, prefill.num_mask_rows, llm.max_model_len, device)
 
-    def record(room: PrefillShape) -> PrefillGraph:
+    def build_graph(shape: PrefillShape) -> PrefillGraph:
         def replay() -> None:
-            replays.append(room)
-            made.first_F = llm.model_runner.prefill(made.packed, room, llm.model_runner.sample_first_tokens)
+            replays.append(shape)
+            graph.first_tokens_F = prefill.forward(graph.packed, shape)
 
-        numbers = [torch.zeros(size, dtype=torch.long) for size in (sum(room.sizes), room.ends)]
-        made = PrefillGraph(room, *numbers, SimpleNamespace(replay=replay))  # type: ignore[arg-type]
-        return made
+        buffers = [torch.zeros(size, dtype=torch.long) for size in (sum(shape.field_sizes), shape.num_ends)]
+        graph = PrefillGraph(shape, *buffers, SimpleNamespace(replay=replay))  # type: ignore[arg-type]
+        return graph
 
-    graphs.captured = [record(graphs.room(rows)) for rows in graphs.sizes]
-    llm.model_runner.prefill_graphs = graphs
+    graphs.captured = [build_graph(graphs.graph_shape(num_rows)) for num_rows in graphs.sizes]
+    prefill.graphs = graphs
     return replays
 
 
-# What a request must get
+# Expected outputs
 
 
 @dataclass(frozen=True)
-class Truth:
+class ExpectedOutput:
     token_ids: list[int]
     finish_reason: str
     stop_reason: int | str | None
     text: str | None
     logprobs: list[dict[int, float]]
-    clear: bool  # no near-tie that rounding could tip
-    generation: reference.Generation | None = None  # with its counts, where the reference made it
+    is_clear: bool  # no near-tie that rounding could reverse
+    generation: reference.Generation | None = None  # of the reference, with its counts; None for sampled outputs
 
 
 @cache
-def truth(prompt: tuple[int, ...], params: SamplingParams, name: str | None = None, k: int = 0) -> Truth:
-    """With a drafter and K the counts are those of that drafter; the text is the same with any."""
+def expected_output(
+    prompt: tuple[int, ...], params: SamplingParams, name: str | None = None, k: int = 0
+) -> ExpectedOutput:
+    """With a drafter and K the counts are those of that drafter; the tokens are the same with any."""
     if not params.greedy:
-        return sampled_truth(prompt, params)
-    least = float("inf")
+        return expected_sampled_output(prompt, params)
+    min_lead = float("inf")
     original = reference.compute_probs
-    # requests that differ only in their parameters read the same sequences
-    read, propose = _remembered(reference.run_target, name), _remembered(reference.propose_draft_tokens, name)
+    read, propose = memoized(reference.run_target, name), memoized(reference.propose_draft_tokens, name)
 
     def watched(logits_KV: Tensor, p: SamplingParams) -> Tensor:
-        nonlocal least
+        nonlocal min_lead
         if len(logits_KV):
             best = logits_KV.double().topk(2, -1).values
-            least = min(least, float((best[:, 0] - best[:, 1]).min()))
+            min_lead = min(min_lead, float((best[:, 0] - best[:, 1]).min()))
         return original(logits_KV, p)
 
     with mock.patch.multiple(reference, compute_probs=watched, run_target=read, propose_draft_tokens=propose):
         made = reference.generate(
-            target().model, prompt, params, EOS, drafter(name) if name else None, k, LONGEST, decode=decode
+            target().model, prompt, params, EOS, drafter(name) if name else None, k, MAX_MODEL_LEN, decode=decode
         )
-    return Truth(made.token_ids, made.finish_reason, made.stop_reason, made.text, made.logprobs, least > CLEAR, made)
+    return ExpectedOutput(
+        made.token_ids, made.finish_reason, made.stop_reason, made.text, made.logprobs, min_lead > MIN_LEAD, made
+    )
 
 
 _MEMORY: dict[Any, Any] = {}
 
 
-def _remembered(function: Callable[..., Any], name: str | None) -> Callable[..., Any]:
+def memoized(function: Callable[..., Any], name: str | None) -> Callable[..., Any]:
     def remembered(model: Any, tokens: list[int], *rest: Any) -> Any:
-        # of the arguments only these differ between two calls; aux_hidden_states follow from the tokens
+        # The other arguments follow from these.
         key = (function.__name__, name, tuple(tokens), *(r for r in rest if isinstance(r, int)))
         if key not in _MEMORY:
             _MEMORY[key] = function(model, tokens, *rest)
@@ -188,101 +193,100 @@ def logits_after(tokens: tuple[int, ...]) -> Tensor:
     return reference.run_target(target().model, list(tokens), 1, ())[0][0]
 
 
-def sampled_truth(prompt: tuple[int, ...], params: SamplingParams) -> Truth:
+def expected_sampled_output(prompt: tuple[int, ...], params: SamplingParams) -> ExpectedOutput:
     assert params.seed is not None
-    request = reference.ReferenceRequest(list(prompt), params, EOS, LONGEST, decode)
-    said: list[int] = []
+    request = reference.ReferenceRequest(list(prompt), params, EOS, MAX_MODEL_LEN, decode)
+    output: list[int] = []
     logprobs: list[dict[int, float]] = []
-    least = float("inf")
+    min_lead = float("inf")
     while True:
-        raw = logits_after((*prompt, *said))
-        logits = reference.process_logits(raw, params, prompt, said, EOS)
+        raw = logits_after((*prompt, *output))
+        logits = reference.process_logits(raw, params, prompt, output, EOS)
         allowed = reference.compute_probs(logits[None], params)[0] > 0
-        position = torch.tensor(len(prompt) + len(said))
+        position = torch.tensor(len(prompt) + len(output))
         noise = gumbel_torch(bits_torch(torch.tensor(params.seed), position, torch.arange(len(logits)))).double()
         scores = (logits + params.temperature * noise).masked_fill(~allowed, -torch.inf)
         best = scores.topk(2).values
-        least = min(least, float(best[0] - best[1]))
-        said.append(int(scores.argmax()))
+        min_lead = min(min_lead, float(best[0] - best[1]))
+        output.append(int(scores.argmax()))
         if params.logprobs is not None:
-            logprobs.append(reference.compute_token_logprobs(raw, said[-1], params.logprobs))
-        end = reference.find_finish(said, request)
-        if end is not None:
-            return Truth(said, *end, logprobs, least > CLEAR)
+            logprobs.append(reference.compute_token_logprobs(raw, output[-1], params.logprobs))
+        finish = reference.find_finish(output, request)
+        if finish is not None:
+            return ExpectedOutput(output, *finish, logprobs, min_lead > MIN_LEAD)
 
 
-def same_logprobs(got: list[dict[int, float]] | None, want: list[dict[int, float]]) -> bool:
+def have_same_logprobs(got: list[dict[int, float]] | None, want: list[dict[int, float]]) -> bool:
     rows = got or []
     return len(rows) == len(want) and all(
         a.keys() == b.keys() and all(abs(a[t] - b[t]) < 1e-3 for t in a) for a, b in zip(rows, want, strict=True)
     )
 
 
-def check(got: CompletionOutput, want: Truth, counts: bool) -> None:
+def check(got: CompletionOutput, want: ExpectedOutput, counts: bool) -> None:
     assert got.token_ids == want.token_ids
     assert (got.finish_reason, got.stop_reason) == (want.finish_reason, want.stop_reason)
     assert got.text == want.text
-    assert same_logprobs(got.logprobs, want.logprobs)
+    assert have_same_logprobs(got.logprobs, want.logprobs)
     if counts and want.generation is not None:
         made = want.generation
         assert (got.num_drafts, got.num_accepted_tokens_per_pos) == (made.num_drafts, made.num_accepted_tokens_per_pos)
         assert (got.num_decode_steps, got.is_draft_token) == (len(made.steps), made.is_draft_token)
 
 
-# Playing
+# Running requests
 
 
 @dataclass(frozen=True)
-class Asked:
+class ArrivingRequest:
     prompt: tuple[int, ...]
     params: SamplingParams
-    arrives: int = 0  # at this step
-    stays: int | None = None  # steps until it is aborted
+    arrival_step: int = 0
+    abort_after: int | None = None  # steps after its arrival
 
 
 @contextmanager
-def watched_writes(llm: LLM) -> Iterator[None]:
-    """Every pass must write into blocks that its request holds, alone, and that nobody can find yet."""
+def check_writes(llm: LLM) -> Iterator[None]:
+    """Asserts that every pass writes into blocks that only its request uses and that are not in the prefix cache."""
     original = paged_torch.build_query_plan
 
-    def cut(metadata: paged_torch.PagedAttentionMetadata, size: int, window: int | None) -> Any:
+    def checked(metadata: paged_torch.PagedAttentionMetadata, size: int, window: int | None) -> Any:
         lengths = metadata.num_computed_tokens_B.tolist(), metadata.query_lens_B.tolist()
         rows = zip(metadata.block_tables_BM.tolist(), *lengths, strict=True)
         for table, start, live in rows:
             used = table[: -(-(start + live) // size)]
             owners = [r for r in llm.scheduler.running if r.block_ids[: len(used)] == used]
-            assert owners or not live, "written into blocks that are not the request's"
+            assert owners or not live, "written into blocks of another request"
             for block in used[start // size :] if live else []:
                 assert llm.scheduler.pool.ref_counts[block] == 1 and block not in llm.scheduler.pool._hash_of_block
         return original(metadata, size, window)
 
-    with mock.patch.object(paged_torch, "build_query_plan", cut):
+    with mock.patch.object(paged_torch, "build_query_plan", checked):
         yield
 
 
-def play(llm: LLM, asked: Sequence[Asked]) -> list[RequestGroup]:
-    """All of them through the engine, proving after each step that nothing is lost, and at the end that
-    everything was given back."""
+def run_requests(llm: LLM, requests: Sequence[ArrivingRequest]) -> list[RequestGroup]:
+    """Runs all requests and checks the integrity of the engine after each step and at the end."""
     groups: dict[int, RequestGroup] = {}
     step = 0
-    while len(groups) < len(asked) or llm.has_unfinished_requests:
-        for i, one in enumerate(asked):
-            if one.arrives == step:
-                groups[i] = llm.add_request(list(one.prompt), one.params)
-            if one.stays is not None and one.arrives + one.stays == step and i in groups:
+    while len(groups) < len(requests) or llm.has_unfinished_requests:
+        for i, request in enumerate(requests):
+            if request.arrival_step == step:
+                groups[i] = llm.add_request(list(request.prompt), request.params)
+            if request.abort_after is not None and request.arrival_step + request.abort_after == step and i in groups:
                 llm.abort_group(groups[i])
-        with watched_writes(llm):
+        with check_writes(llm):
             llm.step()
         llm.check_integrity()
         step += 1
-        assert step < 4000, "it does not end"
-    nothing_left(llm)
-    return [groups[i] for i in range(len(asked))]
+        assert step < 4000, "it does not finish"
+    check_all_released(llm)
+    return [groups[i] for i in range(len(requests))]
 
 
-def nothing_left(llm: LLM) -> None:
-    assert not llm.has_unfinished_requests and llm._shaped == 0
+def check_all_released(llm: LLM) -> None:
+    assert not llm.has_unfinished_requests and llm._num_logits_processing == 0
     pool = llm.scheduler.pool
     pool.check_integrity([])
     assert pool.num_free_blocks == pool.num_blocks - 1
-    assert len(llm.scheduler._slots) == llm.scheduler.max_num_seqs
+    assert len(llm.scheduler._free_slots) == llm.scheduler.max_num_seqs

@@ -142,7 +142,7 @@ def _build_engines(
             report_progress(f"loading the {name} drafter and timing decode steps")
         shared_target = engines[0].llm.target if engines else target
         llm = LLM(shared_target, folder, num_speculative_tokens if folder is not None else "auto", **options)
-        llm.lookahead = 0  # a step returns its own tokens
+        llm.max_in_flight_steps = 0  # a step returns its own tokens
         llm.generate([encode_prompt(tokenizer, "Hello", raw=False)], SamplingParams(max_tokens=4))
         engines.append(DemoEngine(name, drafter, llm))
     return prompts, lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=True), engines

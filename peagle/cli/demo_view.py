@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from peagle.cli.demo_runner import DemoEngine, DemoResult
-from peagle.display import DRAFTED, OWN, TokenTextSplitter
+from peagle.display import DRAFT_STYLE, TARGET_STYLE, TokenTextSplitter
 
 if TYPE_CHECKING:
     from rich.console import ConsoleOptions, RenderResult
@@ -39,7 +39,7 @@ class DemoPane:
 
     def update(self) -> None:
         request = self.engine.request
-        self.parts += self._splitter.feed(request.output_token_ids, request.is_draft_token, self.engine.finished)
+        self.parts += self._splitter.add_tokens(request.output_token_ids, request.is_draft_token, self.engine.finished)
 
 
 class DemoScreen:
@@ -53,9 +53,9 @@ class DemoScreen:
         width = screen.width // num_panes if side_by_side else screen.width
         pane_height = screen.height - 4 if side_by_side else (screen.height - 3) // num_panes
         wrapped = [
-            Text.assemble(*((text, self.draft_style if drafted else OWN) for text, drafted in pane.parts)).wrap(
-                screen, width - 4
-            )
+            Text.assemble(
+                *((text, self.draft_style if drafted else TARGET_STYLE) for text, drafted in pane.parts)
+            ).wrap(screen, width - 4)
             for pane in self.panes
         ]
         num_lines = min(max(MIN_PANE_LINES, pane_height - 2), max(map(len, wrapped)))
@@ -90,7 +90,7 @@ class DemoView:
         self.screen = Console(
             highlight=False, emoji=False, width=width, quiet=silent, no_color=True if no_color else None
         )
-        self.draft_style = UNDERLINED if self.screen.no_color else DRAFTED
+        self.draft_style = UNDERLINED if self.screen.no_color else DRAFT_STYLE
         self._decode = decode
 
     def show_start(self, setup: str, num_speculative_tokens: int | Literal["auto"]) -> None:

@@ -188,7 +188,7 @@ class EmbeddedEngine:
                 is_draft_token += delta.is_draft_token
                 finished = delta.finish_reason is not None
                 # With stop strings only the engine's text is cut at the right place.
-                yield [(delta.text, False)] if params.stop else splitter.feed(token_ids, is_draft_token, finished)
+                yield [(delta.text, False)] if params.stop else splitter.add_tokens(token_ids, is_draft_token, finished)
                 if self._stopped:
                     break
         finally:
@@ -224,10 +224,10 @@ def print_parts(screen: Console, parts: TextParts) -> None:
     """Prints text, with accepted draft tokens shaded."""
     from rich.text import Text
 
-    from peagle.display import DRAFTED, OWN
+    from peagle.display import DRAFT_STYLE, TARGET_STYLE
 
     for text, is_draft_token in parts:
-        screen.print(Text(text, style=DRAFTED if is_draft_token else OWN), end="", soft_wrap=True)
+        screen.print(Text(text, style=DRAFT_STYLE if is_draft_token else TARGET_STYLE), end="", soft_wrap=True)
 
 
 def summarize_output(output: CompletionOutput, seconds: float) -> str:

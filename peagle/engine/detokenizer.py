@@ -1,73 +1,72 @@
-"""Token ids of a growing answer -> text, and the first stop string in it.
-
-Knows nothing about models; a decode function is all it asks of a tokenizer.
-"""
+"""Incremental detokenization, and stop strings."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-UNFINISHED = "\ufffd"  # what a decoder shows for a character whose bytes are not all there yet
+REPLACEMENT_CHARACTER = "\ufffd"  # a decoder returns it for a character with missing bytes
 
 
 class Detokenizer:
-    """Decodes a window of the newest tokens only, so that a long answer costs no more per token than a short one.
+    """Decodes a growing list of token ids at constant cost per token.
 
-    `settled` tokens before the window give the decoder its left context (a word's leading space depends on
-    it); what they say is subtracted from what the window says.
+    Decodes a window of the newest tokens. Its first tokens are already in `text`: they give the decoder its left
+    context (a word's leading space depends on it), and their text is subtracted from the window's text.
     """
 
     def __init__(self, decode: Callable[[list[int]], str], stop: Sequence[str] = (), min_tokens: int = 0) -> None:
+        """Stop strings that end within the text of the first `min_tokens` tokens are ignored."""
         self.decode, self.stop, self.min_tokens = decode, tuple(stop), min_tokens
         self.text = ""
-        self.count = 0
-        self.stopped: str | None = None
+        self.num_tokens = 0
+        self.stop_reason: str | None = None  # the stop string that was found
         self._window: list[int] = []
-        self._context = 0  # how many tokens of the window are already in `text`
-        self._taken = 0  # and how many characters of those behind them, before one that is unfinished
-        self._held = max((len(s) for s in self.stop), default=1) - 1
+        self._num_context_tokens = 0  # first tokens of the window, all of their text is in `text`
+        self._num_added_chars = 0  # characters of the later tokens in `text`, before an incomplete one
+        self._max_held_chars = max((len(s) for s in self.stop), default=1) - 1
 
-    def feed(self, token: int) -> bool:
-        """Adds a token; True once a stop string is complete, `text` then ends before it."""
-        self.count += 1
+    def add_token(self, token: int) -> bool:
+        """Adds a token. Returns True once a stop string is complete; `text` then ends before it."""
+        self.num_tokens += 1
         self._window.append(token)
-        known = len(self.decode(self._window[: self._context])) + self._taken
-        whole = self.decode(self._window)
-        piece = whole.rstrip(UNFINISHED)[known:]
-        if piece and not whole.endswith(UNFINISHED):
-            self._window, self._context = self._window[self._context :], len(self._window) - self._context
-            self._taken = 0
+        num_known_chars = len(self.decode(self._window[: self._num_context_tokens])) + self._num_added_chars
+        window_text = self.decode(self._window)
+        new_text = window_text.rstrip(REPLACEMENT_CHARACTER)[num_known_chars:]
+        if new_text and not window_text.endswith(REPLACEMENT_CHARACTER):
+            num_window_tokens = len(self._window) - self._num_context_tokens
+            self._window, self._num_context_tokens = self._window[self._num_context_tokens :], num_window_tokens
+            self._num_added_chars = 0
         else:
-            self._taken += len(piece)
-        return self._add(piece)
+            self._num_added_chars += len(new_text)
+        return self._add_text(new_text)
 
-    def _add(self, piece: str) -> bool:
-        before = len(self.text)
-        self.text += piece
-        if self.count <= self.min_tokens:
+    def _add_text(self, new_text: str) -> bool:
+        num_chars = len(self.text)
+        self.text += new_text
+        if self.num_tokens <= self.min_tokens:
             return False
-        # only what ends in the new piece counts: the rest was looked at before, or came too early to count
-        found = [(self.text.find(s, max(0, before + 1 - len(s))), s) for s in self.stop]
-        found = [(at, s) for at, s in found if at >= 0]
-        if not found:
+        # Only matches that end in the new text: earlier ones were searched before, or ended too early to count.
+        matches = [(self.text.find(s, max(0, num_chars + 1 - len(s))), s) for s in self.stop]
+        matches = [(start, s) for start, s in matches if start >= 0]
+        if not matches:
             return False
-        at, self.stopped = min(found, key=lambda f: f[0] + len(f[1]))  # of equals the first listed
-        self.text = self.text[:at]
+        start, self.stop_reason = min(matches, key=lambda m: m[0] + len(m[1]))  # ties: the first listed
+        self.text = self.text[:start]
         return True
 
     def finish(self) -> None:
-        """Lets go of a character whose last bytes never came."""
-        whole = self.decode(self._window)
-        known = len(self.decode(self._window[: self._context])) + self._taken
-        self.text += whole[known:]
-        self._window, self._context, self._taken = [], 0, 0
+        """Adds the replacement characters of a last incomplete character."""
+        window_text = self.decode(self._window)
+        num_known_chars = len(self.decode(self._window[: self._num_context_tokens])) + self._num_added_chars
+        self.text += window_text[num_known_chars:]
+        self._window, self._num_context_tokens, self._num_added_chars = [], 0, 0
 
     @property
-    def showable(self) -> str:
-        """The text up to where a stop string may have begun: what a stream may show."""
-        if self.stopped is not None or not self.stop:
+    def streamable_text(self) -> str:
+        """The text without an end that may be the beginning of a stop string."""
+        if self.stop_reason is not None or not self.stop:
             return self.text
-        for begin in range(max(0, len(self.text) - self._held), len(self.text)):
+        for begin in range(max(0, len(self.text) - self._max_held_chars), len(self.text)):
             if any(s.startswith(self.text[begin:]) for s in self.stop):
                 return self.text[:begin]
         return self.text

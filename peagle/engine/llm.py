@@ -1,7 +1,4 @@
-"""`LLM`: prompts in, text out. `step()` is the whole engine: plan, verify and draft, commit.
-
-Knows nothing about tensors; text enters and leaves here and nowhere else.
-"""
+"""`LLM`: prompts in, text out. `LLM.step` is the whole engine: schedule, launch, commit."""
 
 from __future__ import annotations
 
@@ -16,13 +13,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from peagle.checkpoints.target import Target, has_tokenizer, load_tokenizer
 from peagle.config import EngineSettings, Grammar, SamplingParams
+from peagle.engine.block_pool import BlockPool
 from peagle.engine.detokenizer import Detokenizer
-from peagle.engine.grammar import Grammars
-from peagle.engine.kv_cache import BlockPool
-from peagle.engine.loader import load
-from peagle.engine.model_runner import PendingStep
+from peagle.engine.grammar_matcher import GrammarCompiler
+from peagle.engine.loader import load_engine
+from peagle.engine.progress import GenerationProgress
 from peagle.engine.request import (
     CompletionOutput,
+    Logprobs,
     Request,
     RequestGroup,
     RequestOutput,
@@ -30,6 +28,7 @@ from peagle.engine.request import (
     StreamDelta,
 )
 from peagle.engine.scheduler import Scheduler
+from peagle.engine.step_output import PendingStep
 from peagle.errors import UserError
 from peagle.models.drafter import Drafter
 from peagle.speculative.adaptive_k import AdaptiveK
@@ -43,13 +42,13 @@ Messages = Sequence[dict[str, Any]]
 
 
 class LLM:
-    """A target, maybe with a drafter, ready to answer.
+    """A target, optionally with a drafter, that generates text.
 
         llm = LLM("smollm2-135m", drafter="smollm2-135m-p-eagle")
         print(llm.chat([{"role": "user", "content": "Why is the sky blue?"}])[0].outputs[0].text)
 
-    `num_speculative_tokens` is how many drafts a round has; "auto" lets it follow the load. The text is the same
-    whatever it is. A target or drafter that is loaded already is taken as it is. See `EngineSettings` for the
+    `target` and `drafter` are folders, hub ids, built-in names or loaded models. `num_speculative_tokens` is the number
+    of draft tokens per step; "auto" adapts it to the load. It never changes the output. `EngineSettings` documents the
     other options.
     """
 
@@ -61,10 +60,10 @@ class LLM:
         **options: Any,
     ) -> None:
         self.settings = EngineSettings(num_speculative_tokens=num_speculative_tokens, **options)
-        loaded = load(target, drafter, self.settings)
+        loaded = load_engine(target, drafter, self.settings)
         self.target, self.drafter, self.model_runner = loaded.target, loaded.drafter, loaded.runner
-        self.max_model_len = loaded.longest
-        self.adaptive_k = AdaptiveK(loaded.choices, loaded.costs)
+        self.max_model_len, self.max_in_flight_steps = loaded.max_model_len, loaded.max_in_flight_steps
+        self.adaptive_k = AdaptiveK(loaded.choices, loaded.cost_table)
         pool = BlockPool(
             loaded.num_blocks,
             prefix_caching=self.settings.enable_prefix_caching,
@@ -75,219 +74,224 @@ class LLM:
             loaded.max_num_seqs,
             loaded.choices[-1],
             self.adaptive_k.choose_k,
-            loaded.chunk_tokens,
-            loaded.idle_chunk_tokens,
+            loaded.prefill_chunk_tokens,
+            loaded.max_prefill_tokens,
             loaded.choices if loaded.runner.decode_graphs is not None else None,
         )
-        self.lookahead = loaded.lookahead
         self._in_flight: deque[PendingStep] = deque()
-        self._returned = 0.0  # when the last one came back
+        self._last_return = 0.0  # time.perf_counter() at the end of the last step
         self._next_id = 0
-        self.acceptance_histogram = [0] * (loaded.choices[-1] + 1)  # rounds with drafts, by how many of them held
+        self.acceptance_histogram = [0] * (loaded.choices[-1] + 1)  # number of drafts by number of accepted tokens
         self.num_draft_tokens = 0
-        self._shaped = 0  # requests alive whose logits are shaped on the host's word
+        self._num_logits_processing = 0  # unfinished requests that need logits processing
         self.has_tokenizer = self.settings.tokenizer and has_tokenizer(self.target.folder)
         self._tokenizer: PreTrainedTokenizerBase | None = None
-        self._grammars: Grammars | None = None
-        self._grammars_made = threading.Lock()
-        gc.freeze()  # what is loaded by now stays: no collection needs to look at it again
+        self._grammar_compiler: GrammarCompiler | None = None
+        self._grammar_lock = threading.Lock()
+        gc.freeze()  # exclude everything loaded so far from garbage collection
 
     def memory_bytes(self) -> dict[str, int]:
-        """Bytes, by what they are for."""
+        """Bytes of weights, KV cache and CUDA graphs."""
+        runner = self.model_runner
         parameters = {id(p): p.nbytes for p in self.target.model.parameters()}
-        caches = [self.model_runner.cache]
-        if self.drafter is not None:
+        caches = [runner.kv_cache]
+        if self.drafter is not None and runner.proposer is not None:
             parameters |= {id(p): p.nbytes for p in self.drafter.parameters()}
-            caches.append(self.model_runner.draft_cache)
+            caches.append(runner.proposer.kv_cache)
         return {
             "weights": sum(parameters.values()),
             "cache": sum(cache.nbytes for cache in caches),
-            "graphs": self.model_runner.decode_graphs.memory if self.model_runner.decode_graphs is not None else 0,
+            "graphs": runner.decode_graphs.memory_bytes if runner.decode_graphs is not None else 0,
         }
 
     @property
     def dtype(self) -> str:
-        """What it computes in."""
+        """Name of the dtype of the weights and activations."""
         return str(self.target.model.embed_tokens.weight.dtype).removeprefix("torch.")
 
     # The engine
 
     def step(self) -> list[Request]:
-        """One step of everything; the requests that gained tokens or ended.
+        """Schedules and launches one step, and commits the tokens of the oldest step in flight.
 
-        What is planned here runs while the tokens of the step before it come back and are committed. A request
-        that shapes its logits by what it has said needs its tokens first, so then nothing is planned ahead.
+        Returns the requests that gained tokens or finished. On a GPU one step stays in flight: it runs while the tokens
+        of the step before are committed. Logits processors need all earlier tokens on the host, so requests with them
+        disable that.
         """
-        if self._shaped and self._in_flight:
+        if self._num_logits_processing and self._in_flight:
             return self._commit(self._in_flight.popleft())
-        plan = self.scheduler.schedule()
-        if plan is not None:
-            self._in_flight.append(self.model_runner.launch(plan, self.scheduler.moved))
-            self.scheduler.launched(plan)
-        if self._in_flight and (plan is None or len(self._in_flight) > self.lookahead):
+        scheduled = self.scheduler.schedule()
+        if scheduled is not None:
+            self._in_flight.append(self.model_runner.launch(scheduled, self.scheduler.changed_requests))
+            self.scheduler.mark_launched(scheduled)
+        if self._in_flight and (scheduled is None or len(self._in_flight) > self.max_in_flight_steps):
             return self._commit(self._in_flight.popleft())
         return []
 
-    def _commit(self, launched: PendingStep) -> list[Request]:
-        """Appends what came back. Drafts are counted before the text is cut, as vLLM counts them."""
-        touched, plan = [], launched.plan
-        rounds, firsts = launched.wait()
+    def _commit(self, step: PendingStep) -> list[Request]:
+        """Waits for a step and appends its tokens. Accepted tokens are counted before a stop cuts them, as in vLLM."""
+        updated, scheduled = [], step.scheduled
+        decode_rows, first_tokens = step.wait()
         now = time.perf_counter()
-        if rounds and not plan.prefill_chunks and not self._shaped:
-            self.adaptive_k.observe_step_time(
-                len(rounds), plan.num_draft_tokens, now - max(launched.began, self._returned)
-            )
-        self._returned = now
-        finished, drafting = RequestState.FINISHED, self.drafter is not None
-        for request, row in zip(plan.decode_requests, rounds, strict=True):
+        if decode_rows and not scheduled.prefill_chunks and not self._num_logits_processing:
+            seconds = now - max(step.launched_at, self._last_return)
+            self.adaptive_k.observe_step_time(len(decode_rows), scheduled.num_draft_tokens, seconds)
+        self._last_return = now
+        finished, has_drafter = RequestState.FINISHED, self.drafter is not None
+        max_new_tokens = scheduled.num_draft_tokens + 1
+        for request, row in zip(scheduled.decode_requests, decode_rows, strict=True):
             if request.state is finished:
-                continue  # it ended while this was in flight
-            touched.append(request)
+                continue  # it finished while this step was in flight
+            updated.append(request)
             request.num_decode_steps += 1
-            token, accepted = row[0], row[-2]
-            if drafting:
-                request.num_accepted_tokens_per_step.append(accepted)
-                self._count(request, row[-1], accepted)
+            token, num_accepted = row[0], row[-2]
+            if has_drafter:
+                request.num_accepted_tokens_per_step.append(num_accepted)
+                self._count_draft(request, row[-1], num_accepted)
             if (
-                accepted == 0
-                and request.only_tokens
+                num_accepted == 0
+                and request.has_tokens_only
                 and token not in request.stop_token_ids
                 and request.num_tokens + 1 < request.max_total_tokens
-            ):
-                request.output_token_ids.append(token)  # as `_append` would: with thousands of requests its calls count
+            ):  # `_append_tokens` without the call, which costs time for thousands of requests
+                request.output_token_ids.append(token)
                 request.num_tokens += 1
             else:
-                self._append(request, row[: accepted + 1], launched.logprobs)
-            self.scheduler.returned(request, plan.num_draft_tokens + 1)
-        for request, token in zip(launched.firsts, firsts, strict=True):
+                self._append_tokens(request, row[: num_accepted + 1], step.logprobs)
+            self.scheduler.mark_returned(request, max_new_tokens)
+        for request, token in zip(step.new_requests, first_tokens, strict=True):
             if request.state is not finished:
-                touched.append(request)
-                self._append(request, [token], launched.logprobs)
-                self.scheduler.returned(request, 1)
-        for request in touched:
+                updated.append(request)
+                self._append_tokens(request, [token], step.logprobs)
+                self.scheduler.mark_returned(request, 1)
+        for request in updated:
             if request.finish_reason is not None:
-                self._retire(request)
-        return touched
+                self._finish(request)
+        return updated
 
-    def _count(self, request: Request, drafts: int, accepted: int) -> None:
-        if drafts:
+    def _count_draft(self, request: Request, num_draft_tokens: int, num_accepted: int) -> None:
+        if num_draft_tokens:
             request.num_drafts += 1
-            self.acceptance_histogram[accepted] += 1
-            self.num_draft_tokens += drafts
-            for i in range(accepted):
+            self.acceptance_histogram[num_accepted] += 1
+            self.num_draft_tokens += num_draft_tokens
+            for i in range(num_accepted):
                 request.num_accepted_tokens_per_pos[i] += 1
-            self.adaptive_k.observe_acceptance(drafts, accepted)
+            self.adaptive_k.observe_acceptance(num_draft_tokens, num_accepted)
 
     @staticmethod
-    def _append(request: Request, tokens: list[int], logprobs: dict[int, list[dict[int, float]]]) -> None:
-        """Adds tokens up to the first that ends the text."""
-        output, stops, text, grammar = (
-            request.output_token_ids,
-            request.stop_token_ids,
-            request.detokenizer,
-            request.matcher,
-        )
-        before = len(output)
-        for token in tokens:
-            if grammar is not None and not grammar.take(token):
-                request.finish_reason, request.stop_reason = "error", f"grammar: {grammar.trouble}"
+    def _append_tokens(request: Request, token_ids: list[int], logprobs: Logprobs) -> None:
+        """Appends tokens up to the first that finishes the output."""
+        output, detokenizer, matcher = request.output_token_ids, request.detokenizer, request.matcher
+        num_before = len(output)
+        for token in token_ids:
+            if matcher is not None and not matcher.accept_token(token):
+                request.finish_reason, request.stop_reason = "error", f"grammar: {matcher.error}"
                 break
             output.append(token)
-            if token in stops:
+            if token in request.stop_token_ids:
                 request.finish_reason = "stop"
                 request.stop_reason = None if token in request.eos_ids else token
-            elif text is not None and text.feed(token):
-                request.finish_reason, request.stop_reason = "stop", text.stopped
-            elif grammar is not None and grammar.complete:
+            elif detokenizer is not None and detokenizer.add_token(token):
+                request.finish_reason, request.stop_reason = "stop", detokenizer.stop_reason
+            elif matcher is not None and matcher.is_complete:
                 request.finish_reason = "stop"
             elif len(output) >= request.max_output_tokens:
                 request.finish_reason = "length"
             else:
                 continue
             break
-        gained = len(output) - before
-        request.num_tokens += gained
+        num_new = len(output) - num_before
+        request.num_tokens += num_new
         if logprobs and request.id in logprobs:
-            request.logprobs += logprobs[request.id][:gained]
+            request.logprobs += logprobs[request.id][:num_new]
 
-    def _retire(self, request: Request) -> None:
-        self.scheduler.finish(request)
-        self._shaped -= request.needs_logits_processing
-        if request.detokenizer is not None and request.detokenizer.stopped is None:
-            request.detokenizer.finish()
-        elif self.has_tokenizer and request.detokenizer is None:
-            said = request.output_token_ids
-            ended = request.finish_reason == "stop" and said[-1] in request.stop_token_ids
-            request.final_text = self._decoder(request.params)(said[: len(said) - ended])
+    def _finish(self, request: Request) -> None:
+        """Releases what a request holds and completes its text."""
+        self.scheduler.finish_request(request)
+        self._num_logits_processing -= request.needs_logits_processing
+        if request.detokenizer is not None:
+            if request.detokenizer.stop_reason is None:
+                request.detokenizer.finish()
+        elif self.has_tokenizer:
+            output = request.output_token_ids
+            ends_with_stop = request.finish_reason == "stop" and output[-1] in request.stop_token_ids
+            request.final_text = self._decoder(request.params)(output[: len(output) - ends_with_stop])
 
     def add_request(self, prompt: Prompt, params: SamplingParams | None = None, stream: bool = False) -> RequestGroup:
-        """Queues a prompt; its n requests are worked on by `step`. Text grows with the tokens only if `stream`
-        or a stop string asks for it, and is decoded once at the end otherwise."""
+        """Queues the n requests of a prompt, which `step` works on.
+
+        Text is decoded token by token if `stream` or stop strings require it, else once at the end.
+        """
         params = params or SamplingParams()
-        prompt_ids = self._encode(prompt)
-        check_prompt(prompt_ids, self.target.model.cfg.vocab_size, self.max_model_len)
-        params.check_ids(self.target.model.cfg.vocab_size, self.target.eos_ids)
+        vocab_size, eos_ids = self.target.model.cfg.vocab_size, self.target.eos_ids
+        prompt_token_ids = self._encode(prompt)
+        check_prompt(prompt_token_ids, vocab_size, self.max_model_len)
+        params.check_ids(vocab_size, eos_ids)
         if params.stop and not self.has_tokenizer:
-            raise UserError(f"--stop: {self.target.folder} has no tokenizer, so there is no text to stop in")
-        grammars = self.compile_grammar(params.grammar) if params.grammar is not None else None
-        group = RequestGroup(prompt if isinstance(prompt, str) else None, prompt_ids)
+            raise UserError(f"--stop: stop strings need a tokenizer, and {self.target.folder} has none")
+        compiler = self.compile_grammar(params.grammar) if params.grammar is not None else None
+        group = RequestGroup(prompt if isinstance(prompt, str) else None, prompt_token_ids)
         first_seed = params.seed if params.seed is not None else secrets.randbits(62)
-        ends = frozenset(params.stop_token_ids)
-        growing = self.has_tokenizer and (stream or bool(params.stop))
+        stop_token_ids = frozenset(params.stop_token_ids)
+        needs_detokenizer = self.has_tokenizer and (stream or bool(params.stop))
         for index in range(params.n):
+            detokenizer, matcher = None, None
+            if needs_detokenizer:
+                detokenizer = Detokenizer(self._decoder(params), params.stop, params.min_tokens)
+            if compiler is not None and params.grammar is not None:
+                matcher = compiler.create_matcher(params.grammar, params.ignore_eos)
             request = Request(
                 id=self._next_id,
-                prompt_token_ids=prompt_ids,
+                prompt_token_ids=prompt_token_ids,
                 params=params,
                 seed=(first_seed + index) % 2**63,
-                stop_token_ids=ends if params.ignore_eos else ends | self.target.eos_ids,
-                # a tokenizer's EOS may lie beyond what the target can say
-                all_stop_token_ids=frozenset(
-                    t for t in ends | self.target.eos_ids if t < self.target.model.cfg.vocab_size
-                ),
-                eos_ids=frozenset() if params.ignore_eos else self.target.eos_ids,
+                stop_token_ids=stop_token_ids if params.ignore_eos else stop_token_ids | eos_ids,
+                # a tokenizer's EOS may lie beyond the target's vocabulary
+                all_stop_token_ids=frozenset(t for t in stop_token_ids | eos_ids if t < vocab_size),
+                eos_ids=frozenset() if params.ignore_eos else eos_ids,
                 max_model_len=self.max_model_len,
-                detokenizer=Detokenizer(self._decoder(params), params.stop, params.min_tokens) if growing else None,
-                matcher=grammars.matcher(params.grammar, params.ignore_eos) if grammars and params.grammar else None,
+                detokenizer=detokenizer,
+                matcher=matcher,
                 group=group,
                 index=index,
                 num_accepted_tokens_per_pos=[0] * self.scheduler.max_speculative_tokens,
             )
             self._next_id += 1
-            self._shaped += request.needs_logits_processing
+            self._num_logits_processing += request.needs_logits_processing
             group.requests.append(request)
-            self.scheduler.add(request)
+            self.scheduler.add_request(request)
         return group
 
-    def compile_grammar(self, grammar: Grammar) -> Grammars:
-        """Makes a grammar ready for this target, so that `add` will not have to. Any thread may do it: a large one
-        takes a second, in which nobody else need wait."""
+    def compile_grammar(self, grammar: Grammar) -> GrammarCompiler:
+        """Compiles a grammar ahead of `add_request`. Any thread may call it: a large grammar takes about a second,
+        during which the engine keeps running."""
         if not self.has_tokenizer:
-            raise UserError(f"grammar: {self.target.folder} has no tokenizer, so there is no text to match")
-        if self.model_runner.rates_K is not None:
-            raise UserError("grammar: with synthetic acceptance drafts are kept that it would not allow")
-        with self._grammars_made:
-            if self._grammars is None:
-                self._grammars = Grammars(self.tokenizer, self.target.model.cfg.vocab_size, self.target.eos_ids)
-        self._grammars.compile(grammar)
-        return self._grammars
+            raise UserError(f"grammar: needs a tokenizer, and {self.target.folder} has none")
+        if self.model_runner.sampler.synthetic_rates_K is not None:
+            raise UserError("grammar: not supported with synthetic acceptance, which accepts forbidden tokens")
+        with self._grammar_lock:
+            if self._grammar_compiler is None:
+                vocab_size = self.target.model.cfg.vocab_size
+                self._grammar_compiler = GrammarCompiler(self.tokenizer, vocab_size, self.target.eos_ids)
+        self._grammar_compiler.compile(grammar)
+        return self._grammar_compiler
 
     def abort_group(self, group: RequestGroup) -> None:
-        """Ends a prompt's requests where they are; what they hold is free at once."""
+        """Finishes the requests of a prompt with reason "abort" and releases their slots and blocks."""
         for request in group.requests:
             if request.finish_reason is None:
                 request.finish_reason = "abort"
-                self._retire(request)
+                self._finish(request)
 
     @property
     def has_unfinished_requests(self) -> bool:
-        return bool(self._in_flight) or not self.scheduler.idle
+        return bool(self._in_flight) or not self.scheduler.is_idle
 
     def check_integrity(self) -> None:
-        """Proves that no block and no slot is lost or held twice."""
+        """Asserts that no block and no slot is lost or used twice."""
         self.scheduler.check_integrity()
 
-    # What people call
+    # The public API
 
     def generate(
         self,
@@ -295,15 +299,17 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: bool = False,
     ) -> list[RequestOutput]:
-        """Answers a prompt (text as it is, or token ids) or many of them, in their order."""
-        many = _as_many(prompts)
-        each = list(params) if isinstance(params, Sequence) else [params] * len(many)
-        if len(each) != len(many):
-            raise UserError(f"{len(many)} prompts, but {len(each)} sampling parameters: give one, or one for each")
+        """Generates outputs for one prompt or a list of prompts (text or token ids), in their order."""
+        prompt_list = _to_prompt_list(prompts)
+        params_list = list(params) if isinstance(params, Sequence) else [params] * len(prompt_list)
+        if len(params_list) != len(prompt_list):
+            raise UserError(
+                f"params: {len(params_list)} sampling parameters for {len(prompt_list)} prompts; give one, or one each"
+            )
         groups: list[RequestGroup] = []
         try:
-            for prompt, own in zip(many, each, strict=True):
-                groups.append(self.add_request(prompt, own))
+            for prompt, own_params in zip(prompt_list, params_list, strict=True):
+                groups.append(self.add_request(prompt, own_params))
             self._run(groups, progress)
         except BaseException:
             for group in groups:
@@ -317,55 +323,57 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: bool = False,
     ) -> list[RequestOutput]:
-        """Answers a conversation, or many, in the target's chat template."""
-        many = [messages] if messages and isinstance(messages[0], dict) else messages
-        return self.generate([self.encode_chat(m) for m in many], params, progress)  # type: ignore[arg-type]
+        """Generates outputs for one conversation or a list of them, in the target's chat template."""
+        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
+        return self.generate([self.encode_chat(c) for c in conversations], params, progress)  # type: ignore[arg-type]
 
     def stream(self, prompt: Prompt | Messages, params: SamplingParams | None = None) -> Iterator[StreamDelta]:
-        """An answer (to a prompt or a conversation) as it comes; leaving the loop early aborts it."""
-        chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], dict)
+        """Streams the output of a prompt or conversation. Leaving the loop early aborts it."""
+        is_chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], dict)
         params = params or SamplingParams()
         if params.n != 1:
-            raise UserError(f"--n {params.n}: a stream has one answer")
-        prompt = self.encode_chat(prompt) if chat else prompt  # type: ignore[arg-type]
+            raise UserError(f"--n {params.n}: a stream has one output; use n = 1")
+        prompt = self.encode_chat(prompt) if is_chat else prompt  # type: ignore[arg-type]
         yield from self.stream_group(self.add_request(prompt, params, stream=True))  # type: ignore[arg-type]
 
     def stream_group(self, group: RequestGroup) -> Iterator[StreamDelta]:
-        """Works until the group's (one) answer is there, and tells what each step added to it."""
-        request, sent, shown, ended = group.requests[0], 0, 0, False
+        """Runs steps until the group's only request is finished, and yields what each added."""
+        request, num_sent, num_chars, ended = group.requests[0], 0, 0, False
         try:
-            # an answer that could not go on ends without a further token
-            while sent < len(request.output_token_ids) or request.finish_reason in (None, "error") and not ended:
-                if sent == len(request.output_token_ids) and request.finish_reason is None:
+            # A request that ends with "error" may finish without a new token.
+            while num_sent < len(request.output_token_ids) or request.finish_reason in (None, "error") and not ended:
+                if num_sent == len(request.output_token_ids) and request.finish_reason is None:
                     self.step()
                     continue
-                grown, ended = request.detokenizer, request.finish_reason is not None
-                text = "" if grown is None else grown.text if ended else grown.showable
+                detokenizer, ended = request.detokenizer, request.finish_reason is not None
+                text = ""
+                if detokenizer is not None:
+                    text = detokenizer.text if ended else detokenizer.streamable_text
                 yield StreamDelta(
-                    text[shown:],
-                    request.output_token_ids[sent:],
-                    request.is_draft_token[sent:],
-                    request.logprobs[sent:] if request.params.logprobs is not None else None,
+                    text[num_chars:],
+                    request.output_token_ids[num_sent:],
+                    request.is_draft_token[num_sent:],
+                    request.logprobs[num_sent:] if request.params.logprobs is not None else None,
                     request.finish_reason,
                     request.stop_reason,
                 )
-                sent, shown = len(request.output_token_ids), max(shown, len(text))
+                num_sent, num_chars = len(request.output_token_ids), max(num_chars, len(text))
         finally:
             self.abort_group(group)
 
     def _run(self, groups: list[RequestGroup], progress: bool) -> None:
-        show = _Progress(sum(len(g.requests) for g in groups)) if progress else None
-        left = [r for g in groups for r in g.requests]
+        unfinished = [r for g in groups for r in g.requests]
+        bar = GenerationProgress(len(unfinished)) if progress else None
         try:
-            while left:
-                touched = self.step()
-                if show is not None:
-                    show.update(touched)
-                if left[-1].finish_reason is not None:
-                    left = [r for r in left if r.finish_reason is None]
+            while unfinished:
+                updated = self.step()
+                if bar is not None:
+                    bar.update(updated)
+                if unfinished[-1].finish_reason is not None:
+                    unfinished = [r for r in unfinished if r.finish_reason is None]
         finally:
-            if show is not None:
-                show.close()
+            if bar is not None:
+                bar.close()
 
     def build_output(self, group: RequestGroup) -> RequestOutput:
         outputs = [
@@ -402,46 +410,16 @@ class LLM:
         return [int(token) for token in prompt]
 
     def encode_chat(self, messages: Messages) -> list[int]:
-        """Token ids of a conversation in the target's chat template, ready for the answer."""
+        """Token ids of a conversation in the target's chat template, with the generation prompt."""
         if not self.tokenizer.chat_template:
-            raise UserError("this target has no chat template: give `generate` the prompt as it is")
+            raise UserError(f"{self.target.folder} has no chat template; use `generate` with a plain prompt")
         encoded = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
         return list(encoded["input_ids"])
 
 
-def _as_many(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _to_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    if hasattr(prompts, "tolist"):  # an array of ids, or of rows of them
+    if hasattr(prompts, "tolist"):  # a numpy array or tensor of ids, or of rows of ids
         prompts = prompts.tolist()
     return [prompts] if prompts and isinstance(prompts[0], int) else list(prompts)  # type: ignore[list-item, arg-type]
-
-
-class _Progress:
-    """A bar with answers done and tokens a second."""
-
-    def __init__(self, total: int) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        self.bar = Progress(
-            TextColumn("answers"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[rate]}"),
-            TimeRemainingColumn(),
-        )
-        self.task = self.bar.add_task("", total=total, rate="")
-        self.tokens = self.done = 0
-        self.lengths: dict[int, int] = {}
-        self.bar.start()
-
-    def update(self, touched: list[Request]) -> None:
-        for request in touched:
-            self.tokens += len(request.output_token_ids) - self.lengths.get(request.id, 0)
-            self.lengths[request.id] = len(request.output_token_ids)
-            self.done += request.finish_reason is not None
-        seconds = self.bar.tasks[self.task].elapsed or 1e-9
-        self.bar.update(self.task, completed=self.done, rate=f"{self.tokens / seconds:,.0f} tokens/s")
-
-    def close(self) -> None:
-        self.bar.stop()

@@ -1,71 +1,121 @@
-"""What a request asks of its logits beyond temperature and cut-offs: penalties, biases, a least length, a grammar.
+"""Logits processors: min_tokens, logit_bias, penalties and grammars; and logprobs from the raw logits.
 
-Knows nothing about batches: one request's rows at a time, the tokens before each row given. Order and meaning
-are those of `SamplingParams`.
+`SamplingParams` defines their order and meaning. Batches without any of them skip this module.
+
+Shapes: B requests, Q rows per request, K draft tokens, V vocabulary.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from peagle.config import SamplingParams
+from peagle.engine.grammar_matcher import compute_bitmasks, unpack_bitmasks
+from peagle.engine.request import Logprobs, Request
+from peagle.kernels.host_transfer import copy_to_device
 
 
 def apply_logits_processors(
     logits_QV: Tensor,
     params: SamplingParams,
-    prompt_ids: list[int],
-    output_ids: list[int],
-    drafts_K: Tensor,
-    barred: frozenset[int],
+    prompt_token_ids: list[int],
+    output_token_ids: list[int],
+    draft_token_ids_K: Tensor,
+    all_stop_token_ids: frozenset[int],
     allowed_QV: Tensor | None = None,
 ) -> Tensor:
-    """Row j comes after the prompt, the output and the first j drafts; there are at most K+1 rows. fp32.
+    """Processes the rows of one request in fp32. Row j follows the prompt, the output and the first j draft tokens.
 
-    `barred` are the ids that would end the text before it has `min_tokens`; `allowed` is what a grammar says."""
+    `all_stop_token_ids` are banned until the output has `min_tokens`. `allowed_QV` are the tokens of the grammar.
+    """
     logits = logits_QV.float().clone()
-    rows, device = len(logits), logits.device
-    early = min(max(params.min_tokens - len(output_ids), 0), rows)
-    if early and barred:
-        bar = torch.tensor(sorted(barred), device=device)
+    num_rows, device = len(logits), logits.device
+    num_banned_rows = min(max(params.min_tokens - len(output_token_ids), 0), num_rows)
+    if num_banned_rows and all_stop_token_ids:
+        banned = torch.tensor(sorted(all_stop_token_ids), device=device)
         if allowed_QV is None:
-            logits[:early, bar] = -torch.inf
-        else:  # which wins where all that it allows is barred
-            others = allowed_QV[:early].index_fill(1, bar, False).any(1, keepdim=True)
-            logits[:early, bar] = logits[:early, bar].masked_fill(others, -torch.inf)
+            logits[:num_banned_rows, banned] = -torch.inf
+        else:  # the grammar wins where it allows nothing but banned tokens
+            others = allowed_QV[:num_banned_rows].index_fill(1, banned, False).any(1, keepdim=True)
+            logits[:num_banned_rows, banned] = logits[:num_banned_rows, banned].masked_fill(others, -torch.inf)
     if params.logit_bias:
         ids = torch.tensor(list(params.logit_bias), device=device)
         logits[:, ids] += torch.tensor(list(params.logit_bias.values()), device=device)
     if params.has_penalties:
-        logits = _penalised(logits, params, prompt_ids, output_ids, drafts_K)
+        logits = _apply_penalties(logits, params, prompt_token_ids, output_token_ids, draft_token_ids_K)
     return logits if allowed_QV is None else logits.masked_fill(~allowed_QV, -torch.inf)
 
 
-def _penalised(
-    logits: Tensor, params: SamplingParams, prompt_ids: list[int], output_ids: list[int], drafts_K: Tensor
+def _apply_penalties(
+    logits: Tensor,
+    params: SamplingParams,
+    prompt_token_ids: list[int],
+    output_token_ids: list[int],
+    draft_token_ids_K: Tensor,
 ) -> Tensor:
-    (rows, vocab), device = logits.shape, logits.device
-    counts = torch.zeros(rows, vocab, device=device)
-    said = torch.tensor(output_ids, dtype=torch.long, device=device)
-    counts[0].index_add_(0, said, torch.ones(len(output_ids), device=device))
+    (num_rows, vocab), device = logits.shape, logits.device
+    counts = torch.zeros(num_rows, vocab, device=device)
+    output = torch.tensor(output_token_ids, dtype=torch.long, device=device)
+    counts[0].index_add_(0, output, torch.ones(len(output_token_ids), device=device))
     counts[1:] = counts[0]
-    for j in range(1, rows):
-        counts[j:, drafts_K[j - 1]] += 1
+    for j in range(1, num_rows):
+        counts[j:, draft_token_ids_K[j - 1]] += 1
     if params.repetition_penalty != 1.0:
         seen = counts > 0
-        seen[:, torch.tensor(prompt_ids, device=device)] = True
+        seen[:, torch.tensor(prompt_token_ids, device=device)] = True
         scaled = torch.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
         logits = torch.where(seen, scaled, logits)
     return logits - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
 
 
-def logprob_rows(logits_EV: Tensor, emitted: list[int], alternatives: int) -> list[dict[int, float]]:
-    """For each emitted token its log-probability and those of the likeliest, from the raw logits."""
-    logprobs = logits_EV[: len(emitted)].float().log_softmax(-1)
-    values, ids = logprobs.topk(min(alternatives, logprobs.shape[-1]), -1)
-    own = logprobs.gather(1, torch.tensor(emitted, device=logprobs.device)[:, None])[:, 0].tolist()
+def process_batch_logits(
+    raw_BQV: Tensor, requests: Sequence[Request], draft_token_ids_BK: Tensor, allowed: dict[int, Tensor]
+) -> Tensor:
+    """A processed fp32 copy of the logits of a batch. `allowed`: see `compute_allowed_tokens`."""
+    processed_BQV = raw_BQV.to(torch.float32, copy=True)
+    for b, r in enumerate(requests):
+        if r.needs_logits_processing:
+            processed_BQV[b] = apply_logits_processors(
+                raw_BQV[b],
+                r.params,
+                r.prompt_token_ids,
+                r.output_token_ids,
+                draft_token_ids_BK[b],
+                r.all_stop_token_ids,
+                allowed.get(r.id),
+            )
+    return processed_BQV
+
+
+def compute_allowed_tokens(
+    requests: Sequence[Request], draft_token_ids: Sequence[list[int]], vocab_size: int, device: torch.device
+) -> dict[int, Tensor]:
+    """Tokens that grammars allow after the output and after each draft token, by request id: bool [Q, V]."""
+    states = [(r.matcher, own) for r, own in zip(requests, draft_token_ids, strict=True) if r.matcher is not None]
+    if not states:
+        return {}
+    allowed_NQV = unpack_bitmasks(copy_to_device(compute_bitmasks(states), device), vocab_size)
+    return {r.id: rows for r, rows in zip(requests, allowed_NQV, strict=True)}
+
+
+def compute_logprobs(logits_QV: Tensor, output_token_ids: list[int], num_logprobs: int) -> list[dict[int, float]]:
+    """For each output token its log-probability and those of the likeliest tokens, from the raw logits."""
+    logprobs = logits_QV[: len(output_token_ids)].float().log_softmax(-1)
+    values, ids = logprobs.topk(min(num_logprobs, logprobs.shape[-1]), -1)
+    own = logprobs.gather(1, torch.tensor(output_token_ids, device=logprobs.device)[:, None])[:, 0].tolist()
     rows = []
-    for token, value, row_ids, row_values in zip(emitted, own, ids.tolist(), values.tolist(), strict=True):
+    for token, value, row_ids, row_values in zip(output_token_ids, own, ids.tolist(), values.tolist(), strict=True):
         rows.append({token: value} | dict(zip(row_ids, row_values, strict=True)))
     return rows
+
+
+def add_logprobs(
+    logprobs: Logprobs, raw_BQV: Tensor, requests: Sequence[Request], output_token_ids: Sequence[list[int]]
+) -> None:
+    """Adds the logprobs of the requests that ask for them."""
+    for b, r in enumerate(requests):
+        if r.params.logprobs is not None:
+            logprobs[r.id] = compute_logprobs(raw_BQV[b], output_token_ids[b], r.params.logprobs)

@@ -1,7 +1,6 @@
-"""The nouns of the engine: a request, what one step shall do, what it brought, what the user gets.
+"""Data types of the engine: requests, the work of one step, and outputs.
 
-Knows nothing about tensors. Who writes a field of `Request`: `llm` makes it and appends tokens (commit),
-`scheduler` moves it through its states and gives it a slot and blocks, nobody else.
+`LLM` creates requests and appends tokens; `Scheduler` changes their state, slot and blocks. Nothing else writes them.
 """
 
 from __future__ import annotations
@@ -10,14 +9,16 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from peagle.config import SamplingParams
+from peagle.engine.block_pool import BlockHash
 from peagle.engine.detokenizer import Detokenizer
-from peagle.engine.grammar import Matcher
-from peagle.engine.kv_cache import BlockHash
+from peagle.engine.grammar_matcher import GrammarMatcher
+
+Logprobs = dict[int, list[dict[int, float]]]  # by request id, then one dict {token: logprob} per output token
 
 
 class RequestState(Enum):
     WAITING = auto()  # has neither slot nor blocks
-    PREFILL = auto()  # its prompt is being read in chunks
+    PREFILL = auto()
     DECODING = auto()
     FINISHED = auto()
 
@@ -28,49 +29,45 @@ class Request:
     prompt_token_ids: list[int]
     params: SamplingParams
     seed: int
-    stop_token_ids: frozenset[int]  # ids that end the text
-    all_stop_token_ids: frozenset[int]  # ids that would, and may not come before min_tokens
-    eos_ids: frozenset[int]  # those of them that are no stop_reason
-    max_model_len: int  # tokens the sequence may have, prompt included
-    detokenizer: Detokenizer | None = None
-    matcher: Matcher | None = None  # where its output stands in it
+    stop_token_ids: frozenset[int]  # tokens that finish the output, EOS included unless ignore_eos
+    all_stop_token_ids: frozenset[int]  # stop tokens and EOS, banned until min_tokens
+    eos_ids: frozenset[int]  # stop tokens without a stop_reason
+    max_model_len: int
+    detokenizer: Detokenizer | None = None  # if the text grows with the tokens
+    matcher: GrammarMatcher | None = None
     group: RequestGroup | None = None
-    index: int = 0  # which of the group's n
+    index: int = 0  # in the group
 
     state: RequestState = RequestState.WAITING
     slot: int = -1
     block_ids: list[int] = field(default_factory=list)
-    block_hashes: list[BlockHash] = field(default_factory=list)  # of the leading blocks that are published
-    num_tokens_for_next_hash: int = 0  # the length at which one more can be
-    num_computed_tokens: int = 0  # tokens whose reading has been launched, while PREFILL
-    num_in_flight_steps: int = 0  # rounds launched whose tokens have not come back
-    max_in_flight_tokens: int = 0  # no launched round writes at this position or beyond
+    block_hashes: list[BlockHash] = field(default_factory=list)  # of the leading blocks in the prefix cache
+    num_tokens_for_next_hash: int = 0  # value of num_tokens at which the next block can be hashed
+    num_computed_tokens: int = 0  # prefill tokens that were launched
+    num_in_flight_steps: int = 0  # launched steps whose tokens are not on the host yet
+    max_in_flight_tokens: int = 0  # most tokens that these steps can add
     num_preemptions: int = 0
 
     output_token_ids: list[int] = field(default_factory=list)
-    num_accepted_tokens_per_step: list[int] = field(
-        default_factory=list
-    )  # drafts kept, for each round of an engine that drafts
+    num_accepted_tokens_per_step: list[int] = field(default_factory=list)  # empty without a drafter
     logprobs: list[dict[int, float]] = field(default_factory=list)
-    final_text: str = ""  # where the text did not grow with the tokens
+    final_text: str = ""  # without a detokenizer: the text, once finished
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     num_decode_steps: int = 0
-    num_drafts: int = 0  # rounds that had drafts to verify
+    num_drafts: int = 0  # decode steps with draft tokens
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        # asked for every request in every step, so worked out once
+        # Attributes instead of properties: every step reads them for every request.
         p = self.params
-        self.num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids)  # `llm` counts on
-        self.max_output_tokens = min(p.max_tokens, self.max_model_len - len(self.prompt_token_ids))  # tokens of output
-        self.max_total_tokens = len(self.prompt_token_ids) + self.max_output_tokens  # its longest length
-        # its logits need more than temperature, top-k, top-p and min-p, or are wanted back
-        shapes = p.has_penalties or bool(p.logit_bias) or p.min_tokens > 0 or self.matcher is not None
-        self.needs_logits_processing = shapes or p.logprobs is not None
-        self.only_tokens = (
-            self.detokenizer is None and p.logprobs is None and self.matcher is None
-        )  # a token is all that is kept of a token
+        self.num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids)
+        self.max_output_tokens = min(p.max_tokens, self.max_model_len - len(self.prompt_token_ids))
+        self.max_total_tokens = len(self.prompt_token_ids) + self.max_output_tokens
+        has_processors = p.has_penalties or bool(p.logit_bias) or p.min_tokens > 0 or self.matcher is not None
+        self.needs_logits_processing = has_processors or p.logprobs is not None
+        # Fast path of a commit: there is no text, logprob or grammar to update.
+        self.has_tokens_only = self.detokenizer is None and p.logprobs is None and self.matcher is None
 
     @property
     def all_token_ids(self) -> list[int]:
@@ -78,16 +75,16 @@ class Request:
 
     @property
     def is_draft_token(self) -> list[bool]:
-        """For each token of the output: was it a draft? The first came from the prompt's own pass."""
+        """For each output token: was it an accepted draft token? The first comes from prefill."""
         flags = [False]
-        for accepted in self.num_accepted_tokens_per_step:
-            flags += [True] * accepted + [False]
-        count = len(self.output_token_ids)
-        return (flags + [False] * (count - len(flags)))[:count]
+        for num_accepted in self.num_accepted_tokens_per_step:
+            flags += [True] * num_accepted + [False]
+        num_output_tokens = len(self.output_token_ids)
+        return (flags + [False] * (num_output_tokens - len(flags)))[:num_output_tokens]
 
     @property
     def num_prefill_tokens(self) -> int:
-        """Tokens to read before decoding: the whole prompt, or, coming back, all but the newest token."""
+        """Tokens to compute before decoding: the prompt; after a preemption, all but the newest token."""
         return len(self.prompt_token_ids) + max(len(self.output_token_ids) - 1, 0)
 
 
@@ -106,7 +103,7 @@ class RequestGroup:
 
 @dataclass
 class PrefillChunk:
-    """Tokens `begin` to `end` of a request's sequence, to be read."""
+    """Tokens `begin` to `end` of a request."""
 
     request: Request
     begin: int
@@ -119,38 +116,38 @@ class PrefillChunk:
 
 @dataclass
 class SchedulerOutput:
-    """One step: a round for `decoding` with `drafts` drafts each, then `chunks` to read."""
+    """The work of one step: a decode step with `num_draft_tokens` per request, then prefill chunks."""
 
     decode_requests: list[Request]
     num_draft_tokens: int
     prefill_chunks: list[PrefillChunk]
-    limited_requests: list[Request] = field(
-        default_factory=list
-    )  # of `decoding`: those that want fewer drafts than others
+    limited_requests: list[Request] = field(default_factory=list)  # decode requests with max_speculative_tokens set
 
     @property
     def needs_logits_processing(self) -> bool:
-        return any(r.needs_logits_processing for r in self.decode_requests) or any(
-            c.is_last and c.request.needs_logits_processing for c in self.prefill_chunks
-        )
+        if any(r.needs_logits_processing for r in self.decode_requests):
+            return True
+        return any(c.is_last and c.request.needs_logits_processing for c in self.prefill_chunks)
 
 
 @dataclass
 class CompletionOutput:
+    """One of the n outputs of a prompt."""
+
     index: int
     text: str
     token_ids: list[int]
     finish_reason: str | None
     stop_reason: int | str | None = None
     logprobs: list[dict[int, float]] | None = None
-    num_drafts: int = 0
+    num_drafts: int = 0  # decode steps with draft tokens
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
-    is_draft_token: list[bool] = field(default_factory=list)
+    is_draft_token: list[bool] = field(default_factory=list)  # for each of token_ids
     num_decode_steps: int = 0
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens a round with drafts gains, the target's own included."""
+        """Mean number of accepted draft tokens per draft, plus the target's own token."""
         return 1 + sum(self.num_accepted_tokens_per_pos) / max(self.num_drafts, 1)
 
     @property
@@ -162,7 +159,7 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """What a prompt got: `outputs` has one entry, or n."""
+    """All outputs of a prompt."""
 
     prompt: str | None
     prompt_token_ids: list[int]
@@ -172,7 +169,7 @@ class RequestOutput:
 
 @dataclass
 class StreamDelta:
-    """What one step added to a stream."""
+    """What one step added to a streamed output."""
 
     text: str
     token_ids: list[int]

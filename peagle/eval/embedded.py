@@ -182,9 +182,9 @@ class Reference:
             made = reference.generate(model, one.prompt_ids, one.params, eos, drafter, k, longest)
             rounds, n = [], len(one.prompt_ids) + 1
             for played in made.steps:
-                if played.drafts:
-                    rounds.append(Round(n, played.accepted, len(played.emitted)))
-                n += len(played.emitted)
+                if played.draft_token_ids:
+                    rounds.append(Round(n, played.num_accepted_tokens, len(played.output_token_ids)))
+                n += len(played.output_token_ids)
             said.append(Said(made.token_ids, made.finish_reason, tuple(rounds)))
             self.tell("answering", i + 1, len(asked))
         return said

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from peagle.config import TuneSettings
-from peagle.engine.kv_cache import BLOCK_SIZE
+from peagle.engine.block_pool import BLOCK_SIZE
 from peagle.engine.llm import LLM
 from peagle.engine.model_runner import ModelRunner
 from peagle.errors import UserError
@@ -61,7 +61,7 @@ def list_step_kinds(llm: LLM, settings: TuneSettings) -> list[StepKind]:
     """The decode steps to time, smallest first. On a GPU: those with a CUDA graph."""
     graphs, choices = llm.model_runner.decode_graphs, llm.adaptive_k.choices
     cpu_sizes = [size for size in settings.cpu_batch_sizes if size <= settings.max_num_seqs]
-    sizes = settings.batch_sizes or (graphs.sizes if graphs is not None else cpu_sizes)
+    sizes = settings.batch_sizes or (graphs.batch_sizes if graphs is not None else cpu_sizes)
     kinds = [(size, k) for size in sorted({*sizes, *settings.concurrency}) for k in choices]
     return kinds if graphs is None else [(size, k) for size, k in kinds if graphs.find(size, k, 0)]
 
@@ -100,7 +100,7 @@ def _assign_kv_blocks(runner: ModelRunner, num_requests: int, context_len: int) 
     """Gives each request slot its own KV blocks for the context. The engine cannot serve requests afterwards."""
     num_new_tokens = 2 * runner.max_speculative_tokens + 2
     blocks_per_request = -(-min(context_len + num_new_tokens, runner.max_model_len) // BLOCK_SIZE)
-    num_blocks = len(runner.cache.keys[0])
+    num_blocks = runner.kv_cache.num_blocks
     if 1 + num_requests * blocks_per_request > num_blocks:
         max_context_len = (num_blocks - 1) // max(num_requests, 1) * BLOCK_SIZE - num_new_tokens
         raise UserError(
@@ -121,7 +121,7 @@ def _time_step(runner: ModelRunner, batch_size: int, k: int, context_len: int) -
     if graph is not None:
         graph.slots_B.fill_(-1)
         graph.slots_B[:batch_size].copy_(slots_B)
-        graph.slots = None  # invalidates what `load` put there
+        graph.loaded_slots = None  # `load_slots` must copy again
     runner.state.num_computed_tokens_S[:-1] = context_len  # the previous step advanced it
     _synchronize(runner)
     started = time.perf_counter()

@@ -297,7 +297,7 @@ class EngineLoop:
                 timing,
             )
         detokenizer = completion.detokenizer
-        text = "" if detokenizer is None else detokenizer.text if finished else detokenizer.showable
+        text = "" if detokenizer is None else detokenizer.text if finished else detokenizer.streamable_text
         new_text = text[request.sent_characters[i] :]
         request.sent_characters[i] = max(request.sent_characters[i], len(text))
         is_draft_token = [False] * (num_sent == 0)  # the prefill produces the first token

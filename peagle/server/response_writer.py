@@ -176,7 +176,7 @@ class OpenAIResponseWriter:
         texts = []
         for token_id in delta.token_ids:
             start = len(detokenizer.text)
-            detokenizer.feed(token_id)
+            detokenizer.add_token(token_id)
             texts.append(detokenizer.text[start:])
         if delta.finish_reason is not None and texts:
             start = len(detokenizer.text)

@@ -1,14 +1,15 @@
-"""The whole of speculative decoding, slow and readable, no cache: the oracle for every engine.
+"""Speculative decoding in plain, slow PyTorch: the oracle that every engine is tested against.
 
-Knows nothing about batches or speed, and of text only what the caller's `decode` makes of tokens. Each pass
-recomputes the whole sequence, so nothing stale can ever be read; what an engine keeps, it must keep to the same
-effect. What the parameters of a request mean stands at `SamplingParams`.
+There is no KV cache and no batch: each forward pass recomputes one whole sequence, so nothing stale can be read.
+`SamplingParams` defines the meaning of each request parameter.
 
-One round, for a sequence whose newest token the target has not read yet (n tokens known, K drafts):
+One decode step, for a sequence of n tokens whose newest token the target has not processed yet:
 
-    propose   the drafter reads the target's aux_hidden_states at positions 0..n-2 and the tokens one ahead of them
-    verify    the target reads all n tokens and the K drafts in one pass; drafts are kept while they hold
-    commit    the kept drafts and one token of the target's own, so a round always gains at least one
+    propose   the drafter reads the target's aux hidden states at positions 0..n-2 and the tokens one position ahead
+    verify    the target processes all n tokens and K draft tokens in one pass; draft tokens are accepted left to right
+    commit    the accepted draft tokens and one token sampled from the target are appended: at least one token per step
+
+Shapes: V vocabulary, K draft tokens (target rows: K + 1), T tokens, N width of the concatenated aux hidden states.
 """
 
 from __future__ import annotations
@@ -29,69 +30,73 @@ from peagle.models.drafter import Drafter
 
 @dataclass(frozen=True)
 class DraftProposal:
-    """Guessed tokens and the distribution each was drawn from; one-hot for a greedy guess."""
+    """Draft tokens and the distribution each was sampled from: one-hot for a greedy draft token."""
 
-    tokens: list[int]
+    token_ids: list[int]
     probs_KV: Tensor
 
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """`accepted` counts before the text is cut at a stop or at max_tokens, as vLLM counts; `emitted` is
-    what the text gained: accepted drafts first, the target's own token last unless it was cut off."""
+    """One verification pass of the target.
 
-    drafts: tuple[int, ...]
-    accepted: int
-    emitted: tuple[int, ...]
+    `num_accepted_tokens` is counted before the output is cut at a stop token or at max_tokens, as vLLM counts.
+    `output_token_ids` is what the output gained: accepted draft tokens, then the target's token unless cut off.
+    """
+
+    draft_token_ids: tuple[int, ...]
+    num_accepted_tokens: int
+    output_token_ids: tuple[int, ...]
 
 
 @dataclass
 class Generation:
+    """The output of `generate` for one prompt."""
+
     prompt_ids: list[int]
     num_speculative_tokens: int
     token_ids: list[int] = field(default_factory=list)
-    steps: list[DecodeStep] = field(default_factory=list)  # one for each pass of the target after the prompt's
+    steps: list[DecodeStep] = field(default_factory=list)  # one for each target pass after prefill
     finish_reason: str = "length"
-    stop_reason: int | str | None = None  # the stop token or stop string that ended it; None for EOS and length
-    text: str | None = None  # once it has ended, if there is a `decode`: without the stop token or stop string
-    # for each token its own logprob and then the likeliest tokens'; empty if none were asked for
-    logprobs: list[dict[int, float]] = field(default_factory=list)
+    stop_reason: int | str | None = None  # the stop token or stop string; None for EOS and length
+    text: str | None = None  # set at the end if there is a `decode`; without the stop token or stop string
+    logprobs: list[dict[int, float]] = field(default_factory=list)  # empty unless `params.logprobs` is set
 
     @property
     def num_accepted_tokens_per_pos(self) -> list[int]:
-        """In how many rounds draft 1, 2, .. K was accepted."""
-        return [sum(r.accepted > i for r in self.steps) for i in range(self.num_speculative_tokens)]
+        """Number of steps that accepted draft token 1, 2, .. K."""
+        return [sum(s.num_accepted_tokens > i for s in self.steps) for i in range(self.num_speculative_tokens)]
 
     @property
     def num_drafts(self) -> int:
-        """Rounds that had drafts to verify; the last one before the context is full has no room for any."""
-        return sum(bool(r.drafts) for r in self.steps)
+        """Number of steps with draft tokens. The last step before the context is full has none."""
+        return sum(bool(s.draft_token_ids) for s in self.steps)
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens a round with drafts gains, the target's own included."""
-        return 1 + sum(r.accepted for r in self.steps) / max(self.num_drafts, 1)
+        """Mean number of accepted draft tokens per draft, plus the target's own token."""
+        return 1 + sum(s.num_accepted_tokens for s in self.steps) / max(self.num_drafts, 1)
 
     @property
     def is_draft_token(self) -> list[bool]:
-        """For each token of the text: was it a draft? The first came from the prompt's own pass."""
-        return [False] + [i < r.accepted for r in self.steps for i in range(len(r.emitted))]
+        """For each output token: was it a draft token? The first comes from prefill."""
+        return [False] + [i < s.num_accepted_tokens for s in self.steps for i in range(len(s.output_token_ids))]
 
 
 class Constraint(Protocol):
-    """A request's grammar."""
+    """The grammar of a request."""
 
     def allowed(self, output: Sequence[int]) -> Tensor | None:
-        """The tokens that may follow, EOS ids among them where the text may end: bool [V]. None where nothing may,
-        and behind what may not come itself."""
+        """Tokens that may follow `output`, EOS ids included where the text may end: bool [V].
+        None if no token may follow, or if `output` itself violates the grammar."""
 
     def complete(self, output: Sequence[int]) -> bool:
-        """The output matches, and nothing may follow it."""
+        """Whether `output` matches and nothing may follow it."""
 
 
 @dataclass(frozen=True)
 class ReferenceRequest:
-    """What decides over the next token and the end of the text, beside the tokens themselves."""
+    """Everything besides the tokens that decides the next token and the end of the output."""
 
     prompt_ids: list[int]
     params: SamplingParams
@@ -115,72 +120,78 @@ def generate(
     decode: Callable[[list[int]], str] | None = None,
     constraint: Constraint | None = None,
 ) -> Generation:
-    """Greedy output is the same with any drafter and with none; sampled output has the same distribution.
+    """Generates the output of one prompt with speculative decoding.
 
-    `max_model_len` is the longest sequence, prompt included (default: what the target was made for).
-    `sample_draft_tokens` draws drafts from the drafter's distribution; otherwise they are its argmax.
-    `decode` makes text of the output's tokens; stop strings need it.
-    `constraint` is what `params.grammar` means for this vocabulary.
-    `params.n` is not looked at: this is one answer, n of them are n calls.
+    Greedy output is the same with any drafter and without one; sampled output has the same distribution.
+
+    Args:
+        max_model_len: Maximum number of tokens, prompt included. Default: the target's max_positions.
+        sample_draft_tokens: Sample draft tokens from the drafter's distribution instead of taking the argmax.
+        on_tokens: Called after prefill and after each step.
+        decode: Converts output tokens to text. Stop strings need it.
+        constraint: `params.grammar` for this vocabulary.
+    `params.n` is ignored: one call generates one output.
     """
-    longest = target.cfg.max_positions if max_model_len is None else min(max_model_len, target.cfg.max_positions)
-    check_prompt(prompt_ids, target.cfg.vocab_size, longest)
+    limit = target.cfg.max_positions if max_model_len is None else min(max_model_len, target.cfg.max_positions)
+    check_prompt(prompt_ids, target.cfg.vocab_size, limit)
     params.check_ids(target.cfg.vocab_size, eos_ids)
     if params.stop and decode is None:
-        raise UserError("--stop: stop strings need a tokenizer to make text of the tokens")
+        raise UserError("--stop: stop strings need a tokenizer; pass `decode`")
     if params.grammar is not None and constraint is None:
-        raise UserError("grammar: the reference needs to be told what it allows (`constraint`)")
+        raise UserError("grammar: the reference needs `constraint`, the tokens that the grammar allows")
     if drafter is not None:
         check_num_speculative_tokens(num_speculative_tokens)
-    request = ReferenceRequest(list(prompt_ids), params, eos_ids, longest, decode, constraint)
-    rng = torch.Generator().manual_seed(params.seed) if params.seed is not None else _fresh_rng()
+    request = ReferenceRequest(list(prompt_ids), params, eos_ids, limit, decode, constraint)
+    rng = torch.Generator().manual_seed(params.seed) if params.seed is not None else _make_unseeded_rng()
     out = Generation(list(prompt_ids), num_speculative_tokens if drafter is not None else 0)
     aux_layer_ids = drafter.cfg.aux_layer_ids if drafter is not None else ()
+    draft_params = params if sample_draft_tokens else None
 
-    known = list(prompt_ids)  # what the target has read
-    logits, aux_hidden_states = run_target(target, known, 1, aux_layer_ids)
+    processed = list(prompt_ids)  # tokens that the target has processed and that stay in the sequence
+    logits, aux_hidden_states = run_target(target, processed, 1, aux_layer_ids)
     newest = sample_token(compute_target_probs(logits, request, [], [])[0], rng)
     finished = append_tokens(out, [newest], logits, request)
     on_tokens(out)
     while not finished:
-        k = min(num_speculative_tokens, longest - len(known) - 2) if drafter is not None else 0
+        k = min(num_speculative_tokens, limit - len(processed) - 2) if drafter is not None else 0
         draft = DraftProposal([], logits[:0])
         if drafter is not None and k > 0:
-            draft = propose_draft_tokens(
-                drafter, [*known, newest], aux_hidden_states, k, params if sample_draft_tokens else None, rng
-            )
-        read_now = [*known, newest, *draft.tokens]
-        logits, aux_hidden_states = run_target(target, read_now, k + 1, aux_layer_ids)
-        accepted, bonus = verify_draft_tokens(
-            draft, compute_target_probs(logits, request, out.token_ids, draft.tokens), rng
-        )
-        before = len(out.token_ids)
-        finished = append_tokens(out, [*draft.tokens[:accepted], bonus], logits, request)
-        out.steps.append(DecodeStep(tuple(draft.tokens), accepted, tuple(out.token_ids[before:])))
-        known, newest = read_now[: len(known) + 1 + accepted], bonus
-        aux_hidden_states = aux_hidden_states[: len(known)]
+            draft = propose_draft_tokens(drafter, [*processed, newest], aux_hidden_states, k, draft_params, rng)
+        target_input = [*processed, newest, *draft.token_ids]
+        logits, aux_hidden_states = run_target(target, target_input, k + 1, aux_layer_ids)
+        target_probs = compute_target_probs(logits, request, out.token_ids, draft.token_ids)
+        num_accepted, bonus = verify_draft_tokens(draft, target_probs, rng)
+        num_output_tokens = len(out.token_ids)
+        finished = append_tokens(out, [*draft.token_ids[:num_accepted], bonus], logits, request)
+        out.steps.append(DecodeStep(tuple(draft.token_ids), num_accepted, tuple(out.token_ids[num_output_tokens:])))
+        processed, newest = target_input[: len(processed) + 1 + num_accepted], bonus
+        aux_hidden_states = aux_hidden_states[: len(processed)]
         on_tokens(out)
     return out
 
 
-def run_target(target: Decoder, tokens: list[int], last: int, aux_layer_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """One pass of the target: its raw logits after each of the `last` tokens, in fp64, and its aux states at all."""
+def run_target(
+    target: Decoder, tokens: list[int], num_logits: int, aux_layer_ids: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """One target pass. Returns raw fp64 logits of the last `num_logits` tokens and aux hidden states of all tokens."""
     device = target.embed_tokens.weight.device
     hidden, aux_hidden_states = target(
         torch.tensor(tokens, device=device), torch.arange(len(tokens), device=device), causal_attention, aux_layer_ids
     )
-    logits = target.compute_logits(hidden[-last:]).detach().cpu().double()
+    logits = target.compute_logits(hidden[-num_logits:]).detach().cpu().double()
     return logits, hidden[:, :0] if aux_hidden_states is None else aux_hidden_states
 
 
-def compute_target_probs(logits_KV: Tensor, request: ReferenceRequest, output: list[int], drafts: list[int]) -> Tensor:
-    """What the target would say after the output and after each of the drafts, as the request shapes it."""
-    shaped = []
+def compute_target_probs(
+    logits_KV: Tensor, request: ReferenceRequest, output: list[int], draft_token_ids: list[int]
+) -> Tensor:
+    """The target's distribution after the output and after each draft token."""
+    rows = []
     for i, row in enumerate(logits_KV):
-        said = output + drafts[:i]
-        allowed = request.constraint.allowed(said) if request.constraint is not None else None
-        shaped.append(process_logits(row, request.params, request.prompt_ids, said, request.eos_ids, allowed))
-    return compute_probs(torch.stack(shaped), request.params)
+        before = output + draft_token_ids[:i]
+        allowed = request.constraint.allowed(before) if request.constraint is not None else None
+        rows.append(process_logits(row, request.params, request.prompt_ids, before, request.eos_ids, allowed))
+    return compute_probs(torch.stack(rows), request.params)
 
 
 def process_logits(
@@ -191,13 +202,13 @@ def process_logits(
     eos_ids: frozenset[int] = frozenset(),
     allowed_V: Tensor | None = None,
 ) -> Tensor:
-    """Logits after `prompt` and `output` with all that moves the argmax: least length, bias, penalties, grammar."""
+    """Applies min_tokens, logit_bias, penalties and grammar to the logits after `prompt` and `output`."""
     logits, vocab = logits_V.detach().cpu().double(), logits_V.shape[-1]
     if len(output) < params.min_tokens:
-        stops = [t for t in {*eos_ids, *params.stop_token_ids} if t < vocab]  # a tokenizer's EOS may lie beyond
-        barred = torch.zeros(vocab, dtype=torch.bool).index_fill(0, torch.tensor(stops, dtype=torch.long), True)
-        if allowed_V is None or bool((allowed_V & ~barred).any()):
-            logits = logits.masked_fill(barred, -torch.inf)
+        stops = [t for t in {*eos_ids, *params.stop_token_ids} if t < vocab]  # a tokenizer's EOS may be beyond
+        banned = torch.zeros(vocab, dtype=torch.bool).index_fill(0, torch.tensor(stops, dtype=torch.long), True)
+        if allowed_V is None or bool((allowed_V & ~banned).any()):
+            logits = logits.masked_fill(banned, -torch.inf)
     if params.logit_bias:
         biases = torch.tensor(list(params.logit_bias.values()), dtype=torch.float64)
         logits = logits.index_add(0, torch.tensor(list(params.logit_bias)), biases)
@@ -211,11 +222,11 @@ def process_logits(
 
 
 def compute_probs(logits_KV: Tensor, params: SamplingParams) -> Tensor:
-    """Probabilities in fp64: temperature, then min-p, then top-k, then top-p; greedy is all on the argmax."""
+    """Probabilities in fp64: temperature, then min-p, top-k and top-p. Greedy: one-hot at the argmax."""
     logits = logits_KV.detach().cpu().double()
     if params.greedy:
         return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).double()
-    logits = (logits - logits.amax(-1, keepdim=True)) / params.temperature  # from 0 down: never up to inf
+    logits = (logits - logits.amax(-1, keepdim=True)) / params.temperature  # the maximum is 0: no overflow
     if params.min_p > 0.0:
         logits = logits.masked_fill(logits.exp() < params.min_p, -torch.inf)
     if 0 < params.top_k < logits.shape[-1]:
@@ -224,16 +235,16 @@ def compute_probs(logits_KV: Tensor, params: SamplingParams) -> Tensor:
     if params.top_p < 1.0:
         ordered = logits.sort(dim=-1, descending=True).values
         probs = ordered.softmax(-1)
-        beyond = probs.cumsum(-1) - probs >= params.top_p  # the mass before a token already suffices
-        least = ordered.masked_fill(beyond, torch.inf).amin(-1, keepdim=True)  # what equals it stays
+        dropped = probs.cumsum(-1) - probs >= params.top_p  # the mass before the token suffices
+        least = ordered.masked_fill(dropped, torch.inf).amin(-1, keepdim=True)  # ties with it are kept
         logits = logits.masked_fill(logits < least, -torch.inf)
     return logits.softmax(-1)
 
 
-def compute_token_logprobs(logits_V: Tensor, token: int, alternatives: int) -> dict[int, float]:
-    """The token's own first, then the likeliest tokens'."""
+def compute_token_logprobs(logits_V: Tensor, token: int, num_logprobs: int) -> dict[int, float]:
+    """Log-probability of the token first, then of the `num_logprobs` likeliest tokens."""
     logprobs = logits_V.double().log_softmax(-1)
-    likeliest = logprobs.sort(descending=True, stable=True).indices[:alternatives].tolist()
+    likeliest = logprobs.sort(descending=True, stable=True).indices[:num_logprobs].tolist()
     return {t: float(logprobs[t]) for t in (token, *likeliest)}
 
 
@@ -249,64 +260,65 @@ def propose_draft_tokens(
     params: SamplingParams | None,
     rng: torch.Generator,
 ) -> DraftProposal:
-    """K guesses after `tokens`, whose last the target has not read; `aux_hidden_states` are those of all but that one.
+    """Drafts K tokens after `tokens`. `aux_hidden_states` are those of all tokens but the newest.
 
-    The row at position p holds the aux states at p and the token at p+1, and guesses the token at p+2. P-EAGLE adds
-    K-1 mask rows behind and reads all K guesses off one pass. EAGLE-3 reads one guess a pass and appends a row
-    made of that guess and its own output.
+    The row at position p holds the aux hidden states at p and the token at p+1, and predicts the token at p+2.
+    P-EAGLE appends K-1 mask rows and reads all K draft tokens off one pass. EAGLE-3 reads one draft token per pass
+    and appends a row made of that token and its own output.
 
-    Worked example, tokens a b c (c the newest), K = 3: P-EAGLE's rows are, by position,
-    0: (b, aux states at a)  1: (c, aux states at b)  2: (mask, mask_hidden)  3: (mask, mask_hidden); guesses from
-    rows 1, 2, 3.
+    Worked example, tokens a b c (c is the newest), K = 3. The rows of P-EAGLE by position:
+    0: (b, aux at a)  1: (c, aux at b)  2: (mask, mask_hidden)  3: (mask, mask_hidden); rows 1, 2, 3 predict.
     """
     cfg, device = drafter.cfg, aux_hidden_states_TN.device
-    rows, hidden = tokens[1:], drafter.combine_hidden_states(aux_hidden_states_TN)
+    row_tokens, hidden = tokens[1:], drafter.combine_hidden_states(aux_hidden_states_TN)
 
-    def run() -> tuple[Tensor, Tensor]:
-        positions = torch.arange(len(rows), device=device)
-        return drafter(torch.tensor(rows, device=device), hidden, positions, causal_attention)
+    def run_drafter() -> tuple[Tensor, Tensor]:
+        positions = torch.arange(len(row_tokens), device=device)
+        return drafter(torch.tensor(row_tokens, device=device), hidden, positions, causal_attention)
 
     if cfg.mask_token_id is not None:
-        rows = rows + [cfg.mask_token_id] * (k - 1)
+        row_tokens = row_tokens + [cfg.mask_token_id] * (k - 1)
         hidden = torch.cat([hidden, drafter.mask_hidden_states(k - 1)])
-        said, _ = run()
-        return sample_from_drafter(drafter, said[-k:], params, rng)
+        output, _ = run_drafter()
+        return sample_from_drafter(drafter, output[-k:], params, rng)
 
-    guesses = []
+    drafts = []
     for _ in range(k):
-        said, handed_on = run()
-        guesses.append(sample_from_drafter(drafter, said[-1:], params, rng))
-        rows = rows + guesses[-1].tokens
-        hidden = torch.cat([hidden, handed_on[-1:]])
-    return DraftProposal([g.tokens[0] for g in guesses], torch.cat([g.probs_KV for g in guesses]))
+        output, next_hidden = run_drafter()
+        drafts.append(sample_from_drafter(drafter, output[-1:], params, rng))
+        row_tokens = row_tokens + drafts[-1].token_ids
+        hidden = torch.cat([hidden, next_hidden[-1:]])
+    return DraftProposal([d.token_ids[0] for d in drafts], torch.cat([d.probs_KV for d in drafts]))
 
 
 def sample_from_drafter(
-    drafter: Drafter, said_KD: Tensor, params: SamplingParams | None, rng: torch.Generator
+    drafter: Drafter, output_KD: Tensor, params: SamplingParams | None, rng: torch.Generator
 ) -> DraftProposal:
-    """Tokens of the target's vocabulary, with their distribution over it."""
-    own = compute_probs(drafter.compute_logits(said_KD), params or SamplingParams())
-    ids = drafter.to_target_ids(torch.arange(own.shape[-1], device=said_KD.device)).cpu()
-    probs = torch.zeros(len(own), drafter.cfg.vocab_size, dtype=own.dtype).index_copy(1, ids, own)
+    """Samples one draft token per row; ids and probabilities are over the target's vocabulary."""
+    draft_probs = compute_probs(drafter.compute_logits(output_KD), params or SamplingParams())
+    ids = drafter.to_target_ids(torch.arange(draft_probs.shape[-1], device=output_KD.device)).cpu()
+    probs = torch.zeros(len(draft_probs), drafter.cfg.vocab_size, dtype=draft_probs.dtype)
+    probs = probs.index_copy(1, ids, draft_probs)
     return DraftProposal([sample_token(p, rng) for p in probs], probs)
 
 
 def verify_draft_tokens(draft: DraftProposal, target_probs: Tensor, rng: torch.Generator) -> tuple[int, int]:
-    """How many drafts hold, and the token after them, which is the target's own.
+    """Rejection sampling. Returns the number of accepted draft tokens and the target's token after them.
 
-    Draft x is kept with probability min(1, p(x) / q(x)); at the first that falls, the next token is drawn
-    from max(p - q, 0), which makes up exactly what the drafter over- and under-proposed. With p on the
-    argmax this is greedy verification: a draft holds if and only if it is the argmax.
+    Draft token x is accepted with probability min(1, p(x) / q(x)). After the first rejection the next token is
+    sampled from max(p - q, 0), which restores the target's distribution exactly. With one-hot p this is greedy
+    verification: a draft token is accepted if and only if it is the argmax.
     """
-    for i, x in enumerate(draft.tokens):
+    for i, x in enumerate(draft.token_ids):
         p, q = target_probs[i], draft.probs_KV[i]
         if float(torch.rand((), generator=rng, dtype=torch.float64)) * q[x] >= p[x]:
             return i, sample_token((p - q).clamp(min=0), rng)
-    return len(draft.tokens), sample_token(target_probs[len(draft.tokens)], rng)
+    return len(draft.token_ids), sample_token(target_probs[len(draft.token_ids)], rng)
 
 
 def append_tokens(out: Generation, tokens: list[int], logits_KV: Tensor, request: ReferenceRequest) -> bool:
-    """Appends tokens, each said by its row of raw logits, up to the first that ends the text; True once it has."""
+    """Appends tokens up to the first that finishes the output. Row i of the raw logits belongs to token i.
+    Returns whether the output is finished."""
     constraint = request.constraint
     for token, logits in zip(tokens, logits_KV, strict=False):
         if constraint is not None and constraint.allowed(out.token_ids) is None:
@@ -315,69 +327,73 @@ def append_tokens(out: Generation, tokens: list[int], logits_KV: Tensor, request
         out.token_ids.append(token)
         if request.params.logprobs is not None:
             out.logprobs.append(compute_token_logprobs(logits, token, request.params.logprobs))
-        found = find_finish(out.token_ids, request)
-        if found is not None:
-            out.finish_reason, out.stop_reason, out.text = found
+        finish = find_finish(out.token_ids, request)
+        if finish is not None:
+            out.finish_reason, out.stop_reason, out.text = finish
             return True
     return False
 
 
-def find_finish(said: list[int], request: ReferenceRequest) -> tuple[str, int | str | None, str | None] | None:
-    """If the newest token ends the text: finish_reason, stop_reason and the text."""
-    params, decode, newest = request.params, request.decode, said[-1]
+def find_finish(output: list[int], request: ReferenceRequest) -> tuple[str, int | str | None, str | None] | None:
+    """finish_reason, stop_reason and text if the newest token finishes the output."""
+    params, decode, newest = request.params, request.decode, output[-1]
 
-    def text(tokens: list[int]) -> str | None:
+    def to_text(tokens: list[int]) -> str | None:
         return None if decode is None else decode(tokens)
 
     if newest in request.eos_ids and not params.ignore_eos:
-        return "stop", None, text(said[:-1])
+        return "stop", None, to_text(output[:-1])
     if newest in params.stop_token_ids:
-        return "stop", newest, text(said[:-1])
-    if decode is not None and (found := find_stop_string(decode, said, params)) is not None:
+        return "stop", newest, to_text(output[:-1])
+    if decode is not None and (found := find_stop_string(decode, output, params)) is not None:
         return "stop", *found
-    if request.constraint is not None and request.constraint.complete(said):
-        return "stop", None, text(said)
-    if len(said) >= params.max_tokens or len(request.prompt_ids) + len(said) >= request.max_model_len:
-        return "length", None, text(said)
+    if request.constraint is not None and request.constraint.complete(output):
+        return "stop", None, to_text(output)
+    if len(output) >= params.max_tokens or len(request.prompt_ids) + len(output) >= request.max_model_len:
+        return "length", None, to_text(output)
     return None
 
 
 def find_stop_string(
-    decode: Callable[[list[int]], str], said: list[int], params: SamplingParams
+    decode: Callable[[list[int]], str], output: list[int], params: SamplingParams
 ) -> tuple[str, str] | None:
     """The stop string that ends first, and the text before it.
 
-    A character whose bytes have not all come is decoded to U+FFFD, and is not there yet: neither may it be taken
-    for a stop string, nor may its place be counted to the first `min_tokens` tokens if a later one completes it.
+    A character with missing bytes decodes to U+FFFD and does not count yet: it matches no stop string, and it is
+    not part of the text of the first `min_tokens` tokens if a later token completes it.
     """
 
-    def settled(tokens: list[int]) -> str:
+    def complete_text(tokens: list[int]) -> str:
         return decode(tokens).rstrip("\ufffd")
 
     if not params.stop:
         return None
-    text, behind = settled(said), len(settled(said[: params.min_tokens]))
-    found = []
+    text, min_chars = complete_text(output), len(complete_text(output[: params.min_tokens]))
+    matches = []
     for i, stop in enumerate(params.stop):
-        start = text.find(stop, max(0, behind + 1 - len(stop)))
+        start = text.find(stop, max(0, min_chars + 1 - len(stop)))
         if start >= 0:
-            found.append((start + len(stop), i, start))
-    if not found:
+            matches.append((start + len(stop), i, start))
+    if not matches:
         return None
-    _, i, start = min(found)
+    _, i, start = min(matches)
     return params.stop[i], text[:start]
 
 
-def check_prompt(prompt_ids: Sequence[int], vocab_size: int, longest: int) -> None:
+def check_prompt(prompt_ids: Sequence[int], vocab_size: int, max_model_len: int) -> None:
+    """Raises UserError for an empty prompt, one without room for an output token, or ids outside the vocabulary."""
     if not prompt_ids:
         raise UserError("the prompt is empty: give it at least one token")
-    if len(prompt_ids) >= longest:
-        raise UserError(f"the prompt has {len(prompt_ids)} tokens, but the context holds {longest} with the answer")
+    if len(prompt_ids) >= max_model_len:
+        raise UserError(
+            f"the prompt has {len(prompt_ids)} tokens, but prompt and output together are limited to {max_model_len}"
+            " (--max-model-len)"
+        )
     if min(prompt_ids) < 0 or max(prompt_ids) >= vocab_size:
         raise UserError(f"a prompt token is outside the vocabulary (0 to {vocab_size - 1})")
 
 
-def _fresh_rng() -> torch.Generator:
+def _make_unseeded_rng() -> torch.Generator:
     rng = torch.Generator()
     rng.seed()
     return rng

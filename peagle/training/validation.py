@@ -22,9 +22,9 @@ import torch
 from peagle.checkpoints.target import Target
 from peagle.config import CHUNK_HEADROOM, MeasureSettings, SamplingParams, TrainConfig, check_num_speculative_tokens
 from peagle.data.loops import is_looping
-from peagle.engine.kv_cache import BLOCK_SIZE
+from peagle.engine.block_pool import BLOCK_SIZE
+from peagle.engine.kv_cache_size import block_bytes
 from peagle.engine.llm import LLM
-from peagle.engine.loader import block_bytes
 from peagle.engine.request import CompletionOutput
 from peagle.errors import UserError
 from peagle.models.decoder import Decoder
@@ -167,7 +167,7 @@ class AcceptanceEvaluator:
         """The engine's copy, brought up to date in place."""
         assert engine.drafter is not None and engine.drafter.cfg == drafter.cfg, "made for drafters of another shape"
         engine.drafter.load_state_dict(drafter.state_dict())
-        engine.model_runner.refresh()
+        engine.model_runner.refresh_drafter()
 
 
 @dataclass(frozen=True)

@@ -461,7 +461,7 @@ def test_published_layout_loads_and_drafts(tmp_path: Path) -> None:
     draft = propose_draft_tokens(
         drafter, tokens, aux_hidden_states, 7, SamplingParams(), torch.Generator().manual_seed(0)
     )
-    assert len(draft.tokens) == 7 and draft.probs_KV.shape == (7, 211)
+    assert len(draft.token_ids) == 7 and draft.probs_KV.shape == (7, 211)
     out = generate(target, tokens, SamplingParams(max_tokens=12), drafter=drafter, num_speculative_tokens=5)
     assert out.token_ids == generate(target, tokens, SamplingParams(max_tokens=12)).token_ids
     save_drafter(load_unshared_drafter(tmp_path / "head", cfg, None), tmp_path / "again")

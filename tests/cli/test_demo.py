@@ -27,7 +27,7 @@ from peagle.checkpoints.target import Target, load_target
 from peagle.cli import demo, main
 from peagle.cli.demo_runner import DemoEngine, DemoResult, merge_results, run_in_turns
 from peagle.cli.demo_view import DemoPane, DemoScreen, explain_slowdown
-from peagle.display import DRAFTED
+from peagle.display import DRAFT_STYLE
 from peagle.engine.llm import LLM
 from peagle.hub import resolve as hub
 from peagle.speculative.reference import generate
@@ -115,7 +115,7 @@ def test_panes_fit_the_terminal_and_shade_exactly_the_drafts(size: tuple[int, in
         pane.update()
     width, height = size
     screen = Console(file=io.StringIO(), force_terminal=True, color_system="truecolor", width=width, height=height)
-    lines = screen.render_lines(DemoScreen(panes, DRAFTED), pad=False)
+    lines = screen.render_lines(DemoScreen(panes, DRAFT_STYLE), pad=False)
     plain = ["".join(s.text for s in line) for line in lines]
     assert all(cell_len(line) <= width for line in plain)
     assert len(plain) < height or height < 14, "it would scroll away under the cursor"

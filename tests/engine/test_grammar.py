@@ -1,7 +1,7 @@
-"""Answers under a grammar: what comes matches, speculation changes nothing, and nobody else notices.
+"""Constrained outputs match their grammar and are those of the reference, with and without a drafter.
 
-The reference decides what must come out. What a grammar allows it learns here, without the engine's masks: for choices
-from their letters alone, otherwise from the library, asked anew about every output and told that bytes are tokens.
+The constraints given to the reference do not use the engine's masks: choices are matched by their letters, other
+grammars by a new matcher of the library for every output, with bytes as tokens.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import random
 import sys
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +23,7 @@ import jsonschema
 import pairs
 import pytest
 import torch
-from engines import Asked, Truth, check
+from engines import ArrivingRequest, ExpectedOutput, check
 from hypothesis import given
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
@@ -34,16 +33,8 @@ from torch import Tensor
 
 from peagle.checkpoints.target import Target, load_tokenizer
 from peagle.config import Grammar, GrammarLimits, ParserLimits, SamplingParams
-from peagle.engine import grammar as made_by
-from peagle.engine.grammar import (
-    Grammars,
-    allowed_rows,
-    from_choice,
-    from_json_object,
-    from_json_schema,
-    from_regex,
-    unpack,
-)
+from peagle.engine.grammar import from_choice, from_json_object, from_json_schema, from_regex, to_library_grammar
+from peagle.engine.grammar_matcher import GrammarCompiler, compute_bitmasks, unpack_bitmasks
 from peagle.engine.llm import LLM
 from peagle.engine.request import CompletionOutput
 from peagle.errors import UserError
@@ -54,8 +45,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 EOS = frozenset({pairs.EOS_ID, 500})  # one that is never text, one beyond the vocabulary
 TEXTUAL = frozenset({ord("e"), 500})  # one that is text as well
-LONGEST = 96
-TIGHT = {ord(" "): -9.0, ord("\n"): -30.0}  # else the target, which never saw JSON, fills it with whitespace
+MAX_MODEL_LEN = 96
+TIGHT = {ord(" "): -9.0, ord("\n"): -30.0}  # the target never saw JSON and would emit whitespace
 CHOICES = ("the work", "the", "a copy", "any", "of e")
 
 
@@ -68,14 +59,14 @@ def target(eos: frozenset[int] = EOS) -> Target:
 def engine(name: str | None, k: int | str, eos: frozenset[int] = EOS, **options: Any) -> LLM:
     own = target(eos)
     with mock.patch.object(engines, "target", lambda: own):
-        return engines.engine(name, k, **{"max_model_len": LONGEST, **options})
+        return engines.engine(name, k, **{"max_model_len": MAX_MODEL_LEN, **options})
 
 
-# What a grammar allows
+# Constraints for the reference
 
 
-class Letters:
-    """One of some texts."""
+class ChoiceConstraint:
+    """One of several strings, matched by their letters."""
 
     def __init__(self, choices: Sequence[str], eos: frozenset[int], ignore_eos: bool) -> None:
         self.choices, self.eos = [c.encode() for c in choices], frozenset() if ignore_eos else eos
@@ -108,16 +99,16 @@ def byte_tokens() -> LLTokenizer:
     return LLTokenizer(TokenizerWrapper(Table(**vars(table))))
 
 
-class Library:
-    """Whatever the library says of an output that it reads for the first time."""
+class LibraryConstraint:
+    """A new matcher of the library for every output."""
 
     def __init__(self, grammar: Grammar, eos: frozenset[int], ignore_eos: bool) -> None:
-        self.written = made_by._written(grammar, GrammarLimits())
+        self.library_grammar = to_library_grammar(grammar, GrammarLimits())
         self.eos, self.ends = frozenset(t for t in eos if t < pairs.VOCAB), not ignore_eos
 
     def after(self, output: tuple[int, ...]) -> tuple[frozenset[int], bool]:
-        """Text that may follow, and whether the text may end; nothing where the output may not come itself."""
-        matcher = LLMatcher(byte_tokens(), self.written, log_level=0)
+        """Tokens that may follow, and whether the text may end. Nothing if the output itself does not match."""
+        matcher = LLMatcher(byte_tokens(), self.library_grammar, log_level=0)
         if max([*output, 0]) >= pairs.VOCAB or self.eos & set(output) or not matcher.consume_tokens(list(output)):
             return frozenset(), False
         accepting = matcher.is_accepting()
@@ -141,8 +132,8 @@ class Library:
 @cache
 def constraint(grammar: Grammar, eos: frozenset[int], ignore_eos: bool) -> reference.Constraint:
     if grammar == choice():
-        return Letters(CHOICES, eos, ignore_eos)
-    return Library(grammar, eos, ignore_eos)
+        return ChoiceConstraint(CHOICES, eos, ignore_eos)
+    return LibraryConstraint(grammar, eos, ignore_eos)
 
 
 @cache
@@ -150,20 +141,20 @@ def choice() -> Grammar:
     return from_choice(CHOICES)
 
 
-# What must come out
+# Expected outputs
 
 
 @cache
-def truth(
+def expected_output(
     prompt: tuple[int, ...],
     params: SamplingParams,
     name: str | None = None,
     k: int = 0,
     eos: frozenset[int] = EOS,
-) -> Truth:
+) -> ExpectedOutput:
     rules = constraint(params.grammar, eos, params.ignore_eos) if params.grammar is not None else None
     if not params.greedy:
-        return sampled(prompt, params, eos, rules)
+        return expected_sampled_output(prompt, params, eos, rules)
     least, original = float("inf"), reference.compute_probs
 
     def watched(logits_KV: Tensor, p: SamplingParams) -> Tensor:
@@ -173,29 +164,29 @@ def truth(
         return original(logits_KV, p)
 
     read, propose = (
-        engines._remembered(reference.run_target, name),
-        engines._remembered(reference.propose_draft_tokens, name),
+        engines.memoized(reference.run_target, name),
+        engines.memoized(reference.propose_draft_tokens, name),
     )
     with mock.patch.multiple(reference, compute_probs=watched, run_target=read, propose_draft_tokens=propose):
         drafter = engines.drafter(name) if name else None
         made = reference.generate(
-            target().model, prompt, params, eos, drafter, k, LONGEST, decode=engines.decode, constraint=rules
+            target().model, prompt, params, eos, drafter, k, MAX_MODEL_LEN, decode=engines.decode, constraint=rules
         )
-    clear = least > engines.CLEAR
-    return Truth(made.token_ids, made.finish_reason, made.stop_reason, made.text, made.logprobs, clear, made)
+    clear = least > engines.MIN_LEAD
+    return ExpectedOutput(made.token_ids, made.finish_reason, made.stop_reason, made.text, made.logprobs, clear, made)
 
 
-def sampled(
+def expected_sampled_output(
     prompt: tuple[int, ...], params: SamplingParams, eos: frozenset[int], rules: reference.Constraint | None
-) -> Truth:
-    request = reference.ReferenceRequest(list(prompt), params, eos, LONGEST, engines.decode, rules)
+) -> ExpectedOutput:
+    request = reference.ReferenceRequest(list(prompt), params, eos, MAX_MODEL_LEN, engines.decode, rules)
     said: list[int] = []
     logprobs: list[dict[int, float]] = []
     least = float("inf")
     while True:
         allowed = rules.allowed(said) if rules is not None else None
         if rules is not None and allowed is None:
-            return Truth(said, "error", None, engines.decode(said), logprobs, least > engines.CLEAR)
+            return ExpectedOutput(said, "error", None, engines.decode(said), logprobs, least > engines.MIN_LEAD)
         raw = engines.logits_after((*prompt, *said))
         logits = reference.process_logits(raw, params, prompt, said, eos, allowed)
         kept = reference.compute_probs(logits[None], params)[0] > 0
@@ -208,12 +199,12 @@ def sampled(
             logprobs.append(reference.compute_token_logprobs(raw, said[-1], params.logprobs))
         end = reference.find_finish(said, request)
         if end is not None:
-            return Truth(said, *end, logprobs, least > engines.CLEAR)
+            return ExpectedOutput(said, *end, logprobs, least > engines.MIN_LEAD)
 
 
-def agrees(got: CompletionOutput, want: Truth, counts: bool) -> None:
+def check_output(got: CompletionOutput, want: ExpectedOutput, counts: bool) -> None:
     if got.finish_reason == "error":
-        assert "goes on" in str(got.stop_reason)
+        assert "continues a matching output" in str(got.stop_reason)
         got = replace(got, stop_reason=None)
     check(got, want, counts and got.finish_reason != "error")
 
@@ -222,7 +213,7 @@ def prompt(start: int, length: int = 20) -> tuple[int, ...]:
     return tuple(pairs.TEXT[start : start + length])
 
 
-# Every answer matches, and is the reference's
+# Outputs match and are those of the reference
 
 
 def schemas() -> st.SearchStrategy[dict[str, Any]]:
@@ -258,8 +249,8 @@ SEEN: Counter[str] = Counter()
 PAIRS = [(None, 0), ("p-eagle-1", 4), ("eagle3-1", 2)]
 
 
-def test_json_follows_its_schema_with_any_drafter_and_none() -> None:
-    """The unbounded text in some answers is cut by max_tokens; the others parse, validate, and are all the same."""
+def test_json_matches_its_schema_with_and_without_drafter() -> None:
+    """Some outputs are cut by max_tokens; the others validate."""
     llms = {pair: engine(*pair) for pair in PAIRS}
 
     @many(8)
@@ -269,14 +260,14 @@ def test_json_follows_its_schema_with_any_drafter_and_none() -> None:
         if seed:
             params = replace(params, temperature=2.0, seed=seed, top_p=0.95, logprobs=1)
         for (name, k), llm in llms.items():
-            want = truth(prompt(start), params, *((name, k) if name and params.greedy else ()))
+            want = expected_output(prompt(start), params, *((name, k) if name and params.greedy else ()))
             (got,) = llm.generate([list(prompt(start))], params)[0].outputs
-            if want.clear:
-                agrees(got, want, counts=name is not None)
-                SEEN["same"] += 1
+            if want.is_clear:
+                check_output(got, want, counts=name is not None)
+                SEEN["equal"] += 1
             if got.finish_reason == "stop":
                 jsonschema.validate(json.loads(got.text), schema)
-                SEEN["ended"] += 1
+                SEEN["finished"] += 1
                 SEEN["accepted"] += sum(got.num_accepted_tokens_per_pos)
             else:
                 assert got.finish_reason == (
@@ -286,42 +277,42 @@ def test_json_follows_its_schema_with_any_drafter_and_none() -> None:
     SEEN.clear()
     property_()
     for llm in llms.values():
-        engines.nothing_left(llm)
-    assert SEEN["same"] > 16 and SEEN["ended"] > 10 and SEEN["accepted"] > 5, SEEN
+        engines.check_all_released(llm)
+    assert SEEN["equal"] > 16 and SEEN["finished"] > 10 and SEEN["accepted"] > 5, SEEN
 
 
-def bound(**options: Any) -> SamplingParams:
+def make_params(**options: Any) -> SamplingParams:
     return SamplingParams(**{"max_tokens": 24, **options})
 
 
 @cache
-def various() -> list[SamplingParams]:
+def constrained_params() -> list[SamplingParams]:
     words = from_regex("[a-z]{2,7}( [a-z]{2,7}){0,4}")
     listed = from_json_schema({"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 4})
     return [
-        bound(grammar=choice()),
-        bound(grammar=choice(), temperature=3.0, seed=5, top_k=2),
-        bound(grammar=choice(), min_tokens=20),  # the grammar cannot reach it, and wins
-        bound(grammar=choice(), ignore_eos=True),
-        bound(grammar=words, min_tokens=9),
-        bound(grammar=words, ignore_eos=True),
-        bound(grammar=words, min_tokens=6, stop_token_ids=[*range(ord("a"), ord("z") + 1), ord(" ")]),
-        bound(grammar=words, stop=["t", "he"], logprobs=2),
-        bound(grammar=words, stop_token_ids=[ord("o"), ord("i")]),
-        bound(grammar=words, repetition_penalty=1.6, frequency_penalty=0.5, presence_penalty=0.5, logprobs=0),
-        bound(grammar=words, temperature=2.5, seed=8, min_p=0.01, presence_penalty=1.0, logprobs=2),
-        bound(grammar=words, temperature=1.5, seed=9, top_p=0.8, logit_bias={ord("z"): 4.0, pairs.EOS_ID: 9.0}),
-        bound(grammar=listed, logit_bias=TIGHT),
-        bound(grammar=listed, temperature=2.0, seed=1, logit_bias=TIGHT),
-        bound(grammar=from_regex("[ab]{3}\u00e9"), logprobs=1),  # whose last letter the target does not have
+        make_params(grammar=choice()),
+        make_params(grammar=choice(), temperature=3.0, seed=5, top_k=2),
+        make_params(grammar=choice(), min_tokens=20),  # the grammar ends earlier, and wins
+        make_params(grammar=choice(), ignore_eos=True),
+        make_params(grammar=words, min_tokens=9),
+        make_params(grammar=words, ignore_eos=True),
+        make_params(grammar=words, min_tokens=6, stop_token_ids=[*range(ord("a"), ord("z") + 1), ord(" ")]),
+        make_params(grammar=words, stop=["t", "he"], logprobs=2),
+        make_params(grammar=words, stop_token_ids=[ord("o"), ord("i")]),
+        make_params(grammar=words, repetition_penalty=1.6, frequency_penalty=0.5, presence_penalty=0.5, logprobs=0),
+        make_params(grammar=words, temperature=2.5, seed=8, min_p=0.01, presence_penalty=1.0, logprobs=2),
+        make_params(grammar=words, temperature=1.5, seed=9, top_p=0.8, logit_bias={ord("z"): 4.0, pairs.EOS_ID: 9.0}),
+        make_params(grammar=listed, logit_bias=TIGHT),
+        make_params(grammar=listed, temperature=2.0, seed=1, logit_bias=TIGHT),
+        make_params(grammar=from_regex("[ab]{3}\u00e9"), logprobs=1),  # é is not in the vocabulary
     ]
 
 
 PLAIN = [
     SamplingParams(max_tokens=30),
     SamplingParams(max_tokens=30, temperature=1.6, seed=3),
-    SamplingParams(max_tokens=LONGEST, ignore_eos=True),
-    SamplingParams(max_tokens=LONGEST, ignore_eos=True, temperature=0.5, seed=4),
+    SamplingParams(max_tokens=MAX_MODEL_LEN, ignore_eos=True),
+    SamplingParams(max_tokens=MAX_MODEL_LEN, ignore_eos=True, temperature=0.5, seed=4),
     SamplingParams(max_tokens=20, stop=["th"], logprobs=1),
     SamplingParams(max_tokens=24, repetition_penalty=1.3),
 ]
@@ -339,28 +330,28 @@ PLAIN = [
     ],
 )
 def test_mixed_batches(name: str | None, k: int | str, eos: frozenset[int]) -> None:
-    """With too few blocks, aborts, n > 1 and a number of drafts that changes from step to step."""
+    """With too few blocks, aborts, and a number of draft tokens that changes from step to step."""
     choose = random.Random(f"{name} {k} {sorted(eos)}")
     fixed = name is not None and isinstance(k, int)
     asked = []
-    for params in [*various(), *PLAIN]:
-        long = params.max_tokens == LONGEST  # those fill the cache, from the start
+    for params in [*constrained_params(), *PLAIN]:
+        long = params.max_tokens == MAX_MODEL_LEN  # fill the KV cache from the start
         stays = choose.randint(0, 12) if choose.random() < 0.1 and not long else None
         start, length = choose.choice([700, 2300]), choose.randint(14, 26)
-        asked.append(Asked(prompt(start, length), params, 0 if long else choose.randint(1, 9), stays))
+        asked.append(ArrivingRequest(prompt(start, length), params, 0 if long else choose.randint(1, 9), stays))
     choose.shuffle(asked)
-    wanted = [truth(a.prompt, a.params, *((name, k) if fixed else (None, 0)), eos) for a in asked]
+    wanted = [expected_output(a.prompt, a.params, *((name, k) if fixed else (None, 0)), eos) for a in asked]
     llm = engine(name, k, eos, blocks=7, max_num_seqs=5)
     if k == "auto":
-        llm.scheduler.drafts_for = lambda batch: choose.choice(llm.adaptive_k.choices)
-    groups = engines.play(llm, asked)
+        llm.scheduler.choose_k = lambda batch: choose.choice(llm.adaptive_k.choices)
+    groups = engines.run_requests(llm, asked)
     clear = 0
     for one, group, want in zip(asked, groups, wanted, strict=True):
         (got,) = llm.build_output(group).outputs
         if got.finish_reason == "abort":
-            assert got.token_ids == want.token_ids[: len(got.token_ids)] or not want.clear
-        elif want.clear:
-            agrees(got, want, counts=fixed)
+            assert got.token_ids == want.token_ids[: len(got.token_ids)] or not want.is_clear
+        elif want.is_clear:
+            check_output(got, want, counts=fixed)
             clear += 1
         if one.params.grammar is not None and one.params.ignore_eos:
             assert not eos & set(got.token_ids)
@@ -370,33 +361,36 @@ def test_mixed_batches(name: str | None, k: int | str, eos: frozenset[int]) -> N
     assert reasons["error"] > 0 and reasons["stop"] > 5 and reasons["length"] > 1, reasons
 
 
-def test_an_answer_that_is_put_off_goes_on_in_its_grammar() -> None:
+def test_preempted_requests_continue_in_their_grammar() -> None:
     lines = from_regex("[a-z ]{1,200}")
-    params = [bound(max_tokens=66, ignore_eos=True, grammar=lines), bound(max_tokens=60, min_tokens=60, grammar=lines)]
-    asked = [Asked(prompt(start, 18), p) for p in params for start in (700, 2300)]
+    params = [
+        make_params(max_tokens=66, ignore_eos=True, grammar=lines),
+        make_params(max_tokens=60, min_tokens=60, grammar=lines),
+    ]
+    asked = [ArrivingRequest(prompt(start, 18), p) for p in params for start in (700, 2300)]
     llm = engine("p-eagle-1", 4, blocks=9)
-    groups = engines.play(llm, asked)
+    groups = engines.run_requests(llm, asked)
     for one, group in zip(asked, groups, strict=True):
-        want = truth(one.prompt, one.params, "p-eagle-1", 4)
-        assert want.clear and len(want.token_ids) >= 60
+        want = expected_output(one.prompt, one.params, "p-eagle-1", 4)
+        assert want.is_clear and len(want.token_ids) >= 60
         check(llm.build_output(group).outputs[0], want, counts=False)
     assert sum(g.requests[0].num_preemptions for g in groups) > 0
 
 
-def test_n_answers_and_a_stream() -> None:
+def test_n_outputs_and_stream() -> None:
     llm = engine("p-eagle-1", 3, max_num_seqs=3)
-    params = bound(grammar=choice(), temperature=20.0, seed=2, n=5)
+    params = make_params(grammar=choice(), temperature=20.0, seed=2, n=5)
     (output,) = llm.generate([list(prompt(700))], params)
     for i, got in enumerate(output.outputs):
-        check(got, truth(prompt(700), replace(params, n=1, seed=2 + i)), counts=False)
+        check(got, expected_output(prompt(700), replace(params, n=1, seed=2 + i)), counts=False)
         assert got.text in CHOICES
     assert len({o.text for o in output.outputs}) > 1
-    for own in (bound(grammar=choice()), various()[-1]):
+    for own in (make_params(grammar=choice()), constrained_params()[-1]):
         pieces = list(llm.stream(list(prompt(2300)), own))
-        want = truth(prompt(2300), own)
+        want = expected_output(prompt(2300), own)
         assert "".join(p.text for p in pieces) == want.text
         assert [p.finish_reason for p in pieces] == [None] * (len(pieces) - 1) + [want.finish_reason]
-    engines.nothing_left(llm)
+    engines.check_all_released(llm)
 
 
 # Sampling
@@ -405,9 +399,12 @@ def test_n_answers_and_a_stream() -> None:
 TEMPERATURE = 3.0
 
 
-def chances(start: tuple[int, ...]) -> dict[str, float]:
-    """Of each of the texts, the target asked about every beginning of one."""
-    rules, params = Letters(CHOICES, EOS, False), SamplingParams(temperature=TEMPERATURE, top_p=0.98, grammar=choice())
+def exact_probs(start: tuple[int, ...]) -> dict[str, float]:
+    """Probability of each choice under the target."""
+    rules, params = (
+        ChoiceConstraint(CHOICES, EOS, False),
+        SamplingParams(temperature=TEMPERATURE, top_p=0.98, grammar=choice()),
+    )
     open_, ended = {(): 1.0}, Counter[str]()
     while open_:
         longer: dict[tuple[int, ...], float] = {}
@@ -427,7 +424,7 @@ def chances(start: tuple[int, ...]) -> dict[str, float]:
     return dict(ended)
 
 
-def fit(counts: Counter[str], expected: dict[str, float]) -> float:
+def chisquare_pvalue(counts: Counter[str], expected: dict[str, float]) -> float:
     assert set(counts) <= set(expected)
     total = sum(counts.values())
     often = [c for c, p in expected.items() if p * total >= 5]
@@ -440,83 +437,85 @@ def fit(counts: Counter[str], expected: dict[str, float]) -> float:
 
 
 @pytest.mark.parametrize(("name", "k"), [("p-eagle-1", 3), ("eagle3-1", 2)])
-def test_sampled_answers_have_the_distribution_of_the_grammar(name: str, k: int) -> None:
+def test_sampled_outputs_have_the_constrained_distribution(name: str, k: int) -> None:
     start = prompt(700)
     params = SamplingParams(max_tokens=12, temperature=TEMPERATURE, top_p=0.98, grammar=choice(), seed=0, n=500)
     llm = engine(name, k, max_num_seqs=50)
     counts = Counter(o.text for o in llm.generate([list(start)], params)[0].outputs)
-    assert fit(counts, chances(start)) > 1e-3
+    assert chisquare_pvalue(counts, exact_probs(start)) > 1e-3
     if name != "eagle3-1":
         return
-    own: Counter[str] = Counter()  # of the reference, whose drafts are drawn
+    own: Counter[str] = Counter()  # of the reference with sampled draft tokens
     for seed in range(100):
         made = reference.generate(
-            target().model, start, replace(params, n=1, seed=seed), EOS, engines.drafter(name), k, LONGEST,
-            sample_draft_tokens=True, decode=engines.decode, constraint=Letters(CHOICES, EOS, False),
+            target().model, start, replace(params, n=1, seed=seed), EOS, engines.drafter(name), k, MAX_MODEL_LEN,
+            sample_draft_tokens=True, decode=engines.decode, constraint=ChoiceConstraint(CHOICES, EOS, False),
         )  # fmt: skip
         own[str(made.text)] += 1
-    assert fit(own, chances(start)) > 1e-3
+    assert chisquare_pvalue(own, exact_probs(start)) > 1e-3
 
 
-# Masks
+# Bitmasks
 
 
 @dataclass(frozen=True)
-class Odd:
-    """A vocabulary that is not the tokenizer's, and EOS ids of any kind."""
+class Vocabulary:
+    """A vocabulary size that differs from the tokenizer's, and EOS ids of any kind."""
 
-    vocab: int
+    size: int
     eos: frozenset[int]
 
 
 @cache
-def grammars(odd: Odd) -> Grammars:
-    return Grammars(engines.tokenizer(), odd.vocab, odd.eos)
+def compiler_for(vocabulary: Vocabulary) -> GrammarCompiler:
+    return GrammarCompiler(engines.tokenizer(), vocabulary.size, vocabulary.eos)
 
 
-ODD = [Odd(v, e) for v in (pairs.VOCAB, 123, 177, 160 + 8, 400) for e in (EOS, TEXTUAL, frozenset[int]())]
+VOCABULARIES = [
+    Vocabulary(v, e) for v in (pairs.VOCAB, 123, 177, 160 + 8, 400) for e in (EOS, TEXTUAL, frozenset[int]())
+]
 ASKED = ["[a-z]{2,9}", "(the|a) [a-e]*", "x{3}", "\\{\\}|[a-c\u00e9]+"]
 
 
 @many(80)
 @given(
-    st.sampled_from(ODD),
+    st.sampled_from(VOCABULARIES),
     st.lists(
         st.tuples(st.sampled_from(ASKED), st.booleans(), st.randoms(use_true_random=False)), min_size=1, max_size=3
     ),
     st.integers(0, 4),
 )
-def test_masks_of_a_batch(odd: Odd, requests: list[tuple[str, bool, random.Random]], k: int) -> None:
-    """Each row is what the library says of that text alone, and asking leaves no trace."""
-    own, asked, rules = grammars(odd), [], []
+def test_bitmasks_of_a_batch(vocabulary: Vocabulary, requests: list[tuple[str, bool, random.Random]], k: int) -> None:
+    """Each row equals the library's mask of that output alone; computing masks does not change the matchers."""
+    own, asked, rules = compiler_for(vocabulary), [], []
     for pattern, ignore_eos, choose in requests:
         grammar = from_regex(pattern)
-        rule = Library(grammar, odd.eos, ignore_eos)
-        matcher = own.matcher(grammar, ignore_eos)
-        said = walk(rule, choose, choose.randint(0, 3), odd.vocab)
-        assert all(matcher.take(t) for t in said)
-        drafts = walk(rule, choose, k, odd.vocab, said)
-        drafts = [choose.randrange(odd.vocab) if choose.random() < 0.15 else t for t in drafts]
-        drafts += [choose.choice([5, odd.vocab - 1, 499, 10**6]) for _ in range(k - len(drafts))]
+        rule = LibraryConstraint(grammar, vocabulary.eos, ignore_eos)
+        matcher = own.create_matcher(grammar, ignore_eos)
+        said = walk(rule, choose, choose.randint(0, 3), vocabulary.size)
+        assert all(matcher.accept_token(t) for t in said)
+        drafts = walk(rule, choose, k, vocabulary.size, said)
+        drafts = [choose.randrange(vocabulary.size) if choose.random() < 0.15 else t for t in drafts]
+        drafts += [choose.choice([5, vocabulary.size - 1, 499, 10**6]) for _ in range(k - len(drafts))]
         asked.append((matcher, drafts))
         rules.append((rule, said))
     for _ in range(2):
-        masks = unpack(allowed_rows(asked), odd.vocab)
-        assert masks.shape == (len(asked), k + 1, odd.vocab)
+        masks = unpack_bitmasks(compute_bitmasks(asked), vocabulary.size)
+        assert masks.shape == (len(asked), k + 1, vocabulary.size)
         for (_, drafts), (rule, said), rows in zip(asked, rules, masks, strict=True):
             for j, row in enumerate(rows):
                 text, may_end = rule.after((*said, *drafts[:j]))
-                text = {t for t in text if t < odd.vocab}
-                ends = {t for t in odd.eos if t < odd.vocab} if may_end and rule.ends else set()
-                want = set(text) | ends if text else set(range(odd.vocab))
+                text = {t for t in text if t < vocabulary.size}
+                ends = {t for t in vocabulary.eos if t < vocabulary.size} if may_end and rule.ends else set()
+                want = set(text) | ends if text else set(range(vocabulary.size))
                 assert set(row.nonzero()[:, 0].tolist()) == want
     for (matcher, _), (rule, said) in zip(asked, rules, strict=True):
         text, may_end = rule.after(tuple(said))
-        assert matcher.complete == (may_end and not {t for t in text if t < odd.vocab})
+        assert matcher.is_complete == (may_end and not {t for t in text if t < vocabulary.size})
 
 
-def walk(rule: Library, choose: random.Random, steps: int, vocab: int, said: Sequence[int] = ()) -> list[int]:
-    """A text that the grammar allows."""
+def walk(rule: LibraryConstraint, choose: random.Random, steps: int, vocab: int, said: Sequence[int] = ()) -> list[int]:
+    """A random text that the grammar allows."""
     more: list[int] = []
     for _ in range(steps):
         may = [t for t in sorted(rule.after((*said, *more))[0]) if t < vocab]
@@ -526,34 +525,34 @@ def walk(rule: Library, choose: random.Random, steps: int, vocab: int, said: Seq
     return more
 
 
-def test_answers_of_one_grammar_share_its_memory_and_outlive_it() -> None:
-    """What a compiled grammar learns from one answer counts against the next; when it is full, it is made anew."""
+def test_grammar_is_recompiled_when_its_limits_are_used_up() -> None:
+    """Requests of one grammar share the memory limits of its compilation."""
     small = GrammarLimits(parser=ParserLimits(max_lexer_states=40))
-    own = Grammars(engines.tokenizer(), pairs.VOCAB, EOS, small)
+    own = GrammarCompiler(engines.tokenizer(), pairs.VOCAB, EOS, small)
     grammar = from_regex(".*a.{6}b.*c.{5}d")
-    rule = Library(grammar, EOS, False)
-    renewed = 0
+    rule = LibraryConstraint(grammar, EOS, False)
+    num_recompiled = 0
     for seed in range(6):
-        choose, matcher, said = random.Random(seed), own.matcher(grammar), []
+        choose, matcher, said = random.Random(seed), own.create_matcher(grammar), []
         for _ in range(12):
-            before = own._compiled[grammar]
-            (rows,) = unpack(allowed_rows([(matcher, [])]), pairs.VOCAB)
-            renewed += own._compiled[grammar] is not before
+            before = own._cache[grammar]
+            (rows,) = unpack_bitmasks(compute_bitmasks([(matcher, [])]), pairs.VOCAB)
+            num_recompiled += own._cache[grammar] is not before
             want = rule.allowed(said)
             assert want is not None and torch.equal(rows[0], want)
             said.append(choose.choice(b"abcd"))
-            assert matcher.take(said[-1])
-    assert renewed > 3
+            assert matcher.accept_token(said[-1])
+    assert num_recompiled > 3
 
 
-# What is refused
+# Refused grammars
 
 
 def nested(depth: int) -> str:
     return '{"items":' * depth + "{}" + "}" * depth
 
 
-def itself() -> dict[str, Any]:
+def recursive_schema() -> dict[str, Any]:
     schema: dict[str, Any] = {"type": "array"}
     schema["items"] = schema
     return schema
@@ -561,15 +560,15 @@ def itself() -> dict[str, Any]:
 
 BAD_SCHEMAS: list[tuple[Any, str]] = [
     ("{", "not valid JSON"),
-    ("[1]", "is an object, not list"),
-    (None, "is an object, not NoneType"),
-    (False, "no answer at all"),
+    ("[1]", "must be an object, not list"),
+    (None, "must be an object, not NoneType"),
+    (False, "allows no output"),
     ({"type": 5}, "type must be a string"),
     ({"type": "strin"}, "Invalid type: strin"),
     ({"not": {"type": "string"}}, "not"),
     ({"type": "array", "uniqueItems": True}, "uniqueItems"),
     ({"if": {"type": "string"}, "then": {"minLength": 3}}, "if"),
-    ({"x-guidance": {"lenient": True}, "not": {}}, "not"),  # its own word for leaving things out
+    ({"x-guidance": {"lenient": True}, "not": {}}, "not"),  # asks the library to ignore unsupported keywords
     ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "oneOf"),
     ({"type": "string", "format": "nonsense"}, "Unknown format"),
     ({"type": "string", "pattern": "(("}, "unclosed group"),
@@ -579,16 +578,16 @@ BAD_SCHEMAS: list[tuple[Any, str]] = [
     ({"$ref": "#"}, "nothing matches it"),
     ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}, "nothing matches it"),
     ({"$ref": "#/$defs/none"}, "does not exist"),
-    ({"$ref": "http://127.0.0.1:1/schema.json"}, "cannot be followed"),
-    ({"$ref": "file:///etc/passwd"}, "cannot be followed"),
-    ({"default": float("nan")}, "no form for"),
-    ({"default": {1, 2}}, "no form for"),
-    ({"const": "\ud800"}, "cannot be followed"),
+    ({"$ref": "http://127.0.0.1:1/schema.json"}, "not supported"),
+    ({"$ref": "file:///etc/passwd"}, "not supported"),
+    ({"default": float("nan")}, "JSON cannot represent"),
+    ({"default": {1, 2}}, "JSON cannot represent"),
+    ({"const": "\ud800"}, "not supported"),
     (nested(60), "nested more than"),
-    (nested(100_000), "at most 65536"),
+    (nested(100_000), "65536"),
     (nested(5_000), "nested"),
-    (itself(), "nested more than"),
-    ({"enum": [f"v{i}" for i in range(100_000)]}, "too many parts"),
+    (recursive_schema(), "nested more than"),
+    ({"enum": [f"v{i}" for i in range(100_000)]}, "too many values"),
     ({"type": "integer", "multipleOf": 999_983}, "too complex"),
     ({"allOf": [{"type": "string", "pattern": f".*{i}.*x{{1,50}}"} for i in range(25)]}, "too complex"),
 ]
@@ -597,11 +596,9 @@ BAD_SCHEMAS: list[tuple[Any, str]] = [
 @pytest.mark.parametrize(("schema", "says"), BAD_SCHEMAS, ids=[str(i) for i in range(len(BAD_SCHEMAS))])
 def test_bad_schemas(schema: Any, says: str) -> None:
     limits = GrammarLimits(compile_cpu_s=1) if says == "too complex" else GrammarLimits()
-    start = time.monotonic()
     with pytest.raises(UserError) as caught:
         from_json_schema(schema, limits)
     assert says in str(caught.value) and "\n" not in str(caught.value) and len(str(caught.value)) < 300
-    assert time.monotonic() - start < limits.compile_wall_s + 5
 
 
 @pytest.mark.parametrize(
@@ -609,11 +606,11 @@ def test_bad_schemas(schema: Any, says: str) -> None:
     [
         ("(", "unclosed group"),
         ("(a)\\1", "backreferences"),
-        ("", "nothing but the empty text"),
+        ("", "only the empty text"),
         ("[^\\s\\S]", "nothing matches it"),
-        ("(" * 5000 + ")" * 5000, "cannot be followed"),
-        ("a" * 70_000, "at most 65536"),
-        (7, "is text, not int"),
+        ("(" * 5000 + ")" * 5000, "not supported"),
+        ("a" * 70_000, "65536"),
+        (7, "must be a string, not int"),
     ],
 )
 def test_bad_expressions(pattern: Any, says: str) -> None:
@@ -623,22 +620,22 @@ def test_bad_expressions(pattern: Any, says: str) -> None:
 
 @pytest.mark.parametrize("choices", [[], "abc", ["a", ""], [1], None])
 def test_bad_choices(choices: Any) -> None:
-    with pytest.raises(UserError, match="choices are a list of texts"):
+    with pytest.raises(UserError, match="choices must be a list"):
         from_choice(choices)
 
 
-def test_what_grammars_need() -> None:
+def test_requirements() -> None:
     with mock.patch.dict(sys.modules, {"llguidance": None}), pytest.raises(UserError, match=r"peagle\[serve\]"):
         from_json_object()
-    with pytest.raises(UserError, match="no tokenizer.json"):
-        Grammars(SimpleNamespace(), pairs.VOCAB, EOS)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="tokenizer.json"):
+        GrammarCompiler(SimpleNamespace(), pairs.VOCAB, EOS)  # type: ignore[arg-type]
     broken = SimpleNamespace(backend_tokenizer=SimpleNamespace(to_str=lambda: "{}"))
-    with pytest.raises(UserError, match="what its tokens are made of"):
-        Grammars(broken, pairs.VOCAB, EOS)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="tokenizer is not supported"):
+        GrammarCompiler(broken, pairs.VOCAB, EOS)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="--grammar"):
         SamplingParams(grammar="a|b")  # type: ignore[arg-type]
-    params, ids = bound(grammar=choice()), list(prompt(700))
-    with pytest.raises(UserError, match="has no tokenizer"):
+    params, ids = make_params(grammar=choice()), list(prompt(700))
+    with pytest.raises(UserError, match="needs a tokenizer"):
         engine(None, 0, tokenizer=False).generate(ids, params)
     with pytest.raises(UserError, match="synthetic"):
         engine("p-eagle-1", 3, synthetic_acceptance_length=2.0).generate(ids, params)
@@ -646,49 +643,49 @@ def test_what_grammars_need() -> None:
         reference.generate(target().model, ids, params)
 
 
-def test_a_grammar_that_no_token_can_begin_is_refused() -> None:
+def test_grammar_without_a_first_token_is_refused() -> None:
     llm = engine("p-eagle-1", 3)
-    with pytest.raises(UserError, match="can begin an answer"):
-        llm.generate([list(prompt(700))], bound(grammar=from_regex("\u00e9")))
-    engines.nothing_left(llm)
+    with pytest.raises(UserError, match="can start a matching output"):
+        llm.generate([list(prompt(700))], make_params(grammar=from_regex("\u00e9")))
+    engines.check_all_released(llm)
 
 
-def test_a_real_tokenizer(smollm2: Path) -> None:
-    """Tokens of many letters, across the joints of the grammar, and letters of many tokens."""
+def test_real_tokenizer(smollm2: Path) -> None:
+    """Tokens with several characters, across parts of the grammar, and characters of several tokens."""
     tokenizer = load_tokenizer(smollm2)
-    own = Grammars(tokenizer, 49_152, {0, 2})
+    own = GrammarCompiler(tokenizer, 49_152, {0, 2})
     schema = {
         "type": "array",
         "items": {"enum": ["\u00e9t\u00e9 \u2603", 'say "x"', 12.5, None]},
         "minItems": 3,
         "maxItems": 4,
     }
-    choose, matcher, said = random.Random(0), own.matcher(from_json_schema(schema)), []
-    while not matcher.complete:
-        draft = said[-1:]  # as a rule a wrong one
-        (rows,) = unpack(allowed_rows([(matcher, draft)]), 49_152)
+    choose, matcher, said = random.Random(0), own.create_matcher(from_json_schema(schema)), []
+    while not matcher.is_complete:
+        draft = said[-1:]  # usually wrong
+        (rows,) = unpack_bitmasks(compute_bitmasks([(matcher, draft)]), 49_152)
         said.append(choose.choice(rows[0].nonzero()[:, 0].tolist()))
-        assert matcher.take(said[-1]) and len(said) < 200
+        assert matcher.accept_token(said[-1]) and len(said) < 200
     jsonschema.validate(json.loads(tokenizer.decode(said)), schema)
     assert max(len(tokenizer.decode([t])) for t in said) > 1
-    costly = own.matcher(from_regex("a{1000000}"))  # no trouble where only bytes are tokens
+    costly = own.create_matcher(from_regex("a{1000000}"))  # compiles with byte tokens, fails with these
     letter = tokenizer.convert_tokens_to_ids("a")
-    allowed_rows([(costly, [letter, letter])])
-    assert not costly.take(letter) and "too many expressions" in costly.trouble
+    compute_bitmasks([(costly, [letter, letter])])
+    assert not costly.accept_token(letter) and "too many expressions" in costly.error
 
 
-def test_choices_of_any_letters() -> None:
+def test_choices_with_special_characters() -> None:
     texts = ['a "b"', "x/y\\z", "new\nline", "^$.*[]()", "tab\t{1}"]
     llm = engine(None, 0)
     for text in texts:
-        (got,) = llm.generate([list(prompt(700))], bound(grammar=from_choice([text])))[0].outputs
+        (got,) = llm.generate([list(prompt(700))], make_params(grammar=from_choice([text])))[0].outputs
         assert (got.text, got.finish_reason) == (text, "stop")
 
 
-def test_compiled_grammars_are_kept_and_let_go() -> None:
-    own = Grammars(engines.tokenizer(), pairs.VOCAB, EOS, GrammarLimits(max_cached=2))
+def test_compiled_grammars_are_cached() -> None:
+    own = GrammarCompiler(engines.tokenizer(), pairs.VOCAB, EOS, GrammarLimits(max_cached=2))
     first = [from_regex(p) for p in ("a+", "b+", "c+")]
     compiled = [own.compile(g) for g in first[:2]]
     assert own.compile(first[0]) is compiled[0]
     own.compile(first[2])
-    assert list(own._compiled) == [first[0], first[2]]
+    assert list(own._cache) == [first[0], first[2]]

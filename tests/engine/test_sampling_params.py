@@ -357,7 +357,7 @@ def test_greedy_is_the_naive_one_with_any_drafts_and_with_none() -> None:
         check(asked, table, said, table.run(asked))
         run = table.run(asked, knowing(asked, said, right_for, seed), k)
         check(asked, table, said, run)
-        cut = any(len(r.emitted) <= r.accepted for r in run.steps)
+        cut = any(len(r.output_token_ids) <= r.num_accepted_tokens for r in run.steps)
         kind = "none" if run.stop_reason is None else type(run.stop_reason).__name__
         seen[f"{run.finish_reason} {kind}"] += 1
         seen[f"{run.finish_reason} {kind} inside a run"] += cut
@@ -410,7 +410,7 @@ ALPHABET = list(range(8))
 def test_stop_strings(stop: str | list[str], count: int, found: str, text: str, k: int) -> None:
     run = scripted(ALPHABET, LETTERS, k, stop=stop, max_tokens=8)
     assert (run.token_ids, run.finish_reason, run.stop_reason, run.text) == (ALPHABET[:count], "stop", found, text)
-    assert sum(len(r.emitted) for r in run.steps) == count - 1 == len(run.is_draft_token) - 1
+    assert sum(len(r.output_token_ids) for r in run.steps) == count - 1 == len(run.is_draft_token) - 1
 
 
 @pytest.mark.parametrize("k", [0, 3])
@@ -485,7 +485,7 @@ def test_penalties_see_the_drafts_before_each_row() -> None:
     flat = Scripted(len(LETTERS), 1, [])
     run = flat.run(asked, knowing(asked, ALPHABET, 4, 0), 4)
     assert run.token_ids == ALPHABET[:6]
-    assert [r.accepted for r in run.steps] == [4]
+    assert [r.num_accepted_tokens for r in run.steps] == [4]
 
 
 # Sampled generations
@@ -652,7 +652,7 @@ def test_trained_drafters_change_nothing(name: str) -> None:
             want = naive_logprobs(next_logits(target, [*asked.prompt, *said[:i]]), token, 3)
             assert got == pytest.approx(want, abs=1e-3)
         cases += 1
-        accepted += sum(r.accepted for r in run.steps)
+        accepted += sum(r.num_accepted_tokens for r in run.steps)
     assert cases >= 18
     assert name == "none" or accepted > 10
 

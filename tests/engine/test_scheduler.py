@@ -1,4 +1,4 @@
-"""The scheduler alone, on passes that bring as many tokens as chance has it: who waits for whom, and for what."""
+"""The scheduler with a simulated device whose steps yield a random number of tokens."""
 
 from __future__ import annotations
 
@@ -11,78 +11,80 @@ from hypothesis import strategies as st
 from support import many
 
 from peagle.config import SamplingParams
-from peagle.engine.kv_cache import BlockPool
+from peagle.engine.block_pool import BlockPool
 from peagle.engine.request import Request, RequestState, SchedulerOutput
-from peagle.engine.scheduler import BLOCKS_AHEAD, MANY, PREFILL_EVERY, Scheduler
+from peagle.engine.scheduler import EXTRA_BLOCKS, MANY_DECODE_REQUESTS, MAX_PREFILL_DELAY, Scheduler
 
-SIZE, LONGEST = 4, 40
+SIZE, MAX_MODEL_LEN = 4, 40
 
 
-def make_request(number: int, prompt: list[int], max_tokens: int) -> Request:
+def make_request(request_id: int, prompt: list[int], max_tokens: int) -> Request:
     none: frozenset[int] = frozenset()
     return Request(
-        number,
+        request_id,
         prompt,
         SamplingParams(max_tokens),
         0,
         stop_token_ids=none,
         all_stop_token_ids=none,
         eos_ids=none,
-        max_model_len=LONGEST,
+        max_model_len=MAX_MODEL_LEN,
     )
 
 
 def make_scheduler(
-    blocks: int = 200, seqs: int = 8, most: int = 3, chunk: int = 8, idle: int = 16, drafter: bool = True
+    num_blocks: int = 200, max_num_seqs: int = 8, k: int = 3, chunk: int = 8, idle_chunk: int = 16, drafter: bool = True
 ) -> Scheduler:
-    pool = BlockPool(blocks + 1, SIZE, lookahead=int(drafter))
-    return Scheduler(pool, seqs, most, lambda batch: most, chunk, idle)
+    pool = BlockPool(num_blocks + 1, SIZE, lookahead=int(drafter))
+    return Scheduler(pool, max_num_seqs, k, lambda batch_size: k, chunk, idle_chunk)
 
 
-class Device:
-    """Stands for the runner: knows how far each request really is, and that it writes only where it may."""
+class SimulatedDevice:
+    """Replaces the model runner: tracks the true position of each request and checks where each step writes."""
 
-    def __init__(self, scheduler: Scheduler, choose: random.Random, lookahead: int, stops: float = 0.0) -> None:
-        """Each token ends its text with chance `stops`."""
-        self.scheduler, self.choose, self.lookahead, self.stops = scheduler, choose, lookahead, stops
-        self.start: dict[int, int] = {}  # position of the newest token, by request
+    def __init__(self, scheduler: Scheduler, rng: random.Random, max_in_flight: int, stop_rate: float = 0.0) -> None:
+        """Each token finishes its request with probability `stop_rate`."""
+        self.scheduler, self.rng = scheduler, rng
+        self.max_in_flight, self.stop_rate = max_in_flight, stop_rate
+        self.position: dict[int, int] = {}  # of the newest token, by request id
         self.in_flight: deque[tuple[SchedulerOutput, list[tuple[Request, int, int]]]] = deque()
 
-    def writes(self, request: Request, begin: int, end: int) -> None:
-        """Positions begin to end, as far as the context goes."""
-        assert min(end, LONGEST) <= len(request.block_ids) * SIZE, "written beyond its blocks"
-        for index in range(begin // SIZE, -(-min(end, LONGEST) // SIZE)):
+    def check_write(self, request: Request, begin: int, end: int) -> None:
+        """The step writes positions begin to end, up to the maximum length."""
+        assert min(end, MAX_MODEL_LEN) <= len(request.block_ids) * SIZE, "written beyond its blocks"
+        for index in range(begin // SIZE, -(-min(end, MAX_MODEL_LEN) // SIZE)):
             shared = self.scheduler.pool.ref_counts[request.block_ids[index]] > 1
-            assert not shared, "written into a block that others read"
-            assert index >= len(request.block_hashes), "written into a block that is published"
+            assert not shared, "written into a shared block"
+            assert index >= len(request.block_hashes), "written into a block in the prefix cache"
 
-    def launch(self, plan: SchedulerOutput) -> None:
+    def launch(self, scheduled: SchedulerOutput) -> None:
         gains = []
-        k = plan.num_draft_tokens
-        for request in plan.decode_requests:
+        k = scheduled.num_draft_tokens
+        for request in scheduled.decode_requests:
             assert request.state is RequestState.DECODING and request.slot >= 0
-            start, gain = self.start[request.id], self.choose.randint(1, k + 1)
-            self.writes(request, start, start + 2 * k if k else start + 1)
-            self.start[request.id] = start + gain
+            start, gain = self.position[request.id], self.rng.randint(1, k + 1)
+            self.check_write(request, start, start + 2 * k if k else start + 1)
+            self.position[request.id] = start + gain
             gains.append((request, gain, k + 1))
-        for chunk in plan.prefill_chunks:
+        for chunk in scheduled.prefill_chunks:
             request = chunk.request
             assert chunk.begin == request.num_computed_tokens < chunk.end <= request.num_prefill_tokens
-            masks = max(self.scheduler.max_speculative_tokens - 1, 0) if chunk.is_last else 0
-            self.writes(request, chunk.begin, chunk.end + masks)
+            num_masks = max(self.scheduler.max_speculative_tokens - 1, 0) if chunk.is_last else 0
+            self.check_write(request, chunk.begin, chunk.end + num_masks)
             if chunk.is_last:
-                self.start[request.id] = chunk.end
+                self.position[request.id] = chunk.end
                 if not request.output_token_ids:
                     gains.append((request, 1, 1))
-        self.in_flight.append((plan, gains))
-        self.scheduler.launched(plan)
-        for chunk in plan.prefill_chunks:
-            self.named_is_final(chunk.request, chunk.end)
+        self.in_flight.append((scheduled, gains))
+        self.scheduler.mark_launched(scheduled)
+        for chunk in scheduled.prefill_chunks:
+            self.check_cached(chunk.request, chunk.end)
 
-    def named_is_final(self, request: Request, read: int) -> None:
-        """All of a published block has been read, and what its name covers is known."""
-        named = len(request.block_hashes) * SIZE
-        assert named <= read and named + self.scheduler.pool.lookahead <= request.num_tokens
+    def check_cached(self, request: Request, num_computed: int) -> None:
+        """Cached blocks are computed, and the tokens of their hash are known."""
+        num_cached = len(request.block_hashes) * SIZE
+        assert num_cached <= num_computed
+        assert num_cached + self.scheduler.pool.lookahead <= request.num_tokens
 
     def commit(self) -> None:
         _, gains = self.in_flight.popleft()
@@ -92,174 +94,176 @@ class Device:
             for _ in range(gain):
                 request.output_token_ids.append(len(request.output_token_ids) % 3)
                 request.num_tokens += 1
-                full = len(request.output_token_ids) >= request.params.max_tokens or request.num_tokens >= LONGEST
-                if full or self.choose.random() < self.stops:
+                full = len(request.output_token_ids) >= request.params.max_tokens or request.num_tokens >= MAX_MODEL_LEN
+                if full or self.rng.random() < self.stop_rate:
                     request.finish_reason = "stop"
                     break
-            self.scheduler.returned(request, rows)
-            self.named_is_final(request, request.num_tokens - 1)
+            self.scheduler.mark_returned(request, rows)
+            self.check_cached(request, request.num_tokens - 1)
             if request.finish_reason:
-                self.scheduler.finish(request)
+                self.scheduler.finish_request(request)
 
     def step(self) -> SchedulerOutput | None:
-        plan = self.scheduler.schedule()
-        if plan is not None:
-            self.launch(plan)
-        if self.in_flight and (plan is None or len(self.in_flight) > self.lookahead):
+        scheduled = self.scheduler.schedule()
+        if scheduled is not None:
+            self.launch(scheduled)
+        if self.in_flight and (scheduled is None or len(self.in_flight) > self.max_in_flight):
             self.commit()
         self.scheduler.check_integrity()
-        return plan
+        return scheduled
 
 
 @many(120)
 @given(st.integers(0, 2**32), st.integers(0, 2))
-def test_random_load(seed: int, lookahead: int) -> None:
-    """Everybody ends, the first in line is never preempted, and nobody writes where another reads."""
-    choose = random.Random(seed)
-    most = choose.choice([0, 1, 3, 7])
-    sizes = choose.randint(10, 30), choose.randint(1, 5), most, choose.randint(1, 9), 16
-    scheduler = make_scheduler(*sizes, drafter=most > 0)
-    scheduler.drafts_for = lambda batch: choose.randint(0, most)
-    device = Device(scheduler, choose, lookahead, stops=0.02)
+def test_random_load(seed: int, max_in_flight: int) -> None:
+    """All requests finish, the oldest is never preempted, and no step writes into a shared block."""
+    rng = random.Random(seed)
+    max_k = rng.choice([0, 1, 3, 7])
+    sizes = rng.randint(10, 30), rng.randint(1, 5), max_k, rng.randint(1, 9), 16
+    scheduler = make_scheduler(*sizes, drafter=max_k > 0)
+    scheduler.choose_k = lambda batch: rng.randint(0, max_k)
+    device = SimulatedDevice(scheduler, rng, max_in_flight, stop_rate=0.02)
     requests: list[Request] = []
     steps = 0
-    while len(requests) < 12 or not scheduler.idle or device.in_flight:
-        if len(requests) < 12 and choose.random() < 0.5:
-            prompt = [t % 3 for t in range(choose.randint(1, LONGEST - 1))]
-            requests.append(make_request(len(requests), prompt, choose.randint(1, 30)))
-            scheduler.add(requests[-1])
-        if requests and choose.random() < 0.03:
-            scheduler.finish(choose.choice(requests))
+    while len(requests) < 12 or not scheduler.is_idle or device.in_flight:
+        if len(requests) < 12 and rng.random() < 0.5:
+            prompt = [t % 3 for t in range(rng.randint(1, MAX_MODEL_LEN - 1))]
+            requests.append(make_request(len(requests), prompt, rng.randint(1, 30)))
+            scheduler.add_request(requests[-1])
+        if requests and rng.random() < 0.03:
+            scheduler.finish_request(rng.choice(requests))
         first = scheduler.running[0] if scheduler.running else None
-        times = first.num_preemptions if first else 0
+        num_before = first.num_preemptions if first else 0
         device.step()
-        assert first is None or first.num_preemptions == times, "the eldest lost its blocks"
+        assert first is None or first.num_preemptions == num_before, "the oldest request was preempted"
         steps += 1
-        assert steps < 3000, "it does not end"
+        assert steps < 3000, "it does not finish"
     assert all(r.state is RequestState.FINISHED for r in requests)
     scheduler.pool.reset_prefix_cache()
     assert scheduler.pool.num_free_blocks == scheduler.pool.num_blocks - 1
 
 
-def test_the_last_admitted_gives_way_and_comes_back_first() -> None:
-    scheduler = make_scheduler(blocks=10, seqs=3, most=1, idle=100)
-    device = Device(scheduler, random.Random(0), 0)
+def test_last_admitted_request_is_preempted_and_resumed_first() -> None:
+    scheduler = make_scheduler(num_blocks=10, max_num_seqs=3, k=1, idle_chunk=100)
+    device = SimulatedDevice(scheduler, random.Random(0), 0)
     requests = [make_request(i, [i] * 5, 34) for i in range(3)]
     for request in requests[:2]:
-        scheduler.add(request)
+        scheduler.add_request(request)
     while not requests[1].num_preemptions:
         device.step()
     assert requests[0].num_preemptions == 0 and not requests[1].block_ids
-    scheduler.add(requests[2])
+    scheduler.add_request(requests[2])
     assert list(scheduler.waiting) == [requests[1], requests[2]]
-    kept = len(requests[1].output_token_ids)
+    num_output_tokens = len(requests[1].output_token_ids)
     while requests[1].state is RequestState.WAITING:
         device.step()
-    assert len(requests[1].output_token_ids) == kept and requests[1].num_prefill_tokens == 5 + kept - 1
+    assert len(requests[1].output_token_ids) == num_output_tokens
+    assert requests[1].num_prefill_tokens == 5 + num_output_tokens - 1
 
 
-@pytest.mark.parametrize(("blocks", "most_times"), [(40, 3), (13, 8)])
-def test_blocks_come_some_at_a_time_while_half_are_free(blocks: int, most_times: int) -> None:
-    """Nobody has more than those, none past its end, and where room is scarce each comes when it is needed."""
-    scheduler = make_scheduler(blocks=blocks, seqs=1, most=1, idle=100)
-    device = Device(scheduler, random.Random(0), 0)
+@pytest.mark.parametrize(("num_blocks", "max_allocations"), [(40, 3), (13, 8)])
+def test_extra_blocks_while_half_are_free(num_blocks: int, max_allocations: int) -> None:
+    """Bounded by EXTRA_BLOCKS and the request's maximum length; without free blocks each is allocated when needed."""
+    scheduler = make_scheduler(num_blocks=num_blocks, max_num_seqs=1, k=1, idle_chunk=100)
+    device = SimulatedDevice(scheduler, random.Random(0), 0)
     request = make_request(0, [0] * 5, 30)
-    scheduler.add(request)
-    times, held = 0, 0
+    scheduler.add_request(request)
+    num_allocations, num_held = 0, 0
     while device.step() is not None or device.in_flight:
         if request.state is RequestState.FINISHED:
             break
         needed = -(-(request.num_tokens + 2) // SIZE)
-        assert needed <= len(request.block_ids) + 1 and len(request.block_ids) <= min(needed + 1 + BLOCKS_AHEAD, 9)
-        times, held = times + (len(request.block_ids) > held), len(request.block_ids)
-    assert held == 9 and times <= most_times and (blocks > 13 or times > 4)
+        assert needed <= len(request.block_ids) + 1 and len(request.block_ids) <= min(needed + 1 + EXTRA_BLOCKS, 9)
+        num_allocations += len(request.block_ids) > num_held
+        num_held = len(request.block_ids)
+    assert num_held == 9 and num_allocations <= max_allocations and (num_blocks > 13 or num_allocations > 4)
 
 
-def test_prompts_are_cut_by_who_else_is_there() -> None:
-    scheduler = make_scheduler(chunk=3, idle=16)
-    device = Device(scheduler, random.Random(0), 0)
-    scheduler.add(make_request(0, [0] * 10, 30))
-    scheduler.add(make_request(1, [1] * 10, 30))
-    plan = device.step()
-    assert plan is not None and [(c.begin, c.end) for c in plan.prefill_chunks] == [(0, 10), (0, 6)]
-    plan = device.step()  # the first decodes now, so the second reads in small pieces
-    assert plan is not None and [(c.begin, c.end) for c in plan.prefill_chunks] == [(6, 9)]
-    assert [r.id for r in plan.decode_requests] == [0]
+def test_prefill_budget_depends_on_decode_requests() -> None:
+    scheduler = make_scheduler(chunk=3, idle_chunk=16)
+    device = SimulatedDevice(scheduler, random.Random(0), 0)
+    scheduler.add_request(make_request(0, [0] * 10, 30))
+    scheduler.add_request(make_request(1, [1] * 10, 30))
+    scheduled = device.step()
+    assert scheduled is not None and [(c.begin, c.end) for c in scheduled.prefill_chunks] == [(0, 10), (0, 6)]
+    scheduled = device.step()  # the first decodes now, so the second is prefilled in small chunks
+    assert scheduled is not None and [(c.begin, c.end) for c in scheduled.prefill_chunks] == [(6, 9)]
+    assert [r.id for r in scheduled.decode_requests] == [0]
 
 
-def test_many_that_decode_are_not_held_up_at_every_step() -> None:
-    """While few slots are free, a prompt waits for others to be read with; it is not forgotten."""
-    scheduler = make_scheduler(blocks=2000, seqs=MANY + 1, most=0, chunk=50, idle=2000)
-    device = Device(scheduler, random.Random(0), 0)
-    for i in range(MANY):
-        scheduler.add(make_request(i, [i, i], 30))
+def test_prefill_is_delayed_while_many_requests_decode() -> None:
+    """With few free slots a prompt waits for others, at most MAX_PREFILL_DELAY steps."""
+    scheduler = make_scheduler(num_blocks=2000, max_num_seqs=MANY_DECODE_REQUESTS + 1, k=0, chunk=50, idle_chunk=2000)
+    device = SimulatedDevice(scheduler, random.Random(0), 0)
+    for i in range(MANY_DECODE_REQUESTS):
+        scheduler.add_request(make_request(i, [i, i], 30))
     device.step()
-    scheduler.add(make_request(1000, [5] * 39, 30))
-    waits = 0
+    scheduler.add_request(make_request(1000, [5] * 39, 30))
+    num_steps = 0
     while scheduler.waiting:
-        plan = device.step()
-        assert plan is not None and len(plan.decode_requests) > MANY // 2
-        waits += 1
-    assert 1 < waits <= PREFILL_EVERY + 1
+        scheduled = device.step()
+        assert scheduled is not None and len(scheduled.decode_requests) > MANY_DECODE_REQUESTS // 2
+        num_steps += 1
+    assert 1 < num_steps <= MAX_PREFILL_DELAY + 1
 
 
-def test_no_round_for_what_is_surely_full() -> None:
-    scheduler = make_scheduler(most=3)
-    device = Device(scheduler, random.Random(0), lookahead=1)
+def test_no_step_for_a_request_that_is_certain_to_finish() -> None:
+    scheduler = make_scheduler(k=3)
+    device = SimulatedDevice(scheduler, random.Random(0), max_in_flight=1)
     request = make_request(0, [0] * 4, 2)
-    scheduler.add(request)
-    assert device.step() is not None  # the prompt: brings the first token
-    plan = device.step()  # a round, launched before that token is back
-    assert plan is not None and plan.decode_requests == [request]
+    scheduler.add_request(request)
+    assert device.step() is not None  # prefill: yields the first token
+    scheduled = device.step()  # a decode step, launched before that token returned
+    assert scheduled is not None and scheduled.decode_requests == [request]
     assert request.num_in_flight_steps == 1 and len(request.output_token_ids) == 1
-    assert scheduler.schedule() is None, "the round in flight brings the second and last"
+    assert scheduler.schedule() is None, "the step in flight yields the second and last token"
 
 
-@pytest.mark.parametrize("state", ["waiting", "reading", "decoding"])
-def test_finishing_in_any_state_gives_back(state: str) -> None:
-    scheduler = make_scheduler(chunk=3, idle=3)
-    device = Device(scheduler, random.Random(0), 0)
+@pytest.mark.parametrize("state", ["waiting", "prefill", "decoding"])
+def test_finishing_in_any_state_releases_everything(state: str) -> None:
+    scheduler = make_scheduler(chunk=3, idle_chunk=3)
+    device = SimulatedDevice(scheduler, random.Random(0), 0)
     request = make_request(0, [0] * 8, 30)
-    scheduler.add(request)
-    for _ in range({"waiting": 0, "reading": 1, "decoding": 5}[state]):
+    scheduler.add_request(request)
+    for _ in range({"waiting": 0, "prefill": 1, "decoding": 5}[state]):
         device.step()
-    scheduler.finish(request)
-    scheduler.finish(request)  # twice does no harm
-    assert scheduler.idle
+    scheduler.finish_request(request)
+    scheduler.finish_request(request)  # has no effect
+    assert scheduler.is_idle
     scheduler.check_integrity()
     scheduler.pool.reset_prefix_cache()
     assert scheduler.pool.num_free_blocks == scheduler.pool.num_blocks - 1
 
 
-def test_the_start_of_a_prompt_outlives_its_end() -> None:
-    scheduler = make_scheduler(blocks=12, most=1, idle=100)
-    device = Device(scheduler, random.Random(0), 0)
-    scheduler.add(make_request(0, [7] * 30, 1))
-    while not scheduler.idle:
+def test_start_of_a_prompt_is_evicted_last() -> None:
+    scheduler = make_scheduler(num_blocks=12, k=1, idle_chunk=100)
+    device = SimulatedDevice(scheduler, random.Random(0), 0)
+    scheduler.add_request(make_request(0, [7] * 30, 1))
+    while not scheduler.is_idle:
         device.step()
-    assert scheduler.pool.allocate(8) is not None  # all blank ones and some of the named
-    assert scheduler.pool.find_cached_blocks([7] * 30)[0], "without its first block the rest cannot be found"
+    assert scheduler.pool.allocate(8) is not None  # all uncached blocks and some of the cached
+    assert scheduler.pool.find_cached_blocks([7] * 30)[0], "the first block must still be cached"
 
 
 @pytest.mark.parametrize("drafter", [True, False])
 @pytest.mark.parametrize("length", [7, 8, 9])
-def test_a_prompt_that_goes_on_with_an_answer_finds_all_of_it(length: int, drafter: bool) -> None:
-    scheduler = make_scheduler(idle=100, drafter=drafter)
-    device = Device(scheduler, random.Random(0), 0)
+def test_prompt_that_continues_an_output_hits_all_its_blocks(length: int, drafter: bool) -> None:
+    scheduler = make_scheduler(idle_chunk=100, drafter=drafter)
+    device = SimulatedDevice(scheduler, random.Random(0), 0)
     request = make_request(0, [7] * length, 18)
-    scheduler.add(request)
-    while not scheduler.idle:
+    scheduler.add_request(request)
+    while not scheduler.is_idle:
         device.step()
     found, _ = scheduler.pool.find_cached_blocks([*request.all_token_ids, 1, 1])
     assert len(found) == (request.num_tokens - 1) // SIZE
 
 
-def test_what_was_found_is_counted_once() -> None:
-    scheduler = make_scheduler(blocks=12, seqs=2, most=1, idle=100)
-    device = Device(scheduler, random.Random(0), 0)
-    for number in range(3):
-        scheduler.add(make_request(number, [3] * 20, 15))
-    while not scheduler.idle:
+def test_prefix_cache_metrics() -> None:
+    scheduler = make_scheduler(num_blocks=12, max_num_seqs=2, k=1, idle_chunk=100)
+    device = SimulatedDevice(scheduler, random.Random(0), 0)
+    for request_id in range(3):
+        scheduler.add_request(make_request(request_id, [3] * 20, 15))
+    while not scheduler.is_idle:
         device.step()
     pool = scheduler.pool
     assert pool.num_hit_tokens % SIZE == 0 and 0 < pool.num_hit_tokens < pool.num_queried_tokens

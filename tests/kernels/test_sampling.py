@@ -232,7 +232,7 @@ class Decided:
         return low
 
     def uniforms(self, i: int, at_i: float) -> list[float]:
-        return [0.0] * i + [at_i] + [0.0] * (len(self.draft.tokens) - i - 1)
+        return [0.0] * i + [at_i] + [0.0] * (len(self.draft.token_ids) - i - 1)
 
 
 def outcomes(drafts: Sequence[int], proposed: Rows, target: Rows) -> Iterator[tuple[tuple[int, ...], float]]:
@@ -319,7 +319,7 @@ def test_no_draft_is_a_draw_from_the_target() -> None:
 
 
 def accepts_always(draft: DraftProposal, target_probs: Tensor, rng: torch.Generator) -> tuple[int, int]:
-    return len(draft.tokens), reference.sample_token(target_probs[-1], rng)
+    return len(draft.token_ids), reference.sample_token(target_probs[-1], rng)
 
 
 def accepts_never(draft: DraftProposal, target_probs: Tensor, rng: torch.Generator) -> tuple[int, int]:
@@ -328,24 +328,24 @@ def accepts_never(draft: DraftProposal, target_probs: Tensor, rng: torch.Generat
 
 
 def forgets_to_subtract(draft: DraftProposal, target_probs: Tensor, rng: torch.Generator) -> tuple[int, int]:
-    for i, x in enumerate(draft.tokens):
+    for i, x in enumerate(draft.token_ids):
         p, q = target_probs[i], draft.probs_KV[i]
         if float(torch.rand((), generator=rng)) * q[x] >= p[x]:
             return i, reference.sample_token(p, rng)
-    return len(draft.tokens), reference.sample_token(target_probs[len(draft.tokens)], rng)
+    return len(draft.token_ids), reference.sample_token(target_probs[len(draft.token_ids)], rng)
 
 
 def looks_one_row_late(draft: DraftProposal, target_probs: Tensor, rng: torch.Generator) -> tuple[int, int]:
     accepted, _ = reference.verify_draft_tokens(draft, target_probs, rng)
-    return accepted, reference.sample_token(target_probs[min(accepted + 1, len(draft.tokens))], rng)
+    return accepted, reference.sample_token(target_probs[min(accepted + 1, len(draft.token_ids))], rng)
 
 
 def keeps_by_the_targets_chance(draft: DraftProposal, target_probs: Tensor, rng: torch.Generator) -> tuple[int, int]:
     """Right for one-hot drafts, wrong for drawn ones."""
-    for i, x in enumerate(draft.tokens):
+    for i, x in enumerate(draft.token_ids):
         if float(torch.rand((), generator=rng)) >= target_probs[i, x]:
             return i, reference.sample_token((target_probs[i] - draft.probs_KV[i]).clamp(min=0), rng)
-    return len(draft.tokens), reference.sample_token(target_probs[len(draft.tokens)], rng)
+    return len(draft.token_ids), reference.sample_token(target_probs[len(draft.token_ids)], rng)
 
 
 def fit(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float]) -> float:
@@ -534,8 +534,8 @@ def generated(
             target, PROMPT, params, drafter=drafter, num_speculative_tokens=k, sample_draft_tokens=sample_draft_tokens
         )
         counts[tuple(run.token_ids)] += 1
-        accepted += sum(r.accepted for r in run.steps)
-        drafts += sum(len(r.drafts) for r in run.steps)
+        accepted += sum(r.num_accepted_tokens for r in run.steps)
+        drafts += sum(len(r.draft_token_ids) for r in run.steps)
     return counts, accepted / max(drafts, 1)
 
 

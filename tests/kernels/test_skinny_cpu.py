@@ -20,7 +20,7 @@ from support import many, threads
 from torch import Tensor
 from torch.nn import functional as F
 
-from peagle.engine.model_runner import KVCache, PagedAttention
+from peagle.engine.kv_cache import KVCache, PagedAttention
 from peagle.kernels.attention.paged import PagedAttentionMetadata
 from peagle.kernels.gemm import linear_cpu as kernels
 from peagle.kernels.gemm import skinny_cpu
@@ -132,7 +132,7 @@ def test_a_pass_of_many_rows_is_as_many_passes_of_one_bit_for_bit(monkeypatch):
     blocks = torch.arange(1, 9, dtype=torch.int32)[None]
 
     def read(steps: list[int]) -> Tensor:
-        cache, found, at = KVCache.make(target.cfg.num_layers, 9, layer.num_kv_heads, layer.head_dim, own[0]), [], 0
+        cache, found, at = KVCache.allocate(target.cfg.num_layers, 9, layer.num_kv_heads, layer.head_dim, own[0]), [], 0
         for rows in steps:
             pages = PagedAttentionMetadata(blocks, torch.tensor([at]).int(), torch.tensor([rows]).int(), rows)
             attend = PagedAttention(cache, pages)

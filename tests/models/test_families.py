@@ -31,7 +31,9 @@ from transformers import (
 from peagle import LLM, SamplingParams
 from peagle.checkpoints.target import Target, load_decoder, read_target_config
 from peagle.config import DrafterConfig, RopeConfig
-from peagle.engine.loader import count_weights, random_weights, unpacking_bytes
+from peagle.engine.dummy_weights import random_weights
+from peagle.engine.kv_cache_size import unpacking_bytes
+from peagle.engine.loader import count_parameters
 from peagle.kernels.attention.dense import causal_attention
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
@@ -289,7 +291,7 @@ def test_mxfp4_that_stays_packed(tmp_path: Path) -> None:
     assert torch.equal(want, got) and torch.equal(torch.stack(want_taps), torch.stack(aux_layer_ids))
     numbers, rows = 4 * 5 * (2 * 32 * 64 + 64 * 32), 4 * 5 * (2 * 32 + 64)
     assert expert_bytes(plain) == 4 * numbers and expert_bytes(kept) == (128 // 2 + 16) * rows
-    assert count_weights(plain) - numbers == count_weights(kept) - (128 + 16) * rows
+    assert count_parameters(plain) - numbers == count_parameters(kept) - (128 + 16) * rows
 
     cfg = read_target_config(tmp_path, keep_mxfp4=True)
     assert cfg == kept.cfg and unpacking_bytes(cfg) == 2 * 5 * 2 * 32 * 64 * 2 and unpacking_bytes(plain.cfg) == 0

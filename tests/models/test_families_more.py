@@ -33,7 +33,8 @@ from peagle.checkpoints.config_reader import ConfigReader
 from peagle.checkpoints.drafter import find_fit_problems, read_drafter_config
 from peagle.checkpoints.target import load_decoder, read_target_config
 from peagle.config import AttentionTemperature, ChunkedAttention, RopeConfig, TrainConfig
-from peagle.engine.loader import block_bytes, random_weights
+from peagle.engine.dummy_weights import random_weights
+from peagle.engine.kv_cache_size import block_bytes
 from peagle.errors import UserError
 from peagle.kernels.attention.dense import causal_attention
 from peagle.models.decoder import Decoder
@@ -396,8 +397,8 @@ def test_a_head_of_the_published_kind_drafts_for_gemma4(tmp_path: Path) -> None:
     assert plain[0].outputs[0].token_ids == drafted[0].outputs[0].token_ids
     runner = drafting.runner
     assert runner.drafter is not None
-    planned = len(runner.cache.keys[0]) * block_bytes(runner.target.cfg, runner.drafter.cfg, 4)
-    assert runner.cache.nbytes + runner.draft_cache.nbytes == planned
+    planned = len(runner.kv_cache.keys[0]) * block_bytes(runner.target.cfg, runner.drafter.cfg, 4)
+    assert runner.kv_cache.nbytes + runner.proposer.kv_cache.nbytes == planned
 
 
 @pytest.mark.parametrize("name", ["gemma4", "llama4"])

@@ -122,7 +122,7 @@ def test_a_head_drafts_what_its_tensors_say(
         assert aux_hidden_states is not None
         draft = propose_draft_tokens(drafter, PROMPT, aux_hidden_states, head.draft_tokens, None, torch.Generator())
     wanted = expected_drafts(head, aux_hidden_states, PROMPT, head.draft_tokens)
-    assert draft.tokens == wanted and len(set(wanted)) > 1
+    assert draft.token_ids == wanted and len(set(wanted)) > 1
 
 
 def test_a_head_changes_no_text(head: Head, target_folder: Path, tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ class Talk:
 
     def shades(self, out: CompletionOutput) -> list[tuple[str, bool]]:
         parts = TokenTextSplitter(lambda ids: self.llm.tokenizer.decode(ids, skip_special_tokens=True))
-        return letters(parts.feed(out.token_ids, out.is_draft_token, final=True))
+        return letters(parts.add_tokens(out.token_ids, out.is_draft_token, final=True))
 
 
 @pytest.fixture(scope="module")

@@ -276,17 +276,17 @@ def check(case: Case, run: Generation) -> None:
     for r in run.steps:
         room = case.longest - (len(prompt) + known) - 1
         assert room >= 0
-        assert len(r.drafts) == min(case.k, room)
-        right = truth[known : known + len(r.drafts) + 1]  # before any cut
-        holds = next((i for i, x in enumerate(r.drafts) if x != right[i]), len(r.drafts))
-        assert r.accepted == holds
-        assert 1 <= len(r.emitted) <= r.accepted + 1
-        assert r.emitted == right[: len(r.emitted)]
-        if len(r.emitted) <= r.accepted:  # the target's own token was cut off
+        assert len(r.draft_token_ids) == min(case.k, room)
+        right = truth[known : known + len(r.draft_token_ids) + 1]  # before any cut
+        holds = next((i for i, x in enumerate(r.draft_token_ids) if x != right[i]), len(r.draft_token_ids))
+        assert r.num_accepted_tokens == holds
+        assert 1 <= len(r.output_token_ids) <= r.num_accepted_tokens + 1
+        assert r.output_token_ids == right[: len(r.output_token_ids)]
+        if len(r.output_token_ids) <= r.num_accepted_tokens:  # the target's own token was cut off
             assert r is run.steps[-1]
             assert reason == "stop" or len(text) == case.max_tokens
-        known += len(r.emitted)
-        flags += [i < holds for i in range(len(r.emitted))]
+        known += len(r.output_token_ids)
+        flags += [i < holds for i in range(len(r.output_token_ids))]
     assert known == len(text)
     assert run.is_draft_token == flags
     check_totals(case, run)
@@ -294,13 +294,13 @@ def check(case: Case, run: Generation) -> None:
 
 def check_totals(case: Case, run: Generation) -> None:
     assert run.num_speculative_tokens == case.k
-    assert sum(len(r.emitted) for r in run.steps) + 1 == len(run.token_ids) == len(run.is_draft_token)
-    assert all(r.accepted <= len(r.drafts) <= case.k for r in run.steps)
-    per_position = Counter(i for r in run.steps for i in range(r.accepted))
+    assert sum(len(r.output_token_ids) for r in run.steps) + 1 == len(run.token_ids) == len(run.is_draft_token)
+    assert all(r.num_accepted_tokens <= len(r.draft_token_ids) <= case.k for r in run.steps)
+    per_position = Counter(i for r in run.steps for i in range(r.num_accepted_tokens))
     assert run.num_accepted_tokens_per_pos == [per_position[i] for i in range(case.k)]
     assert run.num_accepted_tokens_per_pos == sorted(run.num_accepted_tokens_per_pos, reverse=True)
-    accepted = sum(r.accepted for r in run.steps)
-    assert run.num_drafts == len([r for r in run.steps if r.drafts])
+    accepted = sum(r.num_accepted_tokens for r in run.steps)
+    assert run.num_drafts == len([r for r in run.steps if r.draft_token_ids])
     assert run.acceptance_length == pytest.approx(1 + (accepted / run.num_drafts if run.num_drafts else 0))
 
 
@@ -313,8 +313,8 @@ def test_plain_greedy_is_what_the_target_says() -> None:
     def property_(case: Case) -> None:
         run = case.run()
         assert (run.token_ids, run.finish_reason) == case.cut()
-        assert [r.emitted for r in run.steps] == [(token,) for token in run.token_ids[1:]]
-        assert all(r.drafts == () and r.accepted == 0 for r in run.steps)
+        assert [r.output_token_ids for r in run.steps] == [(token,) for token in run.token_ids[1:]]
+        assert all(r.draft_token_ids == () and r.num_accepted_tokens == 0 for r in run.steps)
         assert run.is_draft_token == [False] * len(run.token_ids)
         assert (run.num_speculative_tokens, run.num_drafts, run.num_accepted_tokens_per_pos) == (0, 0, [])
         assert run.acceptance_length == 1
@@ -355,9 +355,9 @@ def test_random_drafters_change_nothing() -> None:
         run = case.run(random_drafter(seeds[0], drafter_seed), sample_draft_tokens=sampled)
         check(case, run)
         seen["cases"] += 1
-        seen["accepted"] += sum(r.accepted for r in run.steps)
-        seen["rejected"] += sum(r.accepted < len(r.drafts) for r in run.steps)
-        seen["cut inside a run"] += any(len(r.emitted) <= r.accepted for r in run.steps)
+        seen["accepted"] += sum(r.num_accepted_tokens for r in run.steps)
+        seen["rejected"] += sum(r.num_accepted_tokens < len(r.draft_token_ids) for r in run.steps)
+        seen["cut inside a run"] += any(len(r.output_token_ids) <= r.num_accepted_tokens for r in run.steps)
         seen[run.finish_reason] += 1
 
     property_()
@@ -376,8 +376,8 @@ def test_trained_drafters_change_nothing(name: str) -> None:
     def property_(case: Case) -> None:
         run = case.run(drafter)
         check(case, run)
-        seen["drafts"] += sum(len(r.drafts) for r in run.steps)
-        seen["accepted"] += sum(r.accepted for r in run.steps)
+        seen["drafts"] += sum(len(r.draft_token_ids) for r in run.steps)
+        seen["accepted"] += sum(r.num_accepted_tokens for r in run.steps)
 
     property_()
     assert 0.05 < seen["accepted"] / seen["drafts"] < 0.95, seen
@@ -454,10 +454,10 @@ def test_fake_drafters_change_nothing(habit: str) -> None:
         if habit == "right then wrong":
             step = min(right_for, case.k) + 1
             assert len(run.steps) == math.ceil(after_the_first / step)
-            assert all(r.accepted == min(step - 1, len(r.drafts)) for r in run.steps)
+            assert all(r.num_accepted_tokens == min(step - 1, len(r.draft_token_ids)) for r in run.steps)
         seen["cases"] += 1
-        seen["cut inside a run"] += any(len(r.emitted) <= r.accepted for r in run.steps)
-        seen["no room for drafts"] += any(not r.drafts for r in run.steps)
+        seen["cut inside a run"] += any(len(r.output_token_ids) <= r.num_accepted_tokens for r in run.steps)
+        seen["no room for drafts"] += any(not r.draft_token_ids for r in run.steps)
 
     property_()
     assert seen["cases"] >= 350 and seen["no room for drafts"] > 0, seen
@@ -479,9 +479,9 @@ def test_a_stop_inside_an_accepted_run_cuts_the_text_but_not_the_count(by_eos: b
     assert run.token_ids == list(start.truth[:4])
     assert run.finish_reason == "stop"
     (only,) = run.steps
-    assert only.drafts == start.truth[1:6]
-    assert only.accepted == 5
-    assert only.emitted == start.truth[1:4]
+    assert only.draft_token_ids == start.truth[1:6]
+    assert only.num_accepted_tokens == 5
+    assert only.output_token_ids == start.truth[1:4]
     assert run.is_draft_token == [False, True, True, True]
     assert run.num_accepted_tokens_per_pos == [1] * 5
     assert run.acceptance_length == 6
@@ -492,14 +492,14 @@ def test_max_tokens_inside_an_accepted_run_cuts_the_text_but_not_the_count() -> 
     run = run_fake(case, habitual("right", case, 0))
     assert run.token_ids == list(case.start.truth[:3])
     assert run.finish_reason == "length"
-    assert [(r.accepted, len(r.emitted)) for r in run.steps] == [(4, 2)]
+    assert [(r.num_accepted_tokens, len(r.output_token_ids)) for r in run.steps] == [(4, 2)]
 
 
 def test_a_stop_as_the_targets_own_token_and_as_the_very_first() -> None:
     start = telling_start(5)
     case = a_case(start, k=2, stops=(start.truth[3],))
     run = run_fake(case, habitual("right", case, 0))
-    assert [(r.accepted, r.emitted) for r in run.steps] == [(2, start.truth[1:4])]
+    assert [(r.num_accepted_tokens, r.output_token_ids) for r in run.steps] == [(2, start.truth[1:4])]
     assert (run.finish_reason, run.is_draft_token) == ("stop", [False, True, True, False])
 
     first = run_fake(a_case(start, k=2, stops=(start.truth[0],)), habitual("right", case, 0))
@@ -519,7 +519,7 @@ def test_a_wrongly_drafted_stop_does_not_stop() -> None:
     case = a_case(start, k=3, max_tokens=4, stops=(stop,))
     run = run_fake(case, habitual("stops early", case, 0, right_for=1))
     assert (run.token_ids, run.finish_reason) == (list(start.truth[:4]), "length")
-    assert all(stop in r.drafts for r in run.steps)
+    assert all(stop in r.draft_token_ids for r in run.steps)
 
 
 def test_ignore_eos_ignores_eos_but_not_stop_tokens() -> None:
@@ -541,7 +541,7 @@ def test_fewer_drafts_near_the_end_of_the_context() -> None:
 
     with mock.patch.object(reference, "run_target", reading):
         run = run_fake(case, habitual("wrong", case, 0))
-    counts = [len(r.drafts) for r in run.steps]
+    counts = [len(r.draft_token_ids) for r in run.steps]
     assert counts == [5, 5, 5, 4, 3, 2, 1, 0]
     assert counts == [min(5, case.longest - (n + i) - 1) for i in range(1, 9)]
     assert reads == [(n, 1), *((n + 1 + i + c, c + 1) for i, c in enumerate(counts))]
@@ -549,7 +549,7 @@ def test_fewer_drafts_near_the_end_of_the_context() -> None:
     assert (len(run.token_ids), run.finish_reason, run.num_drafts) == (9, "length", 7)
 
     right = run_fake(case, habitual("right", case, 0))
-    assert [(len(r.drafts), len(r.emitted)) for r in right.steps] == [(5, 6), (1, 2)]
+    assert [(len(r.draft_token_ids), len(r.output_token_ids)) for r in right.steps] == [(5, 6), (1, 2)]
 
 
 @pytest.mark.parametrize("room", [1, 2, 3])
@@ -579,7 +579,7 @@ def test_progress_is_told_after_the_prompt_and_after_each_round() -> None:
     )
     assert [rounds for _, rounds in told] == list(range(len(run.steps) + 1))
     for i, (tokens, _) in enumerate(told):
-        assert tokens == run.token_ids[: 1 + sum(len(r.emitted) for r in run.steps[:i])]
+        assert tokens == run.token_ids[: 1 + sum(len(r.output_token_ids) for r in run.steps[:i])]
     assert told[-1][0] == run.token_ids
 
 
@@ -630,8 +630,8 @@ def test_the_worked_example_of_p_eagle(name: str) -> None:
         assert drafter.mask_hidden is not None
         torch.testing.assert_close(hidden[:2], drafter.combine_hidden_states(aux_hidden_states))
         torch.testing.assert_close(hidden[2:], drafter.combine_hidden_states(drafter.mask_hidden[0]).repeat(2, 1))
-        assert draft.tokens == [best(drafter, said[0][0][row]) for row in (1, 2, 3)]
-    assert torch.equal(draft.probs_KV, F.one_hot(torch.tensor(draft.tokens), pairs.VOCAB).double())
+        assert draft.token_ids == [best(drafter, said[0][0][row]) for row in (1, 2, 3)]
+    assert torch.equal(draft.probs_KV, F.one_hot(torch.tensor(draft.token_ids), pairs.VOCAB).double())
 
 
 @pytest.mark.parametrize("name", ["eagle3-1", "eagle3-4-reduced"])
@@ -640,7 +640,7 @@ def test_the_same_example_with_eagle_3(name: str) -> None:
     a, b, c = b"The"
     aux_hidden_states = target_aux_states(target, drafter.cfg.aux_layer_ids, [a, b])
     given, said, draft = rows_given(drafter, aux_hidden_states, [a, b, c], 3)
-    first, second, _ = draft.tokens
+    first, second, _ = draft.token_ids
     assert [args[0].tolist() for args in given] == [[b, c], [b, c, first], [b, c, first, second]]
     assert [args[2].tolist() for args in given] == [[0, 1], [0, 1, 2], [0, 1, 2, 3]]
     with torch.inference_mode():
@@ -648,7 +648,7 @@ def test_the_same_example_with_eagle_3(name: str) -> None:
             torch.testing.assert_close(hidden[:2], drafter.combine_hidden_states(aux_hidden_states))
         for i in (1, 2):  # each new row carries what the pass before handed on
             torch.testing.assert_close(given[i][1][-1], said[i - 1][1][-1])
-        assert draft.tokens == [best(drafter, out[0][-1]) for out in said]
+        assert draft.token_ids == [best(drafter, out[0][-1]) for out in said]
     normed, before = said[0]
     assert torch.equal(normed, before) == drafter.cfg.norm_output
 
@@ -658,7 +658,7 @@ def test_one_draft_and_a_prompt_of_one_token(name: str) -> None:
     target, drafter = trained_pair(name)
     given, _, draft = rows_given(drafter, target_aux_states(target, drafter.cfg.aux_layer_ids, [84]), [84, 104], 1)
     ((tokens, _, positions, _),) = given
-    assert (tokens.tolist(), positions.tolist(), len(draft.tokens)) == ([104], [0], 1)
+    assert (tokens.tolist(), positions.tolist(), len(draft.token_ids)) == ([104], [0], 1)
 
 
 @pytest.mark.parametrize("name", ["p-eagle-1", "eagle3-1"])
@@ -758,7 +758,7 @@ def compare_drafting(
         states.clear()
         draft = propose(drafter, tokens, aux_hidden_states, k, *rest)
         guesses, mine = cached.draft(tokens, aux_hidden_states, k)
-        equal.append(guesses == draft.tokens)
+        equal.append(guesses == draft.token_ids)
         if equal[-1]:  # EAGLE-3's later states follow from its guesses
             apart = max(apart, float((torch.cat(states) - mine).abs().max()))
         return draft
@@ -779,11 +779,11 @@ def test_drafting_with_a_cache_is_drafting_without(name: str) -> None:
         run, equal, apart = compare_drafting(target, drafter, prompt, k, cached)
         assert all(equal) and len(equal) == run.num_drafts
         assert apart < 1e-3
-        rounds = [r for r in run.steps if r.drafts]
-        known = len(prompt) + sum(len(r.emitted) for r in rounds[:-1])
-        assert cached.passed == known + sum(len(r.drafts) - 1 for r in rounds)  # no row twice
-        accepted += sum(r.accepted for r in rounds)
-        drafts += sum(len(r.drafts) for r in rounds)
+        rounds = [r for r in run.steps if r.draft_token_ids]
+        known = len(prompt) + sum(len(r.output_token_ids) for r in rounds[:-1])
+        assert cached.passed == known + sum(len(r.draft_token_ids) - 1 for r in rounds)  # no row twice
+        accepted += sum(r.num_accepted_tokens for r in rounds)
+        drafts += sum(len(r.draft_token_ids) for r in rounds)
     assert 0 < accepted < drafts  # both kept and rejected rows were passed over
 
 
@@ -816,9 +816,9 @@ def test_a_cache_that_keeps_rows_of_guesses_is_noticed(name: str) -> None:
         ([], None, "empty"),
         ([1] * CONTEXT, None, f"{CONTEXT} tokens"),
         ([1] * (CONTEXT + 1), None, f"{CONTEXT + 1} tokens"),
-        ([1] * 6, 6, "context holds 6"),
-        ([1] * 7, 6, "context holds 6"),
-        ([1], 1, "context holds 1"),
+        ([1] * 6, 6, "limited to 6"),
+        ([1] * 7, 6, "limited to 6"),
+        ([1], 1, "limited to 1"),
         ([0, 5], None, "outside the vocabulary"),
         ([-1, 0], None, "outside the vocabulary"),
     ],
@@ -856,4 +856,4 @@ def test_the_most_drafts_there_can_be() -> None:
     drafter = trained_pair("p-eagle-1")[1].share_weights(trained_target())
     run = a_case(start, k=64, max_tokens=12).run(drafter)
     assert run.token_ids == list(start.truth[:12])
-    assert all(len(r.drafts) == 64 for r in run.steps)
+    assert all(len(r.draft_token_ids) == 64 for r in run.steps)

@@ -181,11 +181,11 @@ def test_training_rows_draft_what_the_reference_drafts(name: str) -> None:
         draft = propose_draft_tokens(
             drafter, known, aux_hidden_states_BTN[0, : anchor + 1], k, SamplingParams(), rng_of(0)
         )
-        text = torch.tensor([known + draft.tokens + [0]])
+        text = torch.tensor([known + draft.token_ids + [0]])
         _, aux_hidden_states_BTN = dense.read_target(target, text, drafter.cfg.aux_layer_ids)
         rows = rows_of([(a, 0) for a in range(anchor + 1)] + [(anchor, d) for d in range(1, k)])
         said = dense.drafter_states(drafter, text, aux_hidden_states_BTN, rows)[0, -k:]
-        assert drafter.to_target_ids(drafter.compute_logits(said).argmax(-1)).tolist() == draft.tokens
+        assert drafter.to_target_ids(drafter.compute_logits(said).argmax(-1)).tolist() == draft.token_ids
 
 
 @torch.no_grad()

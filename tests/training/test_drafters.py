@@ -142,7 +142,7 @@ def test_what_has_grown_says_nothing_at_first(name: str, method: Method, wider: 
             propose_draft_tokens(d, tokens, aux_hidden_states, 4, None, torch.Generator().manual_seed(0))
             for d in (small, grown)
         )
-    assert was.tokens == now.tokens
+    assert was.token_ids == now.token_ids
     torch.testing.assert_close(now.probs_KV, was.probs_KV, rtol=1e-5 if wider else 0, atol=1e-7 if wider else 0)
     new = [p for layer in list(grown.layers)[small.cfg.num_layers :] for p in layer.parameters() if p.dim() > 1]
     for step in range(2):

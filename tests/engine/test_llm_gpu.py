@@ -11,8 +11,8 @@ import torch
 from peagle.checkpoints.target import Target
 from peagle.config import DecoderConfig, DrafterConfig, LayerConfig, RopeConfig, SamplingParams
 from peagle.engine.cuda_graphs import DecodeGraph, DecodeGraphs
+from peagle.engine.dummy_weights import random_weights
 from peagle.engine.llm import LLM
-from peagle.engine.loader import random_weights
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
 from peagle.speculative import reference
@@ -47,8 +47,8 @@ def test_greedy_text_and_counts_are_the_references(name: str | None, graphs: boo
                 want.num_accepted_tokens_per_pos,
             )
     llm.check_integrity()
-    passes = llm.model_runner.prefill_graphs
-    assert (passes is not None and [one.room.rows for one in passes.captured] == passes.sizes) == graphs
+    passes = llm.model_runner.prefill.graphs
+    assert (passes is not None and [one.shape.num_rows for one in passes.captured] == passes.sizes) == graphs
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -149,7 +149,7 @@ def test_rounds_of_short_requests_write_what_the_others_do(parallel: bool, monke
 
     def find(graphs: DecodeGraphs, batch: int, k: int, length: int) -> DecodeGraph | None:
         recorded = found(graphs, batch, k, length)
-        near = graphs.short_context_graphs[min(s for s in graphs.sizes if s >= batch), k]
+        near = graphs.captured_short[min(s for s in graphs.batch_sizes if s >= batch), k]
         used.add(next((length for length, one in near.items() if one is recorded), None))
         return recorded
 
@@ -164,7 +164,7 @@ def test_rounds_of_short_requests_write_what_the_others_do(parallel: bool, monke
     monkeypatch.setattr(DecodeGraphs, "find", find)
     near = [texts(at_once) for at_once in (1, 2, 4)]
     assert used == {256, 512, None}
-    monkeypatch.setattr("peagle.engine.cuda_graphs.near_lengths", lambda target, drafter: ())
+    monkeypatch.setattr("peagle.engine.loader.find_short_seq_lens", lambda target, drafter: ())
     used.clear()
     assert texts(1) == near[0] == near[1] == near[2] and used == {None}
 
@@ -172,5 +172,5 @@ def test_rounds_of_short_requests_write_what_the_others_do(parallel: bool, monke
 def test_graphs_say_what_they_take() -> None:
     llm = engine("p-eagle-1", 3)
     graphs = llm.model_runner.decode_graphs
-    assert graphs is not None and graphs.seconds > 0 and {k for _, k in graphs.captured} == {3}
+    assert graphs is not None and graphs.capture_seconds > 0 and {k for _, k in graphs.captured} == {3}
     torch.cuda.synchronize()

@@ -24,7 +24,7 @@ import pairs
 import pytest
 import torch
 from engine_soak import soak, spread_weights
-from engines import LONGEST, Asked, check, engine, play, rehearse, truth
+from engines import MAX_MODEL_LEN, ArrivingRequest, check, emulate_prefill_graphs, engine, expected_output, run_requests
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chisquare
@@ -34,14 +34,16 @@ from torch import Tensor
 from peagle.checkpoints.drafter import read_drafter_config, save_drafter
 from peagle.checkpoints.target import Target
 from peagle.config import DecoderConfig, DrafterConfig, EngineSettings, LayerConfig, RopeConfig, SamplingParams
-from peagle.engine import loader as loading
+from peagle.engine import cpu_defaults
+from peagle.engine.kv_cache_size import count_blocks
 from peagle.engine.llm import LLM
-from peagle.engine.loader import count_blocks, draft_choices
+from peagle.engine.loader import resolve_choices
 from peagle.engine.logits_processors import apply_logits_processors
-from peagle.engine.model_runner import PendingStep
-from peagle.engine.prefill import PrefillInputs
+from peagle.engine.prefill_inputs import PrefillInputs
 from peagle.engine.request import Request
+from peagle.engine.step_output import PendingStep, VerifyOutput
 from peagle.errors import UserError
+from peagle.kernels.sampling.verify import AcceptedTokens
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
 from peagle.speculative import reference
@@ -49,12 +51,12 @@ from peagle.speculative.adaptive_k import StepCostTable
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-LENGTHS = (1, 2, 5, 15, 16, 17, 18, 31, 33, 34, 48, LONGEST - 2, LONGEST - 1)
+LENGTHS = (1, 2, 5, 15, 16, 17, 18, 31, 33, 34, 48, MAX_MODEL_LEN - 2, MAX_MODEL_LEN - 1)
 STARTS = (700, 2300)
 LONG = [
     SamplingParams(max_tokens=30, ignore_eos=True),
-    SamplingParams(max_tokens=LONGEST, ignore_eos=True),
-    SamplingParams(max_tokens=LONGEST, temperature=1.6, seed=3, ignore_eos=True),
+    SamplingParams(max_tokens=MAX_MODEL_LEN, ignore_eos=True),
+    SamplingParams(max_tokens=MAX_MODEL_LEN, temperature=1.6, seed=3, ignore_eos=True),
 ]
 PLAIN = [
     SamplingParams(max_tokens=1),
@@ -81,7 +83,7 @@ def prompt(start: int, length: int) -> tuple[int, ...]:
 @dataclass(frozen=True)
 class Scene:
     sizes: dict[str, Any]
-    asked: list[Asked]
+    asked: list[ArrivingRequest]
 
 
 def scene(choose: random.Random) -> Scene:
@@ -93,7 +95,7 @@ def scene(choose: random.Random) -> Scene:
         length = choose.choice(LENGTHS[:7] if crowded else LENGTHS)
         at = choose.randint(0, 3 if crowded else 15)
         stays = choose.randint(0, 20) if choose.random() < 0.15 else None
-        asked.append(Asked(prompt(choose.choice(STARTS), length), choose.choice(params), at, stays))
+        asked.append(ArrivingRequest(prompt(choose.choice(STARTS), length), choose.choice(params), at, stays))
     sizes = {
         "blocks": choose.choice([5, 6, 7] if crowded else [4, 8, 16]),
         "max_num_seqs": choose.choice([3, 4] if crowded else [1, 2, 4]),
@@ -110,17 +112,17 @@ SEEN: Counter[str] = Counter()  # that what shall be tested did happen
 def run(name: str | None, k: int | str, lookahead: int, choose: random.Random) -> None:
     drawn = scene(choose)
     fixed = name is not None and isinstance(k, int)
-    wanted = {a: truth(a.prompt, a.params, *((name, k) if fixed else ())) for a in drawn.asked}
-    asked = [a for a in drawn.asked if wanted[a].clear]
+    wanted = {a: expected_output(a.prompt, a.params, *((name, k) if fixed else ())) for a in drawn.asked}
+    asked = [a for a in drawn.asked if wanted[a].is_clear]
     llm = engine(name, k, **drawn.sizes)
-    llm.lookahead = lookahead
-    replays = rehearse(llm, choose.choice([[], [16], [8, 24, 200]]))
+    llm.max_in_flight_steps = lookahead
+    replays = emulate_prefill_graphs(llm, choose.choice([[], [16], [8, 24, 200]]))
     if k == "auto":
-        llm.scheduler.drafts_for = lambda batch: choose.choice(llm.adaptive_k.choices)
-    for one, group in zip(asked, play(llm, asked), strict=True):
+        llm.scheduler.choose_k = lambda batch: choose.choice(llm.adaptive_k.choices)
+    for one, group in zip(asked, run_requests(llm, asked), strict=True):
         (got,) = llm.build_output(group).outputs
         want = wanted[one]
-        if one.stays is not None and got.finish_reason == "abort":
+        if one.abort_after is not None and got.finish_reason == "abort":
             assert got.token_ids == want.token_ids[: len(got.token_ids)]
             SEEN["aborted"] += 1
         else:
@@ -128,7 +130,7 @@ def run(name: str | None, k: int | str, lookahead: int, choose: random.Random) -
         assert len(got.token_ids) <= 1 + got.num_decode_steps + sum(got.num_accepted_tokens_per_pos)
         SEEN["preempted"] += group.requests[0].num_preemptions > 0
         SEEN["accepted"] += sum(got.num_accepted_tokens_per_pos)
-        SEEN["full"] += len(one.prompt) + len(got.token_ids) == LONGEST
+        SEEN["full"] += len(one.prompt) + len(got.token_ids) == MAX_MODEL_LEN
     SEEN["found"] += llm.scheduler.pool.num_hit_tokens
     SEEN["replayed"] += len(replays)
 
@@ -162,14 +164,14 @@ def test_every_request_gets_what_it_gets_alone(name: str | None, k: int | str, l
 @pytest.mark.parametrize("name", ["p-eagle-1", "eagle3-1", None])
 def test_every_parameter_alone_and_together(name: str | None) -> None:
     """All at once in one batch, then each by itself: neighbours change nothing."""
-    asked = [Asked(prompt(STARTS[i % 2], 20 + i), p) for i, p in enumerate(LONG + PLAIN + SHAPED)]
-    wanted = [truth(a.prompt, a.params, *((name, 3) if name else ())) for a in asked]
-    assert sum(want.clear for want in wanted) >= len(asked) - 1
+    asked = [ArrivingRequest(prompt(STARTS[i % 2], 20 + i), p) for i, p in enumerate(LONG + PLAIN + SHAPED)]
+    wanted = [expected_output(a.prompt, a.params, *((name, 3) if name else ())) for a in asked]
+    assert sum(want.is_clear for want in wanted) >= len(asked) - 1
     llm = engine(name, 3 if name else 0, max_num_seqs=20)
-    together = [llm.build_output(group).outputs[0] for group in play(llm, asked)]
+    together = [llm.build_output(group).outputs[0] for group in run_requests(llm, asked)]
     alone = [llm.generate(list(a.prompt), a.params)[0].outputs[0] for a in asked[-len(SHAPED) :]]
     for got, want in [*zip(together, wanted, strict=True), *zip(alone, wanted[-len(SHAPED) :], strict=True)]:
-        if want.clear:
+        if want.is_clear:
             check(got, want, counts=name is not None)
     reasons = {(got.finish_reason, type(got.stop_reason)) for got in together}
     assert {("length", type(None)), ("stop", type(None)), ("stop", int), ("stop", str)} <= reasons
@@ -214,7 +216,7 @@ def test_n_answers_have_seeds_of_their_own() -> None:
     (output,) = llm.generate([list(prompt(700, 20))], params)
     assert [o.index for o in output.outputs] == [0, 1, 2, 3] and output.finished
     for i, got in enumerate(output.outputs):
-        check(got, truth(prompt(700, 20), replace(params, n=1, seed=(params.seed + i) % 2**63)), counts=False)
+        check(got, expected_output(prompt(700, 20), replace(params, n=1, seed=(params.seed + i) % 2**63)), counts=False)
     assert len({tuple(o.token_ids) for o in output.outputs}) == 4
     (greedy,) = llm.generate([list(prompt(700, 20))], SamplingParams(max_tokens=5, n=2))
     assert greedy.outputs[0].token_ids == greedy.outputs[1].token_ids
@@ -227,45 +229,45 @@ def test_n_answers_have_seeds_of_their_own() -> None:
 
 def rig(llm: LLM, right: Callable[[int], bool]) -> None:
     """Drafts the text to come; where `right` says no of a position, a token that it will not be."""
-    runner = llm.model_runner
 
     def draft(request: Request, position: int, k: int) -> list[int]:
         """For `position` and the k - 1 behind it."""
-        said = truth(tuple(request.prompt_token_ids), request.params).token_ids
-        ahead = [*said, *[0] * LONGEST][position - len(request.prompt_token_ids) :][:k]
+        said = expected_output(tuple(request.prompt_token_ids), request.params).token_ids
+        ahead = [*said, *[0] * MAX_MODEL_LEN][position - len(request.prompt_token_ids) :][:k]
         return [t if right(position + i) else (t + 1) % pairs.VOCAB for i, t in enumerate(ahead)]
 
-    def drafts(v: Any, accepted_B: Tensor, emitted_BQ: Tensor, k: int) -> Tensor:
-        by_slot = {r.slot: r for r in llm.scheduler.running}
-        starts = (v.inputs.num_computed_tokens_B + accepted_B + 2).tolist()
-        made = [draft(by_slot[s], at, k) for s, at in zip(v.slots_B.tolist(), starts, strict=True)]
+    def after_verify(verified: VerifyOutput, accepted: AcceptedTokens) -> Tensor:
+        by_slot, k = {r.slot: r for r in llm.scheduler.running}, accepted.output_token_ids_BQ.shape[1] - 1
+        starts = (verified.inputs.num_computed_tokens_B + accepted.num_accepted_B + 2).tolist()
+        made = [draft(by_slot[s], at, k) for s, at in zip(verified.slots_B.tolist(), starts, strict=True)]
         return torch.tensor(made, dtype=torch.long).view(len(starts), k)
 
-    def draft_after(p: PrefillInputs[Tensor], *_: Any) -> Tensor:
-        by_slot, k = {r.slot: r for r in llm.scheduler.running}, llm.model_runner.max_speculative_tokens
-        ends = zip(p.slots_F.tolist(), p.ends_F.tolist(), strict=True)
+    def after_prefill(p: PrefillInputs[Tensor], *_: Any) -> Tensor:
+        by_slot, k = {r.slot: r for r in llm.scheduler.running}, llm.scheduler.max_speculative_tokens
+        ends = zip(p.end_slots_F.tolist(), p.num_tokens_F.tolist(), strict=True)
         return torch.tensor([draft(by_slot[s], end + 1, k) for s, end in ends], dtype=torch.long).view(-1, k)
 
-    runner._drafts, runner._draft_after = drafts, draft_after  # type: ignore[method-assign]
+    proposer: Any = llm.model_runner.proposer
+    proposer.propose_after_verify, proposer.propose_after_prefill = after_verify, after_prefill
 
 
 @pytest.mark.parametrize("kind", ["always", "never", "sometimes"])
 @pytest.mark.parametrize("k", [1, 4])
 def test_counts_with_known_drafts(kind: str, k: int) -> None:
-    wrong = {"always": set(), "never": set(range(LONGEST)), "sometimes": {26, 27, 33, 41, 45}}[kind]
+    wrong = {"always": set(), "never": set(range(MAX_MODEL_LEN)), "sometimes": {26, 27, 33, 41, 45}}[kind]
     llm = engine("p-eagle-1", k)
     rig(llm, lambda position: position not in wrong)
-    params = SamplingParams(max_tokens=LONGEST, ignore_eos=True)
+    params = SamplingParams(max_tokens=MAX_MODEL_LEN, ignore_eos=True)
     asked = [
-        Asked(prompt(start, length), params, at)
+        ArrivingRequest(prompt(start, length), params, at)
         for at, (start, length) in enumerate([(700, 17), (2300, 24), (700, 40)])
     ]
-    for one, group in zip(asked, play(llm, asked), strict=True):
+    for one, group in zip(asked, run_requests(llm, asked), strict=True):
         (got,) = llm.build_output(group).outputs
-        check(got, truth(one.prompt, params), counts=False)
+        check(got, expected_output(one.prompt, params), counts=False)
         length, rounds, drafts, accepted, drafted = len(one.prompt) + 1, 0, 0, [0] * k, [False]
-        while length < LONGEST:
-            verified = min(k, LONGEST - length - 1)
+        while length < MAX_MODEL_LEN:
+            verified = min(k, MAX_MODEL_LEN - length - 1)
             held = next((i for i in range(verified) if length + i in wrong), verified)
             rounds, drafts = rounds + 1, drafts + (verified > 0)
             accepted = [a + (i < held) for i, a in enumerate(accepted)]
@@ -286,7 +288,7 @@ def test_auto_stops_drafting_where_drafts_never_hold() -> None:
     rig(llm, lambda position: False)
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     outputs = [llm.generate(list(prompt(700, 17)), params)[0].outputs[0] for _ in range(3)]
-    check(outputs[-1], truth(prompt(700, 17), params), counts=False)
+    check(outputs[-1], expected_output(prompt(700, 17), params), counts=False)
     assert outputs[-1].num_drafts <= 2 and outputs[0].num_decode_steps == 39
 
 
@@ -366,7 +368,7 @@ def test_generate_chat_and_stream_say_the_same() -> None:
     llm = engine("p-eagle-1", 3)
     asked = bytes(prompt(700, 20)).decode()
     params = SamplingParams(max_tokens=30, stop=["def"], ignore_eos=True)
-    want = truth(prompt(700, 20), params)
+    want = expected_output(prompt(700, 20), params)
     texts, ids = [asked, asked[:12]], [list(prompt(700, 20)), list(prompt(700, 12))]
     by_text, by_ids = llm.generate(texts, params), llm.generate(ids, params, progress=True)
     assert [o.outputs for o in by_text] == [o.outputs for o in by_ids]
@@ -386,7 +388,7 @@ def test_generate_chat_and_stream_say_the_same() -> None:
         assert sum(len(p.logprobs or []) for p in pieces) == len(want.token_ids)
         assert [p.finish_reason for p in pieces] == [None] * (len(pieces) - 1) + [want.finish_reason]
         assert pieces[-1].stop_reason == want.stop_reason and len(pieces) > 2
-    engines.nothing_left(llm)
+    engines.check_all_released(llm)
 
 
 def test_leaving_a_stream_gives_everything_back() -> None:
@@ -398,15 +400,15 @@ def test_leaving_a_stream_gives_everything_back() -> None:
     assert len(llm.scheduler.running) == 1
     while llm.has_unfinished_requests:
         llm.step()
-    check(llm.build_output(other).outputs[0], truth(prompt(2300, 20), LONG[0]), counts=False)
-    engines.nothing_left(llm)
+    check(llm.build_output(other).outputs[0], expected_output(prompt(2300, 20), LONG[0]), counts=False)
+    engines.check_all_released(llm)
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("where", ["launch", "schedule", "wait"])
 def test_an_interrupted_engine_goes_on(lookahead: int, where: str) -> None:
     llm = engine("p-eagle-1", 3)
-    llm.lookahead = lookahead
+    llm.max_in_flight_steps = lookahead
     asked = [list(prompt(700, n)) for n in (20, 33, 5)]
     owner: Any = {"launch": llm.model_runner, "schedule": llm.scheduler, "wait": PendingStep}[where]
     original = getattr(owner, where)
@@ -425,10 +427,10 @@ def test_an_interrupted_engine_goes_on(lookahead: int, where: str) -> None:
         assert calls == at and not llm.scheduler.running and not llm.scheduler.waiting
         llm.check_integrity()
         for ids, output in zip(asked, llm.generate(asked, LONG[0]), strict=True):
-            check(output.outputs[0], truth(tuple(ids), LONG[0], "p-eagle-1", 3), counts=True)
+            check(output.outputs[0], expected_output(tuple(ids), LONG[0], "p-eagle-1", 3), counts=True)
     while llm.has_unfinished_requests:
         llm.step()
-    engines.nothing_left(llm)
+    engines.check_all_released(llm)
 
 
 # What is refused
@@ -442,16 +444,16 @@ def test_bad_requests_are_refused_and_disturb_nobody() -> None:
         llm.step()
     good = list(prompt(700, 5))
     cases: list[tuple[Callable[[], Any], str]] = [
-        (lambda: llm.generate([good, [0] * LONGEST]), f"the prompt has {LONGEST} tokens, but the context holds"),
+        (lambda: llm.generate([good, [0] * MAX_MODEL_LEN]), f"the prompt has {MAX_MODEL_LEN} tokens"),
         (lambda: llm.generate([good, []]), "the prompt is empty"),
         (lambda: llm.generate(""), "the prompt is empty"),
         (lambda: llm.generate([good, [3, pairs.VOCAB]]), "a prompt token is outside the vocabulary"),
         (lambda: llm.generate([good, [-1]]), "a prompt token is outside the vocabulary"),
-        (lambda: llm.generate([good, good], [LONG[0]]), "2 prompts, but 1 sampling parameters"),
+        (lambda: llm.generate([good, good], [LONG[0]]), "1 sampling parameters for 2 prompts"),
         (lambda: llm.generate(good, SamplingParams(stop_token_ids=[pairs.VOCAB])), "--stop-token-ids 160: outside"),
         (lambda: llm.generate(good, SamplingParams(logit_bias={900: 1})), "--logit-bias 900: outside"),
-        (lambda: next(llm.stream(good, SamplingParams(n=2))), "--n 2: a stream has one answer"),
-        (lambda: bare.generate(good, SamplingParams(stop=["x"])), "--stop: .* has no tokenizer"),
+        (lambda: next(llm.stream(good, SamplingParams(n=2))), "--n 2: "),
+        (lambda: bare.generate(good, SamplingParams(stop=["x"])), "--stop: .*tokenizer"),
     ]
     for call, words in cases:
         with pytest.raises(UserError, match=words) as error:
@@ -461,8 +463,8 @@ def test_bad_requests_are_refused_and_disturb_nobody() -> None:
         llm.check_integrity()
     while llm.has_unfinished_requests:
         llm.step()
-    check(llm.build_output(running).outputs[0], truth(prompt(700, 20), LONG[1], "p-eagle-1", 3), counts=True)
-    engines.nothing_left(llm)
+    check(llm.build_output(running).outputs[0], expected_output(prompt(700, 20), LONG[1], "p-eagle-1", 3), counts=True)
+    engines.check_all_released(llm)
 
 
 def test_bad_settings_are_refused(tmp_path: Path) -> None:
@@ -473,12 +475,12 @@ def test_bad_settings_are_refused(tmp_path: Path) -> None:
         (lambda: engine(None, 3), "--num-speculative-tokens 3: needs a --drafter"),
         (lambda: engine("p-eagle-1", 65), "-k 65: the number of draft tokens must be between 1 and 64"),
         (lambda: engine("p-eagle-1", -1), "-k -1: "),
-        (lambda: engine(None, 0, max_model_len=257), "--max-model-len 257: this target was made for at most 256"),
-        (lambda: engine(None, 0, max_model_len=1), "--max-model-len 1: must leave room"),
+        (lambda: engine(None, 0, max_model_len=257), "--max-model-len 257: .* 256 tokens"),
+        (lambda: engine(None, 0, max_model_len=1), "--max-model-len 1: "),
         (lambda: engine(None, 0, max_num_seqs=0), "--max-num-seqs 0: must be at least 1"),
         (
             lambda: engine(None, 0, blocks=3),
-            "one sequence of 64 tokens takes .* at most 48, or raise --kv-cache-memory-bytes",
+            "one sequence of 64 tokens needs .* at most 48, or raise --kv-cache-memory-bytes",
         ),
         (
             lambda: count_blocks(EngineSettings(kv_cache_memory_bytes=1500), torch.device("cuda"), 500, 64, 1),
@@ -499,16 +501,20 @@ def test_more_drafts_than_it_was_trained_for(tmp_path: Path) -> None:
     folder = tmp_path / "drafter"
     shutil.copytree(pairs.drafter_folder("p-eagle-1"), folder)
     set_config(folder, trained_draft_tokens=2)
-    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "threads": 1, "max_model_len": LONGEST}
-    with pytest.warns(UserWarning, match="was trained for 2 draft tokens, 5 are asked for"):
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "threads": 1, "max_model_len": MAX_MODEL_LEN}
+    with pytest.warns(UserWarning, match="--num-speculative-tokens 5: .* trained for 2 draft tokens"):
         llm = LLM(engines.target(), folder, 5, **options)
-    check(llm.generate(list(prompt(700, 20)), LONG[0])[0].outputs[0], truth(prompt(700, 20), LONG[0]), counts=False)
+    check(
+        llm.generate(list(prompt(700, 20)), LONG[0])[0].outputs[0],
+        expected_output(prompt(700, 20), LONG[0]),
+        counts=False,
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         LLM(engines.target(), folder, 2, **options)
-        llm = LLM(engines.target(), folder, cost_table=engines.any_costs(), **options)
+        llm = LLM(engines.target(), folder, cost_table=engines.flat_cost_table(), **options)
     assert llm.adaptive_k.choices == [0, 1, 2]
-    given = {**options, "cost_table": engines.any_costs()}
+    given = {**options, "cost_table": engines.flat_cost_table()}
     for trained, more in ((4, [4]), (6, [5, 6]), (8, [5, 7]), (10, [5, 7, 9]), (16, [5, 7, 9])):
         set_config(folder, trained_draft_tokens=trained)
         assert LLM(engines.target(), folder, **given).adaptive_k.choices == [0, 1, 2, 3, *more]
@@ -532,7 +538,7 @@ def test_deep_drafts_are_for_gpus_and_one_pass(tmp_path: Path) -> None:
         shutil.copytree(pairs.drafter_folder(name), folder, dirs_exist_ok=True)
         set_config(folder, trained_draft_tokens=trained)
         cfg = read_drafter_config(folder, engines.target().model.cfg)
-        assert draft_choices(EngineSettings(), cfg, folder, on_gpu)[-3:] == deepest
+        assert resolve_choices(EngineSettings(), cfg, folder, on_gpu)[-3:] == deepest
 
 
 @pytest.mark.parametrize(
@@ -550,10 +556,10 @@ def test_bfloat16_on_cpus_that_have_it(monkeypatch, told: str, slow: torch.dtype
     def multiply(x: torch.Tensor, weight: torch.Tensor) -> None:
         time.sleep(0.002 * (x.dtype == slow))
 
-    monkeypatch.setattr(loading, "processor", lambda: f"model name\t: bf16\n{told}")
-    monkeypatch.setattr(loading, "F", SimpleNamespace(linear=multiply))
-    assert loading.fitting_dtype(torch.device("cpu")) == want
-    assert loading.fitting_dtype(torch.device("cuda")) == torch.bfloat16
+    monkeypatch.setattr(cpu_defaults, "processor", lambda: f"model name\t: bf16\n{told}")
+    monkeypatch.setattr(cpu_defaults, "F", SimpleNamespace(linear=multiply))
+    assert cpu_defaults.resolve_dtype(None, torch.device("cpu")) == want
+    assert cpu_defaults.resolve_dtype(None, torch.device("cuda")) == torch.bfloat16
 
 
 @pytest.mark.parametrize(
@@ -561,9 +567,9 @@ def test_bfloat16_on_cpus_that_have_it(monkeypatch, told: str, slow: torch.dtype
     [("asimd fphp", "bfloat16", True), ("asimd fphp", "float32", False), ("asimd bf16", "bfloat16", False)],
 )
 def test_bfloat16_asked_of_a_cpu_that_has_none(monkeypatch, recwarn, told: str, dtype: str, warns: bool) -> None:
-    monkeypatch.setattr(loading, "processor", lambda: f"Features\t: {told}")
+    monkeypatch.setattr(cpu_defaults, "processor", lambda: f"Features\t: {told}")
     LLM(pairs.target_folder(), device="cpu", dtype=dtype, max_num_seqs=2, max_model_len=64)
-    said = [w for w in recwarn if "this CPU has no instructions for it" in str(w.message)]
+    said = [w for w in recwarn if "this CPU has no bfloat16 instructions" in str(w.message)]
     assert len(said) == warns
     assert all(w.filename == __file__ for w in said)
 
@@ -572,7 +578,7 @@ def test_bfloat16_asked_of_a_cpu_that_has_none(monkeypatch, recwarn, told: str, 
 def test_a_drafter_that_may_not_draft(name: str) -> None:
     llm = engine(name, 0)
     (got,) = llm.generate(list(prompt(700, 20)), LONG[0])[0].outputs
-    check(got, truth(prompt(700, 20), LONG[0]), counts=False)
+    check(got, expected_output(prompt(700, 20), LONG[0]), counts=False)
     assert got.num_drafts == 0 and got.num_accepted_tokens_per_pos == []
 
 

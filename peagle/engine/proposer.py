@@ -1,0 +1,156 @@
+"""Runs the drafter: K draft tokens for each request, after a verification pass or after prefill.
+
+P-EAGLE drafts all K tokens in one pass over the accepted tokens and K - 1 mask rows. EAGLE-3 drafts the first token in
+one pass over the accepted tokens, then one token per pass. `speculative/reference.py` shows the same without a cache.
+
+Shapes: B requests, Q verified rows per request, R drafter rows, F prompts that end, K draft tokens, D drafter width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from peagle.engine.kv_cache import KVCache, PagedAttention, max_context_len
+from peagle.engine.prefill_inputs import PrefillInputs, PrefillShape
+from peagle.engine.step_output import VerifyOutput
+from peagle.kernels.attention.paged import PagedAttentionMetadata, prefill_attention
+from peagle.kernels.gather import gather_rows
+from peagle.kernels.sampling.sample import argmax
+from peagle.kernels.sampling.verify import AcceptedTokens
+from peagle.kernels.step.draft_inputs import build_draft_inputs
+from peagle.models.drafter import Drafter
+from peagle.models.fused_cpu import FusedCpuDrafter
+
+
+class DraftProposer:
+    def __init__(
+        self, drafter: Drafter, num_blocks: int, max_num_seqs: int, max_model_len: int, max_speculative_tokens: int
+    ) -> None:
+        self.drafter, self.max_model_len = drafter, max_model_len
+        self.max_speculative_tokens, self.mask_token_id = max_speculative_tokens, drafter.cfg.mask_token_id
+        self.device, layer = drafter.fc.weight.device, drafter.cfg.layer
+        self.run_drafter = FusedCpuDrafter(drafter) if self.device.type == "cpu" else drafter
+        self.kv_cache = KVCache.allocate(
+            drafter.cfg.num_layers, num_blocks, layer.num_kv_heads, layer.head_dim, drafter.fc.weight
+        )
+        self.max_model_len_S = torch.full((max_num_seqs + 1,), max_model_len, device=self.device)
+        self.mask_hidden_D: Tensor | None = None
+        self.refresh_mask_hidden()
+
+    @torch.inference_mode()
+    def refresh_mask_hidden(self) -> None:
+        """Recomputes the hidden state of mask rows. Call it after the drafter's weights changed in place."""
+        if self.drafter.cfg.parallel:
+            hidden_D = self.drafter.mask_hidden_states(1)[0]
+            if self.mask_hidden_D is None:
+                self.mask_hidden_D = hidden_D.contiguous()
+            else:
+                self.mask_hidden_D.copy_(hidden_D)  # in place: captured graphs read this tensor
+
+    @property
+    def num_mask_rows(self) -> int:
+        """Drafter rows after the end of a prompt."""
+        return max(self.max_speculative_tokens - 1, 0) if self.drafter.cfg.parallel else 0
+
+    def propose_after_verify(self, verified: VerifyOutput, accepted: AcceptedTokens) -> Tensor:
+        """[B, K]: draft tokens for the next step."""
+        inputs, hidden_TD, output_BQ = verified.inputs, verified.hidden_states_TD, accepted.output_token_ids_BQ
+        assert hidden_TD is not None
+        batch_size, k = len(output_BQ), output_BQ.shape[1] - 1
+        starts_B, block_tables_BM = inputs.num_computed_tokens_B, inputs.block_tables_BM
+        if batch_size == 1 and self.device.type == "cpu":  # skip rejected rows: here rows cost and a sync does not
+            num_kept = int(accepted.num_accepted_B) + 1
+            output_BQ, hidden_TD = output_BQ[:, :num_kept], hidden_TD[:num_kept]
+        rows = build_draft_inputs(
+            output_BQ,
+            accepted.num_accepted_B,
+            starts_B,
+            hidden_TD,
+            self.mask_hidden_D,
+            self.mask_token_id,
+            k,
+            self.max_model_len_S[:batch_size],
+        )
+        num_rows = len(rows.token_ids_R) // batch_size
+        max_computed = max_context_len(verified.max_seq_len, num_rows)
+        metadata = PagedAttentionMetadata(
+            block_tables_BM, starts_B, rows.query_lens_B, num_rows, max_computed_tokens=max_computed
+        )
+        attend = PagedAttention(self.kv_cache, metadata)
+        kv_only = {"kv_only": True} if k == 0 and isinstance(self.run_drafter, FusedCpuDrafter) else {}
+        output_RD, next_hidden_RD = self.run_drafter(
+            rows.token_ids_R, rows.hidden_states_RD, rows.positions_R, attend, **kv_only
+        )
+        if k == 0:
+            return output_BQ[:, :0]
+        sample_rows = rows.sample_rows_BK.flatten()
+        draft_token_ids = self._greedy_tokens(gather_rows(output_RD, sample_rows))
+        if self.mask_token_id is not None:
+            return draft_token_ids.view(batch_size, k)
+        positions_B = starts_B + accepted.num_accepted_B + 1
+        next_hidden_BD = gather_rows(next_hidden_RD, sample_rows)
+        return self._propose_autoregressively(
+            draft_token_ids, next_hidden_BD, positions_B, block_tables_BM, k, verified.max_seq_len
+        )
+
+    def propose_after_prefill(
+        self,
+        inputs: PrefillInputs[Tensor],
+        shape: PrefillShape,
+        newest_F: Tensor,
+        aux_hidden_states_TN: Tensor,
+        metadata: PagedAttentionMetadata,
+        block_tables_SM: Tensor,
+    ) -> Tensor:
+        """[F, K]: runs the drafter over the same prompt rows, and drafts tokens for the prompts that end.
+        `newest_F` is the token after each of these prompts."""
+        drafter, k = self.drafter, self.max_speculative_tokens if shape.num_ends else 0
+        token_ids_R, hidden_RD = inputs.draft_token_ids_R, drafter.combine_hidden_states(aux_hidden_states_TN)
+        if shape.num_ends:
+            token_ids_R = torch.where(token_ids_R < 0, newest_F[(-1 - token_ids_R).clamp(min=0)], token_ids_R)
+        if shape.num_mask_rows and shape.num_ends:
+            assert self.mask_hidden_D is not None
+            hidden_RD = torch.cat([hidden_RD, self.mask_hidden_D[None]])[inputs.draft_source_rows_R]
+        attend = PagedAttention(self.kv_cache, metadata, prefill_attention)
+        output_RD, next_hidden_RD = self.run_drafter(token_ids_R, hidden_RD, inputs.draft_positions_R, attend)
+        if k == 0:
+            return newest_F[:, None][:, :0]
+        first_rows_F = inputs.first_draft_rows_F
+        if drafter.cfg.parallel:
+            sample_rows = (first_rows_F[:, None] + torch.arange(k, device=self.device)).flatten()
+            return self._greedy_tokens(output_RD[sample_rows]).view(-1, k)
+        draft_token_ids_F = self._greedy_tokens(output_RD[first_rows_F])
+        block_tables_FM = block_tables_SM[inputs.end_slots_F]
+        return self._propose_autoregressively(
+            draft_token_ids_F, next_hidden_RD[first_rows_F], inputs.num_tokens_F, block_tables_FM, k
+        )
+
+    def _propose_autoregressively(
+        self,
+        draft_token_ids_B: Tensor,
+        hidden_BD: Tensor,
+        positions_B: Tensor,
+        block_tables_BM: Tensor,
+        k: int,
+        max_seq_len: int | None = None,
+    ) -> Tensor:
+        """EAGLE-3: drafts tokens 2 to K, each from the token before and the drafter's own output. [B, K].
+        `positions_B`: position of the first of these rows."""
+        draft_token_ids = [draft_token_ids_B]
+        # Positions of all passes at once: one launch instead of several per pass.
+        unclamped_SB = positions_B + torch.arange(k - 1, device=self.device)[:, None]
+        positions_SB = unclamped_SB.clamp(max=self.max_model_len - 1)
+        starts_SB, query_lens_SB = positions_SB.int(), (self.max_model_len - unclamped_SB).clamp(0, 1).int()
+        for rows_B, starts_B, query_lens_B in zip(positions_SB, starts_SB, query_lens_SB, strict=True):
+            metadata = PagedAttentionMetadata(
+                block_tables_BM, starts_B, query_lens_B, 1, max_computed_tokens=max_context_len(max_seq_len, 1)
+            )
+            attend = PagedAttention(self.kv_cache, metadata)
+            output_BD, hidden_BD = self.run_drafter(draft_token_ids[-1], hidden_BD, rows_B, attend)
+            draft_token_ids.append(self._greedy_tokens(output_BD))
+        return torch.stack(draft_token_ids, 1)
+
+    def _greedy_tokens(self, output_RD: Tensor) -> Tensor:
+        """The likeliest token of each row, in the target's vocabulary."""
+        return self.drafter.to_target_ids(argmax(self.drafter.compute_logits(output_RD)))

@@ -1,0 +1,154 @@
+"""BlockPool against a naive model that keeps whole token prefixes instead of hashes."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support import many
+
+from peagle.engine.block_pool import PADDING_BLOCK, BlockPool
+
+SIZE = 2
+
+
+@dataclass
+class Sequence:
+    """A sequence with blocks for all its tokens; the first `len(hashes)` are in the prefix cache."""
+
+    tokens: list[int]
+    blocks: list[int]
+    hashes: list[bytes] = field(default_factory=list)
+
+
+class NaiveModel:
+    """The token prefix that each cached block depends on."""
+
+    def __init__(self, lookahead: int) -> None:
+        self.lookahead = lookahead
+        self.content: dict[int, tuple[int, ...]] = {}
+
+    def prefix(self, tokens: list[int], index: int) -> tuple[int, ...]:
+        return tuple(tokens[: (index + 1) * SIZE + self.lookahead])
+
+
+@many(150)
+@given(st.integers(0, 2**32), st.integers(0, 1), st.integers(2, 12), st.booleans())
+def test_random_use(seed: int, lookahead: int, num_blocks: int, prefix_caching: bool) -> None:
+    rng = random.Random(seed)
+    pool, naive = BlockPool(num_blocks, SIZE, prefix_caching, lookahead), NaiveModel(lookahead)
+    sequences: list[Sequence] = []
+    any_hit = False
+    for _ in range(60):
+        action = rng.random()
+        if action < 0.5:
+            tokens = [rng.randrange(2) for _ in range(rng.randint(1, 9))]
+            blocks, hashes = pool.find_cached_blocks(tokens)
+            any_hit |= bool(blocks)
+            assert len(blocks) * SIZE + max(lookahead, 1) <= len(tokens), "one token must stay uncached"
+            for index, block in enumerate(blocks):
+                assert naive.content[block] == naive.prefix(tokens, index), "found the block of another prefix"
+            before, missing = pool.num_free_blocks, -(-len(tokens) // SIZE) - len(blocks)
+            new = pool.allocate(missing)
+            assert (new is None) == (missing > before)
+            if new is None:
+                pool.release(blocks)
+            else:
+                assert pool.num_free_blocks == before - missing and PADDING_BLOCK not in new
+                for block in new:
+                    naive.content.pop(block, None)
+                sequences.append(Sequence(tokens, blocks + new, hashes))
+        elif action < 0.75 and sequences:
+            sequence = rng.choice(sequences)
+            full = min(len(sequence.tokens) // SIZE, (len(sequence.tokens) - lookahead) // SIZE)
+            for index in range(len(sequence.hashes), max(full, 0)):
+                block_hash = pool.hash_block(sequence.hashes[-1] if sequence.hashes else b"", sequence.tokens, index)
+                sequence.hashes.append(block_hash)
+                pool.cache_block(sequence.blocks[index], block_hash)
+                naive.content.setdefault(sequence.blocks[index], naive.prefix(sequence.tokens, index))
+        elif action < 0.97 and sequences:
+            pool.release(reversed(sequences.pop(rng.randrange(len(sequences))).blocks))
+        elif action > 0.99:
+            pool.reset_prefix_cache()
+            assert pool.find_cached_blocks([0, 1] * 5) == ([], [])
+        pool.check_integrity([s.blocks for s in sequences])
+    assert prefix_caching or not any_hit
+    for sequence in sequences:
+        pool.release(sequence.blocks)
+    pool.reset_prefix_cache()
+    pool.check_integrity([])
+    assert pool.num_free_blocks == num_blocks - 1
+
+
+def allocate_and_cache(pool: BlockPool, tokens: list[int]) -> list[int]:
+    blocks = pool.allocate(-(-len(tokens) // pool.block_size))
+    assert blocks is not None
+    block_hash = b""
+    for index in range((len(tokens) - pool.lookahead) // pool.block_size):
+        block_hash = pool.hash_block(block_hash, tokens, index)
+        pool.cache_block(blocks[index], block_hash)
+    return blocks
+
+
+def test_worked_example() -> None:
+    """With a drafter a block is found only if the token after it is the same too."""
+    pool = BlockPool(9, SIZE, lookahead=1)
+    a, b, c, d, e = range(5)
+    blocks = allocate_and_cache(pool, [a, b, c, d, e])
+    pool.release(blocks)
+    assert pool.find_cached_blocks([a, b, c, d, e])[0] == blocks[:2]
+    assert pool.find_cached_blocks([a, b, c, d, a])[0] == blocks[:1]
+    assert pool.find_cached_blocks([a, b, d])[0] == []
+    assert pool.find_cached_blocks([a, b, c])[0] == blocks[:1]
+    assert pool.find_cached_blocks([a, b])[0] == []
+    without_drafter = BlockPool(9, SIZE, lookahead=0)
+    blocks = allocate_and_cache(without_drafter, [a, b, c, d])
+    assert without_drafter.find_cached_blocks([a, b, c, d, a])[0] == blocks
+    assert without_drafter.find_cached_blocks([a, b, c, d])[0] == blocks[:1], "one token must stay uncached"
+    assert without_drafter.find_cached_blocks([a, b, d])[0] == blocks[:1]
+
+
+def test_least_recently_used_block_is_evicted_first() -> None:
+    pool = BlockPool(5, SIZE, lookahead=0)
+    first, second = allocate_and_cache(pool, [1, 1]), allocate_and_cache(pool, [2, 2])
+    pool.release(first)
+    pool.release(second)
+    pool.release(pool.find_cached_blocks([1, 1, 0])[0])  # now the other one is least recently used
+    assert pool.allocate(3) is not None
+    assert pool.find_cached_blocks([1, 1, 0])[0] == first and pool.find_cached_blocks([2, 2, 0])[0] == []
+
+
+def test_equal_blocks_keep_the_first_hash() -> None:
+    pool = BlockPool(9, SIZE, lookahead=0)
+    first, again = allocate_and_cache(pool, [1, 2]), allocate_and_cache(pool, [1, 2])
+    assert pool.find_cached_blocks([1, 2, 3])[0] == first
+    pool.release(first + again)
+    pool.check_integrity([first])
+
+
+@pytest.mark.parametrize("broken", ["leak", "double", "lost"])
+def test_integrity_check_detects_errors(broken: str) -> None:
+    pool = BlockPool(5, SIZE)
+    blocks = pool.allocate(2)
+    assert blocks is not None
+    if broken == "leak":
+        users: list[list[int]] = []
+    elif broken == "double":
+        users = [blocks, blocks]
+    else:
+        pool._uncached.pop()
+        users = [blocks]
+    with pytest.raises(AssertionError):
+        pool.check_integrity(users)
+
+
+def test_double_release_is_detected() -> None:
+    pool = BlockPool(5, SIZE)
+    blocks = pool.allocate(1)
+    assert blocks is not None
+    pool.release(blocks)
+    with pytest.raises(AssertionError, match="released twice"):
+        pool.release(blocks)
