@@ -1,7 +1,6 @@
-"""A running server as the one that `chat` talks with.
+"""The backend of `peagle chat --url`: a running server with OpenAI's chat completions.
 
-Knows HTTP and OpenAI's chat completions; a server that is not `peagle serve` is talked with too, unshaded. A key
-comes from $OPENAI_API_KEY.
+Servers other than `peagle serve` work too, without shading. The API key comes from $OPENAI_API_KEY.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from peagle.config import BenchServerSettings, SamplingParams
 from peagle.engine.request import CompletionOutput
 from peagle.errors import UserError
 
-READ = 1 << 16  # bytes at once
-NEEDS = {401: "it wants another $OPENAI_API_KEY", 403: "it forbids it", 429: "it has all it can do"}
+READ_BYTES = 1 << 16
+STATUS_HINTS = {401: "set $OPENAI_API_KEY to the server's key", 403: "forbidden", 429: "the server is overloaded"}
 
 
 class ServerBackend:
@@ -31,23 +30,21 @@ class ServerBackend:
             self._headers["Authorization"] = f"Bearer {key}"
         self._connection: http.client.HTTPConnection | None = None
         self._stopped = False
-        about = self._get("/peagle/info", missing=True)
-        self._shades = about is not None  # it tells which tokens were drafts
-        if about is not None:
-            self.model = str(about["model"])
-            self.max_speculative_tokens = int(about["max_speculative_tokens"] or 0) if about["drafter"] else 0
-            self.description = f"{self.model} at {self.address}" + (
-                f" with {about['drafter']}" if about["drafter"] else ""
-            )
+        info = self._get("/peagle/info", missing=True)
+        self._reports_tokens = info is not None  # with a flag for draft tokens
+        if info is not None:
+            self.model, drafter = str(info["model"]), info["drafter"]
+            self.max_speculative_tokens = int(info["max_speculative_tokens"] or 0) if drafter else 0
+            self.description = f"{self.model} at {self.address}" + (f" with {drafter}" if drafter else "")
         else:
             self.model, self.max_speculative_tokens = self._first_model(), 0
-            self.description = f"{self.model} at {self.address}, which does not tell drafts apart"
+            self.description = f"{self.model} at {self.address}, which does not report draft tokens"
 
     def stop(self) -> None:
         self._stopped = True
         if self._connection is not None and self._connection.sock is not None:
             try:
-                self._connection.sock.shutdown(socket.SHUT_RDWR)  # wakes who reads from it; the server notices
+                self._connection.sock.shutdown(socket.SHUT_RDWR)  # ends a blocked read, and tells the server
             except OSError:
                 pass
 
@@ -57,7 +54,7 @@ class ServerBackend:
         body |= {"max_tokens": params.max_tokens, "temperature": params.temperature, "top_p": params.top_p}
         if params.seed is not None:
             body["seed"] = params.seed
-        if self._shades:
+        if self._reports_tokens:
             drafts = (
                 {"num_speculative_tokens": params.max_speculative_tokens}
                 if params.max_speculative_tokens
@@ -65,61 +62,60 @@ class ServerBackend:
             )
             body["peagle"] = {"tokens": True, **(drafts if self.max_speculative_tokens else {})}
         self._pending: list[tuple[str, bool]] = []
-        self._shown = 0  # characters of the text
+        self._num_shown = 0  # characters of the text
         self.output = CompletionOutput(0, "", [], None, num_accepted_tokens_per_pos=[0] * self.max_speculative_tokens)
         try:
             for event in self._events(body):
-                yield self._take(event)
+                yield self._add_event(event)
         except UserError:
             raise
         except (OSError, http.client.HTTPException, Failed) as error:
             if not self._stopped:
-                raise UserError(f"--url {self.settings.url}: the answer broke off ({error})") from None
+                raise UserError(f"--url {self.settings.url}: the response was interrupted ({error})") from None
         except (LookupError, TypeError, AttributeError, ValueError, RecursionError):
-            raise UserError(f"--url {self.settings.url}: an answer that makes no sense") from None
+            raise UserError(f"--url {self.settings.url}: the response is not a chat completion") from None
         finally:
             self._close()
         if self._stopped:
             self.output.finish_reason = "abort"
             count_decode_steps(self.output)
         elif self.output.finish_reason is None:
-            raise UserError(f"--url {self.settings.url}: the answer broke off")
+            raise UserError(f"--url {self.settings.url}: the response was interrupted")
 
-    def _take(self, event: dict[str, Any]) -> list[tuple[str, bool]]:
-        """What one event adds."""
+    def _add_event(self, event: dict[str, Any]) -> list[tuple[str, bool]]:
+        """Adds an event to the output. Returns the new text."""
         out, parts = self.output, []
         if (error := event.get("error")) is not None:
             raise UserError(f"--url {self.settings.url}: {error.get('message', error)}")
-        told = event.get("peagle")
+        stats = event.get("peagle")
         for choice in event.get("choices", ()):
             text = (choice.get("delta") or {}).get("content") or ""
             out.text += text
             out.finish_reason = choice.get("finish_reason") or out.finish_reason
-            mine = choice.get("peagle") or {}
-            if "texts" in mine:
-                out.token_ids += mine["token_ids"]
-                out.is_draft_token += mine["is_draft_token"]
-                self._pending += zip(mine["texts"], mine["is_draft_token"], strict=True)
-                parts += self._showable()
+            tokens = choice.get("peagle") or {}
+            if "texts" in tokens:
+                out.token_ids += tokens["token_ids"]
+                out.is_draft_token += tokens["is_draft_token"]
+                self._pending += zip(tokens["texts"], tokens["is_draft_token"], strict=True)
+                parts += self._take_shown_parts()
             elif text:
                 parts.append((text, False))
-            told = mine if "num_decode_steps" in mine else told
-        if told and "num_decode_steps" in told:
-            out.num_decode_steps, out.num_drafts = told["num_decode_steps"], told["num_drafts"]
-            counts = told["num_accepted_tokens_per_pos"]
+        if stats and "num_decode_steps" in stats:
+            out.num_decode_steps, out.num_drafts = stats["num_decode_steps"], stats["num_drafts"]
+            counts = stats["num_accepted_tokens_per_pos"]
             out.num_accepted_tokens_per_pos[: len(counts)] = counts
         return parts
 
-    def _showable(self) -> list[tuple[str, bool]]:
-        """Tokens say where a character came from, the text how far it may be shown: a stop string is in one only."""
+    def _take_shown_parts(self) -> list[tuple[str, bool]]:
+        """Returns the pending tokens up to the length of the text, which a stop string may cut."""
         parts = []
-        while self._pending and self._shown < len(self.output.text):
-            token, drafted = self._pending.pop(0)
-            cut = token[: len(self.output.text) - self._shown]
-            self._shown += len(cut)
-            parts.append((cut, drafted))
-            if len(cut) < len(token):
-                self._pending.insert(0, (token[len(cut) :], drafted))
+        while self._pending and self._num_shown < len(self.output.text):
+            token, is_draft_token = self._pending.pop(0)
+            part = token[: len(self.output.text) - self._num_shown]
+            self._num_shown += len(part)
+            parts.append((part, is_draft_token))
+            if len(part) < len(token):
+                self._pending.insert(0, (token[len(part) :], is_draft_token))
         return parts
 
     def _events(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -127,7 +123,7 @@ class ServerBackend:
         if reply.status != 200:
             raise self._refused(reply)
         events = Events()
-        while data := reply.read1(READ):
+        while data := reply.read1(READ_BYTES):
             for event in events.feed(data):
                 if event == "[DONE]":
                     return
@@ -146,40 +142,41 @@ class ServerBackend:
             if self._stopped:
                 raise
             why = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            raise UserError(f"--url {self.settings.url}: no answer ({why}); is the server running?") from None
+            raise UserError(f"--url {self.settings.url}: no response ({why}); is the server running?") from None
 
     def _get(self, path: str, missing: bool = False) -> dict[str, Any] | None:
-        """What is at an address; None if nothing is and that is fine."""
+        """Returns the JSON object at a path; None if it is missing and `missing` allows that."""
         try:
             reply = self._ask("GET", path)
             if missing and reply.status in (404, 405):
                 return None
             if reply.status != 200:
                 raise self._refused(reply)
-            found = json.loads(reply.read())
+            value = json.loads(reply.read())
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise UserError(f"--url {self.settings.url}: {path} makes no sense ({error})") from None
+            raise UserError(f"--url {self.settings.url}: {path} is not JSON ({error})") from None
         finally:
             self._close()
-        return found if isinstance(found, dict) else {}
+        return value if isinstance(value, dict) else {}
 
     def _first_model(self) -> str:
-        listed = (self._get("/v1/models") or {}).get("data") or []
-        if not listed:
-            raise UserError(f"--url {self.settings.url}: it lists no model")
-        return str(listed[0]["id"])
+        models = (self._get("/v1/models") or {}).get("data") or []
+        if not models:
+            raise UserError(f"--url {self.settings.url}: /v1/models lists no model")
+        return str(models[0]["id"])
 
     def _refused(self, reply: http.client.HTTPResponse) -> UserError:
-        said = reply.read(READ).decode(errors="replace")
+        message = reply.read(READ_BYTES).decode(errors="replace")
         try:
-            error = json.loads(said)["error"]
-            said = str(error["message"])
+            message = str(json.loads(message)["error"]["message"])
         except (ValueError, KeyError, TypeError):
             pass
-        needs = f"{NEEDS[reply.status]}: " if reply.status in NEEDS else ""
+        hint = f"{STATUS_HINTS[reply.status]}: " if reply.status in STATUS_HINTS else ""
         after = reply.getheader("Retry-After")
-        wait = f"; try again in {after} s" if after else ""
-        return UserError(f"--url {self.settings.url}: {reply.status}, {needs}{' '.join(said.split())[:300]}{wait}")
+        retry = f"; try again in {after} s" if after else ""
+        return UserError(
+            f"--url {self.settings.url}: status {reply.status}, {hint}{' '.join(message.split())[:300]}{retry}"
+        )
 
     def _close(self) -> None:
         if self._connection is not None:
@@ -188,17 +185,17 @@ class ServerBackend:
 
 
 def count_decode_steps(out: CompletionOutput) -> None:
-    """Counts of an answer that was stopped, from its tokens alone: a round ends with a token of the target's own.
+    """Counts the decode steps of a stopped response from its tokens: every step ends with a token of the target.
 
-    drafted -, yes, yes, no, no: the first came with the prompt, then a round with two drafts and one with none.
+    is_draft_token = [False, True, True, False, False]: the prefill, a step with two accepted tokens, one with none.
     """
-    run = 0
+    position = 0
     out.num_decode_steps, out.num_accepted_tokens_per_pos = 0, [0] * len(out.num_accepted_tokens_per_pos)
-    for i, drafted in enumerate(out.is_draft_token[1:], 2):
-        if drafted:
-            out.num_accepted_tokens_per_pos[run] += 1
-            run += 1
-        if not drafted or i == len(out.is_draft_token):
+    for i, is_draft_token in enumerate(out.is_draft_token[1:], 2):
+        if is_draft_token:
+            out.num_accepted_tokens_per_pos[position] += 1
+            position += 1
+        if not is_draft_token or i == len(out.is_draft_token):
             out.num_decode_steps += 1
-            run = 0
+            position = 0
     out.num_drafts = out.num_decode_steps if any(out.num_accepted_tokens_per_pos) else 0

@@ -182,7 +182,7 @@ def test_any_server_can_be_talked_with_and_none_can_break_the_chat() -> None:
             with pytest.raises(UserError, match=f"--url {server.url}: ") as error:
                 list(backend.respond([{"role": "user", "content": f"fault:{fault}."}], SamplingParams()))
             if fault == "429":
-                assert str(error.value).endswith("429, it has all it can do: this is a 429; try again in 1 s")
+                assert "429" in str(error.value) and str(error.value).endswith("this is a 429; try again in 1 s")
 
 
 def test_counts_of_a_stopped_answer_are_those_of_its_rounds() -> None:
