@@ -184,7 +184,7 @@ def describe_progress(result: DemoResult, baseline: DemoResult) -> str:
     if not result.token_ids:
         return "prefill"
     length = result.acceptance_length
-    parts = [f"{len(result.token_ids)} tokens", *([f"acceptance length {length:.2f}"] if length is not None else [])]
+    parts = [f"{len(result.token_ids)} tokens", *([f"AL {length:.2f}"] if length is not None else [])]
     parts.append(f"[bold]{result.tokens_per_second:.1f}/s[/bold]")
     if result.drafter is not None and baseline.token_ids:
         parts.append(f"[bold]{result.speedup_over(baseline):.2f}x[/bold]")

@@ -1,6 +1,6 @@
-"""`peagle chat`: every answer and every number against the reference, colours against its drafts, Ctrl-C in a terminal.
+"""`peagle chat`: responses, statistics and shading equal the reference's; Ctrl-C in a terminal.
 
-Piped it is compared as a whole; a terminal is a pseudo-terminal with the real SmolLM2.
+Piped output is compared as a whole. The terminal is a pseudo-terminal with SmolLM2.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from peagle.engine.request import CompletionOutput
 from peagle.errors import UserError
 from peagle.speculative.reference import Generation, generate
 
-TOKENS, MOST = 16, 5
+TOKENS, MAX_K = 16, 5
 DRAFTER = "p-eagle-4"
 FOLDERS_EOS = frozenset({EOS_ID})  # as the target's folder has it; engines that tests make end at a comma too
 QUESTIONS = [TEXT[at : at + 18].decode().replace("\n", " ").strip() for at in (600, 1500, 2500, 4000)]
@@ -45,13 +45,13 @@ def chat(*lines: str, flags: tuple[str, ...] = (), **env: str) -> tuple[int, str
 
 
 def local() -> tuple[str, ...]:
-    own = ("-t", str(engines.target().folder), "-d", str(drafter_folder(DRAFTER)), "-k", str(MOST))
+    own = ("-t", str(engines.target().folder), "-d", str(drafter_folder(DRAFTER)), "-k", str(MAX_K))
     return (*own, "--max-tokens", str(TOKENS), "--device", "cpu", "--dtype", "float32")
 
 
 @cache
-def answer(k: int, *talk: str, name: str = DRAFTER, eos: frozenset[int] = FOLDERS_EOS) -> Generation:
-    """The reference's, to a conversation that ends with a question; the template puts a space between messages."""
+def reference_response(k: int, *talk: str, name: str = DRAFTER, eos: frozenset[int] = FOLDERS_EOS) -> Generation:
+    """The reference's response to a conversation; the chat template joins messages with a space."""
     prompt = list(" ".join(talk).encode())
     own = engines.drafter(name) if k else None
     return generate(engines.target().model, prompt, SamplingParams(max_tokens=TOKENS), eos, own, k, 256)
@@ -61,8 +61,8 @@ def text(one: Generation) -> str:
     return engines.decode(one.token_ids[: len(one.token_ids) - (one.finish_reason == "stop")])
 
 
-def told(answers: list[tuple[Generation, int]]) -> str:
-    """What /stats must say, as a pattern: only the speed is its own."""
+def stats_pattern(answers: list[tuple[Generation, int]]) -> str:
+    """The expected output of /stats, as a pattern: the speed varies."""
     tokens, rounds = sum(len(a.token_ids) for a, _ in answers), sum(len(a.steps) for a, _ in answers)
     noun = "response" if len(answers) == 1 else "responses"
     lines = rf"{len(answers)} {noun}: {tokens} tokens in {rounds} decode steps, [\d.]+ tokens/s; "
@@ -82,62 +82,66 @@ def told(answers: list[tuple[Generation, int]]) -> str:
     return lines
 
 
-def conversation(most: int, **how: Any) -> tuple[list[str], str]:
-    """What is typed, and a pattern of all that must be said."""
+def conversation(max_k: int, **how: Any) -> tuple[list[str], str]:
+    """The typed lines, and a pattern of the whole output."""
     a, b, c, d = QUESTIONS
-    first = answer(most, a, **how)
-    second = answer(2, a, text(first), b, **how)
-    third = answer(0, a, text(first), b, text(second), c, **how)
-    fresh = answer(most, d, **how)
-    typed = [a, "/stats", "/k 2", "", b, "/off", c, "/stats", "/reset", "/stats", "/on", f"/k {most}", d, "/stats"]
-    said = [re.escape(text(first) + "\n"), told([(first, most)]), re.escape(text(second) + "\n")]
-    said += [re.escape(text(third) + "\n"), told([(first, most), (second, 2), (third, 0)]), r"No responses yet\.\n"]
-    said += [re.escape(text(fresh) + "\n"), told([(fresh, most)])]
+    first = reference_response(max_k, a, **how)
+    second = reference_response(2, a, text(first), b, **how)
+    third = reference_response(0, a, text(first), b, text(second), c, **how)
+    fresh = reference_response(max_k, d, **how)
+    typed = [a, "/stats", "/k 2", "", b, "/off", c, "/stats", "/reset", "/stats", "/on", f"/k {max_k}", d, "/stats"]
+    output = [re.escape(text(first) + "\n"), stats_pattern([(first, max_k)]), re.escape(text(second) + "\n")]
+    output += [
+        re.escape(text(third) + "\n"),
+        stats_pattern([(first, max_k), (second, 2), (third, 0)]),
+        r"No responses yet\.\n",
+    ]
+    output += [re.escape(text(fresh) + "\n"), stats_pattern([(fresh, max_k)])]
     assert (
         any(first.is_draft_token)
         and sum(second.num_accepted_tokens_per_pos)
         and len(third.steps) == len(third.token_ids) - 1
     )
-    return typed, "".join(said)
+    return typed, "".join(output)
 
 
-def test_a_piped_conversation_is_the_references_word_for_word() -> None:
-    typed, wanted = conversation(MOST)
-    status, said, complaints = chat(*typed, "/exit", "never asked", flags=local())
+def test_a_piped_conversation_equals_the_references() -> None:
+    typed, expected = conversation(MAX_K)
+    status, output, complaints = chat(*typed, "/exit", "never asked", flags=local())
     assert (status, complaints) == (0, "")
-    assert re.fullmatch(wanted, said), (said, wanted)
+    assert re.fullmatch(expected, output), (output, expected)
 
 
-def test_a_server_says_the_same() -> None:
-    typed, wanted = conversation(K, name="p-eagle-1", eos=engines.EOS)
+def test_a_server_gives_the_same_output() -> None:
+    typed, expected = conversation(K, name="p-eagle-1", eos=engines.EOS)
     with LocalServer(api_key="sesame") as server:
         flags = ("--url", server.url, "--max-tokens", str(TOKENS))
-        status, said, complaints = chat(*typed, flags=flags, OPENAI_API_KEY="sesame")
+        status, output, complaints = chat(*typed, flags=flags, OPENAI_API_KEY="sesame")
         assert (status, complaints) == (0, "")
-        assert re.fullmatch(wanted, said), (said, wanted)
-        status, said, complaints = chat("hello", flags=flags)
-        assert (status, said) == (2, "") and "OPENAI_API_KEY" in complaints and "sesame" not in complaints
+        assert re.fullmatch(expected, output), (output, expected)
+        status, output, complaints = chat("hello", flags=flags)
+        assert (status, output) == (2, "") and "OPENAI_API_KEY" in complaints and "sesame" not in complaints
         server.check_engine_idle()
 
 
-def test_shaded_is_what_was_drafted() -> None:
+def test_accepted_draft_tokens_are_shaded() -> None:
     question = QUESTIONS[1]
     colours = {"FORCE_COLOR": "1", "TERM": "xterm-256color", "COLUMNS": "200"}
-    _, said, _ = chat(question, flags=local(), **colours)
+    _, output, _ = chat(question, flags=local(), **colours)
     shaded, plain, now = [], "", False
-    for code, letter in re.findall(r"\x1b\[([\d;]*)m|([^\x1b])", said):
+    for code, letter in re.findall(r"\x1b\[([\d;]*)m|([^\x1b])", output):
         if letter:
             plain += letter
             shaded.append(now)
         else:
             now = "48;5" in code
-    want = answer(MOST, question)
+    want = reference_response(MAX_K, question)
     assert plain == text(want) + "\n"
     letters = [i for i, letter in enumerate(text(want)) if letter != "\n"]  # an end of line has no shade
     assert [shaded[i] for i in letters] == [want.is_draft_token[i] for i in letters] and any(want.is_draft_token)
 
 
-def test_a_mistake_is_one_line_and_the_end_of_a_pipe(
+def test_an_error_is_one_line_and_ends_a_piped_chat(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """In this process, through the same `main`."""
@@ -152,29 +156,37 @@ def test_a_mistake_is_one_line_and_the_end_of_a_pipe(
         ("hello", ("--url", "ftp://nowhere"), "--url ftp://nowhere"),
         ("hello", ("--url", "http://127.0.0.1:9"), "is the server running?"),
     ]
-    for typed, flags, wanted in cases:
+    for typed, flags, expected in cases:
         monkeypatch.setattr(sys, "argv", ["peagle", "chat", *local(), *flags])
         monkeypatch.setattr(sys, "stdin", io.StringIO(f"{typed}\n/exit\n"))
         with pytest.raises(SystemExit) as exit:
             main()
-        said, complaints = capfd.readouterr()
-        assert exit.value.code == 2 and said == "", (typed, said, complaints)
-        assert complaints.count("\n") == 1 and wanted in complaints, (typed, complaints)
+        output, complaints = capfd.readouterr()
+        assert exit.value.code == 2 and output == "", (typed, output, complaints)
+        assert complaints.count("\n") == 1 and expected in complaints, (typed, complaints)
 
 
-def test_without_a_drafter_there_is_nothing_to_turn_on() -> None:
+def test_speculation_needs_a_drafter() -> None:
     flags = ("-t", str(engines.target().folder), "--max-tokens", str(TOKENS), "--device", "cpu", "--dtype", "float32")
-    status, said, complaints = chat(QUESTIONS[0], "/off", "/stats", "/on", flags=flags)
+    status, output, complaints = chat(QUESTIONS[0], "/off", "/stats", "/on", flags=flags)
     assert status == 2 and "no drafter" in complaints
-    assert re.fullmatch(re.escape(text(answer(0, QUESTIONS[0])) + "\n") + told([(answer(0, QUESTIONS[0]), 0)]), said)
+    assert re.fullmatch(
+        re.escape(text(reference_response(0, QUESTIONS[0])) + "\n")
+        + stats_pattern([(reference_response(0, QUESTIONS[0]), 0)]),
+        output,
+    )
 
 
-def test_any_server_can_be_talked_with_and_none_can_break_the_chat() -> None:
+def test_other_servers_and_their_faults() -> None:
     with StreamServer() as server:
-        status, said, complaints = chat(
+        status, output, complaints = chat(
             "as:usage in the last.", "/stats", flags=("--url", server.url, "--max-tokens", "4")
         )
-        assert (status, said, complaints) == (0, "word word word word \nThis server does not report its tokens.\n", "")
+        assert (status, output, complaints) == (
+            0,
+            "word word word word \nThis server does not report its tokens.\n",
+            "",
+        )
         assert "peagle" not in server.answered[0].body, "a stranger might refuse what it does not know"
         backend = ServerBackend(server.url)
         slow = ("silent", "stalls", "drips", "endless", "no usage", "rubbish usage", "nothing")
@@ -185,9 +197,9 @@ def test_any_server_can_be_talked_with_and_none_can_break_the_chat() -> None:
                 assert "429" in str(error.value) and str(error.value).endswith("this is a 429; try again in 1 s")
 
 
-def test_counts_of_a_stopped_answer_are_those_of_its_rounds() -> None:
-    for k, question in ((MOST, QUESTIONS[0]), (2, QUESTIONS[1])):
-        want = answer(k, question)
+def test_decode_steps_of_a_stopped_response() -> None:
+    for k, question in ((MAX_K, QUESTIONS[0]), (2, QUESTIONS[1])):
+        want = reference_response(k, question)
         ends = [1]  # lengths after the prompt's pass and after each whole round
         for taken in want.steps:
             ends.append(ends[-1] + taken.accepted + 1)
@@ -200,7 +212,7 @@ def test_counts_of_a_stopped_answer_are_those_of_its_rounds() -> None:
 
 
 class Terminal:
-    """A pseudo-terminal with somebody who types."""
+    """A pseudo-terminal."""
 
     def __init__(self, *command: str) -> None:
         self.handle, theirs = pty.openpty()
@@ -248,14 +260,14 @@ def terminal(*command: str) -> Iterator[Terminal]:
 
 
 @pytest.mark.usefixtures("smollm2")
-def test_ctrl_c_stops_the_answer_and_twice_the_chat() -> None:
-    def prompt(said: str) -> bool:
-        return said.endswith("> ")
+def test_ctrl_c_stops_the_response_then_the_chat() -> None:
+    def prompt(output: str) -> bool:
+        return output.endswith("> ")
 
     with terminal("chat", "--max-tokens", "400") as screen:
         assert "/help" in screen.until(prompt)
         screen.type("Tell me a long story about a fox.\n")
-        screen.until(lambda said: said.count("\x1b[") > 8)  # it is at it
+        screen.until(lambda output: output.count("\x1b[") > 8)  # it is at it
         screen.press_ctrl_c()
         stopped = screen.until(prompt)
         assert "; stopped" in stopped and "Traceback" not in stopped
@@ -272,13 +284,13 @@ def test_ctrl_c_stops_the_answer_and_twice_the_chat() -> None:
         assert screen.process.wait(300) == 130
 
 
-def test_ctrl_c_hangs_up_on_a_server() -> None:
+def test_ctrl_c_aborts_the_request_of_a_server() -> None:
     with StreamServer(each_s=0.05) as server, terminal("chat", "--url", server.url) as screen:
-        screen.until(lambda said: said.endswith("> "))
+        screen.until(lambda output: output.endswith("> "))
         screen.type("as:usage in the last.\n")
-        screen.until(lambda said: "word" in said)
+        screen.until(lambda output: "word" in output)
         screen.press_ctrl_c()
-        assert "; stopped" in screen.until(lambda said: said.endswith("> "))
+        assert "; stopped" in screen.until(lambda output: output.endswith("> "))
         wait_until(lambda: not server.running)
         screen.type("/exit\n")
         assert screen.process.wait(300) == 0

@@ -1,7 +1,4 @@
-"""The command line as a user meets it: real processes, exit status, one line for every mistake.
-
-Each of these verbs is started from scratch once, so that it is seen to import what it needs.
-"""
+"""The command line in real processes: exit status, and one line for every error."""
 
 from __future__ import annotations
 
@@ -34,14 +31,14 @@ def peagle(*args: str, stdin: str = "", **env: str) -> subprocess.CompletedProce
 
 
 def from_scratch(*args: str, stdin: bytes | None = None) -> subprocess.CompletedProcess[str]:
-    """As a shell starts it, nothing imported."""
+    """Runs in a new interpreter."""
     run = subprocess.run([sys.executable, "-m", "peagle", *args], input=stdin, capture_output=True, timeout=300)
     return subprocess.CompletedProcess(args, run.returncode, run.stdout.decode(), run.stderr.decode())
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The small target with a tokenizer: a character a token."""
+    """The small target with a tokenizer of one token per character."""
     folder = tmp_path_factory.mktemp("target") / "t"
     shutil.copytree(target_folder(), folder)
     letters = {chr(i): i for i in range(128)}
@@ -54,20 +51,20 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_json_holds_what_the_reference_says(target: Path) -> None:
+def test_json_equals_the_reference(target: Path) -> None:
     prompt = TEXT[600:630].decode()
     drafter = drafter_folder("p-eagle-4")
     run = peagle("generate", prompt, "-t", str(target), "-d", str(drafter), "-k", "5", "--max-tokens", "50", "--json")
     assert run.returncode == 0, run.stderr
-    said = json.loads(run.stdout)
+    output = json.loads(run.stdout)
     expected = generate(*_pair("p-eagle-4", prompt), SamplingParams(max_tokens=50), **_drafting("p-eagle-4", 5))
-    assert said["token_ids"] == expected.token_ids
-    assert said["text"] == "".join(map(chr, expected.token_ids))
-    assert said["num_decode_steps"] == len(expected.steps) and said["num_drafts"] == expected.num_drafts
-    assert said["num_accepted_tokens_per_pos"] == expected.num_accepted_tokens_per_pos
-    assert said["is_draft_token"] == expected.is_draft_token and any(said["is_draft_token"])
+    assert output["token_ids"] == expected.token_ids
+    assert output["text"] == "".join(map(chr, expected.token_ids))
+    assert output["num_decode_steps"] == len(expected.steps) and output["num_drafts"] == expected.num_drafts
+    assert output["num_accepted_tokens_per_pos"] == expected.num_accepted_tokens_per_pos
+    assert output["is_draft_token"] == expected.is_draft_token and any(output["is_draft_token"])
     alone = peagle("generate", prompt, "-t", str(target), "--max-tokens", "50", "--json")
-    assert json.loads(alone.stdout)["token_ids"] == said["token_ids"]
+    assert json.loads(alone.stdout)["token_ids"] == output["token_ids"]
 
 
 def _pair(name: str, prompt: str) -> tuple:
@@ -75,10 +72,10 @@ def _pair(name: str, prompt: str) -> tuple:
 
 
 def _drafting(name: str, k: int) -> dict:
-    return {"drafter": load_pair(name)[1], "draft_tokens": k}
+    return {"drafter": load_pair(name)[1], "num_speculative_tokens": k}
 
 
-def test_text_is_plain_when_piped_and_coloured_on_request(target: Path) -> None:
+def test_text_is_plain_when_piped_and_coloured_when_forced(target: Path) -> None:
     ask = ("generate", "-", "-t", str(target), "-d", str(drafter_folder("p-eagle-4")), "--max-tokens", "40", "--raw")
     prompt = TEXT[900:930].decode()
     plain = peagle(*ask, stdin=prompt)
@@ -111,7 +108,7 @@ def not_a_config(source: Path, out: Path) -> Path:
 def test_bad_input_gets_one_line_and_status_2(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """In this process, through the same `main`: importing torch anew for each would take minutes."""
+    """Runs `main` in this process: importing torch for every case would take minutes."""
     t, d = str(target), str(drafter_folder("p-eagle-1"))
     stranger = tmp_path / "stranger"
     shutil.copytree(drafter_folder("p-eagle-1"), stranger)
@@ -164,18 +161,18 @@ def test_bad_input_gets_one_line_and_status_2(
         assert wanted in err, (args, err)
 
 
-def test_a_mistake_in_a_real_process(target: Path) -> None:
+def test_an_error_in_a_real_process(target: Path) -> None:
     run = from_scratch("generate", "hi", "-t", str(target), "-d", "nowhere/at/all")
     assert run.returncode == 2 and run.stdout == ""
     assert run.stderr.count("\n") == 1 and "--drafter" in run.stderr
 
 
-def test_stdin_that_is_not_text(target: Path) -> None:
+def test_stdin_that_is_not_utf8(target: Path) -> None:
     run = from_scratch("generate", "-", "-t", str(target), stdin=b"\xff\xfe\x00")
     assert run.returncode == 2 and "UTF-8" in run.stderr and run.stderr.count("\n") == 1
 
 
-def test_inspect_says_status_1_for_findings(target: Path, tmp_path: Path) -> None:
+def test_inspect_exits_1_for_findings(target: Path, tmp_path: Path) -> None:
     good = from_scratch("inspect", str(drafter_folder("p-eagle-1-wide")), "-t", str(target))
     assert good.returncode == 0, good
     assert '"num_speculative_tokens":7,"parallel_drafting":true' in good.stdout and "vllm serve" in good.stdout
@@ -202,14 +199,14 @@ def test_convert_there_and_back(target: Path, tmp_path: Path) -> None:
 
 def test_the_average_of_a_drafter_and_itself_is_that_drafter(target: Path, tmp_path: Path) -> None:
     source, mean = drafter_folder("p-eagle-1"), tmp_path / "mean"
-    said = peagle("average", str(source), str(source), "--out", str(mean), "--weights", "3,1")
-    assert said.returncode == 0 and "the average of 2 drafters" in said.stdout
+    output = peagle("average", str(source), str(source), "--out", str(mean), "--weights", "3,1")
+    assert output.returncode == 0 and "the average of 2 drafters" in output.stdout
     assert (mean / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
     assert peagle("inspect", str(mean), "-t", str(target)).returncode == 0
 
 
 @pytest.mark.usefixtures("smollm2")
-def test_ctrl_c_keeps_what_was_said_and_shows_no_traceback() -> None:
+def test_ctrl_c_keeps_the_output_and_shows_no_traceback() -> None:
     ask = [sys.executable, "-m", "peagle", "generate", "Tell me a long story.", "--max-tokens", "500"]
     run = subprocess.Popen(ask, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert run.stdout is not None

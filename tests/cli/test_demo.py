@@ -1,4 +1,4 @@
-"""The demonstration: engines that take turns say what the reference says, and panes show what was said."""
+"""`peagle demo`: the engines' outputs equal the reference's, and the panes show them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from peagle.hub import resolve as hub
 from peagle.speculative.reference import generate
 
 K, TOKENS = 3, 40
-ASKED = [[*TEXT[at : at + 40]] for at in (600, 2900)]
+PROMPTS = [[*TEXT[at : at + 40]] for at in (600, 2900)]
 
 
 def letters(ids: list[int]) -> str:
@@ -47,7 +47,7 @@ def engine(target: Target, drafter: str | None) -> LLM:
 
 
 def engines() -> list[DemoEngine]:
-    """Of the small trained pairs."""
+    """The small trained pairs."""
     target = load_target(target_folder())
     ways = (("alone", None), ("EAGLE-3", "eagle3-1"), ("P-EAGLE", "p-eagle-1"))
     return [DemoEngine(name, drafter, engine(target, drafter)) for name, drafter in ways]
@@ -65,11 +65,11 @@ def engines_by_method() -> list[DemoEngine]:
     return engines()
 
 
-def test_all_say_what_the_reference_says_and_nobody_runs_ahead(engines_by_method: list[DemoEngine]) -> None:
+def test_outputs_equal_the_reference_and_turns_are_fair(engines_by_method: list[DemoEngine]) -> None:
     params = SamplingParams(max_tokens=TOKENS)
     model, eos = engines_by_method[0].llm.target.model, engines_by_method[0].llm.target.eos_ids
     by_prompt = []
-    for ids in ASKED:
+    for ids in PROMPTS:
         moments = [[(0.0, False)] * len(engines_by_method)]
         for engine_of_method in engines_by_method:
             engine_of_method.start_request(ids, params)
@@ -95,20 +95,20 @@ def test_all_say_what_the_reference_says_and_nobody_runs_ahead(engines_by_method
         assert whole.num_forward_passes == len(runs) + whole.num_decode_steps
 
 
-def said_by(name: str, drafter: str | None, text: str, drafted: list[bool], done: bool = True) -> Any:
-    """Somebody who has said this, a letter a token."""
+def fake_engine(name: str, drafter: str | None, text: str, drafted: list[bool], done: bool = True) -> Any:
+    """A fake engine with this output, one token per byte."""
     run = DemoResult(name, drafter, [*text.encode()], 10, 9, 9, 27, [6, 3, 1], 1.0, 0.1)
     request = SimpleNamespace(output_token_ids=run.token_ids, is_draft_token=drafted)
     return SimpleNamespace(name=name, drafter=drafter, result=run, finished=done, request=request)
 
 
 @pytest.mark.parametrize("size", [(80, 24), (100, 30), (160, 40), (119, 10), (60, 18)])
-def test_panes_fit_the_terminal_and_shade_exactly_the_drafts(size: tuple[int, int]) -> None:
+def test_panes_fit_the_terminal_and_shade_draft_tokens(size: tuple[int, int]) -> None:
     text = "def f(n):\n    return [bold]\n\n" + " ".join(f"word{i}" for i in range(60)) + " 終\ttail"
     data = text.encode()
     drafted = [i % 5 in (1, 2) for i in range(len(data))]
     panes = [
-        DemoPane(said_by(name, drafter, text, drafted if drafter else [False] * len(data)), letters)
+        DemoPane(fake_engine(name, drafter, text, drafted if drafter else [False] * len(data)), letters)
         for name, drafter in demo.METHODS
     ]
     for pane in panes:
@@ -140,7 +140,7 @@ def test_a_slowdown_is_explained() -> None:
 
 
 def with_small_engines(monkeypatch: pytest.MonkeyPatch, engines_by_method: list[DemoEngine], *args: str) -> int:
-    monkeypatch.setattr(demo, "_build_engines", lambda asked, *rest: (ASKED, letters, engines_by_method))
+    monkeypatch.setattr(demo, "_build_engines", lambda asked, *rest: (PROMPTS, letters, engines_by_method))
     monkeypatch.setattr(sys, "argv", ["peagle", "demo", "first", "second", "--max-tokens", str(TOKENS), *args])
     with pytest.raises(SystemExit) as left:
         main()
@@ -151,16 +151,18 @@ def test_json_and_plain_lines(
     engines_by_method: list[DemoEngine], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert with_small_engines(monkeypatch, engines_by_method, "--json") == 0
-    told = json.loads(capfd.readouterr().out)
+    summary = json.loads(capfd.readouterr().out)
     model, eos = engines_by_method[0].llm.target.model, engines_by_method[0].llm.target.eos_ids
-    want = [generate(model, ids, SamplingParams(max_tokens=TOKENS), eos, max_model_len=128).token_ids for ids in ASKED]
-    assert told["equal"] and [p["text"] for p in told["prompts"]] == [letters(ids) for ids in want]
+    want = [
+        generate(model, ids, SamplingParams(max_tokens=TOKENS), eos, max_model_len=128).token_ids for ids in PROMPTS
+    ]
+    assert summary["equal"] and [p["text"] for p in summary["prompts"]] == [letters(ids) for ids in want]
     for way in range(3):
-        parts = [p["results"][way] for p in told["prompts"]]
-        whole = told["total"][way]
+        parts = [p["results"][way] for p in summary["prompts"]]
+        whole = summary["total"][way]
         assert [p["token_ids"] for p in parts] == want
         assert whole["num_forward_passes"] == sum(p["num_forward_passes"] for p in parts)
-        assert whole["speedup"] == pytest.approx(told["total"][0]["seconds"] / whole["seconds"], rel=1e-2)
+        assert whole["speedup"] == pytest.approx(summary["total"][0]["seconds"] / whole["seconds"], rel=1e-2)
     assert with_small_engines(monkeypatch, engines_by_method) == 0
     out, err = capfd.readouterr()
     assert "\x1b" not in out + err, "no terminal, no colours"
@@ -168,17 +170,17 @@ def test_json_and_plain_lines(
     assert "All outputs are equal" in out and "speedup" in out
 
 
-def test_texts_that_differ_are_an_error_in_float32_and_explained_in_bfloat16(
+def test_different_outputs_are_an_error_in_float32_only(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     others = one_of_them_changed()
-    said = []
-    for ids in ASKED:
+    output = []
+    for ids in PROMPTS:
         for engine_of_method in others:
             engine_of_method.start_request(ids, SamplingParams(max_tokens=TOKENS))
         run_in_turns(others, lambda: None)
-        said.append([engine_of_method.result.token_ids for engine_of_method in others])
-    number, (changed, right, _) = next((i, texts) for i, texts in enumerate(said, 1) if texts[0] != texts[1])
+        output.append([engine_of_method.result.token_ids for engine_of_method in others])
+    number, (changed, right, _) = next((i, texts) for i, texts in enumerate(output, 1) if texts[0] != texts[1])
     same = len(os.path.commonprefix([changed, right]))
     where = f"outputs differ from token {same + 1} of prompt {number} on: "
     assert with_small_engines(monkeypatch, others) == 2
@@ -191,15 +193,15 @@ def test_texts_that_differ_are_an_error_in_float32_and_explained_in_bfloat16(
     assert err == "" and f"The {where}in bfloat16" in out and "All outputs are equal" not in out
 
 
-def test_bad_input_is_found_before_anything_is_loaded(
+def test_invalid_input_is_reported_before_loading(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    for args, wanted in ((["  "], "empty"), (["hi", "-k", "none"], "-k none"), (["hi", "--max-tokens", "0"], "0")):
+    for args, expected in ((["  "], "empty"), (["hi", "-k", "none"], "-k none"), (["hi", "--max-tokens", "0"], "0")):
         monkeypatch.setattr(sys, "argv", ["peagle", "demo", *args])
         with pytest.raises(SystemExit) as left:
             main()
         out, err = capfd.readouterr()
-        assert left.value.code == 2 and out == "" and err.count("\n") == 1 and wanted in err
+        assert left.value.code == 2 and out == "" and err.count("\n") == 1 and expected in err
 
 
 class Terminal:
@@ -239,22 +241,22 @@ class Terminal:
 
 @pytest.mark.usefixtures("smollm2")
 def test_on_a_terminal_with_the_real_model() -> None:
-    """Ends with the sentence, and the second time with Ctrl-C, cursor and screen as they were."""
+    """Runs to the end; then Ctrl-C restores the cursor."""
     assert hub.shipped_drafters() == [hub.EAGLE3_DRAFTER, hub.DEFAULT_DRAFTER]
     screen = Terminal("What is the capital of France?", "--max-tokens", "12", "-k", "3")
     try:
-        said = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", screen.until(None))
-        assert screen.process.wait(60) == 0, said
-        assert "The capital of France is Paris." in said and "with EAGLE-3" in said and "with P-EAGLE" in said
-        assert "All outputs are equal" in said and "speedup" in said
+        output = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", screen.until(None))
+        assert screen.process.wait(60) == 0, output
+        assert "The capital of France is Paris." in output and "with EAGLE-3" in output and "with P-EAGLE" in output
+        assert "All outputs are equal" in output and "speedup" in output
     finally:
         screen.close()
     screen = Terminal("Tell me a long story.", "--max-tokens", "900", "-k", "2")
     try:
         screen.until("tokens, ")
         screen.process.send_signal(signal.SIGINT)
-        said = screen.until(None)
-        assert screen.process.wait(60) == 130 and "Traceback" not in said
-        assert said.rfind("\x1b[?25h") > said.rfind("\x1b[?25l"), "the cursor is back"
+        output = screen.until(None)
+        assert screen.process.wait(60) == 130 and "Traceback" not in output
+        assert output.rfind("\x1b[?25h") > output.rfind("\x1b[?25l"), "the cursor is back"
     finally:
         screen.close()

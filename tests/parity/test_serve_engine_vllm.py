@@ -1,5 +1,4 @@
-"""`peagle serve --engine vllm` beside stock vLLM: the server that it starts answers, comes back when it is killed, and
-goes when it is told to, with everything that it started."""
+"""`peagle serve --engine vllm` with stock vLLM: it serves, restarts after a kill, and stops with all processes."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ class Supervised:
             self.process = subprocess.Popen([sys.executable, "-m", "peagle", *words], stdout=out, stderr=out, env=env)
 
     def said(self, pattern: str, times: int) -> list[str]:
-        """What its log says, as soon as it says it so often."""
+        """Waits until the log matches the pattern this often."""
         until = time.monotonic() + STARTS_S
         while len(found := re.findall(pattern, text := self.log.read_text(errors="replace"))) < times:
             assert self.process.poll() is None and time.monotonic() < until, text[-4000:]
@@ -61,7 +60,7 @@ class Supervised:
 
 
 def gone(group: int, seconds: float = 10.0) -> bool:
-    """No process of the group is left; those that ended and were not asked for are none."""
+    """Whether no process of the group is left, zombies aside."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         listed = subprocess.run(["ps", "-eo", "pgid=,stat="], capture_output=True, text=True, check=True).stdout.split()
@@ -71,7 +70,7 @@ def gone(group: int, seconds: float = 10.0) -> bool:
     return False
 
 
-def test_vllm_answers_comes_back_and_goes(tmp_path: Path) -> None:
+def test_vllm_serves_restarts_and_stops(tmp_path: Path) -> None:
     prompt = bytes(pairs.prompts(3)[1]).decode()
     body: dict[str, object] = {"model": "small", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0}
     llm = LLM(engines.target().folder, None, device="cpu", dtype="float32", threads=1)
@@ -89,7 +88,7 @@ def test_vllm_answers_comes_back_and_goes(tmp_path: Path) -> None:
             if life == 1:
                 os.kill(pid, signal.SIGKILL)
                 server.said("vllm died, restarting status=-9", 1)
-                assert gone(pid), "what it had started holds its memory"
+                assert gone(pid), "its workers still hold memory"
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(60) == 0
         assert gone(pid)

@@ -1,5 +1,4 @@
-"""Whatever clients send or stop sending, and whatever breaks inside: no 500 that is not the engine's own, nothing
-leaked, and the next good request is served."""
+"""Invalid requests, disconnects, overload, time limits and engine failures: no leak, and the next request is served."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ def served() -> Iterator[LocalServer]:
 
 
 @pytest.fixture(scope="module")
-def wanted() -> str:
+def expected() -> str:
     return small_engine().generate(list(PROMPT.encode()), SamplingParams(max_tokens=8))[0].outputs[0].text
 
 
@@ -96,7 +95,7 @@ BODIES: dict[str, bytes] = {
 
 @pytest.mark.parametrize("name", BODIES)
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
-def test_a_bad_body_is_the_clients_fault(served: LocalServer, name: str, path: str) -> None:
+def test_an_invalid_body_gets_400(served: LocalServer, name: str, path: str) -> None:
     status, headers, said = served.request(path, BODIES[name])
     assert status == 400 or (name in ("a zero byte", "a long prompt") and path == "/tokenize" and status == 200), said
     assert headers["content-type"] == "application/json"
@@ -104,13 +103,13 @@ def test_a_bad_body_is_the_clients_fault(served: LocalServer, name: str, path: s
         assert isinstance(said["error"]["message"], str) and len(json.dumps(said)) < 1000
 
 
-def test_after_all_that_the_next_is_served(served: LocalServer, wanted: str) -> None:
-    assert served.complete() == (200, wanted)
+def test_a_valid_request_is_served_after_invalid_ones(served: LocalServer, expected: str) -> None:
+    assert served.complete() == (200, expected)
     served.check_engine_idle()
     assert served.request("/health")[2]["restarts"] == 0
 
 
-def test_more_than_a_body_may_have_is_refused_unread(served: LocalServer, wanted: str) -> None:
+def test_a_large_body_gets_413(served: LocalServer, expected: str) -> None:
     ten = b'{"prompt": "' + b"a" * (10 << 20) + b'"}'
     assert served.request("/v1/completions", ten)[0] == 413
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -123,7 +122,7 @@ def test_more_than_a_body_may_have_is_refused_unread(served: LocalServer, wanted
         for _ in range(2 * MAX_BODY // len(piece)):
             one.sendall(f"{len(piece):x}\r\n".encode() + piece + b"\r\n")
         assert b"HTTP/1.1 413" in one.recv(4096)
-    assert served.complete() == (200, wanted)
+    assert served.complete() == (200, expected)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +138,7 @@ def test_more_than_a_body_may_have_is_refused_unread(served: LocalServer, wanted
     ],
     ids=["bytes", "another protocol", "negative length", "two lengths", "long path", "many headers", "tls"],
 )
-def test_what_is_not_http_is_told_so(served: LocalServer, said: bytes) -> None:
+def test_invalid_http_gets_an_error(served: LocalServer, said: bytes) -> None:
     with connect(served) as one:
         try:
             one.sendall(said + b"\r\n\r\n")
@@ -211,7 +210,7 @@ def test_a_killed_client_aborts_the_request(served: LocalServer) -> None:
     assert served.engine.stats.num_output_tokens - num_before < 4 * LONG["max_tokens"]
 
 
-def test_idle_and_slow_connections_are_closed(wanted: str) -> None:
+def test_idle_and_slow_connections_are_closed(expected: str) -> None:
     """Clients that never finish a header or a body; other requests are served meanwhile."""
     with LocalServer(header_timeout_s=4.0, body_timeout_s=4.0, keep_alive_s=1) as server, ExitStack() as sockets:
         headers = [sockets.enter_context(connect(server)) for _ in range(300)]
@@ -222,7 +221,7 @@ def test_idle_and_slow_connections_are_closed(wanted: str) -> None:
         for client in bodies:
             with suppress(OSError):
                 client.sendall(request(LONG)[:-20])
-        assert server.complete() == (200, wanted)
+        assert server.complete() == (200, expected)
         for client in headers:
             assert read_all(client) == b""
         for client in bodies:
@@ -244,7 +243,7 @@ def test_a_body_that_never_ends_gets_408() -> None:
         assert b"HTTP/1.1 408" in client.recv(1000)
 
 
-def test_a_client_that_does_not_read_blocks_no_engine_slot(wanted: str) -> None:
+def test_a_client_that_does_not_read_blocks_no_engine_slot(expected: str) -> None:
     """The engine is done with a request when its last token is made. The connection is closed after the time limit."""
     with LocalServer(request_timeout_s=15.0, max_queued_requests=0, send_buffer=8192) as server:
         body = {**LONG, "max_tokens": 100, "stream": True, "n": 4, "logprobs": 20, "peagle": {"tokens": True}}
@@ -254,12 +253,12 @@ def test_a_client_that_does_not_read_blocks_no_engine_slot(wanted: str) -> None:
             client.sendall(request(body))
             wait_until(lambda: server.engine.stats.num_output_tokens == 400)
             assert server.server.server_state.tasks
-            assert server.complete() == (200, wanted)  # there is no queue, and its four slots were all taken
+            assert server.complete() == (200, expected)  # there is no queue, and its four slots were all taken
             server.check_engine_idle()
             wait_until(lambda: not server.server.server_state.tasks)
 
 
-def test_a_full_queue_refuses_requests(wanted: str) -> None:
+def test_a_full_queue_refuses_requests(expected: str) -> None:
     build_llm = lambda: small_engine(max_num_seqs=2)  # noqa: E731
     with LocalServer(build_llm, max_queued_requests=3) as server, ThreadPoolExecutor(5) as pool:
         gate = StepGate(server, num_steps=0)
@@ -285,7 +284,7 @@ def test_a_full_queue_refuses_requests(wanted: str) -> None:
         server.context.tokenizer.tokenizer = tokenizer
         gate.open()
         assert [future.result()[0] for future in accepted] == [200] * 5
-        assert server.complete() == (200, wanted)
+        assert server.complete() == (200, expected)
         server.check_engine_idle()
 
 
@@ -345,8 +344,8 @@ class Poison:
         return self.launch(plan, moved)
 
 
-def test_an_engine_that_fails_takes_only_what_it_was_at(wanted: str) -> None:
-    """One runs and fails, in its stream and whole; those in the queue are answered by the engine that follows."""
+def test_an_engine_failure_fails_only_running_requests(expected: str) -> None:
+    """Streamed and whole. The rebuilt engine serves the waiting requests."""
     poisoned = TEXT[3000:3030].decode()
     with LocalServer(lambda: small_engine(max_num_seqs=1)) as server, ThreadPoolExecutor(8) as pool:
         for restarts, stream in enumerate((True, False), 1):
@@ -361,13 +360,13 @@ def test_an_engine_that_fails_takes_only_what_it_was_at(wanted: str) -> None:
             else:
                 assert (status, said["error"]["code"]) == (500, "engine_error")
                 assert "astray" not in said["error"]["message"]
-            assert [one.result() for one in waiting] == [(200, wanted)] * 4
+            assert [one.result() for one in waiting] == [(200, expected)] * 4
             status, _, health = server.request("/health")
             assert (status, health["status"], health["restarts"]) == (200, "ready", restarts)
             assert health["last_error"] == "RuntimeError: a kernel went astray"
             assert failing() is None, "two engines' memory is held"
         before = server.engine.stats
-        assert server.complete() == (200, wanted)
+        assert server.complete() == (200, expected)
         after = server.engine.stats
         assert after.num_output_tokens == before.num_output_tokens + 8  # counters outlive engines
         assert (
@@ -377,7 +376,7 @@ def test_an_engine_that_fails_takes_only_what_it_was_at(wanted: str) -> None:
         server.check_engine_idle()
 
 
-def test_a_request_that_cannot_be_begun_fails_alone(wanted: str) -> None:
+def test_a_request_that_cannot_be_added_fails_alone(expected: str) -> None:
     def break_add(llm: LLM) -> None:
         add = llm.add_request
 
@@ -394,13 +393,13 @@ def test_a_request_that_cannot_be_begun_fails_alone(wanted: str) -> None:
         assert server.request("/v1/completions", {"prompt": "abc"})[0] == 500
         assert server.request("/v1/completions", {"prompt": "abc", "stream": True})[0] == 500
         assert other.result()[2]["usage"]["completion_tokens"] == 200
-        assert server.complete() == (200, wanted)
+        assert server.complete() == (200, expected)
         assert server.request("/health")[2]["restarts"] == 0
         server.check_engine_idle()
 
 
-def test_an_engine_that_always_fails_is_given_up(wanted: str) -> None:
-    """/health/live says that only a new process will help; requests get 503, none hangs."""
+def test_repeated_engine_failures_make_the_server_unhealthy(expected: str) -> None:
+    """/health/live and requests get 503."""
 
     def make() -> LLM:
         llm = small_engine()
@@ -418,8 +417,8 @@ def test_an_engine_that_always_fails_is_given_up(wanted: str) -> None:
         assert server.request("/metrics")[0] == 200
 
 
-def test_a_schema_fuzzer_finds_no_500(served: LocalServer, wanted: str) -> None:
-    """Requests made from our own description, right ones and wrong ones."""
+def test_a_schema_fuzzer_finds_no_500(served: LocalServer, expected: str) -> None:
+    """Valid and invalid requests generated from /openapi.json."""
     schemathesis = pytest.importorskip("schemathesis")
     description = served.request("/openapi.json")[2]
     schema = schemathesis.openapi.from_dict(description)
@@ -447,5 +446,5 @@ def test_a_schema_fuzzer_finds_no_500(served: LocalServer, wanted: str) -> None:
             except schemathesis.errors.SchemathesisError:
                 assert mode == "negative"  # nothing wrong can be made of a path without parameters
     assert {200, 400} <= seen
-    assert served.complete() == (200, wanted)
+    assert served.complete() == (200, expected)
     served.check_engine_idle()

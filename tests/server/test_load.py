@@ -1,7 +1,6 @@
-"""Load: five hundred streams at once, more than the queue takes, and clients that leave.
+"""Load: five hundred streams, more requests than the queue holds, and clients that disconnect.
 
-Every answer is compared with the engine's own, in the client that asked (`scripts/serve_load.py`), and the server's
-counters with what happened.
+The clients (`scripts/serve_load.py`) compare every output with the engine's own output.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ CLIENTS = 500
 
 
 @cache
-def asks() -> list[Ask]:
-    """From an engine without a drafter: drafts change no text."""
-    made = make_asks(str(engines.target().folder), None, CLIENTS, 12, dtype="float32", device="cpu", threads=1)
-    assert len({a.text for a in made}) > 0.9 * CLIENTS, "answers must tell whose they are"
-    return made
+def get_requests() -> list[Ask]:
+    """Requests with the expected output of an engine without a drafter."""
+    requests = make_asks(str(engines.target().folder), None, CLIENTS, 12, dtype="float32", device="cpu", threads=1)
+    assert len({a.text for a in requests}) > 0.9 * CLIENTS, "outputs must differ between requests"
+    return requests
 
 
 def scrape(url: str, label: str = "") -> Counter[str]:
-    """Every series summed over its labels; those that have `label` also by its values."""
+    """Sums every series over its labels, and also by the values of `label`."""
     found: Counter[str] = Counter()
     for family in text_string_to_metric_families(urlopen(f"{url}/metrics").read().decode()):
         for sample in family.samples:
@@ -40,52 +39,60 @@ def scrape(url: str, label: str = "") -> Counter[str]:
     return found
 
 
-def nothing_wrong(report: Report) -> None:
+def check_report(report: Report) -> None:
     assert (report.lost, report.mixed, report.differs, report.failures) == (0, 0, 0, {})
     assert report.kv_use_left == 0
 
 
-def test_five_hundred_streams_at_once() -> None:
+def test_five_hundred_concurrent_streams() -> None:
     flags = [*FLAGS, "--max-num-seqs", "64", "--max-queued-requests", str(CLIENTS)]
     with serving(str(engines.target().folder), DRAFTER, flags) as url:
-        report = load(url, "steady", asks(), CLIENTS)
+        report = load(url, "steady", get_requests(), CLIENTS)
         print(report)
-        nothing_wrong(report)
+        check_report(report)
         assert (report.ok, report.refused, report.uncounted_tokens) == (CLIENTS, 0, 0)
         assert report.most_running > 8 and report.most_waiting > CLIENTS / 2 and 0 < report.most_kv_use < 1
 
-        told = scrape(url, "finished_reason")
-        for reason, count in Counter(a.finish_reason for a in asks()).items():
-            assert told[f"vllm:request_success_total {reason}"] == count
-        assert told["vllm:request_success_total"] == CLIENTS
+        metrics = scrape(url, "finished_reason")
+        for reason, count in Counter(a.finish_reason for a in get_requests()).items():
+            assert metrics[f"vllm:request_success_total {reason}"] == count
+        assert metrics["vllm:request_success_total"] == CLIENTS
         for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time"):
-            assert told[f"vllm:{name}_seconds_count"] == CLIENTS, name
-        assert told["vllm:request_generation_tokens_sum"] == told["vllm:generation_tokens_total"]
-        prompts = sum(len(a.body["prompt"] if "prompt" in a.body else a.body["messages"][0]["content"]) for a in asks())
-        assert told["vllm:request_prompt_tokens_sum"] == told["vllm:prompt_tokens_total"] == prompts  # a byte, a token
+            assert metrics[f"vllm:{name}_seconds_count"] == CLIENTS, name
+        assert metrics["vllm:request_generation_tokens_sum"] == metrics["vllm:generation_tokens_total"]
+        prompts = sum(
+            len(a.body["prompt"] if "prompt" in a.body else a.body["messages"][0]["content"]) for a in get_requests()
+        )
+        assert (
+            metrics["vllm:request_prompt_tokens_sum"] == metrics["vllm:prompt_tokens_total"] == prompts
+        )  # a byte, a token
 
-        told = scrape(url, "position")
-        drafts, held = (told[f"vllm:spec_decode_num_{name}_total"] for name in ("drafts", "accepted_tokens"))
-        places = [told[f"vllm:spec_decode_num_accepted_tokens_per_pos_total {i}"] for i in range(K)]
-        assert drafts > places[0] and places == sorted(places, reverse=True) and sum(places) == held > drafts
-        # a round with drafts brings those that held and one more; only at an answer's end may some of them be cut off
-        first, every = CLIENTS, told["vllm:generation_tokens_total"]
-        assert 0 <= drafts + held + first - every < CLIENTS * K
+        metrics = scrape(url, "position")
+        drafts, accepted = (metrics[f"vllm:spec_decode_num_{name}_total"] for name in ("drafts", "accepted_tokens"))
+        per_position = [metrics[f"vllm:spec_decode_num_accepted_tokens_per_pos_total {i}"] for i in range(K)]
+        assert (
+            drafts > per_position[0]
+            and per_position == sorted(per_position, reverse=True)
+            and sum(per_position) == accepted > drafts
+        )
+        # a decode step adds the accepted tokens and one more; only the end of a completion may cut some
+        first, every = CLIENTS, metrics["vllm:generation_tokens_total"]
+        assert 0 <= drafts + accepted + first - every < CLIENTS * K
 
 
-def test_too_many_are_refused_at_once_and_all_are_served_afterwards() -> None:
+def test_overload_is_rejected_and_passes() -> None:
     flags = [*FLAGS, "--max-num-seqs", "8", "--max-queued-requests", "8"]
     with serving(str(engines.target().folder), DRAFTER, flags) as url:
-        report = load(url, "overload", asks(), 200)
+        report = load(url, "overload", get_requests(), 200)
         print(report)
-        nothing_wrong(report)
+        check_report(report)
         assert report.ok >= 16 and report.refused > 50 and report.ok + report.refused == 200
         assert report.recovered == AGAIN
         assert scrape(url, "reason")["vllm:admission_rejections_total max_num_queued_reqs"] >= report.refused
 
-        report = load(url, "soak", asks(), 12, seconds=6)
+        report = load(url, "soak", get_requests(), 12, seconds=6)
         print(report)
-        nothing_wrong(report)
+        check_report(report)
         assert report.left > 0 and report.ok > 20 and report.refused == 0
-        # some may have been answered to the end before they were seen to leave
+        # some requests may have finished before the disconnect was noticed
         assert 0 < scrape(url, "finished_reason")["vllm:request_success_total abort"] <= report.left

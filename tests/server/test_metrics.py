@@ -1,7 +1,6 @@
-"""/metrics: vLLM's series with its labels, and numbers that are the engine's own. The dashboard asks for nothing else.
+"""/metrics has the series and labels that vLLM 0.32's dashboards and clients read, with the engine's counts.
 
-What the dashboards and the client of vLLM read is written down here, from vLLM 0.32; the parity tests have the client
-itself read it.
+The Grafana dashboard uses only these series.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ STATS = EngineStats(
 
 
 class Scrape:
-    """A rendering as Prometheus would read it."""
+    """The metrics as Prometheus parses them."""
 
     def __init__(self, text: str) -> None:
         self.samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
@@ -91,18 +90,18 @@ def scrape(metrics: ServerMetrics, stats: EngineStats = STATS) -> Scrape:
     return Scrape(body.decode())
 
 
-def test_every_series_that_vllms_dashboards_read_is_there_before_the_first_request() -> None:
+def test_vllms_series_exist_before_the_first_request() -> None:
     found = scrape(ServerMetrics("small"))
     assert {name: found.labels.get(name) for name in READ_BY_VLLM} == {n: set(ls) for n, ls in READ_BY_VLLM.items()}
     assert {s.labels["model_name"] for s in found.samples if s.name.startswith("vllm:")} == {"small"}
     assert {s.labels["engine"] for s in found.samples if "engine" in s.labels} == {"0"}
 
 
-def test_the_engines_counts_come_through_and_speculation_only_where_there_is_a_drafter() -> None:
+def test_engine_counts_and_speculation_only_with_a_drafter() -> None:
     metrics = ServerMetrics("small")
     found = scrape(metrics)
     assert found.by("vllm:spec_decode_num_accepted_tokens_per_pos_total", "position") == {"0": 16, "1": 10, "2": 4}
-    want = {
+    expected = {
         "vllm:num_requests_running": 3,
         "vllm:num_requests_waiting": 5,
         "vllm:kv_cache_usage_perc": 0.25,
@@ -117,7 +116,7 @@ def test_the_engines_counts_come_through_and_speculation_only_where_there_is_a_d
         "peagle:num_decode_steps_total": 25,
         "peagle:engine_restarts_total": 2,
     }
-    assert {name: found[name] for name in want} == want
+    assert {name: found[name] for name in expected} == expected
     assert (
         scrape(metrics, replace(STATS, num_requests_running=4, num_decode_steps=26))["peagle:num_decode_steps_total"]
         == 26
@@ -174,7 +173,7 @@ def panels() -> list[dict[str, Any]]:
 
 
 def series(expression: Any) -> list[tuple[str, set[str]]]:
-    """Series that an expression reads, each with labels that it is picked or summed by."""
+    """Returns the series of an expression, each with the labels it selects or groups by."""
     found: list[tuple[str, set[str]]] = []
 
     def visit(node: Any) -> None:
@@ -187,15 +186,15 @@ def series(expression: Any) -> list[tuple[str, set[str]]]:
     return found
 
 
-def test_the_dashboard_asks_only_for_series_and_labels_that_are_there() -> None:
+def test_the_dashboard_uses_existing_series_and_labels() -> None:
     labels = scrape(ServerMetrics("small")).labels
     asked = set()
     for panel in panels():
         for target in panel.get("targets", []):
             read = series(promql_parser.parse(re.sub(r"\$__\w+", "5m", target["expr"])))
-            for name, wanted in read:
+            for name, used_labels in read:
                 assert name in labels, f"{panel['title']}: {name}"
-                assert wanted <= labels[name] | FROM_PROMETHEUS, f"{panel['title']}: {name} by {wanted}"
+                assert used_labels <= labels[name] | FROM_PROMETHEUS, f"{panel['title']}: {name} by {used_labels}"
                 asked.add(name)
             for label in re.findall(r"{{(\w+)}}", target["legendFormat"]):
                 assert any(label in labels[name] | FROM_PROMETHEUS for name, _ in read), panel["title"]

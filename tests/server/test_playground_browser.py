@@ -69,7 +69,7 @@ def small() -> Iterator[LocalServer]:
 
 
 class Talk:
-    """SmolLM2 and what it must say, found before the server has it."""
+    """SmolLM2 with its expected outputs."""
 
     def __init__(self) -> None:
         options = {"device": "cpu", "dtype": "float32", "max_num_seqs": 2, "max_model_len": 1024}
@@ -137,7 +137,7 @@ def side_by_side(tab: Tab) -> None:
 
 
 def texts_of(tab: Tab, selector: str) -> list[str]:
-    """To the letter: what `expect` compares has its white space folded."""
+    """Exact texts: `expect` would fold whitespace."""
     return tab.page.locator(selector).all_text_contents()
 
 
@@ -146,7 +146,7 @@ def last_error(tab: Tab) -> str:
 
 
 def pretend(tab: Tab, **response: Any) -> None:
-    """The next answer is this one, or none at all. Everything behind it is the server's again."""
+    """Fakes the next response, or aborts the next request."""
 
     def say(route: Route) -> None:
         route.fulfill(**response) if response else route.abort()
@@ -172,7 +172,7 @@ def test_a_conversation_with_smollm2(tab: Tab, talk: Talk, smol: LocalServer) ->
     saved = len(talk.first.token_ids) - 1 - talk.first.num_decode_steps
     assert texts_of(tab, "#length, #saved") == [f"{talk.first.acceptance_length:.2f}", str(saved)]
     assert float(texts_of(tab, "#speed")[0]) > 0
-    assert talk.first.text in texts_of(tab, "p[role=status]")[0], "read out to those who do not see it"
+    assert talk.first.text in texts_of(tab, "p[role=status]")[0], "announced to screen readers"
 
     tab.page.get_by_role("slider", name="Draft tokens per step").fill("2")
     side_by_side(tab)
@@ -197,7 +197,7 @@ def test_a_conversation_with_smollm2(tab: Tab, talk: Talk, smol: LocalServer) ->
     }
 
 
-def test_escape_stops_the_answer_and_the_server(tab: Tab, smol: LocalServer) -> None:
+def test_escape_aborts_the_request(tab: Tab, smol: LocalServer) -> None:
     visit(tab, smol, tokens=800)
     newest = tab.page.locator(".turn:last-child .text span").nth(3)
     send(tab, "Tell me a long story about a fox.")
@@ -215,7 +215,7 @@ def test_escape_stops_the_answer_and_the_server(tab: Tab, smol: LocalServer) -> 
     expect(tab.page.get_by_label("Your message")).to_be_focused()
 
 
-def test_sampled_texts_are_equal_too(tab: Tab, small: LocalServer) -> None:
+def test_sampled_outputs_are_equal_too(tab: Tab, small: LocalServer) -> None:
     visit(tab, small)
     tab.page.get_by_label("Temperature").fill("2")
     side_by_side(tab)
@@ -231,7 +231,7 @@ def test_sampled_texts_are_equal_too(tab: Tab, small: LocalServer) -> None:
     assert len(texts) > 1, "they were sampled"
 
 
-def test_it_fits_and_reads_on_every_screen(tab: Tab, small: LocalServer) -> None:
+def test_it_is_readable_on_every_screen(tab: Tab, small: LocalServer) -> None:
     visit(tab, small)
     for state in ("empty", "answered"):
         if state == "answered":
@@ -318,7 +318,7 @@ def test_the_keyboard_alone_is_enough(tab: Tab, small: LocalServer) -> None:
         ({}, "The server does not respond. Is it running, and is the network up?"),
     ],
 )
-def test_trouble_is_told_in_words_and_can_be_tried_again(
+def test_errors_are_shown_and_can_be_retried(
     tab: Tab, small: LocalServer, response: dict[str, Any], words: str
 ) -> None:
     visit(tab, small)
@@ -338,7 +338,7 @@ def chat_body(*talk: str) -> dict[str, Any]:
     return {"model": MODEL, "messages": messages, "max_tokens": TOKENS, "temperature": 0}
 
 
-def test_a_full_server_says_when_to_come_back(tab: Tab, small: LocalServer) -> None:
+def test_retry_after_an_overload(tab: Tab, small: LocalServer) -> None:
     visit(tab, small)
     pretend(tab, status=429, headers={"Retry-After": "3"}, json={"error": {"message": "256 wait."}})
     ask(tab, PROMPT)
@@ -346,7 +346,7 @@ def test_a_full_server_says_when_to_come_back(tab: Tab, small: LocalServer) -> N
     assert again.is_disabled() and re.fullmatch(r"Try again in [123] s", again.inner_text())
     assert last_error(tab) == "The server is overloaded. 256 wait."
     expect(again).to_be_enabled(timeout=10_000)
-    # what was not answered is no part of the conversation
+    # a failed turn is not part of the conversation
     ask(tab, "Now")
     _, _, whole = small.request("/v1/chat/completions", chat_body("Now"))
     assert texts_of(tab, ".text") == [whole["choices"][0]["message"]["content"]]

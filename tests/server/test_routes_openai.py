@@ -1,4 +1,4 @@
-"""The API against the engine's own answers, token for token, and every refusal by its field's name."""
+"""The API returns the engine's outputs, token for token, and refuses unsupported fields by name."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def served() -> Iterator[LocalServer]:
 
 @pytest.fixture(scope="module")
 def alone() -> LLM:
-    """The same engine, asked without a server."""
+    """The same engine without a server."""
     return small_engine()
 
 
-# what is asked of the server, and the same of the engine
+# fields of a request, and the equivalent SamplingParams
 ASKED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {}),
     ({"temperature": 1e-9}, {}),
@@ -57,68 +57,68 @@ ASKED: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-def own(llm: LLM, **asked: Any) -> list[CompletionOutput]:
-    return llm.generate(IDS, SamplingParams(**{"max_tokens": 24, **asked}))[0].outputs
+def generate_directly(llm: LLM, **fields: Any) -> list[CompletionOutput]:
+    return llm.generate(IDS, SamplingParams(**{"max_tokens": 24, **fields}))[0].outputs
 
 
-def events(data: bytes) -> list[dict[str, Any]]:
+def parse_events(data: bytes) -> list[dict[str, Any]]:
     lines = data.decode().split("\n\n")
     assert lines[-2:] == ["data: [DONE]", ""]
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
 
 
-@pytest.mark.parametrize(("asked", "meant"), ASKED, ids=lambda value: "-".join(value) or "plain")
-def test_completions_are_the_engines(
-    served: LocalServer, alone: LLM, asked: dict[str, Any], meant: dict[str, Any]
+@pytest.mark.parametrize(("fields", "meant"), ASKED, ids=lambda value: "-".join(value) or "plain")
+def test_completions_equal_the_engines(
+    served: LocalServer, alone: LLM, fields: dict[str, Any], meant: dict[str, Any]
 ) -> None:
-    """Whole, streamed, as text and as a chat: the same tokens, texts and reasons as without a server."""
-    wanted = own(alone, **meant)
-    body = {"model": MODEL, "max_tokens": 24, "temperature": 0, **asked}
-    body["peagle"] = {"tokens": True, **asked.get("peagle", {})}
+    """Whole and streamed, as text and as chat: the same tokens, texts and finish reasons."""
+    expected = generate_directly(alone, **meant)
+    body = {"model": MODEL, "max_tokens": 24, "temperature": 0, **fields}
+    body["peagle"] = {"tokens": True, **fields.get("peagle", {})}
     chat = {k: v for k, v in body.items() if k != "logprobs"} | {"messages": [{"role": "user", "content": PROMPT}]}
-    if "logprobs" in asked:
-        chat |= {"logprobs": True, "top_logprobs": asked["logprobs"]}
+    if "logprobs" in fields:
+        chat |= {"logprobs": True, "top_logprobs": fields["logprobs"]}
     for path, ask in (("/v1/completions", {**body, "prompt": PROMPT}), ("/v1/chat/completions", chat)):
         status, _, whole = served.request(path, ask)
         assert status == 200, whole
         _, headers, data = served.request(path, {**ask, "stream": True, "stream_options": {"include_usage": True}})
         assert headers["content-type"].startswith("text/event-stream")
-        chunks = events(data)
-        assert len(whole["choices"]) == len(wanted)
-        for choice, output in zip(whole["choices"], wanted, strict=True):
+        chunks = parse_events(data)
+        assert len(whole["choices"]) == len(expected)
+        for choice, output in zip(whole["choices"], expected, strict=True):
             text = choice["text"] if "text" in choice else choice["message"]["content"]
             reason = (choice["finish_reason"], choice["stop_reason"])
             assert (text, choice["peagle"]["token_ids"]) == (output.text, output.token_ids)
             assert reason == (output.finish_reason, output.stop_reason)
-            mine = [c for chunk in chunks for c in chunk["choices"] if c["index"] == choice["index"]]
-            assert "".join(c["text"] if "text" in c else c["delta"]["content"] for c in mine) == output.text
-            assert [t for c in mine if "peagle" in c for t in c["peagle"]["token_ids"]] == output.token_ids
-            flags = [d for c in mine if "peagle" in c for d in c["peagle"]["is_draft_token"]]
-            if asked.get("peagle") is None:
+            choices = [c for chunk in chunks for c in chunk["choices"] if c["index"] == choice["index"]]
+            assert "".join(c["text"] if "text" in c else c["delta"]["content"] for c in choices) == output.text
+            assert [t for c in choices if "peagle" in c for t in c["peagle"]["token_ids"]] == output.token_ids
+            flags = [d for c in choices if "peagle" in c for d in c["peagle"]["is_draft_token"]]
+            if fields.get("peagle") is None:
                 assert flags == choice["peagle"]["is_draft_token"] == output.is_draft_token
-            assert [c["finish_reason"] for c in mine][-1] == output.finish_reason
-            assert all(c["finish_reason"] is None for c in mine[:-1])
-        tokens = sum(len(o.token_ids) for o in wanted)
+            assert [c["finish_reason"] for c in choices][-1] == output.finish_reason
+            assert all(c["finish_reason"] is None for c in choices[:-1])
+        tokens = sum(len(o.token_ids) for o in expected)
         usage = {"prompt_tokens": len(IDS), "completion_tokens": tokens, "total_tokens": len(IDS) + tokens}
         assert whole["usage"] == chunks[-1]["usage"] == usage
         assert chunks[-1]["choices"] == [] and all(chunk["usage"] is None for chunk in chunks[:-1])
-        told = whole["peagle"]
-        if asked.get("peagle") is None:
-            assert told["num_decode_steps"] == sum(o.num_decode_steps for o in wanted)
-            assert told["num_accepted_tokens_per_pos"] == [
-                sum(c) for c in zip(*(o.num_accepted_tokens_per_pos for o in wanted), strict=True)
+        stats = whole["peagle"]
+        if fields.get("peagle") is None:
+            assert stats["num_decode_steps"] == sum(o.num_decode_steps for o in expected)
+            assert stats["num_accepted_tokens_per_pos"] == [
+                sum(c) for c in zip(*(o.num_accepted_tokens_per_pos for o in expected), strict=True)
             ]
         else:
-            most = asked["peagle"].get("num_speculative_tokens", 0)
-            assert told["num_speculative_tokens"] == most and not any(told["num_accepted_tokens_per_pos"][most:])
-            assert (told["num_drafts"] > 0) == (most > 0)
+            max_k = fields["peagle"].get("num_speculative_tokens", 0)
+            assert stats["num_speculative_tokens"] == max_k and not any(stats["num_accepted_tokens_per_pos"][max_k:])
+            assert (stats["num_drafts"] > 0) == (max_k > 0)
 
 
-def test_a_text_stays_what_it_is_beside_others_who_draft_less(served: LocalServer, alone: LLM) -> None:
-    """Requests with 0, 2 and as many drafts as there are, in the same rounds."""
+def test_requests_with_different_k_share_a_batch(served: LocalServer, alone: LLM) -> None:
+    """Requests with 0, 2 and K draft tokens in the same decode steps."""
     from concurrent.futures import ThreadPoolExecutor
 
-    wanted = own(alone, max_tokens=60, ignore_eos=True)[0]
+    expected = generate_directly(alone, max_tokens=60, ignore_eos=True)[0]
 
     def ask(k: int | None) -> Any:
         extra = {"tokens": True} if k is None else {"tokens": True, "num_speculative_tokens": k}
@@ -126,24 +126,24 @@ def test_a_text_stays_what_it_is_beside_others_who_draft_less(served: LocalServe
         return served.request("/v1/completions", body)[2]
 
     with ThreadPoolExecutor(4) as pool:
-        for k, said in zip((0, 2, None, 0), pool.map(ask, (0, 2, None, 0)), strict=True):
-            assert said["choices"][0]["peagle"]["token_ids"] == wanted.token_ids
-            held = said["peagle"]["num_accepted_tokens_per_pos"]
-            assert k is None or not any(held[k:])
-            assert (said["peagle"]["num_drafts"] == 0) == (k == 0)
+        for k, response in zip((0, 2, None, 0), pool.map(ask, (0, 2, None, 0)), strict=True):
+            assert response["choices"][0]["peagle"]["token_ids"] == expected.token_ids
+            accepted = response["peagle"]["num_accepted_tokens_per_pos"]
+            assert k is None or not any(accepted[k:])
+            assert (response["peagle"]["num_drafts"] == 0) == (k == 0)
 
 
-def test_logprobs_have_the_shapes_of_both_apis(served: LocalServer, alone: LLM) -> None:
-    rows = own(alone, logprobs=2, max_tokens=6)[0]
+def test_logprobs_of_both_apis(served: LocalServer, alone: LLM) -> None:
+    rows = generate_directly(alone, logprobs=2, max_tokens=6)[0]
     assert rows.logprobs is not None
     body = {"max_tokens": 6, "temperature": 0}
-    said = served.request("/v1/completions", {**body, "prompt": PROMPT, "logprobs": 2})[2]["choices"][0]
-    shown = said["logprobs"]
-    assert "".join(shown["tokens"]) == said["text"]
+    response = served.request("/v1/completions", {**body, "prompt": PROMPT, "logprobs": 2})[2]["choices"][0]
+    shown = response["logprobs"]
+    assert "".join(shown["tokens"]) == response["text"]
     assert shown["text_offset"] == list(range(6))
     messages = [{"role": "user", "content": PROMPT}]
-    asked = {**body, "messages": messages, "logprobs": True, "top_logprobs": 2}
-    content = served.request("/v1/chat/completions", asked)[2]["choices"][0]["logprobs"]["content"]
+    fields = {**body, "messages": messages, "logprobs": True, "top_logprobs": 2}
+    content = served.request("/v1/chat/completions", fields)[2]["choices"][0]["logprobs"]["content"]
     for i, (token, row) in enumerate(zip(rows.token_ids, rows.logprobs, strict=True)):
         best = sorted(row.values(), reverse=True)[:2]
         assert shown["token_logprobs"][i] == pytest.approx(row[token], abs=1e-4)
@@ -156,30 +156,30 @@ def test_logprobs_have_the_shapes_of_both_apis(served: LocalServer, alone: LLM) 
     assert served.request("/v1/completions", {**body, "prompt": PROMPT})[2]["choices"][0]["logprobs"] is None
 
 
-def test_several_prompts_are_answered_in_their_order(served: LocalServer, alone: LLM) -> None:
-    starts = [TEXT[i : i + 30].decode() for i in (500, 2000, 4000)]
+def test_several_prompts_keep_their_order(served: LocalServer, alone: LLM) -> None:
+    prompts = [TEXT[i : i + 30].decode() for i in (500, 2000, 4000)]
     params = SamplingParams(max_tokens=10, temperature=0.8, seed=1, n=2)
-    wanted = [o.text for out in alone.generate([list(s.encode()) for s in starts], params) for o in out.outputs]
-    body = {"prompt": starts, "max_tokens": 10, "temperature": 0.8, "seed": 1, "n": 2}
-    said = served.request("/v1/completions", body)[2]
-    assert [c["text"] for c in said["choices"]] == wanted
-    assert [c["index"] for c in said["choices"]] == list(range(6))
-    body["prompt"] = [list(s.encode()) for s in starts]
+    expected = [o.text for out in alone.generate([list(s.encode()) for s in prompts], params) for o in out.outputs]
+    body = {"prompt": prompts, "max_tokens": 10, "temperature": 0.8, "seed": 1, "n": 2}
+    response = served.request("/v1/completions", body)[2]
+    assert [c["text"] for c in response["choices"]] == expected
+    assert [c["index"] for c in response["choices"]] == list(range(6))
+    body["prompt"] = [list(s.encode()) for s in prompts]
     texts = dict.fromkeys(range(6), "")
-    for chunk in events(served.request("/v1/completions", {**body, "stream": True})[2]):
+    for chunk in parse_events(served.request("/v1/completions", {**body, "stream": True})[2]):
         for choice in chunk["choices"]:
             texts[choice["index"]] += choice["text"]
-    assert list(texts.values()) == wanted
+    assert list(texts.values()) == expected
 
 
 def test_defaults_are_openais(served: LocalServer) -> None:
-    """16 tokens of a completion, the rest of the context for a chat."""
-    said = served.request("/v1/completions", {"prompt": PROMPT, "ignore_eos": True})[2]
-    assert said["usage"]["completion_tokens"] == 16
+    """16 tokens for a completion, the rest of the context for a chat."""
+    response = served.request("/v1/completions", {"prompt": PROMPT, "ignore_eos": True})[2]
+    assert response["usage"]["completion_tokens"] == 16
     messages = [{"role": "user", "content": PROMPT}]
-    said = served.request("/v1/chat/completions", {"messages": messages, "ignore_eos": True})[2]
-    assert said["usage"]["total_tokens"] == MAX_MODEL_LEN
-    assert said["choices"][0]["finish_reason"] == "length"
+    response = served.request("/v1/chat/completions", {"messages": messages, "ignore_eos": True})[2]
+    assert response["usage"]["total_tokens"] == MAX_MODEL_LEN
+    assert response["choices"][0]["finish_reason"] == "length"
 
 
 CHAT = {"messages": [{"role": "user", "content": "a"}]}
@@ -244,53 +244,61 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("path", "body", "param"), REFUSED, ids=lambda v: v if isinstance(v, str) else "")
-def test_what_is_not_done_is_refused_by_name(served: LocalServer, path: str, body: dict[str, Any], param: str) -> None:
+def test_unsupported_fields_are_refused_by_name(
+    served: LocalServer, path: str, body: dict[str, Any], param: str
+) -> None:
     for stream in ({}, {"stream": True}) if "stream_options" not in body else ({},):
-        status, _, said = served.request(f"/v1/{path}", {**body, **stream})
-        assert status == 400, said
-        assert said.keys() == {"error"} and said["error"].keys() == {"message", "type", "param", "code"}
-        assert said["error"]["param"] == param and said["error"]["type"] == "invalid_request_error"
-        assert said["error"]["message"]
+        status, _, response = served.request(f"/v1/{path}", {**body, **stream})
+        assert status == 400, response
+        assert response.keys() == {"error"} and response["error"].keys() == {"message", "type", "param", "code"}
+        assert response["error"]["param"] == param and response["error"]["type"] == "invalid_request_error"
+        assert response["error"]["message"]
 
 
 @pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
-def test_an_image_is_refused_and_its_address_left_alone(served: LocalServer, kind: str) -> None:
+def test_media_is_refused_and_its_address_not_opened(served: LocalServer, kind: str) -> None:
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as bait:
         bait.settimeout(0.2)
         url = f"http://127.0.0.1:{bait.getsockname()[1]}/x.png"
         content = [{"type": "text", "text": "a"}, {"type": kind, kind: {"url": url}}]
-        status, _, said = served.request("/v1/chat/completions", {"messages": [{"role": "user", "content": content}]})
-        assert status == 400 and kind in said["error"]["message"]
+        status, _, response = served.request(
+            "/v1/chat/completions", {"messages": [{"role": "user", "content": content}]}
+        )
+        assert status == 400 and kind in response["error"]["message"]
         with pytest.raises(TimeoutError):
             bait.accept()
 
 
-def test_the_model_is_asked_for_by_its_name(served: LocalServer) -> None:
+def test_the_model_name_is_checked(served: LocalServer) -> None:
     assert served.request("/v1/models")[2]["data"][0]["id"] == MODEL
     assert served.request(f"/v1/models/{MODEL}")[0] == 200
     for name in ("other", "../../etc/passwd", "http://127.0.0.1/x", ""):
-        status, _, said = served.request("/v1/completions", {"model": name, "prompt": "a"})
-        assert (status, said["error"]["code"]) == (404, "model_not_found")
+        status, _, response = served.request("/v1/completions", {"model": name, "prompt": "a"})
+        assert (status, response["error"]["code"]) == (404, "model_not_found")
     for path in ("/v1/models/../../etc/passwd", "/..%2f..%2fetc/passwd", "/static/index.html", "//etc/passwd"):
         assert served.request(path)[0] == 404
     assert served.request("/v1/completions", method="GET")[0] == 405
     assert served.request("/nowhere")[2]["error"]["type"] == "not_found_error"
 
 
-def test_tokens_of_texts_and_chats(served: LocalServer) -> None:
-    said = served.request("/tokenize", {"prompt": "Hé!", "return_token_strs": True})[2]
-    assert said["tokens"] == list("Hé!".encode())[:1] + said["tokens"][1:] and said["count"] == len(said["tokens"])
-    said = served.request("/tokenize", {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]})[2]
-    assert said["tokens"] == list(b"Hi") and said["max_model_len"] == MAX_MODEL_LEN
+def test_tokenize_and_detokenize(served: LocalServer) -> None:
+    response = served.request("/tokenize", {"prompt": "Hé!", "return_token_strs": True})[2]
+    assert response["tokens"] == list("Hé!".encode())[:1] + response["tokens"][1:] and response["count"] == len(
+        response["tokens"]
+    )
+    response = served.request(
+        "/tokenize", {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]}
+    )[2]
+    assert response["tokens"] == list(b"Hi") and response["max_model_len"] == MAX_MODEL_LEN
     assert served.request("/detokenize", {"tokens": list(b"Hi")})[2] == {"prompt": "Hi"}
     assert served.request("/detokenize", {"tokens": [160]})[2]["error"]["param"] == "tokens"
     assert served.request("/tokenize", {"prompt": "a", "messages": []})[0] == 400
 
 
 def test_tools_reach_the_template(alone: LLM) -> None:
-    """In a template that takes them; calls and their results go back into it as values."""
+    """Calls and their results go back into the template as values."""
     template = (
         "{% if tools %}{{ tools[0].function.name }}:{{ tools[0].function.parameters | tojson }} {% endif %}"
         "{% for m in messages %}{{ m.role }}{% for c in m.tool_calls or [] %}<{{ c.function.arguments.x }}>{% endfor %}"
@@ -317,18 +325,18 @@ def test_tools_reach_the_template(alone: LLM) -> None:
         {"role": "tool", "content": "8", "tool_call_id": "1"},
     ]
     with LocalServer(make) as server:
-        said = server.request("/tokenize", {"messages": messages, "tools": tools})[2]
-        assert bytes(said["tokens"]).decode() == 'add:{"type": "object"} user=go;assistant<7>=;tool=8;'
+        response = server.request("/tokenize", {"messages": messages, "tools": tools})[2]
+        assert bytes(response["tokens"]).decode() == 'add:{"type": "object"} user=go;assistant<7>=;tool=8;'
         body = {"messages": messages, "tools": tools, "max_tokens": 4}
         counts = {c: server.request("/v1/chat/completions", {**body, "tool_choice": c})[2]["usage"]["prompt_tokens"]
                   for c in ("auto", "none")}  # fmt: skip
-        assert counts == {"auto": said["count"], "none": said["count"] - len('add:{"type": "object"} ')}
+        assert counts == {"auto": response["count"], "none": response["count"] - len('add:{"type": "object"} ')}
 
 
-def test_health_version_metrics_and_the_page(served: LocalServer) -> None:
+def test_health_version_metrics_and_playground(served: LocalServer) -> None:
     for path in ("/health", "/health/live", "/health/ready"):
-        status, _, said = served.request(path)
-        assert (status, said["status"], said["restarts"]) == (200, "ready", 0)
+        status, _, response = served.request(path)
+        assert (status, response["status"], response["restarts"]) == (200, "ready", 0)
     assert served.request("/version")[2].keys() == {"version"}
     info = served.request("/peagle/info")[2]
     assert info.keys() == {

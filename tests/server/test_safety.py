@@ -1,5 +1,4 @@
-"""What a server must not do, whoever asks: run a checkpoint's code, fetch addresses, tell keys apart by time, or fall
-over what no specification foresees."""
+"""Security: no checkpoint code runs, no address is fetched, keys compare in constant time, fuzzing finds no 500."""
 
 from __future__ import annotations
 
@@ -46,11 +45,11 @@ def engine_with_tools() -> LLM:
     return engine_of(folder_with("safe", "{% if tools %}<tool_call>{% endif %}{{ messages[-1].content }}"))
 
 
-def test_no_code_of_a_checkpoint_is_run(tmp_path: Path) -> None:
-    """It brings a model, a config and a tokenizer of its own, and a template that looks for a way out."""
+def test_no_code_of_a_checkpoint_runs(tmp_path: Path) -> None:
+    """A checkpoint with custom classes and a template that tries to escape its sandbox."""
     mark = tmp_path / "run"
-    way_out = f"cycler.__init__.__globals__.os.system('touch {mark}')"
-    folder = folder_with("trap", f"{{{{ {way_out} }}}}{{{{ messages[0].content }}}}")
+    escape = f"cycler.__init__.__globals__.os.system('touch {mark}')"
+    folder = folder_with("trap", f"{{{{ {escape} }}}}{{{{ messages[0].content }}}}")
     for name in ("configuration_own", "modeling_own", "tokenization_own"):
         (folder / f"{name}.py").write_text(f"open({str(mark)!r}, 'w').close()\nOwn = object\n")
     own = {"AutoConfig": "configuration_own.Own", "AutoModelForCausalLM": "modeling_own.Own"}
@@ -62,8 +61,8 @@ def test_no_code_of_a_checkpoint_is_run(tmp_path: Path) -> None:
         (folder / file).write_text(json.dumps({**values, "auto_map": more}))
     with LocalServer(lambda: engine_of(folder)) as server:
         assert server.complete()[0] == 200
-        status, _, said = server.request("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]})
-        assert (status, said["error"]["param"]) == (400, "messages")
+        status, _, response = server.request("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]})
+        assert (status, response["error"]["param"]) == (400, "messages")
     assert not mark.exists()
 
 
@@ -77,14 +76,14 @@ def test_schemas_are_not_fetched(served: LocalServer) -> None:
             ({"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}, "response_format"),
             ({"tools": tools, "tool_choice": "required"}, "tools"),
         ):
-            status, _, said = served.request("/v1/chat/completions", {**chat, **more})
-            assert (status, said["error"]["param"]) == (400, param)
+            status, _, response = served.request("/v1/chat/completions", {**chat, **more})
+            assert (status, response["error"]["param"]) == (400, param)
         with pytest.raises(TimeoutError):
             bait.accept()
 
 
-def test_keys_are_compared_in_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every key that is sent, right or wrong, goes whole through the comparison made for that, and through no other."""
+def test_keys_compare_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every key goes through `hmac.compare_digest`, and nothing else."""
     compared: list[tuple[bytes, bytes]] = []
 
     def watched(given: bytes, key: bytes) -> bool:
@@ -100,7 +99,7 @@ def test_keys_are_compared_in_the_same_time(monkeypatch: pytest.MonkeyPatch) -> 
     assert compared == [(key.encode(), b"sk-own") for key in sent]
 
 
-def test_a_server_that_still_loads_says_so() -> None:
+def test_a_loading_server_is_unready() -> None:
     go_on, asked = threading.Event(), threading.Event()
 
     def slow_engine() -> LLM:
@@ -123,10 +122,10 @@ def test_a_server_that_still_loads_says_so() -> None:
         ):
             status, headers, _ = server.request(path, body)
             assert status == 503 and int(headers["retry-after"]) >= 1
-        told = re.search(
+        count = re.search(
             rb'vllm:admission_rejections_total\{.*reason="unready".*\} (\S+)', server.request("/metrics")[2]
         )
-        assert told is not None and float(told[1]) == 2
+        assert count is not None and float(count[1]) == 2
     finally:
         go_on.set()
         entering.join(60)
@@ -173,24 +172,24 @@ ANYTHING = st.sampled_from(ODD) | st.recursive(
 )
 
 
-def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def paths(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     yield at
     parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for name, inside in parts:
-        yield from places(inside, (*at, name))
+        yield from paths(inside, (*at, name))
 
 
-def changed(value: Any, at: tuple[Any, ...], to: Any) -> Any:
+def replace_at(value: Any, at: tuple[Any, ...], to: Any) -> Any:
     if not at:
         return to
     copy = value.copy()
-    copy[at[0]] = changed(value[at[0]], at[1:], to)
+    copy[at[0]] = replace_at(value[at[0]], at[1:], to)
     return copy
 
 
 @pytest.mark.parametrize("path", GOOD)
 def test_a_fuzzer_finds_no_500(served: LocalServer, path: str) -> None:
-    """A good request with something else in one or two of its places, or with its bytes changed."""
+    """Valid requests with one or two values replaced, or with bytes changed."""
     seen: set[int] = set()
 
     @settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
@@ -198,16 +197,16 @@ def test_a_fuzzer_finds_no_500(served: LocalServer, path: str) -> None:
     def fuzz(data: st.DataObject) -> None:
         body: Any = GOOD[path]
         for _ in range(data.draw(st.integers(0, 2))):
-            body = changed(body, data.draw(st.sampled_from([*places(body)])), data.draw(ANYTHING))
+            body = replace_at(body, data.draw(st.sampled_from([*paths(body)])), data.draw(ANYTHING))
         raw = json.dumps(body).encode()
         if data.draw(st.booleans()):
             at = data.draw(st.integers(0, len(raw)))
             raw = raw[:at] + data.draw(st.binary(max_size=4)) + raw[at + data.draw(st.integers(0, 4)) :]
-        status, _, said = served.request(path, raw)
+        status, _, response = served.request(path, raw)
         seen.add(status)
-        assert status < 500, (raw, said)
+        assert status < 500, (raw, response)
         if status >= 400:
-            assert said["error"].keys() == {"message", "type", "param", "code"}
+            assert response["error"].keys() == {"message", "type", "param", "code"}
 
     assert served.request(path, GOOD[path])[0] == 200
     fuzz()

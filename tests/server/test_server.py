@@ -1,4 +1,4 @@
-"""Running a server: keys, origins, logs, signals, the command line, and vLLM in its place."""
+"""Running a server: API keys, CORS, logs, signals, the command line, and --engine vllm."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ SECRET_PROMPT = "the whispered words"
 
 
 @pytest.fixture
-def lines() -> Iterator[io.StringIO]:
-    """What a server logs, as JSON lines."""
+def log_lines() -> Iterator[io.StringIO]:
+    """The server's log as JSON lines."""
     kept = [(logger, logger.handlers[:], logger.level) for logger in (LOGGER, logging.getLogger("uvicorn"))]
     stream = io.StringIO()
     start_logging(True, stream)
@@ -45,15 +45,15 @@ def lines() -> Iterator[io.StringIO]:
         logger.propagate = True
 
 
-def test_the_key_is_asked_for_and_told_to_nobody(lines: io.StringIO) -> None:
+def test_the_api_key_is_required_and_never_logged(log_lines: io.StringIO) -> None:
     with LocalServer(api_key=KEY) as server:
         body = {"prompt": SECRET_PROMPT, "max_tokens": 4, "user": "u"}
         for headers in ({}, {"authorization": KEY}, {"authorization": f"Basic {KEY}"}, {"authorization": "Bearer "},
                         {"authorization": f"Bearer {KEY}x"}, {"authorization": "Bearer \xff"}):  # fmt: skip
             for path in ("/v1/completions", "/tokenize", "/peagle/info", "/v1/models", "/nowhere"):
-                status, told, said = server.request(path, body if path != "/v1/models" else None, headers)
-                assert (status, said["error"]["code"]) == (401, "invalid_api_key")
-                assert told["www-authenticate"] == "Bearer"
+                status, reported, response = server.request(path, body if path != "/v1/models" else None, headers)
+                assert (status, response["error"]["code"]) == (401, "invalid_api_key")
+                assert reported["www-authenticate"] == "Bearer"
         for path in ("/health", "/health/live", "/version", "/metrics", "/"):
             assert server.request(path)[0] == 200
         for scheme in ("Bearer", "bearer"):
@@ -62,7 +62,7 @@ def test_the_key_is_asked_for_and_told_to_nobody(lines: io.StringIO) -> None:
         seen = (
             json.dumps([server.request(p)[2] for p in ("/health", "/version")]) + server.request("/metrics")[2].decode()
         )
-    text = lines.getvalue()
+    text = log_lines.getvalue()
     assert KEY not in text and KEY not in seen and KEY not in repr(server.settings)
     assert SECRET_PROMPT not in text and SECRET_PROMPT not in seen
     last = [json.loads(line) for line in text.splitlines() if '"status": 200' in line and "completions" in line][-1]
@@ -70,16 +70,16 @@ def test_the_key_is_asked_for_and_told_to_nobody(lines: io.StringIO) -> None:
     assert last.keys() >= {"time", "level", "id", "ms", "ttft_ms", "finish_reason"}
 
 
-def test_prompts_are_logged_where_that_is_asked_for_and_a_line_stays_a_line(lines: io.StringIO) -> None:
+def test_prompts_are_logged_on_request_as_one_line(log_lines: io.StringIO) -> None:
     with LocalServer(log_prompts=True) as server:
         server.complete(prompt="two\nlines")
         server.request("/v1/models/a%0Ab", headers={"x-request-id": "mine-7"})
-    entries = [json.loads(line) for line in lines.getvalue().splitlines()]
+    entries = [json.loads(line) for line in log_lines.getvalue().splitlines()]
     assert any(entry.get("prompt") == "two\nlines" for entry in entries)
     assert any(entry.get("id") == "mine-7" and entry["path"] == "/v1/models/a\nb" for entry in entries)
 
 
-def test_other_origins_are_let_in_only_where_named() -> None:
+def test_cors_origins() -> None:
     origin = {"origin": "https://a.example"}
     ask = {**origin, "access-control-request-method": "POST", "access-control-request-headers": "authorization"}
     with LocalServer() as server:
@@ -109,9 +109,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 LONG = {"prompt": PROMPT, "max_tokens": 180, "temperature": 0, "ignore_eos": True, "stream": True}
 
 
-def test_a_server_from_its_first_line_to_its_last(target: Path) -> None:
-    """A key from the environment, a summary, an answer, and on SIGTERM: what is under way is finished, what comes
-    later is refused, and the exit is clean."""
+def test_a_server_from_start_to_shutdown(target: Path) -> None:
+    """On SIGTERM running requests finish, new ones get 503, and the exit status is 0."""
     config = json.dumps(
         {"method": "eagle3", "model": str(drafter_folder("p-eagle-1")), "num_speculative_tokens": K,
          "parallel_drafting": True}
@@ -121,19 +120,19 @@ def test_a_server_from_its_first_line_to_its_last(target: Path) -> None:
     )
     server.wait_ready()
     assert server.request("/v1/models")[0] == 401
-    status, said = server.request("/v1/completions", {"prompt": PROMPT, "max_tokens": 8, "temperature": 0}, KEY)
-    wanted = small_engine().generate(list(PROMPT.encode()), SamplingParams(max_tokens=8))[0].outputs[0].text
+    status, response = server.request("/v1/completions", {"prompt": PROMPT, "max_tokens": 8, "temperature": 0}, KEY)
+    expected = small_engine().generate(list(PROMPT.encode()), SamplingParams(max_tokens=8))[0].outputs[0].text
     # (the pair in memory also ends at a comma; this text has none so early)
-    assert status == 200 and json.loads(said)["choices"][0]["text"] == wanted
-    one = server.open_stream(LONG, KEY)
-    received = one.recv(1024)
+    assert status == 200 and json.loads(response)["choices"][0]["text"] == expected
+    client = server.open_stream(LONG, KEY)
+    received = client.recv(1024)
     os.kill(server.process.pid, signal.SIGTERM)
     refused = None
     while refused is None or refused[0] == 200:
         refused = server.request("/v1/completions", {"prompt": "a", "max_tokens": 1}, KEY)
     assert refused[0] == 503 and json.loads(refused[1])["error"]["code"] == "unavailable"
     assert server.request("/health/ready")[0] == 503 and server.request("/health/live")[0] == 200
-    while piece := one.recv(65536):
+    while piece := client.recv(65536):
         received += piece
     assert b'"finish_reason":"length"' in received and b"data: [DONE]" in received
     assert server.process.wait() == 0
@@ -154,20 +153,20 @@ def test_a_server_from_its_first_line_to_its_last(target: Path) -> None:
     assert server.process.said() == ""
 
 
-def test_what_is_not_finished_in_time_is_told_and_dropped(target: Path) -> None:
+def test_the_shutdown_timeout_aborts_requests(target: Path) -> None:
     server = ServerProcess(str(target), "--shutdown-timeout", "0")
     server.wait_ready()
-    with server.open_stream({**LONG, "n": 4}) as one:
-        received = one.recv(1024)
+    with server.open_stream({**LONG, "n": 4}) as client:
+        received = client.recv(1024)
         os.kill(server.process.pid, signal.SIGTERM)
-        while piece := one.recv(65536):
+        while piece := client.recv(65536):
             received += piece
     assert b'"code":"unavailable"' in received
     assert server.process.wait() == 0
 
 
 @pytest.mark.parametrize(
-    ("arguments", "named"),
+    ("arguments", "mentioned"),
     [
         (("nowhere/at-all-here/x",), "nowhere"),
         (("TARGET", "-k", "3"), "-k 3"),
@@ -187,10 +186,10 @@ def test_what_is_not_finished_in_time_is_told_and_dropped(target: Path) -> None:
         (("BARE",), "tokenizer"),
     ],
 )  # fmt: skip
-def test_a_wrong_command_line_is_one_line(
+def test_usage_errors_are_one_line(
     target: Path,
     arguments: tuple[str, ...],
-    named: str,
+    mentioned: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -199,18 +198,18 @@ def test_a_wrong_command_line_is_one_line(
     monkeypatch.setattr(sys, "argv", ["peagle", "serve", *given, *port])
     with pytest.raises(SystemExit) as ended:
         main()
-    said = capsys.readouterr().err.strip()
+    response = capsys.readouterr().err.strip()
     assert ended.value.code == 2
-    assert said.startswith("peagle: error:") and len(said.splitlines()) == 1 and named in said
+    assert response.startswith("peagle: error:") and len(response.splitlines()) == 1 and mentioned in response
 
 
-def test_a_model_that_cannot_be_loaded_ends_the_server(target: Path) -> None:
+def test_a_load_error_ends_the_server(target: Path) -> None:
     process = forks.Process("-m", "peagle", "serve", str(target), "--port", "0", "--max-model-len", "100000")
     assert process.wait() == 2
     assert process.complaints().strip().splitlines()[-1].startswith("peagle: error: --max-model-len 100000")
 
 
-def test_a_port_that_is_taken_is_told_before_a_model_is_loaded(target: Path) -> None:
+def test_a_used_port_is_reported_before_loading(target: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         process = forks.Process("-m", "peagle", "serve", str(target), "--port", str(taken.getsockname()[1]))
         assert process.wait() == 2 and "in use" in process.complaints()
@@ -219,11 +218,11 @@ def test_a_port_that_is_taken_is_told_before_a_model_is_loaded(target: Path) -> 
 # vLLM's words
 
 
-def test_a_speculative_config_is_read_as_vllm_writes_it() -> None:
+def test_parse_speculative_config() -> None:
     text = '{"method": "eagle3", "model": "d", "num_speculative_tokens": 5, "parallel_drafting": true}'
     assert parse_speculative_config(text) == DrafterChoice("d", 5, True)
     assert parse_speculative_config('{"model": "d", "num_speculative_tokens": 5}') == DrafterChoice("d", 5)
-    for wrong, named in [
+    for wrong, mentioned in [
         ("[]", "object"),
         ('{"model": "d", "num_speculative_tokens": 5, "draft_tensor_parallel_size": 2}', "draft_tensor_parallel_size"),
         ('{"num_speculative_tokens": 5}', "model"),
@@ -231,11 +230,11 @@ def test_a_speculative_config_is_read_as_vllm_writes_it() -> None:
         ('{"model": "d", "num_speculative_tokens": 99}', "99"),
         ('{"model": "d", "num_speculative_tokens": 5, "parallel_drafting": 1}', "parallel_drafting"),
     ]:
-        with pytest.raises(UserError, match=named):
+        with pytest.raises(UserError, match=mentioned):
             parse_speculative_config(wrong)
 
 
-def test_vllms_command_says_the_same_and_keeps_the_key_out() -> None:
+def test_vllm_command_and_environment() -> None:
     settings = ServeSettings(
         host="0.0.0.0",
         port=9,
@@ -281,7 +280,7 @@ def script(folder: Path, text: str) -> Path:
 
 @pytest.mark.usefixtures("lines")
 @pytest.mark.parametrize(
-    ("template", "more", "said", "warned"),
+    ("template", "more", "response", "warning"),
     [
         ("{% if tools %}<tool_call>{% endif %}", "", ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"], ""),
         ('{"name": n, "parameters": p}', "", ["--enable-auto-tool-choice", "--tool-call-parser", "llama3_json"], ""),
@@ -291,11 +290,11 @@ def script(folder: Path, text: str) -> Path:
         ("<tool_call>", " --tool_call_parser=xlam", ["--tool_call_parser=xlam"], ""),
     ],
 )
-def test_vllm_is_told_the_parser_that_the_template_means(
+def test_vllm_gets_the_tool_call_parser_of_the_template(
     template: str | None,
     more: str,
-    said: list[str],
-    warned: str,
+    response: list[str],
+    warning: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -309,33 +308,32 @@ def test_vllm_is_told_the_parser_that_the_template_means(
     monkeypatch.setattr(sys, "argv", ["peagle", *words])
     with pytest.raises(SystemExit) as ended:
         main()
-    told = (tmp_path / "told").read_text().splitlines()
-    assert ended.value.code == 0 and told[:2] == ["serve", str(folder)]
-    assert [word for word in told if "tool" in word or word in said] == said
+    reported = (tmp_path / "told").read_text().splitlines()
+    assert ended.value.code == 0 and reported[:2] == ["serve", str(folder)]
+    assert [word for word in reported if "tool" in word or word in response] == response
     warnings = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
-    assert len(warnings) == bool(warned) and all(warned in line for line in warnings)
+    assert len(warnings) == bool(warning) and all(warning in line for line in warnings)
 
 
 @pytest.mark.parametrize("engine", ["embedded", "vllm"])
-def test_a_drafter_of_the_other_kind_is_refused(
+def test_wrong_parallel_drafting_is_refused(
     engine: str, target: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whoever states the kind wrongly means another drafter, or would be served another way than they asked."""
     there = ("--vllm-command", "false serve") if engine == "vllm" else ()
     for drafter, parallel in (("p-eagle-1", False), ("eagle3-1", True)):
-        named = str(drafter_folder(drafter))
-        config = {"model": named, "num_speculative_tokens": K, "parallel_drafting": parallel}
+        mentioned = str(drafter_folder(drafter))
+        config = {"model": mentioned, "num_speculative_tokens": K, "parallel_drafting": parallel}
         words = ["serve", str(target), "--engine", engine, *there, "--speculative-config", json.dumps(config)]
         monkeypatch.setattr(sys, "argv", ["peagle", *words])
         with pytest.raises(SystemExit) as ended:
             main()
-        said = capsys.readouterr().err.strip()
-        assert ended.value.code == 2 and len(said.splitlines()) == 1
-        assert all(part in said for part in ("parallel_drafting", named, str(not parallel).lower()))
+        response = capsys.readouterr().err.strip()
+        assert ended.value.code == 2 and len(response.splitlines()) == 1
+        assert all(part in response for part in ("parallel_drafting", mentioned, str(not parallel).lower()))
 
 
-def test_vllm_is_run_and_told_to_stop(tmp_path: Path, target: Path) -> None:
-    """A stand-in that writes down how it was started and leaves on SIGTERM, as the real one does."""
+def test_vllm_is_started_and_stopped(tmp_path: Path, target: Path) -> None:
+    """A fake vLLM that records its arguments and exits on SIGTERM."""
     script(
         tmp_path,
         "import json, os, signal, sys, time\n"
@@ -351,16 +349,16 @@ def test_vllm_is_run_and_told_to_stop(tmp_path: Path, target: Path) -> None:
         *("-m", "peagle", *arguments), env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "PEAGLE_API_KEY": KEY}
     )
     wait_until((tmp_path / "told.json").exists)
-    told, key = json.loads((tmp_path / "told.json").read_text())
-    assert key == KEY and told[:2] == ["serve", str(target)] and "1234" in told
-    config = json.loads(told[told.index("--speculative-config") + 1])
+    reported, key = json.loads((tmp_path / "told.json").read_text())
+    assert key == KEY and reported[:2] == ["serve", str(target)] and "1234" in reported
+    config = json.loads(reported[reported.index("--speculative-config") + 1])
     assert config == {"method": "eagle3", "model": str(drafter_folder("eagle3-1")), "num_speculative_tokens": 3}
     os.kill(process.pid, signal.SIGTERM)
     assert process.wait() == 0
     assert (tmp_path / "told.json.stopped").exists()
 
 
-def test_vllm_that_never_served_gives_its_status(tmp_path: Path) -> None:
+def test_the_exit_status_of_a_vllm_that_never_served(tmp_path: Path) -> None:
     nowhere = ("127.0.0.1", 1)
     path = script(tmp_path, "import sys; sys.exit(7)\n")
     assert supervise([str(path)], dict(os.environ), nowhere) == 7
@@ -368,8 +366,8 @@ def test_vllm_that_never_served_gives_its_status(tmp_path: Path) -> None:
     assert supervise([str(path)], dict(os.environ), nowhere) == 128 + 9
 
 
-def test_vllm_that_dies_once_it_has_served_is_started_again(tmp_path: Path, target: Path) -> None:
-    """A stand-in that says that it is healthy, writes down who it and its own child are, and dies; the second stays."""
+def test_a_vllm_that_dies_after_serving_is_restarted(tmp_path: Path, target: Path) -> None:
+    """A fake vLLM that reports healthy, records its process ids, and dies; the second one stays."""
     script(
         tmp_path,
         "import http.server, os, subprocess, sys\n"
@@ -390,8 +388,8 @@ def test_vllm_that_dies_once_it_has_served_is_started_again(tmp_path: Path, targ
         *("--vllm-command", f"{tmp_path / 'vllm'} serve"),
     )
     wait_until(lambda: process.complaints().count("vllm ready") == 2)
-    said = process.complaints()
-    assert [said.count(words) for words in ("vllm started", "vllm ready", "vllm died, restarting status=3")] == [
+    response = process.complaints()
+    assert [response.count(words) for words in ("vllm started", "vllm ready", "vllm died, restarting status=3")] == [
         2,
         2,
         1,
@@ -410,7 +408,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_no_vllm_is_a_clear_error(target: Path, tmp_path: Path) -> None:
+def test_a_missing_vllm_is_an_error(target: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "peagle", "serve", str(target), "--engine", "vllm"],
         env={**os.environ, "PATH": str(tmp_path)},

@@ -1,4 +1,4 @@
-"""Calls of tools: read from a text in any pieces, and through the server by the clients that people have."""
+"""Tool calls: parsed from text in any deltas, and through the server with real clients."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ words = st.text(st.characters(codec="utf-8", exclude_characters="<[{;"), max_siz
 
 @st.composite
 def answers(draw: st.DrawFn, kind: str) -> tuple[str, str, list[tuple[str, dict[str, Any]]]]:
-    """A text of a form, its content and its calls, written down by hand."""
+    """A text in a format, with its content and its calls."""
     form, layout = TOOL_CALL_FORMATS[kind], draw(layouts)
 
     def written(call: tuple[str, Any], as_text: bool = False) -> str:
@@ -98,11 +98,11 @@ def answers(draw: st.DrawFn, kind: str) -> tuple[str, str, list[tuple[str, dict[
 @pytest.mark.parametrize("kind", TOOL_CALL_FORMATS)
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
-def test_calls_are_found_in_any_pieces(kind: str, data: st.DataObject) -> None:
-    text, content, wanted = data.draw(answers(kind))
+def test_calls_are_found_in_any_deltas(kind: str, data: st.DataObject) -> None:
+    text, content, expected = data.draw(answers(kind))
     for pieces in ([text], list(text), cut(text, data.draw(st.lists(st.integers(0, 10_000), max_size=8)))):
         said, found = read(TOOL_CALL_FORMATS[kind], pieces)
-        assert [(call.name, json.loads(call.arguments)) for call in found] == wanted
+        assert [(call.name, json.loads(call.arguments)) for call in found] == expected
         assert said == content
 
 
@@ -118,7 +118,7 @@ FRAGMENTS = [
 )
 @settings(max_examples=300, deadline=None)
 @given(parts=st.lists(st.sampled_from(FRAGMENTS), max_size=14), at=st.lists(st.integers(0, 500), max_size=8))
-def test_the_pieces_never_matter_and_text_stays_text(form: ToolCallFormat, parts: list[str], at: list[int]) -> None:
+def test_deltas_never_matter_and_text_stays_text(form: ToolCallFormat, parts: list[str], at: list[int]) -> None:
     text = "".join(parts)
     said, found = read(form, [text])
     assert read(form, list(text)) == read(form, parts) == read(form, cut(text, at)) == (said, found)
@@ -163,8 +163,8 @@ def test_what_counts_as_a_call(kind: str, text: str, content: str, found: list[s
     assert (said, [call.name for call in calls]) == (content, found)
 
 
-def test_a_long_answer_is_read_once() -> None:
-    """Both what looks like a call and never is one, and one with a long text in it."""
+def test_long_texts() -> None:
+    """Many beginnings of calls, and one call with long arguments."""
     noise = '<tool_call>{"' * 20_000
     assert read(TOOL_CALL_FORMATS["hermes"], re.findall("(?s).{1,4}", noise)) == (noise, [])
     long = json.dumps({"name": "find", "arguments": {"x": 'a"\\' * 60_000}})
@@ -174,7 +174,7 @@ def test_a_long_answer_is_read_once() -> None:
     assert [brackets.find(t) for t in ('{"a', '{"a}\\', '{"a}\\"]', '{"a}\\"]"', '{"a}\\"]"}x')] == [None] * 4 + [9]
 
 
-def test_the_form_is_the_one_that_the_template_teaches() -> None:
+def test_the_format_is_found_in_the_template() -> None:
     qwen = '{% if tools %}<tools></tools> within <tool_call></tool_call>: {"name": ...}{% endif %}'
     assert get_format(qwen) is TOOL_CALL_FORMATS["hermes"]
     assert get_format(qwen + "<function=example>") is None  # no JSON inside
@@ -220,7 +220,7 @@ TOOLS: list[Any] = [
 ]
 
 
-def scripted(kind: str) -> LLM:
+def build_scripted_engine(kind: str) -> LLM:
     folder = engines.home() / f"scripted-{kind}"
     pieces = [*dict.fromkeys(p for p in (*ANSWERS[kind], *WORDS) if p not in SPECIAL)]
     shutil.copytree(pairs.target_folder(), folder, dirs_exist_ok=True)
@@ -254,7 +254,7 @@ def scripted(kind: str) -> LLM:
 
 @pytest.fixture(scope="module", params=TOOL_CALL_FORMATS)
 def talk(request: pytest.FixtureRequest) -> Iterator[tuple[str, LocalServer, openai.OpenAI]]:
-    with LocalServer(lambda: scripted(request.param)) as server:
+    with LocalServer(lambda: build_scripted_engine(request.param)) as server:
         yield request.param, server, openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
         server.check_engine_idle()
 
@@ -267,30 +267,30 @@ def question(text: str) -> dict[str, Any]:
 WANTED = [("get_weather", {"city": "Zürich"}), ("find", {})]
 
 
-def told(calls: Any) -> list[tuple[str, Any]]:
+def parse_tool_calls(calls: Any) -> list[tuple[str, Any]]:
     assert all(call.type == "function" and call.id for call in calls) and len({c.id for c in calls}) == len(calls)
     return [(call.function.name, json.loads(call.function.arguments)) for call in calls]
 
 
 def test_openai_gets_calls_and_the_model_their_results(talk: tuple[str, LocalServer, openai.OpenAI]) -> None:
-    """Whole and streamed, several at once, and back again in the words of the model's template."""
+    """Whole and streamed, several calls at once, and their results back through the template."""
     kind, server, client = talk
     content = None if kind == "llama3" else "Let me see."
     whole = client.chat.completions.create(**question(ASK), n=2)
     assert [c.finish_reason for c in whole.choices] == ["tool_calls"] * 2
     message = whole.choices[0].message
-    assert message.content == content and told(message.tool_calls) == WANTED
+    assert message.content == content and parse_tool_calls(message.tool_calls) == WANTED
     chunks = list(client.chat.completions.create(**question(ASK), stream=True, logprobs=True))
     deltas = [chunk.choices[0].delta for chunk in chunks]
     assert "".join(delta.content or "" for delta in deltas) == (content or "")
     streamed = [call for delta in deltas for call in delta.tool_calls or ()]
-    assert [call.index for call in streamed] == [0, 1] and told(streamed) == WANTED
+    assert [call.index for call in streamed] == [0, 1] and parse_tool_calls(streamed) == WANTED
     assert [c.choices[0].finish_reason for c in chunks] == [None] * (len(chunks) - 1) + ["tool_calls"]
     tokens = [t.token for c in chunks for t in (c.choices[0].logprobs.content if c.choices[0].logprobs else None) or ()]
     assert "".join(tokens) == "".join(ANSWERS[kind]) + "<|end|>"  # logprobs are of all that was said
     with client.chat.completions.stream(**question(ASK)) as stream:
         final = stream.get_final_completion().choices[0]
-    assert told(final.message.tool_calls) == WANTED and final.finish_reason == "tool_calls"
+    assert parse_tool_calls(final.message.tool_calls) == WANTED and final.finish_reason == "tool_calls"
 
     first, second = message.tool_calls or []
     history = [
@@ -305,12 +305,12 @@ def test_openai_gets_calls_and_the_model_their_results(talk: tuple[str, LocalSer
     assert said.choices[0].message.tool_calls is None
     seen = server.request("/tokenize", {"messages": history, "tools": TOOLS})[2]["tokens"]
     calls = f"[{first.id} get_weather Zürich][{second.id} find ]"
-    wanted = f"u:{ASK};a:{content or ''}{calls};t:wet{first.id};t:{TELL}{second.id};{TELL}"
+    expected = f"u:{ASK};a:{content or ''}{calls};t:wet{first.id};t:{TELL}{second.id};{TELL}"
     text = server.request("/detokenize", {"tokens": seen})[2]["prompt"]
-    assert text == f"{TOOL_CALL_FORMATS[kind].start_tag}get_weather,find,{wanted}"
+    assert text == f"{TOOL_CALL_FORMATS[kind].start_tag}get_weather,find,{expected}"
 
 
-def test_without_tools_or_a_form_text_stays_as_it_was_said(talk: tuple[str, LocalServer, openai.OpenAI]) -> None:
+def test_without_tools_or_a_parser_calls_stay_text(talk: tuple[str, LocalServer, openai.OpenAI]) -> None:
     kind, server, client = talk
     shown = "".join(piece for piece in ANSWERS[kind] if piece not in SPECIAL)  # they are no text
     for more in ({"tools": openai.omit}, {"tool_choice": "none"}):
@@ -325,14 +325,14 @@ def test_without_tools_or_a_form_text_stays_as_it_was_said(talk: tuple[str, Loca
     assert (cut.finish_reason, cut.message.tool_calls) == ("length", None)
     assert cut.message.content == "".join(ANSWERS[kind][:most])
     if kind == "hermes":
-        with LocalServer(lambda: scripted(kind), tool_call_parser="none") as other:
+        with LocalServer(lambda: build_scripted_engine(kind), tool_call_parser="none") as other:
             status, _, plain = other.request("/v1/chat/completions", question(ASK))
             assert status == 200 and plain["choices"][0]["message"]["content"] == shown
             assert plain["choices"][0]["finish_reason"] == "stop"
 
 
-def test_a_call_that_is_asked_for_comes_and_fits_its_schema(talk: tuple[str, LocalServer, openai.OpenAI]) -> None:
-    """The model would say something else: a grammar sees to it. References in a schema still hold inside of it."""
+def test_forced_calls_match_their_schema(talk: tuple[str, LocalServer, openai.OpenAI]) -> None:
+    """A grammar forces the call. References inside a schema still work."""
     _, _, client = talk
     named = {"type": "function", "function": {"name": "get_weather"}}
     tight = {str(ord(space)): -100 for space in " \t\n"}  # else it fills its JSON with them
@@ -341,11 +341,11 @@ def test_a_call_that_is_asked_for_comes_and_fits_its_schema(talk: tuple[str, Loc
         for more in ({}, {"tools": strict, "parallel_tool_calls": False}):
             ask = {**question(TELL), "tool_choice": choice, "logit_bias": tight, **more}
             whole = client.chat.completions.create(**ask).choices[0]
-            (call,) = told(whole.message.tool_calls)
+            (call,) = parse_tool_calls(whole.message.tool_calls)
             assert (whole.finish_reason, whole.message.content) == ("tool_calls", None) and call[0] in names
             assert call[1] in ({"city": "Zürich"}, {"city": "Rome"}) if call[0] == "get_weather" else call[1] == {}
             chunks = [chunk.choices[0].delta for chunk in client.chat.completions.create(**ask, stream=True)]
-            assert told([c for delta in chunks for c in delta.tool_calls or ()]) == [call]
+            assert parse_tool_calls([c for delta in chunks for c in delta.tool_calls or ()]) == [call]
             assert not any(delta.content for delta in chunks)
 
 
@@ -367,7 +367,7 @@ def test_a_call_that_is_asked_for_comes_and_fits_its_schema(talk: tuple[str, Loc
           "tool_choice": "required"}, "tools"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_promised_is_refused(
+def test_unsupported_combinations_are_refused(
     talk: tuple[str, LocalServer, openai.OpenAI], more: dict[str, Any], param: str
 ) -> None:
     status, _, said = talk[1].request("/v1/chat/completions", {**question(ASK), **more})
