@@ -73,8 +73,8 @@ class ChoiceConstraint:
         self.never = eos
 
     def allowed(self, output: Sequence[int]) -> Tensor | None:
-        said = bytes(output)
-        rest = [c[len(said) :] for c in self.choices if c.startswith(said)]
+        generated = bytes(output)
+        rest = [c[len(generated) :] for c in self.choices if c.startswith(generated)]
         letters = {r[0] for r in rest if r} - self.never
         if not letters or self.never & set(output):
             return None
@@ -180,26 +180,30 @@ def expected_sampled_output(
     prompt: tuple[int, ...], params: SamplingParams, eos: frozenset[int], rules: reference.Constraint | None
 ) -> ExpectedOutput:
     request = reference.ReferenceRequest(list(prompt), params, eos, MAX_MODEL_LEN, engines.decode, rules)
-    said: list[int] = []
+    generated: list[int] = []
     logprobs: list[dict[int, float]] = []
     least = float("inf")
     while True:
-        allowed = rules.allowed(said) if rules is not None else None
+        allowed = rules.allowed(generated) if rules is not None else None
         if rules is not None and allowed is None:
-            return ExpectedOutput(said, "error", None, engines.decode(said), logprobs, least > engines.MIN_LEAD)
-        raw = engines.logits_after((*prompt, *said))
-        logits = reference.process_logits(raw, params, prompt, said, eos, allowed)
+            return ExpectedOutput(
+                generated, "error", None, engines.decode(generated), logprobs, least > engines.MIN_LEAD
+            )
+        raw = engines.logits_after((*prompt, *generated))
+        logits = reference.process_logits(raw, params, prompt, generated, eos, allowed)
         kept = reference.compute_probs(logits[None], params)[0] > 0
-        words = bits_torch(torch.tensor(params.seed), torch.tensor(len(prompt) + len(said)), torch.arange(len(logits)))
+        words = bits_torch(
+            torch.tensor(params.seed), torch.tensor(len(prompt) + len(generated)), torch.arange(len(logits))
+        )
         scores = (logits + params.temperature * gumbel_torch(words).double()).masked_fill(~kept, -torch.inf)
         best = scores.topk(2).values
         least = min(least, float(best[0] - best[1]))
-        said.append(int(scores.argmax()))
+        generated.append(int(scores.argmax()))
         if params.logprobs is not None:
-            logprobs.append(reference.compute_token_logprobs(raw, said[-1], params.logprobs))
-        end = reference.find_finish(said, request)
+            logprobs.append(reference.compute_token_logprobs(raw, generated[-1], params.logprobs))
+        end = reference.find_finish(generated, request)
         if end is not None:
-            return ExpectedOutput(said, *end, logprobs, least > engines.MIN_LEAD)
+            return ExpectedOutput(generated, *end, logprobs, least > engines.MIN_LEAD)
 
 
 def check_output(got: CompletionOutput, want: ExpectedOutput, counts: bool) -> None:
@@ -408,18 +412,18 @@ def exact_probs(start: tuple[int, ...]) -> dict[str, float]:
     open_, ended = {(): 1.0}, Counter[str]()
     while open_:
         longer: dict[tuple[int, ...], float] = {}
-        for said, chance in open_.items():
-            if rules.complete(said):
-                ended[bytes(said).decode()] += chance  # type: ignore[assignment]
+        for generated, chance in open_.items():
+            if rules.complete(generated):
+                ended[bytes(generated).decode()] += chance  # type: ignore[assignment]
                 continue
             logits = reference.process_logits(
-                engines.logits_after((*start, *said)), params, start, said, EOS, rules.allowed(said)
+                engines.logits_after((*start, *generated)), params, start, generated, EOS, rules.allowed(generated)
             )
             for token, p in enumerate(reference.compute_probs(logits[None], params)[0].tolist()):
                 if p and token in EOS:
-                    ended[bytes(said).decode()] += chance * p  # type: ignore[assignment]
+                    ended[bytes(generated).decode()] += chance * p  # type: ignore[assignment]
                 elif p:
-                    longer[(*said, token)] = chance * p
+                    longer[(*generated, token)] = chance * p
         open_ = longer
     return dict(ended)
 
@@ -492,33 +496,35 @@ def test_bitmasks_of_a_batch(vocabulary: Vocabulary, requests: list[tuple[str, b
         grammar = from_regex(pattern)
         rule = LibraryConstraint(grammar, vocabulary.eos, ignore_eos)
         matcher = own.create_matcher(grammar, ignore_eos)
-        said = walk(rule, choose, choose.randint(0, 3), vocabulary.size)
-        assert all(matcher.accept_token(t) for t in said)
-        drafts = walk(rule, choose, k, vocabulary.size, said)
+        generated = walk(rule, choose, choose.randint(0, 3), vocabulary.size)
+        assert all(matcher.accept_token(t) for t in generated)
+        drafts = walk(rule, choose, k, vocabulary.size, generated)
         drafts = [choose.randrange(vocabulary.size) if choose.random() < 0.15 else t for t in drafts]
         drafts += [choose.choice([5, vocabulary.size - 1, 499, 10**6]) for _ in range(k - len(drafts))]
         asked.append((matcher, drafts))
-        rules.append((rule, said))
+        rules.append((rule, generated))
     for _ in range(2):
         masks = unpack_bitmasks(compute_bitmasks(asked), vocabulary.size)
         assert masks.shape == (len(asked), k + 1, vocabulary.size)
-        for (_, drafts), (rule, said), rows in zip(asked, rules, masks, strict=True):
+        for (_, drafts), (rule, generated), rows in zip(asked, rules, masks, strict=True):
             for j, row in enumerate(rows):
-                text, may_end = rule.after((*said, *drafts[:j]))
+                text, may_end = rule.after((*generated, *drafts[:j]))
                 text = {t for t in text if t < vocabulary.size}
                 ends = {t for t in vocabulary.eos if t < vocabulary.size} if may_end and rule.ends else set()
                 want = set(text) | ends if text else set(range(vocabulary.size))
                 assert set(row.nonzero()[:, 0].tolist()) == want
-    for (matcher, _), (rule, said) in zip(asked, rules, strict=True):
-        text, may_end = rule.after(tuple(said))
+    for (matcher, _), (rule, generated) in zip(asked, rules, strict=True):
+        text, may_end = rule.after(tuple(generated))
         assert matcher.is_complete == (may_end and not {t for t in text if t < vocabulary.size})
 
 
-def walk(rule: LibraryConstraint, choose: random.Random, steps: int, vocab: int, said: Sequence[int] = ()) -> list[int]:
+def walk(
+    rule: LibraryConstraint, choose: random.Random, steps: int, vocab: int, generated: Sequence[int] = ()
+) -> list[int]:
     """A random text that the grammar allows."""
     more: list[int] = []
     for _ in range(steps):
-        may = [t for t in sorted(rule.after((*said, *more))[0]) if t < vocab]
+        may = [t for t in sorted(rule.after((*generated, *more))[0]) if t < vocab]
         if not may:
             break
         more.append(choose.choice(may))
@@ -533,15 +539,15 @@ def test_grammar_is_recompiled_when_its_limits_are_used_up() -> None:
     rule = LibraryConstraint(grammar, EOS, False)
     num_recompiled = 0
     for seed in range(6):
-        choose, matcher, said = random.Random(seed), own.create_matcher(grammar), []
+        choose, matcher, generated = random.Random(seed), own.create_matcher(grammar), []
         for _ in range(12):
             before = own._cache[grammar]
             (rows,) = unpack_bitmasks(compute_bitmasks([(matcher, [])]), pairs.VOCAB)
             num_recompiled += own._cache[grammar] is not before
-            want = rule.allowed(said)
+            want = rule.allowed(generated)
             assert want is not None and torch.equal(rows[0], want)
-            said.append(choose.choice(b"abcd"))
-            assert matcher.accept_token(said[-1])
+            generated.append(choose.choice(b"abcd"))
+            assert matcher.accept_token(generated[-1])
     assert num_recompiled > 3
 
 
@@ -660,14 +666,14 @@ def test_real_tokenizer(smollm2: Path) -> None:
         "minItems": 3,
         "maxItems": 4,
     }
-    choose, matcher, said = random.Random(0), own.create_matcher(from_json_schema(schema)), []
+    choose, matcher, generated = random.Random(0), own.create_matcher(from_json_schema(schema)), []
     while not matcher.is_complete:
-        draft = said[-1:]  # usually wrong
+        draft = generated[-1:]  # usually wrong
         (rows,) = unpack_bitmasks(compute_bitmasks([(matcher, draft)]), 49_152)
-        said.append(choose.choice(rows[0].nonzero()[:, 0].tolist()))
-        assert matcher.accept_token(said[-1]) and len(said) < 200
-    jsonschema.validate(json.loads(tokenizer.decode(said)), schema)
-    assert max(len(tokenizer.decode([t])) for t in said) > 1
+        generated.append(choose.choice(rows[0].nonzero()[:, 0].tolist()))
+        assert matcher.accept_token(generated[-1]) and len(generated) < 200
+    jsonschema.validate(json.loads(tokenizer.decode(generated)), schema)
+    assert max(len(tokenizer.decode([t])) for t in generated) > 1
     costly = own.create_matcher(from_regex("a{1000000}"))  # compiles with byte tokens, fails with these
     letter = tokenizer.convert_tokens_to_ids("a")
     compute_bitmasks([(costly, [letter, letter])])

@@ -1,7 +1,7 @@
-"""The engine against the reference: token for token, count for count, whoever else is in the batch.
+"""The engine against the reference: equal tokens and counts, in any batch.
 
-What a request must get comes from `engines`. Everything around it is drawn: who arrives and leaves when, how many
-blocks there are, how prompts are cut up, how many drafts a round has, and whether steps are planned ahead.
+`engines` computes the expected output of a request. Everything around it is random: arrivals and aborts, the number of
+KV cache blocks, the prefill chunks, the number of draft tokens per step, and the number of steps in flight.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ PLAIN = [
     SamplingParams(max_tokens=25, temperature=3.0, seed=11, top_k=6, top_p=0.9),
     SamplingParams(max_tokens=25, temperature=2.0, seed=2**63 - 1, min_p=0.02),
 ]
-SHAPED = [
+PROCESSED = [
     SamplingParams(max_tokens=20, repetition_penalty=1.4, logprobs=3),
     SamplingParams(max_tokens=20, frequency_penalty=0.7, presence_penalty=0.4),
     SamplingParams(max_tokens=20, min_tokens=9, stop_token_ids=[ord("e"), ord("o")], logprobs=0),
@@ -81,48 +81,49 @@ def prompt(start: int, length: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Scene:
-    sizes: dict[str, Any]
-    asked: list[ArrivingRequest]
+class Scenario:
+    options: dict[str, Any]  # of the engine
+    requests: list[ArrivingRequest]
 
 
-def scene(choose: random.Random) -> Scene:
-    """Half of them crowded: requests that outgrow what they got at first, in a cache too small for all of them."""
-    crowded = choose.random() < 0.5
-    params = LONG * (6 if crowded else 2) + PLAIN + (SHAPED if choose.random() < 0.3 else [])
-    asked = []
-    for _ in range(choose.randint(4, 7)):
-        length = choose.choice(LENGTHS[:7] if crowded else LENGTHS)
-        at = choose.randint(0, 3 if crowded else 15)
-        stays = choose.randint(0, 20) if choose.random() < 0.15 else None
-        asked.append(ArrivingRequest(prompt(choose.choice(STARTS), length), choose.choice(params), at, stays))
-    sizes = {
-        "blocks": choose.choice([5, 6, 7] if crowded else [4, 8, 16]),
-        "max_num_seqs": choose.choice([3, 4] if crowded else [1, 2, 4]),
-        "prefill_chunk_tokens": choose.choice([7, 16, 40]),
-        "max_prefill_tokens": choose.choice([5, 16, 33, 200]),
-        "enable_prefix_caching": choose.random() < 0.8,
+def random_scenario(rng: random.Random) -> Scenario:
+    """Half of them are crowded: long outputs in a KV cache that is too small for all of them."""
+    crowded = rng.random() < 0.5
+    params = LONG * (6 if crowded else 2) + PLAIN + (PROCESSED if rng.random() < 0.3 else [])
+    requests = []
+    for _ in range(rng.randint(4, 7)):
+        length = rng.choice(LENGTHS[:7] if crowded else LENGTHS)
+        arrival_step = rng.randint(0, 3 if crowded else 15)
+        abort_after = rng.randint(0, 20) if rng.random() < 0.15 else None
+        text = prompt(rng.choice(STARTS), length)
+        requests.append(ArrivingRequest(text, rng.choice(params), arrival_step, abort_after))
+    options = {
+        "blocks": rng.choice([5, 6, 7] if crowded else [4, 8, 16]),
+        "max_num_seqs": rng.choice([3, 4] if crowded else [1, 2, 4]),
+        "prefill_chunk_tokens": rng.choice([7, 16, 40]),
+        "max_prefill_tokens": rng.choice([5, 16, 33, 200]),
+        "enable_prefix_caching": rng.random() < 0.8,
     }
-    return Scene(sizes, asked)
+    return Scenario(options, requests)
 
 
-SEEN: Counter[str] = Counter()  # that what shall be tested did happen
+SEEN: Counter[str] = Counter()  # events that the random scenarios must contain
 
 
-def run(name: str | None, k: int | str, lookahead: int, choose: random.Random) -> None:
-    drawn = scene(choose)
+def run_scenario(name: str | None, k: int | str, max_in_flight_steps: int, rng: random.Random) -> None:
+    scenario = random_scenario(rng)
     fixed = name is not None and isinstance(k, int)
-    wanted = {a: expected_output(a.prompt, a.params, *((name, k) if fixed else ())) for a in drawn.asked}
-    asked = [a for a in drawn.asked if wanted[a].is_clear]
-    llm = engine(name, k, **drawn.sizes)
-    llm.max_in_flight_steps = lookahead
-    replays = emulate_prefill_graphs(llm, choose.choice([[], [16], [8, 24, 200]]))
+    expected = {r: expected_output(r.prompt, r.params, *((name, k) if fixed else ())) for r in scenario.requests}
+    requests = [r for r in scenario.requests if expected[r].is_clear]
+    llm = engine(name, k, **scenario.options)
+    llm.max_in_flight_steps = max_in_flight_steps
+    replays = emulate_prefill_graphs(llm, rng.choice([[], [16], [8, 24, 200]]))
     if k == "auto":
-        llm.scheduler.choose_k = lambda batch: choose.choice(llm.adaptive_k.choices)
-    for one, group in zip(asked, run_requests(llm, asked), strict=True):
+        llm.scheduler.choose_k = lambda batch: rng.choice(llm.adaptive_k.choices)
+    for request, group in zip(requests, run_requests(llm, requests), strict=True):
         (got,) = llm.build_output(group).outputs
-        want = wanted[one]
-        if one.abort_after is not None and got.finish_reason == "abort":
+        want = expected[request]
+        if request.abort_after is not None and got.finish_reason == "abort":
             assert got.token_ids == want.token_ids[: len(got.token_ids)]
             SEEN["aborted"] += 1
         else:
@@ -130,8 +131,8 @@ def run(name: str | None, k: int | str, lookahead: int, choose: random.Random) -
         assert len(got.token_ids) <= 1 + got.num_decode_steps + sum(got.num_accepted_tokens_per_pos)
         SEEN["preempted"] += group.requests[0].num_preemptions > 0
         SEEN["accepted"] += sum(got.num_accepted_tokens_per_pos)
-        SEEN["full"] += len(one.prompt) + len(got.token_ids) == MAX_MODEL_LEN
-    SEEN["found"] += llm.scheduler.pool.num_hit_tokens
+        SEEN["full"] += len(request.prompt) + len(got.token_ids) == MAX_MODEL_LEN
+    SEEN["prefix hits"] += llm.scheduler.pool.num_hit_tokens
     SEEN["replayed"] += len(replays)
 
 
@@ -146,31 +147,30 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("max_in_flight_steps", [0, 1])
 @pytest.mark.parametrize(("name", "k"), PAIRS)
-def test_every_request_gets_what_it_gets_alone(name: str | None, k: int | str, lookahead: int) -> None:
+def test_outputs_do_not_depend_on_the_batch(name: str | None, k: int | str, max_in_flight_steps: int) -> None:
     SEEN.clear()
 
     @many(4)
     @given(st.integers(0, 2**32))
     def property_(seed: int) -> None:
-        run(name, k, lookahead, random.Random(f"{name} {k} {lookahead} {seed}"))
+        run_scenario(name, k, max_in_flight_steps, random.Random(f"{name} {k} {max_in_flight_steps} {seed}"))
 
     property_()
-    assert SEEN["preempted"] and SEEN["found"] and SEEN["full"] and (SEEN["accepted"] or name is None), SEEN
+    assert SEEN["preempted"] and SEEN["prefix hits"] and SEEN["full"] and (SEEN["accepted"] or name is None), SEEN
     assert SEEN["replayed"], SEEN
 
 
 @pytest.mark.parametrize("name", ["p-eagle-1", "eagle3-1", None])
-def test_every_parameter_alone_and_together(name: str | None) -> None:
-    """All at once in one batch, then each by itself: neighbours change nothing."""
-    asked = [ArrivingRequest(prompt(STARTS[i % 2], 20 + i), p) for i, p in enumerate(LONG + PLAIN + SHAPED)]
-    wanted = [expected_output(a.prompt, a.params, *((name, 3) if name else ())) for a in asked]
-    assert sum(want.is_clear for want in wanted) >= len(asked) - 1
+def test_all_parameters_in_one_batch_and_alone(name: str | None) -> None:
+    requests = [ArrivingRequest(prompt(STARTS[i % 2], 20 + i), p) for i, p in enumerate(LONG + PLAIN + PROCESSED)]
+    expected = [expected_output(r.prompt, r.params, *((name, 3) if name else ())) for r in requests]
+    assert sum(want.is_clear for want in expected) >= len(requests) - 1
     llm = engine(name, 3 if name else 0, max_num_seqs=20)
-    together = [llm.build_output(group).outputs[0] for group in run_requests(llm, asked)]
-    alone = [llm.generate(list(a.prompt), a.params)[0].outputs[0] for a in asked[-len(SHAPED) :]]
-    for got, want in [*zip(together, wanted, strict=True), *zip(alone, wanted[-len(SHAPED) :], strict=True)]:
+    together = [llm.build_output(group).outputs[0] for group in run_requests(llm, requests)]
+    alone = [llm.generate(list(r.prompt), r.params)[0].outputs[0] for r in requests[-len(PROCESSED) :]]
+    for got, want in zip(together + alone, expected + expected[-len(PROCESSED) :], strict=True):
         if want.is_clear:
             check(got, want, counts=name is not None)
     reasons = {(got.finish_reason, type(got.stop_reason)) for got in together}
@@ -197,20 +197,22 @@ TOKEN = st.integers(0, 8)
         }
     ),
 )
-def test_a_rows_own_drafts_count_as_said(
-    seed: int, asked: list[int], said: list[int], drafts: list[int], options: dict[str, Any]
+def test_logits_processors_of_a_row_see_its_draft_tokens(
+    seed: int, prompt: list[int], output: list[int], draft_token_ids: list[int], options: dict[str, Any]
 ) -> None:
-    """Row j is shaped as if the j drafts before it were output."""
+    """Row j is processed as if the j draft tokens before it were output."""
     params, eos = SamplingParams(**options), frozenset({4})
-    raw = torch.randn(len(drafts) + 1, 9, generator=torch.Generator().manual_seed(seed))
-    barred = eos | set(params.stop_token_ids)
-    rows = apply_logits_processors(raw, params, asked, said, torch.tensor(drafts, dtype=torch.long), barred)
+    raw = torch.randn(len(draft_token_ids) + 1, 9, generator=torch.Generator().manual_seed(seed))
+    stop_token_ids = eos | set(params.stop_token_ids)
+    rows = apply_logits_processors(
+        raw, params, prompt, output, torch.tensor(draft_token_ids, dtype=torch.long), stop_token_ids
+    )
     for j, row in enumerate(rows):
-        want = reference.process_logits(raw[j], params, asked, said + drafts[:j], eos)
+        want = reference.process_logits(raw[j], params, prompt, output + draft_token_ids[:j], eos)
         torch.testing.assert_close(row.double(), want, rtol=1e-5, atol=1e-5)
 
 
-def test_n_answers_have_seeds_of_their_own() -> None:
+def test_n_outputs_have_consecutive_seeds() -> None:
     llm = engine("p-eagle-1", 3, max_num_seqs=3)
     params = SamplingParams(max_tokens=12, temperature=6.0, seed=2**63 - 2, n=4)
     (output,) = llm.generate([list(prompt(700, 20))], params)
@@ -224,17 +226,17 @@ def test_n_answers_have_seeds_of_their_own() -> None:
     assert unseeded[0] != unseeded[1]
 
 
-# Drafters whose drafts are known to be right or wrong
+# Drafters with known right and wrong draft tokens
 
 
-def rig(llm: LLM, right: Callable[[int], bool]) -> None:
-    """Drafts the text to come; where `right` says no of a position, a token that it will not be."""
+def rig_drafter(llm: LLM, is_right: Callable[[int], bool]) -> None:
+    """Drafts the expected output, with a wrong token at positions where `is_right` is false."""
 
     def draft(request: Request, position: int, k: int) -> list[int]:
-        """For `position` and the k - 1 behind it."""
-        said = expected_output(tuple(request.prompt_token_ids), request.params).token_ids
-        ahead = [*said, *[0] * MAX_MODEL_LEN][position - len(request.prompt_token_ids) :][:k]
-        return [t if right(position + i) else (t + 1) % pairs.VOCAB for i, t in enumerate(ahead)]
+        """Draft tokens for `position` and the k - 1 positions after it."""
+        output = expected_output(tuple(request.prompt_token_ids), request.params).token_ids
+        ahead = [*output, *[0] * MAX_MODEL_LEN][position - len(request.prompt_token_ids) :][:k]
+        return [t if is_right(position + i) else (t + 1) % pairs.VOCAB for i, t in enumerate(ahead)]
 
     def after_verify(verified: VerifyOutput, accepted: AcceptedTokens) -> Tensor:
         by_slot, k = {r.slot: r for r in llm.scheduler.running}, accepted.output_token_ids_BQ.shape[1] - 1
@@ -253,53 +255,57 @@ def rig(llm: LLM, right: Callable[[int], bool]) -> None:
 
 @pytest.mark.parametrize("kind", ["always", "never", "sometimes"])
 @pytest.mark.parametrize("k", [1, 4])
-def test_counts_with_known_drafts(kind: str, k: int) -> None:
+def test_counts_with_known_draft_tokens(kind: str, k: int) -> None:
     wrong = {"always": set(), "never": set(range(MAX_MODEL_LEN)), "sometimes": {26, 27, 33, 41, 45}}[kind]
     llm = engine("p-eagle-1", k)
-    rig(llm, lambda position: position not in wrong)
+    rig_drafter(llm, lambda position: position not in wrong)
     params = SamplingParams(max_tokens=MAX_MODEL_LEN, ignore_eos=True)
-    asked = [
-        ArrivingRequest(prompt(start, length), params, at)
-        for at, (start, length) in enumerate([(700, 17), (2300, 24), (700, 40)])
+    requests = [
+        ArrivingRequest(prompt(start, length), params, step)
+        for step, (start, length) in enumerate([(700, 17), (2300, 24), (700, 40)])
     ]
-    for one, group in zip(asked, run_requests(llm, asked), strict=True):
+    for request, group in zip(requests, run_requests(llm, requests), strict=True):
         (got,) = llm.build_output(group).outputs
-        check(got, expected_output(one.prompt, params), counts=False)
-        length, rounds, drafts, accepted, drafted = len(one.prompt) + 1, 0, 0, [0] * k, [False]
-        while length < MAX_MODEL_LEN:
-            verified = min(k, MAX_MODEL_LEN - length - 1)
-            held = next((i for i in range(verified) if length + i in wrong), verified)
-            rounds, drafts = rounds + 1, drafts + (verified > 0)
-            accepted = [a + (i < held) for i, a in enumerate(accepted)]
-            drafted += [True] * held + [False]
-            length += held + 1
-        assert (got.num_decode_steps, got.num_drafts, got.num_accepted_tokens_per_pos) == (rounds, drafts, accepted)
-        assert got.is_draft_token == drafted
+        check(got, expected_output(request.prompt, params), counts=False)
+        num_tokens, num_steps, num_drafts, accepted, flags = len(request.prompt) + 1, 0, 0, [0] * k, [False]
+        while num_tokens < MAX_MODEL_LEN:
+            num_drafted = min(k, MAX_MODEL_LEN - num_tokens - 1)
+            num_accepted = next((i for i in range(num_drafted) if num_tokens + i in wrong), num_drafted)
+            num_steps, num_drafts = num_steps + 1, num_drafts + (num_drafted > 0)
+            accepted = [a + (i < num_accepted) for i, a in enumerate(accepted)]
+            flags += [True] * num_accepted + [False]
+            num_tokens += num_accepted + 1
+        assert (got.num_decode_steps, got.num_drafts, got.num_accepted_tokens_per_pos) == (
+            num_steps,
+            num_drafts,
+            accepted,
+        )
+        assert got.is_draft_token == flags
         if kind == "never":
             assert got.acceptance_length == 1 and got.num_decode_steps == len(got.token_ids) - 1
-    if kind == "always":  # ends with a whole round, far from the end of the context
+    if kind == "always":  # ends with a whole step, before the context is full
         (got,) = llm.generate(list(prompt(700, 17)), SamplingParams(1 + 5 * (k + 1), ignore_eos=True))[0].outputs
         assert got.acceptance_length == k + 1 and got.num_decode_steps == 5 and sum(got.is_draft_token) == 5 * k
 
 
-def test_auto_stops_drafting_where_drafts_never_hold() -> None:
+def test_auto_stops_drafting_when_nothing_is_accepted() -> None:
     llm = engine("p-eagle-1", "auto")
     llm.adaptive_k.table = StepCostTable({(1, k): 1.0 + k for k in llm.adaptive_k.choices})
-    rig(llm, lambda position: False)
+    rig_drafter(llm, lambda position: False)
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     outputs = [llm.generate(list(prompt(700, 17)), params)[0].outputs[0] for _ in range(3)]
     check(outputs[-1], expected_output(prompt(700, 17), params), counts=False)
     assert outputs[-1].num_drafts <= 2 and outputs[0].num_decode_steps == 39
 
 
-def test_auto_times_its_rounds() -> None:
-    """By the host's clock, those without prompts in them, and compares them with the table."""
+def test_auto_times_its_steps() -> None:
+    """Steps without prefill are timed and compared with the cost table."""
     llm = engine("p-eagle-1", "auto")
     llm.adaptive_k.table = StepCostTable({(1, k): 1e-9 for k in llm.adaptive_k.choices})
     llm.generate(list(prompt(700, 17)), SamplingParams(max_tokens=40, ignore_eos=True))
     seen = llm.adaptive_k.correction.observed
     assert seen and {size for size, _ in seen} == {1} and sum(count for _, count in seen.values()) <= 39
-    # far above the table, and each step towards that is a doubling at most
+    # The true ratio is far above 1; each observation moves the mean by a factor of 2 at most.
     assert max(mean for mean, count in seen.values() if count > 4) > 4
 
 
@@ -318,16 +324,16 @@ def tiny_target() -> Target:
 
 @torch.inference_mode()
 def exact_joint(params: SamplingParams) -> dict[tuple[int, ...], float]:
-    """Of the next tokens, the reference asked after every sequence of them."""
+    """Joint distribution of the next tokens under the reference."""
     joint = {(): 1.0}
     for _ in range(LENGTH):
         longer = {}
-        for said, chance in joint.items():
-            logits = reference.run_target(tiny_target().model, [*PROMPT, *said], 1, ())[0]
-            row = reference.compute_probs(reference.process_logits(logits[0], params, PROMPT, said)[None], params)[
+        for generated, chance in joint.items():
+            logits = reference.run_target(tiny_target().model, [*PROMPT, *generated], 1, ())[0]
+            row = reference.compute_probs(reference.process_logits(logits[0], params, PROMPT, generated)[None], params)[
                 0
             ].tolist()
-            longer |= {(*said, x): chance * p for x, p in enumerate(row) if p > 0}
+            longer |= {(*generated, x): chance * p for x, p in enumerate(row) if p > 0}
         joint = longer
     return joint
 
@@ -340,7 +346,7 @@ def exact_joint(params: SamplingParams) -> dict[tuple[int, ...], float]:
         (True, {"temperature": 0.8, "top_p": 0.85, "frequency_penalty": 0.8}),
     ],
 )
-def test_many_answers_have_the_targets_distribution(tmp_path: Path, parallel: bool, options: dict[str, Any]) -> None:
+def test_sampled_outputs_have_the_target_distribution(tmp_path: Path, parallel: bool, options: dict[str, Any]) -> None:
     layer = tiny_target().model.cfg.layer
     cfg = DrafterConfig(VOCAB, VOCAB, 1, layer, RopeConfig(), 64, 8, (0, 1), mask_token_id=3 if parallel else None)
     drafter = Drafter(cfg).share_weights(tiny_target().model)
@@ -361,10 +367,10 @@ def test_many_answers_have_the_targets_distribution(tmp_path: Path, parallel: bo
     assert sum(sum(o.num_accepted_tokens_per_pos) for o in outputs) > params.n / 50
 
 
-# What people call
+# The public API
 
 
-def test_generate_chat_and_stream_say_the_same() -> None:
+def test_generate_chat_and_stream_agree() -> None:
     llm = engine("p-eagle-1", 3)
     asked = bytes(prompt(700, 20)).decode()
     params = SamplingParams(max_tokens=30, stop=["def"], ignore_eos=True)
@@ -391,7 +397,7 @@ def test_generate_chat_and_stream_say_the_same() -> None:
     engines.check_all_released(llm)
 
 
-def test_leaving_a_stream_gives_everything_back() -> None:
+def test_leaving_a_stream_releases_everything() -> None:
     llm = engine("p-eagle-1", 3)
     other = llm.add_request(list(prompt(2300, 20)), LONG[0])
     for piece in llm.stream(list(prompt(700, 20)), SamplingParams(40, ignore_eos=True)):
@@ -404,11 +410,11 @@ def test_leaving_a_stream_gives_everything_back() -> None:
     engines.check_all_released(llm)
 
 
-@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("max_in_flight_steps", [0, 1])
 @pytest.mark.parametrize("where", ["launch", "schedule", "wait"])
-def test_an_interrupted_engine_goes_on(lookahead: int, where: str) -> None:
+def test_engine_continues_after_an_interrupt(max_in_flight_steps: int, where: str) -> None:
     llm = engine("p-eagle-1", 3)
-    llm.max_in_flight_steps = lookahead
+    llm.max_in_flight_steps = max_in_flight_steps
     asked = [list(prompt(700, n)) for n in (20, 33, 5)]
     owner: Any = {"launch": llm.model_runner, "schedule": llm.scheduler, "wait": PendingStep}[where]
     original = getattr(owner, where)
@@ -433,10 +439,10 @@ def test_an_interrupted_engine_goes_on(lookahead: int, where: str) -> None:
     engines.check_all_released(llm)
 
 
-# What is refused
+# Refused requests and settings
 
 
-def test_bad_requests_are_refused_and_disturb_nobody() -> None:
+def test_bad_requests_are_refused_without_side_effects() -> None:
     llm = engine("p-eagle-1", 3)
     bare = engine(None, 0, tokenizer=False)
     running = llm.add_request(list(prompt(700, 20)), LONG[1])
@@ -484,7 +490,7 @@ def test_bad_settings_are_refused(tmp_path: Path) -> None:
         ),
         (
             lambda: count_blocks(EngineSettings(kv_cache_memory_bytes=1500), torch.device("cuda"), 500, 64, 1),
-            "at most 32, or raise --kv-cache-memory-bytes",  # what was given, not the share, which plays no part then
+            "at most 32, or raise --kv-cache-memory-bytes",  # the flag that was given
         ),
         (lambda: LLM(engines.target(), wide, device="cpu"), "does not fit the target: vocab_size is 161"),
         (lambda: LLM(engines.target(), tmp_path / "none", device="cpu"), "none"),
@@ -497,7 +503,7 @@ def test_bad_settings_are_refused(tmp_path: Path) -> None:
     engine(None, 0, blocks=4)
 
 
-def test_more_drafts_than_it_was_trained_for(tmp_path: Path) -> None:
+def test_more_draft_tokens_than_trained_for(tmp_path: Path) -> None:
     folder = tmp_path / "drafter"
     shutil.copytree(pairs.drafter_folder("p-eagle-1"), folder)
     set_config(folder, trained_draft_tokens=2)
@@ -519,13 +525,12 @@ def test_more_drafts_than_it_was_trained_for(tmp_path: Path) -> None:
         set_config(folder, trained_draft_tokens=trained)
         assert LLM(engines.target(), folder, **given).adaptive_k.choices == [0, 1, 2, 3, *more]
     llm = LLM(engines.target(), folder, synthetic_acceptance_rates=[0.5, 0.25, 0.1, 0.1], **given)
-    assert llm.adaptive_k.choices == [0, 1, 2, 3, 4], "no more than there are rates for"
+    assert llm.adaptive_k.choices == [0, 1, 2, 3, 4], "at most the number of rates"
     llm = LLM(engines.target(), folder, synthetic_acceptance_rates=[0.5] * 8, **given)
-    assert llm.adaptive_k.choices == [0, 1, 2, 3, 5, 7, 8], "and all of those"
+    assert llm.adaptive_k.choices == [0, 1, 2, 3, 5, 7, 8], "all rates are used"
 
 
-def test_deep_drafts_are_for_gpus_and_one_pass(tmp_path: Path) -> None:
-    """Where each costs a row of the target's pass and nothing else."""
+def test_large_k_only_on_gpus_with_parallel_drafting(tmp_path: Path) -> None:
     for name, trained, on_gpu, deepest in (
         ("p-eagle-1", 16, True, [9, 12, 15]),
         ("p-eagle-1", 16, False, [5, 7, 9]),
@@ -542,50 +547,50 @@ def test_deep_drafts_are_for_gpus_and_one_pass(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "slow", "want"),
+    ("cpuinfo", "slow", "want"),
     [
-        ("flags\t\t: fma avx2 avx512f", torch.float32, torch.float32),  # a busy moment tells nothing
+        ("flags\t\t: fma avx2 avx512f", torch.float32, torch.float32),  # a slow timing is ignored
         ("flags\t\t: avx512f amx_bf16", torch.float32, torch.bfloat16),
         ("flags\t\t: avx512f amx_bf16", torch.bfloat16, torch.float32),
         ("Features\t: asimd bf16", torch.float32, torch.bfloat16),
         ("Features\t: asimd fphp", torch.float32, torch.float32),
-        ("arm", torch.float32, torch.bfloat16),  # nothing is known of what it can do
+        ("arm", torch.float32, torch.bfloat16),  # features unknown: timing decides
     ],
 )
-def test_bfloat16_on_cpus_that_have_it(monkeypatch, told: str, slow: torch.dtype, want: torch.dtype) -> None:
+def test_default_dtype_on_cpus(monkeypatch, cpuinfo: str, slow: torch.dtype, want: torch.dtype) -> None:
     def multiply(x: torch.Tensor, weight: torch.Tensor) -> None:
         time.sleep(0.002 * (x.dtype == slow))
 
-    monkeypatch.setattr(cpu_defaults, "processor", lambda: f"model name\t: bf16\n{told}")
+    monkeypatch.setattr(cpu_defaults, "processor", lambda: f"model name\t: bf16\n{cpuinfo}")
     monkeypatch.setattr(cpu_defaults, "F", SimpleNamespace(linear=multiply))
     assert cpu_defaults.resolve_dtype(None, torch.device("cpu")) == want
     assert cpu_defaults.resolve_dtype(None, torch.device("cuda")) == torch.bfloat16
 
 
 @pytest.mark.parametrize(
-    ("told", "dtype", "warns"),
+    ("cpuinfo", "dtype", "warns"),
     [("asimd fphp", "bfloat16", True), ("asimd fphp", "float32", False), ("asimd bf16", "bfloat16", False)],
 )
-def test_bfloat16_asked_of_a_cpu_that_has_none(monkeypatch, recwarn, told: str, dtype: str, warns: bool) -> None:
-    monkeypatch.setattr(cpu_defaults, "processor", lambda: f"Features\t: {told}")
+def test_warning_for_bfloat16_on_a_cpu_without_it(monkeypatch, recwarn, cpuinfo: str, dtype: str, warns: bool) -> None:
+    monkeypatch.setattr(cpu_defaults, "processor", lambda: f"Features\t: {cpuinfo}")
     LLM(pairs.target_folder(), device="cpu", dtype=dtype, max_num_seqs=2, max_model_len=64)
-    said = [w for w in recwarn if "this CPU has no bfloat16 instructions" in str(w.message)]
-    assert len(said) == warns
-    assert all(w.filename == __file__ for w in said)
+    raised = [w for w in recwarn if "this CPU has no bfloat16 instructions" in str(w.message)]
+    assert len(raised) == warns
+    assert all(w.filename == __file__ for w in raised)
 
 
 @pytest.mark.parametrize("name", ["p-eagle-1", "eagle3-1"])
-def test_a_drafter_that_may_not_draft(name: str) -> None:
+def test_drafter_with_k_0(name: str) -> None:
     llm = engine(name, 0)
     (got,) = llm.generate(list(prompt(700, 20)), LONG[0])[0].outputs
     check(got, expected_output(prompt(700, 20), LONG[0]), counts=False)
     assert got.num_drafts == 0 and got.num_accepted_tokens_per_pos == []
 
 
-# In the long run
+# Soak
 
 
-def test_nothing_leaks() -> None:
+def test_no_leaks() -> None:
     report = soak(800, 3, parallel=True, lookahead=1)
     assert report.compared > 700 and report.aborted > 20 and report.found_tokens > 1000
     assert report.grown_mib < 64

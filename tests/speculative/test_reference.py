@@ -1,7 +1,7 @@
-"""Greedy decoding says the same with any drafter and with none, and counts its rounds truthfully.
+"""Greedy output of the reference is the same with and without a drafter, and its counts are correct.
 
-What the target says on its own is computed here by a plain loop (and once by transformers), without stops;
-what a run must give, how many drafts it must accept and what it must cut off all follow from that.
+The target's own greedy tokens are computed here by a plain loop (and once by transformers), without stops. The expected
+output of a run, its accepted tokens and its end all follow from them.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from peagle.speculative.reference import DraftProposal, Generation
 CONTEXT = 32  # of the random targets
 TARGETS, DRAFTERS_EACH, PROMPTS_EACH = 12, 6, 20
 TRAINED_PROMPTS, TRAINED_TRUTH = 16, 26
-CLEAR = 1e-3  # least lead of the best logit over the next, against rounding that differs between passes
+MIN_LEAD = 1e-3  # least lead of the best logit; rounding that differs between passes could reverse a smaller one
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-# The models, and what the targets say
+# Models, and the greedy tokens of the targets
 
 
 def randomise(module: torch.nn.Module, seed: int) -> None:
@@ -141,21 +141,21 @@ def next_logits(target: Decoder, tokens: list[int]) -> Tensor:
     return target.compute_logits(hidden[-1])
 
 
-def say(target: Decoder, prompt: list[int], count: int) -> tuple[int, ...] | None:
-    """What the target says after the prompt, nothing stopping it; None where it is close to undecided."""
+def generate_greedily(target: Decoder, prompt: list[int], count: int) -> tuple[int, ...] | None:
+    """Greedy tokens after the prompt without stops; None if there is a near-tie."""
     tokens = list(prompt)
     for _ in range(count):
         logits = next_logits(target, tokens)
         best = logits.topk(2)
-        if best.values[0] - best.values[1] < CLEAR:
+        if best.values[0] - best.values[1] < MIN_LEAD:
             return None
         tokens.append(int(best.indices[0]))
     return tuple(tokens[len(prompt) :])
 
 
 @dataclass(frozen=True)
-class Start:
-    """A prompt, and all that the target says after it (up to its context's end, or far enough)."""
+class PromptCase:
+    """A prompt and the greedy tokens after it, up to the end of the context or far enough."""
 
     target: Decoder
     prompt: list[int]
@@ -163,33 +163,33 @@ class Start:
 
 
 @cache
-def random_start(target_seed: int, prompt_seed: int) -> Start:
+def random_start(target_seed: int, prompt_seed: int) -> PromptCase:
     target = random_target(target_seed)
     choose = random.Random(97 * target_seed + prompt_seed)
     while True:
         prompt = [choose.randrange(target.cfg.vocab_size) for _ in range(choose.randint(1, 9))]
-        truth = say(target, prompt, CONTEXT - len(prompt))
+        truth = generate_greedily(target, prompt, CONTEXT - len(prompt))
         if truth is not None:
-            return Start(target, prompt, truth)
+            return PromptCase(target, prompt, truth)
 
 
 @cache
-def trained_start(seed: int) -> Start:
+def trained_start(seed: int) -> PromptCase:
     choose = random.Random(seed)
     while True:
         place, length = choose.randrange(len(pairs.TEXT) - 40), choose.randint(1, 30)
         prompt = list(pairs.TEXT[place : place + length])
-        truth = say(trained_target(), prompt, TRAINED_TRUTH)
+        truth = generate_greedily(trained_target(), prompt, TRAINED_TRUTH)
         if truth is not None:
-            return Start(trained_target(), prompt, truth)
+            return PromptCase(trained_target(), prompt, truth)
 
 
-# A case: a start and what is asked of it
+# A case: a prompt and the parameters of its request
 
 
 @dataclass(frozen=True)
 class Case:
-    start: Start
+    start: PromptCase
     k: int
     max_tokens: int
     max_model_len: int | None
@@ -198,7 +198,7 @@ class Case:
     ignore_eos: bool
 
     @property
-    def longest(self) -> int:
+    def limit(self) -> int:
         return min(self.max_model_len or 10**9, self.start.target.cfg.max_positions)
 
     @property
@@ -208,15 +208,15 @@ class Case:
         )
 
     def cut(self) -> tuple[list[int], str]:
-        """What the text must be, and why it ends there."""
+        """Expected output and finish reason."""
         stops = {*self.stop_token_ids, *(() if self.ignore_eos else self.eos_ids)}
-        room = min(self.max_tokens, self.longest - len(self.start.prompt))
-        said = self.start.truth[:room]
-        assert len(said) == room
-        for i, token in enumerate(said):
+        room = min(self.max_tokens, self.limit - len(self.start.prompt))
+        outputs = self.start.truth[:room]
+        assert len(outputs) == room
+        for i, token in enumerate(outputs):
             if token in stops:
-                return list(said[: i + 1]), "stop"
-        return list(said), "length"
+                return list(outputs[: i + 1]), "stop"
+        return list(outputs), "length"
 
     def run(self, drafter: Any = None, **options: Any) -> Generation:
         return reference.generate(
@@ -231,17 +231,17 @@ class Case:
         )
 
 
-def a_case(
-    start: Start, k: int, max_tokens: int = 16, max_model_len: int | None = None, stops: tuple[int, ...] = ()
+def make_case(
+    start: PromptCase, k: int, max_tokens: int = 16, max_model_len: int | None = None, stops: tuple[int, ...] = ()
 ) -> Case:
     return Case(start, k, max_tokens, max_model_len, frozenset(), stops, False)
 
 
 @st.composite
-def cases(draw: Callable[..., Any], starts: st.SearchStrategy[Start], most_tokens: int) -> Case:
-    """Stops are tokens that the target says, so that they fall anywhere in a round."""
+def cases(draw: Callable[..., Any], starts: st.SearchStrategy[PromptCase], most_tokens: int) -> Case:
+    """Stop tokens are tokens that the target generates, so they occur anywhere in a step."""
     start = draw(starts)
-    said = st.lists(st.integers(1, most_tokens).map(lambda i: start.truth[i]), min_size=1, max_size=2)
+    outputs = st.lists(st.integers(1, most_tokens).map(lambda i: start.truth[i]), min_size=1, max_size=2)
     ends = draw(st.sampled_from(["", "", "eos", "stop", "eos and stop"]))
     prompt = len(start.prompt)
     lengths = st.none() | st.none() | st.integers(prompt + 1, min(prompt + most_tokens + 1, CONTEXT + 8))
@@ -250,8 +250,8 @@ def cases(draw: Callable[..., Any], starts: st.SearchStrategy[Start], most_token
         k=draw(st.integers(1, 8)),
         max_tokens=draw(st.integers(1, most_tokens)),
         max_model_len=draw(lengths),
-        eos_ids=frozenset(draw(said) if "eos" in ends else ()),
-        stop_token_ids=tuple(draw(said) if "stop" in ends else ()),
+        eos_ids=frozenset(draw(outputs) if "eos" in ends else ()),
+        stop_token_ids=tuple(draw(outputs) if "stop" in ends else ()),
         ignore_eos=draw(st.booleans()),
     )
 
@@ -263,7 +263,7 @@ TRAINED_STARTS = st.integers(0, TRAINED_PROMPTS - 1).map(trained_start)
 
 
 def check(case: Case, run: Generation) -> None:
-    """The text, the reason of its end and every number of every round follow from what the target says."""
+    """Checks the output, the finish reason and every step against the target's greedy tokens."""
     text, reason = case.cut()
     truth, prompt = case.start.truth, case.start.prompt
     assert run.token_ids == text
@@ -271,13 +271,13 @@ def check(case: Case, run: Generation) -> None:
     assert run.prompt_ids == prompt
     assert list(truth[: len(text)]) == text
 
-    known = 1  # tokens of the answer; the first came from the prompt's own pass
+    known = 1  # output tokens; the first comes from prefill
     flags = [False]
     for r in run.steps:
-        room = case.longest - (len(prompt) + known) - 1
+        room = case.limit - (len(prompt) + known) - 1
         assert room >= 0
         assert len(r.draft_token_ids) == min(case.k, room)
-        right = truth[known : known + len(r.draft_token_ids) + 1]  # before any cut
+        right = truth[known : known + len(r.draft_token_ids) + 1]  # before a stop cuts it
         holds = next((i for i, x in enumerate(r.draft_token_ids) if x != right[i]), len(r.draft_token_ids))
         assert r.num_accepted_tokens == holds
         assert 1 <= len(r.output_token_ids) <= r.num_accepted_tokens + 1
@@ -307,7 +307,7 @@ def check_totals(case: Case, run: Generation) -> None:
 # Without a drafter
 
 
-def test_plain_greedy_is_what_the_target_says() -> None:
+def test_output_without_drafter() -> None:
     @many(250)
     @given(cases(RANDOM_STARTS, 20))
     def property_(case: Case) -> None:
@@ -322,13 +322,13 @@ def test_plain_greedy_is_what_the_target_says() -> None:
     property_()
 
 
-def test_plain_greedy_is_what_transformers_says() -> None:
+def test_output_equals_transformers() -> None:
     target, drafter = trained_pair("p-eagle-1")
     theirs = LlamaForCausalLM.from_pretrained(pairs.target_folder(), dtype=torch.float32).eval()
     for prompt in [[ord("A")], *pairs.prompts(5)]:
         with torch.inference_mode():
             ids = torch.tensor([prompt])
-            said = theirs.generate(
+            outputs = theirs.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=32,
@@ -336,19 +336,21 @@ def test_plain_greedy_is_what_transformers_says() -> None:
                 eos_token_id=None,
                 pad_token_id=0,
             )[0, len(prompt) :].tolist()
-        assert len(said) == 32
+        assert len(outputs) == 32
         params = SamplingParams(max_tokens=32)
-        assert reference.generate(target, prompt, params).token_ids == said
-        assert reference.generate(target, prompt, params, drafter=drafter, num_speculative_tokens=5).token_ids == said
+        assert reference.generate(target, prompt, params).token_ids == outputs
+        assert (
+            reference.generate(target, prompt, params, drafter=drafter, num_speculative_tokens=5).token_ids == outputs
+        )
 
 
 # With real drafters
 
 
-def test_random_drafters_change_nothing() -> None:
+def test_random_drafters_do_not_change_the_output() -> None:
     seen: Counter[str] = Counter()
 
-    @many(1000)  # of mistakes put in on purpose those it can find showed within 150; twice as many found no other
+    @many(1000)
     @given(st.data(), RANDOM_SEEDS, st.integers(0, DRAFTERS_EACH - 1), st.booleans())
     def property_(data: st.DataObject, seeds: tuple[int, int], drafter_seed: int, sampled: bool) -> None:
         case = data.draw(cases(st.just(random_start(*seeds)), 10))
@@ -361,13 +363,13 @@ def test_random_drafters_change_nothing() -> None:
         seen[run.finish_reason] += 1
 
     property_()
-    # what hypothesis draws varies with this function's source, so far below what any draw gave
+    # Far below what was seen: hypothesis draws differ with the source of this function.
     least = {"cases": 1000, "accepted": 50, "rejected": 500, "cut inside a run": 10, "stop": 50}
     assert all(seen[name] >= count for name, count in least.items()), seen
 
 
 @pytest.mark.parametrize("name", pairs.RECIPES)
-def test_trained_drafters_change_nothing(name: str) -> None:
+def test_trained_drafters_do_not_change_the_output(name: str) -> None:
     drafter = trained_pair(name)[1].share_weights(trained_target())
     seen: Counter[str] = Counter()
 
@@ -394,14 +396,16 @@ def test_trained_drafter_up_to_the_end_of_the_context(name: str) -> None:
     assert run.finish_reason == plain.finish_reason == "length"
 
 
-# With drafters that are fakes: the loop alone
+# With fake drafters
 
 FAKE: Any = SimpleNamespace(cfg=SimpleNamespace(aux_layer_ids=()))
-HABITS = ("right", "wrong", "right then wrong", "random", "repeats", "stops early")
+KINDS = ("right", "wrong", "right then wrong", "random", "repeats", "stops early")
 
 
-def habitual(habit: str, case: Case, seed: int, right_for: int = 0, sure: bool = True) -> Callable[..., DraftProposal]:
-    """A `propose` that knows the truth. `sure` drafts are one-hot, others spread over all tokens."""
+def make_propose(
+    kind: str, case: Case, seed: int, right_for: int = 0, one_hot: bool = True
+) -> Callable[..., DraftProposal]:
+    """A replacement of `propose_draft_tokens` that knows the expected output."""
     choose = random.Random(seed)
     truth, vocab = case.start.truth, case.start.target.cfg.vocab_size
     stops = [*case.eos_ids, *case.stop_token_ids] or [0]
@@ -422,9 +426,9 @@ def habitual(habit: str, case: Case, seed: int, right_for: int = 0, sure: bool =
             "random": [choose.randrange(vocab) for _ in right],
             "repeats": [tokens[-1]] * k,
             "stops early": right[:right_for] + [choose.choice(stops)] + right[right_for + 1 :],
-        }[habit][:k]
+        }[kind][:k]
         probs = F.one_hot(torch.tensor(drafts), vocab).double()
-        if not sure:
+        if not one_hot:
             probs = (probs + torch.tensor([[choose.random() for _ in range(vocab)] for _ in drafts])).softmax(-1)
         return DraftProposal(drafts, probs)
 
@@ -436,22 +440,22 @@ def run_fake(case: Case, propose: Callable[..., DraftProposal], **options: Any) 
         return case.run(FAKE, **options)
 
 
-@pytest.mark.parametrize("habit", HABITS)
-def test_fake_drafters_change_nothing(habit: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_fake_drafters_do_not_change_the_output(kind: str) -> None:
     seen: Counter[str] = Counter()
 
     @many(350)
     @given(cases(SHALLOW_STARTS, 16), st.integers(0, 7), st.booleans(), st.integers(0, 2**32))
-    def property_(case: Case, right_for: int, sure: bool, seed: int) -> None:
-        run = run_fake(case, habitual(habit, case, seed, right_for, sure))
+    def property_(case: Case, right_for: int, one_hot: bool, seed: int) -> None:
+        run = run_fake(case, make_propose(kind, case, seed, right_for, one_hot))
         check(case, run)
         after_the_first = len(run.token_ids) - 1
-        if habit == "right":
+        if kind == "right":
             assert len(run.steps) == math.ceil(after_the_first / (case.k + 1))
-        if habit == "wrong":
+        if kind == "wrong":
             assert len(run.steps) == after_the_first
             assert sum(run.num_accepted_tokens_per_pos) == 0
-        if habit == "right then wrong":
+        if kind == "right then wrong":
             step = min(right_for, case.k) + 1
             assert len(run.steps) == math.ceil(after_the_first / step)
             assert all(r.num_accepted_tokens == min(step - 1, len(r.draft_token_ids)) for r in run.steps)
@@ -461,21 +465,21 @@ def test_fake_drafters_change_nothing(habit: str) -> None:
 
     property_()
     assert seen["cases"] >= 350 and seen["no room for drafts"] > 0, seen
-    assert habit not in ("right", "right then wrong") or seen["cut inside a run"] >= 20, seen
+    assert kind not in ("right", "right then wrong") or seen["cut inside a run"] >= 20, seen
 
 
-def telling_start(distinct: int) -> Start:
-    """One whose truth has no token twice among its first ones."""
+def distinct_start(distinct: int) -> PromptCase:
+    """A prompt after which the first `distinct` greedy tokens differ."""
     starts = (random_start(t, p) for t in range(TARGETS) for p in range(PROMPTS_EACH))
     return next(s for s in starts if len(s.prompt) >= 3 and len(set(s.truth[:distinct])) == distinct)
 
 
 @pytest.mark.parametrize("by_eos", [False, True])
-def test_a_stop_inside_an_accepted_run_cuts_the_text_but_not_the_count(by_eos: bool) -> None:
-    start = telling_start(5)
-    stop = start.truth[3]  # third of the first round's five drafts
+def test_stop_within_accepted_tokens_cuts_the_output_but_not_the_count(by_eos: bool) -> None:
+    start = distinct_start(5)
+    stop = start.truth[3]  # the third of the first step's five draft tokens
     case = Case(start, 5, 16, None, frozenset({stop} if by_eos else ()), () if by_eos else (stop,), False)
-    run = run_fake(case, habitual("right", case, 0))
+    run = run_fake(case, make_propose("right", case, 0))
     assert run.token_ids == list(start.truth[:4])
     assert run.finish_reason == "stop"
     (only,) = run.steps
@@ -487,52 +491,52 @@ def test_a_stop_inside_an_accepted_run_cuts_the_text_but_not_the_count(by_eos: b
     assert run.acceptance_length == 6
 
 
-def test_max_tokens_inside_an_accepted_run_cuts_the_text_but_not_the_count() -> None:
-    case = a_case(telling_start(5), k=4, max_tokens=3)
-    run = run_fake(case, habitual("right", case, 0))
+def test_max_tokens_within_accepted_tokens_cuts_the_output_but_not_the_count() -> None:
+    case = make_case(distinct_start(5), k=4, max_tokens=3)
+    run = run_fake(case, make_propose("right", case, 0))
     assert run.token_ids == list(case.start.truth[:3])
     assert run.finish_reason == "length"
     assert [(r.num_accepted_tokens, len(r.output_token_ids)) for r in run.steps] == [(4, 2)]
 
 
-def test_a_stop_as_the_targets_own_token_and_as_the_very_first() -> None:
-    start = telling_start(5)
-    case = a_case(start, k=2, stops=(start.truth[3],))
-    run = run_fake(case, habitual("right", case, 0))
+def test_stop_as_the_target_token_and_as_the_first_token() -> None:
+    start = distinct_start(5)
+    case = make_case(start, k=2, stops=(start.truth[3],))
+    run = run_fake(case, make_propose("right", case, 0))
     assert [(r.num_accepted_tokens, r.output_token_ids) for r in run.steps] == [(2, start.truth[1:4])]
     assert (run.finish_reason, run.is_draft_token) == ("stop", [False, True, True, False])
 
-    first = run_fake(a_case(start, k=2, stops=(start.truth[0],)), habitual("right", case, 0))
+    first = run_fake(make_case(start, k=2, stops=(start.truth[0],)), make_propose("right", case, 0))
     assert (first.token_ids, first.steps, first.finish_reason) == ([start.truth[0]], [], "stop")
     assert first.is_draft_token == [False] and first.acceptance_length == 1
 
 
-def test_a_stop_on_the_last_allowed_token_is_a_stop() -> None:
-    start = telling_start(5)
-    case = a_case(start, k=3, max_tokens=3, stops=(start.truth[2],))
-    assert run_fake(case, habitual("right", case, 0)).finish_reason == "stop"
+def test_stop_on_the_last_allowed_token() -> None:
+    start = distinct_start(5)
+    case = make_case(start, k=3, max_tokens=3, stops=(start.truth[2],))
+    assert run_fake(case, make_propose("right", case, 0)).finish_reason == "stop"
 
 
-def test_a_wrongly_drafted_stop_does_not_stop() -> None:
-    start = telling_start(5)
+def test_rejected_stop_token_does_not_stop() -> None:
+    start = distinct_start(5)
     stop = next(x for x in range(start.target.cfg.vocab_size) if x not in start.truth[:4])
-    case = a_case(start, k=3, max_tokens=4, stops=(stop,))
-    run = run_fake(case, habitual("stops early", case, 0, right_for=1))
+    case = make_case(start, k=3, max_tokens=4, stops=(stop,))
+    run = run_fake(case, make_propose("stops early", case, 0, right_for=1))
     assert (run.token_ids, run.finish_reason) == (list(start.truth[:4]), "length")
     assert all(stop in r.draft_token_ids for r in run.steps)
 
 
 def test_ignore_eos_ignores_eos_but_not_stop_tokens() -> None:
-    start = telling_start(5)
+    start = distinct_start(5)
     ignoring = Case(start, 3, 5, None, frozenset({start.truth[1]}), (start.truth[3],), True)
-    run = run_fake(ignoring, habitual("right", ignoring, 0))
+    run = run_fake(ignoring, make_propose("right", ignoring, 0))
     assert (run.token_ids, run.finish_reason) == (list(start.truth[:4]), "stop")
 
 
-def test_fewer_drafts_near_the_end_of_the_context() -> None:
-    start = telling_start(2)
+def test_fewer_draft_tokens_near_the_end_of_the_context() -> None:
+    start = distinct_start(2)
     n = len(start.prompt)
-    case = a_case(start, k=5, max_tokens=99, max_model_len=n + 9)
+    case = make_case(start, k=5, max_tokens=99, max_model_len=n + 9)
     read, reads = reference.run_target, []
 
     def reading(target: Any, tokens: list[int], last: int, *rest: Any) -> Any:
@@ -540,41 +544,41 @@ def test_fewer_drafts_near_the_end_of_the_context() -> None:
         return read(target, tokens, last, *rest)
 
     with mock.patch.object(reference, "run_target", reading):
-        run = run_fake(case, habitual("wrong", case, 0))
+        run = run_fake(case, make_propose("wrong", case, 0))
     counts = [len(r.draft_token_ids) for r in run.steps]
     assert counts == [5, 5, 5, 4, 3, 2, 1, 0]
-    assert counts == [min(5, case.longest - (n + i) - 1) for i in range(1, 9)]
+    assert counts == [min(5, case.limit - (n + i) - 1) for i in range(1, 9)]
     assert reads == [(n, 1), *((n + 1 + i + c, c + 1) for i, c in enumerate(counts))]
-    assert max(length for length, _ in reads) < case.longest
+    assert max(length for length, _ in reads) < case.limit
     assert (len(run.token_ids), run.finish_reason, run.num_drafts) == (9, "length", 7)
 
-    right = run_fake(case, habitual("right", case, 0))
+    right = run_fake(case, make_propose("right", case, 0))
     assert [(len(r.draft_token_ids), len(r.output_token_ids)) for r in right.steps] == [(5, 6), (1, 2)]
 
 
 @pytest.mark.parametrize("room", [1, 2, 3])
-def test_a_prompt_that_almost_fills_the_context(room: int) -> None:
-    start = telling_start(2)
-    case = a_case(start, k=4, max_tokens=99, max_model_len=len(start.prompt) + room)
-    for habit in ("right", "wrong"):
-        run = run_fake(case, habitual(habit, case, 0))
+def test_prompt_that_almost_fills_the_context(room: int) -> None:
+    start = distinct_start(2)
+    case = make_case(start, k=4, max_tokens=99, max_model_len=len(start.prompt) + room)
+    for kind in ("right", "wrong"):
+        run = run_fake(case, make_propose(kind, case, 0))
         check(case, run)
         assert (len(run.token_ids), run.finish_reason) == (room, "length")
 
 
-def test_max_length_beyond_the_targets_own_is_the_targets_own() -> None:
+def test_max_model_len_is_limited_by_the_target() -> None:
     start = random_start(1, 1)
-    run = a_case(start, k=3, max_tokens=99, max_model_len=10 * CONTEXT).run(random_drafter(1, 1))
+    run = make_case(start, k=3, max_tokens=99, max_model_len=10 * CONTEXT).run(random_drafter(1, 1))
     assert run.token_ids == list(start.truth)
     assert len(start.prompt) + len(run.token_ids) == CONTEXT
 
 
-def test_progress_is_told_after_the_prompt_and_after_each_round() -> None:
-    case = a_case(telling_start(3), k=3)
+def test_on_tokens_is_called_after_prefill_and_each_step() -> None:
+    case = make_case(distinct_start(3), k=3)
     told: list[tuple[list[int], int]] = []
     run = run_fake(
         case,
-        habitual("right then wrong", case, 0, right_for=2),
+        make_propose("right then wrong", case, 0, right_for=2),
         on_tokens=lambda g: told.append((list(g.token_ids), len(g.steps))),
     )
     assert [rounds for _, rounds in told] == list(range(len(run.steps) + 1))
@@ -583,17 +587,17 @@ def test_progress_is_told_after_the_prompt_and_after_each_round() -> None:
     assert told[-1][0] == run.token_ids
 
 
-# What the drafter is given
+# Drafter inputs
 
 
-def rows_given(
+def capture_drafter_calls(
     drafter: Drafter, aux_hidden_states: Tensor, tokens: list[int], k: int
 ) -> tuple[list[Any], list[Any], DraftProposal]:
     given: list[Any] = []
-    said: list[Any] = []
+    outputs: list[Any] = []
     hooks = [
         drafter.register_forward_pre_hook(lambda _, args: given.append(args)),
-        drafter.register_forward_hook(lambda _, args, out: said.append(out)),
+        drafter.register_forward_hook(lambda _, args, out: outputs.append(out)),
     ]
     try:
         with torch.inference_mode():
@@ -601,7 +605,7 @@ def rows_given(
     finally:
         for hook in hooks:
             hook.remove()
-    return given, said, draft
+    return given, outputs, draft
 
 
 def target_aux_states(target: Decoder, aux_layer_ids: tuple[int, ...], tokens: list[int]) -> Tensor:
@@ -611,16 +615,16 @@ def target_aux_states(target: Decoder, aux_layer_ids: tuple[int, ...], tokens: l
     return at
 
 
-def best(drafter: Drafter, said: Tensor) -> int:
-    return int(drafter.to_target_ids(drafter.compute_logits(said).argmax()))
+def best(drafter: Drafter, outputs: Tensor) -> int:
+    return int(drafter.to_target_ids(drafter.compute_logits(outputs).argmax()))
 
 
 @pytest.mark.parametrize("name", ["p-eagle-1", "p-eagle-1-reduced", "p-eagle-1-wide"])
-def test_the_worked_example_of_p_eagle(name: str) -> None:
+def test_worked_example_p_eagle(name: str) -> None:
     target, drafter = trained_pair(name)
     a, b, c = b"The"
     aux_hidden_states = target_aux_states(target, drafter.cfg.aux_layer_ids, [a, b])
-    given, said, draft = rows_given(drafter, aux_hidden_states, [a, b, c], 3)
+    given, outputs, draft = capture_drafter_calls(drafter, aux_hidden_states, [a, b, c], 3)
     ((tokens, hidden, positions, _),) = given  # one pass
     mask = drafter.cfg.mask_token_id
     assert mask == pairs.MASK_ID
@@ -630,39 +634,41 @@ def test_the_worked_example_of_p_eagle(name: str) -> None:
         assert drafter.mask_hidden is not None
         torch.testing.assert_close(hidden[:2], drafter.combine_hidden_states(aux_hidden_states))
         torch.testing.assert_close(hidden[2:], drafter.combine_hidden_states(drafter.mask_hidden[0]).repeat(2, 1))
-        assert draft.token_ids == [best(drafter, said[0][0][row]) for row in (1, 2, 3)]
+        assert draft.token_ids == [best(drafter, outputs[0][0][row]) for row in (1, 2, 3)]
     assert torch.equal(draft.probs_KV, F.one_hot(torch.tensor(draft.token_ids), pairs.VOCAB).double())
 
 
 @pytest.mark.parametrize("name", ["eagle3-1", "eagle3-4-reduced"])
-def test_the_same_example_with_eagle_3(name: str) -> None:
+def test_worked_example_eagle3(name: str) -> None:
     target, drafter = trained_pair(name)
     a, b, c = b"The"
     aux_hidden_states = target_aux_states(target, drafter.cfg.aux_layer_ids, [a, b])
-    given, said, draft = rows_given(drafter, aux_hidden_states, [a, b, c], 3)
+    given, outputs, draft = capture_drafter_calls(drafter, aux_hidden_states, [a, b, c], 3)
     first, second, _ = draft.token_ids
     assert [args[0].tolist() for args in given] == [[b, c], [b, c, first], [b, c, first, second]]
     assert [args[2].tolist() for args in given] == [[0, 1], [0, 1, 2], [0, 1, 2, 3]]
     with torch.inference_mode():
         for _, hidden, _, _ in given:
             torch.testing.assert_close(hidden[:2], drafter.combine_hidden_states(aux_hidden_states))
-        for i in (1, 2):  # each new row carries what the pass before handed on
-            torch.testing.assert_close(given[i][1][-1], said[i - 1][1][-1])
-        assert draft.token_ids == [best(drafter, out[0][-1]) for out in said]
-    normed, before = said[0]
+        for i in (1, 2):  # each new row has the output hidden state of the pass before
+            torch.testing.assert_close(given[i][1][-1], outputs[i - 1][1][-1])
+        assert draft.token_ids == [best(drafter, out[0][-1]) for out in outputs]
+    normed, before = outputs[0]
     assert torch.equal(normed, before) == drafter.cfg.norm_output
 
 
 @pytest.mark.parametrize("name", ["p-eagle-1", "eagle3-1"])
-def test_one_draft_and_a_prompt_of_one_token(name: str) -> None:
+def test_one_draft_token_and_a_prompt_of_one_token(name: str) -> None:
     target, drafter = trained_pair(name)
-    given, _, draft = rows_given(drafter, target_aux_states(target, drafter.cfg.aux_layer_ids, [84]), [84, 104], 1)
+    given, _, draft = capture_drafter_calls(
+        drafter, target_aux_states(target, drafter.cfg.aux_layer_ids, [84]), [84, 104], 1
+    )
     ((tokens, _, positions, _),) = given
     assert (tokens.tolist(), positions.tolist(), len(draft.token_ids)) == ([104], [0], 1)
 
 
 @pytest.mark.parametrize("name", ["p-eagle-1", "eagle3-1"])
-def test_every_round_hands_over_the_taps_of_what_the_target_has_read(name: str) -> None:
+def test_every_step_passes_the_aux_hidden_states_of_the_processed_tokens(name: str) -> None:
     target, drafter = trained_pair(name)
     propose, calls = reference.propose_draft_tokens, 0
 
@@ -682,21 +688,21 @@ def test_every_round_hands_over_the_taps_of_what_the_target_has_read(name: str) 
     assert 0 < sum(run.num_accepted_tokens_per_pos) < 5 * run.num_drafts
 
 
-# Drafting with a cache
+# Drafting with a KV cache
 
 
 class CachedDrafting:
-    """The same drafts, each row computed once: keys and values stay by position, and a round starts at the
-    first row whose token or tap is new. Rows of masks and guesses are written over by the next round's.
+    """Drafts the same tokens but computes each row once: keys and values are kept by position, and a step starts at
+    the first row with a new token or hidden state. The next step overwrites mask rows and rows of draft tokens.
 
-    `keep_guesses` is the mistake to make here: to keep the rows of guesses as if they were real.
+    `keep_draft_rows` is the typical bug: it keeps rows of draft tokens as if they were real.
     """
 
-    def __init__(self, drafter: Drafter, keep_guesses: bool = False) -> None:
+    def __init__(self, drafter: Drafter, keep_draft_rows: bool = False) -> None:
         self.drafter = drafter
-        self.keep_guesses = keep_guesses
-        self.kept = 0  # rows whose keys and values are there to stay
-        self.passed = 0  # rows computed so far
+        self.keep_draft_rows = keep_draft_rows
+        self.kept = 0  # rows whose keys and values are final
+        self.passed = 0  # number of computed rows
         self.kv: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def attend_at(self, positions: list[int]) -> Attend:
@@ -720,46 +726,46 @@ class CachedDrafting:
         return self.drafter(torch.tensor(tokens), hidden, torch.tensor(positions), self.attend_at(positions))
 
     def draft(self, tokens: list[int], aux_hidden_states: Tensor, k: int) -> tuple[list[int], Tensor]:
-        """The drafts and the states they were read off."""
+        """Draft tokens and the hidden states that predicted them."""
         drafter, real = self.drafter, len(tokens) - 1
         first = min(self.kept, real - 1)
-        self.kept = real + (k - 1 if self.keep_guesses else 0)
+        self.kept = real + (k - 1 if self.keep_draft_rows else 0)
         rows, hidden = tokens[1 + first :], drafter.combine_hidden_states(aux_hidden_states[first:])
         if drafter.cfg.mask_token_id is not None:
             rows = rows + [drafter.cfg.mask_token_id] * (k - 1)
-            said, _ = self.step(rows, torch.cat([hidden, drafter.mask_hidden_states(k - 1)]), first)
-            return [best(drafter, s) for s in said[-k:]], said[-k:]
-        said, handed_on = self.step(rows, hidden, first)
-        states = [said[-1]]
-        guesses = [best(drafter, states[-1])]
+            outputs, _ = self.step(rows, torch.cat([hidden, drafter.mask_hidden_states(k - 1)]), first)
+            return [best(drafter, s) for s in outputs[-k:]], outputs[-k:]
+        outputs, next_hidden = self.step(rows, hidden, first)
+        states = [outputs[-1]]
+        draft_token_ids = [best(drafter, states[-1])]
         for i in range(1, k):
-            said, handed_on = self.step([guesses[-1]], handed_on[-1:], real + i - 1)
-            states.append(said[-1])
-            guesses.append(best(drafter, states[-1]))
-        return guesses, torch.stack(states)
+            outputs, next_hidden = self.step([draft_token_ids[-1]], next_hidden[-1:], real + i - 1)
+            states.append(outputs[-1])
+            draft_token_ids.append(best(drafter, states[-1]))
+        return draft_token_ids, torch.stack(states)
 
 
 def compare_drafting(
     target: Decoder, drafter: Drafter, prompt: list[int], k: int, cached: CachedDrafting, max_tokens: int = 36
 ) -> tuple[Generation, list[bool], float]:
-    """A whole generation, both ways of drafting side by side: were the drafts equal, how far the states were
-    apart at most."""
+    """Runs both ways of drafting: the generation, whether the draft tokens of each step are equal, and the largest
+    difference of hidden states."""
     propose, guess = reference.propose_draft_tokens, reference.sample_from_drafter
     states: list[Tensor] = []
     equal: list[bool] = []
     apart = 0.0
 
-    def noting(drafter: Drafter, said: Tensor, *rest: Any) -> DraftProposal:
-        states.append(said)
-        return guess(drafter, said, *rest)
+    def noting(drafter: Drafter, outputs: Tensor, *rest: Any) -> DraftProposal:
+        states.append(outputs)
+        return guess(drafter, outputs, *rest)
 
     def both(drafter: Drafter, tokens: list[int], aux_hidden_states: Tensor, k: int, *rest: Any) -> DraftProposal:
         nonlocal apart
         states.clear()
         draft = propose(drafter, tokens, aux_hidden_states, k, *rest)
-        guesses, mine = cached.draft(tokens, aux_hidden_states, k)
-        equal.append(guesses == draft.token_ids)
-        if equal[-1]:  # EAGLE-3's later states follow from its guesses
+        draft_token_ids, mine = cached.draft(tokens, aux_hidden_states, k)
+        equal.append(draft_token_ids == draft.token_ids)
+        if equal[-1]:  # later states of EAGLE-3 depend on its draft tokens
             apart = max(apart, float((torch.cat(states) - mine).abs().max()))
         return draft
 
@@ -771,7 +777,7 @@ def compare_drafting(
 
 
 @pytest.mark.parametrize("name", pairs.RECIPES)
-def test_drafting_with_a_cache_is_drafting_without(name: str) -> None:
+def test_drafting_with_a_cache_equals_drafting_without(name: str) -> None:
     target, drafter = trained_pair(name)
     accepted = drafts = 0
     for prompt, k in zip(pairs.prompts(3), (2, 4, 7), strict=True):
@@ -781,10 +787,10 @@ def test_drafting_with_a_cache_is_drafting_without(name: str) -> None:
         assert apart < 1e-3
         rounds = [r for r in run.steps if r.draft_token_ids]
         known = len(prompt) + sum(len(r.output_token_ids) for r in rounds[:-1])
-        assert cached.passed == known + sum(len(r.draft_token_ids) - 1 for r in rounds)  # no row twice
+        assert cached.passed == known + sum(len(r.draft_token_ids) - 1 for r in rounds)  # each row once
         accepted += sum(r.num_accepted_tokens for r in rounds)
         drafts += sum(len(r.draft_token_ids) for r in rounds)
-    assert 0 < accepted < drafts  # both kept and rejected rows were passed over
+    assert 0 < accepted < drafts  # both accepted and rejected rows occurred
 
 
 @pytest.mark.parametrize("seed", range(DRAFTERS_EACH))
@@ -800,14 +806,14 @@ def test_drafting_with_a_cache_on_random_models(seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["p-eagle-1", "eagle3-1"])
-def test_a_cache_that_keeps_rows_of_guesses_is_noticed(name: str) -> None:
+def test_keeping_rows_of_draft_tokens_is_detected(name: str) -> None:
     target, drafter = trained_pair(name)
-    cached = CachedDrafting(drafter, keep_guesses=True)
+    cached = CachedDrafting(drafter, keep_draft_rows=True)
     _, equal, apart = compare_drafting(target, drafter, pairs.prompts(3)[1], 4, cached)
     assert not all(equal) or apart > 1e-2
 
 
-# What is refused
+# Refused arguments
 
 
 @pytest.mark.parametrize(
@@ -824,7 +830,9 @@ def test_a_cache_that_keeps_rows_of_guesses_is_noticed(name: str) -> None:
     ],
 )
 @pytest.mark.parametrize("with_drafter", [False, True])
-def test_a_prompt_that_cannot_be(prompt: list[int], max_model_len: int | None, words: str, with_drafter: bool) -> None:
+def test_invalid_prompts_are_refused(
+    prompt: list[int], max_model_len: int | None, words: str, with_drafter: bool
+) -> None:
     drafter = random_drafter(0, 0) if with_drafter else None
     with pytest.raises(UserError, match=words):
         reference.generate(
@@ -838,14 +846,14 @@ def test_a_prompt_that_cannot_be(prompt: list[int], max_model_len: int | None, w
 
 
 @pytest.mark.parametrize("k", [0, -1, 500])
-def test_a_number_of_drafts_that_cannot_be(k: int) -> None:
+def test_invalid_num_speculative_tokens_is_refused(k: int) -> None:
     with pytest.raises(UserError, match=f"-k {k}"):
         reference.generate(
             random_target(0), [1], SamplingParams(), drafter=random_drafter(0, 0), num_speculative_tokens=k
         )
 
 
-def test_the_number_of_drafts_does_not_matter_without_a_drafter() -> None:
+def test_num_speculative_tokens_is_ignored_without_a_drafter() -> None:
     start = random_start(0, 0)
     run = reference.generate(random_target(0), start.prompt, SamplingParams(max_tokens=4), num_speculative_tokens=500)
     assert (run.token_ids, run.num_speculative_tokens) == (list(start.truth[:4]), 0)
@@ -854,6 +862,6 @@ def test_the_number_of_drafts_does_not_matter_without_a_drafter() -> None:
 def test_the_most_drafts_there_can_be() -> None:
     start = trained_start(0)
     drafter = trained_pair("p-eagle-1")[1].share_weights(trained_target())
-    run = a_case(start, k=64, max_tokens=12).run(drafter)
+    run = make_case(start, k=64, max_tokens=12).run(drafter)
     assert run.token_ids == list(start.truth[:12])
     assert all(len(r.draft_token_ids) == 64 for r in run.steps)

@@ -1,7 +1,7 @@
-"""Every parameter of a request does what `SamplingParams` says, with any drafter and with none.
+"""The reference implements every parameter of `SamplingParams`, with and without a drafter.
 
-What it says is written here a second time, one token after the other in plain Python. Most generations run on
-tables of logits in place of models, which makes thousands of them cheap; the trained pairs confirm some.
+The parameters are implemented here a second time in plain Python. Most generations use a table of logits as the target,
+which makes thousands of them cheap; some use trained models.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ from peagle.speculative.reference import (
     process_logits,
 )
 
-TOLERATED = 1e-3  # p-value: a right implementation falls below in one seed of a thousand, and seeds are fixed
-CAUGHT = 1e-9
-CLEAR = 1e-3  # least lead of the best logit over the next, against rounding that differs between passes
+MIN_PVALUE = 1e-3  # a correct implementation falls below it with one seed in a thousand; seeds are fixed
+MAX_WRONG_PVALUE = 1e-9
+MIN_LEAD = 1e-3  # least lead of the best logit; rounding that differs between passes could reverse a smaller one
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-# The parameters a second time
+# Naive implementation
 
 
-def naive_shape(
+def naive_process_logits(
     logits: Sequence[float], params: SamplingParams, prompt: Sequence[int], output: Sequence[int], eos: Iterable[int]
 ) -> list[float]:
     shaped = []
@@ -72,11 +72,11 @@ def naive_shape(
 
 
 class Borderline(Exception):
-    """Rounding would decide."""
+    """Rounding would decide the result."""
 
 
-def naive_distribution(logits: Sequence[float], params: SamplingParams) -> list[float]:
-    """Of tokens whose logits all differ."""
+def naive_probs(logits: Sequence[float], params: SamplingParams) -> list[float]:
+    """Probabilities of tokens whose logits all differ."""
     weights = {t: math.exp((x - max(logits)) / params.temperature) for t, x in enumerate(logits)}
     if any(abs(w - params.min_p) < 1e-9 for w in weights.values() if w < 1):
         raise Borderline
@@ -92,35 +92,35 @@ def naive_distribution(logits: Sequence[float], params: SamplingParams) -> list[
     return [weights[t] / sum(weights[k] for k in kept) if t in kept else 0.0 for t in range(len(logits))]
 
 
-def naive_logprobs(logits: Sequence[float], token: int, alternatives: int) -> dict[int, float]:
+def naive_logprobs(logits: Sequence[float], token: int, num_logprobs: int) -> dict[int, float]:
     total = math.log(sum(math.exp(x - max(logits)) for x in logits)) + max(logits)
-    best = sorted(range(len(logits)), key=lambda t: -logits[t])[:alternatives]
+    best = sorted(range(len(logits)), key=lambda t: -logits[t])[:num_logprobs]
     return {t: logits[t] - total for t in {token, *best}}
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A request, and the bytes that each token stands for."""
+class RequestCase:
+    """A request, and the bytes of each token."""
 
     params: SamplingParams
     prompt: tuple[int, ...]
     eos: frozenset[int]
-    pieces: tuple[bytes, ...]
-    longest: int
+    token_bytes: tuple[bytes, ...]
+    max_model_len: int
 
     def decode(self, tokens: list[int]) -> str:
-        return b"".join(self.pieces[t] for t in tokens).decode(errors="replace")
+        return b"".join(self.token_bytes[t] for t in tokens).decode(errors="replace")
 
-    def end(self, said: Sequence[int]) -> tuple[list[int], str, int | str | None, str]:
-        """Tokens, finish_reason, stop_reason and text, if `said` is what the target goes on saying."""
+    def end(self, generated: Sequence[int]) -> tuple[list[int], str, int | str | None, str]:
+        """Tokens, finish_reason, stop_reason and text, if the target would generate `output` without stops."""
         params, unfinished = self.params, codecs.getincrementaldecoder("utf-8")("replace")
         text, behind = "", 0
-        for count, token in enumerate(said, 1):
+        for count, token in enumerate(generated, 1):
             if token in self.eos and not params.ignore_eos:
-                return list(said[:count]), "stop", None, text + unfinished.decode(b"", final=True)
+                return list(generated[:count]), "stop", None, text + unfinished.decode(b"", final=True)
             if token in params.stop_token_ids:
-                return list(said[:count]), "stop", token, text + unfinished.decode(b"", final=True)
-            text += unfinished.decode(self.pieces[token])
+                return list(generated[:count]), "stop", token, text + unfinished.decode(b"", final=True)
+            text += unfinished.decode(self.token_bytes[token])
             if count <= params.min_tokens:
                 behind = len(text)
             elif found := [
@@ -130,14 +130,14 @@ class Asked:
                 if (end := start + len(stop)) > behind and text[start:end] == stop
             ]:
                 _, i, start = min(found)
-                return list(said[:count]), "stop", params.stop[i], text[:start]
-            if count == params.max_tokens or len(self.prompt) + count == self.longest:
-                return list(said[:count]), "length", None, text + unfinished.decode(b"", final=True)
-        raise AssertionError("too little was said")
+                return list(generated[:count]), "stop", params.stop[i], text[:start]
+            if count == params.max_tokens or len(self.prompt) + count == self.max_model_len:
+                return list(generated[:count]), "length", None, text + unfinished.decode(b"", final=True)
+        raise AssertionError("too little was generated")
 
     def run(self, target: Any, **options: Any) -> Generation:
         return reference.generate(
-            target, self.prompt, self.params, self.eos, max_model_len=self.longest, decode=self.decode, **options
+            target, self.prompt, self.params, self.eos, max_model_len=self.max_model_len, decode=self.decode, **options
         )
 
 
@@ -172,7 +172,7 @@ def test_shape_is_the_naive_one(names: tuple[str, ...]) -> None:
         params = SamplingParams(**options)
         raw = torch.tensor(logits, dtype=torch.float64)
         shaped = process_logits(raw, params, prompt, output, frozenset(eos)).tolist()
-        assert shaped == pytest.approx(naive_shape(logits, params, prompt, output, eos))
+        assert shaped == pytest.approx(naive_process_logits(logits, params, prompt, output, eos))
         assert raw.tolist() == logits  # left as it was: logprobs are still to come
         changed += shaped != logits
 
@@ -194,7 +194,7 @@ def test_the_order_of_bias_and_penalties() -> None:
     assert shaped.tolist() == [(1 - 3) * 2, (1 + 3) / 2 - 1.0 - 0.25, 1 + 3, 1 / 2, -1 * 2 - 0.5 - 0.25]
 
 
-def test_nothing_brings_a_token_back_before_min_tokens() -> None:
+def test_bias_does_not_undo_min_tokens() -> None:
     params = SamplingParams(
         min_tokens=2, logit_bias={1: 100.0}, stop_token_ids=[1], repetition_penalty=0.01, ignore_eos=True
     )
@@ -205,7 +205,7 @@ def test_nothing_brings_a_token_back_before_min_tokens() -> None:
         0.0,
         -math.inf,
         5.0,
-    ]  # no token of the target's
+    ]  # 99 is outside the vocabulary
 
 
 @many(600)
@@ -216,12 +216,12 @@ def test_nothing_brings_a_token_back_before_min_tokens() -> None:
     st.integers(0, 9),
     st.floats(0.01, 1.0) | st.just(1.0),
 )
-def test_distribution_is_the_naive_one(
+def test_probs_equal_the_naive_ones(
     logits: list[float], temperature: float, min_p: float, top_k: int, top_p: float
 ) -> None:
     params = SamplingParams(temperature=temperature, min_p=min_p, top_k=top_k, top_p=top_p)
     try:
-        want = naive_distribution(logits, params)
+        want = naive_probs(logits, params)
     except Borderline:
         reject()
     assert compute_probs(torch.tensor([logits]), params)[0].tolist() == pytest.approx(want, abs=1e-9)
@@ -233,32 +233,40 @@ def test_min_p_by_example() -> None:
 
     quarters = [0.4, 0.3, 0.2, 0.1]
     assert probs(quarters, temperature=1.0, min_p=0.6) == [4 / 7, 3 / 7, 0, 0]
-    assert probs([0.5, 0.25, 0.25], temperature=1.0, min_p=0.5) == [0.5, 0.25, 0.25]  # enough is enough
-    assert probs(quarters, temperature=1.0, min_p=0.6, top_p=0.5) == [1, 0, 0, 0]  # 4/7 of what is left
-    assert probs([0.8, 0.2], temperature=2.0, min_p=0.4) == [2 / 3, 1 / 3]  # after the temperature
-    assert probs([0.4, 0.4, 0.2], temperature=1.0, min_p=1.0) == [0.5, 0.5, 0]  # the likeliest always stay
+    assert probs([0.5, 0.25, 0.25], temperature=1.0, min_p=0.5) == [0.5, 0.25, 0.25]  # equal is kept
+    assert probs(quarters, temperature=1.0, min_p=0.6, top_p=0.5) == [1, 0, 0, 0]  # of the rest
+    assert probs([0.8, 0.2], temperature=2.0, min_p=0.4) == [2 / 3, 1 / 3]  # after temperature
+    assert probs([0.4, 0.4, 0.2], temperature=1.0, min_p=1.0) == [0.5, 0.5, 0]  # the likeliest are always kept
     assert probs(quarters, min_p=1.0) == [1, 0, 0, 0]  # greedy
 
 
 @many(200)
 @given(st.lists(LOGIT, min_size=1, max_size=9, unique=True), st.integers(0, 8), st.integers(0, 20))
-def test_logprobs_are_the_naive_ones(logits: list[float], token: int, alternatives: int) -> None:
+def test_logprobs_equal_the_naive_ones(logits: list[float], token: int, num_logprobs: int) -> None:
     token %= len(logits)
-    got = reference.compute_token_logprobs(torch.tensor(logits), token, alternatives)
-    assert got == pytest.approx(naive_logprobs(logits, token, alternatives), abs=1e-9)
+    got = reference.compute_token_logprobs(torch.tensor(logits), token, num_logprobs)
+    assert got == pytest.approx(naive_logprobs(logits, token, num_logprobs), abs=1e-9)
     assert next(iter(got)) == token
     others = [x for t, x in got.items() if t != token]
     assert others == sorted(others, reverse=True)
 
 
-# Generations on tables of logits
+# Generations with a table of logits
 
-PIECES = (b"a", b"b", b"ab", b"\xc3", b"\xa9", "é".encode(), b"")  # é in halves and whole, and one without text
+TOKEN_BYTES = (
+    b"a",
+    b"b",
+    b"ab",
+    b"\xc3",
+    b"\xa9",
+    "é".encode(),
+    b"",
+)  # é in halves and whole, and a token without text
 CONTEXT = 20
 
 
-class Table:
-    """Logits after every sequence of tokens, drawn once, in place of a target."""
+class LogitsTable:
+    """Random logits after every sequence of tokens; replaces the target."""
 
     def __init__(self, vocab: int, seed: int) -> None:
         self.vocab, self.seed = vocab, seed
@@ -279,100 +287,104 @@ class Table:
         ends = range(len(tokens) - last + 1, len(tokens) + 1)
         return torch.tensor([self[tokens[:end]] for end in ends], dtype=torch.float64), torch.empty(len(tokens), 0)
 
-    def say(self, asked: Asked, count: int) -> list[int]:
-        """What it goes on saying, greedily."""
-        said: list[int] = []
+    def generate_greedily(self, case: RequestCase, count: int) -> list[int]:
+        """Greedy tokens without stops."""
+        generated: list[int] = []
         for _ in range(count):
-            row = naive_shape(self[[*asked.prompt, *said]], asked.params, asked.prompt, said, asked.eos)
-            said.append(row.index(max(row)))
-        return said
+            row = naive_process_logits(self[[*case.prompt, *generated]], case.params, case.prompt, generated, case.eos)
+            generated.append(row.index(max(row)))
+        return generated
 
-    def run(self, asked: Asked, propose: Callable[..., DraftProposal] | None = None, k: int = 0) -> Generation:
+    def run(self, case: RequestCase, propose: Callable[..., DraftProposal] | None = None, k: int = 0) -> Generation:
         drafter: Any = None if propose is None else SimpleNamespace(cfg=SimpleNamespace(aux_layer_ids=()))
         with mock.patch.multiple(reference, run_target=self.read, propose_draft_tokens=propose):
-            return asked.run(self.target, drafter=drafter, num_speculative_tokens=k)
+            return case.run(self.target, drafter=drafter, num_speculative_tokens=k)
 
 
-def knowing(asked: Asked, said: list[int], right_for: int, seed: int) -> Callable[..., DraftProposal]:
-    """Proposes what will be said, from the `right_for`-th on whatever comes to its mind."""
+def propose_known_output(
+    case: RequestCase, generated: list[int], right_for: int, seed: int
+) -> Callable[..., DraftProposal]:
+    """Proposes `right_for` tokens of the expected output, then random tokens."""
     choose = random.Random(seed)
 
     def propose(
         drafter: Any, tokens: list[int], aux_hidden_states: Tensor, k: int, params: Any, rng: Any
     ) -> DraftProposal:
-        done = len(tokens) - len(asked.prompt)
+        done = len(tokens) - len(case.prompt)
         drafts = [
-            said[done + i] if i < right_for and done + i < len(said) else choose.randrange(len(asked.pieces))
+            generated[done + i]
+            if i < right_for and done + i < len(generated)
+            else choose.randrange(len(case.token_bytes))
             for i in range(k)
         ]
-        return DraftProposal(drafts, F.one_hot(torch.tensor(drafts), len(asked.pieces)).double())
+        return DraftProposal(drafts, F.one_hot(torch.tensor(drafts), len(case.token_bytes)).double())
 
     return propose
 
 
 @st.composite
-def requests(draw: Callable[..., Any]) -> Asked:
-    def sometimes(value: st.SearchStrategy, otherwise: Any) -> Any:
+def requests(draw: Callable[..., Any]) -> RequestCase:
+    def draw_or_default(value: st.SearchStrategy, otherwise: Any) -> Any:
         return draw(value) if draw(st.booleans()) else otherwise
 
-    ids = st.integers(0, len(PIECES) - 1)
+    ids = st.integers(0, len(TOKEN_BYTES) - 1)
     max_tokens = draw(st.integers(1, 4) | st.integers(5, 12))
     params = SamplingParams(
         max_tokens=max_tokens,
-        min_tokens=sometimes(st.integers(0, max_tokens), 0),
-        stop=sometimes(st.lists(st.text("abé", min_size=1, max_size=3), min_size=1, max_size=2), ()),
-        stop_token_ids=sometimes(st.lists(ids, min_size=1, max_size=1), ()),
+        min_tokens=draw_or_default(st.integers(0, max_tokens), 0),
+        stop=draw_or_default(st.lists(st.text("abé", min_size=1, max_size=3), min_size=1, max_size=2), ()),
+        stop_token_ids=draw_or_default(st.lists(ids, min_size=1, max_size=1), ()),
         ignore_eos=draw(st.booleans()),
-        logit_bias=sometimes(st.dictionaries(ids, st.floats(-3, 3), min_size=1, max_size=2), {}),
-        presence_penalty=sometimes(st.floats(-2, 2), 0.0),
-        frequency_penalty=sometimes(st.floats(-2, 2), 0.0),
-        repetition_penalty=sometimes(st.floats(0.5, 2), 1.0),
+        logit_bias=draw_or_default(st.dictionaries(ids, st.floats(-3, 3), min_size=1, max_size=2), {}),
+        presence_penalty=draw_or_default(st.floats(-2, 2), 0.0),
+        frequency_penalty=draw_or_default(st.floats(-2, 2), 0.0),
+        repetition_penalty=draw_or_default(st.floats(0.5, 2), 1.0),
         logprobs=draw(st.sampled_from([None, None, 0, 2])),
     )
     prompt = tuple(draw(st.lists(ids, min_size=1, max_size=4)))
-    eos = frozenset(sometimes(st.sets(ids, min_size=1, max_size=1), ()))
-    longest = sometimes(st.integers(len(prompt) + 1, CONTEXT), CONTEXT)
-    return Asked(params, prompt, eos, PIECES, longest)
+    eos = frozenset(draw_or_default(st.sets(ids, min_size=1, max_size=1), ()))
+    max_model_len = draw_or_default(st.integers(len(prompt) + 1, CONTEXT), CONTEXT)
+    return RequestCase(params, prompt, eos, TOKEN_BYTES, max_model_len)
 
 
-def check(asked: Asked, table: Table, said: list[int], run: Generation) -> None:
-    assert (run.token_ids, run.finish_reason, run.stop_reason, run.text) == asked.end(said)
-    if asked.params.logprobs is None:
+def check(case: RequestCase, table: LogitsTable, generated: list[int], run: Generation) -> None:
+    assert (run.token_ids, run.finish_reason, run.stop_reason, run.text) == case.end(generated)
+    if case.params.logprobs is None:
         assert run.logprobs == []
         return
     assert len(run.logprobs) == len(run.token_ids)
     for i, (token, got) in enumerate(zip(run.token_ids, run.logprobs, strict=True)):
-        want = naive_logprobs(table[[*asked.prompt, *said[:i]]], token, asked.params.logprobs)
+        want = naive_logprobs(table[[*case.prompt, *generated[:i]]], token, case.params.logprobs)
         assert got == pytest.approx(want, abs=1e-9)
 
 
-def test_greedy_is_the_naive_one_with_any_drafts_and_with_none() -> None:
+def test_greedy_output_equals_the_naive_one_with_and_without_drafts() -> None:
     seen: Counter[str] = Counter()
 
     @many(600)
     @given(requests(), st.integers(0, 3), st.integers(1, 5), st.integers(0, 5), st.integers(0, 2**32))
-    def property_(asked: Asked, table_seed: int, k: int, right_for: int, seed: int) -> None:
-        table = Table(len(PIECES), table_seed)
-        said = table.say(asked, CONTEXT)
-        check(asked, table, said, table.run(asked))
-        run = table.run(asked, knowing(asked, said, right_for, seed), k)
-        check(asked, table, said, run)
+    def property_(case: RequestCase, table_seed: int, k: int, right_for: int, seed: int) -> None:
+        table = LogitsTable(len(TOKEN_BYTES), table_seed)
+        generated = table.generate_greedily(case, CONTEXT)
+        check(case, table, generated, table.run(case))
+        run = table.run(case, propose_known_output(case, generated, right_for, seed), k)
+        check(case, table, generated, run)
         cut = any(len(r.output_token_ids) <= r.num_accepted_tokens for r in run.steps)
         kind = "none" if run.stop_reason is None else type(run.stop_reason).__name__
         seen[f"{run.finish_reason} {kind}"] += 1
         seen[f"{run.finish_reason} {kind} inside a run"] += cut
-        sooner = replace(asked, params=replace(asked.params, min_tokens=0))
-        seen["min_tokens in the way"] += asked.end(said) != sooner.end(table.say(sooner, CONTEXT))
+        sooner = replace(case, params=replace(case.params, min_tokens=0))
+        seen["min_tokens in the way"] += case.end(generated) != sooner.end(table.generate_greedily(sooner, CONTEXT))
 
     property_()
-    # what hypothesis draws varies with this function's source, so far below what any draw gave
+    # Far below what was seen: hypothesis draws differ with the source of this function.
     least = {"stop none": 5, "stop int": 10, "stop str": 20, "length none": 60, "min_tokens in the way": 10}
     least |= {"stop str inside a run": 4, "stop int inside a run": 3, "length none inside a run": 5}
     assert all(seen[name] >= count for name, count in least.items()), seen
 
 
-class Scripted(Table):
-    """Says these tokens, whatever came before."""
+class ScriptedTable(LogitsTable):
+    """Generates these tokens after any prefix."""
 
     def __init__(self, vocab: int, prompt: int, script: Sequence[int]) -> None:
         super().__init__(vocab, 0)
@@ -383,12 +395,12 @@ class Scripted(Table):
         return [float(done < len(self.script) and t == self.script[done]) for t in range(self.vocab)]
 
 
-def scripted(script: Sequence[int], pieces: Sequence[bytes], k: int = 0, **options: Any) -> Generation:
-    """With `k` drafts, all of them right; a script that has run out says token 0."""
+def run_script(script: Sequence[int], token_bytes: Sequence[bytes], k: int = 0, **options: Any) -> Generation:
+    """With `k` draft tokens, all of them right. After the end of the script follows token 0."""
     eos = frozenset(options.pop("eos", ()))
-    asked = Asked(SamplingParams(**options), (0,), eos, tuple(pieces), 1000)
-    table = Scripted(len(pieces), 1, script)
-    return table.run(asked, knowing(asked, [*script, *[0] * 50], k, 0) if k else None, k)
+    case = RequestCase(SamplingParams(**options), (0,), eos, tuple(token_bytes), 1000)
+    table = ScriptedTable(len(token_bytes), 1, script)
+    return table.run(case, propose_known_output(case, [*script, *[0] * 50], k, 0) if k else None, k)
 
 
 LETTERS = [bytes([c]) for c in b"abcdefgh"]
@@ -400,78 +412,80 @@ ALPHABET = list(range(8))
     ("stop", "count", "found", "text"),
     [
         ("d", 4, "d", "abc"),
-        (["cde"], 5, "cde", "ab"),  # over several tokens
+        (["cde"], 5, "cde", "ab"),  # spans several tokens
         (["x", "abc"], 3, "abc", ""),
-        (["cdef", "de"], 5, "de", "abc"),  # the one that ends first
-        (["d", "cd"], 4, "d", "abc"),  # of those that end together the first in the list
+        (["cdef", "de"], 5, "de", "abc"),  # the first to end wins
+        (["d", "cd"], 4, "d", "abc"),  # then the first listed
         (["cd", "d"], 4, "cd", "ab"),
     ],
 )
 def test_stop_strings(stop: str | list[str], count: int, found: str, text: str, k: int) -> None:
-    run = scripted(ALPHABET, LETTERS, k, stop=stop, max_tokens=8)
+    run = run_script(ALPHABET, LETTERS, k, stop=stop, max_tokens=8)
     assert (run.token_ids, run.finish_reason, run.stop_reason, run.text) == (ALPHABET[:count], "stop", found, text)
     assert sum(len(r.output_token_ids) for r in run.steps) == count - 1 == len(run.is_draft_token) - 1
 
 
 @pytest.mark.parametrize("k", [0, 3])
-def test_stop_strings_and_the_other_ends(k: int) -> None:
-    last = scripted(ALPHABET, LETTERS, k, stop="de", max_tokens=5)  # on the last token allowed
+def test_stop_strings_and_other_finish_reasons(k: int) -> None:
+    last = run_script(ALPHABET, LETTERS, k, stop="de", max_tokens=5)  # on the last allowed token
     assert (last.finish_reason, last.stop_reason, last.text) == ("stop", "de", "abc")
-    token = scripted(ALPHABET, LETTERS, k, stop="de", stop_token_ids=[4])  # the stop token has no text
+    token = run_script(ALPHABET, LETTERS, k, stop="de", stop_token_ids=[4])  # the stop token has no text
     assert (token.finish_reason, token.stop_reason, token.text) == ("stop", 4, "abcd")
     assert token.token_ids == ALPHABET[:5]
-    eos = scripted(ALPHABET, LETTERS, k, stop="de", stop_token_ids=[4], eos=[4])
+    eos = run_script(ALPHABET, LETTERS, k, stop="de", stop_token_ids=[4], eos=[4])
     assert (eos.finish_reason, eos.stop_reason, eos.text) == ("stop", None, "abcd")
-    long = scripted(ALPHABET, LETTERS, k, stop="hh", max_tokens=6)
+    long = run_script(ALPHABET, LETTERS, k, stop="hh", max_tokens=6)
     assert (long.finish_reason, long.stop_reason, long.text) == ("length", None, "abcdef")
 
 
 @pytest.mark.parametrize("k", [0, 1, 7])
-def test_a_stop_string_counts_once_there_are_min_tokens(k: int) -> None:
+def test_stop_strings_count_after_min_tokens(k: int) -> None:
     script = [0, 1, 2, 0, 1, 2, 0, 1, 2]
     for min_tokens, count, text in [(0, 2, ""), (1, 2, ""), (2, 5, "abc"), (4, 5, "abc"), (5, 8, "abcabc")]:
-        run = scripted(script, LETTERS, k, stop="ab", min_tokens=min_tokens, max_tokens=9)
+        run = run_script(script, LETTERS, k, stop="ab", min_tokens=min_tokens, max_tokens=9)
         assert (run.token_ids, run.stop_reason, run.text) == (script[:count], "ab", text), min_tokens
-    none = scripted(script, LETTERS, k, stop="ab", min_tokens=8, max_tokens=9)
+    none = run_script(script, LETTERS, k, stop="ab", min_tokens=8, max_tokens=9)
     assert (none.finish_reason, none.stop_reason, none.text) == ("length", None, "abcabcabc")
 
 
 @pytest.mark.parametrize("k", [0, 4])
-def test_one_token_that_completes_several_stop_strings(k: int) -> None:
-    pieces = [b"x", b"one. Two", b"! And"]
-    run = scripted([0, 1, 2], pieces, k, stop=["Two", ". T", "!"])
+def test_token_that_completes_several_stop_strings(k: int) -> None:
+    token_bytes = [b"x", b"one. Two", b"! And"]
+    run = run_script([0, 1, 2], token_bytes, k, stop=["Two", ". T", "!"])
     assert (run.token_ids, run.stop_reason, run.text) == ([0, 1], ". T", "xone")
-    late = scripted([0, 1, 2], pieces, k, stop=["Two", ". T", "!"], min_tokens=2)
+    late = run_script([0, 1, 2], token_bytes, k, stop=["Two", ". T", "!"], min_tokens=2)
     assert (late.token_ids, late.stop_reason, late.text) == ([0, 1, 2], "!", "xone. Two")
 
 
 @pytest.mark.parametrize("k", [0, 4])
-def test_a_stop_string_of_characters_in_pieces(k: int) -> None:
-    pieces = [b"a", b"\xf0\x9f", b"\x98", b"\x80", b"b"]
-    run = scripted([0, 1, 2, 3, 4], pieces, k, stop="\U0001f600")
+def test_stop_string_with_characters_of_several_tokens(k: int) -> None:
+    token_bytes = [b"a", b"\xf0\x9f", b"\x98", b"\x80", b"b"]
+    run = run_script([0, 1, 2, 3, 4], token_bytes, k, stop="\U0001f600")
     assert (run.token_ids, run.text) == ([0, 1, 2, 3], "a")
-    run = scripted([0, 1, 2, 3, 4], pieces, k, stop="\ufffd", max_tokens=5)  # not what half a character is
+    run = run_script(
+        [0, 1, 2, 3, 4], token_bytes, k, stop="\ufffd", max_tokens=5
+    )  # an incomplete character does not match
     assert (run.finish_reason, run.text) == ("length", "a\U0001f600b")
-    run = scripted([0, 1, 2, 3, 4], pieces, k, stop="\U0001f600", min_tokens=3)  # the fourth completes it
+    run = run_script([0, 1, 2, 3, 4], token_bytes, k, stop="\U0001f600", min_tokens=3)  # the fourth completes it
     assert (run.token_ids, run.text) == ([0, 1, 2, 3], "a")
-    run = scripted([0, 1, 2, 3, 4], pieces, k, stop="\U0001f600", min_tokens=4, max_tokens=5)
+    run = run_script([0, 1, 2, 3, 4], token_bytes, k, stop="\U0001f600", min_tokens=4, max_tokens=5)
     assert run.finish_reason == "length"
 
 
 @pytest.mark.parametrize("k", [0, 3])
-def test_min_tokens_keeps_stop_tokens_from_being_said(k: int) -> None:
+def test_min_tokens_bans_stop_tokens(k: int) -> None:
     script = [1, 5, 2, 5, 3, 5]
     for ignore_eos in (False, True):
-        run = scripted(script, LETTERS, k, eos=[5], min_tokens=3, max_tokens=6, ignore_eos=ignore_eos)
-        # token 0 is the first of all that is left
+        run = run_script(script, LETTERS, k, eos=[5], min_tokens=3, max_tokens=6, ignore_eos=ignore_eos)
+        # token 0 is the first that is not banned
         assert run.token_ids == ([1, 0, 2, 5, 3, 5] if ignore_eos else [1, 0, 2, 5])
         assert run.finish_reason == ("length" if ignore_eos else "stop")
-    run = scripted(script, LETTERS, k, stop_token_ids=[5], min_tokens=4, max_tokens=6)
+    run = run_script(script, LETTERS, k, stop_token_ids=[5], min_tokens=4, max_tokens=6)
     assert (run.token_ids, run.stop_reason) == ([1, 0, 2, 0, 3, 5], 5)
 
 
 def test_without_decode_there_is_no_text() -> None:
-    table = Scripted(8, 1, ALPHABET)
+    table = ScriptedTable(8, 1, ALPHABET)
     with mock.patch.object(reference, "run_target", table.read):
         run = reference.generate(table.target, [0], SamplingParams(max_tokens=4))
         assert (run.token_ids, run.text, run.logprobs) == ([0, 1, 2, 3], None, [])
@@ -479,11 +493,11 @@ def test_without_decode_there_is_no_text() -> None:
             reference.generate(table.target, [0], SamplingParams(stop="a"))
 
 
-def test_penalties_see_the_drafts_before_each_row() -> None:
-    """All logits equal, so the first token not yet said is always the best."""
-    asked = Asked(SamplingParams(presence_penalty=1.0, max_tokens=6), (5,), frozenset(), tuple(LETTERS), 100)
-    flat = Scripted(len(LETTERS), 1, [])
-    run = flat.run(asked, knowing(asked, ALPHABET, 4, 0), 4)
+def test_penalties_see_the_draft_tokens_before_each_row() -> None:
+    """All logits are equal, so the best token is the first that is not in the output."""
+    case = RequestCase(SamplingParams(presence_penalty=1.0, max_tokens=6), (5,), frozenset(), tuple(LETTERS), 100)
+    flat = ScriptedTable(len(LETTERS), 1, [])
+    run = flat.run(case, propose_known_output(case, ALPHABET, 4, 0), 4)
     assert run.token_ids == ALPHABET[:6]
     assert [r.num_accepted_tokens for r in run.steps] == [4]
 
@@ -514,8 +528,8 @@ SAMPLED: dict[str, dict[str, Any]] = {
 VOCAB, LENGTH = 5, 3
 
 
-def drafting(seed: int, drawn: bool) -> Callable[..., DraftProposal]:
-    other = Table(VOCAB, seed)
+def make_random_propose(seed: int, sample: bool) -> Callable[..., DraftProposal]:
+    other = LogitsTable(VOCAB, seed)
 
     def propose(
         drafter: Any, tokens: list[int], aux_hidden_states: Tensor, k: int, params: Any, rng: torch.Generator
@@ -524,59 +538,64 @@ def drafting(seed: int, drawn: bool) -> Callable[..., DraftProposal]:
         probs = []
         for _ in range(k):
             row = torch.tensor(other[tokens + drafts], dtype=torch.float64).softmax(-1)
-            probs.append(row if drawn else F.one_hot(row.argmax(), VOCAB).double())
+            probs.append(row if sample else F.one_hot(row.argmax(), VOCAB).double())
             drafts.append(reference.sample_token(probs[-1], rng))
         return DraftProposal(drafts, torch.stack(probs))
 
     return propose
 
 
-def joint(table: Table, asked: Asked) -> dict[tuple[int, ...], float]:
-    """The chance of every answer."""
+def exact_joint(table: LogitsTable, case: RequestCase) -> dict[tuple[int, ...], float]:
+    """Probability of every output."""
     open_, ended = {(): 1.0}, {}
     for length in range(1, LENGTH + 1):
         longer = {}
-        for said, chance in open_.items():
-            row = naive_shape(table[[*asked.prompt, *said]], asked.params, asked.prompt, said, asked.eos)
-            for token, p in enumerate(naive_distribution(row, asked.params)):
-                stopped = token in asked.params.stop_token_ids or length == LENGTH
-                (ended if stopped else longer)[(*said, token)] = chance * p
+        for generated, chance in open_.items():
+            row = naive_process_logits(table[[*case.prompt, *generated]], case.params, case.prompt, generated, case.eos)
+            for token, p in enumerate(naive_probs(row, case.params)):
+                stopped = token in case.params.stop_token_ids or length == LENGTH
+                (ended if stopped else longer)[(*generated, token)] = chance * p
         open_ = longer
     assert sum(ended.values()) == pytest.approx(1.0)
-    return {said: chance for said, chance in ended.items() if chance > 0}
+    return {generated: chance for generated, chance in ended.items() if chance > 0}
 
 
-def fit(kind: str, propose: Callable[..., DraftProposal] | None, runs: int) -> float:
-    """Chi-square p-value of many answers; 0 where the impossible was seen."""
-    table = Table(VOCAB, 5)
+def chisquare_pvalue(kind: str, propose: Callable[..., DraftProposal] | None, runs: int) -> float:
+    """Chi-square p-value of many outputs; 0 if an impossible output was seen."""
+    table = LogitsTable(VOCAB, 5)
     params = SamplingParams(max_tokens=LENGTH, **SAMPLED[kind])
-    asked = Asked(params, (2, 0), frozenset(), tuple(LETTERS[:VOCAB]), 100)
-    expected = joint(table, asked)
+    case = RequestCase(params, (2, 0), frozenset(), tuple(LETTERS[:VOCAB]), 100)
+    expected = exact_joint(table, case)
     assert len(expected) >= 8
     counts: Counter[tuple[int, ...]] = Counter()
     for seed in range(runs):
-        run = table.run(replace(asked, params=replace(params, seed=seed)), propose, 2 if propose else 0)
+        run = table.run(replace(case, params=replace(params, seed=seed)), propose, 2 if propose else 0)
         counts[tuple(run.token_ids)] += 1
     if counts.keys() - expected.keys():
         return 0.0
-    often = [said for said, chance in expected.items() if chance * runs >= 5]
-    seen, want = [counts[said] for said in often], [expected[said] * runs for said in often]
+    often = [generated for generated, chance in expected.items() if chance * runs >= 5]
+    seen, want = [counts[generated] for generated in often], [expected[generated] * runs for generated in often]
     seen, want = [*seen, runs - sum(seen)], [*want, runs - sum(want)]
     kept = [(s, w) for s, w in zip(seen, want, strict=True) if w > 1e-6]
     return float(chisquare([s for s, _ in kept], [w for _, w in kept]).pvalue)
 
 
 @pytest.mark.parametrize("kind", SAMPLED)
-@pytest.mark.parametrize("drafts", ["none", "best", "drawn"])
-def test_sampled_answers_have_the_right_distribution(kind: str, drafts: str) -> None:
-    assert fit(kind, None if drafts == "none" else drafting(6, drafts == "drawn"), 1200) > TOLERATED
+@pytest.mark.parametrize("drafts", ["none", "greedy", "sampled"])
+def test_sampled_outputs_have_the_right_distribution(kind: str, drafts: str) -> None:
+    assert (
+        chisquare_pvalue(kind, None if drafts == "none" else make_random_propose(6, drafts == "sampled"), 1200)
+        > MIN_PVALUE
+    )
 
 
-def blind_to_drafts(logits: Tensor, request: ReferenceRequest, output: list[int], drafts: list[int]) -> Tensor:
+def ignore_draft_tokens(logits: Tensor, request: ReferenceRequest, output: list[int], drafts: list[int]) -> Tensor:
     return torch.cat([compute_target_probs(row[None], request, output, []) for row in logits])
 
 
-def blind_to_the_newest(logits: Tensor, request: ReferenceRequest, output: list[int], drafts: list[int]) -> Tensor:
+def ignore_newest_draft_token(
+    logits: Tensor, request: ReferenceRequest, output: list[int], drafts: list[int]
+) -> Tensor:
     before = [(output + drafts[:i])[:-1] for i in range(len(logits))]
     return torch.cat([compute_target_probs(row[None], request, b, []) for row, b in zip(logits, before, strict=True)])
 
@@ -587,14 +606,14 @@ def without_min_p(logits: Tensor, request: ReferenceRequest, output: list[int], 
 
 @pytest.mark.parametrize(
     ("wrong", "kind"),
-    [(blind_to_drafts, "penalties"), (blind_to_the_newest, "penalties"), (without_min_p, "min_p")],
+    [(ignore_draft_tokens, "penalties"), (ignore_newest_draft_token, "penalties"), (without_min_p, "min_p")],
 )
-def test_a_wrong_distribution_is_noticed(wrong: Callable[..., Tensor], kind: str) -> None:
+def test_wrong_distributions_are_detected(wrong: Callable[..., Tensor], kind: str) -> None:
     with mock.patch.object(reference, "compute_target_probs", wrong):
-        assert fit(kind, drafting(6, False), 1200) < CAUGHT
+        assert chisquare_pvalue(kind, make_random_propose(6, False), 1200) < MAX_WRONG_PVALUE
 
 
-# The trained pairs
+# Trained models
 
 
 @cache
@@ -622,34 +641,36 @@ TRAINED: list[dict[str, Any]] = [
 
 
 @cache
-def trained_truth(which: int, start: int) -> tuple[Asked, list[int]] | None:
-    """What the target goes on saying, by the naive loop; None where it is close to undecided."""
+def expected_trained_output(which: int, start: int) -> tuple[RequestCase, list[int]] | None:
+    """Greedy tokens of the naive loop without stops; None if there is a near-tie."""
     params = SamplingParams(max_tokens=16, **TRAINED[which])
-    asked = Asked(params, tuple(pairs.prompts(4)[start]), frozenset(b"t"), ASCII, 256)
-    target, said = trained("p-eagle-1")[0], []
+    case = RequestCase(params, tuple(pairs.prompts(4)[start]), frozenset(b"t"), ASCII, 256)
+    target, generated = trained("p-eagle-1")[0], []
     for _ in range(16):
-        row = naive_shape(next_logits(target, [*asked.prompt, *said]), params, asked.prompt, said, asked.eos)
+        row = naive_process_logits(
+            next_logits(target, [*case.prompt, *generated]), params, case.prompt, generated, case.eos
+        )
         best, second = sorted(row, reverse=True)[:2]
-        if best - second < CLEAR:
+        if best - second < MIN_LEAD:
             return None
-        said.append(row.index(best))
-    return asked, said
+        generated.append(row.index(best))
+    return case, generated
 
 
 @pytest.mark.parametrize("name", ["none", "p-eagle-1", "p-eagle-4-reduced", "eagle3-1", "eagle3-4-reduced"])
-def test_trained_drafters_change_nothing(name: str) -> None:
+def test_trained_drafters_do_not_change_the_output(name: str) -> None:
     cases = accepted = 0
     for which, start in itertools.product(range(len(TRAINED)), range(3)):
-        truth = trained_truth(which, start)
+        truth = expected_trained_output(which, start)
         if truth is None:
             continue
-        asked, said = truth
+        case, generated = truth
         target, drafter = trained("p-eagle-1" if name == "none" else name)
-        run = asked.run(target, **({} if name == "none" else {"drafter": drafter, "draft_tokens": 4}))
-        assert (run.token_ids, run.finish_reason, run.stop_reason, run.text) == asked.end(said), (which, start)
-        assert len(run.logprobs) == (0 if asked.params.logprobs is None else len(run.token_ids))
+        run = case.run(target, **({} if name == "none" else {"drafter": drafter, "num_speculative_tokens": 4}))
+        assert (run.token_ids, run.finish_reason, run.stop_reason, run.text) == case.end(generated), (which, start)
+        assert len(run.logprobs) == (0 if case.params.logprobs is None else len(run.token_ids))
         for i, (token, got) in enumerate(zip(run.token_ids, run.logprobs, strict=False)):
-            want = naive_logprobs(next_logits(target, [*asked.prompt, *said[:i]]), token, 3)
+            want = naive_logprobs(next_logits(target, [*case.prompt, *generated[:i]]), token, 3)
             assert got == pytest.approx(want, abs=1e-3)
         cases += 1
         accepted += sum(r.num_accepted_tokens for r in run.steps)
@@ -657,7 +678,7 @@ def test_trained_drafters_change_nothing(name: str) -> None:
     assert name == "none" or accepted > 10
 
 
-# What is refused, and what is kept
+# Validation
 
 
 @pytest.mark.parametrize(
@@ -697,7 +718,7 @@ def test_trained_drafters_change_nothing(name: str) -> None:
         ({"n": 0}, "--n 0: must be at least 1"),
     ],
 )
-def test_values_that_cannot_be(options: dict[str, Any], words: str) -> None:
+def test_invalid_values_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError) as error:
         SamplingParams(**options)
     assert str(error.value).startswith(words)
@@ -722,14 +743,14 @@ def test_values_at_their_limits() -> None:
         ({"stop_token_ids": list(range(6)), "min_tokens": 1}, "--min-tokens 1: every token is a stop token"),
     ],
 )
-def test_tokens_that_the_target_does_not_have(options: dict[str, Any], words: str) -> None:
-    asked = Asked(SamplingParams(**options), (0,), frozenset({6}), PIECES, 100)
+def test_token_ids_outside_the_vocabulary_are_refused(options: dict[str, Any], words: str) -> None:
+    case = RequestCase(SamplingParams(**options), (0,), frozenset({6}), TOKEN_BYTES, 100)
     with pytest.raises(UserError) as error:
-        Table(len(PIECES), 0).run(asked)
+        LogitsTable(len(TOKEN_BYTES), 0).run(case)
     assert str(error.value).startswith(words)
 
 
-def test_what_is_given_is_kept_in_one_form() -> None:
+def test_values_are_normalised() -> None:
     bias = {"5": 1, 7: -0.5}
     params = SamplingParams(stop="ab", stop_token_ids=[3, 4], logit_bias=bias)  # type: ignore[arg-type]
     bias["9"] = 1.0
@@ -742,7 +763,7 @@ def test_what_is_given_is_kept_in_one_form() -> None:
     assert SamplingParams(**asdict(params)) == params
 
 
-def test_the_order_of_the_first_fields_stays() -> None:
+def test_order_of_the_first_fields() -> None:
     params = SamplingParams(7, 0.5, 3, 0.9, 11, True, (4,))
     named = SamplingParams(
         max_tokens=7, temperature=0.5, top_k=3, top_p=0.9, seed=11, ignore_eos=True, stop_token_ids=(4,)
