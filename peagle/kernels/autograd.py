@@ -1,10 +1,10 @@
-"""Norm, SwiGLU gate and rotation with their way back, a launch each: what training has around its products.
+"""RMS norm, SwiGLU and rotary embedding with hand-written backward kernels, for training.
 
-Forward they are the kernels of `linear` and `rotary`; here are the gradients. What is kept for them is what entered,
-in its own dtype, where plain torch keeps several fp32 copies. The plain versions (`*_torch` there, with autograd) are
-what these are held against, and what the CPU, fp32 and fp64 take.
+The forward pass uses the inference kernels. The backward pass keeps only the inputs, in their own dtype, where plain
+torch keeps several fp32 copies. Used for 16-bit tensors on a GPU; everything else uses the `*_torch` versions with
+autograd, which are the reference of these.
 
-Knows nothing about models. Shapes: T rows, D width, I half of a gated product's width, X all heads' width.
+Shapes: T rows, D width, I half of a gated projection's width, X width of all heads.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
@@ -22,46 +22,37 @@ from torch.autograd.function import once_differentiable
 from peagle.kernels.attention.rotary_triton import split_qkv_rope_triton
 from peagle.kernels.norm.rms_norm_triton import rms_norm_triton, silu_mul_triton
 
-_PROGRAMS = 1024  # of the norm's way back; each sums the weight's gradient over its rows
+_MAX_NORM_PROGRAMS = 1024  # of the norm's backward pass; each sums the weight's gradient over its rows
 
 
 @triton.jit
-def _rms_norm_back_kernel(
-    x_ptr,
-    weight_ptr,
-    dy_ptr,
-    dx_ptr,
-    dweight_ptr,
-    T,
-    D,
-    x_stride,
-    dy_stride,
-    eps,
-    PER: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """dx = (g - n mean(g n)) / rms with n = x / rms and g = weight dy; a program's rows summed into its own dweight."""
+def _rms_norm_backward_kernel(
+    x_ptr, weight_ptr, dy_ptr, dx_ptr, dweight_ptr,
+    T, D, x_stride, dy_stride, eps,
+    PROGRAM_ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """dx = (g - n mean(g n)) / rms with n = x / rms and g = weight dy. Sums the program's rows into its own dweight."""
     program = tl.program_id(0)
     d = tl.arange(0, BLOCK)
     inside = d < D
     weight = tl.load(weight_ptr + d, mask=inside, other=0.0).to(tl.float32)
     dweight = tl.zeros([BLOCK], dtype=tl.float32)
-    for i in range(PER):
-        row = (program * PER + i).to(tl.int64)
-        there = inside & (row < T)
-        x = tl.load(x_ptr + row * x_stride + d, mask=there, other=0.0).to(tl.float32)
-        dy = tl.load(dy_ptr + row * dy_stride + d, mask=there, other=0.0).to(tl.float32)
+    for i in range(PROGRAM_ROWS):
+        row = (program * PROGRAM_ROWS + i).to(tl.int64)
+        valid = inside & (row < T)
+        x = tl.load(x_ptr + row * x_stride + d, mask=valid, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + row * dy_stride + d, mask=valid, other=0.0).to(tl.float32)
         inverse = tl.rsqrt(tl.sum(x * x, 0) / D + eps)
         n = x * inverse
         dweight += dy * n
         g = dy * weight
         dx = (g - n * (tl.sum(g * n, 0) / D)) * inverse
-        tl.store(dx_ptr + row * D + d, dx.to(dx_ptr.dtype.element_ty), mask=there)
+        tl.store(dx_ptr + row * D + d, dx.to(dx_ptr.dtype.element_ty), mask=valid)
     tl.store(dweight_ptr + program * D + d, dweight, mask=inside)
 
 
 @triton.jit
-def _silu_mul_back_kernel(y_ptr, dout_ptr, dy_ptr, HALF, y_stride, dout_stride, BLOCK: tl.constexpr):
+def _silu_mul_backward_kernel(y_ptr, dout_ptr, dy_ptr, HALF, y_stride, dout_stride, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < HALF
@@ -77,6 +68,8 @@ def _silu_mul_back_kernel(y_ptr, dout_ptr, dy_ptr, HALF, y_stride, dout_stride, 
 
 
 class RMSNormFunction(torch.autograd.Function):
+    """RMS norm; saves its input and weight."""
+
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         ctx.save_for_backward(x_TD, weight_D)
@@ -90,23 +83,15 @@ class RMSNormFunction(torch.autograd.Function):
         T, D = x_TD.shape
         dx_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
         dy_TD = dy_TD if dy_TD.stride(1) == 1 else dy_TD.contiguous()
-        per = triton.next_power_of_2(max(1, triton.cdiv(T, _PROGRAMS)))
-        programs = triton.cdiv(T, per)
+        program_rows = triton.next_power_of_2(max(1, triton.cdiv(T, _MAX_NORM_PROGRAMS)))
+        programs = triton.cdiv(T, program_rows)
         dweight_PD = torch.empty(programs, D, dtype=torch.float32, device=x_TD.device)
         block = triton.next_power_of_2(D)
         if T:
-            _rms_norm_back_kernel[(programs,)](
-                x_TD,
-                weight_D,
-                dy_TD,
-                dx_TD,
-                dweight_PD,
-                T,
-                D,
-                x_TD.stride(0),
-                dy_TD.stride(0),
-                ctx.eps,
-                PER=per,
+            _rms_norm_backward_kernel[(programs,)](
+                *(x_TD, weight_D, dy_TD, dx_TD, dweight_PD),
+                *(T, D, x_TD.stride(0), dy_TD.stride(0), ctx.eps),
+                PROGRAM_ROWS=program_rows,
                 BLOCK=block,
                 num_warps=max(1, min(16, block // 256)),
             )
@@ -115,6 +100,8 @@ class RMSNormFunction(torch.autograd.Function):
 
 
 class SiluMulFunction(torch.autograd.Function):
+    """SwiGLU activation of a fused gate and up projection; saves its input."""
+
     @staticmethod
     def forward(ctx: Any, y_T2I: Tensor) -> Tensor:
         ctx.save_for_backward(y_T2I)
@@ -129,14 +116,14 @@ class SiluMulFunction(torch.autograd.Function):
         dy_T2I = torch.empty(T, 2 * half, dtype=y_T2I.dtype, device=y_T2I.device)
         block = 1024
         if T:
-            _silu_mul_back_kernel[(T, triton.cdiv(half, block))](
+            _silu_mul_backward_kernel[(T, triton.cdiv(half, block))](
                 y_T2I, dout_TI, dy_T2I, half, y_T2I.stride(0), dout_TI.stride(0), BLOCK=block, num_warps=4
             )
         return dy_T2I
 
 
 class RopeFunction(torch.autograd.Function):
-    """Turns the queries and keys of the merged product in place. The way back is the same turn the other way round."""
+    """Rotates queries and keys of the fused QKV projection in place. The backward pass rotates the other way."""
 
     @staticmethod
     def forward(ctx: Any, qkv_TX: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> Tensor:
@@ -150,22 +137,24 @@ class RopeFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dqkv_TX: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        dqkv_TX = dqkv_TX.clone(memory_format=torch.contiguous_format)  # a gradient may be another's too
+        dqkv_TX = dqkv_TX.clone(memory_format=torch.contiguous_format)  # autograd may share a gradient tensor
         split_qkv_rope_triton(dqkv_TX, cos, -sin, ctx.heads, ctx.kv_heads)
         return dqkv_TX, None, None, None, None
 
 
 def rms_norm_autograd(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """As `rms_norm`, differentiable."""
     return RMSNormFunction.apply(x_TD, weight_D, eps)
 
 
 def silu_mul_autograd(y_T2I: Tensor) -> Tensor:
+    """As `silu_mul`, differentiable."""
     return SiluMulFunction.apply(y_T2I)
 
 
 def split_qkv_rope_autograd(
     qkv_TX: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v as views of the product, which must not be read again."""
+    """As `split_qkv_rope` without norms; returns views of `qkv_TX`, which must not be used again."""
     qkv = RopeFunction.apply(qkv_TX, cos, sin, heads, kv_heads).unflatten(1, (heads + 2 * kv_heads, -1))
     return qkv.split([heads, kv_heads, kv_heads], 1)

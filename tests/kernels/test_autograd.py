@@ -95,7 +95,7 @@ def test_norm_of_many_rows(device: str, dtype: torch.dtype, tolerance: float, mo
     """More rows than programs, so that each has several, the last fewer."""
     from peagle.kernels import autograd as trained
 
-    monkeypatch.setattr(trained, "_PROGRAMS", 4)
+    monkeypatch.setattr(trained, "_MAX_NORM_PROGRAMS", 4)
     given = [torch.randn(27, 40, device=device, dtype=dtype), torch.randn(40, device=device, dtype=dtype)]
     compare(
         lambda x, w: (trained.rms_norm_autograd(x, w, EPS),),

@@ -438,7 +438,7 @@ def test_programs_have_all_tiles_between_them_a_share_at_a_time() -> None:
     """The example in the kernels' docstring, then others, by the functions that the kernel is made of."""
     from peagle.kernels.attention import paged_triton as kernels
 
-    tiles_of, tile_after, owner = (f.fn for f in (kernels._tiles_of, kernels._tile_after, kernels._owner))
+    tiles_of, tile_after, owner = (f.fn for f in (kernels._count_segments, kernels._next_segment, kernels._owner))
 
     def order(program: int, low: int, tiles: int, splits: int, programs: int) -> list[int]:
         how = (low, tiles, splits, programs, programs == splits)
@@ -531,21 +531,25 @@ def test_no_two_kinds_of_operand_have_one_address(heads: int, kv_heads: int, wid
     ints = torch.zeros(1, dtype=torch.int32)
     pages = PagedAttentionMetadata(torch.zeros(1, 24, dtype=torch.int32), ints, ints, rows)
     launch = choose_paged_launch(pages, heads, kv_heads, width, BLOCK, torch.bfloat16, torch.device("cpu"))
-    fixed = {"G": kv_heads, "GROUP": heads // kv_heads, "D": width, "BLOCK": BLOCK, "NEW": _NEW_ROWS}
+    fixed = {"G": kv_heads, "GROUP": heads // kv_heads, "D": width, "BLOCK": BLOCK, "NEW_ROWS": _NEW_ROWS}
     fixed |= {
         "TILE": launch.tile,
-        "SPAN": launch.segment_tiles,
+        "SEGMENT_TILES": launch.segment_tiles,
         "QUERIES": launch.queries,
-        "AHEAD": launch.prefetch,
-        "ONCE": once,
+        "PREFETCH": launch.prefetch,
+        "ONE_SEGMENT": once,
     }
-    fixed |= {"WHOLE": True, "PRECISION": "tf32", "WINDOWED": 0}
-    fixed |= dict.fromkeys(("ROTATE", "NORM", "SINKS", "PDL"), False)
+    fixed |= {"ONE_SPLIT": True, "PRECISION": "tf32", "WINDOW_KIND": 0}
+    fixed |= dict.fromkeys(("ROPE", "QK_NORM", "SINKS", "PDL"), False)
     names = _paged_kernel.arg_names
-    types = dict.fromkeys(names[: names.index("parts")], "*bf16") | dict.fromkeys(("parts", "sums"), "*fp32")
-    types |= dict.fromkeys(("tables", "starts", "lives"), "*i32") | dict.fromkeys(("scale", "eps"), "fp32")
+    types = dict.fromkeys(names[: names.index("partial_out")], "*bf16") | dict.fromkeys(
+        ("partial_out", "partial_stats"), "*fp32"
+    )
+    types |= dict.fromkeys(("block_tables", "num_computed_tokens", "query_lens"), "*i32") | dict.fromkeys(
+        ("scale", "eps"), "fp32"
+    )
     signature = {name: "constexpr" if name in fixed else types.get(name, "i32") for name in names}
-    plain = ("rows", "splits", "window", "table_row", "table_width", "scale", "eps", *fixed)
+    plain = ("rows", "splits", "window", "table_stride", "table_width", "scale", "eps", *fixed)
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name not in plain}
     source = ASTSource(_paged_kernel, signature, fixed, aligned)
     options = {"num_warps": launch.warps, "num_stages": launch.stages}

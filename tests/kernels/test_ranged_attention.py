@@ -259,7 +259,7 @@ def triton_ranged(case: Case, dtype: torch.dtype, device: str, near: float, tile
 
 
 def triton_merge(case: Case, dtype: torch.dtype, device: str, near: float) -> None:
-    from peagle.kernels.attention.ranged_triton import merge_backward_triton, merge_forward_triton
+    from peagle.kernels.attention.merge_triton import merge_backward_triton, merge_forward_triton
 
     def join(*args):
         return MergeAttnStatesFunction.apply(*args, merge_forward_triton, merge_backward_triton)

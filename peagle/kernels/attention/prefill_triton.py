@@ -1,10 +1,11 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, check-untyped-defs=False
-"""Attention of many rows a sequence over metadata, in Triton: prompts.
+"""Paged attention of prompts in Triton: many rows per sequence.
 
-`_write_kernel` puts the new rows into the cache, `_prefill_kernel` reads it: a program has one tile of rows and one
-head. Nothing on the host depends on a length, so CUDA graphs can hold them; what dependent launches may read before
-they wait stands in paged_attention_triton.py. With TRITON_INTERPRET=1 in the environment, set before the import, the
-launchers take CPU tensors.
+`_write_kernel` writes new keys and values to the cache. `_prefill_kernel` attends: a program handles one tile of rows
+and one query head. Nothing on the host depends on a sequence length, so CUDA graphs can capture both. The rules of
+programmatic dependent launch are in paged_triton.py.
+
+With TRITON_INTERPRET=1 in the environment, set before the import, the launchers take CPU tensors.
 """
 
 from __future__ import annotations
@@ -19,241 +20,228 @@ from torch import Tensor
 
 from peagle.config import Window
 from peagle.kernels.attention.paged_metadata import PagedAttentionMetadata
-from peagle.kernels.attention.paged_triton import cache_steps, check_heads, first_seen, kind_of, sunk
+from peagle.kernels.attention.paged_triton import (
+    add_sink,
+    check_heads,
+    first_visible,
+    get_cache_strides,
+    get_window_args,
+)
 
-_WIDE_PREFILL_ROWS = 4096
+_WIDE_TILE_ROWS = 4096  # rows of a prompt from which wide tiles are faster
 
 
 @dataclass(frozen=True)
 class PrefillLaunchConfig:
-    rows: int
-    tile: int
+    rows: int  # per program
+    tile: int  # keys per tile
     warps: int
     stages: int
 
 
 @triton.jit
-def _step(scores, v, best, total, acc, GUARD: tl.constexpr, PRECISION: tl.constexpr):
-    """One tile into the running softmax. GUARD: a row may have seen nothing yet."""
-    new = tl.maximum(best, tl.max(scores, 1))
-    ref = new
-    if GUARD:
-        ref = tl.where(new == float("-inf"), 0.0, new)
-    keep = tl.exp2(best - ref)
-    p = tl.exp2(scores - ref[:, None])
-    total = total * keep + tl.sum(p, 1)
-    acc = acc * keep[:, None]
+def _softmax_step(scores, v, running_max, running_sum, acc, MAY_BE_EMPTY: tl.constexpr, PRECISION: tl.constexpr):
+    """Adds one tile [rows, keys] to the online softmax. MAY_BE_EMPTY: a row may have seen no key yet."""
+    new_max = tl.maximum(running_max, tl.max(scores, 1))
+    reference = new_max
+    if MAY_BE_EMPTY:
+        reference = tl.where(new_max == float("-inf"), 0.0, new_max)
+    rescale = tl.exp2(running_max - reference)
+    p = tl.exp2(scores - reference[:, None])
+    running_sum = running_sum * rescale + tl.sum(p, 1)
+    acc = acc * rescale[:, None]
     acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
-    return new, total, acc
+    return new_max, running_sum, acc
 
 
 @triton.jit
-def _place(program, offsets, sequences, ROWS: tl.constexpr, SEQUENCES: tl.constexpr):
-    """Which sequence a program works for, and on which tile of ROWS of its rows, of which there may be fewer.
+def _find_row_tile(program, start_loc, sequences, ROWS: tl.constexpr, SEQUENCES: tl.constexpr):
+    """Returns a program's sequence and its tile of ROWS rows, which may lie behind the sequence's last.
 
-    A sequence has the programs from `first row // ROWS + its number` on: at least as many as tiles, whatever the
-    lengths, and over all sequences hardly more than there are rows.
+    Sequence b owns the programs from `start_loc[b] // ROWS + b` on: at least one per tile for any lengths, and in total
+    hardly more than there are tiles.
     """
     b = tl.arange(0, SEQUENCES)
-    first = tl.load(offsets + b, mask=b < sequences, other=0).to(tl.int32) // ROWS + b
-    mine = tl.sum(((first <= program) & (b < sequences)).to(tl.int32), 0) - 1
-    return mine, program - tl.load(offsets + mine).to(tl.int32) // ROWS - mine
+    first = tl.load(start_loc + b, mask=b < sequences, other=0).to(tl.int32) // ROWS + b
+    sequence = tl.sum(((first <= program) & (b < sequences)).to(tl.int32), 0) - 1
+    return sequence, program - tl.load(start_loc + sequence).to(tl.int32) // ROWS - sequence
 
 
-def programs(rows: int, metadata: PagedAttentionMetadata, tile: int) -> int:
-    """For `_place`."""
+def _count_programs(rows: int, metadata: PagedAttentionMetadata, tile: int) -> int:
+    """Returns the number of programs that `_find_row_tile` needs."""
     return rows // tile + len(metadata.num_computed_tokens_B)
 
 
 @triton.jit(do_not_specialize=["window", "sequences"])
 def _prefill_kernel(
-    q,
-    k,
-    v,
-    sinks,
-    cache_k,
-    cache_v,
-    out,
-    tables,
-    starts,
-    lives,
-    offsets,
-    sequences,
-    window,
-    table_row,
-    q_row,
-    q_head,
-    k_row,
-    k_head,
-    v_row,
-    v_head,
-    block_step,
-    slot_step,
-    head_step,
+    q, k, v, sinks, cache_k, cache_v, out,
+    block_tables, num_computed_tokens, query_lens, start_loc,
+    sequences, window,
+    table_stride,
+    q_row_stride, q_head_stride, k_row_stride, k_head_stride, v_row_stride, v_head_stride,
+    block_stride, slot_stride, head_stride,
     scale,
-    H: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    SINKS: tl.constexpr,
-    CONTEXT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    SEQUENCES: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr,
+    WINDOW_KIND: tl.constexpr, SINKS: tl.constexpr, CONTEXT: tl.constexpr,
+    PRECISION: tl.constexpr, SEQUENCES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Attends over cached keys (if CONTEXT), earlier new rows, and the rows of the tile itself, in this order."""
     tl.static_assert(ROWS % TILE == 0)
     h = tl.program_id(1)
     g = h // GROUP
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    b, tile = _place(tl.program_id(0), offsets, sequences, ROWS, SEQUENCES)
-    offset = tl.load(offsets + b).to(tl.int64)
-    count = (tl.load(offsets + b + 1) - offset).to(tl.int32)
-    # The last rows see the most keys: they go first, so that short programs fill the end.
-    row0 = (tl.cdiv(count, ROWS) - 1 - tile) * ROWS
+    b, row_tile = _find_row_tile(tl.program_id(0), start_loc, sequences, ROWS, SEQUENCES)
+    offset = tl.load(start_loc + b).to(tl.int64)
+    count = (tl.load(start_loc + b + 1) - offset).to(tl.int32)
+    # The last rows see the most keys: they start first, so that short programs fill the end.
+    row0 = (tl.cdiv(count, ROWS) - 1 - row_tile) * ROWS
     if row0 < 0:
         return
-    # Padding may hold anything, nan included: no key of it is loaded, and a tile of nothing else computes nothing.
-    live = tl.load(lives + b).to(tl.int32)
+    # Padding may hold anything, including nan: its keys are never loaded, and a tile of padding computes nothing.
+    query_len = tl.load(query_lens + b).to(tl.int32)
     start = 0
     if CONTEXT:
-        start = tl.where(row0 < live, tl.load(starts + b).to(tl.int32), 0)
+        start = tl.where(row0 < query_len, tl.load(num_computed_tokens + b).to(tl.int32), 0)
     j = row0 + tl.arange(0, ROWS)
     valid = j < count
     cols = tl.arange(0, D)
     slots = tl.arange(0, TILE)
-    queries = tl.load(q + ((offset + j) * q_row + h * q_head)[:, None] + cols[None, :], mask=valid[:, None], other=0.0)
-    best = tl.zeros((ROWS,), tl.float32) - float("inf")
-    total = tl.zeros((ROWS,), tl.float32)
+    queries = tl.load(
+        q + ((offset + j) * q_row_stride + h * q_head_stride)[:, None] + cols[None, :], mask=valid[:, None], other=0.0
+    )
+    running_max = tl.zeros((ROWS,), tl.float32) - float("inf")
+    running_sum = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, D), tl.float32)
 
     if CONTEXT:
-        table = tables + b.to(tl.int64) * table_row
+        table = block_tables + b.to(tl.int64) * table_stride
         low = 0
-        if WINDOWED:
-            low = tl.maximum(first_seen(start + row0, window, WINDOWED), 0) // TILE * TILE
+        if WINDOW_KIND:
+            low = tl.maximum(first_visible(start + row0, window, WINDOW_KIND), 0) // TILE * TILE
         for n in range(low, start, TILE):
             pos = n + slots
-            old = pos < start
-            block = tl.load(table + pos // BLOCK, mask=old, other=0).to(tl.int64)
-            at = (block * block_step + (pos % BLOCK) * slot_step + g * head_step)[:, None] + cols[None, :]
-            keys = tl.load(cache_k + at, mask=old[:, None], other=0.0)
-            values = tl.load(cache_v + at, mask=old[:, None], other=0.0)
+            cached = pos < start
+            block = tl.load(table + pos // BLOCK, mask=cached, other=0).to(tl.int64)
+            at = (block * block_stride + (pos % BLOCK) * slot_stride + g * head_stride)[:, None] + cols[None, :]
+            keys = tl.load(cache_k + at, mask=cached[:, None], other=0.0)
+            values = tl.load(cache_v + at, mask=cached[:, None], other=0.0)
             scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
-            seen = old[None, :]
-            if WINDOWED:
-                seen = seen & (pos[None, :] >= first_seen(start + j, window, WINDOWED)[:, None])
-            scores = tl.where(seen, scores, float("-inf"))
-            best, total, acc = _step(scores, values, best, total, acc, WINDOWED, PRECISION)
+            visible = cached[None, :]
+            if WINDOW_KIND:
+                visible = visible & (pos[None, :] >= first_visible(start + j, window, WINDOW_KIND)[:, None])
+            scores = tl.where(visible, scores, float("-inf"))
+            running_max, running_sum, acc = _softmax_step(
+                scores, values, running_max, running_sum, acc, WINDOW_KIND, PRECISION
+            )
 
-    k += offset * k_row + g * k_head
-    v += offset * v_row + g * v_head
+    k += offset * k_row_stride + g * k_head_stride
+    v += offset * v_row_stride + g * v_head_stride
     low_row = 0
-    if WINDOWED:
-        low_row = tl.maximum(first_seen(start + row0, window, WINDOWED) - start, 0) // TILE * TILE
-    for n in range(low_row, tl.where(row0 < live, row0, 0), TILE):
+    if WINDOW_KIND:
+        low_row = tl.maximum(first_visible(start + row0, window, WINDOW_KIND) - start, 0) // TILE * TILE
+    for n in range(low_row, tl.where(row0 < query_len, row0, 0), TILE):
         new = n + slots
-        keys = tl.load(k + (new * k_row.to(tl.int64))[:, None] + cols[None, :])
-        values = tl.load(v + (new * v_row.to(tl.int64))[:, None] + cols[None, :])
+        keys = tl.load(k + (new * k_row_stride.to(tl.int64))[:, None] + cols[None, :])
+        values = tl.load(v + (new * v_row_stride.to(tl.int64))[:, None] + cols[None, :])
         scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
-        if WINDOWED:
-            seen = start + new[None, :] >= first_seen(start + j, window, WINDOWED)[:, None]
-            scores = tl.where(seen, scores, float("-inf"))
-        best, total, acc = _step(scores, values, best, total, acc, WINDOWED, PRECISION)
+        if WINDOW_KIND:
+            visible = start + new[None, :] >= first_visible(start + j, window, WINDOW_KIND)[:, None]
+            scores = tl.where(visible, scores, float("-inf"))
+        running_max, running_sum, acc = _softmax_step(
+            scores, values, running_max, running_sum, acc, WINDOW_KIND, PRECISION
+        )
 
-    for n in range(row0, tl.minimum(row0 + ROWS, live), TILE):
+    for n in range(row0, tl.minimum(row0 + ROWS, query_len), TILE):
         new = n + slots
-        fresh = new < live
-        keys = tl.load(k + (new * k_row.to(tl.int64))[:, None] + cols[None, :], mask=fresh[:, None], other=0.0)
-        values = tl.load(v + (new * v_row.to(tl.int64))[:, None] + cols[None, :], mask=fresh[:, None], other=0.0)
+        real = new < query_len
+        keys = tl.load(k + (new * k_row_stride.to(tl.int64))[:, None] + cols[None, :], mask=real[:, None], other=0.0)
+        values = tl.load(v + (new * v_row_stride.to(tl.int64))[:, None] + cols[None, :], mask=real[:, None], other=0.0)
         scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
-        seen = new[None, :] <= j[:, None]
-        if WINDOWED:
-            seen = seen & (start + new[None, :] >= first_seen(start + j, window, WINDOWED)[:, None])
-        scores = tl.where(seen, scores, float("-inf"))
-        best, total, acc = _step(scores, values, best, total, acc, True, PRECISION)
+        visible = new[None, :] <= j[:, None]
+        if WINDOW_KIND:
+            visible = visible & (start + new[None, :] >= first_visible(start + j, window, WINDOW_KIND)[:, None])
+        scores = tl.where(visible, scores, float("-inf"))
+        running_max, running_sum, acc = _softmax_step(scores, values, running_max, running_sum, acc, True, PRECISION)
 
     if SINKS:
-        total = sunk(total, best, tl.load(sinks + h))
-    result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+        running_sum = add_sink(running_sum, running_max, tl.load(sinks + h))
+    result = acc / tl.where(running_sum > 0.0, running_sum, 1.0)[:, None]
     to = out + ((offset + j) * (H * D) + h * D)[:, None] + cols[None, :]
     tl.store(to, result.to(out.dtype.element_ty), mask=valid[:, None])
 
 
 @triton.jit(do_not_specialize=["sequences"])
 def _write_kernel(
-    k,
-    v,
-    cache_k,
-    cache_v,
-    tables,
-    starts,
-    lives,
-    offsets,
+    k, v, cache_k, cache_v,
+    block_tables, num_computed_tokens, query_lens, start_loc,
     sequences,
-    table_row,
-    k_row,
-    k_head,
-    v_row,
-    v_head,
-    block_step,
-    slot_step,
-    head_step,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    SEQUENCES: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    table_stride,
+    k_row_stride, k_head_stride, v_row_stride, v_head_stride,
+    block_stride, slot_stride, head_stride,
+    D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, SEQUENCES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Writes one tile of rows of one key/value head to the cache."""
     g = tl.program_id(1)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    b, tile = _place(tl.program_id(0), offsets, sequences, ROWS, SEQUENCES)
-    j = tile * ROWS + tl.arange(0, ROWS)
-    live = j < tl.load(lives + b)
-    pos = tl.load(starts + b) + j
-    block = tl.load(tables + b.to(tl.int64) * table_row + pos // BLOCK, mask=live, other=0).to(tl.int64)
-    row = tl.load(offsets + b).to(tl.int64) + j
+    b, row_tile = _find_row_tile(tl.program_id(0), start_loc, sequences, ROWS, SEQUENCES)
+    j = row_tile * ROWS + tl.arange(0, ROWS)
+    real = j < tl.load(query_lens + b)
+    pos = tl.load(num_computed_tokens + b) + j
+    block = tl.load(block_tables + b.to(tl.int64) * table_stride + pos // BLOCK, mask=real, other=0).to(tl.int64)
+    row = tl.load(start_loc + b).to(tl.int64) + j
     cols = tl.arange(0, D)[None, :]
-    at = (block * block_step + (pos % BLOCK) * slot_step + g * head_step)[:, None] + cols
-    mask = live[:, None]
-    tl.store(cache_k + at, tl.load(k + (row * k_row + g * k_head)[:, None] + cols, mask=mask, other=0.0), mask=mask)
-    tl.store(cache_v + at, tl.load(v + (row * v_row + g * v_head)[:, None] + cols, mask=mask, other=0.0), mask=mask)
+    at = (block * block_stride + (pos % BLOCK) * slot_stride + g * head_stride)[:, None] + cols
+    mask = real[:, None]
+    to_k = cache_k + at
+    keys = tl.load(k + (row * k_row_stride + g * k_head_stride)[:, None] + cols, mask=mask, other=0.0)
+    tl.store(to_k, keys, mask=mask)
+    to_v = cache_v + at
+    values = tl.load(v + (row * v_row_stride + g * v_head_stride)[:, None] + cols, mask=mask, other=0.0)
+    tl.store(to_v, values, mask=mask)
 
 
 def write_kv_triton(
     k_TGd: Tensor, v_TGd: Tensor, cache_k: Tensor, cache_v: Tensor, metadata: PagedAttentionMetadata, pdl: bool = False
 ) -> None:
-    """Keys and values of the live rows into the cache."""
+    """Writes keys and values of the valid rows to the cache."""
     block_size, kv_heads, width = cache_k.shape[1:]
-    block_rows = min(32, max(1, triton.next_power_of_2(metadata.max_query_len)))
-    _write_kernel[(programs(len(k_TGd), metadata, block_rows), kv_heads)](
-        k_TGd,
-        v_TGd,
-        cache_k,
-        cache_v,
-        metadata.block_tables_BM,
-        metadata.num_computed_tokens_B,
-        metadata.query_lens_B,
+    program_rows = min(32, max(1, triton.next_power_of_2(metadata.max_query_len)))
+    batch = len(metadata.num_computed_tokens_B)
+    _write_kernel[(_count_programs(len(k_TGd), metadata, program_rows), kv_heads)](
+        *(k_TGd, v_TGd, cache_k, cache_v),
+        *(metadata.block_tables_BM, metadata.num_computed_tokens_B, metadata.query_lens_B),
         metadata.get_query_start_loc(),
-        len(metadata.num_computed_tokens_B),
+        batch,
         metadata.block_tables_BM.stride(0),
-        *k_TGd.stride()[:2],
-        *v_TGd.stride()[:2],
-        *cache_steps(cache_k, cache_v),
+        *(*k_TGd.stride()[:2], *v_TGd.stride()[:2]),
+        *get_cache_strides(cache_k, cache_v),
         D=width,
         BLOCK=block_size,
-        ROWS=block_rows,
-        SEQUENCES=triton.next_power_of_2(len(metadata.num_computed_tokens_B)),
+        ROWS=program_rows,
+        SEQUENCES=triton.next_power_of_2(batch),
         PDL=pdl,
         launch_pdl=pdl,
         num_warps=4,
     )
+
+
+def choose_prefill_launch(metadata: PagedAttentionMetadata, width: int, exact: bool) -> PrefillLaunchConfig:
+    """Chooses tiles for a head width; `exact`: fp32, without tensor cores."""
+    if width > 256:
+        return PrefillLaunchConfig(32, 16, 8, 1) if exact else PrefillLaunchConfig(32, 32, 8, 2)
+    if exact:
+        return PrefillLaunchConfig(32, 32, 4, 2)
+    if width > 128:
+        return PrefillLaunchConfig(64, 32, 8, 2)
+    # Wide tiles are faster for long prompts without cached keys, but not with them, nor for narrow heads.
+    if width == 128 and metadata.max_computed_tokens == 0 and metadata.max_query_len >= _WIDE_TILE_ROWS:
+        return PrefillLaunchConfig(128, 64, 8, 3)
+    return PrefillLaunchConfig(64, 64, 4, 3)
 
 
 def prefill_attention_triton(
@@ -268,45 +256,25 @@ def prefill_attention_triton(
     launch: PrefillLaunchConfig | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
+    """As `prefill_attention`; `launch` overrides the chosen launch parameters."""
     check_heads(q_THd, k_TGd, v_TGd, cache_k)
-    kind, span = kind_of(window)
-    pdl = pdl and q_THd.is_cuda  # the interpreter knows nothing of it
+    window_kind, window_size = get_window_args(window)
+    pdl = pdl and q_THd.is_cuda  # not available in the interpreter
     total_rows, heads, width = q_THd.shape
     block_size, kv_heads = cache_k.shape[1:3]
-    exact = q_THd.dtype == torch.float32
+    batch, exact = len(metadata.num_computed_tokens_B), q_THd.dtype == torch.float32
     if launch is None:
-        # Without cached keys wide tiles are faster from here on; with them, and for narrow heads, never.
-        wide = width == 128 and metadata.max_computed_tokens == 0 and metadata.max_query_len >= _WIDE_PREFILL_ROWS
-        launch = (
-            PrefillLaunchConfig(32, 32, 4, 2)
-            if exact
-            else PrefillLaunchConfig(128 if wide else 64, 64, 8 if wide else 4, 3)
-        )
-        if width > 256:
-            launch = PrefillLaunchConfig(32, 16, 8, 1) if exact else PrefillLaunchConfig(32, 32, 8, 2)
-        elif width > 128 and not exact:
-            launch = PrefillLaunchConfig(64, 32, 8, 2)
+        launch = choose_prefill_launch(metadata, width, exact)
     write_kv_triton(k_TGd, v_TGd, cache_k, cache_v, metadata, pdl)
     out = torch.empty((total_rows, heads, width), dtype=q_THd.dtype, device=q_THd.device)
-    _prefill_kernel[(programs(total_rows, metadata, launch.rows), heads)](
-        q_THd,
-        k_TGd,
-        v_TGd,
-        q_THd if sinks is None else sinks,
-        cache_k,
-        cache_v,
-        out,
-        metadata.block_tables_BM,
-        metadata.num_computed_tokens_B,
-        metadata.query_lens_B,
+    _prefill_kernel[(_count_programs(total_rows, metadata, launch.rows), heads)](
+        *(q_THd, k_TGd, v_TGd, q_THd if sinks is None else sinks, cache_k, cache_v, out),
+        *(metadata.block_tables_BM, metadata.num_computed_tokens_B, metadata.query_lens_B),
         metadata.get_query_start_loc(),
-        len(metadata.num_computed_tokens_B),
-        span,
+        *(batch, window_size),
         metadata.block_tables_BM.stride(0),
-        *q_THd.stride()[:2],
-        *k_TGd.stride()[:2],
-        *v_TGd.stride()[:2],
-        *cache_steps(cache_k, cache_v),
+        *(*q_THd.stride()[:2], *k_TGd.stride()[:2], *v_TGd.stride()[:2]),
+        *get_cache_strides(cache_k, cache_v),
         width**-0.5 * math.log2(math.e),
         H=heads,
         GROUP=heads // kv_heads,
@@ -314,11 +282,11 @@ def prefill_attention_triton(
         BLOCK=block_size,
         ROWS=launch.rows,
         TILE=launch.tile,
-        WINDOWED=kind,
+        WINDOW_KIND=window_kind,
         SINKS=sinks is not None,
         CONTEXT=metadata.max_computed_tokens != 0,
         PRECISION="ieee" if exact else "tf32",
-        SEQUENCES=triton.next_power_of_2(len(metadata.num_computed_tokens_B)),
+        SEQUENCES=triton.next_power_of_2(batch),
         PDL=pdl,
         launch_pdl=pdl,
         num_warps=launch.warps,

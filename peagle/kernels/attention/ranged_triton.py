@@ -1,25 +1,28 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, check-untyped-defs=False
-"""The Triton versions of ranged_attention.py: flash attention forward and backward, no atomics, nothing read back.
+"""Ranged attention in Triton: flash attention, forward and backward without atomics.
 
-lo and hi never fall, so to a tile of rows the keys are three stretches: those that only its first rows see, those that
-all its rows see, those that only its last rows see. The same holds for a tile of keys and the rows that see it
-(`Ranges.row_spans`). Every kernel goes through the outer stretches in one loop, with masks, and through the middle
-one in another, without. Tiles begin where the first stretch does, not at multiples of their size.
+Key ranges never decrease, so a tile of rows sees three runs of keys: leading keys that only its first rows see, keys
+that all its rows see, and trailing keys that only its last rows see. The same holds for a tile of keys and the rows
+that see it (`KeyRanges.get_row_spans`). Every kernel processes the outer runs in one loop with masks and the full run
+in another without. Tiles start where the first run does, not at multiples of their size.
 
-`_forward_kernel`, `_dq_kernel`: a program has a tile of rows and one head.
-`_dkv_kernel`: a program has a tile of keys and one key/value head, for all heads that share it.
-`_delta_kernel`: what both need to know of a row: sum(out * dout) - dlse, and its lse in base 2.
+`_forward_kernel`, `_dq_kernel`: a program handles a tile of rows of one query head.
+`_dkv_kernel`: a program handles a tile of keys of one key/value head, for all query heads that share it.
+`_row_stats_kernel`: computes what both backward kernels need of a row: lse in base 2 and sum(out * dout) - dlse.
 
-lse is kept [H, R], so that a tile reads it in one piece, and handed out as a transposed view. A row's base address is
-64 bits wide, offsets within a tile are 32.
+lse is stored [H, R], so that a tile is contiguous, and returned as a transposed view. Row base addresses have 64 bits,
+offsets within a tile 32.
 
-With TRITON_INTERPRET=1 in the environment, set before the import, the launchers take CPU tensors.
+With TRITON_INTERPRET=1 in the environment, set leading the import, the launchers take CPU tensors.
+
+Shapes: R rows, S keys, H query heads, G key/value heads, d head width; WIDTH is d padded to a power of two.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -33,418 +36,275 @@ _LN2 = tl.constexpr(math.log(2.0))
 
 
 @triton.jit
-def _take(
-    x,
-    row,
-    head,
-    i,
-    cols,
-    there,
-    row_step,
-    head_step,
-    MASKED: tl.constexpr,
-    TMA: tl.constexpr,
-    D: tl.constexpr,
-    WIDE: tl.constexpr,
-):
-    """[len(i), WIDE] from row `row` on, of one head; 0 behind the width D and (if MASKED) where a row is not `there`.
+def load_rows(
+    x, row, head, i, cols, valid, row_stride, head_stride,
+    MASKED: tl.constexpr, TMA: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Loads [len(i), WIDTH] of one head from row `row` on; 0 beyond the width D and (if MASKED) where not `valid`.
 
-    TMA: x is a descriptor of [rows, heads * D] that brings this many rows, and 0 for those behind the last.
+    TMA: x is a descriptor of [rows, heads * D] with blocks of this many rows; it loads 0 beyond the last row.
     """
     if TMA:
         return x.load([row, head * D])
     else:
-        to = x + row.to(tl.int64) * row_step + head * head_step + (i * row_step)[:, None] + cols[None, :]
-        if MASKED and D != WIDE:
-            return tl.load(to, mask=there[:, None] & (cols < D)[None, :], other=0.0)
+        to = x + row.to(tl.int64) * row_stride + head * head_stride + (i * row_stride)[:, None] + cols[None, :]
+        if MASKED and D != WIDTH:
+            return tl.load(to, mask=valid[:, None] & (cols < D)[None, :], other=0.0)
         elif MASKED:
-            return tl.load(to, mask=there[:, None], other=0.0)
-        elif D != WIDE:
+            return tl.load(to, mask=valid[:, None], other=0.0)
+        elif D != WIDTH:
             return tl.load(to, mask=(cols < D)[None, :], other=0.0)
         else:
             return tl.load(to)
 
 
 @triton.jit
-def _line(x, head, row, i, there, pitch, other, TMA: tl.constexpr, ROWS: tl.constexpr):
-    """[ROWS] numbers of [H, R]. By pointers every thread fetches all it needs of a short line itself, over and over."""
+def _load_row_values(x, head, row, i, valid, pitch, other, TMA: tl.constexpr, ROWS: tl.constexpr):
+    """Loads [ROWS] values of line `head` of x [heads, pitch]. TMA avoids that each thread loads a short line itself."""
     if TMA:
         return tl.reshape(x.load([head, row]), (ROWS,))
     else:
-        return tl.load(x + head * pitch + row + i, mask=there, other=other)
+        return tl.load(x + head * pitch + row + i, mask=valid, other=other)
 
 
 @triton.jit
-def _stretches(first, whole, broken, end, TILE: tl.constexpr):
-    """[first, end) in tiles: how many before the ones wholly in [whole, broken), how many of those, how many after."""
-    before = tl.cdiv(tl.maximum(tl.minimum(whole, end) - first, 0), TILE)
-    middle = tl.maximum(broken - (first + before * TILE), 0) // TILE
-    after = tl.cdiv(tl.maximum(end - (first + (before + middle) * TILE), 0), TILE)
-    return before, middle, after
+def _count_tiles(first, full_first, full_end, end, TILE: tl.constexpr):
+    """Cuts [first, end) into tiles: the number before those within [full_first, full_end), of those, and after."""
+    leading = tl.cdiv(tl.maximum(tl.minimum(full_first, end) - first, 0), TILE)
+    full = tl.maximum(full_end - (first + leading * TILE), 0) // TILE
+    trailing = tl.cdiv(tl.maximum(end - (first + (leading + full) * TILE), 0), TILE)
+    return leading, full, trailing
 
 
 @triton.jit
-def _keys_of(lo, hi, r0, rows, ROWS: tl.constexpr, TILE: tl.constexpr):
-    """The keys a tile of rows sees: where they begin and end, and their stretches."""
+def _find_key_tiles(lo, hi, r0, rows, ROWS: tl.constexpr, TILE: tl.constexpr):
+    """Returns the first key and the end of the keys that a tile of rows sees, and the tile counts of `_count_tiles`."""
     last = tl.minimum(r0 + ROWS, rows) - 1
     first, end = tl.load(lo + r0), tl.load(hi + last)
-    before, middle, after = _stretches(first, tl.load(lo + last), tl.load(hi + r0), end, TILE)
-    return first, end, before, middle, after
+    leading, full, trailing = _count_tiles(first, tl.load(lo + last), tl.load(hi + r0), end, TILE)
+    return first, end, leading, full, trailing
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _forward_kernel(
-    q,
-    k,
-    v,
-    lo,
-    hi,
-    out,
-    lse,
+    q, k, v, lo, hi, out, lse,
     rows,
-    q_row,
-    q_head,
-    k_row,
-    k_head,
-    v_row,
-    v_head,
-    out_row,
-    out_head,
+    q_row_stride, q_head_stride, k_row_stride, k_head_stride, v_row_stride, v_head_stride,
+    out_row_stride, out_head_stride,
     scale,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    WIDE: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    TMA: tl.constexpr,
-):
-    """`scale` is in base 2."""
-    # The last rows see the most keys: they go first, so that short programs fill the end.
+    GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Computes out and lse of a tile of rows; `scale` is in base 2."""
+    # The last rows see the most keys: they start first, so that short programs fill the end.
     r0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
     h = tl.program_id(1)
     g = h // GROUP
-    i, j, cols = tl.arange(0, ROWS), tl.arange(0, TILE), tl.arange(0, WIDE)
-    there = r0 + i < rows
-    queries = _take(q, r0, h, i, cols, there, q_row, q_head, True, TMA, D, WIDE)
-    first, end, before, middle, after = _keys_of(lo, hi, r0, rows, ROWS, TILE)
-    best = tl.zeros((ROWS,), tl.float32) - float("inf")
-    total = tl.zeros((ROWS,), tl.float32)
-    acc = tl.zeros((ROWS, WIDE), tl.float32)
+    i, j, cols = tl.arange(0, ROWS), tl.arange(0, TILE), tl.arange(0, WIDTH)
+    valid = r0 + i < rows
+    queries = load_rows(q, r0, h, i, cols, valid, q_row_stride, q_head_stride, True, TMA, D, WIDTH)
+    first, end, leading, full, trailing = _find_key_tiles(lo, hi, r0, rows, ROWS, TILE)
+    running_max = tl.zeros((ROWS,), tl.float32) - float("inf")
+    running_sum = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, WIDTH), tl.float32)
 
-    own_lo = tl.load(lo + r0 + i, mask=there, other=0)
-    own_hi = tl.load(hi + r0 + i, mask=there, other=0)
-    for t in range(before + after):
-        n = tl.where(t < before, t, t + middle) * TILE
+    row_lo = tl.load(lo + r0 + i, mask=valid, other=0)
+    row_hi = tl.load(hi + r0 + i, mask=valid, other=0)
+    for t in range(leading + trailing):
+        n = tl.where(t < leading, t, t + full) * TILE
         pos = first + n + j
-        keys = _take(k, first + n, g, j, cols, pos < end, k_row, k_head, True, TMA, D, WIDE)
+        keys = load_rows(k, first + n, g, j, cols, pos < end, k_row_stride, k_head_stride, True, TMA, D, WIDTH)
         scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
-        seen = (pos[None, :] >= own_lo[:, None]) & (pos[None, :] < own_hi[:, None])
-        scores = tl.where(seen, scores, float("-inf"))
-        new = tl.maximum(best, tl.max(scores, 1))
-        ref = tl.where(new == float("-inf"), 0.0, new)
-        keep = tl.exp2(best - ref)
-        p = tl.exp2(scores - ref[:, None])
-        total = total * keep + tl.sum(p, 1)
-        acc = acc * keep[:, None]
-        values = _take(v, first + n, g, j, cols, pos < end, v_row, v_head, True, TMA, D, WIDE)
+        visible = (pos[None, :] >= row_lo[:, None]) & (pos[None, :] < row_hi[:, None])
+        scores = tl.where(visible, scores, float("-inf"))
+        new = tl.maximum(running_max, tl.max(scores, 1))
+        reference = tl.where(new == float("-inf"), 0.0, new)
+        rescale = tl.exp2(running_max - reference)
+        p = tl.exp2(scores - reference[:, None])
+        running_sum = running_sum * rescale + tl.sum(p, 1)
+        acc = acc * rescale[:, None]
+        values = load_rows(v, first + n, g, j, cols, pos < end, v_row_stride, v_head_stride, True, TMA, D, WIDTH)
         acc = tl.dot(p.to(values.dtype), values, acc, input_precision=PRECISION)
-        best = new
-    for t in range(before, before + middle):
+        running_max = new
+    for t in range(leading, leading + full):
         n = t * TILE
-        keys = _take(k, first + n, g, j, cols, j, k_row, k_head, False, TMA, D, WIDE)
+        keys = load_rows(k, first + n, g, j, cols, j, k_row_stride, k_head_stride, False, TMA, D, WIDTH)
         scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-        new = tl.maximum(best, tl.max(scores, 1) * scale)
-        keep = tl.exp2(best - new)
+        new = tl.maximum(running_max, tl.max(scores, 1) * scale)
+        rescale = tl.exp2(running_max - new)
         p = tl.exp2(scores * scale - new[:, None])
-        total = total * keep + tl.sum(p, 1)
-        acc = acc * keep[:, None]
-        values = _take(v, first + n, g, j, cols, j, v_row, v_head, False, TMA, D, WIDE)
+        running_sum = running_sum * rescale + tl.sum(p, 1)
+        acc = acc * rescale[:, None]
+        values = load_rows(v, first + n, g, j, cols, j, v_row_stride, v_head_stride, False, TMA, D, WIDTH)
         acc = tl.dot(p.to(values.dtype), values, acc, input_precision=PRECISION)
-        best = new
+        running_max = new
 
-    some = total > 0.0
-    result = acc / tl.where(some, total, 1.0)[:, None]
-    to = out + r0.to(tl.int64) * out_row + h * out_head + (i * out_row)[:, None] + cols[None, :]
-    tl.store(to, result.to(out.dtype.element_ty), mask=there[:, None] & (cols < D)[None, :])
-    sums = tl.where(some, (best + tl.log2(tl.where(some, total, 1.0))) * _LN2, float("-inf"))
-    tl.store(lse + h * rows + r0 + i, sums, mask=there)
+    nonempty = running_sum > 0.0
+    result = acc / tl.where(nonempty, running_sum, 1.0)[:, None]
+    to = out + r0.to(tl.int64) * out_row_stride + h * out_head_stride + (i * out_row_stride)[:, None] + cols[None, :]
+    tl.store(to, result.to(out.dtype.element_ty), mask=valid[:, None] & (cols < D)[None, :])
+    lse2 = tl.where(nonempty, (running_max + tl.log2(tl.where(nonempty, running_sum, 1.0))) * _LN2, float("-inf"))
+    tl.store(lse + h * rows + r0 + i, lse2, mask=valid)
 
 
 @triton.jit(do_not_specialize=["rows", "pitch"])
-def _delta_kernel(
-    out,
-    dout,
-    lse,
-    dlse,
-    about,
-    rows,
-    pitch,
-    out_row,
-    out_head,
-    dout_row,
-    dout_head,
-    lse_row,
-    lse_head,
-    dlse_row,
-    dlse_head,
-    HAS_DLSE: tl.constexpr,
-    D: tl.constexpr,
-    WIDE: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """Row h of `about` becomes head h's lse in base 2, row H + h its sum(out * dout) - dlse.
+def _row_stats_kernel(
+    out, dout, lse, dlse, row_stats,
+    rows, pitch,
+    out_row_stride, out_head_stride, dout_row_stride, dout_head_stride,
+    lse_row_stride, lse_head_stride, dlse_row_stride, dlse_head_stride,
+    HAS_DLSE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Writes lse in base 2 to row h of `row_stats`, and sum(out * dout) - dlse to row H + h.
 
-    A row that sees nothing gets an lse of inf: whatever is exp2(score - lse) is then 0.
+    Rows without keys get lse inf, so that exp2(score - lse) is 0.
     """
     r0, h = (tl.program_id(0) * ROWS).to(tl.int64), tl.program_id(1)
-    i, cols = tl.arange(0, ROWS), tl.arange(0, WIDE)
-    there = r0 + i < rows
-    o = _take(out, r0, h, i, cols, there, out_row, out_head, True, False, D, WIDE).to(tl.float32)
-    do = _take(dout, r0, h, i, cols, there, dout_row, dout_head, True, False, D, WIDE).to(tl.float32)
+    i, cols = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    valid = r0 + i < rows
+    o = load_rows(out, r0, h, i, cols, valid, out_row_stride, out_head_stride, True, False, D, WIDTH).to(tl.float32)
+    do = load_rows(dout, r0, h, i, cols, valid, dout_row_stride, dout_head_stride, True, False, D, WIDTH).to(tl.float32)
     result = tl.sum(o * do, 1)
     if HAS_DLSE:
-        result -= tl.load(dlse + (r0 + i) * dlse_row + h * dlse_head, mask=there, other=0.0)
-    sums = tl.load(lse + (r0 + i) * lse_row + h * lse_head, mask=there, other=float("-inf"))
-    empty = sums == float("-inf")
-    tl.store(about + h * pitch + r0 + i, tl.where(empty, float("inf"), sums / _LN2), mask=there)
-    tl.store(about + (tl.num_programs(1) + h) * pitch + r0 + i, tl.where(empty, 0.0, result), mask=there)
+        result -= tl.load(dlse + (r0 + i) * dlse_row_stride + h * dlse_head_stride, mask=valid, other=0.0)
+    lse2 = tl.load(lse + (r0 + i) * lse_row_stride + h * lse_head_stride, mask=valid, other=float("-inf"))
+    empty = lse2 == float("-inf")
+    tl.store(row_stats + h * pitch + r0 + i, tl.where(empty, float("inf"), lse2 / _LN2), mask=valid)
+    tl.store(row_stats + (tl.num_programs(1) + h) * pitch + r0 + i, tl.where(empty, 0.0, result), mask=valid)
 
 
 @triton.jit(do_not_specialize=["rows", "pitch"])
 def _dq_kernel(
-    q,
-    k,
-    v,
-    dout,
-    lo,
-    hi,
-    about,
-    dq,
-    rows,
-    pitch,
-    q_row,
-    q_head,
-    k_row,
-    k_head,
-    v_row,
-    v_head,
-    dout_row,
-    dout_head,
-    dq_row,
-    dq_head,
+    q, k, v, dout, lo, hi, row_stats, dq,
+    rows, pitch,
+    q_row_stride, q_head_stride, k_row_stride, k_head_stride, v_row_stride, v_head_stride,
+    dout_row_stride, dout_head_stride, dq_row_stride, dq_head_stride,
     scale,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    WIDE: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    TMA: tl.constexpr,
-):
+    GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Computes dq of a tile of rows."""
     r0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
     h = tl.program_id(1)
     g = h // GROUP
-    i, j, cols = tl.arange(0, ROWS), tl.arange(0, TILE), tl.arange(0, WIDE)
-    there = r0 + i < rows
-    queries = _take(q, r0, h, i, cols, there, q_row, q_head, True, TMA, D, WIDE)
-    do = _take(dout, r0, h, i, cols, there, dout_row, dout_head, True, TMA, D, WIDE)
-    sums = tl.load(about + h * pitch + r0 + i, mask=there, other=float("inf"))
-    own_delta = tl.load(about + (tl.num_programs(1) + h) * pitch + r0 + i, mask=there, other=0.0)
-    first, end, before, middle, after = _keys_of(lo, hi, r0, rows, ROWS, TILE)
-    acc = tl.zeros((ROWS, WIDE), tl.float32)
+    i, j, cols = tl.arange(0, ROWS), tl.arange(0, TILE), tl.arange(0, WIDTH)
+    valid = r0 + i < rows
+    queries = load_rows(q, r0, h, i, cols, valid, q_row_stride, q_head_stride, True, TMA, D, WIDTH)
+    do = load_rows(dout, r0, h, i, cols, valid, dout_row_stride, dout_head_stride, True, TMA, D, WIDTH)
+    lse2 = tl.load(row_stats + h * pitch + r0 + i, mask=valid, other=float("inf"))
+    delta = tl.load(row_stats + (tl.num_programs(1) + h) * pitch + r0 + i, mask=valid, other=0.0)
+    first, end, leading, full, trailing = _find_key_tiles(lo, hi, r0, rows, ROWS, TILE)
+    acc = tl.zeros((ROWS, WIDTH), tl.float32)
 
-    own_lo = tl.load(lo + r0 + i, mask=there, other=0)
-    own_hi = tl.load(hi + r0 + i, mask=there, other=0)
-    for t in range(before + after):
-        n = tl.where(t < before, t, t + middle) * TILE
+    row_lo = tl.load(lo + r0 + i, mask=valid, other=0)
+    row_hi = tl.load(hi + r0 + i, mask=valid, other=0)
+    for t in range(leading + trailing):
+        n = tl.where(t < leading, t, t + full) * TILE
         pos = first + n + j
-        keys = _take(k, first + n, g, j, cols, pos < end, k_row, k_head, True, TMA, D, WIDE)
-        values = _take(v, first + n, g, j, cols, pos < end, v_row, v_head, True, TMA, D, WIDE)
+        keys = load_rows(k, first + n, g, j, cols, pos < end, k_row_stride, k_head_stride, True, TMA, D, WIDTH)
+        values = load_rows(v, first + n, g, j, cols, pos < end, v_row_stride, v_head_stride, True, TMA, D, WIDTH)
         scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
         dp = tl.dot(do, tl.trans(values), input_precision=PRECISION)
-        seen = (pos[None, :] >= own_lo[:, None]) & (pos[None, :] < own_hi[:, None])
-        p = tl.where(seen, tl.exp2(scores * scale - sums[:, None]), 0.0)
-        ds = p * (dp - own_delta[:, None])
+        visible = (pos[None, :] >= row_lo[:, None]) & (pos[None, :] < row_hi[:, None])
+        p = tl.where(visible, tl.exp2(scores * scale - lse2[:, None]), 0.0)
+        ds = p * (dp - delta[:, None])
         acc = tl.dot(ds.to(keys.dtype), keys, acc, input_precision=PRECISION)
-    for t in range(before, before + middle):
+    for t in range(leading, leading + full):
         n = t * TILE
-        keys = _take(k, first + n, g, j, cols, j, k_row, k_head, False, TMA, D, WIDE)
-        values = _take(v, first + n, g, j, cols, j, v_row, v_head, False, TMA, D, WIDE)
+        keys = load_rows(k, first + n, g, j, cols, j, k_row_stride, k_head_stride, False, TMA, D, WIDTH)
+        values = load_rows(v, first + n, g, j, cols, j, v_row_stride, v_head_stride, False, TMA, D, WIDTH)
         scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
         dp = tl.dot(do, tl.trans(values), input_precision=PRECISION)
-        p = tl.exp2(scores * scale - sums[:, None])
-        ds = p * (dp - own_delta[:, None])
+        p = tl.exp2(scores * scale - lse2[:, None])
+        ds = p * (dp - delta[:, None])
         acc = tl.dot(ds.to(keys.dtype), keys, acc, input_precision=PRECISION)
 
     acc *= scale * _LN2
-    to = dq + r0.to(tl.int64) * dq_row + h * dq_head + (i * dq_row)[:, None] + cols[None, :]
-    tl.store(to, acc.to(dq.dtype.element_ty), mask=there[:, None] & (cols < D)[None, :])
+    to = dq + r0.to(tl.int64) * dq_row_stride + h * dq_head_stride + (i * dq_row_stride)[:, None] + cols[None, :]
+    tl.store(to, acc.to(dq.dtype.element_ty), mask=valid[:, None] & (cols < D)[None, :])
 
 
 @triton.jit(do_not_specialize=["keys", "pitch"])
 def _dkv_kernel(
-    q,
-    k,
-    v,
-    dout,
-    bounds,
-    spans,
-    about,
-    dk,
-    dv,
-    keys,
-    pitch,
-    q_row,
-    q_head,
-    k_row,
-    k_head,
-    v_row,
-    v_head,
-    dout_row,
-    dout_head,
-    dk_row,
-    dk_head,
+    q, k, v, dout, bounds, row_spans, row_stats, dk, dv,
+    keys, pitch,
+    q_row_stride, q_head_stride, k_row_stride, k_head_stride, v_row_stride, v_head_stride,
+    dout_row_stride, dout_head_stride, dk_row_stride, dk_head_stride,
     scale,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    WIDE: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    TMA: tl.constexpr,
-):
-    """Scores stand on their side, [keys, rows], so that all four products take their operands as they come."""
+    GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Computes dk and dv of a tile of keys.
+
+    Scores are transposed, [keys, rows], so that no operand of the four matrix products needs a transposed copy.
+    """
     tile, g = tl.program_id(0), tl.program_id(1)
     tiles, G = tl.num_programs(0), tl.num_programs(1)
     n0 = tile * TILE
-    i, j, cols = tl.arange(0, ROWS), tl.arange(0, TILE), tl.arange(0, WIDE)
+    i, j, cols = tl.arange(0, ROWS), tl.arange(0, TILE), tl.arange(0, WIDTH)
     pos = n0 + j
-    there = pos < keys
-    own_k = _take(k, n0, g, j, cols, there, k_row, k_head, True, TMA, D, WIDE)
-    own_v = _take(v, n0, g, j, cols, there, v_row, v_head, True, TMA, D, WIDE)
-    first, whole = tl.load(spans + tile) // 4 * 4, tl.load(spans + tiles + tile)  # lines are read from 16 bytes on
-    broken, end = tl.load(spans + 2 * tiles + tile), tl.load(spans + 3 * tiles + tile)
-    before, middle, after = _stretches(first, whole, broken, end, ROWS)
-    acc_k = tl.zeros((TILE, WIDE), tl.float32)
-    acc_v = tl.zeros((TILE, WIDE), tl.float32)
+    valid = pos < keys
+    tile_k = load_rows(k, n0, g, j, cols, valid, k_row_stride, k_head_stride, True, TMA, D, WIDTH)
+    tile_v = load_rows(v, n0, g, j, cols, valid, v_row_stride, v_head_stride, True, TMA, D, WIDTH)
+    # Row values are loaded from multiples of 4 rows, as TMA requires.
+    first, full_first = tl.load(row_spans + tile) // 4 * 4, tl.load(row_spans + tiles + tile)
+    full_end, end = tl.load(row_spans + 2 * tiles + tile), tl.load(row_spans + 3 * tiles + tile)
+    leading, full, trailing = _count_tiles(first, full_first, full_end, end, ROWS)
+    acc_k = tl.zeros((TILE, WIDTH), tl.float32)
+    acc_v = tl.zeros((TILE, WIDTH), tl.float32)
 
-    # A divisor must never be 0, not even where a loop has no turn: the compiler may take the first turn's division out
-    # of the loop, conclude that the divisor is not 0, hence that there is a turn, and run it on what lies in memory.
-    edges, wholes = tl.maximum(before + after, 1), tl.maximum(middle, 1)
-    for t in range(GROUP * (before + after)):  # one loop over heads and tiles: short ranges would not fill their own
-        h, at = t // edges, t % edges
-        r = tl.where(at < before, at, at + middle) * ROWS
-        real = first + r + i < end
-        queries = _take(q, first + r, g * GROUP + h, i, cols, real, q_row, q_head, True, TMA, D, WIDE)
-        do = _take(dout, first + r, g * GROUP + h, i, cols, real, dout_row, dout_head, True, TMA, D, WIDE)
-        sums = _line(about, g * GROUP + h, first + r, i, real, pitch, 0.0, TMA, ROWS)
-        own_delta = _line(about, (G + g) * GROUP + h, first + r, i, real, pitch, 0.0, TMA, ROWS)
-        own_lo = _line(bounds, 0, first + r, i, real, pitch, 0, TMA, ROWS)
-        own_hi = _line(bounds, 1, first + r, i, real, pitch, 0, TMA, ROWS)
-        scores = tl.dot(own_k, tl.trans(queries), input_precision=PRECISION)
-        seen = (pos[:, None] >= own_lo[None, :]) & (pos[:, None] < own_hi[None, :])
-        p = tl.where(seen, tl.exp2(scores * scale - sums[None, :]), 0.0)
+    # Divisors must not be 0, even if a loop has no iteration: the compiler may hoist the first iteration's division,
+    # conclude that the divisor is not 0, hence that there is an iteration, and run it on arbitrary memory.
+    masked_tiles, full_tiles = tl.maximum(leading + trailing, 1), tl.maximum(full, 1)
+    # One loop over heads and tiles, because short ranges would not fill a loop per head.
+    for t in range(GROUP * (leading + trailing)):
+        h, at = t // masked_tiles, t % masked_tiles
+        r = tl.where(at < leading, at, at + full) * ROWS
+        in_range = first + r + i < end
+        queries = load_rows(
+            q, first + r, g * GROUP + h, i, cols, in_range, q_row_stride, q_head_stride, True, TMA, D, WIDTH
+        )
+        do = load_rows(
+            dout, first + r, g * GROUP + h, i, cols, in_range, dout_row_stride, dout_head_stride, True, TMA, D, WIDTH
+        )
+        lse2 = _load_row_values(row_stats, g * GROUP + h, first + r, i, in_range, pitch, 0.0, TMA, ROWS)
+        delta = _load_row_values(row_stats, (G + g) * GROUP + h, first + r, i, in_range, pitch, 0.0, TMA, ROWS)
+        row_lo = _load_row_values(bounds, 0, first + r, i, in_range, pitch, 0, TMA, ROWS)
+        row_hi = _load_row_values(bounds, 1, first + r, i, in_range, pitch, 0, TMA, ROWS)
+        scores = tl.dot(tile_k, tl.trans(queries), input_precision=PRECISION)
+        visible = (pos[:, None] >= row_lo[None, :]) & (pos[:, None] < row_hi[None, :])
+        p = tl.where(visible, tl.exp2(scores * scale - lse2[None, :]), 0.0)
         acc_v = tl.dot(p.to(do.dtype), do, acc_v, input_precision=PRECISION)
-        dp = tl.dot(own_v, tl.trans(do), input_precision=PRECISION)
-        ds = p * (dp - own_delta[None, :])
+        dp = tl.dot(tile_v, tl.trans(do), input_precision=PRECISION)
+        ds = p * (dp - delta[None, :])
         acc_k = tl.dot(ds.to(queries.dtype), queries, acc_k, input_precision=PRECISION)
-    for t in range(GROUP * middle):
-        h, at = t // wholes, t % wholes
-        r = (before + at) * ROWS
-        queries = _take(q, first + r, g * GROUP + h, i, cols, i, q_row, q_head, False, TMA, D, WIDE)
-        do = _take(dout, first + r, g * GROUP + h, i, cols, i, dout_row, dout_head, False, TMA, D, WIDE)
-        sums = _line(about, g * GROUP + h, first + r, i, i >= 0, pitch, 0.0, TMA, ROWS)
-        own_delta = _line(about, (G + g) * GROUP + h, first + r, i, i >= 0, pitch, 0.0, TMA, ROWS)
-        scores = tl.dot(own_k, tl.trans(queries), input_precision=PRECISION)
-        p = tl.exp2(scores * scale - sums[None, :])
+    for t in range(GROUP * full):
+        h, at = t // full_tiles, t % full_tiles
+        r = (leading + at) * ROWS
+        queries = load_rows(q, first + r, g * GROUP + h, i, cols, i, q_row_stride, q_head_stride, False, TMA, D, WIDTH)
+        do = load_rows(
+            dout, first + r, g * GROUP + h, i, cols, i, dout_row_stride, dout_head_stride, False, TMA, D, WIDTH
+        )
+        lse2 = _load_row_values(row_stats, g * GROUP + h, first + r, i, i >= 0, pitch, 0.0, TMA, ROWS)
+        delta = _load_row_values(row_stats, (G + g) * GROUP + h, first + r, i, i >= 0, pitch, 0.0, TMA, ROWS)
+        scores = tl.dot(tile_k, tl.trans(queries), input_precision=PRECISION)
+        p = tl.exp2(scores * scale - lse2[None, :])
         acc_v = tl.dot(p.to(do.dtype), do, acc_v, input_precision=PRECISION)
-        dp = tl.dot(own_v, tl.trans(do), input_precision=PRECISION)
-        ds = p * (dp - own_delta[None, :])
+        dp = tl.dot(tile_v, tl.trans(do), input_precision=PRECISION)
+        ds = p * (dp - delta[None, :])
         acc_k = tl.dot(ds.to(queries.dtype), queries, acc_k, input_precision=PRECISION)
 
     acc_k *= scale * _LN2
-    at = n0.to(tl.int64) * dk_row + g * dk_head + (j * dk_row)[:, None] + cols[None, :]
-    mask = there[:, None] & (cols < D)[None, :]
+    at = n0.to(tl.int64) * dk_row_stride + g * dk_head_stride + (j * dk_row_stride)[:, None] + cols[None, :]
+    mask = valid[:, None] & (cols < D)[None, :]
     tl.store(dk + at, acc_k.to(dk.dtype.element_ty), mask=mask)
     tl.store(dv + at, acc_v.to(dv.dtype.element_ty), mask=mask)
 
 
-@triton.jit
-def _shares(a, b):
-    """Each side's share of the whole, 0 and 0 if neither saw anything, and the whole's lse."""
-    best = tl.maximum(a, b)
-    best = tl.where(best == float("-inf"), 0.0, best)
-    share_a, share_b = tl.exp(a - best), tl.exp(b - best)
-    total = share_a + share_b
-    some = total > 0.0
-    over = tl.where(some, total, 1.0)
-    return share_a / over, share_b / over, tl.where(some, best + tl.log(over), float("-inf"))
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _merge_kernel(
-    out_a,
-    lse_a,
-    out_b,
-    lse_b,
-    dout,
-    dlse,
-    out,
-    lse,
-    dout_a,
-    dlse_a,
-    dout_b,
-    dlse_b,
-    rows,
-    a_row,
-    a_head,
-    b_row,
-    b_head,
-    lse_a_row,
-    lse_a_head,
-    lse_b_row,
-    lse_b_head,
-    dout_row,
-    dout_head,
-    dlse_row,
-    dlse_head,
-    BACK: tl.constexpr,
-    D: tl.constexpr,
-    WIDE: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """Forward writes out and lse; BACK writes the four gradients. What is written is [R, H, d], and [H, R]."""
-    r0, h, heads = (tl.program_id(0) * ROWS).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    i, cols = tl.arange(0, ROWS), tl.arange(0, WIDE)
-    r = r0 + i
-    there = r < rows
-    wide = there[:, None] & (cols < D)[None, :]
-    a = _take(out_a, r0, h, i, cols, there, a_row, a_head, True, False, D, WIDE).to(tl.float32)
-    b = _take(out_b, r0, h, i, cols, there, b_row, b_head, True, False, D, WIDE).to(tl.float32)
-    sum_a = tl.load(lse_a + r * lse_a_row + h * lse_a_head, mask=there, other=0.0)
-    sum_b = tl.load(lse_b + r * lse_b_row + h * lse_b_head, mask=there, other=0.0)
-    share_a, share_b, whole = _shares(sum_a, sum_b)
-    to = (r * heads + h)[:, None] * D + cols[None, :]
-    line = h * rows + r
-    if BACK:
-        d = _take(dout, r0, h, i, cols, there, dout_row, dout_head, True, False, D, WIDE).to(tl.float32)
-        dsum = tl.load(dlse + r * dlse_row + h * dlse_head, mask=there, other=0.0)
-        shift = share_a * share_b * tl.sum(d * (a - b), 1)
-        tl.store(dout_a + to, (d * share_a[:, None]).to(dout_a.dtype.element_ty), mask=wide)
-        tl.store(dout_b + to, (d * share_b[:, None]).to(dout_b.dtype.element_ty), mask=wide)
-        tl.store(dlse_a + line, share_a * dsum + shift, mask=there)
-        tl.store(dlse_b + line, share_b * dsum - shift, mask=there)
-    else:
-        result = a * share_a[:, None] + b * share_b[:, None]
-        tl.store(out + to, result.to(out.dtype.element_ty), mask=wide)
-        tl.store(lse + line, whole, mask=there)
-
-
 @dataclass(frozen=True)
 class RangedLaunchConfig:
-    rows: int
-    tile: int
+    rows: int  # per row tile
+    tile: int  # keys per key tile
     warps: int
     stages: int
 
@@ -456,45 +316,37 @@ class RangedLaunchConfigs:
     dkv: RangedLaunchConfig
 
 
-# By padded head width, for an H200: 16 bits, then fp32, which is summed exactly and has no tensor cores.
-_HALF = {
-    64: RangedLaunchConfigs(
-        RangedLaunchConfig(128, 64, 8, 3), RangedLaunchConfig(64, 64, 4, 3), RangedLaunchConfig(64, 64, 4, 3)
-    ),
-    128: RangedLaunchConfigs(
-        RangedLaunchConfig(128, 128, 8, 2), RangedLaunchConfig(128, 64, 8, 3), RangedLaunchConfig(64, 128, 8, 2)
-    ),
-    256: RangedLaunchConfigs(
-        RangedLaunchConfig(64, 32, 4, 2), RangedLaunchConfig(64, 32, 4, 2), RangedLaunchConfig(32, 64, 8, 2)
-    ),
+def _configs(forward: tuple[int, ...], dq: tuple[int, ...], dkv: tuple[int, ...]) -> RangedLaunchConfigs:
+    return RangedLaunchConfigs(RangedLaunchConfig(*forward), RangedLaunchConfig(*dq), RangedLaunchConfig(*dkv))
+
+
+# By padded head width, for an H200. fp32 uses no tensor cores.
+_CONFIGS_16_BIT = {
+    64: _configs((128, 64, 8, 3), (64, 64, 4, 3), (64, 64, 4, 3)),
+    128: _configs((128, 128, 8, 2), (128, 64, 8, 3), (64, 128, 8, 2)),
+    256: _configs((64, 32, 4, 2), (64, 32, 4, 2), (32, 64, 8, 2)),
 }
-_FULL = {
-    64: RangedLaunchConfigs(
-        RangedLaunchConfig(32, 32, 4, 2), RangedLaunchConfig(32, 32, 4, 2), RangedLaunchConfig(32, 16, 4, 2)
-    ),
-    128: RangedLaunchConfigs(
-        RangedLaunchConfig(32, 16, 4, 2), RangedLaunchConfig(32, 16, 4, 2), RangedLaunchConfig(16, 16, 4, 2)
-    ),
-    256: RangedLaunchConfigs(
-        RangedLaunchConfig(16, 16, 4, 1), RangedLaunchConfig(16, 16, 4, 1), RangedLaunchConfig(16, 16, 4, 1)
-    ),
+_CONFIGS_FP32 = {
+    64: _configs((32, 32, 4, 2), (32, 32, 4, 2), (32, 16, 4, 2)),
+    128: _configs((32, 16, 4, 2), (32, 16, 4, 2), (16, 16, 4, 2)),
+    256: _configs((16, 16, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
 }
 
 
 def choose_ranged_launch(width: int, dtype: torch.dtype) -> RangedLaunchConfigs:
-    return (_FULL if dtype == torch.float32 else _HALF)[max(64, triton.next_power_of_2(width))]
+    return (_CONFIGS_FP32 if dtype == torch.float32 else _CONFIGS_16_BIT)[max(64, triton.next_power_of_2(width))]
 
 
 def _precision(dtype: torch.dtype) -> str:
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
-def _dense(x: Tensor) -> Tensor:
+def with_unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _by_tma(*tensors: Tensor) -> bool:
-    """Whether the hardware that copies whole tiles can: heads side by side, and everything on 16 bytes."""
+def _supports_tma(*tensors: Tensor) -> bool:
+    """Whether TMA can load these: contiguous heads, and all rows aligned to 16 bytes."""
     width = tensors[0].shape[-1]
     return (
         width >= 16
@@ -504,16 +356,16 @@ def _by_tma(*tensors: Tensor) -> bool:
     )
 
 
-def _tiles(x: Tensor, rows: int, tma: bool) -> Tensor | TensorDescriptor:
-    """What a kernel reads tiles of so many rows from."""
+def _row_tiles(x: Tensor, rows: int, tma: bool) -> Tensor | TensorDescriptor:
+    """Returns the tensor, or a TMA descriptor of tiles of `rows` rows."""
     if not tma:
         return x
     count, heads, width = x.shape
     return TensorDescriptor(x, [count, heads * width], [x.stride(0), 1], [rows, width])
 
 
-def _lines(x: Tensor, rows: int, tile: int, tma: bool) -> Tensor | TensorDescriptor:
-    """The same for [heads, rows] with one number each; `x` is padded to `pad_row_count` rows."""
+def _row_values(x: Tensor, rows: int, tile: int, tma: bool) -> Tensor | TensorDescriptor:
+    """As `_row_tiles` for one value per row, [heads, pad_row_count(rows)]."""
     return TensorDescriptor(x, [len(x), rows], [x.stride(0), 1], [1, tile]) if tma else x
 
 
@@ -526,32 +378,25 @@ def forward_triton(
     launch: RangedLaunchConfig | None = None,
     tma: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
+    """Computes out and lse; `launch` and `tma` override the choices."""
     assert scale > 0, scale
-    q, k, v = _dense(q_RHd), _dense(k_SGd), _dense(v_SGd)
+    q, k, v = with_unit_stride(q_RHd), with_unit_stride(k_SGd), with_unit_stride(v_SGd)
     rows, heads, width = q.shape
     if not rows or not len(k):
         return q.new_zeros(q.shape), q.new_full((rows, heads), float("-inf"), dtype=torch.float32)
     launch = choose_ranged_launch(width, q.dtype).forward if launch is None else launch
     out_RHd = q.new_empty(q.shape)
     lse_HR = q.new_empty(heads, rows, dtype=torch.float32)
-    tma = _by_tma(q, k, v) if tma is None else tma
+    tma = _supports_tma(q, k, v) if tma is None else tma
     _forward_kernel[triton.cdiv(rows, launch.rows), heads](
-        _tiles(q, launch.rows, tma),
-        _tiles(k, launch.tile, tma),
-        _tiles(v, launch.tile, tma),
-        ranges.lo_R,
-        ranges.hi_R,
-        out_RHd,
-        lse_HR,
+        *(_row_tiles(q, launch.rows, tma), _row_tiles(k, launch.tile, tma), _row_tiles(v, launch.tile, tma)),
+        *(ranges.lo_R, ranges.hi_R, out_RHd, lse_HR),
         rows,
-        *q.stride()[:2],
-        *k.stride()[:2],
-        *v.stride()[:2],
-        *out_RHd.stride()[:2],
+        *(*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *out_RHd.stride()[:2]),
         scale * math.log2(math.e),
         GROUP=heads // k.shape[1],
         D=width,
-        WIDE=max(16, triton.next_power_of_2(width)),
+        WIDTH=max(16, triton.next_power_of_2(width)),
         ROWS=launch.rows,
         TILE=launch.tile,
         PRECISION=_precision(q.dtype),
@@ -575,125 +420,58 @@ def backward_triton(
     launches: RangedLaunchConfigs | None = None,
     tma: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v, dout = _dense(q_RHd), _dense(k_SGd), _dense(v_SGd), _dense(dout_RHd)
+    """Computes the gradients of q, k and v; `launches` and `tma` override the choices."""
+    q, k, v, dout = (with_unit_stride(x) for x in (q_RHd, k_SGd, v_SGd, dout_RHd))
     (rows, heads, width), (keys, kv_heads, _) = q.shape, k.shape
     if not rows or not keys:
         return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
     launches = launches or choose_ranged_launch(width, q.dtype)
-    by_dq, by_dkv = launches.dq, launches.dkv
-    wide = max(16, triton.next_power_of_2(width))
-    tma = _by_tma(q, k, v, dout) if tma is None else tma
+    padded_width = max(16, triton.next_power_of_2(width))
+    use_tma = _supports_tma(q, k, v, dout) if tma is None else tma
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     pitch = pad_row_count(rows)
-    about = q.new_empty(2 * heads, pitch, dtype=torch.float32)
+    row_stats = q.new_empty(2 * heads, pitch, dtype=torch.float32)
     dlse = lse_RH if dlse_RH is None else dlse_RH
-    _delta_kernel[triton.cdiv(rows, 64), heads](
-        out_RHd,
-        dout,
-        lse_RH,
-        dlse,
-        about,
-        rows,
-        pitch,
-        *out_RHd.stride()[:2],
-        *dout.stride()[:2],
-        *lse_RH.stride(),
-        *dlse.stride(),
+    _row_stats_kernel[triton.cdiv(rows, 64), heads](
+        *(out_RHd, dout, lse_RH, dlse, row_stats),
+        *(rows, pitch),
+        *(*out_RHd.stride()[:2], *dout.stride()[:2], *lse_RH.stride(), *dlse.stride()),
         HAS_DLSE=dlse_RH is not None,
         D=width,
-        WIDE=wide,
+        WIDTH=padded_width,
         ROWS=64,
     )
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *dout.stride()[:2])
-    shape = {"GROUP": heads // kv_heads, "D": width, "WIDE": wide, "PRECISION": _precision(q.dtype), "TMA": tma}
     scale2 = scale * math.log2(math.e)
-    _dkv_kernel[triton.cdiv(keys, by_dkv.tile), kv_heads](
-        _tiles(q, by_dkv.rows, tma),
-        _tiles(k, by_dkv.tile, tma),
-        _tiles(v, by_dkv.tile, tma),
-        _tiles(dout, by_dkv.rows, tma),
-        _lines(ranges.bounds, rows, by_dkv.rows, tma),
-        ranges.get_row_spans(keys, by_dkv.tile),
-        _lines(about, rows, by_dkv.rows, tma),
-        dk,
-        dv,
-        keys,
-        pitch,
-        *strides,
-        *dk.stride()[:2],
+
+    def tiles(launch: RangedLaunchConfig) -> tuple[Tensor | TensorDescriptor, ...]:
+        sizes = (launch.rows, launch.tile, launch.tile, launch.rows)
+        return tuple(_row_tiles(x, size, use_tma) for x, size in zip((q, k, v, dout), sizes, strict=True))
+
+    def options(launch: RangedLaunchConfig) -> dict[str, Any]:
+        shape = {"GROUP": heads // kv_heads, "D": width, "WIDTH": padded_width, "ROWS": launch.rows}
+        how = {"PRECISION": _precision(q.dtype), "TMA": use_tma, "num_warps": launch.warps, "num_stages": launch.stages}
+        return {**shape, "TILE": launch.tile, **how}
+
+    launch = launches.dkv
+    _dkv_kernel[triton.cdiv(keys, launch.tile), kv_heads](
+        *tiles(launch),
+        _row_values(ranges.bounds, rows, launch.rows, use_tma),
+        ranges.get_row_spans(keys, launch.tile),
+        _row_values(row_stats, rows, launch.rows, use_tma),
+        *(dk, dv),
+        *(keys, pitch),
+        *(*strides, *dk.stride()[:2]),
         scale2,
-        ROWS=by_dkv.rows,
-        TILE=by_dkv.tile,
-        num_warps=by_dkv.warps,
-        num_stages=by_dkv.stages,
-        **shape,
+        **options(launch),
     )
-    _dq_kernel[triton.cdiv(rows, by_dq.rows), heads](
-        _tiles(q, by_dq.rows, tma),
-        _tiles(k, by_dq.tile, tma),
-        _tiles(v, by_dq.tile, tma),
-        _tiles(dout, by_dq.rows, tma),
-        ranges.lo_R,
-        ranges.hi_R,
-        about,
-        dq,
-        rows,
-        pitch,
-        *strides,
-        *dq.stride()[:2],
+    launch = launches.dq
+    _dq_kernel[triton.cdiv(rows, launch.rows), heads](
+        *tiles(launch),
+        *(ranges.lo_R, ranges.hi_R, row_stats, dq),
+        *(rows, pitch),
+        *(*strides, *dq.stride()[:2]),
         scale2,
-        ROWS=by_dq.rows,
-        TILE=by_dq.tile,
-        num_warps=by_dq.warps,
-        num_stages=by_dq.stages,
-        **shape,
+        **options(launch),
     )
     return dq, dk, dv
-
-
-def _merge_strides(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[int, ...]:
-    return (*out_a.stride()[:2], *out_b.stride()[:2], *lse_a.stride(), *lse_b.stride())
-
-
-def merge_forward_triton(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    out_a, out_b = _dense(out_a), _dense(out_b)
-    rows, heads, width = out_a.shape
-    out_RHd, lse_HR = out_a.new_empty(out_a.shape), lse_a.new_empty(heads, rows)
-    _merge_kernel[triton.cdiv(rows, 64), heads](
-        *(out_a, lse_a, out_b, lse_b),
-        *(None, None),
-        *(out_RHd, lse_HR),
-        *(None, None, None, None),
-        rows,
-        *_merge_strides(out_a, lse_a, out_b, lse_b),
-        *(0, 0, 0, 0),
-        BACK=False,
-        D=width,
-        WIDE=max(16, triton.next_power_of_2(width)),
-        ROWS=64,
-    )
-    return out_RHd, lse_HR.T
-
-
-def merge_backward_triton(
-    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, dout: Tensor, dlse: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    out_a, out_b, dout = _dense(out_a), _dense(out_b), _dense(dout)
-    rows, heads, width = out_a.shape
-    dout_a, dout_b = out_a.new_empty(out_a.shape), out_b.new_empty(out_b.shape)
-    dlse_a, dlse_b = lse_a.new_empty(heads, rows), lse_b.new_empty(heads, rows)
-    _merge_kernel[triton.cdiv(rows, 64), heads](
-        *(out_a, lse_a, out_b, lse_b),
-        *(dout, dlse),
-        *(None, None),
-        *(dout_a, dlse_a, dout_b, dlse_b),
-        rows,
-        *_merge_strides(out_a, lse_a, out_b, lse_b),
-        *dout.stride()[:2],
-        *dlse.stride(),
-        BACK=True,
-        D=width,
-        WIDE=max(16, triton.next_power_of_2(width)),
-        ROWS=64,
-    )
-    return dout_a, dlse_a.T, dout_b, dlse_b.T

@@ -1,5 +1,8 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, check-untyped-defs=False
-"""The Triton version of rotary.py: in place, every rounding where the torch version has one."""
+"""QK norm and rotary embedding in Triton, in place. Rounds wherever the torch version rounds.
+
+Shapes: T rows, H query heads, G key/value heads, d head width, X = (H + 2 G) d.
+"""
 
 from __future__ import annotations
 
@@ -10,44 +13,34 @@ from torch import Tensor
 
 @triton.jit
 def inverse_rms(squares, eps, AXIS: tl.constexpr, D: tl.constexpr):
-    """Of heads of width D that lie along AXIS, from fp64 squares: there no order of summing shows in the result."""
+    """Returns 1 / RMS of heads of width D along AXIS. With fp64 squares the order of summation does not show."""
     mean = tl.sum(squares, AXIS).to(tl.float32) / D
     return tl.expand_dims(1.0 / tl.sqrt(mean + eps), AXIS)
 
 
 @triton.jit
-def rotated(x, other, weight, other_weight, inverse, c, s, NORM: tl.constexpr):
-    """x normed and turned, where `other` holds the entry that each of x turns together with.
+def rotate_pairs(x, other, weight, other_weight, inverse, c, s, QK_NORM: tl.constexpr):
+    """Returns x normed and rotated; `other` holds the other entry of each pair.
 
-    `s` is negative where x is the first of its pair. Needs a kernel compiled without fused multiply-adds: the compiler
-    would make two rounded products and a rounded sum one operation, in bf16 too.
+    `s` is negative for the first entry of a pair. Needs a kernel compiled without fused multiply-adds, because torch
+    rounds both products and their sum.
     """
     dtype = x.dtype
     x = x.to(tl.float32)
     other = other.to(tl.float32)
-    if NORM:
+    if QK_NORM:
         x = (weight * (x * inverse).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
         other = (other_weight * (other * inverse).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
     return ((x * c).to(dtype).to(tl.float32) + (other * s).to(dtype).to(tl.float32)).to(dtype)
 
 
 @triton.jit
-def _rotate_kernel(
-    qkv,
-    cos,
-    sin,
-    q_norm,
-    k_norm,
-    qkv_row,
-    angle_row,
-    eps,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    HEADS: tl.constexpr,
-    NORM: tl.constexpr,
-    PDL: tl.constexpr,
-):
+def _rope_kernel(
+    qkv, cos, sin, q_norm, k_norm,
+    qkv_stride, angle_stride, eps,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, QK_NORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Norms and rotates HEADS heads of one row in place."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -56,11 +49,11 @@ def _rotate_kernel(
     h = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     mask = (h < H + G)[:, None]
     cols = tl.arange(0, half)
-    at = qkv + row * qkv_row + (h * D)[:, None] + cols[None, :]
+    at = qkv + row * qkv_stride + (h * D)[:, None] + cols[None, :]
     x = tl.load(at, mask=mask, other=0.0)
     y = tl.load(at + half, mask=mask, other=0.0)
     weight_x, weight_y, inverse = 1.0, 1.0, 1.0
-    if NORM:
+    if QK_NORM:
         wide_x, wide_y = x.to(tl.float32), y.to(tl.float32)
         squares = (wide_x * wide_x).to(tl.float64) + (wide_y * wide_y).to(tl.float64)
         inverse = inverse_rms(squares, eps, 1, D)
@@ -68,11 +61,11 @@ def _rotate_kernel(
         weight_x = tl.where(is_q, tl.load(q_norm + cols)[None, :], tl.load(k_norm + cols)[None, :]).to(tl.float32)
         weight_y = tl.where(is_q, tl.load(q_norm + half + cols)[None, :], tl.load(k_norm + half + cols)[None, :])
         weight_y = weight_y.to(tl.float32)
-    # The second halves of cos and sin repeat the first.
-    c = tl.load(cos + row * angle_row + cols).to(tl.float32)[None, :]
-    s = tl.load(sin + row * angle_row + cols).to(tl.float32)[None, :]
-    first = rotated(x, y, weight_x, weight_y, inverse, c, -s, NORM)
-    second = rotated(y, x, weight_y, weight_x, inverse, c, s, NORM)
+    # The second half of cos and sin equals the first.
+    c = tl.load(cos + row * angle_stride + cols).to(tl.float32)[None, :]
+    s = tl.load(sin + row * angle_stride + cols).to(tl.float32)[None, :]
+    first = rotate_pairs(x, y, weight_x, weight_y, inverse, c, -s, QK_NORM)
+    second = rotate_pairs(y, x, weight_y, weight_x, inverse, c, s, QK_NORM)
     tl.store(at, first, mask=mask)
     tl.store(at + half, second, mask=mask)
 
@@ -88,30 +81,25 @@ def split_qkv_rope_triton(
     eps: float = 0.0,
     pdl: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """As `split_qkv_rope`, in place; returns views of `qkv_TX`."""
     qkv = qkv_TX.unflatten(1, (heads + 2 * kv_heads, -1))
     width = qkv.shape[-1]
     if width & (width - 1) or width < 16:
-        raise ValueError(f"head width {width}: the Triton rotation takes powers of two from 16")
+        raise ValueError(f"head width {width}: Triton rope needs a power of two of at least 16")
     assert qkv.stride(2) == 1 and qkv.stride(1) == width
     assert cos.stride() == sin.stride() and cos.stride(-1) == 1
-    pdl = pdl and qkv.is_cuda  # the interpreter knows nothing of it
-    norm = q_norm is not None and k_norm is not None
+    pdl = pdl and qkv.is_cuda  # not available in the interpreter
+    has_norm = q_norm is not None and k_norm is not None
     block = min(16, triton.next_power_of_2(heads + kv_heads))
     if len(qkv):
-        _rotate_kernel[(len(qkv), triton.cdiv(heads + kv_heads, block))](
-            qkv,
-            cos,
-            sin,
-            q_norm if norm else qkv,
-            k_norm if norm else qkv,
-            qkv.stride(0),
-            cos.stride(0),
-            eps,
+        _rope_kernel[(len(qkv), triton.cdiv(heads + kv_heads, block))](
+            *(qkv, cos, sin, q_norm if has_norm else qkv, k_norm if has_norm else qkv),
+            *(qkv.stride(0), cos.stride(0), eps),
             H=heads,
             G=kv_heads,
             D=width,
             HEADS=block,
-            NORM=norm,
+            QK_NORM=has_norm,
             PDL=pdl,
             launch_pdl=pdl,
             num_warps=4 if width >= 128 else 2,
