@@ -1,9 +1,9 @@
-"""What the tests of data share: the small target with a chat template, and who answers without a model.
+"""Shared by the data tests: the small target with a chat template, and a response generator without a model.
 
-A token is a byte. A user's turn ends with a line end, an answer with a d, which is the target's EOS: it says one
-every thirty bytes or so. Answers without a model have no other d.
+A token is a byte. A user turn ends with a newline, a response with "d", the target's EOS, which it emits about every
+thirty bytes. Responses without a model contain no other "d".
 
-    hello\\n -> answerd
+    hello\\n -> responsed
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def make_chat(folder: Path, template: str | None = TEMPLATE) -> ChatFormat:
 
 
 def canned(request: GenerationRequest) -> GenerationResult:
-    """Follows from the seed alone: some answers end, some are cut short, some loop."""
+    """A response that depends on the seed only: some finish, some are truncated, some loop."""
     assert request.params.seed is not None
     rng = random.Random(request.params.seed)
     kind = rng.randrange(8)
@@ -64,7 +64,7 @@ def canned(request: GenerationRequest) -> GenerationResult:
 
 
 class Canned:
-    """Answers in any order, several at a time."""
+    """A response generator that returns canned responses in random order, several at a time."""
 
     def __init__(
         self, answer: Callable[[GenerationRequest], GenerationResult] = canned, order: int = 0, room: int = 5
@@ -112,5 +112,5 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 
 def by_key(rows: list[dict[str, Any]]) -> dict[tuple[str, int], dict[str, Any]]:
     found = {(row["id"], row["sample"]): row for row in rows}
-    assert len(found) == len(rows), "a row is there twice"
+    assert len(found) == len(rows), "duplicate row"
     return found

@@ -102,14 +102,6 @@ class BlockPool:
             self._block_of_hash[block_hash] = block
             self._hash_of_block[block] = block_hash
 
-    def reset_prefix_cache(self) -> None:
-        """Drops every hash, so no cached block is found again."""
-        for block in self._evictable:
-            heapq.heappush(self._uncached, block)
-        self._evictable.clear()
-        self._hash_of_block.clear()
-        self._block_of_hash.clear()
-
     def check_integrity(self, blocks_of_users: Iterable[Sequence[int]]) -> None:
         """Asserts that every block is in exactly one state and has as many references as users."""
         counts = [0] * self.num_blocks

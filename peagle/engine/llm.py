@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,7 +18,6 @@ from peagle.engine.block_pool import BlockPool
 from peagle.engine.detokenizer import Detokenizer
 from peagle.engine.grammar_matcher import GrammarCompiler
 from peagle.engine.loader import load_engine
-from peagle.engine.progress import GenerationProgress
 from peagle.engine.request import (
     CompletionOutput,
     Logprobs,
@@ -363,17 +363,12 @@ class LLM:
 
     def _run(self, groups: list[RequestGroup], progress: bool) -> None:
         unfinished = [r for g in groups for r in g.requests]
-        bar = GenerationProgress(len(unfinished)) if progress else None
-        try:
+        with _show_progress(unfinished) if progress else nullcontext(lambda: None) as update_progress:
             while unfinished:
-                updated = self.step()
-                if bar is not None:
-                    bar.update(updated)
+                self.step()
+                update_progress()
                 if unfinished[-1].finish_reason is not None:
                     unfinished = [r for r in unfinished if r.finish_reason is None]
-        finally:
-            if bar is not None:
-                bar.close()
 
     def build_output(self, group: RequestGroup) -> RequestOutput:
         outputs = [
@@ -415,6 +410,23 @@ class LLM:
             raise UserError(f"{self.target.folder} has no chat template; use `generate` with a plain prompt")
         encoded = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
         return list(encoded["input_ids"])
+
+
+@contextmanager
+def _show_progress(requests: Sequence[Request]) -> Iterator[Callable[[], None]]:
+    """A progress bar of finished requests with the output tokens per second. Yields the function that updates it."""
+    from rich.progress import Progress
+
+    with Progress() as bar:
+        task, started = bar.add_task("requests", total=len(requests)), time.perf_counter()
+
+        def update() -> None:
+            num_finished = sum(r.finish_reason is not None for r in requests)
+            num_tokens = sum(len(r.output_token_ids) for r in requests)
+            rate = num_tokens / (time.perf_counter() - started)
+            bar.update(task, completed=num_finished, description=f"requests, {rate:,.0f} tokens/s")
+
+        yield update
 
 
 def _to_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

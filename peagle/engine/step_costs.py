@@ -45,20 +45,18 @@ def measure_captured_steps(runner: ModelRunner, num_repeats: int = 3) -> StepCos
 def measure_eager_steps(
     runner: ModelRunner, batch_sizes: list[int], choices: list[int], budget_seconds: float = 1.5
 ) -> StepCostTable:
-    """Times decode steps on the CPU without context, within a time budget.
+    """Times decode steps without context and without graphs, within a time budget.
 
-    Some of the choices are timed, the others interpolated. Each is the fastest of three runs, interleaved so that a
-    busy moment hits all alike, after one warm-up. Past the budget, remaining runs and larger batch sizes are skipped;
-    batch size 1 gets at least two runs.
+    Each is the fastest of three runs, interleaved so that a busy moment hits all choices alike, after one warm-up. Past
+    the budget, remaining runs and larger batch sizes are skipped; batch size 1 gets at least two runs.
     """
-    timed = [k for k in choices if k in (choices[0], 1, 2, 3, 5, 7, choices[-1])]
     table = StepCostTable()
     began = time.perf_counter()
     for batch_size in batch_sizes:
         slots_B = torch.arange(batch_size, device=runner.device)  # no request has them; they use the padding block
         runner.decode_step(slots_B, choices[0])
         seconds: dict[int, float] = {}
-        for run, k in itertools.product(range(3), timed):
+        for run, k in itertools.product(range(3), choices):
             if time.perf_counter() - began > budget_seconds and (batch_size > 1 or run > 1):
                 break
             _reset_progress(runner)
@@ -66,12 +64,9 @@ def measure_eager_steps(
             runner.decode_step(slots_B, k)
             elapsed = time.perf_counter() - started
             seconds[k] = min(seconds.get(k, elapsed), elapsed)
-        if len(seconds) < len(timed):
+        if len(seconds) < len(choices):
             break
-        for k in choices:
-            low, high = max(t for t in timed if t <= k), min(t for t in timed if t >= k)
-            share = (k - low) / (high - low) if high > low else 0.0
-            table.seconds[batch_size, k] = seconds[low] + (seconds[high] - seconds[low]) * share
+        table.seconds |= {(batch_size, k): seconds[k] for k in choices}
     _reset_progress(runner)
     return table
 

@@ -139,7 +139,6 @@ def test_random_load(seed: int, max_in_flight: int) -> None:
         steps += 1
         assert steps < 3000, "it does not finish"
     assert all(r.state is RequestState.FINISHED for r in requests)
-    scheduler.pool.reset_prefix_cache()
     assert scheduler.pool.num_free_blocks == scheduler.pool.num_blocks - 1
 
 
@@ -231,7 +230,6 @@ def test_finishing_in_any_state_releases_everything(state: str) -> None:
     scheduler.finish_request(request)  # has no effect
     assert scheduler.is_idle
     scheduler.check_integrity()
-    scheduler.pool.reset_prefix_cache()
     assert scheduler.pool.num_free_blocks == scheduler.pool.num_blocks - 1
 
 
