@@ -335,29 +335,29 @@ PLAIN = [
 )
 def test_mixed_batches(name: str | None, k: int | str, eos: frozenset[int]) -> None:
     """With too few blocks, aborts, and a number of draft tokens that changes from step to step."""
-    choose = random.Random(f"{name} {k} {sorted(eos)}")
+    rng = random.Random(f"{name} {k} {sorted(eos)}")
     fixed = name is not None and isinstance(k, int)
-    asked = []
+    requests = []
     for params in [*constrained_params(), *PLAIN]:
         long = params.max_tokens == MAX_MODEL_LEN  # fill the KV cache from the start
-        stays = choose.randint(0, 12) if choose.random() < 0.1 and not long else None
-        start, length = choose.choice([700, 2300]), choose.randint(14, 26)
-        asked.append(ArrivingRequest(prompt(start, length), params, 0 if long else choose.randint(1, 9), stays))
-    choose.shuffle(asked)
-    wanted = [expected_output(a.prompt, a.params, *((name, k) if fixed else (None, 0)), eos) for a in asked]
+        stays = rng.randint(0, 12) if rng.random() < 0.1 and not long else None
+        start, length = rng.choice([700, 2300]), rng.randint(14, 26)
+        requests.append(ArrivingRequest(prompt(start, length), params, 0 if long else rng.randint(1, 9), stays))
+    rng.shuffle(requests)
+    expected = [expected_output(r.prompt, r.params, *((name, k) if fixed else (None, 0)), eos) for r in requests]
     llm = engine(name, k, eos, blocks=7, max_num_seqs=5)
     if k == "auto":
-        llm.scheduler.choose_k = lambda batch: choose.choice(llm.adaptive_k.choices)
-    groups = engines.run_requests(llm, asked)
+        llm.scheduler.choose_k = lambda batch: rng.choice(llm.adaptive_k.choices)
+    groups = engines.run_requests(llm, requests)
     clear = 0
-    for one, group, want in zip(asked, groups, wanted, strict=True):
+    for request, group, want in zip(requests, groups, expected, strict=True):
         (got,) = llm.build_output(group).outputs
         if got.finish_reason == "abort":
             assert got.token_ids == want.token_ids[: len(got.token_ids)] or not want.is_clear
         elif want.is_clear:
             check_output(got, want, counts=fixed)
             clear += 1
-        if one.params.grammar is not None and one.params.ignore_eos:
+        if request.params.grammar is not None and request.params.ignore_eos:
             assert not eos & set(got.token_ids)
     assert clear > 12
     assert sum(g.requests[0].num_preemptions for g in groups) > 0
@@ -371,11 +371,11 @@ def test_preempted_requests_continue_in_their_grammar() -> None:
         make_params(max_tokens=66, ignore_eos=True, grammar=lines),
         make_params(max_tokens=60, min_tokens=60, grammar=lines),
     ]
-    asked = [ArrivingRequest(prompt(start, 18), p) for p in params for start in (700, 2300)]
+    requests = [ArrivingRequest(prompt(start, 18), p) for p in params for start in (700, 2300)]
     llm = engine("p-eagle-1", 4, blocks=9)
-    groups = engines.run_requests(llm, asked)
-    for one, group in zip(asked, groups, strict=True):
-        want = expected_output(one.prompt, one.params, "p-eagle-1", 4)
+    groups = engines.run_requests(llm, requests)
+    for request, group in zip(requests, groups, strict=True):
+        want = expected_output(request.prompt, request.params, "p-eagle-1", 4)
         assert want.is_clear and len(want.token_ids) >= 60
         check(llm.build_output(group).outputs[0], want, counts=False)
     assert sum(g.requests[0].num_preemptions for g in groups) > 0
@@ -491,35 +491,35 @@ ASKED = ["[a-z]{2,9}", "(the|a) [a-e]*", "x{3}", "\\{\\}|[a-c\u00e9]+"]
 )
 def test_bitmasks_of_a_batch(vocabulary: Vocabulary, requests: list[tuple[str, bool, random.Random]], k: int) -> None:
     """Each row equals the library's mask of that output alone; computing masks does not change the matchers."""
-    own, asked, rules = compiler_for(vocabulary), [], []
-    for pattern, ignore_eos, choose in requests:
+    own, states, rules = compiler_for(vocabulary), [], []
+    for pattern, ignore_eos, rng in requests:
         grammar = from_regex(pattern)
         rule = LibraryConstraint(grammar, vocabulary.eos, ignore_eos)
         matcher = own.create_matcher(grammar, ignore_eos)
-        generated = walk(rule, choose, choose.randint(0, 3), vocabulary.size)
+        generated = walk(rule, rng, rng.randint(0, 3), vocabulary.size)
         assert all(matcher.accept_token(t) for t in generated)
-        drafts = walk(rule, choose, k, vocabulary.size, generated)
-        drafts = [choose.randrange(vocabulary.size) if choose.random() < 0.15 else t for t in drafts]
-        drafts += [choose.choice([5, vocabulary.size - 1, 499, 10**6]) for _ in range(k - len(drafts))]
-        asked.append((matcher, drafts))
+        drafts = walk(rule, rng, k, vocabulary.size, generated)
+        drafts = [rng.randrange(vocabulary.size) if rng.random() < 0.15 else t for t in drafts]
+        drafts += [rng.choice([5, vocabulary.size - 1, 499, 10**6]) for _ in range(k - len(drafts))]
+        states.append((matcher, drafts))
         rules.append((rule, generated))
     for _ in range(2):
-        masks = unpack_bitmasks(compute_bitmasks(asked), vocabulary.size)
-        assert masks.shape == (len(asked), k + 1, vocabulary.size)
-        for (_, drafts), (rule, generated), rows in zip(asked, rules, masks, strict=True):
+        masks = unpack_bitmasks(compute_bitmasks(states), vocabulary.size)
+        assert masks.shape == (len(states), k + 1, vocabulary.size)
+        for (_, drafts), (rule, generated), rows in zip(states, rules, masks, strict=True):
             for j, row in enumerate(rows):
                 text, may_end = rule.after((*generated, *drafts[:j]))
                 text = {t for t in text if t < vocabulary.size}
                 ends = {t for t in vocabulary.eos if t < vocabulary.size} if may_end and rule.ends else set()
                 want = set(text) | ends if text else set(range(vocabulary.size))
                 assert set(row.nonzero()[:, 0].tolist()) == want
-    for (matcher, _), (rule, generated) in zip(asked, rules, strict=True):
+    for (matcher, _), (rule, generated) in zip(states, rules, strict=True):
         text, may_end = rule.after(tuple(generated))
         assert matcher.is_complete == (may_end and not {t for t in text if t < vocabulary.size})
 
 
 def walk(
-    rule: LibraryConstraint, choose: random.Random, steps: int, vocab: int, generated: Sequence[int] = ()
+    rule: LibraryConstraint, rng: random.Random, steps: int, vocab: int, generated: Sequence[int] = ()
 ) -> list[int]:
     """A random text that the grammar allows."""
     more: list[int] = []
@@ -527,7 +527,7 @@ def walk(
         may = [t for t in sorted(rule.after((*generated, *more))[0]) if t < vocab]
         if not may:
             break
-        more.append(choose.choice(may))
+        more.append(rng.choice(may))
     return more
 
 
@@ -539,14 +539,14 @@ def test_grammar_is_recompiled_when_its_limits_are_used_up() -> None:
     rule = LibraryConstraint(grammar, EOS, False)
     num_recompiled = 0
     for seed in range(6):
-        choose, matcher, generated = random.Random(seed), own.create_matcher(grammar), []
+        rng, matcher, generated = random.Random(seed), own.create_matcher(grammar), []
         for _ in range(12):
             before = own._cache[grammar]
             (rows,) = unpack_bitmasks(compute_bitmasks([(matcher, [])]), pairs.VOCAB)
             num_recompiled += own._cache[grammar] is not before
             want = rule.allowed(generated)
             assert want is not None and torch.equal(rows[0], want)
-            generated.append(choose.choice(b"abcd"))
+            generated.append(rng.choice(b"abcd"))
             assert matcher.accept_token(generated[-1])
     assert num_recompiled > 3
 
@@ -666,11 +666,11 @@ def test_real_tokenizer(smollm2: Path) -> None:
         "minItems": 3,
         "maxItems": 4,
     }
-    choose, matcher, generated = random.Random(0), own.create_matcher(from_json_schema(schema)), []
+    rng, matcher, generated = random.Random(0), own.create_matcher(from_json_schema(schema)), []
     while not matcher.is_complete:
         draft = generated[-1:]  # usually wrong
         (rows,) = unpack_bitmasks(compute_bitmasks([(matcher, draft)]), 49_152)
-        generated.append(choose.choice(rows[0].nonzero()[:, 0].tolist()))
+        generated.append(rng.choice(rows[0].nonzero()[:, 0].tolist()))
         assert matcher.accept_token(generated[-1]) and len(generated) < 200
     jsonschema.validate(json.loads(tokenizer.decode(generated)), schema)
     assert max(len(tokenizer.decode([t])) for t in generated) > 1

@@ -372,21 +372,21 @@ def test_sampled_outputs_have_the_target_distribution(tmp_path: Path, parallel: 
 
 def test_generate_chat_and_stream_agree() -> None:
     llm = engine("p-eagle-1", 3)
-    asked = bytes(prompt(700, 20)).decode()
+    text = bytes(prompt(700, 20)).decode()
     params = SamplingParams(max_tokens=30, stop=["def"], ignore_eos=True)
     want = expected_output(prompt(700, 20), params)
-    texts, ids = [asked, asked[:12]], [list(prompt(700, 20)), list(prompt(700, 12))]
+    texts, ids = [text, text[:12]], [list(prompt(700, 20)), list(prompt(700, 12))]
     by_text, by_ids = llm.generate(texts, params), llm.generate(ids, params, progress=True)
     assert [o.outputs for o in by_text] == [o.outputs for o in by_ids]
     assert [o.prompt for o in by_text] == texts and [o.prompt for o in by_ids] == [None, None]
     assert [o.prompt_token_ids for o in by_text] == ids
     check(by_text[0].outputs[0], want, counts=False)
     assert llm.generate(ids[0], params)[0].outputs == by_ids[0].outputs
-    words = [{"role": "user", "content": part} for part in asked.split(" ")]
+    words = [{"role": "user", "content": part} for part in text.split(" ")]
     assert llm.chat(words, params)[0].outputs == by_ids[0].outputs
     assert [o.outputs for o in llm.chat([words, words], [params, params])] == [by_ids[0].outputs] * 2
     assert llm.generate([]) == []
-    for source in (asked, ids[0], words):
+    for source in (text, ids[0], words):
         pieces = list(llm.stream(source, replace(params, logprobs=1)))
         assert "".join(p.text for p in pieces) == want.text
         assert [t for p in pieces for t in p.token_ids] == want.token_ids
@@ -415,7 +415,7 @@ def test_leaving_a_stream_releases_everything() -> None:
 def test_engine_continues_after_an_interrupt(max_in_flight_steps: int, where: str) -> None:
     llm = engine("p-eagle-1", 3)
     llm.max_in_flight_steps = max_in_flight_steps
-    asked = [list(prompt(700, n)) for n in (20, 33, 5)]
+    prompts = [list(prompt(700, n)) for n in (20, 33, 5)]
     owner: Any = {"launch": llm.model_runner, "schedule": llm.scheduler, "wait": PendingStep}[where]
     original = getattr(owner, where)
     for at in (1, 4):
@@ -429,10 +429,10 @@ def test_engine_continues_after_an_interrupt(max_in_flight_steps: int, where: st
             return original(*args)
 
         with mock.patch.object(owner, where, interrupt), pytest.raises(KeyboardInterrupt):
-            llm.generate(asked, LONG[0])
+            llm.generate(prompts, LONG[0])
         assert calls == at and not llm.scheduler.running and not llm.scheduler.waiting
         llm.check_integrity()
-        for ids, output in zip(asked, llm.generate(asked, LONG[0]), strict=True):
+        for ids, output in zip(prompts, llm.generate(prompts, LONG[0]), strict=True):
             check(output.outputs[0], expected_output(tuple(ids), LONG[0], "p-eagle-1", 3), counts=True)
     while llm.has_unfinished_requests:
         llm.step()

@@ -59,31 +59,31 @@ def randomise(module: torch.nn.Module, seed: int) -> None:
             torch.nn.init.normal_(parameter, std=spread, generator=rng)
 
 
-def random_layer(choose: random.Random, width: int) -> LayerConfig:
-    heads = choose.choice([1, 2, 4])
-    kv_heads = choose.choice([n for n in (1, 2, 4) if heads % n == 0])
-    flags = {name: choose.random() < 0.3 for name in ("qkv_bias", "out_bias", "mlp_bias", "qk_norm")}
-    return LayerConfig(width, 2 * width, heads, kv_heads, head_dim=choose.choice([4, 8]), **flags)
+def random_layer(rng: random.Random, width: int) -> LayerConfig:
+    heads = rng.choice([1, 2, 4])
+    kv_heads = rng.choice([n for n in (1, 2, 4) if heads % n == 0])
+    flags = {name: rng.random() < 0.3 for name in ("qkv_bias", "out_bias", "mlp_bias", "qk_norm")}
+    return LayerConfig(width, 2 * width, heads, kv_heads, head_dim=rng.choice([4, 8]), **flags)
 
 
-def random_windows(choose: random.Random, layers: int) -> tuple[int | None, ...]:
-    return tuple(choose.choice([None, None, None, 2, 5]) for _ in range(layers))
+def random_windows(rng: random.Random, layers: int) -> tuple[int | None, ...]:
+    return tuple(rng.choice([None, None, None, 2, 5]) for _ in range(layers))
 
 
 @cache
 def random_target(seed: int) -> Decoder:
-    choose = random.Random(seed)
+    rng = random.Random(seed)
     layers = (1, 2, 1, 1, 3, 1)[seed % 6]
     model = Decoder(
         DecoderConfig(
             family="llama",
             vocab_size=(5, 6, 8, 12, 24, 64)[(seed + seed // 6) % 6],
             num_layers=layers,
-            layer=random_layer(choose, choose.choice([8, 16, 32])),
+            layer=random_layer(rng, rng.choice([8, 16, 32])),
             rope=RopeConfig(),
             max_positions=CONTEXT,
             tie_word_embeddings=False,
-            windows=random_windows(choose, layers),
+            windows=random_windows(rng, layers),
         )
     )
     randomise(model, seed)
@@ -94,32 +94,32 @@ def random_target(seed: int) -> Decoder:
 def random_drafter(target_seed: int, seed: int) -> Drafter:
     """Even seeds are P-EAGLE, odd ones EAGLE-3; half of each have a reduced vocabulary."""
     target = random_target(target_seed)
-    choose = random.Random(1000 * target_seed + seed)
+    rng = random.Random(1000 * target_seed + seed)
     vocab, width, layers = target.cfg.vocab_size, target.cfg.layer.hidden_size, 2 if seed == 4 else 1
-    reduced, own_embeddings = seed % 4 >= 2, choose.random() < 0.5
-    own_head = reduced or choose.random() < 0.5
-    own_width = own_embeddings and own_head and choose.random() < 0.5
-    aux_hidden_states = choose.sample(range(target.cfg.num_layers + 1), choose.randint(1, target.cfg.num_layers + 1))
+    reduced, own_embeddings = seed % 4 >= 2, rng.random() < 0.5
+    own_head = reduced or rng.random() < 0.5
+    own_width = own_embeddings and own_head and rng.random() < 0.5
+    aux_hidden_states = rng.sample(range(target.cfg.num_layers + 1), rng.randint(1, target.cfg.num_layers + 1))
     flags = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
     cfg = DrafterConfig(
         vocab_size=vocab,
-        draft_vocab_size=choose.randint(2, vocab - 1) if reduced else vocab,
+        draft_vocab_size=rng.randint(2, vocab - 1) if reduced else vocab,
         num_layers=layers,
-        layer=random_layer(choose, width + 4 if own_width else width),
+        layer=random_layer(rng, width + 4 if own_width else width),
         rope=RopeConfig(),
         max_positions=CONTEXT,
         target_hidden_size=width,
         aux_layer_ids=tuple(sorted(aux_hidden_states)),
-        mask_token_id=None if seed % 2 else choose.randrange(vocab),
+        mask_token_id=None if seed % 2 else rng.randrange(vocab),
         own_embeddings=own_embeddings,
         own_head=own_head,
-        windows=random_windows(choose, layers),
-        **{name: choose.random() < 0.4 for name in flags},
+        windows=random_windows(rng, layers),
+        **{name: rng.random() < 0.4 for name in flags},
     )
     drafter = Drafter(cfg).share_weights(target)
     randomise(drafter, 1000 * target_seed + seed)
     if drafter.d2t is not None:
-        kept = torch.tensor(sorted(choose.sample(range(vocab), cfg.draft_vocab_size)))
+        kept = torch.tensor(sorted(rng.sample(range(vocab), cfg.draft_vocab_size)))
         drafter.d2t.copy_(kept - torch.arange(len(kept)))
     return drafter.eval()
 
@@ -165,9 +165,9 @@ class PromptCase:
 @cache
 def random_start(target_seed: int, prompt_seed: int) -> PromptCase:
     target = random_target(target_seed)
-    choose = random.Random(97 * target_seed + prompt_seed)
+    rng = random.Random(97 * target_seed + prompt_seed)
     while True:
-        prompt = [choose.randrange(target.cfg.vocab_size) for _ in range(choose.randint(1, 9))]
+        prompt = [rng.randrange(target.cfg.vocab_size) for _ in range(rng.randint(1, 9))]
         truth = generate_greedily(target, prompt, CONTEXT - len(prompt))
         if truth is not None:
             return PromptCase(target, prompt, truth)
@@ -175,9 +175,9 @@ def random_start(target_seed: int, prompt_seed: int) -> PromptCase:
 
 @cache
 def trained_start(seed: int) -> PromptCase:
-    choose = random.Random(seed)
+    rng = random.Random(seed)
     while True:
-        place, length = choose.randrange(len(pairs.TEXT) - 40), choose.randint(1, 30)
+        place, length = rng.randrange(len(pairs.TEXT) - 40), rng.randint(1, 30)
         prompt = list(pairs.TEXT[place : place + length])
         truth = generate_greedily(trained_target(), prompt, TRAINED_TRUTH)
         if truth is not None:
@@ -273,20 +273,20 @@ def check(case: Case, run: Generation) -> None:
 
     known = 1  # output tokens; the first comes from prefill
     flags = [False]
-    for r in run.steps:
+    for s in run.steps:
         room = case.limit - (len(prompt) + known) - 1
         assert room >= 0
-        assert len(r.draft_token_ids) == min(case.k, room)
-        right = truth[known : known + len(r.draft_token_ids) + 1]  # before a stop cuts it
-        holds = next((i for i, x in enumerate(r.draft_token_ids) if x != right[i]), len(r.draft_token_ids))
-        assert r.num_accepted_tokens == holds
-        assert 1 <= len(r.output_token_ids) <= r.num_accepted_tokens + 1
-        assert r.output_token_ids == right[: len(r.output_token_ids)]
-        if len(r.output_token_ids) <= r.num_accepted_tokens:  # the target's own token was cut off
-            assert r is run.steps[-1]
+        assert len(s.draft_token_ids) == min(case.k, room)
+        right = truth[known : known + len(s.draft_token_ids) + 1]  # before a stop cuts it
+        holds = next((i for i, x in enumerate(s.draft_token_ids) if x != right[i]), len(s.draft_token_ids))
+        assert s.num_accepted_tokens == holds
+        assert 1 <= len(s.output_token_ids) <= s.num_accepted_tokens + 1
+        assert s.output_token_ids == right[: len(s.output_token_ids)]
+        if len(s.output_token_ids) <= s.num_accepted_tokens:  # the target's own token was cut off
+            assert s is run.steps[-1]
             assert reason == "stop" or len(text) == case.max_tokens
-        known += len(r.output_token_ids)
-        flags += [i < holds for i in range(len(r.output_token_ids))]
+        known += len(s.output_token_ids)
+        flags += [i < holds for i in range(len(s.output_token_ids))]
     assert known == len(text)
     assert run.is_draft_token == flags
     check_totals(case, run)
@@ -294,13 +294,13 @@ def check(case: Case, run: Generation) -> None:
 
 def check_totals(case: Case, run: Generation) -> None:
     assert run.num_speculative_tokens == case.k
-    assert sum(len(r.output_token_ids) for r in run.steps) + 1 == len(run.token_ids) == len(run.is_draft_token)
-    assert all(r.num_accepted_tokens <= len(r.draft_token_ids) <= case.k for r in run.steps)
-    per_position = Counter(i for r in run.steps for i in range(r.num_accepted_tokens))
+    assert sum(len(s.output_token_ids) for s in run.steps) + 1 == len(run.token_ids) == len(run.is_draft_token)
+    assert all(s.num_accepted_tokens <= len(s.draft_token_ids) <= case.k for s in run.steps)
+    per_position = Counter(i for s in run.steps for i in range(s.num_accepted_tokens))
     assert run.num_accepted_tokens_per_pos == [per_position[i] for i in range(case.k)]
     assert run.num_accepted_tokens_per_pos == sorted(run.num_accepted_tokens_per_pos, reverse=True)
-    accepted = sum(r.num_accepted_tokens for r in run.steps)
-    assert run.num_drafts == len([r for r in run.steps if r.draft_token_ids])
+    accepted = sum(s.num_accepted_tokens for s in run.steps)
+    assert run.num_drafts == len([s for s in run.steps if s.draft_token_ids])
     assert run.acceptance_length == pytest.approx(1 + (accepted / run.num_drafts if run.num_drafts else 0))
 
 
@@ -313,8 +313,8 @@ def test_output_without_drafter() -> None:
     def property_(case: Case) -> None:
         run = case.run()
         assert (run.token_ids, run.finish_reason) == case.cut()
-        assert [r.output_token_ids for r in run.steps] == [(token,) for token in run.token_ids[1:]]
-        assert all(r.draft_token_ids == () and r.num_accepted_tokens == 0 for r in run.steps)
+        assert [s.output_token_ids for s in run.steps] == [(token,) for token in run.token_ids[1:]]
+        assert all(s.draft_token_ids == () and s.num_accepted_tokens == 0 for s in run.steps)
         assert run.is_draft_token == [False] * len(run.token_ids)
         assert (run.num_speculative_tokens, run.num_drafts, run.num_accepted_tokens_per_pos) == (0, 0, [])
         assert run.acceptance_length == 1
@@ -357,9 +357,9 @@ def test_random_drafters_do_not_change_the_output() -> None:
         run = case.run(random_drafter(seeds[0], drafter_seed), sample_draft_tokens=sampled)
         check(case, run)
         seen["cases"] += 1
-        seen["accepted"] += sum(r.num_accepted_tokens for r in run.steps)
-        seen["rejected"] += sum(r.num_accepted_tokens < len(r.draft_token_ids) for r in run.steps)
-        seen["cut inside a run"] += any(len(r.output_token_ids) <= r.num_accepted_tokens for r in run.steps)
+        seen["accepted"] += sum(s.num_accepted_tokens for s in run.steps)
+        seen["rejected"] += sum(s.num_accepted_tokens < len(s.draft_token_ids) for s in run.steps)
+        seen["cut inside a run"] += any(len(s.output_token_ids) <= s.num_accepted_tokens for s in run.steps)
         seen[run.finish_reason] += 1
 
     property_()
@@ -378,8 +378,8 @@ def test_trained_drafters_do_not_change_the_output(name: str) -> None:
     def property_(case: Case) -> None:
         run = case.run(drafter)
         check(case, run)
-        seen["drafts"] += sum(len(r.draft_token_ids) for r in run.steps)
-        seen["accepted"] += sum(r.num_accepted_tokens for r in run.steps)
+        seen["drafts"] += sum(len(s.draft_token_ids) for s in run.steps)
+        seen["accepted"] += sum(s.num_accepted_tokens for s in run.steps)
 
     property_()
     assert 0.05 < seen["accepted"] / seen["drafts"] < 0.95, seen
@@ -406,7 +406,7 @@ def make_propose(
     kind: str, case: Case, seed: int, right_for: int = 0, one_hot: bool = True
 ) -> Callable[..., DraftProposal]:
     """A replacement of `propose_draft_tokens` that knows the expected output."""
-    choose = random.Random(seed)
+    source = random.Random(seed)
     truth, vocab = case.start.truth, case.start.target.cfg.vocab_size
     stops = [*case.eos_ids, *case.stop_token_ids] or [0]
 
@@ -418,18 +418,18 @@ def make_propose(
         assert len(aux_hidden_states) == len(tokens) - 1
         right = list(truth[done : done + k])
         assert len(right) == k > 0
-        wrong = [(x + choose.randint(1, vocab - 1)) % vocab for x in right]
+        wrong = [(x + source.randint(1, vocab - 1)) % vocab for x in right]
         drafts = {
             "right": right,
             "wrong": wrong,
             "right then wrong": right[:right_for] + wrong[right_for:],
-            "random": [choose.randrange(vocab) for _ in right],
+            "random": [source.randrange(vocab) for _ in right],
             "repeats": [tokens[-1]] * k,
-            "stops early": right[:right_for] + [choose.choice(stops)] + right[right_for + 1 :],
+            "stops early": right[:right_for] + [source.choice(stops)] + right[right_for + 1 :],
         }[kind][:k]
         probs = F.one_hot(torch.tensor(drafts), vocab).double()
         if not one_hot:
-            probs = (probs + torch.tensor([[choose.random() for _ in range(vocab)] for _ in drafts])).softmax(-1)
+            probs = (probs + torch.tensor([[source.random() for _ in range(vocab)] for _ in drafts])).softmax(-1)
         return DraftProposal(drafts, probs)
 
     return propose
@@ -458,10 +458,10 @@ def test_fake_drafters_do_not_change_the_output(kind: str) -> None:
         if kind == "right then wrong":
             step = min(right_for, case.k) + 1
             assert len(run.steps) == math.ceil(after_the_first / step)
-            assert all(r.num_accepted_tokens == min(step - 1, len(r.draft_token_ids)) for r in run.steps)
+            assert all(s.num_accepted_tokens == min(step - 1, len(s.draft_token_ids)) for s in run.steps)
         seen["cases"] += 1
-        seen["cut inside a run"] += any(len(r.output_token_ids) <= r.num_accepted_tokens for r in run.steps)
-        seen["no room for drafts"] += any(not r.draft_token_ids for r in run.steps)
+        seen["cut inside a run"] += any(len(s.output_token_ids) <= s.num_accepted_tokens for s in run.steps)
+        seen["no room for drafts"] += any(not s.draft_token_ids for s in run.steps)
 
     property_()
     assert seen["cases"] >= 350 and seen["no room for drafts"] > 0, seen
@@ -496,14 +496,14 @@ def test_max_tokens_within_accepted_tokens_cuts_the_output_but_not_the_count() -
     run = run_fake(case, make_propose("right", case, 0))
     assert run.token_ids == list(case.start.truth[:3])
     assert run.finish_reason == "length"
-    assert [(r.num_accepted_tokens, len(r.output_token_ids)) for r in run.steps] == [(4, 2)]
+    assert [(s.num_accepted_tokens, len(s.output_token_ids)) for s in run.steps] == [(4, 2)]
 
 
 def test_stop_as_the_target_token_and_as_the_first_token() -> None:
     start = distinct_start(5)
     case = make_case(start, k=2, stops=(start.truth[3],))
     run = run_fake(case, make_propose("right", case, 0))
-    assert [(r.num_accepted_tokens, r.output_token_ids) for r in run.steps] == [(2, start.truth[1:4])]
+    assert [(s.num_accepted_tokens, s.output_token_ids) for s in run.steps] == [(2, start.truth[1:4])]
     assert (run.finish_reason, run.is_draft_token) == ("stop", [False, True, True, False])
 
     first = run_fake(make_case(start, k=2, stops=(start.truth[0],)), make_propose("right", case, 0))
@@ -523,7 +523,7 @@ def test_rejected_stop_token_does_not_stop() -> None:
     case = make_case(start, k=3, max_tokens=4, stops=(stop,))
     run = run_fake(case, make_propose("stops early", case, 0, right_for=1))
     assert (run.token_ids, run.finish_reason) == (list(start.truth[:4]), "length")
-    assert all(stop in r.draft_token_ids for r in run.steps)
+    assert all(stop in s.draft_token_ids for s in run.steps)
 
 
 def test_ignore_eos_ignores_eos_but_not_stop_tokens() -> None:
@@ -545,7 +545,7 @@ def test_fewer_draft_tokens_near_the_end_of_the_context() -> None:
 
     with mock.patch.object(reference, "run_target", reading):
         run = run_fake(case, make_propose("wrong", case, 0))
-    counts = [len(r.draft_token_ids) for r in run.steps]
+    counts = [len(s.draft_token_ids) for s in run.steps]
     assert counts == [5, 5, 5, 4, 3, 2, 1, 0]
     assert counts == [min(5, case.limit - (n + i) - 1) for i in range(1, 9)]
     assert reads == [(n, 1), *((n + 1 + i + c, c + 1) for i, c in enumerate(counts))]
@@ -553,7 +553,7 @@ def test_fewer_draft_tokens_near_the_end_of_the_context() -> None:
     assert (len(run.token_ids), run.finish_reason, run.num_drafts) == (9, "length", 7)
 
     right = run_fake(case, make_propose("right", case, 0))
-    assert [(len(r.draft_token_ids), len(r.output_token_ids)) for r in right.steps] == [(5, 6), (1, 2)]
+    assert [(len(s.draft_token_ids), len(s.output_token_ids)) for s in right.steps] == [(5, 6), (1, 2)]
 
 
 @pytest.mark.parametrize("room", [1, 2, 3])
@@ -575,16 +575,16 @@ def test_max_model_len_is_limited_by_the_target() -> None:
 
 def test_on_tokens_is_called_after_prefill_and_each_step() -> None:
     case = make_case(distinct_start(3), k=3)
-    told: list[tuple[list[int], int]] = []
+    calls: list[tuple[list[int], int]] = []
     run = run_fake(
         case,
         make_propose("right then wrong", case, 0, right_for=2),
-        on_tokens=lambda g: told.append((list(g.token_ids), len(g.steps))),
+        on_tokens=lambda g: calls.append((list(g.token_ids), len(g.steps))),
     )
-    assert [rounds for _, rounds in told] == list(range(len(run.steps) + 1))
-    for i, (tokens, _) in enumerate(told):
-        assert tokens == run.token_ids[: 1 + sum(len(r.output_token_ids) for r in run.steps[:i])]
-    assert told[-1][0] == run.token_ids
+    assert [num_steps for _, num_steps in calls] == list(range(len(run.steps) + 1))
+    for i, (tokens, _) in enumerate(calls):
+        assert tokens == run.token_ids[: 1 + sum(len(s.output_token_ids) for s in run.steps[:i])]
+    assert calls[-1][0] == run.token_ids
 
 
 # Drafter inputs
@@ -750,14 +750,14 @@ def compare_drafting(
 ) -> tuple[Generation, list[bool], float]:
     """Runs both ways of drafting: the generation, whether the draft tokens of each step are equal, and the largest
     difference of hidden states."""
-    propose, guess = reference.propose_draft_tokens, reference.sample_from_drafter
+    propose, sample = reference.propose_draft_tokens, reference.sample_from_drafter
     states: list[Tensor] = []
     equal: list[bool] = []
     apart = 0.0
 
     def noting(drafter: Drafter, outputs: Tensor, *rest: Any) -> DraftProposal:
         states.append(outputs)
-        return guess(drafter, outputs, *rest)
+        return sample(drafter, outputs, *rest)
 
     def both(drafter: Drafter, tokens: list[int], aux_hidden_states: Tensor, k: int, *rest: Any) -> DraftProposal:
         nonlocal apart
@@ -785,11 +785,11 @@ def test_drafting_with_a_cache_equals_drafting_without(name: str) -> None:
         run, equal, apart = compare_drafting(target, drafter, prompt, k, cached)
         assert all(equal) and len(equal) == run.num_drafts
         assert apart < 1e-3
-        rounds = [r for r in run.steps if r.draft_token_ids]
-        known = len(prompt) + sum(len(r.output_token_ids) for r in rounds[:-1])
-        assert cached.passed == known + sum(len(r.draft_token_ids) - 1 for r in rounds)  # each row once
-        accepted += sum(r.num_accepted_tokens for r in rounds)
-        drafts += sum(len(r.draft_token_ids) for r in rounds)
+        steps = [s for s in run.steps if s.draft_token_ids]
+        known = len(prompt) + sum(len(s.output_token_ids) for s in steps[:-1])
+        assert cached.passed == known + sum(len(s.draft_token_ids) - 1 for s in steps)  # each row once
+        accepted += sum(s.num_accepted_tokens for s in steps)
+        drafts += sum(len(s.draft_token_ids) for s in steps)
     assert 0 < accepted < drafts  # both accepted and rejected rows occurred
 
 
@@ -864,4 +864,4 @@ def test_the_most_drafts_there_can_be() -> None:
     drafter = trained_pair("p-eagle-1")[1].share_weights(trained_target())
     run = make_case(start, k=64, max_tokens=12).run(drafter)
     assert run.token_ids == list(start.truth[:12])
-    assert all(len(r.draft_token_ids) == 64 for r in run.steps)
+    assert all(len(s.draft_token_ids) == 64 for s in run.steps)

@@ -275,8 +275,8 @@ class LogitsTable:
     def __getitem__(self, tokens: Sequence[int]) -> list[float]:
         key = tuple(tokens)
         if key not in self.rows:
-            choose = random.Random(f"{self.seed} {key}")
-            self.rows[key] = [choose.gauss(0, 1.5) for _ in range(self.vocab)]
+            rng = random.Random(f"{self.seed} {key}")
+            self.rows[key] = [rng.gauss(0, 1.5) for _ in range(self.vocab)]
         return self.rows[key]
 
     @property
@@ -305,7 +305,7 @@ def propose_known_output(
     case: RequestCase, generated: list[int], right_for: int, seed: int
 ) -> Callable[..., DraftProposal]:
     """Proposes `right_for` tokens of the expected output, then random tokens."""
-    choose = random.Random(seed)
+    source = random.Random(seed)
 
     def propose(
         drafter: Any, tokens: list[int], aux_hidden_states: Tensor, k: int, params: Any, rng: Any
@@ -314,7 +314,7 @@ def propose_known_output(
         drafts = [
             generated[done + i]
             if i < right_for and done + i < len(generated)
-            else choose.randrange(len(case.token_bytes))
+            else source.randrange(len(case.token_bytes))
             for i in range(k)
         ]
         return DraftProposal(drafts, F.one_hot(torch.tensor(drafts), len(case.token_bytes)).double())
