@@ -12,30 +12,22 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from peagle.config import SamplingParams
 from peagle.engine.grammar_matcher import compute_bitmasks, unpack_bitmasks
 from peagle.engine.request import Logprobs, Request
 from peagle.kernels.host_transfer import copy_to_device
 
 
 def apply_logits_processors(
-    logits_QV: Tensor,
-    params: SamplingParams,
-    prompt_token_ids: list[int],
-    output_token_ids: list[int],
-    draft_token_ids_K: Tensor,
-    all_stop_token_ids: frozenset[int],
-    allowed_QV: Tensor | None = None,
+    logits_QV: Tensor, request: Request, draft_token_ids_K: Tensor, allowed_QV: Tensor | None = None
 ) -> Tensor:
     """Processes the rows of one request in fp32. Row j follows the prompt, the output and the first j draft tokens.
-
-    `all_stop_token_ids` are banned until the output has `min_tokens`. `allowed_QV` are the tokens of the grammar.
-    """
-    logits = logits_QV.float().clone()
-    num_rows, device = len(logits), logits.device
-    num_banned_rows = min(max(params.min_tokens - len(output_token_ids), 0), num_rows)
-    if num_banned_rows and all_stop_token_ids:
-        banned = torch.tensor(sorted(all_stop_token_ids), device=device)
+    `allowed_QV` are the tokens that the grammar allows."""
+    params, logits = request.params, logits_QV.float().clone()
+    device = logits.device
+    # Stop tokens are banned until the output has `min_tokens`.
+    num_banned_rows = min(max(params.min_tokens - len(request.output_token_ids), 0), len(logits))
+    if num_banned_rows and request.all_stop_token_ids:
+        banned = torch.tensor(sorted(request.all_stop_token_ids), device=device)
         if allowed_QV is None:
             logits[:num_banned_rows, banned] = -torch.inf
         else:  # the grammar wins where it allows nothing but banned tokens
@@ -45,27 +37,21 @@ def apply_logits_processors(
         ids = torch.tensor(list(params.logit_bias), device=device)
         logits[:, ids] += torch.tensor(list(params.logit_bias.values()), device=device)
     if params.has_penalties:
-        logits = _apply_penalties(logits, params, prompt_token_ids, output_token_ids, draft_token_ids_K)
+        logits = _apply_penalties(logits, request, draft_token_ids_K)
     return logits if allowed_QV is None else logits.masked_fill(~allowed_QV, -torch.inf)
 
 
-def _apply_penalties(
-    logits: Tensor,
-    params: SamplingParams,
-    prompt_token_ids: list[int],
-    output_token_ids: list[int],
-    draft_token_ids_K: Tensor,
-) -> Tensor:
-    (num_rows, vocab), device = logits.shape, logits.device
+def _apply_penalties(logits: Tensor, request: Request, draft_token_ids_K: Tensor) -> Tensor:
+    (num_rows, vocab), device, params = logits.shape, logits.device, request.params
     counts = torch.zeros(num_rows, vocab, device=device)
-    output = torch.tensor(output_token_ids, dtype=torch.long, device=device)
-    counts[0].index_add_(0, output, torch.ones(len(output_token_ids), device=device))
+    output = torch.tensor(request.output_token_ids, dtype=torch.long, device=device)
+    counts[0].index_add_(0, output, torch.ones(len(output), device=device))
     counts[1:] = counts[0]
     for j in range(1, num_rows):
         counts[j:, draft_token_ids_K[j - 1]] += 1
     if params.repetition_penalty != 1.0:
         seen = counts > 0
-        seen[:, torch.tensor(prompt_token_ids, device=device)] = True
+        seen[:, torch.tensor(request.prompt_token_ids, device=device)] = True
         scaled = torch.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
         logits = torch.where(seen, scaled, logits)
     return logits - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
@@ -78,15 +64,7 @@ def process_batch_logits(
     processed_BQV = raw_BQV.to(torch.float32, copy=True)
     for b, r in enumerate(requests):
         if r.needs_logits_processing:
-            processed_BQV[b] = apply_logits_processors(
-                raw_BQV[b],
-                r.params,
-                r.prompt_token_ids,
-                r.output_token_ids,
-                draft_token_ids_BK[b],
-                r.all_stop_token_ids,
-                allowed.get(r.id),
-            )
+            processed_BQV[b] = apply_logits_processors(raw_BQV[b], r, draft_token_ids_BK[b], allowed.get(r.id))
     return processed_BQV
 
 

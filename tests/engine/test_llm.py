@@ -204,9 +204,8 @@ def test_logits_processors_of_a_row_see_its_draft_tokens(
     params, eos = SamplingParams(**options), frozenset({4})
     raw = torch.randn(len(draft_token_ids) + 1, 9, generator=torch.Generator().manual_seed(seed))
     stop_token_ids = eos | set(params.stop_token_ids)
-    rows = apply_logits_processors(
-        raw, params, prompt, output, torch.tensor(draft_token_ids, dtype=torch.long), stop_token_ids
-    )
+    request = Request(0, prompt, params, 0, stop_token_ids, stop_token_ids, eos, MAX_MODEL_LEN, output_token_ids=output)
+    rows = apply_logits_processors(raw, request, torch.tensor(draft_token_ids, dtype=torch.long))
     for j, row in enumerate(rows):
         want = reference.process_logits(raw[j], params, prompt, output + draft_token_ids[:j], eos)
         torch.testing.assert_close(row.double(), want, rtol=1e-5, atol=1e-5)
