@@ -156,7 +156,7 @@ def our_steps(job: Json) -> Callable[[int], Json]:
     import torch
     from training_variants import SHAPES, VARIANTS, Models, documents, random_work, step_flops
 
-    from peagle.training.chunk_size import auto_chunk_rows
+    from peagle.training.chunk_size import auto_chunk_size
 
     device = torch.device(job["device"])
     shape = SHAPES[job["shape"]]
@@ -168,7 +168,7 @@ def our_steps(job: Json) -> Callable[[int], Json]:
 
     def at(tokens: int) -> Json:
         work = random_work(models, documents([tokens], 0.0, shape.vocab))
-        rows = job["chunk_rows"] or auto_chunk_rows(models.drafter, tokens, shape.depths)
+        rows = job["chunk_rows"] or auto_chunk_size(models.drafter, tokens, shape.depths)
         found = measure(lambda: variant(models, work, rows), job, lambda: models.drafter.zero_grad(set_to_none=True))
         flops = step_flops(shape, work.batch, work.rows)
         found |= {"rows": len(work.rows.anchor_R) + tokens, "weights_gb": weights / GB}

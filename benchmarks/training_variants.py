@@ -19,7 +19,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from peagle.config import DecoderConfig, DrafterConfig, LayerConfig, Objective, RopeConfig
 from peagle.data.batches import PackedBatch
@@ -28,7 +27,7 @@ from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
 from peagle.training.cod_sampling import CodPositions, sample_cod_positions, sampling_generator
 from peagle.training.hidden_states.online import TargetHiddenStates
-from peagle.training.loss import DraftLoss, LossSettings, depth_weights
+from peagle.training.loss import DraftLoss, LossSettings, depth_weights, position_weights
 from peagle.training.partition import DrafterForward, accumulate_gradients, chunk_loss, split_chains
 
 EVERYTHING = 1 << 40  # rows: no chunks
@@ -130,9 +129,8 @@ def random_work(models: Models, batch: PackedBatch) -> Work:
 
 def examiner_of(models: Models, work: Work) -> DraftLoss:
     objective = models.shape.objective
-    return DraftLoss(
-        models.drafter, models.target, work.states, LossSettings(objective), work.rows.counts, work.weights
-    )
+    weight_K = position_weights(work.rows.counts, work.weights).to(work.states.hidden_ND.device)
+    return DraftLoss(models.drafter, models.target, work.states, LossSettings(objective), weight_K)
 
 
 def view_of(models: Models, work: Work) -> DrafterForward:
@@ -155,26 +153,22 @@ def ours(models: Models, work: Work, chunk_rows: int) -> None:
 
 def whole(models: Models, work: Work, chunk_rows: int) -> None:
     view, (everything,) = view_of(models, work), split_chains(work.rows, EVERYTHING)
-    chunk_loss(examiner_of(models, work), view, view.depth_zero(), everything).backward()
+    chunk_loss(examiner_of(models, work), view, view.run_depth_zero(), everything).backward()
 
 
 def logits(models: Models, work: Work, chunk_rows: int) -> None:
     assert models.shape.objective == "kl"
     view, (everything,) = view_of(models, work), split_chains(work.rows, EVERYTHING)
-    leaves = view.depth_zero()
-    said = torch.cat([leaves.output_ND[view.moved(everything.anchor_A)], view.chains(leaves, everything)])
+    leaves = view.run_depth_zero()
+    said = torch.cat([leaves.output_ND[view.to_device(everything.anchor_A)], view.run_chains(leaves, everything)])
     exact = torch.float64 if said.dtype == torch.float64 else torch.float32
     log_q_RV = models.drafter.compute_logits(said).log_softmax(-1, dtype=exact)
     with torch.no_grad():
-        positions = view.moved(everything.questions() - 1)
+        positions = view.to_device(everything.label_positions() - 1)
         log_p_RV = models.target.compute_logits(work.states.hidden_ND)[positions].log_softmax(-1, dtype=exact)
     loss_R = torch.nn.functional.kl_div(log_q_RV, log_p_RV, reduction="none", log_target=True).sum(-1)
-    (loss_R * row_weights(work, everything.depths()).to(loss_R)).sum().backward()
-
-
-def row_weights(work: Work, depth_R: Tensor) -> Tensor:
-    each = [weight / max(count, 1) for weight, count in zip(work.weights, work.rows.counts, strict=True)]
-    return torch.tensor(each, dtype=torch.float64)[depth_R]
+    weight_R = position_weights(work.rows.counts, work.weights)[everything.depths()]
+    (loss_R * weight_R.to(loss_R)).sum().backward()
 
 
 def algorithm1(models: Models, work: Work, chunk_rows: int) -> None:
@@ -191,11 +185,11 @@ def algorithm1(models: Models, work: Work, chunk_rows: int) -> None:
         prefix = replace(batch, **{name: getattr(batch, name)[part] for name in named})
         states = TargetHiddenStates(work.states.hidden_ND[part], work.states.aux_hidden_states_NX[part])
         view = view_of(models, Work(prefix, work.rows, states, work.weights))
-        leaves = view.depth_zero()
-        said = torch.cat([leaves.output_ND[view.moved(segment.anchor_A)], view.chains(leaves, segment)])
+        leaves = view.run_depth_zero()
+        said = torch.cat([leaves.output_ND[view.to_device(segment.anchor_A)], view.run_chains(leaves, segment)])
         # what is asked for may lie behind the prefix
-        links = segment.links(all_of_it)
-        examiner.ask(said, view.moved(segment.depths()), segment.asked(), links).backward()
+        links = segment.build_links(all_of_it)
+        examiner.compute(said, view.to_device(segment.depths()), segment.label_positions(), links).backward()
 
 
 VARIANTS: dict[str, Callable[[Models, Work, int], None]] = {

@@ -22,13 +22,12 @@ from engines import write_tokenizer
 from support import set_config
 
 from peagle.config import ResponseSettings
-from peagle.data.chat_format import ChatFormat
+from peagle.data.chat_format import ChatFormat, load_chat_format
 from peagle.data.generators import GenerationRequest, GenerationResult
 from peagle.data.progress import DataSummary
 from peagle.data.prompts import Prompt, PromptSet
 from peagle.data.response_file import ResponseFile
 from peagle.data.responses import ResponseWriter
-from peagle.data.run import load_chat_format
 
 EOS = ord("d")
 TEMPLATE = (
@@ -102,8 +101,8 @@ SETTINGS = ResponseSettings(samples=2, seed=1)
 
 
 def write(out: Path, chat: ChatFormat, source: Any, settings: ResponseSettings = SETTINGS, **same: Any) -> DataSummary:
-    file = ResponseFile(out, {"command": []}, {"seed": settings.seed, **same}, chat.answers)
-    return ResponseWriter(conversations(), settings, chat, source, file, shown=False).run()
+    file = ResponseFile(out, {"command": []}, {"seed": settings.seed, **same}, chat.decode_responses)
+    return ResponseWriter(conversations(), settings, chat, source, file, show_progress=False).run()
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:

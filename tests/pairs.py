@@ -121,7 +121,7 @@ def train_target(device: str, steps: int = 1500) -> Decoder:
     rng = torch.Generator().manual_seed(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, steps)
-    attend = dense.batched(32, None)
+    attend = dense.masked_attention(32, None)
     positions = torch.arange(95, device=device).repeat(32)
     for _ in range(steps):
         tokens = text_batch(32, 96, rng).to(device)

@@ -54,17 +54,17 @@ def data_file(home: Path, rows: int = 48) -> Path:
 
 def recipe(home: Path, **settings: Any) -> Recipe:
     usual = {
-        "layers": 1,
+        "num_layers": 1,
         "aux_layer_ids": (1, 2, 4),
         "mask_token": str(pairs.MASK_ID),
-        "depths": 3,
+        "num_depths": 3,
         "batch_tokens": 96,
-        "max_length": 64,
+        "max_seq_len": 64,
         "steps": 20,
-        "warmup": 4,
-        "held_out": 0,
+        "warmup_steps": 4,
+        "validation_size": 0,
         "log_every": 3,
-        "chunk_rows": 16,
+        "chunk_size": 16,
         "lr": 2e-3,
     }
     target, data = str(target_folder(home)), str(data_file(home))
@@ -80,7 +80,7 @@ def start(made: Recipe, out: Path, *options: str, **env: str) -> forks.Process:
 
 def saved(out: Path) -> dict[str, Tensor]:
     """The tensors of the newest state."""
-    newest = resume.RunFolder(out).newest()
+    newest = resume.RunFolder(out).newest_state()
     assert newest is not None
     return load_file(newest / "model.safetensors")
 
@@ -88,7 +88,7 @@ def saved(out: Path) -> dict[str, Tensor]:
 def lines(out: Path) -> list[dict[str, Any]]:
     """Of the log, without what depends on the clock."""
     clock = ("seconds", "tokens_per_second", "memory_gb")
-    return [{k: v for k, v in line.items() if k not in clock} for line in resume.log_lines(out / "log.jsonl")]
+    return [{k: v for k, v in line.items() if k not in clock} for line in resume.read_log(out / "log.jsonl")]
 
 
 def main() -> None:
@@ -138,7 +138,7 @@ def main() -> None:
         rank = os.environ.get("RANK", "0")
         kept = {"gradients": torch.stack(gradients), "weights": stepped[0].masters_P}
         torch.save(kept, args.gradients.with_suffix(f".{rank}"))
-    print(json.dumps({"step": outcome.standing.step, "finished": outcome.finished}), flush=True)
+    print(json.dumps({"step": outcome.state.step, "finished": outcome.finished}), flush=True)
 
 
 if __name__ == "__main__":

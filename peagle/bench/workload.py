@@ -114,7 +114,7 @@ def read_workload(sets: Sequence[DataSet], settings: BenchSettings) -> Workload:
     """The first prompts of each set in turn. Of several turns the first is asked: the others need an answer."""
     rows = [row for beside in zip_longest(*(s.prompts.rows for s in sets)) for row in beside if row is not None]
     asks = [_ask(row, settings.raw) for row in rows[: settings.count]]
-    notes = [f"{s.name}: {len(s.prompts.refused)} bad rows were left out" for s in sets if s.prompts.refused]
+    notes = [f"{s.name}: {len(s.prompts.rejected)} bad rows were left out" for s in sets if s.prompts.rejected]
     if len(asks) < settings.count:
         notes.append(
             f"{settings.count} requests of {len(asks)} prompts: some are asked again, and a prefix cache knows them"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeVar, get_args
 import typer
 
 from peagle.cli.app import TARGET_HELP, DeviceOption, DtypeOption, JsonOption, app, console, examples
-from peagle.cli.several import SpreadCommand, split
+from peagle.cli.several import MultiValueCommand, split_commas
 from peagle.config import (
     BenchEngineSettings,
     BenchServerSettings,
@@ -34,7 +34,7 @@ N = TypeVar("N")
 
 
 @app.command(
-    cls=SpreadCommand,
+    cls=MultiValueCommand,
     epilog=examples(
         "peagle bench -d smollm2-135m-p-eagle -k 3 7 --prompts mt_bench.jsonl --concurrency 1 8",
         "peagle bench TARGET -d P_EAGLE EAGLE3 -k 3 7 auto --prompts chats.jsonl.gz --concurrency 1 8 64 --out a.json",
@@ -146,8 +146,8 @@ def bench(
     if random_output is not None and random_input is None:
         raise UserError(f"--random-output {random_output}: goes with --random-input N; else --max-tokens --ignore-eos")
     settings = BenchSettings(
-        concurrency=tuple(_number("--concurrency", c, int, "whole numbers") for c in split(concurrency)),
-        rates=tuple(_number("--rate", r, float, "numbers") for r in split(rate)),
+        concurrency=tuple(_number("--concurrency", c, int, "whole numbers") for c in split_commas(concurrency)),
+        rates=tuple(_number("--rate", r, float, "numbers") for r in split_commas(rate)),
         requests=requests,
         waves=waves,
         repeats=repeats,
@@ -162,8 +162,8 @@ def bench(
     if target is not None and same_target is not None:
         raise UserError(f"--target {same_target}: {target} is named already; give one of them")
     target = target or same_target
-    drafts = [_draft_tokens(k) for k in split(draft_tokens)]
-    named = split(prompts)
+    drafts = [_draft_tokens(k) for k in split_commas(draft_tokens)]
+    named = split_commas(prompts)
     if url is not None:
         _nothing_embedded(target, drafter)
         server = BenchServerSettings(url, model, connect_timeout, stall_timeout, timeout)
@@ -188,7 +188,7 @@ def bench(
             cost_table,
             enable_prefix_caching,
         )
-        here = Embedded(target or DEFAULT_TARGET, split(drafter), drafts or ["auto"], baseline, own, engine)
+        here = Embedded(target or DEFAULT_TARGET, split_commas(drafter), drafts or ["auto"], baseline, own, engine)
         workload = here.workload(named, settings, skip_bad_rows)
         variants, fixed = here.variants(workload, settings), here.fixed
     _tell(_run(variants, workload, settings, out, fixed), out, as_json)

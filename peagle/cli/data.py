@@ -1,7 +1,4 @@
-"""`data`: prompts in, the target's own responses out.
-
-Knows nothing about how they are written.
-"""
+"""The verb `data`."""
 
 from __future__ import annotations
 
@@ -12,85 +9,145 @@ from typing import Annotated
 
 import typer
 
-from peagle.cli.app import DeviceOption, DtypeOption, JsonOption, Lead, TargetOption, Vary, app, examples
+from peagle.cli.app import (
+    DATA_PANEL,
+    ENGINE_PANEL,
+    OUTPUT_PANEL,
+    SAMPLING_PANEL,
+    SERVER_PANEL,
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    Lead,
+    MaxModelLen,
+    TargetOption,
+    Vary,
+    app,
+    examples,
+)
 from peagle.config import EndpointSettings, ResponseEngineSettings, ResponseSettings
 from peagle.errors import UserError
 from peagle.hub.resolve import DEFAULT_TARGET
 
-SHOWN_REFUSALS = 5
+MAX_SHOWN_REJECTIONS = 5
 
 
 @app.command(
     epilog=examples(
         "peagle data prompts.jsonl.gz --out responses.jsonl",
+        "peagle data prompts.jsonl.gz --out responses.jsonl --exclude-ids recipes/validation-ids.txt",
         "peagle data prompts.jsonl.gz --out responses.jsonl --temperature 0 --samples 4 --lead 64",
         "peagle data few.jsonl --out responses.jsonl --samples 100 --vary 16",
-        "peagle data prompts/ --out responses.jsonl -t TARGET --samples 4 --max-tokens 2048",
         "peagle data HuggingFaceH4/ultrachat_200k --split train_sft --limit 20000 --out responses.jsonl",
         "peagle data prompts.jsonl --out responses.jsonl -t TARGET --endpoint http://localhost:8000/v1",
     )
 )
 def data(
-    prompts: Annotated[str, typer.Argument(help="A .jsonl or .jsonl.gz file, a folder of them, or a hub dataset.")],
-    out: Annotated[Path, typer.Option(help="Rows go here; if it is there already, it is gone on with.")],
+    prompts: Annotated[
+        str, typer.Argument(help="Prompts: a .jsonl or .jsonl.gz file, a folder of them, or a Hugging Face dataset.")
+    ],
+    out: Annotated[Path, typer.Option(help="Response file; an existing one is resumed.", rich_help_panel=OUTPUT_PANEL)],
     target: TargetOption = DEFAULT_TARGET,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = ResponseSettings.temperature,
-    top_p: Annotated[float, typer.Option(help="Sample within this mass; 1 is off.")] = ResponseSettings.top_p,
-    top_k: Annotated[int, typer.Option(help="Sample among this many tokens; 0 is off.")] = ResponseSettings.top_k,
-    max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = ResponseSettings.max_tokens,
-    samples: Annotated[int, typer.Option(help="Responses to each prompt.")] = ResponseSettings.samples,
-    limit: Annotated[int | None, typer.Option(help="Only the first prompts.", show_default="all")] = None,
-    seed: Annotated[int, typer.Option(help="Another one gives other responses.")] = ResponseSettings.seed,
-    lead: Lead = ResponseSettings.lead,
-    loop_tokens: Annotated[
-        int, typer.Option(help="Answers that loop are cut so many tokens behind where that begins.")
-    ] = ResponseSettings.loop_tokens,
-    vary: Vary = ResponseSettings.vary,
-    endpoint: Annotated[
-        str | None, typer.Option(help="An OpenAI-compatible server that answers, instead of the engine.", metavar="URL")
+    split: Annotated[str, typer.Option(help="Split of a Hugging Face dataset.", rich_help_panel=DATA_PANEL)] = "train",
+    limit: Annotated[
+        int | None, typer.Option(help="Use only the first N prompts.", show_default="all", rich_help_panel=DATA_PANEL)
     ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="What the server calls it.", show_default="the one it has", metavar="NAME")
+    exclude_ids: Annotated[
+        Path | None,
+        typer.Option(
+            help="File of prompt ids to exclude, one per line: the validation set.",
+            metavar="FILE",
+            rich_help_panel=DATA_PANEL,
+        ),
     ] = None,
-    concurrency: Annotated[int, typer.Option(help="Requests to the server at once.")] = EndpointSettings.concurrency,
-    timeout: Annotated[float, typer.Option(help="Seconds until a request is sent again.")] = EndpointSettings.timeout_s,
-    retries: Annotated[int, typer.Option(help="How often it is.")] = EndpointSettings.retries,
     chat_template: Annotated[
-        Path | None, typer.Option(help="A Jinja file, instead of the target's own template.", metavar="FILE")
+        Path | None,
+        typer.Option(
+            help="Jinja file with a chat template, instead of the target's.", metavar="FILE", rich_help_panel=DATA_PANEL
+        ),
     ] = None,
     raw: Annotated[
-        bool, typer.Option("--raw", help="Prompts as they are, to be continued: for a target that does not chat.")
+        bool,
+        typer.Option("--raw", help="Continue raw prompts without a chat template.", rich_help_panel=DATA_PANEL),
     ] = False,
-    split: Annotated[str, typer.Option(help="Of a hub dataset.")] = "train",
+    temperature: Annotated[
+        float, typer.Option(help="Sampling temperature; 0 is greedy.", rich_help_panel=SAMPLING_PANEL)
+    ] = ResponseSettings.temperature,
+    top_p: Annotated[
+        float, typer.Option(help="Nucleus sampling; 1 disables it.", rich_help_panel=SAMPLING_PANEL)
+    ] = ResponseSettings.top_p,
+    top_k: Annotated[
+        int, typer.Option(help="Top-k sampling; 0 disables it.", rich_help_panel=SAMPLING_PANEL)
+    ] = ResponseSettings.top_k,
+    max_tokens: Annotated[
+        int, typer.Option(help="Maximum tokens per response.", rich_help_panel=SAMPLING_PANEL)
+    ] = ResponseSettings.max_tokens,
+    samples: Annotated[
+        int, typer.Option(help="Responses per prompt.", rich_help_panel=SAMPLING_PANEL)
+    ] = ResponseSettings.samples,
+    seed: Annotated[int, typer.Option(help="Seed of the responses.", rich_help_panel=SAMPLING_PANEL)] = (
+        ResponseSettings.seed
+    ),
+    lead: Lead = ResponseSettings.lead,
+    vary: Vary = ResponseSettings.vary,
+    loop_tokens: Annotated[
+        int,
+        typer.Option(help="Tokens kept behind the start of a loop; the rest is cut.", rich_help_panel=SAMPLING_PANEL),
+    ] = ResponseSettings.loop_tokens,
+    endpoint: Annotated[
+        str | None,
+        typer.Option(
+            help="OpenAI-compatible server that generates, instead of the embedded engine.",
+            metavar="URL",
+            rich_help_panel=SERVER_PANEL,
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Model name on the server.",
+            show_default="its only model",
+            metavar="NAME",
+            rich_help_panel=SERVER_PANEL,
+        ),
+    ] = None,
+    concurrency: Annotated[
+        int, typer.Option(help="Concurrent requests to the server.", rich_help_panel=SERVER_PANEL)
+    ] = EndpointSettings.concurrency,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds before a request is retried.", rich_help_panel=SERVER_PANEL)
+    ] = EndpointSettings.timeout_s,
+    retries: Annotated[
+        int, typer.Option(help="Retries per request.", rich_help_panel=SERVER_PANEL)
+    ] = EndpointSettings.retries,
     max_num_seqs: Annotated[
-        int | None, typer.Option(help="The most answers at once.", show_default="by the device")
+        int | None,
+        typer.Option(help="Maximum concurrent responses.", show_default="by device", rich_help_panel=ENGINE_PANEL),
     ] = None,
-    max_model_len: Annotated[
-        int | None, typer.Option(help="Longest prompt and answer together.", show_default="what the target can")
-    ] = None,
+    max_model_len: MaxModelLen = None,
     gpu_memory_utilization: Annotated[
-        float, typer.Option(metavar="SHARE", help="Of the GPU's memory; less leaves room for others.")
+        float, typer.Option(help="Fraction of GPU memory to use.", rich_help_panel=ENGINE_PANEL)
     ] = ResponseEngineSettings.gpu_memory_utilization,
     kv_cache_memory_bytes: Annotated[
         int | None,
-        typer.Option(metavar="BYTES", help="Of the key-value cache, instead of that share: for several on one GPU."),
+        typer.Option(help="Size of the KV cache, instead of that fraction.", rich_help_panel=ENGINE_PANEL),
     ] = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
-    """Let the target answer prompts: what a drafter is trained on.
+    """Generate the target's responses to prompts: the training data of a drafter.
 
-    A row is {"prompt": ...}, {"turns": [...]} or {"messages": [...]}; answers in it are dropped for the target's own.
-    A run that was killed goes on where it was when it is started again; more --samples or a higher --limit add rows.
+    A row is {"prompt": ...}, {"turns": [...]} or {"messages": [...]}; assistant messages in it are replaced by the
+    target's own. The same command resumes a stopped run; more --samples or a higher --limit add rows.
     """
     settings = ResponseSettings(temperature, top_p, top_k, max_tokens, samples, seed, limit, lead, loop_tokens, vary)
     server = None
     if endpoint is not None:
         server = EndpointSettings(endpoint, model, concurrency, timeout, retries)
     elif model is not None:
-        raise UserError(f"--model {model}: is what a server calls it; give --endpoint URL, or -t alone for the engine")
-    writer = ResponseEngineSettings(
+        raise UserError(f"--model {model}: needs --endpoint URL; the embedded engine uses -t TARGET")
+    engine = ResponseEngineSettings(
         None if device == "auto" else device,
         None if dtype == "auto" else dtype,
         max_num_seqs,
@@ -101,15 +158,17 @@ def data(
 
     from peagle.data.run import write_responses
 
-    summary = write_responses(prompts, out, target, settings, writer, server, chat_template, split, raw=raw)
-    if summary.refused:
-        with open(f"{out}.refused", encoding="utf-8") as file:
-            for line, _ in zip(file, range(SHOWN_REFUSALS), strict=False):
+    summary = write_responses(
+        prompts, out, target, settings, engine, server, chat_template, split, raw=raw, exclude_ids=exclude_ids
+    )
+    if summary.rejected:
+        with open(f"{out}.rejected", encoding="utf-8") as file:
+            for line, _ in zip(file, range(MAX_SHOWN_REJECTIONS), strict=False):
                 row = json.loads(line)
                 detail = f" ({row['detail']})" if row["detail"] else ""
-                print(f"refused: {row['where']}: {row['reason']}{detail}", file=sys.stderr)
+                print(f"rejected: {row['where']}: {row['reason']}{detail}", file=sys.stderr)
     print(json.dumps(summary.as_json()) if as_json else summary.text())
     if summary.interrupted:
         raise typer.Exit(130)
-    if summary.failed:
+    if summary.num_failed:
         raise typer.Exit(1)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from peagle.cli.app import DeviceOption, DtypeOption, JsonOption, TargetArgument, app, console, examples
-from peagle.cli.several import SpreadCommand, split
+from peagle.cli.several import MultiValueCommand, split_commas
 from peagle.config import EvalServerSettings, EvalSettings
 from peagle.errors import UserError
 from peagle.hub.resolve import DEFAULT_TARGET, resolve_target
@@ -32,7 +32,7 @@ NAME_WIDTH = 32
 
 @app.command(
     name="eval",
-    cls=SpreadCommand,
+    cls=MultiValueCommand,
     epilog=examples(
         "peagle eval smollm2-135m --drafter smollm2-135m-p-eagle --data mt_bench humaneval gsm8k",
         "peagle eval TARGET -d P_EAGLE EAGLE3 --data prompts.jsonl -k 1 3 5 7 10 --temperature 0 1 --out eval.json",
@@ -186,7 +186,7 @@ def _drafters(names: Sequence[str], target: str, method: str | None, served: boo
 
 def _numbers(flag: str, given: list[str] | None, kind: type[Number]) -> tuple[Number, ...]:
     """Rising, each once."""
-    values = split(given)
+    values = split_commas(given)
     try:
         return tuple(sorted({kind(value) for value in values}))
     except ValueError:

@@ -1,7 +1,4 @@
-"""`states`: what the target says to each token of the data, written by vLLM servers for `train --vllm-states`.
-
-Knows nothing about how they are written.
-"""
+"""The verb `hidden-states`."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from peagle.cli.app import app, examples
+from peagle.cli.app import SERVER_PANEL, TRAINING_PANEL, app, examples
 from peagle.config import EndpointSettings
 from peagle.errors import UserError
 
@@ -19,37 +16,48 @@ from peagle.errors import UserError
     "hidden-states",
     epilog=examples(
         "peagle hidden-states --recipe recipes/gpt-oss-120b-p-eagle.toml",
-        "peagle hidden-states --recipe recipes/gpt-oss-120b-p-eagle.toml --endpoint http://node1:8000 --endpoint http://node2:8000",
+        "peagle hidden-states --recipe RECIPE --endpoint http://node0:8000 --endpoint http://node1:8000",
     ),
 )
 def hidden_states(
-    recipe: Annotated[Path, typer.Option(help="Of the training run; its --vllm-states is where they go.")],
+    recipe: Annotated[
+        Path, typer.Option(help="Recipe with vllm_hidden_states, the output folder.", rich_help_panel=TRAINING_PANEL)
+    ],
     endpoint: Annotated[
-        list[str] | None, typer.Option(help="A vLLM that writes there; may be given several times.", metavar="URL")
+        list[str] | None,
+        typer.Option(
+            help="vLLM server that writes to the folder; repeat for several.",
+            metavar="URL",
+            rich_help_panel=SERVER_PANEL,
+        ),
     ] = None,
-    concurrency: Annotated[int, typer.Option(help="Requests to each at once.")] = EndpointSettings.concurrency,
-    timeout: Annotated[float, typer.Option(help="Seconds until a request is sent again.")] = EndpointSettings.timeout_s,
+    concurrency: Annotated[
+        int, typer.Option(help="Concurrent requests to each server.", rich_help_panel=SERVER_PANEL)
+    ] = EndpointSettings.concurrency,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds before a request is retried.", rich_help_panel=SERVER_PANEL)
+    ] = EndpointSettings.timeout_s,
 ) -> None:
-    """Let vLLM write the hidden states that a drafter is trained on.
+    """Let vLLM servers write the hidden states a drafter is trained on.
 
-    Without --endpoint it prints the command that starts such a server. Rows that have a file are not sent again.
+    Without --endpoint, print the command that starts such a server. Rows with a file are not sent again.
     """
-    from peagle.training.hidden_states.vllm_client import ask_states, serve_command
+    from peagle.training.hidden_states.vllm_client import request_hidden_states, vllm_serve_command
     from peagle.training.hidden_states.vllm_files import HiddenStatesFiles
     from peagle.training.recipe import make_recipe
     from peagle.training.run import load_training_inputs, plan_drafter_config
 
     made = make_recipe(recipe, {})
-    if made.train.vllm_states is None:
-        raise UserError(f"--recipe {recipe}: names no vllm_states, the folder that they go to")
-    material = load_training_inputs(made)
-    folder = Path(made.train.vllm_states)
+    if made.train.vllm_hidden_states is None:
+        raise UserError(f"--recipe {recipe}: lacks vllm_hidden_states, the folder for the files")
+    inputs = load_training_inputs(made)
+    folder = Path(made.train.vllm_hidden_states)
     folder.mkdir(parents=True, exist_ok=True)
-    aux_layer_ids = plan_drafter_config(made.train, material.target).aux_layer_ids
-    files = HiddenStatesFiles(folder, material.target, aux_layer_ids, made.train.max_length)
+    aux_layer_ids = plan_drafter_config(made.train, inputs.target).aux_layer_ids
+    files = HiddenStatesFiles(folder, inputs.target, aux_layer_ids, made.train.max_seq_len)
     if not endpoint:
-        print(serve_command(made.target, files))
+        print(vllm_serve_command(made.target, files))
         return
     servers = [EndpointSettings(url, concurrency=concurrency, timeout_s=timeout) for url in endpoint]
-    sent = ask_states(material.rows, files, servers, print)
-    print(f"{folder}: {len(files):,} files; {sent:,} rows were sent")
+    num_sent = request_hidden_states(inputs.train_set, files, servers, print)
+    print(f"{folder}: {len(files):,} files; {num_sent:,} rows sent")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from peagle.cli.app import MODEL_PANEL, OUTPUT_PANEL, JsonOption, app, console, examples
-from peagle.cli.several import SpreadCommand, split
+from peagle.cli.several import MultiValueCommand, split_commas
 from peagle.config import PlanSettings
 from peagle.errors import UserError
 
@@ -32,7 +32,7 @@ GpuOption = partial(typer.Option, rich_help_panel="GPU")
 def parse_int_list(values: list[str], flag: str) -> tuple[int, ...]:
     """Parses `1,8 64` to (1, 8, 64), without duplicates."""
     numbers: dict[int, None] = {}
-    for part in split(values):
+    for part in split_commas(values):
         try:
             numbers[int(part)] = None
         except ValueError:
@@ -53,7 +53,7 @@ def _join(values: tuple[int, ...]) -> str:
 
 
 @app.command(
-    cls=SpreadCommand,
+    cls=MultiValueCommand,
     epilog=examples(
         "peagle plan -t llama-3.1-8b --gpu h200 --acceptance-rates 0.72,0.52,0.38,0.28,0.21,0.16,0.13",
         "peagle plan -t gpt-oss-120b --gpu b200 --acceptance-length 3.4 --throughput 50000 --per-user-throughput 100",
@@ -68,7 +68,7 @@ def plan(
         ModelOption(
             "--drafter",
             "-d",
-            help="Drafter folders, or p-eagle:LAYERS, eagle3:LAYERS of the target's width.",
+            help="Drafter folders, or p-eagle:DEFAULT_NUM_LAYERS, eagle3:DEFAULT_NUM_LAYERS of the target's width.",
             show_default=" ".join(DEFAULT_DRAFTERS),
         ),
     ] = None,
@@ -130,7 +130,7 @@ def plan(
             raise UserError(f"{flag} {bits:g}: must be from 1 to 32")
     gpu_spec = describe_gpu(gpu, memory_bandwidth, tflops, gpu_memory, link_bandwidth, price)
     target_shape = load_target_shape(target, weight_bits, kv_cache_bits)
-    shapes = [load_drafter_shape(name, target_shape) for name in split(drafter) or DEFAULT_DRAFTERS]
+    shapes = [load_drafter_shape(name, target_shape) for name in split_commas(drafter) or DEFAULT_DRAFTERS]
     methods = [shape.method for shape in shapes]
     curves = load_curves(methods, acceptance_rates or [], acceptance_length, acceptance_length_k, eval_results)
     if eval_results is not None and curves[0] is None:

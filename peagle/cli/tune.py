@@ -26,8 +26,8 @@ from peagle.cli.app import (
     examples,
 )
 from peagle.cli.plan import AcceptanceOption, LoadOption, parse_int_list, print_tables
-from peagle.cli.several import SpreadCommand
-from peagle.config import LAYERS, TuneSettings
+from peagle.cli.several import MultiValueCommand
+from peagle.config import DEFAULT_NUM_LAYERS, TuneSettings
 from peagle.errors import UserError
 from peagle.hub.resolve import DEFAULT_TARGET, resolve_drafter, shipped_drafters
 from peagle.speculative.adaptive_k import AdaptiveK, StepCostTable
@@ -43,7 +43,7 @@ OutputOption = partial(typer.Option, rich_help_panel=OUTPUT_PANEL)
 
 
 @app.command(
-    cls=SpreadCommand,
+    cls=MultiValueCommand,
     epilog=examples(
         "peagle tune -d smollm2-135m-p-eagle --cost-table costs.json",
         "peagle tune -t TARGET -d DRAFTER --acceptance-rates 0.7,0.5,0.35 --concurrency 1,16,64",
@@ -94,8 +94,10 @@ def tune(
         batch_sizes=parse_int_list(batch_sizes, "--batch-sizes") if batch_sizes else None,
         concurrency=parse_int_list(concurrency, "--concurrency") if concurrency else (),
     )
-    rates = [acceptance_rates] * len(LAYERS) if acceptance_rates is not None else []
-    curves = dict(zip(LAYERS, load_curves(list(LAYERS), rates, None, 0, eval_results), strict=True))
+    rates = [acceptance_rates] * len(DEFAULT_NUM_LAYERS) if acceptance_rates is not None else []
+    curves = dict(
+        zip(DEFAULT_NUM_LAYERS, load_curves(list(DEFAULT_NUM_LAYERS), rates, None, 0, eval_results), strict=True)
+    )
     provenance = Provenance.collect()
     llm = load_engine(target, drafter, settings, *(None if name == "auto" else name for name in (device, dtype)))
     assert llm.drafter is not None

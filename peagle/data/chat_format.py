@@ -1,15 +1,15 @@
-"""Conversations <-> token ids, in the target's chat template, and where in them the answers lie.
+"""Converts conversations to token ids with the target's chat template, and locates the responses in them.
 
-Knows nothing about files or models. The template is applied once to a whole conversation. Where an answer lies is
-told by token positions: those that the template itself marks (`{% generation %}`), or what is added when the answer
-is rendered behind its prompt. If rendering a part does not give the beginning of the whole, nothing is guessed.
+The template is applied once to a whole conversation. A response's span is what the template marks itself
+(`{% generation %}`), or the tokens that are added when the response is rendered behind its prompt. It is an error if a
+rendered part is not a prefix of the whole.
 
-    user: hi      answer: ok
-    <s> user hi </s> bot                   5 tokens: the prompt, ready for the answer
-    <s> user hi </s> bot ok </s> \\n        8 tokens: with the answer
-    span [5, 7)                            what is added, up to the end of turn that the target says itself
+    user: hi      assistant: ok
+    <s> user hi </s> bot                   5 tokens: the prompt, ready for the response
+    <s> user hi </s> bot ok </s> \\n        8 tokens: with the response
+    span [5, 7)                            the added tokens up to the end-of-turn token, which the target generates
 
-A target that was never taught to chat has no template: `RawFormat` gives it prompts as they are.
+`RawFormat` is for base models without a template: prompts stay as they are.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from peagle.checkpoints.target import eos_ids, load_tokenizer
 from peagle.errors import UserError
 
 if TYPE_CHECKING:
@@ -27,21 +28,21 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 Span = tuple[int, int]
-PLACE = "What-the-user-says"
+USER_TEXT = "User-message-placeholder"
 
 
 class ChatFormat:
-    """A tokenizer with a chat template; `eos_ids` are the tokens with which the target ends an answer."""
+    """A tokenizer with a chat template; `eos_ids` are the tokens that end the target's responses."""
 
-    refusal = "refused by the chat template"  # the reason of rows that cannot be rendered
-    rule = "chat template"  # by which messages become token ids
+    rejection = "rejected by the chat template"  # reason of rows that cannot be rendered
+    name = "chat template"  # in errors
 
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
         eos_ids: Collection[int] = (),
         template: Path | None = None,
-        name: str = "this target",
+        target_name: str = "this target",
     ) -> None:
         self.tokenizer, self.eos_ids = tokenizer, frozenset(eos_ids)
         self._given: str | None = None
@@ -49,104 +50,106 @@ class ChatFormat:
             self._given = _read_template(template)
         elif not tokenizer.chat_template:
             raise UserError(
-                f"{name} has no chat template: give one with --chat-template FILE (Jinja, as Hugging Face), "
-                "or prompts as they are with --raw"
+                f"{target_name} has no chat template: give a Jinja file with --chat-template FILE, or use --raw"
             )
         self._options = {"chat_template": self._given} if self._given is not None else {}
 
     @property
     def template(self) -> str:
-        own = self._given if self._given is not None else self.tokenizer.chat_template
-        return own if isinstance(own, str) else json.dumps(own, sort_keys=True)
+        template = self._given if self._given is not None else self.tokenizer.chat_template
+        return template if isinstance(template, str) else json.dumps(template, sort_keys=True)
 
     @property
     def key(self) -> str:
-        """Changes with whatever would change the token ids of a conversation."""
+        """A hash that changes whenever the token ids of conversations change."""
         probe = self.tokenizer("Token ids,\n  0123 + naïve 漢字 <|end|>")["input_ids"]
-        told = [self.template, len(self.tokenizer), list(probe), sorted(self.eos_ids)]
-        return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
+        values = [self.template, len(self.tokenizer), list(probe), sorted(self.eos_ids)]
+        return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
 
-    def text(self, messages: Sequence[Message], ready: bool) -> str:
-        """The conversation as the target reads it; `ready` for the next answer."""
-        return self._render([list(messages)], ready)[0]
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+        """The text of a conversation in the template."""
+        return self._render([list(messages)], add_generation_prompt)[0]
 
-    def ids(self, conversations: Sequence[Sequence[Message]], ready: bool) -> list[list[int]]:
-        """Token ids of many conversations: together they are encoded several times as fast as one by one."""
-        return self.encode(self._render([list(m) for m in conversations], ready))
+    def encode_conversations(
+        self, conversations: Sequence[Sequence[Message]], add_generation_prompt: bool
+    ) -> list[list[int]]:
+        """Token ids of many conversations; encoding them together is several times faster."""
+        return self.encode(self._render([list(m) for m in conversations], add_generation_prompt))
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """Ids of texts that hold their special tokens already."""
+        """Token ids of texts that contain their special tokens already."""
         return [list(ids) for ids in self.tokenizer(texts, add_special_tokens=False)["input_ids"]] if texts else []
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Everything, special tokens included."""
+        """Decodes with special tokens."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-    def answers(self, many: Sequence[Sequence[int]]) -> list[str]:
-        """The texts of answers, without special tokens."""
-        if not many:
+    def decode_responses(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
+        """Decodes without special tokens."""
+        if not token_ids:
             return []
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
-        if backend is not None:  # leaves Python's lock to the engine while it decodes
-            return list(backend.decode_batch([list(ids) for ids in many], skip_special_tokens=True))
-        return [str(self.tokenizer.decode(list(ids), skip_special_tokens=True)) for ids in many]
+        if backend is not None:  # releases the GIL for the engine while it decodes
+            return list(backend.decode_batch([list(ids) for ids in token_ids], skip_special_tokens=True))
+        return [str(self.tokenizer.decode(list(ids), skip_special_tokens=True)) for ids in token_ids]
 
     def user_turn(self, system: str | None) -> tuple[str, int] | None:
-        """What stands before a user's first words, and the token that comes behind the last; None: there is none."""
+        """The text before the first user message and the token id after it; None if the template adds none after it."""
         messages = [{"role": "system", "content": system}] if system is not None else []
-        before, _, behind = self.text([*messages, {"role": "user", "content": PLACE}], ready=True).partition(PLACE)
-        ids = self.encode([behind])[0]
+        user_message = {"role": "user", "content": USER_TEXT}
+        before, _, after = self.render([*messages, user_message], add_generation_prompt=True).partition(USER_TEXT)
+        ids = self.encode([after])[0]
         return (before, ids[0]) if ids else None
 
-    def conversation(self, messages: Sequence[Message]) -> tuple[list[int], list[Span]]:
-        """Token ids of a whole conversation and where its answers lie."""
+    def encode_with_spans(self, messages: Sequence[Message]) -> tuple[list[int], list[Span]]:
+        """Token ids of a conversation and the spans of its responses."""
         if "{% generation" in self.template or "{%- generation" in self.template:
-            return self._marked(messages)
-        ids = self.ids([messages], ready=False)[0]
-        return ids, self.locate(messages, ids)
+            return self._encode_marked(messages)
+        ids = self.encode_conversations([messages], add_generation_prompt=False)[0]
+        return ids, self.find_spans(messages, ids)
 
-    def locate(self, messages: Sequence[Message], ids: Sequence[int]) -> list[Span]:
-        """Where the answers of a conversation lie in its token ids, found by rendering it turn by turn."""
+    def find_spans(self, messages: Sequence[Message], ids: Sequence[int]) -> list[Span]:
+        """The spans of the responses in a conversation's token ids, found by rendering it turn by turn."""
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        before = self.ids([messages[:i] for i in turns], ready=True)
-        behind = self.ids([messages[: i + 1] for i in turns], ready=False)
+        prompts = self.encode_conversations([messages[:i] for i in turns], add_generation_prompt=True)
+        wholes = self.encode_conversations([messages[: i + 1] for i in turns], add_generation_prompt=False)
         spans: list[Span] = []
-        for start, end in zip(before, behind, strict=True):
-            for part in (start, end):
+        for prompt, whole in zip(prompts, wholes, strict=True):
+            for part in (prompt, whole):
                 if list(ids[: len(part)]) != part:
-                    raise self._not_a_prefix(part, ids)
-            stop = next((p + 1 for p in range(len(start), len(end)) if end[p] in self.eos_ids), len(end))
-            if stop > len(start):
-                spans.append((len(start), stop))
+                    raise self._prefix_error(part, ids)
+            end = next((p + 1 for p in range(len(prompt), len(whole)) if whole[p] in self.eos_ids), len(whole))
+            if end > len(prompt):
+                spans.append((len(prompt), end))
         return spans
 
-    def _marked(self, messages: Sequence[Message]) -> tuple[list[int], list[Span]]:
-        """As the template's own `{% generation %}` blocks say."""
-        told = self.tokenizer.apply_chat_template(
+    def _encode_marked(self, messages: Sequence[Message]) -> tuple[list[int], list[Span]]:
+        """Uses the template's `{% generation %}` blocks."""
+        encoded = self.tokenizer.apply_chat_template(
             list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **self._options
         )
-        ids, mask = list(told["input_ids"]), [bool(m) for m in told["assistant_masks"]]
+        ids, mask = list(encoded["input_ids"]), [bool(m) for m in encoded["assistant_masks"]]
         edges = [i for i in range(len(mask) + 1) if (i < len(mask) and mask[i]) != (i > 0 and mask[i - 1])]
         return ids, list(zip(edges[::2], edges[1::2], strict=True))
 
-    def _render(self, conversations: list[list[Message]], ready: bool) -> list[str]:
+    def _render(self, conversations: list[list[Message]], add_generation_prompt: bool) -> list[str]:
         if not conversations:
             return []
         try:
             texts = self.tokenizer.apply_chat_template(
-                conversations, tokenize=False, add_generation_prompt=ready, **self._options
+                conversations, tokenize=False, add_generation_prompt=add_generation_prompt, **self._options
             )
-        except Exception as error:  # templates raise what they like
+        except Exception as error:  # templates raise arbitrary errors
             reason = " ".join(str(error).split())[:200]
-            raise UserError(f"the chat template refuses a conversation ({reason}): {conversations[0]!r:.200}") from None
+            raise UserError(f"the chat template rejects a conversation ({reason}): {conversations[0]!r:.200}") from None
         return [str(text) for text in texts]
 
-    def _not_a_prefix(self, part: Sequence[int], whole: Sequence[int]) -> UserError:
+    def _prefix_error(self, part: Sequence[int], whole: Sequence[int]) -> UserError:
         at = next((i for i, (a, b) in enumerate(zip(part, whole, strict=False)) if a != b), min(len(part), len(whole)))
         return UserError(
-            "the chat template does not round-trip: the beginning of a conversation, rendered alone, is not the "
-            f"beginning of the whole. They part at token {at}: alone {self._around(part, at)}, "
-            f"whole {self._around(whole, at)}; mark the answers with {{% generation %}} in --chat-template FILE"
+            "the chat template does not round-trip: the start of a conversation, rendered alone, is no prefix of the "
+            f"whole. They differ at token {at}: alone {self._around(part, at)}, "
+            f"whole {self._around(whole, at)}; mark the responses with {{% generation %}} in --chat-template FILE"
         )
 
     def _around(self, ids: Sequence[int], at: int) -> str:
@@ -154,12 +157,12 @@ class ChatFormat:
 
 
 class RawFormat(ChatFormat):
-    """Prompts as they are; an answer is what the target says next.
+    """Prompts without a template; the response continues the text.
 
-    The tokenizer begins the text as it begins any other (Gemma: with <bos>), which is what `/v1/completions` reads.
+    The tokenizer adds its usual special tokens (Gemma: <bos>), as for `/v1/completions`.
     """
 
-    refusal, rule = "needs a chat template", "--raw"
+    rejection, name = "needs a chat template", "--raw"
     template = ""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, eos_ids: Collection[int] = ()) -> None:
@@ -168,10 +171,10 @@ class RawFormat(ChatFormat):
     def encode(self, texts: list[str]) -> list[list[int]]:
         return [list(ids) for ids in self.tokenizer(texts)["input_ids"]] if texts else []
 
-    def _render(self, conversations: list[list[Message]], ready: bool) -> list[str]:
+    def _render(self, conversations: list[list[Message]], add_generation_prompt: bool) -> list[str]:
         for messages in conversations:
             if [message["role"] for message in messages[:2]] not in (["user"], ["user", "assistant"]) or messages[2:]:
-                raise UserError(f"--raw: several turns or a system message need a template: {messages!r:.200}")
+                raise UserError(f"--raw: several turns or a system message need a chat template: {messages!r:.200}")
         return ["".join(str(message["content"]) for message in messages) for messages in conversations]
 
 
@@ -184,3 +187,14 @@ def _read_template(path: Path) -> str:
     if not text.strip():
         raise UserError(f"--chat-template {path}: is empty")
     return text
+
+
+def load_chat_format(folder: Path, template: Path | None = None, raw: bool = False) -> ChatFormat:
+    """Loads a target's tokenizer, chat template (not for `raw`) and end-of-sequence ids."""
+    if raw and template is not None:
+        raise UserError(f"--raw: uses no chat template; remove --chat-template {template} or --raw")
+    tokenizer = load_tokenizer(folder)
+    ends = set(eos_ids(folder))
+    if isinstance(tokenizer.eos_token_id, int):
+        ends.add(tokenizer.eos_token_id)
+    return RawFormat(tokenizer, ends) if raw else ChatFormat(tokenizer, ends, template, str(folder))

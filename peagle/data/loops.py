@@ -1,9 +1,7 @@
-"""Answers that go round in circles: what one is, where it begins, and how it shows while it is written.
+"""Detects responses that repeat themselves, as small models often do. A drafter learns nothing from them.
 
-Small models do that often when they are greedy. A drafter learns nothing but the loop from it.
-
-Worked example, 8-grams: 1 2 3 4 5 6 7 8 9 | 3 4 5 6 7 8 9 3 4 .. The gram that begins behind the bar was there at the
-third token, so that is where the text begins to repeat itself.
+Worked example, 8-grams: 1 2 3 4 5 6 7 8 9 | 3 4 5 6 7 8 9 3 4 .. The 8-gram behind the bar occurred at the third token
+already, so the loop starts there.
 """
 
 from __future__ import annotations
@@ -12,19 +10,20 @@ from collections.abc import Sequence
 
 from peagle.config import LOOP_NGRAM_TOKENS, LOOP_REPEATED_SHARE, LOOP_TAIL_TOKENS
 
-LOOP = "loop"  # how such an answer ended
+LOOP = "loop"  # finish reason of a looping response
 
 
-def is_looping(token_ids: Sequence[int], ended: bool) -> bool:
-    """No end, and more than 30% of the 8-grams repeat others."""
-    if ended:
+def is_looping(token_ids: Sequence[int], finished: bool) -> bool:
+    """True for an unfinished response in which more than 30% of the 8-grams are repeats."""
+    if finished:
         return False
-    grams = [tuple(token_ids[i : i + LOOP_NGRAM_TOKENS]) for i in range(len(token_ids) - LOOP_NGRAM_TOKENS + 1)]
+    n = LOOP_NGRAM_TOKENS
+    grams = [tuple(token_ids[i : i + n]) for i in range(len(token_ids) - n + 1)]
     return len(set(grams)) < (1 - LOOP_REPEATED_SHARE) * len(grams)
 
 
 def num_tokens_before_loop(token_ids: Sequence[int]) -> int:
-    """How many tokens come before the first 8-gram that was there already."""
+    """Number of tokens before the first repeated 8-gram."""
     seen = set()
     for i in range(len(token_ids) - LOOP_NGRAM_TOKENS + 1):
         gram = tuple(token_ids[i : i + LOOP_NGRAM_TOKENS])
@@ -35,7 +34,7 @@ def num_tokens_before_loop(token_ids: Sequence[int]) -> int:
 
 
 def is_repeating(token_ids: Sequence[int]) -> bool:
-    """The last 96 tokens are the same few, three times or more: nothing else will come."""
+    """True if the last 96 tokens are one sequence repeated three times or more."""
     last = list(token_ids[-LOOP_TAIL_TOKENS:])
     if len(last) < LOOP_TAIL_TOKENS:
         return False

@@ -1,14 +1,14 @@
-"""Prompts: what users would type, read from JSONL files, folders of them, or a dataset on the hub.
+"""Reads prompts from JSONL files, folders of them, or a Hugging Face dataset.
 
-Knows nothing about tokens or chat templates. A row has one of
+A row has one of
 
     {"prompt": "..."}                                     one user turn
-    {"turns": ["...", "..."]}                             several
-    {"messages": [{"role": "user", "content": "..."}]}    OpenAI's; answers in it are dropped for the target's own
-    {"conversations": [{"from": "human", "value": "..."}]}  the same in older words
+    {"turns": ["...", "..."]}                             several user turns
+    {"messages": [{"role": "user", "content": "..."}]}    OpenAI's format; assistant messages are dropped
+    {"conversations": [{"from": "human", "value": "..."}]}  ShareGPT's format
 
-and maybe an `id`, a `source` and a `category`. A bad row is refused by name and the rest goes on; a file without a
-single good row is an error.
+and optionally an `id`, a `source` and a `category`. A bad row is rejected with a reason; a file without a single good
+row is an error.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import hashlib
 import json
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
@@ -29,12 +29,12 @@ from peagle.hub.resolve import HUB_ID
 SUFFIXES = (".jsonl", ".jsonl.gz")
 FIELDS = ("prompt", "turns", "messages", "conversations")
 GZIP_MAGIC = b"\x1f\x8b"
-ROLES = {"human": "user", "gpt": "assistant", "developer": "system"}  # older and newer words for the same
+ROLES = {"human": "user", "gpt": "assistant", "developer": "system"}
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One conversation's user turns, and what the system message says if there is one."""
+    """The user turns of one conversation, and its system message."""
 
     id: str
     source: str
@@ -44,14 +44,14 @@ class Prompt:
 
     @property
     def content(self) -> str:
-        """What makes it this prompt and no other."""
+        """The text that identifies duplicates."""
         return json.dumps([self.system, *self.turns], ensure_ascii=False)
 
 
 @dataclass(frozen=True)
 class RejectedPrompt:
     where: str  # file:line
-    reason: str  # of a few, to be counted
+    reason: str  # one of a few, to be counted
     detail: str = ""
 
     def __str__(self) -> str:
@@ -60,22 +60,30 @@ class RejectedPrompt:
 
 @dataclass(frozen=True)
 class PromptSet:
-    name: str  # what the user called them
+    name: str  # as on the command line
     rows: tuple[Prompt, ...]
-    refused: tuple[RejectedPrompt, ...]
-    duplicates: int
+    rejected: tuple[RejectedPrompt, ...]
+    num_duplicates: int
+    num_excluded: int = 0
 
     @property
     def fingerprint(self) -> str:
-        """The same for the same prompts in the same order, whatever file they lie in."""
+        """Equal for equal prompts in equal order, independent of their file."""
         digest = hashlib.sha256()
         for row in self.rows:
             digest.update(f"{row.id}\n{row.content}\n".encode(errors="surrogatepass"))
         return digest.hexdigest()[:16]
 
     @property
-    def reasons(self) -> dict[str, int]:
-        return dict(Counter(r.reason for r in self.refused).most_common())
+    def rejection_reasons(self) -> dict[str, int]:
+        return dict(Counter(r.reason for r in self.rejected).most_common())
+
+    def exclude(self, ids: Collection[str]) -> PromptSet:
+        """Removes the prompts with these ids."""
+        kept = tuple(row for row in self.rows if row.id not in ids)
+        if not kept:
+            raise UserError(f"--exclude-ids: all {len(self.rows)} prompts of {self.name} are excluded")
+        return replace(self, rows=kept, num_excluded=len(self.rows) - len(kept))
 
 
 class _BadRow(Exception):
@@ -84,80 +92,83 @@ class _BadRow(Exception):
 
 
 def read_prompts(name: str, split: str = "train") -> PromptSet:
-    """From a file, a folder of .jsonl and .jsonl.gz files, or a hub id; `split` is the hub dataset's."""
+    """Reads a file, a folder of .jsonl and .jsonl.gz files, or a Hugging Face dataset with this split."""
     path = Path(name).expanduser()
     if path.is_dir():
         files = [f for f in sorted(path.rglob("*")) if f.name.endswith(SUFFIXES) and f.is_file()]
         if not files:
             raise UserError(f"{name}: no {' or '.join(SUFFIXES)} file in this folder")
-        return _gathered(name, (row for file in files for row in _file_rows(file)))
+        return _collect_prompts(name, (row for file in files for row in _file_rows(file)))
     if path.exists():
-        return _gathered(name, _file_rows(path))
+        return _collect_prompts(name, _file_rows(path))
     if HUB_ID.fullmatch(name) and not name.endswith(SUFFIXES):
-        return _gathered(name, _hub_rows(name, split))
-    raise UserError(f"{name}: no such file or folder; give a .jsonl file, a folder of them, or a hub id like org/name")
+        return _collect_prompts(name, _hub_rows(name, split))
+    raise UserError(
+        f"{name}: no such file or folder; give a .jsonl file, a folder of them, or a Hugging Face id like org/name"
+    )
 
 
-# (where, default source, the row or what is wrong with it)
-_Found = tuple[str, str, "dict[str, Any] | _BadRow"]
+# (location, default source, the row or its problem)
+_FoundRow = tuple[str, str, "dict[str, Any] | _BadRow"]
 
 
-def _gathered(name: str, found: Iterable[_Found]) -> PromptSet:
+def _collect_prompts(name: str, found: Iterable[_FoundRow]) -> PromptSet:
     rows: list[Prompt] = []
-    refused: list[RejectedPrompt] = []
+    rejected: list[RejectedPrompt] = []
     seen: set[str] = set()
     ids: set[str] = set()
-    duplicates = 0
+    num_duplicates = 0
     for where, source, value in found:
         try:
             if isinstance(value, _BadRow):
                 raise value
             row = parse_row(value, source)
         except _BadRow as bad:
-            refused.append(RejectedPrompt(where, bad.reason, bad.detail))
+            rejected.append(RejectedPrompt(where, bad.reason, bad.detail))
             continue
         digest = hashlib.sha256(row.content.encode(errors="surrogatepass")).hexdigest()
         if digest in seen:
-            duplicates += 1
+            num_duplicates += 1
             continue
         seen.add(digest)
         # several files may number their rows from 0
-        own = row.id or digest[:16]
-        own = own if own not in ids else f"{own}~{digest[:8]}"
-        ids.add(own)
-        rows.append(replace(row, id=own))
+        row_id = row.id or digest[:16]
+        row_id = row_id if row_id not in ids else f"{row_id}~{digest[:8]}"
+        ids.add(row_id)
+        rows.append(replace(row, id=row_id))
     if not rows:
-        why = f"; the first row refused is {refused[0]}" if refused else ": it is empty"
-        raise UserError(f"{name}: not a single prompt in it{why}")
-    return PromptSet(name, tuple(rows), tuple(refused), duplicates)
+        why = f"the first rejected row is {rejected[0]}" if rejected else "it is empty"
+        raise UserError(f"{name}: has no usable prompt; {why}")
+    return PromptSet(name, tuple(rows), tuple(rejected), num_duplicates)
 
 
 def parse_row(row: dict[str, Any], source: str) -> Prompt:
-    """A row's prompt; its id is empty where the row has none."""
+    """The prompt of a row; its id is empty if the row has none."""
     given = row.get("id")
     if given is not None and not isinstance(given, (str, int)):
         raise _BadRow("not a string", f"id is {type(given).__name__}")
-    told = row.get("source")
-    named = (str(given) if given is not None else "", told if isinstance(told, str) and told else source)
-    kind = row.get("category")
-    category = str(kind) if isinstance(kind, str | int) and str(kind).strip() else None
+    own_source = row.get("source")
+    source = own_source if isinstance(own_source, str) and own_source else source
+    id_and_source = (str(given) if given is not None else "", source)
+    category = row.get("category")
+    category = str(category) if isinstance(category, str | int) and str(category).strip() else None
     field = next((f for f in FIELDS if row.get(f) is not None), None)
     if field is None:
-        has = ", ".join(map(str, list(row)[:6])) or "nothing"
-        raise _BadRow("no user turn", f"none of {', '.join(FIELDS)}; it has {has}")
+        keys = ", ".join(map(str, list(row)[:6])) or "none"
+        raise _BadRow("no user turn", f"needs one of {', '.join(FIELDS)}; its keys: {keys}")
     value = row[field]
     if field == "prompt":
-        return Prompt(*named, (_text(value, "prompt"),), category=category)
+        return Prompt(*id_and_source, (_parse_text(value, "prompt"),), category=category)
     if not isinstance(value, list):
         raise _BadRow("not a list", f"{field} is {type(value).__name__}")
     if field == "turns":
-        turns = [_text(turn, f"turns[{i}]") for i, turn in enumerate(value)]
+        turns = [_parse_text(turn, f"turns[{i}]") for i, turn in enumerate(value)]
         system = None
     else:
         system, turns = _user_turns(value, field)
     if not turns:
         raise _BadRow("no user turn")
-    return Prompt(*named, tuple(turns), system, category)
+    return Prompt(*id_and_source, tuple(turns), system, category)
 
 
 def _user_turns(messages: list[Any], field: str) -> tuple[str | None, list[str]]:
@@ -170,18 +181,18 @@ def _user_turns(messages: list[Any], field: str) -> tuple[str | None, list[str]]
         content = message.get("content", message.get("value"))
         where = f"{field}[{i}]"
         if role == "user":
-            turns.append(_text(content, where))
+            turns.append(_parse_text(content, where))
         elif role == "system":
             if turns or system is not None:
                 raise _BadRow("system message in the middle", where)
-            system = _text(content, where)
-        elif role != "assistant":  # what a tool says depends on what was called, so it cannot be asked again
+            system = _parse_text(content, where)
+        elif role != "assistant":  # a tool result depends on the call before it, so it cannot be reused
             raise _BadRow("unknown role", f"{where} has {role!r}")
     return system, turns
 
 
-def _text(value: Any, where: str) -> str:
-    if isinstance(value, list):  # OpenAI's parts
+def _parse_text(value: Any, where: str) -> str:
+    if isinstance(value, list):  # OpenAI's content parts
         parts = [p.get("text") if isinstance(p, dict) and p.get("type") == "text" else None for p in value]
         texts = [part for part in parts if isinstance(part, str)]
         if len(texts) < len(parts):
@@ -194,31 +205,31 @@ def _text(value: Any, where: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise _BadRow("not text", f"{where} has half a character") from None
+        raise _BadRow("not text", f"{where} has a lone surrogate") from None
     return value
 
 
-def _file_rows(path: Path) -> Iterator[_Found]:
+def _file_rows(path: Path) -> Iterator[_FoundRow]:
     source = path.name.removesuffix(".gz").removesuffix(".jsonl")
     number = 0
     try:
-        with opened(path) as lines:
+        with open_jsonl(path) as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    yield f"{path}:{number}", source, _parsed(line)
+                    yield f"{path}:{number}", source, _parse_line(line)
     except (OSError, EOFError, zlib.error) as error:  # gzip raises all three
         reason = getattr(error, "strerror", None) or str(error)
-        behind = f" behind line {number}" if number else ""
-        raise UserError(f"{path}: cannot be read{behind} ({reason})") from None
+        after = f" after line {number}" if number else ""
+        raise UserError(f"{path}: cannot be read{after} ({reason})") from None
 
 
-def opened(path: Path) -> IO[bytes]:
+def open_jsonl(path: Path) -> IO[bytes]:
     with open(path, "rb") as file:
-        packed = file.read(2) == GZIP_MAGIC
-    return gzip.open(path, "rb") if packed else open(path, "rb")  # type: ignore[return-value]
+        is_gzip = file.read(2) == GZIP_MAGIC
+    return gzip.open(path, "rb") if is_gzip else open(path, "rb")  # type: ignore[return-value]
 
 
-def _parsed(line: bytes) -> dict[str, Any] | _BadRow:
+def _parse_line(line: bytes) -> dict[str, Any] | _BadRow:
     try:
         value = json.loads(line.strip().decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
@@ -226,17 +237,26 @@ def _parsed(line: bytes) -> dict[str, Any] | _BadRow:
     return value if isinstance(value, dict) else _BadRow("not a JSON object", type(value).__name__)
 
 
-def _hub_rows(name: str, split: str) -> Iterator[_Found]:
-    asked = f"{name}: no such file or folder, and as a hub dataset"
+def _hub_rows(name: str, split: str) -> Iterator[_FoundRow]:
+    problem = f"{name}: no such file or folder; as a Hugging Face dataset"
     try:
         from datasets import load_dataset
     except ImportError:
-        raise UserError(f"{asked} it needs `pip install datasets`; or give a .jsonl file") from None
+        raise UserError(f"{problem} it needs `pip install datasets`; or give a .jsonl file") from None
     try:
         found = load_dataset(name, split=split)
         count = len(found)
-    except Exception as error:  # whatever the hub, the network or a reader of formats says
+    except Exception as error:  # the hub, the network and format readers raise many types
         reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise UserError(f"{asked} split {split!r} did not load ({reason}); give --split or a .jsonl file") from None
+        raise UserError(f"{problem}, split {split!r} did not load ({reason}); give --split or a .jsonl file") from None
     for i in range(count):
         yield f"{name}[{i}]", name, dict(found[i])
+
+
+def read_excluded_ids(path: Path) -> frozenset[str]:
+    """The prompt ids in a file, one per line; empty lines and lines that start with # are skipped."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--exclude-ids {path}: cannot be read ({error})") from None
+    return frozenset(line.strip() for line in lines if line.strip() and not line.startswith("#"))

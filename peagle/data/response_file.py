@@ -1,13 +1,13 @@
-"""The file of responses: one whole line a row, appended, locked, and gone on with after a kill at any moment.
+"""The response file: JSON lines, appended and locked, that survives a kill at any moment.
 
-Knows nothing about how rows come to be. Beside FILE lie
+Files beside FILE:
 
-    FILE.manifest.json   what the run was: settings, target, prompts, versions, command
-    FILE.dropped         {"id", "sample", "reason", maybe "detail"} of responses that were asked for and not kept
-    FILE.refused         {"where", "reason", "detail"} of prompts that were not asked
+    FILE.manifest.json   settings, target, prompts, versions and command of every run
+    FILE.dropped         {"id", "sample", "reason", optional "detail"} of discarded responses
+    FILE.rejected        {"where", "reason", "detail"} of rejected prompts
 
-A row is there when its line is. A kill can leave half a line at the end; it is cut off on the next start. Rows are
-formatted and written by a thread of their own, so that the GPU does not wait for a disk.
+A kill can leave an incomplete last line; the next run cuts it off. A background thread formats and writes rows, so the
+GPU does not wait for the disk.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from typing import IO, Any
 from peagle.data.loops import LOOP
 from peagle.errors import UserError
 
-Key = tuple[str, int]  # prompt's id, which of its samples
-HEAD = re.compile(rb'\{"id": ("(?:[^"\\]|\\.)*"), "source": "(?:[^"\\]|\\.)*", "sample": (\d+), ')
-TAIL = re.compile(rb'"spans": (\[[\[\], \d]*\]), "finish_reason": "(\w+)"\}\n\Z')
-TAIL_BYTES = 4096  # the spans of even a long conversation; more of them are found the slow way
-BLOCK_ROWS = 16  # formatted in one go: a millisecond or two of Python's lock
+RowKey = tuple[str, int]  # prompt id, sample
+LINE_START = re.compile(rb'\{"id": ("(?:[^"\\]|\\.)*"), "source": "(?:[^"\\]|\\.)*", "sample": (\d+), ')
+LINE_END = re.compile(rb'"spans": (\[[\[\], \d]*\]), "finish_reason": "(\w+)"\}\n\Z')
+LINE_END_BYTES = 4096  # holds the spans of a long conversation; longer lines are parsed completely
+ROWS_PER_WRITE = 16  # formatting them holds the GIL for a millisecond or two
 
 
 @dataclass
 class ResponseRow:
-    """One written conversation."""
+    """One conversation."""
 
     id: str
     source: str
@@ -45,18 +45,14 @@ class ResponseRow:
     token_ids: list[int]
     spans: list[tuple[int, int]]
     finish_reason: str
-    unread: list[int] | None = None  # the last answer's ids, where its message waits for their text
+    undecoded: list[int] | None = None  # token ids of the last response, if its text is not decoded yet
 
     @property
-    def key(self) -> Key:
-        return self.id, self.sample
-
-    @property
-    def asked(self) -> int:
+    def num_response_tokens(self) -> int:
         return sum(end - start for start, end in self.spans)
 
     def line(self) -> str:
-        # in this order, which is what the scan looks for
+        # LINE_START and LINE_END rely on this order
         values = {
             "id": self.id,
             "source": self.source,
@@ -71,7 +67,7 @@ class ResponseRow:
 
 @dataclass(frozen=True)
 class DroppedResponse:
-    """A response that was asked for and is not kept."""
+    """A discarded response."""
 
     id: str
     sample: int
@@ -84,59 +80,59 @@ class DroppedResponse:
 
 @dataclass
 class ResponseTotals:
-    """What a file holds, over all runs that wrote it."""
+    """Totals of a file over all runs."""
 
     lengths: array[int] = field(default_factory=lambda: array("i"))  # response tokens of each row
-    ended: int = 0
-    cut: int = 0  # before a loop
+    num_finished: int = 0
+    num_cut: int = 0  # at the start of a loop
     dropped: Counter[str] = field(default_factory=Counter)
 
-    def add(self, asked: int, finish_reason: str) -> None:
-        self.lengths.append(asked)
-        self.ended += finish_reason == "stop"
-        self.cut += finish_reason == LOOP
+    def add(self, num_response_tokens: int, finish_reason: str) -> None:
+        self.lengths.append(num_response_tokens)
+        self.num_finished += finish_reason == "stop"
+        self.num_cut += finish_reason == LOOP
 
 
-def beside(out: Path, kind: str) -> Path:
+def sidecar_path(out: Path, kind: str) -> Path:
     return out.with_name(f"{out.name}.{kind}")
 
 
 class ResponseFile:
-    """Opened for appending; `done` are the keys that need not be asked again."""
+    """A response file opened for appending; `done` are the keys of finished rows."""
 
     def __init__(
         self,
         out: Path,
         run: dict[str, Any],
-        same: dict[str, Any],
-        texts: Callable[[list[list[int]]], list[str]] | None = None,
+        settings: dict[str, Any],
+        decode: Callable[[list[list[int]]], list[str]] | None = None,
     ) -> None:
-        """`run` is for the record; `same` must not differ from an earlier run's. `texts` decodes the answers of rows
-        that wait for it."""
-        self.out, self.texts = out, texts
-        self.totals, self.done = ResponseTotals(), set[Key]()
+        """`run` is added to the manifest; `settings` must equal those of earlier runs. `decode` decodes responses."""
+        self.out, self.decode = out, decode
+        self.totals, self.done = ResponseTotals(), set[RowKey]()
         self._files: dict[type, IO[bytes]] = {}
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
-            before = self._check_manifest(same)
-            self._files = {ResponseRow: open(out, "a+b"), DroppedResponse: open(beside(out, "dropped"), "a+b")}
+            earlier_runs = self._read_manifest(settings)
+            self._files = {ResponseRow: open(out, "a+b"), DroppedResponse: open(sidecar_path(out, "dropped"), "a+b")}
             self._lock()
             self._scan()
-            replace_json(beside(out, "manifest.json"), {"same": same, "runs": [*before, run]})
+            manifest = {"same": settings, "runs": [*earlier_runs, run]}
+            replace_text(sidecar_path(out, "manifest.json"), json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
         except OSError as error:
             raise UserError(f"--out {out}: cannot be written ({error.strerror or error})") from None
         self._queue: queue.SimpleQueue[ResponseRow | DroppedResponse | None] = queue.SimpleQueue()
-        self._failed: Exception | None = None
-        self._thread = threading.Thread(target=self._work, name="writer", daemon=True)
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run_writer, name="response-writer", daemon=True)
         self._thread.start()
 
-    def put(self, one: ResponseRow | DroppedResponse) -> None:
-        """Queues a row; what went wrong with an earlier one is said here."""
-        self._check()
-        self._queue.put(one)
+    def put(self, row: ResponseRow | DroppedResponse) -> None:
+        """Queues a row. Raises the error of an earlier write."""
+        self._raise_error()
+        self._queue.put(row)
 
     def close(self) -> None:
-        """Waits until everything queued is on the disk."""
+        """Waits until all queued rows are on disk."""
         self._queue.put(None)
         self._thread.join()
         for file in self._files.values():
@@ -144,138 +140,134 @@ class ResponseFile:
                 os.fsync(file.fileno())
                 file.close()
             except OSError as error:
-                self._failed = self._failed or error
-        self._check()
+                self._error = self._error or error
+        self._raise_error()
 
-    def _check(self) -> None:
-        if isinstance(self._failed, OSError):
-            reason = self._failed.strerror or str(self._failed)
+    def _raise_error(self) -> None:
+        if isinstance(self._error, OSError):
+            reason = self._error.strerror or str(self._error)
             raise UserError(
-                f"--out {self.out}: a row could not be written ({reason}); make room and run the same command again: "
-                "the rows before it are kept"
+                f"--out {self.out}: a row could not be written ({reason}); free disk space and run the same command "
+                "again: earlier rows are kept"
             )
-        if self._failed is not None:
-            raise self._failed
+        if self._error is not None:
+            raise self._error
 
-    def _work(self) -> None:
+    def _run_writer(self) -> None:
         while True:
-            block: list[ResponseRow | DroppedResponse] = []
-            more = self._queue.get()
-            while more is not None:
-                block.append(more)
-                if len(block) == BLOCK_ROWS or self._queue.empty():
+            rows: list[ResponseRow | DroppedResponse] = []
+            item = self._queue.get()
+            while item is not None:
+                rows.append(item)
+                if len(rows) == ROWS_PER_WRITE or self._queue.empty():
                     break
-                more = self._queue.get()
+                item = self._queue.get()
             try:
-                if block and self._failed is None:
-                    self._write(block)
-            except Exception as error:  # said by the next `put`, in the thread that can stop the run
-                self._failed = error
-            if more is None:
+                if rows and self._error is None:
+                    self._write(rows)
+            except Exception as error:  # raised by the next `put`
+                self._error = error
+            if item is None:
                 return
 
-    def _write(self, block: list[ResponseRow | DroppedResponse]) -> None:
-        waiting = [one for one in block if isinstance(one, ResponseRow) and one.unread is not None]
-        if waiting and self.texts is not None:
-            for row, text in zip(waiting, self.texts([row.unread or [] for row in waiting]), strict=True):
+    def _write(self, rows: list[ResponseRow | DroppedResponse]) -> None:
+        undecoded = [row for row in rows if isinstance(row, ResponseRow) and row.undecoded is not None]
+        if undecoded and self.decode is not None:
+            for row, text in zip(undecoded, self.decode([row.undecoded or [] for row in undecoded]), strict=True):
                 row.messages[-1]["content"] = text
         for kind, file in self._files.items():
-            lines = [one.line() for one in block if isinstance(one, kind)]
-            if not lines:
+            data = "".join(row.line() for row in rows if isinstance(row, kind)).encode()
+            if not data:
                 continue
             size = os.fstat(file.fileno()).st_size
             try:
-                write_all(file.fileno(), "".join(lines).encode())
+                write_all(file.fileno(), data)
             except OSError:
-                os.ftruncate(file.fileno(), size)  # giving bytes back needs no room
+                os.ftruncate(file.fileno(), size)  # removes a partly written row
                 raise
-        for one in block:
-            if isinstance(one, ResponseRow):
-                self.totals.add(one.asked, one.finish_reason)
+        for written in rows:
+            if isinstance(written, ResponseRow):
+                self.totals.add(written.num_response_tokens, written.finish_reason)
             else:
-                self.totals.dropped[one.reason] += 1
+                self.totals.dropped[written.reason] += 1
 
     def _lock(self) -> None:
         try:
             import fcntl
-        except ImportError:  # not on Windows; two runs into one file are then not noticed
+        except ImportError:  # Windows: two runs into one file are not detected
             return
         try:
             fcntl.flock(self._files[ResponseRow].fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"--out {self.out}: another run is writing it") from None
+            raise UserError(f"--out {self.out}: another run is writing this file") from None
 
-    def _check_manifest(self, same: dict[str, Any]) -> list[dict[str, Any]]:
-        """The runs that have written this file."""
-        path = beside(self.out, "manifest.json")
+    def _read_manifest(self, settings: dict[str, Any]) -> list[dict[str, Any]]:
+        """The earlier runs of this file."""
+        path = sidecar_path(self.out, "manifest.json")
         if not path.exists():
             if self.out.exists() and self.out.stat().st_size:
-                raise UserError(f"--out {self.out}: exists, but was not written by `peagle data`; name another file")
+                raise UserError(f"--out {self.out}: exists, but `peagle data` did not write it; name another file")
             return []
         try:
             manifest = json.loads(path.read_text(encoding="utf-8"))
             before, runs = manifest["same"], list(manifest["runs"])
-            wrong = [name for name in same if before.get(name) != same[name]]
+            changed = [name for name in settings if before.get(name) != settings[name]]
         except (ValueError, KeyError, AttributeError, TypeError):
             raise UserError(f"{path}: damaged; delete it and {self.out}, or name another --out") from None
-        if wrong:
-            said = "; ".join(f"{n} was {before.get(n)!r} and is {same[n]!r}" for n in wrong)
-            raise UserError(f"--out {self.out} holds rows of another run: {said}; use those again or name another file")
+        if changed:
+            changes = "; ".join(f"{n} was {before.get(n)!r} and is {settings[n]!r}" for n in changed)
+            raise UserError(f"--out {self.out}: holds rows of a run with other settings: {changes}; name another file")
         return runs
 
     def _scan(self) -> None:
-        for number, line in _whole_lines(self._files[ResponseRow]):
-            key, asked, finish = _row_of(line, self.out, number)
+        for number, line in _complete_lines(self._files[ResponseRow]):
+            key, num_response_tokens, finish_reason = _parse_row(line, self.out, number)
             if key in self.done:
-                raise UserError(f"{self.out}:{number}: {key[0]!r}, sample {key[1]}, is there twice; delete this line")
+                raise UserError(f"{self.out}:{number}: duplicate row {key[0]!r}, sample {key[1]}; delete this line")
             self.done.add(key)
-            self.totals.add(asked, finish)
-        for number, line in _whole_lines(self._files[DroppedResponse]):
+            self.totals.add(num_response_tokens, finish_reason)
+        for number, line in _complete_lines(self._files[DroppedResponse]):
             try:
                 value = json.loads(line)
                 dropped = DroppedResponse(value["id"], value["sample"], value["reason"])
             except (ValueError, KeyError, TypeError):
-                raise UserError(f"{beside(self.out, 'dropped')}:{number}: damaged; delete this line") from None
+                raise UserError(f"{sidecar_path(self.out, 'dropped')}:{number}: damaged; delete this line") from None
             self.done.add((dropped.id, dropped.sample))
             self.totals.dropped[dropped.reason] += 1
 
 
-def _whole_lines(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Lines that are there to their end; what a kill has torn is cut off the file."""
+def _complete_lines(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+    """The complete lines; truncates the file before an incomplete last line."""
     file.seek(0)
-    whole = 0
+    size = 0
     for number, line in enumerate(file, start=1):
         if not line.endswith(b"\n"):
-            os.ftruncate(file.fileno(), whole)
+            os.ftruncate(file.fileno(), size)
             return
-        whole += len(line)
+        size += len(line)
         yield number, line
 
 
-def _row_of(line: bytes, out: Path, number: int) -> tuple[Key, int, str]:
-    """Key, response tokens and finish reason of a row. Found at its two ends: parsing all the ids between them
-    would take a minute for the rows of a long run."""
-    head, tail = HEAD.match(line), TAIL.search(line, max(len(line) - TAIL_BYTES, 0))
+def _parse_row(line: bytes, out: Path, number: int) -> tuple[RowKey, int, str]:
+    """Key, response tokens and finish reason of a row. Reads only the start and the end of the line: parsing all token
+    ids would take a minute for a large file."""
+    start, end = LINE_START.match(line), LINE_END.search(line, max(len(line) - LINE_END_BYTES, 0))
     try:
-        if head is not None and tail is not None:
-            key = json.loads(head[1]), int(head[2])
-            spans, finish = json.loads(tail[1]), tail[2].decode()
+        if start is not None and end is not None:
+            key = json.loads(start[1]), int(start[2])
+            spans, finish_reason = json.loads(end[1]), end[2].decode()
         else:
             row = json.loads(line)
-            key, spans, finish = (row["id"], row["sample"]), row["spans"], row["finish_reason"]
-        return key, sum(end - start for start, end in spans), finish
+            key, spans, finish_reason = (row["id"], row["sample"]), row["spans"], row["finish_reason"]
+        return key, sum(end - start for start, end in spans), finish_reason
     except (ValueError, KeyError, TypeError):
-        raise UserError(f"{out}:{number}: not a row of responses; delete this line or name another --out") from None
+        raise UserError(f"{out}:{number}: not a response row; delete this line or name another --out") from None
 
 
 def write_all(descriptor: int, data: bytes) -> None:
-    left = memoryview(data)
-    while left:
-        left = left[os.write(descriptor, left) :]
-
-
-def replace_json(path: Path, value: dict[str, Any]) -> None:
-    replace_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    remaining = memoryview(data)
+    while remaining:
+        remaining = remaining[os.write(descriptor, remaining) :]
 
 
 def replace_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
@@ -285,10 +277,10 @@ def replace_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """The old or the new file is there, never half of one."""
-    new = path.with_name(f".{path.name}.{os.getpid()}")
+    """Replaces a file atomically."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        new.write_text(text, encoding="utf-8")
-        os.replace(new, path)
+        unfinished.write_text(text, encoding="utf-8")
+        os.replace(unfinished, path)
     finally:
-        new.unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)

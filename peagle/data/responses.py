@@ -1,16 +1,15 @@
-"""The target's responses: each prompt's turns are asked one after another, and the conversation is a row.
+"""Generates the target's responses: the user turns of each prompt one after another; each conversation is a row.
 
-Knows nothing about engines, servers or disks. `Writer.run` is the loop. What is asked with which seed follows from
-(run's seed, prompt's id, sample, turn) alone, so a run that was killed and gone on with writes the rows that it would
-have written anyway.
+`ResponseWriter.run` is the loop. The seed of a response depends only on (run seed, prompt id, sample, turn), so a
+resumed run writes the rows of an uninterrupted one.
 
-Token ids of a conversation of two turns: the chat template makes the prompt of the second turn from the whole text so
-far, as a server would. Usually it begins with the ids that were there before, and then the spans stay where they are:
+Token ids of a conversation of two turns: the template renders the prompt of the second turn from the whole text, as a
+server does. Usually that starts with the ids of the first turn, and the spans stay valid:
 
-    turn 1   prompt [0, 5)   answer [5, 9)     ids 0..8
-    turn 2   prompt [0, 14)  answer [14, 20)   ids 0..19, spans [5, 9) and [14, 20)
+    turn 1   prompt [0, 5)   response [5, 9)     ids 0..8
+    turn 2   prompt [0, 14)  response [14, 20)   ids 0..19, spans [5, 9) and [14, 20)
 
-If the text of an answer is encoded in other tokens than the target said it in, the first answer's span is found anew.
+If the tokenizer encodes a response's text differently from the generated tokens, the earlier spans are located again.
 """
 
 from __future__ import annotations
@@ -28,42 +27,42 @@ from peagle.config import MIN_TOKENS_BEFORE_LOOP, ResponseSettings, SamplingPara
 from peagle.data.chat_format import ChatFormat
 from peagle.data.generators import GenerationRequest, GenerationResult, ResponseGenerator
 from peagle.data.loops import LOOP, is_looping, num_tokens_before_loop
-from peagle.data.progress import DataSummary, GenerationProgress, percentiles
+from peagle.data.progress import DataSummary, GenerationProgress, compute_percentiles
 from peagle.data.prompts import Prompt, PromptSet
 from peagle.data.response_file import DroppedResponse, ResponseFile, ResponseRow
 from peagle.errors import UserError
 
-SEED_BITS = 31  # more than that is not a number to every server
-BLOCK_PROMPTS = 64  # encoded together, ahead of their turn
-TURN = 2e-4  # seconds that a thread may keep the interpreter while another waits for it
+SEED_BITS = 31  # larger seeds are rejected by some servers
+ENCODE_BLOCK = 64  # prompts encoded together, ahead of time
+SWITCH_INTERVAL_S = 2e-4
 
-TOO_LONG = "prompt too long"
-NO_PROMPT = "no end to a varied prompt"
+PROMPT_TOO_LONG = "prompt too long"
+UNFINISHED_PROMPT = "varied prompt did not end"
 
 
 def response_seed(seed: int, prompt_id: str, sample: int, turn: int) -> int:
-    told = f"{seed}/{sample}/{turn}/{prompt_id}".encode()
-    return int.from_bytes(hashlib.blake2b(told, digest_size=8).digest(), "big") % 2**SEED_BITS
+    key = f"{seed}/{sample}/{turn}/{prompt_id}".encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") % 2**SEED_BITS
 
 
 @dataclass
 class PendingConversation:
-    """One row in the making."""
+    """A row that is being generated."""
 
     prompt: Prompt
     sample: int
     messages: list[dict[str, str]] = field(default_factory=list)
     turn: int = 0
-    prompt_ids: list[int] = field(default_factory=list)  # of the turn that is asked
-    token_ids: list[int] = field(default_factory=list)  # up to the last answer
+    prompt_ids: list[int] = field(default_factory=list)  # of the current turn
+    token_ids: list[int] = field(default_factory=list)  # up to the last response
     spans: list[tuple[int, int]] = field(default_factory=list)
     finish_reason: str = ""
-    unread: list[int] | None = None
-    refused: str | None = None  # why it cannot be rendered
-    lead: list[int] | None = None  # of the answer that is asked: its first tokens, once they are known
-    leading: bool = False  # they are being asked for
-    begun: str | None = None  # how the prompt that is being made up begins
-    varied: bool = False  # it has been made up
+    undecoded: list[int] | None = None
+    rejected: str | None = None  # why it cannot be rendered
+    lead_ids: list[int] | None = None  # --lead: first tokens of the current response, once sampled
+    is_sampling_lead: bool = False
+    varied_start: str | None = None  # --vary: start of the prompt while the target writes its rest
+    is_varied: bool = False
 
     def __post_init__(self) -> None:
         if self.prompt.system is not None:
@@ -71,29 +70,27 @@ class PendingConversation:
         self.messages.append({"role": "user", "content": self.prompt.turns[0]})
 
     @property
-    def more(self) -> bool:
+    def key(self) -> tuple[str, int]:
+        return self.prompt.id, self.sample
+
+    @property
+    def has_next_turn(self) -> bool:
         return self.turn + 1 < len(self.prompt.turns)
 
-    def row(self) -> ResponseRow:
-        # a question that got no answer is no part of it
+    def to_row(self) -> ResponseRow:
+        # drops a last user turn without a response
         messages = self.messages if self.messages[-1]["role"] == "assistant" else self.messages[:-1]
         return ResponseRow(
-            self.prompt.id,
-            self.prompt.source,
-            self.sample,
-            messages,
-            self.token_ids,
-            self.spans,
-            self.finish_reason,
-            self.unread,
+            *(self.prompt.id, self.prompt.source, self.sample, messages),
+            *(self.token_ids, self.spans, self.finish_reason, self.undecoded),
         )
 
 
 @contextmanager
-def _short_turns() -> Iterator[None]:
-    """Threads that encode and write hand the interpreter over soon: the engine's waits for it while the GPU is idle."""
+def _short_switch_interval() -> Iterator[None]:
+    """Makes encoding and writing threads release the GIL soon: the engine's thread waits for it while the GPU idles."""
     before = sys.getswitchinterval()
-    sys.setswitchinterval(TURN)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
         yield
     finally:
@@ -106,246 +103,250 @@ class ResponseWriter:
         prompts: PromptSet,
         settings: ResponseSettings,
         chat: ChatFormat,
-        source: ResponseGenerator,
+        generator: ResponseGenerator,
         file: ResponseFile,
-        shown: bool = True,
+        show_progress: bool = True,
     ) -> None:
         self.prompts, self.settings, self.chat = prompts, settings, chat
-        self.source, self.file = source, file
-        self.chosen = prompts.rows[: settings.limit]
-        self.asked = len(self.chosen) * settings.samples
-        ids = {prompt.id for prompt in self.chosen}
-        before = sum(1 for key in file.done if key[0] in ids and key[1] < settings.samples)
-        self.progress = GenerationProgress(self.asked, before, shown)
-        self.kept = self.failed = 0
-        self._open: dict[int, PendingConversation] = {}
-        self._next_key = 0
-        self._user_turns: dict[str | None, tuple[str, int]] = {}  # by the system message
+        self.generator, self.file = generator, file
+        self.selected = prompts.rows[: settings.limit]
+        self.num_requested = len(self.selected) * settings.samples
+        ids = {prompt.id for prompt in self.selected}
+        num_before = sum(1 for key in file.done if key[0] in ids and key[1] < settings.samples)
+        self.progress = GenerationProgress(self.num_requested, num_before, show_progress)
+        self.num_kept = self.num_failed = 0
+        self._pending: dict[int, PendingConversation] = {}
+        self._next_request_id = 0
+        self._user_turns: dict[str | None, tuple[str, int]] = {}  # by system message
 
     def run(self) -> DataSummary:
-        """Until every row is written, or Ctrl-C. What is in the making then is asked again by the next run."""
+        """Runs until every row is written, or Ctrl-C. The next run generates unfinished rows again."""
         interrupted = False
-        with ThreadPoolExecutor(1) as ahead, _short_turns():
-            waiting = self._encoded(ahead)
-            again: deque[PendingConversation] = deque()  # between two turns
+        with ThreadPoolExecutor(1) as executor, _short_switch_interval():
+            new = self._encode_ahead(executor)
+            ready: deque[PendingConversation] = deque()  # between two turns
             try:
                 while True:
-                    while self.source.num_free_slots > 0 and (one := again.popleft() if again else next(waiting, None)):
-                        self._ask(one)
-                    if not self._open:
+                    while self.generator.num_free_slots > 0 and (row := ready.popleft() if ready else next(new, None)):
+                        self._submit(row)
+                    if not self._pending:
                         break
-                    again += self._taken(self.source.poll())
-                    self.progress.show()
+                    ready += self._process(self.generator.poll())
+                    self.progress.update()
             except KeyboardInterrupt:
                 interrupted = True
             finally:
-                waiting.close()
-                self.source.close()
+                new.close()
+                self.generator.close()
                 self.progress.close()
                 self.file.close()
-        return self._summary(interrupted)
+        return self._summarize(interrupted)
 
-    def _todo(self) -> Iterator[PendingConversation]:
-        for prompt in self.chosen:
-            for sample in range(self.settings.samples):
-                if (prompt.id, sample) not in self.file.done:
-                    yield PendingConversation(prompt, sample)
+    def _encode_ahead(self, executor: ThreadPoolExecutor) -> Generator[PendingConversation, None, None]:
+        """The rows to generate; the next block is encoded while the current one is used."""
+        todo = (
+            PendingConversation(prompt, sample)
+            for prompt in self.selected
+            for sample in range(self.settings.samples)
+            if (prompt.id, sample) not in self.file.done
+        )
 
-    def _encoded(self, ahead: ThreadPoolExecutor) -> Generator[PendingConversation, None, None]:
-        """What is to do, with the ids of the first turn; the next block is encoded while this one is used."""
-        todo = self._todo()
+        def encode_block() -> list[PendingConversation]:
+            block = list(islice(todo, ENCODE_BLOCK))
+            self._encode(block)
+            return block
 
-        def block() -> list[PendingConversation]:
-            made = list(islice(todo, BLOCK_PROMPTS))
-            self._encode(made)
-            return made
+        future = executor.submit(encode_block)
+        while block := future.result():
+            future = executor.submit(encode_block)
+            yield from block
 
-        coming = ahead.submit(block)
-        while made := coming.result():
-            coming = ahead.submit(block)
-            yield from made
-
-    def _encode(self, many: list[PendingConversation]) -> None:
-        """The ids of the turn that is asked next, or of a prompt's beginning; what cannot be rendered says why."""
+    def _encode(self, rows: list[PendingConversation]) -> None:
+        """Sets the prompt ids of the next turn, or of a varied prompt's start; marks rows that cannot be rendered."""
         try:
             if self.settings.vary:
-                self._begin([one for one in many if one.sample and not one.varied])
-            turns = [one for one in many if one.begun is None]
-            for one, ids in zip(turns, self.chat.ids([t.messages for t in turns], ready=True), strict=True):
-                one.prompt_ids = ids
+                self._start_varied_prompts([row for row in rows if row.sample and not row.is_varied])
+            turns = [row for row in rows if row.varied_start is None]
+            encoded = self.chat.encode_conversations([row.messages for row in turns], add_generation_prompt=True)
+            for row, ids in zip(turns, encoded, strict=True):
+                row.prompt_ids = ids
         except UserError as error:
-            if len(many) == 1:
-                many[0].refused = str(error)
+            if len(rows) == 1:
+                rows[0].rejected = str(error)
             else:
-                for one in many:
-                    self._encode([one])
+                for row in rows:
+                    self._encode([row])
 
-    def _ask(self, one: PendingConversation) -> None:
-        longest = self.source.max_model_len
-        if one.refused is not None:
-            self._end(one, DroppedResponse(*self._key(one), self.chat.refusal, one.refused), 0)
+    def _submit(self, row: PendingConversation) -> None:
+        max_model_len = self.generator.max_model_len
+        if row.rejected is not None:
+            self._drop(row, self.chat.rejection, row.rejected)
             return
-        ids, params = self._next(one)
-        if longest is not None and len(ids) >= longest:
-            self._end(one, DroppedResponse(*self._key(one), TOO_LONG, f"{len(ids)} tokens"), 0)
+        ids, params = self._next_request(row)
+        if max_model_len is not None and len(ids) >= max_model_len:
+            self._drop(row, PROMPT_TOO_LONG, f"{len(ids)} tokens")
             return
-        self.source.submit(GenerationRequest(self._next_key, one.messages, ids, params))
-        self._open[self._next_key] = one
-        self._next_key += 1
+        self.generator.submit(GenerationRequest(self._next_request_id, row.messages, ids, params))
+        self._pending[self._next_request_id] = row
+        self._next_request_id += 1
 
-    def _next(self, one: PendingConversation) -> tuple[list[int], SamplingParams]:
-        """What is to be gone on with, and how: a prompt's beginning, a turn, or a turn and an answer's first tokens."""
-        if one.begun is not None:
-            return one.prompt_ids, self.settings.vary_params(self._prompt_seed(one), self._user_turn(one)[1])
-        seed, lead = response_seed(self.settings.seed, one.prompt.id, one.sample, one.turn), one.lead or []
-        first = self.settings.lead_params(one.sample, seed) if one.lead is None else None
-        one.leading = first is not None
-        return one.prompt_ids + lead, first or self.settings.params(seed, len(lead))
+    def _next_request(self, row: PendingConversation) -> tuple[list[int], SamplingParams]:
+        """Token ids to continue and sampling parameters: of a varied prompt, a response's first tokens, or its rest."""
+        if row.varied_start is not None:
+            return row.prompt_ids, self.settings.vary_params(self._prompt_seed(row), self._user_turn(row)[1])
+        seed, lead_ids = response_seed(self.settings.seed, *row.key, row.turn), row.lead_ids or []
+        lead_params = self.settings.lead_params(row.sample, seed) if row.lead_ids is None else None
+        row.is_sampling_lead = lead_params is not None
+        return row.prompt_ids + lead_ids, lead_params or self.settings.params(seed, len(lead_ids))
 
-    def _begin(self, many: list[PendingConversation]) -> None:
-        """Prompts like those given: so many of their tokens as follow from the seed, at most half of them."""
-        begun = []
-        for one, words in zip(many, self.chat.encode([one.prompt.turns[0] for one in many]), strict=True):
-            kept = min(1 + self._prompt_seed(one) % self.settings.vary, max(len(words) // 2, 1))
-            begun.append(self.chat.decode(words[:kept]).rstrip("\ufffd"))  # a character may end in another token
-        beginnings = [self._user_turn(one)[0] + text for one, text in zip(many, begun, strict=True)]
-        for one, text, ids in zip(many, begun, self.chat.encode(beginnings), strict=True):
-            one.begun, one.prompt_ids = text, ids
+    def _process(self, results: list[GenerationResult]) -> list[PendingConversation]:
+        """Writes complete rows; returns those with another request."""
+        next_turns, with_lead = [], []
+        for result in results:
+            row = self._pending.pop(result.request_id)
+            if result.error is not None:
+                self.num_failed += 1
+                continue
+            if result.rejected is not None:
+                self._drop(row, result.rejected, result.detail)
+                continue
+            try:
+                ids = result.token_ids if result.token_ids is not None else self._encode_response(row, result)
+            except UserError as error:
+                self._drop(row, "template does not round-trip", str(error))
+                continue
+            if row.varied_start is not None:
+                if self._finish_varied_prompt(row, ids, result):
+                    next_turns.append(row)
+                else:
+                    self._drop(row, UNFINISHED_PROMPT, num_tokens=len(ids))
+                continue
+            if row.is_sampling_lead and result.finish_reason != "stop" and not self._is_full(row, ids):
+                row.lead_ids = ids
+                with_lead.append(row)
+                continue
+            ids, row.lead_ids = (row.lead_ids or []) + ids, None
+            if result.finish_reason == LOOP or is_looping(ids, result.finish_reason == "stop"):
+                self._finish_looping(row, ids, result)
+                continue
+            self._append_response(row, ids, result)
+            if row.has_next_turn:
+                row.turn += 1
+                row.messages.append({"role": "user", "content": row.prompt.turns[row.turn]})
+                self.progress.tokens += len(ids)
+                next_turns.append(row)
+            else:
+                self._write(row, len(ids))
+        self._encode(next_turns)
+        return with_lead + next_turns
 
-    def _prompt_seed(self, one: PendingConversation) -> int:
-        return response_seed(self.settings.seed, one.prompt.id, one.sample, -1)
+    # --vary: the target writes prompts that start like the given ones
 
-    def _user_turn(self, one: PendingConversation) -> tuple[str, int]:
-        system = one.prompt.system
+    def _start_varied_prompts(self, rows: list[PendingConversation]) -> None:
+        """Keeps the first tokens of each prompt: as many as follow from the seed, at most half of them."""
+        starts = []
+        for row, words in zip(rows, self.chat.encode([row.prompt.turns[0] for row in rows]), strict=True):
+            num_kept = min(1 + self._prompt_seed(row) % self.settings.vary, max(len(words) // 2, 1))
+            starts.append(self.chat.decode(words[:num_kept]).rstrip("\ufffd"))  # the cut may split a character
+        texts = [self._user_turn(row)[0] + start for row, start in zip(rows, starts, strict=True)]
+        for row, start, ids in zip(rows, starts, self.chat.encode(texts), strict=True):
+            row.varied_start, row.prompt_ids = start, ids
+
+    def _prompt_seed(self, row: PendingConversation) -> int:
+        return response_seed(self.settings.seed, *row.key, -1)
+
+    def _user_turn(self, row: PendingConversation) -> tuple[str, int]:
+        system = row.prompt.system
         if system not in self._user_turns:
             found = self.chat.user_turn(system)
-            if found is None:  # only behind this system message, as it was asked about before
-                raise UserError("the chat template puts nothing behind a user's turn")
+            if found is None:  # only with this system message: `write_responses` has checked the template without one
+                raise UserError("the chat template adds nothing after a user turn")
             self._user_turns[system] = found
         return self._user_turns[system]
 
-    def _vary(self, one: PendingConversation, ids: list[int], answer: GenerationResult) -> DroppedResponse | None:
-        """Puts what was made up in the place of the prompt; a prompt that does not end is none."""
-        made = (one.begun or "") + self.chat.answers([ids[:-1]])[0]
-        one.begun, one.varied = None, True
-        if answer.finish_reason != "stop" or not made.strip():
-            return DroppedResponse(*self._key(one), NO_PROMPT)
-        one.prompt = replace(one.prompt, turns=(made,))
-        one.messages[-1] = {"role": "user", "content": made}
-        return None
+    def _finish_varied_prompt(self, row: PendingConversation, ids: list[int], result: GenerationResult) -> bool:
+        """Replaces the prompt; False if the target did not end it."""
+        text = (row.varied_start or "") + self.chat.decode_responses([ids[:-1]])[0]
+        row.varied_start, row.is_varied = None, True
+        if result.finish_reason != "stop" or not text.strip():
+            return False
+        row.prompt = replace(row.prompt, turns=(text,))
+        row.messages[-1] = {"role": "user", "content": text}
+        return True
 
-    def _taken(self, answers: list[GenerationResult]) -> list[PendingConversation]:
-        """Writes what is complete; gives back what has another turn, or its first one now."""
-        going_on, led = [], []
-        for answer in answers:
-            one = self._open.pop(answer.request_id)
-            if answer.error is not None:
-                self.failed += 1
-                continue
-            if answer.rejected is not None:
-                self._end(one, DroppedResponse(*self._key(one), answer.rejected, answer.detail), 0)
-                continue
-            try:
-                ids = answer.token_ids if answer.token_ids is not None else self._ids_of(one, answer)
-            except UserError as error:
-                self._end(one, DroppedResponse(*self._key(one), "template does not round-trip", str(error)), 0)
-                continue
-            if one.begun is not None:
-                if (dropped := self._vary(one, ids, answer)) is not None:
-                    self._end(one, dropped, len(ids))
-                else:
-                    going_on.append(one)
-                continue
-            if one.leading and answer.finish_reason != "stop" and not self._full(one, ids):
-                one.lead = ids
-                led.append(one)
-                continue
-            ids, one.lead = (one.lead or []) + ids, None
-            if answer.finish_reason == LOOP or is_looping(ids, answer.finish_reason == "stop"):
-                self._end_loop(one, ids, answer)
-                continue
-            self._append(one, ids, answer)
-            if one.more:
-                one.turn += 1
-                one.messages.append({"role": "user", "content": one.prompt.turns[one.turn]})
-                self.progress.tokens += len(ids)
-                going_on.append(one)
-            else:
-                self._end(one, None, len(ids))
-        self._encode(going_on)
-        return led + going_on
+    # Responses
 
-    def _full(self, one: PendingConversation, ids: list[int]) -> bool:
-        longest = self.source.max_model_len
-        return longest is not None and len(one.prompt_ids) + len(ids) >= longest
+    def _is_full(self, row: PendingConversation, ids: list[int]) -> bool:
+        max_model_len = self.generator.max_model_len
+        return max_model_len is not None and len(row.prompt_ids) + len(ids) >= max_model_len
 
-    def _end_loop(self, one: PendingConversation, ids: list[int], answer: GenerationResult) -> None:
-        """What comes before the loop is kept, and so much of it as is asked for, if that is enough."""
-        cut = min(num_tokens_before_loop(ids) + self.settings.loop_tokens, len(ids))
-        if cut < MIN_TOKENS_BEFORE_LOOP:
-            self._end(one, DroppedResponse(*self._key(one), LOOP), len(ids))
+    def _finish_looping(self, row: PendingConversation, ids: list[int], result: GenerationResult) -> None:
+        """Cuts the response `loop_tokens` behind the start of its loop; drops it if that leaves too little."""
+        num_kept = min(num_tokens_before_loop(ids) + self.settings.loop_tokens, len(ids))
+        if num_kept < MIN_TOKENS_BEFORE_LOOP:
+            self._drop(row, LOOP, num_tokens=len(ids))
             return
-        self._append(one, ids[:cut], replace(answer, finish_reason=LOOP, text=None))
-        self._end(one, None, len(ids))
+        self._append_response(row, ids[:num_kept], replace(result, finish_reason=LOOP, text=None))
+        self._write(row, len(ids))
 
-    def _append(self, one: PendingConversation, ids: list[int], answer: GenerationResult) -> None:
-        prompt_ids, before = one.prompt_ids, one.token_ids
-        if one.spans and prompt_ids[: len(before)] != before:
+    def _append_response(self, row: PendingConversation, ids: list[int], result: GenerationResult) -> None:
+        prompt_ids, before = row.prompt_ids, row.token_ids
+        if row.spans and prompt_ids[: len(before)] != before:
             try:
-                one.spans = self.chat.locate(one.messages, prompt_ids)
-            except UserError:  # this template does not repeat earlier answers as they were
-                one.spans = []
-        one.token_ids = prompt_ids + ids
-        one.spans.append((len(prompt_ids), len(one.token_ids)))
-        one.finish_reason = answer.finish_reason
-        said = ids[:-1] if answer.finish_reason == "stop" else ids
-        text = answer.text
-        if text is None and one.more and answer.finish_reason != LOOP:
-            text = self.chat.answers([said])[0]
-        # the last answer's text is nobody's question, so the writing thread makes it
-        one.unread = said if text is None else None
-        one.messages.append({"role": "assistant", "content": text or ""})
+                row.spans = self.chat.find_spans(row.messages, prompt_ids)
+            except UserError:  # the template changes earlier responses
+                row.spans = []
+        row.token_ids = prompt_ids + ids
+        row.spans.append((len(prompt_ids), len(row.token_ids)))
+        row.finish_reason = result.finish_reason
+        text_ids = ids[:-1] if result.finish_reason == "stop" else ids
+        text = result.text
+        if text is None and row.has_next_turn and result.finish_reason != LOOP:
+            text = self.chat.decode_responses([text_ids])[0]
+        # no later turn needs the last response's text, so the writing thread decodes it
+        row.undecoded = text_ids if text is None else None
+        row.messages.append({"role": "assistant", "content": text or ""})
 
-    def _ids_of(self, one: PendingConversation, answer: GenerationResult) -> list[int]:
-        """The tokens of an answer of which only the text is known: what the template adds for it."""
-        assert answer.text is not None
-        messages = [*one.messages, {"role": "assistant", "content": answer.text}]
-        ids, spans = self.chat.conversation(messages)
-        if not spans or spans[-1][0] != len(one.prompt_ids) or ids[: spans[-1][0]] != one.prompt_ids:
-            raise UserError(f"{answer.text!r:.80} is not found behind its prompt")
-        said = ids[slice(*spans[-1])]
-        return said[:-1] if answer.finish_reason == "length" and said[-1] in self.chat.eos_ids else said
+    def _encode_response(self, row: PendingConversation, result: GenerationResult) -> list[int]:
+        """The token ids of a response given as text: what the template adds for it."""
+        assert result.text is not None
+        ids, spans = self.chat.encode_with_spans([*row.messages, {"role": "assistant", "content": result.text}])
+        if not spans or spans[-1][0] != len(row.prompt_ids) or ids[: spans[-1][0]] != row.prompt_ids:
+            raise UserError(f"{result.text!r:.80} is not found after its prompt")
+        response_ids = ids[slice(*spans[-1])]
+        is_cut = result.finish_reason == "length" and response_ids[-1] in self.chat.eos_ids
+        return response_ids[:-1] if is_cut else response_ids
 
-    def _end(self, one: PendingConversation, dropped: DroppedResponse | None, tokens: int) -> None:
-        """Whatever ends a later turn, the answers before it stay."""
-        kept = dropped is None or bool(one.spans)
-        if kept:
-            self.file.put(one.row())
-            self.kept += 1
-        elif dropped is not None:
-            self.file.put(dropped)
-        self.progress.add(tokens, kept)
+    def _drop(self, row: PendingConversation, reason: str, detail: str = "", num_tokens: int = 0) -> None:
+        """Keeps the earlier turns of a conversation, if it has any."""
+        if row.spans:
+            self._write(row, num_tokens)
+            return
+        self.file.put(DroppedResponse(*row.key, reason, detail))
+        self.progress.add_row(num_tokens, kept=False)
 
-    @staticmethod
-    def _key(one: PendingConversation) -> tuple[str, int]:
-        return one.prompt.id, one.sample
+    def _write(self, row: PendingConversation, num_tokens: int) -> None:
+        self.file.put(row.to_row())
+        self.num_kept += 1
+        self.progress.add_row(num_tokens, kept=True)
 
-    def _summary(self, interrupted: bool) -> DataSummary:
-        totals = self.file.totals
+    def _summarize(self, interrupted: bool) -> DataSummary:
+        totals, prompts = self.file.totals, self.prompts
         return DataSummary(
             out=str(self.file.out),
-            rows=len(totals.lengths),
-            asked=self.asked,
-            tokens=sum(totals.lengths),
-            lengths=percentiles(totals.lengths),
-            ended=totals.ended / max(len(totals.lengths), 1),
-            cut=totals.cut,
+            num_rows=len(totals.lengths),
+            num_requested=self.num_requested,
+            num_tokens=sum(totals.lengths),
+            lengths=compute_percentiles(totals.lengths),
+            finished_share=totals.num_finished / max(len(totals.lengths), 1),
+            num_cut=totals.num_cut,
             dropped=dict(totals.dropped.most_common()),
-            refused=self.prompts.reasons,
-            duplicates=self.prompts.duplicates,
-            new=self.kept,
-            failed=self.failed,
-            generated=self.progress.tokens,
+            rejected=prompts.rejection_reasons,
+            num_duplicates=prompts.num_duplicates,
+            num_excluded=prompts.num_excluded,
+            num_new=self.num_kept,
+            num_failed=self.num_failed,
+            num_generated_tokens=self.progress.tokens,
             seconds=self.progress.seconds,
             interrupted=interrupted,
         )

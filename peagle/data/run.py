@@ -1,7 +1,5 @@
-"""`peagle data` from names to a written file: prompts, target, who answers, where to.
-
-Knows what belongs to what, and does none of it. What can be wrong is found before a model is loaded.
-"""
+"""`peagle data`: reads prompts, generates the target's responses and writes them. Finds user errors before it loads a
+model."""
 
 from __future__ import annotations
 
@@ -11,9 +9,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from peagle.checkpoints.target import eos_ids, load_tokenizer, read_target_config
+from peagle.checkpoints.target import read_target_config
 from peagle.config import EndpointSettings, ResponseEngineSettings, ResponseSettings
-from peagle.data.chat_format import ChatFormat, RawFormat
+from peagle.data.chat_format import ChatFormat, load_chat_format
 from peagle.data.endpoint import EndpointGenerator
 from peagle.data.generators import (
     GenerationRequest,
@@ -23,22 +21,22 @@ from peagle.data.generators import (
     release_engine_memory,
 )
 from peagle.data.progress import DataSummary
-from peagle.data.prompts import PromptSet, read_prompts
-from peagle.data.response_file import ResponseFile, beside, replace_lines
+from peagle.data.prompts import PromptSet, read_excluded_ids, read_prompts
+from peagle.data.response_file import ResponseFile, replace_lines, sidecar_path
 from peagle.data.responses import ResponseWriter
 from peagle.errors import UserError
 from peagle.hub.resolve import resolve_target
 from peagle.versions import installed_versions
 
 
-class _Nobody:
-    """Answers when there is nothing left to ask, and no model needs to be loaded for that."""
+class _NoGenerator:
+    """Used when every row is written already, so no model has to be loaded."""
 
     max_model_len: int | None = None
     num_free_slots = 0
 
     def submit(self, request: GenerationRequest) -> None:
-        raise AssertionError("nothing is left to ask")
+        raise AssertionError("all rows are written")
 
     def poll(self) -> list[GenerationResult]:
         return []
@@ -52,90 +50,87 @@ def write_responses(
     out: Path,
     target: str,
     settings: ResponseSettings,
-    writer: ResponseEngineSettings | None = None,
+    engine: ResponseEngineSettings | None = None,
     endpoint: EndpointSettings | None = None,
     chat_template: Path | None = None,
     split: str = "train",
-    shown: bool = True,
+    show_progress: bool = True,
     raw: bool = False,
+    exclude_ids: Path | None = None,
 ) -> DataSummary:
-    """The target's responses to all prompts, as rows of `out`; what is there already is not asked again."""
-    rows = read_prompts(prompts, split)
+    """Writes the target's responses to all prompts as rows of `out`; rows of earlier runs are kept."""
+    prompt_set = read_prompts(prompts, split)
+    if exclude_ids is not None:
+        prompt_set = prompt_set.exclude(read_excluded_ids(exclude_ids))
     folder = resolve_target(target)
     chat = load_chat_format(folder, chat_template, raw)
-    if raw and endpoint is not None:
-        raise UserError(f"--raw: only the engine here writes without a template; leave out --endpoint {endpoint.url}")
-    if settings.lead and endpoint is not None:
-        raise UserError(
-            f"--lead {settings.lead}: a server cannot be given an answer's first tokens; leave out "
-            f"--endpoint {endpoint.url}"
-        )
-    if settings.vary and (raw or endpoint is not None):
-        given = "--raw" if endpoint is None else f"--endpoint {endpoint.url}"
-        raise UserError(
-            f"--vary {settings.vary}: prompts are made up by the engine, in a chat template; leave out {given}"
-        )
-    if settings.vary and chat.user_turn(None) is None:
-        raise UserError(
-            f"--vary {settings.vary}: this chat template puts nothing behind a user's turn, so the target could not "
-            "say where a prompt of its own ends"
-        )
+    _check_options(settings, endpoint, chat, raw)
     if endpoint is None:
         read_target_config(folder)
     server = EndpointGenerator(endpoint) if endpoint is not None else None
-    writer = writer or ResponseEngineSettings()
-    same = {
+    engine = engine or ResponseEngineSettings()
+    # settings that every run of a file must share; None where older files lack a key
+    shared = {
         "target": target_fingerprint(folder),
         "chat template": hashlib.sha256(chat.template.encode()).hexdigest()[:16],
-        "prompts": rows.fingerprint,
+        "prompts": prompt_set.fingerprint,
         "writer": f"server with {server.model}" if server is not None else "engine",
         "--temperature": settings.temperature,
         "--top-p": settings.top_p,
         "--top-k": settings.top_k,
         "--max-tokens": settings.max_tokens,
         "--seed": settings.seed,
-        "--lead": settings.lead or None,  # as in files from before there was one
+        "--lead": settings.lead or None,
         "--loop-tokens": settings.loop_tokens or None,
         "--vary": settings.vary or None,
-        "--max-model-len": writer.max_model_len,
+        "--max-model-len": engine.max_model_len,
     }
-    file = ResponseFile(out, _this_run(rows, target, settings, endpoint), same, chat.answers)
+    file = ResponseFile(out, _describe_run(prompt_set, target, settings, endpoint), shared, chat.decode_responses)
     try:
-        refused = [{"where": r.where, "reason": r.reason, "detail": r.detail} for r in rows.refused]
-        replace_lines(beside(out, "refused"), refused)
-        wanted = {(p.id, sample) for p in rows.rows[: settings.limit] for sample in range(settings.samples)}
-        source: ResponseGenerator
-        if wanted <= file.done:
-            source = _Nobody()
+        rejected = [{"where": r.where, "reason": r.reason, "detail": r.detail} for r in prompt_set.rejected]
+        replace_lines(sidecar_path(out, "rejected"), rejected)
+        requested = {(p.id, sample) for p in prompt_set.rows[: settings.limit] for sample in range(settings.samples)}
+        generator: ResponseGenerator
+        if requested <= file.done:
+            generator = _NoGenerator()
         else:
-            source = server if server is not None else load_engine_generator(folder, writer)
+            generator = server if server is not None else load_engine_generator(folder, engine)
     except BaseException:
         file.close()
         raise
     try:
-        summary = ResponseWriter(rows, settings, chat, source, file, shown).run()
+        summary = ResponseWriter(prompt_set, settings, chat, generator, file, show_progress).run()
     finally:
-        del source
+        del generator
         release_engine_memory()
-    if not summary.rows and not summary.interrupted:
-        why = ", ".join(f"{count} {reason}" for reason, count in summary.dropped.items()) or f"{summary.failed} failed"
-        raise UserError(f"{prompts}: no response was kept ({why}); {out}.dropped has each of them")
+    if not summary.num_rows and not summary.interrupted:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in summary.dropped.items())
+        reasons = reasons or f"{summary.num_failed} failed"
+        raise UserError(f"{prompts}: no response was kept ({reasons}); see {out}.dropped")
     return summary
 
 
-def load_chat_format(folder: Path, template: Path | None = None, raw: bool = False) -> ChatFormat:
-    """A target's tokenizer and chat template (none of it for `raw`), and the ids that end its answers."""
-    if raw and template is not None:
-        raise UserError(f"--raw: prompts as they are need no --chat-template {template}; give one of the two")
-    tokenizer = load_tokenizer(folder)
-    ends = set(eos_ids(folder))
-    if isinstance(tokenizer.eos_token_id, int):
-        ends.add(tokenizer.eos_token_id)
-    return RawFormat(tokenizer, ends) if raw else ChatFormat(tokenizer, ends, template, str(folder))
+def _check_options(settings: ResponseSettings, endpoint: EndpointSettings | None, chat: ChatFormat, raw: bool) -> None:
+    if raw and endpoint is not None:
+        raise UserError(
+            f"--raw: only the embedded engine generates without a template; remove --endpoint {endpoint.url}"
+        )
+    if settings.lead and endpoint is not None:
+        raise UserError(
+            f"--lead {settings.lead}: a server cannot continue a partial response; remove --endpoint {endpoint.url}"
+        )
+    if settings.vary and (raw or endpoint is not None):
+        option = "--raw" if endpoint is None else f"--endpoint {endpoint.url}"
+        raise UserError(f"--vary {settings.vary}: needs the embedded engine and a chat template; remove {option}")
+    if settings.vary and chat.user_turn(None) is None:
+        raise UserError(
+            f"--vary {settings.vary}: this chat template adds nothing after a user turn, so the target cannot end a "
+            "prompt"
+        )
 
 
 def target_fingerprint(folder: Path) -> str:
-    """The same for the same model in another place: its small files, and the sizes of its weights."""
+    """A hash of a model's config, tokenizer and weight file sizes; equal for copies in other folders."""
     digest = hashlib.sha256()
     for name in ("config.json", "tokenizer.json"):
         if (folder / name).is_file():
@@ -145,7 +140,7 @@ def target_fingerprint(folder: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def _this_run(
+def _describe_run(
     prompts: PromptSet, target: str, settings: ResponseSettings, endpoint: EndpointSettings | None
 ) -> dict[str, Any]:
     return {
@@ -155,5 +150,5 @@ def _this_run(
         "target": target,
         "endpoint": endpoint.url if endpoint is not None else None,
         "settings": vars(settings),
-        "prompts": {"from": prompts.name, "rows": len(prompts.rows), "refused": len(prompts.refused)},
+        "prompts": {"from": prompts.name, "rows": len(prompts.rows), "rejected": len(prompts.rejected)},
     }

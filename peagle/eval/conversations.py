@@ -98,7 +98,7 @@ class Speaker:
 
     def _encoded(self, rows: Sequence[Prompt], talks: Sequence[list[dict[str, str]]]) -> list[list[int]]:
         if self.chat is not None:
-            return self.chat.ids(talks, ready=True)
+            return self.chat.encode_conversations(talks, add_generation_prompt=True)
         long = next((row for row in rows if len(row.turns) > 1 or row.system is not None), None)
         if long is not None:
             raise UserError(f"--raw: row {long.id} has several turns or a system message, which needs a chat template")
@@ -108,4 +108,4 @@ class Speaker:
         if self.chat is None:
             return ""
         ended = said.finish_reason == "stop" and said.token_ids and said.token_ids[-1] in self.chat.eos_ids
-        return self.chat.answers([said.token_ids[:-1] if ended else said.token_ids])[0]
+        return self.chat.decode_responses([said.token_ids[:-1] if ended else said.token_ids])[0]

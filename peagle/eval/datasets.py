@@ -101,7 +101,7 @@ def _stem(path: Path) -> str:
 
 def _checked(path: Path, name: str, skip_bad_rows: bool) -> PromptSet:
     prompts = read_prompts(str(path))
-    bad = prompts.refused
+    bad = prompts.rejected
     if bad and not skip_bad_rows:
         shown = "; ".join(f"line {str(row).removeprefix(f'{path}:')}" for row in bad[:SHOWN_ROWS])
         more = f"; and {len(bad) - SHOWN_ROWS} more" if len(bad) > SHOWN_ROWS else ""

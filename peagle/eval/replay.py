@@ -77,7 +77,7 @@ def lengths(
     all before it were right: that is most of the work where the vocabulary is large."""
     states = source.states(batch)
     view = DrafterForward(drafter, states, batch, states.hidden_ND.device)
-    leaves = view.depth_zero()
+    leaves = view.run_depth_zero()
     run_N = torch.zeros(len(batch), dtype=torch.long)
     rows = all_cod_positions(batch, depths)
     most = max(settings.replay_logits // drafter.cfg.draft_vocab_size, 1)
@@ -94,7 +94,7 @@ def _follow(
     """Adds the chunk's chains to the runs, depth by depth."""
     if not len(chunk.anchor_R):
         return
-    said_RD = view.chains(leaves, chunk)
+    said_RD = view.run_chains(leaves, chunk)
     for depth in range(1, int(chunk.depth_R.max()) + 1):
         at = ((chunk.depth_R == depth) & (run_N[chunk.anchor_R] == depth)).nonzero()[:, 0]
         if not len(at):
@@ -108,8 +108,8 @@ def _right(drafter: Drafter, said_RD: Tensor, at: Tensor, question: Tensor, view
     """Of the rows `at`, on the CPU: is the guess the token that is asked for? At most so many rows of logits live."""
     found = []
     for some, asked in zip(at.split(most), question.split(most), strict=True):
-        guess = drafter.to_target_ids(argmax(drafter.compute_logits(said_RD[view.moved(some)])))
-        found.append((guess == view.token_N[view.moved(asked)]).cpu())
+        guess = drafter.to_target_ids(argmax(drafter.compute_logits(said_RD[view.to_device(some)])))
+        found.append((guess == view.token_N[view.to_device(asked)]).cpu())
     return torch.cat(found) if found else torch.zeros(0, dtype=torch.bool)
 
 

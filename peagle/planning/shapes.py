@@ -14,7 +14,7 @@ from typing import Any
 
 from peagle.checkpoints.config_reader import MAX_LAYERS, ConfigReader
 from peagle.checkpoints.speculators import is_speculators, speculators_to_plain
-from peagle.config import LAYERS, MASK_TOKEN_ID_KEYS, ChunkedAttention, ExpertsConfig, Method, Window
+from peagle.config import DEFAULT_NUM_LAYERS, MASK_TOKEN_ID_KEYS, ChunkedAttention, ExpertsConfig, Method, Window
 from peagle.errors import UserError
 
 DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8_e4m3fn": 1.0}
@@ -138,12 +138,12 @@ def load_target_shape(name: str, weight_bits: float | None = None, kv_cache_bits
 def load_drafter_shape(name: str, target: ModelShape, flag: str = "--drafter") -> DrafterShape:
     """Reads a folder or a config.json, or builds a default drafter: `p-eagle`, or `p-eagle:2` with 2 layers."""
     kind, _, count = name.partition(":")
-    if kind in LAYERS:
+    if kind in DEFAULT_NUM_LAYERS:
         if count and not (count.isdecimal() and 1 <= int(count) <= MAX_LAYERS):
             raise UserError(f"{flag} {name}: the part after the colon must be a number of layers, as in {kind}:2")
         method: Method = "eagle3" if kind == "eagle3" else "p-eagle"
-        return default_drafter_shape(target, method, int(count) if count else LAYERS[method])
-    values, source = _load_config(name, flag, list(LAYERS), {})
+        return default_drafter_shape(target, method, int(count) if count else DEFAULT_NUM_LAYERS[method])
+    values, source = _load_config(name, flag, list(DEFAULT_NUM_LAYERS), {})
     if is_speculators(values):
         values = speculators_to_plain(values, source)
     fields = ConfigReader(values, source)

@@ -1,7 +1,4 @@
-"""The model card of a trained drafter: README.md in its folder.
-
-Knows nothing about training or measuring; everything it says is given to it, so the same card is the same text.
-"""
+"""Writes the model card of a trained drafter: README.md in its folder. The text depends only on the `ModelCard`."""
 
 from __future__ import annotations
 
@@ -17,137 +14,137 @@ from peagle.checkpoints.validate import build_speculative_config
 from peagle.config import DrafterConfig
 from peagle.errors import UserError
 
-FILE = "README.md"
-Facts = tuple[tuple[str, str], ...]  # what is stated, and its value
+CARD_FILE = "README.md"
+Facts = tuple[tuple[str, str], ...]  # (name, value)
 
 
 @dataclass(frozen=True)
 class AcceptanceRow:
-    """A line of the acceptance table."""
+    """One row of the acceptance table."""
 
     prompts: str
-    answers: int
-    draft_tokens: int
-    length: float
-    per_position: tuple[float, ...]
-    length_without_loops: float | None = None
-    looping: int = 0
+    num_responses: int
+    num_speculative_tokens: int
+    acceptance_length: float
+    acceptance_rates: tuple[float, ...]
+    acceptance_length_without_loops: float | None = None
+    num_looping: int = 0
 
 
 @dataclass(frozen=True)
 class ModelCard:
     name: str
-    target: str  # as it is named on a command line: a hub id, a folder, a built-in name
+    target: str  # as on the command line: a Hugging Face id, a folder, or a built-in name
     cfg: DrafterConfig
-    parameters: int
-    draft_tokens: int  # it was trained for
+    num_parameters: int
+    num_speculative_tokens: int  # trained
     data: Facts
     training: Facts
     command: str
     versions: Facts
     acceptance: tuple[AcceptanceRow, ...]
-    how_measured: str = "Greedy."
-    raw: bool = False  # its target continues prompts as they are
+    method: str = "Greedy."  # how acceptance was measured
+    raw: bool = False
 
 
 def write_card(card: ModelCard, folder: Path) -> None:
-    """Takes the place of a card that is there as a whole, or not at all."""
-    unfinished = folder / f".{FILE}.unfinished"
+    """Replaces the card atomically."""
+    unfinished = folder / f".{CARD_FILE}.unfinished"
     try:
-        unfinished.write_text(card_text(card), encoding="utf-8")
-        os.replace(unfinished, folder / FILE)
+        unfinished.write_text(format_card(card), encoding="utf-8")
+        os.replace(unfinished, folder / CARD_FILE)
     except OSError as error:
         unfinished.unlink(missing_ok=True)
-        raise UserError(f"{folder / FILE}: cannot be written ({error.strerror})") from None
+        raise UserError(f"{folder / CARD_FILE}: cannot be written ({error.strerror})") from None
 
 
-def card_text(card: ModelCard) -> str:
+def format_card(card: ModelCard) -> str:
     sections = [
-        _front(card),
-        f"# {card.name}\n\n{_what(card)}",
-        f"## Acceptance\n\n{_acceptance(card)}",
-        f"## Use\n\n{_use(card)}",
-        f"## Data\n\n{_facts(card.data)}",
-        f"## Training\n\n{_facts(card.training)}\n\n{_code(card.command)}",
-        f"## Versions\n\n{_facts(card.versions)}",
+        _format_front_matter(card),
+        f"# {card.name}\n\n{_format_summary(card)}",
+        f"## Acceptance\n\n{_format_acceptance(card)}",
+        f"## Use\n\n{_format_usage(card)}",
+        f"## Data\n\n{_format_facts(card.data)}",
+        f"## Training\n\n{_format_facts(card.training)}\n\n{_format_code(card.command)}",
+        f"## Versions\n\n{_format_facts(card.versions)}",
     ]
     return "\n\n".join(sections) + "\n"
 
 
-def _kind(cfg: DrafterConfig) -> str:
+def _method_name(cfg: DrafterConfig) -> str:
     return "P-EAGLE" if cfg.parallel else "EAGLE-3"
 
 
-def _front(card: ModelCard) -> str:
-    lines = ["library_name: peagle", "tags:", "- speculative-decoding", f"- {_kind(card.cfg).lower()}"]
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", card.target) and not card.target.startswith("."):  # a hub id
+def _format_front_matter(card: ModelCard) -> str:
+    lines = ["library_name: peagle", "tags:", "- speculative-decoding", f"- {_method_name(card.cfg).lower()}"]
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", card.target) and not card.target.startswith("."):  # a Hugging Face id
         lines.append(f"base_model: {card.target}")
     return "\n".join(["---", *lines, "---"])
 
 
-def _what(card: ModelCard) -> str:
+def _format_summary(card: ModelCard) -> str:
     cfg = card.cfg
-    how = "all its drafts in one pass" if cfg.parallel else "one draft a pass"
+    passes = "all draft tokens in one pass" if cfg.parallel else "one draft token per pass"
     text = (
-        f"{_kind(cfg)} drafter for `{card.target}`: it guesses the target's next tokens, {how}, and the target "
-        "checks them, so the text is the target's own.\n\n"
+        f"{_method_name(cfg)} drafter for `{card.target}`: it drafts the target's next tokens, {passes}, and the "
+        "target verifies them, so the output is the target's.\n\n"
     )
-    vocabulary = f"{cfg.draft_vocab_size:,} of the target's {cfg.vocab_size:,} tokens"
-    shape: Facts = (
+    reduced = f"{cfg.draft_vocab_size:,} of the target's {cfg.vocab_size:,} tokens"
+    facts: Facts = (
         ("layers", str(cfg.num_layers)),
-        ("parameters", f"{card.parameters:,}"),
-        ("draft tokens it was trained for", str(card.draft_tokens)),
-        ("aux_hidden_states layers of the target", ", ".join(map(str, cfg.aux_layer_ids))),
-        ("embeddings", "its own" if cfg.own_embeddings else "the target's"),
-        ("head", "its own" if cfg.own_head else "the target's"),
-        ("vocabulary", vocabulary if cfg.reduced_vocab else f"the target's {cfg.vocab_size:,} tokens"),
+        ("parameters", f"{card.num_parameters:,}"),
+        ("trained draft tokens (K)", str(card.num_speculative_tokens)),
+        ("auxiliary hidden state layers", ", ".join(map(str, cfg.aux_layer_ids))),
+        ("embeddings", "own" if cfg.own_embeddings else "the target's"),
+        ("LM head", "own" if cfg.own_head else "the target's"),
+        ("vocabulary", reduced if cfg.reduced_vocab else f"the target's {cfg.vocab_size:,} tokens"),
     )
     if cfg.mask_token_id is not None:
-        shape += (("mask token", f"id {cfg.mask_token_id}"),)
-    return text + _facts(shape)
+        facts += (("mask token", f"id {cfg.mask_token_id}"),)
+    return text + _format_facts(facts)
 
 
-def _acceptance(card: ModelCard) -> str:
+def _format_acceptance(card: ModelCard) -> str:
     if not card.acceptance:
         return "Not measured."
     rows = [
         (
-            m.prompts,
-            str(m.answers),
-            str(m.draft_tokens),
-            f"{m.length:.2f}",
-            f"{m.length_without_loops:.2f} ({m.looping})" if m.length_without_loops is not None else "",
-            " ".join(f"{share:.2f}" for share in m.per_position),
+            row.prompts,
+            str(row.num_responses),
+            str(row.num_speculative_tokens),
+            f"{row.acceptance_length:.2f}",
+            f"{row.acceptance_length_without_loops:.2f} ({row.num_looping})"
+            if row.acceptance_length_without_loops is not None
+            else "",
+            " ".join(f"{rate:.2f}" for rate in row.acceptance_rates),
         )
-        for m in card.acceptance
+        for row in card.acceptance
     ]
-    heads = ("prompts", "answers", "K", "tokens a round", "without looping answers (so many)", "accepted, by position")
+    heads = ("prompts", "responses", "K", "acceptance length", "without loops (number)", "accepted, by position")
     return (
-        f"{card.how_measured} Tokens a round count the target's own; the shares are of rounds in which draft 1, 2, .. "
-        f"K was accepted.\n\n{_table(heads, rows)}"
+        f"{card.method} The acceptance length counts the bonus token; rates are shares of decode steps in which draft "
+        f"token 1, 2, .. K was accepted.\n\n{_format_table(heads, rows)}"
     )
 
 
-def _use(card: ModelCard) -> str:
+def _format_usage(card: ModelCard) -> str:
     target = shlex.quote(card.target)
-    settings = json.dumps(build_speculative_config("DIR", card.draft_tokens, card.cfg.parallel))
-    asked = '"The sky is" --raw' if card.raw else '"Why is the sky blue?"'
-    ours = f"peagle generate {asked} --target {target} --drafter DIR -k {card.draft_tokens}"
-    return (
-        f"`DIR` is this folder. With peagle:\n\n{_code(ours)}\n\n"
-        f"With vLLM:\n\n{_code(f'vllm serve {target} --speculative-config {shlex.quote(settings)}')}"
-    )
+    config = json.dumps(build_speculative_config("DIR", card.num_speculative_tokens, card.cfg.parallel))
+    prompt = '"The sky is" --raw' if card.raw else '"Why is the sky blue?"'
+    generate = f"peagle generate {prompt} --target {target} --drafter DIR -k {card.num_speculative_tokens}"
+    serve = f"vllm serve {target} --speculative-config {shlex.quote(config)}"
+    return f"`DIR` is this folder. With peagle:\n\n{_format_code(generate)}\n\nWith vLLM:\n\n{_format_code(serve)}"
 
 
-def _facts(facts: Facts) -> str:
+def _format_facts(facts: Facts) -> str:
     return "\n".join(f"- {name}: {value}" for name, value in facts) if facts else "Not stated."
 
 
-def _code(text: str) -> str:
+def _format_code(text: str) -> str:
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _format_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     def line(cells: Sequence[str]) -> str:
         return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 

@@ -1,16 +1,15 @@
-"""A batch's gradients as one CUDA graph: what the host says again and again is said once.
+"""Captures the forward and backward pass of a batch as one CUDA graph.
 
-A small drafter's step is a thousand launches of a few microseconds each, and the host takes four times as long to ask
-for them as the GPU to do them. A graph needs the same sizes every time, so a batch is brought into a frame: tokens are
-filled up to the size of a batch, rows to a sixteenth of it, and what is filled up counts nothing. There is a graph for
-each frame that was met; the first two steps of a frame run as they are and warm its kernels up, the third is captured.
-A batch that fits no frame (nothing asked, more chains than one chunk takes, too many questions in a part of the loss)
-is left to `partition.accumulate`, which computes the same.
+A step of a small drafter has about a thousand kernel launches of a few microseconds; launching them one by one takes
+the host four times as long as the GPU needs to run them. A graph needs constant shapes, so batches are padded: tokens
+to the batch size, anchors to multiples of a sixteenth of it. Padding has weight 0. Each padded shape has its own graph:
+the first two steps of a shape run eagerly and warm up its kernels, the third is captured. Batches that fit no padded
+shape (no chain, more positions than a chunk, too many teacher positions in a loss chunk) run with
+`partition.accumulate_gradients`, which computes the same gradients.
 
-Frames are filled on the CPU, by the thread that prepares batches, as one flat tensor: one copy brings it over.
+The data thread pads batches on the CPU into one flat tensor, so one copy moves a batch to the GPU.
 
-Knows nothing about optimizers. Shapes: N tokens of a frame, A depth-0 rows that are asked, R chain rows, S = A + R,
-C rows of a frame that are asked for as one part of the loss, K depths.
+Shapes: N padded tokens, A depth-0 anchors with a loss, R chain positions, S = A + R.
 """
 
 from __future__ import annotations
@@ -30,250 +29,243 @@ from peagle.models.drafter import Drafter
 from peagle.training.cod_sampling import CodPositions
 from peagle.training.hidden_states.online import OnlineHiddenStates
 from peagle.training.loss import DepthMetrics, DraftLoss, LossSettings
-from peagle.training.loss_weighting import NOBODY, Links
+from peagle.training.loss_weighting import NO_PREVIOUS, ChainLinks
 from peagle.training.partition import ChainChunk, DrafterForward, Eagle3Steps, run_forward_backward
 
-PARTS = 16  # of a batch: rows are filled up to whole ones
-LEAST_PART = 64  # rows
-SPOTS = 0.5  # positions a part of the loss asks at, of its rows: rows of several depths share one
-WARM = 2  # steps of a frame before it is captured
+PADDING_STEPS = 16  # anchors are padded to multiples of batch_tokens / PADDING_STEPS
+MIN_PADDING_STEP = 64
+TEACHER_POSITION_SHARE = 0.5  # distinct teacher positions per row of a loss chunk: depths share positions
+WARMUP_STEPS = 2  # eager steps of a shape before it is captured
 
 
 @dataclass(frozen=True)
 class GraphShape:
-    """Of a frame: its tokens, its depth-0 rows, and its chain rows by depth, 1 first."""
+    """Sizes of a padded batch."""
 
-    tokens: int
-    asked: int
-    chained: tuple[int, ...]
+    num_tokens: int
+    num_anchors: int
+    chain_positions: tuple[int, ...]  # by depth, starting at 1
     parallel: bool
-    most: int  # rows of a part of the loss
+    max_loss_rows: int
 
     @property
-    def loss(self) -> StaticLossShape:
-        rows = self.asked + sum(self.chained)
-        most = min(self.most, rows)
-        return StaticLossShape(rows, most, max(1, math.ceil(SPOTS * most)))
+    def loss_shape(self) -> StaticLossShape:
+        rows = self.num_anchors + sum(self.chain_positions)
+        chunk_rows = min(self.max_loss_rows, rows)
+        return StaticLossShape(rows, chunk_rows, max(1, math.ceil(TEACHER_POSITION_SHARE * chunk_rows)))
 
     @property
-    def pieces(self) -> list[tuple[str, int]]:
-        """What a frame holds, in order."""
-        chained, loss = sum(self.chained), self.loss
-        own = [("token", self.tokens), ("position", self.tokens), ("start", self.tokens)]
-        own += [("anchor_A", self.asked), ("drafted_A", self.asked)]
+    def fields(self) -> list[tuple[str, int]]:
+        """Names and sizes of the flat tensor's parts, in order."""
+        loss = self.loss_shape
+        parts = [("token", self.num_tokens), ("position", self.num_tokens), ("start", self.num_tokens)]
+        parts += [("anchor_A", self.num_anchors)]
         if self.parallel:
-            own += [(name, chained) for name in ("anchor_R", "depth_R", "first_R")]
+            parts += [(name, sum(self.chain_positions)) for name in ("anchor_R", "depth_R", "chain_start_R")]
         else:
-            own += [(f"depth {d}", rows) for d, rows in enumerate(self.chained, 1)]
-        own += [(name, loss.num_rows) for name in ("depths", "before", "text", "order", "spot")]
-        return [*own, ("positions", self.spots)]
+            parts += [(f"depth {d}", size) for d, size in enumerate(self.chain_positions, 1)]
+        parts += [(name, loss.num_rows) for name in ("depths", "previous", "label", "order", "position_index")]
+        return [*parts, ("teacher_positions", len(loss.chunks) * loss.chunk_positions)]
 
-    @property
-    def spots(self) -> int:
-        return len(self.loss.chunks) * self.loss.chunk_positions
-
-    def views(self, flat: Tensor) -> dict[str, Tensor]:
-        names, sizes = zip(*self.pieces, strict=True)
+    def split_fields(self, flat: Tensor) -> dict[str, Tensor]:
+        names, sizes = zip(*self.fields, strict=True)
         return dict(zip(names, flat.split(sizes), strict=True))
 
 
 @dataclass(frozen=True)
 class PaddedBatch:
-    """A batch and its rows, filled up; all in one tensor, on the CPU."""
+    """A padded batch and its positions as one flat tensor on the CPU."""
 
-    sizes: GraphShape
+    shape: GraphShape
     flat: Tensor
 
 
 @dataclass(frozen=True)
 class PaddedChunk(ChainChunk):
-    """All rows of a frame, on the device."""
+    """All positions of a padded batch, on the device."""
 
     depth_S: Tensor
-    before_S: Tensor
-    text_S: Tensor
-    drafted_A: Tensor
-    plan: LossSchedule
+    previous_S: Tensor
+    label_S: Tensor
+    schedule: LossSchedule
     steps: Eagle3Steps | None
 
     def depths(self) -> Tensor:
         return self.depth_S
 
-    def links(self, view: DrafterForward) -> Links:
-        return Links(self.before_S, self.text_S, self.drafted_A)
+    def build_links(self, forward: DrafterForward) -> ChainLinks:
+        return ChainLinks(self.previous_S, self.label_S)
 
-    def asked(self) -> LossSchedule:
-        return self.plan
+    def label_positions(self) -> LossSchedule:
+        return self.schedule
 
-    def walk(self) -> Eagle3Steps:
+    def eagle3_steps(self) -> Eagle3Steps:
         assert self.steps is not None
         return self.steps
 
 
 class BatchPadder:
-    """Brings batches into frames. Knows the sizes a run has, and no device but whether frames are copied to one."""
+    """Pads batches of a run, on the CPU."""
 
-    def __init__(self, cfg: TrainConfig, vocab: int, parallel: bool, chunk_rows: int, pinned: bool) -> None:
-        self.tokens, self.depths, self.rate = cfg.batch_tokens, cfg.num_depths, cfg.rate
-        self.part = max(LEAST_PART, cfg.batch_tokens // PARTS)
-        self.most = max(1, LOSS_LOGITS // vocab)
-        self.parallel, self.chunk_rows, self.pinned = parallel, chunk_rows, pinned
+    def __init__(self, cfg: TrainConfig, vocab_size: int, parallel: bool, chunk_size: int, pin_memory: bool) -> None:
+        self.num_tokens, self.num_depths = cfg.batch_tokens, cfg.num_depths
+        self.down_sample_ratio = cfg.down_sample_ratio
+        self.padding_step = max(MIN_PADDING_STEP, cfg.batch_tokens // PADDING_STEPS)
+        self.max_loss_rows = max(1, LOSS_LOGITS // vocab_size)
+        self.parallel, self.chunk_size, self.pin_memory = parallel, chunk_size, pin_memory
 
-    def sizes(self, asked: int) -> GraphShape:
-        """Pads the number of anchors to a multiple of `part`; every depth gets its share of them."""
-        asked = -(-asked // self.part) * self.part
-        chained = tuple(math.ceil(asked * self.rate**depth) for depth in range(1, self.depths))
-        return GraphShape(self.tokens, asked, chained, self.parallel, self.most)
+    def padded_shape(self, num_anchors: int) -> GraphShape:
+        """`sample_cod_positions` keeps at most this share of the anchors at each depth."""
+        num_anchors = -(-num_anchors // self.padding_step) * self.padding_step
+        ratio = self.down_sample_ratio
+        chain_positions = tuple(math.ceil(num_anchors * ratio**depth) for depth in range(1, self.num_depths))
+        return GraphShape(self.num_tokens, num_anchors, chain_positions, self.parallel, self.max_loss_rows)
 
-    def framed(self, batch: PackedBatch, rows: CodPositions) -> PaddedBatch | None:
-        """None where it does not fit."""
-        sizes = self.sizes(len(rows.anchor_A))
-        if not len(rows.anchor_R) or len(batch) > sizes.tokens or sum(sizes.chained) > self.chunk_rows:
+    def pad(self, batch: PackedBatch, positions: CodPositions) -> PaddedBatch | None:
+        """None if the batch fits no padded shape."""
+        shape = self.padded_shape(len(positions.anchor_A))
+        if not len(positions.anchor_R) or len(batch) > shape.num_tokens or sum(shape.chain_positions) > self.chunk_size:
             return None
-        assert all(count <= room for count, room in zip(rows.counts[1:], sizes.chained, strict=True)), rows.counts
-        flat = torch.empty(sum(size for _, size in sizes.pieces), dtype=torch.long, pin_memory=self.pinned)
-        into = sizes.views(flat)
-        _fill_tokens(into, batch)
-        _fill(into["anchor_A"], rows.anchor_A)
-        into["before"].fill_(NOBODY)
-        into["drafted_A"].fill_(NOBODY)
-        chunk = ChainChunk(rows.anchor_A, rows.anchor_R, rows.depth_R, rows.first_R, False)
-        into["drafted_A"][: len(rows.anchor_A)] = chunk.drafted()
-        if self.parallel:
-            question_S = _fill_mask_rows(into, chunk, sizes, rows.depths)
-        else:
-            question_S = _fill_steps(into, chunk, sizes, rows.depths)
-        into["text"].copy_(batch.token_ids_N[question_S])
-        asked = sizes.loss.build_schedule(question_S - 1)
-        if asked is None:
+        sizes = zip(positions.counts[1:], shape.chain_positions, strict=True)
+        assert all(count <= size for count, size in sizes), positions.counts
+        flat = torch.empty(sum(size for _, size in shape.fields), dtype=torch.long, pin_memory=self.pin_memory)
+        out = shape.split_fields(flat)
+        _pad_tokens(out, batch)
+        _pad_with_last(out["anchor_A"], positions.anchor_A)
+        out["previous"].fill_(NO_PREVIOUS)
+        chunk = ChainChunk(positions.anchor_A, positions.anchor_R, positions.depth_R, positions.chain_start_R)
+        pad_chains = _pad_mask_positions if self.parallel else _pad_eagle3_steps
+        label_position_S = pad_chains(out, chunk, shape, positions.num_depths)
+        out["label"].copy_(batch.token_ids_N[label_position_S])
+        schedule = shape.loss_shape.build_schedule(label_position_S - 1)
+        if schedule is None:
             return None
-        into["order"].copy_(asked.order_R)
-        into["spot"].copy_(asked.position_index_R)
-        into["positions"].copy_(asked.positions_P)
-        return PaddedBatch(sizes, flat)
+        out["order"].copy_(schedule.order_R)
+        out["position_index"].copy_(schedule.position_index_R)
+        out["teacher_positions"].copy_(schedule.positions_P)
+        return PaddedBatch(shape, flat)
 
 
-def _fill(into: Tensor, values: Tensor) -> None:
-    """What is missing repeats the last: ranges of attention must never fall."""
-    into[: len(values)] = values
-    into[len(values) :] = values[-1]
+def _pad_with_last(out: Tensor, values: Tensor) -> None:
+    """Repeats the last value, because attention ranges must not decrease."""
+    out[: len(values)] = values
+    out[len(values) :] = values[-1]
 
 
-def _fill_tokens(into: dict[str, Tensor], batch: PackedBatch) -> None:
-    """What is missing is one more document, which nobody asks."""
-    size, missing = len(batch), len(into["token"]) - len(batch)
-    into["token"][:size], into["token"][size:] = batch.token_ids_N, 0
-    into["position"][:size], into["position"][size:] = batch.position_N, torch.arange(missing)
-    into["start"][:size], into["start"][size:] = batch.start_N, size
+def _pad_tokens(out: dict[str, Tensor], batch: PackedBatch) -> None:
+    """Padding is one more document, without a loss."""
+    size, num_padding = len(batch), len(out["token"]) - len(batch)
+    out["token"][:size], out["token"][size:] = batch.token_ids_N, 0
+    out["position"][:size], out["position"][size:] = batch.position_N, torch.arange(num_padding)
+    out["start"][:size], out["start"][size:] = batch.start_N, size
 
 
-def _questions(into: dict[str, Tensor], anchors: list[Tensor], rooms: list[int], nobody: int) -> Tensor:
-    """Writes the depth of every row that is asked, `nobody` where it is filled up, and returns what each is asked for.
-    Depth by depth: rows with these anchors, in so much room."""
-    depths: list[Tensor] = []
-    questions: list[Tensor] = []
-    for depth, (anchor, room) in enumerate(zip(anchors, rooms, strict=True)):
-        own = torch.full((room,), nobody)
-        own[: len(anchor)] = depth
-        depths.append(own)
-        asked = torch.empty(room, dtype=torch.long)
-        _fill(asked, anchor + depth + 2 if len(anchor) else questions[-1][-1:])
-        questions.append(asked)
-    into["depths"].copy_(torch.cat(depths))
-    return torch.cat(questions)
+def _pad_mask_positions(out: dict[str, Tensor], chunk: ChainChunk, shape: GraphShape, padding_depth: int) -> Tensor:
+    """P-EAGLE: padding are chains of one position at the last anchor. Returns the label positions [S]."""
+    count, size = len(chunk.anchor_R), sum(shape.chain_positions)
+    _pad_with_last(out["anchor_R"], chunk.anchor_R)
+    out["depth_R"][:count], out["depth_R"][count:] = chunk.depth_R, 1
+    out["chain_start_R"][:count], out["chain_start_R"][count:] = chunk.chain_start_R, torch.arange(count, size)
+    out["depths"].fill_(padding_depth)
+    out["depths"][: len(chunk.anchor_A)] = 0
+    out["depths"][shape.num_anchors : shape.num_anchors + count] = chunk.depth_R
+    previous_R = chunk.previous()[len(chunk.anchor_A) :]
+    shifted = previous_R + shape.num_anchors - len(chunk.anchor_A)  # chain positions follow the padded anchors
+    out["previous"][shape.num_anchors : shape.num_anchors + count] = shifted.where(chunk.depth_R > 1, previous_R)
+    label_position_S = torch.empty(shape.num_anchors + size, dtype=torch.long)
+    _pad_with_last(label_position_S[: shape.num_anchors], chunk.anchor_A + 2)
+    _pad_with_last(label_position_S[shape.num_anchors :], chunk.anchor_R + chunk.depth_R + 2)
+    return label_position_S
 
 
-def _fill_mask_rows(into: dict[str, Tensor], chunk: ChainChunk, sizes: GraphShape, nobody: int) -> Tensor:
-    """P-EAGLE's chains as they lie; what is missing are chains of one row on the last anchor."""
-    count, room = len(chunk.anchor_R), sum(sizes.chained)
-    _fill(into["anchor_R"], chunk.anchor_R)
-    into["depth_R"][:count], into["depth_R"][count:] = chunk.depth_R, 1
-    into["first_R"][:count], into["first_R"][count:] = chunk.first_R, torch.arange(count, room)
-    into["depths"].fill_(nobody)
-    into["depths"][: len(chunk.anchor_A)] = 0
-    into["depths"][sizes.asked : sizes.asked + count] = chunk.depth_R
-    before_R = chunk.before()[len(chunk.anchor_A) :]
-    moved = before_R + sizes.asked - len(chunk.anchor_A)  # behind depth 0's room, not behind its rows
-    into["before"][sizes.asked : sizes.asked + count] = moved.where(chunk.depth_R > 1, before_R)
-    question_S = torch.empty(sizes.asked + room, dtype=torch.long)
-    _fill(question_S[: sizes.asked], chunk.anchor_A + 2)
-    _fill(question_S[sizes.asked :], chunk.anchor_R + chunk.depth_R + 2)
-    return question_S
-
-
-def _fill_steps(into: dict[str, Tensor], chunk: ChainChunk, sizes: GraphShape, nobody: int) -> Tensor:
-    """EAGLE-3's chains depth by depth. What is missing follows the last row of the depth before."""
-    walk, rooms = chunk.walk(), list(sizes.chained)
-    _fill(into["depth 1"], walk.anchor_M)
-    anchors, begin = [walk.anchor_M], sizes.asked
-    into["before"][begin : begin + len(walk.anchor_M)] = torch.searchsorted(chunk.anchor_A, walk.anchor_M)
-    for depth in range(2, len(rooms) + 1):
-        going_on = walk.going_on[depth - 2] if depth - 2 < len(walk.going_on) else walk.anchor_M[:0]
-        index = into[f"depth {depth}"]
-        index[: len(going_on)], index[len(going_on) :] = going_on, rooms[depth - 2] - 1
-        anchors.append(anchors[-1][going_on])
-        end = begin + rooms[depth - 2]
-        into["before"][end : end + len(going_on)] = begin + going_on
+def _pad_eagle3_steps(out: dict[str, Tensor], chunk: ChainChunk, shape: GraphShape, padding_depth: int) -> Tensor:
+    """EAGLE-3, depth by depth: padding continues the last position of the depth before. Returns the label positions."""
+    steps, sizes = chunk.eagle3_steps(), list(shape.chain_positions)
+    _pad_with_last(out["depth 1"], steps.anchor_M)
+    anchors, begin = [chunk.anchor_A, steps.anchor_M], shape.num_anchors
+    out["previous"][begin : begin + len(steps.anchor_M)] = torch.searchsorted(chunk.anchor_A, steps.anchor_M)
+    for depth in range(2, len(sizes) + 1):
+        continuing = steps.continuing[depth - 2] if depth - 2 < len(steps.continuing) else steps.anchor_M[:0]
+        index = out[f"depth {depth}"]
+        index[: len(continuing)], index[len(continuing) :] = continuing, sizes[depth - 2] - 1
+        anchors.append(anchors[-1][continuing])
+        end = begin + sizes[depth - 2]
+        out["previous"][end : end + len(continuing)] = begin + continuing
         begin = end
-    return _questions(into, [chunk.anchor_A, *anchors], [sizes.asked, *rooms], nobody)
+    depths: list[Tensor] = []
+    labels: list[Tensor] = []
+    for depth, (anchor, size) in enumerate(zip(anchors, [shape.num_anchors, *sizes], strict=True)):
+        depth_S = torch.full((size,), padding_depth)
+        depth_S[: len(anchor)] = depth
+        depths.append(depth_S)
+        label_S = torch.empty(size, dtype=torch.long)
+        _pad_with_last(label_S, anchor + depth + 2 if len(anchor) else labels[-1][-1:])
+        labels.append(label_S)
+    out["depths"].copy_(torch.cat(depths))
+    return torch.cat(labels)
 
 
 class GraphedStep:
-    """The gradients of framed batches. They go where backward passes leave them, as with `partition.accumulate`."""
+    """Computes the gradients of padded batches, from the third step of a shape on by replaying its CUDA graph."""
 
-    def __init__(self, drafter: Drafter, target: Decoder, online: OnlineHiddenStates, cfg: TrainConfig) -> None:
-        self.drafter, self.target, self.online, self.cfg = drafter, target, online, cfg
-        self.device = online.device
-        self.weight_K = torch.zeros(cfg.num_depths + 1, dtype=torch.float64, device=self.device)
-        self.flats: dict[GraphShape, Tensor] = {}
-        self.met: dict[GraphShape, int] = {}
+    def __init__(self, drafter: Drafter, target: Decoder, hidden_states: OnlineHiddenStates, cfg: TrainConfig) -> None:
+        self.drafter, self.target, self.hidden_states, self.cfg = drafter, target, hidden_states, cfg
+        self.device = hidden_states.device
+        # the last entry is the depth of padding positions, with weight 0
+        self.position_weight_K = torch.zeros(cfg.num_depths + 1, dtype=torch.float64, device=self.device)
+        self.inputs: dict[GraphShape, Tensor] = {}
+        self.num_eager_steps: dict[GraphShape, int] = {}
         self.graphs: dict[GraphShape, tuple[torch.cuda.CUDAGraph, DepthMetrics]] = {}
         self.pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
 
-    def accumulate(self, framed: PaddedBatch, row_weight_K: Tensor) -> DepthMetrics:
-        """`row_weight_K`, on the CPU: what one row of each depth counts. The totals live until the next call."""
-        sizes = framed.sizes
-        if sizes not in self.flats:
-            self.flats[sizes] = torch.empty(len(framed.flat), dtype=torch.long, device=self.device)
-        self.flats[sizes].copy_(framed.flat, non_blocking=True)
-        # rows that were filled up have a depth of their own, the last, which counts nothing
-        self.weight_K[:-1].copy_(copy_to_device(row_weight_K, self.device))
-        if sizes not in self.graphs:
-            self.met[sizes] = self.met.get(sizes, 0) + 1
-            if self.device.type != "cuda" or self.met[sizes] <= WARM:
-                return self._gradients(sizes)
-            self._capture(sizes)
-        graph, totals = self.graphs[sizes]
+    def accumulate_gradients(self, batch: PaddedBatch, position_weight_K: Tensor) -> DepthMetrics:
+        """Adds to `.grad`. `position_weight_K` is on the CPU. The next call overwrites the returned metrics."""
+        shape = batch.shape
+        if shape not in self.inputs:
+            self.inputs[shape] = torch.empty(len(batch.flat), dtype=torch.long, device=self.device)
+        self.inputs[shape].copy_(batch.flat, non_blocking=True)
+        self.position_weight_K[:-1].copy_(copy_to_device(position_weight_K, self.device))
+        if shape not in self.graphs:
+            self.num_eager_steps[shape] = self.num_eager_steps.get(shape, 0) + 1
+            if self.device.type != "cuda" or self.num_eager_steps[shape] <= WARMUP_STEPS:
+                return self._run(shape)
+            self._capture(shape)
+        graph, metrics = self.graphs[shape]
         graph.replay()
-        return totals
+        return metrics
 
-    def _capture(self, sizes: GraphShape) -> None:
+    def _capture(self, shape: GraphShape) -> None:
         graph = torch.cuda.CUDAGraph()
-        # batches are prepared meanwhile, by a thread that asks for pinned memory
+        # thread_local: the data thread allocates pinned memory meanwhile
         stream = torch.cuda.current_stream()
         with torch.cuda.graph(graph, pool=self.pool, stream=stream, capture_error_mode="thread_local"):
-            totals = self._gradients(sizes)
-        self.graphs[sizes] = (graph, totals)
+            metrics = self._run(shape)
+        self.graphs[shape] = (graph, metrics)
 
-    def _gradients(self, sizes: GraphShape) -> DepthMetrics:
-        own = sizes.views(self.flats[sizes])
-        start_N = own["start"]
-        nobody = start_N.new_zeros(0)
-        batch = PackedBatch(own["token"], own["position"], start_N, nobody, nobody, ())  # type: ignore[arg-type]
-        states = self.online.states(batch)
-        examiner = DraftLoss(
-            self.drafter, self.target, states, LossSettings.of(self.cfg), (), [], self.weight_K, self.cfg.num_depths
-        )
-        run_forward_backward(examiner, DrafterForward(self.drafter, states, batch, self.device), [_chunk(own, sizes)])
-        return DepthMetrics(*(total[:-1] for total in examiner.totals.tensors()))
+    def _run(self, shape: GraphShape) -> DepthMetrics:
+        inputs = shape.split_fields(self.inputs[shape])
+        start_N = inputs["start"]
+        unused = start_N.new_zeros(0)
+        batch = PackedBatch(inputs["token"], inputs["position"], start_N, unused, unused, ())  # type: ignore[arg-type]
+        states = self.hidden_states.states(batch)
+        settings = LossSettings.from_config(self.cfg)
+        loss = DraftLoss(self.drafter, self.target, states, settings, self.position_weight_K)
+        forward = DrafterForward(self.drafter, states, batch, self.device)
+        run_forward_backward(loss, forward, [_padded_chunk(inputs, shape)])
+        return DepthMetrics(*(total[:-1] for total in loss.metrics.tensors()))
 
 
-def _chunk(own: dict[str, Tensor], sizes: GraphShape) -> PaddedChunk:
-    plan = LossSchedule(own["order"], own["positions"], own["spot"], sizes.loss.chunks)
-    asked_A, links = own["anchor_A"], (own["depths"], own["before"], own["text"], own["drafted_A"])
-    if sizes.parallel:
-        return PaddedChunk(asked_A, own["anchor_R"], own["depth_R"], own["first_R"], False, *links, plan, None)
-    first_M = own["depth 1"]
-    steps = Eagle3Steps(first_M, [own[f"depth {d}"] for d in range(2, len(sizes.chained) + 1)], None)
-    # of chain rows only the walk is read
-    return PaddedChunk(asked_A, first_M, first_M, first_M, False, *links, plan, steps)
+def _padded_chunk(inputs: dict[str, Tensor], shape: GraphShape) -> PaddedChunk:
+    schedule = LossSchedule(
+        inputs["order"], inputs["teacher_positions"], inputs["position_index"], shape.loss_shape.chunks
+    )
+    anchor_A, links = inputs["anchor_A"], (inputs["depths"], inputs["previous"], inputs["label"])
+    if shape.parallel:
+        chain = (inputs["anchor_R"], inputs["depth_R"], inputs["chain_start_R"])
+        return PaddedChunk(anchor_A, *chain, *links, schedule, None)
+    anchor_M = inputs["depth 1"]
+    continuing = [inputs[f"depth {d}"] for d in range(2, len(shape.chain_positions) + 1)]
+    # EAGLE-3 reads the steps, not the chain tensors
+    return PaddedChunk(
+        anchor_A, anchor_M, anchor_M, anchor_M, *links, schedule, Eagle3Steps(anchor_M, continuing, None)
+    )

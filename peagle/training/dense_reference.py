@@ -1,22 +1,22 @@
-"""Training rows, all at once, with a stored mask: slow, whole and obvious.
+"""Reference implementation of the training loss: all positions at once with a stored attention mask.
 
-The oracle that faster training is held against, and enough to train small drafters with. Knows nothing about
-data, optimizers or checkpoints.
+Slow and simple; tests compare the partitioned training with it.
 
-A sequence of T tokens makes (anchor a, depth d) rows. Depth 0 is the ordinary EAGLE-3 row at position a: the
-target's aux states at a and the token at a+1. Depth d >= 1 is what sits d rows after it at inference: P-EAGLE's mask
-row, or EAGLE-3's own output at depth d-1 with the token at a+d+1. Either stands at position a+d, sees the
-depth-0 rows up to a, its own chain (a, 1..d) and nothing else, and is asked for the token at a+d+2, by the
-target's own distribution there.
+A sequence of T tokens makes (anchor a, depth d) positions. Depth 0 is the ordinary EAGLE-3 position a: the target's
+auxiliary hidden states at a and the token at a+1. Depth d >= 1 is the position d rows after it at inference: P-EAGLE's
+mask position, or EAGLE-3's own output at depth d-1 with the token at a+d+1. It has RoPE position a+d, attends to the
+depth-0 positions up to a, to its own chain (a, 1..d) and to nothing else, and predicts the token at a+d+2 from the
+target's distribution there.
 
-Worked example, T = 6, 2 depths. Rows that have a question (a+d+2 < 6) and what they see:
+Worked example, T = 6, 2 depths. Positions with a label (a+d+2 < 6) and what they attend to:
 
     (0,0): 0,0                      (0,1): 0,0  0,1
     (1,0): 0,0 1,0                  (1,1): 0,0 1,0  1,1
     (2,0): 0,0 1,0 2,0              (2,1): 0,0 1,0 2,0  2,1
     (3,0): 0,0 1,0 2,0 3,0
 
-Shapes: B sequences of T tokens, R rows in each, N tap width, D drafter width, V target vocabulary.
+Shapes: B sequences of T tokens, R positions in each, N width of the auxiliary hidden states, D drafter width, V target
+vocabulary.
 """
 
 from __future__ import annotations
@@ -45,31 +45,32 @@ class DensePositions:
         return self.anchor_R + self.depth_R
 
     def visible_RR(self) -> Tensor:
-        """Row i sees row j."""
+        """True where row i attends to row j."""
         a_i, a_j = self.anchor_R[:, None], self.anchor_R[None, :]
         d_i, d_j = self.depth_R[:, None], self.depth_R[None, :]
         return ((d_j == 0) & (a_j <= a_i)) | ((a_j == a_i) & (d_j <= d_i))
 
 
-def sample_nested_positions(length: int, depths: int, rate: float, rng: torch.Generator) -> DensePositions:
-    """Depth 0 whole; of the chains that reach depth d-1 about `rate` go on to depth d, so kept chains nest."""
-    anchors = torch.arange(length - 2)
-    kept = [anchors]
-    for depth in range(1, depths):
-        inside = kept[-1][kept[-1] + depth + 2 < length]
-        count = min(len(inside), round((length - 2 - depth) * rate**depth))
-        chosen = torch.randperm(len(inside), generator=rng)[:count]
-        kept.append(inside[chosen.sort().values])
+def sample_nested_positions(
+    num_tokens: int, num_depths: int, down_sample_ratio: float, rng: torch.Generator
+) -> DensePositions:
+    """Keeps all of depth 0 and about down_sample_ratio^d of depth d, nested."""
+    kept = [torch.arange(num_tokens - 2)]
+    for depth in range(1, num_depths):
+        able = kept[-1][kept[-1] + depth + 2 < num_tokens]
+        count = min(len(able), round((num_tokens - 2 - depth) * down_sample_ratio**depth))
+        chosen = torch.randperm(len(able), generator=rng)[:count]
+        kept.append(able[chosen.sort().values])
     depth_R = torch.cat([torch.full((len(k),), d) for d, k in enumerate(kept)])
     return DensePositions(torch.cat(kept), depth_R)
 
 
-def batched(batch: int, visible_RR: Tensor | None) -> Attend:
+def masked_attention(batch_size: int, visible_RR: Tensor | None) -> Attend:
     """Attention within each sequence of a flat batch; None means causal."""
 
     def attend(layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, window: Window) -> Tensor:
-        assert window is None, "sliding windows are not trained here"
-        q, k, v = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in (q_THd, k_TGd, v_TGd))
+        assert window is None, "the reference has no sliding windows"
+        q, k, v = (x.unflatten(0, (batch_size, -1)).transpose(1, 2) for x in (q_THd, k_TGd, v_TGd))
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=visible_RR, is_causal=visible_RR is None, enable_gqa=True
         )
@@ -79,91 +80,93 @@ def batched(batch: int, visible_RR: Tensor | None) -> Attend:
 
 
 @torch.no_grad()
-def read_target(target: Decoder, tokens_BT: Tensor, aux_layer_ids: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """The target's final hidden states [B, T, width] and aux_hidden_states [B, T, N] over whole sequences."""
-    batch, length = tokens_BT.shape
-    positions = torch.arange(length, device=tokens_BT.device).repeat(batch)
-    hidden, aux_hidden_states = target(tokens_BT.flatten(), positions, batched(batch, None), aux_layer_ids)
+def compute_target_states(target: Decoder, tokens_BT: Tensor, aux_layer_ids: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """The target's final hidden states [B, T, width] and auxiliary hidden states [B, T, N]."""
+    batch_size, num_tokens = tokens_BT.shape
+    positions = torch.arange(num_tokens, device=tokens_BT.device).repeat(batch_size)
+    attend = masked_attention(batch_size, None)
+    hidden, aux_hidden_states = target(tokens_BT.flatten(), positions, attend, aux_layer_ids)
     assert aux_hidden_states is not None
-    return hidden.unflatten(0, (batch, length)), aux_hidden_states.unflatten(0, (batch, length))
+    return hidden.unflatten(0, (batch_size, num_tokens)), aux_hidden_states.unflatten(0, (batch_size, num_tokens))
 
 
-def drafter_states(drafter: Drafter, tokens_BT: Tensor, aux_hidden_states_BTN: Tensor, rows: DensePositions) -> Tensor:
-    """What the head reads at every row [B, R, D]."""
-    if drafter.cfg.parallel:
-        return _parallel_states(drafter, tokens_BT, aux_hidden_states_BTN, rows)
-    return _sequential_states(drafter, tokens_BT, aux_hidden_states_BTN, rows)
+def compute_drafter_outputs(
+    drafter: Drafter, tokens_BT: Tensor, aux_hidden_states_BTN: Tensor, positions: DensePositions
+) -> Tensor:
+    """The drafter's normed outputs at every position [B, R, D]."""
+    compute = _parallel_outputs if drafter.cfg.parallel else _sequential_outputs
+    return compute(drafter, tokens_BT, aux_hidden_states_BTN, positions)
 
 
-def _parallel_states(
-    drafter: Drafter, tokens_BT: Tensor, aux_hidden_states_BTN: Tensor, rows: DensePositions
+def _parallel_outputs(
+    drafter: Drafter, tokens_BT: Tensor, aux_hidden_states_BTN: Tensor, positions: DensePositions
 ) -> Tensor:
     assert drafter.cfg.mask_token_id is not None
-    batch, first = len(tokens_BT), rows.depth_R == 0
-    tokens_BR = tokens_BT[:, rows.anchor_R + 1].where(first, drafter.cfg.mask_token_id)
-    masks = int((~first).sum())
-    hidden_BRD = torch.cat(
-        [
-            drafter.combine_hidden_states(aux_hidden_states_BTN[:, rows.anchor_R[first]]),
-            drafter.mask_hidden_states(masks).expand(batch, masks, -1),
-        ],
-        1,
-    )
-    attend = batched(batch, rows.visible_RR())
-    said, _ = drafter(tokens_BR.flatten(), hidden_BRD.flatten(0, 1), rows.position_R.repeat(batch), attend)
-    return said.unflatten(0, (batch, -1))
+    batch_size, first = len(tokens_BT), positions.depth_R == 0
+    tokens_BR = tokens_BT[:, positions.anchor_R + 1].where(first, drafter.cfg.mask_token_id)
+    num_masks = int((~first).sum())
+    depth_zero = drafter.combine_hidden_states(aux_hidden_states_BTN[:, positions.anchor_R[first]])
+    masks = drafter.mask_hidden_states(num_masks).expand(batch_size, num_masks, -1)
+    hidden_BRD = torch.cat([depth_zero, masks], 1)
+    attend = masked_attention(batch_size, positions.visible_RR())
+    position = positions.position_R.repeat(batch_size)
+    output, _ = drafter(tokens_BR.flatten(), hidden_BRD.flatten(0, 1), position, attend)
+    return output.unflatten(0, (batch_size, -1))
 
 
-def _sequential_states(
-    drafter: Drafter, tokens_BT: Tensor, aux_hidden_states_BTN: Tensor, rows: DensePositions
+def _sequential_outputs(
+    drafter: Drafter, tokens_BT: Tensor, aux_hidden_states_BTN: Tensor, positions: DensePositions
 ) -> Tensor:
-    """Training-time test: depth d runs on depth d-1's own output, so depth by depth, each pass whole."""
-    batch, deepest = len(tokens_BT), int(rows.depth_R.max())
-    tokens_BR = tokens_BT[:, rows.position_R + 1]
-    visible = rows.visible_RR()
-    hidden_BRD = drafter.combine_hidden_states(aux_hidden_states_BTN[:, rows.anchor_R[rows.depth_R == 0]])
-    said = hidden_BRD
-    for depth in range(deepest + 1):
-        upto = int((rows.depth_R <= depth).sum())
-        said, handed_on = drafter(
-            tokens_BR[:, :upto].flatten(),
+    """Training-time test: depth d runs on the drafter's own output at depth d-1. Repeats all depths in each pass."""
+    batch_size, max_depth = len(tokens_BT), int(positions.depth_R.max())
+    tokens_BR = tokens_BT[:, positions.position_R + 1]
+    visible_RR = positions.visible_RR()
+    depth_zero = positions.anchor_R[positions.depth_R == 0]
+    hidden_BRD = drafter.combine_hidden_states(aux_hidden_states_BTN[:, depth_zero])
+    output = hidden_BRD
+    for depth in range(max_depth + 1):
+        end = int((positions.depth_R <= depth).sum())
+        output, prenorm = drafter(
+            tokens_BR[:, :end].flatten(),
             hidden_BRD.flatten(0, 1),
-            rows.position_R[:upto].repeat(batch),
-            batched(batch, visible[:upto, :upto]),
+            positions.position_R[:end].repeat(batch_size),
+            masked_attention(batch_size, visible_RR[:end, :end]),
         )
-        said, handed_on = (x.unflatten(0, (batch, upto)) for x in (said, handed_on))
-        if depth < deepest:
-            before = rows.anchor_R.masked_fill(rows.depth_R != depth, -1)
-            nexts = rows.anchor_R[rows.depth_R == depth + 1]
-            parent = (before[:, None] == nexts[None, :]).float().argmax(0)
-            hidden_BRD = torch.cat([hidden_BRD, handed_on[:, parent]], 1)
-    return said
+        output, prenorm = (x.unflatten(0, (batch_size, end)) for x in (output, prenorm))
+        if depth < max_depth:
+            anchor_here = positions.anchor_R.masked_fill(positions.depth_R != depth, -1)
+            anchor_next = positions.anchor_R[positions.depth_R == depth + 1]
+            parent = (anchor_here[:, None] == anchor_next[None, :]).float().argmax(0)
+            hidden_BRD = torch.cat([hidden_BRD, prenorm[:, parent]], 1)
+    return output
 
 
-def row_losses(drafter: Drafter, said_BRD: Tensor, target_logits_BRV: Tensor) -> Tensor:
-    """Cross-entropy [B, R] to the target's distribution; mass outside a reduced vocabulary asks nothing."""
-    exact = torch.float64 if said_BRD.dtype == torch.float64 else torch.float32
-    log_q = drafter.compute_logits(said_BRD).to(exact).log_softmax(-1)
+def position_losses(drafter: Drafter, output_BRD: Tensor, target_logits_BRV: Tensor) -> Tensor:
+    """Cross-entropy [B, R] to the target's distribution; mass outside a reduced vocabulary contributes nothing."""
+    exact = torch.float64 if output_BRD.dtype == torch.float64 else torch.float32
+    log_q = drafter.compute_logits(output_BRD).to(exact).log_softmax(-1)
     p = target_logits_BRV.to(exact).softmax(-1)
     if drafter.d2t is not None:
         p = p[..., drafter.to_target_ids(torch.arange(log_q.shape[-1], device=log_q.device))]
     return -(p * log_q).sum(-1)
 
 
-def loss(
-    drafter: Drafter, target: Decoder, tokens_BT: Tensor, rows: DensePositions, asked_BT: Tensor | None = None
+def compute_loss(
+    drafter: Drafter,
+    target: Decoder,
+    tokens_BT: Tensor,
+    positions: DensePositions,
+    loss_mask_BT: Tensor | None = None,
 ) -> Tensor:
-    """Mean over depths of the mean over that depth's rows: a rare deep row weighs as much as its rate is
-    low. `asked` marks tokens worth predicting (a response's); None asks for all."""
-    hidden_BTD, aux_hidden_states_BTN = read_target(target, tokens_BT, drafter.cfg.aux_layer_ids)
-    said_BRD = drafter_states(drafter, tokens_BT, aux_hidden_states_BTN, rows)
+    """Mean over depths of the mean over that depth's positions whose label is in `loss_mask_BT` (None: all)."""
+    hidden_BTD, aux_hidden_states_BTN = compute_target_states(target, tokens_BT, drafter.cfg.aux_layer_ids)
+    output_BRD = compute_drafter_outputs(drafter, tokens_BT, aux_hidden_states_BTN, positions)
     with torch.no_grad():
-        target_logits = target.compute_logits(hidden_BTD[:, rows.position_R + 1])
-    losses_BR = row_losses(drafter, said_BRD, target_logits)
-    if asked_BT is None:
-        asked_BT = torch.ones_like(tokens_BT, dtype=torch.bool)
-    weight_BR = asked_BT[:, rows.position_R + 2].to(losses_BR.dtype)
-    depths = range(int(rows.depth_R.max()) + 1)
-    at = [rows.depth_R == d for d in depths]
-    means = [(losses_BR[:, m] * weight_BR[:, m]).sum() / weight_BR[:, m].sum().clamp(min=1) for m in at]
+        target_logits = target.compute_logits(hidden_BTD[:, positions.position_R + 1])
+    losses_BR = position_losses(drafter, output_BRD, target_logits)
+    if loss_mask_BT is None:
+        loss_mask_BT = torch.ones_like(tokens_BT, dtype=torch.bool)
+    weight_BR = loss_mask_BT[:, positions.position_R + 2].to(losses_BR.dtype)
+    depths = [positions.depth_R == d for d in range(int(positions.depth_R.max()) + 1)]
+    means = [(losses_BR[:, m] * weight_BR[:, m]).sum() / weight_BR[:, m].sum().clamp(min=1) for m in depths]
     return torch.stack(means).mean()

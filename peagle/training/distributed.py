@@ -1,13 +1,12 @@
-"""Several processes that train one drafter: who they are, and what they tell each other.
+"""Distributed training: process groups, gradient sums, and a target sharded with FSDP2.
 
-Knows nothing about losses or data. torchrun says who is who. Every rank holds the whole drafter and computes the
-gradients of its own batches; they are summed once a step, after all chunks, and since every rank then takes the same
-step the drafters stay equal bit by bit. What the host needs to know (row counts, whether someone asked to stop) goes
-over a gloo group on the CPU, so that no GPU is waited for.
+torchrun sets rank and world size. Every rank holds the whole drafter and computes the gradients of its own batches;
+gradients are summed once per step, so all ranks take the same optimizer step and the drafters stay bitwise equal.
+Numbers for the host (position counts, stop requests) use a gloo group on the CPU and never wait for a GPU.
 
-A target that does not fit is spread over the ranks by FSDP2: each layer's matrices are gathered when it runs. Norms,
-embeddings and the head stay whole: the layer before reads a norm ahead, and the loss reads the head. Where one rank
-must run the target alone, `gathered` makes it a whole copy.
+A sharded target gathers each layer's matrices when the layer runs. Norms, embeddings and the LM head stay whole on
+every rank: the layer before reads a norm ahead, and the loss reads the head. `gather_target` copies the whole target to
+the main rank for validation.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from peagle.config import GRAD_BUCKET
+from peagle.config import ALLREDUCE_ELEMENTS
 from peagle.errors import UserError
 from peagle.models.decoder import Decoder
 
@@ -30,69 +29,71 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class DistributedContext:
-    """The processes of a run; one alone has nothing to say to anybody."""
+    """The ranks of a run. With one rank every method is a no-op."""
 
     rank: int = 0
     size: int = 1
     device: torch.device = torch.device("cpu")
-    hosts: dist.ProcessGroup | None = None  # the CPU side
+    cpu_group: dist.ProcessGroup | None = None
 
     @property
-    def first(self) -> bool:
-        """Writes files and talks to the user."""
+    def is_main(self) -> bool:
+        """True for the rank that writes files and prints."""
         return self.rank == 0
 
     def sum_in_place(self, flat_P: Tensor) -> None:
         if self.size > 1:
-            for bucket in flat_P.split(GRAD_BUCKET):
+            for bucket in flat_P.split(ALLREDUCE_ELEMENTS):
                 dist.all_reduce(bucket)
 
     def sum_numbers(self, numbers: Sequence[float]) -> list[float]:
-        """On the hosts; counts stay exact."""
+        """Sums over ranks on the CPU; counts stay exact."""
         if self.size == 1:
             return list(numbers)
-        told = torch.tensor(numbers, dtype=torch.float64)
-        dist.all_reduce(told, group=self.hosts)
-        return told.tolist()
+        total = torch.tensor(numbers, dtype=torch.float64)
+        dist.all_reduce(total, group=self.cpu_group)
+        return total.tolist()
 
-    def from_first(self, value: T) -> T:
-        """What the first rank has; the others' own values are dropped."""
+    def broadcast_from_main(self, value: T) -> T:
         if self.size == 1:
             return value
-        told = [value]
-        dist.broadcast_object_list(told, src=0, group=self.hosts)
-        return told[0]
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self.cpu_group)
+        return values[0]
 
-    def wait(self) -> None:
+    def barrier(self) -> None:
         if self.size > 1:
-            dist.barrier(group=self.hosts)
+            dist.barrier(group=self.cpu_group)
 
-    def leave(self) -> None:
+    def shutdown(self) -> None:
         if self.size > 1:
             dist.destroy_process_group()
 
 
-def join(device: torch.device) -> DistributedContext:
-    """The world torchrun made, or this process alone."""
+def init_distributed(device: torch.device) -> DistributedContext:
+    """Joins the process group of torchrun; a process started without it is a world of one."""
     size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     if size > 1 and device.type == "cuda":
-        local = int(os.environ.get("LOCAL_RANK", rank))
-        if local >= torch.cuda.device_count():
-            raise UserError(f"torchrun started rank {local} here, but there are {torch.cuda.device_count()} GPUs")
-        device = torch.device("cuda", local)
+        local_rank = int(os.environ.get("LOCAL_RANK", rank))
+        if local_rank >= torch.cuda.device_count():
+            raise UserError(
+                f"--nproc-per-node: torchrun started local rank {local_rank}, but this node has "
+                f"{torch.cuda.device_count()} GPUs"
+            )
+        device = torch.device("cuda", local_rank)
     if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)  # Triton launches on the current one
+        torch.cuda.set_device(device)  # Triton launches on the current device
     if size == 1:
         return DistributedContext(device=device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    hosts = dist.new_group(backend="gloo") if device.type == "cuda" else dist.group.WORLD
-    return DistributedContext(rank, size, device, hosts)
+    cpu_group = dist.new_group(backend="gloo") if device.type == "cuda" else dist.group.WORLD
+    return DistributedContext(rank, size, device, cpu_group)
 
 
-def shard(target: Decoder, world: DistributedContext) -> Decoder:
-    """Spreads the matrices of every layer over the ranks; call on a target that lies on the CPU."""
+def shard_target(target: Decoder, world: DistributedContext) -> Decoder:
+    """Shards the matrices of every layer over the ranks. The target must be on the CPU."""
     if world.size == 1:
-        raise UserError("--shard-target: there is one process; start several with torchrun")
+        raise UserError("--shard-target: needs several processes; start them with torchrun")
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -101,7 +102,7 @@ def shard(target: Decoder, world: DistributedContext) -> Decoder:
     whole |= set(target.lm_head.parameters())
     for layer in target.layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True, ignored_params=whole)
-    fully_shard(target, mesh=mesh, ignored_params=whole)  # the next layer is asked for while one runs
+    fully_shard(target, mesh=mesh, ignored_params=whole)  # prefetches the next layer while one runs
     for parameter in whole:
         parameter.data = parameter.data.to(world.device)
     for rope in target.ropes:
@@ -109,25 +110,25 @@ def shard(target: Decoder, world: DistributedContext) -> Decoder:
     return target
 
 
-def spread_bytes(target: Decoder) -> int:
-    """Of all ranks' shares together."""
+def sharded_bytes(target: Decoder) -> int:
+    """Bytes of the sharded parameters, over all ranks."""
     from torch.distributed.tensor import DTensor
 
     return sum(p.numel() * p.element_size() for p in target.parameters() if isinstance(p, DTensor))
 
 
 @torch.no_grad()
-def gathered(target: Decoder, world: DistributedContext) -> Decoder | None:
-    """A whole copy of a spread target for the first rank, which all ranks must help to make. What each of them has
-    whole is shared with it, so it takes `spread_bytes`."""
+def gather_target(target: Decoder, world: DistributedContext) -> Decoder | None:
+    """Copies a sharded target to the main rank; all ranks must call it. The copy takes `sharded_bytes`, because it
+    shares the parameters that every rank holds whole. Other ranks get None."""
     from torch.distributed.tensor import DTensor
 
     whole: dict[str, Tensor] = {}
     for name, parameter in target.named_parameters(remove_duplicate=False):
         tensor = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
-        if world.first:
+        if world.is_main:
             whole[name] = tensor
-    if not world.first:
+    if not world.is_main:
         return None
     with torch.device("meta"):
         copy = Decoder(target.cfg)

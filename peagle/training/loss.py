@@ -1,13 +1,9 @@
-"""What rows are asked, how much each counts, and what came of it.
+"""The training loss: objective, weight of every (anchor, depth) position, and metrics by depth.
 
-Knows nothing about attention or how rows were computed. Depths count evenly, whatever share of them was sampled: a
-row's weight is its depth's weight over the rows of that depth, so the loss is a weighted mean of per-depth means. By
-reach, a row counts as much of that as the drafts before it in its chain are likely to be accepted, as the drafter is
-now: behind a word that nobody can foretell, or that was sampled against the odds, there is nothing to learn that would
-ever be used. By start, a whole chain counts by the chance that a round begins with it. By value, a row counts by the
-drafts it opens the way to.
+The loss is a weighted mean over depths of the mean over the positions of a depth, so COD sampling does not reduce the
+influence of deep positions. Acceptance weighting (`loss_weighting`) scales single positions further.
 
-Shapes: N tokens of a batch, R rows of any depths, D drafter width, K depths.
+Shapes: N tokens of a batch, R positions of any depth, D drafter width, K depths.
 """
 
 from __future__ import annotations
@@ -18,126 +14,102 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from peagle.config import Objective, TrainConfig
+from peagle.config import LossWeighting, Objective, TrainConfig
 from peagle.kernels.loss.linear_loss import LossSchedule, Teacher, linear_loss
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
 from peagle.training.hidden_states.online import TargetHiddenStates
-from peagle.training.loss_weighting import Links
+from peagle.training.loss_weighting import ChainLinks
 
 
 @dataclass(frozen=True)
 class LossSettings:
-    """What rows are asked to do."""
-
     objective: Objective
-    sharpen: float = 1.0  # times the target's logits
-    by_reach: bool = False
-    by_start: bool = False
-    by_value: bool = False
+    weighting: LossWeighting = "uniform"
 
     @classmethod
-    def of(cls, cfg: TrainConfig) -> LossSettings:
-        return cls(cfg.objective, cfg.sharpen, cfg.by_reach, cfg.by_start, cfg.by_value)
-
-    def __str__(self) -> str:
-        ways = {"by reach": self.by_reach, "by start": self.by_start, "by value": self.by_value}
-        *others, last = [""] + [f" {way}" for way, on in ways.items() if on]
-        counted = f"{','.join(others[1:])} and{last}" if len(others) > 1 else last
-        return self.objective + counted + (f" against logits times {self.sharpen:g}" if self.sharpen != 1 else "")
+    def from_config(cls, cfg: TrainConfig) -> LossSettings:
+        return cls(cfg.objective, cfg.loss_weighting)
 
 
 @dataclass
 class DepthMetrics:
-    """By depth, on the device: sums over rows, so totals of batches and ranks add up."""
+    """Sums over positions by depth, on the device; metrics of batches and ranks add up."""
 
-    rows_K: Tensor
+    count_K: Tensor
     loss_K: Tensor
-    accept_K: Tensor  # of sum min(p, q): the chance that a sampled token is accepted
-    match_K: Tensor  # of rows whose likeliest token is the target's
-    unbroken_K: Tensor  # of those that match as all before them do, in text the target would write: greedy's accepted
+    accept_K: Tensor  # acceptance probability, sum min(p, q)
+    match_K: Tensor  # argmax equals the target's
+    prefix_match_K: Tensor  # argmax equals the target's here and at all earlier depths, along the greedy text
 
     @classmethod
-    def none(cls, depths: int, device: torch.device) -> DepthMetrics:
-        return cls(*torch.zeros(5, depths, dtype=torch.float64, device=device))
+    def zeros(cls, num_depths: int, device: torch.device) -> DepthMetrics:
+        return cls(*torch.zeros(5, num_depths, dtype=torch.float64, device=device))
 
     def add(self, depth_R: Tensor, *values: Tensor) -> None:
-        """`values` of rows of these depths: loss, accept, match, unbroken."""
-        own = self.tensors()
-        for into, value in zip(own, (torch.ones_like(depth_R), *values), strict=True):
-            into.index_add_(0, depth_R, value.to(into.dtype))
+        """Adds positions of these depths; `values` are loss, accept, match and prefix_match."""
+        for total_K, value_R in zip(self.tensors(), (torch.ones_like(depth_R), *values), strict=True):
+            total_K.index_add_(0, depth_R, value_R.to(total_K.dtype))
 
     def tensors(self) -> tuple[Tensor, ...]:
-        return self.rows_K, self.loss_K, self.accept_K, self.match_K, self.unbroken_K
+        return self.count_K, self.loss_K, self.accept_K, self.match_K, self.prefix_match_K
 
     def __add__(self, other: DepthMetrics) -> DepthMetrics:
         return DepthMetrics(*(a + b for a, b in zip(self.tensors(), other.tensors(), strict=True)))
 
 
-def depth_weights(depths: int, decay: float = 1.0) -> list[float]:
-    """Each depth's part of the loss, summing to 1: 1, decay, decay^2, .. A decay of 1 counts all depths alike."""
-    raw = [decay**d for d in range(depths)]
+def depth_weights(num_depths: int, decay: float = 1.0) -> list[float]:
+    """Weight of each depth in the loss: 1, decay, decay^2, .., normalized to sum 1."""
+    raw = [decay**d for d in range(num_depths)]
     return [w / sum(raw) for w in raw]
 
 
-def row_weights(counts: Sequence[int], weights: Sequence[float]) -> Tensor:
-    """What one row of each depth counts."""
+def position_weights(counts: Sequence[int], weights: Sequence[float]) -> Tensor:
+    """Weight of one position of each depth: the depth's weight divided by its number of positions."""
     each = [weight / max(count, 1) for weight, count in zip(weights, counts, strict=True)]
     return torch.tensor(each, dtype=torch.float64)
 
 
 class DraftLoss:
-    """Asks rows of a batch for the target's own distributions."""
+    """Computes the loss of drafter outputs against the target's distributions, and collects metrics."""
 
     def __init__(
         self,
         drafter: Drafter,
         target: Decoder,
         states: TargetHiddenStates,
-        aim: LossSettings,
-        counts: tuple[int, ...],
-        weights: list[float],
-        weight_K: Tensor | None = None,
-        depths: int | None = None,
+        settings: LossSettings,
+        position_weight_K: Tensor,
     ) -> None:
-        """`weight_K`, on the device, is what a row of each depth counts, if that is known already; there may be more of
-        them than `depths`, for nobody's rows."""
-        self.head, device = drafter.lm_head_weight, states.hidden_ND.device
+        """`position_weight_K`, on the device, may have a last entry 0 for the depth of padding positions."""
+        device = states.hidden_ND.device
         draft_ids = None
         if drafter.d2t is not None:
             draft_ids = drafter.to_target_ids(torch.arange(len(drafter.d2t), device=drafter.d2t.device)).to(device)
-        self.teacher = Teacher(states.hidden_ND * aim.sharpen, target.lm_head.weight, draft_ids)
-        self.aim = aim
-        self.weight_K = row_weights(counts, weights).to(device) if weight_K is None else weight_K
-        self.depths = len(self.weight_K) if depths is None else depths
-        self.totals = DepthMetrics.none(len(self.weight_K), device)
-        self.kept_last = torch.zeros((), device=device)  # the chance that what the last depth-0 row asked for was
+        self.head = drafter.lm_head_weight
+        self.teacher = Teacher(states.hidden_ND, target.lm_head.weight, draft_ids)
+        self.settings, self.position_weight_K = settings, position_weight_K
+        self.metrics = DepthMetrics.zeros(len(position_weight_K), device)
 
-    def ask(self, said_RD: Tensor, depth_R: Tensor, question_R: Tensor | LossSchedule, links: Links) -> Tensor:
-        """The rows' part of the loss. `question_R`, on the CPU, is the token each is asked for; or the plan of who is
-        asked where.
+    def compute(
+        self, output_RD: Tensor, depth_R: Tensor, label_positions: Tensor | LossSchedule, links: ChainLinks
+    ) -> Tensor:
+        """The loss of positions with these drafter outputs.
 
-        The token's distribution is what the target said at the one before it.
+        `label_positions` is, on the CPU, the batch index of the token each position predicts, or a `LossSchedule` on
+        the device. The target's distribution of a token is its output at the token before.
         """
-        where = question_R if isinstance(question_R, LossSchedule) else question_R - 1
-        aim, last, counted = self.aim, self.depths - 1, None
-        if aim.by_reach or aim.by_start or aim.by_value:
-            kept_earlier = self.kept_last if aim.by_start else None
-            left_R = (last - depth_R).clamp(min=0) if aim.by_value else None
-            counted = links.counting(aim.by_reach, kept_earlier, left_R, last)
-        asked = linear_loss(
-            said_RD,
+        teacher_positions = label_positions if isinstance(label_positions, LossSchedule) else label_positions - 1
+        result = linear_loss(
+            output_RD,
             self.head,
             self.teacher,
-            where,
-            self.weight_K[depth_R],
-            aim.objective,
-            scale_by_earlier=None if counted is None else counted.share,
-            scale_by_all=counted.worth if counted is not None and aim.by_value else None,
+            teacher_positions,
+            self.position_weight_K[depth_R],
+            self.settings.objective,
+            scale_by_earlier=links.acceptance_weight if self.settings.weighting == "acceptance" else None,
         )
-        if aim.by_start and len(links.drafted_F):
-            self.kept_last = links.kept(asked.acceptance_R, asked.teacher_token_R)[len(links.drafted_F) - 1]
-        match_R = asked.match_R.to(self.weight_K.dtype)
-        unbroken_R = match_R * links.reach(match_R, asked.teacher_token_R)
-        self.totals.add(depth_R, asked.loss_R, asked.acceptance_R, match_R, unbroken_R)
-        return asked.total
+        match_R = result.match_R.to(self.position_weight_K.dtype)
+        prefix_match_R = match_R * links.acceptance_weight(match_R, result.teacher_token_R)
+        self.metrics.add(depth_R, result.loss_R, result.acceptance_R, match_R, prefix_match_R)
+        return result.total

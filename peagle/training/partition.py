@@ -1,14 +1,13 @@
-"""One batch's gradients, exactly, in memory that a chunk of chains decides and the number of drafts does not.
+"""Sequence partition: exact gradients of a batch, with peak memory set by the chunk size.
 
-Depth 0 never looks at a chain. So it runs once; what chains need of it (keys and values of every layer, for EAGLE-3
-also what it hands on) and what it said itself are cut off as leaves. Chains then come in chunks of any size: forward,
-loss, backward, and all of a chunk is forgotten but the gradients it left in the parameters and, summed, in the
-leaves. One backward through depth 0, started from the leaves' gradients, ends it. Nothing is computed twice, and the
-gradients are those of the whole batch at once, for any size of chunk.
+Depth 0 never attends to a chain. So depth 0 runs once; the tensors that chains read (keys and values of every layer,
+for EAGLE-3 also the pre-norm output) and its own output become autograd leaves. Chains then run in chunks of any size:
+forward, loss, backward. A chunk leaves only its gradients in the parameters and in the leaves. One backward pass
+through depth 0, started from the gradients of the leaves, completes the step. Nothing is recomputed, and the gradients
+equal those of the whole batch at once for any chunk size.
 
-Knows nothing about optimizers, data or several processes.
-
-Shapes: N tokens of a batch, R rows of a chunk, A of its depth-0 rows that are asked, D drafter width.
+Shapes: N tokens of a batch, R chain positions of a chunk, A its depth-0 anchors with a loss, S = A + R, D drafter
+width.
 """
 
 from __future__ import annotations
@@ -27,28 +26,8 @@ from peagle.models.drafter import Drafter
 from peagle.training.attention import ChainAttention, DepthZeroAttention, Eagle3StepAttention
 from peagle.training.cod_sampling import CodPositions
 from peagle.training.hidden_states.online import TargetHiddenStates
-from peagle.training.loss import DepthMetrics, DraftLoss, LossSettings
-from peagle.training.loss_weighting import EARLIER, NOBODY, Links
-
-
-@dataclass(frozen=True)
-class DepthZeroOutputs:
-    """What depth 0 gave, cut off from how it came about. Gradients gather in these."""
-
-    output_ND: Tensor
-    prenorm_ND: Tensor
-    kept: dict[int, tuple[Tensor, Tensor]]
-
-    @classmethod
-    def of(cls, roots: DepthZeroOutputs) -> DepthZeroOutputs:
-        def cut(x: Tensor) -> Tensor:
-            return x.detach().requires_grad_()
-
-        kept = {layer: (cut(k), cut(v)) for layer, (k, v) in roots.kept.items()}
-        return cls(cut(roots.output_ND), cut(roots.prenorm_ND), kept)
-
-    def tensors(self) -> list[Tensor]:
-        return [self.output_ND, self.prenorm_ND, *(x for pair in self.kept.values() for x in pair)]
+from peagle.training.loss import DepthMetrics, DraftLoss, LossSettings, position_weights
+from peagle.training.loss_weighting import NO_PREVIOUS, ChainLinks
 
 
 def accumulate_gradients(
@@ -56,173 +35,181 @@ def accumulate_gradients(
     target: Decoder,
     states: TargetHiddenStates,
     batch: PackedBatch,
-    rows: CodPositions,
-    aim: LossSettings,
+    positions: CodPositions,
+    settings: LossSettings,
     weights: list[float],
-    chunk_rows: int,
+    chunk_size: int,
     counts: tuple[int, ...] | None = None,
 ) -> DepthMetrics:
-    """Adds the gradients of the batch's loss to the parameters' `.grad`, and says how the rows did.
+    """Adds the gradients of the batch's loss to the parameters' `.grad` and returns metrics.
 
-    `batch` and `rows` lie on the CPU, `states` on the device. `weights` is each depth's part of the loss. `counts`
-    are the rows by depth that the loss is a mean over, where that is more than this batch: of several batches or
-    ranks in one step.
+    `batch` and `positions` are on the CPU, `states` on the device. `weights` are the depth weights. `counts` are the
+    positions by depth that the loss averages over, if a step has more batches or ranks than this one.
     """
-    examiner = DraftLoss(drafter, target, states, aim, counts or rows.counts, weights)
-    view = DrafterForward(drafter, states, batch, states.hidden_ND.device)
-    run_forward_backward(examiner, view, split_chains(rows, chunk_rows))
-    return examiner.totals
+    device = states.hidden_ND.device
+    position_weight_K = position_weights(counts or positions.counts, weights).to(device)
+    loss = DraftLoss(drafter, target, states, settings, position_weight_K)
+    forward = DrafterForward(drafter, states, batch, device)
+    run_forward_backward(loss, forward, split_chains(positions, chunk_size))
+    return loss.metrics
 
 
-def run_forward_backward(examiner: DraftLoss, view: DrafterForward, parts: Iterable[ChainChunk]) -> None:
-    """Depth 0, every chunk of chains there and back, depth 0 back."""
-    roots = view.depth_zero()
-    leaves = DepthZeroOutputs.of(roots)
-    for chunk in parts:
-        loss = chunk_loss(examiner, view, leaves, chunk)
-        loss.backward()
-    pairs = [(root, leaf.grad) for root, leaf in zip(roots.tensors(), leaves.tensors(), strict=True)]
+def run_forward_backward(draft_loss: DraftLoss, forward: DrafterForward, chunks: Iterable[ChainChunk]) -> None:
+    """Depth 0 forward; every chunk forward and backward; depth 0 backward."""
+    depth_zero = forward.run_depth_zero()
+    leaves = depth_zero.detach_as_leaves()
+    for chunk in chunks:
+        chunk_loss(draft_loss, forward, leaves, chunk).backward()
+    pairs = [(root, leaf.grad) for root, leaf in zip(depth_zero.tensors(), leaves.tensors(), strict=True)]
     pairs = [(root, grad) for root, grad in pairs if grad is not None and root.requires_grad]
     if pairs:
         torch.autograd.backward([root for root, _ in pairs], [grad for _, grad in pairs])
 
 
+def chunk_loss(
+    draft_loss: DraftLoss, forward: DrafterForward, depth_zero: DepthZeroOutputs, chunk: ChainChunk
+) -> Tensor:
+    output_AD = depth_zero.output_ND[forward.to_device(chunk.anchor_A)]
+    output_SD = torch.cat([output_AD, forward.run_chains(depth_zero, chunk)])
+    depth_S, links = forward.to_device(chunk.depths()), chunk.build_links(forward)
+    return draft_loss.compute(output_SD, depth_S, chunk.label_positions(), links)
+
+
 @dataclass(frozen=True)
-class ChainChunk:
-    """Whole chains, and the depth-0 rows that are asked with them: those between this chunk's anchors and the last's.
+class DepthZeroOutputs:
+    """What chains and the loss read of depth 0."""
 
-    Rows here count from the chunk's first. All on the CPU.
-    """
+    output_ND: Tensor
+    prenorm_ND: Tensor
+    keys_values: dict[int, tuple[Tensor, Tensor]]  # by layer
 
-    anchor_A: Tensor
-    anchor_R: Tensor
-    depth_R: Tensor
-    first_R: Tensor
-    goes_on: bool  # its first anchor is the neighbour of the last chunk's last
+    def detach_as_leaves(self) -> DepthZeroOutputs:
+        def detach(x: Tensor) -> Tensor:
+            return x.detach().requires_grad_()
 
-    def depths(self) -> Tensor:
-        """Of all that is asked, depth 0 first."""
-        return torch.cat([torch.zeros_like(self.anchor_A), self.depth_R])
+        keys_values = {layer: (detach(k), detach(v)) for layer, (k, v) in self.keys_values.items()}
+        return DepthZeroOutputs(detach(self.output_ND), detach(self.prenorm_ND), keys_values)
 
-    def questions(self) -> Tensor:
-        return torch.cat([self.anchor_A, self.anchor_R + self.depth_R]) + 2
-
-    def asked(self) -> Tensor | LossSchedule:
-        """The questions as `Examiner.ask` takes them."""
-        return self.questions()
-
-    def before(self) -> Tensor:
-        """Of all that is asked: the row before it in its chain. A chain's anchor is asked in the same chunk."""
-        asked, rows = len(self.anchor_A), len(self.anchor_R)
-        before_R = torch.arange(asked - 1, asked + rows - 1)
-        first = self.depth_R == 1
-        before_R[first] = torch.searchsorted(self.anchor_A, self.anchor_R[first])
-        return torch.cat([torch.full_like(self.anchor_A, NOBODY), before_R])
-
-    def drafted(self) -> Tensor:
-        """Of the depth-0 rows: the one that is asked for the token they read last. It is the neighbour's."""
-        drafted_A = torch.arange(-1, len(self.anchor_A) - 1)
-        drafted_A[1:][self.anchor_A.diff() > 1] = NOBODY
-        drafted_A[:1] = EARLIER if self.goes_on else NOBODY
-        return drafted_A
-
-    def links(self, view: DrafterForward) -> Links:
-        """How the rows hang together, on the device."""
-        text_S = view.token_N[view.moved(self.questions())]
-        return Links(view.moved(self.before()), text_S, view.moved(self.drafted()))
-
-    def walk(self) -> Eagle3Steps:
-        """The chains depth by depth."""
-        at = self.depth_R.eq(1).nonzero()[:, 0]
-        anchor_M, order, going_on = self.anchor_R[at], [at], []
-        following = torch.cat([self.depth_R[1:], self.depth_R.new_zeros(1)])  # the depth of the row behind
-        for depth in range(1, int(self.depth_R.max())):
-            longer = (following[at] > depth).nonzero()[:, 0]
-            at = at[longer] + 1
-            order.append(at)
-            going_on.append(longer)
-        return Eagle3Steps(anchor_M, going_on, torch.cat(order).argsort())
+    def tensors(self) -> list[Tensor]:
+        return [self.output_ND, self.prenorm_ND, *(x for pair in self.keys_values.values() for x in pair)]
 
 
 @dataclass(frozen=True)
 class Eagle3Steps:
-    """Chains as EAGLE-3 takes them: all rows of a depth together, by anchor."""
+    """Chains in EAGLE-3's order of execution: all positions of a depth together, sorted by anchor."""
 
-    anchor_M: Tensor  # of depth 1
-    going_on: list[Tensor]  # for each further depth: which rows of the one before it have a row there
-    back_R: Tensor | None  # where each row of the chunk lies among all rows in order of depth; None: leave them so
-
-
-def split_chains(rows: CodPositions, limit: int) -> Iterator[ChainChunk]:
-    """A depth-0 row is asked in the same chunk as the chains beside it, since they have questions in common."""
-    cuts = list(rows.chunk_slices(limit)) or [slice(0, 0)]
-    done = 0
-    for i, cut in enumerate(cuts):
-        last = i == len(cuts) - 1
-        end = len(rows.anchor_A)
-        if not last:
-            end = int(torch.searchsorted(rows.anchor_A, rows.anchor_R[cut.stop - 1], right=True))
-        first_R = rows.first_R[cut] - cut.start
-        goes_on = 0 < done < end and bool(rows.anchor_A[done] == rows.anchor_A[done - 1] + 1)
-        yield ChainChunk(rows.anchor_A[done:end], rows.anchor_R[cut], rows.depth_R[cut], first_R, goes_on)
-        done = end
+    anchor_M: Tensor  # anchors at depth 1
+    continuing: list[Tensor]  # per further depth: which positions of the depth before have a successor
+    restore_R: Tensor | None  # index of each chunk position in execution order; None: keep execution order
 
 
-def chunk_loss(examiner: DraftLoss, view: DrafterForward, leaves: DepthZeroOutputs, chunk: ChainChunk) -> Tensor:
-    """The chunk's part of the loss."""
-    said_AD = leaves.output_ND[view.moved(chunk.anchor_A)]
-    said_RD = view.chains(leaves, chunk)
-    said_SD = torch.cat([said_AD, said_RD])
-    return examiner.ask(said_SD, view.moved(chunk.depths()), chunk.asked(), chunk.links(view))
+@dataclass(frozen=True)
+class ChainChunk:
+    """Whole chains and the depth-0 anchors whose loss is computed with them. All tensors are on the CPU."""
+
+    anchor_A: Tensor
+    anchor_R: Tensor
+    depth_R: Tensor
+    chain_start_R: Tensor  # counted from the chunk's first position
+
+    def depths(self) -> Tensor:
+        """[S], depth 0 first."""
+        return torch.cat([torch.zeros_like(self.anchor_A), self.depth_R])
+
+    def label_positions(self) -> Tensor | LossSchedule:
+        """[S]: batch index of the token each position predicts."""
+        return torch.cat([self.anchor_A, self.anchor_R + self.depth_R]) + 2
+
+    def previous(self) -> Tensor:
+        """[S]: index of the position one depth before. A chain's anchor is always in the same chunk."""
+        num_anchors, num_positions = len(self.anchor_A), len(self.anchor_R)
+        previous_R = torch.arange(num_anchors - 1, num_anchors + num_positions - 1)
+        first = self.depth_R == 1
+        previous_R[first] = torch.searchsorted(self.anchor_A, self.anchor_R[first])
+        return torch.cat([torch.full_like(self.anchor_A, NO_PREVIOUS), previous_R])
+
+    def build_links(self, forward: DrafterForward) -> ChainLinks:
+        labels = self.label_positions()
+        assert isinstance(labels, Tensor)
+        label_S = forward.token_N[forward.to_device(labels)]
+        return ChainLinks(forward.to_device(self.previous()), label_S)
+
+    def eagle3_steps(self) -> Eagle3Steps:
+        at = self.depth_R.eq(1).nonzero()[:, 0]
+        anchor_M, order, continuing = self.anchor_R[at], [at], []
+        next_depth = torch.cat([self.depth_R[1:], self.depth_R.new_zeros(1)])
+        for depth in range(1, int(self.depth_R.max())):
+            longer = (next_depth[at] > depth).nonzero()[:, 0]
+            at = at[longer] + 1
+            order.append(at)
+            continuing.append(longer)
+        return Eagle3Steps(anchor_M, continuing, torch.cat(order).argsort())
+
+
+def split_chains(positions: CodPositions, chunk_size: int) -> Iterator[ChainChunk]:
+    """Splits positions into chunks. A depth-0 anchor goes with the chains beside it, since they share labels."""
+    slices = list(positions.chunk_slices(chunk_size)) or [slice(0, 0)]
+    begin = 0
+    for i, part in enumerate(slices):
+        end = len(positions.anchor_A)
+        if i < len(slices) - 1:
+            end = int(torch.searchsorted(positions.anchor_A, positions.anchor_R[part.stop - 1], right=True))
+        chain_start_R = positions.chain_start_R[part] - part.start
+        yield ChainChunk(
+            positions.anchor_A[begin:end], positions.anchor_R[part], positions.depth_R[part], chain_start_R
+        )
+        begin = end
 
 
 class DrafterForward:
-    """A batch as the drafter's rows see it: depth 0, then chains on top of it."""
+    """Runs the drafter over a batch: depth 0 first, then chains on top of it."""
 
     def __init__(self, drafter: Drafter, states: TargetHiddenStates, batch: PackedBatch, device: torch.device) -> None:
         self.drafter, self.states, self.device = drafter, states, device
         moved = batch.to(device)
         self.token_N, self.position_N, self.start_N = moved.token_ids_N, moved.position_N, moved.start_N
-        # the token behind a document's last is another's: nobody sees or asks the row that is given it
-        self.next_N = self.token_N.roll(-1)
+        # the last token of a document gets another document's token; no position with a loss uses it
+        self.next_token_N = self.token_N.roll(-1)
 
-    def moved(self, x: Tensor) -> Tensor:
+    def to_device(self, x: Tensor) -> Tensor:
         return copy_to_device(x, self.device)
 
-    def depth_zero(self) -> DepthZeroOutputs:
+    def run_depth_zero(self) -> DepthZeroOutputs:
         attend = DepthZeroAttention(self.start_N)
         hidden_ND = self.drafter.combine_hidden_states(self.states.aux_hidden_states_NX)
-        output_ND, prenorm_ND = self.drafter(self.next_N, hidden_ND, self.position_N, attend)
-        return DepthZeroOutputs(output_ND, prenorm_ND, attend.kept)
+        output_ND, prenorm_ND = self.drafter(self.next_token_N, hidden_ND, self.position_N, attend)
+        return DepthZeroOutputs(output_ND, prenorm_ND, attend.keys_values)
 
-    def chains(self, leaves: DepthZeroOutputs, chunk: ChainChunk) -> Tensor:
-        """What the chunk's chain rows say, [R, D]."""
+    def run_chains(self, depth_zero: DepthZeroOutputs, chunk: ChainChunk) -> Tensor:
+        """The drafter's output at the chunk's chain positions, [R, D]."""
         if not len(chunk.anchor_R):
-            return leaves.output_ND[:0]
-        return self._mask_rows(leaves, chunk) if self.drafter.cfg.parallel else self._steps(leaves, chunk)
+            return depth_zero.output_ND[:0]
+        run = self._run_mask_positions if self.drafter.cfg.parallel else self._run_eagle3_steps
+        return run(depth_zero, chunk)
 
-    def _mask_rows(self, leaves: DepthZeroOutputs, chunk: ChainChunk) -> Tensor:
-        anchor_R, depth_R, first_R = (self.moved(x) for x in (chunk.anchor_R, chunk.depth_R, chunk.first_R))
-        attend = ChainAttention(leaves.kept, self.start_N[anchor_R], anchor_R, depth_R, first_R)
-        mask_id = self.drafter.cfg.mask_token_id
-        assert mask_id is not None
-        token_R = torch.full_like(anchor_R, mask_id)
+    def _run_mask_positions(self, depth_zero: DepthZeroOutputs, chunk: ChainChunk) -> Tensor:
+        anchor_R, depth_R = self.to_device(chunk.anchor_R), self.to_device(chunk.depth_R)
+        chain_start_R = self.to_device(chunk.chain_start_R)
+        attend = ChainAttention(depth_zero.keys_values, self.start_N[anchor_R], anchor_R, depth_R, chain_start_R)
+        mask_token_id = self.drafter.cfg.mask_token_id
+        assert mask_token_id is not None
+        token_R = torch.full_like(anchor_R, mask_token_id)
         hidden_RD = self.drafter.mask_hidden_states(len(anchor_R))
         return self.drafter(token_R, hidden_RD, self.position_N[anchor_R] + depth_R, attend)[0]
 
-    def _steps(self, leaves: DepthZeroOutputs, chunk: ChainChunk) -> Tensor:
-        """Depth by depth, each on what the one before it handed on; put back in the order of the chunk's rows."""
-        walk, last, said = chunk.walk(), len(self.next_N) - 1, []
-        anchor = self.moved(walk.anchor_M)
-        attend = Eagle3StepAttention(leaves.kept, self.start_N[anchor], anchor)
-        hidden = leaves.prenorm_ND[anchor]
-        for going_on in (*walk.going_on, None):
+    def _run_eagle3_steps(self, depth_zero: DepthZeroOutputs, chunk: ChainChunk) -> Tensor:
+        """Depth by depth, each on the pre-norm output of the depth before; restores the chunk's order."""
+        steps, last, outputs = chunk.eagle3_steps(), len(self.next_token_N) - 1, []
+        anchor = self.to_device(steps.anchor_M)
+        attend = Eagle3StepAttention(depth_zero.keys_values, self.start_N[anchor], anchor)
+        hidden = depth_zero.prenorm_ND[anchor]
+        for continuing in (*steps.continuing, None):
             index = (attend.anchor_R + attend.depth).clamp(max=last)
             position = self.position_N[attend.anchor_R] + attend.depth
-            out, handed_on = self.drafter(self.next_N[index], hidden, position, attend)
-            said.append(out)
-            if going_on is not None:
-                going_on = self.moved(going_on)
-                attend, hidden = attend.follow(going_on), handed_on[going_on]
-        said_RD = torch.cat(said)
-        return said_RD if walk.back_R is None else said_RD[self.moved(walk.back_R)]
+            output, prenorm = self.drafter(self.next_token_N[index], hidden, position, attend)
+            outputs.append(output)
+            if continuing is not None:
+                continuing = self.to_device(continuing)
+                attend, hidden = attend.next_step(continuing), prenorm[continuing]
+        output_RD = torch.cat(outputs)
+        return output_RD if steps.restore_R is None else output_RD[self.to_device(steps.restore_R)]

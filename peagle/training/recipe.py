@@ -1,7 +1,7 @@
-"""A training run in one TOML file: its target, its data and `TrainConfig`'s fields, flat.
+"""Recipes: the target, the data and the fields of `TrainConfig` of a run in one flat TOML file.
 
-Knows nothing about training. What a key may be is read from `TrainConfig`, so a recipe, the flags of `peagle train`
-and the defaults cannot drift apart. Flags go before the file, the file before the defaults.
+Keys and types come from `TrainConfig`, so recipes, flags of `peagle train` and defaults cannot differ. Flags override
+the file, the file overrides the defaults.
 
     target = "smollm2-135m"
     data = ["responses.jsonl"]
@@ -23,10 +23,40 @@ from peagle.config import TrainConfig
 from peagle.errors import UserError
 from peagle.hub.resolve import DEFAULT_TARGET
 
-SETTINGS = get_type_hints(TrainConfig)
-# What a run may change when it goes on: how long it is, what it prints, how it fits into memory.
-FREE = {"steps", "minutes", "epochs", "log_every", "save_minutes", "measure_every", "measure_tokens", "chunk_rows"}
-FREE |= {"checkpoint_layers", "shard_target"}
+FIELD_TYPES = get_type_hints(TrainConfig)
+TYPE_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
+# Fields that may differ when a run resumes: its length, its output, and how it uses memory.
+RESUMABLE = {"steps", "minutes", "epochs", "log_every", "save_minutes", "validation_every", "validation_tokens"}
+RESUMABLE |= {"chunk_size", "activation_checkpointing", "shard_target"}
+# Keys of peagle 0.1 recipes and their replacements.
+RENAMED = {
+    "layers": "num_layers",
+    "mlp_width": "intermediate_size",
+    "taps": "aux_layer_ids",
+    "own_embeddings": "train_embeddings",
+    "own_head": "train_lm_head",
+    "draft_vocab": "draft_vocab_size",
+    "depths": "num_depths",
+    "rate": "down_sample_ratio",
+    "max_length": "max_seq_len",
+    "accumulate": "gradient_accumulation_steps",
+    "warmup": "warmup_steps",
+    "decay": "lr_schedule",
+    "clip": "max_grad_norm",
+    "chunk_rows": "chunk_size",
+    "graphs": "cuda_graphs",
+    "checkpoint_layers": "activation_checkpointing",
+    "cache": "hidden_states_cache",
+    "cache_dtype": "hidden_states_dtype",
+    "vllm_states": "vllm_hidden_states",
+    "held_out": "validation_size",
+    "measure_every": "validation_every",
+    "measure_tokens": "validation_tokens",
+    "by_reach": "loss_weighting",
+    "by_start": "loss_weighting",
+    "by_value": "loss_weighting",
+    "sharpen": "loss_weighting",
+}
 
 
 @dataclass(frozen=True)
@@ -36,75 +66,75 @@ class Recipe:
     train: TrainConfig = TrainConfig()
 
     def values(self) -> dict[str, Any]:
-        """Flat, as a file has them; what is None is left out."""
-        own = {"target": self.target, "data": list(self.data)}
+        """The flat keys of a file, without those that are None."""
         train = {f.name: getattr(self.train, f.name) for f in fields(TrainConfig)}
-        listed = {name: list(value) if isinstance(value, tuple) else value for name, value in train.items()}
-        return {**own, **{name: value for name, value in listed.items() if value is not None}}
+        lists = {name: list(value) if isinstance(value, tuple) else value for name, value in train.items()}
+        set_values = {name: value for name, value in lists.items() if value is not None}
+        return {"target": self.target, "data": list(self.data), **set_values}
 
     def toml(self) -> str:
-        # TOML's texts are JSON's, but for surrogate pairs and DEL
+        # TOML strings are JSON strings, except for surrogate pairs and DEL
         texts = {name: json.dumps(value, ensure_ascii=False) for name, value in self.values().items()}
         return "".join(f"{name} = {text}\n" for name, text in texts.items()).replace("\x7f", "\\u007f")
 
 
 def make_recipe(file: Path | None, flags: Mapping[str, Any]) -> Recipe:
-    """`flags` that were not given are None."""
-    given = read_values(file) if file is not None else {}
+    """Merges a recipe file with flags; flags that were not given are None."""
+    given = read_recipe_values(file) if file is not None else {}
     for name, value in flags.items():
         if value is not None and value != ():
-            given[name] = parsed(name, value, f"--{name.replace('_', '-')}")
+            given[name] = parse_value(name, value, f"--{name.replace('_', '-')}")
     data = tuple(given.pop("data", ()))
     target = given.pop("target", DEFAULT_TARGET)
     return Recipe(data, target, TrainConfig(**given))
 
 
-def read_values(file: Path) -> dict[str, Any]:
-    """The keys of a recipe, each of the kind its field has."""
+def read_recipe_values(file: Path) -> dict[str, Any]:
     try:
         found = tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"--recipe {file}: cannot be read ({error.strerror})") from None
     except ValueError as error:
         raise UserError(f"--recipe {file}: not valid TOML ({str(error).splitlines()[0]})") from None
-    known = ["target", "data", *SETTINGS]
+    known = ["target", "data", *FIELD_TYPES]
     given = {}
     for key, value in found.items():
         name = key.replace("-", "_")
+        if name in RENAMED:
+            raise UserError(f"{file}: {key!r} was replaced by {RENAMED[name]!r}")
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1, 0.0)[0]
-            raise UserError(f"{file}: unknown key {key!r}; the nearest is {near!r}")
+            closest = difflib.get_close_matches(name, known, 1, 0.0)[0]
+            raise UserError(f"{file}: unknown key {key!r}; the closest key is {closest!r}")
         if name in given:
-            raise UserError(f"{file}: {name!r} is there twice, with - and with _")
-        given[name] = parsed(name, value, f"{file}: {key}")
+            raise UserError(f"{file}: {name!r} is given twice, with - and with _")
+        given[name] = parse_value(name, value, f"{file}: {key}")
     return given
 
 
-def parsed(name: str, value: Any, asked: str) -> Any:
-    """A value of a file or of the command line, which knows only text where a field has several kinds."""
+def parse_value(name: str, value: Any, source: str) -> Any:
+    """Parses a value of a file or of a flag, which is text for fields with several types."""
     if name == "target":
-        return _expect(value, str, asked, "text")
+        return _require_type(value, str, source, "text")
     if name == "data":
         value = [value] if isinstance(value, str) else value
         if not isinstance(value, (list, tuple)) or not all(isinstance(v, str) for v in value):
-            raise UserError(f"{asked} = {value!r}: must be a file or a list of files")
+            raise UserError(f"{source} = {value!r}: must be a file or a list of files")
         return tuple(value)
-    kinds = [kind for kind in _alternatives(SETTINGS[name]) if kind is not type(None)]
+    kinds = [kind for kind in _alternatives(FIELD_TYPES[name]) if kind is not type(None)]
     if value == "auto" and "auto" in kinds:
         return value
     for kind in kinds:
         if get_origin(kind) is tuple:
-            return _integers(value, asked)
+            return _parse_integers(value, source)
         if kind is int and isinstance(value, str) and value.lstrip("-").isdecimal():
             return int(value)
         if kind is float and type(value) is int:
             return float(value)
         if isinstance(kind, type) and type(value) is kind:
             return value
-    if all(isinstance(kind, str) for kind in kinds):  # a choice; `TrainConfig` says which there are
-        return _expect(value, str, asked, " or ".join(kinds))
-    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-    raise UserError(f"{asked} {value!r}: must be {' or '.join(names.get(k, repr(k)) for k in kinds)}")
+    if all(isinstance(kind, str) for kind in kinds):  # `TrainConfig` checks the choice
+        return _require_type(value, str, source, " or ".join(kinds))
+    raise UserError(f"{source} {value!r}: must be {' or '.join(TYPE_NAMES.get(k, repr(k)) for k in kinds)}")
 
 
 def _alternatives(kind: Any) -> list[Any]:
@@ -116,24 +146,24 @@ def _alternatives(kind: Any) -> list[Any]:
     return [part for inner in get_args(kind) for part in _alternatives(inner)]
 
 
-def _integers(value: Any, asked: str) -> tuple[int, ...]:
+def _parse_integers(value: Any, source: str) -> tuple[int, ...]:
     parts = value.split(",") if isinstance(value, str) else value
     try:
         if not isinstance(parts, (list, tuple)) or any(isinstance(p, (bool, float)) for p in parts):
             raise ValueError
         return tuple(int(p) for p in parts)
     except ValueError:
-        raise UserError(f"{asked} {value!r}: must be whole numbers, by commas") from None
+        raise UserError(f"{source} {value!r}: must be integers, comma-separated") from None
 
 
-def _expect(value: Any, kind: type, asked: str, want: str) -> Any:
+def _require_type(value: Any, kind: type, source: str, expected: str) -> Any:
     if not isinstance(value, kind):
-        raise UserError(f"{asked} {value!r}: must be {want}")
+        raise UserError(f"{source} {value!r}: must be {expected}")
     return value
 
 
-def differences(before: Recipe, now: Recipe) -> list[str]:
-    """What makes `now` another run than `before`, a line each."""
+def recipe_differences(before: Recipe, now: Recipe) -> list[str]:
+    """The fields in which `now` differs from `before` so that it cannot resume that run."""
     old, new = before.values(), now.values()
-    changed = [name for name in {**old, **new} if name not in FREE and old.get(name) != new.get(name)]
+    changed = [name for name in {**old, **new} if name not in RESUMABLE and old.get(name) != new.get(name)]
     return [f"{name} was {old.get(name, 'not set')}, is {new.get(name, 'not set')}" for name in changed]

@@ -1,7 +1,4 @@
-"""A training run from a recipe to its folder: what belongs to what, and what the checkpoint says about itself.
-
-Knows how the parts fit together and does none of their work. What can be wrong is found before a model is loaded.
-"""
+"""`peagle train` from a recipe to the run's folder. Finds user errors before any model is loaded."""
 
 from __future__ import annotations
 
@@ -18,31 +15,43 @@ import torch
 from peagle.checkpoints.drafter import build_drafter_config, drafter_tensors, load_drafter
 from peagle.checkpoints.files import parse_device, read_json, write_json, write_weights
 from peagle.checkpoints.target import eos_ids, has_tokenizer, load_decoder, read_target_config
-from peagle.config import CPU_CHUNK_ROWS, CacheSettings, DecoderConfig, DrafterConfig, TrainConfig
+from peagle.config import CPU_CHUNK_SIZE, CacheSettings, DecoderConfig, DrafterConfig, TrainConfig
 from peagle.data.batches import BatchCursor, PackedBatch, batches
-from peagle.data.chat_format import ChatFormat
+from peagle.data.chat_format import ChatFormat, load_chat_format
 from peagle.data.dataset import ResponseDataset, load_responses
-from peagle.data.run import load_chat_format
 from peagle.errors import UserError
 from peagle.hub.resolve import resolve_target
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
-from peagle.training import resource_plan as plan
 from peagle.training.card import AcceptanceRow, Facts, ModelCard, write_card
-from peagle.training.chunk_size import auto_chunk_rows, chunk_rows_for, free_bytes
+from peagle.training.chunk_size import auto_chunk_size, fit_chunk_size, free_gpu_bytes
 from peagle.training.cuda_graphs import BatchPadder, GraphedStep
-from peagle.training.distributed import DistributedContext, join, shard
-from peagle.training.drafter_init import FRESH, TokenCounts, config_from_folder, create_drafter, drafter_config
+from peagle.training.distributed import DistributedContext, init_distributed, shard_target
+from peagle.training.drafter_init import (
+    INIT_MODES,
+    TokenCounts,
+    config_from_folder,
+    create_drafter,
+    new_drafter_config,
+)
 from peagle.training.hidden_states.cache import HiddenStatesCache, prepare_cache
 from peagle.training.hidden_states.online import HiddenStatesSource, OnlineHiddenStates
 from peagle.training.hidden_states.vllm_files import VllmHiddenStates
-from peagle.training.loss import LossSettings
-from peagle.training.recipe import Recipe, differences, make_recipe
-from peagle.training.resume import RunFolder, TrainingState, log_lines
+from peagle.training.recipe import Recipe, make_recipe, recipe_differences
+from peagle.training.resource_plan import (
+    MATRIX_RATE_REACHED,
+    DatasetStats,
+    TrainingHardware,
+    TrainingPlan,
+    make_plan,
+    measure_matrix_rate,
+    memory_by_use,
+    optimizer_bytes,
+)
+from peagle.training.resume import RunFolder, TrainingState, read_log
 from peagle.training.schedule import Schedule
 from peagle.training.trainer import Trainer, TrainerParts
 from peagle.training.validation import (
-    AcceptanceCounts,
     AcceptanceEvaluator,
     ValidationAcceptance,
     ValidationRunner,
@@ -51,75 +60,76 @@ from peagle.training.validation import (
 from peagle.versions import installed_versions
 
 Resume = Literal["auto", "must", "never"]
-MEASURED_DRAFTS = (1, 3, 5, 7)  # a round, beside as many as were trained
+EVALUATED_K = (1, 3, 5, 7)  # besides the trained number of draft tokens
 
 
 @dataclass(frozen=True)
 class TrainingInputs:
-    """What a run is made from, as far as it costs little to know."""
+    """Everything a run reads before it loads a model."""
 
     recipe: Recipe
     target_folder: Path
     target: DecoderConfig
     chat: ChatFormat | None
-    rows: ResponseDataset
-    held_out: ResponseDataset
-    counts: TokenCounts
+    train_set: ResponseDataset
+    validation_set: ResponseDataset
+    token_counts: TokenCounts
     eos_ids: frozenset[int]
 
-    @property
-    def asked_share(self) -> float:
-        return self.data().asked_share
+    def dataset_stats(self) -> DatasetStats:
+        spans, num_tokens = self.train_set.span_S2, self.train_set.num_tokens
+        share = float((spans[:, 1] - spans[:, 0]).sum() / max(len(self.train_set.token_T), 1))
+        return DatasetStats(num_tokens, share, num_tokens / max(len(self.train_set), 1))
 
-    def data(self) -> plan.DatasetStats:
-        return planned_data(self.rows)
-
-    def schedule(self, world: int) -> Schedule:
+    def schedule(self, num_gpus: int) -> Schedule:
         cfg = self.recipe.train
-        return Schedule.of(cfg, self.rows.num_tokens / (cfg.batch_tokens * cfg.accumulate * world))
+        step_tokens = cfg.batch_tokens * cfg.gradient_accumulation_steps * num_gpus
+        return Schedule.from_config(cfg, self.train_set.num_tokens / step_tokens)
+
+    def validation_prompts(self) -> list[list[int]]:
+        """The distinct first prompts of the validation conversations."""
+        cfg = self.recipe.train
+        max_prompt_tokens = min(self.target.max_positions - cfg.validation_tokens, cfg.max_seq_len)
+        prompts = {e.token_ids[: e.spans[0][0]] for e in self.validation_set}
+        return [list(p) for p in sorted(prompts) if 0 < len(p) <= max_prompt_tokens]
 
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """How a run ended."""
-
-    standing: TrainingState
+    state: TrainingState
     finished: bool
     out: Path
-    first: bool = True  # of all ranks: the one that tells
+    is_main: bool = True
 
 
 def load_training_inputs(recipe: Recipe) -> TrainingInputs:
     cfg = recipe.train
     if not recipe.data:
-        raise UserError("no data: name files of responses (`peagle data` writes them)")
-    if cfg.cache is not None and cfg.shard_target:
+        raise UserError("data: name files of responses, as `peagle data` writes them")
+    if cfg.hidden_states_cache is not None and cfg.shard_target:
         raise UserError(
-            f"--cache {cfg.cache}: one process fills it, which cannot run a target that --shard-target spreads; leave "
-            "one of them out, or let vLLM write what the target says (--vllm-states)"
+            f"--hidden-states-cache {cfg.hidden_states_cache}: one process fills the cache and cannot run a target "
+            "sharded with --shard-target; remove one of them, or use --vllm-hidden-states"
         )
     folder = resolve_target(recipe.target)
-    target = read_target_config(folder, cfg.tables_only)
+    target = read_target_config(folder, cfg.target_head_only)
     template = Path(cfg.chat_template) if cfg.chat_template is not None else None
     chat = load_chat_format(folder, template, cfg.raw) if has_tokenizer(folder) else None
-    everything = load_responses(recipe.data, chat, target.vocab_size)
-    rows, held_out = everything.split_validation(min(cfg.held_out, len(everything) // 5), cfg.seed)
-    counts = TokenCounts.of(everything, target.vocab_size)
-    return TrainingInputs(recipe, folder, target, chat, rows, held_out, counts, eos_ids(folder))
+    dataset = load_responses(recipe.data, chat, target.vocab_size)
+    train_set, validation_set = dataset.split_validation(min(cfg.validation_size, len(dataset) // 5), cfg.seed)
+    counts = TokenCounts.from_dataset(dataset, target.vocab_size)
+    return TrainingInputs(recipe, folder, target, chat, train_set, validation_set, counts, eos_ids(folder))
 
 
-def open_folder(recipe: Recipe, out: Path, resume: Resume) -> RunFolder:
-    """The run's folder, refused where going on there would be another run."""
+def open_run_folder(recipe: Recipe, out: Path, resume: Resume) -> RunFolder:
+    """Opens or creates the run's folder; refuses to resume a run with another recipe."""
     folder = RunFolder(out)
-    if not folder.started:
+    if not folder.has_run:
         if resume == "must":
-            raise UserError(f"--resume must: {out} holds no run to go on with")
-        folder.create()
-        return folder
-    if resume == "never":
-        raise UserError(f"--resume never: {out} holds a run already; name a new --out, or leave --resume out to go on")
-    changed = differences(make_recipe(folder.recipe, {}), recipe)
-    if changed:
+            raise UserError(f"--resume must: {out} holds no run")
+    elif resume == "never":
+        raise UserError(f"--resume never: {out} holds a run; name a new --out, or remove --resume to resume it")
+    elif changed := recipe_differences(make_recipe(folder.recipe, {}), recipe):
         more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
         raise UserError(f"--out {out}: holds a run with another recipe: {changed[0]}{more}; name a new --out")
     folder.create()
@@ -129,59 +139,59 @@ def open_folder(recipe: Recipe, out: Path, resume: Resume) -> RunFolder:
 def train(
     recipe: Recipe, out: Path, device: str, resume: Resume = "auto", stop_after: float | None = None
 ) -> TrainingResult:
-    """Trains to the end of the schedule, or until it is stopped, for `stop_after` seconds at most; started again it
-    goes on."""
+    """Trains until the schedule ends, a signal arrives or `stop_after` seconds have passed. The next call resumes."""
     stop_at = None if stop_after is None else time.perf_counter() + stop_after
-    material, world = load_training_inputs(recipe), join(parse_device(device))
+    inputs, world = load_training_inputs(recipe), init_distributed(parse_device(device))
     try:
-        if not world.first:
-            world.wait()
-            return _train(material, RunFolder(out), world, stop_at)
-        folder = open_folder(recipe, out, resume)
-        with folder.locked():
-            _check_data(material, folder)
-            folder.tidy()
-            folder.start(recipe.toml())
-            world.wait()
-            return _train(material, folder, world, stop_at)
+        if not world.is_main:
+            world.barrier()  # until the main rank has prepared the folder
+            return _train(inputs, RunFolder(out), world, stop_at)
+        folder = open_run_folder(recipe, out, resume)
+        with folder.lock():
+            _check_same_data(inputs, folder)
+            folder.recover()
+            folder.write_recipe(recipe.toml())
+            world.barrier()
+            return _train(inputs, folder, world, stop_at)
     finally:
-        world.leave()
+        world.shutdown()
 
 
 def _train(
-    material: TrainingInputs, folder: RunFolder, world: DistributedContext, stop_at: float | None
+    inputs: TrainingInputs, folder: RunFolder, world: DistributedContext, stop_at: float | None
 ) -> TrainingResult:
-    cfg = material.recipe.train
-    schedule, standing = material.schedule(world.size), folder.standing()
-    if standing.step and schedule.done(standing.step, standing.seconds) >= 1.0:
-        return TrainingResult(standing, True, folder.out, world.first)
+    cfg = inputs.recipe.train
+    schedule, state = inputs.schedule(world.size), folder.read_state()
+    if state.step and schedule.progress(state.step, state.seconds) >= 1.0:
+        return TrainingResult(state, True, folder.out, world.is_main)
     dtype = training_dtype(cfg.dtype, world.device)
-    # a target that is spread over ranks must not lie on one of them first
-    spread = cfg.shard_target and not cfg.tables_only
-    target = load_decoder(material.target_folder, dtype, "cpu" if spread else world.device, cfg.tables_only)
-    tokenizer = material.chat.tokenizer if material.chat is not None else None
-    drafter = create_drafter(cfg, target, tokenizer, material.eos_ids, material.counts).to(world.device)
-    drafter.recompute = cfg.checkpoint_layers
-    if spread:
-        shard(target, world)
+    shard = cfg.shard_target and not cfg.target_head_only
+    # a target that is sharded may not fit one GPU, so it is loaded on the CPU
+    target = load_decoder(inputs.target_folder, dtype, "cpu" if shard else world.device, cfg.target_head_only)
+    tokenizer = inputs.chat.tokenizer if inputs.chat is not None else None
+    drafter = create_drafter(cfg, target, tokenizer, inputs.eos_ids, inputs.token_counts).to(world.device)
+    drafter.recompute = cfg.activation_checkpointing
+    if shard:
+        shard_target(target, world)
 
     def stream(start: BatchCursor) -> Iterator[tuple[PackedBatch, BatchCursor]]:
-        sizes = {"max_length": cfg.max_length, "rank": world.rank, "world_size": world.size}
-        return batches(material.rows, cfg.batch_tokens, cfg.seed, start, **sizes)
+        sizes = {"max_seq_len": cfg.max_seq_len, "rank": world.rank, "world_size": world.size}
+        return batches(inputs.train_set, cfg.batch_tokens, cfg.seed, start, **sizes)
 
-    state_bytes = plan.state_bytes(cfg, drafter.cfg, drafter.fc.weight.element_size())
-    prompts = validation_prompts(material)
-    measuring = prepare_validation(cfg, target, drafter, material.eos_ids, prompts, state_bytes, world)
+    state_bytes = optimizer_bytes(cfg, drafter.cfg, drafter.fc.weight.element_size())
+    prompts = inputs.validation_prompts()
+    validation = prepare_validation(cfg, target, drafter, inputs.eos_ids, prompts, state_bytes, world)
 
-    def write_checkpoint(into: Path, standing: TrainingState, measured: ValidationAcceptance | None) -> None:
+    def write_checkpoint(into: Path, state: TrainingState, measured: ValidationAcceptance | None) -> None:
         write_drafter(into, drafter, cfg.num_depths)
-        table = (table_line("held-out prompts", measured, cfg.num_depths),) if measured is not None else ()
-        write_card(card_of(material, folder.out.name, drafter, standing, table), into)
+        rows = (acceptance_row(measured, cfg.num_depths),) if measured is not None else ()
+        write_card(build_card(inputs, folder.out.name, drafter, state, rows), into)
 
-    hidden_states, chunk_rows = (
-        _hidden_states_source(material, target, drafter.cfg, world),
-        _chunk_rows(cfg, drafter, state_bytes + measuring.kept_bytes),
-    )
+    hidden_states = _open_hidden_states(inputs, target, drafter.cfg, world)
+    reserved = state_bytes + validation.reserved_bytes
+    chunk_size = cfg.chunk_size
+    if chunk_size == "auto":
+        chunk_size = auto_chunk_size(drafter, cfg.batch_tokens, cfg.num_depths, reserved)
     parts = TrainerParts(
         drafter=drafter,
         target=target,
@@ -190,48 +200,52 @@ def _train(
         schedule=schedule,
         folder=folder,
         world=world,
-        measure=measuring.measure,
+        validate=validation.measure,
         write_checkpoint=write_checkpoint,
-        chunk_rows=chunk_rows,
+        chunk_size=chunk_size,
         stop_at=stop_at,
-        framed=_framed(cfg, target, drafter, hidden_states, chunk_rows),
+        graphs=_create_graphs(cfg, target, drafter, hidden_states, chunk_size),
     )
     trainer = Trainer(parts, cfg)
-    if world.first:
-        _greet(trainer, material, drafter, measuring)
-    standing = trainer.run()
-    return TrainingResult(standing, schedule.done(standing.step, standing.seconds) >= 1.0, folder.out, world.first)
+    if world.is_main:
+        _print_summary(trainer, inputs, drafter, validation)
+    state = trainer.run()
+    return TrainingResult(state, schedule.progress(state.step, state.seconds) >= 1.0, folder.out, world.is_main)
 
 
-def _greet(trainer: Trainer, material: TrainingInputs, drafter: Drafter, measuring: ValidationRunner) -> None:
-    parameters = sum(p.numel() for p in drafter.parameters())
-    kind = "P-EAGLE" if drafter.cfg.parallel else "EAGLE-3"
+def _print_summary(trainer: Trainer, inputs: TrainingInputs, drafter: Drafter, validation: ValidationRunner) -> None:
+    num_parameters = sum(p.numel() for p in drafter.parameters())
+    method = "P-EAGLE" if drafter.cfg.parallel else "EAGLE-3"
     mask = f", mask token {drafter.cfg.mask_token_id}" if drafter.cfg.parallel else ""
-    trainer.journal.say(
-        f"{kind} for {material.recipe.target}: {drafter.cfg.num_layers} layer{'s' * (drafter.cfg.num_layers > 1)}, "
-        f"{parameters / 1e6:.1f}M parameters{mask}; "
-        f"{len(material.rows):,} conversations, {material.rows.num_tokens / 1e6:.1f}M tokens; "
-        f"{trainer.schedule.length()}"
+    trainer.log.print(
+        f"{method} for {inputs.recipe.target}: {drafter.cfg.num_layers} layer{'s' * (drafter.cfg.num_layers > 1)}, "
+        f"{num_parameters / 1e6:.1f}M parameters{mask}; "
+        f"{len(inputs.train_set):,} conversations, {inputs.train_set.num_tokens / 1e6:.1f}M tokens; "
+        f"{trainer.schedule.describe_length()}"
     )
     if trainer.resumed:
-        trainer.journal.say(f"going on from step {trainer.standing.step:,}")
-    if measuring.why_not is not None:
-        trainer.journal.say(f"acceptance is not measured, and the newest drafter is kept: {measuring.why_not}")
+        trainer.log.print(f"resuming from step {trainer.state.step:,}")
+    if validation.skip_reason is not None:
+        trainer.log.print(f"no validation, the newest drafter is published: {validation.skip_reason}")
 
 
-def _check_data(material: TrainingInputs, folder: RunFolder) -> None:
-    """The cursor of a run means something only in the data it was made for."""
-    place = folder.inner / "data.json"
-    now = {"conversations": len(material.rows), "tokens": material.rows.num_tokens, "held_out": len(material.held_out)}
-    if place.exists() and folder.newest() is not None:
-        was = read_json(place)
+def _check_same_data(inputs: TrainingInputs, folder: RunFolder) -> None:
+    """Refuses changed data: the cursor of a run is valid only for its own data."""
+    path = folder.inner / "data.json"
+    now = {
+        "conversations": len(inputs.train_set),
+        "tokens": inputs.train_set.num_tokens,
+        "validation": len(inputs.validation_set),
+    }
+    if path.exists() and folder.newest_state() is not None:
+        before = read_json(path)
         for name, count in now.items():
-            if was.get(name) != count:
+            if before.get(name) != count:
                 raise UserError(
-                    f"--out {folder.out}: its data had {was.get(name)} {name}, now {count}; name a new --out, "
-                    f"or start from its drafter there with --init {folder.out}"
+                    f"--out {folder.out}: its data had {before.get(name)} {name}, now {count}; name a new --out, "
+                    f"and start from this drafter with --init {folder.out}"
                 )
-    write_json(now, place)
+    write_json(now, path)
 
 
 def training_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -240,204 +254,166 @@ def training_dtype(name: str, device: torch.device) -> torch.dtype:
     return {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}[name]
 
 
-def _hidden_states_source(
-    material: TrainingInputs, target: Decoder, cfg: DrafterConfig, world: DistributedContext
+def _open_hidden_states(
+    inputs: TrainingInputs, target: Decoder, drafter: DrafterConfig, world: DistributedContext
 ) -> HiddenStatesSource:
-    settings = material.recipe.train
-    if settings.cache is None and settings.vllm_states is None:
-        return OnlineHiddenStates(target, cfg.aux_layer_ids)
-    rows = material.rows
-    if settings.vllm_states is not None:
-        source = VllmHiddenStates(Path(settings.vllm_states), target, cfg.aux_layer_ids, settings.max_length)
-        source.check(rows)
+    cfg = inputs.recipe.train
+    if cfg.vllm_hidden_states is not None:
+        source = VllmHiddenStates(Path(cfg.vllm_hidden_states), target, drafter.aux_layer_ids, cfg.max_seq_len)
+        source.check(inputs.train_set)
         return source
-    assert settings.cache is not None
-    folder = Path(settings.cache)
-    if not world.first:
-        world.wait()  # until the first has filled it
+    online = OnlineHiddenStates(target, drafter.aux_layer_ids)
+    if cfg.hidden_states_cache is None:
+        return online
+    folder = Path(cfg.hidden_states_cache)
+    if not world.is_main:
+        world.barrier()  # until the main rank has filled the cache
         return HiddenStatesCache(folder, target)
-    online = OnlineHiddenStates(target, cfg.aux_layer_ids)
-    cached = prepare_cache(folder, rows, online, settings.max_length, CacheSettings(settings.cache_dtype))
-    world.wait()
-    return cached
+    settings = CacheSettings(cfg.hidden_states_dtype)
+    cache = prepare_cache(folder, inputs.train_set, online, cfg.max_seq_len, settings)
+    world.barrier()
+    return cache
 
 
-def _framed(
-    cfg: TrainConfig, target: Decoder, drafter: Drafter, hidden_states: HiddenStatesSource, chunk_rows: int
+def _create_graphs(
+    cfg: TrainConfig, target: Decoder, drafter: Drafter, hidden_states: HiddenStatesSource, chunk_size: int
 ) -> tuple[BatchPadder, GraphedStep] | None:
-    """For steps that can be captured: on a GPU, beside the whole target, attention without windows."""
+    """CUDA graphs need a GPU, the whole target in the process, and attention without windows."""
     on_gpu = target.embed_tokens.weight.is_cuda
-    if (
-        not cfg.graphs
-        or not on_gpu
-        or cfg.shard_target
-        or not isinstance(hidden_states, OnlineHiddenStates)
-        or any(drafter.cfg.windows)
-    ):
+    if not cfg.cuda_graphs or not on_gpu or cfg.shard_target or any(drafter.cfg.windows):
         return None
-    shape = drafter.cfg
-    vocab = max(shape.vocab_size, shape.draft_vocab_size)
-    return BatchPadder(cfg, vocab, shape.parallel, chunk_rows, pinned=True), GraphedStep(
-        drafter, target, hidden_states, cfg
-    )
+    if not isinstance(hidden_states, OnlineHiddenStates):
+        return None
+    vocab_size = max(drafter.cfg.vocab_size, drafter.cfg.draft_vocab_size)
+    padder = BatchPadder(cfg, vocab_size, drafter.cfg.parallel, chunk_size, pin_memory=True)
+    return padder, GraphedStep(drafter, target, hidden_states, cfg)
 
 
-def validation_prompts(material: TrainingInputs) -> list[list[int]]:
-    """What was asked first in each conversation that is kept aside, once."""
-    cfg = material.recipe.train
-    longest = min(material.target.max_positions - cfg.measure_tokens, cfg.max_length)
-    prompts = {e.token_ids[: e.spans[0][0]] for e in material.held_out}
-    return [list(p) for p in sorted(prompts) if 0 < len(p) <= longest]
+# The checkpoint and its card
 
 
-def _chunk_rows(cfg: TrainConfig, drafter: Drafter, reserved: int) -> int:
-    if cfg.chunk_rows != "auto":
-        return cfg.chunk_rows
-    return auto_chunk_rows(drafter, cfg.batch_tokens, cfg.num_depths, reserved)
-
-
-# What a checkpoint says about itself
-
-
-def write_drafter(into: Path, drafter: Drafter, depths: int) -> None:
-    """The plain format's files, and how many drafts a round it was trained for."""
+def write_drafter(into: Path, drafter: Drafter, num_depths: int) -> None:
+    """Writes the plain format, with the number of draft tokens the drafter was trained for."""
     write_weights({name: tensor.detach().clone() for name, tensor in drafter_tensors(drafter).items()}, into)
-    values = {**build_drafter_config(drafter.cfg, drafter.fc.weight.dtype), "trained_draft_tokens": depths}
+    values = {**build_drafter_config(drafter.cfg, drafter.fc.weight.dtype), "trained_draft_tokens": num_depths}
     write_json(values, into / "config.json")
 
 
-def table_line(prompts: str, measured: ValidationAcceptance, draft_tokens: int) -> AcceptanceRow:
-    calm: AcceptanceCounts | None = measured.without_loops if measured.without_loops.rounds else None
+def acceptance_row(measured: ValidationAcceptance, num_speculative_tokens: int) -> AcceptanceRow:
+    regular = measured.without_loops
     return AcceptanceRow(
-        prompts,
-        measured.answers,
-        draft_tokens,
-        measured.length,
-        measured.per_position,
-        calm.length if calm is not None else None,
-        measured.looping,
+        "validation set",
+        measured.num_responses,
+        num_speculative_tokens,
+        measured.acceptance_length,
+        measured.acceptance_rates,
+        regular.acceptance_length if regular.num_drafts else None,
+        measured.num_looping,
     )
 
 
-def card_of(
-    material: TrainingInputs, name: str, drafter: Drafter, standing: TrainingState, table: tuple[AcceptanceRow, ...]
+def build_card(
+    inputs: TrainingInputs, name: str, drafter: Drafter, state: TrainingState, rows: tuple[AcceptanceRow, ...]
 ) -> ModelCard:
-    command = shlex.join(["peagle", *sys.argv[1:]])
-    cfg = material.recipe.train
+    cfg, stats = inputs.recipe.train, inputs.dataset_stats()
     data: Facts = (
-        ("conversations", f"{len(material.rows):,}"),
-        ("tokens", f"{material.rows.num_tokens:,}, of which {material.asked_share:.0%} are the target's responses"),
-        ("kept aside", f"{len(material.held_out):,} conversations"),
-        ("files", ", ".join(Path(path).name for path in material.recipe.data)),
+        ("conversations", f"{len(inputs.train_set):,}"),
+        ("tokens", f"{stats.num_tokens:,}, of which {stats.response_share:.0%} are the target's responses"),
+        ("validation set", f"{len(inputs.validation_set):,} conversations"),
+        ("files", ", ".join(Path(path).name for path in inputs.recipe.data)),
     )
     training: Facts = (
-        ("steps", f"{standing.step:,} of {cfg.batch_tokens * cfg.accumulate:,} tokens a GPU"),
-        ("tokens seen", f"{standing.tokens:,}"),
-        ("minutes", f"{standing.seconds / 60:.1f}"),
-        ("objective", f"{LossSettings.of(cfg)}, {cfg.num_depths} depths, rate {cfg.rate:g}"),
-        ("learning rate", f"{cfg.lr:g}, {cfg.decay}"),
-        ("started from", cfg.init if cfg.init in FRESH else Path(cfg.init).name),
+        ("steps", f"{state.step:,} of {cfg.batch_tokens * cfg.gradient_accumulation_steps:,} tokens per GPU"),
+        ("tokens seen", f"{state.tokens:,}"),
+        ("minutes", f"{state.seconds / 60:.1f}"),
+        ("loss", f"{cfg.objective}, {cfg.loss_weighting} weighting, depth decay {cfg.depth_decay:g}"),
+        ("COD sampling", f"{cfg.num_depths} depths, down-sample ratio {cfg.down_sample_ratio:g}"),
+        ("learning rate", f"{cfg.lr:g}, {cfg.lr_schedule}"),
+        ("initial weights", cfg.init if cfg.init in INIT_MODES else Path(cfg.init).name),
     )
-    parameters = sum(p.numel() for p in drafter.parameters())
-    how = f"Greedy, up to {cfg.measure_tokens} new tokens, prompts that were kept aside."
-    target = material.recipe.target
     return ModelCard(
         name,
-        target,
+        inputs.recipe.target,
         drafter.cfg,
-        parameters,
+        sum(p.numel() for p in drafter.parameters()),
         cfg.num_depths,
         data,
         training,
-        command,
+        shlex.join(["peagle", *sys.argv[1:]]),
         tuple(installed_versions().items()),
-        table,
-        how,
+        rows,
+        f"Greedy, up to {cfg.validation_tokens} output tokens, on the run's validation set.",
         cfg.raw,
     )
 
 
-# The plan
+def evaluate_checkpoint(recipe: Recipe, out: Path, device: str) -> list[AcceptanceRow]:
+    """Measures the published checkpoint at several K and adds the table to its card. Keeps an earlier result."""
+    folder = RunFolder(out)
+    kept, state = folder.inner / "measured.json", folder.read_state()
+    if kept.exists():
+        values = read_json(kept)
+        if values["best_step"] == state.best_step and values["step"] == state.step:
+            return [AcceptanceRow(**{**r, "acceptance_rates": tuple(r["acceptance_rates"])}) for r in values["table"]]
+    inputs, where = load_training_inputs(recipe), parse_device(device)
+    target = load_decoder(inputs.target_folder, training_dtype(recipe.train.dtype, where), where)
+    weight = target.embed_tokens.weight
+    drafter = load_drafter(folder.out, target, weight.dtype, weight.device)
+    prompts, num_depths = inputs.validation_prompts(), recipe.train.num_depths
+    rows = []
+    for k in sorted({num_depths, *(k for k in EVALUATED_K if k < num_depths)} if prompts else ()):
+        evaluator = AcceptanceEvaluator(target, inputs.eos_ids, prompts, recipe.train.validation_tokens, k)
+        rows.append(acceptance_row(evaluator.measure(drafter), k))
+        evaluator.close()
+    card = build_card(inputs, folder.out.name, drafter, state, tuple(rows))
+    folder.amend(lambda into: write_card(card, into))
+    write_json({"step": state.step, "best_step": state.best_step, "table": [asdict(row) for row in rows]}, kept)
+    return rows
 
 
-def dry_run(recipe: Recipe, out: Path, device: str, known_rate: float | None) -> plan.TrainingPlan:
-    """On this machine. Nothing is loaded, nothing is written."""
-    material = load_training_inputs(recipe)
-    cfg, where, target = recipe.train, parse_device(device), material.target
-    shape = plan_drafter_config(cfg, target)
-    world = max(1, torch.cuda.device_count()) if where.type == "cuda" and cfg.shard_target else 1
-    steps = [line for line in log_lines(out / "log.jsonl") if line.get("kind") == "step"]
+# The dry run
+
+
+def plan_run(recipe: Recipe, out: Path, device: str, num_gpus: int, known_rate: float | None) -> TrainingPlan:
+    """Plans a run on `num_gpus` GPUs like this one. Loads and writes nothing."""
+    inputs = load_training_inputs(recipe)
+    cfg, where, target, stats = recipe.train, parse_device(device), inputs.target, inputs.dataset_stats()
+    drafter = plan_drafter_config(cfg, target)
+    steps = [line for line in read_log(out / "log.jsonl") if line.get("kind") == "step"]
     if known_rate is None and steps:
         known_rate = float(steps[-1]["tokens_per_second"])
     dtype = training_dtype(cfg.dtype, where)
     element = torch.empty(0, dtype=dtype).element_size()
-    free = free_bytes(where) if where.type == "cuda" else None
-    chunk = planned_chunk(cfg, target, shape, material.data(), world, element, free)
-    rate = plan.REACHED * plan.matrix_rate(where, dtype)
-    told = f"{plan.REACHED:.0%} of the measured matrix rate"
-    machine = plan.TrainingHardware(world, rate, rate, rate, told, per_node=world, memory=free)
-    total = material.schedule(world).steps
-    return plan.make_plan(cfg, target, shape, material.data(), machine, total, element, chunk, known_rate)
-
-
-def planned_data(rows: ResponseDataset) -> plan.DatasetStats:
-    spans, tokens = rows.span_S2, rows.num_tokens
-    share = float((spans[:, 1] - spans[:, 0]).sum() / max(len(rows.token_T), 1))
-    return plan.DatasetStats(tokens, share, tokens / max(len(rows), 1))
+    free = free_gpu_bytes(where) if where.type == "cuda" else None
+    chunk_size = _plan_chunk_size(cfg, target, drafter, stats, num_gpus, element, free)
+    hardware = TrainingHardware(num_gpus, MATRIX_RATE_REACHED * measure_matrix_rate(where, dtype), free)
+    total = inputs.schedule(num_gpus).steps
+    return make_plan(cfg, target, drafter, stats, hardware, total, element, chunk_size, known_rate)
 
 
 def plan_drafter_config(cfg: TrainConfig, target: DecoderConfig) -> DrafterConfig:
-    """As it will be, but for its mask token."""
-    mask_id = 0 if cfg.method == "p-eagle" else None
-    if cfg.init in FRESH:
-        return drafter_config(cfg, target, mask_id)
-    return replace(config_from_folder(cfg, target), mask_token_id=mask_id)
+    """The config the drafter will have, except for the id of its mask token."""
+    mask_token_id = 0 if cfg.method == "p-eagle" else None
+    if cfg.init in INIT_MODES:
+        return new_drafter_config(cfg, target, mask_token_id)
+    return replace(config_from_folder(cfg, target), mask_token_id=mask_token_id)
 
 
-def planned_chunk(
+def _plan_chunk_size(
     cfg: TrainConfig,
     target: DecoderConfig,
-    shape: DrafterConfig,
-    data: plan.DatasetStats,
-    world: int,
+    drafter: DrafterConfig,
+    stats: DatasetStats,
+    num_gpus: int,
     element: int,
     free: float | None,
 ) -> int:
-    """Chain rows that would be computed together; `free` bytes of a GPU, None for a CPU."""
-    if cfg.chunk_rows != "auto":
-        return cfg.chunk_rows
+    if cfg.chunk_size != "auto":
+        return cfg.chunk_size
     if free is None:
-        return CPU_CHUNK_ROWS
-    sizes = plan.memory(cfg, target, shape, data, world, element, 0)
-    held = ("target", "drafter", "masters, gradients, moments", "hidden_states", "measuring")
-    left = int(free - sum(sizes[name] for name in held) - 2 * sizes["drafter"])  # as `auto_chunk_rows` leaves
-    return chunk_rows_for(shape, cfg.batch_tokens, cfg.num_depths, left, element, cfg.checkpoint_layers)
-
-
-# After training
-
-
-def evaluate_checkpoint(recipe: Recipe, out: Path, device: str) -> list[AcceptanceRow]:
-    """Acceptance of a run's checkpoint at several draft lengths, into its card. What was measured already is kept."""
-    folder = RunFolder(out)
-    kept, standing = folder.inner / "measured.json", folder.standing()
-    if kept.exists():
-        values = read_json(kept)
-        if values["best_step"] == standing.best_step and values["step"] == standing.step:
-            return [AcceptanceRow(**{**line, "per_position": tuple(line["per_position"])}) for line in values["table"]]
-    material, where = load_training_inputs(recipe), parse_device(device)
-    target = load_decoder(material.target_folder, training_dtype(recipe.train.dtype, where), where)
-    weight = target.embed_tokens.weight
-    drafter = load_drafter(folder.out, target, weight.dtype, weight.device)
-    prompts = validation_prompts(material)
-    depths = recipe.train.num_depths
-    table = []
-    for k in sorted({depths, *(k for k in MEASURED_DRAFTS if k < depths)} if prompts else ()):
-        measurer = AcceptanceEvaluator(target, material.eos_ids, prompts, recipe.train.measure_tokens, k)
-        table.append(table_line("held-out prompts", measurer.measure(drafter), k))
-        measurer.close()
-    card = card_of(material, folder.out.name, drafter, standing, tuple(table))
-    folder.amend(lambda into: write_card(card, into))
-    lines = [asdict(line) for line in table]
-    write_json({"step": standing.step, "best_step": standing.best_step, "table": lines}, kept)
-    return table
+        return CPU_CHUNK_SIZE
+    memory = memory_by_use(cfg, target, drafter, stats, num_gpus, element, 0)
+    held = sum(memory[name] for name in ("target", "drafter", "optimizer", "hidden states", "validation"))
+    available = int(free - held - 2 * memory["drafter"])  # as `auto_chunk_size` leaves
+    recompute = cfg.activation_checkpointing
+    return fit_chunk_size(drafter, cfg.batch_tokens, cfg.num_depths, available, element, recompute)

@@ -1,8 +1,7 @@
-"""Steps of a run, prepared in the background: this rank's batches with the rows they train on.
+"""Prepares steps in a background thread: this rank's batches, their COD positions and their padding.
 
-Knows nothing about drafters. All ranks share one endless row of batches; batch number i is rank i mod world's, so a
-step takes accumulate * world of them. The rows of a batch are a function of (seed, batch number). So a run does the
-same on one GPU as on several, and one that is resumed needs nothing but the cursor and the number.
+All ranks share one endless sequence of batches. Batch i belongs to rank i mod world size, and its COD positions depend
+only on (seed, i). So a run has the same batches on one GPU as on several, and resumes from the cursor and i alone.
 """
 
 from __future__ import annotations
@@ -21,35 +20,35 @@ from peagle.training.cuda_graphs import BatchPadder, PaddedBatch
 from peagle.training.distributed import DistributedContext
 from peagle.training.resume import TrainingState
 
-AHEAD = 2  # steps that are prepared while one runs
+PREFETCH_STEPS = 2
 
 
 class BatchStream(Protocol):
     def __call__(self, start: BatchCursor) -> Iterator[tuple[PackedBatch, BatchCursor]]:
-        """This rank's batches from there on, without end, each with the cursor behind it."""
+        """This rank's batches from `start` on, endlessly, each with the cursor behind it."""
         ...
 
 
 @dataclass(frozen=True)
 class StepInputs:
-    """One step's work of this rank, and where the data stands after it."""
+    """The batches of one step on this rank, and the data cursor after it."""
 
     batches: tuple[tuple[PackedBatch, CodPositions], ...]
     cursor: BatchCursor
-    framed: tuple[PaddedBatch | None, ...] = ()  # the batches again, in frames, where they fit
+    padded: tuple[PaddedBatch | None, ...] = ()  # the same batches for CUDA graphs, if they fit
 
     @property
-    def tokens(self) -> int:
+    def num_tokens(self) -> int:
         return sum(len(batch) for batch, _ in self.batches)
 
     @property
     def counts(self) -> list[int]:
-        """Rows that are asked, by depth."""
-        return [sum(counts) for counts in zip(*(rows.counts for _, rows in self.batches), strict=True)]
+        """Positions by depth."""
+        return [sum(counts) for counts in zip(*(positions.counts for _, positions in self.batches), strict=True)]
 
     @property
     def row_ids(self) -> list[str]:
-        return [name for batch, _ in self.batches for name in batch.row_ids]
+        return [row_id for batch, _ in self.batches for row_id in batch.row_ids]
 
 
 class StepLoader:
@@ -58,53 +57,53 @@ class StepLoader:
         stream: BatchStream,
         cfg: TrainConfig,
         world: DistributedContext,
-        standing: TrainingState,
-        framer: BatchPadder | None = None,
+        state: TrainingState,
+        padder: BatchPadder | None = None,
     ) -> None:
-        self.batches, self.cfg, self.world, self.framer = stream(standing.cursor), cfg, world, framer
-        self.number = standing.batches + world.rank
+        self.batches, self.cfg, self.world, self.padder = stream(state.cursor), cfg, world, padder
+        self.batch_index = state.batches + world.rank
 
-    def portion(self) -> StepInputs:
-        cfg, own = self.cfg, []
-        for _ in range(cfg.accumulate):
+    def load_step(self) -> StepInputs:
+        cfg, batches = self.cfg, []
+        for _ in range(cfg.gradient_accumulation_steps):
             batch, cursor = next(self.batches)
-            rows = sample_cod_positions(batch, cfg.num_depths, cfg.rate, sampling_generator(cfg.seed, self.number))
-            own.append((batch, rows))
-            self.number += self.world.size
-        framed = tuple(self.framer.framed(*pair) if self.framer is not None else None for pair in own)
-        return StepInputs(tuple(own), cursor, framed)
+            rng = sampling_generator(cfg.seed, self.batch_index)
+            batches.append((batch, sample_cod_positions(batch, cfg.num_depths, cfg.down_sample_ratio, rng)))
+            self.batch_index += self.world.size
+        padded = tuple(self.padder.pad(*pair) if self.padder is not None else None for pair in batches)
+        return StepInputs(tuple(batches), cursor, padded)
 
     @contextmanager
-    def running(self) -> Iterator[Iterator[StepInputs]]:
-        """Portions without end, made by a thread that ends with the block."""
-        ready: queue.Queue[StepInputs | BaseException] = queue.Queue(AHEAD)
-        ended = threading.Event()
+    def prefetching(self) -> Iterator[Iterator[StepInputs]]:
+        """Endless steps from a thread that ends with the block."""
+        ready: queue.Queue[StepInputs | BaseException] = queue.Queue(PREFETCH_STEPS)
+        stopped = threading.Event()
 
-        def offer(thing: StepInputs | BaseException) -> None:
-            while not ended.is_set():
+        def put(item: StepInputs | BaseException) -> None:
+            while not stopped.is_set():
                 try:
-                    return ready.put(thing, timeout=0.1)
+                    return ready.put(item, timeout=0.1)
                 except queue.Full:
                     continue
 
         def prepare() -> None:
             try:
-                while not ended.is_set():
-                    offer(self.portion())
-            except BaseException as error:  # raised again where it is waited for
-                offer(error)
+                while not stopped.is_set():
+                    put(self.load_step())
+            except BaseException as error:  # raised in the consumer
+                put(error)
 
-        def portions() -> Iterator[StepInputs]:
+        def steps() -> Iterator[StepInputs]:
             while True:
-                thing = ready.get()
-                if isinstance(thing, BaseException):
-                    raise thing
-                yield thing
+                item = ready.get()
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
 
-        thread = threading.Thread(target=prepare, name="feed", daemon=True)
+        thread = threading.Thread(target=prepare, name="step-loader", daemon=True)
         thread.start()
         try:
-            yield portions()
+            yield steps()
         finally:
-            ended.set()
+            stopped.set()
             thread.join()

@@ -1,7 +1,6 @@
-"""How a run goes, told to people and to files: a line to watch, `log.jsonl`, TensorBoard where it is installed.
+"""Logs a training run: a progress line, `log.jsonl`, and TensorBoard if it is installed.
 
-Knows nothing about training; it is handed finished numbers. A line of the log is one JSON object: of a step
-(`"kind": "step"`), a measurement (`"measure"`), or a moment of the run (`"start"`, `"end"`).
+A line of the log is one JSON object of kind "step" or "validation".
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from peagle.errors import UserError
 
 @dataclass(frozen=True)
 class StepRecord:
-    """The steps since the line before. Lists are by depth, and means over rows."""
+    """Means over the steps since the record before. Lists are by depth."""
 
     step: int
     tokens: int
@@ -26,8 +25,8 @@ class StepRecord:
     loss_by_depth: list[float]
     match_by_depth: list[float]
     accept_by_depth: list[float]
-    unbroken_by_depth: list[float]
-    rows_by_depth: list[int]
+    prefix_match_by_depth: list[float]
+    positions_by_depth: list[int]
     lr: float
     grad_norm: float
     tokens_per_second: float
@@ -35,12 +34,12 @@ class StepRecord:
 
 
 class StepLog:
-    """Only the first rank has one that speaks."""
+    """Does nothing on ranks other than the main one."""
 
-    def __init__(self, log: Path, step: int = 0, speaks: bool = True) -> None:
-        """What was told of steps behind `step` is forgotten."""
-        self.log, self.speaks = log, speaks
-        self._board = _tensorboard(log.parent / ".training" / "tensorboard", step) if speaks else None
+    def __init__(self, log: Path, step: int = 0, enabled: bool = True) -> None:
+        """TensorBoard events after `step` are discarded."""
+        self.log, self.enabled = log, enabled
+        self._tensorboard = _open_tensorboard(log.parent / ".training" / "tensorboard", step) if enabled else None
         self._bar: Any = None
         self.best: tuple[int, float] | None = None
 
@@ -48,63 +47,62 @@ class StepLog:
     def size(self) -> int:
         return self.log.stat().st_size if self.log.exists() else 0
 
-    def watching(self) -> AbstractContextManager[Any]:
-        """The moving line, on a terminal; elsewhere lines come one after another."""
+    def show_progress(self) -> AbstractContextManager[Any]:
+        """A progress bar on a terminal; elsewhere the lines are printed."""
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
 
         screen = Console(stderr=True)
-        if not (self.speaks and screen.is_terminal):
+        if not (self.enabled and screen.is_terminal):
             return nullcontext()
         columns = (BarColumn(8), TextColumn("{task.description}"))
         progress = Progress(*columns, console=screen)
         task = progress.add_task("", total=1.0)
 
-        def move(done: float, text: str | None) -> None:
-            progress.update(task, completed=done, description=text)  # None leaves the text as it is
+        def update(done: float, text: str | None) -> None:
+            progress.update(task, completed=done, description=text)  # None keeps the text
 
-        self._bar = (progress, move)
+        self._bar = (progress, update)
         return progress
 
-    def moved(self, done: float) -> None:
+    def update_progress(self, progress: float) -> None:
         if self._bar is not None:
-            self._bar[1](done, None)
+            self._bar[1](progress, None)
 
-    def line(self, line: StepRecord, done: float) -> None:
-        if not self.speaks:
+    def write_step(self, record: StepRecord, progress: float) -> None:
+        if not self.enabled:
             return
-        self._write({"kind": "step", **asdict(line)})
-        left = line.seconds * (1 - done) / max(done, 1e-9)
-        text = f"{100 * done:3.0f}%  {summary(line, self.best, left)}"
+        self._write({"kind": "step", **asdict(record)})
+        seconds_left = record.seconds * (1 - progress) / max(progress, 1e-9)
+        text = f"{100 * progress:3.0f}%  {format_record(record, self.best, seconds_left)}"
         if self._bar is not None:
-            self._bar[1](done, text)
+            self._bar[1](progress, text)
         else:
             print(text, flush=True)
-        if self._board is not None:
+        if self._tensorboard is not None:
             for name in ("loss", "lr", "grad_norm", "tokens_per_second", "memory_gb"):
-                self._board.add_scalar(name, getattr(line, name), line.step)
-            for name in ("loss", "match", "accept", "unbroken"):
-                for depth, value in enumerate(getattr(line, f"{name}_by_depth")):
-                    self._board.add_scalar(f"{name}/depth_{depth}", value, line.step)
+                self._tensorboard.add_scalar(name, getattr(record, name), record.step)
+            for name in ("loss", "match", "accept", "prefix_match"):
+                for depth, value in enumerate(getattr(record, f"{name}_by_depth")):
+                    self._tensorboard.add_scalar(f"{name}/depth_{depth}", value, record.step)
 
-    def measured(self, step: int, acceptance: float, by_position: list[float], seconds: float, best: bool) -> None:
-        if not self.speaks:
+    def write_validation(
+        self, step: int, acceptance_length: float, acceptance_rates: list[float], seconds: float, is_best: bool
+    ) -> None:
+        if not self.enabled:
             return
-        values = {"step": step, "acceptance": acceptance, "by_position": by_position, "seconds": seconds, "best": best}
-        self._write({"kind": "measure", **values})
-        rates = " ".join(f"{100 * r:.0f}" for r in by_position)
-        self.say(f"step {step:,}: acceptance length {acceptance:.3f} (drafts accepted: {rates}%){', the best' * best}")
-        if best:
-            self.best = (step, acceptance)
-        if self._board is not None:
-            self._board.add_scalar("acceptance", acceptance, step)
+        values = {"step": step, "acceptance_length": acceptance_length, "acceptance_rates": acceptance_rates}
+        self._write({"kind": "validation", **values, "seconds": seconds, "is_best": is_best})
+        rates = " ".join(f"{100 * r:.0f}" for r in acceptance_rates)
+        best = ", best so far" if is_best else ""
+        self.print(f"step {step:,}: acceptance length {acceptance_length:.3f} (accepted by position: {rates}%){best}")
+        if is_best:
+            self.best = (step, acceptance_length)
+        if self._tensorboard is not None:
+            self._tensorboard.add_scalar("acceptance_length", acceptance_length, step)
 
-    def moment(self, kind: str, **values: Any) -> None:
-        if self.speaks:
-            self._write({"kind": kind, **values})
-
-    def say(self, text: str) -> None:
-        if not self.speaks:
+    def print(self, text: str) -> None:
+        if not self.enabled:
             return
         if self._bar is not None:
             self._bar[0].console.print(text, highlight=False, markup=False)
@@ -112,44 +110,46 @@ class StepLog:
             print(text, flush=True)
 
     def close(self) -> None:
-        if self._board is not None:
-            self._board.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
 
     def _write(self, values: dict[str, Any]) -> None:
         try:
             with self.log.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(_rounded(values)) + "\n")
+                file.write(json.dumps(_round_floats(values)) + "\n")
         except OSError as error:
-            raise UserError(f"{self.log}: cannot be written ({error.strerror}); the saved state is whole") from None
+            raise UserError(
+                f"{self.log}: cannot be written ({error.strerror}); the saved training state is intact"
+            ) from None
 
 
-def summary(line: StepRecord, best: tuple[int, float] | None, left: float) -> str:
+def format_record(record: StepRecord, best: tuple[int, float] | None, seconds_left: float) -> str:
     """0:12:31 left  step 1,200  loss 2.131  match 61 44 33%  best 2.31 at 1,000  lr 8.1e-04  212k tokens/s  41.2 GB"""
-    match = " ".join(f"{100 * m:.0f}" for m in line.match_by_depth)
-    speed = line.tokens_per_second
-    hours, seconds = divmod(round(left), 3600)
+    match = " ".join(f"{100 * m:.0f}" for m in record.match_by_depth)
+    speed = record.tokens_per_second
+    hours, seconds = divmod(round(seconds_left), 3600)
     parts = [
         f"{hours}:{seconds // 60:02}:{seconds % 60:02} left",
-        f"step {line.step:,}",
-        f"loss {line.loss:.3f}",
+        f"step {record.step:,}",
+        f"loss {record.loss:.3f}",
         f"match {match}%",
     ]
     parts += [f"best {best[1]:.2f} at {best[0]:,}"] if best is not None else []
-    parts += [f"lr {line.lr:.1e}", f"{speed / 1e3:.0f}k tokens/s" if speed >= 1e4 else f"{speed:.0f} tokens/s"]
-    parts += [f"{line.memory_gb:.1f} GB"] if line.memory_gb else []
+    parts += [f"lr {record.lr:.1e}", f"{speed / 1e3:.0f}k tokens/s" if speed >= 1e4 else f"{speed:.0f} tokens/s"]
+    parts += [f"{record.memory_gb:.1f} GB"] if record.memory_gb else []
     return "  ".join(parts)
 
 
-def _rounded(value: Any) -> Any:
-    """Nine digits tell any two fp32 numbers apart."""
+def _round_floats(value: Any) -> Any:
+    """Nine digits distinguish any two fp32 numbers."""
     if isinstance(value, float):
         return float(f"{value:.9g}")
     if isinstance(value, list):
-        return [_rounded(v) for v in value]
-    return {k: _rounded(v) for k, v in value.items()} if isinstance(value, dict) else value
+        return [_round_floats(v) for v in value]
+    return {k: _round_floats(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
-def _tensorboard(folder: Path, step: int) -> Any:
+def _open_tensorboard(folder: Path, step: int) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:

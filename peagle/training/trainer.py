@@ -1,10 +1,9 @@
-"""The training loop: batches in, a drafter that is measured, chosen and saved out.
+"""The training loop.
 
-Knows nothing about where batches, aux states and measurements come from. A step: the target's states of each batch, all
-gradients of it (`partition.accumulate`), their sum over ranks, one step of the optimizer. The GPU is waited for only
-when a line is logged, a state saved or acceptance measured; until then sums stay on the device, and so does the number
-of the first step that went wrong. The checkpoint is the drafter with the longest measured acceptance, not the lowest
-loss.
+A step: the target's hidden states of each batch, its gradients (`partition.accumulate_gradients`, or a CUDA graph),
+their sum over ranks, one optimizer step. The host waits for the GPU only to log, save or validate; until then metrics
+stay on the device. The published checkpoint is the drafter with the longest acceptance length on the validation set,
+not the one with the lowest loss.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from peagle.training.cod_sampling import CodPositions
 from peagle.training.cuda_graphs import BatchPadder, GraphedStep, PaddedBatch
 from peagle.training.distributed import DistributedContext
 from peagle.training.hidden_states.online import HiddenStatesSource
-from peagle.training.loss import DepthMetrics, LossSettings, depth_weights, row_weights
+from peagle.training.loss import DepthMetrics, LossSettings, depth_weights, position_weights
 from peagle.training.optimizer import Optimizer
 from peagle.training.partition import accumulate_gradients
 from peagle.training.resume import RunFolder, TrainingState
@@ -42,7 +41,7 @@ from peagle.training.validation import ValidationAcceptance
 
 @dataclass(frozen=True)
 class TrainerParts:
-    """What a trainer is put together from."""
+    """The components of a trainer."""
 
     drafter: Drafter
     target: Decoder
@@ -51,11 +50,11 @@ class TrainerParts:
     schedule: Schedule
     folder: RunFolder
     world: DistributedContext
-    measure: Callable[[Drafter], ValidationAcceptance] | None  # the first rank's
+    validate: Callable[[Drafter], ValidationAcceptance] | None  # on the main rank
     write_checkpoint: Callable[[Path, TrainingState, ValidationAcceptance | None], None]  # into an empty folder
-    chunk_rows: int
-    stop_at: float | None = None  # by the process's clock
-    framed: tuple[BatchPadder, GraphedStep] | None = None  # for those batches that fit a frame
+    chunk_size: int
+    stop_at: float | None = None  # time.perf_counter() at which the run saves and stops
+    graphs: tuple[BatchPadder, GraphedStep] | None = None
 
 
 class Trainer:
@@ -64,104 +63,103 @@ class Trainer:
         self.world, self.folder, self.schedule = parts.world, parts.folder, parts.schedule
         self.optimizer = Optimizer(parts.drafter, cfg)
         self.device = self.optimizer.grad_P.device
-        self.window = LogWindow.opened(cfg.num_depths, self.device)
-        self.standing = TrainingState()
-        found = self.folder.load(self.optimizer.layout())
-        if found is not None:
-            self.standing, tensors = found
-            self.optimizer.restore(tensors, self.standing.step)
-            if self.world.first:  # the sum over ranks, so one of them keeps it
-                self.window.totals += DepthMetrics(*tensors["unlogged"].to(self.device))
-        self.resumed = found is not None
-        self.journal = StepLog(self.folder.log, self.standing.step, self.world.first)
-        if self.world.first:
-            self.folder.cut_log(self.standing.log_bytes)
-        if self.standing.best_step is not None and self.standing.best_acceptance is not None:
-            self.journal.best = (self.standing.best_step, self.standing.best_acceptance)
+        self.window = LogWindow.open(cfg.num_depths, self.device)
+        self.state = TrainingState()
+        loaded = self.folder.load(self.optimizer.layout())
+        if loaded is not None:
+            self.state, tensors = loaded
+            self.optimizer.restore(tensors, self.state.step)
+            if self.world.is_main:  # the saved metrics are sums over ranks
+                self.window.metrics += DepthMetrics(*tensors["unlogged"].to(self.device))
+        self.resumed = loaded is not None
+        self.log = StepLog(self.folder.log, self.state.step, self.world.is_main)
+        if self.world.is_main:
+            self.folder.truncate_log(self.state.log_bytes)
+        if self.state.best_step is not None and self.state.best_acceptance is not None:
+            self.log.best = (self.state.best_step, self.state.best_acceptance)
         self.weights = depth_weights(cfg.num_depths, cfg.depth_decay)
-        self.asked_to_stop = False
+        self.stop_requested = False
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        self.clock = self.saved = time.perf_counter()
+        self.clock = self.saved_at = time.perf_counter()
 
     def run(self) -> TrainingState:
-        framer = self.parts.framed[0] if self.parts.framed is not None else None
-        feed = StepLoader(self.parts.stream, self.cfg, self.world, self.standing, framer)
-        done, stop = self._done(), False
-        with self._signals(), self.journal.watching(), feed.running() as portions:
-            self.clock = self.saved = time.perf_counter()
-            while done < 1.0 and not stop:
-                portion = next(portions)
-                counts, tokens, done, stop, save = self._agree(portion)
-                self._step(portion, counts, tokens, done)
-                done = max(done, self.schedule.done(self.standing.step, 0.0))
-                self.journal.moved(done)
-                if done >= 1.0 or self._every(self.cfg.log_every):
-                    self._log(done)
-                if done >= 1.0 or self._every(self.cfg.measure_every):
-                    self._measure()
-                if done >= 1.0 or stop or save:
+        padder = self.parts.graphs[0] if self.parts.graphs is not None else None
+        loader = StepLoader(self.parts.stream, self.cfg, self.world, self.state, padder)
+        progress, stop = self._progress(), False
+        with self._handle_signals(), self.log.show_progress(), loader.prefetching() as steps:
+            self.clock = self.saved_at = time.perf_counter()
+            while progress < 1.0 and not stop:
+                inputs = next(steps)
+                counts, num_tokens, progress, stop, save = self._synchronize(inputs)
+                self._step(inputs, counts, num_tokens, progress)
+                progress = max(progress, self.schedule.progress(self.state.step, 0.0))
+                self.log.update_progress(progress)
+                if progress >= 1.0 or self._is_due(self.cfg.log_every):
+                    self._log(progress)
+                if progress >= 1.0 or self._is_due(self.cfg.validation_every):
+                    self._validate()
+                if progress >= 1.0 or stop or save:
                     self._save()
-        self.journal.close()
-        return self.standing
+        self.log.close()
+        return self.state
 
-    def _every(self, steps: int) -> bool:
-        return steps > 0 and self.standing.step % steps == 0
+    def _is_due(self, every_steps: int) -> bool:
+        return every_steps > 0 and self.state.step % every_steps == 0
 
-    def _agree(self, portion: StepInputs) -> tuple[tuple[int, ...], int, float, bool, bool]:
-        """What all ranks must hold alike: rows of the step by depth and its tokens, how far the run is, whether to
-        stop or save after it."""
+    def _synchronize(self, inputs: StepInputs) -> tuple[tuple[int, ...], int, float, bool, bool]:
+        """Values all ranks must agree on: positions by depth, tokens, progress, whether to stop, whether to save."""
         now, limit = time.perf_counter(), self.parts.stop_at
-        stop = self.asked_to_stop or (limit is not None and now > limit)
-        save = now - self.saved > 60 * self.cfg.save_minutes
-        first = [self._done(), float(save)] if self.world.first else [0.0, 0.0]
-        told = [*portion.counts, portion.tokens, *first, float(stop)]
-        *counts, tokens, done, saves, stops = self.world.sum_numbers(told)
-        return tuple(int(c) for c in counts), int(tokens), done, stops > 0, saves > 0
+        stop = self.stop_requested or (limit is not None and now > limit)
+        save = now - self.saved_at > 60 * self.cfg.save_minutes
+        from_main = [self._progress(), float(save)] if self.world.is_main else [0.0, 0.0]
+        numbers = [*inputs.counts, inputs.num_tokens, *from_main, float(stop)]
+        *counts, num_tokens, progress, saves, stops = self.world.sum_numbers(numbers)
+        return tuple(int(c) for c in counts), int(num_tokens), progress, stops > 0, saves > 0
 
-    def _step(self, portion: StepInputs, counts: tuple[int, ...], tokens: int, done: float) -> None:
+    def _step(self, inputs: StepInputs, counts: tuple[int, ...], num_tokens: int, progress: float) -> None:
         cfg = self.cfg
-        with self._own_stream():
-            for (batch, rows), framed in zip(portion.batches, portion.framed, strict=True):
-                self.window.totals += self._gradients(batch, rows, framed, counts)
+        with self._on_side_stream():
+            for (batch, positions), padded in zip(inputs.batches, inputs.padded, strict=True):
+                self.window.metrics += self._accumulate(batch, positions, padded, counts)
             self.world.sum_in_place(self.optimizer.collect())
-            lr = self.schedule.rate(self.standing.step, done)
-            self.window.note(self.optimizer.step(lr), lr, self.standing.step + 1, portion)
+            lr = self.schedule.learning_rate(self.state.step, progress)
+            self.window.record(self.optimizer.step(lr), lr, self.state.step + 1, inputs)
         now = time.perf_counter()
-        self.standing = replace(
-            self.standing,
-            step=self.standing.step + 1,
-            batches=self.standing.batches + cfg.accumulate * self.world.size,
-            tokens=self.standing.tokens + tokens,
-            seconds=self.standing.seconds + now - self.clock,
-            unlogged_steps=self.standing.unlogged_steps + 1,
-            unlogged_tokens=self.standing.unlogged_tokens + tokens,
-            unlogged_seconds=self.standing.unlogged_seconds + now - self.clock,
-            cursor=portion.cursor,
+        self.state = replace(
+            self.state,
+            step=self.state.step + 1,
+            batches=self.state.batches + cfg.gradient_accumulation_steps * self.world.size,
+            tokens=self.state.tokens + num_tokens,
+            seconds=self.state.seconds + now - self.clock,
+            unlogged_steps=self.state.unlogged_steps + 1,
+            unlogged_tokens=self.state.unlogged_tokens + num_tokens,
+            unlogged_seconds=self.state.unlogged_seconds + now - self.clock,
+            cursor=inputs.cursor,
         )
         self.clock = now
 
-    def _gradients(
-        self, batch: PackedBatch, rows: CodPositions, framed: PaddedBatch | None, counts: tuple[int, ...]
+    def _accumulate(
+        self, batch: PackedBatch, positions: CodPositions, padded: PaddedBatch | None, counts: tuple[int, ...]
     ) -> DepthMetrics:
         parts, cfg = self.parts, self.cfg
-        if framed is not None and parts.framed is not None:
-            return parts.framed[1].accumulate(framed, row_weights(counts, self.weights))
+        if padded is not None and parts.graphs is not None:
+            return parts.graphs[1].accumulate_gradients(padded, position_weights(counts, self.weights))
         return accumulate_gradients(
             parts.drafter,
             parts.target,
             parts.hidden_states.states(batch),
             batch,
-            rows,
-            LossSettings.of(cfg),
+            positions,
+            LossSettings.from_config(cfg),
             self.weights,
-            parts.chunk_rows,
+            parts.chunk_size,
             counts,
         )
 
     @contextmanager
-    def _own_stream(self) -> Iterator[None]:
-        """Graphs cannot be captured on a GPU's default stream, and what accumulates gradients stays on the stream where
-        it was first: so all steps run on one of their own, in turn with everything else."""
+    def _on_side_stream(self) -> Iterator[None]:
+        """Runs steps on one stream that is not the default: graphs cannot be captured on the default stream, and
+        autograd accumulates gradients on the stream of their first backward pass."""
         if self.stream is None:
             yield
             return
@@ -170,125 +168,128 @@ class Trainer:
             yield
         torch.cuda.current_stream().wait_stream(self.stream)
 
-    def _done(self) -> float:
+    def _progress(self) -> float:
         running = time.perf_counter() - self.clock
-        return self.schedule.done(self.standing.step, self.standing.seconds + running)
+        return self.schedule.progress(self.state.step, self.state.seconds + running)
 
-    def _log(self, done: float) -> None:
+    def _log(self, progress: float) -> None:
         self._check_finite()
         sums = self.window.sums()
         self.world.sum_in_place(sums)
         memory = torch.cuda.max_memory_allocated(self.device) / 1e9 if self.device.type == "cuda" else 0.0
-        line = self.window.line(sums, self.weights, self.standing, memory)
-        self.window = LogWindow.opened(self.cfg.num_depths, self.device)
-        self.journal.line(line, done)
-        none = replace(self.standing, unlogged_steps=0, unlogged_tokens=0, unlogged_seconds=0.0)
-        self.standing = replace(none, log_bytes=self.journal.size)
+        record = self.window.to_record(sums, self.weights, self.state, memory)
+        self.window = LogWindow.open(self.cfg.num_depths, self.device)
+        self.log.write_step(record, progress)
+        logged = replace(self.state, unlogged_steps=0, unlogged_tokens=0, unlogged_seconds=0.0)
+        self.state = replace(logged, log_bytes=self.log.size)
 
     def _check_finite(self) -> None:
-        """Ends a run whose numbers are no longer numbers, before anything of it is saved. Waits for the device."""
-        window, bad = self.window, int(self.window.bad_step)
-        if bad < 0:
+        """Stops a run with a non-finite gradient before anything of it is saved. Waits for the device."""
+        window, bad_step = self.window, int(self.window.bad_step)
+        if bad_step < 0:
             return
-        names = next(names for step, names in window.names if step == bad)
-        shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-        newest = self.folder.newest()
-        left = "nothing was saved yet" if newest is None else f"the state before it is in {newest}"
+        row_ids = next(row_ids for step, row_ids in window.row_ids if step == bad_step)
+        shown = ", ".join(row_ids[:8]) + (f" and {len(row_ids) - 8} more" if len(row_ids) > 8 else "")
+        newest = self.folder.newest_state()
+        saved = "no state was saved" if newest is None else f"the last good state is in {newest}"
         raise UserError(
-            f"step {bad}: the gradient is not finite; rows of its batch: {shown}; {left}; try a lower --lr or --clip"
+            f"step {bad_step}: the gradient is not finite; rows of its batch: {shown}; {saved}; "
+            "try a lower --lr or --max-grad-norm"
         )
 
-    def _measure(self) -> None:
+    def _validate(self) -> None:
         self._check_finite()
-        if self.parts.measure is None:
+        if self.parts.validate is None:
             return
-        started, step = time.perf_counter(), self.standing.step
-        measured = self.parts.measure(self.parts.drafter)
-        took, best_yet = time.perf_counter() - started, self.standing.best_acceptance
-        # a drafter foretells loops with ease, and is not chosen for that
-        counted = measured.without_loops if measured.without_loops.rounds else measured
-        best = best_yet is None or counted.length > best_yet
-        self.journal.measured(step, counted.length, list(counted.per_position), took, best)
-        if best:
-            self.standing = replace(self.standing, best_acceptance=counted.length, best_step=step)
+        started, step = time.perf_counter(), self.state.step
+        measured = self.parts.validate(self.parts.drafter)
+        seconds, best_acceptance = time.perf_counter() - started, self.state.best_acceptance
+        # loops are easy to draft, so they do not decide which drafter is best
+        counts = measured.without_loops if measured.without_loops.num_drafts else measured
+        is_best = best_acceptance is None or counts.acceptance_length > best_acceptance
+        self.log.write_validation(step, counts.acceptance_length, list(counts.acceptance_rates), seconds, is_best)
+        if is_best:
+            self.state = replace(self.state, best_acceptance=counts.acceptance_length, best_step=step)
             self._publish(measured)
-        self.standing = replace(self.standing, log_bytes=self.journal.size)
+        self.state = replace(self.state, log_bytes=self.log.size)
         self.clock = time.perf_counter()
 
     def _save(self) -> None:
-        """The state, and as long as nothing was measured the checkpoint too."""
+        """Saves the training state, and publishes the checkpoint as long as there was no validation."""
         self._check_finite()
-        if self.standing.best_step is None:
+        if self.state.best_step is None:
             self._publish(None)
         sums = self.window.sums()
         self.world.sum_in_place(sums)
-        if self.world.first:
+        if self.world.is_main:
             tensors = {**self.optimizer.state(), "unlogged": sums}
-            self.folder.save(self.standing, tensors, self.optimizer.layout())
-        self.clock = self.saved = time.perf_counter()
+            self.folder.save(self.state, tensors, self.optimizer.layout())
+        self.clock = self.saved_at = time.perf_counter()
 
     def _publish(self, measured: ValidationAcceptance | None) -> None:
-        if self.world.first:
-            self.folder.publish(lambda into: self.parts.write_checkpoint(into, self.standing, measured))
+        if self.world.is_main:
+            self.folder.publish(lambda folder: self.parts.write_checkpoint(folder, self.state, measured))
 
     @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """The first Ctrl-C (or SIGTERM) ends after the step; the second ends at once."""
+    def _handle_signals(self) -> Iterator[None]:
+        """The first Ctrl-C or SIGTERM saves and stops after the step; the second stops at once."""
 
-        def ask(number: int, frame: FrameType | None) -> None:
-            if self.asked_to_stop:
+        def request_stop(number: int, frame: FrameType | None) -> None:
+            if self.stop_requested:
                 raise KeyboardInterrupt
-            self.asked_to_stop = True
-            self.journal.say("stopping after this step; once more to stop at once, without saving")
+            self.stop_requested = True
+            self.log.print("stopping after this step; press Ctrl-C again to stop at once without saving")
 
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        before = {number: signal.signal(number, ask) for number in numbers}
+        signals = (signal.SIGINT, signal.SIGTERM)
+        handlers = {number: signal.signal(number, request_stop) for number in signals}
         try:
             yield
         finally:
-            for number, handler in before.items():
+            for number, handler in handlers.items():
                 signal.signal(number, handler)
 
 
 @dataclass
 class LogWindow:
-    """The steps since the last line of the log. Tensors stay on the device."""
+    """Metrics of the steps since the last line of the log. Tensors stay on the device."""
 
-    totals: DepthMetrics
-    norm: Tensor
-    bad_step: Tensor  # the first whose gradient was not finite, or -1
-    names: list[tuple[int, list[str]]]  # rows of each step's batches
+    metrics: DepthMetrics
+    grad_norm: Tensor
+    bad_step: Tensor  # first step with a non-finite gradient, or -1
+    row_ids: list[tuple[int, list[str]]]  # data rows of each step
     lr: float = 0.0
 
     @classmethod
-    def opened(cls, depths: int, device: torch.device) -> LogWindow:
+    def open(cls, num_depths: int, device: torch.device) -> LogWindow:
         bad_step = torch.full((), -1, dtype=torch.long, device=device)
-        return cls(DepthMetrics.none(depths, device), torch.zeros((), device=device), bad_step, [])
+        return cls(DepthMetrics.zeros(num_depths, device), torch.zeros((), device=device), bad_step, [])
 
-    def note(self, norm: Tensor, lr: float, step: int, portion: StepInputs) -> None:
-        self.norm, self.lr = norm, lr
-        self.bad_step = torch.where((self.bad_step < 0) & ~norm.isfinite(), step, self.bad_step)
-        self.names.append((step, portion.row_ids))
+    def record(self, grad_norm: Tensor, lr: float, step: int, inputs: StepInputs) -> None:
+        self.grad_norm, self.lr = grad_norm, lr
+        self.bad_step = torch.where((self.bad_step < 0) & ~grad_norm.isfinite(), step, self.bad_step)
+        self.row_ids.append((step, inputs.row_ids))
 
     def sums(self) -> Tensor:
-        return torch.stack(self.totals.tensors())
+        return torch.stack(self.metrics.tensors())
 
-    def line(self, sums: Tensor, weights: list[float], standing: TrainingState, memory: float) -> StepRecord:
-        """Means over all ranks' rows. Waits for the device."""
-        rows, *values = sums.tolist()
-        loss, accept, match, unbroken = ([x / max(n, 1.0) for x, n in zip(v, rows, strict=True)] for v in values)
+    def to_record(self, sums: Tensor, weights: list[float], state: TrainingState, memory_gb: float) -> StepRecord:
+        """Means over the positions of all ranks. Waits for the device."""
+        counts, *values = sums.tolist()
+        loss, accept, match, prefix_match = (
+            [x / max(n, 1.0) for x, n in zip(value, counts, strict=True)] for value in values
+        )
         return StepRecord(
-            step=standing.step,
-            tokens=standing.tokens,
-            seconds=standing.seconds,
+            step=state.step,
+            tokens=state.tokens,
+            seconds=state.seconds,
             loss=math.fsum(w * x for w, x in zip(weights, loss, strict=True)),
             loss_by_depth=loss,
             match_by_depth=match,
             accept_by_depth=accept,
-            unbroken_by_depth=unbroken,
-            rows_by_depth=[int(n) for n in rows],
+            prefix_match_by_depth=prefix_match,
+            positions_by_depth=[int(n) for n in counts],
             lr=self.lr,
-            grad_norm=float(self.norm),
-            tokens_per_second=standing.unlogged_tokens / max(standing.unlogged_seconds, 1e-9),
-            memory_gb=memory,
+            grad_norm=float(self.grad_norm),
+            tokens_per_second=state.unlogged_tokens / max(state.unlogged_seconds, 1e-9),
+            memory_gb=memory_gb,
         )

@@ -1,13 +1,10 @@
-"""The true acceptance length of a drafter that is still training: held-out prompts through the embedded engine.
+"""Measures the acceptance length of a drafter during training: the validation prompts through the embedded engine.
 
-The engine is made once and kept, small: its keys and values take what the prompts need and no more than a fixed share.
-It runs a copy of the drafter in the target's dtype, so the one that trains is only read: its gradients, its mode and
-everybody's random numbers stay as they are.
+The engine is built once. Its KV cache has the size the prompts need, up to a limit. It runs a copy of the drafter in
+the target's dtype, so gradients, training mode and random state of the trained drafter stay untouched. Decoding is
+greedy.
 
-A target that is spread over ranks is gathered on the first of them for as long as it is measured with, if it fits
-there beside what training keeps.
-
-Knows nothing about optimizers or losses. Greedy, as acceptance is reported.
+A sharded target is gathered on the main rank for each measurement, if it fits there beside the training.
 """
 
 from __future__ import annotations
@@ -20,7 +17,13 @@ from pathlib import Path
 import torch
 
 from peagle.checkpoints.target import Target
-from peagle.config import CHUNK_HEADROOM, MeasureSettings, SamplingParams, TrainConfig, check_num_speculative_tokens
+from peagle.config import (
+    CHUNK_MEMORY_FRACTION,
+    SamplingParams,
+    TrainConfig,
+    ValidationEngineSettings,
+    check_num_speculative_tokens,
+)
 from peagle.data.loops import is_looping
 from peagle.engine.block_pool import BLOCK_SIZE
 from peagle.engine.kv_cache_size import block_bytes
@@ -29,60 +32,67 @@ from peagle.engine.request import CompletionOutput
 from peagle.errors import UserError
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
-from peagle.training.chunk_size import free_bytes
-from peagle.training.distributed import DistributedContext, gathered, spread_bytes
-from peagle.training.hidden_states.cache import size_text
+from peagle.training.chunk_size import free_gpu_bytes
+from peagle.training.distributed import DistributedContext, gather_target, sharded_bytes
+from peagle.training.resource_plan import format_bytes
 
 
 @dataclass(frozen=True)
 class AcceptanceCounts:
-    answers: int
-    tokens: int  # of all answers
-    rounds: int  # that had drafts to verify
-    accepted: tuple[int, ...]  # rounds in which draft 1, 2, .. K was accepted
+    num_responses: int
+    num_output_tokens: int
+    num_drafts: int  # decode steps with draft tokens
+    num_accepted_tokens_per_pos: tuple[int, ...]
 
     @property
-    def length(self) -> float:
-        """Tokens a round gains, the target's own included."""
-        return 1 + sum(self.accepted) / max(self.rounds, 1)
+    def acceptance_length(self) -> float:
+        """Mean tokens per decode step, the bonus token included."""
+        return 1 + sum(self.num_accepted_tokens_per_pos) / max(self.num_drafts, 1)
 
     @property
-    def per_position(self) -> tuple[float, ...]:
-        return tuple(count / max(self.rounds, 1) for count in self.accepted)
+    def acceptance_rates(self) -> tuple[float, ...]:
+        """Share of the drafts in which the token at each position was accepted."""
+        return tuple(count / max(self.num_drafts, 1) for count in self.num_accepted_tokens_per_pos)
 
 
 @dataclass(frozen=True)
 class ValidationAcceptance(AcceptanceCounts):
-    """Of all answers. A drafter foretells loops with ease, so they flatter it: `without_loops` leaves them out."""
+    """Counts of all responses, and without looping ones, which are easy to draft."""
 
     without_loops: AcceptanceCounts
 
     @property
-    def looping(self) -> int:
-        """Answers that fell into a loop."""
-        return self.answers - self.without_loops.answers
+    def num_looping(self) -> int:
+        return self.num_responses - self.without_loops.num_responses
 
 
-def count(outputs: Iterable[CompletionOutput]) -> ValidationAcceptance:
-    """What the engine counted, all together."""
-    answers = list(outputs)
-    calm = [a for a in answers if not is_looping(a.token_ids, a.finish_reason == "stop")]
-    whole = _sums(answers, answers)
-    return ValidationAcceptance(whole.answers, whole.tokens, whole.rounds, whole.accepted, _sums(calm, answers))
+def count_acceptance(outputs: Iterable[CompletionOutput]) -> ValidationAcceptance:
+    responses = list(outputs)
+    regular = [r for r in responses if not is_looping(r.token_ids, r.finish_reason == "stop")]
+    num_positions = max((len(r.num_accepted_tokens_per_pos) for r in responses), default=0)
+    total = _sum_counts(responses, num_positions)
+    return ValidationAcceptance(
+        total.num_responses,
+        total.num_output_tokens,
+        total.num_drafts,
+        total.num_accepted_tokens_per_pos,
+        _sum_counts(regular, num_positions),
+    )
 
 
-def _sums(some: Sequence[CompletionOutput], answers: Sequence[CompletionOutput]) -> AcceptanceCounts:
-    positions = range(max((len(a.num_accepted_tokens_per_pos) for a in answers), default=0))
+def _sum_counts(responses: Sequence[CompletionOutput], num_positions: int) -> AcceptanceCounts:
     return AcceptanceCounts(
-        answers=len(some),
-        tokens=sum(len(a.token_ids) for a in some),
-        rounds=sum(a.num_drafts for a in some),
-        accepted=tuple(sum(a.num_accepted_tokens_per_pos[i] for a in some) for i in positions),
+        num_responses=len(responses),
+        num_output_tokens=sum(len(r.token_ids) for r in responses),
+        num_drafts=sum(r.num_drafts for r in responses),
+        num_accepted_tokens_per_pos=tuple(
+            sum(r.num_accepted_tokens_per_pos[i] for r in responses) for i in range(num_positions)
+        ),
     )
 
 
 class AcceptanceEvaluator:
-    """Asks the same prompts again and again. All its drafters must have one shape."""
+    """Runs the same prompts with each drafter it is given. All drafters must have one config."""
 
     def __init__(
         self,
@@ -90,93 +100,93 @@ class AcceptanceEvaluator:
         eos_ids: frozenset[int],
         prompts: Sequence[Sequence[int]],
         max_tokens: int,
-        draft_tokens: int,
-        settings: MeasureSettings | None = None,
+        num_speculative_tokens: int,
+        settings: ValidationEngineSettings | None = None,
     ) -> None:
         if not prompts:
-            raise UserError("--held-out: no prompts to measure acceptance on")
-        self.target = Target(Path(), target, eos_ids)  # its folder is asked for nothing: tokens in, tokens out
+            raise UserError("--validation-size: the validation set has no prompt")
+        self.target = Target(Path(), target, eos_ids)  # the folder is not read: token ids in, token ids out
         self.prompts = [list(prompt) for prompt in prompts]
         self.params = SamplingParams(max_tokens=max_tokens)
-        self.draft_tokens = check_num_speculative_tokens(draft_tokens)
-        self.settings = settings or MeasureSettings()
+        self.num_speculative_tokens = check_num_speculative_tokens(num_speculative_tokens)
+        self.settings = settings or ValidationEngineSettings()
         self._engine: LLM | None = None
 
     def measure(self, drafter: Drafter) -> ValidationAcceptance:
         device = self.target.model.embed_tokens.weight.device
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             if self._engine is None:
-                self._engine = self._build(drafter)
+                self._engine = self._build_engine(drafter)
             else:
-                self._follow(self._engine, drafter)
+                self._update_drafter(self._engine, drafter)
             outputs = self._engine.generate(self.prompts, self.params)
-        return count(output.outputs[0] for output in outputs)
+        return count_acceptance(output.outputs[0] for output in outputs)
 
     def close(self) -> None:
-        """Gives the engine's memory back; the next measurement makes a new one."""
+        """Frees the engine; the next measurement builds a new one."""
         self._engine = None
-        gc.unfreeze()  # what the engine froze would stay
-        gc.collect()  # runner and graphs hold each other
+        gc.unfreeze()  # the engine froze its objects
+        gc.collect()  # model runner and graphs reference each other
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
 
-    def _build(self, drafter: Drafter) -> LLM:
-        gc.collect()  # the engine freezes what is there, and garbage would stay for good
+    def _build_engine(self, drafter: Drafter) -> LLM:
+        gc.collect()  # the engine freezes all objects, garbage included
         weight = self.target.model.embed_tokens.weight
         return LLM(
             self.target,
-            self._copy(drafter),
-            self.draft_tokens,
+            self._copy_drafter(drafter),
+            self.num_speculative_tokens,
             device=str(weight.device),
-            dtype="float32",  # of nothing: both models are there
+            dtype="float32",  # ignored: both models are loaded
             threads=torch.get_num_threads(),
             tokenizer=False,
-            enable_prefix_caching=False,  # what an earlier drafter wrote is worth nothing to this one
+            enable_prefix_caching=False,  # cached keys and values belong to an earlier drafter
             cuda_graphs=self.settings.cuda_graphs,
-            max_prefill_tokens=self.settings.prefill_tokens,
+            max_prefill_tokens=self.settings.max_prefill_tokens,
             max_num_seqs=min(len(self.prompts), self.settings.max_num_seqs),
-            max_model_len=max(self._room),
-            kv_cache_memory_bytes=self._cache_bytes(drafter),
+            max_model_len=max(self._max_total_tokens),
+            kv_cache_memory_bytes=self._kv_cache_bytes(drafter),
         )
 
     @property
-    def _room(self) -> list[int]:
-        """Tokens each prompt may come to, drafts that lie beyond its last token included: near a full context there
-        would be fewer drafts, and other counts. A second round is launched before the first has come back."""
-        beyond = 2 * (self.draft_tokens + 1)
-        most = self.target.model.cfg.max_positions
-        return [min(len(prompt) + self.params.max_tokens + beyond, most) for prompt in self.prompts]
+    def _max_total_tokens(self) -> list[int]:
+        """Tokens each request may reach, including draft tokens beyond its last token. Near a full context the engine
+        would draft less and change the counts. The engine launches a second step before the first returns."""
+        beyond = 2 * (self.num_speculative_tokens + 1)
+        limit = self.target.model.cfg.max_positions
+        return [min(len(prompt) + self.params.max_tokens + beyond, limit) for prompt in self.prompts]
 
-    def _cache_bytes(self, drafter: Drafter) -> int:
-        """Enough for all prompts at once, within the limit; never too little for one of them."""
-        blocks = [-(-length // BLOCK_SIZE) for length in self._room]
+    def _kv_cache_bytes(self, drafter: Drafter) -> int:
+        """Enough for all prompts at once, within the limit, but at least for the longest one."""
+        num_blocks = [-(-num_tokens // BLOCK_SIZE) for num_tokens in self._max_total_tokens]
         model = self.target.model
         each = block_bytes(model.cfg, drafter.cfg, model.embed_tokens.weight.element_size())
-        return max(min((1 + sum(blocks)) * each, self.settings.cache_bytes), (1 + max(blocks)) * each)
+        wanted = min((1 + sum(num_blocks)) * each, self.settings.max_kv_cache_bytes)
+        return max(wanted, (1 + max(num_blocks)) * each)
 
-    def _copy(self, drafter: Drafter) -> Drafter:
+    def _copy_drafter(self, drafter: Drafter) -> Drafter:
         weight = self.target.model.embed_tokens.weight
-        with torch.device("meta"):  # so that no random numbers are drawn
+        with torch.device("meta"):  # draws no random numbers
             copy = Drafter(drafter.cfg)
         copy = copy.to(weight.dtype).to_empty(device=weight.device).share_weights(self.target.model)
         copy.load_state_dict(drafter.state_dict())
         return copy.eval().requires_grad_(False)
 
     @staticmethod
-    def _follow(engine: LLM, drafter: Drafter) -> None:
-        """The engine's copy, brought up to date in place."""
-        assert engine.drafter is not None and engine.drafter.cfg == drafter.cfg, "made for drafters of another shape"
+    def _update_drafter(engine: LLM, drafter: Drafter) -> None:
+        assert engine.drafter is not None and engine.drafter.cfg == drafter.cfg, "the drafter has another config"
         engine.drafter.load_state_dict(drafter.state_dict())
         engine.model_runner.refresh_drafter()
 
 
 @dataclass(frozen=True)
 class ValidationRunner:
-    """How one rank of a run measures, if it does."""
+    """How one rank measures acceptance, if it does."""
 
     measure: Callable[[Drafter], ValidationAcceptance] | None = None
-    kept_bytes: int = 0  # on the device, from the first measurement on
-    why_not: str | None = None
+    reserved_bytes: int = 0  # GPU memory held from the first measurement on
+    skip_reason: str | None = None
 
 
 def prepare_validation(
@@ -185,39 +195,40 @@ def prepare_validation(
     drafter: Drafter,
     eos_ids: frozenset[int],
     prompts: Sequence[Sequence[int]],
-    state_bytes: int,
+    optimizer_bytes: int,
     world: DistributedContext,
 ) -> ValidationRunner:
-    """The first rank measures. `state_bytes` are what the optimizer will take; the target's and drafter's are taken."""
+    """Prepares validation on the main rank. The optimizer is not allocated yet."""
     if not prompts:
-        return ValidationRunner(why_not="no held-out prompt is there, or short enough" if cfg.held_out else None)
+        return ValidationRunner(skip_reason="no validation prompt is short enough" if cfg.validation_size else None)
 
-    def measurer(model: Decoder) -> AcceptanceEvaluator:
-        return AcceptanceEvaluator(model, eos_ids, prompts, cfg.measure_tokens, cfg.num_depths)
+    def create_evaluator(model: Decoder) -> AcceptanceEvaluator:
+        return AcceptanceEvaluator(model, eos_ids, prompts, cfg.validation_tokens, cfg.num_depths)
 
-    engine_bytes = MeasureSettings().cache_bytes + sum(p.nbytes for p in drafter.parameters())
+    engine_bytes = ValidationEngineSettings().max_kv_cache_bytes + sum(p.nbytes for p in drafter.parameters())
     if not cfg.shard_target:
-        return ValidationRunner(measurer(target).measure, engine_bytes) if world.first else ValidationRunner()
-    whole, free = spread_bytes(target), room(world.device)
-    fits = free is None or whole + engine_bytes + state_bytes <= CHUNK_HEADROOM * free
-    if not world.from_first(fits):  # they must agree, since all of them gather
-        told = f"that takes the whole target on one GPU, {size_text(whole)}, beside the drafter's training"
-        return ValidationRunner(why_not=told)
+        return ValidationRunner(create_evaluator(target).measure, engine_bytes) if world.is_main else ValidationRunner()
+    gathered_bytes, free = sharded_bytes(target), free_device_bytes(world.device)
+    fits = free is None or gathered_bytes + engine_bytes + optimizer_bytes <= CHUNK_MEMORY_FRACTION * free
+    if not world.broadcast_from_main(fits):  # all ranks must agree, since all take part in gathering
+        return ValidationRunner(
+            skip_reason=f"the whole target ({format_bytes(gathered_bytes)}) does not fit one GPU beside the training"
+        )
 
     def measure(drafter: Drafter) -> ValidationAcceptance:
-        """Between steps, when what they keep for their way back is gone."""
-        model, measured = gathered(target, world), None
+        """Runs between steps, when activations are freed."""
+        model, measured = gather_target(target, world), None
         if model is not None:
-            own = measurer(model)
-            measured = own.measure(drafter)
-            own.close()
-        measured = world.from_first(measured)
+            evaluator = create_evaluator(model)
+            measured = evaluator.measure(drafter)
+            evaluator.close()
+        measured = world.broadcast_from_main(measured)
         assert measured is not None
         return measured
 
     return ValidationRunner(measure)
 
 
-def room(device: torch.device) -> int | None:
-    """Bytes; nobody counts those of the CPU."""
-    return free_bytes(device) if device.type == "cuda" else None
+def free_device_bytes(device: torch.device) -> int | None:
+    """Free GPU memory; None on a CPU."""
+    return free_gpu_bytes(device) if device.type == "cuda" else None

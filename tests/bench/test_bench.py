@@ -35,7 +35,7 @@ from peagle.bench.timing import RequestTiming, summarize_repeat
 from peagle.bench.variants import Embedded
 from peagle.bench.workload import Ask, Load, Workload, arrivals
 from peagle.cli import main
-from peagle.cli.several import split, spread
+from peagle.cli.several import repeat_flags, split_commas
 from peagle.config import BenchEngineSettings, BenchServerSettings, BenchSettings, SamplingParams
 from peagle.errors import UserError
 from peagle.results.comparison import (
@@ -530,12 +530,12 @@ def test_what_cannot_be_measured_is_said_before_weights_are_read(tmp_path: Path)
 
 def test_flags_with_several_values() -> None:
     several = {"--c", "-k"}
-    assert spread(["t", "--c", "1", "8", "--x", "2", "-k", "3", "auto"], several) == [
+    assert repeat_flags(["t", "--c", "1", "8", "--x", "2", "-k", "3", "auto"], several) == [
         *("t", "--c", "1", "--c", "8", "--x", "2", "-k", "3", "-k", "auto")
     ]
-    assert spread(["--c", "-1", "-k", "--x"], several) == ["--c", "-1", "-k", "--x"]
-    assert spread(["--c", "1", "--", "2"], several) == ["--c", "1", "--", "2"]
-    assert split(["1,8", "64"]) == ["1", "8", "64"]
+    assert repeat_flags(["--c", "-1", "-k", "--x"], several) == ["--c", "-1", "-k", "--x"]
+    assert repeat_flags(["--c", "1", "--", "2"], several) == ["--c", "1", "--", "2"]
+    assert split_commas(["1,8", "64"]) == ["1", "8", "64"]
 
 
 @dataclass

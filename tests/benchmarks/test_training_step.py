@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from peagle.config import CHUNK_BYTES, LEAST_CHUNK_ROWS, DrafterConfig
+from peagle.config import MAX_CHUNK_BYTES, MIN_CHUNK_SIZE, DrafterConfig
 from peagle.kernels.attention import rotary
 from peagle.kernels.attention.rotary import split_qkv_rope_torch
 from peagle.kernels.gemm import linear
 from peagle.kernels.norm import rms_norm as norms
 from peagle.kernels.norm.rms_norm import rms_norm_torch, silu_mul_torch
-from peagle.training.chunk_size import chain_row_bytes, chunk_rows_for, depth_zero_row_bytes
+from peagle.training.chunk_size import chain_position_bytes, depth_zero_position_bytes, fit_chunk_size
 from peagle.training.partition import DepthZeroOutputs, DrafterForward, split_chains
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -170,23 +170,23 @@ def test_bytes_of_a_row(kind: str, variants: ModuleType, monkeypatch: pytest.Mon
     zero, chain = kept_rows(variants, cfg)
     # the gradients that gather in a depth-0 row are no part of what is saved; ranges and indices are beside the count
     gathered = 2 * (cfg.num_layers * 2 * 2 * 16 + 32)
-    wanted_zero = depth_zero_row_bytes(cfg, 2) - gathered
-    wanted_chain = chain_row_bytes(cfg, shape.depths, 2)
+    wanted_zero = depth_zero_position_bytes(cfg, 2) - gathered
+    wanted_chain = chain_position_bytes(cfg, shape.depths, 2)
     assert zero * 0.98 <= wanted_zero <= zero * 1.02
     # EAGLE-3's rows are counted as if all chains were whole
     assert chain * 0.98 <= wanted_chain <= chain * (1.3 if kind == "eagle3" else 1.02)
 
 
 def test_worked_example_of_a_row(variants: ModuleType) -> None:
-    assert chain_row_bytes(variants.SHAPES["tiny"].drafter, 4, 2) == 2688
+    assert chain_position_bytes(variants.SHAPES["tiny"].drafter, 4, 2) == 2688
 
 
 def test_chunks_fill_the_memory_and_no_more_than_pays(variants: ModuleType) -> None:
     cfg = variants.SHAPES["8b"].drafter
-    each = chain_row_bytes(cfg, 8, 2)
-    assert chunk_rows_for(cfg, 4096, 8, 140 << 30, 2) == CHUNK_BYTES // each
-    assert chunk_rows_for(cfg, 65536, 8, 8 << 30, 2) == LEAST_CHUNK_ROWS
-    between = chunk_rows_for(cfg, 20000, 8, 18 << 30, 2)
-    assert LEAST_CHUNK_ROWS < between < CHUNK_BYTES // each
-    assert between * each + 20000 * depth_zero_row_bytes(cfg, 2) < 18 << 30
-    assert chunk_rows_for(cfg, 20000, 8, 18 << 30, 2, recompute=True) > between
+    each = chain_position_bytes(cfg, 8, 2)
+    assert fit_chunk_size(cfg, 4096, 8, 140 << 30, 2) == MAX_CHUNK_BYTES // each
+    assert fit_chunk_size(cfg, 65536, 8, 8 << 30, 2) == MIN_CHUNK_SIZE
+    between = fit_chunk_size(cfg, 20000, 8, 18 << 30, 2)
+    assert MIN_CHUNK_SIZE < between < MAX_CHUNK_BYTES // each
+    assert between * each + 20000 * depth_zero_position_bytes(cfg, 2) < 18 << 30
+    assert fit_chunk_size(cfg, 20000, 8, 18 << 30, 2, recompute=True) > between

@@ -42,7 +42,7 @@ def test_the_worked_example(tmp_path: Path) -> None:
     found = as_examples(tmp_path / "r.jsonl", [([7, 8, 9], [[1, 3]]), ([4, 5], [[1, 2]])])
     assert found[0] == TrainingExample((7, 8, 9), ((1, 3),), "0#0")
     packing = next(p for seed in range(9) if (p := pack(found, 8, seed))[0].row_ids == ("0#0", "1#0"))
-    assert len(packing) == 1 and packing.filled == 5 / 8
+    assert len(packing) == 1 and packing.fill_rate == 5 / 8
     batch = packing[0]
     assert batch.token_ids_N.tolist() == [7, 8, 9, 4, 5]
     assert batch.position_N.tolist() == [0, 1, 2, 0, 1]
@@ -92,7 +92,7 @@ def cut(ids: list[int], spans: list[list[int]], most: int) -> list[tuple[int, bo
 @given(
     made=conversations(),
     budget=st.integers(1, 60),
-    max_length=st.none() | st.integers(1, 40),
+    max_seq_len=st.none() | st.integers(1, 40),
     seed=st.integers(0, 5),
     epoch=st.integers(0, 5),
 )
@@ -116,7 +116,7 @@ def test_packing_against_an_obvious_oracle(
     expected = {f"{i}#0": cut(ids, spans, most) for i, (ids, spans) in enumerate(made)}
     assert packed == expected
     assert all(any(asked for _, asked in marked) for marked in packed.values()), "a response was lost"
-    assert packing.truncated == sum(len(ids) > most for ids, _ in made)
+    assert packing.num_truncated == sum(len(ids) > most for ids, _ in made)
     again = pack(found, budget, seed, epoch, max_length)
     assert [b.row_ids for b in again] == [b.row_ids for b in packing]
     if len(made) <= PackingSettings.open_batches:  # none was closed early: no two of them would fit into one
@@ -135,7 +135,7 @@ def test_epochs_and_seeds_differ_in_order(hundred: ResponseDataset) -> None:
     orders = {tuple(b.row_ids for b in pack(hundred, 128, seed, epoch)) for seed in (0, 1) for epoch in (0, 1)}
     assert len(orders) == 4
     packing = pack(hundred, 128)
-    assert packing.filled > 0.9
+    assert packing.fill_rate > 0.9
     places = []  # of the emptiest batch, which is made last
     for epoch in range(30):
         sizes = [len(b) for b in pack(hundred, 128, 0, epoch)]

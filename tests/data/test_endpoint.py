@@ -17,7 +17,7 @@ from peagle.config import EndpointSettings, ResponseSettings
 from peagle.data.chat_format import ChatFormat
 from peagle.data.generators import GenerationRequest
 from peagle.data.progress import DataSummary
-from peagle.data.response_file import beside
+from peagle.data.response_file import sidecar_path
 from peagle.data.run import write_responses
 from peagle.errors import UserError
 
@@ -114,7 +114,7 @@ def ask_server(
     rows = [{"id": p.id, "source": p.source, "turns": p.turns} for p in conversations().rows]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     endpoint = EndpointSettings(url, None, concurrency, timeout_s=1.0, retries=retries, backoff_s=0.01, **settings)
-    return write_responses(str(prompts), out, str(target), SETTINGS, endpoint=endpoint, shown=False)
+    return write_responses(str(prompts), out, str(target), SETTINGS, endpoint=endpoint, show_progress=False)
 
 
 @pytest.mark.parametrize("ids", ["given", "not given", "not known"])
@@ -127,7 +127,7 @@ def test_a_server_with_faults_gives_the_rows_of_one_without(
     summary = ask_server(url, target, tmp_path / "out.jsonl")
     write(tmp_path / "whole.jsonl", chat, Canned())
     assert by_key(rows_of(tmp_path / "out.jsonl")) == by_key(rows_of(tmp_path / "whole.jsonl"))
-    assert summary.complete and summary.failed == 0 and kind.faults == []
+    assert summary.complete and summary.num_failed == 0 and kind.faults == []
     assert {body["model"] for body in kind.seen} == {"small"}
     assert (kind.seen[-1].get("return_token_ids") is True) == (ids != "not known")
 
@@ -139,7 +139,7 @@ def test_what_a_server_refuses_is_a_rows_fault_or_everyones(
     kind.faults += ["", "", "400", "422"]
     summary = ask_server(url + "/v1/", target, tmp_path / "a.jsonl", concurrency=1)
     assert summary.dropped["refused by the server (400)"] == 1 and summary.complete
-    (row,) = [r for r in rows_of(beside(tmp_path / "a.jsonl", "dropped")) if "(422)" in r["reason"]]
+    (row,) = [r for r in rows_of(sidecar_path(tmp_path / "a.jsonl", "dropped")) if "(422)" in r["reason"]]
     assert row["detail"] == "422 this is a 422"
     for status, said in (("401", "OPENAI_API_KEY"), ("404", "no such address or model")):
         kind.faults[:] = [status]
@@ -147,7 +147,7 @@ def test_what_a_server_refuses_is_a_rows_fault_or_everyones(
             ask_server(url, target, tmp_path / f"{status}.jsonl", concurrency=1)  # none may take the next fault
     kind.faults[:] = ["", *["500"] * 3]  # one row is given up, the others are not
     summary = ask_server(url, target, tmp_path / "b.jsonl", retries=2, concurrency=1)
-    assert summary.failed == 1 and not summary.complete
+    assert summary.num_failed == 1 and not summary.complete
     assert ask_server(url, target, tmp_path / "b.jsonl").complete
     kind.faults[:] = ["", *["500"] * 99]
     with pytest.raises(UserError, match="gave up.*500 this is a 500.*same command"):
@@ -176,5 +176,5 @@ def test_a_server_that_reads_another_prompt_is_found_out(
             SETTINGS,
             endpoint=EndpointSettings(server[0]),
             chat_template=template,
-            shown=False,
+            show_progress=False,
         )

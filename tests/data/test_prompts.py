@@ -95,7 +95,7 @@ def test_bad_rows_are_named_and_the_rest_goes_on(tmp_path: Path) -> None:
     file = write(tmp_path / "p.jsonl", b'\xef\xbb\xbf{"prompt": "good, behind a byte order mark"}', *rows)
     found = read_prompts(file)
     assert [r.turns for r in found.rows] == [("good, behind a byte order mark",)]
-    for i, (refused, (_, reason, detail)) in enumerate(zip(found.refused, BAD, strict=True)):
+    for i, (refused, (_, reason, detail)) in enumerate(zip(found.rejected, BAD, strict=True)):
         assert refused.where == f"{file}:{2 + 2 * i}"
         assert refused.reason == reason and detail in refused.detail, refused
     assert found.reasons["no user turn"] == 3 and sum(found.reasons.values()) == len(BAD)
@@ -137,7 +137,7 @@ def test_a_hub_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", fake)
     found = read_prompts("org/name", "train_sft")
     assert asked == [("org/name", "train_sft")] and found.rows[0].source == "org/name"
-    assert found.refused[0].where == "org/name[1]"
+    assert found.rejected[0].where == "org/name[1]"
     with pytest.raises(UserError, match="train_sft"):
         read_prompts("org/name", "absent")
 
@@ -157,6 +157,6 @@ rows_of_anything = st.dictionaries(
 def test_whatever_a_row_holds_it_is_taken_or_refused(tmp_path_factory: pytest.TempPathFactory, rows: list[Any]) -> None:
     file = write(tmp_path_factory.mktemp("any") / "p.jsonl", {"prompt": "a good one"}, *rows)
     found = read_prompts(file)
-    assert len(found.rows) + len(found.refused) + found.duplicates == 1 + len(rows)
+    assert len(found.rows) + len(found.rejected) + found.num_duplicates == 1 + len(rows)
     assert len({r.id for r in found.rows}) == len(found.rows)
     assert all(turn.strip() for r in found.rows for turn in r.turns)

@@ -23,15 +23,15 @@ from transformers import PreTrainedTokenizerFast
 
 from peagle.cli import main
 from peagle.config import EndpointSettings, ResponseEngineSettings, ResponseSettings, SamplingParams
-from peagle.data.chat_format import ChatFormat
+from peagle.data.chat_format import ChatFormat, load_chat_format
 from peagle.data.dataset import load_responses
 from peagle.data.generators import GenerationRequest, GenerationResult, load_engine_generator
 from peagle.data.loops import is_looping, is_repeating, num_tokens_before_loop
 from peagle.data.progress import DataSummary
 from peagle.data.prompts import Prompt, PromptSet, read_prompts
-from peagle.data.response_file import ResponseFile, beside
-from peagle.data.responses import NO_PROMPT, ResponseWriter, response_seed
-from peagle.data.run import load_chat_format, write_responses
+from peagle.data.response_file import ResponseFile, sidecar_path
+from peagle.data.responses import UNFINISHED_PROMPT, ResponseWriter, response_seed
+from peagle.data.run import write_responses
 from peagle.engine import loader as loading
 from peagle.engine.llm import LLM
 from peagle.errors import UserError
@@ -80,7 +80,7 @@ def write_prompts(path: Path, count: int) -> str:
 def test_the_rows_are_what_the_target_says_to_one_turn_after_another(target: Path, tmp_path: Path) -> None:
     settings = ResponseSettings(temperature=0.8, top_p=0.95, max_tokens=20, samples=2, seed=3)
     prompts, out = write_prompts(tmp_path / "p.jsonl", 9), tmp_path / "deep" / "out.jsonl"
-    summary = write_responses(prompts, out, str(target), settings, ENGINE, shown=False)
+    summary = write_responses(prompts, out, str(target), settings, ENGINE, show_progress=False)
     written = by_key(rows_of(out))
     alone = LLM(target, device="cpu", dtype="float32", max_num_seqs=1, max_model_len=200)
     expected = loops = tokens = 0
@@ -111,15 +111,15 @@ def test_the_rows_are_what_the_target_says_to_one_turn_after_another(target: Pat
             assert [m["role"] for m in row["messages"]] == ["user", "assistant"] * (len(texts) // 2)
             assert row["source"] == "p" and row["finish_reason"] in ("stop", "length")
             assert (row["token_ids"][-1] == EOS) == (row["finish_reason"] == "stop")
-    assert len(written) == summary.rows == summary.new == expected and summary.tokens == tokens
-    assert summary.asked == 18 and summary.complete and not summary.interrupted
-    assert 0 < summary.ended < 1, "both kinds of ending are wanted here"
+    assert len(written) == summary.num_rows == summary.num_new == expected and summary.num_tokens == tokens
+    assert summary.num_requested == 18 and summary.complete and not summary.interrupted
+    assert 0 < summary.finished_share < 1, "both kinds of ending are wanted here"
 
 
 def test_samples_with_a_lead_are_greedy_from_there_on(target: Path, tmp_path: Path) -> None:
     settings = ResponseSettings(temperature=0.0, max_tokens=24, samples=3, seed=3, lead=9)
     prompts, out = write_prompts(tmp_path / "p.jsonl", 8), tmp_path / "out.jsonl"
-    write_responses(prompts, out, str(target), settings, ENGINE, shown=False)
+    write_responses(prompts, out, str(target), settings, ENGINE, show_progress=False)
     alone = LLM(target, device="cpu", dtype="float32", max_num_seqs=1, max_model_len=200)
     leads, others = set[int](), 0
     for row in rows_of(out):
@@ -136,17 +136,19 @@ def test_samples_with_a_lead_are_greedy_from_there_on(target: Path, tmp_path: Pa
             leads.add(lead)
             others += bool(lead) and said != alone.generate(asked, SamplingParams(24, 0.0))[0].outputs[0].token_ids
     assert len(leads) > 5 and others > 3
-    again = write_responses(prompts, out, str(target), settings, ENGINE, shown=False)
-    assert again.new == 0
+    again = write_responses(prompts, out, str(target), settings, ENGINE, show_progress=False)
+    assert again.num_new == 0
     with pytest.raises(UserError, match="--lead was 9 and is None"):
-        write_responses(prompts, out, str(target), ResponseSettings(0.0, max_tokens=24, seed=3), ENGINE, shown=False)
+        write_responses(
+            prompts, out, str(target), ResponseSettings(0.0, max_tokens=24, seed=3), ENGINE, show_progress=False
+        )
 
 
 def test_varied_prompts_begin_as_the_given_and_are_answered_like_any(target: Path, tmp_path: Path) -> None:
     settings = ResponseSettings(temperature=0.0, max_tokens=24, samples=4, seed=3, vary=7)
     prompts, out = write_prompts(tmp_path / "p.jsonl", 8), tmp_path / "out.jsonl"
-    write_responses(prompts, out, str(target), settings, ENGINE, shown=False)
-    dropped = {(d["id"], d["sample"]): d["reason"] for d in rows_of(beside(out, "dropped"))}
+    write_responses(prompts, out, str(target), settings, ENGINE, show_progress=False)
+    dropped = {(d["id"], d["sample"]): d["reason"] for d in rows_of(sidecar_path(out, "dropped"))}
     written, alone = by_key(rows_of(out)), LLM(target, device="cpu", dtype="float32", max_num_seqs=1, max_model_len=200)
     kept, others = set[int](), 0
     for prompt in read_prompts(prompts).rows:
@@ -158,7 +160,7 @@ def test_varied_prompts_begin_as_the_given_and_are_answered_like_any(target: Pat
                 params = SamplingParams(256, 1.0, 0, settings.top_p, seed, stop_token_ids=(ord("\n"),))
                 said = alone.generate(list(begun.encode()), params)[0].outputs[0]
                 if row is None:
-                    assert dropped[prompt.id, sample] == ("loop" if said.finish_reason == "stop" else NO_PROMPT)
+                    assert dropped[prompt.id, sample] == ("loop" if said.finish_reason == "stop" else UNFINISHED_PROMPT)
                     continue
                 assert said.finish_reason == "stop"
                 kept.add(len(begun))
@@ -176,9 +178,11 @@ def test_varied_prompts_begin_as_the_given_and_are_answered_like_any(target: Pat
             answer = row["token_ids"][start:end]
             assert answer == greedy[: len(answer)] and (len(answer) == len(greedy) or row["finish_reason"] == "loop")
     assert len(kept) > 4 and others > 8
-    assert write_responses(prompts, out, str(target), settings, ENGINE, shown=False).new == 0
+    assert write_responses(prompts, out, str(target), settings, ENGINE, show_progress=False).new == 0
     with pytest.raises(UserError, match="--vary was 7 and is None"):
-        write_responses(prompts, out, str(target), ResponseSettings(0.0, max_tokens=24, seed=3), ENGINE, shown=False)
+        write_responses(
+            prompts, out, str(target), ResponseSettings(0.0, max_tokens=24, seed=3), ENGINE, show_progress=False
+        )
 
 
 # Runs the command in children that it kills when they have written so many rows.
@@ -208,7 +212,7 @@ def test_killed_runs_together_write_what_one_run_writes(target: Path, tmp_path: 
     prompts = write_prompts(tmp_path / "p.jsonl", 36)
     settings = ResponseSettings(temperature=0.8, max_tokens=40)
     out, whole = tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
-    write_responses(prompts, whole, str(target), settings, ENGINE, shown=False)
+    write_responses(prompts, whole, str(target), settings, ENGINE, show_progress=False)
     args = ["data", prompts, "--out", str(out), "-t", str(target), "--temperature", "0.8", "--max-tokens", "40"]
     args += ["--device", "cpu", "--dtype", "float32", "--max-num-seqs", "4", "--max-model-len", "200", "--json"]
     done = forks.Process("-c", KILLER, str(out), *args)
@@ -216,7 +220,7 @@ def test_killed_runs_together_write_what_one_run_writes(target: Path, tmp_path: 
     summary = json.loads(done.said())
     assert by_key(rows_of(out)) == by_key(rows_of(whole))
     assert summary["rows"] == len(rows_of(whole)) > summary["new"] > 0 and summary["complete"]
-    runs = json.loads(beside(out, "manifest.json").read_text())["runs"]
+    runs = json.loads(sidecar_path(out, "manifest.json").read_text())["runs"]
     assert len(runs) == 3 and "data" in runs[0]["command"] and runs[0]["versions"]["torch"]
 
 
@@ -236,29 +240,29 @@ def test_going_on_after_a_cut_anywhere(
 ) -> None:
     whole, summary = whole_run
     out = whole.with_name("out.jsonl")
-    for path, share in ((whole, cut), (beside(whole, "dropped"), cut_dropped)):
+    for path, share in ((whole, cut), (sidecar_path(whole, "dropped"), cut_dropped)):
         data = path.read_bytes()
         assert len(data.splitlines()) > 1
         path.with_name(path.name.replace("whole", "out")).write_bytes(data[: round(len(data) * share)])
-    beside(out, "manifest.json").write_bytes(beside(whole, "manifest.json").read_bytes())
-    left = [path.read_bytes() for path in (out, beside(out, "dropped"))]
+    sidecar_path(out, "manifest.json").write_bytes(sidecar_path(whole, "manifest.json").read_bytes())
+    left = [path.read_bytes() for path in (out, sidecar_path(out, "dropped"))]
     kept = sum(data.count(b"\n") for data in left)
     source = Canned(order=order, room=room)
     again = write(out, chat, source)
     assert by_key(rows_of(out)) == by_key(rows_of(whole))
-    assert by_key(rows_of(beside(out, "dropped"))) == by_key(rows_of(beside(whole, "dropped")))
+    assert by_key(rows_of(sidecar_path(out, "dropped"))) == by_key(rows_of(sidecar_path(whole, "dropped")))
     assert all(
         path.read_bytes().startswith(b[: b.rfind(b"\n") + 1])
-        for path, b in zip((out, beside(out, "dropped")), left, strict=True)
+        for path, b in zip((out, sidecar_path(out, "dropped")), left, strict=True)
     )
     assert (
         len({q.messages[0]["content"] + str(q.params.seed) for q in source.asked if len(q.messages) == 1}) == 24 - kept
     )
-    assert (again.rows, again.tokens, again.lengths, again.ended, again.dropped) == (
-        summary.rows,
-        summary.tokens,
+    assert (again.num_rows, again.num_tokens, again.lengths, again.finished_share, again.dropped) == (
+        summary.num_rows,
+        summary.num_tokens,
         summary.lengths,
-        summary.ended,
+        summary.finished_share,
         summary.dropped,
     )
 
@@ -266,18 +270,18 @@ def test_going_on_after_a_cut_anywhere(
 def test_loops_are_dropped_and_not_asked_again(chat: ChatFormat, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     summary = write(out, chat, Canned())
-    dropped = by_key(rows_of(beside(out, "dropped")))
+    dropped = by_key(rows_of(sidecar_path(out, "dropped")))
     assert summary.dropped == {"loop": len(dropped)} and len(dropped) > 1
-    assert len(dropped) + len(rows_of(out)) == summary.asked == 24
+    assert len(dropped) + len(rows_of(out)) == summary.num_requested == 24
     cut = [r for r in rows_of(out) if len(r["spans"]) < len(conversations().rows[int(r["id"][3:])].turns)]
     assert cut, "a loop in a later turn leaves the turns before it"
     for row in cut:
         assert row["messages"][-1]["role"] == "assistant" and len(row["messages"]) == 2 * len(row["spans"])
     source = Canned()
     again = write(out, chat, source)
-    assert source.asked == [] and again.new == 0 and again.rows == summary.rows
+    assert source.asked == [] and again.num_new == 0 and again.num_rows == summary.num_rows
     more = write(out, chat, Canned(), ResponseSettings(samples=3, seed=1))
-    assert more.asked == 36 and more.rows + sum(more.dropped.values()) == 36
+    assert more.num_requested == 36 and more.num_rows + sum(more.dropped.values()) == 36
 
 
 @pytest.mark.parametrize(
@@ -308,7 +312,7 @@ def test_an_answer_is_cut_where_it_begins_to_loop(chat: ChatFormat, tmp_path: Pa
     settings = ResponseSettings(samples=2, seed=1, loop_tokens=kept)
     summary = write(out, chat, Canned(answer), settings)
     rows = rows_of(out)
-    assert summary.cut == len(rows) == 24 and not summary.dropped
+    assert summary.num_cut == len(rows) == 24 and not summary.dropped
     for row in rows:
         ((start, end),) = row["spans"]  # behind a loop no further turn is asked
         assert row["token_ids"][start:end] == said[: len(news) + kept] and row["finish_reason"] == "loop"
@@ -365,7 +369,7 @@ def test_ctrl_c_keeps_what_is_there(chat: ChatFormat, tmp_path: Path) -> None:
 
     out, whole = tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
     summary = write(out, chat, Interrupted())
-    assert summary.interrupted and not summary.complete and 0 < summary.rows < 24
+    assert summary.interrupted and not summary.complete and 0 < summary.num_rows < 24
     assert "same command" in summary.text()
     write(whole, chat, Canned())
     assert not write(out, chat, Canned()).interrupted
@@ -386,8 +390,8 @@ def test_an_answer_in_tokens_that_its_text_would_not_have(tmp_path: Path) -> Non
         return GenerationResult(request.request_id, said[len(request.messages)], None, "stop")
 
     prompts = PromptSet("here", (Prompt("x", "s", ("a?", "b?")),), (), 0)
-    file = ResponseFile(tmp_path / "o.jsonl", {}, {}, chat.answers)
-    ResponseWriter(prompts, ResponseSettings(), chat, Canned(answer), file, shown=False).run()
+    file = ResponseFile(tmp_path / "o.jsonl", {}, {}, chat.decode_responses)
+    ResponseWriter(prompts, ResponseSettings(), chat, Canned(answer), file, show_progress=False).run()
     (row,) = rows_of(tmp_path / "o.jsonl")
     assert row["token_ids"] == [0, 5, 3, 2, 4, 1, 5, 3, 0, 1, 0, 1, 4]
     assert row["spans"] == [[3, 5], [8, 13]]
@@ -399,10 +403,10 @@ def test_a_file_of_another_run_is_refused_by_name(chat: ChatFormat, tmp_path: Pa
     before = out.read_bytes()
     with pytest.raises(UserError, match="seed was 1 and is 2"):
         write(out, chat, Canned(), ResponseSettings(samples=2, seed=2), limit="x")
-    beside(out, "manifest.json").write_text("{")
+    sidecar_path(out, "manifest.json").write_text("{")
     with pytest.raises(UserError, match="manifest.json: damaged"):
         write(out, chat, Canned())
-    beside(out, "manifest.json").unlink()
+    sidecar_path(out, "manifest.json").unlink()
     with pytest.raises(UserError, match="not written by `peagle data`"):
         write(out, chat, Canned())
     assert out.read_bytes() == before
@@ -479,11 +483,11 @@ def test_a_target_without_a_chat_template(tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text('{"prompt": "hi"}\n')
     arguments = (str(tmp_path / "p.jsonl"), tmp_path / "o.jsonl", str(bare), ResponseSettings(max_tokens=2), ENGINE)
     with pytest.raises(UserError, match="no chat template: give one with --chat-template FILE"):
-        write_responses(*arguments, shown=False)
+        write_responses(*arguments, show_progress=False)
     (tmp_path / "t.jinja").write_text("{{ messages[0]['content'] }}")
-    assert write_responses(*arguments, chat_template=tmp_path / "t.jinja", shown=False).rows == 1
+    assert write_responses(*arguments, chat_template=tmp_path / "t.jinja", show_progress=False).rows == 1
     with pytest.raises(UserError, match="--chat-template .*none.jinja: cannot be read"):
-        write_responses(*arguments, chat_template=tmp_path / "none.jinja", shown=False)
+        write_responses(*arguments, chat_template=tmp_path / "none.jinja", show_progress=False)
 
 
 def test_prompts_as_they_are(target: Path, tmp_path: Path) -> None:
@@ -492,8 +496,8 @@ def test_prompts_as_they_are(target: Path, tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, asked)))
     settings = ResponseSettings(temperature=0.0, max_tokens=8)
     given = (str(tmp_path / "p.jsonl"), tmp_path / "o.jsonl", str(target), settings, ENGINE)
-    summary = write_responses(*given, shown=False, raw=True)
-    assert summary.rows == 4 and summary.dropped == {"needs a chat template": 1}
+    summary = write_responses(*given, show_progress=False, raw=True)
+    assert summary.num_rows == 4 and summary.dropped == {"needs a chat template": 1}
     texts = [*licence(3), "one"]  # of several turns only the first can be asked
     told = LLM(target, device="cpu", dtype="float32").generate(texts, settings.params(0))
     by_text = {output.prompt: output.outputs[0].token_ids for output in told}
@@ -513,7 +517,7 @@ def test_prompts_as_they_are(target: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--raw: .* no --chat-template x.jinja"):
         load_chat_format(target, Path("x.jinja"), raw=True)
     with pytest.raises(UserError, match="--raw: only the engine .* leave out --endpoint http://x"):
-        write_responses(*given, endpoint=EndpointSettings("http://x"), shown=False, raw=True)
+        write_responses(*given, endpoint=EndpointSettings("http://x"), show_progress=False, raw=True)
 
 
 def test_the_engine_gives_its_memory_back(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -528,7 +532,9 @@ def test_the_engine_gives_its_memory_back(target: Path, tmp_path: Path, monkeypa
 
     monkeypatch.setattr("peagle.data.run.load_engine_generator", watched)
     prompts = write_prompts(tmp_path / "p.jsonl", 2)
-    write_responses(prompts, tmp_path / "o.jsonl", str(target), ResponseSettings(max_tokens=2), ENGINE, shown=False)
+    write_responses(
+        prompts, tmp_path / "o.jsonl", str(target), ResponseSettings(max_tokens=2), ENGINE, show_progress=False
+    )
     assert held[0]() is None
 
 
@@ -547,10 +553,10 @@ def test_prompts_that_do_not_fit_and_templates_that_refuse(chat: ChatFormat, tmp
     )
     file = ResponseFile(tmp_path / "o.jsonl", {}, {}, strict.answers)
     summary = ResponseWriter(
-        PromptSet("here", rows, (), 0), ResponseSettings(), strict, source, file, shown=False
+        PromptSet("here", rows, (), 0), ResponseSettings(), strict, source, file, show_progress=False
     ).run()
-    assert summary.rows == 1 and summary.dropped == {"prompt too long": 1, "refused by the chat template": 1}
-    said = {r["id"]: r["detail"] for r in rows_of(beside(tmp_path / "o.jsonl", "dropped"))}
+    assert summary.num_rows == 1 and summary.dropped == {"prompt too long": 1, "refused by the chat template": 1}
+    said = {r["id"]: r["detail"] for r in rows_of(sidecar_path(tmp_path / "o.jsonl", "dropped"))}
     assert said["long"] == "13 tokens" and "no system role" in said["sys"]
 
 

@@ -40,8 +40,8 @@ from peagle.kernels.attention.dense import causal_attention
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
 from peagle.models.transformers_model import TransformersDecoder
-from peagle.training.drafter_init import drafter_config, init_from_target
-from peagle.training.resource_plan import decoder_parameters
+from peagle.training.drafter_init import init_from_target, new_drafter_config
+from peagle.training.parameter_counts import count_decoder_parameters
 
 CHUNK = 16
 
@@ -109,7 +109,7 @@ def test_logits_and_taps(name: str, tmp_path: Path) -> None:
     model = saved(name, tmp_path)
     decoder = load_decoder(tmp_path)
     assert_same(model, decoder, tokens_of(97))
-    assert decoder_parameters(decoder.cfg) == sum(p.numel() for p in decoder.parameters())
+    assert count_decoder_parameters(decoder.cfg) == sum(p.numel() for p in decoder.parameters())
 
 
 @pytest.mark.parametrize("name", ["gemma4", "llama4"])
@@ -332,7 +332,7 @@ def test_gemma4_31b(tmp_path: Path) -> None:
         theirs = Gemma4ForCausalLM(Gemma4TextConfig(**copy.deepcopy(GEMMA4_31B["text_config"])))  # type: ignore[arg-type]
     counted = sum(p.numel() for p in ours.parameters())
     twice = 10 * 4 * 512 * 5376  # keys' weights as values'
-    assert counted == sum(p.numel() for p in theirs.parameters()) + twice + 60 == decoder_parameters(cfg)
+    assert counted == sum(p.numel() for p in theirs.parameters()) + twice + 60 == count_decoder_parameters(cfg)
     assert abs(counted / 30.7e9 - 1) < 0.005
     wide = [i for i, layer in enumerate(cfg.layers) if (layer.head_dim, layer.num_kv_heads) == (512, 4)]
     assert (
@@ -356,7 +356,7 @@ def test_the_published_head_of_gemma4_31b(tmp_path: Path) -> None:
         30,
         57,
     )
-    made = drafter_config(TrainConfig(), cfg, 7)
+    made = new_drafter_config(TrainConfig(), cfg, 7)
     assert made.layer.head_dim == published.layer.head_dim and made.layer.num_kv_heads == published.layer.num_kv_heads
     assert not made.layer.qk_norm and made.layer == made.layer.as_llama and made.rope == RopeConfig(theta=1e6)
 
@@ -369,7 +369,7 @@ def test_llama4_scout(tmp_path: Path) -> None:
             Llama4TextConfig(**LLAMA4_SCOUT["text_config"] | {"attn_temperature_tuning": True})  # type: ignore[operator]
         )
     counted = sum(p.numel() for p in ours.parameters())
-    assert counted == sum(p.numel() for p in theirs.parameters()) + 36 * 2 * 128 == decoder_parameters(cfg)
+    assert counted == sum(p.numel() for p in theirs.parameters()) + 36 * 2 * 128 == count_decoder_parameters(cfg)
     assert cfg.windows == (*[ChunkedAttention(8192)] * 3, None) * 12
     assert [layer.rotary for layer in cfg.layers] == [True, True, True, False] * 12
     assert (
@@ -377,7 +377,7 @@ def test_llama4_scout(tmp_path: Path) -> None:
         and cfg.rope.rope_type == "llama3"
         and cfg.max_positions == 1 << 20
     )
-    assert drafter_config(TrainConfig(), cfg, 7).layer.intermediate_size == 2 * 8192
+    assert new_drafter_config(TrainConfig(), cfg, 7).layer.intermediate_size == 2 * 8192
 
 
 def test_a_head_of_the_published_kind_drafts_for_gemma4(tmp_path: Path) -> None:
@@ -415,7 +415,7 @@ def test_noise_in_place_of_weights(name: str, tmp_path: Path) -> None:
 def test_layers_of_the_target_that_a_drafter_cannot_start_from(tmp_path: Path) -> None:
     saved("gemma4", tmp_path)
     target = load_decoder(tmp_path)
-    drafter = Drafter(drafter_config(TrainConfig(layers=1), target.cfg, 7))
+    drafter = Drafter(new_drafter_config(TrainConfig(layers=1), target.cfg, 7))
     init_from_target(drafter, target, first=True)  # a layer with a window, like the drafter's
     with pytest.raises(UserError, match="--init target: .* use random"):
         init_from_target(drafter, target, first=False)

@@ -49,9 +49,10 @@ def until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None
 
 def test_a_server_writes_what_a_drafter_is_trained_on(tmp_path: Path) -> None:
     usual = {"init": "random", "aux_layer_ids": (1, 2, 4), "steps": 3, "log_every": 1}
-    read, online = runs.recipe(tmp_path, **usual, vllm_states=str(tmp_path / "states")), runs.recipe(tmp_path, **usual)
+    read = runs.recipe(tmp_path, **usual, vllm_hidden_states=str(tmp_path / "states"))
+    online = runs.recipe(tmp_path, **usual)
     (tmp_path / "r.toml").write_text(read.toml())
-    states = ["states", "--recipe", str(tmp_path / "r.toml")]
+    states = ["hidden-states", "--recipe", str(tmp_path / "r.toml")]
     _, _, *told = shlex.split(CliRunner().invoke(app, states).output)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -87,7 +87,7 @@ def test_vllm_keeps_what_the_target_says(tmp_path: Path, monkeypatch: pytest.Mon
         OnlineHiddenStates(target, AUX_LAYER_IDS),
     )
     source.check(examples)
-    for batch in pack(examples, 150, max_length=LONGEST):
+    for batch in pack(examples, 150, max_seq_len=LONGEST):
         theirs, ours = source.states(batch), online.states(batch)
         torch.testing.assert_close(theirs.hidden_ND, ours.hidden_ND, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(theirs.aux_hidden_states_NX, ours.aux_hidden_states_NX, rtol=1e-4, atol=1e-4)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from peagle.errors import UserError
-from peagle.training.distributed import DistributedContext, shard
+from peagle.training.distributed import DistributedContext, shard_target
 from peagle.training.resume import RunFolder
 from peagle.training.run import load_training_inputs
 
@@ -58,10 +58,10 @@ def trained(home: Path, name: str, ranks: int, **settings: Any) -> list[dict[str
         {
             "shard_target": True,
             "optimizer": "muon",
-            "accumulate": 2,
-            "held_out": 4,
-            "measure_every": 2,
-            "measure_tokens": 20,
+            "gradient_accumulation_steps": 2,
+            "validation_size": 4,
+            "validation_every": 2,
+            "validation_tokens": 20,
             "init": str(pairs.drafter_folder("p-eagle-1")),
             "fc_norm": False,
         },
@@ -71,46 +71,48 @@ def trained(home: Path, name: str, ranks: int, **settings: Any) -> list[dict[str
 def test_two_are_one(home: Path, settings: dict[str, Any]) -> None:
     name, each = "-".join(["two", *settings]), settings.get("accumulate", 1)
     first, second = trained(home, name, 2, **settings)
-    (alone,) = trained(home, f"{name}-alone", 1, **{**settings, "accumulate": 2 * each, "shard_target": False})
+    (alone,) = trained(
+        home, f"{name}-alone", 1, **{**settings, "gradient_accumulation_steps": 2 * each, "shard_target": False}
+    )
     assert torch.equal(first["gradients"], second["gradients"]) and torch.equal(first["weights"], second["weights"])
     assert alone["gradients"].shape == first["gradients"].shape == (STEPS, len(first["weights"]))
     for step, (got, want) in enumerate(zip(first["gradients"], alone["gradients"], strict=True)):
         largest = float(want.abs().max())
         assert largest > 0.01 and torch.allclose(got, want, rtol=1e-4, atol=1e-6 * largest), step
     lines, wanted = runs.lines(home / name), runs.lines(home / f"{name}-alone")
-    for key in ("kind", "rows_by_depth", "tokens"):
+    for key in ("kind", "positions_by_depth", "tokens"):
         assert [line.get(key) for line in lines] == [line.get(key) for line in wanted]
     for key in ("loss", "acceptance", "by_position"):
         got, want = ([line[key] for line in some if key in line] for some in (lines, wanted))
         assert got == (pytest.approx(want, rel=1e-5) if key == "loss" else want)
-    lengths = [line["acceptance"] for line in lines if line["kind"] == "measure"]
+    lengths = [line["acceptance"] for line in lines if line["kind"] == "validation"]
     assert len(lengths) == (2 if "held_out" in settings else 0) and all(1.3 < length < 4 for length in lengths)
-    both = [RunFolder(home / folder).standing() for folder in (name, f"{name}-alone")]
+    both = [RunFolder(home / folder).read_state() for folder in (name, f"{name}-alone")]
     assert both[0].cursor == both[1].cursor and both[0].batches == both[1].batches == 2 * each * STEPS
     assert both[0].best_step == both[1].best_step
 
 
 def test_one_fills_the_cache_and_the_other_reads_it(home: Path) -> None:
     cache = str(home / "cache")
-    first, second = together(home, "cached", 2, cache=cache, steps=1)
+    first, second = together(home, "cached", 2, hidden_states_cache=cache, steps=1)
     assert "1 of 1 shards" in first and "cache" not in second
     (home / "cache" / "aux_hidden_states-00000.safetensors").write_bytes(b"cut")
-    first, second = together(home, "cached-again", 2, cache=cache, steps=1)
+    first, second = together(home, "cached-again", 2, hidden_states_cache=cache, steps=1)
     assert "damaged or missing" in first and "cache" not in second
 
 
 def test_a_target_too_large_to_measure_with(home: Path) -> None:
     """The run goes on without, and says so once."""
-    said = together(home, "crowded", 2, "--room", str(4 << 30), shard_target=True, held_out=4, steps=1)
+    said = together(home, "crowded", 2, "--room", str(4 << 30), shard_target=True, validation_size=4, steps=1)
     # of each of 5 layers: q, k, v and output of 64 x (256 + 128), three of 64 x 160, in fp32
     told = "acceptance is not measured, and the newest drafter is kept: that takes the whole target on one GPU, 1.11 MB"
     assert told in said[0] and "acceptance" not in said[1]
     assert [line["kind"] for line in runs.lines(home / "crowded")] == ["step"]
-    assert RunFolder(home / "crowded").standing().best_step is None and (home / "crowded" / "config.json").exists()
+    assert RunFolder(home / "crowded").read_state().best_step is None and (home / "crowded" / "config.json").exists()
 
 
 def test_what_cannot_be_shared(home: Path) -> None:
     with pytest.raises(UserError, match="--shard-target: there is one process"):
-        shard(None, DistributedContext())  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="--cache kept: one process fills it, .* --shard-target"):
-        load_training_inputs(runs.recipe(home, shard_target=True, cache="kept"))
+        shard_target(None, DistributedContext())  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="--hidden-states-cache kept: one process fills it, .* --shard-target"):
+        load_training_inputs(runs.recipe(home, shard_target=True, hidden_states_cache="kept"))

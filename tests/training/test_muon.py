@@ -14,7 +14,7 @@ from torch import Tensor
 from peagle.config import TrainConfig
 from peagle.errors import UserError
 from peagle.models.drafter import Drafter
-from peagle.training.muon import orthogonalised, stacked
+from peagle.training.muon import orthogonalize, stack_by_shape
 from peagle.training.optimizer import Optimizer
 from peagle.training.run import train
 
@@ -31,9 +31,9 @@ def test_singular_values_become_one(precision: torch.dtype) -> None:
     rng = torch.Generator().manual_seed(0)
     for shape in SHAPES:
         x = torch.randn(4, *shape, generator=rng) * torch.tensor([1e-12, 1e-3, 1.0, 1e6])[:, None, None]
-        values = torch.linalg.svdvals(orthogonalised(x, precision).float())
+        values = torch.linalg.svdvals(orthogonalize(x, precision).float())
         assert 0.67 < values.min() and values.max() < 1.15, shape
-    assert not orthogonalised(torch.zeros(1, 4, 6), precision).any()
+    assert not orthogonalize(torch.zeros(1, 4, 6), precision).any()
 
 
 def test_singular_vectors_stay() -> None:
@@ -43,13 +43,13 @@ def test_singular_vectors_stay() -> None:
     s = s / x.flatten(1).norm(dim=1, keepdim=True)
     for _ in range(5):
         s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
-    assert torch.allclose(orthogonalised(x, torch.float64), u @ torch.diag_embed(s) @ v, atol=1e-10)
+    assert torch.allclose(orthogonalize(x, torch.float64), u @ torch.diag_embed(s) @ v, atol=1e-10)
 
 
 def test_stacks() -> None:
     """The example of the module's docstring."""
     qkv, other = torch.zeros(16, 6), torch.zeros(6, 8)
-    stacks = stacked([*qkv.split([8, 4, 4]), other])
+    stacks = stack_by_shape([*qkv.split([8, 4, 4]), other])
     assert {shape: len(views) for shape, views in stacks.items()} == {(6, 8): 2, (4, 6): 2}
 
 
@@ -89,7 +89,9 @@ def maps_of(name: str, matrix: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize(("clip", "table_share"), [(0.0, 1.0), (3.0, 1.0), (0.0, 0.1)])
 def test_steps_are_each_maps_own(clip: float, table_share: float) -> None:
     ours, theirs = drafter(0), drafter(0)
-    cfg = TrainConfig(optimizer="muon", clip=clip, weight_decay=0.3, beta1=0.8, beta2=0.9, table_share=table_share)
+    cfg = TrainConfig(
+        optimizer="muon", max_grad_norm=clip, weight_decay=0.3, beta1=0.8, beta2=0.9, table_share=table_share
+    )
     optimizer = Optimizer(ours, cfg)
     names = dict(theirs.named_parameters())
     kinds = ("fc.", "qkv_proj", "o_proj", "gate_up_proj", "down_proj")
@@ -182,7 +184,7 @@ def test_it_learns_faster_than_adamw(home: Path) -> None:
 
     def last_loss(optimizer: str) -> float:
         out = home / f"learns-{optimizer}"
-        train(runs.recipe(home, optimizer=optimizer, steps=60, lr=5e-3, log_every=20, chunk_rows="auto"), out, "cpu")
+        train(runs.recipe(home, optimizer=optimizer, steps=60, lr=5e-3, log_every=20, chunk_size="auto"), out, "cpu")
         return runs.lines(out)[-1]["loss"]
 
     assert last_loss("muon") < 0.97 * last_loss("adamw")

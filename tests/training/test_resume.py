@@ -34,7 +34,7 @@ def straight(home: Path) -> Path:
     """20 steps in one go."""
     torch.set_num_threads(1)
     outcome = train(runs.recipe(home), home / "straight", "cpu")
-    assert outcome.finished and outcome.standing.step == 20
+    assert outcome.finished and outcome.state.step == 20
     assert [line["step"] for line in runs.lines(home / "straight")] == [3, 6, 9, 12, 15, 18, 20]
     return home / "straight"
 
@@ -57,7 +57,7 @@ def test_killed_in_a_save_and_in_a_step(home: Path, straight: Path) -> None:
     process.kill()
     process.wait()
     folder = RunFolder(out)
-    assert folder.newest() == folder.inner / "step-00000009-0"
+    assert folder.newest_state() == folder.inner / "step-00000009-0"
     assert [line["step"] for line in runs.lines(out)] == [3, 6, 9]
 
     process = runs.start(recipe, out, "--slow", "0.2")
@@ -81,13 +81,13 @@ def test_asked_to_stop(home: Path, straight: Path) -> None:
     assert process.wait() == 0
     said = process.said()
     assert '"finished": false' in said and "stopping after this step" in said
-    newest = RunFolder(out).newest()
+    newest = RunFolder(out).newest_state()
     assert newest is not None and 3 <= int(newest.name.split("-")[1]) < 20
     # what is there is a checkpoint already
     load_drafter(out, load_decoder(runs.target_folder(home)))
     assert train(runs.recipe(home), out, "cpu").finished
     check_same(out, straight)
-    assert train(runs.recipe(home), out, "cpu").standing.step == 20  # nothing is left to do
+    assert train(runs.recipe(home), out, "cpu").state.step == 20  # nothing is left to do
     check_same(out, straight)
 
 
@@ -119,7 +119,7 @@ def test_full_disk(home: Path, level: Path) -> None:
             train(recipe, out, "cpu")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert RunFolder(out).newest() == RunFolder(out).inner / "step-00000003-0"
+    assert RunFolder(out).newest_state() == RunFolder(out).inner / "step-00000003-0"
     assert not list(RunFolder(out).inner.glob("unfinished*"))
     assert train(recipe, out, "cpu").finished
     check_same(out, level)
@@ -128,8 +128,8 @@ def test_full_disk(home: Path, level: Path) -> None:
 def test_paused(home: Path) -> None:
     """A process with no time left takes one step, saves, and says that it is not the end."""
     outcome = train(runs.recipe(home), home / "paused", "cpu", stop_after=0.0)
-    assert (outcome.standing.step, outcome.finished) == (1, False)
-    assert RunFolder(home / "paused").standing() == outcome.standing
+    assert (outcome.state.step, outcome.finished) == (1, False)
+    assert RunFolder(home / "paused").read_state() == outcome.standing
 
 
 def test_another_run_is_refused(home: Path, straight: Path) -> None:
@@ -207,7 +207,7 @@ def write_version(folder: RunFolder, version: int) -> None:
 
 def seen_version(folder: RunFolder) -> tuple[int, int]:
     """Of the state and of the checkpoint on top, as the next process finds them; each must be of one piece."""
-    folder.tidy()
+    folder.recover()
     found = folder.load(LAYOUT)
     assert found is not None
     standing, tensors = found

@@ -35,7 +35,7 @@ from peagle.training.cod_sampling import CodPositions, sample_cod_positions, sam
 from peagle.training.distributed import DistributedContext
 from peagle.training.drafter_init import TokenCounts, create_drafter
 from peagle.training.hidden_states.online import OnlineHiddenStates
-from peagle.training.optimizer import Optimizer, is_decayed, lay_out
+from peagle.training.optimizer import Optimizer, is_decayed, plan_flat_buffer
 from peagle.training.resume import RunFolder, TrainingState
 from peagle.training.run import train, write_drafter
 from peagle.training.schedule import Schedule
@@ -56,7 +56,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_layout() -> None:
     """The example of the module's docstring."""
-    pieces, size = lay_out([("b", (2,)), ("A", (2, 3))], align=4)
+    pieces, size = plan_flat_buffer([("b", (2,)), ("A", (2, 3))], align=4)
     assert [(p.name, p.start, p.size) for p in pieces] == [("A", 0, 6), ("b", 8, 2)]
     boundary = next(p.start for p in pieces if not is_decayed(p.name, p.shape))
     assert (boundary, size) == (8, 12)
@@ -80,7 +80,7 @@ def small(seed: int, dtype: torch.dtype) -> Small:
 @pytest.mark.parametrize("clip", [0.0, 0.5])
 def test_steps_are_adamws(clip: float) -> None:
     """Parameter by parameter, with the decay where it belongs, against one flat buffer."""
-    cfg = TrainConfig(clip=clip, weight_decay=0.3, beta1=0.8, beta2=0.9)
+    cfg = TrainConfig(max_grad_norm=clip, weight_decay=0.3, beta1=0.8, beta2=0.9)
     ours, theirs = small(0, torch.float64), small(0, torch.float64)
     optimizer = Optimizer(ours, cfg)
     decayed = [theirs.fc.weight]
@@ -108,7 +108,7 @@ def test_steps_are_adamws(clip: float) -> None:
 
 def test_bf16_has_exact_masters() -> None:
     """Gradients of many chunks are summed in fp32, steps too small for bf16 add up, and what is saved is all."""
-    cfg = TrainConfig(clip=0.0, weight_decay=0.0)
+    cfg = TrainConfig(max_grad_norm=0.0, weight_decay=0.0)
     module = small(0, torch.bfloat16)
     optimizer = Optimizer(module, cfg)
     weight = module.fc.weight
@@ -144,7 +144,7 @@ def test_bf16_has_exact_masters() -> None:
 
 def test_schedules() -> None:
     def rates(decay: str, steps: int = 100) -> list[float]:
-        schedule = Schedule.of(TrainConfig(lr=1.0, warmup=10, decay=decay, steps=steps), 1.0)  # type: ignore[arg-type]
+        schedule = Schedule.from_config(TrainConfig(lr=1.0, warmup_steps=10, decay=decay, steps=steps), 1.0)  # type: ignore[arg-type]
         return [schedule.rate(s, schedule.done(s, 0.0)) for s in range(steps)]
 
     assert rates("constant") == [min(1.0, (s + 1) / 10) for s in range(100)]
@@ -160,7 +160,7 @@ def test_warm_up_is_a_tenth_at_most() -> None:
 
     def full_at(seconds_per_step: float, **length: float) -> int:
         """The first step, counted from 1, that has the whole rate; before it the rate only rises."""
-        schedule = Schedule.of(TrainConfig(lr=1.0, warmup=100, decay="constant", **length), 1.0)  # type: ignore[arg-type]
+        schedule = Schedule.from_config(TrainConfig(lr=1.0, warmup_steps=100, decay="constant", **length), 1.0)  # type: ignore[arg-type]
         rates = [schedule.rate(s, schedule.done(s, s * seconds_per_step)) for s in range(200)]
         assert rates == sorted(rates) and rates[0] > 0.0 and rates[-1] == 1.0
         return rates.index(1.0) + 1
@@ -174,12 +174,12 @@ def test_warm_up_is_a_tenth_at_most() -> None:
 
 def test_lengths() -> None:
     """By steps, by minutes, by epochs; of several the first that is over."""
-    both = Schedule.of(TrainConfig(steps=100, minutes=2.0), 7.0)
+    both = Schedule.from_config(TrainConfig(steps=100, minutes=2.0), 7.0)
     assert [both.done(50, 0), both.done(0, 30), both.done(50, 90), both.done(101, 0)] == [0.5, 0.25, 0.75, 1.0]
-    assert Schedule.of(TrainConfig(epochs=2.5), 7.0).steps == 18
-    assert Schedule.of(TrainConfig(), 7.0).steps == 28
-    assert Schedule.of(TrainConfig(epochs=2, steps=5), 7.0).steps == 5
-    timed = Schedule.of(TrainConfig(minutes=1.0, lr=1.0, warmup=0, decay="linear"), 7.0)
+    assert Schedule.from_config(TrainConfig(epochs=2.5), 7.0).steps == 18
+    assert Schedule.from_config(TrainConfig(), 7.0).steps == 28
+    assert Schedule.from_config(TrainConfig(epochs=2, steps=5), 7.0).steps == 5
+    timed = Schedule.from_config(TrainConfig(minutes=1.0, lr=1.0, warmup_steps=0, decay="linear"), 7.0)
     assert timed.steps is None and timed.rate(3, timed.done(3, 30.0)) == pytest.approx(0.51)
 
 
@@ -204,9 +204,9 @@ def oracle_loss(
                     asked.add((a - start, d))
             chains.sort(key=lambda c: (c[1], c[0]))
             laid = dense.DensePositions(torch.tensor([a for a, _ in chains]), torch.tensor([d for _, d in chains]))
-            hidden, aux_hidden_states = dense.read_target(target, tokens, drafter.cfg.aux_layer_ids)
-            said = dense.drafter_states(drafter, tokens, aux_hidden_states, laid)
-            losses = dense.row_losses(drafter, said, target.compute_logits(hidden[:, laid.position_R + 1]))[0]
+            hidden, aux_hidden_states = dense.compute_target_states(target, tokens, drafter.cfg.aux_layer_ids)
+            said = dense.compute_drafter_outputs(drafter, tokens, aux_hidden_states, laid)
+            losses = dense.position_losses(drafter, said, target.compute_logits(hidden[:, laid.position_R + 1]))[0]
             for chain, row_loss in zip(chains, losses, strict=True):
                 if chain in asked:
                     sums[chain[1]] = sums[chain[1]] + row_loss
@@ -217,33 +217,45 @@ def oracle_loss(
 @pytest.mark.parametrize("settings", [{"method": "p-eagle"}, {"method": "eagle3", "own_embeddings": True}])
 def test_steps_are_the_oracles(home: Path, settings: dict[str, Any]) -> None:
     """Three steps of two batches each: gradients through the dense path, then torch's AdamW."""
-    usual = {"dtype": "float64", "objective": "ce", "accumulate": 2, "steps": 3, "depth_decay": 0.7, "warmup": 1}
+    usual = {
+        "dtype": "float64",
+        "objective": "ce",
+        "gradient_accumulation_steps": 2,
+        "steps": 3,
+        "depth_decay": 0.7,
+        "warmup_steps": 1,
+    }
     recipe = runs.recipe(home, **settings, **usual)
     out = home / f"oracle-{settings['method']}"
     assert train(recipe, out, "cpu").finished
     cfg = recipe.train
     target = load_decoder(runs.target_folder(home), torch.float64)
     rows = load_responses(recipe.data, None, pairs.VOCAB)
-    drafter = create_drafter(cfg, target, None, (), TokenCounts.of(rows, pairs.VOCAB))
+    drafter = create_drafter(cfg, target, None, (), TokenCounts.from_dataset(rows, pairs.VOCAB))
     decayed = [p for n, p in drafter.named_parameters() if p.dim() == 2 and "embed" not in n]
     rest = [p for n, p in drafter.named_parameters() if p.dim() != 2 or "embed" in n]
     reference = torch.optim.AdamW(
         [{"params": decayed, "weight_decay": cfg.weight_decay}, {"params": rest, "weight_decay": 0.0}],
         betas=(cfg.beta1, cfg.beta2),
     )
-    stream = batches(rows, cfg.batch_tokens, cfg.seed, max_length=cfg.max_length)
+    stream = batches(rows, cfg.batch_tokens, cfg.seed, max_seq_len=cfg.max_seq_len)
     weights = [w / (1 + 0.7 + 0.49) for w in (1, 0.7, 0.49)]
     logged = []
     for step in range(3):
         work = []
         for i in range(2):
             batch, _ = next(stream)
-            work.append((batch, sample_cod_positions(batch, 3, cfg.rate, sampling_generator(cfg.seed, 2 * step + i))))
+            work.append(
+                (
+                    batch,
+                    sample_cod_positions(batch, 3, cfg.down_sample_ratio, sampling_generator(cfg.seed, 2 * step + i)),
+                )
+            )
         loss = oracle_loss(drafter, target, work, weights)
         loss.backward()
         logged.append(float(loss.detach()))
-        torch.nn.utils.clip_grad_norm_(drafter.parameters(), cfg.clip)
-        lr = cfg.lr * min(1, (step + 1) / cfg.warmup) * (0.02 + 0.49 * (1 + math.cos(math.pi * step / 3)))
+        torch.nn.utils.clip_grad_norm_(drafter.parameters(), cfg.max_grad_norm)
+        lr = cfg.lr * min(1, (step + 1) / cfg.warmup_steps) * (0.02 + 0.49 * (1 + math.cos(math.pi * step / 3)))
         for group in reference.param_groups:
             group["lr"] = lr
         reference.step()
@@ -254,7 +266,7 @@ def test_steps_are_the_oracles(home: Path, settings: dict[str, Any]) -> None:
             name
         )  # AdamW magnifies rounding where gradients vanish
     (line,) = runs.lines(out)
-    assert line["rows_by_depth"][0] > line["rows_by_depth"][1] > line["rows_by_depth"][2] > 0
+    assert line["positions_by_depth"][0] > line["positions_by_depth"][1] > line["positions_by_depth"][2] > 0
     assert line["step"] == 3 and min(logged) <= line["loss"] <= max(logged)
 
 
@@ -264,9 +276,9 @@ def test_steps_are_the_oracles(home: Path, settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"method": "eagle3", "checkpoint_layers": True, "init": "random"},
-        {"layers": 2, "own_embeddings": True, "own_head": True, "objective": "kl"},
-        {"draft_vocab": 30, "fc_norm": False, "chunk_rows": "auto"},
+        {"method": "eagle3", "activation_checkpointing": True, "init": "random"},
+        {"num_layers": 2, "own_embeddings": True, "own_head": True, "objective": "kl"},
+        {"draft_vocab_size": 30, "fc_norm": False, "chunk_size": "auto"},
     ],
 )
 def test_it_learns(home: Path, settings: dict[str, Any]) -> None:
@@ -279,13 +291,13 @@ def test_it_learns(home: Path, settings: dict[str, Any]) -> None:
     cfg = recipe.train
     assert trained_num_speculative_tokens(out) == 3 and drafter.cfg.parallel == (cfg.method == "p-eagle")
     assert (drafter.cfg.num_layers, drafter.cfg.own_embeddings) == (cfg.num_layers, cfg.own_embeddings)
-    assert drafter.cfg.own_head == (cfg.own_head or cfg.draft_vocab is not None)
-    assert (drafter.d2t is not None) == (cfg.draft_vocab is not None)
+    assert drafter.cfg.own_head == (cfg.own_head or cfg.draft_vocab_size is not None)
+    assert (drafter.d2t is not None) == (cfg.draft_vocab_size is not None)
 
 
 def test_bf16_run(home: Path) -> None:
     """One step: the checkpoint is bf16, the state has fp32 masters that round to it."""
-    train(runs.recipe(home, dtype="bfloat16", steps=1, depths=2, batch_tokens=64), home / "bf16", "cpu")
+    train(runs.recipe(home, dtype="bfloat16", steps=1, num_depths=2, batch_tokens=64), home / "bf16", "cpu")
     tensors = load_file(home / "bf16" / "model.safetensors")
     assert {x.dtype for x in tensors.values()} == {torch.bfloat16}
     masters = runs.saved(home / "bf16")["masters"]
@@ -303,12 +315,12 @@ def trainer(home: Path, out: Path, lengths: list[float], **settings: Any) -> Tra
     cfg = runs.recipe(home, **settings).train
     target = load_decoder(runs.target_folder(home))
     rows = load_responses(runs.recipe(home).data, None, pairs.VOCAB)
-    drafter = create_drafter(cfg, target, None, (), TokenCounts.of(rows, pairs.VOCAB))
+    drafter = create_drafter(cfg, target, None, (), TokenCounts.from_dataset(rows, pairs.VOCAB))
     folder = RunFolder(out)
     folder.create()
 
     def stream(start: BatchCursor) -> Iterator[tuple[PackedBatch, BatchCursor]]:
-        return batches(rows, cfg.batch_tokens, cfg.seed, start, max_length=cfg.max_length)
+        return batches(rows, cfg.batch_tokens, cfg.seed, start, max_seq_len=cfg.max_seq_len)
 
     def write_checkpoint(into: Path, standing: TrainingState, measured: ValidationAcceptance | None) -> None:
         write_drafter(into, drafter, 3)
@@ -320,35 +332,46 @@ def trainer(home: Path, out: Path, lengths: list[float], **settings: Any) -> Tra
         target=target,
         hidden_states=OnlineHiddenStates(target, drafter.cfg.aux_layer_ids),
         stream=stream,
-        schedule=Schedule.of(cfg, 1.0),
+        schedule=Schedule.from_config(cfg, 1.0),
         folder=folder,
         world=DistributedContext(),
         measure=lambda _: counts(next(told)),
         write_checkpoint=write_checkpoint,
-        chunk_rows=32,
+        chunk_size=32,
     )
     return Trainer(parts, cfg)
 
 
 def test_the_best_is_kept_not_the_last(home: Path) -> None:
     out = home / "best"
-    standing = trainer(home, out, [1.2, 1.5, 1.4, 1.1], steps=8, measure_every=2).run()
+    standing = trainer(home, out, [1.2, 1.5, 1.4, 1.1], steps=8, validation_every=2).run()
     assert (standing.best_step, standing.best_acceptance) == (4, 1.5)
     assert (out / "step").read_text() == "4"
-    measured = [(line["step"], line["best"]) for line in runs.lines(out) if line["kind"] == "measure"]
+    measured = [(line["step"], line["best"]) for line in runs.lines(out) if line["kind"] == "validation"]
     assert measured == [(2, True), (4, True), (6, False), (8, False)]
     # the state is the last step's all the same, and a longer run knows what it has to beat
-    again = trainer(home, out, [1.45, 1.6], steps=12, measure_every=2).run()
+    again = trainer(home, out, [1.45, 1.6], steps=12, validation_every=2).run()
     assert (again.best_step, (out / "step").read_text()) == (12, "12")
 
 
 def test_not_a_number(home: Path) -> None:
     """It stops at the next line of the log, names step and rows, and leaves the state before it."""
     out = home / "nan"
-    good = trainer(home, out, [], steps=2, warmup=0, decay="constant", measure_every=0)
+    good = trainer(home, out, [], steps=2, warmup_steps=0, decay="constant", validation_every=0)
     good.parts = replace(good.parts, measure=None)
     good.run()
-    bad = trainer(home, out, [], steps=9, warmup=0, decay="constant", lr=1e30, clip=0.0, weight_decay=0.0, log_every=8)
+    bad = trainer(
+        home,
+        out,
+        [],
+        steps=9,
+        warmup_steps=0,
+        decay="constant",
+        lr=1e30,
+        max_grad_norm=0.0,
+        weight_decay=0.0,
+        log_every=8,
+    )
     with pytest.raises(UserError) as caught:
         bad.run()
     said = str(caught.value)
@@ -356,9 +379,9 @@ def test_not_a_number(home: Path) -> None:
     assert said.startswith("step 4: the gradient is not finite; rows of its batch: r") and "--lr" in said
     names = [name.strip() for name in said.split("batch: ")[1].split(";")[0].split(",")]
     data = load_responses(runs.recipe(home).data, None, pairs.VOCAB)
-    wanted = [batch for (batch, _), _ in zip(batches(data, 96, 0, max_length=64), range(4), strict=False)][3]
+    wanted = [batch for (batch, _), _ in zip(batches(data, 96, 0, max_seq_len=64), range(4), strict=False)][3]
     assert names == list(wanted.row_ids)
-    newest = RunFolder(out).newest()
+    newest = RunFolder(out).newest_state()
     assert newest is not None and newest.name.startswith("step-00000002") and str(newest) in said
     assert all(x.isfinite().all() for x in runs.saved(out).values())
 
@@ -366,7 +389,11 @@ def test_not_a_number(home: Path) -> None:
 def test_a_run_that_cannot_measure_says_so(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of the 256 positions that the target has, answers would leave 6 for a prompt."""
     for held_out, told in ((4, 1), (0, 0)):
-        train(runs.recipe(home, steps=1, held_out=held_out, measure_tokens=250), home / f"blind-{held_out}", "cpu")
+        train(
+            runs.recipe(home, steps=1, validation_size=held_out, validation_tokens=250),
+            home / f"blind-{held_out}",
+            "cpu",
+        )
         said = (
             "acceptance is not measured, and the newest drafter is kept: no held-out prompt is there, or short enough"
         )
@@ -377,20 +404,23 @@ def test_tensorboard_shows_the_log(home: Path, monkeypatch: pytest.MonkeyPatch) 
     """Each step once, also where a run went on from a step before the last that was told."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    out, settings = home / "board", {"log_every": 1, "measure_every": 2, "decay": "constant", "warmup": 0}
+    out, settings = (
+        home / "board",
+        {"log_every": 1, "validation_every": 2, "lr_schedule": "constant", "warmup_steps": 0},
+    )
     trainer(home, out, [1.2], steps=2, **settings).run()
-    state = RunFolder(out).newest()
+    state = RunFolder(out).newest_state()
     assert state is not None
     kept = shutil.copytree(state, home / "board-kept")
     trainer(home, out, [1.5, 1.4], steps=5, **settings).run()
-    newest = RunFolder(out).newest()
+    newest = RunFolder(out).newest_state()
     assert newest is not None and newest != state
     shutil.rmtree(newest)  # as if it had been killed before it was saved
     kept.rename(state)
     trainer(home, out, [1.6, 1.3], steps=6, **settings).run()
 
     shown = EventAccumulator(str(out / ".training" / "tensorboard")).Reload()
-    lines = resume.log_lines(out / "log.jsonl")
+    lines = resume.read_log(out / "log.jsonl")
     steps = [line for line in lines if line["kind"] == "step"]
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
     want = {name: [line[name] for line in steps] for name in ("loss", "lr", "grad_norm", "tokens_per_second")}
@@ -415,13 +445,13 @@ def test_portions_do_not_depend_on_ranks(home: Path) -> None:
 
     def portions(cfg: TrainConfig, rank: int, size: int) -> list[tuple[PackedBatch, CodPositions]]:
         def stream(start: BatchCursor) -> Iterator[tuple[PackedBatch, BatchCursor]]:
-            return batches(rows, cfg.batch_tokens, 0, start, max_length=64, rank=rank, world_size=size)
+            return batches(rows, cfg.batch_tokens, 0, start, max_seq_len=64, rank=rank, world_size=size)
 
         feed = StepLoader(stream, cfg, DistributedContext(rank, size), TrainingState())
         with feed.running() as ready:
             return [pair for _ in range(15) for pair in next(ready).batches]  # over the end of an epoch
 
-    alone = portions(runs.recipe(home, accumulate=2).train, 0, 1)
+    alone = portions(runs.recipe(home, gradient_accumulation_steps=2).train, 0, 1)
     both = [portions(runs.recipe(home).train, rank, 2) for rank in (0, 1)]
     for i, (batch, drawn) in enumerate(alone):
         other, other_rows = both[i % 2][i // 2]
@@ -435,8 +465,10 @@ def test_from_prompts_to_a_measured_drafter(tmp_path: Path) -> None:
     (tmp_path / "prompts.jsonl").write_text("".join(lines))
     out = tmp_path / "out"
     asked = f"fit {tmp_path / 'prompts.jsonl'} --out {out} -t {target} --device cpu --max-tokens 24 --steps 6"
-    asked += " --batch-tokens 200 --max-length 100 --depths 3 --layers 1 --aux-layer-ids 1,2,4 --held-out 4"
-    asked += " --measure-tokens 16 --log-every 4 --mask-token 150 --measure-every 3"
+    asked += (
+        " --batch-tokens 200 --max-seq-len 100 --num-depths 3 --num-layers 1 --aux-layer-ids 1,2,4 --validation-size 4"
+    )
+    asked += " --validation-tokens 16 --log-every 4 --mask-token 150 --validation-every 3"
     asked += " --by-reach --by-start --sharpen 2"
     refused = CliRunner().invoke(app, f"{asked} --samples 2 --vary 4".split())
     assert "--vary 4: this chat template puts nothing behind a user's turn" in str(refused.exception)

@@ -1,10 +1,10 @@
-"""What the target says at each token of a packed batch: its final hidden states and its aux_hidden_states.
+"""Hidden states of the target for a packed batch: the final ones, and the auxiliary ones the drafter reads.
 
-`OnlineHiddenStates` runs the target with the drafter and stores nothing; `cache` keeps them on disk, `vllm_files` reads
-those that vLLM stored. Knows nothing about drafters or losses.
+`OnlineHiddenStates` runs the target in every step and stores nothing. `cache` stores hidden states on disk,
+`vllm_files` reads those that vLLM stored.
 
-Worked example: two documents, of 3 and 2 tokens, in one batch. What row i of the target sees, in a layer without a
-window and in one with a window of 2:
+Worked example: two documents, of 3 and 2 tokens, in one batch. The range of rows that each row attends to, in a layer
+without a window and in one with a window of 2:
 
     index       0  1  2  3  4
     start       0  0  0  3  3
@@ -13,8 +13,8 @@ window and in one with a window of 2:
     low, 2      0  0  1  3  3      a window of 2: the token itself and the one before it
     high        1  2  3  4  5
 
-Shapes: N tokens of a packed batch, D target width, X tap width (aux_hidden_states * D), H heads, G key/value heads,
-d head width.
+Shapes: N tokens of a packed batch, D target width, X width of all auxiliary hidden states, H heads, G key/value heads,
+d head dimension.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ from peagle.models.decoder import Decoder
 
 @dataclass(frozen=True)
 class TargetHiddenStates:
-    """On the device, one row for each token of a batch. Nothing in them asks for gradients."""
+    """On the device, one row per token of a batch, without gradients."""
 
-    hidden_ND: Tensor  # final ones, normed: what the target's head reads
-    aux_hidden_states_NX: Tensor  # the aux_hidden_states layers, side by side
+    hidden_ND: Tensor  # after the final norm: the input of the LM head
+    aux_hidden_states_NX: Tensor  # concatenated in the order of aux_layer_ids
 
 
 class HiddenStatesSource(Protocol):
     def states(self, batch: PackedBatch) -> TargetHiddenStates:
-        """The batch lies on the CPU."""
+        """Hidden states of a batch on the CPU."""
         ...
 
 
 @dataclass(frozen=True)
 class PackedDocument:
-    """One data row as it is trained on. Its tokens are its name: where they are equal, so are the states."""
+    """One data row, truncated as it is trained on. Equal tokens have equal hidden states, so their hash is its key."""
 
     row_id: str
     token_ids: NDArray[np.int32]
 
     @property
-    def name(self) -> str:
+    def key(self) -> str:
         return token_hash(self.token_ids)
 
 
@@ -66,24 +66,24 @@ def token_hash(token_ids: NDArray[np.int32]) -> str:
     return hashlib.blake2b(token_ids.astype(np.int32).tobytes(), digest_size=16).hexdigest()
 
 
-def documents(batch: PackedBatch) -> list[PackedDocument]:
-    """Of a batch on the CPU, in order."""
+def split_documents(batch: PackedBatch) -> list[PackedDocument]:
+    """The documents of a batch on the CPU, in order."""
     starts = batch.start_N.unique_consecutive()
     bounds = zip(batch.row_ids, starts.tolist(), batch.end_N[starts].tolist(), strict=True)
     token_N = batch.token_ids_N.int().numpy()
     return [PackedDocument(row_id, token_N[start:end]) for row_id, start, end in bounds]
 
 
-def documents_in_order(packing: PackedEpoch) -> Iterator[PackedDocument]:
-    """The rows of a packing in the order of the data, cut as they are in its batches."""
-    own = packing.examples
-    for e in own.chosen.tolist():
-        begin = packing.begin_E[e]
-        yield PackedDocument(own.row_ids[e], own.token_T[begin : begin + packing.length_E[e]])
+def documents_in_order(epoch: PackedEpoch) -> Iterator[PackedDocument]:
+    """The documents of an epoch in the order of the data."""
+    dataset = epoch.dataset
+    for e in dataset.selected.tolist():
+        begin = epoch.begin_E[e]
+        yield PackedDocument(dataset.row_ids[e], dataset.token_T[begin : begin + epoch.length_E[e]])
 
 
 class DocumentAttention:
-    """Attention of a packed batch: a row sees its own document up to itself, less where the layer has a window."""
+    """Causal attention within each document of a packed batch."""
 
     def __init__(self, start_N: Tensor) -> None:
         self.start_N = start_N
@@ -91,7 +91,7 @@ class DocumentAttention:
         self._ranges: dict[Window, KeyRanges] = {}
 
     def ranges(self, window: Window) -> KeyRanges:
-        """Made once for each window, so that layers share what the kernel finds out about it."""
+        """Cached per window, so that layers share the kernel's preparation."""
         if window not in self._ranges:
             low_N = self.start_N
             if window is not None:
@@ -113,7 +113,7 @@ class DocumentAttention:
 
 
 class OnlineHiddenStates:
-    """The target itself, asked anew for every batch."""
+    """Runs the target for every batch."""
 
     def __init__(self, target: Decoder, aux_layer_ids: Sequence[int]) -> None:
         assert aux_layer_ids and max(aux_layer_ids) <= target.cfg.num_layers, aux_layer_ids
@@ -123,7 +123,7 @@ class OnlineHiddenStates:
     def device(self) -> torch.device:
         return self.target.embed_tokens.weight.device
 
-    # not inference mode: what comes out of that may not be saved for a backward pass, which the aux_hidden_states are
+    # no_grad instead of inference mode: the drafter's backward pass saves the auxiliary hidden states
     @torch.no_grad()
     def states(self, batch: PackedBatch) -> TargetHiddenStates:
         moved = batch.to(self.device)
@@ -134,11 +134,11 @@ class OnlineHiddenStates:
 
 
 @torch.no_grad()
-def fingerprint(target: Decoder) -> str:
-    """Tells targets apart: shape and weights, and what the weights are kept in.
+def target_weights_hash(target: Decoder) -> str:
+    """A hash of the target's config, weights and dtypes.
 
-    Of every matrix the rows' and the columns' sums, over the numbers' bits as integers: exact, so the same on every
-    device, and as fast as the weights can be read.
+    Sums the bits of every matrix over rows and over columns as integers: exact, equal on every device, and as fast as
+    the weights can be read.
     """
     digest = hashlib.sha256(repr(target.cfg).encode())
     for name, weight in sorted(target.named_parameters()):

@@ -1,8 +1,7 @@
-"""Lets vLLM write the states of a data set: every row goes to a server as a prompt of its token ids.
+"""Lets vLLM servers write the hidden states of a dataset: sends every row as a prompt of its token ids.
 
-The servers run `extract_hidden_states` and write where this process sees it too (see `tap_vllm.py`, whose layout this
-is). Rows that have a file already are not sent again, so a run that was stopped goes on. Knows HTTP only through
-`EndpointGenerator`, and nothing about training.
+The servers run `extract_hidden_states` and write to a folder this process sees (layout: `vllm_files`). Rows that have a
+file are not sent, so a stopped run continues.
 """
 
 from __future__ import annotations
@@ -20,94 +19,97 @@ from peagle.errors import UserError
 from peagle.training.hidden_states.online import PackedDocument
 from peagle.training.hidden_states.vllm_files import HiddenStatesFiles
 
-TOLD_EVERY_S = 10.0
-LATE_S = 60.0  # until a file has come that was promised
+REPORT_INTERVAL_S = 10.0
+FILE_TIMEOUT_S = 60.0  # until the file of an answered request must exist
 
 
 class PrefillServer(EndpointGenerator):
-    """A server that reads a prompt of token ids. What it says to it does not matter."""
+    """Sends prompts of token ids for prefill; the generated token is ignored."""
 
     def _answer(self, request: GenerationRequest) -> GenerationResult:
-        asked = {"model": self.model, "prompt": request.prompt_token_ids, "max_tokens": 1, "temperature": 0.0}
-        self._call("POST", "/completions", asked)
+        body = {"model": self.model, "prompt": request.prompt_token_ids, "max_tokens": 1, "temperature": 0.0}
+        self._call("POST", "/completions", body)
         return GenerationResult(request.request_id, [])
 
 
-def serve_command(target: str, files: HiddenStatesFiles) -> str:
-    """A vLLM that writes what is asked for; several may write to one folder."""
-    layers = {"eagle_aux_hidden_state_layer_ids": list(files.layers)}
+def vllm_serve_command(target: str, files: HiddenStatesFiles) -> str:
+    """The command of a vLLM server that writes these hidden states; several may write to one folder."""
     speculative = {
         "method": "extract_hidden_states",
         "num_speculative_tokens": 1,
-        "draft_model_config": {"hf_config": layers},
+        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(files.layer_ids)}},
     }
     connector = {
         "kv_connector": "ExampleHiddenStatesConnector",
         "kv_role": "kv_producer",
         "kv_connector_extra_config": {"shared_storage_path": str(files.folder.resolve())},
     }
-    longest = str(files.max_length + 1)  # and the token that is said to it
+    max_model_len = str(files.max_seq_len + 1)  # the generated token included
     options = ["--speculative-config", json.dumps(speculative), "--kv-transfer-config", json.dumps(connector)]
-    return shlex.join(["vllm", "serve", target, "--max-model-len", longest, *options])
+    return shlex.join(["vllm", "serve", target, "--max-model-len", max_model_len, *options])
 
 
-def ask_states(
-    rows: ResponseDataset, files: HiddenStatesFiles, servers: Sequence[EndpointSettings], say: Callable[[str], None]
+def request_hidden_states(
+    dataset: ResponseDataset,
+    files: HiddenStatesFiles,
+    servers: Sequence[EndpointSettings],
+    report: Callable[[str], None],
 ) -> int:
-    """Sends what has no file yet, to each server as much as it takes; how many rows were sent."""
-    waiting = files.absent(rows)
-    say(f"{files.folder}: {len(rows) - len(waiting):,} of {len(rows):,} rows are there; {len(waiting):,} are asked for")
+    """Sends the rows without a file, spread over the servers, and waits for their files. Returns their number."""
+    waiting = files.missing(dataset)
+    num_done = len(dataset) - len(waiting)
+    report(f"{files.folder}: {num_done:,} of {len(dataset):,} rows have a file; sending {len(waiting):,}")
     if not waiting:
         return 0
-    sources = [PrefillServer(server) for server in servers]
+    generators = [PrefillServer(server) for server in servers]
     try:
-        _send(waiting, sources, say)
-        _await_files(rows, files, sources)
+        _send_rows(waiting, generators, report)
+        _wait_for_files(dataset, files, generators)
     finally:
-        for source in sources:
-            source.close()
+        for generator in generators:
+            generator.close()
     return len(waiting)
 
 
-def _send(waiting: list[PackedDocument], sources: list[PrefillServer], say: Callable[[str], None]) -> None:
-    sent = done = tokens = 0
-    began = told = time.monotonic()
-    while done < len(waiting):
-        for source in sources:
-            while sent < len(waiting) and source.num_free_slots > 0:
-                row = waiting[sent]
-                source.submit(GenerationRequest(sent, (), row.token_ids.tolist(), SamplingParams(max_tokens=1)))
-                sent += 1
-        for source in sources:
-            for answer in source.poll():
-                row = waiting[answer.request_id]
-                why = answer.rejected and f"{answer.rejected}: {answer.detail}" or answer.error
-                if why:
-                    raise UserError(f"--endpoint {source.settings.url}: row {row.row_id!r} was not read ({why})")
-                done, tokens = done + 1, tokens + len(row.token_ids)
-        if time.monotonic() - told > TOLD_EVERY_S:
-            told = time.monotonic()
-            say(f"{done:,} of {len(waiting):,} rows, {tokens / (told - began):,.0f} tokens/s")
+def _send_rows(rows: list[PackedDocument], generators: list[PrefillServer], report: Callable[[str], None]) -> None:
+    num_sent = num_done = num_tokens = 0
+    started = reported = time.monotonic()
+    while num_done < len(rows):
+        for generator in generators:
+            while num_sent < len(rows) and generator.num_free_slots > 0:
+                token_ids = rows[num_sent].token_ids.tolist()
+                generator.submit(GenerationRequest(num_sent, (), token_ids, SamplingParams(max_tokens=1)))
+                num_sent += 1
+        for generator in generators:
+            for result in generator.poll():
+                row = rows[result.request_id]
+                problem = result.rejected and f"{result.rejected}: {result.detail}" or result.error
+                if problem:
+                    raise UserError(f"--endpoint {generator.settings.url}: row {row.row_id!r} failed ({problem})")
+                num_done, num_tokens = num_done + 1, num_tokens + len(row.token_ids)
+        if time.monotonic() - reported > REPORT_INTERVAL_S:
+            reported = time.monotonic()
+            report(f"{num_done:,} of {len(rows):,} rows, {num_tokens / (reported - started):,.0f} tokens/s")
 
 
-def _await_files(rows: ResponseDataset, files: HiddenStatesFiles, sources: list[PrefillServer]) -> None:
-    """Servers write behind their answers, some of it only when they have something else to do."""
-    deadline = time.monotonic() + LATE_S
+def _wait_for_files(dataset: ResponseDataset, files: HiddenStatesFiles, generators: list[PrefillServer]) -> None:
+    """vLLM writes files after it answers, some only in a later step, so this sends short prompts meanwhile."""
+    deadline = time.monotonic() + FILE_TIMEOUT_S
     while True:
         try:
-            files.look()
-            missing = files.absent(rows)
-            why = f"{len(missing)} rows have no file there, the first is {missing[0].row_id!r}" if missing else ""
+            files.refresh()
+            missing = files.missing(dataset)
+            problem = f"{len(missing)} rows have no file, first {missing[0].row_id!r}" if missing else ""
         except UserError as error:
-            why = str(error)
-        if not why:
+            problem = str(error)
+        if not problem:
             return
         if time.monotonic() > deadline:
             raise UserError(
-                f"--vllm-states {files.folder}: all rows were read, but {why}; the servers must write to this folder, "
-                "on a disk that is shared with them"
+                f"--vllm-hidden-states {files.folder}: all rows were sent, but {problem}; the servers must write to "
+                "this folder on a shared disk"
             )
-        for source in sources:
-            source.submit(GenerationRequest(0, (), [1], SamplingParams(max_tokens=1)))
-            source.poll()
+        for generator in generators:
+            generator.submit(GenerationRequest(0, (), [1], SamplingParams(max_tokens=1)))
+            generator.poll()
         time.sleep(0.1)

@@ -31,7 +31,12 @@ from peagle.training import dense_reference as dense
 from peagle.training.hidden_states import cache as tap_cache
 from peagle.training.hidden_states import online as aux_hidden_states
 from peagle.training.hidden_states.cache import CachedDocument, HiddenStatesCache, plan_shards, prepare_cache
-from peagle.training.hidden_states.online import DocumentAttention, OnlineHiddenStates, TargetHiddenStates, fingerprint
+from peagle.training.hidden_states.online import (
+    DocumentAttention,
+    OnlineHiddenStates,
+    TargetHiddenStates,
+    target_weights_hash,
+)
 from peagle.training.hidden_states.vllm_files import VllmHiddenStates
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -88,7 +93,7 @@ def truth(
     target: Decoder, examples: list[TrainingExample], wanted: tuple[int, ...] = AUX_LAYER_IDS
 ) -> TargetHiddenStates:
     """Each document alone, by the oracle."""
-    each = [dense.read_target(target, torch.tensor([e.token_ids]), wanted) for e in examples]
+    each = [dense.compute_target_states(target, torch.tensor([e.token_ids]), wanted) for e in examples]
     return TargetHiddenStates(torch.cat([h[0] for h, _ in each]), torch.cat([t[0] for _, t in each]))
 
 
@@ -157,16 +162,16 @@ def test_online_is_the_oracles_reading_and_leaves_no_graph(target: Decoder) -> N
 
 
 def test_fingerprint(target: Decoder, half: Decoder) -> None:
-    own = fingerprint(target)
-    assert own == fingerprint(load_decoder(pairs.target_folder()))
+    own = target_weights_hash(target)
+    assert own == target_weights_hash(load_decoder(pairs.target_folder()))
     other = load_decoder(pairs.target_folder())
     weight = other.layers[3].mlp.down_proj.weight
     weight[[5, 9]] = weight[[9, 5]]
-    swapped = fingerprint(other)
+    swapped = target_weights_hash(other)
     weight[[5, 9]] = weight[[9, 5]]
-    assert fingerprint(other) == own
+    assert target_weights_hash(other) == own
     weight[5, 9] = torch.nextafter(weight[5, 9], torch.tensor(9.0))
-    assert len({own, swapped, fingerprint(other), fingerprint(half)}) == 4
+    assert len({own, swapped, target_weights_hash(other), target_weights_hash(half)}) == 4
 
 
 # The cache
@@ -253,7 +258,7 @@ def test_cache_gives_back_what_the_target_said(tmp_path: Path, half: Decoder) ->
         )
         want |= {e.row_id: (hidden, aux_hidden_states) for e, hidden, aux_hidden_states in parts}
     for epoch in range(3):  # whatever is beside a row
-        for batch in pack(arrays(data()), 130, epoch=epoch, max_length=LONGEST):
+        for batch in pack(arrays(data()), 130, epoch=epoch, max_seq_len=LONGEST):
             got = cache.states(batch)
             hidden, aux_hidden_states = (torch.cat(x) for x in zip(*(want[i] for i in batch.row_ids), strict=True))
             assert got.hidden_ND.dtype == torch.bfloat16
@@ -366,7 +371,9 @@ def test_a_full_disk_is_refused_before_and_survived_during(
     usage = tap_cache.shutil.disk_usage
     with monkeypatch.context() as patch:
         patch.setattr(tap_cache.shutil, "disk_usage", lambda path: usage(path)._replace(free=100_000))
-        with pytest.raises(UserError, match=r"takes 0\.\d+ MB, the disk has 0\.10 MB free: use --cache-dtype fp8"):
+        with pytest.raises(
+            UserError, match=r"takes 0\.\d+ MB, the disk has 0\.10 MB free: use --hidden-states-cache-dtype fp8"
+        ):
             prepare(tmp_path / "c", target)
         assert not files(tmp_path / "c")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -399,8 +406,8 @@ def test_another_cache_is_refused_by_name(tmp_path: Path, target: Decoder, half:
         "another target;": {"model": half},
         r"another set of aux_hidden_states layers \(\(1, 2, 5\), now \(1, 2\)\)": {"wanted": (1, 2)},
         "another set of rows;": {"given": examples[:-1]},
-        r"another --max-length \(60, now 61\)": {"longest": 61},
-        r"another --cache-dtype \(bfloat16, now fp8\)": {"settings": replace(SMALL, dtype="fp8")},
+        r"another --max-seq-len \(60, now 61\)": {"longest": 61},
+        r"another --hidden-states-cache-dtype \(bfloat16, now fp8\)": {"settings": replace(SMALL, dtype="fp8")},
     }
     for message, change in refused.items():
         with pytest.raises(UserError, match=message):
@@ -434,7 +441,7 @@ def test_a_row_with_other_tokens_is_refused(tmp_path: Path, target: Decoder) -> 
 def vllm_file(folder: Path, target: Decoder, tokens: tuple[int, ...], name: str, read: int | None = None) -> None:
     """As the connector writes it for aux states 1, 2 and 5 of a target of 5 layers: the last of them is the final
     state."""
-    _, states = dense.read_target(target, torch.tensor([tokens]), (1, 2, 5))
+    _, states = dense.compute_target_states(target, torch.tensor([tokens]), (1, 2, 5))
     hidden = states[0].unflatten(1, (3, -1))
     save_file({"hidden_states": hidden[:read].contiguous(), "token_ids": torch.tensor(tokens[:read])}, folder / name)
 

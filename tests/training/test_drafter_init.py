@@ -21,7 +21,13 @@ from peagle.errors import UserError
 from peagle.kernels.attention.dense import causal_attention
 from peagle.models.drafter import Drafter
 from peagle.speculative.reference import propose_draft_tokens, run_target
-from peagle.training.drafter_init import TokenCounts, choose_mask_id, config_from_folder, create_drafter, drafter_config
+from peagle.training.drafter_init import (
+    TokenCounts,
+    choose_mask_id,
+    config_from_folder,
+    create_drafter,
+    new_drafter_config,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -95,10 +101,10 @@ def test_started_from_a_folder(tmp_path: Path) -> None:
         assert own.keys() ^ there.keys() <= {"mask_hidden"}
         assert drafter.cfg.parallel == (settings.get("method") != "eagle3")
         assert all(p.requires_grad for p in drafter.parameters())
-    with pytest.raises(UserError, match="--layers 2: the drafter in .* has 4; give as many, more"):
+    with pytest.raises(UserError, match="--num-layers 2: the drafter in .* has 4; give as many, more"):
         made("p-eagle-4", layers=2)
-    with pytest.raises(UserError, match="--mlp-width 2: the drafter in .* has [0-9]+; give as many, more"):
-        made("p-eagle-4", mlp_width=2)
+    with pytest.raises(UserError, match="--intermediate-size 2: the drafter in .* has [0-9]+; give as many, more"):
+        made("p-eagle-4", intermediate_size=2)
     windowed = tmp_path / "windowed"
     shutil.copytree(pairs.drafter_folder("p-eagle-4"), windowed)
     told = json.loads((windowed / "config.json").read_text())
@@ -108,12 +114,12 @@ def test_started_from_a_folder(tmp_path: Path) -> None:
     assert grown.windows == (None, 8, None, 8, None, None), "new layers see everything"
     with pytest.raises(UserError, match="--init .*nowhere: must be"):
         create_drafter(TrainConfig(init="nowhere"), target, None, (), data)
-    wide = create_drafter(TrainConfig(init="random", mask_token="150", mlp_width=96), target, None, (), data)
+    wide = create_drafter(TrainConfig(init="random", mask_token="150", intermediate_size=96), target, None, (), data)
     assert all(layer.mlp.down_proj.weight.shape == (64, 96) for layer in wide.layers)
     with pytest.raises(UserError, match="--init target: mlp.gate_up_proj.weight has another shape; use random"):
-        create_drafter(TrainConfig(mask_token="150", mlp_width=96), target, None, (), data)
+        create_drafter(TrainConfig(mask_token="150", intermediate_size=96), target, None, (), data)
     with pytest.raises(UserError, match="--aux-layer-ids 9"):
-        drafter_config(TrainConfig(aux_layer_ids=(9,)), target.cfg, None)
+        new_drafter_config(TrainConfig(aux_layer_ids=(9,)), target.cfg, None)
 
 
 @pytest.mark.parametrize(("name", "method"), [("p-eagle-4-reduced", "p-eagle"), ("eagle3-1", "eagle3")])
@@ -127,7 +133,7 @@ def test_what_has_grown_says_nothing_at_first(name: str, method: Method, wider: 
     cfg = TrainConfig(
         init=str(pairs.drafter_folder(name)),
         layers=small.cfg.num_layers + 2,
-        mlp_width=small.cfg.layer.intermediate_size + wider,
+        intermediate_size=small.cfg.layer.intermediate_size + wider,
         method=method,
         own_embeddings=True,
         own_head=True,
@@ -188,5 +194,5 @@ def test_started_from_the_target(init: str, skipped: int) -> None:
     assert torch.equal(wide[:, :64], narrow) and torch.allclose(wide[:, 64:], 0.1 * narrow)
     assert torch.equal(own["layers.0.hidden_norm.weight"], theirs[f"layers.{skipped}.input_layernorm.weight"])
     assert torch.equal(own["norm.weight"], theirs["norm.weight"])
-    with pytest.raises(UserError, match="--layers 6: the target has 5"):
+    with pytest.raises(UserError, match="--num-layers 6: the target has 5"):
         create_drafter(replace(cfg, layers=6), target, None, (), data)

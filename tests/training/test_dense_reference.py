@@ -157,10 +157,10 @@ def biased() -> tuple[Decoder, Drafter]:
 def test_training_rows_are_inference_s(name: str) -> None:
     target, drafter = biased() if name == "biased" else pairs.load_pair(name)
     tokens_BT = sequences()
-    _, aux_hidden_states_BTN = dense.read_target(target, tokens_BT, drafter.cfg.aux_layer_ids)
+    _, aux_hidden_states_BTN = dense.compute_target_states(target, tokens_BT, drafter.cfg.aux_layer_ids)
     for rate in (1.0, 0.7):
         rows = dense.sample_nested_positions(LENGTH, 5, rate, rng_of(2))
-        said_BRD = dense.drafter_states(drafter, tokens_BT, aux_hidden_states_BTN, rows)
+        said_BRD = dense.compute_drafter_outputs(drafter, tokens_BT, aux_hidden_states_BTN, rows)
         assert int(rows.depth_R.max()) == 4
         for b, tokens in enumerate(tokens_BT):
             for i, (anchor, depth) in enumerate(chains_of(rows)):
@@ -177,14 +177,14 @@ def test_training_rows_draft_what_the_reference_drafts(name: str) -> None:
     for start in (0, 300, 900):
         known = list(pairs.TEXT[start : start + 9])
         anchor, k = len(known) - 2, 4
-        _, aux_hidden_states_BTN = dense.read_target(target, torch.tensor([known]), drafter.cfg.aux_layer_ids)
+        _, aux_hidden_states_BTN = dense.compute_target_states(target, torch.tensor([known]), drafter.cfg.aux_layer_ids)
         draft = propose_draft_tokens(
             drafter, known, aux_hidden_states_BTN[0, : anchor + 1], k, SamplingParams(), rng_of(0)
         )
         text = torch.tensor([known + draft.token_ids + [0]])
-        _, aux_hidden_states_BTN = dense.read_target(target, text, drafter.cfg.aux_layer_ids)
+        _, aux_hidden_states_BTN = dense.compute_target_states(target, text, drafter.cfg.aux_layer_ids)
         rows = rows_of([(a, 0) for a in range(anchor + 1)] + [(anchor, d) for d in range(1, k)])
-        said = dense.drafter_states(drafter, text, aux_hidden_states_BTN, rows)[0, -k:]
+        said = dense.compute_drafter_outputs(drafter, text, aux_hidden_states_BTN, rows)[0, -k:]
         assert drafter.to_target_ids(drafter.compute_logits(said).argmax(-1)).tolist() == draft.token_ids
 
 
@@ -192,7 +192,7 @@ def test_training_rows_draft_what_the_reference_drafts(name: str) -> None:
 def test_read_target_keeps_sequences_apart() -> None:
     target = pairs.load_pair("eagle3-1")[0]
     tokens_BT = sequences(3)
-    hidden, aux_hidden_states = dense.read_target(target, tokens_BT, (0, 3, 5))
+    hidden, aux_hidden_states = dense.compute_target_states(target, tokens_BT, (0, 3, 5))
     for b, tokens in enumerate(tokens_BT):
         alone, aux_hidden_states = target(tokens, torch.arange(LENGTH), causal_attention, (0, 3, 5))
         torch.testing.assert_close(hidden[b], alone, atol=1e-5, rtol=1e-5)
@@ -249,12 +249,12 @@ def test_reduced_vocabulary_asks_only_for_what_it_has() -> None:
     said = torch.randn(1, 1, drafter.cfg.layer.hidden_size, generator=rng_of(0))
     certain = torch.full((1, 1, pairs.VOCAB), -100.0)
     certain[..., absent] = 100.0
-    assert float(dense.row_losses(drafter, said, certain)) == 0.0
+    assert float(dense.position_losses(drafter, said, certain)) == 0.0
     for i in (0, 5, len(known) - 1):
         certain = torch.full((1, 1, pairs.VOCAB), -100.0)
         certain[..., known[i]] = 100.0
         want = -drafter.compute_logits(said).log_softmax(-1)[0, 0, i]
-        assert float(dense.row_losses(drafter, said, certain)) == pytest.approx(float(want), rel=1e-5)
+        assert float(dense.position_losses(drafter, said, certain)) == pytest.approx(float(want), rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["p-eagle-4-reduced", "eagle3-4-reduced", "p-eagle-1"])

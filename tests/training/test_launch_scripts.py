@@ -56,17 +56,17 @@ def recipe(home: Path, **settings: object) -> Recipe:
     usual = {
         "target": str(home / "target"),
         "data": (str(home / "responses.jsonl"),),
-        "layers": 1,
-        "aux_hidden_states": (1, 2, 3),
+        "num_layers": 1,
+        "aux_layer_ids": (1, 2, 3),
         "init": "random",
         "mask_token": str(pairs.MASK_ID),
-        "depths": 3,
+        "num_depths": 3,
         "batch_tokens": 96,
-        "max_length": 64,
+        "max_seq_len": 64,
         "steps": 3,
-        "held_out": 0,
+        "validation_size": 0,
         "log_every": 1,
-        "chunk_rows": 16,
+        "chunk_size": 16,
         "lr": 2e-3,
     }
     return make_recipe(None, usual | settings)
@@ -102,10 +102,10 @@ def test_two_nodes_under_slurm_are_one(tmp_path: Path, one_thread: None) -> None
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("done after 3 steps") == 1, done.stdout  # one of the two tells
 
-    alone = runs.start(recipe(tmp_path, accumulate=2), tmp_path / "alone")
+    alone = runs.start(recipe(tmp_path, gradient_accumulation_steps=2), tmp_path / "alone")
     assert alone.wait() == 0, alone.complaints()
     got, want = runs.saved(tmp_path / "two"), runs.saved(tmp_path / "alone")
-    assert got.keys() == want.keys() and RunFolder(tmp_path / "two").standing().batches == 6
+    assert got.keys() == want.keys() and RunFolder(tmp_path / "two").read_state().batches == 6
     for name in ("masters", "exp_avg", "exp_avg_sq"):
         largest = float(want[name].abs().max())
         assert largest > 0 and torch.allclose(got[name], want[name], rtol=1e-3, atol=1e-5 * largest), name

@@ -100,9 +100,9 @@ def states(home: Path, *flags: str) -> Any:
 
 
 def test_states_by_servers_then_training_on_them(tmp_path: Path, servers: list[str]) -> None:
-    made = recipe(tmp_path, vllm_states=str(tmp_path / "states"))
+    made = recipe(tmp_path, vllm_hidden_states=str(tmp_path / "states"))
     (tmp_path / "r.toml").write_text(made.toml())
-    assert made.train.tables_only
+    assert made.train.target_head_only
     to_both = [word for url in servers for word in ("--endpoint", url)]
     Vllm.late = True  # so the last file comes only if somebody asks again
     done = states(tmp_path, *to_both, "--concurrency", "2")
@@ -129,7 +129,7 @@ def test_states_by_servers_then_training_on_them(tmp_path: Path, servers: list[s
 
 
 def test_the_command_of_a_server(tmp_path: Path) -> None:
-    (tmp_path / "r.toml").write_text(recipe(tmp_path, vllm_states=str(tmp_path / "states")).toml())
+    (tmp_path / "r.toml").write_text(recipe(tmp_path, vllm_hidden_states=str(tmp_path / "states")).toml())
     words = shlex.split(states(tmp_path).output)
     options = dict(zip(words[3::2], words[4::2], strict=True))
     assert words[:3] == ["vllm", "serve", str(tmp_path / "target")] and options["--max-model-len"] == "65"
@@ -143,7 +143,7 @@ def test_servers_that_write_elsewhere(tmp_path: Path, servers: list[str], monkey
     monkeypatch.setattr(ask_vllm, "LATE_S", 0.3)
     Vllm.folder = tmp_path / "elsewhere"
     Vllm.folder.mkdir()
-    (tmp_path / "r.toml").write_text(recipe(tmp_path, vllm_states=str(tmp_path / "states")).toml())
+    (tmp_path / "r.toml").write_text(recipe(tmp_path, vllm_hidden_states=str(tmp_path / "states")).toml())
     done = states(tmp_path, "--endpoint", servers[0])
     assert isinstance(done.exception, UserError) and "48 rows have no file there, the first is 'r0#0'" in str(
         done.exception

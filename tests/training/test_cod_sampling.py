@@ -20,7 +20,7 @@ def test_worked_example() -> None:
         assert rows.anchor_A.tolist() == [1, 2, 3, 4, 5]
         assert rows.counts[:2] == (5, 2) and rows.counts[2] <= 1
         if list(zip(rows.anchor_R.tolist(), rows.depth_R.tolist(), strict=True)) == [(1, 1), (1, 2), (4, 1)]:
-            assert rows.first_R.tolist() == [0, 0, 2]
+            assert rows.chain_start_R.tolist() == [0, 0, 2]
             return
     pytest.fail("the draw of the example never came")
 
@@ -38,7 +38,7 @@ def chains(rows: CodPositions) -> dict[int, int]:
     """Anchor -> its deepest row, after checking that each chain lies in one piece, 1, 2, 3, .."""
     deepest = dict.fromkeys(rows.anchor_A.tolist(), 0)
     before = (-1, 0)
-    triples = zip(rows.anchor_R.tolist(), rows.depth_R.tolist(), rows.first_R.tolist(), strict=True)
+    triples = zip(rows.anchor_R.tolist(), rows.depth_R.tolist(), rows.chain_start_R.tolist(), strict=True)
     for i, (anchor, depth, first) in enumerate(triples):
         assert depth == (before[1] + 1 if anchor == before[0] else 1) and anchor >= before[0]
         assert first == i - depth + 1

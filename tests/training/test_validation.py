@@ -1,0 +1,121 @@
+"""Acceptance during training against the reference's counts; training must not be affected."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pairs
+import pytest
+import torch
+
+from peagle.config import LOOP_NGRAM_TOKENS, LOOP_REPEATED_SHARE, SamplingParams, ValidationEngineSettings
+from peagle.errors import UserError
+from peagle.models.decoder import Decoder
+from peagle.models.drafter import Drafter
+from peagle.speculative import reference
+from peagle.training.validation import AcceptanceCounts, AcceptanceEvaluator, ValidationAcceptance
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+EOS = frozenset({ord(",")})  # the target says it now and then
+TOKENS = 30
+
+
+def truth(
+    target: Decoder, drafter: Drafter, prompts: list[list[int]], k: int, tokens: int = TOKENS
+) -> ValidationAcceptance:
+    params = SamplingParams(max_tokens=tokens)
+    runs = [reference.generate(target, p, params, EOS, drafter, k) for p in prompts]
+
+    def loops(run: reference.Generation) -> bool:
+        said = run.token_ids
+        grams = ["-".join(map(str, said[i : i + LOOP_NGRAM_TOKENS])) for i in range(len(said) - LOOP_NGRAM_TOKENS + 1)]
+        repeated = sum(gram in grams[:i] for i, gram in enumerate(grams))
+        return run.finish_reason == "length" and repeated > LOOP_REPEATED_SHARE * len(grams)
+
+    def sums(some: list[reference.Generation]) -> AcceptanceCounts:
+        return AcceptanceCounts(
+            len(some),
+            sum(len(r.token_ids) for r in some),
+            sum(r.num_drafts for r in some),
+            tuple(sum(r.num_accepted_tokens_per_pos[i] for r in some) for i in range(k)),
+        )
+
+    whole = sums(runs)
+    calm = sums([r for r in runs if not loops(r)])
+    return ValidationAcceptance(*vars(whole).values(), calm)
+
+
+@pytest.mark.parametrize(("name", "k"), [("p-eagle-4", 5), ("p-eagle-1-reduced", 3), ("eagle3-4-reduced", 3)])
+def test_counts_are_the_references_as_the_drafter_changes(name: str, k: int) -> None:
+    target, drafter = pairs.load_pair(name)
+    evaluator = AcceptanceEvaluator(target, EOS, pairs.prompts(4), TOKENS, k)
+    first = evaluator.measure(drafter)
+    assert first == truth(target, drafter, pairs.prompts(4), k)
+    assert 0 < first.num_accepted_tokens_per_pos[0] < first.num_drafts, "an untrained drafter would prove nothing"
+    assert first.acceptance_length == pytest.approx(1 + sum(first.acceptance_rates))
+    # as a step of training would: in place, the mask's hidden state too
+    rng = torch.Generator().manual_seed(0)
+    for parameter in drafter.parameters():
+        parameter.add_(torch.randn(parameter.shape, generator=rng), alpha=0.4 * float(parameter.std(correction=0)))
+    second = evaluator.measure(drafter)
+    assert second == truth(target, drafter, pairs.prompts(4), k) and second != first
+    # fewer blocks than the prompts want: some wait, the counts stay
+    small = AcceptanceEvaluator(
+        target, EOS, pairs.prompts(4), TOKENS, k, ValidationEngineSettings(max_kv_cache_bytes=1, max_num_seqs=3)
+    )
+    assert small.measure(drafter) == second
+    evaluator.close()
+    assert evaluator.measure(drafter) == second
+
+
+def test_loops_are_counted_apart() -> None:
+    """A target that has lost its last layers repeats itself on some prompts."""
+    target, drafter = pairs.load_pair("p-eagle-1")
+    for layer in target.layers[2:4]:
+        layer.mlp.down_proj.weight.zero_()
+        layer.self_attn.o_proj.weight.zero_()
+    got = AcceptanceEvaluator(target, EOS, pairs.prompts(6), 60, 3).measure(drafter)
+    assert got == truth(target, drafter, pairs.prompts(6), 3, 60)
+    assert 0 < got.num_looping < got.num_responses
+    assert got.without_loops.num_responses == got.num_responses - got.num_looping
+    assert got.without_loops.acceptance_length != got.acceptance_length
+
+
+def test_training_does_not_notice() -> None:
+    target, trained = pairs.load_pair("p-eagle-1-wide")
+    drafter = Drafter(trained.cfg).share_weights(target)
+    drafter.load_state_dict(trained.state_dict())
+    drafter.double().train()
+    for i, parameter in enumerate(drafter.parameters()):
+        parameter.grad = torch.full_like(parameter, float(i))
+    before = {name: p.detach().clone() for name, p in drafter.named_parameters()}
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    evaluator = AcceptanceEvaluator(target, EOS, pairs.prompts(2), 8, 3)
+    threads = torch.get_num_threads()
+    for _ in range(2):
+        measured = evaluator.measure(drafter)
+    assert torch.equal(torch.rand(3), expected)
+    assert measured == truth(target, trained, pairs.prompts(2), 3, 8), "the copy has the target's dtype"
+    assert torch.get_num_threads() == threads
+    assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    assert drafter.training and all(p.requires_grad for p in drafter.parameters())
+    assert all(torch.equal(p, before[name]) and p.dtype == torch.float64 for name, p in drafter.named_parameters())
+    assert all((p.grad == i).all() for i, p in enumerate(drafter.parameters()) if p.grad is not None)
+    # what the engine left in the target is fit for a pass that is differentiated
+    tokens, positions = torch.arange(5), torch.arange(5)
+    with torch.no_grad():
+        hidden, _ = target(tokens, positions, lambda layer, q, k, v, window: q, (1,))
+    assert not hidden.is_inference()
+
+
+def test_what_cannot_be_measured_is_refused() -> None:
+    target, _ = pairs.load_pair("p-eagle-1")
+    with pytest.raises(UserError, match="--validation-size"):
+        AcceptanceEvaluator(target, EOS, [], 8, 3)
+    with pytest.raises(UserError, match="between 1 and"):
+        AcceptanceEvaluator(target, EOS, pairs.prompts(1), 8, 0)
+    other = Drafter(replace(pairs.BASE, aux_layer_ids=(1, 2, 9))).share_weights(target)
+    with pytest.raises(UserError, match="does not fit the target: aux_layer_ids contains layer 9, but"):
+        AcceptanceEvaluator(target, EOS, pairs.prompts(1), 8, 3).measure(other)
