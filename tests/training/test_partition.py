@@ -126,8 +126,8 @@ def test_sliding_windows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return states_fn(drafter, tokens, aux_hidden_states, rows)
 
     here: dense.DensePositions
-    monkeypatch.setattr(dense, "drafter_states", remember)
-    monkeypatch.setattr(dense, "batched", by_layer)
+    monkeypatch.setattr(dense, "compute_drafter_outputs", remember)
+    monkeypatch.setattr(dense, "masked_attention", by_layer)
     weights = depth_weights(4)
     reference_loss(drafter, batch, states, rows, weights).backward()
     expected = take_gradients(drafter)
