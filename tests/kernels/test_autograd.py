@@ -15,16 +15,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from interpreting import mend_interpreter
 from support import many
 from torch import Tensor
+from triton_interpreter import patch_interpreter
 
 from peagle.kernels.attention.rotary import split_qkv_rope_torch
 from peagle.kernels.norm.rms_norm import rms_norm_torch, silu_mul_torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
-    mend_interpreter()
+    patch_interpreter()
 EPS = 0.1  # large enough that leaving it out shows
 
 on_a_device = pytest.mark.parametrize(

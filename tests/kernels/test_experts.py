@@ -12,8 +12,8 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from interpreting import check_in_a_child, mend_interpreter, poisoned
 from torch import Tensor
+from triton_interpreter import nan_filled_buffers, patch_interpreter, run_in_interpreter
 
 from peagle.checkpoints.weight_conversion import TensorSource, split_experts
 from peagle.errors import UserError
@@ -191,15 +191,15 @@ def test_route() -> None:
 
 
 def test_triton_in_the_interpreter() -> None:
-    check_in_a_child(__file__)
+    run_in_interpreter(__file__)
 
 
 def check_in_the_interpreter() -> None:
     from peagle.kernels.moe.experts_triton import expert_mlp_triton, route_triton
 
-    mend_interpreter()
+    patch_interpreter()
     check_route(route_triton, torch.float32, "cpu")
-    with poisoned():
+    with nan_filled_buffers():
         for shape in SHAPES:
             for full in (False, True):
                 check(expert_mlp_triton, shape, full, torch.float32, "cpu", 1e-5)

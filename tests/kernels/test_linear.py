@@ -19,10 +19,10 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from interpreting import mend_interpreter
 from support import many
 from torch import Tensor
 from torch.nn import functional as F
+from triton_interpreter import patch_interpreter
 
 from peagle.kernels.gather import gather_rows_triton
 from peagle.kernels.gemm import linear as kernels
@@ -46,7 +46,7 @@ from peagle.models.layers import RMSNorm
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
-    mend_interpreter()
+    patch_interpreter()
 EPS = 0.1  # large enough that leaving it out shows
 
 # One place to run the kernels per process: the interpreter in the child, the GPU where there is one.

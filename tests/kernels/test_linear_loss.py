@@ -11,8 +11,8 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from interpreting import check_in_a_child, mend_interpreter, poisoned
 from torch import Tensor
+from triton_interpreter import nan_filled_buffers, patch_interpreter, run_in_interpreter
 
 from peagle.config import LK_ETA, OBJECTIVES, Objective
 from peagle.kernels.loss.linear_loss import LinearLossOutput, Teacher, linear_loss, linear_loss_with
@@ -188,16 +188,16 @@ def triton_loss(case: Case, dtype: torch.dtype, device: str, near: float, logits
     def run(*args) -> LinearLossOutput:
         return linear_loss_with(partial(compute_row_losses_triton, **launch), *args, LK_ETA, logits)
 
-    with poisoned():
+    with nan_filled_buffers():
         case.check(run, dtype, device, near)
 
 
 def test_triton_in_the_interpreter() -> None:
-    check_in_a_child(__file__)
+    run_in_interpreter(__file__)
 
 
 def check_in_the_interpreter() -> None:
-    mend_interpreter()
+    patch_interpreter()
     # No shrinking, which would take minutes.
     phases = (Phase.explicit, Phase.generate)
 

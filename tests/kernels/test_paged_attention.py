@@ -11,8 +11,8 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from interpreting import check_in_a_child, mend_interpreter
 from torch import Tensor
+from triton_interpreter import patch_interpreter, run_in_interpreter
 
 from peagle.config import ChunkedAttention, Window
 from peagle.kernels.attention.paged import (
@@ -328,7 +328,7 @@ ROTARY = [(128, 32, 8, 1, False), (64, 9, 3, 5, False), (32, 4, 4, 3, True), (12
 
 
 def test_triton_in_the_interpreter() -> None:
-    check_in_a_child(__file__)
+    run_in_interpreter(__file__)
 
 
 def check_in_the_interpreter() -> None:
@@ -336,7 +336,7 @@ def check_in_the_interpreter() -> None:
     from peagle.kernels.attention.paged_triton import paged_attention_triton
     from peagle.kernels.attention.prefill_triton import prefill_attention_triton
 
-    mend_interpreter()
+    patch_interpreter()
     # A kernel takes a second or so here: no shrinking, which would take minutes.
     phases = (Phase.explicit, Phase.generate)
     same = settings(max_examples=20, deadline=None, derandomize=True, database=None, phases=phases)

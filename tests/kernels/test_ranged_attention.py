@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from interpreting import check_in_a_child, mend_interpreter, poisoned
 from torch import Tensor
+from triton_interpreter import nan_filled_buffers, patch_interpreter, run_in_interpreter
 
 from peagle.kernels.attention import key_ranges as module
 from peagle.kernels.attention.ranged import (
@@ -253,7 +253,7 @@ def triton_ranged(case: Case, dtype: torch.dtype, device: str, near: float, tile
     def attend(q, k, v, ranges, scale):
         return RangedAttentionFunction.apply(q, k, v, ranges, scale, forward, backward)
 
-    with poisoned():
+    with nan_filled_buffers():
         case.check(attend, dtype, device, near)
         case.check(attend, dtype, device, near, lse_grad=False)
 
@@ -264,16 +264,16 @@ def triton_merge(case: Case, dtype: torch.dtype, device: str, near: float) -> No
     def join(*args):
         return MergeAttnStatesFunction.apply(*args, merge_forward_triton, merge_backward_triton)
 
-    with poisoned():
+    with nan_filled_buffers():
         check_merge(case, ranged_attention_torch, join, dtype, device, near)
 
 
 def test_triton_in_the_interpreter() -> None:
-    check_in_a_child(__file__)
+    run_in_interpreter(__file__)
 
 
 def check_in_the_interpreter() -> None:
-    mend_interpreter()
+    patch_interpreter()
     # A kernel takes a second or so here: no shrinking, which would take minutes.
     phases = (Phase.explicit, Phase.generate)
     same_each_time = settings(max_examples=12, deadline=None, derandomize=True, database=None, phases=phases)

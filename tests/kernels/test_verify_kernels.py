@@ -22,10 +22,10 @@ import pytest
 import torch
 from hypothesis import given, reject
 from hypothesis import strategies as st
-from interpreting import mend_interpreter
 from scipy.stats import chi2_contingency, chisquare
 from support import many
 from torch import Tensor
+from triton_interpreter import patch_interpreter
 
 from peagle.config import SamplingParams
 from peagle.errors import UserError
@@ -893,7 +893,7 @@ print(made.query_lens_B.tolist())
 def main() -> None:
     if sampling.triton is None:
         sys.exit("triton is not installed: the kernels cannot be tested (pip install triton)")
-    mend_interpreter()
+    patch_interpreter()
     failed = {}
     for name, check in CHECKS.items():
         try:

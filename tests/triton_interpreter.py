@@ -1,4 +1,7 @@
-"""Triton's interpreter for tests. It is chosen when Triton is imported, so each test file runs itself as a script."""
+"""Runs Triton kernels in Triton's interpreter on the CPU.
+
+Triton reads TRITON_INTERPRET when a kernel is defined, so a test file runs itself as a script in a child process.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-def check_in_a_child(file: str) -> None:
-    """Fails, not skips, where triton is not installed: nothing else runs these kernels without a GPU."""
+def run_in_interpreter(file: str) -> None:
+    """Runs a test file as a script under the interpreter. Fails, not skips, without Triton: no other test without a
+    GPU runs these kernels."""
     root = Path(__file__).resolve().parent.parent
     path = os.pathsep.join([str(root), str(root / "tests"), os.environ.get("PYTHONPATH", "")])
     env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
@@ -23,30 +27,32 @@ def check_in_a_child(file: str) -> None:
     assert "kernels checked" in done.stdout
 
 
-def mend_interpreter() -> None:
-    """Triton 3.6 makes loop bounds of one-element arrays by int(), which numpy 2.4 refuses. Half its time goes into
-    what changes no result: the language is patched anew for each function that a kernel calls, and sums and products
-    of integers are checked for overflow, of which tensors as small as here have none.
+def patch_interpreter() -> None:
+    """Fixes and speeds up the interpreter of Triton 3.6, and reverses the order of programs.
 
-    And programs run one after another: the last one first from here on, as a GPU would hardly ever. Kernels must not
-    depend on the order, which in the usual one nobody would notice."""
+    Triton converts one-element arrays to loop bounds by int(), which numpy 2.4 rejects. Half of its time goes into
+    patching the language anew for each function that a kernel calls, and into overflow checks of small integers.
+
+    The interpreter runs programs in ascending order; from here on the last one runs first, so that a kernel that
+    depends on the order fails.
+    """
     from triton import language as tl
     from triton.runtime import interpreter
 
     patch_tensor, patch = interpreter._patch_lang_tensor, interpreter._patch_lang
     patched: set[int] = set()  # ids of the modules that are patched now
 
-    def patch_and_mend(tensor, scope) -> None:  # type: ignore[no-untyped-def]
+    def patch_tensor_index(tensor, scope) -> None:  # type: ignore[no-untyped-def]
         patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     @cache
-    def seen_by(fn: Any) -> frozenset[int]:
+    def language_modules(fn: Any) -> frozenset[int]:
         return frozenset(id(value) for value in fn.__globals__.values() if value is tl or value is tl.core)
 
-    class Scope:
+    class PatchScope:
         def __init__(self, fn: Any) -> None:
-            self.new = seen_by(fn) - patched
+            self.new = language_modules(fn) - patched
             self.inner = patch(fn) if self.new else None
             patched.update(self.new)
 
@@ -55,14 +61,14 @@ def mend_interpreter() -> None:
                 self.inner.restore()
             patched.difference_update(self.new)
 
-    interpreter._patch_lang_tensor, interpreter._patch_lang = patch_and_mend, Scope
+    interpreter._patch_lang_tensor, interpreter._patch_lang = patch_tensor_index, PatchScope
     builder = interpreter.interpreter_builder
     builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
     set_index = builder.set_grid_idx
     builder.set_grid_idx = lambda *at: set_index(*(n - 1 - i for n, i in zip(builder.grid_dim, at, strict=True)))
 
 
-class _Poison(TorchDispatchMode):
+class _FillNewEmptyWithNan(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.new_empty.default and result.is_floating_point():
@@ -70,6 +76,6 @@ class _Poison(TorchDispatchMode):
         return result
 
 
-def poisoned() -> TorchDispatchMode:
-    """new_empty gives nan for as long as this is entered: whatever a kernel does not write is found."""
-    return _Poison()
+def nan_filled_buffers() -> TorchDispatchMode:
+    """Context in which `new_empty` returns nan, so that elements that a kernel does not write are found."""
+    return _FillNewEmptyWithNan()
