@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Pictures of a report for the documentation, taken in headless Chromium.
+"""Takes the pictures of a report for the documentation in headless Chromium.
 
-    python scripts/screenshots.py benchmarks/results/h200-{speed,speed-vllm,acceptance}.json
+    python scripts/screenshots.py benchmarks/results/h200-{speed,acceptance}.json
     python scripts/screenshots.py RESULT.json ... --out docs/images
 
-Writes report-light.png and report-dark.png (the top of the page at 1280 px), report-phone.png (400 px), and one
-picture for each figure, named by its title. Needs Chromium; numbers in the pictures are those of the files given.
+Writes report-light.png and report-dark.png (the top of the page, 1280 pixels wide), report-phone.png (400 pixels wide)
+and one picture per figure, named by its title.
 """
 
 from __future__ import annotations
@@ -21,43 +21,43 @@ from browser import find_chromium, open_browser
 from peagle.errors import UserError
 from peagle.report.build import write_report
 
-OUT = Path(__file__).resolve().parent.parent / "docs" / "images"
-TOP = 1400  # pixels of the page that the first pictures show
-LOOKS = (("report-light", 1280, False), ("report-dark", 1280, True), ("report-phone", 400, False))
+DEFAULT_OUT = Path(__file__).resolve().parent.parent / "docs" / "images"
+PAGE_HEIGHT = 1400  # pixels of the page in the first pictures
+VIEWS = (("report-light", 1280, False), ("report-dark", 1280, True), ("report-phone", 400, False))
 
 
-def take(results: list[Path], out: Path) -> list[Path]:
+def take_screenshots(results: list[Path], out: Path) -> list[Path]:
     out.mkdir(parents=True, exist_ok=True)
-    taken = []
+    paths = []
     with tempfile.TemporaryDirectory() as folder, open_browser() as tab:
         page = Path(folder) / "report.html"
         write_report(results, page, None)
-        tab.set_screen(LOOKS[0][1])
+        tab.set_screen(VIEWS[0][1])
         tab.open(page)
-        for name, width, dark in LOOKS:
+        for name, width, dark in VIEWS:
             tab.set_screen(width, dark)
-            taken.append(out / f"{name}.png")
-            tab.screenshot(taken[-1], height=TOP)
+            paths.append(out / f"{name}.png")
+            tab.screenshot(paths[-1], height=PAGE_HEIGHT)
         tab.set_screen(1280)
         titles = tab.page.locator("figure h3").all_text_contents()
         for i, (figure, title) in enumerate(zip(tab.page.locator("figure").all(), titles, strict=True)):
             name = f"report-{re.sub('[^a-z0-9]+', '-', title.lower()).strip('-')}"
-            again = titles[:i].count(title)  # the same figure of other runs
-            taken.append(out / f"{name}{f'-{again + 1}' if again else ''}.png")
-            figure.screenshot(path=taken[-1])
-    return taken
+            num_before = titles[:i].count(title)  # figures of other sections with the same title
+            paths.append(out / f"{name}{f'-{num_before + 1}' if num_before else ''}.png")
+            figure.screenshot(path=paths[-1])
+    return paths
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Pictures of a report for the documentation.")
-    parser.add_argument("results", nargs="+", type=Path, help="files that eval, bench, tune or plan wrote")
-    parser.add_argument("--out", type=Path, default=OUT, help="the folder they go to (docs/images)")
-    given = parser.parse_args()
+    parser = argparse.ArgumentParser(description="Takes the pictures of a report for the documentation.")
+    parser.add_argument("results", nargs="+", type=Path, help="results of eval, bench, tune or plan")
+    parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="output folder (docs/images)")
+    args = parser.parse_args()
     if find_chromium() is None:
-        print("screenshots: no Chromium here (Debian: apt-get install chromium), and none in CHROMIUM", file=sys.stderr)
+        print("screenshots: Chromium is missing (Debian: apt-get install chromium, or set CHROMIUM)", file=sys.stderr)
         return 1
     try:
-        for path in take(given.results, given.out):
+        for path in take_screenshots(args.results, args.out):
             print(path)
     except UserError as error:
         print(f"screenshots: {error}", file=sys.stderr)

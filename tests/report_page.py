@@ -1,25 +1,22 @@
-"""A report read the way a person reads it: sections, tables and charts out of the page, values off the axes.
+"""Reads a report back: HTML with the standard parser, SVG as XML, and chart values by the ticks of their axes.
 
-Knows nothing about how pages are made: HTML by the standard parser, SVG as XML, values by the ticks beside them.
+Also has sample results. Does not use the code that writes reports.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
-from pathlib import Path
 from xml.etree import ElementTree
 
 from peagle.results.provenance import Provenance
 from peagle.results.schema import AcceptanceRow, BenchRepeat, BenchRow, Results
 
-RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 VOID = {"meta", "link", "br", "img", "input", "hr"}
-STAMP = Provenance(
+PROVENANCE = Provenance(
     "peagle bench -t T", "0" * 40, {"peagle": "0.1.0"}, {"gpu": "NVIDIA H200"}, "2026-01-02T03:04:05+00:00", 9
 )
 
@@ -31,7 +28,7 @@ class Node:
     children: list[Node | str] = field(default_factory=list)
 
     def all(self, tag: str | None = None, **attributes: str) -> list[Node]:
-        """Below it; `class_` is one of its classes."""
+        """Descendants by tag and attributes; `class_` is one of the classes."""
         found = []
         for child in self.children:
             if isinstance(child, Node):
@@ -51,7 +48,7 @@ class Node:
 
     @property
     def rows(self) -> list[list[str]]:
-        """Of a table, its headings first."""
+        """Rows of a table, the headings first."""
         return [[cell.text for cell in row.children if isinstance(cell, Node)] for row in self.all("tr")]
 
 
@@ -79,7 +76,7 @@ class _Reader(HTMLParser):
 
 
 def read_page(html: str) -> Node:
-    """Every tag that is opened has to be closed, in order."""
+    """Parses HTML. Every tag must be closed, in order."""
     reader = _Reader()
     reader.feed(html)
     reader.close()
@@ -88,7 +85,7 @@ def read_page(html: str) -> Node:
 
 
 def charts(html: str) -> list[ElementTree.Element]:
-    """As XML: what is not well-formed raises."""
+    """The charts as XML. Raises if one is not well-formed."""
     return [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", html, re.S)]
 
 
@@ -97,8 +94,8 @@ def number(text: str) -> float:
     return value / 100 if text.endswith("%") else value
 
 
-def values_read(chart: ElementTree.Element) -> dict[str, list[tuple[float, float]]]:
-    """Of each line (by its style) the points, read off the axes by two of their ticks."""
+def read_values(chart: ElementTree.Element) -> dict[str, list[tuple[float, float]]]:
+    """The points of each line, by its style class, computed from pixels and ticks."""
     ticks = [e for e in chart.iter("text") if "tick" in e.get("class", "")]
     ups = [(float(e.get("y", "")), number(e.text or "")) for e in ticks if "end" in e.get("class", "")]
     alongs = [(float(e.get("x", "")), number(e.text or "")) for e in ticks if "mid" in e.get("class", "")]
@@ -112,7 +109,7 @@ def values_read(chart: ElementTree.Element) -> dict[str, list[tuple[float, float
 
 
 def _scale(ticks: list[tuple[float, float]]) -> Callable[[float], float]:
-    """Linear or logarithmic, whichever the ticks between the ends agree with."""
+    """A linear or logarithmic scale, whichever fits the inner ticks."""
     (first, low), *between, (last, high) = (
         sorted(ticks) if len(ticks) > 1 else [ticks[0], (ticks[0][0] + 1, ticks[0][1])]
     )
@@ -129,61 +126,57 @@ def _scale(ticks: list[tuple[float, float]]) -> Callable[[float], float]:
     return linear
 
 
-def measured_acceptance() -> Results:
-    """What was once measured of a small P-EAGLE drafter: 8 answers of 64 tokens from each set."""
+def sample_acceptance() -> Results:
+    """A small P-EAGLE drafter: 8 responses of 64 tokens from each of three data sets."""
     counts = {
         "mt_bench": (365, [123, 18, 2, 0, 0, 0, 0]),
         "humaneval": (271, [169, 50, 16, 5, 3, 0, 0]),
         "gsm8k": (251, [170, 60, 15, 5, 4, 4, 4]),
     }
     rows = []
-    for name, (rounds, accepted) in counts.items():
+    for name, (num_drafts, accepted) in counts.items():
         for k in (1, 3, 5, 7):
             head = ("smollm2-135m-p-eagle", "p-eagle", "embedded", name, None, None, 0.0, k, "included")
-            rows.append(AcceptanceRow(*head, 8, 512, rounds, accepted[:k]))
-    stamp = Provenance("peagle eval", "35d8bc5", {"torch": "2.13.0+cpu"}, {"cpu": "aarch64"}, "2026-01-02", 647)
-    return Results("eval", stamp, {"max_tokens": 64}, rows)
+            rows.append(AcceptanceRow(*head, 8, 512, num_drafts, accepted[:k]))
+    provenance = Provenance("peagle eval", "35d8bc5", {"torch": "2.13.0+cpu"}, {"cpu": "aarch64"}, "2026-01-02", 647)
+    return Results("eval", provenance, {"max_tokens": 64}, rows)
 
 
-METHODS = {
-    "none": ("none", None),
-    "p7": ("p-eagle", 7),
-    "p5": ("p-eagle", 5),
-    "p3": ("p-eagle", 3),
-    "e3": ("eagle3", 3),
-}
+# engine, method, K, concurrency, output tokens and seconds of each repeat: an 8B shape on one H200
+SAMPLE_RUNS = [
+    ("embedded", "none", None, 1, 512, (2.086, 2.086, 2.087)),
+    ("embedded", "p-eagle", 7, 1, 2048, (3.028, 3.074, 3.075)),
+    ("embedded", "p-eagle", 7, 8, 2048, (0.534, 0.512, 0.576)),
+    ("embedded", "p-eagle", "auto", 64, 16384, (1.503, 1.456, 1.477)),
+    ("http://localhost:8000/v1", "none", None, 1, 512, (2.452, 2.451, 2.453)),
+    ("http://localhost:8000/v1", "none", None, 64, 16384, (1.925, 1.926, 1.915)),
+    ("http://localhost:8000/v1", "p-eagle", 7, 1, 2048, (3.549, 3.836, 3.676)),
+    ("http://localhost:8000/v1", "p-eagle", 7, 8, 2048, (0.96, 0.919, 0.59)),
+    ("http://localhost:8000/v1", "p-eagle", 7, 64, 16384, (1.936, 1.945, 1.899)),
+    ("http://localhost:8000/v1", "p-eagle", 5, 64, 16384, (2.128, 1.733, 1.711)),
+    ("http://localhost:8000/v1", "p-eagle", 3, 64, 16384, (1.572, 1.826, 1.505)),
+    ("http://localhost:8000/v1", "eagle3", 3, 64, 16384, (1.464, 1.476, 1.462)),
+]
 
 
-def measured_speed() -> Results:
-    """What was measured on an H200 of the 8B shape, this engine beside another one; latencies were not kept."""
-    kept = json.loads((RESULTS / "h200-serving.json").read_text())
+def sample_throughput() -> Results:
+    """Two engines without latencies."""
     rows = []
-    for name, loads in kept["measurements"].items():
-        engine, _, what = name.partition("/8b-")
-        if what not in (*METHODS, "auto"):
-            continue
-        method, k = METHODS.get(what, ("p-eagle", "auto"))
-        for load, measured in loads.items():
-            if not re.fullmatch(r"c\d+", load):
-                continue
-            repeats = [
-                BenchRepeat(
-                    turn["seconds"], measured["requests"], {}, 0, turn["tokens"], None, None, None, None, turn["al"]
-                )
-                for turn in measured["turns"]
-            ]
-            drafter = None if method == "none" else "8b"
-            engine_row = "embedded" if engine == "peagle" else "http://localhost:8000/v1"
-            rows.append(BenchRow(name, engine_row, drafter, method, k, int(load[1:]), None, repeats, "a" * 64))
-    call = kept["calls"][0]
-    machine = {"gpu": call["machine"]["gpu"], "cuda": call["machine"]["cuda"]}
-    return Results(
-        "bench", Provenance(call["command"], call["commit"], call["versions"], machine, "2026-01-02", 423), {}, rows
-    )
+    for engine, method, k, concurrency, num_tokens, durations in SAMPLE_RUNS:
+        repeats = [
+            BenchRepeat(seconds, num_tokens // 256, {}, 0, num_tokens, None, None, None, None, 3.4)
+            for seconds in durations
+        ]
+        drafter = None if method == "none" else "8b"
+        label = f"{engine} {method} {k}"
+        rows.append(BenchRow(label, engine, drafter, method, k, concurrency, None, repeats, "a" * 64))
+    machine = {"gpu": "NVIDIA H200", "cuda": "13.0"}
+    provenance = Provenance("peagle bench TARGET", "edd1893", {"vllm": "0.26.0"}, machine, "2026-01-02", 423)
+    return Results("bench", provenance, {}, rows)
 
 
-def finite(chart: ElementTree.Element) -> bool:
-    """All that is drawn has a place, and it lies on the paper."""
+def is_inside(chart: ElementTree.Element) -> bool:
+    """Whether all coordinates are finite and inside the view box."""
     _, _, width, height = map(float, chart.get("viewBox", "").split())
     for element in chart.iter():
         for name, limit in (("x", width), ("x1", width), ("x2", width), ("cx", width)) + tuple(

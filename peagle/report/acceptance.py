@@ -1,7 +1,6 @@
-"""The part of a report about acceptance: by position, by K, by category, by context.
+"""Acceptance section, from rows of `peagle eval`: by position, by K, by category and by context length.
 
-Knows rows of `eval`. Data sets are told apart by name and by what was asked of them: a set that was answered to other
-lengths is another set.
+Data sets of the same name with other prompts, lengths or templates are shown as different data sets.
 """
 
 from __future__ import annotations
@@ -9,388 +8,239 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from peagle.config import ReportSettings
-from peagle.report.axes import Axis, load_scale, shown
-from peagle.report.charts import Cell, HeatPanel, Line, LinePanel, Panel, Point
-from peagle.report.page import Block, Figure, Note, Part, Section, Table, Tile
-from peagle.report.series import (
-    Source,
-    by_key,
-    chunks,
-    interval,
-    labels,
+from peagle.report.axes import ChartAxis, format_interval, format_number
+from peagle.report.charts import NUM_STYLES, ChartLine, ChartPanel, ChartPoint, LinePanel
+from peagle.report.page import HeadlineTile, ReportBlock, ReportFigure, ReportSection, ReportTable, SectionResult
+from peagle.report.sources import (
+    ResultSource,
+    assign_styles,
+    engine_name,
+    group_by,
     method_name,
-    server_name,
-    share,
-    styles,
+    shortest_labels,
+    split_panels,
 )
 from peagle.results.schema import AcceptanceRow
 
-# Of the settings of a run, those that change what an acceptance length means.
-WORK = ("max_tokens", "raw", "chat_template", "target")
+# Settings that change what an acceptance length means.
+WORKLOAD_SETTINGS = ("max_tokens", "raw", "chat_template", "target")
 
 
 @dataclass(frozen=True)
-class Found:
-    """A row, with what the page calls its drafter and its data set."""
+class AcceptanceEntry:
+    """A row with the names of its drafter and its data set."""
 
     row: AcceptanceRow
-    series: str
+    drafter: str
     dataset: str
-    few: bool
+    is_uncertain: bool  # few responses
 
     @property
     def length(self) -> float:
         length = self.row.acceptance_length
-        assert length is not None, "rows without rounds are left out"
+        assert length is not None, "rows without drafts are left out"
         return length
 
+    @property
+    def k(self) -> int:
+        return self.row.num_speculative_tokens
 
-def acceptance_part(sources: Sequence[Source], settings: ReportSettings) -> Part:
+    @property
+    def part(self) -> str:
+        """The category or the context length; empty for a whole data set."""
+        start_end = self.row.context_range
+        return self.row.category or (f"{start_end[0]:,} to {start_end[1]:,} tokens" if start_end else "")
+
+
+def build_acceptance_section(sources: Sequence[ResultSource], settings: ReportSettings) -> SectionResult:
     measured = [(row, source) for source in sources for row in source.results.rows if row.num_drafts]
-    empty = sum(not row.num_drafts for source in sources for row in source.results.rows)
-    warnings = [f"{empty} rows of acceptance hold no round and are left out."] if empty else []
+    num_empty = sum(not row.num_drafts for source in sources for row in source.results.rows)
+    warnings = [f"{num_empty} acceptance rows have no drafts and are left out."] if num_empty else []
     if not measured:
-        return Part(warnings=tuple(warnings))
-    found = _named(measured, settings)
-    if len({f.dataset for f in found}) > len({f.row.dataset for f in found}):
-        warnings.append(
-            "Data sets of one name that were asked in different ways are not compared: they are shown as others."
-        )
-    whole = [f for f in found if f.row.category is None and f.row.context_range is None]
-    plain = [f for f in whole if f.row.looping_responses == "included"] or whole
-    warnings += _loops(whole, settings) + _few(plain, settings)
-    blocks: list[Block] = []
-    if plain:
-        blocks += [_positions(plain, conditional=False), _positions(plain, conditional=True), _by_k(plain)]
-    else:
-        blocks.append(Note("These results hold parts of data sets alone, no whole one.", "warning"))
-    categories = [
-        f for f in found if f.row.category is not None and f.row.looping_responses == found[0].row.looping_responses
-    ]
-    contexts = [
-        f
-        for f in found
-        if f.row.context_range is not None and f.row.looping_responses == found[0].row.looping_responses
-    ]
-    if categories:
-        blocks.append(_by_category(categories, plain))
-    if contexts:
-        blocks.append(_by_context(contexts))
-    blocks.append(_table(whole))
-    tiles = _tiles(plain)
-    return Part((Section("Acceptance", tuple(blocks)),), _sentences(plain), tiles, tuple(warnings))
+        return SectionResult(warnings=tuple(warnings))
+    entries = _name_entries(measured, settings)
+    if len({e.dataset for e in entries}) > len({e.row.dataset for e in entries}):
+        warnings.append("Data sets with the same name but other prompts or settings are not compared.")
+    has_excluded = any(e.row.looping_responses == "excluded" for e in entries)
+    shown = [e for e in entries if (e.row.looping_responses == "excluded") == has_excluded]
+    overall = [e for e in shown if e.row.category is None and e.row.context_range is None]
+    few = sorted({f"{e.dataset} ({e.row.num_responses})" for e in overall if e.is_uncertain})
+    if few:
+        warnings.append(f"Few responses, uncertain acceptance: {', '.join(few)}.")
+    blocks: list[ReportBlock] = []
+    if overall:
+        blocks += [_figure_by_position(overall), _figure_by_k(overall)]
+    if categories := [e for e in shown if e.row.category is not None]:
+        blocks.append(_parts_table("Acceptance length by category", categories))
+    if contexts := [e for e in shown if e.row.context_range is not None]:
+        blocks.append(_parts_table("Acceptance length by context length", contexts))
+    blocks.append(_counts_table([e for e in entries if e.row.category is None and e.row.context_range is None]))
+    title = f"Acceptance, looping responses {'excluded' if has_excluded else 'included'}"
+    return SectionResult(
+        (ReportSection(title, tuple(blocks)),), tiles=_build_tiles(overall, has_excluded), warnings=tuple(warnings)
+    )
 
 
-def _named(measured: Sequence[tuple[AcceptanceRow, Source]], settings: ReportSettings) -> list[Found]:
-    def setting(row: AcceptanceRow) -> tuple[Any, ...]:
+def _name_entries(
+    measured: Sequence[tuple[AcceptanceRow, ResultSource]], settings: ReportSettings
+) -> list[AcceptanceEntry]:
+    def configuration(row: AcceptanceRow) -> tuple[object, ...]:
         part = (row.dataset, row.category, row.context_range, row.num_speculative_tokens, row.looping_responses)
         return (row.drafter, row.method, row.engine, row.temperature, part)
 
-    several = len(Counter(source.name for _, source in measured)) > 1
-    twice = several and max(Counter(setting(row) for row, _ in measured).values()) > 1
-    series = [
+    is_repeated = max(Counter(configuration(row) for row, _ in measured).values()) > 1
+    drafter_keys = [
         (
             method_name(row.method),
             f"t={row.temperature:g}",
             row.drafter,
-            server_name(row.engine),
-            source.name if twice else "",
+            engine_name(row.engine),
+            source.name if is_repeated else "",
         )
         for row, source in measured
     ]
-    names = dict(zip(dict.fromkeys(series), labels(list(dict.fromkeys(series))), strict=True))
-    sets = [_asked(row, source) for row, source in measured]
-    asked = dict(zip(dict.fromkeys(sets), labels(list(dict.fromkeys(sets))), strict=True))
+    dataset_keys = [_dataset_key(row, source) for row, source in measured]
+    drafters, datasets = shortest_labels(drafter_keys), shortest_labels(dataset_keys)
     return [
-        Found(row, names[key], asked[of], row.num_responses < settings.few_answers)
-        for (row, _), key, of in zip(measured, series, sets, strict=True)
+        AcceptanceEntry(row, drafters[drafter], datasets[dataset], row.num_responses < settings.min_responses)
+        for (row, _), drafter, dataset in zip(measured, drafter_keys, dataset_keys, strict=True)
     ]
 
 
-def _asked(row: AcceptanceRow, source: Source) -> tuple[str, ...]:
-    """A data set's name, and what was asked of it: the more of it differs, the longer is what it is called."""
+def _dataset_key(row: AcceptanceRow, source: ResultSource) -> tuple[str, ...]:
     settings = source.results.settings
     data = settings.get("data")
-    about = data.get(row.dataset) if isinstance(data, dict) else None
-    prompts = str(about.get("sha256", ""))[:8] if isinstance(about, dict) else ""
-    told = (f"{name.replace('_', ' ')} {settings[name]}" if settings.get(name) is not None else "" for name in WORK)
-    return row.dataset, *told, f"prompts {prompts}" if prompts else ""
+    details = data.get(row.dataset) if isinstance(data, dict) else None
+    digest = str(details.get("sha256") or details.get("sha") or "")[:8] if isinstance(details, dict) else ""
+    values = (f"{name} {settings[name]}" if settings.get(name) is not None else "" for name in WORKLOAD_SETTINGS)
+    return row.dataset, *values, f"prompts {digest}" if digest else ""
 
 
-def _positions(found: Sequence[Found], conditional: bool) -> Figure:
-    """Of each drafter and data set the row with the most drafts."""
-    longest = [max(rows, key=lambda f: f.row.num_speculative_tokens) for rows in _each(found).values()]
+def _figure_by_position(entries: Sequence[AcceptanceEntry]) -> ReportFigure:
+    """The rates of the largest K of each drafter and data set."""
+    largest = [max(members, key=lambda e: e.k) for members in _by_drafter_and_dataset(entries).values()]
+    width = max(e.k for e in largest)
 
-    def points(f: Found) -> list[Point]:
-        shares = f.row.per_position_conditional_rates if conditional else f.row.per_position_acceptance_rates
+    def points(entry: AcceptanceEntry) -> list[ChartPoint]:
+        label = f"{entry.drafter}, {entry.dataset}, position"
         return [
-            Point(
-                float(i),
-                value,
-                tip=f"{f.series}, {f.dataset}, draft {i}: {value:.1%} of {_reached(f, i, conditional):,} rounds",
-                doubtful=f.few,
-            )
-            for i, value in enumerate(shares, 1)
-            if value is not None
+            ChartPoint(float(i), rate, tooltip=f"{label} {i}: {rate:.1%}", is_uncertain=entry.is_uncertain)
+            for i, rate in enumerate(entry.row.per_position_acceptance_rates, 1)
+            if rate is not None
         ]
 
-    x = Axis("draft", ticks=tuple(float(i) for i in range(1, max(f.row.num_speculative_tokens for f in longest) + 1)))
-    label = "accepted, if all before it were" if conditional else "accepted, all before it too"
-    panels = _panels(longest, points, x, Axis(label, "share", ticks=(0.0, 0.25, 0.5, 0.75, 1.0)))
-    if conditional:
-        title = "Each draft given those before it"
-        caption = (
-            "Of the rounds in which all drafts before it were accepted. A level line is a drafter that does not tire."
-        )
-    else:
-        title = "Acceptance by position"
-        caption = (
-            "Share of all rounds in which draft 1, 2, .. was accepted. One plus the sum of a line is its acceptance "
-            "length."
-        )
-    width = max(f.row.num_speculative_tokens for f in longest)
-    rows = tuple(
-        (
-            f.series,
-            f.dataset,
-            *map(
-                share,
-                _padded(
-                    f.row.per_position_conditional_rates if conditional else f.row.per_position_acceptance_rates, width
-                ),
-            ),
-        )
-        for f in longest
-    )
-    heads = ("", "data set", *(str(i) for i in range(1, width + 1)))
-    return Figure(title, caption, _few_points(longest), panels, Table(title, heads, rows))
-
-
-def _by_k(found: Sequence[Found]) -> Figure:
-    lines = [sorted(rows, key=lambda f: f.row.num_speculative_tokens) for rows in _each(found).values()]
-    firsts = [rows[0] for rows in lines]
-
-    def points(first: Found) -> list[Point]:
-        rows = next(rows for rows in lines if rows[0] is first)
-        return [_length_point(f, float(f.row.num_speculative_tokens)) for f in rows]
-
-    ticks = tuple(sorted({float(f.row.num_speculative_tokens) for f in found}))
-    x, y = Axis("K, drafts a round", ticks=ticks), Axis("tokens a round", start=1.0)
-    panels = _panels(firsts, points, x, y)
+    x = ChartAxis("draft position", ticks=tuple(float(i) for i in range(1, width + 1)))
+    y = ChartAxis("acceptance rate", "share", ticks=(0.0, 0.25, 0.5, 0.75, 1.0))
     rows = []
-    for members in lines:
-        at = {float(f.row.num_speculative_tokens): _with_interval(f) for f in members}
-        rows.append((members[0].series, members[0].dataset, *(at.get(k, "–") for k in ticks)))
+    for e in largest:
+        for name in ("per_position_acceptance_rates", "per_position_conditional_rates"):
+            rates = [*getattr(e.row, name), *[None] * (width - e.k)]
+            cells = ("–" if rate is None else f"{rate:.1%}" for rate in rates)
+            rows.append((e.drafter, e.dataset, "yes" if "conditional" in name else "", *cells))
+    title = "Acceptance by position"
     caption = (
-        "Tokens that a round of drafting and verifying gains, the target's own included, with 95% intervals over "
-        "answers. Where it levels off, more drafts are drafted in vain."
+        "Share of drafts that accept positions 1 to i; the acceptance length is 1 plus the sum of a line. "
+        "The table also has conditional rates: among drafts that accept all earlier positions."
     )
-    heads = ("", "data set", *(f"K={shown(k)}" for k in ticks))
-    table = Table("Acceptance length by K", heads, tuple(rows))
-    return Figure("Acceptance length by K", caption, _few_points(found), panels, table)
+    headings = ("drafter", "data set", "conditional", *(str(i) for i in range(1, width + 1)))
+    table = ReportTable(title, headings, tuple(rows))
+    return ReportFigure(title, caption, _line_panels(largest, points, x, y), table)
 
 
-def _panels(found: Sequence[Found], points: Callable[[Found], list[Point]], x: Axis, y: Axis) -> tuple[Panel, ...]:
-    """A panel for each data set with a line for each drafter; of a single drafter one panel, a line for each set."""
-    lone = len({f.series for f in found}) == 1
-    grouped = {found[0].series: list(found)} if lone else by_key(found, [f.dataset for f in found])
-    panels: list[Panel] = []
-    for title, members in grouped.items():
-        for some in chunks(members):
-            colours = range(1, len(some) + 1) if lone else styles([f.row.method for f in some])
+def _figure_by_k(entries: Sequence[AcceptanceEntry]) -> ReportFigure:
+    groups = {key: sorted(members, key=lambda e: e.k) for key, members in _by_drafter_and_dataset(entries).items()}
+
+    def points(first: AcceptanceEntry) -> list[ChartPoint]:
+        return [_length_point(e) for e in groups[first.drafter, first.dataset]]
+
+    ks = sorted({e.k for e in entries})
+    x = ChartAxis("K, draft tokens per step", ticks=tuple(map(float, ks)))
+    panels = _line_panels(
+        [members[0] for members in groups.values()], points, x, ChartAxis("acceptance length", start=1.0)
+    )
+    rows = []
+    for (drafter, dataset), members in groups.items():
+        cells = {e.k: f"{format_number(e.length)} ({format_interval(e.row.acceptance_length_ci95)})" for e in members}
+        rows.append((drafter, dataset, *(cells.get(k, "–").replace(" (–)", "") for k in ks)))
+    title = "Acceptance length by K"
+    caption = "Mean accepted draft tokens per step plus 1, with 95% intervals. Hollow points: few responses."
+    table = ReportTable(title, ("drafter", "data set", *(f"K={k}" for k in ks)), tuple(rows))
+    return ReportFigure(title, caption, panels, table)
+
+
+def _parts_table(title: str, entries: Sequence[AcceptanceEntry]) -> ReportTable:
+    """Parts of data sets (categories, context lengths) at the largest K of each."""
+    groups = group_by(entries, [(e.drafter, e.dataset, e.part) for e in entries])
+    largest = [max(members, key=lambda e: e.k) for members in groups.values()]
+    rows = tuple((e.drafter, e.dataset, e.part, str(e.k), str(e.row.num_responses), *_length_cells(e)) for e in largest)
+    headings = ("drafter", "data set", "part", "K", "responses", "acceptance length", "95% interval")
+    return ReportTable(title, headings, rows, is_open=True)
+
+
+def _line_panels(
+    entries: Sequence[AcceptanceEntry],
+    points: Callable[[AcceptanceEntry], list[ChartPoint]],
+    x: ChartAxis,
+    y: ChartAxis,
+) -> tuple[ChartPanel, ...]:
+    """A panel per data set with a line per drafter; for a single drafter one panel with a line per data set."""
+    is_single = len({e.drafter for e in entries}) == 1
+    groups = {entries[0].drafter: list(entries)} if is_single else group_by(entries, [e.dataset for e in entries])
+    panels: list[ChartPanel] = []
+    for title, members in groups.items():
+        for some in split_panels(members):
+            styles = range(1, len(some) + 1) if is_single else assign_styles([e.row.method for e in some])
             lines = tuple(
-                Line(f.dataset if lone else f.series, tuple(points(f)), style % 6)
-                for f, style in zip(some, colours, strict=True)
+                ChartLine(e.dataset if is_single else e.drafter, tuple(points(e)), style % NUM_STYLES)
+                for e, style in zip(some, styles, strict=True)
             )
             panels.append(LinePanel(title, x, y, lines))
     return tuple(panels)
 
 
-def _by_category(found: Sequence[Found], whole: Sequence[Found]) -> Figure:
-    """At the largest K of each; the colour is against the same drafter's whole data set."""
-    overall = {(f.series, f.dataset, f.row.num_speculative_tokens): f.length for f in whole}
-    keys = [(f.series, f.dataset, f.row.category or "") for f in found]
-    most = {key: max(rows, key=lambda f: f.row.num_speculative_tokens) for key, rows in by_key(found, keys).items()}
-    columns = list(dict.fromkeys(key[0] for key in most))
-    several = len({key[1] for key in most}) > 1
-    names = list(dict.fromkeys((key[1], key[2]) for key in most))
-    cells, rows = [], []
-    for dataset, category in names:
-        line: list[Cell | None] = []
-        for series in columns:
-            f = most.get((series, dataset, category))
-            of_all = overall.get((series, dataset, f.row.num_speculative_tokens)) if f else None
-            line.append(
-                None if f is None else Cell(shown(f.length), _spread(f), f.length / of_all if of_all else None, _tip(f))
-            )
-            if f:
-                told = (
-                    str(f.row.num_speculative_tokens),
-                    shown(f.length),
-                    interval(f.row.acceptance_length_ci95),
-                    str(f.row.num_responses),
-                )
-                rows.append((f"{dataset}: {category}", series, *told))
-        cells.append(tuple(line))
-    titles = tuple(f"{dataset}: {category}" if several else category for dataset, category in names)
-    panel = HeatPanel("By category", "", "", titles, tuple(columns), tuple(cells))
-    caption = "Acceptance length with its 95% interval, at the largest K measured."
-    reading = "Blue lies above the same drafter's mean over the data set, orange below, grey within 5% of it."
-    table = Table("Acceptance length by category", ("", "", "K", "length", "95% interval", "answers"), tuple(rows))
-    return Figure("By category", caption, reading, (panel,), table)
-
-
-def _by_context(found: Sequence[Found]) -> Figure:
-    keys = [(f.series, f.dataset, f.row.context_range) for f in found]
-    most = [max(rows, key=lambda f: f.row.num_speculative_tokens) for rows in by_key(found, keys).values()]
-    lines = [sorted(rows, key=_end) for rows in _each(most).values()]
-
-    def points(first: Found) -> list[Point]:
-        rows = next(rows for rows in lines if rows[0] is first)
-        return [_length_point(f, _end(f)) for f in rows]
-
-    ticks = tuple(sorted({_end(f) for f in most}))
-    x = Axis("tokens before the round, up to", scale=load_scale(ticks), ticks=ticks)
-    panels = _panels([rows[0] for rows in lines], points, x, Axis("tokens a round", start=1.0))
-    told = tuple(
-        (
-            f.series,
-            f.dataset,
-            _context(f),
-            str(f.row.num_speculative_tokens),
-            shown(f.length),
-            interval(f.row.acceptance_length_ci95),
-        )
-        for rows in lines
-        for f in rows
-    )
-    heads = ("", "data set", "tokens before", "K", "acceptance length", "95% interval")
-    caption = "Acceptance length by how much stood before the round, at the largest K measured."
-    return Figure("By context length", caption, _few_points(most), panels, Table("By context length", heads, told))
-
-
-def _table(found: Sequence[Found]) -> Table:
-    heads = ("", "data set", "K", "loops", "answers", "tokens", "rounds", "acceptance length", "95% interval")
+def _counts_table(entries: Sequence[AcceptanceEntry]) -> ReportTable:
+    headings = ("drafter", "data set", "K", "looping responses", "responses", "output tokens", "drafts")
     rows = tuple(
-        (
-            f.series,
-            f.dataset,
-            str(f.row.num_speculative_tokens),
-            f.row.looping_responses,
-            f"{f.row.num_responses:,}",
-            f"{f.row.num_output_tokens:,}",
-            f"{f.row.num_drafts:,}",
-            shown(f.length),
-            interval(f.row.acceptance_length_ci95),
-        )
-        for f in found
+        (e.drafter, e.dataset, str(e.k), e.row.looping_responses, f"{e.row.num_responses:,}")
+        + (f"{e.row.num_output_tokens:,}", f"{e.row.num_drafts:,}", *_length_cells(e))
+        for e in entries
     )
-    return Table("All counts", heads, rows)
+    return ReportTable("All counts", (*headings, "acceptance length", "95% interval"), rows)
 
 
-def _tiles(found: Sequence[Found]) -> tuple[Tile, ...]:
-    """Of each method, at its largest K and lowest temperature: from the data set it does worst on to its best."""
+def _build_tiles(entries: Sequence[AcceptanceEntry], is_excluded: bool) -> tuple[HeadlineTile, ...]:
+    """Per method, at its lowest temperature and largest K: the range over data sets."""
     tiles = []
-    for rows in by_key(found, [f.row.method for f in found]).values():
-        coolest = min(f.row.temperature for f in rows)
-        most = max(f.row.num_speculative_tokens for f in rows)
-        of_tile = sorted(
-            (f for f in rows if (f.row.temperature, f.row.num_speculative_tokens) == (coolest, most)),
-            key=lambda f: f.length,
-        )
-        if not of_tile:
+    for members in group_by(entries, [e.row.method for e in entries]).values():
+        temperature, k = min(e.row.temperature for e in members), max(e.k for e in members)
+        found = sorted((e for e in members if (e.row.temperature, e.k) == (temperature, k)), key=lambda e: e.length)
+        if not found:
             continue
-        worst, best = of_tile[0], of_tile[-1]
-        value = shown(best.length) if worst is best else f"{shown(worst.length)}–{shown(best.length)}"
-        about = f"{best.series}, K={most}, {worst.dataset}" + ("" if worst is best else f" to {best.dataset}")
-        tiles.append(Tile("Acceptance length", value, about))
+        first, last = found[0], found[-1]
+        value = format_number(last.length)
+        if first is not last:
+            value = f"{format_number(first.length)}–{value}"
+        datasets = first.dataset if first is last else f"{first.dataset} to {last.dataset}"
+        loops = "excluded" if is_excluded else "included"
+        tiles.append(
+            HeadlineTile("Acceptance length", value, f"{last.drafter}, K={k}, {datasets}; looping responses {loops}")
+        )
     return tuple(tiles[:2])
 
 
-def _sentences(found: Sequence[Found]) -> tuple[str, ...]:
-    """What acceptance alone can say, for results that hold no speed."""
-    best = max(found, key=lambda f: f.length, default=None)
-    if best is None:
-        return ()
-    return (
-        f"{best.series} gains up to {shown(best.length)} tokens a round ({best.dataset}, "
-        f"K={best.row.num_speculative_tokens}); which K pays is a question of speed.",
-    )
+def _by_drafter_and_dataset(entries: Sequence[AcceptanceEntry]) -> dict[tuple[str, str], list[AcceptanceEntry]]:
+    return group_by(entries, [(e.drafter, e.dataset) for e in entries])
 
 
-def _loops(whole: Sequence[Found], settings: ReportSettings) -> list[str]:
-    """Answers that repeat themselves are easy to draft: said where they carry the mean."""
-    said = []
-    for rows in by_key(whole, [(f.series, f.dataset, f.row.num_speculative_tokens) for f in whole]).values():
-        both = {f.row.looping_responses: f for f in rows}
-        if len(both) == 2 and both["included"].length > both["excluded"].length * (1 + settings.loops_matter):
-            f = both["included"]
-            said.append(
-                f"{f.series}, {f.dataset}, K={f.row.num_speculative_tokens}: answers that repeat themselves lift the "
-                f"acceptance length from {shown(both['excluded'].length)} to {shown(f.length)}."
-            )
-    return said
+def _length_point(entry: AcceptanceEntry) -> ChartPoint:
+    row = entry.row
+    low, high = row.acceptance_length_ci95 or (None, None)
+    interval = f" (95% {format_interval(row.acceptance_length_ci95)})" if row.acceptance_length_ci95 else ""
+    tooltip = f"{entry.drafter}, {entry.dataset}, K={entry.k}: {format_number(entry.length)}{interval}"
+    return ChartPoint(float(entry.k), entry.length, low, high, tooltip, entry.is_uncertain)
 
 
-def _few(found: Sequence[Found], settings: ReportSettings) -> list[str]:
-    few = sorted({f"{f.dataset} ({f.row.num_responses})" for f in found if f.few})
-    if not few:
-        return []
-    return [f"Acceptance of fewer than {settings.few_answers} answers varies much: {', '.join(few)}."]
-
-
-def _each(found: Sequence[Found]) -> dict[tuple[str, str], list[Found]]:
-    return by_key(found, [(f.series, f.dataset) for f in found])
-
-
-def _length_point(f: Found, x: float) -> Point:
-    low, high = f.row.acceptance_length_ci95 or (None, None)
-    return Point(x, f.length, low, high, _tip(f), doubtful=f.few)
-
-
-def _reached(f: Found, draft: int, conditional: bool) -> int:
-    return [f.row.num_drafts, *f.row.num_accepted_tokens_per_pos][draft - 1] if conditional else f.row.num_drafts
-
-
-def _padded(values: Sequence[float | None], width: int) -> list[float | None]:
-    return [*values, *[None] * (width - len(values))]
-
-
-def _with_interval(f: Found) -> str:
-    return (
-        f"{shown(f.length)} ({interval(f.row.acceptance_length_ci95)})"
-        if f.row.acceptance_length_ci95
-        else shown(f.length)
-    )
-
-
-def _spread(f: Found) -> str:
-    return (
-        f"{f.row.acceptance_length_ci95[0]:.2f}–{f.row.acceptance_length_ci95[1]:.2f}"
-        if f.row.acceptance_length_ci95
-        else ""
-    )
-
-
-def _tip(f: Found) -> str:
-    part = f", {f.row.category}" if f.row.category else f", {_context(f)} tokens before" if f.row.context_range else ""
-    within = f" (95% {interval(f.row.acceptance_length_ci95)})" if f.row.acceptance_length_ci95 else ""
-    where = f"{f.series}, {f.dataset}{part}, K={f.row.num_speculative_tokens}"
-    return f"{where}: {shown(f.length)} tokens a round{within}, {f.row.num_responses} answers"
-
-
-def _end(f: Found) -> float:
-    assert f.row.context_range is not None
-    return float(f.row.context_range[1])
-
-
-def _context(f: Found) -> str:
-    assert f.row.context_range is not None
-    return f"{f.row.context_range[0]:,} to {f.row.context_range[1]:,}"
-
-
-def _few_points(found: Sequence[Found]) -> str:
-    return "Hollow points: few answers." if any(f.few for f in found) else ""
+def _length_cells(entry: AcceptanceEntry) -> tuple[str, str]:
+    return format_number(entry.length), format_interval(entry.row.acceptance_length_ci95)

@@ -1,7 +1,4 @@
-"""`peagle report`: any set of results as one page.
-
-Knows which parts a page has and in which order; what each says is told beside it, how it looks by the writers.
-"""
+"""Builds a report from result files and writes it as HTML or Markdown."""
 
 from __future__ import annotations
 
@@ -16,31 +13,30 @@ from pathlib import Path
 
 from peagle.config import ReportSettings
 from peagle.errors import UserError
-from peagle.report.acceptance import acceptance_part
-from peagle.report.html import html_of
-from peagle.report.markdown import markdown_of
-from peagle.report.outlook import plan_part, tune_part
-from peagle.report.page import Block, Command, Note, Page, Section, Table
-from peagle.report.series import Source, by_key, listed
-from peagle.report.speed import speed_part
+from peagle.report.acceptance import build_acceptance_section
+from peagle.report.estimates import build_plan_sections, build_tune_sections
+from peagle.report.page import ReportBlock, ReportPage, ReportSection, ReportTable, clean_strings, clean_text
+from peagle.report.render import render_html, render_markdown
+from peagle.report.sources import ResultSource, group_by
+from peagle.report.throughput import build_throughput_sections
 from peagle.results.files import read_results
 
-LABEL = re.compile(r"^.*?(?:K=|c=|/s)[^:]*: ")  # of a run: a method, K and load, or a method, set and K
+RUN_LABEL = re.compile(r"^.*?(?:K=|c=|/s)[^:]*: ")  # the start of a warning about one run
 
 MISSING = {
-    "eval": "how many drafts are accepted (peagle eval)",
-    "bench": "measured speed (peagle bench)",
-    "tune": "what a round costs here, and which K when (peagle tune)",
-    "plan": "what to expect of other machines and loads, and its cost (peagle plan)",
+    "eval": "acceptance (peagle eval)",
+    "bench": "measured throughput (peagle bench)",
+    "tune": "timed decode steps (peagle tune)",
+    "plan": "estimates for other GPUs (peagle plan)",
 }
 
 
 @dataclass(frozen=True)
-class Written:
-    """What a report says in short, and where it lies."""
+class ReportSummary:
+    """What `peagle report` prints: the written files and the main statements."""
 
-    html: Path | None
-    markdown: Path | None
+    html: str | None
+    markdown: str | None
     recommendations: tuple[str, ...]
     warnings: tuple[str, ...]
     missing: tuple[str, ...]
@@ -48,132 +44,112 @@ class Written:
 
 def write_report(
     paths: Sequence[Path], html: Path | None, markdown: Path | None, settings: ReportSettings | None = None
-) -> Written:
-    settings = settings or ReportSettings()
-    page = build_page(read_sources(paths), settings)
-    for out, text in ((html, html_of), (markdown, markdown_of)):
+) -> ReportSummary:
+    page = build_page(read_sources(paths), settings or ReportSettings())
+    for flag, out, render in (("--out", html, render_html), ("--markdown", markdown, render_markdown)):
         if out is None:
             continue
         if any(out.resolve() == path.resolve() for path in paths):
-            raise UserError(f"{out}: holds results that the report is made from; give another place to write it to")
-        _write(out, text(page))
-    return Written(html, markdown, page.recommendations, page.warnings, page.missing)
+            raise UserError(f"{flag} {out}: is one of the result files; use another file")
+        _write_file(flag, out, render(page))
+    files = [None if path is None else str(path) for path in (html, markdown)]
+    return ReportSummary(files[0], files[1], page.recommendations, page.warnings, page.missing)
 
 
-def read_sources(paths: Sequence[Path]) -> list[Source]:
-    """Each file once, by its name; files of one name in different folders by their paths."""
-    once = list({path.resolve(): path for path in paths}.values())
-    names = Counter(path.name for path in once)
-    sources = [Source(path.stem if names[path.name] == 1 else str(path), read_results(path)) for path in once]
-    for path, source in zip(once, sources, strict=True):
+def read_sources(paths: Sequence[Path]) -> list[ResultSource]:
+    """Reads each file once. A file is named by its stem, or by its path if names are not unique."""
+    unique = list({path.resolve(): path for path in paths}.values())
+    names = Counter(path.name for path in unique)
+    sources = []
+    for path in unique:
+        source = ResultSource(path.stem if names[path.name] == 1 else str(path), read_results(path))
         for i, row in enumerate(source.results.rows):
-            # a time next to nothing: each number is one, what follows from them is not
             if not math.isfinite(getattr(row, "output_throughput", 0.0)):
-                raise UserError(f"{path}: rows[{i}]: its tokens and seconds make no speed")
+                raise UserError(f"{path}: rows[{i}]: output_throughput is not finite; check duration")
+        sources.append(source)
     return sources
 
 
-def build_page(sources: Sequence[Source], settings: ReportSettings) -> Page:
-    of_kind = {kind: [s for s in sources if s.results.kind == kind] for kind in MISSING}
-    acceptance = acceptance_part(of_kind["eval"], settings)
-    measured = speed_part(of_kind["bench"])
-    tuned, planned = tune_part(of_kind["tune"]), plan_part(of_kind["plan"])
-    parts = (measured, acceptance, tuned, planned)
-    recommendations = measured.recommendations + tuned.recommendations + planned.recommendations
-    filled = [kind for kind, members in of_kind.items() if any(s.results.rows for s in members)]
-    return Page(
-        title=settings.title,
-        about=_about(sources),
-        recommendations=recommendations or acceptance.recommendations,
+def build_page(sources: Sequence[ResultSource], settings: ReportSettings) -> ReportPage:
+    sources = clean_strings(list(sources))
+    by_kind = {kind: [s for s in sources if s.results.kind == kind] for kind in MISSING}
+    parts = (
+        build_throughput_sections(by_kind["bench"]),
+        build_acceptance_section(by_kind["eval"], settings),
+        build_tune_sections(by_kind["tune"]),
+        build_plan_sections(by_kind["plan"]),
+    )
+    commands = group_by(sources, [source.results.provenance.command for source in sources])
+    return ReportPage(
+        title=clean_text(settings.title),
+        subtitle=_build_subtitle(sources),
+        recommendations=tuple(sentence for part in parts for sentence in part.recommendations),
         tiles=tuple(tile for part in parts for tile in part.tiles),
-        warnings=folded([*_of_files(sources), *(sentence for part in parts for sentence in part.warnings)]),
-        missing=tuple(text for kind, text in MISSING.items() if kind not in filled),
-        sections=(*(section for part in parts for section in part.sections), _origin(sources)),
+        warnings=merge_warnings([*_file_warnings(sources), *(w for part in parts for w in part.warnings)]),
+        missing=tuple(text for kind, text in MISSING.items() if not any(s.results.rows for s in by_kind[kind])),
+        sections=(*(section for part in parts for section in part.sections), _provenance_section(sources)),
+        commands=tuple((command, ", ".join(s.name for s in members)) for command, members in commands.items()),
     )
 
 
-def _about(sources: Sequence[Source]) -> str:
+def _build_subtitle(sources: Sequence[ResultSource]) -> str:
     if not sources:
         return "No results."
     machines = dict.fromkeys(source.machine for source in sources)
     days = sorted({source.results.provenance.started_at[:10] for source in sources})
-    when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
-    files = f"{len(sources)} file{'' if len(sources) == 1 else 's'} of results"
-    return f"From {files}, measured {when} on {' and '.join(machines)}"
+    period = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+    return f"{len(sources)} result file{'' if len(sources) == 1 else 's'}, {period}, {' and '.join(machines)}"
 
 
-def _of_files(sources: Sequence[Source]) -> list[str]:
-    said = []
+def _file_warnings(sources: Sequence[ResultSource]) -> list[str]:
+    warnings = []
     for source in sources:
-        results = source.results
-        if not results.rows:
-            said.append(f"{source.name}: holds no rows.")
-        if not results.finished:
-            said.append(f"{source.name}: the run was not finished; these are the rows it had.")
-        said += [f"{source.name}: {warning}" for warning in results.warnings]
-    return said
+        if not source.results.rows:
+            warnings.append(f"{source.name}: has no rows.")
+        if not source.results.finished:
+            warnings.append(f"{source.name}: the run was not finished.")
+        warnings += [f"{source.name}: {warning}" for warning in source.results.warnings]
+    return warnings
 
 
-def _origin(sources: Sequence[Source]) -> Section:
-    """Where the numbers come from: what it takes to get them again."""
-    blocks: list[Block] = []
+def merge_warnings(warnings: Sequence[str]) -> tuple[str, ...]:
+    """Merges warnings that differ only in the run and in numbers: the first one with the number of others."""
+    groups: dict[str, list[str]] = {}
+    for warning in dict.fromkeys(warnings):
+        text, num_labels = RUN_LABEL.subn("", warning)
+        groups.setdefault(re.sub(r"\d[\d.,]*", "#", text) if num_labels else warning, []).append(warning)
+    return tuple(first if not more else f"{first} (and {len(more)} more)" for first, *more in groups.values())
+
+
+def _provenance_section(sources: Sequence[ResultSource]) -> ReportSection:
+    blocks: list[ReportBlock] = []
     if sources:
         rows = []
         for source in sources:
             provenance = source.results.provenance
             commit = (provenance.commit or "–")[:12] + ("+" if (provenance.commit or "").endswith("+") else "")
             versions = ", ".join(f"{name} {version}" for name, version in provenance.versions.items())
-            rows.append(
-                (
-                    source.name,
-                    source.results.kind,
-                    provenance.started_at,
-                    f"{provenance.duration:,.0f}",
-                    commit,
-                    versions,
-                )
-            )
-        heads = ("file", "kind", "started", "seconds", "commit", "versions")
-        blocks.append(Table("Runs", heads, tuple(rows), open=True))
-        blocks.append(_machines(sources))
-    else:
-        blocks.append(Note("There are no results to tell the origin of.", "warning"))
-    commands = by_key(sources, [source.results.provenance.command for source in sources])
-    blocks += [Command(command, listed([s.name for s in made])) for command, made in commands.items()]
+            machine = ", ".join(f"{name} {value}" for name, value in provenance.machine.items())
+            cells = (provenance.started_at, f"{provenance.duration:,.0f}", commit, versions, machine)
+            rows.append((source.name, source.results.kind, *cells))
+        headings = ("file", "kind", "started at", "seconds", "commit", "versions", "machine")
+        blocks.append(ReportTable("Runs", headings, tuple(rows), is_open=True))
     for source in sources:
-        settings = tuple((name, _plain(value)) for name, value in source.results.settings.items())
+        settings = tuple(
+            (name, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+            for name, value in source.results.settings.items()
+        )
         if settings:
-            blocks.append(Table(f"Settings of {source.name}", ("setting", "value"), settings))
-    return Section("Where the numbers come from", tuple(blocks))
+            blocks.append(ReportTable(f"Settings of {source.name}", ("setting", "value"), settings))
+    return ReportSection("Provenance", tuple(blocks))
 
 
-def _machines(sources: Sequence[Source]) -> Table:
-    fields = dict.fromkeys(name for source in sources for name in source.results.provenance.machine)
-    rows = tuple(
-        (source.name, *(str(source.results.provenance.machine.get(name, "–")) for name in fields)) for source in sources
-    )
-    return Table("Machines", ("file", *fields), rows, open=True)
-
-
-def _plain(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all."""
-    unfinished = path.with_name(f".{path.name}.unfinished")
+def _write_file(flag: str, path: Path, text: str) -> None:
+    """Replaces the file atomically."""
+    temporary = path.with_name(f".{path.name}.unfinished")
     try:
-        unfinished.write_text(text, encoding="utf-8")
-        os.replace(unfinished, path)
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
     except OSError as error:
-        unfinished.unlink(missing_ok=True)
-        raise UserError(f"{path}: cannot be written ({error.strerror})") from None
-
-
-def folded(warnings: Sequence[str]) -> tuple[str, ...]:
-    """Those that say the same of several runs as one, by the first: forty lines about one thing hide the others."""
-    alike: dict[str, list[str]] = {}
-    for warning in dict.fromkeys(warnings):
-        said, of_a_run = LABEL.subn("", warning)
-        alike.setdefault(re.sub(r"\d[\d.,]*", "#", said) if of_a_run else warning, []).append(warning)
-    return tuple(first if not more else f"{first} (and {len(more)} more like it)" for first, *more in alike.values())
+        temporary.unlink(missing_ok=True)
+        raise UserError(f"{flag} {path}: cannot be written ({error.strerror})") from None

@@ -1,114 +1,109 @@
-"""The nouns of a report: a page of sections, each of notes, figures, tables and commands.
+"""Contents of a report page: sections of figures, tables and notes.
 
-Knows nothing about results, HTML or Markdown: sections are filled by those who know the results, and two writers turn
-the page into text. Every string here is plain text that may come from a stranger's file; the writers escape it.
+Strings may come from untrusted result files: `clean_strings` replaces control characters, the templates escape.
 """
 
 from __future__ import annotations
 
 import re
 import unicodedata
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, TypeAlias
 
-from peagle.report.charts import Panel
+from peagle.report.charts import ChartPanel
 
-Tone = Literal["plain", "warning"]
-# Text that runs the other way round can make a name read as another one.
-TURNING = {*"\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"}
-NEVER_SHOWN = {"Cc", "Cs", "Cn", "Co"}
-NUMBER = re.compile(r"[-–]?[\d.,]*[%×]?( \(.*\d\))?$")  # with its interval or K after it
-LONGEST = 400  # characters of a name or a value that a page shows
+# Bidirectional control characters can make a name read as another one.
+BIDI_CONTROLS = {*"\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"}
+UNPRINTABLE_CATEGORIES = {"Cc", "Cs", "Cn", "Co"}
+NUMERIC_CELL = re.compile(r"[-–]?[\d.,]*[%×]?( \(.*\d\))?$")  # a number, optionally with an interval or a K
 
 
 @dataclass(frozen=True)
-class Table:
-    caption: str
+class ReportTable:
+    title: str
     headings: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    open: bool = False  # read by everybody, not only looked up
+    is_open: bool = False  # initially visible
 
     @property
-    def numbers(self) -> list[bool]:
-        """Which columns hold nothing but numbers, and are set to the right."""
+    def is_numeric_column(self) -> list[bool]:
         columns = [[row[i] for row in self.rows] for i in range(len(self.headings))]
-        return [i > 0 and all(map(NUMBER.match, column)) for i, column in enumerate(columns)]
+        return [i > 0 and all(map(NUMERIC_CELL.match, column)) for i, column in enumerate(columns)]
 
 
 @dataclass(frozen=True)
-class Note:
-    """A paragraph."""
-
-    text: str
-    tone: Tone = "plain"
-
-
-@dataclass(frozen=True)
-class Command:
-    """Something typed at a prompt, and what it made."""
-
-    text: str
-    made: str
-
-
-@dataclass(frozen=True)
-class Figure:
-    """Panels of one kind, what they show, how to read the drawing, and the same values as a table."""
+class ReportFigure:
+    """Chart panels of one kind, a caption, and the same values as a table."""
 
     title: str
     caption: str
-    reading: str
-    panels: tuple[Panel, ...]
-    table: Table
-
-
-Block: TypeAlias = Note | Figure | Table | Command
+    panels: tuple[ChartPanel, ...]
+    table: ReportTable
 
 
 @dataclass(frozen=True)
-class Section:
+class ReportNote:
+    text: str
+
+
+ReportBlock: TypeAlias = ReportNote | ReportFigure | ReportTable
+
+
+@dataclass(frozen=True)
+class ReportSection:
     title: str
-    blocks: tuple[Block, ...]
+    blocks: tuple[ReportBlock, ...]
 
 
 @dataclass(frozen=True)
-class Tile:
-    """A figure worth a glance: what it is, the number, what it holds for."""
-
-    name: str
+class HeadlineTile:
+    title: str
     value: str
-    about: str
+    description: str
 
 
 @dataclass(frozen=True)
-class Page:
+class SectionResult:
+    """What the results of one kind add to the page."""
+
+    sections: tuple[ReportSection, ...] = ()
+    recommendations: tuple[str, ...] = ()
+    tiles: tuple[HeadlineTile, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ReportPage:
     title: str
-    about: str  # of how many files, which machines, when
+    subtitle: str
     recommendations: tuple[str, ...]
-    tiles: tuple[Tile, ...]
+    tiles: tuple[HeadlineTile, ...]
     warnings: tuple[str, ...]
-    missing: tuple[str, ...]
-    sections: tuple[Section, ...]
+    missing: tuple[str, ...]  # kinds of results that were not passed
+    sections: tuple[ReportSection, ...]
+    commands: tuple[tuple[str, str], ...]  # command line, names of the files that it wrote
 
 
-def clean(text: str, longest: int | None = LONGEST) -> str:
-    """What can be shown of a string: no control characters, nothing that turns the line round, not endless."""
+def clean_text(text: str) -> str:
+    """Replaces control characters, which could hide or reverse text."""
 
-    def shown(character: str) -> str:
+    def clean(character: str) -> str:
         if character in "\n\t":
             return " "
-        hidden = character in TURNING or unicodedata.category(character) in NEVER_SHOWN
-        return "\ufffd" if hidden else character
+        is_hidden = character in BIDI_CONTROLS or unicodedata.category(character) in UNPRINTABLE_CATEGORIES
+        return "\ufffd" if is_hidden else character
 
-    text = "".join(map(shown, text))
-    return text if longest is None or len(text) <= longest else f"{text[: longest - 1]}…"
+    return "".join(map(clean, text))
 
 
-@dataclass(frozen=True)
-class Part:
-    """What one kind of results adds to a page."""
-
-    sections: tuple[Section, ...] = ()
-    recommendations: tuple[str, ...] = ()
-    tiles: tuple[Tile, ...] = ()
-    warnings: tuple[str, ...] = ()
+def clean_strings(value: Any) -> Any:
+    """Applies `clean_text` to all strings of a dataclass, dictionary or list."""
+    if isinstance(value, str):
+        return clean_text(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: clean_strings(getattr(value, f.name)) for f in fields(value)})
+    if isinstance(value, dict):
+        return {clean_strings(key): clean_strings(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(clean_strings, value))
+    return value

@@ -1,6 +1,6 @@
-"""The page in a real browser: it fits, reads, asks for nothing, and runs nothing but its own lines.
+"""The report page in Chromium: layout, contrast, overlaps, network access, scripts, keyboard and print.
 
-Needs Chromium (`make test-browser`); what can be told without one is in test_report.py.
+Needs Chromium (`make test-browser`). test_build.py tests what needs no browser.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 from playwright.sync_api import expect
-from report_page import STAMP, measured_acceptance, measured_speed
-from test_report import HOSTILE, bench, bench_row
+from report_page import PROVENANCE, sample_acceptance, sample_throughput
+from test_build import HOSTILE, bench, bench_row
 
 from peagle.config import ReportSettings
 from peagle.report.build import build_page
-from peagle.report.html import html_of
-from peagle.report.series import Source
+from peagle.report.render import render_html
+from peagle.report.sources import ResultSource
 from peagle.results.schema import AcceptanceRow, PlanRow, Results, TuneRow
 from scripts.browser import Tab, open_browser
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.browser
 LOOKS = [(1280, False, "screen"), (1280, True, "screen"), (800, True, "screen"), (400, False, "screen")]
 LOOKS += [(320, True, "screen"), (700, True, "print")]
 
-# Of every text that is shown: its contrast with what lies behind it, by WCAG 2; and whether it leaves its chart.
+# Every visible text: its WCAG 2 contrast ratio, whether it leaves its chart, and its font size.
 READ_TEXTS = """
 (() => {
   const parse = (c) => { const m = c.match(/[\\d.]+/g).map(Number); return m.length > 3 ? m : [...m, 1]; };
@@ -61,7 +61,7 @@ READ_TEXTS = """
 })()
 """
 
-# Labels of a chart that lie on each other, by more than a hair.
+# Pairs of chart texts that overlap.
 READ_OVERLAPS = """
 (() => [...document.querySelectorAll("svg")].filter((s) => s.checkVisibility()).flatMap((svg) => {
   const texts = [...svg.querySelectorAll("text.label, text.tick, text.value, text.fine, text.note")];
@@ -73,7 +73,7 @@ READ_OVERLAPS = """
 }))()
 """
 
-# What the keyboard is at; details are opened on the way, so that what is in them comes next.
+# The focused element; opens <details>, so that its content gets the focus next.
 FOCUSED = """
 (() => {
   const e = document.activeElement;
@@ -91,28 +91,28 @@ def tab() -> Iterator[Tab]:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Everything at once, what was measured, nothing, and a stranger's names."""
+    """Pages of all kinds of results, of sample results, of no results, and with hostile names."""
     folder = tmp_path_factory.mktemp("pages")
     hostile = replace(
-        everything()[0], rows=[replace(row, label=HOSTILE, drafter=HOSTILE) for row in everything()[0].rows]
+        all_kinds()[0], rows=[replace(row, label=HOSTILE, drafter=HOSTILE) for row in all_kinds()[0].rows]
     )
     contents = {
-        "everything": everything(),
-        "measured": [measured_speed(), measured_acceptance()],
+        "all_kinds": all_kinds(),
+        "sample": [sample_throughput(), sample_acceptance()],
         "nothing": [],
         "hostile": [replace(hostile, warnings=[HOSTILE * 3, "x" * 300], settings={HOSTILE: "y" * 300})],
     }
     for name, results in contents.items():
-        sources = [Source(f"{name}{i}", r) for i, r in enumerate(results)]
+        sources = [ResultSource(f"{name}{i}", r) for i, r in enumerate(results)]
         title = HOSTILE if name == "hostile" else ReportSettings.title
         (folder / f"{name}.html").write_text(
-            html_of(build_page(sources, ReportSettings(title=title))), encoding="utf-8"
+            render_html(build_page(sources, ReportSettings(title=title))), encoding="utf-8"
         )
     return {name: folder / f"{name}.html" for name in contents}
 
 
-def everything() -> list[Results]:
-    """A chart of every kind, with as many lines as there may be, and more warnings than are shown at once."""
+def all_kinds() -> list[Results]:
+    """Every kind of chart, many lines, and more warnings than the page shows at once."""
     rows = []
     for engine, load in product(("embedded", "http://localhost:8000/v1"), (1, 8, 64)):
         for method, k, gain in (
@@ -161,14 +161,14 @@ def everything() -> list[Results]:
     ]
     return [
         replace(bench(*rows), warnings=[f"{engine} was warm: {'very ' * i}" for i, engine in enumerate("abcdefgh")]),
-        Results("eval", STAMP, {"max_tokens": 512}, accepted),
-        Results("tune", STAMP, {}, tuned),
-        Results("plan", STAMP, {"gpu": "h200"}, planned),
+        Results("eval", PROVENANCE, {"max_tokens": 512}, accepted),
+        Results("tune", PROVENANCE, {}, tuned),
+        Results("plan", PROVENANCE, {"gpu": "h200"}, planned),
     ]
 
 
-@pytest.mark.parametrize("name", ["everything", "measured", "nothing", "hostile"])
-def test_it_fits_reads_and_asks_for_nothing(tab: Tab, pages: dict[str, Path], name: str):
+@pytest.mark.parametrize("name", ["all_kinds", "sample", "nothing", "hostile"])
+def test_the_page_fits_is_readable_and_offline(tab: Tab, pages: dict[str, Path], name: str):
     tab.set_screen(1280)
     tab.open(pages[name])
     for width, dark, media in LOOKS:
@@ -188,42 +188,42 @@ def test_it_fits_reads_and_asks_for_nothing(tab: Tab, pages: dict[str, Path], na
     assert [url for url in tab.requests if not url.startswith("file://")] == [] and len(tab.requests) == 1
 
 
-def test_who_asks_is_refused_and_noted(tab: Tab, tmp_path: Path):
+def test_network_requests_are_blocked_and_recorded(tab: Tab, tmp_path: Path):
     page = tmp_path / "asks.html"
     with socket.create_server(("127.0.0.1", 0)) as server:
-        wanted = f"http://127.0.0.1:{server.getsockname()[1]}/x.png"
-        page.write_text(f"<img src={wanted}><script>fail()</script>")
+        url_of_image = f"http://127.0.0.1:{server.getsockname()[1]}/x.png"
+        page.write_text(f"<img src={url_of_image}><script>fail()</script>")
         tab.open(page)
         server.setblocking(False)
         with pytest.raises(BlockingIOError):
             server.accept()
-    assert tab.requests == [page.as_uri(), wanted]
-    assert any("ERR_INTERNET_DISCONNECTED" in said for said in tab.console_messages) and "fail is not defined" in str(
-        tab.console_messages
-    )
+    assert tab.requests == [page.as_uri(), url_of_image]
+    assert any(
+        "ERR_INTERNET_DISCONNECTED" in message for message in tab.console_messages
+    ) and "fail is not defined" in str(tab.console_messages)
 
 
-def test_nothing_of_a_stranger_runs_and_all_reads_without_scripts(tab: Tab, pages: dict[str, Path]):
+def test_no_foreign_script_runs_and_the_page_needs_none(tab: Tab, pages: dict[str, Path]):
     tab.page.add_init_script("window.alert = () => { window.hit = true; };")
     tab.open(pages["hostile"])
     assert tab.evaluate("window.hit === undefined && document.scripts.length === 1")
-    # A script that somebody got into the page would not run either.
+    # An injected script does not run.
     tab.evaluate(
         "document.body.append(Object.assign(document.createElement('script'), {textContent: 'window.hit = 1'}))"
     )
     assert tab.evaluate("window.hit === undefined")
     tab.set_screen(1280)
-    tab.open(pages["everything"])
+    tab.open(pages["all_kinds"])
     with_script = tab.page.locator("body").inner_text()
     with tab.page.context.browser.new_page(java_script_enabled=False, viewport={"width": 1280, "height": 900}) as plain:
-        plain.goto(pages["everything"].as_uri())
+        plain.goto(pages["all_kinds"].as_uri())
         assert plain.locator("body").inner_text() == with_script
         assert plain.locator(".hit > title").count() > 50, "values when pointed at, even so"
 
 
-def test_a_mark_tells_its_value_when_pointed_at(tab: Tab, pages: dict[str, Path]):
+def test_hovering_a_point_shows_its_value(tab: Tab, pages: dict[str, Path]):
     tab.set_screen(1280)
-    tab.open(pages["everything"])
+    tab.open(pages["all_kinds"])
     tip = tab.page.locator("#tip")
     tab.page.locator(".hit:visible").first.hover()
     assert re.search(r"tokens/s \(95% ", tip.inner_text())
@@ -235,7 +235,7 @@ def test_a_mark_tells_its_value_when_pointed_at(tab: Tab, pages: dict[str, Path]
 
 def test_the_keyboard_reaches_every_table(tab: Tab, pages: dict[str, Path]):
     tab.set_screen(400)
-    tab.open(pages["everything"])
+    tab.open(pages["all_kinds"])
     summaries = tab.page.locator("summary").count()
     seen = set()
     for _ in range(3 * summaries + 60):
@@ -246,9 +246,9 @@ def test_the_keyboard_reaches_every_table(tab: Tab, pages: dict[str, Path]):
     assert tab.evaluate("document.documentElement.scrollWidth") <= 400, "open tables scroll by themselves"
 
 
-def test_it_prints_on_a_few_pages_with_every_warning(tab: Tab, pages: dict[str, Path]):
+def test_the_printed_page_has_every_warning(tab: Tab, pages: dict[str, Path]):
     tab.set_screen(1280, dark=True)
-    tab.open(pages["everything"])
+    tab.open(pages["all_kinds"])
     warnings = "[...document.querySelectorAll('aside li')].map((e) => e.checkVisibility())"
     assert not all(tab.evaluate(warnings)), "some are folded away"
     printed = tab.page.pdf(format="A4", print_background=True, prefer_css_page_size=True)

@@ -1,0 +1,105 @@
+"""Result files of a report, and the names and line styles that identify their rows."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from peagle.report.charts import NUM_STYLES
+from peagle.results.schema import Results
+
+METHOD_NAMES = {"none": "no speculation", "eagle3": "EAGLE-3", "p-eagle": "P-EAGLE"}
+METHOD_STYLES = {"none": 0, "p-eagle": 1, "eagle3": 2}
+METHOD_ORDER = ("none", "eagle3", "p-eagle")
+ENGINE_NAMES = {"embedded": "peagle", "vllm": "vLLM"}
+
+Item = TypeVar("Item")
+Key = TypeVar("Key", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class ResultSource:
+    """A result file with a name that is unique on the page."""
+
+    name: str
+    results: Results
+
+    @property
+    def machine(self) -> str:
+        """Speeds are compared only on the same machine."""
+        machine = self.results.provenance.machine
+        if "gpu" in machine:
+            num_gpus = machine.get("gpus", 1)
+            return f"{machine['gpu']}" if num_gpus == 1 else f"{num_gpus} x {machine['gpu']}"
+        return f"{machine.get('cpu', 'unknown machine')}, {machine.get('cores', '?')} cores"
+
+    @property
+    def target(self) -> str:
+        """Empty for a server, whose results do not name its target."""
+        return str(self.results.settings.get("target") or "")
+
+
+def method_name(method: str) -> str:
+    return METHOD_NAMES.get(method, method)
+
+
+def configuration_name(method: str, k: int | str | None) -> str:
+    """For example 'P-EAGLE with K=7'."""
+    if method == "none" or k == 0:
+        return "no speculation"
+    return method_name(method) if k is None else f"{method_name(method)} with K={k}"
+
+
+def engine_name(engine: str) -> str:
+    """A server's address without scheme and path; other engines have a name."""
+    address = engine.removeprefix("http://").removeprefix("https://").removesuffix("/").removesuffix("/v1")
+    return ENGINE_NAMES.get(engine) or address
+
+
+def engine_host(engine: str) -> str:
+    """The engine's name without a port."""
+    return engine_name(engine).rpartition(":")[0] or engine_name(engine)
+
+
+def shortest_labels(keys: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...], str]:
+    """The shortest labels that distinguish the keys: the first field, and those others that are needed.
+
+    >>> list(shortest_labels([("P-EAGLE", "a", "t=0"), ("P-EAGLE", "a", "t=1"), ("EAGLE-3", "b", "t=0")]).values())
+    ['P-EAGLE t=0', 'P-EAGLE t=1', 'EAGLE-3 t=0']
+    """
+    unique = list(dict.fromkeys(keys))
+    fields = [0]
+    for field in range(1, len(unique[0]) if unique else 0):
+        distinct = {tuple(key[i] for i in fields) for key in unique}
+        if len(distinct) == len(unique):
+            break
+        if len({tuple(key[i] for i in (*fields, field)) for key in unique}) > len(distinct):
+            fields.append(field)
+    return {key: " ".join(key[i] for i in fields if key[i]) for key in unique}
+
+
+def assign_styles(methods: Sequence[str]) -> list[int]:
+    """A line style per line: the method's own style, or an unused one if the method has several lines."""
+    unused = [s for s in (3, 4, 5, 1, 2) if s not in {METHOD_STYLES.get(m) for m in methods}]
+    styles: list[int] = []
+    for method in methods:
+        own = METHOD_STYLES.get(method)
+        if own is not None and own not in styles:
+            styles.append(own)
+        else:
+            styles.append(unused.pop(0) if unused else len(styles) % NUM_STYLES)
+    return styles
+
+
+def split_panels(items: Sequence[Item]) -> list[Sequence[Item]]:
+    """Groups of at most as many lines as one panel can distinguish."""
+    return [items[i : i + NUM_STYLES] for i in range(0, len(items), NUM_STYLES)]
+
+
+def group_by(items: Iterable[Item], keys: Iterable[Key]) -> dict[Key, list[Item]]:
+    """Groups items in the order in which their keys first appear."""
+    groups: dict[Key, list[Item]] = {}
+    for item, key in zip(items, keys, strict=True):
+        groups.setdefault(key, []).append(item)
+    return groups
