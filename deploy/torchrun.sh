@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# One node's part of a training run over several nodes; the same line on every node, in any order.
+# Starts one node of a multi-node training run; run the same line on every node, in any order.
 #
 #   NODES=4 HEAD=node0:29500 deploy/torchrun.sh --recipe recipes/gpt-oss-120b-p-eagle.toml --out /shared/drafter
 #
-# What follows the script goes to `peagle train`; --out, the data and --vllm-states lie on a disk that all nodes share.
-# The run saves every few minutes. If a node is lost, all stop; the same lines go on from the last save.
+# Arguments go to `peagle train`; --out, the data and --vllm-hidden-states must be on a disk that all nodes share.
+# The run saves every few minutes. If a node fails, all stop; the same lines resume from the last save.
 #
-#   NODES  how many there are                        1
-#   HEAD   one of them, and a free port on it        localhost:29500
-#   GPUS   processes on this node, one for each GPU  as many as nvidia-smi lists
-#   RUN    a name, different for runs that share a HEAD
+#   NODES  number of nodes                           1
+#   HEAD   host and free port of one of them         localhost:29500
+#   GPUS   processes on this node, one per GPU       all GPUs of nvidia-smi
+#   RUN    name of the run, distinct per HEAD        peagle
 set -euo pipefail
 
 NODES=${NODES:-1}

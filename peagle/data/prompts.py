@@ -79,8 +79,8 @@ class PromptSet:
         return dict(Counter(r.reason for r in self.rejected).most_common())
 
     def exclude(self, ids: Collection[str]) -> PromptSet:
-        """Removes the prompts with these ids."""
-        kept = tuple(row for row in self.rows if row.id not in ids)
+        """Removes the prompts with these ids, also those renamed to ID~HASH because their id occurred before."""
+        kept = tuple(row for row in self.rows if row.id not in ids and row.id.rpartition("~")[0] not in ids)
         if not kept:
             raise UserError(f"--exclude-ids: all {len(self.rows)} prompts of {self.name} are excluded")
         return replace(self, rows=kept, num_excluded=len(self.rows) - len(kept))
