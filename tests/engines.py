@@ -31,7 +31,7 @@ from peagle.engine.llm import LLM
 from peagle.engine.prefill_inputs import PrefillShape
 from peagle.engine.request import CompletionOutput, RequestGroup
 from peagle.kernels.attention import paged_torch
-from peagle.kernels.sampling.sample import bits_torch, gumbel_torch
+from peagle.kernels.sampling.noise_torch import bits_torch, gumbel_torch
 from peagle.models.drafter import Drafter
 from peagle.speculative import reference
 from peagle.speculative.adaptive_k import StepCostTable

@@ -37,7 +37,7 @@ class Head:
     draft_tokens: int  # the card's
 
     @property
-    def aux_hidden_states(self) -> list[int]:
+    def aux_layer_ids(self) -> list[int]:
         return [2, self.target_layers // 2, self.target_layers - 3]
 
     def card(self, folder: Path | str) -> str:

@@ -16,13 +16,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-def run_in_interpreter(file: str) -> None:
+def run_in_interpreter(file: str, *arguments: str) -> None:
     """Runs a test file as a script under the interpreter. Fails, not skips, without Triton: no other test without a
     GPU runs these kernels."""
     root = Path(__file__).resolve().parent.parent
     path = os.pathsep.join([str(root), str(root / "tests"), os.environ.get("PYTHONPATH", "")])
     env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, file], env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, file, *arguments], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     assert "kernels checked" in done.stdout
 

@@ -15,7 +15,7 @@ from peagle.engine.block_pool import BLOCK_SIZE
 from peagle.engine.request import Request
 from peagle.kernels.host_transfer import PinnedRing, copy_to_device
 from peagle.kernels.step.slot_updates import SlotUpdates
-from peagle.kernels.step.verify_inputs import SlotState
+from peagle.kernels.step.types import SlotState
 
 MAX_TRANSFERS_IN_FLIGHT = 64  # tensors
 

@@ -27,7 +27,7 @@ from peagle.engine.request import Logprobs, Request, SchedulerOutput
 from peagle.engine.sampler import Sampler
 from peagle.engine.step_output import PendingStep, VerifyOutput
 from peagle.kernels.attention.paged import PagedAttentionMetadata
-from peagle.kernels.sampling.verify import AcceptedTokens
+from peagle.kernels.sampling.types import AcceptedTokens
 from peagle.kernels.step.draft_inputs import commit_state
 from peagle.kernels.step.verify_inputs import build_verify_inputs
 from peagle.kernels.triton_utils import device_context

@@ -26,7 +26,7 @@ from peagle.engine.sampler import Sampler
 from peagle.kernels.attention.paged import prefill_attention
 from peagle.kernels.host_transfer import copy_to_device
 from peagle.kernels.step.draft_inputs import commit_state
-from peagle.kernels.step.verify_inputs import SlotState
+from peagle.kernels.step.types import SlotState
 from peagle.models.decoder import Decoder
 
 FirstTokenSampler = Callable[[Tensor, PrefillInputs[Tensor]], Tensor]  # logits [F, V] -> tokens [F]

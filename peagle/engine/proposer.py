@@ -17,7 +17,7 @@ from peagle.engine.step_output import VerifyOutput
 from peagle.kernels.attention.paged import PagedAttentionMetadata, prefill_attention
 from peagle.kernels.gather import gather_rows
 from peagle.kernels.sampling.sample import argmax
-from peagle.kernels.sampling.verify import AcceptedTokens
+from peagle.kernels.sampling.types import AcceptedTokens
 from peagle.kernels.step.draft_inputs import build_draft_inputs
 from peagle.models.drafter import Drafter
 from peagle.models.fused_cpu import FusedCpuDrafter

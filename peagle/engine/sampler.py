@@ -19,8 +19,9 @@ from peagle.engine.prefill_inputs import PrefillInputs
 from peagle.engine.request import Logprobs, Request
 from peagle.engine.step_output import VerifyOutput
 from peagle.kernels.sampling.sample import sample_tokens
-from peagle.kernels.sampling.verify import AcceptedTokens, accept_draft_tokens
-from peagle.kernels.step.verify_inputs import SlotState
+from peagle.kernels.sampling.types import AcceptedTokens
+from peagle.kernels.sampling.verify import accept_draft_tokens
+from peagle.kernels.step.types import SlotState
 
 
 class Sampler:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from peagle.engine.request import Logprobs, Request, SchedulerOutput
-from peagle.kernels.step.verify_inputs import VerifyInputs
+from peagle.kernels.step.types import VerifyInputs
 
 
 @dataclass

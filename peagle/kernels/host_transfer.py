@@ -1,6 +1,6 @@
-"""Tensors on their way from the host to a GPU and back, without waiting for what the GPU still has to do.
+"""Copies between host and GPU that do not wait for work queued on the GPU.
 
-From ordinary memory a copy waits for everything queued before it; from pin_for_copy memory it is queued itself.
+A copy from pageable memory blocks until everything queued before it is done; a copy from pinned memory is queued.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
@@ -12,7 +12,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from peagle.kernels.triton_utils import HAVE_TRITON, INTERPRETED
+from peagle.kernels.triton_utils import HAVE_TRITON, runs_triton
 
 _BLOCK = 1024
 
@@ -27,38 +27,37 @@ if HAVE_TRITON:
 
 
 def pin_for_copy(x: Tensor, device: torch.device) -> Tensor:
-    """What a copy to the device need not wait for; the allocator keeps it until that is done."""
+    """Pins a host tensor that will be copied to a GPU; the caching allocator keeps it until the copy is done."""
     return x.pin_memory() if x.is_cpu and device.type == "cuda" else x
 
 
 def copy_to_device(x: Tensor, device: torch.device | str) -> Tensor:
+    """Copies a tensor to the device without blocking the host."""
     device = torch.device(device)
     return pin_for_copy(x, device).to(device, non_blocking=True)
 
 
 class PinnedRing:
-    """Small tensors in the host's memory that kernels read and write there.
+    """Keeps the last `max_in_flight` pinned host tensors alive while kernels read and write them in place.
 
-    What a round says is there in half the time of a copy (4 and 8 us on an H200), for which the GPU changes to another
-    of its engines and back.
+    A kernel that accesses host memory takes half the time of a copy for the few bytes of a decode step (4 instead of
+    8 us on an H200): a copy switches the GPU to its copy engine and back.
     """
 
     def __init__(self, max_in_flight: int) -> None:
-        """`max_in_flight`: how many may be on their way at once."""
-        self._kept: deque[Tensor] = deque(
-            maxlen=max_in_flight
-        )  # the allocator knows nothing of kernels that work there
+        # The caching allocator does not track kernels that access host memory, so the tensors are kept here.
+        self._in_flight: deque[Tensor] = deque(maxlen=max_in_flight)
 
     def to_pinned(self, x: Tensor) -> Tensor:
-        """`x`, of the host, where a kernel can read it."""
-        self._kept.append(x.pin_memory())
-        return self._kept[-1]
+        """Returns a pinned copy of a host tensor, which kernels can read."""
+        self._in_flight.append(x.pin_memory())
+        return self._in_flight[-1]
 
     def copy_to_host(self, x: Tensor) -> Tensor:
-        """What `x` will be when the GPU comes to it, on the host; there once an event recorded after this is."""
+        """Queues a copy of `x` to pinned host memory; it is complete once an event recorded after this call is."""
         host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-        if not HAVE_TRITON or INTERPRETED or not x.is_contiguous() or x.numel() == 0:
+        if not runs_triton(x) or not x.is_contiguous() or x.numel() == 0:
             return host.copy_(x, non_blocking=True)
-        self._kept.append(host)
+        self._in_flight.append(host)
         _copy_kernel[(triton.cdiv(x.numel(), _BLOCK),)](x, host, x.numel(), BLOCK=_BLOCK, num_warps=1)
         return host

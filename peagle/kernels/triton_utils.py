@@ -1,7 +1,4 @@
-"""Whether Triton kernels can be launched here, and for which tensors.
-
-Knows no kernel.
-"""
+"""Whether Triton kernels can run here, for which tensors, and with which launch options."""
 
 from __future__ import annotations
 
@@ -17,54 +14,62 @@ try:
     from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: F401
 
     HAVE_TRITON = True
-except ImportError:  # no Triton for this machine: the torch twins and cuBLAS do everything
+except (
+    ImportError
+):  # no wheel for this platform, or a release without descriptors: the torch versions and cuBLAS do everything
     HAVE_TRITON = False
 
-# Triton reads the variable when a kernel is declared, as its file is imported, so a later change means nothing.
+# Triton reads the variable when a kernel is declared, so changing it after the import has no effect.
 INTERPRETED = HAVE_TRITON and os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 
 
+def runs_triton(x: Tensor) -> bool:
+    """Whether kernels without restrictions on dtype or gradients can take this tensor."""
+    return HAVE_TRITON and not INTERPRETED and x.is_cuda
+
+
 def device_context(device: torch.device) -> AbstractContextManager[object]:
-    """Triton launches on the thread's current GPU, and graphs and events are of it, wherever the tensors are."""
+    """Makes `device` the thread's current GPU, on which Triton launches and CUDA graphs and events are created."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @functools.cache
 def supports_pdl(device: torch.device) -> bool:
-    """Programmatic dependent launch: from Hopper on, and never in the interpreter."""
+    """Whether the device has programmatic dependent launch (PDL): Hopper and later, never in the interpreter."""
     return not INTERPRETED and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def pdl_launch_options(device: torch.device) -> dict[str, bool]:
-    """How a kernel is launched that says PDL and then waits by itself for the one ahead of it, before it reads or
-    writes anything that is not a weight."""
-    pdl = supports_pdl(device)
+def pdl_launch_options(device: torch.device, pdl: bool | None = None) -> dict[str, bool]:
+    """Launch options of a kernel that starts while its predecessor ends; `pdl` overrides the check of the device.
+
+    Such a kernel has a PDL constant and calls `gdc_wait` itself, before it reads or writes anything but weights.
+    """
+    if pdl is None:
+        pdl = supports_pdl(device)
     return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
 
 
 def supports_triton(*tensors: Tensor | None) -> bool:
-    """Whether the Triton kernels can take these: one half type, on a CUDA device, nothing to differentiate."""
+    """Whether the inference kernels take these tensors: one half-precision dtype, on a GPU, no gradient needed."""
     given = [t for t in tensors if t is not None]
-    return _halves(given) and not _differentiates(given)
+    return _are_half_on_gpu(given) and not _need_gradients(given)
 
 
 def supports_triton_autograd(*tensors: Tensor | None) -> bool:
-    """Whether these are for the kernels of `trained`: as above, but with something to differentiate."""
+    """Whether the training kernels (autograd.py) take these tensors: as above, but a gradient is needed."""
     given = [t for t in tensors if t is not None]
-    return _halves(given) and _differentiates(given)
+    return _are_half_on_gpu(given) and _need_gradients(given)
 
 
-def _halves(given: list[Tensor]) -> bool:
+def _are_half_on_gpu(given: list[Tensor]) -> bool:
     return (
-        HAVE_TRITON
-        and not INTERPRETED
-        and given[0].is_cuda
+        runs_triton(given[0])
         and given[0].dtype in (torch.bfloat16, torch.float16)
         and all(t.dtype == given[0].dtype and t.stride(-1) == 1 for t in given)
     )
 
 
-def _differentiates(given: list[Tensor]) -> bool:
+def _need_gradients(given: list[Tensor]) -> bool:
     return torch.is_grad_enabled() and any(t.requires_grad for t in given)
 
 

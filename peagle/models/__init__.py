@@ -1,1 +1,1 @@
-"""nn.Modules and nothing else; attention is injected."""
+"""The target decoder and the drafter as nn.Modules; attention is passed in by the caller."""

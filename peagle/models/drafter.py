@@ -1,8 +1,8 @@
 """The drafter: P-EAGLE and autoregressive EAGLE-3 in one module.
 
-Knows nothing about checkpoints, verification or sampling. A row at position p pairs the target's state *at*
-p with the token at p+1 and predicts the token at p+2. A P-EAGLE mask row has neither yet: it gets the mask
-token's embedding and `mask_hidden`, which enters before `fc` like a real aux hidden state would.
+A row at position p pairs the target's hidden state at p with the token at p + 1 and predicts the token at p + 2. A
+P-EAGLE mask row has neither yet: it gets the mask token's embedding and `mask_hidden`, which passes through `fc` like
+real auxiliary hidden states.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from peagle.config import DrafterConfig
 from peagle.kernels.gemm.linear import linear
-from peagle.kernels.norm.rms_norm import ResidualStream, norm_cat
+from peagle.kernels.norm.rms_norm import norm_cat
+from peagle.kernels.norm.types import ResidualStream
 from peagle.models.decoder import Decoder
 from peagle.models.layers import (
     MLP,
@@ -25,14 +26,14 @@ from peagle.models.layers import (
     DecoderLayer,
     RMSNorm,
     Rope,
-    look_up,
-    norm_after,
+    lookup_embeddings,
+    next_input_norm,
     project,
 )
 
 
 class FirstLayer(nn.Module):
-    """Attention over `cat[norm(embedding), norm(hidden)]`; the residual stream carries the hidden state."""
+    """EAGLE-3's first layer: attends over cat[norm(embedding), norm(hidden)]; the hidden state is the residual."""
 
     def __init__(self, cfg: DrafterConfig) -> None:
         super().__init__()
@@ -62,6 +63,8 @@ class FirstLayer(nn.Module):
 
 
 class Drafter(nn.Module):
+    """A P-EAGLE or EAGLE-3 drafter."""
+
     def __init__(self, cfg: DrafterConfig) -> None:
         super().__init__()
         self.cfg = cfg
@@ -81,13 +84,13 @@ class Drafter(nn.Module):
         self.register_buffer("d2t", torch.zeros(cfg.draft_vocab_size, dtype=torch.long) if cfg.reduced_vocab else None)
         self.rope = Rope(cfg.rope, cfg.layer.head_dim)
         self._shared: Callable[[], Decoder] | None = None
-        self.recompute = False  # while training: keep what enters a layer and compute the rest of it again going back
+        self.recompute = False  # activation checkpointing, for training
 
     d2t: Tensor | None
 
     def share_weights(self, target: Decoder) -> Drafter:
-        """Lends the target's embeddings and head to a drafter that has none of its own."""
-        self._shared = lambda: target  # behind a function, so that the target is no part of this module
+        """Uses the target's embeddings and lm_head where the drafter has none, and returns the drafter."""
+        self._shared = lambda: target  # a function, so that the target is not registered as a submodule
         return self
 
     def _target(self) -> Decoder:
@@ -106,48 +109,44 @@ class Drafter(nn.Module):
 
     def combine_hidden_states(self, aux_hidden_states: Tensor | Sequence[Tensor]) -> Tensor:
         """Projects auxiliary hidden states, concatenated [T, n * target width] or as a list, to [T, D]."""
+        aux = aux_hidden_states
         if self.fc_norm is not None and self.input_norm is None:
-            parts = (
-                aux_hidden_states.chunk(len(self.fc_norm), -1)
-                if isinstance(aux_hidden_states, Tensor)
-                else aux_hidden_states
-            )
+            parts = aux.chunk(len(self.fc_norm), -1) if isinstance(aux, Tensor) else aux
             return project(self.fc, self._norm_each(parts))
-        aux_hidden_states_TN = (
-            aux_hidden_states if isinstance(aux_hidden_states, Tensor) else torch.cat(list(aux_hidden_states), -1)
-        )
+        aux_TN = aux if isinstance(aux, Tensor) else torch.cat(list(aux), -1)
         if self.input_norm is not None:
-            aux_hidden_states_TN = self.input_norm(aux_hidden_states_TN)
+            aux_TN = self.input_norm(aux_TN)
         if self.fc_norm is not None:
-            aux_hidden_states_TN = self._norm_each(aux_hidden_states_TN.chunk(len(self.fc_norm), -1))
-        return project(self.fc, aux_hidden_states_TN)
+            aux_TN = self._norm_each(aux_TN.chunk(len(self.fc_norm), -1))
+        return project(self.fc, aux_TN)
 
     def _norm_each(self, parts: Sequence[Tensor]) -> Tensor:
         assert self.fc_norm is not None
         return norm_cat(parts, [norm.get_parameter("weight") for norm in self.fc_norm], self.cfg.layer.norm_eps)
 
-    def mask_hidden_states(self, rows: int) -> Tensor:
-        """The hidden state of P-EAGLE's mask rows [rows, D]."""
+    def mask_hidden_states(self, num_rows: int) -> Tensor:
+        """Returns the hidden states of P-EAGLE's mask rows, [num_rows, D]."""
         assert self.mask_hidden is not None, "an autoregressive drafter has no mask rows"
-        return self.combine_hidden_states(self.mask_hidden[0]).expand(rows, -1)
+        return self.combine_hidden_states(self.mask_hidden[0]).expand(num_rows, -1)
 
     def forward(
         self, token_ids_T: Tensor, hidden_TD: Tensor, positions_T: Tensor, attend: Attend
     ) -> tuple[Tensor, Tensor]:
-        """What the head reads [T, D], and what an EAGLE-3 step hands to the next as its hidden state."""
-        embeds_TD = look_up(token_ids_T, self.embed_tokens_weight)
+        """Returns the input of lm_head [T, D], and the hidden state that an EAGLE-3 step passes to the next."""
+        embeds_TD = lookup_embeddings(token_ids_T, self.embed_tokens_weight)
         angles = self.rope(positions_T, hidden_TD.dtype)
         entering: tuple[Tensor | ResidualStream, ...] = (embeds_TD, hidden_TD)
         for i, layer in enumerate(self.layers):
-            given = (*entering, angles, attend, i, self.cfg.window(i), norm_after(self.layers, i))
+            given = (*entering, angles, attend, i, self.cfg.window(i), next_input_norm(self.layers, i))
             stream: ResidualStream = checkpoint(layer, *given, use_reentrant=False) if self.recompute else layer(*given)
             entering = (stream,)
         normed = self.norm(stream.x)
         return normed, normed if self.cfg.norm_output else stream.x
 
     def compute_logits(self, hidden_TD: Tensor) -> Tensor:
-        """Over the draft vocabulary."""
+        """Returns logits over the draft vocabulary."""
         return linear(hidden_TD, self.lm_head_weight)
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
+        """Maps token ids of the draft vocabulary to the target's."""
         return draft_ids if self.d2t is None else draft_ids + self.d2t[draft_ids]

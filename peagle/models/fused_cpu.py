@@ -1,8 +1,8 @@
-"""Decoder and drafter passes for the CPU: the modules' operations in the modules' order, with little Python between.
+"""Decoder and drafter passes on the CPU with little Python overhead, and the same bits as the modules.
 
-A small model's layer has some thirty operations of a few microseconds each beside its four products, so calling
-modules and choosing kernels layer by layer costs as much as the operations. Everything that does not change from pass
-to pass is looked up once here. The weights are the modules' own. Results are the modules' bit for bit.
+A small model's layer has some thirty operations of a few microseconds beside its four GEMMs, so calling modules and
+choosing kernels costs as much as the operations. Here everything that does not change between passes is looked up once.
+The weights are the modules' own.
 
 Shapes as in `peagle.models.layers`.
 """
@@ -23,14 +23,16 @@ from peagle.models.drafter import Drafter, FirstLayer
 from peagle.models.layers import Angles, Attend, DecoderLayer
 
 
-def _signed(angles: Angles) -> Angles:
-    """Half of the sines negated: a rotation is then x * cos + (x's halves swapped) * sin."""
+def _negate_half(angles: Angles) -> Angles:
+    """Negates the first half of the sines: a rotation is then x * cos + (x with swapped halves) * sin."""
     cos, sin = angles
     half = sin.shape[-1] // 2
     return cos.contiguous(), torch.cat([-sin[..., :half], sin[..., half:]], -1)
 
 
 class FusedCpuLayer:
+    """One layer of a decoder or drafter."""
+
     def __init__(self, layer: DecoderLayer | FirstLayer, window: Window) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.window = window
@@ -43,42 +45,42 @@ class FusedCpuLayer:
         self.head_norms = (q_norm.weight, k_norm.weight) if q_norm is not None and k_norm is not None else None
         self.gate_up, self.gate_up_bias = mlp.gate_up_proj.weight, mlp.gate_up_proj.bias
         self.down, self.down_bias = mlp.down_proj.weight, mlp.down_proj.bias
-        self.shares = [self.heads + self.kv_heads, self.kv_heads]
+        self.split_sizes = [self.heads + self.kv_heads, self.kv_heads]
 
-    def __call__(self, x_TD: Tensor, given: Tensor | None, angles: Angles, attend: Attend, index: int) -> Tensor:
-        """The residual stream after this layer, whose attention reads `given`, or the norm of x; `_signed` angles."""
-        x_TD = linear_cpu(self.attend(x_TD, given, angles, attend, index), self.out, self.out_bias, residual=x_TD)
+    def __call__(self, x_TD: Tensor, attn_input: Tensor | None, angles: Angles, attend: Attend, index: int) -> Tensor:
+        """Returns the residual stream after this layer; attention reads `attn_input`, or norm(x) if it is None."""
+        x_TD = linear_cpu(self.attend(x_TD, attn_input, angles, attend, index), self.out, self.out_bias, residual=x_TD)
         hidden = linear_cpu(x_TD, self.gate_up, self.gate_up_bias, norm_weight=self.mlp_norm, eps=self.eps, glu=True)
         return linear_cpu(hidden, self.down, self.down_bias, residual=x_TD)
 
-    def attend(self, x_TD: Tensor, given: Tensor | None, angles: Angles, attend: Attend, index: int) -> Tensor:
-        """What the heads saw, [T, H * d]; their keys and values are in the cache after it."""
+    def attend(self, x_TD: Tensor, attn_input: Tensor | None, angles: Angles, attend: Attend, index: int) -> Tensor:
+        """Returns the attention output [T, H * d] and writes keys and values to the cache."""
         rows, heads, (cos, sin) = x_TD.shape[0], self.heads, angles
-        if given is None:
+        if attn_input is None:
             qkv = linear_cpu(x_TD, self.qkv, self.qkv_bias, norm_weight=self.norm, eps=self.eps)
         else:
-            qkv = linear_cpu(given, self.qkv, self.qkv_bias)
+            qkv = linear_cpu(attn_input, self.qkv, self.qkv_bias)
         if self.head_norms is None and self.window is None:
             one = getattr(attend, "one", None)
             if one is not None and one.applies_rope:
                 return one.attend_with_rope(index, qkv, cos, sin, heads)
-        qk, v = torch.split_with_sizes(qkv.view(rows, -1, self.width), self.shares, 1)
+        qk, v = torch.split_with_sizes(qkv.view(rows, -1, self.width), self.split_sizes, 1)
         if self.head_norms is not None:
             q_norm, k_norm = self.head_norms
             qk = torch.cat([rms_norm(qk[:, :heads], q_norm, self.eps), rms_norm(qk[:, heads:], k_norm, self.eps)], 1)
-        turned = (qk * cos).add_(qk.roll(self.width // 2, -1).mul_(sin))
-        q, k = torch.split_with_sizes(turned, [heads, self.kv_heads], 1)
+        rotated = (qk * cos).add_(qk.roll(self.width // 2, -1).mul_(sin))
+        q, k = torch.split_with_sizes(rotated, [heads, self.kv_heads], 1)
         return attend(index, q, k, v, self.window).reshape(rows, -1)
 
 
 class FusedCpuDecoder:
-    """Called as a `Decoder` is. Of Llama's kind of layers alone: others go through their modules."""
+    """Has the interface of `Decoder`; supports models of plain Llama layers only."""
 
     @staticmethod
     def supports(model: Decoder) -> bool:
         cfg = model.cfg
-        alike = not cfg.uses_transformers and not cfg.layers and cfg.local_rope is None
-        return alike and cfg.layer == cfg.layer.as_llama and cfg.embedding_scale == 1.0
+        plain = not cfg.uses_transformers and not cfg.layers and cfg.local_rope is None
+        return plain and cfg.layer == cfg.layer.as_llama and cfg.embedding_scale == 1.0
 
     def __init__(self, model: Decoder) -> None:
         self.model = model
@@ -90,7 +92,7 @@ class FusedCpuDecoder:
     ) -> tuple[Tensor, Tensor | None]:
         model = self.model
         x_TD = F.embedding(token_ids_T, model.embed_tokens.weight)
-        angles = _signed(model.rope(positions_T, x_TD.dtype))
+        angles = _negate_half(model.rope(positions_T, x_TD.dtype))
         aux_hidden_states = {}
         for i, layer in enumerate(self.layers):
             if i in aux_layer_ids:
@@ -101,7 +103,7 @@ class FusedCpuDecoder:
 
 
 class FusedCpuDrafter:
-    """Called as a `Drafter` is."""
+    """Has the interface of `Drafter`."""
 
     def __init__(self, model: Drafter) -> None:
         self.model = model
@@ -114,18 +116,18 @@ class FusedCpuDrafter:
     def __call__(
         self, token_ids_T: Tensor, hidden_TD: Tensor, positions_T: Tensor, attend: Attend, kv_only: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """`kv_only`: the rows are only to be remembered, so the pass ends where the last layer has written its keys;
-        what comes back means nothing."""
+        """Runs the drafter; with `kv_only` the pass ends once the last layer has written its KV, and the result is
+        meaningless."""
         model, first, last = self.model, self.layers[0], len(self.layers) - 1
         embeds_TD = F.embedding(token_ids_T, model.embed_tokens_weight)
-        angles = _signed(model.rope(positions_T, hidden_TD.dtype))
+        angles = _negate_half(model.rope(positions_T, hidden_TD.dtype))
         normed = norm_cat((embeds_TD, hidden_TD), (first.norm, self.hidden_norm), first.eps)
         x_TD = normed.chunk(2, -1)[1] if self.norm_before_residual else hidden_TD
         for i, layer in enumerate(self.layers):
-            given = normed if i == 0 else None
+            attn_input = normed if i == 0 else None
             if kv_only and i == last:
-                layer.attend(x_TD, given, angles, attend, i)
+                layer.attend(x_TD, attn_input, angles, attend, i)
                 return x_TD, x_TD
-            x_TD = layer(x_TD, given, angles, attend, i)
+            x_TD = layer(x_TD, attn_input, angles, attend, i)
         normed = model.norm(x_TD)
         return normed, normed if model.cfg.norm_output else x_TD

@@ -1,9 +1,7 @@
-"""An MLP made of experts: a router, and the weights of all of them.
+"""A mixture-of-experts MLP: a router and the weights of all experts.
 
-Knows nothing about checkpoints. Weights lie as matrices, one expert's rows after another's, so that a file's tensors
-fill rows of them as they do everywhere else. PackedWeights ones are words and exponents instead.
-
-Shapes as in `peagle.kernels.moe.experts`.
+Weights are matrices with the experts' rows one after another, so that a checkpoint's tensors fill rows as in any other
+layer. MXFP4 weights are words and exponents instead. Shapes as in `peagle.kernels.moe.experts`.
 """
 
 from __future__ import annotations
@@ -14,14 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from peagle.config import LayerConfig
-from peagle.kernels.moe.experts import ClampedGate, ExpertWeights, expert_mlp, route
+from peagle.kernels.moe.experts import expert_mlp, route
 from peagle.kernels.moe.mxfp4 import PackedWeights, packed_widths
-from peagle.kernels.norm.rms_norm import ResidualStream
-from peagle.models.layers import MLP, RMSNorm, add_onto, project
+from peagle.kernels.moe.types import ClampedGate, ExpertWeights
+from peagle.kernels.norm.types import ResidualStream
+from peagle.models.layers import MLP, RMSNorm, add_residual, project
 
 
 class ExpertMLP(nn.Module):
-    """Called as an `MLP` is."""
+    """Has the interface of `MLP`."""
 
     def __init__(self, cfg: LayerConfig) -> None:
         super().__init__()
@@ -60,11 +59,11 @@ class ExpertMLP(nn.Module):
             weight_TC, expert_TC = route(scores_TE, self.cfg.num_experts_per_tok, self.cfg.norm_topk_prob)
             y_TD = expert_mlp(x_TD, weight_TC, expert_TC, self.weights())
         if self.shared_expert is not None:
-            y_TD = y_TD + project(self.shared_expert.down_proj, self.shared_expert.gated(x_TD))
-        return add_onto(stream.x, y_TD if out_norm is None else out_norm(y_TD), next_norm)
+            y_TD = y_TD + project(self.shared_expert.down_proj, self.shared_expert.gate_up(x_TD))
+        return add_residual(stream.x, y_TD if out_norm is None else out_norm(y_TD), next_norm)
 
     def _scaled_inputs(self, x_TD: Tensor, scores_TE: Tensor) -> Tensor:
-        """Each pair of row and expert is a row of its own here, as an expert reads the row by its own score."""
+        """Llama 4: an expert's input is scaled by its router score, so each pair of row and expert becomes a row."""
         score_TC, expert_TC = scores_TE.topk(self.cfg.num_experts_per_tok, -1)
         share_TC = torch.sigmoid(score_TC.float()).to(x_TD.dtype)
         x_PD = (x_TD[:, None] * share_TC[..., None]).flatten(0, 1)
@@ -73,15 +72,17 @@ class ExpertMLP(nn.Module):
         return y_PD.unflatten(0, expert_TC.shape).sum(1)
 
     def weights(self) -> ExpertWeights:
-        def each(name: str) -> Tensor:
+        def of_experts(name: str) -> Tensor:
             parameter: Tensor = getattr(self, name)
             return parameter.unflatten(0, (self.cfg.num_experts, -1))
 
         def matrix(name: str, columns: int) -> Tensor | PackedWeights:
             if not self.cfg.mxfp4:
-                return each(name)
-            return PackedWeights(each(f"{name}_words"), each(f"{name}_exponents"), columns)
+                return of_experts(name)
+            return PackedWeights(of_experts(f"{name}_words"), of_experts(f"{name}_exponents"), columns)
 
-        gate_up_bias, down_bias = (each("gate_up_bias"), each("down_bias")) if self.cfg.bias else (None, None)
+        gate_up_bias, down_bias = (
+            (of_experts("gate_up_bias"), of_experts("down_bias")) if self.cfg.bias else (None, None)
+        )
         gate_up, down = matrix("gate_up", self.router.in_features), matrix("down", self.cfg.intermediate_size)
         return ExpertWeights(gate_up, down, gate_up_bias, down_bias, self.clamp)

@@ -1,7 +1,7 @@
-"""A target computed by transformers' own modules: any causal language model whose attention can be handed over.
+"""The transformers backend: a causal language model of Hugging Face transformers with our attention.
 
-Everything but attention is theirs; attention is injected here as everywhere, so pages, packed documents and drafts
-work as they do for our own decoder, if slower: nothing is fused. Knows nothing about files.
+All modules are those of transformers; only attention is replaced, so paged KV caches, packed documents and verification
+work as for our own decoder. It is slower, since nothing is fused.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from torch import Tensor, nn
 
 from peagle.config import DecoderConfig
 from peagle.errors import UserError
-from peagle.models.decoder import Decoder, capped
+from peagle.models.decoder import Decoder, softcap_logits
 from peagle.models.layers import Attend, Rope, project
 
-ATTENTION_NAME = "peagle"  # of the attention below, among transformers'
-NORMS = ("norm", "final_layernorm", "ln_f", "final_layer_norm")  # what transformers calls the last norm
+ATTENTION_NAME = "peagle"  # under which `attention_forward` is registered
+FINAL_NORM_NAMES = ("norm", "final_layernorm", "ln_f", "final_layer_norm")
 
 
 class AttentionBridge:
-    """The attention of the pass in progress, and which layers asked for it with which windows."""
+    """Holds the `attend` of the current pass, and records the window that each layer used."""
 
     attend: Attend | None = None
 
@@ -44,58 +44,59 @@ def attention_forward(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Called by transformers' layers, with [1, heads, T, d], in place of theirs; [1, T, H, d]."""
+    """Replaces the attention of transformers' layers: q, k and v are [1, heads, T, d], the result is [1, T, H, d]."""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     bridge: AttentionBridge = module.bridge
     assert bridge.attend is not None
     if attention_mask is not None or softcap or v.shape != k.shape or module.layer_idx in bridge.windows:
-        raise UserError("its attention is of a kind that cannot be handed over")
+        raise UserError("its attention has a mask, softcap or value width that is not supported")
     if k.shape[1:] != bridge.heads[module.layer_idx]:
-        raise UserError("its layers have heads that its config does not name")
+        raise UserError("its layers have other heads than its config says")
     bridge.windows[module.layer_idx] = sliding_window
-    usual = q.shape[-1] ** -0.5
-    if scaling is not None and scaling != usual:
-        q = q * (scaling / usual)
-    more: dict[str, Any] = {} if s_aux is None else {"sinks": s_aux}
-    return bridge.attend(module.layer_idx, q, k, v, sliding_window, **more)[None], None
+    default_scaling = q.shape[-1] ** -0.5
+    if scaling is not None and scaling != default_scaling:
+        q = q * (scaling / default_scaling)
+    kwargs: dict[str, Any] = {} if s_aux is None else {"sinks": s_aux}
+    return bridge.attend(module.layer_idx, q, k, v, sliding_window, **kwargs)[None], None
 
 
 def logits_to_keep_kwargs(forward: Callable[..., Any]) -> dict[str, Any]:
-    """What tells a pass to compute every position, where it may leave some out: drafts are judged at each. (Asked for
-    nothing, Gemma 4 takes a way for few positions that fails where layers share keys but have no inputs of their own.)
+    """Returns arguments that make a model compute logits at every position, which verification needs.
+
+    (Without them Gemma 4 takes a path for few positions, which fails where layers share keys but have no inputs.)
     """
     return {"logits_to_keep": slice(None)} if "logits_to_keep" in inspect.signature(forward).parameters else {}
 
 
 class TransformersDecoder(Decoder):
-    """Called as a `Decoder` is."""
+    """Has the interface of `Decoder`."""
 
-    def __init__(self, cfg: DecoderConfig, theirs: Any) -> None:
+    def __init__(self, cfg: DecoderConfig, model: Any) -> None:
         nn.Module.__init__(self)
-        self.cfg, self.theirs, self.bridge = cfg, theirs, AttentionBridge(cfg)
-        self.all = logits_to_keep_kwargs(theirs.base_model.forward)
-        for module in theirs.modules():
+        self.cfg, self.model, self.bridge = cfg, model, AttentionBridge(cfg)
+        self.forward_kwargs = logits_to_keep_kwargs(model.base_model.forward)
+        for module in model.modules():
             if hasattr(module, "layer_idx"):
                 module.bridge = self.bridge
         self._streams: dict[int, Tensor] = {}
         blocks = self._blocks()
         for i, block in enumerate(blocks):
-            block.register_forward_pre_hook(self._keeper(i), with_kwargs=True)
-        blocks[-1].register_forward_hook(self._keep_last)
+            block.register_forward_pre_hook(self._capture_input(i), with_kwargs=True)
+        blocks[-1].register_forward_hook(self._capture_output)
 
     def _blocks(self) -> nn.ModuleList:
-        for module in self.theirs.base_model.modules():
+        for module in self.model.base_model.modules():
             if isinstance(module, nn.ModuleList) and len(module) == self.cfg.num_layers:
                 return module
-        raise UserError("its layers are not to be found")
+        raise UserError("its list of layers was not found")
 
-    def _keeper(self, i: int) -> Any:
-        def keep(module: nn.Module, args: tuple[Any, ...], more: dict[str, Any]) -> None:
-            self._streams[i] = (args[0] if args else more["hidden_states"])[0]
+    def _capture_input(self, i: int) -> Any:
+        def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._streams[i] = (args[0] if args else kwargs["hidden_states"])[0]
 
         return keep
 
-    def _keep_last(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+    def _capture_output(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
         self._streams[self.cfg.num_layers] = (out[0] if isinstance(out, tuple) else out).view(-1, self.width)
 
     @property
@@ -104,11 +105,11 @@ class TransformersDecoder(Decoder):
 
     @property
     def embed_tokens(self) -> nn.Embedding:  # type: ignore[override]
-        return self.theirs.get_input_embeddings()
+        return self.model.get_input_embeddings()
 
     @property
     def lm_head(self) -> nn.Linear:  # type: ignore[override]
-        return self.theirs.get_output_embeddings()
+        return self.model.get_output_embeddings()
 
     @property
     def layers(self) -> nn.ModuleList:  # type: ignore[override]
@@ -116,10 +117,10 @@ class TransformersDecoder(Decoder):
 
     @property
     def norm(self) -> nn.Module:  # type: ignore[override]
-        base = self.theirs.base_model
-        found = [getattr(base, name) for name in NORMS if isinstance(getattr(base, name, None), nn.Module)]
+        base = self.model.base_model
+        found = [getattr(base, name) for name in FINAL_NORM_NAMES if isinstance(getattr(base, name, None), nn.Module)]
         if not found:
-            raise UserError("its last norm is not to be found")
+            raise UserError("its final norm was not found")
         return found[0]
 
     @property
@@ -134,8 +135,8 @@ class TransformersDecoder(Decoder):
     ) -> tuple[Tensor, Tensor | None]:
         self.bridge.attend, self.bridge.windows = attend, {}
         try:
-            places = {"input_ids": token_ids_T[None], "position_ids": positions_T[None]}
-            out = self.theirs.base_model(**places, **self.all, use_cache=False, return_dict=True)
+            inputs = {"input_ids": token_ids_T[None], "position_ids": positions_T[None]}
+            out = self.model.base_model(**inputs, **self.forward_kwargs, use_cache=False, return_dict=True)
             aux_hidden_states = [self._streams[k] for k in aux_layer_ids]
         finally:
             self.bridge.attend = None
@@ -143,4 +144,4 @@ class TransformersDecoder(Decoder):
         return out.last_hidden_state[0], torch.cat(aux_hidden_states, -1) if aux_layer_ids else None
 
     def compute_logits(self, hidden_TD: Tensor) -> Tensor:
-        return capped(project(self.lm_head, hidden_TD), self.cfg.final_logit_softcapping)
+        return softcap_logits(project(self.lm_head, hidden_TD), self.cfg.final_logit_softcapping)

@@ -76,7 +76,7 @@ def test_rows_use_as_many_experts_as_different_tokens(
     torch.manual_seed(0)
     cpu = torch.device("cpu")
     model = random_weights(Decoder, read_target_config(folders["target"]), torch.float32, cpu)
-    drafter = random_weights(Drafter, read_drafter_config(folders["p-eagle"]), torch.float32, cpu).share(model)
+    drafter = random_weights(Drafter, read_drafter_config(folders["p-eagle"]), torch.float32, cpu).share_weights(model)
     used: list[int] = []
     route = moe.route
 

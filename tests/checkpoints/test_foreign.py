@@ -83,7 +83,7 @@ def test_other_names(tmp_path: Path) -> None:
 def test_heads_that_the_config_does_not_name(tmp_path: Path) -> None:
     """This family knows no such field and has all heads for keys: pages would be too small."""
     saved(gpt_neox(num_key_value_heads=2), tmp_path)
-    refused(tmp_path, "heads that its config does not name")
+    refused(tmp_path, "other heads than its config says")
 
 
 def test_greedy_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

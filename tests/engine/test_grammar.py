@@ -38,7 +38,7 @@ from peagle.engine.grammar_matcher import GrammarCompiler, compute_bitmasks, unp
 from peagle.engine.llm import LLM
 from peagle.engine.request import CompletionOutput
 from peagle.errors import UserError
-from peagle.kernels.sampling.sample import bits_torch, gumbel_torch
+from peagle.kernels.sampling.noise_torch import bits_torch, gumbel_torch
 from peagle.speculative import reference
 
 pytestmark = pytest.mark.usefixtures("one_thread")

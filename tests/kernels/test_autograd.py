@@ -20,7 +20,7 @@ from torch import Tensor
 from triton_interpreter import patch_interpreter
 
 from peagle.kernels.attention.rotary import split_qkv_rope_torch
-from peagle.kernels.norm.rms_norm import rms_norm_torch, silu_mul_torch
+from peagle.kernels.norm.rms_norm_torch import rms_norm_torch, silu_mul_torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:

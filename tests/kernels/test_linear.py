@@ -1,7 +1,7 @@
-"""Linear layers against fp64, in Triton's interpreter on the CPU and natively on a GPU.
+"""Linear layers against fp64, in Triton's interpreter on the CPU and compiled on a GPU.
 
-Triton decides at import whether kernels are interpreted, so the interpreted tests run in one child pytest over this
-same file, and no other test module notices. The interpreter's products know fp16, not bf16.
+Triton decides at import whether kernels are interpreted, so the interpreted tests run in a child pytest over this file.
+The interpreter's MMA supports fp16, not bf16.
 """
 
 from __future__ import annotations
@@ -27,21 +27,15 @@ from triton_interpreter import patch_interpreter
 from peagle.kernels.gather import gather_rows_triton
 from peagle.kernels.gemm import linear as kernels
 from peagle.kernels.gemm import tile_configs as shapes
-from peagle.kernels.gemm.linear import linear, linear_residual, linear_torch
+from peagle.kernels.gemm.linear import linear, linear_residual
+from peagle.kernels.gemm.linear_torch import linear_torch
 from peagle.kernels.gemm.linear_triton import _counters, linear_residual_triton, linear_triton
-from peagle.kernels.gemm.tile_configs import GemmConfig, config_for
-from peagle.kernels.norm.rms_norm import (
-    ResidualStream,
-    add_rms_norm,
-    add_rms_norm_torch,
-    norm_cat,
-    norm_cat_torch,
-    rms_norm,
-    rms_norm_torch,
-    silu_mul,
-    silu_mul_torch,
-)
+from peagle.kernels.gemm.tile_configs import config_for
+from peagle.kernels.gemm.types import GemmConfig
+from peagle.kernels.norm.rms_norm import add_rms_norm, norm_cat, rms_norm, silu_mul
+from peagle.kernels.norm.rms_norm_torch import add_rms_norm_torch, norm_cat_torch, rms_norm_torch, silu_mul_torch
 from peagle.kernels.norm.rms_norm_triton import add_rms_norm_triton, norm_cat_triton, rms_norm_triton, silu_mul_triton
+from peagle.kernels.norm.types import ResidualStream
 from peagle.models.layers import RMSNorm
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -49,7 +43,7 @@ if INTERPRETED:
     patch_interpreter()
 EPS = 0.1  # large enough that leaving it out shows
 
-# One place to run the kernels per process: the interpreter in the child, the GPU where there is one.
+# Kernels run in the interpreter in the child process, otherwise on the GPU.
 on_a_device = pytest.mark.parametrize(
     ("device", "dtype"),
     [("cpu", torch.float16)]
@@ -76,7 +70,7 @@ def test_in_the_interpreter():
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Fresh memory is NaN: outputs and partial sums that nobody wrote show."""
+    """Fills new memory with NaN, so that outputs and partial sums that are never written show."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -87,7 +81,7 @@ def poisoned() -> Iterator[None]:
 
 
 class Case:
-    """Inputs of one call, and how far from the truth rounding can take its result."""
+    """Inputs of one call, and a bound on the rounding error of its result."""
 
     def __init__(self, T, N, K, dtype, device, *, norm=False, glu=False, bias=False, residual=False, seed=0):
         generator = torch.Generator().manual_seed(seed)
@@ -96,7 +90,7 @@ class Case:
             return (torch.randn(*size, generator=generator) * scale).to(dtype).to(device)
 
         columns = N // 2 if glu else N
-        # Rows cut out of wider ones, as queries are cut out of q, k and v.
+        # Slices of wider rows, as queries are slices of q, k and v.
         self.x = draw(T, K + 8)[:, :K]
         self.weight = draw(N, K, scale=K**-0.5)
         self.bias = draw(N) if bias else None
@@ -123,7 +117,7 @@ class Case:
         x, weight, bias, norm, residual = map(wide, (self.x, self.weight, self.bias, self.norm, self.residual))
         truth = linear_torch(x, weight, bias, norm_weight=norm, eps=EPS, glu=self.glu, residual=residual)
         assert y.shape == truth.shape and y.dtype == self.x.dtype
-        # Each input of the product may be off by two roundings, so may the outcome of each step after it.
+        # Each input of the GEMM may be off by two roundings, and so may the result of each later step.
         x = x if norm is None else rms_norm_torch(x, norm, EPS)
         z = F.linear(x, weight, bias)
         spread = F.linear(x.abs(), weight.abs(), None if bias is None else bias.abs())
@@ -137,7 +131,7 @@ class Case:
         assert (off <= bound).all(), f"{(off / bound).max().item():.2f} times too far"  # NaN fails too
 
 
-def configs_for(K: int) -> st.SearchStrategy[GemmConfig]:
+def configs() -> st.SearchStrategy[GemmConfig]:
     return st.builds(
         GemmConfig,
         block_n=st.sampled_from([16, 32]),
@@ -146,9 +140,7 @@ def configs_for(K: int) -> st.SearchStrategy[GemmConfig]:
         warps=st.sampled_from([2, 4]),
         split_k=st.sampled_from([1, 1, 2, 3]),
         prefetch=st.sampled_from([0, 64, 128]),
-        fuse_norm=st.booleans(),
-        tma=st.booleans() if K % 8 == 0 else st.just(False),
-        chains=st.sampled_from([1, 1, 2, 3]),
+        accumulators=st.sampled_from([1, 1, 2, 3]),
         block_m=st.sampled_from([0, 8, 16]),
     )
 
@@ -160,31 +152,33 @@ def calls(draw: st.DrawFn) -> tuple[dict[str, object], GemmConfig | None]:
     N = draw(st.integers(1, 70)) * (2 if glu else 1)
     flags = {name: draw(st.booleans()) for name in ("norm", "bias", "residual")}
     T = draw(st.one_of(st.sampled_from([1, 8, 16, 17, 32, 33, 64, 65, 150]), st.integers(1, 64)))
-    config = draw(st.one_of(st.none(), configs_for(K)))
+    config = draw(st.one_of(st.none(), configs()))
     if config is not None:
         if T > (config.block_m or shapes.MAX_SKINNY_ROWS):
             config = replace(config, split_k=1)
-        if -(-K // config.block_k // config.split_k) % config.chains:
-            config = replace(config, chains=1)
+        if glu:
+            config = replace(config, split_k=1)
+        if -(-K // config.block_k // config.split_k) % config.accumulators:
+            config = replace(config, accumulators=1)
     return {"T": T, "N": N, "K": K, "glu": glu, **flags}, config
 
 
-# All of the parts together, split, with a masked end of K.
+# All parts together, with a masked end of K.
 WHOLE = {"T": 20, "N": 70, "K": 250, "glu": True, "norm": True, "bias": True, "residual": True}
 
 
 @on_a_device
 @many(30)
 @given(calls())
-@example((WHOLE, GemmConfig(16, 32, 3, 2, split_k=3, fuse_norm=True)))
-@example((WHOLE | {"K": 256}, GemmConfig(32, 64, 3, 4, split_k=2, fuse_norm=True, prefetch=64, tma=True)))
-@example((WHOLE, GemmConfig(16, 32, 3, 2, chains=4, block_m=8, fuse_norm=True)))
-@example((WHOLE | {"K": 192}, GemmConfig(16, 64, 2, 2, chains=3, block_m=16)))
+@example((WHOLE | {"glu": False}, GemmConfig(16, 32, 3, 2, split_k=3)))
+@example((WHOLE | {"glu": False, "K": 256}, GemmConfig(32, 64, 3, 4, split_k=2, prefetch=64)))
+@example((WHOLE, GemmConfig(16, 32, 3, 2, accumulators=4, block_m=8)))
+@example((WHOLE | {"K": 192}, GemmConfig(16, 64, 2, 2, accumulators=3, block_m=16)))
 @example((WHOLE | {"T": 1}, None))
 @example((WHOLE | {"T": 130}, None))
 @example(({"T": 3, "N": 1, "K": 64, "glu": False, "norm": False, "bias": True, "residual": True}, None))
 @example(({"T": 3, "N": 2, "K": 1, "glu": True, "norm": True, "bias": True, "residual": True}, None))
-def test_the_triton_product_is_the_product(device, dtype, call):
+def test_the_triton_gemm_against_fp64(device, dtype, call):
     shape, config = call
     case = Case(**shape, dtype=dtype, device=device)
     with poisoned():
@@ -203,7 +197,7 @@ def test_the_triton_product_is_the_product(device, dtype, call):
 )
 @example(40, 200, 2, 2, True)
 @example(8, 1, 1, 1, False)
-def test_a_norm_that_its_inputs_producer_prepared_is_the_norm(device, dtype, T, D, split, next_split, glu):
+def test_a_prepared_norm_is_the_norm(device, dtype, T, D, split, next_split, glu):
     first = Case(T, D, 64, dtype, device, bias=True, residual=True)
     then = Case(T, 6, D, dtype, device, norm=True, glu=glu, bias=True, seed=1)
     with poisoned():
@@ -222,7 +216,7 @@ def test_a_norm_that_its_inputs_producer_prepared_is_the_norm(device, dtype, T, 
             norm_weight=then.norm,
             eps=EPS,
             glu=glu,
-            config=GemmConfig(16, 32, 3, 2, split_k=next_split),
+            config=GemmConfig(16, 32, 3, 2, split_k=1 if glu else next_split),  # a gated GEMM is not split
         )
     first.check(stream.x)
     assert torch.equal(stream.x, first.run(linear_triton, config=GemmConfig(16, 32, 3, 2, split_k=split)))
@@ -231,7 +225,7 @@ def test_a_norm_that_its_inputs_producer_prepared_is_the_norm(device, dtype, T, 
     torch.testing.assert_close(stream.squares.sum(0), stream.x.double().square().sum(-1), rtol=1e-14, atol=0)
     then.x = stream.x
     then.check(y)
-    # A product with another norm takes the stream itself.
+    # A GEMM with another norm reads x itself.
     other = then.norm.clone()
     assert torch.equal(
         linear_triton(stream, then.weight, norm_weight=other, eps=EPS),
@@ -240,7 +234,7 @@ def test_a_norm_that_its_inputs_producer_prepared_is_the_norm(device, dtype, T, 
 
 
 @on_a_device
-def test_a_row_of_a_prepared_norm_does_not_depend_on_the_others(device, dtype):
+def test_rows_with_a_prepared_norm_are_batch_invariant(device, dtype):
     most = 16 if INTERPRETED else 64
     first = Case(most, 300, 64, dtype, device, residual=True)
     then = Case(most, 48, 300, dtype, device, norm=True)
@@ -264,27 +258,27 @@ SMOLLM2 = {"qkv": (960, 576), "o": (576, 576), "gate_up": (3072, 576), "down": (
 
 
 @on_a_device
-def test_a_norm_is_the_same_by_every_kernel_and_configuration(device, dtype):
-    """With whole numbers products are exact in any order, in numpy too, so all that could differ is 1 / rms."""
+def test_1_over_rms_has_the_same_bits_in_every_kernel(device, dtype):
+    """With integers, GEMMs are exact in any order, in numpy too, so only 1 / rms could differ."""
     generator = torch.Generator().manual_seed(0)
     N, K = SMOLLM2["o"]
 
-    def whole(*size: int) -> Tensor:
+    def integers(*size: int) -> Tensor:
         return torch.randint(-2, 3, size, generator=generator).to(dtype).to(device)
 
-    x, weight, norm = whole(64, K), whole(N, K), torch.ones(N, dtype=dtype, device=device)
+    x, weight, norm = integers(64, K), integers(N, K), torch.ones(N, dtype=dtype, device=device)
     residual = (torch.randn(64, N, generator=generator) * 8).to(dtype).to(device)
     wide = linear_torch(x.double(), weight.double(), residual=residual.double()).to(dtype)
-    one_by_one = torch.eye(N, dtype=dtype, device=device)[:48]  # a product that only takes the norm
+    one_by_one = torch.eye(N, dtype=dtype, device=device)[:48]  # a GEMM that only applies the norm
     want = wide.double().square().sum(-1).float()
     normed: dict[int, Tensor] = {}
     for rows in (1, 8, 17, 64):
         stream = linear_residual_triton(x[:rows], weight, residual=residual[:rows], next_norm=norm)
         assert torch.equal(stream.x, wide[:rows]) and stream.squares is not None
-        # fp32 is what 1 / rms is made of: the same bits from 18 sums and from 36, and from the whole row
+        # 1 / rms is computed from fp32: the same bits from 18 partial sums, from 36, and from the whole row
         assert torch.equal(stream.squares.sum(0).float(), want[:rows]), rows
         normed[rows] = linear_triton(stream, one_by_one, norm_weight=norm, eps=EPS)
-        # Times 1 the two orders of rounding are one.
+        # With a weight of 1 both orders of rounding are equal.
         plain = rms_norm_triton(stream.x, norm, EPS)
         both = norm_cat_triton((stream.x, stream.x), (norm, norm), EPS)
         assert torch.equal(plain[:, :48], normed[rows]) and torch.equal(both, torch.cat([plain, plain], -1)), rows
@@ -296,8 +290,8 @@ def test_a_norm_is_the_same_by_every_kernel_and_configuration(device, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 2, 8, 16, 17, 32, 33, 64, 65, 128, 129, 256, 384, 512])
-def test_a_row_of_smollm2s_chain_does_not_depend_on_the_others(rows):
-    """Every product and norm of a layer, and the head, as a model calls them."""
+def test_smollm2s_layers_are_batch_invariant(rows):
+    """Every GEMM and norm of a layer, and lm_head, as a model calls them."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*size: int, scale: float = 1.0) -> Tensor:
@@ -323,18 +317,16 @@ def test_a_row_of_smollm2s_chain_does_not_depend_on_the_others(rows):
 
 
 @on_a_device
-def test_no_rows_are_no_rows(device, dtype):
+def test_zero_rows(device, dtype):
     case = Case(0, 6, 16, dtype, device, glu=True, norm=True, residual=True)
     assert case.run(linear_triton).shape == (0, 3)
 
 
 @on_a_device
-@pytest.mark.parametrize(
-    "config", [None, GemmConfig(16, 32, 3, 2, split_k=2), GemmConfig(16, 32, 3, 2, fuse_norm=True)]
-)
-def test_a_row_does_not_depend_on_the_others(device, dtype, config):
+@pytest.mark.parametrize("config", [None, GemmConfig(16, 32, 3, 2, split_k=2)])
+def test_rows_are_batch_invariant(device, dtype, config):
     case = Case(64, 96, 256, dtype, device, norm=True, residual=True)
-    # In the interpreter numpy may sum a wider product in another order: only the same width is held to the bit.
+    # In the interpreter numpy may add a wider product in another order: only equal widths have equal bits.
     most = 16 if INTERPRETED else 64
     full = case.run(linear_triton, most, config=config)
     for rows in (1, 7, 15, 16, 17, 32, 33, 64):
@@ -343,7 +335,7 @@ def test_a_row_does_not_depend_on_the_others(device, dtype, config):
 
 
 @on_a_device
-def test_a_split_product_repeats_and_leaves_its_counters_zero(device, dtype):
+def test_a_split_gemm_is_deterministic_and_resets_its_counters(device, dtype):
     case = Case(8, 80, 256, dtype, device)
     config = GemmConfig(16, 32, 3, 2, split_k=4)
     first = case.run(linear_triton, config=config)
@@ -354,7 +346,7 @@ def test_a_split_product_repeats_and_leaves_its_counters_zero(device, dtype):
 
 @on_a_device
 @pytest.mark.parametrize(("T", "K"), [(1, 1), (3, 70), (5, 576), (70, 96)])
-def test_the_small_kernels(device, dtype, T, K):
+def test_norm_gate_and_gather_kernels(device, dtype, T, K):
     generator = torch.Generator().manual_seed(T)
     x, residual, wide = (torch.randn(T, w, generator=generator).to(dtype).to(device) for w in (K, K, 2 * K))
     weight = torch.randn(K, generator=generator).to(dtype).to(device)
@@ -365,7 +357,7 @@ def test_the_small_kernels(device, dtype, T, K):
         both = norm_cat_triton((x, wide[:, :K]), (weight, x[0]), EPS)
         three = norm_cat_triton((x, wide[:, K:], wide[:, :K]), (weight, weight, x[0]), EPS)
         numbers = torch.tensor([T - 1, 0, T - 1], device=device)
-        taken, late = (gather_rows_triton(wide[:, K:], numbers, after_all) for after_all in (False, True))
+        taken, late = (gather_rows_triton(wide[:, K:], numbers, overlap) for overlap in (True, False))
     assert torch.equal(total, x + residual)
     assert torch.equal(taken, torch.stack([wide[T - 1, K:], wide[0, K:], wide[T - 1, K:]])) and torch.equal(taken, late)
     assert torch.equal(torch.cat([three[:, :K], three[:, 2 * K :]], 1), both)
@@ -389,38 +381,40 @@ KNOWN = list(shapes.TUNED)
         st.tuples(st.integers(1, 140000), st.sampled_from([64, 576, 2048, 4096, 5120]), st.just(False)),
     )
 )
-def test_a_configuration_fits_and_sums_in_the_same_order_for_all_row_counts_of_a_kind(shape):
+def test_configurations_fit_and_have_one_rounding_kind_per_range(shape):
     N, K, glu = shape
     for kind in ((1, 7, 16), (17, 32, 33, 64)):
         found = [config_for(T, N, K, glu) for T in kind]
-        assert len({replace(c, stages=0, held=False, tile=None) for c in found}) == 1
+        assert len({replace(c, stages=0, weight_stationary=False, tile=None) for c in found}) == 1
         for T, c in zip(kind, found, strict=True):
             rows = c.block_m or shapes.block_rows(T)
-            tile = (c.block_n * (2 if glu else 1) + rows) * c.block_k * c.chains * 2
-            assert -(-K // c.block_k // c.split_k) % c.chains == 0
+            tile = (c.block_n * (2 if glu else 1) + rows) * c.block_k * c.accumulators * 2
+            assert -(-K // c.block_k // c.split_k) % c.accumulators == 0
             assert 2 <= c.stages and c.stages * tile <= 227 * 1024
             assert 1 <= c.prefetch <= K
-    assert shapes.skinny_rows(N, K, glu) in (shapes.MAX_FEW_ROWS, shapes.MAX_SKINNY_ROWS, shapes.MAX_TILED_ROWS)
+    assert shapes.max_triton_rows(N, K, glu) in (shapes.MAX_FEW_ROWS, shapes.MAX_SKINNY_ROWS, shapes.MAX_TILED_ROWS)
 
 
-def test_small_shapes_round_alike_for_all_row_counts():
+def test_small_shapes_have_one_rounding_kind():
     for N, K, glu in (
         (96, 256, False),
         (960, 1152, False),
         (49152, 64, False),
         *(s for s in KNOWN if s[1] in (576, 1536)),
     ):
-        assert shapes.skinny_rows(N, K, glu) == shapes.MAX_TILED_ROWS
-        assert len({config_for(T, N, K, glu).kind for T in (1, 16, 17, 64, 65, 512, shapes.MAX_TILED_ROWS)}) == 1
+        assert shapes.max_triton_rows(N, K, glu) == shapes.MAX_TILED_ROWS
+        assert (
+            len({config_for(T, N, K, glu).rounding_kind for T in (1, 16, 17, 64, 65, 512, shapes.MAX_TILED_ROWS)}) == 1
+        )
 
 
-def test_large_shapes_that_do_not_are_known():
-    """A target's text can change where its rounds go beyond few rows by these alone; the last two are a drafter's."""
-    both = [s for s in KNOWN if config_for(16, *s).kind != config_for(17, *s).kind]
+def test_large_shapes_with_two_rounding_kinds():
+    """Only these can change a target's output between few and more rows; the last two are a drafter's."""
+    both = [s for s in KNOWN if config_for(16, *s).rounding_kind != config_for(17, *s).rounding_kind]
     assert both == [(4096, 4096, False), (4096, 14336, False), (6144, 8192, False), (4096, 12288, False)]
 
 
-def test_the_twin_is_the_layers_own_arithmetic():
+def test_the_reference_equals_the_modules():
     x, weight, bias = torch.randn(5, 24), torch.randn(12, 24), torch.randn(12)
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         a, w, b = x.to(dtype), weight.to(dtype), bias.to(dtype)
@@ -434,7 +428,7 @@ def test_the_twin_is_the_layers_own_arithmetic():
             assert torch.equal(y, a[:, :6] + F.silu(gate) * up) and y.dtype == dtype
 
 
-def test_the_twin_can_be_differentiated():
+def test_the_reference_is_differentiable():
     sizes = [(3, 8), (6, 8), (6,), (8,), (3, 3)]
     inputs = [torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in sizes]
 
@@ -445,7 +439,7 @@ def test_the_twin_can_be_differentiated():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_the_cpu_takes_the_twins(dtype):
+def test_the_cpu_uses_the_references(dtype):
     x, weight, norm = torch.randn(5, 24).to(dtype), torch.randn(24, 24).to(dtype), torch.randn(24).to(dtype)
     options = {"norm_weight": norm, "eps": EPS, "residual": x}
     assert torch.equal(linear(x, weight, **options), linear_torch(x, weight, **options))
@@ -462,22 +456,22 @@ def test_the_cpu_takes_the_twins(dtype):
         assert torch.equal(ours, twins)
 
 
-def test_many_rows_get_their_norm_with_the_sum(monkeypatch):
-    """The path of large batches on a GPU, whose pieces all run on the CPU too."""
-    monkeypatch.setattr(kernels, "_fast_product", lambda *tensors: True)
-    monkeypatch.setattr(kernels, "skinny_rows", lambda *shape: 0)
+def test_many_rows_compute_the_norm_with_the_sum(monkeypatch):
+    """The path of large batches on a GPU, whose functions all run on the CPU too."""
+    monkeypatch.setattr(kernels, "_supports_kernels", lambda *tensors: True)
+    monkeypatch.setattr(kernels, "max_triton_rows", lambda *shape: 0)
     x, weight, norm = torch.randn(5, 24), torch.randn(24, 24), torch.randn(24)
     stream = linear_residual(x, x, weight, next_norm=norm, eps=EPS)
     assert stream.normed is not None and torch.equal(stream.x, x + F.linear(x, weight))
     prepared = linear(stream, weight, norm_weight=norm, eps=EPS)
     assert torch.equal(prepared, F.linear(rms_norm_torch(stream.x, norm, EPS), weight))
-    other = -norm  # prepared for another norm: taken of x
+    other = -norm  # prepared for another norm: computed from x
     assert torch.equal(
         linear(stream, weight, norm_weight=other, eps=EPS), F.linear(rms_norm_torch(stream.x, other, EPS), weight)
     )
 
 
-def test_without_triton_the_twins_remain():
+def test_without_triton_the_references_remain():
     code = (
         "import sys; sys.modules['triton'] = None\n"
         "import torch\n"
@@ -493,14 +487,14 @@ def test_without_triton_the_twins_remain():
 @pytest.mark.parametrize("T", [1, 64, 65, 200])
 @pytest.mark.parametrize("glu", [False, True])
 @pytest.mark.parametrize("norm", [False, True])
-def test_the_gpu_computes_the_same_by_every_way(T, glu, norm):
+def test_triton_and_cublas_on_the_gpu(T, glu, norm):
     case = Case(T, 192, 128, torch.bfloat16, "cuda", glu=glu, norm=norm, bias=glu, residual=True)
     case.check(case.run(linear))
     case.check(case.run(kernels.linear_cublas))
 
 
 @pytest.mark.gpu
-def test_training_on_the_gpu_takes_the_twin():
+def test_training_on_the_gpu_is_differentiable():
     weight = torch.randn(32, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     linear(torch.randn(4, 64, device="cuda", dtype=torch.bfloat16), weight).sum().backward()
     assert weight.grad is not None
@@ -510,8 +504,8 @@ def test_training_on_the_gpu_takes_the_twin():
 @pytest.mark.parametrize("split", [1, 2])
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("prepared", [False, True])
-def test_overlapping_launches_in_a_graph_change_nothing(split, late, prepared):
-    """Kernels that start before their predecessors end, replayed many times, against kernels that do not."""
+def test_dependent_launches_in_a_graph_change_nothing(split, late, prepared):
+    """Kernels that start before their predecessors end, replayed many times, against kernels that wait."""
     torch.manual_seed(0)
     made = {"dtype": torch.bfloat16, "device": "cuda"}
     layers = [[torch.randn(n, k, **made) * k**-0.5 for n, k in ((1024, 512), (512, 512))] for _ in range(16)]
@@ -520,9 +514,10 @@ def test_overlapping_launches_in_a_graph_change_nothing(split, late, prepared):
 
     def run(pdl: bool) -> Tensor:
         y = ResidualStream(x)
-        config = GemmConfig(16, 64, 4, 2, split_k=split, prefetch=256, late=late)
+        gated = GemmConfig(16, 64, 4, 2, prefetch=256, late_launch=late)
+        config = replace(gated, split_k=split)
         for up, down in layers:
-            h = linear_triton(y, up, norm_weight=norm, eps=EPS, glu=True, config=config, pdl=pdl)
+            h = linear_triton(y, up, norm_weight=norm, eps=EPS, glu=True, config=gated, pdl=pdl)
             following = norm if prepared else None
             y = linear_residual_triton(h, down, residual=y.x, next_norm=following, config=config, pdl=pdl)
             assert (y.squares is not None) == prepared

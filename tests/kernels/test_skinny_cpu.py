@@ -1,6 +1,6 @@
-"""The C kernels for few rows: against fp64, for the bits of a row in any company, and how they come to be or do not.
+"""The C kernels for few rows: accuracy against fp64, batch-invariant bits, and compilation with and without a compiler.
 
-Where there is no compiler only the last part runs.
+Without a compiler only the last tests run.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ EPS = 1e-5
 compiled = pytest.mark.skipif(skinny_cpu.library() is None, reason="no C compiler here")
 
 
-def product(x: Tensor, *args, **options) -> Tensor:
-    y = skinny_cpu.product(x, *args, **options)
+def gemm(x: Tensor, *args, **options) -> Tensor:
+    y = skinny_cpu.gemm(x, *args, **options)
     assert y is not None
     return y
 
@@ -52,15 +52,15 @@ def exact(
 @compiled
 @many(80)
 @given(
-    rows=st.integers(1, skinny_cpu.MOST_ROWS),
+    rows=st.integers(1, skinny_cpu.MAX_ROWS),
     half=st.integers(1, 70),
     K=st.sampled_from([1, 3, 4, 16, 31, 64, 100, 576]),
     parts=st.tuples(*[st.booleans()] * 4),
     scale=st.sampled_from([1e-3, 1.0, 30.0]),
     count=st.integers(1, 3),
 )
-def test_a_product_and_its_surroundings(rows, half, K, parts, scale, count):
-    """Against fp64; and row by row on one thread the same bits as all rows on several."""
+def test_the_fused_gemm(rows, half, K, parts, scale, count):
+    """Against fp64; and the same bits row by row on one thread as for all rows on several."""
     torch.manual_seed(rows * K + half)
     has_bias, has_norm, glu, strided = parts
     N = 2 * half
@@ -69,35 +69,35 @@ def test_a_product_and_its_surroundings(rows, half, K, parts, scale, count):
     bias, norm = torch.randn(N) if has_bias else None, torch.randn(K) if has_norm else None
     residual = None if glu else torch.randn(rows, N)
     with threads(count):
-        y = product(x, weight, bias, residual, norm, EPS, glu)
+        y = gemm(x, weight, bias, residual, norm, EPS, glu)
     truth = exact(x, weight, bias, residual, norm, glu)
     torch.testing.assert_close(y.double(), truth, rtol=3e-5, atol=2e-5 * max(1.0, scale))
     with threads(1):
         for row in range(rows):
             own = None if residual is None else residual[row : row + 1]
-            assert torch.equal(product(x[row : row + 1], weight, bias, own, norm, EPS, glu)[0], y[row])
+            assert torch.equal(gemm(x[row : row + 1], weight, bias, own, norm, EPS, glu)[0], y[row])
 
 
 @compiled
 def test_gates_far_from_zero():
     gate = torch.tensor([-1e4, -200.0, -90.0, -88.0, -20.0, -1e-8, 0.0, 1e-8, 20.0, 88.0, 90.0, 1e4])
     weight = torch.eye(24)
-    y = product(torch.cat([gate, torch.ones(12)])[None], weight, glu=True)[0]
+    y = gemm(torch.cat([gate, torch.ones(12)])[None], weight, glu=True)[0]
     torch.testing.assert_close(y, F.silu(gate), rtol=3e-7, atol=1e-34)
 
 
 @compiled
 @many(40)
 @given(
-    rows=st.integers(1, skinny_cpu.MOST_ROWS),
+    rows=st.integers(1, skinny_cpu.MAX_ROWS),
     start=st.sampled_from([0, 1, 2, 3, 4, 15, 16, 37, 200]),
     shape=st.sampled_from([(9, 3, 64), (4, 2, 32), (4, 4, 64), (6, 1, 96), (2, 1, 128)]),
     sharp=st.sampled_from([0.1, 1.0, 8.0]),
 )
-def test_attention_and_what_it_leaves_in_the_cache(rows, start, shape, sharp):
+def test_attention_and_its_kv_writes(rows, start, shape, sharp):
     torch.manual_seed(rows + 31 * start)
     (heads, kv_heads, width), S = shape, start + rows
-    cache = torch.randn(2, S + 3, kv_heads, width)  # a little behind the sequence: not to be touched
+    cache = torch.randn(2, S + 3, kv_heads, width)  # the last positions must stay untouched
     keys, values = cache[:, :S].clone()
     qkv = torch.randn(rows, (heads + 2 * kv_heads) * width) * sharp
     turns = torch.rand(rows, width // 2) * 6
@@ -122,12 +122,12 @@ def test_attention_and_what_it_leaves_in_the_cache(rows, start, shape, sharp):
 
 
 @compiled
-def test_a_pass_of_many_rows_is_as_many_passes_of_one_bit_for_bit(monkeypatch):
-    """So that speculation cannot change a text even where two tokens are equally likely."""
+def test_rows_have_the_same_bits_in_any_batch(monkeypatch):
+    """So speculation cannot change the output even where two tokens are equally likely."""
     target, _ = load_pair("p-eagle-1")
     own = [m.weight for m in target.modules() if isinstance(m, torch.nn.Linear)]
-    ways = {(*w.shape, rows, w.dtype): skinny_cpu.product for w in own for rows in range(1, kernels.MOST_FEW_CPU + 1)}
-    monkeypatch.setattr(kernels, "_ways", ways)
+    ways = {(*w.shape, rows, w.dtype): skinny_cpu.gemm for w in own for rows in range(1, skinny_cpu.MAX_ROWS + 1)}
+    monkeypatch.setattr(kernels, "_fastest_gemm", ways)
     tokens, layer = torch.arange(40) * 7 % 100, target.cfg.layer
     blocks = torch.arange(1, 9, dtype=torch.int32)[None]
 
@@ -157,23 +157,16 @@ def _causal(layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> 
 
 @compiled
 @pytest.mark.parametrize("faster", [True, False])
-def test_it_takes_all_rows_or_none_and_only_where_it_is_faster(monkeypatch, faster):
-    def slow(way):
-        def late(*args):
-            torch.randn(300, 300) @ torch.randn(300, 300)
-            return way(*args)
+def test_the_c_kernel_takes_all_row_counts_or_none(monkeypatch, faster):
+    def measured(gemms, x, weight):
+        return {gemm: 1.0 if (gemm is skinny_cpu.gemm) == faster else 2.0 for gemm in gemms}
 
-        return late
-
-    monkeypatch.setattr(kernels, "_ways", {})
-    if faster:
-        monkeypatch.setattr(kernels, "_WAYS", tuple(map(slow, kernels._WAYS)))
-    else:
-        monkeypatch.setattr(skinny_cpu, "product", slow(skinny_cpu.product))
+    monkeypatch.setattr(kernels, "_fastest_gemm", {})
+    monkeypatch.setattr(kernels, "_measure", measured)
     weights = [torch.randn(24, 16), torch.randn(8, 16), torch.randn(24, 16, dtype=torch.float64)]
-    kernels.select_cpu_gemms(weights, budget=60.0)
-    ours = {key for key, way in kernels._ways.items() if way is skinny_cpu.product}
-    wanted = {(N, 16, rows, torch.float32) for N in (24, 8) for rows in range(1, skinny_cpu.MOST_ROWS + 1)}
+    kernels.select_cpu_gemms(weights, budget_s=60.0)
+    ours = {key for key, way in kernels._fastest_gemm.items() if way is skinny_cpu.gemm}
+    wanted = {(N, 16, rows, torch.float32) for N in (24, 8) for rows in range(1, skinny_cpu.MAX_ROWS + 1)}
     assert ours == (wanted if faster else set())
     with torch.inference_mode():
         for weight in weights:
@@ -187,23 +180,23 @@ def test_it_takes_all_rows_or_none_and_only_where_it_is_faster(monkeypatch, fast
 @pytest.mark.parametrize(
     "environment", [{"PEAGLE_CC": "0"}, {"CC": "false"}, {"CC": "/no/such/compiler"}, {"PEAGLE_CACHE": "/dev/null/no"}]
 )
-def test_without_it_everything_still_runs_and_only_a_debug_log_says_so(environment, monkeypatch, caplog, capfd):
+def test_without_the_library_torch_takes_over_and_a_debug_log_says_so(environment, monkeypatch, caplog, capfd):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(skinny_cpu, "library", cache(skinny_cpu.library.__wrapped__))
-    monkeypatch.setattr(kernels, "_ways", {})
+    monkeypatch.setattr(kernels, "_fastest_gemm", {})
     caplog.set_level("DEBUG", "peagle.kernels")
     weight, x = torch.randn(8, 4), torch.randn(3, 4)
     kernels.select_cpu_gemms([weight])
-    assert skinny_cpu.library() is None and not skinny_cpu.attends(64)
+    assert skinny_cpu.library() is None and not skinny_cpu.supports_attention(64)
     with torch.inference_mode():
         torch.testing.assert_close(kernels.linear_cpu(x, weight), x @ weight.T)
     assert [r.levelname for r in caplog.records] == ["DEBUG"] and capfd.readouterr() == ("", "")
 
 
 @compiled
-def test_processes_may_compile_at_once_and_share_torchs_threads(tmp_path, monkeypatch):
-    """No second OpenMP library comes into a process; one file is left."""
+def test_processes_compile_concurrently_and_share_torchs_threads(tmp_path, monkeypatch):
+    """A process loads no second OpenMP library, and one file is left."""
     code = (
         "import re, torch\n"
         "from peagle.kernels.gemm import skinny_cpu\n"
@@ -211,13 +204,13 @@ def test_processes_may_compile_at_once_and_share_torchs_threads(tmp_path, monkey
         "torch.set_num_threads(2)\n"
         "torch.randn(500, 500) @ torch.randn(500, 500)\n"
         "before = pools()\n"
-        "assert skinny_cpu.product(torch.ones(2, 3), torch.ones(400, 3)).tolist() == [[3.0] * 400] * 2\n"
+        "assert skinny_cpu.gemm(torch.ones(2, 3), torch.ones(400, 3)).tolist() == [[3.0] * 400] * 2\n"
         "assert skinny_cpu.library().parallel is not None and pools() == before, pools() - before\n"
     )
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "PEAGLE_CACHE": str(tmp_path)}
     started = [subprocess.Popen([sys.executable, "-c", code], env=env) for _ in range(2)]
     assert [process.wait() for process in started] == [0, 0]
     (found,) = (tmp_path / "kernels").iterdir()
-    found.write_bytes(b"torn")  # by someone else, or a full disk: not used, and no reason to fail
+    found.write_bytes(b"torn")  # e.g. a full disk: not used, and no error
     monkeypatch.setenv("PEAGLE_CACHE", str(tmp_path))
     assert skinny_cpu.library.__wrapped__() is None

@@ -1,4 +1,4 @@
-"""The target against transformers: logits, aux_layer_ids and configs of every family, and every refusal in one line."""
+"""The target decoder against transformers: logits, auxiliary hidden states and configs; every error is one line."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 
 
 def randomised(model: Any, seed: int = 0) -> Any:
-    """Norm weights and biases are ones and zeros at first, which would hide a norm or bias that is misplaced."""
+    """Randomises all weights: initial norm weights of one and biases of zero would hide misplaced norms or biases."""
     rng = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
@@ -165,7 +165,7 @@ def assert_same(model: Any, decoder: Decoder, tokens: torch.Tensor, atol: float 
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_and_taps(name: str, tmp_path: Path) -> None:
+def test_logits_and_aux_hidden_states(name: str, tmp_path: Path) -> None:
     model = saved(name, tmp_path)
     assert_same(model, load_decoder(tmp_path), tokens_of(97))
 
@@ -220,7 +220,7 @@ def test_both_spellings_side_by_side(name: str, tmp_path: Path) -> None:
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_rope_frequencies_of_every_kind(data: st.DataObject) -> None:
-    """Whatever the parameters, the angles are transformers' own."""
+    """The angles equal those of transformers for any parameters."""
     head_dim = 2 * data.draw(st.integers(1, 64))
     theta = data.draw(st.floats(1.5, 1e7))
     kind = data.draw(st.sampled_from(["default", "linear", "llama3", "yarn"]))
@@ -262,8 +262,8 @@ def test_one_yarn_mscale_alone_changes_nothing() -> None:
         assert rope_frequencies(replace(rope, **{name: 2.0}), 16)[1] == plain
 
 
-def test_positions_are_absolute_and_far(tmp_path: Path) -> None:
-    """Rows may start anywhere: only the angles know the position, and they stay fp32 in a bf16 model."""
+def test_large_positions(tmp_path: Path) -> None:
+    """Rows may start at any position; angles stay fp32 in a bf16 model."""
     model = saved("llama-yarn", tmp_path)
     decoder = load_decoder(tmp_path)
     tokens, positions = tokens_of(97), torch.arange(LENGTH) + 400
@@ -285,7 +285,7 @@ def test_sharded_folder(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-all-heads", "mistral-default-window", "qwen2", "qwen3-default-head"])
-def test_fields_left_out_mean_the_family_s_defaults(name: str, tmp_path: Path) -> None:
+def test_missing_fields_have_the_family_defaults(name: str, tmp_path: Path) -> None:
     """Writers save only what differs from the class's defaults; the defaults differ by family."""
     model = saved(name, tmp_path)
     whole = read_target_config(tmp_path)
@@ -307,7 +307,7 @@ def test_fields_left_out_mean_the_family_s_defaults(name: str, tmp_path: Path) -
     assert_same(model, load_decoder(tmp_path), tokens_of(97))
 
 
-def test_key_value_heads_left_out(tmp_path: Path) -> None:
+def test_missing_key_value_heads(tmp_path: Path) -> None:
     for name, heads in {"llama-all-heads": 4, "mistral-default-window": 8}.items():
         saved(name, tmp_path / name)
         edit_config(tmp_path / name, lambda values: values.pop("num_key_value_heads"))
@@ -329,16 +329,16 @@ def test_bf16(name: str, tmp_path: Path) -> None:
     assert got.dtype == torch.bfloat16
     spread = want.float().std()
     assert (got.float() - want.float()).abs().mean() < 0.05 * spread
-    # the weights are the very same numbers, so in fp32 the two agree as closely as ever
+    # the weights are equal, so in fp32 the two agree closely
     assert_same(reloaded(torch.float32), load_decoder(tmp_path), tokens_of(97))
 
 
-def test_tied_head_is_one_table(tmp_path: Path) -> None:
+def test_tied_embeddings_are_one_tensor(tmp_path: Path) -> None:
     saved("llama-tied", tmp_path)
     decoder = load_decoder(tmp_path)
     assert decoder.lm_head.weight is decoder.embed_tokens.weight
     edit_weights(tmp_path, lambda t: t.update({"lm_head.weight": torch.zeros(97, 48)}))
-    assert load_decoder(tmp_path).lm_head.weight.abs().max() > 0  # a copy in the file is not read
+    assert load_decoder(tmp_path).lm_head.weight.abs().max() > 0  # a copy in the file is ignored
 
 
 def test_real_smollm2(smollm2: Path) -> None:
@@ -356,7 +356,7 @@ def test_real_smollm2(smollm2: Path) -> None:
     got, got_taps = ours(target.model, tokens)
     assert len(tokens) > 30 and (got - want).abs().max() < 1e-4
     for mine, other in zip(got_taps, want_taps, strict=True):
-        # its residual stream reaches the thousands, where fp32 itself is coarser than 1e-5
+        # its residual stream reaches the thousands, where fp32 is coarser than 1e-5
         scale = max(1.0, float(other.abs().max()))
         assert (mine - other).abs().max() < 1e-5 * scale
 
@@ -447,7 +447,7 @@ def test_bad_windows(fields: dict[str, Any], word: str, tmp_path: Path) -> None:
 
 
 def test_layer_types_need_a_window(tmp_path: Path) -> None:
-    """Qwen's config class forgets the window unless `use_sliding_window` is set, and so do we."""
+    """As in Qwen's config class, the window is ignored unless `use_sliding_window` is set."""
     saved("qwen3-sliding", tmp_path)
     set_config(tmp_path, use_sliding_window=False)
     assert read_target_config(tmp_path).windows == (None,) * 4
@@ -506,8 +506,8 @@ def test_old_rotary_buffers_are_ignored(tmp_path: Path) -> None:
     assert_same(model, load_decoder(tmp_path), tokens_of(97))
 
 
-def test_nan_of_another_token(tmp_path: Path) -> None:
-    """A spoilt row of the embeddings cannot spoil a text without that token."""
+def test_nan_in_another_tokens_embedding(tmp_path: Path) -> None:
+    """A NaN row of the embeddings does not affect sequences without that token."""
     saved("llama", tmp_path)
     clean, _ = ours(load_decoder(tmp_path), torch.arange(10))
     edit_weights(tmp_path, lambda t: t["model.embed_tokens.weight"][50].fill_(math.nan))
@@ -516,13 +516,13 @@ def test_nan_of_another_token(tmp_path: Path) -> None:
     assert ours(spoilt, torch.tensor([50]))[0].isnan().all()
 
 
-def test_mlp_bias_is_llama_s_alone(tmp_path: Path) -> None:
+def test_mlp_bias_is_read_for_llama_only(tmp_path: Path) -> None:
     model = saved("qwen2", tmp_path)
     set_config(tmp_path, mlp_bias=True, attention_bias=False)  # fields its class does not have
     assert_same(model, load_decoder(tmp_path), tokens_of(97))
 
 
-def test_end_of_text(tmp_path: Path) -> None:
+def test_eos_token_ids(tmp_path: Path) -> None:
     saved("llama", tmp_path)
     (tmp_path / "generation_config.json").unlink(missing_ok=True)
     for value, want in [(5, {5}), ([5, 7], {5, 7}), (None, set())]:

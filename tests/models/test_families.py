@@ -1,6 +1,5 @@
-"""Families beyond Llama's against transformers: logits and aux layers, greedy text through the engine with and
-without a
-drafter, and the same through the reference."""
+"""Model families beyond Llama against transformers: logits, auxiliary hidden states, greedy output of the engine and
+of the reference, with and without a drafter."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ from peagle.training.hidden_states.online import DocumentAttention
 from peagle.training.parameter_counts import count_decoder_parameters
 
 K = 4
-assert_same = partial(test_decoder.assert_same, atol=1e-4)  # streams here are wider than Llama's there
+assert_same = partial(test_decoder.assert_same, atol=1e-4)  # residual streams here are larger than Llama's
 
 
 def qwen3_moe(**fields: Any) -> Qwen3MoeForCausalLM:
@@ -75,7 +74,7 @@ def phi3(**fields: Any) -> Phi3ForCausalLM:
 
 
 def phi4_mini(original: int = 32, **more: Any) -> Phi3ForCausalLM:
-    """Three quarters of a head are turned, by factors that depend on how long the text is."""
+    """Rotates three quarters of a head, by factors that depend on the longest sequence."""
     rope = {"rope_type": "longrope", "rope_theta": 100.0, "short_factor": SHORT, "long_factor": LONG}
     rope |= {"original_max_position_embeddings": original, "partial_rotary_factor": 0.75}
     return phi3(original_max_position_embeddings=original, rope_parameters=rope, tie_word_embeddings=True, **more)
@@ -90,7 +89,7 @@ MODELS: dict[str, Callable[..., Any]] = {
     "phi3": lambda **more: phi3(sliding_window=9, **more),
     "phi4-mini": phi4_mini,
 }
-# Of each family the one with the most features goes through the engine.
+# The variant of each family with the most features runs through the engine.
 DECODED = ["qwen3-moe", "gemma3-scaled", "gpt-oss", "phi4-mini"]
 
 
@@ -101,7 +100,7 @@ def saved(name: str, folder: Path, **more: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_and_taps(name: str, tmp_path: Path) -> None:
+def test_logits_and_aux_hidden_states(name: str, tmp_path: Path) -> None:
     model = saved(name, tmp_path)
     assert_same(model, load_decoder(tmp_path), tokens_of(97))
 
@@ -130,7 +129,7 @@ def random_drafter(target: Decoder) -> Drafter:
 
 @torch.inference_mode()
 def greedy(model: Any, prompt: list[int], count: int) -> tuple[list[int], float]:
-    """transformers' own text by whole passes, and by how much the closest choice was won."""
+    """Greedy output of transformers without a cache, and the smallest margin of a choice."""
     tokens, least = list(prompt), float("inf")
     for _ in range(count):
         best = model(torch.tensor([tokens]), use_cache=False).logits[0, -1].topk(2)
@@ -140,8 +139,8 @@ def greedy(model: Any, prompt: list[int], count: int) -> tuple[list[int], float]
 
 
 @pytest.mark.parametrize("name", DECODED)
-def test_greedy_text(name: str, tmp_path: Path) -> None:
-    """A vocabulary so small that a drafter of noise is right now and then. Prompts and texts outgrow the windows."""
+def test_greedy_output(name: str, tmp_path: Path) -> None:
+    """The vocabulary is so small that a random drafter is sometimes right; prompts and outputs exceed the windows."""
     model = saved(name, tmp_path, vocab_size=23, **({"original": 128} if name == "phi4-mini" else {}))
     target = Target(tmp_path, load_decoder(tmp_path), frozenset())
     for rope in target.model.ropes:
@@ -171,7 +170,7 @@ def test_greedy_text(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", DECODED)
 @torch.inference_mode()
 def test_packed_documents(name: str, tmp_path: Path) -> None:
-    """What training reads: several documents in one pass, none of which sees another."""
+    """Training's packing: several documents in one pass do not see each other."""
     saved(name, tmp_path)
     model = load_decoder(tmp_path)
     lengths, aux_layer_ids = (21, 1, 18), (0, 2, 4)
@@ -187,8 +186,8 @@ def test_packed_documents(name: str, tmp_path: Path) -> None:
     )
 
 
-def test_longrope_by_the_length_that_texts_may_have(tmp_path: Path) -> None:
-    """transformers looks at each pass, where a cache would not let it; here it is said once, as to vLLM."""
+def test_longrope_depends_on_max_model_len(tmp_path: Path) -> None:
+    """transformers decides per pass, which a KV cache does not allow; here it is set once, as in vLLM."""
     model = saved("phi4-mini", tmp_path)
     decoder = load_decoder(tmp_path)
     long, short = tokens_of(97, 40), tokens_of(97, 32)
@@ -207,7 +206,7 @@ def test_longrope_by_the_length_that_texts_may_have(tmp_path: Path) -> None:
 
 
 def test_fp8(tmp_path: Path) -> None:
-    """Blocks of 16 by 8, which do not divide all widths, as 128 by 128 do not in real ones."""
+    """Blocks of 16 by 8, which do not divide all widths, as 128 by 128 do not in published models."""
     model = saved("qwen3-moe", tmp_path)
     gen = torch.Generator().manual_seed(6)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -235,13 +234,13 @@ def test_fp8(tmp_path: Path) -> None:
 
 
 def four_bits(nibble: int) -> float:
-    """A sign, two bits of exponent with a bias of 1, one of fraction; without an exponent the fraction is a half."""
+    """Decodes E2M1: a sign, two bits of exponent with bias 1, one of fraction, and subnormals."""
     sign, exponent, fraction = -1.0 if nibble & 8 else 1.0, nibble >> 1 & 3, nibble & 1
     return sign * (fraction * 0.5 if exponent == 0 else (1 + fraction * 0.5) * 2.0 ** (exponent - 1))
 
 
 def saved_mxfp4(folder: Path) -> Any:
-    """Experts as GPT-OSS is published: two numbers a byte, an exponent for every 32 of them along the input."""
+    """Writes experts as GPT-OSS is published: two numbers per byte, one exponent per 32 along the input."""
     model = saved("gpt-oss", folder)
     gen = torch.Generator().manual_seed(5)
     values = torch.tensor([[four_bits(byte & 15), four_bits(byte >> 4)] for byte in range(256)])
@@ -282,8 +281,9 @@ def expert_bytes(model: Decoder) -> int:
 
 @torch.inference_mode()
 def test_mxfp4_that_stays_packed(tmp_path: Path) -> None:
-    """The same numbers, in rows that are filled up: short as they are here, to 128 columns of half a byte and 16
-    exponents. Noise in their place is of the same shape. What files have plain is read plain."""
+    """The same numbers in padded rows of 128 columns and 16 exponents; random weights have the same shapes; tensors
+    that
+    the checkpoint stores unpacked stay unpacked."""
     saved_mxfp4(tmp_path)
     plain, kept = load_decoder(tmp_path), load_decoder(tmp_path, keep_mxfp4=True)
     tokens = tokens_of(97)
@@ -299,8 +299,8 @@ def test_mxfp4_that_stays_packed(tmp_path: Path) -> None:
     assert expert_bytes(noise) == expert_bytes(kept)
     weights = noise.layers[0].mlp.weights().gate_up_EXD  # type: ignore[operator]
     assert weights[0].float().std() == pytest.approx(0.02, rel=0.3)
-    filled_up = replace(weights, columns=128)  # with what lies behind the last column
-    assert not filled_up[0][:, weights.columns :].any() and torch.equal(filled_up[0][:, : weights.columns], weights[0])
+    padded = replace(weights, columns=128)  # including the padding
+    assert not padded[0][:, weights.columns :].any() and torch.equal(padded[0][:, : weights.columns], weights[0])
     assert ours(noise, tokens)[0].isfinite().all()
 
     plainly = tmp_path / "plain"
@@ -312,7 +312,7 @@ def test_mxfp4_that_stays_packed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
 def test_text_part_of_gemma3(prefix: str, tmp_path: Path) -> None:
-    """A model that also sees pictures, as published and as transformers now writes it."""
+    """The language model of a multimodal checkpoint, as published and as transformers writes it."""
     model = saved("gemma3", tmp_path)
 
     def wrap(values: dict[str, Any]) -> None:
@@ -330,14 +330,13 @@ def test_text_part_of_gemma3(prefix: str, tmp_path: Path) -> None:
     assert_same(model, load_decoder(tmp_path), tokens_of(97))
 
 
-def test_mixed_layers_are_refused(tmp_path: Path) -> None:
+def test_mixed_layers_raise(tmp_path: Path) -> None:
     saved("qwen3-moe", tmp_path)
     set_config(tmp_path, mlp_only_layers=[1])
     refused(tmp_path, "mlp_only_layers")
 
 
-# What the makers publish, as it is: names, spellings and fields that transformers fills in. Parameters are counted by
-# them too.
+# Published configs, with fields that transformers fills in; parameter counts are derived from them too.
 GPT_OSS_20B = {
     "architectures": ["GptOssForCausalLM"],
     "attention_bias": True,

@@ -1,4 +1,4 @@
-"""Gemma 4 and Llama 4 against transformers, by the tests of the other families: layers that differ within one model."""
+"""Gemma 4 and Llama 4 against transformers: models whose layers differ, with the tests of the other families."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ CHUNK = 16
 
 
 def gemma4_fields(**fields: Any) -> dict[str, Any]:
-    """As 31B is: layers that see everything have wider heads, fewer of them for keys, which are values too."""
+    """Like 31B: layers with full attention have wider heads and fewer key/value heads, whose keys are values too."""
     ropes = {
         "full_attention": {"rope_type": "proportional", "rope_theta": 5000.0, "partial_rotary_factor": 0.25},
         "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
@@ -59,7 +59,7 @@ def gemma4_fields(**fields: Any) -> dict[str, Any]:
 
 
 def with_scalars(text_model: Any) -> None:
-    """No parameters, so nobody else moves them away from 1."""
+    """Sets the layer scalars, which are buffers and therefore not randomised with the parameters."""
     for i, layer in enumerate(text_model.layers):
         layer.layer_scalar.fill_(0.7 + 0.2 * (i % 4))
 
@@ -71,7 +71,7 @@ def gemma4(**fields: Any) -> Gemma4ForCausalLM:
 
 
 def llama4_fields(**fields: Any) -> dict[str, Any]:
-    """As Scout is, with chunks and growing scores within reach of a short text."""
+    """Like Scout, with attention chunks and query scaling that take effect in short sequences."""
     shape = {"head_dim": 16, "intermediate_size": 24, "intermediate_size_mlp": 40, "num_local_experts": 5}
     shape |= {"attention_chunk_size": CHUNK, "floor_scale": 6, "attn_scale": 0.3, "no_rope_layers": [1, 0, 1, 1]}
     rope = {"rope_type": "llama3", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 100.0}
@@ -105,7 +105,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_and_taps(name: str, tmp_path: Path) -> None:
+def test_logits_and_aux_hidden_states(name: str, tmp_path: Path) -> None:
     model = saved(name, tmp_path)
     decoder = load_decoder(tmp_path)
     assert_same(model, decoder, tokens_of(97))
@@ -113,8 +113,8 @@ def test_logits_and_taps(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["gemma4", "llama4"])
-def test_greedy_text(name: str, tmp_path: Path) -> None:
-    test_families.test_greedy_text(name, tmp_path)
+def test_greedy_output(name: str, tmp_path: Path) -> None:
+    test_families.test_greedy_output(name, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["gemma4", "llama4"])
@@ -122,30 +122,32 @@ def test_packed_documents(name: str, tmp_path: Path) -> None:
     test_families.test_packed_documents(name, tmp_path)
 
 
-class Turning:
-    """Attention that turns queries and keys itself, as it does on a GPU."""
+class RotatingAttention:
+    """Attention that applies the rotary embedding itself, as the GPU kernel does."""
 
     rotates = True
 
-    def __call__(self, layer: int, q: Any, k: Any, v: Any, window: Any, rotation: Any = None) -> torch.Tensor:
-        if rotation is not None:
-            q, k = rotation.turn(q, k)
+    def __call__(self, layer: int, q: Any, k: Any, v: Any, window: Any, rope: Any = None) -> torch.Tensor:
+        if rope is not None:
+            q, k = rope.apply(q, k)
         return causal_attention(layer, q, k, v, window)
 
 
 @pytest.mark.parametrize("name", ["gemma4", "llama4"])
 @torch.inference_mode()
-def test_heads_that_attention_turns(name: str, tmp_path: Path) -> None:
+def test_attention_that_applies_the_rotary_embedding(name: str, tmp_path: Path) -> None:
     saved(name, tmp_path)
     decoder, tokens = load_decoder(tmp_path), tokens_of(97)
-    want, got = (decoder(tokens, torch.arange(len(tokens)), attend)[0] for attend in (causal_attention, Turning()))
+    want, got = (
+        decoder(tokens, torch.arange(len(tokens)), attend)[0] for attend in (causal_attention, RotatingAttention())
+    )
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["gemma4", "llama4"])
 @torch.inference_mode()
 def test_bfloat16(name: str, tmp_path: Path) -> None:
-    """About the same, but where a router's choice tips; logits that are bent are fp32."""
+    """Close to fp32, except where a router's choice flips; softcapped logits are fp32."""
     saved(name, tmp_path)
     tokens = tokens_of(97)
     exact, rounded = (
@@ -176,7 +178,7 @@ def seeing_llama4() -> Any:
 @pytest.mark.parametrize("make", [seeing_gemma4, seeing_llama4, lambda: seeing_gemma4(**ALL_VARIANTS)])
 @torch.inference_mode()
 def test_text_part(make: Callable[[], Any], tmp_path: Path) -> None:
-    """Of models that also see, or hear, as transformers writes them. Of Llama 4's fields one was once a number."""
+    """The language model of multimodal checkpoints, as transformers writes them."""
     model = make()
     model.config.initializer_range = SHAPE["initializer_range"]
     randomised(model).save_pretrained(tmp_path)
@@ -205,7 +207,7 @@ ALL_VARIANTS = {name: value for fields in VARIANTS.values() for name, value in f
 
 @pytest.mark.parametrize("field", VARIANTS)
 def test_variants_of_gemma4_run_through_transformers(field: str, tmp_path: Path) -> None:
-    """And say why. Their tables can be had alone, for states that vLLM writes."""
+    """A warning says why; their embeddings and lm_head can be loaded alone, for hidden states from vLLM."""
     model = randomised(gemma4(**VARIANTS[field]))
     model.save_pretrained(tmp_path)
     with pytest.warns(UserWarning, match=rf"{field}\) runs through transformers"):
@@ -220,13 +222,13 @@ def test_variants_of_gemma4_run_through_transformers(field: str, tmp_path: Path)
 
 
 @pytest.mark.filterwarnings("ignore:.*runs through transformers")
-def test_greedy_text_of_a_variant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of them in one: pages of layers that share keys, of two widths, with drafts and without."""
+def test_greedy_output_of_a_variant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All variants in one model, with and without speculation: layers that share keys, and two head widths."""
     monkeypatch.setitem(test_families.MODELS, "gemma4-all", lambda **more: gemma4(**ALL_VARIANTS, **more))
-    test_families.test_greedy_text("gemma4-all", tmp_path)
+    test_families.test_greedy_output("gemma4-all", tmp_path)
 
 
-def test_what_is_wrong_is_refused(tmp_path: Path) -> None:
+def test_unsupported_configs_raise(tmp_path: Path) -> None:
     own = {"2": {"head_dim": 32}, "3": {"head_dim": 32}}
     for wrong, words in (
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
@@ -246,7 +248,7 @@ def test_what_is_wrong_is_refused(tmp_path: Path) -> None:
     refused(chunks, "attention_chunk_size")
 
 
-# What the makers publish, as far as it matters.
+# The published configs, reduced to the fields that matter.
 GEMMA4_31B = {
     "architectures": ["Gemma4ForConditionalGeneration"],
     "model_type": "gemma4",
@@ -331,7 +333,7 @@ def test_gemma4_31b(tmp_path: Path) -> None:
         ours = Decoder(cfg)
         theirs = Gemma4ForCausalLM(Gemma4TextConfig(**copy.deepcopy(GEMMA4_31B["text_config"])))  # type: ignore[arg-type]
     counted = sum(p.numel() for p in ours.parameters())
-    twice = 10 * 4 * 512 * 5376  # keys' weights as values'
+    twice = 10 * 4 * 512 * 5376  # key weights that are also value weights
     assert counted == sum(p.numel() for p in theirs.parameters()) + twice + 60 == count_decoder_parameters(cfg)
     assert abs(counted / 30.7e9 - 1) < 0.005
     wide = [i for i, layer in enumerate(cfg.layers) if (layer.head_dim, layer.num_kv_heads) == (512, 4)]
@@ -342,13 +344,13 @@ def test_gemma4_31b(tmp_path: Path) -> None:
         theta=1e4
     )
     assert block_bytes(cfg, None, 2) == 16 * 2 * 2 * (50 * 16 * 256 + 10 * 4 * 512)
-    # transformers of another day leaves the fields as they are published
+    # other transformers releases leave the published fields unchanged
     raw = ConfigReader(GEMMA4_31B["text_config"], tmp_path)  # type: ignore[arg-type]
     assert gemma.gemma4_layers(raw, gemma.gemma4(raw)) == cfg.layers
 
 
 def test_the_published_head_of_gemma4_31b(tmp_path: Path) -> None:
-    """Fits the target, and a new drafter for it is like it: no norms of heads, which the target has."""
+    """Fits the target; a new drafter has the same layers, without the target's QK norms."""
     cfg, head = read_target_config(written(GEMMA4_31B, tmp_path)), published_heads.HEADS["gemma-4-31b"]
     published = read_drafter_config(published_heads.write_full_head(head, tmp_path / "head"), cfg)
     assert find_fit_problems(published, cfg) == [] and published.aux_layer_ids == cfg.default_aux_layer_ids == (
@@ -371,7 +373,7 @@ def test_llama4_scout(tmp_path: Path) -> None:
     counted = sum(p.numel() for p in ours.parameters())
     assert counted == sum(p.numel() for p in theirs.parameters()) + 36 * 2 * 128 == count_decoder_parameters(cfg)
     assert cfg.windows == (*[ChunkedAttention(8192)] * 3, None) * 12
-    assert [layer.rotary for layer in cfg.layers] == [True, True, True, False] * 12
+    assert [layer.use_rope for layer in cfg.layers] == [True, True, True, False] * 12
     assert (
         cfg.attention_temperature == AttentionTemperature(8192, 0.1)
         and cfg.rope.rope_type == "llama3"
@@ -380,8 +382,8 @@ def test_llama4_scout(tmp_path: Path) -> None:
     assert new_drafter_config(TrainConfig(), cfg, 7).layer.intermediate_size == 2 * 8192
 
 
-def test_a_head_of_the_published_kind_drafts_for_gemma4(tmp_path: Path) -> None:
-    """60 layers, of which it reads three: the text stays the target's own, and the cache is as large as was planned."""
+def test_a_drafter_like_the_published_one_drafts_for_gemma4(tmp_path: Path) -> None:
+    """Three auxiliary layers of 60: the output is the target's own, and the KV cache has the planned size."""
     head = published_heads.HEADS["gemma-4-31b"]
     shape, folder = published_heads.small(head), tmp_path / "target"
     kinds = (["sliding_attention"] * 5 + ["full_attention"]) * 10
@@ -403,8 +405,8 @@ def test_a_head_of_the_published_kind_drafts_for_gemma4(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["gemma4", "llama4"])
 @torch.inference_mode()
-def test_noise_in_place_of_weights(name: str, tmp_path: Path) -> None:
-    """For benchmarks: numbers that are some, and every row's its own."""
+def test_random_weights(name: str, tmp_path: Path) -> None:
+    """For benchmarks: finite logits that differ between rows."""
     saved(name, tmp_path)
     torch.manual_seed(0)
     noise = random_weights(Decoder, read_target_config(tmp_path), torch.float32, torch.device("cpu"))
@@ -412,10 +414,10 @@ def test_noise_in_place_of_weights(name: str, tmp_path: Path) -> None:
     assert logits.isfinite().all() and logits.std(0).min() > 1e-3
 
 
-def test_layers_of_the_target_that_a_drafter_cannot_start_from(tmp_path: Path) -> None:
+def test_target_layers_that_cannot_initialize_a_drafter(tmp_path: Path) -> None:
     saved("gemma4", tmp_path)
     target = load_decoder(tmp_path)
     drafter = Drafter(new_drafter_config(TrainConfig(layers=1), target.cfg, 7))
-    init_from_target(drafter, target, first=True)  # a layer with a window, like the drafter's
+    init_from_target(drafter, target, first=True)  # a sliding-window layer, like the drafter's
     with pytest.raises(UserError, match="--init target: .* use random"):
         init_from_target(drafter, target, first=False)

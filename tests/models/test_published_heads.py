@@ -1,7 +1,7 @@
-"""AWS's heads: folders laid out like them load, pass the validator, and draft what their tensors say.
+"""AWS's published heads: folders with their layout load, pass the validator and draft the expected tokens.
 
-The oracle computes a round's drafts from the file's tensors alone, with transformers' rotary positions and none of
-peagle's modules.
+The oracle computes draft tokens from the file's tensors, with transformers' rotary embedding and none of peagle's
+modules.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def target(target_folder: Path) -> Decoder:
 
 
 def expected_drafts(head: Head, aux_hidden_states: Tensor, tokens: list[int], k: int) -> list[int]:
-    """The row at p has the state at p and the token at p+1; behind the newest token come k-1 masked rows."""
+    """Row p has the hidden state at p and the token at p + 1; k - 1 mask rows follow the newest token."""
     shape = small(head)
     w = {name: tensor.float() for name, tensor in head_tensors(shape).items()}
 
@@ -109,7 +109,7 @@ def expected_drafts(head: Head, aux_hidden_states: Tensor, tokens: list[int], k:
 
 
 @pytest.mark.parametrize("aux_hidden_states", ["top", "nested", "none"])
-def test_a_head_drafts_what_its_tensors_say(
+def test_draft_tokens_match_a_plain_computation(
     head: Head, aux_hidden_states: Taps, target: Decoder, tmp_path: Path
 ) -> None:
     drafter = load_drafter(write_head(head, tmp_path / "head", aux_hidden_states), target)
@@ -125,7 +125,7 @@ def test_a_head_drafts_what_its_tensors_say(
     assert draft.token_ids == wanted and len(set(wanted)) > 1
 
 
-def test_a_head_changes_no_text(head: Head, target_folder: Path, tmp_path: Path) -> None:
+def test_output_is_the_same_without_a_drafter(head: Head, target_folder: Path, tmp_path: Path) -> None:
     folder = write_head(head, tmp_path / "head")
     settings = {"device": "cpu", "dtype": "float32", "threads": 1, "max_model_len": 64, "max_num_seqs": 2}
     params = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -136,7 +136,7 @@ def test_a_head_changes_no_text(head: Head, target_folder: Path, tmp_path: Path)
     assert texts[0] == texts[1]
 
 
-def test_the_validator_finds_nothing_but_unnamed_taps(head: Head, target_folder: Path, tmp_path: Path) -> None:
+def test_the_validator_reports_only_missing_aux_layer_ids(head: Head, target_folder: Path, tmp_path: Path) -> None:
     for aux_hidden_states, found in (("top", 0), ("nested", 0), ("none", 1)):
         folder = write_head(head, tmp_path / aux_hidden_states, aux_hidden_states)  # type: ignore[arg-type]
         for version in ("0.16", "0.27", "0.32"):
@@ -145,7 +145,7 @@ def test_the_validator_finds_nothing_but_unnamed_taps(head: Head, target_folder:
             assert all("eagle_aux_hidden_state_layer_ids" in finding for finding in findings)
 
 
-def test_a_head_at_full_width_is_what_the_loader_expects(head: Head, tmp_path: Path) -> None:
+def test_a_full_size_head_has_the_expected_tensors(head: Head, tmp_path: Path) -> None:
     folder = write_full_head(head, tmp_path / "head")
     cfg = read_drafter_config(folder)
     shapes = SafetensorsFolder(folder).shapes
@@ -155,8 +155,8 @@ def test_a_head_at_full_width_is_what_the_loader_expects(head: Head, tmp_path: P
         assert shapes["fc.weight"] == (2880, 8640) and cfg.mask_token_id == 201020
 
 
-def test_the_cards_command_serves(tmp_path: Path) -> None:
-    """`vllm serve`'s flag, with the JSON of the card, blanks and all."""
+def test_serving_with_the_model_cards_command(tmp_path: Path) -> None:
+    """vLLM's --speculative-config with the JSON of the model card, including its blanks."""
     head = HEADS["gpt-oss-20b"]
     target, folder = write_target(head, tmp_path / "target"), write_head(head, tmp_path / "head")
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -190,7 +190,7 @@ def _answered(request: urllib.request.Request, server: forks.Process) -> dict:
             time.sleep(0.1)
 
 
-def test_a_wrong_card_is_refused_by_its_key(tmp_path: Path) -> None:
+def test_an_unknown_key_of_speculative_config_raises(tmp_path: Path) -> None:
     head = HEADS["gpt-oss-20b"]
     target, folder = write_target(head, tmp_path / "target"), write_head(head, tmp_path / "head")
     for edit, named in (('"quantization": "fp8", ', "quantization"), ("", "parallel_drafting")):

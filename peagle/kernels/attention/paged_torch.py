@@ -203,7 +203,7 @@ class SingleSequenceAttention:
         assert segment.cache_slice is not None
         flat_k, flat_v = keys.flatten(1, 2), values.flatten(1, 2)
         whole_context = keys.dtype == torch.float32 and segment.first_key == 0
-        self.applies_rope = whole_context and skinny_cpu.attends(keys.shape[-1])
+        self.applies_rope = whole_context and skinny_cpu.supports_attention(keys.shape[-1])
         self.segment, self.rows = segment, slot_range.stop - slot_range.start
         visible = flat_k[:, segment.cache_slice], flat_v[:, segment.cache_slice]
         if self.applies_rope:

@@ -1,7 +1,7 @@
-"""Products of few rows on the CPU, in the way that measured fastest on this machine.
+"""Linear layers on the CPU: for few rows, the GEMM that measured fastest on this machine.
 
-They are memory traffic there too, but the library's may be made for many rows. Our own product (skinny_cpu.py) does
-all of it in one call. Shapes as in linear.py.
+They are bound by memory traffic, as on a GPU, but a BLAS library may be tuned for many rows. The C kernel
+(skinny_cpu.py) computes the whole fused layer in one call. Shapes as in linear.py.
 """
 
 from __future__ import annotations
@@ -15,65 +15,67 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from peagle.kernels.gemm import skinny_cpu
-from peagle.kernels.norm.rms_norm import rms_norm, silu_mul_torch
+from peagle.kernels.norm.rms_norm import rms_norm
+from peagle.kernels.norm.rms_norm_torch import silu_mul_torch
 
-MOST_FEW_CPU = skinny_cpu.MOST_ROWS  # rows up to which it is asked which way is fastest
-MEASURED_ROWS = (1, 2, 4, 8)  # numbers between, and more, go the way of the next one
+MEASURED_ROWS = (1, 2, 4, 8)  # a row count in between uses the choice for the next one
 
 
-def _row_by_row(x_TK: Tensor, weight_NK: Tensor, bias: Tensor | None) -> Tensor:
-    """As many matrix-vector products, which some libraries do far better than a product of two or three rows."""
+def _matvec_per_row(x_TK: Tensor, weight_NK: Tensor, bias: Tensor | None) -> Tensor:
+    """Multiplies row by row; some libraries are much faster at that than at a GEMM of two or three rows."""
     y = x_TK.new_empty(x_TK.shape[0], weight_NK.shape[0])
     for row, out in zip(x_TK.unbind(0), y.unbind(0), strict=True):
         torch.mv(weight_NK, row, out=out)
     return y if bias is None else y.add_(bias)
 
 
-def _swapped(x_TK: Tensor, weight_NK: Tensor, bias: Tensor | None) -> Tensor:
-    """Weights as the left operand, so that it is their rows that are shared out between threads."""
+def _weights_first(x_TK: Tensor, weight_NK: Tensor, bias: Tensor | None) -> Tensor:
+    """Multiplies with the weights as the left operand, so that threads split the weight rows."""
     y = torch.mm(weight_NK, x_TK.t()).t().contiguous()
     return y if bias is None else y.add_(bias)
 
 
-_WAYS = (F.linear, _row_by_row, _swapped)
-_ways: dict[tuple[int, int, int, torch.dtype], Any] = {}  # by N, K, T and dtype; F.linear where nothing was measured
+_TORCH_GEMMS = (F.linear, _matvec_per_row, _weights_first)
+_fastest_gemm: dict[tuple[int, int, int, torch.dtype], Any] = {}  # by N, K, T and dtype; F.linear if absent
 
 
-def select_cpu_gemms(weights: Iterable[Tensor], budget: float = 0.5) -> None:
-    """Which way is the fastest for products of few rows with these weights, on this machine, now.
+def select_cpu_gemms(weights: Iterable[Tensor], budget_s: float = 0.5) -> None:
+    """Measures which GEMM is fastest for few rows of these weights, and remembers it for `linear_cpu`.
 
-    Our own product takes all numbers of rows of all of these weights, or none: by it a row's bits do not depend on
-    that number. Of a large weight a slice is enough. What was not reached within the budget of seconds goes the way of
-    all, else the library's.
+    The C kernel is used for all row counts of all of these weights or for none: its rows have the same bits for any row
+    count. A slice of a large weight is measured. Shapes beyond the time budget use F.linear, or the C kernel if the
+    others do.
     """
-    new = {(*w.shape, w.dtype): w for w in weights if (*w.shape, 1, w.dtype) not in _ways}
-    own = {way for way in (skinny_cpu.product,) if new and skinny_cpu.library() is not None}
+    new = {(*w.shape, w.dtype): w for w in weights if (*w.shape, 1, w.dtype) not in _fastest_gemm}
+    c_kernel = {gemm for gemm in (skinny_cpu.gemm,) if new and skinny_cpu.library() is not None}
     began = time.perf_counter()
-    lost = 0.0  # seconds, by our own product
+    lost_s = 0.0  # time that the C kernel loses against the fastest torch GEMMs, summed over all measurements
     for (N, K, dtype), weight in new.items():
         part = weight[: max(1, (1 << 20) // K)]
         for at, rows in enumerate(MEASURED_ROWS):
-            if time.perf_counter() - began > budget:
+            if time.perf_counter() - began > budget_s:
                 break
             x = torch.ones(rows, K, dtype=dtype)
-            best = _seconds({*_WAYS, *(own if dtype == torch.float32 else ())}, x, part)
-            for between in range(1 + (MEASURED_ROWS[at - 1] if at else 0), rows + 1):
-                _ways[N, K, between, dtype] = min(_WAYS, key=best.__getitem__)
-            lost += sum(best.get(way, 0.0) - min(best[other] for other in _WAYS) for way in own if way in best)
-    if lost < 0:
+            seconds = _measure({*_TORCH_GEMMS, *(c_kernel if dtype == torch.float32 else ())}, x, part)
+            for count in range(1 + (MEASURED_ROWS[at - 1] if at else 0), rows + 1):
+                _fastest_gemm[N, K, count, dtype] = min(_TORCH_GEMMS, key=seconds.__getitem__)
+            fastest_torch = min(seconds[gemm] for gemm in _TORCH_GEMMS)
+            lost_s += sum(seconds[gemm] - fastest_torch for gemm in c_kernel if gemm in seconds)
+    if lost_s < 0:
         for N, K, dtype in new:
             if dtype == torch.float32:
-                _ways.update({(N, K, rows, dtype): skinny_cpu.product for rows in range(1, MOST_FEW_CPU + 1)})
+                counts = range(1, skinny_cpu.MAX_ROWS + 1)
+                _fastest_gemm.update({(N, K, count, dtype): skinny_cpu.gemm for count in counts})
 
 
-def _seconds(ways: Iterable[Any], x: Tensor, weight: Tensor) -> dict[Any, float]:
-    """Of each way the fastest of three, taken in turns."""
-    best = dict.fromkeys(ways, float("inf"))
+def _measure(gemms: Iterable[Any], x: Tensor, weight: Tensor) -> dict[Any, float]:
+    """Returns each GEMM's fastest of three calls in seconds; calls alternate between the GEMMs."""
+    best = dict.fromkeys(gemms, float("inf"))
     for _ in range(3):
-        for way in best:
+        for gemm in best:
             started = time.perf_counter()
-            way(x, weight, None)
-            best[way] = min(best[way], time.perf_counter() - started)
+            gemm(x, weight, None)
+            best[gemm] = min(best[gemm], time.perf_counter() - started)
     return best
 
 
@@ -87,17 +89,17 @@ def linear_cpu(
     glu: bool = False,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """The way that `select_cpu_gemms` found fastest; by our own all in one call."""
+    """Computes `linear` (linear.py) with the GEMM that `select_cpu_gemms` chose."""
     rows: int = x_TK.shape[0]
-    way: Any = F.linear
-    if rows <= MOST_FEW_CPU and x_TK.dim() == 2:
-        way = _ways.get((*weight_NK.shape, rows, x_TK.dtype), F.linear)
-    if way is skinny_cpu.product:
-        y = skinny_cpu.product(x_TK, weight_NK, bias, None if glu else residual, norm_weight, eps, glu)
+    gemm: Any = F.linear
+    if rows <= skinny_cpu.MAX_ROWS and x_TK.dim() == 2:
+        gemm = _fastest_gemm.get((*weight_NK.shape, rows, x_TK.dtype), F.linear)
+    if gemm is skinny_cpu.gemm:
+        y = skinny_cpu.gemm(x_TK, weight_NK, bias, None if glu else residual, norm_weight, eps, glu)
         if y is not None:
             return y if residual is None or not glu else y.add_(residual)
-        way = F.linear
-    y = way(x_TK if norm_weight is None else rms_norm(x_TK, norm_weight, eps), weight_NK, bias)
+        gemm = F.linear
+    y = gemm(x_TK if norm_weight is None else rms_norm(x_TK, norm_weight, eps), weight_NK, bias)
     if glu:
         y = silu_mul_torch(y)
     return y if residual is None else y.add_(residual)

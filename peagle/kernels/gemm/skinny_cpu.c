@@ -1,13 +1,13 @@
-/* Few rows in fp32 on a CPU: products with the norm before and SwiGLU, bias and residual after, and attention.
+/* Few rows in fp32 on a CPU: a GEMM with the norm before it and SwiGLU, bias and residual after it, and attention.
 
-Knows nothing about Python or OpenMP: who runs a function on several threads comes in as a pointer.
+The caller passes the function that runs work on several threads, so this file depends on no threading library.
 
-Reading the weights is what a product of one row costs, and what the library's product of 2 to 16 rows costs several
-times. Here a few rows of w meet up to ROWS rows of x in registers, so that every vector loaded is used several times
-and arithmetic is the bound, not loads; w is read once, as torch keeps it, and asked for well ahead.
+A GEMM of one row is bound by reading the weights; a BLAS library's GEMM of 2 to 16 rows costs several times that. Here a
+few rows of w meet up to ROWS rows of x in registers, so that every loaded vector is used several times and arithmetic is
+the limit; w is read once, in torch's layout, and prefetched.
 
-Every output is the same sum in the same order: LANES sums, of k, k + LANES, .., added up by halves at the end, then
-what K leaves over one by one. So a row's bits depend neither on T, nor on its place, nor on the threads.
+Every output is the same sum in the same order: LANES partial sums over k, k + LANES, .., added pairwise at the end, then
+the remainder of K one by one. So a row's bits depend neither on T, nor on its index, nor on the number of threads.
 
 Shapes: T rows, K input width, N weight rows; H heads, G key/value heads, d head width. */
 
@@ -23,32 +23,32 @@ Shapes: T rows, K input width, N weight rows; H heads, G key/value heads, d head
 #define LANES 4
 #endif
 
-/* Sums, weights and one vector of x fit in the registers: 24 + 3 + 1 of 32, or 12 + 3 + 1 of 16. */
+/* Sums, weights and one vector of x fit into the registers: 24 + 3 + 1 of 32, or 12 + 3 + 1 of 16. */
 #if defined(__aarch64__) || defined(__AVX512F__)
 #define ROWS 8
 #else
 #define ROWS 4
 #endif
 
-#define AHEAD 4096           /* floats: how far ahead of its use w is asked for */
-#define STEPS 4              /* vectors of each weight row between two such requests */
-#define RESIDENT (64 * 1024) /* bytes of w that a second tile of rows finds in the cache */
-#define SHARE 12             /* weight rows are handed out in multiples of this: of every COUNT */
+#define AHEAD 4096           /* floats: prefetch distance of w */
+#define STEPS 4              /* vectors of each weight row between two prefetches */
+#define RESIDENT (64 * 1024) /* bytes of w that stay in the cache for a second tile of rows */
+#define SHARE 12             /* threads take weight rows in multiples of this, which every COUNT divides */
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float Vector __attribute__((vector_size(LANES * 4)));
 typedef int Ints __attribute__((vector_size(LANES * 4)));
-typedef float Loose __attribute__((vector_size(LANES * 4), aligned(4), may_alias)); /* wherever it lies */
+typedef float Loose __attribute__((vector_size(LANES * 4), aligned(4), may_alias)); /* unaligned */
 typedef void Parallel(void (*)(void *), void *, unsigned threads, unsigned flags);   /* GOMP_parallel */
 
 typedef struct {
-    const float *x, *w, *bias, *residual; /* the residual dense, as y; null: none */
-    const float *norm;                    /* the weight of a norm of x; null: x as it is */
-    float *y, *gated;                     /* gated: [T, N / 2], silu of y's first half times its second; null: not asked */
+    const float *x, *w, *bias, *residual; /* residual: dense, like y; null: none */
+    const float *norm;                    /* weight of the norm of x; null: no norm */
+    float *y, *gated;                     /* gated: [T, N / 2], silu of y's first half times its second; null: no gate */
     long T, N, K, x_stride, w_stride, y_stride, threads;
     float eps;
-    long next; /* the first weight row that nobody has taken */
-} Product;
+    long next; /* the first weight row that no thread has taken */
+} Gemm;
 
 INLINE float total(Vector v) {
     float part[LANES];
@@ -58,7 +58,7 @@ INLINE float total(Vector v) {
     return part[0];
 }
 
-/* Of the next `count` floats; zeros behind them. */
+/* Loads `count` floats, padded with zeros. */
 INLINE Vector load(const float *from, long count) {
     if (count >= LANES) return *(const Loose *)from;
     float part[LANES] = {0};
@@ -75,7 +75,7 @@ INLINE void store(float *to, Vector v, long count) {
 
 INLINE Vector all(float value) { return value - (Vector){0}; }
 
-/* Two units in the last place: halves of ln 2 taken off, a polynomial, and the exponent put together. */
+/* exp(x) to two units in the last place: range reduction by ln 2, a polynomial, and the exponent bits. */
 INLINE Vector exponential(Vector x) {
     const Vector low = all(-87.0f), high = all(88.0f), shift = all(12582912.0f);
     Ints keep = x > low;
@@ -104,7 +104,7 @@ INLINE void step(Vector sums[4][8], const float *w, long stride, const Vector *x
 }
 
 INLINE void finish(
-    const Product *p, const float *found, const Vector *x, long row, long n, const int rows, const int count) {
+    const Gemm *p, const float *found, const Vector *x, long row, long n, const int rows, const int count) {
     const long K = p->K, whole = K / LANES;
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < count; c++) {
@@ -118,8 +118,8 @@ INLINE void finish(
         }
 }
 
-/* COUNT weight rows from n on, with `rows` rows of x from `row` on; x packed, all rows' vectors of one k together. */
-INLINE void block(const Product *p, const Vector *x, long row, long n, const int rows, const int COUNT) {
+/* Multiplies COUNT weight rows from n on with `rows` rows of x from `row` on; x is packed by `pack`. */
+INLINE void block(const Gemm *p, const Vector *x, long row, long n, const int rows, const int COUNT) {
     const long stride = p->w_stride, whole = p->K / LANES;
     const float *w = p->w + n * stride;
     Vector sums[4][8];
@@ -129,7 +129,7 @@ INLINE void block(const Product *p, const Vector *x, long row, long n, const int
         for (int r = 0; r < rows; r++) sums[c][r] = (Vector){0};
     long k = 0;
     for (; k + STEPS <= whole; k += STEPS) {
-        /* These weight rows lie one after another, and so do those that come next: asked for in order of address. */
+        /* Weight rows are contiguous, and so are the next ones: prefetch in order of address. */
 #pragma GCC unroll 16
         for (int line = 0; line < COUNT * STEPS * LANES; line += 16)
             __builtin_prefetch(w + AHEAD + k * LANES * COUNT + line);
@@ -146,7 +146,7 @@ INLINE void block(const Product *p, const Vector *x, long row, long n, const int
 }
 
 #define TILE(rows, COUNT) \
-    static void tile_##rows(const Product *p, const Vector *x, long row, long n, long end) { \
+    static void tile_##rows(const Gemm *p, const Vector *x, long row, long n, long end) { \
         for (; n + COUNT <= end; n += COUNT) block(p, x, row, n, rows, COUNT); \
         for (; n < end; n++) block(p, x, row, n, rows, 1); \
     }
@@ -161,7 +161,7 @@ TILE(7, 3)
 TILE(8, 3)
 #endif
 
-typedef void Tile(const Product *, const Vector *, long, long, long);
+typedef void Tile(const Gemm *, const Vector *, long, long, long);
 static Tile *const tiles[] = {
     tile_1, tile_2, tile_3, tile_4,
 #if ROWS == 8
@@ -171,18 +171,18 @@ static Tile *const tiles[] = {
 
 static long vectors(long count) { return (count + LANES - 1) / LANES; }
 static long tile_count(long T) { return (T + ROWS - 1) / ROWS; }
-/* Tile t has rows first_row(T, t) up to that of the next; their numbers differ by one at most. */
+/* Tile t has rows first_row(T, t) to first_row(T, t + 1); tile sizes differ by at highest one. */
 static long first_row(long T, long t) { return T * t / tile_count(T); }
 
-static void all_tiles(const Product *p, const Vector *packed, long n, long end) {
+static void all_tiles(const Gemm *p, const Vector *packed, long n, long end) {
     for (long t = 0; t < tile_count(p->T); t++) {
         const long first = first_row(p->T, t), rows = first_row(p->T, t + 1) - first;
         tiles[rows - 1](p, packed + first * vectors(p->K), first, n, end);
     }
 }
 
-/* x, or its norm, tile by tile with all rows' vectors of one k together. */
-static void pack(const Product *p, Vector *packed) {
+/* Packs x, or its norm, tile by tile, with the vectors of all rows for one k together. */
+static void pack(const Gemm *p, Vector *packed) {
     const long K = p->K, count = vectors(K);
     for (long t = 0; t < tile_count(p->T); t++) {
         const long first = first_row(p->T, t), rows = first_row(p->T, t + 1) - first;
@@ -201,11 +201,11 @@ static void pack(const Product *p, Vector *packed) {
     }
 }
 
-/* Some of the `size` things that are left, from the result up to *end; size or more if none are. */
+/* Takes a share of the `size` items: from the result to *end; returns size or more if none are left. */
 static long take(long *next, long size, long share, long threads, long *end) {
     long n = __atomic_load_n(next, __ATOMIC_RELAXED);
     do {
-        /* Large shares first, which are read in one go; small ones last, so that all threads end together. */
+        /* Large shares first, for long contiguous reads; small ones last, so that all threads end together. */
         const long part = (size - n) / (2 * threads) / share * share;
         *end = n + (part > share ? part : share);
         if (*end > size) *end = size;
@@ -213,19 +213,19 @@ static long take(long *next, long size, long share, long threads, long *end) {
     return n;
 }
 
-/* This thread's room: kept, since the next call needs it again. */
-static Vector *room(long count) {
-    static _Thread_local Vector *kept;
+/* Returns this thread's buffer, reused by later calls. */
+static Vector *thread_buffer(long count) {
+    static _Thread_local Vector *buffer;
     static _Thread_local long size;
     if (count > size) {
-        free(kept);
-        size = posix_memalign((void **)&kept, 64, count * sizeof(Vector)) ? 0 : count;
-        if (!size) kept = NULL;
+        free(buffer);
+        size = posix_memalign((void **)&buffer, 64, count * sizeof(Vector)) ? 0 : count;
+        if (!size) buffer = NULL;
     }
-    return kept;
+    return buffer;
 }
 
-static void gate(const Product *p, long begin, long end) {
+static void gate(const Gemm *p, long begin, long end) {
     const long half = p->N / 2;
     for (long t = 0; t < p->T; t++)
         for (long n = begin; n < end; n += LANES) {
@@ -236,9 +236,9 @@ static void gate(const Product *p, long begin, long end) {
 }
 
 static void multiply(void *given) {
-    Product *p = given;
-    Vector *packed = room(p->T * vectors(p->K));
-    if (!packed) return; /* the others have some, or nobody takes anything */
+    Gemm *p = given;
+    Vector *packed = thread_buffer(p->T * vectors(p->K));
+    if (!packed) return; /* other threads do the work; if none can, the caller sees that nothing was taken */
     pack(p, packed);
     const long size = p->gated ? p->N / 2 : p->N;
     long resident = p->T <= ROWS ? size : RESIDENT / 4 / p->K / SHARE * SHARE;
@@ -260,33 +260,33 @@ static void launch(Parallel *parallel, void (*work)(void *), void *given, long t
         work(given);
 }
 
-/* 0 if y, and `gated`, have been written. */
-int peagle_product(const float *x, long x_stride, const float *w, const float *bias, const float *residual,
+/* Returns 0 if y, and `gated`, have been written. */
+int peagle_gemm(const float *x, long x_stride, const float *w, const float *bias, const float *residual,
                    const float *norm, float eps, float *y, float *gated, long T, long N, long K, long threads,
                    Parallel *parallel) {
-    Product p = {x, w, bias, residual, norm, y, gated, T, N, K, x_stride, K, N, threads, eps, 0};
+    Gemm p = {x, w, bias, residual, norm, y, gated, T, N, K, x_stride, K, N, threads, eps, 0};
     launch(parallel, multiply, &p, threads);
     return p.next < (gated ? N / 2 : N);
 }
 
 typedef struct {
     const float *qkv; /* [T, H + 2 G, d] */
-    const float *cos, *sin; /* [T, d]; the first half of the sines negated */
-    float *keys, *values; /* of the sequence from its first position on, [start + T, G, d]: the rows' own at the end */
+    const float *cos, *sin; /* [T, d]; the first half of the sines is negated */
+    float *keys, *values; /* of the whole sequence, [start + T, G, d]; the last T positions are the new rows' */
     float *out; /* [T, H, d] */
     long T, H, G, d, start, threads;
-    long next; /* the first head that nobody has taken */
+    long next; /* the first head that no thread has taken */
 } Attention;
 
-INLINE void turn(const Attention *p, long row, const float *from, float *to) {
+INLINE void rotate(const Attention *p, long row, const float *from, float *to) {
     const long d = p->d, half = d / 2;
     const float *cos = p->cos + row * d, *sin = p->sin + row * d;
     for (long i = 0; i < d; i++) to[i] = from[i] * cos[i] + from[i < half ? i + half : i - half] * sin[i];
 }
 
-/* The scores of the first `seen` keys -> their exponentials over the sum of them; of those behind -> 0. */
-static void weigh(float *scores, long seen, long count, float scale) {
-    float most = scores[0];
+/* Softmax over the scores of the first `seen` keys; the others become 0. */
+static void softmax(float *scores, long seen, long count, float scale) {
+    float highest = scores[0];
     long j = 0;
     if (seen >= LANES) {
         Vector largest = load(scores, LANES);
@@ -295,12 +295,12 @@ static void weigh(float *scores, long seen, long count, float scale) {
             const Ints keep = largest > next;
             largest = (Vector)(((Ints)largest & keep) | ((Ints)next & ~keep));
         }
-        for (int i = 0; i < LANES; i++) most = largest[i] > most ? largest[i] : most;
+        for (int i = 0; i < LANES; i++) highest = largest[i] > highest ? largest[i] : highest;
     }
-    for (; j < seen; j++) most = scores[j] > most ? scores[j] : most;
+    for (; j < seen; j++) highest = scores[j] > highest ? scores[j] : highest;
     Vector sum = {0};
     for (j = 0; j < seen; j += LANES) {
-        store(scores + j, exponential((load(scores + j, seen - j) - most) * scale), seen - j);
+        store(scores + j, exponential((load(scores + j, seen - j) - highest) * scale), seen - j);
         sum += load(scores + j, seen - j);
     }
     const float share = 1.0f / total(sum);
@@ -308,7 +308,7 @@ static void weigh(float *scores, long seen, long count, float scale) {
     for (; j < count; j++) scores[j] = 0.0f;
 }
 
-/* `rows` rows of out[:, COUNT vectors] = weights[:, count] @ values[count, the same vectors] */
+/* Computes `rows` rows of out[:, COUNT vectors] = weights[:, count] @ values[count, the same vectors]. */
 INLINE void mix(const float *weights, long weights_stride, const float *values, long values_stride, long count,
                 float *out, long out_stride, const int rows, const int COUNT) {
     Vector sums[4][4];
@@ -334,18 +334,18 @@ static void attend(void *given) {
     Attention *p = given;
     const long T = p->T, d = p->d, end = p->start + T, row_width = (p->H + 2 * p->G) * d, key_width = p->G * d;
     const long width = vectors(d), stride = vectors(end) * LANES;
-    Vector *packed = room(T * (2 * width + vectors(end)));
+    Vector *packed = thread_buffer(T * (2 * width + vectors(end)));
     if (!packed) return;
     float *q = (float *)(packed + T * width), *scores = (float *)(packed + 2 * T * width);
     for (long h, last; (h = take(&p->next, p->H, 1, p->threads, &last)) < p->H;)
         for (; h < last; h++) {
             const long g = h / (p->H / p->G);
-            for (long t = 0; t < T; t++) turn(p, t, p->qkv + t * row_width + h * d, q + t * d);
-            const Product against = {.x = q, .w = p->keys + g * d, .y = scores, .T = T, .N = end, .K = d,
+            for (long t = 0; t < T; t++) rotate(p, t, p->qkv + t * row_width + h * d, q + t * d);
+            const Gemm against = {.x = q, .w = p->keys + g * d, .y = scores, .T = T, .N = end, .K = d,
                                      .x_stride = d, .w_stride = key_width, .y_stride = stride};
             pack(&against, packed);
             all_tiles(&against, packed, 0, end);
-            for (long t = 0; t < T; t++) weigh(scores + t * stride, p->start + t + 1, end, 1.0f / sqrtf(d));
+            for (long t = 0; t < T; t++) softmax(scores + t * stride, p->start + t + 1, end, 1.0f / sqrtf(d));
             const float *values = p->values + g * d;
             float *out = p->out + h * d;
             for (long i = 0; i < d; i += i + 4 * LANES <= d ? 4 * LANES : LANES)
@@ -364,8 +364,7 @@ static void attend(void *given) {
         }
 }
 
-/* 0 if `out` has been written, and the rows' own keys and values behind those of the sequence. d is a multiple of
-   LANES. */
+/* Returns 0 if `out` has been written. Appends the rows' keys and values to the sequence's; LANES divides d. */
 int peagle_attention(const float *qkv, const float *cos, const float *sin, float *keys, float *values, float *out,
                      long T, long H, long G, long d, long start, long threads, Parallel *parallel) {
     Attention p = {qkv, cos, sin, keys, values, out, T, H, G, d, start, threads, 0};
@@ -373,7 +372,7 @@ int peagle_attention(const float *qkv, const float *cos, const float *sin, float
         for (long g = 0; g < G; g++) {
             const float *k = qkv + (t * (H + 2 * G) + H + g) * d;
             const long at = ((start + t) * G + g) * d;
-            turn(&p, t, k, keys + at);
+            rotate(&p, t, k, keys + at);
             memcpy(values + at, k + G * d, d * sizeof(float));
         }
     launch(parallel, attend, &p, threads);

@@ -1,8 +1,8 @@
-"""The C kernels for few rows (`skinny_cpu.c`), compiled when first wanted and kept in peagle's cache folder.
+"""C kernels for few rows in fp32 (skinny_cpu.c): a fused GEMM, and attention of one sequence.
 
-Knows compilers and the thread pool that torch has loaded, which it shares: two pools would spin against each other.
-Does not know when they pay; `linear` measures that. Wherever it cannot be had (no compiler, no permission,
-`PEAGLE_CC=0`) `library` is None, and nobody is told but a debug log.
+They are compiled on first use into peagle's cache folder and run on torch's OpenMP threads, since two thread pools
+would compete for the cores. linear_cpu.py measures whether they are faster. Without a compiler, or with PEAGLE_CC=0,
+`library` returns None, torch does the work, and a debug log says why.
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ from peagle.paths import cache_folder
 
 LOGGER = logging.getLogger("peagle.kernels")
 SOURCE = Path(__file__).with_suffix(".c")
-MOST_ROWS = 16  # beyond, the library's product is the better one
+MAX_ROWS = 16  # torch's GEMM is faster for more
 COMPILERS = ("cc", "gcc", "clang")
-# gcc schedules loads so early on 32 registers that the sums no longer fit in them.
+# Without -fno-schedule-insns gcc moves loads so early that the sums no longer fit into 32 registers.
 FLAGS = ("-O3", "-fno-schedule-insns", "-ffp-contract=fast", "-std=gnu11", "-fPIC", "-shared")
 COMPILE_TIMEOUT_S = 120
 OPENMP = re.compile(r"lib(gomp|iomp5|omp)\b.*\.so")
 
 
 @dataclass(frozen=True)
-class Library:
-    multiply: Callable[..., int]
-    attend: Callable[..., int]
-    lanes: int
-    parallel: int | None  # whom to hand to them as the last argument
+class CpuLibrary:
+    gemm: Callable[..., int]
+    attention: Callable[..., int]
+    lanes: int  # floats in a vector register
+    parallel: int | None  # address of GOMP_parallel, the last argument of both; None: one thread
 
 
-def compiler() -> list[str]:
-    """$CC or what is there; empty if there is none, or it was turned off."""
+def compiler_command() -> list[str]:
+    """Returns $PEAGLE_CC, $CC or the first compiler found; empty if there is none or PEAGLE_CC is 0."""
     if os.environ.get("PEAGLE_CC", "") == "0":
         return []
-    asked = os.environ.get("PEAGLE_CC") or os.environ.get("CC")
-    if asked:
-        return shlex.split(asked)
+    configured = os.environ.get("PEAGLE_CC") or os.environ.get("CC")
+    if configured:
+        return shlex.split(configured)
     found = next((path for name in COMPILERS if (path := shutil.which(name))), None)
     return [found] if found else []
 
 
 def cpu_fingerprint() -> str:
-    """What code compiled for this very CPU depends on: its name and features, as Linux tells them."""
+    """Returns the CPU's name and features from Linux, which code compiled for this CPU depends on."""
     try:
         first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
     except OSError:
@@ -67,9 +67,9 @@ def cpu_fingerprint() -> str:
     return "\n".join(line for line in first.splitlines() if line.split(":")[0].strip().lower() in kept)
 
 
-def compiled(folder: Path) -> Path:
-    """The library in `folder`, built there unless it is there already. Processes may do this at the same time."""
-    command = compiler()
+def compile_library(folder: Path) -> Path:
+    """Returns the shared library in `folder`, compiled if it is missing; safe for concurrent processes."""
+    command = compiler_command()
     if not command:
         raise OSError("no C compiler (cc, gcc, clang or $CC)")
     run = functools.partial(subprocess.run, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL)
@@ -87,8 +87,8 @@ def compiled(folder: Path) -> Path:
     return final
 
 
-def pool() -> int | None:
-    """Where GOMP_parallel of the OpenMP library lies that torch runs on; the system's if torch has none of its own."""
+def find_gomp_parallel() -> int | None:
+    """Returns the address of GOMP_parallel in torch's OpenMP library, else in the system's."""
     loaded = []
     try:
         for line in Path("/proc/self/maps").read_text().splitlines():
@@ -109,24 +109,25 @@ def pool() -> int | None:
 
 
 @functools.cache
-def library() -> Library | None:
-    """The first call may compile, which takes some seconds."""
+def library() -> CpuLibrary | None:
+    """Loads the C kernels, or returns None; the first call may compile for some seconds."""
     try:
-        loaded = ctypes.CDLL(str(compiled(cache_folder() / "kernels")))
-        multiply, attend, lanes = loaded.peagle_product, loaded.peagle_attention, loaded.peagle_lanes()
+        loaded = ctypes.CDLL(str(compile_library(cache_folder() / "kernels")))
+        gemm_function, attention_function, lanes = loaded.peagle_gemm, loaded.peagle_attention, loaded.peagle_lanes()
     except (OSError, AttributeError, ValueError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None)
-        LOGGER.debug("no C kernels for few rows: %s", f"{error}: {said.strip()}" if said else error)
+        stderr = getattr(error, "stderr", None)
+        LOGGER.debug("C kernels are unavailable: %s", f"{error}: {stderr.strip()}" if stderr else error)
         return None
     pointer, number = ctypes.c_void_p, ctypes.c_long
-    multiply.argtypes = [pointer, number, *[pointer] * 4, ctypes.c_float, *[pointer] * 2, *[number] * 4, pointer]
-    attend.argtypes = [*[pointer] * 6, *[number] * 6, pointer]
-    parallel = pool()
-    LOGGER.debug("C kernels for few rows, %s", "torch's threads" if parallel else "one thread")
-    return Library(multiply, attend, lanes, parallel)
+    gemm_types = [pointer, number, *[pointer] * 4, ctypes.c_float, *[pointer] * 2, *[number] * 4, pointer]
+    gemm_function.argtypes = gemm_types
+    attention_function.argtypes = [*[pointer] * 6, *[number] * 6, pointer]
+    parallel = find_gomp_parallel()
+    LOGGER.debug("C kernels loaded, running on %s", "torch's threads" if parallel else "one thread")
+    return CpuLibrary(gemm_function, attention_function, lanes, parallel)
 
 
-def product(
+def gemm(
     x_TK: Tensor,
     weight_NK: Tensor,
     bias: Tensor | None = None,
@@ -135,18 +136,18 @@ def product(
     eps: float = 0.0,
     glu: bool = False,
 ) -> Tensor | None:
-    """residual + glu(norm(x) @ weight^T + bias), each part only where asked for, in fp32, for up to MOST_ROWS rows. A
-    row's bits do not depend on the others. A gated product has no residual. None: not to be had here.
+    """Computes residual + glu(norm(x) @ weight^T + bias), where each part is optional, for up to MAX_ROWS rows.
 
-    Nothing is checked but what may differ from call to call: all are fp32 on the CPU, all but x dense.
+    A row's bits do not depend on the other rows. Returns None if the library is unavailable. The caller ensures that
+    all tensors are fp32 on the CPU and dense, except for the row stride of x, and that a gated GEMM has no residual.
     """
     found, rows, N, stride = library(), x_TK.shape[0], weight_NK.shape[0], x_TK.stride()
     if found is None or stride[1] != 1 or not weight_NK.is_contiguous():
         return None
-    dense = None if residual is None else residual.contiguous()  # named, so that it lives as long as the call
+    dense = None if residual is None else residual.contiguous()  # bound to a name to keep it alive during the call
     y = torch.empty(rows, N)
     gated = torch.empty(rows, N // 2) if glu else None
-    failed = found.multiply(
+    failed = found.gemm(
         x_TK.data_ptr(),
         stride[0],
         weight_NK.data_ptr(),
@@ -165,25 +166,25 @@ def product(
     return None if failed else y if gated is None else gated
 
 
-def attends(width: int) -> bool:
-    """Whether `attention` takes heads of this width here."""
+def supports_attention(head_dim: int) -> bool:
+    """Whether `attention` takes heads of this width on this machine."""
     found = library()
-    return found is not None and width % (2 * found.lanes) == 0
+    return found is not None and head_dim % (2 * found.lanes) == 0
 
 
 def attention(
     qkv_TX: Tensor, cos_Td: Tensor, sin_Td: Tensor, keys_SGd: Tensor, values_SGd: Tensor, heads: int
 ) -> Tensor:
-    """[T, H * d]: the rows turned, their keys and values written to the last T of S positions, and what each row sees
-    of the positions up to its own. A row's bits depend on its position alone.
+    """Rotates queries and keys, writes keys and values to the last T of S positions, and attends causally: [T, H * d].
 
-    All fp32 on the CPU, rows dense; keys and values may be views of a cache. The sines' first half is negated.
+    A row's bits depend on its position only. The caller ensures that all tensors are fp32 on the CPU with dense rows
+    (keys and values may be views of a cache), and that the first half of the sines is negated.
     """
     found = library()
     assert found is not None and qkv_TX.is_contiguous() and cos_Td.is_contiguous() and sin_Td.is_contiguous()
     (S, kv_heads, width), rows = keys_SGd.shape, len(qkv_TX)
     out = torch.empty(rows, heads * width)
-    failed = found.attend(
+    failed = found.attention(
         qkv_TX.data_ptr(),
         cos_Td.data_ptr(),
         sin_Td.data_ptr(),

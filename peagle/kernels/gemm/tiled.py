@@ -1,11 +1,10 @@
-"""Products of many rows in small models: rounds of many requests, and prompts.
+"""The tiled GEMM: many rows of small models, for large decode batches and prompts.
 
-A tile of 64 columns and 64 rows asks L2 for half of what four of 32 and 32 do. Larger tiles take more registers, and
-the several sums of a small product (linear.py says what they are for) multiply that; so here they are taken one after
-another, and one and the total of those before it are kept. The numbers are those of linear_triton.py, bit for bit. In
-Gluon, as linear_held.py is, since Triton gives tiles this large another instruction, which rounds otherwise. A residual
-comes without a gate and without a norm, as models have it: with either, Triton multiplies and adds in one instruction,
-which here are two.
+A tile of 64 columns and 64 rows reads half as much from L2 as four of 32 by 32. Larger tiles take more registers, and a
+small GEMM's several accumulators (linear.py) multiply that; so this kernel computes one accumulator after another and
+keeps the total of the finished ones. The bits are those of linear_triton.py. It is written in Gluon, like
+weight_stationary.py, since Triton gives tiles this large another MMA instruction, which rounds differently. A residual
+comes without a gate and without a norm: with either, Triton fuses multiplication and addition, which are separate here.
 
 Shapes as in linear.py.
 """
@@ -17,9 +16,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from peagle.kernels.gemm.tile_configs import TILE_K, TileConfig
-from peagle.kernels.gemm.weight_stationary import HAVE_GLUON, arguments
-from peagle.kernels.norm.rms_norm import ResidualStream
+from peagle.kernels.gemm.tile_configs import TILE_K
+from peagle.kernels.gemm.types import TileConfig
+from peagle.kernels.gemm.weight_stationary import HAVE_GLUON, kernel_arguments
+from peagle.kernels.norm.types import ResidualStream
+from peagle.kernels.triton_utils import pdl_launch_options
 
 if HAVE_GLUON:
     import triton
@@ -28,10 +29,10 @@ if HAVE_GLUON:
     from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-    from peagle.kernels.gemm.weight_stationary import leave, prepared_squares, scale_of, scaled_and_gated
+    from peagle.kernels.gemm.weight_stationary import apply_norm_and_gate, inverse_rms, load_squares, store_output
 
     @gluon.jit(do_not_specialize=["M", "squares_count"])
-    def _tiles_kernel(
+    def _tiled_kernel(
         x_ptr,
         w_ptr,
         y_ptr,
@@ -52,18 +53,20 @@ if HAVE_GLUON:
         BLOCK_N: gl.constexpr,
         BLOCK_K: gl.constexpr,
         STEPS: gl.constexpr,
-        CHAINS: gl.constexpr,
-        AHEAD: gl.constexpr,
+        ACCUMULATORS: gl.constexpr,
+        STEPS_AHEAD: gl.constexpr,
         BUFFERS: gl.constexpr,
         GLU: gl.constexpr,
         PDL: gl.constexpr,
-        LATE: gl.constexpr,
+        LATE_LAUNCH: gl.constexpr,
         BLOCK_SQUARES: gl.constexpr,
         WARPS_N: gl.constexpr,
         WARPS_M: gl.constexpr,
     ):
-        """One tile of outputs, transposed: [BLOCK_N weights] x [BLOCK_M rows]. AHEAD steps are asked for before the one
-        that is multiplied, into BUFFERS places in turns."""
+        """Computes one transposed output tile, [BLOCK_N weights] x [BLOCK_M rows].
+
+        STEPS_AHEAD steps over K are prefetched into BUFFERS shared buffers, used in turn.
+        """
         dtype: gl.constexpr = y_ptr.dtype.element_ty
         WARPS: gl.constexpr = WARPS_N * WARPS_M
         SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS_N, WARPS_M], [16, 8])
@@ -74,10 +77,10 @@ if HAVE_GLUON:
         OUT: gl.constexpr = gl.BlockedLayout([8, 1], [BLOCK_N // 8, 256 // BLOCK_N], [1, WARPS], [0, 1])
         SHARED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
         PARTS: gl.constexpr = 2 if GLU else 1
-        TURNS: gl.constexpr = STEPS // CHAINS
+        TURNS: gl.constexpr = STEPS // ACCUMULATORS
 
         tile = gl.program_id(1)
-        if PDL and not LATE:
+        if PDL and not LATE_LAUNCH:
             gdc_launch_dependents()
         weights = ()
         rows = ()
@@ -89,9 +92,9 @@ if HAVE_GLUON:
         n = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, COPIES))
         w_ptrs = w_ptr + n.to(gl.int64)[:, None] * K + k[None, :]
         up = (tile * 0 + N).to(gl.int64) * K
-        # Chain by chain: the i-th step that is multiplied is the (i % TURNS)-th of chain i // TURNS.
-        for i in gl.static_range(AHEAD):
-            at = ((i % TURNS) * CHAINS + i // TURNS) * BLOCK_K
+        # Accumulator by accumulator: the i-th step is the (i % TURNS)-th of accumulator i // TURNS.
+        for i in gl.static_range(STEPS_AHEAD):
+            at = ((i % TURNS) * ACCUMULATORS + i // TURNS) * BLOCK_K
             async_copy.async_copy_global_to_shared(weights[i * PARTS], w_ptrs + at)
             if GLU:
                 async_copy.async_copy_global_to_shared(weights[i * PARTS + 1], w_ptrs + up + at)
@@ -99,16 +102,16 @@ if HAVE_GLUON:
         if PDL:
             gdc_wait()
 
-        # Past the last row it is read again; nothing of that is stored.
+        # Rows past the last one read it again, and their results are not stored.
         first = gl.program_id(0) * BLOCK_M
         m = first + gl.arange(0, BLOCK_M, gl.SliceLayout(1, COPIES))
         x_ptrs = x_ptr + gl.minimum(m, M - 1)[:, None] * x_stride + k[None, :]
-        for i in gl.static_range(AHEAD):
-            at = ((i % TURNS) * CHAINS + i // TURNS) * BLOCK_K
+        for i in gl.static_range(STEPS_AHEAD):
+            at = ((i % TURNS) * ACCUMULATORS + i // TURNS) * BLOCK_K
             async_copy.async_copy_global_to_shared(rows[i], x_ptrs + at)
             async_copy.commit_group()
 
-        # What the end needs is asked for here, so that it has arrived when the loop ends.
+        # Load the operands of the epilogue before the loop over K, so that they have arrived when it ends.
         n = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, OUT))
         m = first + gl.arange(0, BLOCK_M, gl.SliceLayout(0, OUT))
         inside = (m < M)[None, :] & (n < N)[:, None]
@@ -120,21 +123,23 @@ if HAVE_GLUON:
             residual = gl.load(residual_ptr + m[None, :] * residual_stride + n[:, None], mask=inside, other=0.0)
         scale = None
         if squares_ptr is not None:
-            theirs = prepared_squares(squares_ptr, squares_count, first, M, BLOCK_SQUARES, BLOCK_M, SQUARES)
-            scale = scale_of(theirs, K, eps, SUMS)
+            squares = load_squares(squares_ptr, squares_count, first, M, BLOCK_SQUARES, BLOCK_M, SQUARES)
+            scale = inverse_rms(squares, K, eps, SUMS)
 
         acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, SUMS)
         up_acc = acc
         total = acc
         up_total = acc
         for i in gl.static_range(STEPS):
-            async_copy.wait_group(STEPS - 1 - i if STEPS - 1 - i < AHEAD - 1 else AHEAD - 1)
-            if i + AHEAD < STEPS:
-                at = (((i + AHEAD) % TURNS) * CHAINS + (i + AHEAD) // TURNS) * BLOCK_K
-                async_copy.async_copy_global_to_shared(weights[(i + AHEAD) % BUFFERS * PARTS], w_ptrs + at)
+            async_copy.wait_group(STEPS - 1 - i if STEPS - 1 - i < STEPS_AHEAD - 1 else STEPS_AHEAD - 1)
+            if i + STEPS_AHEAD < STEPS:
+                at = (((i + STEPS_AHEAD) % TURNS) * ACCUMULATORS + (i + STEPS_AHEAD) // TURNS) * BLOCK_K
+                async_copy.async_copy_global_to_shared(weights[(i + STEPS_AHEAD) % BUFFERS * PARTS], w_ptrs + at)
                 if GLU:
-                    async_copy.async_copy_global_to_shared(weights[(i + AHEAD) % BUFFERS * PARTS + 1], w_ptrs + up + at)
-                async_copy.async_copy_global_to_shared(rows[(i + AHEAD) % BUFFERS], x_ptrs + at)
+                    async_copy.async_copy_global_to_shared(
+                        weights[(i + STEPS_AHEAD) % BUFFERS * PARTS + 1], w_ptrs + up + at
+                    )
+                async_copy.async_copy_global_to_shared(rows[(i + STEPS_AHEAD) % BUFFERS], x_ptrs + at)
                 async_copy.commit_group()
             x = rows[i % BUFFERS].permute((1, 0)).load(RIGHT)
             acc = mma_v2(weights[i % BUFFERS * PARTS].load(LEFT), x, acc)
@@ -150,19 +155,19 @@ if HAVE_GLUON:
                         up_total += up_acc
                 acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, SUMS)
                 up_acc = acc
-        if PDL and LATE:
+        if PDL and LATE_LAUNCH:
             gdc_launch_dependents()
 
-        total = scaled_and_gated(total, up_total, scale, GLU)
-        # Neighbours in memory to one thread.
+        total = apply_norm_and_gate(total, up_total, scale, GLU)
+        # Give each thread outputs that are adjacent in memory.
         if residual is not None:
             y = (gl.convert_layout(total, OUT) + residual.to(gl.float32)).to(dtype)
         else:
             y = gl.convert_layout(total.to(dtype), OUT)
-        leave(y, y_ptr, next_norm, scaled_ptr, next_squares_ptr, n, m, inside, tile, M, y_stride)
+        store_output(y, y_ptr, next_norm, scaled_ptr, next_squares_ptr, n, m, inside, tile, M, y_stride)
 
 
-def launch_tiles(
+def launch_tiled(
     x_TK: Tensor,
     weight_NK: Tensor,
     squares: Tensor | None,
@@ -170,28 +175,27 @@ def launch_tiles(
     out: ResidualStream,
     eps: float,
     tile: TileConfig,
-    chains: int,
+    accumulators: int,
     pdl: bool,
     glu: bool,
 ) -> None:
     (T, K), columns = x_TK.shape, out.x.shape[1]
     steps = K // TILE_K
-    ahead = min(tile.ahead, steps)
-    _tiles_kernel[(triton.cdiv(T, tile.block_m), columns // tile.block_n)](
-        *arguments(x_TK, weight_NK, squares, residual, out, eps),
+    ahead = min(tile.steps_ahead, steps)
+    _tiled_kernel[(triton.cdiv(T, tile.block_m), columns // tile.block_n)](
+        *kernel_arguments(x_TK, weight_NK, squares, residual, out, eps),
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_K=TILE_K,
         STEPS=steps,
-        CHAINS=chains,
-        AHEAD=ahead,
+        ACCUMULATORS=accumulators,
+        STEPS_AHEAD=ahead,
         BUFFERS=min(ahead + 1, steps),
         GLU=glu,
-        PDL=pdl,
-        LATE=tile.late,
+        LATE_LAUNCH=tile.late_launch,
         BLOCK_SQUARES=1 if squares is None else triton.next_power_of_2(len(squares)),
         WARPS_N=tile.warps_n,
         WARPS_M=tile.warps_m,
         num_warps=tile.warps_n * tile.warps_m,
-        **({"launch_pdl": True} if pdl else {}),
+        **pdl_launch_options(x_TK.device, pdl),
     )

@@ -1,16 +1,13 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, check-untyped-defs=False
-"""The Triton versions of experts.py, but for packed weights (experts_packed_triton.py) and for pairs in order
-(experts_ordered_triton.py).
+"""Triton kernels of routing and of plain (not MXFP4) experts for few rows; and the tile GEMM that sorted rows share.
 
-`_experts_kernel`: a program has one expert, some of its output columns and a tile of rows. It looks through the rows'
-choices for its expert; nothing is sorted beforehand, and a program that finds none is done. So for a tile's worth of
-rows the experts hit are read once each, and no others. Weights are the left operand and rows the right one, as in
-linear.py: a row's sums do not depend on which other rows there are.
+`_scan_kernel`: a program has one expert, a block of its output columns and all rows. It scans the rows' choices for its
+expert, without sorting; a program that finds none returns. So every chosen expert is read once, and no other. Weights
+are the left operand and rows the right one, as in gemm/linear.py: a row's bits do not depend on the other rows.
 
-`_route_kernel`: a program has one row's choices. `_sum_kernel`: one row's pairs, and some columns. A kernel is launched
-while the one before it ends, which it waits for before it reads or writes anything.
+`_route_kernel`: a program has one row. `_sum_kernel`: a program has one row's pairs and a block of columns.
 
-With TRITON_INTERPRET=1 in the environment, set before the import, the launchers take CPU tensors.
+With TRITON_INTERPRET=1 set before the import, the launchers take CPU tensors. Shapes as in experts.py.
 """
 
 from __future__ import annotations
@@ -20,12 +17,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from peagle.kernels.moe.experts import ExpertWeights
-from peagle.kernels.triton_utils import supports_pdl
+from peagle.kernels.moe.types import ExpertWeights
+from peagle.kernels.triton_utils import pdl_launch_options
 
-# For the gated product and the one after it: rows and columns of a tile of weights, warps, tiles under way. One for all
-# numbers of rows, so that a row's sums stay those it has alone.
-TILES = {False: (64, 64, 4, 4), True: (64, 64, 4, 4)}
+BLOCK_ROWS = 16  # rows of the one tile of x, so the most rows that `expert_mlp_triton` takes
+TILE = (64, 64, 4, 4)  # rows and columns of a weight tile, warps, stages
+# With four stages and odd widths Triton 3.6 computed wrong addresses in fp32: it used the upper half of a 32-bit
+# product for a 64-bit one.
+FP32_TILE = (32, 32, 4, 3)
 
 
 @triton.jit
@@ -43,7 +42,7 @@ def _route_kernel(
     which = tl.zeros((BLOCK,), tl.int32)
     for i in tl.static_range(CHOSEN):
         top = tl.max(shares, 0)
-        at = tl.min(tl.where(shares == top, e, BLOCK), 0)  # of equals the first
+        at = tl.min(tl.where(shares == top, e, BLOCK), 0)  # the first of equal scores
         best = tl.where(c == i, top, best)
         which = tl.where(c == i, at, which)
         shares = tl.where(e == at, -2.0, shares)
@@ -54,7 +53,7 @@ def _route_kernel(
 
 
 @triton.jit
-def gated_tile(gate, up, alpha, limit, CLAMPED: tl.constexpr):
+def apply_gate_tile(gate, up, alpha, limit, CLAMPED: tl.constexpr):
     if CLAMPED:
         gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit)
@@ -64,7 +63,7 @@ def gated_tile(gate, up, alpha, limit, CLAMPED: tl.constexpr):
 
 
 @triton.jit
-def product_tile(
+def expert_gemm_tile(
     x,
     w,
     bias,
@@ -89,18 +88,20 @@ def product_tile(
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One block of an expert's output columns for the pairs that are `hit`, whose rows of x are `source`. One body for
-    all kernels, so that a row's sums are the same in each."""
+    """Computes a block of an expert's output columns for the pairs that are `hit`; their rows of x are `source`.
+
+    The scan and the sorted kernel share this body, so that a row's bits are the same in both.
+    """
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     HALVES: tl.constexpr = 2 if GLU else 1
-    # Past the last weight row the last one is read again: no mask in the loop, and nothing of it is stored.
+    # Programs past the last weight row read it again, without a mask in the loop, and do not store the result.
     rows = e.to(tl.int64) * N * HALVES + tl.minimum(n, N - 1)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     k = tl.arange(0, BLOCK_K)
     w_at = w + rows[:, None] * K + k[None, :]
     x_at = x + source[None, :] * x_row + k[:, None]
-    up_step = (e * 0 + N).to(tl.int64) * K  # a width of 1 is a plain number here, without a type
+    up_step = (e * 0 + N).to(tl.int64) * K  # Triton passes N = 1 as an untyped constant
     for start in range(0, K, BLOCK_K):
         if EVEN_K:
             rows_x = tl.load(x_at + start, mask=hit[None, :], other=0.0)
@@ -122,15 +123,15 @@ def product_tile(
         if GLU:
             up += tl.load(b_at + N, mask=n < N, other=0.0).to(tl.float32)[:, None]
     if GLU:
-        acc = gated_tile(acc, up, alpha, limit, CLAMPED)
+        acc = apply_gate_tile(acc, up, alpha, limit, CLAMPED)
     if PAIRED:
         acc = acc * tl.load(weights + pair, mask=hit, other=0.0)[None, :]
     to = y + pair[None, :] * N + n[:, None]
     tl.store(to, acc.to(y.dtype.element_ty), mask=hit[None, :] & (n < N)[:, None])
 
 
-@triton.jit(do_not_specialize=["T"])  # one compilation for all numbers of rows of a tile
-def _experts_kernel(
+@triton.jit(do_not_specialize=["T"])  # compiled once for all row counts
+def _scan_kernel(
     x,
     w,
     bias,
@@ -155,12 +156,12 @@ def _experts_kernel(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """PAIRED: rows of x are pairs of row and expert already, and the result is weighted. CHOICES: CHOSEN rounded up."""
+    """PAIRED: rows of x are pairs of row and expert, and the result is weighted. CHOICES: CHOSEN as a power of 2."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     e = tl.program_id(1)
-    m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    m = tl.arange(0, BLOCK_M)
     c = tl.arange(0, CHOICES)
     known = (m < T)[:, None] & (c < CHOSEN)[None, :]
     mine = tl.load(chosen + m[:, None] * CHOSEN + c[None, :], mask=known, other=-1) == e
@@ -170,7 +171,7 @@ def _experts_kernel(
         source = m.to(tl.int64)
         if PAIRED:
             source = pair
-        product_tile(
+        expert_gemm_tile(
             x,
             w,
             bias,
@@ -224,52 +225,49 @@ def route_triton(logits_TE: Tensor, chosen: int, normed: bool) -> tuple[Tensor, 
 
 
 def expert_mlp_triton(x_TD: Tensor, weight_TC: Tensor, expert_TC: Tensor, experts: ExpertWeights) -> Tensor:
+    """Computes `expert_mlp` (experts.py) for up to BLOCK_ROWS rows of plain weights."""
     (rows, chosen), width = expert_TC.shape, x_TD.shape[1]
-    inner = experts.down_EDI.shape[2]
-    gate_up_EXD, down_EDI = experts.gate_up_EXD, experts.down_EDI
-    assert isinstance(gate_up_EXD, Tensor) and isinstance(down_EDI, Tensor)
-    assert x_TD.stride(1) == 1 and weight_TC.is_contiguous() and expert_TC.is_contiguous()
-    hidden_PI = x_TD.new_empty(rows * chosen, inner)
-    y_PD = x_TD.new_empty(rows * chosen, width)
+    assert rows <= BLOCK_ROWS and x_TD.stride(1) == 1 and weight_TC.is_contiguous() and expert_TC.is_contiguous()
     if not rows:
         return torch.empty_like(x_TD)
-    _launch(x_TD, gate_up_EXD, experts.gate_up_bias_EX, hidden_PI, weight_TC, expert_TC, experts, paired=False)
-    _launch(hidden_PI, down_EDI, experts.down_bias_ED, y_PD, weight_TC, expert_TC, experts, paired=True)
-    return summed_triton(y_PD, chosen)
+    hidden_PI = x_TD.new_empty(rows * chosen, experts.down_EDI.shape[2])
+    y_PD = x_TD.new_empty(rows * chosen, width)
+    _launch(x_TD, hidden_PI, weight_TC, expert_TC, experts, paired=False)
+    _launch(hidden_PI, y_PD, weight_TC, expert_TC, experts, paired=True)
+    return sum_experts_triton(y_PD, chosen)
 
 
-def summed_triton(y_PD: Tensor, chosen: int) -> Tensor:
-    """A row's pairs, weighted already, added up in fp32 and in the order in which they were chosen."""
+def sum_experts_triton(y_PD: Tensor, chosen: int) -> Tensor:
+    """Adds up each row's pairs, which are weighted already, in fp32 and in the order of its choices."""
     if chosen == 1:
         return y_PD
-    (pairs, width), block, pdl = y_PD.shape, 1024, supports_pdl(y_PD.device)
+    (pairs, width), block = y_PD.shape, 1024
     y_TD = y_PD.new_empty(pairs // chosen, width)
-    _sum_kernel[(pairs // chosen, triton.cdiv(width, block))](
-        y_PD, y_TD, width, CHOSEN=chosen, BLOCK=block, PDL=pdl, num_warps=4, **({"launch_pdl": True} if pdl else {})
-    )
+    grid, options = (pairs // chosen, triton.cdiv(width, block)), pdl_launch_options(y_PD.device)
+    _sum_kernel[grid](y_PD, y_TD, width, CHOSEN=chosen, BLOCK=block, num_warps=4, **options)
     return y_TD
 
 
-def _launch(
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    y: Tensor,
-    weight_TC: Tensor,
-    expert_TC: Tensor,
-    experts: ExpertWeights,
-    paired: bool,
-) -> None:
+def plain_weights(experts: ExpertWeights, paired: bool) -> tuple[Tensor, Tensor | None]:
+    """Returns the weights and bias of the second GEMM if `paired`, else of the gated first one."""
+    w, bias = experts.gate_up_EXD, experts.gate_up_bias_EX
+    if paired:
+        w, bias = experts.down_EDI, experts.down_bias_ED
+    assert isinstance(w, Tensor) and w.is_contiguous() and (bias is None or bias.is_contiguous())
+    return w, bias
+
+
+def clamp_arguments(experts: ExpertWeights) -> tuple[float, float]:
+    """Returns alpha and limit of the clamped gate; zeros without one."""
+    return (0.0, 0.0) if experts.clamp is None else (experts.clamp.alpha, experts.clamp.limit)
+
+
+def _launch(x: Tensor, y: Tensor, weight_TC: Tensor, expert_TC: Tensor, experts: ExpertWeights, paired: bool) -> None:
+    w, bias = plain_weights(experts, paired)
     (rows, chosen), columns, depth = expert_TC.shape, y.shape[1], x.shape[1]
-    assert w.is_contiguous() and (bias is None or bias.is_contiguous()) and w.dtype == x.dtype
-    block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
-    block_n, block_k, warps, stages = TILES[paired]
-    if x.dtype == torch.float32:
-        # With four stages Triton 3.6 made wrong addresses where a width was odd: its compiler took the upper half of a
-        # 64-bit product for that of a 32-bit one.
-        block_n, block_k, warps, stages = 32, 32, 4, 3
-    clamp, pdl = experts.clamp, supports_pdl(x.device)
-    _experts_kernel[(triton.cdiv(columns, block_n), len(w), triton.cdiv(rows, block_m))](
+    assert w.dtype == x.dtype
+    block_n, block_k, warps, stages = FP32_TILE if x.dtype == torch.float32 else TILE
+    _scan_kernel[(triton.cdiv(columns, block_n), len(w))](
         x,
         w,
         bias,
@@ -280,20 +278,18 @@ def _launch(
         columns,
         depth,
         x.stride(0),
-        clamp.alpha if clamp is not None else 0.0,
-        clamp.limit if clamp is not None else 0.0,
+        *clamp_arguments(experts),
         CHOSEN=chosen,
         CHOICES=triton.next_power_of_2(chosen),
         PAIRED=paired,
         GLU=not paired,
-        CLAMPED=clamp is not None,
-        BLOCK_M=block_m,
+        CLAMPED=experts.clamp is not None,
+        BLOCK_M=BLOCK_ROWS,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         EVEN_K=depth % block_k == 0,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        PDL=pdl,
         num_warps=warps,
         num_stages=stages,
-        **({"launch_pdl": True} if pdl else {}),
+        **pdl_launch_options(x.device),
     )

@@ -1,20 +1,23 @@
-"""Weights of four bits: MXFP4, two numbers to a byte and a power of 2 for every 32 of them along the input.
+"""The MXFP4 weight layout: packing, unpacking in plain torch, and the type that holds packed weights.
 
-Files have neighbours side by side. Here four numbers make a word of 16 bits, those that lie 8 places apart, so that a
-kernel has its numbers two to a register without moving any, in the order in which a product of matrices wants them. For
-a block of 8 instead of 32, numbers a to h: files have ab cd ef gh (the first is the lower half of its byte), this has
-aceg bdfh. Within a word of numbers a to d, capitals for signs, bits lie as ADdBddCaaabbbccc: one shift brings those of
-each of the first three to where a bf16 has them, and three bring the last one's (its high, low and middle bit).
+MXFP4 stores numbers of four bits (E2M1) with one power of 2 for every block of 32 along the input. Checkpoint files
+store neighbours side by side, two to a byte. Here a 16-bit word holds four numbers that lie 8 columns apart, so that a
+kernel gets its numbers two to a register, in the order in which an MMA needs them, without moving any.
 
-Rows go by eights and columns by steps of 128: first what all eight have in the first step, 64 bytes each, one row after
-the other, then what they have in the second, and so on; the last step is filled up with zeros. So a warp that reads a
-step of eight rows finds 512 bytes in one piece. Of rows that lie apart it would get 64 bytes at a time, and that took a
-third longer on an H200. Rows of exponents are filled up to whole runs of 16 bytes, so that a kernel can fetch several
-at once.
+Example with a block of 8 instead of 32, numbers a to h: files store ab cd ef gh (the first is the low half of its
+byte), this layout stores aceg bdfh. Within a word of numbers a to d, with capitals for signs, the bits are
+ADdBddCaaabbbccc: one shift moves those of a, b or c to where bf16 has them, and three move those of d (high, low and
+middle bit).
 
-Every such number is exact in bf16. What an exponent of 0, 2^-127, belongs to a kernel may take for 0.
+Rows are grouped by ROW_GROUP = 8 and columns by COLUMN_STEP = 128: first the first step of all eight rows, 64 bytes
+each, one row after the other, then the second step, and so on; the last step is padded with zeros. So a warp that reads
+one step of eight rows reads 512 contiguous bytes; with separate rows it would read 64 bytes at a time, which took a
+third longer on an H200. Exponents of a row are padded to a multiple of 16 bytes, so that a kernel can load several at
+once.
 
-Shapes: E experts, R rows of one, K columns, W = K / 4 words, G = K / 32 blocks, or more as said.
+Every number is exact in bf16. Kernels may treat numbers with exponent 0 (2^-127) as 0.
+
+Shapes: E experts, R rows, K columns, W = K / 4 words and G = K / 32 exponents per row, both before padding.
 """
 
 from __future__ import annotations
@@ -25,26 +28,25 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from peagle.kernels.triton_utils import HAVE_TRITON, INTERPRETED
-
 BLOCK = 32  # numbers that share an exponent
-HEIGHT = 8  # rows whose words lie together
-STEP = 128  # columns that do
-RUN = 16  # exponents that a row has a multiple of
-BIAS = 127  # of the exponent as it is stored
+ROW_GROUP = 8  # rows that are stored together
+COLUMN_STEP = 128  # columns that are stored together
+EXPONENT_RUN = 16  # a row's exponents are padded to a multiple of this
+EXPONENT_BIAS = 127
 
-# An exponent up to which a kernel has a number in one product; weights of 12 and more have larger ones.
+# Largest stored exponent that kernels support: up to here they decode a number by one multiplication. Only weights of
+# absolute value 12 or more have larger ones.
 MAX_EXPONENT = 128
 
-# What four bits mean: a sign, two bits of exponent, one of fraction.
+# Values of the E2M1 codes without sign: two bits of exponent, one of fraction.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 @dataclass(frozen=True)
 class PackedWeights:
-    """Takes the place of a tensor [E, R, K]."""
+    """MXFP4 weights in place of a tensor [E, R, K]."""
 
-    words_ERW: Tensor  # int16; in what order those of eight rows lie stands above
+    words_ERW: Tensor  # int16
     exponents_ERG: Tensor  # uint8
     columns: int
 
@@ -57,46 +59,47 @@ class PackedWeights:
         return count, rows, self.columns
 
     def __getitem__(self, e: int) -> Tensor:
-        """One expert's weights in bf16."""
-        return unpacked(self.words_ERW[e], self.exponents_ERG[e], self.columns)
+        """Returns one expert's weights in bf16."""
+        return unpack_words(self.words_ERW[e], self.exponents_ERG[e], self.columns)
 
 
 def packed_widths(columns: int) -> tuple[int, int]:
-    """Words and exponents of a row."""
+    """Returns the padded numbers of words and of exponents in a row."""
     assert columns % BLOCK == 0
-    return -(-columns // STEP) * STEP // 4, -(-columns // BLOCK // RUN) * RUN
+    return -(-columns // COLUMN_STEP) * COLUMN_STEP // 4, -(-columns // BLOCK // EXPONENT_RUN) * EXPONENT_RUN
 
 
 def pack_words(blocks: Tensor) -> Tensor:
-    """[..., R, G, 16] bytes as files have them -> [..., R, W], filled up; R is a multiple of HEIGHT."""
+    """Packs bytes [..., R, G, 16] of a checkpoint into words [..., R, W]; R is a multiple of ROW_GROUP."""
     numbers = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2)
     first, second, third, fourth = numbers.to(torch.int16).chunk(4, -1)
     words = (first & 7) << 6 | (first & 8) << 12
     words |= (second & 7) << 3 | (second & 8) << 9
     words |= (third & 7) | (third & 8) << 6
     words |= (fourth & 13) << 11 | (fourth & 2) << 9
-    filled = F.pad(words.flatten(-2), (0, -words.shape[-2] * 8 % (STEP // 4)))
-    return filled.unflatten(-1, (-1, STEP // 4)).unflatten(-3, (-1, HEIGHT)).transpose(-3, -2).reshape(filled.shape)
+    padded = F.pad(words.flatten(-2), (0, -words.shape[-2] * 8 % (COLUMN_STEP // 4)))
+    steps = padded.unflatten(-1, (-1, COLUMN_STEP // 4)).unflatten(-3, (-1, ROW_GROUP))
+    return steps.transpose(-3, -2).reshape(padded.shape)
 
 
 def zero_padding(weights: PackedWeights) -> None:
-    """Kernels count on zeros behind the last column; for words that are drawn by lot."""
-    if used := weights.columns % STEP // 4:
+    """Zeros the words behind the last column, as kernels require; for randomly drawn words."""
+    if used := weights.columns % COLUMN_STEP // 4:
         count, rows, _ = weights.words_ERW.shape
-        steps = weights.words_ERW.view(count, rows // HEIGHT, -1, HEIGHT, STEP // 4)
+        steps = weights.words_ERW.view(count, rows // ROW_GROUP, -1, ROW_GROUP, COLUMN_STEP // 4)
         steps[:, :, -1, :, used:] = 0
 
 
 def pad_exponents(scales: Tensor) -> Tensor:
-    """[..., G] as files have them -> filled up."""
-    return F.pad(scales, (0, -scales.shape[-1] % RUN))
+    """Pads a checkpoint's exponents [..., G] to a multiple of EXPONENT_RUN."""
+    return F.pad(scales, (0, -scales.shape[-1] % EXPONENT_RUN))
 
 
-def unpacked(words: Tensor, exponents: Tensor, columns: int) -> Tensor:
-    """[..., R, W] words and [..., R, G] exponents -> [..., R, K], bf16."""
+def unpack_words(words: Tensor, exponents: Tensor, columns: int) -> Tensor:
+    """Unpacks words [..., R, W] and exponents [..., R, G] into bf16 weights [..., R, K]."""
     rows, width = words.shape[-2:]
-    by_eights = words.reshape(*words.shape[:-2], rows // HEIGHT, -1, HEIGHT, STEP // 4)
-    in_rows = by_eights.transpose(-3, -2).reshape(*words.shape[:-2], rows, width)
+    grouped = words.reshape(*words.shape[:-2], rows // ROW_GROUP, -1, ROW_GROUP, COLUMN_STEP // 4)
+    in_rows = grouped.transpose(-3, -2).reshape(*words.shape[:-2], rows, width)
     bits = in_rows[..., : columns // 4].unflatten(-1, (-1, BLOCK // 4))
     numbers = (
         bits >> 6 & 7 | bits >> 12 & 8,
@@ -109,17 +112,6 @@ def unpacked(words: Tensor, exponents: Tensor, columns: int) -> Tensor:
 
 
 def dequantize(codes: Tensor, exponents: Tensor) -> Tensor:
-    """[..., G, 32] numbers of four bits and [..., G] exponents -> [..., K], bf16."""
+    """Converts E2M1 codes [..., G, 32] and exponents [..., G] to bf16 weights [..., K]."""
     table = torch.tensor([*E2M1, *(-x for x in E2M1)], dtype=torch.float32, device=codes.device)
-    return torch.ldexp(table[codes.int()], exponents.int()[..., None] - BIAS).flatten(-2).bfloat16()
-
-
-def whole(weights: Tensor | PackedWeights, dtype: torch.dtype) -> Tensor:
-    """[E, R, K]: all experts; packed ones in `dtype`, without asking the host for anything."""
-    if isinstance(weights, Tensor):
-        return weights
-    if weights.words_ERW.is_cuda and HAVE_TRITON and not INTERPRETED:
-        from peagle.kernels.moe.mxfp4_triton import unpacked_triton
-
-        return unpacked_triton(weights.words_ERW, weights.exponents_ERG, weights.columns, dtype)
-    return unpacked(weights.words_ERW, weights.exponents_ERG, weights.columns).to(dtype)
+    return torch.ldexp(table[codes.int()], exponents.int()[..., None] - EXPONENT_BIAS).flatten(-2).bfloat16()

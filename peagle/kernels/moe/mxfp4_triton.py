@@ -1,14 +1,14 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, check-untyped-defs=False
-"""The Triton versions of mxfp4.py: tiles of packed weights in registers, and whole tensors of them.
+"""Unpacks MXFP4 words (mxfp4.py) in Triton: a tile in registers, or whole tensors.
 
-A number's four bits, its sign moved to a float's sign and the others across the border of exponent and fraction, are
-that number times 2^-126, and without an exponent a subnormal one. Times 2^126 and the block's power of 2 it is right.
-Up to the exponent MAX_EXPONENT both are one product; both ways are exact. For bf16 that is done with two numbers to a
-register, in PTX: in plain Triton a number costs many times as many instructions, and unpacking would take longer than
-reading. On Hopper the bits are the dear part: what moves and masks them runs at half the rate of what multiplies.
+The four bits of a number, with the sign moved to a float's sign bit and the others across the border of exponent and
+fraction, are that number times 2^-126, or a subnormal one if its exponent bits are zero. Multiplied by 2^126 and by the
+block's power of 2 it is exact. Up to MAX_EXPONENT both factors are one multiplication. For bf16 this is done in PTX for
+two numbers per register; plain Triton would need many more instructions, and unpacking would take longer than loading.
+On Hopper the bit operations dominate: they run at half the rate of multiplications.
 
-Words are read by pairs: the two of a register are neighbours and share a power of 2. Of single words Triton puts two
-into a register which a thread happens to hold one after the other, and those may be of different blocks or rows.
+Words are loaded in pairs: the two words of a register are neighbours and share a power of 2. If single words were
+loaded, Triton would pair any two that a thread holds, possibly of different blocks or rows.
 
 Shapes as in mxfp4.py.
 """
@@ -20,10 +20,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from peagle.kernels.moe.mxfp4 import BLOCK
+from peagle.kernels.moe.mxfp4 import BLOCK, PackedWeights
+from peagle.kernels.moe.types import ExpertWeights
 from peagle.kernels.triton_utils import INTERPRETED
 
-# A number's bits belong where 0x81C0 has ones; a product plus -0.0 is that product.
+# A number's bits belong where 0x81C0 has ones. fma with -0.0 is a plain multiplication.
 _FOURTH = """
     shl.b32 u, {words}, 1;
     and.b32 v, u, 0x80008000;
@@ -34,7 +35,7 @@ _FOURTH = """
 """
 _HEAD = "{ .reg .b32 u, v, nothing; mov.b32 nothing, 0x80008000;\n"
 # $4: two words; $5: their power of 2 in bf16, twice; $0 to $3: their numbers.
-ALL_FOUR = tl.constexpr(
+DECODE_ALL = tl.constexpr(
     _HEAD
     + """
     and.b32 $0, $4, 0x81C081C0;
@@ -47,8 +48,8 @@ ALL_FOUR = tl.constexpr(
     + "".join(f"fma.rn.bf16x2 ${i}, ${i}, $5, nothing;\n" for i in range(4))
     + "}"
 )
-# $1: two words; $2: which of their numbers; $3: the power of 2, twice; $0: the numbers.
-_ONE_OF_FOUR = tl.constexpr(
+# $1: two words; $2: which of their four numbers; $3: their power of 2, twice; $0: the numbers.
+_DECODE_ONE = tl.constexpr(
     _HEAD
     + ".reg .pred last; .reg .b32 fourth, large; mov.b32 large, 0x7E807E80;"
     + _FOURTH.format(words="$1", out="fourth")
@@ -62,51 +63,53 @@ _ONE_OF_FOUR = tl.constexpr(
     fma.rn.bf16x2 $0, u, $3, nothing;
 }"""
 )
-ROWS, WIDTH = 8, 1024  # of a tile that `unpacked_triton` unpacks
+ROWS, WIDTH = 8, 1024  # tile of `unpack_words_triton`
 HAVE_PTX = not INTERPRETED and torch.version.cuda is not None
 
 
 @triton.jit
-def _number(bits, powers, DTYPE: tl.constexpr):
-    """`bits`: as a bf16 has them."""
+def _to_number(bits, powers, DTYPE: tl.constexpr):
+    """Converts bits at their places in a bf16 to numbers."""
     large = tl.full((1, 1), 126 + 127 << 23, tl.int32).to(tl.float32, bitcast=True)
     return ((bits << 16).to(tl.float32, bitcast=True) * large * powers).to(DTYPE)
 
 
 @triton.jit
-def _fourth(bits):
+def _fourth_bits(bits):
     return ((bits << 1) & 0x8000) | ((bits >> 3) & 0x0080) | ((bits >> 5) & 0x0140)
 
 
 @triton.jit
-def _apart(pairs):
-    """[N, P] -> [N, 2 P]: what lies in the lower and in the upper half, as numbers of 16 bits."""
+def _split_pairs(pairs):
+    """Splits 32-bit pairs [N, P] into their 16-bit halves [N, 2 P], low half first."""
     N: tl.constexpr = pairs.shape[0]
     P: tl.constexpr = pairs.shape[1]
     return tl.reshape(tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16)), (N, 2 * P))
 
 
 @triton.jit
-def four_numbers(pairs, powers):
-    """What ALL_FOUR does, in plain Triton."""
+def decode_all(pairs, powers):
+    """Does in plain Triton what DECODE_ALL does in PTX."""
     return (
-        _both(pairs & -2118090304, powers),
-        _both((pairs << 3) & -2118090304, powers),
-        _both((pairs << 6) & -2118090304, powers),
-        _both(((pairs << 1) & -2147450880) | ((pairs >> 3) & 0x00800080) | ((pairs >> 5) & 0x01400140), powers),
+        _multiply_halves(pairs & -2118090304, powers),
+        _multiply_halves((pairs << 3) & -2118090304, powers),
+        _multiply_halves((pairs << 6) & -2118090304, powers),
+        _multiply_halves(
+            ((pairs << 1) & -2147450880) | ((pairs >> 3) & 0x00800080) | ((pairs >> 5) & 0x01400140), powers
+        ),
     )
 
 
 @triton.jit
-def _both(bits, powers):
+def _multiply_halves(bits, powers):
     low = (bits << 16).to(tl.float32, bitcast=True) * (powers << 16).to(tl.float32, bitcast=True)
     high = (bits & -65536).to(tl.float32, bitcast=True) * (powers & -65536).to(tl.float32, bitcast=True)
     return ((low.to(tl.int32, bitcast=True) >> 16) & 65535) | (high.to(tl.int32, bitcast=True) & -65536)
 
 
 @triton.jit
-def _spread(exponents, TO: tl.constexpr, BIASED: tl.constexpr, ASM: tl.constexpr):
-    """[N, G] exponents -> [N, TO * G]: powers of 2 for PTX, as said there, 2^126 times as large unless BIASED."""
+def _powers_of_two(exponents, TO: tl.constexpr, BIASED: tl.constexpr, ASM: tl.constexpr):
+    """Expands exponents [N, G] to powers of 2 [N, TO * G], for PTX twice per register; times 2^126 unless BIASED."""
     N: tl.constexpr = exponents.shape[0]
     G: tl.constexpr = exponents.shape[1]
     if ASM:
@@ -119,32 +122,34 @@ def _spread(exponents, TO: tl.constexpr, BIASED: tl.constexpr, ASM: tl.constexpr
 
 
 @triton.jit
-def unpacked_tile(pairs, exponents, ASM: tl.constexpr, DTYPE: tl.constexpr):
-    """[N, W / 2] pairs of words and [N, W / 8] exponents -> [N, 4 W], in turn: of all blocks the same
-    columns side by side, as experts_lanes_triton.py says."""
+def unpack_tile(pairs, exponents, ASM: tl.constexpr, DTYPE: tl.constexpr):
+    """Unpacks pairs of words [N, W / 2] and exponents [N, W / 8] into numbers [N, 4 W] with permuted columns.
+
+    The permutation puts the same columns of all blocks side by side (mxfp4_few_rows_triton.py).
+    """
     N: tl.constexpr = exponents.shape[0]
     G: tl.constexpr = exponents.shape[1]
     if ASM:
         first, second, third, fourth = tl.inline_asm_elementwise(
-            ALL_FOUR,
+            DECODE_ALL,
             "=&r,=&r,=&r,=&r,r,r",
-            [pairs, _spread(exponents, 4, False, ASM)],
+            [pairs, _powers_of_two(exponents, 4, False, ASM)],
             dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
             is_pure=True,
             pack=1,
         )
-        first = _apart(first).to(DTYPE, bitcast=True)
-        second = _apart(second).to(DTYPE, bitcast=True)
-        third = _apart(third).to(DTYPE, bitcast=True)
-        fourth = _apart(fourth).to(DTYPE, bitcast=True)
+        first = _split_pairs(first).to(DTYPE, bitcast=True)
+        second = _split_pairs(second).to(DTYPE, bitcast=True)
+        third = _split_pairs(third).to(DTYPE, bitcast=True)
+        fourth = _split_pairs(fourth).to(DTYPE, bitcast=True)
     else:
-        powers = _spread(exponents, 8, False, ASM)
-        bits = _apart(pairs).to(tl.int32)
-        first = _number(bits & 0x81C0, powers, DTYPE)
-        second = _number((bits << 3) & 0x81C0, powers, DTYPE)
-        third = _number((bits << 6) & 0x81C0, powers, DTYPE)
-        fourth = _number(_fourth(bits), powers, DTYPE)
-    # A thread keeps its registers: this only says which number each one is.
+        powers = _powers_of_two(exponents, 8, False, ASM)
+        bits = _split_pairs(pairs).to(tl.int32)
+        first = _to_number(bits & 0x81C0, powers, DTYPE)
+        second = _to_number((bits << 3) & 0x81C0, powers, DTYPE)
+        third = _to_number((bits << 6) & 0x81C0, powers, DTYPE)
+        fourth = _to_number(_fourth_bits(bits), powers, DTYPE)
+    # Threads keep their registers: this only relabels which number each one is.
     numbers = tl.join(tl.join(first, second), tl.join(third, fourth))
     numbers = tl.permute(tl.reshape(numbers, (N, G, 4, 2, 2, 2)), (0, 2, 5, 4, 1, 3))
     return tl.reshape(numbers, (N, 32 * G))
@@ -152,7 +157,7 @@ def unpacked_tile(pairs, exponents, ASM: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def row_start(row, steps):
-    """Where the words of a row begin, in pairs; those of its next step come 128 pairs later (mxfp4.py)."""
+    """Returns where a row's words begin, in pairs; each further step is 128 pairs later (mxfp4.py)."""
     return row // 8 * (steps * 128) + row % 8 * 16
 
 
@@ -160,7 +165,7 @@ def row_start(row, steps):
 def _unpack_kernel(
     pairs, exponents, out, R, G, exponents_row, ROWS: tl.constexpr, WIDTH: tl.constexpr, ASM: tl.constexpr
 ):
-    """A thread has one of the four numbers of neighbouring words, so that what it writes lies side by side."""
+    """A thread decodes one of the four numbers of neighbouring words, so that it writes contiguous numbers."""
     r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     n = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     two = tl.program_id(1) * (WIDTH // 2) + tl.arange(0, WIDTH // 2)
@@ -173,31 +178,41 @@ def _unpack_kernel(
     which = tl.broadcast_to((two % 16 // 4)[None, :], (ROWS, WIDTH // 2))
     if ASM:
         numbers = tl.inline_asm_elementwise(
-            _ONE_OF_FOUR,
+            _DECODE_ONE,
             "=r,r,r,r",
-            [pairs_RN, which, _spread(exponents_RG, 16, True, ASM)],
+            [pairs_RN, which, _powers_of_two(exponents_RG, 16, True, ASM)],
             dtype=tl.int32,
             is_pure=True,
             pack=1,
         )
-        numbers = _apart(numbers).to(out.dtype.element_ty, bitcast=True)
+        numbers = _split_pairs(numbers).to(out.dtype.element_ty, bitcast=True)
     else:
-        bits = _apart(pairs_RN).to(tl.int32)
+        bits = _split_pairs(pairs_RN).to(tl.int32)
         which = (n % 32 // 8)[None, :]
-        bits = tl.where(which == 3, _fourth(bits), (bits << which * 3) & 0x81C0)
-        numbers = _number(bits, _spread(exponents_RG, 32, True, ASM), out.dtype.element_ty)
+        bits = tl.where(which == 3, _fourth_bits(bits), (bits << which * 3) & 0x81C0)
+        numbers = _to_number(bits, _powers_of_two(exponents_RG, 32, True, ASM), out.dtype.element_ty)
     tl.store(out + r[:, None] * (32 * G) + n[None, :], numbers, mask=(r < R)[:, None] & (n < 32 * G)[None, :])
 
 
-def in_ptx(dtype: torch.dtype) -> bool:
+def uses_ptx(dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 and HAVE_PTX
 
 
-def unpacked_triton(words_ERW: Tensor, exponents_ERG: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+def packed_weights(experts: ExpertWeights, paired: bool) -> tuple[PackedWeights, Tensor, Tensor | None]:
+    """Returns weights, their words in pairs, and bias: of the second GEMM if `paired`, else of the gated first one."""
+    w, bias = experts.gate_up_EXD, experts.gate_up_bias_EX
+    if paired:
+        w, bias = experts.down_EDI, experts.down_bias_ED
+    assert isinstance(w, PackedWeights) and w.words_ERW.is_contiguous() and w.exponents_ERG.is_contiguous()
+    assert bias is None or bias.is_contiguous()
+    return w, w.words_ERW.view(torch.int32), bias
+
+
+def unpack_words_triton(words_ERW: Tensor, exponents_ERG: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     assert words_ERW.is_contiguous() and exponents_ERG.is_contiguous()
     count, rows, _ = words_ERW.shape
     out = words_ERW.new_empty(count, rows, columns, dtype=dtype)
     grid = (triton.cdiv(count * rows, ROWS), triton.cdiv(columns, WIDTH))
     args = (words_ERW.view(torch.int32), exponents_ERG, out, count * rows, columns // BLOCK, exponents_ERG.shape[2])
-    _unpack_kernel[grid](*args, ROWS=ROWS, WIDTH=WIDTH, ASM=in_ptx(dtype), num_warps=4)
+    _unpack_kernel[grid](*args, ROWS=ROWS, WIDTH=WIDTH, ASM=uses_ptx(dtype), num_warps=4)
     return out

@@ -1,11 +1,13 @@
-"""The Triton versions of norms.py, a launch each; every rounding is where the torch twin has one.
+"""Triton kernels of rms_norm.py, one launch each; they round where the torch reference rounds.
 
-Sums of squares are taken in fp64, where their order does not show, so 1 / rms is the same by every kernel here and in
-linear_triton.py.
+Sums of squares are taken in fp64, whose rounding errors vanish in fp32, so 1 / rms has the same bits in every kernel
+here and in the GEMMs, in whatever order the squares are added.
+
+Shapes: T rows, K width.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
-# (kernels declare only what is a compile-time constant; the functions around them are typed)
+# (kernels annotate compile-time constants only; the functions that launch them are typed)
 
 from __future__ import annotations
 
@@ -14,16 +16,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from peagle.kernels.triton_utils import HAVE_TRITON, supports_pdl
+from peagle.kernels.triton_utils import HAVE_TRITON, pdl_launch_options
 
 if HAVE_TRITON:
     import triton
     import triton.language as tl
 
     @triton.jit
-    def sum_in_any_order(x):
-        """Over the first axis, in fp64. Who adds what to what depends on the number of rows and of columns a program
-        has, but so little of the sum does that none of it is left once it is rounded to fp32."""
+    def order_independent_sum(x):
+        """Sums over the first axis in fp64, so that the order of additions does not show once rounded to fp32."""
         return tl.sum(x.to(tl.float64), 0)
 
     @triton.jit
@@ -42,7 +43,9 @@ if HAVE_TRITON:
     ):
         row = tl.program_id(0).to(tl.int64)
         k = tl.arange(0, BLOCK_K)
-        weight = tl.load(weight_ptr + k, mask=k < K, other=0.0)  # weights are nobody's output: no need to wait
+        weight = tl.load(
+            weight_ptr + k, mask=k < K, other=0.0
+        )  # no kernel writes weights, so they may be read before the wait
         if PDL:
             tl.extra.cuda.gdc_launch_dependents()
             tl.extra.cuda.gdc_wait()
@@ -53,8 +56,8 @@ if HAVE_TRITON:
             total = (x + residual.to(tl.float32)).to(dtype)
             tl.store(total_ptr + row * K + k, total, mask=k < K)
             x = total.to(tl.float32)
-        y = x * tl.rsqrt(sum_in_any_order(x * x).to(tl.float32) / K + eps)
-        # Rounded before the weight comes in, as the torch twin does.
+        y = x * tl.rsqrt(order_independent_sum(x * x).to(tl.float32) / K + eps)
+        # Rounded before the multiplication by the weight, as in the torch reference.
         y = y.to(dtype).to(tl.float32) * weight.to(tl.float32)
         tl.store(y_ptr + row * K + k, y.to(dtype), mask=k < K)
 
@@ -62,7 +65,7 @@ if HAVE_TRITON:
     def _norm_row(x_ptr, weight, y_ptr, k, K, eps):
         dtype = x_ptr.dtype.element_ty
         x = tl.load(x_ptr + k, mask=k < K, other=0.0).to(tl.float32)
-        inverse = tl.rsqrt(sum_in_any_order(x * x).to(tl.float32) / K + eps)
+        inverse = tl.rsqrt(order_independent_sum(x * x).to(tl.float32) / K + eps)
         y = (x * inverse).to(dtype).to(tl.float32) * weight.to(tl.float32)
         tl.store(y_ptr + k, y.to(dtype), mask=k < K)
 
@@ -84,7 +87,7 @@ if HAVE_TRITON:
         BLOCK_K: tl.constexpr,
         PDL: tl.constexpr,
     ):
-        """norm(a), norm(b) and perhaps norm(c) side by side; one program for each row of each."""
+        """Writes norm(a), norm(b) and, with three PARTS, norm(c) side by side; one program per row and part."""
         row = tl.program_id(0).to(tl.int64)
         k = tl.arange(0, BLOCK_K)
         y_ptr += row * PARTS * K + tl.program_id(1) * K
@@ -111,7 +114,7 @@ if HAVE_TRITON:
         gate = tl.load(y_ptr + row * y_stride + i, mask=i < HALF, other=0.0).to(tl.float32)
         up = tl.load(y_ptr + row * y_stride + HALF + i, mask=i < HALF, other=0.0).to(tl.float32)
         dtype = y_ptr.dtype.element_ty
-        silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)  # rounded, as torch does
+        silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)  # rounded here, as in torch
         tl.store(out_ptr + row * HALF + i, (silu * up).to(dtype), mask=i < HALF)
 
 
@@ -134,8 +137,6 @@ def _norm_launch(
     total = y if residual is None else torch.empty_like(y)
     if T == 0:
         return y, total
-    if pdl is None:
-        pdl = supports_pdl(x.device)
     block = triton.next_power_of_2(K)
     _rms_norm_kernel[(T,)](
         x,
@@ -148,28 +149,25 @@ def _norm_launch(
         residual.stride(0) if residual is not None else K,
         eps,
         BLOCK_K=block,
-        PDL=pdl,
         num_warps=max(1, min(16, block // 256)),
-        **({"launch_pdl": True} if pdl else {}),
+        **pdl_launch_options(x.device, pdl),
     )
     return y, total
 
 
-NORMED_AT_ONCE = (2, 3)  # parts
+FUSED_PARTS = (2, 3)  # numbers of parts that `norm_cat_triton` supports
 
 
 def norm_cat_triton(
     parts: Sequence[Tensor], weights: Sequence[Tensor], eps: float, *, pdl: bool | None = None
 ) -> Tensor:
     T, K = parts[0].shape
-    assert len(parts) in NORMED_AT_ONCE and all(x.shape == (T, K) and x.stride(1) == 1 for x in parts)
+    assert len(parts) in FUSED_PARTS and all(x.shape == (T, K) and x.stride(1) == 1 for x in parts)
     y = torch.empty(T, len(parts) * K, dtype=parts[0].dtype, device=parts[0].device)
     if T == 0:
         return y
-    if pdl is None:
-        pdl = supports_pdl(y.device)
     block = triton.next_power_of_2(K)
-    a, b, c = (*parts, parts[0])[:3]  # of two, the third is not looked at
+    a, b, c = (*parts, parts[0])[:3]  # the third is not read if there are two
     _norm_cat_kernel[(T, len(parts))](
         a,
         b,
@@ -183,9 +181,8 @@ def norm_cat_triton(
         eps,
         PARTS=len(parts),
         BLOCK_K=block,
-        PDL=pdl,
         num_warps=max(1, min(16, block // 256)),
-        **({"launch_pdl": True} if pdl else {}),
+        **pdl_launch_options(y.device, pdl),
     )
     return y
 
@@ -196,17 +193,8 @@ def silu_mul_triton(y_T2I: Tensor, *, pdl: bool | None = None) -> Tensor:
     out = torch.empty(T, half, dtype=y_T2I.dtype, device=y_T2I.device)
     if T == 0:
         return out
-    if pdl is None:
-        pdl = supports_pdl(y_T2I.device)
     block = 1024
     _silu_mul_kernel[(T, triton.cdiv(half, block))](
-        y_T2I,
-        out,
-        half,
-        y_T2I.stride(0),
-        BLOCK=block,
-        PDL=pdl,
-        num_warps=4,
-        **({"launch_pdl": True} if pdl else {}),
+        y_T2I, out, half, y_T2I.stride(0), BLOCK=block, num_warps=4, **pdl_launch_options(y_T2I.device, pdl)
     )
     return out

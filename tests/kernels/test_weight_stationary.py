@@ -1,6 +1,6 @@
-"""Products whose weights are held in shared memory: the bits of the Triton product, and asked for before the wait.
+"""The weight-stationary GEMM: it has the bits of the Triton GEMM, and loads its weights before the wait.
 
-There is no interpreter for Gluon: on a CPU this reads what the compiler makes of the kernel, on a GPU it runs.
+Gluon has no interpreter: on a CPU the tests read the compiler's output, on a GPU they run the kernel.
 """
 
 from __future__ import annotations
@@ -14,14 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from peagle.kernels.gemm import linear_triton
-from peagle.kernels.gemm import weight_stationary as linear_held
+from peagle.kernels.gemm import linear_triton, weight_stationary
 from peagle.kernels.gemm.linear_triton import linear_residual_triton
-from peagle.kernels.gemm.tile_configs import MAX_STATIONARY_ROWS, config_for, held_rows
-from peagle.kernels.norm.rms_norm import ResidualStream
+from peagle.kernels.gemm.tile_configs import MAX_STATIONARY_ROWS, config_for, stationary_rows
+from peagle.kernels.norm.types import ResidualStream
 
-# N, K, gated: of SmolLM2 q/k/v, o, gate and up, down; of its drafters the first q/k/v and what combines three aux
-# states
+# N, K, gated: SmolLM2's q/k/v, o, gate and up, down; its drafters' first q/k/v and fc
 SHAPES = [
     (960, 576, False),
     (576, 576, False),
@@ -33,51 +31,55 @@ SHAPES = [
 
 
 def usage_of(cubin: bytes, folder: Path) -> dict[str, int]:
-    """What the assembler needed for a kernel."""
+    """Returns the registers, stack and memory that the assembler allocated for a kernel."""
     from triton import knobs
 
     (folder / "kernel.cubin").write_bytes(cubin)
     command = [knobs.nvidia.cuobjdump.path, "-res-usage", str(folder / "kernel.cubin")]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return {name: int(number) for name, number in re.findall(r"(\w+):(\d+)", said)}
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return {name: int(number) for name, number in re.findall(r"(\w+):(\d+)", output)}
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_small_products_of_few_rows_are_held(shape: tuple[int, int, bool]) -> None:
+def test_small_shapes_with_few_rows_are_weight_stationary(shape: tuple[int, int, bool]) -> None:
     N, K, glu = shape
     for T in (1, 8, 9, 16, 17, MAX_STATIONARY_ROWS):
         config = config_for(T, N, K, glu)
         columns = (2 if glu else 1) * config.block_n
-        assert config.held and held_rows(T) % 8 == 0
-        assert 2 * K * (columns + held_rows(T)) <= 227 * 1024
-    assert not config_for(MAX_STATIONARY_ROWS + 1, N, K, glu).held
+        assert config.weight_stationary and stationary_rows(T) % 8 == 0
+        assert 2 * K * (columns + stationary_rows(T)) <= 227 * 1024
+    assert not config_for(MAX_STATIONARY_ROWS + 1, N, K, glu).weight_stationary
 
 
 @pytest.mark.parametrize(
     "shape", [(49152, 576, False), (4096, 4096, False), (960, 600, False), (24, 576, False), (64, 8192, False)]
 )
-def test_others_are_not(shape: tuple[int, int, bool]) -> None:
-    """A head, a large model's, one whose rows are no whole steps, one with half a tile, one that does not fit."""
-    assert not config_for(8, *shape).held
+def test_other_shapes_are_not(shape: tuple[int, int, bool]) -> None:
+    """An lm_head, a large model's o, a K that is no multiple of a step, half a tile of columns, and one too large."""
+    assert not config_for(8, *shape).weight_stationary
 
 
-def test_another_release_of_triton_says_that_it_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_untested_triton_release_warns_and_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = torch.zeros(8, 576), torch.zeros(960, 576)
-    monkeypatch.setattr(linear_held, "is_hopper", lambda device: True)
-    assert linear_held.can_hold(x, weight, None) and not linear_held.can_hold(x[:, 1:], weight, None)
-    assert not linear_held.can_hold(x, weight, torch.zeros(960))
-    monkeypatch.setattr(linear_held, "HAVE_GLUON", False)
-    with pytest.warns(UserWarning, match=r"fastest products with 3\.6\.x alone"):
-        assert not linear_held.can_hold(x, weight, None)
+    monkeypatch.setattr(weight_stationary, "is_hopper", lambda device: True)
+    assert weight_stationary.supports_gluon(x, weight, None) and not weight_stationary.supports_gluon(
+        x[:, 1:], weight, None
+    )
+    assert not weight_stationary.supports_gluon(x, weight, torch.zeros(960))
+    monkeypatch.setattr(weight_stationary, "HAVE_GLUON", False)
+    with pytest.warns(UserWarning, match=r"need Triton 3\.6\.x"):
+        assert not weight_stationary.supports_gluon(x, weight, None)
 
 
 def compiled(kernel: Any, shape: tuple[int, int, bool], warps: int, **fixed: object) -> Any:
-    """For a Hopper, as it is used: rows of the width of the model come with a norm, others go onto the residual."""
+    """Compiles for Hopper as models use it: GEMMs that widen have a norm, the others add to the residual stream."""
     triton = pytest.importorskip("triton", reason="Triton is made for Linux only")
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    assert linear_held.HAVE_GLUON, f"Triton {triton.__version__} is not one of {linear_held.RELEASES}"
+    assert weight_stationary.HAVE_GLUON, (
+        f"Triton {triton.__version__} is not one of {weight_stationary.TRITON_RELEASES}"
+    )
     N, K, glu = shape
     absent = ("residual_ptr", "next_norm_ptr", "scaled_ptr", "next_squares_ptr") if N > K else ("squares_ptr",)
     fixed |= {"GLU": glu, "PDL": True, **dict.fromkeys(absent)}
@@ -100,8 +102,8 @@ def same_as_triton(
     rows: Iterable[int],
     takes: Callable[[int, bool], bool],
 ) -> None:
-    """Plain rows, rows whose producer prepared their norm, with a residual and a norm for the next. `takes` says if the
-    launcher is used for so many rows, with a residual or without."""
+    """Compares the launcher with the Triton GEMM: plain rows, rows with a prepared norm, and with a residual and a next
+    norm. `takes` says whether the launcher is used for a row count, with or without a residual."""
     N, K, glu = shape
     columns = N // 2 if glu else N
     launched = []
@@ -132,9 +134,9 @@ def same_as_triton(
             y = linear_residual_triton(given, weight, glu=glu, pdl=pdl, **more)
             after = len(launched)
             assert after == before + takes(T, "residual" in more)
-            monkeypatch.setattr(linear_triton, "can_hold", lambda *args: False)
+            monkeypatch.setattr(linear_triton, "supports_gluon", lambda *args: False)
             wanted = linear_residual_triton(given, weight, glu=glu, pdl=pdl, **more)
-            monkeypatch.setattr(linear_triton, "can_hold", linear_held.can_hold)
+            monkeypatch.setattr(linear_triton, "supports_gluon", weight_stationary.supports_gluon)
             assert len(launched) == after
             assert y.x.isfinite().all() and torch.equal(y.x, wanted.x), (T, more.keys())
             assert (y.scaled is None) == (wanted.scaled is None)
@@ -148,35 +150,37 @@ def same_as_triton(
 
 @pytest.mark.parametrize("T", [1, 12, 18])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_weights_are_asked_for_before_the_wait(shape: tuple[int, int, bool], T: int, tmp_path: Path) -> None:
+def test_weights_are_loaded_before_the_wait(shape: tuple[int, int, bool], T: int, tmp_path: Path) -> None:
     N, K, glu = shape
-    config, rows, parts = config_for(T, N, K, glu), held_rows(T), 2 if glu else 1
+    config, rows, parts = config_for(T, N, K, glu), stationary_rows(T), 2 if glu else 1
     steps, warps = K // config.block_k, rows // 8
-    kept = min(linear_held.KEPT // parts, steps)
+    kept = min(weight_stationary.REGISTER_TILES // parts, steps)
     fixed = {"BLOCK_M": rows, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "STEPS": steps}
-    fixed |= {"CHAINS": config.chains, "KEEP": kept, "BLOCK_SQUARES": 64, "WARPS": warps}
-    made = compiled(linear_held._held_kernel, shape, warps, **fixed)
+    fixed |= {"ACCUMULATORS": config.accumulators, "REGISTER_TILES": kept, "BLOCK_SQUARES": 64, "WARPS": warps}
+    made = compiled(weight_stationary._weight_stationary_kernel, shape, warps, **fixed)
     before, after = made.asm["ptx"].split("griddepcontrol.wait")
     copies = r"cp\.async\.\w+\.shared\.global"
-    # 16 bytes a thread: all weights before, nothing but rows behind
+    # 16 bytes per thread: all weights before the wait, only rows after it
     assert len(re.findall(copies, before)) * 16 * 32 * warps == 2 * K * config.block_n * parts
     assert len(re.findall(copies, after)) * 16 * 32 * warps == 2 * K * rows
     assert "ld.global" not in before and "st.global" not in before and "griddepcontrol.launch" in before
     fragments = re.findall(r"ldmatrix", before)
-    assert len(fragments) * 4 * 8 * 8 == kept * parts * config.block_n * config.block_k  # four of 8 by 8 at a time
-    assert "bar.sync" not in before.split("cp.async.commit_group")[0], "a copy waits for another"
-    assert usage_of(made.asm["cubin"], tmp_path)["STACK"] == 0, "registers do not suffice"
+    assert (
+        len(fragments) * 4 * 8 * 8 == kept * parts * config.block_n * config.block_k
+    )  # four 8 by 8 matrices at a time
+    assert "bar.sync" not in before.split("cp.async.commit_group")[0], "copies are serialized"
+    assert usage_of(made.asm["cubin"], tmp_path)["STACK"] == 0, "registers spill"
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("pdl", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_held_product_is_the_triton_product(
+def test_bits_equal_the_triton_gemm(
     shape: tuple[int, int, bool], dtype: torch.dtype, pdl: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     same_as_triton(
-        *(shape, dtype, pdl, monkeypatch, "launch_held"),
+        *(shape, dtype, pdl, monkeypatch, "launch_weight_stationary"),
         (1, 2, 7, 8, 9, 14, 16, 17, 20, MAX_STATIONARY_ROWS),
         lambda T, residual: True,
     )

@@ -1,0 +1,54 @@
+"""Plain torch references of routing and of the experts' MLP.
+
+Shapes as in experts.py.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from peagle.kernels.moe.types import ClampedGate, ExpertWeights
+
+
+def route_torch(logits_TE: Tensor, chosen: int, normed: bool) -> tuple[Tensor, Tensor]:
+    probs_TE = logits_TE.softmax(-1, dtype=torch.float32)
+    weight_TC, expert_TC = probs_TE.topk(chosen, -1)
+    if normed:
+        weight_TC = weight_TC / weight_TC.sum(-1, keepdim=True)
+    return weight_TC, expert_TC.int()
+
+
+def apply_gate(y_TX: Tensor, clamp: ClampedGate | None) -> Tensor:
+    gate, up = y_TX.chunk(2, -1)
+    if clamp is None:
+        return F.silu(gate) * up
+    gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * clamp.alpha))
+
+
+def expert_mlp_torch(x_TD: Tensor, weight_TC: Tensor, expert_TC: Tensor, experts: ExpertWeights) -> Tensor:
+    """Loops over the experts that at least one row chose."""
+    chosen = expert_TC.shape[1]
+    order_P = expert_TC.flatten().long().argsort(stable=True)
+    counts = torch.bincount(expert_TC.flatten(), minlength=len(experts.down_EDI)).tolist()
+    y_PD = x_TD.new_empty(len(order_P), x_TD.shape[1])
+    at = 0
+    for e, count in enumerate(counts):
+        if not count:
+            continue
+        pairs = order_P[at : at + count]
+        at += count
+        bias = None if experts.gate_up_bias_EX is None else experts.gate_up_bias_EX[e]
+        gate_up = experts.gate_up_EXD[e].to(x_TD.dtype)
+        hidden = apply_gate(F.linear(x_TD[pairs // chosen], gate_up, bias), experts.clamp)
+        bias = None if experts.down_bias_ED is None else experts.down_bias_ED[e]
+        y_PD[pairs] = F.linear(hidden, experts.down_EDI[e].to(x_TD.dtype), bias)
+    return sum_experts(y_PD, weight_TC)
+
+
+def sum_experts(y_PD: Tensor, weight_TC: Tensor) -> Tensor:
+    """Adds up each row's experts by their weights."""
+    y_TCD = y_PD.unflatten(0, weight_TC.shape)
+    return (y_TCD * weight_TC.to(y_TCD.dtype)[..., None]).sum(1)
