@@ -132,7 +132,7 @@ def main() -> None:
     if os.environ.get("RANK", "0") != "0":
         run.prepare_cache = None  # type: ignore[assignment]  # filling a cache is the first rank's
     if args.room is not None:
-        measure.room = lambda device: args.room
+        measure.free_device_bytes = lambda device: args.room
     outcome = train(make_recipe(args.recipe, {}), args.out, "cpu")
     if args.gradients is not None:
         rank = os.environ.get("RANK", "0")

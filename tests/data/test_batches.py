@@ -100,13 +100,13 @@ def test_packing_against_an_obvious_oracle(
     tmp_path_factory: pytest.TempPathFactory,
     made: list[tuple[list[int], list[list[int]]]],
     budget: int,
-    max_length: int | None,
+    max_seq_len: int | None,
     seed: int,
     epoch: int,
 ) -> None:
     found = as_examples(tmp_path_factory.mktemp("pack") / "r.jsonl", made)
-    most = min(budget, max_length or budget)
-    packing = pack(found, budget, seed, epoch, max_length)
+    most = min(budget, max_seq_len or budget)
+    packing = pack(found, budget, seed, epoch, max_seq_len)
     packed = dict[str, list[tuple[int, bool]]]()
     for batch in packing:
         assert 0 < len(batch) <= budget
@@ -117,7 +117,7 @@ def test_packing_against_an_obvious_oracle(
     assert packed == expected
     assert all(any(asked for _, asked in marked) for marked in packed.values()), "a response was lost"
     assert packing.num_truncated == sum(len(ids) > most for ids, _ in made)
-    again = pack(found, budget, seed, epoch, max_length)
+    again = pack(found, budget, seed, epoch, max_seq_len)
     assert [b.row_ids for b in again] == [b.row_ids for b in packing]
     if len(made) <= PackingSettings.open_batches:  # none was closed early: no two of them would fit into one
         lengths = sorted(len(b) for b in packing)
@@ -151,7 +151,7 @@ def test_a_cursor_goes_on_exactly(hundred: ResponseDataset) -> None:
         assert rest == [b.row_ids for b, _ in whole[i + 1 :]]
     endless = islice(batches(hundred, 128, seed=4, start=whole[5][1]), len(whole))
     assert [b.row_ids for b, _ in endless][: len(whole) - 6] == [b.row_ids for b, _ in whole[6:]]
-    with pytest.raises(UserError, match="same data"):
+    with pytest.raises(UserError, match="data changed"):
         next(batches(hundred, 128, start=BatchCursor(0, 10_000)))
 
 
@@ -217,24 +217,24 @@ IDS = [*b"hi\nyes", EOS]
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"token_ids": IDS, "spans": []}, "no token of it is a response's.*all 0: 'hi\\\\nyesd'"),
-        ({"token_ids": IDS, "spans": [[0, 7]]}, "all of it is a response.*all 1: 'hi\\\\nyesd'"),
-        ({"token_ids": IDS, "spans": [[3, 8]]}, r"span \[3, 8\] is not one of 7 tokens"),
-        ({"token_ids": IDS, "spans": [[3, 5], [4, 7]]}, r"span \[4, 7\] is not one of 7 tokens behind 5"),
+        ({"token_ids": IDS, "spans": []}, "no response token.*all 0: 'hi\\\\nyesd'"),
+        ({"token_ids": IDS, "spans": [[0, 7]]}, "no prompt.*all 1: 'hi\\\\nyesd'"),
+        ({"token_ids": IDS, "spans": [[3, 8]]}, r"span \[3, 8\] is not within 7 tokens"),
+        ({"token_ids": IDS, "spans": [[3, 5], [4, 7]]}, r"span \[4, 7\] is not within 7 tokens"),
         ({"token_ids": IDS, "spans": [[3, 3]]}, r"span \[3, 3\]"),
         ({"token_ids": [*IDS[:-1], 160], "spans": [[3, 7]]}, r"token id 160 is outside the vocabulary \(0 to 159\)"),
         ({"token_ids": [-1, 5], "spans": [[1, 2]]}, "token id -1"),
-        ({"token_ids": [1.5, 5], "spans": [[1, 2]]}, "must be lists of ids"),
-        ({"token_ids": [1, "x"], "spans": [[1, 2]]}, "must be lists of ids"),
-        ({"token_ids": [1, 2], "spans": [1, 2]}, "must be lists of ids"),
-        ({"token_ids": [1, 2]}, "must be lists of ids"),
-        ({"token_ids": [], "spans": []}, "no token in it"),
-        ({"messages": SAID[:1]}, "no answer in it"),
+        ({"token_ids": [1.5, 5], "spans": [[1, 2]]}, "token_ids must be a list"),
+        ({"token_ids": [1, "x"], "spans": [[1, 2]]}, "token_ids must be a list"),
+        ({"token_ids": [1, 2], "spans": [1, 2]}, "token_ids must be a list"),
+        ({"token_ids": [1, 2]}, "token_ids must be a list"),
+        ({"token_ids": [], "spans": []}, "no token"),
+        ({"messages": SAID[:1]}, "no response"),
         ({"messages": "hi"}, "neither token_ids nor messages"),
         ({"prompt": "hi"}, "neither token_ids nor messages"),
         (
             {"messages": [{"role": "user", "content": "ho"}, SAID[1]], "token_ids": IDS, "spans": [[3, 7]]},
-            "prompt does not round-trip: its tokens say 'hi.n', this target's chat template 'ho.n'",
+            "prompt does not round-trip: .*'hi.n'.*'ho.n'",
         ),
     ],
 )
@@ -250,14 +250,14 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "torn.jsonl").write_text('{"id": "a", "tok')
     (tmp_path / "none").mkdir()
     for name, said in (
-        ("empty.jsonl", "not a single row"),
+        ("empty.jsonl", "no row"),
         ("torn.jsonl", "torn.jsonl:1: not a JSON object"),
         ("none", "no such file"),
         ("absent*.jsonl", "no such file"),
     ):
         with pytest.raises(UserError, match=said):
             load_responses(tmp_path / name)
-    with pytest.raises(UserError, match="no token_ids, and no tokenizer"):
+    with pytest.raises(UserError, match="no token_ids, and there is no tokenizer"):
         load_responses(write(tmp_path / "r.jsonl", {"messages": SAID}))
 
 

@@ -54,7 +54,7 @@ def test_every_form_of_a_row(tmp_path: Path) -> None:
 def test_ids_follow_from_the_content_and_equal_prompts_are_taken_once(tmp_path: Path) -> None:
     one = read_prompts(write(tmp_path / "a.jsonl", {"prompt": "x"}, {"prompt": "y"}, {"id": "z", "turns": ["x"]}))
     two = read_prompts(write(tmp_path / "b.jsonl.gz", {"prompt": "y"}, {"prompt": "x"}))
-    assert one.duplicates == 1 and {r.id for r in one.rows} == {r.id for r in two.rows}
+    assert one.num_duplicates == 1 and {r.id for r in one.rows} == {r.id for r in two.rows}
     assert one.fingerprint != two.fingerprint  # another order: --limit would mean other rows
     assert one.fingerprint == read_prompts(write(tmp_path / "c.jsonl", {"prompt": "x"}, {"prompt": "y"})).fingerprint
 
@@ -85,7 +85,7 @@ BAD: list[tuple[Any, str, str]] = [
     ({"messages": [said("user", "hi"), said("tool", "42")]}, "unknown role", "'tool'"),
     ({"messages": [said("user", "hi"), said("system", "late")]}, "system message in the middle", "messages[1]"),
     ({"messages": [said("user", [{"type": "image_url"}])]}, "not text", "parts"),
-    (b'{"prompt": "\\ud800"}', "not text", "half a character"),
+    (b'{"prompt": "\\ud800"}', "not text", "surrogate"),
     ({"id": ["x"], "prompt": "hi"}, "not a string", "id is list"),
 ]
 
@@ -115,7 +115,7 @@ def test_what_holds_no_prompt_at_all_is_an_error(tmp_path: Path) -> None:
     assert ".jsonl" in complaint(tmp_path / "nothing")
     whole = Path(write(tmp_path / "cut.jsonl.gz", *({"prompt": str(i) * 50} for i in range(3000)))).read_bytes()
     (tmp_path / "cut.jsonl.gz").write_bytes(whole[: len(whole) // 2])
-    assert "cannot be read behind line" in complaint(tmp_path / "cut.jsonl.gz")
+    assert "cannot be read after line" in complaint(tmp_path / "cut.jsonl.gz")
     (tmp_path / "loop.jsonl").symlink_to(tmp_path / "loop.jsonl")
     assert "no such file" in complaint(tmp_path / "loop.jsonl")
 

@@ -69,7 +69,7 @@ def trained(home: Path, name: str, ranks: int, **settings: Any) -> list[dict[str
     ids=["whole target, AdamW", "sharded target, Muon, two batches each"],
 )
 def test_two_are_one(home: Path, settings: dict[str, Any]) -> None:
-    name, each = "-".join(["two", *settings]), settings.get("accumulate", 1)
+    name, each = "-".join(["two", *settings]), settings.get("gradient_accumulation_steps", 1)
     first, second = trained(home, name, 2, **settings)
     (alone,) = trained(
         home, f"{name}-alone", 1, **{**settings, "gradient_accumulation_steps": 2 * each, "shard_target": False}
@@ -82,11 +82,11 @@ def test_two_are_one(home: Path, settings: dict[str, Any]) -> None:
     lines, wanted = runs.lines(home / name), runs.lines(home / f"{name}-alone")
     for key in ("kind", "positions_by_depth", "tokens"):
         assert [line.get(key) for line in lines] == [line.get(key) for line in wanted]
-    for key in ("loss", "acceptance", "by_position"):
+    for key in ("loss", "acceptance_length", "acceptance_rates"):
         got, want = ([line[key] for line in some if key in line] for some in (lines, wanted))
         assert got == (pytest.approx(want, rel=1e-5) if key == "loss" else want)
-    lengths = [line["acceptance"] for line in lines if line["kind"] == "validation"]
-    assert len(lengths) == (2 if "held_out" in settings else 0) and all(1.3 < length < 4 for length in lengths)
+    lengths = [line["acceptance_length"] for line in lines if line["kind"] == "validation"]
+    assert len(lengths) == (2 if "validation_size" in settings else 0) and all(1.3 < length < 4 for length in lengths)
     both = [RunFolder(home / folder).read_state() for folder in (name, f"{name}-alone")]
     assert both[0].cursor == both[1].cursor and both[0].batches == both[1].batches == 2 * each * STEPS
     assert both[0].best_step == both[1].best_step
@@ -96,23 +96,23 @@ def test_one_fills_the_cache_and_the_other_reads_it(home: Path) -> None:
     cache = str(home / "cache")
     first, second = together(home, "cached", 2, hidden_states_cache=cache, steps=1)
     assert "1 of 1 shards" in first and "cache" not in second
-    (home / "cache" / "aux_hidden_states-00000.safetensors").write_bytes(b"cut")
+    (home / "cache" / "hidden-states-00000.safetensors").write_bytes(b"cut")
     first, second = together(home, "cached-again", 2, hidden_states_cache=cache, steps=1)
-    assert "damaged or missing" in first and "cache" not in second
+    assert "damaged" in first and "cache" not in second
 
 
 def test_a_target_too_large_to_measure_with(home: Path) -> None:
     """The run goes on without, and says so once."""
     said = together(home, "crowded", 2, "--room", str(4 << 30), shard_target=True, validation_size=4, steps=1)
     # of each of 5 layers: q, k, v and output of 64 x (256 + 128), three of 64 x 160, in fp32
-    told = "acceptance is not measured, and the newest drafter is kept: that takes the whole target on one GPU, 1.11 MB"
-    assert told in said[0] and "acceptance" not in said[1]
+    told = "no validation, the newest drafter is published: the whole target (1.11 MB) does not fit one GPU"
+    assert told in said[0] and "validation" not in said[1]
     assert [line["kind"] for line in runs.lines(home / "crowded")] == ["step"]
     assert RunFolder(home / "crowded").read_state().best_step is None and (home / "crowded" / "config.json").exists()
 
 
 def test_what_cannot_be_shared(home: Path) -> None:
-    with pytest.raises(UserError, match="--shard-target: there is one process"):
+    with pytest.raises(UserError, match="--shard-target: needs several processes"):
         shard_target(None, DistributedContext())  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="--hidden-states-cache kept: one process fills it, .* --shard-target"):
+    with pytest.raises(UserError, match="--hidden-states-cache kept: .* --shard-target"):
         load_training_inputs(runs.recipe(home, shard_target=True, hidden_states_cache="kept"))

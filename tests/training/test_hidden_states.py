@@ -60,7 +60,7 @@ def arrays(examples: list[TrainingExample]) -> ResponseDataset:
         span_S2=np.array([span for e in examples for span in e.spans], np.int32),
         span_offset_E=np.arange(len(examples) + 1),
         row_ids=tuple(e.row_id for e in examples),
-        chosen=np.arange(len(examples)),
+        selected=np.arange(len(examples)),
     )
 
 
@@ -216,19 +216,18 @@ def prepare(
 
 
 def files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("aux_hidden_states-*.safetensors"))
+    return sorted(folder.glob("hidden-states-*.safetensors"))
 
 
 def planned(lengths: list[int], token_bytes: int, shard_bytes: int) -> list[list[int]]:
     shards = plan_shards([CachedDocument(str(i), "", n) for i, n in enumerate(lengths)], token_bytes, shard_bytes)
-    assert [shard.file for shard in shards] == [f"aux_hidden_states-{i:05d}.safetensors" for i in range(len(shards))]
-    return [[int(row.id) for row in shard.rows] for shard in shards]
+    assert [shard.file for shard in shards] == [f"hidden-states-{i:05d}.safetensors" for i in range(len(shards))]
+    return [[int(d.row_id) for d in shard.documents] for shard in shards]
 
 
 def test_shards_worked_example() -> None:
-    """As the module's docstring tells it."""
+    """The example of the module's docstring."""
     assert planned([3, 4, 2], token_bytes=10, shard_bytes=75) == [[0, 1], [2]]
-    assert "rows of 3, 4 and 2 tokens, 10 bytes a token, shards of up to 75 bytes" in (tap_cache.__doc__ or "")
 
 
 @many(60)
@@ -246,7 +245,7 @@ def test_cache_gives_back_what_the_target_said(tmp_path: Path, half: Decoder) ->
     examples = trained()
     assert asked == sorted(e.row_id for e in examples)
     manifest = json.loads((tmp_path / "c" / "manifest.json").read_text())
-    assert [[row[0] for row in shard["rows"]] for shard in manifest["shards"]] == SHARDS
+    assert [[row[0] for row in shard["documents"]] for shard in manifest["shards"]] == SHARDS
     # bit for bit what the target said when it was written: a shard's rows in one pass
     want = {}
     for shard in IN_SHARDS:
@@ -266,7 +265,7 @@ def test_cache_gives_back_what_the_target_said(tmp_path: Path, half: Decoder) ->
     # told before, and true: all but the shards' headers
     size = sum(path.stat().st_size for path in files(tmp_path / "c"))
     told = float(next(s for s in said if "to write" in s).split(": ")[1].split(" MB to write")[0]) * 1e6
-    assert size <= told + 5000 and told <= size + len(SHARDS) * tap_cache.HEADER + 5000
+    assert size <= told + 5000 and told <= size + len(SHARDS) * tap_cache.MAX_HEADER_BYTES + 5000
     again, asked, said = prepare(tmp_path / "c", half)
     assert not asked and not said
     assert same(again.states(packed(examples)), cache.states(packed(examples)))
@@ -312,7 +311,7 @@ import os, signal, sys
 sys.path[:0] = sys.argv[1:3]
 import torch
 torch.set_num_threads(1)
-import test_taps
+import test_hidden_states
 from peagle.training.hidden_states import cache as tap_cache
 
 def die():
@@ -329,20 +328,22 @@ def in_a_shard():  # half of the fourth is on the disk
     tap_cache.save_file = save_file
 
 def in_the_manifest():  # the fourth shard is in its place, of the manifest that knows of it one half is on the disk
-    real, calls = tap_cache.Manifest.write, []
+    real, calls = tap_cache.CacheManifest.write, []
     def write(self, folder):
         calls.append(folder)
         if len(calls) == 5:
             (folder / ".manifest.json.unfinished").write_text('{"version": 1, "ki')
             die()
         real(self, folder)
-    tap_cache.Manifest.write = write
+    tap_cache.CacheManifest.write = write
 
 for place in (in_a_shard, in_the_manifest):
     child = os.fork()
     if not child:
         place()
-        test_taps.prepare(test_taps.Path(sys.argv[3]) / place.__name__, test_taps.load_target())
+        test_hidden_states.prepare(
+            test_hidden_states.Path(sys.argv[3]) / place.__name__, test_hidden_states.load_target()
+        )
         os._exit(0)
     print(place.__name__, os.WTERMSIG(os.waitpid(child, 0)[1]))
 """
@@ -353,8 +354,8 @@ def load_target() -> Decoder:
 
 
 def test_a_killed_process_loses_the_shard_in_work(tmp_path: Path, target: Decoder) -> None:
-    tests = Path(__file__).parents[1]
-    given = [str(tests), str(tests.parent), str(tmp_path)]
+    here = Path(__file__).parent
+    given = [str(here), str(here.parent), str(tmp_path)]
     done = forks.Process("-c", KILLED, *given)
     assert done.wait() == 0, done.complaints()
     assert done.said().split() == ["in_a_shard", "9", "in_the_manifest", "9"]
@@ -372,14 +373,14 @@ def test_a_full_disk_is_refused_before_and_survived_during(
     with monkeypatch.context() as patch:
         patch.setattr(tap_cache.shutil, "disk_usage", lambda path: usage(path)._replace(free=100_000))
         with pytest.raises(
-            UserError, match=r"takes 0\.\d+ MB, the disk has 0\.10 MB free: use --hidden-states-cache-dtype fp8"
+            UserError, match=r"needs 0\.\d+ MB, the disk has 0\.10 MB free: use --hidden-states-dtype fp8"
         ):
             prepare(tmp_path / "c", target)
         assert not files(tmp_path / "c")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (22_000, limits[1]))  # the fifth shard is larger
     try:
-        with pytest.raises(UserError, match="cannot write aux_hidden_states-00004"):
+        with pytest.raises(UserError, match="cannot write hidden-states-00004"):
             prepare(tmp_path / "c", target)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -404,23 +405,23 @@ def test_another_cache_is_refused_by_name(tmp_path: Path, target: Decoder, half:
 
     refused = {
         "another target;": {"model": half},
-        r"another set of aux_hidden_states layers \(\(1, 2, 5\), now \(1, 2\)\)": {"wanted": (1, 2)},
-        "another set of rows;": {"given": examples[:-1]},
+        r"another --aux-layer-ids \(\(1, 2, 5\), now \(1, 2\)\)": {"wanted": (1, 2)},
+        "another data;": {"given": examples[:-1]},
         r"another --max-seq-len \(60, now 61\)": {"longest": 61},
-        r"another --hidden-states-cache-dtype \(bfloat16, now fp8\)": {"settings": replace(SMALL, dtype="fp8")},
+        r"another --hidden-states-dtype \(bfloat16, now fp8\)": {"settings": replace(SMALL, dtype="fp8")},
     }
     for message, change in refused.items():
         with pytest.raises(UserError, match=message):
             again(**change)  # type: ignore[arg-type]
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "notes.txt").write_text("mine")
-    with pytest.raises(UserError, match="holds something else"):
+    with pytest.raises(UserError, match="holds other files"):
         prepare(tmp_path / "d", target)
     manifest = json.loads((folder / "manifest.json").read_text())
     for change, message in (
         ({"version": 0}, "another version"),
-        ({"kind": {}}, "not the manifest of a cache"),
-        ({"shards": manifest["shards"][1:]}, "does not fit its own rows"),
+        ({"key": {}}, "not a manifest"),
+        ({"shards": manifest["shards"][1:]}, "inconsistent"),
     ):
         (folder / "manifest.json").write_text(json.dumps({**manifest, **change}))
         with pytest.raises(UserError, match=message):
@@ -431,7 +432,7 @@ def test_a_row_with_other_tokens_is_refused(tmp_path: Path, target: Decoder) -> 
     cache, _, _ = prepare(tmp_path / "c", target)
     known, other = row(0, 24), row(2, 40)
     for tokens in ((*other.token_ids[:-1], 1), (*other.token_ids, 1), other.token_ids[:-1], other.token_ids[1:]):
-        with pytest.raises(UserError, match="row 'row-2' is not in it, or with other tokens"):
+        with pytest.raises(UserError, match="row 'row-2' is missing or has other tokens"):
             cache.states(packed([known, replace(other, token_ids=tokens)]))
 
 
@@ -469,22 +470,22 @@ def test_a_folder_of_vllm(written: Path, target: Decoder, wanted: tuple[int, ...
         1e-5,
     )
     assert not got.aux_hidden_states_NX[29].any() and not got.hidden_ND[29].any()
-    with pytest.raises(UserError, match=r"1 of 2 rows have no file, the first is 'row-9'"):
+    with pytest.raises(UserError, match=r"1 of 2 rows have no file, first 'row-9'"):
         source.check(arrays([row(0, 24), row(9, 10)]))
     with pytest.raises(UserError, match="no file has the tokens of row 'row-0'"):
         source.states(packed([row(0, 22)]))
 
 
 def test_a_folder_that_vllm_did_not_write_so(written: Path, target: Decoder, tmp_path: Path) -> None:
-    ask = r"ask vLLM for eagle_aux_hidden_state_layer_ids \[1, 2, 4, 5\]"
-    with pytest.raises(UserError, match=f"3 layers a token, 4 are needed; {ask}"):
+    ask = r"set eagle_aux_hidden_state_layer_ids to \[1, 2, 4, 5\]"
+    with pytest.raises(UserError, match=f"has 3 layers, needs 4; {ask}"):
         VllmHiddenStates(written, target, (1, 2, 4), LONGEST)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=f"no .safetensors in it; {ask}"):
+    with pytest.raises(UserError, match=f"no .safetensors file; {ask}"):
         VllmHiddenStates(tmp_path / "empty", target, (1, 2, 4), LONGEST)
     save_file({"weight": torch.ones(2)}, written / "3-gh.safetensors")
-    with pytest.raises(UserError, match="so not written by vLLM"):
+    with pytest.raises(UserError, match="vLLM did not write it"):
         VllmHiddenStates(written, target, AUX_LAYER_IDS, LONGEST)
     (written / "3-gh.safetensors").write_bytes((written / "0-ab.safetensors").read_bytes()[:50])
-    with pytest.raises(UserError, match="damaged or still being written"):
+    with pytest.raises(UserError, match="damaged or unfinished"):
         VllmHiddenStates(written, target, AUX_LAYER_IDS, LONGEST)

@@ -100,7 +100,7 @@ def test_two_nodes_under_slurm_are_one(tmp_path: Path, one_thread: None) -> None
     job = [str(SCRIPTS[1]), "--recipe", str(tmp_path / "two.toml"), "--out", str(tmp_path / "two"), "--device", "cpu"]
     done = subprocess.run(job, env=env, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("done after 3 steps") == 1, done.stdout  # one of the two tells
+    assert done.stdout.count("finished after 3 steps") == 1, done.stdout  # one of the two tells
 
     alone = runs.start(recipe(tmp_path, gradient_accumulation_steps=2), tmp_path / "alone")
     assert alone.wait() == 0, alone.complaints()

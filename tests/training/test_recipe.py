@@ -60,7 +60,7 @@ def test_flags_override_the_file_and_the_file_the_defaults(tmp_path: Path) -> No
     file.write_text('data = "a.jsonl"\nlr = 1\nsave-minutes = 2\nmethod = "eagle3"\n')
     made = make_recipe(file, {"lr": 0.5, "steps": None, "data": (), "target": None})
     assert (made.data, made.train.lr, made.train.save_minutes, made.train.num_new_layers) == (("a.jsonl",), 0.5, 2.0, 1)
-    assert made.train.steps is None and made.train.max_grad_norm == TrainConfig().clip
+    assert made.train.steps is None and made.train.max_grad_norm == TrainConfig().max_grad_norm
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_fields_that_a_resumed_run_must_keep() -> None:
         now = Recipe(("d",), before.target, TrainConfig(**{f.name: value}))
         found = recipe_differences(before, now)
         assert (found == []) == (f.name in RESUMABLE), f.name
-        assert all(line.startswith(f"{f.name} was ") for line in found)
+        assert all(line.startswith(f"{f.name} was ") for line in found[:1])  # the method changes num_depths too
     assert recipe_differences(before, Recipe(("e",))) == ["data was ['d'], is ['e']"]
 
 

@@ -64,7 +64,7 @@ def test_killed_in_a_save_and_in_a_step(home: Path, straight: Path) -> None:
     said = process.wait_for("step 12")
     process.kill()  # somewhere in steps 12 to 14
     process.wait()
-    assert "going on from step 9" in said
+    assert "resuming from step 9" in said
 
     outcome = train(recipe, out, "cpu")
     assert outcome.finished
@@ -94,15 +94,15 @@ def test_asked_to_stop(home: Path, straight: Path) -> None:
 @pytest.fixture(scope="module")
 def level(home: Path) -> Path:
     """7 steps in one go; their rate does not depend on how many there will be."""
-    train(runs.recipe(home, steps=7, decay="constant"), home / "level", "cpu")
+    train(runs.recipe(home, steps=7, lr_schedule="constant"), home / "level", "cpu")
     return home / "level"
 
 
 def test_longer_than_it_was(home: Path, level: Path) -> None:
     """The schedule is the longer one's from there on."""
     out = home / "longer"
-    assert train(runs.recipe(home, steps=4, decay="constant"), out, "cpu").finished
-    assert train(runs.recipe(home, steps=7, decay="constant"), out, "cpu").finished
+    assert train(runs.recipe(home, steps=4, lr_schedule="constant"), out, "cpu").finished
+    assert train(runs.recipe(home, steps=7, lr_schedule="constant"), out, "cpu").finished
     # the shorter run logged its last step, which the longer one had no reason to
     assert [line for line in runs.lines(out) if line["step"] == 3] == runs.lines(level)[:1]
     assert all(torch.equal(runs.saved(out)[name], x) for name, x in runs.saved(level).items() if name != "unlogged")
@@ -110,12 +110,12 @@ def test_longer_than_it_was(home: Path, level: Path) -> None:
 
 def test_full_disk(home: Path, level: Path) -> None:
     out = home / "full"
-    train(runs.recipe(home, steps=3, decay="constant"), out, "cpu")
-    recipe = runs.recipe(home, steps=7, decay="constant", save_minutes=EVERY_STEP)
+    train(runs.recipe(home, steps=3, lr_schedule="constant"), out, "cpu")
+    recipe = runs.recipe(home, steps=7, lr_schedule="constant", save_minutes=EVERY_STEP)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, limits[1]))  # a state is larger, a checkpoint is not
-        with pytest.raises(UserError, match=r"cannot be written .*; the state of step 3 is whole"):
+        with pytest.raises(UserError, match=r"cannot be written .*; the state of step 3 is intact"):
             train(recipe, out, "cpu")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -129,7 +129,7 @@ def test_paused(home: Path) -> None:
     """A process with no time left takes one step, saves, and says that it is not the end."""
     outcome = train(runs.recipe(home), home / "paused", "cpu", stop_after=0.0)
     assert (outcome.state.step, outcome.finished) == (1, False)
-    assert RunFolder(home / "paused").read_state() == outcome.standing
+    assert RunFolder(home / "paused").read_state() == outcome.state
 
 
 def test_another_run_is_refused(home: Path, straight: Path) -> None:

@@ -96,7 +96,7 @@ def recipe(home: Path, **settings: Any) -> Recipe:
 
 
 def states(home: Path, *flags: str) -> Any:
-    return CliRunner().invoke(app, ["states", "--recipe", str(home / "r.toml"), *flags])
+    return CliRunner().invoke(app, ["hidden-states", "--recipe", str(home / "r.toml"), *flags])
 
 
 def test_states_by_servers_then_training_on_them(tmp_path: Path, servers: list[str]) -> None:
@@ -106,7 +106,7 @@ def test_states_by_servers_then_training_on_them(tmp_path: Path, servers: list[s
     to_both = [word for url in servers for word in ("--endpoint", url)]
     Vllm.late = True  # so the last file comes only if somebody asks again
     done = states(tmp_path, *to_both, "--concurrency", "2")
-    assert done.exit_code == 0 and "0 of 48 rows are there; 48 are asked for" in done.output, done.exception
+    assert done.exit_code == 0 and "0 of 48 rows have a file; sending 48" in done.output, done.exception
     sent = [prompt for prompt in Vllm.prompts if len(prompt) > 1]
     rows = [json.loads(line)["token_ids"] for line in (tmp_path / "responses.jsonl").read_text().splitlines()]
     assert sorted(sent) == sorted(rows)
@@ -114,9 +114,9 @@ def test_states_by_servers_then_training_on_them(tmp_path: Path, servers: list[s
     lost = next(path for path in (tmp_path / "states").iterdir() if path.stat().st_size > 5000)
     lost.unlink()
     done = states(tmp_path, *to_both)
-    assert "47 of 48 rows are there; 1 are asked for" in done.output and len(Vllm.prompts) == 1
+    assert "47 of 48 rows have a file; sending 1" in done.output and len(Vllm.prompts) == 1
     done = states(tmp_path, *to_both)
-    assert "48 of 48 rows are there; 0 are asked for" in done.output and len(Vllm.prompts) == 1
+    assert "48 of 48 rows have a file; sending 0" in done.output and len(Vllm.prompts) == 1
 
     kept: list[torch.Tensor] = []
     for name, recipe_ in (("read", made), ("online", recipe(tmp_path))):
@@ -140,17 +140,15 @@ def test_the_command_of_a_server(tmp_path: Path) -> None:
 
 
 def test_servers_that_write_elsewhere(tmp_path: Path, servers: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ask_vllm, "LATE_S", 0.3)
+    monkeypatch.setattr(ask_vllm, "FILE_TIMEOUT_S", 0.3)
     Vllm.folder = tmp_path / "elsewhere"
     Vllm.folder.mkdir()
     (tmp_path / "r.toml").write_text(recipe(tmp_path, vllm_hidden_states=str(tmp_path / "states")).toml())
     done = states(tmp_path, "--endpoint", servers[0])
-    assert isinstance(done.exception, UserError) and "48 rows have no file there, the first is 'r0#0'" in str(
-        done.exception
-    )
+    assert isinstance(done.exception, UserError) and "48 rows have no file, first 'r0#0'" in str(done.exception)
     (tmp_path / "r.toml").write_text(recipe(tmp_path).toml())
     done = states(tmp_path)
-    assert isinstance(done.exception, UserError) and "names no vllm_states" in str(done.exception)
+    assert isinstance(done.exception, UserError) and "lacks vllm_hidden_states" in str(done.exception)
 
 
 def test_tables_of_a_target_whose_layers_are_not_ours(tmp_path: Path) -> None:
