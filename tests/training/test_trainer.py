@@ -175,7 +175,12 @@ def test_warm_up_is_a_tenth_at_most() -> None:
 def test_lengths() -> None:
     """By steps, by minutes, by epochs; of several the first that is over."""
     both = Schedule.from_config(TrainConfig(steps=100, minutes=2.0), 7.0)
-    assert [both.progress(50, 0), both.progress(0, 30), both.progress(50, 90), both.progress(101, 0)] == [0.5, 0.25, 0.75, 1.0]
+    assert [both.progress(50, 0), both.progress(0, 30), both.progress(50, 90), both.progress(101, 0)] == [
+        0.5,
+        0.25,
+        0.75,
+        1.0,
+    ]
     assert Schedule.from_config(TrainConfig(epochs=2.5), 7.0).steps == 18
     assert Schedule.from_config(TrainConfig(), 7.0).steps == 28
     assert Schedule.from_config(TrainConfig(epochs=2, steps=5), 7.0).steps == 5
