@@ -86,10 +86,10 @@ def test_heads_that_the_config_does_not_name(tmp_path: Path) -> None:
     refused(tmp_path, "other heads than its config says")
 
 
-def test_greedy_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_greedy_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the engine's pages, with drafts and without, and through the reference: the same test as of our own."""
     monkeypatch.setitem(test_families.MODELS, "olmo3", olmo3)
-    test_families.test_greedy_text("olmo3", tmp_path)
+    test_families.test_greedy_output("olmo3", tmp_path)
 
 
 def test_packed_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

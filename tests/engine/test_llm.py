@@ -560,7 +560,7 @@ def test_default_dtype_on_cpus(monkeypatch, cpuinfo: str, slow: torch.dtype, wan
     def multiply(x: torch.Tensor, weight: torch.Tensor) -> None:
         time.sleep(0.002 * (x.dtype == slow))
 
-    monkeypatch.setattr(cpu_defaults, "processor", lambda: f"model name\t: bf16\n{cpuinfo}")
+    monkeypatch.setattr(cpu_defaults, "cpu_fingerprint", lambda: f"model name\t: bf16\n{cpuinfo}")
     monkeypatch.setattr(cpu_defaults, "F", SimpleNamespace(linear=multiply))
     assert cpu_defaults.resolve_dtype(None, torch.device("cpu")) == want
     assert cpu_defaults.resolve_dtype(None, torch.device("cuda")) == torch.bfloat16
@@ -571,7 +571,7 @@ def test_default_dtype_on_cpus(monkeypatch, cpuinfo: str, slow: torch.dtype, wan
     [("asimd fphp", "bfloat16", True), ("asimd fphp", "float32", False), ("asimd bf16", "bfloat16", False)],
 )
 def test_warning_for_bfloat16_on_a_cpu_without_it(monkeypatch, recwarn, cpuinfo: str, dtype: str, warns: bool) -> None:
-    monkeypatch.setattr(cpu_defaults, "processor", lambda: f"Features\t: {cpuinfo}")
+    monkeypatch.setattr(cpu_defaults, "cpu_fingerprint", lambda: f"Features\t: {cpuinfo}")
     LLM(pairs.target_folder(), device="cpu", dtype=dtype, max_num_seqs=2, max_model_len=64)
     raised = [w for w in recwarn if "this CPU has no bfloat16 instructions" in str(w.message)]
     assert len(raised) == warns

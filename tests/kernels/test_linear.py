@@ -168,7 +168,7 @@ WHOLE = {"T": 20, "N": 70, "K": 250, "glu": True, "norm": True, "bias": True, "r
 
 
 @on_a_device
-@many(30)
+@many(16)
 @given(calls())
 @example((WHOLE | {"glu": False}, GemmConfig(16, 32, 3, 2, split_k=3)))
 @example((WHOLE | {"glu": False, "K": 256}, GemmConfig(32, 64, 3, 4, split_k=2, prefetch=64)))
@@ -187,7 +187,7 @@ def test_the_triton_gemm_against_fp64(device, dtype, call):
 
 
 @on_a_device
-@many(12)
+@many(6)
 @given(
     st.sampled_from([1, 8, 17, 40]),
     st.integers(1, 200),

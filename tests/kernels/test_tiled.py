@@ -67,7 +67,8 @@ def test_a_tile_divides_what_it_computes(T: int, N: int, K: int, glu: bool) -> N
 def test_tiles_use_the_mma_of_few_rows(shape: tuple[int, int, bool], tmp_path: Path) -> None:
     N, K, glu = shape
     steps, parts = K // TILE_K, 2 if glu else 1
-    for tile, T in tiles_of(*shape).items():
+    tiles = list(tiles_of(*shape).items())
+    for tile, T in tiles if shape in TILES else tiles[-1:]:  # compiling each tile takes seconds
         ahead, warps = min(tile.steps_ahead, steps), tile.warps_n * tile.warps_m
         fixed = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": TILE_K, "STEPS": steps}
         fixed |= {

@@ -397,7 +397,7 @@ def test_a_drafter_like_the_published_one_drafts_for_gemma4(tmp_path: Path) -> N
     drafting = LLM(folder, drafter, 7, **settings)
     drafted = drafting.generate(["The quick brown fox"], params)
     assert plain[0].outputs[0].token_ids == drafted[0].outputs[0].token_ids
-    runner = drafting.runner
+    runner = drafting.model_runner
     assert runner.drafter is not None
     planned = len(runner.kv_cache.keys[0]) * block_bytes(runner.target.cfg, runner.drafter.cfg, 4)
     assert runner.kv_cache.nbytes + runner.proposer.kv_cache.nbytes == planned
