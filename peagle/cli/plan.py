@@ -68,21 +68,26 @@ def plan(
         ModelOption(
             "--drafter",
             "-d",
-            help="Drafter folders, or p-eagle:DEFAULT_NUM_LAYERS, eagle3:DEFAULT_NUM_LAYERS of the target's width.",
+            metavar="DRAFTER ...",
+            help="Drafter folders, or p-eagle:LAYERS, eagle3:LAYERS of the target's width.",
             show_default=" ".join(DEFAULT_DRAFTERS),
         ),
     ] = None,
     num_speculative_tokens: Annotated[
         list[str] | None,
         ModelOption(
-            "--num-speculative-tokens", "-k", help="Values of K.", show_default=_join(DEFAULTS.num_speculative_tokens)
+            "--num-speculative-tokens",
+            "-k",
+            help="Values of K.",
+            metavar="K ...",
+            show_default=_join(DEFAULTS.num_speculative_tokens),
         ),
     ] = None,
     weight_bits: Annotated[float | None, ModelOption(help="Bits per weight.", show_default="from config.json")] = None,
     kv_cache_bits: Annotated[float | None, ModelOption(help="Bits per KV cache element.", show_default="16")] = None,
     acceptance_rates: Annotated[
         list[str] | None,
-        AcceptanceOption(help="Shares of steps that accept draft tokens 1..i: one comma-separated list per drafter."),
+        AcceptanceOption(help="Shares of steps that accept draft tokens 1..i, a list per drafter.", metavar="R,.. ..."),
     ] = None,
     acceptance_length: Annotated[float | None, AcceptanceOption(help="Mean accepted tokens per step + 1.")] = None,
     acceptance_length_k: Annotated[
@@ -90,7 +95,8 @@ def plan(
     ] = DEFAULTS.acceptance_length_k,
     eval_results: Annotated[Path | None, AcceptanceOption("--eval", help="Results file of `peagle eval`.")] = None,
     concurrency: Annotated[
-        list[str] | None, LoadOption(help="Concurrent requests per replica.", show_default=_join(DEFAULTS.concurrency))
+        list[str] | None,
+        LoadOption(help="Requests per replica.", metavar="N ...", show_default=_join(DEFAULTS.concurrency)),
     ] = None,
     num_prompt_tokens: Annotated[
         int, LoadOption(help="Prompt tokens per request; 0 ignores prefill.")

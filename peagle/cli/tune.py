@@ -60,9 +60,12 @@ def tune(
     ] = None,
     eval_results: Annotated[Path | None, AcceptanceOption("--eval", help="Results file of `peagle eval`.")] = None,
     concurrency: Annotated[
-        list[str] | None, LoadOption(help="Print vLLM's best K for these.", show_default="every batch size")
+        list[str] | None,
+        LoadOption(help="Print vLLM's config for these.", metavar="N ...", show_default="every batch size"),
     ] = None,
-    batch_sizes: Annotated[list[str] | None, LoadOption(help="Batch sizes to time.", show_default="by device")] = None,
+    batch_sizes: Annotated[
+        list[str] | None, LoadOption(help="Batch sizes to time.", metavar="N ...", show_default="by device")
+    ] = None,
     context_len: Annotated[int, LoadOption(help="Tokens in the KV cache of each request.")] = DEFAULTS.context_len,
     repeats: Annotated[int, LoadOption(help="Repeats per step; the fastest counts.")] = DEFAULTS.repeats,
     max_num_seqs: Annotated[int, EngineOption(help="Maximum batch size.")] = DEFAULTS.max_num_seqs,
