@@ -137,8 +137,10 @@ class Drafter(nn.Module):
         angles = self.rope(positions_T, hidden_TD.dtype)
         entering: tuple[Tensor | ResidualStream, ...] = (embeds_TD, hidden_TD)
         for i, layer in enumerate(self.layers):
-            given = (*entering, angles, attend, i, self.cfg.window(i), next_input_norm(self.layers, i))
-            stream: ResidualStream = checkpoint(layer, *given, use_reentrant=False) if self.recompute else layer(*given)
+            inputs = (*entering, angles, attend, i, self.cfg.window(i), next_input_norm(self.layers, i))
+            stream: ResidualStream = (
+                checkpoint(layer, *inputs, use_reentrant=False) if self.recompute else layer(*inputs)
+            )
             entering = (stream,)
         normed = self.norm(stream.x)
         return normed, normed if self.cfg.norm_output else stream.x

@@ -35,8 +35,8 @@ class Attend(Protocol):
     def __call__(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, window: Window) -> Tensor:
         """Returns [T, H, d]; `window` limits which keys a row sees (`peagle.config.Window`).
 
-        A target's layers with attention sinks pass `sinks` [H] too: one options logit in each head's softmax, whose
-        value is 0.
+        A target's layers with attention sinks pass `sinks` [H] too: one more logit in each head's softmax, whose value
+        is 0.
         """
         ...
 
@@ -87,8 +87,8 @@ def rope_frequencies(rope: RopeConfig, head_dim: int, long: bool = True) -> tupl
     if rope.rope_type == "longrope":
         scale = rope.attention_factor
         if scale is None:
-            options = math.log(rope.factor) / math.log(rope.original_max_positions) if rope.factor > 1 else 0.0
-            scale = math.sqrt(1 + options)
+            growth = math.log(rope.factor) / math.log(rope.original_max_positions) if rope.factor > 1 else 0.0
+            scale = math.sqrt(1 + growth)
         return freq / torch.tensor(rope.long_factors if long else rope.short_factors), scale
     assert rope.rope_type == "yarn", rope.rope_type
 
@@ -176,7 +176,6 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(cfg.head_dim, cfg.norm_eps) if cfg.qk_norm else None
         self.k_norm = RMSNorm(cfg.head_dim, cfg.norm_eps) if cfg.qk_norm else None
         self.sinks = nn.Parameter(torch.zeros(cfg.num_heads)) if cfg.attention_sinks else None
-        self.rotary = cfg.use_rope
         self.v_eps = cfg.norm_eps if cfg.v_norm else None
         assert cfg.use_rope or not cfg.qk_norm, "QK norm is applied with the rotary embedding"
 
@@ -293,8 +292,8 @@ class DecoderLayer(nn.Module):
     ) -> ResidualStream:
         """Runs the layer; `next_norm` is the next layer's input norm, None after the last layer."""
         norm, mlp_norm = self.input_layernorm, self.post_attention_layernorm
-        given = (stream, stream.x, rotary, attend, layer, window)
-        stream = self.self_attn(*given, norm, next_norm=mlp_norm, out_norm=self.attention_out_norm)
+        inputs = (stream, stream.x, rotary, attend, layer, window)
+        stream = self.self_attn(*inputs, norm, next_norm=mlp_norm, out_norm=self.attention_out_norm)
         if self.layer_scalar is None:
             return self.mlp(stream, mlp_norm, next_norm, self.mlp_out_norm)
         return ResidualStream(self.mlp(stream, mlp_norm, None, self.mlp_out_norm).x * self.layer_scalar)

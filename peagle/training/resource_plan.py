@@ -200,7 +200,7 @@ def _chain_positions_per_token(cfg: TrainConfig, response_share: float) -> float
 def _attention_flops(layer: LayerConfig, length: float, window: Window = None) -> float:
     """Of a token that attends to half of its document on average, at most to the window."""
     if isinstance(window, ChunkedAttention):
-        visible = min(length, window.size) / 2
+        visible = min(length, window.chunk_size) / 2
     else:
         visible = min(length / 2, window or length)
     return 4 * layer.num_heads * layer.head_dim * visible

@@ -119,8 +119,7 @@ def library() -> CpuLibrary | None:
         LOGGER.debug("C kernels are unavailable: %s", f"{error}: {stderr.strip()}" if stderr else error)
         return None
     pointer, number = ctypes.c_void_p, ctypes.c_long
-    gemm_types = [pointer, number, *[pointer] * 4, ctypes.c_float, *[pointer] * 2, *[number] * 4, pointer]
-    gemm_function.argtypes = gemm_types
+    gemm_function.argtypes = [pointer, number, *[pointer] * 4, ctypes.c_float, *[pointer] * 2, *[number] * 4, pointer]
     attention_function.argtypes = [*[pointer] * 6, *[number] * 6, pointer]
     parallel = find_gomp_parallel()
     LOGGER.debug("C kernels loaded, running on %s", "torch's threads" if parallel else "one thread")
