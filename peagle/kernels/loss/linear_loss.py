@@ -75,7 +75,6 @@ class LinearLossFunction(torch.autograd.Function):
         objective: Objective,
         eta: float,
         scale_by_earlier: RowScale | None,
-        scale_by_all: RowScale | None,
         needs_grad: tuple[bool, bool],
         row_losses: RowLossFn,
     ) -> tuple[Tensor, ...]:
@@ -103,28 +102,17 @@ class LinearLossFunction(torch.autograd.Function):
             token_R.index_copy_(0, at, found.teacher_token)
             return at, hidden_CD, z_CV
 
-        all_scale_R = hidden_RD.new_ones(rows, dtype=exact)
-        if scale_by_all is not None and dhead_VD is not None:
-            # The head's gradient is one sum over rows, so their scales must be known before the rows are added.
-            for chunk in schedule.chunks:
-                compute_chunk(chunk, gradient=False)
-            all_scale_R = scale_by_all(acceptance_R, token_R)
         for chunk in schedule.chunks:
             at, hidden_CD, z_CV = compute_chunk(chunk, any(needs_grad))
             # Both gradients are linear in each row, so the scale can be applied after the logit gradient.
             scale_C1 = None
             if scale_by_earlier is not None:
-                scale_R.index_copy_(0, at, (scale_by_earlier(acceptance_R, token_R) * all_scale_R)[at])
+                scale_R.index_copy_(0, at, scale_by_earlier(acceptance_R, token_R)[at])
                 scale_C1 = scale_R[at][:, None].to(hidden_CD.dtype)
             if dhidden_RD is not None:
                 dhidden_RD.index_copy_(0, at, _scale_rows(z_CV @ head_VD, scale_C1))
             if dhead_VD is not None:
                 _add_head_gradient(dhead_VD, z_CV, _scale_rows(hidden_CD, scale_C1))
-        if scale_by_all is not None and dhead_VD is None:
-            all_scale_R = scale_by_all(acceptance_R, token_R)
-            scale_R = scale_R * all_scale_R
-            if dhidden_RD is not None:
-                dhidden_RD *= all_scale_R[:, None].to(dhidden_RD.dtype)
         ctx.save_for_backward(dhidden_RD, dhead_VD)
         ctx.head_dtype = head_VD.dtype
         ctx.mark_non_differentiable(loss_R, acceptance_R, match_R, token_R)
@@ -135,7 +123,7 @@ class LinearLossFunction(torch.autograd.Function):
         dhidden_RD, dhead_VD = ctx.saved_tensors
         dhidden = None if dhidden_RD is None else dhidden_RD * dtotal.to(dhidden_RD.dtype)
         dhead = None if dhead_VD is None else (dhead_VD * dtotal).to(ctx.head_dtype)
-        return dhidden, dhead, *(None,) * 9
+        return dhidden, dhead, *(None,) * 8
 
 
 def linear_loss_with(
@@ -149,7 +137,6 @@ def linear_loss_with(
     eta: float,
     max_logits: int,
     scale_by_earlier: RowScale | None = None,
-    scale_by_all: RowScale | None = None,
 ) -> LinearLossOutput:
     """As `linear_loss`, with the given implementation of the row losses."""
     assert objective in OBJECTIVES, objective
@@ -167,7 +154,7 @@ def linear_loss_with(
     enabled = torch.is_grad_enabled()
     needs_grad = (enabled and hidden_RD.requires_grad, enabled and head_VD.requires_grad)
     teacher = Teacher(teacher.hidden_PT.detach(), teacher.head_UT.detach(), teacher.draft_ids)
-    settings = (weight_R, objective, eta, scale_by_earlier, scale_by_all, needs_grad, row_losses)
+    settings = (weight_R, objective, eta, scale_by_earlier, needs_grad, row_losses)
     return LinearLossOutput(*LinearLossFunction.apply(hidden_RD, head_VD, teacher, schedule, *settings))
 
 
@@ -181,11 +168,10 @@ def linear_loss_torch(
     eta: float = LK_ETA,
     max_logits: int = LOSS_LOGITS,
     scale_by_earlier: RowScale | None = None,
-    scale_by_all: RowScale | None = None,
 ) -> LinearLossOutput:
     """As `linear_loss`, in plain torch. Uses smaller chunks, because it makes about eight copies of their logits."""
     args = (hidden_RD, head_VD, teacher, position_R, weight_R, objective, eta, max(1, max_logits // 8))
-    return linear_loss_with(compute_row_losses_torch, *args, scale_by_earlier, scale_by_all)
+    return linear_loss_with(compute_row_losses_torch, *args, scale_by_earlier)
 
 
 def linear_loss(
@@ -198,7 +184,6 @@ def linear_loss(
     eta: float = LK_ETA,
     max_logits: int = LOSS_LOGITS,
     scale_by_earlier: RowScale | None = None,
-    scale_by_all: RowScale | None = None,
 ) -> LinearLossOutput:
     """Computes sum weight * loss, where row r learns the teacher's distribution at position_R[r].
 
@@ -206,13 +191,12 @@ def linear_loss(
     of the rows does not matter. Pass `position_R` on the CPU to avoid a device synchronisation, or pass a
     `LossSchedule` on the device: then nothing depends on the host, and `max_logits` is ignored.
 
-    Two hooks may scale rows by results of other rows. `scale_by_earlier` is called during the chunk loop, when the
-    results of all rows with an earlier or equal teacher position than the chunk's are final, and must read no others.
-    `scale_by_all` is called with all results, and needs `scale_by_earlier` too.
+    `scale_by_earlier` may scale rows by results of other rows. It is called during the chunk loop, when the results of
+    all rows with an earlier or equal teacher position than the chunk's are final, and must read no others.
     """
     args = (hidden_RD, head_VD, teacher, position_R, weight_R, objective, eta, max_logits)
     if not supports_triton_float(hidden_RD) or not supports_triton_float(teacher.hidden_PT):
-        return linear_loss_torch(*args, scale_by_earlier, scale_by_all)
+        return linear_loss_torch(*args, scale_by_earlier)
     from peagle.kernels.loss.linear_loss_triton import compute_row_losses_triton
 
-    return linear_loss_with(compute_row_losses_triton, *args, scale_by_earlier, scale_by_all)
+    return linear_loss_with(compute_row_losses_triton, *args, scale_by_earlier)
