@@ -1,4 +1,4 @@
-"""What several tests share: how many examples, how many threads, and one change to a sound folder."""
+"""Helpers that several tests share: hypothesis settings, torch threads, edits of checkpoint folders."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WEIGHTS = "model.safetensors"
 
 
 def many(examples: int) -> settings:
-    """The same examples on every run, however long each takes."""
+    """Hypothesis settings with the same examples on every run and no time limit."""
     return settings(
         max_examples=examples,
         derandomize=True,
