@@ -2,7 +2,7 @@
 """Takes the documentation's picture of the playground: a conversation with a running server, in headless Chromium.
 
     peagle serve -d smollm2-135m-p-eagle -k 7 &
-    python scripts/playground_pictures.py http://127.0.0.1:8000 -k 3
+    python scripts/playground_pictures.py http://127.0.0.1:8000
 
 Writes docs/images/playground-light.png.
 """
@@ -51,7 +51,7 @@ def main() -> int:
     parser.add_argument("url", help="a running server with a drafter")
     parser.add_argument("-k", type=int, help="draft tokens per step (default: the server's)")
     parser.add_argument("--prompt", default=DEFAULT_PROMPT)
-    parser.add_argument("--max-tokens", type=int, default=160)
+    parser.add_argument("--max-tokens", type=int, default=110)
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT)
     arguments = parser.parse_args()
     if find_chromium() is None:
