@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -30,6 +31,11 @@ from peagle.errors import UserError
 from peagle.hub.resolve import DEFAULT_TARGET
 
 MAX_SHOWN_REJECTIONS = 5
+data_option = partial(typer.Option, rich_help_panel=DATA_PANEL)
+engine_option = partial(typer.Option, rich_help_panel=ENGINE_PANEL)
+output_option = partial(typer.Option, rich_help_panel=OUTPUT_PANEL)
+sampling_option = partial(typer.Option, rich_help_panel=SAMPLING_PANEL)
+server_option = partial(typer.Option, rich_help_panel=SERVER_PANEL)
 
 
 @app.command(
@@ -46,91 +52,52 @@ def data(
     prompts: Annotated[
         str, typer.Argument(help="Prompts: a .jsonl or .jsonl.gz file, a folder of them, or a Hugging Face dataset.")
     ],
-    out: Annotated[Path, typer.Option(help="Response file; an existing one is resumed.", rich_help_panel=OUTPUT_PANEL)],
+    out: Annotated[Path, output_option(help="Response file; an existing one is resumed.")],
     target: TargetOption = DEFAULT_TARGET,
-    split: Annotated[str, typer.Option(help="Split of a Hugging Face dataset.", rich_help_panel=DATA_PANEL)] = "train",
-    limit: Annotated[
-        int | None, typer.Option(help="Use only the first N prompts.", show_default="all", rich_help_panel=DATA_PANEL)
-    ] = None,
+    split: Annotated[str, data_option(help="Split of a Hugging Face dataset.")] = "train",
+    limit: Annotated[int | None, data_option(help="Use only the first N prompts.", show_default="all")] = None,
     exclude_ids: Annotated[
         Path | None,
-        typer.Option(
-            help="File of prompt ids to exclude, one per line: the validation set.",
-            metavar="FILE",
-            rich_help_panel=DATA_PANEL,
-        ),
+        data_option(help="File of prompt ids to exclude, one per line: the validation set.", metavar="FILE"),
     ] = None,
     chat_template: Annotated[
-        Path | None,
-        typer.Option(
-            help="Jinja file with a chat template, instead of the target's.", metavar="FILE", rich_help_panel=DATA_PANEL
-        ),
+        Path | None, data_option(help="Jinja file with a chat template, instead of the target's.", metavar="FILE")
     ] = None,
-    raw: Annotated[
-        bool,
-        typer.Option("--raw", help="Continue raw prompts without a chat template.", rich_help_panel=DATA_PANEL),
-    ] = False,
+    raw: Annotated[bool, data_option("--raw", help="Continue raw prompts without a chat template.")] = False,
     temperature: Annotated[
-        float, typer.Option(help="Sampling temperature; 0 is greedy.", rich_help_panel=SAMPLING_PANEL)
+        float, sampling_option(help="Sampling temperature; 0 is greedy.")
     ] = ResponseSettings.temperature,
-    top_p: Annotated[
-        float, typer.Option(help="Nucleus sampling; 1 disables it.", rich_help_panel=SAMPLING_PANEL)
-    ] = ResponseSettings.top_p,
-    top_k: Annotated[
-        int, typer.Option(help="Top-k sampling; 0 disables it.", rich_help_panel=SAMPLING_PANEL)
-    ] = ResponseSettings.top_k,
-    max_tokens: Annotated[
-        int, typer.Option(help="Maximum tokens per response.", rich_help_panel=SAMPLING_PANEL)
-    ] = ResponseSettings.max_tokens,
-    samples: Annotated[
-        int, typer.Option(help="Responses per prompt.", rich_help_panel=SAMPLING_PANEL)
-    ] = ResponseSettings.samples,
-    seed: Annotated[int, typer.Option(help="Seed of the responses.", rich_help_panel=SAMPLING_PANEL)] = (
-        ResponseSettings.seed
-    ),
+    top_p: Annotated[float, sampling_option(help="Nucleus sampling; 1 disables it.")] = ResponseSettings.top_p,
+    top_k: Annotated[int, sampling_option(help="Top-k sampling; 0 disables it.")] = ResponseSettings.top_k,
+    max_tokens: Annotated[int, sampling_option(help="Maximum tokens per response.")] = ResponseSettings.max_tokens,
+    samples: Annotated[int, sampling_option(help="Responses per prompt.")] = ResponseSettings.samples,
+    seed: Annotated[int, sampling_option(help="Seed of the responses.")] = ResponseSettings.seed,
     lead: Lead = ResponseSettings.lead,
     vary: Vary = ResponseSettings.vary,
     loop_tokens: Annotated[
-        int,
-        typer.Option(help="Tokens kept behind the start of a loop; the rest is cut.", rich_help_panel=SAMPLING_PANEL),
+        int, sampling_option(help="Tokens kept behind the start of a loop; the rest is cut.")
     ] = ResponseSettings.loop_tokens,
     endpoint: Annotated[
         str | None,
-        typer.Option(
-            help="OpenAI-compatible server that generates, instead of the embedded engine.",
-            metavar="URL",
-            rich_help_panel=SERVER_PANEL,
-        ),
+        server_option(help="OpenAI-compatible server that generates, instead of the embedded engine.", metavar="URL"),
     ] = None,
     model: Annotated[
-        str | None,
-        typer.Option(
-            help="Model name on the server.",
-            show_default="its only model",
-            metavar="NAME",
-            rich_help_panel=SERVER_PANEL,
-        ),
+        str | None, server_option(help="Model name on the server.", show_default="its only model", metavar="NAME")
     ] = None,
     concurrency: Annotated[
-        int, typer.Option(help="Concurrent requests to the server.", rich_help_panel=SERVER_PANEL)
+        int, server_option(help="Concurrent requests to the server.")
     ] = EndpointSettings.concurrency,
-    timeout: Annotated[
-        float, typer.Option(help="Seconds before a request is retried.", rich_help_panel=SERVER_PANEL)
-    ] = EndpointSettings.timeout_s,
-    retries: Annotated[
-        int, typer.Option(help="Retries per request.", rich_help_panel=SERVER_PANEL)
-    ] = EndpointSettings.retries,
+    timeout: Annotated[float, server_option(help="Seconds before a request is retried.")] = EndpointSettings.timeout_s,
+    retries: Annotated[int, server_option(help="Retries per request.")] = EndpointSettings.retries,
     max_num_seqs: Annotated[
-        int | None,
-        typer.Option(help="Maximum concurrent responses.", show_default="by device", rich_help_panel=ENGINE_PANEL),
+        int | None, engine_option(help="Maximum concurrent responses.", show_default="by device")
     ] = None,
     max_model_len: MaxModelLen = None,
     gpu_memory_utilization: Annotated[
-        float, typer.Option(help="Fraction of GPU memory to use.", rich_help_panel=ENGINE_PANEL)
+        float, engine_option(help="Fraction of GPU memory to use.")
     ] = ResponseEngineSettings.gpu_memory_utilization,
     kv_cache_memory_bytes: Annotated[
-        int | None,
-        typer.Option(help="Size of the KV cache, instead of that fraction.", rich_help_panel=ENGINE_PANEL),
+        int | None, engine_option(help="Size of the KV cache, instead of that fraction.")
     ] = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",

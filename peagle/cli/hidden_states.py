@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,9 @@ import typer
 from peagle.cli.app import SERVER_PANEL, TRAINING_PANEL, app, examples
 from peagle.config import EndpointSettings
 from peagle.errors import UserError
+
+server_option = partial(typer.Option, rich_help_panel=SERVER_PANEL)
+training_option = partial(typer.Option, rich_help_panel=TRAINING_PANEL)
 
 
 @app.command(
@@ -20,23 +24,15 @@ from peagle.errors import UserError
     ),
 )
 def hidden_states(
-    recipe: Annotated[
-        Path, typer.Option(help="Recipe with vllm_hidden_states, the output folder.", rich_help_panel=TRAINING_PANEL)
-    ],
+    recipe: Annotated[Path, training_option(help="Recipe with vllm_hidden_states, the output folder.")],
     endpoint: Annotated[
         list[str] | None,
-        typer.Option(
-            help="vLLM server that writes to the folder; repeat for several.",
-            metavar="URL",
-            rich_help_panel=SERVER_PANEL,
-        ),
+        server_option(help="vLLM server that writes to the folder; repeat for several.", metavar="URL"),
     ] = None,
     concurrency: Annotated[
-        int, typer.Option(help="Concurrent requests to each server.", rich_help_panel=SERVER_PANEL)
+        int, server_option(help="Concurrent requests to each server.")
     ] = EndpointSettings.concurrency,
-    timeout: Annotated[
-        float, typer.Option(help="Seconds before a request is retried.", rich_help_panel=SERVER_PANEL)
-    ] = EndpointSettings.timeout_s,
+    timeout: Annotated[float, server_option(help="Seconds before a request is retried.")] = EndpointSettings.timeout_s,
 ) -> None:
     """Let vLLM servers write the hidden states a drafter is trained on.
 

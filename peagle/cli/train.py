@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -38,6 +39,11 @@ if TYPE_CHECKING:
     from peagle.training.run import TrainingResult
 
 Resume = Literal["auto", "must", "never"]
+data_option = partial(typer.Option, rich_help_panel=DATA_PANEL)
+model_option = partial(typer.Option, rich_help_panel=MODEL_PANEL)
+output_option = partial(typer.Option, rich_help_panel=OUTPUT_PANEL)
+sampling_option = partial(typer.Option, rich_help_panel=SAMPLING_PANEL)
+training_option = partial(typer.Option, rich_help_panel=TRAINING_PANEL)
 FLAG_TYPES: dict[str, type] = {"int": int, "float": float, "bool": bool, "int | None": int, "float | None": float}
 # The panel of each field of TrainConfig and of those after it.
 FIELD_PANELS = {
@@ -79,36 +85,23 @@ def add_training_flags(verb: Callable[..., None]) -> Callable[..., None]:
 
 RecipeOption = Annotated[
     Path | None,
-    typer.Option("--recipe", help="Recipe (TOML); flags override it.", metavar="FILE", rich_help_panel=TRAINING_PANEL),
+    training_option("--recipe", help="Recipe (TOML); flags override it.", metavar="FILE"),
 ]
 OutOption = Annotated[
     Path,
-    typer.Option("--out", help="Folder of the drafter; an existing run is resumed.", rich_help_panel=OUTPUT_PANEL),
+    output_option("--out", help="Folder of the drafter; an existing run is resumed."),
 ]
 RunTargetOption = Annotated[
     str | None,
-    typer.Option(
-        "--target",
-        "-t",
-        help=TARGET_HELP,
-        metavar="TARGET",
-        show_default=DEFAULT_TARGET,
-        rich_help_panel=MODEL_PANEL,
-    ),
+    model_option("--target", "-t", help=TARGET_HELP, metavar="TARGET", show_default=DEFAULT_TARGET),
 ]
 ResumeOption = Annotated[
     str,
-    typer.Option(
-        "--resume",
-        help="auto resumes an existing run; must and never require or forbid it.",
-        rich_help_panel=TRAINING_PANEL,
-    ),
+    training_option("--resume", help="auto resumes an existing run; must and never require or forbid it."),
 ]
 PauseMinutes = Annotated[
     float | None,
-    typer.Option(
-        help="Save and stop after this many minutes; the same command resumes.", rich_help_panel=TRAINING_PANEL
-    ),
+    training_option(help="Save and stop after this many minutes; the same command resumes."),
 ]
 
 
@@ -131,18 +124,11 @@ def train(
     resume: ResumeOption = "auto",
     pause_minutes: PauseMinutes = None,
     dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run", help="Print memory, disk and time of the run; train nothing.", rich_help_panel=OUTPUT_PANEL
-        ),
+        bool, output_option("--dry-run", help="Print memory, disk and time of the run; train nothing.")
     ] = False,
-    num_gpus: Annotated[
-        int,
-        typer.Option(help="For --dry-run: number of GPUs like this one.", rich_help_panel=OUTPUT_PANEL),
-    ] = 1,
+    num_gpus: Annotated[int, output_option(help="For --dry-run: number of GPUs like this one.")] = 1,
     tokens_per_second: Annotated[
-        float | None,
-        typer.Option(help="For --dry-run: known training rate of all GPUs.", rich_help_panel=OUTPUT_PANEL),
+        float | None, output_option(help="For --dry-run: known training rate of all GPUs.")
     ] = None,
     as_json: JsonOption = False,
     device: DeviceOption = "auto",
@@ -186,21 +172,14 @@ def fit(
     out: OutOption,
     target: RunTargetOption = None,
     recipe: RecipeOption = None,
-    samples: Annotated[
-        int, typer.Option(help="Responses per prompt.", rich_help_panel=SAMPLING_PANEL)
-    ] = ResponseSettings.samples,
+    samples: Annotated[int, sampling_option(help="Responses per prompt.")] = ResponseSettings.samples,
     temperature: Annotated[
-        float, typer.Option(help="Sampling temperature of the responses.", rich_help_panel=SAMPLING_PANEL)
+        float, sampling_option(help="Sampling temperature of the responses.")
     ] = ResponseSettings.temperature,
-    max_tokens: Annotated[
-        int, typer.Option(help="Maximum tokens per response.", rich_help_panel=SAMPLING_PANEL)
-    ] = ResponseSettings.max_tokens,
-    limit: Annotated[
-        int | None, typer.Option(help="Use only the first N prompts.", show_default="all", rich_help_panel=DATA_PANEL)
-    ] = None,
+    max_tokens: Annotated[int, sampling_option(help="Maximum tokens per response.")] = ResponseSettings.max_tokens,
+    limit: Annotated[int | None, data_option(help="Use only the first N prompts.", show_default="all")] = None,
     exclude_ids: Annotated[
-        Path | None,
-        typer.Option(help="File of prompt ids to exclude, one per line.", metavar="FILE", rich_help_panel=DATA_PANEL),
+        Path | None, data_option(help="File of prompt ids to exclude, one per line.", metavar="FILE")
     ] = None,
     lead: Lead = ResponseSettings.lead,
     vary: Vary = ResponseSettings.vary,
