@@ -13,7 +13,7 @@ from moto import mock_aws
 from moto.sagemaker.exceptions import ValidationError
 from moto.sagemaker.models import FakeEndpointConfig
 
-from peagle.deploy.sagemaker_endpoint import Aws, connect
+from peagle.deploy.sagemaker_endpoint import AwsClients, connect
 
 ACCOUNT = "123456789012"  # moto's
 
@@ -30,7 +30,7 @@ def _check(self: Any, instance_type: str) -> None:
 
 
 @contextmanager
-def pretended(region: str, bucket: str) -> Iterator[Aws]:
+def pretended(region: str, bucket: str) -> Iterator[AwsClients]:
     """AWS with an empty bucket in it, while this lasts."""
     with mock_aws(), mock.patch.object(FakeEndpointConfig, "validate_instance_type", _check):
         aws = connect(region)

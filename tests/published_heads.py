@@ -1,10 +1,9 @@
-"""Folders laid out as AWS's published P-EAGLE heads are: their config fields, tensor names and dtype, at reduced width.
+"""Drafter folders in the layout of AWS's published P-EAGLE heads, at reduced sizes.
 
-What is public of the four: a LlamaForCausalLMEagle3 of 4 layers that reads 3 layers of the target, `ptd_token_id` as
-the only name of the mask id, embeddings and a full-vocabulary head of its own, llama3 positions in `rope_scaling`,
-bfloat16, layer 0 as `midlayer.`. Whether a config names the aux states layers differs between heads in use, so `aux
-states` says
-how: "top" (by its own field), "nested" (in eagle_config), or "none" (the reader's default, which is the same layers).
+The published heads are a LlamaForCausalLMEagle3 with 4 layers and 3 auxiliary layers, `ptd_token_id` as the only name
+of the mask token id, their own embeddings and full-vocabulary head, llama3 rope in `rope_scaling`, bfloat16, and layer
+0 as `midlayer.`. The auxiliary layer ids are at the "top" of the config, "nested" in eagle_config, or in "none" of
+them (then the default layers are meant, which are the same).
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import save_file
 
-Taps = Literal["top", "nested", "none"]
+AuxLayerIdsField = Literal["top", "nested", "none"]
 LAYERS = 4
 POSITIONS = 512
-SHRUNK = 1 / 64  # widths of the published ones
+SCALE = 1 / 64  # of the published hidden sizes
 
 
 @dataclass(frozen=True)
 class Head:
-    """Width, depth, vocabulary and heads are those of its target."""
+    """A published head, with the sizes of its target."""
 
     width: int
     target_layers: int
@@ -34,16 +33,16 @@ class Head:
     heads: int
     kv_heads: int
     head_dim: int
-    draft_tokens: int  # the card's
+    num_speculative_tokens: int  # of the model card
 
     @property
     def aux_layer_ids(self) -> list[int]:
         return [2, self.target_layers // 2, self.target_layers - 3]
 
     def card(self, folder: Path | str) -> str:
-        """As the card writes it, with blanks."""
+        """The --speculative-config of the model card."""
         return (
-            f'{{"method": "eagle3", "model": "{folder}", "num_speculative_tokens": {self.draft_tokens}, '
+            f'{{"method": "eagle3", "model": "{folder}", "num_speculative_tokens": {self.num_speculative_tokens}, '
             '"parallel_drafting": true}'
         )
 
@@ -58,7 +57,7 @@ HEADS = {
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a folder that is written."""
+    """Sizes of a written folder."""
 
     width: int
     mlp: int
@@ -70,19 +69,19 @@ class Shape:
 
 
 def full(head: Head) -> Shape:
-    """The published one; only of gpt-oss-20b the mask id is known here, the others' are as far from the end."""
+    """The published sizes. The mask token id is known for gpt-oss-20b and assumed at the same offset for others."""
     mask_id = head.vocab - (201088 - 201020)
     return Shape(head.width, 4 * head.width, head.vocab, head.heads, head.kv_heads, head.head_dim, mask_id)
 
 
 def small(head: Head) -> Shape:
-    """One key/value head for each 4 of the published ones; a vocabulary of bytes and some ids that no text holds."""
+    """Reduced sizes: a quarter of the KV heads, and a vocabulary of bytes and some unused ids."""
     ratio = head.heads // head.kv_heads
     kv_heads = max(head.kv_heads // 4, 1)
-    return Shape(int(head.width * SHRUNK) // 16 * 16, 96, 320, min(ratio, 4) * kv_heads, kv_heads, 16, 310)
+    return Shape(int(head.width * SCALE) // 16 * 16, 96, 320, min(ratio, 4) * kv_heads, kv_heads, 16, 310)
 
 
-def head_config(head: Head, shape: Shape, aux_hidden_states: Taps = "top") -> dict[str, Any]:
+def head_config(head: Head, shape: Shape, aux_ids_field: AuxLayerIdsField = "top") -> dict[str, Any]:
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "attention_bias": False,
@@ -114,9 +113,9 @@ def head_config(head: Head, shape: Shape, aux_hidden_states: Taps = "top") -> di
         "vocab_size": shape.vocab,
     }
     ids = "eagle_aux_hidden_state_layer_ids"
-    if aux_hidden_states == "top":
+    if aux_ids_field == "top":
         config[ids] = head.aux_layer_ids
-    elif aux_hidden_states == "nested":
+    elif aux_ids_field == "nested":
         config["eagle_config"] = {ids: head.aux_layer_ids, "use_aux_hidden_state": True}
     return config
 
@@ -156,15 +155,15 @@ def head_tensors(shape: Shape, seed: int = 0) -> dict[str, torch.Tensor]:
     return made
 
 
-def write_head(head: Head, folder: Path, aux_hidden_states: Taps = "top") -> Path:
+def write_head(head: Head, folder: Path, aux_ids_field: AuxLayerIdsField = "top") -> Path:
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(head_config(head, small(head), aux_hidden_states), indent=2))
+    (folder / "config.json").write_text(json.dumps(head_config(head, small(head), aux_ids_field), indent=2))
     save_file(head_tensors(small(head)), folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
 def write_full_head(head: Head, folder: Path) -> Path:
-    """At full width, gigabytes of nothing: a whole header, and a file that takes no room on the disk."""
+    """Writes the published sizes: a complete header, and gigabytes of zeros in a sparse file."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(head_config(head, full(head)), indent=2))
     header: dict[str, Any] = {}
@@ -180,7 +179,7 @@ def write_full_head(head: Head, folder: Path) -> Path:
 
 
 def write_target(head: Head, folder: Path) -> Path:
-    """A Llama as wide and deep as the head's target, with a tokenizer whose tokens are bytes."""
+    """Writes a Llama with the layers of the head's target and a byte-level tokenizer."""
     from engines import write_tokenizer
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -1,7 +1,4 @@
-"""`deploy`: vLLM with a drafter on other machines, and on SageMaker.
-
-Knows flags, questions and what is printed; nothing about the files or AWS.
-"""
+"""`deploy`: stock vLLM with a drafter on other machines, and on SageMaker."""
 
 from __future__ import annotations
 
@@ -12,7 +9,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from peagle.cli.app import DRAFTER_HELP, MaxModelLen, ServedModelName, TargetArgument, app, examples
+from peagle.cli.app import (
+    DRAFTER_HELP,
+    ENGINE_PANEL,
+    K_HELP,
+    MODEL_PANEL,
+    OUTPUT_PANEL,
+    SERVER_PANEL,
+    MaxModelLen,
+    ServedModelName,
+    TargetArgument,
+    app,
+    examples,
+)
 from peagle.config import (
     DEFAULT_NUM_SPECULATIVE_TOKENS,
     EAGLE3_NUM_SPECULATIVE_TOKENS,
@@ -22,50 +31,56 @@ from peagle.config import (
 from peagle.errors import UserError
 
 if TYPE_CHECKING:
-    from peagle.deploy.checks import Hazard
+    from peagle.deploy.checks import DeployFinding
 
-USUAL, USUAL_AWS = DeploySettings(), SagemakerSettings(role="arn:aws:iam::000000000000:role/x", instance_type="ml.x")
-CREATE = "create"
+DEFAULTS = DeploySettings()
+AWS_DEFAULTS = SagemakerSettings(role="arn:aws:iam::000000000000:role/x", instance_type="ml.x")
+AWS_PANEL, CHECKS_PANEL = "AWS", "Checks"
 
-deploy = typer.Typer(help="vLLM with a drafter elsewhere: files that start it, or SageMaker.", no_args_is_help=True)
+deploy = typer.Typer(help="Deploy stock vLLM with a drafter: start-up files or SageMaker.", no_args_is_help=True)
 app.add_typer(deploy, name="deploy", rich_help_panel=None)
 
 
 class CreateByDefault(TyperGroup):
-    """`sagemaker TARGET ...` is `sagemaker create TARGET ...`."""
+    """`sagemaker TARGET ...` means `sagemaker create TARGET ...`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in self.commands and args[0] not in ("--help", "-h"):
-            args = [CREATE, *args]
+            args = ["create", *args]
         return super().parse_args(ctx, args)
 
 
 sagemaker = typer.Typer(
-    cls=CreateByDefault, help="A SageMaker endpoint: plan, create, look, ask, delete.", no_args_is_help=True
+    cls=CreateByDefault, help="Create, inspect, invoke and delete SageMaker endpoints.", no_args_is_help=True
 )
 deploy.add_typer(sagemaker, name="sagemaker")
 
-Drafter = Annotated[str, typer.Option("--drafter", "-d", help=DRAFTER_HELP)]
-NumSpeculativeTokens = Annotated[
+
+def _option(panel: str, *flags: str, **options: Any) -> Any:
+    return typer.Option(*flags, rich_help_panel=panel, **options)
+
+
+RequiredDrafter = Annotated[str, _option(MODEL_PANEL, "--drafter", "-d", help=DRAFTER_HELP, metavar="DRAFTER")]
+OptionalK = Annotated[
     int | None,
-    typer.Option(
-        "-k",
-        "--draft-tokens",
-        help="Draft tokens a round.",
+    _option(
+        *(MODEL_PANEL, "--num-speculative-tokens", "-k"),
+        help=K_HELP,
+        metavar="K",
         show_default=f"{DEFAULT_NUM_SPECULATIVE_TOKENS}, EAGLE-3: {EAGLE3_NUM_SPECULATIVE_TOKENS}",
     ),
 ]
-VllmVersion = Annotated[str, typer.Option(help="That it shall run on; its hazards are checked.", metavar="VERSION")]
-MaxNumSeqs = Annotated[int | None, typer.Option(help="Requests at once.", show_default="vLLM's")]
-GpuMemory = Annotated[float | None, typer.Option(help="Of each GPU, weights included.", show_default="vLLM's")]
-Env = Annotated[list[str] | None, typer.Option(help="A variable more; may be given again.", metavar="NAME=VALUE")]
-Unchecked = Annotated[
-    bool, typer.Option("--unchecked", help="Fetch nothing from the hub, so what is there stays unchecked.")
+MaxNumSeqs = Annotated[int | None, _option(ENGINE_PANEL, help="Concurrent requests.", show_default="vLLM's")]
+GpuMemory = Annotated[
+    float | None, _option(ENGINE_PANEL, help="Share of each GPU's memory, weights included.", show_default="vLLM's")
 ]
-Force = Annotated[bool, typer.Option("--force", help="Go on in spite of errors.")]
-Region = Annotated[str | None, typer.Option(help="Of AWS.", show_default="the configured one")]
-Name = Annotated[str, typer.Argument(help="The endpoint's.", metavar="NAME")]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do it, without a question.")]
+Env = Annotated[list[str] | None, _option(ENGINE_PANEL, help="Environment variable; repeatable.", metavar="NAME=VALUE")]
+VllmVersion = Annotated[str, _option(CHECKS_PANEL, help="vLLM version to check against.", metavar="VERSION")]
+Unchecked = Annotated[bool, _option(CHECKS_PANEL, "--unchecked", help="Fetch nothing from the hub; skip its checks.")]
+Force = Annotated[bool, _option(CHECKS_PANEL, "--force", help="Continue despite errors.")]
+Region = Annotated[str | None, _option(AWS_PANEL, help="AWS region.", show_default="the configured one")]
+EndpointName = Annotated[str, typer.Argument(help="Endpoint name.", metavar="NAME")]
+Yes = Annotated[bool, _option(AWS_PANEL, "--yes", "-y", help="Do not ask for confirmation.")]
 
 
 @deploy.command(
@@ -77,44 +92,49 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do it, without a questio
 )
 def vllm(
     target: TargetArgument,
-    drafter: Drafter,
-    more: Annotated[list[str] | None, typer.Argument(help="Behind --: words for vllm serve.", metavar="WORDS")] = None,
-    draft_tokens: NumSpeculativeTokens = None,
-    kind: Annotated[
-        str, typer.Option("--format", help="command, systemd, compose, kubernetes or all.", show_default=False)
+    drafter: RequiredDrafter,
+    extra: Annotated[
+        list[str] | None, typer.Argument(help="Further arguments of vllm serve, after --.", metavar="ARGS")
+    ] = None,
+    num_speculative_tokens: OptionalK = None,
+    output_format: Annotated[
+        str,
+        _option(OUTPUT_PANEL, "--format", help="command, systemd, compose, kubernetes or all.", show_default=False),
     ] = "",
-    out: Annotated[Path | None, typer.Option(help="The folder to write to; without it, one format is printed.")] = None,
-    name: Annotated[str, typer.Option(help="Of the service.")] = USUAL.name,
-    vllm_version: VllmVersion = USUAL.vllm_version,
-    tensor_parallel: Annotated[int, typer.Option(help="GPUs that share one model.")] = USUAL.tensor_parallel,
-    replicas: Annotated[int, typer.Option(help="Models side by side.")] = USUAL.replicas,
-    host: Annotated[str, typer.Option(help="That it listens on.")] = USUAL.host,
-    port: Annotated[int, typer.Option(help="That clients use.")] = USUAL.port,
-    image: Annotated[str | None, typer.Option(help="For containers.", show_default="vLLM's of that version")] = None,
-    program: Annotated[str, typer.Option(help="vLLM's, for systemd.")] = USUAL.program,
-    user: Annotated[str, typer.Option(help="That systemd runs it as.")] = USUAL.user,
+    out: Annotated[Path | None, _option(OUTPUT_PANEL, help="Output folder; without it, one format is printed.")] = None,
+    name: Annotated[str, _option(SERVER_PANEL, help="Service name.")] = DEFAULTS.name,
+    vllm_version: VllmVersion = DEFAULTS.vllm_version,
+    tensor_parallel: Annotated[int, _option(ENGINE_PANEL, help="GPUs per replica.")] = DEFAULTS.tensor_parallel,
+    replicas: Annotated[int, _option(ENGINE_PANEL, help="Number of replicas.")] = DEFAULTS.replicas,
+    host: Annotated[str, _option(SERVER_PANEL, help="Address to listen on.")] = DEFAULTS.host,
+    port: Annotated[int, _option(SERVER_PANEL, help="Port for clients.")] = DEFAULTS.port,
+    image: Annotated[
+        str | None, _option(SERVER_PANEL, help="Container image.", show_default="vLLM's of that version")
+    ] = None,
+    program: Annotated[str, _option(SERVER_PANEL, help="Path of vllm, for systemd.")] = DEFAULTS.program,
+    user: Annotated[str, _option(SERVER_PANEL, help="User that systemd runs it as.")] = DEFAULTS.user,
     served_model_name: ServedModelName = None,
     max_model_len: MaxModelLen = None,
     max_num_seqs: MaxNumSeqs = None,
     gpu_memory_utilization: GpuMemory = None,
     env: Env = None,
     service_monitor: Annotated[
-        bool, typer.Option("--service-monitor", help="Kubernetes: scraped by a Prometheus operator.")
+        bool, _option(SERVER_PANEL, "--service-monitor", help="Kubernetes: add a Prometheus ServiceMonitor.")
     ] = False,
     unchecked: Unchecked = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Files that are there and differ.")] = False,
+    overwrite: Annotated[bool, _option(OUTPUT_PANEL, "--overwrite", help="Overwrite files that differ.")] = False,
     force: Force = False,
 ) -> None:
-    """Write what starts stock vLLM with a drafter, checked first: command, systemd, Compose, Kubernetes."""
-    from peagle.deploy.checks import check
+    """Check a deployment of stock vLLM, and write its shell, systemd, Compose and Kubernetes files."""
+    from peagle.deploy.checks import check_deployment
+    from peagle.deploy.files import FORMATS, render_files, start_instructions, write_files
     from peagle.deploy.models import resolve_pair
-    from peagle.deploy.service import Service, command_line
-    from peagle.deploy.writing import FORMATS, files_of, how_to_start, write_files
+    from peagle.deploy.service import VllmService
 
-    kind = kind or ("command" if out is None else "all")
-    if kind not in (*FORMATS, "all"):
-        raise UserError(f"--format {kind}: must be {', '.join(FORMATS)} or all")
-    if kind == "all" and out is None:
+    output_format = output_format or ("command" if out is None else "all")
+    if output_format not in (*FORMATS, "all"):
+        raise UserError(f"--format {output_format}: must be {', '.join(FORMATS)} or all")
+    if output_format == "all" and out is None:
         raise UserError("--format all: needs --out, a folder for the files")
     settings = DeploySettings(
         name=name,
@@ -131,10 +151,10 @@ def vllm(
         max_num_seqs=max_num_seqs,
         gpu_memory_utilization=gpu_memory_utilization,
         env=parse_env(env),
-        extra=tuple(more or ()),
+        extra=tuple(extra or ()),
     )
-    pair = resolve_pair(target, drafter, draft_tokens, unchecked)
-    hazards = check(
+    pair = resolve_pair(target, drafter, num_speculative_tokens, unchecked)
+    findings = check_deployment(
         pair,
         vllm_version,
         tensor_parallel=tensor_parallel,
@@ -143,56 +163,58 @@ def vllm(
         env=dict(settings.env),
         extra=settings.extra,
     )
-    tell(hazards, force)
-    service = Service(settings, pair)
-    formats = [one for one in FORMATS if kind in (one, "all")]
-    files, doubts = files_of(service, formats, service_monitor)
-    for doubt in doubts:
-        print(f"warning: {doubt}", file=sys.stderr)
+    print_findings(findings, force)
+    service = VllmService(settings, pair)
+    formats = [each for each in FORMATS if output_format in (each, "all")]
+    files, warnings = render_files(service, formats, service_monitor)
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
     if out is None:
-        texts = [command_line(service)] if kind == "command" else files.values()
+        texts = [service.command_line()] if output_format == "command" else files.values()
         print("\n".join(text.rstrip() for text in texts))
         return
     write_files(files, out, overwrite)
     print(f"wrote {', '.join(str(out / file) for file in files)}")
-    for line in how_to_start(service, formats):
+    for line in start_instructions(service, formats):
         print(f"  {line}")
 
 
-@sagemaker.command(CREATE)
+@sagemaker.command("create")
 def sagemaker_create(
     target: TargetArgument,
-    drafter: Drafter,
-    role: Annotated[str, typer.Option(help="That SageMaker acts as.", metavar="ARN")],
-    instance_type: Annotated[str, typer.Option(help="As ml.g6e.xlarge.", metavar="TYPE")],
-    draft_tokens: NumSpeculativeTokens = None,
-    name: Annotated[str, typer.Option(help="Of the endpoint.")] = USUAL_AWS.name,
-    instances: Annotated[int, typer.Option(help="Side by side.")] = USUAL_AWS.instances,
-    s3: Annotated[str | None, typer.Option(help="s3://bucket/prefix, for folders; below it, NAME/.")] = None,
+    drafter: RequiredDrafter,
+    role: Annotated[str, _option(AWS_PANEL, help="IAM role that SageMaker assumes.", metavar="ARN")],
+    instance_type: Annotated[str, _option(AWS_PANEL, help="Instance type, like ml.g6e.xlarge.", metavar="TYPE")],
+    num_speculative_tokens: OptionalK = None,
+    name: Annotated[str, _option(AWS_PANEL, help="Endpoint name.")] = AWS_DEFAULTS.name,
+    instances: Annotated[int, _option(AWS_PANEL, help="Number of instances.")] = AWS_DEFAULTS.instances,
+    s3: Annotated[str | None, _option(AWS_PANEL, help="s3://bucket/prefix to upload folders to, below NAME/.")] = None,
     region: Region = None,
     image: Annotated[
         str | None,
-        typer.Option(help="With what vLLM, --vllm-version says.", show_default=f"AWS's {USUAL_AWS.image_tag}"),
+        _option(AWS_PANEL, help="Container image.", show_default=f"AWS's {AWS_DEFAULTS.image_tag}"),
     ] = None,
-    vllm_version: VllmVersion = USUAL_AWS.vllm_version,
+    vllm_version: VllmVersion = AWS_DEFAULTS.vllm_version,
     tensor_parallel: Annotated[
-        int | None, typer.Option(help="GPUs that share one model.", show_default="all of an instance")
+        int | None, _option(ENGINE_PANEL, help="GPUs per model.", show_default="all of an instance")
     ] = None,
     max_model_len: MaxModelLen = None,
     max_num_seqs: MaxNumSeqs = None,
     gpu_memory_utilization: GpuMemory = None,
     env: Env = None,
-    price: Annotated[float | None, typer.Option(help="USD an hour and instance.", show_default="a table's")] = None,
+    price: Annotated[
+        float | None, _option(AWS_PANEL, help="USD per instance and hour.", show_default="the list price")
+    ] = None,
     unchecked: Unchecked = False,
     force: Force = False,
-    wait: Annotated[bool, typer.Option("--wait", help="Until it answers.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="The plan alone, no question.")] = False,
+    wait: Annotated[bool, _option(AWS_PANEL, "--wait", help="Wait until the endpoint is in service.")] = False,
+    dry_run: Annotated[bool, _option(AWS_PANEL, "--dry-run", help="Print the plan only.")] = False,
     yes: Yes = False,
 ) -> None:
-    """Say what would be created and what it costs; create it after a yes."""
+    """Print the plan and the cost of an endpoint, and create it after confirmation."""
     from peagle.deploy import sagemaker_endpoint as endpoint
     from peagle.deploy.models import resolve_pair
-    from peagle.deploy.sagemaker_plan import check_sagemaker, describe, make_plan
+    from peagle.deploy.sagemaker_plan import build_plan, check_sagemaker, format_plan
 
     region = endpoint.find_region(region)
     settings = SagemakerSettings(
@@ -211,45 +233,45 @@ def sagemaker_create(
         env=parse_env(env),
         price=price,
     )
-    pair = resolve_pair(target, drafter, draft_tokens, unchecked)
-    tell(check_sagemaker(pair, settings), force)
-    plan = make_plan(pair, settings)
-    print(describe(plan))
-    if dry_run or not confirmed(yes, "create this, at that price?"):
+    pair = resolve_pair(target, drafter, num_speculative_tokens, unchecked)
+    print_findings(check_sagemaker(pair, settings), force)
+    plan = build_plan(pair, settings)
+    print(format_plan(plan))
+    if dry_run or not confirm(yes, "create this, at that price?"):
         print("nothing was created; --yes creates it")
         return
     if plan.price is None:
-        raise UserError(f"--price: needed, since what {instance_type} costs is not known here")
+        raise UserError(f"--price: needed, since the price of {instance_type} is not known")
     aws = endpoint.connect(region)
     endpoint.create(plan, aws, print)
-    print(f"it comes up in 10 to 30 minutes: peagle deploy sagemaker status {name} --region {region}")
-    print(f"and costs until: peagle deploy sagemaker delete {name} --region {region}")
+    print(f"in service in 10 to 30 minutes; see: peagle deploy sagemaker status {name} --region {region}")
+    print(f"it costs money until deleted: peagle deploy sagemaker delete {name} --region {region}")
     if wait:
         endpoint.wait(name, aws, print)
         print(f"{name} is in service")
 
 
 @sagemaker.command("status")
-def sagemaker_status(name: Name, region: Region = None) -> None:
-    """How an endpoint is, and what it has cost so far."""
+def sagemaker_status(name: EndpointName, region: Region = None) -> None:
+    """Show an endpoint's status and its cost so far."""
     from peagle.deploy import sagemaker_endpoint as endpoint
 
-    seen = endpoint.status(name, endpoint.connect(region))
-    print(f"{name}: {seen.state}" + (f": {seen.reason}" if seen.reason else ""))
-    cost = "at a price not known here" if seen.price is None else f"about USD {seen.price * seen.hours:.2f} so far"
-    print(f"{seen.instances} x {seen.instance_type} for {seen.hours:.1f} hours, {cost}")
-    if seen.artifact is not None:
-        print(f"models: {seen.artifact}")
+    found = endpoint.status(name, endpoint.connect(region))
+    print(f"{name}: {found.state}" + (f": {found.reason}" if found.reason else ""))
+    cost = "price not known" if found.price is None else f"about USD {found.price * found.hours:.2f} so far"
+    print(f"{found.instances} x {found.instance_type} for {found.hours:.1f} hours, {cost}")
+    if found.artifact is not None:
+        print(f"models: {found.artifact}")
 
 
 @sagemaker.command("invoke")
 def sagemaker_invoke(
-    name: Name,
-    prompt: Annotated[str, typer.Argument(help="What to ask.")],
-    max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 256,
+    name: EndpointName,
+    prompt: Annotated[str, typer.Argument(help="User message.")],
+    max_tokens: Annotated[int, typer.Option(help="Maximum number of output tokens.")] = 256,
     region: Region = None,
 ) -> None:
-    """Ask an endpoint and print its answer."""
+    """Send a prompt to an endpoint and print the response."""
     from peagle.deploy import sagemaker_endpoint as endpoint
 
     print(endpoint.invoke(name, endpoint.connect(region), prompt, max_tokens))
@@ -257,53 +279,53 @@ def sagemaker_invoke(
 
 @sagemaker.command("delete")
 def sagemaker_delete(
-    name: Name,
+    name: EndpointName,
     region: Region = None,
-    artifact: Annotated[str, typer.Option(help="The uploaded models: delete, keep or ask.")] = "ask",
+    artifact: Annotated[str, _option(AWS_PANEL, help="Uploaded models: delete, keep or ask.")] = "ask",
     yes: Yes = False,
 ) -> None:
-    """Delete endpoint, endpoint configuration and model; and what was uploaded, if that is said."""
+    """Delete an endpoint, its configuration and model, and on request the uploaded files."""
     from peagle.deploy import sagemaker_endpoint as endpoint
 
     if artifact not in ("delete", "keep", "ask"):
         raise UserError(f"--artifact {artifact}: must be delete, keep or ask")
     aws = endpoint.connect(region)
-    there = endpoint.look(name, aws)
-    if not there.kinds:
-        raise UserError(f"{name}: nothing of that name in {aws.region}")
-    print(f"to delete: {', '.join(f'the {kind} {name}' for kind in there.kinds)}, in {aws.region}")
-    if not confirmed(yes, "delete it?"):
+    found = endpoint.find_resources(name, aws)
+    if not found.kinds:
+        raise UserError(f"{name}: no endpoint, configuration or model of that name in {aws.region}")
+    print(f"to delete: {', '.join(f'the {kind} {name}' for kind in found.kinds)}, in {aws.region}")
+    if not confirm(yes, "delete it?"):
         print("nothing was deleted; --yes deletes it")
         return
-    gone = None
-    if there.artifact is not None:
-        wanted = artifact == "delete" or (artifact == "ask" and confirmed(False, f"delete {there.artifact} too?"))
-        gone = there.artifact if wanted else None
-    left = endpoint.delete(name, aws, print, there.kinds, gone)
-    if there.artifact is not None and gone is None:
-        print(f"kept: {there.artifact} (aws s3 rm --recursive {there.artifact})")
+    to_delete = None
+    if found.artifact is not None:
+        if artifact == "delete" or (artifact == "ask" and confirm(False, f"delete {found.artifact} too?")):
+            to_delete = found.artifact
+    left = endpoint.delete(name, aws, print, found.kinds, to_delete)
+    if found.artifact is not None and to_delete is None:
+        print(f"kept: {found.artifact} (aws s3 rm --recursive {found.artifact})")
     if left:
-        raise UserError(f"not deleted: {', '.join(left)}; {endpoint.remedy(left, name, aws.region)}")
+        raise UserError(f"not deleted: {', '.join(left)}; {endpoint.deletion_command(left, name, aws.region)}")
 
 
-def confirmed(yes: bool, question: str) -> bool:
-    """A yes by flag, or by someone at a terminal; nobody there means no."""
+def confirm(yes: bool, question: str) -> bool:
+    """Asks on a terminal unless `yes`; without a terminal the answer is no."""
     return yes or (sys.stdin.isatty() and typer.confirm(question, default=False))
 
 
-def parse_env(given: list[str] | None) -> tuple[tuple[str, str], ...]:
+def parse_env(variables: list[str] | None) -> tuple[tuple[str, str], ...]:
     pairs = []
-    for one in given or ():
-        name, equals, value = one.partition("=")
+    for variable in variables or ():
+        name, equals, value = variable.partition("=")
         if not equals or not name.isidentifier():
-            raise UserError(f"--env {one}: must be NAME=VALUE")
+            raise UserError(f"--env {variable}: must be NAME=VALUE")
         pairs.append((name, value))
     return tuple(pairs)
 
 
-def tell(hazards: list[Hazard], force: bool) -> None:
-    for hazard in hazards:
-        print(f"{hazard.level}: {hazard.text}", file=sys.stderr)
-    errors = sum(hazard.level == "error" for hazard in hazards)
-    if errors and not force:
-        raise UserError(f"{errors} error(s) above; nothing was done. --force goes on all the same")
+def print_findings(findings: list[DeployFinding], force: bool) -> None:
+    for finding in findings:
+        print(f"{finding.level}: {finding.text}", file=sys.stderr)
+    num_errors = sum(finding.level == "error" for finding in findings)
+    if num_errors and not force:
+        raise UserError(f"{num_errors} error(s) above; nothing was done. --force continues despite them")

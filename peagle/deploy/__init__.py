@@ -1,1 +1,1 @@
-"""vLLM with a drafter on machines elsewhere: the files that start it, SageMaker, and what goes wrong where."""
+"""Deploys stock vLLM with a drafter: files that start it, and SageMaker endpoints."""

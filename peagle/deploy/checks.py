@@ -1,7 +1,6 @@
-"""What would go wrong on a given vLLM, found before anything is written or created.
+"""Checks a deployment against a vLLM version before anything is written or created.
 
-Knows how released versions behave (their sources, 0.16 to 0.32) and asks the validator about the drafter's folder.
-Errors stop it, warnings do not; each says what to do.
+The rules come from vLLM's sources, 0.16 to 0.32. Errors stop the deployment, warnings do not; each says what to do.
 """
 
 from __future__ import annotations
@@ -12,41 +11,44 @@ from dataclasses import dataclass
 from typing import Literal
 
 from peagle.checkpoints.target import read_target_config
-from peagle.checkpoints.validate import VllmVersion, inspect_drafter, parse_version
+from peagle.checkpoints.validate import (
+    MISSING_AUX_LAYER_IDS,
+    SHORT_MAX_POSITIONS,
+    VllmVersion,
+    inspect_drafter,
+    parse_version,
+)
 from peagle.config import VLLM_VERSION, DrafterConfig
-from peagle.deploy.models import Pair, TargetFacts
+from peagle.deploy.models import DeployedPair, TargetFacts
 from peagle.errors import UserError
 
-RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
-# vLLM keeps the caches of layers in groups of equal size. Where the kinds of layers differ in number by less than
-# this factor, the larger number is the size; else the smaller, and the other kind is spread over several groups.
-GROUP_FACTOR_BEFORE, GROUP_FACTOR, GROUPS_FIXED = 1.25, 1.5, (0, 18)
-ONE_GROUP = "--disable-hybrid-kv-cache-manager"
-OURS = {
-    "--speculative-config": "-k and --drafter say it",
+MODEL_RUNNER_V2 = "VLLM_USE_V2_MODEL_RUNNER"
+# vLLM puts the KV caches of layers into groups of equal size. If the counts of layer types differ by less than this
+# factor, the larger count is the group size; else the smaller one, and the other type is split over several groups.
+OLD_GROUP_FACTOR, GROUP_FACTOR, GROUP_FACTOR_SINCE = 1.25, 1.5, (0, 18)
+SINGLE_GROUP_FLAG = "--disable-hybrid-kv-cache-manager"
+RESERVED_FLAGS = {
+    "--speculative-config": "use -k and --drafter",
     "--tensor-parallel-size": "use --tensor-parallel",
     "-tp": "use --tensor-parallel",
     "--tp": "use --tensor-parallel",
-    "--model": "TARGET says it",
+    "--model": "use TARGET",
     "--host": "use --host",
     "--port": "use --port",
-    "--api-key": "put it into the environment as VLLM_API_KEY, which is in no file",
+    "--api-key": "set VLLM_API_KEY in the environment, so that no file has the key",
 }
-SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL)S?$", re.IGNORECASE)
-LOADED = 64  # requests at once from which many drafts were measured to cost more than they bring
-FEW = 3
-# Findings of the validator that leave a deployment working
-BEARABLE = ("no eagle_aux_hidden_state_layer_ids", "max_position_embeddings is")
+SECRET_NAME = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL)S?$", re.IGNORECASE)
+HIGH_CONCURRENCY, HIGH_CONCURRENCY_K = 64, 3  # at 64 requests, larger K was measured to be slower
 
 
 @dataclass(frozen=True)
-class Hazard:
+class DeployFinding:
     level: Literal["error", "warning"]
     text: str
 
 
-def check(
-    pair: Pair,
+def check_deployment(
+    pair: DeployedPair,
     vllm_version: str,
     *,
     tensor_parallel: int = 1,
@@ -54,41 +56,46 @@ def check(
     max_num_seqs: int | None = None,
     env: Mapping[str, str],
     extra: Sequence[str] = (),
-) -> list[Hazard]:
+) -> list[DeployFinding]:
     version = parse_version(vllm_version)
-    found = _unread(pair)
-    found += _checkpoint(pair, vllm_version, max_model_len)
-    found += _version(version)
-    found += _runner(pair.parallel, env)
+    found = _check_unread_models(pair)
+    found += _check_drafter(pair, vllm_version)
+    found += _check_max_model_len(pair, max_model_len)
+    if version > parse_version(VLLM_VERSION):
+        found.append(_warning(f"--vllm-version {vllm_version}: newer than {VLLM_VERSION}, the newest known version"))
+    if pair.parallel and env.get(MODEL_RUNNER_V2, "0").strip().lower() not in ("0", "false", ""):
+        setting = f"{MODEL_RUNNER_V2}={env[MODEL_RUNNER_V2]}"
+        found.append(_error(f"{setting}: Model Runner V2 does not support parallel drafting; omit it, or set it to 0"))
     if pair.target_facts is not None:
-        facts, drafter = pair.target_facts, pair.drafter_config
-        if drafter is not None:
-            found += _groups(facts, drafter, version, extra)
-        found += _shards(facts, drafter, tensor_parallel)
-    found += _draft_tokens(pair, max_num_seqs)
-    found += _words(extra)
-    found += [_error(f"--env {name}: a secret has no place in a file") for name in env if SECRET.search(name)]
+        if pair.drafter_config is not None:
+            found += _check_cache_groups(pair.target_facts, pair.drafter_config, version, extra)
+        found += _check_tensor_parallel(pair.target_facts, pair.drafter_config, tensor_parallel)
+    found += _check_num_speculative_tokens(pair, max_num_seqs)
+    flags = [word.partition("=")[0] for word in extra]
+    found += [_error(f"{flag} after --: {RESERVED_FLAGS[flag]}") for flag in flags if flag in RESERVED_FLAGS]
+    secrets = [name for name in env if SECRET_NAME.search(name)]
+    found += [_error(f"--env {name}: secrets must not be written to files") for name in secrets]
     return found
 
 
-def _error(text: str) -> Hazard:
-    return Hazard("error", text)
+def _error(text: str) -> DeployFinding:
+    return DeployFinding("error", text)
 
 
-def _warning(text: str) -> Hazard:
-    return Hazard("warning", text)
+def _warning(text: str) -> DeployFinding:
+    return DeployFinding("warning", text)
 
 
-def _unread(pair: Pair) -> list[Hazard]:
+def _check_unread_models(pair: DeployedPair) -> list[DeployFinding]:
     unread = [model.name for model in (pair.target, pair.drafter) if model.folder is None]
-    found = [_warning(f"{name}: on the hub and not looked at (--unchecked)") for name in unread]
+    found = [_warning(f"{name}: on the hub and not checked (--unchecked)") for name in unread]
     if pair.drafter.folder is None:
-        found.append(_warning(f"{pair.drafter.name}: taken for a P-EAGLE drafter, so parallel_drafting is set"))
+        found.append(_warning(f"{pair.drafter.name}: assumed to be a P-EAGLE drafter, so parallel_drafting is set"))
     return found
 
 
-def _checkpoint(pair: Pair, vllm_version: str, max_model_len: int | None) -> list[Hazard]:
-    """The validator's findings, with the target's part where the target is one that it can read."""
+def _check_drafter(pair: DeployedPair, vllm_version: str) -> list[DeployFinding]:
+    """Runs the drafter validator; with a target that it cannot read, only the basic sizes are compared."""
     folder = pair.drafter.folder
     if folder is None:
         return []
@@ -97,126 +104,108 @@ def _checkpoint(pair: Pair, vllm_version: str, max_model_len: int | None) -> lis
         try:
             read_target_config(target)
         except UserError:
-            target, found = None, _fit(pair)
-    report = inspect_drafter(folder, pair.drafter.name, target, pair.target.name, vllm_version, pair.draft_tokens)
+            target, found = None, _check_sizes(pair)
+    num_tokens = pair.num_speculative_tokens
+    report = inspect_drafter(folder, pair.drafter.name, target, pair.target.name, vllm_version, num_tokens)
     for text in report.findings:
-        if not text.startswith(BEARABLE):
-            found.append(_error(f"{pair.drafter.name}: {text}"))
-        elif not text.startswith(BEARABLE[1]):
-            found.append(_warning(f"{pair.drafter.name}: {text}"))
-    return found + _reach(pair, max_model_len)
+        if text.startswith(SHORT_MAX_POSITIONS):
+            continue  # _check_max_model_len reports it
+        level = _warning if text.startswith(MISSING_AUX_LAYER_IDS) else _error
+        found.append(level(f"{pair.drafter.name}: {text}"))
+    return found
 
 
-def _reach(pair: Pair, max_model_len: int | None) -> list[Hazard]:
+def _check_sizes(pair: DeployedPair) -> list[DeployFinding]:
+    facts, drafter, found = pair.target_facts, pair.drafter_config, []
+    if facts is None or drafter is None:
+        return []
+    if drafter.target_hidden_size != facts.hidden_size:
+        found.append(f"target_hidden_size is {drafter.target_hidden_size}, but the target's is {facts.hidden_size}")
+    if drafter.vocab_size != facts.vocab_size:
+        found.append(f"vocab_size is {drafter.vocab_size}, but the target's is {facts.vocab_size}")
+    last = max(drafter.aux_layer_ids)
+    if last > facts.num_layers:
+        found.append(f"aux_layer_ids contains layer {last}, but the target has {facts.num_layers} layers")
+    return [_error(f"{pair.drafter.name}: {text}") for text in found]
+
+
+def _check_max_model_len(pair: DeployedPair, max_model_len: int | None) -> list[DeployFinding]:
     drafter, facts = pair.drafter_config, pair.target_facts
-    longest = max_model_len if max_model_len is not None else facts.positions if facts is not None else None
-    if drafter is None or longest is None or longest <= drafter.max_positions:
+    if max_model_len is None and facts is not None:
+        max_model_len = facts.max_positions
+    if drafter is None or max_model_len is None or max_model_len <= drafter.max_positions:
         return []
     return [
         _warning(
-            f"texts may have {longest} tokens, the drafter reaches {drafter.max_positions}: nothing is drafted beyond, "
-            f"without a word; --max-model-len {drafter.max_positions} keeps texts below it"
+            f"sequences may have {max_model_len} tokens, but the drafter supports {drafter.max_positions}: vLLM does "
+            f"not draft beyond; --max-model-len {drafter.max_positions} limits sequences to that"
         )
     ]
 
 
-def _version(version: VllmVersion) -> list[Hazard]:
-    if version <= parse_version(VLLM_VERSION):
+def _check_cache_groups(
+    facts: TargetFacts, drafter: DrafterConfig, version: VllmVersion, extra: Sequence[str]
+) -> list[DeployFinding]:
+    """In a target with sliding and full layers, all KV caches of the drafter must be in one group."""
+    if not splits_drafter_cache(facts, drafter, version) or SINGLE_GROUP_FLAG in extra:
         return []
-    asked = ".".join(map(str, version))
-    return [_warning(f"--vllm-version {asked}: newer than {VLLM_VERSION}, the newest that is known here")]
-
-
-def _runner(parallel: bool, env: Mapping[str, str]) -> list[Hazard]:
-    if not parallel or env.get(RUNNER, "0").strip().lower() in ("0", "false", ""):
-        return []
-    return [
-        _error(f"{RUNNER}={env[RUNNER]}: Model Runner V2 does not draft in parallel; leave it away, or set it to 0")
-    ]
-
-
-def _groups(facts: TargetFacts, drafter: DrafterConfig, version: VllmVersion, extra: Sequence[str]) -> list[Hazard]:
-    """A target with sliding and full layers: all of the drafter's caches must fall into one group."""
-    if not splits_drafter_cache(facts, drafter, version) or ONE_GROUP in extra:
-        return []
-    fixed = ".".join(map(str, GROUPS_FIXED))
-    remedy = (
-        f"use vLLM {fixed} or newer"
-        if not splits_drafter_cache(facts, drafter, GROUPS_FIXED)
-        else f"add -- {ONE_GROUP}"
-    )
+    since = ".".join(map(str, GROUP_FACTOR_SINCE))
+    fixed = not splits_drafter_cache(facts, drafter, GROUP_FACTOR_SINCE)
     return [
         _error(
-            f"{facts.architecture} has {facts.sliding} sliding and {facts.layers - facts.sliding} full layers: vLLM "
-            f"{'.'.join(map(str, version))} spreads the drafter's {drafter.num_layers} over several cache groups and "
-            f"stops at validate_same_kv_cache_group; {remedy}"
+            f"{facts.architecture} has {facts.num_sliding_layers} sliding and "
+            f"{facts.num_layers - facts.num_sliding_layers} full layers: vLLM {'.'.join(map(str, version))} splits the "
+            f"drafter's {drafter.num_layers} over several cache groups and stops at validate_same_kv_cache_group; "
+            + (f"use vLLM {since} or newer" if fixed else f"add -- {SINGLE_GROUP_FLAG}")
         )
     ]
 
 
 def splits_drafter_cache(facts: TargetFacts, drafter: DrafterConfig, version: VllmVersion) -> bool:
-    """vLLM's grouping: gpt-oss-20b has 12 + 12 layers, and 4 of a drafter make 16 full ones. 16 < 12 * 1.5, so groups
-    have 16 and all full layers fit one; with 1.25 groups had 12, and 16 full layers were dealt out to two."""
-    full = facts.layers - facts.sliding
-    if not facts.sliding or not full or drafter.num_layers < 2 or drafter.windows:
-        return False  # one kind of layer; or one drafter layer; or kinds of its own
-    if (facts.kv_heads, facts.head_dim) != (drafter.layer.num_kv_heads, drafter.layer.head_dim):
-        kinds = [facts.sliding, full, drafter.num_layers]
-        mine = drafter.num_layers
+    """Whether vLLM splits the drafter's KV caches over several groups.
+
+    Example: gpt-oss-20b has 12 sliding and 12 full layers; 4 drafter layers make 16 full ones. 16 < 12 * 1.5, so the
+    group size is 16 and all full layers fit one group. With the old factor, 16 > 12 * 1.25: the group size was 12, and
+    the 16 full layers were split over two groups.
+    """
+    num_full = facts.num_layers - facts.num_sliding_layers
+    if not facts.num_sliding_layers or not num_full or drafter.num_layers < 2 or drafter.windows:
+        return False
+    if (facts.num_kv_heads, facts.head_dim) == (drafter.layer.num_kv_heads, drafter.layer.head_dim):
+        num_with_drafter = num_full + drafter.num_layers
+        counts = [facts.num_sliding_layers, num_with_drafter]
     else:
-        kinds = [facts.sliding, full + drafter.num_layers]
-        mine = full + drafter.num_layers
-    factor = GROUP_FACTOR if version >= GROUPS_FIXED else GROUP_FACTOR_BEFORE
-    size = max(kinds) if max(kinds) < min(kinds) * factor else min(kinds)
-    return mine > size
+        num_with_drafter = drafter.num_layers
+        counts = [facts.num_sliding_layers, num_full, num_with_drafter]
+    factor = GROUP_FACTOR if version >= GROUP_FACTOR_SINCE else OLD_GROUP_FACTOR
+    group_size = max(counts) if max(counts) < min(counts) * factor else min(counts)
+    return num_with_drafter > group_size
 
 
-def _fit(pair: Pair) -> list[Hazard]:
-    """What the validator would say, could it read the target."""
-    facts, drafter, found = pair.target_facts, pair.drafter_config, []
-    if facts is None or drafter is None:
-        return []
-    if drafter.target_hidden_size != facts.width:
-        found.append(f"made for a target of width {drafter.target_hidden_size}, this one is {facts.width} wide")
-    if drafter.vocab_size != facts.vocab:
-        found.append(f"made for a vocabulary of {drafter.vocab_size}, this target's has {facts.vocab}")
-    if max(drafter.aux_layer_ids) > facts.layers:
-        found.append(
-            f"aux_layer_ids contains layer {max(drafter.aux_layer_ids)}, but the target has {facts.layers} layers"
-        )
-    return [_error(f"{pair.drafter.name}: {text}") for text in found]
-
-
-def _shards(facts: TargetFacts, drafter: DrafterConfig | None, parallel: int) -> list[Hazard]:
-    """The drafter is cut like the target."""
-    counts = [("the target", facts.heads, facts.kv_heads)]
+def _check_tensor_parallel(
+    facts: TargetFacts, drafter: DrafterConfig | None, tensor_parallel: int
+) -> list[DeployFinding]:
+    """vLLM shards the drafter like the target."""
+    models = [("target", facts.num_heads, facts.num_kv_heads)]
     if drafter is not None:
-        counts.append(("the drafter", drafter.layer.num_heads, drafter.layer.num_kv_heads))
-    found = []
-    for whose, heads, kv_heads in counts:
-        if heads % parallel or (kv_heads % parallel and parallel % kv_heads):
-            found.append(
-                _error(
-                    f"--tensor-parallel {parallel}: {whose} has {heads} heads over {kv_heads}, which it cannot split"
-                )
-            )
-    return found
+        models.append(("drafter", drafter.layer.num_heads, drafter.layer.num_kv_heads))
+    return [
+        _error(f"--tensor-parallel {tensor_parallel}: cannot split the {name}'s {heads} heads and {kv_heads} KV heads")
+        for name, heads, kv_heads in models
+        if heads % tensor_parallel or (kv_heads % tensor_parallel and tensor_parallel % kv_heads)
+    ]
 
 
-def _draft_tokens(pair: Pair, max_num_seqs: int | None) -> list[Hazard]:
+def _check_num_speculative_tokens(pair: DeployedPair, max_num_seqs: int | None) -> list[DeployFinding]:
     found = []
-    k, trained = pair.draft_tokens, pair.trained_tokens
+    k, trained = pair.num_speculative_tokens, pair.trained_num_speculative_tokens
     if trained is not None and k > trained:
-        found.append(_warning(f"-k {k}: trained for {trained} drafts a round; those beyond are seldom right"))
-    if max_num_seqs is not None and max_num_seqs >= LOADED and k > FEW:
+        found.append(_warning(f"-k {k}: trained for {trained} draft tokens; later ones are rarely accepted"))
+    if max_num_seqs is not None and max_num_seqs >= HIGH_CONCURRENCY and k > HIGH_CONCURRENCY_K:
         found.append(
             _warning(
-                f"-k {k} with {max_num_seqs} requests at once: measured slower than -k {FEW} at {LOADED}; `peagle tune`"
+                f"-k {k} with {max_num_seqs} concurrent requests: measured slower than -k {HIGH_CONCURRENCY_K} at "
+                f"{HIGH_CONCURRENCY}; measure with `peagle tune`"
             )
         )
     return found
-
-
-def _words(extra: Sequence[str]) -> list[Hazard]:
-    given = [word.partition("=")[0] for word in extra]
-    return [_error(f"{flag} behind --: {OURS[flag]}") for flag in given if flag in OURS]

@@ -1,22 +1,22 @@
-"""SageMaker's GPU instances: how many GPUs, and what an hour costs.
+"""SageMaker's GPU instance types and their prices.
 
-Prices go stale: they are on-demand list prices of real-time inference in us-east-1, as of PRICED, and a plan says so.
+Prices are on-demand list prices of real-time inference in PRICE_REGION, as of PRICE_DATE. They change over time.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-PRICED = "August 2026"
-PRICED_IN = "us-east-1"
-HOURS_A_MONTH = 730
+PRICE_DATE = "August 2026"
+PRICE_REGION = "us-east-1"
+HOURS_PER_MONTH = 730
 
 
 @dataclass(frozen=True)
 class Instance:
-    gpus: int
+    num_gpus: int
     gpu: str
-    price: float | None  # USD an hour; None: look it up
+    price: float | None  # USD per hour; None: unknown
 
 
 INSTANCES = {

@@ -1,7 +1,7 @@
-"""An endpoint of SageMaker's: created whole or not at all, looked at, asked, deleted.
+"""Creates, inspects, invokes and deletes a SageMaker endpoint with boto3.
 
-Knows boto3. What it creates bears one name, the endpoint's; what is left over when something fails is deleted again,
-and what cannot be deleted is named with the command that does.
+Endpoint, endpoint config and model have the same name. If creation fails, everything created so far is deleted; the
+error names what could not be deleted, and the command for it.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from peagle.deploy.instances import INSTANCES
 from peagle.deploy.sagemaker_plan import SagemakerPlan
 from peagle.errors import UserError
 
-Say = Callable[[str], None]
-KINDS = {"endpoint": "Endpoint", "endpoint config": "EndpointConfig", "model": "Model"}  # in the order of deletion
-PAGE = 1000  # objects that S3 deletes in one call
-LONGEST_MESSAGE = 400  # characters; some of AWS's list all that would have been right
+Report = Callable[[str], None]  # prints a line
+RESOURCES = {"endpoint": "Endpoint", "endpoint config": "EndpointConfig", "model": "Model"}  # in the order of deletion
+S3_DELETE_BATCH = 1000  # objects per call
+MAX_MESSAGE_CHARS = 400  # AWS lists all valid values in some messages
 
 
 @dataclass(frozen=True)
-class Aws:
-    """The clients of one region."""
+class AwsClients:
+    """boto3 clients of one region."""
 
     region: str
     sagemaker: Any
@@ -35,53 +35,53 @@ class Aws:
 
 
 @dataclass(frozen=True)
-class Status:
+class EndpointStatus:
     name: str
     state: str
     reason: str | None
     instance_type: str
     instances: int
     hours: float
-    price: float | None  # USD an hour, all instances
+    price: float | None  # USD per hour, all instances
     artifact: str | None
 
 
 @dataclass(frozen=True)
-class Left:
-    """What bears the name."""
+class ExistingResources:
+    """The resources with an endpoint's name."""
 
     kinds: tuple[str, ...]
     artifact: str | None
 
 
-def connect(given: str | None) -> Aws:
+def connect(region: str | None) -> AwsClients:
     boto3 = _boto3()
     from botocore.config import Config
 
-    region = find_region(given)
-    with plain_errors():
+    region = find_region(region)
+    with aws_errors():
         session = boto3.Session(region_name=region)
         if session.get_credentials() is None:
             raise UserError("no AWS credentials: run `aws configure` or `aws sso login`, or set AWS_PROFILE")
-        # a long answer is one long request; asking again would have it made twice
-        patient = Config(read_timeout=900, retries={"max_attempts": 0})
-        return Aws(
+        # A response may take long, and a retry would generate it twice.
+        no_retries = Config(read_timeout=900, retries={"max_attempts": 0})
+        return AwsClients(
             region,
             session.client("sagemaker"),
-            session.client("sagemaker-runtime", config=patient),
+            session.client("sagemaker-runtime", config=no_retries),
             session.client("s3"),
         )
 
 
-def find_region(given: str | None) -> str:
-    """As given, by the environment, or as boto3 is configured; a plan with a region needs no boto3."""
-    region = given or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+def find_region(region: str | None) -> str:
+    """Returns the region: as given, from the environment, or from boto3's configuration."""
+    region = region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     if not region:
         boto3 = _boto3()
-        with plain_errors():
+        with aws_errors():
             region = boto3.Session().region_name
     if not region:
-        raise UserError("--region: needed; or set AWS_REGION, or a region in ~/.aws/config")
+        raise UserError("--region: needed; or set AWS_REGION, or configure a region in ~/.aws/config")
     return region
 
 
@@ -94,113 +94,117 @@ def _boto3() -> Any:
 
 
 @contextmanager
-def plain_errors(doing: str = "AWS") -> Iterator[None]:
-    """AWS's complaints as one line."""
+def aws_errors(action: str = "AWS") -> Iterator[None]:
+    """Turns AWS's exceptions into one-line UserErrors."""
     from boto3.exceptions import Boto3Error
     from botocore.exceptions import BotoCoreError, ClientError
 
     try:
         yield
     except ClientError as error:
-        told = error.response.get("Error", {})
-        message = str(told.get("Message", error))[:LONGEST_MESSAGE]
-        raise UserError(f"{doing}: {told.get('Code', 'error')}: {message}") from None
+        details = error.response.get("Error", {})
+        message = str(details.get("Message", error))[:MAX_MESSAGE_CHARS]
+        raise UserError(f"{action}: {details.get('Code', 'error')}: {message}") from None
     except (Boto3Error, BotoCoreError, OSError) as error:
-        raise UserError(f"{doing}: {' '.join(str(error).split())[:LONGEST_MESSAGE]}") from None
+        raise UserError(f"{action}: {' '.join(str(error).split())[:MAX_MESSAGE_CHARS]}") from None
 
 
-def create(plan: SagemakerPlan, aws: Aws, say: Say) -> None:
-    """All of it, or none. Nobody is waited for: the endpoint comes up by itself."""
-    _check_free(plan, aws)
-    name, doing = plan.settings.name, ""
+def create(plan: SagemakerPlan, aws: AwsClients, report: Report) -> None:
+    """Creates all resources or none. Does not wait until the endpoint is in service."""
+    _check_names_are_free(plan, aws)
+    name, action = plan.settings.name, ""
     uploaded = False
-    made: list[str] = []
+    created: list[str] = []
     try:
         for upload in plan.uploads:
-            doing, uploaded = f"upload of {upload.source.name}", True
-            say(f"uploading {upload.source.name} ({upload.size / 1e9:.2f} GB)")
-            with plain_errors(doing):
+            action, uploaded = f"upload of {upload.source.name}", True
+            report(f"uploading {upload.source.name} ({upload.size / 1e9:.2f} GB)")
+            with aws_errors(action):
                 aws.s3.upload_file(str(upload.source), plan.bucket, upload.key)
         for call, request in plan.requests().items():
-            doing = call
-            with plain_errors(doing):
+            action = call
+            with aws_errors(action):
                 getattr(aws.sagemaker, call)(**request)
-            made.insert(0, call.removeprefix("create_").replace("_", " "))
-            say(f"{call}: {name}")
-    except BaseException as error:  # Ctrl-C too: what was created costs money
-        say(f"{doing} failed")
-        left = delete(name, aws, say, made, plan.artifact if uploaded else None)
-        left += [f"the {kind} {name}" for kind in _kinds_left(name, aws) if f"the {kind} {name}" not in left]
-        why = str(error) if isinstance(error, UserError) else f"{doing}: {type(error).__name__}"
+            created.insert(0, call.removeprefix("create_").replace("_", " "))
+            report(f"{call}: {name}")
+    except BaseException as error:  # also Ctrl-C: resources cost money
+        report(f"{action} failed")
+        left = delete(name, aws, report, created, plan.artifact if uploaded else None)
+        left += [f"the {kind} {name}" for kind in _list_remaining(name, aws) if f"the {kind} {name}" not in left]
+        reason = str(error) if isinstance(error, UserError) else f"{action}: {type(error).__name__}"
         if left:
-            raise UserError(f"{why}; left: {', '.join(left)}; {remedy(left, name, aws.region)}") from None
+            raise UserError(
+                f"{reason}; not deleted: {', '.join(left)}; {deletion_command(left, name, aws.region)}"
+            ) from None
         if isinstance(error, UserError):
-            raise UserError(f"{why}; nothing is left of it") from None
+            raise UserError(f"{reason}; everything created was deleted again") from None
         raise
 
 
-def remedy(left: Sequence[str], name: str, region: str) -> str:
-    """The commands that delete what is left."""
+def deletion_command(left: Sequence[str], name: str, region: str) -> str:
+    """Returns the commands that delete remaining resources."""
     objects = [one for one in left if one.startswith("s3://")]
     own = [f"peagle deploy sagemaker delete {name} --region {region} --yes"] if len(left) > len(objects) else []
     return " && ".join([*own, *(f"aws s3 rm --recursive {one}" for one in objects)])
 
 
-def _check_free(plan: SagemakerPlan, aws: Aws) -> None:
-    """Nothing of the name is there, and the bucket is one that SageMaker can read."""
+def _check_names_are_free(plan: SagemakerPlan, aws: AwsClients) -> None:
+    """Checks that the name and the S3 prefix are unused, and that the bucket is in the endpoint's region."""
     name = plan.settings.name
-    taken = look(name, aws).kinds
+    taken = find_resources(name, aws).kinds
     if taken:
-        raise UserError(f"--name {name}: the {taken[0]} {name} is there already, in {aws.region}; use another")
+        raise UserError(f"--name {name}: the {taken[0]} {name} exists already in {aws.region}; use another name")
     if plan.artifact is None:
         return
-    with plain_errors(f"--s3 {plan.settings.s3}"):
-        place = aws.s3.get_bucket_location(Bucket=plan.bucket).get("LocationConstraint") or "us-east-1"
-        there = aws.s3.list_objects_v2(Bucket=plan.bucket, Prefix=plan.prefix, MaxKeys=1).get("KeyCount", 0)
-    if place != aws.region:
-        raise UserError(f"--s3 {plan.settings.s3}: the bucket is in {place}, the endpoint in {aws.region}")
-    if there:
-        raise UserError(f"--s3 {plan.settings.s3}: there is something under {plan.prefix} already; use another --name")
+    with aws_errors(f"--s3 {plan.settings.s3}"):
+        bucket_region = aws.s3.get_bucket_location(Bucket=plan.bucket).get("LocationConstraint") or "us-east-1"
+        num_objects = aws.s3.list_objects_v2(Bucket=plan.bucket, Prefix=plan.prefix, MaxKeys=1).get("KeyCount", 0)
+    if bucket_region != aws.region:
+        raise UserError(f"--s3 {plan.settings.s3}: the bucket is in {bucket_region}, the endpoint in {aws.region}")
+    if num_objects:
+        raise UserError(f"--s3 {plan.settings.s3}: {plan.prefix} is not empty; use another --name")
 
 
-def _found(aws: Aws, kind: str, name: str) -> dict[str, Any] | None:
+def _describe(aws: AwsClients, kind: str, name: str) -> dict[str, Any] | None:
     from botocore.exceptions import ClientError
 
-    with plain_errors(f"describe the {kind}"):
+    with aws_errors(f"describe the {kind}"):
         try:
-            answer: dict[str, Any] = getattr(aws.sagemaker, _call("describe", kind))(**{f"{KINDS[kind]}Name": name})
-            return answer
+            response: dict[str, Any] = getattr(aws.sagemaker, _method("describe", kind))(
+                **{f"{RESOURCES[kind]}Name": name}
+            )
+            return response
         except ClientError as error:
-            if _is_absent(error.response.get("Error", {})):
+            if _is_not_found(error.response.get("Error", {})):
                 return None
             raise
 
 
-def _call(verb: str, kind: str) -> str:
+def _method(verb: str, kind: str) -> str:
     return f"{verb}_{kind.replace(' ', '_')}"
 
 
-def _is_absent(told: dict[str, Any]) -> bool:
-    """SageMaker has no code for it."""
-    return told.get("Code") == "ValidationException" and "could not find" in str(told.get("Message")).lower()
+def _is_not_found(details: dict[str, Any]) -> bool:
+    """SageMaker has no error code for a missing resource."""
+    return details.get("Code") == "ValidationException" and "could not find" in str(details.get("Message")).lower()
 
 
-def look(name: str, aws: Aws) -> Left:
-    found = {kind: _found(aws, kind, name) for kind in KINDS}
+def find_resources(name: str, aws: AwsClients) -> ExistingResources:
+    found = {kind: _describe(aws, kind, name) for kind in RESOURCES}
     model = found["model"] or {}
     source = model.get("PrimaryContainer", {}).get("ModelDataSource", {}).get("S3DataSource", {}).get("S3Uri")
-    return Left(tuple(kind for kind, there in found.items() if there is not None), source)
+    return ExistingResources(tuple(kind for kind, description in found.items() if description is not None), source)
 
 
-def status(name: str, aws: Aws) -> Status:
-    endpoint = _found(aws, "endpoint", name)
+def status(name: str, aws: AwsClients) -> EndpointStatus:
+    endpoint = _describe(aws, "endpoint", name)
     if endpoint is None:
-        raise UserError(f"{name}: there is no endpoint of that name in {aws.region}")
-    config = _found(aws, "endpoint config", endpoint["EndpointConfigName"]) or {}
+        raise UserError(f"{name}: no such endpoint in {aws.region}")
+    config = _describe(aws, "endpoint config", endpoint["EndpointConfigName"]) or {}
     variant = (config.get("ProductionVariants") or [{}])[0]
     kind, count = variant.get("InstanceType", "unknown"), variant.get("InitialInstanceCount", 1)
     known = INSTANCES.get(kind)
-    return Status(
+    return EndpointStatus(
         name,
         endpoint["EndpointStatus"],
         endpoint.get("FailureReason"),
@@ -208,73 +212,73 @@ def status(name: str, aws: Aws) -> Status:
         count,
         (datetime.now(UTC) - endpoint["CreationTime"]).total_seconds() / 3600,
         known.price * count if known is not None and known.price is not None else None,
-        look(name, aws).artifact,
+        find_resources(name, aws).artifact,
     )
 
 
-def invoke(name: str, aws: Aws, prompt: str, max_tokens: int) -> str:
+def invoke(name: str, aws: AwsClients, prompt: str, max_tokens: int) -> str:
     body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": max_tokens}
-    with plain_errors(name):
-        answer = aws.runtime.invoke_endpoint(
+    with aws_errors(name):
+        response = aws.runtime.invoke_endpoint(
             EndpointName=name, ContentType="application/json", Body=json.dumps(body).encode()
         )
-        said = answer["Body"].read().decode("utf-8", "replace")
+        text = response["Body"].read().decode("utf-8", "replace")
     try:
-        return str(json.loads(said)["choices"][0]["message"]["content"])
+        return str(json.loads(text)["choices"][0]["message"]["content"])
     except (ValueError, LookupError, TypeError):
-        raise UserError(f"{name}: answered {said[:300]!r}, which is no chat completion") from None
+        raise UserError(f"{name}: the response {text[:300]!r} is not a chat completion") from None
 
 
-def delete(name: str, aws: Aws, say: Say, kinds: Sequence[str], artifact: str | None) -> list[str]:
-    """The endpoint first, since it costs; an artifact only if it is named. What could not be deleted comes back."""
+def delete(name: str, aws: AwsClients, report: Report, kinds: Sequence[str], artifact: str | None) -> list[str]:
+    """Deletes resources of these kinds, and the uploads if `artifact` is given. Returns what could not be deleted."""
     left = []
     for kind in kinds:
         try:
-            with plain_errors(f"delete the {kind}"):
-                getattr(aws.sagemaker, _call("delete", kind))(**{f"{KINDS[kind]}Name": name})
-            say(f"deleted the {kind} {name}")
+            with aws_errors(f"delete the {kind}"):
+                getattr(aws.sagemaker, _method("delete", kind))(**{f"{RESOURCES[kind]}Name": name})
+            report(f"deleted the {kind} {name}")
         except UserError as error:
-            say(str(error))
+            report(str(error))
             left.append(f"the {kind} {name}")
     if artifact is not None:
         try:
-            say(f"deleted {delete_artifact(name, aws, artifact)} objects under {artifact}")
+            report(f"deleted {delete_artifact(name, aws, artifact)} objects under {artifact}")
         except UserError as error:
-            say(str(error))
+            report(str(error))
             left.append(artifact)
     return left
 
 
-def _kinds_left(name: str, aws: Aws) -> tuple[str, ...]:
-    """Where even looking fails everything may be there."""
+def _list_remaining(name: str, aws: AwsClients) -> tuple[str, ...]:
+    """Assumes that everything exists if AWS cannot be asked."""
     try:
-        return look(name, aws).kinds
+        return find_resources(name, aws).kinds
     except UserError:
-        return tuple(KINDS)
+        return tuple(RESOURCES)
 
 
-def delete_artifact(name: str, aws: Aws, artifact: str) -> int:
-    """Only what was uploaded under the endpoint's name; the number of objects."""
+def delete_artifact(name: str, aws: AwsClients, artifact: str) -> int:
+    """Deletes the objects uploaded for an endpoint; returns their number."""
     bucket, _, prefix = artifact.removeprefix("s3://").partition("/")
     if not prefix.endswith(f"{name}/"):
-        raise UserError(f"{artifact}: not uploaded by peagle for {name}, so it is not deleted")
+        raise UserError(f"{artifact}: not uploaded by peagle for {name}, so it is kept")
     count = 0
-    with plain_errors(artifact):
+    with aws_errors(artifact):
         while True:
-            listed = aws.s3.list_objects_v2(Bucket=bucket, Prefix=prefix, MaxKeys=PAGE).get("Contents", [])
+            listed = aws.s3.list_objects_v2(Bucket=bucket, Prefix=prefix, MaxKeys=S3_DELETE_BATCH).get("Contents", [])
             if not listed:
                 return count
             keys = [{"Key": one["Key"]} for one in listed]
-            refused = aws.s3.delete_objects(Bucket=bucket, Delete={"Objects": keys, "Quiet": True}).get("Errors")
-            if refused:
-                raise UserError(f"{artifact}: {refused[0].get('Code')}: {refused[0].get('Message')}")
+            errors = aws.s3.delete_objects(Bucket=bucket, Delete={"Objects": keys, "Quiet": True}).get("Errors")
+            if errors:
+                raise UserError(f"{artifact}: {errors[0].get('Code')}: {errors[0].get('Message')}")
             count += len(keys)
 
 
-def wait(name: str, aws: Aws, say: Say) -> None:
+def wait(name: str, aws: AwsClients, report: Report) -> None:
     from botocore.exceptions import WaiterError
 
-    say("waiting until it answers; Ctrl-C leaves it to come up by itself")
+    report("waiting until it is in service; Ctrl-C stops waiting, not the endpoint")
     try:
         aws.sagemaker.get_waiter("endpoint_in_service").wait(EndpointName=name)
     except WaiterError:
@@ -282,5 +286,5 @@ def wait(name: str, aws: Aws, say: Say) -> None:
         reason = f": {seen.reason}" if seen.reason else ""
         raise UserError(
             f"{name} is {seen.state}{reason}; its log is in CloudWatch under /aws/sagemaker/Endpoints/{name}; "
-            f"{remedy(['the endpoint'], name, aws.region)}"
+            f"{deletion_command(['the endpoint'], name, aws.region)}"
         ) from None

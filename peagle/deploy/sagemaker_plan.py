@@ -1,7 +1,6 @@
-"""What SageMaker would be asked for: three requests, the files to upload, and what an hour costs.
+"""Plans a SageMaker endpoint: API requests, uploads and cost. Needs neither boto3 nor an account.
 
-Knows SageMaker's words and nothing of how they are sent, so a plan needs neither boto3 nor an account. The container
-turns each SM_VLLM_NAME into vLLM's flag --name; what is uploaded is seen by it under /opt/ml/model.
+AWS's vLLM container turns each variable SM_VLLM_NAME into the flag --name, and sees uploads under /opt/ml/model.
 """
 
 from __future__ import annotations
@@ -14,18 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from peagle.config import SagemakerSettings
-from peagle.deploy.checks import RUNNER, Hazard, check
-from peagle.deploy.instances import HOURS_A_MONTH, INSTANCES, PRICED, PRICED_IN
-from peagle.deploy.models import Pair
-from peagle.deploy.service import speculative
+from peagle.deploy.checks import MODEL_RUNNER_V2, DeployFinding, check_deployment
+from peagle.deploy.instances import HOURS_PER_MONTH, INSTANCES, PRICE_DATE, PRICE_REGION
+from peagle.deploy.models import DeployedPair
+from peagle.deploy.service import speculative_json
 from peagle.errors import UserError
 from peagle.hub.resolve import HUB_FILES
 
-MOUNTED = "/opt/ml/model"
-LONGEST_VALUE = 1024  # characters of a variable, SageMaker's limit
-ACCOUNT = "763104351884"  # AWS's own containers, in the regions below; others have accounts of their own
-REGIONS = """us-east-1 us-east-2 us-west-1 us-west-2 ca-central-1 sa-east-1 eu-central-1 eu-north-1 eu-west-1 eu-west-2
-    eu-west-3 ap-northeast-1 ap-northeast-2 ap-northeast-3 ap-south-1 ap-southeast-1 ap-southeast-2""".split()
+MODEL_PATH = "/opt/ml/model"
+MAX_VARIABLE_CHARS = 1024  # SageMaker's limit
+ECR_ACCOUNT = "763104351884"  # of AWS's containers in ECR_REGIONS; other regions use other accounts
+ECR_REGIONS = """us-east-1 us-east-2 us-west-1 us-west-2 ca-central-1 sa-east-1 eu-central-1 eu-north-1 eu-west-1
+    eu-west-2 eu-west-3 ap-northeast-1 ap-northeast-2 ap-northeast-3 ap-south-1 ap-southeast-1 ap-southeast-2""".split()
 TAGS = [{"Key": "created-by", "Value": "peagle"}]
 
 
@@ -42,7 +41,7 @@ class SagemakerPlan:
     image: str
     environment: Mapping[str, str]
     bucket: str | None
-    prefix: str  # of all that is uploaded, with a / at the end
+    prefix: str  # of all uploads, with a / at the end
     uploads: tuple[Upload, ...]
     price: float | None
 
@@ -51,11 +50,11 @@ class SagemakerPlan:
         return f"s3://{self.bucket}/{self.prefix}" if self.uploads else None
 
     @property
-    def size(self) -> int:
+    def upload_bytes(self) -> int:
         return sum(upload.size for upload in self.uploads)
 
     def requests(self) -> dict[str, dict[str, Any]]:
-        """By the name of the call, in the order in which they are made."""
+        """Requests by the name of the boto3 call, in order."""
         settings, name = self.settings, self.settings.name
         container: dict[str, Any] = {"Image": self.image, "Environment": dict(self.environment)}
         if self.artifact is not None:
@@ -83,22 +82,24 @@ class SagemakerPlan:
         }
 
 
-def make_plan(pair: Pair, settings: SagemakerSettings) -> SagemakerPlan:
+def build_plan(pair: DeployedPair, settings: SagemakerSettings) -> SagemakerPlan:
     local = {role: m for role, m in (("target", pair.target), ("drafter", pair.drafter)) if not m.on_hub}
     if local and settings.s3 is None:
-        raise UserError(f"--s3: needed to upload the {' and the '.join(local)}; give s3://bucket/prefix, or a hub id")
+        raise UserError(
+            f"--s3: needed to upload the {' and the '.join(local)}; give s3://bucket/prefix, or use a hub id"
+        )
     bucket, _, before = (settings.s3 or "").removeprefix("s3://").partition("/")
     prefix = "/".join(part for part in (before.strip("/"), settings.name) if part) + "/"
     uploads: list[Upload] = []
     names = {"target": pair.target.name, "drafter": pair.drafter.name}
     for role, model in local.items():
         assert model.folder is not None
-        uploads += _uploads(model.folder, f"{prefix}{role}/")
-        names[role] = f"{MOUNTED}/{role}"
+        uploads += _list_uploads(model.folder, f"{prefix}{role}/")
+        names[role] = f"{MODEL_PATH}/{role}"
     known = INSTANCES.get(settings.instance_type)
     return SagemakerPlan(
         settings,
-        settings.image or _own_image(settings),
+        settings.image or _default_image(settings),
         _environment(pair, settings, names),
         bucket or None,
         prefix,
@@ -107,46 +108,48 @@ def make_plan(pair: Pair, settings: SagemakerSettings) -> SagemakerPlan:
     )
 
 
-def check_sagemaker(pair: Pair, settings: SagemakerSettings) -> list[Hazard]:
-    gpus, known = tensor_parallel(settings), INSTANCES.get(settings.instance_type)
-    found = check(
+def check_sagemaker(pair: DeployedPair, settings: SagemakerSettings) -> list[DeployFinding]:
+    num_gpus, known = resolve_tensor_parallel(settings), INSTANCES.get(settings.instance_type)
+    found = check_deployment(
         pair,
         settings.vllm_version,
-        tensor_parallel=gpus,
+        tensor_parallel=num_gpus,
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.max_num_seqs,
         env=dict(settings.env),
     )
-    if known is not None and gpus > known.gpus:
-        found.append(Hazard("error", f"--tensor-parallel {gpus}: {settings.instance_type} has {known.gpus} GPUs"))
-    if known is not None and gpus < known.gpus:
-        found.append(Hazard("warning", f"{known.gpus - gpus} of {known.gpus} GPUs stay idle; take a smaller instance"))
+    if known is not None and num_gpus > known.num_gpus:
+        text = f"--tensor-parallel {num_gpus}: {settings.instance_type} has {known.num_gpus} GPUs"
+        found.append(DeployFinding("error", text))
+    if known is not None and num_gpus < known.num_gpus:
+        idle = known.num_gpus - num_gpus
+        found.append(DeployFinding("warning", f"{idle} of {known.num_gpus} GPUs stay idle; use a smaller instance"))
     if pair.target.on_hub or pair.drafter.on_hub:
-        text = "what is on the hub is fetched by the container, which needs a way out; gated models go by --s3"
-        found.append(Hazard("warning", text))
+        text = "the container downloads hub models, which needs internet access; upload gated models with --s3"
+        found.append(DeployFinding("warning", text))
     return found
 
 
-def tensor_parallel(settings: SagemakerSettings) -> int:
+def resolve_tensor_parallel(settings: SagemakerSettings) -> int:
     if settings.tensor_parallel is not None:
         return settings.tensor_parallel
     known = INSTANCES.get(settings.instance_type)
     if known is None:
-        raise UserError(f"--tensor-parallel: needed for {settings.instance_type}, whose GPUs are not known here")
-    return known.gpus
+        raise UserError(f"--tensor-parallel: needed for {settings.instance_type}, whose number of GPUs is not known")
+    return known.num_gpus
 
 
-def _own_image(settings: SagemakerSettings) -> str:
-    if settings.region not in REGIONS:
-        raise UserError(f"--region {settings.region}: AWS's container has another account there; give it by --image")
-    return f"{ACCOUNT}.dkr.ecr.{settings.region}.amazonaws.com/vllm:{settings.image_tag}"
+def _default_image(settings: SagemakerSettings) -> str:
+    if settings.region not in ECR_REGIONS:
+        raise UserError(f"--region {settings.region}: the account of AWS's containers there is not known; give --image")
+    return f"{ECR_ACCOUNT}.dkr.ecr.{settings.region}.amazonaws.com/vllm:{settings.image_tag}"
 
 
-def _environment(pair: Pair, settings: SagemakerSettings, names: Mapping[str, str]) -> dict[str, str]:
+def _environment(pair: DeployedPair, settings: SagemakerSettings, names: Mapping[str, str]) -> dict[str, str]:
     values: dict[str, str] = {
         "SM_VLLM_MODEL": names["target"],
-        "SM_VLLM_SPECULATIVE_CONFIG": speculative(pair, names["drafter"]),
-        "SM_VLLM_TENSOR_PARALLEL_SIZE": str(tensor_parallel(settings)),
+        "SM_VLLM_SPECULATIVE_CONFIG": speculative_json(pair, names["drafter"]),
+        "SM_VLLM_TENSOR_PARALLEL_SIZE": str(resolve_tensor_parallel(settings)),
         "SM_VLLM_SERVED_MODEL_NAME": settings.name,
     }
     for flag, value in (
@@ -157,42 +160,44 @@ def _environment(pair: Pair, settings: SagemakerSettings, names: Mapping[str, st
         if value is not None:
             values[f"SM_VLLM_{flag}"] = str(value)
     if pair.parallel:
-        values[RUNNER] = "0"
+        values[MODEL_RUNNER_V2] = "0"
     values |= dict(settings.env)
     for name, text in values.items():
-        if len(text) > LONGEST_VALUE:
-            raise UserError(f"{name}: {len(text)} characters, SageMaker takes {LONGEST_VALUE}; use a shorter name")
+        if len(text) > MAX_VARIABLE_CHARS:
+            raise UserError(
+                f"{name}: has {len(text)} characters, SageMaker allows {MAX_VARIABLE_CHARS}; use a shorter name"
+            )
     return values
 
 
-def _uploads(folder: Path, prefix: str) -> list[Upload]:
-    """Checkpoint files only: no pickle and no code."""
-    files = sorted(path for path in folder.iterdir() if path.is_file() and _wanted(path.name))
+def _list_uploads(folder: Path, prefix: str) -> list[Upload]:
+    """Only checkpoint files: no pickles and no code."""
+    files = sorted(path for path in folder.iterdir() if path.is_file() and _is_checkpoint_file(path.name))
     return [Upload(path, prefix + path.name, path.stat().st_size) for path in files]
 
 
-def _wanted(name: str) -> bool:
+def _is_checkpoint_file(name: str) -> bool:
     return any(fnmatch.fnmatch(name, pattern) for pattern in HUB_FILES) and not name.startswith("consolidated")
 
 
-def cost_line(plan: SagemakerPlan) -> str:
+def format_cost(plan: SagemakerPlan) -> str:
     settings = plan.settings
     if plan.price is None:
-        return f"cost: not known here for {settings.instance_type}; look it up and give it by --price"
+        return f"cost: not known for {settings.instance_type}; look it up and give --price"
     hour = plan.price * settings.instances
     each = f"{settings.instances} x {plan.price:g} " if settings.instances > 1 else ""
-    source = "by --price" if settings.price is not None else f"list price in {PRICED_IN}, {PRICED}"
+    source = "from --price" if settings.price is not None else f"list price in {PRICE_REGION}, {PRICE_DATE}"
     return (
-        f"cost: {each}USD {hour:.2f} an hour, {hour * 24:.0f} a day, {hour * HOURS_A_MONTH:.0f} a month "
-        f"({source}), from creation until it is deleted, used or not; storage and traffic come on top"
+        f"cost: {each}USD {hour:.2f} an hour, {hour * 24:.0f} a day, {hour * HOURS_PER_MONTH:.0f} a month "
+        f"({source}), from creation to deletion, even if unused; storage and traffic cost extra"
     )
 
 
-def describe(plan: SagemakerPlan) -> str:
-    """All that would be created, and what it costs."""
-    lines = [f"region: {plan.settings.region}", cost_line(plan)]
+def format_plan(plan: SagemakerPlan) -> str:
+    """Returns everything that would be created, and its cost."""
+    lines = [f"region: {plan.settings.region}", format_cost(plan)]
     if plan.artifact is not None:
-        lines.append(f"upload: {len(plan.uploads)} files, {plan.size / 1e9:.2f} GB, to {plan.artifact}")
+        lines.append(f"upload: {len(plan.uploads)} files, {plan.upload_bytes / 1e9:.2f} GB, to {plan.artifact}")
     for call, request in plan.requests().items():
         lines.append(f"{call}:")
         lines += [f"  {line}" for line in json.dumps(request, indent=2).splitlines()]

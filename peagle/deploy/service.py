@@ -1,6 +1,6 @@
-"""One vLLM with a drafter, as a command and its environment.
+"""A vLLM service with a drafter: the `vllm serve` arguments and the environment.
 
-Knows vLLM's flags. What is secret (VLLM_API_KEY, HF_TOKEN) is in neither: each kind of file says where it comes from.
+Secrets (VLLM_API_KEY, HF_TOKEN) are in neither; each file format reads them from elsewhere.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from pathlib import PurePath
 
 from peagle.checkpoints.validate import build_speculative_config
 from peagle.config import DeploySettings
-from peagle.deploy.checks import RUNNER
-from peagle.deploy.models import Pair
+from peagle.deploy.checks import MODEL_RUNNER_V2
+from peagle.deploy.models import DeployedPair
 from peagle.errors import UserError
 
-IN_CONTAINER = {"target": "/models/target", "drafter": "/models/drafter"}
+MOUNT_PATHS = {"target": "/models/target", "drafter": "/models/drafter"}
 API_KEY, HUB_TOKEN = "VLLM_API_KEY", "HF_TOKEN"
-SPECULATIVE = "--speculative-config"
+SPECULATIVE_FLAG = "--speculative-config"
 
 
 @dataclass(frozen=True)
-class Service:
+class VllmService:
     settings: DeploySettings
-    pair: Pair
+    pair: DeployedPair
 
     @property
     def from_hub(self) -> bool:
@@ -33,69 +33,63 @@ class Service:
 
     @property
     def model_name(self) -> str:
-        """A folder's own name, wherever a machine keeps it."""
+        """The model name in the API: the hub id, or the last part of a folder's path."""
         target = self.pair.target
         return self.settings.served_model_name or (target.name if target.on_hub else PurePath(target.name).name)
 
+    @property
+    def image(self) -> str:
+        if self.settings.image is not None:
+            return self.settings.image
+        version = self.settings.vllm_version.removeprefix("v")
+        return f"vllm/vllm-openai:v{version if version.count('.') > 1 else version + '.0'}"
+
+    @property
     def mounts(self) -> dict[str, str]:
-        """Folders of this machine -> where a container sees them."""
+        """Local folders -> their paths in a container."""
         models = {"target": self.pair.target, "drafter": self.pair.drafter}
-        return {model.name: IN_CONTAINER[role] for role, model in models.items() if not model.on_hub}
+        return {model.name: MOUNT_PATHS[role] for role, model in models.items() if not model.on_hub}
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Disables Model Runner V2 for P-EAGLE: it does not support parallel drafting."""
+        given = dict(self.settings.env)
+        return {MODEL_RUNNER_V2: "0", **given} if self.pair.parallel else given
+
+    def arguments(self, *, in_container: bool = False, port: int | None = None) -> list[str]:
+        """The arguments of `vllm serve`. In a container, folders are at their mount paths, and the host is 0.0.0.0."""
+        settings, pair = self.settings, self.pair
+        paths = self.mounts if in_container else {}
+        target, drafter = (paths.get(model.name, model.name) for model in (pair.target, pair.drafter))
+        host = DeploySettings.host if in_container else settings.host
+        words = [target, "--host", host, "--port", str(settings.port if port is None else port)]
+        if self.model_name != target:
+            words += ["--served-model-name", self.model_name]
+        words += ["--tensor-parallel-size", str(settings.tensor_parallel)]
+        words += [SPECULATIVE_FLAG, speculative_json(pair, drafter)]
+        for flag, value in (
+            ("--max-model-len", settings.max_model_len),
+            ("--max-num-seqs", settings.max_num_seqs),
+            ("--gpu-memory-utilization", settings.gpu_memory_utilization),
+        ):
+            if value is not None:
+                words += [flag, str(value)]
+        return [*words, *settings.extra]
+
+    def command_line(self) -> str:
+        """A shell command. It expects the API key in the environment."""
+        variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
+        return " ".join([*variables, shlex.join(["vllm", "serve", *self.arguments()])])
+
+    def check_arguments(self, words: Sequence[str], file: str, in_container: bool = False) -> None:
+        """Checks arguments that were parsed from a generated file: quoting must preserve the models and K."""
+        expected = self.arguments(in_container=in_container)
+        found = dict(zip(words, words[1:], strict=False)).get(SPECULATIVE_FLAG, "null")
+        written = expected[expected.index(SPECULATIVE_FLAG) + 1]
+        if words[0] != expected[0] or json.loads(found) != json.loads(written):
+            raise UserError(f"{file}: a model name has characters that this format cannot express; rename the folder")
 
 
-def speculative(pair: Pair, drafter: str) -> str:
-    config = build_speculative_config(drafter, pair.draft_tokens, pair.parallel)
+def speculative_json(pair: DeployedPair, drafter: str) -> str:
+    config = build_speculative_config(drafter, pair.num_speculative_tokens, pair.parallel)
     return json.dumps(config, separators=(",", ":"))
-
-
-def arguments(service: Service, *, contained: bool = False, port: int | None = None) -> list[str]:
-    """What follows `vllm serve`; in a container folders are where they are mounted."""
-    settings, pair = service.settings, service.pair
-    seen = service.mounts() if contained else {}
-    target, drafter = (seen.get(model.name, model.name) for model in (pair.target, pair.drafter))
-    host = DeploySettings.host if contained else settings.host  # a container's own loopback reaches nobody
-    words = [target, "--host", host, "--port", str(settings.port if port is None else port)]
-    if service.model_name != target:
-        words += ["--served-model-name", service.model_name]
-    words += ["--tensor-parallel-size", str(settings.tensor_parallel)]
-    words += [SPECULATIVE, speculative(pair, drafter)]
-    for flag, value in (
-        ("--max-model-len", settings.max_model_len),
-        ("--max-num-seqs", settings.max_num_seqs),
-        ("--gpu-memory-utilization", settings.gpu_memory_utilization),
-    ):
-        if value is not None:
-            words += [flag, str(value)]
-    return [*words, *settings.extra]
-
-
-def environment(service: Service) -> dict[str, str]:
-    """Model Runner V2 cannot draft in parallel; newer versions fall back by themselves, older ones where asked."""
-    given = dict(service.settings.env)
-    return {RUNNER: "0", **given} if service.pair.parallel else given
-
-
-def command_line(service: Service) -> str:
-    """For a shell. The key comes from whoever starts it."""
-    before = [f"{name}={shlex.quote(value)}" for name, value in environment(service).items()]
-    return " ".join([*before, shlex.join(["vllm", "serve", *arguments(service)])])
-
-
-def script(service: Service) -> str:
-    lines = [
-        "#!/bin/sh",
-        "# Written by `peagle deploy vllm`. Clients must send the key that VLLM_API_KEY holds.",
-        f': "${{{API_KEY}:?set it to the key that clients must send}}"',
-        f"export {API_KEY}",
-    ]
-    lines += [f"export {name}={shlex.quote(value)}" for name, value in environment(service).items()]
-    return "\n".join([*lines, f"exec {shlex.join(['vllm', 'serve', *arguments(service)])}", ""])
-
-
-def check_words(words: Sequence[str], service: Service, where: str, contained: bool = False) -> None:
-    """Words read back from a file: the same target, drafter and K, whatever the quoting did."""
-    wanted = arguments(service, contained=contained)
-    read = dict(zip(words, words[1:], strict=False)).get(SPECULATIVE, "null")
-    written = wanted[wanted.index(SPECULATIVE) + 1]
-    if words[0] != wanted[0] or json.loads(read) != json.loads(written):
-        raise UserError(f"{where}: does not read back as it was written; names with such characters are not supported")

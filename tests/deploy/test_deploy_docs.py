@@ -16,8 +16,6 @@ from aws import ACCOUNT, pretended
 from pairs import drafter_folder, target_folder
 
 from peagle.cli import main
-from peagle.config import SagemakerSettings
-from peagle.deploy.instances import PRICED, PRICED_IN
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "deploying.md"
 OTHERS = {"pip", "sh", "systemctl", "docker", "kubectl"}
@@ -63,10 +61,3 @@ def test_every_command_of_the_guide_runs(
             "Contents"
         ), "the guide leaves nothing that costs"
     assert ran >= 10 and Path("my-llm.yaml").read_text().startswith("# Written by")
-
-
-def test_the_guide_names_what_is_built_in() -> None:
-    text = GUIDE.read_text()
-    usual = SagemakerSettings(role=f"arn:aws:iam::{ACCOUNT}:role/x", instance_type="ml.x")
-    assert f"`vllm:{usual.image_tag}`, which holds vLLM {usual.vllm_version}." in text
-    assert f"list prices of {PRICED} in {PRICED_IN}" in text

@@ -23,7 +23,7 @@ from peagle.cli import main
 from peagle.config import SagemakerSettings
 from peagle.deploy import sagemaker_endpoint as endpoint
 from peagle.deploy.models import resolve_pair
-from peagle.deploy.sagemaker_plan import SagemakerPlan, make_plan
+from peagle.deploy.sagemaker_plan import SagemakerPlan, build_plan
 from peagle.errors import UserError
 
 REGION, BUCKET, NAME = "us-west-2", "my-bucket", "my-llm"
@@ -42,7 +42,7 @@ class Terminal(io.StringIO):
 
 
 @pytest.fixture
-def aws(monkeypatch: pytest.MonkeyPatch) -> Iterator[endpoint.Aws]:
+def aws(monkeypatch: pytest.MonkeyPatch) -> Iterator[endpoint.AwsClients]:
     for name in ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)
     with pretended(REGION, BUCKET) as clients:
@@ -62,7 +62,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     return one
 
 
-def there(aws: endpoint.Aws) -> tuple[list[str], list[str]]:
+def there(aws: endpoint.AwsClients) -> tuple[list[str], list[str]]:
     """What SageMaker and S3 hold, asked for directly."""
     lists = {
         "endpoint": aws.sagemaker.list_endpoints()["Endpoints"],
@@ -79,7 +79,7 @@ KEYS = [
 ]
 
 
-def test_nothing_is_created_without_a_yes(aws: endpoint.Aws, run: Any) -> None:
+def test_nothing_is_created_without_a_yes(aws: endpoint.AwsClients, run: Any) -> None:
     for arguments, typed in (((), None), ((), "n\n"), ((), "\n"), (("--dry-run",), "y\n")):
         status, said, _ = run(*LOCAL, *arguments, typed=typed)
         assert status == 0 and said.rstrip().endswith("nothing was created; --yes creates it")
@@ -88,7 +88,7 @@ def test_nothing_is_created_without_a_yes(aws: endpoint.Aws, run: Any) -> None:
         assert there(aws) == ([], [])
 
 
-def test_the_life_of_an_endpoint(aws: endpoint.Aws, run: Any) -> None:
+def test_the_life_of_an_endpoint(aws: endpoint.AwsClients, run: Any) -> None:
     status, said, _ = run(*LOCAL, "-k", "5", "--max-model-len", "128", "--wait", typed="y\n")
     assert status == 0 and said.rstrip().endswith(f"{NAME} is in service")
     assert there(aws) == (ALL, KEYS)
@@ -128,14 +128,14 @@ def test_the_life_of_an_endpoint(aws: endpoint.Aws, run: Any) -> None:
     assert run("delete", NAME, "--region", REGION, "--yes")[0] == 2, "nothing of that name any more"
 
 
-def test_a_delete_takes_the_artifact_if_it_is_told(aws: endpoint.Aws, run: Any) -> None:
+def test_a_delete_takes_the_artifact_if_it_is_told(aws: endpoint.AwsClients, run: Any) -> None:
     aws.s3.put_object(Bucket=BUCKET, Key="models/other/x", Body=b"x")
     assert run(*LOCAL, "--yes")[0] == 0
     assert run("delete", NAME, "--region", REGION, "--yes", "--artifact", "delete")[0] == 0
     assert there(aws) == ([], ["models/other/x"])
 
 
-def test_models_by_hub_id_are_not_uploaded(aws: endpoint.Aws, run: Any) -> None:
+def test_models_by_hub_id_are_not_uploaded(aws: endpoint.AwsClients, run: Any) -> None:
     status, _, complaints = run(
         *("openai/gpt-oss-20b", "-d", "amazon/GPT-OSS-20B-P-EAGLE", "--unchecked", *NEEDED, "--yes")
     )
@@ -148,7 +148,7 @@ def test_models_by_hub_id_are_not_uploaded(aws: endpoint.Aws, run: Any) -> None:
     assert status == 0 and "kept" not in said and there(aws) == ([], [])
 
 
-def test_an_answer(aws: endpoint.Aws, run: Any) -> None:
+def test_an_answer(aws: endpoint.AwsClients, run: Any) -> None:
     from moto.sagemakerruntime.models import sagemakerruntime_backends
 
     assert run(*LOCAL, "--yes")[0] == 0
@@ -189,25 +189,25 @@ def refused(operation: str) -> ClientError:
 
 @pytest.fixture
 def plan() -> SagemakerPlan:
-    return make_plan(resolve_pair(TARGET, DRAFTER, None, unchecked=False), SETTINGS)
+    return build_plan(resolve_pair(TARGET, DRAFTER, None, unchecked=False), SETTINGS)
 
 
 @pytest.mark.parametrize("call", ["create_model", "create_endpoint_config", "create_endpoint"])
-def test_a_step_that_fails_leaves_nothing(aws: endpoint.Aws, plan: SagemakerPlan, call: str) -> None:
+def test_a_step_that_fails_leaves_nothing(aws: endpoint.AwsClients, plan: SagemakerPlan, call: str) -> None:
     failing = replace(aws, sagemaker=Failing(aws.sagemaker, refused(call), call))
     with pytest.raises(UserError, match=f"{call}: ResourceLimitExceeded: quota is 0; nothing is left"):
         endpoint.create(plan, failing, lambda line: None)
     assert there(aws) == ([], [])
 
 
-def test_an_upload_that_fails_leaves_nothing(aws: endpoint.Aws, plan: SagemakerPlan) -> None:
+def test_an_upload_that_fails_leaves_nothing(aws: endpoint.AwsClients, plan: SagemakerPlan) -> None:
     failing = replace(aws, s3=Failing(aws.s3, S3UploadFailedError("Access Denied"), "upload_file", late=True))
     with pytest.raises(UserError, match="upload of config.json: Access Denied; nothing is left"):
         endpoint.create(plan, failing, lambda line: None)
     assert there(aws) == ([], [])
 
 
-def test_objects_that_cannot_be_deleted_are_named(aws: endpoint.Aws, plan: SagemakerPlan) -> None:
+def test_objects_that_cannot_be_deleted_are_named(aws: endpoint.AwsClients, plan: SagemakerPlan) -> None:
     failing = replace(
         aws,
         sagemaker=Failing(aws.sagemaker, refused("x"), "create_endpoint"),
@@ -221,7 +221,7 @@ def test_objects_that_cannot_be_deleted_are_named(aws: endpoint.Aws, plan: Sagem
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_an_interrupted_upload_leaves_nothing(aws: endpoint.Aws, plan: SagemakerPlan, late: bool) -> None:
+def test_an_interrupted_upload_leaves_nothing(aws: endpoint.AwsClients, plan: SagemakerPlan, late: bool) -> None:
     failing = replace(aws, s3=Failing(aws.s3, KeyboardInterrupt(), "upload_file", late=late))
     with pytest.raises(KeyboardInterrupt):
         endpoint.create(plan, failing, lambda line: None)
@@ -229,7 +229,7 @@ def test_an_interrupted_upload_leaves_nothing(aws: endpoint.Aws, plan: Sagemaker
 
 
 def test_what_cannot_be_deleted_is_named_with_the_command_that_does(
-    aws: endpoint.Aws, plan: SagemakerPlan, run: Any
+    aws: endpoint.AwsClients, plan: SagemakerPlan, run: Any
 ) -> None:
     broken = Failing(aws.sagemaker, refused("x"), "create_endpoint", "delete_model")
     told: list[str] = []
@@ -241,14 +241,14 @@ def test_what_cannot_be_deleted_is_named_with_the_command_that_does(
     assert run(*command.split()[3:])[0] == 0 and there(aws) == ([], [])
 
 
-def test_an_answer_that_is_lost_is_told(aws: endpoint.Aws, plan: SagemakerPlan) -> None:
+def test_an_answer_that_is_lost_is_told(aws: endpoint.AwsClients, plan: SagemakerPlan) -> None:
     """Created, but nobody knows: what bears the name is named, since it costs."""
     lost = Failing(aws.sagemaker, KeyboardInterrupt(), "create_endpoint", late=True)
     with pytest.raises(UserError, match="left: the endpoint my-llm; peagle deploy sagemaker delete my-llm"):
         endpoint.create(plan, replace(aws, sagemaker=lost), lambda line: None)
 
 
-def test_anothers_things_are_not_touched(aws: endpoint.Aws, plan: SagemakerPlan) -> None:
+def test_anothers_things_are_not_touched(aws: endpoint.AwsClients, plan: SagemakerPlan) -> None:
     """Made between the look and the call; and a prefix in which something lies."""
 
     class Rival:
@@ -273,12 +273,12 @@ def test_anothers_things_are_not_touched(aws: endpoint.Aws, plan: SagemakerPlan)
     assert there(aws) == ([], [f"models/{NAME}/mine"])
 
 
-def test_an_artifact_that_is_not_ours_stays(aws: endpoint.Aws) -> None:
+def test_an_artifact_that_is_not_ours_stays(aws: endpoint.AwsClients) -> None:
     with pytest.raises(UserError, match="not uploaded by peagle"):
         endpoint.delete_artifact(NAME, aws, f"s3://{BUCKET}/models/other/")
 
 
-def test_a_bucket_elsewhere_is_refused(aws: endpoint.Aws, plan: SagemakerPlan) -> None:
+def test_a_bucket_elsewhere_is_refused(aws: endpoint.AwsClients, plan: SagemakerPlan) -> None:
     boto3.client("s3", region_name="eu-west-1").create_bucket(
         Bucket="far-away", CreateBucketConfiguration={"LocationConstraint": "eu-west-1"}
     )
@@ -307,7 +307,9 @@ def test_a_bucket_elsewhere_is_refused(aws: endpoint.Aws, plan: SagemakerPlan) -
         (("status", NAME, "--region", REGION), "no endpoint of that name"),
     ],
 )  # fmt: skip
-def test_a_wrong_command_line_is_one_line(aws: endpoint.Aws, run: Any, arguments: tuple[str, ...], named: str) -> None:
+def test_a_wrong_command_line_is_one_line(
+    aws: endpoint.AwsClients, run: Any, arguments: tuple[str, ...], named: str
+) -> None:
     status, _, complaints = run(*arguments)
     assert status == 2 and named in complaints and complaints.count("\n") == 1
     assert there(aws) == ([], [])
@@ -324,7 +326,7 @@ def test_a_wrong_command_line_is_one_line(aws: endpoint.Aws, run: Any, arguments
         (("--image", "me/vllm:old", "--vllm-version", "0.15"), "needs vLLM 0.16"),
     ],
 )  # fmt: skip
-def test_hazards_stop_it(aws: endpoint.Aws, run: Any, arguments: tuple[str, ...], told: str) -> None:
+def test_hazards_stop_it(aws: endpoint.AwsClients, run: Any, arguments: tuple[str, ...], told: str) -> None:
     status, _, complaints = run(*LOCAL, *arguments, "--yes")
     assert told in complaints
     assert (status == 0) == told.startswith("warning") and (there(aws)[0] == []) == (status != 0)

@@ -28,7 +28,7 @@ from transformers import CONFIG_MAPPING
 from peagle.cli import main
 from peagle.config import DrafterConfig, LayerConfig, RopeConfig
 from peagle.deploy.checks import splits_drafter_cache
-from peagle.deploy.models import target_facts
+from peagle.deploy.models import read_target_facts
 
 KEY = "sk-a-key-nobody-should-see"
 DRAFTER = str(drafter_folder("p-eagle-4"))
@@ -239,15 +239,15 @@ def head_of(layers: int, kv_heads: int, head_dim: int) -> DrafterConfig:
 
 def test_gpt_oss_needs_the_fix_of_its_cache_groups(tmp_path: Path) -> None:
     """By name, the 20b's card warns of it and the 120b's does not: 12 + 4 > 12 * 1.25, but 18 + 4 < 18 * 1.25."""
-    small = target_facts(model_config("gpt_oss", tmp_path / "20b", "GptOssForCausalLM", num_hidden_layers=24))
-    large = target_facts(model_config("gpt_oss", tmp_path / "120b", "GptOssForCausalLM", num_hidden_layers=36))
-    assert (small.layers, small.sliding, small.kv_heads, small.head_dim) == (24, 12, 8, 64)
-    assert (large.layers, large.sliding) == (36, 18)
+    small = read_target_facts(model_config("gpt_oss", tmp_path / "20b", "GptOssForCausalLM", num_hidden_layers=24))
+    large = read_target_facts(model_config("gpt_oss", tmp_path / "120b", "GptOssForCausalLM", num_hidden_layers=36))
+    assert (small.num_layers, small.num_sliding_layers, small.num_kv_heads, small.head_dim) == (24, 12, 8, 64)
+    assert (large.num_layers, large.num_sliding_layers) == (36, 18)
     head = head_of(4, 8, 64)
     assert splits_drafter_cache(small, head, (0, 17)) and not splits_drafter_cache(small, head, (0, 18))
     assert not splits_drafter_cache(large, head, (0, 17)) and not splits_drafter_cache(large, head, (0, 32))
     assert not splits_drafter_cache(small, head_of(1, 8, 64), (0, 17)), "one layer is in one group"
-    dense = target_facts(model_config("llama", tmp_path / "llama", "LlamaForCausalLM"))
+    dense = read_target_facts(model_config("llama", tmp_path / "llama", "LlamaForCausalLM"))
     assert not splits_drafter_cache(dense, head, (0, 17))
 
 

@@ -18,8 +18,8 @@ import torch
 from published_heads import (
     HEADS,
     LAYERS,
+    AuxLayerIdsField,
     Head,
-    Taps,
     full,
     head_tensors,
     small,
@@ -110,7 +110,7 @@ def expected_drafts(head: Head, aux_hidden_states: Tensor, tokens: list[int], k:
 
 @pytest.mark.parametrize("aux_hidden_states", ["top", "nested", "none"])
 def test_draft_tokens_match_a_plain_computation(
-    head: Head, aux_hidden_states: Taps, target: Decoder, tmp_path: Path
+    head: Head, aux_hidden_states: AuxLayerIdsField, target: Decoder, tmp_path: Path
 ) -> None:
     drafter = load_drafter(write_head(head, tmp_path / "head", aux_hidden_states), target)
     assert drafter.cfg.parallel and drafter.cfg.mask_token_id == small(head).mask_id
@@ -120,8 +120,10 @@ def test_draft_tokens_match_a_plain_computation(
             torch.tensor(PROMPT[:-1]), torch.arange(len(PROMPT) - 1), causal_attention, drafter.cfg.aux_layer_ids
         )
         assert aux_hidden_states is not None
-        draft = propose_draft_tokens(drafter, PROMPT, aux_hidden_states, head.draft_tokens, None, torch.Generator())
-    wanted = expected_drafts(head, aux_hidden_states, PROMPT, head.draft_tokens)
+        draft = propose_draft_tokens(
+            drafter, PROMPT, aux_hidden_states, head.num_speculative_tokens, None, torch.Generator()
+        )
+    wanted = expected_drafts(head, aux_hidden_states, PROMPT, head.num_speculative_tokens)
     assert draft.token_ids == wanted and len(set(wanted)) > 1
 
 
@@ -130,7 +132,7 @@ def test_output_is_the_same_without_a_drafter(head: Head, target_folder: Path, t
     settings = {"device": "cpu", "dtype": "float32", "threads": 1, "max_model_len": 64, "max_num_seqs": 2}
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     texts = []
-    for drafter, k in ((folder, head.draft_tokens), (None, 0)):
+    for drafter, k in ((folder, head.num_speculative_tokens), (None, 0)):
         llm = LLM(target_folder, drafter, k, **settings)  # type: ignore[arg-type]
         texts.append(llm.generate(PROMPT, params)[0].outputs[0].token_ids)
     assert texts[0] == texts[1]

@@ -16,7 +16,7 @@ from peagle.checkpoints.validate import NO_AUX_HIDDEN_STATES
 from peagle.config import DeploySettings, DrafterConfig, LayerConfig, RopeConfig
 from peagle.deploy.checks import splits_drafter_cache
 from peagle.deploy.models import TargetFacts, resolve_pair
-from peagle.deploy.service import Service, arguments, environment
+from peagle.deploy.service import VllmService
 
 pytestmark = pytest.mark.vllm
 
@@ -33,7 +33,7 @@ def test_vllms_parser_takes_the_command() -> None:
         extra=("--kv-cache-dtype", "fp8"),
     )
     pair = resolve_pair(str(target_folder()), str(drafter_folder("p-eagle-4")), 5, unchecked=False)
-    words = arguments(Service(settings, pair))
+    words = VllmService(settings, pair).arguments()
     parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(words)
     assert Path(parsed.model_tag) == target_folder() and parsed.served_model_name == ["target"]
     assert (parsed.tensor_parallel_size, parsed.max_model_len, parsed.max_num_seqs) == (2, 128, 8)
@@ -47,7 +47,7 @@ def test_vllms_parser_takes_the_command() -> None:
     }
     import vllm.envs
 
-    assert all(name in vllm.envs.environment_variables for name in environment(Service(settings, pair)))
+    assert all(name in vllm.envs.environment_variables for name in VllmService(settings, pair).environment)
 
 
 def groups_of_the_drafter(sliding: int, full: int, drafts: int, alike: bool) -> int:
@@ -73,7 +73,7 @@ def test_caches_are_grouped_as_the_check_says() -> None:
     seen = set()
     for sliding, full, drafts in itertools.product((1, 3, 6, 12, 15, 18, 40), (1, 3, 6, 12, 18), (1, 2, 4)):
         for alike in (True, False):
-            facts = TargetFacts("X", 64, 100, sliding + full, sliding, 64, 8, 64, 4096, False)
+            facts = TargetFacts("X", 64, 100, sliding + full, sliding, 64, 8, 64, 4096)
             layer = LayerConfig(64, 64, num_heads=64, num_kv_heads=8 if alike else 4, head_dim=64)
             drafter = DrafterConfig(100, 100, drafts, layer, RopeConfig(), 4096, 64, (0, 1, 2), mask_token_id=1)
             spread = groups_of_the_drafter(sliding, full, drafts, alike) > 1
