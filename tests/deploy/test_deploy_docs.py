@@ -1,5 +1,7 @@
-"""docs/deploying.md: each `peagle` command in it is run, in a folder with the models it names and moto's AWS; other
-programs are only those listed here, and the files they are given are ones that the commands before them wrote."""
+"""Runs every `peagle` command of docs/deploying.md, with moto as AWS.
+
+Other programs are not run; the files that they use must be ones that earlier commands wrote.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from pairs import drafter_folder, target_folder
 from peagle.cli import main
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "deploying.md"
-OTHERS = {"pip", "sh", "systemctl", "docker", "kubectl"}
+OTHER_PROGRAMS = {"pip", "sh", "systemctl", "docker", "kubectl"}
 
 
 def commands() -> list[str]:
@@ -44,7 +46,7 @@ def test_every_command_of_the_guide_runs(
             before, _, into = line.partition(" > ")
             words = shlex.split(before, comments=True)
             if words[0] != "peagle":
-                assert words[0] in OTHERS, line
+                assert words[0] in OTHER_PROGRAMS, line
                 for word in words:
                     assert not word.startswith("deploy/") or Path(word).is_file(), line
                     assert not word.endswith(".service") or Path("deploy", word).is_file(), line
@@ -59,5 +61,5 @@ def test_every_command_of_the_guide_runs(
             ran += 1
         assert not aws.sagemaker.list_endpoints()["Endpoints"] and not aws.s3.list_objects_v2(Bucket="my-bucket").get(
             "Contents"
-        ), "the guide leaves nothing that costs"
+        ), "the guide deletes what it creates"
     assert ran >= 10 and Path("my-llm.yaml").read_text().startswith("# Written by")

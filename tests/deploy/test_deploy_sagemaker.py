@@ -79,7 +79,7 @@ KEYS = [
 ]
 
 
-def test_nothing_is_created_without_a_yes(aws: endpoint.AwsClients, run: Any) -> None:
+def test_nothing_is_created_without_confirmation(aws: endpoint.AwsClients, run: Any) -> None:
     for arguments, typed in (((), None), ((), "n\n"), ((), "\n"), (("--dry-run",), "y\n")):
         status, said, _ = run(*LOCAL, *arguments, typed=typed)
         assert status == 0 and said.rstrip().endswith("nothing was created; --yes creates it")
@@ -88,7 +88,7 @@ def test_nothing_is_created_without_a_yes(aws: endpoint.AwsClients, run: Any) ->
         assert there(aws) == ([], [])
 
 
-def test_the_life_of_an_endpoint(aws: endpoint.AwsClients, run: Any) -> None:
+def test_create_status_and_delete(aws: endpoint.AwsClients, run: Any) -> None:
     status, said, _ = run(*LOCAL, "-k", "5", "--max-model-len", "128", "--wait", typed="y\n")
     assert status == 0 and said.rstrip().endswith(f"{NAME} is in service")
     assert there(aws) == (ALL, KEYS)
@@ -120,7 +120,7 @@ def test_the_life_of_an_endpoint(aws: endpoint.AwsClients, run: Any) -> None:
     status, said, _ = run("status", NAME, "--region", REGION)
     assert status == 0 and f"{NAME}: InService" in said and "1 x ml.g6e.xlarge for 0.0 hours" in said
     status, _, complaints = run(*LOCAL, "--yes")
-    assert status == 2 and f"--name {NAME}: the endpoint {NAME} is there already" in complaints, "not made twice"
+    assert status == 2 and f"--name {NAME}: the endpoint {NAME} exists already" in complaints, "not made twice"
 
     assert "nothing was deleted" in run("delete", NAME, "--region", REGION)[1] and there(aws)[0] == ALL
     status, said, _ = run("delete", NAME, "--region", REGION, typed="y\nn\n")
@@ -128,18 +128,18 @@ def test_the_life_of_an_endpoint(aws: endpoint.AwsClients, run: Any) -> None:
     assert run("delete", NAME, "--region", REGION, "--yes")[0] == 2, "nothing of that name any more"
 
 
-def test_a_delete_takes_the_artifact_if_it_is_told(aws: endpoint.AwsClients, run: Any) -> None:
+def test_delete_with_artifact(aws: endpoint.AwsClients, run: Any) -> None:
     aws.s3.put_object(Bucket=BUCKET, Key="models/other/x", Body=b"x")
     assert run(*LOCAL, "--yes")[0] == 0
     assert run("delete", NAME, "--region", REGION, "--yes", "--artifact", "delete")[0] == 0
     assert there(aws) == ([], ["models/other/x"])
 
 
-def test_models_by_hub_id_are_not_uploaded(aws: endpoint.AwsClients, run: Any) -> None:
+def test_hub_models_are_not_uploaded(aws: endpoint.AwsClients, run: Any) -> None:
     status, _, complaints = run(
         *("openai/gpt-oss-20b", "-d", "amazon/GPT-OSS-20B-P-EAGLE", "--unchecked", *NEEDED, "--yes")
     )
-    assert status == 0 and "needs a way out" in complaints
+    assert status == 0 and "needs internet access" in complaints
     container = aws.sagemaker.describe_model(ModelName=NAME)["PrimaryContainer"]
     assert container["Environment"]["SM_VLLM_MODEL"] == "openai/gpt-oss-20b" and "ModelDataSource" not in container
     assert json.loads(container["Environment"]["SM_VLLM_SPECULATIVE_CONFIG"])["model"] == "amazon/GPT-OSS-20B-P-EAGLE"
@@ -148,7 +148,7 @@ def test_models_by_hub_id_are_not_uploaded(aws: endpoint.AwsClients, run: Any) -
     assert status == 0 and "kept" not in said and there(aws) == ([], [])
 
 
-def test_an_answer(aws: endpoint.AwsClients, run: Any) -> None:
+def test_invoke(aws: endpoint.AwsClients, run: Any) -> None:
     from moto.sagemakerruntime.models import sagemakerruntime_backends
 
     assert run(*LOCAL, "--yes")[0] == 0
@@ -193,21 +193,21 @@ def plan() -> SagemakerPlan:
 
 
 @pytest.mark.parametrize("call", ["create_model", "create_endpoint_config", "create_endpoint"])
-def test_a_step_that_fails_leaves_nothing(aws: endpoint.AwsClients, plan: SagemakerPlan, call: str) -> None:
+def test_failed_creation_is_rolled_back(aws: endpoint.AwsClients, plan: SagemakerPlan, call: str) -> None:
     failing = replace(aws, sagemaker=Failing(aws.sagemaker, refused(call), call))
-    with pytest.raises(UserError, match=f"{call}: ResourceLimitExceeded: quota is 0; nothing is left"):
+    with pytest.raises(UserError, match=f"{call}: ResourceLimitExceeded: quota is 0; everything created was deleted"):
         endpoint.create(plan, failing, lambda line: None)
     assert there(aws) == ([], [])
 
 
-def test_an_upload_that_fails_leaves_nothing(aws: endpoint.AwsClients, plan: SagemakerPlan) -> None:
+def test_failed_upload_is_deleted(aws: endpoint.AwsClients, plan: SagemakerPlan) -> None:
     failing = replace(aws, s3=Failing(aws.s3, S3UploadFailedError("Access Denied"), "upload_file", late=True))
-    with pytest.raises(UserError, match="upload of config.json: Access Denied; nothing is left"):
+    with pytest.raises(UserError, match="upload of config.json: Access Denied; everything created was deleted"):
         endpoint.create(plan, failing, lambda line: None)
     assert there(aws) == ([], [])
 
 
-def test_objects_that_cannot_be_deleted_are_named(aws: endpoint.AwsClients, plan: SagemakerPlan) -> None:
+def test_error_names_objects_that_are_not_deleted(aws: endpoint.AwsClients, plan: SagemakerPlan) -> None:
     failing = replace(
         aws,
         sagemaker=Failing(aws.sagemaker, refused("x"), "create_endpoint"),
@@ -216,40 +216,38 @@ def test_objects_that_cannot_be_deleted_are_named(aws: endpoint.AwsClients, plan
     with pytest.raises(UserError) as failure:
         endpoint.create(plan, failing, lambda line: None)
     place = f"s3://{BUCKET}/models/{NAME}/"
-    assert str(failure.value).endswith(f"; left: {place}; aws s3 rm --recursive {place}")
+    assert str(failure.value).endswith(f"; not deleted: {place}; aws s3 rm --recursive {place}")
     assert there(aws) == ([], KEYS)
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_an_interrupted_upload_leaves_nothing(aws: endpoint.AwsClients, plan: SagemakerPlan, late: bool) -> None:
+def test_interrupted_upload_is_deleted(aws: endpoint.AwsClients, plan: SagemakerPlan, late: bool) -> None:
     failing = replace(aws, s3=Failing(aws.s3, KeyboardInterrupt(), "upload_file", late=late))
     with pytest.raises(KeyboardInterrupt):
         endpoint.create(plan, failing, lambda line: None)
     assert there(aws) == ([], [])
 
 
-def test_what_cannot_be_deleted_is_named_with_the_command_that_does(
-    aws: endpoint.AwsClients, plan: SagemakerPlan, run: Any
-) -> None:
+def test_error_names_the_command_that_deletes_the_rest(aws: endpoint.AwsClients, plan: SagemakerPlan, run: Any) -> None:
     broken = Failing(aws.sagemaker, refused("x"), "create_endpoint", "delete_model")
     told: list[str] = []
     with pytest.raises(UserError) as failure:
         endpoint.create(plan, replace(aws, sagemaker=broken), told.append)
-    assert "left: the model my-llm;" in str(failure.value) and there(aws)[0] == ["model"]
+    assert "not deleted: the model my-llm;" in str(failure.value) and there(aws)[0] == ["model"]
     command = str(failure.value).rpartition("; ")[2]
     assert command.startswith("peagle deploy sagemaker delete")
     assert run(*command.split()[3:])[0] == 0 and there(aws) == ([], [])
 
 
-def test_an_answer_that_is_lost_is_told(aws: endpoint.AwsClients, plan: SagemakerPlan) -> None:
-    """Created, but nobody knows: what bears the name is named, since it costs."""
+def test_lost_response_is_reported(aws: endpoint.AwsClients, plan: SagemakerPlan) -> None:
+    """AWS creates the endpoint, but the response is lost: the error names the endpoint, since it costs money."""
     lost = Failing(aws.sagemaker, KeyboardInterrupt(), "create_endpoint", late=True)
-    with pytest.raises(UserError, match="left: the endpoint my-llm; peagle deploy sagemaker delete my-llm"):
+    with pytest.raises(UserError, match="not deleted: the endpoint my-llm; peagle deploy sagemaker delete my-llm"):
         endpoint.create(plan, replace(aws, sagemaker=lost), lambda line: None)
 
 
-def test_anothers_things_are_not_touched(aws: endpoint.AwsClients, plan: SagemakerPlan) -> None:
-    """Made between the look and the call; and a prefix in which something lies."""
+def test_resources_of_others_are_kept(aws: endpoint.AwsClients, plan: SagemakerPlan) -> None:
+    """A model created between the check and the call, and a prefix that is not empty."""
 
     class Rival:
         def __getattr__(self, name: str) -> Any:
@@ -263,22 +261,22 @@ def test_anothers_things_are_not_touched(aws: endpoint.AwsClients, plan: Sagemak
 
             return create
 
-    with pytest.raises(UserError, match="left: the model"):
+    with pytest.raises(UserError, match="not deleted: the model"):
         endpoint.create(plan, replace(aws, sagemaker=Rival()), lambda line: None)
     assert aws.sagemaker.describe_model(ModelName=NAME)["ExecutionRoleArn"] == ROLE + "-of-another"
     aws.sagemaker.delete_model(ModelName=NAME)
     aws.s3.put_object(Bucket=BUCKET, Key=f"models/{NAME}/mine", Body=b"x")
-    with pytest.raises(UserError, match=f"there is something under models/{NAME}/ already"):
+    with pytest.raises(UserError, match=f"models/{NAME}/ is not empty"):
         endpoint.create(plan, aws, lambda line: None)
     assert there(aws) == ([], [f"models/{NAME}/mine"])
 
 
-def test_an_artifact_that_is_not_ours_stays(aws: endpoint.AwsClients) -> None:
+def test_artifacts_of_others_are_kept(aws: endpoint.AwsClients) -> None:
     with pytest.raises(UserError, match="not uploaded by peagle"):
         endpoint.delete_artifact(NAME, aws, f"s3://{BUCKET}/models/other/")
 
 
-def test_a_bucket_elsewhere_is_refused(aws: endpoint.AwsClients, plan: SagemakerPlan) -> None:
+def test_bucket_in_another_region_is_an_error(aws: endpoint.AwsClients, plan: SagemakerPlan) -> None:
     boto3.client("s3", region_name="eu-west-1").create_bucket(
         Bucket="far-away", CreateBucketConfiguration={"LocationConstraint": "eu-west-1"}
     )
@@ -289,7 +287,7 @@ def test_a_bucket_elsewhere_is_refused(aws: endpoint.AwsClients, plan: Sagemaker
     assert there(aws) == ([], [])
 
 
-# What is wrong before anything is asked of AWS
+# Errors before AWS is called
 
 
 @pytest.mark.parametrize(
@@ -302,12 +300,12 @@ def test_a_bucket_elsewhere_is_refused(aws: endpoint.AwsClients, plan: Sagemaker
         ((*LOCAL, "--instance-type", "ml.new.8xlarge"), "--tensor-parallel: needed for ml.new.8xlarge"),
         ((*LOCAL, "--instance-type", "ml.p5.4xlarge", "--yes"), "--price: needed"),
         ((*LOCAL, "--s3", "my-bucket"), "--s3 my-bucket"),
-        ((*LOCAL, "--env", f"A={'x' * 1025}"), "A: 1025 characters"),
+        ((*LOCAL, "--env", f"A={'x' * 1025}"), "A: has 1025 characters"),
         (("delete", NAME, "--artifact", "burn"), "--artifact burn"),
-        (("status", NAME, "--region", REGION), "no endpoint of that name"),
+        (("status", NAME, "--region", REGION), "no such endpoint"),
     ],
 )  # fmt: skip
-def test_a_wrong_command_line_is_one_line(
+def test_wrong_command_line_is_one_line(
     aws: endpoint.AwsClients, run: Any, arguments: tuple[str, ...], named: str
 ) -> None:
     status, _, complaints = run(*arguments)
@@ -319,20 +317,20 @@ def test_a_wrong_command_line_is_one_line(
     ("arguments", "told"),
     [
         (("--tensor-parallel", "2"), "ml.g6e.xlarge has 1 GPUs"),
-        (("--instance-type", "ml.g6e.48xlarge"), "error: --tensor-parallel 8: the target has 4 heads"),
+        (("--instance-type", "ml.g6e.48xlarge"), "error: --tensor-parallel 8: cannot split the target's 4 heads"),
         (("--instance-type", "ml.g6e.12xlarge", "--tensor-parallel", "2"), "warning: 2 of 4 GPUs stay idle"),
         (("--env", "HF_TOKEN=hf_x"), "error: --env HF_TOKEN"),
         (("--env", "VLLM_USE_V2_MODEL_RUNNER=1"), "error: VLLM_USE_V2_MODEL_RUNNER=1"),
         (("--image", "me/vllm:old", "--vllm-version", "0.15"), "needs vLLM 0.16"),
     ],
 )  # fmt: skip
-def test_hazards_stop_it(aws: endpoint.AwsClients, run: Any, arguments: tuple[str, ...], told: str) -> None:
+def test_errors_stop_the_deployment(aws: endpoint.AwsClients, run: Any, arguments: tuple[str, ...], told: str) -> None:
     status, _, complaints = run(*LOCAL, *arguments, "--yes")
     assert told in complaints
     assert (status == 0) == told.startswith("warning") and (there(aws)[0] == []) == (status != 0)
 
 
-def test_a_plan_needs_no_boto3_and_an_endpoint_does(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_does_not_need_boto3(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "boto3", None)
     status, said, _ = run(*LOCAL)
     assert status == 0 and "create_endpoint_config" in said

@@ -1,8 +1,7 @@
-"""`peagle deploy vllm`: what it writes is what a shell, systemd, Compose and Kubernetes would start, and what would go
-wrong on a version of vLLM is told before.
+"""`peagle deploy vllm`: generated files and checks.
 
-Oracles: a real shell with a stand-in for vLLM, systemd's own checker, Kubernetes' published schemas, and for hazards
-the configurations of models that people serve.
+Oracles: a real shell with a fake `vllm`, systemd's verifier, Kubernetes' published schemas, and for the checks the
+configs of published models.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ from peagle.config import DrafterConfig, LayerConfig, RopeConfig
 from peagle.deploy.checks import splits_drafter_cache
 from peagle.deploy.models import read_target_facts
 
-KEY = "sk-a-key-nobody-should-see"
+KEY = "sk-secret"
 DRAFTER = str(drafter_folder("p-eagle-4"))
 TARGET = str(target_folder())
 
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Exit status, what was said, and what was complained about."""
+    """Runs the verb; returns exit status, stdout and stderr."""
 
     def one(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["peagle", "deploy", "vllm", *arguments])
@@ -49,8 +48,8 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     return one
 
 
-def stand_in(folder: Path) -> dict[str, str]:
-    """A `vllm` that writes down how it was started; the environment to find it."""
+def fake_vllm(folder: Path) -> dict[str, str]:
+    """Creates a `vllm` that prints its arguments and environment; returns a PATH that finds it."""
     program = folder / "bin" / "vllm"
     program.parent.mkdir()
     program.write_text(
@@ -70,21 +69,21 @@ def value(words: list[str], flag: str) -> str:
 
 @pytest.fixture
 def odd_names(tmp_path: Path) -> tuple[str, str]:
-    """Folders whose names each format has its own trouble with."""
+    """Folders whose names need quoting in every format."""
     folders = tmp_path / 'it\'s a "dir"', tmp_path / "50% $HOME $(HOME) \\n {x}: #y"
     shutil.copytree(target_folder(), folders[0])
     shutil.copytree(drafter_folder("p-eagle-4"), folders[1])
     return str(folders[0]), str(folders[1])
 
 
-def test_a_shell_starts_what_was_asked_for(run: Any, odd_names: tuple[str, str], tmp_path: Path) -> None:
+def test_shell_script(run: Any, odd_names: tuple[str, str], tmp_path: Path) -> None:
     target, drafter = odd_names
     out = tmp_path / "out"
     status, said, _ = run(
         target, "-d", drafter, "-k", "5", "--tensor-parallel", "2", "--out", str(out), "--", "--kv-cache-dtype", "fp8"
     )
     assert status == 0 and f"{out}/serve.sh" in said
-    environment = stand_in(tmp_path)
+    environment = fake_vllm(tmp_path)
     missing = subprocess.run(["sh", out / "serve.sh"], env=environment, capture_output=True, text=True)
     assert missing.returncode != 0 and "VLLM_API_KEY" in missing.stderr, "no key, no server"
     done = subprocess.run([out / "serve.sh"], env={**environment, "VLLM_API_KEY": KEY}, capture_output=True, text=True)
@@ -99,7 +98,7 @@ def test_a_shell_starts_what_was_asked_for(run: Any, odd_names: tuple[str, str],
     assert json.loads(done.stdout)[0] == words
 
 
-def test_no_format_holds_a_secret(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_contain_no_secrets(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", KEY)
     monkeypatch.setenv("HF_TOKEN", KEY)
     out = tmp_path / "out"
@@ -113,7 +112,7 @@ def test_no_format_holds_a_secret(run: Any, tmp_path: Path, monkeypatch: pytest.
         assert status == 2 and "error: " in complaints.splitlines()[0]
 
 
-def test_systemd_takes_the_units(run: Any, odd_names: tuple[str, str], tmp_path: Path) -> None:
+def test_systemd_units(run: Any, odd_names: tuple[str, str], tmp_path: Path) -> None:
     target, drafter = odd_names
     out = tmp_path / "out"
     arguments = ("--format", "systemd", "--replicas", "2", "--tensor-parallel", "2", "--program", "/bin/true")
@@ -135,7 +134,7 @@ def test_systemd_takes_the_units(run: Any, odd_names: tuple[str, str], tmp_path:
         assert not [line for line in done.stderr.splitlines() if "llm-" in line]
 
 
-def test_compose_has_a_proxy_before_replicas(run: Any, odd_names: tuple[str, str]) -> None:
+def test_compose_with_replicas(run: Any, odd_names: tuple[str, str]) -> None:
     target, drafter = odd_names
     status, text, _ = run(
         *(target, "-d", drafter, "--format", "compose", "--replicas", "3", "--tensor-parallel", "2", "--port", "9000")
@@ -162,7 +161,7 @@ def test_compose_has_a_proxy_before_replicas(run: Any, odd_names: tuple[str, str
     assert services["proxy"]["ports"] == ["9000:8000"] and "proxy_buffering off" in proxy
 
 
-def test_kubernetes_takes_the_manifest(run: Any, odd_names: tuple[str, str]) -> None:
+def test_kubernetes_manifest(run: Any, odd_names: tuple[str, str]) -> None:
     target, drafter = odd_names
     status, text, _ = run(
         *(target, "-d", drafter, "--format", "kubernetes", "--replicas", "4", "--tensor-parallel", "2"),
@@ -198,7 +197,7 @@ def test_kubernetes_takes_the_manifest(run: Any, odd_names: tuple[str, str]) -> 
     assert service["ports"][0]["targetPort"] == container["ports"][0]["name"] == monitor["endpoints"][0]["port"]
 
 
-def test_an_eagle3_drafter_is_not_told_to_draft_in_parallel(run: Any) -> None:
+def test_eagle3_drafter_has_no_parallel_drafting(run: Any) -> None:
     status, line, _ = run(TARGET, "-d", str(drafter_folder("eagle3-1")))
     assert status == 0 and "VLLM_USE_V2_MODEL_RUNNER" not in line
     words = shlex.split(line)
@@ -209,8 +208,8 @@ def test_an_eagle3_drafter_is_not_told_to_draft_in_parallel(run: Any) -> None:
     }
 
 
-def test_a_drafter_whose_taps_only_its_target_knows(run: Any, tmp_path: Path) -> None:
-    """EAGLE-3 or P-EAGLE is in the tensors, also where the target, whose default aux states are meant, is not read."""
+def test_drafter_without_aux_layer_ids(run: Any, tmp_path: Path) -> None:
+    """The tensors tell EAGLE-3 from P-EAGLE, even if the target with its default layers is not read."""
     for name, parallel in (("eagle3-1", False), ("p-eagle-1", True)):
         folder = tmp_path / name
         shutil.copytree(drafter_folder(name), folder)
@@ -220,11 +219,11 @@ def test_a_drafter_whose_taps_only_its_target_knows(run: Any, tmp_path: Path) ->
         assert ("parallel_drafting" in speculative_of(shlex.split(line))) == parallel
 
 
-# Hazards
+# Checks
 
 
 def model_config(kind: str, folder: Path, architecture: str, **fields: Any) -> Path:
-    """config.json of a model that people serve, as transformers writes it."""
+    """Writes the config.json of a published model."""
     folder.mkdir()
     config = CONFIG_MAPPING[kind](**fields)
     config.architectures = [architecture]
@@ -237,8 +236,8 @@ def head_of(layers: int, kv_heads: int, head_dim: int) -> DrafterConfig:
     return DrafterConfig(201088, 201088, layers, layer, RopeConfig(), 4096, 2880, (2, 12, 21), mask_token_id=201020)
 
 
-def test_gpt_oss_needs_the_fix_of_its_cache_groups(tmp_path: Path) -> None:
-    """By name, the 20b's card warns of it and the 120b's does not: 12 + 4 > 12 * 1.25, but 18 + 4 < 18 * 1.25."""
+def test_gpt_oss_cache_groups(tmp_path: Path) -> None:
+    """Only the 20b's model card warns: 12 + 4 > 12 * 1.25, but 18 + 4 < 18 * 1.25."""
     small = read_target_facts(model_config("gpt_oss", tmp_path / "20b", "GptOssForCausalLM", num_hidden_layers=24))
     large = read_target_facts(model_config("gpt_oss", tmp_path / "120b", "GptOssForCausalLM", num_hidden_layers=36))
     assert (small.num_layers, small.num_sliding_layers, small.num_kv_heads, small.head_dim) == (24, 12, 8, 64)
@@ -251,8 +250,8 @@ def test_gpt_oss_needs_the_fix_of_its_cache_groups(tmp_path: Path) -> None:
     assert not splits_drafter_cache(dense, head, (0, 17))
 
 
-def test_a_gpt_oss_target_is_checked_by_its_config_alone(run: Any, tmp_path: Path) -> None:
-    """No weights of the target are needed, and its architecture need not be one that runs here."""
+def test_gpt_oss_target_is_checked_by_its_config(run: Any, tmp_path: Path) -> None:
+    """The checks need neither the target's weights nor an architecture that peagle runs."""
     head = HEADS["gpt-oss-20b"]
     drafter = write_head(head, tmp_path / "head")
     values = json.loads((drafter / "config.json").read_text())
@@ -273,13 +272,13 @@ def test_a_gpt_oss_target_is_checked_by_its_config_alone(run: Any, tmp_path: Pat
     assert status == 2 and "vocab_size is 320, but the target's is 321" in complaints
 
 
-def test_a_hub_that_cannot_be_reached_is_one_line(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_hub_is_one_line(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     status, said, complaints = run("no-such-owner/no-such-model", "-d", DRAFTER)
     assert (status, said) == (2, "") and len(complaints.splitlines()) == 1
     assert "could not be fetched" in complaints and "--unchecked" in complaints
     status, line, complaints = run("no-such-owner/no-such-model", "-d", DRAFTER, "--unchecked")
-    assert status == 0 and "not looked at" in complaints and shlex.split(line)[3] == "no-such-owner/no-such-model"
+    assert status == 0 and "not checked" in complaints and shlex.split(line)[3] == "no-such-owner/no-such-model"
 
 
 def changed(folder: Path, name: str, **fields: Any) -> str:
@@ -292,22 +291,22 @@ def changed(folder: Path, name: str, **fields: Any) -> str:
     ("arguments", "level", "told"),
     [
         (("--vllm-version", "0.15"), "error", "parallel drafting needs vLLM 0.16"),
-        (("--env", "VLLM_USE_V2_MODEL_RUNNER=1"), "error", "Model Runner V2 does not draft in parallel"),
+        (("--env", "VLLM_USE_V2_MODEL_RUNNER=1"), "error", "Model Runner V2"),
         (("--env", "VLLM_USE_V2_MODEL_RUNNER=0"), "", ""),
-        (("--tensor-parallel", "3"), "error", "the target has 4 heads over 2"),
+        (("--tensor-parallel", "3"), "error", "the target's 4 heads and 2 KV heads"),
         (("--tensor-parallel", "4"), "", ""),  # two of each key/value head
         (("--vllm-version", "0.40"), "warning", "newer than 0.32"),
-        (("--max-model-len", "300"), "warning", "the drafter reaches 256"),
-        (("--max-num-seqs", "64"), "warning", "-k 7 with 64 requests at once"),
+        (("--max-model-len", "300"), "warning", "the drafter supports 256"),
+        (("--max-num-seqs", "64"), "warning", "-k 7 with 64"),
         (("--max-num-seqs", "64", "-k", "3"), "", ""),
-        (("--", "--speculative-config", "{}"), "error", "--speculative-config behind --"),
+        (("--", "--speculative-config", "{}"), "error", "--speculative-config after --"),
         (("--", "-tp", "2"), "error", "use --tensor-parallel"),
     ],
 )  # fmt: skip
-def test_what_would_go_wrong_is_told(run: Any, arguments: tuple[str, ...], level: str, told: str) -> None:
+def test_checks_by_flags(run: Any, arguments: tuple[str, ...], level: str, told: str) -> None:
     status, line, complaints = run(TARGET, "-d", DRAFTER, *arguments)
     assert status == (2 if level == "error" else 0)
-    assert bool(line) == (level != "error"), "with an error nothing comes out"
+    assert bool(line) == (level != "error"), "no output after an error"
     first = complaints.splitlines()[0] if complaints else ""
     assert first.startswith(level) and told in first
 
@@ -322,7 +321,7 @@ def test_what_would_go_wrong_is_told(run: Any, arguments: tuple[str, ...], level
         ("p-eagle-4", {"target_hidden_size": None}, "0.32", "target_hidden_size is null"),
     ],
 )  # fmt: skip
-def test_a_drafter_that_the_version_misreads_is_refused(
+def test_drafter_that_vllm_misreads_is_an_error(
     run: Any, tmp_path: Path, name: str, fields: dict[str, Any], version: str, told: str
 ) -> None:
     folder = changed(tmp_path / "drafter", name, **fields)
@@ -333,17 +332,17 @@ def test_a_drafter_that_the_version_misreads_is_refused(
     assert status == 0 and said.startswith("wrote") and out.exists()
 
 
-def test_more_drafts_than_it_was_trained_for(run: Any, tmp_path: Path) -> None:
+def test_more_draft_tokens_than_trained(run: Any, tmp_path: Path) -> None:
     folder = changed(tmp_path / "drafter", "p-eagle-4", trained_draft_tokens=6)
-    assert "-k 7: trained for 6 drafts" in run(TARGET, "-d", folder)[2]
+    assert "-k 7: trained for 6" in run(TARGET, "-d", folder)[2]
     assert run(TARGET, "-d", folder, "-k", "6")[2] == ""
 
 
-def test_files_that_differ_are_not_overwritten(run: Any, tmp_path: Path) -> None:
+def test_different_files_are_kept(run: Any, tmp_path: Path) -> None:
     out = str(tmp_path / "out")
     assert run(TARGET, "-d", DRAFTER, "--out", out)[0] == 0
     before = {path: path.read_text() for path in Path(out).iterdir()}
-    assert run(TARGET, "-d", DRAFTER, "--out", out)[0] == 0, "the same again is no harm"
+    assert run(TARGET, "-d", DRAFTER, "--out", out)[0] == 0, "equal files are no conflict"
     status, _, complaints = run(TARGET, "-d", DRAFTER, "-k", "3", "--out", out)
     assert status == 2 and "--overwrite" in complaints
     assert before == {path: path.read_text() for path in Path(out).iterdir()}
@@ -365,7 +364,7 @@ def test_files_that_differ_are_not_overwritten(run: Any, tmp_path: Path) -> None
         ((TARGET,), "--drafter"),
     ],
 )  # fmt: skip
-def test_a_wrong_command_line_is_one_line(run: Any, arguments: tuple[str, ...], named: str) -> None:
+def test_wrong_command_line_is_one_line(run: Any, arguments: tuple[str, ...], named: str) -> None:
     status, said, complaints = run(*arguments)
     assert status == 2 and not said
     assert complaints.startswith("peagle: error:") and len(complaints.splitlines()) == 1 and named in complaints
