@@ -97,10 +97,9 @@ def tune(
         batch_sizes=parse_int_list(batch_sizes, "--batch-sizes") if batch_sizes else None,
         concurrency=parse_int_list(concurrency, "--concurrency") if concurrency else (),
     )
-    rates = [acceptance_rates] * len(DEFAULT_NUM_LAYERS) if acceptance_rates is not None else []
-    curves = dict(
-        zip(DEFAULT_NUM_LAYERS, load_curves(list(DEFAULT_NUM_LAYERS), rates, None, 0, eval_results), strict=True)
-    )
+    methods = list(DEFAULT_NUM_LAYERS)
+    rates = [acceptance_rates] * len(methods) if acceptance_rates is not None else []
+    curves = dict(zip(methods, load_curves(methods, rates, None, 0, eval_results), strict=True))
     provenance = Provenance.collect()
     llm = load_engine(target, drafter, settings, *(None if name == "auto" else name for name in (device, dtype)))
     assert llm.drafter is not None

@@ -202,9 +202,9 @@ def _runs_table(group: ComparableRuns) -> ReportTable:
             mean = _mean_percentiles([getattr(repeat, name) for repeat in repeats])
             values += [mean.median, mean.p99] if mean else [None, None]
         num_failed = sum(sum(repeat.failed.values()) for repeat in repeats)
-        cells = (format_number(run.throughput), format_interval(run.row.output_throughput_ci95))
-        cells += (*map(format_number, values), str(len(repeats)), str(num_failed))
-        rows.append((run.label, format_number(run.load), *cells))
+        throughput = (format_number(run.throughput), format_interval(run.row.output_throughput_ci95))
+        counts = (str(len(repeats)), str(num_failed))
+        rows.append((run.label, format_number(run.load), *throughput, *map(format_number, values), *counts))
     return ReportTable("All runs", (*headings, "repeats", "failed"), tuple(rows))
 
 
