@@ -28,20 +28,13 @@ from torch import Tensor
 
 from peagle.config import LK_ETA, LOSS_LOGITS, OBJECTIVES, Objective
 from peagle.kernels.loss.linear_loss_torch import compute_row_losses_torch
-from peagle.kernels.loss.schedule import LossChunk, LossSchedule, StaticLossShape, build_loss_schedule
+from peagle.kernels.loss.schedule import LossSchedule, StaticLossShape, build_loss_schedule
 from peagle.kernels.loss.types import LinearLossOutput, RowLossFn, RowScale, Teacher
 from peagle.kernels.triton_utils import supports_triton_float
 
-__all__ = [
-    "LinearLossOutput",
-    "LossSchedule",
-    "RowScale",
-    "StaticLossShape",
-    "Teacher",
-    "linear_loss",
-    "linear_loss_torch",
-    "linear_loss_with",
-]
+__all__ = ["LinearLossOutput", "LossSchedule", "RowScale", "StaticLossShape", "Teacher", "linear_loss"]
+
+_TORCH_COPIES = 8  # of a chunk's logits, made by the torch version: its chunks are smaller by this factor
 
 
 def _add_head_gradient(into_VD: Tensor, dz_CV: Tensor, hidden_CD: Tensor) -> None:
@@ -87,24 +80,18 @@ class LinearLossFunction(torch.autograd.Function):
         dhidden_RD = torch.empty_like(hidden_RD) if needs_grad[0] else None
         dhead_VD = torch.zeros_like(head_VD, dtype=exact) if needs_grad[1] else None
         scale_R = hidden_RD.new_ones(rows, dtype=exact)
-
-        def compute_chunk(chunk: LossChunk, gradient: bool) -> tuple[Tensor, Tensor, Tensor]:
-            """Returns the chunk's row indices, their hidden states, and their logits or logit gradients."""
+        for chunk in schedule.chunks:
             at = schedule.order_R[chunk.rows]
             hidden_CD = hidden_RD[at]
             z_CV = hidden_CD @ head_VD.T
             t_QU = teacher.hidden_PT[schedule.positions_P[chunk.positions]] @ teacher.head_UT.T
             index_C = schedule.position_index_R[chunk.rows] - chunk.positions.start
-            found = row_losses(z_CV, t_QU, index_C, weight_R[at], teacher.draft_ids, objective, eta, gradient)
+            found = row_losses(z_CV, t_QU, index_C, weight_R[at], teacher.draft_ids, objective, eta, any(needs_grad))
             loss_R.index_copy_(0, at, found.loss)
             acceptance_R.index_copy_(0, at, found.acceptance)
             match_R.index_copy_(0, at, found.match)
             token_R.index_copy_(0, at, found.teacher_token)
-            return at, hidden_CD, z_CV
-
-        for chunk in schedule.chunks:
-            at, hidden_CD, z_CV = compute_chunk(chunk, any(needs_grad))
-            # Both gradients are linear in each row, so the scale can be applied after the logit gradient.
+            # z now holds logit gradients. Both gradients are linear in each row, so rows can be scaled here.
             scale_C1 = None
             if scale_by_earlier is not None:
                 scale_R.index_copy_(0, at, scale_by_earlier(acceptance_R, token_R)[at])
@@ -126,52 +113,12 @@ class LinearLossFunction(torch.autograd.Function):
         return dhidden, dhead, *(None,) * 8
 
 
-def linear_loss_with(
-    row_losses: RowLossFn,
-    hidden_RD: Tensor,
-    head_VD: Tensor,
-    teacher: Teacher,
-    position_R: Tensor | LossSchedule,
-    weight_R: Tensor,
-    objective: Objective,
-    eta: float,
-    max_logits: int,
-    scale_by_earlier: RowScale | None = None,
-) -> LinearLossOutput:
-    """As `linear_loss`, with the given implementation of the row losses."""
-    assert objective in OBJECTIVES, objective
-    assert hidden_RD.dtype == head_VD.dtype, (hidden_RD.dtype, head_VD.dtype)
-    assert teacher.hidden_PT.dtype == teacher.head_UT.dtype, (teacher.hidden_PT.dtype, teacher.head_UT.dtype)
-    vocab = len(teacher.head_UT) if teacher.draft_ids is None else len(teacher.draft_ids)
-    assert len(head_VD) == vocab, (len(head_VD), vocab)
-    if isinstance(position_R, LossSchedule):
-        schedule = position_R
-    else:
-        max_chunk_rows = max(1, max_logits // max(len(head_VD), len(teacher.head_UT)))
-        schedule = build_loss_schedule(position_R, max_chunk_rows, hidden_RD.device)
-    rows = len(schedule.order_R)
-    assert len(hidden_RD) == rows == len(weight_R), (len(hidden_RD), rows, len(weight_R))
-    enabled = torch.is_grad_enabled()
-    needs_grad = (enabled and hidden_RD.requires_grad, enabled and head_VD.requires_grad)
-    teacher = Teacher(teacher.hidden_PT.detach(), teacher.head_UT.detach(), teacher.draft_ids)
-    settings = (weight_R, objective, eta, scale_by_earlier, needs_grad, row_losses)
-    return LinearLossOutput(*LinearLossFunction.apply(hidden_RD, head_VD, teacher, schedule, *settings))
+def _choose_row_losses(hidden_RD: Tensor, teacher: Teacher) -> RowLossFn:
+    if not supports_triton_float(hidden_RD) or not supports_triton_float(teacher.hidden_PT):
+        return compute_row_losses_torch
+    from peagle.kernels.loss.linear_loss_triton import compute_row_losses_triton
 
-
-def linear_loss_torch(
-    hidden_RD: Tensor,
-    head_VD: Tensor,
-    teacher: Teacher,
-    position_R: Tensor | LossSchedule,
-    weight_R: Tensor,
-    objective: Objective,
-    eta: float = LK_ETA,
-    max_logits: int = LOSS_LOGITS,
-    scale_by_earlier: RowScale | None = None,
-) -> LinearLossOutput:
-    """As `linear_loss`, in plain torch. Uses smaller chunks, because it makes about eight copies of their logits."""
-    args = (hidden_RD, head_VD, teacher, position_R, weight_R, objective, eta, max(1, max_logits // 8))
-    return linear_loss_with(compute_row_losses_torch, *args, scale_by_earlier)
+    return compute_row_losses_triton
 
 
 def linear_loss(
@@ -184,6 +131,7 @@ def linear_loss(
     eta: float = LK_ETA,
     max_logits: int = LOSS_LOGITS,
     scale_by_earlier: RowScale | None = None,
+    row_losses: RowLossFn | None = None,
 ) -> LinearLossOutput:
     """Computes sum weight * loss, where row r learns the teacher's distribution at position_R[r].
 
@@ -191,12 +139,27 @@ def linear_loss(
     of the rows does not matter. Pass `position_R` on the CPU to avoid a device synchronisation, or pass a
     `LossSchedule` on the device: then nothing depends on the host, and `max_logits` is ignored.
 
-    `scale_by_earlier` may scale rows by results of other rows. It is called during the chunk loop, when the results of
-    all rows with an earlier or equal teacher position than the chunk's are final, and must read no others.
+    `scale_by_earlier` scales rows by results of other rows. It is called after each chunk and may read the results of
+    rows with the same or an earlier teacher position only: those of later rows are not computed yet.
+    `row_losses` overrides the choice between the torch and the Triton implementation.
     """
-    args = (hidden_RD, head_VD, teacher, position_R, weight_R, objective, eta, max_logits)
-    if not supports_triton_float(hidden_RD) or not supports_triton_float(teacher.hidden_PT):
-        return linear_loss_torch(*args, scale_by_earlier)
-    from peagle.kernels.loss.linear_loss_triton import compute_row_losses_triton
-
-    return linear_loss_with(compute_row_losses_triton, *args, scale_by_earlier)
+    assert objective in OBJECTIVES, objective
+    assert hidden_RD.dtype == head_VD.dtype, (hidden_RD.dtype, head_VD.dtype)
+    assert teacher.hidden_PT.dtype == teacher.head_UT.dtype, (teacher.hidden_PT.dtype, teacher.head_UT.dtype)
+    vocab = len(teacher.head_UT) if teacher.draft_ids is None else len(teacher.draft_ids)
+    assert len(head_VD) == vocab, (len(head_VD), vocab)
+    row_losses = row_losses or _choose_row_losses(hidden_RD, teacher)
+    if isinstance(position_R, LossSchedule):
+        schedule = position_R
+    else:
+        if row_losses is compute_row_losses_torch:
+            max_logits = max(1, max_logits // _TORCH_COPIES)
+        max_chunk_rows = max(1, max_logits // max(len(head_VD), len(teacher.head_UT)))
+        schedule = build_loss_schedule(position_R, max_chunk_rows, hidden_RD.device)
+    rows = len(schedule.order_R)
+    assert len(hidden_RD) == rows == len(weight_R), (len(hidden_RD), rows, len(weight_R))
+    enabled = torch.is_grad_enabled()
+    needs_grad = (enabled and hidden_RD.requires_grad, enabled and head_VD.requires_grad)
+    teacher = Teacher(teacher.hidden_PT.detach(), teacher.head_UT.detach(), teacher.draft_ids)
+    settings = (weight_R, objective, eta, scale_by_earlier, needs_grad, row_losses)
+    return LinearLossOutput(*LinearLossFunction.apply(hidden_RD, head_VD, teacher, schedule, *settings))
