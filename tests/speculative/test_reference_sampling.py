@@ -1,7 +1,7 @@
-"""Sampled text has the target's own distribution, whatever the drafter proposes.
+"""Sampled output of the reference has the target's distribution for any drafter.
 
-`verify` is held against the target's distribution three times: exactly, its random numbers replaced by every
-decision it can take; by counting many draws; and inside whole generations. Wrong versions of it must fail.
+`verify` is compared with the target's distribution in three ways: exactly, by enumerating every decision it can take;
+by counting many draws; and inside whole generations. Wrong versions of it must fail.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Borderline(Exception):
 
 
 def naive_distribution(logits: list[float], temperature: float, top_k: int, top_p: float) -> list[float]:
-    """One token after the other; Borderline where rounding would decide."""
+    """Computes the distribution token by token; raises Borderline where rounding would decide."""
     order = sorted(range(len(logits)), key=lambda i: -logits[i])
     least = logits[order[top_k - 1]] if 0 < top_k <= len(logits) else -math.inf
     order = [i for i in order if logits[i] >= least]
@@ -78,7 +78,9 @@ LOGITS = st.lists(LOGIT, min_size=1, max_size=9)
     top_k=st.integers(0, 12),
     top_p=st.floats(0.01, 1.0) | st.just(1.0),
 )
-def test_distribution_is_the_naive_one(logits: list[float], temperature: float, top_k: int, top_p: float) -> None:
+def test_the_distribution_matches_the_naive_one(
+    logits: list[float], temperature: float, top_k: int, top_p: float
+) -> None:
     try:
         want = naive_distribution(logits, temperature, top_k, top_p)
     except Borderline:
@@ -111,7 +113,7 @@ def test_rows_do_not_mix(rows: list[list[float]]) -> None:
 
 @many(300)
 @given(LOGITS)
-def test_greedy_is_all_on_one_best_token(logits: list[float]) -> None:
+def test_greedy_is_one_hot(logits: list[float]) -> None:
     probs = compute_probs(torch.tensor([logits]), SamplingParams())[0].tolist()
     assert sorted(probs) == [0.0] * (len(logits) - 1) + [1.0]
     assert logits[probs.index(1.0)] == max(logits)
@@ -154,7 +156,7 @@ def test_tiny_temperature_is_greedy(temperature: float, scale: float, limits: tu
     assert compute_probs(logits, params).tolist() == [[0, 0, 1, 0], [0, 1, 0, 0]]
 
 
-def test_high_temperature_is_uniform_and_masked_logits_stay_out() -> None:
+def test_high_temperature_is_uniform_without_masked_logits() -> None:
     logits = torch.tensor([[1.0, -torch.inf, 2.0, 3.0]])
     probs = compute_probs(logits, SamplingParams(temperature=100.0))[0]
     assert probs.tolist() == pytest.approx([1 / 3, 0, 1 / 3, 1 / 3], abs=0.01)
@@ -170,7 +172,7 @@ def test_draw_follows_its_weights() -> None:
     assert chisquare(seen, [10_000 * w / 0.20 for w in (0.02, 0.13, 0.05)]).pvalue > TOLERATED
 
 
-# verify, exactly
+# Verification, by enumeration
 
 
 def random_rows(choose: random.Random, vocab: int, depth: int, zeros: float, sharp: float = 1.0) -> Rows:
@@ -185,7 +187,7 @@ def random_rows(choose: random.Random, vocab: int, depth: int, zeros: float, sha
 
 
 def probability(rows: Rows, sequence: Sequence[int], after: int = 0) -> float:
-    """Of going on from the first `after` tokens of the sequence to all of it."""
+    """Returns the probability of the rest of the sequence after its first `after` tokens."""
     return math.prod(rows[tuple(sequence[:i])][sequence[i]] for i in range(after, len(sequence)))
 
 
@@ -198,8 +200,8 @@ def targets_for(tokens: Sequence[int], target: Rows) -> Tensor:
     return torch.tensor([target[tuple(tokens[:i])] for i in range(len(tokens) + 1)], dtype=torch.float64)
 
 
-class Decided:
-    """`verify` with its uniform numbers given; says what it accepted and what it drew the next token from."""
+class ScriptedVerify:
+    """Runs `verify` with given uniform numbers; records what it accepted and the distribution of the next token."""
 
     def __init__(self, draft: DraftProposal, target_probs: Tensor) -> None:
         self.draft, self.target_probs = draft, target_probs
@@ -220,7 +222,7 @@ class Decided:
         return accepted, [w / sum(only) for w in only]
 
     def chance_to_keep(self, i: int) -> float:
-        """Of draft i, once all before it are kept: a draft is kept below some uniform number, found here."""
+        """Returns the acceptance probability of draft token i after those before it, by bisection."""
         if self(self.uniforms(i, 1 - 2**-53))[0] > i:
             return 1.0
         low, high = 0.0, 1.0  # kept below, not kept above
@@ -236,8 +238,8 @@ class Decided:
 
 
 def outcomes(drafts: Sequence[int], proposed: Rows, target: Rows) -> Iterator[tuple[tuple[int, ...], float]]:
-    """All that a round with these drafts can put out, with its chance."""
-    decided = Decided(draft_of(drafts, proposed), targets_for(drafts, target))
+    """Yields every output of a verification step with these draft tokens, and its probability."""
+    decided = ScriptedVerify(draft_of(drafts, proposed), targets_for(drafts, target))
     reached = 1.0
     for i in range(len(drafts) + 1):
         keep = decided.chance_to_keep(i) if i < len(drafts) else 0.0
@@ -252,7 +254,7 @@ def outcomes(drafts: Sequence[int], proposed: Rows, target: Rows) -> Iterator[tu
 
 
 def exact_joint(proposed: Rows, target: Rows, vocab: int, k: int) -> dict[tuple, float]:
-    """Of the first K+1 tokens that rounds with K drafts put out; a short round is filled up by the target."""
+    """Returns the distribution of the first K + 1 output tokens; after a rejection the target continues."""
     joint: dict[tuple, float] = dict.fromkeys(itertools.product(range(vocab), repeat=k + 1), 0.0)
     for drafts in itertools.product(range(vocab), repeat=k):
         drawn = probability(proposed, drafts)
@@ -277,7 +279,7 @@ def one_hot(rows: Rows) -> Rows:
     st.sampled_from([0.0, 0.3, 0.7]),
     st.sampled_from(["drawn", "greedy", "same", "near"]),
 )
-def test_a_round_has_the_targets_distribution_exactly(
+def test_a_step_has_the_targets_distribution_exactly(
     size: tuple[int, int], seed: int, target_zeros: float, proposed_zeros: float, kind: str
 ) -> None:
     vocab, k = size
@@ -294,28 +296,28 @@ def test_a_round_has_the_targets_distribution_exactly(
         assert chance == pytest.approx(probability(target, sequence), abs=1e-10)
 
 
-def test_drafts_of_the_targets_own_distribution_are_always_kept() -> None:
+def test_draft_tokens_from_the_target_are_always_accepted() -> None:
     target = random_rows(random.Random(5), 4, 3, 0.2)
     for drafts in itertools.product(range(4), repeat=3):
         if probability(target, drafts) > 0:
-            decided = Decided(draft_of(drafts, target), targets_for(drafts, target))
+            decided = ScriptedVerify(draft_of(drafts, target), targets_for(drafts, target))
             assert decided([1 - 2**-53] * 3)[0] == 3
 
 
-def test_an_impossible_draft_is_never_kept_and_an_outright_one_always() -> None:
+def test_impossible_draft_tokens_are_rejected_and_certain_ones_accepted() -> None:
     p = torch.tensor([[0.5, 0.5, 0.0], [0.0, 1.0, 0.0]], dtype=torch.float64)
     q = torch.tensor([[0.2, 0.2, 0.6]], dtype=torch.float64)
     for uniform in (0.0, 0.5, 1 - 2**-53):
-        assert Decided(DraftProposal([2], q), p)([uniform]) == (0, [0.5, 0.5, 0.0])
-        assert Decided(DraftProposal([0], q), p)([uniform]) == (1, [0.0, 1.0, 0.0])
+        assert ScriptedVerify(DraftProposal([2], q), p)([uniform]) == (0, [0.5, 0.5, 0.0])
+        assert ScriptedVerify(DraftProposal([0], q), p)([uniform]) == (1, [0.0, 1.0, 0.0])
 
 
-def test_no_draft_is_a_draw_from_the_target() -> None:
+def test_without_draft_tokens_the_target_is_sampled() -> None:
     p = torch.tensor([[0.1, 0.9]], dtype=torch.float64)
-    assert Decided(DraftProposal([], p[:0]), p)([]) == (0, pytest.approx([0.1, 0.9]))
+    assert ScriptedVerify(DraftProposal([], p[:0]), p)([]) == (0, pytest.approx([0.1, 0.9]))
 
 
-# verify, by counting; and wrong versions of it, which must be noticed
+# Verification, by counting; wrong versions must be noticed
 
 
 def accepts_always(draft: DraftProposal, target_probs: Tensor, rng: torch.Generator) -> tuple[int, int]:
@@ -323,7 +325,7 @@ def accepts_always(draft: DraftProposal, target_probs: Tensor, rng: torch.Genera
 
 
 def accepts_never(draft: DraftProposal, target_probs: Tensor, rng: torch.Generator) -> tuple[int, int]:
-    """Right only if it would draw from the target; it draws from what the drafter left."""
+    """Wrong: it samples from the residual distribution instead of the target."""
     return 0, reference.sample_token((target_probs[0] - draft.probs_KV[0]).clamp(min=0), rng)
 
 
@@ -341,7 +343,7 @@ def looks_one_row_late(draft: DraftProposal, target_probs: Tensor, rng: torch.Ge
 
 
 def keeps_by_the_targets_chance(draft: DraftProposal, target_probs: Tensor, rng: torch.Generator) -> tuple[int, int]:
-    """Right for one-hot drafts, wrong for drawn ones."""
+    """Correct for greedy draft tokens, wrong for sampled ones."""
     for i, x in enumerate(draft.token_ids):
         if float(torch.rand((), generator=rng)) >= target_probs[i, x]:
             return i, reference.sample_token((target_probs[i] - draft.probs_KV[i]).clamp(min=0), rng)
@@ -349,7 +351,7 @@ def keeps_by_the_targets_chance(draft: DraftProposal, target_probs: Tensor, rng:
 
 
 def fit(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float]) -> float:
-    """Chi-square p-value; 0 where the impossible was seen. Rare sequences are counted as one."""
+    """Returns the chi-square p-value, 0 if an impossible sequence occurred; rare sequences are merged."""
     total = sum(counts.values())
     if any(expected.get(x, 0.0) <= 0 for x in counts):
         return 0.0
@@ -363,7 +365,7 @@ def fit(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float]
 
 @dataclass(frozen=True)
 class Scene:
-    """A target and a drafter, given as their distributions after every sequence."""
+    """A target and a drafter, given by their distributions after every sequence."""
 
     vocab: int
     k: int
@@ -371,7 +373,7 @@ class Scene:
     proposed: Rows
 
     def fit(self, verify: Verify, count: int, seed: int) -> float:
-        """Of the first two tokens put out, over many rounds."""
+        """Counts the first two output tokens over many steps."""
         rng = torch.Generator().manual_seed(seed)
         made: dict[tuple[int, ...], tuple[DraftProposal, Tensor]] = {}
         choose = random.Random(seed)
@@ -418,7 +420,7 @@ SCENES = ("good", "bad", "one-hot", "wrong one-hot", "disjoint")
 
 
 @pytest.mark.parametrize("name", SCENES)
-def test_many_rounds_have_the_targets_distribution(name: str) -> None:
+def test_many_steps_have_the_targets_distribution(name: str) -> None:
     assert scene(name).fit(reference.verify_draft_tokens, 12_000, seed=1) > TOLERATED
 
 
@@ -440,7 +442,7 @@ def test_a_wrong_verification_is_noticed(wrong: Verify, name: str) -> None:
     assert scene(name).fit(wrong, 4000, seed=1) < CAUGHT
 
 
-# Whole generations
+# Generation
 
 VOCAB, LENGTH, PROMPT = 6, 3, [2, 0, 5]
 
@@ -453,8 +455,8 @@ def spread_weights(module: torch.nn.Module, seed: int) -> None:
             torch.nn.init.normal_(parameter, std=wide, generator=rng)
 
 
-class RememberingDecoder(Decoder):
-    """Thousands of short texts over six tokens: what was computed for one is there for the next."""
+class CachingDecoder(Decoder):
+    """Caches results by input: thousands of short sequences over six tokens repeat."""
 
     def forward(self, token_ids_T, positions_T, attend, aux_layer_ids=()):  # type: ignore[no-untyped-def]
         memory = self.__dict__.setdefault("memory", {})
@@ -464,7 +466,7 @@ class RememberingDecoder(Decoder):
         return memory[key]
 
 
-class RememberingDrafter(Drafter):
+class CachingDrafter(Drafter):
     def forward(self, token_ids_T, hidden_TD, positions_T, attend):  # type: ignore[no-untyped-def]
         memory = self.__dict__.setdefault("memory", {})
         key = (tuple(token_ids_T.tolist()), tuple(positions_T.tolist()), hidden_TD.numpy().tobytes())
@@ -476,7 +478,7 @@ class RememberingDrafter(Drafter):
 @pytest.fixture(scope="module")
 def target() -> Decoder:
     layer = LayerConfig(8, 16, num_heads=2, num_kv_heads=1, head_dim=4)
-    model = RememberingDecoder(DecoderConfig("llama", VOCAB, 1, layer, RopeConfig(), 64, False, (None,)))
+    model = CachingDecoder(DecoderConfig("llama", VOCAB, 1, layer, RopeConfig(), 64, False, (None,)))
     spread_weights(model, 3)
     return model.eval()
 
@@ -494,7 +496,7 @@ def make_drafter(target: Decoder, kind: str) -> Drafter:
         mask_token_id=3 if kind.startswith("p-eagle") else None,
         own_head=kind.endswith("reduced"),
     )
-    drafter = RememberingDrafter(cfg).share_weights(target)
+    drafter = CachingDrafter(cfg).share_weights(target)
     spread_weights(drafter, 4)
     if drafter.d2t is not None:
         drafter.d2t.copy_(torch.tensor([0, 2, 4, 5]) - torch.arange(4))
@@ -503,7 +505,7 @@ def make_drafter(target: Decoder, kind: str) -> Drafter:
 
 @torch.inference_mode()
 def own_joint(target: Decoder, temperature: float, top_k: int, top_p: float) -> dict[tuple[int, ...], float]:
-    """Of the next tokens, the target asked after every sequence of them."""
+    """Returns the target's distribution of the next tokens, from every sequence of them."""
     joint = {(): 1.0}
     for _ in range(LENGTH):
         longer = {}
@@ -525,7 +527,7 @@ def generated(
     k: int = 2,
     sample_draft_tokens: bool = True,
 ) -> tuple[Counter[tuple[int, ...]], float]:
-    """How often each text came out, and the share of drafts that were accepted."""
+    """Counts each output, and returns the share of accepted draft tokens."""
     counts: Counter[tuple[int, ...]] = Counter()
     accepted = drafts = 0
     for seed in range(runs):
@@ -599,7 +601,7 @@ def texts(target: Decoder, drafter: Drafter | None, seeds: Sequence[int | None],
 
 @pytest.mark.parametrize("sample_draft_tokens", [False, True])
 @pytest.mark.parametrize("kind", ["none", "p-eagle", "eagle3"])
-def test_a_seed_decides_the_text(target: Decoder, kind: str, sample_draft_tokens: bool) -> None:
+def test_a_seed_decides_the_output(target: Decoder, kind: str, sample_draft_tokens: bool) -> None:
     drafter = None if kind == "none" else make_drafter(target, kind)
     first = texts(target, drafter, range(6), sample_draft_tokens=sample_draft_tokens)
     torch.rand(7)  # numbers drawn elsewhere are none of its business
@@ -609,7 +611,7 @@ def test_a_seed_decides_the_text(target: Decoder, kind: str, sample_draft_tokens
 
 
 @pytest.mark.parametrize("kind", ["none", "p-eagle"])
-def test_without_a_seed_every_text_is_another(target: Decoder, kind: str) -> None:
+def test_outputs_differ_without_a_seed(target: Decoder, kind: str) -> None:
     drafter = None if kind == "none" else make_drafter(target, kind)
     torch.manual_seed(0)
     first = texts(target, drafter, [None] * 3)
@@ -617,7 +619,7 @@ def test_without_a_seed_every_text_is_another(target: Decoder, kind: str) -> Non
     assert len({*first, *texts(target, drafter, [None] * 3)}) == 6
 
 
-def test_sampling_leaves_torchs_own_numbers_alone(target: Decoder) -> None:
+def test_sampling_does_not_advance_torchs_generator(target: Decoder) -> None:
     drafter = make_drafter(target, "p-eagle")
     before = torch.get_rng_state()
     texts(target, drafter, [1, None], sample_draft_tokens=True)
@@ -625,7 +627,7 @@ def test_sampling_leaves_torchs_own_numbers_alone(target: Decoder) -> None:
 
 
 @pytest.mark.parametrize("kind", ["p-eagle", "eagle3"])
-def test_greedy_text_does_not_depend_on_the_seed(target: Decoder, kind: str) -> None:
+def test_greedy_output_does_not_depend_on_the_seed(target: Decoder, kind: str) -> None:
     drafter = make_drafter(target, kind)
     plain = generate(target, PROMPT, SamplingParams(max_tokens=20)).token_ids
     for seed in (0, 1, None):
