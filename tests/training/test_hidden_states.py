@@ -191,7 +191,7 @@ class Asked(OnlineHiddenStates):
 
 LENGTHS = (24, 7, 40, 13, 31, 2, 55, 18, 9, 44)
 TOO_LONG = row(10, 75, prompt=20)  # is trained on without its first 15 tokens
-SMALL = CacheSettings(shard_bytes=40 * 512, pass_tokens=50)  # 512 bytes a token in bf16: 4 states of 64
+SMALL = CacheSettings(shard_bytes=40 * 512, forward_tokens=50)  # 512 bytes a token in bf16: 4 states of 64
 IN_SHARDS = ((0, 1), (2,), (3,), (4, 5), (6,), (7, 8), (9,), (10,))
 SHARDS = [[f"row-{i}" for i in shard] for shard in IN_SHARDS]
 
