@@ -32,8 +32,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from peagle.bench.http_client import Client, Events, Failed, parse_url
-from peagle.config import BenchServerSettings, SamplingParams
+from peagle.config import SamplingParams
+from peagle.http_client import AsyncHttpClient, EventDecoder, HttpTimeouts, RequestFailed, parse_server_url
 from peagle.results.provenance import Provenance
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -152,7 +152,9 @@ def make_asks(target: str, drafter: str | None, count: int, tokens: int, **engin
 # One client
 
 
-async def ask(client: Client, model: str, own: Ask, all_texts: frozenset[str], hang_up: bool = False) -> Outcome:
+async def ask(
+    client: AsyncHttpClient, model: str, own: Ask, all_texts: frozenset[str], hang_up: bool = False
+) -> Outcome:
     began = time.perf_counter()
     ttft, text, usage, reason, ids = None, "", None, None, set()
 
@@ -162,14 +164,14 @@ async def ask(client: Client, model: str, own: Ask, all_texts: frozenset[str], h
     try:
         async with client.request("POST", own.path, json.dumps({"model": model, **own.body}).encode()) as response:
             if response.status != 200:
-                body = await response.whole(1 << 14)
+                body = await response.read(1 << 14)
                 if response.status in (429, 503):
                     if "retry-after" not in response.headers:
                         return outcome("lost", f"HTTP {response.status} without Retry-After")
                     return outcome("refused", f"HTTP {response.status}")
                 return outcome("lost", f"HTTP {response.status} {body[:200]!r}")
-            events, done = Events(), False
-            async for piece in response.pieces():
+            events, done = EventDecoder(), False
+            async for piece in response.chunks():
                 for event in events.feed(piece):
                     if event == "[DONE]":
                         done = True
@@ -187,7 +189,7 @@ async def ask(client: Client, model: str, own: Ask, all_texts: frozenset[str], h
                         reason = choice.get("finish_reason") or reason
                 if hang_up and ttft is not None:
                     return outcome("left")
-    except Failed as error:
+    except RequestFailed as error:
         return outcome("lost", str(error))
     if len(ids) != 1 or text != own.text and text in all_texts:
         return outcome("mixed", f"ids {sorted(ids)}")
@@ -198,15 +200,15 @@ async def ask(client: Client, model: str, own: Ask, all_texts: frozenset[str], h
     return outcome("ok")
 
 
-async def get(client: Client, path: str) -> str:
+async def get(client: AsyncHttpClient, path: str) -> str:
     async with client.request("GET", path) as response:
-        body = await response.whole(1 << 22)
+        body = await response.read(1 << 22)
     if response.status != 200:
-        raise Failed(f"HTTP {response.status}", f"from {path}")
+        raise RequestFailed(f"HTTP {response.status}", f"from {path}")
     return body.decode()
 
 
-async def look(client: Client) -> Sample:
+async def look(client: AsyncHttpClient) -> Sample:
     totals: defaultdict[str, float] = defaultdict(float)
     for line in (await get(client, "/metrics")).splitlines():
         if line and not line.startswith("#"):
@@ -222,8 +224,8 @@ class Load:
     """One run against one server: its clients, what became of their requests, what /metrics said meanwhile."""
 
     def __init__(self, url: str, mode: str, asks: Sequence[Ask], clients: int) -> None:
-        self.address, self.asks, self.mode = parse_url(url), asks, mode
-        self.settings = BenchServerSettings(url, connect_s=60.0, stall_s=300.0, total_s=900.0)
+        self.address, self.asks, self.mode = parse_server_url(url), asks, mode
+        self.settings = HttpTimeouts(connect_s=60.0, stall_s=300.0, total_s=900.0)
         self.texts = frozenset(a.text for a in asks)
         self.outcomes: list[Outcome] = []
         self.samples: list[Sample] = []
@@ -231,12 +233,12 @@ class Load:
         self.report = Report(mode, clients)
 
     @asynccontextmanager
-    async def client(self) -> AsyncIterator[Client]:
-        client = Client(self.address, self.settings)
+    async def client(self) -> AsyncIterator[AsyncHttpClient]:
+        client = AsyncHttpClient(self.address, self.settings)
         try:
             yield client
         finally:
-            client.close()
+            await client.close()
 
     async def watch(self) -> None:
         async with self.client() as client:
@@ -290,7 +292,7 @@ class Load:
         finally:
             watching.cancel()
             (stopped,) = await asyncio.gather(watching, return_exceptions=True)
-        if isinstance(stopped, Failed):
+        if isinstance(stopped, RequestFailed):
             raise stopped
         self.fill(before, await self.settled(), elapsed)
         return self.report
@@ -380,14 +382,14 @@ def serving(target: str, drafter: str | None, flags: Sequence[str]) -> Iterator[
 
 
 async def _ready(url: str, process: subprocess.Popen[bytes]) -> bool:
-    client = Client(parse_url(url), BenchServerSettings(url))
+    client = AsyncHttpClient(parse_server_url(url), HttpTimeouts())
     end = time.perf_counter() + START_S
     while time.perf_counter() < end and process.poll() is None:
         try:
             await get(client, "/health/ready")
-            client.close()
+            await client.close()
             return True
-        except Failed:
+        except RequestFailed:
             await asyncio.sleep(0.1)
     return False
 

@@ -25,7 +25,7 @@ FAULTS = {
     "reset": "connection reset",
     "closed": "connection closed",
     "rubbish": "not HTTP",
-    "half a head": "not HTTP",
+    "half a head": "connection closed",
     "no end of headers": "not HTTP",
     "bad chunk": "not HTTP",
     "bad length": "not HTTP",

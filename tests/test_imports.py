@@ -16,6 +16,7 @@ PEAGLE = Path(__file__).resolve().parent.parent / "peagle"
 # From the bottom up: a package may import itself and any package in a lower row.
 LAYERS = (
     {"errors", "versions", "paths"},
+    {"http_client"},
     {"config"},
     {"hub"},
     {"kernels"},

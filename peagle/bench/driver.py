@@ -1,9 +1,4 @@
-"""The loop around an engine in this process: requests are added by the load, the engine steps, every step is timed.
-
-Knows no engine: `add` starts request i and says what it is called, `step` runs one step and says of each request that
-got something how many tokens, and whether it ended. A request that arrives while a step runs would have waited in a
-server's queue, so in an open loop it counts from when it was due, not from when the engine took it.
-"""
+"""Runs a load on an engine in this process: adds requests, steps the engine, records the time of every step."""
 
 from __future__ import annotations
 
@@ -13,49 +8,56 @@ from typing import TypeVar
 
 from peagle.bench.timing import RequestTiming
 
-Name = TypeVar("Name", bound=Hashable)
+RequestId = TypeVar("RequestId", bound=Hashable)
 
 
-def drive(
-    lengths: Sequence[int],
+def run_load(
+    prompt_lengths: Sequence[int],
     concurrency: int | None,
-    due: Sequence[float] | None,
-    add: Callable[[int], Name],
-    step: Callable[[], Iterable[tuple[Name, int, bool]]],
-    abort: Callable[[Name], None],
-    tell: Callable[[bool, int], None],
+    arrival_times: Sequence[float] | None,
+    add_request: Callable[[int], RequestId],
+    step: Callable[[], Iterable[tuple[RequestId, int, bool]]],
+    abort_request: Callable[[RequestId], None],
+    on_progress: Callable[[int, int], None],
 ) -> tuple[list[RequestTiming], float]:
-    """Each request's times and all seconds. `lengths` are the prompts'; `due` says when each request arrives; without
-    it `concurrency` are kept running."""
-    running: dict[Name, RequestTiming] = {}
-    traces: list[RequestTiming] = []
-    ended = 0
-    began = now = time.perf_counter()
+    """Timings of all requests and the duration in seconds.
+
+    `add_request(i)` starts request i and returns its id; `step` runs one engine step and returns (id, number of new
+    tokens, finished) for every request that got an output. With `arrival_times` requests arrive at those seconds (open
+    loop), otherwise `concurrency` requests are kept in flight (closed loop). In an open loop TTFT counts from the
+    arrival, even if the engine was busy with a step, as a request would wait in a server's queue.
+    """
+    in_flight: dict[RequestId, RequestTiming] = {}
+    timings: list[RequestTiming] = []
+    num_finished = 0
+    start = now = time.perf_counter()
     try:
-        while ended < len(lengths):
-            while len(traces) < len(lengths):
-                i = len(traces)
-                if len(running) >= (concurrency or len(lengths)) or (due is not None and began + due[i] > now):
+        while num_finished < len(prompt_lengths):
+            while len(timings) < len(prompt_lengths):
+                i = len(timings)
+                full = len(in_flight) >= (concurrency or len(prompt_lengths))
+                if full or (arrival_times is not None and start + arrival_times[i] > now):
                     break
-                traces.append(RequestTiming(now if due is None else began + due[i], num_input_tokens=lengths[i]))
-                running[add(i)] = traces[-1]
-            if not running:
-                assert due is not None
-                time.sleep(max(0.0, began + due[len(traces)] - time.perf_counter()))
+                sent_at = now if arrival_times is None else start + arrival_times[i]
+                timings.append(RequestTiming(sent_at, num_input_tokens=prompt_lengths[i]))
+                in_flight[add_request(i)] = timings[-1]
+            if not in_flight:
+                assert arrival_times is not None
+                time.sleep(max(0.0, start + arrival_times[len(timings)] - time.perf_counter()))
                 now = time.perf_counter()
                 continue
-            touched = step()
+            outputs = step()
             now = time.perf_counter()
-            for name, new, over in touched:
-                trace = running[name]
-                if new:
-                    trace.chunk_times.append(now)
-                    trace.num_output_tokens += new
-                if over:
-                    ended += 1
-                    del running[name]
-                tell(over, new)
+            for request_id, num_new_tokens, finished in outputs:
+                timing = in_flight[request_id]
+                if num_new_tokens:
+                    timing.chunk_times.append(now)
+                    timing.num_output_tokens += num_new_tokens
+                if finished:
+                    num_finished += 1
+                    del in_flight[request_id]
+                on_progress(finished, num_new_tokens)
     finally:
-        for name in running:
-            abort(name)
-    return traces, time.perf_counter() - began
+        for request_id in in_flight:
+            abort_request(request_id)
+    return timings, time.perf_counter() - start

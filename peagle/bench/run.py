@@ -1,8 +1,7 @@
-"""`peagle bench` from what is asked for to a document: every engine, every load, every repeat.
+"""`peagle bench`: measures every variant under every load and writes a result file.
 
-Knows the order of things, what is measured already and what may be measured together; nothing about clocks or sockets.
-A document is written after every repeat. Started again, the same command measures what is missing; other engines, loads
-and more repeats are added, other prompts or settings are refused.
+The file is written after every repeat. The same command resumes an interrupted run; more variants, loads and repeats
+are added to the file, other prompts or settings are rejected.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from peagle.bench.server import Measured, Tell
-from peagle.bench.workload import Ask, Load, Workload, loads
+from peagle.bench.server import MeasuredRepeat, OnProgress
+from peagle.bench.workload import BenchPrompt, Load, Workload, list_loads
 from peagle.config import BenchSettings, SpeculationMethod
 from peagle.errors import UserError
 from peagle.results.comparison import NOT_SENT, all_warnings
@@ -22,212 +21,210 @@ from peagle.results.files import read_results, write_results
 from peagle.results.provenance import Provenance
 from peagle.results.schema import BenchRepeat, BenchRow, Results
 
-FLAGS = {"workload_sha256": "--prompts, --max-tokens, --ignore-eos, --temperature or --seed"}
+WORKLOAD_FLAGS = "--data, --max-tokens, --ignore-eos, --temperature or --seed"
 
 
-class Bench(Protocol):
-    """Whoever answers, ready to be asked."""
+class BenchEngine(Protocol):
+    """An engine or server that is ready for requests."""
 
-    def measure(self, workload: Workload, asks: Sequence[Ask], load: Load, seed: int, tell: Tell) -> Measured: ...
+    def measure(
+        self, workload: Workload, prompts: Sequence[BenchPrompt], load: Load, seed: int, on_progress: OnProgress
+    ) -> MeasuredRepeat: ...
+
+
+class ProgressListener(Protocol):
+    def start(self, label: str, load: Load, phase: str, num_requests: int) -> None: ...
+
+    def update(self, finished_requests: int, new_tokens: int) -> None: ...
 
 
 @dataclass(frozen=True)
-class Variant:
-    """One way to run a target: its rows' labels, and how it is opened."""
+class BenchVariant:
+    """One way to run a target: the labels of its rows and a function that opens it."""
 
-    name: str
-    engine: str  # "embedded", "vllm", or a server's address
+    label: str
+    engine: str  # "embedded", "vllm", or the URL of a server
     drafter: str | None
     method: SpeculationMethod
-    k: int | Literal["auto"] | None
-    open: Callable[[], AbstractContextManager[Bench]] = field(compare=False)
+    num_speculative_tokens: int | Literal["auto"] | None
+    open: Callable[[], AbstractContextManager[BenchEngine]] = field(compare=False)
 
-    def row(self, load: Load, repeats: list[BenchRepeat], prompts: str) -> BenchRow:
+    def build_row(self, load: Load, repeats: list[BenchRepeat], workload_sha256: str) -> BenchRow:
         return BenchRow(
-            label=self.name,
+            label=self.label,
             engine=self.engine,
             drafter=self.drafter,
             method=self.method,
-            num_speculative_tokens=self.k,
+            num_speculative_tokens=self.num_speculative_tokens,
             concurrency=load.concurrency,
-            request_rate=load.rate,
+            request_rate=load.request_rate,
             repeats=repeats,
-            workload_sha256=prompts,
+            workload_sha256=workload_sha256,
         )
 
 
-class Watch(Protocol):
-    """Whoever wants to know how far it is."""
-
-    def start(self, name: str, load: Load, part: str, requests: int) -> None: ...
-
-    def tell(self, requests: int, tokens: int) -> None: ...
-
-
 @dataclass
-class Outcome:
+class BenchOutcome:
     results: Results
     interrupted: bool = False
-    given_up: str | None = None  # the variant and load that no longer answered
+    gave_up_at: str | None = None  # variant and load whose requests kept failing
 
 
-class Document:
-    """The rows so far, in a file or in memory alone."""
+class BenchResultFile:
+    """The rows measured so far, in a file or in memory."""
 
     def __init__(
         self,
         path: Path | None,
         workload: Workload,
         settings: BenchSettings,
-        fixed: dict[str, Any],
+        shared_settings: dict[str, Any],
         provenance: Provenance,
     ) -> None:
-        self.path, self.provenance, self.sha = path, provenance, workload.sha
+        self.path, self.provenance, self.workload_sha256 = path, provenance, workload.sha256
         self.settings = {
-            "workload_sha256": self.sha,
+            "workload_sha256": self.workload_sha256,
             "data": workload.name,
-            "num_prompts": len(workload.asks),
-            "waves": workload.waves,
+            "num_prompts": len(workload.prompts),
             "max_tokens": workload.max_tokens,
             "ignore_eos": workload.ignore_eos,
             "temperature": workload.temperature,
             "seed": workload.seed,
-            "num_warmups": settings.warmup,
+            "num_warmups": settings.num_warmups,
             "num_repeats": settings.repeats,
-            **fixed,
+            **shared_settings,
         }
         self.rows: list[BenchRow] = []
-        self.notes: list[str] = list(workload.notes)
-        self.before_s = 0.0
+        self.warnings: list[str] = list(workload.warnings)
+        self.earlier_duration = 0.0
         if path is not None and path.exists():
-            self._go_on(read_results(path), path)
+            self._resume(read_results(path), path)
 
-    def _go_on(self, old: Results, path: Path) -> None:
+    def _resume(self, old: Results, path: Path) -> None:
         if old.kind != "bench":
-            raise UserError(f"--out {path}: holds results of `peagle {old.kind}`; give another file")
-        for name, now in self.settings.items():
-            was = old.settings.get(name)
-            # a file may hold rows of an engine here and of a server: what only one of them has, the other leaves
-            if name in ("num_repeats", "data") or name not in old.settings or was == now:
+            raise UserError(f"--out {path}: contains results of `peagle {old.kind}`; give another file")
+        for name, value in self.settings.items():
+            # a file may hold rows of an engine and of a server, which have different settings
+            if name in ("num_repeats", "data") or name not in old.settings or old.settings[name] == value:
                 continue
-            flag = FLAGS.get(name, f"--{name.replace('_', '-')}")
-            shown = f" ({was} there, {now} now)" if name not in FLAGS else ""
-            raise UserError(f"--out {path}: was measured with other {flag}{shown}; give them again, or another file")
+            if name == "workload_sha256":
+                raise UserError(f"--out {path}: was measured with other {WORKLOAD_FLAGS}; give another file")
+            flag = f"--{name.replace('_', '-')}"
+            raise UserError(
+                f"--out {path}: was measured with other {flag} ({old.settings[name]} there, {value} now); "
+                "give the same value, or another file"
+            )
         here, there = self.provenance.machine, old.provenance.machine
         for part in ("gpu", "cpu"):
             if here.get(part) != there.get(part):
                 raise UserError(
-                    f"--out {path}: was measured on {there.get(part)}, this is {here.get(part)}; another file"
+                    f"--out {path}: was measured on {there.get(part)}, this is {here.get(part)}; give another file"
                 )
-        derived = set(all_warnings(old.rows))
+        row_warnings = set(all_warnings(old.rows))
         self.rows = list(old.rows)
         self.settings = {**old.settings, **self.settings}
-        self.notes += [w for w in old.warnings if w not in derived and w not in self.notes]
+        self.warnings += [w for w in old.warnings if w not in row_warnings and w not in self.warnings]
         if (old.provenance.commit, old.provenance.versions) != (self.provenance.commit, self.provenance.versions):
-            self.notes.append(
+            self.warnings.append(
                 f"some rows were measured by another version (commit {old.provenance.commit}, "
                 f"{old.provenance.started_at})"
             )
-        self.before_s = old.provenance.duration
+        self.earlier_duration = old.provenance.duration
 
-    def repeats(self, variant: Variant, load: Load) -> list[BenchRepeat]:
-        """Those that are whole; one that was given up is measured again."""
-        found = [r for row in self.rows if self._is(row, variant, load) for r in row.repeats]
-        return [r for r in found if NOT_SENT not in r.failed]
+    def find_repeats(self, variant: BenchVariant, load: Load) -> list[BenchRepeat]:
+        """Complete repeats of a row; one that was given up is measured again."""
+        repeats = [r for row in self.rows if self._matches(row, variant, load) for r in row.repeats]
+        return [repeat for repeat in repeats if NOT_SENT not in repeat.failed]
 
-    def put(self, row: BenchRow, variant: Variant, load: Load, notes: Sequence[str]) -> None:
-        places = [i for i, old in enumerate(self.rows) if self._is(old, variant, load)]
-        if places:
-            self.rows[places[0]] = row
+    def put_row(self, row: BenchRow, variant: BenchVariant, load: Load, warnings: Sequence[str]) -> None:
+        matching = [i for i, old in enumerate(self.rows) if self._matches(old, variant, load)]
+        if matching:
+            self.rows[matching[0]] = row
         else:
             self.rows.append(row)
-        self.notes += [n for n in (f"{row.label}, {load}: {note}" for note in notes) if n not in self.notes]
+        labelled = (f"{row.label}, {load}: {warning}" for warning in warnings)
+        self.warnings += [warning for warning in labelled if warning not in self.warnings]
 
     @staticmethod
-    def _is(row: BenchRow, variant: Variant, load: Load) -> bool:
-        mine = variant.engine, variant.drafter, variant.method, variant.k, load.concurrency, load.rate
-        return (
-            row.engine,
-            row.drafter,
-            row.method,
-            row.num_speculative_tokens,
-            row.concurrency,
-            row.request_rate,
-        ) == mine
-
-    def results(self, finished: bool) -> Results:
-        said = self.notes + all_warnings(self.rows)
-        return Results(
-            "bench", self.provenance.with_duration(self.before_s), self.settings, list(self.rows), finished, said
-        )
+    def _matches(row: BenchRow, variant: BenchVariant, load: Load) -> bool:
+        same_load = (row.concurrency, row.request_rate) == (load.concurrency, load.request_rate)
+        names = ("engine", "drafter", "method", "num_speculative_tokens")
+        return same_load and all(getattr(row, name) == getattr(variant, name) for name in names)
 
     def save(self, finished: bool) -> Results:
-        made = self.results(finished)
+        provenance = self.provenance.with_duration(self.earlier_duration)
+        warnings = self.warnings + all_warnings(self.rows)
+        results = Results("bench", provenance, self.settings, list(self.rows), finished, warnings)
         if self.path is not None:
-            write_results(self.path, made)
-        return made
+            write_results(self.path, results)
+        return results
 
 
-def bench(
-    variants: Sequence[Variant],
+def run_bench(
+    variants: Sequence[BenchVariant],
     workload: Workload,
     settings: BenchSettings,
-    watch: Watch,
+    progress: ProgressListener,
     out: Path | None = None,
-    fixed: dict[str, Any] | None = None,
-) -> Outcome:
-    """Measures what `out` does not have yet. `fixed` are settings that a file's rows must share beside the load's."""
+    shared_settings: dict[str, Any] | None = None,
+) -> BenchOutcome:
+    """Measures what `out` does not contain yet. Rows of a file must agree in `shared_settings`."""
     packages = ("vllm",) if any(variant.engine == "vllm" for variant in variants) else ()
-    document = Document(out, workload, settings, fixed or {}, Provenance.collect(packages=packages))
-    given_up, interrupted = None, False
+    file = BenchResultFile(out, workload, settings, shared_settings or {}, Provenance.collect(packages=packages))
+    gave_up_at, interrupted = None, False
     try:
         for variant in variants:
-            open_loads = [at for at in loads(settings) if len(document.repeats(variant, at)) < settings.repeats]
-            if not open_loads:
+            loads = [at for at in list_loads(settings) if len(file.find_repeats(variant, at)) < settings.repeats]
+            if not loads:
                 continue
             with variant.open() as engine:
-                for load in open_loads:
-                    if not _measure(engine, variant, load, workload, settings, document, watch):
-                        given_up = f"{variant.name}, {load}"
+                for load in loads:
+                    if not _measure_row(engine, variant, load, workload, settings, file, progress):
+                        gave_up_at = f"{variant.label}, {load}"
                         break
     except KeyboardInterrupt:
         interrupted = True
-    return Outcome(document.save(finished=not interrupted and given_up is None), interrupted, given_up)
+    return BenchOutcome(file.save(finished=not interrupted and gave_up_at is None), interrupted, gave_up_at)
 
 
-def _measure(
-    engine: Bench,
-    variant: Variant,
+def _measure_row(
+    engine: BenchEngine,
+    variant: BenchVariant,
     load: Load,
     workload: Workload,
     settings: BenchSettings,
-    document: Document,
-    watch: Watch,
+    file: BenchResultFile,
+    progress: ProgressListener,
 ) -> bool:
-    """All missing repeats of one row; False where whoever answers was given up."""
-    warm = workload.warmup(load.at_once if settings.warmup is None else settings.warmup)
-    if warm:
-        watch.start(variant.name, load, "warm-up", len(warm))
-        engine.measure(workload, warm, Load(min(load.at_once, len(warm))), settings.seed, watch.tell)
-    asks = workload.asks[: settings.count_of(load.concurrency)]
+    """Measures all missing repeats of one row; False if requests kept failing.
+
+    Every engine warms up alike: it runs the same prompts under the same load once before the first measured repeat.
+    """
+    warmup = workload.prompts[: settings.num_warmups]  # None: all of them
+    if warmup:
+        progress.start(variant.label, load, "warm-up", len(warmup))
+        engine.measure(workload, warmup, load, settings.seed, progress.update)
     while True:
-        repeats = document.repeats(variant, load)
+        repeats = file.find_repeats(variant, load)
         if len(repeats) >= settings.repeats:
             return True
-        number = len(repeats)
-        watch.start(variant.name, load, f"{number + 1} of {settings.repeats}", len(asks))
-        # every repeat has its own arrivals, the same for every variant
-        made = engine.measure(workload, asks, load, settings.seed + number, watch.tell)
-        document.put(variant.row(load, [*repeats, made.repeat], document.sha), variant, load, made.notes)
-        document.save(finished=False)
-        if NOT_SENT in made.repeat.failed:
+        progress.start(variant.label, load, f"{len(repeats) + 1} of {settings.repeats}", len(workload.prompts))
+        # Arrival times differ between repeats and are equal for all variants.
+        seed = settings.seed + len(repeats)
+        measured = engine.measure(workload, workload.prompts, load, seed, progress.update)
+        row = variant.build_row(load, [*repeats, measured.repeat], file.workload_sha256)
+        file.put_row(row, variant, load, measured.warnings)
+        file.save(finished=False)
+        if NOT_SENT in measured.repeat.failed:
             return False
 
 
-def renamed(variants: Sequence[Variant]) -> list[Variant]:
-    """Tells apart those that would have the same name, by their drafters."""
-    names = [v.name for v in variants]
+def disambiguate_labels(variants: Sequence[BenchVariant]) -> list[BenchVariant]:
+    """Appends the drafter's name to labels that occur more than once."""
+    labels = [variant.label for variant in variants]
     return [
-        replace(v, name=f"{v.name} ({Path(v.drafter).name})") if names.count(v.name) > 1 and v.drafter else v
-        for v in variants
+        replace(variant, label=f"{variant.label} ({Path(variant.drafter).name})")
+        if labels.count(variant.label) > 1 and variant.drafter
+        else variant
+        for variant in variants
     ]

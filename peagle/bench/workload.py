@@ -1,8 +1,4 @@
-"""What is asked of an engine or a server, and when: prompts with their asked lengths, closed and open loops.
-
-Knows nothing about who answers. A workload's sha stands for its prompts, their order, the asked lengths and how tokens
-are chosen: two rows with different ones did different work.
-"""
+"""The requests of a benchmark: prompts, output lengths, and closed or open loops."""
 
 from __future__ import annotations
 
@@ -12,29 +8,28 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Literal
 
 from peagle.config import BenchSettings
 from peagle.data.prompts import Prompt
 from peagle.errors import UserError
-from peagle.eval.datasets import DataSet
+from peagle.eval.datasets import EvalDataset
 
-KNOWN_IDS = range(100, 1000)  # any real vocabulary has them, where nobody says what this one has
+COMMON_TOKEN_IDS = range(100, 1000)  # present in every real vocabulary; for servers whose tokenizer is unknown
 
 
 @dataclass(frozen=True)
-class Ask:
-    """One request's prompt: messages for a chat template, text as it is, or token ids."""
+class BenchPrompt:
+    """Prompt of one request: exactly one of chat messages, raw text and token ids."""
 
     messages: tuple[tuple[str, str], ...] = ()  # (role, content)
     text: str | None = None
-    ids: tuple[int, ...] | None = None
+    token_ids: tuple[int, ...] | None = None
 
     @property
-    def content(self) -> str:
-        return json.dumps([self.messages, self.text, self.ids], ensure_ascii=False)
+    def canonical_json(self) -> str:
+        return json.dumps([self.messages, self.text, self.token_ids], ensure_ascii=False)
 
-    def as_messages(self) -> list[dict[str, str]]:
+    def chat_messages(self) -> list[dict[str, str]]:
         return [{"role": role, "content": content} for role, content in self.messages]
 
 
@@ -43,120 +38,110 @@ class Workload:
     """The requests of one repeat, in the order in which they are sent."""
 
     name: str
-    asks: tuple[Ask, ...]
+    prompts: tuple[BenchPrompt, ...]
     max_tokens: int
     ignore_eos: bool
     temperature: float
     seed: int
-    waves: int | None = None  # a load asks so many times its concurrency of them
-    notes: tuple[str, ...] = ()  # what a reader of the numbers has to know about the prompts
+    warnings: tuple[str, ...] = ()
 
     @property
-    def sha(self) -> str:
+    def sha256(self) -> str:
+        """Hash of prompts, output lengths and sampling. Rows with different hashes are not comparable."""
         digest = hashlib.sha256()
-        for ask in self.asks:
-            digest.update(f"{ask.content}\n".encode(errors="surrogatepass"))
-        shape = [self.max_tokens, self.ignore_eos, self.temperature]
-        digest.update(json.dumps(shape if self.waves is None else [*shape, self.waves]).encode())
+        for prompt in self.prompts:
+            digest.update(f"{prompt.canonical_json}\n".encode(errors="surrogatepass"))
+        digest.update(json.dumps([self.max_tokens, self.ignore_eos, self.temperature]).encode())
         return digest.hexdigest()
-
-    def warmup(self, count: int) -> tuple[Ask, ...]:
-        """Those that come last: what a server remembers of them helps the measured ones least."""
-        return tuple(reversed(self.asks))[:count]
 
 
 @dataclass(frozen=True)
 class Load:
-    """`concurrency` requests at once, or `rate` arriving a second."""
+    """A closed loop of `concurrency` requests in flight, or an open loop of `request_rate` requests per second."""
 
     concurrency: int | None = None
-    rate: float | None = None
+    request_rate: float | None = None
 
     def __post_init__(self) -> None:
-        assert (self.concurrency is None) != (self.rate is None)
-
-    @property
-    def kind(self) -> Literal["closed", "open"]:
-        return "closed" if self.rate is None else "open"
-
-    @property
-    def at_once(self) -> int:
-        """Requests that run beside each other when it warms up."""
-        if self.concurrency is not None:
-            return self.concurrency
-        assert self.rate is not None
-        return max(1, round(self.rate))
+        assert (self.concurrency is None) != (self.request_rate is None)
 
     def __str__(self) -> str:
-        return f"c={self.concurrency}" if self.rate is None else f"{self.rate:g}/s"
+        return f"c={self.concurrency}" if self.request_rate is None else f"{self.request_rate:g}/s"
+
+    def arrival_times(self, num_requests: int, seed: int) -> list[float] | None:
+        """Seconds at which the requests of an open loop arrive; None for a closed loop."""
+        return None if self.request_rate is None else poisson_arrivals(num_requests, self.request_rate, seed)
 
 
-def loads(settings: BenchSettings) -> list[Load]:
-    return [*(Load(c) for c in settings.concurrency), *(Load(rate=r) for r in settings.rates)]
+def list_loads(settings: BenchSettings) -> list[Load]:
+    return [*(Load(c) for c in settings.concurrency), *(Load(request_rate=r) for r in settings.request_rates)]
 
 
-def arrivals(count: int, rate: float, seed: int) -> list[float]:
-    """Seconds at which requests arrive: a Poisson process whose last arrival is at count / rate.
+def poisson_arrivals(num_requests: int, request_rate: float, seed: int) -> list[float]:
+    """Arrival times of a Poisson process, scaled so that the last one is at num_requests / request_rate.
 
-    The gaps are exponential and then stretched alike, as `vllm bench serve` does it: otherwise two seeds would differ
-    in their mean rate by one part in the square root of the count.
+    The scaling is that of `vllm bench serve`. Without it the mean rate would differ between seeds by about one part in
+    the square root of the number of requests.
     """
     rng = random.Random(seed)
     times, now = [], 0.0
-    for _ in range(count):
-        now += rng.expovariate(rate)
+    for _ in range(num_requests):
+        now += rng.expovariate(request_rate)
         times.append(now)
-    stretch = count / rate / now if now else 1.0
-    return [time * stretch for time in times]
+    scale = num_requests / request_rate / now if now else 1.0
+    return [time * scale for time in times]
 
 
-def read_workload(sets: Sequence[DataSet], settings: BenchSettings) -> Workload:
-    """The first prompts of each set in turn. Of several turns the first is asked: the others need an answer."""
-    rows = [row for beside in zip_longest(*(s.prompts.rows for s in sets)) for row in beside if row is not None]
-    asks = [_ask(row, settings.raw) for row in rows[: settings.count]]
-    notes = [f"{s.name}: {len(s.prompts.rejected)} bad rows were left out" for s in sets if s.prompts.rejected]
-    if len(asks) < settings.count:
-        notes.append(
-            f"{settings.count} requests of {len(asks)} prompts: some are asked again, and a prefix cache knows them"
-        )
-    asks = [asks[i % len(asks)] for i in range(settings.count)]
-    return _workload("+".join(s.name for s in sets), asks, settings, settings.ignore_eos, notes)
+def dataset_workload(datasets: Sequence[EvalDataset], settings: BenchSettings) -> Workload:
+    """The first prompts of the data sets, interleaved. Of a conversation only the first turn is sent."""
+    columns = zip_longest(*(dataset.prompts.rows for dataset in datasets))
+    rows = [row for column in columns for row in column if row is not None]
+    count = settings.total_prompts
+    prompts = [_bench_prompt(row, settings.raw) for row in rows[:count]]
+    warnings = []
+    if len(prompts) < count:
+        warnings.append(f"{count} requests of {len(prompts)} prompts: repeated prompts may hit a prefix cache")
+    prompts = [prompts[i % len(prompts)] for i in range(count)]
+    name = "+".join(dataset.name for dataset in datasets)
+    return _build_workload(name, prompts, settings, settings.ignore_eos, warnings)
 
 
-def random_workload(ids: Sequence[int], settings: BenchSettings) -> Workload:
-    """Prompts of tokens drawn from `ids`. Their answers never end early, so that all lengths are as asked."""
-    assert settings.random_input is not None and ids
+def random_workload(token_ids: Sequence[int], settings: BenchSettings) -> Workload:
+    """Prompts of random tokens. EOS is ignored, so that all output lengths are equal."""
+    assert settings.random_input_len is not None and token_ids
     rng = random.Random(settings.seed)
-    asks = [Ask(ids=tuple(rng.choices(ids, k=settings.random_input))) for _ in range(settings.count)]
-    note = "the prompts are random tokens: acceptance and speed-up are not those of real text"
-    return _workload(f"random {settings.random_input}", asks, settings, True, [note])
+    prompts = [
+        BenchPrompt(token_ids=tuple(rng.choices(token_ids, k=settings.random_input_len)))
+        for _ in range(settings.total_prompts)
+    ]
+    warning = "prompts are random tokens: acceptance and speedup differ from those of real text"
+    return _build_workload(f"random {settings.random_input_len}", prompts, settings, True, [warning])
 
 
-def usable_ids(vocab_size: int, special: Iterable[int] = ()) -> list[int]:
-    """What random prompts are made of: a special token in the middle of one could mean anything."""
-    found = sorted(set(range(vocab_size)) - set(special))
-    if not found:
-        raise UserError("--random-input: every token of this vocabulary is special; give --prompts")
-    return found
+def random_token_ids(vocab_size: int, special_token_ids: Iterable[int] = ()) -> list[int]:
+    """Token ids for random prompts: the vocabulary without special tokens."""
+    token_ids = sorted(set(range(vocab_size)) - set(special_token_ids))
+    if not token_ids:
+        raise UserError("--random-input-len: all tokens of this vocabulary are special; give --data")
+    return token_ids
 
 
-def _ask(row: Prompt, raw: bool) -> Ask:
+def _bench_prompt(row: Prompt, raw: bool) -> BenchPrompt:
     if raw:
-        return Ask(text=row.turns[0] if row.system is None else f"{row.system}\n\n{row.turns[0]}")
-    system = ((("system", row.system),) if row.system is not None else ()) + (("user", row.turns[0]),)
-    return Ask(messages=system)
+        return BenchPrompt(text=row.turns[0] if row.system is None else f"{row.system}\n\n{row.turns[0]}")
+    system = (("system", row.system),) if row.system is not None else ()
+    return BenchPrompt(messages=(*system, ("user", row.turns[0])))
 
 
-def _workload(
-    name: str, asks: Sequence[Ask], settings: BenchSettings, ignore_eos: bool, notes: Sequence[str]
+def _build_workload(
+    name: str, prompts: Sequence[BenchPrompt], settings: BenchSettings, ignore_eos: bool, warnings: Sequence[str]
 ) -> Workload:
     return Workload(
         name,
-        tuple(asks),
+        tuple(prompts),
         settings.max_tokens,
         ignore_eos,
         settings.temperature,
         settings.seed,
-        settings.waves,
-        tuple(notes),
+        tuple(warnings),
     )

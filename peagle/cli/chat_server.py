@@ -5,30 +5,23 @@ Servers other than `peagle serve` work too, without shading. The API key comes f
 
 from __future__ import annotations
 
-import http.client
 import json
-import os
-import socket
 from collections.abc import Iterator
 from typing import Any
 
-from peagle.bench.http_client import Events, Failed, parse_url
-from peagle.config import BenchServerSettings, SamplingParams
+from peagle.config import SamplingParams
 from peagle.engine.request import CompletionOutput
 from peagle.errors import UserError
+from peagle.http_client import EventDecoder, HttpClient, HttpTimeouts, RequestFailed, error_message, parse_server_url
 
-READ_BYTES = 1 << 16
 STATUS_HINTS = {401: "set $OPENAI_API_KEY to the server's key", 403: "forbidden", 429: "the server is overloaded"}
 
 
 class ServerBackend:
     def __init__(self, url: str) -> None:
-        self.settings = BenchServerSettings(url)
-        self.address = parse_url(url)
-        self._headers = {"Content-Type": "application/json"}
-        if key := os.environ.get("OPENAI_API_KEY"):
-            self._headers["Authorization"] = f"Bearer {key}"
-        self._connection: http.client.HTTPConnection | None = None
+        self.url = url
+        self.address = parse_server_url(url)
+        self._http = HttpClient(self.address, HttpTimeouts(stall_s=600.0), keep_alive=False)
         self._stopped = False
         info = self._get("/peagle/info", missing=True)
         self._reports_tokens = info is not None  # with a flag for draft tokens
@@ -42,11 +35,7 @@ class ServerBackend:
 
     def stop(self) -> None:
         self._stopped = True
-        if self._connection is not None and self._connection.sock is not None:
-            try:
-                self._connection.sock.shutdown(socket.SHUT_RDWR)  # ends a blocked read, and tells the server
-            except OSError:
-                pass
+        self._http.abort()  # ends a blocked read, and tells the server
 
     def respond(self, messages: list[dict[str, str]], params: SamplingParams) -> Iterator[list[tuple[str, bool]]]:
         self._stopped = False
@@ -69,24 +58,22 @@ class ServerBackend:
                 yield self._add_event(event)
         except UserError:
             raise
-        except (OSError, http.client.HTTPException, Failed) as error:
+        except RequestFailed as error:
             if not self._stopped:
-                raise UserError(f"--url {self.settings.url}: the response was interrupted ({error})") from None
+                raise UserError(f"--url {self.url}: the response was interrupted ({error})") from None
         except (LookupError, TypeError, AttributeError, ValueError, RecursionError):
-            raise UserError(f"--url {self.settings.url}: the response is not a chat completion") from None
-        finally:
-            self._close()
+            raise UserError(f"--url {self.url}: the response is not a chat completion") from None
         if self._stopped:
             self.output.finish_reason = "abort"
             count_decode_steps(self.output)
         elif self.output.finish_reason is None:
-            raise UserError(f"--url {self.settings.url}: the response was interrupted")
+            raise UserError(f"--url {self.url}: the response was interrupted")
 
     def _add_event(self, event: dict[str, Any]) -> list[tuple[str, bool]]:
         """Adds an event to the output. Returns the new text."""
         out, parts = self.output, []
         if (error := event.get("error")) is not None:
-            raise UserError(f"--url {self.settings.url}: {error.get('message', error)}")
+            raise UserError(f"--url {self.url}: {error.get('message', error)}")
         stats = event.get("peagle")
         for choice in event.get("choices", ()):
             text = (choice.get("delta") or {}).get("content") or ""
@@ -119,69 +106,43 @@ class ServerBackend:
         return parts
 
     def _events(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        reply = self._ask("POST", "/v1/chat/completions", body)
-        if reply.status != 200:
-            raise self._refused(reply)
-        events = Events()
-        while data := reply.read1(READ_BYTES):
-            for event in events.feed(data):
-                if event == "[DONE]":
-                    return
-                yield json.loads(event)
-
-    def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> http.client.HTTPResponse:
-        kind = http.client.HTTPSConnection if self.address.secure else http.client.HTTPConnection
-        self._connection = kind(self.address.host, self.address.port, timeout=self.settings.connect_s)
-        try:
-            self._connection.connect()
-            self._connection.sock.settimeout(self.settings.total_s)
-            data = json.dumps(body).encode() if body is not None else None
-            self._connection.request(method, self.address.path + path, data, self._headers)
-            return self._connection.getresponse()
-        except (OSError, http.client.HTTPException) as error:
-            if self._stopped:
-                raise
-            why = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            raise UserError(f"--url {self.settings.url}: no response ({why}); is the server running?") from None
+        with self._http.stream("POST", "/v1/chat/completions", body) as response:
+            if response.status_code != 200:
+                raise self._refused(response.status_code, response.read(), response.headers.get("Retry-After"))
+            decoder = EventDecoder()
+            for chunk in response.iter_raw():
+                for event in decoder.feed(chunk):
+                    if event == "[DONE]":
+                        return
+                    yield json.loads(event)
 
     def _get(self, path: str, missing: bool = False) -> dict[str, Any] | None:
         """Returns the JSON object at a path; None if it is missing and `missing` allows that."""
         try:
-            reply = self._ask("GET", path)
+            reply = self._http.request("GET", path)
             if missing and reply.status in (404, 405):
                 return None
             if reply.status != 200:
-                raise self._refused(reply)
-            value = json.loads(reply.read())
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            raise UserError(f"--url {self.settings.url}: {path} is not JSON ({error})") from None
-        finally:
-            self._close()
+                raise self._refused(reply.status, reply.body, reply.retry_after)
+            value = json.loads(reply.body)
+        except RequestFailed as error:
+            raise UserError(f"--url {self.url}: no response ({error}); is the server running?") from None
+        except ValueError as error:
+            if isinstance(error, UserError):
+                raise
+            raise UserError(f"--url {self.url}: {path} is not JSON ({error})") from None
         return value if isinstance(value, dict) else {}
 
     def _first_model(self) -> str:
         models = (self._get("/v1/models") or {}).get("data") or []
         if not models:
-            raise UserError(f"--url {self.settings.url}: /v1/models lists no model")
+            raise UserError(f"--url {self.url}: /v1/models lists no model")
         return str(models[0]["id"])
 
-    def _refused(self, reply: http.client.HTTPResponse) -> UserError:
-        message = reply.read(READ_BYTES).decode(errors="replace")
-        try:
-            message = str(json.loads(message)["error"]["message"])
-        except (ValueError, KeyError, TypeError):
-            pass
-        hint = f"{STATUS_HINTS[reply.status]}: " if reply.status in STATUS_HINTS else ""
-        after = reply.getheader("Retry-After")
-        retry = f"; try again in {after} s" if after else ""
-        return UserError(
-            f"--url {self.settings.url}: status {reply.status}, {hint}{' '.join(message.split())[:300]}{retry}"
-        )
-
-    def _close(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+    def _refused(self, status: int, body: bytes, retry_after: str | None) -> UserError:
+        hint = f"{STATUS_HINTS[status]}: " if status in STATUS_HINTS else ""
+        retry = f"; try again in {retry_after} s" if retry_after else ""
+        return UserError(f"--url {self.url}: status {status}, {hint}{error_message(body, 300)}{retry}")
 
 
 def count_decode_steps(out: CompletionOutput) -> None:

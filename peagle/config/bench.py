@@ -17,50 +17,43 @@ class BenchSettings:
     """The workload. Rows are comparable if all fields but the loads and `repeats` are equal."""
 
     concurrency: tuple[int, ...] = ()  # closed loop: requests in flight; a finished one is replaced at once
-    rates: tuple[float, ...] = ()  # open loop: requests per second, independent of the responses
-    requests: int | None = None  # per repeat; None: enough for the heaviest load
-    waves: int | None = None  # closed loop: requests per repeat as a multiple of the concurrency; None: `requests`
+    request_rates: tuple[float, ...] = ()  # open loop: requests per second, independent of the responses
+    num_prompts: int | None = None  # requests per repeat; None: enough for the heaviest load
     repeats: int = 3
-    warmup: int | None = None  # requests before each load; None: the concurrency
+    num_warmups: int | None = None  # requests before the first repeat of a load; None: the whole workload once
     max_tokens: int = 128
     ignore_eos: bool = False
     temperature: float = 0.0
-    random_input: int | None = None  # tokens of random prompts
+    random_input_len: int | None = None  # tokens of random prompts
     raw: bool = False  # prompts without a chat template
     seed: int = 0
-    usual_concurrency: tuple[int, ...] = (1, 8)  # if neither concurrency nor rates are given
-    least_requests: int = 32
-    least_arriving_s: float = 10.0  # duration of an open loop, if `requests` is None
+    default_concurrency: tuple[int, ...] = (1, 8)  # if neither concurrency nor request_rates are given
+    min_prompts: int = 32
+    min_open_loop_s: float = 10.0  # duration of an open loop, if `num_prompts` is None
 
     def __post_init__(self) -> None:
-        if not self.concurrency and not self.rates:
-            object.__setattr__(self, "concurrency", self.usual_concurrency)
+        if not self.concurrency and not self.request_rates:
+            object.__setattr__(self, "concurrency", self.default_concurrency)
         require = field_validator(self)
-        for c in self.concurrency:
-            if c < 1:
-                raise UserError(f"--concurrency {c}: must be at least 1")
-        for rate in self.rates:
+        for concurrency in self.concurrency:
+            if concurrency < 1:
+                raise UserError(f"--concurrency {concurrency}: must be at least 1")
+        for rate in self.request_rates:
             if not 0 < rate < 1e6:
-                raise UserError(f"--rate {rate:g}: must be above 0, in requests per second")
-        for name in ("requests", "waves", "repeats", "random_input", "max_tokens"):
+                raise UserError(f"--request-rate {rate:g}: must be above 0, in requests per second")
+        for name in ("num_prompts", "repeats", "random_input_len", "max_tokens"):
             require(getattr(self, name) is None or getattr(self, name) >= 1, name, "at least 1")
-        require(self.warmup is None or self.warmup >= 0, "warmup", "0 or more")
+        require(self.num_warmups is None or self.num_warmups >= 0, "num_warmups", "0 or more")
         require(0.0 <= self.temperature <= 100.0, "temperature", "between 0 (greedy) and 100")
         require(0 <= self.seed < 2**31, "seed", "between 0 and 2^31 - 1")
 
     @property
-    def count(self) -> int:
+    def total_prompts(self) -> int:
         """Requests per repeat, equal for every load, so that all rows run the same prompts."""
-        if self.requests is not None:
-            return self.requests
-        arriving = [int(rate * self.least_arriving_s) for rate in self.rates]
-        return max([self.least_requests, *((self.waves or 2) * c for c in self.concurrency), *arriving])
-
-    def count_of(self, concurrency: int | None) -> int:
-        """Requests per repeat of one load: a prefix of all prompts if `waves` bounds them."""
-        if self.waves is None or concurrency is None:
-            return self.count
-        return min(self.count, max(self.least_requests, self.waves * concurrency))
+        if self.num_prompts is not None:
+            return self.num_prompts
+        open_loop = [int(rate * self.min_open_loop_s) for rate in self.request_rates]
+        return max([self.min_prompts, *(2 * concurrency for concurrency in self.concurrency), *open_loop])
 
 
 @dataclass(frozen=True)
@@ -88,9 +81,8 @@ class BenchServerSettings:
     failures: int = 8  # consecutive failures before the run stops; at least twice the concurrency
 
     def __post_init__(self) -> None:
-        for name, flag in (("connect_s", "connect-timeout"), ("stall_s", "stall-timeout"), ("total_s", "timeout")):
-            if not getattr(self, name) > 0:
-                raise UserError(f"--{flag} {getattr(self, name):g}: must be above 0 seconds")
+        if not self.total_s > 0:
+            raise UserError(f"--timeout {self.total_s:g}: must be above 0 seconds")
 
 
 @dataclass(frozen=True)

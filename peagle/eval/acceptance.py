@@ -1,7 +1,7 @@
-"""How much of drafters' work is accepted: the whole of `peagle eval`, from names to a document of results.
+"""`peagle eval`: measures acceptance of drafters on data sets and writes a result file.
 
-Knows what is asked of whom, in which order, what is done already and where it is kept. Does none of the counting: that
-is `acceptance_embedded`'s, `acceptance_counters`' and `acceptance_server`'s.
+Decides what to measure in which order and resumes an existing file. The counting is in `embedded`, `counters` and
+`server`.
 """
 
 from __future__ import annotations
@@ -18,59 +18,55 @@ from peagle.config import EvalServerSettings, EvalSettings
 from peagle.data.chat_format import load_chat_format
 from peagle.data.run import target_fingerprint
 from peagle.errors import UserError
-from peagle.eval.conversations import Speaker
-from peagle.eval.datasets import DataSet
-from peagle.eval.samples import Sample, Subject, Tell, rows_of
+from peagle.eval.conversations import ConversationRunner
+from peagle.eval.datasets import EvalDataset
+from peagle.eval.samples import AcceptanceSample, EvalProgress, RowLabels, build_rows
 from peagle.hub.resolve import resolve_drafter, resolve_target
 from peagle.results.files import read_results, write_results
 from peagle.results.provenance import Provenance
 from peagle.results.schema import AcceptanceRow, Results
 
-Method = Literal["p-eagle", "eagle3"]
 ENGINES = ("embedded", "reference", "vllm")
-GROWING = ("data",)  # settings that a resumed run may add to
-REPEATED_NOTES = 3
+MAX_SIMILAR_WARNINGS = 3
 
 
-class Counting(Protocol):
-    """Whoever counts. `notes` is what a reader of the counts has to know; `all_k` that one pass serves all K."""
+class AcceptanceEvaluator(Protocol):
+    """An engine that counts accepted tokens. `measures_all_k`: one pass serves all K."""
 
-    all_k: bool
-    notes: list[str]
+    measures_all_k: bool
+    warnings: list[str]
 
     @property
     def dtype(self) -> str: ...
 
-    def counted(
-        self, drafter: Any, data: DataSet, temperature: float, ks: Sequence[int]
-    ) -> Iterator[tuple[int, list[Sample]]]: ...
+    def measure(
+        self, drafter: Any, dataset: EvalDataset, temperature: float, ks: Sequence[int]
+    ) -> Iterator[tuple[int, list[AcceptanceSample]]]: ...
 
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
-class Drafted:
-    """A drafter by its name in the results. A server may have one that lies nowhere here."""
+class EvalDrafter:
+    """A drafter and its name in the results. The drafter of a server may have no local folder."""
 
     name: str
-    method: Method
+    method: Literal["p-eagle", "eagle3"]
     folder: Path | None
-    trained: int | None = None  # draft tokens that it was trained for
+    trained_draft_tokens: int | None = None
 
 
 @dataclass(frozen=True)
-class Job:
-    """What is asked of whoever counts in one go."""
-
-    drafter: Drafted
-    data: DataSet
+class EvalJob:
+    drafter: EvalDrafter
+    dataset: EvalDataset
     temperature: float
     ks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Where:
-    """Who answers, and on what: `engine` is embedded, reference, vllm or a server's address."""
+class EvalEngine:
+    """The engine: embedded, reference, vllm, or the URL of a server."""
 
     engine: str = "embedded"
     device: str | None = None
@@ -87,230 +83,228 @@ class Where:
 
 @dataclass
 class Evaluation:
-    """One run of `peagle eval`; `run` is the loop. Rows are in `results` as soon as they are whole."""
+    """One run of `peagle eval`. Finished rows are in `results` at any time."""
 
     target: str
-    drafters: list[Drafted]
-    data: list[DataSet]
+    drafters: list[EvalDrafter]
+    datasets: list[EvalDataset]
     settings: EvalSettings
-    where: Where
+    engine: EvalEngine
     out: Path | None = None
-    tell: Tell = lambda what, done, total: None
+    on_progress: EvalProgress = lambda activity, done, total: None
     on_rows: Callable[[list[AcceptanceRow]], None] = lambda rows: None
     chat_template: Path | None = None
     results: Results = field(init=False)
-    _before: float = field(init=False, default=0.0)
-    _notes: list[str] = field(init=False, default_factory=list)
+    _earlier_duration: float = field(init=False, default=0.0)
+    _warnings: list[str] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         self.folder = resolve_target(self.target)
-        self.cfg = read_target_config(self.folder)
-        packages = ("vllm",) if self.where.engine == "vllm" else ()
-        self.results = Results("eval", Provenance.collect(packages=packages), self._settings(), [], finished=False)
+        self.max_model_len = min(self.settings.max_model_len, read_target_config(self.folder).max_positions)
+        packages = ("vllm",) if self.engine.engine == "vllm" else ()
+        provenance = Provenance.collect(packages=packages)
+        self.results = Results("eval", provenance, self._result_settings(), [], finished=False)
         if self.out is not None and self.out.exists():
             self._resume(self.out)
 
     def run(self) -> Results:
-        """Until every row is there, or Ctrl-C; then `results.finished` is false."""
-        jobs = self._jobs()
+        """Measures everything that is missing. After Ctrl-C `results.finished` is false."""
+        jobs = self._missing_jobs()
         if jobs:
-            engine = self._open()
+            evaluator = self._open_evaluator()
             try:
-                if self.where.server is None:
-                    self._note(self._beyond_training())
-                self._settle(engine.dtype)
-                for job in self._ordered(jobs, engine):
-                    self._work(engine, job)
+                if self.engine.server is None:
+                    self._add_warnings(self._untrained_depth_warnings())
+                self._record_dtype(evaluator.dtype)
+                for job in self._order_jobs(jobs, evaluator):
+                    self._run_job(evaluator, job)
             except KeyboardInterrupt:
-                self._note(engine.notes)
-                self._keep()
+                self._add_warnings(evaluator.warnings)
+                self._save()
                 return self.results
             finally:
-                engine.close()
+                evaluator.close()
         self.results = dataclasses.replace(self.results, finished=True)
-        self._keep()
+        self._save()
         return self.results
 
-    def _work(self, engine: Counting, job: Job) -> None:
-        for k, samples in engine.counted(job.drafter.folder, job.data, job.temperature, job.ks):
-            subject = Subject(
-                job.drafter.name, job.drafter.method, self.where.engine, job.data.name, job.temperature, k
-            )
-            rows = rows_of(samples, subject, self.settings)
+    def _run_job(self, evaluator: AcceptanceEvaluator, job: EvalJob) -> None:
+        drafter = job.drafter
+        for k, samples in evaluator.measure(drafter.folder, job.dataset, job.temperature, job.ks):
+            labels = RowLabels(drafter.name, drafter.method, self.engine.engine, job.dataset.name, job.temperature, k)
+            rows = build_rows(samples, labels, self.settings)
             self.results = dataclasses.replace(self.results, rows=[*self.results.rows, *rows])
-            if rows[0].num_drafts < self.settings.few_rounds:
-                self._note([f"too few rounds to trust: {_called(rows[0])}: {rows[0].num_drafts}"])
-            self._note(engine.notes)
-            engine.notes.clear()
-            self._keep()
+            if rows[0].num_drafts < self.settings.min_drafts:
+                self._add_warnings(
+                    [
+                        f"too few drafts for a reliable mean: {drafter.name} on {job.dataset.name}, K={k}, "
+                        f"temperature {job.temperature:g}: {rows[0].num_drafts}"
+                    ]
+                )
+            self._add_warnings(evaluator.warnings)
+            evaluator.warnings.clear()
+            self._save()
             self.on_rows(rows)
 
-    # What is to be done
-
-    def _jobs(self) -> list[Job]:
-        """What is not in the results yet."""
-        done = {(r.drafter, r.dataset, r.temperature, r.k) for r in self.results.rows if whole(r)}
-        ks: Sequence[int] = self.settings.draft_tokens
+    def _missing_jobs(self) -> list[EvalJob]:
+        done = {
+            (row.drafter, row.dataset, row.temperature, row.num_speculative_tokens)
+            for row in self.results.rows
+            if is_whole_dataset(row)
+        }
+        done_at_any_k = {key[:3] for key in done}
         jobs = []
-        for data in self.data:
+        for dataset in self.datasets:
             for temperature in self.settings.temperatures:
                 for drafter in self.drafters:
-                    name = (drafter.name, data.name, temperature)
-                    left = tuple(k for k in ks if (*name, k) not in done)
-                    if self.where.server is not None and any((*name, k) in done for k in range(1, 65)):
-                        left = ()  # the server's K is the only one
-                    if left:
-                        jobs.append(Job(drafter, data, temperature, left))
+                    key = (drafter.name, dataset.name, temperature)
+                    ks = tuple(k for k in self.settings.num_speculative_tokens if (*key, k) not in done)
+                    if self.engine.server is not None and key in done_at_any_k:
+                        ks = ()  # a server has one K
+                    if ks:
+                        jobs.append(EvalJob(drafter, dataset, temperature, ks))
         return jobs
 
-    def _ordered(self, jobs: list[Job], engine: Counting) -> list[Job]:
-        """Whoever needs a new engine for every drafter and K goes through all data with each of them."""
-        if engine.all_k:
+    def _order_jobs(self, jobs: list[EvalJob], evaluator: AcceptanceEvaluator) -> list[EvalJob]:
+        """Sorts by drafter and K if every pair needs a new engine."""
+        if evaluator.measures_all_k:
             return jobs
         single = [dataclasses.replace(job, ks=(k,)) for job in jobs for k in job.ks]
         return sorted(single, key=lambda job: (self.drafters.index(job.drafter), job.ks))
 
-    def _beyond_training(self) -> list[str]:
-        most = max(self.settings.draft_tokens)
+    def _untrained_depth_warnings(self) -> list[str]:
+        max_k = max(self.settings.num_speculative_tokens)
         return [
-            f"{d.name} was trained for {d.trained} draft tokens: later ones will hardly ever be accepted"
-            for d in self.drafters
-            if d.method == "p-eagle" and d.trained is not None and d.trained < most
+            f"{drafter.name} was trained for {drafter.trained_draft_tokens} draft tokens; "
+            "later ones are rarely accepted"
+            for drafter in self.drafters
+            if drafter.method == "p-eagle"
+            and drafter.trained_draft_tokens is not None
+            and drafter.trained_draft_tokens < max_k
         ]
 
-    def _open(self) -> Counting:
-        longest = min(self.settings.max_model_len, self.cfg.max_positions)
+    def _open_evaluator(self) -> AcceptanceEvaluator:
         tokenizer = load_tokenizer(self.folder)
-        chat = None if self.settings.raw else load_chat_format(self.folder, self.chat_template)
-        speaker = Speaker(chat, lambda text: list(tokenizer(text)["input_ids"]), longest, self.settings)
-        where = self.where
-        if where.server is not None:
-            from peagle.eval.server import Server
+        chat_format = None if self.settings.raw else load_chat_format(self.folder, self.chat_template)
+        runner = ConversationRunner(
+            chat_format, lambda text: list(tokenizer(text)["input_ids"]), self.max_model_len, self.settings
+        )
+        engine = self.engine
+        if engine.server is not None:
+            from peagle.eval.server import ServerEvaluator
 
-            server = Server(where.server, speaker, sorted(eos_ids(self.folder)), self.tell)
-            if self.settings.draft_tokens not in (EvalSettings.draft_tokens, (server.k,)):
-                given = " ".join(map(str, self.settings.draft_tokens))
-                raise UserError(f"-k {given}: this server drafts {server.k} tokens, and no other number can be asked")
+            server = ServerEvaluator(engine.server, runner, sorted(eos_ids(self.folder)), self.on_progress)
+            ks, server_k = self.settings.num_speculative_tokens, server.num_speculative_tokens
+            if ks not in (EvalSettings.num_speculative_tokens, (server_k,)):
+                given = " ".join(map(str, ks))
+                raise UserError(f"-k {given}: this server uses {server_k} draft tokens; leave -k out")
             return server
-        if where.engine == "vllm":
-            from peagle.eval.counters import Vllm
+        if engine.engine == "vllm":
+            from peagle.eval.counters import VllmEvaluator
 
-            return Vllm(self.folder, speaker, self.settings, where.dtype or "auto", where.concurrency, self.tell)
-        from peagle.eval.embedded import Embedded, Reference
+            return VllmEvaluator(
+                self.folder, runner, self.settings, engine.dtype or "auto", engine.concurrency, self.on_progress
+            )
+        from peagle.eval.embedded import EmbeddedEvaluator, ReferenceEvaluator
 
-        if where.engine == "reference":
-            return Reference(self.folder, speaker, where.device or "cpu", self.tell)
-        options = {
-            "device": where.device,
-            "dtype": where.dtype,
-            "max_num_seqs": where.max_num_seqs,
-            "threads": where.threads,
-        }
-        return Embedded(self.folder, speaker, self.settings, options, self.tell)
+        if engine.engine == "reference":
+            return ReferenceEvaluator(self.folder, runner, engine.device or "cpu", self.on_progress)
+        options = {name: getattr(engine, name) for name in ("device", "dtype", "max_num_seqs", "threads")}
+        return EmbeddedEvaluator(self.folder, runner, self.settings, options, self.on_progress)
 
-    # What is kept
-
-    def _settings(self) -> dict[str, Any]:
-        s = self.settings
+    def _result_settings(self) -> dict[str, Any]:
+        settings = self.settings
         return {
             "target": self.target,
             "target_fingerprint": target_fingerprint(self.folder),
-            "engine": self.where.engine,
-            "dtype": self.where.dtype if self.where.server is None else None,
-            "max_tokens": s.max_tokens,
-            "max_model_len": min(s.max_model_len, self.cfg.max_positions),
-            "limit": s.limit,
-            "raw": s.raw,
+            "engine": self.engine.engine,
+            "dtype": self.engine.dtype if self.engine.server is None else None,
+            "max_tokens": settings.max_tokens,
+            "max_model_len": self.max_model_len,
+            "limit": settings.limit,
+            "raw": settings.raw,
             "chat_template": str(self.chat_template) if self.chat_template is not None else None,
-            "each_k": s.each_k,
-            "context_bounds": list(s.context_edges),
-            "seed": s.seed,
-            "bootstrap_samples": s.resamples,
+            "each_k": settings.each_k,
+            "context_bounds": list(settings.context_bounds),
+            "seed": settings.seed,
+            "bootstrap_samples": settings.bootstrap_samples,
             "data": {
-                d.name: {"source": d.source, "num_prompts": len(d.prompts.rows), "sha256": d.fingerprint}
-                for d in self.data
+                dataset.name: {
+                    "source": dataset.source,
+                    "num_prompts": len(dataset.prompts.rows),
+                    "sha256": dataset.fingerprint,
+                }
+                for dataset in self.datasets
             },
         }
 
     def _resume(self, path: Path) -> None:
-        old = read_results(path)
+        old, settings = read_results(path), self.results.settings
         if old.kind != "eval":
-            raise UserError(f"--out {path}: holds results of `peagle {old.kind}`; give another file")
-        now = self.results.settings
-        self._same(path, old.settings, now)
-        data = {**old.settings.get("data", {}), **now["data"]}
-        for name, known in old.settings.get("data", {}).items():
+            raise UserError(f"--out {path}: contains results of `peagle {old.kind}`; give another file")
+        for name in sorted((old.settings.keys() | settings.keys()) - {"data"}):
+            before, now = old.settings.get(name), settings.get(name)
+            if before != now and not (name == "dtype" and None in (before, now)):  # auto: known with the engine
+                raise UserError(
+                    f"--out {path}: was started with {name} {before}, now it is {now}; give the same, or another file"
+                )
+        old_data = old.settings.get("data", {})
+        data = {**old_data, **settings["data"]}
+        for name, known in old_data.items():
             if data[name]["sha256"] != known.get("sha256"):
-                raise UserError(f"--out {path}: it was begun with other prompts in {name}; give another file")
-        self._before, self._notes = old.provenance.duration, list(old.warnings)
-        settings = {**now, "dtype": old.settings.get("dtype"), "data": data}
+                raise UserError(f"--out {path}: was started with other prompts in {name}; give another file")
+        self._earlier_duration, self._warnings = old.provenance.duration, list(old.warnings)
+        settings = {**settings, "dtype": old.settings.get("dtype"), "data": data}
         self.results = dataclasses.replace(self.results, settings=settings, rows=old.rows, warnings=old.warnings)
 
-    def _same(self, path: Path, old: dict[str, Any], now: dict[str, Any]) -> None:
-        for name in sorted((old.keys() | now.keys()) - set(GROWING)):
-            if name == "dtype" and None in (old.get(name), now.get(name)):
-                continue  # found out when an engine is there
-            if old.get(name) != now.get(name):
-                raise UserError(
-                    f"--out {path}: it was begun with {name} {old.get(name)}, now it is {now.get(name)}; "
-                    "give the same, or another file"
-                )
-
-    def _settle(self, dtype: str) -> None:
-        """What the engine made of an automatic dtype, which must be the same in a resumed run."""
+    def _record_dtype(self, dtype: str) -> None:
+        """Stores the dtype that the engine chose; a resumed run must have the same."""
         before = self.results.settings["dtype"]
         if self.out is not None and self.results.rows and before not in (None, dtype):
-            raise UserError(f"--out {self.out}: it was begun in {before}, now it is {dtype}; give --dtype {before}")
+            raise UserError(f"--out {self.out}: was started in {before}, now it is {dtype}; give --dtype {before}")
         self.results = dataclasses.replace(self.results, settings={**self.results.settings, "dtype": dtype})
 
-    def _note(self, notes: Sequence[str]) -> None:
-        self._notes += notes
-        self.results = dataclasses.replace(self.results, warnings=collapsed(self._notes))
+    def _add_warnings(self, warnings: Sequence[str]) -> None:
+        self._warnings += warnings
+        self.results = dataclasses.replace(self.results, warnings=collapse_warnings(self._warnings))
 
-    def _keep(self) -> None:
-        self.results = dataclasses.replace(self.results, provenance=self.results.provenance.with_duration(self._before))
+    def _save(self) -> None:
+        provenance = self.results.provenance.with_duration(self._earlier_duration)
+        self.results = dataclasses.replace(self.results, provenance=provenance)
         if self.out is not None:
             write_results(self.out, self.results)
 
 
-def whole(row: AcceptanceRow) -> bool:
-    """Of a whole data set, loops and all: there is one for everything that was measured."""
+def is_whole_dataset(row: AcceptanceRow) -> bool:
+    """Whether a row covers a whole data set, including looping responses."""
     return row.category is None and row.context_range is None and row.looping_responses == "included"
 
 
-def open_drafters(names: Sequence[str], target: Path) -> list[Drafted]:
-    """Named by their folders' names, where these tell them apart. Whether they fit is found out here."""
-    cfg = read_target_config(target)
-    found = []
+def open_drafters(names: Sequence[str], target: Path) -> list[EvalDrafter]:
+    """Resolves drafters and checks that they fit the target. Ambiguous folder names are replaced by the given names."""
+    target_config = read_target_config(target)
+    drafters = []
     for name in names:
         folder = resolve_drafter(name)
-        own = read_drafter_config(folder, cfg)
-        check_drafter_fits(own, cfg, folder)
-        found.append((name, own, folder))
-    short = [Path(name).name for name, _, _ in found]
+        config = read_drafter_config(folder, target_config)
+        check_drafter_fits(config, target_config, folder)
+        method: Literal["p-eagle", "eagle3"] = "p-eagle" if config.parallel else "eagle3"
+        drafters.append(EvalDrafter(Path(name).name, method, folder, trained_num_speculative_tokens(folder)))
+    short = [drafter.name for drafter in drafters]
     return [
-        Drafted(
-            own_name if short.count(own_name) == 1 else name,
-            "p-eagle" if own.parallel else "eagle3",
-            folder,
-            trained_num_speculative_tokens(folder),
-        )
-        for (name, own, folder), own_name in zip(found, short, strict=True)
+        drafter if short.count(drafter.name) == 1 else dataclasses.replace(drafter, name=name)
+        for drafter, name in zip(drafters, names, strict=True)
     ]
 
 
-def collapsed(notes: Sequence[str]) -> list[str]:
-    """Each once; of many that begin alike the first few and how many more there are."""
-    alike: dict[str, list[str]] = {}
-    for note in dict.fromkeys(notes):
-        alike.setdefault(note.partition(": ")[0], []).append(note)
+def collapse_warnings(warnings: Sequence[str]) -> list[str]:
+    """Removes duplicates; of warnings with the same text before a colon, keeps the first few and a count."""
+    by_start: dict[str, list[str]] = {}
+    for warning in dict.fromkeys(warnings):
+        by_start.setdefault(warning.partition(": ")[0], []).append(warning)
     kept = []
-    for start, some in alike.items():
-        kept += some[:REPEATED_NOTES]
-        if len(some) > REPEATED_NOTES:
-            kept.append(f"{start}: {len(some) - REPEATED_NOTES} more times")
+    for start, similar in by_start.items():
+        kept += similar[:MAX_SIMILAR_WARNINGS]
+        if len(similar) > MAX_SIMILAR_WARNINGS:
+            kept.append(f"{start}: {len(similar) - MAX_SIMILAR_WARNINGS} more times")
     return kept
-
-
-def _called(row: AcceptanceRow) -> str:
-    return f"{row.drafter} on {row.dataset}, K={row.num_speculative_tokens}, temperature {row.temperature:g}"

@@ -1,7 +1,6 @@
-"""Conversations: the turns of a row are asked one after another, each with the answers to those before it.
+"""Runs conversations: every turn is sent with the responses to the turns before it.
 
-Knows chat templates and nothing about engines: whoever asks gives a function that answers many prompts at once. What is
-asked with which seed follows from (seed, row, turn) alone.
+The engine is a function that completes a list of requests. The seed of a request depends only on (seed, row, turn).
 """
 
 from __future__ import annotations
@@ -15,97 +14,107 @@ from peagle.data.loops import is_looping
 from peagle.data.prompts import Prompt
 from peagle.data.responses import response_seed
 from peagle.errors import UserError
-from peagle.eval.samples import Round, Sample, sample_of
+from peagle.eval.samples import AcceptanceSample, DraftResult, build_sample
 
 
 @dataclass(frozen=True)
-class Asked:
+class EvalRequest:
     row: Prompt
     turn: int
-    prompt_ids: list[int]
+    prompt_token_ids: list[int]
     params: SamplingParams
 
 
 @dataclass(frozen=True)
-class Said:
-    """`token_ids` end with the EOS token if the target said it and it is known."""
+class EvalResponse:
+    """`token_ids` include the EOS token if the engine returns it."""
 
     token_ids: list[int]
     finish_reason: str  # stop or length
-    rounds: tuple[Round, ...] = ()  # where whoever answered knows them
-    count: int | None = None  # of tokens, where these are made of text and may be others than were said
+    drafts: tuple[DraftResult, ...] = ()  # if the engine reports them
+    server_token_count: int | None = None  # if token_ids were encoded from text and may differ from the server's
 
     @property
-    def tokens(self) -> int:
-        return self.count if self.count is not None else len(self.token_ids)
+    def num_tokens(self) -> int:
+        return self.server_token_count if self.server_token_count is not None else len(self.token_ids)
+
+    @property
+    def is_looping(self) -> bool:
+        return is_looping(self.token_ids, self.finish_reason == "stop")
 
 
 @dataclass(frozen=True)
-class Answer:
-    asked: Asked
-    said: Said
+class CompletedTurn:
+    request: EvalRequest
+    response: EvalResponse
 
-    @property
-    def loops(self) -> bool:
-        return is_looping(self.said.token_ids, self.said.finish_reason == "stop")
-
-    def sample(self, rounds: Sequence[Round], k: int) -> Sample:
-        return sample_of(self.asked.row.category, self.said.tokens, self.loops, rounds, k)
+    def build_sample(self, drafts: Sequence[DraftResult], k: int) -> AcceptanceSample:
+        response = self.response
+        return build_sample(self.request.row.category, response.num_tokens, response.is_looping, drafts, k)
 
 
-Ask = Callable[[list[Asked]], list[Said]]
+Complete = Callable[[list[EvalRequest]], list[EvalResponse]]
 
 
-class Speaker:
-    """Turns rows into prompts of token ids; `longest` is what prompt and answer may have together."""
+class ConversationRunner:
+    """Builds prompts from rows and collects the responses. Without a chat format rows must have a single turn."""
 
     def __init__(
-        self, chat: ChatFormat | None, encode: Callable[[str], list[int]], longest: int, settings: EvalSettings
-    ):
-        """Without a `chat` rows are asked as they are, and may have one turn only."""
-        self.chat, self.encode, self.longest, self.settings = chat, encode, longest, settings
+        self,
+        chat_format: ChatFormat | None,
+        encode: Callable[[str], list[int]],
+        max_model_len: int,
+        settings: EvalSettings,
+    ) -> None:
+        self.chat_format, self.encode, self.settings = chat_format, encode, settings
+        self.max_model_len = max_model_len
 
-    def converse(self, rows: Sequence[Prompt], temperature: float, ask: Ask) -> tuple[list[Answer], list[str]]:
-        """All turns of all rows, and what was left out. Answers come in the order of rows, then turns."""
-        said: list[list[dict[str, str]]] = [
+    def run(
+        self, rows: Sequence[Prompt], temperature: float, complete: Complete
+    ) -> tuple[list[CompletedTurn], list[str]]:
+        """All turns in the order of rows, and a message for every turn that is too long and was skipped."""
+        messages: list[list[dict[str, str]]] = [
             [{"role": "system", "content": row.system}] if row.system is not None else [] for row in rows
         ]
-        answers: list[list[Answer]] = [[] for _ in rows]
-        left_out: list[str] = []
-        going = list(range(len(rows)))
+        completed: list[list[CompletedTurn]] = [[] for _ in rows]
+        skipped: list[str] = []
+        active = list(range(len(rows)))
         for turn in range(max((len(row.turns) for row in rows), default=0)):
-            going = [i for i in going if len(rows[i].turns) > turn]
-            for i in going:
-                said[i].append({"role": "user", "content": rows[i].turns[turn]})
-            prompts = self._encoded([rows[i] for i in going], [said[i] for i in going])
-            asked = {}
-            for i, ids in zip(list(going), prompts, strict=True):
-                if len(ids) >= self.longest:
-                    left_out.append(
-                        f"row {rows[i].id}, turn {turn + 1}: {len(ids)} tokens, the context has {self.longest}"
+            active = [i for i in active if len(rows[i].turns) > turn]
+            for i in active:
+                messages[i].append({"role": "user", "content": rows[i].turns[turn]})
+            prompts = self._encode_prompts([rows[i] for i in active], [messages[i] for i in active])
+            requests = {}
+            for i, token_ids in zip(list(active), prompts, strict=True):
+                if len(token_ids) >= self.max_model_len:
+                    skipped.append(
+                        f"row {rows[i].id}, turn {turn + 1}: {len(token_ids)} tokens, max_model_len is "
+                        f"{self.max_model_len}"
                     )
-                    going.remove(i)
+                    active.remove(i)
                     continue
-                asked[i] = Asked(rows[i], turn, ids, self._params(rows[i], turn, temperature))
-            for i, got in zip(asked, ask(list(asked.values())), strict=True):
-                answers[i].append(Answer(asked[i], got))
-                said[i].append({"role": "assistant", "content": self._text(got)})
-        return [answer for each in answers for answer in each], left_out
+                requests[i] = EvalRequest(rows[i], turn, token_ids, self._params(rows[i], turn, temperature))
+            for i, response in zip(requests, complete(list(requests.values())), strict=True):
+                completed[i].append(CompletedTurn(requests[i], response))
+                messages[i].append({"role": "assistant", "content": self._decode(response)})
+        return [turn for turns in completed for turn in turns], skipped
 
     def _params(self, row: Prompt, turn: int, temperature: float) -> SamplingParams:
         seed = response_seed(self.settings.seed, row.id, 0, turn)
         return SamplingParams(max_tokens=self.settings.max_tokens, temperature=temperature, seed=seed)
 
-    def _encoded(self, rows: Sequence[Prompt], talks: Sequence[list[dict[str, str]]]) -> list[list[int]]:
-        if self.chat is not None:
-            return self.chat.encode_conversations(talks, add_generation_prompt=True)
-        long = next((row for row in rows if len(row.turns) > 1 or row.system is not None), None)
-        if long is not None:
-            raise UserError(f"--raw: row {long.id} has several turns or a system message, which needs a chat template")
+    def _encode_prompts(self, rows: Sequence[Prompt], conversations: Sequence[list[dict[str, str]]]) -> list[list[int]]:
+        if self.chat_format is not None:
+            return self.chat_format.encode_conversations(conversations, add_generation_prompt=True)
+        for row in rows:
+            if len(row.turns) > 1 or row.system is not None:
+                raise UserError(f"--raw: row {row.id} has several turns or a system message and needs a chat template")
         return [self.encode(row.turns[0]) for row in rows]
 
-    def _text(self, said: Said) -> str:
-        if self.chat is None:
+    def _decode(self, response: EvalResponse) -> str:
+        if self.chat_format is None:
             return ""
-        ended = said.finish_reason == "stop" and said.token_ids and said.token_ids[-1] in self.chat.eos_ids
-        return self.chat.decode_responses([said.token_ids[:-1] if ended else said.token_ids])[0]
+        token_ids = response.token_ids
+        if response.finish_reason == "stop" and token_ids and token_ids[-1] in self.chat_format.eos_ids:
+            token_ids = token_ids[:-1]
+        return self.chat_format.decode_responses([token_ids])[0]

@@ -1,17 +1,15 @@
-"""What a drafter foretells at every place of finished texts, in one pass: all that rounds of any K need to know.
+"""Predicts what a drafter proposes at every position of finished responses, in one pass for all K.
 
-Knows target, drafter and texts; nothing about engines, conversations or counts.
+The next token of a response is decided by the target alone: greedily, or by noise that depends on (seed, position,
+token). So it is the same for every drafter and K, and a drafter's proposal at a position depends only on the tokens
+before it. Target and drafter therefore run over the finished responses as in training, with a chain of K - 1 mask rows
+at every position, and the length of the correct run there is all that `replay_drafts` needs for any K. EAGLE-3's later
+draft tokens depend on its own earlier ones, but a later one counts only if the earlier ones equal the response, so it
+may be given the response's tokens.
 
-What comes next in a text is decided by the target alone: greedily, or by noise that follows from (seed, position,
-token). So it is the same for every drafter and K, and what a drafter guesses at a place depends on the text before
-that place and on nothing else: neither on K nor on where earlier rounds began. Target and drafter therefore read the
-finished texts as in training, with a chain of K - 1 rows at every place, and the length of the run of right guesses
-there is all that `walk` needs to play the rounds of any K. EAGLE-3's later guesses see its own earlier ones, but a
-later one only counts where the earlier ones are the text's, so it may be given those.
+Responses are extended by K - 1 tokens beyond their end: draft tokens are counted before the output is cut.
 
-Texts are continued by K - 1 tokens behind their end for this: drafts are counted before the text is cut.
-
-Shapes: N tokens of a packed batch, R rows of a chunk.
+Shapes: N tokens of a packed batch, R rows of a chunk, A anchors, D hidden size.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from torch import Tensor
 
 from peagle.config import EvalSettings
 from peagle.data.batches import PackedBatch
-from peagle.eval.conversations import Answer
+from peagle.eval.conversations import CompletedTurn
 from peagle.kernels.sampling.sample import argmax
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
@@ -34,108 +32,120 @@ from peagle.training.partition import ChainChunk, DepthZeroOutputs, DrafterForwa
 
 
 @dataclass(frozen=True)
-class Text:
-    """An answer with what the target would have said behind its end."""
+class ExtendedResponse:
+    """A response and the tokens that the target would generate after its end."""
 
-    answer: Answer
-    beyond: list[int]
+    turn: CompletedTurn
+    extension_ids: list[int]
 
     @property
     def token_ids(self) -> list[int]:
-        return self.answer.asked.prompt_ids + self.answer.said.token_ids + self.beyond
+        return self.turn.request.prompt_token_ids + self.turn.response.token_ids + self.extension_ids
 
 
 @torch.inference_mode()
-def runs(
+def compute_correct_runs(
     target: Decoder,
     drafter: Drafter,
-    texts: Sequence[Text],
-    depths: int,
+    responses: Sequence[ExtendedResponse],
+    num_depths: int,
     settings: EvalSettings,
-    tell: Callable[[int], None],
+    on_progress: Callable[[int], None],
 ) -> list[dict[int, int]]:
-    """For each text: by the number n of tokens known, how many tokens from there on the drafter foretells in a row, at
-    most `depths`. The row at position p = n - 2 holds the newest token and guesses the one after it."""
-    found: list[dict[int, int]] = []
-    source = OnlineHiddenStates(target, drafter.cfg.aux_layer_ids)
-    for group in packed(texts, settings.replay_tokens):
-        batch = batch_of(group)
-        run_N = lengths(drafter, source, batch, depths, settings).tolist()
+    """For each response: number n of known tokens -> how many of the next tokens the drafter predicts, in a row.
+
+    Runs are at most `num_depths` long. The row at position n - 2 has the newest token and predicts the one after it.
+    """
+    runs: list[dict[int, int]] = []
+    hidden_states = OnlineHiddenStates(target, drafter.cfg.aux_layer_ids)
+    for group in _pack(responses, settings.replay_tokens):
+        batch = _build_batch(group)
+        run_N = _batch_runs(drafter, hidden_states, batch, num_depths, settings).tolist()
         start = 0
-        for text in group:
-            first, size = len(text.answer.asked.prompt_ids) + 1, len(text.token_ids)
-            found.append({n: run_N[start + n - 2] for n in range(first, size)})
+        for response in group:
+            first, size = len(response.turn.request.prompt_token_ids) + 1, len(response.token_ids)
+            runs.append({n: run_N[start + n - 2] for n in range(first, size)})
             start += size
-        tell(len(found))
-    return found
+        on_progress(len(runs))
+    return runs
 
 
-def lengths(
-    drafter: Drafter, source: OnlineHiddenStates, batch: PackedBatch, depths: int, settings: EvalSettings
+def _batch_runs(
+    drafter: Drafter, source: OnlineHiddenStates, batch: PackedBatch, num_depths: int, settings: EvalSettings
 ) -> Tensor:
-    """[N]: how long a run of right guesses begins behind each row. The head is asked for a chain's next row only where
-    all before it were right: that is most of the work where the vocabulary is large."""
+    """[N]: length of the correct run after each position.
+
+    Logits of a chain's next row are computed only if all rows before it were correct: with a large vocabulary they are
+    most of the work.
+    """
     states = source.states(batch)
-    view = DrafterForward(drafter, states, batch, states.hidden_ND.device)
-    leaves = view.run_depth_zero()
+    forward = DrafterForward(drafter, states, batch, states.hidden_ND.device)
+    depth_zero = forward.run_depth_zero()
     run_N = torch.zeros(len(batch), dtype=torch.long)
-    rows = all_cod_positions(batch, depths)
-    most = max(settings.replay_logits // drafter.cfg.draft_vocab_size, 1)
-    for chunk in split_chains(rows, settings.replay_rows):
-        right = _right(drafter, leaves.output_ND, chunk.anchor_A, chunk.anchor_A + 2, view, most)
-        run_N[chunk.anchor_A[right]] = 1
-        _follow(drafter, view, leaves, chunk, run_N, most)
+    max_rows = max(settings.replay_logits // drafter.cfg.draft_vocab_size, 1)
+    for chunk in split_chains(all_cod_positions(batch, num_depths), settings.replay_rows):
+        anchor_A = chunk.anchor_A
+        correct = _is_correct(drafter, depth_zero.output_ND, anchor_A, anchor_A + 2, forward, max_rows)
+        run_N[anchor_A[correct]] = 1
+        _extend_runs(drafter, forward, depth_zero, chunk, run_N, max_rows)
     return run_N
 
 
-def _follow(
-    drafter: Drafter, view: DrafterForward, leaves: DepthZeroOutputs, chunk: ChainChunk, run_N: Tensor, most: int
+def _extend_runs(
+    drafter: Drafter,
+    forward: DrafterForward,
+    depth_zero: DepthZeroOutputs,
+    chunk: ChainChunk,
+    run_N: Tensor,
+    max_rows: int,
 ) -> None:
-    """Adds the chunk's chains to the runs, depth by depth."""
+    """Extends the runs by the chains of a chunk, depth by depth."""
     if not len(chunk.anchor_R):
         return
-    said_RD = view.run_chains(leaves, chunk)
+    output_RD = forward.run_chains(depth_zero, chunk)
     for depth in range(1, int(chunk.depth_R.max()) + 1):
-        at = ((chunk.depth_R == depth) & (run_N[chunk.anchor_R] == depth)).nonzero()[:, 0]
-        if not len(at):
+        rows = ((chunk.depth_R == depth) & (run_N[chunk.anchor_R] == depth)).nonzero()[:, 0]
+        if not len(rows):
             return
-        anchor = chunk.anchor_R[at]
-        right = _right(drafter, said_RD, at, anchor + depth + 2, view, most)
-        run_N[anchor[right]] = depth + 1
+        anchors = chunk.anchor_R[rows]
+        correct = _is_correct(drafter, output_RD, rows, anchors + depth + 2, forward, max_rows)
+        run_N[anchors[correct]] = depth + 1
 
 
-def _right(drafter: Drafter, said_RD: Tensor, at: Tensor, question: Tensor, view: DrafterForward, most: int) -> Tensor:
-    """Of the rows `at`, on the CPU: is the guess the token that is asked for? At most so many rows of logits live."""
-    found = []
-    for some, asked in zip(at.split(most), question.split(most), strict=True):
-        guess = drafter.to_target_ids(argmax(drafter.compute_logits(said_RD[view.to_device(some)])))
-        found.append((guess == view.token_N[view.to_device(asked)]).cpu())
-    return torch.cat(found) if found else torch.zeros(0, dtype=torch.bool)
+def _is_correct(
+    drafter: Drafter, output_RD: Tensor, rows: Tensor, labels: Tensor, forward: DrafterForward, max_rows: int
+) -> Tensor:
+    """Whether each row's draft token equals the token at position `labels`; logits of at most max_rows at once."""
+    parts = []
+    for some_rows, some_labels in zip(rows.split(max_rows), labels.split(max_rows), strict=True):
+        draft_ids = drafter.to_target_ids(argmax(drafter.compute_logits(output_RD[forward.to_device(some_rows)])))
+        parts.append((draft_ids == forward.token_N[forward.to_device(some_labels)]).cpu())
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.bool)
 
 
-def packed(texts: Sequence[Text], tokens: int) -> Iterator[list[Text]]:
-    """In order, as many together as fit; a longer one alone."""
-    group: list[Text] = []
-    for text in texts:
-        if group and sum(len(t.token_ids) for t in group) + len(text.token_ids) > tokens:
+def _pack(responses: Sequence[ExtendedResponse], max_tokens: int) -> Iterator[list[ExtendedResponse]]:
+    """Groups of consecutive responses with at most max_tokens; a longer response is a group of its own."""
+    group: list[ExtendedResponse] = []
+    for response in responses:
+        if group and sum(len(r.token_ids) for r in group) + len(response.token_ids) > max_tokens:
             yield group
             group = []
-        group.append(text)
+        group.append(response)
     if group:
         yield group
 
 
-def batch_of(texts: Sequence[Text]) -> PackedBatch:
-    size = torch.tensor([len(text.token_ids) for text in texts])
-    prompt = torch.tensor([len(text.answer.asked.prompt_ids) for text in texts])
+def _build_batch(responses: Sequence[ExtendedResponse]) -> PackedBatch:
+    size = torch.tensor([len(response.token_ids) for response in responses])
+    prompt = torch.tensor([len(response.turn.request.prompt_token_ids) for response in responses])
     end = size.cumsum(0)
     start_N = (end - size).repeat_interleave(size)
     index_N = torch.arange(int(end[-1]))
     return PackedBatch(
-        torch.tensor([token for text in texts for token in text.token_ids]),  # type: ignore[arg-type]
+        torch.tensor([token for response in responses for token in response.token_ids]),  # type: ignore[arg-type]
         index_N - start_N,  # type: ignore[arg-type]
         start_N,  # type: ignore[arg-type]
         end.repeat_interleave(size),  # type: ignore[arg-type]
         index_N - start_N >= prompt.repeat_interleave(size),  # type: ignore[arg-type]
-        tuple(text.answer.asked.row.id for text in texts),
+        tuple(response.turn.request.row.id for response in responses),
     )

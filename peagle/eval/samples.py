@@ -1,16 +1,16 @@
-"""Counts: what a drafter did for one answer, and how answers make rows of results.
+"""Acceptance counts of responses, and the result rows they add up to.
 
-Knows nothing about models, engines or text. A `Sample` is one answer, or several of which only the sum is known; rows
-are sums of samples, and intervals come from drawing samples again and again.
+An `AcceptanceSample` is one response, or several responses of which only the sum is known. Rows are sums of samples;
+confidence intervals come from resampling them.
 
-`walk` plays an answer's rounds for any K from what was foretold at every place. Worked example: the prompt has 3
-tokens, the answer is the 6 tokens 3..8, and after the first n tokens the drafter foretells `runs[n]` of those that
-come next. The first token comes with the prompt, so the first round begins at n = 4:
+`replay_drafts` derives the drafts of a response for any K. Worked example: a prompt of 3 tokens, a response of 6 tokens
+(positions 3..8), and for every number n of known tokens the length of the correct run that the drafter predicts there.
+The prefill yields the first token, so the first draft starts at n = 4:
 
     n          4  5  6  7  8
     runs       2  0  1  3  0
-    K = 1      1     1     0       rounds at 4, 6, 8: accepted 1, 1, 0
-    K = 3      2        3          rounds at 4, 7: accepted 2, then 3: two lie behind the end, but they are counted
+    K = 1      1     1     0       drafts at 4, 6, 8 accept 1, 1, 0 tokens
+    K = 3      2        3          drafts at 4, 7 accept 2, 3 tokens; two of the last lie beyond the end but count
 """
 
 from __future__ import annotations
@@ -26,130 +26,142 @@ from peagle.config import EvalSettings
 from peagle.results.schema import AcceptanceRow, LoopingResponses
 from peagle.results.statistics import Interval
 
-RESAMPLES_AT_ONCE = 100
+BOOTSTRAP_CHUNK = 100
+EvalProgress = Callable[[str, int, int], None]  # activity, completed, total
 
 
 @dataclass(frozen=True)
-class Round:
-    start: int  # tokens of prompt and answer before it, the newest included
-    accepted: int  # before the text is cut at its end, as vLLM counts
-    gained: int  # tokens of the answer
+class DraftResult:
+    """One verification step with draft tokens."""
+
+    num_known_tokens: int  # prompt and output tokens before the step
+    num_accepted_tokens: int  # before the output is cut at its end, as vLLM counts
+    num_output_tokens: int
 
 
 @dataclass(frozen=True)
-class Sample:
+class AcceptanceSample:
     category: str | None
-    answers: int
-    tokens: int
-    rounds: int  # with drafts to verify
-    accepted: tuple[int, ...]  # rounds in which draft 1, 2, .. K was
-    loops: bool | None = None  # None: of several answers, nobody knows which of the counts are whose
-    played: tuple[Round, ...] | None = None  # the rounds themselves, where they are known one by one
+    num_responses: int
+    num_output_tokens: int
+    num_drafts: int
+    num_accepted_tokens_per_pos: tuple[int, ...]
+    is_looping: bool | None = None  # None: several responses whose counts are not known separately
+    drafts: tuple[DraftResult, ...] | None = None  # None: not known one by one
 
 
-def walk(
-    prompt_tokens: int, answer_tokens: int, runs: Mapping[int, int] | Sequence[int], k: int, longest: int
-) -> list[Round]:
-    """The rounds with drafts; the last place of a full context has none."""
-    rounds, n, end = [], prompt_tokens + 1, prompt_tokens + answer_tokens
+def replay_drafts(
+    num_prompt_tokens: int,
+    num_output_tokens: int,
+    runs: Mapping[int, int] | Sequence[int],
+    num_speculative_tokens: int,
+    max_model_len: int,
+) -> list[DraftResult]:
+    """Drafts of a response; the last position before max_model_len has none."""
+    drafts, n, end = [], num_prompt_tokens + 1, num_prompt_tokens + num_output_tokens
     while n < end:
-        drafts = min(k, longest - n - 1)
-        accepted = min(runs[n], drafts) if drafts > 0 else 0
-        if drafts > 0:
-            rounds.append(Round(n, accepted, min(accepted + 1, end - n)))
-        n += accepted + 1
-    return rounds
+        num_draft_tokens = min(num_speculative_tokens, max_model_len - n - 1)
+        num_accepted = min(runs[n], num_draft_tokens) if num_draft_tokens > 0 else 0
+        if num_draft_tokens > 0:
+            drafts.append(DraftResult(n, num_accepted, min(num_accepted + 1, end - n)))
+        n += num_accepted + 1
+    return drafts
 
 
-def sample_of(category: str | None, tokens: int, loops: bool, rounds: Sequence[Round], k: int) -> Sample:
-    accepted = tuple(sum(r.accepted > i for r in rounds) for i in range(k))
-    return Sample(category, 1, tokens, len(rounds), accepted, loops, tuple(rounds))
+def build_sample(
+    category: str | None, num_output_tokens: int, is_looping: bool, drafts: Sequence[DraftResult], k: int
+) -> AcceptanceSample:
+    accepted_per_pos = tuple(sum(draft.num_accepted_tokens > i for draft in drafts) for i in range(k))
+    return AcceptanceSample(category, 1, num_output_tokens, len(drafts), accepted_per_pos, is_looping, tuple(drafts))
 
 
 @dataclass(frozen=True)
-class Subject:
-    """What a row is about, beside its counts."""
+class RowLabels:
+    """What a row measures."""
 
     drafter: str
     method: Literal["p-eagle", "eagle3"]
     engine: str
     dataset: str
     temperature: float
-    k: int
+    num_speculative_tokens: int
 
 
-def rows_of(samples: Sequence[Sample], subject: Subject, settings: EvalSettings) -> list[AcceptanceRow]:
-    """The whole; without loops, where answers are told apart; by category, by context, where there are several."""
+def build_rows(samples: Sequence[AcceptanceSample], labels: RowLabels, settings: EvalSettings) -> list[AcceptanceRow]:
+    """Rows of the whole data set, without looping responses, by category and by context length."""
+    k = labels.num_speculative_tokens
 
-    def row(
-        some: Sequence[Sample],
+    def build_row(
+        some: Sequence[AcceptanceSample],
         category: str | None = None,
-        context: tuple[int, int] | None = None,
-        loops: LoopingResponses = "included",
+        context_range: tuple[int, int] | None = None,
+        looping_responses: LoopingResponses = "included",
     ) -> AcceptanceRow:
         return AcceptanceRow(
-            subject.drafter,
-            subject.method,
-            subject.engine,
-            subject.dataset,
-            category,
-            context,
-            subject.temperature,
-            subject.k,
-            loops,
-            num_responses=sum(s.answers for s in some),
-            num_output_tokens=sum(s.tokens for s in some),
-            num_drafts=sum(s.rounds for s in some),
-            num_accepted_tokens_per_pos=[sum(s.accepted[i] for s in some) for i in range(subject.k)],
-            acceptance_length_ci95=interval(some, settings),
+            drafter=labels.drafter,
+            method=labels.method,
+            engine=labels.engine,
+            dataset=labels.dataset,
+            category=category,
+            context_range=context_range,
+            temperature=labels.temperature,
+            num_speculative_tokens=k,
+            looping_responses=looping_responses,
+            num_responses=sum(s.num_responses for s in some),
+            num_output_tokens=sum(s.num_output_tokens for s in some),
+            num_drafts=sum(s.num_drafts for s in some),
+            num_accepted_tokens_per_pos=[sum(s.num_accepted_tokens_per_pos[i] for s in some) for i in range(k)],
+            acceptance_length_ci95=bootstrap_interval(some, settings),
         )
 
-    rows = [row(samples)]
-    if all(s.loops is not None for s in samples):
-        rows.append(row([s for s in samples if not s.loops], loops="excluded"))
+    rows = [build_row(samples)]
+    if all(s.is_looping is not None for s in samples):
+        rows.append(build_row([s for s in samples if not s.is_looping], looping_responses="excluded"))
     categories = sorted({s.category for s in samples if s.category is not None})
     if len(categories) > 1 or (categories and any(s.category is None for s in samples)):
-        rows += [row([s for s in samples if s.category == c], category=c) for c in categories]
-    if all(s.played is not None for s in samples):
-        inside = [(edges, within(samples, edges, subject.k)) for edges in buckets(samples, settings.context_edges)]
-        rows += [row(some, context=edges) for edges, some in inside if len(inside) > 1]
+        rows += [build_row([s for s in samples if s.category == c], category=c) for c in categories]
+    if all(s.drafts is not None for s in samples):
+        ranges = context_ranges(samples, settings.context_bounds)
+        if len(ranges) > 1:
+            rows += [build_row(select_context(samples, one, k), context_range=one) for one in ranges]
     return rows
 
 
-def buckets(samples: Iterable[Sample], edges: Sequence[int]) -> list[tuple[int, int]]:
-    """The ranges in which rounds begin; the last one ends where the last round does begin, or doubles."""
-    starts = [r.start for s in samples for r in s.played or ()]
-    bounds = [0, *edges]
-    while starts and max(starts) >= bounds[-1]:
-        bounds.append(max(2 * bounds[-1], 1))
-    ranges = zip(bounds, bounds[1:], strict=False)
+def context_ranges(samples: Iterable[AcceptanceSample], bounds: Sequence[int]) -> list[tuple[int, int]]:
+    """Ranges between the bounds in which drafts start. Beyond the last bound, ranges double."""
+    starts = [draft.num_known_tokens for s in samples for draft in s.drafts or ()]
+    edges = [0, *bounds]
+    while starts and max(starts) >= edges[-1]:
+        edges.append(max(2 * edges[-1], 1))
+    ranges = zip(edges, edges[1:], strict=False)
     return [(low, high) for low, high in ranges if any(low <= start < high for start in starts)]
 
 
-def within(samples: Iterable[Sample], edges: tuple[int, int], k: int) -> list[Sample]:
-    """Of each answer what its rounds in the range did; tokens are those that they gained."""
-    parts = []
+def select_context(
+    samples: Iterable[AcceptanceSample], context_range: tuple[int, int], k: int
+) -> list[AcceptanceSample]:
+    """Samples of the drafts that start in the range; their output tokens are those of these drafts."""
+    selected = []
     for s in samples:
-        rounds = [r for r in s.played or () if edges[0] <= r.start < edges[1]]
-        if rounds:
-            parts.append(sample_of(s.category, sum(r.gained for r in rounds), bool(s.loops), rounds, k))
-    return parts
+        drafts = [d for d in s.drafts or () if context_range[0] <= d.num_known_tokens < context_range[1]]
+        if drafts:
+            num_output_tokens = sum(draft.num_output_tokens for draft in drafts)
+            selected.append(build_sample(s.category, num_output_tokens, bool(s.is_looping), drafts, k))
+    return selected
 
 
-def interval(samples: Sequence[Sample], settings: EvalSettings) -> Interval | None:
-    """95% of the acceptance lengths of as many samples, drawn from these with repetition; None of too few."""
-    # sorted, so that the order in which they were asked makes no difference
-    counts = np.array(sorted((s.rounds, sum(s.accepted)) for s in samples if s.rounds), dtype=np.float64)
-    if len(counts) < settings.least_samples:
+def bootstrap_interval(samples: Sequence[AcceptanceSample], settings: EvalSettings) -> Interval | None:
+    """95% bootstrap interval of the acceptance length; None below `settings.min_samples` samples."""
+    # Sorted, so that the interval does not depend on the order of the responses.
+    totals = sorted((s.num_drafts, sum(s.num_accepted_tokens_per_pos)) for s in samples if s.num_drafts)
+    counts = np.array(totals, dtype=np.float64)
+    if len(counts) < settings.min_samples:
         return None
     rng = np.random.default_rng(settings.seed)
     lengths: list[NDArray[np.float64]] = []
-    for _ in range(0, settings.resamples, RESAMPLES_AT_ONCE):
-        drawn = rng.integers(len(counts), size=(RESAMPLES_AT_ONCE, len(counts)))
-        rounds, accepted = counts[drawn].sum(1).T
-        lengths.append(1 + accepted / rounds)
+    for _ in range(0, settings.bootstrap_samples, BOOTSTRAP_CHUNK):
+        drawn = rng.integers(len(counts), size=(BOOTSTRAP_CHUNK, len(counts)))
+        num_drafts, num_accepted = counts[drawn].sum(1).T
+        lengths.append(1 + num_accepted / num_drafts)
     low, high = np.percentile(np.concatenate(lengths), (2.5, 97.5))
     return float(low), float(high)
-
-
-Tell = Callable[[str, int, int], None]  # what is being done, how much of it, of how much

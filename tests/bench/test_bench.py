@@ -27,17 +27,17 @@ from scipy import stats
 from streaming import FAULTS, MANNERS, StreamServer
 from support import many
 
-from peagle.bench.http_client import Body, Events, parse_url
-from peagle.bench.offline import EmbeddedBench, PromptReader
-from peagle.bench.run import Outcome, Variant, bench
-from peagle.bench.server import ServerBench, Stated, read_counters
+from peagle.bench.offline import EmbeddedBench, PromptTokenizer
+from peagle.bench.run import BenchOutcome, BenchVariant, run_bench
+from peagle.bench.server import DeclaredSpeculation, MeasuredRepeat, ServerBench, parse_counters
 from peagle.bench.timing import RequestTiming, summarize_repeat
-from peagle.bench.variants import Embedded
-from peagle.bench.workload import Ask, Load, Workload, arrivals
+from peagle.bench.variants import EngineVariants
+from peagle.bench.workload import BenchPrompt, Load, Workload, poisson_arrivals
 from peagle.cli import main
 from peagle.cli.several import repeat_flags, split_commas
 from peagle.config import BenchEngineSettings, BenchServerSettings, BenchSettings, SamplingParams
 from peagle.errors import UserError
+from peagle.http_client import EventDecoder, parse_server_url
 from peagle.results.comparison import (
     NOT_SENT,
     all_warnings,
@@ -54,7 +54,7 @@ QUICK = {"connect_s": 2.0, "stall_s": 0.7, "total_s": 2.0}
 
 
 def workload(texts: list[str], max_tokens: int = 4, **other: Any) -> Workload:
-    asks = tuple(Ask(text=text) for text in texts)
+    asks = tuple(BenchPrompt(text=text) for text in texts)
     return Workload("here", asks, max_tokens, other.pop("ignore_eos", True), other.pop("temperature", 0.0), 0)
 
 
@@ -66,14 +66,16 @@ class Unwatched:
     def start(self, name: str, load: Load, part: str, requests: int) -> None:
         pass
 
-    def tell(self, requests: int, tokens: int) -> None:
+    def update(self, requests: int, tokens: int) -> None:
         pass
 
 
-def ask_server(server: StreamServer, work: Workload, load: Load, stated: Stated | None = None, **settings: Any) -> Any:
+def ask_server(
+    server: StreamServer, work: Workload, load: Load, stated: DeclaredSpeculation | None = None, **settings: Any
+) -> Any:
     own = BenchServerSettings(server.url, **{**QUICK, **settings})
-    with ServerBench(own, stated or Stated()) as client:
-        return client.measure(work, work.asks, load, 0, silent)
+    with ServerBench(own, stated or DeclaredSpeculation()) as client:
+        return client.measure(work, work.prompts, load, 0, silent)
 
 
 # Numbers
@@ -183,7 +185,7 @@ def test_what_is_doubtful_is_said() -> None:
 
 def test_arrivals_are_a_poisson_process() -> None:
     for seed in range(5):
-        times = np.array(arrivals(4000, 8.0, seed))
+        times = np.array(poisson_arrivals(4000, 8.0, seed))
         assert times[-1] == pytest.approx(500.0) and (np.diff(times) > 0).all()
         gaps = np.diff(times, prepend=0.0)
         assert stats.kstest(gaps, "expon", args=(0, 1 / 8)).pvalue > 0.001
@@ -191,7 +193,7 @@ def test_arrivals_are_a_poisson_process() -> None:
         counts = np.histogram(times, np.arange(0, 501))[0]
         assert counts.var() / counts.mean() == pytest.approx(1.0, abs=0.2)  # neither even nor in bursts
         assert abs(np.corrcoef(gaps[:-1], gaps[1:])[0, 1]) < 0.06  # without a memory
-    assert arrivals(50, 2.0, 1) == arrivals(50, 2.0, 1) != arrivals(50, 2.0, 2)
+    assert poisson_arrivals(50, 2.0, 1) == poisson_arrivals(50, 2.0, 1) != poisson_arrivals(50, 2.0, 2)
 
 
 # Bytes
@@ -199,38 +201,26 @@ def test_arrivals_are_a_poisson_process() -> None:
 
 @many(120)
 @given(st.data())
-def test_however_bytes_are_cut_the_events_are_the_same(data: st.DataObject) -> None:
-    said = data.draw(st.lists(st.text(st.characters(blacklist_characters="\n\r", codec="utf-8")), max_size=5))
+def test_events_do_not_depend_on_chunk_boundaries(data: st.DataObject) -> None:
+    expected = data.draw(st.lists(st.text(st.characters(blacklist_characters="\n\r", codec="utf-8")), max_size=5))
     end = data.draw(st.sampled_from(["\n", "\r\n"]))
-    stream = "".join(f": ping{end}data: {text}{end}{end}" for text in said).encode()
-    body = b""
-    left = stream
-    while left:
-        size = data.draw(st.integers(1, len(left)))
-        body += b"%x;ext=1\r\n%b\r\n" % (size, left[:size])
-        left = left[size:]
-    body += b"0\r\nTrailer: x\r\n\r\n"
-    kind = data.draw(st.sampled_from(["chunked", "length", "close"]))
-    headers = {"chunked": {"transfer-encoding": "chunked"}, "length": {"content-length": str(len(stream))}, "close": {}}
-    sent = body if kind == "chunked" else stream
-    decoded, events, found = Body(headers[kind]), Events(), []
-    while sent:
-        size = data.draw(st.integers(1, len(sent)))
-        found += events.feed(decoded.feed(sent[:size]))
-        sent = sent[size:]
-    if kind == "close":
-        decoded.end()
-    assert decoded.done and found == said
+    stream = "".join(f": ping{end}data: {text}{end}{end}" for text in expected).encode()
+    decoder, events = EventDecoder(), []
+    while stream:
+        size = data.draw(st.integers(1, len(stream)))
+        events += decoder.feed(stream[:size])
+        stream = stream[size:]
+    assert events == expected
 
 
-def test_addresses() -> None:
+def test_server_urls() -> None:
     for url in ("http://h:8000", "h:8000/v1/", "http://h:8000/v1/chat/completions", "http://h:8000/v1/completions"):
-        assert str(parse_url(url)) == "http://h:8000"
-    assert str(parse_url("https://h/proxy/v1")) == "https://h/proxy" and parse_url("https://h").port == 443
-    assert parse_url("http://[::1]:80").netloc == "[::1]"
+        assert parse_server_url(url) == "http://h:8000"
+    assert parse_server_url("https://h/proxy/v1") == "https://h/proxy"
+    assert parse_server_url("https://h:443") == "https://h" and parse_server_url("http://[::1]:80") == "http://[::1]"
     for url in ("ftp://h", "http://", "http://h:port"):
-        with pytest.raises(UserError, match="--url"):
-            parse_url(url)
+        with pytest.raises(UserError, match="--engine"):
+            parse_server_url(url, "--engine")
 
 
 # A server
@@ -265,11 +255,11 @@ def test_times_are_those_of_the_servers_log() -> None:
 def test_an_open_loop_sends_when_it_is_time_whoever_waits() -> None:
     with StreamServer(first_s=0.5) as server:
         work = workload([f"p {i}" for i in range(20)])
-        made = ask_server(server, work, Load(rate=20.0))
+        made = ask_server(server, work, Load(request_rate=20.0))
         log = sorted(server.answered, key=lambda s: s.received)
         assert server.most_running > 5, "it does not wait for answers"
     assert made.repeat.completed == 20
-    due = np.array(arrivals(20, 20.0, 0))
+    due = np.array(poisson_arrivals(20, 20.0, 0))
     seen = np.array([s.received for s in log])
     off = (seen - seen[0]) - (due - due[0])
     assert np.median(np.abs(off)) < 0.02 and np.abs(off).max() < 0.5
@@ -281,14 +271,14 @@ def test_every_manner_of_answering_is_understood(chat: bool) -> None:
         texts = [f"as:{manner}. {i}" for i in range(2) for manner in MANNERS]
         work = workload(texts)
         if chat:
-            work = replace(work, asks=tuple(Ask(messages=(("user", text),)) for text in texts))
+            work = replace(work, prompts=tuple(BenchPrompt(messages=(("user", text),)) for text in texts))
         made = ask_server(server, work, Load(3), total_s=20.0)
         assert made.repeat.failed == {} and made.repeat.completed == len(texts)
         assert made.repeat.num_output_tokens == 4 * len(texts)
         assert {s.path for s in server.answered} == {"/v1/chat/completions" if chat else "/v1/completions"}
 
 
-@pytest.mark.parametrize("load", [Load(5), Load(rate=60.0)], ids=str)
+@pytest.mark.parametrize("load", [Load(5), Load(request_rate=60.0)], ids=str)
 def test_every_fault_has_its_name_and_none_hangs(load: Load) -> None:
     """Good and bad requests beside each other on shared connections: all good ones are answered, all bad ones named."""
     texts = [f"as:{MANNERS[i % len(MANNERS)]}. {i}" for i in range(len(FAULTS))]
@@ -299,8 +289,8 @@ def test_every_fault_has_its_name_and_none_hangs(load: Load) -> None:
         assert time.monotonic() - began < 40
     assert made.repeat.failed == Counter(FAULTS.values())
     assert (made.repeat.completed, made.repeat.num_output_tokens) == (len(FAULTS), 4 * len(FAULTS))
-    assert any("'HTTP 503': this is a 503" in note for note in made.notes)
-    assert any("give --tokenizer" in note for note in made.notes)
+    assert any("'HTTP 503': this is a 503" in note for note in made.warnings)
+    assert any("no usage" in warning for warning in made.warnings)
 
 
 def test_a_server_that_fails_on_and_on_is_given_up() -> None:
@@ -311,23 +301,15 @@ def test_a_server_that_fails_on_and_on_is_given_up() -> None:
     assert made.repeat.completed == 1
     assert made.repeat.failed["HTTP 429"] + made.repeat.failed[NOT_SENT] == 50
     for port in (1, 9):
-        with ServerBench(BenchServerSettings(f"http://127.0.0.1:{port}", "m", **QUICK), Stated()) as client:
-            made = client.measure(work, work.asks, Load(2), 0, silent)
+        with ServerBench(
+            BenchServerSettings(f"http://127.0.0.1:{port}", "m", **QUICK), DeclaredSpeculation()
+        ) as client:
+            made = client.measure(work, work.prompts, Load(2), 0, silent)
         assert set(made.repeat.failed) == {"connection refused", NOT_SENT}
     with pytest.raises(UserError, match="connection refused"):
-        ServerBench(BenchServerSettings("http://127.0.0.1:9", **QUICK), Stated()).__enter__()
+        ServerBench(BenchServerSettings("http://127.0.0.1:9", **QUICK), DeclaredSpeculation()).__enter__()
     with StreamServer(models=("a", "b")) as server, pytest.raises(UserError, match="--model NAME, one of a, b"):
-        ServerBench(BenchServerSettings(server.url), Stated()).__enter__()
-
-
-def test_a_tokenizer_counts_where_the_server_does_not() -> None:
-    with StreamServer() as server:
-        own = BenchServerSettings(server.url, **QUICK)
-        with ServerBench(own, Stated(), PromptReader(target().folder).tokenizer) as client:
-            work = workload(["fault:no usage."])
-            made = client.measure(work, work.asks, Load(1), 0, silent)
-    assert made.repeat.failed == {} and made.repeat.num_output_tokens == len("word end")
-    assert made.repeat.total_input_tokens == len("fault:no usage.")
+        ServerBench(BenchServerSettings(server.url), DeclaredSpeculation()).__enter__()
 
 
 def vllm_metrics(server: StreamServer, drafts: bool = False, others: int = 0, cached: float = 0.0) -> str:
@@ -353,22 +335,22 @@ def vllm_metrics(server: StreamServer, drafts: bool = False, others: int = 0, ca
 def test_a_servers_counters_give_acceptance_and_doubts() -> None:
     work = workload([f"p {i}" for i in range(6)], max_tokens=8)
     with StreamServer(metrics=lambda s: vllm_metrics(s, drafts=True)) as server:
-        made = ask_server(server, work, Load(2), Stated("p-eagle", 3))
-        assert made.repeat.acceptance_length == pytest.approx(2.0) and made.notes == ()
+        made = ask_server(server, work, Load(2), DeclaredSpeculation("p-eagle", 3))
+        assert made.repeat.acceptance_length == pytest.approx(2.0) and made.warnings == ()
         for stated, said in [
-            (Stated(), "it drafts 3 tokens a round.*-k 3"),
-            (Stated("eagle3", 7), "-k 7.*drafts 3 a round"),
+            (DeclaredSpeculation(), "report 3 draft tokens.*-k 3"),
+            (DeclaredSpeculation("eagle3", 7), "-k 7.*report 3 draft tokens"),
         ]:
             with pytest.raises(UserError, match=said):
                 ask_server(server, work, Load(2), stated)
     with StreamServer(metrics=lambda s: vllm_metrics(s, others=5, cached=0.5)) as server:
         made = ask_server(server, work, Load(2))
         assert made.repeat.acceptance_length is None
-        assert any("counted 58 tokens where 48 were received" in n for n in made.notes)
-        assert any("50% of the prompts came out of the server's prefix cache" in n for n in made.notes)
-        with pytest.raises(UserError, match="drafts nothing"):
-            ask_server(server, work, Load(2), Stated("p-eagle"))
-    assert read_counters('vllm:a_total nonsense\nvllm:b_total{x="y z"} 2\nother_total 3\n') == {"b": 2.0}
+        assert any("counted 58 tokens, 48 were received" in n for n in made.warnings)
+        assert any("50% of the prompt tokens hit the server's prefix cache" in n for n in made.warnings)
+        with pytest.raises(UserError, match="report no draft tokens"):
+            ask_server(server, work, Load(2), DeclaredSpeculation("p-eagle"))
+    assert parse_counters('vllm:a_total nonsense\nvllm:b_total{x="y z"} 2\nother_total 3\n') == {"b": 2.0}
 
 
 # The document
@@ -389,18 +371,16 @@ class Counting:
         pass
 
     def measure(self, work: Workload, asks: Any, load: Load, seed: int, tell: Any) -> Any:
-        from peagle.bench.server import Measured
-
         if self.stop_after == len(self.asked):
             raise KeyboardInterrupt
         self.asked.append((str(load), seed))
-        return Measured(repeat(100 * len(asks), 5.0, len(asks), self.failed), ("a note",))
+        return MeasuredRepeat(repeat(100 * len(asks), 5.0, len(asks), self.failed), ("a note",))
 
 
-def run(path: Path, counting: Counting, methods: tuple[str, ...] = ("none", "p-eagle"), **changed: Any) -> Outcome:
-    settings = BenchSettings((1, 2), (4.0,), requests=8, **{"repeats": 2, "warmup": 0, **changed})
-    variants = [Variant(m, "embedded", None, m, None, lambda: counting) for m in methods]  # type: ignore[arg-type]
-    return bench(variants, workload(["a"] * 8, settings.max_tokens), settings, Unwatched(), path, {"target": "t"})
+def run(path: Path, counting: Counting, methods: tuple[str, ...] = ("none", "p-eagle"), **changed: Any) -> BenchOutcome:
+    settings = BenchSettings((1, 2), (4.0,), num_prompts=8, **{"repeats": 2, "num_warmups": 0, **changed})
+    variants = [BenchVariant(m, "embedded", None, m, None, lambda: counting) for m in methods]  # type: ignore[arg-type]
+    return run_bench(variants, workload(["a"] * 8, settings.max_tokens), settings, Unwatched(), path, {"target": "t"})
 
 
 def test_a_run_goes_on_where_it_was(tmp_path: Path) -> None:
@@ -420,7 +400,7 @@ def test_a_run_goes_on_where_it_was(tmp_path: Path) -> None:
     assert len(counting.asked) - before == 3 * 2 + 3 * 3
     assert {r.method for r in more.results.rows} == {"none", "p-eagle", "eagle3"}
     assert sum("a note" in w for w in more.results.warnings) == 9, "once for each row, though it was said each time"
-    for changed, said in [({"max_tokens": 5}, "--max-tokens"), ({"warmup": 3}, "--num-warmups.*0 there, 3 now")]:
+    for changed, said in [({"max_tokens": 5}, "--max-tokens"), ({"num_warmups": 3}, "--num-warmups.*0 there, 3 now")]:
         with pytest.raises(UserError, match=f"other .*{said}"):
             run(path, counting, **changed)
 
@@ -429,10 +409,10 @@ def test_what_was_given_up_is_measured_again(tmp_path: Path) -> None:
     path, counting = tmp_path / "out.json", Counting()
     counting.failed = {"HTTP 503": 2, NOT_SENT: 5}
     outcome = run(path, counting, ("none",))
-    assert outcome.given_up == "none, c=1" and len(outcome.results.rows) == 1 and len(counting.asked) == 1
+    assert outcome.gave_up_at == "none, c=1" and len(outcome.results.rows) == 1 and len(counting.asked) == 1
     counting.failed = {}
     outcome = run(path, counting, ("none",))
-    assert outcome.given_up is None and [len(r.repeats) for r in outcome.results.rows] == [2, 2, 2]
+    assert outcome.gave_up_at is None and [len(r.repeats) for r in outcome.results.rows] == [2, 2, 2]
     assert not any(r.failed for row in outcome.results.rows for r in row.repeats)
 
 
@@ -442,18 +422,18 @@ def test_what_was_given_up_is_measured_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "k"), [(None, 0), ("p-eagle-4", 4), ("eagle3-1", 2)])
 def test_offline_numbers_are_the_engines_own(name: str | None, k: int) -> None:
     texts = prompts(6, 16)
-    work = replace(workload([], 20), asks=tuple(Ask(ids=tuple(p)) for p in texts), ignore_eos=False)
+    work = replace(workload([], 20), prompts=tuple(BenchPrompt(token_ids=tuple(p)) for p in texts), ignore_eos=False)
     llm = engine(name, k, max_num_seqs=2)
     outputs = [o.outputs[0] for o in llm.generate(texts, SamplingParams(max_tokens=20))]
     drafts = sum(o.num_drafts for o in outputs)
     want = 1 + sum(sum(o.num_accepted_tokens_per_pos) for o in outputs) / drafts if drafts else None
-    with EmbeddedBench(llm, PromptReader(target().folder)) as embedded:
-        for load in (Load(1), Load(5), Load(rate=500.0)):
+    with EmbeddedBench(llm, PromptTokenizer(target().folder)) as embedded:
+        for load in (Load(1), Load(5), Load(request_rate=500.0)):
             told: list[int] = []
             steps = _counted_steps(llm)
             began = time.perf_counter()
             made = embedded.measure(
-                work, work.asks, load, 0, lambda requests, tokens, to=told: to.append(tokens)
+                work, work.prompts, load, 0, lambda requests, tokens, to=told: to.append(tokens)
             ).repeat
             took = time.perf_counter() - began
             assert (made.completed, made.failed) == (6, {})
@@ -492,9 +472,9 @@ def test_offline_open_loop_counts_from_when_a_request_was_due() -> None:
         return step()
 
     llm.step = slow  # type: ignore[method-assign]
-    work = replace(workload([], 1), asks=tuple(Ask(ids=(65, 66, 67)) for _ in range(24)))
-    with EmbeddedBench(llm, PromptReader(target().folder)) as embedded:
-        made = embedded.measure(work, work.asks, Load(rate=12.0), 3, silent).repeat
+    work = replace(workload([], 1), prompts=tuple(BenchPrompt(token_ids=(65, 66, 67)) for _ in range(24)))
+    with EmbeddedBench(llm, PromptTokenizer(target().folder)) as embedded:
+        made = embedded.measure(work, work.prompts, Load(request_rate=12.0), 3, silent).repeat
     assert made.ttft_ms is not None and 50 <= made.ttft_ms.mean <= 200
     assert made.ttft_ms.p95 > 65, "waiting for a step that runs counts"
     assert 24 / 12.0 <= made.duration
@@ -502,27 +482,32 @@ def test_offline_open_loop_counts_from_when_a_request_was_due() -> None:
 
 def test_what_cannot_be_measured_is_said_before_weights_are_read(tmp_path: Path) -> None:
     folder, drafter = str(target().folder), str(drafter_folder("p-eagle-1"))
-    embedded = Embedded(folder, [drafter], [2, "auto"], True, BenchEngineSettings(device="cpu", dtype="float32"))
-    long = BenchSettings((1,), requests=2, max_tokens=1000, random_input=8)
-    with pytest.raises(UserError, match="--max-tokens 1000.*256 of the context"):
-        embedded.variants(embedded.workload([], long), long)
-    with pytest.raises(UserError, match="--prompts FILE, or --random-input"):
-        embedded.workload([], BenchSettings())
-    fine = BenchSettings((1, 4), requests=2, max_tokens=8, random_input=8)
-    work = embedded.workload([], fine)
-    assert [(v.name, v.k) for v in embedded.variants(work, fine)] == [
+    embedded = EngineVariants(folder, [drafter], [2, "auto"], True, BenchEngineSettings(device="cpu", dtype="float32"))
+    long = BenchSettings((1,), num_prompts=2, max_tokens=1000, random_input_len=8)
+    with pytest.raises(UserError, match="--max-tokens 1000.*max_model_len 256"):
+        embedded.build(embedded.build_workload([], long), long)
+    with pytest.raises(UserError, match="--data.*--random-input-len"):
+        embedded.build_workload([], BenchSettings())
+    fine = BenchSettings((1, 4), num_prompts=2, max_tokens=8, random_input_len=8)
+    work = embedded.build_workload([], fine)
+    assert [(v.label, v.num_speculative_tokens) for v in embedded.build(work, fine)] == [
         ("peagle no drafter", None),
         ("peagle p-eagle K=2", 2),
         ("peagle p-eagle K=auto", "auto"),
     ]
-    assert work.sha == embedded.workload([], fine).sha and work.ignore_eos
-    other = [replace(fine, **c) for c in ({"max_tokens": 9}, {"seed": 1}, {"temperature": 1.0}, {"requests": 3})]
-    assert len({work.sha, *(embedded.workload([], s).sha for s in other)}) == 5
+    assert work.sha256 == embedded.build_workload([], fine).sha256 and work.ignore_eos
+    other = [replace(fine, **c) for c in ({"max_tokens": 9}, {"seed": 1}, {"temperature": 1.0}, {"num_prompts": 3})]
+    assert len({work.sha256, *(embedded.build_workload([], s).sha256 for s in other)}) == 5
     (tmp_path / "p.jsonl").write_text(
         '{"prompt": "a"}\n{"turns": ["b", "c"]}\n{"messages": [{"role": "user", "content": "d"}]}\n'
     )
-    read = embedded.workload([str(tmp_path / "p.jsonl")], replace(fine, random_input=None, requests=4))
-    assert [ask.messages[-1][1] for ask in read.asks] == ["a", "b", "d", "a"] and "asked again" in read.notes[0]
+    read = embedded.build_workload([str(tmp_path / "p.jsonl")], replace(fine, random_input_len=None, num_prompts=4))
+    assert [ask.messages[-1][1] for ask in read.prompts] == [
+        "a",
+        "b",
+        "d",
+        "a",
+    ] and "repeated prompts" in read.warnings[0]
 
 
 # The command line
@@ -568,7 +553,18 @@ def test_the_command_measures_a_server_and_adds_to_a_file(
 ) -> None:
     file, out = tmp_path / "p.jsonl", tmp_path / "out.json"
     file.write_text("".join(json.dumps({"prompt": f"hello {i}"}) + "\n" for i in range(8)))
-    common = ["--url", slow_server.url, "--prompts", str(file), "--requests", "8", "--repeats", "2", "--out", str(out)]
+    common = [
+        "--engine",
+        slow_server.url,
+        "--data",
+        str(file),
+        "--num-prompts",
+        "8",
+        "--repeats",
+        "2",
+        "--out",
+        str(out),
+    ]
     first = peagle(*common, "--concurrency", "1", "4", "--max-tokens", "5", "--json")
     assert first.status == 0, first.err
     said = json.loads(first.out)
@@ -578,32 +574,41 @@ def test_the_command_measures_a_server_and_adds_to_a_file(
     assert said["rows"][1]["output_throughput"] == pytest.approx(4 * 5 / 0.09, rel=0.35)
     second = peagle(*common, "--concurrency", "1,4", "--max-tokens", "5", "--method", "p-eagle", "-k", "3")
     assert second.status == 0, second.err
-    assert "speed-up" in second.out and "p-eagle K=3" in second.out and "x" in second.out
+    assert "speedup" in second.out and "p-eagle K=3" in second.out and "x" in second.out
     assert len(read_results(out).rows) == 4
     refused = peagle(*common, "--max-tokens", "6")
     assert refused.status == 2 and "was measured with other" in refused.err
     bad = peagle(
-        "--url", slow_server.url, "--random-input", "4", "--concurrency", "2", "--requests", "4", "--max-tokens", "3"
+        "--engine",
+        slow_server.url,
+        "--random-input-len",
+        "4",
+        "--concurrency",
+        "2",
+        "--num-prompts",
+        "4",
+        "--max-tokens",
+        "3",
     )
     assert bad.status == 0, bad.err
     file.write_text(json.dumps({"prompt": "fault:503."}) + "\n" + json.dumps({"prompt": "fine"}) + "\n")
     failed = peagle(
-        "--url", slow_server.url, "--prompts", str(file), "--requests", "4", "--repeats", "1", "--max-tokens", "3"
+        "--engine", slow_server.url, "--data", str(file), "--num-prompts", "4", "--repeats", "1", "--max-tokens", "3"
     )
     assert failed.status == 1 and "HTTP 503 2" in failed.err and "this is a 503" in failed.err
 
 
 def test_ctrl_c_keeps_what_is_done(slow_server: StreamServer, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    command = [sys.executable, "-m", "peagle", "bench", "--url", slow_server.url, "--random-input", "4"]
-    command += ["--requests", "8", "--concurrency", "2", "--max-tokens", "20", "--repeats", "50", "--out", str(out)]
+    command = [sys.executable, "-m", "peagle", "bench", "--engine", slow_server.url, "--random-input-len", "4"]
+    command += ["--num-prompts", "8", "--concurrency", "2", "--max-tokens", "20", "--repeats", "50", "--out", str(out)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while not (out.exists() and len(read_results(out).rows[0].repeats) >= 2):
         time.sleep(0.05)
         assert process.poll() is None, process.communicate()
     os.kill(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=30)
-    assert process.returncode == 130 and "the same command goes on" in err and "Traceback" not in err
+    assert process.returncode == 130 and "the same command resumes" in err and "Traceback" not in err
     kept = read_results(out)
     assert not kept.finished and 2 <= len(kept.rows[0].repeats) < 50
     assert all(not r.failed and r.completed == 8 for r in kept.rows[0].repeats)
@@ -613,11 +618,11 @@ def test_a_run_that_is_cancelled_leaves_nothing_behind() -> None:
     """Neither tasks nor connections with half an answer in them: the next run is as good as the first."""
     with StreamServer(first_s=0.1, each_s=0.1) as server:
         work = workload([f"p {i}" for i in range(8)])
-        with ServerBench(BenchServerSettings(server.url, "m", **QUICK), Stated()) as client:
+        with ServerBench(BenchServerSettings(server.url, "m", **QUICK), DeclaredSpeculation()) as client:
 
             async def cancelled() -> int:
-                bodies = [client._body(ask, work, 0) for ask in work.asks]
-                task = asyncio.create_task(client._measured(work, work.asks, bodies, Load(4), 0, silent))
+                bodies = [client._build_body(prompt, work, 0) for prompt in work.prompts]
+                task = asyncio.create_task(client._measure(work, work.prompts, bodies, Load(4), 0, silent))
                 await asyncio.sleep(0.25)
                 task.cancel()
                 with pytest.raises(asyncio.CancelledError):
@@ -625,6 +630,6 @@ def test_a_run_that_is_cancelled_leaves_nothing_behind() -> None:
                 return len(asyncio.all_tasks())
 
             assert client._loop.run(cancelled()) == 1
-            made = client.measure(work, work.asks, Load(4), 0, silent)
+            made = client.measure(work, work.prompts, Load(4), 0, silent)
     assert (made.repeat.completed, made.repeat.failed) == (8, {})
     assert made.repeat.itl_ms is not None and made.repeat.itl_ms.mean == pytest.approx(100, abs=40)

@@ -38,7 +38,7 @@ SMALLER = {
     "train": TINY_RUN,
     "eval": "--max-tokens 8 --limit 2",
     "tune": "--repeats 1 --max-num-seqs 2 --max-model-len 256 --context-len 16",
-    "bench": "--max-tokens 4 --requests 4 --repeats 1 --warmup 1",
+    "bench": "--max-tokens 4 --num-prompts 4 --repeats 1 --num-warmups 1",
     "generate": "--max-tokens 8",
     "serve": "--max-num-seqs 4 --max-model-len 512",
 }

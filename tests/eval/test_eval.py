@@ -8,13 +8,13 @@ import gzip
 import json
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from functools import cache
-from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,27 +28,35 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import many, set_config
 
-from peagle.cli import eval as eval_command
 from peagle.cli import main
 from peagle.config import EvalServerSettings, EvalSettings, SamplingParams
 from peagle.data.prompts import Prompt
 from peagle.engine.llm import LLM
 from peagle.engine.request import CompletionOutput
 from peagle.errors import UserError
-from peagle.eval.acceptance import Evaluation, Where, open_drafters, whole
-from peagle.eval.conversations import Asked, Said
-from peagle.eval.counters import OTHERS
-from peagle.eval.datasets import DataSet, open_datasets
-from peagle.eval.samples import Round, Sample, Subject, interval, rows_of, sample_of, walk
-from peagle.eval.server import Server
+from peagle.eval.acceptance import EvalEngine, Evaluation, is_whole_dataset, open_drafters
+from peagle.eval.conversations import EvalRequest, EvalResponse
+from peagle.eval.counters import UNEXPLAINED
+from peagle.eval.datasets import EvalDataset, open_datasets
+from peagle.eval.samples import (
+    AcceptanceSample,
+    DraftResult,
+    RowLabels,
+    bootstrap_interval,
+    build_rows,
+    build_sample,
+    replay_drafts,
+)
+from peagle.eval.server import ServerEvaluator
+from peagle.eval.view import print_results
 from peagle.results.files import read_results
 from peagle.results.schema import AcceptanceRow, Results
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 EOS = ord(",")
 KS = (1, 4, 5)
-SETTINGS = EvalSettings(draft_tokens=KS, max_tokens=24, max_model_len=160, few_rounds=1, context_edges=(64,))
-HERE = Where("embedded", "cpu", "float32", threads=1)
+SETTINGS = EvalSettings(num_speculative_tokens=KS, max_tokens=24, max_model_len=160, min_drafts=1, context_bounds=(64,))
+HERE = EvalEngine("embedded", "cpu", "float32", threads=1)
 
 
 @cache
@@ -75,13 +83,13 @@ def write(path: Path, given: list[dict[str, Any]]) -> Path:
 
 
 @pytest.fixture
-def data(tmp_path: Path) -> list[DataSet]:
+def data(tmp_path: Path) -> list[EvalDataset]:
     return open_datasets([str(write(tmp_path / "text.jsonl", rows()))])
 
 
-def evaluation(data: list[DataSet], *names: str, **changes: Any) -> Evaluation:
+def evaluation(data: list[EvalDataset], *names: str, **changes: Any) -> Evaluation:
     drafters = open_drafters([str(pairs.drafter_folder(name)) for name in names], target())
-    given: dict[str, Any] = {"settings": SETTINGS, "where": HERE, **changes}
+    given: dict[str, Any] = {"settings": SETTINGS, "engine": HERE, **changes}
     return Evaluation(str(target()), drafters, data, **given)
 
 
@@ -120,12 +128,12 @@ def counts(results: Results) -> dict[Any, Any]:
         ("p-eagle-1-wide", {"replay_tokens": 64, "replay_rows": 7, "replay_logits": 500}),  # odd pieces
     ],
 )
-def test_one_pass_counts_what_real_rounds_count(name: str, changes: dict[str, Any], data: list[DataSet]) -> None:
+def test_one_pass_counts_what_real_rounds_count(name: str, changes: dict[str, Any], data: list[EvalDataset]) -> None:
     settings = dataclasses.replace(SETTINGS, **changes)
     one = evaluation(data, name, settings=settings).run()
     each = evaluation(data, name, settings=dataclasses.replace(settings, each_k=True)).run()
     assert counts(one) == counts(each)
-    shown = [r for r in one.rows if whole(r)]
+    shown = [r for r in one.rows if is_whole_dataset(r)]
     assert [r.num_speculative_tokens for r in shown] == list(KS)
     assert all(0 < r.num_accepted_tokens_per_pos[0] < r.num_drafts for r in shown), (
         "an untrained drafter would prove nothing"
@@ -133,21 +141,21 @@ def test_one_pass_counts_what_real_rounds_count(name: str, changes: dict[str, An
     assert one.warnings == each.warnings
 
 
-def test_the_reference_counts_the_same(data: list[DataSet]) -> None:
-    settings = dataclasses.replace(SETTINGS, draft_tokens=(4,), max_tokens=16)
+def test_the_reference_counts_the_same(data: list[EvalDataset]) -> None:
+    settings = dataclasses.replace(SETTINGS, num_speculative_tokens=(4,), max_tokens=16)
     names = ("p-eagle-1", "eagle3-1")
     ours = evaluation(data, *names, settings=settings).run()
-    slow = evaluation(data, *names, settings=settings, where=Where("reference", "cpu")).run()
+    slow = evaluation(data, *names, settings=settings, engine=EvalEngine("reference", "cpu")).run()
     assert counts(ours) == counts(slow)
     assert {r.engine for r in slow.rows} == {"reference"}
 
 
-def test_rows_add_up(data: list[DataSet]) -> None:
+def test_rows_add_up(data: list[EvalDataset]) -> None:
     results = evaluation(data, "p-eagle-1").run()
     assert {r.method for r in results.rows} == {"p-eagle"}
     for k in KS:
         all_rows = [r for r in results.rows if r.num_speculative_tokens == k]
-        total = next(r for r in all_rows if whole(r))
+        total = next(r for r in all_rows if is_whole_dataset(r))
         categories = [r for r in all_rows if r.category is not None]
         contexts = [r for r in all_rows if r.context_range is not None]
         assert [r.category for r in categories] == ["a", "b"] and total.num_responses == 10
@@ -192,36 +200,42 @@ def test_a_walk_plays_the_rounds(data: st.DataObject) -> None:
     right = data.draw(st.lists(flags, min_size=longest + 1, max_size=longest + 1))
     runs = [([*row, False]).index(False) for row in right]
     for k in range(1, 6):
-        rounds = walk(prompt, answer, runs, k, longest)
-        assert [(r.start, r.accepted) for r in rounds] == plain_rounds(right, prompt, answer, k, longest)
-        assert sum(r.gained for r in rounds) <= answer - 1
+        rounds = replay_drafts(prompt, answer, runs, k, longest)
+        assert [(r.num_known_tokens, r.num_accepted_tokens) for r in rounds] == plain_rounds(
+            right, prompt, answer, k, longest
+        )
+        assert sum(r.num_output_tokens for r in rounds) <= answer - 1
 
 
 def test_the_worked_example_of_a_walk() -> None:
     runs = {4: 2, 5: 0, 6: 1, 7: 3, 8: 0}
-    assert [(r.start, r.accepted, r.gained) for r in walk(3, 6, runs, 1, 99)] == [(4, 1, 2), (6, 1, 2), (8, 0, 1)]
-    assert [(r.start, r.accepted, r.gained) for r in walk(3, 6, runs, 3, 99)] == [(4, 2, 3), (7, 3, 2)]
+    assert [
+        (r.num_known_tokens, r.num_accepted_tokens, r.num_output_tokens) for r in replay_drafts(3, 6, runs, 1, 99)
+    ] == [(4, 1, 2), (6, 1, 2), (8, 0, 1)]
+    assert [
+        (r.num_known_tokens, r.num_accepted_tokens, r.num_output_tokens) for r in replay_drafts(3, 6, runs, 3, 99)
+    ] == [(4, 2, 3), (7, 3, 2)]
 
 
 def test_intervals_cover_the_truth_as_often_as_they_say() -> None:
     """Answers of a known kind, drawn anew 200 times: about 95% of the intervals hold the true length."""
     rng = np.random.default_rng(1)
-    settings = dataclasses.replace(SETTINGS, resamples=400)
+    settings = dataclasses.replace(SETTINGS, bootstrap_samples=400)
     held = 0
     for _ in range(200):
-        samples = [Sample(None, 1, 60, 20, (int(rng.binomial(20, 0.6)),), False) for _ in range(40)]
-        found = interval(samples, settings)
-        assert found is not None and found == interval(samples, settings)
+        samples = [AcceptanceSample(None, 1, 60, 20, (int(rng.binomial(20, 0.6)),), False) for _ in range(40)]
+        found = bootstrap_interval(samples, settings)
+        assert found is not None and found == bootstrap_interval(samples, settings)
         held += found[0] <= 1.6 <= found[1]
     assert 180 <= held <= 198
-    assert interval(samples[:4], settings) is None
+    assert bootstrap_interval(samples[:4], settings) is None
 
 
 def test_loops_are_left_out_of_their_own_row() -> None:
-    calm = sample_of("a", 10, False, [Round(5, 1, 2), Round(7, 0, 1)], 2)
-    loop = sample_of("a", 30, True, [Round(5, 2, 3)] * 9, 2)
-    subject = Subject("d", "p-eagle", "embedded", "s", 0.0, 2)
-    found = rows_of([calm, loop], subject, SETTINGS)
+    calm = build_sample("a", 10, False, [DraftResult(5, 1, 2), DraftResult(7, 0, 1)], 2)
+    loop = build_sample("a", 30, True, [DraftResult(5, 2, 3)] * 9, 2)
+    subject = RowLabels("d", "p-eagle", "embedded", "s", 0.0, 2)
+    found = build_rows([calm, loop], subject, SETTINGS)
     assert [
         (r.looping_responses, r.category, r.num_responses, r.num_drafts, r.num_accepted_tokens_per_pos) for r in found
     ] == [
@@ -229,8 +243,8 @@ def test_loops_are_left_out_of_their_own_row() -> None:
         ("excluded", None, 1, 2, [1, 0]),
     ]
     # sums over several answers tell nothing of loops
-    together = dataclasses.replace(loop, answers=2, loops=None, played=None)
-    assert [r.looping_responses for r in rows_of([calm, together], subject, SETTINGS)] == ["included"]
+    together = dataclasses.replace(loop, num_responses=2, is_looping=None, drafts=None)
+    assert [r.looping_responses for r in build_rows([calm, together], subject, SETTINGS)] == ["included"]
 
 
 # Data sets
@@ -279,7 +293,7 @@ def test_broken_rows_are_named_by_their_lines(tmp_path: Path) -> None:
 # Keeping and going on
 
 
-def test_interrupted_and_gone_on_with(data: list[DataSet], tmp_path: Path) -> None:
+def test_interrupted_and_gone_on_with(data: list[EvalDataset], tmp_path: Path) -> None:
     out = tmp_path / "e.json"
     full = evaluation(data, "p-eagle-1", "eagle3-1").run()
 
@@ -287,7 +301,7 @@ def test_interrupted_and_gone_on_with(data: list[DataSet], tmp_path: Path) -> No
         raise KeyboardInterrupt
 
     torn = evaluation(data, "p-eagle-1", "eagle3-1", out=out, on_rows=stop).run()
-    assert not torn.finished and len([r for r in torn.rows if whole(r)]) == 1
+    assert not torn.finished and len([r for r in torn.rows if is_whole_dataset(r)]) == 1
     kept = read_results(out)
     assert kept.rows == torn.rows and not kept.finished
     seen: list[tuple[str, int]] = []
@@ -304,14 +318,14 @@ def test_interrupted_and_gone_on_with(data: list[DataSet], tmp_path: Path) -> No
     # nothing is left, and nothing is loaded for it
     assert counts(evaluation(data, "p-eagle-1", "eagle3-1", out=out).run()) == counts(full)
     for changes, words in (
-        ({"max_tokens": 25}, "begun with max_tokens 24, now it is 25"),
+        ({"max_tokens": 25}, "started with max_tokens 24, now it is 25"),
         ({"seed": 1}, "seed 0"),
         ({"each_k": True}, "each_k False"),
     ):
         with pytest.raises(UserError, match=words):
             evaluation(data, "p-eagle-1", out=out, settings=dataclasses.replace(SETTINGS, **changes))
     with pytest.raises(UserError, match="engine embedded"):
-        evaluation(data, "p-eagle-1", out=out, where=Where("reference"))
+        evaluation(data, "p-eagle-1", out=out, engine=EvalEngine("reference"))
     other = open_datasets([str(write(tmp_path / "text.jsonl", rows(4)))])
     with pytest.raises(UserError, match="other prompts in text"):
         evaluation(other, "p-eagle-1", out=out)
@@ -433,11 +447,11 @@ def server() -> Iterator[tuple[type[Metered], str]]:
     http.server_close()
 
 
-def served(url: str, data: list[DataSet], **changes: Any) -> Results:
+def served(url: str, data: list[EvalDataset], **changes: Any) -> Results:
     quick = {"timeout_s": 20.0, "backoff_s": 0.01, "retries": 2, "settle_s": 0.2, "concurrency": 3, "failures": 2}
-    where = Where(url, server=EvalServerSettings(url, **{**quick, **changes}))
-    settings = dataclasses.replace(SETTINGS, draft_tokens=EvalSettings.draft_tokens)
-    return evaluation(data, "p-eagle-1", where=where, settings=settings).run()
+    where = EvalEngine(url, server=EvalServerSettings(url, **{**quick, **changes}))
+    settings = dataclasses.replace(SETTINGS, num_speculative_tokens=EvalSettings.num_speculative_tokens)
+    return evaluation(data, "p-eagle-1", engine=where, settings=settings).run()
 
 
 @cache
@@ -455,7 +469,7 @@ def sums(results: Results) -> dict[Any, Any]:
     }
 
 
-def test_a_servers_counters_tell_what_the_engine_counts(server: Any, data: list[DataSet]) -> None:
+def test_a_servers_counters_tell_what_the_engine_counts(server: Any, data: list[EvalDataset]) -> None:
     handler, url = server
     ours = truth()
     together = served(url, data)
@@ -479,15 +493,17 @@ def test_a_servers_counters_tell_what_the_engine_counts(server: Any, data: list[
     ("faults", "named"),
     [
         (["429", "429"], "2x status 429"),
-        (["reset"], "1x a connection that was reset"),
+        (["reset"], "1x connection reset"),
         (["", "500"], "1x status 500"),
-        (["rubbish", "nonsense"], "x an answer that makes no sense"),
-        (["slow"], "x a timeout"),
-        (["drip"], "x a timeout"),
-        (["", "", "", "restart"], "counters that fell"),
+        (["rubbish", "nonsense"], "x invalid response"),
+        (["slow"], "x timed out"),
+        (["drip"], "x timed out"),
+        (["", "", "", "restart"], "counters decreased"),
     ],
 )
-def test_what_fails_is_asked_again_and_named(faults: list[str], named: str, server: Any, data: list[DataSet]) -> None:
+def test_what_fails_is_asked_again_and_named(
+    faults: list[str], named: str, server: Any, data: list[EvalDataset]
+) -> None:
     """The counts are those without faults: what a spoiled group left in the counters is nobody's."""
     handler, url = server
     served(url, data)  # from here on the server answers at once, however busy the machine is
@@ -497,13 +513,13 @@ def test_what_fails_is_asked_again_and_named(faults: list[str], named: str, serv
     assert any(named in warning for warning in results.warnings), results.warnings
 
 
-def test_others_on_the_server_are_noticed(server: Any, data: list[DataSet]) -> None:
+def test_others_on_the_server_are_noticed(server: Any, data: list[EvalDataset]) -> None:
     handler, url = server
     handler.faults = ["", "others"]
-    assert any(OTHERS in warning for warning in served(url, data).warnings)
+    assert any(UNEXPLAINED in warning for warning in served(url, data).warnings)
 
 
-def test_a_server_that_fails_for_good_is_given_up(server: Any, data: list[DataSet]) -> None:
+def test_a_server_that_fails_for_good_is_given_up(server: Any, data: list[EvalDataset]) -> None:
     handler, url = server
     handler.faults = ["500"] * 1000
     started = time.monotonic()
@@ -511,14 +527,16 @@ def test_a_server_that_fails_for_good_is_given_up(server: Any, data: list[DataSe
         served(url, data)
     assert time.monotonic() - started < 30
     handler.faults = []
-    with pytest.raises(UserError, match="-k 3: this server drafts 4"):
-        where = Where(url, server=EvalServerSettings(url))
-        evaluation(data, "p-eagle-1", where=where, settings=dataclasses.replace(SETTINGS, draft_tokens=(3,))).run()
-    with pytest.raises(UserError, match="no server there"):
+    with pytest.raises(UserError, match="-k 3: this server uses 4"):
+        where = EvalEngine(url, server=EvalServerSettings(url))
+        evaluation(
+            data, "p-eagle-1", engine=where, settings=dataclasses.replace(SETTINGS, num_speculative_tokens=(3,))
+        ).run()
+    with pytest.raises(UserError, match="connection refused"):
         served("http://127.0.0.1:9", data)
 
 
-def test_ctrl_c_waits_for_no_server(server: Any, data: list[DataSet], tmp_path: Path) -> None:
+def test_ctrl_c_waits_for_no_server(server: Any, data: list[EvalDataset], tmp_path: Path) -> None:
     """The command in a process of its own, interrupted while the server thinks."""
     handler, url = server
     handler.faults = ["", *["think"] * 101]
@@ -532,39 +550,44 @@ def test_ctrl_c_waits_for_no_server(server: Any, data: list[DataSet], tmp_path: 
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=60) == 130
         told = process.stderr.read() if process.stderr is not None else ""
-    assert "interrupted: the same command goes on" in told
+    assert "the same command resumes" in told
     assert not read_results(out).finished
     handler.faults = []
-    where = Where(url, server=EvalServerSettings(url))
+    where = EvalEngine(url, server=EvalServerSettings(url))
     asked = EvalSettings(max_tokens=24, max_model_len=160)
-    again = evaluation(data, "p-eagle-1", where=where, out=out, settings=asked).run()
+    again = evaluation(data, "p-eagle-1", engine=where, out=out, settings=asked).run()
     assert again.finished and sums(again) == sums(truth())
 
 
-def test_ctrl_c_ends_connections_yet_to_be_made(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that was asked for before, and stands only after all that stood were ended."""
+def test_ctrl_c_ends_connections_still_being_made(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that is established only after Ctrl-C closed the others is closed too."""
     handler, url = server
     handler.faults = ["think"]
-    engine = Server(EvalServerSettings(url, timeout_s=30.0), SimpleNamespace(longest=160), [], lambda *_: None)  # type: ignore[arg-type]
-    connect, complete, asked = HTTPConnection.connect, engine._complete, threading.Event()
+    evaluator = ServerEvaluator(
+        EvalServerSettings(url, timeout_s=30.0),
+        SimpleNamespace(max_model_len=160),  # type: ignore[arg-type]
+        [],
+        lambda *_: None,
+    )
+    connect, complete, connecting = socket.create_connection, evaluator._complete_one, threading.Event()
 
-    def late(connection: HTTPConnection) -> None:
-        asked.set()
-        assert engine._stop.wait(20)
-        connect(connection)
+    def connect_late(*args: Any, **options: Any) -> socket.socket:
+        connecting.set()
+        assert evaluator._stop.wait(20)
+        return connect(*args, **options)
 
-    def interrupted(one: Asked) -> Said:
-        if one.turn == 1:
-            return complete(one)
-        assert asked.wait(20)
+    def interrupt(request: EvalRequest) -> EvalResponse:
+        if request.turn == 1:
+            return complete(request)
+        assert connecting.wait(20)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(HTTPConnection, "connect", late)
-    monkeypatch.setattr(engine, "_complete", interrupted)
-    row, began = Prompt("a", "b", ("c",)), time.monotonic()
+    monkeypatch.setattr(socket, "create_connection", connect_late)
+    monkeypatch.setattr(evaluator, "_complete_one", interrupt)
+    row = Prompt("a", "b", ("c",))
     with pytest.raises(KeyboardInterrupt):
-        engine.answer([Asked(row, turn, [1, 2], SamplingParams(max_tokens=8)) for turn in (0, 1)])
-    assert time.monotonic() - began < 15 and handler.faults == ["think"]
+        evaluator.complete([EvalRequest(row, turn, [1, 2], SamplingParams(max_tokens=8)) for turn in (0, 1)])
+    assert handler.faults == ["think"]
 
 
 # The command
@@ -578,32 +601,36 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
 
 
 def test_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], data: list[DataSet]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], data: list[EvalDataset]
 ) -> None:
     drafters = [str(pairs.drafter_folder(name)) for name in ("p-eagle-1", "eagle3-1")]
     common = [str(target()), "-d", *drafters, "--data", data[0].source, "--max-tokens", "24", "--max-model-len", "160"]
-    common += ["--device", "cpu", "--dtype", "float32", "--context", "64"]
+    common += ["--device", "cpu", "--dtype", "float32", "--context-bounds", "64"]
     out = tmp_path / "e.json"
     assert run(monkeypatch, *common, "-k", "1", "4", "--temperature", "0", "--out", str(out), "--json") == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown == json.loads(out.read_text()) and shown["finished"]
     found = read_results(out)
-    want = evaluation(data, "p-eagle-1", "eagle3-1", settings=dataclasses.replace(SETTINGS, draft_tokens=(1, 4))).run()
+    want = evaluation(
+        data, "p-eagle-1", "eagle3-1", settings=dataclasses.replace(SETTINGS, num_speculative_tokens=(1, 4))
+    ).run()
     assert counts(found) == counts(want)
     assert run(monkeypatch, *common, "-k", "1,4", "--out", str(out)) == 0
     text = capsys.readouterr().out
-    row = next(r for r in found.rows if whole(r) and r.num_speculative_tokens == 4 and r.drafter == "eagle3-1")
+    row = next(
+        r for r in found.rows if is_whole_dataset(r) and r.num_speculative_tokens == 4 and r.drafter == "eagle3-1"
+    )
     assert f"{row.acceptance_length:.2f}" in text and "by category" in text and "by context" in text
-    assert "too few rounds" in text
-    eval_command.show(dataclasses.replace(found, rows=[]))
+    assert "too few drafts" in text
+    print_results(dataclasses.replace(found, rows=[]))
     for words, said in (
         ((*common, "-k", "x"), "-k x: must be whole numbers"),
         ((*common, "-k", "99"), "-k 99"),
         ((*common, "--engine", "abacus"), "--engine abacus: must be embedded, reference, vllm"),
         ((*common, "--temperature", "-1"), "--temperature"),
-        ((*common, "--context", "x"), "--context x: must be whole numbers"),
-        ((str(target()), "--data", data[0].source), "--drafter: give one at least"),
-        ((str(target()), "-d", drafters[0]), "--data: give the prompts"),
+        ((*common, "--context-bounds", "x"), "--context-bounds x: must be whole numbers"),
+        ((str(target()), "--data", data[0].source), "--drafter: give at least one"),
+        ((str(target()), "-d", drafters[0]), "--data: give"),
         ((*common, "--engine", "http://127.0.0.1:9"), "--drafter"),
     ):
         capsys.readouterr()

@@ -11,20 +11,20 @@ import pytest
 from engines import write_tokenizer
 from support import set_config
 
-from peagle.bench.run import bench
-from peagle.bench.variants import Embedded
+from peagle.bench.run import run_bench
+from peagle.bench.variants import EngineVariants
 from peagle.bench.workload import Load
 from peagle.config import BenchEngineSettings, BenchSettings
 from peagle.results.files import read_results
 
 pytestmark = pytest.mark.vllm
-SETTINGS = BenchSettings(concurrency=(1, 4), requests=40, waves=1, repeats=1, warmup=1, max_tokens=24, raw=True)
+SETTINGS = BenchSettings(concurrency=(1, 4), num_prompts=32, repeats=1, num_warmups=1, max_tokens=24, raw=True)
 
 
 class Silent:
     def start(self, name: str, load: Load, part: str, requests: int) -> None: ...
 
-    def tell(self, requests: int, tokens: int) -> None: ...
+    def update(self, requests: int, tokens: int) -> None: ...
 
 
 def test_both_engines_under_one_load(tmp_path: Path) -> None:
@@ -38,17 +38,17 @@ def test_both_engines_under_one_load(tmp_path: Path) -> None:
     drafters = [str(pairs.drafter_folder(name)) for name in ("p-eagle-1", "eagle3-1")]
     for engine in ("embedded", "vllm"):
         own = BenchEngineSettings("cpu", "float32", max_num_seqs=8, max_model_len=128, kv_cache_memory_bytes=64 << 20)
-        asked = Embedded(str(target), drafters, [3], True, own, engine)
-        workload = asked.workload([str(prompts)], SETTINGS)
-        outcome = bench(asked.variants(workload, SETTINGS), workload, SETTINGS, Silent(), out, asked.fixed)
+        asked = EngineVariants(str(target), drafters, [3], True, own, engine)
+        workload = asked.build_workload([str(prompts)], SETTINGS)
+        outcome = run_bench(asked.build(workload, SETTINGS), workload, SETTINGS, Silent(), out, asked.shared_settings)
         assert outcome.results.finished
     rows = {(r.engine, r.method, r.concurrency): r.repeats[0] for r in read_results(out).rows}
     assert len(rows) == 12
     for (engine, method, concurrency), ours in rows.items():
         if engine == "embedded":
             theirs = rows["vllm", method, concurrency]
-            assert (ours.requests, ours.output_tokens, ours.failed) == (32, theirs.output_tokens, {})
-            assert ours.output_tokens < 32 * 24, "no text ended by itself: it would prove little"
+            assert (ours.completed, ours.total_output_tokens, ours.failed) == (32, theirs.total_output_tokens, {})
+            assert ours.total_output_tokens < 32 * 24, "no text ended by itself: it would prove little"
             if method != "none":
                 assert ours.acceptance_length is not None and theirs.acceptance_length is not None
                 assert 1.2 < theirs.acceptance_length <= ours.acceptance_length + 1e-9, "kept ones are fewer"

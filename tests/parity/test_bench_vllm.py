@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from peagle.bench.server import ServerBench, Stated
-from peagle.bench.workload import Ask, Load, Workload
+from peagle.bench.server import DeclaredSpeculation, ServerBench
+from peagle.bench.workload import BenchPrompt, Load, Workload
 from peagle.config import BenchServerSettings
 from peagle.results.schema import BenchRepeat
 
@@ -63,10 +63,10 @@ def theirs(url: str, path: str, texts: list[str], load: Load) -> dict[str, Any]:
                 tokenizer=object(),  # never called, since the server counts; without one it reports no latencies
                 input_requests=[SampleRequest(prompt=t, prompt_len=7, expected_output_len=TOKENS) for t in texts],
                 logprobs=None,
-                request_rate=load.rate or float("inf"),
+                request_rate=load.request_rate or float("inf"),
                 burstiness=1.0,
                 disable_tqdm=True,
-                num_warmups=load.at_once,
+                num_warmups=load.concurrency or 10,
                 profile=False,
                 selected_percentile_metrics=["ttft", "tpot", "itl", "e2el"],
                 selected_percentiles=[50, 95],
@@ -81,28 +81,29 @@ def theirs(url: str, path: str, texts: list[str], load: Load) -> dict[str, Any]:
 
 
 def ours(url: str, path: str, texts: list[str], load: Load) -> BenchRepeat:
-    asks = tuple(Ask(messages=(("user", t),)) if "chat" in path else Ask(text=t) for t in texts)
-    work = Workload("same", asks, TOKENS, True, 0.0, 0)
-    with ServerBench(BenchServerSettings(url), Stated()) as client:
-        client.measure(work, work.warmup(load.at_once), Load(load.at_once), 0, lambda *_: None)
-        return client.measure(work, work.asks, load, 0, lambda *_: None).repeat
+    prompts = tuple(BenchPrompt(messages=(("user", t),)) if "chat" in path else BenchPrompt(text=t) for t in texts)
+    work = Workload("same", prompts, TOKENS, True, 0.0, 0)
+    with ServerBench(BenchServerSettings(url), DeclaredSpeculation()) as client:
+        warmup = load.concurrency or 10
+        client.measure(work, prompts[:warmup], Load(warmup), 0, lambda *_: None)
+        return client.measure(work, prompts, load, 0, lambda *_: None).repeat
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-@pytest.mark.parametrize("load", [Load(1), Load(8), Load(rate=10.0)], ids=str)
+@pytest.mark.parametrize("load", [Load(1), Load(8), Load(request_rate=10.0)], ids=str)
 def test_the_same_numbers_as_vllm_bench_serve(url: str, path: str, load: Load) -> None:
     texts = [f"prompt {i}" for i in range(4 if load.concurrency == 1 else 40)]
     best: dict[str, tuple[float, float]] = {}  # of each number: theirs, ours
     for turn in range(TURNS):
         their, own = theirs(url, path, texts, load), ours(url, path, texts, load)
-        assert (their["completed"], their["total_output_tokens"]) == (own.requests, own.output_tokens)
-        assert (own.output_tokens, own.input_tokens) == (TOKENS * len(texts), their["total_input_tokens"])
+        assert (their["completed"], their["total_output_tokens"]) == (own.completed, own.total_output_tokens)
+        assert (own.total_output_tokens, own.total_input_tokens) == (TOKENS * len(texts), their["total_input_tokens"])
         assert own.failed == {}
-        assert their["output_throughput"] * their["duration"] == pytest.approx(own.output_tokens)
-        found = {"duration": own.seconds}
-        for name, short in (("ttft_ms", "ttft"), ("tpot_ms", "tpot"), ("itl_ms", "itl"), ("e2e_ms", "e2el")):
+        assert their["output_throughput"] * their["duration"] == pytest.approx(own.total_output_tokens)
+        found = {"duration": own.duration}
+        for name, short in (("ttft_ms", "ttft"), ("tpot_ms", "tpot"), ("itl_ms", "itl"), ("e2el_ms", "e2el")):
             times = getattr(own, name)
-            found |= {f"mean_{short}_ms": times.mean, f"median_{short}_ms": times.p50, f"p95_{short}_ms": times.p95}
+            found |= {f"mean_{short}_ms": times.mean, f"median_{short}_ms": times.median, f"p95_{short}_ms": times.p95}
         for name, value in found.items():
             before = best.get(name, (float("inf"), float("inf")))
             best[name] = min(before[0], float(their[name])), min(before[1], value)

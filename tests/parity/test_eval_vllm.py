@@ -18,15 +18,15 @@ from engines import write_tokenizer
 from support import set_config
 
 from peagle.config import EvalServerSettings, EvalSettings
-from peagle.eval.acceptance import Evaluation, Where, open_drafters
-from peagle.eval.counters import OTHERS
-from peagle.eval.datasets import DataSet, open_datasets
+from peagle.eval.acceptance import EvalEngine, Evaluation, open_drafters
+from peagle.eval.counters import UNEXPLAINED
+from peagle.eval.datasets import EvalDataset, open_datasets
 from peagle.results.schema import Results
 
 pytestmark = pytest.mark.vllm
 EOS = ord(",")
-SETTINGS = EvalSettings(draft_tokens=(1, 3, 5), max_tokens=40, max_model_len=192, few_rounds=1)
-HERE = Where("embedded", "cpu", "float32", threads=1)
+SETTINGS = EvalSettings(num_speculative_tokens=(1, 3, 5), max_tokens=40, max_model_len=192, min_drafts=1)
+HERE = EvalEngine("embedded", "cpu", "float32", threads=1)
 
 
 def small_target(folder: Path) -> Path:
@@ -37,7 +37,7 @@ def small_target(folder: Path) -> Path:
     return target
 
 
-def small_data(folder: Path) -> list[DataSet]:
+def small_data(folder: Path) -> list[EvalDataset]:
     text = pairs.TEXT.decode()
     rows = [
         {"turns": [text[i : i + 24 + i % 5], text[i + 50 : i + 70]], "category": "ab"[i % 2]}
@@ -55,9 +55,9 @@ def test_the_same_counts_from_three_engines(tmp_path: Path) -> None:
 
     found = {}
     for engine in ("embedded", "reference", "vllm"):
-        where = Where(engine, "cpu", "float32", threads=1, concurrency=8)
+        where = EvalEngine(engine, "cpu", "float32", threads=1, concurrency=8)
         results = Evaluation(str(target), drafters, data, SETTINGS, where).run()
-        assert not [w for w in results.warnings if OTHERS in w], results.warnings
+        assert not [w for w in results.warnings if UNEXPLAINED in w], results.warnings
         found[engine] = {
             (r.drafter, r.method, r.category, r.num_speculative_tokens): (
                 r.num_responses,
@@ -89,12 +89,12 @@ def test_a_vllm_server_tells_the_same(tmp_path: Path) -> None:
     with open(tmp_path / "log", "wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
         try:
             until_healthy(url, process, tmp_path / "log")
-            where = Where(url, server=EvalServerSettings(url, concurrency=1))
-            settings = replace(SETTINGS, draft_tokens=EvalSettings.draft_tokens)
+            where = EvalEngine(url, server=EvalServerSettings(url, concurrency=1))
+            settings = replace(SETTINGS, num_speculative_tokens=EvalSettings.num_speculative_tokens)
             theirs = Evaluation(str(target), drafters, data, settings, where).run()
         finally:
             process.terminate()
-    ours = Evaluation(str(target), drafters, data, replace(SETTINGS, draft_tokens=(3,)), HERE).run()
+    ours = Evaluation(str(target), drafters, data, replace(SETTINGS, num_speculative_tokens=(3,)), HERE).run()
 
     def told(results: Results) -> list[object]:
         rows = [r for r in results.rows if r.context_range is None]

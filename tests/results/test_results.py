@@ -269,10 +269,10 @@ def test_provenance_describes_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_docs_list_every_field() -> None:
-    """docs/results.md has a heading for every dataclass and a table row for every field and derived property of it."""
+    """docs/results.md has a heading for every dataclass and a list item for every field and derived property of it."""
     sections = re.split(r"^## ", DOCS.read_text(), flags=re.M)[1:]
     documented = {
-        section.split()[0]: set(re.findall(r"^\| `(\w+)`", section, flags=re.M))
+        section.split()[0]: set(re.findall(r"^- `(\w+)`", section, flags=re.M))
         for section in sections
         if re.match(r"[A-Z]\w+\n", section)
     }

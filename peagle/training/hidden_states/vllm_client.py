@@ -26,9 +26,9 @@ FILE_TIMEOUT_S = 60.0  # until the file of an answered request must exist
 class PrefillServer(EndpointGenerator):
     """Sends prompts of token ids for prefill; the generated token is ignored."""
 
-    def _answer(self, request: GenerationRequest) -> GenerationResult:
+    def _generate(self, request: GenerationRequest) -> GenerationResult:
         body = {"model": self.model, "prompt": request.prompt_token_ids, "max_tokens": 1, "temperature": 0.0}
-        self._call("POST", "/completions", body)
+        self._request_json("POST", "/completions", body)
         return GenerationResult(request.request_id, [])
 
 
