@@ -493,7 +493,7 @@ def test_a_servers_counters_tell_what_the_engine_counts(server: Any, data: list[
     ("faults", "named"),
     [
         (["429", "429"], "2x status 429"),
-        (["reset"], "1x connection reset"),
+        (["reset"], "1x connection closed"),
         (["", "500"], "1x status 500"),
         (["rubbish", "nonsense"], "x invalid response"),
         (["slow"], "x timed out"),
