@@ -201,13 +201,13 @@ def test_decode_steps_of_a_stopped_response() -> None:
     for k, question in ((MAX_K, QUESTIONS[0]), (2, QUESTIONS[1])):
         want = reference_response(k, question)
         ends = [1]  # lengths after the prompt's pass and after each whole round
-        for taken in want.steps:
-            ends.append(ends[-1] + taken.accepted + 1)
+        for step in want.steps:
+            ends.append(ends[-1] + step.num_accepted_tokens + 1)
         for rounds, end in enumerate(ends[:-1]):
             out = CompletionOutput(0, "", want.token_ids[:end], None, num_accepted_tokens_per_pos=[0] * k)
             out.is_draft_token = want.is_draft_token[:end]
             count_decode_steps(out)
-            kept = [sum(taken.accepted > i for taken in want.steps[:rounds]) for i in range(k)]
+            kept = [sum(step.num_accepted_tokens > i for step in want.steps[:rounds]) for i in range(k)]
             assert (out.num_decode_steps, out.num_accepted_tokens_per_pos) == (rounds, kept)
 
 

@@ -85,7 +85,7 @@ def test_outputs_equal_the_reference_and_turns_are_fair(engines_by_method: list[
             want = generate(model, ids, params, eos, drafter, K if drafter else 0, max_model_len=128)
             assert run.token_ids == want.token_ids and run.num_decode_steps == len(want.steps)
             if drafter is not None:
-                kept = [sum(taken.accepted > i for taken in want.steps) for i in range(K)]
+                kept = [sum(step.num_accepted_tokens > i for step in want.steps) for i in range(K)]
                 assert run.num_accepted_tokens_per_pos == kept and run.num_draft_tokens == K * run.num_drafts
         by_prompt.append(runs)
     for runs in zip(*by_prompt, strict=True):
