@@ -252,8 +252,8 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     for name, said in (
         ("empty.jsonl", "no row"),
         ("torn.jsonl", "torn.jsonl:1: not a JSON object"),
-        ("none", "no such file"),
-        ("absent*.jsonl", "no such file"),
+        ("none", "no such response file"),
+        ("absent*.jsonl", "no such response file"),
     ):
         with pytest.raises(UserError, match=said):
             load_responses(tmp_path / name)

@@ -98,7 +98,7 @@ def test_bad_rows_are_named_and_the_rest_goes_on(tmp_path: Path) -> None:
     for i, (refused, (_, reason, detail)) in enumerate(zip(found.rejected, BAD, strict=True)):
         assert refused.where == f"{file}:{2 + 2 * i}"
         assert refused.reason == reason and detail in refused.detail, refused
-    assert found.reasons["no user turn"] == 3 and sum(found.reasons.values()) == len(BAD)
+    assert found.rejection_reasons["no user turn"] == 3 and sum(found.rejection_reasons.values()) == len(BAD)
 
 
 def test_what_holds_no_prompt_at_all_is_an_error(tmp_path: Path) -> None:

@@ -485,7 +485,7 @@ def test_a_target_without_a_chat_template(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no chat template: .*--chat-template FILE"):
         write_responses(*arguments, show_progress=False)
     (tmp_path / "t.jinja").write_text("{{ messages[0]['content'] }}")
-    assert write_responses(*arguments, chat_template=tmp_path / "t.jinja", show_progress=False).rows == 1
+    assert write_responses(*arguments, chat_template=tmp_path / "t.jinja", show_progress=False).num_rows == 1
     with pytest.raises(UserError, match="--chat-template .*none.jinja: cannot be read"):
         write_responses(*arguments, chat_template=tmp_path / "none.jinja", show_progress=False)
 
