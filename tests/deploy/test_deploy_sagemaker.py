@@ -158,7 +158,7 @@ def test_invoke(aws: endpoint.AwsClients, run: Any) -> None:
     assert run("invoke", NAME, "Why?", "--region", REGION)[:2] == (0, "Because.\n")
     backend.results_queue.append(("<html>", "text/html", "all", ""))
     status, _, complaints = run("invoke", NAME, "Why not?", "--region", REGION)
-    assert status == 2 and "'<html>', which is no chat completion" in complaints
+    assert status == 2 and "'<html>' is not a chat completion" in complaints
 
 
 # Faults

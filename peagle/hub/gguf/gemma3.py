@@ -1,8 +1,4 @@
-"""A Gemma 3 GGUF turned into an ordinary Hugging Face folder.
-
-Knows the GGUF layout of a Gemma 3 text model, and how SentencePiece's scores become merges. Does not know where the
-file came from, whether it is the right one, or where the folder will finally live.
-"""
+"""Converts the GGUF of a Gemma 3 text model to a Hugging Face folder. The caller checks the file's hash."""
 
 from __future__ import annotations
 
@@ -25,20 +21,16 @@ FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
 )
-NORMAL = 1  # llama.cpp's type of ordinary text
-# What the file does not say, as it is the same in all of Gemma 3: every sixth layer sees everything, and the others
-# turn by this base.
-PATTERN, LOCAL_THETA = 6, 10000.0
+NORMAL = 1  # llama.cpp's type of ordinary tokens
+# Not in the file, since equal in all Gemma 3 models: every sixth layer has full attention; the others use this theta.
+FULL_ATTENTION_EVERY, LOCAL_THETA = 6, 10000.0
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 
 Shape = tuple[int, ...]
 
 
 def convert_gemma3(gguf: Path, out: Path, on_progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-    """Write `out`, a folder that AutoModelForCausalLM and AutoTokenizer load; weights are bf16.
-
-    As `convert_smollm2`: a damaged or foreign file is a UserError, a disk that cannot be written the OSError it is.
-    """
+    """Writes the folder `out`, like `convert_smollm2`."""
     try:
         meta, tensors = read_gguf(gguf, "gemma3", "default", "Gemma 3")
         config = _config(meta)
@@ -46,7 +38,7 @@ def convert_gemma3(gguf: Path, out: Path, on_progress: Callable[[int, int], None
         weights = _weights(tensors, config, on_progress)
     except UserError:
         raise
-    except Exception as err:  # whichever index, reshape or decode fails first
+    except Exception as err:  # the gguf package raises various types
         why = " ".join(f"{type(err).__name__}: {err}".split())[:200]
         raise UserError(f"'{gguf}' is not a readable Gemma 3 GGUF ({why}); fetch the file again") from err
 
@@ -65,7 +57,7 @@ def convert_gemma3(gguf: Path, out: Path, on_progress: Callable[[int, int], None
 def _config(meta: Mapping[str, Any]) -> dict[str, Any]:
     layers, head_dim = int(meta["gemma3.block_count"]), int(meta["gemma3.attention.key_length"])
     theta = float(meta["gemma3.rope.freq_base"])
-    kinds = ["sliding_attention" if (i + 1) % PATTERN else "full_attention" for i in range(layers)]
+    kinds = ["sliding_attention" if (i + 1) % FULL_ATTENTION_EVERY else "full_attention" for i in range(layers)]
     return {
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
@@ -188,10 +180,10 @@ def _expected(config: Mapping[str, Any]) -> dict[str, tuple[str, Shape]]:
 def _weights(
     tensors: Mapping[str, Any], config: Mapping[str, Any], on_progress: Callable[[int, int], None]
 ) -> dict[str, torch.Tensor]:
-    from peagle.hub.gguf.llama import converted
+    from peagle.hub.gguf.llama import convert_tensors
 
     def changed(ours: str, weight: torch.Tensor) -> torch.Tensor:
-        # llama.cpp keeps what is multiplied by, Hugging Face that less 1
+        # llama.cpp stores norm weights, Hugging Face norm weights minus 1
         return weight - 1 if ours.endswith("norm.weight") else weight
 
-    return converted(tensors, _expected(config), changed, on_progress)
+    return convert_tensors(tensors, _expected(config), changed, on_progress)

@@ -1,8 +1,6 @@
-"""A SmolLM2 GGUF turned into an ordinary Hugging Face folder.
+"""Converts a SmolLM2 GGUF (a Llama with tied embeddings and a byte-level tokenizer) to a Hugging Face folder.
 
-Knows the GGUF layout of a Llama with tied embeddings and SmolLM2's byte-level tokenizer. Does not know
-where the file came from, whether it is the right one (its caller checks the hash), or where the folder
-will finally live.
+The caller checks the file's hash.
 """
 
 from __future__ import annotations
@@ -28,17 +26,17 @@ FILES = (
     "chat_template.jinja",
 )
 
-# llama.cpp's token types: everything that is not ordinary text is a marker the tokenizer must not split.
+# llama.cpp's types of tokens that the tokenizer must not split.
 CONTROL, USER_DEFINED = 3, 4
 
 Shape = tuple[int, ...]
 
 
 def convert_smollm2(gguf: Path, out: Path, on_progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-    """Write `out`, a folder that AutoModelForCausalLM and AutoTokenizer load; weights are bf16.
+    """Writes the folder `out` with bf16 weights, for AutoModelForCausalLM and AutoTokenizer.
 
-    `on_progress(done, total)` counts the weights converted so far. A damaged or foreign file is a
-    UserError; a disk that cannot be written is the OSError it is.
+    `on_progress(done, total)` counts converted weights. A damaged or different file raises a UserError, a write error
+    an OSError.
     """
     try:
         meta, tensors = read_gguf(gguf, "llama", "smollm", "SmolLM2")
@@ -47,7 +45,7 @@ def convert_smollm2(gguf: Path, out: Path, on_progress: Callable[[int, int], Non
         weights = _weights(tensors, config, on_progress)
     except UserError:
         raise
-    # The gguf package trusts its input: a damaged file is whichever index, reshape or decode fails first.
+    # The gguf package does not validate its input, so a damaged file raises various types.
     except Exception as err:
         why = " ".join(f"{type(err).__name__}: {err}".split())[:200]
         raise UserError(f"'{gguf}' is not a readable SmolLM2 GGUF ({why}); fetch the file again") from err
@@ -63,39 +61,38 @@ def convert_smollm2(gguf: Path, out: Path, on_progress: Callable[[int, int], Non
     (out / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
     (out / "chat_template.jinja").write_text(template, encoding="utf-8")
     save_weights(weights, out / "model.safetensors")
-    # safetensors writes for the owner alone; a shared cache wants the same rights on every file.
+    # safetensors makes files readable by the owner only.
     shutil.copymode(out / "config.json", out / "model.safetensors")
 
 
 def unpermute_rotary(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """GGUF keeps each head's rotary pairs side by side (0, 1), (2, 3), ...; Hugging Face keeps halves."""
+    """Reorders rotary pairs: adjacent rows (0, 1), (2, 3), ... in GGUF, half a head apart in Hugging Face."""
     rows, columns = weight.shape
     return weight.reshape(heads, rows // heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)
 
 
 def read_gguf(path: Path, arch: str, tokenizer: str, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Metadata and tensors of a file that must be of this architecture, with this pre-tokenizer."""
+    """Returns metadata and tensors; the file must have this architecture and pre-tokenizer."""
     import numpy as np
     from gguf import GGUFReader
 
     class Reader(GGUFReader):
-        # Two mends of the package's reader: it slices a memmap once per vocabulary entry, three times as slow
-        # as a plain array over the same memory; and past the end of a damaged file it reads empty values,
-        # for as long as a damaged length says.
+        # Slicing a memmap for every vocabulary entry is three times slower than slicing an array. And past the end of
+        # a damaged file, the package's reader returns empty values instead of an error.
         @property
         def data(self) -> Any:
-            return self._plain
+            return self._array
 
         @data.setter
         def data(self, mapped: Any) -> None:
-            self._plain = np.asarray(mapped)
+            self._array = np.asarray(mapped)
 
         def _get(self, offset: int, *args: Any, **kwargs: Any) -> Any:
-            if offset >= len(self._plain):
+            if offset >= len(self._array):
                 raise EOFError("the file ends early")
             return super()._get(offset, *args, **kwargs)
 
-    # The reader would take a directory or an empty file as far as a memory map; say it plainly instead.
+    # Checked here, since the reader's error for an empty file is not clear.
     with open(path, "rb") as file:
         if file.read(4) != b"GGUF":
             raise UserError(f"'{path}' is not a GGUF file; give the GGUF of {name}")
@@ -127,9 +124,9 @@ def _config(meta: Mapping[str, Any]) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_hidden_layers": int(meta["llama.block_count"]),
         "num_key_value_heads": int(meta["llama.attention.head_count_kv"]),
-        # Stored as float32: 9.9999997e-06 is the nearest to the 1e-05 that was meant.
+        # Rounds the stored float32 9.9999997e-06 to 1e-05.
         "rms_norm_eps": float(f"{meta['llama.attention.layer_norm_rms_epsilon']:.6g}"),
-        # Older readers look at the first, newer ones at the second.
+        # Older readers use the first, newer ones the second.
         "rope_theta": rope_theta,
         "rope_parameters": {"rope_type": "default", "rope_theta": rope_theta},
         "tie_word_embeddings": True,
@@ -168,8 +165,8 @@ def _tokenizer(meta: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         return tokens[int(meta[f"tokenizer.ggml.{role}_token_id"])]
 
     return tokenizer.to_str(), {
-        # The generic class takes tokenizer.json as it stands; a named one would rebuild the pre-tokenizer
-        # its own way and lose the digit split.
+        # The generic class uses tokenizer.json unchanged; a specific one would rebuild the pre-tokenizer and lose the
+        # digit split.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "add_prefix_space": False,
         "add_bos_token": False,
@@ -184,7 +181,7 @@ def _tokenizer(meta: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def _expected(config: Mapping[str, Any]) -> dict[str, tuple[str, Shape, int]]:
-    """GGUF name -> Hugging Face name, shape, and the heads to un-permute over (0: leave as it is)."""
+    """GGUF name -> Hugging Face name, shape, and the number of heads to reorder rotary pairs in (0: none)."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     q_rows, kv_rows = heads * config["head_dim"], kv_heads * config["head_dim"]
@@ -219,38 +216,38 @@ def _weights(
         return unpermute_rotary(weight, heads[ours]) if heads[ours] else weight
 
     named = {ours: (theirs, shape) for ours, (theirs, shape, _) in expected.items()}
-    return converted(tensors, named, changed, on_progress)
+    return convert_tensors(tensors, named, changed, on_progress)
 
 
-def converted(
+def convert_tensors(
     tensors: Mapping[str, Any],
     expected: Mapping[str, tuple[str, Shape]],
     changed: Callable[[str, torch.Tensor], torch.Tensor],
     on_progress: Callable[[int, int], None],
 ) -> dict[str, torch.Tensor]:
-    """All of `expected` (a file's name -> Hugging Face's and the shape) in bf16; `changed` is by the file's name."""
+    """Returns all `expected` tensors (GGUF name -> Hugging Face name and shape), `changed` and in bf16."""
     if odd := sorted(expected.keys() ^ tensors.keys()):
         raise ValueError(f"{len(odd)} tensors missing or unknown, such as {odd[0]}")
     total, done = sum(int(tensor.n_elements) for tensor in tensors.values()), 0
     weights: dict[str, torch.Tensor] = {}
     for ours, (theirs, shape) in expected.items():
-        weight = changed(ours, dequantised(tensors[ours], shape))
+        weight = changed(ours, dequantize_tensor(tensors[ours], shape))
         weights[theirs] = weight.bfloat16().contiguous()
         done += weight.numel()
         on_progress(done, total)
     return weights
 
 
-def dequantised(tensor: Any, shape: Shape) -> torch.Tensor:
+def dequantize_tensor(tensor: Any, shape: Shape) -> torch.Tensor:
     import torch
     from gguf.quants import dequantize
 
-    # A copy, because a tensor stored as F32 comes back as a read-only view of the mapped file.
+    # A copy, since F32 tensors are read-only views of the file.
     weight = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
     if tuple(weight.shape) != shape:
         raise ValueError(f"{tensor.name} has shape {tuple(weight.shape)}, not {shape}")
     if not torch.isfinite(weight).all():
-        raise ValueError(f"{tensor.name} holds values that are not finite")
+        raise ValueError(f"{tensor.name} has values that are not finite")
     return weight
 
 
@@ -260,7 +257,7 @@ def save_weights(weights: dict[str, torch.Tensor], path: Path) -> None:
 
     try:
         save_file(weights, path, metadata={"format": "pt"})
-    except SafetensorError as err:  # a full disk, in the library's own words
+    except SafetensorError as err:  # for example a full disk
         raise OSError(str(err)) from err
 
 
