@@ -30,7 +30,7 @@ ENGINES = ("embedded", "reference", "vllm")
 MAX_SIMILAR_WARNINGS = 3
 
 
-class AcceptanceEvaluator(Protocol):
+class EvalBackend(Protocol):
     """An engine that counts accepted tokens. `measures_all_k`: one pass serves all K."""
 
     measures_all_k: bool
@@ -128,7 +128,7 @@ class Evaluation:
         self._save()
         return self.results
 
-    def _run_job(self, evaluator: AcceptanceEvaluator, job: EvalJob) -> None:
+    def _run_job(self, evaluator: EvalBackend, job: EvalJob) -> None:
         drafter = job.drafter
         for k, samples in evaluator.measure(drafter.folder, job.dataset, job.temperature, job.ks):
             labels = RowLabels(drafter.name, drafter.method, self.engine.engine, job.dataset.name, job.temperature, k)
@@ -165,7 +165,7 @@ class Evaluation:
                         jobs.append(EvalJob(drafter, dataset, temperature, ks))
         return jobs
 
-    def _order_jobs(self, jobs: list[EvalJob], evaluator: AcceptanceEvaluator) -> list[EvalJob]:
+    def _order_jobs(self, jobs: list[EvalJob], evaluator: EvalBackend) -> list[EvalJob]:
         """Sorts by drafter and K if every pair needs a new engine."""
         if evaluator.measures_all_k:
             return jobs
@@ -183,7 +183,7 @@ class Evaluation:
             and drafter.trained_draft_tokens < max_k
         ]
 
-    def _open_evaluator(self) -> AcceptanceEvaluator:
+    def _open_evaluator(self) -> EvalBackend:
         tokenizer = load_tokenizer(self.folder)
         chat_format = None if self.settings.raw else load_chat_format(self.folder, self.chat_template)
         runner = ConversationRunner(
