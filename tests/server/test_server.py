@@ -278,7 +278,7 @@ def script(folder: Path, text: str) -> Path:
     return path
 
 
-@pytest.mark.usefixtures("lines")
+@pytest.mark.usefixtures("log_lines")
 @pytest.mark.parametrize(
     ("template", "more", "response", "warning"),
     [
