@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import many
 
-from peagle.data.prompts import Prompt, read_prompts
+from peagle.data.prompts import Prompt, read_excluded_ids, read_prompts
 from peagle.errors import UserError
 
 
@@ -160,3 +160,15 @@ def test_whatever_a_row_holds_it_is_taken_or_refused(tmp_path_factory: pytest.Te
     assert len(found.rows) + len(found.rejected) + found.num_duplicates == 1 + len(rows)
     assert len({r.id for r in found.rows}) == len(found.rows)
     assert all(turn.strip() for r in found.rows for turn in r.turns)
+
+
+def test_excluded_ids_remove_prompts_and_their_renamed_duplicates(tmp_path: Path) -> None:
+    rows = [{"id": "a", "prompt": "one"}, {"id": "a", "prompt": "two"}, {"id": "b", "prompt": "three"}]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "ids.txt").write_text("# validation set\na\n\nabsent\n")
+    found = read_prompts(str(tmp_path / "p.jsonl"))
+    kept = found.exclude(read_excluded_ids(tmp_path / "ids.txt"))
+    assert [row.id for row in kept.rows] == ["b"] and kept.num_excluded == 2
+    assert kept.fingerprint != found.fingerprint
+    with pytest.raises(UserError, match="--exclude-ids"):
+        found.exclude({"a", "b"})
