@@ -138,7 +138,7 @@ class LocalServer:
         wait_until(
             lambda: not self.engine.open_streams and not self.call_in_engine(lambda llm: llm.has_unfinished_requests)
         )
-        self.call_in_engine(engines.nothing_left)
+        self.call_in_engine(engines.check_all_released)
 
     def request(
         self, path: str, body: Any = None, headers: dict[str, str] | None = None, method: str | None = None

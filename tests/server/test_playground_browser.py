@@ -51,7 +51,7 @@ FOCUSED = """
   if (e === document.body) return ["", false];
   const box = e.getBoundingClientRect(), style = getComputedStyle(e);
   const seen = style.outlineStyle !== "none" && parseFloat(style.outlineWidth) >= 2 && box.width > 0;
-  return [e.id || e.name || e.textContent.trim().slice(0, 20), seen];
+  return [e.id || e.name || e.textContent.trim().slice(0, 30), seen];
 })()
 """
 
