@@ -1,4 +1,4 @@
-"""Targets that run through transformers' own modules: the same logits, aux_hidden_states and texts, or a refusal."""
+"""Targets that run through Hugging Face transformers: equal logits, auxiliary states and outputs, or an error."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_window_that_is_only_in_the_mask(tmp_path: Path) -> None:
     saved(starcoder2(sliding_window=400), tmp_path)
     assert read_target_config(tmp_path).windows == (400,) * 4
     set_config(tmp_path, layer_types=["full_attention"] * 4)
-    with pytest.raises(UserError, match="not all of its layers attend as its config says"):
+    with pytest.raises(UserError, match="attention windows of its layers differ"):
         load_decoder(tmp_path)
 
 
