@@ -290,7 +290,7 @@ def script(folder: Path, text: str) -> Path:
         ("<tool_call>", " --tool_call_parser=xlam", ["--tool_call_parser=xlam"], ""),
     ],
 )
-def test_vllm_gets_the_tool_call_parser_of_the_template(
+def test_vllm_gets_the_call_parser_of_the_template(
     template: str | None,
     more: str,
     response: list[str],
