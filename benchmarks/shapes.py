@@ -152,7 +152,7 @@ def write_checkpoints(name: str, tiny: bool, folder: Path) -> dict[str, str]:
     from peagle.checkpoints.target import read_target_config
     from peagle.config import DrafterConfig, LayerConfig, RopeConfig
 
-    head_rope = RopeConfig(theta=500000.0, kind="llama3", factor=8.0, original_max_positions=8192)
+    head_rope = RopeConfig(theta=500000.0, rope_type="llama3", factor=8.0, original_max_positions=8192)
     shape = SHAPES[name]
     values = shape.published_config | (shape.tiny if tiny else {})
     if tiny:
