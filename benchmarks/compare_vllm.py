@@ -189,7 +189,8 @@ def run_worker(file: Path) -> None:
     folder = file.parent
     try:
         generate = (open_vllm if job["engine"] == "vllm" else open_peagle)(job)
-        _write_json(folder / "ready.json", {"seconds": time.time() - job["started"]})
+        version = sys.modules[job["engine"]].__version__
+        _write_json(folder / "ready.json", {"seconds": time.time() - job["started"], "version": version})
     except BaseException as error:
         _write_json(folder / "ready.json", {"error": f"{type(error).__name__}: {error}"[:2000]})
         traceback.print_exc()
@@ -331,6 +332,7 @@ class Comparison:
                 worker.stop()
             else:
                 self.results["start_seconds"][name] = state["seconds"]
+                self.results[f"{worker.config.engine}_version"] = state["version"]
                 started.append(worker)
         for worker in started:
             name = worker.config.name

@@ -81,14 +81,6 @@ def vllm_table(name: str) -> str:
     return markdown(["vLLM / peagle", *load_header(found.loads)], found.rows())
 
 
-def moe_table() -> str:
-    results = load_json("h200-gpt-oss-20b.json")
-    if results is None:
-        return ""
-    caption = "GPT-OSS-20B's shape (`--model gpt-oss-20b`), MXFP4 experts, acceptance length 3.30 at K=7:\n\n"
-    return caption + vllm_table("h200-gpt-oss-20b.json")
-
-
 def readme_table() -> str:
     """The fastest configuration of each engine for a target of the size people serve."""
     results = load_json("h200-llama-8b.json")
@@ -173,7 +165,6 @@ def acceptance_table() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "readme": readme_table,
     "llama-8b": lambda: vllm_table("h200-llama-8b.json"),
-    "moe": moe_table,
     "decode-step": decode_step_table,
     "methods": methods_table,
     "acceptance": acceptance_table,

@@ -193,7 +193,6 @@ def soak(
     report.seconds = time.perf_counter() - began
     assert not alive and report.finished + report.aborted == requests
     pool = llm.scheduler.pool
-    pool.reset_prefix_cache()
     pool.check_integrity([])
     assert pool.num_free_blocks == pool.num_blocks - 1, "blocks leaked"
     gc.collect()

@@ -387,7 +387,7 @@ def _explain_hub_error(err: Exception) -> str:
     from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled, RepositoryNotFoundError
 
     if isinstance(err, GatedRepoError):  # a kind of RepositoryNotFoundError
-        return "accept the model's terms on the hub and run `hf auth login`"
+        return "the model is gated on the hub: accept the model's terms there and run `hf auth login`"
     if isinstance(err, RepositoryNotFoundError):
         return "the hub has no such model (or it is private: `hf auth login`)"
     if isinstance(err, OfflineModeIsEnabled):

@@ -24,7 +24,7 @@ from peagle.kernels.gemm import linear
 from peagle.kernels.norm import rms_norm as norms
 from peagle.kernels.norm.rms_norm_torch import rms_norm_torch, silu_mul_torch
 from peagle.training.chunk_size import chain_position_bytes, depth_zero_position_bytes, fit_chunk_size
-from peagle.training.partition import DepthZeroOutputs, DrafterForward, split_chains
+from peagle.training.partition import DrafterForward, split_chains
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 LENGTHS = [40, 7, 90]
@@ -148,11 +148,11 @@ def kept_rows(variants: ModuleType, cfg: DrafterConfig) -> tuple[float, float]:
     (chunk,) = split_chains(work.rows, variants.EVERYTHING)
     given = [*drafter.parameters(), *models.target.parameters(), work.states.aux_hidden_states_NX, drafter.rope.freq]
     with Kept(given) as zero:
-        roots = view.depth_zero()
+        roots = view.run_depth_zero()
         zero.note(roots.output_ND)
-    leaves = DepthZeroOutputs.of(roots)
+    leaves = roots.detach_as_leaves()
     with Kept([*given, *leaves.tensors()]) as chains:
-        chains.note(view.chains(leaves, chunk))
+        chains.note(view.run_chains(leaves, chunk))
     return zero.bytes / len(work.batch), chains.bytes / len(chunk.anchor_R)
 
 

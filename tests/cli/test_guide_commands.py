@@ -31,7 +31,10 @@ ROOT = Path(__file__).resolve().parents[2]
 GUIDES = ("guide-training", "guide-choosing-k", "checkpoint-format", "how-it-works", "troubleshooting")
 OTHER_PROGRAMS = {"torchrun", "tensorboard", "vllm"}
 PARSED_ONLY = ("--engine vllm", "--vllm-states")
-TINY_RUN = "--steps 2 --batch-tokens 256 --max-length 96 --held-out 2 --measure-tokens 8 --layers 1 --depths 8"
+TINY_RUN = (
+    "--steps 2 --batch-tokens 256 --max-seq-len 96 --validation-size 2 --validation-tokens 8 --num-layers 1 "
+    "--num-depths 8"
+)
 SMALLER = {
     "data": "--max-tokens 24",
     "fit": f"--max-tokens 24 {TINY_RUN}",

@@ -459,7 +459,7 @@ def test_the_command_line(
     status, _, noted = peagle(*again, "--kv-cache-memory-bytes", "9000000")
     assert status == 0 and other.read_text() == (tmp_path / "o.jsonl").read_text()
     for wrong, named in (
-        (("--samples", "2", "--temperature", "0"), "--samples 2: at --temperature 0"),
+        (("--samples", "2", "--temperature", "0"), "--samples 2: all samples are equal at --temperature 0"),
         (("--lead", "4"), "--lead 4: the first sample has none"),
         (("--lead", "8", "--samples", "2"), "--lead 8: must be 0 or more, and less than --max-tokens 8"),
         (("--lead", "4", "--samples", "2", "--endpoint", "http://x"), "--lead 4: a server cannot be given"),
@@ -516,7 +516,7 @@ def test_prompts_as_they_are(target: Path, tmp_path: Path) -> None:
     assert bytes(example.token_ids) == b"Really? yes" and example.spans == ((7, 11),)
     with pytest.raises(UserError, match="--raw: .* --chat-template x.jinja"):
         load_chat_format(target, Path("x.jinja"), raw=True)
-    with pytest.raises(UserError, match="--raw: only the engine .* leave out --endpoint http://x"):
+    with pytest.raises(UserError, match="--raw: .* remove --endpoint http://x"):
         write_responses(*given, endpoint=EndpointSettings("http://x"), show_progress=False, raw=True)
 
 

@@ -570,7 +570,7 @@ def test_hub_in_every_bad_mood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     absent = LocalEntryNotFoundError("not in the cache\nat all")
     for info, says in (
         (http_error(RepositoryNotFoundError), "no such model"),
-        (http_error(GatedRepoError), "terms accepted"),
+        (http_error(GatedRepoError), "accept the model's terms"),
         (TimeoutError("timed\nout"), "TimeoutError: timed out"),
     ):
         fake = FakeHub(monkeypatch, absent, info)

@@ -233,7 +233,7 @@ def test_unsupported_configs_raise(tmp_path: Path) -> None:
     for wrong, words in (
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
         ({"hidden_activation": "silu"}, "hidden_activation"),
-        ({"per_layer_config": own | {"1": {"head_dim": 64}}}, "layers of one kind"),
+        ({"per_layer_config": own | {"1": {"head_dim": 64}}}, "layers of one type"),
         ({"per_layer_config": own | {"1": {"sliding_window": 3}}}, "sliding_window"),
     ):
         broken = tmp_path / "broken"
@@ -346,7 +346,7 @@ def test_gemma4_31b(tmp_path: Path) -> None:
     assert block_bytes(cfg, None, 2) == 16 * 2 * 2 * (50 * 16 * 256 + 10 * 4 * 512)
     # other transformers releases leave the published fields unchanged
     raw = ConfigReader(GEMMA4_31B["text_config"], tmp_path)  # type: ignore[arg-type]
-    assert gemma.gemma4_layers(raw, gemma.gemma4(raw)) == cfg.layers
+    assert gemma.read_gemma4_layers(raw, gemma.read_gemma4_layer(raw)) == cfg.layers
 
 
 def test_the_published_head_of_gemma4_31b(tmp_path: Path) -> None:
@@ -417,7 +417,6 @@ def test_random_weights(name: str, tmp_path: Path) -> None:
 def test_target_layers_that_cannot_initialize_a_drafter(tmp_path: Path) -> None:
     saved("gemma4", tmp_path)
     target = load_decoder(tmp_path)
-    drafter = Drafter(new_drafter_config(TrainConfig(layers=1), target.cfg, 7))
-    init_from_target(drafter, target, first=True)  # a sliding-window layer, like the drafter's
+    drafter = Drafter(new_drafter_config(TrainConfig(num_layers=1), target.cfg, 7))
     with pytest.raises(UserError, match="--init target: .* use random"):
-        init_from_target(drafter, target, first=False)
+        init_from_target(drafter, target)

@@ -192,11 +192,11 @@ def test_training_rows_draft_what_the_reference_drafts(name: str) -> None:
 def test_read_target_keeps_sequences_apart() -> None:
     target = pairs.load_pair("eagle3-1")[0]
     tokens_BT = sequences(3)
-    hidden, aux_hidden_states = dense.compute_target_states(target, tokens_BT, (0, 3, 5))
+    hidden, aux_hidden_states_BTN = dense.compute_target_states(target, tokens_BT, (0, 3, 5))
     for b, tokens in enumerate(tokens_BT):
         alone, aux_hidden_states = target(tokens, torch.arange(LENGTH), causal_attention, (0, 3, 5))
         torch.testing.assert_close(hidden[b], alone, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(aux_hidden_states[b], aux_hidden_states, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(aux_hidden_states_BTN[b], aux_hidden_states, atol=1e-5, rtol=1e-5)
 
 
 def direct_loss(
@@ -231,14 +231,14 @@ def test_loss(name: str) -> None:
     tokens_BT = sequences(2, 11)
     rows = dense.sample_nested_positions(11, 4, 0.75, rng_of(7))
     everything = torch.ones_like(tokens_BT, dtype=torch.bool)
-    got = dense.loss(drafter, target, tokens_BT, rows)
+    got = dense.compute_loss(drafter, target, tokens_BT, rows)
     assert float(got) == pytest.approx(direct_loss(drafter, target, tokens_BT, rows, everything), rel=1e-5)
     some = everything.clone()
     some[0, :6] = False
     some[1, 4:] = False
-    got = dense.loss(drafter, target, tokens_BT, rows, some)
+    got = dense.compute_loss(drafter, target, tokens_BT, rows, some)
     assert float(got) == pytest.approx(direct_loss(drafter, target, tokens_BT, rows, some), rel=1e-5)
-    assert float(dense.loss(drafter, target, tokens_BT, rows, ~everything)) == 0.0
+    assert float(dense.compute_loss(drafter, target, tokens_BT, rows, ~everything)) == 0.0
 
 
 def test_reduced_vocabulary_asks_only_for_what_it_has() -> None:
@@ -262,7 +262,7 @@ def test_gradients_reach_every_weight_of_the_drafter_alone(name: str) -> None:
     target, drafter = pairs.load_pair(name)
     drafter.requires_grad_(True)
     rows = dense.sample_nested_positions(LENGTH, 3, 0.9, rng_of(0))
-    dense.loss(drafter, target, sequences(), rows).backward()
+    dense.compute_loss(drafter, target, sequences(), rows).backward()
     for weight, parameter in drafter.named_parameters():
         assert parameter.grad is not None and parameter.grad.isfinite().all(), weight
         assert parameter.grad.abs().sum() > 0, weight

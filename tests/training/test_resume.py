@@ -141,7 +141,7 @@ def test_another_run_is_refused(home: Path, straight: Path) -> None:
         train(runs.recipe(home), home / "nowhere", "cpu", resume="must")
     (home / "other").mkdir()
     (home / "other" / "mine.txt").touch()
-    with pytest.raises(UserError, match="holds no run"):
+    with pytest.raises(UserError, match="holds no training run"):
         train(runs.recipe(home), home / "other", "cpu")
     with RunFolder(straight).locked(), pytest.raises(UserError, match="another process is training there"):
         train(runs.recipe(home), straight, "cpu")

@@ -144,7 +144,7 @@ def test_bf16_has_exact_masters() -> None:
 
 def test_schedules() -> None:
     def rates(decay: str, steps: int = 100) -> list[float]:
-        schedule = Schedule.from_config(TrainConfig(lr=1.0, warmup_steps=10, decay=decay, steps=steps), 1.0)  # type: ignore[arg-type]
+        schedule = Schedule.from_config(TrainConfig(lr=1.0, warmup_steps=10, lr_schedule=decay, steps=steps), 1.0)  # type: ignore[arg-type]
         return [schedule.learning_rate(s, schedule.progress(s, 0.0)) for s in range(steps)]
 
     assert rates("constant") == [min(1.0, (s + 1) / 10) for s in range(100)]
