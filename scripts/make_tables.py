@@ -93,8 +93,8 @@ def readme_table() -> str:
         rows.append([name, *(f"{rate:,.0f} ({label})" for label, rate in best)])
     rows.append(["", *(f"**{found.ratio(load):.2f}x**" for load in found.loads)])
     caption = (
-        "Llama-3.1-8B's shape on one H200, bf16, output tokens/s, each engine at its best method and K, one run\n"
-        "(random weights, synthetic acceptance: 3.40 tokens per step at K=7):\n\n"
+        "Llama-3.1-8B's shape on one H200, bf16, output tokens/s, each engine at its best method and K in one run\n"
+        "(random weights, synthetic acceptance length 3.40 at K=7):\n\n"
     )
     return caption + markdown(["", *load_header(found.loads)], rows)
 
