@@ -418,5 +418,5 @@ def test_target_layers_that_cannot_initialize_a_drafter(tmp_path: Path) -> None:
     saved("gemma4", tmp_path)
     target = load_decoder(tmp_path)
     drafter = Drafter(new_drafter_config(TrainConfig(num_layers=1), target.cfg, 7))
-    with pytest.raises(UserError, match="--init target: .* use random"):
+    with pytest.raises(UserError, match="--init target: .* use --init random"):
         init_from_target(drafter, target)

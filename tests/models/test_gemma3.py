@@ -273,22 +273,11 @@ def test_pipeline_with_a_small_model(tmp_path: Path) -> None:
     rows = way.data("--max-tokens", "24", "--temperature", "0.3")
     assert len(rows) >= 32
     check_rows(rows, tokenizer)
-    sizes = (
-        "--num-layers",
-        "1",
-        "--draft-vocab-size",
-        "128",
-        "--num-depths",
-        "4",
-        "--batch-tokens",
-        "512",
-        "--max-seq-len",
-        "96",
-    )
+    sizes = "--num-layers 1 --draft-vocab-size 128 --num-depths 4 --batch-tokens 512 --max-seq-len 96".split()
     shape = way.train(*sizes, "--steps", "60", "--validation-size", "4", "--validation-tokens", "16")
     assert shape["draft_vocab_size"] == 128 and shape["mask_token_id"] == TOKENS.index("<mask>")
     [found] = inspect_drafter(tmp_path / "drafter", "drafter", folder, "target").findings
-    assert found == "vLLM gives no hidden states of a Gemma3ForCausalLM to a drafter: serve it with peagle serve"
+    assert "Gemma3ForCausalLM" in found and "peagle serve" in found
     card = (tmp_path / "drafter" / "README.md").read_text()
     used = next(line for line in card.splitlines() if line.startswith("    peagle generate"))
     way.peagle(*shlex.split(used.replace("DIR", str(tmp_path / "drafter")))[1:], "--max-tokens", "4")
@@ -307,18 +296,7 @@ def test_pipeline_with_the_real_model(tmp_path: Path) -> None:
         tmp_path, "gemma3-270m", ["The capital of France is", "Water boils at", "def main():", "Dear Sir,"], 64
     )
     check_rows(way.data("--max-tokens", "12"), load_tokenizer(folder))
-    sizes = (
-        "--num-layers",
-        "1",
-        "--draft-vocab-size",
-        "64",
-        "--num-depths",
-        "3",
-        "--batch-tokens",
-        "64",
-        "--max-seq-len",
-        "64",
-    )
+    sizes = "--num-layers 1 --draft-vocab-size 64 --num-depths 3 --batch-tokens 64 --max-seq-len 64".split()
     shape = way.train(*sizes, "--steps", "2", "--validation-size", "0")
     assert (shape["vocab_size"], shape["draft_vocab_size"], shape["mask_token_id"]) == (262144, 64, 4)
     options = {"device": "cpu", "dtype": "float32", "max_model_len": 64, "max_num_seqs": 1}

@@ -143,12 +143,12 @@ def test_another_run_is_refused(home: Path, straight: Path) -> None:
     (home / "other" / "mine.txt").touch()
     with pytest.raises(UserError, match="holds no training run"):
         train(runs.recipe(home), home / "other", "cpu")
-    with RunFolder(straight).locked(), pytest.raises(UserError, match="another process is training there"):
+    with RunFolder(straight).lock(), pytest.raises(UserError, match="another process is training"):
         train(runs.recipe(home), straight, "cpu")
     recipe = runs.recipe(home)
     runs.data_file(home, rows=47)
     try:
-        with pytest.raises(UserError, match="its data had 48 conversations, now 47"):
+        with pytest.raises(UserError, match="48.* 47"):
             train(recipe, straight, "cpu")
     finally:
         runs.data_file(home)
