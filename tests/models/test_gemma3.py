@@ -234,8 +234,12 @@ class Pipeline:
         """Returns the acceptance length by K."""
         asked = ("-d", str(self.home / "drafter"), "--data", str(self.home / "prompts.jsonl"), "--raw", "--json")
         said = json.loads(self.peagle("eval", self.target, *asked, "--max-model-len", str(self.longest), *words))
-        whole = [row for row in said["rows"] if row["category"] is row["context"] is None and row["loops"] == "all"]
-        return {row["k"]: row["acceptance_length"] for row in whole}
+        whole = [
+            row
+            for row in said["rows"]
+            if row["category"] is row["context_range"] is None and row["looping_responses"] == "included"
+        ]
+        return {row["num_speculative_tokens"]: row["acceptance_length"] for row in whole}
 
     def served(self, prompt: str, tokens: int, *words: str) -> str:
         server = ServerProcess(self.target, *words, "--max-model-len", str(self.longest), "--max-num-seqs", "2")
