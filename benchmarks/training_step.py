@@ -1,28 +1,20 @@
-"""One training step of a drafter: time, peak memory and share of the matrix rate, by length, in several ways.
+"""One training step of a P-EAGLE drafter: time, peak memory and share of the GPU's matrix rate, by sequence length.
 
     python benchmarks/training_step.py --speculators-path DEST --out training_step.json
-    python benchmarks/training_step.py --shape small --out training_phases.json
 
-A step is forward and backward of one sequence, gradients of every drafter parameter, no optimizer: 4 layers of the
-8B shape, vocabulary 128,256, 8 depths, rate 0.8, KL to the target's distributions; bf16 weights, embeddings and head
-shared and frozen. The target's states are noise on the device, all tokens are asked; choosing the rows is a data
-loader's work and not timed. Variants: see `training_variants.py`, and
+A step is forward and backward of one sequence without the optimizer: 4 layers of the 8B shape, vocabulary 128,256,
+8 depths, down_sample_ratio 0.8, KL to the target's distribution, bf16 weights, frozen embeddings and LM head. Hidden
+states of the target are random. Variants (training_variants.py):
 
-    ours-again    ours, with layers recomputed on the way back
-    speculators   speculators 0.9.0's P-EAGLE model and fused KL loss as its trainer calls them: fp32 weights under
-                  bf16 autocast, torch.compile, here with frozen embeddings too; no limit on anchors, no floor on the
-                  rate. What its data loader alone needs may be missing and is then left out of the import.
-                  Compiled for each length alone, as its trainer's batches have one length: a minute or two each,
-                  with the few sorts of its mask left to torch (see `training_speculators.py`)
-    speculators-eager   the same model and loss, uncompiled but for attention and its mask: what is left to compare
-                  where compiling does not end
+    ours                the sequence partition of peagle.training
+    ours-again          with activation checkpointing
+    whole, logits       depth 0 and all chains in one autograd graph; with full logits
+    algorithm1          the paper's Algorithm 1
+    speculators         speculators 0.9.0 as its trainer runs it: fp32 weights, bf16 autocast, torch.compile
+    speculators-eager   the same without torch.compile
 
-Every variant is a process of its own; lengths go up until one does not fit, which is recorded. Peak memory is
-`max_memory_allocated` over a step, with weights, gradients and the step's inputs in it. Results are added to --out as
-they come, `--resume` measures what is missing. Prints a table, then one JSON line.
-
-`--shape small`: a whole step on SmolLM2-135M's shape, 32K tokens of packed documents, with the target's pass and the
-optimizer, by phase. `--tiny` runs everything on the CPU in a toy size, to try the script itself.
+Every variant is a process of its own and stops at the first length that does not fit. Results are added to --out as
+they come; --resume measures what is missing. --tiny runs toy sizes on the CPU. Prints a table, then one JSON line.
 """
 
 from __future__ import annotations
@@ -47,8 +39,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 LENGTHS = [2048, 4096, 8192, 16384, 20480, 32768, 65536]
 QUICK = [2048, 8192, 20480]
-MATRIX_RATE = 790e12  # bf16 products a second on an H200, measured
-COPY_RATE = 4.3e12  # bytes a second, read and written
+MATRIX_RATE = 790e12  # bf16 FLOP/s of GEMMs on an H200, measured
 GB = 10**9
 PROFILED = ("ours", "speculators", "speculators-eager")
 KINDS = {
@@ -61,7 +52,7 @@ Json = dict[str, Any]
 
 
 def plan(args: argparse.Namespace) -> list[Json]:
-    """Processes in the order of their worth: what stays unmeasured when time is up is the last."""
+    """Processes, the most important first, since time may run out."""
     if args.tiny:
         lengths = [128, 256]
     else:
@@ -93,7 +84,7 @@ def plan(args: argparse.Namespace) -> list[Json]:
 
 
 def measure(step: Callable[[], None], job: Json, clear: Callable[[], None]) -> Json:
-    """Once to warm up, then by events, three times if that is short; one more under the profiler, if it is asked."""
+    """One warm-up step, up to three timed steps, and one under the profiler."""
     import torch
 
     cuda = job["device"] == "cuda"
@@ -130,13 +121,13 @@ def measure(step: Callable[[], None], job: Json, clear: Callable[[], None]) -> J
             clear()
             try:
                 found["kernels_ms"] = profiled(step)
-            except RuntimeError as error:  # what was timed counts without it
+            except RuntimeError as error:  # the timing stays valid
                 found["profile_error"] = f"{type(error).__name__}: {error}"[:300]
     return found
 
 
 def profiled(step: Callable[[], None]) -> Json:
-    """Milliseconds of one step's kernels by kind; what is missing to the step's time is gaps between them."""
+    """Milliseconds of one step's kernels by kind."""
     import torch
 
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -179,9 +170,9 @@ def our_steps(job: Json) -> Callable[[int], Json]:
 
 
 def worker(file: Path) -> None:
-    """Lengths one after another, a line for each; the first that fails is the last."""
+    """Measures one length after another until one fails; writes one line each."""
     job = json.loads(file.read_text())
-    faulthandler.dump_traceback_later(max(1, job["seconds"] - 5))  # where it stands, before time is up
+    faulthandler.dump_traceback_later(max(1, job["seconds"] - 5))  # a stack trace before the time limit
     lines = file.with_name("records.jsonl")
     import torch
 
@@ -193,11 +184,6 @@ def worker(file: Path) -> None:
             into.write(json.dumps({"variant": job["variant"], **record}) + "\n")
 
     try:
-        if job["variant"] == "phases":
-            from training_phases import phases
-
-            write({"tokens": job["lengths"][0], **phases(job, MATRIX_RATE, COPY_RATE, kind_of)})
-            return
         if job["variant"].startswith("speculators"):
             from training_speculators import speculators_steps
 
@@ -263,7 +249,7 @@ class Session:
             "lengths": lengths,
             "seconds": limit - time.time(),
             "device": "cpu" if self.args.tiny else "cuda",
-            "shape": "tiny" if self.args.tiny else self.args.shape,
+            "shape": "tiny" if self.args.tiny else "8b",
             "chunk_rows": self.args.chunk_rows,
             "speculators_path": self.args.speculators_path,
         }
@@ -273,7 +259,7 @@ class Session:
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         env = os.environ | {"PYTHONPATH": path, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
         if job["variant"].startswith("speculators"):
-            # by the worker itself, so that it can say what it compiles
+            # compile in the worker, which logs each stage
             env["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
         command = [sys.executable, str(Path(__file__).resolve()), "--worker", str(file)]
         self.say(f"measuring {job['variant']} at {lengths}, {limit - time.time():.0f} s at most")
@@ -296,19 +282,19 @@ class Session:
                     break
                 time.sleep(0.1)
         finally:
-            if process.poll() is None:  # with what it started: compilers
+            if process.poll() is None:  # with its compiler processes
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         text = (folder / "log.txt").read_text(errors="replace")
         if process.returncode:
-            where = text.rfind("most recent call first")  # of a worker that ran out of time: its innermost frames
+            where = text.rfind("most recent call first")  # a worker that ran out of time: its innermost frames
             print(text[-3000:] if where < 0 else text[where : where + 3000], flush=True)
             if seen == 0 and process.returncode > 0:
                 self.results["notes"].append(f"{job['variant']} ended with {process.returncode}: {text[-600:]}")
         self.save()
 
     def repeat_stages(self, log: Path, heard: int) -> int:
-        """What a worker says of its progress since byte `heard` of its log; up to where was heard."""
+        """Prints the worker's stage lines after byte `heard` of its log; returns the new position."""
         with open(log, "rb") as lines:
             lines.seek(heard)
             for line in lines:
@@ -330,7 +316,7 @@ class Session:
         self.save()
 
     def goals(self) -> list[str]:
-        """What was to be reached, beside what was."""
+        """Summary lines: memory and speed relative to the other variants."""
         found = []
         ours, whole = self.of("ours"), self.of("whole")
         if 65536 in ours:
@@ -382,9 +368,6 @@ def table(records: list[Json]) -> str:
     columns = ["tokens", "ms", "tok/s", "peak GB", "TFLOP", "of 790", "attention", "products", "loss", "rest", "gaps"]
     lines = [f"{'variant':18}" + "".join(f"{name:>11}" for name in columns)]
     for r in records:
-        if r["variant"] == "phases":
-            lines += r.get("lines", [r.get("error", "")])
-            continue
         head = f"{r['variant']:18}{r['tokens']:>11,}"
         if "error" in r:
             lines.append(f"{head}  {r['error'][:120]}")
@@ -401,15 +384,12 @@ def table(records: list[Json]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=["8b", "small"], default="8b")
-    parser.add_argument("--lengths", type=int, nargs="+", help="tokens; 2K to 64K if not given")
-    parser.add_argument("--quick", action="store_true", help="2K, 8K and 20K alone")
-    parser.add_argument("--variants", help="by commas; all if not given")
-    parser.add_argument(
-        "--chunk-rows", type=int, help="chain rows of a chunk or segment; from free memory if not given"
-    )
-    parser.add_argument("--speculators-path", help="a folder with speculators 0.9.0; without it, it is left out")
-    parser.add_argument("--seconds", type=float, default=360, help="for all; what does not fit stays unmeasured")
+    parser.add_argument("--lengths", type=int, nargs="+", help="sequence lengths; default 2K to 64K")
+    parser.add_argument("--quick", action="store_true", help="2K, 8K and 20K only")
+    parser.add_argument("--variants", help="comma-separated; default all")
+    parser.add_argument("--chunk-rows", type=int, help="chain positions per chunk; default from free memory")
+    parser.add_argument("--speculators-path", help="folder with speculators 0.9.0; default: not measured")
+    parser.add_argument("--seconds", type=float, default=360, help="wall-clock limit for everything")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--tiny", action="store_true")
@@ -420,12 +400,8 @@ def main() -> None:
         return
     session = Session(args)
     try:
-        if args.shape == "small":
-            tokens = args.lengths or [512 if args.tiny else 32768]
-            session.run({"variant": "phases", "lengths": tokens[:1], "seconds": args.seconds})
-        else:
-            for job in plan(args):
-                session.run(job)
+        for job in plan(args):
+            session.run(job)
         session.report()
     finally:
         shutil.rmtree(session.scratch, ignore_errors=True)

@@ -19,7 +19,7 @@ Facts = tuple[tuple[str, str], ...]  # (name, value)
 
 
 @dataclass(frozen=True)
-class AcceptanceRow:
+class CardAcceptance:
     """One row of the acceptance table."""
 
     prompts: str
@@ -42,7 +42,7 @@ class ModelCard:
     training: Facts
     command: str
     versions: Facts
-    acceptance: tuple[AcceptanceRow, ...]
+    acceptance: tuple[CardAcceptance, ...]
     method: str = "Greedy."  # how acceptance was measured
     raw: bool = False
 

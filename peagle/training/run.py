@@ -23,7 +23,7 @@ from peagle.errors import UserError
 from peagle.hub.resolve import resolve_target
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
-from peagle.training.card import AcceptanceRow, Facts, ModelCard, write_card
+from peagle.training.card import CardAcceptance, Facts, ModelCard, write_card
 from peagle.training.chunk_size import auto_chunk_size, fit_chunk_size, free_gpu_bytes
 from peagle.training.cuda_graphs import BatchPadder, GraphedStep
 from peagle.training.distributed import DistributedContext, init_distributed, shard_target
@@ -299,9 +299,9 @@ def write_drafter(into: Path, drafter: Drafter, num_depths: int) -> None:
     write_json(values, into / "config.json")
 
 
-def acceptance_row(measured: ValidationAcceptance, num_speculative_tokens: int) -> AcceptanceRow:
+def acceptance_row(measured: ValidationAcceptance, num_speculative_tokens: int) -> CardAcceptance:
     regular = measured.without_loops
-    return AcceptanceRow(
+    return CardAcceptance(
         "validation set",
         measured.num_responses,
         num_speculative_tokens,
@@ -313,7 +313,7 @@ def acceptance_row(measured: ValidationAcceptance, num_speculative_tokens: int) 
 
 
 def build_card(
-    inputs: TrainingInputs, name: str, drafter: Drafter, state: TrainingState, rows: tuple[AcceptanceRow, ...]
+    inputs: TrainingInputs, name: str, drafter: Drafter, state: TrainingState, rows: tuple[CardAcceptance, ...]
 ) -> ModelCard:
     cfg, stats = inputs.recipe.train, inputs.dataset_stats()
     data: Facts = (
@@ -347,14 +347,14 @@ def build_card(
     )
 
 
-def evaluate_checkpoint(recipe: Recipe, out: Path, device: str) -> list[AcceptanceRow]:
+def evaluate_checkpoint(recipe: Recipe, out: Path, device: str) -> list[CardAcceptance]:
     """Measures the published checkpoint at several K and adds the table to its card. Keeps an earlier result."""
     folder = RunFolder(out)
     kept, state = folder.inner / "measured.json", folder.read_state()
     if kept.exists():
         values = read_json(kept)
         if values["best_step"] == state.best_step and values["step"] == state.step:
-            return [AcceptanceRow(**{**r, "acceptance_rates": tuple(r["acceptance_rates"])}) for r in values["table"]]
+            return [CardAcceptance(**{**r, "acceptance_rates": tuple(r["acceptance_rates"])}) for r in values["table"]]
     inputs, where = load_training_inputs(recipe), parse_device(device)
     target = load_decoder(inputs.target_folder, training_dtype(recipe.train.dtype, where), where)
     weight = target.embed_tokens.weight

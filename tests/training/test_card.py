@@ -11,7 +11,7 @@ import pairs
 import pytest
 
 from peagle.errors import UserError
-from peagle.training.card import AcceptanceRow, ModelCard, format_card, write_card
+from peagle.training.card import CardAcceptance, ModelCard, format_card, write_card
 
 CARD = ModelCard(
     name="little-drafter",
@@ -24,8 +24,8 @@ CARD = ModelCard(
     command="peagle train --data a.jsonl \\\n  --out DIR",
     versions=(("peagle", "0.1.0"), ("torch", "2.11")),
     acceptance=(
-        AcceptanceRow("MT-Bench", 80, 5, 2.345, (0.7, 0.4, 0.2, 0.04, 0.005), 2.1, 7),
-        AcceptanceRow("a|b", 4, 2, 1.5, (0.5, 0.0)),
+        CardAcceptance("MT-Bench", 80, 5, 2.345, (0.7, 0.4, 0.2, 0.04, 0.005), 2.1, 7),
+        CardAcceptance("a|b", 4, 2, 1.5, (0.5, 0.0)),
     ),
 )
 
