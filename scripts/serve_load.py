@@ -1,16 +1,15 @@
-"""Many streaming clients at one `peagle serve`: every answer is compared with the engine's own.
+"""Load a `peagle serve` process with many streaming clients and compare every response with the engine's own.
 
     python scripts/serve_load.py --mode steady --clients 500
-    python scripts/serve_load.py --mode overload --clients 500 -- --max-queue 32
+    python scripts/serve_load.py --mode overload --clients 500 -- --max-queued-requests 32
     python scripts/serve_load.py --mode soak --clients 16 --seconds 300
 
-steady: all clients ask at once, each `--repeats` times. overload: the same against a queue that is too short; whoever
-is refused must be told so at once, and afterwards everybody must be served. soak: clients ask again and again, one in
-ten hangs up in mid-answer; memory and blocks must stay flat. What stands behind `--` goes to the server. With `--url`
-a server that runs already is asked, and must have the same target.
+steady: all clients send a request at once, --repeats times. overload: the same with a short queue; rejected clients
+retry afterwards and must succeed. soak: clients send requests in a loop and one in ten disconnects early; memory and
+KV blocks must not grow. Arguments after `--` go to the server. --url uses a running server with the same target.
 
-Prompts, and for every other client a seed, differ, so that an answer tells whose it is. Wanted texts come from the
-engine in this process before the server starts. Prints a table, then one JSON line.
+Prompts differ, and every other client has its own seed, so that a response identifies its request. Expected texts are
+generated in this process before the server starts. Prints a table, then one JSON line.
 """
 
 from __future__ import annotations
@@ -39,17 +38,17 @@ from peagle.results.provenance import Provenance
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "LICENSE").read_text()
 PROMPT_CHARACTERS = 24
-HANGS_UP = 10  # one in so many, in a soak
-WATCH_S = {"steady": 0.25, "overload": 0.25, "soak": 1.0}  # between two looks at /metrics
-AGAIN = 32  # requests after an overload
-SETTLE_S = 20.0  # for the last requests to leave the engine
+HANGS_UP = 10  # soak: one request in this many is aborted
+WATCH_S = {"steady": 0.25, "overload": 0.25, "soak": 1.0}  # seconds between two reads of /metrics
+AGAIN = 32  # concurrent retries after an overload
+SETTLE_S = 20.0  # time for the last requests to finish
 START_S = 300.0
 MIB = 1 << 20
 
 
 @dataclass(frozen=True)
 class Ask:
-    """One client's question and the only right answer."""
+    """A request and its expected response."""
 
     path: str
     body: dict[str, Any]
@@ -60,7 +59,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a request: ok, lost, mixed (another's answer), differs, refused (429, 503) or left (by us)."""
+    """Outcome of a request: ok, lost, mixed (another's response), differs, refused (429, 503) or left (aborted)."""
 
     kind: str
     seconds: float
@@ -80,7 +79,7 @@ class Sample:
         return self.values.get(name, 0.0)
 
 
-FLAT_MIB = 48.0  # that memory may grow in the second half of a soak: what the allocator does not give back
+FLAT_MIB = 48.0  # allowed memory growth in the second half of a soak
 
 
 @dataclass
@@ -102,12 +101,12 @@ class Report:
     ttft_ms: dict[str, float] = field(default_factory=dict)
     e2e_ms: dict[str, float] = field(default_factory=dict)
     refusal_ms: dict[str, float] = field(default_factory=dict)
-    metrics_ms: dict[str, float] = field(default_factory=dict)  # what a look at /metrics took meanwhile
+    metrics_ms: dict[str, float] = field(default_factory=dict)  # latency of /metrics under load
     most_running: int = 0
     most_waiting: int = 0
     most_kv_use: float = 0.0
-    kv_use_left: float = 0.0  # once everybody is gone
-    uncounted_tokens: int = 0  # that clients got and the server's counter does not have; only where nobody left
+    kv_use_left: float = 0.0  # after all requests have finished
+    uncounted_tokens: int = 0  # received by clients but missing in the server's counter
     rss_mib: dict[str, float] = field(default_factory=dict)
     rss_grown_mib: float = 0.0  # soak: from the second quarter of the time to the last
     recovered_s: float | None = None  # overload: from the end of the burst to the next answer
@@ -115,11 +114,11 @@ class Report:
     failures: dict[str, int] = field(default_factory=dict)
 
 
-# What must come back
+# Expected responses
 
 
 def make_asks(target: str, drafter: str | None, count: int, tokens: int, **engine: Any) -> list[Ask]:
-    """`count` different prompts, answered by the engine itself; half of them as chats, where there is a template."""
+    """`count` different prompts with the engine's responses; half are chats if the target has a template."""
     from peagle.engine.llm import LLM, Prompt
 
     llm = LLM(target, drafter, **engine)
@@ -132,7 +131,7 @@ def make_asks(target: str, drafter: str | None, count: int, tokens: int, **engin
     for i in range(count):
         place = i * step % (len(TEXT) - PROMPT_CHARACTERS)
         prompt = TEXT[place : place + PROMPT_CHARACTERS]
-        # half of them sampled, with a seed of their own: even equal prompts get answers that tell them apart
+        # half are sampled with their own seed, so that responses differ
         own = {"temperature": 0.0} if i % 2 else {"temperature": 0.8, "seed": i}
         if chats and i % 4 < 2:
             messages = [{"role": "user", "content": prompt}]
@@ -221,7 +220,7 @@ async def look(client: AsyncHttpClient) -> Sample:
 
 
 class Load:
-    """One run against one server: its clients, what became of their requests, what /metrics said meanwhile."""
+    """One run against one server: clients, outcomes and metrics."""
 
     def __init__(self, url: str, mode: str, asks: Sequence[Ask], clients: int) -> None:
         self.address, self.asks, self.mode = parse_server_url(url), asks, mode
@@ -249,7 +248,7 @@ class Load:
                 await asyncio.sleep(WATCH_S[self.mode])
 
     async def at_once(self, clients: int, repeats: float = math.inf, seconds: float = math.inf) -> list[Outcome]:
-        """Each client, on a connection of its own, asks again when it is answered."""
+        """Each client has its own connection and sends the next request after a response."""
         end = time.perf_counter() + seconds
 
         async def one(number: int) -> list[Outcome]:
@@ -265,7 +264,7 @@ class Load:
         return [o for found in await asyncio.gather(*map(one, range(clients))) for o in found]
 
     async def settled(self) -> Sample:
-        """Once the engine has nothing left to do."""
+        """Reads the metrics after the engine has become idle."""
         async with self.client() as client:
             end = time.perf_counter() + SETTLE_S
             while True:
@@ -298,7 +297,7 @@ class Load:
         return self.report
 
     async def recover(self) -> None:
-        """Whoever was refused asks again, few at a time: now all must be served."""
+        """Rejected requests are sent again, a few at a time; all must succeed."""
         began = time.perf_counter()
         async with self.client() as client:
             while (await ask(client, self.model, self.asks[0], self.texts)).kind == "refused":
@@ -358,7 +357,7 @@ def percentiles(seconds: Sequence[float]) -> dict[str, float]:
 
 @contextmanager
 def serving(target: str, drafter: str | None, flags: Sequence[str]) -> Iterator[str]:
-    """`peagle serve` in a process of its own, until the block ends."""
+    """Runs `peagle serve` as a child process within the block."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
