@@ -1,5 +1,4 @@
-"""`peagle states` with stock vLLM over HTTP, on the CPU: the printed command starts a server that writes the states. A
-drafter trained on them, beside the target's tables alone, is the one that is trained beside the target."""
+"""`peagle hidden-states` with a stock vLLM server on the CPU: training on its files equals online training."""
 
 from __future__ import annotations
 
@@ -21,8 +20,7 @@ from peagle.cli import app
 from peagle.training.run import train
 
 pytestmark = pytest.mark.vllm
-# The connector asks for two things that only a GPU has: pinned memory, and events that know whether they are over. vLLM
-# puts events of its own in place when it starts a worker, so they are watched for.
+# The connector needs pinned memory and CUDA events, which a CPU has not: replace both in the server process.
 ON_A_CPU = """
 import threading, time, torch
 empty_like = torch.empty_like
@@ -69,7 +67,7 @@ def test_a_server_writes_what_a_drafter_is_trained_on(tmp_path: Path) -> None:
             done = CliRunner().invoke(app, [*states, "--endpoint", url])
         finally:
             process.terminate()
-    assert done.exit_code == 0 and "48 rows were sent" in done.output, (done.output, done.exception)
+    assert done.exit_code == 0 and "48 rows sent" in done.output, (done.output, done.exception)
     kept = []
     for name, recipe in (("read", read), ("online", online)):
         assert train(recipe, tmp_path / name, "cpu").finished

@@ -1,5 +1,4 @@
-"""Hidden states that stock vLLM extracts, on the CPU, against the target run here: which layers, which order, which
-norm, which tokens."""
+"""Hidden states extracted by stock vLLM on the CPU equal those of the target here: layers, order, norm, tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ LONGEST = 90
 
 
 def rows() -> ResponseDataset:
-    """Of several lengths, one of them too long for what is trained on."""
+    """Rows of several lengths, one beyond the maximum."""
     lengths = [17, 40, 1, 100, 64]
     tokens = [np.frombuffer(TEXT[300 * i : 300 * i + n], np.uint8).astype(np.int32) for i, n in enumerate(lengths)]
     return ResponseDataset(
@@ -32,7 +31,7 @@ def rows() -> ResponseDataset:
         span_S2=np.array([(n // 2, n) for n in lengths], np.int32),
         span_offset_E=np.arange(len(lengths) + 1),
         row_ids=tuple(f"row-{i}" for i in range(len(lengths))),
-        chosen=np.arange(len(lengths)),
+        selected=np.arange(len(lengths)),
     )
 
 
@@ -59,7 +58,7 @@ def extract(prompts: list[list[int]], layers: tuple[int, ...], into: Path, patch
             "kv_connector_extra_config": {"shared_storage_path": str(into)},
         },
     )
-    # The connector asks for two things that only a GPU has: pinned memory, and events that know whether they are over.
+    # The connector needs pinned memory and CUDA events, which a CPU has not.
     empty_like = torch.empty_like
 
     def unpinned(x: torch.Tensor, *, pin_memory: bool = False, **options: Any) -> torch.Tensor:
@@ -81,7 +80,7 @@ def test_vllm_keeps_what_the_target_says(tmp_path: Path, monkeypatch: pytest.Mon
     prompts = [row.token_ids.tolist() for row in documents_in_order(pack(examples, LONGEST))]
     assert [len(p) for p in prompts] == [17, 40, 1, 90, 64]
     with monkeypatch.context() as patch:
-        extract(prompts, required_layer_ids(target, AUX_LAYER_IDS), tmp_path, patch)
+        extract(prompts, required_layer_ids(target.cfg, AUX_LAYER_IDS), tmp_path, patch)
     source, online = (
         VllmHiddenStates(tmp_path, target, AUX_LAYER_IDS, LONGEST),
         OnlineHiddenStates(target, AUX_LAYER_IDS),
