@@ -21,7 +21,7 @@ from peagle.display import DRAFT_STYLE, TARGET_STYLE, TokenTextSplitter
 if TYPE_CHECKING:
     from rich.console import ConsoleOptions, RenderResult
 
-SIDE_BY_SIDE_WIDTH = 120  # columns from which the panes stand beside each other
+SIDE_BY_SIDE_WIDTH = 120  # terminal columns needed for panes side by side
 PLAIN_WIDTH = 100  # without a terminal
 REDRAW_S = 0.07
 TITLES = {"alone": "target alone", "EAGLE-3": "with EAGLE-3", "P-EAGLE": "with P-EAGLE"}

@@ -745,12 +745,12 @@ BAD_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "mask id true": (dict.fromkeys(MASK_NAMES, True), "True"),
     "another width": ({"target_hidden_size": 32}, "target_hidden_size is 32"),
     "another vocabulary": ({"vocab_size": 159}, "vocab_size is 159"),
-    "a tap too far": ({"eagle_aux_hidden_state_layer_ids": [1, 2, 6]}, "aux_layer_ids contains layer 6"),
-    "a tap twice": ({"eagle_aux_hidden_state_layer_ids": [1, 1, 2]}, "eagle_aux_hidden_state_layer_ids"),
-    "a tap below": ({"eagle_aux_hidden_state_layer_ids": [-1, 1, 2]}, "eagle_aux_hidden_state_layer_ids"),
-    "a tap of text": ({"eagle_aux_hidden_state_layer_ids": [1, "2", 4]}, "eagle_aux_hidden_state_layer_ids"),
-    "a tap of truth": ({"eagle_aux_hidden_state_layer_ids": [True, 2, 4]}, "eagle_aux_hidden_state_layer_ids"),
-    "one tap alone": ({"eagle_aux_hidden_state_layer_ids": 2}, "eagle_aux_hidden_state_layer_ids"),
+    "layer id too large": ({"eagle_aux_hidden_state_layer_ids": [1, 2, 6]}, "aux_layer_ids contains layer 6"),
+    "repeated layer id": ({"eagle_aux_hidden_state_layer_ids": [1, 1, 2]}, "eagle_aux_hidden_state_layer_ids"),
+    "negative layer id": ({"eagle_aux_hidden_state_layer_ids": [-1, 1, 2]}, "eagle_aux_hidden_state_layer_ids"),
+    "layer id as text": ({"eagle_aux_hidden_state_layer_ids": [1, "2", 4]}, "eagle_aux_hidden_state_layer_ids"),
+    "layer id as a boolean": ({"eagle_aux_hidden_state_layer_ids": [True, 2, 4]}, "eagle_aux_hidden_state_layer_ids"),
+    "one layer id, not a list": ({"eagle_aux_hidden_state_layer_ids": 2}, "eagle_aux_hidden_state_layer_ids"),
     "two aux_hidden_states": ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, "expected [1, 1, 128]"),
     "no aux_hidden_states anywhere": (
         {
