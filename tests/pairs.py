@@ -13,6 +13,7 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import dense_reference as dense
 import torch
 
 from peagle.checkpoints.drafter import load_drafter, save_drafter
@@ -22,7 +23,6 @@ from peagle.checkpoints.tensor_layout import build_layout, split_parameters
 from peagle.config import DecoderConfig, DrafterConfig, LayerConfig, RopeConfig
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
-from peagle.training import dense_reference as dense
 
 ROOT = Path(__file__).parent.parent
 FIXTURES = Path(__file__).parent / "fixtures" / "pairs"

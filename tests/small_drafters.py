@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
+import dense_reference as dense
 import pairs
 import torch
 from torch import Tensor
@@ -13,7 +14,6 @@ from peagle.config import DrafterConfig
 from peagle.data.batches import PackedBatch
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
-from peagle.training import dense_reference as dense
 from peagle.training.hidden_states.online import TargetHiddenStates
 
 PARALLEL = replace(pairs.BASE, mask_token_id=pairs.MASK_ID)

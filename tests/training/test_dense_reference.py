@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import dense_reference as dense
 import pairs
 import pytest
 import torch
@@ -16,7 +17,6 @@ from peagle.kernels.attention.dense import causal_attention
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
 from peagle.speculative.reference import propose_draft_tokens
-from peagle.training import dense_reference as dense
 
 LENGTH = 14
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import dense_reference as dense
 import forks
 import numpy as np
 import pairs
@@ -27,7 +28,6 @@ from peagle.data.dataset import ResponseDataset, TrainingExample
 from peagle.errors import UserError
 from peagle.kernels.attention.dense import causal_attention
 from peagle.models.decoder import Decoder
-from peagle.training import dense_reference as dense
 from peagle.training.hidden_states import cache as tap_cache
 from peagle.training.hidden_states import online as aux_hidden_states
 from peagle.training.hidden_states.cache import CachedDocument, HiddenStatesCache, plan_shards, prepare_cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import dense_reference as dense
 import pytest
 import torch
 from packed import packed_batch
@@ -23,7 +24,6 @@ from torch import Tensor
 from peagle.config import OBJECTIVES, Objective
 from peagle.data.batches import PackedBatch
 from peagle.models.drafter import Drafter
-from peagle.training import dense_reference as dense
 from peagle.training.cod_sampling import CodPositions, all_cod_positions, sample_cod_positions, sampling_generator
 from peagle.training.hidden_states.online import TargetHiddenStates
 from peagle.training.loss import DraftLoss, LossSettings, depth_weights, position_weights

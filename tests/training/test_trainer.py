@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import dense_reference as dense
 import pairs
 import pytest
 import runs
@@ -29,7 +30,6 @@ from peagle.data.batches import BatchCursor, PackedBatch, batches
 from peagle.data.dataset import load_responses
 from peagle.errors import UserError
 from peagle.models.drafter import Drafter
-from peagle.training import dense_reference as dense
 from peagle.training import resume
 from peagle.training.cod_sampling import CodPositions, sample_cod_positions, sampling_generator
 from peagle.training.distributed import DistributedContext
