@@ -38,10 +38,11 @@ def hidden_states(
 
     Without --endpoint, print the command that starts such a server. Rows with a file are not sent again.
     """
+    from peagle.training.drafter_init import plan_drafter_config
     from peagle.training.hidden_states.vllm_client import request_hidden_states, vllm_serve_command
     from peagle.training.hidden_states.vllm_files import HiddenStatesFiles
     from peagle.training.recipe import make_recipe
-    from peagle.training.run import load_training_inputs, plan_drafter_config
+    from peagle.training.run import load_training_inputs
 
     made = make_recipe(recipe, {})
     if made.train.vllm_hidden_states is None:

@@ -144,7 +144,7 @@ def train(
     if num_gpus < 1:
         raise UserError(f"--num-gpus {num_gpus}: must be at least 1")
     if dry_run:
-        from peagle.training.run import plan_run
+        from peagle.training.dry_run import plan_run
 
         plan = plan_run(made, out, _resolve_device(device), num_gpus, tokens_per_second)
         print(json.dumps(plan.as_json()) if as_json else plan.text())

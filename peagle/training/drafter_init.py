@@ -104,8 +104,8 @@ def _parse_mask_token(
     return token_id
 
 
-def new_drafter_config(cfg: TrainConfig, target: DecoderConfig, mask_token_id: int | None) -> DrafterConfig:
-    """The config of a drafter with the target's width and vocabulary."""
+def new_drafter_config(cfg: TrainConfig, target: DecoderConfig) -> DrafterConfig:
+    """The config of a drafter with the target's width and vocabulary, still without a mask token."""
     aux_layer_ids = cfg.aux_layer_ids
     if aux_layer_ids is None:
         aux_layer_ids = tuple(i for i in target.default_aux_layer_ids if i >= 0)
@@ -131,7 +131,6 @@ def new_drafter_config(cfg: TrainConfig, target: DecoderConfig, mask_token_id: i
         max_positions=target.max_positions,
         target_hidden_size=target.layer.hidden_size,
         aux_layer_ids=aux_layer_ids,
-        mask_token_id=mask_token_id,
         fc_norm=cfg.fc_norm,
         own_embeddings=cfg.train_embeddings,
         own_head=cfg.train_lm_head or vocab_size != target.vocab_size,
@@ -169,6 +168,11 @@ def config_from_folder(cfg: TrainConfig, target: DecoderConfig) -> DrafterConfig
     )
 
 
+def plan_drafter_config(cfg: TrainConfig, target: DecoderConfig) -> DrafterConfig:
+    """The config of a run's drafter; `create_drafter` chooses the mask token."""
+    return new_drafter_config(cfg, target) if cfg.init in INIT_MODES else config_from_folder(cfg, target)
+
+
 def create_drafter(
     cfg: TrainConfig,
     target: Decoder,
@@ -177,8 +181,7 @@ def create_drafter(
     data: TokenCounts,
 ) -> Drafter:
     """Creates the drafter in the target's dtype and on its device, ready for training."""
-    from_folder = cfg.init not in INIT_MODES
-    drafter_cfg = config_from_folder(cfg, target.cfg) if from_folder else new_drafter_config(cfg, target.cfg, None)
+    drafter_cfg = plan_drafter_config(cfg, target.cfg)
     mask_token_id = None
     if cfg.method == "p-eagle":
         mask_token = cfg.mask_token
@@ -191,7 +194,7 @@ def create_drafter(
         _select_draft_vocabulary(drafter, target, data)
     if cfg.init == "target":
         init_from_target(drafter, target)
-    if from_folder:
+    elif cfg.init != "random":
         _init_from_folder(drafter, Path(cfg.init), target.cfg)
     weight = target.embed_tokens.weight
     return drafter.to(weight.device, weight.dtype).share_weights(target).train().requires_grad_()

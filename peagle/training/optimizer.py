@@ -73,6 +73,18 @@ def plan_flat_buffer(
     return slices, start
 
 
+def optimizer_bytes(module: nn.Module, cfg: TrainConfig) -> int:
+    """Bytes of masters, gradients and moments, before padding. From fp32 up, parameters are their masters. AdamW has
+    two moments, Muon one."""
+    total = 0
+    for name, parameter in module.named_parameters():
+        exact = max(parameter.element_size(), 4)
+        uses_muon = cfg.optimizer == "muon" and is_layer_matrix(name, tuple(parameter.shape))
+        copies = (parameter.element_size() < exact) + 1 + (1 if uses_muon else 2)
+        total += exact * copies * parameter.numel()
+    return total
+
+
 class Optimizer:
     """Takes over a module's trainable parameters: they become views of `working_P`."""
 

@@ -6,7 +6,7 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -15,7 +15,7 @@ import torch
 from peagle.checkpoints.drafter import build_drafter_config, drafter_tensors, load_drafter
 from peagle.checkpoints.files import parse_device, read_json, write_json, write_weights
 from peagle.checkpoints.target import eos_ids, has_tokenizer, load_decoder, read_target_config
-from peagle.config import CPU_CHUNK_SIZE, CacheSettings, DecoderConfig, DrafterConfig, TrainConfig
+from peagle.config import CacheSettings, DecoderConfig, DrafterConfig, TrainConfig
 from peagle.data.batches import BatchCursor, PackedBatch, batches
 from peagle.data.chat_format import ChatFormat, load_chat_format
 from peagle.data.dataset import ResponseDataset, load_responses
@@ -24,31 +24,16 @@ from peagle.hub.resolve import resolve_target
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
 from peagle.training.card import CardAcceptance, Facts, ModelCard, write_card
-from peagle.training.chunk_size import auto_chunk_size, fit_chunk_size, free_gpu_bytes
+from peagle.training.chunk_size import auto_chunk_size
 from peagle.training.cuda_graphs import BatchPadder, GraphedStep
 from peagle.training.distributed import DistributedContext, init_distributed, shard_target
-from peagle.training.drafter_init import (
-    INIT_MODES,
-    TokenCounts,
-    config_from_folder,
-    create_drafter,
-    new_drafter_config,
-)
+from peagle.training.drafter_init import INIT_MODES, TokenCounts, create_drafter
 from peagle.training.hidden_states.cache import HiddenStatesCache, prepare_cache
 from peagle.training.hidden_states.online import HiddenStatesSource, OnlineHiddenStates
 from peagle.training.hidden_states.vllm_files import VllmHiddenStates
+from peagle.training.optimizer import optimizer_bytes
 from peagle.training.recipe import Recipe, make_recipe, recipe_differences
-from peagle.training.resource_plan import (
-    MATRIX_RATE_REACHED,
-    DatasetStats,
-    TrainingHardware,
-    TrainingPlan,
-    make_plan,
-    measure_matrix_rate,
-    memory_by_use,
-    optimizer_bytes,
-)
-from peagle.training.resume import RunFolder, TrainingState, read_log
+from peagle.training.resume import RunFolder, TrainingState
 from peagle.training.schedule import Schedule
 from peagle.training.trainer import Trainer, TrainerParts
 from peagle.training.validation import (
@@ -76,10 +61,11 @@ class TrainingInputs:
     token_counts: TokenCounts
     eos_ids: frozenset[int]
 
-    def dataset_stats(self) -> DatasetStats:
-        spans, num_tokens = self.train_set.span_S2, self.train_set.num_tokens
-        share = float((spans[:, 1] - spans[:, 0]).sum() / max(len(self.train_set.token_T), 1))
-        return DatasetStats(num_tokens, share, num_tokens / max(len(self.train_set), 1))
+    @property
+    def response_share(self) -> float:
+        """Of the tokens of the files."""
+        spans = self.train_set.span_S2
+        return float((spans[:, 1] - spans[:, 0]).sum() / max(len(self.train_set.token_T), 1))
 
     def schedule(self, num_gpus: int) -> Schedule:
         cfg = self.recipe.train
@@ -178,7 +164,7 @@ def _train(
         sizes = {"max_seq_len": cfg.max_seq_len, "rank": world.rank, "world_size": world.size}
         return batches(inputs.train_set, cfg.batch_tokens, cfg.seed, start, **sizes)
 
-    state_bytes = optimizer_bytes(cfg, drafter.cfg, drafter.fc.weight.element_size())
+    state_bytes = optimizer_bytes(drafter, cfg)
     prompts = inputs.validation_prompts()
     validation = prepare_validation(cfg, target, drafter, inputs.eos_ids, prompts, state_bytes, world)
 
@@ -315,10 +301,10 @@ def acceptance_row(measured: ValidationAcceptance, num_speculative_tokens: int) 
 def build_card(
     inputs: TrainingInputs, name: str, drafter: Drafter, state: TrainingState, rows: tuple[CardAcceptance, ...]
 ) -> ModelCard:
-    cfg, stats = inputs.recipe.train, inputs.dataset_stats()
+    cfg = inputs.recipe.train
     data: Facts = (
         ("conversations", f"{len(inputs.train_set):,}"),
-        ("tokens", f"{stats.num_tokens:,}, of which {stats.response_share:.0%} are the target's responses"),
+        ("tokens", f"{inputs.train_set.num_tokens:,}, of which {inputs.response_share:.0%} are the target's responses"),
         ("validation set", f"{len(inputs.validation_set):,} conversations"),
         ("files", ", ".join(Path(path).name for path in inputs.recipe.data)),
     )
@@ -369,51 +355,3 @@ def evaluate_checkpoint(recipe: Recipe, out: Path, device: str) -> list[CardAcce
     folder.amend(lambda into: write_card(card, into))
     write_json({"step": state.step, "best_step": state.best_step, "table": [asdict(row) for row in rows]}, kept)
     return rows
-
-
-# The dry run
-
-
-def plan_run(recipe: Recipe, out: Path, device: str, num_gpus: int, known_rate: float | None) -> TrainingPlan:
-    """Plans a run on `num_gpus` GPUs like this one. Loads and writes nothing."""
-    inputs = load_training_inputs(recipe)
-    cfg, where, target, stats = recipe.train, parse_device(device), inputs.target, inputs.dataset_stats()
-    drafter = plan_drafter_config(cfg, target)
-    steps = [line for line in read_log(out / "log.jsonl") if line.get("kind") == "step"]
-    if known_rate is None and steps:
-        known_rate = float(steps[-1]["tokens_per_second"])
-    dtype = training_dtype(cfg.dtype, where)
-    element = torch.empty(0, dtype=dtype).element_size()
-    free = free_gpu_bytes(where) if where.type == "cuda" else None
-    chunk_size = _plan_chunk_size(cfg, target, drafter, stats, num_gpus, element, free)
-    hardware = TrainingHardware(num_gpus, MATRIX_RATE_REACHED * measure_matrix_rate(where, dtype), free)
-    total = inputs.schedule(num_gpus).steps
-    return make_plan(cfg, target, drafter, stats, hardware, total, element, chunk_size, known_rate)
-
-
-def plan_drafter_config(cfg: TrainConfig, target: DecoderConfig) -> DrafterConfig:
-    """The config the drafter will have, except for the id of its mask token."""
-    mask_token_id = 0 if cfg.method == "p-eagle" else None
-    if cfg.init in INIT_MODES:
-        return new_drafter_config(cfg, target, mask_token_id)
-    return replace(config_from_folder(cfg, target), mask_token_id=mask_token_id)
-
-
-def _plan_chunk_size(
-    cfg: TrainConfig,
-    target: DecoderConfig,
-    drafter: DrafterConfig,
-    stats: DatasetStats,
-    num_gpus: int,
-    element: int,
-    free: float | None,
-) -> int:
-    if cfg.chunk_size != "auto":
-        return cfg.chunk_size
-    if free is None:
-        return CPU_CHUNK_SIZE
-    memory = memory_by_use(cfg, target, drafter, stats, num_gpus, element, 0)
-    held = sum(memory[name] for name in ("target", "drafter", "optimizer", "hidden states", "validation"))
-    available = int(free - held - 2 * memory["drafter"])  # as `auto_chunk_size` leaves
-    recompute = cfg.activation_checkpointing
-    return fit_chunk_size(drafter, cfg.batch_tokens, cfg.num_depths, available, element, recompute)

@@ -34,7 +34,6 @@ from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
 from peagle.training.chunk_size import free_gpu_bytes
 from peagle.training.distributed import DistributedContext, gather_target, sharded_bytes
-from peagle.training.resource_plan import format_bytes
 
 
 @dataclass(frozen=True)
@@ -212,7 +211,7 @@ def prepare_validation(
     fits = free is None or gathered_bytes + engine_bytes + optimizer_bytes <= CHUNK_MEMORY_FRACTION * free
     if not world.broadcast_from_main(fits):  # all ranks must agree, since all take part in gathering
         return ValidationRunner(
-            skip_reason=f"the whole target ({format_bytes(gathered_bytes)}) does not fit one GPU beside the training"
+            skip_reason=f"the whole target ({gathered_bytes / 1e9:,.2f} GB) does not fit one GPU beside the training"
         )
 
     def measure(drafter: Drafter) -> ValidationAcceptance:

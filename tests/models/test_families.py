@@ -38,7 +38,6 @@ from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
 from peagle.speculative.reference import generate
 from peagle.training.hidden_states.online import DocumentAttention
-from peagle.training.parameter_counts import count_decoder_parameters
 
 K = 4
 assert_same = partial(test_decoder.assert_same, atol=1e-4)  # residual streams here are larger than Llama's
@@ -425,7 +424,6 @@ def test_published_configs(name: str, tmp_path: Path) -> None:
         model = Decoder(cfg)
     counted = sum(p.numel() for p in model.parameters())
     assert abs(counted / COUNTED[name] - 1) < 0.002
-    assert count_decoder_parameters(cfg) == counted
     if name == "gpt-oss-20b":
         assert cfg.windows == (128, None) * 12 and cfg.layer.experts is not None
         assert cfg.layer.experts.clamp == (1.702, 7.0) and not cfg.rope.truncate and cfg.rope.theta == 150000

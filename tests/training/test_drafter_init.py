@@ -119,7 +119,7 @@ def test_started_from_a_folder(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--init target: mlp.gate_up_proj.weight has another shape .*use --init random"):
         create_drafter(TrainConfig(mask_token="150", intermediate_size=96), target, None, (), data)
     with pytest.raises(UserError, match="--aux-layer-ids 9"):
-        new_drafter_config(TrainConfig(aux_layer_ids=(9,)), target.cfg, None)
+        new_drafter_config(TrainConfig(aux_layer_ids=(9,)), target.cfg)
 
 
 @pytest.mark.parametrize(("name", "method"), [("p-eagle-4-reduced", "p-eagle"), ("eagle3-1", "eagle3")])

@@ -50,7 +50,6 @@ from peagle.training.hidden_states.online import (
     split_documents,
     target_weights_hash,
 )
-from peagle.training.resource_plan import format_bytes
 
 VERSION = 2
 MANIFEST = "manifest.json"
@@ -333,13 +332,13 @@ def _check_disk_space(
     free = shutil.disk_usage(folder).free
     num_documents = sum(len(shard.documents) for shard in missing)
     report(
-        f"cache {folder}: {format_bytes(needed)} to write, {format_bytes(free)} free: {len(missing)} of {num_shards} "
+        f"cache {folder}: {needed / 1e9:,.2f} GB to write, {free / 1e9:,.2f} GB free: {len(missing)} of {num_shards} "
         f"shards, {num_documents:,} rows, {num_tokens:,} tokens of {key.token_bytes:,} bytes ({key.dtype})"
     )
     if needed > free:
         smaller = "--hidden-states-dtype fp8, " if key.dtype != "fp8" else ""
         raise UserError(
-            f"--hidden-states-cache {folder}: needs {format_bytes(needed)}, the disk has {format_bytes(free)} free: "
+            f"--hidden-states-cache {folder}: needs {needed / 1e9:,.2f} GB, the disk has {free / 1e9:,.2f} GB free: "
             f"use {smaller}fewer rows, another disk, or no cache"
         )
 
