@@ -10,8 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from peagle.results.schema import BenchRepeat
-from peagle.results.statistics import Percentiles
+from peagle.results.schema import BenchRepeat, Percentiles
 
 
 @dataclass

@@ -23,8 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from peagle.config import EvalSettings
-from peagle.results.schema import AcceptanceRow, LoopingResponses
-from peagle.results.statistics import Interval
+from peagle.results.schema import AcceptanceRow, Interval, LoopingResponses
 
 BOOTSTRAP_CHUNK = 100
 EvalProgress = Callable[[str, int, int], None]  # activity, completed, total

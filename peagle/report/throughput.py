@@ -30,7 +30,7 @@ from peagle.report.page import (
 from peagle.report.render import render_sentence
 from peagle.report.sources import METHOD_ORDER, ResultSource, engine_name, group_by, method_name, split_panels
 from peagle.results.comparison import Speedup
-from peagle.results.statistics import Interval, Percentiles
+from peagle.results.schema import Interval, Percentiles
 
 AUTO_STYLE = 5
 COLOURS = "Blue is faster, orange slower, grey equal within 5% or inconclusive."

@@ -11,8 +11,7 @@ import numpy as np
 
 from peagle.config import BenchWarningThresholds
 from peagle.errors import UserError
-from peagle.results.schema import BenchRow
-from peagle.results.statistics import Interval, t_quantile_975
+from peagle.results.schema import BenchRow, Interval, t_quantile_975
 
 NOT_SENT = "not sent"  # failure name of requests that were skipped after the engine or server was given up
 
@@ -90,55 +89,40 @@ def find_baseline(row: BenchRow, rows: Sequence[BenchRow]) -> BenchRow | None:
     return next(iter(same_engine or baselines), None)
 
 
-def row_warnings(row: BenchRow, limits: BenchWarningThresholds | None = None) -> list[str]:
+def row_warnings(row: BenchRow) -> list[str]:
     """Reasons to distrust this row, one sentence each."""
-    limits = limits or BenchWarningThresholds()
-    failed: Counter[str] = Counter()
-    for repeat in row.repeats:
-        failed.update(repeat.failed)
+    limits, repeats = BenchWarningThresholds, row.repeats
+    failed = sum((Counter(repeat.failed) for repeat in repeats), Counter())
     warnings = []
     if failed:
         by_reason = ", ".join(f"{name} {count}" for name, count in failed.most_common())
-        total = sum(failed.values()) + sum(repeat.completed for repeat in row.repeats)
-        warnings.append(f"{sum(failed.values())} of {total} requests failed ({by_reason}) and are in no other number")
-    if all(repeat.completed for repeat in row.repeats):
-        warnings += _size_warnings(row, limits) + _spread_warnings(row, limits)
-    return [f"{row.label}, {row.load_name}: {warning}" for warning in warnings]
-
-
-def _size_warnings(row: BenchRow, limits: BenchWarningThresholds) -> list[str]:
-    warnings = []
-    completed = min(repeat.completed for repeat in row.repeats)
-    if row.concurrency is not None and completed < limits.least_waves * row.concurrency:
-        warnings.append(
-            f"only {completed} requests at concurrency {row.concurrency}: ramp-up and drain dominate; "
-            f"use --num-prompts {limits.least_waves * row.concurrency} or more"
-        )
-    shortest = min(repeat.duration for repeat in row.repeats)
-    if shortest < limits.least_seconds:
-        warnings.append(
-            f"a repeat took only {shortest:.2g} s, less than {limits.least_seconds:g}: raise --num-prompts or "
-            "--max-tokens"
-        )
-    return warnings
-
-
-def _spread_warnings(row: BenchRow, limits: BenchWarningThresholds) -> list[str]:
-    warnings = []
-    throughputs = [repeat.output_throughput for repeat in row.repeats]
-    mean = sum(throughputs) / len(throughputs)
-    if len(throughputs) == 1:
-        warnings.append("one repeat gives no interval: use --repeats 3 or more")
-    elif mean > 0 and (spread := (max(throughputs) - min(throughputs)) / mean) > limits.spread:
-        warnings.append(f"repeats differ by {spread:.0%}: the machine was busy, or a repeat is too short")
-    if row.request_rate is not None:
-        served = min(repeat.completed / repeat.duration for repeat in row.repeats)
-        if served < limits.served * row.request_rate:
+        total = failed.total() + sum(repeat.completed for repeat in repeats)
+        warnings.append(f"{failed.total()} of {total} requests failed ({by_reason}) and are in no other number")
+    if all(repeat.completed for repeat in repeats):
+        completed, shortest = min(repeat.completed for repeat in repeats), min(repeat.duration for repeat in repeats)
+        if row.concurrency is not None and completed < limits.least_waves * row.concurrency:
+            warnings.append(
+                f"only {completed} requests at concurrency {row.concurrency}: ramp-up and drain dominate; "
+                f"use --num-prompts {limits.least_waves * row.concurrency} or more"
+            )
+        if shortest < limits.least_seconds:
+            warnings.append(
+                f"a repeat took only {shortest:.2g} s, less than {limits.least_seconds:g}: raise --num-prompts or "
+                "--max-tokens"
+            )
+        throughputs = [repeat.output_throughput for repeat in repeats]
+        spread = (max(throughputs) - min(throughputs)) / (row.output_throughput or 1.0)
+        if len(repeats) == 1:
+            warnings.append("one repeat gives no interval: use --repeats 3 or more")
+        elif spread > limits.spread:
+            warnings.append(f"repeats differ by {spread:.0%}: the machine was busy, or a repeat is too short")
+        served = min(repeat.completed / repeat.duration for repeat in repeats)
+        if row.request_rate is not None and served < limits.served * row.request_rate:
             warnings.append(
                 f"{served:.3g} requests/s completed of {row.request_rate:g} sent: the queue grew, or the run was too "
                 "short for its last responses"
             )
-    return warnings
+    return [f"{row.label}, {row.load_name}: {warning}" for warning in warnings]
 
 
 def all_warnings(rows: Sequence[BenchRow]) -> list[str]:

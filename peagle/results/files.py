@@ -1,18 +1,19 @@
-"""Reads and writes result files."""
+"""Reads and writes result files: dataclasses to JSON and back, with type checks that name the wrong field."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
-import types
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from types import GenericAlias, NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from peagle.errors import UserError
-from peagle.results.json_codec import DecodeError, decode, encode, format_choices, format_value
-from peagle.results.migration import migrate_version_1
 from peagle.results.schema import ROW_CLASSES, SCHEMA_VERSION, Results
+
+MAX_NUMBER = 1e18  # larger numbers, and 1e999 which JSON reads as infinity, are rejected
 
 
 def write_results(path: Path, results: Results) -> None:
@@ -28,8 +29,6 @@ def write_results(path: Path, results: Results) -> None:
 
 
 def read_results(path: Path) -> Results:
-    """Reads a result file of this schema version or migrates one of an older version."""
-
     def reject_constant(name: str) -> float:
         raise UserError(f"{path}: contains {name}, which is not a JSON number; use null for a missing value")
 
@@ -45,28 +44,92 @@ def read_results(path: Path) -> Results:
 
 
 def to_json(results: Results) -> dict[str, Any]:
-    return {"schema_version": SCHEMA_VERSION, **encode(results)}
+    return {"schema_version": SCHEMA_VERSION, **_encode(results)}
 
 
 def from_json(document: Any, name: str = "the document") -> Results:
     """Decodes a document. Error messages start with `name`, such as the file's path."""
-    if isinstance(document, dict) and document.get("schema") == 1:
-        document = migrate_version_1(document)
-    if not isinstance(document, dict) or "schema_version" not in document:
+    if not isinstance(document, dict) or not {"schema_version", "schema"} & document.keys():
         raise UserError(f"{name}: is not a result file: it has no field 'schema_version'")
-    body = dict(document)
-    version = body.pop("schema_version")
-    if version != SCHEMA_VERSION or isinstance(version, bool):
+    version = document.get("schema_version", document.get("schema"))
+    if version != SCHEMA_VERSION:
         raise UserError(
-            f"{name}: schema_version: is {format_value(version)}, must be {SCHEMA_VERSION}; "
-            "read it with the version of peagle that wrote it"
+            f"{name}: schema_version: is {json.dumps(version)}, must be {SCHEMA_VERSION}; measure again, or read it "
+            "with the version of peagle that wrote it"
         )
-    kind = body.get("kind")
-    if not isinstance(kind, str) or kind not in ROW_CLASSES:
-        raise UserError(f"{name}: kind: is {format_value(kind)}, must be {format_choices(tuple(ROW_CLASSES))}")
+    body = {key: value for key, value in document.items() if key != "schema_version"}
     try:
-        results: Results = decode({**body, "rows": []}, Results)
-        rows = decode(body.get("rows"), types.GenericAlias(list, ROW_CLASSES[kind]), "rows")
-    except DecodeError as error:
+        results: Results = _decode({**body, "rows": []}, Results, "")
+        rows = _decode(body.get("rows"), GenericAlias(list, ROW_CLASSES[results.kind]), "rows")
+    except UserError as error:
         raise UserError(f"{name}: {error}") from None
     return dataclasses.replace(results, rows=rows)
+
+
+def _encode(value: Any) -> Any:
+    """Dataclasses become objects that include their derived properties, tuples become lists."""
+    if dataclasses.is_dataclass(value):
+        names = [f.name for f in dataclasses.fields(value)] + list(getattr(value, "derived", ()))
+        return {name: _encode(getattr(value, name)) for name in names}
+    if isinstance(value, dict):
+        return {str(key): _encode(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_encode(item) for item in value]
+    return value
+
+
+def _decode(value: Any, kind: Any, path: str) -> Any:
+    """Converts a JSON value to the type `kind`, or raises UserError that names the field at `path`."""
+    origin, members = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        if value is None and NoneType in members:
+            return None
+        *others, last = sorted((m for m in members if m is not NoneType), key=lambda m: m is float)
+        for member in others:  # float last, so that whole numbers stay int
+            with suppress(UserError):
+                return _decode(value, member, path)
+        return _decode(value, last, path)
+    if origin is Literal:
+        _check(not isinstance(value, bool) and value in members, value, " or ".join(map(str, members)), path)
+        return value
+    if origin is list:
+        _check(isinstance(value, list), value, "a list", path)
+        return [_decode(item, members[0], f"{path}[{i}]") for i, item in enumerate(value)]
+    if origin is tuple:
+        _check(isinstance(value, list) and len(value) == len(members), value, f"a list of {len(members)}", path)
+        pairs = zip(value, members, strict=True)
+        return tuple(_decode(item, member, f"{path}[{i}]") for i, (item, member) in enumerate(pairs))
+    if origin is dict:
+        _check(isinstance(value, dict), value, "an object", path)
+        return {key: _decode(item, members[1], f"{path}.{key}") for key, item in value.items()}
+    if dataclasses.is_dataclass(kind):
+        return _decode_dataclass(value, kind, path)
+    if isinstance(value, int | float):
+        _check(abs(value) < MAX_NUMBER, value, f"below {MAX_NUMBER:g}", path)
+        if kind is float and not isinstance(value, bool):
+            return float(value)
+    fits = kind is Any or (isinstance(value, kind) and (kind is bool or not isinstance(value, bool)))
+    _check(fits, value, f"of type {getattr(kind, '__name__', kind)}", path)
+    return value
+
+
+def _decode_dataclass(value: Any, kind: Any, path: str) -> Any:
+    _check(isinstance(value, dict), value, "an object", path)
+    prefix = f"{path}." if path else ""
+    hints, fields = get_type_hints(kind), {field.name: field for field in dataclasses.fields(kind)}
+    for name in value.keys() - fields.keys() - set(getattr(kind, "derived", ())):
+        raise UserError(f"{prefix}{name}: {kind.__name__} has no such field")
+    for name, field in fields.items():
+        has_default = (field.default, field.default_factory) != (dataclasses.MISSING, dataclasses.MISSING)
+        _check(name in value or has_default, None, "present", f"{prefix}{name}")
+    arguments = {n: _decode(value[n], hints[n], f"{prefix}{n}") for n in fields.keys() & value.keys()}
+    try:
+        return kind(**arguments)
+    except UserError as error:  # a value of the right type that is not allowed
+        raise UserError(f"{prefix}{error}") from None
+
+
+def _check(condition: bool, value: Any, expected: str, path: str) -> None:
+    if not condition:
+        text = "missing" if value is None else json.dumps(value)
+        raise UserError(f"{path}: is {text if len(text) <= 60 else f'{text[:57]}...'}, must be {expected}")

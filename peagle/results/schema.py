@@ -6,28 +6,25 @@ written to the file for readers without this package and ignored when a file is 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeAlias
 
+import numpy as np
+
+from peagle.errors import UserError
 from peagle.results.provenance import Provenance
-from peagle.results.statistics import Interval, Percentiles, mean_ci95
 
 SCHEMA_VERSION = 2
+Interval: TypeAlias = tuple[float, float]
 ResultKind = Literal["eval", "bench", "tune", "plan"]
 LoopingResponses = Literal["included", "excluded"]
 
 
-class FieldError(ValueError):
-    """A field has a value of the right type that is not allowed."""
-
-    def __init__(self, field_name: str, expected: str) -> None:
-        super().__init__(f"{field_name}: must be {expected}")
-        self.field_name, self.expected = field_name, expected
-
-
 def _require(condition: bool, field_name: str, expected: str) -> None:
     if not condition:
-        raise FieldError(field_name, expected)
+        raise UserError(f"{field_name}: must be {expected}")
 
 
 @dataclass(frozen=True)
@@ -81,6 +78,24 @@ class AcceptanceRow:
         accepted = self.num_accepted_tokens_per_pos
         reached = [self.num_drafts, *accepted[:-1]]
         return [count / total if total else None for count, total in zip(accepted, reached, strict=True)]
+
+
+@dataclass(frozen=True)
+class Percentiles:
+    """Summary of a latency distribution, in milliseconds."""
+
+    mean: float
+    median: float
+    p95: float
+    p99: float
+
+    @staticmethod
+    def of(values: Sequence[float]) -> Percentiles | None:
+        """Linearly interpolated percentiles as numpy computes them; None if there are no values."""
+        if not values:
+            return None
+        median, p95, p99 = np.percentile(values, (50, 95, 99)).tolist()
+        return Percentiles(float(np.mean(values)), median, p95, p99)
 
 
 @dataclass(frozen=True)
@@ -176,7 +191,6 @@ class PlanRow:
     chosen: bool
 
 
-ResultRow: TypeAlias = AcceptanceRow | BenchRow | TuneRow | PlanRow
 ROW_CLASSES: dict[str, type] = {"eval": AcceptanceRow, "bench": BenchRow, "tune": TuneRow, "plan": PlanRow}
 
 
@@ -193,3 +207,37 @@ class Results:
 
     def __post_init__(self) -> None:
         assert all(isinstance(row, ROW_CLASSES[self.kind]) for row in self.rows), f"rows are not of kind {self.kind}"
+
+
+def mean_ci95(values: Sequence[float]) -> Interval | None:
+    """95% confidence interval of the mean by Student's t distribution; None for fewer than two values."""
+    if len(values) < 2:
+        return None
+    mean = float(np.mean(values))
+    margin = t_quantile_975(len(values) - 1) * float(np.std(values, ddof=1)) / math.sqrt(len(values))
+    return mean - margin, mean + margin
+
+
+def t_quantile_975(degrees_of_freedom: int) -> float:
+    """97.5% quantile of Student's t distribution, by bisection of its cumulative distribution."""
+    low, high = 0.0, 20.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _t_central_mass(middle, degrees_of_freedom) < 0.95 else (low, middle)
+    return (low + high) / 2
+
+
+def _t_central_mass(t: float, degrees_of_freedom: int) -> float:
+    """Probability that |T| < t.
+
+    With theta = atan(t / sqrt(n)) it is a finite sum of powers of cos(theta): Abramowitz and Stegun 26.7.3 (odd n)
+    and 26.7.4 (even n).
+    """
+    theta = math.atan(t / math.sqrt(degrees_of_freedom))
+    cos_squared, odd = math.cos(theta) ** 2, degrees_of_freedom % 2
+    term = math.cos(theta) if odd else 1.0
+    total = 0.0
+    for i in range(1 + odd, degrees_of_freedom, 2):
+        total += term
+        term *= cos_squared * i / (i + 1)
+    return 2 / math.pi * (theta + math.sin(theta) * total) if odd else math.sin(theta) * total

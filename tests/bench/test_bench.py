@@ -47,8 +47,7 @@ from peagle.results.comparison import (
     row_warnings,
 )
 from peagle.results.files import read_results
-from peagle.results.schema import BenchRepeat, BenchRow
-from peagle.results.statistics import Percentiles
+from peagle.results.schema import BenchRepeat, BenchRow, Percentiles
 
 QUICK = {"connect_s": 2.0, "stall_s": 0.7, "total_s": 2.0}
 

@@ -40,8 +40,7 @@ from peagle.report.page import ReportPage
 from peagle.report.render import render_html, render_markdown
 from peagle.report.sources import ResultSource
 from peagle.results.files import write_results
-from peagle.results.schema import AcceptanceRow, BenchRepeat, BenchRow, PlanRow, Results, TuneRow
-from peagle.results.statistics import Percentiles
+from peagle.results.schema import AcceptanceRow, BenchRepeat, BenchRow, Percentiles, PlanRow, Results, TuneRow
 
 HOSTILE = (
     "</title><script>alert(1)</script><img src=x onerror=alert(2)> & \"'` | ]]> *b* [l](javascript:x) \u202ex\x07\ud800"

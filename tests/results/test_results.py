@@ -1,4 +1,4 @@
-"""Result files: round trip, error messages, migration, documentation of every field."""
+"""Result files: round trip, error messages, documentation of every field."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ from peagle.results.schema import (
     AcceptanceRow,
     BenchRepeat,
     BenchRow,
+    Percentiles,
     PlanRow,
     Results,
     TuneRow,
+    mean_ci95,
 )
-from peagle.results.statistics import Percentiles, mean_ci95
 
 DOCS = Path(__file__).parents[2] / "docs" / "results.md"
 PROVENANCE = Provenance(
@@ -133,24 +134,25 @@ def changed(kind: str, *path: Any, to: Any) -> dict[str, Any]:
         ({"kind": "eval"}, "no field 'schema_version'"),
         (changed("eval", "schema_version", to=SCHEMA_VERSION + 1), f"schema_version: is {SCHEMA_VERSION + 1}"),
         (changed("eval", "schema_version", to="1"), 'schema_version: is "1"'),
+        ({"schema": 1, "kind": "eval"}, "schema_version: is 1, must be 2; measure again"),
         (changed("eval", "kind", to="sing"), 'kind: is "sing", must be eval or bench or tune or plan'),
         (changed("eval", "kind", to="tune"), "rows[0]."),
         (changed("eval", "rows", to=KeyError), "rows: is missing"),
         (changed("eval", "rows", 1, K, to="3"), f'rows[1].{K}: is "3"'),
         (changed("eval", "rows", 0, K, to=True), f"rows[0].{K}: is true"),
-        (changed("eval", "rows", 0, K, to=4), f"rows[0].{PER_POS}: is [15, 6, 0]"),
-        (changed("eval", "rows", 0, PER_POS, 1, to=16), f"rows[0].{PER_POS}: is [15, 16, 0]"),
-        (changed("eval", "rows", 0, PER_POS, 1, to=1.5), f"rows[0].{PER_POS}[1]: is 1.5, must be a whole number"),
+        (changed("eval", "rows", 0, K, to=4), f"rows[0].{PER_POS}: must be one count for each of 4"),
+        (changed("eval", "rows", 0, PER_POS, 1, to=16), f"rows[0].{PER_POS}: must be non-increasing"),
+        (changed("eval", "rows", 0, PER_POS, 1, to=1.5), f"rows[0].{PER_POS}[1]: is 1.5, must be of type int"),
         (changed("eval", "rows", 0, "context_range", to=[1]), "rows[0].context_range: is [1], must be a list of 2"),
         (changed("eval", "rows", 0, "looping_responses", to="some"), 'rows[0].looping_responses: is "some"'),
         (changed("eval", "rows", 0, "method", to=KeyError), "rows[0].method: is missing"),
-        (changed("eval", "rows", 0, "speed", to=1), "rows[0].speed: is 1, must be absent"),
+        (changed("eval", "rows", 0, "speed", to=1), "rows[0].speed: AcceptanceRow has no such field"),
         (changed("eval", "provenance", "machine", "cpu", to=[]), "provenance.machine.cpu: is []"),
         (changed("bench", "rows", 0, "repeats", 2, "ttft_ms", "p95", to="x"), 'rows[0].repeats[2].ttft_ms.p95: is "x"'),
-        (changed("bench", "rows", 0, "repeats", to=[]), "rows[0].repeats: is []"),
+        (changed("bench", "rows", 0, "repeats", to=[]), "rows[0].repeats: must be a list of at least one"),
         (changed("bench", "rows", 0, K, to="most"), f'rows[0].{K}: is "most"'),
-        (changed("bench", "rows", 0, "concurrency", to=None), "rows[0].concurrency: is missing"),
-        (changed("bench", "rows", 0, "request_rate", to=2.0), "rows[0].concurrency: is 8"),
+        (changed("bench", "rows", 0, "concurrency", to=None), "rows[0].concurrency: must be set"),
+        (changed("bench", "rows", 0, "request_rate", to=2.0), "rows[0].concurrency: must be set if"),
     ],
 )
 def test_errors_name_the_field_and_value(document: Any, expected: str, tmp_path: Path) -> None:
@@ -177,43 +179,6 @@ def test_files_without_a_document_are_rejected(content: bytes | None, expected: 
         path.write_bytes(content)
     with pytest.raises(UserError, match=expected):
         read_results(path)
-
-
-def test_version_1_files_are_migrated() -> None:
-    """Rows, provenance and settings of the first schema version, one row of each kind."""
-    stamp = {"command": "c", "commit": None, "versions": {}, "machine": {}, "started": "2026-01-01", "seconds": 3.0}
-    spread = {"mean": 1.0, "p50": 2.0, "p95": 3.0, "p99": 4.0}
-    repeat = {"seconds": 2.0, "requests": 8, "failed": {"HTTP 500": 1}, "input_tokens": 9, "output_tokens": 40}
-    repeat |= {"ttft_ms": spread, "tpot_ms": None, "itl_ms": None, "e2e_ms": spread, "acceptance_length": 2.5}
-    eval_row = {"drafter": "d", "method": "eagle3", "engine": "embedded", "dataset": "s", "category": None}
-    eval_row |= {"context": [0, 512], "temperature": 0.0, "k": 2, "loops": "all", "answers": 3, "tokens": 30}
-    eval_row |= {"rounds": 10, "accepted": [6, 2], "ci95": None, "unconditional": [0.6, 0.2], "conditional": []}
-    bench_row = {"name": "n", "engine": "vllm", "drafter": None, "method": "none", "k": None, "load": "open"}
-    bench_row |= {"concurrency": None, "rate": 2.0, "repeats": [{**repeat, "output_tokens_per_second": 20.0}]}
-    bench_row |= {"prompts": "abc", "output_tokens_per_second": 20.0, "ci95": None}
-    tune_row = {"batch": 4, "k": 3, "round_ms": 2.0, "expected_tokens_per_second": 9.0, "chosen": True}
-    plan_row = {"concurrency": 8, "k": 7, "method": "p-eagle", "round_ms": 2.0, "tokens_per_second": 9.0, "gpus": 2}
-    plan_row |= {"cost_per_million": 1.5, "chosen": False}
-    times = Percentiles(1.0, 2.0, 3.0, 4.0)
-    expected = {
-        "eval": AcceptanceRow("d", "eagle3", "embedded", "s", None, (0, 512), 0.0, 2, "included", 3, 30, 10, [6, 2]),
-        "bench": BenchRow(
-            *("n", "vllm", None, "none", None, None, 2.0),
-            [BenchRepeat(2.0, 8, {"HTTP 500": 1}, 9, 40, times, None, None, times, 2.5)],
-            "abc",
-        ),
-        "tune": TuneRow(4, 3, 2.0, 9.0, True),
-        "plan": PlanRow(8, 7, "p-eagle", 2.0, 9.0, 2, 1.5, False),
-    }
-    settings = {"data": {"s": {"source": "f", "rows": 5, "sha": "x"}}, "context_edges": [64], "max_tokens": 24}
-    for kind, row in {"eval": eval_row, "bench": bench_row, "tune": tune_row, "plan": plan_row}.items():
-        document = {"schema": 1, "kind": kind, "stamp": stamp, "rows": [row], "finished": True, "warnings": []}
-        results = from_json({**document, "settings": settings if kind == "eval" else {}})
-        assert results.rows == [expected[kind]]
-        assert results.provenance.duration == 3.0 and results.provenance.started_at == "2026-01-01"
-        if kind == "eval":
-            data = {"s": {"source": "f", "num_prompts": 5, "sha256": "x"}}
-            assert results.settings == {"data": data, "context_bounds": [64], "max_tokens": 24}
 
 
 def test_nan_is_never_written(tmp_path: Path) -> None:
