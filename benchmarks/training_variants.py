@@ -22,7 +22,7 @@ import torch
 
 from peagle.config import DecoderConfig, DrafterConfig, LayerConfig, Objective, RopeConfig
 from peagle.data.batches import PackedBatch
-from peagle.engine.dummy_weights import random_weights
+from peagle.engine.loader import random_weights
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
 from peagle.training.cod_sampling import CodPositions, sample_cod_positions, sampling_generator

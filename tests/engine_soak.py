@@ -21,11 +21,12 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from engine_integrity import check_pool, check_scheduler
 
 from peagle.checkpoints.drafter import save_drafter
 from peagle.checkpoints.target import Target
 from peagle.config import DecoderConfig, DrafterConfig, LayerConfig, RopeConfig, SamplingParams
-from peagle.engine.kv_cache_size import block_bytes
+from peagle.engine.kv_cache import block_bytes
 from peagle.engine.llm import LLM
 from peagle.engine.request import Request, RequestGroup
 from peagle.kernels.sampling.noise_torch import bits_torch, gumbel_torch
@@ -188,12 +189,12 @@ def soak(
         for request in llm.step():
             if request.finish_reason is not None:
                 close(request)
-        llm.check_integrity()
+        check_scheduler(llm.scheduler)
         report.steps += 1
     report.seconds = time.perf_counter() - began
     assert not alive and report.finished + report.aborted == requests
     pool = llm.scheduler.pool
-    pool.check_integrity([])
+    check_pool(pool, [])
     assert pool.num_free_blocks == pool.num_blocks - 1, "blocks leaked"
     gc.collect()
     report.grown_mib = (resident() - memory) / 2**20

@@ -20,13 +20,14 @@ from unittest import mock
 
 import pairs
 import torch
+from engine_integrity import check_pool, check_scheduler
 from torch import Tensor
 
 from peagle.checkpoints.drafter import load_drafter
 from peagle.checkpoints.target import Target, load_decoder, load_tokenizer
 from peagle.config import SamplingParams
 from peagle.engine.cuda_graphs import PrefillGraph, PrefillGraphs
-from peagle.engine.kv_cache_size import block_bytes
+from peagle.engine.kv_cache import block_bytes
 from peagle.engine.llm import LLM
 from peagle.engine.prefill_inputs import PrefillShape
 from peagle.engine.request import CompletionOutput, RequestGroup
@@ -277,7 +278,7 @@ def run_requests(llm: LLM, requests: Sequence[ArrivingRequest]) -> list[RequestG
                 llm.abort_group(groups[i])
         with check_writes(llm):
             llm.step()
-        llm.check_integrity()
+        check_scheduler(llm.scheduler)
         step += 1
         assert step < 4000, "it does not finish"
     check_all_released(llm)
@@ -287,6 +288,6 @@ def run_requests(llm: LLM, requests: Sequence[ArrivingRequest]) -> list[RequestG
 def check_all_released(llm: LLM) -> None:
     assert not llm.has_unfinished_requests and llm._num_logits_processing == 0
     pool = llm.scheduler.pool
-    pool.check_integrity([])
+    check_pool(pool, [])
     assert pool.num_free_blocks == pool.num_blocks - 1
     assert len(llm.scheduler._free_slots) == llm.scheduler.max_num_seqs

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from peagle.engine.block_pool import BLOCK_SIZE
+from peagle.engine.kv_cache import BLOCK_SIZE
 from peagle.engine.request import Request
 from peagle.kernels.host_transfer import PinnedRing, copy_to_device
 from peagle.kernels.step.slot_updates import SlotUpdates

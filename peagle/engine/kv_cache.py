@@ -1,18 +1,120 @@
-"""The paged KV cache tensors, and attention of a model's layers over them."""
+"""The KV cache: allocation and prefix caching of its blocks, its tensors, attention over them, and its size.
+
+One block id stands for the same block in every layer of the target's and the drafter's KV cache, so one pool serves
+both. A block can be reused by another sequence that starts with the same tokens. The drafter's KV entry at position p
+depends on the token at p+1, so with a drafter the hash of a block covers one more token than the block (`lookahead`):
+
+    block size 2, tokens a b c d e:  block 0 has the hash of (a b c), block 1 that of (a b c) + (c d e)
+
+Block 0 is the padding block: rows that pad a batch write there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import heapq
+import os
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import torch
 from torch import Tensor
 
-from peagle.config import DecoderConfig, Window
-from peagle.engine.block_pool import BLOCK_SIZE
+from peagle.config import DecoderConfig, DrafterConfig, EngineSettings, Window
+from peagle.errors import UserError
 from peagle.kernels.attention.paged import PagedAttentionMetadata, SingleSequenceAttention, paged_attention
 from peagle.kernels.attention.rotary import QKNormRope
 from peagle.kernels.triton_utils import supports_pdl
+
+BLOCK_SIZE = 16
+PADDING_BLOCK = 0
+GIB = 1 << 30
+GPU_RESERVED_BYTES = 3 * GIB  # activations and CUDA graphs
+MAX_CPU_CACHE_BYTES = 4 * GIB
+
+BlockHash = bytes
+
+
+class BlockPool:
+    def __init__(
+        self, num_blocks: int, block_size: int = BLOCK_SIZE, prefix_caching: bool = True, lookahead: int = 1
+    ) -> None:
+        """`lookahead`: number of tokens past its own that the content of a block depends on (1 with a drafter)."""
+        assert num_blocks > 1
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.prefix_caching, self.lookahead = prefix_caching, lookahead
+        self.ref_counts = [0] * num_blocks
+        self.ref_counts[PADDING_BLOCK] = 1
+        self._uncached = list(range(1, num_blocks))  # free, without a hash; a heap, so sequences get adjacent blocks
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # free, with a hash, least recently used first
+        self._hash_of_block: dict[int, BlockHash] = {}
+        self._block_of_hash: dict[BlockHash, int] = {}
+        self.num_hit_tokens = self.num_queried_tokens = 0  # prefix cache metrics
+
+    @property
+    def num_free_blocks(self) -> int:
+        return len(self._uncached) + len(self._evictable)
+
+    def allocate(self, num_blocks: int) -> list[int] | None:
+        """Allocates blocks for one user, evicting cached blocks if necessary. None if there are not enough."""
+        if num_blocks > self.num_free_blocks:
+            return None
+        blocks = []
+        for _ in range(num_blocks):
+            if self._uncached:
+                block = heapq.heappop(self._uncached)
+            else:
+                block, _ = self._evictable.popitem(last=False)
+                del self._block_of_hash[self._hash_of_block.pop(block)]
+            self.ref_counts[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def release(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            self.ref_counts[block] -= 1
+            assert self.ref_counts[block] >= 0, f"block {block} released twice"
+            if self.ref_counts[block] == 0:
+                if block in self._hash_of_block:
+                    self._evictable[block] = None
+                else:
+                    heapq.heappush(self._uncached, block)
+
+    def hash_block(self, previous: BlockHash, tokens: Sequence[int], index: int) -> BlockHash:
+        """The hash of block `index` of a sequence, given the hash of the block before (b"" for the first)."""
+        begin = index * self.block_size
+        covered = tokens[begin : begin + self.block_size + self.lookahead]
+        return blake2b(array("q", covered).tobytes(), digest_size=16, key=previous[:64]).digest()
+
+    def find_cached_blocks(self, tokens: Sequence[int]) -> tuple[list[int], list[BlockHash]]:
+        """Finds the longest cached prefix of `tokens` and takes a reference to its blocks.
+
+        At least one token stays uncached: its forward pass yields the logits of the next token.
+        """
+        blocks: list[int] = []
+        hashes: list[BlockHash] = []
+        if not self.prefix_caching:
+            return blocks, hashes
+        for index in range((len(tokens) - max(self.lookahead, 1)) // self.block_size):
+            block_hash = self.hash_block(hashes[-1] if hashes else b"", tokens, index)
+            block = self._block_of_hash.get(block_hash)
+            if block is None:
+                break
+            blocks.append(block)
+            hashes.append(block_hash)
+        for block in blocks:
+            if self.ref_counts[block] == 0:
+                del self._evictable[block]
+            self.ref_counts[block] += 1
+        return blocks, hashes
+
+    def cache_block(self, block: int, block_hash: BlockHash) -> None:
+        """Makes a full block findable. Its content must be final; the first block with a hash keeps it."""
+        if self.prefix_caching and block_hash not in self._block_of_hash and block not in self._hash_of_block:
+            self._block_of_hash[block_hash] = block
+            self._hash_of_block[block] = block_hash
 
 
 @dataclass
@@ -76,7 +178,73 @@ class PagedAttention:
         return self.attend(q_THd, k_TGd, v_TGd, keys, values, self.metadata, window, pdl=pdl, sinks=sinks, **more)
 
 
-def max_context_len(max_seq_len: int | None, num_rows: int) -> int | None:
-    """Upper bound of the cached positions before a pass over `num_rows` rows, if sequences have at most `max_seq_len`
-    positions after it. None: no bound is known."""
-    return None if max_seq_len is None else max_seq_len - num_rows
+def decode_attention(
+    cache: KVCache,
+    block_tables_BM: Tensor,
+    starts_B: Tensor,
+    query_lens_B: Tensor,
+    num_rows: int,
+    max_seq_len: int | None,
+) -> PagedAttention:
+    """Attention of `num_rows` rows per sequence from position `starts_B`, of which `query_lens_B` are valid.
+    `max_seq_len`: most positions of a sequence after the pass, if known."""
+    max_computed = None if max_seq_len is None else max_seq_len - num_rows
+    metadata = PagedAttentionMetadata(block_tables_BM, starts_B, query_lens_B, num_rows, None, max_computed)
+    return PagedAttention(cache, metadata)
+
+
+def block_bytes(cfg: DecoderConfig, draft: DrafterConfig | None, element_size: int) -> int:
+    """Bytes of one block: keys and values of all layers of target and drafter."""
+    layers = map(cfg.layer_at, range(cfg.num_layers))
+    elements = sum(layer.num_kv_heads * layer.head_dim for layer in layers)
+    if draft is not None:
+        elements += draft.num_layers * draft.layer.num_kv_heads * draft.layer.head_dim
+    return 2 * BLOCK_SIZE * elements * element_size
+
+
+def unpacking_bytes(cfg: DecoderConfig) -> int:
+    """Bytes that passes over many rows need to unpack MXFP4 experts to bf16: the largest matrix of a layer, once in
+    the memory of CUDA graphs and once outside."""
+    experts = cfg.layer.experts
+    if experts is None or not experts.mxfp4:
+        return 0
+    return 2 * experts.num_experts * 2 * experts.intermediate_size * cfg.layer.hidden_size * torch.bfloat16.itemsize
+
+
+def count_blocks(
+    settings: EngineSettings,
+    device: torch.device,
+    bytes_per_block: int,
+    max_model_len: int,
+    max_num_seqs: int,
+    reserved_bytes: int = 0,
+) -> int:
+    """As many blocks as memory holds and `max_num_seqs` sequences can use; one is the padding block.
+    Raises UserError if one sequence does not fit. `reserved_bytes`: GPU memory to leave free."""
+    blocks_per_seq = -(-max_model_len // BLOCK_SIZE)
+    in_use, flag = "", "--kv-cache-memory-bytes"
+    if settings.kv_cache_memory_bytes is not None:
+        memory = settings.kv_cache_memory_bytes
+    elif device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        memory = int(total * settings.gpu_memory_utilization) - (total - free) - reserved_bytes
+        memory -= GPU_RESERVED_BYTES
+        in_use = f" ({(total - free) / GIB:.1f} of {total / GIB:.1f} GiB are in use, by other processes too)"
+        flag = "--gpu-memory-utilization"
+    else:
+        memory = min(_free_ram() // 4, MAX_CPU_CACHE_BYTES)
+    num_blocks = min(memory // bytes_per_block, 1 + blocks_per_seq * max_num_seqs)
+    if num_blocks < 1 + blocks_per_seq:
+        needed = (1 + blocks_per_seq) * bytes_per_block
+        possible_len = max(memory // bytes_per_block - 1, 0) * BLOCK_SIZE
+        raise UserError(
+            f"not enough memory for the KV cache: one sequence of {max_model_len} tokens needs {needed / GIB:.2f} GiB, "
+            f"{max(memory, 0) / GIB:.2f} GiB are available{in_use}; "
+            + (f"set --max-model-len to at most {possible_len}, or " if possible_len >= 2 else "")
+            + f"raise {flag}"
+        )
+    return int(num_blocks)
+
+
+def _free_ram() -> int:
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

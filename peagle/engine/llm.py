@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from peagle.checkpoints.target import Target, has_tokenizer, load_tokenizer
 from peagle.config import EngineSettings, Grammar, SamplingParams
-from peagle.engine.block_pool import BlockPool
 from peagle.engine.detokenizer import Detokenizer
 from peagle.engine.grammar_matcher import GrammarCompiler
 from peagle.engine.loader import load_engine
@@ -27,11 +26,9 @@ from peagle.engine.request import (
     RequestState,
     StreamDelta,
 )
-from peagle.engine.scheduler import Scheduler
 from peagle.engine.step_output import PendingStep
 from peagle.errors import UserError
 from peagle.models.drafter import Drafter
-from peagle.speculative.adaptive_k import AdaptiveK
 from peagle.speculative.reference import check_prompt
 
 if TYPE_CHECKING:
@@ -60,28 +57,15 @@ class LLM:
         **options: Any,
     ) -> None:
         self.settings = EngineSettings(num_speculative_tokens=num_speculative_tokens, **options)
-        loaded = load_engine(target, drafter, self.settings)
-        self.target, self.drafter, self.model_runner = loaded.target, loaded.drafter, loaded.runner
-        self.max_model_len, self.max_in_flight_steps = loaded.max_model_len, loaded.max_in_flight_steps
-        self.adaptive_k = AdaptiveK(loaded.choices, loaded.cost_table)
-        pool = BlockPool(
-            loaded.num_blocks,
-            prefix_caching=self.settings.enable_prefix_caching,
-            lookahead=1 if loaded.drafter is not None else 0,
-        )
-        self.scheduler = Scheduler(
-            pool,
-            loaded.max_num_seqs,
-            loaded.choices[-1],
-            self.adaptive_k.choose_k,
-            loaded.prefill_chunk_tokens,
-            loaded.max_prefill_tokens,
-            loaded.choices if loaded.runner.decode_graphs is not None else None,
-        )
+        self.target, self.model_runner, self.scheduler, self.adaptive_k = load_engine(target, drafter, self.settings)
+        self.drafter, self.max_model_len = self.model_runner.drafter, self.model_runner.max_model_len
+        # Steps that may be launched before the tokens of the last one are on the host.
+        self.max_in_flight_steps = 1 if self.model_runner.device.type == "cuda" else 0
         self._in_flight: deque[PendingStep] = deque()
         self._last_return = 0.0  # time.perf_counter() at the end of the last step
         self._next_id = 0
-        self.acceptance_histogram = [0] * (loaded.choices[-1] + 1)  # number of drafts by number of accepted tokens
+        # Number of drafts by number of accepted tokens.
+        self.acceptance_histogram = [0] * (self.scheduler.max_speculative_tokens + 1)
         self.num_draft_tokens = 0
         self._num_logits_processing = 0  # unfinished requests that need logits processing
         self.has_tokenizer = self.settings.tokenizer and has_tokenizer(self.target.folder)
@@ -286,10 +270,6 @@ class LLM:
     @property
     def has_unfinished_requests(self) -> bool:
         return bool(self._in_flight) or not self.scheduler.is_idle
-
-    def check_integrity(self) -> None:
-        """Asserts that no block and no slot is lost or used twice."""
-        self.scheduler.check_integrity()
 
     # The public API
 

@@ -1,9 +1,11 @@
-"""Loads target and drafter, sizes the KV cache, builds the model runner and captures its CUDA graphs."""
+"""Loads the models, sizes the KV cache, builds runner and scheduler, captures CUDA graphs and times decode steps."""
 
 from __future__ import annotations
 
+import itertools
+import os
+import time
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,7 +17,7 @@ from peagle.checkpoints.drafter import (
     read_drafter_config,
     trained_num_speculative_tokens,
 )
-from peagle.checkpoints.files import parse_device
+from peagle.checkpoints.files import parse_device, parse_dtype
 from peagle.checkpoints.target import Target, eos_ids, load_target, read_target_config
 from peagle.config import (
     AUTO_DEEP_SPECULATIVE_TOKENS,
@@ -30,7 +32,6 @@ from peagle.config import (
     EngineSettings,
     default_num_speculative_tokens,
 )
-from peagle.engine.cpu_defaults import resolve_dtype, usable_cores
 from peagle.engine.cuda_graphs import (
     DecodeGraphs,
     PrefillGraphs,
@@ -38,41 +39,30 @@ from peagle.engine.cuda_graphs import (
     find_short_seq_lens,
     prefill_graph_sizes,
 )
-from peagle.engine.dummy_weights import random_weights
-from peagle.engine.kv_cache_size import block_bytes, count_blocks, unpacking_bytes
+from peagle.engine.kv_cache import BlockPool, block_bytes, count_blocks, unpacking_bytes
 from peagle.engine.model_runner import ModelRunner
-from peagle.engine.step_costs import measure_captured_steps, measure_eager_steps
+from peagle.engine.scheduler import Scheduler
 from peagle.errors import UserError
 from peagle.hub.resolve import resolve_drafter, resolve_target
 from peagle.kernels.gemm.linear_cpu import select_cpu_gemms
+from peagle.kernels.gemm.skinny_cpu import cpu_fingerprint
+from peagle.kernels.moe.mxfp4 import PackedWeights, zero_padding
 from peagle.kernels.sampling.verify import rates_for_acceptance_length, to_conditional_rates
 from peagle.kernels.triton_utils import device_context
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
-from peagle.speculative.adaptive_k import StepCostTable
+from peagle.models.moe import ExpertMLP
+from peagle.speculative.adaptive_k import AdaptiveK, StepCostTable
 
+BF16_FEATURES = {"amx_bf16", "avx512_bf16", "bf16"}  # in /proc/cpuinfo, x86 and Arm
 CPU_PREFILL_CHUNK_TOKENS = 64
 GPU_PREFILL_CHUNK_FLOPS = 24e12  # of a prefill chunk beside decoding: delays decoding by some tens of ms
-
-
-@dataclass
-class LoadedEngine:
-    target: Target
-    drafter: Drafter | None
-    runner: ModelRunner
-    max_model_len: int
-    num_blocks: int
-    choices: list[int]  # possible numbers of draft tokens of a step, ascending
-    cost_table: StepCostTable | None
-    max_num_seqs: int
-    prefill_chunk_tokens: int  # prefill tokens of a step while requests decode
-    max_prefill_tokens: int  # prefill tokens of a step while none decodes
-    max_in_flight_steps: int  # steps that may be launched before the tokens of the last one are on the host
+TYPICAL_CONTEXT = 256  # cached tokens of the timed requests: without context, attention would seem free
 
 
 def load_engine(
     target: str | Path | Target, drafter: str | Path | Drafter | None, settings: EngineSettings
-) -> LoadedEngine:
+) -> tuple[Target, ModelRunner, Scheduler, AdaptiveK]:
     """Checks everything that does not need the weights first."""
     device = parse_device(settings.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     on_gpu = device.type == "cuda"
@@ -122,19 +112,17 @@ def load_engine(
             else:
                 batch_sizes = [size for size in CPU_TIMED_BATCH_SIZES if size <= max_num_seqs]
                 cost_table = measure_eager_steps(runner, batch_sizes, choices)
-    return LoadedEngine(
-        target=loaded_target,
-        drafter=loaded_drafter,
-        runner=runner,
-        max_model_len=max_model_len,
-        num_blocks=num_blocks,
-        choices=choices,
-        cost_table=cost_table,
-        max_num_seqs=max_num_seqs,
-        prefill_chunk_tokens=settings.prefill_chunk_tokens or default_prefill_chunk_tokens(model, on_gpu),
-        max_prefill_tokens=max_prefill_tokens,
-        max_in_flight_steps=1 if on_gpu else 0,
+    adaptive_k = AdaptiveK(choices, cost_table)
+    scheduler = Scheduler(
+        BlockPool(num_blocks, prefix_caching=settings.enable_prefix_caching, lookahead=int(drafter is not None)),
+        max_num_seqs,
+        choices[-1],
+        adaptive_k.choose_k,
+        settings.prefill_chunk_tokens or default_prefill_chunk_tokens(model, on_gpu),
+        max_prefill_tokens,
+        choices if cuda_graphs else None,
     )
+    return loaded_target, runner, scheduler, adaptive_k
 
 
 def _resolve_drafter(
@@ -258,3 +246,115 @@ def resolve_synthetic_rates(settings: EngineSettings, k: int) -> list[float] | N
     if len(rates) != k:
         raise UserError(f"--synthetic-acceptance-rates: {len(rates)} rates for {k} draft tokens; give one for each")
     return to_conditional_rates(rates)
+
+
+def usable_cores() -> int:
+    """Number of cores this process may use: its affinity, limited by the CPU quota of its cgroup."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        if quota != "max":
+            count = min(count, max(1, round(int(quota) / int(period))))
+    except (OSError, ValueError):
+        pass
+    return count
+
+
+def resolve_dtype(name: str | None, device: torch.device) -> torch.dtype:
+    """The named dtype, or the default: bfloat16 on a GPU and on a CPU with bfloat16 instructions, else float32."""
+    if name is not None:
+        return parse_dtype(name)
+    lines = cpu_fingerprint().lower().splitlines()
+    features = " ".join(line for line in lines if line.startswith(("flags", "features"))).split()
+    return torch.float32 if device.type == "cpu" and BF16_FEATURES.isdisjoint(features) else torch.bfloat16
+
+
+def random_weights(model_class, cfg, dtype: torch.dtype, device: torch.device):  # type: ignore[no-untyped-def]
+    """A Decoder or Drafter of this config with random weights, for benchmarks and tests (`--load-format dummy`)."""
+    with torch.device("meta"):
+        model = model_class(cfg)
+    model.to(dtype).to_empty(device=device)
+    if isinstance(model, Decoder):
+        model.tie_weights()
+    for name, parameter in model.named_parameters():
+        if parameter.dtype == torch.int16:  # four MXFP4 numbers
+            parameter.random_(-(1 << 15), 1 << 15)
+        elif parameter.dtype == torch.uint8:  # MXFP4 scales: 2^-7 times numbers of standard deviation 2.9
+            parameter.fill_(120)
+        elif parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.02)
+        else:
+            is_scale = name.endswith(("norm.weight", "layer_scalar"))
+            torch.nn.init.ones_(parameter) if is_scale else torch.nn.init.zeros_(parameter)
+    for module in model.modules():
+        if isinstance(module, ExpertMLP):
+            for matrix in (module.weights().gate_up_EXD, module.weights().down_EDI):
+                if isinstance(matrix, PackedWeights):
+                    zero_padding(matrix)
+    for buffer_name, buffer in model.named_buffers():
+        if buffer_name.endswith("d2t"):
+            buffer.zero_()
+    return model.eval().requires_grad_(False)
+
+
+# Costs of decode steps, for "auto". They overwrite the device state and leave it zeroed.
+
+
+def measure_captured_steps(runner: ModelRunner, num_repeats: int = 3) -> StepCostTable:
+    """Times every captured decode graph on the GPU."""
+    graphs, table, state = runner.decode_graphs, StepCostTable(), runner.state
+    assert graphs is not None
+    context = min(TYPICAL_CONTEXT, runner.max_model_len // 2)
+    tables_SM = state.block_tables_SM[:-1]  # without the padding slot
+    block_ids = torch.arange(tables_SM.numel(), device=tables_SM.device) % runner.kv_cache.num_blocks
+    tables_SM.copy_(block_ids.view(tables_SM.shape))
+    for batch_size, k in graphs.captured:
+        graph = graphs.find(batch_size, k, context + num_repeats * (k + 1))
+        assert graph is not None
+        graph.slots_B.copy_(torch.arange(batch_size, device=runner.device))
+        state.num_computed_tokens_S[:-1].fill_(context)
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        graph.replay()
+        begin.record()
+        for _ in range(num_repeats):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        table.seconds[batch_size, k] = begin.elapsed_time(end) / num_repeats / 1e3
+    for used in (tables_SM, state.num_computed_tokens_S, state.num_draft_tokens_S, state.token_ids_SN):
+        used[: len(tables_SM)].zero_()
+    return table
+
+
+def measure_eager_steps(
+    runner: ModelRunner, batch_sizes: list[int], choices: list[int], budget_seconds: float = 1.5
+) -> StepCostTable:
+    """Times decode steps without context and without graphs, within a time budget.
+
+    Each is the fastest of three runs, interleaved so that a busy moment hits all choices alike, after one warm-up. Past
+    the budget, remaining runs and larger batch sizes are skipped; batch size 1 gets at least two runs.
+    """
+    table = StepCostTable()
+    began = time.perf_counter()
+    for batch_size in batch_sizes:
+        slots_B = torch.arange(batch_size, device=runner.device)  # no request has them; they use the padding block
+        runner.decode_step(slots_B, choices[0])
+        seconds: dict[int, float] = {}
+        for run, k in itertools.product(range(3), choices):
+            if time.perf_counter() - began > budget_seconds and (batch_size > 1 or run > 1):
+                break
+            _reset_progress(runner)
+            started = time.perf_counter()
+            runner.decode_step(slots_B, k)
+            elapsed = time.perf_counter() - started
+            seconds[k] = min(seconds.get(k, elapsed), elapsed)
+        if len(seconds) < len(choices):
+            break
+        table.seconds |= {(batch_size, k): seconds[k] for k in choices}
+    _reset_progress(runner)
+    return table
+
+
+def _reset_progress(runner: ModelRunner) -> None:
+    runner.state.num_computed_tokens_S.zero_()
+    runner.state.num_draft_tokens_S.zero_()

@@ -19,14 +19,13 @@ from torch import Tensor
 
 from peagle.engine.cuda_graphs import DecodeGraphs
 from peagle.engine.device_state import DeviceState
-from peagle.engine.kv_cache import KVCache, PagedAttention, max_context_len
+from peagle.engine.kv_cache import KVCache, decode_attention
 from peagle.engine.logits_processors import compute_allowed_tokens
 from peagle.engine.prefill import Prefill
 from peagle.engine.proposer import DraftProposer
 from peagle.engine.request import Logprobs, Request, SchedulerOutput
 from peagle.engine.sampler import Sampler
 from peagle.engine.step_output import PendingStep, VerifyOutput
-from peagle.kernels.attention.paged import PagedAttentionMetadata
 from peagle.kernels.sampling.types import AcceptedTokens
 from peagle.kernels.step.draft_inputs import commit_state
 from peagle.kernels.step.verify_inputs import build_verify_inputs
@@ -141,11 +140,9 @@ class ModelRunner:
     def verify(self, slots_B: Tensor, k: int, max_seq_len: int | None = None) -> VerifyOutput:
         """Runs the target over the newest token and k draft tokens of each request."""
         rows = build_verify_inputs(self.state, slots_B, k, self.max_model_len)
-        max_computed = max_context_len(max_seq_len, k + 1)
-        metadata = PagedAttentionMetadata(
-            rows.block_tables_BM, rows.num_computed_tokens_B, rows.query_lens_B, k + 1, max_computed_tokens=max_computed
+        attend = decode_attention(
+            self.kv_cache, rows.block_tables_BM, rows.num_computed_tokens_B, rows.query_lens_B, k + 1, max_seq_len
         )
-        attend = PagedAttention(self.kv_cache, metadata)
         hidden_TD, aux_hidden_states = self.run_target_decode(
             rows.token_ids_BQ.flatten(), rows.positions_T, attend, self.aux_layer_ids
         )

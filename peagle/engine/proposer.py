@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from peagle.engine.kv_cache import KVCache, PagedAttention, max_context_len
+from peagle.engine.kv_cache import KVCache, PagedAttention, decode_attention
 from peagle.engine.prefill_inputs import PrefillInputs, PrefillShape
 from peagle.engine.step_output import VerifyOutput
 from peagle.kernels.attention.paged import PagedAttentionMetadata, prefill_attention
@@ -73,11 +73,9 @@ class DraftProposer:
             self.max_model_len_S[:batch_size],
         )
         num_rows = len(rows.token_ids_R) // batch_size
-        max_computed = max_context_len(verified.max_seq_len, num_rows)
-        metadata = PagedAttentionMetadata(
-            block_tables_BM, starts_B, rows.query_lens_B, num_rows, max_computed_tokens=max_computed
+        attend = decode_attention(
+            self.kv_cache, block_tables_BM, starts_B, rows.query_lens_B, num_rows, verified.max_seq_len
         )
-        attend = PagedAttention(self.kv_cache, metadata)
         kv_only = {"kv_only": True} if k == 0 and isinstance(self.run_drafter, FusedCpuDrafter) else {}
         output_RD, next_hidden_RD = self.run_drafter(
             rows.token_ids_R, rows.hidden_states_RD, rows.positions_R, attend, **kv_only
@@ -143,10 +141,7 @@ class DraftProposer:
         positions_SB = unclamped_SB.clamp(max=self.max_model_len - 1)
         starts_SB, query_lens_SB = positions_SB.int(), (self.max_model_len - unclamped_SB).clamp(0, 1).int()
         for rows_B, starts_B, query_lens_B in zip(positions_SB, starts_SB, query_lens_SB, strict=True):
-            metadata = PagedAttentionMetadata(
-                block_tables_BM, starts_B, query_lens_B, 1, max_computed_tokens=max_context_len(max_seq_len, 1)
-            )
-            attend = PagedAttention(self.kv_cache, metadata)
+            attend = decode_attention(self.kv_cache, block_tables_BM, starts_B, query_lens_B, 1, max_seq_len)
             output_BD, hidden_BD = self.run_drafter(draft_token_ids[-1], hidden_BD, rows_B, attend)
             draft_token_ids.append(self._greedy_tokens(output_BD))
         return torch.stack(draft_token_ids, 1)

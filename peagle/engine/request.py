@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from peagle.config import SamplingParams
-from peagle.engine.block_pool import BlockHash
 from peagle.engine.detokenizer import Detokenizer
 from peagle.engine.grammar_matcher import GrammarMatcher
+from peagle.engine.kv_cache import BlockHash
 
 Logprobs = dict[int, list[dict[int, float]]]  # by request id, then one dict {token: logprob} per output token
 

@@ -11,7 +11,7 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from peagle.engine.block_pool import BlockPool
+from peagle.engine.kv_cache import BlockPool
 from peagle.engine.request import PrefillChunk, Request, RequestState, SchedulerOutput
 
 # A prefill waits up to this many steps for others to share its pass, while many requests decode and few slots are free.
@@ -237,10 +237,3 @@ class Scheduler:
         heapq.heappush(self._free_slots, request.slot)
         request.slot, request.num_computed_tokens = -1, 0
         self.running.remove(request)
-
-    def check_integrity(self) -> None:
-        """Asserts that no block and no slot is lost or used twice."""
-        self.pool.check_integrity([r.block_ids for r in self.running])
-        slots = [r.slot for r in self.running]
-        assert sorted(slots + self._free_slots) == list(range(self.max_num_seqs)), "a slot is lost or used twice"
-        assert all(not r.block_ids and r.slot < 0 for r in self.waiting), "a waiting request holds blocks or a slot"

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from peagle.config import TuneSettings
-from peagle.engine.block_pool import BLOCK_SIZE
+from peagle.engine.kv_cache import BLOCK_SIZE
 from peagle.engine.llm import LLM
 from peagle.engine.model_runner import ModelRunner
 from peagle.errors import UserError

@@ -25,8 +25,7 @@ from peagle.config import (
     check_num_speculative_tokens,
 )
 from peagle.data.loops import is_looping
-from peagle.engine.block_pool import BLOCK_SIZE
-from peagle.engine.kv_cache_size import block_bytes
+from peagle.engine.kv_cache import BLOCK_SIZE, block_bytes
 from peagle.engine.llm import LLM
 from peagle.engine.request import CompletionOutput
 from peagle.errors import UserError

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from engine_integrity import check_scheduler
 from engines import engine, target
 from hypothesis import given
 from hypothesis import strategies as st
@@ -441,7 +442,7 @@ def test_embedded_counts_match_generate(name: str | None, k: int) -> None:
                 # requests follow each other without a gap, so their times fill the whole
                 assert 6 * made.e2el_ms.mean / 1e3 == pytest.approx(made.duration, rel=0.05, abs=0.01)
                 assert steps[0] == pytest.approx(sum(1 + o.num_decode_steps for o in outputs), abs=6)
-            llm.check_integrity()
+            check_scheduler(llm.scheduler)
             assert not llm.has_unfinished_requests
 
 

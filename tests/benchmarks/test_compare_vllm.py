@@ -19,7 +19,7 @@ from peagle import LLM, SamplingParams
 from peagle.checkpoints.drafter import find_fit_problems, find_tensor_problems, read_drafter_config
 from peagle.checkpoints.files import SafetensorsFolder
 from peagle.checkpoints.target import Target, read_target_config
-from peagle.engine.dummy_weights import random_weights
+from peagle.engine.loader import random_weights
 from peagle.models import moe
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter

@@ -14,6 +14,7 @@ from typing import Any
 import forks
 import pytest
 from chats import EOS, TEMPLATE, Canned, by_key, conversations, make_chat, make_target, rows_of, write
+from engine_integrity import check_scheduler
 from hypothesis import given
 from hypothesis import strategies as st
 from pairs import TEXT
@@ -357,7 +358,7 @@ def test_an_answer_in_circles_is_not_waited_for(target: Path) -> None:
     assert len(answers[0].token_ids) == 128 == max(written) and source.num_free_slots == source._max_requests
     while source.llm.has_unfinished_requests:
         source.llm.step()
-    source.llm.check_integrity()
+    check_scheduler(source.llm.scheduler)
 
 
 def test_ctrl_c_keeps_what_is_there(chat: ChatFormat, tmp_path: Path) -> None:

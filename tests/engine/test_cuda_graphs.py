@@ -17,8 +17,7 @@ from peagle.engine.cuda_graphs import (
     find_short_seq_lens,
     prefill_graph_sizes,
 )
-from peagle.engine.dummy_weights import random_weights
-from peagle.engine.loader import check_capturable
+from peagle.engine.loader import check_capturable, random_weights
 from peagle.errors import UserError
 from peagle.models.decoder import Decoder
 

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import random
 import shutil
-import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -23,6 +21,7 @@ import engines
 import pairs
 import pytest
 import torch
+from engine_integrity import check_scheduler
 from engine_soak import soak, spread_weights
 from engines import MAX_MODEL_LEN, ArrivingRequest, check, emulate_prefill_graphs, engine, expected_output, run_requests
 from hypothesis import given
@@ -34,8 +33,8 @@ from torch import Tensor
 from peagle.checkpoints.drafter import read_drafter_config, save_drafter
 from peagle.checkpoints.target import Target
 from peagle.config import DecoderConfig, DrafterConfig, EngineSettings, LayerConfig, RopeConfig, SamplingParams
-from peagle.engine import cpu_defaults
-from peagle.engine.kv_cache_size import count_blocks
+from peagle.engine import loader
+from peagle.engine.kv_cache import count_blocks
 from peagle.engine.llm import LLM
 from peagle.engine.loader import resolve_choices
 from peagle.engine.logits_processors import apply_logits_processors
@@ -430,7 +429,7 @@ def test_engine_continues_after_an_interrupt(max_in_flight_steps: int, where: st
         with mock.patch.object(owner, where, interrupt), pytest.raises(KeyboardInterrupt):
             llm.generate(prompts, LONG[0])
         assert calls == at and not llm.scheduler.running and not llm.scheduler.waiting
-        llm.check_integrity()
+        check_scheduler(llm.scheduler)
         for ids, output in zip(prompts, llm.generate(prompts, LONG[0]), strict=True):
             check(output.outputs[0], expected_output(tuple(ids), LONG[0], "p-eagle-1", 3), counts=True)
     while llm.has_unfinished_requests:
@@ -465,7 +464,7 @@ def test_bad_requests_are_refused_without_side_effects() -> None:
             call()
         assert "\n" not in str(error.value)
         assert len(llm.scheduler.running) == 1 and not llm.scheduler.waiting
-        llm.check_integrity()
+        check_scheduler(llm.scheduler)
     while llm.has_unfinished_requests:
         llm.step()
     check(llm.build_output(running).outputs[0], expected_output(prompt(700, 20), LONG[1], "p-eagle-1", 3), counts=True)
@@ -546,36 +545,20 @@ def test_large_k_only_on_gpus_with_parallel_drafting(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cpuinfo", "slow", "want"),
+    ("cpuinfo", "want"),
     [
-        ("flags\t\t: fma avx2 avx512f", torch.float32, torch.float32),  # a slow timing is ignored
-        ("flags\t\t: avx512f amx_bf16", torch.float32, torch.bfloat16),
-        ("flags\t\t: avx512f amx_bf16", torch.bfloat16, torch.float32),
-        ("Features\t: asimd bf16", torch.float32, torch.bfloat16),
-        ("Features\t: asimd fphp", torch.float32, torch.float32),
-        ("arm", torch.float32, torch.bfloat16),  # features unknown: timing decides
+        ("flags\t\t: fma avx2 avx512f", torch.float32),
+        ("flags\t\t: avx512f amx_bf16", torch.bfloat16),
+        ("Features\t: asimd bf16", torch.bfloat16),
+        ("Features\t: asimd fphp", torch.float32),
+        ("arm", torch.float32),  # features unknown
     ],
 )
-def test_default_dtype_on_cpus(monkeypatch, cpuinfo: str, slow: torch.dtype, want: torch.dtype) -> None:
-    def multiply(x: torch.Tensor, weight: torch.Tensor) -> None:
-        time.sleep(0.002 * (x.dtype == slow))
-
-    monkeypatch.setattr(cpu_defaults, "cpu_fingerprint", lambda: f"model name\t: bf16\n{cpuinfo}")
-    monkeypatch.setattr(cpu_defaults, "F", SimpleNamespace(linear=multiply))
-    assert cpu_defaults.resolve_dtype(None, torch.device("cpu")) == want
-    assert cpu_defaults.resolve_dtype(None, torch.device("cuda")) == torch.bfloat16
-
-
-@pytest.mark.parametrize(
-    ("cpuinfo", "dtype", "warns"),
-    [("asimd fphp", "bfloat16", True), ("asimd fphp", "float32", False), ("asimd bf16", "bfloat16", False)],
-)
-def test_warning_for_bfloat16_on_a_cpu_without_it(monkeypatch, recwarn, cpuinfo: str, dtype: str, warns: bool) -> None:
-    monkeypatch.setattr(cpu_defaults, "cpu_fingerprint", lambda: f"Features\t: {cpuinfo}")
-    LLM(pairs.target_folder(), device="cpu", dtype=dtype, max_num_seqs=2, max_model_len=64)
-    raised = [w for w in recwarn if "this CPU has no bfloat16 instructions" in str(w.message)]
-    assert len(raised) == warns
-    assert all(w.filename == __file__ for w in raised)
+def test_default_dtype_on_cpus(monkeypatch, cpuinfo: str, want: torch.dtype) -> None:
+    monkeypatch.setattr(loader, "cpu_fingerprint", lambda: f"model name\t: bf16\n{cpuinfo}")
+    assert loader.resolve_dtype(None, torch.device("cpu")) == want
+    assert loader.resolve_dtype(None, torch.device("cuda")) == torch.bfloat16
+    assert loader.resolve_dtype("bfloat16", torch.device("cpu")) == torch.bfloat16
 
 
 @pytest.mark.parametrize("name", ["p-eagle-1", "eagle3-1"])

@@ -7,12 +7,13 @@ from pathlib import Path
 import pairs
 import pytest
 import torch
+from engine_integrity import check_scheduler
 
 from peagle.checkpoints.target import Target
 from peagle.config import DecoderConfig, DrafterConfig, LayerConfig, RopeConfig, SamplingParams
 from peagle.engine.cuda_graphs import DecodeGraph, DecodeGraphs
-from peagle.engine.dummy_weights import random_weights
 from peagle.engine.llm import LLM
+from peagle.engine.loader import random_weights
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
 from peagle.speculative import reference
@@ -46,7 +47,7 @@ def test_greedy_tokens_and_counts_equal_the_reference(name: str | None, graphs: 
                 want.num_drafts,
                 want.num_accepted_tokens_per_pos,
             )
-    llm.check_integrity()
+    check_scheduler(llm.scheduler)
     prefill_graphs = llm.model_runner.prefill.graphs
     assert (prefill_graphs is not None) == graphs
     assert prefill_graphs is None or [g.shape.num_rows for g in prefill_graphs.captured] == prefill_graphs.sizes
@@ -75,7 +76,7 @@ def test_preempted_requests_finish() -> None:
     tight = engine("p-eagle-1", 3, max_num_seqs=8, max_model_len=96, kv_cache_memory_bytes=1 << 19)
     for ours, want in zip(tight.generate(prompts, params), expected, strict=True):
         assert ours.outputs[0].token_ids == want.outputs[0].token_ids
-    tight.check_integrity()
+    check_scheduler(tight.scheduler)
 
 
 LENGTH = 64  # tokens of every prompt and of every prefill pass, so each prompt is prefilled alone

@@ -6,12 +6,13 @@ import random
 from collections import deque
 
 import pytest
+from engine_integrity import check_scheduler
 from hypothesis import given
 from hypothesis import strategies as st
 from support import many
 
 from peagle.config import SamplingParams
-from peagle.engine.block_pool import BlockPool
+from peagle.engine.kv_cache import BlockPool
 from peagle.engine.request import Request, RequestState, SchedulerOutput
 from peagle.engine.scheduler import EXTRA_BLOCKS, MANY_DECODE_REQUESTS, MAX_PREFILL_DELAY, Scheduler
 
@@ -109,7 +110,7 @@ class SimulatedDevice:
             self.launch(scheduled)
         if self.in_flight and (scheduled is None or len(self.in_flight) > self.max_in_flight):
             self.commit()
-        self.scheduler.check_integrity()
+        check_scheduler(self.scheduler)
         return scheduled
 
 
@@ -229,7 +230,7 @@ def test_finishing_in_any_state_releases_everything(state: str) -> None:
     scheduler.finish_request(request)
     scheduler.finish_request(request)  # has no effect
     assert scheduler.is_idle
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
     assert scheduler.pool.num_free_blocks == scheduler.pool.num_blocks - 1
 
 

@@ -34,8 +34,8 @@ from peagle.checkpoints.config_reader import ConfigReader
 from peagle.checkpoints.drafter import find_fit_problems, read_drafter_config
 from peagle.checkpoints.target import load_decoder, read_target_config
 from peagle.config import AttentionTemperature, ChunkedAttention, RopeConfig, TrainConfig
-from peagle.engine.dummy_weights import random_weights
-from peagle.engine.kv_cache_size import block_bytes
+from peagle.engine.kv_cache import block_bytes
+from peagle.engine.loader import random_weights
 from peagle.errors import UserError
 from peagle.kernels.attention.dense import causal_attention
 from peagle.models.decoder import Decoder

@@ -25,8 +25,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from peagle.checkpoints.target import read_target_config
 from peagle.config import ChunkedAttention, DecoderConfig, DrafterConfig, LayerConfig, PlanSettings, RopeConfig
-from peagle.engine.block_pool import BLOCK_SIZE
-from peagle.engine.kv_cache_size import block_bytes
+from peagle.engine.kv_cache import BLOCK_SIZE, block_bytes
 from peagle.errors import UserError
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter

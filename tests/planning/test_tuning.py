@@ -20,7 +20,7 @@ from pairs import drafter_folder, target_folder
 
 from peagle.cli import main
 from peagle.config import TuneSettings
-from peagle.engine.block_pool import BLOCK_SIZE
+from peagle.engine.kv_cache import BLOCK_SIZE
 from peagle.engine.llm import LLM
 from peagle.errors import UserError
 from peagle.planning.tuning import CostTableKey, list_step_kinds, load_cost_table, load_engine, time_decode_steps

@@ -6,11 +6,12 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
+from engine_integrity import check_pool
 from hypothesis import given
 from hypothesis import strategies as st
 from support import many
 
-from peagle.engine.block_pool import PADDING_BLOCK, BlockPool
+from peagle.engine.kv_cache import PADDING_BLOCK, BlockPool
 
 SIZE = 2
 
@@ -71,11 +72,11 @@ def test_random_use(seed: int, lookahead: int, num_blocks: int, prefix_caching: 
                 naive.content.setdefault(sequence.blocks[index], naive.prefix(sequence.tokens, index))
         elif action < 0.97 and sequences:
             pool.release(reversed(sequences.pop(rng.randrange(len(sequences))).blocks))
-        pool.check_integrity([s.blocks for s in sequences])
+        check_pool(pool, [s.blocks for s in sequences])
     assert prefix_caching or not any_hit
     for sequence in sequences:
         pool.release(sequence.blocks)
-    pool.check_integrity([])
+    check_pool(pool, [])
     assert pool.num_free_blocks == num_blocks - 1
 
 
@@ -122,7 +123,7 @@ def test_equal_blocks_keep_the_first_hash() -> None:
     first, again = allocate_and_cache(pool, [1, 2]), allocate_and_cache(pool, [1, 2])
     assert pool.find_cached_blocks([1, 2, 3])[0] == first
     pool.release(first + again)
-    pool.check_integrity([first])
+    check_pool(pool, [first])
 
 
 @pytest.mark.parametrize("broken", ["leak", "double", "lost"])
@@ -138,7 +139,7 @@ def test_integrity_check_detects_errors(broken: str) -> None:
         pool._uncached.pop()
         users = [blocks]
     with pytest.raises(AssertionError):
-        pool.check_integrity(users)
+        check_pool(pool, users)
 
 
 def test_double_release_is_detected() -> None:
