@@ -14,7 +14,7 @@ from torch import Tensor
 from peagle.engine.kv_cache import BLOCK_SIZE
 from peagle.engine.request import Request
 from peagle.kernels.host_transfer import PinnedRing, copy_to_device
-from peagle.kernels.step.slot_updates import SlotUpdates
+from peagle.kernels.step.step import SlotUpdates
 from peagle.kernels.step.types import SlotState
 
 MAX_TRANSFERS_IN_FLIGHT = 64  # tensors

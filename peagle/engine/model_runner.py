@@ -26,9 +26,8 @@ from peagle.engine.proposer import DraftProposer
 from peagle.engine.request import Logprobs, Request, SchedulerOutput
 from peagle.engine.sampler import Sampler
 from peagle.engine.step_output import PendingStep, VerifyOutput
-from peagle.kernels.sampling.types import AcceptedTokens
-from peagle.kernels.step.draft_inputs import commit_state
-from peagle.kernels.step.verify_inputs import build_verify_inputs
+from peagle.kernels.sampling.verify import AcceptedTokens
+from peagle.kernels.step.step import build_verify_inputs, commit_state
 from peagle.kernels.triton_utils import device_context
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
@@ -61,7 +60,7 @@ class ModelRunner:
         self.aux_layer_ids: tuple[int, ...] = drafter.cfg.aux_layer_ids if drafter is not None else ()
         self.proposer: DraftProposer | None = None
         if drafter is not None:
-            self.proposer = DraftProposer(drafter, num_blocks, max_num_seqs, max_model_len, max_speculative_tokens)
+            self.proposer = DraftProposer(drafter, num_blocks, max_model_len, max_speculative_tokens)
         self.device_state = DeviceState(max_num_seqs, max_speculative_tokens, max_model_len, self.device)
         self.state = self.device_state.slots
         max_positions = max(m.cfg.max_positions for m in (target, drafter) if m is not None)

@@ -25,7 +25,7 @@ from peagle.engine.request import Logprobs, PrefillChunk, Request
 from peagle.engine.sampler import Sampler
 from peagle.kernels.attention.paged import prefill_attention
 from peagle.kernels.host_transfer import copy_to_device
-from peagle.kernels.step.draft_inputs import commit_state
+from peagle.kernels.step.step import commit_state
 from peagle.kernels.step.types import SlotState
 from peagle.models.decoder import Decoder
 

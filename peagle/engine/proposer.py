@@ -17,16 +17,14 @@ from peagle.engine.step_output import VerifyOutput
 from peagle.kernels.attention.paged import PagedAttentionMetadata, prefill_attention
 from peagle.kernels.gather import gather_rows
 from peagle.kernels.sampling.sample import argmax
-from peagle.kernels.sampling.types import AcceptedTokens
-from peagle.kernels.step.draft_inputs import build_draft_inputs
+from peagle.kernels.sampling.verify import AcceptedTokens
+from peagle.kernels.step.step import build_draft_inputs
 from peagle.models.drafter import Drafter
 from peagle.models.fused_cpu import FusedCpuDrafter
 
 
 class DraftProposer:
-    def __init__(
-        self, drafter: Drafter, num_blocks: int, max_num_seqs: int, max_model_len: int, max_speculative_tokens: int
-    ) -> None:
+    def __init__(self, drafter: Drafter, num_blocks: int, max_model_len: int, max_speculative_tokens: int) -> None:
         self.drafter, self.max_model_len = drafter, max_model_len
         self.max_speculative_tokens, self.mask_token_id = max_speculative_tokens, drafter.cfg.mask_token_id
         self.device, layer = drafter.fc.weight.device, drafter.cfg.layer
@@ -34,7 +32,6 @@ class DraftProposer:
         self.kv_cache = KVCache.allocate(
             drafter.cfg.num_layers, num_blocks, layer.num_kv_heads, layer.head_dim, drafter.fc.weight
         )
-        self.max_model_len_S = torch.full((max_num_seqs + 1,), max_model_len, device=self.device)
         self.mask_hidden_D: Tensor | None = None
         self.refresh_mask_hidden()
 
@@ -70,7 +67,7 @@ class DraftProposer:
             self.mask_hidden_D,
             self.mask_token_id,
             k,
-            self.max_model_len_S[:batch_size],
+            self.max_model_len,
         )
         num_rows = len(rows.token_ids_R) // batch_size
         attend = decode_attention(

@@ -19,8 +19,7 @@ from peagle.engine.prefill_inputs import PrefillInputs
 from peagle.engine.request import Logprobs, Request
 from peagle.engine.step_output import VerifyOutput
 from peagle.kernels.sampling.sample import sample_tokens
-from peagle.kernels.sampling.types import AcceptedTokens
-from peagle.kernels.sampling.verify import accept_draft_tokens
+from peagle.kernels.sampling.verify import AcceptedTokens, accept_draft_tokens
 from peagle.kernels.step.types import SlotState
 
 
@@ -38,10 +37,8 @@ class Sampler:
         `logits_TV` replaces the logits of `verified`."""
         i, rates = verified.inputs, self.synthetic_rates_K
         logits_TV = verified.logits_TV if logits_TV is None else logits_TV
-        sampled_T = sample_tokens(
-            logits_TV, i.temperature_T, i.top_k_T, i.top_p_T, i.min_p_T, i.seed_T, i.sample_positions_T
-        )
-        sampled_BQ, seeds, positions = sampled_T.view(i.token_ids_BQ.shape), i.seed_T, i.sample_positions_T
+        sampled_T = sample_tokens(logits_TV, i.float_params_3T, i.int_params_2T, i.sample_positions_T)
+        sampled_BQ, seeds, positions = sampled_T.view(i.token_ids_BQ.shape), i.int_params_2T[1], i.sample_positions_T
         if rates is not None:
             num_rows = sampled_BQ.shape[1]
             rates, seeds, positions = rates[: num_rows - 1], seeds[::num_rows], positions[::num_rows]
@@ -63,9 +60,9 @@ class Sampler:
 
     def sample_first_tokens(self, logits_FV: Tensor, inputs: PrefillInputs[Tensor]) -> Tensor:
         """Samples the token after each prompt that ends."""
-        temperature_F, top_p_F, min_p_F = self.state.float_params_3S[:, inputs.end_slots_F]
-        top_k_F, seed_F = self.state.int_params_2S[:, inputs.end_slots_F]
-        return sample_tokens(logits_FV, temperature_F, top_k_F, top_p_F, min_p_F, seed_F, inputs.num_tokens_F)
+        state, slots_F = self.state, inputs.end_slots_F
+        params = state.float_params_3S[:, slots_F], state.int_params_2S[:, slots_F]
+        return sample_tokens(logits_FV, *params, inputs.num_tokens_F)
 
     def sample_first_tokens_processed(
         self, requests: list[Request], logprobs: Logprobs, logits_FV: Tensor, inputs: PrefillInputs[Tensor]

@@ -10,10 +10,19 @@ import torch
 from torch import Tensor
 
 try:
-    import triton  # noqa: F401
+    import triton
+    from triton import language as tl
     from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: F401
 
     HAVE_TRITON = True
+
+    @triton.jit
+    def wait_for_previous(PDL: tl.constexpr) -> None:
+        """First statement of a kernel with PDL: lets the next kernel start, and waits for the previous one to end."""
+        if PDL:
+            tl.extra.cuda.gdc_launch_dependents()
+            tl.extra.cuda.gdc_wait()
+
 except (
     ImportError
 ):  # no wheel for this platform, or a release without descriptors: the torch versions and cuBLAS do everything

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peagle.kernels.loss.schedule import StaticLossShape, build_loss_schedule
+from peagle.kernels.loss.linear_loss import StaticLossShape, build_loss_schedule
 
 CPU = torch.device("cpu")
 
@@ -14,8 +14,7 @@ def test_loss_schedule_worked_example() -> None:
     assert schedule.order_R.tolist() == [1, 3, 4, 0, 2, 5]
     assert schedule.positions_P.tolist() == [2, 5, 7]
     assert schedule.position_index_R.tolist() == [0, 0, 1, 2, 2, 2]
-    chunks = [(chunk.rows, chunk.positions) for chunk in schedule.chunks]
-    assert chunks == [(slice(0, 3), slice(0, 2)), (slice(3, 6), slice(2, 3))]
+    assert schedule.chunks == [(slice(0, 3), slice(0, 2)), (slice(3, 6), slice(2, 3))]
 
 
 @settings(max_examples=60, deadline=None)
@@ -23,16 +22,16 @@ def test_loss_schedule_worked_example() -> None:
 def test_schedule_computes_every_row_once(positions: list[int], max_chunk_rows: int) -> None:
     schedule = build_loss_schedule(torch.tensor(positions, dtype=torch.long), max_chunk_rows, CPU)
     found = {}
-    for chunk in schedule.chunks:
-        rows = range(chunk.rows.start, chunk.rows.stop)
-        indices = range(chunk.positions.start, chunk.positions.stop)
+    for chunk_rows, chunk_positions in schedule.chunks:
+        rows = range(chunk_rows.start, chunk_rows.stop)
+        indices = range(chunk_positions.start, chunk_positions.stop)
         assert 0 < len(rows) <= max_chunk_rows and 0 < len(indices) <= max_chunk_rows
         for row in rows:
             index = int(schedule.position_index_R[row])
             assert index in indices
             found[int(schedule.order_R[row])] = int(schedule.positions_P[index])
     assert found == dict(enumerate(positions))
-    assert sum(chunk.rows.stop - chunk.rows.start for chunk in schedule.chunks) == len(positions)
+    assert sum(rows.stop - rows.start for rows, _ in schedule.chunks) == len(positions)
 
 
 def test_static_loss_shape_worked_example() -> None:
@@ -54,10 +53,10 @@ def test_static_schedule_keeps_every_rows_position(positions: list[int], num_pad
     shape = StaticLossShape(len(positions) + num_padding, size, size)
     schedule = shape.build_schedule(torch.tensor(positions))
     assert schedule is not None and sorted(schedule.order_R.tolist()) == list(range(shape.num_rows))
-    for chunk in shape.chunks:
-        assert chunk.rows.stop - chunk.rows.start <= size
-        assert chunk.positions.stop - chunk.positions.start == size
-        for i in range(chunk.rows.start, chunk.rows.stop):
+    for rows, chunk_positions in shape.chunks:
+        assert rows.stop - rows.start <= size
+        assert chunk_positions.stop - chunk_positions.start == size
+        for i in range(rows.start, rows.stop):
             row, index = int(schedule.order_R[i]), int(schedule.position_index_R[i])
-            assert chunk.positions.start <= index < chunk.positions.stop
+            assert chunk_positions.start <= index < chunk_positions.stop
             assert schedule.positions_P[index] == (positions[row] if row < len(positions) else max(positions))

@@ -8,7 +8,7 @@ runs in a process of its own: this file, run as a script.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -22,11 +22,9 @@ from triton_interpreter import patch_interpreter, run_in_interpreter
 
 from peagle.config import SamplingParams
 from peagle.errors import UserError
-from peagle.kernels.sampling import noise_torch, sample_torch, sample_triton
-from peagle.kernels.sampling.sample import argmax, sample_tokens
+from peagle.kernels.sampling import noise_torch, sampling_triton
+from peagle.kernels.sampling.sample import argmax, logit_cutoffs_torch, sample_tokens
 from peagle.kernels.sampling.verify import accept_draft_tokens, rates_for_acceptance_length, to_conditional_rates
-from peagle.kernels.sampling.verify_torch import accept_draft_tokens_torch
-from peagle.kernels.sampling.verify_triton import accept_draft_tokens_triton
 from peagle.kernels.triton_utils import HAVE_TRITON
 from peagle.speculative.reference import compute_probs
 
@@ -129,13 +127,10 @@ def test_noise_is_uniform_and_neighbours_are_independent(step: tuple[int, int, i
 # Sampling
 
 
-def settings_of(rows: int, params: SamplingParams) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return (
-        torch.full((rows,), params.temperature),
-        torch.full((rows,), params.top_k),
-        torch.full((rows,), params.top_p),
-        torch.full((rows,), params.min_p),
-    )
+def settings_of(params: SamplingParams, seed: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Arguments of `sample_tokens`: float params, int params, positions."""
+    floats = torch.tensor([[params.temperature], [params.top_p], [params.min_p]]).expand(-1, len(seed))
+    return floats, torch.stack([torch.full_like(seed, params.top_k), seed]), position
 
 
 @many(200)
@@ -143,9 +138,7 @@ def settings_of(rows: int, params: SamplingParams) -> tuple[Tensor, Tensor, Tens
 def test_greedy_is_the_lowest_id_among_the_largest(rows: list[list[int]], half: bool) -> None:
     logits = torch.tensor(rows, dtype=torch.bfloat16 if half else torch.float32)
     want = [row.index(max(row)) for row in rows]
-    got = sample_tokens(
-        logits, *settings_of(len(rows), SamplingParams()), torch.arange(len(rows)), torch.arange(len(rows))
-    )
+    got = sample_tokens(logits, *settings_of(SamplingParams(), torch.arange(len(rows)), torch.arange(len(rows))))
     assert got.dtype == torch.long
     assert got.tolist() == argmax(logits).tolist() == want
 
@@ -185,9 +178,8 @@ def test_cutoffs_keep_the_right_tokens(
     logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:
     want = naive_kept(logits, temperature, top_k, top_p, min_p)
-    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     row = torch.tensor([logits])
-    cut = sample_torch.logit_cutoffs_torch(row, *settings_of(1, params))
+    cut = logit_cutoffs_torch(row, torch.tensor([[temperature], [top_p], [min_p]]), ids(top_k))
     assert (row >= cut)[0].tolist() == want
 
 
@@ -195,7 +187,7 @@ def test_a_flat_row_is_filtered_too() -> None:
     # More tokens than the fast path for peaked rows looks at.
     row = torch.linspace(-1, 1, 5000)[torch.randperm(5000, generator=rng(0))][None]
     for top_p in (0.1, 0.5, 0.999):
-        cut = sample_torch.logit_cutoffs_torch(row, *settings_of(1, SamplingParams(temperature=1.0, top_p=top_p)))
+        cut = logit_cutoffs_torch(row, torch.tensor([[1.0], [top_p], [0.0]]), ids(0))
         probs = row.double().softmax(-1)
         assert float(probs[row > cut].sum()) < top_p + 1e-5
         assert float(probs[row >= cut].sum()) >= top_p - 1e-5
@@ -220,7 +212,7 @@ def test_draws_have_the_filtered_distribution(params: SamplingParams, across: st
     seeds, positions = torch.arange(draws), torch.full((draws,), 7)
     if across == "positions":
         seeds, positions = positions, seeds
-    got = sample_tokens(logits.expand(draws, -1), *settings_of(draws, params), seeds, positions)
+    got = sample_tokens(logits.expand(draws, -1), *settings_of(params, seeds, positions))
     counts = torch.bincount(got, minlength=12)
     assert counts[probs == 0].sum() == 0
     possible = probs > 0
@@ -240,7 +232,7 @@ def test_draws_over_a_large_vocabulary_have_its_distribution() -> None:
     mass = torch.zeros(20, dtype=torch.float64).index_add(0, bins, probs)
     for first in range(0, draws, 50):
         at = torch.arange(first, first + 50)
-        got = sample_tokens(logits.expand(50, -1), *settings_of(50, params), torch.zeros_like(at), at)
+        got = sample_tokens(logits.expand(50, -1), *settings_of(params, torch.zeros_like(at), at))
         counts += torch.bincount(bins[got], minlength=20)
     assert chisquare(counts.numpy(), (mass * draws).numpy()).pvalue > TOLERATED
 
@@ -250,7 +242,7 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
     logits = torch.randn(rows, vocab, generator=rng(6)) * 3
     args = mixed_settings(rows)
     together = sample_tokens(logits, *args)
-    apart = [int(sample_tokens(logits[r : r + 1], *(x[r : r + 1] for x in args))) for r in range(rows)]
+    apart = [int(sample_tokens(logits[r : r + 1], *(x[..., r : r + 1] for x in args))) for r in range(rows)]
     assert together.tolist() == apart
 
 
@@ -258,7 +250,7 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
 def test_extreme_temperatures(temperature: float) -> None:
     logits = torch.tensor([[1.0, 90.0, 90.5, -300.0]]).expand(300, -1)
     params = SamplingParams(temperature=temperature, top_p=0.9)
-    got = sample_tokens(logits, *settings_of(300, params), torch.zeros(300, dtype=torch.long), torch.arange(300))
+    got = sample_tokens(logits, *settings_of(params, torch.zeros(300, dtype=torch.long), torch.arange(300)))
     if temperature < 1:
         assert got.unique().tolist() == [2]
     else:
@@ -268,7 +260,7 @@ def test_extreme_temperatures(temperature: float) -> None:
 def test_masked_tokens_are_never_drawn() -> None:
     logits = torch.tensor([[-math.inf, 0.0, -math.inf, 1.0]]).expand(500, -1)
     for params in SHAPES.values():
-        got = sample_tokens(logits, *settings_of(500, params), torch.zeros(500, dtype=torch.long), torch.arange(500))
+        got = sample_tokens(logits, *settings_of(params, torch.zeros(500, dtype=torch.long), torch.arange(500)))
         assert set(got.tolist()) <= {1, 3}
 
 
@@ -319,7 +311,7 @@ def toy_generate(params: SamplingParams, k: int, length: int, guess_right: float
     luck = rng(k)
 
     def target(prefix: list[int]) -> int:
-        args = (*settings_of(1, params), ids(params.seed or 0), ids(len(prefix)))
+        args = settings_of(params, ids(params.seed or 0), ids(len(prefix)))
         return int(sample_tokens(toy_logits(prefix, vocab)[None], *args))
 
     while len(text) < length:
@@ -422,14 +414,14 @@ if HAVE_TRITON:
     def words_kernel(seed, position, out, STREAM: tl.constexpr, LANES: tl.constexpr):
         call = tl.program_id(1) * LANES + tl.arange(0, LANES)
         row = tl.program_id(0)
-        words = sample_triton.philox_words(tl.load(seed + row), tl.load(position + row), call, STREAM)
+        words = sampling_triton.philox_words(tl.load(seed + row), tl.load(position + row), call, STREAM)
         start = out + row * tl.num_programs(1) * 4 * LANES + tl.program_id(1) * 4 * LANES + tl.arange(0, LANES)
         for i in tl.static_range(4):
             tl.store(start + i * LANES, words[i].to(tl.int64))
 
 
-def mixed_settings(rows: int) -> tuple[Tensor, ...]:
-    """Temperature, top_k, top_p, min_p, seed, position: the kinds of rows in turn."""
+def mixed_settings(rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Float params, int params, positions: the kinds of rows in turn."""
     kinds = torch.tensor(
         [
             [0.0, 0, 1.0, 0.0],
@@ -443,12 +435,13 @@ def mixed_settings(rows: int) -> tuple[Tensor, ...]:
             [1.0, 0, 0.5, 0.0],
         ]
     )
-    kinds = kinds[torch.arange(rows) % len(kinds)]
+    temperature, top_k, top_p, min_p = kinds[torch.arange(rows) % len(kinds)].T
     seeds = torch.arange(rows) * 7919 - 5 + (torch.arange(rows) << 40)
-    return kinds[:, 0], kinds[:, 1].long(), kinds[:, 2], kinds[:, 3], seeds, torch.arange(rows) * 31 + 2
+    floats, integers = torch.stack([temperature, top_p, min_p]), torch.stack([top_k.long(), seeds])
+    return floats, integers, torch.arange(rows) * 31 + 2
 
 
-def to(device: str, values: tuple[Tensor, ...]) -> list[Tensor]:
+def to(device: str, values: Sequence[Tensor]) -> list[Tensor]:
     return [x.to(device) for x in values]
 
 
@@ -479,31 +472,32 @@ def check_sampling_of_ties_and_extremes(device: str) -> None:
     compare_samples(device, ties * 1e-44, mixed_settings(9))  # subnormals of both signs
     masked = ties.masked_fill(torch.rand(9, 300, generator=rng(3)) < 0.9, -math.inf)
     compare_samples(device, masked, mixed_settings(9))
-    temperature, *rest = mixed_settings(9)
+    floats, *rest = mixed_settings(9)
     for scale in (1e-38, 1e-3, 50.0):
-        compare_samples(device, ties, (temperature * scale, *rest))
+        compare_samples(device, ties, (floats * torch.tensor([[scale], [1.0], [1.0]]), *rest))
 
 
-def compare_samples(device: str, logits: Tensor, args: tuple[Tensor, ...]) -> None:
+def compare_samples(device: str, logits: Tensor, args: Sequence[Tensor]) -> None:
     there, on = logits.to(device), to(device, args)
     if logits.stride(0) != logits.shape[1]:
         there = logits.new_empty(len(logits), logits.stride(0)).to(device)[:, : logits.shape[1]].copy_(logits)
-    assert torch.equal(sample_triton.argmax_triton(there).cpu(), sample_torch.argmax_torch(logits))
-    cuts = sample_triton.logit_cutoffs_triton(there, *on[:4]).cpu()
-    want = sample_torch.logit_cutoffs_torch(logits, *args[:4])
+    (floats, (top_k, _), _) = args
+    assert torch.equal(sampling_triton.argmax_triton(there).cpu(), argmax(logits))
+    cuts = sampling_triton.logit_cutoffs_triton(there, *on[:2]).cpu()
+    want = logit_cutoffs_torch(logits, floats, top_k)
     same = (logits >= cuts[:, None]).eq(logits >= want[:, None]).all(1)
     for r in (~same).nonzero()[:, 0].tolist():  # rounding may decide where the mass reaches top_p
-        temperature, top_p, row = float(args[0][r]), float(args[2][r]), logits[r].double()
-        unfiltered = (x[r : r + 1] for x in (args[0], args[1], torch.ones_like(args[2]), args[3]))
+        (temperature, top_p, min_p), row = floats[:, r].tolist(), logits[r].double()
+        unfiltered = torch.tensor([[temperature], [1.0], [min_p]])
         weights = ((row - row.max()) / temperature).exp()
-        weights /= weights[row >= sample_torch.logit_cutoffs_torch(logits[r : r + 1], *unfiltered)].sum()
+        weights /= weights[row >= logit_cutoffs_torch(logits[r : r + 1], unfiltered, top_k[r : r + 1])].sum()
         low, high = sorted((float(cuts[r]), float(want[r])))
         assert float(weights[row >= high].sum()) == pytest.approx(top_p, abs=1e-4), (r, low, high)
         assert float(weights[row > low].sum()) == pytest.approx(top_p, abs=1e-4), (r, low, high)
     assert float(same.double().mean()) >= 0.9
-    chosen = sample_triton.sample_tokens_triton(there, *on).cpu()
+    chosen = sampling_triton.sample_tokens_triton(there, *on).cpu()
     assert chosen.dtype == torch.long
-    assert torch.equal(chosen[same], sample_torch.sample_tokens_torch(logits, *args)[same])
+    assert torch.equal(chosen[same], sample_tokens(logits, *args)[same])
 
 
 def check_accept(device: str) -> None:
@@ -516,11 +510,11 @@ def check_accept(device: str) -> None:
         available[:4] = k
         seeds, positions = torch.arange(batch) << 33, torch.arange(batch) * 5 + 2**31 - 60
         for rates in (None, torch.linspace(1, 0.5, k)):
-            want = accept_draft_tokens_torch(tokens, chosen, available, rates, seeds, positions)
+            accepted, _, result = accept_draft_tokens(tokens, chosen, available, rates, seeds, positions)
             there = None if rates is None else rates.to(device)
             args = to(device, (tokens, chosen, available))
-            got = accept_draft_tokens_triton(*args, there, *to(device, (seeds, positions)))
-            for a, b in zip(got, want, strict=True):
+            got = sampling_triton.accept_draft_tokens_triton(*args, there, *to(device, (seeds, positions)))
+            for a, b in zip(got, (accepted, result), strict=True):
                 assert a.dtype == torch.long
                 assert torch.equal(a.cpu(), b)
 

@@ -10,7 +10,7 @@ With p the teacher's and q the student's probabilities over the student's V toke
     kl         sum p (log p - log q)
     tv         1 - acceptance
     lk         -log acceptance
-    lk-hybrid  lam kl + (1 - lam) tv, where lam = exp(-eta acceptance) is not differentiated
+    lk-hybrid  lam kl + (1 - lam) tv, where lam = exp(-LK_ETA acceptance) is not differentiated
 
 Over a reduced draft vocabulary, p is the teacher's softmax over its whole vocabulary, gathered at `draft_ids` and not
 normalised again: probability outside the draft vocabulary contributes nothing.
@@ -21,20 +21,135 @@ rows and Q positions of one chunk.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from peagle.config import LK_ETA, LOSS_LOGITS, OBJECTIVES, Objective
+from peagle.config import LOSS_LOGITS, OBJECTIVES, Objective
+from peagle.kernels.host_transfer import copy_to_device
 from peagle.kernels.loss.linear_loss_torch import compute_row_losses_torch
-from peagle.kernels.loss.schedule import LossSchedule, StaticLossShape, build_loss_schedule
-from peagle.kernels.loss.types import LinearLossOutput, RowLossFn, RowScale, Teacher
 from peagle.kernels.triton_utils import supports_triton_float
 
-__all__ = ["LinearLossOutput", "LossSchedule", "RowScale", "StaticLossShape", "Teacher", "linear_loss"]
-
 _TORCH_COPIES = 8  # of a chunk's logits, made by the torch version: its chunks are smaller by this factor
+
+RowLossFn = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]  # see `compute_row_losses_torch`
+
+# (acceptance_R, teacher_token_R) -> scale_R, a factor on each row's weight that is not differentiated.
+RowScale = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """The teacher's distribution at position i is softmax(hidden_PT[i] @ head_UT.T)."""
+
+    hidden_PT: Tensor
+    head_UT: Tensor
+    draft_ids: Tensor | None = None  # [V] teacher token ids of a reduced draft vocabulary; None: V = U
+
+
+@dataclass(frozen=True)
+class LinearLossOutput:
+    """Results of `linear_loss`. Per-row tensors are in the order of the input rows and carry no gradient."""
+
+    total: Tensor  # sum of weight * scale * loss; differentiable in the student's hidden states and head
+    loss_R: Tensor
+    acceptance_R: Tensor  # sum min(p, q)
+    match_R: Tensor  # bool: student and teacher have the same argmax token (the lowest id wins ties)
+    teacher_token_R: Tensor  # the teacher's argmax token
+
+
+@dataclass(frozen=True)
+class LossSchedule:
+    """Rows sorted by teacher position and cut into chunks.
+
+    Worked example, at most 3 rows or positions per chunk, teacher positions 7 2 7 2 5 7:
+        order_R 1 3 4 0 2 5, positions_P 2 5 7, position_index_R 0 0 1 2 2 2
+        chunks: rows 0:3 with positions 0:2, rows 3:6 with positions 2:3
+    """
+
+    order_R: Tensor  # row indices, sorted by teacher position
+    positions_P: Tensor  # the distinct teacher positions, ascending
+    position_index_R: Tensor  # index into positions_P of each sorted row
+    chunks: list[tuple[slice, slice]]  # of the sorted rows, and of positions_P
+
+
+def build_loss_schedule(position_R: Tensor, max_chunk_rows: int, device: torch.device) -> LossSchedule:
+    """Builds a schedule with at most `max_chunk_rows` rows and positions per chunk.
+
+    `position_R` is each row's teacher position. Pass it on the CPU to avoid a device synchronisation.
+    """
+    position = position_R.cpu().numpy()
+    fits_16_bits = len(position) and position.max() < 1 << 16  # numpy then uses radix sort
+    order = np.argsort(position.astype(np.uint16) if fits_16_bits else position, kind="stable")
+    positions, begins = np.unique(position[order], return_index=True)
+    ends = np.append(begins[1:], len(order))  # end of each position's rows
+    position_index = np.repeat(np.arange(len(positions)), ends - begins)
+    chunks: list[tuple[slice, slice]] = []
+    row = 0
+    while row < len(order):
+        first = int(position_index[row])
+        last = int(np.searchsorted(ends, row + max_chunk_rows, side="right"))  # positions before it end in the chunk
+        last = min(last, first + max_chunk_rows)
+        # One position may have more rows than fit into a chunk.
+        end = int(ends[last - 1]) if last > first else row + max_chunk_rows
+        chunks.append((slice(row, end), slice(first, max(last, first + 1))))
+        row = end
+
+    def to_device(x: NDArray[np.int64]) -> Tensor:
+        return copy_to_device(torch.from_numpy(x), device)
+
+    return LossSchedule(to_device(order), to_device(positions), to_device(position_index), chunks)
+
+
+@dataclass(frozen=True)
+class StaticLossShape:
+    """Fixed chunk sizes for CUDA graphs: chunks of `chunk_rows` rows with `chunk_positions` positions each.
+
+    Worked example, 7 rows, chunks of 3 rows with 2 positions, teacher positions 7 2 7 2 5: rows 5 and 6 are padding.
+        order_R 1 3 4 0 2 5 6, chunks 1 3 4 | 0 2 5 | 6, positions_P 2 5 | 7 7 | 7 7, position_index_R 0 0 1 2 2 2 4
+    """
+
+    num_rows: int
+    chunk_rows: int
+    chunk_positions: int
+
+    @property
+    def chunks(self) -> list[tuple[slice, slice]]:
+        starts = range(0, self.num_rows, self.chunk_rows)
+        width = self.chunk_positions
+        return [
+            (slice(row, min(row + self.chunk_rows, self.num_rows)), slice(i * width, (i + 1) * width))
+            for i, row in enumerate(starts)
+        ]
+
+    def build_schedule(self, position_R: Tensor) -> LossSchedule | None:
+        """Builds a schedule on the CPU, or returns None if a chunk has more positions than `chunk_positions`.
+
+        Padding rows repeat the last teacher position; give them weight 0.
+        """
+        position = position_R.numpy()
+        count = len(position)
+        assert 0 < count <= self.num_rows, (count, self.num_rows)
+        order = np.arange(self.num_rows)
+        order[:count] = np.argsort(position, kind="stable")
+        sorted_position = np.full(self.num_rows, position.max())
+        sorted_position[:count] = position[order[:count]]
+        positions = np.full(len(self.chunks) * self.chunk_positions, sorted_position[-1])
+        position_index = np.zeros(self.num_rows, dtype=np.int64)
+        for rows, chunk_positions in self.chunks:
+            own = sorted_position[rows]
+            rank = np.concatenate([[0], np.cumsum(own[1:] != own[:-1])])
+            if rank[-1] >= self.chunk_positions:
+                return None
+            position_index[rows] = chunk_positions.start + rank
+            positions[chunk_positions.start + rank] = own
+        order_R, positions_P, index_R = (torch.from_numpy(x) for x in (order, positions, position_index))
+        return LossSchedule(order_R, positions_P, index_R, self.chunks)
 
 
 def _add_head_gradient(into_VD: Tensor, dz_CV: Tensor, hidden_CD: Tensor) -> None:
@@ -66,7 +181,6 @@ class LinearLossFunction(torch.autograd.Function):
         schedule: LossSchedule,
         weight_R: Tensor,
         objective: Objective,
-        eta: float,
         scale_by_earlier: RowScale | None,
         needs_grad: tuple[bool, bool],
         row_losses: RowLossFn,
@@ -75,22 +189,20 @@ class LinearLossFunction(torch.autograd.Function):
         rows, device = len(hidden_RD), hidden_RD.device
         weight_R = weight_R.to(device, exact)
         loss_R, acceptance_R = hidden_RD.new_zeros(2, rows, dtype=exact)
-        match_R = hidden_RD.new_zeros(rows, dtype=torch.bool)
-        token_R = hidden_RD.new_zeros(rows, dtype=torch.long)
+        match_R, token_R = (hidden_RD.new_zeros(rows, dtype=dtype) for dtype in (torch.bool, torch.long))
+        results = (loss_R, acceptance_R, match_R, token_R)
         dhidden_RD = torch.empty_like(hidden_RD) if needs_grad[0] else None
         dhead_VD = torch.zeros_like(head_VD, dtype=exact) if needs_grad[1] else None
         scale_R = hidden_RD.new_ones(rows, dtype=exact)
-        for chunk in schedule.chunks:
-            at = schedule.order_R[chunk.rows]
+        for chunk_rows, chunk_positions in schedule.chunks:
+            at = schedule.order_R[chunk_rows]
             hidden_CD = hidden_RD[at]
             z_CV = hidden_CD @ head_VD.T
-            t_QU = teacher.hidden_PT[schedule.positions_P[chunk.positions]] @ teacher.head_UT.T
-            index_C = schedule.position_index_R[chunk.rows] - chunk.positions.start
-            found = row_losses(z_CV, t_QU, index_C, weight_R[at], teacher.draft_ids, objective, eta, any(needs_grad))
-            loss_R.index_copy_(0, at, found.loss)
-            acceptance_R.index_copy_(0, at, found.acceptance)
-            match_R.index_copy_(0, at, found.match)
-            token_R.index_copy_(0, at, found.teacher_token)
+            t_QU = teacher.hidden_PT[schedule.positions_P[chunk_positions]] @ teacher.head_UT.T
+            index_C = schedule.position_index_R[chunk_rows] - chunk_positions.start
+            found = row_losses(z_CV, t_QU, index_C, weight_R[at], teacher.draft_ids, objective, any(needs_grad))
+            for result_R, found_C in zip(results, found, strict=True):
+                result_R.index_copy_(0, at, found_C)
             # z now holds logit gradients. Both gradients are linear in each row, so rows can be scaled here.
             scale_C1 = None
             if scale_by_earlier is not None:
@@ -102,15 +214,15 @@ class LinearLossFunction(torch.autograd.Function):
                 _add_head_gradient(dhead_VD, z_CV, _scale_rows(hidden_CD, scale_C1))
         ctx.save_for_backward(dhidden_RD, dhead_VD)
         ctx.head_dtype = head_VD.dtype
-        ctx.mark_non_differentiable(loss_R, acceptance_R, match_R, token_R)
-        return (weight_R * scale_R * loss_R).sum(), loss_R, acceptance_R, match_R, token_R
+        ctx.mark_non_differentiable(*results)
+        return (weight_R * scale_R * loss_R).sum(), *results
 
     @staticmethod
     def backward(ctx: Any, dtotal: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         dhidden_RD, dhead_VD = ctx.saved_tensors
         dhidden = None if dhidden_RD is None else dhidden_RD * dtotal.to(dhidden_RD.dtype)
         dhead = None if dhead_VD is None else (dhead_VD * dtotal).to(ctx.head_dtype)
-        return dhidden, dhead, *(None,) * 8
+        return dhidden, dhead, *(None,) * 7
 
 
 def _choose_row_losses(hidden_RD: Tensor, teacher: Teacher) -> RowLossFn:
@@ -128,15 +240,14 @@ def linear_loss(
     position_R: Tensor | LossSchedule,
     weight_R: Tensor,
     objective: Objective,
-    eta: float = LK_ETA,
     max_logits: int = LOSS_LOGITS,
     scale_by_earlier: RowScale | None = None,
     row_losses: RowLossFn | None = None,
 ) -> LinearLossOutput:
     """Computes sum weight * loss, where row r learns the teacher's distribution at position_R[r].
 
-    `eta` belongs to lk-hybrid. `max_logits` bounds the student's and the teacher's logits that exist at once. The order
-    of the rows does not matter. Pass `position_R` on the CPU to avoid a device synchronisation, or pass a
+    `max_logits` bounds the student's and the teacher's logits that exist at once. The order of the rows does not
+    matter. Pass `position_R` on the CPU to avoid a device synchronisation, or pass a
     `LossSchedule` on the device: then nothing depends on the host, and `max_logits` is ignored.
 
     `scale_by_earlier` scales rows by results of other rows. It is called after each chunk and may read the results of
@@ -161,5 +272,5 @@ def linear_loss(
     enabled = torch.is_grad_enabled()
     needs_grad = (enabled and hidden_RD.requires_grad, enabled and head_VD.requires_grad)
     teacher = Teacher(teacher.hidden_PT.detach(), teacher.head_UT.detach(), teacher.draft_ids)
-    settings = (weight_R, objective, eta, scale_by_earlier, needs_grad, row_losses)
+    settings = (weight_R, objective, scale_by_earlier, needs_grad, row_losses)
     return LinearLossOutput(*LinearLossFunction.apply(hidden_RD, head_VD, teacher, schedule, *settings))

@@ -8,8 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from peagle.config import Objective
-from peagle.kernels.loss.types import MIN_ACCEPTANCE, RowLosses
+from peagle.config import LK_ETA, Objective
+
+MIN_ACCEPTANCE = 1e-30  # lower bound of the acceptance inside a logarithm: keeps the loss `lk` finite
 
 
 def compute_row_losses_torch(
@@ -19,12 +20,10 @@ def compute_row_losses_torch(
     weight_C: Tensor,
     draft_ids: Tensor | None,
     objective: Objective,
-    eta: float,
     gradient: bool,
-) -> RowLosses:
-    """Computes the losses of a chunk's rows from student logits z and teacher logits t[position_index].
-
-    With `gradient`, overwrites z with the gradient of sum weight * loss.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Computes loss, acceptance, match and teacher token [C] of rows with student logits z and teacher logits
+    t[position_index]; see `LinearLossOutput`. With `gradient`, overwrites z with the gradient of sum weight * loss.
     """
     exact = torch.float64 if z_CV.dtype == torch.float64 else torch.float32
     log_q = z_CV.to(exact).log_softmax(-1)
@@ -35,12 +34,11 @@ def compute_row_losses_torch(
     ce = -(p * log_q).sum(-1)
     kl = ce + (p * log_p.masked_fill(p == 0, 0.0)).sum(-1)
     tv = 1 - acceptance
-    lam = (-eta * acceptance).exp()
+    lam = (-LK_ETA * acceptance).exp()
     floor = acceptance.clamp(min=MIN_ACCEPTANCE)
     loss = {"ce": ce, "kl": kl, "tv": tv, "lk": -floor.log(), "lk-hybrid": lam * kl + (1 - lam) * tv}[objective]
     student_token = z_CV.argmax(-1) if draft_ids is None else draft_ids[z_CV.argmax(-1)]
     teacher_token = t_QU.argmax(-1)[position_index_C]
-    match = student_token == teacher_token
     if gradient:
         below = q < p
         dz_kl = q * p.sum(-1, keepdim=True) - p
@@ -48,4 +46,4 @@ def compute_row_losses_torch(
         lam, floor = lam[:, None], floor[:, None]
         dz = {"ce": dz_kl, "kl": dz_kl, "tv": dz_tv, "lk": dz_tv / floor, "lk-hybrid": lam * dz_kl + (1 - lam) * dz_tv}
         z_CV.copy_(dz[objective] * weight_C[:, None])
-    return RowLosses(loss, acceptance, match, teacher_token)
+    return loss, acceptance, student_token == teacher_token, teacher_token

@@ -10,8 +10,6 @@ and so do the teacher's, because rows of one position are adjacent.
 
 Sums are kept per element of a block in fp32 and reduced at the end, so no pass waits for a reduction.
 
-With TRITON_INTERPRET=1 in the environment, set before the import, the launcher takes CPU tensors.
-
 Shapes: C rows, Q teacher positions, V student vocabulary, U teacher vocabulary. All logarithms are in base 2.
 """
 
@@ -24,8 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from peagle.config import OBJECTIVES, Objective
-from peagle.kernels.loss.types import MIN_ACCEPTANCE, RowLosses
+from peagle.config import LK_ETA, OBJECTIVES, Objective
+from peagle.kernels.loss.linear_loss_torch import MIN_ACCEPTANCE
 
 _LOG2E = tl.constexpr(math.log2(math.e))
 _LN2 = tl.constexpr(math.log(2.0))
@@ -169,11 +167,10 @@ def compute_row_losses_triton(
     weight_C: Tensor,
     draft_ids: Tensor | None,
     objective: Objective,
-    eta: float,
     gradient: bool,
     block: int = _BLOCK,
     warps: int = _WARPS,
-) -> RowLosses:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As `compute_row_losses_torch`; sums are fp32 for all dtypes."""
     assert objective in OBJECTIVES and z_CV.stride(1) == t_QU.stride(1) == 1, objective
     rows, count = z_CV.shape
@@ -186,10 +183,10 @@ def compute_row_losses_triton(
     _row_loss_kernel[(rows,)](
         *(z_CV, t_QU, draft_ids, position_index_C, weight_C, teacher_log_sums, teacher_tokens),
         *(loss, acceptance, match.view(torch.int8)),
-        *(count, z_CV.stride(0), t_QU.stride(0), eta),
+        *(count, z_CV.stride(0), t_QU.stride(0), LK_ETA),
         OBJECTIVE=objective,
         REDUCED=draft_ids is not None,
         GRADIENT=gradient,
         **launch,
     )
-    return RowLosses(loss, acceptance, match, teacher_tokens[position_index_C].long())
+    return loss, acceptance, match, teacher_tokens[position_index_C].long()

@@ -8,14 +8,23 @@ Shapes: B requests, K draft tokens, Q = K + 1 verified rows per request.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from peagle.errors import UserError
-from peagle.kernels.sampling.types import AcceptedTokens
-from peagle.kernels.sampling.verify_torch import accept_draft_tokens_torch
-from peagle.kernels.sampling.verify_triton import accept_draft_tokens_triton
+from peagle.kernels.sampling.noise_torch import ACCEPT_STREAM, bits_torch, uniform_torch
+from peagle.kernels.sampling.sampling_triton import accept_draft_tokens_triton
 from peagle.kernels.triton_utils import runs_triton
+
+
+class AcceptedTokens(NamedTuple):
+    """Which draft tokens were accepted and what each request outputs; all int64."""
+
+    num_accepted_B: Tensor
+    output_token_ids_BQ: Tensor  # accepted draft tokens, then the target's own token, then -1
+    result_BX: Tensor  # X = Q + 2: the output tokens, the number of accepted and of verified draft tokens, for the host
 
 
 def accept_draft_tokens(
@@ -36,8 +45,22 @@ def accept_draft_tokens(
     acceptance does for benchmarks: draft token i is accepted with probability rate i if all before it are, by noise of
     (seed, position + i), where `position` is that of the first draft token. The output then has the draft token itself.
     """
-    accept = accept_draft_tokens_triton if runs_triton(token_ids_BQ) else accept_draft_tokens_torch
-    return accept(token_ids_BQ, target_token_ids_BQ, num_draft_tokens_B, synthetic_rates_K, seed_B, position_B)
+    if runs_triton(token_ids_BQ):
+        compared = (token_ids_BQ, target_token_ids_BQ, num_draft_tokens_B)
+        accepted, result_BX = accept_draft_tokens_triton(*compared, synthetic_rates_K, seed_B, position_B)
+        return AcceptedTokens(accepted, result_BX[:, :-2], result_BX)
+    at = torch.arange(token_ids_BQ.shape[1], device=token_ids_BQ.device)
+    if synthetic_rates_K is None:
+        matches = token_ids_BQ[:, 1:] == target_token_ids_BQ[:, :-1]
+    else:
+        words = bits_torch(seed_B[:, None], position_B[:, None] + at[:-1], torch.zeros_like(at[:-1]), ACCEPT_STREAM)
+        matches = uniform_torch(words) < synthetic_rates_K
+    matches = matches & (at[:-1] < num_draft_tokens_B[:, None])
+    accepted_B1 = matches.long().cumprod(1).sum(1, keepdim=True)
+    output_BQ = torch.where(at == accepted_B1, target_token_ids_BQ, -1)
+    output_BQ = torch.where(at < accepted_B1, token_ids_BQ.roll(-1, 1), output_BQ)
+    result_BX = torch.cat([output_BQ, accepted_B1, num_draft_tokens_B[:, None]], 1)
+    return AcceptedTokens(accepted_B1[:, 0], output_BQ, result_BX)
 
 
 def to_conditional_rates(unconditional: Sequence[float]) -> list[float]:

@@ -1,4 +1,4 @@
-"""Triton kernels of verify_inputs.py, draft_inputs.py and slot_updates.py, one launch each. Shapes as in types.py."""
+"""Triton kernels of step.py, one launch each. Shapes as in types.py."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
@@ -7,7 +7,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from peagle.kernels.step.step_torch import updated_arrays
 from peagle.kernels.step.types import DraftInputs, SlotState, VerifyInputs
 from peagle.kernels.triton_utils import HAVE_TRITON, pdl_launch_options
 
@@ -17,103 +16,54 @@ if HAVE_TRITON:
     import triton
     from triton import language as tl
 
+    from peagle.kernels.triton_utils import wait_for_previous
+
     @triton.jit
     def _verify_inputs_kernel(
         slots,
-        tokens_S,
-        tokens_stride,
-        num_computed_tokens_S,
-        num_draft_tokens_S,
-        tables_S,
-        temperature_S,
-        top_k_S,
-        top_p_S,
-        min_p_S,
-        seed_S,
-        tokens,
-        starts,
-        query_lens,
-        available,
-        tables,
-        positions,
-        nexts,
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        seed,
-        last_slot,
-        max_model_len,
-        M,
-        ROWS: tl.constexpr,
-        WIDTH: tl.constexpr,
-        CHUNK: tl.constexpr,
-        PDL: tl.constexpr,
-    ):
+        tokens_S, tokens_stride, num_computed_tokens_S, num_draft_tokens_S, tables_S, float_params_S, int_params_S,
+        tokens, starts, query_lens, available, tables, positions, nexts, float_params, int_params,
+        num_slots, max_model_len, M,
+        ROWS: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+    ):  # fmt: skip
         """Program (b, c) copies chunk c of request b's block table; the first also writes the rest. WIDTH >= ROWS."""
-        if PDL:
-            tl.extra.cuda.gdc_launch_dependents()
-            tl.extra.cuda.gdc_wait()
+        wait_for_previous(PDL)
         b = tl.program_id(0).to(tl.int64)
         slot = tl.load(slots + b)
-        slot = tl.where(slot < 0, last_slot, slot)
+        slot = tl.where(slot < 0, num_slots - 1, slot)
         at = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
         entries = tl.load(tables_S + slot * M + at, mask=at < M, other=0)
         if tl.program_id(1) == 0:
             row = tl.arange(0, WIDTH)
             real = row < ROWS
             out = b * ROWS + row
-            zeros = row.to(tl.int64) * 0
+            total = tl.num_programs(0) * ROWS
+            float_param, int_param = tl.arange(0, 4)[:, None], tl.arange(0, 2)[:, None]
             # All loads come before the first store: a store waits for its value, and later instructions wait with it.
             start = tl.load(num_computed_tokens_S + slot)
             num_draft_tokens = tl.load(num_draft_tokens_S + slot)
             token = tl.load(tokens_S + slot * tokens_stride + row, mask=real, other=0)
-            temperature_row = tl.load(temperature_S + slot) + zeros.to(tl.float32)
-            top_p_row = tl.load(top_p_S + slot) + zeros.to(tl.float32)
-            min_p_row = tl.load(min_p_S + slot) + zeros.to(tl.float32)
-            top_k_row = tl.load(top_k_S + slot) + zeros
-            seed_row = tl.load(seed_S + slot) + zeros
+            floats = tl.load(float_params_S + float_param * num_slots + slot, mask=float_param < 3, other=0.0)
+            ints = tl.load(int_params_S + int_param * num_slots + slot)
             tl.store(starts + b, start.to(tl.int32))
             tl.store(query_lens + b, tl.minimum(tl.maximum(max_model_len - start, 0), ROWS).to(tl.int32))
             tl.store(available + b, tl.minimum(num_draft_tokens, ROWS - 1))
             tl.store(tokens + out, token, mask=real)
             tl.store(positions + out, tl.minimum(start + row, max_model_len - 1), mask=real)
             tl.store(nexts + out, start + row + 1, mask=real)
-            tl.store(temperature + out, temperature_row, mask=real)
-            tl.store(top_p + out, top_p_row, mask=real)
-            tl.store(min_p + out, min_p_row, mask=real)
-            tl.store(top_k + out, top_k_row, mask=real)
-            tl.store(seed + out, seed_row, mask=real)
+            tl.store(float_params + float_param * total + out, floats, mask=(float_param < 3) & real[None, :])
+            tl.store(int_params + int_param * total + out, ints, mask=real[None, :])
         tl.store(tables + b * M + at, entries, mask=at < M)
 
     @triton.jit
     def _draft_inputs_kernel(
-        emitted,
-        emitted_stride,
-        accepted,
-        starts,
-        hidden,
-        hidden_stride,
-        mask_hidden,
-        mask_token,
-        limit,
-        token_ids,
-        hidden_out,
-        positions,
-        live,
-        sample,
-        Q: tl.constexpr,
-        ROWS: tl.constexpr,
-        SAMPLES: tl.constexpr,
-        MASKED: tl.constexpr,
-        D: tl.constexpr,
-        WIDTH: tl.constexpr,
-        PDL: tl.constexpr,
-    ) -> None:
+        emitted, emitted_stride, accepted, starts, hidden, hidden_stride, mask_hidden, mask_token, max_model_len,
+        token_ids, hidden_out, positions, live, sample,
+        Q: tl.constexpr, ROWS: tl.constexpr, SAMPLES: tl.constexpr, MASKED: tl.constexpr,
+        D: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
+    ) -> None:  # fmt: skip
         """Writes WIDTH hidden values of one row; the row's first program also writes the rest."""
-        if PDL:
-            tl.extra.cuda.gdc_launch_dependents()
-            tl.extra.cuda.gdc_wait()
+        wait_for_previous(PDL)
         row = tl.program_id(0).to(tl.int64)
         b = row // ROWS
         j = row % ROWS
@@ -131,37 +81,20 @@ if HAVE_TRITON:
             token = tl.load(emitted + b * emitted_stride + j, mask=j <= m, other=0)
             tl.store(token_ids + row, tl.where(j <= m, token, mask_token))
             start = tl.load(starts + b).to(tl.int64)
-            end = tl.load(limit + b).to(tl.int64)
-            tl.store(positions + row, tl.maximum(tl.minimum(start + j, end - 1), 0))
+            tl.store(positions + row, tl.maximum(tl.minimum(start + j, max_model_len - 1), 0))
             if j < SAMPLES:
                 tl.store(sample + b * SAMPLES + j, b * ROWS + m + j)
             if j == 0:
-                tl.store(live + b, tl.maximum(tl.minimum(m + 1 + (ROWS - Q), end - start), 0).to(tl.int32))
+                tl.store(live + b, tl.maximum(tl.minimum(m + 1 + (ROWS - Q), max_model_len - start), 0).to(tl.int32))
 
     @triton.jit
     def _commit_kernel(
-        tokens,
-        tokens_stride,
-        starts,
-        available,
-        slots,
-        emitted,
-        emitted_stride,
-        accepted,
-        drafts,
-        drafts_stride,
-        max_model_len,
-        positions,
-        K: tl.constexpr,
-        PER_REQUEST: tl.constexpr,
-        HAS_POSITIONS: tl.constexpr,
-        WIDTH: tl.constexpr,
-        PDL: tl.constexpr,
-    ) -> None:
+        tokens, tokens_stride, starts, available, slots, emitted, emitted_stride, accepted, drafts, drafts_stride,
+        max_model_len, positions,
+        K: tl.constexpr, HAS_POSITIONS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
+    ) -> None:  # fmt: skip
         """Handles one request; WIDTH >= K + 1."""
-        if PDL:
-            tl.extra.cuda.gdc_launch_dependents()
-            tl.extra.cuda.gdc_wait()
+        wait_for_previous(PDL)
         b = tl.program_id(0).to(tl.int64)
         slot = tl.load(slots + b).to(tl.int64)
         if slot >= 0:
@@ -175,20 +108,13 @@ if HAVE_TRITON:
             else:
                 start = tl.load(starts + slot).to(tl.int64) + m + 1
             tl.store(starts + slot, start)
-            limit = tl.load(max_model_len + b).to(tl.int64) if PER_REQUEST else max_model_len
-            tl.store(available + slot, tl.maximum(tl.minimum(limit - start - 2, K), 0))
+            tl.store(available + slot, tl.maximum(tl.minimum(max_model_len - start - 2, K), 0))
 
     @triton.jit(do_not_specialize=["count"])
     def _updates_kernel(
-        cells,
-        count,
-        tables,
-        float_params,
-        int_params,
-        TABLES: tl.constexpr,
-        FLOAT_PARAMS: tl.constexpr,
-        BLOCK: tl.constexpr,
-    ):
+        cells, count, tables, float_params, int_params,
+        TABLES: tl.constexpr, FLOAT_PARAMS: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
         n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         valid = n < count
         cell = tl.load(cells + n, mask=valid, other=0)
@@ -207,40 +133,24 @@ def build_verify_inputs_triton(state: SlotState, slots_B: Tensor, k: int, max_mo
     batch, rows, device = len(slots_B), k + 1, slots_B.device
     blocks = state.block_tables_SM.shape[1]
     longs = torch.empty(6, batch * rows, dtype=torch.int64, device=device)
-    floats = torch.empty(3, batch * rows, dtype=torch.float32, device=device)
     ints = torch.empty(2, batch, dtype=torch.int32, device=device)
-    tables = torch.empty(batch, blocks, dtype=torch.int32, device=device)
     inputs = VerifyInputs(
         longs[0].view(batch, rows),
         ints[0],
         ints[1],
         longs[5, :batch],
-        tables,
+        torch.empty(batch, blocks, dtype=torch.int32, device=device),
         longs[1],
         longs[2],
-        floats[0],
-        longs[3],
-        floats[1],
-        floats[2],
-        longs[4],
+        torch.empty(3, batch * rows, dtype=torch.float32, device=device),
+        longs[3:5],
     )
     chunk = 256
     _verify_inputs_kernel[(batch, triton.cdiv(blocks, chunk))](
-        slots_B,
-        state.token_ids_SN,
-        state.token_ids_SN.stride(0),
-        state.num_computed_tokens_S,
-        state.num_draft_tokens_S,
-        state.block_tables_SM,
-        state.temperature_S,
-        state.top_k_S,
-        state.top_p_S,
-        state.min_p_S,
-        state.seed_S,
+        *(slots_B, state.token_ids_SN, state.token_ids_SN.stride(0)),
+        *(state.num_computed_tokens_S, state.num_draft_tokens_S, *state.host_arrays),
         *vars(inputs).values(),  # in the order of the fields
-        len(state.num_computed_tokens_S) - 1,
-        max_model_len,
-        blocks,
+        *(len(state.num_computed_tokens_S), max_model_len, blocks),
         ROWS=rows,
         WIDTH=triton.next_power_of_2(rows),
         CHUNK=chunk,
@@ -258,7 +168,7 @@ def build_draft_inputs_triton(
     mask_hidden_D: Tensor | None,
     mask_token_id: int | None,
     k: int,
-    position_limit_B: Tensor,
+    max_model_len: int,
 ) -> DraftInputs:
     requests, verified = output_token_ids_BQ.shape
     width = hidden_states_TD.shape[1]
@@ -277,19 +187,11 @@ def build_draft_inputs_triton(
     )
     block = min(triton.next_power_of_2(width), 2048)
     _draft_inputs_kernel[(requests * rows, -(-width // block))](
-        output_token_ids_BQ,
-        output_token_ids_BQ.stride(0),
-        num_accepted_B.contiguous(),
-        num_computed_tokens_B.contiguous(),
-        hidden_states_TD,
-        hidden_states_TD.stride(0),
+        *(output_token_ids_BQ, output_token_ids_BQ.stride(0), num_accepted_B.contiguous()),
+        *(num_computed_tokens_B.contiguous(), hidden_states_TD, hidden_states_TD.stride(0)),
         hidden_states_TD if mask_hidden_D is None else mask_hidden_D.contiguous(),  # not read without mask rows
-        mask_token_id or 0,
-        position_limit_B.contiguous(),
-        out.token_ids_R,
-        out.hidden_states_RD,
-        out.positions_R,
-        out.query_lens_B,
+        *(mask_token_id or 0, max_model_len),
+        *(out.token_ids_R, out.hidden_states_RD, out.positions_R, out.query_lens_B),
         out.sample_rows_BK if samples else out.positions_R,  # an empty tensor has no address; not written
         Q=verified,
         ROWS=rows,
@@ -309,31 +211,19 @@ def commit_state_triton(
     output_token_ids_BQ: Tensor,
     num_accepted_B: Tensor,
     draft_token_ids_BK: Tensor,
-    max_model_len: Tensor | int,
+    max_model_len: int,
     positions_B: Tensor | None = None,
 ) -> None:
     k = draft_token_ids_BK.shape[1]
-    assert state.num_computed_tokens_S.is_contiguous() and state.num_draft_tokens_S.is_contiguous()
-    assert (
-        state.token_ids_SN.stride(1) == 1
-        and output_token_ids_BQ.stride(1) == 1
-        and (k < 2 or draft_token_ids_BK.stride(1) == 1)
-    )
+    assert state.token_ids_SN.stride(1) == 1 and output_token_ids_BQ.stride(1) == 1
+    assert k < 2 or draft_token_ids_BK.stride(1) == 1
     _commit_kernel[(len(slots_B),)](
-        state.token_ids_SN,
-        state.token_ids_SN.stride(0),
-        state.num_computed_tokens_S,
-        state.num_draft_tokens_S,
-        slots_B.contiguous(),
-        output_token_ids_BQ,
-        output_token_ids_BQ.stride(0),
-        num_accepted_B.contiguous(),
+        *(state.token_ids_SN, state.token_ids_SN.stride(0), state.num_computed_tokens_S, state.num_draft_tokens_S),
+        *(slots_B.contiguous(), output_token_ids_BQ, output_token_ids_BQ.stride(0), num_accepted_B.contiguous()),
         draft_token_ids_BK if k else output_token_ids_BQ,  # an empty tensor has no address; not read
-        draft_token_ids_BK.stride(0),
-        max_model_len.contiguous() if isinstance(max_model_len, Tensor) else max_model_len,
+        *(draft_token_ids_BK.stride(0), max_model_len),
         slots_B if positions_B is None else positions_B.contiguous(),
         K=k,
-        PER_REQUEST=isinstance(max_model_len, Tensor),
         HAS_POSITIONS=positions_B is not None,
         WIDTH=triton.next_power_of_2(k + 1),
         num_warps=1,
@@ -343,7 +233,7 @@ def commit_state_triton(
 
 def apply_updates_triton(state: SlotState, cells_2N: Tensor) -> None:
     """Writes values to cells; `cells_2N` is on the device or in pinned host memory."""
-    count, (tables, float_params, int_params) = cells_2N.shape[1], updated_arrays(state)
+    count, (tables, float_params, int_params) = cells_2N.shape[1], state.host_arrays
     sizes = {"TABLES": tables.numel(), "FLOAT_PARAMS": float_params.numel()}
     _updates_kernel[(triton.cdiv(count, _BLOCK),)](
         cells_2N, count, tables, float_params, int_params, **sizes, BLOCK=_BLOCK, num_warps=4

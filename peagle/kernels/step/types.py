@@ -28,24 +28,9 @@ class SlotState:
     int_params_2S: Tensor  # top_k, seed
 
     @property
-    def temperature_S(self) -> Tensor:
-        return self.float_params_3S[0]
-
-    @property
-    def top_p_S(self) -> Tensor:
-        return self.float_params_3S[1]
-
-    @property
-    def min_p_S(self) -> Tensor:
-        return self.float_params_3S[2]
-
-    @property
-    def top_k_S(self) -> Tensor:
-        return self.int_params_2S[0]
-
-    @property
-    def seed_S(self) -> Tensor:
-        return self.int_params_2S[1]
+    def host_arrays(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The arrays that the host updates, in the order in which their cells are numbered."""
+        return self.block_tables_SM, self.float_params_3S, self.int_params_2S
 
     @classmethod
     def allocate(
@@ -80,11 +65,8 @@ class VerifyInputs:
     block_tables_BM: Tensor  # int32
     positions_T: Tensor  # of the rows, clamped to the context
     sample_positions_T: Tensor  # of the tokens sampled after the rows
-    temperature_T: Tensor  # fp32
-    top_k_T: Tensor
-    top_p_T: Tensor  # fp32
-    min_p_T: Tensor  # fp32
-    seed_T: Tensor
+    float_params_3T: Tensor  # fp32: temperature, top_p, min_p
+    int_params_2T: Tensor  # top_k, seed
 
 
 @dataclass(frozen=True)

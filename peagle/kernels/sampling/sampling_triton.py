@@ -1,6 +1,6 @@
-"""Triton kernels of sampling: temperature, min-p, top-k, top-p and Gumbel noise without a sort.
+"""Triton kernels of sampling (temperature, min-p, top-k, top-p and Gumbel noise without a sort) and draft acceptance.
 
-Shapes: R rows, V vocabulary.
+Shapes: R rows, V vocabulary; B requests, K draft tokens, Q = K + 1 verified rows per request.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
@@ -10,12 +10,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from peagle.kernels.sampling.noise_torch import BLOCK, LANES, SAMPLE_STREAM
+from peagle.kernels.sampling.noise_torch import ACCEPT_STREAM, BLOCK, LANES, SAMPLE_STREAM
 from peagle.kernels.triton_utils import HAVE_TRITON, pdl_launch_options
 
 if HAVE_TRITON:
     import triton
     from triton import language as tl
+
+    from peagle.kernels.triton_utils import wait_for_previous
 
     @triton.jit
     def philox_words(seed, position, call, STREAM: tl.constexpr):
@@ -38,28 +40,14 @@ if HAVE_TRITON:
 
     @triton.jit
     def _block_argmax_kernel(
-        logits,
-        stride,
-        vocab,
-        temperature,
-        cutoffs,
-        seed,
-        position,
-        best,
-        best_at,
-        chunks,
-        SAMPLE: tl.constexpr,
-        STREAM: tl.constexpr,
-        LANES: tl.constexpr,
-        PDL: tl.constexpr,
-    ) -> None:
+        logits, stride, vocab, float_params, int_params, position, cutoffs, best, best_at, chunks,
+        SAMPLE: tl.constexpr, STREAM: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr,
+    ) -> None:  # fmt: skip
         """Writes the best score of one row in one chunk of 4 * LANES tokens, and the lowest token that has it.
 
         The chunk is loaded as four blocks of LANES tokens: token i of each block uses one word of Philox call i.
         """
-        if PDL:
-            tl.extra.cuda.gdc_launch_dependents()
-            tl.extra.cuda.gdc_wait()
+        wait_for_previous(PDL)
         row = tl.program_id(0).to(tl.int64)
         chunk = tl.program_id(1)
         lane = tl.arange(0, LANES)
@@ -73,12 +61,11 @@ if HAVE_TRITON:
         x2 = tl.load(start + i2, mask=i2 < vocab, other=-float("inf")).to(tl.float32)
         x3 = tl.load(start + i3, mask=i3 < vocab, other=-float("inf")).to(tl.float32)
         if SAMPLE:
-            t = tl.load(temperature + row).to(tl.float32)
+            t = tl.load(float_params + row)
             if t > 0.0:  # greedy rows need no noise
                 cutoff = tl.load(cutoffs + row)
-                n0, n1, n2, n3 = philox_words(
-                    tl.load(seed + row), tl.load(position + row), chunk * LANES + lane, STREAM
-                )
+                seed = tl.load(int_params + tl.num_programs(0) + row)
+                n0, n1, n2, n3 = philox_words(seed, tl.load(position + row), chunk * LANES + lane, STREAM)
                 x0 = tl.where(x0 >= cutoff, x0 + t * gumbel(n0), -float("inf"))
                 x1 = tl.where(x1 >= cutoff, x1 + t * gumbel(n1), -float("inf"))
                 x2 = tl.where(x2 >= cutoff, x2 + t * gumbel(n2), -float("inf"))
@@ -92,9 +79,7 @@ if HAVE_TRITON:
 
     @triton.jit
     def _row_argmax_kernel(best, best_at, tokens, chunks, vocab, CHUNKS: tl.constexpr, PDL: tl.constexpr) -> None:
-        if PDL:
-            tl.extra.cuda.gdc_launch_dependents()
-            tl.extra.cuda.gdc_wait()
+        wait_for_previous(PDL)
         row = tl.program_id(0).to(tl.int64)
         lane = tl.arange(0, CHUNKS)
         inside = lane < chunks
@@ -154,26 +139,16 @@ if HAVE_TRITON:
 
     @triton.jit
     def _cutoffs_kernel(
-        logits,
-        stride,
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        cutoffs,
-        VOCAB: tl.constexpr,
-        WIDTH: tl.constexpr,
-        PDL: tl.constexpr,
+        logits, stride, float_params, int_params, cutoffs, VOCAB: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr
     ) -> None:
         """Computes `logit_cutoffs_torch` of one row; a row without filters returns at once."""
-        if PDL:
-            tl.extra.cuda.gdc_launch_dependents()
-            tl.extra.cuda.gdc_wait()
+        wait_for_previous(PDL)
         row = tl.program_id(0).to(tl.int64)
-        t = tl.load(temperature + row).to(tl.float32)
-        k = tl.load(top_k + row).to(tl.int32)
-        p = tl.load(top_p + row).to(tl.float32)
-        m = tl.load(min_p + row).to(tl.float32)
+        rows = tl.num_programs(0)
+        t = tl.load(float_params + row)
+        p = tl.load(float_params + rows + row)
+        m = tl.load(float_params + 2 * rows + row)
+        k = tl.load(int_params + row).to(tl.int32)
         has_top_k = (k > 0) & (k < VOCAB)
         cutoff = tl.full([], -float("inf"), tl.float32)
         if (t > 0.0) & (has_top_k | (p < 1.0) | (m > 0.0)):
@@ -208,19 +183,41 @@ if HAVE_TRITON:
                 )
         tl.store(cutoffs + row, cutoff)
 
+    @triton.jit
+    def _accept_kernel(
+        tokens, tokens_stride, target, target_stride, available, rates, seed, position, accepted, result,
+        K: tl.constexpr, SYNTHETIC: tl.constexpr, STREAM: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
+    ) -> None:  # fmt: skip
+        """Handles one request; WIDTH >= K + 1."""
+        wait_for_previous(PDL)
+        b = tl.program_id(0).to(tl.int64)
+        at = tl.arange(0, WIDTH)
+        is_draft = at < K
+        draft = tl.load(tokens + b * tokens_stride + at + 1, mask=is_draft, other=-1)
+        target_token = tl.load(target + b * target_stride + at, mask=at <= K, other=-1)
+        if SYNTHETIC:
+            word, _1, _2, _3 = philox_words(tl.load(seed + b), tl.load(position + b) + at, at * 0, STREAM)
+            matches = uniform(word) < tl.load(rates + at, mask=is_draft, other=0.0)
+        else:
+            matches = draft == target_token
+        verified = tl.load(available + b).to(tl.int64)
+        matches = matches & is_draft & (at < verified)
+        count = tl.min(tl.where(matches, WIDTH, at), 0)  # the first mismatch: lane K never matches
+        tl.store(accepted + b, count.to(tl.int64))
+        output = tl.where(at < count, draft, tl.where(at == count, target_token, -1))
+        result += b * (K + 3)
+        tl.store(result + at, output, mask=at <= K)
+        tl.store(result + K + 1, count.to(tl.int64))
+        tl.store(result + K + 2, verified)
 
-def logit_cutoffs_triton(
-    logits_RV: Tensor, temperature_R: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor
-) -> Tensor:
+
+def logit_cutoffs_triton(logits_RV: Tensor, float_params_3R: Tensor, int_params_2R: Tensor) -> Tensor:
     rows, vocab = logits_RV.shape
     assert logits_RV.stride(1) == 1
     cutoffs = torch.empty(rows, dtype=torch.float32, device=logits_RV.device)
     width = min(triton.next_power_of_2(vocab), 8192)
     _cutoffs_kernel[(rows,)](
-        logits_RV,
-        logits_RV.stride(0),
-        *(x.contiguous() for x in (temperature_R, top_k_R, top_p_R, min_p_R)),
-        cutoffs,
+        *(logits_RV, logits_RV.stride(0), float_params_3R, int_params_2R, cutoffs),
         VOCAB=vocab,
         WIDTH=width,
         num_warps=32 if width == 8192 else 4,
@@ -229,8 +226,8 @@ def logit_cutoffs_triton(
     return cutoffs
 
 
-def _argmax_launch(logits_RV: Tensor, draw: tuple[Tensor, Tensor, Tensor, Tensor] | None) -> Tensor:
-    """Returns each row's best token, by chunks and then over chunks; `draw` is temperature, cutoffs, seed, position."""
+def argmax_triton(logits_RV: Tensor, draw: tuple[Tensor, Tensor, Tensor, Tensor] | None = None) -> Tensor:
+    """Returns each row's best token, by chunks, then over chunks. `draw`: float and int params, position, cutoffs."""
     rows, vocab = logits_RV.shape
     assert logits_RV.stride(1) == 1
     chunks = -(-vocab // BLOCK)
@@ -239,13 +236,9 @@ def _argmax_launch(logits_RV: Tensor, draw: tuple[Tensor, Tensor, Tensor, Tensor
     tokens = torch.empty(rows, dtype=torch.int64, device=logits_RV.device)
     options = pdl_launch_options(logits_RV.device)
     _block_argmax_kernel[(rows, chunks)](
-        logits_RV,
-        logits_RV.stride(0),
-        vocab,
-        *(x.contiguous() for x in draw or (best, best, best_at, best_at)),  # placeholders, not read without a draw
-        best,
-        best_at,
-        chunks,
+        *(logits_RV, logits_RV.stride(0), vocab),
+        *(draw or (best, best_at, best_at, best)),  # placeholders, not read without a draw
+        *(best, best_at, chunks),
         SAMPLE=draw is not None,
         STREAM=SAMPLE_STREAM,
         LANES=LANES,
@@ -257,18 +250,37 @@ def _argmax_launch(logits_RV: Tensor, draw: tuple[Tensor, Tensor, Tensor, Tensor
     return tokens
 
 
-def argmax_triton(logits_RV: Tensor) -> Tensor:
-    return _argmax_launch(logits_RV, None)
-
-
 def sample_tokens_triton(
-    logits_RV: Tensor,
-    temperature_R: Tensor,
-    top_k_R: Tensor,
-    top_p_R: Tensor,
-    min_p_R: Tensor,
-    seed_R: Tensor,
-    position_R: Tensor,
+    logits_RV: Tensor, float_params_3R: Tensor, int_params_2R: Tensor, position_R: Tensor
 ) -> Tensor:
-    cutoffs = logit_cutoffs_triton(logits_RV, temperature_R, top_k_R, top_p_R, min_p_R)
-    return _argmax_launch(logits_RV, (temperature_R, cutoffs, seed_R, position_R))
+    params = float_params_3R.contiguous(), int_params_2R.contiguous()
+    cutoffs = logit_cutoffs_triton(logits_RV, *params)
+    return argmax_triton(logits_RV, (*params, position_R.contiguous(), cutoffs))
+
+
+def accept_draft_tokens_triton(
+    token_ids_BQ: Tensor,
+    target_token_ids_BQ: Tensor,
+    num_draft_tokens_B: Tensor,
+    synthetic_rates_K: Tensor | None,
+    seed_B: Tensor,
+    position_B: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Returns the number of accepted draft tokens and `AcceptedTokens.result_BX`."""
+    requests, rows = token_ids_BQ.shape
+    assert token_ids_BQ.stride(1) == 1 and target_token_ids_BQ.stride(1) == 1
+    accepted = torch.empty(requests, dtype=torch.int64, device=token_ids_BQ.device)
+    result = torch.empty(requests, rows + 2, dtype=torch.int64, device=token_ids_BQ.device)
+    rates_K = accepted if synthetic_rates_K is None else synthetic_rates_K.contiguous()  # a placeholder is not read
+    _accept_kernel[(requests,)](
+        *(token_ids_BQ, token_ids_BQ.stride(0), target_token_ids_BQ, target_token_ids_BQ.stride(0)),
+        *(num_draft_tokens_B.contiguous(), rates_K, seed_B.contiguous(), position_B.contiguous()),
+        *(accepted, result),
+        K=rows - 1,
+        SYNTHETIC=synthetic_rates_K is not None,
+        STREAM=ACCEPT_STREAM,
+        WIDTH=triton.next_power_of_2(rows),
+        num_warps=1,
+        **pdl_launch_options(token_ids_BQ.device),
+    )
+    return accepted, result
