@@ -31,7 +31,8 @@ from peagle.engine.kv_cache import block_bytes
 from peagle.engine.llm import LLM
 from peagle.engine.prefill_inputs import PrefillShape
 from peagle.engine.request import CompletionOutput, RequestGroup
-from peagle.kernels.attention import paged_torch
+from peagle.kernels.attention import paged
+from peagle.kernels.attention.types import PagedAttentionMetadata
 from peagle.kernels.sampling.noise_torch import bits_torch, gumbel_torch
 from peagle.models.drafter import Drafter
 from peagle.speculative import reference
@@ -249,9 +250,9 @@ class ArrivingRequest:
 @contextmanager
 def check_writes(llm: LLM) -> Iterator[None]:
     """Asserts that every pass writes into blocks that only its request uses and that are not in the prefix cache."""
-    original = paged_torch.build_query_plan
+    original = paged.build_query_plan
 
-    def checked(metadata: paged_torch.PagedAttentionMetadata, size: int, window: int | None) -> Any:
+    def checked(metadata: PagedAttentionMetadata, size: int, window: int | None) -> Any:
         lengths = metadata.num_computed_tokens_B.tolist(), metadata.query_lens_B.tolist()
         rows = zip(metadata.block_tables_BM.tolist(), *lengths, strict=True)
         for table, start, live in rows:
@@ -262,7 +263,7 @@ def check_writes(llm: LLM) -> Iterator[None]:
                 assert llm.scheduler.pool.ref_counts[block] == 1 and block not in llm.scheduler.pool._hash_of_block
         return original(metadata, size, window)
 
-    with mock.patch.object(paged_torch, "build_query_plan", checked):
+    with mock.patch.object(paged, "build_query_plan", checked):
         yield
 
 

@@ -24,9 +24,8 @@ from torch import Tensor
 
 from peagle.config import DecoderConfig, DrafterConfig, EngineSettings, Window
 from peagle.errors import UserError
-from peagle.kernels.attention.paged import PagedAttentionMetadata, SingleSequenceAttention, paged_attention
-from peagle.kernels.attention.rotary import QKNormRope
-from peagle.kernels.triton_utils import supports_pdl
+from peagle.kernels.attention.paged import SingleSequenceAttention, paged_attention
+from peagle.kernels.attention.types import PagedAttentionInputs, PagedAttentionMetadata, QKNormRope
 
 BLOCK_SIZE = 16
 PADDING_BLOCK = 0
@@ -152,7 +151,10 @@ class PagedAttention:
     """The `attend` callable of a model's forward pass: attention over the cache for the rows of one step."""
 
     def __init__(
-        self, cache: KVCache, metadata: PagedAttentionMetadata, attend: Callable[..., Tensor] = paged_attention
+        self,
+        cache: KVCache,
+        metadata: PagedAttentionMetadata,
+        attend: Callable[[PagedAttentionInputs], Tensor] = paged_attention,
     ) -> None:
         self.cache, self.metadata, self.attend = cache, metadata, attend
         self.rotates = attend is paged_attention and cache.keys[0].is_cuda  # the kernel applies RoPE
@@ -173,9 +175,7 @@ class PagedAttention:
         if self.one is not None and window is None and sinks is None:
             return self.one(layer, q_THd, k_TGd, v_TGd)
         keys, values = self.cache.keys[layer], self.cache.values[layer]
-        more = {"rope": rope} if rope is not None else {}
-        pdl = supports_pdl(q_THd.device)
-        return self.attend(q_THd, k_TGd, v_TGd, keys, values, self.metadata, window, pdl=pdl, sinks=sinks, **more)
+        return self.attend(PagedAttentionInputs(q_THd, k_TGd, v_TGd, keys, values, self.metadata, window, sinks, rope))
 
 
 def decode_attention(

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from peagle.engine.request import PrefillChunk, Request
-from peagle.kernels.attention.paged import PagedAttentionMetadata
+from peagle.kernels.attention.types import PagedAttentionMetadata
 
 Int64Array = NDArray[np.int64]
 A = TypeVar("A", Tensor, Int64Array)

@@ -14,7 +14,8 @@ from torch import Tensor
 from peagle.engine.kv_cache import KVCache, PagedAttention, decode_attention
 from peagle.engine.prefill_inputs import PrefillInputs, PrefillShape
 from peagle.engine.step_output import VerifyOutput
-from peagle.kernels.attention.paged import PagedAttentionMetadata, prefill_attention
+from peagle.kernels.attention.paged import prefill_attention
+from peagle.kernels.attention.types import PagedAttentionMetadata
 from peagle.kernels.gather import gather_rows
 from peagle.kernels.sampling.sample import argmax
 from peagle.kernels.sampling.verify import AcceptedTokens

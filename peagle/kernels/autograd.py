@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from peagle.kernels.attention.rotary_triton import split_qkv_rope_triton
+from peagle.kernels.attention.types import QKNormRope
 from peagle.kernels.norm.rms_norm_triton import rms_norm_triton, silu_mul_triton
 
 _MAX_NORM_PROGRAMS = 1024  # of the norm's backward pass; each sums the weight's gradient over its rows
@@ -126,11 +127,11 @@ class RopeFunction(torch.autograd.Function):
     """Rotates queries and keys of the fused QKV projection in place. The backward pass rotates the other way."""
 
     @staticmethod
-    def forward(ctx: Any, qkv_TX: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> Tensor:
-        ctx.save_for_backward(cos, sin)
+    def forward(ctx: Any, qkv_TX: Tensor, heads: int, kv_heads: int, rope: QKNormRope) -> Tensor:
+        ctx.save_for_backward(rope.cos, rope.sin)
         ctx.heads, ctx.kv_heads = heads, kv_heads
         ctx.mark_dirty(qkv_TX)
-        split_qkv_rope_triton(qkv_TX, cos, sin, heads, kv_heads)
+        split_qkv_rope_triton(qkv_TX, heads, kv_heads, rope)
         return qkv_TX
 
     @staticmethod
@@ -138,8 +139,8 @@ class RopeFunction(torch.autograd.Function):
     def backward(ctx: Any, dqkv_TX: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         dqkv_TX = dqkv_TX.clone(memory_format=torch.contiguous_format)  # autograd may share a gradient tensor
-        split_qkv_rope_triton(dqkv_TX, cos, -sin, ctx.heads, ctx.kv_heads)
-        return dqkv_TX, None, None, None, None
+        split_qkv_rope_triton(dqkv_TX, ctx.heads, ctx.kv_heads, QKNormRope(cos, -sin))
+        return dqkv_TX, None, None, None
 
 
 def rms_norm_autograd(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -153,8 +154,8 @@ def silu_mul_autograd(y_T2I: Tensor) -> Tensor:
 
 
 def split_qkv_rope_autograd(
-    qkv_TX: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int
+    qkv_TX: Tensor, heads: int, kv_heads: int, rope: QKNormRope
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `split_qkv_rope` without norms; returns views of `qkv_TX`, which must not be used again."""
-    qkv = RopeFunction.apply(qkv_TX, cos, sin, heads, kv_heads).unflatten(1, (heads + 2 * kv_heads, -1))
+    qkv = RopeFunction.apply(qkv_TX, heads, kv_heads, rope).unflatten(1, (heads + 2 * kv_heads, -1))
     return qkv.split([heads, kv_heads, kv_heads], 1)

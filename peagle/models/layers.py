@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from peagle.config import LayerConfig, RopeConfig, Window
-from peagle.kernels.attention.rotary import QKNormRope, split_qkv_rope
+from peagle.kernels.attention.rotary import split_qkv_rope
+from peagle.kernels.attention.types import QKNormRope
 from peagle.kernels.gather import gather_rows
 from peagle.kernels.gemm.linear import linear, linear_residual
 from peagle.kernels.norm.rms_norm import add_rms_norm, rms_norm
 from peagle.kernels.norm.types import ResidualStream
-from peagle.kernels.triton_utils import supports_pdl
 
 Angles = tuple[Tensor, Tensor]  # cos and sin, [T, 1, d]
 # Layers without rotary embedding have a scale of their queries, [T, 1, 1], or None.
@@ -198,12 +198,12 @@ class Attention(nn.Module):
             q_norm, k_norm, eps = None, None, 0.0
             if self.q_norm is not None and self.k_norm is not None:
                 q_norm, k_norm, eps = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
+            rope = QKNormRope(*rotary, q_norm, k_norm, eps)
             if getattr(attend, "rotates", False):  # rotates in the attention kernel
                 q, k, v = self._split(qkv_TX)
-                options["rope"] = QKNormRope(*rotary, q_norm, k_norm, eps)
+                options["rope"] = rope
             else:
-                pdl = supports_pdl(qkv_TX.device)
-                q, k, v = split_qkv_rope(qkv_TX, *rotary, self.heads, self.kv_heads, q_norm, k_norm, eps, pdl)
+                q, k, v = split_qkv_rope(qkv_TX, self.heads, self.kv_heads, rope)
         else:
             q, k, v = self._split(qkv_TX)
             q = q if rotary is None else (q * rotary).to(q.dtype)

@@ -19,7 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from peagle.config import MAX_CHUNK_BYTES, MIN_CHUNK_SIZE, DrafterConfig
 from peagle.kernels.attention import rotary
-from peagle.kernels.attention.rotary import split_qkv_rope_torch
+from peagle.kernels.attention.rotary import split_qkv_rope
+from peagle.kernels.attention.types import QKNormRope
 from peagle.kernels.gemm import linear
 from peagle.kernels.norm import rms_norm as norms
 from peagle.kernels.norm.rms_norm_torch import rms_norm_torch, silu_mul_torch
@@ -101,8 +102,8 @@ class AsOnTheGpu:
         def needs_gradients(*tensors: Tensor | None) -> bool:
             return torch.is_grad_enabled() and any(t.requires_grad for t in tensors if t is not None)
 
-        def rotate(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> None:
-            qkv.copy_(torch.cat(split_qkv_rope_torch(qkv, cos, sin, heads, kv_heads), 1).flatten(1))
+        def rotate(qkv: Tensor, heads: int, kv_heads: int, rope: QKNormRope) -> None:
+            qkv.copy_(torch.cat(split_qkv_rope(qkv, heads, kv_heads, rope), 1).flatten(1))
 
         for asking in (linear, norms, rotary):
             monkeypatch.setattr(asking, "supports_triton_autograd", needs_gradients)

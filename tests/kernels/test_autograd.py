@@ -19,7 +19,8 @@ from support import many
 from torch import Tensor
 from triton_interpreter import patch_interpreter
 
-from peagle.kernels.attention.rotary import split_qkv_rope_torch
+from peagle.kernels.attention.rotary import split_qkv_rope
+from peagle.kernels.attention.types import QKNormRope
 from peagle.kernels.norm.rms_norm_torch import rms_norm_torch, silu_mul_torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -130,14 +131,14 @@ def test_split_qkv_rope(
     torch.manual_seed(heads)
     half = torch.rand(11, 1, width // 2, device=device) * 6
     angles = torch.cat([half, half], -1)
-    cos, sin = angles.cos(), angles.sin()
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     x = torch.randn(11, (heads + 2 * kv_heads) * width, device=device, dtype=dtype)
 
     def fast(x: Tensor) -> tuple[Tensor, ...]:
         # a copy, because a leaf must not be modified in place
-        return kernels.split_qkv_rope_autograd(x * 1.0, cos.to(dtype), sin.to(dtype), heads, kv_heads)
+        return kernels.split_qkv_rope_autograd(x * 1.0, heads, kv_heads, QKNormRope(cos, sin))
 
     def plain(x: Tensor) -> tuple[Tensor, ...]:
-        return split_qkv_rope_torch(x, cos.to(dtype).double(), sin.to(dtype).double(), heads, kv_heads)
+        return split_qkv_rope(x, heads, kv_heads, QKNormRope(cos.double(), sin.double()))
 
     compare(fast, plain, [x], tolerance)

@@ -4,6 +4,7 @@ The Triton kernels run twice: in Triton's interpreter, in a child process, and c
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -13,13 +14,8 @@ from torch import Tensor
 from triton_interpreter import patch_interpreter, run_in_interpreter
 
 from peagle.config import ChunkedAttention, Window
-from peagle.kernels.attention.paged import (
-    PagedAttentionMetadata,
-    paged_attention,
-    paged_attention_torch,
-    prefill_attention,
-)
-from peagle.kernels.attention.rotary import QKNormRope
+from peagle.kernels.attention.paged import paged_attention, paged_attention_torch, prefill_attention
+from peagle.kernels.attention.types import AttentionLaunch, PagedAttentionInputs, PagedAttentionMetadata, QKNormRope
 
 BLOCK = 16
 
@@ -78,6 +74,11 @@ class PagedCase:
             max_context,
         )
 
+    def inputs(self, metadata: PagedAttentionMetadata, rope: QKNormRope | None = None) -> PagedAttentionInputs:
+        return PagedAttentionInputs(
+            self.q, self.k, self.v, self.cache_k, self.cache_v, metadata, self.window, self.sinks, rope
+        )
+
     def build_rope(self, norm: bool, dtype: torch.dtype, device: str) -> QKNormRope:
         rows, gen = self.offsets[-1], torch.Generator().manual_seed(self.seed)
         frequencies = 10.0 ** -torch.linspace(0, 4, self.width // 2)
@@ -113,13 +114,13 @@ class PagedCase:
                     out[first + j, h] = weights @ values[low : start + j + 1, g] / (weights.sum() + sink)
         return out, cache_k, cache_v
 
-    def check(self, run, tolerance: float, rope: QKNormRope | None = None) -> None:
+    def check(self, run, metadata: PagedAttentionMetadata, tolerance: float, rope: QKNormRope | None = None) -> None:
         """With `rope`, `run` norms and rotates q and k."""
-        q, k = self.q, self.k
+        inputs = self.inputs(metadata, rope)
         if rope is not None:
-            self.q, self.k = rope.apply(q, k)
+            self.q, self.k = rope.apply(self.q, self.k)
         expected, expected_k, expected_v = self.expected()
-        out = run(q, k, self.v, self.cache_k, self.cache_v).cpu().double()
+        out = run(inputs).cpu().double()
         # The sum of a norm may differ in its last bits; everything else is written exactly.
         step = 2 * tolerance if rope is not None and rope.has_norm else 0.0
         torch.testing.assert_close(self.cache_k.cpu(), expected_k, rtol=step, atol=step, equal_nan=True)
@@ -169,16 +170,14 @@ def paged_cases(
 @given(case=paged_cases(uniform=True, max_rows=20, max_context=90, shapes=SMALL))
 def test_torch_paged(case: PagedCase) -> None:
     case.build(torch.float32, "cpu")
-    metadata = case.metadata("cpu")
-    case.check(lambda *args: paged_attention(*args, metadata, case.window, sinks=case.sinks), 1e-5)
+    case.check(paged_attention, case.metadata("cpu"), 1e-5)
 
 
 @settings(max_examples=30, deadline=None)
 @given(case=paged_cases(uniform=False, max_rows=100, max_context=70, shapes=SMALL))
 def test_torch_prefill(case: PagedCase) -> None:
     case.build(torch.float32, "cpu")
-    metadata = case.metadata("cpu")
-    case.check(lambda *args: prefill_attention(*args, metadata, case.window, sinks=case.sinks), 1e-5)
+    case.check(prefill_attention, case.metadata("cpu"), 1e-5)
 
 
 def test_layers_with_different_windows_share_metadata() -> None:
@@ -189,13 +188,13 @@ def test_layers_with_different_windows_share_metadata() -> None:
     for window in (None, 5, None, ChunkedAttention(5), 5):
         case.window = window
         case.build(torch.float32, "cpu")
-        case.check(lambda *args, window=window: paged_attention(*args, metadata, window), 1e-5)
+        case.check(paged_attention, metadata, 1e-5)
 
 
 def test_padding_rows_are_not_nan() -> None:
     case = PagedCase(2, 1, 8, [5, 0], [3, 3], [1, 0], None, False, True, 0)
     case.build(torch.float32, "cpu")
-    out = paged_attention(case.q, case.k, case.v, case.cache_k, case.cache_v, case.metadata("cpu"), None)
+    out = paged_attention(case.inputs(case.metadata("cpu")))
     assert not out.isnan().any()
 
 
@@ -217,13 +216,11 @@ def check_triton_paged(
     from peagle.kernels.attention.paged_triton import paged_attention_triton
 
     case.build(dtype, device)
-    metadata = case.metadata(device)
     launch = PagedLaunchConfig(
         tile, queries, splits, warps, 2 if dtype == torch.float32 else 3, prefetch, programs, 0, segment_tiles
     )
     rope = case.build_rope(rope_kind == "norm", dtype, device) if rope_kind else None
-    options = {"launch": launch, "rope": rope, "sinks": case.sinks}
-    case.check(lambda *args: paged_attention_triton(*args, metadata, case.window, **options), tolerance(dtype), rope)
+    case.check(partial(paged_attention_triton, launch=launch), case.metadata(device), tolerance(dtype), rope)
 
 
 def check_batch_invariance(
@@ -243,8 +240,8 @@ def check_batch_invariance(
 
     def run(at: Tensor, some: PagedAttentionMetadata, launch) -> Tensor:
         own_rope = QKNormRope(rope.cos[at], rope.sin[at], rope.q_norm, rope.k_norm, 1e-6) if rope_kind else None
-        args = (case.q[at], case.k[at], case.v[at], *caches, some, case.window)
-        return paged_attention_triton(*args, launch=launch, rope=own_rope, sinks=case.sinks)
+        args = (case.q[at], case.k[at], case.v[at], *caches, some, case.window, case.sinks, own_rope)
+        return paged_attention_triton(PagedAttentionInputs(*args), launch)
 
     every = torch.arange(batch * most, device=device)
     outs = [run(every, metadata, launch) for launch in launches]
@@ -273,13 +270,12 @@ def check_batch_invariance(
 
 
 def check_triton_prefill(case: PagedCase, dtype: torch.dtype, device: str, rows: int, tile: int) -> None:
-    from peagle.kernels.attention.prefill_triton import PrefillLaunchConfig, prefill_attention_triton
+    from peagle.kernels.attention.prefill_triton import prefill_attention_triton
 
     case.build(dtype, device)
     metadata = case.metadata(device, 0 if not any(case.num_computed) else None)
-    launch = PrefillLaunchConfig(rows, tile, 4, 2)
-    options = {"launch": launch, "sinks": case.sinks}
-    case.check(lambda *args: prefill_attention_triton(*args, metadata, case.window, **options), tolerance(dtype))
+    run = partial(prefill_attention_triton, launch=AttentionLaunch(rows, tile, 4, 2))
+    case.check(run, metadata, tolerance(dtype))
 
 
 def tolerance(dtype: torch.dtype) -> float:
@@ -351,8 +347,7 @@ def check_in_the_interpreter() -> None:
     wide = PagedCase(8, 1, 512, [70], [3], [3], ChunkedAttention(32), True, True, 2)
     for attend in (paged_attention_triton, prefill_attention_triton):
         wide.build(torch.float32, "cpu")
-        metadata = wide.metadata("cpu")
-        wide.check(lambda *args, attend=attend, metadata=metadata: attend(*args, metadata, wide.window), 1e-5)
+        wide.check(attend, wide.metadata("cpu"), 1e-5)
     print("kernels checked")
 
 
@@ -396,9 +391,7 @@ def test_triton_paged_fp32_on_the_gpu(case: PagedCase, splits: int, rope_kind: s
 def test_wide_heads_on_the_gpu(case: PagedCase) -> None:
     for attend in (paged_attention, prefill_attention):
         case.build(torch.bfloat16, "cuda")
-        metadata = case.metadata("cuda")
-        run = lambda *args, attend=attend, metadata=metadata: attend(*args, metadata, case.window, sinks=case.sinks)  # noqa: E731
-        case.check(run, 2e-2)
+        case.check(attend, case.metadata("cuda"), 2e-2)
 
 
 @pytest.mark.gpu
@@ -434,9 +427,8 @@ def test_triton_prefill_on_the_gpu(case: PagedCase) -> None:
 def test_dispatch_on_the_gpu(rows: list[int], num_computed: list[int], dtype: torch.dtype) -> None:
     case = PagedCase(4, 2, 64, num_computed, rows, rows, None, True, True, 0)
     case.build(dtype, "cuda")
-    metadata = case.metadata("cuda", max(num_computed))
     attend = paged_attention if len(set(rows)) == 1 else prefill_attention
-    case.check(lambda *args: attend(*args, metadata, None), tolerance(dtype))
+    case.check(attend, case.metadata("cuda", max(num_computed)), tolerance(dtype))
 
 
 @pytest.mark.gpu
@@ -445,18 +437,17 @@ def test_prompts_on_the_gpu(rows: list[int]) -> None:
     """Without cached keys, each of these uses another implementation."""
     case = PagedCase(2, 2, 128, [0] * len(rows), rows, rows, None, True, True, 0)
     case.build(torch.bfloat16, "cuda")
-    metadata = case.metadata("cuda", 0)
-    exact = [x.float() for x in (case.q, case.k, case.v, case.cache_k, case.cache_v)]
-    expected = paged_attention_torch(*exact, metadata, None)
-    actual = prefill_attention(case.q, case.k, case.v, case.cache_k, case.cache_v, metadata, None)
+    inputs = case.inputs(case.metadata("cuda", 0))
+    exact = [x.float() for x in inputs[:5]]
+    expected = paged_attention_torch(PagedAttentionInputs(*exact, inputs.metadata))
+    actual = prefill_attention(inputs)
     torch.testing.assert_close(actual.float(), expected, rtol=2e-2, atol=2e-2)
     for cache, wanted in zip((case.cache_k, case.cache_v), exact[3:], strict=True):
         torch.testing.assert_close(cache.float(), wanted, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("pdl", [False, True])
-def test_cuda_graph_replays_with_new_lengths(pdl: bool) -> None:
+def test_cuda_graph_replays_with_new_lengths() -> None:
     """Replays one graph with other lengths than at its capture."""
     from peagle.kernels.attention.paged_triton import paged_attention_triton
 
@@ -464,13 +455,13 @@ def test_cuda_graph_replays_with_new_lengths(pdl: bool) -> None:
     case.build(torch.bfloat16, "cuda")
     metadata = case.metadata("cuda")
     fresh_k, fresh_v = case.cache_k.clone(), case.cache_v.clone()
-    args = (case.q, case.k, case.v, case.cache_k, case.cache_v, metadata, None)
-    paged_attention_triton(*args, pdl=pdl)
+    inputs = case.inputs(metadata)
+    paged_attention_triton(inputs)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        paged_attention_triton(*args, pdl=pdl)
-        out = paged_attention_triton(*args, pdl=pdl)
+        paged_attention_triton(inputs)
+        out = paged_attention_triton(inputs)
     for num_computed, query_lens in ([[500, 300], [4, 4]], [[0, 65], [1, 4]], [[1, 2], [0, 3]], [[128, 499], [4, 0]]):
         case.cache_k.copy_(fresh_k.nan_to_num())
         case.cache_v.copy_(fresh_v.nan_to_num())
@@ -479,11 +470,11 @@ def test_cuda_graph_replays_with_new_lengths(pdl: bool) -> None:
         metadata.query_lens_B.copy_(torch.tensor(query_lens))
         out.fill_(float("nan"))
 
-        def replay(*_: Tensor) -> Tensor:
+        def replay(_: PagedAttentionInputs) -> Tensor:
             graph.replay()
             return out
 
-        case.check(replay, 2e-2)
+        case.check(replay, metadata, 2e-2)
         assert not out.isnan().any()
 
 
@@ -491,8 +482,7 @@ def test_cuda_graph_replays_with_new_lengths(pdl: bool) -> None:
 def test_torch_on_the_gpu() -> None:
     case = PagedCase(2, 2, 32, [20, 3], [4, 4], [4, 3], 9, True, True, 0)
     case.build(torch.float32, "cuda")
-    metadata = case.metadata("cuda")
-    case.check(lambda *args: paged_attention_torch(*args, metadata, 9), 1e-4)
+    case.check(paged_attention_torch, case.metadata("cuda"), 1e-4)
 
 
 if __name__ == "__main__":

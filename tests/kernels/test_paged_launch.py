@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from peagle.kernels.attention.paged import PagedAttentionMetadata
+from peagle.kernels.attention.types import PagedAttentionMetadata
 
 BLOCK = 16
 

@@ -6,11 +6,12 @@ Terms and shapes as in paged_triton.py. Measured on an H200; processors are its 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
 
-from peagle.kernels.attention.paged_metadata import PagedAttentionMetadata
+from peagle.kernels.attention.types import PagedAttentionMetadata
 from peagle.kernels.gemm.tile_configs import MAX_FEW_ROWS, is_small_shape
 
 _MAX_SPLITS = 32
@@ -21,9 +22,6 @@ _MANY_REQUESTS_QUERIES = 16  # small models with many requests: short programs, 
 # needs no combination of splits, which takes half as long as everything else. Needs enough shared memory.
 _LARGE_TILE, _LARGE_SEGMENT_TILES = 256, 2
 _LARGE_TILE_BYTES = 3 * 2 * 256 * 64 * 2 + 32768  # three stages of keys and values, plus queries and weights
-
-_sm_counts: dict[torch.device, int] = {}
-_shared_bytes: dict[torch.device, int] = {}
 
 
 @dataclass(frozen=True)
@@ -45,23 +43,19 @@ class PagedLaunchConfig:
     segment_tiles: int = 1  # tiles per segment, one or two; segments go round robin to the splits
 
 
+@cache
 def get_num_sms(device: torch.device) -> int:
     """Returns the number of streaming multiprocessors; in the interpreter that of an H200."""
-    if device.type != "cuda":
-        return 132
-    if device not in _sm_counts:
-        _sm_counts[device] = torch.cuda.get_device_properties(device).multi_processor_count
-    return _sm_counts[device]
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
+@cache
 def get_shared_memory(device: torch.device) -> int:
     """Returns the bytes of shared memory that a program may use; in the interpreter that of an H200."""
     if device.type != "cuda":
         return 227 << 10
-    if device not in _shared_bytes:
-        index = torch.cuda.current_device() if device.index is None else device.index
-        _shared_bytes[device] = triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
-    return _shared_bytes[device]
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
 
 
 def get_short_context_limits(
@@ -109,7 +103,17 @@ def choose_paged_launch(
     exact, wide, narrow = dtype == torch.float32, head_dim > 128, head_dim < 128
     splits = max(1, min(num_sms // kv_heads, _MAX_SPLITS)) if few else 1
     if few and get_short_context_limits(heads, kv_heads, head_dim, dtype, device):
-        return _choose_large_tile_launch(metadata, pairs, group_queries, queries, splits, block_size, num_sms)
+        # One program per processor, with few queries each. It gets one segment if that does not make too many
+        # programs: those without keys end at once.
+        fits = triton.cdiv(group_queries, _MIN_QUERIES) * pairs <= num_sms
+        program_queries = _MIN_QUERIES if fits else 2 * _MIN_QUERIES
+        programs_per_split = triton.cdiv(group_queries, program_queries) * pairs
+        programs = min(splits, get_max_key_tiles(metadata, block_size, _LARGE_TILE * _LARGE_SEGMENT_TILES))
+        if programs * programs_per_split > 3 * num_sms:
+            programs = max(1, min(programs, num_sms // programs_per_split))
+        queries = min(queries, program_queries)
+        how = {"warps": 8, "stages": 3, "prefetch": 1, "segment_tiles": _LARGE_SEGMENT_TILES}
+        return PagedLaunchConfig(_LARGE_TILE, queries, splits, programs=programs, **how)
     tile = 32 if exact else 64 if narrow or (wide and few) else 128 if few else 32
     max_tiles = get_max_key_tiles(metadata, block_size, tile)
     crowded = few and narrow and num_sms // pairs < _MIN_PREFETCH_PROGRAMS  # then two programs share a processor
@@ -142,35 +146,4 @@ def choose_paged_launch(
         prefetch=256 // tile if prefetches else 0,
         programs=programs,
         max_registers=max_registers,
-    )
-
-
-def _choose_large_tile_launch(
-    metadata: PagedAttentionMetadata,
-    pairs: int,
-    group_queries: int,
-    queries: int,
-    splits: int,
-    block_size: int,
-    num_sms: int,
-) -> PagedLaunchConfig:
-    """Chooses the launch of few requests to a small model: one program per processor, with few queries each.
-
-    A program gets one segment if that does not make too many programs: those without keys end at once.
-    """
-    fits = triton.cdiv(group_queries, _MIN_QUERIES) * pairs <= num_sms
-    program_queries = _MIN_QUERIES if fits else 2 * _MIN_QUERIES
-    programs_per_split = triton.cdiv(group_queries, program_queries) * pairs
-    programs = min(splits, get_max_key_tiles(metadata, block_size, _LARGE_TILE * _LARGE_SEGMENT_TILES))
-    if programs * programs_per_split > 3 * num_sms:
-        programs = max(1, min(programs, num_sms // programs_per_split))
-    return PagedLaunchConfig(
-        tile=_LARGE_TILE,
-        queries=min(queries, program_queries),
-        splits=splits,
-        warps=8,
-        stages=3,
-        prefetch=1,
-        programs=programs,
-        segment_tiles=_LARGE_SEGMENT_TILES,
     )

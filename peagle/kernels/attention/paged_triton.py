@@ -31,8 +31,6 @@ run a normally launched embedding lookup after writing them. Prefetching cached 
 always allowed. At least one program of every kernel must wait, even without work: its successor relies on all
 predecessors of an ended kernel having ended.
 
-With TRITON_INTERPRET=1 in the environment, set before the import, the launchers take CPU tensors.
-
 Shapes: B sequences, H query heads, G key/value heads, GROUP = H / G, D head width.
 """
 
@@ -47,9 +45,9 @@ from torch import Tensor
 
 from peagle.config import ChunkedAttention, Window
 from peagle.kernels.attention.paged_launch import PagedLaunchConfig, choose_paged_launch, get_max_key_tiles
-from peagle.kernels.attention.paged_metadata import PagedAttentionMetadata
-from peagle.kernels.attention.rotary import QKNormRope
 from peagle.kernels.attention.rotary_triton import inverse_rms, rotate_pairs
+from peagle.kernels.attention.types import PagedAttentionInputs
+from peagle.kernels.triton_utils import supports_pdl
 
 _NEW_ROWS = 16  # rows written to the cache at a time
 
@@ -447,20 +445,18 @@ def _combine_kernel(
     tl.store(to, result.to(out.dtype.element_ty), mask=valid[:, None])
 
 
-def get_cache_strides(cache_k: Tensor, cache_v: Tensor) -> tuple[int, int, int]:
+def get_cache_strides(inputs: PagedAttentionInputs) -> tuple[int, int, int]:
     """Returns the strides of a block, a slot and a head, which must be equal in both caches."""
-    block_stride, slot_stride, head_stride, unit = cache_k.stride()
-    assert cache_v.stride() == cache_k.stride() and unit == 1
+    block_stride, slot_stride, head_stride, unit = inputs.cache_k.stride()
+    assert inputs.cache_v.stride() == inputs.cache_k.stride() and unit == 1
     return block_stride, slot_stride, head_stride
 
 
-def check_heads(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, cache_k: Tensor) -> None:
-    """Raises if the kernels do not support these inputs."""
-    width = q_THd.shape[-1]
-    if width & (width - 1) or width < 16:
-        raise ValueError(f"head width {width}: Triton attention needs a power of two of at least 16")
-    assert q_THd.stride(-1) == k_TGd.stride(-1) == v_TGd.stride(-1) == 1
-    assert q_THd.dtype == k_TGd.dtype == v_TGd.dtype == cache_k.dtype
+def get_qkv_strides(inputs: PagedAttentionInputs) -> tuple[int, ...]:
+    """Returns the strides of a row and a head of q, k and v."""
+    q, k, v = inputs[:3]
+    assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1 and q.dtype == k.dtype == v.dtype == inputs.cache_k.dtype
+    return (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
 
 
 def get_window_args(window: Window) -> tuple[int, int]:
@@ -470,23 +466,11 @@ def get_window_args(window: Window) -> tuple[int, int]:
     return (0, 0) if window is None else (1, window)
 
 
-def paged_attention_triton(
-    q_THd: Tensor,
-    k_TGd: Tensor,
-    v_TGd: Tensor,
-    cache_k: Tensor,
-    cache_v: Tensor,
-    metadata: PagedAttentionMetadata,
-    window: Window,
-    pdl: bool = False,
-    launch: PagedLaunchConfig | None = None,
-    rope: QKNormRope | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
+def paged_attention_triton(inputs: PagedAttentionInputs, launch: PagedLaunchConfig | None = None) -> Tensor:
     """As `paged_attention`; `launch` overrides the chosen launch parameters."""
-    check_heads(q_THd, k_TGd, v_TGd, cache_k)
+    q_THd, k_TGd, v_TGd, cache_k, cache_v, metadata, window, sinks_H, rope = inputs
     window_kind, window_size = get_window_args(window)
-    pdl = pdl and q_THd.is_cuda  # not available in the interpreter
+    pdl = supports_pdl(q_THd.device)
     total_rows, heads, width = q_THd.shape
     block_size, kv_heads = cache_k.shape[1:3]
     batch, rows, group = len(metadata.num_computed_tokens_B), metadata.max_query_len, heads // kv_heads
@@ -497,7 +481,7 @@ def paged_attention_triton(
     programs = min(launch.programs or launch.splits, launch.splits)
     prefetch = launch.prefetch if cache_k.is_cuda else 0  # not available in the interpreter
     cos = sin = q_norm = k_norm = q_THd  # placeholders of the right type, never read
-    sinks_or_placeholder = q_THd if sinks is None else sinks
+    sinks = q_THd if sinks_H is None else sinks_H
     angle_stride, eps = 0, 0.0
     if rope is not None:
         cos, sin, eps = rope.cos, rope.sin, rope.eps
@@ -521,20 +505,20 @@ def paged_attention_triton(
         "TILE": launch.tile,
         "SEGMENT_TILES": segment_tiles,
         "WINDOW_KIND": window_kind,
-        "SINKS": sinks is not None,
+        "SINKS": sinks_H is not None,
         "ONE_SPLIT": programs >= min(launch.splits, max_segments),
         "PDL": pdl,
         "launch_pdl": pdl,
     }
     _paged_kernel[(kv_heads * triton.cdiv(rows * group, launch.queries), programs, batch)](
-        *(q_THd, k_TGd, v_TGd, cos, sin, q_norm, k_norm, sinks_or_placeholder, cache_k, cache_v),
+        *(q_THd, k_TGd, v_TGd, cos, sin, q_norm, k_norm, sinks, cache_k, cache_v),
         *(out, partial_out, partial_stats),
         *(metadata.block_tables_BM, metadata.num_computed_tokens_B, metadata.query_lens_B),
         *(rows, launch.splits, window_size),
         *(metadata.block_tables_BM.stride(0), metadata.block_tables_BM.shape[1]),
-        *(*q_THd.stride()[:2], *k_TGd.stride()[:2], *v_TGd.stride()[:2]),
+        *get_qkv_strides(inputs),
         angle_stride,
-        *get_cache_strides(cache_k, cache_v),
+        *get_cache_strides(inputs),
         *(width**-0.5 * math.log2(math.e), eps),
         **shared,
         BLOCK=block_size,
@@ -555,7 +539,7 @@ def paged_attention_triton(
         padded_splits = triton.next_power_of_2(launch.splits)
         queries = max(1, 16 // padded_splits)
         _combine_kernel[(triton.cdiv(rows * group, queries), kv_heads, batch)](
-            *(partial_out, partial_stats, sinks_or_placeholder, out),
+            *(partial_out, partial_stats, sinks, out),
             *(metadata.num_computed_tokens_B, metadata.query_lens_B),
             *(rows, launch.splits, window_size),
             **shared,

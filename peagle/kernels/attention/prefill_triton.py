@@ -4,39 +4,28 @@
 `_write_kernel` writes new keys and values to the cache. `_prefill_kernel` attends: a program handles one tile of rows
 and one query head. Nothing on the host depends on a sequence length, so CUDA graphs can capture both. The rules of
 programmatic dependent launch are in paged_triton.py.
-
-With TRITON_INTERPRET=1 in the environment, set before the import, the launchers take CPU tensors.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from peagle.config import Window
-from peagle.kernels.attention.paged_metadata import PagedAttentionMetadata
 from peagle.kernels.attention.paged_triton import (
     add_sink,
-    check_heads,
     first_visible,
     get_cache_strides,
+    get_qkv_strides,
     get_window_args,
 )
+from peagle.kernels.attention.types import AttentionLaunch, PagedAttentionInputs, PagedAttentionMetadata
+from peagle.kernels.triton_utils import supports_pdl
 
 _WIDE_TILE_ROWS = 4096  # rows of a prompt from which wide tiles are faster
-
-
-@dataclass(frozen=True)
-class PrefillLaunchConfig:
-    rows: int  # per program
-    tile: int  # keys per tile
-    warps: int
-    stages: int
 
 
 @triton.jit
@@ -205,11 +194,11 @@ def _write_kernel(
     tl.store(to_v, values, mask=mask)
 
 
-def write_kv_triton(
-    k_TGd: Tensor, v_TGd: Tensor, cache_k: Tensor, cache_v: Tensor, metadata: PagedAttentionMetadata, pdl: bool = False
-) -> None:
+def write_kv_triton(inputs: PagedAttentionInputs) -> None:
     """Writes keys and values of the valid rows to the cache."""
+    _, k_TGd, v_TGd, cache_k, cache_v, metadata, *_ = inputs
     block_size, kv_heads, width = cache_k.shape[1:]
+    pdl = supports_pdl(k_TGd.device)
     program_rows = min(32, max(1, triton.next_power_of_2(metadata.max_query_len)))
     batch = len(metadata.num_computed_tokens_B)
     _write_kernel[(_count_programs(len(k_TGd), metadata, program_rows), kv_heads)](
@@ -219,7 +208,7 @@ def write_kv_triton(
         batch,
         metadata.block_tables_BM.stride(0),
         *(*k_TGd.stride()[:2], *v_TGd.stride()[:2]),
-        *get_cache_strides(cache_k, cache_v),
+        *get_cache_strides(inputs),
         D=width,
         BLOCK=block_size,
         ROWS=program_rows,
@@ -230,51 +219,40 @@ def write_kv_triton(
     )
 
 
-def choose_prefill_launch(metadata: PagedAttentionMetadata, width: int, exact: bool) -> PrefillLaunchConfig:
+def choose_prefill_launch(metadata: PagedAttentionMetadata, width: int, exact: bool) -> AttentionLaunch:
     """Chooses tiles for a head width; `exact`: fp32, without tensor cores."""
     if width > 256:
-        return PrefillLaunchConfig(32, 16, 8, 1) if exact else PrefillLaunchConfig(32, 32, 8, 2)
+        return AttentionLaunch(32, 16, 8, 1) if exact else AttentionLaunch(32, 32, 8, 2)
     if exact:
-        return PrefillLaunchConfig(32, 32, 4, 2)
+        return AttentionLaunch(32, 32, 4, 2)
     if width > 128:
-        return PrefillLaunchConfig(64, 32, 8, 2)
+        return AttentionLaunch(64, 32, 8, 2)
     # Wide tiles are faster for long prompts without cached keys, but not with them, nor for narrow heads.
     if width == 128 and metadata.max_computed_tokens == 0 and metadata.max_query_len >= _WIDE_TILE_ROWS:
-        return PrefillLaunchConfig(128, 64, 8, 3)
-    return PrefillLaunchConfig(64, 64, 4, 3)
+        return AttentionLaunch(128, 64, 8, 3)
+    return AttentionLaunch(64, 64, 4, 3)
 
 
-def prefill_attention_triton(
-    q_THd: Tensor,
-    k_TGd: Tensor,
-    v_TGd: Tensor,
-    cache_k: Tensor,
-    cache_v: Tensor,
-    metadata: PagedAttentionMetadata,
-    window: Window,
-    pdl: bool = False,
-    launch: PrefillLaunchConfig | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
+def prefill_attention_triton(inputs: PagedAttentionInputs, launch: AttentionLaunch | None = None) -> Tensor:
     """As `prefill_attention`; `launch` overrides the chosen launch parameters."""
-    check_heads(q_THd, k_TGd, v_TGd, cache_k)
+    q_THd, k_TGd, v_TGd, cache_k, cache_v, metadata, window, sinks_H, _ = inputs
     window_kind, window_size = get_window_args(window)
-    pdl = pdl and q_THd.is_cuda  # not available in the interpreter
+    pdl = supports_pdl(q_THd.device)
     total_rows, heads, width = q_THd.shape
     block_size, kv_heads = cache_k.shape[1:3]
     batch, exact = len(metadata.num_computed_tokens_B), q_THd.dtype == torch.float32
     if launch is None:
         launch = choose_prefill_launch(metadata, width, exact)
-    write_kv_triton(k_TGd, v_TGd, cache_k, cache_v, metadata, pdl)
+    write_kv_triton(inputs)
     out = torch.empty((total_rows, heads, width), dtype=q_THd.dtype, device=q_THd.device)
     _prefill_kernel[(_count_programs(total_rows, metadata, launch.rows), heads)](
-        *(q_THd, k_TGd, v_TGd, q_THd if sinks is None else sinks, cache_k, cache_v, out),
+        *(q_THd, k_TGd, v_TGd, q_THd if sinks_H is None else sinks_H, cache_k, cache_v, out),
         *(metadata.block_tables_BM, metadata.num_computed_tokens_B, metadata.query_lens_B),
         metadata.get_query_start_loc(),
         *(batch, window_size),
         metadata.block_tables_BM.stride(0),
-        *(*q_THd.stride()[:2], *k_TGd.stride()[:2], *v_TGd.stride()[:2]),
-        *get_cache_strides(cache_k, cache_v),
+        *get_qkv_strides(inputs),
+        *get_cache_strides(inputs),
         width**-0.5 * math.log2(math.e),
         H=heads,
         GROUP=heads // kv_heads,
@@ -283,7 +261,7 @@ def prefill_attention_triton(
         ROWS=launch.rows,
         TILE=launch.tile,
         WINDOW_KIND=window_kind,
-        SINKS=sinks is not None,
+        SINKS=sinks_H is not None,
         CONTEXT=metadata.max_computed_tokens != 0,
         PRECISION="ieee" if exact else "tf32",
         SEQUENCES=triton.next_power_of_2(batch),

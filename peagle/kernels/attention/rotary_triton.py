@@ -10,6 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from peagle.kernels.attention.types import QKNormRope
+from peagle.kernels.triton_utils import wait_for_previous
+
 
 @triton.jit
 def inverse_rms(squares, eps, AXIS: tl.constexpr, D: tl.constexpr):
@@ -41,9 +44,7 @@ def _rope_kernel(
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, QK_NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Norms and rotates HEADS heads of one row in place."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(PDL)
     half: tl.constexpr = D // 2
     row = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -71,35 +72,23 @@ def _rope_kernel(
 
 
 def split_qkv_rope_triton(
-    qkv_TX: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    heads: int,
-    kv_heads: int,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 0.0,
-    pdl: bool = False,
+    qkv_TX: Tensor, heads: int, kv_heads: int, rope: QKNormRope, pdl: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `split_qkv_rope`, in place; returns views of `qkv_TX`."""
     qkv = qkv_TX.unflatten(1, (heads + 2 * kv_heads, -1))
-    width = qkv.shape[-1]
-    if width & (width - 1) or width < 16:
-        raise ValueError(f"head width {width}: Triton rope needs a power of two of at least 16")
+    width, cos = qkv.shape[-1], rope.cos
     assert qkv.stride(2) == 1 and qkv.stride(1) == width
-    assert cos.stride() == sin.stride() and cos.stride(-1) == 1
-    pdl = pdl and qkv.is_cuda  # not available in the interpreter
-    has_norm = q_norm is not None and k_norm is not None
+    assert cos.stride() == rope.sin.stride() and cos.stride(-1) == 1
     block = min(16, triton.next_power_of_2(heads + kv_heads))
     if len(qkv):
         _rope_kernel[(len(qkv), triton.cdiv(heads + kv_heads, block))](
-            *(qkv, cos, sin, q_norm if has_norm else qkv, k_norm if has_norm else qkv),
-            *(qkv.stride(0), cos.stride(0), eps),
+            *(qkv, cos, rope.sin, rope.q_norm if rope.has_norm else qkv, rope.k_norm if rope.has_norm else qkv),
+            *(qkv.stride(0), cos.stride(0), rope.eps),
             H=heads,
             G=kv_heads,
             D=width,
             HEADS=block,
-            QK_NORM=has_norm,
+            QK_NORM=rope.has_norm,
             PDL=pdl,
             launch_pdl=pdl,
             num_warps=4 if width >= 128 else 2,
