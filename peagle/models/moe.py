@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from peagle.config import LayerConfig
 from peagle.kernels.moe.experts import expert_mlp, route
+from peagle.kernels.moe.experts_torch import ClampedGate, ExpertWeights
 from peagle.kernels.moe.mxfp4 import PackedWeights, packed_widths
-from peagle.kernels.moe.types import ClampedGate, ExpertWeights
 from peagle.kernels.norm.types import ResidualStream
 from peagle.models.layers import MLP, RMSNorm, add_residual, project
 

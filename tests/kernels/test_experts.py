@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,8 @@ from triton_interpreter import nan_filled_buffers, patch_interpreter, run_in_int
 from peagle.checkpoints.weight_conversion import TensorSource, split_experts
 from peagle.errors import UserError
 from peagle.kernels.moe.experts import expert_mlp_grouped
-from peagle.kernels.moe.experts_torch import expert_mlp_torch, route_torch
+from peagle.kernels.moe.experts_torch import ClampedGate, ExpertWeights, expert_mlp_torch, route_torch
 from peagle.kernels.moe.mxfp4 import MAX_EXPONENT, PackedWeights, pack_words, pad_exponents, unpack_words
-from peagle.kernels.moe.types import ClampedGate, ExpertWeights
 
 # rows, width, experts, chosen, width of an expert
 SHAPES = [(1, 24, 6, 2, 40), (5, 16, 4, 4, 8), (19, 32, 9, 3, 24), (40, 48, 3, 1, 72), (70, 16, 12, 5, 16)]
@@ -106,10 +106,10 @@ def meaning(nibble: int, exponent: int) -> float:
     return (-size if nibble & 8 else size) * 2.0 ** (exponent - 127)
 
 
-def every_number() -> tuple[Tensor, Tensor, Tensor]:
-    """Every number at every place of a block with every exponent that keeps it finite, as checkpoints store them:
+def every_number(exponent_count: int = 252) -> tuple[Tensor, Tensor, Tensor]:
+    """Every number at every place of a block with `exponent_count` exponents, as checkpoints store them:
     [rows, 3, 16] bytes, [rows, 3] exponents, [rows, 96] numbers."""
-    exponents = (1 + torch.arange(256) % 252).to(torch.uint8)[:, None].repeat(1, 3)
+    exponents = (1 + torch.arange(256) % exponent_count).to(torch.uint8)[:, None].repeat(1, 3)
     exponents[:, 1], exponents[:, 2] = (
         exponents[:, 1].flip(0),
         exponents[:, 2].roll(90),
@@ -216,8 +216,9 @@ def interpret_scan() -> None:
 
 
 def interpret_sorted() -> None:
-    from peagle.kernels.moe.experts_sorted_triton import expert_mlp_sorted
+    from peagle.kernels.moe.experts_triton import expert_mlp_triton
 
+    expert_mlp_sorted = partial(expert_mlp_triton, sort=True)
     counts = st.integers(1, 9).flatmap(lambda count: st.tuples(st.just(count), st.integers(1, min(count, 4))))
     widths = st.sampled_from([1, 7, 16, 33, 50, 64])
     shapes = st.tuples(st.integers(1, 60), widths, counts, widths).map(lambda at: (at[0], at[1], *at[2], at[3]))
@@ -239,10 +240,10 @@ def interpret_mxfp4() -> None:
     from peagle.kernels.moe.mxfp4_sorted_triton import expert_mlp_mxfp4
     from peagle.kernels.moe.mxfp4_triton import unpack_words_triton
 
-    blocks, exponents, numbers = every_number()
+    blocks, exponents, numbers = every_number(MAX_EXPONENT)
     parts = pack_words(blocks), pad_exponents(exponents), numbers
     words, padded, want = (part.unflatten(0, (4, 64)) for part in parts)
-    assert torch.equal(unpack_words_triton(words, padded, 96, torch.float32).double(), want)
+    assert torch.equal(unpack_words_triton(words, padded, 96, torch.bfloat16).double(), want)
     check_sorting("cpu")
     check_decoded_numbers(torch.float32, "cpu", (40, 96))
 
@@ -264,7 +265,7 @@ def interpret_mxfp4_few_rows() -> None:
     check_decoded_numbers(torch.bfloat16, "cpu", (1,))
     shapes = ((1, 32, 672), (2, 672, 32), (8, 96, 32))
     for ahead, (rows, width, inner) in zip((1, 2, 3), shapes, strict=True):
-        STEPS_AHEAD.update(dict.fromkeys(STEPS_AHEAD, ahead))
+        STEPS_AHEAD.update(dict.fromkeys(STEPS_AHEAD, (ahead, ahead)))
         check_packed(expert_mlp_mxfp4, (rows, width, 2, 2, inner), rows > 1, torch.bfloat16, "cpu", 2e-2)
 
 
@@ -298,18 +299,12 @@ def check_rows_alone(
     rows: int, width: int, count: int, chosen: int, inner: int, dtype: torch.dtype, device: str
 ) -> None:
     """A row has the same bits alone, among few rows and among many, with tiles of every size."""
-    from peagle.kernels.moe.experts_sorted_triton import (
-        MAX_TILE_PAIRS,
-        PAIRS_PER_TILE,
-        expert_mlp_sorted,
-        pairs_per_tile,
-    )
-    from peagle.kernels.moe.experts_triton import BLOCK_ROWS, expert_mlp_triton
+    from peagle.kernels.moe.experts_triton import MAX_TILE_PAIRS, PAIRS_PER_TILE, expert_mlp_triton, pairs_per_tile
 
     x, logits = inputs(rows, width, count, dtype, device)
     weight, expert = route_torch(logits, chosen, normed=True)
     experts = layer(width, count, inner, True, dtype, device)
-    want = expert_mlp_sorted(x, weight, expert, experts)
+    want = expert_mlp_triton(x, weight, expert, experts)
     assert not want.isnan().any()
     begin, sizes = rows // 8, set()
     first_of_size = [count * pairs // chosen + 1 for pairs, _ in PAIRS_PER_TILE]
@@ -317,9 +312,8 @@ def check_rows_alone(
         part = slice(begin, min(rows, begin + some))
         args = x[part], weight[part], expert[part], experts
         sizes.add(pairs_per_tile(args[2].numel(), count))
-        assert torch.equal(expert_mlp_sorted(*args), want[part]), some
-        if some <= BLOCK_ROWS:
-            assert torch.equal(expert_mlp_triton(*args), want[part]), some
+        for sort in (False, True):
+            assert torch.equal(expert_mlp_triton(*args, sort=sort), want[part]), some
     assert sizes == {MAX_TILE_PAIRS, *(tile for _, tile in PAIRS_PER_TILE)}
 
 
@@ -357,8 +351,7 @@ def permuted(x: Tensor) -> Tensor:
 
 def check_sorting(device: str) -> None:
     """Against a stable sort: experts without rows, one with all rows, more pairs than one iteration scans."""
-    from peagle.kernels.moe.experts_sorted_triton import SORT_SCANS
-    from peagle.kernels.moe.sorting_triton import sort_pairs
+    from peagle.kernels.moe.experts_triton import SORT_SCANS, sort_pairs
 
     gen, most = torch.Generator().manual_seed(0), SORT_SCANS[-1][0]
     for pairs, count, lowest in ((1, 1, 0), (70, 5, 3), (1000, 40, 0), (2 * most + 5, 7, 0), (most, 6, 5)):
@@ -388,19 +381,19 @@ def compiled_for_hopper(kernel: Any, fixed: dict[str, Any], types: dict[str, str
 
 
 @pytest.mark.parametrize("paired", [False, True])
-@pytest.mark.parametrize("rows", [64, 256, None])
-def test_words_of_a_register_are_neighbours(rows: int | None, paired: bool) -> None:
+@pytest.mark.parametrize("tile", [0, 1, 2])
+def test_words_of_a_register_are_neighbours(tile: int, paired: bool) -> None:
     """They share one power of 2. Which words a thread holds is up to Triton; the interpreter has no registers, so this
     reads the PTX."""
     pytest.importorskip("triton", reason="Triton is made for Linux only")
-    from peagle.kernels.moe.mxfp4_sorted_triton import TILES, _mxfp4_kernel
+    from peagle.kernels.moe.mxfp4_sorted_triton import BLOCK_N, STAGES, TILES, WARPS, _mxfp4_kernel
 
-    block_m, block_n, warps, stages, registers = TILES[rows, paired]
-    fixed: dict[str, Any] = {"CHOSEN": 3, "EXPERTS": 8, "PAIRED": paired, "GLU": not paired, "CLAMPED": True}
-    fixed |= {"BLOCK_M": block_m, "BLOCK_N": block_n, "PRECISION": "tf32", "ASM": True, "WAIT": True}
+    _, block_m, registers = TILES[tile]
+    fixed: dict[str, Any] = {"CHOSEN": 3, "EXPERTS": 8, "PAIRED": paired}
+    fixed |= {"BLOCK_M": block_m, "BLOCK_N": BLOCK_N, "ASM": True}
     types = dict.fromkeys(("x", "bias", "y"), "*bf16") | dict.fromkeys(("w", "order", "ends"), "*i32")
     types |= {"exponents": "*u8", "weights": "*fp32", "alpha": "fp32", "limit": "fp32"}
-    options = {"num_warps": warps, "num_stages": stages} | ({} if registers is None else {"maxnreg": registers})
+    options = {"num_warps": WARPS, "num_stages": STAGES} | ({} if registers is None else {"maxnreg": registers})
     ptx = compiled_for_hopper(_mxfp4_kernel, fixed, types, options).asm["ptx"]
     unpacked_ones = set(re.findall(r"and\.b32 %r\d+, (%r\d+), 0x81C081C0;\s+shl", ptx))
     put_together = set(re.findall(r"mov\.b32\s+(%r\d+), \{", ptx))
@@ -418,21 +411,18 @@ def test_words_of_a_register_are_neighbours(rows: int | None, paired: bool) -> N
 @pytest.mark.parametrize("paired", [False, True])
 @pytest.mark.parametrize("block_m", [None, 16, 32, 64, 128])
 def test_all_kernels_use_wgmma(block_m: int | None, paired: bool) -> None:
-    """Few and many rows have the same bits only if the same instruction adds them. None: the scan kernel."""
+    """Few and many rows have the same bits only if the same instruction adds them. None: rows are not sorted."""
     pytest.importorskip("triton", reason="Triton is made for Linux only")
-    from peagle.kernels.moe import experts_sorted_triton, experts_triton
+    from peagle.kernels.moe.experts_triton import SCAN_TILE, TILES, _experts_kernel
 
-    kernel, tile = experts_triton._scan_kernel, experts_triton.TILE
-    if block_m is not None:
-        kernel, tile = experts_sorted_triton._sorted_kernel, experts_sorted_triton.TILES[block_m, paired]
-    block_n, block_k, warps, stages = tile
+    block_n, block_k, warps, stages = SCAN_TILE if block_m is None else TILES[block_m, paired]
     fixed: dict[str, Any] = {"BLOCK_M": block_m or 16, "BLOCK_N": block_n, "BLOCK_K": block_k, "EVEN_K": True}
-    fixed |= {"CHOSEN": 3, "CHOICES": 4, "EXPERTS": 8, "PAIRED": paired, "GLU": not paired, "CLAMPED": False}
-    fixed |= {"PRECISION": "tf32", "PDL": True}
+    fixed |= {"CHOSEN": 3, "EXPERTS": 8, "PAIRED": paired, "PDL": True, "alpha": None, "limit": None}
+    fixed |= {"order": None, "ends": None} if block_m is None else {"chosen": None}
     types = dict.fromkeys(("x", "w", "bias", "y"), "*bf16") | dict.fromkeys(("chosen", "order", "ends"), "*i32")
-    types |= {"weights": "*fp32", "alpha": "fp32", "limit": "fp32"}
+    types |= {"weights": "*fp32"}
     options = {"num_warps": warps, "num_stages": stages, "launch_pdl": True}
-    ptx = compiled_for_hopper(kernel, fixed, types, options).asm["ptx"]
+    ptx = compiled_for_hopper(_experts_kernel, fixed, types, options).asm["ptx"]
     assert set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(m\d+)n(\d+)(k\d+)", ptx)) == {
         ("m64", str(block_m or 16), "k16")
     }
@@ -446,8 +436,9 @@ def test_all_kernels_use_wgmma(block_m: int | None, paired: bool) -> None:
 @torch.inference_mode()
 def test_compiled_sorted() -> None:
     """Every tile size, skewed choices, and rows that have the same bits among any others."""
-    from peagle.kernels.moe.experts_sorted_triton import expert_mlp_sorted
+    from peagle.kernels.moe.experts_triton import expert_mlp_triton
 
+    expert_mlp_sorted = partial(expert_mlp_triton, sort=True)
     check_skewed_choices(expert_mlp_sorted, torch.bfloat16, "cuda", (16, 17, 32, 65, 128, 129))
     for rows in (5, 17, 40, 90, 300):
         for width, inner in ((64, 96), (2048, 72), (72, 768), (50, 33)):
@@ -466,9 +457,8 @@ def test_warps_do_not_synchronize(paired: bool, rows: int) -> None:
     pytest.importorskip("triton", reason="Triton is made for Linux only")
     from peagle.kernels.moe.mxfp4_few_rows_triton import MAX_WARPS, STEPS_AHEAD, _few_rows_kernel
 
-    ahead = STEPS_AHEAD[rows, paired]
-    fixed: dict[str, Any] = {"N": 2880, "G": 90, "E_ROW": 96, "CHOSEN": 4, "PAIRED": paired, "GLU": not paired}
-    fixed |= {"CLAMPED": True, "AHEAD": ahead, "WARPS": MAX_WARPS, "ASM": True, "PDL": True}
+    fixed: dict[str, Any] = {"N": 2880, "G": 90, "E_ROW": 96, "CHOSEN": 4, "PAIRED": paired}
+    fixed |= {"AHEAD": STEPS_AHEAD[rows][paired], "WARPS": MAX_WARPS, "ASM": True, "PDL": True}
     types = dict.fromkeys(("bias", "y"), "*bf16") | dict.fromkeys(("x", "w", "exponents", "chosen"), "*i32")
     types |= {"weights": "*fp32", "alpha": "fp32", "limit": "fp32"}
     options = {"num_warps": MAX_WARPS, "num_stages": 1}
@@ -484,11 +474,11 @@ def test_warps_do_not_synchronize(paired: bool, rows: int) -> None:
 
 @pytest.mark.gpu
 def test_compiled() -> None:
-    from peagle.kernels.moe.experts import MAX_SORTED_ROWS, expert_mlp, route
+    from peagle.kernels.moe.experts import MAX_TRITON_ROWS, expert_mlp, route
 
     check_route(route, torch.float32, "cuda")
     for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)):
-        for shape in (*SHAPES, (300, 64, 8, 3, 96), (MAX_SORTED_ROWS + 1, 16, 4, 2, 24)):
+        for shape in (*SHAPES, (300, 64, 8, 3, 96), (MAX_TRITON_ROWS + 1, 16, 4, 2, 24)):
             for full in (False, True):
                 check(expert_mlp, shape, full, dtype, "cuda", tolerance)
 
@@ -496,14 +486,14 @@ def test_compiled() -> None:
 @pytest.mark.gpu
 def test_compiled_packed() -> None:
     """Decoded numbers to the bit; row counts for every tile size, for several tiles, and for the grouped GEMM."""
-    from peagle.kernels.moe.experts import MAX_PACKED_ROWS, dequantize_weights, expert_mlp
+    from peagle.kernels.moe.experts import MAX_TRITON_ROWS, dequantize_weights, expert_mlp
 
-    blocks, exponents, want = every_number()
+    blocks, exponents, want = every_number(MAX_EXPONENT)
     every = PackedWeights(pack_words(blocks).cuda()[None], pad_exponents(exponents).cuda()[None], 96)
     assert torch.equal(dequantize_weights(every, torch.bfloat16).double().cpu()[0], want)
     check_sorting("cuda")
     check_decoded_numbers(torch.bfloat16, "cuda", (8, 16, 40, 96))
-    for rows in (1, 8, 9, 16, 17, 40, 64, 100, 256, 300, MAX_PACKED_ROWS + 1):
+    for rows in (1, 8, 9, 16, 17, 40, 64, 100, 256, 300, MAX_TRITON_ROWS + 1):
         for width, inner in ((64, 96), (2880, 288), (160, 2880)):
             if rows * width * inner < 4e8:  # fp64 on the CPU takes its time
                 check_packed(expert_mlp, (rows, width, 8, 3, inner), rows % 2 == 0, torch.bfloat16, "cuda", 3e-2)

@@ -1,13 +1,12 @@
 """Mixture of experts: routing rows to experts, and the gated MLPs of the chosen experts.
 
-`expert_mlp` picks one of five implementations:
+`expert_mlp` picks one of four implementations:
 
 | weights | rows | implementation |
 |---|---|---|
 | any | on the CPU | `expert_mlp_torch`, the reference, loops over the experts |
-| plain | up to MAX_SCAN_ROWS | `expert_mlp_triton`: every program scans the rows' choices for its expert |
-| plain | up to MAX_SORTED_ROWS | `expert_mlp_sorted`: pairs sorted by expert; the same bits |
-| MXFP4 | up to MAX_PACKED_ROWS | `expert_mlp_mxfp4`: unpacks the weights in registers |
+| plain | up to MAX_TRITON_ROWS | `expert_mlp_triton`: few rows scanned, more sorted by expert; the same bits |
+| MXFP4 | up to MAX_TRITON_ROWS | `expert_mlp_mxfp4`: unpacks the weights in registers |
 | any | more | `expert_mlp_grouped`: torch's grouped GEMM; MXFP4 weights become a temporary tensor |
 
 All but the first run without the host reading any result, so CUDA graphs can capture them.
@@ -22,18 +21,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from peagle.kernels.moe.experts_torch import apply_gate, expert_mlp_torch, route_torch, sum_experts
+from peagle.kernels.moe.experts_torch import ExpertWeights, apply_gate, expert_mlp_torch, route_torch, sum_experts
 from peagle.kernels.moe.mxfp4 import PackedWeights, unpack_words
-from peagle.kernels.moe.types import ExpertWeights
 from peagle.kernels.triton_utils import runs_triton
 
-MAX_SCAN_ROWS = 16  # one tile holds all rows, so rows that did not choose an expert cost nothing
-# Largest row count for which the sorted kernels were measured against the grouped GEMM and its copies: 1.6 to 1.9 times
-# as fast for 16 to 8,192 rows of Qwen3-Coder-30B-A3B's layer on an H200.
-MAX_SORTED_ROWS = 8192
-# Each tile of an expert's rows unpacks the MXFP4 weights again, which costs about as much as the tile's GEMM. For very
-# many rows, unpacking once into a bf16 tensor may be faster; for GPT-OSS-20B's layer and 8,192 rows it was not (H200).
-MAX_PACKED_ROWS = 8192
+# Largest row count for which the Triton kernels were measured against the grouped GEMM and its copies, on an H200: they
+# are 1.6 to 1.9 times as fast for 16 to 8,192 rows of Qwen3-Coder-30B-A3B's layer, and faster for GPT-OSS-20B's. Each
+# tile of rows unpacks MXFP4 weights again; for very many rows, unpacking once into a bf16 tensor may be faster.
+MAX_TRITON_ROWS = 8192
 
 
 def route(logits_TE: Tensor, chosen: int, normed: bool) -> tuple[Tensor, Tensor]:
@@ -52,17 +47,12 @@ def expert_mlp(x_TD: Tensor, weight_TC: Tensor, expert_TC: Tensor, experts: Expe
     """Returns the weighted sum of each row's chosen experts: [T, D]."""
     if not runs_triton(x_TD):
         return expert_mlp_torch(x_TD, weight_TC, expert_TC, experts)
-    packed, rows = isinstance(experts.gate_up_EXD, PackedWeights), len(x_TD)
-    if rows > (MAX_PACKED_ROWS if packed else MAX_SORTED_ROWS) and _supports_grouped(x_TD, experts):
+    if len(x_TD) > MAX_TRITON_ROWS and _supports_grouped(x_TD, experts):
         return expert_mlp_grouped(x_TD, weight_TC, expert_TC, experts)
-    if packed:
+    if isinstance(experts.gate_up_EXD, PackedWeights):
         from peagle.kernels.moe.mxfp4_sorted_triton import expert_mlp_mxfp4
 
         return expert_mlp_mxfp4(x_TD, weight_TC, expert_TC, experts)
-    if rows > MAX_SCAN_ROWS:
-        from peagle.kernels.moe.experts_sorted_triton import expert_mlp_sorted
-
-        return expert_mlp_sorted(x_TD, weight_TC, expert_TC, experts)
     from peagle.kernels.moe.experts_triton import expert_mlp_triton
 
     return expert_mlp_triton(x_TD, weight_TC, expert_TC, experts)

@@ -1,15 +1,43 @@
-"""Plain torch references of routing and of the experts' MLP.
+"""Weights of a layer's experts, and plain torch references of routing and of the experts' MLP.
 
 Shapes as in experts.py.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from peagle.kernels.moe.types import ClampedGate, ExpertWeights
+from peagle.kernels.moe.mxfp4 import PackedWeights
+
+
+@dataclass(frozen=True)
+class ClampedGate:
+    """GPT-OSS's gate: gate and up are clamped at `limit`; the result is gate * sigmoid(alpha * gate) * (up + 1)."""
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """Weights of all experts of a layer, plain or MXFP4; rows of `gate_up` are an expert's gates, then its ups."""
+
+    gate_up_EXD: Tensor | PackedWeights
+    down_EDI: Tensor | PackedWeights
+    gate_up_bias_EX: Tensor | None = None
+    down_bias_ED: Tensor | None = None
+    clamp: ClampedGate | None = None  # None: SwiGLU
+
+    def packed_gemm(self, paired: bool) -> tuple[PackedWeights, Tensor | None]:
+        """Returns the MXFP4 weights and the bias of the second GEMM if `paired`, else of the gated first one."""
+        w, bias = (self.down_EDI, self.down_bias_ED) if paired else (self.gate_up_EXD, self.gate_up_bias_EX)
+        assert isinstance(w, PackedWeights) and w.words_ERW.is_contiguous() and w.exponents_ERG.is_contiguous()
+        assert bias is None or bias.is_contiguous()
+        return w, bias
 
 
 def route_torch(logits_TE: Tensor, chosen: int, normed: bool) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ more rows than one MMA takes, mxfp4_sorted_triton.py is faster.
 
 A step is 128 columns: 4 blocks (mxfp4.py) of a weight row, one for each of the 4 threads that share it. An MMA may add
 any 16 columns as long as weights and rows agree: MMA (p, h) of a step takes from each block t the columns
-16 h + 8 b + 2 p + c (b and c: 0 or 1). `permuted_column` (sorting_triton.py) puts rows in that order for kernels that
+16 h + 8 b + 2 p + c (b and c: 0 or 1). `permuted_column` (experts_triton.py) puts rows in that order for kernels that
 take columns in sequence. So a thread has one exponent per step, and 64 contiguous bytes of a row of x. Four steps are a
 turn, for which a thread loads all exponents at once.
 
@@ -27,23 +27,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from peagle.kernels.moe.experts_torch import ExpertWeights
 from peagle.kernels.moe.experts_triton import apply_gate_tile, clamp_arguments
 from peagle.kernels.moe.mxfp4 import BLOCK
-from peagle.kernels.moe.mxfp4_triton import DECODE_ALL, decode_all, packed_weights, row_start, uses_ptx
-from peagle.kernels.moe.types import ExpertWeights
+from peagle.kernels.moe.mxfp4_triton import HAVE_PTX, decode, row_start
 from peagle.kernels.triton_utils import pdl_launch_options
 
 MAX_FEW_ROWS = 8  # rows of x of one MMA
-# By the most rows and whether it is the second GEMM: steps that are loaded ahead. They affect speed only; these are the
-# fastest for GPT-OSS-20B's layer on an H200.
-STEPS_AHEAD: dict[tuple[int, bool], int] = {
-    (1, False): 3,
-    (1, True): 3,
-    (4, False): 1,
-    (4, True): 1,
-    (8, False): 1,
-    (8, True): 2,
-}
+# By the most rows: steps that the first and the second GEMM load ahead, which affects speed only. These are the fastest
+# for GPT-OSS-20B's layer on an H200.
+STEPS_AHEAD = {1: (3, 3), 4: (1, 1), 8: (1, 2)}
 MAX_WARPS = 4  # warps per program
 
 _MMA = tl.constexpr(
@@ -137,22 +130,6 @@ def _mma(sums, a0, a1, a2, a3, b0, b1, WARPS: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def _decode(pairs, power, ASM: tl.constexpr):
-    """Decodes two words with their power of 2, given twice, into four pairs of bf16 numbers."""
-    if ASM:
-        return tl.inline_asm_elementwise(
-            DECODE_ALL,
-            "=&r,=&r,=&r,=&r,r,r",
-            [pairs, power],
-            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        return decode_all(pairs, power)
-
-
-@triton.jit
 def _load_both(at, LOWER: tl.constexpr, LOAD: tl.constexpr, ASM: tl.constexpr):
     """Loads 16 bytes of the upper row and of the lower row, LOWER elements after it."""
     return _load_four(at, LOAD, ASM), _load_four(at + LOWER, LOAD, ASM)
@@ -174,7 +151,7 @@ def _load_block(old, x, pair, ASM: tl.constexpr):
 
 @triton.jit
 def _power(four, t, ASM: tl.constexpr):
-    """Returns the power of 2 of block t among four exponents, as DECODE_ALL needs it."""
+    """Returns the power of 2 of block t among four exponents, as `decode` needs it."""
     if ASM:
         one = tl.inline_asm_elementwise(
             "prmt.b32 $0, $1, 0, $2;", "=r,r,r", [four, 0x4440 + t], dtype=tl.int32, is_pure=True, pack=1
@@ -189,8 +166,8 @@ def _multiply_step(sums, rows_x, words, upper, lower, t, WARPS: tl.constexpr, AS
     """Multiplies a step's words with rows of x; `upper` and `lower` are exponents of the upper and lower 8 rows."""
     power0, power1 = _power(upper, t, ASM), _power(lower, t, ASM)
     for p in tl.static_range(4):
-        first = _decode(words[0][p], power0, ASM)
-        second = _decode(words[1][p], power1, ASM)
+        first = decode(words[0][p], power0, ASM)
+        second = decode(words[1][p], power1, ASM)
         for h in tl.static_range(2):
             a0, a1, a2, a3 = first[2 * h], second[2 * h], first[2 * h + 1], second[2 * h + 1]
             sums = _mma(sums, a0, a1, a2, a3, rows_x[8 * h + p], rows_x[8 * h + 4 + p], WARPS, ASM)
@@ -225,15 +202,15 @@ def _few_rows_kernel(
     E_ROW: tl.constexpr,
     CHOSEN: tl.constexpr,
     PAIRED: tl.constexpr,
-    GLU: tl.constexpr,
-    CLAMPED: tl.constexpr,
     AHEAD: tl.constexpr,
     WARPS: tl.constexpr,
     ASM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """x, w and exponents are int32, x_row counts int32; rows of exponents have E_ROW bytes. GLU: a warp has 8 gates
-    and their ups. A thread loads row g of x, if it chose the expert, and has sums of rows 2 t and 2 t + 1."""
+    """x, w and exponents are int32, x_row counts int32; rows of exponents have E_ROW bytes. PAIRED: the second GEMM;
+    of the first, a warp has 8 gates and their ups. A thread loads row g of x, if it chose the expert, and has sums of
+    rows 2 t and 2 t + 1."""
+    GLU: tl.constexpr = not PAIRED
     i = _thread_index(32 * WARPS, ASM)
     g, t = i % 32 // 4, i % 4
     e = tl.program_id(1)
@@ -307,7 +284,7 @@ def _few_rows_kernel(
                 pair = _find_pair(chosen, 2 * t + second, T, e, CHOSEN)
                 total = sums[2 * eight + second] + own_bias
                 if GLU:
-                    total = apply_gate_tile(total, sums[2 + second] + up_bias, alpha, limit, CLAMPED)
+                    total = apply_gate_tile(total, sums[2 + second] + up_bias, alpha, limit)
                 if PAIRED:
                     total = total * tl.load(weights + pair, mask=pair >= 0, other=0.0)
                 to = y + pair.to(tl.int64) * N + n + 8 * eight
@@ -318,20 +295,19 @@ def launch_few_rows(
     x: Tensor, y: Tensor, weight_TC: Tensor, expert_TC: Tensor, experts: ExpertWeights, paired: bool
 ) -> None:
     """Computes one GEMM for up to MAX_FEW_ROWS rows; rows of y, and of x if `paired`, are pairs of row and expert."""
-    w, word_pairs, bias = packed_weights(experts, paired)
+    w, bias = experts.packed_gemm(paired)
     assert x.dtype == torch.bfloat16 and y.is_contiguous()
     if x.stride(0) % 8 or x.data_ptr() % 16:  # loads are 16 bytes wide
         x = x.clone(memory_format=torch.contiguous_format)
     (rows, chosen), columns = weight_TC.shape, y.shape[1]
     assert rows <= MAX_FEW_ROWS and columns % 32 == 0
-    ahead = STEPS_AHEAD[min(max_rows for max_rows, _ in STEPS_AHEAD if rows <= max_rows), paired]
+    ahead = next(steps for max_rows, steps in STEPS_AHEAD.items() if rows <= max_rows)[paired]
     tile = 16 if paired else 8
     warps = 1 if columns % (tile * MAX_WARPS) else MAX_WARPS
     blocks = w.shape[2] // BLOCK
-    ahead = min(ahead, triton.cdiv(blocks, 4))
     _few_rows_kernel[(columns // (tile * warps), len(w))](
         x.view(torch.int32),
-        word_pairs,
+        w.words_ERW.view(torch.int32),
         w.exponents_ERG.view(torch.int32),
         bias,
         expert_TC,
@@ -345,11 +321,9 @@ def launch_few_rows(
         E_ROW=w.exponents_ERG.shape[2],
         CHOSEN=chosen,
         PAIRED=paired,
-        GLU=not paired,
-        CLAMPED=experts.clamp is not None,
-        AHEAD=ahead,
+        AHEAD=min(ahead, triton.cdiv(blocks, 4)),
         WARPS=warps,
-        ASM=uses_ptx(x.dtype),
+        ASM=HAVE_PTX,
         num_warps=warps,
         num_stages=1,
         **pdl_launch_options(x.device),

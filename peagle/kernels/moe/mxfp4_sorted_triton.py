@@ -13,29 +13,32 @@ With TRITON_INTERPRET=1 set before the import, the launchers take CPU tensors. S
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from peagle.kernels.moe.experts_triton import apply_gate_tile, clamp_arguments, sum_experts_triton
+from peagle.kernels.moe.experts_torch import ExpertWeights
+from peagle.kernels.moe.experts_triton import (
+    clamp_arguments,
+    find_tile,
+    finish_tile,
+    max_tiles,
+    permuted_column,
+    sort_pairs,
+    sum_experts_triton,
+)
 from peagle.kernels.moe.mxfp4 import BLOCK, COLUMN_STEP
 from peagle.kernels.moe.mxfp4_few_rows_triton import MAX_FEW_ROWS, launch_few_rows
-from peagle.kernels.moe.mxfp4_triton import HAVE_PTX, packed_weights, row_start, unpack_tile, uses_ptx
-from peagle.kernels.moe.sorting_triton import find_tile, permuted_column, sort_pairs
-from peagle.kernels.moe.types import ExpertWeights
+from peagle.kernels.moe.mxfp4_triton import HAVE_PTX, row_start, unpack_tile
 
-# By the most rows (None: any) and whether it is the second GEMM: pairs per tile, rows of a weight tile, warps, stages,
-# and a limit on registers per thread. With at least 64 weight rows and four warps the MMA is wgmma, which takes weights
-# from registers; with fewer they go through shared memory.
-TILES = {
-    (64, False): (16, 64, 4, 3, None),
-    (64, True): (16, 64, 4, 3, None),
-    (256, False): (32, 64, 4, 3, 128),
-    (256, True): (32, 64, 4, 3, 128),
-    (None, False): (64, 64, 4, 3, 168),
-    (None, True): (64, 64, 4, 3, 168),
-}
+# Most rows, pairs per tile, and a limit on registers per thread. With at least 64 weight rows and four warps the MMA is
+# wgmma, which takes weights from registers; with fewer they go through shared memory.
+TILES = ((64, 16, None), (256, 32, 128), (math.inf, 64, 168))
+BLOCK_N, FP32_BLOCK_N = 64, 32  # rows of a weight tile
+WARPS, STAGES = 4, 3
 
 
 @triton.jit
@@ -56,10 +59,10 @@ def _restore_order(tile):
 
 
 @triton.jit
-def _wait_for_mma(sums, WAIT: tl.constexpr):
+def _wait_for_mma(sums, ASM: tl.constexpr):
     """Reads an MMA's sums at once. Otherwise Triton overlaps it with the next step, which may unpack its weights into
     registers that the MMA still reads."""
-    if WAIT:
+    if ASM:
         sums = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [sums], dtype=tl.float32, is_pure=True, pack=1)
     return sums
 
@@ -85,18 +88,15 @@ def _mxfp4_kernel(
     CHOSEN: tl.constexpr,
     EXPERTS: tl.constexpr,
     PAIRED: tl.constexpr,
-    GLU: tl.constexpr,
-    CLAMPED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
     ASM: tl.constexpr,
-    WAIT: tl.constexpr,
 ):
-    """PAIRED: rows of x are pairs of row and expert, and the result is weighted.
+    """PAIRED: the second GEMM, where rows of x are pairs of row and expert and the result is weighted.
 
-    The columns of x, and of y with GLU, are permuted and padded to whole steps (sorting_triton.py).
+    The columns of x, and of the first GEMM's y, are permuted and padded to whole steps (`permuted_column`).
     """
+    GLU: tl.constexpr = not PAIRED
     BLOCK_K: tl.constexpr = 128
     m = tl.arange(0, BLOCK_M)
     e, first, end = find_tile(ends, tl.program_id(0), E, BLOCK_M, EXPERTS)
@@ -132,32 +132,19 @@ def _mxfp4_kernel(
             s_next = s_at + tl.minimum(step + 1, steps - 1) * (BLOCK_K // 32)
             numbers = unpack_tile(_restore_order(pairs), _restore_order(powers), ASM, x.dtype.element_ty)
             powers = tl.load(s_next)
-            acc = _wait_for_mma(tl.dot(numbers, rows_x, acc, input_precision=PRECISION), WAIT)
+            acc = _wait_for_mma(tl.dot(numbers, rows_x, acc, input_precision="ieee"), ASM)
             if GLU:
                 pairs = tl.load(w_step + row_start(ups, whole_steps))
                 numbers = unpack_tile(_restore_order(pairs), _restore_order(up_powers), ASM, x.dtype.element_ty)
                 up_powers = tl.load(s_next + ups * exponents_row)
-                up = _wait_for_mma(tl.dot(numbers, rows_x, up, input_precision=PRECISION), WAIT)
-        if bias is not None:
-            b_at = bias + e * N * HALVES + n
-            acc += tl.load(b_at, mask=n < N, other=0.0).to(tl.float32)[:, None]
-            if GLU:
-                up += tl.load(b_at + N, mask=n < N, other=0.0).to(tl.float32)[:, None]
-        if GLU:
-            acc = apply_gate_tile(acc, up, alpha, limit, CLAMPED)
-        if PAIRED:
-            acc = acc * tl.load(weights + pair, mask=hit, other=0.0)[None, :]
+                up = _wait_for_mma(tl.dot(numbers, rows_x, up, input_precision="ieee"), ASM)
+        acc = finish_tile(acc, up, bias, weights, e, n, pair, hit, N, alpha, limit, PAIRED)
         column = n
         if GLU:
             acc = tl.where((n < N)[:, None], acc, 0.0)
             column = permuted_column(n)
         to = y + pair[None, :] * y_row + column[:, None]
         tl.store(to, acc.to(y.dtype.element_ty), mask=hit[None, :] & (n < y_row)[:, None])
-
-
-def tile_key(rows: int) -> int | None:
-    """Returns the key of TILES for this many rows."""
-    return next((max_rows for max_rows, _ in TILES if max_rows is not None and rows <= max_rows), None)
 
 
 def expert_mlp_mxfp4(x_TD: Tensor, weight_TC: Tensor, expert_TC: Tensor, experts: ExpertWeights) -> Tensor:
@@ -183,18 +170,17 @@ def expert_mlp_mxfp4(x_TD: Tensor, weight_TC: Tensor, expert_TC: Tensor, experts
 def _launch(
     x: Tensor, y: Tensor, weight_TC: Tensor, order_P: Tensor, ends_E: Tensor, experts: ExpertWeights, paired: bool
 ) -> None:
-    w, word_pairs, bias = packed_weights(experts, paired)
+    w, bias = experts.packed_gemm(paired)
     assert x.shape[1] % COLUMN_STEP == 0 and (paired or y.shape[1] % COLUMN_STEP == 0), "permuted columns are padded"
-    chosen, pairs, count = weight_TC.shape[1], len(y), len(w)
-    columns = w.shape[1] // (1 if paired else 2)
-    block_m, block_n, warps, stages, registers = TILES[tile_key(len(weight_TC)), paired]
+    (rows, chosen), count = weight_TC.shape, len(w)
+    _, block_m, registers = next(tile for tile in TILES if rows <= tile[0])
+    options, block_n = {} if registers is None else {"maxnreg": registers}, BLOCK_N
     if x.dtype == torch.float32:
-        block_n, warps, stages, registers = 32, 4, 3, None
+        options, block_n = {}, FP32_BLOCK_N
     # Tiles of one expert follow each other, so that the second reads the weights from the cache.
-    max_tiles = min(pairs, (pairs + count * (block_m - 1)) // block_m)
-    _mxfp4_kernel[(max_tiles, triton.cdiv(y.shape[1], block_n))](
+    _mxfp4_kernel[(max_tiles(len(y), count, block_m), triton.cdiv(y.shape[1], block_n))](
         x,
-        word_pairs,
+        w.words_ERW.view(torch.int32),
         w.exponents_ERG,
         bias,
         order_P,
@@ -202,7 +188,7 @@ def _launch(
         weight_TC,
         y,
         count,
-        columns,
+        w.shape[1] // (1 if paired else 2),
         w.shape[2] // BLOCK,
         x.stride(0),
         y.stride(0),
@@ -211,14 +197,10 @@ def _launch(
         CHOSEN=chosen,
         EXPERTS=triton.next_power_of_2(count),
         PAIRED=paired,
-        GLU=not paired,
-        CLAMPED=experts.clamp is not None,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        ASM=uses_ptx(x.dtype),
-        WAIT=HAVE_PTX,
-        num_warps=warps,
-        num_stages=stages,
-        **({} if registers is None or not uses_ptx(x.dtype) else {"maxnreg": registers}),
+        ASM=HAVE_PTX,
+        num_warps=WARPS,
+        num_stages=STAGES,
+        **options,
     )
