@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from peagle.config import ChunkedAttention
-from peagle.kernels.attention.ranged import KeyRanges, merge_attn_states, ranged_attention
+from peagle.kernels.attention.ranged import merge_attn_states, ranged_attention
+from peagle.kernels.attention.types import KeyRanges
 from peagle.training.hidden_states.online import DocumentAttention
 
 WindowSize = int | None

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 from triton_interpreter import nan_filled_buffers, patch_interpreter, run_in_interpreter
 
-from peagle.kernels.attention import key_ranges as module
+from peagle.kernels.attention import types as module
 from peagle.kernels.attention.ranged import (
-    KeyRanges,
     MergeAttnStatesFunction,
     RangedAttentionFunction,
     merge_attn_states,
     ranged_attention,
     ranged_attention_torch,
 )
+from peagle.kernels.attention.types import AttentionLaunch, KeyRanges
 
 
 def dense_attention(
@@ -176,16 +176,20 @@ def test_torch_in_fp32_and_bf16(dtype: torch.dtype, tolerance: float) -> None:
     RangedCase(lo, hi, 123, 2, 3, 24, True, 0).check(ranged_attention_torch, dtype, "cpu", tolerance)
 
 
+def count_scores(rows: slice, keys: slice) -> int:
+    return (rows.stop - rows.start) * (keys.stop - keys.start)
+
+
 def test_chunks_cover_every_row_with_few_scores() -> None:
     lo, hi = pack_documents([7] * 1000)
     chunks = KeyRanges(torch.tensor(lo), torch.tensor(hi)).get_chunks(heads=8)
-    assert [c.rows.start for c in chunks[1:]] == [c.rows.stop for c in chunks[:-1]]
-    assert chunks[0].rows.start == 0 and chunks[-1].rows.stop == 7000
+    assert [rows.start for rows, _ in chunks[1:]] == [rows.stop for rows, _ in chunks[:-1]]
+    assert chunks[0][0].start == 0 and chunks[-1][0].stop == 7000
     seen = sum(h - low for low, h in zip(lo, hi, strict=True))
-    looked_at = sum((c.rows.stop - c.rows.start) * (c.keys.stop - c.keys.start) for c in chunks)
+    looked_at = sum(count_scores(*chunk) for chunk in chunks)
     assert looked_at < 20 * seen  # of 7000 * 7000, which is 1750 times as many
     long = KeyRanges(*(torch.tensor(x) for x in pack_documents([30_000]))).get_chunks(heads=8)
-    assert max((c.rows.stop - c.rows.start) * (c.keys.stop - c.keys.start) for c in long) * 8 <= module.MAX_CHUNK_SCORES
+    assert max(count_scores(*chunk) for chunk in long) * 8 <= module.MAX_CHUNK_SCORES
 
 
 def test_decreasing_ranges_are_rejected() -> None:
@@ -243,16 +247,13 @@ def check_triton_ranged(
 ) -> None:
     from peagle.kernels.attention import ranged_triton as t
 
-    launch = launches = None
-    if tiles is not None:
-        launch = t.RangedLaunchConfig(*tiles, 4, 2)
-        launches = t.RangedLaunchConfigs(launch, launch, launch)
+    launch = AttentionLaunch(*tiles, 4, 2) if tiles is not None else None
 
     def forward(*args):
         return t.forward_triton(*args, launch=launch, tma=tma)
 
     def backward(*args):
-        return t.backward_triton(*args, launches=launches, tma=tma)
+        return t.backward_triton(*args, launch=launch, tma=tma)
 
     def attend(q, k, v, ranges, scale):
         return RangedAttentionFunction.apply(q, k, v, ranges, scale, forward, backward)

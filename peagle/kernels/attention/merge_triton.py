@@ -1,8 +1,6 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, check-untyped-defs=False
 """Merge of two attention states in Triton, forward and backward.
 
-With TRITON_INTERPRET=1 in the environment, set before the import, the launchers take CPU tensors.
-
 Shapes: R rows, H query heads, d head width.
 """
 
@@ -32,14 +30,15 @@ def _merge_weights(a, b):
 @triton.jit(do_not_specialize=["rows"])
 def _merge_kernel(
     out_a, lse_a, out_b, lse_b, dout, dlse,
-    out, lse, dout_a, dlse_a, dout_b, dlse_b,
+    result_a, result_lse_a, result_b, result_lse_b,
     rows,
     a_row_stride, a_head_stride, b_row_stride, b_head_stride,
     lse_a_row_stride, lse_a_head_stride, lse_b_row_stride, lse_b_head_stride,
     dout_row_stride, dout_head_stride, dlse_row_stride, dlse_head_stride,
     BACKWARD: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Writes out [R, H, d] and lse [H, R], or with BACKWARD the gradients of both inputs in the same layouts."""
+    """Writes out [R, H, d] and lse [H, R] to the first results, or with BACKWARD the gradients of both inputs in the
+    same layouts."""
     r0, h, heads = (tl.program_id(0) * ROWS).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     i, cols = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     r = r0 + i
@@ -57,36 +56,39 @@ def _merge_kernel(
         d = d.to(tl.float32)
         dmerged = tl.load(dlse + r * dlse_row_stride + h * dlse_head_stride, mask=valid, other=0.0)
         shift = weight_a * weight_b * tl.sum(d * (a - b), 1)
-        tl.store(dout_a + to, (d * weight_a[:, None]).to(dout_a.dtype.element_ty), mask=wide)
-        tl.store(dout_b + to, (d * weight_b[:, None]).to(dout_b.dtype.element_ty), mask=wide)
-        tl.store(dlse_a + line, weight_a * dmerged + shift, mask=valid)
-        tl.store(dlse_b + line, weight_b * dmerged - shift, mask=valid)
+        tl.store(result_a + to, (d * weight_a[:, None]).to(result_a.dtype.element_ty), mask=wide)
+        tl.store(result_b + to, (d * weight_b[:, None]).to(result_b.dtype.element_ty), mask=wide)
+        tl.store(result_lse_a + line, weight_a * dmerged + shift, mask=valid)
+        tl.store(result_lse_b + line, weight_b * dmerged - shift, mask=valid)
     else:
         result = a * weight_a[:, None] + b * weight_b[:, None]
-        tl.store(out + to, result.to(out.dtype.element_ty), mask=wide)
-        tl.store(lse + line, merged_lse, mask=valid)
+        tl.store(result_a + to, result.to(result_a.dtype.element_ty), mask=wide)
+        tl.store(result_lse_a + line, merged_lse, mask=valid)
 
 
-def _merge_strides(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[int, ...]:
-    return (*out_a.stride()[:2], *out_b.stride()[:2], *lse_a.stride(), *lse_b.stride())
-
-
-def merge_forward_triton(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes the merged output and log-sum-exp."""
-    out_a, out_b = with_unit_stride(out_a), with_unit_stride(out_b)
+def _launch_merge(
+    states: tuple[Tensor, ...], grads: tuple[Tensor | None, Tensor | None], results: list[Tensor | None]
+) -> None:
+    """Launches the backward pass if there are gradients, otherwise the forward pass."""
+    (out_a, lse_a, out_b, lse_b), (dout, dlse) = states, grads
     rows, heads, width = out_a.shape
-    out_RHd, lse_HR = out_a.new_empty(out_a.shape), lse_a.new_empty(heads, rows)
+    grad_strides = (0, 0, 0, 0) if dout is None or dlse is None else (*dout.stride()[:2], *dlse.stride())
     _merge_kernel[triton.cdiv(rows, _ROWS), heads](
-        *(out_a, lse_a, out_b, lse_b, None, None),
-        *(out_RHd, lse_HR, None, None, None, None),
+        *(*states, *grads, *results),
         rows,
-        *_merge_strides(out_a, lse_a, out_b, lse_b),
-        *(0, 0, 0, 0),
-        BACKWARD=False,
+        *(*out_a.stride()[:2], *out_b.stride()[:2], *lse_a.stride(), *lse_b.stride(), *grad_strides),
+        BACKWARD=dout is not None,
         D=width,
         WIDTH=max(16, triton.next_power_of_2(width)),
         ROWS=_ROWS,
     )
+
+
+def merge_forward_triton(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Computes the merged output and log-sum-exp."""
+    states = (with_unit_stride(out_a), lse_a, with_unit_stride(out_b), lse_b)
+    out_RHd, lse_HR = out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.T.shape)
+    _launch_merge(states, (None, None), [out_RHd, lse_HR, None, None])
     return out_RHd, lse_HR.T
 
 
@@ -94,19 +96,7 @@ def merge_backward_triton(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, dout: Tensor, dlse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Computes the gradients of out_a, lse_a, out_b and lse_b."""
-    out_a, out_b, dout = with_unit_stride(out_a), with_unit_stride(out_b), with_unit_stride(dout)
-    rows, heads, width = out_a.shape
-    dout_a, dout_b = out_a.new_empty(out_a.shape), out_b.new_empty(out_b.shape)
-    dlse_a, dlse_b = lse_a.new_empty(heads, rows), lse_b.new_empty(heads, rows)
-    _merge_kernel[triton.cdiv(rows, _ROWS), heads](
-        *(out_a, lse_a, out_b, lse_b, dout, dlse),
-        *(None, None, dout_a, dlse_a, dout_b, dlse_b),
-        rows,
-        *_merge_strides(out_a, lse_a, out_b, lse_b),
-        *(*dout.stride()[:2], *dlse.stride()),
-        BACKWARD=True,
-        D=width,
-        WIDTH=max(16, triton.next_power_of_2(width)),
-        ROWS=_ROWS,
-    )
+    states = (with_unit_stride(out_a), lse_a, with_unit_stride(out_b), lse_b)
+    dout_a, dlse_a, dout_b, dlse_b = results = [x.new_empty(x.shape) for x in (out_a, lse_a.T, out_b, lse_b.T)]
+    _launch_merge(states, (with_unit_stride(dout), dlse), [*results])
     return dout_a, dlse_a.T, dout_b, dlse_b.T

@@ -13,15 +13,12 @@ in another without. Tiles start where the first run does, not at multiples of th
 lse is stored [H, R], so that a tile is contiguous, and returned as a transposed view. Row base addresses have 64 bits,
 offsets within a tile 32.
 
-With TRITON_INTERPRET=1 in the environment, set leading the import, the launchers take CPU tensors.
-
 Shapes: R rows, S keys, H query heads, G key/value heads, d head width; WIDTH is d padded to a power of two.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from peagle.kernels.attention.key_ranges import KeyRanges, pad_row_count
+from peagle.kernels.attention.types import AttentionLaunch, KeyRanges, pad_row_count
 
 _LN2 = tl.constexpr(math.log(2.0))
 
@@ -110,34 +107,28 @@ def _forward_kernel(
 
     row_lo = tl.load(lo + r0 + i, mask=valid, other=0)
     row_hi = tl.load(hi + r0 + i, mask=valid, other=0)
-    for t in range(leading + trailing):
-        n = tl.where(t < leading, t, t + full) * TILE
-        pos = first + n + j
-        keys = load_rows(k, first + n, g, j, cols, pos < end, k_row_stride, k_head_stride, True, TMA, D, WIDTH)
-        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
-        visible = (pos[None, :] >= row_lo[:, None]) & (pos[None, :] < row_hi[:, None])
-        scores = tl.where(visible, scores, float("-inf"))
-        new = tl.maximum(running_max, tl.max(scores, 1))
-        reference = tl.where(new == float("-inf"), 0.0, new)
-        rescale = tl.exp2(running_max - reference)
-        p = tl.exp2(scores - reference[:, None])
-        running_sum = running_sum * rescale + tl.sum(p, 1)
-        acc = acc * rescale[:, None]
-        values = load_rows(v, first + n, g, j, cols, pos < end, v_row_stride, v_head_stride, True, TMA, D, WIDTH)
-        acc = tl.dot(p.to(values.dtype), values, acc, input_precision=PRECISION)
-        running_max = new
-    for t in range(leading, leading + full):
-        n = t * TILE
-        keys = load_rows(k, first + n, g, j, cols, j, k_row_stride, k_head_stride, False, TMA, D, WIDTH)
-        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-        new = tl.maximum(running_max, tl.max(scores, 1) * scale)
-        rescale = tl.exp2(running_max - new)
-        p = tl.exp2(scores * scale - new[:, None])
-        running_sum = running_sum * rescale + tl.sum(p, 1)
-        acc = acc * rescale[:, None]
-        values = load_rows(v, first + n, g, j, cols, j, v_row_stride, v_head_stride, False, TMA, D, WIDTH)
-        acc = tl.dot(p.to(values.dtype), values, acc, input_precision=PRECISION)
-        running_max = new
+    for MASKED in tl.static_range(1, -1, -1):
+        for t in range(0 if MASKED else leading, leading + (trailing if MASKED else full)):
+            n = (tl.where(t < leading, t, t + full) if MASKED else t) * TILE
+            pos = first + n + j
+            keys = load_rows(k, first + n, g, j, cols, pos < end, k_row_stride, k_head_stride, MASKED, TMA, D, WIDTH)
+            scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+            if MASKED:
+                visible = (pos[None, :] >= row_lo[:, None]) & (pos[None, :] < row_hi[:, None])
+                scores = tl.where(visible, scores * scale, float("-inf"))
+                new = tl.maximum(running_max, tl.max(scores, 1))
+                reference = tl.where(new == float("-inf"), 0.0, new)
+                p = tl.exp2(scores - reference[:, None])
+            else:
+                new = tl.maximum(running_max, tl.max(scores, 1) * scale)
+                reference = new
+                p = tl.exp2(scores * scale - new[:, None])
+            rescale = tl.exp2(running_max - reference)
+            running_sum = running_sum * rescale + tl.sum(p, 1)
+            acc = acc * rescale[:, None]
+            values = load_rows(v, first + n, g, j, cols, pos < end, v_row_stride, v_head_stride, MASKED, TMA, D, WIDTH)
+            acc = tl.dot(p.to(values.dtype), values, acc, input_precision=PRECISION)
+            running_max = new
 
     nonempty = running_sum > 0.0
     result = acc / tl.where(nonempty, running_sum, 1.0)[:, None]
@@ -198,26 +189,19 @@ def _dq_kernel(
 
     row_lo = tl.load(lo + r0 + i, mask=valid, other=0)
     row_hi = tl.load(hi + r0 + i, mask=valid, other=0)
-    for t in range(leading + trailing):
-        n = tl.where(t < leading, t, t + full) * TILE
-        pos = first + n + j
-        keys = load_rows(k, first + n, g, j, cols, pos < end, k_row_stride, k_head_stride, True, TMA, D, WIDTH)
-        values = load_rows(v, first + n, g, j, cols, pos < end, v_row_stride, v_head_stride, True, TMA, D, WIDTH)
-        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-        dp = tl.dot(do, tl.trans(values), input_precision=PRECISION)
-        visible = (pos[None, :] >= row_lo[:, None]) & (pos[None, :] < row_hi[:, None])
-        p = tl.where(visible, tl.exp2(scores * scale - lse2[:, None]), 0.0)
-        ds = p * (dp - delta[:, None])
-        acc = tl.dot(ds.to(keys.dtype), keys, acc, input_precision=PRECISION)
-    for t in range(leading, leading + full):
-        n = t * TILE
-        keys = load_rows(k, first + n, g, j, cols, j, k_row_stride, k_head_stride, False, TMA, D, WIDTH)
-        values = load_rows(v, first + n, g, j, cols, j, v_row_stride, v_head_stride, False, TMA, D, WIDTH)
-        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-        dp = tl.dot(do, tl.trans(values), input_precision=PRECISION)
-        p = tl.exp2(scores * scale - lse2[:, None])
-        ds = p * (dp - delta[:, None])
-        acc = tl.dot(ds.to(keys.dtype), keys, acc, input_precision=PRECISION)
+    for MASKED in tl.static_range(1, -1, -1):
+        for t in range(0 if MASKED else leading, leading + (trailing if MASKED else full)):
+            n = (tl.where(t < leading, t, t + full) if MASKED else t) * TILE
+            pos = first + n + j
+            keys = load_rows(k, first + n, g, j, cols, pos < end, k_row_stride, k_head_stride, MASKED, TMA, D, WIDTH)
+            values = load_rows(v, first + n, g, j, cols, pos < end, v_row_stride, v_head_stride, MASKED, TMA, D, WIDTH)
+            scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+            dp = tl.dot(do, tl.trans(values), input_precision=PRECISION)
+            p = tl.exp2(scores * scale - lse2[:, None])
+            if MASKED:
+                p = tl.where((pos[None, :] >= row_lo[:, None]) & (pos[None, :] < row_hi[:, None]), p, 0.0)
+            ds = p * (dp - delta[:, None])
+            acc = tl.dot(ds.to(keys.dtype), keys, acc, input_precision=PRECISION)
 
     acc *= scale * _LN2
     to = dq + r0.to(tl.int64) * dq_row_stride + h * dq_head_stride + (i * dq_row_stride)[:, None] + cols[None, :]
@@ -243,9 +227,9 @@ def _dkv_kernel(
     n0 = tile * TILE
     i, j, cols = tl.arange(0, ROWS), tl.arange(0, TILE), tl.arange(0, WIDTH)
     pos = n0 + j
-    valid = pos < keys
-    tile_k = load_rows(k, n0, g, j, cols, valid, k_row_stride, k_head_stride, True, TMA, D, WIDTH)
-    tile_v = load_rows(v, n0, g, j, cols, valid, v_row_stride, v_head_stride, True, TMA, D, WIDTH)
+    is_key = pos < keys
+    tile_k = load_rows(k, n0, g, j, cols, is_key, k_row_stride, k_head_stride, True, TMA, D, WIDTH)
+    tile_v = load_rows(v, n0, g, j, cols, is_key, v_row_stride, v_head_stride, True, TMA, D, WIDTH)
     # Row values are loaded from multiples of 4 rows, as TMA requires.
     first, full_first = tl.load(row_spans + tile) // 4 * 4, tl.load(row_spans + tiles + tile)
     full_end, end = tl.load(row_spans + 2 * tiles + tile), tl.load(row_spans + 3 * tiles + tile)
@@ -253,92 +237,69 @@ def _dkv_kernel(
     acc_k = tl.zeros((TILE, WIDTH), tl.float32)
     acc_v = tl.zeros((TILE, WIDTH), tl.float32)
 
-    # Divisors must not be 0, even if a loop has no iteration: the compiler may hoist the first iteration's division,
-    # conclude that the divisor is not 0, hence that there is an iteration, and run it on arbitrary memory.
-    masked_tiles, full_tiles = tl.maximum(leading + trailing, 1), tl.maximum(full, 1)
-    # One loop over heads and tiles, because short ranges would not fill a loop per head.
-    for t in range(GROUP * (leading + trailing)):
-        h, at = t // masked_tiles, t % masked_tiles
-        r = tl.where(at < leading, at, at + full) * ROWS
-        in_range = first + r + i < end
-        queries = load_rows(
-            q, first + r, g * GROUP + h, i, cols, in_range, q_row_stride, q_head_stride, True, TMA, D, WIDTH
-        )
-        do = load_rows(
-            dout, first + r, g * GROUP + h, i, cols, in_range, dout_row_stride, dout_head_stride, True, TMA, D, WIDTH
-        )
-        lse2 = _load_row_values(row_stats, g * GROUP + h, first + r, i, in_range, pitch, 0.0, TMA, ROWS)
-        delta = _load_row_values(row_stats, (G + g) * GROUP + h, first + r, i, in_range, pitch, 0.0, TMA, ROWS)
-        row_lo = _load_row_values(bounds, 0, first + r, i, in_range, pitch, 0, TMA, ROWS)
-        row_hi = _load_row_values(bounds, 1, first + r, i, in_range, pitch, 0, TMA, ROWS)
-        scores = tl.dot(tile_k, tl.trans(queries), input_precision=PRECISION)
-        visible = (pos[:, None] >= row_lo[None, :]) & (pos[:, None] < row_hi[None, :])
-        p = tl.where(visible, tl.exp2(scores * scale - lse2[None, :]), 0.0)
-        acc_v = tl.dot(p.to(do.dtype), do, acc_v, input_precision=PRECISION)
-        dp = tl.dot(tile_v, tl.trans(do), input_precision=PRECISION)
-        ds = p * (dp - delta[None, :])
-        acc_k = tl.dot(ds.to(queries.dtype), queries, acc_k, input_precision=PRECISION)
-    for t in range(GROUP * full):
-        h, at = t // full_tiles, t % full_tiles
-        r = (leading + at) * ROWS
-        queries = load_rows(q, first + r, g * GROUP + h, i, cols, i, q_row_stride, q_head_stride, False, TMA, D, WIDTH)
-        do = load_rows(
-            dout, first + r, g * GROUP + h, i, cols, i, dout_row_stride, dout_head_stride, False, TMA, D, WIDTH
-        )
-        lse2 = _load_row_values(row_stats, g * GROUP + h, first + r, i, i >= 0, pitch, 0.0, TMA, ROWS)
-        delta = _load_row_values(row_stats, (G + g) * GROUP + h, first + r, i, i >= 0, pitch, 0.0, TMA, ROWS)
-        scores = tl.dot(tile_k, tl.trans(queries), input_precision=PRECISION)
-        p = tl.exp2(scores * scale - lse2[None, :])
-        acc_v = tl.dot(p.to(do.dtype), do, acc_v, input_precision=PRECISION)
-        dp = tl.dot(tile_v, tl.trans(do), input_precision=PRECISION)
-        ds = p * (dp - delta[None, :])
-        acc_k = tl.dot(ds.to(queries.dtype), queries, acc_k, input_precision=PRECISION)
+    for MASKED in tl.static_range(1, -1, -1):
+        # One loop over heads and tiles, because short ranges would not fill a loop per head. The divisor must not be 0,
+        # even if the loop has no iteration: the compiler may hoist the first iteration's division, conclude that the
+        # divisor is not 0, hence that there is an iteration, and run it on arbitrary memory.
+        tiles_per_head = leading + trailing if MASKED else full
+        divisor = tl.maximum(tiles_per_head, 1)
+        for t in range(GROUP * tiles_per_head):
+            h = g * GROUP + t // divisor
+            at = t % divisor
+            r = first + (tl.where(at < leading, at, at + full) if MASKED else leading + at) * ROWS
+            valid = r + i < end if MASKED else i >= 0
+            queries = load_rows(q, r, h, i, cols, valid, q_row_stride, q_head_stride, MASKED, TMA, D, WIDTH)
+            do = load_rows(dout, r, h, i, cols, valid, dout_row_stride, dout_head_stride, MASKED, TMA, D, WIDTH)
+            lse2 = _load_row_values(row_stats, h, r, i, valid, pitch, 0.0, TMA, ROWS)
+            delta = _load_row_values(row_stats, G * GROUP + h, r, i, valid, pitch, 0.0, TMA, ROWS)
+            scores = tl.dot(tile_k, tl.trans(queries), input_precision=PRECISION)
+            p = tl.exp2(scores * scale - lse2[None, :])
+            if MASKED:
+                row_lo = _load_row_values(bounds, 0, r, i, valid, pitch, 0, TMA, ROWS)
+                row_hi = _load_row_values(bounds, 1, r, i, valid, pitch, 0, TMA, ROWS)
+                p = tl.where((pos[:, None] >= row_lo[None, :]) & (pos[:, None] < row_hi[None, :]), p, 0.0)
+            acc_v = tl.dot(p.to(do.dtype), do, acc_v, input_precision=PRECISION)
+            dp = tl.dot(tile_v, tl.trans(do), input_precision=PRECISION)
+            ds = p * (dp - delta[None, :])
+            acc_k = tl.dot(ds.to(queries.dtype), queries, acc_k, input_precision=PRECISION)
 
     acc_k *= scale * _LN2
     at = n0.to(tl.int64) * dk_row_stride + g * dk_head_stride + (j * dk_row_stride)[:, None] + cols[None, :]
-    mask = valid[:, None] & (cols < D)[None, :]
+    mask = is_key[:, None] & (cols < D)[None, :]
     tl.store(dk + at, acc_k.to(dk.dtype.element_ty), mask=mask)
     tl.store(dv + at, acc_v.to(dv.dtype.element_ty), mask=mask)
 
 
-@dataclass(frozen=True)
-class RangedLaunchConfig:
-    rows: int  # per row tile
-    tile: int  # keys per key tile
-    warps: int
-    stages: int
-
-
-@dataclass(frozen=True)
-class RangedLaunchConfigs:
-    forward: RangedLaunchConfig
-    dq: RangedLaunchConfig
-    dkv: RangedLaunchConfig
-
-
-def _configs(forward: tuple[int, ...], dq: tuple[int, ...], dkv: tuple[int, ...]) -> RangedLaunchConfigs:
-    return RangedLaunchConfigs(RangedLaunchConfig(*forward), RangedLaunchConfig(*dq), RangedLaunchConfig(*dkv))
-
-
-# By padded head width, for an H200. fp32 uses no tensor cores.
-_CONFIGS_16_BIT = {
-    64: _configs((128, 64, 8, 3), (64, 64, 4, 3), (64, 64, 4, 3)),
-    128: _configs((128, 128, 8, 2), (128, 64, 8, 3), (64, 128, 8, 2)),
-    256: _configs((64, 32, 4, 2), (64, 32, 4, 2), (32, 64, 8, 2)),
+# Launches of the forward, dq and dkv kernels by padded head width, for an H200. fp32 uses no tensor cores.
+_LAUNCHES_16_BIT = {
+    64: ((128, 64, 8, 3), (64, 64, 4, 3), (64, 64, 4, 3)),
+    128: ((128, 128, 8, 2), (128, 64, 8, 3), (64, 128, 8, 2)),
+    256: ((64, 32, 4, 2), (64, 32, 4, 2), (32, 64, 8, 2)),
 }
-_CONFIGS_FP32 = {
-    64: _configs((32, 32, 4, 2), (32, 32, 4, 2), (32, 16, 4, 2)),
-    128: _configs((32, 16, 4, 2), (32, 16, 4, 2), (16, 16, 4, 2)),
-    256: _configs((16, 16, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
+_LAUNCHES_FP32 = {
+    64: ((32, 32, 4, 2), (32, 32, 4, 2), (32, 16, 4, 2)),
+    128: ((32, 16, 4, 2), (32, 16, 4, 2), (16, 16, 4, 2)),
+    256: ((16, 16, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
 }
 
 
-def choose_ranged_launch(width: int, dtype: torch.dtype) -> RangedLaunchConfigs:
-    return (_CONFIGS_FP32 if dtype == torch.float32 else _CONFIGS_16_BIT)[max(64, triton.next_power_of_2(width))]
+def choose_ranged_launches(width: int, dtype: torch.dtype) -> list[AttentionLaunch]:
+    launches = _LAUNCHES_FP32 if dtype == torch.float32 else _LAUNCHES_16_BIT
+    return [AttentionLaunch(*launch) for launch in launches[max(64, triton.next_power_of_2(width))]]
 
 
-def _precision(dtype: torch.dtype) -> str:
-    return "ieee" if dtype == torch.float32 else "tf32"
+def _launch_options(q: Tensor, k: Tensor, launch: AttentionLaunch, tma: bool) -> dict[str, Any]:
+    return {
+        "GROUP": q.shape[1] // k.shape[1],
+        "D": q.shape[2],
+        "WIDTH": max(16, triton.next_power_of_2(q.shape[2])),
+        "ROWS": launch.rows,
+        "TILE": launch.tile,
+        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+        "TMA": tma,
+        "num_warps": launch.warps,
+        "num_stages": launch.stages,
+    }
 
 
 def with_unit_stride(x: Tensor) -> Tensor:
@@ -375,7 +336,7 @@ def forward_triton(
     v_SGd: Tensor,
     ranges: KeyRanges,
     scale: float,
-    launch: RangedLaunchConfig | None = None,
+    launch: AttentionLaunch | None = None,
     tma: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Computes out and lse; `launch` and `tma` override the choices."""
@@ -384,7 +345,7 @@ def forward_triton(
     rows, heads, width = q.shape
     if not rows or not len(k):
         return q.new_zeros(q.shape), q.new_full((rows, heads), float("-inf"), dtype=torch.float32)
-    launch = choose_ranged_launch(width, q.dtype).forward if launch is None else launch
+    launch = launch or choose_ranged_launches(width, q.dtype)[0]
     out_RHd = q.new_empty(q.shape)
     lse_HR = q.new_empty(heads, rows, dtype=torch.float32)
     tma = _supports_tma(q, k, v) if tma is None else tma
@@ -394,15 +355,7 @@ def forward_triton(
         rows,
         *(*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *out_RHd.stride()[:2]),
         scale * math.log2(math.e),
-        GROUP=heads // k.shape[1],
-        D=width,
-        WIDTH=max(16, triton.next_power_of_2(width)),
-        ROWS=launch.rows,
-        TILE=launch.tile,
-        PRECISION=_precision(q.dtype),
-        TMA=tma,
-        num_warps=launch.warps,
-        num_stages=launch.stages,
+        **_launch_options(q, k, launch, tma),
     )
     return out_RHd, lse_HR.T
 
@@ -417,16 +370,15 @@ def backward_triton(
     scale: float,
     dout_RHd: Tensor,
     dlse_RH: Tensor | None,
-    launches: RangedLaunchConfigs | None = None,
+    launch: AttentionLaunch | None = None,
     tma: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes the gradients of q, k and v; `launches` and `tma` override the choices."""
+    """Computes the gradients of q, k and v; `launch` and `tma` override the choices."""
     q, k, v, dout = (with_unit_stride(x) for x in (q_RHd, k_SGd, v_SGd, dout_RHd))
     (rows, heads, width), (keys, kv_heads, _) = q.shape, k.shape
     if not rows or not keys:
         return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
-    launches = launches or choose_ranged_launch(width, q.dtype)
-    padded_width = max(16, triton.next_power_of_2(width))
+    _, dq_launch, dkv_launch = [launch] * 3 if launch else choose_ranged_launches(width, q.dtype)
     use_tma = _supports_tma(q, k, v, dout) if tma is None else tma
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     pitch = pad_row_count(rows)
@@ -438,40 +390,33 @@ def backward_triton(
         *(*out_RHd.stride()[:2], *dout.stride()[:2], *lse_RH.stride(), *dlse.stride()),
         HAS_DLSE=dlse_RH is not None,
         D=width,
-        WIDTH=padded_width,
+        WIDTH=max(16, triton.next_power_of_2(width)),
         ROWS=64,
     )
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *dout.stride()[:2])
     scale2 = scale * math.log2(math.e)
 
-    def tiles(launch: RangedLaunchConfig) -> tuple[Tensor | TensorDescriptor, ...]:
+    def tiles(launch: AttentionLaunch) -> tuple[Tensor | TensorDescriptor, ...]:
         sizes = (launch.rows, launch.tile, launch.tile, launch.rows)
         return tuple(_row_tiles(x, size, use_tma) for x, size in zip((q, k, v, dout), sizes, strict=True))
 
-    def options(launch: RangedLaunchConfig) -> dict[str, Any]:
-        shape = {"GROUP": heads // kv_heads, "D": width, "WIDTH": padded_width, "ROWS": launch.rows}
-        how = {"PRECISION": _precision(q.dtype), "TMA": use_tma, "num_warps": launch.warps, "num_stages": launch.stages}
-        return {**shape, "TILE": launch.tile, **how}
-
-    launch = launches.dkv
-    _dkv_kernel[triton.cdiv(keys, launch.tile), kv_heads](
-        *tiles(launch),
-        _row_values(ranges.bounds, rows, launch.rows, use_tma),
-        ranges.get_row_spans(keys, launch.tile),
-        _row_values(row_stats, rows, launch.rows, use_tma),
+    _dkv_kernel[triton.cdiv(keys, dkv_launch.tile), kv_heads](
+        *tiles(dkv_launch),
+        _row_values(ranges.bounds, rows, dkv_launch.rows, use_tma),
+        ranges.get_row_spans(keys, dkv_launch.tile),
+        _row_values(row_stats, rows, dkv_launch.rows, use_tma),
         *(dk, dv),
         *(keys, pitch),
         *(*strides, *dk.stride()[:2]),
         scale2,
-        **options(launch),
+        **_launch_options(q, k, dkv_launch, use_tma),
     )
-    launch = launches.dq
-    _dq_kernel[triton.cdiv(rows, launch.rows), heads](
-        *tiles(launch),
+    _dq_kernel[triton.cdiv(rows, dq_launch.rows), heads](
+        *tiles(dq_launch),
         *(ranges.lo_R, ranges.hi_R, row_stats, dq),
         *(rows, pitch),
         *(*strides, *dq.stride()[:2]),
         scale2,
-        **options(launch),
+        **_launch_options(q, k, dq_launch, use_tma),
     )
     return dq, dk, dv

@@ -32,7 +32,8 @@ from torch import Tensor
 from peagle.config import Window
 from peagle.data.batches import PackedBatch, PackedEpoch
 from peagle.kernels.attention.dense import apply_sinks, first_visible_position
-from peagle.kernels.attention.ranged import KeyRanges, ranged_attention
+from peagle.kernels.attention.ranged import ranged_attention
+from peagle.kernels.attention.types import KeyRanges
 from peagle.models.decoder import Decoder
 
 
