@@ -2,4 +2,5 @@
 
 from peagle.cli import main
 
-main()
+if __name__ == "__main__":  # a spawned engine process imports this file, too
+    main()

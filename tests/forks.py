@@ -68,6 +68,9 @@ class Process:
             os.close(self._report)
         return self.returncode
 
+    def has_ended(self) -> bool:
+        return bool(select.select([self._report], [], [], 0)[0])
+
     def wait_for(self, text: str, timeout: float = 300) -> str:
         """What it said, as soon as that has a line with this text."""
         ends = time.monotonic() + timeout

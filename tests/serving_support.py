@@ -7,22 +7,29 @@ from __future__ import annotations
 
 import asyncio
 import json
+import queue
+import shutil
 import socket
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import engines
 import forks
-from pairs import TEXT
+from pairs import TEXT, target_folder
 
 from peagle.config import ServeSettings
 from peagle.engine.llm import LLM
-from peagle.server.engine_loop import EngineLoop
+from peagle.server.engine_client import EngineClient
+from peagle.server.engine_core import EngineCore, run_engine
+from peagle.server.engine_messages import AbortRequest
 from peagle.server.server import bind_socket, build_server
 from peagle.server.server_context import ServerContext
 
@@ -42,6 +49,46 @@ def wait_until(condition: Callable[[], Any]) -> None:
     while not condition():
         assert time.monotonic() < give_up, "the awaited condition never became true"
         time.sleep(0.005)
+
+
+class ObservedCore(EngineCore):
+    """Calls functions of a test between two steps."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.calls: queue.SimpleQueue[tuple[Callable[[LLM], Any], Future[Any]]] = queue.SimpleQueue()
+
+    def run_commands(self) -> bool:
+        running = super().run_commands()
+        while not self.calls.empty():
+            function, result = self.calls.get()
+            try:
+                result.set_result(function(self.llm))
+            except BaseException as error:
+                result.set_exception(error)
+        return running
+
+
+class EngineThread(threading.Thread):
+    """An engine in a thread of the test's process instead of a process, so that a test can reach its `LLM`."""
+
+    exitcode = None
+
+    def __init__(self, build_llm: Callable[[], LLM], sock: socket.socket) -> None:
+        super().__init__(name="engine", daemon=True)
+        self.build_llm, self.sock = build_llm, sock.dup()
+        self.core: ObservedCore | None = None
+        self.start()
+
+    def run(self) -> None:
+        run_engine(self.build_llm, self.sock, self._build_core)
+
+    def _build_core(self, *args: Any) -> ObservedCore:
+        self.core = ObservedCore(*args)
+        return self.core
+
+    def kill(self) -> None:
+        pass  # it ends with its connection
 
 
 class StepGate:
@@ -101,7 +148,7 @@ class LocalServer:
             if self.send_buffer is not None:
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self.send_buffer)
             self.port = listener.getsockname()[1]
-            self.engine = EngineLoop(self.build_llm, self.settings)
+            self.engine = EngineClient(partial(EngineThread, self.build_llm), self.settings)
             self.server = build_server(self.engine, self.settings, "p-eagle-1", K)
             serving = asyncio.ensure_future(self.server.serve([listener]))
             await self.engine.started.wait()
@@ -131,7 +178,12 @@ class LocalServer:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(GIVE_UP_S)
 
     def call_in_engine(self, function: Callable[[LLM], Any]) -> Any:
-        return self.run(self.engine.call_in_engine(function))
+        """Calls a function in the engine's thread, between two steps."""
+        thread, result = self.engine._engine, Future[Any]()
+        assert isinstance(thread, EngineThread) and thread.core is not None
+        thread.core.calls.put((function, result))
+        self.loop.call_soon_threadsafe(self.engine._send, AbortRequest(-1))  # wakes an idle engine
+        return result.result(GIVE_UP_S)
 
     def check_engine_idle(self) -> None:
         """Waits until all requests have ended and checks that the engine holds no slot and no block."""
@@ -167,6 +219,13 @@ def _parse(data: bytes) -> Any:
         return data
 
 
+def write_target(folder: Path) -> Path:
+    """Writes the small target with a tokenizer, for servers in a process of their own."""
+    shutil.copytree(target_folder(), folder / "target")
+    engines.write_tokenizer(folder / "target", 160)
+    return folder / "target"
+
+
 class ServerProcess:
     """`peagle serve` in a process of its own."""
 
@@ -193,7 +252,8 @@ class ServerProcess:
             return False
 
     def wait_ready(self) -> None:
-        wait_until(self.is_ready)
+        wait_until(lambda: self.is_ready() or self.process.has_ended())
+        assert self.is_ready(), self.process.complaints()
 
     def open_stream(self, body: dict[str, Any], key: str | None = None) -> socket.socket:
         """Sends a request over a raw socket and returns it."""

@@ -6,8 +6,9 @@ import json
 import os
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import typer
 
@@ -38,9 +39,6 @@ from peagle.config import (
 )
 from peagle.errors import UserError
 from peagle.hub.resolve import BUILT_IN_TARGETS, DEFAULT_TARGET, resolve_drafter, resolve_target
-
-if TYPE_CHECKING:
-    from peagle.engine.llm import LLM
 
 API_KEY_VARIABLE = "PEAGLE_API_KEY"
 DEFAULTS = ServeSettings()
@@ -242,7 +240,7 @@ def _serve_embedded(target: str, choice: DrafterChoice, settings: ServeSettings,
         check_drafter_fits(drafter_cfg, cfg, drafter_folder)
         choice.check_method(drafter_cfg)
     try:
-        from peagle.server.engine_loop import EngineLoop
+        from peagle.server.engine_client import EngineClient, start_engine_process
         from peagle.server.logs import start_logging
         from peagle.server.server import bind_socket, run_server
     except ModuleNotFoundError as error:
@@ -252,11 +250,10 @@ def _serve_embedded(target: str, choice: DrafterChoice, settings: ServeSettings,
     listener = bind_socket(settings.host, settings.port)
     start_logging(settings.log_json)
 
-    def build_llm() -> LLM:
-        return LLM(target_folder, drafter_folder, choice.num_speculative_tokens, **options)
-
+    build_llm = partial(LLM, target_folder, drafter_folder, choice.num_speculative_tokens, **options)
+    start_engine = partial(start_engine_process, build_llm, settings.log_json)
     k = choice.num_speculative_tokens if choice.name is not None else None
-    run_server(lambda: EngineLoop(build_llm, settings), settings, choice.name, k, listener)
+    run_server(lambda: EngineClient(start_engine, settings), settings, choice.name, k, listener)
 
 
 def _serve_vllm(

@@ -106,6 +106,7 @@ class SamplingParams:
     max_speculative_tokens: int | None = None  # upper bound per decode step; never changes the output
     grammar: Grammar | None = None
     skip_special_tokens: bool = True
+    detokenize: bool = True  # off: outputs have token ids and no text
 
     def __post_init__(self) -> None:
         require = field_validator(self)
@@ -134,6 +135,7 @@ class SamplingParams:
                 raise UserError(f"--logit-bias {token}={bias}: must be a token id with a number between -100 and 100")
         require(self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "logprobs", f"from 0 to {MAX_LOGPROBS}")
         require(self.n >= 1, "n", "at least 1")
+        require(self.detokenize or not self.stop, "detokenize", "on with stop strings, which are found in the text")
         require(self.grammar is None or isinstance(self.grammar, Grammar), "grammar", "built by peagle.engine.grammar")
         most = self.max_speculative_tokens
         require(most is None or most >= 0, "max_speculative_tokens", "0 (no speculation) or more")

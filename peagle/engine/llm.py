@@ -196,7 +196,7 @@ class LLM:
         if request.detokenizer is not None:
             if request.detokenizer.stop_reason is None:
                 request.detokenizer.finish()
-        elif self.has_tokenizer:
+        elif self.has_tokenizer and request.params.detokenize:
             output = request.output_token_ids
             ends_with_stop = request.finish_reason == "stop" and output[-1] in request.stop_token_ids
             request.final_text = self._decoder(request.params)(output[: len(output) - ends_with_stop])
@@ -217,7 +217,7 @@ class LLM:
         group = RequestGroup(prompt if isinstance(prompt, str) else None, prompt_token_ids)
         first_seed = params.seed if params.seed is not None else secrets.randbits(62)
         stop_token_ids = frozenset(params.stop_token_ids)
-        needs_detokenizer = self.has_tokenizer and (stream or bool(params.stop))
+        needs_detokenizer = self.has_tokenizer and params.detokenize and (stream or bool(params.stop))
         for index in range(params.n):
             detokenizer, matcher = None, None
             if needs_detokenizer:

@@ -13,7 +13,7 @@ from pydantic.json_schema import models_json_schema
 from peagle import __version__
 from peagle.config import ServeSettings
 from peagle.server import routes_info, routes_openai
-from peagle.server.engine_loop import EngineLoop
+from peagle.server.engine_client import EngineClient
 from peagle.server.errors import add_error_handlers
 from peagle.server.middleware import ApiKeyMiddleware, RequestLogMiddleware
 from peagle.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -39,7 +39,7 @@ class ErrorBody(BaseModel):
 
 
 def build_app(
-    engine: EngineLoop,
+    engine: EngineClient,
     settings: ServeSettings,
     drafter: str | None = None,
     num_speculative_tokens: int | str | None = None,

@@ -15,7 +15,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
-    from peagle.server.engine_stats import EngineStats
+    from peagle.server.engine_client import EngineStats
 
 # vLLM's buckets (vllm/v1/metrics/buckets.py)
 REQUEST_SECONDS = (

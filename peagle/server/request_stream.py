@@ -1,16 +1,22 @@
-"""A request on its way through the engine loop, and the stream of its output.
+"""A request in the front end: the tokens and times that the engine sends become text that the response reads.
 
-`EngineRequest` objects belong to the engine's thread, a `RequestStream` to asyncio's.
+The engine's deltas are merged until the response takes them, so that a client that reads slowly gets fewer and larger
+chunks, and costs the engine nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from peagle.config import SamplingParams
-from peagle.engine.request import CompletionOutput, RequestGroup
+from peagle.engine.detokenizer import Detokenizer
+from peagle.engine.request import CompletionOutput
+from peagle.server.engine_messages import AddRequest, CompletionDelta
+
+_request_ids = itertools.count()
 
 
 class QueueFullError(Exception):
@@ -31,28 +37,27 @@ class EngineFailedError(Exception):
 
 @dataclass
 class CompletionTiming:
-    """Times of one completion in seconds since its arrival. Only the engine's thread writes them."""
+    """Times of one completion in seconds since its arrival."""
 
     arrival_time: float
     queue_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None
     token_gaps_s: list[float] = field(default_factory=list)  # between steps that produced tokens
-    num_output_tokens: int = 0
 
-    def record_tokens(self, num_new_tokens: int, now: float) -> None:
-        elapsed = now - self.arrival_time
-        if self.last_token_s is None:
-            self.first_token_s = elapsed
-        else:
-            self.token_gaps_s.append(elapsed - self.last_token_s)
-        self.last_token_s = elapsed
-        self.num_output_tokens += num_new_tokens
+    def record_tokens(self, times: list[float]) -> None:
+        for time in times:
+            elapsed = time - self.arrival_time
+            if self.last_token_s is None:
+                self.first_token_s = elapsed
+            else:
+                self.token_gaps_s.append(elapsed - self.last_token_s)
+            self.last_token_s = elapsed
 
 
 @dataclass(frozen=True)
 class OutputDelta:
-    """What one engine step adds to a completion. Without streaming, one delta holds the whole completion."""
+    """New text and tokens of a completion. Without streaming, one delta holds the whole completion."""
 
     index: int  # of the completion within its HTTP request
     text: str
@@ -64,44 +69,149 @@ class OutputDelta:
     timing: CompletionTiming | None = None
 
 
-@dataclass(eq=False)
+class Completion:
+    """One completion of a request: merges deltas, detokenizes them and finds stop strings."""
+
+    def __init__(self, index: int, params: SamplingParams, detokenizer: Detokenizer, arrival_time: float) -> None:
+        self.index, self.params = index, params
+        self.timing = CompletionTiming(arrival_time)
+        self.token_ids: list[int] = []
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.queued = False  # it is in its stream's queue
+        self._detokenizer = detokenizer
+        self._logprobs: list[dict[int, float]] = []
+        self._is_draft_token: list[bool] = []
+        self._accepted_per_step: list[int] = []
+        self._num_decode_steps = self._num_drafts = 0
+        self._num_taken_tokens = self._num_taken_chars = 0
+        self._num_detokenized = 0
+        self._ends_with_stop_token = False
+
+    def add(self, delta: CompletionDelta) -> bool:
+        """Adds what the engine sent. Returns True if the completion has finished.
+
+        A stop string finishes it here: the engine knows no text.
+        """
+        flags = [False] if not self.token_ids else []  # the first token comes from the prefill
+        for num_accepted in delta.num_accepted_per_step:
+            flags += [True] * num_accepted + [False]
+        num_new = len(delta.token_ids)
+        self._is_draft_token += (flags + [False] * num_new)[:num_new]
+        self.token_ids += delta.token_ids
+        self._logprobs += delta.logprobs or ()
+        self._accepted_per_step += delta.num_accepted_per_step
+        self._num_decode_steps += delta.num_decode_steps
+        self._num_drafts += delta.num_drafts
+        self.timing.record_tokens(delta.token_times)
+        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+        self._ends_with_stop_token = delta.ends_with_stop_token
+        if self.params.stop:
+            self._detokenize()
+        return self.finish_reason is not None
+
+    def _detokenize(self) -> None:
+        num_text_tokens = len(self.token_ids) - self._ends_with_stop_token
+        if self.finish_reason is not None and self._num_detokenized == 0 and not self.params.stop:
+            self._detokenizer.text = self._detokenizer.decode(self.token_ids[:num_text_tokens])
+            self._num_detokenized = num_text_tokens
+            return
+        while self._num_detokenized < num_text_tokens:
+            token = self.token_ids[self._num_detokenized]
+            self._num_detokenized += 1
+            if self._detokenizer.add_token(token):
+                self.finish_reason, self.stop_reason = "stop", self._detokenizer.stop_reason
+                for tokens in (self.token_ids, self._logprobs, self._is_draft_token):
+                    del tokens[self._num_detokenized :]
+                return
+        if self.finish_reason is not None:
+            self._detokenizer.finish()
+
+    def take(self, num_speculative_tokens: int) -> OutputDelta:
+        """Returns what was added since the last call."""
+        if not self.params.stop:
+            self._detokenize()
+        finished, begin = self.finish_reason is not None, self._num_taken_tokens
+        text = self._detokenizer.text if finished else self._detokenizer.streamable_text
+        new_text = text[self._num_taken_chars :]
+        self._num_taken_chars = max(self._num_taken_chars, len(text))
+        self._num_taken_tokens = len(self.token_ids)
+        return OutputDelta(
+            self.index,
+            new_text,
+            self.token_ids[begin:],
+            self._is_draft_token[begin:],
+            self._logprobs[begin:] if self.params.logprobs is not None else None,
+            self.finish_reason,
+            self._build_output(text, num_speculative_tokens) if finished else None,
+            self.timing,
+        )
+
+    def _build_output(self, text: str, num_speculative_tokens: int) -> CompletionOutput:
+        accepted = self._accepted_per_step
+        return CompletionOutput(
+            index=self.index,
+            text=text,
+            token_ids=self.token_ids,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            logprobs=self._logprobs if self.params.logprobs is not None else None,
+            num_drafts=self._num_drafts,
+            num_accepted_tokens_per_pos=[sum(n > i for n in accepted) for i in range(num_speculative_tokens)],
+            is_draft_token=self._is_draft_token,
+            num_decode_steps=self._num_decode_steps,
+        )
+
+
 class EngineRequest:
-    """One prompt in the engine, with n completions."""
-
-    request_stream: RequestStream
-    first_index: int  # of its completions within the HTTP request
-    prompt_token_ids: list[int]
-    params: SamplingParams
-    stream: bool
-    timings: list[CompletionTiming]  # one per completion
-    group: RequestGroup | None = None
-    sent_characters: list[int] = field(default_factory=list)  # per completion
-    sent_steps: list[int] = field(default_factory=list)  # per completion: decode steps already sent
-    aborted: bool = False
-
-    def __post_init__(self) -> None:
-        self.sent_characters, self.sent_steps = [0] * self.params.n, [0] * self.params.n
-
-
-class RequestStream:
-    """Async iterator over the output deltas of an HTTP request. `aclose` aborts the rest."""
+    """One prompt, with n completions."""
 
     def __init__(
         self,
-        num_completions: int,
-        timeout_s: float,
-        on_finished: Callable[[RequestStream], None],
-        on_abort: Callable[[RequestStream], None],
+        request_stream: RequestStream,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        completions: list[Completion],
+        stream: bool,
     ) -> None:
-        """`on_finished` is called when the engine has delivered everything, `on_abort` by `aclose`."""
-        self.num_completions = num_completions
+        self.request_stream, self.completions = request_stream, completions
+        self.started = False  # the engine works on it
+        self.num_unfinished = len(completions)
+        self.command = AddRequest(
+            next(_request_ids),
+            prompt_token_ids,
+            replace(params, stop=(), detokenize=False),
+            send_every_step=stream or bool(params.stop),
+        )
+
+    @property
+    def id(self) -> int:
+        return self.command.request_id
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.command.prompt_token_ids)
+
+
+class RequestStream:
+    """Async iterator over the output of an HTTP request. `aclose` aborts the rest."""
+
+    def __init__(
+        self, stream: bool, timeout_s: float, num_speculative_tokens: int, on_abort: Callable[[RequestStream], None]
+    ) -> None:
+        """`stream`: yields the output as it grows, instead of once per completion."""
         self.requests: list[EngineRequest] = []
-        self._on_finished, self._on_abort = on_finished, on_abort
-        self._num_unread = num_completions  # completions whose last delta was not read yet
-        self._num_unfinished = num_completions  # completions that the engine still works on
-        self._deltas: asyncio.Queue[OutputDelta | Exception] = asyncio.Queue()
+        self.num_completions = self.num_unfinished = 0  # unfinished: the engine still works on them
+        self._stream, self._num_speculative_tokens, self._on_abort = stream, num_speculative_tokens, on_abort
+        self._num_unread = 0  # completions whose last delta was not read yet
+        self._updates: asyncio.Queue[Completion | Exception] = asyncio.Queue()
         loop = asyncio.get_running_loop()
-        self.timeout = loop.call_later(timeout_s, self._deltas.put_nowait, RequestTimeoutError())
+        self.timeout = loop.call_later(timeout_s, self.fail, RequestTimeoutError())
+
+    def add_request(self, request: EngineRequest) -> None:
+        self.requests.append(request)
+        self.num_completions += len(request.completions)
+        self.num_unfinished = self._num_unread = self.num_completions
 
     def __aiter__(self) -> RequestStream:
         return self
@@ -109,23 +219,26 @@ class RequestStream:
     async def __anext__(self) -> OutputDelta:
         if self._num_unread == 0:
             raise StopAsyncIteration
-        delta = await self._deltas.get()
-        if isinstance(delta, Exception):
+        update = await self._updates.get()
+        if isinstance(update, Exception):
             await self.aclose()
-            raise delta
-        self._num_unread -= delta.finish_reason is not None
-        return delta
+            raise update
+        update.queued = False
+        self._num_unread -= update.finish_reason is not None
+        return update.take(self._num_speculative_tokens)
 
     async def aclose(self) -> None:
         self._on_abort(self)
 
-    def put(self, delta: OutputDelta | Exception) -> None:
-        """Queues a delta, in asyncio's thread. A client that reads slowly holds no resources of the engine."""
-        self._deltas.put_nowait(delta)
-        self._num_unfinished -= isinstance(delta, OutputDelta) and delta.finish_reason is not None
-        if self._num_unfinished == 0:
-            self._on_finished(self)
+    def notify(self, completion: Completion) -> None:
+        """A completion has new tokens or has finished."""
+        if not completion.queued and (self._stream or completion.finish_reason is not None):
+            completion.queued = True
+            self._updates.put_nowait(completion)
+
+    def fail(self, error: Exception) -> None:
+        self._updates.put_nowait(error)
 
     @property
-    def timings(self) -> list[CompletionTiming]:
-        return [timing for request in self.requests for timing in request.timings]
+    def completions(self) -> list[Completion]:
+        return [completion for request in self.requests for completion in request.completions]

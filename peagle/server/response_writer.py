@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from peagle.config import SamplingParams
 from peagle.engine.detokenizer import Detokenizer
 from peagle.engine.request import CompletionOutput
 from peagle.server.request_stream import CompletionTiming, OutputDelta
@@ -29,11 +30,10 @@ class OpenAIResponseWriter:
     tokenizer: ServerTokenizer
     num_prompt_tokens: int
     num_completions: int
-    num_logprobs: int | None  # alternatives per token; None: no logprobs
+    params: SamplingParams
     include_tokens: bool  # the `peagle` extension
     include_usage: bool
     num_speculative_tokens: int
-    skip_special_tokens: bool = True
     new_tool_parser: Callable[[], ToolCallParser] | None = None  # if the completion may call tools
     created: int = field(default_factory=lambda: int(time.time()))
     finished: dict[int, tuple[CompletionOutput, CompletionTiming]] = field(default_factory=dict)
@@ -171,8 +171,9 @@ class OpenAIResponseWriter:
         }
 
     def _build_tokens(self, delta: OutputDelta) -> JSON:
-        new_detokenizer = self.tokenizer.new_detokenizer
-        detokenizer = self._detokenizers.setdefault(delta.index, new_detokenizer(self.skip_special_tokens))
+        if delta.index not in self._detokenizers:
+            self._detokenizers[delta.index] = self.tokenizer.new_detokenizer(replace(self.params, stop=()))
+        detokenizer = self._detokenizers[delta.index]
         texts = []
         for token_id in delta.token_ids:
             start = len(detokenizer.text)
@@ -185,7 +186,7 @@ class OpenAIResponseWriter:
         return {"token_ids": delta.token_ids, "texts": texts, "is_draft_token": delta.is_draft_token}
 
     def _build_logprobs(self, delta: OutputDelta) -> JSON | None:
-        if delta.logprobs is None or self.num_logprobs is None:
+        if delta.logprobs is None or self.params.logprobs is None:
             return None
         build = self._build_chat_logprobs if self.kind == "chat" else self._build_text_logprobs
         return build(delta.index, delta.token_ids, delta.logprobs)
@@ -217,9 +218,9 @@ class OpenAIResponseWriter:
         return {
             "tokens": tokens,
             "token_logprobs": logprobs,
-            "top_logprobs": top_logprobs if self.num_logprobs else None,
+            "top_logprobs": top_logprobs if self.params.logprobs else None,
             "text_offset": offsets,
         }
 
     def _top_tokens(self, row: TokenLogprobs) -> list[int]:
-        return sorted(row, key=lambda t: -row[t])[: self.num_logprobs]
+        return sorted(row, key=lambda t: -row[t])[: self.params.logprobs]

@@ -81,13 +81,12 @@ async def respond(
         tokenizer=context.tokenizer,
         num_prompt_tokens=sum(len(prompt) for prompt in prompts),
         num_completions=len(prompts) * params.n,
-        num_logprobs=params.logprobs,
+        params=params,
         include_tokens=body.options.tokens,
         include_usage=body.include_usage,
         num_speculative_tokens=max_k
         if params.max_speculative_tokens is None
         else min(params.max_speculative_tokens, max_k),
-        skip_special_tokens=params.skip_special_tokens,
         new_tool_parser=context.get_tool_parser_factory(tools),
     )
     request_stream = context.submit(prompts, params, stream)

@@ -19,7 +19,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from peagle.config import ServeSettings
 from peagle.errors import UserError
 from peagle.server.app import build_app
-from peagle.server.engine_loop import POLL_S, EngineInfo, EngineLoop
+from peagle.server.engine_client import POLL_S, EngineClient
+from peagle.server.engine_messages import EngineInfo
 from peagle.server.errors import ApiError
 from peagle.server.logs import log_event
 
@@ -82,7 +83,7 @@ class TimeoutProtocol(H11Protocol):
 class DrainingServer(uvicorn.Server):
     """Drains on the first signal and exits on the second."""
 
-    def __init__(self, config: uvicorn.Config, engine: EngineLoop, shutdown_timeout_s: float) -> None:
+    def __init__(self, config: uvicorn.Config, engine: EngineClient, shutdown_timeout_s: float) -> None:
         super().__init__(config)
         self.engine, self.shutdown_timeout_s = engine, shutdown_timeout_s
         self._draining: asyncio.Task[None] | None = None
@@ -127,7 +128,7 @@ def bind_socket(host: str, port: int) -> socket.socket:
 
 
 def build_server(
-    engine: EngineLoop,
+    engine: EngineClient,
     settings: ServeSettings,
     drafter: str | None = None,
     num_speculative_tokens: int | str | None = None,
@@ -150,7 +151,7 @@ def build_server(
 
 
 def run_server(
-    build_engine: Callable[[], EngineLoop],
+    build_engine: Callable[[], EngineClient],
     settings: ServeSettings,
     drafter: str | None,
     num_speculative_tokens: int | str | None,

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
@@ -12,7 +13,8 @@ from fastapi import Request
 from peagle.config import Grammar, SamplingParams, ServeSettings
 from peagle.engine.grammar import from_json_schema
 from peagle.errors import UserError
-from peagle.server.engine_loop import EngineInfo, EngineLoop
+from peagle.server.engine_client import EngineClient
+from peagle.server.engine_messages import EngineInfo
 from peagle.server.errors import ApiError, invalid_value
 from peagle.server.protocol import ResponseFormat, ToolUsage
 from peagle.server.request_stream import EngineUnavailableError, QueueFullError, RequestStream
@@ -36,7 +38,11 @@ MAX_PARALLEL_GRAMMARS = 2
 
 class ServerContext:
     def __init__(
-        self, engine: EngineLoop, settings: ServeSettings, drafter: str | None, num_speculative_tokens: int | str | None
+        self,
+        engine: EngineClient,
+        settings: ServeSettings,
+        drafter: str | None,
+        num_speculative_tokens: int | str | None,
     ) -> None:
         """`drafter` and `num_speculative_tokens` are the values of the command line, for /peagle/info."""
         self.engine, self.settings = engine, settings
@@ -58,7 +64,7 @@ class ServerContext:
 
     @cached_property
     def tokenizer(self) -> ServerTokenizer:
-        return ServerTokenizer(self.info.target_folder)
+        return ServerTokenizer(Path(self.info.target_folder))
 
     async def load_tokenizer(self) -> None:
         """Loads the tokenizer once the engine has started, so that the first request does not wait for it."""
@@ -96,24 +102,19 @@ class ServerContext:
         return tools.definitions is not None and call_format is not None and call_format.start_tag in special_tokens
 
     async def build_grammar(self, response_format: ResponseFormat | None, tools: ToolUsage) -> Grammar | None:
-        """Builds and compiles the grammar of a request in worker threads, so that the server goes on meanwhile."""
+        """Builds and checks the grammar of a request in worker threads. The engine compiles it."""
         if response_format is None and not tools.forced:
             return None
         async with self._grammar_workers:
             if tools.forced:
                 return await self._build_tool_grammar(tools)
             assert response_format is not None
-            grammar = await asyncio.to_thread(response_format.to_grammar)
-            if grammar is not None:
-                await self.engine.compile_grammar(grammar)
-            return grammar
+            return await asyncio.to_thread(response_format.to_grammar)
 
     async def _build_tool_grammar(self, tools: ToolUsage) -> Grammar:
         try:
             schema = build_forced_schema(self.tool_call_format, tools.forced)
-            grammar = await asyncio.to_thread(from_json_schema, schema)
-            await self.engine.compile_grammar(grammar)
-            return grammar
+            return await asyncio.to_thread(from_json_schema, schema)
         except (UserError, RecursionError) as error:
             message = str(error) if isinstance(error, UserError) else "nested too deeply"
             raise invalid_value("tools", message.removeprefix("grammar: ")) from None
@@ -125,7 +126,7 @@ class ServerContext:
 
     def submit(self, prompts: list[list[int]], params: SamplingParams, stream: bool) -> RequestStream:
         with self._count_rejections():
-            return self.engine.submit(prompts, params, stream)
+            return self.engine.submit(prompts, params, lambda: self.tokenizer.new_detokenizer(params), stream)
 
     @contextmanager
     def _count_rejections(self) -> Iterator[None]:
@@ -153,24 +154,25 @@ class ServerContext:
         """Updates the metrics and the log when a request has ended, finished or not."""
         now = time.perf_counter()
         finish_reasons = []
-        for index, timing in enumerate(request_stream.timings):
-            output = writer.finished[index][0] if index in writer.finished else None
-            finish_reason = output.finish_reason if output is not None else None
+        completions = request_stream.completions
+        for completion in completions:
+            timing = completion.timing
+            finish_reason = completion.finish_reason if completion.index in writer.finished else None
             finish_reasons.append(finish_reason or ("error" if failed else "abort"))
             self.metrics.observe_request(
                 ttft_s=timing.first_token_s,
                 itl_s=timing.token_gaps_s,
                 e2e_s=now - timing.arrival_time,
                 queue_s=timing.queue_s if timing.queue_s is not None else now - timing.arrival_time,
-                num_prompt_tokens=len(request_stream.requests[index // params.n].prompt_token_ids),
-                num_output_tokens=timing.num_output_tokens,
+                num_prompt_tokens=request_stream.requests[completion.index // params.n].num_prompt_tokens,
+                num_output_tokens=len(completion.token_ids),
                 finish_reason=finish_reasons[-1],
                 max_tokens=params.max_tokens,
             )
-        ttfts = [timing.first_token_s for timing in request_stream.timings if timing.first_token_s is not None]
+        ttfts = [c.timing.first_token_s for c in completions if c.timing.first_token_s is not None]
         scope["log_fields"] |= {
             "prompt_tokens": writer.num_prompt_tokens,
-            "completion_tokens": sum(timing.num_output_tokens for timing in request_stream.timings),
+            "completion_tokens": sum(len(completion.token_ids) for completion in completions),
             "ttft_ms": round(min(ttfts) * 1e3, 1) if ttfts else None,
             "finish_reason": ",".join(sorted(set(finish_reasons))),
         }

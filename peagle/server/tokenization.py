@@ -1,17 +1,18 @@
 """Text and conversations to token ids, and token ids to text.
 
-The front end has its own tokenizer, because the engine's belongs to the engine's thread.
+The engine process has no text: all of it is made here.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from peagle.checkpoints.target import load_tokenizer
+from peagle.config import SamplingParams
 from peagle.engine.detokenizer import Detokenizer
 from peagle.errors import first_line
 from peagle.server.errors import ApiError, invalid_value
@@ -81,8 +82,9 @@ class ServerTokenizer:
 
         return await self._run(sum(len(m["content"]) for m in messages) + 1024 * len(tools or ()), render)
 
-    def new_detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
-        return Detokenizer(lambda ids: self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+    def new_detokenizer(self, params: SamplingParams) -> Detokenizer:
+        decode = partial(self.tokenizer.decode, skip_special_tokens=params.skip_special_tokens)
+        return Detokenizer(decode, params.stop, params.min_tokens)
 
     def _token_text(self, token_id: int) -> str:
         return self.tokenizer.decode([token_id])

@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from peagle.config import SamplingParams
 from peagle.engine.llm import LLM
-from peagle.server.engine_stats import EngineStats
+from peagle.server.engine_client import EngineStats
 from peagle.server.metrics import ServerMetrics
 from scripts.serve_load import serving
 

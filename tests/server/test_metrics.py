@@ -16,7 +16,7 @@ import promql_parser
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from peagle.server.engine_stats import EngineStats
+from peagle.server.engine_client import EngineStats
 from peagle.server.metrics import QUEUE_FULL, ServerMetrics
 
 ROOT = Path(__file__).parents[2]

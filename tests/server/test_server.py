@@ -19,7 +19,7 @@ import engines
 import forks
 import pytest
 from pairs import drafter_folder, target_folder
-from serving_support import MODEL, PROMPT, K, LocalServer, ServerProcess, small_engine, wait_until
+from serving_support import MODEL, PROMPT, K, LocalServer, ServerProcess, small_engine, wait_until, write_target
 
 from peagle.cli import main
 from peagle.cli.serve import DrafterChoice, parse_speculative_config
@@ -100,10 +100,7 @@ def test_cors_origins() -> None:
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("served") / "t"
-    shutil.copytree(target_folder(), folder)
-    engines.write_tokenizer(folder, 160)
-    return folder
+    return write_target(tmp_path_factory.mktemp("served"))
 
 
 LONG = {"prompt": PROMPT, "max_tokens": 180, "temperature": 0, "ignore_eos": True, "stream": True}

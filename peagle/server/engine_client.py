@@ -1,0 +1,382 @@
+"""The front end's side of the engine process: starts it, sends requests, hands its deltas to their streams.
+
+When the engine process ends unexpectedly, the requests in work fail with it, because one of them may be the cause. The
+waiting requests are kept, a new process is started, and it serves them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import signal
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import msgspec
+
+from peagle.config import SamplingParams, ServeSettings
+from peagle.engine.detokenizer import Detokenizer
+from peagle.engine.llm import LLM
+from peagle.errors import UserError
+from peagle.server.engine_core import run_engine_process
+from peagle.server.engine_messages import (
+    AbortRequest,
+    Command,
+    EngineCounters,
+    EngineFailed,
+    EngineInfo,
+    EngineMessage,
+    EngineReady,
+    MessageReader,
+    RequestFailed,
+    StepOutput,
+    StopEngine,
+    encode_message,
+)
+from peagle.server.logs import log_event
+from peagle.server.request_stream import (
+    Completion,
+    EngineFailedError,
+    EngineRequest,
+    EngineUnavailableError,
+    QueueFullError,
+    RequestStream,
+)
+
+STOP_TIMEOUT_S = 5.0  # for the running step; then the process is killed
+POLL_S = 0.02
+
+EngineState = Literal["starting", "ready", "restarting", "draining", "failed"]
+
+
+class RunningEngine(Protocol):
+    """What started the engine: a process, or a thread in tests."""
+
+    @property
+    def exitcode(self) -> int | None: ...
+
+    def kill(self) -> None: ...
+
+    def is_alive(self) -> bool: ...
+
+
+def start_engine_process(build_llm: Callable[[], LLM], log_json: bool, sock: socket.socket) -> RunningEngine:
+    context = multiprocessing.get_context("spawn")  # a fork would share threads and CUDA with the front end
+    process = context.Process(target=run_engine_process, args=(build_llm, sock, log_json), name="engine", daemon=True)
+    process.start()
+    return process
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Counts since the server started, over all engine processes. The first three are current values."""
+
+    num_requests_running: int
+    num_requests_waiting: int
+    kv_cache_usage: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_decode_steps: int  # summed over requests
+    num_drafts: int  # decode steps that had draft tokens
+    num_accepted_tokens: int
+    num_accepted_tokens_per_pos: tuple[int, ...]
+    num_restarts: int
+    num_draft_tokens: int = 0
+    num_preemptions: int = 0
+    num_prefix_cache_hits: int = 0
+    num_prefix_cache_queries: int = 0
+
+
+class EngineConnection(asyncio.Protocol):
+    """The front end's end of the socket."""
+
+    def __init__(self, on_message: Callable[[EngineMessage], None]) -> None:
+        self.on_message = on_message
+        self.closed = asyncio.Event()
+        self._reader = MessageReader(EngineMessage)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        for message in self._reader.feed(data):
+            self.on_message(message)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.closed.set()
+
+    def send(self, message: msgspec.Struct) -> None:
+        self.transport.write(encode_message(message))
+
+
+class EngineClient:
+    def __init__(self, start_engine: Callable[[socket.socket], RunningEngine], settings: ServeSettings) -> None:
+        """`start_engine` starts an engine that serves a socket."""
+        self.settings = settings
+        self.state: EngineState = "starting"
+        self.info: EngineInfo | None = None
+        self.last_error: str | None = None
+        self.fatal_error: Exception | None = None
+        self.open_streams: set[RequestStream] = set()
+        self.started = asyncio.Event()  # the engine is ready for the first time, or has failed
+        self._start_engine = start_engine
+        self._engine: RunningEngine | None = None
+        self._connection: EngineConnection | None = None  # of an engine that is ready
+        self._requests: dict[int, EngineRequest] = {}
+        self._error: EngineFailed | None = None  # of the current engine
+        self._num_failures = 0  # in a row
+        self._num_restarts = 0
+        self._num_prompt_tokens = self._num_output_tokens = self._num_decode_steps = 0
+        self._counters = EngineCounters()
+        self._previous_counts: Counter[str] = Counter()  # of engines that have ended
+        self._previous_drafts: Counter[int] = Counter()
+
+    # Requests
+
+    def submit(
+        self,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        new_detokenizer: Callable[[], Detokenizer],
+        stream: bool = True,
+    ) -> RequestStream:
+        """Queues prompts. Completion j of prompt i has index i * n + j. Raises if the engine cannot take them."""
+        self.check_capacity(len(prompts) * params.n)
+        assert self.info is not None
+        request_stream = RequestStream(
+            stream, self.settings.request_timeout_s, self.info.max_speculative_tokens, self._abort_stream
+        )
+        now = time.perf_counter()
+        for i, prompt_token_ids in enumerate(prompts):
+            indices = range(i * params.n, (i + 1) * params.n)
+            completions = [Completion(index, params, new_detokenizer(), now) for index in indices]
+            request = EngineRequest(request_stream, prompt_token_ids, params, completions, stream)
+            request_stream.add_request(request)
+            self._requests[request.id] = request
+            self._send(request.command)
+        self.open_streams.add(request_stream)
+        return request_stream
+
+    def check_capacity(self, num_completions: int) -> None:
+        """Raises if the engine cannot take this many more completions now."""
+        if self.state not in ("ready", "restarting"):
+            raise EngineUnavailableError(self.state)
+        if sum(stream.num_completions for stream in self.open_streams) + num_completions > self.max_completions:
+            raise QueueFullError()
+
+    @property
+    def max_completions(self) -> int:
+        """Completions that may run or wait at once."""
+        return self.settings.max_queued_requests + (self.info.max_num_seqs if self.info is not None else 0)
+
+    def _close_stream(self, request_stream: RequestStream) -> None:
+        self.open_streams.discard(request_stream)
+        request_stream.timeout.cancel()
+        for request in request_stream.requests:
+            self._requests.pop(request.id, None)
+
+    def _abort_stream(self, request_stream: RequestStream) -> None:
+        if request_stream in self.open_streams:
+            for request in request_stream.requests:
+                if request.num_unfinished:
+                    self._send(AbortRequest(request.id))
+            self._close_stream(request_stream)
+
+    def _send(self, command: Command) -> None:
+        """Sends to an engine that is ready. One that becomes ready later gets all open requests then."""
+        if self._connection is not None:
+            self._connection.send(command)
+
+    # Messages of the engine
+
+    def _handle_message(self, message: EngineMessage) -> None:
+        if isinstance(message, StepOutput):
+            self._handle_step(message)
+        elif isinstance(message, RequestFailed):
+            request = self._requests.get(message.request_id)
+            if request is not None:
+                error = UserError(message.error) if message.is_user_error else EngineFailedError(message.error)
+                request.request_stream.fail(error)
+        elif isinstance(message, EngineReady):
+            self._handle_ready(message)
+        else:
+            self._error = message
+
+    def _handle_step(self, step: StepOutput) -> None:
+        self._counters = step.counters
+        for request_id, index in step.started:
+            if (request := self._requests.get(request_id)) is not None:
+                timing = request.completions[index].timing
+                request.started, timing.queue_s = True, step.time - timing.arrival_time
+        for delta in step.deltas:
+            request = self._requests.get(delta.request_id)
+            if request is None:
+                continue  # it was aborted
+            completion = request.completions[delta.index]
+            if completion.finish_reason is not None:
+                continue  # a stop string has ended it
+            num_tokens = len(completion.token_ids)
+            finished = completion.add(delta)
+            self._num_output_tokens += len(completion.token_ids) - num_tokens
+            self._num_decode_steps += delta.num_decode_steps
+            if num_tokens == 0 and delta.index == 0:
+                self._num_prompt_tokens += request.num_prompt_tokens
+            if finished:
+                self._finish_completion(request, stopped_by_text=delta.finish_reason is None)
+            request.request_stream.notify(completion)
+
+    def _finish_completion(self, request: EngineRequest, stopped_by_text: bool) -> None:
+        self._num_failures = 0
+        request.num_unfinished -= 1
+        if request.num_unfinished == 0:
+            del self._requests[request.id]
+            if stopped_by_text:
+                self._send(AbortRequest(request.id))
+        stream = request.request_stream
+        stream.num_unfinished -= 1
+        if stream.num_unfinished == 0:
+            self._close_stream(stream)
+
+    def _handle_ready(self, message: EngineReady) -> None:
+        self.info, self._counters = message.info, message.counters
+        self._connection = self._current_connection
+        if self.state != "draining":
+            self.state = "ready"
+        for request in self._requests.values():
+            self._connection.send(request.command)
+        if self._num_restarts:
+            log_event("engine restarted", level="warning", restarts=self._num_restarts, kept=len(self._requests))
+        self.started.set()
+
+    # Start, restart, stop
+
+    def start(self) -> None:
+        self._supervisor = asyncio.ensure_future(self._supervise())
+
+    async def _supervise(self) -> None:
+        """Starts the engine, and starts it again when it ends."""
+        num_failed_starts = 0
+        while True:
+            await self._run_engine()
+            was_ready = self._connection is not None
+            self._connection = None
+            self.last_error = self._describe_end()
+            num_failed_starts = 0 if was_ready else num_failed_starts + 1
+            self._num_failures += was_ready
+            self._num_restarts += was_ready
+            self._keep_counts()
+            self._fail_started_requests()
+            if self.info is None or num_failed_starts >= self.settings.max_rebuild_attempts:
+                break
+            if self._num_failures >= self.settings.max_consecutive_failures:
+                self.last_error = f"{self._num_failures} failures in a row, the last: {self.last_error}"
+                break
+            if self.state == "ready":
+                self.state = "restarting"
+            log_event("engine ended, restarting", level="error", error=self.last_error)
+            await asyncio.sleep(2.0 ** (num_failed_starts - 1) if num_failed_starts else 0.0)
+        self.state = "failed"
+        is_user_error = self._error is not None and self._error.is_user_error
+        self.fatal_error = UserError(self.last_error) if is_user_error else RuntimeError(self.last_error)
+        log_event("engine failed for good", level="error", error=self.last_error)
+        self._fail_all(EngineUnavailableError("failed"))
+        self.started.set()
+
+    async def _run_engine(self) -> None:
+        """Starts an engine and returns when it has ended."""
+        self._error = None
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        loop = asyncio.get_running_loop()
+        _, self._current_connection = await loop.create_connection(
+            lambda: EngineConnection(self._handle_message), sock=ours
+        )
+        try:
+            self._engine = self._start_engine(theirs)
+            theirs.close()  # the engine has its own copy, so that its end closes the connection
+            await self._current_connection.closed.wait()
+            deadline = time.monotonic() + STOP_TIMEOUT_S
+            while self._engine.is_alive():  # it closes the connection last
+                if time.monotonic() > deadline:
+                    self._engine.kill()
+                await asyncio.sleep(POLL_S)
+        finally:
+            self._current_connection.transport.close()
+
+    def _describe_end(self) -> str:
+        if self._error is not None:
+            return self._error.error
+        exitcode = self._engine.exitcode if self._engine is not None else None
+        if exitcode is not None and exitcode < 0:
+            return f"the engine process was killed by {signal.Signals(-exitcode).name}"
+        return f"the engine process ended with status {exitcode}"
+
+    def _fail_started_requests(self) -> None:
+        for request in list(self._requests.values()):
+            if request.started:
+                request.request_stream.fail(EngineFailedError(self.last_error))
+                self._close_stream(request.request_stream)
+
+    def _fail_all(self, error: Exception) -> None:
+        for stream in list(self.open_streams):
+            stream.fail(error)
+            self._close_stream(stream)
+
+    def drain(self) -> None:
+        """Refuses new requests from now on; running ones continue."""
+        if self.state != "failed":
+            self.state = "draining"
+
+    async def stop(self) -> None:
+        """Ends the engine. Requests that are still open get an error."""
+        self.drain()
+        self._supervisor.cancel()
+        self._fail_all(EngineUnavailableError("draining"))
+        self._send(StopEngine())
+        deadline = time.monotonic() + STOP_TIMEOUT_S if self._connection is not None else 0.0
+        while self._engine is not None and self._engine.is_alive():
+            if time.monotonic() > deadline:
+                self._engine.kill()
+            await asyncio.sleep(POLL_S)
+
+    # Counts
+
+    def _keep_counts(self) -> None:
+        """Keeps the counts of an engine that has ended."""
+        self._previous_counts += _get_counts(self._counters)
+        self._previous_drafts += Counter(dict(enumerate(self._counters.acceptance_histogram)))
+        self._counters = EngineCounters()
+
+    @property
+    def stats(self) -> EngineStats:
+        drafts = self._previous_drafts + Counter(dict(enumerate(self._counters.acceptance_histogram)))
+        max_accepted = max(len(self._counters.acceptance_histogram) - 1, *self._previous_drafts, 0)
+        accepted_per_pos = tuple(
+            sum(count for accepted, count in drafts.items() if accepted > position) for position in range(max_accepted)
+        )
+        num_running = self._counters.num_requests_running
+        num_unfinished = sum(stream.num_unfinished for stream in self.open_streams)
+        return EngineStats(
+            num_requests_running=num_running,
+            num_requests_waiting=max(num_unfinished - num_running, 0),
+            kv_cache_usage=self._counters.kv_cache_usage,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_output_tokens=self._num_output_tokens,
+            num_decode_steps=self._num_decode_steps,
+            num_drafts=sum(drafts.values()),
+            num_accepted_tokens=sum(accepted_per_pos),
+            num_accepted_tokens_per_pos=accepted_per_pos,
+            num_restarts=self._num_restarts,
+            **(self._previous_counts + _get_counts(self._counters)),  # leaves out zeros
+        )
+
+
+def _get_counts(counters: EngineCounters) -> Counter[str]:
+    """Counts that end with an engine, by their field of `EngineStats`."""
+    names = ("num_draft_tokens", "num_preemptions", "num_prefix_cache_hits", "num_prefix_cache_queries")
+    return Counter({name: getattr(counters, name) for name in names})

@@ -1,0 +1,279 @@
+"""The engine process: runs `LLM.step` in a loop, and exchanges messages with the front end between steps.
+
+Text never reaches this process: it gets and sends token ids. HTTP, templates, tokenization, detokenization, JSON and
+request logs are the front end's, so they cannot delay a step.
+
+When a step fails, the process ends, because the state of the GPU is unknown then. The front end starts a new one.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from peagle.engine.llm import LLM
+from peagle.engine.request import Request, RequestGroup, RequestState
+from peagle.errors import UserError
+from peagle.server.engine_messages import (
+    AbortRequest,
+    AddRequest,
+    CompletionDelta,
+    EngineChannel,
+    EngineCounters,
+    EngineFailed,
+    EngineInfo,
+    EngineReady,
+    RequestFailed,
+    StepOutput,
+    StopEngine,
+)
+from peagle.server.logs import format_traceback, log_event, start_logging
+
+MAX_ERROR_LENGTH = 200
+NUM_GRAMMAR_THREADS = 2
+GRAMMAR_POLL_S = 0.005  # an idle engine looks for compiled grammars this often, if any is being compiled
+
+
+@dataclass(eq=False)
+class ActiveRequest:
+    """A prompt in the engine, with n completions."""
+
+    command: AddRequest
+    group: RequestGroup
+    num_started: int = 0  # completions that have left the queue
+    sent: list[SentState] = field(default_factory=list)  # per completion
+
+
+@dataclass
+class SentState:
+    """What the front end has of a completion."""
+
+    num_tokens: int = 0
+    num_steps_with_drafter: int = 0
+    num_decode_steps: int = 0
+    num_drafts: int = 0
+    token_times: list[float] = field(default_factory=list)  # of tokens that were not sent yet
+
+
+class EngineCore:
+    def __init__(self, llm: LLM, channel: EngineChannel) -> None:
+        self.llm, self.channel = llm, channel
+        self._requests: dict[int, ActiveRequest] = {}  # by request id
+        self._by_group: dict[RequestGroup, ActiveRequest] = {}
+        self._not_started: dict[int, ActiveRequest] = {}  # requests with a completion in the queue, oldest first
+        self._compiling: dict[int, tuple[AddRequest, Future[Any]]] = {}
+        self._grammar_threads = ThreadPoolExecutor(NUM_GRAMMAR_THREADS, thread_name_prefix="grammar")
+
+    def run(self) -> None:
+        """The central loop: run commands, run one engine step, send its deltas. Returns on `StopEngine`."""
+        while True:
+            if not self.run_commands():
+                return
+            if self.llm.has_unfinished_requests:
+                self._send_step(self.llm.step())
+
+    def run_commands(self) -> bool:
+        """Runs the commands that have arrived; waits for one if there is nothing else to do. False on `StopEngine`."""
+        if self.llm.has_unfinished_requests:
+            timeout: float | None = 0.0
+        else:
+            timeout = GRAMMAR_POLL_S if self._compiling else None
+        aborted = False
+        for command in self.channel.receive(timeout):
+            if isinstance(command, AddRequest):
+                self._add(command)
+            elif isinstance(command, AbortRequest):
+                self._abort(command.request_id)
+                aborted = True
+            elif isinstance(command, StopEngine):
+                return False
+        for request_id, (command, compilation) in list(self._compiling.items()):
+            if compilation.done():
+                del self._compiling[request_id]
+                self._add_compiled(command, compilation)
+        if aborted and not self.llm.has_unfinished_requests:
+            self._send_step([])  # the counters have changed
+        return True
+
+    def _add(self, command: AddRequest) -> None:
+        if command.params.grammar is None:
+            self._add_to_llm(command)
+        else:  # a large grammar takes about a second
+            compilation = self._grammar_threads.submit(self.llm.compile_grammar, command.params.grammar)
+            self._compiling[command.request_id] = command, compilation
+
+    def _add_compiled(self, command: AddRequest, compilation: Future[Any]) -> None:
+        error = compilation.exception()
+        if error is None:
+            self._add_to_llm(command)
+        else:
+            self._fail(command.request_id, error)
+
+    def _add_to_llm(self, command: AddRequest) -> None:
+        try:
+            group = self.llm.add_request(command.prompt_token_ids, command.params)
+        except Exception as error:  # only this request fails
+            self._fail(command.request_id, error)
+            return
+        request = ActiveRequest(command, group, sent=[SentState() for _ in group.requests])
+        self._requests[command.request_id] = self._by_group[group] = request
+        self._not_started[command.request_id] = request
+
+    def _fail(self, request_id: int, error: BaseException) -> None:
+        is_user_error = isinstance(error, UserError)
+        if not is_user_error:
+            log_event("request failed", level="error", error=summarize(error), trace=format_traceback(error))
+        self.channel.send(RequestFailed(request_id, str(error) if is_user_error else summarize(error), is_user_error))
+
+    def _abort(self, request_id: int) -> None:
+        _, compilation = self._compiling.pop(request_id, (None, None))
+        if compilation is not None:
+            compilation.cancel()
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._forget(request)
+            self.llm.abort_group(request.group)
+
+    def _forget(self, request: ActiveRequest) -> None:
+        del self._requests[request.command.request_id], self._by_group[request.group]
+        self._not_started.pop(request.command.request_id, None)
+
+    def _send_step(self, updated: list[Request]) -> None:
+        now = time.perf_counter()
+        started = self._find_started()
+        deltas = []
+        for completion in updated:
+            request = self._by_group.get(completion.group) if completion.group is not None else None
+            if request is not None:
+                delta = _build_delta(request, completion, now)
+                if delta is not None:
+                    deltas.append(delta)
+        for completion in updated:  # after all deltas: several completions of a group may end in one step
+            if completion.finish_reason is not None and completion.group in self._by_group:
+                request = self._by_group[completion.group]
+                if request.group.finished:
+                    self._forget(request)
+        if deltas or started or not updated:
+            self.channel.send(StepOutput(now, deltas, started, self.read_counters()))
+
+    def _find_started(self) -> list[tuple[int, int]]:
+        """Completions that have left the queue. They leave it in order, so the first waiting one ends the search."""
+        started: list[tuple[int, int]] = []
+        for request_id, request in list(self._not_started.items()):
+            completions = request.group.requests
+            while request.num_started < len(completions):
+                if completions[request.num_started].state is RequestState.WAITING:
+                    return started
+                started.append((request_id, request.num_started))
+                request.num_started += 1
+            del self._not_started[request_id]
+        return started
+
+    def read_counters(self) -> EngineCounters:
+        scheduler = self.llm.scheduler
+        pool = scheduler.pool
+        return EngineCounters(
+            len(scheduler.running),
+            1 - pool.num_free_blocks / (pool.num_blocks - 1),
+            self.llm.acceptance_histogram,
+            self.llm.num_draft_tokens,
+            scheduler.num_preemptions,
+            pool.num_hit_tokens,
+            pool.num_queried_tokens,
+        )
+
+
+def _build_delta(request: ActiveRequest, completion: Request, now: float) -> CompletionDelta | None:
+    """The tokens that the front end does not have yet; None if they are to be sent with the last ones."""
+    sent, finish_reason = request.sent[completion.index], completion.finish_reason
+    sent.token_times.append(now)
+    if finish_reason is None and not request.command.send_every_step:
+        return None
+    token_ids = completion.output_token_ids[sent.num_tokens :]
+    delta = CompletionDelta(
+        request.command.request_id,
+        completion.index,
+        token_ids,
+        completion.num_accepted_tokens_per_step[sent.num_steps_with_drafter :],
+        completion.num_decode_steps - sent.num_decode_steps,
+        completion.num_drafts - sent.num_drafts,
+        sent.token_times,
+        completion.logprobs[sent.num_tokens :] if completion.params.logprobs is not None else None,
+        finish_reason,
+        completion.stop_reason,
+        finish_reason == "stop" and bool(token_ids) and token_ids[-1] in completion.stop_token_ids,
+    )
+    sent.num_tokens += len(token_ids)
+    sent.num_steps_with_drafter = len(completion.num_accepted_tokens_per_step)
+    sent.num_decode_steps, sent.num_drafts = completion.num_decode_steps, completion.num_drafts
+    sent.token_times = []
+    return delta
+
+
+def build_engine_info(llm: LLM) -> EngineInfo:
+    drafter = llm.drafter
+    return EngineInfo(
+        target_folder=str(llm.target.folder),
+        max_model_len=llm.max_model_len,
+        vocab_size=llm.target.model.cfg.vocab_size,
+        max_speculative_tokens=llm.scheduler.max_speculative_tokens,
+        method=None if drafter is None else "p-eagle" if drafter.cfg.parallel else "eagle3",
+        max_num_seqs=llm.scheduler.max_num_seqs,
+        device=str(llm.model_runner.device),
+        dtype=llm.dtype,
+        memory_bytes=llm.memory_bytes(),
+    )
+
+
+def run_engine(
+    build_llm: Callable[[], LLM],
+    sock: socket.socket,
+    build_core: Callable[[LLM, EngineChannel], EngineCore] = EngineCore,
+) -> None:
+    """Loads the model and serves the front end at the other end of the socket, until it says stop or closes it."""
+    channel = EngineChannel(sock)
+    try:
+        core = build_core(build_llm(), channel)
+        channel.send(EngineReady(build_engine_info(core.llm), core.read_counters()))
+        core.run()
+    except ConnectionError:
+        pass
+    except BaseException as error:
+        is_user_error = isinstance(error, UserError)
+        if not is_user_error:
+            log_event("engine failed", level="error", error=summarize(error), trace=format_traceback(error))
+        channel.send(EngineFailed(str(error) if is_user_error else summarize(error), is_user_error))
+    finally:
+        channel.close()
+
+
+def run_engine_process(build_llm: Callable[[], LLM], sock: socket.socket, log_json: bool) -> None:
+    """Main function of the engine process. Signals of the terminal are the front end's, which stops the engine."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_exit_with_front_end, args=(sock.fileno(),), daemon=True).start()
+    start_logging(log_json)
+    run_engine(build_llm, sock)
+    os._exit(0)  # a grammar that is still being compiled would delay the exit
+
+
+def _exit_with_front_end(fd: int) -> None:
+    """Ends this process as soon as the front end has died, also while it loads or compiles."""
+    poller = select.poll()
+    poller.register(fd, select.POLLRDHUP)
+    poller.poll()
+    time.sleep(1.0)  # a front end that stopped the engine closes the socket, too
+    os._exit(1)
+
+
+def summarize(error: BaseException) -> str:
+    message = " ".join(str(error).split())
+    return f"{type(error).__name__}: {message}"[:MAX_ERROR_LENGTH] if message else type(error).__name__
