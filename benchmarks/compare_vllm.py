@@ -30,6 +30,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from random_weights import random_weights
 from shapes import SHAPES, spread_weights, write_checkpoints
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -67,20 +68,30 @@ def configurations(ks: list[int], eagle3_ks: list[int], engines: list[str]) -> l
 
 
 def open_peagle(job: Json) -> Generate:
-    from peagle import LLM, SamplingParams
+    import torch
 
+    from peagle import LLM, SamplingParams
+    from peagle.checkpoints.drafter import read_drafter_config
+    from peagle.checkpoints.target import Target, read_target_config
+    from peagle.models.decoder import Decoder
+    from peagle.models.drafter import Drafter
+
+    dtype, device, folder = getattr(torch, job["dtype"]), torch.device(job["device"]), Path(job["target"])
+    cfg = read_target_config(folder, keep_mxfp4=job["device"] == "cuda")
+    target, drafter = Target(folder, random_weights(Decoder, cfg, dtype, device), frozenset()), None
     speculation: Json = {}
     if job["drafter"]:
+        drafter_cfg = read_drafter_config(Path(job["drafter"]), cfg)
+        drafter = random_weights(Drafter, drafter_cfg, dtype, device).share_weights(target.model)
         speculation = {"num_speculative_tokens": job["k"], "synthetic_acceptance_rates": job["rates"]}
     llm = LLM(
-        job["target"],
-        job["drafter"],
+        target,
+        drafter,
         device=job["device"],
         dtype=job["dtype"],
         max_num_seqs=job["max_num_seqs"],
         max_model_len=job["max_model_len"],
         kv_cache_memory_bytes=job["kv_cache_bytes"],
-        load_format="dummy",
         enable_prefix_caching=False,
         tokenizer=False,
         **speculation,

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from random_weights import random_weights
 
 from peagle.config import DecoderConfig, DrafterConfig, LayerConfig, RopeConfig
 from peagle.engine.cuda_graphs import DecodeGraph, DecodeGraphs, find_short_seq_lens
-from peagle.engine.loader import random_weights
 from peagle.engine.model_runner import ModelRunner
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
@@ -126,10 +126,10 @@ def main() -> None:
             layer.normal_()
         block_ids = 1 + torch.randperm(max_batch * blocks_per_request, device="cuda").int()
         runner.state.block_tables_SM[:max_batch] = block_ids.view(max_batch, blocks_per_request)
-        short = find_short_seq_lens(target, drafter)
-        graphs = DecodeGraphs(runner.decode_step, args.batch, [k], max_model_len, short, runner.device)
+        short = find_short_seq_lens(target, drafter, max_model_len)
+        graphs = DecodeGraphs(runner.decode_step, args.batch, [k], short)
         graphs.capture()
-        print(f"copies at {bandwidth / 1e12:.2f} TB/s; {graphs.capture_seconds:.1f} s to capture")
+        print(f"copies at {bandwidth / 1e12:.2f} TB/s")
         print(f"{'requests':>9}{'ms':>9}{'limit ms':>10}{'share':>7}", flush=True)
         for batch in args.batch:
             graph = graphs.find(batch, k, args.context + REPLAYS + 1)
@@ -147,7 +147,7 @@ def main() -> None:
                 runner.state.num_computed_tokens_S[:max_batch] = args.context
                 print_kernels(graph)
     settings = {"shape": args.shape, "method": args.method, "layers": args.layers}
-    line = settings | {"copy_tb_s": bandwidth / 1e12, "capture_seconds": graphs.capture_seconds, "rows": rows}
+    line = settings | {"copy_tb_s": bandwidth / 1e12, "rows": rows}
     line |= asdict(Provenance.collect(" ".join(["python", *sys.argv])))
     print(json.dumps(line))
     if args.out:

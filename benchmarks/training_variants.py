@@ -19,10 +19,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+from random_weights import random_weights
 
 from peagle.config import DecoderConfig, DrafterConfig, LayerConfig, Objective, RopeConfig
 from peagle.data.batches import PackedBatch
-from peagle.engine.loader import random_weights
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
 from peagle.training.cod_sampling import CodPositions, sample_cod_positions, sampling_generator

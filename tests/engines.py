@@ -26,10 +26,9 @@ from torch import Tensor
 from peagle.checkpoints.drafter import load_drafter
 from peagle.checkpoints.target import Target, load_decoder, load_tokenizer
 from peagle.config import SamplingParams
-from peagle.engine.cuda_graphs import PrefillGraph, PrefillGraphs
 from peagle.engine.kv_cache import block_bytes
 from peagle.engine.llm import LLM
-from peagle.engine.prefill_inputs import PrefillShape
+from peagle.engine.prefill import PrefillGraph, PrefillShape
 from peagle.engine.request import CompletionOutput, RequestGroup
 from peagle.kernels.attention import paged
 from peagle.kernels.attention.types import PagedAttentionMetadata
@@ -117,8 +116,6 @@ def emulate_prefill_graphs(llm: LLM, sizes: Sequence[int]) -> list[PrefillShape]
     """Runs prefill in the fixed shapes of captured graphs, without a GPU: a replay runs the pass on the graph's
     buffers. Returns a list that collects the shape of each replay."""
     prefill, replays = llm.model_runner.prefill, list[PrefillShape]()
-    device = torch.device("cpu")
-    graphs = PrefillGraphs(prefill.forward, sizes, prefill.num_mask_rows, llm.max_model_len, device)
 
     def build_graph(shape: PrefillShape) -> PrefillGraph:
         def replay() -> None:
@@ -129,8 +126,7 @@ def emulate_prefill_graphs(llm: LLM, sizes: Sequence[int]) -> list[PrefillShape]
         graph = PrefillGraph(shape, *buffers, SimpleNamespace(replay=replay))  # type: ignore[arg-type]
         return graph
 
-    graphs.captured = [build_graph(graphs.graph_shape(num_rows)) for num_rows in graphs.sizes]
-    prefill.graphs = graphs
+    prefill.graphs = [build_graph(prefill.graph_shape(num_rows)) for num_rows in sizes]
     return replays
 
 

@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -180,20 +181,18 @@ class EmbeddedEngine:
         from peagle.display import TokenTextSplitter
 
         self._stopped = False
-        group = self.llm.add_request(prompt_token_ids, params, stream=True)
-        splitter, token_ids, is_draft_token = TokenTextSplitter(self._decode), list[int](), list[bool]()
-        try:
-            for delta in self.llm.stream_group(group):
-                token_ids += delta.token_ids
-                is_draft_token += delta.is_draft_token
-                finished = delta.finish_reason is not None
-                # With stop strings only the engine's text is cut at the right place.
-                yield [(delta.text, False)] if params.stop else splitter.add_tokens(token_ids, is_draft_token, finished)
+        splitter, num_chars = TokenTextSplitter(self._decode), 0
+        with closing(self.llm.stream(prompt_token_ids, params)) as outputs:
+            for out in outputs:
+                self.output = out
+                if params.stop:  # only the engine's text is cut at the right place
+                    yield [(out.text[num_chars:], False)]
+                    num_chars = max(num_chars, len(out.text))
+                else:
+                    yield splitter.add_tokens(out.token_ids, out.is_draft_token, out.finish_reason is not None)
                 if self._stopped:
+                    out.finish_reason = out.finish_reason or "abort"
                     break
-        finally:
-            self.llm.abort_group(group)
-        self.output = self.llm.build_output(group).outputs[0]
 
     def stop(self) -> None:
         """Ends the stream after the current step. A signal handler may call it."""

@@ -34,7 +34,6 @@ class EngineSettings:
     enable_prefix_caching: bool = True
     cuda_graphs: bool = True
     cost_table: str | Path | None = None  # from `peagle tune`; None: "auto" times decode steps at startup
-    load_format: Literal["auto", "dummy"] = "auto"  # dummy: random weights, for benchmarks
     synthetic_acceptance_rates: list[float] | None = None  # vLLM's meaning: unconditional, per draft position
     synthetic_acceptance_length: float | None = None
     threads: int | None = None  # CPU threads

@@ -1,8 +1,13 @@
-"""Grammars of constrained outputs: JSON schemas, regular expressions, choices.
+"""Grammars of constrained outputs: JSON schemas, regular expressions, choices; and the tokens that they allow next.
 
 A new grammar is test-compiled in a subprocess with CPU and memory limits, because no limit of the grammar library
 (llguidance) covers every schema. A grammar that takes too long or too much memory, or crashes the library, is
-refused like an invalid one. `grammar_matcher.py` applies grammars to requests.
+refused like an invalid one.
+
+The library gets an end token of its own that no model emits. Its bit in a mask means that the text may end; it is
+translated to the target's EOS ids, which may be ordinary text or lie beyond the vocabulary.
+
+Shapes: N requests, Q rows per request, R = N * Q rows, V vocabulary, W mask bytes, one bit per token.
 """
 
 from __future__ import annotations
@@ -11,76 +16,70 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from functools import lru_cache
-from typing import Any
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
 
 from peagle.config import Grammar, GrammarLimits
 from peagle.errors import UserError
 
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+    from transformers import PreTrainedTokenizerBase
+
 LIMITS = GrammarLimits()
 MAX_CACHED_CHECKS = 512
+END_TOKEN = "<|peagle_end_of_text|>"
+NO_FIRST_TOKEN = "no token of the target's vocabulary can start a matching output"
+NO_NEXT_TOKEN = "no token of the target's vocabulary continues a matching output"
 
 
-def from_json_schema(schema: dict[str, Any] | str | bool, limits: GrammarLimits = LIMITS) -> Grammar:
+def from_json_schema(schema: dict[str, Any] | bool) -> Grammar:
     """JSON that a schema allows, keys in the schema's order.
 
     Whitespace between tokens of JSON is nothing, a space, or a newline with indentation: with free whitespace a model
     that repeats itself could go on forever.
     """
-    if isinstance(schema, str):
-        _check_size(schema, limits)
-        try:
-            schema = json.loads(schema)
-        except (ValueError, RecursionError):
-            raise UserError("grammar: the JSON schema is not valid JSON, or is nested too deeply") from None
     if isinstance(schema, bool):
         if not schema:
             raise UserError("grammar: the JSON schema `false` allows no output")
         schema = {}
     if not isinstance(schema, dict):
         raise UserError(f"grammar: a JSON schema must be an object, not {type(schema).__name__}")
-    _check_nesting(schema, limits.max_nesting)
+    _check_nesting(schema)
     try:
         source = json.dumps(schema, allow_nan=False)
     except (ValueError, TypeError, RecursionError):
         raise UserError("grammar: the JSON schema has a value that JSON cannot represent") from None
-    return _check_grammar(Grammar("json_schema", source), limits)
+    return _check_grammar(Grammar("json_schema", source))
 
 
-def from_json_object(limits: GrammarLimits = LIMITS) -> Grammar:
-    """Any JSON object."""
-    return from_json_schema({"type": "object"}, limits)
-
-
-def from_regex(pattern: str, limits: GrammarLimits = LIMITS) -> Grammar:
+def from_regex(pattern: str) -> Grammar:
     """Text that a regular expression matches in full. Look-around and backreferences are not supported."""
     if not isinstance(pattern, str):
         raise UserError(f"grammar: a regular expression must be a string, not {type(pattern).__name__}")
-    return _check_grammar(Grammar("regex", pattern), limits)
+    return _check_grammar(Grammar("regex", pattern))
 
 
-def from_choice(choices: Sequence[str], limits: GrammarLimits = LIMITS) -> Grammar:
+def from_choice(choices: Sequence[str]) -> Grammar:
     """One of these strings."""
     if isinstance(choices, str) or not choices or not all(isinstance(c, str) and c for c in choices):
         raise UserError("grammar: choices must be a list of non-empty strings")
-    return from_regex("|".join(_escape(c) for c in dict.fromkeys(choices)), limits)
+    return from_regex("|".join(_escape(c) for c in dict.fromkeys(choices)))
 
 
 def _escape(text: str) -> str:
     return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
 
 
-def _check_size(source: str, limits: GrammarLimits) -> None:
-    size = len(source.encode(errors="surrogatepass"))
-    if size > limits.max_source_bytes:
-        raise UserError(f"grammar: it has {size} bytes, but the limit is {limits.max_source_bytes}")
-
-
-def _check_nesting(schema: object, max_nesting: int) -> None:
+def _check_nesting(schema: object) -> None:
     level: list[object] = [schema]
-    for _ in range(max_nesting):
+    for _ in range(LIMITS.max_nesting):
         children: list[object] = []
         for value in level:
             children += value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
@@ -89,7 +88,8 @@ def _check_nesting(schema: object, max_nesting: int) -> None:
         level = children
         if len(level) > LIMITS.max_source_bytes:  # shared or recursive Python objects
             break
-    raise UserError(f"grammar: the JSON schema is nested more than {max_nesting} levels deep, or has too many values")
+    deepest = LIMITS.max_nesting
+    raise UserError(f"grammar: the JSON schema is nested more than {deepest} levels deep, or has too many values")
 
 
 # Runs in a subprocess, with the grammar and the limits on stdin. Every byte is a token, which loads fast.
@@ -116,9 +116,11 @@ print(json.dumps(error))
 """
 
 
-def _check_grammar(grammar: Grammar, limits: GrammarLimits) -> Grammar:
-    _check_size(grammar.source, limits)
-    error = _find_error(to_library_grammar(grammar, limits), limits)
+def _check_grammar(grammar: Grammar) -> Grammar:
+    size = len(grammar.source.encode(errors="surrogatepass"))
+    if size > LIMITS.max_source_bytes:
+        raise UserError(f"grammar: it has {size} bytes, but the limit is {LIMITS.max_source_bytes}")
+    error = _find_error(to_library_grammar(grammar))
     if error is not None:
         kind = "JSON schema" if grammar.kind == "json_schema" else "regular expression"
         raise UserError(f"grammar: the {kind} {error}")
@@ -126,17 +128,17 @@ def _check_grammar(grammar: Grammar, limits: GrammarLimits) -> Grammar:
 
 
 @lru_cache(MAX_CACHED_CHECKS)
-def _find_error(library_grammar: str, limits: GrammarLimits) -> str | None:
+def _find_error(library_grammar: str) -> str | None:
     job = {
         "grammar": library_grammar,
-        "cpu": limits.compile_cpu_s,
-        "memory": limits.compile_memory_bytes,
-        "limits": library_limits(limits),
+        "cpu": LIMITS.compile_cpu_s,
+        "memory": LIMITS.compile_memory_bytes,
+        "limits": library_limits(),
     }
     command = [sys.executable, "-P", "-c", CHECK_SCRIPT]
     try:
         process = subprocess.run(
-            command, input=json.dumps(job), capture_output=True, text=True, timeout=limits.compile_wall_s
+            command, input=json.dumps(job), capture_output=True, text=True, timeout=LIMITS.compile_wall_s
         )
         error = json.loads(process.stdout)
     except (subprocess.TimeoutExpired, ValueError):
@@ -160,11 +162,11 @@ def import_library() -> Any:
     return llguidance
 
 
-def library_limits(limits: GrammarLimits) -> dict[str, Any]:
-    return {**asdict(limits.parser), "verbose_errors": False}
+def library_limits() -> dict[str, Any]:
+    return {**asdict(LIMITS.parser), "verbose_errors": False}
 
 
-def to_library_grammar(grammar: Grammar, limits: GrammarLimits) -> str:
+def to_library_grammar(grammar: Grammar) -> str:
     """The grammar in llguidance's own format."""
     matcher = import_library().LLMatcher
     if grammar.kind == "regex":
@@ -176,9 +178,175 @@ def to_library_grammar(grammar: Grammar, limits: GrammarLimits) -> str:
         "item_separator": ",",
         "key_separator": ":",
         "whitespace_flexible": True,
-        "whitespace_pattern": f" |\\n[ \\t]{{0,{limits.max_indent_chars}}}",
+        "whitespace_pattern": f" |\\n[ \\t]{{0,{LIMITS.max_indent_chars}}}",
     }
     try:
         return matcher.grammar_from_json_schema(grammar.source, overrides=overrides)
     except ValueError as error:
         raise UserError(f"grammar: the JSON schema is not supported: {to_one_line(str(error))}") from None
+
+
+class GrammarCompiler:
+    """Compiles grammars for one target; `compile` caches the latest. Any thread may call it."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_ids: Collection[int]) -> None:
+        self.vocab_size = vocab_size
+        self.eos = torch.tensor(sorted(t for t in eos_ids if t < vocab_size), dtype=torch.long)
+        self.compile = lru_cache(LIMITS.max_cached)(self._compile)
+        self.tokenizer, self.end_token_id = self._build_tokenizer(tokenizer)
+        self.executor = import_library().LLExecutor()
+
+    @staticmethod
+    def _build_tokenizer(tokenizer: PreTrainedTokenizerBase) -> tuple[LLTokenizer, int]:
+        """The library's tokenizer, with END_TOKEN, and the id of that token."""
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            name = type(tokenizer).__name__
+            raise UserError(f"grammar: needs a tokenizer with a tokenizer.json, the target's ({name}) has none")
+        from tokenizers import Tokenizer
+
+        try:
+            copy = Tokenizer.from_str(backend.to_str())
+            copy.no_padding()
+            copy.no_truncation()
+            copy.add_special_tokens([END_TOKEN])
+            end: int = copy.token_to_id(END_TOKEN)  # type: ignore[assignment]
+            return import_library().LLTokenizer(copy.to_str(), eos_token=end), end
+        except Exception as error:  # the library raises many types
+            raise UserError(f"grammar: the target's tokenizer is not supported ({to_one_line(str(error))})") from None
+
+    def _compile(self, grammar: Grammar) -> LLMatcher:
+        library = import_library()
+        limits = library.LLParserLimits(**library_limits())
+        source = to_library_grammar(grammar)
+        compiled = library.LLMatcher(self.tokenizer, source, log_level=0, limits=limits)
+        first = None if compiled.is_error() else self.compute_bitmask(compiled)
+        if first is None or compiled.is_error():
+            raise UserError(f"grammar: not supported: {to_one_line(compiled.get_error(), NO_FIRST_TOKEN)}")
+        if not self.allows_text(first[None])[0]:
+            raise UserError(f"grammar: not supported: {NO_FIRST_TOKEN}")
+        return compiled
+
+    @property
+    def mask_bytes(self) -> int:
+        """Bytes of a mask in the library's format."""
+        return -(-self.tokenizer.vocab_size // 32) * 4
+
+    def compute_bitmask(self, state: LLMatcher) -> Tensor:
+        """Allowed next tokens in the library's format: uint8 [W]."""
+        return torch.frombuffer(bytearray(state.compute_bitmask().ljust(self.mask_bytes, b"\0")), dtype=torch.uint8)
+
+    def allows_text(self, bits_RW: Tensor) -> Tensor:
+        """Whether each row allows a token of the target that is neither EOS nor END_TOKEN: bool [R]."""
+        text = bits_RW.clone()
+        for token in (self.end_token_id, *self.eos.tolist()):
+            if token // 8 < text.shape[1]:
+                text[:, token // 8] &= ~(1 << token % 8) & 0xFF
+        text = text[:, : -(-self.vocab_size // 8)]
+        if self.vocab_size % 8 and text.shape[1] * 8 > self.vocab_size:
+            text[:, -1] &= (1 << self.vocab_size % 8) - 1
+        return (text != 0).any(1)
+
+
+class GrammarMatcher:
+    """The state of one output in its grammar."""
+
+    def __init__(self, compiler: GrammarCompiler, grammar: Grammar, ignore_eos: bool = False) -> None:
+        self.compiler, self.grammar, self.ignore_eos = compiler, grammar, ignore_eos
+        self.state = compiler.compile(grammar).deep_copy()
+        self.token_ids: list[int] = []
+        self.eos_ids = frozenset(compiler.eos.tolist())
+        self.error = NO_NEXT_TOKEN  # the reason if `accept_token` returns False
+
+    def accept_token(self, token: int) -> bool:
+        """Advances by a token of the output. False if the grammar forbids it: only where it allows no token."""
+        if token in self.eos_ids:
+            return not self.ignore_eos and self.state.is_accepting()
+        if self.state.is_error():
+            self.error = to_one_line(self.state.get_error(), self.error)
+            return False
+        if not self._is_text(token) or not self.state.consume_token(token):
+            return False
+        self.token_ids.append(token)
+        return True
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the output matches and nothing may follow."""
+        if not self.state.is_accepting():
+            return False
+        if self.state.is_stopped():
+            return True
+        return not self.compiler.allows_text(self.compiler.compute_bitmask(self.state)[None])[0]
+
+    def recompile(self) -> None:
+        """Compiles anew: matchers copied from one compilation share its memory limits."""
+        self.compiler.compile.cache_clear()
+        try:
+            self.state = self.compiler.compile(self.grammar).deep_copy()
+        except UserError:  # the state keeps its error, and `accept_token` returns False
+            return
+        self.state.consume_tokens(self.token_ids)
+
+    def leading_text(self, draft_token_ids: Sequence[int]) -> list[int]:
+        """The draft tokens before the first that is not text. The library does not recover from such a token."""
+        return list(takewhile(self._is_text, draft_token_ids))
+
+    def _is_text(self, token: int) -> bool:
+        known = 0 <= token < self.compiler.tokenizer.vocab_size
+        return known and token != self.compiler.end_token_id and token not in self.eos_ids
+
+
+MatcherStates = Sequence[tuple[GrammarMatcher, Sequence[int]]]  # matcher and draft token ids
+
+
+def compute_bitmasks(states: MatcherStates) -> Tensor:
+    """Allowed tokens after each output and after each of its draft tokens: uint8 [N, Q, W].
+
+    Rows after an end, after a forbidden draft token, and where the grammar allows nothing allow everything: such a row
+    is never used, or `accept_token` refuses its token.
+    """
+    compiler, num_rows = states[0][0].compiler, len(states[0][1]) + 1
+    bits = _compute_library_bitmasks(compiler, states, num_rows)
+    failed = [n for n, (matcher, _) in enumerate(states) if matcher.state.is_error()]
+    if failed:  # requests of the same grammar may have used up its limits
+        retried = [states[n] for n in failed]
+        for matcher, _ in retried:
+            matcher.recompile()
+        bits[failed] = _compute_library_bitmasks(compiler, retried, num_rows)
+    flat = bits.flatten(0, 1)
+    unconstrained = (flat == 0xFF).all(1) | ~compiler.allows_text(flat)
+    heeds_eos = torch.tensor([not matcher.ignore_eos for matcher, _ in states]).repeat_interleave(num_rows)
+    end = compiler.end_token_id
+    may_end = (flat[:, end // 8] >> end % 8) & heeds_eos
+    width = -(-compiler.vocab_size // 8)
+    flat = torch.nn.functional.pad(flat, (0, max(width - flat.shape[1], 0)))[:, :width].contiguous()
+    for token, bit in [(end, torch.zeros_like(may_end)), *((t, may_end) for t in compiler.eos.tolist())]:
+        if token < compiler.vocab_size:
+            byte = flat[:, token // 8]
+            byte.copy_(byte & (~(1 << token % 8) & 0xFF) | bit << token % 8)
+    flat[unconstrained] = 0xFF
+    return flat.view(len(states), num_rows, width)
+
+
+def _compute_library_bitmasks(compiler: GrammarCompiler, states: MatcherStates, num_rows: int) -> Tensor:
+    bits = torch.full((len(states), num_rows, compiler.mask_bytes), 0xFF, dtype=torch.uint8)
+    destination = bits.data_ptr(), compiler.mask_bytes, len(states) * num_rows
+    with_drafts, without_drafts = [], []
+    for n, (matcher, draft_token_ids) in enumerate(states):
+        leading = matcher.leading_text(draft_token_ids)
+        if leading:
+            with_drafts.append((matcher.state, n * num_rows, leading))
+        else:
+            without_drafts.append((matcher.state, n * num_rows))
+    if with_drafts:
+        compiler.executor.unsafe_compute_mask_ptr_with_draft_token(with_drafts, *destination)
+    if without_drafts:
+        compiler.executor.unsafe_compute_mask_ptr(without_drafts, *destination)
+    return bits
+
+
+def unpack_bitmasks(bits_NQW: Tensor, vocab_size: int) -> Tensor:
+    """uint8 [N, Q, W] -> bool [N, Q, V], on the same device."""
+    bits = (bits_NQW[..., None] >> torch.arange(8, dtype=torch.uint8, device=bits_NQW.device)) & 1
+    return bits.bool().flatten(2)[..., :vocab_size]

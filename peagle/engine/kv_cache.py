@@ -22,7 +22,7 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
-from peagle.config import DecoderConfig, DrafterConfig, EngineSettings, Window
+from peagle.config import DecoderConfig, DrafterConfig, EngineSettings, LayerConfig, Window
 from peagle.errors import UserError
 from peagle.kernels.attention.paged import SingleSequenceAttention, paged_attention
 from peagle.kernels.attention.types import PagedAttentionInputs, PagedAttentionMetadata, QKNormRope
@@ -125,18 +125,12 @@ class KVCache:
     values: Tensor | list[Tensor]
 
     @classmethod
-    def allocate(cls, num_layers: int, num_blocks: int, num_kv_heads: int, head_dim: int, like: Tensor) -> KVCache:
+    def allocate(cls, layers: Sequence[LayerConfig], num_blocks: int, like: Tensor) -> KVCache:
         """A zeroed cache of the dtype and device of `like`."""
-        shape = (num_layers, num_blocks, BLOCK_SIZE, num_kv_heads, head_dim)
-        return cls(*(torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in range(2)))
-
-    @classmethod
-    def allocate_for_target(cls, cfg: DecoderConfig, num_blocks: int, like: Tensor) -> KVCache:
-        heads = [(layer.num_kv_heads, layer.head_dim) for layer in map(cfg.layer_at, range(cfg.num_layers))]
+        heads = [(layer.num_kv_heads, layer.head_dim) for layer in layers]
         if len(set(heads)) == 1:
-            return cls.allocate(cfg.num_layers, num_blocks, *heads[0], like)
-        each = [cls.allocate(1, num_blocks, *shape, like) for shape in heads]
-        return cls([one.keys[0] for one in each], [one.values[0] for one in each])
+            return cls(*(like.new_zeros(len(heads), num_blocks, BLOCK_SIZE, *heads[0]) for _ in range(2)))
+        return cls(*([like.new_zeros(num_blocks, BLOCK_SIZE, *shape) for shape in heads] for _ in range(2)))
 
     @property
     def num_blocks(self) -> int:
@@ -195,11 +189,8 @@ def decode_attention(
 
 def block_bytes(cfg: DecoderConfig, draft: DrafterConfig | None, element_size: int) -> int:
     """Bytes of one block: keys and values of all layers of target and drafter."""
-    layers = map(cfg.layer_at, range(cfg.num_layers))
-    elements = sum(layer.num_kv_heads * layer.head_dim for layer in layers)
-    if draft is not None:
-        elements += draft.num_layers * draft.layer.num_kv_heads * draft.layer.head_dim
-    return 2 * BLOCK_SIZE * elements * element_size
+    layers = [*map(cfg.layer_at, range(cfg.num_layers)), *([draft.layer] * draft.num_layers if draft else [])]
+    return 2 * BLOCK_SIZE * sum(layer.num_kv_heads * layer.head_dim for layer in layers) * element_size
 
 
 def unpacking_bytes(cfg: DecoderConfig) -> int:
@@ -222,29 +213,22 @@ def count_blocks(
     """As many blocks as memory holds and `max_num_seqs` sequences can use; one is the padding block.
     Raises UserError if one sequence does not fit. `reserved_bytes`: GPU memory to leave free."""
     blocks_per_seq = -(-max_model_len // BLOCK_SIZE)
-    in_use, flag = "", "--kv-cache-memory-bytes"
+    flag = "--kv-cache-memory-bytes"
     if settings.kv_cache_memory_bytes is not None:
         memory = settings.kv_cache_memory_bytes
     elif device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        memory = int(total * settings.gpu_memory_utilization) - (total - free) - reserved_bytes
-        memory -= GPU_RESERVED_BYTES
-        in_use = f" ({(total - free) / GIB:.1f} of {total / GIB:.1f} GiB are in use, by other processes too)"
+        memory = int(total * settings.gpu_memory_utilization) - (total - free) - reserved_bytes - GPU_RESERVED_BYTES
         flag = "--gpu-memory-utilization"
     else:
-        memory = min(_free_ram() // 4, MAX_CPU_CACHE_BYTES)
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        memory = min(free // 4, MAX_CPU_CACHE_BYTES)
     num_blocks = min(memory // bytes_per_block, 1 + blocks_per_seq * max_num_seqs)
     if num_blocks < 1 + blocks_per_seq:
         needed = (1 + blocks_per_seq) * bytes_per_block
-        possible_len = max(memory // bytes_per_block - 1, 0) * BLOCK_SIZE
         raise UserError(
             f"not enough memory for the KV cache: one sequence of {max_model_len} tokens needs {needed / GIB:.2f} GiB, "
-            f"{max(memory, 0) / GIB:.2f} GiB are available{in_use}; "
-            + (f"set --max-model-len to at most {possible_len}, or " if possible_len >= 2 else "")
-            + f"raise {flag}"
+            f"{max(memory, 0) / GIB:.2f} GiB are available; "
+            f"set --max-model-len to at most {max(num_blocks - 1, 0) * BLOCK_SIZE}, or raise {flag}"
         )
     return int(num_blocks)
-
-
-def _free_ram() -> int:
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

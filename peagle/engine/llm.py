@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import gc
 import secrets
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from peagle.checkpoints.target import Target, has_tokenizer, load_tokenizer
 from peagle.config import EngineSettings, Grammar, SamplingParams
 from peagle.engine.detokenizer import Detokenizer
-from peagle.engine.grammar_matcher import GrammarCompiler
+from peagle.engine.grammar import GrammarCompiler, GrammarMatcher
 from peagle.engine.loader import load_engine
+from peagle.engine.model_runner import PendingStep
 from peagle.engine.request import (
     CompletionOutput,
     Logprobs,
@@ -24,9 +24,7 @@ from peagle.engine.request import (
     RequestGroup,
     RequestOutput,
     RequestState,
-    StreamDelta,
 )
-from peagle.engine.step_output import PendingStep
 from peagle.errors import UserError
 from peagle.models.drafter import Drafter
 from peagle.speculative.reference import check_prompt
@@ -69,22 +67,17 @@ class LLM:
         self.num_draft_tokens = 0
         self._num_logits_processing = 0  # unfinished requests that need logits processing
         self.has_tokenizer = self.settings.tokenizer and has_tokenizer(self.target.folder)
-        self._tokenizer: PreTrainedTokenizerBase | None = None
-        self._grammar_compiler: GrammarCompiler | None = None
-        self._grammar_lock = threading.Lock()
         gc.freeze()  # exclude everything loaded so far from garbage collection
 
     def memory_bytes(self) -> dict[str, int]:
         """Bytes of weights, KV cache and CUDA graphs."""
         runner = self.model_runner
-        parameters = {id(p): p.nbytes for p in self.target.model.parameters()}
-        caches = [runner.kv_cache]
-        if self.drafter is not None and runner.proposer is not None:
-            parameters |= {id(p): p.nbytes for p in self.drafter.parameters()}
-            caches.append(runner.proposer.kv_cache)
+        models = [m for m in (self.target.model, self.drafter) if m is not None]
+        weights = {id(p): p.nbytes for model in models for p in model.parameters()}
+        draft_cache = runner.proposer.kv_cache.nbytes if runner.proposer is not None else 0
         return {
-            "weights": sum(parameters.values()),
-            "cache": sum(cache.nbytes for cache in caches),
+            "weights": sum(weights.values()),
+            "cache": runner.kv_cache.nbytes + draft_cache,
             "graphs": runner.decode_graphs.memory_bytes if runner.decode_graphs is not None else 0,
         }
 
@@ -135,7 +128,7 @@ class LLM:
             if (
                 num_accepted == 0
                 and request.has_tokens_only
-                and token not in request.stop_token_ids
+                and token not in request.finishing_token_ids
                 and request.num_tokens + 1 < request.max_total_tokens
             ):  # `_append_tokens` without the call, which costs time for thousands of requests
                 request.output_token_ids.append(token)
@@ -172,9 +165,10 @@ class LLM:
                 request.finish_reason, request.stop_reason = "error", f"grammar: {matcher.error}"
                 break
             output.append(token)
-            if token in request.stop_token_ids:
+            if token in request.finishing_token_ids:
                 request.finish_reason = "stop"
-                request.stop_reason = None if token in request.eos_ids else token
+                is_eos = token in request.eos_ids and not request.params.ignore_eos
+                request.stop_reason = None if is_eos else token
             elif detokenizer is not None and detokenizer.add_token(token):
                 request.finish_reason, request.stop_reason = "stop", detokenizer.stop_reason
             elif matcher is not None and matcher.is_complete:
@@ -198,7 +192,7 @@ class LLM:
                 request.detokenizer.finish()
         elif self.has_tokenizer and request.params.detokenize:
             output = request.output_token_ids
-            ends_with_stop = request.finish_reason == "stop" and output[-1] in request.stop_token_ids
+            ends_with_stop = request.finish_reason == "stop" and output[-1] in request.finishing_token_ids
             request.final_text = self._decoder(request.params)(output[: len(output) - ends_with_stop])
 
     def add_request(self, prompt: Prompt, params: SamplingParams | None = None, stream: bool = False) -> RequestGroup:
@@ -207,32 +201,28 @@ class LLM:
         Text is decoded token by token if `stream` or stop strings require it, else once at the end.
         """
         params = params or SamplingParams()
-        vocab_size, eos_ids = self.target.model.cfg.vocab_size, self.target.eos_ids
+        vocab_size = self.target.model.cfg.vocab_size
         prompt_token_ids = self._encode(prompt)
         check_prompt(prompt_token_ids, vocab_size, self.max_model_len)
-        params.check_ids(vocab_size, eos_ids)
+        params.check_ids(vocab_size, self.target.eos_ids)
         if params.stop and not self.has_tokenizer:
             raise UserError(f"--stop: stop strings need a tokenizer, and {self.target.folder} has none")
         compiler = self.compile_grammar(params.grammar) if params.grammar is not None else None
         group = RequestGroup(prompt if isinstance(prompt, str) else None, prompt_token_ids)
         first_seed = params.seed if params.seed is not None else secrets.randbits(62)
-        stop_token_ids = frozenset(params.stop_token_ids)
         needs_detokenizer = self.has_tokenizer and params.detokenize and (stream or bool(params.stop))
         for index in range(params.n):
             detokenizer, matcher = None, None
             if needs_detokenizer:
                 detokenizer = Detokenizer(self._decoder(params), params.stop, params.min_tokens)
             if compiler is not None and params.grammar is not None:
-                matcher = compiler.create_matcher(params.grammar, params.ignore_eos)
+                matcher = GrammarMatcher(compiler, params.grammar, params.ignore_eos)
             request = Request(
-                id=self._next_id,
-                prompt_token_ids=prompt_token_ids,
-                params=params,
+                self._next_id,
+                prompt_token_ids,
+                params,
                 seed=(first_seed + index) % 2**63,
-                stop_token_ids=stop_token_ids if params.ignore_eos else stop_token_ids | eos_ids,
-                # a tokenizer's EOS may lie beyond the target's vocabulary
-                all_stop_token_ids=frozenset(t for t in stop_token_ids | eos_ids if t < vocab_size),
-                eos_ids=frozenset() if params.ignore_eos else eos_ids,
+                eos_ids=self.target.eos_ids,
                 max_model_len=self.max_model_len,
                 detokenizer=detokenizer,
                 matcher=matcher,
@@ -253,12 +243,12 @@ class LLM:
             raise UserError(f"grammar: needs a tokenizer, and {self.target.folder} has none")
         if self.model_runner.sampler.synthetic_rates_K is not None:
             raise UserError("grammar: not supported with synthetic acceptance, which accepts forbidden tokens")
-        with self._grammar_lock:
-            if self._grammar_compiler is None:
-                vocab_size = self.target.model.cfg.vocab_size
-                self._grammar_compiler = GrammarCompiler(self.tokenizer, vocab_size, self.target.eos_ids)
         self._grammar_compiler.compile(grammar)
         return self._grammar_compiler
+
+    @cached_property
+    def _grammar_compiler(self) -> GrammarCompiler:
+        return GrammarCompiler(self.tokenizer, self.target.model.cfg.vocab_size, self.target.eos_ids)
 
     def abort_group(self, group: RequestGroup) -> None:
         """Finishes the requests of a prompt with reason "abort" and releases their slots and blocks."""
@@ -277,7 +267,6 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
-        progress: bool = False,
     ) -> list[RequestOutput]:
         """Generates outputs for one prompt or a list of prompts (text or token ids), in their order."""
         prompt_list = _to_prompt_list(prompts)
@@ -290,7 +279,11 @@ class LLM:
         try:
             for prompt, own_params in zip(prompt_list, params_list, strict=True):
                 groups.append(self.add_request(prompt, own_params))
-            self._run(groups, progress)
+            unfinished = [r for g in groups for r in g.requests]
+            while unfinished:
+                self.step()
+                if unfinished[-1].finish_reason is not None:
+                    unfinished = [r for r in unfinished if r.finish_reason is None]
         except BaseException:
             for group in groups:
                 self.abort_group(group)
@@ -301,66 +294,41 @@ class LLM:
         self,
         messages: Messages | Sequence[Messages],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
-        progress: bool = False,
     ) -> list[RequestOutput]:
         """Generates outputs for one conversation or a list of them, in the target's chat template."""
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
-        return self.generate([self.encode_chat(c) for c in conversations], params, progress)  # type: ignore[arg-type]
+        return self.generate([self.encode_chat(c) for c in conversations], params)  # type: ignore[arg-type]
 
-    def stream(self, prompt: Prompt | Messages, params: SamplingParams | None = None) -> Iterator[StreamDelta]:
-        """Streams the output of a prompt or conversation. Leaving the loop early aborts it."""
+    def stream(self, prompt: Prompt | Messages, params: SamplingParams | None = None) -> Iterator[CompletionOutput]:
+        """Yields the output of a prompt or conversation so far, after each step that added to it. Leaving the loop
+        early aborts the request."""
         is_chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], dict)
         params = params or SamplingParams()
         if params.n != 1:
             raise UserError(f"--n {params.n}: a stream has one output; use n = 1")
         prompt = self.encode_chat(prompt) if is_chat else prompt  # type: ignore[arg-type]
-        yield from self.stream_group(self.add_request(prompt, params, stream=True))  # type: ignore[arg-type]
-
-    def stream_group(self, group: RequestGroup) -> Iterator[StreamDelta]:
-        """Runs steps until the group's only request is finished, and yields what each added."""
-        request, num_sent, num_chars, ended = group.requests[0], 0, 0, False
+        group = self.add_request(prompt, params, stream=True)  # type: ignore[arg-type]
+        request, num_yielded = group.requests[0], 0
         try:
-            # A request that ends with "error" may finish without a new token.
-            while num_sent < len(request.output_token_ids) or request.finish_reason in (None, "error") and not ended:
-                if num_sent == len(request.output_token_ids) and request.finish_reason is None:
-                    self.step()
-                    continue
-                detokenizer, ended = request.detokenizer, request.finish_reason is not None
-                text = ""
-                if detokenizer is not None:
-                    text = detokenizer.text if ended else detokenizer.streamable_text
-                yield StreamDelta(
-                    text[num_chars:],
-                    request.output_token_ids[num_sent:],
-                    request.is_draft_token[num_sent:],
-                    request.logprobs[num_sent:] if request.params.logprobs is not None else None,
-                    request.finish_reason,
-                    request.stop_reason,
-                )
-                num_sent, num_chars = len(request.output_token_ids), max(num_chars, len(text))
+            while request.finish_reason is None:
+                self.step()
+                if len(request.output_token_ids) > num_yielded or request.finish_reason is not None:
+                    num_yielded = len(request.output_token_ids)
+                    yield self.build_output(group).outputs[0]
         finally:
             self.abort_group(group)
-
-    def _run(self, groups: list[RequestGroup], progress: bool) -> None:
-        unfinished = [r for g in groups for r in g.requests]
-        with _show_progress(unfinished) if progress else nullcontext(lambda: None) as update_progress:
-            while unfinished:
-                self.step()
-                update_progress()
-                if unfinished[-1].finish_reason is not None:
-                    unfinished = [r for r in unfinished if r.finish_reason is None]
 
     def build_output(self, group: RequestGroup) -> RequestOutput:
         outputs = [
             CompletionOutput(
                 index=r.index,
-                text=r.detokenizer.text if r.detokenizer is not None else r.final_text,
-                token_ids=r.output_token_ids,
+                text=r.text,
+                token_ids=list(r.output_token_ids),
                 finish_reason=r.finish_reason,
                 stop_reason=r.stop_reason,
-                logprobs=r.logprobs if r.params.logprobs is not None else None,
+                logprobs=list(r.logprobs) if r.params.logprobs is not None else None,
                 num_drafts=r.num_drafts,
-                num_accepted_tokens_per_pos=r.num_accepted_tokens_per_pos,
+                num_accepted_tokens_per_pos=list(r.num_accepted_tokens_per_pos),
                 is_draft_token=r.is_draft_token,
                 num_decode_steps=r.num_decode_steps,
             )
@@ -370,11 +338,9 @@ class LLM:
 
     # Text
 
-    @property
+    @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(self.target.folder)
-        return self._tokenizer
+        return load_tokenizer(self.target.folder)
 
     def _decoder(self, params: SamplingParams) -> Callable[[list[int]], str]:
         return lambda ids: self.tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
@@ -390,23 +356,6 @@ class LLM:
             raise UserError(f"{self.target.folder} has no chat template; use `generate` with a plain prompt")
         encoded = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
         return list(encoded["input_ids"])
-
-
-@contextmanager
-def _show_progress(requests: Sequence[Request]) -> Iterator[Callable[[], None]]:
-    """A progress bar of finished requests with the output tokens per second. Yields the function that updates it."""
-    from rich.progress import Progress
-
-    with Progress() as bar:
-        task, started = bar.add_task("requests", total=len(requests)), time.perf_counter()
-
-        def update() -> None:
-            num_finished = sum(r.finish_reason is not None for r in requests)
-            num_tokens = sum(len(r.output_token_ids) for r in requests)
-            rate = num_tokens / (time.perf_counter() - started)
-            bar.update(task, completed=num_finished, description=f"requests, {rate:,.0f} tokens/s")
-
-        yield update
 
 
 def _to_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -6,6 +6,7 @@ import itertools
 import os
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from peagle.checkpoints.drafter import (
     trained_num_speculative_tokens,
 )
 from peagle.checkpoints.files import parse_device, parse_dtype
-from peagle.checkpoints.target import Target, eos_ids, load_target, read_target_config
+from peagle.checkpoints.target import Target, load_target, read_target_config
 from peagle.config import (
     AUTO_DEEP_SPECULATIVE_TOKENS,
     AUTO_SPECULATIVE_TOKENS,
@@ -34,7 +35,6 @@ from peagle.config import (
 )
 from peagle.engine.cuda_graphs import (
     DecodeGraphs,
-    PrefillGraphs,
     decode_batch_sizes,
     find_short_seq_lens,
     prefill_graph_sizes,
@@ -46,12 +46,10 @@ from peagle.errors import UserError
 from peagle.hub.resolve import resolve_drafter, resolve_target
 from peagle.kernels.gemm.linear_cpu import select_cpu_gemms
 from peagle.kernels.gemm.skinny_cpu import cpu_fingerprint
-from peagle.kernels.moe.mxfp4 import PackedWeights, zero_padding
 from peagle.kernels.sampling.verify import rates_for_acceptance_length, to_conditional_rates
 from peagle.kernels.triton_utils import device_context
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
-from peagle.models.moe import ExpertMLP
 from peagle.speculative.adaptive_k import AdaptiveK, StepCostTable
 
 BF16_FEATURES = {"amx_bf16", "avx512_bf16", "bf16"}  # in /proc/cpuinfo, x86 and Arm
@@ -82,16 +80,17 @@ def load_engine(
     cost_table = StepCostTable.load(Path(settings.cost_table)) if settings.cost_table is not None else None
 
     dtype = resolve_dtype(settings.dtype, device)
-    loaded_target = target
-    if not isinstance(loaded_target, Target):
-        loaded_target = _load_target(target_folder, cfg, dtype, device, max_model_len, settings.load_format == "dummy")
+    if isinstance(target, Target):
+        loaded_target = target
+    else:
+        keep_mxfp4 = on_gpu and dtype == torch.bfloat16  # only these kernels read MXFP4 weights
+        loaded_target = load_target(target_folder, dtype, device, keep_mxfp4)
+        for rope in loaded_target.model.ropes:  # not for a target that was passed in: others may use it
+            rope.set_max_model_len(max_model_len)
     model, weight = loaded_target.model, loaded_target.model.embed_tokens.weight
     loaded_drafter = drafter if isinstance(drafter, Drafter) else None
-    if drafter_folder is not None and drafter_cfg is not None:
-        if settings.load_format == "dummy":
-            loaded_drafter = random_weights(Drafter, drafter_cfg, dtype, device).share_weights(model)
-        else:
-            loaded_drafter = load_drafter(drafter_folder, model, weight.dtype, device)
+    if drafter_folder is not None:
+        loaded_drafter = load_drafter(drafter_folder, model, weight.dtype, device)
 
     bytes_per_block = block_bytes(cfg, drafter_cfg, weight.element_size())
     num_blocks = count_blocks(
@@ -141,39 +140,12 @@ def _resolve_drafter(
     return folder, drafter_cfg
 
 
-def _load_target(
-    folder: Path, cfg: DecoderConfig, dtype: torch.dtype, device: torch.device, max_model_len: int, dummy: bool
-) -> Target:
-    keep_mxfp4 = device.type == "cuda" and dtype == torch.bfloat16  # only these kernels read MXFP4 weights
-    if dummy:
-        if cfg.uses_transformers:
-            raise UserError(f"--load-format dummy: not supported for targets that run in transformers ({cfg.family})")
-        model = random_weights(Decoder, read_target_config(folder, keep_mxfp4=keep_mxfp4), dtype, device)
-        return Target(folder, model, eos_ids(folder))
-    target = load_target(folder, dtype, device, keep_mxfp4)
-    for rope in target.model.ropes:  # not for a target that was passed in: others may use it
-        rope.set_max_model_len(max_model_len)
-    return target
-
-
 def capture_graphs(runner: ModelRunner, batch_sizes: list[int], choices: list[int], max_prefill_tokens: int) -> None:
     """Captures decode and prefill graphs of the runner, and compiles the kernels outside of them."""
-    runner.decode_graphs = DecodeGraphs(
-        runner.decode_step,
-        batch_sizes,
-        choices,
-        runner.max_model_len,
-        find_short_seq_lens(runner.target, runner.drafter),
-        runner.device,
-    )
-    runner.prefill.graphs = PrefillGraphs(
-        runner.prefill.forward,
-        prefill_graph_sizes(count_parameters(runner.target), max_prefill_tokens),
-        runner.prefill.num_mask_rows,
-        runner.max_model_len,
-        runner.device,
-    )
-    runner.decode_graphs.capture(runner.prefill.graphs)
+    short_seq_lens = find_short_seq_lens(runner.target, runner.drafter, runner.max_model_len)
+    runner.decode_graphs = DecodeGraphs(runner.decode_step, batch_sizes, choices, short_seq_lens)
+    prefill_sizes = prefill_graph_sizes(count_parameters(runner.target), max_prefill_tokens)
+    runner.decode_graphs.capture(partial(runner.prefill.capture, prefill_sizes))
     runner.device_state.warm_up()
 
 
@@ -269,34 +241,6 @@ def resolve_dtype(name: str | None, device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "cpu" and BF16_FEATURES.isdisjoint(features) else torch.bfloat16
 
 
-def random_weights(model_class, cfg, dtype: torch.dtype, device: torch.device):  # type: ignore[no-untyped-def]
-    """A Decoder or Drafter of this config with random weights, for benchmarks and tests (`--load-format dummy`)."""
-    with torch.device("meta"):
-        model = model_class(cfg)
-    model.to(dtype).to_empty(device=device)
-    if isinstance(model, Decoder):
-        model.tie_weights()
-    for name, parameter in model.named_parameters():
-        if parameter.dtype == torch.int16:  # four MXFP4 numbers
-            parameter.random_(-(1 << 15), 1 << 15)
-        elif parameter.dtype == torch.uint8:  # MXFP4 scales: 2^-7 times numbers of standard deviation 2.9
-            parameter.fill_(120)
-        elif parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.02)
-        else:
-            is_scale = name.endswith(("norm.weight", "layer_scalar"))
-            torch.nn.init.ones_(parameter) if is_scale else torch.nn.init.zeros_(parameter)
-    for module in model.modules():
-        if isinstance(module, ExpertMLP):
-            for matrix in (module.weights().gate_up_EXD, module.weights().down_EDI):
-                if isinstance(matrix, PackedWeights):
-                    zero_padding(matrix)
-    for buffer_name, buffer in model.named_buffers():
-        if buffer_name.endswith("d2t"):
-            buffer.zero_()
-    return model.eval().requires_grad_(False)
-
-
 # Costs of decode steps, for "auto". They overwrite the device state and leave it zeroed.
 
 
@@ -308,7 +252,7 @@ def measure_captured_steps(runner: ModelRunner, num_repeats: int = 3) -> StepCos
     tables_SM = state.block_tables_SM[:-1]  # without the padding slot
     block_ids = torch.arange(tables_SM.numel(), device=tables_SM.device) % runner.kv_cache.num_blocks
     tables_SM.copy_(block_ids.view(tables_SM.shape))
-    for batch_size, k in graphs.captured:
+    for batch_size, k in dict.fromkeys((batch_size, k) for batch_size, k, _ in graphs.captured):
         graph = graphs.find(batch_size, k, context + num_repeats * (k + 1))
         assert graph is not None
         graph.slots_B.copy_(torch.arange(batch_size, device=runner.device))

@@ -13,25 +13,102 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from peagle.engine.cuda_graphs import DecodeGraphs
-from peagle.engine.device_state import DeviceState
-from peagle.engine.kv_cache import KVCache, decode_attention
-from peagle.engine.logits_processors import compute_allowed_tokens
+from peagle.engine.kv_cache import BLOCK_SIZE, KVCache, decode_attention
 from peagle.engine.prefill import Prefill
 from peagle.engine.proposer import DraftProposer
 from peagle.engine.request import Logprobs, Request, SchedulerOutput
-from peagle.engine.sampler import Sampler
-from peagle.engine.step_output import PendingStep, VerifyOutput
+from peagle.engine.sampler import Sampler, compute_allowed_tokens
+from peagle.kernels.host_transfer import PinnedRing, copy_to_device
 from peagle.kernels.sampling.verify import AcceptedTokens
-from peagle.kernels.step.step import build_verify_inputs, commit_state
+from peagle.kernels.step.step import SlotUpdates, build_verify_inputs, commit_state
+from peagle.kernels.step.types import SlotState, VerifyInputs
 from peagle.kernels.triton_utils import device_context
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
 from peagle.models.fused_cpu import FusedCpuDecoder
+
+MAX_TRANSFERS_IN_FLIGHT = 64  # tensors
+
+
+@dataclass
+class PendingStep:
+    """A launched step, whose tokens are on the host once `done`."""
+
+    scheduled: SchedulerOutput
+    launched_at: float  # time.perf_counter()
+    logprobs: Logprobs = field(default_factory=dict)
+    result_BX: Tensor | None = None  # [B, Q + 2]: output tokens (then -1), num accepted, num draft tokens
+    new_requests: list[Request] = field(default_factory=list)  # requests whose first token comes from this prefill
+    first_tokens_F: Tensor | None = None
+    done: torch.cuda.Event | None = None
+
+    def wait(self) -> tuple[list[list[int]], list[int]]:
+        """Waits for the step. Returns the rows of `result_BX` and the first token of each new request."""
+        if self.done is not None:
+            self.done.synchronize()
+        decode_rows = self.result_BX.tolist() if self.result_BX is not None else []
+        return decode_rows, self.first_tokens_F.tolist() if self.first_tokens_F is not None else []
+
+
+class DeviceState:
+    """State of the request slots on the device, and the transfers that keep it current.
+
+    A decode step reads everything it needs from here. Slot -1 is the padding slot: rows that pad a batch read it and
+    write nowhere.
+    """
+
+    def __init__(
+        self, max_num_seqs: int, max_speculative_tokens: int, max_model_len: int, device: torch.device
+    ) -> None:
+        self.device = device
+        self.slots = SlotState.allocate(max_num_seqs, max_speculative_tokens, -(-max_model_len // BLOCK_SIZE), device)
+        self.pinned = PinnedRing(MAX_TRANSFERS_IN_FLIGHT)
+        self._updates = SlotUpdates(self.slots, self.pinned)
+        # What each slot holds on the device: request id, its preemptions, number of blocks.
+        self._sent: list[tuple[int, int, int]] = [(-1, 0, 0)] * max_num_seqs
+
+    def update_slots(self, requests: list[Request]) -> None:
+        """Sends new block ids, and the sampling parameters of requests that are new in their slot."""
+        for request in requests:
+            if request.slot < 0:
+                continue
+            owner, num_preemptions, num_sent = self._sent[request.slot]
+            if (owner, num_preemptions) != (request.id, request.num_preemptions):
+                p, num_sent = request.params, 0
+                self._updates.set_sampling_params(
+                    request.slot, (p.temperature, p.top_p, p.min_p), (p.top_k, request.seed)
+                )
+            self._updates.set_blocks(request.slot, num_sent, request.block_ids[num_sent:])
+            self._sent[request.slot] = (request.id, request.num_preemptions, len(request.block_ids))
+        requests.clear()
+        self._updates.send()
+
+    def limit_draft_tokens(self, requests: Sequence[Request]) -> None:
+        """Caps the draft tokens of requests with their own `max_speculative_tokens`."""
+        limits = self.to_device([(r.slot, r.params.max_speculative_tokens) for r in requests])
+        num_draft_tokens_S, slots = self.slots.num_draft_tokens_S, limits[:, 0]
+        num_draft_tokens_S[slots] = torch.minimum(num_draft_tokens_S[slots], limits[:, 1])
+
+    def fetch_draft_tokens(self, requests: Sequence[Request], k: int) -> list[list[int]]:
+        """Waits for the draft tokens of the next step of each request."""
+        if not requests or k == 0:
+            return [[] for _ in requests]
+        return self.slots.token_ids_SN[self.to_device([r.slot for r in requests]), 1 : k + 1].tolist()
+
+    def to_device(self, values: Sequence[object]) -> Tensor:
+        return copy_to_device(torch.tensor(values), self.device)
+
+    def warm_up(self) -> None:
+        """Compiles the transfer kernels by rewriting the padding slot."""
+        self._updates.set_blocks(len(self.slots.num_computed_tokens_S) - 1, 0, [0])
+        self._updates.send()
+        self.pinned.copy_to_host(self.slots.num_computed_tokens_S)
 
 
 class ModelRunner:
@@ -56,7 +133,8 @@ class ModelRunner:
         self.run_target_decode: Callable[..., tuple[Tensor, Tensor | Sequence[Tensor] | None]] = self.run_target
         if self.run_target is target and not target.cfg.uses_transformers:
             self.run_target_decode = target.compute_hidden_states
-        self.kv_cache = KVCache.allocate_for_target(target.cfg, num_blocks, weight)
+        layers = [target.cfg.layer_at(i) for i in range(target.cfg.num_layers)]
+        self.kv_cache = KVCache.allocate(layers, num_blocks, weight)
         self.aux_layer_ids: tuple[int, ...] = drafter.cfg.aux_layer_ids if drafter is not None else ()
         self.proposer: DraftProposer | None = None
         if drafter is not None:
@@ -72,34 +150,22 @@ class ModelRunner:
         )
         self.decode_graphs: DecodeGraphs | None = None
 
-    def refresh_drafter(self) -> None:
-        """Call it after the drafter's weights changed in place."""
-        if self.proposer is not None:
-            self.proposer.refresh_mask_hidden()
-
     @torch.inference_mode()
     def launch(self, scheduled: SchedulerOutput, changed_requests: list[Request]) -> PendingStep:
         """Launches a step. `changed_requests` got a slot or blocks since the last launch; the list is cleared."""
-        launched_at = time.perf_counter()
-        logprobs: Logprobs = {}
-        decode_BX: Tensor | None = None
-        new_requests: list[Request] = []
-        first_tokens_F: Tensor | None = None
-        done: torch.cuda.Event | None = None
+        step, copy_to_host = PendingStep(scheduled, time.perf_counter()), self.device_state.pinned.copy_to_host
         with device_context(self.device):
             self.device_state.update_slots(changed_requests)
             if scheduled.decode_requests:
-                decode_BX = self._launch_decode(scheduled, logprobs)
+                step.result_BX = self._launch_decode(scheduled, step.logprobs)
             if scheduled.prefill_chunks:
-                new_requests, first_tokens_F = self.prefill.launch(scheduled.prefill_chunks, logprobs)
+                step.new_requests, step.first_tokens_F = self.prefill.launch(scheduled.prefill_chunks, step.logprobs)
             if self.device.type == "cuda":
-                if decode_BX is not None:
-                    decode_BX = self.device_state.copy_to_host(decode_BX)
-                if first_tokens_F is not None:
-                    first_tokens_F = self.device_state.copy_to_host(first_tokens_F)
-                done = torch.cuda.Event()
-                done.record()
-        return PendingStep(scheduled, decode_BX, new_requests, first_tokens_F, done, logprobs, launched_at)
+                step.result_BX = copy_to_host(step.result_BX) if step.result_BX is not None else None
+                step.first_tokens_F = copy_to_host(step.first_tokens_F) if step.first_tokens_F is not None else None
+                step.done = torch.cuda.Event()
+                step.done.record()
+        return step
 
     def _launch_decode(self, scheduled: SchedulerOutput, logprobs: Logprobs) -> Tensor:
         """Launches the decode step as a captured graph if there is one that fits. Returns `result_BX`."""
@@ -119,10 +185,11 @@ class ModelRunner:
             return self.decode_step(slots_B, k)
         matched = [r for r in requests if r.matcher is not None]
         draft_token_ids = self.device_state.fetch_draft_tokens(matched, k)
-        verified = self.verify(slots_B, k)
+        rows, logits_TV, hidden_TD = self.verify(slots_B, k)
         # The host computes grammar masks while the target runs.
         allowed = compute_allowed_tokens(matched, draft_token_ids, self.target.cfg.vocab_size, self.device)
-        return self.draft(verified, self.sampler.sample_and_accept_processed(verified, requests, allowed, logprobs))
+        accepted = self.sampler.sample_and_accept_processed(rows, logits_TV, requests, allowed, logprobs)
+        return self.draft(slots_B, rows, hidden_TD, accepted)
 
     # The decode step
 
@@ -132,12 +199,15 @@ class ModelRunner:
         Returns [B, Q + 2]: output tokens, the number of accepted tokens and the number of draft tokens.
         `max_seq_len`: most positions of a request after the step, which selects attention kernels for short sequences.
         """
-        verified = self.verify(slots_B, k, max_seq_len)
-        accepted = self.sampler.sample_and_accept(verified)
-        return self.draft(verified, accepted)
+        rows, logits_TV, hidden_TD = self.verify(slots_B, k, max_seq_len)
+        accepted = self.sampler.sample_and_accept(rows, logits_TV)
+        return self.draft(slots_B, rows, hidden_TD, accepted, max_seq_len)
 
-    def verify(self, slots_B: Tensor, k: int, max_seq_len: int | None = None) -> VerifyOutput:
-        """Runs the target over the newest token and k draft tokens of each request."""
+    def verify(
+        self, slots_B: Tensor, k: int, max_seq_len: int | None = None
+    ) -> tuple[VerifyInputs, Tensor, Tensor | None]:
+        """Runs the target over the newest token and k draft tokens of each request. Returns its inputs, the logits
+        [T, V], and with a drafter the combined aux hidden states [T, D], the drafter's input."""
         rows = build_verify_inputs(self.state, slots_B, k, self.max_model_len)
         attend = decode_attention(
             self.kv_cache, rows.block_tables_BM, rows.num_computed_tokens_B, rows.query_lens_B, k + 1, max_seq_len
@@ -148,13 +218,20 @@ class ModelRunner:
         combined_TD: Tensor | None = None
         if self.drafter is not None and aux_hidden_states is not None:
             combined_TD = self.drafter.combine_hidden_states(aux_hidden_states)
-        return VerifyOutput(slots_B, rows, self.target.compute_logits(hidden_TD), combined_TD, max_seq_len)
+        return rows, self.target.compute_logits(hidden_TD), combined_TD
 
-    def draft(self, verified: VerifyOutput, accepted: AcceptedTokens) -> Tensor:
+    def draft(
+        self,
+        slots_B: Tensor,
+        rows: VerifyInputs,
+        hidden_TD: Tensor | None,
+        accepted: AcceptedTokens,
+        max_seq_len: int | None = None,
+    ) -> Tensor:
         """Drafts tokens for the next step and commits the state of the slots. Returns `result_BX`."""
         num_accepted_B, output_BQ, result_BX = accepted
         draft_token_ids_BK = output_BQ[:, :0]
-        if self.proposer is not None:
-            draft_token_ids_BK = self.proposer.propose_after_verify(verified, accepted)
-        commit_state(self.state, verified.slots_B, output_BQ, num_accepted_B, draft_token_ids_BK, self.max_model_len)
+        if self.proposer is not None and hidden_TD is not None:
+            draft_token_ids_BK = self.proposer.propose(rows, hidden_TD, accepted, max_seq_len)
+        commit_state(self.state, slots_B, output_BQ, num_accepted_B, draft_token_ids_BK, self.max_model_len)
         return result_BX

@@ -1,9 +1,9 @@
-"""Runs the drafter: K draft tokens for each request, after a verification pass or after prefill.
+"""Runs the drafter: K draft tokens for each request after a verification pass. `prefill.py` drafts the first ones.
 
 P-EAGLE drafts all K tokens in one pass over the accepted tokens and K - 1 mask rows. EAGLE-3 drafts the first token in
 one pass over the accepted tokens, then one token per pass. `speculative/reference.py` shows the same without a cache.
 
-Shapes: B requests, Q verified rows per request, R drafter rows, F prompts that end, K draft tokens, D drafter width.
+Shapes: B requests, Q verified rows per request, T = B * Q, R drafter rows, K draft tokens, D drafter width.
 """
 
 from __future__ import annotations
@@ -11,15 +11,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from peagle.engine.kv_cache import KVCache, PagedAttention, decode_attention
-from peagle.engine.prefill_inputs import PrefillInputs, PrefillShape
-from peagle.engine.step_output import VerifyOutput
-from peagle.kernels.attention.paged import prefill_attention
-from peagle.kernels.attention.types import PagedAttentionMetadata
+from peagle.engine.kv_cache import KVCache, decode_attention
 from peagle.kernels.gather import gather_rows
 from peagle.kernels.sampling.sample import argmax
 from peagle.kernels.sampling.verify import AcceptedTokens
 from peagle.kernels.step.step import build_draft_inputs
+from peagle.kernels.step.types import VerifyInputs
 from peagle.models.drafter import Drafter
 from peagle.models.fused_cpu import FusedCpuDrafter
 
@@ -28,11 +25,9 @@ class DraftProposer:
     def __init__(self, drafter: Drafter, num_blocks: int, max_model_len: int, max_speculative_tokens: int) -> None:
         self.drafter, self.max_model_len = drafter, max_model_len
         self.max_speculative_tokens, self.mask_token_id = max_speculative_tokens, drafter.cfg.mask_token_id
-        self.device, layer = drafter.fc.weight.device, drafter.cfg.layer
+        self.device = drafter.fc.weight.device
         self.run_drafter = FusedCpuDrafter(drafter) if self.device.type == "cpu" else drafter
-        self.kv_cache = KVCache.allocate(
-            drafter.cfg.num_layers, num_blocks, layer.num_kv_heads, layer.head_dim, drafter.fc.weight
-        )
+        self.kv_cache = KVCache.allocate([drafter.cfg.layer] * drafter.cfg.num_layers, num_blocks, drafter.fc.weight)
         self.mask_hidden_D: Tensor | None = None
         self.refresh_mask_hidden()
 
@@ -51,10 +46,11 @@ class DraftProposer:
         """Drafter rows after the end of a prompt."""
         return max(self.max_speculative_tokens - 1, 0) if self.drafter.cfg.parallel else 0
 
-    def propose_after_verify(self, verified: VerifyOutput, accepted: AcceptedTokens) -> Tensor:
-        """[B, K]: draft tokens for the next step."""
-        inputs, hidden_TD, output_BQ = verified.inputs, verified.hidden_states_TD, accepted.output_token_ids_BQ
-        assert hidden_TD is not None
+    def propose(
+        self, inputs: VerifyInputs, hidden_TD: Tensor, accepted: AcceptedTokens, max_seq_len: int | None
+    ) -> Tensor:
+        """[B, K]: draft tokens for the next step, from the verified rows and their combined aux hidden states."""
+        output_BQ = accepted.output_token_ids_BQ
         batch_size, k = len(output_BQ), output_BQ.shape[1] - 1
         starts_B, block_tables_BM = inputs.num_computed_tokens_B, inputs.block_tables_BM
         if batch_size == 1 and self.device.type == "cpu":  # skip rejected rows: here rows cost and a sync does not
@@ -71,9 +67,7 @@ class DraftProposer:
             self.max_model_len,
         )
         num_rows = len(rows.token_ids_R) // batch_size
-        attend = decode_attention(
-            self.kv_cache, block_tables_BM, starts_B, rows.query_lens_B, num_rows, verified.max_seq_len
-        )
+        attend = decode_attention(self.kv_cache, block_tables_BM, starts_B, rows.query_lens_B, num_rows, max_seq_len)
         kv_only = {"kv_only": True} if k == 0 and isinstance(self.run_drafter, FusedCpuDrafter) else {}
         output_RD, next_hidden_RD = self.run_drafter(
             rows.token_ids_R, rows.hidden_states_RD, rows.positions_R, attend, **kv_only
@@ -81,48 +75,16 @@ class DraftProposer:
         if k == 0:
             return output_BQ[:, :0]
         sample_rows = rows.sample_rows_BK.flatten()
-        draft_token_ids = self._greedy_tokens(gather_rows(output_RD, sample_rows))
+        draft_token_ids = self.greedy_tokens(gather_rows(output_RD, sample_rows))
         if self.mask_token_id is not None:
             return draft_token_ids.view(batch_size, k)
         positions_B = starts_B + accepted.num_accepted_B + 1
         next_hidden_BD = gather_rows(next_hidden_RD, sample_rows)
-        return self._propose_autoregressively(
-            draft_token_ids, next_hidden_BD, positions_B, block_tables_BM, k, verified.max_seq_len
+        return self.propose_autoregressively(
+            draft_token_ids, next_hidden_BD, positions_B, block_tables_BM, k, max_seq_len
         )
 
-    def propose_after_prefill(
-        self,
-        inputs: PrefillInputs[Tensor],
-        shape: PrefillShape,
-        newest_F: Tensor,
-        aux_hidden_states_TN: Tensor,
-        metadata: PagedAttentionMetadata,
-        block_tables_SM: Tensor,
-    ) -> Tensor:
-        """[F, K]: runs the drafter over the same prompt rows, and drafts tokens for the prompts that end.
-        `newest_F` is the token after each of these prompts."""
-        drafter, k = self.drafter, self.max_speculative_tokens if shape.num_ends else 0
-        token_ids_R, hidden_RD = inputs.draft_token_ids_R, drafter.combine_hidden_states(aux_hidden_states_TN)
-        if shape.num_ends:
-            token_ids_R = torch.where(token_ids_R < 0, newest_F[(-1 - token_ids_R).clamp(min=0)], token_ids_R)
-        if shape.num_mask_rows and shape.num_ends:
-            assert self.mask_hidden_D is not None
-            hidden_RD = torch.cat([hidden_RD, self.mask_hidden_D[None]])[inputs.draft_source_rows_R]
-        attend = PagedAttention(self.kv_cache, metadata, prefill_attention)
-        output_RD, next_hidden_RD = self.run_drafter(token_ids_R, hidden_RD, inputs.draft_positions_R, attend)
-        if k == 0:
-            return newest_F[:, None][:, :0]
-        first_rows_F = inputs.first_draft_rows_F
-        if drafter.cfg.parallel:
-            sample_rows = (first_rows_F[:, None] + torch.arange(k, device=self.device)).flatten()
-            return self._greedy_tokens(output_RD[sample_rows]).view(-1, k)
-        draft_token_ids_F = self._greedy_tokens(output_RD[first_rows_F])
-        block_tables_FM = block_tables_SM[inputs.end_slots_F]
-        return self._propose_autoregressively(
-            draft_token_ids_F, next_hidden_RD[first_rows_F], inputs.num_tokens_F, block_tables_FM, k
-        )
-
-    def _propose_autoregressively(
+    def propose_autoregressively(
         self,
         draft_token_ids_B: Tensor,
         hidden_BD: Tensor,
@@ -141,9 +103,9 @@ class DraftProposer:
         for rows_B, starts_B, query_lens_B in zip(positions_SB, starts_SB, query_lens_SB, strict=True):
             attend = decode_attention(self.kv_cache, block_tables_BM, starts_B, query_lens_B, 1, max_seq_len)
             output_BD, hidden_BD = self.run_drafter(draft_token_ids[-1], hidden_BD, rows_B, attend)
-            draft_token_ids.append(self._greedy_tokens(output_BD))
+            draft_token_ids.append(self.greedy_tokens(output_BD))
         return torch.stack(draft_token_ids, 1)
 
-    def _greedy_tokens(self, output_RD: Tensor) -> Tensor:
+    def greedy_tokens(self, output_RD: Tensor) -> Tensor:
         """The likeliest token of each row, in the target's vocabulary."""
         return self.drafter.to_target_ids(argmax(self.drafter.compute_logits(output_RD)))

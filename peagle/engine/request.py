@@ -10,7 +10,7 @@ from enum import Enum, auto
 
 from peagle.config import SamplingParams
 from peagle.engine.detokenizer import Detokenizer
-from peagle.engine.grammar_matcher import GrammarMatcher
+from peagle.engine.grammar import GrammarMatcher
 from peagle.engine.kv_cache import BlockHash
 
 Logprobs = dict[int, list[dict[int, float]]]  # by request id, then one dict {token: logprob} per output token
@@ -29,9 +29,7 @@ class Request:
     prompt_token_ids: list[int]
     params: SamplingParams
     seed: int
-    stop_token_ids: frozenset[int]  # tokens that finish the output, EOS included unless ignore_eos
-    all_stop_token_ids: frozenset[int]  # stop tokens and EOS, banned until min_tokens
-    eos_ids: frozenset[int]  # stop tokens without a stop_reason
+    eos_ids: frozenset[int]  # of the target; they may lie beyond its vocabulary
     max_model_len: int
     detokenizer: Detokenizer | None = None  # if the text grows with the tokens
     matcher: GrammarMatcher | None = None
@@ -61,6 +59,7 @@ class Request:
     def __post_init__(self) -> None:
         # Attributes instead of properties: every step reads them for every request.
         p = self.params
+        self.finishing_token_ids = frozenset(p.stop_token_ids) | (frozenset() if p.ignore_eos else self.eos_ids)
         self.num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids)
         self.max_output_tokens = min(p.max_tokens, self.max_model_len - len(self.prompt_token_ids))
         self.max_total_tokens = len(self.prompt_token_ids) + self.max_output_tokens
@@ -81,6 +80,13 @@ class Request:
             flags += [True] * num_accepted + [False]
         num_output_tokens = len(self.output_token_ids)
         return (flags + [False] * (num_output_tokens - len(flags)))[:num_output_tokens]
+
+    @property
+    def text(self) -> str:
+        """The output text; of an unfinished request, without an end that may be the beginning of a stop string."""
+        if self.detokenizer is None:
+            return self.final_text
+        return self.detokenizer.streamable_text if self.finish_reason is None else self.detokenizer.text
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -150,12 +156,6 @@ class CompletionOutput:
         """Mean number of accepted draft tokens per draft, plus the target's own token."""
         return 1 + sum(self.num_accepted_tokens_per_pos) / max(self.num_drafts, 1)
 
-    @property
-    def cumulative_logprob(self) -> float | None:
-        if self.logprobs is None:
-            return None
-        return sum(row[token] for row, token in zip(self.logprobs, self.token_ids, strict=True))
-
 
 @dataclass
 class RequestOutput:
@@ -165,15 +165,3 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
-
-
-@dataclass
-class StreamDelta:
-    """What one step added to a streamed output."""
-
-    text: str
-    token_ids: list[int]
-    is_draft_token: list[bool]
-    logprobs: list[dict[int, float]] | None
-    finish_reason: str | None
-    stop_reason: int | str | None = None

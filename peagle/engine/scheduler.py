@@ -132,17 +132,16 @@ class Scheduler:
             return []
         budget = self.prefill_chunk_tokens if num_decoding else self.max_prefill_tokens
         chunks: list[PrefillChunk] = []
-        for request in prefilling:
-            if budget > 0:
-                chunks.append(self._build_chunk(request, budget))
-                budget -= chunks[-1].end - chunks[-1].begin
-        while self.waiting and budget > 0 and self._free_slots:
-            request = self.waiting[0]
-            if not self._admit(request):
+        admitted = deque(prefilling)
+        while budget > 0:
+            if not admitted and self.waiting and self._free_slots and self._admit(self.waiting[0]):
+                admitted.append(self.waiting.popleft())
+            if not admitted:
                 break
-            self.waiting.popleft()
-            chunks.append(self._build_chunk(request, budget))
-            budget -= chunks[-1].end - chunks[-1].begin
+            request = admitted.popleft()
+            begin = request.num_computed_tokens
+            chunks.append(PrefillChunk(request, begin, min(request.num_prefill_tokens, begin + budget)))
+            budget -= chunks[-1].end - begin
         if chunks:
             self._steps_since_prefill = 0
         return chunks
@@ -152,11 +151,6 @@ class Scheduler:
         if num_decoding < MANY_DECODE_REQUESTS or self._steps_since_prefill >= MAX_PREFILL_DELAY:
             return True
         return len(self._free_slots) * MAX_SEQS_PER_FREE_SLOT >= self.max_num_seqs
-
-    @staticmethod
-    def _build_chunk(request: Request, budget: int) -> PrefillChunk:
-        begin = request.num_computed_tokens
-        return PrefillChunk(request, begin, min(request.num_prefill_tokens, begin + budget))
 
     def _admit(self, request: Request) -> bool:
         """Gives a waiting request a slot and blocks for its whole prefill, leaving one free block per running request.
@@ -220,13 +214,13 @@ class Scheduler:
 
     def finish_request(self, request: Request) -> None:
         """Releases everything a request holds. Steps in flight write before any step launched later."""
-        if request.state is RequestState.WAITING:
-            if request in self.waiting:
-                self.waiting.remove(request)
-        elif request.state is not RequestState.FINISHED:
+        if request.state is RequestState.FINISHED:
+            return
+        if request.state is not RequestState.WAITING:
             self._release(request)
-        if request.state is not RequestState.FINISHED:
-            self._num_limited -= request.params.max_speculative_tokens is not None
+        elif request in self.waiting:
+            self.waiting.remove(request)
+        self._num_limited -= request.params.max_speculative_tokens is not None
         request.state = RequestState.FINISHED
 
     def _release(self, request: Request) -> None:

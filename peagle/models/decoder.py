@@ -23,7 +23,6 @@ from peagle.models.layers import (
     next_input_norm,
     project,
 )
-from peagle.models.moe import ExpertMLP
 
 
 class Decoder(nn.Module):
@@ -35,9 +34,7 @@ class Decoder(nn.Module):
         width = cfg.layer.hidden_size
         self.embed_tokens = nn.Embedding(cfg.vocab_size, width)
         layers = [cfg.layer_at(i) for i in range(cfg.num_layers)]
-        self.layers = nn.ModuleList(
-            DecoderLayer(layer, ExpertMLP(layer) if layer.experts is not None else None) for layer in layers
-        )
+        self.layers = nn.ModuleList(DecoderLayer(layer) for layer in layers)
         self.norm = RMSNorm(width, cfg.layer.norm_eps)
         self.lm_head = nn.Linear(width, cfg.vocab_size, bias=False)
         self.tie_weights()

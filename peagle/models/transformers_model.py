@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from peagle.config import DecoderConfig
 from peagle.errors import UserError
-from peagle.models.decoder import Decoder, softcap_logits
-from peagle.models.layers import Attend, Rope, project
+from peagle.models.decoder import Decoder
+from peagle.models.layers import Attend, Rope
 
 ATTENTION_NAME = "peagle"  # under which `attention_forward` is registered
 FINAL_NORM_NAMES = ("norm", "final_layernorm", "ln_f", "final_layer_norm")
@@ -142,6 +142,3 @@ class TransformersDecoder(Decoder):
             self.bridge.attend = None
             self._streams.clear()
         return out.last_hidden_state[0], torch.cat(aux_hidden_states, -1) if aux_layer_ids else None
-
-    def compute_logits(self, hidden_TD: Tensor) -> Tensor:
-        return softcap_logits(project(self.lm_head, hidden_TD), self.cfg.final_logit_softcapping)

@@ -77,7 +77,7 @@ class ResponseFormat(StrictModel):
         if self.type == "text":
             return None
         if self.type == "json_object":
-            return grammar.from_json_object()
+            return grammar.from_json_schema({"type": "object"})
         schema = self.json_schema.schema_ if self.json_schema is not None else None
         if schema is None:
             field = "response_format.json_schema" + (".schema" if self.json_schema is not None else "")

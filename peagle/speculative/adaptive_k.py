@@ -148,10 +148,10 @@ class AdaptiveK:
         self.acceptance = AcceptanceEstimate(self.choices[-1])
         self.correction = StepTimeCorrection()
         self._num_steps, self._explore_at, self._num_explorations = 0, EXPLORE_EVERY, 0
+        self._measured_sizes = self.table.batch_sizes
         # Caches by batch size. The first is cleared every RECONSIDER_EVERY steps.
         self._best: dict[int, int] = {}
         self._costs: dict[int, dict[int, float | None]] = {}
-        self._measured_sizes: dict[int, int] = {}
 
     def choose_k(self, batch_size: int) -> int:
         """The number of draft tokens of the next step: the best k, or now and then one to explore."""
@@ -207,10 +207,8 @@ class AdaptiveK:
 
     def _measured_size(self, batch_size: int) -> int:
         """The smallest measured batch size that holds this batch; corrections are kept by it."""
-        if batch_size not in self._measured_sizes:
-            sizes = self.table.batch_sizes
-            self._measured_sizes[batch_size] = sizes[min(bisect_left(sizes, batch_size), len(sizes) - 1)]
-        return self._measured_sizes[batch_size]
+        sizes = self._measured_sizes
+        return sizes[min(bisect_left(sizes, batch_size), len(sizes) - 1)]
 
     def _costs_at(self, batch_size: int) -> dict[int, float | None]:
         """Table cost of each candidate k at this batch size."""

@@ -116,7 +116,6 @@ def generate(
     num_speculative_tokens: int = 0,
     max_model_len: int | None = None,
     sample_draft_tokens: bool = False,
-    on_tokens: Callable[[Generation], None] = lambda generation: None,
     decode: Callable[[list[int]], str] | None = None,
     constraint: Constraint | None = None,
 ) -> Generation:
@@ -127,7 +126,6 @@ def generate(
     Args:
         max_model_len: Maximum number of tokens, prompt included. Default: the target's max_positions.
         sample_draft_tokens: Sample draft tokens from the drafter's distribution instead of taking the argmax.
-        on_tokens: Called after prefill and after each step.
         decode: Converts output tokens to text. Stop strings need it.
         constraint: `params.grammar` for this vocabulary.
     `params.n` is ignored: one call generates one output.
@@ -142,7 +140,11 @@ def generate(
     if drafter is not None:
         check_num_speculative_tokens(num_speculative_tokens)
     request = ReferenceRequest(list(prompt_ids), params, eos_ids, limit, decode, constraint)
-    rng = torch.Generator().manual_seed(params.seed) if params.seed is not None else _make_unseeded_rng()
+    rng = torch.Generator()
+    if params.seed is None:
+        rng.seed()
+    else:
+        rng.manual_seed(params.seed)
     out = Generation(list(prompt_ids), num_speculative_tokens if drafter is not None else 0)
     aux_layer_ids = drafter.cfg.aux_layer_ids if drafter is not None else ()
     draft_params = params if sample_draft_tokens else None
@@ -151,7 +153,6 @@ def generate(
     logits, aux_hidden_states = run_target(target, processed, 1, aux_layer_ids)
     newest = sample_token(compute_target_probs(logits, request, [], [])[0], rng)
     finished = append_tokens(out, [newest], logits, request)
-    on_tokens(out)
     while not finished:
         k = min(num_speculative_tokens, limit - len(processed) - 2) if drafter is not None else 0
         draft = DraftProposal([], logits[:0])
@@ -166,7 +167,6 @@ def generate(
         out.steps.append(DecodeStep(tuple(draft.token_ids), num_accepted, tuple(out.token_ids[num_output_tokens:])))
         processed, newest = target_input[: len(processed) + 1 + num_accepted], bonus
         aux_hidden_states = aux_hidden_states[: len(processed)]
-        on_tokens(out)
     return out
 
 
@@ -391,9 +391,3 @@ def check_prompt(prompt_ids: Sequence[int], vocab_size: int, max_model_len: int)
         )
     if min(prompt_ids) < 0 or max(prompt_ids) >= vocab_size:
         raise UserError(f"a prompt token is outside the vocabulary (0 to {vocab_size - 1})")
-
-
-def _make_unseeded_rng() -> torch.Generator:
-    rng = torch.Generator()
-    rng.seed()
-    return rng

@@ -29,7 +29,7 @@ from peagle.config import (
 )
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
-from peagle.models.moe import ExpertMLP
+from peagle.models.layers import ExpertMLP
 from peagle.training.chunk_size import (
     backward_position_bytes,
     chain_position_bytes,

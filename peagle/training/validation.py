@@ -173,9 +173,10 @@ class AcceptanceEvaluator:
 
     @staticmethod
     def _update_drafter(engine: LLM, drafter: Drafter) -> None:
-        assert engine.drafter is not None and engine.drafter.cfg == drafter.cfg, "the drafter has another config"
-        engine.drafter.load_state_dict(drafter.state_dict())
-        engine.model_runner.refresh_drafter()
+        proposer = engine.model_runner.proposer
+        assert proposer is not None and proposer.drafter.cfg == drafter.cfg, "the drafter has another config"
+        proposer.drafter.load_state_dict(drafter.state_dict())
+        proposer.refresh_mask_hidden()
 
 
 @dataclass(frozen=True)

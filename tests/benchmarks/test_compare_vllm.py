@@ -14,13 +14,13 @@ import torch
 from published_heads import HEADS, full, head_shapes
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.random_weights import random_weights
 from benchmarks.shapes import SHAPES, spread_weights, write_checkpoints
 from peagle import LLM, SamplingParams
 from peagle.checkpoints.drafter import find_fit_problems, find_tensor_problems, read_drafter_config
 from peagle.checkpoints.files import SafetensorsFolder
 from peagle.checkpoints.target import Target, read_target_config
-from peagle.engine.loader import random_weights
-from peagle.models import moe
+from peagle.models import layers
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
 
@@ -78,7 +78,7 @@ def test_rows_use_as_many_experts_as_different_tokens(
     model = random_weights(Decoder, read_target_config(folders["target"]), torch.float32, cpu)
     drafter = random_weights(Drafter, read_drafter_config(folders["p-eagle"]), torch.float32, cpu).share_weights(model)
     used: list[int] = []
-    route = moe.route
+    route = layers.route
 
     def counted(*given: Any) -> Any:
         weight_TC, expert_TC = route(*given)
@@ -86,7 +86,7 @@ def test_rows_use_as_many_experts_as_different_tokens(
             used.append(len(expert_TC.unique()))
         return weight_TC, expert_TC
 
-    monkeypatch.setattr(moe, "route", counted)
+    monkeypatch.setattr(layers, "route", counted)
     settings: dict[str, Any] = {"device": "cpu", "dtype": "float32", "threads": 1, "max_model_len": 256}
     settings |= {"synthetic_acceptance_rates": list(SHAPES[name].acceptance_rates(K)), "tokenizer": False}
     llm = LLM(Target(folders["target"], model, frozenset()), drafter, K, max_num_seqs=2, **settings)

@@ -37,7 +37,9 @@ def variants() -> Iterator[ModuleType]:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(BENCHMARKS)  # as for a script
+        spec.loader.exec_module(module)
     yield module
     del sys.modules[spec.name]
 

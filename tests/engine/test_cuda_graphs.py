@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import many
 
+from benchmarks.random_weights import random_weights
 from peagle.config import DecoderConfig, LayerConfig, RopeConfig
 from peagle.engine.cuda_graphs import (
     PREFILL_ROWS,
@@ -17,7 +18,7 @@ from peagle.engine.cuda_graphs import (
     find_short_seq_lens,
     prefill_graph_sizes,
 )
-from peagle.engine.loader import check_capturable, random_weights
+from peagle.engine.loader import check_capturable
 from peagle.errors import UserError
 from peagle.models.decoder import Decoder
 
@@ -61,7 +62,7 @@ def test_short_seq_lens_of_small_targets_without_windows(head_dim, window, dtype
     pytest.importorskip("triton", reason="Triton has no wheel for this platform")
     layer = LayerConfig(64, 128, num_heads=3, num_kv_heads=1, head_dim=head_dim)
     cfg = DecoderConfig("llama", 32, 2, layer, RopeConfig(), 64, False, (None, window))
-    assert find_short_seq_lens(random_weights(Decoder, cfg, dtype, torch.device("cpu")), None) == want
+    assert find_short_seq_lens(random_weights(Decoder, cfg, dtype, torch.device("cpu")), None, 1024) == want
 
 
 @many(120)
@@ -74,8 +75,9 @@ def test_short_sequence_graphs_cover_all_positions_of_a_step(batch_size: int, k:
     graphs = DecodeGraphs.__new__(DecodeGraphs)  # without the parts that need a GPU
     empty = torch.zeros(0)
     by_length = {length: DecodeGraph(empty, empty, None) for length in (256, 512, None)}  # type: ignore[arg-type]
-    graphs.batch_sizes, graphs.captured = [1, 2, 4], {(size, k): by_length[None] for size in (1, 2, 4)}
-    graphs.captured_short = {(1, k): {512: by_length[512], 256: by_length[256]}, (2, k): {512: by_length[512]}}
+    graphs.batch_sizes, graphs.short_seq_lens = [1, 2, 4], (256, 512)
+    kinds = [(1, 256), (1, 512), (2, 512), *((size, None) for size in (1, 2, 4))]
+    graphs.captured = {(size, k, length): by_length[length] for size, length in kinds}
     found = graphs.find(batch_size, k, num_tokens)
     if batch_size > 4:
         assert found is None

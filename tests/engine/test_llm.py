@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -37,12 +38,13 @@ from peagle.engine import loader
 from peagle.engine.kv_cache import count_blocks
 from peagle.engine.llm import LLM
 from peagle.engine.loader import resolve_choices
-from peagle.engine.logits_processors import apply_logits_processors
-from peagle.engine.prefill_inputs import PrefillInputs
+from peagle.engine.model_runner import PendingStep
+from peagle.engine.prefill import PrefillInputs
 from peagle.engine.request import Request
-from peagle.engine.step_output import PendingStep, VerifyOutput
+from peagle.engine.sampler import apply_logits_processors
 from peagle.errors import UserError
 from peagle.kernels.sampling.verify import AcceptedTokens
+from peagle.kernels.step.types import VerifyInputs
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
 from peagle.speculative import reference
@@ -202,8 +204,7 @@ def test_logits_processors_of_a_row_see_its_draft_tokens(
     """Row j is processed as if the j draft tokens before it were output."""
     params, eos = SamplingParams(**options), frozenset({4})
     raw = torch.randn(len(draft_token_ids) + 1, 9, generator=torch.Generator().manual_seed(seed))
-    stop_token_ids = eos | set(params.stop_token_ids)
-    request = Request(0, prompt, params, 0, stop_token_ids, stop_token_ids, eos, MAX_MODEL_LEN, output_token_ids=output)
+    request = Request(0, prompt, params, 0, eos, MAX_MODEL_LEN, output_token_ids=output)
     rows = apply_logits_processors(raw, request, torch.tensor(draft_token_ids, dtype=torch.long))
     for j, row in enumerate(rows):
         want = reference.process_logits(raw[j], params, prompt, output + draft_token_ids[:j], eos)
@@ -236,19 +237,21 @@ def rig_drafter(llm: LLM, is_right: Callable[[int], bool]) -> None:
         ahead = [*output, *[0] * MAX_MODEL_LEN][position - len(request.prompt_token_ids) :][:k]
         return [t if is_right(position + i) else (t + 1) % pairs.VOCAB for i, t in enumerate(ahead)]
 
-    def after_verify(verified: VerifyOutput, accepted: AcceptedTokens) -> Tensor:
-        by_slot, k = {r.slot: r for r in llm.scheduler.running}, accepted.output_token_ids_BQ.shape[1] - 1
-        starts = (verified.inputs.num_computed_tokens_B + accepted.num_accepted_B + 2).tolist()
-        made = [draft(by_slot[s], at, k) for s, at in zip(verified.slots_B.tolist(), starts, strict=True)]
+    def after_verify(inputs: VerifyInputs, hidden: Tensor, accepted: AcceptedTokens, max_seq_len: int | None) -> Tensor:
+        k, made = accepted.output_token_ids_BQ.shape[1] - 1, []
+        starts = inputs.num_computed_tokens_B + accepted.num_accepted_B + 2
+        for table, start in zip(inputs.block_tables_BM.tolist(), starts.tolist(), strict=True):
+            owners = [r for r in llm.scheduler.running if r.block_ids == table[: len(r.block_ids)]]
+            made.append(draft(max(owners, key=lambda r: len(r.block_ids)), start, k))
         return torch.tensor(made, dtype=torch.long).view(len(starts), k)
 
-    def after_prefill(p: PrefillInputs[Tensor], *_: Any) -> Tensor:
+    def after_prefill(proposer: object, p: PrefillInputs[Tensor], *_: Any) -> Tensor:
         by_slot, k = {r.slot: r for r in llm.scheduler.running}, llm.scheduler.max_speculative_tokens
         ends = zip(p.end_slots_F.tolist(), p.num_tokens_F.tolist(), strict=True)
         return torch.tensor([draft(by_slot[s], end + 1, k) for s, end in ends], dtype=torch.long).view(-1, k)
 
-    proposer: Any = llm.model_runner.proposer
-    proposer.propose_after_verify, proposer.propose_after_prefill = after_verify, after_prefill
+    runner: Any = llm.model_runner
+    runner.proposer.propose, runner.prefill._draft = after_verify, after_prefill
 
 
 @pytest.mark.parametrize("kind", ["always", "never", "sometimes"])
@@ -374,7 +377,7 @@ def test_generate_chat_and_stream_agree() -> None:
     params = SamplingParams(max_tokens=30, stop=["def"], ignore_eos=True)
     want = expected_output(prompt(700, 20), params)
     texts, ids = [text, text[:12]], [list(prompt(700, 20)), list(prompt(700, 12))]
-    by_text, by_ids = llm.generate(texts, params), llm.generate(ids, params, progress=True)
+    by_text, by_ids = llm.generate(texts, params), llm.generate(ids, params)
     assert [o.outputs for o in by_text] == [o.outputs for o in by_ids]
     assert [o.prompt for o in by_text] == texts and [o.prompt for o in by_ids] == [None, None]
     assert [o.prompt_token_ids for o in by_text] == ids
@@ -385,13 +388,14 @@ def test_generate_chat_and_stream_agree() -> None:
     assert [o.outputs for o in llm.chat([words, words], [params, params])] == [by_ids[0].outputs] * 2
     assert llm.generate([]) == []
     for source in (text, ids[0], words):
-        pieces = list(llm.stream(source, replace(params, logprobs=1)))
-        assert "".join(p.text for p in pieces) == want.text
-        assert [t for p in pieces for t in p.token_ids] == want.token_ids
-        assert [d for p in pieces for d in p.is_draft_token] == by_ids[0].outputs[0].is_draft_token
-        assert sum(len(p.logprobs or []) for p in pieces) == len(want.token_ids)
-        assert [p.finish_reason for p in pieces] == [None] * (len(pieces) - 1) + [want.finish_reason]
-        assert pieces[-1].stop_reason == want.stop_reason and len(pieces) > 2
+        *parts, last = llm.stream(source, replace(params, logprobs=1))
+        assert replace(last, logprobs=None) == by_ids[0].outputs[0] and len(last.logprobs or []) == len(want.token_ids)
+        assert len(parts) > 1 and all(part.finish_reason is None for part in parts)
+        for part, following in pairwise([*parts, last]):
+            assert following.text.startswith(part.text) and len(following.token_ids) > len(part.token_ids)
+            assert following.token_ids[: len(part.token_ids)] == part.token_ids
+            assert following.is_draft_token[: len(part.token_ids)] == part.is_draft_token
+            assert len(part.logprobs or []) == len(part.token_ids)
     engines.check_all_released(llm)
 
 

@@ -20,17 +20,7 @@ SIZE, MAX_MODEL_LEN = 4, 40
 
 
 def make_request(request_id: int, prompt: list[int], max_tokens: int) -> Request:
-    none: frozenset[int] = frozenset()
-    return Request(
-        request_id,
-        prompt,
-        SamplingParams(max_tokens),
-        0,
-        stop_token_ids=none,
-        all_stop_token_ids=none,
-        eos_ids=none,
-        max_model_len=MAX_MODEL_LEN,
-    )
+    return Request(request_id, prompt, SamplingParams(max_tokens), 0, frozenset(), MAX_MODEL_LEN)
 
 
 def make_scheduler(

@@ -132,7 +132,7 @@ def test_rows_have_the_same_bits_in_any_batch(monkeypatch):
     blocks = torch.arange(1, 9, dtype=torch.int32)[None]
 
     def read(steps: list[int]) -> Tensor:
-        cache, found, at = KVCache.allocate(target.cfg.num_layers, 9, layer.num_kv_heads, layer.head_dim, own[0]), [], 0
+        cache, found, at = KVCache.allocate([layer] * target.cfg.num_layers, 9, own[0]), [], 0
         for rows in steps:
             pages = PagedAttentionMetadata(blocks, torch.tensor([at]).int(), torch.tensor([rows]).int(), rows)
             attend = PagedAttention(cache, pages)

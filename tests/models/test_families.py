@@ -27,11 +27,12 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from benchmarks.random_weights import random_weights
 from peagle import LLM, SamplingParams
 from peagle.checkpoints.target import Target, load_decoder, read_target_config
 from peagle.config import DrafterConfig, RopeConfig
 from peagle.engine.kv_cache import unpacking_bytes
-from peagle.engine.loader import count_parameters, random_weights
+from peagle.engine.loader import count_parameters
 from peagle.kernels.attention.dense import causal_attention
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter

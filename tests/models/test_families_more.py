@@ -28,6 +28,7 @@ from transformers import (
     Llama4TextConfig,
 )
 
+from benchmarks.random_weights import random_weights
 from peagle import LLM, SamplingParams
 from peagle.checkpoints import gemma
 from peagle.checkpoints.config_reader import ConfigReader
@@ -35,7 +36,6 @@ from peagle.checkpoints.drafter import find_fit_problems, read_drafter_config
 from peagle.checkpoints.target import load_decoder, read_target_config
 from peagle.config import AttentionTemperature, ChunkedAttention, RopeConfig, TrainConfig
 from peagle.engine.kv_cache import block_bytes
-from peagle.engine.loader import random_weights
 from peagle.errors import UserError
 from peagle.kernels.attention.dense import causal_attention
 from peagle.models.decoder import Decoder

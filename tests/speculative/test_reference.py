@@ -573,20 +573,6 @@ def test_max_model_len_is_limited_by_the_target() -> None:
     assert len(start.prompt) + len(run.token_ids) == CONTEXT
 
 
-def test_on_tokens_is_called_after_prefill_and_each_step() -> None:
-    case = make_case(distinct_start(3), k=3)
-    calls: list[tuple[list[int], int]] = []
-    run = run_fake(
-        case,
-        make_propose("right then wrong", case, 0, right_for=2),
-        on_tokens=lambda g: calls.append((list(g.token_ids), len(g.steps))),
-    )
-    assert [num_steps for _, num_steps in calls] == list(range(len(run.steps) + 1))
-    for i, (tokens, _) in enumerate(calls):
-        assert tokens == run.token_ids[: 1 + sum(len(s.output_token_ids) for s in run.steps[:i])]
-    assert calls[-1][0] == run.token_ids
-
-
 # Drafter inputs
 
 

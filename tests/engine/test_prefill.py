@@ -14,7 +14,7 @@ from support import many
 
 from peagle.config import SamplingParams
 from peagle.engine.llm import LLM
-from peagle.engine.prefill_inputs import PrefillInputs, PrefillShape, pack_prefill_inputs, split_ended_requests
+from peagle.engine.prefill import PrefillInputs, PrefillShape, pack_prefill_inputs
 from peagle.engine.request import PrefillChunk, Request
 from peagle.speculative import reference
 
@@ -24,7 +24,7 @@ MASK = 9
 
 def make_request(slot: int, num_prompt_tokens: int, num_output_tokens: int) -> Request:
     prompt, params = list(range(100, 100 + num_prompt_tokens)), SamplingParams(max_tokens=20)
-    request = Request(slot, prompt, params, 0, *[frozenset()] * 3, max_model_len=MAX_MODEL_LEN)
+    request = Request(slot, prompt, params, 0, frozenset(), MAX_MODEL_LEN)
     request.output_token_ids, request.slot = list(range(500, 500 + num_output_tokens)), slot
     return request
 
@@ -65,11 +65,10 @@ def test_packed_inputs(chunks: list[PrefillChunk], num_mask_rows: int | None, nu
             num_ends=shape.num_ends + 2,
             max_query_len=shape.max_query_len + num_spare_rows,
         )
-    new, resumed = split_ended_requests(chunks)
     ends = [c for c in chunks if c.is_last]
     order = [c for c in ends if not c.request.output_token_ids] + [c for c in ends if c.request.output_token_ids]
-    assert new + resumed == [c.request for c in order] and not any(r.output_token_ids for r in new)
-    p = PrefillInputs.unpack(pack_prefill_inputs(chunks, new + resumed, shape, MAX_MODEL_LEN, MASK), shape)
+    ended = [c.request for c in order]
+    p = PrefillInputs.unpack(pack_prefill_inputs(chunks, ended, shape, MAX_MODEL_LEN, MASK), shape)
     for b, c in enumerate(chunks):
         token_ids = c.request.all_token_ids
         rows = range(p.query_start_loc_B1[b], p.query_start_loc_B1[b + 1])
@@ -111,11 +110,10 @@ def test_packed_inputs(chunks: list[PrefillChunk], num_mask_rows: int | None, nu
 def test_smallest_fitting_graph_is_found() -> None:
     llm = LLM(pairs.target_folder(), pairs.drafter_folder("p-eagle-1"), 4, tokenizer=False, max_num_seqs=3)
     engines.emulate_prefill_graphs(llm, [64, 128, 1024, 8192])
-    graphs = llm.model_runner.prefill.graphs
-    assert graphs is not None
 
     def found(num_rows: int, num_sequences: int, num_ends: int, max_query_len: int) -> int | None:
-        graph = graphs.find(PrefillShape(num_rows, num_sequences, num_ends, max_query_len, 0, 3))
+        shape = PrefillShape(num_rows, num_sequences, num_ends, max_query_len, 0, 3)
+        graph = llm.model_runner.prefill.find_graph(shape)
         return graph.shape.num_rows if graph is not None else None
 
     assert [found(rows, 1, 1, rows) for rows in (1, 64, 65, 128, 129, 1024)] == [64, 64, 128, 128, 1024, 1024]

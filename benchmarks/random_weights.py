@@ -1,0 +1,37 @@
+"""Models with random weights, for benchmarks and tests."""
+
+from __future__ import annotations
+
+import torch
+
+from peagle.kernels.moe.mxfp4 import PackedWeights, zero_padding
+from peagle.models.decoder import Decoder
+from peagle.models.layers import ExpertMLP
+
+
+def random_weights(model_class, cfg, dtype: torch.dtype, device: torch.device):  # type: ignore[no-untyped-def]
+    """A Decoder or Drafter of this config with random weights."""
+    with torch.device("meta"):
+        model = model_class(cfg)
+    model.to(dtype).to_empty(device=device)
+    if isinstance(model, Decoder):
+        model.tie_weights()
+    for name, parameter in model.named_parameters():
+        if parameter.dtype == torch.int16:  # four MXFP4 numbers
+            parameter.random_(-(1 << 15), 1 << 15)
+        elif parameter.dtype == torch.uint8:  # MXFP4 scales: 2^-7 times numbers of standard deviation 2.9
+            parameter.fill_(120)
+        elif parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.02)
+        else:
+            is_scale = name.endswith(("norm.weight", "layer_scalar"))
+            torch.nn.init.ones_(parameter) if is_scale else torch.nn.init.zeros_(parameter)
+    for module in model.modules():
+        if isinstance(module, ExpertMLP):
+            for matrix in (module.weights().gate_up_EXD, module.weights().down_EDI):
+                if isinstance(matrix, PackedWeights):
+                    zero_padding(matrix)
+    for buffer_name, buffer in model.named_buffers():
+        if buffer_name.endswith("d2t"):
+            buffer.zero_()
+    return model.eval().requires_grad_(False)
