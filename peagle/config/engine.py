@@ -8,7 +8,6 @@ from typing import Literal
 
 from peagle.config.speculation import check_num_speculative_tokens
 from peagle.config.validation import field_validator
-from peagle.errors import UserError
 
 GPU_MAX_NUM_SEQS, CPU_MAX_NUM_SEQS = 256, 16  # defaults of max_num_seqs
 GPU_MAX_PREFILL_TOKENS, CPU_MAX_PREFILL_TOKENS = 16384, 512  # defaults of max_prefill_tokens
@@ -35,7 +34,6 @@ class EngineSettings:
     cuda_graphs: bool = True
     cost_table: str | Path | None = None  # from `peagle tune`; None: "auto" times decode steps at startup
     synthetic_acceptance_rates: list[float] | None = None  # vLLM's meaning: unconditional, per draft position
-    synthetic_acceptance_length: float | None = None
     threads: int | None = None  # CPU threads
     tokenizer: bool = True  # False: token ids in, token ids out
 
@@ -50,5 +48,3 @@ class EngineSettings:
         for name in positive:
             require(getattr(self, name) is None or getattr(self, name) >= 1, name, "at least 1")
         require(0.0 < self.gpu_memory_utilization <= 1.0, "gpu_memory_utilization", "above 0 and at most 1")
-        if self.synthetic_acceptance_rates is not None and self.synthetic_acceptance_length is not None:
-            raise UserError("--synthetic-acceptance-rates and --synthetic-acceptance-length: give only one of them")

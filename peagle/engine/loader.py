@@ -46,7 +46,7 @@ from peagle.errors import UserError
 from peagle.hub.resolve import resolve_drafter, resolve_target
 from peagle.kernels.gemm.linear_cpu import select_cpu_gemms
 from peagle.kernels.gemm.skinny_cpu import cpu_fingerprint
-from peagle.kernels.sampling.verify import rates_for_acceptance_length, to_conditional_rates
+from peagle.kernels.sampling.verify import to_conditional_rates
 from peagle.kernels.triton_utils import device_context
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
@@ -209,12 +209,9 @@ def resolve_choices(
 
 def resolve_synthetic_rates(settings: EngineSettings, k: int) -> list[float] | None:
     """Conditional acceptance rates of the k positions, or None if acceptance is real."""
-    rates, length = settings.synthetic_acceptance_rates, settings.synthetic_acceptance_length
-    if rates is None and length is None:
+    rates = settings.synthetic_acceptance_rates
+    if rates is None:
         return None
-    if length is not None:
-        rates = rates_for_acceptance_length(length, k)
-    assert rates is not None
     if len(rates) != k:
         raise UserError(f"--synthetic-acceptance-rates: {len(rates)} rates for {k} draft tokens; give one for each")
     return to_conditional_rates(rates)

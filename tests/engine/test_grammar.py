@@ -656,7 +656,7 @@ def test_requirements() -> None:
     with pytest.raises(UserError, match="needs a tokenizer"):
         engine(None, 0, tokenizer=False).generate(ids, params)
     with pytest.raises(UserError, match="synthetic"):
-        engine("p-eagle-1", 3, synthetic_acceptance_length=2.0).generate(ids, params)
+        engine("p-eagle-1", 3, synthetic_acceptance_rates=[0.9, 0.5, 0.2]).generate(ids, params)
     with pytest.raises(UserError, match="constraint"):
         reference.generate(target().model, ids, params)
 

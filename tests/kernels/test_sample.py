@@ -24,7 +24,7 @@ from peagle.config import SamplingParams
 from peagle.errors import UserError
 from peagle.kernels.sampling import noise_torch, sampling_triton
 from peagle.kernels.sampling.sample import argmax, logit_cutoffs_torch, sample_tokens
-from peagle.kernels.sampling.verify import accept_draft_tokens, rates_for_acceptance_length, to_conditional_rates
+from peagle.kernels.sampling.verify import accept_draft_tokens, to_conditional_rates
 from peagle.kernels.triton_utils import HAVE_TRITON
 from peagle.speculative.reference import compute_probs
 
@@ -371,23 +371,10 @@ def test_synthetic_rates_of_zero_and_one() -> None:
     assert accepted.unique().tolist() == [2]
 
 
-@pytest.mark.parametrize(
-    ("length", "k", "want"),
-    [
-        (1.0, 3, [0.0, 0.0, 0.0]),
-        (2.0, 3, [1.0, 0.0, 0.0]),
-        (2.25, 3, [1.0, 0.25, 0.0]),
-        (4.0, 3, [1.0, 1.0, 1.0]),
-        (3.5, 3, [1.0, 1.0, 0.5]),
-        (1.5, 1, [0.5]),
-        (1.0, 0, []),
-    ],
-)
-def test_rates_for_an_acceptance_length(length: float, k: int, want: list[float]) -> None:
-    assert rates_for_acceptance_length(length, k) == want
+@pytest.mark.parametrize("want", [[0.0, 0.0], [1.0, 0.25, 0.0], [1.0, 1.0, 0.5], [0.5], []])
+def test_conditional_rates_multiply_to_unconditional_ones(want: list[float]) -> None:
     rates = to_conditional_rates(want)
     assert all(0 <= r <= 1 for r in rates)
-    assert 1 + sum(want) == pytest.approx(length)
     reached = 1.0
     for unconditional, rate in zip(want, rates, strict=True):
         reached *= rate
@@ -395,9 +382,6 @@ def test_rates_for_an_acceptance_length(length: float, k: int, want: list[float]
 
 
 def test_invalid_rates_raise() -> None:
-    for length, k in ((0.99, 3), (4.01, 3), (math.nan, 3), (math.inf, 3)):
-        with pytest.raises(UserError, match="between 1 and 4"):
-            rates_for_acceptance_length(length, k)
     for bad in ([1.1], [0.5, -0.1], [math.nan]):
         with pytest.raises(UserError, match="between 0 and 1"):
             to_conditional_rates(bad)

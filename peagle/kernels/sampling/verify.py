@@ -73,17 +73,3 @@ def to_conditional_rates(unconditional: Sequence[float]) -> list[float]:
     if any(rate > last for rate, last in zip(rates, before, strict=True)):
         raise UserError(f"synthetic acceptance rates {rates}: none may be larger than the one before it")
     return [rate / last if last > 0 else 0.0 for rate, last in zip(rates, before, strict=True)]
-
-
-def rates_for_acceptance_length(acceptance_length: float, num_speculative_tokens: int) -> list[float]:
-    """Returns unconditional rates with this mean acceptance length and the least variance, as vLLM does.
-
-    Every step accepts the integer part of acceptance_length - 1, and one more draft token in the remaining fraction of
-    steps.
-    """
-    k = num_speculative_tokens
-    if not 1.0 <= acceptance_length <= k + 1:
-        raise UserError(
-            f"synthetic acceptance length {acceptance_length}: must be between 1 and {k + 1} for {k} draft tokens"
-        )
-    return [min(max(acceptance_length - 1 - i, 0.0), 1.0) for i in range(k)]
