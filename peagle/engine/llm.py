@@ -153,7 +153,7 @@ class LLM:
             self.num_draft_tokens += num_draft_tokens
             for i in range(num_accepted):
                 request.num_accepted_tokens_per_pos[i] += 1
-            self.adaptive_k.observe_acceptance(num_draft_tokens, num_accepted)
+            self.adaptive_k.acceptance.observe(num_draft_tokens, num_accepted)
 
     @staticmethod
     def _append_tokens(request: Request, token_ids: list[int], logprobs: Logprobs) -> None:

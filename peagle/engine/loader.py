@@ -111,13 +111,16 @@ def load_engine(
             else:
                 batch_sizes = [size for size in CPU_TIMED_BATCH_SIZES if size <= max_num_seqs]
                 cost_table = measure_eager_steps(runner, batch_sizes, choices)
+    chunk_tokens = CPU_PREFILL_CHUNK_TOKENS
+    if on_gpu:
+        chunk_tokens = max(256, min(8192, int(GPU_PREFILL_CHUNK_FLOPS / 2 / count_parameters(model))))
     adaptive_k = AdaptiveK(choices, cost_table)
     scheduler = Scheduler(
         BlockPool(num_blocks, prefix_caching=settings.enable_prefix_caching, lookahead=int(drafter is not None)),
         max_num_seqs,
         choices[-1],
         adaptive_k.choose_k,
-        settings.prefill_chunk_tokens or default_prefill_chunk_tokens(model, on_gpu),
+        settings.prefill_chunk_tokens or chunk_tokens,
         max_prefill_tokens,
         choices if cuda_graphs else None,
     )
@@ -160,12 +163,6 @@ def check_capturable(cfg: DecoderConfig, drafter_cfg: DrafterConfig | None) -> N
 def count_parameters(model: Decoder) -> int:
     """Number of parameters; an int16 word holds four MXFP4 numbers."""
     return sum(4 * p.numel() if p.dtype == torch.int16 else p.numel() for p in model.parameters())
-
-
-def default_prefill_chunk_tokens(model: Decoder, on_gpu: bool) -> int:
-    if not on_gpu:
-        return CPU_PREFILL_CHUNK_TOKENS
-    return max(256, min(8192, int(GPU_PREFILL_CHUNK_FLOPS / 2 / count_parameters(model))))
 
 
 def resolve_max_model_len(max_model_len: int | None, cfg: DecoderConfig) -> int:

@@ -172,23 +172,21 @@ class AdaptiveK:
         k, self._num_explorations = max(costs), self._num_explorations + 1
         others = [other for other in costs if other not in (best, k)]
         if others and self._num_explorations % 2 and self.correction.has_observed(self._measured_size(batch_size)):
-            k = max(others, key=partial(self._optimistic_speed, batch_size))
+            k = max(others, key=partial(self._speed, batch_size, bonus=EXPLORE_BONUS))
         lost_steps = 0.0  # cost of this exploration, in steps with the best k
         if seconds := self._seconds(batch_size, best):
             lost_steps = self._seconds(batch_size, k) / seconds - self._num_tokens(k) / self._num_tokens(best)
         self._explore_at = self._num_steps + max(EXPLORE_EVERY, round(lost_steps / EXPLORE_SHARE))
         return k
 
-    def _optimistic_speed(self, batch_size: int, k: int) -> float:
-        """Speed with an exploration bonus for rarely timed choices."""
-        _, count = self.correction.observed.get((self._measured_size(batch_size), k), (0.0, 0.0))
-        return self._speed_at(batch_size, k) * (1 + EXPLORE_BONUS / (count + 1) ** 0.5)
-
     def best_k(self, batch_size: int) -> int:
-        return max(self._costs_at(batch_size), key=partial(self._speed_at, batch_size))
+        return max(self._costs_at(batch_size), key=partial(self._speed, batch_size))
 
-    def _speed_at(self, batch_size: int, k: int) -> float:
-        return self._speed(k, self._seconds(batch_size, k))
+    def _speed(self, batch_size: int, k: int, bonus: float = 0.0) -> float:
+        """Tokens per second of a request, with an exploration bonus for rarely timed choices."""
+        seconds = self._seconds(batch_size, k)
+        _, count = self.correction.observed.get((self._measured_size(batch_size), k), (0.0, 0.0))
+        return self._num_tokens(k) / seconds * (1 + bonus / (count + 1) ** 0.5) if seconds else 0.0
 
     def _seconds(self, batch_size: int, k: int) -> float:
         """Corrected seconds of a step."""
@@ -196,10 +194,8 @@ class AdaptiveK:
 
     def tokens_per_second(self, batch_size: int, k: int) -> float:
         """Output tokens per second of the batch, by the table alone."""
-        return batch_size * self._speed(k, self.table.cost(batch_size, k))
-
-    def _speed(self, k: int, cost: float | None) -> float:
-        return self._num_tokens(k) / cost if cost else 0.0
+        cost = self.table.cost(batch_size, k)
+        return batch_size * (self._num_tokens(k) / cost) if cost else 0.0
 
     def _num_tokens(self, k: int) -> float:
         """Expected output tokens of a step of one request."""
@@ -216,9 +212,6 @@ class AdaptiveK:
             candidates = self.table.measured_choices(batch_size, self.choices)
             self._costs[batch_size] = {k: self.table.cost(batch_size, k) for k in candidates}
         return self._costs[batch_size]
-
-    def observe_acceptance(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
-        self.acceptance.observe(num_draft_tokens, num_accepted_tokens)
 
     def observe_step_time(self, batch_size: int, k: int, seconds: float) -> None:
         """Records the wall-clock time of a step, host work included."""

@@ -28,7 +28,7 @@ def observe_steps(adaptive: AdaptiveK, rate: float, num_steps: int, seed: int = 
         accepted = 0
         while accepted < CHOICES[-1] and rng.random() < rate:
             accepted += 1
-        adaptive.observe_acceptance(CHOICES[-1], accepted)
+        adaptive.acceptance.observe(CHOICES[-1], accepted)
     return adaptive
 
 
@@ -77,9 +77,9 @@ def test_exploration_finds_improved_acceptance() -> None:
     for _ in range(EXPLORE_EVERY * 100):
         k = adaptive.choose_k(8)
         if k:
-            adaptive.observe_acceptance(k, k)
+            adaptive.acceptance.observe(k, k)
             for _ in range(31):  # the other requests of the batch
-                adaptive.observe_acceptance(k, k)
+                adaptive.acceptance.observe(k, k)
     assert adaptive.choose_k(8) == 5
 
 
@@ -153,7 +153,7 @@ def simulate(
             accepted = 0
             while accepted < k and rng.random() < rate:
                 accepted += 1
-            adaptive.observe_acceptance(k, accepted)
+            adaptive.acceptance.observe(k, accepted)
     return chosen
 
 
