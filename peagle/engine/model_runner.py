@@ -12,7 +12,7 @@ The step reads and writes `DeviceState`, so it can be launched before the tokens
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -129,10 +129,6 @@ class ModelRunner:
         self.device = weight.device
         on_cpu = self.device.type == "cpu"
         self.run_target = FusedCpuDecoder(target) if on_cpu and FusedCpuDecoder.supports(target) else target
-        # Decode steps avoid the launch that concatenates aux hidden states; the drafter takes them one by one.
-        self.run_target_decode: Callable[..., tuple[Tensor, Tensor | Sequence[Tensor] | None]] = self.run_target
-        if self.run_target is target and not target.cfg.uses_transformers:
-            self.run_target_decode = target.compute_hidden_states
         layers = [target.cfg.layer_at(i) for i in range(target.cfg.num_layers)]
         self.kv_cache = KVCache.allocate(layers, num_blocks, weight)
         self.aux_layer_ids: tuple[int, ...] = drafter.cfg.aux_layer_ids if drafter is not None else ()
@@ -212,7 +208,7 @@ class ModelRunner:
         attend = decode_attention(
             self.kv_cache, rows.block_tables_BM, rows.num_computed_tokens_B, rows.query_lens_B, k + 1, max_seq_len
         )
-        hidden_TD, aux_hidden_states = self.run_target_decode(
+        hidden_TD, aux_hidden_states = self.run_target(
             rows.token_ids_BQ.flatten(), rows.positions_T, attend, self.aux_layer_ids
         )
         combined_TD: Tensor | None = None

@@ -66,13 +66,6 @@ class Decoder(nn.Module):
         Auxiliary hidden state k is the residual stream entering layer k; for k = num_layers it is the last layer's
         output before the norm.
         """
-        hidden_TD, aux_hidden_states = self.compute_hidden_states(token_ids_T, positions_T, attend, aux_layer_ids)
-        return hidden_TD, torch.cat(aux_hidden_states, -1) if aux_layer_ids else None
-
-    def compute_hidden_states(
-        self, token_ids_T: Tensor, positions_T: Tensor, attend: Attend, aux_layer_ids: Sequence[int] = ()
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Does the same as `forward`, but returns the auxiliary hidden states as a list."""
         stream = ResidualStream(self.embed_input_ids(token_ids_T))
         angles = self.rope(positions_T, stream.x.dtype)
         local = angles if self.local_rope is None else self.local_rope(positions_T, stream.x.dtype)
@@ -86,7 +79,8 @@ class Decoder(nn.Module):
                 rotary = query_scale
             stream = layer(stream, rotary, attend, i, window, next_input_norm(self.layers, i))
         aux_hidden_states[self.cfg.num_layers] = stream.x
-        return self.norm(stream.x), [aux_hidden_states[k] for k in aux_layer_ids]
+        aux_TN = torch.cat([aux_hidden_states[k] for k in aux_layer_ids], -1) if aux_layer_ids else None
+        return self.norm(stream.x), aux_TN
 
     def embed_input_ids(self, token_ids_T: Tensor) -> Tensor:
         """Returns the scaled embeddings that enter the first layer."""

@@ -7,7 +7,7 @@ real auxiliary hidden states.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -107,22 +107,14 @@ class Drafter(nn.Module):
         own = self.lm_head
         return (own if own is not None else self._target().lm_head).weight
 
-    def combine_hidden_states(self, aux_hidden_states: Tensor | Sequence[Tensor]) -> Tensor:
-        """Projects auxiliary hidden states, concatenated [T, n * target width] or as a list, to [T, D]."""
-        aux = aux_hidden_states
-        if self.fc_norm is not None and self.input_norm is None:
-            parts = aux.chunk(len(self.fc_norm), -1) if isinstance(aux, Tensor) else aux
-            return project(self.fc, self._norm_each(parts))
-        aux_TN = aux if isinstance(aux, Tensor) else torch.cat(list(aux), -1)
+    def combine_hidden_states(self, aux_TN: Tensor) -> Tensor:
+        """Projects concatenated auxiliary hidden states [T, n * target width] to [T, D]."""
         if self.input_norm is not None:
             aux_TN = self.input_norm(aux_TN)
         if self.fc_norm is not None:
-            aux_TN = self._norm_each(aux_TN.chunk(len(self.fc_norm), -1))
+            weights = [norm.get_parameter("weight") for norm in self.fc_norm]
+            aux_TN = norm_cat(aux_TN.chunk(len(weights), -1), weights, self.cfg.layer.norm_eps)
         return project(self.fc, aux_TN)
-
-    def _norm_each(self, parts: Sequence[Tensor]) -> Tensor:
-        assert self.fc_norm is not None
-        return norm_cat(parts, [norm.get_parameter("weight") for norm in self.fc_norm], self.cfg.layer.norm_eps)
 
     def mask_hidden_states(self, num_rows: int) -> Tensor:
         """Returns the hidden states of P-EAGLE's mask rows, [num_rows, D]."""
