@@ -68,10 +68,7 @@ class DraftProposer:
         )
         num_rows = len(rows.token_ids_R) // batch_size
         attend = decode_attention(self.kv_cache, block_tables_BM, starts_B, rows.query_lens_B, num_rows, max_seq_len)
-        kv_only = {"kv_only": True} if k == 0 and isinstance(self.run_drafter, FusedCpuDrafter) else {}
-        output_RD, next_hidden_RD = self.run_drafter(
-            rows.token_ids_R, rows.hidden_states_RD, rows.positions_R, attend, **kv_only
-        )
+        output_RD, next_hidden_RD = self.run_drafter(rows.token_ids_R, rows.hidden_states_RD, rows.positions_R, attend)
         if k == 0:
             return output_BQ[:, :0]
         sample_rows = rows.sample_rows_BK.flatten()

@@ -114,20 +114,14 @@ class FusedCpuDrafter:
         self.hidden_norm, self.norm_before_residual = first.hidden_norm.weight, first.norm_before_residual
 
     def __call__(
-        self, token_ids_T: Tensor, hidden_TD: Tensor, positions_T: Tensor, attend: Attend, kv_only: bool = False
+        self, token_ids_T: Tensor, hidden_TD: Tensor, positions_T: Tensor, attend: Attend
     ) -> tuple[Tensor, Tensor]:
-        """Runs the drafter; with `kv_only` the pass ends once the last layer has written its KV, and the result is
-        meaningless."""
-        model, first, last = self.model, self.layers[0], len(self.layers) - 1
+        model, first = self.model, self.layers[0]
         embeds_TD = F.embedding(token_ids_T, model.embed_tokens_weight)
         angles = _negate_half(model.rope(positions_T, hidden_TD.dtype))
         normed = norm_cat((embeds_TD, hidden_TD), (first.norm, self.hidden_norm), first.eps)
         x_TD = normed.chunk(2, -1)[1] if self.norm_before_residual else hidden_TD
         for i, layer in enumerate(self.layers):
-            attn_input = normed if i == 0 else None
-            if kv_only and i == last:
-                layer.attend(x_TD, attn_input, angles, attend, i)
-                return x_TD, x_TD
-            x_TD = layer(x_TD, attn_input, angles, attend, i)
+            x_TD = layer(x_TD, normed if i == 0 else None, angles, attend, i)
         normed = model.norm(x_TD)
         return normed, normed if model.cfg.norm_output else x_TD

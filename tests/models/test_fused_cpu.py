@@ -31,27 +31,6 @@ def test_fused_passes_have_the_modules_bits(dtype, rows):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def test_a_kv_only_pass_writes_the_same_kv_as_a_full_one():
-    target, drafter = load_pair("p-eagle-4")  # this drafter shares the target's embeddings
-
-    def written_kv(kv_only):
-        seen = []
-
-        def attend(layer, q, k, v, window):
-            seen.append((layer, k.clone(), v.clone()))
-            return causal_attention(layer, q, k, v, window)
-
-        hidden = torch.linspace(-1, 1, 3 * drafter.cfg.layer.hidden_size).view(3, -1)
-        FusedCpuDrafter(drafter)(torch.arange(3), hidden, torch.arange(3), attend, kv_only=kv_only)
-        return seen
-
-    with torch.inference_mode():
-        full, partial = written_kv(False), written_kv(True)
-    assert len(full) == len(partial) == drafter.cfg.num_layers
-    for mine, theirs in zip(partial, full, strict=True):
-        assert mine[0] == theirs[0] and torch.equal(mine[1], theirs[1]) and torch.equal(mine[2], theirs[2])
-
-
 def test_every_cpu_gemm_equals_f_linear(monkeypatch):
     weight, bias = torch.randn(24, 16), torch.randn(24)
     monkeypatch.setattr(kernels, "_fastest_gemm", {})
