@@ -169,7 +169,7 @@ class ModelRunner:
         slots = [r.slot for r in requests]
         if scheduled.limited_requests:
             self.device_state.limit_draft_tokens(scheduled.limited_requests)
-        needs_logits_processing = scheduled.needs_logits_processing
+        needs_logits_processing = any(r.needs_logits_processing for r in requests)
         if self.decode_graphs is not None and not needs_logits_processing:
             graph = self.decode_graphs.find(len(slots), k, max(r.num_tokens + r.max_in_flight_tokens for r in requests))
             if graph is not None:

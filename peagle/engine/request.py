@@ -129,12 +129,6 @@ class SchedulerOutput:
     prefill_chunks: list[PrefillChunk]
     limited_requests: list[Request] = field(default_factory=list)  # decode requests with max_speculative_tokens set
 
-    @property
-    def needs_logits_processing(self) -> bool:
-        if any(r.needs_logits_processing for r in self.decode_requests):
-            return True
-        return any(c.is_last and c.request.needs_logits_processing for c in self.prefill_chunks)
-
 
 @dataclass
 class CompletionOutput:

@@ -97,11 +97,8 @@ class TransformersDecoder(Decoder):
         return keep
 
     def _capture_output(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        self._streams[self.cfg.num_layers] = (out[0] if isinstance(out, tuple) else out).view(-1, self.width)
-
-    @property
-    def width(self) -> int:
-        return self.cfg.layer.hidden_size
+        last = out[0] if isinstance(out, tuple) else out
+        self._streams[self.cfg.num_layers] = last.view(-1, self.cfg.layer.hidden_size)
 
     @property
     def embed_tokens(self) -> nn.Embedding:  # type: ignore[override]
