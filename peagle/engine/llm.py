@@ -6,7 +6,7 @@ import gc
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -299,7 +299,9 @@ class LLM:
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
         return self.generate([self.encode_chat(c) for c in conversations], params)  # type: ignore[arg-type]
 
-    def stream(self, prompt: Prompt | Messages, params: SamplingParams | None = None) -> Iterator[CompletionOutput]:
+    def stream(
+        self, prompt: Prompt | Messages, params: SamplingParams | None = None
+    ) -> Generator[CompletionOutput, None, None]:
         """Yields the output of a prompt or conversation so far, after each step that added to it. Leaving the loop
         early aborts the request."""
         is_chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], dict)
