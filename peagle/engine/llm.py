@@ -128,7 +128,7 @@ class LLM:
             if (
                 num_accepted == 0
                 and request.has_tokens_only
-                and token not in request.finishing_token_ids
+                and token not in request.stop_token_ids
                 and request.num_tokens + 1 < request.max_total_tokens
             ):  # `_append_tokens` without the call, which costs time for thousands of requests
                 request.output_token_ids.append(token)
@@ -165,7 +165,7 @@ class LLM:
                 request.finish_reason, request.stop_reason = "error", f"grammar: {matcher.error}"
                 break
             output.append(token)
-            if token in request.finishing_token_ids:
+            if token in request.stop_token_ids:
                 request.finish_reason = "stop"
                 is_eos = token in request.eos_ids and not request.params.ignore_eos
                 request.stop_reason = None if is_eos else token
@@ -192,7 +192,7 @@ class LLM:
                 request.detokenizer.finish()
         elif self.has_tokenizer and request.params.detokenize:
             output = request.output_token_ids
-            ends_with_stop = request.finish_reason == "stop" and output[-1] in request.finishing_token_ids
+            ends_with_stop = request.finish_reason == "stop" and output[-1] in request.stop_token_ids
             request.final_text = self._decoder(request.params)(output[: len(output) - ends_with_stop])
 
     def add_request(self, prompt: Prompt, params: SamplingParams | None = None, stream: bool = False) -> RequestGroup:

@@ -59,7 +59,7 @@ class Request:
     def __post_init__(self) -> None:
         # Attributes instead of properties: every step reads them for every request.
         p = self.params
-        self.finishing_token_ids = frozenset(p.stop_token_ids) | (frozenset() if p.ignore_eos else self.eos_ids)
+        self.stop_token_ids = frozenset(p.stop_token_ids) | (frozenset() if p.ignore_eos else self.eos_ids)
         self.num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids)
         self.max_output_tokens = min(p.max_tokens, self.max_model_len - len(self.prompt_token_ids))
         self.max_total_tokens = len(self.prompt_token_ids) + self.max_output_tokens
