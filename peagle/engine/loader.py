@@ -44,7 +44,7 @@ from peagle.engine.model_runner import ModelRunner
 from peagle.engine.scheduler import Scheduler
 from peagle.errors import UserError
 from peagle.hub.resolve import resolve_drafter, resolve_target
-from peagle.kernels.gemm.linear_cpu import select_cpu_gemms
+from peagle.kernels.gemm.linear_torch import select_cpu_gemms
 from peagle.kernels.gemm.skinny_cpu import cpu_fingerprint
 from peagle.kernels.sampling.verify import to_conditional_rates
 from peagle.kernels.triton_utils import device_context

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from peagle.config import Window
-from peagle.kernels.gemm.linear_cpu import linear_cpu
+from peagle.kernels.gemm.linear_torch import linear_cpu
 from peagle.kernels.norm.rms_norm import norm_cat, rms_norm
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter, FirstLayer

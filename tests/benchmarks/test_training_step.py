@@ -21,7 +21,6 @@ from peagle.config import MAX_CHUNK_BYTES, MIN_CHUNK_SIZE, DrafterConfig
 from peagle.kernels.attention import rotary
 from peagle.kernels.attention.rotary import split_qkv_rope
 from peagle.kernels.attention.types import QKNormRope
-from peagle.kernels.gemm import linear
 from peagle.kernels.norm import rms_norm as norms
 from peagle.kernels.norm.rms_norm_torch import rms_norm_torch, silu_mul_torch
 from peagle.training.chunk_size import chain_position_bytes, depth_zero_position_bytes, fit_chunk_size
@@ -107,7 +106,7 @@ class AsOnTheGpu:
         def rotate(qkv: Tensor, heads: int, kv_heads: int, rope: QKNormRope) -> None:
             qkv.copy_(torch.cat(split_qkv_rope(qkv, heads, kv_heads, rope), 1).flatten(1))
 
-        for asking in (linear, norms, rotary):
+        for asking in (norms, rotary):
             monkeypatch.setattr(asking, "supports_triton_autograd", needs_gradients)
         monkeypatch.setattr(trained, "rms_norm_triton", lambda x, w, eps, pdl: rms_norm_torch(x, w, eps))
         monkeypatch.setattr(trained, "silu_mul_triton", lambda y, pdl: silu_mul_torch(y))

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from peagle.engine.kv_cache import KVCache, PagedAttention
 from peagle.kernels.attention.types import PagedAttentionMetadata
-from peagle.kernels.gemm import linear_cpu as kernels
+from peagle.kernels.gemm import linear_torch as kernels
 from peagle.kernels.gemm import skinny_cpu
 from peagle.models.fused_cpu import FusedCpuDecoder
 

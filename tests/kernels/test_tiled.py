@@ -14,16 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_weight_stationary import SHAPES, compiled, same_as_triton, usage_of
 
-from peagle.kernels.gemm import tiled
+from peagle.kernels.gemm.gluon_gemms import _tiled_kernel
 from peagle.kernels.gemm.tile_configs import (
     MAX_STATIONARY_ROWS,
     MAX_TILED_ROWS,
     SHARED_BYTES,
     TILE_K,
     TILES,
+    TileConfig,
     config_for,
 )
-from peagle.kernels.gemm.types import TileConfig
 
 
 def tiles_of(N: int, K: int, glu: bool) -> dict[TileConfig, int]:
@@ -82,7 +82,7 @@ def test_tiles_use_the_mma_of_few_rows(shape: tuple[int, int, bool], tmp_path: P
             "LATE_LAUNCH": tile.late_launch,
             "BLOCK_SQUARES": 16,
         }
-        made = compiled(tiled._tiled_kernel, shape, warps, **fixed)
+        made = compiled(_tiled_kernel, shape, warps, **fixed)
         before, after = made.asm["ptx"].split("griddepcontrol.wait")
         assert "wgmma" not in after
         products = re.findall(r"mma\.sync\.aligned\.m16n8k16", after)

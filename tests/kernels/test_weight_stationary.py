@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from peagle.kernels.gemm import linear_triton, weight_stationary
+from peagle.kernels.gemm import gluon_gemms, linear_triton
 from peagle.kernels.gemm.linear_triton import linear_residual_triton
 from peagle.kernels.gemm.tile_configs import MAX_STATIONARY_ROWS, config_for, stationary_rows
 from peagle.kernels.norm.types import ResidualStream
@@ -61,14 +61,12 @@ def test_other_shapes_are_not(shape: tuple[int, int, bool]) -> None:
 
 def test_an_untested_triton_release_warns_and_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = torch.zeros(8, 576), torch.zeros(960, 576)
-    monkeypatch.setattr(weight_stationary, "is_hopper", lambda device: True)
-    assert weight_stationary.supports_gluon(x, weight, None) and not weight_stationary.supports_gluon(
-        x[:, 1:], weight, None
-    )
-    assert not weight_stationary.supports_gluon(x, weight, torch.zeros(960))
-    monkeypatch.setattr(weight_stationary, "HAVE_GLUON", False)
+    monkeypatch.setattr(gluon_gemms, "is_hopper", lambda device: True)
+    assert gluon_gemms.supports_gluon(x, weight, None) and not gluon_gemms.supports_gluon(x[:, 1:], weight, None)
+    assert not gluon_gemms.supports_gluon(x, weight, torch.zeros(960))
+    monkeypatch.setattr(gluon_gemms, "HAVE_GLUON", False)
     with pytest.warns(UserWarning, match=r"need Triton 3\.6\.x"):
-        assert not weight_stationary.supports_gluon(x, weight, None)
+        assert not gluon_gemms.supports_gluon(x, weight, None)
 
 
 def compiled(kernel: Any, shape: tuple[int, int, bool], warps: int, **fixed: object) -> Any:
@@ -77,9 +75,7 @@ def compiled(kernel: Any, shape: tuple[int, int, bool], warps: int, **fixed: obj
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    assert weight_stationary.HAVE_GLUON, (
-        f"Triton {triton.__version__} is not one of {weight_stationary.TRITON_RELEASES}"
-    )
+    assert gluon_gemms.HAVE_GLUON, f"Triton {triton.__version__} is not one of {gluon_gemms.TRITON_RELEASES}"
     N, K, glu = shape
     absent = ("residual_ptr", "next_norm_ptr", "scaled_ptr", "next_squares_ptr") if N > K else ("squares_ptr",)
     fixed |= {"GLU": glu, "PDL": True, **dict.fromkeys(absent)}
@@ -109,9 +105,9 @@ def same_as_triton(
     launched = []
     launch = getattr(linear_triton, launcher)
 
-    def counted(*args):
+    def counted(*args, **options):
         launched.append(1)
-        launch(*args)
+        launch(*args, **options)
 
     monkeypatch.setattr(linear_triton, launcher, counted)
     torch.manual_seed(0)
@@ -136,7 +132,7 @@ def same_as_triton(
             assert after == before + takes(T, "residual" in more)
             monkeypatch.setattr(linear_triton, "supports_gluon", lambda *args: False)
             wanted = linear_residual_triton(given, weight, glu=glu, pdl=pdl, **more)
-            monkeypatch.setattr(linear_triton, "supports_gluon", weight_stationary.supports_gluon)
+            monkeypatch.setattr(linear_triton, "supports_gluon", gluon_gemms.supports_gluon)
             assert len(launched) == after
             assert y.x.isfinite().all() and torch.equal(y.x, wanted.x), (T, more.keys())
             assert (y.scaled is None) == (wanted.scaled is None)
@@ -154,10 +150,10 @@ def test_weights_are_loaded_before_the_wait(shape: tuple[int, int, bool], T: int
     N, K, glu = shape
     config, rows, parts = config_for(T, N, K, glu), stationary_rows(T), 2 if glu else 1
     steps, warps = K // config.block_k, rows // 8
-    kept = min(weight_stationary.REGISTER_TILES // parts, steps)
+    kept = min(gluon_gemms.REGISTER_TILES // parts, steps)
     fixed = {"BLOCK_M": rows, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "STEPS": steps}
     fixed |= {"ACCUMULATORS": config.accumulators, "REGISTER_TILES": kept, "BLOCK_SQUARES": 64, "WARPS": warps}
-    made = compiled(weight_stationary._weight_stationary_kernel, shape, warps, **fixed)
+    made = compiled(gluon_gemms._weight_stationary_kernel, shape, warps, **fixed)
     before, after = made.asm["ptx"].split("griddepcontrol.wait")
     copies = r"cp\.async\.\w+\.shared\.global"
     # 16 bytes per thread: all weights before the wait, only rows after it

@@ -8,7 +8,7 @@ from pairs import load_pair
 from torch.nn import functional as F
 
 from peagle.kernels.attention.dense import causal_attention
-from peagle.kernels.gemm import linear_cpu as kernels
+from peagle.kernels.gemm import linear_torch as kernels
 from peagle.kernels.norm.rms_norm import rms_norm
 from peagle.kernels.norm.rms_norm_torch import rms_norm_torch
 from peagle.models.fused_cpu import FusedCpuDecoder, FusedCpuDrafter

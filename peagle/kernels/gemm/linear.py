@@ -3,7 +3,7 @@
 Decoding reads every weight once for a handful of rows, so a GEMM costs what streaming its weights costs. The Triton
 GEMM (linear_triton.py) takes up to `max_triton_rows` rows of a shape (tile_configs.py); more rows go to cuBLAS with
 single-launch kernels around it. fp32, fp64 and training use the torch reference (linear_torch.py), and the CPU in
-inference mode uses the implementation that measured fastest there (linear_cpu.py).
+inference mode uses the implementation that measured fastest there (`linear_cpu`).
 
 Batch invariance. A row's result depends neither on the other rows nor on their number, up to MAX_TILED_ROWS rows of
 small shapes; for large shapes this holds up to MAX_FEW_ROWS rows and, separately, beyond. Weights are the left operand
@@ -29,13 +29,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from peagle.kernels.gemm.linear_cpu import linear_cpu
-from peagle.kernels.gemm.linear_torch import linear_torch
+from peagle.kernels.gemm.linear_torch import linear_cpu, linear_torch
 from peagle.kernels.gemm.linear_triton import linear_residual_triton, linear_triton
 from peagle.kernels.gemm.tile_configs import max_triton_rows
-from peagle.kernels.norm.rms_norm import add_rms_norm, rms_norm, silu_mul
+from peagle.kernels.norm.rms_norm import add_rms_norm, rms_norm
 from peagle.kernels.norm.types import ResidualStream
-from peagle.kernels.triton_utils import supports_triton, supports_triton_autograd
+from peagle.kernels.triton_utils import supports_triton
 
 
 def linear(
@@ -56,16 +55,15 @@ def linear(
         x, norm_weight = x.normed, None
     plain = x.x if isinstance(x, ResidualStream) else x
     options: dict[str, Any] = {"norm_weight": norm_weight, "eps": eps, "glu": glu, "residual": residual}
-    if not _supports_kernels(plain, weight_NK, bias, norm_weight, residual):
-        if plain.is_cpu and torch.is_inference_mode_enabled():
-            return linear_cpu(plain, weight_NK, bias, **options)
-        if plain.dim() == 2 and supports_triton_autograd(plain, weight_NK, bias, norm_weight, residual):
-            return linear_torch(plain, weight_NK, bias, **options, norm=rms_norm, gate=silu_mul)
-        return linear_torch(plain, weight_NK, bias, **options)
-    N, K = weight_NK.shape
-    if len(plain) <= max_triton_rows(N, K, glu):
-        return linear_triton(x, weight_NK, bias, **options)
-    return linear_cublas(plain, weight_NK, bias, **options)
+    if _supports_kernels(plain, weight_NK, bias, norm_weight, residual):
+        if len(plain) <= max_triton_rows(*weight_NK.shape, glu):
+            return linear_triton(x, weight_NK, bias, **options)
+        if residual is not None and bias is None and not glu:  # cuBLAS adds it
+            normed = plain if norm_weight is None else rms_norm(plain, norm_weight, eps)
+            return torch.addmm(residual, normed, weight_NK.t())
+    elif plain.is_cpu and torch.is_inference_mode_enabled():
+        return linear_cpu(plain, weight_NK, bias, **options)
+    return linear_torch(plain, weight_NK, bias, **options)
 
 
 def linear_residual(
@@ -78,35 +76,14 @@ def linear_residual(
     eps: float = 0.0,
 ) -> ResidualStream:
     """Adds a linear layer to the residual stream and prepares the norm that reads it next (`next_norm`, `eps`)."""
-    N, K = weight_NK.shape
     if next_norm is not None and _supports_kernels(x, weight_NK, bias, next_norm, residual):
-        if len(x) > max_triton_rows(N, K, False):
+        if len(x) > max_triton_rows(*weight_NK.shape, False):
             # One launch for sum and norm; cuBLAS would first copy the residual into its output.
             normed, total = add_rms_norm(F.linear(x, weight_NK, bias), residual, next_norm, eps)
             return ResidualStream(total, next_norm, normed=normed)
         if x.dtype == torch.bfloat16:  # in fp16, x * weight could overflow where the norm would not
             return linear_residual_triton(x, weight_NK, bias, residual=residual, next_norm=next_norm)
     return ResidualStream(linear(x, weight_NK, bias, residual=residual))
-
-
-def linear_cublas(
-    x_TK: Tensor,
-    weight_NK: Tensor,
-    bias: Tensor | None = None,
-    *,
-    norm_weight: Tensor | None = None,
-    eps: float = 0.0,
-    glu: bool = False,
-    residual: Tensor | None = None,
-) -> Tensor:
-    """Computes `linear` with cuBLAS, at most one launch before it and one after it."""
-    x = x_TK if norm_weight is None else rms_norm(x_TK, norm_weight, eps)
-    if residual is not None and bias is None and not glu:
-        return torch.addmm(residual, x, weight_NK.t())
-    y = F.linear(x, weight_NK, bias)
-    if glu:
-        y = silu_mul(y)
-    return y if residual is None else y.add_(residual)
 
 
 def _supports_kernels(x: Tensor, weight_NK: Tensor, *others: Tensor | None) -> bool:

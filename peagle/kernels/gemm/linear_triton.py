@@ -14,18 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from peagle.kernels.gemm.gluon_gemms import launch_tiled, launch_weight_stationary, supports_gluon
 from peagle.kernels.gemm.tile_configs import (
     MAX_FEW_ROWS,
     MAX_SKINNY_ROWS,
     MAX_TILED_ROWS,
+    GemmConfig,
     block_rows,
     config_for,
     is_small_shape,
     power_of_two_within,
 )
-from peagle.kernels.gemm.tiled import launch_tiled
-from peagle.kernels.gemm.types import GemmConfig
-from peagle.kernels.gemm.weight_stationary import launch_weight_stationary, supports_gluon
 from peagle.kernels.norm.rms_norm_triton import rms_norm_triton
 from peagle.kernels.norm.types import ResidualStream
 from peagle.kernels.triton_utils import HAVE_TRITON, pdl_launch_options, supports_pdl
@@ -67,30 +66,15 @@ if HAVE_TRITON:
             )
 
     @triton.jit
-    def _finish(
-        acc,
-        up,
-        squares,
-        residual,
-        bias_ptr,
-        y_ptr,
-        next_norm,
-        scaled_ptr,
-        next_squares_ptr,
-        n,
-        m,
-        inside,
-        tile,
-        M,
-        N,
-        K,
-        y_stride,
-        eps,
-    ):
+    def _inverse_rms(squares, K, eps):
+        return tl.rsqrt(order_independent_sum(squares).to(tl.float32) / K + eps)[None, :]
+
+    @triton.jit
+    def _finish(acc, up, scale, residual, bias_ptr, y_ptr, next_norm, scaled_ptr, next_squares_ptr, n, m, tile, M, N):
         """Applies norm, bias, gate and residual to the sum over K and stores it; absent parts are None."""
+        inside = (n < N)[:, None] & (m < M)[None, :]
         dtype = y_ptr.dtype.element_ty
-        if squares is not None:
-            scale = tl.rsqrt(squares / K + eps)[None, :]
+        if scale is not None:
             acc = acc * scale
             if up is not None:
                 up = up * scale
@@ -103,7 +87,7 @@ if HAVE_TRITON:
         if residual is not None:
             acc += residual.to(tl.float32)
         y = acc.to(dtype)
-        offsets = m[None, :] * y_stride + n[:, None]
+        offsets = m[None, :] * N + n[:, None]
         tl.store(y_ptr + offsets, y, mask=inside)
         if next_norm is not None:
             y = tl.where(inside, y.to(tl.float32), 0.0)
@@ -116,22 +100,21 @@ if HAVE_TRITON:
         x_ptr,
         w_ptr,
         y_ptr,
-        bias_ptr,
         squares_ptr,
         squares_count,
         residual_ptr,
         next_norm_ptr,
         scaled_ptr,
         next_squares_ptr,
-        partial_ptr,
-        counter_ptr,
         M,
         N,
         K,
         x_stride,
         residual_stride,
-        y_stride,
         eps,
+        bias_ptr,
+        partial_ptr,
+        counter_ptr,
         BLOCK_M: tl.constexpr,
         BLOCK_N: tl.constexpr,
         BLOCK_K: tl.constexpr,
@@ -233,27 +216,11 @@ if HAVE_TRITON:
             tl.extra.cuda.gdc_launch_dependents()
 
         if SPLIT_K == 1:
+            scale = None
             if squares is not None:
-                squares = order_independent_sum(squares).to(tl.float32)
+                scale = _inverse_rms(squares, K, eps)
             _finish(
-                acc,
-                up,
-                squares,
-                residual,
-                bias_ptr,
-                y_ptr,
-                next_norm,
-                scaled_ptr,
-                next_squares_ptr,
-                n,
-                m,
-                inside,
-                tile,
-                M,
-                N,
-                K,
-                y_stride,
-                eps,
+                acc, up, scale, residual, bias_ptr, y_ptr, next_norm, scaled_ptr, next_squares_ptr, n, m, tile, M, N
             )
         else:
             # Each part stores its sums; the last one to arrive adds all of them, in order.
@@ -273,28 +240,12 @@ if HAVE_TRITON:
                     acc += tl.load(partial, mask=used, other=0.0, cache_modifier=".cg")
                 if residual_ptr is not None:
                     residual = tl.load(residual_ptrs, mask=inside, other=0.0)
+                scale = None
                 if squares_ptr is not None:
                     known = (tl.arange(0, BLOCK_SQUARES) < squares_count)[:, None] & used
-                    squares = order_independent_sum(tl.load(squares_ptrs, mask=known, other=0.0)).to(tl.float32)
+                    scale = _inverse_rms(tl.load(squares_ptrs, mask=known, other=0.0), K, eps)
                 _finish(
-                    acc,
-                    up,
-                    squares,
-                    residual,
-                    bias_ptr,
-                    y_ptr,
-                    next_norm,
-                    scaled_ptr,
-                    next_squares_ptr,
-                    n,
-                    m,
-                    inside,
-                    tile,
-                    M,
-                    N,
-                    K,
-                    y_stride,
-                    eps,
+                    acc, up, scale, residual, bias_ptr, y_ptr, next_norm, scaled_ptr, next_squares_ptr, n, m, tile, M, N
                 )
                 tl.store(counter_ptr + tile, 0)  # ready for the next launch
 
@@ -370,76 +321,52 @@ def linear_residual_triton(
     if next_norm is not None and triton.next_power_of_2(max_tiles) * max_rows <= MAX_SQUARES:
         next_squares = torch.empty(tiles, T, dtype=torch.float64, device=y.device)
         out = ResidualStream(y, next_norm, torch.empty_like(y), next_squares)
+    given = (x_TK, weight_NK, y, squares, 0 if squares is None else len(squares), residual)
+    strides = (x_TK.stride(0), residual.stride(0) if residual is not None else columns)
+    arguments = (*given, out.norm_weight, out.scaled, out.squares, T, columns, K, *strides, eps)
+    options: dict[str, Any] = {"ACCUMULATORS": cfg.accumulators, "GLU": glu, **pdl_launch_options(y.device, pdl)}
+    options["BLOCK_SQUARES"] = 1 if squares is None else triton.next_power_of_2(len(squares))
     if cfg.weight_stationary and supports_gluon(x_TK, weight_NK, bias):
-        launch_weight_stationary(x_TK, weight_NK, squares, residual, out, eps, cfg, pdl, glu)
+        launch_weight_stationary(T, columns, K, cfg, *arguments, **options)
     elif tile is not None:
-        launch_tiled(x_TK, weight_NK, squares, residual, out, eps, tile, cfg.accumulators, pdl, glu)
+        launch_tiled(T, columns, K, tile, *arguments, **options)
     else:
-        _launch(x_TK, weight_NK, bias, squares, residual, out, eps, cfg, pdl, glu)
+        _launch(T, columns, K, cfg, bias, *arguments, **options)
     return out
 
 
-def _launch(
-    x_TK: Tensor,
-    weight_NK: Tensor,
-    bias: Tensor | None,
-    squares: Tensor | None,
-    residual: Tensor | None,
-    out: ResidualStream,
-    eps: float,
-    cfg: GemmConfig,
-    pdl: bool,
-    glu: bool,
-) -> None:
-    (T, K), columns, device = x_TK.shape, out.x.shape[1], x_TK.device
-    block_m, tiles = cfg.block_m or block_rows(T), triton.cdiv(columns, cfg.block_n)
+def _launch(T: int, N: int, K: int, cfg: GemmConfig, bias: Tensor | None, *arguments: Any, **options: Any) -> None:
+    weight_NK, block_m, tiles = arguments[1], cfg.block_m or block_rows(T), triton.cdiv(N, cfg.block_n)
     partials = counters = None
     if cfg.split_k > 1:
         assert T <= block_m, "the parts of K share one counter for all rows"
-        counters = _counters_on(device)
+        counters = _counters_on(weight_NK.device)
         assert tiles <= len(counters), "too many columns to split K"
-        partials = torch.empty(cfg.split_k * tiles * cfg.block_n * block_m, dtype=torch.float32, device=device)
+        size = cfg.split_k * tiles * cfg.block_n * block_m
+        partials = torch.empty(size, dtype=torch.float32, device=weight_NK.device)
     steps = triton.cdiv(triton.cdiv(K, cfg.block_k), cfg.split_k)
     assert steps % cfg.accumulators == 0, (K, cfg)
     even = steps * cfg.split_k * cfg.block_k == K
     # A bulk prefetch takes multiples of 16 bytes and must stay inside the weights.
-    prefetch = min(cfg.prefetch, power_of_two_within(steps * cfg.block_k if even else K)) if pdl else 0
+    prefetch = min(cfg.prefetch, power_of_two_within(steps * cfg.block_k if even else K)) if options["PDL"] else 0
     if prefetch < 64 or K % 8 or weight_NK.data_ptr() % 16 or not (even or cfg.split_k == 1):
         prefetch = 0
     _linear_kernel[(triton.cdiv(T, block_m), tiles, cfg.split_k)](
-        x_TK,
-        weight_NK,
-        out.x,
+        *arguments,
         bias,
-        squares,
-        0 if squares is None else len(squares),
-        residual,
-        out.norm_weight,
-        out.scaled,
-        out.squares,
         partials,
         counters,
-        T,
-        columns,
-        K,
-        x_TK.stride(0),
-        residual.stride(0) if residual is not None else columns,
-        columns,
-        eps,
         BLOCK_M=block_m,
         BLOCK_N=cfg.block_n,
         BLOCK_K=cfg.block_k,
         SPLIT_K=cfg.split_k,
         STEPS=steps,
-        ACCUMULATORS=cfg.accumulators,
         EVEN_K=even,
-        GLU=glu,
         PREFETCH=prefetch,
         PREFETCH_LINES=cfg.prefetch_lines,
         COPIES=max(1, cfg.warps * 32 // cfg.block_n),
         LATE_LAUNCH=cfg.late_launch,
-        BLOCK_SQUARES=1 if squares is None else triton.next_power_of_2(len(squares)),
         num_warps=cfg.warps,
         num_stages=cfg.stages,
-        **pdl_launch_options(x_TK.device, pdl),
+        **options,
     )

@@ -1,7 +1,7 @@
 """C kernels for few rows in fp32 (skinny_cpu.c): a fused GEMM, and attention of one sequence.
 
 They are compiled on first use into peagle's cache folder and run on torch's OpenMP threads, since two thread pools
-would compete for the cores. linear_cpu.py measures whether they are faster. Without a compiler, or with PEAGLE_CC=0,
+would compete for the cores. linear_torch.py measures whether they are faster. Without a compiler, or with PEAGLE_CC=0,
 `library` returns None, torch does the work, and a debug log says why.
 """
 
@@ -126,6 +126,10 @@ def library() -> CpuLibrary | None:
     return CpuLibrary(gemm_function, attention_function, lanes, parallel)
 
 
+def _address(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
 def gemm(
     x_TK: Tensor,
     weight_NK: Tensor,
@@ -135,34 +139,24 @@ def gemm(
     eps: float = 0.0,
     glu: bool = False,
 ) -> Tensor | None:
-    """Computes residual + glu(norm(x) @ weight^T + bias), where each part is optional, for up to MAX_ROWS rows.
+    """Computes `linear` (linear.py) for up to MAX_ROWS rows.
 
     A row's bits do not depend on the other rows. Returns None if the library is unavailable. The caller ensures that
-    all tensors are fp32 on the CPU and dense, except for the row stride of x, and that a gated GEMM has no residual.
+    all tensors are fp32 on the CPU and dense, except for the row stride of x.
     """
     found, rows, N, stride = library(), x_TK.shape[0], weight_NK.shape[0], x_TK.stride()
     if found is None or stride[1] != 1 or not weight_NK.is_contiguous():
         return None
-    dense = None if residual is None else residual.contiguous()  # bound to a name to keep it alive during the call
     y = torch.empty(rows, N)
     gated = torch.empty(rows, N // 2) if glu else None
-    failed = found.gemm(
-        x_TK.data_ptr(),
-        stride[0],
-        weight_NK.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        None if dense is None else dense.data_ptr(),
-        None if norm_weight is None else norm_weight.data_ptr(),
-        eps,
-        y.data_ptr(),
-        None if gated is None else gated.data_ptr(),
-        rows,
-        N,
-        x_TK.shape[1],
-        torch.get_num_threads(),
-        found.parallel,
-    )
-    return None if failed else y if gated is None else gated
+    added = None if residual is None or glu else residual.contiguous()  # a name keeps it alive during the call
+    operands = [_address(t) for t in (weight_NK, bias, added, norm_weight)]
+    sizes = rows, N, x_TK.shape[1], torch.get_num_threads()
+    if found.gemm(x_TK.data_ptr(), stride[0], *operands, eps, y.data_ptr(), _address(gated), *sizes, found.parallel):
+        return None
+    if gated is None:
+        return y
+    return gated if residual is None else gated.add_(residual)
 
 
 def supports_attention(head_dim: int) -> bool:
@@ -183,21 +177,8 @@ def attention(
     assert found is not None and qkv_TX.is_contiguous() and cos_Td.is_contiguous() and sin_Td.is_contiguous()
     (S, kv_heads, width), rows = keys_SGd.shape, len(qkv_TX)
     out = torch.empty(rows, heads * width)
-    failed = found.attention(
-        qkv_TX.data_ptr(),
-        cos_Td.data_ptr(),
-        sin_Td.data_ptr(),
-        keys_SGd.data_ptr(),
-        values_SGd.data_ptr(),
-        out.data_ptr(),
-        rows,
-        heads,
-        kv_heads,
-        width,
-        S - rows,
-        torch.get_num_threads(),
-        found.parallel,
-    )
-    if failed:
+    tensors = [t.data_ptr() for t in (qkv_TX, cos_Td, sin_Td, keys_SGd, values_SGd, out)]
+    sizes = rows, heads, kv_heads, width, S - rows, torch.get_num_threads()
+    if found.attention(*tensors, *sizes, found.parallel):
         raise MemoryError(f"attention of {rows} rows over {S} positions")
     return out

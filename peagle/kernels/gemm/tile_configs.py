@@ -5,9 +5,8 @@ Shapes are N output columns (twice the result's width for a gated GEMM), K input
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from peagle.kernels.gemm.types import GemmConfig, TileConfig
 from peagle.kernels.triton_utils import HAVE_TRITON
 
 if HAVE_TRITON:
@@ -22,6 +21,62 @@ MAX_TILED_ROWS = 640  # most rows of a small shape that Triton takes, so that a 
 SHARED_BYTES = 226 * 1024  # shared memory of one SM of an H100 or H200
 
 Shape = tuple[int, int, bool]  # N, K, gated
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """Launch configuration of the tiled GEMM (gluon_gemms.py); it affects speed only.
+
+    block_n, block_m: output columns (for a gated GEMM, that many gates and as many ups) and rows per program.
+    warps_n, warps_m: warps along the columns and along the rows.
+    steps_ahead: steps over K that are prefetched.
+    late_launch: as in GemmConfig.
+    """
+
+    block_n: int
+    block_m: int
+    warps_n: int
+    warps_m: int
+    steps_ahead: int
+    late_launch: bool = False
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """Launch configuration of one GEMM shape. `rounding_kind` names the fields that affect rounding.
+
+    block_n: output columns per program (for a gated GEMM, that many gates and as many ups).
+    prefetch: elements of each weight row that a program prefetches into L2 before it waits for its predecessor.
+    prefetch_lines: prefetch line by line instead of one bulk request per row.
+    late_launch: let the successor start only after the loop over K, so that it does not take resources earlier.
+    accumulators: partial sums that take the steps over K in turn; `stages` counts turns of all of them.
+    block_m: rows per program; 0: `block_rows` decides.
+    weight_stationary: use the weight-stationary GEMM (gluon_gemms.py) where it is supported.
+    tile: use the tiled GEMM (gluon_gemms.py) with this tile where it is supported.
+    """
+
+    block_n: int
+    block_k: int
+    stages: int
+    warps: int
+    split_k: int = 1
+    prefetch: int = 0
+    prefetch_lines: bool = False
+    late_launch: bool = False
+    accumulators: int = 1
+    block_m: int = 0
+    weight_stationary: bool = False
+    tile: TileConfig | None = None
+
+    @property
+    def rounding_kind(self) -> tuple[int, int, int, int]:
+        """The parts of K, the MMA instruction's width and the accumulators: equal kinds give equal bits.
+
+        wgmma needs 64 columns and a group of four warps.
+        """
+        instruction = 64 if self.block_n >= 64 and self.warps % 4 == 0 else 16
+        return self.split_k, instruction, self.accumulators, self.block_k if self.accumulators > 1 else 0
+
 
 # Small shapes: one warp per program avoids synchronization, and few rows per program keep the loads of x short.
 FEW_SMALL = GemmConfig(16, 64, 10, 1, prefetch=512, prefetch_lines=True, accumulators=3, block_m=8)
