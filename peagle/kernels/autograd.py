@@ -69,7 +69,7 @@ def _silu_mul_backward_kernel(y_ptr, dout_ptr, dy_ptr, HALF, y_stride, dout_stri
 
 
 class RMSNormFunction(torch.autograd.Function):
-    """RMS norm; saves its input and weight."""
+    """`rms_norm`, differentiable; saves its input and weight."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -101,7 +101,7 @@ class RMSNormFunction(torch.autograd.Function):
 
 
 class SiluMulFunction(torch.autograd.Function):
-    """SwiGLU activation of a fused gate and up projection; saves its input."""
+    """`silu_mul`, differentiable; saves its input."""
 
     @staticmethod
     def forward(ctx: Any, y_T2I: Tensor) -> Tensor:
@@ -141,16 +141,6 @@ class RopeFunction(torch.autograd.Function):
         dqkv_TX = dqkv_TX.clone(memory_format=torch.contiguous_format)  # autograd may share a gradient tensor
         split_qkv_rope_triton(dqkv_TX, ctx.heads, ctx.kv_heads, QKNormRope(cos, -sin))
         return dqkv_TX, None, None, None
-
-
-def rms_norm_autograd(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """As `rms_norm`, differentiable."""
-    return RMSNormFunction.apply(x_TD, weight_D, eps)
-
-
-def silu_mul_autograd(y_T2I: Tensor) -> Tensor:
-    """As `silu_mul`, differentiable."""
-    return SiluMulFunction.apply(y_T2I)
 
 
 def split_qkv_rope_autograd(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from peagle.config import AttentionTemperature, DecoderConfig
-from peagle.kernels.norm.types import ResidualStream
+from peagle.kernels.norm.rms_norm import ResidualStream
 from peagle.models.layers import (
     Attend,
     DecoderLayer,

@@ -15,8 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from peagle.config import DrafterConfig
 from peagle.kernels.gemm.linear import linear
-from peagle.kernels.norm.rms_norm import norm_cat
-from peagle.kernels.norm.types import ResidualStream
+from peagle.kernels.norm.rms_norm import ResidualStream, norm_cat
 from peagle.models.decoder import Decoder
 from peagle.models.layers import (
     MLP,

@@ -24,8 +24,7 @@ from peagle.kernels.gemm.linear import linear, linear_residual
 from peagle.kernels.moe.experts import expert_mlp, route
 from peagle.kernels.moe.experts_torch import ClampedGate, ExpertWeights
 from peagle.kernels.moe.mxfp4 import PackedWeights, packed_widths
-from peagle.kernels.norm.rms_norm import add_rms_norm, rms_norm
-from peagle.kernels.norm.types import ResidualStream
+from peagle.kernels.norm.rms_norm import ResidualStream, add_rms_norm, rms_norm
 
 Angles = tuple[Tensor, Tensor]  # cos and sin, [T, 1, d]
 # Layers without rotary embedding have a scale of their queries, [T, 1, 1], or None.

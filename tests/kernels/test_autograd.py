@@ -21,7 +21,7 @@ from triton_interpreter import patch_interpreter
 
 from peagle.kernels.attention.rotary import split_qkv_rope
 from peagle.kernels.attention.types import QKNormRope
-from peagle.kernels.norm.rms_norm_torch import rms_norm_torch, silu_mul_torch
+from peagle.kernels.norm.rms_norm import rms_norm_torch, silu_mul_torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
@@ -83,7 +83,7 @@ def test_rms_norm(device: str, dtype: torch.dtype, tolerance: float, rows: int, 
     x = torch.randn(rows, 2 * width, device=device, dtype=dtype)[:, :width]
     given = [x if strided else x.contiguous(), torch.randn(width, device=device, dtype=dtype)]
     compare(
-        lambda x, w: (kernels.rms_norm_autograd(x, w, EPS),),
+        lambda x, w: (kernels.RMSNormFunction.apply(x, w, EPS),),
         lambda x, w: (rms_norm_torch(x, w, EPS),),
         given,
         tolerance,
@@ -101,7 +101,7 @@ def test_rms_norm_of_many_rows(
     monkeypatch.setattr(kernels, "_MAX_NORM_PROGRAMS", 4)
     given = [torch.randn(27, 40, device=device, dtype=dtype), torch.randn(40, device=device, dtype=dtype)]
     compare(
-        lambda x, w: (kernels.rms_norm_autograd(x, w, EPS),),
+        lambda x, w: (kernels.RMSNormFunction.apply(x, w, EPS),),
         lambda x, w: (rms_norm_torch(x, w, EPS),),
         given,
         tolerance,
@@ -117,7 +117,7 @@ def test_silu_mul(device: str, dtype: torch.dtype, tolerance: float, rows: int, 
 
     torch.manual_seed(rows * 100 + half)
     given = [torch.randn(rows, 2 * half, device=device, dtype=dtype) * 2]
-    compare(lambda y: (kernels.silu_mul_autograd(y),), lambda y: (silu_mul_torch(y),), given, tolerance)
+    compare(lambda y: (kernels.SiluMulFunction.apply(y),), lambda y: (silu_mul_torch(y),), given, tolerance)
 
 
 @needs_triton

@@ -17,7 +17,7 @@ import torch
 from peagle.kernels.gemm import gluon_gemms, linear_triton
 from peagle.kernels.gemm.linear_triton import linear_residual_triton
 from peagle.kernels.gemm.tile_configs import MAX_STATIONARY_ROWS, config_for, stationary_rows
-from peagle.kernels.norm.types import ResidualStream
+from peagle.kernels.norm.rms_norm import ResidualStream
 
 # N, K, gated: SmolLM2's q/k/v, o, gate and up, down; its drafters' first q/k/v and fc
 SHAPES = [

@@ -9,8 +9,7 @@ from torch.nn import functional as F
 
 from peagle.kernels.attention.dense import causal_attention
 from peagle.kernels.gemm import linear_torch as kernels
-from peagle.kernels.norm.rms_norm import rms_norm
-from peagle.kernels.norm.rms_norm_torch import rms_norm_torch
+from peagle.kernels.norm.rms_norm import rms_norm, rms_norm_torch
 from peagle.models.fused_cpu import FusedCpuDecoder, FusedCpuDrafter
 
 

@@ -32,8 +32,7 @@ from torch.nn import functional as F
 from peagle.kernels.gemm.linear_torch import linear_cpu, linear_torch
 from peagle.kernels.gemm.linear_triton import linear_residual_triton, linear_triton
 from peagle.kernels.gemm.tile_configs import max_triton_rows
-from peagle.kernels.norm.rms_norm import add_rms_norm, rms_norm
-from peagle.kernels.norm.types import ResidualStream
+from peagle.kernels.norm.rms_norm import ResidualStream, add_rms_norm, rms_norm
 from peagle.kernels.triton_utils import supports_triton
 
 

@@ -25,8 +25,8 @@ from peagle.kernels.gemm.tile_configs import (
     is_small_shape,
     power_of_two_within,
 )
+from peagle.kernels.norm.rms_norm import ResidualStream
 from peagle.kernels.norm.rms_norm_triton import rms_norm_triton
-from peagle.kernels.norm.types import ResidualStream
 from peagle.kernels.triton_utils import HAVE_TRITON, pdl_launch_options, supports_pdl
 
 # Most sums of squares that a GEMM takes over from its predecessor: every program reads all of them into registers.
