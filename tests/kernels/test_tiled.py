@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_weight_stationary import SHAPES, compiled, same_as_triton, usage_of
 
-from peagle.kernels.gemm.gluon_gemms import _tiled_kernel
+from peagle.kernels.gemm.gluon_gemms import _gluon_kernel
 from peagle.kernels.gemm.tile_configs import (
     MAX_STATIONARY_ROWS,
     MAX_TILED_ROWS,
@@ -73,7 +73,7 @@ def test_tiles_use_the_mma_of_few_rows(shape: tuple[int, int, bool], tmp_path: P
         fixed = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": TILE_K, "STEPS": steps}
         fixed |= {
             "STEPS_AHEAD": ahead,
-            "BUFFERS": min(ahead + 1, steps),
+            "REGISTER_TILES": 0,
             "WARPS_N": tile.warps_n,
             "WARPS_M": tile.warps_m,
         }
@@ -82,7 +82,7 @@ def test_tiles_use_the_mma_of_few_rows(shape: tuple[int, int, bool], tmp_path: P
             "LATE_LAUNCH": tile.late_launch,
             "BLOCK_SQUARES": 16,
         }
-        made = compiled(_tiled_kernel, shape, warps, **fixed)
+        made = compiled(_gluon_kernel, shape, warps, **fixed)
         before, after = made.asm["ptx"].split("griddepcontrol.wait")
         assert "wgmma" not in after
         products = re.findall(r"mma\.sync\.aligned\.m16n8k16", after)
@@ -110,4 +110,4 @@ def test_bits_equal_the_triton_gemm(
         return usual and config_for(T, *shape).tile is not None
 
     rows = (MAX_STATIONARY_ROWS + 1, 48, 64, 65, 100, 128, 129, 256, 257, 300, 384, 385, 512, 513, MAX_TILED_ROWS)
-    same_as_triton(shape, dtype, pdl, monkeypatch, "launch_tiled", rows, takes)
+    same_as_triton(shape, dtype, pdl, monkeypatch, rows, takes)

@@ -94,22 +94,21 @@ def same_as_triton(
     dtype: torch.dtype,
     pdl: bool,
     monkeypatch: pytest.MonkeyPatch,
-    launcher: str,
     rows: Iterable[int],
     takes: Callable[[int, bool], bool],
 ) -> None:
-    """Compares the launcher with the Triton GEMM: plain rows, rows with a prepared norm, and with a residual and a next
-    norm. `takes` says whether the launcher is used for a row count, with or without a residual."""
+    """Compares Gluon with the Triton GEMM: plain rows, rows with a prepared norm, and with a residual and a next norm.
+    `takes` says whether the Gluon GEMM is used for a row count, with or without a residual."""
     N, K, glu = shape
     columns = N // 2 if glu else N
     launched = []
-    launch = getattr(linear_triton, launcher)
+    launch = linear_triton.launch_gluon
 
     def counted(*args, **options):
         launched.append(1)
         launch(*args, **options)
 
-    monkeypatch.setattr(linear_triton, launcher, counted)
+    monkeypatch.setattr(linear_triton, "launch_gluon", counted)
     torch.manual_seed(0)
 
     def draw(*size: int, scale: float = 1.0) -> torch.Tensor:
@@ -152,8 +151,9 @@ def test_weights_are_loaded_before_the_wait(shape: tuple[int, int, bool], T: int
     steps, warps = K // config.block_k, rows // 8
     kept = min(gluon_gemms.REGISTER_TILES // parts, steps)
     fixed = {"BLOCK_M": rows, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "STEPS": steps}
-    fixed |= {"ACCUMULATORS": config.accumulators, "REGISTER_TILES": kept, "BLOCK_SQUARES": 64, "WARPS": warps}
-    made = compiled(gluon_gemms._weight_stationary_kernel, shape, warps, **fixed)
+    fixed |= {"STEPS_AHEAD": steps, "WARPS_N": 1, "WARPS_M": warps, "LATE_LAUNCH": False}
+    fixed |= {"ACCUMULATORS": config.accumulators, "REGISTER_TILES": kept, "BLOCK_SQUARES": 64}
+    made = compiled(gluon_gemms._gluon_kernel, shape, warps, **fixed)
     before, after = made.asm["ptx"].split("griddepcontrol.wait")
     copies = r"cp\.async\.\w+\.shared\.global"
     # 16 bytes per thread: all weights before the wait, only rows after it
@@ -176,7 +176,7 @@ def test_bits_equal_the_triton_gemm(
     shape: tuple[int, int, bool], dtype: torch.dtype, pdl: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     same_as_triton(
-        *(shape, dtype, pdl, monkeypatch, "launch_weight_stationary"),
+        *(shape, dtype, pdl, monkeypatch),
         (1, 2, 7, 8, 9, 14, 16, 17, 20, MAX_STATIONARY_ROWS),
         lambda T, residual: True,
     )

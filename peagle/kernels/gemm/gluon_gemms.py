@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from peagle.kernels.gemm.tile_configs import TILE_K, GemmConfig, TileConfig, stationary_rows
+from peagle.kernels.gemm.tile_configs import GemmConfig, TileConfig, stationary_rows
 from peagle.kernels.triton_utils import HAVE_TRITON, INTERPRETED
 
 TRITON_RELEASES = ("3.6.",)  # releases whose Gluon was tested
@@ -106,7 +106,7 @@ if HAVE_GLUON:
             gl.store(next_squares_ptr + tile * M + m, gl.sum((y * y).to(gl.float64), 0), mask=m < M)
 
     @gluon.jit(do_not_specialize=["M", "squares_count"])
-    def _weight_stationary_kernel(
+    def _gluon_kernel(
         x_ptr,
         w_ptr,
         y_ptr,
@@ -126,142 +126,9 @@ if HAVE_GLUON:
         BLOCK_N: gl.constexpr,
         BLOCK_K: gl.constexpr,
         STEPS: gl.constexpr,
+        STEPS_AHEAD: gl.constexpr,
         ACCUMULATORS: gl.constexpr,
         REGISTER_TILES: gl.constexpr,
-        GLU: gl.constexpr,
-        PDL: gl.constexpr,
-        BLOCK_SQUARES: gl.constexpr,
-        WARPS: gl.constexpr,
-    ):
-        """Computes one transposed output tile, [BLOCK_N weights] x [BLOCK_M rows]; sums as in linear_triton.py."""
-        dtype: gl.constexpr = y_ptr.dtype.element_ty
-        SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, WARPS], [16, 8])
-        LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-        RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 2)
-        COPIES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
-        SQUARES: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [1, WARPS], [1, 0])
-        SHARED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
-        PARTS: gl.constexpr = 2 if GLU else 1
-        TURNS: gl.constexpr = STEPS // ACCUMULATORS
-
-        tile = gl.program_id(0)
-        if PDL:
-            gdc_launch_dependents()
-        # Separate allocations: the compiler would serialize copies into parts of one allocation.
-        weights = ()
-        rows = ()
-        for _ in gl.static_range(STEPS * PARTS):
-            weights = weights + (gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_K], SHARED),)
-        for _ in gl.static_range(STEPS):
-            rows = rows + (gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_K], SHARED),)
-        k = gl.arange(0, BLOCK_K, gl.SliceLayout(0, COPIES))
-        n = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, COPIES))
-        w_ptrs = w_ptr + n.to(gl.int64)[:, None] * K + k[None, :]
-        up = (tile * 0 + N).to(gl.int64) * K
-        for step in gl.static_range(STEPS):
-            async_copy.async_copy_global_to_shared(weights[step * PARTS], w_ptrs + step * BLOCK_K)
-            if GLU:
-                async_copy.async_copy_global_to_shared(weights[step * PARTS + 1], w_ptrs + up + step * BLOCK_K)
-        async_copy.commit_group()
-        async_copy.wait_group(0)
-        registers = ()
-        for step in gl.static_range(REGISTER_TILES):
-            registers = registers + (weights[step * PARTS].load(LEFT),)
-            if GLU:
-                registers = registers + (weights[step * PARTS + 1].load(LEFT),)
-        if PDL:
-            gdc_wait()
-
-        # Rows past the last one are masked: reading the last row again would load the same words several times in every
-        # program. Their results are not stored.
-        first = gl.program_id(1) * BLOCK_M
-        m = first + gl.arange(0, BLOCK_M, gl.SliceLayout(1, COPIES))
-        x_ptrs = x_ptr + m[:, None] * x_stride + k[None, :]
-        valid = (m < M)[:, None]
-        for turn in gl.static_range(TURNS):
-            for i in gl.static_range(ACCUMULATORS):
-                at = (turn * ACCUMULATORS + i) * BLOCK_K
-                async_copy.async_copy_global_to_shared(rows[turn * ACCUMULATORS + i], x_ptrs + at, mask=valid)
-            async_copy.commit_group()
-
-        # Load the operands of the epilogue before the loop over K, so that they have arrived when it ends.
-        n = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, SUMS))
-        m = first + gl.arange(0, BLOCK_M, gl.SliceLayout(0, SUMS))
-        inside = (m < M)[None, :] & (n < N)[:, None]
-        next_norm = None
-        if next_norm_ptr is not None:
-            next_norm = gl.load(next_norm_ptr + n)
-        residual = None
-        if residual_ptr is not None:
-            residual = gl.load(residual_ptr + m[None, :] * residual_stride + n[:, None], mask=inside, other=0.0)
-        squares = None
-        if squares_ptr is not None:
-            squares = _load_squares(squares_ptr, squares_count, first, M, BLOCK_SQUARES, BLOCK_M, SQUARES)
-
-        accs = ()
-        ups = ()
-        for _ in gl.static_range(ACCUMULATORS):
-            accs = accs + (gl.zeros([BLOCK_N, BLOCK_M], gl.float32, SUMS),)
-            if GLU:
-                ups = ups + (gl.zeros([BLOCK_N, BLOCK_M], gl.float32, SUMS),)
-        for turn in gl.static_range(TURNS):
-            async_copy.wait_group(TURNS - 1 - turn)
-            new_accs = ()
-            new_ups = ()
-            for i in gl.static_range(ACCUMULATORS):
-                x = rows[turn * ACCUMULATORS + i].permute((1, 0)).load(RIGHT)
-                if turn * ACCUMULATORS + i < REGISTER_TILES:
-                    w = registers[(turn * ACCUMULATORS + i) * PARTS]
-                else:
-                    w = weights[(turn * ACCUMULATORS + i) * PARTS].load(LEFT)
-                new_accs = new_accs + (mma_v2(w, x, accs[i]),)
-                if GLU:
-                    if turn * ACCUMULATORS + i < REGISTER_TILES:
-                        w = registers[(turn * ACCUMULATORS + i) * PARTS + 1]
-                    else:
-                        w = weights[(turn * ACCUMULATORS + i) * PARTS + 1].load(LEFT)
-                    new_ups = new_ups + (mma_v2(w, x, ups[i]),)
-            accs = new_accs
-            ups = new_ups
-        acc = accs[0]
-        up_acc = ups[0] if GLU else None
-        for i in gl.static_range(1, ACCUMULATORS):
-            acc += accs[i]
-            if GLU:
-                up_acc += ups[i]
-
-        scale = None
-        if squares is not None:
-            scale = _inverse_rms(squares, K, eps, SUMS)
-        acc = _apply_norm_and_gate(acc, up_acc, scale, GLU)
-        if residual is not None:
-            acc += residual.to(gl.float32)
-        _store_output(acc.to(dtype), y_ptr, next_norm, scaled_ptr, next_squares_ptr, n, m, inside, tile, M, N)
-
-    @gluon.jit(do_not_specialize=["M", "squares_count"])
-    def _tiled_kernel(
-        x_ptr,
-        w_ptr,
-        y_ptr,
-        squares_ptr,
-        squares_count,
-        residual_ptr,
-        next_norm_ptr,
-        scaled_ptr,
-        next_squares_ptr,
-        M,
-        N,
-        K,
-        x_stride,
-        residual_stride,
-        eps,
-        BLOCK_M: gl.constexpr,
-        BLOCK_N: gl.constexpr,
-        BLOCK_K: gl.constexpr,
-        STEPS: gl.constexpr,
-        ACCUMULATORS: gl.constexpr,
-        STEPS_AHEAD: gl.constexpr,
-        BUFFERS: gl.constexpr,
         GLU: gl.constexpr,
         PDL: gl.constexpr,
         LATE_LAUNCH: gl.constexpr,
@@ -269,25 +136,31 @@ if HAVE_GLUON:
         WARPS_N: gl.constexpr,
         WARPS_M: gl.constexpr,
     ):
-        """Computes one transposed output tile, [BLOCK_N weights] x [BLOCK_M rows].
+        """Computes one transposed output tile, [BLOCK_N weights] x [BLOCK_M rows]; sums as in linear_triton.py.
 
-        STEPS_AHEAD steps over K are prefetched into BUFFERS shared buffers, used in turn.
+        STEPS_AHEAD steps over K are prefetched. Weight-stationary if REGISTER_TILES is not 0: all steps are, and so
+        many weight tiles are also loaded into registers before the wait.
         """
         dtype: gl.constexpr = y_ptr.dtype.element_ty
+        STATIONARY: gl.constexpr = REGISTER_TILES > 0
         WARPS: gl.constexpr = WARPS_N * WARPS_M
         SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS_N, WARPS_M], [16, 8])
         LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
         RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 2)
         COPIES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
         SQUARES: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [1, WARPS], [1, 0])
-        OUT: gl.constexpr = gl.BlockedLayout([8, 1], [BLOCK_N // 8, 256 // BLOCK_N], [1, WARPS], [0, 1])
+        # Each thread of a tiled GEMM stores outputs that are adjacent in memory.
+        WIDE: gl.constexpr = gl.BlockedLayout([8, 1], [BLOCK_N // 8, 256 // BLOCK_N], [1, WARPS], [0, 1])
+        OUT: gl.constexpr = SUMS if STATIONARY else WIDE
         SHARED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+        BUFFERS: gl.constexpr = STEPS_AHEAD + 1 if STEPS_AHEAD < STEPS else STEPS  # used in turn
         PARTS: gl.constexpr = 2 if GLU else 1
         TURNS: gl.constexpr = STEPS // ACCUMULATORS
 
-        tile = gl.program_id(1)
+        tile = gl.program_id(0 if STATIONARY else 1)
         if PDL and not LATE_LAUNCH:
             gdc_launch_dependents()
+        # Separate allocations: the compiler would serialize copies into parts of one allocation.
         weights = ()
         rows = ()
         for _ in gl.static_range(BUFFERS * PARTS):
@@ -298,24 +171,40 @@ if HAVE_GLUON:
         n = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, COPIES))
         w_ptrs = w_ptr + n.to(gl.int64)[:, None] * K + k[None, :]
         up = (tile * 0 + N).to(gl.int64) * K
-        # Accumulator by accumulator: the i-th step is the (i % TURNS)-th of accumulator i // TURNS.
+        # A tiled GEMM goes accumulator by accumulator: the i-th step is the (i % RUN)-th of accumulator i // RUN.
+        RUN: gl.constexpr = STEPS if STATIONARY else TURNS
         for i in gl.static_range(STEPS_AHEAD):
-            at = ((i % TURNS) * ACCUMULATORS + i // TURNS) * BLOCK_K
+            at = ((i % RUN) * (STEPS // RUN) + i // RUN) * BLOCK_K
             async_copy.async_copy_global_to_shared(weights[i * PARTS], w_ptrs + at)
             if GLU:
                 async_copy.async_copy_global_to_shared(weights[i * PARTS + 1], w_ptrs + up + at)
         async_copy.commit_group()
+        registers = ()
+        if STATIONARY:
+            async_copy.wait_group(0)
+            for step in gl.static_range(REGISTER_TILES):
+                registers = registers + (weights[step * PARTS].load(LEFT),)
+                if GLU:
+                    registers = registers + (weights[step * PARTS + 1].load(LEFT),)
         if PDL:
             gdc_wait()
 
-        # Rows past the last one read it again, and their results are not stored.
-        first = gl.program_id(0) * BLOCK_M
+        # Results of rows past the last one are not stored. A tiled GEMM reads the last row again for them; with few
+        # rows every program would load the same words several times, so there they are masked.
+        first = gl.program_id(1 if STATIONARY else 0) * BLOCK_M
         m = first + gl.arange(0, BLOCK_M, gl.SliceLayout(1, COPIES))
-        x_ptrs = x_ptr + gl.minimum(m, M - 1)[:, None] * x_stride + k[None, :]
-        for i in gl.static_range(STEPS_AHEAD):
-            at = ((i % TURNS) * ACCUMULATORS + i // TURNS) * BLOCK_K
-            async_copy.async_copy_global_to_shared(rows[i], x_ptrs + at)
-            async_copy.commit_group()
+        if STATIONARY:
+            x_ptrs = x_ptr + m[:, None] * x_stride + k[None, :]
+            for step in gl.static_range(STEPS):
+                async_copy.async_copy_global_to_shared(rows[step], x_ptrs + step * BLOCK_K, mask=(m < M)[:, None])
+                if (step + 1) % ACCUMULATORS == 0:
+                    async_copy.commit_group()
+        else:
+            x_ptrs = x_ptr + gl.minimum(m, M - 1)[:, None] * x_stride + k[None, :]
+            for i in gl.static_range(STEPS_AHEAD):
+                at = ((i % RUN) * (STEPS // RUN) + i // RUN) * BLOCK_K
+                async_copy.async_copy_global_to_shared(rows[i], x_ptrs + at)
+                async_copy.commit_group()
 
         # Load the operands of the epilogue before the loop over K, so that they have arrived when it ends.
         n = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, OUT))
@@ -327,45 +216,75 @@ if HAVE_GLUON:
         residual = None
         if residual_ptr is not None:
             residual = gl.load(residual_ptr + m[None, :] * residual_stride + n[:, None], mask=inside, other=0.0)
+        squares = None
         scale = None
         if squares_ptr is not None:
             squares = _load_squares(squares_ptr, squares_count, first, M, BLOCK_SQUARES, BLOCK_M, SQUARES)
-            scale = _inverse_rms(squares, K, eps, SUMS)
+            if not STATIONARY:
+                scale = _inverse_rms(squares, K, eps, SUMS)
 
-        acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, SUMS)
-        up_acc = acc
-        total = acc
-        up_total = acc
-        for i in gl.static_range(STEPS):
-            async_copy.wait_group(STEPS - 1 - i if STEPS - 1 - i < STEPS_AHEAD - 1 else STEPS_AHEAD - 1)
-            if i + STEPS_AHEAD < STEPS:
-                at = (((i + STEPS_AHEAD) % TURNS) * ACCUMULATORS + (i + STEPS_AHEAD) // TURNS) * BLOCK_K
-                async_copy.async_copy_global_to_shared(weights[(i + STEPS_AHEAD) % BUFFERS * PARTS], w_ptrs + at)
+        zeros = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, SUMS)
+        if STATIONARY:
+            accs = ()
+            ups = ()
+            for _ in gl.static_range(ACCUMULATORS):
+                accs = accs + (zeros,)
                 if GLU:
-                    async_copy.async_copy_global_to_shared(
-                        weights[(i + STEPS_AHEAD) % BUFFERS * PARTS + 1], w_ptrs + up + at
-                    )
-                async_copy.async_copy_global_to_shared(rows[(i + STEPS_AHEAD) % BUFFERS], x_ptrs + at)
-                async_copy.commit_group()
-            x = rows[i % BUFFERS].permute((1, 0)).load(RIGHT)
-            acc = mma_v2(weights[i % BUFFERS * PARTS].load(LEFT), x, acc)
-            if GLU:
-                up_acc = mma_v2(weights[i % BUFFERS * PARTS + 1].load(LEFT), x, up_acc)
-            if (i + 1) % TURNS == 0:
-                if i + 1 == TURNS:
-                    total = acc
-                    up_total = up_acc
-                else:
-                    total += acc
+                    ups = ups + (zeros,)
+            for step in gl.static_range(STEPS):
+                if step % ACCUMULATORS == 0:
+                    async_copy.wait_group(TURNS - 1 - step // ACCUMULATORS)
+                x = rows[step].permute((1, 0)).load(RIGHT)
+                w = registers[step * PARTS] if step < REGISTER_TILES else weights[step * PARTS].load(LEFT)
+                accs = accs[1:] + (mma_v2(w, x, accs[0]),)
+                if GLU:
+                    if step < REGISTER_TILES:
+                        w = registers[step * PARTS + 1]
+                    else:
+                        w = weights[step * PARTS + 1].load(LEFT)
+                    ups = ups[1:] + (mma_v2(w, x, ups[0]),)
+            total = accs[0]
+            up_total = ups[0] if GLU else None
+            for i in gl.static_range(1, ACCUMULATORS):
+                total += accs[i]
+                if GLU:
+                    up_total += ups[i]
+            if squares_ptr is not None:
+                scale = _inverse_rms(squares, K, eps, SUMS)
+        else:
+            acc = zeros
+            up_acc = zeros
+            total = zeros
+            up_total = zeros
+            for i in gl.static_range(STEPS):
+                async_copy.wait_group(STEPS - 1 - i if STEPS - 1 - i < STEPS_AHEAD - 1 else STEPS_AHEAD - 1)
+                if i + STEPS_AHEAD < STEPS:
+                    at = (((i + STEPS_AHEAD) % RUN) * (STEPS // RUN) + (i + STEPS_AHEAD) // RUN) * BLOCK_K
+                    async_copy.async_copy_global_to_shared(weights[(i + STEPS_AHEAD) % BUFFERS * PARTS], w_ptrs + at)
                     if GLU:
-                        up_total += up_acc
-                acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, SUMS)
-                up_acc = acc
+                        async_copy.async_copy_global_to_shared(
+                            weights[(i + STEPS_AHEAD) % BUFFERS * PARTS + 1], w_ptrs + up + at
+                        )
+                    async_copy.async_copy_global_to_shared(rows[(i + STEPS_AHEAD) % BUFFERS], x_ptrs + at)
+                    async_copy.commit_group()
+                x = rows[i % BUFFERS].permute((1, 0)).load(RIGHT)
+                acc = mma_v2(weights[i % BUFFERS * PARTS].load(LEFT), x, acc)
+                if GLU:
+                    up_acc = mma_v2(weights[i % BUFFERS * PARTS + 1].load(LEFT), x, up_acc)
+                if (i + 1) % TURNS == 0:
+                    if i + 1 == TURNS:
+                        total = acc
+                        up_total = up_acc
+                    else:
+                        total += acc
+                        if GLU:
+                            up_total += up_acc
+                    acc = zeros
+                    up_acc = zeros
         if PDL and LATE_LAUNCH:
             gdc_launch_dependents()
 
         total = _apply_norm_and_gate(total, up_total, scale, GLU)
-        # Give each thread outputs that are adjacent in memory.
         if residual is not None:
             y = (gl.convert_layout(total, OUT) + residual.to(gl.float32)).to(dtype)
         else:
@@ -373,34 +292,24 @@ if HAVE_GLUON:
         _store_output(y, y_ptr, next_norm, scaled_ptr, next_squares_ptr, n, m, inside, tile, M, N)
 
 
-def launch_weight_stationary(T: int, N: int, K: int, cfg: GemmConfig, *arguments: Any, **options: Any) -> None:
-    """Launches the weight-stationary GEMM; the arguments and options are those of linear_triton.py."""
-    steps, rows = K // cfg.block_k, stationary_rows(T)
-    _weight_stationary_kernel[(N // cfg.block_n, triton.cdiv(T, rows))](
-        *arguments,
-        BLOCK_M=rows,
-        BLOCK_N=cfg.block_n,
-        BLOCK_K=cfg.block_k,
-        STEPS=steps,
-        REGISTER_TILES=min(REGISTER_TILES // (2 if options["GLU"] else 1), steps),
-        WARPS=rows // 8,
-        num_warps=rows // 8,
-        **options,
-    )
-
-
-def launch_tiled(T: int, N: int, K: int, tile: TileConfig, *arguments: Any, **options: Any) -> None:
-    """Launches the tiled GEMM; the arguments and options are those of linear_triton.py."""
-    steps = K // TILE_K
-    ahead = min(tile.steps_ahead, steps)
-    _tiled_kernel[(triton.cdiv(T, tile.block_m), N // tile.block_n)](
+def launch_gluon(
+    T: int, N: int, K: int, cfg: GemmConfig, tile: TileConfig | None, *arguments: Any, **options: Any
+) -> None:
+    """Launches the tiled GEMM, or the weight-stationary one without a tile; arguments are those of linear_triton.py."""
+    steps, register_tiles = K // cfg.block_k, 0
+    if tile is None:
+        rows = stationary_rows(T)
+        tile = TileConfig(cfg.block_n, rows, 1, rows // 8, steps)
+        register_tiles = min(REGISTER_TILES // (2 if options["GLU"] else 1), steps)
+    blocks = (N // tile.block_n, triton.cdiv(T, tile.block_m))
+    _gluon_kernel[blocks if register_tiles else blocks[::-1]](
         *arguments,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
-        BLOCK_K=TILE_K,
+        BLOCK_K=cfg.block_k,
         STEPS=steps,
-        STEPS_AHEAD=ahead,
-        BUFFERS=min(ahead + 1, steps),
+        STEPS_AHEAD=min(tile.steps_ahead, steps),
+        REGISTER_TILES=register_tiles,
         LATE_LAUNCH=tile.late_launch,
         WARPS_N=tile.warps_n,
         WARPS_M=tile.warps_m,

@@ -55,7 +55,8 @@ def linear(
     plain = x.x if isinstance(x, ResidualStream) else x
     options: dict[str, Any] = {"norm_weight": norm_weight, "eps": eps, "glu": glu, "residual": residual}
     if _supports_kernels(plain, weight_NK, bias, norm_weight, residual):
-        if len(plain) <= max_triton_rows(*weight_NK.shape, glu):
+        N, K = weight_NK.shape
+        if len(plain) <= max_triton_rows(N, K, glu):
             return linear_triton(x, weight_NK, bias, **options)
         if residual is not None and bias is None and not glu:  # cuBLAS adds it
             normed = plain if norm_weight is None else rms_norm(plain, norm_weight, eps)
@@ -76,7 +77,8 @@ def linear_residual(
 ) -> ResidualStream:
     """Adds a linear layer to the residual stream and prepares the norm that reads it next (`next_norm`, `eps`)."""
     if next_norm is not None and _supports_kernels(x, weight_NK, bias, next_norm, residual):
-        if len(x) > max_triton_rows(*weight_NK.shape, False):
+        N, K = weight_NK.shape
+        if len(x) > max_triton_rows(N, K, False):
             # One launch for sum and norm; cuBLAS would first copy the residual into its output.
             normed, total = add_rms_norm(F.linear(x, weight_NK, bias), residual, next_norm, eps)
             return ResidualStream(total, next_norm, normed=normed)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from peagle.kernels.gemm.gluon_gemms import launch_tiled, launch_weight_stationary, supports_gluon
+from peagle.kernels.gemm.gluon_gemms import launch_gluon, supports_gluon
 from peagle.kernels.gemm.tile_configs import (
     MAX_FEW_ROWS,
     MAX_SKINNY_ROWS,
@@ -310,8 +310,8 @@ def linear_residual_triton(
     # The Triton GEMM adds a residual after a norm or a gate, which no model has, by an instruction that the tiled one
     # does not use.
     tile = cfg.tile if residual is None or (squares is None and not glu) else None
-    if tile is not None and not supports_gluon(x_TK, weight_NK, bias):
-        tile = None
+    gluon = (cfg.weight_stationary or tile is not None) and supports_gluon(x_TK, weight_NK, bias)
+    tile = tile if gluon else None
     tiles = triton.cdiv(columns, tile.block_n if tile is not None else cfg.block_n)
     out = ResidualStream(y)
     # Whether the next norm is prepared must not depend on T among row counts that round alike.
@@ -326,10 +326,8 @@ def linear_residual_triton(
     arguments = (*given, out.norm_weight, out.scaled, out.squares, T, columns, K, *strides, eps)
     options: dict[str, Any] = {"ACCUMULATORS": cfg.accumulators, "GLU": glu, **pdl_launch_options(y.device, pdl)}
     options["BLOCK_SQUARES"] = 1 if squares is None else triton.next_power_of_2(len(squares))
-    if cfg.weight_stationary and supports_gluon(x_TK, weight_NK, bias):
-        launch_weight_stationary(T, columns, K, cfg, *arguments, **options)
-    elif tile is not None:
-        launch_tiled(T, columns, K, tile, *arguments, **options)
+    if gluon:
+        launch_gluon(T, columns, K, cfg, tile, *arguments, **options)
     else:
         _launch(T, columns, K, cfg, bias, *arguments, **options)
     return out
