@@ -86,7 +86,7 @@ def read_page(html: str) -> Node:
 
 def charts(html: str) -> list[ElementTree.Element]:
     """The charts as XML. Raises if one is not well-formed."""
-    return [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", html, re.S)]
+    return [ElementTree.fromstring(svg) for svg in re.findall(r'<svg class="chart".*?</svg>', html, re.S)]
 
 
 def number(text: str) -> float:

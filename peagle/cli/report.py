@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -41,12 +40,14 @@ def report(
 
     if out is None and markdown is None:
         out = DEFAULT_OUT
-    summary = write_report(results, out, markdown, ReportSettings(title=title))
+    page = write_report(results, out, markdown, ReportSettings(title=title))
     if as_json:
-        print(json.dumps(asdict(summary)))
+        files = {"html": str(out) if out else None, "markdown": str(markdown) if markdown else None}
+        findings = {name: getattr(page, name) for name in ("recommendations", "warnings", "missing")}
+        print(json.dumps(files | findings))
         return
-    for line in (*summary.recommendations, *(f"warning: {warning}" for warning in summary.warnings)):
+    for line in (*page.recommendations, *(f"warning: {warning}" for warning in page.warnings)):
         print(line)
-    for path in (summary.html, summary.markdown):
+    for path in (out, markdown):
         if path is not None:
             print(f"wrote {path}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from peagle.engine.kv_cache import BLOCK_SIZE
 from peagle.engine.llm import LLM
 from peagle.engine.model_runner import ModelRunner
 from peagle.errors import UserError
+from peagle.results.files import replace_file
 from peagle.speculative.adaptive_k import StepCostTable
 
 StepKind = tuple[int, int]  # batch size, number of draft tokens
@@ -139,15 +139,9 @@ def _synchronize(runner: ModelRunner) -> None:
 
 
 def save_cost_table(path: Path, table: StepCostTable, key: CostTableKey, finished: bool) -> None:
-    """Replaces the file atomically. The engine also reads an unfinished table."""
-    temporary = path.with_name(f".{path.name}.unfinished")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    """The engine also reads an unfinished table."""
+    with replace_file(path, "--cost-table") as temporary:
         table.save(temporary, **asdict(key), finished=finished)
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise UserError(f"--cost-table {path}: cannot be written ({error.strerror})") from None
 
 
 def load_cost_table(path: Path, key: CostTableKey) -> StepCostTable:

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from peagle.config import ReportSettings
 from peagle.errors import UserError
-from peagle.report.acceptance import build_acceptance_section
-from peagle.report.estimates import build_plan_sections, build_tune_sections
-from peagle.report.page import ReportBlock, ReportPage, ReportSection, ReportTable, clean_strings, clean_text
-from peagle.report.render import render_html, render_markdown
-from peagle.report.sources import ResultSource, group_by
-from peagle.report.throughput import build_throughput_sections
-from peagle.results.files import read_results
-
-RUN_LABEL = re.compile(r"^.*?(?:K=|c=|/s)[^:]*: ")  # the start of a warning about one run
+from peagle.report.acceptance import add_acceptance
+from peagle.report.charts import format_number
+from peagle.report.page import ReportPage, ReportSection, ReportTable, clean_strings, render_html, render_markdown
+from peagle.report.sources import ResultSource, group_by, merge_warnings, method_name
+from peagle.report.throughput import add_throughput
+from peagle.results.files import read_results, replace_file
+from peagle.results.schema import PlanRow, TuneRow
 
 MISSING = {
     "eval": "acceptance (peagle eval)",
@@ -31,29 +26,18 @@ MISSING = {
 }
 
 
-@dataclass(frozen=True)
-class ReportSummary:
-    """What `peagle report` prints: the written files and the main statements."""
-
-    html: str | None
-    markdown: str | None
-    recommendations: tuple[str, ...]
-    warnings: tuple[str, ...]
-    missing: tuple[str, ...]
-
-
 def write_report(
     paths: Sequence[Path], html: Path | None, markdown: Path | None, settings: ReportSettings | None = None
-) -> ReportSummary:
+) -> ReportPage:
     page = build_page(read_sources(paths), settings or ReportSettings())
     for flag, out, render in (("--out", html, render_html), ("--markdown", markdown, render_markdown)):
         if out is None:
             continue
         if any(out.resolve() == path.resolve() for path in paths):
             raise UserError(f"{flag} {out}: is one of the result files; use another file")
-        _write_file(flag, out, render(page))
-    files = [None if path is None else str(path) for path in (html, markdown)]
-    return ReportSummary(files[0], files[1], page.recommendations, page.warnings, page.missing)
+        with replace_file(out, flag) as temporary:
+            temporary.write_text(render(page), encoding="utf-8")
+    return page
 
 
 def read_sources(paths: Sequence[Path]) -> list[ResultSource]:
@@ -72,33 +56,25 @@ def read_sources(paths: Sequence[Path]) -> list[ResultSource]:
 
 def build_page(sources: Sequence[ResultSource], settings: ReportSettings) -> ReportPage:
     sources = clean_strings(list(sources))
-    by_kind = {kind: [s for s in sources if s.results.kind == kind] for kind in MISSING}
-    parts = (
-        build_throughput_sections(by_kind["bench"]),
-        build_acceptance_section(by_kind["eval"], settings),
-        build_tune_sections(by_kind["tune"]),
-        build_plan_sections(by_kind["plan"]),
-    )
-    commands = group_by(sources, [source.results.provenance.command for source in sources])
-    return ReportPage(
-        title=clean_text(settings.title),
-        subtitle=_build_subtitle(sources),
-        recommendations=tuple(sentence for part in parts for sentence in part.recommendations),
-        tiles=tuple(tile for part in parts for tile in part.tiles),
-        warnings=merge_warnings([*_file_warnings(sources), *(w for part in parts for w in part.warnings)]),
-        missing=tuple(text for kind, text in MISSING.items() if not any(s.results.rows for s in by_kind[kind])),
-        sections=(*(section for part in parts for section in part.sections), _provenance_section(sources)),
-        commands=tuple((command, ", ".join(s.name for s in members)) for command, members in commands.items()),
-    )
+    by_kind = {kind: [s for s in sources if s.results.kind == kind and s.results.rows] for kind in MISSING}
+    page = ReportPage(clean_strings(settings.title), _build_subtitle(sources), warnings=_file_warnings(sources))
+    add_throughput(page, by_kind["bench"])
+    add_acceptance(page, by_kind["eval"], settings.min_responses)
+    for source in by_kind["tune"]:
+        _add_tune(page, source)
+    for source in by_kind["plan"]:
+        _add_plan(page, source)
+    _add_provenance(page, sources)
+    page.missing = [text for kind, text in MISSING.items() if not by_kind[kind]]
+    return page
 
 
 def _build_subtitle(sources: Sequence[ResultSource]) -> str:
     if not sources:
         return "No results."
     machines = dict.fromkeys(source.machine for source in sources)
-    days = sorted({source.results.provenance.started_at[:10] for source in sources})
-    period = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
-    return f"{len(sources)} result file{'' if len(sources) == 1 else 's'}, {period}, {' and '.join(machines)}"
+    days = dict.fromkeys(sorted(source.results.provenance.started_at[:10] for source in sources))
+    return f"Result files: {len(sources)}, {' to '.join(days)}, {' and '.join(machines)}"
 
 
 def _file_warnings(sources: Sequence[ResultSource]) -> list[str]:
@@ -108,48 +84,77 @@ def _file_warnings(sources: Sequence[ResultSource]) -> list[str]:
             warnings.append(f"{source.name}: has no rows.")
         if not source.results.finished:
             warnings.append(f"{source.name}: the run was not finished.")
-        warnings += [f"{source.name}: {warning}" for warning in source.results.warnings]
+        warnings += [f"{source.name}: {warning}" for warning in merge_warnings(source.results.warnings)]
     return warnings
 
 
-def merge_warnings(warnings: Sequence[str]) -> tuple[str, ...]:
-    """Merges warnings that differ only in the run and in numbers: the first one with the number of others."""
-    groups: dict[str, list[str]] = {}
-    for warning in dict.fromkeys(warnings):
-        text, num_labels = RUN_LABEL.subn("", warning)
-        groups.setdefault(re.sub(r"\d[\d.,]*", "#", text) if num_labels else warning, []).append(warning)
-    return tuple(first if not more else f"{first} (and {len(more)} more)" for first, *more in groups.values())
+def _add_tune(page: ReportPage, source: ResultSource) -> None:
+    """Timed decode steps: a row per batch size, a column per K."""
+    rows: list[TuneRow] = source.results.rows
+    if sentence := source.results.settings.get("recommendation"):
+        page.recommendations.append(f"Decode steps on {source.machine}. {sentence}")
+    if source.results.settings.get("acceptance_source") == "assumed":
+        page.warnings.append(f"{source.name}: acceptance rates are assumed, not measured.")
+    by_cell = {(row.batch_size, row.num_speculative_tokens): row for row in rows}
+    batch_sizes, ks = sorted({size for size, _ in by_cell}), sorted({k for _, k in by_cell})
+    texts, ratios = [], []
+    for size in batch_sizes:
+        cells = [by_cell.get((size, k)) for k in ks]
+        baseline = by_cell[size, 0].expected_output_throughput if (size, 0) in by_cell else 0.0
+        texts.append((str(size), *map(_tune_text, cells)))
+        ratios.append(
+            tuple(cell.expected_output_throughput / baseline if cell and baseline else None for cell in cells)
+        )
+    caption = (
+        "Expected output tokens/s, and measured milliseconds per step in brackets; * marks the fastest K. Tokens/s "
+        "follow from the acceptance rates. Blue is faster than no speculation, orange slower."
+    )
+    headings = ("batch size", *(f"K={k}" if k else "no speculation" for k in ks))
+    title = "Expected output tokens/s and time of a decode step"
+    table = ReportTable(title, headings, tuple(texts), caption, is_open=True, ratios=tuple(ratios))
+    page.sections.append(ReportSection(f"Decode steps: {source.name}", [table]))
 
 
-def _provenance_section(sources: Sequence[ResultSource]) -> ReportSection:
-    blocks: list[ReportBlock] = []
-    if sources:
-        rows = []
-        for source in sources:
-            provenance = source.results.provenance
-            commit = (provenance.commit or "–")[:12] + ("+" if (provenance.commit or "").endswith("+") else "")
-            versions = ", ".join(f"{name} {version}" for name, version in provenance.versions.items())
-            machine = ", ".join(f"{name} {value}" for name, value in provenance.machine.items())
-            cells = (provenance.started_at, f"{provenance.duration:,.0f}", commit, versions, machine)
-            rows.append((source.name, source.results.kind, *cells))
-        headings = ("file", "kind", "started at", "seconds", "commit", "versions", "machine")
-        blocks.append(ReportTable("Runs", headings, tuple(rows), is_open=True))
+def _tune_text(row: TuneRow | None) -> str:
+    if row is None:
+        return "–"
+    mark = "*" if row.chosen else ""
+    return f"{format_number(row.expected_output_throughput)} ({format_number(row.step_ms)}){mark}"
+
+
+def _add_plan(page: ReportPage, source: ResultSource) -> None:
+    if sentence := source.results.settings.get("recommendation"):
+        page.recommendations.append(f"Roofline model. {sentence}")
+    rows: list[PlanRow] = sorted(source.results.rows, key=lambda r: (r.concurrency, r.method, r.num_speculative_tokens))
+    headings = ("method", "concurrency", "K", "ms per step", "tokens/s", "GPUs", "$ per million tokens", "fastest")
+    cells = tuple(
+        (method_name(r.method), str(r.concurrency), str(r.num_speculative_tokens), format_number(r.step_ms))
+        + (format_number(r.output_throughput), str(r.num_gpus), format_number(r.cost_per_million_tokens))
+        + ("yes" if r.chosen else "",)
+        for r in rows
+    )
+    caption = "Estimates of a roofline model, not measured."
+    table = ReportTable("Planned throughput and cost", headings, cells, caption, is_open=True)
+    page.sections.append(ReportSection(f"Plan: {source.name}", [table]))
+
+
+def _add_provenance(page: ReportPage, sources: Sequence[ResultSource]) -> None:
+    rows, tables = [], []
     for source in sources:
+        provenance = source.results.provenance
+        commit = (provenance.commit or "–")[:12] + ("+" if (provenance.commit or "").endswith("+") else "")
+        versions = ", ".join(f"{name} {version}" for name, version in provenance.versions.items())
+        machine = ", ".join(f"{name} {value}" for name, value in provenance.machine.items())
+        cells = (provenance.started_at, f"{provenance.duration:,.0f}", commit, versions, machine)
+        rows.append((source.name, source.results.kind, *cells))
         settings = tuple(
             (name, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
             for name, value in source.results.settings.items()
         )
         if settings:
-            blocks.append(ReportTable(f"Settings of {source.name}", ("setting", "value"), settings))
-    return ReportSection("Provenance", tuple(blocks))
-
-
-def _write_file(flag: str, path: Path, text: str) -> None:
-    """Replaces the file atomically."""
-    temporary = path.with_name(f".{path.name}.unfinished")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise UserError(f"{flag} {path}: cannot be written ({error.strerror})") from None
+            tables.append(ReportTable(f"Settings of {source.name}", ("setting", "value"), settings))
+    headings = ("file", "kind", "started at", "seconds", "commit", "versions", "machine")
+    runs = ReportTable("Runs", headings, tuple(rows), is_open=True)
+    page.sections.append(ReportSection("Provenance", [runs, *tables]))
+    commands = group_by(sources, [source.results.provenance.command for source in sources])
+    page.commands = [(command, ", ".join(s.name for s in members)) for command, members in commands.items()]

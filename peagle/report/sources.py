@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from peagle.report.charts import NUM_STYLES
-from peagle.results.schema import Results
+from peagle.report.charts import MARKS
+from peagle.results.schema import METHOD_NAMES, Results
 
-METHOD_NAMES = {"none": "no speculation", "eagle3": "EAGLE-3", "p-eagle": "P-EAGLE"}
 METHOD_STYLES = {"none": 0, "p-eagle": 1, "eagle3": 2}
-METHOD_ORDER = ("none", "eagle3", "p-eagle")
 ENGINE_NAMES = {"embedded": "peagle", "vllm": "vLLM"}
 
 Item = TypeVar("Item")
@@ -44,22 +43,10 @@ def method_name(method: str) -> str:
     return METHOD_NAMES.get(method, method)
 
 
-def configuration_name(method: str, k: int | str | None) -> str:
-    """For example 'P-EAGLE with K=7'."""
-    if method == "none" or k == 0:
-        return "no speculation"
-    return method_name(method) if k is None else f"{method_name(method)} with K={k}"
-
-
 def engine_name(engine: str) -> str:
     """A server's address without scheme and path; other engines have a name."""
     address = engine.removeprefix("http://").removeprefix("https://").removesuffix("/").removesuffix("/v1")
     return ENGINE_NAMES.get(engine) or address
-
-
-def engine_host(engine: str) -> str:
-    """The engine's name without a port."""
-    return engine_name(engine).rpartition(":")[0] or engine_name(engine)
 
 
 def shortest_labels(keys: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...], str]:
@@ -72,8 +59,6 @@ def shortest_labels(keys: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...], st
     fields = [0]
     for field in range(1, len(unique[0]) if unique else 0):
         distinct = {tuple(key[i] for i in fields) for key in unique}
-        if len(distinct) == len(unique):
-            break
         if len({tuple(key[i] for i in (*fields, field)) for key in unique}) > len(distinct):
             fields.append(field)
     return {key: " ".join(key[i] for i in fields if key[i]) for key in unique}
@@ -88,13 +73,13 @@ def assign_styles(methods: Sequence[str]) -> list[int]:
         if own is not None and own not in styles:
             styles.append(own)
         else:
-            styles.append(unused.pop(0) if unused else len(styles) % NUM_STYLES)
+            styles.append(unused.pop(0) if unused else len(styles) % len(MARKS))
     return styles
 
 
 def split_panels(items: Sequence[Item]) -> list[Sequence[Item]]:
     """Groups of at most as many lines as one panel can distinguish."""
-    return [items[i : i + NUM_STYLES] for i in range(0, len(items), NUM_STYLES)]
+    return [items[i : i + len(MARKS)] for i in range(0, len(items), len(MARKS))]
 
 
 def group_by(items: Iterable[Item], keys: Iterable[Key]) -> dict[Key, list[Item]]:
@@ -103,3 +88,11 @@ def group_by(items: Iterable[Item], keys: Iterable[Key]) -> dict[Key, list[Item]
     for item, key in zip(items, keys, strict=True):
         groups.setdefault(key, []).append(item)
     return groups
+
+
+def merge_warnings(warnings: Sequence[str]) -> list[str]:
+    """Merges warnings that differ only in the run and in numbers: the first one with the number of others."""
+    unique = list(dict.fromkeys(warnings))
+    texts = [re.sub(r"\d[\d.,]*", "#", warning.partition(": ")[2] or warning) for warning in unique]
+    groups = group_by(unique, texts).values()
+    return [f"{first} (and {len(more)} more)" if more else first for first, *more in groups]

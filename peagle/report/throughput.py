@@ -5,43 +5,123 @@ Rows with different workloads, kinds of load, machines or targets are in separat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
-from peagle.report.axes import ChartAxis, format_interval, format_number, value_axis
-from peagle.report.bench_runs import (
-    NOT_MEASURED,
-    BenchRun,
-    ComparableRuns,
-    compare_runs,
-    is_conclusive,
-    name_runs,
-    recommend_per_load,
+from peagle.errors import UserError
+from peagle.report.charts import (
+    ChartLine,
+    ChartPanel,
+    ChartPoint,
+    format_interval,
+    format_number,
+    load_axis,
+    value_axis,
+    with_interval,
 )
-from peagle.report.charts import ChartLine, ChartPanel, ChartPoint, HeatCell, HeatPanel, LinePanel
-from peagle.report.page import (
-    HeadlineTile,
-    ReportBlock,
-    ReportFigure,
-    ReportNote,
-    ReportSection,
-    ReportTable,
-    SectionResult,
+from peagle.report.page import HeadlineTile, ReportBlock, ReportPage, ReportSection, ReportTable
+from peagle.report.sources import (
+    ENGINE_NAMES,
+    ResultSource,
+    assign_styles,
+    engine_name,
+    group_by,
+    merge_warnings,
+    method_name,
+    shortest_labels,
+    split_panels,
 )
-from peagle.report.render import render_sentence
-from peagle.report.sources import METHOD_ORDER, ResultSource, engine_name, group_by, method_name, split_panels
-from peagle.results.comparison import Speedup
-from peagle.results.schema import Interval, Percentiles
+from peagle.results.comparison import Speedup, compute_speedup, row_warnings
+from peagle.results.schema import METHOD_NAMES, BenchRow, configuration_name
 
 AUTO_STYLE = 5
+NOT_MEASURED = "–"
+MAX_INTERVAL_WIDTH = 2.0  # upper over lower end; a wider interval supports no recommendation
 COLOURS = "Blue is faster, orange slower, grey equal within 5% or inconclusive."
 
 GroupKey = tuple[str, str, str, str]  # workload digest, kind of load, machine, target
 
 
-def build_throughput_sections(sources: Sequence[ResultSource]) -> SectionResult:
+@dataclass(frozen=True)
+class BenchRun:
+    """A row with the names that the page uses."""
+
+    row: BenchRow
+    source: ResultSource
+    system: str = ""  # method and, if needed, drafter, file and label
+    engine: str = ""  # empty if there is only one engine
+    style: int = 0
+
+    @property
+    def load(self) -> float:
+        value = self.row.request_rate if self.row.concurrency is None else self.row.concurrency
+        assert value is not None, "rows are validated when they are read"
+        return float(value)
+
+    @property
+    def throughput(self) -> float:
+        return self.row.output_throughput
+
+    @property
+    def k(self) -> int | Literal["auto"] | None:
+        return self.row.num_speculative_tokens
+
+    @property
+    def configuration(self) -> str:
+        return configuration_name(self.row.method, self.k)
+
+    @property
+    def short_label(self) -> str:
+        return f"{self.system} K={self.k}" if self.k is not None else self.system
+
+    @property
+    def label(self) -> str:
+        return add_engine(self.short_label, self.engine)
+
+
+def add_engine(text: str, engine: str) -> str:
+    return f"{text}, {engine}" if engine else text
+
+
+@dataclass(frozen=True)
+class ComparableRuns:
+    """Runs of the same workload, kind of load, machine and target."""
+
+    runs: list[BenchRun]
+
+    @property
+    def load_unit(self) -> str:
+        return "request rate" if self.runs[0].row.concurrency is None else "concurrency"
+
+    @property
+    def loads(self) -> list[float]:
+        return sorted({run.load for run in self.runs})
+
+    @property
+    def engines(self) -> dict[str, list[BenchRun]]:
+        return group_by(self.runs, [run.engine for run in self.runs])
+
+    def load_name(self, load: float) -> str:
+        return f"{self.load_unit} {format_number(load)}"
+
+    def fastest(self, runs: Sequence[BenchRun], load: float) -> BenchRun | None:
+        """The fastest run with a fixed K or without speculation."""
+        candidates = [run for run in runs if run.load == load and run.k != "auto"]
+        return max(candidates, key=lambda run: run.throughput, default=None)
+
+    def baseline(self, run: BenchRun) -> BenchRun | None:
+        """The run without speculation of the same engine and load, preferably of the same file."""
+        same = [r for r in self.runs if r.row.method == "none" and (r.engine, r.load) == (run.engine, run.load)]
+        return next((r for r in same if r.source is run.source), same[0] if same else None)
+
+
+def add_throughput(page: ReportPage, sources: Sequence[ResultSource]) -> None:
     runs = [BenchRun(row, source) for source in sources for row in source.results.rows]
     if not runs:
-        return SectionResult()
+        return
     has_targets = len({run.source.target for run in runs} - {""}) > 1
     keys: list[GroupKey] = [
         (
@@ -53,25 +133,19 @@ def build_throughput_sections(sources: Sequence[ResultSource]) -> SectionResult:
         for run in runs
     ]
     groups = {key: ComparableRuns(name_runs(members)) for key, members in group_by(runs, keys).items()}
-    names = _name_groups(list(groups))
-    warnings = []
     if len(groups) > 1:
-        warnings.append("Runs with different workloads, loads, machines or targets are not compared.")
-    sections, recommendations = [], []
-    for key, group in groups.items():
-        title = f"Throughput: {names[key]}" if names[key] else "Throughput"
-        sections.append(ReportSection(title, _build_blocks(group)))
+        page.warnings.append("Runs with different workloads, loads, machines or targets are not compared.")
+    for key, name in _name_groups(list(groups)).items():
+        group = groups[key]
+        page.sections.append(ReportSection(f"Throughput: {name}" if name else "Throughput", _build_blocks(group)))
         for engine, members in group.engines.items():
-            for load in recommend_per_load(group, members):
-                facts = {"section": names[key], "engine": engine, "unit": group.load_unit, "r": load}
-                recommendations.append(render_sentence("bench.txt.jinja", **facts))
+            page.recommendations += [
+                ", ".join(part for part in (name, engine, sentence) if part) for sentence in recommend(group, members)
+            ]
         # files of `peagle bench` already contain the warnings of their rows
-        new = [w for run in group.runs for w in run.warnings if not run.source.results.warnings]
-        warnings += sorted(new, key=lambda warning: "failed" not in warning)
-    largest = max(groups.values(), key=lambda group: len(group.runs))
-    return SectionResult(
-        tuple(sections), tuple(recommendations), tuple(_build_tiles(largest)), tuple(dict.fromkeys(warnings))
-    )
+        new = [warning for run in group.runs if not run.source.results.warnings for warning in row_warnings(run.row)]
+        page.warnings += merge_warnings(sorted(new, key=lambda warning: "failed" not in warning))
+    page.tiles += _build_tiles(max(groups.values(), key=lambda group: len(group.runs)))
 
 
 def _name_groups(keys: Sequence[GroupKey]) -> dict[GroupKey, str]:
@@ -81,131 +155,213 @@ def _name_groups(keys: Sequence[GroupKey]) -> dict[GroupKey, str]:
     return {key: ", ".join(values[i] for i in varying) for key, values in parts.items()}
 
 
-def _build_blocks(group: ComparableRuns) -> tuple[ReportBlock, ...]:
-    notes = []
+def name_runs(runs: Sequence[BenchRun]) -> list[BenchRun]:
+    """Adds engine and system names and styles; the embedded engine comes first."""
+    names = _name_engines(runs)
+    ordered = sorted(dict.fromkeys(names.values()), key=lambda name: name != ENGINE_NAMES["embedded"])
+    named: list[BenchRun] = []
+    for name in ordered:
+        members = _name_systems([run for run in runs if names[run.row.engine] == name])
+        named += [dataclasses.replace(run, engine=name if len(ordered) > 1 else "") for run in members]
+    return named
+
+
+def _name_engines(runs: Sequence[BenchRun]) -> dict[str, str]:
+    """Names by engine address. Servers of one host that never ran the same configuration count as one engine, since
+    a server has one K."""
+    names: dict[str, str] = {}
+    hosts = [engine_name(run.row.engine).rpartition(":")[0] or engine_name(run.row.engine) for run in runs]
+    for host, members in group_by(runs, hosts).items():
+        addresses = {run.row.engine for run in members}
+        configurations = {(_configuration_key(run), run.row.engine) for run in members}
+        is_one_engine = len(addresses) > 1 and len({key for key, _ in configurations}) == len(configurations)
+        names |= {address: host if is_one_engine else engine_name(address) for address in addresses}
+    return names
+
+
+def _name_systems(runs: Sequence[BenchRun]) -> list[BenchRun]:
+    is_repeated = max(Counter(_configuration_key(run) for run in runs).values()) > 1
+    per_file = Counter((_configuration_key(run), run.source.name) for run in runs)
+    keys = [
+        (
+            method_name(run.row.method),
+            run.row.drafter or "",
+            run.source.name if is_repeated else "",
+            run.row.label if per_file[_configuration_key(run), run.source.name] > 1 else "",
+        )
+        for run in runs
+    ]
+    labels = shortest_labels(keys)
+    ordered = sorted(zip(runs, keys, strict=True), key=lambda pair: list(METHOD_NAMES).index(pair[0].row.method))
+    methods = {labels[key]: run.row.method for run, key in ordered}
+    styles = dict(zip(methods, assign_styles(list(methods.values())), strict=True))
+    return [dataclasses.replace(run, system=labels[key], style=styles[labels[key]]) for run, key in ordered]
+
+
+def _configuration_key(run: BenchRun) -> tuple[object, ...]:
+    return run.row.method, run.row.drafter, run.k, run.load
+
+
+def compare_runs(run: BenchRun | None, baseline: BenchRun | None) -> Speedup | str:
+    """The speedup, or the reason why there is none."""
+    if run is None or baseline is None:
+        return NOT_MEASURED
+    if baseline.throughput <= 0 or run.throughput <= 0:
+        return "no tokens"
+    try:
+        return compute_speedup(run.row, baseline.row)
+    except UserError as error:
+        return str(error)
+
+
+def is_conclusive(speedup: Speedup | str) -> bool:
+    """Whether the interval excludes 1 and is narrower than a factor of MAX_INTERVAL_WIDTH."""
+    if isinstance(speedup, str) or speedup.ci95 is None:
+        return False
+    low, high = speedup.ci95
+    return (low > 1 or high < 1) and high <= MAX_INTERVAL_WIDTH * low
+
+
+def recommend(group: ComparableRuns, runs: Sequence[BenchRun]) -> Iterator[str]:
+    """A sentence per load: the fastest run, compared with no speculation or, if that is fastest, with the next one."""
+    for load in group.loads:
+        candidates = sorted((r for r in runs if r.load == load), key=lambda r: r.throughput, reverse=True)
+        others = [r for r in candidates if r.configuration != candidates[0].configuration]
+        if not others:
+            continue
+        fastest, baseline = candidates[0], group.baseline(candidates[0])
+        has_baseline = baseline is not None and baseline is not fastest
+        speedup = compare_runs(fastest, baseline if has_baseline else others[0])
+        if isinstance(speedup, str) or not is_conclusive(speedup):
+            yield f"{group.load_name(load)}: cannot tell; rerun with more requests."
+            continue
+        gain = f" ({format_number(speedup.ratio, 'times')} no speculation)" if has_baseline else ""
+        ties = dict.fromkeys(r.configuration for r in others if not is_conclusive(compare_runs(fastest, r)))
+        tied = f"; tied: {', '.join(ties)}" if ties else ""
+        yield f"{group.load_name(load)}: {fastest.configuration} is fastest{gain}{tied}."
+
+
+def _build_blocks(group: ComparableRuns) -> list[ReportBlock]:
+    blocks: list[ReportBlock] = []
     for members in group.engines.values():
-        addresses = list(dict.fromkeys(engine_name(run.row.engine) for run in members))
+        addresses = dict.fromkeys(engine_name(run.row.engine) for run in members)
         if len(addresses) > 1:
-            notes.append(ReportNote(f"Shown as one engine: {', '.join(addresses)}."))
+            blocks.append(f"Shown as one engine: {', '.join(addresses)}.")
     if not any(run.row.method == "none" for run in group.runs):
-        notes.append(ReportNote("No speedups: there is no run without speculation."))
-    speedups = [_figure_speedup(group, engine, runs) for engine, runs in group.engines.items()]
-    figures = [_figure_by_load(group), *speedups, _figure_side_by_side(group)]
-    return (*notes, *(figure for figure in figures if figure is not None), _runs_table(group))
+        blocks.append("No speedups: there is no run without speculation.")
+    if len(group.loads) > 1:
+        blocks.append(_throughput_figure(group))
+    blocks += [_speedup_table(group, engine, runs) for engine, runs in group.engines.items()]
+    blocks += [_side_by_side_table(group), _runs_table(group)]
+    return [block for block in blocks if isinstance(block, str) or block.rows]
 
 
-def _fastest_per_load(group: ComparableRuns, runs: Sequence[BenchRun]) -> list[BenchRun]:
-    return [run for load in group.loads if (run := group.fastest(runs, load)) is not None]
-
-
-def _figure_by_load(group: ComparableRuns) -> ReportFigure | None:
-    if len(group.loads) < 2:
-        return None
-    panels: list[ChartPanel] = []
-    rows = []
-    y = _throughput_axis(group.runs)
+def _throughput_figure(group: ComparableRuns) -> ReportTable:
     title = "Throughput by load"
+    x = load_axis("requests/s" if group.load_unit == "request rate" else "concurrency", group.loads)
+    upper_ends = [interval[1] for run in group.runs if (interval := run.row.output_throughput_ci95) is not None]
+    y = value_axis("output tokens/s", [*(run.throughput for run in group.runs), *upper_ends])
+    panels, rows = [], []
     for engine, members in group.engines.items():
         lines = []
         for system, runs in group_by(members, [run.system for run in members]).items():
+            fastest = [run for load in group.loads if (run := group.fastest(runs, load)) is not None]
             auto = sorted((run for run in runs if run.k == "auto"), key=lambda run: run.load)
-            choices = ((system, _fastest_per_load(group, runs), runs[0].style), (f"{system} K=auto", auto, AUTO_STYLE))
-            for name, selected, style in choices:
+            for name, selected, style in ((system, fastest, runs[0].style), (f"{system} K=auto", auto, AUTO_STYLE)):
                 if selected:
                     lines.append(ChartLine(name, tuple(_throughput_point(group, run) for run in selected), style))
                     cells = {run.load: _throughput_and_k(run) for run in selected}
-                    rows.append((name, engine, *(cells.get(load, "–") for load in group.loads)))
-        panels += [LinePanel(engine or title, group.load_axis, y, tuple(some)) for some in split_panels(lines)]
+                    rows.append((add_engine(name, engine), *(cells.get(load, "–") for load in group.loads)))
+        panels += [ChartPanel(engine or title, x, y, tuple(some)) for some in split_panels(lines)]
     caption = "Output tokens/s with 95% intervals; the fastest K of each method. Hollow points: see the warnings."
-    table = _load_table("Output tokens/s, fastest K", group, rows)
-    return ReportFigure(title, caption, tuple(panels), table)
+    return ReportTable(title, _load_headings(group), tuple(rows), caption, panels=tuple(panels))
 
 
-def _figure_speedup(group: ComparableRuns, engine: str, members: Sequence[BenchRun]) -> ReportFigure | None:
-    speedups: dict[str, list[Speedup | str]] = {}
+def _throughput_point(group: ComparableRuns, run: BenchRun) -> ChartPoint:
+    interval = run.row.output_throughput_ci95
+    error = f" (95% {format_interval(interval)})" if interval else ", one repeat"
+    tooltip = f"{run.label}, {group.load_name(run.load)}: {format_number(run.throughput)} tokens/s{error}"
+    return ChartPoint(run.load, run.throughput, interval, tooltip, is_uncertain=bool(row_warnings(run.row)))
+
+
+def _throughput_and_k(run: BenchRun) -> str:
+    return format_number(run.throughput) if run.k is None else f"{format_number(run.throughput)} (K={run.k})"
+
+
+def _load_headings(group: ComparableRuns) -> tuple[str, ...]:
+    return "run", *map(group.load_name, group.loads)
+
+
+def _speedup_table(group: ComparableRuns, engine: str, members: Sequence[BenchRun]) -> ReportTable:
+    rows, ratios = [], []
     for label, runs in group_by(members, [run.short_label for run in members]).items():
         if runs[0].row.method != "none" and any(group.baseline(run) for run in runs):
             by_load = {run.load: compare_runs(run, group.baseline(run)) for run in runs}
-            speedups[label] = [by_load.get(load, NOT_MEASURED) for load in group.loads]
-    title = f"Speedup over no speculation, {engine}" if engine else "Speedup over no speculation"
-    caption = "Output tokens/s relative to the same engine without speculation, with 95% intervals."
-    return _speedup_figure(group, title, caption, speedups, {})
+            speedups = [by_load.get(load, NOT_MEASURED) for load in group.loads]
+            rows.append((label, *map(_speedup_text, speedups)))
+            ratios.append(tuple(map(_speedup_colour, speedups)))
+    title = add_engine("Speedup over no speculation", engine)
+    caption = f"Output tokens/s relative to the same engine without speculation, with 95% intervals. {COLOURS}"
+    return ReportTable(title, _load_headings(group), tuple(rows), caption, is_open=True, ratios=tuple(ratios))
 
 
-def _figure_side_by_side(group: ComparableRuns) -> ReportFigure | None:
+def _side_by_side_table(group: ComparableRuns) -> ReportTable:
     """P-EAGLE against EAGLE-3 per engine, and each engine against the others, each side at its fastest K."""
     engines = list(group.engines)
-
-    def select(engine: str, method: str) -> list[BenchRun]:
-        return [run for run in group.engines[engine] if run.row.method == method]
-
-    pairs = {
-        f"P-EAGLE over EAGLE-3{f', {engine}' if engine else ''}": (select(engine, "p-eagle"), select(engine, "eagle3"))
-        for engine in engines
-    }
+    pairs = {add_engine("P-EAGLE over EAGLE-3", e): ((e, "p-eagle"), (e, "eagle3")) for e in engines}
     for i, engine in enumerate(engines):
         for other in engines[i + 1 :]:
-            for method in METHOD_ORDER:
-                name = f"{engine} over {other}, {method_name(method)}"
-                pairs[name] = (select(engine, method), select(other, method))
-    speedups: dict[str, list[Speedup | str]] = {}
-    ks: dict[str, list[str]] = {}
-    for name, (ours, theirs) in pairs.items():
-        if ours and theirs:
-            sides = [(group.fastest(ours, load), group.fastest(theirs, load)) for load in group.loads]
-            speedups[name] = [compare_runs(mine, other) for mine, other in sides]
-            ks[name] = [f" K={a.k or '–'} over K={b.k or '–'}" if a and b else "" for a, b in sides]
-    caption = "Output tokens/s of one over the other, each with its fastest K."
-    return _speedup_figure(group, "Side by side, fastest K each", caption, speedups, ks)
-
-
-def _speedup_figure(
-    group: ComparableRuns, title: str, caption: str, speedups: dict[str, list[Speedup | str]], ks: dict[str, list[str]]
-) -> ReportFigure | None:
-    if not speedups:
-        return None
-    cells, rows = [], []
-    for name, values in speedups.items():
-        pairs = list(zip(group.loads, values, strict=True))
-        cells.append(tuple(_speedup_cell(f"{name}, {group.load_name(load)}", value) for load, value in pairs))
-        suffixes = ks.get(name, [""] * len(values))
-        rows.append((name, "", *(_speedup_text(v) + suffix for v, suffix in zip(values, suffixes, strict=True))))
-    columns = tuple(format_number(load) for load in group.loads)
-    panel = HeatPanel(title, group.load_axis.label, tuple(speedups), columns, tuple(cells))
-    return ReportFigure(title, f"{caption} {COLOURS}", (panel,), _load_table(title, group, rows, has_engines=False))
-
-
-def _speedup_cell(label: str, speedup: Speedup | str) -> HeatCell | None:
-    if isinstance(speedup, str):
-        return None if speedup == NOT_MEASURED else HeatCell("n/a", "", None, f"{label}: {speedup}")
-    fine = f"{speedup.ci95[0]:.2f}–{speedup.ci95[1]:.2f}" if speedup.ci95 else "no interval"
-    ratio = speedup.ratio if is_conclusive(speedup) else 1.0
-    return HeatCell(format_number(speedup.ratio, "times"), fine, ratio, f"{label}: {speedup}")
+            for method in METHOD_NAMES:
+                pairs[f"{engine} over {other}, {method_name(method)}"] = (engine, method), (other, method)
+    systems = group_by(group.runs, [(run.engine, run.row.method) for run in group.runs])
+    rows, ratios = [], []
+    for name, (first, second) in pairs.items():
+        if first in systems and second in systems:
+            texts, colours = [], []
+            for load in group.loads:
+                mine, other_run = group.fastest(systems[first], load), group.fastest(systems[second], load)
+                speedup = compare_runs(mine, other_run)
+                ks = f" K={mine.k or '–'} over K={other_run.k or '–'}" if mine and other_run else ""
+                texts.append(_speedup_text(speedup) + ks)
+                colours.append(_speedup_colour(speedup))
+            rows.append((name, *texts))
+            ratios.append(tuple(colours))
+    title = "Side by side, fastest K each"
+    caption = f"Output tokens/s of one over the other, each with its fastest K. {COLOURS}"
+    return ReportTable(title, _load_headings(group), tuple(rows), caption, is_open=True, ratios=tuple(ratios))
 
 
 def _speedup_text(speedup: Speedup | str) -> str:
     if isinstance(speedup, str):
-        return "–" if speedup == NOT_MEASURED else speedup
-    return _with_interval(format_number(speedup.ratio, "times"), speedup.ci95)
+        return speedup
+    return with_interval(format_number(speedup.ratio, "times"), speedup.ci95)
+
+
+def _speedup_colour(speedup: Speedup | str) -> float | None:
+    if isinstance(speedup, str):
+        return None
+    return speedup.ratio if is_conclusive(speedup) else 1.0
 
 
 def _runs_table(group: ComparableRuns) -> ReportTable:
-    headings = ["run", group.load_axis.label, "tokens/s", "95% interval", "acceptance length"]
-    latencies = ("ttft_ms", "tpot_ms", "itl_ms")
-    headings += [f"{name.removesuffix('_ms').upper()} {p} ms" for name in latencies for p in ("median", "p99")]
+    headings = ["run", group.load_unit, "tokens/s", "95% interval", "acceptance length"]
+    latencies = [(name, p) for name in ("ttft_ms", "tpot_ms", "itl_ms") for p in ("median", "p99")]
+    headings += [f"{name.removesuffix('_ms').upper()} {p} ms" for name, p in latencies]
     rows = []
     for run in group.runs:
         repeats = run.row.repeats
-        lengths = [r.acceptance_length for r in repeats if r.acceptance_length is not None]
-        values: list[float | None] = [sum(lengths) / len(lengths) if lengths else None]
-        for name in latencies:
-            mean = _mean_percentiles([getattr(repeat, name) for repeat in repeats])
-            values += [mean.median, mean.p99] if mean else [None, None]
+        values = [_mean([repeat.acceptance_length for repeat in repeats])]
+        values += [_mean([getattr(getattr(r, name), p, None) for r in repeats]) for name, p in latencies]
         num_failed = sum(sum(repeat.failed.values()) for repeat in repeats)
         throughput = (format_number(run.throughput), format_interval(run.row.output_throughput_ci95))
         counts = (str(len(repeats)), str(num_failed))
         rows.append((run.label, format_number(run.load), *throughput, *map(format_number, values), *counts))
     return ReportTable("All runs", (*headings, "repeats", "failed"), tuple(rows))
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
 
 
 def _build_tiles(group: ComparableRuns) -> list[HeadlineTile]:
@@ -222,49 +378,3 @@ def _build_tiles(group: ComparableRuns) -> list[HeadlineTile]:
     description = f"{best.label}, {group.load_name(best.load)}"
     tiles.append(HeadlineTile("Highest output tokens/s", format_number(best.throughput), description))
     return tiles
-
-
-def _load_table(
-    title: str, group: ComparableRuns, rows: Sequence[tuple[str, ...]], has_engines: bool = True
-) -> ReportTable:
-    """A column per load after the row's name and its engine; the engine is left out if there is only one."""
-    loads = tuple(group.load_name(load) for load in group.loads)
-    if not has_engines or len(group.engines) == 1:
-        return ReportTable(title, ("run", *loads), tuple((row[0], *row[2:]) for row in rows))
-    return ReportTable(title, ("run", "engine", *loads), tuple(rows))
-
-
-def _throughput_point(group: ComparableRuns, run: BenchRun) -> ChartPoint:
-    low, high = _error_bar(run) or (None, None)
-    return ChartPoint(run.load, run.throughput, low, high, _tooltip(group, run), is_uncertain=bool(run.warnings))
-
-
-def _tooltip(group: ComparableRuns, run: BenchRun) -> str:
-    interval = run.row.output_throughput_ci95
-    error = f" (95% {format_interval(interval)})" if interval else ", one repeat"
-    return f"{run.label}, {group.load_name(run.load)}: {format_number(run.throughput)} tokens/s{error}"
-
-
-def _throughput_axis(runs: Sequence[BenchRun]) -> ChartAxis:
-    return value_axis("output tokens/s", [v for run in runs for v in (run.throughput, *(_error_bar(run) or ()))])
-
-
-def _error_bar(run: BenchRun) -> Interval | None:
-    """The interval, cut off at a quarter of the value: a logarithmic axis cannot show values at or below zero."""
-    interval = run.row.output_throughput_ci95
-    return None if interval is None else (max(interval[0], run.throughput / 4), interval[1])
-
-
-def _mean_percentiles(values: Sequence[Percentiles | None]) -> Percentiles | None:
-    known = [value for value in values if value is not None]
-    if not known:
-        return None
-    return Percentiles(*(sum(getattr(v, n) for v in known) / len(known) for n in ("mean", "median", "p95", "p99")))
-
-
-def _with_interval(text: str, interval: Interval | None) -> str:
-    return text if interval is None else f"{text} ({format_interval(interval)})"
-
-
-def _throughput_and_k(run: BenchRun) -> str:
-    return format_number(run.throughput) if run.k is None else f"{format_number(run.throughput)} (K={run.k})"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import GenericAlias, NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -16,16 +17,23 @@ from peagle.results.schema import ROW_CLASSES, SCHEMA_VERSION, Results
 MAX_NUMBER = 1e18  # larger numbers, and 1e999 which JSON reads as infinity, are rejected
 
 
-def write_results(path: Path, results: Results) -> None:
-    """Replaces the file atomically."""
+@contextmanager
+def replace_file(path: Path, flag: str = "") -> Iterator[Path]:
+    """Yields a temporary path that replaces `path` at the end. `flag` is the option that named the path."""
     temporary = path.with_name(f".{path.name}.unfinished")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(to_json(results), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        yield temporary
         os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise UserError(f"{path}: cannot be written ({error.strerror})") from None
+        with suppress(OSError):
+            temporary.unlink()
+        raise UserError(f"{flag} {path}: cannot be written ({error.strerror})".strip()) from None
+
+
+def write_results(path: Path, results: Results) -> None:
+    with replace_file(path) as temporary:
+        temporary.write_text(json.dumps(to_json(results), indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def read_results(path: Path) -> Results:

@@ -20,6 +20,15 @@ SCHEMA_VERSION = 2
 Interval: TypeAlias = tuple[float, float]
 ResultKind = Literal["eval", "bench", "tune", "plan"]
 LoopingResponses = Literal["included", "excluded"]
+METHOD_NAMES = {"none": "no speculation", "eagle3": "EAGLE-3", "p-eagle": "P-EAGLE"}
+
+
+def configuration_name(method: str, k: int | str | None) -> str:
+    """For example 'P-EAGLE with K=7'."""
+    if method == "none" or k == 0:
+        return METHOD_NAMES["none"]
+    name = METHOD_NAMES.get(method, method)
+    return name if k is None else f"{name} with K={k}"
 
 
 def _require(condition: bool, field_name: str, expected: str) -> None:

@@ -35,9 +35,8 @@ from typer.testing import CliRunner
 from peagle.cli.app import app
 from peagle.config import ReportSettings
 from peagle.errors import UserError
-from peagle.report.build import build_page, merge_warnings, write_report
-from peagle.report.page import ReportPage
-from peagle.report.render import render_html, render_markdown
+from peagle.report.build import build_page, write_report
+from peagle.report.page import ReportPage, render_html, render_markdown
 from peagle.report.sources import ResultSource
 from peagle.results.files import write_results
 from peagle.results.schema import AcceptanceRow, BenchRepeat, BenchRow, Percentiles, PlanRow, Results, TuneRow
@@ -79,8 +78,9 @@ def around(throughput: float) -> tuple[float, float, float]:
     return throughput * 0.995, throughput, throughput * 1.005
 
 
-def figure(page: Node, title: str) -> Node:
-    return next(f for f in page.all("figure") if f.all("h3")[0].text == title)
+def table_of(page: Node, title: str) -> Node:
+    (found,) = page.all("div", **{"aria-label": title})
+    return found.all("table")[0]
 
 
 def figure_charts(html: str, title: str) -> list[Any]:
@@ -89,7 +89,7 @@ def figure_charts(html: str, title: str) -> list[Any]:
 
 
 def ratios(node: Node) -> list[str]:
-    return [t.text for t in node.all("text", class_="value") if "×" in t.text]
+    return [cell.text for cell in node.all("td") if "×" in cell.text]
 
 
 def throughput_sections(page: Node) -> list[Node]:
@@ -129,12 +129,12 @@ def test_ratios_are_those_of_the_means() -> None:
     def mean(engine: str, k: Any, concurrency: int) -> float:
         return find_row(throughput, engine, k, concurrency).output_throughput
 
-    table = figure(page, "Speedup over no speculation, peagle").all("table")[0].rows
+    table = table_of(page, "Speedup over no speculation, peagle").rows
     line = next(row for row in table if row[0] == "P-EAGLE K=7")
     expected = mean("embedded", 7, 1) / mean("embedded", None, 1)
     assert number(line[1].split()[0]) == pytest.approx(expected, abs=0.006)
     assert line[2:] == ["–", "–"], "there is no baseline at 8 and 64"
-    table = figure(page, "Side by side, fastest K each").all("table")[0].rows
+    table = table_of(page, "Side by side, fastest K each").rows
     line = next(row for row in table if row[0] == "peagle over localhost:8000, P-EAGLE")
     for column, concurrency in ((1, 1), (2, 8)):
         expected = mean("embedded", 7, concurrency) / mean("http", 7, concurrency)
@@ -238,7 +238,7 @@ def test_other_lengths_machines_loads_and_targets_are_not_compared() -> None:
     baseline, drafted = bench_row("none", None, 1, 100.0, 101.0), bench_row("p-eagle", 7, 1, 300.0, 301.0)
     short = replace(drafted, repeats=[repeat(300.0, num_tokens=400), repeat(301.0, num_tokens=400)])
     page = read_page(render_html(page_of(bench(baseline, short))))
-    assert not ratios(page) and "mean output lengths" in figure(page, "Speedup over no speculation").text
+    assert not ratios(page) and "mean output lengths" in table_of(page, "Speedup over no speculation").text
     other_machine = Results("bench", replace(PROVENANCE, machine={"gpu": "B200"}), {}, [drafted])
     open_loop = bench(replace(drafted, concurrency=None, request_rate=2.0))
     targets = [replace(bench(row), settings={"target": f"t{i}"}) for i, row in enumerate((baseline, drafted))]
@@ -252,9 +252,9 @@ def test_servers_with_different_k_are_one_engine() -> None:
     plain, drafting = "http://gpu:8000/v1", "http://gpu:8001/v1"
     rows = [bench_row("none", None, 1, 100.0, engine=plain), bench_row("p-eagle", 7, 1, 250.0, engine=drafting)]
     page = read_page(render_html(page_of(bench(*rows))))
-    assert set(ratios(page)) == {"2.50×"} and "Shown as one engine: gpu:8000, gpu:8001" in page.text
+    assert ratios(page) == ["2.50×"] and "Shown as one engine: gpu:8000, gpu:8001" in page.text
     page = read_page(render_html(page_of(bench(*rows, bench_row("none", None, 1, 90.0, engine=drafting)))))
-    assert set(ratios(page)) >= {"2.78×"} and "Shown as one engine" not in page.text
+    assert "2.78×" in ratios(page) and "Shown as one engine" not in page.text
 
 
 def test_data_sets_with_other_settings_are_not_compared() -> None:
@@ -298,12 +298,12 @@ def test_hostile_names_stay_text() -> None:
     assert len(page.all("script")) == 1 and not page.all("img")
     assert not [name for node in page.all() for name in node.attributes if name.startswith("on")]
     assert {node.attributes.get("href", "#")[:1] for node in page.all("a")} == {"#"}
-    assert len(charts(html)) == len(page.all("svg")) and not set("\u202e\x07") & set(html)
+    assert len(charts(html)) == len(page.all("svg", class_="chart")) and not set("\u202e\x07") & set(html)
     visible = HOSTILE.replace("\u202e", "\ufffd").replace("\x07", "\ufffd").replace("\ud800", "\ufffd")
     assert page.all("h1")[0].text == visible == page.all("pre")[0].text == page.all("title")[0].text
     for table in page.all("table"):
         assert len({len(row) for row in table.rows}) == 1
-    markdown = re.sub(r"^(`{3,})\n.*?\n\1$", "", render_markdown(built), flags=re.M | re.S)
+    markdown = re.sub(r"^    .*$", "", render_markdown(built), flags=re.M)  # without code
     assert "<" not in markdown and not re.search(r"(?<!\\)\[|(?<!\\)`", markdown)
 
 
@@ -341,7 +341,7 @@ def test_unreliable_runs_have_warnings_and_hollow_points() -> None:
     for chart in figure_charts(render_html(built), "Throughput by load"):
         assert len([e for e in chart.iter("path") if e.get("class") == "mark hollow"]) == 2
     own = page_of(replace(bench(*rows, failed), warnings=["the server was busy"]))
-    assert own.warnings == ("file0: the server was busy",), "warnings of the file are not repeated"
+    assert own.warnings == ["file0: the server was busy"], "warnings of the file are not repeated"
     html = render_html(page_of(bench(*rows)))
     assert "hollow" not in re.sub(r"(?s)<style>.*</style>", "", html)
 
@@ -352,10 +352,10 @@ def test_recommendations_of_tune_and_plan_are_those_of_the_files() -> None:
     planned = [PlanRow(1, 3, "p-eagle", 1.0, 2.0, 1, 3.0, True)]
     plan_settings = {"recommendation": "Fastest: P-EAGLE with K=3 at concurrency 1."}
     page = page_of(Results("tune", PROVENANCE, settings, tuned), Results("plan", PROVENANCE, plan_settings, planned))
-    assert page.recommendations == (
+    assert page.recommendations == [
         "Decode steps on NVIDIA H200. Fastest: K=7 up to batch size 1.",
         "Roofline model. Fastest: P-EAGLE with K=3 at concurrency 1.",
-    )
+    ]
     assert "assumed" in page.warnings[0]
 
 
@@ -368,8 +368,8 @@ def test_an_inconclusive_speedup_is_grey_and_has_no_tile(
 ) -> None:
     page = page_of(bench(bench_row("none", None, 4, *baseline), bench_row("p-eagle", 3, 4, *drafted)))
     assert ("Largest speedup" in [tile.title for tile in page.tiles]) is has_tile
-    for chart in figure_charts(render_html(page), "Speedup over no speculation"):
-        assert [g.get("class") for g in chart.iter("g")] == [step]
+    (cell,) = table_of(read_page(render_html(page)), "Speedup over no speculation").all("td")
+    assert cell.has("class_", step)
 
 
 def test_the_command_writes_both_formats(tmp_path: Path) -> None:
@@ -389,7 +389,7 @@ def test_the_command_writes_both_formats(tmp_path: Path) -> None:
         ([tmp_path / "none.json"], out, "none.json"),
         ([markdown], out, "JSON"),
         ([first], first, "--out .*is one of the result files"),
-        ([first], tmp_path / "no" / "r.html", "cannot be written"),
+        ([first], first / "r.html", "cannot be written"),
     ):
         with pytest.raises(UserError, match=message) as raised:
             write_report(paths, html, None)
@@ -409,9 +409,3 @@ def test_invalid_numbers_are_refused_by_name(tmp_path: Path, value: str) -> None
     path.write_text(re.sub(r'"duration": [\d.e+-]+', '"duration": 1e-320', text))
     with pytest.raises(UserError, match=r"rows\[0\]"):
         write_report([path], tmp_path / "r.html", None)
-
-
-def test_warnings_about_several_runs_are_merged() -> None:
-    runs = [f"file: peagle p-eagle K={k}, c={c}: a repeat took only {c / 9:.1f} s" for k in (3, 7) for c in (1, 8)]
-    others = ["file: the run was not finished", "file2: the run was not finished", "a, b, K=3: other words of 3.1"]
-    assert merge_warnings([*runs, *others, others[0]]) == (f"{runs[0]} (and 3 more)", *others)

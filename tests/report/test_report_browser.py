@@ -19,7 +19,7 @@ from test_build import HOSTILE, bench, bench_row
 
 from peagle.config import ReportSettings
 from peagle.report.build import build_page
-from peagle.report.render import render_html
+from peagle.report.page import render_html
 from peagle.report.sources import ResultSource
 from peagle.results.schema import AcceptanceRow, PlanRow, Results, TuneRow
 from scripts.browser import Tab, open_browser
@@ -45,13 +45,12 @@ READ_TEXTS = """
     const box = node.getBoundingClientRect();
     if (!box.width || !box.height || !node.checkVisibility()) continue;
     const svg = node.closest("svg"), style = getComputedStyle(node);
-    let under = behind(node), out = false;
+    const under = behind(node);
+    let out = false;
     if (svg) {
       const frame = svg.getBoundingClientRect();
       const beyond = [frame.left - box.left, box.right - frame.right, frame.top - box.top, box.bottom - frame.bottom];
       out = Math.max(...beyond) > 1;
-      const cell = node.closest("g")?.querySelector("rect.cell");
-      if (cell) under = parse(getComputedStyle(cell).fill);
     }
     const front = parse(svg ? style.fill : style.color);
     const [a, b] = [light(front.slice(0, 3)), light(under.slice(0, 3))].sort((x, y) => y - x);
@@ -64,7 +63,7 @@ READ_TEXTS = """
 # Pairs of chart texts that overlap.
 READ_OVERLAPS = """
 (() => [...document.querySelectorAll("svg")].filter((s) => s.checkVisibility()).flatMap((svg) => {
-  const texts = [...svg.querySelectorAll("text.label, text.tick, text.value, text.fine, text.note")];
+  const texts = [...svg.querySelectorAll("text.axis, text.tick")];
   const boxes = texts.map((e) => [e.textContent, e.getBoundingClientRect()]);
   const across = (x, y) => Math.min(x.right, y.right) - Math.max(x.left, y.left);
   const down = (x, y) => Math.min(x.bottom, y.bottom) - Math.max(x.top, y.top);

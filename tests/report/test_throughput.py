@@ -6,24 +6,17 @@ import pytest
 from report_page import PROVENANCE
 from test_build import around, bench, bench_row
 
-from peagle.report.bench_runs import (
-    BenchRun,
-    ComparableRuns,
-    LoadRecommendation,
-    is_conclusive,
-    name_runs,
-    recommend_per_load,
-)
-from peagle.report.render import render_sentence
 from peagle.report.sources import ResultSource
+from peagle.report.throughput import BenchRun, ComparableRuns, is_conclusive, name_runs
+from peagle.report.throughput import recommend as recommend_runs
 from peagle.results.comparison import Speedup
 from peagle.results.schema import BenchRow, Results
 
 
-def recommend(*rows: BenchRow) -> list[LoadRecommendation]:
+def recommend(*rows: BenchRow) -> list[str]:
     source = ResultSource("file", Results("bench", PROVENANCE, {}, list(rows)))
     group = ComparableRuns(name_runs([BenchRun(row, source) for row in rows]))
-    return recommend_per_load(group, group.runs)
+    return list(recommend_runs(group, group.runs))
 
 
 @pytest.mark.parametrize(
@@ -40,9 +33,9 @@ def test_the_fastest_configuration_is_recommended_with_its_ties() -> None:
     rows += [bench_row("p-eagle", 3, 1, *around(250.0)), bench_row("p-eagle", 3, 8, *around(1596.0))]
     rows += [bench_row("p-eagle", 3, 64, *around(5000.0))]
     assert recommend(*rows) == [
-        LoadRecommendation("1", "P-EAGLE with K=7", "3.00×", ()),
-        LoadRecommendation("8", "P-EAGLE with K=7", "2.00×", ("P-EAGLE with K=3",)),
-        LoadRecommendation("64", "no speculation", "", ()),
+        "concurrency 1: P-EAGLE with K=7 is fastest (3.00× no speculation).",
+        "concurrency 8: P-EAGLE with K=7 is fastest (2.00× no speculation); tied: P-EAGLE with K=3.",
+        "concurrency 64: no speculation is fastest.",
     ]
 
 
@@ -51,9 +44,7 @@ def test_noise_gives_no_recommendation() -> None:
     single = recommend(bench_row("none", None, 4, 100.0), bench_row("p-eagle", 3, 4, 300.0))
     wide = recommend(bench_row("none", None, 4, 100.0, 190.0), bench_row("p-eagle", 3, 4, 10000.0, 20000.0))
     for recommendations in (noisy, single, wide):
-        assert [r.configuration for r in recommendations] == [None]
-        facts = {"section": "", "engine": "", "unit": "concurrency", "r": recommendations[0]}
-        assert "cannot tell; rerun with more requests" in render_sentence("bench.txt.jinja", **facts)
+        assert recommendations == ["concurrency 4: cannot tell; rerun with more requests."]
 
 
 def test_a_single_configuration_gives_no_recommendation() -> None:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import many
 
-from peagle.report.axes import format_number, format_ticks, linear_ticks, log_ticks
+from peagle.report.charts import ChartAxis, format_number, format_ticks, linear_ticks, log_ticks
 
 
 @many(300)
@@ -20,7 +20,7 @@ def test_linear_ticks_are_round_and_enclose_the_values(low: float, width: float)
 
 
 @many(300)
-@given(st.floats(1e-5, 1e6), st.floats(1, 1e6))
+@given(st.floats(1e-5, 1e6), st.floats(12, 1e6))
 def test_log_ticks_rise_and_enclose_the_values(low: float, factor: float) -> None:
     ticks = log_ticks(low, low * factor)
     assert ticks[0] <= low * 1.0001 and ticks[-1] >= low * factor * 0.9999
@@ -29,9 +29,10 @@ def test_log_ticks_rise_and_enclose_the_values(low: float, factor: float) -> Non
 
 
 def test_ticks_of_an_axis_have_the_same_number_of_decimals() -> None:
-    assert format_ticks((1.0, 1.5, 2.0), "number") == ["1.0", "1.5", "2.0"]
-    assert format_ticks((0.0, 5000.0), "number") == ["0", "5,000"]
-    assert format_ticks((0.0, 0.25), "share") == ["0%", "25%"]
+    assert format_ticks(ChartAxis("", (1.0, 1.5, 2.0))) == ["1.0", "1.5", "2.0"]
+    assert format_ticks(ChartAxis("", (0.0, 5000.0))) == ["0", "5,000"]
+    assert format_ticks(ChartAxis("", (0.0, 0.25), unit="share")) == ["0%", "25%"]
+    assert format_ticks(ChartAxis("", (0.5, 10.0), is_log=True)) == ["0.50", "10"]
 
 
 def test_numbers_have_three_or_four_digits() -> None:
