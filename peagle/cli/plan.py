@@ -186,7 +186,7 @@ def _print_plan(serving_plan: ServingPlan, drafters: list[PlannedDrafter], setti
     from rich import box
     from rich.table import Table
 
-    from peagle.planning.plan import METHOD_NAMES
+    from peagle.results.schema import METHOD_NAMES
 
     replica, methods = serving_plan.replica, [d.shape.method for d in drafters]
     title = f"Output tokens/s per replica, {replica.tensor_parallel_size} x {replica.gpu.name}, {replica.engine.name}"

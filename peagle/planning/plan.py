@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from peagle.config import PlanSettings
 from peagle.errors import UserError
 from peagle.planning.acceptance import AcceptanceCurve, assumed_curve
+from peagle.planning.gpus import GB
 from peagle.planning.roofline import ENGINES, EngineSpec, Replica, decode_step_seconds, prefill_seconds
 from peagle.planning.shapes import DrafterShape, ModelShape
-from peagle.results.schema import PlanRow
+from peagle.results.schema import METHOD_NAMES, PlanRow, configuration_name
 
-GB = 1e9
-METHOD_NAMES = {"none": "no speculation", "eagle3": "EAGLE-3", "p-eagle": "P-EAGLE"}
+by_throughput = attrgetter("output_throughput")
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ def assign_acceptance(
 class ServingPlan:
     rows: list[PlanRow]
     replica: Replica
-    recommendation: str
     notes: list[str]
+    recommendation: str = ""
 
     def fastest(self, concurrency: int, method: str | None = None) -> PlanRow | None:
         """The fastest row at a concurrency, of one method or of all."""
         rows = [r for r in self.rows if r.concurrency == concurrency and method in (None, r.method)]
-        return max(rows, key=_throughput, default=None)
+        return max(rows, key=by_throughput, default=None)
 
     @property
     def concurrencies(self) -> list[int]:
@@ -58,44 +58,39 @@ def select_engine(requested: str, target: ModelShape, tensor_parallel_size: int)
     """Resolves "auto": the embedded engine where it was measured (one GPU, bf16, no experts), else vLLM."""
     if requested != "auto":
         return ENGINES[requested]
-    is_measured = tensor_parallel_size == 1 and target.bytes_per_weight >= 2 and not any(target.is_moe_layer)
+    is_measured = tensor_parallel_size == 1 and target.bytes_per_weight >= 2 and target.experts is None
     return ENGINES["embedded" if is_measured else "vllm"]
 
 
 def build_plan(
     replica: Replica, target: ModelShape, drafters: list[PlannedDrafter], settings: PlanSettings
 ) -> ServingPlan:
-    _check_tensor_parallel_size(replica, target)
-    concurrencies, memory_notes = _select_concurrencies(replica, target, drafters, settings)
-    rows = [row for c in concurrencies for row in _plan_rows(replica, target, drafters, settings, c)]
+    concurrencies, notes = _select_concurrencies(replica, target, drafters, settings)
+    rows = []
+    for c in concurrencies:
+        rows.append(_plan_row(replica, target, None, settings, c, 0))
+        rows += [
+            _plan_row(replica, target, d, settings, c, k) for d in drafters for k in settings.num_speculative_tokens
+        ]
     if settings.per_user_throughput is not None:
         rows = _filter_rows(rows, settings.per_user_throughput)
-    fastest = {c: max((r for r in rows if r.concurrency == c), key=_throughput) for c in {r.concurrency for r in rows}}
+    fastest = {
+        c: max((r for r in rows if r.concurrency == c), key=by_throughput) for c in {r.concurrency for r in rows}
+    }
     rows = [replace(row, chosen=row is fastest[row.concurrency]) for row in rows]
-    plan = ServingPlan(rows, replica, "", _collect_notes(drafters) + memory_notes)
+    plan = ServingPlan(rows, replica, _acceptance_notes(drafters) + notes)
     if settings.throughput is None and settings.per_user_throughput is None:
         return replace(plan, recommendation=_recommend_per_concurrency(plan))
     methods = ["none", *(d.shape.method for d in drafters)]
     return replace(plan, recommendation=_recommend_deployment(plan, settings, methods))
 
 
-def _collect_notes(drafters: list[PlannedDrafter]) -> list[str]:
+def _acceptance_notes(drafters: list[PlannedDrafter]) -> list[str]:
     sources = sorted({d.acceptance.source for d in drafters if d.acceptance.is_assumed})
     notes = [f"acceptance is {source}: pass --acceptance-rates, --acceptance-length or --eval" for source in sources]
-    for drafter in drafters:
-        if drafter.has_borrowed_acceptance:
-            name = METHOD_NAMES[drafter.shape.method]
-            notes.append(f"{name} is planned with the same acceptance: pass a second --acceptance-rates list")
+    borrowed = [METHOD_NAMES[d.shape.method] for d in drafters if d.has_borrowed_acceptance]
+    notes += [f"{name} is planned with the same acceptance: pass a second --acceptance-rates list" for name in borrowed]
     return notes
-
-
-def _plan_rows(
-    replica: Replica, target: ModelShape, drafters: list[PlannedDrafter], settings: PlanSettings, concurrency: int
-) -> Iterator[PlanRow]:
-    yield _plan_row(replica, target, None, settings, concurrency, 0)
-    for drafter in drafters:
-        for k in settings.num_speculative_tokens:
-            yield _plan_row(replica, target, drafter, settings, concurrency, k)
 
 
 def _plan_row(
@@ -130,29 +125,27 @@ def _plan_row(
 
 
 def _filter_rows(rows: list[PlanRow], per_user_throughput: float) -> list[PlanRow]:
-    kept = [r for r in rows if _throughput(r) / r.concurrency >= per_user_throughput]
+    kept = [r for r in rows if r.output_throughput / r.concurrency >= per_user_throughput]
     if not kept:
-        best = max(rows, key=lambda r: _throughput(r) / r.concurrency)
+        best = max(rows, key=lambda r: r.output_throughput / r.concurrency)
         raise UserError(
             f"--per-user-throughput {per_user_throughput:g}: not reachable; the maximum is "
-            f"{_throughput(best) / best.concurrency:.0f} ({_describe(best)} at concurrency {best.concurrency})"
+            f"{best.output_throughput / best.concurrency:.0f} ({_describe(best)} at concurrency {best.concurrency})"
         )
     return kept
-
-
-def _check_tensor_parallel_size(replica: Replica, target: ModelShape) -> None:
-    if target.num_heads % replica.tensor_parallel_size:
-        divisors = [n for n in range(2, target.num_heads + 1) if target.num_heads % n == 0]
-        raise UserError(
-            f"--tensor-parallel-size {replica.tensor_parallel_size}: must divide the {target.num_heads} heads of "
-            f"{target.name}: {', '.join(map(str, divisors))}"
-        )
 
 
 def _select_concurrencies(
     replica: Replica, target: ModelShape, drafters: list[PlannedDrafter], settings: PlanSettings
 ) -> tuple[list[int], list[str]]:
     """The concurrencies whose weights and KV cache fit into memory, and a note on the others."""
+    size, num_heads = replica.tensor_parallel_size, target.cfg.layer.num_heads
+    sizes = [n for n in range(1, settings.max_tensor_parallel_size + 1) if num_heads % n == 0]
+    if size not in sizes:
+        divisors = ", ".join(map(str, sizes[1:]))
+        raise UserError(
+            f"--tensor-parallel-size {size}: must divide the {num_heads} heads of {target.name}: {divisors}"
+        )
     drafter = max((d.shape for d in drafters), key=lambda shape: shape.total_weight_bytes, default=None)
     num_tokens = settings.num_prompt_tokens + settings.num_output_tokens
     weight_bytes = target.total_weight_bytes + (drafter.total_weight_bytes if drafter is not None else 0)
@@ -163,13 +156,11 @@ def _select_concurrencies(
         request_bytes += drafter.body.kv_cache_bytes(num_tokens, size) if drafter is not None else 0
         return max(int((usable_bytes - weight_bytes) / request_bytes), 0)
 
-    size, requested = replica.tensor_parallel_size, sorted(set(settings.concurrency))
-    limit = max_concurrency(size)
+    requested, limit = sorted(set(settings.concurrency)), max_concurrency(size)
     fitting = [c for c in requested if c <= limit]
     if len(fitting) == len(requested) or (fitting and settings.concurrency == settings.concurrency_search):
         return fitting, []
     first = next(c for c in requested if c > limit)
-    sizes = [n for n in range(1, settings.max_tensor_parallel_size + 1) if target.num_heads % n == 0]
     fitting_size = next((n for n in sizes if max_concurrency(n) >= first), None)
     fix = f"use --tensor-parallel-size {fitting_size}" if fitting_size else f"{sizes[-1]} GPUs are too small, too"
     note = (
@@ -181,16 +172,8 @@ def _select_concurrencies(
     return fitting, [note]
 
 
-def _throughput(row: PlanRow) -> float:
-    return row.output_throughput
-
-
 def _describe(row: PlanRow) -> str:
-    return (
-        f"{METHOD_NAMES[row.method]} with K={row.num_speculative_tokens}"
-        if row.num_speculative_tokens
-        else METHOD_NAMES[row.method]
-    )
+    return configuration_name(row.method, row.num_speculative_tokens)
 
 
 def _recommend_per_concurrency(plan: ServingPlan) -> str:
@@ -198,30 +181,22 @@ def _recommend_per_concurrency(plan: ServingPlan) -> str:
     for c in plan.concurrencies:
         best, baseline = plan.fastest(c), plan.fastest(c, "none")
         assert best is not None and baseline is not None
-        gain = (
-            f" ({_throughput(best) / _throughput(baseline):.2f}x no speculation)" if best.num_speculative_tokens else ""
-        )
-        parts.append(f"{_describe(best)} at concurrency {c}{gain}")
+        gain = f" ({best.output_throughput / baseline.output_throughput:.2f}x no speculation)"
+        parts.append(f"{_describe(best)} at concurrency {c}{gain if best.num_speculative_tokens else ''}")
     return f"Fastest: {'; '.join(parts)}."
 
 
 def _recommend_deployment(plan: ServingPlan, settings: PlanSettings, methods: list[str]) -> str:
     """The fewest GPUs for the required throughput, and what each other method needs."""
-    best_rows = {m: max((r for r in plan.rows if r.method == m), key=_throughput, default=None) for m in methods}
-    best = max((row for row in best_rows.values() if row is not None), key=_throughput)
-
-    def needs(row: PlanRow) -> str:
-        cost = (
-            f", ${row.cost_per_million_tokens:.3g} per million tokens"
-            if row.cost_per_million_tokens is not None
-            else ""
-        )
-        return f"{row.num_gpus} {plan.replica.gpu.name} at concurrency {row.concurrency} per replica{cost}"
-
-    parts = [f"{_describe(best)}: {needs(best)}"]
-    for method, row in best_rows.items():
-        if row is None:
+    best_rows = {m: max((r for r in plan.rows if r.method == m), key=by_throughput, default=None) for m in methods}
+    found = sorted((row for row in best_rows.values() if row is not None), key=by_throughput, reverse=True)
+    parts = []
+    for row in found:
+        dollars = row.cost_per_million_tokens
+        cost = f", ${dollars:.3g} per million tokens" if dollars is not None else ""
+        gpus = f"{row.num_gpus} {plan.replica.gpu.name} at concurrency {row.concurrency} per replica"
+        parts.append(f"{_describe(row)}: {gpus}{cost}")
+    for method, best in best_rows.items():
+        if best is None:
             parts.append(f"{METHOD_NAMES[method]}: does not reach {settings.per_user_throughput:g} tokens/s per user")
-        elif row is not best:
-            parts.append(f"{_describe(row)}: {needs(row)}")
     return f"Cheapest: {'; '.join(parts)}."

@@ -5,11 +5,18 @@ docs/planning.md has the formulas; tests/planning/test_plan.py compares them wit
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from peagle.config import ChunkedAttention, Window
 from peagle.planning.gpus import GpuSpec
-from peagle.planning.shapes import DrafterShape, ModelShape
+from peagle.planning.shapes import (
+    DrafterShape,
+    ModelShape,
+    count_attention_weights,
+    count_mlp_weights,
+    expected_active_experts,
+)
 
 OVERLAP_EXPONENT = 1.5  # 1 adds the bounds of an operation, infinity takes the larger one
 MAX_BATCHED_TOKENS = 8192  # prompt tokens of one prefill pass
@@ -102,33 +109,33 @@ def count_attended_keys(num_positions: float, window: Window) -> float:
 
 def layers_seconds(replica: Replica, shape: ModelShape, batch: ForwardBatch) -> float:
     """One pass through all decoder layers. Equal layers are computed once."""
-    layers: dict[tuple[Window, bool, tuple[int, int]], list[int]] = {}
-    for i, (window, is_moe) in enumerate(zip(shape.windows, shape.is_moe_layer, strict=True)):
-        layers.setdefault((window, is_moe, shape.kv_shape(i)), []).append(i)
     engine, num_rows, total = replica.engine, batch.num_rows, 0.0
-    for (window, is_moe, (num_kv_heads, head_dim)), members in layers.items():
-        num_weights = shape.num_attention_weights(members[0]) + shape.num_mlp_weights(members[0])
+    for (layer, window), count in Counter(zip(shape.layers, shape.cfg.windows, strict=True)).items():
+        num_weights = count_attention_weights(layer) + count_mlp_weights(layer)
         weight_bytes, flops = num_weights * shape.bytes_per_weight, 2.0 * num_weights * num_rows
-        if is_moe:
+        min_seconds = engine.min_layer_s
+        if (experts := layer.experts) is not None:
+            min_seconds = engine.min_moe_layer_s
             is_packed = shape.bytes_per_expert_weight < 1.0
             slowdown = engine.weight_bandwidth_share / engine.mxfp4_bandwidth_share if is_packed else 1.0
-            num_expert_weights = shape.expected_active_experts(num_rows) * shape.num_weights_per_expert
-            weight_bytes += num_expert_weights * shape.bytes_per_expert_weight * slowdown
-            flops += 2.0 * shape.num_experts_per_tok * shape.num_weights_per_expert * num_rows
+            num_expert_weights = 3 * layer.hidden_size * experts.intermediate_size
+            num_read = expected_active_experts(experts, num_rows) * num_expert_weights
+            weight_bytes += num_read * shape.bytes_per_expert_weight * slowdown
+            flops += 2.0 * experts.num_experts_per_tok * num_expert_weights * num_rows
         num_keys = batch.mean_keys_per_row(window)
-        kv_bytes = batch.num_requests * num_keys * 2 * num_kv_heads * head_dim * shape.bytes_per_kv
-        attention_flops = 4.0 * shape.num_heads * head_dim * num_keys * num_rows
-        seconds = replica.gemm_seconds(weight_bytes, flops, engine.min_moe_layer_s if is_moe else engine.min_layer_s)
-        seconds += replica.attention_seconds(num_kv_heads, kv_bytes, attention_flops)
-        seconds += 2 * replica.link_seconds(num_rows * shape.hidden_size, num_transfers=2)
-        total += len(members) * seconds
+        kv_bytes = batch.num_requests * num_keys * 2 * layer.num_kv_heads * layer.head_dim * shape.bytes_per_kv
+        attention_flops = 4.0 * layer.num_heads * layer.head_dim * num_keys * num_rows
+        seconds = replica.gemm_seconds(weight_bytes, flops, min_seconds)
+        seconds += replica.attention_seconds(layer.num_kv_heads, kv_bytes, attention_flops)
+        seconds += 2 * replica.link_seconds(num_rows * layer.hidden_size, num_transfers=2)
+        total += count * seconds
     return total
 
 
 def lm_head_seconds(replica: Replica, shape: ModelShape, num_rows: int) -> float:
     weight_bytes = shape.num_lm_head_weights * shape.bytes_per_vocab_weight
     seconds = replica.gemm_seconds(weight_bytes, 2.0 * shape.num_lm_head_weights * num_rows)
-    return seconds + replica.link_seconds(num_rows * shape.vocab_size, num_transfers=1)
+    return seconds + replica.link_seconds(num_rows * shape.cfg.vocab_size, num_transfers=1)
 
 
 def fusion_seconds(replica: Replica, drafter: DrafterShape, num_rows: int) -> float:

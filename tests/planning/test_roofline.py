@@ -22,7 +22,7 @@ from peagle.planning.roofline import (
     decode_step_seconds,
     prefill_seconds,
 )
-from peagle.planning.shapes import KNOWN_MODELS, load_drafter_shape, load_target_shape
+from peagle.planning.shapes import KNOWN_MODELS, count_attention_weights, load_drafter_shape, load_target_shape
 
 H200 = GPUS["h200"]
 LLAMA_8B = load_target_shape("llama-3.1-8b")
@@ -65,7 +65,7 @@ def test_a_step_exceeds_its_bounds_and_grows(
     drafter = load_drafter_shape("p-eagle", shape) if k else None
     seconds = decode_step_seconds(replica, shape, drafter, k, num_requests, context_len)
     gpu, num_rows = replica.gpu, num_requests * (k + 1)
-    num_attention_weights = sum(map(shape.num_attention_weights, range(shape.num_layers)))
+    num_attention_weights = sum(map(count_attention_weights, shape.layers))
     weight_bytes = num_attention_weights * shape.bytes_per_weight
     weight_bytes += shape.num_lm_head_weights * shape.bytes_per_vocab_weight
     assert seconds > weight_bytes / gpu.memory_bandwidth
