@@ -46,6 +46,12 @@ def read_target_config(folder: Path, skip_layers: bool = False, keep_mxfp4: bool
     return keep_mxfp4_experts(cfg) if keep_mxfp4 and has_mxfp4_config(values, source) else cfg
 
 
+def read_target_sizes(folder: Path) -> DecoderConfig:
+    """Reads config.json, also of a target with quantized weights that only vLLM supports."""
+    values = {name: value for name, value in read_config_json(folder).items() if name != "quantization_config"}
+    return read_decoder_config(values, folder / "config.json")
+
+
 def load_decoder(
     folder: Path,
     dtype: torch.dtype = torch.float32,

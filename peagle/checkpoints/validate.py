@@ -26,7 +26,7 @@ from peagle.checkpoints.drafter import (
     read_plain_config,
 )
 from peagle.checkpoints.files import SafetensorsFolder, read_config_json
-from peagle.checkpoints.target import eos_ids, has_tokenizer, load_tokenizer, read_target_config
+from peagle.checkpoints.target import eos_ids, has_tokenizer, load_tokenizer, read_target_sizes
 from peagle.config import (
     VLLM_VERSION,
     DecoderConfig,
@@ -70,7 +70,7 @@ def inspect_drafter(
     """Inspects a folder. Raises a UserError only if it is not a checkpoint folder at all."""
     version = parse_version(vllm)
     raw, values, weights = read_config_json(folder), read_plain_config(folder), SafetensorsFolder(folder)
-    target = read_target_config(target_folder) if target_folder is not None else None
+    target = read_target_sizes(target_folder) if target_folder is not None else None
     report = DrafterReport()
     report.facts["drafter"] = f"{name} ({'speculators' if speculators.is_speculators(raw) else 'plain'} format)"
     try:
@@ -112,6 +112,13 @@ def build_speculative_config(drafter: str, k: int | None, parallel: bool) -> dic
     k = check_num_speculative_tokens(default_num_speculative_tokens(parallel) if k is None else k)
     config: dict[str, Any] = {"method": "eagle3", "model": drafter, "num_speculative_tokens": k}
     return {**config, "parallel_drafting": True} if parallel else config
+
+
+def build_vllm_flags(speculative_config: dict[str, Any] | None, **options: str | float | None) -> dict[str, str]:
+    """Returns flags of `vllm serve` by name; options that are None keep vLLM's defaults."""
+    if speculative_config is not None:
+        options["speculative_config"] = json.dumps(speculative_config, separators=(",", ":"))
+    return {f"--{name.replace('_', '-')}": str(value) for name, value in options.items() if value is not None}
 
 
 def _list_facts(cfg: DrafterConfig, weights: SafetensorsFolder, target_folder: Path | None) -> dict[str, str]:

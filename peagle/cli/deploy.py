@@ -127,9 +127,8 @@ def vllm(
 ) -> None:
     """Check a deployment of stock vLLM, and write its shell, systemd, Compose and Kubernetes files."""
     from peagle.deploy.checks import check_deployment
-    from peagle.deploy.files import FORMATS, render_files, start_instructions, write_files
+    from peagle.deploy.files import FORMATS, VllmService, render_files, start_instructions, write_files
     from peagle.deploy.models import resolve_pair
-    from peagle.deploy.service import VllmService
 
     output_format = output_format or ("command" if out is None else "all")
     if output_format not in (*FORMATS, "all"):
@@ -154,16 +153,7 @@ def vllm(
         extra=tuple(extra or ()),
     )
     pair = resolve_pair(target, drafter, num_speculative_tokens, unchecked)
-    findings = check_deployment(
-        pair,
-        vllm_version,
-        tensor_parallel=tensor_parallel,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        env=dict(settings.env),
-        extra=settings.extra,
-    )
-    print_findings(findings, force)
+    print_findings(check_deployment(pair, settings, tensor_parallel, settings.extra), force)
     service = VllmService(settings, pair)
     formats = [each for each in FORMATS if output_format in (each, "all")]
     files, warnings = render_files(service, formats, service_monitor)
@@ -256,12 +246,7 @@ def sagemaker_status(name: EndpointName, region: Region = None) -> None:
     """Show an endpoint's status and its cost so far."""
     from peagle.deploy import sagemaker_endpoint as endpoint
 
-    found = endpoint.status(name, endpoint.connect(region))
-    print(f"{name}: {found.state}" + (f": {found.reason}" if found.reason else ""))
-    cost = "price not known" if found.price is None else f"about USD {found.price * found.hours:.2f} so far"
-    print(f"{found.instances} x {found.instance_type} for {found.hours:.1f} hours, {cost}")
-    if found.artifact is not None:
-        print(f"models: {found.artifact}")
+    print(endpoint.format_status(name, endpoint.connect(region)))
 
 
 @sagemaker.command("invoke")
@@ -290,20 +275,20 @@ def sagemaker_delete(
     if artifact not in ("delete", "keep", "ask"):
         raise UserError(f"--artifact {artifact}: must be delete, keep or ask")
     aws = endpoint.connect(region)
-    found = endpoint.find_resources(name, aws)
-    if not found.kinds:
+    kinds, uploads = endpoint.find_resources(name, aws)
+    if not kinds:
         raise UserError(f"{name}: no endpoint, configuration or model of that name in {aws.region}")
-    print(f"to delete: {', '.join(f'the {kind} {name}' for kind in found.kinds)}, in {aws.region}")
+    print(f"to delete: {', '.join(f'the {kind} {name}' for kind in kinds)}, in {aws.region}")
     if not confirm(yes, "delete it?"):
         print("nothing was deleted; --yes deletes it")
         return
     to_delete = None
-    if found.artifact is not None:
-        if artifact == "delete" or (artifact == "ask" and confirm(False, f"delete {found.artifact} too?")):
-            to_delete = found.artifact
-    left = endpoint.delete(name, aws, print, found.kinds, to_delete)
-    if found.artifact is not None and to_delete is None:
-        print(f"kept: {found.artifact} (aws s3 rm --recursive {found.artifact})")
+    if uploads is not None:
+        if artifact == "delete" or (artifact == "ask" and confirm(False, f"delete {uploads} too?")):
+            to_delete = uploads
+    left = endpoint.delete(name, aws, print, kinds, to_delete)
+    if uploads is not None and to_delete is None:
+        print(f"kept: {uploads} (aws s3 rm --recursive {uploads})")
     if left:
         raise UserError(f"not deleted: {', '.join(left)}; {endpoint.deletion_command(left, name, aws.region)}")
 

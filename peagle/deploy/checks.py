@@ -6,11 +6,11 @@ The rules come from vLLM's sources, 0.16 to 0.32. Errors stop the deployment, wa
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
-from peagle.checkpoints.target import read_target_config
 from peagle.checkpoints.validate import (
     MISSING_AUX_LAYER_IDS,
     SHORT_MAX_POSITIONS,
@@ -18,9 +18,8 @@ from peagle.checkpoints.validate import (
     inspect_drafter,
     parse_version,
 )
-from peagle.config import VLLM_VERSION, DrafterConfig
-from peagle.deploy.models import DeployedPair, TargetFacts
-from peagle.errors import UserError
+from peagle.config import VLLM_VERSION, DecoderConfig, DeploySettings, DrafterConfig, SagemakerSettings
+from peagle.deploy.models import DeployedPair
 
 MODEL_RUNNER_V2 = "VLLM_USE_V2_MODEL_RUNNER"
 # vLLM puts the KV caches of layers into groups of equal size. If the counts of layer types differ by less than this
@@ -47,30 +46,30 @@ class DeployFinding:
     text: str
 
 
+_error, _warning = partial(DeployFinding, "error"), partial(DeployFinding, "warning")
+
+
 def check_deployment(
     pair: DeployedPair,
-    vllm_version: str,
-    *,
-    tensor_parallel: int = 1,
-    max_model_len: int | None = None,
-    max_num_seqs: int | None = None,
-    env: Mapping[str, str],
+    settings: DeploySettings | SagemakerSettings,
+    tensor_parallel: int,
     extra: Sequence[str] = (),
 ) -> list[DeployFinding]:
-    version = parse_version(vllm_version)
+    version, env = parse_version(settings.vllm_version), dict(settings.env)
     found = _check_unread_models(pair)
-    found += _check_drafter(pair, vllm_version)
-    found += _check_max_model_len(pair, max_model_len)
+    found += _check_drafter(pair, settings.vllm_version)
+    found += _check_max_model_len(pair, settings.max_model_len)
     if version > parse_version(VLLM_VERSION):
-        found.append(_warning(f"--vllm-version {vllm_version}: newer than {VLLM_VERSION}, the newest known version"))
+        text = f"--vllm-version {settings.vllm_version}: newer than {VLLM_VERSION}, the newest known version"
+        found.append(_warning(text))
     if pair.parallel and env.get(MODEL_RUNNER_V2, "0").strip().lower() not in ("0", "false", ""):
         setting = f"{MODEL_RUNNER_V2}={env[MODEL_RUNNER_V2]}"
         found.append(_error(f"{setting}: Model Runner V2 does not support parallel drafting; omit it, or set it to 0"))
-    if pair.target_facts is not None:
+    if pair.target_config is not None:
         if pair.drafter_config is not None:
-            found += _check_cache_groups(pair.target_facts, pair.drafter_config, version, extra)
-        found += _check_tensor_parallel(pair.target_facts, pair.drafter_config, tensor_parallel)
-    found += _check_num_speculative_tokens(pair, max_num_seqs)
+            found += _check_cache_groups(pair.target_config, pair.drafter_config, version, extra)
+        found += _check_tensor_parallel(pair.target_config, pair.drafter_config, tensor_parallel)
+    found += _check_num_speculative_tokens(pair, settings.max_num_seqs)
     flags = [word.partition("=")[0] for word in extra]
     found += [_error(f"{flag} after --: {RESERVED_FLAGS[flag]}") for flag in flags if flag in RESERVED_FLAGS]
     secrets = [name for name in env if SECRET_NAME.search(name)]
@@ -78,61 +77,32 @@ def check_deployment(
     return found
 
 
-def _error(text: str) -> DeployFinding:
-    return DeployFinding("error", text)
-
-
-def _warning(text: str) -> DeployFinding:
-    return DeployFinding("warning", text)
-
-
 def _check_unread_models(pair: DeployedPair) -> list[DeployFinding]:
     unread = [model.name for model in (pair.target, pair.drafter) if model.folder is None]
     found = [_warning(f"{name}: on the hub and not checked (--unchecked)") for name in unread]
     if pair.drafter.folder is None:
         found.append(_warning(f"{pair.drafter.name}: assumed to be a P-EAGLE drafter, so parallel_drafting is set"))
+    if pair.target.folder is not None and pair.target_config is None:
+        found.append(_warning(f"{pair.target.name}: peagle does not know this architecture; its sizes are not checked"))
     return found
 
 
 def _check_drafter(pair: DeployedPair, vllm_version: str) -> list[DeployFinding]:
-    """Runs the drafter validator; with a target that it cannot read, only the basic sizes are compared."""
-    folder = pair.drafter.folder
+    """Runs the drafter validator."""
+    folder, name = pair.drafter.folder, pair.drafter.name
     if folder is None:
         return []
-    target, found = pair.target.folder, []
-    if target is not None:
-        try:
-            read_target_config(target)
-        except UserError:
-            target, found = None, _check_sizes(pair)
-    num_tokens = pair.num_speculative_tokens
-    report = inspect_drafter(folder, pair.drafter.name, target, pair.target.name, vllm_version, num_tokens)
-    for text in report.findings:
-        if text.startswith(SHORT_MAX_POSITIONS):
-            continue  # _check_max_model_len reports it
-        level = _warning if text.startswith(MISSING_AUX_LAYER_IDS) else _error
-        found.append(level(f"{pair.drafter.name}: {text}"))
-    return found
-
-
-def _check_sizes(pair: DeployedPair) -> list[DeployFinding]:
-    facts, drafter, found = pair.target_facts, pair.drafter_config, []
-    if facts is None or drafter is None:
-        return []
-    if drafter.target_hidden_size != facts.hidden_size:
-        found.append(f"target_hidden_size is {drafter.target_hidden_size}, but the target's is {facts.hidden_size}")
-    if drafter.vocab_size != facts.vocab_size:
-        found.append(f"vocab_size is {drafter.vocab_size}, but the target's is {facts.vocab_size}")
-    last = max(drafter.aux_layer_ids)
-    if last > facts.num_layers:
-        found.append(f"aux_layer_ids contains layer {last}, but the target has {facts.num_layers} layers")
-    return [_error(f"{pair.drafter.name}: {text}") for text in found]
+    target = pair.target.folder if pair.target_config is not None else None
+    report = inspect_drafter(folder, name, target, pair.target.name, vllm_version, pair.num_speculative_tokens)
+    # _check_max_model_len reports short max positions
+    findings = [text for text in report.findings if not text.startswith(SHORT_MAX_POSITIONS)]
+    return [(_warning if text.startswith(MISSING_AUX_LAYER_IDS) else _error)(f"{name}: {text}") for text in findings]
 
 
 def _check_max_model_len(pair: DeployedPair, max_model_len: int | None) -> list[DeployFinding]:
-    drafter, facts = pair.drafter_config, pair.target_facts
-    if max_model_len is None and facts is not None:
-        max_model_len = facts.max_positions
+    drafter, target = pair.drafter_config, pair.target_config
+    if max_model_len is None and target is not None:
+        max_model_len = target.max_positions
     if drafter is None or max_model_len is None or max_model_len <= drafter.max_positions:
         return []
     return [
@@ -144,54 +114,53 @@ def _check_max_model_len(pair: DeployedPair, max_model_len: int | None) -> list[
 
 
 def _check_cache_groups(
-    facts: TargetFacts, drafter: DrafterConfig, version: VllmVersion, extra: Sequence[str]
+    target: DecoderConfig, drafter: DrafterConfig, version: VllmVersion, extra: Sequence[str]
 ) -> list[DeployFinding]:
     """In a target with sliding and full layers, all KV caches of the drafter must be in one group."""
-    if not splits_drafter_cache(facts, drafter, version) or SINGLE_GROUP_FLAG in extra:
+    if not splits_drafter_cache(target, drafter, version) or SINGLE_GROUP_FLAG in extra:
         return []
     since = ".".join(map(str, GROUP_FACTOR_SINCE))
-    fixed = not splits_drafter_cache(facts, drafter, GROUP_FACTOR_SINCE)
+    fixed = not splits_drafter_cache(target, drafter, GROUP_FACTOR_SINCE)
     return [
         _error(
-            f"{facts.architecture} has {facts.num_sliding_layers} sliding and "
-            f"{facts.num_layers - facts.num_sliding_layers} full layers: vLLM {'.'.join(map(str, version))} splits the "
-            f"drafter's {drafter.num_layers} over several cache groups and stops at validate_same_kv_cache_group; "
+            f"{target.family} has sliding and full layers: vLLM {'.'.join(map(str, version))} splits the drafter's "
+            f"{drafter.num_layers} layers over several cache groups and stops at validate_same_kv_cache_group; "
             + (f"use vLLM {since} or newer" if fixed else f"add -- {SINGLE_GROUP_FLAG}")
         )
     ]
 
 
-def splits_drafter_cache(facts: TargetFacts, drafter: DrafterConfig, version: VllmVersion) -> bool:
+def splits_drafter_cache(target: DecoderConfig, drafter: DrafterConfig, version: VllmVersion) -> bool:
     """Whether vLLM splits the drafter's KV caches over several groups.
 
     Example: gpt-oss-20b has 12 sliding and 12 full layers; 4 drafter layers make 16 full ones. 16 < 12 * 1.5, so the
     group size is 16 and all full layers fit one group. With the old factor, 16 > 12 * 1.25: the group size was 12, and
     the 16 full layers were split over two groups.
     """
-    num_full = facts.num_layers - facts.num_sliding_layers
-    if not facts.num_sliding_layers or not num_full or drafter.num_layers < 2 or drafter.windows:
+    num_sliding = sum(isinstance(window, int) for window in target.windows)
+    num_full = target.num_layers - num_sliding
+    if not num_sliding or not num_full or drafter.num_layers < 2 or drafter.windows:
         return False
-    if (facts.num_kv_heads, facts.head_dim) == (drafter.layer.num_kv_heads, drafter.layer.head_dim):
+    if (target.layer.num_kv_heads, target.layer.head_dim) == (drafter.layer.num_kv_heads, drafter.layer.head_dim):
         num_with_drafter = num_full + drafter.num_layers
-        counts = [facts.num_sliding_layers, num_with_drafter]
+        counts = [num_sliding, num_with_drafter]
     else:
         num_with_drafter = drafter.num_layers
-        counts = [facts.num_sliding_layers, num_full, num_with_drafter]
+        counts = [num_sliding, num_full, num_with_drafter]
     factor = GROUP_FACTOR if version >= GROUP_FACTOR_SINCE else OLD_GROUP_FACTOR
     group_size = max(counts) if max(counts) < min(counts) * factor else min(counts)
     return num_with_drafter > group_size
 
 
 def _check_tensor_parallel(
-    facts: TargetFacts, drafter: DrafterConfig | None, tensor_parallel: int
+    target: DecoderConfig, drafter: DrafterConfig | None, tensor_parallel: int
 ) -> list[DeployFinding]:
     """vLLM shards the drafter like the target."""
-    models = [("target", facts.num_heads, facts.num_kv_heads)]
-    if drafter is not None:
-        models.append(("drafter", drafter.layer.num_heads, drafter.layer.num_kv_heads))
+    layers = {"target": target.layer} | ({"drafter": drafter.layer} if drafter is not None else {})
+    sizes = {name: (layer.num_heads, layer.num_kv_heads) for name, layer in layers.items()}
     return [
         _error(f"--tensor-parallel {tensor_parallel}: cannot split the {name}'s {heads} heads and {kv_heads} KV heads")
-        for name, heads, kv_heads in models
+        for name, (heads, kv_heads) in sizes.items()
         if heads % tensor_parallel or (kv_heads % tensor_parallel and tensor_parallel % kv_heads)
     ]
 
@@ -202,10 +171,6 @@ def _check_num_speculative_tokens(pair: DeployedPair, max_num_seqs: int | None) 
     if trained is not None and k > trained:
         found.append(_warning(f"-k {k}: trained for {trained} draft tokens; later ones are rarely accepted"))
     if max_num_seqs is not None and max_num_seqs >= HIGH_CONCURRENCY and k > HIGH_CONCURRENCY_K:
-        found.append(
-            _warning(
-                f"-k {k} with {max_num_seqs} concurrent requests: measured slower than -k {HIGH_CONCURRENCY_K} at "
-                f"{HIGH_CONCURRENCY}; measure with `peagle tune`"
-            )
-        )
+        slower = f"measured slower than -k {HIGH_CONCURRENCY_K} at {HIGH_CONCURRENCY}"
+        found.append(_warning(f"-k {k} with {max_num_seqs} concurrent requests: {slower}; measure with `peagle tune`"))
     return found

@@ -1,6 +1,6 @@
-"""Files that start a vLLM service: shell script, systemd units, Compose file, Kubernetes manifest.
+"""Files that start a vLLM service with a drafter: shell script, systemd units, Compose file, Kubernetes manifest.
 
-Each is rendered from a template, parsed again to check its quoting, and then written.
+Secrets (VLLM_API_KEY, HF_TOKEN) are in no file; each format reads them from elsewhere.
 """
 
 from __future__ import annotations
@@ -8,27 +8,96 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import dataclass
+from pathlib import Path, PurePath
 from typing import Any, Literal, get_args
 
-import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from peagle.checkpoints.validate import build_speculative_config, build_vllm_flags
 from peagle.config import DeploySettings
-from peagle.deploy.service import API_KEY, HUB_TOKEN, VllmService
+from peagle.deploy.checks import MODEL_RUNNER_V2
+from peagle.deploy.models import DeployedPair
 from peagle.errors import UserError
 
 DeployFormat = Literal["command", "systemd", "compose", "kubernetes"]
 FORMATS: tuple[DeployFormat, ...] = get_args(DeployFormat)
 SCRIPT, COMPOSE, MANIFEST = "serve.sh", "compose.yaml", "kubernetes.yaml"
+API_KEY, HUB_TOKEN = "VLLM_API_KEY", "HF_TOKEN"
 CONTAINER_PORT = 8000
 PROXY_IMAGE = "nginx:1.29-alpine"
 PROBE_PERIOD_S = 10
 SYSTEMD_UNQUOTED = re.compile(r"[\w@+=:,./$-]+", re.ASCII)
+
+
+@dataclass(frozen=True)
+class VllmService:
+    settings: DeploySettings
+    pair: DeployedPair
+
+    @property
+    def from_hub(self) -> bool:
+        return self.pair.target.on_hub or self.pair.drafter.on_hub
+
+    @property
+    def image(self) -> str:
+        version = self.settings.vllm_version.removeprefix("v")
+        default = f"vllm/vllm-openai:v{version if version.count('.') > 1 else version + '.0'}"
+        return default if self.settings.image is None else self.settings.image
+
+    @property
+    def mounts(self) -> dict[str, str]:
+        """Local folders -> their paths in a container."""
+        models = {"target": self.pair.target, "drafter": self.pair.drafter}
+        return {model.name: f"/models/{role}" for role, model in models.items() if not model.on_hub}
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return vllm_environment(self.pair, self.settings.env)
+
+    @property
+    def unit_names(self) -> list[str]:
+        name, replicas = self.settings.name, self.settings.replicas
+        return [f"{name}.service"] if replicas == 1 else [f"{name}-{i}.service" for i in range(replicas)]
+
+    @property
+    def environment_file(self) -> str:
+        return f"/etc/{self.settings.name}.env"
+
+    @property
+    def secret_command(self) -> str:
+        token = f' --from-literal=hf-token="${HUB_TOKEN}"' if self.from_hub else ""
+        return f'kubectl create secret generic {self.settings.name} --from-literal=api-key="${API_KEY}"{token}'
+
+    def arguments(self, *, in_container: bool = False, port: int | None = None) -> list[str]:
+        """The arguments of `vllm serve`. In a container, folders are at their mount paths, and the host is 0.0.0.0."""
+        settings, pair = self.settings, self.pair
+        paths = self.mounts if in_container else {}
+        target, drafter = (paths.get(model.name, model.name) for model in (pair.target, pair.drafter))
+        # the model name in the API: the hub id, or the last part of a folder's path
+        name = settings.served_model_name or (target if pair.target.on_hub else PurePath(pair.target.name).name)
+        flags = build_vllm_flags(
+            build_speculative_config(drafter, pair.num_speculative_tokens, pair.parallel),
+            host=DeploySettings.host if in_container else settings.host,
+            port=settings.port if port is None else port,
+            served_model_name=name if name != target else None,
+            tensor_parallel_size=settings.tensor_parallel,
+            max_model_len=settings.max_model_len,
+            max_num_seqs=settings.max_num_seqs,
+            gpu_memory_utilization=settings.gpu_memory_utilization,
+        )
+        return [target, *(word for flag in flags.items() for word in flag), *settings.extra]
+
+    def command_line(self) -> str:
+        """A shell command. It expects the API key in the environment."""
+        variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
+        return " ".join([*variables, shlex.join(["vllm", "serve", *self.arguments()])])
+
+
+def vllm_environment(pair: DeployedPair, env: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """Disables Model Runner V2 for P-EAGLE: it does not support parallel drafting."""
+    return {MODEL_RUNNER_V2: "0", **dict(env)} if pair.parallel else dict(env)
 
 
 def quote_yaml(text: str) -> str:
@@ -38,16 +107,6 @@ def quote_yaml(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
 
 
-def quote_compose(text: str) -> str:
-    """Compose substitutes variables for $NAME; $$ is a literal dollar sign."""
-    return quote_yaml(text.replace("$", "$$"))
-
-
-def quote_kubernetes(text: str) -> str:
-    """Kubernetes substitutes variables for $(NAME); $$( is literal."""
-    return quote_yaml(text.replace("$(", "$$("))
-
-
 def escape_percent(text: str) -> str:
     """In systemd units, % starts a specifier."""
     return text.replace("%", "%%")
@@ -55,16 +114,13 @@ def escape_percent(text: str) -> str:
 
 def quote_systemd(word: str) -> str:
     """In Environment=, a dollar sign is literal."""
+    if "\n" in word:
+        raise UserError(f"{word!r}: has a line break, which systemd cannot express")
     escaped = escape_percent(word)
     if SYSTEMD_UNQUOTED.fullmatch(escaped):
         return escaped
     inner = escaped.replace("\\", "\\\\").replace('"', '\\"')
     return f'"{inner}"'
-
-
-def quote_exec_start(word: str) -> str:
-    """In ExecStart=, $NAME is a variable; $$ is a literal dollar sign."""
-    return quote_systemd(word.replace("$", "$$"))
 
 
 TEMPLATES = Environment(
@@ -77,31 +133,12 @@ TEMPLATES = Environment(
 TEMPLATES.filters |= {
     "shell": shlex.quote,
     "systemd": quote_systemd,
-    "exec_start": quote_exec_start,
+    "exec_start": lambda word: quote_systemd(word.replace("$", "$$")),  # in ExecStart=, $NAME is a variable
     "percent": escape_percent,
     "yaml": quote_yaml,
-    "compose": quote_compose,
-    "kubernetes": quote_kubernetes,
+    "compose": lambda text: quote_yaml(text.replace("$", "$$")),  # Compose substitutes variables for $NAME
+    "kubernetes": lambda text: quote_yaml(text.replace("$(", "$$(")),  # Kubernetes substitutes them for $(NAME)
 }
-
-
-def _render(template: str, service: VllmService, **values: Any) -> str:
-    shared = {
-        "settings": service.settings,
-        "environment": service.environment,
-        "from_hub": service.from_hub,
-        "api_key": API_KEY,
-        "hub_token": HUB_TOKEN,
-        "image": service.image,
-        "mounts": service.mounts,
-        "container_port": CONTAINER_PORT,
-    }
-    return TEMPLATES.get_template(template).render(shared | values)
-
-
-def _replica_gpus(settings: DeploySettings, replica: int) -> list[str]:
-    first = replica * settings.tensor_parallel
-    return [str(first + i) for i in range(settings.tensor_parallel)]
 
 
 def render_files(
@@ -109,128 +146,62 @@ def render_files(
 ) -> tuple[dict[str, str], list[str]]:
     """Returns the text of each file by name, and warnings."""
     settings = service.settings
+    replicas = settings.replicas
+    gpus = [
+        [str(replica * settings.tensor_parallel + i) for i in range(settings.tensor_parallel)]
+        for replica in range(replicas)
+    ]
+    in_container = service.arguments(in_container=True, port=CONTAINER_PORT)
     files: dict[str, str] = {}
     warnings: list[str] = []
     if "command" in formats:
         files[SCRIPT] = _render("serve.sh.j2", service, arguments=service.arguments())
-        words = shlex.split(files[SCRIPT], comments=True)
-        service.check_arguments(words[-len(service.arguments()) :], SCRIPT)
-        if settings.replicas > 1:
+        if replicas > 1:
             warnings.append(f"{SCRIPT}: starts one replica; start the others with their own ports and GPUs")
     if "systemd" in formats:
-        units = render_units(service)
-        warnings += check_units(units, service)
-        files |= units
-        if settings.replicas > 1:
-            ports = f"{settings.port} to {settings.port + settings.replicas - 1}"
+        for i, name in enumerate(service.unit_names):
+            arguments = service.arguments(port=settings.port + i)
+            files[name] = _render("systemd.service.j2", service, arguments=arguments, gpus=gpus[i])
+        if replicas > 1:
+            ports = f"{settings.port} to {settings.port + replicas - 1}"
             warnings.append(f"systemd: the replicas listen on ports {ports}; put a proxy in front of them")
     if "compose" in formats:
-        files[COMPOSE] = render_compose(service)
+        # several replicas are behind an nginx proxy that picks the least busy one
+        names = ["vllm"] if replicas == 1 else [f"vllm-{i}" for i in range(replicas)]
+        address = "" if settings.host == DeploySettings.host else f"{settings.host}:"
+        files[COMPOSE] = _render(
+            "compose.yaml.j2",
+            service,
+            arguments=in_container,
+            replicas=[{"name": name, "gpus": own} for name, own in zip(names, gpus, strict=True)],
+            published_port=f"{address}{settings.port}:{CONTAINER_PORT}",
+            proxy_image=PROXY_IMAGE,
+        )
     if "kubernetes" in formats:
-        files[MANIFEST] = render_manifest(service, service_monitor)
+        files[MANIFEST] = _render(
+            "kubernetes.yaml.j2",
+            service,
+            arguments=in_container,
+            service_monitor=service_monitor,
+            probe_period_s=PROBE_PERIOD_S,
+            start_probe_failures=-(-settings.start_s // PROBE_PERIOD_S),
+        )
         warnings += [f"{MANIFEST}: {folder} must exist on every GPU node" for folder in service.mounts]
     return files, warnings
 
 
-def unit_names(settings: DeploySettings) -> list[str]:
-    if settings.replicas == 1:
-        return [f"{settings.name}.service"]
-    return [f"{settings.name}-{i}.service" for i in range(settings.replicas)]
-
-
-def environment_file(service: VllmService) -> str:
-    return f"/etc/{service.settings.name}.env"
-
-
-def render_units(service: VllmService) -> dict[str, str]:
-    """Returns one systemd unit per replica."""
-    settings, pair = service.settings, service.pair
-    return {
-        name: _render(
-            "systemd.service.j2",
-            service,
-            arguments=service.arguments(port=settings.port + i),
-            target=pair.target.name,
-            drafter=pair.drafter.name,
-            gpus=_replica_gpus(settings, i),
-            environment_file=environment_file(service),
-        )
-        for i, name in enumerate(unit_names(settings))
-    }
-
-
-def check_units(units: dict[str, str], service: VllmService) -> list[str]:
-    """Parses the units, also with systemd-analyze if it is installed; returns its messages as warnings."""
-    for name, text in units.items():
-        if any("\n" in word for word in service.arguments()):
-            raise UserError(f"{name}: an argument has a line break, which systemd cannot express")
-        line = next(line for line in text.splitlines() if line.startswith("ExecStart="))
-        words = shlex.split(line.removeprefix("ExecStart=").replace("$$", "$").replace("%%", "%"))
-        service.check_arguments(words[2:], name)
-    program = shutil.which("systemd-analyze")
-    if program is None:
-        return []
-    with tempfile.TemporaryDirectory() as folder:
-        paths = [Path(folder) / name for name in units]
-        for path in paths:
-            path.write_text(units[path.name])
-        done = subprocess.run([program, "verify", "--man=no", *map(str, paths)], capture_output=True, text=True)
-    lines = [line for line in done.stderr.splitlines() if any(name in line for name in units)]
-    # vLLM need not be installed on this machine.
-    relevant = [line for line in lines if service.settings.program not in line]
-    return [f"systemd-analyze: {line.replace(folder + '/', '')}" for line in relevant]
-
-
-def render_compose(service: VllmService) -> str:
-    """Returns a Compose file: one vLLM, or several behind an nginx proxy that picks the least busy one."""
-    settings = service.settings
-    names = ["vllm"] if settings.replicas == 1 else [f"vllm-{i}" for i in range(settings.replicas)]
-    address = "" if settings.host == DeploySettings.host else f"{settings.host}:"
-    text = _render(
-        "compose.yaml.j2",
-        service,
-        arguments=service.arguments(in_container=True, port=CONTAINER_PORT),
-        replicas=[{"name": name, "gpus": _replica_gpus(settings, i)} for i, name in enumerate(names)],
-        published_port=f"{address}{settings.port}:{CONTAINER_PORT}",
-        proxy_image=PROXY_IMAGE,
-    )
-    services = yaml.safe_load(text)["services"]
-    for name in names:
-        words = [str(word).replace("$$", "$") for word in services[name]["command"]]
-        service.check_arguments(words, COMPOSE, in_container=True)
-    return text
-
-
-def render_manifest(service: VllmService, service_monitor: bool) -> str:
-    """Returns a Kubernetes manifest: Deployment, Service, disruption budget and optionally a ServiceMonitor."""
-    text = _render(
-        "kubernetes.yaml.j2",
-        service,
-        arguments=service.arguments(in_container=True, port=CONTAINER_PORT),
-        secret_command=secret_command(service),
-        service_monitor=service_monitor,
-        probe_period_s=PROBE_PERIOD_S,
-        start_probe_failures=-(-service.settings.start_s // PROBE_PERIOD_S),
-    )
-    deployment = next(yaml.safe_load_all(text))
-    (container,) = deployment["spec"]["template"]["spec"]["containers"]
-    words = [str(word).replace("$$(", "$(") for word in container["args"]]
-    service.check_arguments(words, MANIFEST, in_container=True)
-    return text
-
-
-def secret_command(service: VllmService) -> str:
-    token = f' --from-literal=hf-token="${HUB_TOKEN}"' if service.from_hub else ""
-    return f'kubectl create secret generic {service.settings.name} --from-literal=api-key="${API_KEY}"{token}'
+def _render(template: str, service: VllmService, **values: Any) -> str:
+    constants = {"api_key": API_KEY, "hub_token": HUB_TOKEN, "container_port": CONTAINER_PORT}
+    return TEMPLATES.get_template(template).render(constants | values, service=service, settings=service.settings)
 
 
 def start_instructions(service: VllmService, formats: Sequence[DeployFormat]) -> list[str]:
     commands: dict[DeployFormat, str] = {
         "command": f"{API_KEY}=... sh {SCRIPT}",
-        "systemd": f"write {API_KEY}=... to {environment_file(service)}, copy the units to /etc/systemd/system, "
-        f"systemctl enable --now {' '.join(unit_names(service.settings))}",
+        "systemd": f"write {API_KEY}=... to {service.environment_file}, copy the units to /etc/systemd/system, "
+        f"systemctl enable --now {' '.join(service.unit_names)}",
         "compose": f"{API_KEY}=... docker compose -f {COMPOSE} up -d",
-        "kubernetes": f"{secret_command(service)} && kubectl apply -f {MANIFEST}",
+        "kubernetes": f"{service.secret_command} && kubectl apply -f {MANIFEST}",
     }
     return [commands[format_] for format_ in formats]
 

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from peagle.deploy.instances import INSTANCES
-from peagle.deploy.sagemaker_plan import SagemakerPlan
+from peagle.deploy.sagemaker_plan import INSTANCES, SagemakerPlan
 from peagle.errors import UserError
 
 Report = Callable[[str], None]  # prints a line
@@ -32,26 +31,6 @@ class AwsClients:
     sagemaker: Any
     runtime: Any
     s3: Any
-
-
-@dataclass(frozen=True)
-class EndpointStatus:
-    name: str
-    state: str
-    reason: str | None
-    instance_type: str
-    instances: int
-    hours: float
-    price: float | None  # USD per hour, all instances
-    artifact: str | None
-
-
-@dataclass(frozen=True)
-class ExistingResources:
-    """The resources with an endpoint's name."""
-
-    kinds: tuple[str, ...]
-    artifact: str | None
 
 
 def connect(region: str | None) -> AwsClients:
@@ -116,11 +95,11 @@ def create(plan: SagemakerPlan, aws: AwsClients, report: Report) -> None:
     uploaded = False
     created: list[str] = []
     try:
-        for upload in plan.uploads:
-            action, uploaded = f"upload of {upload.source.name}", True
-            report(f"uploading {upload.source.name} ({upload.size / 1e9:.2f} GB)")
+        for path, key in plan.uploads.items():
+            action, uploaded = f"upload of {path.name}", True
+            report(f"uploading {path.name} ({path.stat().st_size / 1e9:.2f} GB)")
             with aws_errors(action):
-                aws.s3.upload_file(str(upload.source), plan.bucket, upload.key)
+                aws.s3.upload_file(str(path), plan.bucket, key)
         for call, request in plan.requests().items():
             action = call
             with aws_errors(action):
@@ -130,7 +109,11 @@ def create(plan: SagemakerPlan, aws: AwsClients, report: Report) -> None:
     except BaseException as error:  # also Ctrl-C: resources cost money
         report(f"{action} failed")
         left = delete(name, aws, report, created, plan.artifact if uploaded else None)
-        left += [f"the {kind} {name}" for kind in _list_remaining(name, aws) if f"the {kind} {name}" not in left]
+        try:
+            remaining, _ = find_resources(name, aws)
+        except UserError:
+            remaining = list(RESOURCES)  # AWS cannot be asked: everything may exist
+        left += [f"the {kind} {name}" for kind in remaining if f"the {kind} {name}" not in left]
         reason = str(error) if isinstance(error, UserError) else f"{action}: {type(error).__name__}"
         if left:
             raise UserError(
@@ -151,7 +134,7 @@ def deletion_command(left: Sequence[str], name: str, region: str) -> str:
 def _check_names_are_free(plan: SagemakerPlan, aws: AwsClients) -> None:
     """Checks that the name and the S3 prefix are unused, and that the bucket is in the endpoint's region."""
     name = plan.settings.name
-    taken = find_resources(name, aws).kinds
+    taken, _ = find_resources(name, aws)
     if taken:
         raise UserError(f"--name {name}: the {taken[0]} {name} exists already in {aws.region}; use another name")
     if plan.artifact is None:
@@ -189,31 +172,29 @@ def _is_not_found(details: dict[str, Any]) -> bool:
     return details.get("Code") == "ValidationException" and "could not find" in str(details.get("Message")).lower()
 
 
-def find_resources(name: str, aws: AwsClients) -> ExistingResources:
+def find_resources(name: str, aws: AwsClients) -> tuple[list[str], str | None]:
+    """The kinds of resources that exist with an endpoint's name, and the S3 address of its uploads."""
     found = {kind: _describe(aws, kind, name) for kind in RESOURCES}
     model = found["model"] or {}
     source = model.get("PrimaryContainer", {}).get("ModelDataSource", {}).get("S3DataSource", {}).get("S3Uri")
-    return ExistingResources(tuple(kind for kind, description in found.items() if description is not None), source)
+    return [kind for kind, description in found.items() if description is not None], source
 
 
-def status(name: str, aws: AwsClients) -> EndpointStatus:
+def format_status(name: str, aws: AwsClients) -> str:
     endpoint = _describe(aws, "endpoint", name)
     if endpoint is None:
         raise UserError(f"{name}: no such endpoint in {aws.region}")
+    reason = f": {endpoint['FailureReason']}" if endpoint.get("FailureReason") else ""
     config = _describe(aws, "endpoint config", endpoint["EndpointConfigName"]) or {}
     variant = (config.get("ProductionVariants") or [{}])[0]
-    kind, count = variant.get("InstanceType", "unknown"), variant.get("InitialInstanceCount", 1)
-    known = INSTANCES.get(kind)
-    return EndpointStatus(
-        name,
-        endpoint["EndpointStatus"],
-        endpoint.get("FailureReason"),
-        kind,
-        count,
-        (datetime.now(UTC) - endpoint["CreationTime"]).total_seconds() / 3600,
-        known.price * count if known is not None and known.price is not None else None,
-        find_resources(name, aws).artifact,
-    )
+    instance_type, count = variant.get("InstanceType", "unknown"), variant.get("InitialInstanceCount", 1)
+    hours = (datetime.now(UTC) - endpoint["CreationTime"]).total_seconds() / 3600
+    price = INSTANCES.get(instance_type, {}).get("price")
+    cost = "price not known" if price is None else f"about USD {price * count * hours:.2f} so far"
+    lines = [f"{name}: {endpoint['EndpointStatus']}{reason}"]
+    lines.append(f"{count} x {instance_type} for {hours:.1f} hours, {cost}")
+    _, artifact = find_resources(name, aws)
+    return "\n".join(lines if artifact is None else [*lines, f"models: {artifact}"])
 
 
 def invoke(name: str, aws: AwsClients, prompt: str, max_tokens: int) -> str:
@@ -249,14 +230,6 @@ def delete(name: str, aws: AwsClients, report: Report, kinds: Sequence[str], art
     return left
 
 
-def _list_remaining(name: str, aws: AwsClients) -> tuple[str, ...]:
-    """Assumes that everything exists if AWS cannot be asked."""
-    try:
-        return find_resources(name, aws).kinds
-    except UserError:
-        return tuple(RESOURCES)
-
-
 def delete_artifact(name: str, aws: AwsClients, artifact: str) -> int:
     """Deletes the objects uploaded for an endpoint; returns their number."""
     bucket, _, prefix = artifact.removeprefix("s3://").partition("/")
@@ -282,9 +255,8 @@ def wait(name: str, aws: AwsClients, report: Report) -> None:
     try:
         aws.sagemaker.get_waiter("endpoint_in_service").wait(EndpointName=name)
     except WaiterError:
-        seen = status(name, aws)
-        reason = f": {seen.reason}" if seen.reason else ""
+        state = format_status(name, aws).splitlines()[0]
         raise UserError(
-            f"{name} is {seen.state}{reason}; its log is in CloudWatch under /aws/sagemaker/Endpoints/{name}; "
+            f"{state}; its log is in CloudWatch under /aws/sagemaker/Endpoints/{name}; "
             f"{deletion_command(['the endpoint'], name, aws.region)}"
         ) from None

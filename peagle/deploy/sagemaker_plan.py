@@ -1,6 +1,8 @@
 """Plans a SageMaker endpoint: API requests, uploads and cost. Needs neither boto3 nor an account.
 
 AWS's vLLM container turns each variable SM_VLLM_NAME into the flag --name, and sees uploads under /opt/ml/model.
+`instances.json` has SageMaker's GPU instance types, with on-demand list prices in USD per hour of real-time inference
+in PRICE_REGION as of PRICE_DATE. They change over time; null is unknown.
 """
 
 from __future__ import annotations
@@ -12,14 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from peagle.checkpoints.validate import build_speculative_config, build_vllm_flags
 from peagle.config import SagemakerSettings
-from peagle.deploy.checks import MODEL_RUNNER_V2, DeployFinding, check_deployment
-from peagle.deploy.instances import HOURS_PER_MONTH, INSTANCES, PRICE_DATE, PRICE_REGION
+from peagle.deploy.checks import DeployFinding, check_deployment
+from peagle.deploy.files import vllm_environment
 from peagle.deploy.models import DeployedPair
-from peagle.deploy.service import speculative_json
 from peagle.errors import UserError
 from peagle.hub.resolve import HUB_FILES
 
+INSTANCES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("instances.json").read_text())
+PRICE_DATE, PRICE_REGION = "August 2026", "us-east-1"
+HOURS_PER_MONTH = 730
 MODEL_PATH = "/opt/ml/model"
 MAX_VARIABLE_CHARS = 1024  # SageMaker's limit
 ECR_ACCOUNT = "763104351884"  # of AWS's containers in ECR_REGIONS; other regions use other accounts
@@ -29,29 +34,18 @@ TAGS = [{"Key": "created-by", "Value": "peagle"}]
 
 
 @dataclass(frozen=True)
-class Upload:
-    source: Path
-    key: str
-    size: int
-
-
-@dataclass(frozen=True)
 class SagemakerPlan:
     settings: SagemakerSettings
     image: str
     environment: Mapping[str, str]
     bucket: str | None
     prefix: str  # of all uploads, with a / at the end
-    uploads: tuple[Upload, ...]
-    price: float | None
+    uploads: Mapping[Path, str]  # local files -> their S3 keys
+    price: float | None  # USD per instance and hour
 
     @property
     def artifact(self) -> str | None:
         return f"s3://{self.bucket}/{self.prefix}" if self.uploads else None
-
-    @property
-    def upload_bytes(self) -> int:
-        return sum(upload.size for upload in self.uploads)
 
     def requests(self) -> dict[str, dict[str, Any]]:
         """Requests by the name of the boto3 call, in order."""
@@ -90,40 +84,36 @@ def build_plan(pair: DeployedPair, settings: SagemakerSettings) -> SagemakerPlan
         )
     bucket, _, before = (settings.s3 or "").removeprefix("s3://").partition("/")
     prefix = "/".join(part for part in (before.strip("/"), settings.name) if part) + "/"
-    uploads: list[Upload] = []
+    uploads: dict[Path, str] = {}
     names = {"target": pair.target.name, "drafter": pair.drafter.name}
     for role, model in local.items():
         assert model.folder is not None
-        uploads += _list_uploads(model.folder, f"{prefix}{role}/")
+        # only checkpoint files: no pickles and no code
+        files = sorted(path for path in model.folder.iterdir() if path.is_file() and _is_checkpoint_file(path.name))
+        uploads |= {path: f"{prefix}{role}/{path.name}" for path in files}
         names[role] = f"{MODEL_PATH}/{role}"
-    known = INSTANCES.get(settings.instance_type)
+    list_price = INSTANCES.get(settings.instance_type, {}).get("price")
     return SagemakerPlan(
         settings,
         settings.image or _default_image(settings),
         _environment(pair, settings, names),
         bucket or None,
         prefix,
-        tuple(uploads),
-        settings.price if settings.price is not None else known.price if known is not None else None,
+        uploads,
+        settings.price if settings.price is not None else list_price,
     )
 
 
 def check_sagemaker(pair: DeployedPair, settings: SagemakerSettings) -> list[DeployFinding]:
-    num_gpus, known = resolve_tensor_parallel(settings), INSTANCES.get(settings.instance_type)
-    found = check_deployment(
-        pair,
-        settings.vllm_version,
-        tensor_parallel=num_gpus,
-        max_model_len=settings.max_model_len,
-        max_num_seqs=settings.max_num_seqs,
-        env=dict(settings.env),
-    )
-    if known is not None and num_gpus > known.num_gpus:
-        text = f"--tensor-parallel {num_gpus}: {settings.instance_type} has {known.num_gpus} GPUs"
+    num_used = resolve_tensor_parallel(settings)
+    found = check_deployment(pair, settings, num_used)
+    num_gpus = INSTANCES.get(settings.instance_type, {}).get("num_gpus", num_used)
+    if num_used > num_gpus:
+        text = f"--tensor-parallel {num_used}: {settings.instance_type} has {num_gpus} GPUs"
         found.append(DeployFinding("error", text))
-    if known is not None and num_gpus < known.num_gpus:
-        idle = known.num_gpus - num_gpus
-        found.append(DeployFinding("warning", f"{idle} of {known.num_gpus} GPUs stay idle; use a smaller instance"))
+    if num_used < num_gpus:
+        text = f"{num_gpus - num_used} of {num_gpus} GPUs stay idle; use a smaller instance"
+        found.append(DeployFinding("warning", text))
     if pair.target.on_hub or pair.drafter.on_hub:
         text = "the container downloads hub models, which needs internet access; upload gated models with --s3"
         found.append(DeployFinding("warning", text))
@@ -133,10 +123,9 @@ def check_sagemaker(pair: DeployedPair, settings: SagemakerSettings) -> list[Dep
 def resolve_tensor_parallel(settings: SagemakerSettings) -> int:
     if settings.tensor_parallel is not None:
         return settings.tensor_parallel
-    known = INSTANCES.get(settings.instance_type)
-    if known is None:
+    if settings.instance_type not in INSTANCES:
         raise UserError(f"--tensor-parallel: needed for {settings.instance_type}, whose number of GPUs is not known")
-    return known.num_gpus
+    return int(INSTANCES[settings.instance_type]["num_gpus"])
 
 
 def _default_image(settings: SagemakerSettings) -> str:
@@ -146,34 +135,23 @@ def _default_image(settings: SagemakerSettings) -> str:
 
 
 def _environment(pair: DeployedPair, settings: SagemakerSettings, names: Mapping[str, str]) -> dict[str, str]:
-    values: dict[str, str] = {
-        "SM_VLLM_MODEL": names["target"],
-        "SM_VLLM_SPECULATIVE_CONFIG": speculative_json(pair, names["drafter"]),
-        "SM_VLLM_TENSOR_PARALLEL_SIZE": str(resolve_tensor_parallel(settings)),
-        "SM_VLLM_SERVED_MODEL_NAME": settings.name,
-    }
-    for flag, value in (
-        ("MAX_MODEL_LEN", settings.max_model_len),
-        ("MAX_NUM_SEQS", settings.max_num_seqs),
-        ("GPU_MEMORY_UTILIZATION", settings.gpu_memory_utilization),
-    ):
-        if value is not None:
-            values[f"SM_VLLM_{flag}"] = str(value)
-    if pair.parallel:
-        values[MODEL_RUNNER_V2] = "0"
-    values |= dict(settings.env)
+    flags = build_vllm_flags(
+        build_speculative_config(names["drafter"], pair.num_speculative_tokens, pair.parallel),
+        model=names["target"],
+        tensor_parallel_size=resolve_tensor_parallel(settings),
+        served_model_name=settings.name,
+        max_model_len=settings.max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+    )
+    values = {f"SM_VLLM_{flag.strip('-').replace('-', '_').upper()}": value for flag, value in flags.items()}
+    values |= vllm_environment(pair, settings.env)
     for name, text in values.items():
         if len(text) > MAX_VARIABLE_CHARS:
             raise UserError(
                 f"{name}: has {len(text)} characters, SageMaker allows {MAX_VARIABLE_CHARS}; use a shorter name"
             )
     return values
-
-
-def _list_uploads(folder: Path, prefix: str) -> list[Upload]:
-    """Only checkpoint files: no pickles and no code."""
-    files = sorted(path for path in folder.iterdir() if path.is_file() and _is_checkpoint_file(path.name))
-    return [Upload(path, prefix + path.name, path.stat().st_size) for path in files]
 
 
 def _is_checkpoint_file(name: str) -> bool:
@@ -197,7 +175,8 @@ def format_plan(plan: SagemakerPlan) -> str:
     """Returns everything that would be created, and its cost."""
     lines = [f"region: {plan.settings.region}", format_cost(plan)]
     if plan.artifact is not None:
-        lines.append(f"upload: {len(plan.uploads)} files, {plan.upload_bytes / 1e9:.2f} GB, to {plan.artifact}")
+        upload_bytes = sum(path.stat().st_size for path in plan.uploads)
+        lines.append(f"upload: {len(plan.uploads)} files, {upload_bytes / 1e9:.2f} GB, to {plan.artifact}")
     for call, request in plan.requests().items():
         lines.append(f"{call}:")
         lines += [f"  {line}" for line in json.dumps(request, indent=2).splitlines()]

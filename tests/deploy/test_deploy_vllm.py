@@ -24,10 +24,10 @@ from published_heads import HEADS, write_head
 from support import edit_config, set_config
 from transformers import CONFIG_MAPPING
 
+from peagle.checkpoints.target import read_target_sizes
 from peagle.cli import main
 from peagle.config import DrafterConfig, LayerConfig, RopeConfig
 from peagle.deploy.checks import splits_drafter_cache
-from peagle.deploy.models import read_target_facts
 
 KEY = "sk-secret"
 DRAFTER = str(drafter_folder("p-eagle-4"))
@@ -238,20 +238,25 @@ def head_of(layers: int, kv_heads: int, head_dim: int) -> DrafterConfig:
 
 def test_gpt_oss_cache_groups(tmp_path: Path) -> None:
     """Only the 20b's model card warns: 12 + 4 > 12 * 1.25, but 18 + 4 < 18 * 1.25."""
-    small = read_target_facts(model_config("gpt_oss", tmp_path / "20b", "GptOssForCausalLM", num_hidden_layers=24))
-    large = read_target_facts(model_config("gpt_oss", tmp_path / "120b", "GptOssForCausalLM", num_hidden_layers=36))
-    assert (small.num_layers, small.num_sliding_layers, small.num_kv_heads, small.head_dim) == (24, 12, 8, 64)
-    assert (large.num_layers, large.num_sliding_layers) == (36, 18)
+    small = read_target_sizes(model_config("gpt_oss", tmp_path / "20b", "GptOssForCausalLM", num_hidden_layers=24))
+    large = read_target_sizes(model_config("gpt_oss", tmp_path / "120b", "GptOssForCausalLM", num_hidden_layers=36))
+    assert (small.num_layers, small.windows.count(None), small.layer.num_kv_heads, small.layer.head_dim) == (
+        24,
+        12,
+        8,
+        64,
+    )
+    assert (large.num_layers, large.windows.count(None)) == (36, 18)
     head = head_of(4, 8, 64)
     assert splits_drafter_cache(small, head, (0, 17)) and not splits_drafter_cache(small, head, (0, 18))
     assert not splits_drafter_cache(large, head, (0, 17)) and not splits_drafter_cache(large, head, (0, 32))
     assert not splits_drafter_cache(small, head_of(1, 8, 64), (0, 17)), "one layer is in one group"
-    dense = read_target_facts(model_config("llama", tmp_path / "llama", "LlamaForCausalLM"))
+    dense = read_target_sizes(model_config("llama", tmp_path / "llama", "LlamaForCausalLM"))
     assert not splits_drafter_cache(dense, head, (0, 17))
 
 
 def test_gpt_oss_target_is_checked_by_its_config(run: Any, tmp_path: Path) -> None:
-    """The checks need neither the target's weights nor an architecture that peagle runs."""
+    """The checks need neither the target's weights nor a quantization that peagle supports."""
     head = HEADS["gpt-oss-20b"]
     drafter = write_head(head, tmp_path / "head")
     values = json.loads((drafter / "config.json").read_text())
@@ -260,7 +265,7 @@ def test_gpt_oss_target_is_checked_by_its_config(run: Any, tmp_path: Path) -> No
     target = model_config(
         *("gpt_oss", tmp_path / "target", "GptOssForCausalLM"), num_hidden_layers=24, **shape, **heads
     )
-    set_config(target, quantization_config={"quant_method": "mxfp4"})
+    set_config(target, quantization_config={"quant_method": "awq", "bits": 4})
     arguments = (str(target), "-d", str(drafter), "--max-model-len", "512")
     status, _, complaints = run(*arguments, "--vllm-version", "0.17")
     assert status == 2 and "validate_same_kv_cache_group; use vLLM 0.18 or newer" in complaints
@@ -270,6 +275,13 @@ def test_gpt_oss_target_is_checked_by_its_config(run: Any, tmp_path: Path) -> No
     set_config(target, vocab_size=321)
     status, _, complaints = run(*arguments)
     assert status == 2 and "vocab_size is 320, but the target's is 321" in complaints
+
+
+def test_unknown_architecture_is_a_warning(run: Any, tmp_path: Path) -> None:
+    target = model_config("llama", tmp_path / "target", "NovelForCausalLM")
+    status, line, complaints = run(str(target), "-d", DRAFTER)
+    assert status == 0 and "parallel_drafting" in line
+    assert complaints.startswith("warning: ") and "does not know this architecture" in complaints
 
 
 def test_unreachable_hub_is_one_line(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

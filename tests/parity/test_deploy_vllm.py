@@ -13,10 +13,10 @@ from pairs import drafter_folder, target_folder
 
 from peagle.checkpoints.families import FAMILIES
 from peagle.checkpoints.validate import NO_AUX_HIDDEN_STATES
-from peagle.config import DeploySettings, DrafterConfig, LayerConfig, RopeConfig
+from peagle.config import DecoderConfig, DeploySettings, DrafterConfig, LayerConfig, RopeConfig
 from peagle.deploy.checks import splits_drafter_cache
-from peagle.deploy.models import TargetFacts, resolve_pair
-from peagle.deploy.service import VllmService
+from peagle.deploy.files import VllmService
+from peagle.deploy.models import resolve_pair
 
 pytestmark = pytest.mark.vllm
 
@@ -73,11 +73,14 @@ def test_caches_are_grouped_as_the_check_says() -> None:
     seen = set()
     for sliding, full, drafts in itertools.product((1, 3, 6, 12, 15, 18, 40), (1, 3, 6, 12, 18), (1, 2, 4)):
         for alike in (True, False):
-            facts = TargetFacts("X", 64, 100, sliding + full, sliding, 64, 8, 64, 4096)
+            windows = (128,) * sliding + (None,) * full
+            target = DecoderConfig(
+                "x", 100, len(windows), LayerConfig(64, 64, 64, 8, 64), RopeConfig(), 4096, False, windows
+            )
             layer = LayerConfig(64, 64, num_heads=64, num_kv_heads=8 if alike else 4, head_dim=64)
             drafter = DrafterConfig(100, 100, drafts, layer, RopeConfig(), 4096, 64, (0, 1, 2), mask_token_id=1)
             spread = groups_of_the_drafter(sliding, full, drafts, alike) > 1
-            assert splits_drafter_cache(facts, drafter, (0, 32)) == spread, (sliding, full, drafts, alike)
+            assert splits_drafter_cache(target, drafter, (0, 32)) == spread, (sliding, full, drafts, alike)
             seen.add((spread, alike))
     assert len(seen) == 4, "both answers, for both kinds"
 
