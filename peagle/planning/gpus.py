@@ -7,7 +7,7 @@ import json
 import math
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from importlib import resources
+from pathlib import Path
 
 from peagle.errors import UserError
 
@@ -26,23 +26,18 @@ class GpuSpec:
     price_per_hour: float | None  # dollars; None if unknown
 
 
-def load_gpus() -> dict[str, GpuSpec]:
-    table = json.loads(resources.files("peagle.planning").joinpath("gpus.json").read_text(encoding="utf-8"))
-    return {
-        name: GpuSpec(
-            name,
-            gpu["memory_gb"] * GB,
-            gpu["bandwidth_tb_s"] * TB,
-            gpu["tflops"] * TFLOP,
-            gpu["link_gb_s"] * GB,
-            LINK_LATENCY_S[gpu["link"]],
-            gpu["price"],
-        )
-        for name, gpu in table.items()
-    }
-
-
-GPUS = load_gpus()
+GPUS = {
+    name: GpuSpec(
+        name,
+        gpu["memory_gb"] * GB,
+        gpu["bandwidth_tb_s"] * TB,
+        gpu["tflops"] * TFLOP,
+        gpu["link_gb_s"] * GB,
+        LINK_LATENCY_S[gpu["link"]],
+        gpu["price"],
+    )
+    for name, gpu in json.loads(Path(__file__).with_name("gpus.json").read_text(encoding="utf-8")).items()
+}
 CUSTOM_GPU = GpuSpec("custom", 1.0, 1.0, 1.0, 64 * GB, LINK_LATENCY_S["pcie"], None)
 
 
@@ -76,12 +71,12 @@ def describe_gpu(
             raise UserError(f"{flag} {value:g}: must be above 0")
     if price is not None and not 0 <= price < math.inf:
         raise UserError(f"--price {price:g}: must be 0 or more")
+    overrides = {
+        "memory_bandwidth": (memory_bandwidth, TB),
+        "matrix_flops": (tflops, TFLOP),
+        "memory_bytes": (gpu_memory, GB),
+        "link_bandwidth": (link_bandwidth, GB),
+        "price_per_hour": (price, 1.0),
+    }
     gpu = CUSTOM_GPU if name is None else find_gpu(name)
-    return replace(
-        gpu,
-        memory_bandwidth=gpu.memory_bandwidth if memory_bandwidth is None else memory_bandwidth * TB,
-        matrix_flops=gpu.matrix_flops if tflops is None else tflops * TFLOP,
-        memory_bytes=gpu.memory_bytes if gpu_memory is None else gpu_memory * GB,
-        link_bandwidth=gpu.link_bandwidth if link_bandwidth is None else link_bandwidth * GB,
-        price_per_hour=gpu.price_per_hour if price is None else price,
-    )
+    return replace(gpu, **{field: value * unit for field, (value, unit) in overrides.items() if value is not None})

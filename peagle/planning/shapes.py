@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ MXFP4_BYTES = 4.25 / 8  # 4 bits per weight and one 8-bit scale per 32 weights
 NUM_AUX_LAYERS = 3  # default number of auxiliary hidden states of a drafter
 NUM_EXPERTS_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
 KNOWN_MODELS: dict[str, dict[str, Any]] = json.loads(
-    resources.files("peagle.planning").joinpath("known_models.json").read_text(encoding="utf-8")
+    Path(__file__).with_name("known_models.json").read_text(encoding="utf-8")
 )
 
 

@@ -293,16 +293,13 @@ def _load_headings(group: ComparableRuns) -> tuple[str, ...]:
 
 
 def _speedup_table(group: ComparableRuns, engine: str, members: Sequence[BenchRun]) -> ReportTable:
-    rows, ratios = [], []
+    speedups: dict[str, list[Speedup | str]] = {}
     for label, runs in group_by(members, [run.short_label for run in members]).items():
         if runs[0].row.method != "none" and any(group.baseline(run) for run in runs):
             by_load = {run.load: compare_runs(run, group.baseline(run)) for run in runs}
-            speedups = [by_load.get(load, NOT_MEASURED) for load in group.loads]
-            rows.append((label, *map(_speedup_text, speedups)))
-            ratios.append(tuple(map(_speedup_colour, speedups)))
-    title = add_engine("Speedup over no speculation", engine)
-    caption = f"Output tokens/s relative to the same engine without speculation, with 95% intervals. {COLOURS}"
-    return ReportTable(title, _load_headings(group), tuple(rows), caption, is_open=True, ratios=tuple(ratios))
+            speedups[label] = [by_load.get(load, NOT_MEASURED) for load in group.loads]
+    caption = "Output tokens/s relative to the same engine without speculation, with 95% intervals."
+    return _ratio_table(group, add_engine("Speedup over no speculation", engine), caption, speedups)
 
 
 def _side_by_side_table(group: ComparableRuns) -> ReportTable:
@@ -314,33 +311,29 @@ def _side_by_side_table(group: ComparableRuns) -> ReportTable:
             for method in METHOD_NAMES:
                 pairs[f"{engine} over {other}, {method_name(method)}"] = (engine, method), (other, method)
     systems = group_by(group.runs, [(run.engine, run.row.method) for run in group.runs])
+    speedups = {
+        name: [
+            compare_runs(group.fastest(systems[first], load), group.fastest(systems[second], load))
+            for load in group.loads
+        ]
+        for name, (first, second) in pairs.items()
+        if first in systems and second in systems
+    }
+    caption = "Output tokens/s of one over the other, each with its fastest K."
+    return _ratio_table(group, "Side by side, fastest K each", caption, speedups)
+
+
+def _ratio_table(
+    group: ComparableRuns, title: str, caption: str, speedups: dict[str, list[Speedup | str]]
+) -> ReportTable:
+    """A row per name and a column per load. Colours mark conclusive speedups."""
     rows, ratios = [], []
-    for name, (first, second) in pairs.items():
-        if first in systems and second in systems:
-            texts, colours = [], []
-            for load in group.loads:
-                mine, other_run = group.fastest(systems[first], load), group.fastest(systems[second], load)
-                speedup = compare_runs(mine, other_run)
-                ks = f" K={mine.k or '–'} over K={other_run.k or '–'}" if mine and other_run else ""
-                texts.append(_speedup_text(speedup) + ks)
-                colours.append(_speedup_colour(speedup))
-            rows.append((name, *texts))
-            ratios.append(tuple(colours))
-    title = "Side by side, fastest K each"
-    caption = f"Output tokens/s of one over the other, each with its fastest K. {COLOURS}"
-    return ReportTable(title, _load_headings(group), tuple(rows), caption, is_open=True, ratios=tuple(ratios))
-
-
-def _speedup_text(speedup: Speedup | str) -> str:
-    if isinstance(speedup, str):
-        return speedup
-    return with_interval(format_number(speedup.ratio, "times"), speedup.ci95)
-
-
-def _speedup_colour(speedup: Speedup | str) -> float | None:
-    if isinstance(speedup, str):
-        return None
-    return speedup.ratio if is_conclusive(speedup) else 1.0
+    for name, values in speedups.items():
+        texts = [s if isinstance(s, str) else with_interval(format_number(s.ratio, "times"), s.ci95) for s in values]
+        rows.append((name, *texts))
+        ratios.append(tuple(None if isinstance(s, str) else s.ratio if is_conclusive(s) else 1.0 for s in values))
+    headings = _load_headings(group)
+    return ReportTable(title, headings, tuple(rows), f"{caption} {COLOURS}", is_open=True, ratios=tuple(ratios))
 
 
 def _runs_table(group: ComparableRuns) -> ReportTable:

@@ -126,7 +126,8 @@ def llama_config(cfg: DecoderConfig) -> dict[str, Any]:
 def test_dense_target_weights_match_the_decoder(
     num_layers: int, num_kv_heads: int, groups: int, width: int, vocab_size: int, tied: bool
 ) -> None:
-    layer = LayerConfig(32 * width, 48 * width, num_kv_heads * groups, num_kv_heads, 16)
+    num_heads = num_kv_heads * groups  # divides the hidden size, as transformers requires
+    layer = LayerConfig(8 * width * num_heads, 48 * width, num_heads, num_kv_heads, 16)
     cfg = DecoderConfig("llama", vocab_size, num_layers, layer, RopeConfig(), 64, tied, (None,) * num_layers)
     with torch.device("meta"):
         model = Decoder(cfg)
