@@ -114,11 +114,13 @@ def build_speculative_config(drafter: str, k: int | None, parallel: bool) -> dic
     return {**config, "parallel_drafting": True} if parallel else config
 
 
-def build_vllm_flags(speculative_config: dict[str, Any] | None, **options: str | float | None) -> dict[str, str]:
-    """Returns flags of `vllm serve` by name; options that are None keep vLLM's defaults."""
-    if speculative_config is not None:
-        options["speculative_config"] = json.dumps(speculative_config, separators=(",", ":"))
-    return {f"--{name.replace('_', '-')}": str(value) for name, value in options.items() if value is not None}
+def build_vllm_flags(**options: Any) -> dict[str, str]:
+    """Returns flags of `vllm serve` and their values; options that are None keep vLLM's defaults."""
+
+    def to_text(value: Any) -> str:
+        return json.dumps(value, separators=(",", ":")) if isinstance(value, dict | list) else str(value)
+
+    return {f"--{name.replace('_', '-')}": to_text(value) for name, value in options.items() if value is not None}
 
 
 def _list_facts(cfg: DrafterConfig, weights: SafetensorsFolder, target_folder: Path | None) -> dict[str, str]:

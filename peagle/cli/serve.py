@@ -282,8 +282,7 @@ def _serve_vllm(
         vllm_config = build_speculative_config(vllm_model_name(choice.name, folder), k, drafter_cfg.parallel)
     # vLLM takes folders and Hugging Face ids, but not our built-in names.
     model = str(resolve_target(target)) if target in BUILT_IN_TARGETS else target
-    vllm_options = vllm_process.VllmOptions(model, vllm_config, **options)
-    command = vllm_process.build_vllm_command(base_command, vllm_options, settings)
+    command = vllm_process.build_vllm_command(base_command, model, settings, speculative_config=vllm_config, **options)
     start_logging(settings.log_json)
     if settings.tool_call_parser == "auto" and not vllm_process.has_parser_flags(base_command):
         command += vllm_process.build_parser_flags(_detect_tool_call_parser(model))

@@ -78,11 +78,11 @@ class VllmService:
         # the model name in the API: the hub id, or the last part of a folder's path
         name = settings.served_model_name or (target if pair.target.on_hub else PurePath(pair.target.name).name)
         flags = build_vllm_flags(
-            build_speculative_config(drafter, pair.num_speculative_tokens, pair.parallel),
             host=DeploySettings.host if in_container else settings.host,
             port=settings.port if port is None else port,
             served_model_name=name if name != target else None,
             tensor_parallel_size=settings.tensor_parallel,
+            speculative_config=build_speculative_config(drafter, pair.num_speculative_tokens, pair.parallel),
             max_model_len=settings.max_model_len,
             max_num_seqs=settings.max_num_seqs,
             gpu_memory_utilization=settings.gpu_memory_utilization,

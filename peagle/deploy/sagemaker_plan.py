@@ -136,8 +136,8 @@ def _default_image(settings: SagemakerSettings) -> str:
 
 def _environment(pair: DeployedPair, settings: SagemakerSettings, names: Mapping[str, str]) -> dict[str, str]:
     flags = build_vllm_flags(
-        build_speculative_config(names["drafter"], pair.num_speculative_tokens, pair.parallel),
         model=names["target"],
+        speculative_config=build_speculative_config(names["drafter"], pair.num_speculative_tokens, pair.parallel),
         tensor_parallel_size=resolve_tensor_parallel(settings),
         served_model_name=settings.name,
         max_model_len=settings.max_model_len,

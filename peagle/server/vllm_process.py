@@ -6,7 +6,6 @@ Settings that vLLM has no flag for are refused rather than ignored.
 from __future__ import annotations
 
 import http.client
-import json
 import os
 import shlex
 import shutil
@@ -14,10 +13,10 @@ import signal
 import subprocess
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from peagle.checkpoints.validate import build_vllm_flags
 from peagle.config import ServeSettings, ToolCallParserName
 from peagle.errors import UserError
 from peagle.server.logs import log_event
@@ -32,20 +31,11 @@ PARSER_FLAGS = ("--tool-call-parser", "--enable-auto-tool-choice")
 UNSUPPORTED_SETTINGS = ("max_queued_requests", "max_body_bytes", "request_timeout_s", "log_json", "log_prompts")
 
 
-@dataclass(frozen=True)
-class VllmOptions:
-    """Engine options of `vllm serve`. None: vLLM's default."""
+def build_vllm_command(command: list[str], target: str, settings: ServeSettings, **options: Any) -> list[str]:
+    """Adds model and flags to a command that begins with `vllm serve` or vLLM's server module.
 
-    target: str
-    speculative_config: dict[str, Any] | None = None
-    max_model_len: int | None = None
-    max_num_seqs: int | None = None
-    dtype: str | None = None
-    gpu_memory_utilization: float | None = None
-
-
-def build_vllm_command(command: list[str], options: VllmOptions, settings: ServeSettings) -> list[str]:
-    """Adds model and flags to a command that begins with `vllm serve` or vLLM's server module."""
+    `options` are further flags; None is vLLM's default.
+    """
     defaults = ServeSettings()
     for name in UNSUPPORTED_SETTINGS:
         if getattr(settings, name) != getattr(defaults, name):
@@ -55,27 +45,19 @@ def build_vllm_command(command: list[str], options: VllmOptions, settings: Serve
         raise UserError("--port 0: not with --engine vllm, which does not report the port it chose")
     if "serve" in command:
         model_index = command.index("serve") + 1
-        command = [*command[:model_index], options.target, *command[model_index:]]
+        command = [*command[:model_index], target, *command[model_index:]]
     else:
-        command = [*command, "--model", options.target]
-    command += ["--host", settings.host, "--port", str(settings.port)]
-    if settings.served_model_name and settings.served_model_name != options.target:
-        command += ["--served-model-name", settings.served_model_name]
-    if options.speculative_config is not None:
-        command += ["--speculative-config", json.dumps(options.speculative_config, separators=(",", ":"))]
-    for flag, value in (
-        ("--max-model-len", options.max_model_len),
-        ("--max-num-seqs", options.max_num_seqs),
-        ("--dtype", options.dtype),
-        ("--gpu-memory-utilization", options.gpu_memory_utilization),
-    ):
-        if value is not None:
-            command += [flag, str(value)]
-    command += build_parser_flags(settings.tool_call_parser)
-    # Some versions of vLLM allow every origin by default.
-    command += ["--allowed-origins", json.dumps(list(settings.cors_origins))]
-    command += ["--shutdown-timeout", str(int(settings.shutdown_timeout_s))]
-    return command
+        command = [*command, "--model", target]
+    flags = build_vllm_flags(
+        host=settings.host,
+        port=settings.port,
+        served_model_name=settings.served_model_name if settings.served_model_name not in ("", target) else None,
+        **options,
+        allowed_origins=list(settings.cors_origins),  # some versions of vLLM allow every origin by default
+        shutdown_timeout=int(settings.shutdown_timeout_s),
+    )
+    command += [word for flag in flags.items() for word in flag]
+    return command + build_parser_flags(settings.tool_call_parser)
 
 
 def build_parser_flags(parser: ToolCallParserName) -> list[str]:

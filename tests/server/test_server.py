@@ -26,7 +26,7 @@ from peagle.cli.serve import DrafterChoice, parse_speculative_config
 from peagle.config import SamplingParams, ServeSettings
 from peagle.errors import UserError
 from peagle.server.logs import LOGGER, start_logging
-from peagle.server.vllm_process import VllmOptions, build_vllm_command, build_vllm_environment, supervise
+from peagle.server.vllm_process import build_vllm_command, build_vllm_environment, supervise
 
 KEY = "sk-very-secret"
 SECRET_PROMPT = "the whispered words"
@@ -241,8 +241,9 @@ def test_vllm_command_and_environment() -> None:
         shutdown_timeout_s=12,
     )
     speculative = {"method": "eagle3", "model": "d", "num_speculative_tokens": 7, "parallel_drafting": True}
-    options = VllmOptions("org/t", speculative, max_model_len=2048, max_num_seqs=8, gpu_memory_utilization=0.5)
-    assert build_vllm_command(["/bin/vllm", "serve"], options, settings) == [
+    options = {"max_model_len": 2048, "max_num_seqs": 8, "dtype": None, "gpu_memory_utilization": 0.5}
+    command = ["/bin/vllm", "serve"]
+    assert build_vllm_command(command, "org/t", settings, speculative_config=speculative, **options) == [
         *("/bin/vllm", "serve", "org/t", "--host", "0.0.0.0", "--port", "9", "--served-model-name", "m"),
         "--speculative-config",
         '{"method":"eagle3","model":"d","num_speculative_tokens":7,"parallel_drafting":true}',
@@ -253,19 +254,15 @@ def test_vllm_command_and_environment() -> None:
     assert build_vllm_environment(settings, around) == {"HOME": "/h", "VLLM_API_KEY": KEY}
     assert build_vllm_environment(ServeSettings(), around) == {"HOME": "/h"}
     module = ["/bin/python", "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
-    plain = build_vllm_command(
-        module, VllmOptions("t"), ServeSettings(served_model_name="t", tool_call_parser="llama3")
-    )
+    plain = build_vllm_command(module, "t", ServeSettings(served_model_name="t", tool_call_parser="llama3"))
     assert plain[:6] == [*module, "--model", "t"]
-    more = build_vllm_command(
-        ["vllm", "serve", "--enforce-eager"], VllmOptions("t"), ServeSettings(served_model_name="t")
-    )
+    more = build_vllm_command(["vllm", "serve", "--enforce-eager"], "t", ServeSettings(served_model_name="t"))
     assert more[:4] == ["vllm", "serve", "t", "--enforce-eager"]
     assert "--served-model-name" not in plain and "--speculative-config" not in plain
     assert plain[plain.index("--enable-auto-tool-choice") + 1 :][:2] == ["--tool-call-parser", "llama3_json"]
     for own in ({"max_queued_requests": 5}, {"max_body_bytes": 5}, {"request_timeout_s": 5.0}, {"log_json": True}):
         with pytest.raises(UserError, match="--" + next(iter(own)).removesuffix("_s").replace("_", "-")):
-            build_vllm_command(["vllm", "serve"], VllmOptions("t"), ServeSettings(**own))  # type: ignore[arg-type]
+            build_vllm_command(["vllm", "serve"], "t", ServeSettings(**own))  # type: ignore[arg-type]
 
 
 def script(folder: Path, text: str) -> Path:
