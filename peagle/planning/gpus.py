@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 from peagle.errors import UserError
 
@@ -71,7 +72,7 @@ def describe_gpu(
             raise UserError(f"{flag} {value:g}: must be above 0")
     if price is not None and not 0 <= price < math.inf:
         raise UserError(f"--price {price:g}: must be 0 or more")
-    overrides = {
+    overrides: dict[str, tuple[float | None, float]] = {
         "memory_bandwidth": (memory_bandwidth, TB),
         "matrix_flops": (tflops, TFLOP),
         "memory_bytes": (gpu_memory, GB),
@@ -79,4 +80,5 @@ def describe_gpu(
         "price_per_hour": (price, 1.0),
     }
     gpu = CUSTOM_GPU if name is None else find_gpu(name)
-    return replace(gpu, **{field: value * unit for field, (value, unit) in overrides.items() if value is not None})
+    given: dict[str, Any] = {name: value * unit for name, (value, unit) in overrides.items() if value is not None}
+    return replace(gpu, **given)

@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from peagle.checkpoints.config_reader import MAX_LAYERS, ConfigReader
+from peagle.checkpoints.config_reader import MAX_LAYERS, ConfigReader, fill_defaults
 from peagle.checkpoints.families import find_unsupported_feature, read_decoder_config
 from peagle.checkpoints.files import read_json
 from peagle.checkpoints.speculators import is_speculators, speculators_to_plain
@@ -29,7 +29,8 @@ from peagle.errors import UserError
 DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8_e4m3fn": 1.0}
 MXFP4_BYTES = 4.25 / 8  # 4 bits per weight and one 8-bit scale per 32 weights
 NUM_AUX_LAYERS = 3  # default number of auxiliary hidden states of a drafter
-NUM_EXPERTS_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
+# Experts and latent attention, of which DecoderConfig says nothing if a target runs through transformers.
+UNPLANNED_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank")
 KNOWN_MODELS: dict[str, dict[str, Any]] = json.loads(
     Path(__file__).with_name("known_models.json").read_text(encoding="utf-8")
 )
@@ -200,8 +201,10 @@ def parse_shape(
     cfg = read_decoder_config(values, source)
     if feature := find_unsupported_feature(values, source):
         raise config.error(f"{feature} cannot be planned yet")
-    if cfg.uses_transformers and any(values.get(field) for field in (*NUM_EXPERTS_FIELDS, "kv_lora_rank")):
-        raise config.error("experts and latent attention cannot be planned in architectures that run on transformers")
+    if cfg.uses_transformers:
+        defaults = fill_defaults(values, source).values
+        if any(defaults.get(field) for field in UNPLANNED_FIELDS):
+            raise config.error(f"experts and latent attention of {cfg.family} models cannot be planned")
     return ModelShape(
         name,
         cfg,

@@ -231,7 +231,7 @@ INVALID_CONFIGS: list[tuple[dict[str, Any] | str, str]] = [
     ({"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}, "cannot be planned"),
     ({"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4}, "cannot be planned"),
     ({"architectures": ["NovelForCausalLM"]}, "architecture 'NovelForCausalLM' is not supported"),
-    ({"layer_types": ["mamba"] * 32, "sliding_window": 128}, "layer type 'mamba'"),
+    ({"layer_types": ["mamba"] * 32, "sliding_window": 128}, "layer type"),
     ({"quantization_config": {"quant_method": "novel"}}, "--weight-bits"),
     ({"dtype": "float5"}, "dtype 'float5'"),
 ]
