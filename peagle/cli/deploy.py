@@ -127,7 +127,7 @@ def vllm(
 ) -> None:
     """Check a deployment of stock vLLM, and write its shell, systemd, Compose and Kubernetes files."""
     from peagle.deploy.checks import check_deployment
-    from peagle.deploy.files import FORMATS, VllmService, render_files, start_instructions, write_files
+    from peagle.deploy.files import FORMATS, VllmService, render_files, write_files
     from peagle.deploy.models import resolve_pair
 
     output_format = output_format or ("command" if out is None else "all")
@@ -165,8 +165,7 @@ def vllm(
         return
     write_files(files, out, overwrite)
     print(f"wrote {', '.join(str(out / file) for file in files)}")
-    for line in start_instructions(service, formats):
-        print(f"  {line}")
+    print("docs/deploying.md has the commands that start them")
 
 
 @sagemaker.command("create")

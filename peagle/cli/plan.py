@@ -122,9 +122,8 @@ def plan(
     Reads only config.json files and needs no GPU. docs/planning.md has the formulas and their errors.
     """
     from peagle.planning.acceptance import load_curves
-    from peagle.planning.gpus import describe_gpu
     from peagle.planning.plan import assign_acceptance, build_plan, select_engine
-    from peagle.planning.roofline import Replica
+    from peagle.planning.roofline import Replica, describe_gpu
     from peagle.planning.shapes import load_drafter_shape, load_target_shape
     from peagle.results.files import to_json, write_results
     from peagle.results.provenance import Provenance

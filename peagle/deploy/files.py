@@ -195,17 +195,6 @@ def _render(template: str, service: VllmService, **values: Any) -> str:
     return TEMPLATES.get_template(template).render(constants | values, service=service, settings=service.settings)
 
 
-def start_instructions(service: VllmService, formats: Sequence[DeployFormat]) -> list[str]:
-    commands: dict[DeployFormat, str] = {
-        "command": f"{API_KEY}=... sh {SCRIPT}",
-        "systemd": f"write {API_KEY}=... to {service.environment_file}, copy the units to /etc/systemd/system, "
-        f"systemctl enable --now {' '.join(service.unit_names)}",
-        "compose": f"{API_KEY}=... docker compose -f {COMPOSE} up -d",
-        "kubernetes": f"{service.secret_command} && kubectl apply -f {MANIFEST}",
-    }
-    return [commands[format_] for format_ in formats]
-
-
 def write_files(files: dict[str, str], out: Path, overwrite: bool) -> None:
     """Writes the files; an existing file with other content is an error without `overwrite`."""
     try:

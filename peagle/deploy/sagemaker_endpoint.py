@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from peagle.deploy.sagemaker_plan import INSTANCES, SagemakerPlan
@@ -148,28 +149,23 @@ def _check_names_are_free(plan: SagemakerPlan, aws: AwsClients) -> None:
         raise UserError(f"--s3 {plan.settings.s3}: {plan.prefix} is not empty; use another --name")
 
 
+def _call(aws: AwsClients, verb: str, kind: str, name: str) -> Any:
+    method = getattr(aws.sagemaker, f"{verb}_{kind.replace(' ', '_')}")
+    return method(**{f"{RESOURCES[kind]}Name": name})
+
+
 def _describe(aws: AwsClients, kind: str, name: str) -> dict[str, Any] | None:
     from botocore.exceptions import ClientError
 
     with aws_errors(f"describe the {kind}"):
         try:
-            response: dict[str, Any] = getattr(aws.sagemaker, _method("describe", kind))(
-                **{f"{RESOURCES[kind]}Name": name}
-            )
+            response: dict[str, Any] = _call(aws, "describe", kind, name)
             return response
         except ClientError as error:
-            if _is_not_found(error.response.get("Error", {})):
+            # SageMaker has no error code for a missing resource
+            if "(ValidationException)" in str(error) and "could not find" in str(error).lower():
                 return None
             raise
-
-
-def _method(verb: str, kind: str) -> str:
-    return f"{verb}_{kind.replace(' ', '_')}"
-
-
-def _is_not_found(details: dict[str, Any]) -> bool:
-    """SageMaker has no error code for a missing resource."""
-    return details.get("Code") == "ValidationException" and "could not find" in str(details.get("Message")).lower()
 
 
 def find_resources(name: str, aws: AwsClients) -> tuple[list[str], str | None]:
@@ -212,40 +208,33 @@ def invoke(name: str, aws: AwsClients, prompt: str, max_tokens: int) -> str:
 
 def delete(name: str, aws: AwsClients, report: Report, kinds: Sequence[str], artifact: str | None) -> list[str]:
     """Deletes resources of these kinds, and the uploads if `artifact` is given. Returns what could not be deleted."""
-    left = []
-    for kind in kinds:
-        try:
-            with aws_errors(f"delete the {kind}"):
-                getattr(aws.sagemaker, _method("delete", kind))(**{f"{RESOURCES[kind]}Name": name})
-            report(f"deleted the {kind} {name}")
-        except UserError as error:
-            report(str(error))
-            left.append(f"the {kind} {name}")
+    deletions: dict[str, Callable[[], Any]] = {
+        f"the {kind} {name}": partial(_call, aws, "delete", kind, name) for kind in kinds
+    }
     if artifact is not None:
+        deletions[artifact] = partial(delete_artifact, name, aws, artifact)
+    left = []
+    for what, run in deletions.items():
         try:
-            report(f"deleted {delete_artifact(name, aws, artifact)} objects under {artifact}")
+            with aws_errors(f"delete {what}"):
+                run()
+            report(f"deleted {what}")
         except UserError as error:
             report(str(error))
-            left.append(artifact)
+            left.append(what)
     return left
 
 
-def delete_artifact(name: str, aws: AwsClients, artifact: str) -> int:
-    """Deletes the objects uploaded for an endpoint; returns their number."""
+def delete_artifact(name: str, aws: AwsClients, artifact: str) -> None:
+    """Deletes the objects uploaded for an endpoint."""
     bucket, _, prefix = artifact.removeprefix("s3://").partition("/")
     if not prefix.endswith(f"{name}/"):
         raise UserError(f"{artifact}: not uploaded by peagle for {name}, so it is kept")
-    count = 0
-    with aws_errors(artifact):
-        while True:
-            listed = aws.s3.list_objects_v2(Bucket=bucket, Prefix=prefix, MaxKeys=S3_DELETE_BATCH).get("Contents", [])
-            if not listed:
-                return count
-            keys = [{"Key": one["Key"]} for one in listed]
-            errors = aws.s3.delete_objects(Bucket=bucket, Delete={"Objects": keys, "Quiet": True}).get("Errors")
-            if errors:
-                raise UserError(f"{artifact}: {errors[0].get('Code')}: {errors[0].get('Message')}")
-            count += len(keys)
+    while listed := aws.s3.list_objects_v2(Bucket=bucket, Prefix=prefix, MaxKeys=S3_DELETE_BATCH).get("Contents"):
+        keys = [{"Key": one["Key"]} for one in listed]
+        errors = aws.s3.delete_objects(Bucket=bucket, Delete={"Objects": keys, "Quiet": True}).get("Errors")
+        if errors:
+            raise UserError(f"{artifact}: {errors[0].get('Code')}: {errors[0].get('Message')}")
 
 
 def wait(name: str, aws: AwsClients, report: Report) -> None:

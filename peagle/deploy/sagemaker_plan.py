@@ -7,7 +7,6 @@ in PRICE_REGION as of PRICE_DATE. They change over time; null is unknown.
 
 from __future__ import annotations
 
-import fnmatch
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -88,8 +87,9 @@ def build_plan(pair: DeployedPair, settings: SagemakerSettings) -> SagemakerPlan
     names = {"target": pair.target.name, "drafter": pair.drafter.name}
     for role, model in local.items():
         assert model.folder is not None
-        # only checkpoint files: no pickles and no code
-        files = sorted(path for path in model.folder.iterdir() if path.is_file() and _is_checkpoint_file(path.name))
+        # only checkpoint files: no pickles, no code, no second copy of the weights
+        found = {path for pattern in HUB_FILES for path in model.folder.glob(pattern)}
+        files = sorted(path for path in found if not path.name.startswith("consolidated"))
         uploads |= {path: f"{prefix}{role}/{path.name}" for path in files}
         names[role] = f"{MODEL_PATH}/{role}"
     list_price = INSTANCES.get(settings.instance_type, {}).get("price")
@@ -152,10 +152,6 @@ def _environment(pair: DeployedPair, settings: SagemakerSettings, names: Mapping
                 f"{name}: has {len(text)} characters, SageMaker allows {MAX_VARIABLE_CHARS}; use a shorter name"
             )
     return values
-
-
-def _is_checkpoint_file(name: str) -> bool:
-    return any(fnmatch.fnmatch(name, pattern) for pattern in HUB_FILES) and not name.startswith("consolidated")
 
 
 def format_cost(plan: SagemakerPlan) -> str:

@@ -9,8 +9,7 @@ from operator import attrgetter
 from peagle.config import PlanSettings
 from peagle.errors import UserError
 from peagle.planning.acceptance import AcceptanceCurve, assumed_curve
-from peagle.planning.gpus import GB
-from peagle.planning.roofline import ENGINES, EngineSpec, Replica, decode_step_seconds, prefill_seconds
+from peagle.planning.roofline import ENGINES, GB, EngineSpec, Replica, decode_step_seconds, prefill_seconds
 from peagle.planning.shapes import DrafterShape, ModelShape
 from peagle.results.schema import METHOD_NAMES, PlanRow, configuration_name
 
@@ -21,7 +20,6 @@ by_throughput = attrgetter("output_throughput")
 class PlannedDrafter:
     shape: DrafterShape
     acceptance: AcceptanceCurve
-    has_borrowed_acceptance: bool = False  # the curve is that of another drafter
 
 
 def assign_acceptance(
@@ -31,10 +29,7 @@ def assign_acceptance(
     if len({shape.method for shape in shapes}) < len(shapes):
         raise UserError("--drafter: pass at most one drafter of each method (p-eagle, eagle3)")
     first = curves[0] or assumed_curve(num_assumed)
-    return [
-        PlannedDrafter(shape, curve or first, has_borrowed_acceptance=curve is None and i > 0)
-        for i, (shape, curve) in enumerate(zip(shapes, curves, strict=True))
-    ]
+    return [PlannedDrafter(shape, curve or first) for shape, curve in zip(shapes, curves, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -88,7 +83,7 @@ def build_plan(
 def _acceptance_notes(drafters: list[PlannedDrafter]) -> list[str]:
     sources = sorted({d.acceptance.source for d in drafters if d.acceptance.is_assumed})
     notes = [f"acceptance is {source}: pass --acceptance-rates, --acceptance-length or --eval" for source in sources]
-    borrowed = [METHOD_NAMES[d.shape.method] for d in drafters if d.has_borrowed_acceptance]
+    borrowed = [METHOD_NAMES[d.shape.method] for d in drafters[1:] if d.acceptance is drafters[0].acceptance]
     notes += [f"{name} is planned with the same acceptance: pass a second --acceptance-rates list" for name in borrowed]
     return notes
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from peagle.errors import UserError
-from peagle.planning.gpus import GPUS, describe_gpu, find_gpu
+from peagle.planning.roofline import GPUS, describe_gpu, find_gpu
 
 
 @pytest.mark.parametrize(

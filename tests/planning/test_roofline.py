@@ -12,10 +12,10 @@ from support import many
 
 from peagle.config import ChunkedAttention, Window
 from peagle.kernels.attention.dense import first_visible_position
-from peagle.planning.gpus import GPUS
 from peagle.planning.roofline import (
     EMBEDDED,
     ENGINES,
+    GPUS,
     EngineSpec,
     ForwardBatch,
     Replica,

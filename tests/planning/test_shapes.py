@@ -37,9 +37,9 @@ from peagle.engine.kv_cache import BLOCK_SIZE, block_bytes
 from peagle.errors import UserError
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
-from peagle.planning.gpus import GPUS
 from peagle.planning.plan import build_plan
 from peagle.planning.roofline import (
+    GPUS,
     EngineSpec,
     ForwardBatch,
     Replica,
