@@ -127,12 +127,12 @@ def vllm(
 ) -> None:
     """Check a deployment of stock vLLM, and write its shell, systemd, Compose and Kubernetes files."""
     from peagle.deploy.checks import check_deployment
-    from peagle.deploy.files import FORMATS, VllmService, render_files, write_files
+    from peagle.deploy.files import FILES, VllmService, render_files, write_files
     from peagle.deploy.models import resolve_pair
 
     output_format = output_format or ("command" if out is None else "all")
-    if output_format not in (*FORMATS, "all"):
-        raise UserError(f"--format {output_format}: must be {', '.join(FORMATS)} or all")
+    if output_format not in (*FILES, "all"):
+        raise UserError(f"--format {output_format}: must be {', '.join(FILES)} or all")
     if output_format == "all" and out is None:
         raise UserError("--format all: needs --out, a folder for the files")
     settings = DeploySettings(
@@ -155,7 +155,7 @@ def vllm(
     pair = resolve_pair(target, drafter, num_speculative_tokens, unchecked)
     print_findings(check_deployment(pair, settings, tensor_parallel, settings.extra), force)
     service = VllmService(settings, pair)
-    formats = [each for each in FORMATS if output_format in (each, "all")]
+    formats = [each for each in FILES if output_format in (each, "all")]
     files, warnings = render_files(service, formats, service_monitor)
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)

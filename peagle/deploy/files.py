@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any, Literal, get_args
+from typing import Literal
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -22,12 +22,16 @@ from peagle.deploy.models import DeployedPair
 from peagle.errors import UserError
 
 DeployFormat = Literal["command", "systemd", "compose", "kubernetes"]
-FORMATS: tuple[DeployFormat, ...] = get_args(DeployFormat)
-SCRIPT, COMPOSE, MANIFEST = "serve.sh", "compose.yaml", "kubernetes.yaml"
+SCRIPT = "serve.sh"
+# Names of the files, and with the suffix .j2 of their templates; there is a systemd unit per replica.
+FILES: dict[DeployFormat, str] = {
+    "command": SCRIPT,
+    "systemd": "systemd.service",
+    "compose": "compose.yaml",
+    "kubernetes": "kubernetes.yaml",
+}
 API_KEY, HUB_TOKEN = "VLLM_API_KEY", "HF_TOKEN"
 CONTAINER_PORT = 8000
-PROXY_IMAGE = "nginx:1.29-alpine"
-PROBE_PERIOD_S = 10
 SYSTEMD_UNQUOTED = re.compile(r"[\w@+=:,./$-]+", re.ASCII)
 
 
@@ -61,17 +65,12 @@ class VllmService:
         name, replicas = self.settings.name, self.settings.replicas
         return [f"{name}.service"] if replicas == 1 else [f"{name}-{i}.service" for i in range(replicas)]
 
-    @property
-    def environment_file(self) -> str:
-        return f"/etc/{self.settings.name}.env"
+    def gpus(self, replica: int) -> list[str]:
+        first = replica * self.settings.tensor_parallel
+        return [str(first + i) for i in range(self.settings.tensor_parallel)]
 
-    @property
-    def secret_command(self) -> str:
-        token = f' --from-literal=hf-token="${HUB_TOKEN}"' if self.from_hub else ""
-        return f'kubectl create secret generic {self.settings.name} --from-literal=api-key="${API_KEY}"{token}'
-
-    def arguments(self, *, in_container: bool = False, port: int | None = None) -> list[str]:
-        """The arguments of `vllm serve`. In a container, folders are at their mount paths, and the host is 0.0.0.0."""
+    def arguments(self, *, in_container: bool = False, replica: int = 0) -> list[str]:
+        """The arguments of `vllm serve`. In a container, folders are at their mount paths, and the address is fixed."""
         settings, pair = self.settings, self.pair
         paths = self.mounts if in_container else {}
         target, drafter = (paths.get(model.name, model.name) for model in (pair.target, pair.drafter))
@@ -79,7 +78,7 @@ class VllmService:
         name = settings.served_model_name or (target if pair.target.on_hub else PurePath(pair.target.name).name)
         flags = build_vllm_flags(
             host=DeploySettings.host if in_container else settings.host,
-            port=settings.port if port is None else port,
+            port=CONTAINER_PORT if in_container else settings.port + replica,
             served_model_name=name if name != target else None,
             tensor_parallel_size=settings.tensor_parallel,
             speculative_config=build_speculative_config(drafter, pair.num_speculative_tokens, pair.parallel),
@@ -130,6 +129,7 @@ TEMPLATES = Environment(
     lstrip_blocks=True,
     keep_trailing_newline=True,
 )
+TEMPLATES.globals |= {"api_key": API_KEY, "hub_token": HUB_TOKEN, "container_port": CONTAINER_PORT}
 TEMPLATES.filters |= {
     "shell": shlex.quote,
     "systemd": quote_systemd,
@@ -145,54 +145,21 @@ def render_files(
     service: VllmService, formats: Sequence[DeployFormat], service_monitor: bool
 ) -> tuple[dict[str, str], list[str]]:
     """Returns the text of each file by name, and warnings."""
-    settings = service.settings
-    replicas = settings.replicas
-    gpus = [
-        [str(replica * settings.tensor_parallel + i) for i in range(settings.tensor_parallel)]
-        for replica in range(replicas)
-    ]
-    in_container = service.arguments(in_container=True, port=CONTAINER_PORT)
-    files: dict[str, str] = {}
-    warnings: list[str] = []
-    if "command" in formats:
-        files[SCRIPT] = _render("serve.sh.j2", service, arguments=service.arguments())
-        if replicas > 1:
-            warnings.append(f"{SCRIPT}: starts one replica; start the others with their own ports and GPUs")
-    if "systemd" in formats:
-        for i, name in enumerate(service.unit_names):
-            arguments = service.arguments(port=settings.port + i)
-            files[name] = _render("systemd.service.j2", service, arguments=arguments, gpus=gpus[i])
-        if replicas > 1:
-            ports = f"{settings.port} to {settings.port + replicas - 1}"
-            warnings.append(f"systemd: the replicas listen on ports {ports}; put a proxy in front of them")
-    if "compose" in formats:
-        # several replicas are behind an nginx proxy that picks the least busy one
-        names = ["vllm"] if replicas == 1 else [f"vllm-{i}" for i in range(replicas)]
-        address = "" if settings.host == DeploySettings.host else f"{settings.host}:"
-        files[COMPOSE] = _render(
-            "compose.yaml.j2",
-            service,
-            arguments=in_container,
-            replicas=[{"name": name, "gpus": own} for name, own in zip(names, gpus, strict=True)],
-            published_port=f"{address}{settings.port}:{CONTAINER_PORT}",
-            proxy_image=PROXY_IMAGE,
-        )
+    settings, files, warnings = service.settings, {}, []
+    for format_ in formats:
+        names = service.unit_names if format_ == "systemd" else [FILES[format_]]
+        template = TEMPLATES.get_template(f"{FILES[format_]}.j2")
+        for replica, name in enumerate(names):
+            values = {"replica": replica, "service_monitor": service_monitor}
+            files[name] = template.render(values, service=service, settings=settings)
+    if settings.replicas > 1 and "command" in formats:
+        warnings.append(f"{SCRIPT}: starts one replica; start the others with their own ports and GPUs")
+    if settings.replicas > 1 and "systemd" in formats:
+        ports = f"{settings.port} to {settings.port + settings.replicas - 1}"
+        warnings.append(f"systemd: the replicas listen on ports {ports}; put a proxy in front of them")
     if "kubernetes" in formats:
-        files[MANIFEST] = _render(
-            "kubernetes.yaml.j2",
-            service,
-            arguments=in_container,
-            service_monitor=service_monitor,
-            probe_period_s=PROBE_PERIOD_S,
-            start_probe_failures=-(-settings.start_s // PROBE_PERIOD_S),
-        )
-        warnings += [f"{MANIFEST}: {folder} must exist on every GPU node" for folder in service.mounts]
+        warnings += [f"kubernetes: {folder} must exist on every GPU node" for folder in service.mounts]
     return files, warnings
-
-
-def _render(template: str, service: VllmService, **values: Any) -> str:
-    constants = {"api_key": API_KEY, "hub_token": HUB_TOKEN, "container_port": CONTAINER_PORT}
-    return TEMPLATES.get_template(template).render(constants | values, service=service, settings=service.settings)
 
 
 def write_files(files: dict[str, str], out: Path, overwrite: bool) -> None:

@@ -17,18 +17,11 @@ from peagle.results.schema import AcceptanceRow
 from peagle.speculative.adaptive_k import PRIOR_RATE
 
 
-def _never_increases(rates: tuple[float, ...]) -> bool:
-    return all(0 <= rate <= before <= 1 for before, rate in zip((1.0, *rates), rates, strict=False))
-
-
 @dataclass(frozen=True)
 class AcceptanceCurve:
     rates: tuple[float, ...]
     source: str
     is_assumed: bool = False
-
-    def __post_init__(self) -> None:
-        assert self.rates and _never_increases(self.rates)
 
     def rate(self, position: int) -> float:
         """Acceptance rate of draft position 1, 2, .."""
@@ -52,7 +45,7 @@ def curve_from_rates(text: str) -> AcceptanceCurve:
         rates = tuple(float(rate) for rate in text.split(","))
     except ValueError:
         raise UserError(f"--acceptance-rates {text}: must be comma-separated numbers between 0 and 1") from None
-    if not _never_increases(rates):
+    if not all(0 <= rate <= before for before, rate in zip((1.0, *rates), rates, strict=False)):
         raise UserError(f"--acceptance-rates {text}: must be between 0 and 1, and no rate may exceed the one before it")
     return AcceptanceCurve(rates, f"acceptance rates {text}")
 

@@ -127,15 +127,15 @@ def load_target_shape(name: str, weight_bits: float | None = None, kv_cache_bits
     return parse_shape(values, source, name, weight_bits, kv_cache_bits)
 
 
-def load_drafter_shape(name: str, target: ModelShape, flag: str = "--drafter") -> DrafterShape:
+def load_drafter_shape(name: str, target: ModelShape) -> DrafterShape:
     """Reads a folder or a config.json, or builds a default drafter: `p-eagle`, or `p-eagle:2` with 2 layers."""
     kind, _, count = name.partition(":")
     if kind in DEFAULT_NUM_LAYERS:
         if count and not (count.isdecimal() and 1 <= int(count) <= MAX_LAYERS):
-            raise UserError(f"{flag} {name}: the part after the colon must be a number of layers, as in {kind}:2")
+            raise UserError(f"--drafter {name}: the part after the colon must be a number of layers, as in {kind}:2")
         method: Method = "eagle3" if kind == "eagle3" else "p-eagle"
         return default_drafter_shape(target, method, int(count) if count else DEFAULT_NUM_LAYERS[method])
-    values, source = _load_config(name, flag, dict.fromkeys(DEFAULT_NUM_LAYERS, {}))
+    values, source = _load_config(name, "--drafter", dict.fromkeys(DEFAULT_NUM_LAYERS, {}))
     if is_speculators(values):
         values = speculators_to_plain(values, source)
     fields = ConfigReader(values, source)
@@ -147,7 +147,7 @@ def load_drafter_shape(name: str, target: ModelShape, flag: str = "--drafter") -
     target_hidden_size = fields.size("target_hidden_size", width)
     if target_hidden_size != target_width:
         raise UserError(
-            f"{flag} {name}: its target_hidden_size is {target_hidden_size}, "
+            f"--drafter {name}: its target_hidden_size is {target_hidden_size}, "
             f"{target.name} has hidden_size {target_width}"
         )
     layer_ids = fields.int_list("eagle_aux_hidden_state_layer_ids")

@@ -51,7 +51,7 @@ class BenchRun:
 
     row: BenchRow
     source: ResultSource
-    system: str = ""  # method and, if needed, drafter, file and label
+    system: str = ""  # method and, if needed, drafter and file
     engine: str = ""  # empty if there is only one engine
     style: int = 0
 
@@ -181,15 +181,8 @@ def _name_engines(runs: Sequence[BenchRun]) -> dict[str, str]:
 
 def _name_systems(runs: Sequence[BenchRun]) -> list[BenchRun]:
     is_repeated = max(Counter(_configuration_key(run) for run in runs).values()) > 1
-    per_file = Counter((_configuration_key(run), run.source.name) for run in runs)
     keys = [
-        (
-            method_name(run.row.method),
-            run.row.drafter or "",
-            run.source.name if is_repeated else "",
-            run.row.label if per_file[_configuration_key(run), run.source.name] > 1 else "",
-        )
-        for run in runs
+        (method_name(run.row.method), run.row.drafter or "", run.source.name if is_repeated else "") for run in runs
     ]
     labels = shortest_labels(keys)
     ordered = sorted(zip(runs, keys, strict=True), key=lambda pair: list(METHOD_NAMES).index(pair[0].row.method))
