@@ -24,9 +24,8 @@ from support import set_config
 from peagle.config import ResponseSettings
 from peagle.data.chat_format import ChatFormat, load_chat_format
 from peagle.data.generators import GenerationRequest, GenerationResult
-from peagle.data.progress import DataSummary
 from peagle.data.prompts import Prompt, PromptSet
-from peagle.data.response_file import ResponseFile
+from peagle.data.response_file import DataSummary, ResponseFile
 from peagle.data.responses import ResponseWriter
 
 EOS = ord("d")
@@ -102,7 +101,7 @@ SETTINGS = ResponseSettings(samples=2, seed=1)
 
 def write(out: Path, chat: ChatFormat, source: Any, settings: ResponseSettings = SETTINGS, **same: Any) -> DataSummary:
     file = ResponseFile(out, {"command": []}, {"seed": settings.seed, **same}, chat.decode_responses)
-    return ResponseWriter(conversations(), settings, chat, source, file, show_progress=False).run()
+    return ResponseWriter(conversations(), settings, chat, file, show_progress=False).run(lambda: source)
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:

@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PRELOADED = """
     torch.distributed.device_mesh torch.distributed.fsdp torch.distributed.tensor torch.utils.tensorboard
     transformers.activations transformers.models.auto.tokenization_auto transformers.utils.type_validators
-    peagle.cli peagle.engine.llm peagle.data.run peagle.training.run rich.progress
+    peagle.cli peagle.engine.llm peagle.data.responses peagle.training.run rich.progress
 """.split()
 
 

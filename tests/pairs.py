@@ -1,7 +1,7 @@
-"""Small targets and drafters that are really trained, so that acceptance is neither 0 nor 1.
+"""A small trained target and small trained drafters, so that acceptance rates are neither 0 nor 1.
 
-A byte-level Llama learns a text (this project's licence) well enough to go on with it from anywhere;
-drafters learn from what it says. They lie in `fixtures/pairs`, 0.1 to 0.6 MB each; made anew by
+The target is a byte-level Llama that is trained on a text (this project's licence) until it can continue any part of
+it. The drafters are trained on its outputs. They are in `fixtures/pairs`, 0.1 to 0.6 MB each. To train them again:
 
     python tests/pairs.py --device cuda [NAME ...]      # `target` first, then the drafters
 """
@@ -19,7 +19,7 @@ import torch
 from peagle.checkpoints.drafter import load_drafter, save_drafter
 from peagle.checkpoints.files import write_folder, write_json, write_weights
 from peagle.checkpoints.target import load_decoder
-from peagle.checkpoints.tensor_layout import build_layout, split_parameters
+from peagle.checkpoints.tensors import build_layout, split_parameters
 from peagle.config import DecoderConfig, DrafterConfig, LayerConfig, RopeConfig
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
@@ -97,7 +97,7 @@ def load_pair(name: str) -> tuple[Decoder, Drafter]:
 
 
 def prompts(count: int, length: int = 24) -> list[list[int]]:
-    """Starts of the text, at places spread over it."""
+    """Prompts: pieces of the text at evenly spaced positions."""
     step = (len(TEXT) - 200) // count
     return [list(TEXT[i * step : i * step + length + i % 5]) for i in range(count)]
 

@@ -1,14 +1,17 @@
 """Typed access to config.json: a missing or invalid field raises a one-line UserError.
 
-Reads and writes the Llama-style fields that targets and drafters share: layer sizes and rotary embeddings.
+Reads and writes the Llama-style fields that targets and drafters share: layer sizes and rotary embeddings. Converts
+between the plain format of a drafter's config and the speculators format, which keeps the transformer's fields in
+`transformer_layer_config` and names the target ("verifier").
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from peagle.config import ExpertsConfig, LayerConfig, RopeConfig
+from peagle.config import MASK_TOKEN_ID_KEYS, ChunkedAttention, ExpertsConfig, LayerConfig, RopeConfig
 from peagle.errors import UserError
 
 T = TypeVar("T", int, float, bool, str)
@@ -16,6 +19,19 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 TARGET_ROPE_TYPES = (*ROPE_TYPES, "longrope")  # vLLM does not support longrope in a drafter
 MAX_SIZE = 2**24  # far above real sizes; the product of two of them does not overflow
 MAX_LAYERS = 1024
+SPECULATORS_VERSION = "0.9.0"  # of the format that is written
+MODEL_TYPES = ("peagle", "eagle3")
+TOP_LEVEL_FIELDS = (
+    "draft_vocab_size",
+    "target_hidden_size",
+    "norm_before_residual",
+    "norm_before_fc",
+    "fc_norm",
+    "norm_output",
+    "eagle_aux_hidden_state_layer_ids",
+    "mask_token_id",
+)
+PLAIN_ONLY = (*MASK_TOKEN_ID_KEYS, "architectures", "dtype", "torch_dtype")
 
 
 class ConfigReader:
@@ -106,8 +122,14 @@ def build_transformers_config(values: dict[str, Any], source: Path) -> Any:
 
 
 def read_layer_config(
-    config: ConfigReader, *, qkv_bias: bool, out_bias: bool, mlp_bias: bool, qk_norm: bool
+    config: ConfigReader,
+    qk_norm: bool = False,
+    qkv_bias: bool | None = None,
+    out_bias: bool | None = None,
+    mlp_bias: bool | None = None,
 ) -> LayerConfig:
+    """Biases that are None follow from the fields `attention_bias` and `mlp_bias`."""
+    attention_bias = config.get("attention_bias", bool, False)
     heads, hidden_size = config.size("num_attention_heads"), config.size("hidden_size")
     kv_heads = config.size("num_key_value_heads", heads)
     head_dim = config.size("head_dim", max(hidden_size // heads, 1))
@@ -127,9 +149,9 @@ def read_layer_config(
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         norm_eps=config.positive("rms_norm_eps", 1e-6),
-        qkv_bias=qkv_bias,
-        out_bias=out_bias,
-        mlp_bias=mlp_bias,
+        qkv_bias=attention_bias if qkv_bias is None else qkv_bias,
+        out_bias=attention_bias if out_bias is None else out_bias,
+        mlp_bias=config.get("mlp_bias", bool, False) if mlp_bias is None else mlp_bias,
         qk_norm=qk_norm,
     )
 
@@ -147,19 +169,23 @@ def read_max_positions(config: ConfigReader) -> int:
     return config.size("max_position_embeddings", maximum=2**31 - 1)
 
 
-def read_layer_types(
-    config: ConfigReader,
-    num_layers: int,
-    default: str,
-    supported: tuple[str, ...] = ("full_attention", "sliding_attention"),
-) -> list[str]:
-    """Returns `layer_types`, one attention type per layer."""
+def read_windows(
+    config: ConfigReader, num_layers: int, sliding_by_default: bool = False, chunked: bool = False
+) -> tuple[Any, ...]:
+    """Returns the attention window of each layer, from `layer_types`; `chunked` is the kind of Llama 4."""
+    limited = "chunked_attention" if chunked else "sliding_attention"
+    default = limited if sliding_by_default else "full_attention"
     layer_types = config.values.get("layer_types") or [default] * num_layers
     if not isinstance(layer_types, list) or len(layer_types) != num_layers:
         raise config.error(f"layer_types must name {num_layers} layers")
-    if unknown := [layer_type for layer_type in layer_types if layer_type not in supported]:
+    if unknown := [layer_type for layer_type in layer_types if layer_type not in ("full_attention", limited)]:
         raise config.error(f"layer type {unknown[0]!r} is not supported")
-    return layer_types
+    window: Any = None
+    if chunked and limited in layer_types:
+        window = ChunkedAttention(config.size("attention_chunk_size", maximum=2**31 - 1))
+    elif limited in layer_types:
+        window = config.optional_size("sliding_window")
+    return tuple(window if layer_type == limited else None for layer_type in layer_types)
 
 
 def read_rope_config(config: ConfigReader, rope: ConfigReader | None = None, of_target: bool = False) -> RopeConfig:
@@ -169,47 +195,38 @@ def read_rope_config(config: ConfigReader, rope: ConfigReader | None = None, of_
     """
     rope = config.section("rope_parameters") if rope is None else rope
     theta = rope.positive("rope_theta", RopeConfig.theta)
-    rope_type = rope.get("rope_type", str)
+    rope_type: Any = rope.get("rope_type", str)
     supported = TARGET_ROPE_TYPES if of_target else ROPE_TYPES
     if rope_type not in supported:
         raise config.error(f"rope type {rope_type!r} is not supported; supported: {', '.join(supported)}")
     partial = rope.get("partial_rotary_factor", float, config.get("partial_rotary_factor", float, 1.0))
-    if partial != 1.0 and not of_target:
-        raise config.error("partial_rotary_factor is not supported")
-    if not 0.0 < partial <= 1.0:
-        raise config.error(f"partial_rotary_factor is {partial}, expected a number above 0 and at most 1")
+    if partial != 1.0 and not (of_target and rope_type in ("default", "longrope") and 0.0 < partial < 1.0):
+        raise config.error(f"partial_rotary_factor {partial} is not supported with rope type {rope_type!r}")
     if rope_type == "default":
         return RopeConfig(theta=theta, partial_rotary_factor=partial)
-    if rope_type == "longrope":
-        return _read_longrope(config, rope, theta, partial)
-    if partial != 1.0:
-        raise config.error(f"partial_rotary_factor together with rope type {rope_type!r} is not supported")
     if rope_type == "linear":
-        return RopeConfig(theta=theta, rope_type="linear", factor=rope.positive("factor"))
+        return RopeConfig(theta, "linear", rope.positive("factor"))
     max_positions = read_max_positions(config)
     original = rope.optional_size("original_max_position_embeddings") or max_positions
+    factor = rope.positive("factor", None if rope_type == "llama3" else max_positions / original)
+    common = RopeConfig(theta, rope_type, factor, original, partial_rotary_factor=partial)
     if rope_type == "llama3":
         low, high = rope.positive("low_freq_factor"), rope.positive("high_freq_factor")
         if low > high:  # equal ones are valid (Llama 4 Scout)
             raise config.error(f"low_freq_factor {low} must not be above high_freq_factor {high}")
-        return RopeConfig(
-            theta=theta,
-            rope_type="llama3",
-            factor=rope.positive("factor"),
-            original_max_positions=original,
-            low_freq_factor=low,
-            high_freq_factor=high,
-        )
+        return replace(common, low_freq_factor=low, high_freq_factor=high)
+    attention_factor = rope.optional_positive("attention_factor")
+    if rope_type == "longrope":
+        head_dim = config.size("head_dim", config.size("hidden_size") // config.size("num_attention_heads"))
+        short, long = (_read_pair_factors(rope, f"{n}_factor", int(head_dim * partial) // 2) for n in ("short", "long"))
+        return replace(common, attention_factor=attention_factor, short_factors=short, long_factors=long)
     if theta <= 1:
         raise config.error(f"field 'rope_theta' is {theta}, expected more than 1 for yarn")
-    return RopeConfig(
-        theta=theta,
-        rope_type="yarn",
-        factor=rope.positive("factor", max_positions / original),
-        original_max_positions=original,
+    return replace(
+        common,
         beta_fast=rope.positive("beta_fast", RopeConfig.beta_fast),
         beta_slow=rope.positive("beta_slow", RopeConfig.beta_slow),
-        attention_factor=rope.optional_positive("attention_factor"),
+        attention_factor=attention_factor,
         mscale=rope.optional_positive("mscale"),
         mscale_all_dim=rope.optional_positive("mscale_all_dim"),
         truncate=rope.get("truncate", bool, RopeConfig.truncate),
@@ -225,29 +242,12 @@ def read_proportional_rope(rope: ConfigReader) -> RopeConfig:
     return RopeConfig(rope.positive("rope_theta"), "proportional", factor, partial_rotary_factor=partial)
 
 
-def _read_longrope(config: ConfigReader, rope: ConfigReader, theta: float, partial: float) -> RopeConfig:
-    head_dim = config.size("head_dim", config.size("hidden_size") // config.size("num_attention_heads"))
-    num_pairs = int(head_dim * partial) // 2
-    max_positions = read_max_positions(config)
-    original = rope.optional_size("original_max_position_embeddings") or max_positions
-    return RopeConfig(
-        theta=theta,
-        rope_type="longrope",
-        factor=rope.positive("factor", max_positions / original),
-        original_max_positions=original,
-        attention_factor=rope.optional_positive("attention_factor"),
-        short_factors=_read_pair_factors(rope, "short_factor", num_pairs),
-        long_factors=_read_pair_factors(rope, "long_factor", num_pairs),
-        partial_rotary_factor=partial,
-    )
-
-
 def _read_pair_factors(rope: ConfigReader, name: str, num_pairs: int) -> tuple[float, ...]:
     values = rope.values.get(name)
-    if not isinstance(values, list) or len(values) != num_pairs or not all(type(v) in (int, float) for v in values):
+    if not isinstance(values, list) or not all(type(v) in (int, float) and 1e-6 < v < 1e9 for v in values):
+        raise rope.error(f"field {name!r} must be a list of positive numbers")
+    if len(values) != num_pairs:
         raise rope.error(f"field {name!r} must be a list of {num_pairs} numbers, one per rotary pair")
-    if not all(1e-6 < v < 1e9 for v in values):
-        raise rope.error(f"field {name!r} must hold positive numbers")
     return tuple(float(v) for v in values)
 
 
@@ -271,15 +271,52 @@ def rope_to_json(rope: RopeConfig) -> dict[str, Any]:
     return fields
 
 
-def layer_to_json(layer: LayerConfig) -> dict[str, Any]:
+def is_speculators(values: dict[str, Any]) -> bool:
+    return "speculators_model_type" in values
+
+
+def speculators_to_plain(values: dict[str, Any], source: Path) -> dict[str, Any]:
+    kind = values["speculators_model_type"]
+    if kind not in MODEL_TYPES:
+        raise UserError(f"{source}: speculators type {kind!r} is not supported; supported: {', '.join(MODEL_TYPES)}")
+    shape = values.get("transformer_layer_config")
+    if not isinstance(shape, dict):
+        raise UserError(f"{source}: transformer_layer_config is missing or not an object")
+    plain = {name: value for name, value in shape.items() if name not in PLAIN_ONLY}
+    plain |= {name: values[name] for name in TOP_LEVEL_FIELDS if values.get(name) is not None}
+    if "norm_before_residual" not in plain:
+        # vLLM's default, which differs from speculators'
+        plain["norm_before_residual"] = kind == "eagle3"
+    if kind == "eagle3":
+        plain.pop("mask_token_id", None)
+    return plain
+
+
+def plain_to_speculators(
+    plain: dict[str, Any], verifier: str, verifier_architectures: list[str], num_speculative_tokens: int
+) -> dict[str, Any]:
+    """Converts the result of `build_drafter_config`. `num_speculative_tokens` becomes vLLM's default."""
+    if plain["fc_norm"] and plain["norm_before_fc"]:
+        raise UserError("speculators does not support fc_norm together with norm_before_fc; keep the plain format")
+    kind = "peagle" if "mask_token_id" in plain else "eagle3"
+    dtype = plain["dtype"]
+    own = {name: plain[name] for name in TOP_LEVEL_FIELDS if name in plain}
+    shape = {name: value for name, value in plain.items() if name not in (*TOP_LEVEL_FIELDS, *PLAIN_ONLY)}
+    # vLLM reads these two only from transformer_layer_config for a peagle checkpoint
+    shape |= {name: plain[name] for name in ("fc_norm", "norm_output")}
     return {
-        "hidden_size": layer.hidden_size,
-        "intermediate_size": layer.intermediate_size,
-        "num_attention_heads": layer.num_heads,
-        "num_key_value_heads": layer.num_kv_heads,
-        "head_dim": layer.head_dim,
-        "rms_norm_eps": layer.norm_eps,
-        "hidden_act": "silu",
-        "attention_bias": layer.qkv_bias,
-        "mlp_bias": layer.mlp_bias,
+        "architectures": ["PEagleDraftModel" if kind == "peagle" else "Eagle3DraftModel"],
+        "speculators_model_type": kind,
+        "speculators_version": SPECULATORS_VERSION,
+        "dtype": dtype,
+        "torch_dtype": dtype,
+        **own,
+        "transformer_layer_config": shape,
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": num_speculative_tokens}],
+            "verifier": {"name_or_path": verifier, "architectures": verifier_architectures},
+        },
+        "tie_word_embeddings": False,
     }

@@ -13,19 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from peagle.checkpoints import speculators
 from peagle.checkpoints.config_reader import (
     ConfigReader,
     fill_defaults,
-    layer_to_json,
+    is_speculators,
     read_layer_config,
     read_max_positions,
     read_rope_config,
+    read_windows,
     rope_to_json,
+    speculators_to_plain,
 )
-from peagle.checkpoints.families import read_sliding_windows
-from peagle.checkpoints.files import SafetensorsFolder, read_config_json, write_folder, write_json, write_weights
-from peagle.checkpoints.tensor_layout import (
+from peagle.checkpoints.files import SafetensorsFolder, read_config_json, save_checkpoint
+from peagle.checkpoints.tensors import (
     TensorLayout,
     build_layout,
     find_layout_problems,
@@ -42,11 +42,8 @@ AUX_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 def read_mask_token_ids(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns the mask token id under each name that vLLM reads, including those of DFlash and DSpark."""
-    nested = values.get("dflash_config")
-    given = {name: values.get(name) for name in (*MASK_TOKEN_ID_KEYS, "dspark_noise_token_id")}
-    given["dflash_config.mask_token_id"] = nested.get("mask_token_id") if isinstance(nested, dict) else None
-    return {name: value for name, value in given.items() if value is not None}
+    """Returns the mask token id under each name that vLLM reads."""
+    return {name: values[name] for name in MASK_TOKEN_ID_KEYS if values.get(name) is not None}
 
 
 def module_tensor_name(name: str) -> str:
@@ -70,12 +67,9 @@ def read_drafter_config(folder: Path, target: DecoderConfig | None = None) -> Dr
     eagle_config = config.section("eagle_config")
     if eagle_config.get("use_aux_hidden_state", bool, True) is False:
         raise UserError(f"{source}: EAGLE-1 drafters (use_aux_hidden_state false) are not supported")
-    num_layers = config.size("num_hidden_layers")
-    vocab = config.size("vocab_size")
-    bias, mlp_bias = config.get("attention_bias", bool, False), config.get("mlp_bias", bool, False)
-    qk_norm = model_type == "qwen3"
-    layer = read_layer_config(config, qkv_bias=bias, out_bias=bias, mlp_bias=mlp_bias, qk_norm=qk_norm)
-    windows = read_sliding_windows(config, num_layers)
+    num_layers, vocab = config.size("num_hidden_layers"), config.size("vocab_size")
+    layer = read_layer_config(config, qk_norm=model_type == "qwen3")
+    windows = read_windows(config, num_layers)
     names = {module_tensor_name(name) for name in SafetensorsFolder(folder).names()}
     return DrafterConfig(
         vocab_size=vocab,
@@ -100,17 +94,16 @@ def read_drafter_config(folder: Path, target: DecoderConfig | None = None) -> Dr
 def read_plain_config(folder: Path) -> dict[str, Any]:
     """Returns the folder's config.json, converted to the plain format if it is in the speculators format."""
     values = read_config_json(folder)
-    if speculators.is_speculators(values):
-        return speculators.speculators_to_plain(values, folder / "config.json")
+    if is_speculators(values):
+        return speculators_to_plain(values, folder / "config.json")
     return values
 
 
 def trained_num_speculative_tokens(folder: Path) -> int | None:
     """Returns the number of draft tokens that the drafter was trained for, if its config has it."""
     values = read_config_json(folder)
-    trained = values.get("trained_draft_tokens")
-    if trained is None and speculators.is_speculators(values):
-        trained = speculators.get_num_speculative_tokens(values)
+    methods = (values.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    trained = values.get("trained_draft_tokens", methods[0].get("speculative_tokens"))
     return trained if type(trained) is int and trained > 0 else None
 
 
@@ -171,10 +164,7 @@ def find_tensor_problems(cfg: DrafterConfig, shapes: dict[str, tuple[int, ...]])
 
 
 def load_drafter(
-    folder: Path,
-    target: Decoder,
-    dtype: torch.dtype | None = torch.float32,
-    device: torch.device | str = "cpu",
+    folder: Path, target: Decoder, dtype: torch.dtype | None = torch.float32, device: torch.device | str = "cpu"
 ) -> Drafter:
     """Loads a drafter and shares the target's embeddings and head with it. The drafter must fit the target."""
     cfg = read_drafter_config(folder, target.cfg)
@@ -194,17 +184,23 @@ def load_unshared_drafter(
     with torch.device("meta"):
         drafter = Drafter(cfg)
     file_names = {module_tensor_name(name): name for name in weights.names()}
-    load_parameters(drafter, build_layout(drafter, cfg.layer), weights, file_names, dtype, device)
+    layout = build_layout(drafter, cfg.layer)
+    load_parameters(drafter, layout, lambda name: weights[file_names[name]], folder, dtype, device)
     drafter.rope.to(device)
-    if drafter.d2t is None and "d2t" in weights and weights["d2t"].any():
-        raise UserError(f"{folder}: d2t is not zero, but the draft vocabulary is not reduced")
-    if drafter.d2t is not None:
-        target_ids = torch.arange(cfg.draft_vocab_size, device=device) + drafter.d2t
-        if target_ids.min() < 0 or target_ids.max() >= cfg.vocab_size:
-            raise UserError(f"{folder}: d2t points outside the vocabulary of {cfg.vocab_size}")
-        if len(target_ids.unique()) < len(target_ids):
-            raise UserError(f"{folder}: d2t maps several draft ids to one target id")
+    found = find_d2t_problems(cfg, weights["d2t"]) if "d2t" in weights else []
+    if found:
+        raise UserError(f"{folder}: {found[0]}")
     return drafter.eval().requires_grad_(False)
+
+
+def find_d2t_problems(cfg: DrafterConfig, d2t: Tensor) -> list[str]:
+    """Lists problems with the map from draft token ids to target token ids, which is stored as differences."""
+    if not cfg.reduced_vocab:
+        return ["d2t is not zero, but the draft vocabulary is not reduced"] if d2t.any() else []
+    ids = torch.arange(len(d2t)) + d2t
+    if ids.min() < 0 or ids.max() >= cfg.vocab_size:
+        return [f"d2t points outside the vocabulary (ids {int(ids.min())} to {int(ids.max())})"]
+    return ["d2t maps several draft ids to one target id"] if len(ids.unique()) < len(ids) else []
 
 
 def find_fit_problems(cfg: DrafterConfig, target: DecoderConfig) -> list[str]:
@@ -216,10 +212,8 @@ def find_fit_problems(cfg: DrafterConfig, target: DecoderConfig) -> list[str]:
         found.append(f"vocab_size is {cfg.vocab_size}, but the target's is {target.vocab_size}")
     if cfg.draft_vocab_size > cfg.vocab_size:
         found.append(f"draft_vocab_size {cfg.draft_vocab_size} exceeds the vocabulary of {cfg.vocab_size}")
-    if max(cfg.aux_layer_ids) > target.num_layers:
-        found.append(
-            f"aux_layer_ids contains layer {max(cfg.aux_layer_ids)}, but the target has {target.num_layers} layers"
-        )
+    if (last := max(cfg.aux_layer_ids)) > target.num_layers:
+        found.append(f"aux_layer_ids contains layer {last}, but the target has {target.num_layers} layers")
     return found
 
 
@@ -231,12 +225,20 @@ def check_drafter_fits(cfg: DrafterConfig, target: DecoderConfig, folder: Path) 
 
 def build_drafter_config(cfg: DrafterConfig, dtype: torch.dtype) -> dict[str, Any]:
     """Returns the plain format's config.json."""
-    model_type = "qwen3" if cfg.layer.qk_norm else "llama"
+    model_type, layer = "qwen3" if cfg.layer.qk_norm else "llama", cfg.layer
     values: dict[str, Any] = {
         "architectures": [ARCHITECTURES[model_type]],
         "model_type": model_type,
         "num_hidden_layers": cfg.num_layers,
-        **layer_to_json(cfg.layer),
+        "hidden_size": layer.hidden_size,
+        "intermediate_size": layer.intermediate_size,
+        "num_attention_heads": layer.num_heads,
+        "num_key_value_heads": layer.num_kv_heads,
+        "head_dim": layer.head_dim,
+        "rms_norm_eps": layer.norm_eps,
+        "hidden_act": "silu",
+        "attention_bias": layer.qkv_bias,
+        "mlp_bias": layer.mlp_bias,
         "vocab_size": cfg.vocab_size,
         "draft_vocab_size": cfg.draft_vocab_size,
         "target_hidden_size": cfg.target_hidden_size,
@@ -271,13 +273,5 @@ def drafter_tensors(drafter: Drafter) -> dict[str, Tensor]:
     return {plain_tensor_name(name): tensor for name, tensor in tensors.items()}
 
 
-def save_drafter(drafter: Drafter, folder: Path, max_shard_bytes: int | None = None) -> None:
-    def write(into: Path) -> None:
-        write_weights(drafter_tensors(drafter), into, max_shard_bytes)
-        write_json(build_drafter_config(drafter.cfg, drafter.fc.weight.dtype), into / "config.json")
-
-    write_folder(folder, write)
-
-
-def same_tensor(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
+def save_drafter(drafter: Drafter, folder: Path) -> None:
+    save_checkpoint(drafter_tensors(drafter), build_drafter_config(drafter.cfg, drafter.fc.weight.dtype), folder)

@@ -1,6 +1,6 @@
 """The model families that `Decoder` runs: how to read their config.json and convert their tensors.
 
-A family is data: readers of its config, and the steps of `weight_conversion.py` that its tensors need.
+A family is data: readers of its config, and the steps of `tensors.py` that its tensors need.
 """
 
 from __future__ import annotations
@@ -11,32 +11,55 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from peagle.checkpoints import gemma, llama4
+import torch
+
 from peagle.checkpoints.config_reader import (
     ConfigReader,
+    build_transformers_config,
     fill_defaults,
     read_experts_config,
     read_layer_config,
-    read_layer_types,
     read_max_positions,
     read_proportional_rope,
     read_rope_config,
+    read_windows,
 )
-from peagle.checkpoints.transformers_model import is_transformers_causal_lm, read_transformers_config
-from peagle.checkpoints.weight_conversion import (
+from peagle.checkpoints.tensors import (
+    TensorSource,
     TensorSources,
+    deinterleave_rotary_pairs,
     dequantize_fp8,
     rename_tensors,
+    select_text_model,
     split_experts,
     split_rows,
     spread_rotary_pairs,
     transform_tensors,
 )
-from peagle.config import AttentionTemperature, DecoderConfig, LayerConfig, RopeConfig, Window
+from peagle.config import AttentionTemperature, DecoderConfig, LayerConfig, RopeConfig
 from peagle.errors import UserError
 from peagle.kernels.moe.mxfp4 import BLOCK
 
-FP8 = "fp8"
+FP8, MXFP4 = "fp8", "mxfp4"
+MAX_POSITIONS = 1 << 20  # of the ten million in Llama 4 Scout's config: rotary tables have a row per position
+# Of a model that runs through transformers: fields that are read, and fields that change logits or attention in ways
+# that TransformersDecoder does not pass on.
+TRANSFORMERS_FIELDS = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("max_position_embeddings", "layer_types"),
+)
+TRANSFORMERS_UNSUPPORTED = (
+    *("final_logit_softcapping", "attn_logit_softcapping", "attention_chunk_size", "logit_scale", "is_encoder_decoder"),
+)
+GELU = "gelu_pytorch_tanh"
+GEMMA4_GLOBAL_HEAD_DIM = 512  # by default
+# Embeddings for every layer, layers that share keys and values, experts beside an MLP; the dense model (31B) has none.
+GEMMA4_UNSUPPORTED = ("hidden_size_per_layer_input", "num_kv_shared_layers", "enable_moe_block")
+GEMMA_NORM_NAMES = {
+    ".post_attention_layernorm.": ".attention_out_norm.",
+    ".pre_feedforward_layernorm.": ".post_attention_layernorm.",
+    ".post_feedforward_layernorm.": ".mlp_out_norm.",
+}
 
 
 @dataclass(frozen=True)
@@ -44,41 +67,20 @@ class Family:
     model_type: str  # transformers' name of its config
     read_layer: Callable[[ConfigReader], LayerConfig]
     convert_weights: Callable[[TensorSources, ConfigReader], TensorSources] = lambda sources, config: sources
-    # The same, but experts stay in MXFP4.
-    convert_weights_mxfp4: Callable[[TensorSources, ConfigReader], TensorSources] | None = None
     # Per-layer configs; an empty tuple if all layers are equal.
     read_layers: Callable[[ConfigReader, LayerConfig], tuple[LayerConfig, ...]] = lambda config, layer: ()
-    read_windows: Callable[[ConfigReader], tuple[Window, ...]] | None = None  # None: `read_sliding_windows`
-    read_max_positions: Callable[[ConfigReader], int] = read_max_positions
-    read_attention_temperature: Callable[[ConfigReader], AttentionTemperature | None] = lambda config: None
-    # A feature of this config that only transformers implements.
-    find_unsupported: Callable[[ConfigReader], str | None] = lambda config: None
-    fix_config: Callable[[dict[str, Any]], dict[str, Any]] = lambda values: values  # for fields transformers rejects
-    text_section: str | None = None  # the section of config.json that holds the text model
-    quant_methods: tuple[str, ...] = ()  # supported besides FP8
+    transformers_fields: tuple[str, ...] = ()  # features that only transformers implements
+    quant_methods: tuple[str, ...] = (FP8,)
     sliding_by_default: bool = False  # all layers slide if there is no `layer_types`
+    chunked_attention: bool = False  # instead of sliding windows
     scale_embeddings: bool = False  # by the square root of the hidden size
     partial_rotary: bool = False  # `convert_weights` reorders partially rotated heads
-    proportional_rope: bool = False
     logit_softcapping: bool = False
 
 
-def _read_llama_layer(config: ConfigReader) -> LayerConfig:
-    bias, mlp_bias = config.get("attention_bias", bool, False), config.get("mlp_bias", bool, False)
-    return read_layer_config(config, qkv_bias=bias, out_bias=bias, mlp_bias=mlp_bias, qk_norm=False)
-
-
-def _read_mistral_layer(config: ConfigReader) -> LayerConfig:
-    return read_layer_config(config, qkv_bias=False, out_bias=False, mlp_bias=False, qk_norm=False)
-
-
-def _read_qwen2_layer(config: ConfigReader) -> LayerConfig:
-    return read_layer_config(config, qkv_bias=True, out_bias=False, mlp_bias=False, qk_norm=False)
-
-
-def _read_qwen3_layer(config: ConfigReader) -> LayerConfig:
-    bias = config.get("attention_bias", bool, False)
-    return read_layer_config(config, qkv_bias=bias, out_bias=bias, mlp_bias=False, qk_norm=True)
+_read_unbiased_layer = partial(read_layer_config, qkv_bias=False, out_bias=False, mlp_bias=False)
+_read_qwen2_layer = partial(read_layer_config, qkv_bias=True, out_bias=False, mlp_bias=False)
+_read_qwen3_layer = partial(read_layer_config, qk_norm=True, mlp_bias=False)
 
 
 def _read_qwen3_moe_layer(config: ConfigReader) -> LayerConfig:
@@ -89,23 +91,15 @@ def _read_qwen3_moe_layer(config: ConfigReader) -> LayerConfig:
     return replace(_read_qwen3_layer(config), experts=experts)
 
 
-def _convert_qwen3_moe(sources: TensorSources, config: ConfigReader) -> TensorSources:
-    return rename_tensors(sources, {".mlp.gate.": ".mlp.router."})
-
-
 def _read_gpt_oss_layer(config: ConfigReader) -> LayerConfig:
     clamp = config.positive("swiglu_alpha", 1.702), config.positive("swiglu_limit", 7.0)
     experts = read_experts_config(config, "intermediate_size", bias=True, clamp=clamp)
-    return replace(_read_llama_layer(config), attention_sinks=True, experts=experts)
-
-
-def _convert_gpt_oss(sources: TensorSources, config: ConfigReader, keep_mxfp4: bool = False) -> TensorSources:
-    return split_experts(sources, keep_mxfp4=keep_mxfp4)
+    return replace(read_layer_config(config), attention_sinks=True, experts=experts)
 
 
 def _convert_phi3(sources: TensorSources, config: ConfigReader) -> TensorSources:
     """Splits merged projections, and reorders partially rotated heads."""
-    layer, rope = _read_mistral_layer(config), read_rope_config(config, of_target=True)
+    layer, rope = _read_unbiased_layer(config), read_rope_config(config, of_target=True)
     q, kv = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
     mlp = layer.intermediate_size
     sources = split_rows(sources, ".qkv_proj.", {"q_proj": q, "k_proj": kv, "v_proj": kv})
@@ -120,169 +114,301 @@ def _convert_phi3(sources: TensorSources, config: ConfigReader) -> TensorSources
     )
 
 
-GPT_OSS = Family(
-    "gpt_oss",
-    _read_gpt_oss_layer,
-    _convert_gpt_oss,
-    convert_weights_mxfp4=partial(_convert_gpt_oss, keep_mxfp4=True),
-    quant_methods=("mxfp4",),
-)
-GEMMA3 = Family("gemma3_text", gemma.read_gemma3_layer, gemma.convert_gemma3, scale_embeddings=True)
+def _read_gemma_layer(config: ConfigReader) -> LayerConfig:
+    activation = config.get("hidden_activation", str, GELU)
+    if activation != GELU:
+        raise config.error(f"hidden_activation {activation!r} is not supported; supported: {GELU}")
+    return replace(_read_qwen3_layer(config), activation="gelu_tanh", output_norms=True)
+
+
+def read_gemma3_layer(config: ConfigReader) -> LayerConfig:
+    for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+        if config.values.get(name):
+            raise config.error(f"{name} is not supported")
+    return _read_gemma_layer(config)
+
+
+def _convert_gemma3(sources: TensorSources, config: ConfigReader) -> TensorSources:
+    """Adds 1 to norm weights, which are stored minus 1, and folds query_pre_attn_scalar into the query norm."""
+    head_dim, scalar = read_gemma3_layer(config).head_dim, config.positive("query_pre_attn_scalar")
+    sources = select_text_model(sources)
+    sources = transform_tensors(sources, lambda name: name.endswith("norm.weight"), lambda w: w.float() + 1)
+    if scalar != head_dim:
+        scale = (head_dim / scalar) ** 0.5
+        sources = transform_tensors(sources, lambda name: name.endswith(".q_norm.weight"), lambda w: w * scale)
+    return rename_tensors(sources, GEMMA_NORM_NAMES)
+
+
+def read_gemma4_layer(config: ConfigReader) -> LayerConfig:
+    """Returns the sliding-window layer, the most common one."""
+    if config.values.get("use_bidirectional_attention") == "all":  # "vision" concerns images only
+        raise config.error("use_bidirectional_attention is not supported")
+    return replace(_read_gemma_layer(config), v_norm=True, layer_scalar=True)
+
+
+def read_gemma4_layers(config: ConfigReader, layer: LayerConfig) -> tuple[LayerConfig, ...]:
+    """Full-attention layers have larger heads, and fewer KV heads if keys are used as values.
+
+    Published configs have global fields for them; transformers writes `per_layer_config`, keyed by layer number.
+    """
+    layer_types: list[str] = config.values["layer_types"]
+    full: dict[str, Any] = {"head_dim": config.size("global_head_dim", GEMMA4_GLOBAL_HEAD_DIM)}
+    heads = config.optional_size("num_global_key_value_heads")
+    if heads is not None and config.get("attention_k_eq_v", bool, False):
+        full["num_key_value_heads"] = heads
+    per_layer = config.section("per_layer_config")
+    keys = {int(name): name for name in per_layer.values if name.isdecimal()}  # a key may be "5" or "05"
+    if len(keys) < len(per_layer.values):
+        raise config.error("per_layer_config must have layer numbers as keys")
+
+    def read_one(i: int, layer_type: str) -> LayerConfig:
+        if keys:
+            fields = per_layer.section(keys.get(i, "")).values
+        else:
+            fields = full if layer_type == "full_attention" else {}
+        if unknown := fields.keys() - {"head_dim", "num_key_value_heads"}:
+            raise config.error(f"{min(unknown)} that differs between layers (per_layer_config) is not supported")
+        shape = _read_gemma_layer(ConfigReader({**config.values, **fields}, config.source))
+        return replace(layer, head_dim=shape.head_dim, num_kv_heads=shape.num_kv_heads)
+
+    layers = tuple(read_one(i, layer_type) for i, layer_type in enumerate(layer_types))
+    head_dims = {(layer_type, each.head_dim) for layer_type, each in zip(layer_types, layers, strict=True)}
+    if len(head_dims) > len(set(layer_types)):
+        raise config.error("head_dim that differs between layers of one type (per_layer_config) is not supported")
+    return layers
+
+
+def _convert_gemma4(sources: TensorSources, config: ConfigReader) -> TensorSources:
+    """Uses key projections as value projections where the config says so, and cancels the attention scale.
+
+    Gemma 4 does not scale attention scores; the query norm is multiplied by the scale's inverse. Unlike in Gemma 3,
+    norm weights are stored without an offset.
+    """
+    sources = rename_tensors(select_text_model(sources), GEMMA_NORM_NAMES)
+    for i, layer_type in enumerate(config.values["layer_types"]):
+        prefix = f"model.layers.{i}.self_attn.k_proj."
+        if layer_type == "full_attention" and config.get("attention_k_eq_v", bool, False):
+            keys = {name: source for name, source in sources.items() if name.startswith(prefix)}
+            sources |= {name.replace(".k_proj.", ".v_proj."): source for name, source in keys.items()}
+    return transform_tensors(sources, lambda name: name.endswith(".q_norm.weight"), lambda w: w.float() * len(w) ** 0.5)
+
+
+def _read_llama4_layer(config: ConfigReader) -> LayerConfig:
+    """Returns an MoE layer with rotary embeddings, the most common one."""
+    size, qk_norm = config.size("intermediate_size"), config.get("use_qk_norm", bool, False)
+    experts = read_experts_config(config, "intermediate_size", sigmoid_scaled_input=True, shared_intermediate_size=size)
+    return replace(read_layer_config(config, qk_norm, mlp_bias=False), experts=experts)
+
+
+def _read_llama4_layers(config: ConfigReader, layer: LayerConfig) -> tuple[LayerConfig, ...]:
+    """Some layers are dense; some have neither rotary embeddings nor query and key norms."""
+    num_layers = config.size("num_hidden_layers")
+    uses_rope, moe_layers = config.int_list("no_rope_layers") or (), config.int_list("moe_layers") or ()
+    if len(uses_rope) < num_layers:
+        raise config.error(f"no_rope_layers must have {num_layers} entries")
+    dense_size = config.size("intermediate_size_mlp")
+
+    def read_one(i: int) -> LayerConfig:
+        own = layer if uses_rope[i] else replace(layer, use_rope=False, qk_norm=False)
+        return own if i in moe_layers else replace(own, experts=None, intermediate_size=dense_size)
+
+    return tuple(read_one(i) for i in range(num_layers))
+
+
+def _convert_llama4(sources: TensorSources, config: ConfigReader) -> TensorSources:
+    """Deinterleaves rotary pairs, adds weights of 1 for the query and key norms, and splits the experts.
+
+    Llama 4 applies the norms after the rotation. The order does not matter: a rotation preserves the norm, and the
+    weights are all 1.
+    """
+    layer = _read_llama4_layer(config)
+    sources = rename_tensors(select_text_model(sources), {".feed_forward.": ".mlp."})
+    sources = transform_tensors(
+        sources,
+        lambda name: ".q_proj." in name or ".k_proj." in name,
+        lambda weight: deinterleave_rotary_pairs(weight, layer.head_dim),
+    )
+    for i, own in enumerate(_read_llama4_layers(config, layer)):
+        if own.qk_norm:
+            names = (f"model.layers.{i}.self_attn.{name}.weight" for name in ("q_norm", "k_norm"))
+            sources |= dict.fromkeys(names, TensorSource((layer.head_dim,), lambda: torch.ones(layer.head_dim)))
+    return split_experts(sources, interleaved=False)
+
+
+GEMMA3 = Family("gemma3_text", read_gemma3_layer, _convert_gemma3, scale_embeddings=True)
 GEMMA4 = Family(
     "gemma4_text",
-    gemma.read_gemma4_layer,
-    gemma.convert_gemma4,
-    read_layers=gemma.read_gemma4_layers,
-    find_unsupported=gemma.find_gemma4_unsupported,
+    read_gemma4_layer,
+    _convert_gemma4,
+    read_layers=read_gemma4_layers,
+    transformers_fields=GEMMA4_UNSUPPORTED,
     scale_embeddings=True,
-    proportional_rope=True,
     logit_softcapping=True,
 )
 LLAMA4 = Family(
     "llama4_text",
-    llama4.read_layer,
-    llama4.convert_weights,
-    read_layers=llama4.read_layers,
-    read_windows=llama4.read_windows,
-    read_max_positions=llama4.read_max_positions,
-    read_attention_temperature=llama4.read_attention_temperature,
-    fix_config=llama4.fix_config,
+    _read_llama4_layer,
+    _convert_llama4,
+    read_layers=_read_llama4_layers,
+    chunked_attention=True,
 )
 FAMILIES: dict[str, Family] = {
-    "LlamaForCausalLM": Family("llama", _read_llama_layer),
-    "MistralForCausalLM": Family("mistral", _read_mistral_layer, sliding_by_default=True),
+    "LlamaForCausalLM": Family("llama", read_layer_config),
+    "MistralForCausalLM": Family("mistral", _read_unbiased_layer, sliding_by_default=True),
     "Qwen2ForCausalLM": Family("qwen2", _read_qwen2_layer),
     "Qwen3ForCausalLM": Family("qwen3", _read_qwen3_layer),
-    "Qwen3MoeForCausalLM": Family("qwen3_moe", _read_qwen3_moe_layer, _convert_qwen3_moe, sliding_by_default=True),
-    "Phi3ForCausalLM": Family("phi3", _read_mistral_layer, _convert_phi3, sliding_by_default=True, partial_rotary=True),
-    "GptOssForCausalLM": GPT_OSS,
+    "Qwen3MoeForCausalLM": Family(
+        "qwen3_moe",
+        _read_qwen3_moe_layer,
+        lambda sources, _: rename_tensors(sources, {".mlp.gate.": ".mlp.router."}),
+        sliding_by_default=True,
+    ),
+    "Phi3ForCausalLM": Family(
+        "phi3", _read_unbiased_layer, _convert_phi3, sliding_by_default=True, partial_rotary=True
+    ),
+    "GptOssForCausalLM": Family(
+        "gpt_oss", _read_gpt_oss_layer, lambda sources, _: split_experts(sources), quant_methods=(FP8, MXFP4)
+    ),
     "Gemma3ForCausalLM": GEMMA3,
-    "Gemma3ForConditionalGeneration": replace(GEMMA3, text_section="text_config"),
+    "Gemma3ForConditionalGeneration": GEMMA3,
     "Gemma4ForCausalLM": GEMMA4,
-    "Gemma4ForConditionalGeneration": replace(GEMMA4, text_section="text_config"),
+    "Gemma4ForConditionalGeneration": GEMMA4,
     "Llama4ForCausalLM": LLAMA4,
-    "Llama4ForConditionalGeneration": replace(LLAMA4, text_section="text_config"),
+    "Llama4ForConditionalGeneration": LLAMA4,
 }
 
 
-def get_architecture(values: dict[str, Any]) -> Any:
+def get_family(values: dict[str, Any], source: Path) -> Family | None:
+    """Returns None for a causal language model that runs through transformers."""
     names = values.get("architectures") or ["none named"]
-    return names[0] if isinstance(names, list) else names
+    architecture = names[0] if isinstance(names, list) else names
+    if isinstance(architecture, str):
+        if architecture in FAMILIES:
+            return FAMILIES[architecture]
+        if _is_transformers_causal_lm(architecture):
+            return None
+    raise UserError(
+        f"{source}: architecture {architecture!r} is not supported; supported: {', '.join(FAMILIES)}, "
+        "and, slower, every causal language model of the installed transformers"
+    )
 
 
-def get_family(values: dict[str, Any], source: Path) -> Family:
-    architecture = get_architecture(values)
-    if not isinstance(architecture, str) or architecture not in FAMILIES:
-        raise UserError(
-            f"{source}: architecture {architecture!r} is not supported; supported: {', '.join(FAMILIES)}, "
-            "and, slower, every causal language model of the installed transformers"
-        )
-    return FAMILIES[architecture]
+def read_text_config(values: dict[str, Any], source: Path, family: Family) -> ConfigReader:
+    """Returns the text model's fields with all defaults. Multimodal models have them in `text_config`."""
+    if values["architectures"][0].endswith("ForConditionalGeneration"):
+        values = ConfigReader(values, source).section("text_config").values
+    if type(tuning := values.get("attn_temperature_tuning")) is int:  # transformers expects a bool
+        values = {**values, "attn_temperature_tuning": bool(tuning)}
+    return fill_defaults({**values, "model_type": family.model_type}, source)
 
 
-def is_transformers_only(values: dict[str, Any]) -> bool:
-    """Whether the architecture is not in FAMILIES, but in transformers."""
-    architecture = get_architecture(values)
-    return isinstance(architecture, str) and architecture not in FAMILIES and is_transformers_causal_lm(architecture)
-
-
-def read_text_config(values: dict[str, Any], source: Path) -> ConfigReader:
-    """Returns the text model's fields with all defaults."""
-    family = get_family(values, source)
-    read_quantization(values, source)
-    if family.text_section is not None:
-        values = ConfigReader(values, source).section(family.text_section).values
-    return fill_defaults({**family.fix_config(values), "model_type": family.model_type}, source)
-
-
-def read_quantization(values: dict[str, Any], source: Path) -> ConfigReader | None:
-    """Returns quantization_config, or None; raises a UserError for methods that are not supported."""
+def _read_quant_method(values: dict[str, Any], source: Path, family: Family) -> str | None:
+    """Returns the name of a supported method of quantization, or None if the weights are not quantized."""
     if not values.get("quantization_config"):
         return None
     quantization = ConfigReader(values, source).section("quantization_config")
-    method = quantization.get("quant_method", str, "without a name")
-    supported = (FP8, *get_family(values, source).quant_methods)
-    if method not in supported:
-        raise UserError(
-            f"{source}: quantized weights (quantization_config, {method}) are not supported; "
-            f"supported here: {', '.join(supported)}"
-        )
+    method = quantization.get("quant_method", str, "unnamed")
+    if method not in family.quant_methods:
+        supported = ", ".join(family.quant_methods)
+        raise UserError(f"{source}: quantization_config {method!r} is not supported; supported here: {supported}")
     if method == FP8 and len(quantization.int_list("weight_block_size") or ()) != 2:
         raise UserError(f"{source}: FP8 weights without weight_block_size are not supported")
-    return quantization
-
-
-def has_mxfp4_config(values: dict[str, Any], source: Path) -> bool:
-    """Whether config.json declares experts in MXFP4, which kernels can use without dequantization."""
-    if is_transformers_only(values) or get_family(values, source).convert_weights_mxfp4 is None:
-        return False
-    quantization = read_quantization(values, source)
-    return quantization is not None and quantization.get("quant_method", str) != FP8
-
-
-def keep_mxfp4_experts(cfg: DecoderConfig) -> DecoderConfig:
-    """Marks the experts as MXFP4, if their sizes are multiples of MXFP4's block."""
-    layer, experts = cfg.layer, cfg.layer.experts
-    if experts is None or layer.hidden_size % BLOCK or experts.intermediate_size % BLOCK:
-        return cfg
-    return replace(cfg, layer=replace(layer, experts=replace(experts, mxfp4=True)))
+    return method
 
 
 def convert_weights(
     sources: TensorSources, values: dict[str, Any], source: Path, keep_mxfp4: bool = False
 ) -> TensorSources:
     """Converts a file's tensors to the names and formats of `Decoder`."""
-    quantization = read_quantization(values, source)
-    if quantization is not None and quantization.get("quant_method", str) == FP8:
-        rows, columns = quantization.int_list("weight_block_size") or (1, 1)
-        sources = dequantize_fp8(sources, (rows, columns))
     family = get_family(values, source)
-    convert = family.convert_weights
-    if keep_mxfp4 and family.convert_weights_mxfp4 is not None:
-        convert = family.convert_weights_mxfp4
-    return convert(sources, read_text_config(values, source))
+    assert family is not None
+    if _read_quant_method(values, source, family) == FP8:
+        sources = dequantize_fp8(sources, tuple(values["quantization_config"]["weight_block_size"]))
+    if keep_mxfp4:
+        return split_experts(sources, keep_mxfp4=True)
+    return family.convert_weights(sources, read_text_config(values, source, family))
 
 
-def read_decoder_config(values: dict[str, Any], source: Path, skip_layers: bool = False) -> DecoderConfig:
-    """Translates config.json. `skip_layers`: the layers will not run, so their features need no support."""
-    if is_transformers_only(values):
-        return read_transformers_config(values, source)
-    family, config = get_family(values, source), read_text_config(values, source)
-    uses_transformers = family.find_unsupported(config) is not None and not skip_layers
-    if uses_transformers and values.get("quantization_config"):
+def read_decoder_config(
+    values: dict[str, Any], source: Path, skip_layers: bool = False, keep_mxfp4: bool = False
+) -> DecoderConfig:
+    """Translates config.json.
+
+    `skip_layers`: the layers will not run, so their features need no support. `keep_mxfp4`: experts that are stored in
+    MXFP4 stay packed, if their sizes are multiples of its block.
+    """
+    family = get_family(values, source)
+    if family is None:
+        return _read_transformers_config(values, source)
+    quant_method, config = _read_quant_method(values, source, family), read_text_config(values, source, family)
+    uses_transformers = any(config.values.get(name) for name in family.transformers_fields) and not skip_layers
+    if uses_transformers and quant_method is not None:
         raise config.error("quantized weights are not supported in a target that runs through transformers")
     num_layers, layer = config.size("num_hidden_layers"), family.read_layer(config)
-    if family.read_windows is not None:
-        windows = family.read_windows(config)
-    else:
-        windows = read_sliding_windows(config, num_layers, family.sliding_by_default)
+    experts = layer.experts
+    if keep_mxfp4 and experts is not None and quant_method == MXFP4:
+        packed = layer.hidden_size % BLOCK == 0 and experts.intermediate_size % BLOCK == 0
+        layer = replace(layer, experts=replace(experts, mxfp4=packed))
+    temperature = softcapping = None
+    if config.values.get("attn_temperature_tuning"):
+        scale = config.size("floor_scale", maximum=2**31 - 1)
+        temperature = AttentionTemperature(scale, config.get("attn_scale", float))
+    if family.logit_softcapping:
+        softcapping = config.optional_positive("final_logit_softcapping")
     layers = family.read_layers(config, layer)
     rope, local_rope = _read_ropes(config, family)
     same_head_dims = len({each.head_dim for each in layers}) < 2
-    softcapping = config.optional_positive("final_logit_softcapping") if family.logit_softcapping else None
     return DecoderConfig(
         family=family.model_type,
         vocab_size=config.size("vocab_size"),
         num_layers=num_layers,
         layer=layer,
         rope=rope,
-        max_positions=family.read_max_positions(config),
+        max_positions=min(read_max_positions(config), MAX_POSITIONS),
         tie_word_embeddings=config.get("tie_word_embeddings", bool, False),
-        windows=windows,
+        windows=read_windows(config, num_layers, family.sliding_by_default, family.chunked_attention),
         local_rope=None if local_rope == rope and same_head_dims else local_rope,
         embedding_scale=layer.hidden_size**0.5 if family.scale_embeddings else 1.0,
         layers=layers if set(layers) != {layer} else (),
         final_logit_softcapping=softcapping,
-        attention_temperature=family.read_attention_temperature(config),
+        attention_temperature=temperature,
         uses_transformers=uses_transformers,
     )
 
 
-def find_unsupported_feature(values: dict[str, Any], source: Path) -> str:
-    """The feature for which a target of a supported family runs through transformers; "" if there is none."""
-    if is_transformers_only(values):
-        return ""
-    return get_family(values, source).find_unsupported(read_text_config(values, source)) or ""
+def _is_transformers_causal_lm(architecture: str) -> bool:
+    """Whether transformers has a causal language model of this name."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    return any(architecture == name or (isinstance(name, tuple) and architecture in name) for name in names)
+
+
+def _read_transformers_config(values: dict[str, Any], source: Path) -> DecoderConfig:
+    config = build_transformers_config(values, source)
+    # Attributes instead of JSON fields, since families use different field names for these sizes.
+    names = (*TRANSFORMERS_FIELDS, *TRANSFORMERS_UNSUPPORTED)
+    found = {name: getattr(config, name, None) for name in names}
+    if getattr(config, "use_sliding_window", True) is not False:
+        found["sliding_window"] = getattr(config, "sliding_window", None)
+    reader = ConfigReader(found | {"intermediate_size": getattr(config, "intermediate_size", None) or 1}, source)
+    for name in TRANSFORMERS_UNSUPPORTED:
+        if reader.values[name]:
+            raise reader.error(f"{name} is not supported in a target that runs through transformers")
+    if values.get("quantization_config"):
+        raise reader.error("quantized weights are not supported in a target that runs through transformers")
+    num_layers = reader.size("num_hidden_layers")
+    return DecoderConfig(
+        family=str(config.model_type),
+        vocab_size=reader.size("vocab_size"),
+        num_layers=num_layers,
+        layer=read_layer_config(reader),
+        rope=RopeConfig(),
+        max_positions=read_max_positions(reader),
+        tie_word_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
+        windows=read_windows(reader, num_layers, sliding_by_default=True),
+        uses_transformers=True,
+    )
 
 
 def _read_ropes(config: ConfigReader, family: Family) -> tuple[RopeConfig, RopeConfig]:
@@ -292,16 +418,6 @@ def _read_ropes(config: ConfigReader, family: Family) -> tuple[RopeConfig, RopeC
         rope = read_rope_config(config, of_target=family.partial_rotary)
         return rope, rope
     full, sliding = (parameters.section(kind) for kind in ("full_attention", "sliding_attention"))
-    if family.proportional_rope and full.get("rope_type", str, "default") == "proportional":
+    if full.get("rope_type", str, "default") == "proportional":
         return read_proportional_rope(full), read_rope_config(config, sliding)
     return read_rope_config(config, full), read_rope_config(config, sliding)
-
-
-def read_sliding_windows(
-    config: ConfigReader, num_layers: int, sliding_by_default: bool = False
-) -> tuple[int | None, ...]:
-    """Returns the window of each layer, from `sliding_window` and `layer_types`."""
-    window = config.optional_size("sliding_window")
-    default = "sliding_attention" if sliding_by_default else "full_attention"
-    layer_types = read_layer_types(config, num_layers, default)
-    return tuple(window if kind == "sliding_attention" else None for kind in layer_types)

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from peagle.errors import UserError
+from peagle.errors import UserError, first_line
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -39,8 +39,7 @@ def parse_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"--device {name}: not usable on this machine ({reason})") from None
+        raise UserError(f"--device {name}: not usable on this machine ({first_line(error)})") from None
     return device
 
 
@@ -53,7 +52,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
     except (ValueError, RecursionError) as error:  # invalid UTF-8, syntax errors, or numbers with too many digits
-        raise UserError(f"{path}: not valid JSON ({str(error).splitlines()[0]})") from None
+        raise UserError(f"{path}: not valid JSON ({first_line(error)})") from None
     if not isinstance(value, dict):
         raise UserError(f"{path}: expected a JSON object, found {type(value).__name__}")
     return value
@@ -70,27 +69,30 @@ def read_config_json(folder: Path) -> dict[str, Any]:
 class SafetensorsFolder:
     """The tensors of a folder's safetensors files, read one at a time. Headers give names and shapes.
 
-    `keep_open` avoids parsing the header for every tensor, which is slow with thousands of them. Reading a tensor twice
-    may then return the same memory.
+    Files stay open, since parsing the header for every tensor is slow with thousands of them. Reading a tensor twice
+    may return the same memory.
     """
 
-    def __init__(self, folder: Path, keep_open: bool = False) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._handles: dict[str, Any] | None = {} if keep_open else None
-        self.file_of: dict[str, str] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self._handles: dict[str, Any] = {}  # by tensor name
         for file in self._files():
-            with self._open(file) as handle:
+            with self._explain_errors(file):
+                handle = safe_open(folder / file, framework="pt")
                 for name in handle.keys():
-                    if name in self.file_of:
-                        raise UserError(f"{folder}: tensor {name!r} is in both {self.file_of[name]} and {file}")
-                    self.file_of[name] = file
+                    if name in self._handles:
+                        raise UserError(f"{folder}: tensor {name!r} is in {file} and in another file")
+                    self._handles[name] = handle
                     self.shapes[name] = tuple(handle.get_slice(name).get_shape())
-        self._check_index()
 
     def _files(self) -> list[str]:
         if (self.folder / INDEX).is_file():
-            return sorted(set(self._weight_map().values()))
+            weight_map = read_json(self.folder / INDEX).get("weight_map")
+            files: list[Any] = list(weight_map.values()) if isinstance(weight_map, dict) else [None]
+            if not all(isinstance(file, str) and Path(file).name == file for file in files):
+                raise UserError(f"{self.folder / INDEX}: weight_map must map tensors to files of the folder")
+            return sorted(set(files))
         files = sorted(path.name for path in self.folder.glob("*.safetensors"))
         if not files:
             pickles = sorted(p.name for p in self.folder.iterdir() if p.suffix in (".bin", ".pt", ".pth"))
@@ -98,84 +100,47 @@ class SafetensorsFolder:
             raise UserError(f"{self.folder}: no .safetensors file{hint}")
         return files
 
-    def _weight_map(self) -> dict[str, str]:
-        path = self.folder / INDEX
-        weight_map = read_json(path).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
-            raise UserError(f"{path}: no usable weight_map")
-        present = {path.name for path in self.folder.iterdir() if path.is_file()}
-        for file in weight_map.values():
-            if Path(file).name != file:
-                raise UserError(f"{path}: {file!r} points outside the folder")
-            if file not in present:
-                raise UserError(f"{self.folder}: {INDEX} names {file!r}, which does not exist")
-        return weight_map
-
-    def _check_index(self) -> None:
-        if (self.folder / INDEX).is_file():
-            missing = [name for name in self._weight_map() if name not in self.file_of]
-            if missing:
-                raise UserError(
-                    f"{self.folder}: {INDEX} lists {missing[0]!r}, which is in no shard ({len(missing)} such tensors)"
-                )
-
     @contextmanager
-    def _open(self, file: str) -> Iterator[Any]:
+    def _explain_errors(self, what: str) -> Iterator[None]:
         try:
-            if self._handles is None:
-                with safe_open(self.folder / file, framework="pt") as handle:
-                    yield handle
-                return
-            if file not in self._handles:
-                self._handles[file] = safe_open(self.folder / file, framework="pt")
-            yield self._handles[file]
-        except (SafetensorError, OSError, struct.error) as error:
-            reason = str(error).splitlines()[0]
-            raise UserError(f"{self.folder / file}: damaged or truncated safetensors ({reason})") from None
+            yield
+        except (SafetensorError, OSError, struct.error, ValueError) as error:
+            if isinstance(error, UserError):
+                raise
+            raise UserError(f"{self.folder}: {what!r}: missing or damaged safetensors ({first_line(error)})") from None
 
     def names(self) -> list[str]:
-        return list(self.file_of)
+        return list(self._handles)
 
     def __getitem__(self, name: str) -> Tensor:
-        if name not in self.file_of:
+        if name not in self._handles:
             raise UserError(f"{self.folder}: tensor {name!r} is missing")
-        with self._open(self.file_of[name]) as handle:
-            return handle.get_tensor(name)
+        with self._explain_errors(name):
+            return self._handles[name].get_tensor(name)
 
     def read_entry(self, name: str, index: int) -> Tensor:
         """Reads one index of a tensor's first dimension."""
-        with self._open(self.file_of[name]) as handle:
-            return handle.get_slice(name)[index]
+        with self._explain_errors(name):
+            return self._handles[name].get_slice(name)[index]
 
     def __contains__(self, name: str) -> bool:
-        return name in self.file_of
+        return name in self._handles
 
 
-def write_weights(tensors: dict[str, Tensor], folder: Path, max_shard_bytes: int | None = None) -> None:
-    """Writes one file, or shards of at most `max_shard_bytes` with an index."""
-    shards: list[dict[str, Tensor]] = [{}]
-    size = 0
-    for name, tensor in tensors.items():
-        if max_shard_bytes is not None and shards[-1] and size + tensor.nbytes > max_shard_bytes:
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensor.detach().cpu().contiguous()
-        size += tensor.nbytes
-    if len(shards) == 1:
-        _save(shards[0], folder / WEIGHTS)
-        return
-    weight_map: dict[str, str] = {}
-    for i, shard in enumerate(shards, start=1):
-        file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-        _save(shard, folder / file)
-        weight_map |= dict.fromkeys(shard, file)
-    total = sum(t.nbytes for t in tensors.values())
-    write_json({"metadata": {"total_size": total}, "weight_map": weight_map}, folder / INDEX)
+def save_checkpoint(tensors: dict[str, Tensor], config: dict[str, Any], folder: Path) -> None:
+    """Writes weights and config.json to a new folder."""
+
+    def write(into: Path) -> None:
+        write_weights(tensors, into)
+        write_json(config, into / "config.json")
+
+    write_folder(folder, write)
 
 
-def _save(tensors: dict[str, Tensor], path: Path) -> None:
+def write_weights(tensors: dict[str, Tensor], folder: Path) -> None:
+    path = folder / WEIGHTS
     try:
-        save_file(tensors, path, metadata={"format": "pt"})
+        save_file({n: t.detach().cpu().contiguous() for n, t in tensors.items()}, path, metadata={"format": "pt"})
     except SafetensorError as error:  # for example a full disk
         raise OSError(str(error)) from None
     path.chmod(0o644)  # safetensors makes files readable by the owner only

@@ -8,19 +8,19 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from peagle.checkpoints import speculators
+from peagle.checkpoints.config_reader import is_speculators
 from peagle.checkpoints.drafter import (
     ARCHITECTURES,
     AUX_LAYER_IDS,
+    find_d2t_problems,
     find_fit_problems,
     find_tensor_problems,
-    module_tensor_name,
     read_drafter_config,
     read_mask_token_ids,
     read_plain_config,
@@ -47,9 +47,9 @@ VllmVersion = tuple[int, int]
 
 @dataclass
 class DrafterReport:
-    facts: dict[str, str] = field(default_factory=dict)
-    serve: str = ""  # the `vllm serve` command
-    findings: list[str] = field(default_factory=list)
+    facts: dict[str, str]
+    serve: str  # the `vllm serve` command
+    findings: list[str]
 
 
 def parse_version(text: str) -> VllmVersion:
@@ -71,27 +71,24 @@ def inspect_drafter(
     version = parse_version(vllm)
     raw, values, weights = read_config_json(folder), read_plain_config(folder), SafetensorsFolder(folder)
     target = read_target_sizes(target_folder) if target_folder is not None else None
-    report = DrafterReport()
-    report.facts["drafter"] = f"{name} ({'speculators' if speculators.is_speculators(raw) else 'plain'} format)"
+    facts = {"drafter": f"{name} ({'speculators' if is_speculators(raw) else 'plain'} format)"}
     try:
         cfg = read_drafter_config(folder, target)
     except UserError as error:
-        report.findings += [str(error).removeprefix(f"{folder / 'config.json'}: "), *_find_bad_values(weights)]
-        report.serve = "none: fix the findings first"
-        return report
-    found = report.findings
-    found += find_tensor_problems(cfg, weights.shapes)
+        findings = [str(error).removeprefix(f"{folder / 'config.json'}: "), *_find_bad_values(weights)]
+        return DrafterReport(facts, "none: fix the findings first", findings)
+    found = find_tensor_problems(cfg, weights.shapes)
     found += _find_bad_values(weights)
     found += _find_vocab_map_problems(cfg, weights, version)
     found += _find_misread_fields(raw, values, cfg, version)
-    found += _find_newer_features(cfg, version)
+    found += _find_newer_features(cfg, is_speculators(raw), version)
     if target is not None and target_folder is not None:
         found += find_fit_problems(cfg, target)
         found += _find_target_problems(cfg, target, target_folder)
-    report.facts |= _list_facts(cfg, weights, target_folder)
-    models = vllm_model_name(target_name, target_folder), vllm_model_name(name, folder)
-    report.serve = build_serve_command(cfg, *models, num_speculative_tokens)
-    return report
+    speculative = build_speculative_config(vllm_model_name(name, folder), num_speculative_tokens, cfg.parallel)
+    options = ["--speculative-config", json.dumps(speculative, separators=(",", ":"))]
+    serve = shlex.join(["vllm", "serve", vllm_model_name(target_name, target_folder), *options])
+    return DrafterReport(facts | _list_facts(cfg, weights), serve, found)
 
 
 def vllm_model_name(name: str | None, folder: Path | None) -> str:
@@ -99,12 +96,6 @@ def vllm_model_name(name: str | None, folder: Path | None) -> str:
     if name is None:
         return "TARGET"
     return name if "/" in name or folder is None or Path(name).exists() else str(folder)
-
-
-def build_serve_command(cfg: DrafterConfig, target: str, drafter: str, num_speculative_tokens: int | None) -> str:
-    """Returns the `vllm serve` command line."""
-    config = build_speculative_config(drafter, num_speculative_tokens, cfg.parallel)
-    return shlex.join(["vllm", "serve", target, "--speculative-config", json.dumps(config, separators=(",", ":"))])
 
 
 def build_speculative_config(drafter: str, k: int | None, parallel: bool) -> dict[str, Any]:
@@ -123,19 +114,11 @@ def build_vllm_flags(**options: Any) -> dict[str, str]:
     return {f"--{name.replace('_', '-')}": to_text(value) for name, value in options.items() if value is not None}
 
 
-def _list_facts(cfg: DrafterConfig, weights: SafetensorsFolder, target_folder: Path | None) -> dict[str, str]:
+def _list_facts(cfg: DrafterConfig, weights: SafetensorsFolder) -> dict[str, str]:
     layer = cfg.layer
     shared = [name for name, own in (("embeddings", cfg.own_embeddings), ("head", cfg.own_head)) if not own]
     dtypes = sorted({str(weights[n].dtype).removeprefix("torch.") for n in weights.names() if "fc" in n})
-    parameters = sum(
-        torch.Size(shape).numel() for n, shape in weights.shapes.items() if module_tensor_name(n) not in ("d2t", "t2d")
-    )
-    mask = "none"
-    if cfg.mask_token_id is not None:
-        mask = str(cfg.mask_token_id)
-        tokenizer = _tokenizer(target_folder)
-        if tokenizer is not None and cfg.mask_token_id < len(tokenizer):
-            mask += f" ({tokenizer.convert_ids_to_tokens(cfg.mask_token_id)!r})"
+    parameters = sum(torch.Size(shape).numel() for n, shape in weights.shapes.items() if n not in ("d2t", "t2d"))
     options = [
         name for name in ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output") if getattr(cfg, name)
     ]
@@ -145,7 +128,7 @@ def _list_facts(cfg: DrafterConfig, weights: SafetensorsFolder, target_folder: P
         f"{layer.num_kv_heads} KV heads of {layer.head_dim}, MLP {layer.intermediate_size}, {', '.join(dtypes)}",
         "parameters": f"{parameters:,}",
         "aux_layer_ids": f"{', '.join(map(str, cfg.aux_layer_ids))}, target hidden size {cfg.target_hidden_size}",
-        "mask token id": mask,
+        "mask token id": "none" if cfg.mask_token_id is None else str(cfg.mask_token_id),
         "vocabulary": f"{cfg.draft_vocab_size:,} of the target's {cfg.vocab_size:,}",
         "shared weights": f"{' and '.join(shared)} of the target" if shared else "none",
         "options": ", ".join(options) or "none",
@@ -167,31 +150,18 @@ def _find_bad_values(weights: SafetensorsFolder) -> list[str]:
 
 
 def _find_vocab_map_problems(cfg: DrafterConfig, weights: SafetensorsFolder, version: VllmVersion) -> list[str]:
-    if not cfg.reduced_vocab:
-        if "d2t" in weights and weights["d2t"].any():
-            return ["d2t is not zero, but the draft vocabulary is not reduced"]
-        extra = [name for name in ("d2t", "t2d") if name in weights]
-        if extra and version >= (0, 30):
-            return [f"{' and '.join(extra)} in a full-vocabulary drafter: vLLM 0.30 and newer reject it"]
-        return []
-    if "d2t" not in weights or weights.shapes["d2t"] != (cfg.draft_vocab_size,):
+    if "d2t" not in weights or (cfg.reduced_vocab and weights.shapes["d2t"] != (cfg.draft_vocab_size,)):
         return []  # find_tensor_problems reports it
     d2t = weights["d2t"]
     if d2t.dtype != torch.int64:
         return [f"d2t is {str(d2t.dtype).removeprefix('torch.')}, expected int64"]
-    ids = torch.arange(len(d2t)) + d2t
-    if ids.min() < 0 or ids.max() >= cfg.vocab_size:
-        return [f"d2t points outside the vocabulary (ids {int(ids.min())} to {int(ids.max())})"]
-    found = []
-    if len(ids.unique()) < len(ids):
-        found.append("d2t maps several draft ids to one target id")
-    if "t2d" in weights:
-        t2d = weights["t2d"].bool()
-        expected = torch.zeros(cfg.vocab_size, dtype=torch.bool)
-        expected[ids] = True
-        if t2d.shape != expected.shape or not torch.equal(t2d, expected):
-            found.append("t2d does not match d2t")
-    return found
+    if found := find_d2t_problems(cfg, d2t):
+        return found
+    if not cfg.reduced_vocab:
+        return ["d2t in a full-vocabulary drafter: vLLM 0.30 and newer reject it"] if version >= (0, 30) else []
+    expected = torch.zeros(cfg.vocab_size, dtype=torch.bool)
+    expected[torch.arange(len(d2t)) + d2t] = True
+    return ["t2d does not match d2t"] if "t2d" in weights and not torch.equal(weights["t2d"].bool(), expected) else []
 
 
 def _find_misread_fields(
@@ -199,7 +169,7 @@ def _find_misread_fields(
 ) -> list[str]:
     """Lists fields that this version of vLLM misinterprets."""
     found = []
-    is_speculators = speculators.is_speculators(raw)
+    in_speculators_format = is_speculators(raw)
     aux_layer_ids = values.get(AUX_LAYER_IDS) or (values.get("eagle_config") or {}).get(AUX_LAYER_IDS)
     if aux_layer_ids is None:
         found.append(f"{MISSING_AUX_LAYER_IDS}: readers use different defaults")
@@ -210,9 +180,9 @@ def _find_misread_fields(
         found.append(f"num_aux_hidden_states is {num_given}, but there are {num_ids} aux_layer_ids")
     if num_given is None and num_ids != 3:
         found.append(f"{num_ids} aux_layer_ids without num_aux_hidden_states: vLLM assumes 3")
-    if "target_hidden_size" in raw and raw["target_hidden_size"] is None and not is_speculators:
+    if "target_hidden_size" in raw and raw["target_hidden_size"] is None and not in_speculators_format:
         found.append("target_hidden_size is null: vLLM fails; omit the field or give the number")
-    if not is_speculators:
+    if not in_speculators_format:
         architectures = values.get("architectures")
         if architectures is None or architectures[0] not in KNOWN_ARCHITECTURES:
             found.append(f"architectures {architectures}: vLLM expects {KNOWN_ARCHITECTURES[0]}")
@@ -224,8 +194,6 @@ def _find_misread_fields(
             names = " and ".join(given)
             found.append(f"mask token id only as {names}: vLLM {_dotted(version)} reads pard_token or ptd_token_id")
     else:
-        if cfg.parallel and version < (0, 22):
-            found.append(f"a peagle drafter in the speculators format needs vLLM 0.22 or newer, not {_dotted(version)}")
         if "norm_before_residual" not in raw:
             found.append("norm_before_residual is missing: vLLM and speculators have different defaults")
         shape = raw.get("transformer_layer_config") or {}
@@ -235,7 +203,7 @@ def _find_misread_fields(
     return found
 
 
-def _find_newer_features(cfg: DrafterConfig, version: VllmVersion) -> list[str]:
+def _find_newer_features(cfg: DrafterConfig, in_speculators_format: bool, version: VllmVersion) -> list[str]:
     """Lists features that this version of vLLM lacks; it ignores their fields, and acceptance drops."""
     needs = [
         (cfg.parallel, "parallel drafting", (0, 16)),
@@ -244,6 +212,7 @@ def _find_newer_features(cfg: DrafterConfig, version: VllmVersion) -> list[str]:
         (cfg.norm_output, "norm_output", (0, 22)),
         (len(cfg.aux_layer_ids) != 3, "a number of aux_layer_ids other than 3", (0, 22)),
         (cfg.layer.hidden_size != cfg.target_hidden_size, "a hidden size other than the target's", (0, 22)),
+        (cfg.parallel and in_speculators_format, "a peagle drafter in the speculators format", (0, 22)),
     ]
     return [
         f"{feature} needs vLLM {_dotted(minimum)} or newer, not {_dotted(version)}"
@@ -273,26 +242,18 @@ def _why_mask_id_is_unsafe(mask_id: int, folder: Path) -> str | None:
     """Why the id may occur in text; None for a padding row or an unused special token."""
     if mask_id in eos_ids(folder):
         return "is an EOS id"
-    tokenizer = _tokenizer(folder)
+    tokenizer = load_tokenizer(folder) if has_tokenizer(folder) else None
     if tokenizer is None or mask_id >= len(tokenizer):
         return None
     token = tokenizer.convert_ids_to_tokens(mask_id)
-    if mask_id not in tokenizer.all_special_ids and token not in _special_tokens(tokenizer):
+    special = {str(added) for added in tokenizer.added_tokens_decoder.values() if added.special}
+    if mask_id not in tokenizer.all_special_ids and token not in special:
         return f"is an ordinary token of the tokenizer ({token!r})"
     if mask_id in (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id):
         return f"is the BOS, EOS or padding token ({token!r})"
     if token in (tokenizer.chat_template or ""):
         return f"is part of the chat template ({token!r})"
     return None
-
-
-def _tokenizer(folder: Path | None) -> Any:
-    """Loads the target's tokenizer; None without a target or a tokenizer."""
-    return load_tokenizer(folder) if folder is not None and has_tokenizer(folder) else None
-
-
-def _special_tokens(tokenizer: Any) -> set[str]:
-    return {str(t) for t in tokenizer.added_tokens_decoder.values() if t.special}
 
 
 def _dotted(version: VllmVersion) -> str:

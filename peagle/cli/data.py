@@ -123,7 +123,7 @@ def data(
         kv_cache_memory_bytes=kv_cache_memory_bytes,
     )
 
-    from peagle.data.run import write_responses
+    from peagle.data.responses import write_responses
 
     summary = write_responses(
         prompts, out, target, settings, engine, server, chat_template, split, raw=raw, exclude_ids=exclude_ids
@@ -134,7 +134,7 @@ def data(
                 row = json.loads(line)
                 detail = f" ({row['detail']})" if row["detail"] else ""
                 print(f"rejected: {row['where']}: {row['reason']}{detail}", file=sys.stderr)
-    print(json.dumps(summary.as_json()) if as_json else summary.text())
+    print(json.dumps(vars(summary)) if as_json else summary.text())
     if summary.interrupted:
         raise typer.Exit(130)
     if summary.num_failed:

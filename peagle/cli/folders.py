@@ -103,7 +103,7 @@ def average(
 
     The average is often better than each of them; compare them with `peagle eval`.
     """
-    from peagle.checkpoints.average import average_drafters
+    from peagle.checkpoints.convert import average_drafters
 
     if len(drafters) < 2:
         raise UserError(f"{drafters[0]}: cannot average a single drafter; give two or more")

@@ -199,7 +199,7 @@ def fit(
     device = _resolve_device(device)
 
     from peagle.config import ResponseEngineSettings
-    from peagle.data.run import write_responses
+    from peagle.data.responses import write_responses
     from peagle.training.resume import RunFolder
     from peagle.training.run import evaluate_checkpoint
     from peagle.training.run import train as run_training

@@ -1,7 +1,17 @@
-"""Packs conversations into batches, in an order fixed by (seed, epoch).
+"""The training dataset: loads responses as token ids in flat arrays, and packs them into batches.
 
-A conversation is never split. One longer than a batch, or than `max_seq_len`, loses the start of its prompt, then the
-end of its response. A batch with documents [7 8 9], whose response is [8 9], and [4 5], whose response is [5]:
+Reads what `peagle data` writes, and other conversations (`messages` with responses), which are encoded with the chat
+template. A row whose loss mask would be all 0 or all 1 is an error. FILE.npz caches the arrays of a file.
+
+E examples with T tokens and S spans in total; example e has tokens offset_E[e] to offset_E[e + 1] and spans
+span_offset_E[e] to span_offset_E[e + 1], counted from its own first token:
+
+    [7 8 9] span [1, 3)  and  [4 5] span [0, 1)
+    token_T 7 8 9 4 5   offset_E 0 3 5   span_S2 [1 3] [0 1]   span_offset_E 0 1 2
+
+The order of batches is fixed by (seed, epoch). A conversation is never split. One longer than a batch, or than
+`max_seq_len`, loses the start of its prompt, then the end of its response. A batch of N tokens and D documents
+[7 8 9], whose response is [8 9], and [4 5], whose response is [5]:
 
     token_ids_N  7 8 9 4 5
     position_N   0 1 2 0 1
@@ -11,14 +21,17 @@ end of its response. A batch with documents [7 8 9], whose response is [8 9], an
 
 All ranks share one endless sequence of batches, epoch after epoch: in each step, rank r of w takes the r-th of the next
 w batches. So no batch is skipped or repeated at the end of an epoch.
-
-Shapes: N tokens of a batch, D documents of a batch, E examples of the dataset.
 """
 
 from __future__ import annotations
 
+import glob
+import json
+import os
+import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,9 +40,260 @@ from numpy.typing import NDArray
 from torch import BoolTensor, LongTensor
 
 from peagle.config import PackingSettings
-from peagle.data.dataset import ResponseDataset
+from peagle.data.chat_format import ChatFormat, Span
+from peagle.data.prompts import SUFFIXES, find_jsonl_files, open_jsonl
+from peagle.data.response_file import sidecar_path
 from peagle.errors import UserError
 from peagle.kernels.host_transfer import copy_to_device
+
+CACHE_VERSION = 2  # of FILE.npz; increase when reading or checking changes
+ARRAYS = ("token_T", "offset_E", "span_S2", "span_offset_E")  # in FILE.npz
+
+
+@dataclass(frozen=True)
+class TrainingExample:
+    token_ids: tuple[int, ...]
+    spans: tuple[Span, ...]  # of the responses, end exclusive
+    row_id: str
+
+
+@dataclass(frozen=True)
+class ResponseDataset(Sequence[TrainingExample]):
+    """All examples of some files; `selected` are the indices of those in this dataset, in order."""
+
+    token_T: NDArray[np.int32]
+    offset_E: NDArray[np.int64]
+    span_S2: NDArray[np.int32]
+    span_offset_E: NDArray[np.int64]
+    row_ids: tuple[str, ...]
+    selected: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.selected)
+
+    def __getitem__(self, index: int) -> TrainingExample:  # type: ignore[override]
+        e = int(self.selected[index])
+        tokens = self.token_T[self.offset_E[e] : self.offset_E[e + 1]].tolist()
+        spans = self.span_S2[self.span_offset_E[e] : self.span_offset_E[e + 1]].tolist()
+        return TrainingExample(tuple(tokens), tuple((start, end) for start, end in spans), self.row_ids[e])
+
+    def select(self, selected: NDArray[np.int64]) -> ResponseDataset:
+        return replace(self, selected=selected)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        return self.offset_E[self.selected + 1] - self.offset_E[self.selected]
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.lengths.sum())
+
+    def split_validation(self, count: int, seed: int = 0) -> tuple[ResponseDataset, ResponseDataset]:
+        """(training set, validation set of about `count` examples). All responses to a prompt are in one of them."""
+        if count <= 0:
+            return self, self.select(self.selected[:0])
+        prompts: dict[str, list[int]] = {}
+        for place, e in enumerate(self.selected.tolist()):
+            prompts.setdefault(self.row_ids[e].rpartition("#")[0], []).append(place)
+        if len(prompts) < 2:
+            raise UserError(f"--validation-size {count}: all examples answer one prompt, so none can be split off")
+        names = sorted(prompts)
+        in_validation = np.zeros(len(self), dtype=bool)
+        size = 0
+        for i in np.random.default_rng(seed).permutation(len(names))[:-1].tolist():
+            if size >= count:
+                break
+            in_validation[prompts[names[i]]] = True
+            size += len(prompts[names[i]])
+        return self.select(self.selected[~in_validation]), self.select(self.selected[in_validation])
+
+
+def _build_dataset(rows: Sequence[tuple[NDArray[np.int32], list[Span], str]]) -> ResponseDataset:
+    return ResponseDataset(
+        np.concatenate([tokens for tokens, _, _ in rows]) if rows else np.zeros(0, np.int32),
+        _offsets([len(tokens) for tokens, _, _ in rows]),
+        np.array([span for _, spans, _ in rows for span in spans], np.int32).reshape(-1, 2),
+        _offsets([len(spans) for _, spans, _ in rows]),
+        tuple(row_id for _, _, row_id in rows),
+        np.arange(len(rows)),
+    )
+
+
+def _offsets(counts: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(np.asarray(counts, np.int64))])
+
+
+def load_responses(
+    paths: str | Path | Sequence[str | Path], chat: ChatFormat | None = None, vocab_size: int | None = None
+) -> ResponseDataset:
+    """Loads response files, folders of them and globs.
+
+    `chat` encodes conversations without token ids and checks the prompts of some others.
+    """
+    given = [paths] if isinstance(paths, (str, Path)) else list(paths)
+    files = [file for path in given for file in _find_files(str(path))]
+    parts = [_load_file(file, chat, vocab_size) for file in dict.fromkeys(files)]
+    if sum(map(len, parts)) == 0:
+        raise UserError(f"{', '.join(map(str, given))}: has no row")
+    return parts[0] if len(parts) == 1 else _concatenate(parts)
+
+
+def _find_files(name: str) -> list[Path]:
+    path = Path(name).expanduser()
+    if path.is_dir():
+        found = find_jsonl_files(path)
+    else:
+        found = [path] if path.exists() else [Path(f) for f in sorted(glob.glob(str(path), recursive=True))]
+    if not found:
+        raise UserError(f"{name}: no such response file, nor a folder with {' or '.join(SUFFIXES)} files")
+    return found
+
+
+def _concatenate(parts: list[ResponseDataset]) -> ResponseDataset:
+    lengths = np.concatenate([np.diff(p.offset_E) for p in parts])
+    counts = np.concatenate([np.diff(p.span_offset_E) for p in parts])
+    return ResponseDataset(
+        np.concatenate([p.token_T for p in parts]),
+        _offsets(lengths),
+        np.concatenate([p.span_S2 for p in parts]),
+        _offsets(counts),
+        tuple(row_id for p in parts for row_id in p.row_ids),
+        np.arange(len(lengths)),
+    )
+
+
+# One file
+
+
+def _load_file(path: Path, chat: ChatFormat | None, vocab_size: int | None) -> ResponseDataset:
+    cache = sidecar_path(path, "npz")
+    try:
+        stat, chat_key = path.stat(), chat.key if chat is not None else None
+        key = json.dumps([CACHE_VERSION, stat.st_size, stat.st_mtime_ns, chat_key, vocab_size])
+        if (cached := _load_cache(cache, key)) is not None:
+            return cached
+        with open_jsonl(path) as file:
+            rows = [
+                _RowReader(f"{path}:{number}", chat, vocab_size, number).read(line)
+                for number, line in enumerate(file, start=1)
+                if line.strip()
+            ]
+    except (OSError, EOFError) as error:
+        raise UserError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
+    found = _build_dataset(rows)
+    _save_cache(cache, key, found)
+    return found
+
+
+@dataclass(frozen=True)
+class _RowReader:
+    """Parses and checks one row."""
+
+    location: str  # file:line
+    chat: ChatFormat | None
+    vocab_size: int | None
+    number: int
+
+    def read(self, line: bytes) -> tuple[NDArray[np.int32], list[Span], str]:
+        try:
+            row = json.loads(line)
+            row_id = f"{row.get('id', Path(self.location).name)}#{row.get('sample', 0)}"
+        except (ValueError, AttributeError, RecursionError):
+            raise UserError(
+                f"{self.location}: not a JSON object; delete this line (`peagle data` cuts off incomplete lines)"
+            ) from None
+        given = row.get("token_ids")
+        ids, spans = self._encode(row) if given is None else (given, row.get("spans"))
+        try:
+            tokens = np.asarray(ids)
+            if tokens.ndim != 1 or (len(tokens) and tokens.dtype != np.int64):  # bools, floats, large integers
+                raise ValueError
+            spans = [(int(start), int(end)) for start, end in spans]
+        except (ValueError, TypeError, OverflowError):
+            raise UserError(f"{self.location}: token_ids must be a list of ids, spans a list of pairs") from None
+        self._check(tokens, spans)
+        is_sampled = self.number <= PackingSettings.checked_rows or self.number % PackingSettings.checked_every == 0
+        if given is not None and self.chat is not None and is_sampled:
+            self._check_prompt(row, tokens, spans)
+        return tokens.astype(np.int32), spans, row_id
+
+    def _encode(self, row: dict[str, Any]) -> tuple[list[int], list[Span]]:
+        messages = row.get("messages")
+        if not isinstance(messages, list) or not all(
+            isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
+            for m in messages
+        ):
+            raise UserError(f"{self.location}: has neither token_ids nor messages with role and content")
+        if self.chat is None:
+            raise UserError(f"{self.location}: has no token_ids, and there is no tokenizer to encode its messages")
+        if not any(m["role"] == "assistant" for m in messages):
+            raise UserError(f"{self.location}: has no response; generate one with `peagle data`")
+        try:
+            return self.chat.encode_with_spans(messages)
+        except UserError as error:
+            raise UserError(f"{self.location}: {error}") from None
+
+    def _check(self, tokens: NDArray[np.int64], spans: list[Span]) -> None:
+        count = len(tokens)
+        if not count:
+            raise UserError(f"{self.location}: has no token")
+        limit = self.vocab_size if self.vocab_size is not None else np.iinfo(np.int32).max
+        if tokens.min() < 0 or tokens.max() >= limit:
+            wrong = int(tokens.max() if tokens.max() >= limit else tokens.min())
+            raise UserError(f"{self.location}: token id {wrong} is outside the vocabulary (0 to {limit - 1})")
+        last = 0
+        for start, end in spans:
+            if not last <= start < end <= count:
+                raise UserError(f"{self.location}: span [{start}, {end}] is not within {count} tokens and after {last}")
+            last = end
+        num_response_tokens = sum(end - start for start, end in spans)
+        if num_response_tokens in (0, count):
+            problem = "it has no prompt" if num_response_tokens else "it has no response token"
+            raise UserError(f"{self.location}: {problem}, so its loss mask would be all {int(num_response_tokens > 0)}")
+
+    def _check_prompt(self, row: dict[str, Any], tokens: NDArray[np.int64], spans: list[Span]) -> None:
+        """Checks that the tokens before the last response are the template's rendering of the messages before it."""
+        messages = row.get("messages")
+        if self.chat is None or not isinstance(messages, list) or not messages:
+            return
+        prompt = tokens[: spans[-1][0]].tolist()
+        text = self.chat.render(messages[:-1], add_generation_prompt=True)
+        if prompt == self.chat.encode([text])[0] or (decoded := self.chat.decode(prompt)) == text:
+            return
+        start = max(len(os.path.commonprefix([decoded, text])) - 60, 0)
+        raise UserError(
+            f"{self.location}: the prompt does not round-trip: its tokens decode to {decoded[start:]!r:.120}, "
+            f"this target's {self.chat.name} gives {text[start:]!r:.120}; use the target (and "
+            "--chat-template FILE or --raw) of the responses"
+        )
+
+
+# The cached arrays of a file
+
+
+def _load_cache(path: Path, key: str) -> ResponseDataset | None:
+    try:
+        with np.load(path, allow_pickle=False) as cached:
+            if str(cached["key"]) != key:
+                return None
+            row_ids = json.loads(str(cached["row_ids"]))
+            arrays = {name: cached[name] for name in ARRAYS}
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile, EOFError):
+        return None  # missing or damaged: the file is parsed again
+    return ResponseDataset(**arrays, row_ids=tuple(row_ids), selected=np.arange(len(row_ids)))
+
+
+def _save_cache(path: Path, key: str, dataset: ResponseDataset) -> None:
+    new = path.with_name(f".{path.name}.{os.getpid()}.npz")
+    arrays = {name: getattr(dataset, name) for name in ARRAYS}
+    try:
+        np.savez(new, key=np.array(key), row_ids=np.array(json.dumps(dataset.row_ids)), **arrays)
+        os.replace(new, path)
+    except OSError:  # read-only folder or full disk: parsed again next time
+        new.unlink(missing_ok=True)
+
+
+# Packing
 
 
 @dataclass(frozen=True)
@@ -63,7 +327,6 @@ class PackedEpoch(Sequence[PackedBatch]):
     """The batches of an epoch; each is built on access."""
 
     dataset: ResponseDataset
-    tokens_per_batch: int
     begin_E: NDArray[np.int64]  # first kept token
     num_removed_E: NDArray[np.int64]  # tokens removed before it
     length_E: NDArray[np.int64]  # kept tokens
@@ -103,16 +366,6 @@ class PackedEpoch(Sequence[PackedBatch]):
             np.add.at(steps, start + np.clip(spans[which, side] - removed, 0, length), sign)
         return np.cumsum(steps[:-1]) > 0
 
-    @property
-    def num_truncated(self) -> int:
-        """Conversations that were too long."""
-        return int((self.length_E[self.dataset.selected] < self.dataset.lengths).sum())
-
-    @property
-    def fill_rate(self) -> float:
-        """Share of the batches' capacity that is used."""
-        return int(self.length_E[self.dataset.selected].sum()) / (len(self) * self.tokens_per_batch)
-
 
 def pack(
     dataset: ResponseDataset, tokens_per_batch: int, seed: int = 0, epoch: int = 0, max_seq_len: int | None = None
@@ -134,7 +387,7 @@ def pack(
     shuffled = np.argsort(rng.random(len(groups)), kind="stable").tolist()
     ordered = tuple(np.array(groups[i]) for i in shuffled)
     begin_E = dataset.offset_E[:-1] + num_removed_E
-    return PackedEpoch(dataset, tokens_per_batch, begin_E, num_removed_E, length_E, ordered)
+    return PackedEpoch(dataset, begin_E, num_removed_E, length_E, ordered)
 
 
 def _fill_batches(order: NDArray[np.int64], length_E: NDArray[np.int64], capacity: int) -> list[list[int]]:
@@ -184,8 +437,6 @@ def batches(
         for turn in range(world_size):
             while cursor.batch >= len(packed):
                 cursor = BatchCursor(cursor.epoch + 1)
-                if epochs is not None and cursor.epoch >= epochs:
-                    return
                 packed = pack(dataset, tokens_per_batch, seed, cursor.epoch, max_seq_len)
             if epochs is not None and cursor.epoch >= epochs:
                 return

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from peagle.checkpoints.target import eos_ids, load_tokenizer
-from peagle.errors import UserError
+from peagle.errors import UserError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,19 +45,14 @@ class ChatFormat:
         target_name: str = "this target",
     ) -> None:
         self.tokenizer, self.eos_ids = tokenizer, frozenset(eos_ids)
-        self._given: str | None = None
-        if template is not None:
-            self._given = _read_template(template)
-        elif not tokenizer.chat_template:
-            raise UserError(
-                f"{target_name} has no chat template: give a Jinja file with --chat-template FILE, or use --raw"
-            )
-        self._options = {"chat_template": self._given} if self._given is not None else {}
-
-    @property
-    def template(self) -> str:
-        template = self._given if self._given is not None else self.tokenizer.chat_template
-        return template if isinstance(template, str) else json.dumps(template, sort_keys=True)
+        try:
+            given = tokenizer.chat_template if template is None else template.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise UserError(f"--chat-template {template}: cannot be read ({first_line(error)})") from None
+        if not given:
+            raise UserError(f"{template or target_name} has no chat template: give --chat-template FILE or --raw")
+        self.template = given if isinstance(given, str) else json.dumps(given, sort_keys=True)
+        self._options = {"chat_template": self.template} if template is not None else {}
 
     @property
     def key(self) -> str:
@@ -93,13 +88,14 @@ class ChatFormat:
             return list(backend.decode_batch([list(ids) for ids in token_ids], skip_special_tokens=True))
         return [str(self.tokenizer.decode(list(ids), skip_special_tokens=True)) for ids in token_ids]
 
-    def user_turn(self, system: str | None) -> tuple[str, int] | None:
-        """The text before the first user message and the token id after it; None if the template adds none after it."""
+    def user_turn(self, system: str | None) -> tuple[str, int]:
+        """The text before the first user message and the token id after it."""
         messages = [{"role": "system", "content": system}] if system is not None else []
         user_message = {"role": "user", "content": USER_TEXT}
         before, _, after = self.render([*messages, user_message], add_generation_prompt=True).partition(USER_TEXT)
-        ids = self.encode([after])[0]
-        return (before, ids[0]) if ids else None
+        if not (ids := self.encode([after])[0]):
+            raise UserError("--vary: the chat template adds nothing after a user turn, so a prompt cannot end")
+        return before, ids[0]
 
     def encode_with_spans(self, messages: Sequence[Message]) -> tuple[list[int], list[Span]]:
         """Token ids of a conversation and the spans of its responses."""
@@ -115,9 +111,12 @@ class ChatFormat:
         wholes = self.encode_conversations([messages[: i + 1] for i in turns], add_generation_prompt=False)
         spans: list[Span] = []
         for prompt, whole in zip(prompts, wholes, strict=True):
-            for part in (prompt, whole):
-                if list(ids[: len(part)]) != part:
-                    raise self._prefix_error(part, ids)
+            if any(list(ids[: len(part)]) != part for part in (prompt, whole)):
+                raise UserError(
+                    "the chat template does not round-trip: the start of a conversation, rendered alone, is no prefix "
+                    f"of the whole. Alone: {self.decode(whole)!r:.200}, whole: {self.decode(ids)!r:.200}; mark the "
+                    "responses with {% generation %} in --chat-template FILE"
+                )
             end = next((p + 1 for p in range(len(prompt), len(whole)) if whole[p] in self.eos_ids), len(whole))
             if end > len(prompt):
                 spans.append((len(prompt), end))
@@ -144,17 +143,6 @@ class ChatFormat:
             raise UserError(f"the chat template rejects a conversation ({reason}): {conversations[0]!r:.200}") from None
         return [str(text) for text in texts]
 
-    def _prefix_error(self, part: Sequence[int], whole: Sequence[int]) -> UserError:
-        at = next((i for i, (a, b) in enumerate(zip(part, whole, strict=False)) if a != b), min(len(part), len(whole)))
-        return UserError(
-            "the chat template does not round-trip: the start of a conversation, rendered alone, is no prefix of the "
-            f"whole. They differ at token {at}: alone {self._around(part, at)}, "
-            f"whole {self._around(whole, at)}; mark the responses with {{% generation %}} in --chat-template FILE"
-        )
-
-    def _around(self, ids: Sequence[int], at: int) -> str:
-        return repr(self.decode(ids[max(at - 12, 0) : at + 12]))
-
 
 class RawFormat(ChatFormat):
     """Prompts without a template; the response continues the text.
@@ -163,10 +151,9 @@ class RawFormat(ChatFormat):
     """
 
     rejection, name = "needs a chat template", "--raw"
-    template = ""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, eos_ids: Collection[int] = ()) -> None:
-        self.tokenizer, self.eos_ids = tokenizer, frozenset(eos_ids)
+        self.tokenizer, self.eos_ids, self.template = tokenizer, frozenset(eos_ids), ""
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         return [list(ids) for ids in self.tokenizer(texts)["input_ids"]] if texts else []
@@ -176,17 +163,6 @@ class RawFormat(ChatFormat):
             if [message["role"] for message in messages[:2]] not in (["user"], ["user", "assistant"]) or messages[2:]:
                 raise UserError(f"--raw: several turns or a system message need a chat template: {messages!r:.200}")
         return ["".join(str(message["content"]) for message in messages) for messages in conversations]
-
-
-def _read_template(path: Path) -> str:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8"
-        raise UserError(f"--chat-template {path}: cannot be read ({reason})") from None
-    if not text.strip():
-        raise UserError(f"--chat-template {path}: is empty")
-    return text
 
 
 def load_chat_format(folder: Path, template: Path | None = None, raw: bool = False) -> ChatFormat:

@@ -1,25 +1,59 @@
-"""Response generators: the interface that `ResponseWriter` drives, and the embedded engine behind it.
+"""Response generators, and loop detection.
 
-A generator accepts requests while `num_free_slots` is above 0 and returns results in the order they finish. The other
-implementation is `peagle.data.endpoint`, an OpenAI-compatible server.
+A generator accepts requests while `num_free_slots` is above 0 and returns results in the order they finish. There are
+two: the embedded engine, and an OpenAI-compatible server that receives concurrent chat completions.
+
+The server is asked for token ids (vLLM's `return_token_ids`) and must use the same prompt tokens as this target's chat
+template. Without token ids the text of a response is tokenized later. Lost connections, 429, 5xx and invalid responses
+are retried; a request that the server rejects (400, 413, 422) rejects its row; 401, 403 and 404 end the run.
+
+Small models often repeat themselves, and a drafter learns nothing from that. Worked example with 8-grams:
+1 2 3 4 5 6 7 8 9 | 3 4 5 6 7 8 9 3 4 .. The 8-gram behind the bar occurred at the third token already, so the loop
+starts there.
 """
 
 from __future__ import annotations
 
+import json
+import queue
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
-from peagle.config import LOOP_TAIL_TOKENS, ResponseEngineSettings, SamplingParams
-from peagle.data.loops import LOOP, is_repeating
+from peagle.config import (
+    LOOP_NGRAM_TOKENS,
+    LOOP_REPEATED_SHARE,
+    LOOP_TAIL_TOKENS,
+    EndpointSettings,
+    ResponseEngineSettings,
+    SamplingParams,
+)
 from peagle.errors import UserError
+from peagle.http_client import (
+    STATUS_HELP,
+    HttpClient,
+    HttpReply,
+    HttpTimeouts,
+    RequestFailed,
+    error_message,
+    parse_server_url,
+)
 
 if TYPE_CHECKING:
     from peagle.engine.llm import LLM
     from peagle.engine.request import RequestGroup
 
+LOOP = "loop"  # finish reason of a looping response
 LOOP_CHECK_INTERVAL = 64  # output tokens between two checks of a running request
+MAX_BACKOFF_S = 30.0
+REJECTED_STATUSES = (400, 413, 422)
+FATAL_STATUSES = (401, 403, 404)
+JSON = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -45,28 +79,12 @@ class GenerationResult:
     error: str | None = None  # temporary: why this attempt failed
 
 
-class ResponseGenerator(Protocol):
-    max_model_len: int | None  # prompt and output tokens together; None: unknown
-
-    @property
-    def num_free_slots(self) -> int:
-        """Number of requests it accepts now."""
-
-    def submit(self, request: GenerationRequest) -> None: ...
-
-    def poll(self) -> list[GenerationResult]:
-        """Runs or waits briefly and returns the results that finished."""
-
-    def close(self) -> None:
-        """Cancels unfinished requests."""
-
-
 class EngineGenerator:
     """The embedded engine, kept full."""
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
-        self.max_model_len: int | None = llm.max_model_len
+        self.max_model_len: int | None = llm.max_model_len  # prompt and output tokens together
         self._running: dict[int, tuple[int, RequestGroup]] = {}  # engine request id -> (request_id, group)
         # 25% more than can run, so that a freed slot is filled in the next step
         self._max_requests = llm.scheduler.max_num_seqs + max(llm.scheduler.max_num_seqs // 4, 1)
@@ -86,11 +104,7 @@ class EngineGenerator:
             if request.finish_reason is not None:
                 request_id, _ = self._running.pop(request.id)
                 results.append(GenerationResult(request_id, output_ids, None, request.finish_reason))
-            elif (
-                len(output_ids) % LOOP_CHECK_INTERVAL == 0
-                and len(output_ids) >= LOOP_TAIL_TOKENS
-                and is_repeating(output_ids)
-            ):
+            elif len(output_ids) % LOOP_CHECK_INTERVAL == 0 and is_repeating(output_ids):
                 request_id, group = self._running.pop(request.id)
                 results.append(GenerationResult(request_id, list(output_ids), None, LOOP))
                 self.llm.abort_group(group)
@@ -103,7 +117,7 @@ class EngineGenerator:
 
 
 def load_engine_generator(target: Path, settings: ResponseEngineSettings) -> EngineGenerator:
-    """Loads an engine without tokenizer: `ResponseWriter` decodes many rows in one call."""
+    """Loads an engine without tokenizer: the thread that writes rows decodes them."""
     import torch
 
     from peagle.checkpoints.target import eos_ids
@@ -136,3 +150,219 @@ def release_engine_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+# The server
+
+
+class _RetryableError(Exception):
+    """A request may succeed when it is sent again, after `wait_s` if the server named a time."""
+
+    def __init__(self, reason: str, wait_s: float | None = None) -> None:
+        super().__init__(reason)
+        self.wait_s = wait_s
+
+
+class _RequestRejected(Exception):
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(f"{status} {message}")
+        self.status = status
+
+
+class EndpointGenerator:
+    def __init__(self, settings: EndpointSettings) -> None:
+        self.settings = settings
+        self.max_model_len: int | None = None  # unknown
+        self.requests_token_ids = True  # until the server rejects the field
+        parts = urlsplit(settings.url if "://" in settings.url else f"http://{settings.url}")
+        base_url = parse_server_url(f"{parts.scheme}://{parts.netloc}", "--endpoint")
+        self._path = parts.path.rstrip("/").removesuffix("/chat/completions") or "/v1"
+        timeout = settings.timeout_s
+        self._http = HttpClient(base_url, HttpTimeouts(timeout, timeout, timeout))
+        self._stop = threading.Event()
+        self.model = settings.model or self._find_model()
+        self._executor = ThreadPoolExecutor(settings.concurrency)
+        self._results: queue.SimpleQueue[GenerationResult | UserError] = queue.SimpleQueue()
+        self._num_open = self._num_completed = self._consecutive_errors = 0
+
+    @property
+    def num_free_slots(self) -> int:
+        return self.settings.concurrency - self._num_open
+
+    def submit(self, request: GenerationRequest) -> None:
+        self._num_open += 1
+        self._executor.submit(self._work, request)
+
+    def poll(self) -> list[GenerationResult]:
+        results: list[GenerationResult] = []
+        with suppress(queue.Empty):
+            results.append(self._receive(self._results.get(timeout=0.2)))
+            while True:
+                results.append(self._receive(self._results.get_nowait()))
+        return results
+
+    def close(self) -> None:
+        self._stop.set()
+        self._http.close()
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def _receive(self, result: GenerationResult | UserError) -> GenerationResult:
+        self._num_open -= 1
+        if isinstance(result, UserError):
+            raise result
+        if result.error is None:
+            self._num_completed += 1
+            self._consecutive_errors = 0
+            return result
+        self._consecutive_errors += 1
+        if not self._num_completed or self._consecutive_errors >= self.settings.failures:
+            raise UserError(
+                f"--endpoint {self.settings.url}: gave up after {self.settings.retries + 1} tries each of "
+                f"{self._consecutive_errors} request(s) ({result.error}); finished rows are kept, and the same command "
+                "resumes the run"
+            )
+        return result
+
+    def _work(self, request: GenerationRequest) -> None:
+        try:
+            self._results.put(self._generate_with_retries(request))
+        except UserError as error:
+            self._results.put(error)
+        except Exception as error:  # otherwise the run would wait forever for this result
+            self._results.put(GenerationResult(request.request_id, error=repr(error)))
+
+    def _generate_with_retries(self, request: GenerationRequest) -> GenerationResult:
+        for attempt in range(self.settings.retries + 1):
+            try:
+                return self._generate(request)
+            except _RequestRejected as error:
+                return GenerationResult(
+                    request.request_id, rejected=f"refused by the server ({error.status})", detail=str(error)
+                )
+            except _RetryableError as error:
+                reason = str(error)
+                if attempt < self.settings.retries:
+                    wait_s = error.wait_s if error.wait_s is not None else self.settings.backoff_s * 2**attempt
+                    self._stop.wait(min(wait_s, MAX_BACKOFF_S))
+            if self._stop.is_set():
+                break
+        return GenerationResult(request.request_id, error=reason)
+
+    def _generate(self, request: GenerationRequest) -> GenerationResult:
+        params = request.params
+        body: JSON = {
+            "model": self.model,
+            "messages": list(request.messages),
+            "max_tokens": params.max_tokens,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "seed": params.seed,
+        }
+        if params.top_k:
+            body["top_k"] = params.top_k
+        requests_token_ids = self.requests_token_ids
+        if requests_token_ids:
+            body["return_token_ids"] = True
+        try:
+            reply = self._request_json("POST", "/chat/completions", body)
+        except _RequestRejected as error:
+            if requests_token_ids and "return_token_ids" in str(error):
+                self.requests_token_ids = False
+                return self._generate(request)
+            raise
+        return self._parse_completion(reply, request)
+
+    def _parse_completion(self, reply: JSON, request: GenerationRequest) -> GenerationResult:
+        try:
+            choice = reply["choices"][0]
+            message, finish_reason = choice["message"], choice["finish_reason"]
+            text = message.get("content") or ""
+            token_ids, prompt_token_ids = choice.get("token_ids"), reply.get("prompt_token_ids")
+            text.encode()
+            if token_ids is not None:
+                token_ids = [int(i) for i in token_ids]
+        except (KeyError, IndexError, TypeError, AttributeError, ValueError):
+            raise _RetryableError(f"invalid response: {json.dumps(reply)[:120]}") from None
+        if finish_reason not in ("stop", "length"):
+            return GenerationResult(request.request_id, rejected=f"ended with {finish_reason!r}")
+        if prompt_token_ids is not None and list(prompt_token_ids) != request.prompt_token_ids:
+            raise UserError(
+                f"--endpoint {self.settings.url}: the server's prompt has {len(prompt_token_ids)} tokens, the target's "
+                f"chat template gives {len(request.prompt_token_ids)} for {request.messages[-1]['content']!r:.80}; "
+                "give -t the server's target, or its template with --chat-template FILE"
+            )
+        if not token_ids:
+            if message.get("reasoning_content") or message.get("reasoning"):
+                return GenerationResult(request.request_id, rejected="reasoning kept apart, without token ids")
+            if not text:
+                return GenerationResult(request.request_id, rejected="empty answer")
+            token_ids = None
+        return GenerationResult(request.request_id, token_ids, text, finish_reason)
+
+    def _find_model(self) -> str:
+        url = self.settings.url
+        try:
+            names = [str(model["id"]) for model in self._request_json("GET", "/models", None)["data"]]
+        except (_RetryableError, _RequestRejected) as error:
+            raise UserError(f"--endpoint {url}: {error}") from None
+        except (KeyError, TypeError):
+            raise UserError(f"--endpoint {url}: does not list its models; give --model NAME") from None
+        if len(names) != 1:
+            raise UserError(f"--endpoint {url}: give --model NAME, one of {', '.join(names) or 'none'}")
+        return names[0]
+
+    def _request_json(self, method: str, path: str, body: JSON | None) -> JSON:
+        try:
+            reply = self._http.request(method, self._path + path, body)
+        except RequestFailed as error:
+            raise _RetryableError(f"no answer: {error}") from None
+        if reply.status != 200:
+            raise self._status_error(reply)
+        try:
+            return dict(json.loads(reply.body))
+        except (ValueError, TypeError):
+            raise _RetryableError(f"the response is not JSON: {reply.body[:80]!r}") from None
+
+    def _status_error(self, reply: HttpReply) -> Exception:
+        status, message = reply.status, error_message(reply.body)
+        if status in FATAL_STATUSES:
+            return UserError(f"--endpoint {self.settings.url}: {status}, {STATUS_HELP[status]} ({message})")
+        if status in REJECTED_STATUSES:
+            return _RequestRejected(status, message)
+        seconds = reply.retry_after or ""
+        return _RetryableError(f"{status} {message}", float(seconds) if seconds.isdigit() else None)
+
+
+# Loops
+
+
+def is_looping(token_ids: Sequence[int], finished: bool) -> bool:
+    """True for an unfinished response in which more than 30% of the 8-grams are repeats."""
+    if finished:
+        return False
+    n = LOOP_NGRAM_TOKENS
+    grams = [tuple(token_ids[i : i + n]) for i in range(len(token_ids) - n + 1)]
+    return len(set(grams)) < (1 - LOOP_REPEATED_SHARE) * len(grams)
+
+
+def num_tokens_before_loop(token_ids: Sequence[int]) -> int:
+    """Number of tokens before the first repeated 8-gram."""
+    seen = set()
+    for i in range(len(token_ids) - LOOP_NGRAM_TOKENS + 1):
+        gram = tuple(token_ids[i : i + LOOP_NGRAM_TOKENS])
+        if gram in seen:
+            return i
+        seen.add(gram)
+    return len(token_ids)
+
+
+def is_repeating(token_ids: Sequence[int]) -> bool:
+    """True if the last 96 tokens are one sequence repeated three times or more."""
+    last = list(token_ids[-LOOP_TAIL_TOKENS:])
+    if len(last) < LOOP_TAIL_TOKENS:
+        return False
+    end = last[-LOOP_NGRAM_TOKENS:]
+    for period in range(1, LOOP_TAIL_TOKENS // 3 + 1):
+        if last[-LOOP_NGRAM_TOKENS - period : -period] == end and last[period:] == last[:-period]:
+            return True
+    return False

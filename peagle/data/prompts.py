@@ -28,7 +28,6 @@ from peagle.hub.resolve import HUB_ID
 
 SUFFIXES = (".jsonl", ".jsonl.gz")
 FIELDS = ("prompt", "turns", "messages", "conversations")
-GZIP_MAGIC = b"\x1f\x8b"
 ROLES = {"human": "user", "gpt": "assistant", "developer": "system"}
 
 
@@ -53,9 +52,6 @@ class RejectedPrompt:
     where: str  # file:line
     reason: str  # one of a few, to be counted
     detail: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.where}: {self.reason}" + (f" ({self.detail})" if self.detail else "")
 
 
 @dataclass(frozen=True)
@@ -86,6 +82,9 @@ class PromptSet:
         return replace(self, rows=kept, num_excluded=len(self.rows) - len(kept))
 
 
+_FoundRow = tuple[str, str, dict[str, Any] | bytes]  # location, default source, and the row or its line
+
+
 class _BadRow(Exception):
     def __init__(self, reason: str, detail: str = "") -> None:
         self.reason, self.detail = reason, detail
@@ -95,10 +94,7 @@ def read_prompts(name: str, split: str = "train") -> PromptSet:
     """Reads a file, a folder of .jsonl and .jsonl.gz files, or a Hugging Face dataset with this split."""
     path = Path(name).expanduser()
     if path.is_dir():
-        files = [f for f in sorted(path.rglob("*")) if f.name.endswith(SUFFIXES) and f.is_file()]
-        if not files:
-            raise UserError(f"{name}: no {' or '.join(SUFFIXES)} file in this folder")
-        return _collect_prompts(name, (row for file in files for row in _file_rows(file)))
+        return _collect_prompts(name, (row for file in find_jsonl_files(path) for row in _file_rows(file)))
     if path.exists():
         return _collect_prompts(name, _file_rows(path))
     if HUB_ID.fullmatch(name) and not name.endswith(SUFFIXES):
@@ -106,10 +102,6 @@ def read_prompts(name: str, split: str = "train") -> PromptSet:
     raise UserError(
         f"{name}: no such file or folder; give a .jsonl file, a folder of them, or a Hugging Face id like org/name"
     )
-
-
-# (location, default source, the row or its problem)
-_FoundRow = tuple[str, str, "dict[str, Any] | _BadRow"]
 
 
 def _collect_prompts(name: str, found: Iterable[_FoundRow]) -> PromptSet:
@@ -120,9 +112,7 @@ def _collect_prompts(name: str, found: Iterable[_FoundRow]) -> PromptSet:
     num_duplicates = 0
     for where, source, value in found:
         try:
-            if isinstance(value, _BadRow):
-                raise value
-            row = parse_row(value, source)
+            row = parse_row(_parse_line(value) if isinstance(value, bytes) else value, source)
         except _BadRow as bad:
             rejected.append(RejectedPrompt(where, bad.reason, bad.detail))
             continue
@@ -137,8 +127,8 @@ def _collect_prompts(name: str, found: Iterable[_FoundRow]) -> PromptSet:
         ids.add(row_id)
         rows.append(replace(row, id=row_id))
     if not rows:
-        why = f"the first rejected row is {rejected[0]}" if rejected else "it is empty"
-        raise UserError(f"{name}: has no usable prompt; {why}")
+        first = f"; the first rejected row is {rejected[0].where}: {rejected[0].reason}" if rejected else ""
+        raise UserError(f"{name}: no usable prompt in it{first}")
     return PromptSet(name, tuple(rows), tuple(rejected), num_duplicates)
 
 
@@ -149,7 +139,6 @@ def parse_row(row: dict[str, Any], source: str) -> Prompt:
         raise _BadRow("not a string", f"id is {type(given).__name__}")
     own_source = row.get("source")
     source = own_source if isinstance(own_source, str) and own_source else source
-    id_and_source = (str(given) if given is not None else "", source)
     category = row.get("category")
     category = str(category) if isinstance(category, str | int) and str(category).strip() else None
     field = next((f for f in FIELDS if row.get(f) is not None), None)
@@ -157,18 +146,18 @@ def parse_row(row: dict[str, Any], source: str) -> Prompt:
         keys = ", ".join(map(str, list(row)[:6])) or "none"
         raise _BadRow("no user turn", f"needs one of {', '.join(FIELDS)}; its keys: {keys}")
     value = row[field]
+    system = None
     if field == "prompt":
-        return Prompt(*id_and_source, (_parse_text(value, "prompt"),), category=category)
-    if not isinstance(value, list):
+        turns = [_parse_text(value, "prompt")]
+    elif not isinstance(value, list):
         raise _BadRow("not a list", f"{field} is {type(value).__name__}")
-    if field == "turns":
+    elif field == "turns":
         turns = [_parse_text(turn, f"turns[{i}]") for i, turn in enumerate(value)]
-        system = None
     else:
         system, turns = _user_turns(value, field)
     if not turns:
         raise _BadRow("no user turn")
-    return Prompt(*id_and_source, tuple(turns), system, category)
+    return Prompt(str(given) if given is not None else "", source, tuple(turns), system, category)
 
 
 def _user_turns(messages: list[Any], field: str) -> tuple[str | None, list[str]]:
@@ -216,40 +205,43 @@ def _file_rows(path: Path) -> Iterator[_FoundRow]:
         with open_jsonl(path) as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    yield f"{path}:{number}", source, _parse_line(line)
+                    yield f"{path}:{number}", source, line
     except (OSError, EOFError, zlib.error) as error:  # gzip raises all three
         reason = getattr(error, "strerror", None) or str(error)
         after = f" after line {number}" if number else ""
         raise UserError(f"{path}: cannot be read{after} ({reason})") from None
 
 
+def find_jsonl_files(folder: Path) -> list[Path]:
+    return [file for file in sorted(folder.rglob("*")) if file.name.endswith(SUFFIXES) and file.is_file()]
+
+
 def open_jsonl(path: Path) -> IO[bytes]:
-    with open(path, "rb") as file:
-        is_gzip = file.read(2) == GZIP_MAGIC
-    return gzip.open(path, "rb") if is_gzip else open(path, "rb")  # type: ignore[return-value]
+    return gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb")  # type: ignore[return-value]
 
 
-def _parse_line(line: bytes) -> dict[str, Any] | _BadRow:
+def _parse_line(line: bytes) -> dict[str, Any]:
     try:
         value = json.loads(line.strip().decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        return _BadRow("not valid JSON", str(error).splitlines()[0])
-    return value if isinstance(value, dict) else _BadRow("not a JSON object", type(value).__name__)
+        raise _BadRow("not valid JSON", str(error).splitlines()[0]) from None
+    if not isinstance(value, dict):
+        raise _BadRow("not a JSON object", type(value).__name__)
+    return value
 
 
 def _hub_rows(name: str, split: str) -> Iterator[_FoundRow]:
-    problem = f"{name}: no such file or folder; as a Hugging Face dataset"
     try:
         from datasets import load_dataset
-    except ImportError:
-        raise UserError(f"{problem} it needs `pip install datasets`; or give a .jsonl file") from None
-    try:
+
         found = load_dataset(name, split=split)
-        count = len(found)
-    except Exception as error:  # the hub, the network and format readers raise many types
+    except Exception as error:  # a missing package, the hub, the network and format readers raise many types
         reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise UserError(f"{problem}, split {split!r} did not load ({reason}); give --split or a .jsonl file") from None
-    for i in range(count):
+        raise UserError(
+            f"{name}: no such file or folder; as a Hugging Face dataset, split {split!r} did not load ({reason}); "
+            "`pip install datasets`, give --split, or give a .jsonl file"
+        ) from None
+    for i in range(len(found)):
         yield f"{name}[{i}]", name, dict(found[i])
 
 

@@ -1,4 +1,4 @@
-"""The response file: JSON lines, appended and locked, that survives a kill at any moment.
+"""The response file: JSON lines, appended and locked, that survives a kill at any moment; and its summary.
 
 Files beside FILE:
 
@@ -12,26 +12,20 @@ GPU does not wait for the disk.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
-import queue
-import re
-import threading
-from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import IO, Any
 
-from peagle.data.loops import LOOP
+from peagle.data.generators import LOOP
 from peagle.errors import UserError
 
 RowKey = tuple[str, int]  # prompt id, sample
-LINE_START = re.compile(rb'\{"id": ("(?:[^"\\]|\\.)*"), "source": "(?:[^"\\]|\\.)*", "sample": (\d+), ')
-LINE_END = re.compile(rb'"spans": (\[[\[\], \d]*\]), "finish_reason": "(\w+)"\}\n\Z')
-LINE_END_BYTES = 4096  # holds the spans of a long conversation; longer lines are parsed completely
-ROWS_PER_WRITE = 16  # formatting them holds the GIL for a millisecond or two
 
 
 @dataclass
@@ -42,55 +36,55 @@ class ResponseRow:
     source: str
     sample: int
     messages: list[dict[str, str]]
-    token_ids: list[int]
-    spans: list[tuple[int, int]]
-    finish_reason: str
+    token_ids: list[int] = field(default_factory=list)  # up to the last response
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    finish_reason: str = ""
     undecoded: list[int] | None = None  # token ids of the last response, if its text is not decoded yet
-
-    @property
-    def num_response_tokens(self) -> int:
-        return sum(end - start for start, end in self.spans)
-
-    def line(self) -> str:
-        # LINE_START and LINE_END rely on this order
-        values = {
-            "id": self.id,
-            "source": self.source,
-            "sample": self.sample,
-            "messages": self.messages,
-            "token_ids": self.token_ids,
-            "spans": self.spans,
-            "finish_reason": self.finish_reason,
-        }
-        return json.dumps(values, ensure_ascii=False) + "\n"
 
 
 @dataclass(frozen=True)
-class DroppedResponse:
-    """A discarded response."""
+class DataSummary:
+    """Totals of a response file over all runs; from `num_new` on, of this run alone."""
 
-    id: str
-    sample: int
-    reason: str
-    detail: str = ""
+    out: str
+    num_rows: int
+    num_requested: int
+    num_tokens: int  # of responses
+    finished_share: float  # of the rows
+    num_cut: int  # rows cut where their response starts to loop
+    dropped: dict[str, int]  # responses by reason
+    rejected: dict[str, int]  # prompts by reason
+    num_duplicates: int
+    num_excluded: int  # prompts removed by --exclude-ids
+    num_new: int
+    num_failed: int  # requests to retry
+    num_generated_tokens: int  # dropped responses included
+    seconds: float
+    tokens_per_second: float
+    interrupted: bool
+    complete: bool
 
-    def line(self) -> str:
-        return json.dumps({k: v for k, v in vars(self).items() if v != ""}, ensure_ascii=False) + "\n"
-
-
-@dataclass
-class ResponseTotals:
-    """Totals of a file over all runs."""
-
-    lengths: array[int] = field(default_factory=lambda: array("i"))  # response tokens of each row
-    num_finished: int = 0
-    num_cut: int = 0  # at the start of a loop
-    dropped: Counter[str] = field(default_factory=Counter)
-
-    def add(self, num_response_tokens: int, finish_reason: str) -> None:
-        self.lengths.append(num_response_tokens)
-        self.num_finished += finish_reason == "stop"
-        self.num_cut += finish_reason == LOOP
+    def text(self) -> str:
+        lines = [
+            f"{self.out}: {self.num_rows:,} of {self.num_requested:,} rows, {self.num_tokens:,} response tokens; "
+            f"{self.finished_share:.1%} finished",
+        ]
+        for label, counts in (("dropped responses", self.dropped), ("rejected prompts", self.rejected)):
+            if counts:
+                lines.append(f"  {label}: " + ", ".join(f"{count:,} {reason}" for reason, count in counts.items()))
+        for label, count in (
+            ("cut at the start of a loop", self.num_cut),
+            ("duplicate prompts", self.num_duplicates),
+            ("prompts of the validation set, excluded", self.num_excluded),
+            ("failed requests (the same command retries them)", self.num_failed),
+        ):
+            if count:
+                lines.append(f"  {label}: {count:,}")
+        lines.append(
+            f"  this run: {self.num_new:,} rows in {self.seconds:,.1f} s, {self.tokens_per_second:,.0f} tokens/s"
+            + ("; interrupted: the same command resumes" if self.interrupted else "")
+        )
+        return "\n".join(lines)
 
 
 def sidecar_path(out: Path, kind: str) -> Path:
@@ -108,34 +102,32 @@ class ResponseFile:
         decode: Callable[[list[list[int]]], list[str]] | None = None,
     ) -> None:
         """`run` is added to the manifest; `settings` must equal those of earlier runs. `decode` decodes responses."""
-        self.out, self.decode = out, decode
-        self.totals, self.done = ResponseTotals(), set[RowKey]()
-        self._files: dict[type, IO[bytes]] = {}
+        self.out, self.decode, self.done = out, decode, set[RowKey]()
+        # totals over all runs; `num_cut` rows end at the start of a loop
+        self.num_rows = self.num_tokens = self.num_finished = self.num_cut = 0
+        self.dropped: Counter[str] = Counter()
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
             earlier_runs = self._read_manifest(settings)
-            self._files = {ResponseRow: open(out, "a+b"), DroppedResponse: open(sidecar_path(out, "dropped"), "a+b")}
+            self._rows, self._dropped = open(out, "a+b"), open(sidecar_path(out, "dropped"), "a+b")
             self._lock()
             self._scan()
             manifest = {"same": settings, "runs": [*earlier_runs, run]}
             replace_text(sidecar_path(out, "manifest.json"), json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
         except OSError as error:
             raise UserError(f"--out {out}: cannot be written ({error.strerror or error})") from None
-        self._queue: queue.SimpleQueue[ResponseRow | DroppedResponse | None] = queue.SimpleQueue()
+        self._writer = ThreadPoolExecutor(1, "response-writer")
         self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run_writer, name="response-writer", daemon=True)
-        self._thread.start()
 
-    def put(self, row: ResponseRow | DroppedResponse) -> None:
-        """Queues a row. Raises the error of an earlier write."""
+    def put(self, row: ResponseRow | dict[str, Any]) -> None:
+        """Queues a row, or the line of a discarded response. Raises the error of an earlier write."""
         self._raise_error()
-        self._queue.put(row)
+        self._writer.submit(self._write, row)
 
     def close(self) -> None:
         """Waits until all queued rows are on disk."""
-        self._queue.put(None)
-        self._thread.join()
-        for file in self._files.values():
+        self._writer.shutdown()
+        for file in (self._rows, self._dropped):
             try:
                 os.fsync(file.fileno())
                 file.close()
@@ -153,51 +145,33 @@ class ResponseFile:
         if self._error is not None:
             raise self._error
 
-    def _run_writer(self) -> None:
-        while True:
-            rows: list[ResponseRow | DroppedResponse] = []
-            item = self._queue.get()
-            while item is not None:
-                rows.append(item)
-                if len(rows) == ROWS_PER_WRITE or self._queue.empty():
-                    break
-                item = self._queue.get()
-            try:
-                if rows and self._error is None:
-                    self._write(rows)
-            except Exception as error:  # raised by the next `put`
-                self._error = error
-            if item is None:
-                return
+    def _write(self, row: ResponseRow | dict[str, Any]) -> None:
+        if self._error is not None:
+            return
+        try:
+            values, file = row, self._dropped
+            if isinstance(row, ResponseRow):
+                if row.undecoded is not None and self.decode is not None:
+                    row.messages[-1]["content"] = self.decode([row.undecoded])[0]
+                values = {f.name: getattr(row, f.name) for f in fields(ResponseRow) if f.name != "undecoded"}
+                file = self._rows
+            _append(file.fileno(), (json.dumps(values, ensure_ascii=False) + "\n").encode())
+            self._count(values)
+        except Exception as error:  # raised by the next `put`
+            self._error = error
 
-    def _write(self, rows: list[ResponseRow | DroppedResponse]) -> None:
-        undecoded = [row for row in rows if isinstance(row, ResponseRow) and row.undecoded is not None]
-        if undecoded and self.decode is not None:
-            for row, text in zip(undecoded, self.decode([row.undecoded or [] for row in undecoded]), strict=True):
-                row.messages[-1]["content"] = text
-        for kind, file in self._files.items():
-            data = "".join(row.line() for row in rows if isinstance(row, kind)).encode()
-            if not data:
-                continue
-            size = os.fstat(file.fileno()).st_size
-            try:
-                write_all(file.fileno(), data)
-            except OSError:
-                os.ftruncate(file.fileno(), size)  # removes a partly written row
-                raise
-        for written in rows:
-            if isinstance(written, ResponseRow):
-                self.totals.add(written.num_response_tokens, written.finish_reason)
-            else:
-                self.totals.dropped[written.reason] += 1
+    def _count(self, values: Any) -> None:
+        if "reason" in values:
+            self.dropped[values["reason"]] += 1
+            return
+        self.num_rows += 1
+        self.num_tokens += sum(end - start for start, end in values["spans"])
+        self.num_finished += values["finish_reason"] == "stop"
+        self.num_cut += values["finish_reason"] == LOOP
 
     def _lock(self) -> None:
         try:
-            import fcntl
-        except ImportError:  # Windows: two runs into one file are not detected
-            return
-        try:
-            fcntl.flock(self._files[ResponseRow].fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._rows.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"--out {self.out}: another run is writing this file") from None
 
@@ -211,7 +185,7 @@ class ResponseFile:
         try:
             manifest = json.loads(path.read_text(encoding="utf-8"))
             before, runs = manifest["same"], list(manifest["runs"])
-            changed = [name for name in settings if before.get(name) != settings[name]]
+            changed = [name for name in settings if (before.get(name) or None) != (settings[name] or None)]
         except (ValueError, KeyError, AttributeError, TypeError):
             raise UserError(f"{path}: damaged; delete it and {self.out}, or name another --out") from None
         if changed:
@@ -220,24 +194,19 @@ class ResponseFile:
         return runs
 
     def _scan(self) -> None:
-        for number, line in _complete_lines(self._files[ResponseRow]):
-            key, num_response_tokens, finish_reason = _parse_row(line, self.out, number)
-            if key in self.done:
-                raise UserError(f"{self.out}:{number}: duplicate row {key[0]!r}, sample {key[1]}; delete this line")
-            self.done.add(key)
-            self.totals.add(num_response_tokens, finish_reason)
-        for number, line in _complete_lines(self._files[DroppedResponse]):
-            try:
-                value = json.loads(line)
-                dropped = DroppedResponse(value["id"], value["sample"], value["reason"])
-            except (ValueError, KeyError, TypeError):
-                raise UserError(f"{sidecar_path(self.out, 'dropped')}:{number}: damaged; delete this line") from None
-            self.done.add((dropped.id, dropped.sample))
-            self.totals.dropped[dropped.reason] += 1
+        for file in (self._rows, self._dropped):
+            for number, row in _complete_rows(file):
+                key = row["id"], row["sample"]
+                if key in self.done:
+                    raise UserError(
+                        f"{file.name}:{number}: duplicate row {key[0]!r}, sample {key[1]}; delete this line"
+                    )
+                self.done.add(key)
+                self._count(row)
 
 
-def _complete_lines(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
-    """The complete lines; truncates the file before an incomplete last line."""
+def _complete_rows(file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The rows of the complete lines; truncates the file before an incomplete last line."""
     file.seek(0)
     size = 0
     for number, line in enumerate(file, start=1):
@@ -245,35 +214,20 @@ def _complete_lines(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
             os.ftruncate(file.fileno(), size)
             return
         size += len(line)
-        yield number, line
+        try:
+            yield number, json.loads(line)
+        except ValueError:
+            raise UserError(f"{file.name}:{number}: damaged; delete this line or name another --out") from None
 
 
-def _parse_row(line: bytes, out: Path, number: int) -> tuple[RowKey, int, str]:
-    """Key, response tokens and finish reason of a row. Reads only the start and the end of the line: parsing all token
-    ids would take a minute for a large file."""
-    start, end = LINE_START.match(line), LINE_END.search(line, max(len(line) - LINE_END_BYTES, 0))
+def _append(descriptor: int, data: bytes) -> None:
+    size, remaining = os.fstat(descriptor).st_size, memoryview(data)
     try:
-        if start is not None and end is not None:
-            key = json.loads(start[1]), int(start[2])
-            spans, finish_reason = json.loads(end[1]), end[2].decode()
-        else:
-            row = json.loads(line)
-            key, spans, finish_reason = (row["id"], row["sample"]), row["spans"], row["finish_reason"]
-        return key, sum(end - start for start, end in spans), finish_reason
-    except (ValueError, KeyError, TypeError):
-        raise UserError(f"{out}:{number}: not a response row; delete this line or name another --out") from None
-
-
-def write_all(descriptor: int, data: bytes) -> None:
-    remaining = memoryview(data)
-    while remaining:
-        remaining = remaining[os.write(descriptor, remaining) :]
-
-
-def replace_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    if text or path.exists():
-        replace_text(path, text)
+        while remaining:
+            remaining = remaining[os.write(descriptor, remaining) :]
+    except OSError:
+        os.ftruncate(descriptor, size)  # removes a partly written row
+        raise
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -1,7 +1,7 @@
-"""Generates the target's responses: the user turns of each prompt one after another; each conversation is a row.
+"""`peagle data`: generates the target's responses to prompts; each conversation is a row.
 
-`ResponseWriter.run` is the loop. The seed of a response depends only on (run seed, prompt id, sample, turn), so a
-resumed run writes the rows of an uninterrupted one.
+`write_responses` finds user errors before it loads a model; `ResponseWriter.run` is the loop. The seed of a response
+depends only on (run seed, prompt id, sample, turn), so a resumed run writes the rows of an uninterrupted one.
 
 Token ids of a conversation of two turns: the template renders the prompt of the second turn from the whole text, as a
 server does. Usually that starts with the ids of the first turn, and the spans stay valid:
@@ -15,26 +15,49 @@ If the tokenizer encodes a response's text differently from the generated tokens
 from __future__ import annotations
 
 import hashlib
+import json
 import sys
+import time
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from itertools import islice
+from pathlib import Path
 
-from peagle.config import MIN_TOKENS_BEFORE_LOOP, ResponseSettings, SamplingParams
-from peagle.data.chat_format import ChatFormat
-from peagle.data.generators import GenerationRequest, GenerationResult, ResponseGenerator
-from peagle.data.loops import LOOP, is_looping, num_tokens_before_loop
-from peagle.data.progress import DataSummary, GenerationProgress, compute_percentiles
-from peagle.data.prompts import Prompt, PromptSet
-from peagle.data.response_file import DroppedResponse, ResponseFile, ResponseRow
+from peagle.checkpoints.target import read_target_config, target_fingerprint
+from peagle.config import (
+    MIN_TOKENS_BEFORE_LOOP,
+    EndpointSettings,
+    ResponseEngineSettings,
+    ResponseSettings,
+    SamplingParams,
+)
+from peagle.data.chat_format import ChatFormat, load_chat_format
+from peagle.data.generators import (
+    LOOP,
+    EndpointGenerator,
+    EngineGenerator,
+    GenerationRequest,
+    GenerationResult,
+    is_looping,
+    load_engine_generator,
+    num_tokens_before_loop,
+    release_engine_memory,
+)
+from peagle.data.prompts import Prompt, PromptSet, read_excluded_ids, read_prompts
+from peagle.data.response_file import DataSummary, ResponseFile, ResponseRow, replace_text, sidecar_path
 from peagle.errors import UserError
+from peagle.hub.resolve import resolve_target
+from peagle.versions import installed_versions
+
+ResponseGenerator = EngineGenerator | EndpointGenerator
 
 SEED_BITS = 31  # larger seeds are rejected by some servers
 ENCODE_BLOCK = 64  # prompts encoded together, ahead of time
 SWITCH_INTERVAL_S = 2e-4
+REPORT_INTERVAL_S = 5.0
 
 PROMPT_TOO_LONG = "prompt too long"
 UNFINISHED_PROMPT = "varied prompt did not end"
@@ -46,55 +69,32 @@ def response_seed(seed: int, prompt_id: str, sample: int, turn: int) -> int:
 
 
 @dataclass
-class PendingConversation:
+class PendingConversation(ResponseRow):
     """A row that is being generated."""
 
-    prompt: Prompt
-    sample: int
-    messages: list[dict[str, str]] = field(default_factory=list)
+    prompt: Prompt = field(kw_only=True)
     turn: int = 0
     prompt_ids: list[int] = field(default_factory=list)  # of the current turn
-    token_ids: list[int] = field(default_factory=list)  # up to the last response
-    spans: list[tuple[int, int]] = field(default_factory=list)
-    finish_reason: str = ""
-    undecoded: list[int] | None = None
     rejected: str | None = None  # why it cannot be rendered
     lead_ids: list[int] | None = None  # --lead: first tokens of the current response, once sampled
     is_sampling_lead: bool = False
     varied_start: str | None = None  # --vary: start of the prompt while the target writes its rest
+    end_of_prompt: int = 0  # the token that ends a varied prompt
     is_varied: bool = False
 
-    def __post_init__(self) -> None:
-        if self.prompt.system is not None:
-            self.messages.append({"role": "system", "content": self.prompt.system})
-        self.messages.append({"role": "user", "content": self.prompt.turns[0]})
+    @classmethod
+    def start(cls, prompt: Prompt, sample: int) -> PendingConversation:
+        messages = [{"role": "system", "content": prompt.system}] if prompt.system is not None else []
+        messages.append({"role": "user", "content": prompt.turns[0]})
+        return cls(prompt.id, prompt.source, sample, messages, prompt=prompt)
 
     @property
     def key(self) -> tuple[str, int]:
-        return self.prompt.id, self.sample
+        return self.id, self.sample
 
     @property
     def has_next_turn(self) -> bool:
         return self.turn + 1 < len(self.prompt.turns)
-
-    def to_row(self) -> ResponseRow:
-        # drops a last user turn without a response
-        messages = self.messages if self.messages[-1]["role"] == "assistant" else self.messages[:-1]
-        return ResponseRow(
-            *(self.prompt.id, self.prompt.source, self.sample, messages),
-            *(self.token_ids, self.spans, self.finish_reason, self.undecoded),
-        )
-
-
-@contextmanager
-def _short_switch_interval() -> Iterator[None]:
-    """Makes encoding and writing threads release the GIL soon: the engine's thread waits for it while the GPU idles."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
 
 
 class ResponseWriter:
@@ -103,26 +103,38 @@ class ResponseWriter:
         prompts: PromptSet,
         settings: ResponseSettings,
         chat: ChatFormat,
-        generator: ResponseGenerator,
         file: ResponseFile,
         show_progress: bool = True,
     ) -> None:
-        self.prompts, self.settings, self.chat = prompts, settings, chat
-        self.generator, self.file = generator, file
+        self.prompts, self.settings, self.chat, self.file = prompts, settings, chat, file
         self.selected = prompts.rows[: settings.limit]
         self.num_requested = len(self.selected) * settings.samples
         ids = {prompt.id for prompt in self.selected}
-        num_before = sum(1 for key in file.done if key[0] in ids and key[1] < settings.samples)
-        self.progress = GenerationProgress(self.num_requested, num_before, show_progress)
-        self.num_kept = self.num_failed = 0
+        self.num_written = sum(1 for key in file.done if key[0] in ids and key[1] < settings.samples)
+        self.num_before, self.num_kept, self.num_failed, self.num_tokens = self.num_written, 0, 0, 0
+        self.show_progress, self.started = show_progress, time.monotonic()
+        self._next_report = self.started + REPORT_INTERVAL_S
         self._pending: dict[int, PendingConversation] = {}
         self._next_request_id = 0
-        self._user_turns: dict[str | None, tuple[str, int]] = {}  # by system message
 
-    def run(self) -> DataSummary:
+    def run(self, load_generator: Callable[[], ResponseGenerator]) -> DataSummary:
         """Runs until every row is written, or Ctrl-C. The next run generates unfinished rows again."""
         interrupted = False
-        with ThreadPoolExecutor(1) as executor, _short_switch_interval():
+        try:
+            if self.num_written < self.num_requested:
+                self.generator = load_generator()
+                self._generate()
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            self.file.close()
+        return self._summarize(interrupted)
+
+    def _generate(self) -> None:
+        # Encoding and writing threads must release the GIL soon: the engine's thread waits for it while the GPU idles.
+        switch_interval = sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        with ThreadPoolExecutor(1) as executor:
             new = self._encode_ahead(executor)
             ready: deque[PendingConversation] = deque()  # between two turns
             try:
@@ -132,20 +144,16 @@ class ResponseWriter:
                     if not self._pending:
                         break
                     ready += self._process(self.generator.poll())
-                    self.progress.update()
-            except KeyboardInterrupt:
-                interrupted = True
+                    self._report_progress()
             finally:
                 new.close()
                 self.generator.close()
-                self.progress.close()
-                self.file.close()
-        return self._summarize(interrupted)
+                sys.setswitchinterval(switch_interval)
 
     def _encode_ahead(self, executor: ThreadPoolExecutor) -> Generator[PendingConversation, None, None]:
         """The rows to generate; the next block is encoded while the current one is used."""
         todo = (
-            PendingConversation(prompt, sample)
+            PendingConversation.start(prompt, sample)
             for prompt in self.selected
             for sample in range(self.settings.samples)
             if (prompt.id, sample) not in self.file.done
@@ -193,7 +201,7 @@ class ResponseWriter:
     def _next_request(self, row: PendingConversation) -> tuple[list[int], SamplingParams]:
         """Token ids to continue and sampling parameters: of a varied prompt, a response's first tokens, or its rest."""
         if row.varied_start is not None:
-            return row.prompt_ids, self.settings.vary_params(self._prompt_seed(row), self._user_turn(row)[1])
+            return row.prompt_ids, self.settings.vary_params(self._prompt_seed(row), row.end_of_prompt)
         seed, lead_ids = response_seed(self.settings.seed, *row.key, row.turn), row.lead_ids or []
         lead_params = self.settings.lead_params(row.sample, seed) if row.lead_ids is None else None
         row.is_sampling_lead = lead_params is not None
@@ -233,7 +241,7 @@ class ResponseWriter:
             if row.has_next_turn:
                 row.turn += 1
                 row.messages.append({"role": "user", "content": row.prompt.turns[row.turn]})
-                self.progress.tokens += len(ids)
+                self.num_tokens += len(ids)
                 next_turns.append(row)
             else:
                 self._write(row, len(ids))
@@ -244,25 +252,17 @@ class ResponseWriter:
 
     def _start_varied_prompts(self, rows: list[PendingConversation]) -> None:
         """Keeps the first tokens of each prompt: as many as follow from the seed, at most half of them."""
-        starts = []
+        texts = []
         for row, words in zip(rows, self.chat.encode([row.prompt.turns[0] for row in rows]), strict=True):
             num_kept = min(1 + self._prompt_seed(row) % self.settings.vary, max(len(words) // 2, 1))
-            starts.append(self.chat.decode(words[:num_kept]).rstrip("\ufffd"))  # the cut may split a character
-        texts = [self._user_turn(row)[0] + start for row, start in zip(rows, starts, strict=True)]
-        for row, start, ids in zip(rows, starts, self.chat.encode(texts), strict=True):
-            row.varied_start, row.prompt_ids = start, ids
+            before, row.end_of_prompt = self.chat.user_turn(row.prompt.system)
+            row.varied_start = self.chat.decode(words[:num_kept]).rstrip("\ufffd")  # the cut may split a character
+            texts.append(before + row.varied_start)
+        for row, ids in zip(rows, self.chat.encode(texts), strict=True):
+            row.prompt_ids = ids
 
     def _prompt_seed(self, row: PendingConversation) -> int:
         return response_seed(self.settings.seed, *row.key, -1)
-
-    def _user_turn(self, row: PendingConversation) -> tuple[str, int]:
-        system = row.prompt.system
-        if system not in self._user_turns:
-            found = self.chat.user_turn(system)
-            if found is None:  # only with this system message: `write_responses` has checked the template without one
-                raise UserError("the chat template adds nothing after a user turn")
-            self._user_turns[system] = found
-        return self._user_turns[system]
 
     def _finish_varied_prompt(self, row: PendingConversation, ids: list[int], result: GenerationResult) -> bool:
         """Replaces the prompt; False if the target did not end it."""
@@ -322,31 +322,119 @@ class ResponseWriter:
         if row.spans:
             self._write(row, num_tokens)
             return
-        self.file.put(DroppedResponse(*row.key, reason, detail))
-        self.progress.add_row(num_tokens, kept=False)
+        dropped = {"id": row.id, "sample": row.sample, "reason": reason}
+        self.file.put({**dropped, "detail": detail} if detail else dropped)
+        self.num_written += 1
+        self.num_tokens += num_tokens
 
     def _write(self, row: PendingConversation, num_tokens: int) -> None:
-        self.file.put(row.to_row())
+        if row.messages[-1]["role"] == "user":  # a last user turn without a response
+            row.messages.pop()
+        self.file.put(row)
         self.num_kept += 1
-        self.progress.add_row(num_tokens, kept=True)
+        self.num_written += 1
+        self.num_tokens += num_tokens
+
+    def _report_progress(self) -> None:
+        now = time.monotonic()
+        if not self.show_progress or now < self._next_report:
+            return
+        self._next_report = now + REPORT_INTERVAL_S
+        seconds, num_new = now - self.started, self.num_written - self.num_before
+        left = timedelta(seconds=int((self.num_requested - self.num_written) * seconds / max(num_new, 1)))
+        status = f"{self.num_tokens / seconds:,.0f} tokens/s, {num_new - self.num_kept:,} dropped, {left} left"
+        print(f"{self.num_written:,} of {self.num_requested:,} rows, {status}", file=sys.stderr, flush=True)
 
     def _summarize(self, interrupted: bool) -> DataSummary:
-        totals, prompts = self.file.totals, self.prompts
+        file, prompts, seconds = self.file, self.prompts, time.monotonic() - self.started
         return DataSummary(
-            out=str(self.file.out),
-            num_rows=len(totals.lengths),
+            out=str(file.out),
+            num_rows=file.num_rows,
             num_requested=self.num_requested,
-            num_tokens=sum(totals.lengths),
-            lengths=compute_percentiles(totals.lengths),
-            finished_share=totals.num_finished / max(len(totals.lengths), 1),
-            num_cut=totals.num_cut,
-            dropped=dict(totals.dropped.most_common()),
+            num_tokens=file.num_tokens,
+            finished_share=file.num_finished / max(file.num_rows, 1),
+            num_cut=file.num_cut,
+            dropped=dict(file.dropped.most_common()),
             rejected=prompts.rejection_reasons,
             num_duplicates=prompts.num_duplicates,
             num_excluded=prompts.num_excluded,
             num_new=self.num_kept,
             num_failed=self.num_failed,
-            num_generated_tokens=self.progress.tokens,
-            seconds=self.progress.seconds,
+            num_generated_tokens=self.num_tokens,
+            seconds=seconds,
+            tokens_per_second=round(self.num_tokens / seconds, 1),
             interrupted=interrupted,
+            complete=file.num_rows + sum(file.dropped.values()) >= self.num_requested,
         )
+
+
+def write_responses(
+    prompts: str,
+    out: Path,
+    target: str,
+    settings: ResponseSettings,
+    engine: ResponseEngineSettings | None = None,
+    endpoint: EndpointSettings | None = None,
+    chat_template: Path | None = None,
+    split: str = "train",
+    show_progress: bool = True,
+    raw: bool = False,
+    exclude_ids: Path | None = None,
+) -> DataSummary:
+    """Writes the target's responses to all prompts as rows of `out`; rows of earlier runs are kept."""
+    prompt_set = read_prompts(prompts, split)
+    if exclude_ids is not None:
+        prompt_set = prompt_set.exclude(read_excluded_ids(exclude_ids))
+    folder = resolve_target(target)
+    chat = load_chat_format(folder, chat_template, raw)
+    _check_options(settings, endpoint, chat, raw)
+    server = EndpointGenerator(endpoint) if endpoint is not None else None
+    if server is None:
+        read_target_config(folder)
+    engine = engine or ResponseEngineSettings()
+    # what every run of a file must share
+    options = {
+        f"--{n.replace('_', '-')}": value for n, value in vars(settings).items() if n not in ("samples", "limit")
+    }
+    shared = {
+        "target": target_fingerprint(folder),
+        "chat template": hashlib.sha256(chat.template.encode()).hexdigest()[:16],
+        "prompts": prompt_set.fingerprint,
+        "writer": f"server with {server.model}" if server is not None else "engine",
+        **options,
+        "--max-model-len": engine.max_model_len,
+    }
+    run = {
+        "command": sys.argv,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "versions": installed_versions("tokenizers"),
+        "target": target,
+        "endpoint": endpoint.url if endpoint is not None else None,
+        "settings": vars(settings),
+        "prompts": {"from": prompts, "rows": len(prompt_set.rows), "rejected": len(prompt_set.rejected)},
+    }
+    file = ResponseFile(out, run, shared, chat.decode_responses)
+    if prompt_set.rejected:
+        lines = [json.dumps(vars(rejected), ensure_ascii=False) + "\n" for rejected in prompt_set.rejected]
+        replace_text(sidecar_path(out, "rejected"), "".join(lines))
+    writer = ResponseWriter(prompt_set, settings, chat, file, show_progress)
+    try:
+        summary = writer.run(lambda: server or load_engine_generator(folder, engine))
+    finally:
+        del writer
+        release_engine_memory()
+    if not summary.num_rows and not summary.interrupted:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in summary.dropped.items())
+        reasons = reasons or f"{summary.num_failed} failed"
+        raise UserError(f"{prompts}: no response was kept ({reasons}); see {out}.dropped")
+    return summary
+
+
+def _check_options(settings: ResponseSettings, endpoint: EndpointSettings | None, chat: ChatFormat, raw: bool) -> None:
+    if endpoint is not None and (raw or settings.lead or settings.vary):
+        flag = "--raw" if raw else f"--lead {settings.lead}" if settings.lead else f"--vary {settings.vary}"
+        raise UserError(f"{flag}: needs the embedded engine; remove --endpoint {endpoint.url}")
+    if settings.vary and raw:
+        raise UserError(f"--vary {settings.vary}: needs a chat template that ends a user turn; remove --raw")
+    if settings.vary:
+        chat.user_turn(None)

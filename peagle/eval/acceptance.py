@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from peagle.checkpoints.drafter import check_drafter_fits, read_drafter_config, trained_num_speculative_tokens
-from peagle.checkpoints.target import eos_ids, load_tokenizer, read_target_config
+from peagle.checkpoints.target import eos_ids, load_tokenizer, read_target_config, target_fingerprint
 from peagle.config import EvalServerSettings, EvalSettings
 from peagle.data.chat_format import load_chat_format
-from peagle.data.run import target_fingerprint
 from peagle.errors import UserError
 from peagle.eval.conversations import ConversationRunner
 from peagle.eval.datasets import EvalDataset

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from peagle.config import EvalSettings, SamplingParams
 from peagle.data.chat_format import ChatFormat
-from peagle.data.loops import is_looping
+from peagle.data.generators import is_looping
 from peagle.data.prompts import Prompt
 from peagle.data.responses import response_seed
 from peagle.errors import UserError

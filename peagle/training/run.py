@@ -16,9 +16,8 @@ from peagle.checkpoints.drafter import build_drafter_config, drafter_tensors, lo
 from peagle.checkpoints.files import parse_device, read_json, write_json, write_weights
 from peagle.checkpoints.target import eos_ids, has_tokenizer, load_decoder, read_target_config
 from peagle.config import CacheSettings, DecoderConfig, DrafterConfig, TrainConfig
-from peagle.data.batches import BatchCursor, PackedBatch, batches
+from peagle.data.batches import BatchCursor, PackedBatch, ResponseDataset, batches, load_responses
 from peagle.data.chat_format import ChatFormat, load_chat_format
-from peagle.data.dataset import ResponseDataset, load_responses
 from peagle.errors import UserError
 from peagle.hub.resolve import resolve_target
 from peagle.models.decoder import Decoder

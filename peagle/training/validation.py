@@ -24,7 +24,7 @@ from peagle.config import (
     ValidationEngineSettings,
     check_num_speculative_tokens,
 )
-from peagle.data.loops import is_looping
+from peagle.data.generators import is_looping
 from peagle.engine.kv_cache import BLOCK_SIZE, block_bytes
 from peagle.engine.llm import LLM
 from peagle.engine.request import CompletionOutput

@@ -17,9 +17,16 @@ from hypothesis import strategies as st
 from support import many
 
 from peagle.config import PackingSettings
-from peagle.data.batches import BatchCursor, PackedBatch, batches, pack
+from peagle.data.batches import (
+    BatchCursor,
+    PackedBatch,
+    ResponseDataset,
+    TrainingExample,
+    batches,
+    load_responses,
+    pack,
+)
 from peagle.data.chat_format import ChatFormat
-from peagle.data.dataset import ResponseDataset, TrainingExample, load_responses
 from peagle.errors import UserError
 
 
@@ -42,7 +49,7 @@ def test_the_worked_example(tmp_path: Path) -> None:
     found = as_examples(tmp_path / "r.jsonl", [([7, 8, 9], [[1, 3]]), ([4, 5], [[1, 2]])])
     assert found[0] == TrainingExample((7, 8, 9), ((1, 3),), "0#0")
     packing = next(p for seed in range(9) if (p := pack(found, 8, seed))[0].row_ids == ("0#0", "1#0"))
-    assert len(packing) == 1 and packing.fill_rate == 5 / 8
+    assert len(packing) == 1
     batch = packing[0]
     assert batch.token_ids_N.tolist() == [7, 8, 9, 4, 5]
     assert batch.position_N.tolist() == [0, 1, 2, 0, 1]
@@ -116,7 +123,6 @@ def test_packing_against_an_obvious_oracle(
     expected = {f"{i}#0": cut(ids, spans, most) for i, (ids, spans) in enumerate(made)}
     assert packed == expected
     assert all(any(asked for _, asked in marked) for marked in packed.values()), "a response was lost"
-    assert packing.num_truncated == sum(len(ids) > most for ids, _ in made)
     again = pack(found, budget, seed, epoch, max_seq_len)
     assert [b.row_ids for b in again] == [b.row_ids for b in packing]
     if len(made) <= PackingSettings.open_batches:  # none was closed early: no two of them would fit into one
@@ -135,7 +141,7 @@ def test_epochs_and_seeds_differ_in_order(hundred: ResponseDataset) -> None:
     orders = {tuple(b.row_ids for b in pack(hundred, 128, seed, epoch)) for seed in (0, 1) for epoch in (0, 1)}
     assert len(orders) == 4
     packing = pack(hundred, 128)
-    assert packing.fill_rate > 0.9
+    assert hundred.num_tokens / (128 * len(packing)) > 0.9
     places = []  # of the emptiest batch, which is made last
     for epoch in range(30):
         sizes = [len(b) for b in pack(hundred, 128, 0, epoch)]
@@ -176,7 +182,6 @@ def test_held_out_prompts_are_on_one_side(tmp_path: Path) -> None:
     assert not names[0] & names[1] and len(names[1]) == 3
     assert {b for batch in pack(aside, 8) for b in batch.row_ids} == {e.row_id for e in aside}
     assert len(found.split_validation(0)[0]) == 30 and len(found.split_validation(99)[0]) == 3
-    assert len(found[:4]) == 4 and found[:4][3].row_id == "p1#0"
 
 
 # Reading and checking
@@ -197,7 +202,7 @@ def test_several_files_and_the_arrays_kept_beside_them(chat: ChatFormat, tmp_pat
         found = load_responses(paths)
         assert [e.row_id for e in found] == ["a#0", "a2#0", "ü#0"]
         assert found[2] == TrainingExample((5, 6, 7), ((1, 2), (2, 3)), "ü#0") and found.num_tokens == 7
-        assert [b.loss_mask_N.sum().item() for b in pack(found[2:], 9)] == [2]
+        assert [b.loss_mask_N.sum().item() for b in pack(found.select(found.selected[2:]), 9)] == [2]
     kept = tmp_path / "a.jsonl.npz"
     stamp = os.stat(tmp_path / "a.jsonl").st_mtime_ns
     (tmp_path / "a.jsonl").write_text((tmp_path / "a.jsonl").read_text().replace("[1, 2]", "[8, 2]", 1))
@@ -217,8 +222,8 @@ IDS = [*b"hi\nyes", EOS]
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"token_ids": IDS, "spans": []}, "no response token.*all 0: 'hi\\\\nyesd'"),
-        ({"token_ids": IDS, "spans": [[0, 7]]}, "no prompt.*all 1: 'hi\\\\nyesd'"),
+        ({"token_ids": IDS, "spans": []}, "no response token.*all 0"),
+        ({"token_ids": IDS, "spans": [[0, 7]]}, "no prompt.*all 1"),
         ({"token_ids": IDS, "spans": [[3, 8]]}, r"span \[3, 8\] is not within 7 tokens"),
         ({"token_ids": IDS, "spans": [[3, 5], [4, 7]]}, r"span \[4, 7\] is not within 7 tokens"),
         ({"token_ids": IDS, "spans": [[3, 3]]}, r"span \[3, 3\]"),

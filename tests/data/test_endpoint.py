@@ -16,9 +16,8 @@ from chats import SETTINGS, Canned, by_key, canned, conversations, make_chat, ma
 from peagle.config import EndpointSettings, ResponseSettings
 from peagle.data.chat_format import ChatFormat
 from peagle.data.generators import GenerationRequest
-from peagle.data.progress import DataSummary
-from peagle.data.response_file import sidecar_path
-from peagle.data.run import write_responses
+from peagle.data.response_file import DataSummary, sidecar_path
+from peagle.data.responses import write_responses
 from peagle.errors import UserError
 
 

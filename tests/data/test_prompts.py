@@ -108,11 +108,11 @@ def test_what_holds_no_prompt_at_all_is_an_error(tmp_path: Path) -> None:
         assert str(name) in str(caught.value) and "\n" not in str(caught.value)
         return str(caught.value)
 
-    assert "is empty" in complaint(write(tmp_path / "empty.jsonl"))
+    assert "no usable prompt" in complaint(write(tmp_path / "empty.jsonl"))
     assert f"{tmp_path / 'bad.jsonl'}:1: empty text" in complaint(write(tmp_path / "bad.jsonl", {"prompt": ""}, {}))
     assert "no such file" in complaint(tmp_path / "absent.jsonl")
     (tmp_path / "nothing").mkdir()
-    assert ".jsonl" in complaint(tmp_path / "nothing")
+    assert "no usable prompt" in complaint(tmp_path / "nothing")
     whole = Path(write(tmp_path / "cut.jsonl.gz", *({"prompt": str(i) * 50} for i in range(3000)))).read_bytes()
     (tmp_path / "cut.jsonl.gz").write_bytes(whole[: len(whole) // 2])
     assert "cannot be read after line" in complaint(tmp_path / "cut.jsonl.gz")

@@ -1,4 +1,4 @@
-"""Responses: what the target says to each turn, once, whatever happens in between."""
+"""Responses: every row is generated once, and resumed runs write the rows of an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -24,15 +24,19 @@ from transformers import PreTrainedTokenizerFast
 
 from peagle.cli import main
 from peagle.config import EndpointSettings, ResponseEngineSettings, ResponseSettings, SamplingParams
+from peagle.data.batches import load_responses
 from peagle.data.chat_format import ChatFormat, load_chat_format
-from peagle.data.dataset import load_responses
-from peagle.data.generators import GenerationRequest, GenerationResult, load_engine_generator
-from peagle.data.loops import is_looping, is_repeating, num_tokens_before_loop
-from peagle.data.progress import DataSummary
+from peagle.data.generators import (
+    GenerationRequest,
+    GenerationResult,
+    is_looping,
+    is_repeating,
+    load_engine_generator,
+    num_tokens_before_loop,
+)
 from peagle.data.prompts import Prompt, PromptSet, read_prompts
-from peagle.data.response_file import ResponseFile, sidecar_path
-from peagle.data.responses import UNFINISHED_PROMPT, ResponseWriter, response_seed
-from peagle.data.run import write_responses
+from peagle.data.response_file import DataSummary, ResponseFile, sidecar_path
+from peagle.data.responses import UNFINISHED_PROMPT, ResponseWriter, response_seed, write_responses
 from peagle.engine import loader as loading
 from peagle.engine.llm import LLM
 from peagle.errors import UserError
@@ -45,7 +49,7 @@ SYSTEM = [{"role": "system", "content": "Be brief."}]
 
 @pytest.fixture(scope="module", autouse=True)
 def one_core() -> Iterator[None]:
-    """Matrices of tiny models only lose by a second thread."""
+    """Tiny models are slower on two threads."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loading, "usable_cores", lambda: 1)
         yield
@@ -61,15 +65,15 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> ChatFormat:
     return make_chat(tmp_path_factory.mktemp("chat") / "t")
 
 
-def licence(count: int, length: int = 24) -> list[str]:
-    """Pieces of the text that the small target knows."""
+def text_pieces(count: int, length: int = 24) -> list[str]:
+    """Pieces of the text that the small target was trained on."""
     text = TEXT.decode().replace("\n", " ")
     step = (len(text) - length) // count
     return [text[i * step : i * step + length + i % 7].strip() + "." for i in range(count)]
 
 
 def write_prompts(path: Path, count: int) -> str:
-    texts = licence(2 * count)
+    texts = text_pieces(2 * count)
     rows = [{"id": f"p/{i}", "turns": texts[2 * i : 2 * i + 1 + i % 2]} for i in range(count)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
@@ -78,7 +82,7 @@ def write_prompts(path: Path, count: int) -> str:
 # The engine
 
 
-def test_the_rows_are_what_the_target_says_to_one_turn_after_another(target: Path, tmp_path: Path) -> None:
+def test_rows_equal_turn_by_turn_generation(target: Path, tmp_path: Path) -> None:
     settings = ResponseSettings(temperature=0.8, top_p=0.95, max_tokens=20, samples=2, seed=3)
     prompts, out = write_prompts(tmp_path / "p.jsonl", 9), tmp_path / "deep" / "out.jsonl"
     summary = write_responses(prompts, out, str(target), settings, ENGINE, show_progress=False)
@@ -101,7 +105,7 @@ def test_the_rows_are_what_the_target_says_to_one_turn_after_another(target: Pat
                 ids += said.token_ids
                 tokens += len(said.token_ids)
                 if finish == "length" and turn + 1 < len(prompt.turns):
-                    ids.append(EOS)  # the template's, before the next question
+                    ids.append(EOS)  # added by the template before the next turn
             if not spans:
                 assert (prompt.id, sample) not in written
                 continue
@@ -114,10 +118,10 @@ def test_the_rows_are_what_the_target_says_to_one_turn_after_another(target: Pat
             assert (row["token_ids"][-1] == EOS) == (row["finish_reason"] == "stop")
     assert len(written) == summary.num_rows == summary.num_new == expected and summary.num_tokens == tokens
     assert summary.num_requested == 18 and summary.complete and not summary.interrupted
-    assert 0 < summary.finished_share < 1, "both kinds of ending are wanted here"
+    assert 0 < summary.finished_share < 1, "the test needs both finish reasons"
 
 
-def test_samples_with_a_lead_are_greedy_from_there_on(target: Path, tmp_path: Path) -> None:
+def test_samples_are_greedy_after_their_lead(target: Path, tmp_path: Path) -> None:
     settings = ResponseSettings(temperature=0.0, max_tokens=24, samples=3, seed=3, lead=9)
     prompts, out = write_prompts(tmp_path / "p.jsonl", 8), tmp_path / "out.jsonl"
     write_responses(prompts, out, str(target), settings, ENGINE, show_progress=False)
@@ -132,20 +136,20 @@ def test_samples_with_a_lead_are_greedy_from_there_on(target: Path, tmp_path: Pa
                 free = alone.generate(asked, SamplingParams(lead, 1.0, 0, settings.top_p, seed))[0].outputs[0].token_ids
                 assert said[:lead] == free[:lead]
             greedy = alone.generate(asked + said[:lead], SamplingParams(24 - lead, 0.0))[0].outputs[0].token_ids
-            went_on = said[lead:] if said[-1] != EOS or len(said) > lead else greedy  # a lead may end an answer
+            went_on = said[lead:] if said[-1] != EOS or len(said) > lead else greedy  # a lead may end the response
             assert went_on == greedy[: len(went_on)] and (len(went_on) == len(greedy) or row["finish_reason"] == "loop")
             leads.add(lead)
             others += bool(lead) and said != alone.generate(asked, SamplingParams(24, 0.0))[0].outputs[0].token_ids
     assert len(leads) > 5 and others > 3
     again = write_responses(prompts, out, str(target), settings, ENGINE, show_progress=False)
     assert again.num_new == 0
-    with pytest.raises(UserError, match="--lead was 9 and is None"):
+    with pytest.raises(UserError, match="--lead was 9 and is 0"):
         write_responses(
             prompts, out, str(target), ResponseSettings(0.0, max_tokens=24, seed=3), ENGINE, show_progress=False
         )
 
 
-def test_varied_prompts_begin_as_the_given_and_are_answered_like_any(target: Path, tmp_path: Path) -> None:
+def test_varied_prompts_start_like_the_given_ones(target: Path, tmp_path: Path) -> None:
     settings = ResponseSettings(temperature=0.0, max_tokens=24, samples=4, seed=3, vary=7)
     prompts, out = write_prompts(tmp_path / "p.jsonl", 8), tmp_path / "out.jsonl"
     write_responses(prompts, out, str(target), settings, ENGINE, show_progress=False)
@@ -167,7 +171,7 @@ def test_varied_prompts_begin_as_the_given_and_are_answered_like_any(target: Pat
                 kept.add(len(begun))
                 made = begun + bytes(said.token_ids[:-1]).decode()
                 others, asked = others + (made != asked), made
-                assert len(row["messages"]) == 2  # further turns were about another question
+                assert len(row["messages"]) == 2  # later turns do not fit the new prompt
             if row is None:
                 assert dropped[prompt.id, sample] == "loop"
                 continue
@@ -180,13 +184,13 @@ def test_varied_prompts_begin_as_the_given_and_are_answered_like_any(target: Pat
             assert answer == greedy[: len(answer)] and (len(answer) == len(greedy) or row["finish_reason"] == "loop")
     assert len(kept) > 4 and others > 8
     assert write_responses(prompts, out, str(target), settings, ENGINE, show_progress=False).num_new == 0
-    with pytest.raises(UserError, match="--vary was 7 and is None"):
+    with pytest.raises(UserError, match="--vary was 7 and is 0"):
         write_responses(
             prompts, out, str(target), ResponseSettings(0.0, max_tokens=24, seed=3), ENGINE, show_progress=False
         )
 
 
-# Runs the command in children that it kills when they have written so many rows.
+# Runs the command in child processes and kills each when it has written some rows.
 KILLER = """
 import os, signal, sys, time
 from peagle.cli import main
@@ -199,17 +203,17 @@ for more in (1, 4000):
     if not child:
         main()
     while size() < had + more:
-        assert os.waitpid(child, os.WNOHANG) == (0, 0), "it was over before it could be killed"
+        assert os.waitpid(child, os.WNOHANG) == (0, 0), "it ended before it could be killed"
         time.sleep(0.001)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    with open(out, "ab") as file:  # what a kill in the middle of a write leaves
+    with open(out, "ab") as file:  # the result of a kill during a write
         file.write(b'{"id": "p/35", "source": "p", "sample": 0, "messages": [{"role": "us')
 main()
 """
 
 
-def test_killed_runs_together_write_what_one_run_writes(target: Path, tmp_path: Path) -> None:
+def test_killed_runs_write_the_rows_of_one_run(target: Path, tmp_path: Path) -> None:
     prompts = write_prompts(tmp_path / "p.jsonl", 36)
     settings = ResponseSettings(temperature=0.8, max_tokens=40)
     out, whole = tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
@@ -225,7 +229,7 @@ def test_killed_runs_together_write_what_one_run_writes(target: Path, tmp_path: 
     assert len(runs) == 3 and "data" in runs[0]["command"] and runs[0]["versions"]["torch"]
 
 
-# Whatever happens, with answers that need no model
+# Interruptions and errors, with a response generator without a model
 
 
 @pytest.fixture(scope="module")
@@ -236,7 +240,7 @@ def whole_run(chat: ChatFormat, tmp_path_factory: pytest.TempPathFactory) -> tup
 
 @many(40)
 @given(cut=st.floats(0, 1), cut_dropped=st.floats(0, 1), order=st.integers(0, 99), room=st.integers(1, 30))
-def test_going_on_after_a_cut_anywhere(
+def test_resume_after_truncation_anywhere(
     chat: ChatFormat, whole_run: tuple[Path, DataSummary], cut: float, cut_dropped: float, order: int, room: int
 ) -> None:
     whole, summary = whole_run
@@ -259,23 +263,22 @@ def test_going_on_after_a_cut_anywhere(
     assert (
         len({q.messages[0]["content"] + str(q.params.seed) for q in source.asked if len(q.messages) == 1}) == 24 - kept
     )
-    assert (again.num_rows, again.num_tokens, again.lengths, again.finished_share, again.dropped) == (
+    assert (again.num_rows, again.num_tokens, again.finished_share, again.dropped) == (
         summary.num_rows,
         summary.num_tokens,
-        summary.lengths,
         summary.finished_share,
         summary.dropped,
     )
 
 
-def test_loops_are_dropped_and_not_asked_again(chat: ChatFormat, tmp_path: Path) -> None:
+def test_looping_responses_are_dropped_once(chat: ChatFormat, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     summary = write(out, chat, Canned())
     dropped = by_key(rows_of(sidecar_path(out, "dropped")))
     assert summary.dropped == {"loop": len(dropped)} and len(dropped) > 1
     assert len(dropped) + len(rows_of(out)) == summary.num_requested == 24
     cut = [r for r in rows_of(out) if len(r["spans"]) < len(conversations().rows[int(r["id"][3:])].turns)]
-    assert cut, "a loop in a later turn leaves the turns before it"
+    assert cut, "a loop in a later turn keeps the earlier turns"
     for row in cut:
         assert row["messages"][-1]["role"] == "assistant" and len(row["messages"]) == 2 * len(row["spans"])
     source = Canned()
@@ -291,18 +294,18 @@ def test_loops_are_dropped_and_not_asked_again(chat: ChatFormat, tmp_path: Path)
         ([1, 2, 3, 4] * 10, False, True),
         ([1, 2, 3, 4] * 10, True, False),
         (list(range(40)), False, False),
-        ([5] * 7, False, False),  # too short to say
+        ([5] * 7, False, False),  # too short to tell
         ([*range(80), *range(40)], False, False),  # 33 of 113 8-grams repeat: 29%
         ([*range(80), *range(43)], False, True),  # 36 of 116: 31%
     ],
 )
-def test_what_a_loop_is(ids: list[int], ended: bool, loop: bool) -> None:
+def test_is_looping(ids: list[int], ended: bool, loop: bool) -> None:
     assert is_looping(ids, ended) is loop
 
 
 @pytest.mark.parametrize("kept", [0, 20, 500])
-def test_an_answer_is_cut_where_it_begins_to_loop(chat: ChatFormat, tmp_path: Path, kept: int) -> None:
-    """Or so many tokens behind it, as far as there are any."""
+def test_response_is_cut_at_the_start_of_its_loop(chat: ChatFormat, tmp_path: Path, kept: int) -> None:
+    """Or `loop_tokens` later, at most at its end."""
     news = list(range(40, 90))
     said = news + news[-14:] * 5
 
@@ -315,13 +318,13 @@ def test_an_answer_is_cut_where_it_begins_to_loop(chat: ChatFormat, tmp_path: Pa
     rows = rows_of(out)
     assert summary.num_cut == len(rows) == 24 and not summary.dropped
     for row in rows:
-        ((start, end),) = row["spans"]  # behind a loop no further turn is asked
+        ((start, end),) = row["spans"]  # no further turn follows a loop
         assert row["token_ids"][start:end] == said[: len(news) + kept] and row["finish_reason"] == "loop"
         assert row["messages"][-1]["content"] == bytes(row["token_ids"][start:end]).decode()
     assert write(out, chat, Canned(answer), settings).num_cut == 24
 
 
-def test_where_loops_begin() -> None:
+def test_num_tokens_before_loop() -> None:
     assert num_tokens_before_loop([1, 2, 3, 4, 5, 6, 7, 8, 9, 3, 4, 5, 6, 7, 8, 9, 3, 4]) == 9
     assert num_tokens_before_loop(list(range(50))) == 50 and num_tokens_before_loop([1] * 3) == 3
 
@@ -330,7 +333,7 @@ def test_where_loops_begin() -> None:
 @given(
     st.lists(st.integers(0, 3), max_size=60), st.lists(st.integers(0, 9), min_size=1, max_size=40), st.integers(0, 9)
 )
-def test_circles_are_the_same_three_times(before: list[int], circle: list[int], wrong: int) -> None:
+def test_is_repeating(before: list[int], circle: list[int], wrong: int) -> None:
     said = before + circle * (1 + 96 // len(circle))
     if len(circle) <= 32:
         assert is_repeating(said)
@@ -338,7 +341,7 @@ def test_circles_are_the_same_three_times(before: list[int], circle: list[int], 
     assert not is_repeating(said) and not is_repeating(circle * 3 if len(circle) < 32 else list(range(96)))
 
 
-def test_an_answer_in_circles_is_not_waited_for(target: Path) -> None:
+def test_repeating_request_is_stopped_early(target: Path) -> None:
     source = load_engine_generator(target, ResponseEngineSettings("cpu", "float32", 2, 200))
     step, written = source.llm.step, list[int]()
 
@@ -361,7 +364,7 @@ def test_an_answer_in_circles_is_not_waited_for(target: Path) -> None:
     check_scheduler(source.llm.scheduler)
 
 
-def test_ctrl_c_keeps_what_is_there(chat: ChatFormat, tmp_path: Path) -> None:
+def test_ctrl_c_keeps_finished_rows(chat: ChatFormat, tmp_path: Path) -> None:
     class Interrupted(Canned):
         def poll(self) -> list[GenerationResult]:
             if len(self.asked) > 12:
@@ -377,28 +380,28 @@ def test_ctrl_c_keeps_what_is_there(chat: ChatFormat, tmp_path: Path) -> None:
     assert by_key(rows_of(out)) == by_key(rows_of(whole))
 
 
-def test_an_answer_in_tokens_that_its_text_would_not_have(tmp_path: Path) -> None:
-    """Its text is encoded anew in the next turn's prompt: the span must follow."""
+def test_spans_when_the_text_encodes_differently(tmp_path: Path) -> None:
+    """The next turn's prompt encodes the text again, so the span must be located again."""
     tokenizer = Tokenizer(models.BPE(vocab={"a": 0, "b": 1, "ab": 2, "Ċ": 3, "d": 4, "?": 5}, merges=[("a", "b")]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
     fast.chat_template = TEMPLATE
     chat = ChatFormat(fast, {4})
-    said = {1: [0, 1, 4], 3: [0, 1, 0, 1, 4]}  # "abd" and "ababd": a and b apart, as the template never writes them
+    said = {1: [0, 1, 4], 3: [0, 1, 0, 1, 4]}  # "abd" and "ababd": a and b as separate tokens, unlike the tokenizer
 
     def answer(request: GenerationRequest) -> GenerationResult:
         return GenerationResult(request.request_id, said[len(request.messages)], None, "stop")
 
     prompts = PromptSet("here", (Prompt("x", "s", ("a?", "b?")),), (), 0)
     file = ResponseFile(tmp_path / "o.jsonl", {}, {}, chat.decode_responses)
-    ResponseWriter(prompts, ResponseSettings(), chat, Canned(answer), file, show_progress=False).run()
+    ResponseWriter(prompts, ResponseSettings(), chat, file, show_progress=False).run(lambda: Canned(answer))
     (row,) = rows_of(tmp_path / "o.jsonl")
     assert row["token_ids"] == [0, 5, 3, 2, 4, 1, 5, 3, 0, 1, 0, 1, 4]
     assert row["spans"] == [[3, 5], [8, 13]]
 
 
-def test_a_file_of_another_run_is_refused_by_name(chat: ChatFormat, tmp_path: Path) -> None:
+def test_file_of_other_settings_is_rejected(chat: ChatFormat, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     write(out, chat, Canned(), limit="x")
     before = out.read_bytes()
@@ -417,12 +420,12 @@ def test_a_file_of_another_run_is_refused_by_name(chat: ChatFormat, tmp_path: Pa
     held.close()
 
 
-def test_a_full_disk_keeps_the_rows_before(chat: ChatFormat, tmp_path: Path) -> None:
+def test_full_disk_keeps_earlier_rows(chat: ChatFormat, tmp_path: Path) -> None:
     out, whole = tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
     write(whole, chat, Canned())
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1500, limits[1]))  # a write gets as far as it and no further
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1500, limits[1]))  # writes stop at this size
         with pytest.raises(UserError, match="could not be written.*same command"):
             write(out, chat, Canned(room=1))
     finally:
@@ -435,7 +438,7 @@ def test_a_full_disk_keeps_the_rows_before(chat: ChatFormat, tmp_path: Path) -> 
 # The command line
 
 
-def test_the_command_line(
+def test_command_line(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def peagle(*args: str) -> tuple[int, str, str]:
@@ -479,7 +482,7 @@ def test_the_command_line(
         assert status == 2 and named in noted, noted
 
 
-def test_a_target_without_a_chat_template(tmp_path: Path) -> None:
+def test_target_without_a_chat_template(tmp_path: Path) -> None:
     bare = make_target(tmp_path / "bare", None)
     (tmp_path / "p.jsonl").write_text('{"prompt": "hi"}\n')
     arguments = (str(tmp_path / "p.jsonl"), tmp_path / "o.jsonl", str(bare), ResponseSettings(max_tokens=2), ENGINE)
@@ -491,15 +494,19 @@ def test_a_target_without_a_chat_template(tmp_path: Path) -> None:
         write_responses(*arguments, chat_template=tmp_path / "none.jinja", show_progress=False)
 
 
-def test_prompts_as_they_are(target: Path, tmp_path: Path) -> None:
-    """Without a template: what follows the prompt's own bytes, greedy, is what the engine says to the same text."""
-    asked = [*({"prompt": piece} for piece in licence(3)), {"turns": ["one", "two"]}, {"messages": [*SYSTEM, *ASKED]}]
+def test_raw_prompts(target: Path, tmp_path: Path) -> None:
+    """Without a template, responses equal greedy completions of the same text."""
+    asked = [
+        *({"prompt": piece} for piece in text_pieces(3)),
+        {"turns": ["one", "two"]},
+        {"messages": [*SYSTEM, *ASKED]},
+    ]
     (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, asked)))
     settings = ResponseSettings(temperature=0.0, max_tokens=8)
     given = (str(tmp_path / "p.jsonl"), tmp_path / "o.jsonl", str(target), settings, ENGINE)
     summary = write_responses(*given, show_progress=False, raw=True)
     assert summary.num_rows == 4 and summary.dropped == {"needs a chat template": 1}
-    texts = [*licence(3), "one"]  # of several turns only the first can be asked
+    texts = [*text_pieces(3), "one"]  # only the first of several turns is used
     told = LLM(target, device="cpu", dtype="float32").generate(texts, settings.params(0))
     by_text = {output.prompt: output.outputs[0].token_ids for output in told}
     for row in rows_of(tmp_path / "o.jsonl"):
@@ -507,7 +514,7 @@ def test_prompts_as_they_are(target: Path, tmp_path: Path) -> None:
         assert row["token_ids"] == [*text.encode(), *by_text[text]]
         assert row["spans"] == [[len(text), len(row["token_ids"])]]
         assert said.encode() == bytes(by_text[text]).rstrip(b"d")
-    # read again: by the same rule, and refused by another; text alone is encoded by it too
+    # loading needs the same format; conversations without token ids are encoded with it
     plain = load_chat_format(target, raw=True)
     assert len(load_responses(tmp_path / "o.jsonl", plain)) == 4
     with pytest.raises(UserError, match="this target's chat template .* .and --chat-template FILE or --raw"):
@@ -521,17 +528,17 @@ def test_prompts_as_they_are(target: Path, tmp_path: Path) -> None:
         write_responses(*given, endpoint=EndpointSettings("http://x"), show_progress=False, raw=True)
 
 
-def test_the_engine_gives_its_memory_back(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_memory_is_released(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held = []
 
     def watched(*args: Any) -> Any:
         source = load_engine_generator(*args)
-        source.llm.myself = source.llm  # type: ignore[attr-defined]  # a cycle, as recorded graphs make on a GPU
+        source.llm.myself = source.llm  # type: ignore[attr-defined]  # a reference cycle, as with CUDA graphs
         gc.freeze()
         held.append(weakref.ref(source.llm.model_runner))
         return source
 
-    monkeypatch.setattr("peagle.data.run.load_engine_generator", watched)
+    monkeypatch.setattr("peagle.data.responses.load_engine_generator", watched)
     prompts = write_prompts(tmp_path / "p.jsonl", 2)
     write_responses(
         prompts, tmp_path / "o.jsonl", str(target), ResponseSettings(max_tokens=2), ENGINE, show_progress=False
@@ -539,7 +546,7 @@ def test_the_engine_gives_its_memory_back(target: Path, tmp_path: Path, monkeypa
     assert held[0]() is None
 
 
-def test_prompts_that_do_not_fit_and_templates_that_refuse(chat: ChatFormat, tmp_path: Path) -> None:
+def test_long_prompts_and_templates_that_raise(chat: ChatFormat, tmp_path: Path) -> None:
     source = Canned()
     source.max_model_len = 9  # type: ignore[assignment]
     rows = (Prompt("short", "s", ("hi",)), Prompt("long", "s", ("hi there, you",)), Prompt("sys", "s", ("hi",), "no"))
@@ -553,9 +560,9 @@ def test_prompts_that_do_not_fit_and_templates_that_refuse(chat: ChatFormat, tmp
         ),
     )
     file = ResponseFile(tmp_path / "o.jsonl", {}, {}, strict.decode_responses)
-    summary = ResponseWriter(
-        PromptSet("here", rows, (), 0), ResponseSettings(), strict, source, file, show_progress=False
-    ).run()
+    summary = ResponseWriter(PromptSet("here", rows, (), 0), ResponseSettings(), strict, file, show_progress=False).run(
+        lambda: source
+    )
     assert summary.num_rows == 1 and summary.dropped == {"prompt too long": 1, "rejected by the chat template": 1}
     said = {r["id"]: r["detail"] for r in rows_of(sidecar_path(tmp_path / "o.jsonl", "dropped"))}
     assert said["long"] == "13 tokens" and "no system role" in said["sys"]
@@ -566,7 +573,7 @@ def _file(folder: Path, text: str) -> Path:
     return folder / "t.jinja"
 
 
-def test_seeds_differ_by_everything_they_follow_from() -> None:
+def test_response_seeds_are_distinct() -> None:
     seeds = {response_seed(s, p, n, t) for s in range(3) for p in ("a", "b", "1") for n in range(4) for t in range(3)}
     assert len(seeds) == 3 * 3 * 4 * 3 and all(0 <= seed < 2**31 for seed in seeds)
     assert response_seed(0, "a", 0, 0) == 342290959

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from triton_interpreter import nan_filled_buffers, patch_interpreter, run_in_interpreter
 
-from peagle.checkpoints.weight_conversion import TensorSource, split_experts
+from peagle.checkpoints.tensors import TensorSource, split_experts
 from peagle.errors import UserError
 from peagle.kernels.moe.experts import expert_mlp_grouped
 from peagle.kernels.moe.experts_torch import ClampedGate, ExpertWeights, expert_mlp_torch, route_torch

@@ -11,8 +11,7 @@ import torch
 from pairs import TEXT, target_folder
 
 from peagle.checkpoints.target import load_decoder
-from peagle.data.batches import pack
-from peagle.data.dataset import ResponseDataset
+from peagle.data.batches import ResponseDataset, pack
 from peagle.training.hidden_states.online import OnlineHiddenStates, documents_in_order
 from peagle.training.hidden_states.vllm_files import VllmHiddenStates, required_layer_ids
 

@@ -191,7 +191,9 @@ def test_active_experts_match_random_routing(num_experts: int, num_active: int, 
 @pytest.mark.parametrize("field", VARIANTS)
 def test_unsupported_gemma4_variants_are_refused(field: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(KNOWN_MODELS["gemma-4-31b"] | VARIANTS[field]))
-    with pytest.raises(UserError, match=rf"config.json: .*\({field}\) cannot be planned yet"):
+    with pytest.raises(
+        UserError, match="config.json: a gemma4_text model that runs through transformers cannot be planned yet"
+    ):
         load_target_shape(str(tmp_path))
 
 

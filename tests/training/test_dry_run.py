@@ -11,7 +11,7 @@ import runs
 import torch
 
 from peagle.config import TrainConfig
-from peagle.data.dataset import load_responses
+from peagle.data.batches import load_responses
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
 from peagle.training import dry_run

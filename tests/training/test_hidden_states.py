@@ -23,8 +23,7 @@ from support import many
 
 from peagle.checkpoints.target import load_decoder
 from peagle.config import CacheSettings
-from peagle.data.batches import PackedBatch, pack
-from peagle.data.dataset import ResponseDataset, TrainingExample
+from peagle.data.batches import PackedBatch, ResponseDataset, TrainingExample, pack
 from peagle.errors import UserError
 from peagle.kernels.attention.dense import causal_attention
 from peagle.models.decoder import Decoder

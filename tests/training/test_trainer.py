@@ -26,8 +26,7 @@ from peagle.checkpoints.drafter import load_drafter, trained_num_speculative_tok
 from peagle.checkpoints.target import load_decoder
 from peagle.cli.app import app
 from peagle.config import TrainConfig
-from peagle.data.batches import BatchCursor, PackedBatch, batches
-from peagle.data.dataset import load_responses
+from peagle.data.batches import BatchCursor, PackedBatch, batches, load_responses
 from peagle.errors import UserError
 from peagle.models.drafter import Drafter
 from peagle.training import resume

@@ -37,8 +37,7 @@ from torch import Tensor
 
 from peagle.checkpoints.files import read_json
 from peagle.config import CacheSettings, HiddenStatesDtype
-from peagle.data.batches import PackedBatch, PackedEpoch, pack
-from peagle.data.dataset import ResponseDataset
+from peagle.data.batches import PackedBatch, PackedEpoch, ResponseDataset, pack
 from peagle.errors import UserError
 from peagle.kernels.host_transfer import copy_to_device
 from peagle.models.decoder import Decoder

@@ -12,9 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from peagle.config import EndpointSettings, SamplingParams
-from peagle.data.dataset import ResponseDataset
-from peagle.data.endpoint import EndpointGenerator
-from peagle.data.generators import GenerationRequest, GenerationResult
+from peagle.data.batches import ResponseDataset
+from peagle.data.generators import EndpointGenerator, GenerationRequest, GenerationResult
 from peagle.errors import UserError
 from peagle.training.hidden_states.online import PackedDocument
 from peagle.training.hidden_states.vllm_files import HiddenStatesFiles

@@ -28,8 +28,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from peagle.config import DecoderConfig
-from peagle.data.batches import PackedBatch, pack
-from peagle.data.dataset import ResponseDataset
+from peagle.data.batches import PackedBatch, ResponseDataset, pack
 from peagle.errors import UserError
 from peagle.models.decoder import Decoder
 from peagle.training.hidden_states.online import (
