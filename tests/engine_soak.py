@@ -29,7 +29,7 @@ from peagle.config import DecoderConfig, DrafterConfig, LayerConfig, RopeConfig,
 from peagle.engine.kv_cache import block_bytes
 from peagle.engine.llm import LLM
 from peagle.engine.request import Request, RequestGroup
-from peagle.kernels.sampling.noise_torch import bits_torch, gumbel_torch
+from peagle.kernels.sampling.noise import bits_torch, gumbel_torch
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
 from peagle.speculative import reference

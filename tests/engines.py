@@ -32,7 +32,7 @@ from peagle.engine.prefill import PrefillGraph, PrefillShape
 from peagle.engine.request import CompletionOutput, RequestGroup
 from peagle.kernels.attention import paged
 from peagle.kernels.attention.types import PagedAttentionMetadata
-from peagle.kernels.sampling.noise_torch import bits_torch, gumbel_torch
+from peagle.kernels.sampling.noise import bits_torch, gumbel_torch
 from peagle.models.drafter import Drafter
 from peagle.speculative import reference
 from peagle.speculative.adaptive_k import StepCostTable

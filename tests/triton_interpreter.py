@@ -8,9 +8,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,6 +29,15 @@ def run_in_interpreter(file: str, *arguments: str) -> None:
     done = subprocess.run([sys.executable, file, *arguments], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     assert "kernels checked" in done.stdout
+
+
+@contextmanager
+def launching_triton(*modules: ModuleType) -> Iterator[None]:
+    """Context in which functions of these modules launch their Triton kernels on CPU tensors too."""
+    with ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(mock.patch.object(module, "runs_triton", lambda x: True))
+        yield
 
 
 def patch_interpreter() -> None:

@@ -66,6 +66,7 @@ from peagle.config.training import (
     LK_ETA,
     LOSS_LOGITS,
     MAX_CHUNK_BYTES,
+    MIN_ACCEPTANCE,
     MIN_CHUNK_SIZE,
     MIN_LR_RATIO,
     MIN_WARMUP_STEPS,

@@ -19,6 +19,7 @@ OptimizerKind = Literal["adamw", "muon"]
 LrSchedule = Literal["cosine", "linear", "constant", "trapezoid"]
 
 LK_ETA = 3.0  # lk-hybrid moves from kl to tv with exp(-eta * acceptance); value of the LK-losses paper
+MIN_ACCEPTANCE = 1e-30  # lower bound of the acceptance inside a logarithm: keeps the loss `lk` finite
 LOSS_LOGITS = 128 << 20  # student logits, and teacher logits, held at once by the loss: 256 MB each in bf16
 DEFAULT_NUM_LAYERS: Mapping[Method, int] = {"p-eagle": 4, "eagle3": 1}
 DEFAULT_NUM_DEPTHS: Mapping[Method, int] = {"p-eagle": 8, "eagle3": 4}

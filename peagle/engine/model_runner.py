@@ -26,8 +26,7 @@ from peagle.engine.request import Logprobs, Request, SchedulerOutput
 from peagle.engine.sampler import Sampler, compute_allowed_tokens
 from peagle.kernels.host_transfer import PinnedRing, copy_to_device
 from peagle.kernels.sampling.verify import AcceptedTokens
-from peagle.kernels.step.step import SlotUpdates, build_verify_inputs, commit_state
-from peagle.kernels.step.types import SlotState, VerifyInputs
+from peagle.kernels.step import SlotState, SlotUpdates, VerifyInputs, build_verify_inputs, commit_state
 from peagle.kernels.triton_utils import device_context
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter

@@ -29,8 +29,7 @@ from peagle.engine.sampler import Sampler
 from peagle.kernels.attention.paged import prefill_attention
 from peagle.kernels.attention.types import PagedAttentionMetadata
 from peagle.kernels.host_transfer import copy_to_device, pin_for_copy
-from peagle.kernels.step.step import commit_state
-from peagle.kernels.step.types import SlotState
+from peagle.kernels.step import SlotState, commit_state
 from peagle.models.decoder import Decoder
 
 Int64Array = NDArray[np.int64]

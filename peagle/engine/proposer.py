@@ -15,8 +15,7 @@ from peagle.engine.kv_cache import KVCache, decode_attention
 from peagle.kernels.gather import gather_rows
 from peagle.kernels.sampling.sample import argmax
 from peagle.kernels.sampling.verify import AcceptedTokens
-from peagle.kernels.step.step import build_draft_inputs
-from peagle.kernels.step.types import VerifyInputs
+from peagle.kernels.step import VerifyInputs, build_draft_inputs
 from peagle.models.drafter import Drafter
 from peagle.models.fused_cpu import FusedCpuDrafter
 

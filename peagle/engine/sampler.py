@@ -22,7 +22,7 @@ from peagle.engine.request import Logprobs, Request
 from peagle.kernels.host_transfer import copy_to_device
 from peagle.kernels.sampling.sample import sample_tokens
 from peagle.kernels.sampling.verify import AcceptedTokens, accept_draft_tokens
-from peagle.kernels.step.types import SlotState, VerifyInputs
+from peagle.kernels.step import SlotState, VerifyInputs
 
 
 class Sampler:

@@ -46,7 +46,7 @@ from peagle.engine.grammar import (
 from peagle.engine.llm import LLM
 from peagle.engine.request import CompletionOutput
 from peagle.errors import UserError
-from peagle.kernels.sampling.noise_torch import bits_torch, gumbel_torch
+from peagle.kernels.sampling.noise import bits_torch, gumbel_torch
 from peagle.speculative import reference
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -44,7 +44,7 @@ from peagle.engine.request import Request
 from peagle.engine.sampler import apply_logits_processors
 from peagle.errors import UserError
 from peagle.kernels.sampling.verify import AcceptedTokens
-from peagle.kernels.step.types import VerifyInputs
+from peagle.kernels.step import VerifyInputs
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
 from peagle.speculative import reference

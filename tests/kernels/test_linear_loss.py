@@ -15,7 +15,7 @@ from torch import Tensor
 from triton_interpreter import nan_filled_buffers, patch_interpreter, run_in_interpreter
 
 from peagle.config import OBJECTIVES, Objective
-from peagle.kernels.loss import linear_loss_torch
+from peagle.kernels.loss import linear_loss as module
 from peagle.kernels.loss.linear_loss import LinearLossOutput, Teacher, linear_loss
 
 
@@ -210,7 +210,7 @@ def test_lk_hybrid_moves_from_kl_to_tv() -> None:
     for scale, eta, limit in ((50.0, 3.0, "kl"), (1.0, 1e4, "tv")):
         hidden = (eye[:1] * scale).requires_grad_()
         args = (hidden, eye, teacher, torch.tensor([1]), torch.ones(1))
-        with mock.patch.object(linear_loss_torch, "LK_ETA", eta):
+        with mock.patch.object(module, "LK_ETA", eta):
             hybrid, alone = linear_loss(*args, "lk-hybrid"), linear_loss(*args, limit)
         torch.testing.assert_close(hybrid.loss_R, alone.loss_R, rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(*(torch.autograd.grad(x.total, hidden) for x in (hybrid, alone)))

@@ -62,15 +62,14 @@ class PagedCase:
         self.q, self.k, self.v = parts if self.fused_qkv else tuple(x.clone() for x in parts)
         self.sinks = (2 * torch.randn(heads, generator=gen)).to(dtype).to(device) if self.has_sinks else None
 
-    def metadata(self, device: str, max_context: int | None = None) -> PagedAttentionMetadata:
-        uniform = len(set(self.rows)) == 1
+    def metadata(self, device: str, max_context: int | None = None, prefill: bool = False) -> PagedAttentionMetadata:
         ints = {"dtype": torch.int32, "device": device}
         return PagedAttentionMetadata(
             self.tables.to(device),
             torch.tensor(self.num_computed, **ints),
             torch.tensor(self.query_lens, **ints),
             max(self.rows),
-            None if uniform else torch.tensor(self.offsets, **ints),
+            torch.tensor(self.offsets, **ints) if prefill else None,
             max_context,
         )
 
@@ -177,7 +176,7 @@ def test_torch_paged(case: PagedCase) -> None:
 @given(case=paged_cases(uniform=False, max_rows=100, max_context=70, shapes=SMALL))
 def test_torch_prefill(case: PagedCase) -> None:
     case.build(torch.float32, "cpu")
-    case.check(prefill_attention, case.metadata("cpu"), 1e-5)
+    case.check(prefill_attention, case.metadata("cpu", prefill=True), 1e-5)
 
 
 def test_layers_with_different_windows_share_metadata() -> None:
@@ -273,7 +272,7 @@ def check_triton_prefill(case: PagedCase, dtype: torch.dtype, device: str, rows:
     from peagle.kernels.attention.prefill_triton import prefill_attention_triton
 
     case.build(dtype, device)
-    metadata = case.metadata(device, 0 if not any(case.num_computed) else None)
+    metadata = case.metadata(device, 0 if not any(case.num_computed) else None, prefill=True)
     run = partial(prefill_attention_triton, launch=AttentionLaunch(rows, tile, 4, 2))
     case.check(run, metadata, tolerance(dtype))
 
@@ -347,7 +346,7 @@ def check_in_the_interpreter() -> None:
     wide = PagedCase(8, 1, 512, [70], [3], [3], ChunkedAttention(32), True, True, 2)
     for attend in (paged_attention_triton, prefill_attention_triton):
         wide.build(torch.float32, "cpu")
-        wide.check(attend, wide.metadata("cpu"), 1e-5)
+        wide.check(attend, wide.metadata("cpu", prefill=attend is prefill_attention_triton), 1e-5)
     print("kernels checked")
 
 
@@ -391,7 +390,7 @@ def test_triton_paged_fp32_on_the_gpu(case: PagedCase, splits: int, rope_kind: s
 def test_wide_heads_on_the_gpu(case: PagedCase) -> None:
     for attend in (paged_attention, prefill_attention):
         case.build(torch.bfloat16, "cuda")
-        case.check(attend, case.metadata("cuda"), 2e-2)
+        case.check(attend, case.metadata("cuda", prefill=attend is prefill_attention), 2e-2)
 
 
 @pytest.mark.gpu
@@ -428,7 +427,8 @@ def test_dispatch_on_the_gpu(rows: list[int], num_computed: list[int], dtype: to
     case = PagedCase(4, 2, 64, num_computed, rows, rows, None, True, True, 0)
     case.build(dtype, "cuda")
     attend = paged_attention if len(set(rows)) == 1 else prefill_attention
-    case.check(attend, case.metadata("cuda", max(num_computed)), tolerance(dtype))
+    metadata = case.metadata("cuda", max(num_computed), prefill=attend is prefill_attention)
+    case.check(attend, metadata, tolerance(dtype))
 
 
 @pytest.mark.gpu
@@ -437,7 +437,7 @@ def test_prompts_on_the_gpu(rows: list[int]) -> None:
     """Without cached keys, each of these uses another implementation."""
     case = PagedCase(2, 2, 128, [0] * len(rows), rows, rows, None, True, True, 0)
     case.build(torch.bfloat16, "cuda")
-    inputs = case.inputs(case.metadata("cuda", 0))
+    inputs = case.inputs(case.metadata("cuda", 0, prefill=True))
     exact = [x.float() for x in inputs[:5]]
     expected = paged_attention_torch(PagedAttentionInputs(*exact, inputs.metadata))
     actual = prefill_attention(inputs)

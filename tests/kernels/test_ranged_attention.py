@@ -16,22 +16,21 @@ from peagle.kernels.attention import types as module
 from peagle.kernels.attention.ranged import (
     MergeAttnStatesFunction,
     RangedAttentionFunction,
+    backward_torch,
+    forward_torch,
     merge_attn_states,
     ranged_attention,
-    ranged_attention_torch,
 )
 from peagle.kernels.attention.types import AttentionLaunch, KeyRanges
 
 
-def dense_attention(
-    q_RHd: Tensor, k_SGd: Tensor, v_SGd: Tensor, ranges: KeyRanges, scale: float
-) -> tuple[Tensor, Tensor]:
+def dense_attention(q_RHd: Tensor, k_SGd: Tensor, v_SGd: Tensor, ranges: KeyRanges) -> tuple[Tensor, Tensor]:
     """The oracle: all scores, a mask, torch's softmax and autograd."""
     keys = torch.arange(len(k_SGd))
     seen_RS = (keys >= ranges.lo_R.cpu()[:, None]) & (keys < ranges.hi_R.cpu()[:, None])
     shared = q_RHd.shape[1] // k_SGd.shape[1]
     k, v = k_SGd.repeat_interleave(shared, 1), v_SGd.repeat_interleave(shared, 1)
-    scores = torch.einsum("rhd,shd->hrs", q_RHd, k) * scale
+    scores = torch.einsum("rhd,shd->hrs", q_RHd, k) * q_RHd.shape[-1] ** -0.5
     empty = ~seen_RS.any(1)
     scores = scores.masked_fill(~seen_RS & ~empty[:, None], float("-inf"))
     out = torch.einsum("hrs,shd->rhd", scores.softmax(-1), v).masked_fill(empty[:, None, None], 0.0)
@@ -72,14 +71,13 @@ class RangedCase:
     def check(self, attend, dtype: torch.dtype, device: str, tolerance: float, lse_grad: bool = True) -> None:
         """Compares results and gradients of `attend` with the oracle's."""
         leaves, dout, dlse = self.build(dtype, device)
-        scale = 0.3
-        out, lse = attend(*leaves, self.ranges(device), scale)
+        out, lse = attend(*leaves, self.ranges(device))
         assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32) and out.dtype == dtype
         state_grads = [dout, dlse.to(lse.dtype)] if lse_grad else [dout]
         actual = torch.autograd.grad([out, lse] if lse_grad else [out], leaves, state_grads)
 
         exact = [x.detach().cpu().double().requires_grad_() for x in leaves]
-        expected_out, expected_lse = dense_attention(*exact, self.ranges(), scale)
+        expected_out, expected_lse = dense_attention(*exact, self.ranges())
         empty = (expected_lse == float("-inf")).detach()
         state_grads = [dout.cpu().double(), dlse.cpu().double().masked_fill(empty, 0.0)]
         expected_states = [expected_out, expected_lse.masked_fill(empty, 0.0)]
@@ -173,7 +171,7 @@ def test_no_rows_or_no_keys(rows: int, keys: int) -> None:
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 def test_torch_in_fp32_and_bf16(dtype: torch.dtype, tolerance: float) -> None:
     lo, hi = pack_documents([50, 3, 70])
-    RangedCase(lo, hi, 123, 2, 3, 24, True, 0).check(ranged_attention_torch, dtype, "cpu", tolerance)
+    RangedCase(lo, hi, 123, 2, 3, 24, True, 0).check(ranged_attention, dtype, "cpu", tolerance)
 
 
 def count_scores(rows: slice, keys: slice) -> int:
@@ -204,11 +202,11 @@ def check_merge(case: RangedCase, attend, merge_fn, dtype: torch.dtype, device: 
     cut = [min(max((low + 2 * high) // 3, low), max(high, low)) for low, high in zip(case.lo, case.hi, strict=True)]
     cut = [max(cut[: n + 1]) for n in range(len(cut))]
     left, right = replace(case, hi=[min(c, h) for c, h in zip(cut, case.hi, strict=True)]), replace(case, lo=cut)
-    merged = merge_fn(*attend(*leaves, left.ranges(device), 0.3), *attend(*leaves, right.ranges(device), 0.3))
+    merged = merge_fn(*attend(*leaves, left.ranges(device)), *attend(*leaves, right.ranges(device)))
     actual = torch.autograd.grad(merged, leaves, [dout, dlse.to(merged[1].dtype)])
     exact = [x.detach().cpu().double().requires_grad_() for x in leaves]
     bounded = replace(case, lo=[min(x, c) for x, c in zip(case.lo, cut, strict=True)])
-    out, lse = dense_attention(*exact, bounded.ranges(), 0.3)
+    out, lse = dense_attention(*exact, bounded.ranges())
     empty = (lse == float("-inf")).detach()
     state_grads = [dout.cpu().double(), dlse.cpu().double().masked_fill(empty, 0.0)]
     expected = torch.autograd.grad([out, lse.masked_fill(empty, 0.0)], exact, state_grads)
@@ -255,8 +253,8 @@ def check_triton_ranged(
     def backward(*args):
         return t.backward_triton(*args, launch=launch, tma=tma)
 
-    def attend(q, k, v, ranges, scale):
-        return RangedAttentionFunction.apply(q, k, v, ranges, scale, forward, backward)
+    def attend(q, k, v, ranges):
+        return RangedAttentionFunction.apply(q, k, v, ranges, (forward, backward))
 
     with nan_filled_buffers():
         case.check(attend, dtype, device, tolerance)
@@ -267,10 +265,13 @@ def check_triton_merge(case: RangedCase, dtype: torch.dtype, device: str, tolera
     from peagle.kernels.attention.merge_triton import merge_backward_triton, merge_forward_triton
 
     def merge_fn(*args):
-        return MergeAttnStatesFunction.apply(*args, merge_forward_triton, merge_backward_triton)
+        return MergeAttnStatesFunction.apply(*args, (merge_forward_triton, merge_backward_triton))
+
+    def attend_torch(*args):
+        return RangedAttentionFunction.apply(*args, (forward_torch, backward_torch))
 
     with nan_filled_buffers():
-        check_merge(case, ranged_attention_torch, merge_fn, dtype, device, tolerance)
+        check_merge(case, attend_torch, merge_fn, dtype, device, tolerance)
 
 
 def test_triton_in_the_interpreter() -> None:
@@ -354,7 +355,7 @@ def test_long_document_on_the_gpu() -> None:
         return out, lse, *torch.autograd.grad(out, leaves, dout.to(out.dtype))
 
     first, again = run(ranged_attention, leaves), run(ranged_attention, leaves)
-    exact = run(ranged_attention_torch, [x.detach().float().requires_grad_() for x in leaves])
+    exact = run(ranged_attention, [x.detach().double().requires_grad_() for x in leaves])
     for a, b, c in zip(first, again, exact, strict=True):
         assert torch.equal(a, b)
         torch.testing.assert_close(a.float(), c.float(), rtol=0, atol=2e-2 * max(1.0, float(c.abs().max())))
@@ -378,12 +379,12 @@ def test_training_batch_on_the_gpu() -> None:
     junk = [torch.full((1 << 25,), 3e30, device="cuda") for _ in range(20)]
     del junk
     for kind, (count, seen, ranges) in kinds.items():
-        ranges = ranges.to("cuda")
+        ranges = KeyRanges(ranges.lo_R.cuda(), ranges.hi_R.cuda())
         q = torch.randn(count, 9, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
         k, v = (torch.randn(seen, 3, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True) for _ in range(2))
         dout = torch.randn_like(q)
-        exact = [x.detach().float().requires_grad_() for x in (q, k, v)]
-        expected = torch.autograd.grad(ranged_attention_torch(*exact, ranges)[0], exact, dout.float())
+        exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+        expected = torch.autograd.grad(ranged_attention(*exact, ranges)[0], exact, dout.double())
         for _ in range(8):
             found = torch.autograd.grad(ranged_attention(q, k, v, ranges)[0], [q, k, v], dout)
             for ours, right in zip(found, expected, strict=True):

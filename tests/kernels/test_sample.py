@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from scipy.stats import chi2_contingency, chisquare
 from support import many
 from torch import Tensor
-from triton_interpreter import patch_interpreter, run_in_interpreter
+from triton_interpreter import launching_triton, patch_interpreter, run_in_interpreter
 
 from peagle.config import SamplingParams
 from peagle.errors import UserError
-from peagle.kernels.sampling import noise_torch, sampling_triton
-from peagle.kernels.sampling.sample import argmax, logit_cutoffs_torch, sample_tokens
+from peagle.kernels.sampling import noise, sample, verify
+from peagle.kernels.sampling.sample import argmax, logit_cutoffs_torch, logit_cutoffs_triton, sample_tokens
 from peagle.kernels.sampling.verify import accept_draft_tokens, to_conditional_rates
 from peagle.kernels.triton_utils import HAVE_TRITON
 from peagle.speculative.reference import compute_probs
@@ -61,21 +61,21 @@ def ids(*values: int) -> Tensor:
 def test_philox_matches_random123(counter: tuple[int, ...], key: tuple[int, int], words: str) -> None:
     seed = key[1] << 32 | key[0]
     seed -= 2**64 if seed >= 2**63 else 0  # the same bits, signed
-    got = noise_torch.philox_torch(ids(seed), ids(counter[0]), ids(counter[1]), counter[2], counter[3])
+    got = noise.philox_torch(ids(seed), ids(counter[0]), ids(counter[1]), counter[2], counter[3])
     assert " ".join(f"{int(x):08x}" for x in got) == words
 
 
 @pytest.mark.parametrize("vocab", [1, 900, 1024, 1025, 4096, 5000, 12289])
 def test_row_bits_are_the_bits_of_each_token(vocab: int) -> None:
     seeds, positions = ids(5, -7), ids(0, 2**31)
-    want = noise_torch.bits_torch(seeds[:, None], positions[:, None], torch.arange(vocab))
-    assert torch.equal(noise_torch.row_bits_torch(seeds, positions, vocab), want)
+    want = noise.bits_torch(seeds[:, None], positions[:, None], torch.arange(vocab))
+    assert torch.equal(noise.row_bits_torch(seeds, positions, vocab), want)
 
 
 def test_streams_do_not_share_words() -> None:
     token = torch.arange(20_000)
     words = [
-        noise_torch.bits_torch(ids(seed), ids(position), token, stream)
+        noise.bits_torch(ids(seed), ids(position), token, stream)
         for seed, position, stream in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (1 << 32, 0, 0))
     ]
     together = torch.cat(words)
@@ -89,13 +89,13 @@ def test_streams_do_not_share_words() -> None:
 def test_noise_is_a_finite_gumbel_for_every_word() -> None:
     corners = [0, 1, 2, 255, 256, 2**28 - 1, 2**28, 2**28 + 1, 2**31, 2**32 - 257, 2**32 - 2, 2**32 - 1]
     bits = torch.cat([ids(*corners), torch.randint(0, 2**32, (20_000,), generator=rng(0))]).sort().values
-    w = noise_torch.uniform_torch(bits)
+    w = noise.uniform_torch(bits)
     assert w.dtype == torch.float32
     assert float(w.min()) > 0 and float(w.max()) < 1
     assert bool((w.diff() >= 0).all())
-    noise = noise_torch.gumbel_torch(bits)
+    drawn = noise.gumbel_torch(bits)
     want = -torch.log(-torch.log1p(-w.double()))
-    torch.testing.assert_close(noise.double(), want, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(drawn.double(), want, rtol=1e-6, atol=1e-6)
 
 
 NEIGHBOURS = {  # how the second of two neighbouring words differs from the first, in (seed, position, token)
@@ -114,8 +114,8 @@ def test_noise_is_uniform_and_neighbours_are_independent(step: tuple[int, int, i
     seed, position, token = torch.meshgrid(
         100 + torch.arange(0, 64, 2), 100 + torch.arange(0, 64, 2), 2 + torch.arange(0, 128, 4), indexing="ij"
     )
-    first = noise_torch.bits_torch(seed, position, token).flatten()
-    second = noise_torch.bits_torch(seed + step[0], position + step[1], token + step[2]).flatten()
+    first = noise.bits_torch(seed, position, token).flatten()
+    second = noise.bits_torch(seed + step[0], position + step[1], token + step[2]).flatten()
     for shift in (0, 12, 28):  # low, middle and high bits
         a, b = (first >> shift) & 15, (second >> shift) & 15
         table = torch.bincount(a * 16 + b, minlength=256).view(16, 16)
@@ -398,7 +398,7 @@ if HAVE_TRITON:
     def words_kernel(seed, position, out, STREAM: tl.constexpr, LANES: tl.constexpr):
         call = tl.program_id(1) * LANES + tl.arange(0, LANES)
         row = tl.program_id(0)
-        words = sampling_triton.philox_words(tl.load(seed + row), tl.load(position + row), call, STREAM)
+        words = noise.philox_words(tl.load(seed + row), tl.load(position + row), call, STREAM)
         start = out + row * tl.num_programs(1) * 4 * LANES + tl.program_id(1) * 4 * LANES + tl.arange(0, LANES)
         for i in tl.static_range(4):
             tl.store(start + i * LANES, words[i].to(tl.int64))
@@ -431,11 +431,11 @@ def to(device: str, values: Sequence[Tensor]) -> list[Tensor]:
 
 def check_words(device: str) -> None:
     seeds, positions = ids(0, -1, 2**62 + 12345), ids(0, 70_000, 2**31 + 5)
-    for stream in (noise_torch.SAMPLE_STREAM, noise_torch.ACCEPT_STREAM):
-        out = torch.empty(3, 2 * noise_torch.BLOCK, dtype=torch.long, device=device)
-        words_kernel[(3, 2)](*to(device, (seeds, positions)), out, STREAM=stream, LANES=noise_torch.LANES)
+    for stream in (noise.SAMPLE_STREAM, noise.ACCEPT_STREAM):
+        out = torch.empty(3, 2 * noise.BLOCK, dtype=torch.long, device=device)
+        words_kernel[(3, 2)](*to(device, (seeds, positions)), out, STREAM=stream, LANES=noise.LANES)
         token = torch.arange(out.shape[1])
-        assert torch.equal(out.cpu(), noise_torch.bits_torch(seeds[:, None], positions[:, None], token, stream))
+        assert torch.equal(out.cpu(), noise.bits_torch(seeds[:, None], positions[:, None], token, stream))
 
 
 def check_sampling(device: str) -> None:
@@ -466,8 +466,10 @@ def compare_samples(device: str, logits: Tensor, args: Sequence[Tensor]) -> None
     if logits.stride(0) != logits.shape[1]:
         there = logits.new_empty(len(logits), logits.stride(0)).to(device)[:, : logits.shape[1]].copy_(logits)
     (floats, (top_k, _), _) = args
-    assert torch.equal(sampling_triton.argmax_triton(there).cpu(), argmax(logits))
-    cuts = sampling_triton.logit_cutoffs_triton(there, *on[:2]).cpu()
+    with launching_triton(sample):
+        best, chosen = argmax(there).cpu(), sample_tokens(there, *on).cpu()
+    assert torch.equal(best, argmax(logits))
+    cuts = logit_cutoffs_triton(there, *on[:2]).cpu()
     want = logit_cutoffs_torch(logits, floats, top_k)
     same = (logits >= cuts[:, None]).eq(logits >= want[:, None]).all(1)
     for r in (~same).nonzero()[:, 0].tolist():  # rounding may decide where the mass reaches top_p
@@ -479,7 +481,6 @@ def compare_samples(device: str, logits: Tensor, args: Sequence[Tensor]) -> None
         assert float(weights[row >= high].sum()) == pytest.approx(top_p, abs=1e-4), (r, low, high)
         assert float(weights[row > low].sum()) == pytest.approx(top_p, abs=1e-4), (r, low, high)
     assert float(same.double().mean()) >= 0.9
-    chosen = sampling_triton.sample_tokens_triton(there, *on).cpu()
     assert chosen.dtype == torch.long
     assert torch.equal(chosen[same], sample_tokens(logits, *args)[same])
 
@@ -494,11 +495,12 @@ def check_accept(device: str) -> None:
         available[:4] = k
         seeds, positions = torch.arange(batch) << 33, torch.arange(batch) * 5 + 2**31 - 60
         for rates in (None, torch.linspace(1, 0.5, k)):
-            accepted, _, result = accept_draft_tokens(tokens, chosen, available, rates, seeds, positions)
+            want = accept_draft_tokens(tokens, chosen, available, rates, seeds, positions)
             there = None if rates is None else rates.to(device)
             args = to(device, (tokens, chosen, available))
-            got = sampling_triton.accept_draft_tokens_triton(*args, there, *to(device, (seeds, positions)))
-            for a, b in zip(got, (accepted, result), strict=True):
+            with launching_triton(verify):
+                got = accept_draft_tokens(*args, there, *to(device, (seeds, positions)))
+            for a, b in zip(got, want, strict=True):
                 assert a.dtype == torch.long
                 assert torch.equal(a.cpu(), b)
 

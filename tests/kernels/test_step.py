@@ -10,9 +10,11 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,20 +23,20 @@ from hypothesis import strategies as st
 from support import many
 from test_sample import mixed_settings
 from torch import Tensor
-from triton_interpreter import patch_interpreter, run_in_interpreter
+from triton_interpreter import launching_triton, patch_interpreter, run_in_interpreter
 
+from peagle.kernels import step
 from peagle.kernels.host_transfer import PinnedRing
 from peagle.kernels.sampling.sample import argmax, sample_tokens
 from peagle.kernels.sampling.verify import accept_draft_tokens
-from peagle.kernels.step import step_triton
-from peagle.kernels.step.step import (
+from peagle.kernels.step import (
+    DraftInputs,
+    SlotState,
     SlotUpdates,
-    apply_updates_torch,
     build_draft_inputs,
     build_verify_inputs,
     commit_state,
 )
-from peagle.kernels.step.types import DraftInputs, SlotState
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -185,7 +187,8 @@ def check_draft_inputs(device: str) -> None:
         there = None if mask_hidden is None else mask_hidden.to(device)
         for limit in (100, 13, 12):
             want = build_draft_inputs(emitted, accepted, starts, hidden, mask_hidden, mask, k, limit)
-            got = step_triton.build_draft_inputs_triton(*on, there, mask, k, limit)
+            with launching_triton(step):
+                got = build_draft_inputs(*on, there, mask, k, limit)
             for name, value in vars(want).items():
                 other = getattr(got, name)
                 assert other.dtype == value.dtype and other.shape == value.shape, name
@@ -206,16 +209,18 @@ def check_commit_state(device: str) -> None:
         for longest in (1, 9, 22, 24, 2000):
             want, got = tuple(x.clone() for x in state), to(device, tuple(x.clone() for x in state))
             commit_state(committed(want), slots, emitted, accepted, drafts, longest)
-            step_triton.commit_state_triton(committed(got), *to(device, (slots, emitted, accepted, drafts)), longest)
+            with launching_triton(step):
+                commit_state(committed(got), *to(device, (slots, emitted, accepted, drafts)), longest)
             for a, b in zip(got, want, strict=True):
                 assert torch.equal(a.cpu(), b)
             # Explicit positions give the same result as counting from the slot's state.
             moved, before = tuple(x.clone() for x in state), state[1][slots] + accepted + 1
             args = (*to(device, (slots, emitted, accepted, drafts)), longest, before.to(device))
-            for commit in (commit_state, step_triton.commit_state_triton):
+            for launching in (nullcontext(), launching_triton(step)):
                 placed = to(device, tuple(x.clone() for x in moved))
                 placed[1].fill_(33)
-                commit(committed(placed), *args)
+                with launching:
+                    commit_state(committed(placed), *args)
                 for i, (a, b) in enumerate(zip(placed, want, strict=True)):
                     rows = slots[slots >= 0] if i == 1 else slice(None)
                     assert torch.equal(a.cpu()[rows], b[rows])
@@ -243,7 +248,8 @@ def check_verify_inputs(device: str) -> None:
         slots = torch.tensor([3, -1, 0, 4])
         want = build_verify_inputs(state, slots, k, 50)
         moved = SlotState(**{f.name: getattr(state, f.name).to(device) for f in fields(state)})
-        have = step_triton.build_verify_inputs_triton(moved, slots.to(device), k, 50)
+        with launching_triton(step):
+            have = build_verify_inputs(moved, slots.to(device), k, 50)
         for f in fields(want):
             a, b = getattr(want, f.name), getattr(have, f.name).cpu()
             assert a.dtype == b.dtype and torch.equal(a, b), (k, f.name)
@@ -255,19 +261,21 @@ def check_slot_updates(device: str) -> None:
         g = rng(seed)
         state = slot_state(seed, slots=9)
         want = SlotState(**{f.name: getattr(state, f.name).clone() for f in fields(state)})
-        updates = SlotUpdates(state, PinnedRing(2))
+        moved = SlotState(**{f.name: getattr(state, f.name).to(device) for f in fields(state)})
+        # The interpreter takes no pinned memory.
+        sides = [SlotUpdates(each, mock.Mock(to_pinned=lambda x: x.to(device))) for each in (state, moved)]
         for slot in (0, 4, 8):
             first = int(torch.randint(0, 250, (), generator=g))
             blocks = torch.randint(0, 2**31 - 1, (300 - first,), generator=g)
-            updates.set_blocks(slot, first, blocks.tolist())
             want.block_tables_SM[slot, first:] = blocks.int()
             shares, counts = torch.rand(3, generator=g), torch.randint(0, 2**63 - 1, (2,), generator=g)
-            updates.set_sampling_params(slot, shares.tolist(), counts.tolist())
             want.float_params_3S[:, slot], want.int_params_2S[:, slot] = shares, counts
-        cells = updates.pop_updates()
-        moved = SlotState(**{f.name: getattr(state, f.name).to(device) for f in fields(state)})
-        step_triton.apply_updates_triton(moved, cells.to(device))
-        apply_updates_torch(state, cells)
+            for updates in sides:
+                updates.set_blocks(slot, first, blocks.tolist())
+                updates.set_sampling_params(slot, shares.tolist(), counts.tolist())
+        sides[0].send()
+        with launching_triton(step):
+            sides[1].send()
         for f in fields(want):
             for have in (state, moved):
                 assert torch.equal(getattr(want, f.name), getattr(have, f.name).cpu()), (seed, f.name)
@@ -373,7 +381,7 @@ def test_everything_works_without_triton() -> None:
 import sys
 sys.modules["triton"] = None
 import torch
-from peagle.kernels.step.step import build_draft_inputs
+from peagle.kernels.step import build_draft_inputs
 from peagle.kernels.sampling.sample import sample_tokens
 from peagle.kernels.sampling.verify import accept_draft_tokens
 params = torch.tensor([[1.0], [0.9], [0.1]]).expand(-1, 2), torch.tensor([[3, 3], [1, 1]])

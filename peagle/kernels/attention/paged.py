@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -64,6 +64,7 @@ def prefill_attention(inputs: PagedAttentionInputs) -> Tensor:
     """As `paged_attention` for any number of rows per sequence (`metadata.query_start_loc_B1`), up to whole prompts.
     q and k come rotated."""
     q_THd, metadata = inputs.q_THd, inputs.metadata
+    assert metadata.query_start_loc_B1 is not None and inputs.rope is None
     if not _runs_triton(q_THd):
         return paged_attention_torch(inputs)
     from peagle.kernels.attention.prefill_triton import prefill_attention_triton, write_kv_triton
@@ -71,27 +72,23 @@ def prefill_attention(inputs: PagedAttentionInputs) -> Tensor:
     plain = metadata.max_computed_tokens == 0 and inputs.window is None and inputs.sinks_H is None
     if plain and q_THd.dtype != torch.float32 and q_THd.shape[-1] <= _LIBRARY_MAX_WIDTH:
         batch, max_rows = len(metadata.num_computed_tokens_B), metadata.max_query_len
-        if len(q_THd) == batch * max_rows and max_rows % _CUDNN_ROW_MULTIPLE == 0:
+        if len(q_THd) == batch * max_rows and max_rows % _CUDNN_ROW_MULTIPLE == 0:  # padding must be finite
             write_kv_triton(inputs)
-            return _causal_attention_uniform(inputs)
+            q, k, v = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in inputs[:3])
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            return out.transpose(1, 2).flatten(0, 1)
         short = q_THd.shape[-1] >= _VARLEN_MIN_WIDTH and max_rows <= _VARLEN_MAX_ROWS
-        if short and _find_varlen_attention() is not None:
+        varlen_attention = _find_varlen_attention() if short else None
+        if varlen_attention is not None:  # padding must not be nan
             write_kv_triton(inputs)
-            return _causal_attention_varlen(inputs)
+            start_loc = metadata.query_start_loc_B1
+            return varlen_attention(*inputs[:3], start_loc, start_loc, max_rows, max_rows)
     return prefill_attention_triton(inputs)
 
 
-def _causal_attention_uniform(inputs: PagedAttentionInputs) -> Tensor:
-    """Causal attention of sequences of equal length with nothing cached. Padding must be finite."""
-    batch = len(inputs.metadata.num_computed_tokens_B)
-    q, k, v = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in inputs[:3])
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    return out.transpose(1, 2).flatten(0, 1)
-
-
 @cache
-def _find_varlen_attention() -> tuple[Callable[..., Any], dict[str, Any]] | None:
-    """Returns torch's varlen flash attention and the arguments that make it causal in this torch release."""
+def _find_varlen_attention() -> Callable[..., Tensor] | None:
+    """Returns torch's varlen flash attention, with the arguments that make it causal in this torch release."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -100,16 +97,7 @@ def _find_varlen_attention() -> tuple[Callable[..., Any], dict[str, Any]] | None
     causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in names else {"is_causal": True}
     if "enable_gqa" in names:  # earlier releases always allow fewer key/value heads
         causal["enable_gqa"] = True
-    return varlen_attn, causal
-
-
-def _causal_attention_varlen(inputs: PagedAttentionInputs) -> Tensor:
-    """Causal attention of sequences of different lengths with nothing cached. Padding must not be nan."""
-    found = _find_varlen_attention()
-    assert found is not None
-    varlen_attn, causal = found
-    start_loc, max_rows = inputs.metadata.get_query_start_loc(), inputs.metadata.max_query_len
-    return varlen_attn(*inputs[:3], start_loc, start_loc, max_rows, max_rows, **causal)
+    return partial(varlen_attn, **causal)
 
 
 @dataclass
@@ -120,10 +108,9 @@ class QuerySegment:
     rows: slice  # of T
     first_position: int  # of the first row
     first_key: int  # position of the first visible key
-    cache_slice: slice | None  # the keys in the flat cache, if the blocks are contiguous
-    block_ids: Tensor | None = None  # otherwise: the blocks to gather
-    num_skipped_slots: int = 0  # at the start of the first gathered block
-    causal: bool = False  # plain causal attention among the rows: nothing cached, no window applies
+    block_ids: Tensor | None  # the blocks to gather; None: they are contiguous in the cache
+    slots: slice  # of the keys, in the gathered blocks or in the whole cache
+    causal: bool  # plain causal attention among the rows: nothing cached, no window applies
     biases: dict[tuple[torch.dtype, int], Tensor] = field(default_factory=dict)
 
     def get_bias(self, dtype: torch.dtype, window: Window, repeat: int) -> Tensor:
@@ -150,10 +137,8 @@ class QueryPlan:
     """The host's view of a step: row segments, and the cache slots that receive the new keys and values."""
 
     segments: list[QuerySegment]
-    all_valid: bool
     valid_rows: Tensor | None  # indices into T; None: all rows
-    slot_mapping: Tensor  # cache slot of each valid row
-    slot_range: slice | None  # the same as a slice, if the slots are contiguous
+    slot_mapping: Tensor | slice  # cache slot of each valid row; a slice if they are contiguous
 
 
 def get_query_plan(metadata: PagedAttentionMetadata, block_size: int, window: Window) -> QueryPlan:
@@ -189,26 +174,17 @@ def build_query_plan(metadata: PagedAttentionMetadata, block_size: int, window: 
             first, end = start + at, start + min(at + step, count)
             first_key = max(0, first_visible_position(first, window))
             used = table[first_key // block_size : (end + block_size - 1) // block_size]
-            skipped = first_key % block_size
             rows = slice(first_row + at, first_row + end - start)
-            segment = QuerySegment(device, rows, first, first_key, None, causal=causal)
-            if used == list(range(used[0], used[0] + len(used))):
-                begin = used[0] * block_size + skipped
-                segment.cache_slice = slice(begin, begin + end - first_key)
-            else:
-                segment.block_ids, segment.num_skipped_slots = torch.tensor(used, device=device), skipped
-            segments.append(segment)
+            contiguous = used == list(range(used[0], used[0] + len(used)))
+            block_ids = None if contiguous else torch.tensor(used, device=device)
+            begin = first_key % block_size + (used[0] * block_size if contiguous else 0)
+            keys = slice(begin, begin + end - first_key)
+            segments.append(QuerySegment(device, rows, first, first_key, block_ids, keys, causal))
     all_valid = len(slots) == start_loc[-1]
-    slot_range = None
+    slot_mapping: Tensor | slice = torch.tensor(slots, dtype=torch.long, device=device)
     if slots and slots == list(range(slots[0], slots[0] + len(slots))):
-        slot_range = slice(slots[0], slots[0] + len(slots))
-    return QueryPlan(
-        segments,
-        all_valid,
-        None if all_valid else torch.tensor(valid_rows, dtype=torch.long, device=device),
-        torch.tensor(slots, dtype=torch.long, device=device),
-        slot_range,
-    )
+        slot_mapping = slice(slots[0], slots[0] + len(slots))
+    return QueryPlan(segments, None if all_valid else torch.tensor(valid_rows, device=device).long(), slot_mapping)
 
 
 def paged_attention_torch(inputs: PagedAttentionInputs) -> Tensor:
@@ -219,37 +195,24 @@ def paged_attention_torch(inputs: PagedAttentionInputs) -> Tensor:
     q_THd, k_TGd, v_TGd, cache_k, cache_v, metadata, window, _, rope = inputs
     if rope is not None:
         q_THd, k_TGd = rope.apply(q_THd, k_TGd)
-    block_size, kv_heads, width = cache_k.shape[1:]
-    plan = get_query_plan(metadata, block_size, window)
-    flat_k, flat_v = cache_k.view(-1, kv_heads, width), cache_v.view(-1, kv_heads, width)
-    for flat, new in ((flat_k, k_TGd), (flat_v, v_TGd)):
-        new = new if plan.valid_rows is None else new[plan.valid_rows]
-        if plan.slot_range is not None:
-            flat[plan.slot_range] = new
-        else:
-            flat.index_copy_(0, plan.slot_mapping, new)
-    if len(plan.segments) == 1 and plan.all_valid:
+    plan = get_query_plan(metadata, cache_k.shape[1], window)
+    for blocks, new in ((cache_k, k_TGd), (cache_v, v_TGd)):
+        blocks.flatten(0, 1)[plan.slot_mapping] = new if plan.valid_rows is None else new[plan.valid_rows]
+    if len(plan.segments) == 1 and plan.valid_rows is None:
         return _attend_segment(q_THd, plan.segments[0], inputs)
-    out_THd = q_THd.new_empty(q_THd.shape) if plan.all_valid else q_THd.new_zeros(q_THd.shape)
+    out_THd = q_THd.new_empty(q_THd.shape) if plan.valid_rows is None else q_THd.new_zeros(q_THd.shape)
     for segment in plan.segments:
         out_THd[segment.rows] = _attend_segment(q_THd[segment.rows], segment, inputs)
     return out_THd
 
 
-def _read_keys(cache: Tensor, segment: QuerySegment, num_keys: int) -> Tensor:
-    """Returns the segment's keys or values, [S, G, d]."""
-    if segment.cache_slice is not None:
-        return cache.view(-1, *cache.shape[2:])[segment.cache_slice]
-    assert segment.block_ids is not None
-    first = segment.num_skipped_slots
-    return cache.index_select(0, segment.block_ids).flatten(0, 1)[first : first + num_keys]
-
-
 def _attend_segment(q_NHd: Tensor, segment: QuerySegment, inputs: PagedAttentionInputs) -> Tensor:
     rows, heads, _ = q_NHd.shape
     window, sinks_H = inputs.window, inputs.sinks_H
-    num_keys = segment.first_position - segment.first_key + rows
-    k_SGd, v_SGd = (_read_keys(cache, segment, num_keys) for cache in (inputs.cache_k, inputs.cache_v))
+    caches = (inputs.cache_k, inputs.cache_v)
+    if segment.block_ids is not None:
+        caches = (caches[0].index_select(0, segment.block_ids), caches[1].index_select(0, segment.block_ids))
+    k_SGd, v_SGd = (blocks.flatten(0, 1)[segment.slots] for blocks in caches)
     if sinks_H is not None:
         return sink_attention(q_NHd, k_SGd, v_SGd, segment.get_bias(q_NHd.dtype, window, 1) == 0, sinks_H)
     if rows > _MAX_FOLDED_ROWS:
@@ -281,12 +244,11 @@ class SingleSequenceAttention:
 
     def __init__(self, keys: Tensor, values: Tensor, segment: QuerySegment, slot_range: slice) -> None:
         """`keys` and `values` are the caches of all layers, [layers, blocks, block size, G, d]."""
-        assert segment.cache_slice is not None
         flat_k, flat_v = keys.flatten(1, 2), values.flatten(1, 2)
         whole_context = keys.dtype == torch.float32 and segment.first_key == 0
         self.applies_rope = whole_context and skinny_cpu.supports_attention(keys.shape[-1])
         self.segment, self.rows = segment, slot_range.stop - slot_range.start
-        visible = flat_k[:, segment.cache_slice], flat_v[:, segment.cache_slice]
+        visible = flat_k[:, segment.slots], flat_v[:, segment.slots]
         if self.applies_rope:
             self.visible_k, self.visible_v = visible[0].unbind(0), visible[1].unbind(0)
         self.new_k, self.new_v = flat_k[:, slot_range].unbind(0), flat_v[:, slot_range].unbind(0)
@@ -300,11 +262,10 @@ class SingleSequenceAttention:
         if not keys.is_cpu or len(metadata.num_computed_tokens_B) != 1 or metadata.max_query_len > _MAX_FOLDED_ROWS:
             return None
         plan = get_query_plan(metadata, keys.shape[2], None)
-        if len(plan.segments) != 1 or not plan.all_valid:
+        whole = len(plan.segments) == 1 and plan.valid_rows is None and plan.segments[0].block_ids is None
+        if not whole or not isinstance(plan.slot_mapping, slice):
             return None
-        if plan.slot_range is None or plan.segments[0].cache_slice is None:
-            return None
-        return cls(keys, values, plan.segments[0], plan.slot_range)
+        return cls(keys, values, plan.segments[0], plan.slot_mapping)
 
     def attend_with_rope(self, layer: int, qkv_TX: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
         """Rotates q and k, writes k and v and attends, [T, H * d]. Requires `applies_rope` and a `sin` whose first

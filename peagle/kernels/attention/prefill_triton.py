@@ -204,7 +204,7 @@ def write_kv_triton(inputs: PagedAttentionInputs) -> None:
     _write_kernel[(_count_programs(len(k_TGd), metadata, program_rows), kv_heads)](
         *(k_TGd, v_TGd, cache_k, cache_v),
         *(metadata.block_tables_BM, metadata.num_computed_tokens_B, metadata.query_lens_B),
-        metadata.get_query_start_loc(),
+        metadata.query_start_loc_B1,
         batch,
         metadata.block_tables_BM.stride(0),
         *(*k_TGd.stride()[:2], *v_TGd.stride()[:2]),
@@ -248,7 +248,7 @@ def prefill_attention_triton(inputs: PagedAttentionInputs, launch: AttentionLaun
     _prefill_kernel[(_count_programs(total_rows, metadata, launch.rows), heads)](
         *(q_THd, k_TGd, v_TGd, q_THd if sinks_H is None else sinks_H, cache_k, cache_v, out),
         *(metadata.block_tables_BM, metadata.num_computed_tokens_B, metadata.query_lens_B),
-        metadata.get_query_start_loc(),
+        metadata.query_start_loc_B1,
         *(batch, window_size),
         metadata.block_tables_BM.stride(0),
         *get_qkv_strides(inputs),

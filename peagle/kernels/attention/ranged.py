@@ -22,8 +22,7 @@ from peagle.kernels.triton_utils import supports_triton_float
 
 _MAX_TRITON_WIDTH = 256
 
-Forward = Callable[[Tensor, Tensor, Tensor, KeyRanges, float], tuple[Tensor, Tensor]]
-Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
+Kernels = tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., tuple[Tensor, ...]]]  # forward and backward
 
 
 def _accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -41,18 +40,16 @@ def _ungroup(x: Tensor, rows: int) -> Tensor:
     return x.transpose(0, 1).flatten(1, 2)
 
 
-def _masked_scores(q: Tensor, k: Tensor, ranges: KeyRanges, rows: slice, keys: slice, scale: float) -> Tensor:
+def _masked_scores(q: Tensor, k: Tensor, ranges: KeyRanges, rows: slice, keys: slice) -> Tensor:
     """Returns [G, H / G * M, N] scores, -inf where a row does not see a key."""
     keys_N = torch.arange(keys.start, keys.stop, device=q.device)
     hidden_MN = (keys_N < ranges.lo_R[rows, None]) | (keys_N >= ranges.hi_R[rows, None])
-    scores = (q @ k.mT).mul_(scale)
+    scores = (q @ k.mT).mul_(q.shape[-1] ** -0.5)
     scores.unflatten(1, (-1, len(hidden_MN))).masked_fill_(hidden_MN, float("-inf"))
     return scores
 
 
-def forward_torch(
-    q_RHd: Tensor, k_SGd: Tensor, v_SGd: Tensor, ranges: KeyRanges, scale: float
-) -> tuple[Tensor, Tensor]:
+def forward_torch(q_RHd: Tensor, k_SGd: Tensor, v_SGd: Tensor, ranges: KeyRanges) -> tuple[Tensor, Tensor]:
     """Computes output and log-sum-exp chunk by chunk of rows, each over the keys that any of its rows sees."""
     dtype, kv_heads = _accumulate_dtype(q_RHd.dtype), k_SGd.shape[1]
     out_RHd = torch.empty_like(q_RHd, memory_format=torch.contiguous_format)
@@ -60,7 +57,7 @@ def forward_torch(
     for rows, keys in ranges.get_chunks(q_RHd.shape[1]):
         q = _group_by_kv_head(q_RHd[rows], kv_heads, dtype)
         k, v = (x[keys].to(dtype).transpose(0, 1) for x in (k_SGd, v_SGd))
-        scores = _masked_scores(q, k, ranges, rows, keys, scale)
+        scores = _masked_scores(q, k, ranges, rows, keys)
         row_max = scores.new_full(scores.shape[:2], float("-inf")) if not scores.shape[2] else scores.amax(-1)
         row_max = row_max.masked_fill(row_max == float("-inf"), 0.0)
         p = scores.sub_(row_max[..., None]).exp_()
@@ -72,17 +69,10 @@ def forward_torch(
 
 
 def backward_torch(
-    q_RHd: Tensor,
-    k_SGd: Tensor,
-    v_SGd: Tensor,
-    out_RHd: Tensor,
-    lse_RH: Tensor,
-    ranges: KeyRanges,
-    scale: float,
-    dout_RHd: Tensor,
-    dlse_RH: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    saved: tuple[Tensor, ...], ranges: KeyRanges, dout_RHd: Tensor, dlse_RH: Tensor | None
+) -> tuple[Tensor, ...]:
     """Computes the gradients of q, k and v; recomputes the scores chunk by chunk."""
+    q_RHd, k_SGd, v_SGd, out_RHd, lse_RH = saved
     dtype, kv_heads = _accumulate_dtype(q_RHd.dtype), k_SGd.shape[1]
     dq_RHd = torch.empty_like(q_RHd, memory_format=torch.contiguous_format)
     dk_SGd, dv_SGd = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (k_SGd, v_SGd))
@@ -95,31 +85,25 @@ def backward_torch(
         q, dout = (_group_by_kv_head(x[rows], kv_heads, dtype) for x in (q_RHd, dout_RHd))
         k, v = (x[keys].to(dtype).transpose(0, 1) for x in (k_SGd, v_SGd))
         lse, delta = (_group_by_kv_head(x[rows, :, None], kv_heads, dtype) for x in (lse_RH, delta_RH))
-        p = _masked_scores(q, k, ranges, rows, keys, scale).sub_(lse).exp_()
+        p = _masked_scores(q, k, ranges, rows, keys).sub_(lse).exp_()
         dv_SGd[keys] += (p.mT @ dout).transpose(0, 1)
-        ds = (dout @ v.mT).sub_(delta).mul_(p).mul_(scale)
+        ds = (dout @ v.mT).sub_(delta).mul_(p).mul_(q.shape[-1] ** -0.5)
         dk_SGd[keys] += (ds.mT @ q).transpose(0, 1)
         dq_RHd[rows] = _ungroup(ds @ k, rows.stop - rows.start).to(dq_RHd.dtype)
     return dq_RHd, dk_SGd.to(k_SGd.dtype), dv_SGd.to(v_SGd.dtype)
 
 
 class RangedAttentionFunction(torch.autograd.Function):
-    """Saves q, k, v, out and lse; the given backward function recomputes the scores."""
+    """Saves q, k, v, out and lse; the backward kernel recomputes the scores."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q_RHd: Tensor,
-        k_SGd: Tensor,
-        v_SGd: Tensor,
-        ranges: KeyRanges,
-        scale: float,
-        forward: Forward,
-        backward: Backward,
+        ctx: Any, q_RHd: Tensor, k_SGd: Tensor, v_SGd: Tensor, ranges: KeyRanges, kernels: Kernels
     ) -> tuple[Tensor, Tensor]:
-        out_RHd, lse_RH = forward(q_RHd, k_SGd, v_SGd, ranges, scale)
+        forward_kernel, ctx.backward_kernel = kernels
+        out_RHd, lse_RH = forward_kernel(q_RHd, k_SGd, v_SGd, ranges)
         ctx.save_for_backward(q_RHd, k_SGd, v_SGd, out_RHd, lse_RH)
-        ctx.ranges, ctx.scale, ctx.backward_fn = ranges, scale, backward
+        ctx.ranges = ranges
         ctx.set_materialize_grads(False)
         return out_RHd, lse_RH
 
@@ -127,44 +111,28 @@ class RangedAttentionFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout_RHd: Tensor | None, dlse_RH: Tensor | None) -> tuple[Tensor | None, ...]:
         if dout_RHd is None and dlse_RH is None:
-            return (None,) * 7
-        q_RHd, k_SGd, v_SGd, out_RHd, lse_RH = ctx.saved_tensors
+            return (None,) * 5
         if dout_RHd is None:
-            dout_RHd = torch.zeros_like(out_RHd)
-        grads = ctx.backward_fn(q_RHd, k_SGd, v_SGd, out_RHd, lse_RH, ctx.ranges, ctx.scale, dout_RHd, dlse_RH)
-        return *grads, None, None, None, None
+            dout_RHd = torch.zeros_like(ctx.saved_tensors[3])
+        return *ctx.backward_kernel(ctx.saved_tensors, ctx.ranges, dout_RHd, dlse_RH), None, None
 
 
-def _checked_scale(q_RHd: Tensor, k_SGd: Tensor, v_SGd: Tensor, ranges: KeyRanges, scale: float | None) -> float:
-    assert len(ranges) == len(q_RHd) and k_SGd.shape == v_SGd.shape, (q_RHd.shape, k_SGd.shape, v_SGd.shape)
-    assert q_RHd.shape[1] % k_SGd.shape[1] == 0 and q_RHd.shape[2] == k_SGd.shape[2], (q_RHd.shape, k_SGd.shape)
-    assert q_RHd.dtype == k_SGd.dtype == v_SGd.dtype, (q_RHd.dtype, k_SGd.dtype, v_SGd.dtype)
-    return q_RHd.shape[-1] ** -0.5 if scale is None else scale
-
-
-def ranged_attention_torch(
-    q_RHd: Tensor, k_SGd: Tensor, v_SGd: Tensor, ranges: KeyRanges, scale: float | None = None
-) -> tuple[Tensor, Tensor]:
-    """As `ranged_attention`, in plain torch."""
-    scale = _checked_scale(q_RHd, k_SGd, v_SGd, ranges, scale)
-    return RangedAttentionFunction.apply(q_RHd, k_SGd, v_SGd, ranges, scale, forward_torch, backward_torch)
-
-
-def ranged_attention(
-    q_RHd: Tensor, k_SGd: Tensor, v_SGd: Tensor, ranges: KeyRanges, scale: float | None = None
-) -> tuple[Tensor, Tensor]:
+def ranged_attention(q_RHd: Tensor, k_SGd: Tensor, v_SGd: Tensor, ranges: KeyRanges) -> tuple[Tensor, Tensor]:
     """Computes attention over each row's key range.
 
     Returns the output [R, H, d] and the log-sum-exp of each row [R, H] in fp32 (fp64 for fp64 inputs). Both are
-    differentiable in q, k and v. A row without keys has output 0, lse -inf and no gradient. `scale` defaults to
-    d ** -0.5. All ranges must lie within the keys, and all keys and values must be finite, visible or not.
+    differentiable in q, k and v. A row without keys has output 0, lse -inf and no gradient. All ranges must lie within
+    the keys, and all keys and values must be finite, visible or not.
     """
-    if not supports_triton_float(q_RHd) or q_RHd.shape[-1] > _MAX_TRITON_WIDTH:
-        return ranged_attention_torch(q_RHd, k_SGd, v_SGd, ranges, scale)
-    from peagle.kernels.attention.ranged_triton import backward_triton, forward_triton
+    assert len(ranges) == len(q_RHd) and k_SGd.shape == v_SGd.shape, (q_RHd.shape, k_SGd.shape, v_SGd.shape)
+    assert q_RHd.shape[1] % k_SGd.shape[1] == 0 and q_RHd.shape[2] == k_SGd.shape[2], (q_RHd.shape, k_SGd.shape)
+    assert q_RHd.dtype == k_SGd.dtype == v_SGd.dtype, (q_RHd.dtype, k_SGd.dtype, v_SGd.dtype)
+    kernels: Kernels = (forward_torch, backward_torch)
+    if supports_triton_float(q_RHd) and q_RHd.shape[-1] <= _MAX_TRITON_WIDTH:
+        from peagle.kernels.attention.ranged_triton import backward_triton, forward_triton
 
-    scale = _checked_scale(q_RHd, k_SGd, v_SGd, ranges, scale)
-    return RangedAttentionFunction.apply(q_RHd, k_SGd, v_SGd, ranges, scale, forward_triton, backward_triton)
+        kernels = (forward_triton, backward_triton)
+    return RangedAttentionFunction.apply(q_RHd, k_SGd, v_SGd, ranges, kernels)
 
 
 def _merge_weights(lse_a: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -196,26 +164,18 @@ def merge_backward_torch(
 
 
 class MergeAttnStatesFunction(torch.autograd.Function):
-    """Merges two attention states with the given forward and backward functions."""
-
     @staticmethod
     def forward(
-        ctx: Any,
-        out_a: Tensor,
-        lse_a: Tensor,
-        out_b: Tensor,
-        lse_b: Tensor,
-        forward: Callable[..., tuple[Tensor, Tensor]],
-        backward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]],
+        ctx: Any, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, kernels: Kernels
     ) -> tuple[Tensor, Tensor]:
+        forward_kernel, ctx.backward_kernel = kernels
         ctx.save_for_backward(out_a, lse_a, out_b, lse_b)
-        ctx.backward_fn = backward
-        return forward(out_a, lse_a, out_b, lse_b)
+        return forward_kernel(out_a, lse_a, out_b, lse_b)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
-        return *ctx.backward_fn(*ctx.saved_tensors, dout, dlse), None, None
+        return *ctx.backward_kernel(*ctx.saved_tensors, dout, dlse), None
 
 
 def merge_attn_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -225,8 +185,9 @@ def merge_attn_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
     -inf.
     """
     assert out_a.shape == out_b.shape and lse_a.shape == lse_b.shape == out_a.shape[:2], (out_a.shape, out_b.shape)
-    if not supports_triton_float(out_a) or not len(out_a):
-        return MergeAttnStatesFunction.apply(out_a, lse_a, out_b, lse_b, merge_forward_torch, merge_backward_torch)
-    from peagle.kernels.attention.merge_triton import merge_backward_triton, merge_forward_triton
+    kernels: Kernels = (merge_forward_torch, merge_backward_torch)
+    if supports_triton_float(out_a) and len(out_a):
+        from peagle.kernels.attention.merge_triton import merge_backward_triton, merge_forward_triton
 
-    return MergeAttnStatesFunction.apply(out_a, lse_a, out_b, lse_b, merge_forward_triton, merge_backward_triton)
+        kernels = (merge_forward_triton, merge_backward_triton)
+    return MergeAttnStatesFunction.apply(out_a, lse_a, out_b, lse_b, kernels)

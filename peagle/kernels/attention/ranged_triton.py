@@ -335,12 +335,10 @@ def forward_triton(
     k_SGd: Tensor,
     v_SGd: Tensor,
     ranges: KeyRanges,
-    scale: float,
     launch: AttentionLaunch | None = None,
     tma: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Computes out and lse; `launch` and `tma` override the choices."""
-    assert scale > 0, scale
     q, k, v = with_unit_stride(q_RHd), with_unit_stride(k_SGd), with_unit_stride(v_SGd)
     rows, heads, width = q.shape
     if not rows or not len(k):
@@ -354,27 +352,23 @@ def forward_triton(
         *(ranges.lo_R, ranges.hi_R, out_RHd, lse_HR),
         rows,
         *(*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *out_RHd.stride()[:2]),
-        scale * math.log2(math.e),
+        width**-0.5 * math.log2(math.e),
         **_launch_options(q, k, launch, tma),
     )
     return out_RHd, lse_HR.T
 
 
 def backward_triton(
-    q_RHd: Tensor,
-    k_SGd: Tensor,
-    v_SGd: Tensor,
-    out_RHd: Tensor,
-    lse_RH: Tensor,
+    saved: tuple[Tensor, ...],
     ranges: KeyRanges,
-    scale: float,
     dout_RHd: Tensor,
     dlse_RH: Tensor | None,
     launch: AttentionLaunch | None = None,
     tma: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes the gradients of q, k and v; `launch` and `tma` override the choices."""
-    q, k, v, dout = (with_unit_stride(x) for x in (q_RHd, k_SGd, v_SGd, dout_RHd))
+    *qkv, out_RHd, lse_RH = saved
+    q, k, v, dout = (with_unit_stride(x) for x in (*qkv, dout_RHd))
     (rows, heads, width), (keys, kv_heads, _) = q.shape, k.shape
     if not rows or not keys:
         return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
@@ -394,7 +388,7 @@ def backward_triton(
         ROWS=64,
     )
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *dout.stride()[:2])
-    scale2 = scale * math.log2(math.e)
+    scale2 = width**-0.5 * math.log2(math.e)
 
     def tiles(launch: AttentionLaunch) -> tuple[Tensor | TensorDescriptor, ...]:
         sizes = (launch.rows, launch.tile, launch.tile, launch.rows)

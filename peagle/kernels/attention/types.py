@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from peagle.config import Window
-from peagle.kernels.host_transfer import copy_to_device
 
 # The torch version processes chunks of at most this many scores over all heads: 16 MB in fp32.
 MAX_CHUNK_SCORES = 4 << 20
@@ -71,17 +70,7 @@ class PagedAttentionMetadata:
     max_query_len: int  # most query rows of any sequence, including padding
     query_start_loc_B1: Tensor | None = None  # int32: cumulative row counts; None: each sequence has max_query_len rows
     max_computed_tokens: int | None = None  # upper bound of num_computed_tokens_B; None: the block table's capacity
-    _uniform_start_loc_B1: Tensor | None = field(default=None, init=False, repr=False, compare=False)
     torch_plans: dict[tuple[int, Window], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-
-    def get_query_start_loc(self) -> Tensor:
-        """Returns `query_start_loc_B1`, computed if all sequences have the same number of rows."""
-        if self.query_start_loc_B1 is not None:
-            return self.query_start_loc_B1
-        if self._uniform_start_loc_B1 is None:
-            batch, device = len(self.num_computed_tokens_B), self.num_computed_tokens_B.device
-            self._uniform_start_loc_B1 = torch.arange(batch + 1, dtype=torch.int32, device=device) * self.max_query_len
-        return self._uniform_start_loc_B1
 
 
 class PagedAttentionInputs(NamedTuple):
@@ -112,7 +101,6 @@ def pad_row_count(rows: int) -> int:
     return -(-rows // 4) * 4
 
 
-@dataclass(frozen=True, eq=False)
 class KeyRanges:
     """Row r sees keys lo_R[r] <= j < hi_R[r], none if hi <= lo. Neither lo nor hi decreases from row to row.
 
@@ -128,25 +116,17 @@ class KeyRanges:
                               end          3          5         5      end of the rows that see any key
     """
 
-    lo_R: Tensor
-    hi_R: Tensor
-    bounds: Tensor = field(init=False, repr=False)  # lo and hi as one int32 tensor [2, pad_row_count(R)]
-    _chunks: dict[int, list[tuple[slice, slice]]] = field(default_factory=dict, init=False, repr=False)
-    _spans: dict[tuple[int, int], Tensor] = field(default_factory=dict, init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        rows = len(self.lo_R)
-        assert self.lo_R.shape == self.hi_R.shape == (rows,), (self.lo_R.shape, self.hi_R.shape)
-        bounds = self.lo_R.new_zeros(2, pad_row_count(rows), dtype=torch.int32)
-        bounds[0, :rows], bounds[1, :rows] = self.lo_R, self.hi_R
-        for name, value in (("bounds", bounds), ("lo_R", bounds[0, :rows]), ("hi_R", bounds[1, :rows])):
-            object.__setattr__(self, name, value)
+    def __init__(self, lo_R: Tensor, hi_R: Tensor) -> None:
+        rows = len(lo_R)
+        assert lo_R.shape == hi_R.shape == (rows,), (lo_R.shape, hi_R.shape)
+        self.bounds = lo_R.new_zeros(2, pad_row_count(rows), dtype=torch.int32)  # lo and hi
+        self.bounds[0, :rows], self.bounds[1, :rows] = lo_R, hi_R
+        self.lo_R, self.hi_R = self.bounds[0, :rows], self.bounds[1, :rows]
+        self._chunks: dict[int, list[tuple[slice, slice]]] = {}
+        self._spans: dict[tuple[int, int], Tensor] = {}
 
     def __len__(self) -> int:
         return len(self.lo_R)
-
-    def to(self, device: torch.device | str) -> KeyRanges:
-        return KeyRanges(copy_to_device(self.lo_R, device), copy_to_device(self.hi_R, device))
 
     def get_row_spans(self, num_keys: int, tile: int) -> Tensor:
         """Returns first, full_first, full_end and end of each key tile, [4, tiles] int32; see the example above.

@@ -30,9 +30,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from peagle.config import LOSS_LOGITS, OBJECTIVES, Objective
+from peagle.config import LK_ETA, LOSS_LOGITS, MIN_ACCEPTANCE, OBJECTIVES, Objective
 from peagle.kernels.host_transfer import copy_to_device
-from peagle.kernels.loss.linear_loss_torch import compute_row_losses_torch
 from peagle.kernels.triton_utils import supports_triton_float
 
 _TORCH_COPIES = 8  # of a chunk's logits, made by the torch version: its chunks are smaller by this factor
@@ -152,6 +151,42 @@ class StaticLossShape:
         return LossSchedule(order_R, positions_P, index_R, self.chunks)
 
 
+def compute_row_losses_torch(
+    z_CV: Tensor,
+    t_QU: Tensor,
+    position_index_C: Tensor,
+    weight_C: Tensor,
+    draft_ids: Tensor | None,
+    objective: Objective,
+    gradient: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Computes loss, acceptance, match and teacher token [C] of rows with student logits z and teacher logits
+    t[position_index]; see `LinearLossOutput`. With `gradient`, overwrites z with the gradient of sum weight * loss.
+    """
+    exact = torch.float64 if z_CV.dtype == torch.float64 else torch.float32
+    log_q = z_CV.to(exact).log_softmax(-1)
+    log_p_QU = t_QU.to(exact).log_softmax(-1)
+    log_p = (log_p_QU if draft_ids is None else log_p_QU[:, draft_ids])[position_index_C]
+    q, p = log_q.exp(), log_p.exp()
+    acceptance = torch.minimum(p, q).sum(-1)
+    ce = -(p * log_q).sum(-1)
+    kl = ce + (p * log_p.masked_fill(p == 0, 0.0)).sum(-1)
+    tv = 1 - acceptance
+    lam = (-LK_ETA * acceptance).exp()
+    floor = acceptance.clamp(min=MIN_ACCEPTANCE)
+    loss = {"ce": ce, "kl": kl, "tv": tv, "lk": -floor.log(), "lk-hybrid": lam * kl + (1 - lam) * tv}[objective]
+    student_token = z_CV.argmax(-1) if draft_ids is None else draft_ids[z_CV.argmax(-1)]
+    teacher_token = t_QU.argmax(-1)[position_index_C]
+    if gradient:
+        below = q < p
+        dz_kl = q * p.sum(-1, keepdim=True) - p
+        dz_tv = q * ((q * below).sum(-1, keepdim=True) - below.to(exact))
+        lam, floor = lam[:, None], floor[:, None]
+        dz = {"ce": dz_kl, "kl": dz_kl, "tv": dz_tv, "lk": dz_tv / floor, "lk-hybrid": lam * dz_kl + (1 - lam) * dz_tv}
+        z_CV.copy_(dz[objective] * weight_C[:, None])
+    return loss, acceptance, student_token == teacher_token, teacher_token
+
+
 def _add_head_gradient(into_VD: Tensor, dz_CV: Tensor, hidden_CD: Tensor) -> None:
     """Adds dz.T @ hidden to `into_VD` in fp32, in slices that keep the temporary product small."""
     half = dz_CV.is_cuda and dz_CV.dtype in (torch.bfloat16, torch.float16)
@@ -225,14 +260,6 @@ class LinearLossFunction(torch.autograd.Function):
         return dhidden, dhead, *(None,) * 7
 
 
-def _choose_row_losses(hidden_RD: Tensor, teacher: Teacher) -> RowLossFn:
-    if not supports_triton_float(hidden_RD) or not supports_triton_float(teacher.hidden_PT):
-        return compute_row_losses_torch
-    from peagle.kernels.loss.linear_loss_triton import compute_row_losses_triton
-
-    return compute_row_losses_triton
-
-
 def linear_loss(
     hidden_RD: Tensor,
     head_VD: Tensor,
@@ -259,7 +286,12 @@ def linear_loss(
     assert teacher.hidden_PT.dtype == teacher.head_UT.dtype, (teacher.hidden_PT.dtype, teacher.head_UT.dtype)
     vocab = len(teacher.head_UT) if teacher.draft_ids is None else len(teacher.draft_ids)
     assert len(head_VD) == vocab, (len(head_VD), vocab)
-    row_losses = row_losses or _choose_row_losses(hidden_RD, teacher)
+    if row_losses is None:
+        row_losses = compute_row_losses_torch
+        if supports_triton_float(hidden_RD) and supports_triton_float(teacher.hidden_PT):
+            from peagle.kernels.loss.linear_loss_triton import compute_row_losses_triton
+
+            row_losses = compute_row_losses_triton
     if isinstance(position_R, LossSchedule):
         schedule = position_R
     else:

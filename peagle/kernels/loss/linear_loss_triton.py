@@ -22,8 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from peagle.config import LK_ETA, OBJECTIVES, Objective
-from peagle.kernels.loss.linear_loss_torch import MIN_ACCEPTANCE
+from peagle.config import LK_ETA, MIN_ACCEPTANCE, OBJECTIVES, Objective
 
 _LOG2E = tl.constexpr(math.log2(math.e))
 _LN2 = tl.constexpr(math.log(2.0))

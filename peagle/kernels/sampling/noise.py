@@ -1,14 +1,18 @@
-"""Noise of sampling as a pure function of (seed, position, token): the Philox generator in plain torch.
+"""Noise of sampling as a pure function of (seed, position, token): the Philox generator in plain torch and Triton.
 
 Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011), as in tl.philox. One call makes four
 words, which four tokens share: in each block of 4096 ids, those that are equal modulo 1024. The four are a fixed
 distance apart, so the GPU needs no exchange between threads.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from peagle.kernels.triton_utils import HAVE_TRITON
 
 LANES = 1024  # Philox calls per block of tokens
 BLOCK = 4 * LANES
@@ -18,6 +22,29 @@ SAMPLE_STREAM, ACCEPT_STREAM = 0, 1
 _MASK = 0xFFFFFFFF
 _LARGEST_UNIFORM = 1.0 - 2.0**-24  # the largest fp32 below 1
 _SERIES_LIMIT = 1.0 / 16.0  # below this, -log(1 - w) is summed as a series, since 1 - w would lose bits of w
+
+if HAVE_TRITON:
+    import triton
+    from triton import language as tl
+
+    @triton.jit
+    def philox_words(seed, position, call, STREAM: tl.constexpr):
+        """Returns four words for each Philox call of a block; seed is a scalar, position a scalar or a block."""
+        zero = call * 0
+        return tl.philox(seed, call, zero + position.to(tl.int32), zero, zero + STREAM)
+
+    @triton.jit
+    def uniform(bits):
+        """Computes `uniform_torch` of a block of uint32."""
+        return tl.minimum(bits.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10, 0.99999994)
+
+    @triton.jit
+    def gumbel(bits):
+        """Computes `gumbel_torch` of a block of uint32."""
+        w = uniform(bits)
+        series = 0.25 + w * (0.2 + w * 0.16666666666666666)
+        series = w * (1.0 + w * (0.5 + w * (0.3333333333333333 + w * series)))
+        return -tl.log(tl.where(w < 0.0625, series, -tl.log(1.0 - w)))
 
 
 def philox_torch(seed: Tensor, c0: Tensor, c1: Tensor, c2: int, c3: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
