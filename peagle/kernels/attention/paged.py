@@ -197,7 +197,8 @@ def paged_attention_torch(inputs: PagedAttentionInputs) -> Tensor:
         q_THd, k_TGd = rope.apply(q_THd, k_TGd)
     plan = get_query_plan(metadata, cache_k.shape[1], window)
     for blocks, new in ((cache_k, k_TGd), (cache_v, v_TGd)):
-        blocks.flatten(0, 1)[plan.slot_mapping] = new if plan.valid_rows is None else new[plan.valid_rows]
+        flat = blocks.view(-1, *blocks.shape[2:])  # never a copy
+        flat[plan.slot_mapping] = new if plan.valid_rows is None else new[plan.valid_rows]
     if len(plan.segments) == 1 and plan.valid_rows is None:
         return _attend_segment(q_THd, plan.segments[0], inputs)
     out_THd = q_THd.new_empty(q_THd.shape) if plan.valid_rows is None else q_THd.new_zeros(q_THd.shape)
