@@ -87,7 +87,7 @@ def prefill_attention(inputs: PagedAttentionInputs) -> Tensor:
 
 
 @cache
-def _find_varlen_attention() -> Callable[..., Tensor] | None:
+def _find_varlen_attention() -> Callable[..., Any] | None:
     """Returns torch's varlen flash attention, with the arguments that make it causal in this torch release."""
     try:
         from torch.nn.attention.varlen import varlen_attn
