@@ -30,7 +30,7 @@ from peagle.engine.llm import LLM
 from peagle.server.engine_client import EngineClient
 from peagle.server.engine_core import EngineCore, run_engine
 from peagle.server.engine_messages import AbortRequest
-from peagle.server.server import bind_socket, build_server
+from peagle.server.server import bind_socket, build_server, find_event_loop
 from peagle.server.server_context import ServerContext
 
 MODEL = "small"
@@ -158,7 +158,8 @@ class LocalServer:
             await serving
 
         try:
-            asyncio.run(main())
+            with asyncio.Runner(loop_factory=find_event_loop()) as runner:
+                runner.run(main())
         except BaseException as error:
             self._failure = error
             self._started.set()

@@ -28,7 +28,15 @@ class Detokenizer:
     def add_token(self, token: int) -> bool:
         """Adds a token. Returns True once a stop string is complete; `text` then ends before it."""
         self.num_tokens += 1
-        self._window.append(token)
+        return self._add_text(self._decode_new_text([token]))
+
+    def add_tokens(self, tokens: Sequence[int]) -> None:
+        """Adds tokens at the cost of one. For detokenizers without stop strings."""
+        self.num_tokens += len(tokens)
+        self.text += self._decode_new_text(tokens)
+
+    def _decode_new_text(self, tokens: Sequence[int]) -> str:
+        self._window += tokens
         num_known_chars = len(self.decode(self._window[: self._num_context_tokens])) + self._num_added_chars
         window_text = self.decode(self._window)
         new_text = window_text.rstrip(REPLACEMENT_CHARACTER)[num_known_chars:]
@@ -38,7 +46,7 @@ class Detokenizer:
             self._num_added_chars = 0
         else:
             self._num_added_chars += len(new_text)
-        return self._add_text(new_text)
+        return new_text
 
     def _add_text(self, new_text: str) -> bool:
         num_chars = len(self.text)

@@ -99,8 +99,7 @@ class EngineConnection(asyncio.Protocol):
         self.closed = asyncio.Event()
         self._reader = MessageReader(EngineMessage)
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self.transport = transport
 
     def data_received(self, data: bytes) -> None:

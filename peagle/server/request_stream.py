@@ -111,19 +111,17 @@ class Completion:
         return self.finish_reason is not None
 
     def _detokenize(self) -> None:
-        num_text_tokens = len(self.token_ids) - self._ends_with_stop_token
-        if self.finish_reason is not None and self._num_detokenized == 0 and not self.params.stop:
-            self._detokenizer.text = self._detokenizer.decode(self.token_ids[:num_text_tokens])
-            self._num_detokenized = num_text_tokens
-            return
-        while self._num_detokenized < num_text_tokens:
-            token = self.token_ids[self._num_detokenized]
-            self._num_detokenized += 1
-            if self._detokenizer.add_token(token):
-                self.finish_reason, self.stop_reason = "stop", self._detokenizer.stop_reason
-                for tokens in (self.token_ids, self._logprobs, self._is_draft_token):
-                    del tokens[self._num_detokenized :]
-                return
+        new_tokens = self.token_ids[self._num_detokenized : len(self.token_ids) - self._ends_with_stop_token]
+        self._num_detokenized += len(new_tokens)
+        if self.params.stop:
+            for i, token in enumerate(new_tokens, 1 + self._num_detokenized - len(new_tokens)):
+                if self._detokenizer.add_token(token):
+                    self.finish_reason, self.stop_reason = "stop", self._detokenizer.stop_reason
+                    for per_token in (self.token_ids, self._logprobs, self._is_draft_token):
+                        del per_token[i:]
+                    return
+        elif new_tokens:
+            self._detokenizer.add_tokens(new_tokens)
         if self.finish_reason is not None:
             self._detokenizer.finish()
 

@@ -12,9 +12,8 @@ import socket
 from collections.abc import Callable
 from types import FrameType
 
-import h11
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from peagle.config import ServeSettings
 from peagle.errors import UserError
@@ -26,30 +25,51 @@ from peagle.server.logs import log_event
 
 MAX_OPEN_FILES = 1 << 16  # connections are files; idle clients soon reach the usual limit of 1024
 BACKLOG = 2048
+MAX_HEADER_BYTES = 32 << 10
+MAX_HEADERS = 128
 
 
-class TimeoutProtocol(H11Protocol):
-    """Closes connections whose request header does not arrive in time. uvicorn itself has no such limit."""
+class LimitedProtocol(HttpToolsProtocol):
+    """Limits the time and the size of a request's header. uvicorn itself has no such limits."""
 
     header_timeout_s = ServeSettings.header_timeout_s
     _header_timer: asyncio.TimerHandle | None = None
+    _num_header_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._start_timer()
 
     def data_received(self, data: bytes) -> None:
+        if self._header_timer is None and (self.cycle is None or self.cycle.response_complete):
+            self._start_timer()  # the next request on this connection begins
+        if self._header_timer is not None:
+            self._num_header_bytes += len(data)
+            if self._num_header_bytes > MAX_HEADER_BYTES and not self._is_complete(data):
+                self.send_400_response(f"the header has more than {MAX_HEADER_BYTES} bytes")
+                return
         super().data_received(data)
-        if self.cycle is not None and not self.cycle.response_complete:
-            self._stop_timer()
-        elif self._header_timer is None:  # the next request on this connection begins
-            self._start_timer()
+
+    def _is_complete(self, data: bytes) -> bool:
+        """The header ends within this data, early enough."""
+        end = data.find(b"\r\n\r\n")
+        return 0 <= end <= MAX_HEADER_BYTES - (self._num_header_bytes - len(data))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        if len(self.headers) > MAX_HEADERS:
+            raise ValueError("too many headers")  # the parser refuses the request
+
+    def on_headers_complete(self) -> None:
+        self._stop_timer()
+        super().on_headers_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         super().connection_lost(exc)
 
     def _start_timer(self) -> None:
+        self._num_header_bytes = 0
         self._header_timer = self.loop.call_later(self.header_timeout_s, self._close)
 
     def _stop_timer(self) -> None:
@@ -65,18 +85,9 @@ class TimeoutProtocol(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Reports invalid HTTP in OpenAI's error format."""
         body = json.dumps(ApiError(400, msg, code="invalid_http").body).encode()
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-            (b"connection", b"close"),
-        ]
-        if self.conn.our_state is h11.IDLE or self.conn.our_state is h11.SEND_RESPONSE:
-            events = (
-                h11.Response(status_code=400, headers=headers, reason=b"Bad Request"),
-                h11.Data(data=body),
-                h11.EndOfMessage(),
-            )
-            self.transport.write(b"".join(self.conn.send(event) or b"" for event in events))
+        if self.cycle is None or self.cycle.response_complete:  # otherwise it would mix with another response
+            head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+            self.transport.write(f"{head}\r\nconnection: close\r\n\r\n".encode() + body)
         self.transport.close()
 
 
@@ -133,7 +144,7 @@ def build_server(
     drafter: str | None = None,
     num_speculative_tokens: int | str | None = None,
 ) -> DrainingServer:
-    protocol = type("Protocol", (TimeoutProtocol,), {"header_timeout_s": settings.header_timeout_s})
+    protocol = type("Protocol", (LimitedProtocol,), {"header_timeout_s": settings.header_timeout_s})
     config = uvicorn.Config(
         build_app(engine, settings, drafter, num_speculative_tokens),
         http=protocol,
@@ -181,7 +192,8 @@ def run_server(
         if engine.info is None and engine.fatal_error is not None:
             raise engine.fatal_error
 
-    asyncio.run(main())
+    with asyncio.Runner(loop_factory=find_event_loop()) as runner:
+        runner.run(main())
 
 
 def _describe_engine(info: EngineInfo, model: str, drafter_and_k: str, address: str) -> str:
@@ -190,6 +202,15 @@ def _describe_engine(info: EngineInfo, model: str, drafter_and_k: str, address: 
         f"ready: {model}, drafter {drafter_and_k}, max_model_len {info.max_model_len}, "
         f"max_num_seqs {info.max_num_seqs}, {info.dtype} on {info.device}, {memory}, at {address}"
     )
+
+
+def find_event_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop's, which is faster, where it is installed."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
 
 
 def _raise_file_limit() -> None:

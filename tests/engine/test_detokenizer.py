@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given
@@ -63,6 +63,18 @@ def test_equals_decoding_all_tokens(tokens: list[int], stop: Sequence[str], min_
     else:
         detokenizer.finish()
         assert detokenizer.text == decode(tokens)
+
+
+@many(400)
+@given(st.lists(TOKENS, min_size=1, max_size=6), st.sampled_from([decode, decode_words]))
+def test_tokens_in_groups(groups: list[list[int]], decode: Callable[[list[int]], str]) -> None:
+    detokenizer, tokens = Detokenizer(decode), []
+    for group in groups:
+        detokenizer.add_tokens(group)
+        tokens += group
+        assert detokenizer.text == decode(tokens).rstrip("\ufffd")
+    detokenizer.finish()
+    assert detokenizer.text == decode(tokens)
 
 
 @many(100)

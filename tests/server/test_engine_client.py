@@ -114,7 +114,7 @@ def test_a_large_body_gets_413(served: LocalServer, expected: str) -> None:
     assert served.request("/v1/completions", ten)[0] == 413
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     with connect(served) as one:  # announced, and never sent
-        one.sendall(head + b"Content-Length: 99999999999999999999\r\n\r\n")
+        one.sendall(head + b"Content-Length: 9999999999999999\r\n\r\n")
         assert b"HTTP/1.1 413" in one.recv(4096)
     with connect(served) as one:  # unannounced
         one.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n")
@@ -135,8 +135,23 @@ def test_a_large_body_gets_413(served: LocalServer, expected: str) -> None:
         b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
         b"GET / HTTP/1.1\r\nHost: x\r\n" + b"".join(b"h%d: x\r\n" % i for i in range(20_000)) + b"\r\n",
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # a TLS hello
+        b"GET /health HTTP/1.1\nHost: x\n\n",
+        b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 100_000 + b"\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n"
+        b"0\r\n\r\nGET /health HTTP/1.1\r\nHost: x\r\n\r\n",
     ],
-    ids=["bytes", "another protocol", "negative length", "two lengths", "long path", "many headers", "tls"],
+    ids=[
+        "bytes",
+        "another protocol",
+        "negative length",
+        "two lengths",
+        "long path",
+        "many headers",
+        "tls",
+        "bare LF",
+        "long header",
+        "length and encoding",
+    ],
 )
 def test_invalid_http_gets_an_error(served: LocalServer, said: bytes) -> None:
     with connect(served) as one:
@@ -148,6 +163,7 @@ def test_invalid_http_gets_an_error(served: LocalServer, said: bytes) -> None:
         except (ConnectionResetError, BrokenPipeError):
             answer = b""  # it did not care to listen to the end
     assert answer == b"" or (answer.startswith(b"HTTP/1.1 4") and b'"error"' in answer), answer[:200]
+    assert answer.count(b"HTTP/1.1 ") <= 1, "bytes behind a refused request were answered"
     assert served.complete()[0] == 200
 
 
