@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 REFRESH_S = 1.0  # a refresh takes 1-2 ms from the measurement
-TABLE_WIDTH = 120  # if the output is not a terminal
 
 
 class BenchProgress:

@@ -1,4 +1,4 @@
-"""The command line: one file per verb, one function parameter per option.
+"""The command line: one function per verb, whose parameters declare its options (see `peagle.cli.app`).
 
 The verbs import their packages lazily, so that `peagle --help` is fast. A `UserError` becomes one line on standard
 error and exit status 2.
@@ -11,22 +11,7 @@ from typing import Any
 
 import typer
 
-from peagle.cli import (  # noqa: F401  importing a module registers its verbs
-    bench,
-    chat,
-    data,
-    demo,
-    deploy,
-    eval,
-    folders,
-    generate,
-    hidden_states,
-    plan,
-    report,
-    serve,
-    train,
-    tune,
-)
+from peagle.cli import demo, evaluation, folders, generate, planning, serving, training  # noqa: F401  register verbs
 from peagle.cli.app import app
 from peagle.errors import UserError
 
@@ -70,15 +55,7 @@ def build_command() -> Any:
             command.commands[name] = verbs.pop(name)
             command.commands[name].rich_help_panel = panel
     command.commands |= verbs
-    _join_help_lines(command)
     return command
-
-
-def _join_help_lines(command: Any) -> None:
-    """Joins the lines of each paragraph of a docstring, so that the terminal's width decides where lines break."""
-    command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in (command.help or "").split("\n\n"))
-    for subcommand in getattr(command, "commands", {}).values():
-        _join_help_lines(subcommand)
 
 
 def _print_error(message: str) -> None:

@@ -30,7 +30,10 @@ class ServerBackend:
             self.max_speculative_tokens = int(info["max_speculative_tokens"] or 0) if drafter else 0
             self.description = f"{self.model} at {self.address}" + (f" with {drafter}" if drafter else "")
         else:
-            self.model, self.max_speculative_tokens = self._first_model(), 0
+            models = (self._get("/v1/models") or {}).get("data") or []
+            if not models:
+                raise UserError(f"--url {url}: /v1/models lists no model")
+            self.model, self.max_speculative_tokens = str(models[0]["id"]), 0
             self.description = f"{self.model} at {self.address}, which does not report draft tokens"
 
     def stop(self) -> None:
@@ -50,8 +53,6 @@ class ServerBackend:
                 else {"speculation": False}
             )
             body["peagle"] = {"tokens": True, **(drafts if self.max_speculative_tokens else {})}
-        self._pending: list[tuple[str, bool]] = []
-        self._num_shown = 0  # characters of the text
         self.output = CompletionOutput(0, "", [], None, num_accepted_tokens_per_pos=[0] * self.max_speculative_tokens)
         try:
             for event in self._events(body):
@@ -65,7 +66,7 @@ class ServerBackend:
             raise UserError(f"--url {self.url}: the response is not a chat completion") from None
         if self._stopped:
             self.output.finish_reason = "abort"
-            count_decode_steps(self.output)
+            self.output.num_decode_steps = max(0, self.output.is_draft_token.count(False) - 1)  # all but the prefill
         elif self.output.finish_reason is None:
             raise UserError(f"--url {self.url}: the response was interrupted")
 
@@ -80,29 +81,18 @@ class ServerBackend:
             out.text += text
             out.finish_reason = choice.get("finish_reason") or out.finish_reason
             tokens = choice.get("peagle") or {}
-            if "texts" in tokens:
-                out.token_ids += tokens["token_ids"]
-                out.is_draft_token += tokens["is_draft_token"]
-                self._pending += zip(tokens["texts"], tokens["is_draft_token"], strict=True)
-                parts += self._take_shown_parts()
-            elif text:
+            if "texts" not in tokens:
                 parts.append((text, False))
+                continue
+            out.token_ids += tokens["token_ids"]
+            out.is_draft_token += tokens["is_draft_token"]
+            for token, is_draft_token in zip(tokens["texts"], tokens["is_draft_token"], strict=True):
+                parts.append((text[: len(token)], is_draft_token))  # the text excludes an EOS token
+                text = text[len(token) :]
         if stats and "num_decode_steps" in stats:
             out.num_decode_steps, out.num_drafts = stats["num_decode_steps"], stats["num_drafts"]
             counts = stats["num_accepted_tokens_per_pos"]
             out.num_accepted_tokens_per_pos[: len(counts)] = counts
-        return parts
-
-    def _take_shown_parts(self) -> list[tuple[str, bool]]:
-        """Returns the pending tokens up to the length of the text, which a stop string may cut."""
-        parts = []
-        while self._pending and self._num_shown < len(self.output.text):
-            token, is_draft_token = self._pending.pop(0)
-            part = token[: len(self.output.text) - self._num_shown]
-            self._num_shown += len(part)
-            parts.append((part, is_draft_token))
-            if len(part) < len(token):
-                self._pending.insert(0, (token[len(part) :], is_draft_token))
         return parts
 
     def _events(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -133,30 +123,7 @@ class ServerBackend:
             raise UserError(f"--url {self.url}: {path} is not JSON ({error})") from None
         return value if isinstance(value, dict) else {}
 
-    def _first_model(self) -> str:
-        models = (self._get("/v1/models") or {}).get("data") or []
-        if not models:
-            raise UserError(f"--url {self.url}: /v1/models lists no model")
-        return str(models[0]["id"])
-
     def _refused(self, status: int, body: bytes, retry_after: str | None) -> UserError:
         hint = f"{STATUS_HINTS[status]}: " if status in STATUS_HINTS else ""
         retry = f"; try again in {retry_after} s" if retry_after else ""
         return UserError(f"--url {self.url}: status {status}, {hint}{error_message(body, 300)}{retry}")
-
-
-def count_decode_steps(out: CompletionOutput) -> None:
-    """Counts the decode steps of a stopped response from its tokens: every step ends with a token of the target.
-
-    is_draft_token = [False, True, True, False, False]: the prefill, a step with two accepted tokens, one with none.
-    """
-    position = 0
-    out.num_decode_steps, out.num_accepted_tokens_per_pos = 0, [0] * len(out.num_accepted_tokens_per_pos)
-    for i, is_draft_token in enumerate(out.is_draft_token[1:], 2):
-        if is_draft_token:
-            out.num_accepted_tokens_per_pos[position] += 1
-            position += 1
-        if not is_draft_token or i == len(out.is_draft_token):
-            out.num_decode_steps += 1
-            position = 0
-    out.num_drafts = out.num_decode_steps if any(out.num_accepted_tokens_per_pos) else 0

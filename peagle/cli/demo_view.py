@@ -1,4 +1,8 @@
-"""The screen of `peagle demo`: growing panes in a terminal, plain lines elsewhere."""
+"""The engines of `peagle demo`, which run in turns, and its screen: growing panes in a terminal, lines elsewhere.
+
+A turn is one engine step. The engine that has used the least time goes next, so that the texts on the screen grow as if
+each engine had the machine to itself.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +10,93 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Console
 from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from peagle.cli.demo_runner import DemoEngine, DemoResult
+from peagle.config import SamplingParams
 from peagle.display import DRAFT_STYLE, TARGET_STYLE, TokenTextSplitter
 
 if TYPE_CHECKING:
-    from rich.console import ConsoleOptions, RenderResult
+    from peagle.engine.llm import LLM
+    from peagle.engine.request import Request
 
 SIDE_BY_SIDE_WIDTH = 120  # terminal columns needed for panes side by side
 PLAIN_WIDTH = 100  # without a terminal
 REDRAW_S = 0.07
-TITLES = {"alone": "target alone", "EAGLE-3": "with EAGLE-3", "P-EAGLE": "with P-EAGLE"}
-UNDERLINED = "underline"
-MIN_PANE_LINES = 2
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """The result of one method on one prompt, or on all of them."""
+
+    token_ids: list[int]
+    num_forward_passes: int  # of the target: the prefill and the decode steps
+    num_drafts: int  # decode steps with draft tokens
+    num_accepted_tokens_per_pos: list[int]
+    seconds: float
+
+    @property
+    def acceptance_length(self) -> float | None:
+        return 1 + sum(self.num_accepted_tokens_per_pos) / self.num_drafts if self.num_drafts else None
+
+    @property
+    def tokens_per_second(self) -> float:
+        return len(self.token_ids) / self.seconds if self.seconds else 0.0
+
+    def speedup_over(self, baseline: DemoResult) -> float:
+        return self.tokens_per_second / baseline.tokens_per_second if baseline.tokens_per_second else 0.0
+
+
+class DemoEngine:
+    """One method: an engine, and its requests with the seconds that each has taken. One request runs at a time."""
+
+    def __init__(self, name: str, drafter: str | None, llm: LLM) -> None:
+        self.name, self.drafter, self.llm = name, drafter, llm
+        self.requests: list[Request] = []
+        self.seconds: list[float] = []
+
+    def start_request(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
+        self.requests.append(self.llm.add_request(prompt_token_ids, params).requests[0])
+        self.seconds.append(0.0)
+
+    @property
+    def finished(self) -> bool:
+        return self.requests[-1].finish_reason is not None
+
+    def step(self) -> None:
+        started = time.perf_counter()
+        self.llm.step()
+        if self.llm.model_runner.device.type == "cuda":
+            import torch
+
+            torch.cuda.synchronize()  # drafting must not run on the next engine's clock
+        self.seconds[-1] += time.perf_counter() - started
+
+    def result(self, first: int = -1) -> DemoResult:
+        """The result so far, of the requests from `first` on."""
+        requests = self.requests[first:]
+        return DemoResult(
+            [token_id for request in requests for token_id in request.output_token_ids],
+            sum(1 + request.num_decode_steps for request in requests),
+            sum(request.num_drafts for request in requests),
+            [sum(counts) for counts in zip(*(r.num_accepted_tokens_per_pos for r in requests), strict=True)],
+            sum(self.seconds[first:]),
+        )
+
+
+def run_in_turns(engines: Sequence[DemoEngine], after_step: Callable[[], None]) -> None:
+    """Runs all requests to their end. Calls `after_step` between steps, on no engine's clock."""
+    while unfinished := [engine for engine in engines if not engine.finished]:
+        min(unfinished, key=lambda engine: engine.seconds[-1]).step()
+        after_step()
 
 
 class DemoPane:
@@ -38,88 +108,66 @@ class DemoPane:
         self._splitter = TokenTextSplitter(decode)
 
     def update(self) -> None:
-        request = self.engine.request
+        request = self.engine.requests[-1]
         self.parts += self._splitter.add_tokens(request.output_token_ids, request.is_draft_token, self.engine.finished)
 
 
-class DemoScreen:
-    """All panes, fitted to the terminal's current size."""
-
-    def __init__(self, panes: Sequence[DemoPane], draft_style: str) -> None:
-        self.panes, self.draft_style = panes, draft_style
-
-    def __rich_console__(self, screen: Console, options: ConsoleOptions) -> RenderResult:
-        num_panes, side_by_side = len(self.panes), screen.width >= SIDE_BY_SIDE_WIDTH
-        width = screen.width // num_panes if side_by_side else screen.width
-        pane_height = screen.height - 4 if side_by_side else (screen.height - 3) // num_panes
-        wrapped = [
-            Text.assemble(
-                *((text, self.draft_style if drafted else TARGET_STYLE) for text, drafted in pane.parts)
-            ).wrap(screen, width - 4)
-            for pane in self.panes
-        ]
-        num_lines = min(max(MIN_PANE_LINES, pane_height - 2), max(map(len, wrapped)))
-        baseline = self.panes[0].engine.result
-        panels: list[RenderableType] = [
-            Panel(
-                Text("\n").join(lines[-num_lines:]),
-                title=f"[bold]{TITLES[pane.engine.name]}[/bold]",
-                title_align="left",
-                subtitle=describe_progress(pane.engine.result, baseline),
-                subtitle_align="right",
-                border_style="dim" if not pane.engine.finished else "green" if pane.engine.drafter else "blue",
-                height=num_lines + 2,
-            )
-            for pane, lines in zip(self.panes, wrapped, strict=True)
-        ]
-        if not side_by_side:
-            yield Group(*panels)
-            return
-        grid = Table.grid(expand=True)
-        for _ in panels:
-            grid.add_column(ratio=1)
-        grid.add_row(*panels)
-        yield grid
+def render_panes(screen: Console, panes: Sequence[DemoPane], draft_style: str) -> Table:
+    """Fits all panes to the terminal's current size."""
+    num_panes, side_by_side = len(panes), screen.width >= SIDE_BY_SIDE_WIDTH
+    width = screen.width // num_panes if side_by_side else screen.width
+    pane_height = screen.height - 4 if side_by_side else (screen.height - 3) // num_panes
+    wrapped = [
+        Text.assemble(*((text, draft_style if drafted else TARGET_STYLE) for text, drafted in pane.parts)).wrap(
+            screen, width - 4
+        )
+        for pane in panes
+    ]
+    num_lines = min(max(2, pane_height - 2), max(map(len, wrapped)))
+    baseline = panes[0].engine.result()
+    panels = [
+        Panel(
+            Text("\n").join(lines[-num_lines:]),
+            title=f"[bold]{pane.engine.name}[/bold]",
+            title_align="left",
+            subtitle=describe_progress(pane.engine.result(), baseline if pane.engine.drafter else None),
+            subtitle_align="right",
+            border_style="dim" if not pane.engine.finished else "green" if pane.engine.drafter else "blue",
+            height=num_lines + 2,
+        )
+        for pane, lines in zip(panes, wrapped, strict=True)
+    ]
+    grid = Table.grid(expand=True)
+    for _ in range(num_panes if side_by_side else 1):
+        grid.add_column(ratio=1)
+    for row in [panels] if side_by_side else [[panel] for panel in panels]:
+        grid.add_row(*row)
+    return grid
 
 
 class DemoView:
-    """The whole demo on standard output; `silent` shows nothing."""
+    """The whole demo on standard output."""
 
-    def __init__(self, decode: Callable[[list[int]], str], no_color: bool, silent: bool) -> None:
-        width = None if sys.stdout.isatty() else PLAIN_WIDTH
-        self.screen = Console(
-            highlight=False, emoji=False, width=width, quiet=silent, no_color=True if no_color else None
-        )
-        self.draft_style = UNDERLINED if self.screen.no_color else DRAFT_STYLE
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self.screen = Console(highlight=False, emoji=False, width=None if sys.stdout.isatty() else PLAIN_WIDTH)
+        self.draft_style = "underline" if self.screen.no_color else DRAFT_STYLE
         self._decode = decode
 
-    def show_start(self, setup: str, num_speculative_tokens: int | Literal["auto"]) -> None:
-        self.print_line(f"{setup}, K = {num_speculative_tokens}. Each engine has its own clock.")
+    def show_start(self, setup: str) -> None:
+        self.print_line(f"{setup}. Each engine has its own clock.")
         if self.screen.is_terminal:
             self.screen.print(Text.assemble("Accepted draft tokens look ", ("like this", self.draft_style), "."))
 
     @contextmanager
     def show_prompt(self, title: str, engines: Sequence[DemoEngine]) -> Iterator[Callable[[], None]]:
         """Shows one prompt. Yields the function to call between steps."""
-        if self.screen.is_terminal and not self.screen.quiet:
+        if self.screen.is_terminal:
             with self._show_panes(title, engines) as update:
                 yield update
             return
-        reported: list[DemoEngine] = []
-
-        def report_finished() -> None:
-            for engine in engines:
-                if engine.finished and engine not in reported:
-                    reported.append(engine)
-                    result = engine.result
-                    self.print_line(
-                        f"  {engine.name}: {len(result.token_ids)} tokens in {result.num_forward_passes} forward "
-                        f"passes, {result.seconds:.1f} s"
-                    )
-
         self.print_line(f"\n{title}")
-        yield report_finished
-        texts = {self._decode(engine.request.output_token_ids): engine.name for engine in reversed(engines)}
+        yield lambda: None
+        texts = {self._decode(engine.requests[-1].output_token_ids): engine.name for engine in reversed(engines)}
         for text, name in reversed(texts.items()):
             self.print_line(f"{'' if len(texts) == 1 else f'{name}:'}\n{text}")
 
@@ -128,8 +176,8 @@ class DemoView:
         panes = [DemoPane(engine, self._decode) for engine in engines]
         self.screen.print()
         self.screen.rule(Text(title, style="bold", overflow="ellipsis", no_wrap=True), align="left", style="dim")
-        last_redraw = 0.0
-        with Live(DemoScreen(panes, self.draft_style), console=self.screen, auto_refresh=False) as live:
+        last_redraw, render = 0.0, partial(render_panes, self.screen, panes, self.draft_style)
+        with Live(get_renderable=render, console=self.screen, auto_refresh=False) as live:
 
             def update() -> None:
                 nonlocal last_redraw
@@ -141,66 +189,37 @@ class DemoView:
 
             yield update
 
-    def show_totals(self, totals: Sequence[DemoResult], equal: bool) -> None:
-        """Prints the table over all prompts, slowdowns with their reason, and whether the outputs are equal."""
-        baseline = totals[0]
+    def show_totals(self, engines: Sequence[DemoEngine]) -> None:
+        """Prints the table over all prompts."""
+        totals = [engine.result(0) for engine in engines]
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))  # fits 80 columns
         table.add_column("", no_wrap=True)
-        for head in ("tokens/s", "speedup", "acceptance\nlength", "draft tokens\nper step", "forward\npasses"):
+        for head in ("tokens/s", "speedup", "acceptance\nlength", "tokens", "forward\npasses"):
             table.add_column(head, justify="right", no_wrap=True)
         table.add_column("acceptance %\nby position", no_wrap=True)
-        for result in totals:
-            length, num_drafts = result.acceptance_length, result.num_drafts
+        for engine, result in zip(engines, totals, strict=True):
+            length, counts = result.acceptance_length, result.num_accepted_tokens_per_pos
             table.add_row(
-                result.name,
+                engine.name,
                 f"{result.tokens_per_second:.1f}",
-                f"[bold]{result.speedup_over(baseline):.2f}x[/bold]",
+                f"[bold]{result.speedup_over(totals[0]):.2f}x[/bold]",
                 f"{length:.2f}" if length is not None else "-",
-                f"{result.num_draft_tokens / num_drafts:.1f}" if num_drafts else "-",
+                f"{len(result.token_ids)}",
                 f"{result.num_forward_passes}",
-                " ".join(f"{100 * count / num_drafts:.0f}" for count in result.num_accepted_tokens_per_pos if count),
+                " ".join(f"{100 * count / result.num_drafts:.0f}" for count in counts if count),
             )
         self.screen.print()
         self.screen.print(table)
-        for result in totals[1:]:
-            if reason := explain_slowdown(result, baseline):
-                self.print_line(reason)
-        if equal:
-            passes = ", ".join(f"{result.num_forward_passes} with {result.name}" for result in totals[1:])
-            self.print_line(
-                f"All outputs are equal, token for token ({len(baseline.token_ids)} tokens). Forward passes: "
-                f"{baseline.num_forward_passes} alone, {passes}."
-            )
 
     def print_line(self, text: str) -> None:
-        if self.screen.is_terminal:
-            self.screen.print(text, markup=False)
-        else:
-            self.screen.out(text, highlight=False)
+        self.screen.print(text, markup=False, soft_wrap=True)
 
 
-def describe_progress(result: DemoResult, baseline: DemoResult) -> str:
+def describe_progress(result: DemoResult, baseline: DemoResult | None) -> str:
     """Returns the line below a pane."""
     if not result.token_ids:
         return "prefill"
-    length = result.acceptance_length
-    parts = [f"{len(result.token_ids)} tokens", *([f"AL {length:.2f}"] if length is not None else [])]
-    parts.append(f"[bold]{result.tokens_per_second:.1f}/s[/bold]")
-    if result.drafter is not None and baseline.token_ids:
-        parts.append(f"[bold]{result.speedup_over(baseline):.2f}x[/bold]")
-    return ", ".join(parts)
-
-
-def explain_slowdown(result: DemoResult, baseline: DemoResult) -> str | None:
-    """Compares the cost of a forward pass with its tokens. Returns None if speculative decoding is faster."""
-    if result.speedup_over(baseline) >= 1 or not (result.num_decode_steps and baseline.num_decode_steps):
-        return None
-    cost = (result.seconds / result.num_forward_passes) / (baseline.seconds / baseline.num_forward_passes)
-    share = 1 - result.num_drafts / result.num_decode_steps
-    skipped = (
-        f"; {share:.0%} of its decode steps had no draft tokens, because they cost too much" if share > 0.5 else ""
-    )
-    return (
-        f"{result.name} is slower than the target alone on this machine: a forward pass takes {cost:.2f} times as long "
-        f"and produces {len(result.token_ids) / result.num_forward_passes:.2f} tokens{skipped}."
-    )
+    text = f"{len(result.token_ids)} tokens, [bold]{result.tokens_per_second:.1f}/s[/bold]"
+    if result.acceptance_length is not None:
+        text += f", AL {result.acceptance_length:.2f}"
+    return text if baseline is None else f"{text}, [bold]{result.speedup_over(baseline):.2f}x[/bold]"

@@ -4,40 +4,29 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from peagle.cli.app import K_HELP, MODEL_PANEL, JsonOption, NumSpeculativeTokens, TargetOption, app, examples
-from peagle.config import DEFAULT_NUM_SPECULATIVE_TOKENS, VLLM_VERSION, check_num_speculative_tokens
+from peagle.cli.app import DRAFTER_HELP, JSON, TARGET_FLAGS, TARGET_HELP, verb
+from peagle.config import DEFAULT_NUM_SPECULATIVE_TOKENS, VLLM_VERSION
+from peagle.config.engine import k_option
+from peagle.config.options import REQUIRED, option
 from peagle.errors import UserError
 from peagle.hub.resolve import resolve_drafter, resolve_target
 
-FolderArgument = Annotated[
-    str, typer.Argument(help="Drafter: a folder, a Hugging Face id or a built-in name.", metavar="DRAFTER")
-]
+DrafterArgument = Annotated[str, typer.Argument(help=DRAFTER_HELP, metavar="DRAFTER")]
 
 
-@app.command(
-    epilog=examples("peagle inspect DRAFTER --target T", "peagle inspect DRAFTER -t T --vllm-version 0.26 --json"),
-)
+@verb("peagle inspect DRAFTER --target T", "peagle inspect DRAFTER -t T --vllm-version 0.26 --json")
 def inspect(
-    drafter: FolderArgument,
-    target: Annotated[
-        str | None,
-        typer.Option(
-            "--target", "-t", help="Also check that the drafter fits this target.", rich_help_panel=MODEL_PANEL
-        ),
-    ] = None,
-    num_speculative_tokens: Annotated[
-        int | None,
-        typer.Option("--num-speculative-tokens", "-k", help=K_HELP, metavar="K", rich_help_panel=MODEL_PANEL),
-    ] = None,
-    vllm_version: Annotated[
-        str,
-        typer.Option(help="Check against this version of vLLM.", metavar="VERSION", rich_help_panel=MODEL_PANEL),
-    ] = VLLM_VERSION,
-    as_json: JsonOption = False,
+    drafter: DrafterArgument,
+    target: str | None = option(
+        None, "Also check that the drafter fits this target.", panel="Model", flags=TARGET_FLAGS
+    ),
+    num_speculative_tokens: int | None = k_option(None),
+    vllm_version: str = option(VLLM_VERSION, "Check against this version of vLLM.", metavar="VERSION"),
+    as_json: bool = JSON,
 ) -> None:
     """Show a drafter's configuration, its `vllm serve` command and problems; exit status 1 if there are problems."""
     from peagle.checkpoints.validate import inspect_drafter
@@ -59,45 +48,37 @@ def inspect(
         raise typer.Exit(1)
 
 
-@app.command(
-    epilog=examples(
-        "peagle convert DRAFTER OUT --to speculators --target T", "peagle convert DRAFTER OUT --to plain --target T"
-    )
-)
+@verb("peagle convert DRAFTER OUT --to speculators --target T", "peagle convert DRAFTER OUT --to plain --target T")
 def convert(
-    drafter: FolderArgument,
+    drafter: DrafterArgument,
     out: Annotated[Path, typer.Argument(help="Output folder.")],
-    to: Annotated[str, typer.Option(help="Output format: plain (vLLM's) or speculators.", metavar="FORMAT")],
-    target: TargetOption,
-    num_speculative_tokens: NumSpeculativeTokens = DEFAULT_NUM_SPECULATIVE_TOKENS,
+    to: Literal["plain", "speculators"] = option(
+        REQUIRED, "Output format: plain (vLLM's) or speculators.", panel="Output", metavar="FORMAT"
+    ),
+    target: str = option(REQUIRED, TARGET_HELP, panel="Model", flags=TARGET_FLAGS, metavar="TARGET"),
+    num_speculative_tokens: int = k_option(DEFAULT_NUM_SPECULATIVE_TOKENS),
 ) -> None:
     """Convert a drafter between the plain and the speculators format; tensors stay bit-identical."""
     from peagle.checkpoints.convert import convert_drafter, detect_format
 
-    if to not in ("plain", "speculators"):
-        raise UserError(f"--to {to}: must be plain or speculators")
     source = resolve_drafter(drafter)
     if detect_format(source) == to:
         raise UserError(f"{drafter}: is in the {to} format already")
-    check_num_speculative_tokens(num_speculative_tokens)
-    messages = convert_drafter(source, out, to, resolve_target(target), target, num_speculative_tokens)  # type: ignore[arg-type]
+    messages = convert_drafter(source, out, to, resolve_target(target), target, num_speculative_tokens)
     print(f"wrote {out} in the {to} format")
     for name, message in messages.items():
         print(f"  {name}: {message}")
 
 
-@app.command(
-    epilog=examples("peagle average DRAFTER FINE_TUNED --out MEAN", "peagle average A B C --out D --weights 2,1,1")
-)
+@verb("peagle average DRAFTER FINE_TUNED --out MEAN", "peagle average A B C --out D --weights 2,1,1")
 def average(
     drafters: Annotated[
         list[str], typer.Argument(help="Two or more drafters of the same shape.", metavar="DRAFTER...")
     ],
-    out: Annotated[Path, typer.Option(help="Output folder.")],
-    weights: Annotated[
-        str | None,
-        typer.Option(help="Weight of each drafter, comma-separated.", show_default="equal", metavar="A,B,.."),
-    ] = None,
+    out: Path = option(REQUIRED, "Output folder.", panel="Output"),
+    weights: str | None = option(
+        None, "Weight of each drafter, comma-separated.", show_default="equal", metavar="A,B,.."
+    ),
 ) -> None:
     """Average the weights of drafters that were fine-tuned from the same checkpoint.
 

@@ -1,180 +1,97 @@
-"""`peagle generate`: generates the response to one prompt."""
+"""`peagle generate`: the response to one prompt. `peagle chat`: a conversation in the terminal."""
 
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from contextlib import closing, contextmanager, suppress
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from peagle.cli.app import (
-    OUTPUT_PANEL,
-    SAMPLING_PANEL,
-    DeviceOption,
-    DrafterOption,
-    DtypeOption,
-    JsonOption,
-    MaxModelLen,
-    NumSpeculativeTokensOrAuto,
-    TargetOption,
-    app,
-    console,
-    examples,
-    parse_num_speculative_tokens,
-)
-from peagle.config import DEFAULT_NUM_SPECULATIVE_TOKENS, SamplingParams
+from peagle.cli.app import DRAFTER, JSON, TARGET, console, verb
+from peagle.config import DEFAULT_NUM_SPECULATIVE_TOKENS, EngineSettings, SamplingParams
+from peagle.config.options import option
 from peagle.errors import UserError
-from peagle.hub.resolve import DEFAULT_TARGET, resolve_drafter, resolve_target
+from peagle.hub.resolve import DEFAULT_DRAFTER, DEFAULT_TARGET
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from peagle.cli.chat_server import ServerBackend
     from peagle.engine.request import CompletionOutput
 
 TextParts = list[tuple[str, bool]]  # text, and whether it comes from an accepted draft token
-
-MaxTokens = Annotated[int, typer.Option(help="Maximum number of output tokens.", rich_help_panel=SAMPLING_PANEL)]
-Temperature = Annotated[float, typer.Option(help="Temperature; 0 is greedy.", rich_help_panel=SAMPLING_PANEL)]
-TopP = Annotated[float, typer.Option(help="Top-p sampling; 1 is off.", rich_help_panel=SAMPLING_PANEL)]
-Seed = Annotated[int | None, typer.Option(help="Seed of the sampling.", rich_help_panel=SAMPLING_PANEL)]
+EngineOptions = Annotated[EngineSettings, "num_speculative_tokens", "device", "dtype", "max_model_len"]
+ENGINE = EngineSettings(DEFAULT_NUM_SPECULATIVE_TOKENS, max_num_seqs=1)
 
 
-@app.command(
-    epilog=examples(
-        'peagle generate "Why is the sky blue?"',
-        'peagle generate "Why is the sky blue?" -d smollm2-135m-p-eagle -k 7',
-        "cat prompt.txt | peagle generate - --raw --json",
-    )
+@verb(
+    'peagle generate "Why is the sky blue?"',
+    'peagle generate "Why is the sky blue?" -d smollm2-135m-p-eagle -k 7',
+    "cat prompt.txt | peagle generate - --raw --json",
 )
 def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
-    target: TargetOption = DEFAULT_TARGET,
-    drafter: DrafterOption = None,
-    num_speculative_tokens: NumSpeculativeTokensOrAuto = str(DEFAULT_NUM_SPECULATIVE_TOKENS),
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Use the prompt without the chat template.", rich_help_panel=SAMPLING_PANEL)
-    ] = False,
-    max_tokens: MaxTokens = SamplingParams.max_tokens,
-    min_tokens: Annotated[
-        int, typer.Option(help="Minimum number of output tokens.", rich_help_panel=SAMPLING_PANEL)
-    ] = SamplingParams.min_tokens,
-    temperature: Temperature = SamplingParams.temperature,
-    top_k: Annotated[
-        int, typer.Option(help="Top-k sampling; 0 is off.", rich_help_panel=SAMPLING_PANEL)
-    ] = SamplingParams.top_k,
-    top_p: TopP = SamplingParams.top_p,
-    min_p: Annotated[
-        float,
-        typer.Option(help="Minimum probability relative to the top token; 0 is off.", rich_help_panel=SAMPLING_PANEL),
-    ] = SamplingParams.min_p,
-    seed: Seed = None,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="Stop string; repeatable.", rich_help_panel=SAMPLING_PANEL)
-    ] = None,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Generate to --max-tokens.", rich_help_panel=SAMPLING_PANEL)
-    ] = False,
-    presence_penalty: Annotated[
-        float, typer.Option(help="Penalty on tokens in the output.", rich_help_panel=SAMPLING_PANEL)
-    ] = 0.0,
-    frequency_penalty: Annotated[
-        float, typer.Option(help="Penalty per occurrence of a token in the output.", rich_help_panel=SAMPLING_PANEL)
-    ] = 0.0,
-    repetition_penalty: Annotated[
-        float, typer.Option(help="Penalty on tokens in prompt and output; 1 is off.", rich_help_panel=SAMPLING_PANEL)
-    ] = 1.0,
-    device: DeviceOption = "auto",
-    dtype: DtypeOption = "auto",
-    max_model_len: MaxModelLen = None,
-    logprobs: Annotated[
-        int | None, typer.Option(help="With --json: alternatives per token.", rich_help_panel=OUTPUT_PANEL)
-    ] = None,
-    as_json: JsonOption = False,
+    params: SamplingParams,
+    settings: EngineOptions = ENGINE,
+    target: str = TARGET,
+    drafter: str | None = DRAFTER,
+    raw: bool = option(False, "Use the prompt without the chat template.", panel="Sampling"),
+    as_json: bool = JSON,
 ) -> None:
     """Generate the response to a prompt, with speculative decoding if there is a drafter.
 
     The output is the same with and without a drafter.
     """
-    params = SamplingParams(
-        max_tokens=max_tokens,
-        min_tokens=min_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        seed=seed,
-        stop=stop or (),
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        repetition_penalty=repetition_penalty,
-        logprobs=logprobs,
-        ignore_eos=ignore_eos,
-    )
     if prompt == "-":
         prompt = _read_stdin()
-    k = parse_num_speculative_tokens(num_speculative_tokens)
-    prompt_token_ids = check_prompt_text(prompt, target, drafter, raw, max_model_len)
-    engine = EmbeddedEngine(target, drafter, k, dtype, device, max_model_len)
-    screen = None if as_json else console()
-    started = time.perf_counter()
-    for parts in engine.stream(prompt_token_ids, params):
-        if screen is not None:
-            print_parts(screen, parts)
-    seconds = time.perf_counter() - started
-    if screen is not None:
-        screen.print()
-    if as_json:
-        names = {"target": target, "drafter": drafter}
-        print(json.dumps(_describe_output(engine.output, len(prompt_token_ids), seconds) | names))
-    elif sys.stdout.isatty():
-        console(stderr=True).print(f"[dim]{summarize_output(engine.output, seconds)}[/dim]")
-
-
-def check_prompt_text(prompt: str, target: str, drafter: str | None, raw: bool, max_model_len: int | None) -> list[int]:
-    """Encodes the prompt and checks everything that does not need the weights, before they are loaded."""
     if not prompt.strip():
         raise UserError("the prompt is empty")
-    target_folder = resolve_target(target)
-    drafter_folder = resolve_drafter(drafter) if drafter is not None else None
+    engine = EmbeddedEngine(target, drafter, settings)
 
-    from peagle.checkpoints.drafter import check_drafter_fits, read_drafter_config
-    from peagle.checkpoints.target import encode_prompt, load_tokenizer, read_target_config
-    from peagle.speculative.reference import check_prompt
+    from peagle.checkpoints.target import encode_prompt
 
-    cfg = read_target_config(target_folder)
-    if drafter_folder is not None:
-        check_drafter_fits(read_drafter_config(drafter_folder, cfg), cfg, drafter_folder)
-    prompt_token_ids = encode_prompt(load_tokenizer(target_folder), prompt, raw)
-    check_prompt(prompt_token_ids, cfg.vocab_size, min(max_model_len or cfg.max_positions, cfg.max_positions))
-    return prompt_token_ids
+    prompt_token_ids = encode_prompt(engine.llm.tokenizer, prompt, raw)
+    screen = console()
+    started = time.perf_counter()
+    for parts in engine.stream(prompt_token_ids, params):
+        if not as_json:
+            print_parts(screen, parts)
+    seconds = time.perf_counter() - started
+    if as_json:
+        request = {"target": target, "drafter": drafter, "num_prompt_tokens": len(prompt_token_ids)}
+        measured = {"acceptance_length": round(engine.output.acceptance_length, 4), "seconds": round(seconds, 3)}
+        print(json.dumps(request | asdict(engine.output) | measured))
+        return
+    screen.print()
+    if sys.stdout.isatty():
+        console(stderr=True).print(f"[dim]{summarize_output(engine.output, seconds)}[/dim]")
 
 
 class EmbeddedEngine:
     """The engine in this process, for one request at a time. `output` is the last completion, also a stopped one."""
 
-    def __init__(
-        self,
-        target: str,
-        drafter: str | None,
-        num_speculative_tokens: int | Literal["auto"],
-        dtype: str,
-        device: str,
-        max_model_len: int | None,
-    ) -> None:
-        target_folder = resolve_target(target)
-        drafter_folder = resolve_drafter(drafter) if drafter is not None else None
+    output: CompletionOutput
 
+    def __init__(self, target: str, drafter: str | None, settings: EngineSettings) -> None:
         from peagle.engine.llm import LLM
 
-        options: dict[str, Any] = {"max_num_seqs": 1, "max_model_len": max_model_len}
-        options |= {name: value for name, value in (("dtype", dtype), ("device", device)) if value != "auto"}
-        self.llm = LLM(target_folder, drafter_folder, num_speculative_tokens if drafter else "auto", **options)
-        self.output: CompletionOutput
+        if drafter is None:
+            settings = replace(settings, num_speculative_tokens="auto")
+        self.llm = LLM(target, drafter, **vars(settings))
+        self.max_speculative_tokens = self.llm.scheduler.max_speculative_tokens if drafter is not None else 0
+        k = settings.num_speculative_tokens
+        self.description = target if drafter is None else f"{target} with {drafter}, K {k}"
         self._stopped = False
+
+    def respond(self, messages: list[dict[str, str]], params: SamplingParams) -> Iterator[TextParts]:
+        """Yields the response to a conversation."""
+        return self.stream(self.llm.encode_chat(messages), params)
 
     def stream(self, prompt_token_ids: list[int], params: SamplingParams) -> Iterator[TextParts]:
         """Yields the new text after every engine step."""
@@ -202,23 +119,6 @@ class EmbeddedEngine:
         return self.llm.tokenizer.decode(token_ids, skip_special_tokens=True)
 
 
-def _describe_output(output: CompletionOutput, num_prompt_tokens: int, seconds: float) -> dict[str, Any]:
-    return {
-        "text": output.text,
-        "token_ids": output.token_ids,
-        "is_draft_token": output.is_draft_token,
-        "finish_reason": output.finish_reason,
-        "num_prompt_tokens": num_prompt_tokens,
-        "num_speculative_tokens": len(output.num_accepted_tokens_per_pos),
-        "num_decode_steps": output.num_decode_steps,
-        "num_drafts": output.num_drafts,
-        "num_accepted_tokens_per_pos": output.num_accepted_tokens_per_pos,
-        "acceptance_length": round(output.acceptance_length, 4),
-        "seconds": round(seconds, 3),
-        **({"logprobs": output.logprobs} if output.logprobs is not None else {}),
-    }
-
-
 def print_parts(screen: Console, parts: TextParts) -> None:
     """Prints text, with accepted draft tokens shaded."""
     from rich.text import Text
@@ -242,3 +142,192 @@ def _read_stdin() -> str:
         return sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError:
         raise UserError("standard input is not valid UTF-8") from None
+
+
+PARAMS = SamplingParams(max_tokens=512)
+COMMANDS = {
+    "/reset": "start a new conversation",
+    "/k N": "use at most N draft tokens per decode step",
+    "/off": "turn speculative decoding off, like /k 0",
+    "/on": "use as many draft tokens as -k allows",
+    "/stats": "show the acceptance statistics of the conversation",
+    "/exit": "leave",
+}
+
+
+@verb(
+    "peagle chat",
+    "peagle chat -t ./my-model -d ./my-drafter -k 5",
+    "peagle chat --url http://localhost:8000",
+    "printf 'Hello.\\nAnd again?\\n' | peagle chat",
+)
+def chat(
+    params: Annotated[SamplingParams, "max_tokens", "temperature", "top_p", "seed"] = PARAMS,
+    settings: EngineOptions = ENGINE,
+    target: str = TARGET,
+    drafter: str | None = DRAFTER,
+    url: str | None = option(None, "Use this running server instead; $OPENAI_API_KEY is sent.", metavar="URL"),
+    system: str | None = option(None, "System prompt.", panel="Sampling"),
+) -> None:
+    """Chat with a model in the terminal; accepted draft tokens are shaded. Type /help for the commands.
+
+    The default target has a default drafter; other targets use speculative decoding only with -d.
+    """
+    if url is not None:
+        from peagle.cli.chat_server import ServerBackend
+
+        backend: EmbeddedEngine | ServerBackend = ServerBackend(url)
+        k = settings.num_speculative_tokens
+        if isinstance(k, int) and backend.max_speculative_tokens > 0:
+            params = replace(params, max_speculative_tokens=min(k, backend.max_speculative_tokens))
+    else:
+        if drafter is None and target == DEFAULT_TARGET:
+            drafter = DEFAULT_DRAFTER
+        backend = EmbeddedEngine(target, drafter, settings)
+        if not backend.llm.has_tokenizer:
+            raise UserError(f"--target {target}: has no tokenizer, which a chat needs")
+        backend.llm.encode_chat([{"role": "user", "content": "Hello"}])  # raises if there is no chat template
+    ChatSession(backend, params, system).run()
+
+
+class ChatSession:
+    """The turns of a conversation. With piped input it prints only the responses, and ends at the first error."""
+
+    def __init__(self, backend: EmbeddedEngine | ServerBackend, params: SamplingParams, system: str | None) -> None:
+        self.backend, self.params, self.system = backend, params, system
+        self.screen, self.notices = console(), console(stderr=True)
+        self.interactive = sys.stdin.isatty()
+        k = params.max_speculative_tokens
+        self.num_speculative_tokens = backend.max_speculative_tokens if k is None else k
+        self.messages: list[dict[str, str]] = []
+        self.responses: list[tuple[CompletionOutput, float]] = []  # with the seconds they took
+        self._interrupted = False  # Ctrl-C was pressed since the last line
+
+    def run(self) -> None:
+        if self.interactive:
+            with suppress(ImportError):
+                import readline  # noqa: F401  input() uses it for line editing and history
+            self._print_notice(
+                f"{self.backend.description}. Type /help for commands. Ctrl-C stops a response; twice, it leaves."
+            )
+        while (line := self._read_line()) is not None:
+            try:
+                if line.startswith("/") and not line.startswith("//"):
+                    if line in ("/exit", "/quit"):
+                        return
+                    self._run_command(line)
+                elif line:
+                    self._run_turn(line.removeprefix("/") if line.startswith("//") else line)
+            except UserError as error:
+                if not self.interactive:
+                    raise
+                self.notices.print(str(error), style="red", markup=False)
+
+    def _read_line(self) -> str | None:
+        """Returns None at the end of the input."""
+        while True:
+            try:
+                if self.interactive:
+                    line = input("> " if sys.stdout.isatty() else "")
+                elif not (line := sys.stdin.readline()):
+                    return None
+                self._interrupted = False
+                return line.strip()
+            except EOFError:
+                if sys.stdout.isatty():
+                    self.screen.print()
+                return None
+            except KeyboardInterrupt:
+                if not self.interactive or self._interrupted:
+                    raise
+                self._interrupted = True
+                self.screen.print()
+                self._print_notice("Press Ctrl-C again to leave, or type /exit.")
+            except UnicodeDecodeError:
+                raise UserError("standard input is not valid UTF-8") from None
+
+    def _run_turn(self, text: str) -> None:
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        message = {"role": "user", "content": text}
+        params = replace(self.params, max_speculative_tokens=self.num_speculative_tokens)
+        started = time.perf_counter()
+        printed = False
+        try:
+            with self._handle_interrupts():
+                for parts in self.backend.respond([*system, *self.messages, message], params):
+                    print_parts(self.screen, parts)
+                    printed = True
+        finally:
+            if printed:
+                self.screen.print()
+        seconds, output = time.perf_counter() - started, self.backend.output
+        self.responses.append((output, seconds))
+        if output.text:
+            self.messages += [message, {"role": "assistant", "content": output.text}]
+        if self.interactive and self.screen.is_terminal:
+            counts = output.num_accepted_tokens_per_pos[: self.num_speculative_tokens]
+            summary = summarize_output(replace(output, num_accepted_tokens_per_pos=counts), seconds)
+            endings = {"length": "; cut at --max-tokens", "abort": "; stopped"}
+            self._print_notice(
+                (summary if output.token_ids else f"{seconds:.1f} s") + endings.get(output.finish_reason or "", "")
+            )
+
+    @contextmanager
+    def _handle_interrupts(self) -> Iterator[None]:
+        """The first Ctrl-C stops the response, the second ends the chat. With piped input the first one does."""
+
+        def interrupt(number: int, frame: Any) -> None:
+            if self._interrupted or not self.interactive:
+                raise KeyboardInterrupt
+            self._interrupted = True
+            self.backend.stop()
+
+        previous = signal.signal(signal.SIGINT, interrupt)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, previous)
+
+    def _run_command(self, line: str) -> None:
+        name, _, argument = line.partition(" ")
+        if line == "/reset":
+            self.messages, self.responses = [], []
+            self._print_notice("New conversation.")
+        elif line in ("/on", "/off") or name == "/k":
+            self._set_num_speculative_tokens(line, argument)
+        elif line == "/stats":
+            self.screen.print(summarize_responses(self.responses), soft_wrap=True)
+        elif line == "/help":
+            for command, description in COMMANDS.items():
+                self.screen.print(f"  {command:<8} {description}")
+        else:
+            commands = ", ".join(COMMANDS)
+            raise UserError(f"{line}: no such command; use {commands}, or // to begin a message with a slash")
+
+    def _set_num_speculative_tokens(self, line: str, argument: str) -> None:
+        max_k = self.backend.max_speculative_tokens
+        if line != "/off" and not max_k:
+            raise UserError(f"{line}: there is no drafter; name one with -d")
+        argument = {"/on": str(max_k), "/off": "0"}.get(line, argument)
+        if not argument.isdecimal() or not 0 <= int(argument) <= max_k:
+            raise UserError(f"{line}: must be a number from 0 to {max_k}, the limit set by -k")
+        self.num_speculative_tokens = int(argument)
+        self._print_notice(f"K is {argument}." if int(argument) else "Speculative decoding is off.")
+
+    def _print_notice(self, text: str) -> None:
+        if self.interactive:
+            self.notices.print(text, style="dim", markup=False, soft_wrap=True)
+
+
+def summarize_responses(responses: list[tuple[CompletionOutput, float]]) -> str:
+    """Returns the text of /stats. The prefill produces the first token of a response, decode steps the others."""
+    counted = [(output, seconds) for output, seconds in responses if output.token_ids]
+    if not counted:
+        return "No responses yet." if not responses else "This server does not report its tokens."
+    num_tokens = sum(len(output.token_ids) for output, _ in counted)
+    num_steps = sum(output.num_decode_steps for output, _ in counted)
+    num_drafts = sum(output.num_drafts for output, _ in counted)
+    num_accepted = sum(sum(output.num_accepted_tokens_per_pos) for output, _ in counted)
+    rate = num_tokens / sum(seconds for _, seconds in counted)
+    length = f"; acceptance length {1 + num_accepted / num_drafts:.2f}" if num_drafts else ""
+    return f"responses: {len(counted)}; {num_tokens} tokens in {num_steps} decode steps, {rate:.1f} tokens/s{length}"

@@ -2,13 +2,6 @@
 
 from __future__ import annotations
 
-from peagle.config.bench import (
-    BenchEngineSettings,
-    BenchServerSettings,
-    BenchSettings,
-    BenchWarningThresholds,
-    SpeculationMethod,
-)
 from peagle.config.data import (
     LOOP_NGRAM_TOKENS,
     LOOP_REPEATED_SHARE,
@@ -19,22 +12,35 @@ from peagle.config.data import (
     ResponseEngineSettings,
     ResponseSettings,
 )
-from peagle.config.deploy import SERVICE_NAME_RULE, VLLM_VERSION, DeploySettings, SagemakerSettings, is_service_name
 from peagle.config.engine import (
     AUTO_DEEP_SPECULATIVE_TOKENS,
     AUTO_SPECULATIVE_TOKENS,
     CPU_MAX_NUM_SEQS,
     CPU_MAX_PREFILL_TOKENS,
     CPU_TIMED_BATCH_SIZES,
+    DEFAULT_NUM_SPECULATIVE_TOKENS,
+    EAGLE3_NUM_SPECULATIVE_TOKENS,
     GPU_MAX_NUM_SEQS,
     GPU_MAX_PREFILL_TOKENS,
-    GPU_MEMORY_UTILIZATION,
+    MAX_SPECULATIVE_TOKENS,
     EngineSettings,
+    check_num_speculative_tokens,
+    default_num_speculative_tokens,
 )
-from peagle.config.eval import EvalServerSettings, EvalSettings
+from peagle.config.evaluation import (
+    BenchEngineSettings,
+    BenchServerSettings,
+    BenchSettings,
+    BenchWarningThresholds,
+    EvalServerSettings,
+    EvalSettings,
+    PlanSettings,
+    ReportSettings,
+    SpeculationMethod,
+    TuneSettings,
+)
 from peagle.config.models import (
     MASK_TOKEN_ID_KEYS,
-    Activation,
     AttentionTemperature,
     ChunkedAttention,
     DecoderConfig,
@@ -42,26 +48,22 @@ from peagle.config.models import (
     ExpertsConfig,
     LayerConfig,
     RopeConfig,
-    RopeKind,
     Window,
 )
-from peagle.config.planning import PlanEngine, PlanSettings, TuneSettings
-from peagle.config.report import ReportSettings
 from peagle.config.sampling import MAX_LOGPROBS, Grammar, GrammarLimits, ParserLimits, SamplingParams
-from peagle.config.server import ServeEngine, ServeSettings, ToolCallParserName
-from peagle.config.speculation import (
-    DEFAULT_NUM_SPECULATIVE_TOKENS,
-    EAGLE3_NUM_SPECULATIVE_TOKENS,
-    MAX_SPECULATIVE_TOKENS,
-    check_num_speculative_tokens,
-    default_num_speculative_tokens,
+from peagle.config.serving import (
+    VLLM_VERSION,
+    DeploySettings,
+    SagemakerSettings,
+    ServeEngine,
+    ServeSettings,
+    ToolCallParserName,
 )
 from peagle.config.training import (
     ALLREDUCE_ELEMENTS,
     CHUNK_MEMORY_FRACTION,
     CPU_CHUNK_SIZE,
     DEFAULT_EPOCHS,
-    DEFAULT_NUM_DEPTHS,
     DEFAULT_NUM_LAYERS,
     LK_ETA,
     LOSS_LOGITS,
@@ -81,8 +83,6 @@ from peagle.config.training import (
     LrSchedule,
     Method,
     Objective,
-    OptimizerKind,
     TrainConfig,
     ValidationEngineSettings,
-    setting,
 )

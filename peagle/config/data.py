@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from peagle.config.engine import GPU_MEMORY_UTILIZATION
+from peagle.config.engine import GPU_MEMORY_UTILIZATION, MAX_MODEL_LEN_HELP
+from peagle.config.options import Settings, device_option, dtype_option, option
 from peagle.config.sampling import SamplingParams
 from peagle.errors import UserError
 
@@ -17,43 +18,38 @@ MAX_VARIED_PROMPT_TOKENS = 256  # that the target may add to the start of a prom
 
 
 @dataclass(frozen=True)
-class ResponseSettings:
+class ResponseSettings(Settings):
     """How the target generates responses. A resumed run may change only `samples` and `limit`: they add rows."""
 
-    temperature: float = 0.7
-    top_p: float = 0.9
-    top_k: int = 0
-    max_tokens: int = 1024  # per response
-    samples: int = 1  # responses per prompt
-    seed: int = 0
-    limit: int | None = None  # prompts
-    lead: int = 0  # upper bound of first tokens sampled at temperature 1, in all samples but the first
-    loop_tokens: int = 0  # tokens kept from the start of a loop
-    vary: int = 0  # upper bound of prompt tokens kept in all samples but the first; the target writes the rest
+    temperature: float = option(0.7, "Sampling temperature; 0 is greedy.", min=0, max=100, panel="Sampling")
+    top_p: float = option(0.9, "Nucleus sampling; 1 disables it.", above=0, max=1)
+    top_k: int = option(0, "Top-k sampling; 0 disables it.", min=0)
+    max_tokens: int = option(1024, "Maximum tokens per response.", min=1)
+    samples: int = option(1, "Responses per prompt.", min=1)
+    seed: int = option(0, "Seed of the responses.", min=0)
+    limit: int | None = option(None, "Use only the first N prompts.", min=1, panel="Data", show_default="all")
+    lead: int = option(
+        0, "Begin every sample but the first with up to this many freely sampled tokens.", min=0, panel="Sampling"
+    )
+    loop_tokens: int = option(0, "Tokens kept behind the start of a loop; the rest is cut.", min=0)
+    vary: int = option(
+        0,
+        "Keep up to this many prompt tokens in every sample but the first; the target writes the rest of the prompt.",
+        min=0,
+    )
 
     def __post_init__(self) -> None:
-        self.params(0)
-        if self.samples < 1:
-            raise UserError(f"--samples {self.samples}: must be at least 1")
+        super().__post_init__()
         if self.samples > 1 and self.temperature == 0 and not self.lead and not self.vary:
             raise UserError(
                 f"--samples {self.samples}: all samples are equal at --temperature 0; vary their first tokens with "
                 "--lead 64 or their prompts with --vary 16"
             )
-        if not 0 <= self.lead < self.max_tokens:
-            raise UserError(f"--lead {self.lead}: must be 0 or more, and less than --max-tokens {self.max_tokens}")
-        if self.lead and self.samples == 1:
-            raise UserError(f"--lead {self.lead}: needs --samples 2 or more, since the first sample is unchanged")
-        if self.vary < 0:
-            raise UserError(f"--vary {self.vary}: must be 0 or more")
-        if self.vary and self.samples == 1:
-            raise UserError(f"--vary {self.vary}: needs --samples 2 or more, since the first sample is unchanged")
-        if self.loop_tokens < 0:
-            raise UserError(f"--loop-tokens {self.loop_tokens}: must be 0 or more")
-        if self.limit is not None and self.limit < 1:
-            raise UserError(f"--limit {self.limit}: must be at least 1")
-        if self.seed < 0:
-            raise UserError(f"--seed {self.seed}: must be 0 or more")
+        if self.lead >= self.max_tokens:
+            raise UserError(f"--lead {self.lead}: must be less than --max-tokens {self.max_tokens}")
+        for flag, value in (("--lead", self.lead), ("--vary", self.vary)):
+            if value and self.samples == 1:
+                raise UserError(f"{flag} {value}: needs --samples 2 or more, since the first sample is unchanged")
 
     def params(self, seed: int, before: int = 0) -> SamplingParams:
         """Sampling parameters of a response that already has `before` tokens."""
@@ -75,31 +71,28 @@ class ResponseSettings:
 class ResponseEngineSettings:
     """The embedded engine that generates responses. None: chosen for the device and the target."""
 
-    device: str | None = None
-    dtype: str | None = None
-    max_num_seqs: int | None = None
-    max_model_len: int | None = None
+    device: str | None = device_option()
+    dtype: str | None = dtype_option()
+    max_num_seqs: int | None = option(None, "Maximum concurrent responses.", show_default="by device")
+    max_model_len: int | None = option(None, MAX_MODEL_LEN_HELP, show_default="the target's limit")
     gpu_num_seqs: int = 1024  # on a GPU; larger than the engine's default, since latency does not matter
-    gpu_memory_utilization: float = GPU_MEMORY_UTILIZATION
-    kv_cache_memory_bytes: int | None = None  # instead of that fraction
+    gpu_memory_utilization: float = option(GPU_MEMORY_UTILIZATION, "Fraction of GPU memory to use.")
+    kv_cache_memory_bytes: int | None = option(None, "Size of the KV cache, instead of that fraction.")
 
 
 @dataclass(frozen=True)
-class EndpointSettings:
+class EndpointSettings(Settings):
     """An OpenAI-compatible server that generates responses."""
 
-    url: str
-    model: str | None = None  # None: the only model of the server
-    concurrency: int = 64  # requests in flight
-    timeout_s: float = 600.0  # of one request
-    retries: int = 5  # of one request
+    url: str = ""
+    model: str | None = option(
+        None, "Model name on the server.", panel="Server", show_default="its only model", metavar="NAME"
+    )
+    concurrency: int = option(64, "Concurrent requests to a server.", min=1)
+    timeout_s: float = option(600.0, "Seconds before a request is retried.", min=0.001)
+    retries: int = option(5, "Retries per request.", min=0)
     backoff_s: float = 0.5  # before the first retry; doubles with each further one
     failures: int = 8  # consecutive failed requests before the run stops
-
-    def __post_init__(self) -> None:
-        for name, least in (("concurrency", 1), ("timeout_s", 0.001), ("retries", 0)):
-            if getattr(self, name) < least:
-                raise UserError(f"--{name.removesuffix('_s')} {getattr(self, name)}: must be at least {least}")
 
 
 @dataclass(frozen=True)

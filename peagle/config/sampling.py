@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from peagle.config.validation import field_validator
+from peagle.config.options import Settings, checked, option, require
 from peagle.errors import UserError
 
 MAX_LOGPROBS = 20  # alternatives per token, as in OpenAI's API
@@ -45,7 +45,7 @@ class GrammarLimits:
 
 
 @dataclass(frozen=True)
-class SamplingParams:
+class SamplingParams(Settings):
     """Parameters of a request. Every engine and the reference implement exactly this.
 
     Logits for the token after `prompt + output` are processed in vLLM's order. In a verification step, the output at
@@ -87,58 +87,49 @@ class SamplingParams:
     `n` outputs are n requests; with a `seed`, the i-th (from 0) uses (seed + i) mod 2^63. Greedy outputs are equal.
     """
 
-    max_tokens: int = 128
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int | None = None
-    ignore_eos: bool = False
-    stop_token_ids: Sequence[int] = ()  # stored as a tuple
-    min_p: float = 0.0
-    min_tokens: int = 0
-    stop: Sequence[str] = ()  # stored as a tuple; a single string is accepted
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    max_tokens: int = option(128, "Maximum number of output tokens.", min=1, panel="Sampling")
+    temperature: float = option(0.0, "Temperature; 0 is greedy.", min=0, max=100)
+    top_k: int = option(0, "Top-k sampling; 0 is off.", min=0)
+    top_p: float = option(1.0, "Top-p sampling; 1 is off.", above=0, max=1)
+    seed: int | None = option(None, "Seed of the sampling.", min=0, max=2**63 - 1)
+    ignore_eos: bool = option(False, "Generate to --max-tokens.")
+    stop_token_ids: Sequence[int] = checked((), min=0)  # stored as a tuple
+    min_p: float = option(0.0, "Minimum probability relative to the top token; 0 is off.", min=0, max=1)
+    min_tokens: int = option(0, "Minimum number of output tokens.")
+    stop: Sequence[str] = option((), "Stop string; repeatable.")  # stored as a tuple; a string is accepted
+    presence_penalty: float = option(0.0, "Penalty on tokens in the output.", min=-2, max=2)
+    frequency_penalty: float = option(0.0, "Penalty per occurrence of a token in the output.", min=-2, max=2)
+    repetition_penalty: float = option(
+        1.0, "Penalty on tokens in prompt and output; 1 is off.", min=0.01, max=100
+    )  # beyond these bounds a logit could overflow
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)  # by token id; stored as a copy
-    logprobs: int | None = None
-    n: int = 1
-    max_speculative_tokens: int | None = None  # upper bound per decode step; never changes the output
+    logprobs: int | None = option(None, "With --json: alternatives per token.", min=0, max=MAX_LOGPROBS, panel="Output")
+    n: int = checked(1, min=1)
+    max_speculative_tokens: int | None = checked(None, min=0)  # per decode step; never changes the output
     grammar: Grammar | None = None
     skip_special_tokens: bool = True
     detokenize: bool = True  # off: outputs have token ids and no text
 
     def __post_init__(self) -> None:
-        require = field_validator(self)
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         try:  # JSON object keys are strings
             object.__setattr__(self, "logit_bias", {int(t): float(b) for t, b in self.logit_bias.items()})
         except (AttributeError, TypeError, ValueError):
-            require(False, "logit_bias", "a map from token id to number")
-
-        require(self.max_tokens >= 1, "max_tokens", "at least 1")
-        require(0.0 <= self.temperature <= 100.0, "temperature", "between 0 (greedy) and 100")
-        require(self.top_k >= 0, "top_k", "0 (off) or more")
-        require(0.0 < self.top_p <= 1.0, "top_p", "above 0 and at most 1 (off)")
-        require(self.seed is None or 0 <= self.seed < 2**63, "seed", "between 0 and 2^63 - 1")
-        require(all(t >= 0 for t in self.stop_token_ids), "stop_token_ids", "token ids, 0 or more")
-        require(0.0 <= self.min_p <= 1.0, "min_p", "between 0 (off) and 1")
-        require(0 <= self.min_tokens <= self.max_tokens, "min_tokens", f"between 0 and max-tokens, {self.max_tokens}")
-        require(all(isinstance(s, str) and s for s in self.stop), "stop", "non-empty strings")
-        require(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", "between -2 and 2, 0 is off")
-        require(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", "between -2 and 2, 0 is off")
-        # beyond these bounds a logit could overflow
-        require(0.01 <= self.repetition_penalty <= 100.0, "repetition_penalty", "between 0.01 and 100, 1 is off")
+            raise UserError(f"--logit-bias {self.logit_bias}: must be a map from token id to number") from None
+        super().__post_init__()
+        require(
+            0 <= self.min_tokens <= self.max_tokens,
+            *("--min-tokens", self.min_tokens, f"between 0 and max-tokens, {self.max_tokens}"),
+        )
+        require(all(isinstance(s, str) and s for s in self.stop), "--stop", self.stop, "non-empty strings")
         for token, bias in self.logit_bias.items():
             if token < 0 or not -100.0 <= bias <= 100.0:
                 raise UserError(f"--logit-bias {token}={bias}: must be a token id with a number between -100 and 100")
-        require(self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "logprobs", f"from 0 to {MAX_LOGPROBS}")
-        require(self.n >= 1, "n", "at least 1")
-        require(self.detokenize or not self.stop, "detokenize", "on with stop strings, which are found in the text")
-        require(self.grammar is None or isinstance(self.grammar, Grammar), "grammar", "built by peagle.engine.grammar")
-        most = self.max_speculative_tokens
-        require(most is None or most >= 0, "max_speculative_tokens", "0 (no speculation) or more")
+        finds_stops = self.detokenize or not self.stop
+        require(finds_stops, "--detokenize", self.detokenize, "on with stop strings, which are found in the text")
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise UserError(f"--grammar {self.grammar}: must be built by peagle.engine.grammar")
 
     @property
     def greedy(self) -> bool:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Literal, get_args
 
-from peagle.config.speculation import MAX_SPECULATIVE_TOKENS
-from peagle.config.validation import field_validator
-from peagle.errors import UserError
+from peagle.config.engine import MAX_SPECULATIVE_TOKENS
+from peagle.config.options import Check, Settings, option, require
 
 Objective = Literal["ce", "kl", "tv", "lk", "lk-hybrid"]
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
@@ -35,117 +34,118 @@ MAX_CHUNK_BYTES = 3 << 30  # activations of one chunk of chains
 CHUNK_MEMORY_FRACTION = 0.85  # of the free GPU memory; the rest covers fragmentation
 MIN_CHUNK_SIZE = 256
 CPU_CHUNK_SIZE = 4096
-
-
-def setting(default: Any, help: str) -> Any:
-    """A field of `TrainConfig`; `help` documents its flag."""
-    return field(default=default, metadata={"help": help})
+BETA: Check = (lambda value: 0 <= value < 1, "from 0 to below 1")
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(Settings):
     """How a drafter is trained. Every field is a flag of `peagle train` and a key of a recipe."""
 
-    method: Method = setting("p-eagle", "p-eagle drafts all tokens in one pass, eagle3 one token per pass.")
-    num_layers: int | None = setting(
-        None, "Drafter layers; default 4 for p-eagle, 1 for eagle3. Layers beyond those of --init are added."
+    method: Method = option(
+        "p-eagle", "p-eagle drafts all tokens in one pass, eagle3 one token per pass.", panel="Model"
     )
-    intermediate_size: int | None = setting(
-        None, "MLP width of the drafter; default the target's. Wider than --init widens its MLPs."
+    num_layers: int | None = option(
+        None, "Drafter layers; default 4 for p-eagle, 1 for eagle3. Layers beyond those of --init are added.", min=1
     )
-    init: str = setting("target", "Initial weights: target (its last layers), random, or the folder of a drafter.")
-    aux_layer_ids: tuple[int, ...] | None = setting(
+    intermediate_size: int | None = option(
+        None, "MLP width of the drafter; default the target's. Wider than --init widens its MLPs.", min=1
+    )
+    init: str = option("target", "Initial weights: target (its last layers), random, or a drafter's folder.")
+    aux_layer_ids: tuple[int, ...] | None = option(
         None, "Auxiliary hidden state layers of the target, comma-separated; default 2, L//2, L-3."
     )
-    mask_token: str = setting("auto", "Mask token of p-eagle: its text, its id, or auto for an unused reserved token.")
-    fc_norm: bool = setting(True, "Normalize each auxiliary hidden state before fc (EAGLE-3.1).")
-    train_embeddings: bool = setting(False, "Give the drafter its own embeddings, initialized from the target's.")
-    train_lm_head: bool = setting(
+    mask_token: str = option("auto", "Mask token of p-eagle: its text, its id, or auto for an unused reserved token.")
+    fc_norm: bool = option(True, "Normalize each auxiliary hidden state before fc (EAGLE-3.1).")
+    train_embeddings: bool = option(False, "Give the drafter its own embeddings, initialized from the target's.")
+    train_lm_head: bool = option(
         False, "Give the drafter its own LM head, initialized from the target's; implied by --draft-vocab-size."
     )
-    draft_vocab_size: int | None = setting(None, "Draft only the N most frequent tokens of the data.")
+    draft_vocab_size: int | None = option(None, "Draft only the N most frequent tokens of the data.", min=1)
 
-    num_depths: int = setting(0, "Draft tokens to train (K); 0 means 8 for p-eagle and 4 for eagle3.")
-    down_sample_ratio: float = setting(0.8, "COD sampling: fraction of the anchors kept from one depth to the next.")
-    objective: Objective = setting("lk-hybrid", "Loss per position: ce, kl, tv, lk or lk-hybrid.")
-    loss_weighting: LossWeighting = setting(
+    num_depths: int = option(
+        0,
+        "Draft tokens to train (K); 0 means 8 for p-eagle and 4 for eagle3.",
+        min=0,
+        max=MAX_SPECULATIVE_TOKENS,
+        panel="Loss and COD sampling",
+    )
+    down_sample_ratio: float = option(
+        0.8, "COD sampling: fraction of the anchors kept from one depth to the next.", above=0, max=1
+    )
+    objective: Objective = option("lk-hybrid", "Loss per position: ce, kl, tv, lk or lk-hybrid.")
+    loss_weighting: LossWeighting = option(
         "acceptance",
         "acceptance weights a position by the probability that all earlier drafts are accepted; or uniform.",
     )
-    depth_decay: float = setting(1.0, "Loss weight of a depth relative to the depth before it.")
+    depth_decay: float = option(1.0, "Loss weight of a depth relative to the depth before it.", above=0, max=1)
 
-    max_seq_len: int = setting(4096, "Tokens per conversation; longer ones lose the start of their prompt.")
-    batch_tokens: int = setting(16384, "Tokens per packed batch and GPU.")
-    gradient_accumulation_steps: int = setting(1, "Batches per GPU and optimizer step.")
-    steps: int | None = setting(None, "Length of the run in optimizer steps.")
-    minutes: float | None = setting(None, "Length of the run in minutes of training, over all resumes.")
-    epochs: float | None = setting(None, "Length of the run in epochs; 4 if no length is given.")
+    max_seq_len: int = option(
+        4096,
+        "Tokens per conversation; longer ones lose the start of their prompt.",
+        min=1,
+        panel="Batches and length of the run",
+    )
+    batch_tokens: int = option(16384, "Tokens per packed batch and GPU.", min=1)
+    gradient_accumulation_steps: int = option(1, "Batches per GPU and optimizer step.", min=1)
+    steps: int | None = option(None, "Length of the run in optimizer steps.", min=1)
+    minutes: float | None = option(None, "Length of the run in minutes of training, over all resumes.", above=0)
+    epochs: float | None = option(None, "Length of the run in epochs; 4 if no length is given.", above=0)
 
-    lr: float = setting(1e-3, "Peak learning rate.")
-    warmup_steps: int = setting(100, "Warm-up steps; at most a tenth of the run.")
-    lr_schedule: LrSchedule = setting("cosine", "cosine, linear, trapezoid (constant, then linear) or constant.")
-    optimizer: OptimizerKind = setting("adamw", "adamw, or muon for the weight matrices of layers and AdamW elsewhere.")
-    beta1: float = setting(0.9, "AdamW: decay of the first moment.")
-    beta2: float = setting(0.95, "AdamW: decay of the second moment.")
-    weight_decay: float = setting(0.01, "Weight decay of matrices; norms, embeddings and mask_hidden have none.")
-    max_grad_norm: float = setting(1.0, "Gradient-norm clipping threshold; 0 disables clipping.")
-    dtype: str = setting("auto", "bfloat16 (with fp32 master weights), float32, or auto: bfloat16 on a GPU.")
-    chunk_size: int | Literal["auto"] = setting(
-        "auto", "COD positions per forward and backward pass; auto fits GPU memory."
+    lr: float = option(1e-3, "Peak learning rate.", above=0, panel="Optimizer")
+    warmup_steps: int = option(100, "Warm-up steps; at most a tenth of the run.", min=0)
+    lr_schedule: LrSchedule = option("cosine", "cosine, linear, trapezoid (constant, then linear) or constant.")
+    optimizer: OptimizerKind = option("adamw", "adamw, or muon for the weight matrices of layers and AdamW elsewhere.")
+    beta1: float = option(0.9, "AdamW: decay of the first moment.", check=BETA)
+    beta2: float = option(0.95, "AdamW: decay of the second moment.", check=BETA)
+    weight_decay: float = option(0.01, "Weight decay of matrices; norms, embeddings and mask_hidden have none.", min=0)
+    max_grad_norm: float = option(1.0, "Gradient-norm clipping threshold; 0 disables clipping.", min=0)
+    dtype: Literal["auto", "bfloat16", "float32", "float64"] = option(
+        "auto", "bfloat16 (with fp32 master weights), float32, or auto: bfloat16 on a GPU.", panel="Engine"
     )
-    cuda_graphs: bool = setting(True, "Capture steps of small batches as CUDA graphs.")
-    activation_checkpointing: bool = setting(False, "Recompute drafter layers in the backward pass to save memory.")
-    shard_target: bool = setting(False, "Shard the target over the GPUs (FSDP2).")
-    chat_template: str | None = setting(None, "Jinja file with a chat template, instead of the target's.")
-    raw: bool = setting(False, "The responses continue raw prompts, as `peagle data --raw` wrote them.")
-    hidden_states_cache: str | None = setting(
-        None, "Folder that caches the target's hidden states, instead of running the target in every step."
+    chunk_size: int | Literal["auto"] = option(
+        "auto",
+        "COD positions per forward and backward pass; auto fits GPU memory.",
+        check=(lambda size: size == "auto" or size >= 1, "auto, or at least 1"),
     )
-    hidden_states_dtype: HiddenStatesDtype = setting("bfloat16", "Of the cache: bfloat16, or fp8 in half the space.")
-    vllm_hidden_states: str | None = setting(
+    cuda_graphs: bool = option(True, "Capture steps of small batches as CUDA graphs.")
+    activation_checkpointing: bool = option(False, "Recompute drafter layers in the backward pass to save memory.")
+    shard_target: bool = option(False, "Shard the target over the GPUs (FSDP2).")
+    chat_template: str | None = option(None, "Jinja file with a chat template, instead of the target's.", panel="Data")
+    raw: bool = option(False, "The responses continue raw prompts, as `peagle data --raw` wrote them.")
+    hidden_states_cache: str | None = option(
+        None,
+        "Folder that caches the target's hidden states, instead of running the target in every step.",
+        panel="Hidden states of the target",
+    )
+    hidden_states_dtype: HiddenStatesDtype = option("bfloat16", "Of the cache: bfloat16, or fp8 in half the space.")
+    vllm_hidden_states: str | None = option(
         None, "Folder with hidden states written by vLLM (see `peagle hidden-states`)."
     )
 
-    validation_size: int = setting(32, "Conversations in the validation set; at most a fifth of the data.")
-    validation_every: int = setting(500, "Steps between measurements of acceptance length; 0: only at the end.")
-    validation_tokens: int = setting(128, "Output tokens per validation prompt.")
-    log_every: int = setting(20, "Steps between two lines of log.jsonl.")
-    save_minutes: float = setting(5.0, "Minutes between two saves of the training state.")
-    seed: int = setting(0, "Seed of new weights, the order of the data and COD sampling.")
+    validation_size: int = option(
+        32,
+        "Conversations in the validation set; at most a fifth of the data.",
+        min=0,
+        panel="Validation, logging and saving",
+    )
+    validation_every: int = option(500, "Steps between measurements of acceptance length; 0: only at the end.", min=0)
+    validation_tokens: int = option(128, "Output tokens per validation prompt.", min=1)
+    log_every: int = option(20, "Steps between two lines of log.jsonl.", min=1)
+    save_minutes: float = option(5.0, "Minutes between two saves of the training state.", above=0)
+    seed: int = option(0, "Seed of new weights, the order of the data and COD sampling.", min=0)
 
     def __post_init__(self) -> None:
-        require = field_validator(self)
-        choices = {"method": Method, "objective": Objective, "loss_weighting": LossWeighting}
-        choices |= {"optimizer": OptimizerKind, "lr_schedule": LrSchedule, "hidden_states_dtype": HiddenStatesDtype}
-        for name, kind in choices.items():
-            require(getattr(self, name) in get_args(kind), name, " or ".join(get_args(kind)))
+        super().__post_init__()
         if self.num_depths == 0:
             object.__setattr__(self, "num_depths", DEFAULT_NUM_DEPTHS[self.method])
         if self.aux_layer_ids is not None:
             object.__setattr__(self, "aux_layer_ids", tuple(sorted(self.aux_layer_ids)))
             distinct = len(set(self.aux_layer_ids)) == len(self.aux_layer_ids) > 0
-            require(distinct, "aux_layer_ids", "distinct layer ids, comma-separated")
-        require(
-            self.hidden_states_cache is None or self.vllm_hidden_states is None,
-            "hidden_states_cache",
-            "given without --vllm-hidden-states",
-        )
-        require(self.dtype in ("auto", "bfloat16", "float32", "float64"), "dtype", "auto, bfloat16 or float32")
-        require(self.chunk_size == "auto" or self.chunk_size >= 1, "chunk_size", "auto, or at least 1")
-        for name in ("down_sample_ratio", "depth_decay"):
-            require(0.0 < getattr(self, name) <= 1.0, name, "above 0 and at most 1")
-        require(1 <= self.num_depths <= MAX_SPECULATIVE_TOKENS, "num_depths", f"from 1 to {MAX_SPECULATIVE_TOKENS}")
-        at_least_1 = ["num_layers", "intermediate_size", "draft_vocab_size", "max_seq_len", "batch_tokens"]
-        at_least_1 += ["gradient_accumulation_steps", "steps", "log_every", "validation_tokens"]
-        for name in at_least_1:
-            require(getattr(self, name) is None or getattr(self, name) >= 1, name, "at least 1")
-        for name in ("minutes", "epochs", "lr", "save_minutes"):
-            require(getattr(self, name) is None or getattr(self, name) > 0, name, "above 0")
-        for name in ("warmup_steps", "weight_decay", "max_grad_norm", "validation_size", "validation_every", "seed"):
-            require(getattr(self, name) >= 0, name, "0 or more")
-        for name in ("beta1", "beta2"):
-            require(0.0 <= getattr(self, name) < 1.0, name, "from 0 to below 1")
-        require(self.max_seq_len <= self.batch_tokens, "max_seq_len", f"at most --batch-tokens {self.batch_tokens}")
+            require(distinct, "--aux-layer-ids", self.aux_layer_ids, "distinct layer ids, comma-separated")
+        one_source = self.hidden_states_cache is None or self.vllm_hidden_states is None
+        require(one_source, "--hidden-states-cache", self.hidden_states_cache, "given without --vllm-hidden-states")
+        fits = self.max_seq_len <= self.batch_tokens
+        require(fits, "--max-seq-len", self.max_seq_len, f"at most --batch-tokens {self.batch_tokens}")
 
     @property
     def num_new_layers(self) -> int:
@@ -165,13 +165,6 @@ class CacheSettings:
     dtype: HiddenStatesDtype = "bfloat16"
     shard_bytes: int = 512 << 20  # maximum file size, unless a single row is larger
     forward_tokens: int = 16384  # tokens per forward pass of the target
-
-    def __post_init__(self) -> None:
-        if self.dtype not in get_args(HiddenStatesDtype):
-            raise UserError(f"--hidden-states-dtype {self.dtype}: must be {' or '.join(get_args(HiddenStatesDtype))}")
-        for name in ("shard_bytes", "forward_tokens"):
-            if getattr(self, name) < 1:
-                raise UserError(f"CacheSettings.{name} {getattr(self, name)}: must be at least 1")
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from peagle.bench.timing import RequestTiming, summarize_repeat
 from peagle.bench.variants import EngineVariants
 from peagle.bench.workload import BenchPrompt, Load, Workload, poisson_arrivals
 from peagle.cli import main
-from peagle.cli.several import repeat_flags, split_commas
+from peagle.cli.app import parse_items, repeat_flags
 from peagle.config import BenchEngineSettings, BenchServerSettings, BenchSettings, SamplingParams
 from peagle.errors import UserError
 from peagle.http_client import EventDecoder, parse_server_url
@@ -515,7 +515,7 @@ def test_options_with_several_values() -> None:
     ]
     assert repeat_flags(["--c", "-1", "-k", "--x"], several) == ["--c", "-1", "-k", "--x"]
     assert repeat_flags(["--c", "1", "--", "2"], several) == ["--c", "1", "--", "2"]
-    assert split_commas(["1,8", "64"]) == ["1", "8", "64"]
+    assert parse_items(int, "--c", ["1,8", "64", "8"]) == (1, 8, 64)
 
 
 @dataclass

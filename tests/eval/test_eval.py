@@ -619,11 +619,11 @@ def test_the_command(
     assert "too few drafts" in text
     print_results(dataclasses.replace(found, rows=[]))
     for words, said in (
-        ((*common, "-k", "x"), "-k x: must be whole numbers"),
+        ((*common, "-k", "x"), "-k x: must be an integer"),
         ((*common, "-k", "99"), "-k 99"),
         ((*common, "--engine", "abacus"), "--engine abacus: must be embedded, reference, vllm"),
         ((*common, "--temperature", "-1"), "--temperature"),
-        ((*common, "--context-bounds", "x"), "--context-bounds x: must be whole numbers"),
+        ((*common, "--context-bounds", "x"), "--context-bounds x: must be an integer"),
         ((str(target()), "--data", data[0].source), "--drafter: give at least one"),
         ((str(target()), "-d", drafters[0]), "--data: give"),
         ((*common, "--engine", "http://127.0.0.1:9"), "--drafter"),

@@ -22,7 +22,7 @@ from pairs import drafter_folder, target_folder
 from serving_support import MODEL, PROMPT, K, LocalServer, ServerProcess, small_engine, wait_until, write_target
 
 from peagle.cli import main
-from peagle.cli.serve import DrafterChoice, parse_speculative_config
+from peagle.cli.serving import parse_speculative_config
 from peagle.config import SamplingParams, ServeSettings
 from peagle.errors import UserError
 from peagle.server.logs import LOGGER, start_logging
@@ -217,8 +217,8 @@ def test_a_used_port_is_reported_before_loading(target: Path) -> None:
 
 def test_parse_speculative_config() -> None:
     text = '{"method": "eagle3", "model": "d", "num_speculative_tokens": 5, "parallel_drafting": true}'
-    assert parse_speculative_config(text) == DrafterChoice("d", 5, True)
-    assert parse_speculative_config('{"model": "d", "num_speculative_tokens": 5}') == DrafterChoice("d", 5)
+    assert parse_speculative_config(text) == ("d", 5)
+    assert parse_speculative_config('{"model": "d", "num_speculative_tokens": 5}') == ("d", 5)
     for wrong, mentioned in [
         ("[]", "object"),
         ('{"model": "d", "num_speculative_tokens": 5, "draft_tensor_parallel_size": 2}', "draft_tensor_parallel_size"),
@@ -307,23 +307,6 @@ def test_vllm_gets_the_call_parser_of_the_template(
     assert [word for word in reported if "tool" in word or word in response] == response
     warnings = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
     assert len(warnings) == bool(warning) and all(warning in line for line in warnings)
-
-
-@pytest.mark.parametrize("engine", ["embedded", "vllm"])
-def test_wrong_parallel_drafting_is_refused(
-    engine: str, target: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    there = ("--vllm-command", "false serve") if engine == "vllm" else ()
-    for drafter, parallel in (("p-eagle-1", False), ("eagle3-1", True)):
-        mentioned = str(drafter_folder(drafter))
-        config = {"model": mentioned, "num_speculative_tokens": K, "parallel_drafting": parallel}
-        words = ["serve", str(target), "--engine", engine, *there, "--speculative-config", json.dumps(config)]
-        monkeypatch.setattr(sys, "argv", ["peagle", *words])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        response = capsys.readouterr().err.strip()
-        assert ended.value.code == 2 and len(response.splitlines()) == 1
-        assert all(part in response for part in ("parallel_drafting", mentioned, str(not parallel).lower()))
 
 
 def test_vllm_is_started_and_stopped(tmp_path: Path, target: Path) -> None:
