@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import time
 import warnings
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -56,6 +58,7 @@ BF16_FEATURES = {"amx_bf16", "avx512_bf16", "bf16"}  # in /proc/cpuinfo, x86 and
 CPU_PREFILL_CHUNK_TOKENS = 64
 GPU_PREFILL_CHUNK_FLOPS = 24e12  # of a prefill chunk beside decoding: delays decoding by some tens of ms
 TYPICAL_CONTEXT = 256  # cached tokens of the timed requests: without context, attention would seem free
+EAGER_TIMING_SECONDS = 1.5  # most time to spend on timing steps without CUDA graphs
 
 
 def load_engine(
@@ -106,11 +109,12 @@ def load_engine(
             models = [m for m in (model, loaded_drafter) if m is not None]
             select_cpu_gemms([m.weight for owner in models for m in owner.modules() if isinstance(m, torch.nn.Linear)])
         if len(choices) > 1 and cost_table is None:
-            if cuda_graphs:
-                cost_table = measure_captured_steps(runner)
+            if runner.decode_graphs is not None:
+                kinds = {(batch_size, k) for batch_size, k, _ in runner.decode_graphs.captured}
+                cost_table = measure_step_costs(runner, kinds, min(TYPICAL_CONTEXT, max_model_len // 2), math.inf)
             else:
-                batch_sizes = [size for size in CPU_TIMED_BATCH_SIZES if size <= max_num_seqs]
-                cost_table = measure_eager_steps(runner, batch_sizes, choices)
+                kinds = {(size, k) for size in CPU_TIMED_BATCH_SIZES if size <= max_num_seqs for k in choices}
+                cost_table = measure_step_costs(runner, kinds, 0, EAGER_TIMING_SECONDS)
     chunk_tokens = CPU_PREFILL_CHUNK_TOKENS
     if on_gpu:
         chunk_tokens = max(256, min(8192, int(GPU_PREFILL_CHUNK_FLOPS / 2 / count_parameters(model))))
@@ -235,64 +239,52 @@ def resolve_dtype(name: str | None, device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "cpu" and BF16_FEATURES.isdisjoint(features) else torch.bfloat16
 
 
-# Costs of decode steps, for "auto". They overwrite the device state and leave it zeroed.
+def measure_step_costs(
+    runner: ModelRunner, step_kinds: Iterable[tuple[int, int]], context_len: int, budget_seconds: float
+) -> StepCostTable:
+    """Times decode steps by batch size and number of draft tokens, smallest batch first, on an unused engine.
 
-
-def measure_captured_steps(runner: ModelRunner, num_repeats: int = 3) -> StepCostTable:
-    """Times every captured decode graph on the GPU."""
-    graphs, table, state = runner.decode_graphs, StepCostTable(), runner.state
-    assert graphs is not None
-    context = min(TYPICAL_CONTEXT, runner.max_model_len // 2)
+    Each is the fastest of three runs, interleaved so that a busy moment hits all choices alike, after one warm-up. Past
+    the budget, remaining runs and larger batch sizes are skipped; batch size 1 gets at least two runs.
+    """
+    table, state, began = StepCostTable(), runner.state, time.perf_counter()
     tables_SM = state.block_tables_SM[:-1]  # without the padding slot
-    block_ids = torch.arange(tables_SM.numel(), device=tables_SM.device) % runner.kv_cache.num_blocks
-    tables_SM.copy_(block_ids.view(tables_SM.shape))
-    for batch_size, k in dict.fromkeys((batch_size, k) for batch_size, k, _ in graphs.captured):
-        graph = graphs.find(batch_size, k, context + num_repeats * (k + 1))
-        assert graph is not None
-        graph.slots_B.copy_(torch.arange(batch_size, device=runner.device))
-        state.num_computed_tokens_S[:-1].fill_(context)
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        graph.replay()
-        begin.record()
-        for _ in range(num_repeats):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        table.seconds[batch_size, k] = begin.elapsed_time(end) / num_repeats / 1e3
+    if context_len:
+        block_ids = torch.arange(tables_SM.numel(), device=tables_SM.device) % runner.kv_cache.num_blocks
+        tables_SM.copy_(block_ids.view(tables_SM.shape))
+    for batch_size, kinds in itertools.groupby(sorted(step_kinds), key=lambda kind: kind[0]):
+        choices, seconds = [k for _, k in kinds], dict[int, float]()
+        time_decode_step(runner, batch_size, choices[0], context_len)
+        for run, k in itertools.product(range(3), choices):
+            if time.perf_counter() - began > budget_seconds and (batch_size > 1 or run > 1):
+                break
+            elapsed = time_decode_step(runner, batch_size, k, context_len)
+            seconds[k] = min(seconds.get(k, elapsed), elapsed)
+        if len(seconds) < len(choices):
+            break
+        table.seconds |= {(batch_size, k): seconds[k] for k in choices}
     for used in (tables_SM, state.num_computed_tokens_S, state.num_draft_tokens_S, state.token_ids_SN):
         used[: len(tables_SM)].zero_()
     return table
 
 
-def measure_eager_steps(
-    runner: ModelRunner, batch_sizes: list[int], choices: list[int], budget_seconds: float = 1.5
-) -> StepCostTable:
-    """Times decode steps without context and without graphs, within a time budget.
-
-    Each is the fastest of three runs, interleaved so that a busy moment hits all choices alike, after one warm-up. Past
-    the budget, remaining runs and larger batch sizes are skipped; batch size 1 gets at least two runs.
-    """
-    table = StepCostTable()
-    began = time.perf_counter()
-    for batch_size in batch_sizes:
-        slots_B = torch.arange(batch_size, device=runner.device)  # no request has them; they use the padding block
-        runner.decode_step(slots_B, choices[0])
-        seconds: dict[int, float] = {}
-        for run, k in itertools.product(range(3), choices):
-            if time.perf_counter() - began > budget_seconds and (batch_size > 1 or run > 1):
-                break
-            _reset_progress(runner)
-            started = time.perf_counter()
-            runner.decode_step(slots_B, k)
-            elapsed = time.perf_counter() - started
-            seconds[k] = min(seconds.get(k, elapsed), elapsed)
-        if len(seconds) < len(choices):
-            break
-        table.seconds |= {(batch_size, k): seconds[k] for k in choices}
-    _reset_progress(runner)
-    return table
-
-
-def _reset_progress(runner: ModelRunner) -> None:
-    runner.state.num_computed_tokens_S.zero_()
-    runner.state.num_draft_tokens_S.zero_()
+@torch.inference_mode()
+def time_decode_step(runner: ModelRunner, batch_size: int, k: int, context_len: int) -> float:
+    """Seconds of one decode step of the first slots, each with `context_len` cached tokens in its block table."""
+    slots_B = torch.arange(batch_size, device=runner.device)
+    graph = runner.decode_graphs.find(batch_size, k, context_len) if runner.decode_graphs is not None else None
+    if graph is not None:
+        graph.slots_B.fill_(-1)
+        graph.slots_B[:batch_size].copy_(slots_B)
+        graph.loaded_slots = None  # `load_slots` must copy again
+    runner.state.num_computed_tokens_S[:-1] = context_len  # the previous step advanced it
+    runner.state.num_draft_tokens_S[:-1] = 0
+    synchronize = torch.cuda.synchronize if runner.device.type == "cuda" else lambda: None
+    synchronize()
+    started = time.perf_counter()
+    if graph is not None:
+        graph.replay()
+    else:
+        runner.decode_step(slots_B, k)
+    synchronize()
+    return time.perf_counter() - started

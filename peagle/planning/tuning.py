@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from peagle.config import TuneSettings
 from peagle.engine.kv_cache import BLOCK_SIZE
 from peagle.engine.llm import LLM
+from peagle.engine.loader import time_decode_step
 from peagle.engine.model_runner import ModelRunner
 from peagle.errors import UserError
 from peagle.results.files import replace_file
@@ -86,7 +86,7 @@ def time_decode_steps(
         fastest = dict.fromkeys(missing, float("inf"))
         for repeat in range(settings.warmup + settings.repeats):
             for k in missing:
-                seconds = _time_step(runner, batch_size, k, settings.context_len)
+                seconds = time_decode_step(runner, batch_size, k, settings.context_len)
                 if repeat >= settings.warmup:
                     fastest[k] = min(fastest[k], seconds)
                 on_step(batch_size, k)
@@ -110,32 +110,6 @@ def _assign_kv_blocks(runner: ModelRunner, num_requests: int, context_len: int) 
     num_used = num_requests * blocks_per_request
     block_ids = 1 + torch.randperm(num_used, device=runner.device).view(num_requests, blocks_per_request).int()
     runner.state.block_tables_SM[:num_requests, :blocks_per_request] = block_ids
-
-
-@torch.inference_mode()
-def _time_step(runner: ModelRunner, batch_size: int, k: int, context_len: int) -> float:
-    """Seconds of one decode step: of padding slots, or of requests that all have the context."""
-    device = runner.device
-    slots_B = torch.arange(batch_size, device=device) if context_len else torch.full((batch_size,), -1, device=device)
-    graph = runner.decode_graphs.find(batch_size, k, context_len) if runner.decode_graphs is not None else None
-    if graph is not None:
-        graph.slots_B.fill_(-1)
-        graph.slots_B[:batch_size].copy_(slots_B)
-        graph.loaded_slots = None  # `load_slots` must copy again
-    runner.state.num_computed_tokens_S[:-1] = context_len  # the previous step advanced it
-    _synchronize(runner)
-    started = time.perf_counter()
-    if graph is not None:
-        graph.replay()
-    else:
-        runner.decode_step(slots_B, k)
-    _synchronize(runner)
-    return time.perf_counter() - started
-
-
-def _synchronize(runner: ModelRunner) -> None:
-    if runner.device.type == "cuda":
-        torch.cuda.synchronize(runner.device)
 
 
 def save_cost_table(path: Path, table: StepCostTable, key: CostTableKey, finished: bool) -> None:

@@ -132,13 +132,13 @@ def test_an_unfinished_table_is_resumed(tune: Any, tmp_path: Path) -> None:
 BLOCKED_AT_BATCH_SIZE_3 = """
 import pathlib, sys, time
 from peagle.planning import tuning
-time_step, blocked_file = tuning._time_step, pathlib.Path(sys.argv[-1])
+time_step, blocked_file = tuning.time_decode_step, pathlib.Path(sys.argv[-1])
 def blocked(runner, batch_size, *more):
     if batch_size > 1:
         blocked_file.touch()
         time.sleep(600)
     return time_step(runner, batch_size, *more)
-tuning._time_step = blocked
+tuning.time_decode_step = blocked
 sys.argv = ["peagle", *sys.argv[1:-1]]
 from peagle.cli import main
 main()
