@@ -274,9 +274,7 @@ def time_decode_step(runner: ModelRunner, batch_size: int, k: int, context_len: 
     slots_B = torch.arange(batch_size, device=runner.device)
     graph = runner.decode_graphs.find(batch_size, k, context_len) if runner.decode_graphs is not None else None
     if graph is not None:
-        graph.slots_B.fill_(-1)
-        graph.slots_B[:batch_size].copy_(slots_B)
-        graph.loaded_slots = None  # `load_slots` must copy again
+        graph.load_slots(list(range(batch_size)))
     runner.state.num_computed_tokens_S[:-1] = context_len  # the previous step advanced it
     runner.state.num_draft_tokens_S[:-1] = 0
     synchronize = torch.cuda.synchronize if runner.device.type == "cuda" else lambda: None
