@@ -147,7 +147,7 @@ def our_steps(job: Json) -> Callable[[int], Json]:
     import torch
     from training_variants import SHAPES, VARIANTS, Models, documents, random_work, step_flops
 
-    from peagle.training.chunk_size import auto_chunk_size
+    from peagle.training.memory import auto_chunk_size
 
     device = torch.device(job["device"])
     shape = SHAPES[job["shape"]]

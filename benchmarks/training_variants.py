@@ -21,16 +21,17 @@ from dataclasses import dataclass, replace
 import torch
 from random_weights import random_weights
 
-from peagle.config import DecoderConfig, DrafterConfig, LayerConfig, Objective, RopeConfig
+from peagle.config import DecoderConfig, DrafterConfig, LayerConfig, RopeConfig, TrainConfig
 from peagle.data.batches import PackedBatch
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
 from peagle.training.cod_sampling import CodPositions, sample_cod_positions, sampling_generator
 from peagle.training.hidden_states.online import TargetHiddenStates
-from peagle.training.loss import DraftLoss, LossSettings, depth_weights, position_weights
+from peagle.training.loss import DraftLoss, position_weights
 from peagle.training.partition import DrafterForward, accumulate_gradients, chunk_loss, split_chains
 
 EVERYTHING = 1 << 40  # rows: no chunks
+LOSS = TrainConfig(objective="kl", loss_weighting="uniform")
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,6 @@ class Shape:
     drafter_layers: int = 4
     depths: int = 8
     rate: float = 0.8
-    objective: Objective = "kl"
 
     @property
     def drafter(self) -> DrafterConfig:
@@ -95,7 +95,6 @@ class Work:
     batch: PackedBatch
     rows: CodPositions
     states: TargetHiddenStates
-    weights: list[float]
 
 
 def documents(lengths: list[int], prompt: float, vocab: int, seed: int = 0) -> PackedBatch:
@@ -124,13 +123,12 @@ def random_work(models: Models, batch: PackedBatch) -> Work:
         torch.randn(len(batch), len(shape.aux_layer_ids) * width, dtype=head.dtype, device=head.device),
     )
     rows = sample_cod_positions(batch, shape.depths, shape.rate, sampling_generator(0, 0))
-    return Work(batch, rows, states, depth_weights(shape.depths))
+    return Work(batch, rows, states)
 
 
 def examiner_of(models: Models, work: Work) -> DraftLoss:
-    objective = models.shape.objective
-    weight_K = position_weights(work.rows.counts, work.weights).to(work.states.hidden_ND.device)
-    return DraftLoss(models.drafter, models.target, work.states, LossSettings(objective), weight_K)
+    weight_K = position_weights(work.rows.counts).to(work.states.hidden_ND.device)
+    return DraftLoss(models.drafter, models.target, work.states, LOSS, weight_K)
 
 
 def view_of(models: Models, work: Work) -> DrafterForward:
@@ -138,17 +136,7 @@ def view_of(models: Models, work: Work) -> DrafterForward:
 
 
 def ours(models: Models, work: Work, chunk_rows: int) -> None:
-    objective = models.shape.objective
-    accumulate_gradients(
-        models.drafter,
-        models.target,
-        work.states,
-        work.batch,
-        work.rows,
-        LossSettings(objective),
-        work.weights,
-        chunk_rows,
-    )
+    accumulate_gradients(models.drafter, models.target, work.states, work.batch, work.rows, LOSS, chunk_rows)
 
 
 def whole(models: Models, work: Work, chunk_rows: int) -> None:
@@ -157,7 +145,6 @@ def whole(models: Models, work: Work, chunk_rows: int) -> None:
 
 
 def logits(models: Models, work: Work, chunk_rows: int) -> None:
-    assert models.shape.objective == "kl"
     view, (everything,) = view_of(models, work), split_chains(work.rows, EVERYTHING)
     leaves = view.run_depth_zero()
     said = torch.cat([leaves.output_ND[view.to_device(everything.anchor_A)], view.run_chains(leaves, everything)])
@@ -167,7 +154,7 @@ def logits(models: Models, work: Work, chunk_rows: int) -> None:
         positions = view.to_device(everything.label_positions() - 1)
         log_p_RV = models.target.compute_logits(work.states.hidden_ND)[positions].log_softmax(-1, dtype=exact)
     loss_R = torch.nn.functional.kl_div(log_q_RV, log_p_RV, reduction="none", log_target=True).sum(-1)
-    weight_R = position_weights(work.rows.counts, work.weights)[everything.depths()]
+    weight_R = position_weights(work.rows.counts)[everything.depths()]
     (loss_R * weight_R.to(loss_R)).sum().backward()
 
 
@@ -184,7 +171,7 @@ def algorithm1(models: Models, work: Work, chunk_rows: int) -> None:
         named = ("token_ids_N", "position_N", "start_N", "end_N", "loss_mask_N")
         prefix = replace(batch, **{name: getattr(batch, name)[part] for name in named})
         states = TargetHiddenStates(work.states.hidden_ND[part], work.states.aux_hidden_states_NX[part])
-        view = view_of(models, Work(prefix, work.rows, states, work.weights))
+        view = view_of(models, Work(prefix, work.rows, states))
         leaves = view.run_depth_zero()
         said = torch.cat([leaves.output_ND[view.to_device(segment.anchor_A)], view.run_chains(leaves, segment)])
         # what is asked for may lie behind the prefix

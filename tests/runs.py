@@ -130,9 +130,9 @@ def main() -> None:
 
     resume.write_weights, trainer.accumulate_gradients, trainer.Optimizer.step = hanging, slow, watched  # type: ignore[assignment, method-assign]
     if os.environ.get("RANK", "0") != "0":
-        run.prepare_cache = None  # type: ignore[assignment]  # filling a cache is the first rank's
+        run.HiddenStatesCache.fill = None  # type: ignore[assignment, method-assign]  # filling a cache is the first rank's
     if args.room is not None:
-        measure.free_device_bytes = lambda device: args.room
+        measure.free_gpu_bytes = lambda device: args.room
     outcome = train(make_recipe(args.recipe, {}), args.out, "cpu")
     if args.gradients is not None:
         rank = os.environ.get("RANK", "0")

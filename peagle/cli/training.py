@@ -92,10 +92,8 @@ def hidden_states(
     Without --endpoint, print the command that starts such a server. Rows with a file are not sent again.
     """
     from peagle.training.drafter_init import plan_drafter_config
-    from peagle.training.hidden_states.vllm_client import request_hidden_states, vllm_serve_command
-    from peagle.training.hidden_states.vllm_files import HiddenStatesFiles
-    from peagle.training.recipe import make_recipe
-    from peagle.training.run import load_training_inputs
+    from peagle.training.hidden_states.vllm import HiddenStatesFiles, request_hidden_states, vllm_serve_command
+    from peagle.training.recipe import load_training_inputs, make_recipe
 
     made = make_recipe(recipe, {})
     if made.train.vllm_hidden_states is None:
@@ -153,10 +151,10 @@ def train(
     started = time.perf_counter()
     made = _load_recipe(recipe, data, target, settings)
     if dry_run:
-        from peagle.training.dry_run import plan_run
+        from peagle.training.memory import format_plan, plan_run
 
         plan = plan_run(made, out, _resolve_device(device), num_gpus, tokens_per_second)
-        print(json.dumps(plan.as_json()) if as_json else plan.text())
+        print(json.dumps(plan) if as_json else format_plan(plan))
         return
     if num_gpus != 1:
         raise UserError(f"--num-gpus {num_gpus}: only for --dry-run; torchrun starts several processes")

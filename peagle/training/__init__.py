@@ -1,1 +1,1 @@
-"""Which rows a batch trains on, who sees whom, and what they are asked to predict."""
+"""Drafter training: positions, exact gradients, the training loop and its folder."""

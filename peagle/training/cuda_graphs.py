@@ -28,8 +28,7 @@ from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
 from peagle.training.cod_sampling import CodPositions
 from peagle.training.hidden_states.online import OnlineHiddenStates
-from peagle.training.loss import DepthMetrics, DraftLoss, LossSettings
-from peagle.training.loss_weighting import NO_PREVIOUS, ChainLinks
+from peagle.training.loss import NO_PREVIOUS, ChainLinks, DepthMetrics, DraftLoss
 from peagle.training.partition import ChainChunk, DrafterForward, Eagle3Steps, run_forward_backward
 
 PADDING_STEPS = 16  # anchors are padded to multiples of batch_tokens / PADDING_STEPS
@@ -108,8 +107,7 @@ class BatchPadder:
     """Pads batches of a run, on the CPU."""
 
     def __init__(self, cfg: TrainConfig, vocab_size: int, parallel: bool, chunk_size: int, pin_memory: bool) -> None:
-        self.num_tokens, self.num_depths = cfg.batch_tokens, cfg.num_depths
-        self.down_sample_ratio = cfg.down_sample_ratio
+        self.cfg = cfg
         self.padding_step = max(MIN_PADDING_STEP, cfg.batch_tokens // PADDING_STEPS)
         self.max_loss_rows = max(1, LOSS_LOGITS // vocab_size)
         self.parallel, self.chunk_size, self.pin_memory = parallel, chunk_size, pin_memory
@@ -117,9 +115,9 @@ class BatchPadder:
     def padded_shape(self, num_anchors: int) -> GraphShape:
         """`sample_cod_positions` keeps at most this share of the anchors at each depth."""
         num_anchors = -(-num_anchors // self.padding_step) * self.padding_step
-        ratio = self.down_sample_ratio
-        chain_positions = tuple(math.ceil(num_anchors * ratio**depth) for depth in range(1, self.num_depths))
-        return GraphShape(self.num_tokens, num_anchors, chain_positions, self.parallel, self.max_loss_rows)
+        ratio = self.cfg.down_sample_ratio
+        chain_positions = tuple(math.ceil(num_anchors * ratio**depth) for depth in range(1, self.cfg.num_depths))
+        return GraphShape(self.cfg.batch_tokens, num_anchors, chain_positions, self.parallel, self.max_loss_rows)
 
     def pad(self, batch: PackedBatch, positions: CodPositions) -> PaddedBatch | None:
         """None if the batch fits no padded shape."""
@@ -208,11 +206,14 @@ def _pad_eagle3_steps(out: dict[str, Tensor], chunk: ChainChunk, shape: GraphSha
 class GraphedStep:
     """Computes the gradients of padded batches, from the third step of a shape on by replaying its CUDA graph."""
 
-    def __init__(self, drafter: Drafter, target: Decoder, hidden_states: OnlineHiddenStates, cfg: TrainConfig) -> None:
-        self.drafter, self.target, self.hidden_states, self.cfg = drafter, target, hidden_states, cfg
+    def __init__(
+        self, drafter: Drafter, target: Decoder, hidden_states: OnlineHiddenStates, padder: BatchPadder
+    ) -> None:
+        self.drafter, self.target, self.hidden_states = drafter, target, hidden_states
+        self.cfg, self.padder = padder.cfg, padder
         self.device = hidden_states.device
         # the last entry is the depth of padding positions, with weight 0
-        self.position_weight_K = torch.zeros(cfg.num_depths + 1, dtype=torch.float64, device=self.device)
+        self.position_weight_K = torch.zeros(self.cfg.num_depths + 1, dtype=torch.float64, device=self.device)
         self.inputs: dict[GraphShape, Tensor] = {}
         self.num_eager_steps: dict[GraphShape, int] = {}
         self.graphs: dict[GraphShape, tuple[torch.cuda.CUDAGraph, DepthMetrics]] = {}
@@ -248,8 +249,7 @@ class GraphedStep:
         unused = start_N.new_zeros(0)
         batch = PackedBatch(inputs["token"], inputs["position"], start_N, unused, unused, ())  # type: ignore[arg-type]
         states = self.hidden_states.states(batch)
-        settings = LossSettings.from_config(self.cfg)
-        loss = DraftLoss(self.drafter, self.target, states, settings, self.position_weight_K)
+        loss = DraftLoss(self.drafter, self.target, states, self.cfg, self.position_weight_K)
         forward = DrafterForward(self.drafter, states, batch, self.device)
         run_forward_backward(loss, forward, [_padded_chunk(inputs, shape)])
         return DepthMetrics(*(total[:-1] for total in loss.metrics.tensors()))

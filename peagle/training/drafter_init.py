@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from peagle.checkpoints.drafter import check_drafter_fits, load_unshared_drafter, read_drafter_config
 from peagle.config import DecoderConfig, DrafterConfig, TrainConfig
-from peagle.data.batches import ResponseDataset
 from peagle.errors import UserError
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
@@ -37,31 +35,36 @@ HIDDEN_STATE_SCALE = 0.1
 MAX_LOGIT_STD = 5.0
 
 
-@dataclass(frozen=True)
-class TokenCounts:
-    """Number of occurrences of each token in the data, prompts included."""
-
-    count_V: Tensor
-
-    @classmethod
-    def from_dataset(cls, dataset: ResponseDataset, vocab_size: int) -> TokenCounts:
-        """Counts all rows of the files, the validation set included."""
-        return cls(torch.from_numpy(np.bincount(dataset.token_T, minlength=vocab_size)))
-
-    def contains(self, token_id: int) -> bool:
-        return bool(self.count_V[token_id])
-
-
 def choose_mask_id(
     mask_token: str,
     target: DecoderConfig,
     tokenizer: PreTrainedTokenizerBase | None,
     eos_ids: Iterable[int],
-    data: TokenCounts,
+    token_counts_V: Tensor,
 ) -> int:
     """The id of `--mask-token`: a token's text, an id, or for auto an unused token."""
-    if mask_token != "auto":
-        return _parse_mask_token(mask_token, target, tokenizer, eos_ids, data)
+    if mask_token == "auto":
+        return _find_unused_token(target, tokenizer, eos_ids, token_counts_V)
+    flag = f"--mask-token {mask_token}"
+    vocab = tokenizer.get_vocab() if tokenizer is not None else {}
+    if not mask_token.isdecimal() and mask_token not in vocab:
+        raise UserError(f"{flag}: the tokenizer has no such token; give a token's exact text, its id, or auto")
+    token_id = int(mask_token) if mask_token.isdecimal() else vocab[mask_token]
+    if not 0 <= token_id < target.vocab_size:
+        raise UserError(f"{flag}: not in the vocabulary (0 to {target.vocab_size - 1})")
+    if token_id in set(eos_ids):
+        raise UserError(f"{flag}: token {token_id} ends responses; choose a token that chats lack, or auto")
+    if count := int(token_counts_V[token_id]):
+        raise UserError(f"{flag}: token {token_id} occurs {count} times in the data; choose an unused one, or auto")
+    return token_id
+
+
+def _find_unused_token(
+    target: DecoderConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    eos_ids: Iterable[int],
+    token_counts_V: Tensor,
+) -> int:
     if tokenizer is None:
         raise UserError("--mask-token auto: the target's folder has no tokenizer to choose from; give an id")
     last = max(tokenizer.get_vocab().values(), default=-1)  # not the vocabulary's size: some tokenizers skip ids
@@ -74,34 +77,9 @@ def choose_mask_id(
     # tokens are excluded, because its config may name ids that its tokenizer lacks
     unnamed = [i for i in range(last + 1, target.vocab_size) if i not in used]
     for token_id in [*unnamed, *reserved, *reversed(unused)]:
-        if token_id < target.vocab_size and not data.contains(token_id):
+        if token_id < target.vocab_size and not token_counts_V[token_id]:
             return token_id
     raise UserError("--mask-token auto: every special token of the target is in use; name a token that chats lack")
-
-
-def _parse_mask_token(
-    mask_token: str,
-    target: DecoderConfig,
-    tokenizer: PreTrainedTokenizerBase | None,
-    eos_ids: Iterable[int],
-    data: TokenCounts,
-) -> int:
-    flag = f"--mask-token {mask_token}"
-    if mask_token.isdecimal():
-        token_id = int(mask_token)
-    else:
-        vocab = tokenizer.get_vocab() if tokenizer is not None else {}
-        if mask_token not in vocab:
-            raise UserError(f"{flag}: the tokenizer has no such token; give a token's exact text, its id, or auto")
-        token_id = vocab[mask_token]
-    if not 0 <= token_id < target.vocab_size:
-        raise UserError(f"{flag}: not in the vocabulary (0 to {target.vocab_size - 1})")
-    if token_id in set(eos_ids):
-        raise UserError(f"{flag}: token {token_id} ends responses; choose a token that chats lack, or auto")
-    if data.contains(token_id):
-        count = int(data.count_V[token_id])
-        raise UserError(f"{flag}: token {token_id} occurs {count} times in the data; choose an unused one, or auto")
-    return token_id
 
 
 def new_drafter_config(cfg: TrainConfig, target: DecoderConfig) -> DrafterConfig:
@@ -145,19 +123,16 @@ def config_from_folder(cfg: TrainConfig, target: DecoderConfig) -> DrafterConfig
     found = read_drafter_config(folder, target)
     check_drafter_fits(found, target, folder)
     num_layers, width = found.num_layers, found.layer.intermediate_size
-    for flag, value, has in (
-        ("num-layers", cfg.num_layers, num_layers),
-        ("intermediate-size", cfg.intermediate_size, width),
+    for flag, given, has, may_grow in (
+        ("num-layers", cfg.num_layers, num_layers, True),
+        ("intermediate-size", cfg.intermediate_size, width, True),
+        ("aux-layer-ids", cfg.aux_layer_ids, found.aux_layer_ids, False),
+        ("draft-vocab-size", cfg.draft_vocab_size, found.draft_vocab_size, False),
     ):
-        if value is not None and value < has:
-            raise UserError(f"--{flag} {value}: the drafter in {folder} has {has}; give at least that, or no flag")
+        if given is not None and (given < has if may_grow else given != has):  # type: ignore[operator]
+            more = " or more" if may_grow else ""
+            raise UserError(f"--{flag} {given}: the drafter in {folder} has {has}; give that{more}, or no flag")
     num_layers, width = cfg.num_layers or num_layers, cfg.intermediate_size or width
-    for flag, given, fixed in (
-        ("aux-layer-ids", cfg.aux_layer_ids, found.aux_layer_ids),
-        ("draft-vocab-size", cfg.draft_vocab_size, found.draft_vocab_size),
-    ):
-        if given is not None and given != fixed:
-            raise UserError(f"--{flag} {given}: the drafter in {folder} has {fixed}; remove the flag")
     return replace(
         found,
         num_layers=num_layers,
@@ -178,7 +153,7 @@ def create_drafter(
     target: Decoder,
     tokenizer: PreTrainedTokenizerBase | None,
     eos_ids: Iterable[int],
-    data: TokenCounts,
+    token_counts_V: Tensor,
 ) -> Drafter:
     """Creates the drafter in the target's dtype and on its device, ready for training."""
     drafter_cfg = plan_drafter_config(cfg, target.cfg)
@@ -187,11 +162,11 @@ def create_drafter(
         mask_token = cfg.mask_token
         if drafter_cfg.mask_token_id is not None and mask_token == "auto":
             mask_token = str(drafter_cfg.mask_token_id)
-        mask_token_id = choose_mask_id(mask_token, target.cfg, tokenizer, eos_ids, data)
+        mask_token_id = choose_mask_id(mask_token, target.cfg, tokenizer, eos_ids, token_counts_V)
     drafter = Drafter(replace(drafter_cfg, mask_token_id=mask_token_id))
     _init_random(drafter, target, cfg.seed)
     if drafter.d2t is not None:
-        _select_draft_vocabulary(drafter, target, data)
+        _select_draft_vocabulary(drafter, target, token_counts_V)
     if cfg.init == "target":
         init_from_target(drafter, target)
     elif cfg.init != "random":
@@ -224,10 +199,10 @@ def _column_std(table_VD: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _select_draft_vocabulary(drafter: Drafter, target: Decoder, data: TokenCounts) -> None:
+def _select_draft_vocabulary(drafter: Drafter, target: Decoder, token_counts_V: Tensor) -> None:
     """Keeps the most frequent tokens of the data; the lowest ids win ties."""
     assert drafter.d2t is not None and drafter.lm_head is not None
-    order_V = data.count_V.argsort(descending=True, stable=True)
+    order_V = token_counts_V.argsort(descending=True, stable=True)
     ids = order_V[: len(drafter.d2t)].sort().values
     drafter.d2t.copy_(ids - torch.arange(len(ids)))
     drafter.lm_head.weight.copy_(target.lm_head.weight[ids.to(target.lm_head.weight.device)])

@@ -1,7 +1,16 @@
 """The training loss: objective, weight of every (anchor, depth) position, and metrics by depth.
 
 The loss is a weighted mean over depths of the mean over the positions of a depth, so COD sampling does not reduce the
-influence of deep positions. Acceptance weighting (`loss_weighting`) scales single positions further.
+influence of deep positions.
+
+A draft token helps only if every draft token before it is accepted. With `--loss-weighting acceptance`, position
+(anchor a, depth d) has the further weight
+
+    w(a, d) = product over i < d of  alpha(a, i) * [argmax of the target at (a, i) == the token of the text]
+
+where alpha = sum min(p, q) is the acceptance probability of the current drafter. The indicator is 0 where a sampled
+text leaves the greedy path: drafts behind that token belong to another text. The weight is not differentiated. With
+`--loss-weighting uniform` every weight is 1.
 
 Shapes: N tokens of a batch, R positions of any depth, D drafter width, K depths.
 """
@@ -14,22 +23,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from peagle.config import LossWeighting, Objective, TrainConfig
+from peagle.config import MAX_SPECULATIVE_TOKENS, TrainConfig
 from peagle.kernels.loss.linear_loss import LossSchedule, Teacher, linear_loss
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
 from peagle.training.hidden_states.online import TargetHiddenStates
-from peagle.training.loss_weighting import ChainLinks
 
-
-@dataclass(frozen=True)
-class LossSettings:
-    objective: Objective
-    weighting: LossWeighting = "uniform"
-
-    @classmethod
-    def from_config(cls, cfg: TrainConfig) -> LossSettings:
-        return cls(cfg.objective, cfg.loss_weighting)
+NO_PREVIOUS = -1  # the position starts its chain (depth 0), or is padding
 
 
 @dataclass
@@ -64,10 +64,42 @@ def depth_weights(num_depths: int, decay: float = 1.0) -> list[float]:
     return [w / sum(raw) for w in raw]
 
 
-def position_weights(counts: Sequence[int], weights: Sequence[float]) -> Tensor:
+def position_weights(counts: Sequence[int], decay: float = 1.0) -> Tensor:
     """Weight of one position of each depth: the depth's weight divided by its number of positions."""
+    weights = depth_weights(len(counts), decay)
     each = [weight / max(count, 1) for weight, count in zip(weights, counts, strict=True)]
     return torch.tensor(each, dtype=torch.float64)
+
+
+class ChainLinks:
+    """Links the positions of a chunk to chains: `previous_R` is the index of the position one depth before, and
+    `label_R` the token of the text that each position predicts.
+
+    Worked example, two chains of positions 0 2 3 and 1 4: previous_R = -1 -1 0 2 1
+        prefix_product of values a b c d e = 1, 1, a, a c, b
+    """
+
+    def __init__(self, previous_R: Tensor, label_R: Tensor) -> None:
+        assert len(previous_R) == len(label_R), (len(previous_R), len(label_R))
+        self.label_R = label_R
+        end = len(previous_R)  # a sentinel that is its own predecessor
+        jump = torch.where(previous_R == NO_PREVIOUS, end, previous_R)
+        jump = torch.cat([jump, jump.new_full((1,), end)])
+        self.jumps = [jump]  # predecessors at distance 1, 2, 4, ..
+        while 1 << len(self.jumps) < MAX_SPECULATIVE_TOKENS:
+            self.jumps.append(self.jumps[-1][self.jumps[-1]])
+
+    def prefix_product(self, value_R: Tensor) -> Tensor:
+        """The product of the values of all earlier positions of each position's chain."""
+        value = torch.cat([value_R, value_R.new_ones(1)])
+        product = value[self.jumps[0]]
+        for jump in self.jumps:
+            product = product * product[jump]
+        return product[:-1]
+
+    def acceptance_weight(self, acceptance_R: Tensor, teacher_token_R: Tensor) -> Tensor:
+        """w of each position, from the acceptance probabilities and the target's argmax at all positions."""
+        return self.prefix_product(acceptance_R * (teacher_token_R == self.label_R))
 
 
 class DraftLoss:
@@ -78,7 +110,7 @@ class DraftLoss:
         drafter: Drafter,
         target: Decoder,
         states: TargetHiddenStates,
-        settings: LossSettings,
+        cfg: TrainConfig,
         position_weight_K: Tensor,
     ) -> None:
         """`position_weight_K`, on the device, may have a last entry 0 for the depth of padding positions."""
@@ -88,7 +120,7 @@ class DraftLoss:
             draft_ids = drafter.to_target_ids(torch.arange(len(drafter.d2t), device=drafter.d2t.device)).to(device)
         self.head = drafter.lm_head_weight
         self.teacher = Teacher(states.hidden_ND, target.lm_head.weight, draft_ids)
-        self.settings, self.position_weight_K = settings, position_weight_K
+        self.cfg, self.position_weight_K = cfg, position_weight_K
         self.metrics = DepthMetrics.zeros(len(position_weight_K), device)
 
     def compute(
@@ -106,8 +138,8 @@ class DraftLoss:
             self.teacher,
             teacher_positions,
             self.position_weight_K[depth_R],
-            self.settings.objective,
-            scale_by_earlier=links.acceptance_weight if self.settings.weighting == "acceptance" else None,
+            self.cfg.objective,
+            scale_by_earlier=links.acceptance_weight if self.cfg.loss_weighting == "acceptance" else None,
         )
         match_R = result.match_R.to(self.position_weight_K.dtype)
         prefix_match_R = match_R * links.acceptance_weight(match_R, result.teacher_token_R)

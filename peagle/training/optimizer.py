@@ -1,8 +1,8 @@
-"""AdamW or Muon on one flat buffer of a module's trainable parameters.
+"""The optimizer, AdamW or Muon on one flat buffer of a module's trainable parameters, and the learning rate.
 
 Parameters become views of a flat `working` buffer, decayed ones first, so that copying, clipping, summing over ranks
 and the AdamW update are one or two calls each. With Muon, the first parameters are the matrices it updates, and AdamW
-updates the rest.
+updates the rest. Every rank updates on the same summed gradients.
 
 - In bf16, updates apply to fp32 `masters`, which are rounded into `working` after every step.
 - In fp32 and fp64, the working parameters are their own masters.
@@ -12,11 +12,26 @@ updates the rest.
 Worked example, a matrix A of 2 x 3 and a vector b of 2, slices aligned to 4 elements: A has elements 0 to 5 of the
 decayed 0..8, b has 8 and 9 of the others 8..12. Padding is and stays zero.
 
-Shapes: P elements of the flat buffer, A of them updated by AdamW.
+Muon updates weight matrices along the orthogonalized momentum. For one matrix W [rows, cols] with gradient g and
+momentum m:
+
+    m <- 0.95 m + 0.05 g          u <- orthogonalize(0.05 g + 0.95 m)          Nesterov momentum
+    W <- (1 - lr decay) W - lr 0.2 sqrt(max(rows, cols)) u
+
+The factor gives updates about the root mean square of AdamW's (Moonshot's rule), so learning rate and weight decay
+carry over. `orthogonalize` maps all singular values to roughly 1 with five Newton-Schulz steps. Matrices of one shape,
+or of that shape transposed, are stacked: a few launches per drafter.
+
+Worked example: q, k, v of 8, 4, 4 rows merged in one weight of 16 x 6, and a weight of 6 x 8. These are four matrices
+in two stacks: q transposed and the last one, 6 x 8; k and v, 4 x 6.
+
+Shapes: P elements of the flat buffer, A of them updated by AdamW, M by Muon; B matrices of r rows and c columns,
+r <= c.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -24,12 +39,23 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from peagle.config import TrainConfig
-from peagle.training.muon import Muon, merged_row_counts
+from peagle.config import (
+    DEFAULT_EPOCHS,
+    MIN_LR_RATIO,
+    MIN_WARMUP_STEPS,
+    MUON_MOMENTUM,
+    MUON_UPDATE_RMS,
+    TRAPEZOID_DECAY_FRACTION,
+    WARMUP_DIVISOR,
+    LrSchedule,
+    TrainConfig,
+)
+from peagle.models.layers import MLP, Attention
 
 ALIGNMENT = 64  # elements
 ADAMW_EPS = 1e-8
-WARMUP_STEPS = 2  # eager steps before the update is captured
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # coefficients of x, x^3, x^5
+NEWTON_SCHULZ_STEPS = 5
 
 
 @dataclass(frozen=True)
@@ -71,6 +97,65 @@ def plan_flat_buffer(
                 slices.append(ParameterSlice(name, shape, start))
                 start += -(-slices[-1].size // alignment) * alignment
     return slices, start
+
+
+def merged_row_counts(module: nn.Module) -> dict[str, list[int]]:
+    """Rows of the matrices merged in one weight, by the weight's name."""
+    rows = {}
+    for name, part in module.named_modules():
+        if isinstance(part, Attention):
+            kv = part.kv_heads * part.head_dim
+            rows[f"{name}.qkv_proj.weight"] = [part.heads * part.head_dim, kv, kv]
+        elif isinstance(part, MLP):
+            rows[f"{name}.gate_up_proj.weight"] = [part.gate_up_proj.out_features // 2] * 2
+    return rows
+
+
+def stack_by_shape(matrices: Iterable[Tensor]) -> dict[tuple[int, int], list[Tensor]]:
+    """Groups matrices by shape, each transposed if it has more rows than columns."""
+    stacks: dict[tuple[int, int], list[Tensor]] = {}
+    for x in matrices:
+        x = x if x.shape[0] <= x.shape[1] else x.mT
+        stacks.setdefault((x.shape[0], x.shape[1]), []).append(x)
+    return stacks
+
+
+def orthogonalize(x_Brc: Tensor, dtype: torch.dtype) -> Tensor:
+    """U S V -> about U V. Zeros stay zeros."""
+    a, b, c = NEWTON_SCHULZ
+    norm_B11 = torch.linalg.vector_norm(x_Brc, dim=(1, 2), keepdim=True)  # at least the largest singular value
+    x_Brc = (x_Brc / norm_B11.clamp(min=torch.finfo(norm_B11.dtype).tiny)).to(dtype)
+    for _ in range(NEWTON_SCHULZ_STEPS):
+        square_Brr = torch.bmm(x_Brc, x_Brc.mT)
+        factor_Brr = torch.baddbmm(square_Brr, square_Brr, square_Brr, beta=b, alpha=c)
+        x_Brc = torch.baddbmm(x_Brc, factor_Brr, x_Brc, beta=a)
+    return x_Brc
+
+
+class Muon:
+    """Updates `masters_M`. `matrices` are views of `grad_M`, which the step overwrites."""
+
+    def __init__(self, masters_M: Tensor, grad_M: Tensor, matrices: Iterable[Tensor], weight_decay: float) -> None:
+        self.masters_M, self.grad_M = masters_M, grad_M
+        self.momentum_M = torch.zeros_like(masters_M)
+        self.stacks = stack_by_shape(matrices)
+        self.weight_decay = weight_decay
+        use_bf16 = grad_M.is_cuda and grad_M.dtype == torch.float32
+        self.dtype = torch.bfloat16 if use_bf16 else grad_M.dtype  # orthogonalization need not be exact
+
+    def step(self, lr: float | Tensor, grad_scale: Tensor | None, finite: Tensor) -> None:
+        """Divides the gradients by `grad_scale` first. Does nothing unless `finite`. Never waits for the device."""
+        masters_M, grad_M, momentum_M = self.masters_M, self.grad_M, self.momentum_M
+        if grad_scale is not None:
+            grad_M.div_(grad_scale)
+        torch.where(finite, grad_M, momentum_M, out=grad_M)  # averaging the momentum with itself keeps it
+        momentum_M.lerp_(grad_M, 1 - MUON_MOMENTUM)
+        grad_M.lerp_(momentum_M, MUON_MOMENTUM)
+        for (_, width), views in self.stacks.items():
+            torch._foreach_copy_(views, list(orthogonalize(torch.stack(views), self.dtype)))
+            torch._foreach_mul_(views, MUON_UPDATE_RMS * width**0.5)
+        rate = lr * finite.to(masters_M.dtype)
+        masters_M.mul_(1 - rate * self.weight_decay).addcmul_(grad_M, rate, value=-1)
 
 
 def optimizer_bytes(module: nn.Module, cfg: TrainConfig) -> int:
@@ -120,9 +205,7 @@ class Optimizer:
                 views = (self.masters_P[own], self.grad_P[own], self.exp_avg_A[moments], self.exp_avg_sq_A[moments])
                 self.groups.append((views, decay))
         self.betas = (cfg.beta1, cfg.beta2)
-        self.lr = torch.zeros((), dtype=torch.float32, device=device)  # read by the captured step
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.num_eager_steps = 0
+        self.lr = torch.zeros((), dtype=torch.float32, device=device)
 
     def _create_muon(self, module: nn.Module, cfg: TrainConfig) -> Muon:
         own = [part for part in self.slices if is_layer_matrix(part.name, part.shape)]
@@ -141,24 +224,9 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, lr: float) -> Tensor:
-        """Updates the parameters, clears the gradients and returns their norm on the device.
-
-        On a GPU the third step is captured as a CUDA graph; then the next step overwrites the returned norm.
-        """
+        """Updates the parameters, clears the gradients and returns their norm on the device."""
         self.collect()
-        if not self.lr.is_cuda:
-            return self._step(lr)
-        self.lr.fill_(lr)
-        if self.graph is None:
-            self.num_eager_steps += 1
-            if self.num_eager_steps <= WARMUP_STEPS or torch.cuda.current_stream() == torch.cuda.default_stream():
-                return self._step(self.lr)
-            self.graph = torch.cuda.CUDAGraph()
-            stream = torch.cuda.current_stream()
-            with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
-                self.norm = self._step(self.lr)
-        self.graph.replay()
-        return self.norm
+        return self._step(self.lr.fill_(lr) if self.lr.is_cuda else lr)
 
     def _step(self, lr: float | Tensor) -> Tensor:
         grad_P = self.grad_P
@@ -216,3 +284,60 @@ def _move_gradient(parameter: Tensor, into: Tensor) -> None:
     assert parameter.grad is not None
     into.add_(parameter.grad)
     parameter.grad = None
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Progress of a run and its learning rate.
+
+    A run has a length in steps, in minutes, or both; its progress is the larger share. Decay follows the progress.
+    Warm-up follows the steps, but takes at most a tenth of the run: of its steps, or of its minutes with at least 20
+    steps. Everything depends only on the step, the seconds of training so far (over all resumes) and the length, so a
+    resumed run has the learning rates of an uninterrupted one.
+
+        warmup_steps 100   run of 1,000 steps or more: 100 steps   200 steps: 20   10 minutes: 100 steps or 1 minute
+
+        cosine     decays from the start           trapezoid  constant until the last quarter, then linear
+        linear     the same, linearly              constant   no decay
+    """
+
+    peak_lr: float
+    max_warmup_steps: int
+    decay: LrSchedule
+    steps: int | None
+    minutes: float | None
+
+    @classmethod
+    def from_config(cls, cfg: TrainConfig, steps_per_epoch: float) -> Schedule:
+        steps, epochs = cfg.steps, cfg.epochs
+        if steps is None and cfg.minutes is None and epochs is None:
+            epochs = DEFAULT_EPOCHS
+        if epochs is not None:
+            epoch_steps = max(1, math.ceil(epochs * steps_per_epoch))
+            steps = epoch_steps if steps is None else min(steps, epoch_steps)
+        warmup = cfg.warmup_steps if steps is None else min(cfg.warmup_steps, steps // WARMUP_DIVISOR)
+        return cls(cfg.lr, warmup, cfg.lr_schedule, steps, cfg.minutes)
+
+    def progress(self, step: int, seconds: float) -> float:
+        """0 at the start, 1 at the end."""
+        shares = [step / self.steps] if self.steps is not None else []
+        shares += [seconds / (60 * self.minutes)] if self.minutes is not None else []
+        return min(1.0, max(shares))
+
+    def learning_rate(self, step: int, progress: float) -> float:
+        """Of step `step`, counted from 0."""
+        by_steps = (step + 1) / max(self.max_warmup_steps, 1)
+        # the first step compiles kernels and may take long, so time alone does not end the warm-up
+        by_time = min(WARMUP_DIVISOR * progress, (step + 1) / MIN_WARMUP_STEPS)
+        return self.peak_lr * min(1.0, max(by_steps, by_time)) * self._decay_factor(progress)
+
+    def _decay_factor(self, progress: float) -> float:
+        if self.decay == "constant":
+            return 1.0
+        if self.decay == "cosine":
+            factor = 0.5 * (1 + math.cos(math.pi * progress))
+        elif self.decay == "linear":
+            factor = 1 - progress
+        else:
+            factor = min(1.0, (1 - progress) / TRAPEZOID_DECAY_FRACTION)
+        return MIN_LR_RATIO + (1 - MIN_LR_RATIO) * factor

@@ -1,4 +1,4 @@
-"""Recipes: the target, the data and the fields of `TrainConfig` of a run in one flat TOML file.
+"""Recipes: the target, the data and the fields of `TrainConfig` of a run in one flat TOML file; and what a run reads.
 
 Keys and types come from `TrainConfig`, so recipes, flags of `peagle train` and defaults cannot differ. Flags override
 the file, the file overrides the defaults.
@@ -19,44 +19,23 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from peagle.config import TrainConfig
-from peagle.errors import UserError
-from peagle.hub.resolve import DEFAULT_TARGET
+import numpy as np
+import torch
+from torch import Tensor
 
-FIELD_TYPES = get_type_hints(TrainConfig)
+from peagle.checkpoints.target import eos_ids, has_tokenizer, read_target_config
+from peagle.config import DecoderConfig, TrainConfig
+from peagle.data.batches import ResponseDataset, load_responses
+from peagle.data.chat_format import ChatFormat, load_chat_format
+from peagle.errors import UserError
+from peagle.hub.resolve import DEFAULT_TARGET, resolve_target
+from peagle.training.optimizer import Schedule
+
+FIELD_TYPES = {"target": str, "data": tuple[str, ...], **get_type_hints(TrainConfig)}
 TYPE_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
 # Fields that may differ when a run resumes: its length, its output, and how it uses memory.
 RESUMABLE = {"steps", "minutes", "epochs", "log_every", "save_minutes", "validation_every", "validation_tokens"}
 RESUMABLE |= {"chunk_size", "activation_checkpointing", "shard_target"}
-# Keys of peagle 0.1 recipes and their replacements.
-RENAMED = {
-    "layers": "num_layers",
-    "mlp_width": "intermediate_size",
-    "taps": "aux_layer_ids",
-    "own_embeddings": "train_embeddings",
-    "own_head": "train_lm_head",
-    "draft_vocab": "draft_vocab_size",
-    "depths": "num_depths",
-    "rate": "down_sample_ratio",
-    "max_length": "max_seq_len",
-    "accumulate": "gradient_accumulation_steps",
-    "warmup": "warmup_steps",
-    "decay": "lr_schedule",
-    "clip": "max_grad_norm",
-    "chunk_rows": "chunk_size",
-    "graphs": "cuda_graphs",
-    "checkpoint_layers": "activation_checkpointing",
-    "cache": "hidden_states_cache",
-    "cache_dtype": "hidden_states_dtype",
-    "vllm_states": "vllm_hidden_states",
-    "held_out": "validation_size",
-    "measure_every": "validation_every",
-    "measure_tokens": "validation_tokens",
-    "by_reach": "loss_weighting",
-    "by_start": "loss_weighting",
-    "by_value": "loss_weighting",
-    "sharpen": "loss_weighting",
-}
 
 
 @dataclass(frozen=True)
@@ -96,33 +75,24 @@ def read_recipe_values(file: Path) -> dict[str, Any]:
         raise UserError(f"--recipe {file}: cannot be read ({error.strerror})") from None
     except ValueError as error:
         raise UserError(f"--recipe {file}: not valid TOML ({str(error).splitlines()[0]})") from None
-    known = ["target", "data", *FIELD_TYPES]
     given = {}
     for key, value in found.items():
         name = key.replace("-", "_")
-        if name in RENAMED:
-            raise UserError(f"{file}: {key!r} was replaced by {RENAMED[name]!r}")
-        if name not in known:
-            closest = difflib.get_close_matches(name, known, 1, 0.0)[0]
+        if name not in FIELD_TYPES:
+            closest = difflib.get_close_matches(name, FIELD_TYPES, 1, 0.0)[0]
             raise UserError(f"{file}: unknown key {key!r}; the closest key is {closest!r}")
-        if name in given:
-            raise UserError(f"{file}: {name!r} is given twice, with - and with _")
         given[name] = parse_value(name, value, f"{file}: {key}")
     return given
 
 
 def parse_value(name: str, value: Any, source: str) -> Any:
     """Parses a value of a file or of a flag, which is text for fields with several types."""
-    if name == "target":
-        return _require_type(value, str, source, "text")
     if name == "data":
         value = [value] if isinstance(value, str) else value
         if not isinstance(value, (list, tuple)) or not all(isinstance(v, str) for v in value):
             raise UserError(f"{source} = {value!r}: must be a file or a list of files")
         return tuple(value)
     kinds = [kind for kind in _alternatives(FIELD_TYPES[name]) if kind is not type(None)]
-    if value == "auto" and "auto" in kinds:
-        return value
     for kind in kinds:
         if get_origin(kind) is tuple:
             return _parse_integers(value, source)
@@ -130,11 +100,9 @@ def parse_value(name: str, value: Any, source: str) -> Any:
             return int(value)
         if kind is float and type(value) is int:
             return float(value)
-        if isinstance(kind, type) and type(value) is kind:
+        if type(value) is kind or value == kind:
             return value
-    if all(isinstance(kind, str) for kind in kinds):  # `TrainConfig` checks the choice
-        return _require_type(value, str, source, " or ".join(kinds))
-    raise UserError(f"{source} {value!r}: must be {' or '.join(TYPE_NAMES.get(k, repr(k)) for k in kinds)}")
+    raise UserError(f"{source} {value!r}: must be {' or '.join(TYPE_NAMES.get(k, k) for k in kinds)}")
 
 
 def _alternatives(kind: Any) -> list[Any]:
@@ -156,14 +124,65 @@ def _parse_integers(value: Any, source: str) -> tuple[int, ...]:
         raise UserError(f"{source} {value!r}: must be integers, comma-separated") from None
 
 
-def _require_type(value: Any, kind: type, source: str, expected: str) -> Any:
-    if not isinstance(value, kind):
-        raise UserError(f"{source} {value!r}: must be {expected}")
-    return value
-
-
 def recipe_differences(before: Recipe, now: Recipe) -> list[str]:
     """The fields in which `now` differs from `before` so that it cannot resume that run."""
     old, new = before.values(), now.values()
     changed = [name for name in {**old, **new} if name not in RESUMABLE and old.get(name) != new.get(name)]
     return [f"{name} was {old.get(name, 'not set')}, is {new.get(name, 'not set')}" for name in changed]
+
+
+@dataclass(frozen=True)
+class TrainingInputs:
+    """Everything a run reads before it loads a model."""
+
+    recipe: Recipe
+    target_folder: Path
+    target: DecoderConfig
+    chat: ChatFormat | None
+    train_set: ResponseDataset
+    validation_set: ResponseDataset
+    token_counts_V: Tensor  # occurrences of each token in all files, prompts included
+    eos_ids: frozenset[int]
+
+    @property
+    def response_share(self) -> float:
+        """Of the tokens of the files."""
+        spans = self.train_set.span_S2
+        return float((spans[:, 1] - spans[:, 0]).sum() / max(len(self.train_set.token_T), 1))
+
+    def schedule(self, num_gpus: int) -> Schedule:
+        cfg = self.recipe.train
+        step_tokens = cfg.batch_tokens * cfg.gradient_accumulation_steps * num_gpus
+        return Schedule.from_config(cfg, self.train_set.num_tokens / step_tokens)
+
+    def validation_prompts(self) -> list[list[int]]:
+        """The distinct first prompts of the validation conversations."""
+        cfg = self.recipe.train
+        max_prompt_tokens = min(self.target.max_positions - cfg.validation_tokens, cfg.max_seq_len)
+        prompts = {e.token_ids[: e.spans[0][0]] for e in self.validation_set}
+        return [list(p) for p in sorted(prompts) if 0 < len(p) <= max_prompt_tokens]
+
+
+def load_training_inputs(recipe: Recipe) -> TrainingInputs:
+    cfg = recipe.train
+    if not recipe.data:
+        raise UserError("data: name files of responses, as `peagle data` writes them")
+    if cfg.hidden_states_cache is not None and cfg.shard_target:
+        raise UserError(
+            f"--hidden-states-cache {cfg.hidden_states_cache}: one process fills the cache and cannot run a target "
+            "sharded with --shard-target; remove one of them, or use --vllm-hidden-states"
+        )
+    folder = resolve_target(recipe.target)
+    target = read_target_config(folder, cfg.target_head_only)
+    template = Path(cfg.chat_template) if cfg.chat_template is not None else None
+    chat = load_chat_format(folder, template, cfg.raw) if has_tokenizer(folder) else None
+    dataset = load_responses(recipe.data, chat, target.vocab_size)
+    train_set, validation_set = dataset.split_validation(min(cfg.validation_size, len(dataset) // 5), cfg.seed)
+    counts_V = torch.from_numpy(np.bincount(dataset.token_T, minlength=target.vocab_size))
+    return TrainingInputs(recipe, folder, target, chat, train_set, validation_set, counts_V, eos_ids(folder))
+
+
+def training_dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}[name]

@@ -52,7 +52,7 @@ class RunFolder:
     def __init__(self, out: Path) -> None:
         self.out = Path(os.path.abspath(out))
         self.inner = self.out / ".training"
-        self.best = self.inner / "best"
+        self.best, self.replaced = self.inner / "best", self.inner / f"{UNFINISHED}replaced"
         self.log = self.out / "log.jsonl"
         self.recipe = self.out / "recipe.toml"
 
@@ -76,10 +76,6 @@ class RunFolder:
                 raise UserError(f"--out {self.out}: another process is training in this folder") from None
             yield
 
-    @property
-    def has_run(self) -> bool:
-        return self.recipe.is_file()
-
     def newest_state(self) -> Path | None:
         states = self._states()
         return states[-1] if states else None
@@ -91,10 +87,9 @@ class RunFolder:
             write_weights(tensors, folder)
             write_json({"format": FORMAT, **asdict(state), "layout": layout}, folder / "state.json")
 
-        previous = self._states()
-        kept = f"the state of step {_step_of(previous[-1])} is intact" if previous else "no state was saved before"
-        repeats = sum(_step_of(path) == state.step for path in previous)
-        self._write_folder(self.inner / f"step-{state.step:08d}-{repeats}", write, kept)
+        previous, name = self._states(), f"step-{state.step:08d}"
+        repeats = sum(path.name.startswith(f"{name}-") for path in previous)
+        self._write_folder(self.inner / f"{name}-{repeats}", write)
         for path in previous:
             self._remove(path)
 
@@ -115,24 +110,20 @@ class RunFolder:
         folder = self.newest_state()
         return _parse_state(read_json(folder / "state.json"), folder) if folder is not None else TrainingState()
 
-    def amend(self, write: Callable[[Path], None]) -> None:
-        """Lets `write` replace single files of the published checkpoint atomically."""
-        write(self.best)
+    def replace_file(self, name: str, text: str) -> None:
+        """Replaces a text file of the published checkpoint atomically."""
+        self._replace_text(self.best / name, text)
         self._link_best()
 
     def publish(self, write: Callable[[Path], None]) -> None:
         """Publishes the files that `write` puts into an empty folder."""
-        replaced = self.inner / f"{UNFINISHED}replaced"
-        shutil.rmtree(replaced, ignore_errors=True)
-        kept = "the previous checkpoint is intact" if self.best.exists() else "there is no previous checkpoint"
-        self._write_folder(self.best, write, kept, replaced)
+        self._write_folder(self.best, write)
         self._link_best()
 
     def recover(self) -> None:
         """Completes or removes what a killed process left unfinished."""
-        replaced = self.inner / f"{UNFINISHED}replaced"
-        if replaced.exists() and not self.best.exists():
-            replaced.rename(self.best)
+        if self.replaced.exists() and not self.best.exists():
+            self.replaced.rename(self.best)
         for path in self._states()[:-1]:
             self._remove(path)
         for path in self.inner.glob(f"{UNFINISHED}*"):
@@ -146,9 +137,12 @@ class RunFolder:
             os.truncate(self.log, size)
 
     def write_recipe(self, recipe: str) -> None:
-        unfinished = self.recipe.with_name(f".{self.recipe.name}.{UNFINISHED}")
-        unfinished.write_text(recipe, encoding="utf-8")
-        unfinished.replace(self.recipe)
+        self._replace_text(self.recipe, recipe)
+
+    def _replace_text(self, path: Path, text: str) -> None:
+        unfinished = self.out / f".{path.name}.{UNFINISHED}"
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(path)
 
     def _states(self) -> list[Path]:
         return sorted(self.inner.glob("step-*"))  # a step saved twice has a higher last number
@@ -176,26 +170,26 @@ class RunFolder:
         path.rename(removed)
         shutil.rmtree(removed, ignore_errors=True)
 
-    def _write_folder(
-        self, folder: Path, write: Callable[[Path], None], kept: str, replaced: Path | None = None
-    ) -> None:
+    def _write_folder(self, folder: Path, write: Callable[[Path], None]) -> None:
         unfinished = self.inner / f"{UNFINISHED}{folder.name}"
-        shutil.rmtree(unfinished, ignore_errors=True)
+        for path in (unfinished, self.replaced):
+            shutil.rmtree(path, ignore_errors=True)
         try:
             unfinished.mkdir(parents=True)
             write(unfinished)
             for path in [*unfinished.iterdir(), unfinished]:
                 _sync(path)
-            if replaced is not None and folder.exists():
-                folder.rename(replaced)
+            if folder.exists():
+                folder.rename(self.replaced)
             unfinished.rename(folder)
             _sync(self.inner)
         except OSError as error:
             shutil.rmtree(unfinished, ignore_errors=True)
             reason = error.strerror or str(error).splitlines()[0]
-            raise UserError(f"--out {self.out}: cannot be written ({reason}); {kept}") from None
-        if replaced is not None:
-            shutil.rmtree(replaced, ignore_errors=True)
+            raise UserError(
+                f"--out {self.out}: cannot be written ({reason}); what was saved before is intact"
+            ) from None
+        shutil.rmtree(self.replaced, ignore_errors=True)
 
 
 def _parse_state(values: dict[str, Any], folder: Path) -> TrainingState:
@@ -206,10 +200,6 @@ def _parse_state(values: dict[str, Any], folder: Path) -> TrainingState:
         return TrainingState(**{**known, "cursor": BatchCursor(**known["cursor"])})
     except (KeyError, TypeError):
         raise UserError(f"{folder / 'state.json'}: damaged; delete the folder {folder} to start again") from None
-
-
-def _step_of(state: Path) -> int:
-    return int(state.name.split("-")[1])
 
 
 def _sync(path: Path) -> None:

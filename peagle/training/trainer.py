@@ -8,45 +8,98 @@ not the one with the lowest loss.
 
 from __future__ import annotations
 
+import json
 import math
 import signal
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from peagle.config import TrainConfig
-from peagle.data.batches import PackedBatch
+from peagle.data.batches import BatchCursor, PackedBatch, ResponseDataset, batches
 from peagle.errors import UserError
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
-from peagle.training.cod_sampling import CodPositions
+from peagle.training.cod_sampling import CodPositions, sample_cod_positions, sampling_generator
 from peagle.training.cuda_graphs import BatchPadder, GraphedStep, PaddedBatch
 from peagle.training.distributed import DistributedContext
 from peagle.training.hidden_states.online import HiddenStatesSource
-from peagle.training.loss import DepthMetrics, LossSettings, depth_weights, position_weights
-from peagle.training.optimizer import Optimizer
+from peagle.training.loss import DepthMetrics, depth_weights, position_weights
+from peagle.training.optimizer import Optimizer, Schedule
 from peagle.training.partition import accumulate_gradients
 from peagle.training.resume import RunFolder, TrainingState
-from peagle.training.schedule import Schedule
-from peagle.training.step_loader import BatchStream, StepInputs, StepLoader
-from peagle.training.step_log import StepLog, StepRecord
 from peagle.training.validation import ValidationAcceptance
 
+PREFETCH_STEPS = 2
+LoadedBatch = tuple[PackedBatch, CodPositions, PaddedBatch | None]  # padded for CUDA graphs, if it fits
+StepInputs = tuple[list[LoadedBatch], BatchCursor]  # the batches of one step on this rank, and the data cursor after it
 
-@dataclass(frozen=True)
-class TrainerParts:
-    """The components of a trainer."""
 
+class StepLoader:
+    """Prepares steps: this rank's batches, their COD positions and their padding.
+
+    All ranks share one endless sequence of batches. Batch i belongs to rank i mod world size, and its COD positions
+    depend only on (seed, i). So a run has the same batches on one GPU as on several, and resumes from the cursor and i
+    alone.
+    """
+
+    def __init__(
+        self,
+        data: ResponseDataset,
+        cfg: TrainConfig,
+        world: DistributedContext,
+        state: TrainingState,
+        padder: BatchPadder | None = None,
+    ) -> None:
+        sizes = {"max_seq_len": cfg.max_seq_len, "rank": world.rank, "world_size": world.size}
+        self.batches = batches(data, cfg.batch_tokens, cfg.seed, state.cursor, **sizes)
+        self.cfg, self.world, self.padder = cfg, world, padder
+        self.batch_index = state.batches + world.rank
+
+    def load_step(self) -> StepInputs:
+        cfg, loaded = self.cfg, list[LoadedBatch]()
+        for _ in range(cfg.gradient_accumulation_steps):
+            batch, cursor = next(self.batches)
+            rng = sampling_generator(cfg.seed, self.batch_index)
+            positions = sample_cod_positions(batch, cfg.num_depths, cfg.down_sample_ratio, rng)
+            padded = self.padder.pad(batch, positions) if self.padder is not None else None
+            loaded.append((batch, positions, padded))
+            self.batch_index += self.world.size
+        return loaded, cursor
+
+    @contextmanager
+    def prefetching(self) -> Iterator[Iterator[StepInputs]]:
+        """Endless steps, loaded ahead by a thread that ends with the block."""
+        pool = ThreadPoolExecutor(1, "step-loader")
+        ready = deque(pool.submit(self.load_step) for _ in range(PREFETCH_STEPS))
+
+        def steps() -> Iterator[StepInputs]:
+            while True:
+                ready.append(pool.submit(self.load_step))
+                yield ready.popleft().result()
+
+        try:
+            yield steps()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+@dataclass(eq=False)
+class Trainer:
+    cfg: TrainConfig
     drafter: Drafter
     target: Decoder
     hidden_states: HiddenStatesSource
-    stream: BatchStream
+    data: ResponseDataset
     schedule: Schedule
     folder: RunFolder
     world: DistributedContext
@@ -54,16 +107,12 @@ class TrainerParts:
     write_checkpoint: Callable[[Path, TrainingState, ValidationAcceptance | None], None]  # into an empty folder
     chunk_size: int
     stop_at: float | None = None  # time.perf_counter() at which the run saves and stops
-    graphs: tuple[BatchPadder, GraphedStep] | None = None
+    graphs: GraphedStep | None = None
 
-
-class Trainer:
-    def __init__(self, parts: TrainerParts, cfg: TrainConfig) -> None:
-        self.parts, self.cfg = parts, cfg
-        self.world, self.folder, self.schedule = parts.world, parts.folder, parts.schedule
-        self.optimizer = Optimizer(parts.drafter, cfg)
+    def __post_init__(self) -> None:
+        self.optimizer = Optimizer(self.drafter, self.cfg)
         self.device = self.optimizer.grad_P.device
-        self.window = LogWindow.open(cfg.num_depths, self.device)
+        self.window = LogWindow.open(self.cfg.num_depths, self.device)
         self.state = TrainingState()
         loaded = self.folder.load(self.optimizer.layout())
         if loaded is not None:
@@ -71,59 +120,55 @@ class Trainer:
             self.optimizer.restore(tensors, self.state.step)
             if self.world.is_main:  # the saved metrics are sums over ranks
                 self.window.metrics += DepthMetrics(*tensors["unlogged"].to(self.device))
-        self.resumed = loaded is not None
-        self.log = StepLog(self.folder.log, self.state.step, self.world.is_main)
+        self.log = StepLog(self.folder.log, self.world.is_main)
         if self.world.is_main:
             self.folder.truncate_log(self.state.log_bytes)
-        if self.state.best_step is not None and self.state.best_acceptance is not None:
-            self.log.best = (self.state.best_step, self.state.best_acceptance)
-        self.weights = depth_weights(cfg.num_depths, cfg.depth_decay)
         self.stop_requested = False
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self.clock = self.saved_at = time.perf_counter()
 
     def run(self) -> TrainingState:
-        padder = self.parts.graphs[0] if self.parts.graphs is not None else None
-        loader = StepLoader(self.parts.stream, self.cfg, self.world, self.state, padder)
+        padder = self.graphs.padder if self.graphs is not None else None
+        loader = StepLoader(self.data, self.cfg, self.world, self.state, padder)
         progress, stop = self._progress(), False
-        with self._handle_signals(), self.log.show_progress(), loader.prefetching() as steps:
+        with self._handle_signals(), loader.prefetching() as steps:
             self.clock = self.saved_at = time.perf_counter()
             while progress < 1.0 and not stop:
-                inputs = next(steps)
-                counts, num_tokens, progress, stop, save = self._synchronize(inputs)
-                self._step(inputs, counts, num_tokens, progress)
+                loaded, cursor = next(steps)
+                counts, num_tokens, progress, stop, save = self._synchronize(loaded)
+                self._step(loaded, counts, num_tokens, progress)
+                self.state = replace(self.state, cursor=cursor)
                 progress = max(progress, self.schedule.progress(self.state.step, 0.0))
-                self.log.update_progress(progress)
                 if progress >= 1.0 or self._is_due(self.cfg.log_every):
                     self._log(progress)
                 if progress >= 1.0 or self._is_due(self.cfg.validation_every):
                     self._validate()
                 if progress >= 1.0 or stop or save:
                     self._save()
-        self.log.close()
         return self.state
 
     def _is_due(self, every_steps: int) -> bool:
         return every_steps > 0 and self.state.step % every_steps == 0
 
-    def _synchronize(self, inputs: StepInputs) -> tuple[tuple[int, ...], int, float, bool, bool]:
+    def _synchronize(self, loaded: list[LoadedBatch]) -> tuple[tuple[int, ...], int, float, bool, bool]:
         """Values all ranks must agree on: positions by depth, tokens, progress, whether to stop, whether to save."""
-        now, limit = time.perf_counter(), self.parts.stop_at
-        stop = self.stop_requested or (limit is not None and now > limit)
+        now = time.perf_counter()
+        stop = self.stop_requested or (self.stop_at is not None and now > self.stop_at)
         save = now - self.saved_at > 60 * self.cfg.save_minutes
         from_main = [self._progress(), float(save)] if self.world.is_main else [0.0, 0.0]
-        numbers = [*inputs.counts, inputs.num_tokens, *from_main, float(stop)]
+        own_counts = [sum(counts) for counts in zip(*(positions.counts for _, positions, _ in loaded), strict=True)]
+        numbers = [*own_counts, sum(len(batch) for batch, _, _ in loaded), *from_main, float(stop)]
         *counts, num_tokens, progress, saves, stops = self.world.sum_numbers(numbers)
         return tuple(int(c) for c in counts), int(num_tokens), progress, stops > 0, saves > 0
 
-    def _step(self, inputs: StepInputs, counts: tuple[int, ...], num_tokens: int, progress: float) -> None:
+    def _step(self, loaded: list[LoadedBatch], counts: tuple[int, ...], num_tokens: int, progress: float) -> None:
         cfg = self.cfg
         with self._on_side_stream():
-            for (batch, positions), padded in zip(inputs.batches, inputs.padded, strict=True):
-                self.window.metrics += self._accumulate(batch, positions, padded, counts)
+            for batch in loaded:
+                self.window.metrics += self._accumulate(*batch, counts)
             self.world.sum_in_place(self.optimizer.collect())
             lr = self.schedule.learning_rate(self.state.step, progress)
-            self.window.record(self.optimizer.step(lr), lr, self.state.step + 1, inputs)
+            self.window.record(self.optimizer.step(lr), lr, self.state.step + 1)
         now = time.perf_counter()
         self.state = replace(
             self.state,
@@ -134,25 +179,22 @@ class Trainer:
             unlogged_steps=self.state.unlogged_steps + 1,
             unlogged_tokens=self.state.unlogged_tokens + num_tokens,
             unlogged_seconds=self.state.unlogged_seconds + now - self.clock,
-            cursor=inputs.cursor,
         )
         self.clock = now
 
     def _accumulate(
         self, batch: PackedBatch, positions: CodPositions, padded: PaddedBatch | None, counts: tuple[int, ...]
     ) -> DepthMetrics:
-        parts, cfg = self.parts, self.cfg
-        if padded is not None and parts.graphs is not None:
-            return parts.graphs[1].accumulate_gradients(padded, position_weights(counts, self.weights))
+        if padded is not None and self.graphs is not None:
+            return self.graphs.accumulate_gradients(padded, position_weights(counts, self.cfg.depth_decay))
         return accumulate_gradients(
-            parts.drafter,
-            parts.target,
-            parts.hidden_states.states(batch),
+            self.drafter,
+            self.target,
+            self.hidden_states.states(batch),
             batch,
             positions,
-            LossSettings.from_config(cfg),
-            self.weights,
-            parts.chunk_size,
+            self.cfg,
+            self.chunk_size,
             counts,
         )
 
@@ -177,32 +219,27 @@ class Trainer:
         sums = self.window.sums()
         self.world.sum_in_place(sums)
         memory = torch.cuda.max_memory_allocated(self.device) / 1e9 if self.device.type == "cuda" else 0.0
-        record = self.window.to_record(sums, self.weights, self.state, memory)
+        weights = depth_weights(self.cfg.num_depths, self.cfg.depth_decay)
+        self.log.write_step(self.window.as_json(sums, weights, self.state, memory), progress)
         self.window = LogWindow.open(self.cfg.num_depths, self.device)
-        self.log.write_step(record, progress)
         logged = replace(self.state, unlogged_steps=0, unlogged_tokens=0, unlogged_seconds=0.0)
         self.state = replace(logged, log_bytes=self.log.size)
 
     def _check_finite(self) -> None:
         """Stops a run with a non-finite gradient before anything of it is saved. Waits for the device."""
-        window, bad_step = self.window, int(self.window.bad_step)
-        if bad_step < 0:
-            return
-        row_ids = next(row_ids for step, row_ids in window.row_ids if step == bad_step)
-        shown = ", ".join(row_ids[:8]) + (f" and {len(row_ids) - 8} more" if len(row_ids) > 8 else "")
-        newest = self.folder.newest_state()
-        saved = "no state was saved" if newest is None else f"the last good state is in {newest}"
-        raise UserError(
-            f"step {bad_step}: the gradient is not finite; rows of its batch: {shown}; {saved}; "
-            "try a lower --lr or --max-grad-norm"
-        )
+        bad_step = int(self.window.bad_step)
+        if bad_step >= 0:
+            raise UserError(
+                f"step {bad_step}: the gradient is not finite; the last good state is {self.folder.newest_state()}; "
+                "try a lower --lr or --max-grad-norm"
+            )
 
     def _validate(self) -> None:
         self._check_finite()
-        if self.parts.validate is None:
+        if self.validate is None:
             return
         started, step = time.perf_counter(), self.state.step
-        measured = self.parts.validate(self.parts.drafter)
+        measured = self.validate(self.drafter)
         seconds, best_acceptance = time.perf_counter() - started, self.state.best_acceptance
         # loops are easy to draft, so they do not decide which drafter is best
         counts = measured.without_loops if measured.without_loops.num_drafts else measured
@@ -228,7 +265,7 @@ class Trainer:
 
     def _publish(self, measured: ValidationAcceptance | None) -> None:
         if self.world.is_main:
-            self.folder.publish(lambda folder: self.parts.write_checkpoint(folder, self.state, measured))
+            self.folder.publish(lambda folder: self.write_checkpoint(folder, self.state, measured))
 
     @contextmanager
     def _handle_signals(self) -> Iterator[None]:
@@ -256,40 +293,84 @@ class LogWindow:
     metrics: DepthMetrics
     grad_norm: Tensor
     bad_step: Tensor  # first step with a non-finite gradient, or -1
-    row_ids: list[tuple[int, list[str]]]  # data rows of each step
     lr: float = 0.0
 
     @classmethod
     def open(cls, num_depths: int, device: torch.device) -> LogWindow:
         bad_step = torch.full((), -1, dtype=torch.long, device=device)
-        return cls(DepthMetrics.zeros(num_depths, device), torch.zeros((), device=device), bad_step, [])
+        return cls(DepthMetrics.zeros(num_depths, device), torch.zeros((), device=device), bad_step)
 
-    def record(self, grad_norm: Tensor, lr: float, step: int, inputs: StepInputs) -> None:
+    def record(self, grad_norm: Tensor, lr: float, step: int) -> None:
         self.grad_norm, self.lr = grad_norm, lr
         self.bad_step = torch.where((self.bad_step < 0) & ~grad_norm.isfinite(), step, self.bad_step)
-        self.row_ids.append((step, inputs.row_ids))
 
     def sums(self) -> Tensor:
         return torch.stack(self.metrics.tensors())
 
-    def to_record(self, sums: Tensor, weights: list[float], state: TrainingState, memory_gb: float) -> StepRecord:
-        """Means over the positions of all ranks. Waits for the device."""
+    def as_json(self, sums: Tensor, weights: list[float], state: TrainingState, memory_gb: float) -> dict[str, Any]:
+        """Means over the positions of all ranks, lists by depth. Waits for the device."""
         counts, *values = sums.tolist()
         loss, accept, match, prefix_match = (
             [x / max(n, 1.0) for x, n in zip(value, counts, strict=True)] for value in values
         )
-        return StepRecord(
-            step=state.step,
-            tokens=state.tokens,
-            seconds=state.seconds,
-            loss=math.fsum(w * x for w, x in zip(weights, loss, strict=True)),
-            loss_by_depth=loss,
-            match_by_depth=match,
-            accept_by_depth=accept,
-            prefix_match_by_depth=prefix_match,
-            positions_by_depth=[int(n) for n in counts],
-            lr=self.lr,
-            grad_norm=float(self.grad_norm),
-            tokens_per_second=state.unlogged_tokens / max(state.unlogged_seconds, 1e-9),
-            memory_gb=memory_gb,
+        return {
+            "kind": "step",
+            "step": state.step,
+            "tokens": state.tokens,
+            "seconds": state.seconds,
+            "loss": math.fsum(w * x for w, x in zip(weights, loss, strict=True)),
+            "loss_by_depth": loss,
+            "match_by_depth": match,
+            "accept_by_depth": accept,
+            "prefix_match_by_depth": prefix_match,
+            "positions_by_depth": [int(n) for n in counts],
+            "lr": self.lr,
+            "grad_norm": float(self.grad_norm),
+            "tokens_per_second": state.unlogged_tokens / max(state.unlogged_seconds, 1e-9),
+            "memory_gb": memory_gb,
+        }
+
+
+class StepLog:
+    """Does nothing on ranks other than the main one."""
+
+    def __init__(self, path: Path, enabled: bool = True) -> None:
+        self.path, self.enabled = path, enabled
+
+    @property
+    def size(self) -> int:
+        return self.path.stat().st_size if self.path.exists() else 0
+
+    def write_step(self, values: dict[str, Any], progress: float) -> None:
+        self._write(values)
+        hours, seconds = divmod(round(values["seconds"] * (1 - progress) / max(progress, 1e-9)), 3600)
+        match = " ".join(f"{100 * m:.0f}" for m in values["match_by_depth"])
+        self.print(
+            f"{100 * progress:3.0f}%  {hours}:{seconds // 60:02}:{seconds % 60:02} left  step {values['step']:,}  "
+            f"loss {values['loss']:.3f}  match {match}%  lr {values['lr']:.1e}  "
+            f"{values['tokens_per_second']:,.0f} tokens/s  {values['memory_gb']:.1f} GB"
         )
+
+    def write_validation(
+        self, step: int, acceptance_length: float, acceptance_rates: list[float], seconds: float, is_best: bool
+    ) -> None:
+        values = {"step": step, "acceptance_length": acceptance_length, "acceptance_rates": acceptance_rates}
+        self._write({"kind": "validation", **values, "seconds": seconds, "is_best": is_best})
+        rates = " ".join(f"{100 * r:.0f}" for r in acceptance_rates)
+        best = ", best so far" if is_best else ""
+        self.print(f"step {step:,}: acceptance length {acceptance_length:.3f} (accepted by position: {rates}%){best}")
+
+    def print(self, text: str) -> None:
+        if self.enabled:
+            print(text, flush=True)
+
+    def _write(self, values: dict[str, Any]) -> None:
+        if not self.enabled:
+            return
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(values) + "\n")
+        except OSError as error:
+            raise UserError(
+                f"{self.path}: cannot be written ({error.strerror}); the saved training state is intact"
+            ) from None

@@ -10,7 +10,7 @@ A sharded target is gathered on the main rank for each measurement, if it fits t
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,6 @@ from peagle.checkpoints.target import Target
 from peagle.config import (
     CHUNK_MEMORY_FRACTION,
     SamplingParams,
-    TrainConfig,
     ValidationEngineSettings,
     check_num_speculative_tokens,
 )
@@ -28,19 +27,22 @@ from peagle.data.generators import is_looping
 from peagle.engine.kv_cache import BLOCK_SIZE, block_bytes
 from peagle.engine.llm import LLM
 from peagle.engine.request import CompletionOutput
-from peagle.errors import UserError
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
-from peagle.training.chunk_size import free_gpu_bytes
 from peagle.training.distributed import DistributedContext, gather_target, sharded_bytes
+from peagle.training.memory import free_gpu_bytes
+from peagle.training.recipe import TrainingInputs
 
 
 @dataclass(frozen=True)
 class AcceptanceCounts:
     num_responses: int
-    num_output_tokens: int
     num_drafts: int  # decode steps with draft tokens
     num_accepted_tokens_per_pos: tuple[int, ...]
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        return len(self.num_accepted_tokens_per_pos)
 
     @property
     def acceptance_length(self) -> float:
@@ -64,24 +66,9 @@ class ValidationAcceptance(AcceptanceCounts):
         return self.num_responses - self.without_loops.num_responses
 
 
-def count_acceptance(outputs: Iterable[CompletionOutput]) -> ValidationAcceptance:
-    responses = list(outputs)
-    regular = [r for r in responses if not is_looping(r.token_ids, r.finish_reason == "stop")]
-    num_positions = max((len(r.num_accepted_tokens_per_pos) for r in responses), default=0)
-    total = _sum_counts(responses, num_positions)
-    return ValidationAcceptance(
-        total.num_responses,
-        total.num_output_tokens,
-        total.num_drafts,
-        total.num_accepted_tokens_per_pos,
-        _sum_counts(regular, num_positions),
-    )
-
-
 def _sum_counts(responses: Sequence[CompletionOutput], num_positions: int) -> AcceptanceCounts:
     return AcceptanceCounts(
         num_responses=len(responses),
-        num_output_tokens=sum(len(r.token_ids) for r in responses),
         num_drafts=sum(r.num_drafts for r in responses),
         num_accepted_tokens_per_pos=tuple(
             sum(r.num_accepted_tokens_per_pos[i] for r in responses) for i in range(num_positions)
@@ -101,8 +88,6 @@ class AcceptanceEvaluator:
         num_speculative_tokens: int,
         settings: ValidationEngineSettings | None = None,
     ) -> None:
-        if not prompts:
-            raise UserError("--validation-size: the validation set has no prompt")
         self.target = Target(Path(), target, eos_ids)  # the folder is not read: token ids in, token ids out
         self.prompts = [list(prompt) for prompt in prompts]
         self.params = SamplingParams(max_tokens=max_tokens)
@@ -116,9 +101,17 @@ class AcceptanceEvaluator:
             if self._engine is None:
                 self._engine = self._build_engine(drafter)
             else:
-                self._update_drafter(self._engine, drafter)
+                proposer = self._engine.model_runner.proposer
+                assert proposer is not None and proposer.drafter.cfg == drafter.cfg
+                proposer.drafter.load_state_dict(drafter.state_dict())
+                proposer.refresh_mask_hidden()
             outputs = self._engine.generate(self.prompts, self.params)
-        return count_acceptance(output.outputs[0] for output in outputs)
+        responses = [output.outputs[0] for output in outputs]
+        regular = [r for r in responses if not is_looping(r.token_ids, r.finish_reason == "stop")]
+        without_loops = _sum_counts(regular, self.num_speculative_tokens)
+        return ValidationAcceptance(
+            **vars(_sum_counts(responses, self.num_speculative_tokens)), without_loops=without_loops
+        )
 
     def close(self) -> None:
         """Frees the engine; the next measurement builds a new one."""
@@ -171,13 +164,6 @@ class AcceptanceEvaluator:
         copy.load_state_dict(drafter.state_dict())
         return copy.eval().requires_grad_(False)
 
-    @staticmethod
-    def _update_drafter(engine: LLM, drafter: Drafter) -> None:
-        proposer = engine.model_runner.proposer
-        assert proposer is not None and proposer.drafter.cfg == drafter.cfg, "the drafter has another config"
-        proposer.drafter.load_state_dict(drafter.state_dict())
-        proposer.refresh_mask_hidden()
-
 
 @dataclass(frozen=True)
 class ValidationRunner:
@@ -189,25 +175,20 @@ class ValidationRunner:
 
 
 def prepare_validation(
-    cfg: TrainConfig,
-    target: Decoder,
-    drafter: Drafter,
-    eos_ids: frozenset[int],
-    prompts: Sequence[Sequence[int]],
-    optimizer_bytes: int,
-    world: DistributedContext,
+    inputs: TrainingInputs, target: Decoder, drafter: Drafter, optimizer_bytes: int, world: DistributedContext
 ) -> ValidationRunner:
     """Prepares validation on the main rank. The optimizer is not allocated yet."""
+    cfg, prompts = inputs.recipe.train, inputs.validation_prompts()
     if not prompts:
         return ValidationRunner(skip_reason="no validation prompt is short enough" if cfg.validation_size else None)
 
     def create_evaluator(model: Decoder) -> AcceptanceEvaluator:
-        return AcceptanceEvaluator(model, eos_ids, prompts, cfg.validation_tokens, cfg.num_depths)
+        return AcceptanceEvaluator(model, inputs.eos_ids, prompts, cfg.validation_tokens, cfg.num_depths)
 
     engine_bytes = ValidationEngineSettings().max_kv_cache_bytes + sum(p.nbytes for p in drafter.parameters())
     if not cfg.shard_target:
         return ValidationRunner(create_evaluator(target).measure, engine_bytes) if world.is_main else ValidationRunner()
-    gathered_bytes, free = sharded_bytes(target), free_device_bytes(world.device)
+    gathered_bytes, free = sharded_bytes(target), free_gpu_bytes(world.device)
     fits = free is None or gathered_bytes + engine_bytes + optimizer_bytes <= CHUNK_MEMORY_FRACTION * free
     if not world.broadcast_from_main(fits):  # all ranks must agree, since all take part in gathering
         return ValidationRunner(
@@ -226,8 +207,3 @@ def prepare_validation(
         return measured
 
     return ValidationRunner(measure)
-
-
-def free_device_bytes(device: torch.device) -> int | None:
-    """Free GPU memory; None on a CPU."""
-    return free_gpu_bytes(device) if device.type == "cuda" else None

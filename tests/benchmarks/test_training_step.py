@@ -23,7 +23,7 @@ from peagle.kernels.attention.rotary import split_qkv_rope
 from peagle.kernels.attention.types import QKNormRope
 from peagle.kernels.norm import rms_norm as norms
 from peagle.kernels.norm.rms_norm import rms_norm_torch, silu_mul_torch
-from peagle.training.chunk_size import chain_position_bytes, depth_zero_position_bytes, fit_chunk_size
+from peagle.training.memory import chain_position_bytes, depth_zero_position_bytes, fit_chunk_size
 from peagle.training.partition import DrafterForward, split_chains
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

@@ -29,7 +29,7 @@ from peagle.cli.app import app
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDES = ("guide-training", "guide-choosing-k", "checkpoint-format", "how-it-works", "troubleshooting")
-OTHER_PROGRAMS = {"torchrun", "tensorboard", "vllm"}
+OTHER_PROGRAMS = {"torchrun", "vllm"}
 PARSED_ONLY = ("--engine vllm", "--vllm-hidden-states")
 TINY_RUN = (
     "--steps 2 --batch-tokens 256 --max-seq-len 96 --validation-size 2 --validation-tokens 8 --num-layers 1 "

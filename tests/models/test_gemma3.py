@@ -28,7 +28,7 @@ from peagle.config import TrainConfig
 from peagle.errors import UserError
 from peagle.hub import resolve as hub
 from peagle.hub.gguf import convert_gguf
-from peagle.training.drafter_init import TokenCounts, create_drafter
+from peagle.training.drafter_init import create_drafter
 
 NAMES = {
     "input_layernorm": "attn_norm",
@@ -197,7 +197,7 @@ def test_a_new_drafter_has_moderate_logits(larger: float, want: float | None, tm
     convert_gguf(tmp_path / "small.gguf", tmp_path / "target")
     target = load_decoder(tmp_path / "target")
     target.norm.weight.data *= larger
-    counts = TokenCounts(torch.ones(len(TOKENS), dtype=torch.long))
+    counts = torch.ones(len(TOKENS), dtype=torch.long)
     cfg = TrainConfig(init="random", method="eagle3", aux_layer_ids=(1, 3, 5))
     drafter = create_drafter(cfg, target, None, (), counts)
     states = torch.randn(4096, 32, generator=torch.Generator().manual_seed(0))

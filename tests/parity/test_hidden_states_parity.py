@@ -13,7 +13,7 @@ from pairs import TEXT, target_folder
 from peagle.checkpoints.target import load_decoder
 from peagle.data.batches import ResponseDataset, pack
 from peagle.training.hidden_states.online import OnlineHiddenStates, documents_in_order
-from peagle.training.hidden_states.vllm_files import VllmHiddenStates, required_layer_ids
+from peagle.training.hidden_states.vllm import VllmHiddenStates, required_layer_ids
 
 pytestmark = pytest.mark.vllm
 AUX_LAYER_IDS = (1, 2, 4)

@@ -23,7 +23,7 @@ from peagle.training import cuda_graphs as captured
 from peagle.training.cod_sampling import sample_cod_positions, sampling_generator
 from peagle.training.cuda_graphs import BatchPadder, GraphedStep
 from peagle.training.hidden_states.online import OnlineHiddenStates
-from peagle.training.loss import LossSettings, depth_weights, position_weights
+from peagle.training.loss import position_weights
 from peagle.training.optimizer import Optimizer
 from peagle.training.partition import accumulate_gradients
 
@@ -32,7 +32,7 @@ DEPTHS, RATIO = 4, 0.8
 
 def settings(method: str, tokens: int, weighting: LossWeighting) -> TrainConfig:
     sizes = {"num_depths": DEPTHS, "down_sample_ratio": RATIO, "batch_tokens": tokens, "max_seq_len": tokens}
-    return TrainConfig(method=method, objective="kl", loss_weighting=weighting, **sizes)  # type: ignore[arg-type]
+    return TrainConfig(method=method, objective="kl", loss_weighting=weighting, depth_decay=0.9, **sizes)  # type: ignore[arg-type]
 
 
 masks = st.lists(
@@ -58,7 +58,7 @@ def test_padding_changes_nothing(
     cfg = settings("eagle3" if kind.startswith("eagle3") else "p-eagle", len(batch) + spare, weighting)
     drafter, target = random_drafter(CONFIGS[kind], torch.float64), load_target(torch.float64)
     rows = sample_cod_positions(batch, DEPTHS, RATIO, sampling_generator(0, len(batch)))
-    online, weights = OnlineHiddenStates(target, drafter.cfg.aux_layer_ids), depth_weights(DEPTHS, 0.9)
+    online = OnlineHiddenStates(target, drafter.cfg.aux_layer_ids)
     padder = BatchPadder(cfg, 128, drafter.cfg.parallel, 10**6, pin_memory=False)
     padder.padding_step, padder.max_loss_rows = part, most
     padded = padder.pad(batch, rows)
@@ -67,12 +67,10 @@ def test_padding_changes_nothing(
         label = np.sort(torch.cat([rows.anchor_A, rows.anchor_R + rows.depth_R]).numpy())
         assert not len(rows.anchor_R) or len(np.unique(label)) > sizes.loss_shape.chunk_positions
         return
-    expected_metrics = accumulate_gradients(
-        drafter, target, online.states(batch), batch, rows, LossSettings.from_config(cfg), weights, 10**6
-    )
+    expected_metrics = accumulate_gradients(drafter, target, online.states(batch), batch, rows, cfg, 10**6)
     expected = take_gradients(drafter)
-    metrics = GraphedStep(drafter, target, online, cfg).accumulate_gradients(
-        padded, position_weights(rows.counts, weights)
+    metrics = GraphedStep(drafter, target, online, padder).accumulate_gradients(
+        padded, position_weights(rows.counts, cfg.depth_decay)
     )
     assert_gradients_close(take_gradients(drafter), expected, 1e-10)
     assert metrics.count_K.tolist() == list(rows.counts)
@@ -84,7 +82,7 @@ def test_padding_changes_nothing(
 @pytest.mark.parametrize("weighting", ["uniform", "acceptance"])
 @pytest.mark.parametrize("kind", ["p-eagle", "p-eagle-own", "eagle3"])
 def test_replayed_steps_are_the_ones_captured(kind: str, weighting: LossWeighting) -> None:
-    """The same batches through graphs and as they are, with an optimizer that is captured too."""
+    """The same batches through graphs and as they are."""
     cfg = settings("eagle3" if kind == "eagle3" else "p-eagle", 512, weighting)
     target = load_target(torch.float32).cuda()
     lengths = [[[0] * 9 + [1] * 120, [0] * 30 + [1] * (200 + 5 * i)] for i in range(8)]
@@ -97,7 +95,7 @@ def test_replayed_steps_are_the_ones_captured(kind: str, weighting: LossWeightin
         drafter = random_drafter(CONFIGS[kind], torch.float32).cuda().share_weights(target)
         optimizer, online = Optimizer(drafter, cfg), OnlineHiddenStates(target, drafter.cfg.aux_layer_ids)
         padder = BatchPadder(cfg, 128, drafter.cfg.parallel, 10**6, pin_memory=True)
-        step, weights = GraphedStep(drafter, target, online, cfg), depth_weights(DEPTHS, 1.0)
+        step = GraphedStep(drafter, target, online, padder)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())  # the drafter and its optimizer were made there
         with torch.cuda.stream(stream):
@@ -105,11 +103,9 @@ def test_replayed_steps_are_the_ones_captured(kind: str, weighting: LossWeightin
                 padded = padder.pad(batch, own)
                 assert padded is not None
                 if graphs:
-                    step.accumulate_gradients(padded, position_weights(own.counts, weights))
+                    step.accumulate_gradients(padded, position_weights(own.counts, cfg.depth_decay))
                 else:
-                    accumulate_gradients(
-                        drafter, target, online.states(batch), batch, own, LossSettings.from_config(cfg), weights, 10**6
-                    )
+                    accumulate_gradients(drafter, target, online.states(batch), batch, own, cfg, 10**6)
                 optimizer.step(1e-3)
         torch.cuda.synchronize()
         assert bool(step.graphs) == graphs and captured.WARMUP_STEPS < len(made)

@@ -22,7 +22,6 @@ from peagle.kernels.attention.dense import causal_attention
 from peagle.models.drafter import Drafter
 from peagle.speculative.reference import propose_draft_tokens, run_target
 from peagle.training.drafter_init import (
-    TokenCounts,
     choose_mask_id,
     config_from_folder,
     create_drafter,
@@ -52,7 +51,7 @@ class Special(str):
 
 def test_mask_tokens() -> None:
     cfg = pairs.TARGET
-    data = TokenCounts(torch.bincount(torch.tensor([1, 2, 147, 147]), minlength=pairs.VOCAB))
+    data = torch.bincount(torch.tensor([1, 2, 147, 147]), minlength=pairs.VOCAB)
     special = {140: "<eos>", 145: "<|user|>", 146: "<repo>", 147: "<reserved_0>", 148: "<empty_output>", 149: "<file>"}
 
     def chosen(given: str, size: int, some: dict[int, str] = special, ends: Iterable[int] = (140,)) -> int:
@@ -83,7 +82,7 @@ def test_mask_tokens() -> None:
 def test_started_from_a_folder(tmp_path: Path) -> None:
     """A P-EAGLE drafter goes on as it is, an EAGLE-3 one becomes P-EAGLE; what does not fit is named."""
     target = load_decoder(pairs.target_folder())
-    data = TokenCounts(torch.zeros(pairs.VOCAB, dtype=torch.long))
+    data = torch.zeros(pairs.VOCAB, dtype=torch.long)
 
     def made(name: str, **settings: Any) -> Drafter:
         cfg = TrainConfig(init=str(pairs.drafter_folder(name)), **settings)
@@ -101,9 +100,9 @@ def test_started_from_a_folder(tmp_path: Path) -> None:
         assert own.keys() ^ there.keys() <= {"mask_hidden"}
         assert drafter.cfg.parallel == (settings.get("method") != "eagle3")
         assert all(p.requires_grad for p in drafter.parameters())
-    with pytest.raises(UserError, match="--num-layers 2: the drafter in .* has 4; give at least"):
+    with pytest.raises(UserError, match="--num-layers 2: the drafter in .* has 4; give that or more"):
         made("p-eagle-4", num_layers=2)
-    with pytest.raises(UserError, match="--intermediate-size 2: the drafter in .* has [0-9]+; give at least"):
+    with pytest.raises(UserError, match="--intermediate-size 2: the drafter in .* has [0-9]+; give that or more"):
         made("p-eagle-4", intermediate_size=2)
     windowed = tmp_path / "windowed"
     shutil.copytree(pairs.drafter_folder("p-eagle-4"), windowed)
@@ -128,7 +127,7 @@ def test_what_has_grown_says_nothing_at_first(name: str, method: Method, wider: 
     """More layers, wider MLPs, tables that become the drafter's own: drafts as they were, and their probabilities,
     to the bit where no sum became longer. Then everything new learns something, from the second step on."""
     target = load_decoder(pairs.target_folder())
-    data = TokenCounts(torch.zeros(pairs.VOCAB, dtype=torch.long))
+    data = torch.zeros(pairs.VOCAB, dtype=torch.long)
     small = load_drafter(pairs.drafter_folder(name), target)
     cfg = TrainConfig(
         init=str(pairs.drafter_folder(name)),
@@ -179,7 +178,7 @@ def learn_widened(grown: Drafter, before: int, loss: Tensor) -> None:
 def test_init_from_target() -> None:
     skipped = 2  # layers of the target before its last three
     target = load_decoder(pairs.target_folder())
-    data = TokenCounts(torch.zeros(pairs.VOCAB, dtype=torch.long))
+    data = torch.zeros(pairs.VOCAB, dtype=torch.long)
     cfg = TrainConfig(aux_layer_ids=(1, 2, 4), mask_token="150", num_layers=3)
     own, theirs = create_drafter(cfg, target, None, (), data).state_dict(), target.state_dict()
     copied = 0

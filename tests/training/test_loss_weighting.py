@@ -2,7 +2,7 @@
 
 import torch
 
-from peagle.training.loss_weighting import NO_PREVIOUS, ChainLinks
+from peagle.training.loss import NO_PREVIOUS, ChainLinks
 
 
 def test_docstring_example() -> None:

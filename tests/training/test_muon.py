@@ -14,8 +14,7 @@ from torch import Tensor
 from peagle.config import TrainConfig
 from peagle.errors import UserError
 from peagle.models.drafter import Drafter
-from peagle.training.muon import orthogonalize, stack_by_shape
-from peagle.training.optimizer import Optimizer
+from peagle.training.optimizer import Optimizer, orthogonalize, stack_by_shape
 from peagle.training.run import train
 
 pytestmark = pytest.mark.usefixtures("one_thread")

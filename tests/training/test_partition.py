@@ -21,15 +21,16 @@ from small_drafters import (
 )
 from torch import Tensor
 
-from peagle.config import OBJECTIVES, Objective
+from peagle.config import OBJECTIVES, Objective, TrainConfig
 from peagle.data.batches import PackedBatch
 from peagle.models.drafter import Drafter
 from peagle.training.cod_sampling import CodPositions, all_cod_positions, sample_cod_positions, sampling_generator
 from peagle.training.hidden_states.online import TargetHiddenStates
-from peagle.training.loss import DraftLoss, LossSettings, depth_weights, position_weights
+from peagle.training.loss import DraftLoss, depth_weights, position_weights
 from peagle.training.partition import DrafterForward, accumulate_gradients, split_chains
 
-UNIFORM, ACCEPTANCE = LossSettings("ce"), LossSettings("ce", "acceptance")
+UNIFORM = TrainConfig(objective="ce", loss_weighting="uniform")
+ACCEPTANCE = replace(UNIFORM, loss_weighting="acceptance")
 
 
 def reference_loss(
@@ -37,11 +38,11 @@ def reference_loss(
     batch: PackedBatch,
     states: TargetHiddenStates,
     positions: CodPositions,
-    weights: list[float],
-    settings: LossSettings = UNIFORM,
+    settings: TrainConfig = UNIFORM,
 ) -> Tensor:
     """Weighted cross-entropy of every position, document by document, with a stored mask."""
     assert settings.objective == "ce"
+    weights = depth_weights(positions.num_depths, settings.depth_decay)
     target = load_target(states.hidden_ND.dtype)
     total = torch.zeros((), dtype=states.hidden_ND.dtype)
     chains = set(zip(positions.anchor_R.tolist(), positions.depth_R.tolist(), strict=True))
@@ -63,7 +64,7 @@ def reference_loss(
             logits = target.compute_logits(states.hidden_ND[start + position_R + 1])
         losses = dense.position_losses(drafter, output[0, kept], logits)
         weight = torch.tensor([weights[d] / positions.counts[d] for d in depth_R.tolist()], dtype=losses.dtype)
-        if settings.weighting == "acceptance":
+        if settings.loss_weighting == "acceptance":
             with torch.no_grad():
                 ids = drafter.to_target_ids(torch.arange(drafter.cfg.draft_vocab_size))
                 q = drafter.compute_logits(output[0, kept]).softmax(-1)
@@ -81,20 +82,21 @@ def reference_loss(
 @pytest.mark.parametrize("settings", [UNIFORM, ACCEPTANCE], ids=["uniform", "acceptance"])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-10), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("kind", [k for k in CONFIGS if k != "p-eagle-window"])
-def test_gradients_equal_the_reference(kind: str, dtype: torch.dtype, tolerance: float, settings: LossSettings) -> None:
+def test_gradients_equal_the_reference(kind: str, dtype: torch.dtype, tolerance: float, settings: TrainConfig) -> None:
     cfg, batch = CONFIGS[kind], with_greedy_tokens(packed_batch(MASKS, vocab=128))
     drafter, states = random_drafter(cfg, dtype), hidden_states_of(batch, cfg, dtype)
     rows = sample_cod_positions(batch, 5, 0.8, sampling_generator(0, 0))
     assert rows.counts[-1] >= 5
+    settings = replace(settings, depth_decay=0.9)
     weights = depth_weights(5, 0.9)
-    loss = reference_loss(drafter, batch, states, rows, weights, settings)
+    loss = reference_loss(drafter, batch, states, rows, settings)
     loss.backward()
     expected = take_gradients(drafter)
     for chunk in (1, 7, 20, 10**9):
-        totals = accumulate_gradients(drafter, load_target(dtype), states, batch, rows, settings, weights, chunk)
+        totals = accumulate_gradients(drafter, load_target(dtype), states, batch, rows, settings, chunk)
         assert totals.count_K.tolist() == list(rows.counts)
         mean = sum(w * float(s) / n for w, s, n in zip(weights, totals.loss_K, rows.counts, strict=True))
-        assert settings.weighting == "acceptance" or mean == pytest.approx(loss.item(), rel=tolerance)
+        assert settings.loss_weighting == "acceptance" or mean == pytest.approx(loss.item(), rel=tolerance)
         assert_gradients_close(take_gradients(drafter), expected, tolerance)
 
 
@@ -128,15 +130,12 @@ def test_sliding_windows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     here: dense.DensePositions
     monkeypatch.setattr(dense, "compute_drafter_outputs", remember)
     monkeypatch.setattr(dense, "masked_attention", by_layer)
-    weights = depth_weights(4)
-    reference_loss(drafter, batch, states, rows, weights).backward()
+    reference_loss(drafter, batch, states, rows).backward()
     expected = take_gradients(drafter)
     monkeypatch.undo()
     assert calls
     for chunk in (5, 10**9):
-        accumulate_gradients(
-            drafter, load_target(torch.float64), states, batch, rows, LossSettings("ce"), weights, chunk
-        )
+        accumulate_gradients(drafter, load_target(torch.float64), states, batch, rows, UNIFORM, chunk)
         assert_gradients_close(take_gradients(drafter), expected, 1e-10)
 
 
@@ -146,10 +145,10 @@ def test_every_objective_is_equal_for_any_chunk_size(objective: Objective) -> No
     batch = packed_batch(MASKS, vocab=128)
     drafter, states = random_drafter(cfg, torch.float64), hidden_states_of(batch, cfg, torch.float64)
     rows = sample_cod_positions(batch, 4, 0.7, sampling_generator(1, 0))
-    weights, found = depth_weights(4), []
+    found = []
     for chunk in (3, 10**9):
         totals = accumulate_gradients(
-            drafter, load_target(torch.float64), states, batch, rows, LossSettings(objective), weights, chunk
+            drafter, load_target(torch.float64), states, batch, rows, replace(UNIFORM, objective=objective), chunk
         )
         found.append((take_gradients(drafter), totals))
     assert_gradients_close(found[0][0], found[1][0], 1e-10)
@@ -173,7 +172,7 @@ def test_prefix_match_counts_chains_that_match_completely() -> None:
     )
     drafter.lm_head = torch.nn.Linear(vocab, vocab, bias=False, dtype=torch.float64)
     drafter.lm_head.weight.data = torch.eye(vocab, dtype=torch.float64)
-    loss = DraftLoss(drafter, target, states, LossSettings("kl"), position_weights(rows.counts, depth_weights(4)))
+    loss = DraftLoss(drafter, target, states, UNIFORM, position_weights(rows.counts))
     one_hot = torch.nn.functional.one_hot(token, vocab).double()
     forward = DrafterForward(drafter, states, batch, torch.device("cpu"))
     loss.compute(one_hot, chunk.depths(), chunk.label_positions(), chunk.build_links(forward))
@@ -193,8 +192,8 @@ def test_gradients_of_batches_add_up() -> None:
     cfg, dtype = CONFIGS["eagle3"], torch.float64
     whole = packed_batch(MASKS, vocab=128)
     drafter, states = random_drafter(cfg, dtype), hidden_states_of(whole, cfg, dtype)
-    weights, rows = depth_weights(3), all_cod_positions(whole, 3)
-    accumulate_gradients(drafter, load_target(dtype), states, whole, rows, LossSettings("ce"), weights, 10**9)
+    rows = all_cod_positions(whole, 3)
+    accumulate_gradients(drafter, load_target(dtype), states, whole, rows, UNIFORM, 10**9)
     expected = take_gradients(drafter)
     cut = len(MASKS[0]) + len(MASKS[1])
     parts = []
@@ -210,9 +209,7 @@ def test_gradients_of_batches_add_up() -> None:
         parts.append((moved, TargetHiddenStates(states.hidden_ND[part], states.aux_hidden_states_NX[part])))
     for moved, part_states in parts:
         part_rows = all_cod_positions(moved, 3)
-        accumulate_gradients(
-            drafter, load_target(dtype), part_states, moved, part_rows, LossSettings("ce"), weights, 10**9, rows.counts
-        )
+        accumulate_gradients(drafter, load_target(dtype), part_states, moved, part_rows, UNIFORM, 10**9, rows.counts)
     assert_gradients_close(take_gradients(drafter), expected, 1e-12)
 
 
@@ -221,10 +218,8 @@ def test_activation_checkpointing_changes_nothing() -> None:
         cfg = CONFIGS[kind]
         batch = packed_batch(MASKS, vocab=128)
         drafter, states = random_drafter(cfg, torch.float64), hidden_states_of(batch, cfg, torch.float64)
-        rows, weights, found = all_cod_positions(batch, 4), depth_weights(4), []
+        rows, found = all_cod_positions(batch, 4), []
         for drafter.recompute in (False, True):
-            accumulate_gradients(
-                drafter, load_target(torch.float64), states, batch, rows, LossSettings("ce"), weights, 11
-            )
+            accumulate_gradients(drafter, load_target(torch.float64), states, batch, rows, UNIFORM, 11)
             found.append(take_gradients(drafter))
         assert_gradients_close(found[0], found[1], 1e-12)

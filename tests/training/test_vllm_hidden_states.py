@@ -25,7 +25,7 @@ from peagle.config import RopeConfig
 from peagle.errors import UserError
 from peagle.kernels.attention.dense import causal_attention
 from peagle.models.decoder import Decoder
-from peagle.training.hidden_states import vllm_client as ask_vllm
+from peagle.training.hidden_states import vllm as ask_vllm
 from peagle.training.recipe import Recipe
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -1,13 +1,12 @@
-"""Disk cache of the target's hidden states: safetensors shards and a manifest.
+"""Disk cache of the target's hidden states: safetensors shards, and what they belong to.
 
-    manifest.json                       what the cache belongs to; rows, size and checksum of each shard
+    key.json                            target, data and settings of the cache
     hidden-states-00000.safetensors     rows one behind another: hidden [tokens, D], aux_hidden_states [tokens, X];
                                         in fp8 also hidden_scale [tokens, 1], aux_hidden_states_scale [tokens, layers]
 
-A shard is written under a temporary name and moved in place, then the manifest is; a killed process loses at most the
-shard it was writing. The assignment of rows to shards follows from the data alone. Missing, truncated or changed shards
-are found by size and checksum, and only they are written again. Rows are found by the hash of their tokens, so any
-packing of the same data can read the cache.
+The assignment of rows to shards follows from the data alone. A shard is written under a temporary name and moved in
+place, so a killed process loses at most the shard it was writing; missing or truncated shards are written again. Rows
+are found by the hash of their tokens, so any packing of the same data can read the cache.
 
 Worked example: rows of 3, 4 and 2 tokens, 10 bytes per token, shards of up to 75 bytes. Rows 0 and 1 make shard 0 (70
 bytes; row 2 would make it 90), row 2 makes shard 1. Row 1 is tokens 3 to 7 of shard 0.
@@ -19,14 +18,11 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import json
 import os
 import shutil
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -35,76 +31,26 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from peagle.checkpoints.files import read_json
+from peagle.checkpoints.files import read_json, write_json
 from peagle.config import CacheSettings, HiddenStatesDtype
-from peagle.data.batches import PackedBatch, PackedEpoch, ResponseDataset, pack
+from peagle.data.batches import PackedBatch, ResponseDataset, pack
 from peagle.errors import UserError
 from peagle.kernels.host_transfer import copy_to_device
-from peagle.models.decoder import Decoder
 from peagle.training.hidden_states.online import (
     OnlineHiddenStates,
-    PackedDocument,
     TargetHiddenStates,
     documents_in_order,
     split_documents,
     target_weights_hash,
 )
 
-VERSION = 2
-MANIFEST = "manifest.json"
-MAX_HEADER_BYTES = 1024  # of a shard
+VERSION = 3  # of the layout above
+KEY_FILE = "key.json"
 FP8 = torch.float8_e4m3fn
 MAX_OPEN_SHARDS = 128
 
 
-@dataclass(frozen=True)
-class CacheKey:
-    """What a cache belongs to. A difference in any field makes a cache unusable."""
-
-    target: str  # hash of its weights
-    aux_layer_ids: tuple[int, ...]
-    hidden_size: int
-    dtype: HiddenStatesDtype
-    data: str  # hash of all truncated rows
-    max_seq_len: int
-    shard_bytes: int
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one token: its hidden states, and in fp8 one scale for each."""
-        states = 1 + len(self.aux_layer_ids)
-        return states * self.hidden_size * 2 if self.dtype == "bfloat16" else states * (self.hidden_size + 4)
-
-
-@dataclass(frozen=True)
-class CachedDocument:
-    row_id: str
-    key: str  # hash of its tokens
-    num_tokens: int
-
-
-@dataclass(frozen=True)
-class CacheShard:
-    file: str
-    documents: tuple[CachedDocument, ...]
-    bytes: int | None = None  # None until the shard is written
-    sha256: str | None = None
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(document.num_tokens for document in self.documents)
-
-
-def plan_shards(documents: Sequence[CachedDocument], token_bytes: int, shard_bytes: int) -> list[CacheShard]:
-    """Assigns documents to shards in order; see the example above."""
-    groups = _group_by_size([document.num_tokens * token_bytes for document in documents], shard_bytes)
-    return [
-        CacheShard(f"hidden-states-{i:05d}.safetensors", tuple(documents[begin:end]))
-        for i, (begin, end) in enumerate(groups)
-    ]
-
-
-def _group_by_size(sizes: Sequence[int], limit: int) -> Iterator[tuple[int, int]]:
+def group_by_size(sizes: Sequence[int], limit: int) -> Iterator[tuple[int, int]]:
     """Begin and end of consecutive groups up to `limit`; a larger item is a group of its own."""
     begin = total = 0
     for i, size in enumerate(sizes):
@@ -143,262 +89,136 @@ def dequantize_states(packed: dict[str, Tensor], dtype: torch.dtype) -> TargetHi
     return TargetHiddenStates(whole["hidden"], whole["aux_hidden_states"])
 
 
-# Files
-
-
-@dataclass(frozen=True)
-class CacheManifest:
-    key: CacheKey
-    shards: tuple[CacheShard, ...]
-
-    @classmethod
-    def read(cls, folder: Path) -> CacheManifest | None:
-        """None if the folder has no manifest."""
-        path = folder / MANIFEST
-        if not path.exists():
-            return None
-        values = read_json(path)
-        if values.get("version") != VERSION:
-            raise UserError(
-                f"--hidden-states-cache {folder}: written by another version of peagle; delete it or name a new folder"
-            )
-        try:
-            key = CacheKey(**{**values["key"], "aux_layer_ids": tuple(values["key"]["aux_layer_ids"])})
-            shards = [
-                CacheShard(s["file"], tuple(CachedDocument(*d) for d in s["documents"]), s["bytes"], s["sha256"])
-                for s in values["shards"]
-            ]
-        except (KeyError, TypeError, ValueError, AttributeError):
-            raise UserError(f"{path}: not a manifest of hidden states; delete the folder or name another") from None
-        return cls(key, tuple(shards))
-
-    def write(self, folder: Path) -> None:
-        shards = [
-            {
-                "file": shard.file,
-                "documents": [[d.row_id, d.key, d.num_tokens] for d in shard.documents],
-                "bytes": shard.bytes,
-                "sha256": shard.sha256,
-            }
-            for shard in self.shards
-        ]
-        values = {"version": VERSION, "key": asdict(self.key), "shards": shards}
-        with _replace_atomically(folder / MANIFEST) as unfinished:
-            unfinished.write_text(json.dumps(values) + "\n", encoding="utf-8")
-
-
-@contextmanager
-def _replace_atomically(path: Path) -> Iterator[Path]:
-    """Yields a temporary path that is synced and renamed to `path` at the end."""
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    try:
-        yield unfinished
-        with unfinished.open("rb") as file:
-            os.fsync(file.fileno())
-        unfinished.chmod(0o644)  # safetensors writes with 0600
-        unfinished.replace(path)
-    except (OSError, SafetensorError) as error:
-        raise UserError(
-            f"--hidden-states-cache {path.parent}: cannot write {path.name} ({error}); finished shards stay"
-        ) from None
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
-@contextmanager
-def _lock(folder: Path, report: Callable[[str], None]) -> Iterator[None]:
-    """Waits for other processes that write the cache; the lock ends with the process."""
-    with (folder / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            report(f"cache {folder}: waiting for another process that writes it")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def file_checksum(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def is_intact(folder: Path, shard: CacheShard) -> bool:
-    path = folder / shard.file
-    try:
-        return shard.sha256 is not None and path.stat().st_size == shard.bytes and file_checksum(path) == shard.sha256
-    except OSError:
-        return False
-
-
-# Writing
-
-
-def prepare_cache(
-    folder: Path,
-    dataset: ResponseDataset,
-    online: OnlineHiddenStates,
-    max_seq_len: int,
-    settings: CacheSettings | None = None,
-    report: Callable[[str], None] = print,
-) -> HiddenStatesCache:
-    """Opens the cache of a dataset and writes the shards it lacks. Reports the required space before it writes."""
-    settings = settings or CacheSettings()
-    epoch = pack(dataset, max_seq_len)
-    documents = [CachedDocument(d.row_id, d.key, len(d.token_ids)) for d in documents_in_order(epoch)]
-    key = CacheKey(
-        target=target_weights_hash(online.target),
-        aux_layer_ids=online.aux_layer_ids,
-        hidden_size=online.target.cfg.layer.hidden_size,
-        dtype=settings.dtype,
-        data=hashlib.sha256("".join(d.key for d in documents).encode()).hexdigest(),
-        max_seq_len=max_seq_len,
-        shard_bytes=settings.shard_bytes,
-    )
-    planned = plan_shards(documents, key.token_bytes, key.shard_bytes)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--hidden-states-cache {folder}: cannot be created ({error.strerror})") from None
-    with _lock(folder, report):
-        manifest = CacheManifest.read(folder)
-        if manifest is None:
-            if any(not path.name.startswith(".") for path in folder.iterdir()):
-                raise UserError(f"--hidden-states-cache {folder}: holds other files; name a new folder")
-            manifest = CacheManifest(key, tuple(planned))
-        _check_same_key(folder, key, manifest.key)
-        if [(s.file, s.documents) for s in manifest.shards] != [(s.file, s.documents) for s in planned]:
-            raise UserError(f"{folder / MANIFEST}: inconsistent; delete the folder or name another")
-        _write_missing_shards(folder, manifest, epoch, online, settings.forward_tokens, report)
-    return HiddenStatesCache(folder, online.target)
-
-
-def _check_same_key(folder: Path, expected: CacheKey, found: CacheKey) -> None:
-    # max_seq_len first: it changes the data hash too, and is the better explanation
-    names = {"target": "target", "aux_layer_ids": "--aux-layer-ids", "max_seq_len": "--max-seq-len", "data": "data"}
-    names |= {"dtype": "--hidden-states-dtype", "shard_bytes": "shard size", "hidden_size": "target width"}
-    for field, name in names.items():
-        was, now = getattr(found, field), getattr(expected, field)
-        if was != now:
-            values = "" if field in ("target", "data") else f" ({was}, now {now})"
-            raise UserError(
-                f"--hidden-states-cache {folder}: written with another {name}{values}; name a new folder or delete it"
-            )
-
-
-def _write_missing_shards(
-    folder: Path,
-    manifest: CacheManifest,
-    epoch: PackedEpoch,
-    online: OnlineHiddenStates,
-    forward_tokens: int,
-    report: Callable[[str], None],
-) -> None:
-    key, shards = manifest.key, list(manifest.shards)
-    with ThreadPoolExecutor() as pool:  # hashing releases the GIL
-        intact = list(pool.map(lambda shard: is_intact(folder, shard), shards))
-    missing = [i for i, ok in enumerate(intact) if not ok]
-    if not missing:
-        return
-    damaged = [shards[i].file for i in missing if shards[i].sha256 is not None]
-    if damaged:
-        more = " .." if len(damaged) > 4 else ""
-        report(f"cache {folder}: {len(damaged)} damaged shards are written again: {', '.join(damaged[:4])}{more}")
-    for i in missing:
-        (folder / shards[i].file).unlink(missing_ok=True)
-        shards[i] = replace(shards[i], bytes=None, sha256=None)
-    _check_disk_space(folder, key, [shards[i] for i in missing], len(shards), report)
-    CacheManifest(key, tuple(shards)).write(folder)  # marks the folder as a cache
-    first_document = [0]
-    for shard in shards:
-        first_document.append(first_document[-1] + len(shard.documents))
-    for num_done, i in enumerate(missing, start=1):
-        selected = epoch.dataset.selected[first_document[i] : first_document[i + 1]]
-        passes = _group_by_size([d.num_tokens for d in shards[i].documents], forward_tokens)
-        batches = replace(epoch, groups=tuple(selected[begin:end] for begin, end in passes))
-        with _replace_atomically(folder / shards[i].file) as unfinished:
-            save_file(_compute_shard(batches, key, online), unfinished)
-            size, checksum = unfinished.stat().st_size, file_checksum(unfinished)
-        shards[i] = replace(shards[i], bytes=size, sha256=checksum)
-        CacheManifest(key, tuple(shards)).write(folder)
-        report(f"cache {folder}: wrote shard {num_done} of {len(missing)}")
-
-
-def _check_disk_space(
-    folder: Path, key: CacheKey, missing: list[CacheShard], num_shards: int, report: Callable[[str], None]
-) -> None:
-    num_tokens = sum(shard.num_tokens for shard in missing)
-    needed = num_tokens * key.token_bytes + MAX_HEADER_BYTES * len(missing)
-    free = shutil.disk_usage(folder).free
-    num_documents = sum(len(shard.documents) for shard in missing)
-    report(
-        f"cache {folder}: {needed / 1e9:,.2f} GB to write, {free / 1e9:,.2f} GB free: {len(missing)} of {num_shards} "
-        f"shards, {num_documents:,} rows, {num_tokens:,} tokens of {key.token_bytes:,} bytes ({key.dtype})"
-    )
-    if needed > free:
-        smaller = "--hidden-states-dtype fp8, " if key.dtype != "fp8" else ""
-        raise UserError(
-            f"--hidden-states-cache {folder}: needs {needed / 1e9:,.2f} GB, the disk has {free / 1e9:,.2f} GB free: "
-            f"use {smaller}fewer rows, another disk, or no cache"
-        )
-
-
-def _compute_shard(batches: Sequence[PackedBatch], key: CacheKey, online: OnlineHiddenStates) -> dict[str, Tensor]:
-    parts: dict[str, list[Tensor]] = {}
-    for batch in batches:
-        for name, x in quantize_states(online.states(batch), key.dtype, len(key.aux_layer_ids)).items():
-            parts.setdefault(name, []).append(x.cpu())
-    return {name: torch.cat(each) for name, each in parts.items()}
-
-
-# Reading
-
-
 class HiddenStatesCache:
-    """Reads the hidden states of any packing of the cached rows. Shards are memory-mapped."""
+    """The hidden states of a dataset. `fill` writes them, `states` reads any packing of the rows. Shards are
+    memory-mapped."""
 
-    def __init__(self, folder: Path, target: Decoder) -> None:
-        """Hidden states go to the target's device, in its dtype."""
-        manifest = CacheManifest.read(folder)
-        if manifest is None:
-            raise UserError(f"--hidden-states-cache {folder}: has no {MANIFEST}")
-        self.folder = folder
-        self.device, self.dtype = target.embed_tokens.weight.device, target.embed_tokens.weight.dtype
-        self._locations: dict[str, tuple[str, slice]] = {}  # document key -> file and its tokens
-        for shard in manifest.shards:
-            begin = 0
-            for document in shard.documents:
-                self._locations[document.key] = (shard.file, slice(begin, begin + document.num_tokens))
-                begin += document.num_tokens
-        self._open_files: OrderedDict[str, Any] = OrderedDict()
+    def __init__(
+        self,
+        folder: Path,
+        dataset: ResponseDataset,
+        online: OnlineHiddenStates,
+        max_seq_len: int,
+        settings: CacheSettings | None = None,
+    ) -> None:
+        self.folder, self.online, self.max_seq_len = folder, online, max_seq_len
+        self.settings = settings or CacheSettings()
+        num_states, width = 1 + len(online.aux_layer_ids), online.target.cfg.layer.hidden_size
+        self.token_bytes = num_states * (2 * width if self.settings.dtype == "bfloat16" else width + 4)
+        self.epoch = pack(dataset, max_seq_len)
+        self.documents = list(documents_in_order(self.epoch))
+        self.num_tokens = [len(document.token_ids) for document in self.documents]
+        sizes = [self.token_bytes * num_tokens for num_tokens in self.num_tokens]
+        self.shards = list(group_by_size(sizes, self.settings.shard_bytes))  # first and last document
+        self._locations: dict[str, tuple[int, slice]] = {}  # document key -> shard and its tokens
+        for index, (begin, end) in enumerate(self.shards):
+            start = 0
+            for document, num_tokens in zip(self.documents[begin:end], self.num_tokens[begin:end], strict=True):
+                self._locations[document.key] = (index, slice(start, start + num_tokens))
+                start += num_tokens
+        self._open_cached = lru_cache(MAX_OPEN_SHARDS)(self._open_shard)
+
+    def shard_path(self, index: int) -> Path:
+        return self.folder / f"hidden-states-{index:05d}.safetensors"
+
+    def fill(self, report: Callable[[str], None] = print) -> None:
+        """Writes the shards that are missing. Reports the required space before."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"--hidden-states-cache {self.folder}: cannot be created ({error.strerror})") from None
+        with (self.folder / ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # one process writes, others wait; the lock ends with the process
+            self._check_key()
+            missing = [i for i in range(len(self.shards)) if not self._is_complete(i)]
+            if missing:
+                self._check_disk_space(missing, report)
+            for num_done, index in enumerate(missing, start=1):
+                self._write_shard(index)
+                report(f"cache {self.folder}: wrote shard {num_done} of {len(missing)}")
+
+    def _check_key(self) -> None:
+        """Refuses a folder that belongs to another target, other data or other settings; marks an empty one."""
+        flag, path = f"--hidden-states-cache {self.folder}", self.folder / KEY_FILE
+        key = {
+            "version of peagle": VERSION,
+            "target": target_weights_hash(self.online.target),
+            "--aux-layer-ids": list(self.online.aux_layer_ids),
+            "--max-seq-len": self.max_seq_len,  # before the data, whose hash it changes
+            "data": hashlib.sha256("".join(d.key for d in self.documents).encode()).hexdigest(),
+            "--hidden-states-dtype": self.settings.dtype,
+            "shard size": self.settings.shard_bytes,
+        }
+        if not path.exists():
+            if any(not other.name.startswith(".") for other in self.folder.iterdir()):
+                raise UserError(f"{flag}: holds other files; name a new folder")
+            write_json(key, path)
+        found = read_json(path)
+        for name, value in key.items():
+            if found.get(name) != value:
+                raise UserError(f"{flag}: written with another {name}; name a new folder or delete it")
+
+    def _is_complete(self, index: int) -> bool:
+        """Opening a truncated file fails."""
+        try:
+            with safe_open(self.shard_path(index), framework="pt"):
+                return True
+        except (SafetensorError, OSError):
+            return False
+
+    def _check_disk_space(self, missing: list[int], report: Callable[[str], None]) -> None:
+        needed = self.token_bytes * sum(sum(self.num_tokens[slice(*self.shards[i])]) for i in missing)
+        free = shutil.disk_usage(self.folder).free
+        sizes = f"{needed / 1e9:,.2f} GB to write, {free / 1e9:,.2f} GB free"
+        report(f"cache {self.folder}: {len(missing)} of {len(self.shards)} shards, {sizes}")
+        if needed > free:
+            hint = "use --hidden-states-dtype fp8, fewer rows, another disk, or no cache"
+            raise UserError(f"--hidden-states-cache {self.folder}: {sizes}; {hint}")
+
+    def _write_shard(self, index: int) -> None:
+        begin, end = self.shards[index]
+        passes = group_by_size(self.num_tokens[begin:end], self.settings.forward_tokens)
+        selected = self.epoch.dataset.selected[begin:end]
+        parts: dict[str, list[Tensor]] = {}
+        for batch in replace(self.epoch, groups=tuple(selected[first:last] for first, last in passes)):
+            states = self.online.states(batch)
+            for name, x in quantize_states(states, self.settings.dtype, len(self.online.aux_layer_ids)).items():
+                parts.setdefault(name, []).append(x.cpu())
+        path = self.shard_path(index)
+        unfinished = path.with_name(f".{path.name}.unfinished")
+        try:
+            save_file({name: torch.cat(each) for name, each in parts.items()}, unfinished)
+            with unfinished.open("rb") as file:
+                os.fsync(file.fileno())
+            unfinished.chmod(0o644)  # safetensors writes with 0600
+            unfinished.replace(path)
+        except (OSError, SafetensorError) as error:
+            unfinished.unlink(missing_ok=True)
+            raise UserError(
+                f"--hidden-states-cache {self.folder}: cannot write {path.name} ({error}); finished shards stay"
+            ) from None
 
     def states(self, batch: PackedBatch) -> TargetHiddenStates:
+        """On the target's device, in its dtype."""
+        weight = self.online.target.embed_tokens.weight
         parts: dict[str, list[Tensor]] = {}
         for document in split_documents(batch):
-            handle, tokens = self._find(document)
+            if document.key not in self._locations:
+                raise UserError(
+                    f"--hidden-states-cache {self.folder}: row {document.row_id!r} is missing or has other tokens; "
+                    "name a new folder for other data"
+                )
+            index, tokens = self._locations[document.key]
+            handle = self._open_cached(index)
             for name in handle.keys():  # not a dict
                 parts.setdefault(name, []).append(handle.get_slice(name)[tokens])
-        packed = {name: copy_to_device(torch.cat(each), self.device) for name, each in parts.items()}
-        return dequantize_states(packed, self.dtype)
+        packed = {name: copy_to_device(torch.cat(each), weight.device) for name, each in parts.items()}
+        return dequantize_states(packed, weight.dtype)
 
-    def _find(self, document: PackedDocument) -> tuple[Any, slice]:
-        location = self._locations.get(document.key)
-        if location is None:
+    def _open_shard(self, index: int) -> Any:
+        try:
+            return safe_open(self.shard_path(index), framework="pt")
+        except (SafetensorError, OSError) as error:
             raise UserError(
-                f"--hidden-states-cache {self.folder}: row {document.row_id!r} is missing or has other tokens; "
-                "name a new folder for other data"
-            )
-        file, tokens = location
-        return self._open_shard(file), tokens
-
-    def _open_shard(self, file: str) -> Any:
-        if file not in self._open_files:
-            try:
-                self._open_files[file] = safe_open(self.folder / file, framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise UserError(
-                    f"--hidden-states-cache {self.folder}: cannot read {file} ({error}); start again to rewrite it"
-                ) from None
-        self._open_files.move_to_end(file)
-        if len(self._open_files) > MAX_OPEN_SHARDS:
-            self._open_files.popitem(last=False)
-        return self._open_files[file]
+                f"{self.shard_path(index)}: cannot be read ({error}); start again to write it again"
+            ) from None

@@ -1,7 +1,7 @@
 """Hidden states of the target for a packed batch: the final ones, and the auxiliary ones the drafter reads.
 
 `OnlineHiddenStates` runs the target in every step and stores nothing. `cache` stores hidden states on disk,
-`vllm_files` reads those that vLLM stored.
+`vllm` reads those that vLLM stored.
 
 Worked example: two documents, of 3 and 2 tokens, in one batch. The range of rows that each row attends to, in a layer
 without a window and in one with a window of 2:
