@@ -186,9 +186,7 @@ class RunFolder:
         except OSError as error:
             shutil.rmtree(unfinished, ignore_errors=True)
             reason = error.strerror or str(error).splitlines()[0]
-            raise UserError(
-                f"--out {self.out}: cannot be written ({reason}); what was saved before is intact"
-            ) from None
+            raise UserError(f"--out {self.out}: cannot be written ({reason}); earlier states are intact") from None
         shutil.rmtree(self.replaced, ignore_errors=True)
 
 
