@@ -18,7 +18,7 @@ from peagle.training.validation import AcceptanceCounts, ValidationAcceptance
 
 REGULAR = AcceptanceCounts(73, 100, (60, 30, 15, 4, 1))
 ACCEPTANCE = (
-    ValidationAcceptance(80, 200, (140, 80, 40, 8, 1), without_loops=REGULAR),
+    ValidationAcceptance(80, 200, (140, 80, 40, 8, 2), without_loops=REGULAR),
     ValidationAcceptance(4, 10, (5, 0), without_loops=AcceptanceCounts(0, 0, (0, 0))),
 )
 
