@@ -1,13 +1,11 @@
-"""A training step of speculators 0.9.0's P-EAGLE, for `training_step.py`: its model and loss as its trainer calls them.
+"""A training step of speculators 0.9.0's P-EAGLE, for `training_step.py`: its model and loss, called as by its trainer.
 
 The trainer keeps weights in fp32, computes under bf16 autocast, and compiles the model's forward pass. A batch has the
-form that its collator makes of one document. Compiling takes minutes and has been seen to stand still, so every stage
-of it is said as it is reached (`Progress`). Knows nothing about processes.
+format of its collator for one document. Compiling takes minutes and may hang, so `CompileLog` prints every stage.
 
-What that compiles, with torch 2.10 and later: the first layer asks for a graph break inside the loop over the layers,
-and Dynamo then leaves the whole forward pass as it is and compiles what it calls: the mask, each kind of layer, norms,
-loss and metrics: 14 graphs forward and 5 back, about 80 kernels. `speculators-eager` runs all of it uncompiled but for
-attention and its mask.
+With torch 2.10 and later, the first layer causes a graph break inside the loop over the layers. Dynamo then compiles
+not the forward pass itself, but the functions it calls: mask, each kind of layer, norms, loss and metrics. These are 14
+forward and 5 backward graphs, about 80 kernels. `speculators-eager` compiles only attention and its mask.
 """
 
 from __future__ import annotations
@@ -26,21 +24,21 @@ from training_variants import SHAPES, documents, sample_cod_positions, step_flop
 
 Json = dict[str, Any]
 Measure = Callable[[Callable[[], None], Json, Callable[[], None]], Json]
-STAGE = "stage: "  # what a line of the worker's log begins with
-SLOW = 2.0  # seconds after which a kernel is worth a line of its own
-SILENCE = 20.0  # seconds without a stage after which the place in the code is said
+STAGE = "stage: "  # prefix of the lines in the worker's log
+SLOW = 2.0  # seconds; slower kernels get a line of their own
+SILENCE = 20.0  # seconds without a stage until the position in the code is printed
 
 
-class Progress:
-    """Says what a compiler does while it does it; nothing here runs in a step that is compiled already."""
+class CompileLog:
+    """Prints what the compiler does. It adds nothing to steps that are compiled already."""
 
     def __init__(self) -> None:
         self.began = self.last = time.perf_counter()
         self.main = threading.get_ident()
-        self.kernels, self.kernel_s, self.graphs, self.kernel = 0, 0.0, 0, ""
+        self.num_kernels, self.kernel_s, self.num_graphs, self.kernel = 0, 0.0, 0, ""
         threading.Thread(target=self.watch, daemon=True).start()
 
-    def say(self, text: str) -> None:
+    def write(self, text: str) -> None:
         self.last = time.perf_counter()
         print(f"{STAGE}{self.last - self.began:6.1f} s  {text}", flush=True)
 
@@ -53,53 +51,53 @@ class Progress:
                     places.append(f"{frame.f_code.co_name}:{frame.f_lineno}")
                     frame = frame.f_back
                 kernel = f"kernel {self.kernel}: " if self.kernel else ""
-                self.say(f"still in {kernel}{' < '.join(places)}")
+                self.write(f"still in {kernel}{' < '.join(places)}")
 
-    def compiled(self) -> str:
-        return f"{self.graphs} graphs, {self.kernels} kernels in {self.kernel_s:.0f} s"
+    def summary(self) -> str:
+        return f"{self.num_graphs} graphs, {self.num_kernels} kernels in {self.kernel_s:.0f} s"
 
-    def follow(self) -> None:
-        """Graphs and kernels of the compiler from now on."""
+    def patch_compiler(self) -> None:
+        """Logs graphs and kernels that are compiled from now on."""
         from torch._inductor.graph import GraphLowering
         from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
         make_module, precompile = GraphLowering.compile_to_module, CachingAutotuner.precompile
         benchmark_all = CachingAutotuner.benchmark_all_configs
 
-        def module_said(graph: Any, *args: Any, **kwargs: Any) -> Any:
-            began, before = time.perf_counter(), self.kernels
+        def logged_module(graph: Any, *args: Any, **kwargs: Any) -> Any:
+            began, before = time.perf_counter(), self.num_kernels
             made = make_module(graph, *args, **kwargs)
-            self.graphs += 1
-            way = "back" if graph.is_backward else "forward"
-            said = f"graph {self.graphs} ({way}, {len(graph.operations)} operations)"
-            self.say(f"{said}: {self.kernels - before} kernels, {time.perf_counter() - began:.1f} s")
+            self.num_graphs += 1
+            direction = "backward" if graph.is_backward else "forward"
+            name = f"graph {self.num_graphs} ({direction}, {len(graph.operations)} operations)"
+            self.write(f"{name}: {self.num_kernels - before} kernels, {time.perf_counter() - began:.1f} s")
             return made
 
-        def kernel_said(kernel: Any, *args: Any, **kwargs: Any) -> None:
+        def logged_kernel(kernel: Any, *args: Any, **kwargs: Any) -> None:
             began, configs = time.perf_counter(), len(kernel.configs or ())
             self.kernel = kernel.fn.__name__[:60]
             precompile(kernel, *args, **kwargs)
             self.kernel = ""
             took = time.perf_counter() - began
-            self.kernels, self.kernel_s = self.kernels + 1, self.kernel_s + took
+            self.num_kernels, self.kernel_s = self.num_kernels + 1, self.kernel_s + took
             if took > SLOW:
-                self.say(f"kernel {kernel.fn.__name__[:60]}: {configs} configurations, {took:.1f} s")
+                self.write(f"kernel {kernel.fn.__name__[:60]}: {configs} configurations, {took:.1f} s")
 
-        def benchmark_said(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        def logged_benchmark(kernel: Any, *args: Any, **kwargs: Any) -> Any:
             began = time.perf_counter()
             found = benchmark_all(kernel, *args, **kwargs)
             if (took := time.perf_counter() - began) > SLOW:
-                self.say(f"chose among {len(found)} of {kernel.fn.__name__[:60]}: {took:.1f} s")
+                self.write(f"chose among {len(found)} configurations of {kernel.fn.__name__[:60]}: {took:.1f} s")
             return found
 
-        GraphLowering.compile_to_module = module_said  # type: ignore[method-assign]
-        CachingAutotuner.precompile = kernel_said  # type: ignore[method-assign]
-        CachingAutotuner.benchmark_all_configs = benchmark_said  # type: ignore[method-assign]
+        GraphLowering.compile_to_module = logged_module  # type: ignore[method-assign]
+        CachingAutotuner.precompile = logged_kernel  # type: ignore[method-assign]
+        CachingAutotuner.benchmark_all_configs = logged_benchmark  # type: ignore[method-assign]
 
 
 def import_speculators(path: str) -> Any:
-    """Its models' package imports its data loader, whose own needs a training step has none of."""
-    import transformers.models.llama.modeling_llama  # before it could chunk_loss for what stands in here
+    """Imports speculators with placeholders for packages that only its data loader needs."""
+    import transformers.models.llama.modeling_llama  # before the placeholders exist
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
     def empty_class(name: str) -> type:
@@ -122,30 +120,29 @@ def import_speculators(path: str) -> Any:
     return speculators
 
 
-def part_configs() -> None:
-    """The loss's two kernels share one list of launches, which Dynamo takes for an error (torch 2.11): each its own."""
+def separate_kernel_configs() -> None:
+    """Gives each loss kernel its own list of launch configurations; Dynamo of torch 2.11 rejects a shared one."""
     from speculators.losses import fused
 
     for kernel in (fused.loss_forward_kernel, fused.loss_backward_kernel):
         kernel.configs = list(kernel.configs)
 
 
-def sort_by_library() -> None:
-    """Sorts by torch's own kernel, as the compiler does where a length is dynamic or over 512.
+def sort_with_torch() -> None:
+    """Sorts with torch's own kernel, as the compiler does for dynamic lengths and lengths over 512.
 
-    A mask's columns of blocks are sorted twice both ways, 67 of them at 2,048 tokens. The compiler makes Triton sort
-    them, three launches to choose from, and Triton takes minutes to compile those.
+    For the blocks of a mask the compiler would generate Triton sorts, which take minutes to compile.
     """
     from torch._inductor import ir
 
-    def left_to_torch(kind: type, *, dtypes: tuple[torch.dtype, ...], **_: Any) -> list[None]:
+    def no_triton_sort(kind: type, *, dtypes: tuple[torch.dtype, ...], **_: Any) -> list[None]:
         return [None] * len(dtypes)
 
-    ir.Sort.create = classmethod(left_to_torch)  # type: ignore[method-assign, assignment]
+    ir.Sort.create = classmethod(no_triton_sort)  # type: ignore[method-assign, assignment]
 
 
-def leave_uncompiled(model: Any, speculators: Any) -> None:
-    """But for attention, which is of no use uncompiled, and its mask, which speculators' DFlash compiles alone too."""
+def compile_attention_only(model: Any, speculators: Any) -> None:
+    """Runs the model eagerly, except for attention, which is unusable uncompiled, and its mask."""
     from speculators.models import attention
 
     kind = speculators.PEagleDraftModel
@@ -155,10 +152,10 @@ def leave_uncompiled(model: Any, speculators: Any) -> None:
 
 
 def speculators_steps(job: Json, measure: Measure) -> Callable[[int], Json]:
-    """As `speculators.train` builds and calls it, without reading a verifier's folder."""
-    progress = Progress()
+    """Builds and calls the model as `speculators.train` does, without the folder of a verifier."""
+    log = CompileLog()
     speculators = import_speculators(job["speculators_path"])
-    progress.say(f"imported, torch {torch.__version__}")
+    log.write(f"imported, torch {torch.__version__}")
     from speculators.proposals.greedy import GreedyTokenProposalConfig
     from transformers import LlamaConfig
 
@@ -175,7 +172,7 @@ def speculators_steps(job: Json, measure: Measure) -> Callable[[int], Json]:
         rms_norm_eps=layer.norm_eps,
         max_position_embeddings=1 << 17,
     )
-    # flex attention has no way back on the CPU, and the fused loss is for a GPU
+    # flex attention has no backward pass on the CPU, and the fused loss needs a GPU
     config._attn_implementation = "simple_flex_attention" if cuda else "eager"
     proposal = GreedyTokenProposalConfig(speculative_tokens=shape.depths)
     verifier = speculators.VerifierConfig(name_or_path=None, architectures=["LlamaForCausalLM"])
@@ -195,17 +192,17 @@ def speculators_steps(job: Json, measure: Measure) -> Callable[[int], Json]:
                 ),
             )
         )
-    for table in (model.lm_head, model.verifier_lm_head, model.embed_tokens):  # which a verifier would fill
+    for table in (model.lm_head, model.verifier_lm_head, model.embed_tokens):  # usually copied from the verifier
         torch.nn.init.normal_(table.weight, std=0.02)
     model.train()
     if cuda:
         torch.cuda.synchronize()
-        progress.follow()
-        part_configs()
-        sort_by_library()
+        log.patch_compiler()
+        separate_kernel_configs()
+        sort_with_torch()
         if job["variant"] == "speculators-eager":
-            leave_uncompiled(model, speculators)
-    progress.say(f"model built, {sum(p.numel() for p in model.parameters()) / 1e9:.2f}G parameters")
+            compile_attention_only(model, speculators)
+    log.write(f"model built, {sum(p.numel() for p in model.parameters()) / 1e9:.2f}G parameters")
     call, _ = model.get_trainer_kwargs(
         loss_fn="kl_div",
         loss_implementation="fused" if cuda else "eager",
@@ -228,25 +225,25 @@ def speculators_steps(job: Json, measure: Measure) -> Callable[[int], Json]:
             "loss_mask": torch.ones(1, tokens, dtype=torch.bool, device=job["device"]),
         }
         metrics: Json = {}
-        # compiled for this length alone, as the trainer's batches all have one length
+        # compile for this length only: the trainer's batches all have one length
         torch._dynamo.reset()
-        progress.say(f"{tokens} tokens: begins")
+        log.write(f"{tokens} tokens: starting")
 
         def step() -> None:
             first = not metrics
             with torch.autocast(job["device"], dtype=torch.bfloat16):
-                _, loss, said = model(**batch, **call)
+                _, loss, step_metrics = model(**batch, **call)
             if first:
-                progress.say(f"{tokens} tokens: first forward pass launched; {progress.compiled()}")
+                log.write(f"{tokens} tokens: first forward pass launched; {log.summary()}")
             loss.backward()
             if first:
-                progress.say(f"{tokens} tokens: first backward pass launched; {progress.compiled()}")
-            metrics.update(said)
+                log.write(f"{tokens} tokens: first backward pass launched; {log.summary()}")
+            metrics.update(step_metrics)
 
         found = measure(step, job, lambda: model.zero_grad(set_to_none=True))
-        progress.say(f"{tokens} tokens: measured, {found['ms']:.1f} ms; {progress.compiled()}")
-        ungraded = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
-        assert not ungraded, f"no gradient for {ungraded}"
+        log.write(f"{tokens} tokens: measured, {found['ms']:.1f} ms; {log.summary()}")
+        without_gradient = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+        assert not without_gradient, f"no gradient for {without_gradient}"
         one = documents([tokens], 0.0, shape.vocab)
         flops = step_flops(shape, one, sample_cod_positions(one, shape.depths, shape.rate, torch.Generator()))
         found |= {"rows": int(metrics["full_acc_total"]), "weights_gb": sum(p.nbytes for p in model.parameters()) / 1e9}

@@ -1,16 +1,14 @@
-"""One training step of a drafter, in the ways that `training_step.py` sets side by side, and what each must compute.
+"""Variants of a training step that `training_step.py` compares, and the FLOPs of a step.
 
-All leave the same gradients in the drafter's parameters:
+All variants compute the same gradients:
 
     ours        depth 0 once, its keys and values as leaves, chains in chunks, one backward through depth 0
     whole       depth 0 and all chains in one graph, one backward; the same kernels and the same loss
-    logits      as whole, and the logits of all rows at once, as plain torch has them
-    algorithm1  the P-EAGLE paper's: chains cut into segments, each with a forward and backward pass of its own that
-                runs the depth-0 rows it depends on again
+    logits      like whole, with the logits of all positions stored, as in plain torch
+    algorithm1  Algorithm 1 of the P-EAGLE paper: chains in segments, each with its own forward and backward pass, which
+                recomputes the depth-0 positions it depends on
 
-Knows nothing about clocks or processes.
-
-Shapes: N tokens of a batch, R rows, V vocabulary.
+Shapes: N tokens of a batch, R positions, V vocabulary.
 """
 
 from __future__ import annotations
@@ -81,7 +79,7 @@ class Models:
 
     @classmethod
     def random(cls, shape: Shape, dtype: torch.dtype, device: torch.device, whole_target: bool = False) -> Models:
-        """Where the target's states come from elsewhere, only its embeddings and head are made."""
+        """Without `whole_target` only the target's embeddings and LM head are created."""
         layers = shape.target_layers if whole_target else 0
         target = random_weights(Decoder, shape.target(layers), dtype, device)
         drafter = random_weights(Drafter, shape.drafter, dtype, device).share_weights(target)
@@ -90,7 +88,7 @@ class Models:
 
 @dataclass(frozen=True)
 class Work:
-    """One batch. `batch` and `rows` on the CPU, as a data loader gives them; the target's states on the device."""
+    """One batch and its positions on the CPU, and the target's hidden states on the device."""
 
     batch: PackedBatch
     rows: CodPositions
@@ -98,7 +96,7 @@ class Work:
 
 
 def documents(lengths: list[int], prompt: float, vocab: int, seed: int = 0) -> PackedBatch:
-    """Packed one after another, of random tokens; the first `prompt` share of each is not asked."""
+    """Packed documents of random tokens; the first `prompt` share of each has no loss."""
     rng = torch.Generator().manual_seed(seed)
     length_M = torch.tensor(lengths)
     start_N = (length_M.cumsum(0) - length_M).repeat_interleave(length_M)
@@ -115,7 +113,7 @@ def documents(lengths: list[int], prompt: float, vocab: int, seed: int = 0) -> P
 
 
 def random_work(models: Models, batch: PackedBatch) -> Work:
-    """With noise for what the target says."""
+    """A batch with random hidden states of the target."""
     head, shape = models.target.lm_head.weight, models.shape
     width = shape.layer.hidden_size
     states = TargetHiddenStates(
@@ -126,12 +124,12 @@ def random_work(models: Models, batch: PackedBatch) -> Work:
     return Work(batch, rows, states)
 
 
-def examiner_of(models: Models, work: Work) -> DraftLoss:
+def create_loss(models: Models, work: Work) -> DraftLoss:
     weight_K = position_weights(work.rows.counts).to(work.states.hidden_ND.device)
     return DraftLoss(models.drafter, models.target, work.states, LOSS, weight_K)
 
 
-def view_of(models: Models, work: Work) -> DrafterForward:
+def create_forward(models: Models, work: Work) -> DrafterForward:
     return DrafterForward(models.drafter, work.states, work.batch, work.states.hidden_ND.device)
 
 
@@ -140,18 +138,19 @@ def ours(models: Models, work: Work, chunk_rows: int) -> None:
 
 
 def whole(models: Models, work: Work, chunk_rows: int) -> None:
-    view, (everything,) = view_of(models, work), split_chains(work.rows, EVERYTHING)
-    chunk_loss(examiner_of(models, work), view, view.run_depth_zero(), everything).backward()
+    forward, (everything,) = create_forward(models, work), split_chains(work.rows, EVERYTHING)
+    chunk_loss(create_loss(models, work), forward, forward.run_depth_zero(), everything).backward()
 
 
 def logits(models: Models, work: Work, chunk_rows: int) -> None:
-    view, (everything,) = view_of(models, work), split_chains(work.rows, EVERYTHING)
-    leaves = view.run_depth_zero()
-    said = torch.cat([leaves.output_ND[view.to_device(everything.anchor_A)], view.run_chains(leaves, everything)])
-    exact = torch.float64 if said.dtype == torch.float64 else torch.float32
-    log_q_RV = models.drafter.compute_logits(said).log_softmax(-1, dtype=exact)
+    forward, (everything,) = create_forward(models, work), split_chains(work.rows, EVERYTHING)
+    leaves = forward.run_depth_zero()
+    anchors = leaves.output_ND[forward.to_device(everything.anchor_A)]
+    output = torch.cat([anchors, forward.run_chains(leaves, everything)])
+    exact = torch.float64 if output.dtype == torch.float64 else torch.float32
+    log_q_RV = models.drafter.compute_logits(output).log_softmax(-1, dtype=exact)
     with torch.no_grad():
-        positions = view.to_device(everything.label_positions() - 1)
+        positions = forward.to_device(everything.label_positions() - 1)
         log_p_RV = models.target.compute_logits(work.states.hidden_ND)[positions].log_softmax(-1, dtype=exact)
     loss_R = torch.nn.functional.kl_div(log_q_RV, log_p_RV, reduction="none", log_target=True).sum(-1)
     weight_R = position_weights(work.rows.counts)[everything.depths()]
@@ -159,11 +158,9 @@ def logits(models: Models, work: Work, chunk_rows: int) -> None:
 
 
 def algorithm1(models: Models, work: Work, chunk_rows: int) -> None:
-    """A segment's depth-0 rows are those up to its last anchor; it asks those behind the last segment's anchors.
-
-    One row more is run than is seen by anyone, so that the last one's token is there.
-    """
-    examiner, all_of_it = examiner_of(models, work), view_of(models, work)
+    """A segment runs the depth-0 positions up to its last anchor, and one more, which provides the next token. Its loss
+    has the anchors behind those of the previous segment."""
+    loss, whole_batch = create_loss(models, work), create_forward(models, work)
     for segment in split_chains(work.rows, chunk_rows):
         last = max(int(x.max()) for x in (segment.anchor_A, segment.anchor_R) if len(x))
         part = slice(0, last + 2)
@@ -171,12 +168,12 @@ def algorithm1(models: Models, work: Work, chunk_rows: int) -> None:
         named = ("token_ids_N", "position_N", "start_N", "end_N", "loss_mask_N")
         prefix = replace(batch, **{name: getattr(batch, name)[part] for name in named})
         states = TargetHiddenStates(work.states.hidden_ND[part], work.states.aux_hidden_states_NX[part])
-        view = view_of(models, Work(prefix, work.rows, states))
-        leaves = view.run_depth_zero()
-        said = torch.cat([leaves.output_ND[view.to_device(segment.anchor_A)], view.run_chains(leaves, segment)])
-        # what is asked for may lie behind the prefix
-        links = segment.build_links(all_of_it)
-        examiner.compute(said, view.to_device(segment.depths()), segment.label_positions(), links).backward()
+        forward = create_forward(models, Work(prefix, work.rows, states))
+        leaves = forward.run_depth_zero()
+        output = torch.cat([leaves.output_ND[forward.to_device(segment.anchor_A)], forward.run_chains(leaves, segment)])
+        # labels may lie behind the prefix
+        links = segment.build_links(whole_batch)
+        loss.compute(output, forward.to_device(segment.depths()), segment.label_positions(), links).backward()
 
 
 VARIANTS: dict[str, Callable[[Models, Work, int], None]] = {
@@ -189,11 +186,11 @@ VARIANTS: dict[str, Callable[[Models, Work, int], None]] = {
 
 @dataclass(frozen=True)
 class Flops:
-    """Of matrix products, what a step needs: nothing twice, nothing that no row sees."""
+    """FLOPs of the matrix products that a step needs, without recomputation and masked keys."""
 
-    depth_zero: float  # products of the layers and fc, forward and back
+    depth_zero: float  # layers and fc, forward and backward
     chains: float
-    loss: float  # logits of rows and of the questions' teacher, and the gradient of the rows' hidden states
+    loss: float  # student and teacher logits, and gradients of the hidden states
     attention_zero: float
     attention_chains: float
 
@@ -207,7 +204,7 @@ class Flops:
 
 
 def layer_products(layer: LayerConfig, layers: int, first_width: int) -> float:
-    """Of one row, forward; the first layer's attention reads `first_width`."""
+    """Forward FLOPs of one row; the first layer's input has `first_width`."""
     heads, wide = layer.num_heads * layer.head_dim, layer.num_heads + 2 * layer.num_kv_heads
     inputs = first_width + (layers - 1) * layer.hidden_size
     rest = heads * layer.hidden_size + 3 * layer.hidden_size * layer.intermediate_size
@@ -215,7 +212,7 @@ def layer_products(layer: LayerConfig, layers: int, first_width: int) -> float:
 
 
 def step_flops(shape: Shape, batch: PackedBatch, rows: CodPositions) -> Flops:
-    """Backward is twice forward, less for fc, whose input asks for no gradient; 5 products for 2 in attention."""
+    """Backward costs twice the forward pass, in attention 2.5 times; the input of fc has no gradient."""
     layer, width = shape.layer, shape.layer.hidden_size
     of_row = 3 * layer_products(layer, shape.drafter_layers, 2 * width)
     fc = 2.0 * len(shape.aux_layer_ids) * width * width
@@ -223,19 +220,19 @@ def step_flops(shape: Shape, batch: PackedBatch, rows: CodPositions) -> Flops:
     pairs_zero = float((batch.position_N + 1).sum())
     pairs_chains = float((position_R + 1 + rows.depth_R).sum())
     of_pair = 14.0 * layer.num_heads * layer.head_dim * shape.drafter_layers
-    questions = torch.cat([rows.anchor_A, rows.anchor_R + rows.depth_R]).unique()
+    label_positions = torch.cat([rows.anchor_A, rows.anchor_R + rows.depth_R]).unique()
     of_logits = 2.0 * width * shape.vocab
     return Flops(
         depth_zero=len(batch) * (of_row + 2 * fc),
         chains=len(rows.anchor_R) * of_row + 3 * fc,
-        loss=of_logits * (2 * sum(rows.counts) + len(questions)),
+        loss=of_logits * (2 * sum(rows.counts) + len(label_positions)),
         attention_zero=pairs_zero * of_pair,
         attention_chains=pairs_chains * of_pair,
     )
 
 
 def target_flops(shape: Shape, batch: PackedBatch) -> tuple[float, float]:
-    """Products and attention of the target's forward pass."""
+    """FLOPs of the layers and of attention in the target's forward pass."""
     layer = shape.layer
     products = len(batch) * layer_products(layer, shape.target_layers, layer.hidden_size)
     pairs = float((batch.position_N + 1).sum())

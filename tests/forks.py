@@ -1,12 +1,12 @@
-"""Processes for tests that need not import torch: they are forked from one that has.
+"""Fast Python processes for tests: forked from a server that has already imported torch.
 
-    process = forks.Process("-m", "peagle", "generate", "Hello")      # what would follow `python` on the command line
-    assert process.wait() == 0 and "world" in process.said()
+    process = forks.Process("-m", "peagle", "generate", "Hello")      # the arguments of `python`
+    assert process.wait() == 0 and "world" in process.stdout()
 
-A server imports what takes long, once for all tests of a pytest process, and does nothing else, so it has no state and
-no threads that a fork could break. What is forked has its own id, streams, environment, signals and exit status, and
-computes with one thread. Only variables that are read when torch, transformers or Triton are imported come too late:
-who tests those, or importing itself, needs a process of its own.
+Each pytest process has one server, which only imports the slow modules, so it has no state and no threads that a fork
+could break. A forked process has its own id, streams, environment, signals and exit status, and computes with one
+thread. Environment variables that torch, transformers or Triton read when they are imported have no effect; tests of
+those need `subprocess`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# What commands, training runs and their tokenizers import, the lazy parts too.
+# Modules that commands, training runs and tokenizers import, including lazy imports.
 PRELOADED = """
     torch.distributed.device_mesh torch.distributed.fsdp torch.distributed.tensor
     transformers.activations transformers.models.auto.tokenization_auto transformers.utils.type_validators
@@ -38,25 +38,25 @@ PRELOADED = """
 
 
 class Process:
-    """One that was forked. Its output is kept in files, so nobody has to read along."""
+    """A forked process. Its output goes to files, so the test need not read it while it runs."""
 
     def __init__(self, *arguments: str, stdin: bytes = b"", env: dict[str, str] | None = None) -> None:
         self._stdin, self._stdout, self._stderr = (tempfile.TemporaryFile() for _ in range(3))
         self._stdin.write(stdin)
         self._stdin.seek(0)
         self._report, report = os.pipe()
-        asked = {"arguments": arguments, "env": {**os.environ, **(env or {})}, "cwd": os.getcwd()}
+        request = {"arguments": arguments, "env": {**os.environ, **(env or {})}, "cwd": os.getcwd()}
         handles = [self._stdin.fileno(), self._stdout.fileno(), self._stderr.fileno(), report]
-        socket.send_fds(server(), [json.dumps(asked).encode()], handles)
+        socket.send_fds(server(), [json.dumps(request).encode()], handles)
         os.close(report)
         self.returncode: int | None = None
-        self.pid = self._told(120)
+        self.pid = self._receive(120)
         assert self.pid > 0, "the server has ended"
 
-    def _told(self, timeout: float) -> int:
+    def _receive(self, timeout: float) -> int:
         ready, _, _ = select.select([self._report], [], [], timeout)
         if not ready:
-            raise TimeoutError(f"nothing for {timeout} s; so far: {self.said()}{self.complaints()}")
+            raise TimeoutError(f"no report for {timeout} s; output so far: {self.stdout()}{self.stderr()}")
         number = array.array("q")
         number.frombytes(os.read(self._report, number.itemsize) or b"\xff" * number.itemsize)
         return number[0]
@@ -64,7 +64,7 @@ class Process:
     def wait(self, timeout: float = 300) -> int:
         """Its exit status; minus the signal that ended it."""
         if self.returncode is None:
-            self.returncode = self._told(timeout)
+            self.returncode = self._receive(timeout)
             os.close(self._report)
         return self.returncode
 
@@ -72,22 +72,22 @@ class Process:
         return bool(select.select([self._report], [], [], 0)[0])
 
     def wait_for(self, text: str, timeout: float = 300) -> str:
-        """What it said, as soon as that has a line with this text."""
+        """Returns the output as soon as it has a complete line with this text."""
         ends = time.monotonic() + timeout
         while True:
             ended = select.select([self._report], [], [], 0.01)[0]
-            said = self.said()
-            if text in said[: said.rfind("\n") + 1]:
-                return said
-            assert not ended and time.monotonic() < ends, f"it did not say {text!r}: {said}{self.complaints()}"
+            output = self.stdout()
+            if text in output[: output.rfind("\n") + 1]:
+                return output
+            assert not ended and time.monotonic() < ends, f"no line with {text!r} in: {output}{self.stderr()}"
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         os.kill(self.pid, number)
 
-    def said(self) -> str:
+    def stdout(self) -> str:
         return self._read(self._stdout.fileno())
 
-    def complaints(self) -> str:
+    def stderr(self) -> str:
         return self._read(self._stderr.fileno())
 
     @staticmethod
@@ -106,7 +106,7 @@ def server() -> socket.socket:
     )
     theirs.close()
     atexit.register(process.wait, 10)
-    atexit.register(ours.close)  # before that: it ends when nobody can ask any more
+    atexit.register(ours.close)  # runs first: the server ends when the channel is closed
     return ours
 
 
@@ -114,14 +114,14 @@ def server() -> socket.socket:
 
 
 def serve(channel: socket.socket) -> dict:
-    """Returns in a forked process, with what that is asked to be."""
+    """Returns the request, in the forked process that shall run it."""
     while True:
         message, handles, _, _ = socket.recv_fds(channel, 1 << 20, 4)
-        with suppress(ChildProcessError):  # there are none
+        with suppress(ChildProcessError):  # no children
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         if not message:
-            os.killpg(0, signal.SIGKILL)  # whoever would have waited for those that still run is gone
+            os.killpg(0, signal.SIGKILL)  # the tests have ended, so stop running children
         if not os.fork():
             channel.close()
             _fork_and_report(handles)
@@ -131,7 +131,7 @@ def serve(channel: socket.socket) -> dict:
 
 
 def _fork_and_report(handles: list[int]) -> None:
-    """Returns in the process that was asked for. The one between it and the server waits for its end."""
+    """Returns in the requested process. A process between it and the server waits for its end and reports it."""
     *streams, report = handles
     child = os.fork()
     if child:
@@ -148,11 +148,11 @@ def _fork_and_report(handles: list[int]) -> None:
     sys.stderr = open(2, "w", buffering=1, errors="backslashreplace")
 
 
-def become(asked: dict) -> None:
+def run_request(request: dict) -> None:
     os.environ.clear()
-    os.environ.update(asked["env"])
-    os.chdir(asked["cwd"])
-    first, *rest = asked["arguments"]
+    os.environ.update(request["env"])
+    os.chdir(request["cwd"])
+    first, *rest = request["arguments"]
     if first == "-m":
         sys.argv = rest
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
@@ -174,7 +174,7 @@ def main() -> None:
 
     peagle.engine.loader.usable_cores = lambda: 1
     assert threading.active_count() == 1 and len(os.listdir("/proc/self/task")) == 1, "a fork would lose threads"
-    become(serve(channel))
+    run_request(serve(channel))
 
 
 if __name__ == "__main__":

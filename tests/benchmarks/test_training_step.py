@@ -91,7 +91,7 @@ def test_the_script_runs_in_toy_size(tmp_path: Path) -> None:
     assert done == {("ours", 128), ("ours", 256)}
     assert json.loads(ran.stdout.strip().splitlines()[-1])["bench"] == "training_step"
     again = forks.Process(*command[1:], "--resume")
-    assert again.wait() == 0 and "measuring" not in again.said(), again.said()[-2000:] + again.complaints()[-2000:]
+    assert again.wait() == 0 and "measuring" not in again.stdout(), again.stdout()[-2000:] + again.stderr()[-2000:]
 
 
 class AsOnTheGpu:

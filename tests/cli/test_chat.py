@@ -40,7 +40,7 @@ QUESTIONS = [TEXT[at : at + 18].decode().replace("\n", " ").strip() for at in (6
 
 def chat(*lines: str, flags: tuple[str, ...] = (), **env: str) -> tuple[int, str, str]:
     run = forks.Process("-m", "peagle", "chat", *flags, stdin="".join(f"{x}\n" for x in lines).encode(), env=env)
-    return run.wait(), run.said(), run.complaints()
+    return run.wait(), run.stdout(), run.stderr()
 
 
 def local() -> tuple[str, ...]:

@@ -27,7 +27,7 @@ from peagle.speculative.reference import generate
 
 def peagle(*args: str, stdin: str = "", **env: str) -> subprocess.CompletedProcess[str]:
     run = forks.Process("-m", "peagle", *args, stdin=stdin.encode(), env=env)
-    return subprocess.CompletedProcess(args, run.wait(), run.said(), run.complaints())
+    return subprocess.CompletedProcess(args, run.wait(), run.stdout(), run.stderr())
 
 
 def from_scratch(*args: str, stdin: bytes | None = None) -> subprocess.CompletedProcess[str]:

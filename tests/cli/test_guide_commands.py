@@ -94,7 +94,7 @@ def parse_only(arguments: list[str]) -> None:
 
 def stop(server: ServerProcess) -> None:
     os.kill(server.process.pid, signal.SIGTERM)
-    assert server.process.wait() == 0, server.process.complaints()
+    assert server.process.wait() == 0, server.process.stderr()
 
 
 @pytest.fixture

@@ -221,8 +221,8 @@ def test_killed_runs_write_the_rows_of_one_run(target: Path, tmp_path: Path) -> 
     args = ["data", prompts, "--out", str(out), "-t", str(target), "--temperature", "0.8", "--max-tokens", "40"]
     args += ["--device", "cpu", "--dtype", "float32", "--max-num-seqs", "4", "--max-model-len", "200", "--json"]
     done = forks.Process("-c", KILLER, str(out), *args)
-    assert done.wait(500) == 0, done.complaints()
-    summary = json.loads(done.said())
+    assert done.wait(500) == 0, done.stderr()
+    summary = json.loads(done.stdout())
     assert by_key(rows_of(out)) == by_key(rows_of(whole))
     assert summary["num_rows"] == len(rows_of(whole)) > summary["num_new"] > 0 and summary["complete"]
     runs = json.loads(sidecar_path(out, "manifest.json").read_text())["runs"]

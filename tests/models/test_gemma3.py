@@ -217,8 +217,8 @@ class Pipeline:
 
     def peagle(self, *words: str) -> str:
         process = forks.Process("-m", "peagle", *words, "--device", "cpu")
-        assert process.wait(300) == 0, process.complaints()
-        return process.said()
+        assert process.wait(300) == 0, process.stderr()
+        return process.stdout()
 
     def data(self, *words: str) -> list[dict[str, Any]]:
         files = (str(self.home / "prompts.jsonl"), "--out", str(self.home / "responses.jsonl"))

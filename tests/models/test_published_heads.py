@@ -172,7 +172,7 @@ def test_serving_with_the_model_cards_command(tmp_path: Path) -> None:
         )
         answer = _answered(request, server)
         assert answer["usage"]["completion_tokens"] == 4
-        assert "p-eagle, K 7" in server.complaints()
+        assert "p-eagle, K 7" in server.stderr()
     finally:
         subprocess.run(["kill", str(server.pid)], check=False)
         server.wait(60)
@@ -188,7 +188,7 @@ def _answered(request: urllib.request.Request, server: forks.Process) -> dict:
             with urllib.request.urlopen(request, timeout=60) as response:
                 return json.loads(response.read())
         except (urllib.error.URLError, ConnectionError):
-            assert time.monotonic() < until, server.complaints()
+            assert time.monotonic() < until, server.stderr()
             time.sleep(0.1)
 
 
@@ -200,4 +200,4 @@ def test_an_unknown_key_of_speculative_config_raises(tmp_path: Path) -> None:
         text = text if edit else text.replace("true", "false")
         run = forks.Process("-m", "peagle", "serve", str(target), "--speculative-config", text, "--port", "0")
         assert run.wait(60) == 2
-        assert named in run.complaints() and len(run.complaints().strip().splitlines()) == 1
+        assert named in run.stderr() and len(run.stderr().strip().splitlines()) == 1

@@ -133,7 +133,7 @@ def test_a_server_from_start_to_shutdown(target: Path) -> None:
         received += piece
     assert b'"finish_reason":"length"' in received and b"data: [DONE]" in received
     assert server.process.wait() == 0
-    entries = [json.loads(line) for line in server.process.complaints().splitlines()]
+    entries = [json.loads(line) for line in server.process.stderr().splitlines()]
     ready = next(entry["event"] for entry in entries if entry["event"].startswith("ready: "))
     for fact in (
         MODEL,
@@ -146,8 +146,8 @@ def test_a_server_from_start_to_shutdown(target: Path) -> None:
     ):
         assert fact in ready
     assert [e["event"] for e in entries if e["event"] in ("draining", "stopping")] == ["draining", "stopping"]
-    assert KEY not in server.process.complaints() and PROMPT not in server.process.complaints()
-    assert server.process.said() == ""
+    assert KEY not in server.process.stderr() and PROMPT not in server.process.stderr()
+    assert server.process.stdout() == ""
 
 
 def test_the_shutdown_timeout_aborts_requests(target: Path) -> None:
@@ -203,13 +203,13 @@ def test_usage_errors_are_one_line(
 def test_a_load_error_ends_the_server(target: Path) -> None:
     process = forks.Process("-m", "peagle", "serve", str(target), "--port", "0", "--max-model-len", "100000")
     assert process.wait() == 2
-    assert process.complaints().strip().splitlines()[-1].startswith("peagle: error: --max-model-len 100000")
+    assert process.stderr().strip().splitlines()[-1].startswith("peagle: error: --max-model-len 100000")
 
 
 def test_a_used_port_is_reported_before_loading(target: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         process = forks.Process("-m", "peagle", "serve", str(target), "--port", str(taken.getsockname()[1]))
-        assert process.wait() == 2 and "in use" in process.complaints()
+        assert process.wait() == 2 and "in use" in process.stderr()
 
 
 # vLLM's words
@@ -364,8 +364,8 @@ def test_a_vllm_that_dies_after_serving_is_restarted(tmp_path: Path, target: Pat
         *("-m", "peagle", "serve", str(target), "--engine", "vllm", "--port", str(port)),
         *("--vllm-command", f"{tmp_path / 'vllm'} serve"),
     )
-    wait_until(lambda: process.complaints().count("vllm ready") == 2)
-    response = process.complaints()
+    wait_until(lambda: process.stderr().count("vllm ready") == 2)
+    response = process.stderr()
     assert [response.count(words) for words in ("vllm started", "vllm ready", "vllm died, restarting status=3")] == [
         2,
         2,

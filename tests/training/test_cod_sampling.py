@@ -1,4 +1,4 @@
-"""Which rows a batch trains on: the worked example, and the rules against a slow reading of them."""
+"""COD sampling: the worked example, and the rules against a slow implementation."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def test_worked_example() -> None:
 documents = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=30), min_size=1, max_size=5)
 
 
-def could_ask(batch: PackedBatch, anchor: int, depth: int) -> bool:
-    """(anchor, depth) and everything before it in its chain asks for a response's token of its own document."""
+def is_valid_position(batch: PackedBatch, anchor: int, depth: int) -> bool:
+    """True if all labels of the chain up to (anchor, depth) are response tokens of the same document."""
     end = int(batch.end_N[anchor])
     return all(anchor + d + 2 < end and bool(batch.loss_mask_N[anchor + d + 2]) for d in range(depth + 1))
 
 
 def chains(rows: CodPositions) -> dict[int, int]:
-    """Anchor -> its deepest row, after checking that each chain lies in one piece, 1, 2, 3, .."""
+    """Anchor -> depth of its last position; checks that the depths of each chain are 1, 2, 3, .."""
     deepest = dict.fromkeys(rows.anchor_A.tolist(), 0)
     before = (-1, 0)
     triples = zip(rows.anchor_R.tolist(), rows.depth_R.tolist(), rows.chain_start_R.tolist(), strict=True)
@@ -54,14 +54,14 @@ def test_rules(masks: list[list[int]], depths: int, rate: float, seed: int) -> N
     size = len(batch.token_ids_N)
     rows = sample_cod_positions(batch, depths, rate, sampling_generator(seed, 3))
     deepest = chains(rows)
-    assert list(deepest) == [a for a in range(size) if could_ask(batch, a, 0)]  # all of depth 0
-    for anchor, depth in deepest.items():  # so no row is asked beyond its document, nor outside a response
-        assert depth < depths and could_ask(batch, anchor, depth)
+    assert list(deepest) == [a for a in range(size) if is_valid_position(batch, a, 0)]  # all of depth 0
+    for anchor, depth in deepest.items():  # so all labels are inside their document and a response
+        assert depth < depths and is_valid_position(batch, anchor, depth)
     kept_before = len(deepest)
     for depth in range(1, depths):  # and as many go on as should, or as can
-        able = sum(could_ask(batch, a, depth) for a in range(size))
+        able = sum(is_valid_position(batch, a, depth) for a in range(size))
         going = sum(d >= depth for d in deepest.values())
-        candidates = sum(could_ask(batch, a, depth) for a, d in deepest.items() if d >= depth - 1)
+        candidates = sum(is_valid_position(batch, a, depth) for a, d in deepest.items() if d >= depth - 1)
         assert going == rows.counts[depth] == min(candidates, round(able * rate**depth))
         assert going <= kept_before
         kept_before = going
@@ -70,7 +70,7 @@ def test_rules(masks: list[list[int]], depths: int, rate: float, seed: int) -> N
 
 
 def test_no_anchor_is_preferred() -> None:
-    """Over many draws every chain that could reach a depth does so at the rate of that depth."""
+    """Over many draws every anchor that can have a depth is kept at that depth's ratio."""
     batch = packed_batch([[1] * 40])
     reached = torch.zeros(3, 40)
     draws = 600

@@ -51,7 +51,7 @@ masks = st.lists(
     most=st.sampled_from([7, 1000]),
     weighting=st.sampled_from(["uniform", "acceptance"]),
 )
-def test_padding_changes_nothing(
+def test_padding_changes_neither_gradients_nor_metrics(
     kind: str, masks: list[list[int]], spare: int, part: int, most: int, weighting: LossWeighting
 ) -> None:
     batch = with_greedy_tokens(packed_batch(masks, vocab=128))
@@ -81,8 +81,8 @@ def test_padding_changes_nothing(
 @pytest.mark.gpu
 @pytest.mark.parametrize("weighting", ["uniform", "acceptance"])
 @pytest.mark.parametrize("kind", ["p-eagle", "p-eagle-own", "eagle3"])
-def test_replayed_steps_are_the_ones_captured(kind: str, weighting: LossWeighting) -> None:
-    """The same batches through graphs and as they are."""
+def test_replayed_steps_equal_eager_steps(kind: str, weighting: LossWeighting) -> None:
+    """The same batches with CUDA graphs and without."""
     cfg = settings("eagle3" if kind == "eagle3" else "p-eagle", 512, weighting)
     target = load_target(torch.float32).cuda()
     lengths = [[[0] * 9 + [1] * 120, [0] * 30 + [1] * (200 + 5 * i)] for i in range(8)]

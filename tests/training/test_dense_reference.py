@@ -1,5 +1,4 @@
-"""Training rows against plain restatements: who sees whom, which chains are kept, and that a training row is
-exactly what the drafter meets at inference."""
+"""The dense reference: visibility, sampled positions, and equality of training positions with inference rows."""
 
 from __future__ import annotations
 
@@ -62,7 +61,7 @@ nestings = st.tuples(st.integers(3, 40), st.integers(1, 9), st.floats(0.0, 1.0, 
 @settings(max_examples=80, deadline=None)
 @given(nestings)
 def test_visible_rows(how: tuple[int, int, float, int]) -> None:
-    """Restated from inference: replay each row's sequence and list what lies before it there."""
+    """Lists the rows before each position in the sequence that inference would compute."""
     length, depths, rate, seed = how
     rows = dense.sample_nested_positions(length, depths, rate, rng_of(seed))
     chains = chains_of(rows)
@@ -95,7 +94,7 @@ def test_nested_rows(how: tuple[int, int, float, int]) -> None:
     assert torch.equal(again.anchor_R, rows.anchor_R) and torch.equal(again.depth_R, rows.depth_R)
 
 
-def test_rate_is_met_on_long_sequences() -> None:
+def test_down_sample_ratio_on_long_sequences() -> None:
     rows = dense.sample_nested_positions(2000, 4, 0.8, rng_of(0))
     counts = torch.bincount(rows.depth_R).tolist()
     assert counts[0] == 1998
@@ -107,8 +106,8 @@ def test_rate_is_met_on_long_sequences() -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 2**31))
-def test_every_chain_may_be_kept(seed: int) -> None:
-    """No anchor is favoured: over many draws each is kept about as often as the others."""
+def test_every_anchor_is_kept_equally_often(seed: int) -> None:
+    """Over many draws each anchor is kept about as often as the others."""
     rng = rng_of(seed)
     count = torch.zeros(10)
     for _ in range(400):
@@ -117,11 +116,11 @@ def test_every_chain_may_be_kept(seed: int) -> None:
     assert 120 < count.min() and count.max() < 280  # 200 expected, standard deviation 10
 
 
-def replayed(
+def replay_inference(
     drafter: Drafter, tokens: torch.Tensor, aux_hidden_states_TN: torch.Tensor, anchor: int, depth: int
 ) -> torch.Tensor:
-    """What the head reads for guess `depth` after tokens[: anchor + 2], by the rows inference has, with the
-    true tokens in place of an autoregressive drafter's guesses."""
+    """The LM head's input for draft token `depth` after tokens[: anchor + 2], computed as at inference, with the text's
+    tokens in place of an EAGLE-3 drafter's own."""
     row_tokens = tokens[1 : anchor + 2].tolist()
     hidden = drafter.combine_hidden_states(aux_hidden_states_TN[: anchor + 1])
 
@@ -133,9 +132,9 @@ def replayed(
         hidden = torch.cat([hidden, drafter.mask_hidden_states(depth)])
         return run()[0][-1]
     for step in range(depth):
-        _, handed_on = run()
+        _, prenorm = run()
         row_tokens.append(int(tokens[anchor + 2 + step]))
-        hidden = torch.cat([hidden, handed_on[-1:]])
+        hidden = torch.cat([hidden, prenorm[-1:]])
     return run()[0][-1]
 
 
@@ -144,7 +143,7 @@ def sequences(count: int = 2, length: int = LENGTH) -> torch.Tensor:
 
 
 def biased() -> tuple[Decoder, Drafter]:
-    """What no trained pair has: biases, query and key norms, an odd number of layers, more depth in the head."""
+    """A random pair with biases, QK norms and an odd number of layers, which no trained pair has."""
     target = pairs.load_pair("eagle3-1")[0]
     layer = LayerConfig(64, 96, 2, 1, 16, qkv_bias=True, out_bias=True, mlp_bias=True, qk_norm=True)
     drafter = Drafter(replace(pairs.BASE, layer=layer, num_layers=3, norm_output=True, aux_layer_ids=(0, 5)))
@@ -154,7 +153,7 @@ def biased() -> tuple[Decoder, Drafter]:
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", [*pairs.RECIPES, "biased"])
-def test_training_rows_are_inference_s(name: str) -> None:
+def test_training_positions_equal_inference_rows(name: str) -> None:
     target, drafter = biased() if name == "biased" else pairs.load_pair(name)
     tokens_BT = sequences()
     _, aux_hidden_states_BTN = dense.compute_target_states(target, tokens_BT, drafter.cfg.aux_layer_ids)
@@ -164,15 +163,15 @@ def test_training_rows_are_inference_s(name: str) -> None:
         assert int(rows.depth_R.max()) == 4
         for b, tokens in enumerate(tokens_BT):
             for i, (anchor, depth) in enumerate(chains_of(rows)):
-                want = replayed(drafter, tokens, aux_hidden_states_BTN[b], anchor, depth)
+                want = replay_inference(drafter, tokens, aux_hidden_states_BTN[b], anchor, depth)
                 torch.testing.assert_close(said_BRD[b, i], want, atol=1e-5, rtol=1e-5)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", pairs.RECIPES)
-def test_training_rows_draft_what_the_reference_drafts(name: str) -> None:
-    """The reference's own guesses are the training rows' argmax; an autoregressive drafter's text is made of
-    its guesses, so that the rows hold the same tokens."""
+def test_training_positions_draft_the_reference_tokens(name: str) -> None:
+    """The reference's draft tokens are the argmax at training positions. For EAGLE-3 the text consists of its draft
+    tokens, so that both have the same inputs."""
     target, drafter = pairs.load_pair(name)
     for start in (0, 300, 900):
         known = list(pairs.TEXT[start : start + 9])
@@ -184,12 +183,12 @@ def test_training_rows_draft_what_the_reference_drafts(name: str) -> None:
         text = torch.tensor([known + draft.token_ids + [0]])
         _, aux_hidden_states_BTN = dense.compute_target_states(target, text, drafter.cfg.aux_layer_ids)
         rows = rows_of([(a, 0) for a in range(anchor + 1)] + [(anchor, d) for d in range(1, k)])
-        said = dense.compute_drafter_outputs(drafter, text, aux_hidden_states_BTN, rows)[0, -k:]
-        assert drafter.to_target_ids(drafter.compute_logits(said).argmax(-1)).tolist() == draft.token_ids
+        output = dense.compute_drafter_outputs(drafter, text, aux_hidden_states_BTN, rows)[0, -k:]
+        assert drafter.to_target_ids(drafter.compute_logits(output).argmax(-1)).tolist() == draft.token_ids
 
 
 @torch.no_grad()
-def test_read_target_keeps_sequences_apart() -> None:
+def test_target_states_of_sequences_are_independent() -> None:
     target = pairs.load_pair("eagle3-1")[0]
     tokens_BT = sequences(3)
     hidden, aux_hidden_states_BTN = dense.compute_target_states(target, tokens_BT, (0, 3, 5))
@@ -200,27 +199,27 @@ def test_read_target_keeps_sequences_apart() -> None:
 
 
 def direct_loss(
-    drafter: Drafter, target: Decoder, tokens_BT: torch.Tensor, rows: dense.DensePositions, asked_BT: torch.Tensor
+    drafter: Drafter, target: Decoder, tokens_BT: torch.Tensor, rows: dense.DensePositions, loss_mask_BT: torch.Tensor
 ) -> float:
-    """Row by row, each on a pass of its own, sums in fp64."""
+    """Computes every position in a pass of its own and sums in fp64."""
     by_depth: dict[int, list[float]] = {}
     weights: dict[int, int] = {}
-    for tokens, asked in zip(tokens_BT, asked_BT, strict=True):
+    for tokens, loss_mask in zip(tokens_BT, loss_mask_BT, strict=True):
         for anchor, depth in chains_of(rows):
-            question = anchor + depth + 2  # the token asked for
-            read = tokens[:question]
+            label = anchor + depth + 2  # the token loss_mask for
+            read = tokens[:label]
             hidden, aux_hidden_states = target(
                 read, torch.arange(len(read)), causal_attention, drafter.cfg.aux_layer_ids
             )
             assert aux_hidden_states is not None
             p = target.compute_logits(hidden[-1]).double().softmax(-1).tolist()
             head = drafter.lm_head_weight.double()
-            said = replayed(drafter, tokens, aux_hidden_states, anchor, depth).double()
-            log_q = (head @ said).log_softmax(-1).tolist()
+            output = replay_inference(drafter, tokens, aux_hidden_states, anchor, depth).double()
+            log_q = (head @ output).log_softmax(-1).tolist()
             offsets = [0] * len(log_q) if drafter.d2t is None else drafter.d2t.tolist()
             cost = -sum(p[i + offset] * log_q[i] for i, offset in enumerate(offsets))
-            by_depth.setdefault(depth, []).append(cost if asked[question] else 0.0)
-            weights[depth] = weights.get(depth, 0) + int(asked[question])
+            by_depth.setdefault(depth, []).append(cost if loss_mask[label] else 0.0)
+            weights[depth] = weights.get(depth, 0) + int(loss_mask[label])
     return sum(sum(costs) / max(weights[d], 1) for d, costs in by_depth.items()) / len(by_depth)
 
 
@@ -241,24 +240,24 @@ def test_loss(name: str) -> None:
     assert float(dense.compute_loss(drafter, target, tokens_BT, rows, ~everything)) == 0.0
 
 
-def test_reduced_vocabulary_asks_only_for_what_it_has() -> None:
+def test_loss_with_a_reduced_vocabulary() -> None:
     target, drafter = pairs.load_pair("p-eagle-1-reduced")
     assert drafter.d2t is not None
     known = (torch.arange(len(drafter.d2t)) + drafter.d2t).tolist()
     absent = next(i for i in range(pairs.VOCAB) if i not in known)
-    said = torch.randn(1, 1, drafter.cfg.layer.hidden_size, generator=rng_of(0))
+    output = torch.randn(1, 1, drafter.cfg.layer.hidden_size, generator=rng_of(0))
     certain = torch.full((1, 1, pairs.VOCAB), -100.0)
     certain[..., absent] = 100.0
-    assert float(dense.position_losses(drafter, said, certain)) == 0.0
+    assert float(dense.position_losses(drafter, output, certain)) == 0.0
     for i in (0, 5, len(known) - 1):
         certain = torch.full((1, 1, pairs.VOCAB), -100.0)
         certain[..., known[i]] = 100.0
-        want = -drafter.compute_logits(said).log_softmax(-1)[0, 0, i]
-        assert float(dense.position_losses(drafter, said, certain)) == pytest.approx(float(want), rel=1e-5)
+        want = -drafter.compute_logits(output).log_softmax(-1)[0, 0, i]
+        assert float(dense.position_losses(drafter, output, certain)) == pytest.approx(float(want), rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["p-eagle-4-reduced", "eagle3-4-reduced", "p-eagle-1"])
-def test_gradients_reach_every_weight_of_the_drafter_alone(name: str) -> None:
+def test_only_drafter_weights_get_gradients(name: str) -> None:
     target, drafter = pairs.load_pair(name)
     drafter.requires_grad_(True)
     rows = dense.sample_nested_positions(LENGTH, 3, 0.9, rng_of(0))

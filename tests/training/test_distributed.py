@@ -1,4 +1,4 @@
-"""Two gloo processes train what one does: the same gradients, and the same drafter on both, bit for bit."""
+"""Two gloo processes have the gradients of one, and bitwise equal drafters."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from peagle.errors import UserError
 from peagle.training.distributed import DistributedContext, shard_target
+from peagle.training.recipe import load_training_inputs
 from peagle.training.resume import RunFolder
-from peagle.training.run import load_training_inputs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = 3
@@ -26,8 +26,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("runs")
 
 
-def together(home: Path, name: str, ranks: int, *options: str, **settings: Any) -> list[str]:
-    """What the processes of a run said; its folder is `home / name`."""
+def run_ranks(home: Path, name: str, ranks: int, *options: str, **settings: Any) -> list[str]:
+    """Runs the ranks and returns their output. The run's folder is `home / name`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -37,16 +37,16 @@ def together(home: Path, name: str, ranks: int, *options: str, **settings: Any) 
         env = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         processes.append(runs.start(recipe, home / name, *options, **env))
     ended = [process.wait() for process in processes]
-    said = [process.said() + process.complaints() for process in processes]
-    assert not any(ended), "\n".join(said)
-    assert all('"finished": true' in text for text in said)
-    assert "p-eagle for" in said[0] and all("p-eagle for" not in text for text in said[1:])
-    return said
+    outputs = [process.stdout() + process.stderr() for process in processes]
+    assert not any(ended), "\n".join(outputs)
+    assert all('"finished": true' in text for text in outputs)
+    assert "p-eagle for" in outputs[0] and all("p-eagle for" not in text for text in outputs[1:])
+    return outputs
 
 
-def trained(home: Path, name: str, ranks: int, **settings: Any) -> list[dict[str, Tensor]]:
-    """Of each rank the gradients of every step, after the sum, and the weights after the last."""
-    together(home, name, ranks, "--gradients", str(home / f"{name}.grad"), **settings)
+def train_with_gradients(home: Path, name: str, ranks: int, **settings: Any) -> list[dict[str, Tensor]]:
+    """Returns for each rank the summed gradients of every step and the final weights."""
+    run_ranks(home, name, ranks, "--gradients", str(home / f"{name}.grad"), **settings)
     return [torch.load(home / f"{name}.{rank}") for rank in range(ranks)]
 
 
@@ -54,7 +54,7 @@ def trained(home: Path, name: str, ranks: int, **settings: Any) -> list[dict[str
     "settings",
     [
         {},
-        # started from a trained drafter, so that there is something to accept
+        # started from a train_with_gradients drafter, so that there is something to accept
         {
             "shard_target": True,
             "optimizer": "muon",
@@ -68,10 +68,10 @@ def trained(home: Path, name: str, ranks: int, **settings: Any) -> list[dict[str
     ],
     ids=["whole target, AdamW", "sharded target, Muon, two batches each"],
 )
-def test_two_are_one(home: Path, settings: dict[str, Any]) -> None:
+def test_two_ranks_equal_one(home: Path, settings: dict[str, Any]) -> None:
     name, each = "-".join(["two", *settings]), settings.get("gradient_accumulation_steps", 1)
-    first, second = trained(home, name, 2, **settings)
-    (alone,) = trained(
+    first, second = train_with_gradients(home, name, 2, **settings)
+    (alone,) = train_with_gradients(
         home, f"{name}-alone", 1, **{**settings, "gradient_accumulation_steps": 2 * each, "shard_target": False}
     )
     assert torch.equal(first["gradients"], second["gradients"]) and torch.equal(first["weights"], second["weights"])
@@ -92,25 +92,25 @@ def test_two_are_one(home: Path, settings: dict[str, Any]) -> None:
     assert both[0].best_step == both[1].best_step
 
 
-def test_one_fills_the_cache_and_the_other_reads_it(home: Path) -> None:
+def test_only_the_main_rank_fills_the_cache(home: Path) -> None:
     cache = str(home / "cache")
-    first, second = together(home, "cached", 2, hidden_states_cache=cache, steps=1)
+    first, second = run_ranks(home, "cached", 2, hidden_states_cache=cache, steps=1)
     assert "1 of 1 shards" in first and "cache" not in second
     (home / "cache" / "hidden-states-00000.safetensors").write_bytes(b"cut")
-    first, second = together(home, "cached-again", 2, hidden_states_cache=cache, steps=1)
+    first, second = run_ranks(home, "cached-again", 2, hidden_states_cache=cache, steps=1)
     assert "1 of 1 shards" in first and "cache" not in second
 
 
-def test_a_target_too_large_to_measure_with(home: Path) -> None:
-    """The run goes on without, and says so once."""
-    said = together(home, "crowded", 2, "--room", str(4 << 30), shard_target=True, validation_size=4, steps=1)
-    told = "no validation, the newest drafter is published: the whole target (0.00 GB) does not fit one GPU"
-    assert told in said[0] and "validation" not in said[1]
+def test_target_too_large_to_gather_for_validation(home: Path) -> None:
+    """The run continues without validation and prints the reason once."""
+    outputs = run_ranks(home, "crowded", 2, "--room", str(4 << 30), shard_target=True, validation_size=4, steps=1)
+    reason = "no validation, the newest drafter is published: the whole target (0.00 GB) does not fit one GPU"
+    assert reason in outputs[0] and "validation" not in outputs[1]
     assert [line["kind"] for line in runs.lines(home / "crowded")] == ["step"]
     assert RunFolder(home / "crowded").read_state().best_step is None and (home / "crowded" / "config.json").exists()
 
 
-def test_what_cannot_be_shared(home: Path) -> None:
+def test_unsupported_combinations(home: Path) -> None:
     with pytest.raises(UserError, match="--shard-target: needs several processes"):
         shard_target(None, DistributedContext())  # type: ignore[arg-type]
     with pytest.raises(UserError, match="--hidden-states-cache kept: .* --shard-target"):

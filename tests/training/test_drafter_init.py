@@ -1,4 +1,4 @@
-"""New drafters: mask tokens that the data never holds, and the weights they start from."""
+"""New drafters: choice of the mask token, and initial weights."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Tokenizer:
-    """As much of one as a mask token is chosen by: 150 tokens, of which the last are special."""
+    """A tokenizer with 150 tokens; the last ones are special."""
 
     chat_template, eos_token_id, bos_token_id, unk_token_id = "<|user|>{{ m }}", 140, None, None
 
@@ -79,8 +79,8 @@ def test_mask_tokens() -> None:
         choose_mask_id("auto", cfg, None, (), data)
 
 
-def test_started_from_a_folder(tmp_path: Path) -> None:
-    """A P-EAGLE drafter goes on as it is, an EAGLE-3 one becomes P-EAGLE; what does not fit is named."""
+def test_init_from_a_folder(tmp_path: Path) -> None:
+    """A P-EAGLE drafter is kept, an EAGLE-3 drafter becomes P-EAGLE; errors name the flag that does not fit."""
     target = load_decoder(pairs.target_folder())
     data = torch.zeros(pairs.VOCAB, dtype=torch.long)
 
@@ -106,11 +106,11 @@ def test_started_from_a_folder(tmp_path: Path) -> None:
         made("p-eagle-4", intermediate_size=2)
     windowed = tmp_path / "windowed"
     shutil.copytree(pairs.drafter_folder("p-eagle-4"), windowed)
-    told = json.loads((windowed / "config.json").read_text())
+    values = json.loads((windowed / "config.json").read_text())
     types = ["full_attention", "sliding_attention"] * 2
-    (windowed / "config.json").write_text(json.dumps({**told, "layer_types": types, "sliding_window": 8}))
+    (windowed / "config.json").write_text(json.dumps({**values, "layer_types": types, "sliding_window": 8}))
     grown = config_from_folder(TrainConfig(init=str(windowed), num_layers=6), target.cfg)
-    assert grown.windows == (None, 8, None, 8, None, None), "new layers see everything"
+    assert grown.windows == (None, 8, None, 8, None, None), "new layers have no window"
     with pytest.raises(UserError, match="--init .*nowhere: must be"):
         create_drafter(TrainConfig(init="nowhere"), target, None, (), data)
     wide = create_drafter(TrainConfig(init="random", mask_token="150", intermediate_size=96), target, None, (), data)
@@ -123,9 +123,9 @@ def test_started_from_a_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "method"), [("p-eagle-4-reduced", "p-eagle"), ("eagle3-1", "eagle3")])
 @pytest.mark.parametrize("wider", [0, 40])
-def test_what_has_grown_says_nothing_at_first(name: str, method: Method, wider: int) -> None:
-    """More layers, wider MLPs, tables that become the drafter's own: drafts as they were, and their probabilities,
-    to the bit where no sum became longer. Then everything new learns something, from the second step on."""
+def test_added_layers_and_columns_do_not_change_the_output(name: str, method: Method, wider: int) -> None:
+    """More layers, wider MLPs, own embeddings and LM head: draft tokens and probabilities stay, bitwise unless the MLP
+    is wider. All new weights get gradients from the second step on."""
     target = load_decoder(pairs.target_folder())
     data = torch.zeros(pairs.VOCAB, dtype=torch.long)
     small = load_drafter(pairs.drafter_folder(name), target)
@@ -152,10 +152,10 @@ def test_what_has_grown_says_nothing_at_first(name: str, method: Method, wider: 
     new = [p for layer in list(grown.layers)[small.cfg.num_layers :] for p in layer.parameters() if p.dim() > 1]
     for step in range(2):
         hidden = grown.combine_hidden_states(aux_hidden_states)
-        said, _ = grown(torch.tensor(tokens[1:]), hidden, torch.arange(len(tokens) - 1), causal_attention)
-        grads = torch.autograd.grad(grown.compute_logits(said).square().sum(), new)
-        told = [bool(g.abs().sum() > 0) for g in grads]
-        assert sum(told) == (len(new) if step else 4), "at first the two that write, then all"
+        output, _ = grown(torch.tensor(tokens[1:]), hidden, torch.arange(len(tokens) - 1), causal_attention)
+        grads = torch.autograd.grad(grown.compute_logits(output).square().sum(), new)
+        has_gradient = [bool(g.abs().sum() > 0) for g in grads]
+        assert sum(has_gradient) == (len(new) if step else 4), "first only the output projections, then all"
         with torch.no_grad():
             for p, g in zip(new, grads, strict=True):
                 p -= 1e-3 * g
@@ -163,11 +163,11 @@ def test_what_has_grown_says_nothing_at_first(name: str, method: Method, wider: 
         loss = grown.compute_logits(
             grown(torch.tensor(tokens[1:]), hidden, torch.arange(len(tokens) - 1), causal_attention)[0]
         )
-        learn_widened(grown, small.cfg.layer.intermediate_size, loss.square().sum())
+        check_widened_mlp_learns(grown, small.cfg.layer.intermediate_size, loss.square().sum())
 
 
-def learn_widened(grown: Drafter, before: int, loss: Tensor) -> None:
-    """New parts of the old layers: the one that writes is told something at once."""
+def check_widened_mlp_learns(grown: Drafter, before: int, loss: Tensor) -> None:
+    """The new columns of down_proj get gradients at once."""
     mlp = grown.layers[0].mlp
     down = torch.autograd.grad(loss, mlp.down_proj.weight)[0][:, before:]
     assert bool((down.abs().sum(0) > 0).all()), "each new unit"

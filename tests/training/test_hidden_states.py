@@ -1,5 +1,4 @@
-"""Where the target's states come from: the target itself against one document at a time, the cache against the target,
-with shards that are damaged and processes that are killed, and a folder as vLLM writes it."""
+"""Sources of the target's hidden states: online, the disk cache with damaged shards and kills, and files of vLLM."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from peagle.data.batches import PackedBatch, ResponseDataset, TrainingExample, p
 from peagle.errors import UserError
 from peagle.kernels.attention.dense import causal_attention
 from peagle.models.decoder import Decoder
-from peagle.training.hidden_states import cache as tap_cache
+from peagle.training.hidden_states import cache as cache_module
 from peagle.training.hidden_states import online as aux_hidden_states
 from peagle.training.hidden_states.cache import HiddenStatesCache, group_by_size
 from peagle.training.hidden_states.online import (
@@ -63,7 +62,7 @@ def arrays(examples: list[TrainingExample]) -> ResponseDataset:
 
 
 def packed(examples: list[TrainingExample]) -> PackedBatch:
-    """Documents one after another, by the definition of each field."""
+    """Packs documents one after another, field by field."""
     lengths = [len(e.token_ids) for e in examples]
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     spread = [(s, s + n) for s, n in zip(starts, lengths, strict=True) for _ in range(n)]
@@ -87,10 +86,10 @@ def half() -> Decoder:
     return load_decoder(pairs.target_folder(), torch.bfloat16)
 
 
-def truth(
+def reference_states(
     target: Decoder, examples: list[TrainingExample], wanted: tuple[int, ...] = AUX_LAYER_IDS
 ) -> TargetHiddenStates:
-    """Each document alone, by the oracle."""
+    """The reference's states, document by document."""
     each = [dense.compute_target_states(target, torch.tensor([e.token_ids]), wanted) for e in examples]
     return TargetHiddenStates(torch.cat([h[0] for h, _ in each]), torch.cat([t[0] for _, t in each]))
 
@@ -133,7 +132,7 @@ documents = st.lists(st.integers(1, 40), min_size=1, max_size=6)
 
 @many(30)
 @given(lengths=documents, windows=st.lists(st.sampled_from([None, 1, 2, 7, 100]), min_size=5, max_size=5))
-def test_online_is_every_document_alone(lengths: list[int], windows: list[int | None]) -> None:
+def test_online_states_equal_single_documents(lengths: list[int], windows: list[int | None]) -> None:
     model = Decoder(replace(pairs.TARGET, windows=tuple(windows))).double().requires_grad_(False)
     pairs.initialise(model, seed=3, scale=0.2)
     examples = rows(*lengths)
@@ -148,18 +147,18 @@ def test_online_is_every_document_alone(lengths: list[int], windows: list[int | 
         begin = end
 
 
-def test_online_is_the_oracles_reading_and_leaves_no_graph(target: Decoder) -> None:
+def test_online_states_equal_the_reference_without_gradients(target: Decoder) -> None:
     examples = rows(24, 1, 40, 13)
     model = load_decoder(pairs.target_folder()).requires_grad_(True)  # even if somebody forgot
     got = OnlineHiddenStates(model, AUX_LAYER_IDS).states(packed(examples))
-    assert close(got, truth(target, examples), 2e-5)
+    assert close(got, reference_states(target, examples), 2e-5)
     for x in (got.hidden_ND, got.aux_hidden_states_NX):
         assert not x.requires_grad and x.grad_fn is None
         weight = torch.ones(x.shape[1], requires_grad=True)
         (x * weight).sum().backward()  # inference tensors could not be saved for this
 
 
-def test_fingerprint(target: Decoder, half: Decoder) -> None:
+def test_target_weights_hash(target: Decoder, half: Decoder) -> None:
     own = target_weights_hash(target)
     assert own == target_weights_hash(load_decoder(pairs.target_folder()))
     other = load_decoder(pairs.target_folder())
@@ -175,8 +174,8 @@ def test_fingerprint(target: Decoder, half: Decoder) -> None:
 # The cache
 
 
-class Asked(OnlineHiddenStates):
-    """Counts the rows it is asked for, by their ids."""
+class CountingSource(OnlineHiddenStates):
+    """Counts the computed rows by their ids."""
 
     def __init__(self, model: Decoder) -> None:
         super().__init__(model, AUX_LAYER_IDS)
@@ -199,19 +198,19 @@ def data() -> list[TrainingExample]:
 
 
 def trained() -> list[TrainingExample]:
-    """As batches have them."""
+    """The rows truncated as in batches."""
     return [*rows(*LENGTHS), replace(TOO_LONG, token_ids=TOO_LONG.token_ids[15:])]
 
 
 def prepare(
     folder: Path, model: Decoder, settings: CacheSettings = SMALL
 ) -> tuple[HiddenStatesCache, list[str], list[str]]:
-    """The cache, the rows that the target was asked for, and what was said."""
-    online, said = Asked(model), list[str]()
+    """Fills a cache; returns it, the ids of the computed rows, and the reports."""
+    online, reports = CountingSource(model), list[str]()
     cache = HiddenStatesCache(folder, arrays(data()), online, LONGEST, settings)
-    cache.fill(said.append)
+    cache.fill(reports.append)
     assert all(times == 1 for times in online.rows.values())
-    return cache, sorted(online.rows), said
+    return cache, sorted(online.rows), reports
 
 
 def files(folder: Path) -> list[Path]:
@@ -237,20 +236,23 @@ def test_shards_hold_all_rows_in_order(lengths: list[int], limit: int) -> None:
     assert all(size + 7 * lengths[after[0]] > limit for size, after in zip(sizes, shards[1:], strict=False))
 
 
-def test_cache_gives_back_what_the_target_said(tmp_path: Path, half: Decoder) -> None:
-    cache, asked, said = prepare(tmp_path / "c", half)
+def test_cache_returns_the_states_of_the_target(tmp_path: Path, half: Decoder) -> None:
+    cache, computed, reports = prepare(tmp_path / "c", half)
     examples = trained()
-    assert asked == sorted(e.row_id for e in examples)
+    assert computed == sorted(e.row_id for e in examples)
     assert [[d.row_id for d in cache.documents[begin:end]] for begin, end in cache.shards] == SHARDS
     assert [path.name for path in files(tmp_path / "c")] == [f"hidden-states-{i:05d}.safetensors" for i in range(8)]
-    # bit for bit what the target said when it was written: a shard's rows in one pass
+    # bitwise equal to the states at the time of writing: a shard's rows in one pass
     want = {}
     for shard in IN_SHARDS:
         together = [examples[i] for i in shard]
-        said_there = OnlineHiddenStates(half, AUX_LAYER_IDS).states(packed(together))
+        shard_states = OnlineHiddenStates(half, AUX_LAYER_IDS).states(packed(together))
         lengths = [len(e.token_ids) for e in together]
         parts = zip(
-            together, said_there.hidden_ND.split(lengths), said_there.aux_hidden_states_NX.split(lengths), strict=True
+            together,
+            shard_states.hidden_ND.split(lengths),
+            shard_states.aux_hidden_states_NX.split(lengths),
+            strict=True,
         )
         want |= {e.row_id: (hidden, aux_hidden_states) for e, hidden, aux_hidden_states in parts}
     for epoch in range(3):  # whatever is beside a row
@@ -259,13 +261,13 @@ def test_cache_gives_back_what_the_target_said(tmp_path: Path, half: Decoder) ->
             hidden, aux_hidden_states = (torch.cat(x) for x in zip(*(want[i] for i in batch.row_ids), strict=True))
             assert got.hidden_ND.dtype == torch.bfloat16
             assert same(got, TargetHiddenStates(hidden, aux_hidden_states))
-    assert any("to write" in line for line in said)
+    assert any("to write" in line for line in reports)
     # beside the hidden states a shard has a header
     size = sum(path.stat().st_size for path in files(tmp_path / "c"))
     stored = cache.token_bytes * sum(cache.num_tokens)
     assert stored < size <= stored + 1024 * len(SHARDS)
-    again, asked, said = prepare(tmp_path / "c", half)
-    assert not asked and not said
+    again, computed, reports = prepare(tmp_path / "c", half)
+    assert not computed and not reports
     assert same(again.states(packed(examples)), cache.states(packed(examples)))
 
 
@@ -285,7 +287,7 @@ def test_cache_in_fp8(tmp_path: Path, target: Decoder) -> None:
         assert (a != b).any()
 
 
-def test_only_damaged_shards_are_made_again(tmp_path: Path, target: Decoder) -> None:
+def test_only_damaged_shards_are_written_again(tmp_path: Path, target: Decoder) -> None:
     folder = tmp_path / "c"
     cache, _, _ = prepare(folder, target)
     want = cache.states(packed(trained()))
@@ -293,8 +295,8 @@ def test_only_damaged_shards_are_made_again(tmp_path: Path, target: Decoder) -> 
     kept = {path: path.stat().st_mtime_ns for path in files(folder) if path not in (cut, gone)}
     cut.write_bytes(cut.read_bytes()[:-1])
     gone.unlink()
-    cache, asked, _ = prepare(folder, target)
-    assert asked == sorted(SHARDS[3] + SHARDS[6])
+    cache, computed, _ = prepare(folder, target)
+    assert computed == sorted(SHARDS[3] + SHARDS[6])
     assert kept == {path: path.stat().st_mtime_ns for path in kept}
     assert same(cache.states(packed(trained())), want)
 
@@ -306,9 +308,9 @@ sys.path[:0] = sys.argv[1:3]
 import torch
 torch.set_num_threads(1)
 import test_hidden_states
-from peagle.training.hidden_states import cache as tap_cache
+from peagle.training.hidden_states import cache as cache_module
 
-real, calls = tap_cache.save_file, []
+real, calls = cache_module.save_file, []
 
 def save_file(tensors, path):
     real(tensors, path)
@@ -317,7 +319,7 @@ def save_file(tensors, path):
         os.truncate(path, path.stat().st_size // 2)
         os.kill(os.getpid(), signal.SIGKILL)
 
-tap_cache.save_file = save_file
+cache_module.save_file = save_file
 test_hidden_states.prepare(test_hidden_states.Path(sys.argv[3]) / "c", test_hidden_states.load_target())
 """
 
@@ -326,23 +328,21 @@ def load_target() -> Decoder:
     return load_decoder(pairs.target_folder())
 
 
-def test_a_killed_process_loses_the_shard_in_work(tmp_path: Path, target: Decoder) -> None:
+def test_killed_process_loses_only_its_current_shard(tmp_path: Path, target: Decoder) -> None:
     here = Path(__file__).parent
     given = [str(here), str(here.parent), str(tmp_path)]
     done = forks.Process("-c", KILLED, *given)
-    assert done.wait() == -9, done.complaints()
-    cache, asked, _ = prepare(tmp_path / "c", target)
-    assert asked == sorted(row_id for shard in SHARDS[3:] for row_id in shard)
-    assert close(cache.states(packed(trained())), truth(target, trained()), 0.02)
+    assert done.wait() == -9, done.stderr()
+    cache, computed, _ = prepare(tmp_path / "c", target)
+    assert computed == sorted(row_id for shard in SHARDS[3:] for row_id in shard)
+    assert close(cache.states(packed(trained())), reference_states(target, trained()), 0.02)
     assert not list((tmp_path / "c").glob(".*.unfinished"))
 
 
-def test_a_full_disk_is_refused_before_and_survived_during(
-    tmp_path: Path, target: Decoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    usage = tap_cache.shutil.disk_usage
+def test_full_disk(tmp_path: Path, target: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = cache_module.shutil.disk_usage
     with monkeypatch.context() as patch:
-        patch.setattr(tap_cache.shutil, "disk_usage", lambda path: usage(path)._replace(free=100_000))
+        patch.setattr(cache_module.shutil, "disk_usage", lambda path: usage(path)._replace(free=100_000))
         with pytest.raises(UserError, match="0.00 GB free; use --hidden-states-dtype fp8"):
             prepare(tmp_path / "c", target)
         assert not files(tmp_path / "c")
@@ -354,12 +354,12 @@ def test_a_full_disk_is_refused_before_and_survived_during(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert len(files(tmp_path / "c")) == 4
-    cache, asked, _ = prepare(tmp_path / "c", target)
-    assert asked == sorted(row_id for shard in SHARDS[4:] for row_id in shard)
-    assert close(cache.states(packed(trained())), truth(target, trained()), 0.02)
+    cache, computed, _ = prepare(tmp_path / "c", target)
+    assert computed == sorted(row_id for shard in SHARDS[4:] for row_id in shard)
+    assert close(cache.states(packed(trained())), reference_states(target, trained()), 0.02)
 
 
-def test_another_cache_is_refused_by_name(tmp_path: Path, target: Decoder, half: Decoder) -> None:
+def test_cache_of_another_run_is_refused(tmp_path: Path, target: Decoder, half: Decoder) -> None:
     folder, examples = tmp_path / "c", data()
     prepare(folder, target)
 
@@ -391,7 +391,7 @@ def test_another_cache_is_refused_by_name(tmp_path: Path, target: Decoder, half:
         again()
 
 
-def test_a_row_with_other_tokens_is_refused(tmp_path: Path, target: Decoder) -> None:
+def test_row_with_other_tokens_is_refused(tmp_path: Path, target: Decoder) -> None:
     cache, _, _ = prepare(tmp_path / "c", target)
     known, other = row(0, 24), row(2, 40)
     for tokens in ((*other.token_ids[:-1], 1), (*other.token_ids, 1), other.token_ids[:-1], other.token_ids[1:]):
@@ -403,8 +403,7 @@ def test_a_row_with_other_tokens_is_refused(tmp_path: Path, target: Decoder) -> 
 
 
 def vllm_file(folder: Path, target: Decoder, tokens: tuple[int, ...], name: str, read: int | None = None) -> None:
-    """As the connector writes it for aux states 1, 2 and 5 of a target of 5 layers: the last of them is the final
-    state."""
+    """Writes a file as vLLM's connector does for layer ids 1, 2 and 5 of a target of 5 layers."""
     _, states = dense.compute_target_states(target, torch.tensor([tokens]), (1, 2, 5))
     hidden = states[0].unflatten(1, (3, -1))
     save_file({"hidden_states": hidden[:read].contiguous(), "token_ids": torch.tensor(tokens[:read])}, folder / name)
@@ -412,7 +411,7 @@ def vllm_file(folder: Path, target: Decoder, tokens: tuple[int, ...], name: str,
 
 @pytest.fixture
 def written(tmp_path: Path, target: Decoder) -> Iterator[Path]:
-    """Rows 0 and 2, the second without its last token, and row 10, cut as it is trained on."""
+    """Files of rows 0, 2 (without its last token) and 10 (truncated)."""
     vllm_file(tmp_path, target, row(0, 24).token_ids, "0-ab.safetensors")
     vllm_file(tmp_path, target, trained()[10].token_ids, "1-cd.safetensors")
     vllm_file(tmp_path, target, row(2, 30).token_ids, "2-ef.safetensors", read=29)
@@ -421,12 +420,12 @@ def written(tmp_path: Path, target: Decoder) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("wanted", [(1, 2, 5), (1, 2)])
-def test_a_folder_of_vllm(written: Path, target: Decoder, wanted: tuple[int, ...]) -> None:
+def test_files_of_vllm(written: Path, target: Decoder, wanted: tuple[int, ...]) -> None:
     source = VllmHiddenStates(written, target, wanted, LONGEST)
     examples = [row(2, 30), row(0, 24), trained()[10]]
     source.check(arrays([row(0, 24), row(2, 30), TOO_LONG]))
-    got, want = source.states(packed(examples)), truth(target, examples, wanted)
-    last = torch.arange(len(want.hidden_ND)) == 29  # never asked for, and never read by vLLM
+    got, want = source.states(packed(examples)), reference_states(target, examples, wanted)
+    last = torch.arange(len(want.hidden_ND)) == 29  # has no label, and no row in the file of vLLM
     assert close(
         TargetHiddenStates(got.hidden_ND[~last], got.aux_hidden_states_NX[~last]),
         TargetHiddenStates(want.hidden_ND[~last], want.aux_hidden_states_NX[~last]),
@@ -439,7 +438,7 @@ def test_a_folder_of_vllm(written: Path, target: Decoder, wanted: tuple[int, ...
         source.states(packed([row(0, 22)]))
 
 
-def test_a_folder_that_vllm_did_not_write_so(written: Path, target: Decoder) -> None:
+def test_wrong_files_of_vllm(written: Path, target: Decoder) -> None:
     expected = r"shape \[24, 3, 64\], expected \[24, 4, 64\]; set eagle_aux_hidden_state_layer_ids to \[1, 2, 4, 5\]"
     with pytest.raises(UserError, match=expected):
         VllmHiddenStates(written, target, (1, 2, 4), LONGEST)

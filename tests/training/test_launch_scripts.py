@@ -1,6 +1,6 @@
-"""The launch files, really run: two nodes on this machine, a process each, train what one process does.
+"""Runs the launch scripts as two nodes on this machine and compares with one process.
 
-Slurm is not here, so `srun` and `scontrol` are small scripts that do what the job file needs of them.
+`srun` and `scontrol` are replaced by small scripts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ for node in "${nodes[@]}"; do wait "$node" || exit 1; done
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_scripts_are_sound(script: Path) -> None:
+def test_scripts_are_executable_bash(script: Path) -> None:
     assert os.access(script, os.X_OK)
     subprocess.run(["bash", "-n", str(script)], check=True)
     if shutil.which("shellcheck"):
@@ -77,8 +77,8 @@ def is_free(port: int) -> bool:
         return tried.connect_ex(("127.0.0.1", port)) != 0
 
 
-def test_two_nodes_under_slurm_are_one(tmp_path: Path, one_thread: None) -> None:
-    """The target has experts and is spread over the nodes."""
+def test_two_slurm_nodes_equal_one_process(tmp_path: Path, one_thread: None) -> None:
+    """The target has experts and is sharded over the nodes."""
     target_with_experts(tmp_path)
     runs.data_file(tmp_path)
     (tmp_path / "two.toml").write_text(recipe(tmp_path, shard_target=True).toml())
@@ -103,7 +103,7 @@ def test_two_nodes_under_slurm_are_one(tmp_path: Path, one_thread: None) -> None
     assert done.stdout.count("finished after 3 steps") == 1, done.stdout  # one of the two tells
 
     alone = runs.start(recipe(tmp_path, gradient_accumulation_steps=2), tmp_path / "alone")
-    assert alone.wait() == 0, alone.complaints()
+    assert alone.wait() == 0, alone.stderr()
     got, want = runs.saved(tmp_path / "two"), runs.saved(tmp_path / "alone")
     assert got.keys() == want.keys() and RunFolder(tmp_path / "two").read_state().batches == 6
     for name in ("masters", "exp_avg", "exp_avg_sq"):
@@ -114,7 +114,7 @@ def test_two_nodes_under_slurm_are_one(tmp_path: Path, one_thread: None) -> None
     )
 
 
-def test_a_job_without_time_to_save_is_refused(tmp_path: Path) -> None:
+def test_job_without_time_to_save_is_refused(tmp_path: Path) -> None:
     for name, text in (("srun", "#!/bin/sh\nexit 3\n"), ("scontrol", SCONTROL)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)

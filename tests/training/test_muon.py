@@ -26,7 +26,7 @@ CFG = replace(pairs.BASE, mask_token_id=pairs.MASK_ID, num_layers=2, own_head=Tr
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul")  # some CPUs have no fast bf16
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
 def test_singular_values_become_one(precision: torch.dtype) -> None:
-    """From 0.68 to 1.14, where the quintic comes to rest; of any size, for it is taken out first."""
+    """They end between 0.68 and 1.14 for gradients of any scale."""
     rng = torch.Generator().manual_seed(0)
     for shape in SHAPES:
         x = torch.randn(4, *shape, generator=rng) * torch.tensor([1e-12, 1e-3, 1.0, 1e6])[:, None, None]
@@ -36,7 +36,7 @@ def test_singular_values_become_one(precision: torch.dtype) -> None:
 
 
 def test_singular_vectors_stay() -> None:
-    """Only the values change, by the quintic, also where a square matrix has very small ones."""
+    """Only singular values change, also in a square matrix with very small ones."""
     x = torch.randn(3, 20, 20, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     u, s, v = torch.linalg.svd(x)
     s = s / x.flatten(1).norm(dim=1, keepdim=True)
@@ -69,8 +69,8 @@ def put_gradients(module: Drafter, seed: int) -> None:
         p.grad = torch.randn(p.shape, generator=rng, dtype=torch.float64).to(p.dtype)
 
 
-def slow_direction(u: Tensor) -> Tensor:
-    """One map, never turned over."""
+def reference_update(u: Tensor) -> Tensor:
+    """Orthogonalizes one matrix without transposing it."""
     x = u / u.square().sum().sqrt()
     for _ in range(5):
         a = x @ x.T
@@ -78,8 +78,8 @@ def slow_direction(u: Tensor) -> Tensor:
     return 0.2 * max(u.shape) ** 0.5 * x
 
 
-def maps_of(name: str, matrix: Tensor) -> list[Tensor]:
-    """By what the names mean: 4 heads of 32, 2 of keys and values; an MLP of 160."""
+def matrices_of(name: str, matrix: Tensor) -> list[Tensor]:
+    """Splits merged weights: 4 query heads of 32, 2 key and value heads, an MLP of 160."""
     if "qkv_proj" in name:
         return [matrix[:128], matrix[128:192], matrix[192:]]
     return [matrix[:160], matrix[160:]] if "gate_up_proj" in name else [matrix]
@@ -114,7 +114,7 @@ def test_steps_equal_a_slow_reference(clip: float) -> None:
             assert p.grad is not None
             momentum[name] = 0.95 * momentum[name] + p.grad
             ahead = p.grad + 0.95 * momentum[name]
-            direction = torch.cat([slow_direction(u) for u in maps_of(name, ahead)])
+            direction = torch.cat([reference_update(u) for u in matrices_of(name, ahead)])
             p.data = p.data - lr * 0.3 * p.data - lr * direction
         for name, p in ours.named_parameters():
             near = 1e-9 if name in matrices and not clip else 1e-6  # torch clips a millionth more
@@ -122,8 +122,8 @@ def test_steps_equal_a_slow_reference(clip: float) -> None:
         assert not optimizer.grad_P.any()
 
 
-def test_what_is_not_finite_changes_nothing() -> None:
-    """In any parameter, whoever steps it."""
+def test_non_finite_gradients_change_nothing() -> None:
+    """A non-finite gradient in any parameter skips the step of both optimizers."""
     module = drafter(0, torch.float32)
     optimizer = Optimizer(module, TrainConfig(optimizer="muon"))
     for place, value in (("fc", torch.inf), ("norm", torch.nan), (None, 0.0)):
@@ -144,8 +144,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("runs")
 
 
-def test_a_state_is_all_there_is() -> None:
-    """Steps after it are the same bit by bit, in bf16 with its masters."""
+def test_saved_state_is_complete() -> None:
+    """Steps after a restore are bitwise equal, in bf16 with fp32 masters."""
     cfg = TrainConfig(optimizer="muon")
     first, second = drafter(0, torch.bfloat16), drafter(1, torch.bfloat16)
     one, other = Optimizer(first, cfg), Optimizer(second, cfg)
@@ -162,7 +162,7 @@ def test_a_state_is_all_there_is() -> None:
         assert all(torch.equal(x, other.state()[name]) for name, x in one.state().items())
 
 
-def test_a_run_goes_on_exactly(home: Path) -> None:
+def test_run_resumes_exactly(home: Path) -> None:
     recipe = runs.recipe(home, optimizer="muon", steps=4)
     assert train(recipe, home / "straight", "cpu").finished
     assert not train(recipe, home / "paused", "cpu", stop_after=0.0).finished
@@ -174,8 +174,8 @@ def test_a_run_goes_on_exactly(home: Path) -> None:
     assert all(torch.equal(x, paused[name]) for name, x in straight.items())
 
 
-def test_it_learns_faster_than_adamw(home: Path) -> None:
-    """At the same rate, once past the first steps, in which AdamW's are longer."""
+def test_loss_falls_faster_than_with_adamw(home: Path) -> None:
+    """At the same learning rate, after the first steps."""
 
     def last_loss(optimizer: str) -> float:
         out = home / f"learns-{optimizer}"

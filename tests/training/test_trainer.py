@@ -1,4 +1,4 @@
-"""The trainer against plain loops: torch's own AdamW, the dense oracle's gradients, a schedule written as a formula."""
+"""The trainer against torch's AdamW, gradients of the dense reference, and schedules written as formulas."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # The optimizer
 
 
-def test_layout() -> None:
+def test_flat_buffer_layout() -> None:
     """The example of the module's docstring."""
     pieces, size = plan_flat_buffer([("b", (2,)), ("A", (2, 3))], alignment=4)
     assert [(p.name, p.start, p.size) for p in pieces] == [("A", 0, 6), ("b", 8, 2)]
@@ -71,8 +71,8 @@ def small(seed: int, dtype: torch.dtype) -> Small:
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.5])
-def test_steps_are_adamws(clip: float) -> None:
-    """Parameter by parameter, with the decay where it belongs, against one flat buffer."""
+def test_steps_equal_torch_adamw(clip: float) -> None:
+    """One flat buffer equals AdamW per parameter, with weight decay on matrices only."""
     cfg = TrainConfig(max_grad_norm=clip, weight_decay=0.3, beta1=0.8, beta2=0.9)
     ours, theirs = small(0, torch.float64), small(0, torch.float64)
     optimizer = Optimizer(ours, cfg)
@@ -83,11 +83,11 @@ def test_steps_are_adamws(clip: float) -> None:
     )
     rng = torch.Generator().manual_seed(1)
     for step in range(6):
-        asked, lr = torch.randint(0, 7, (4, 3), generator=rng), 0.1 / (step + 1)
+        token_ids, lr = torch.randint(0, 7, (4, 3), generator=rng), 0.1 / (step + 1)
         weight = torch.randn(4, 3, generator=rng, dtype=torch.float64)
-        for x, w in zip(asked, weight, strict=True):  # as many backward passes as a step has chunks
+        for x, w in zip(token_ids, weight, strict=True):  # as many backward passes as a step has chunks
             (ours(x) * w).pow(3).sum().backward()
-        (theirs(asked) * weight[:, None]).pow(3).sum().backward()
+        (theirs(token_ids) * weight[:, None]).pow(3).sum().backward()
         norm = torch.nn.utils.clip_grad_norm_([*decayed, *rest], clip or math.inf)
         assert torch.allclose(optimizer.step(lr), norm, rtol=1e-6 if clip else 1e-12)
         for group in reference.param_groups:
@@ -99,8 +99,8 @@ def test_steps_are_adamws(clip: float) -> None:
         assert all(p.grad is None for p in ours.parameters()) and not optimizer.grad_P.any()
 
 
-def test_bf16_has_exact_masters() -> None:
-    """Gradients of many chunks are summed in fp32, steps too small for bf16 add up, and what is saved is all."""
+def test_bf16_has_fp32_masters() -> None:
+    """Gradients of chunks are summed in fp32, steps too small for bf16 add up, and the saved state is complete."""
     cfg = TrainConfig(max_grad_norm=0.0, weight_decay=0.0)
     module = small(0, torch.bfloat16)
     optimizer = Optimizer(module, cfg)
@@ -148,11 +148,11 @@ def test_schedules() -> None:
     assert rates("linear")[50] == pytest.approx(0.51)
 
 
-def test_warm_up_is_a_tenth_at_most() -> None:
-    """Of the steps or of the minutes, whichever is over first; the example of the module's docstring."""
+def test_warmup_takes_at_most_a_tenth() -> None:
+    """Of the steps or of the minutes, whichever ends first; the example of the docstring of `Schedule`."""
 
     def full_at(seconds_per_step: float, **length: float) -> int:
-        """The first step, counted from 1, that has the whole rate; before it the rate only rises."""
+        """The first step, counted from 1, with the peak learning rate; the rate rises until then."""
         schedule = Schedule.from_config(TrainConfig(lr=1.0, warmup_steps=100, lr_schedule="constant", **length), 1.0)  # type: ignore[arg-type]
         rates = [schedule.learning_rate(s, schedule.progress(s, s * seconds_per_step)) for s in range(200)]
         assert rates == sorted(rates) and rates[0] > 0.0 and rates[-1] == 1.0
@@ -165,8 +165,8 @@ def test_warm_up_is_a_tenth_at_most() -> None:
     assert full_at(3.0, minutes=10.0, steps=5000) == full_at(3.0, minutes=10.0, steps=200) + 1 == 21
 
 
-def test_lengths() -> None:
-    """By steps, by minutes, by epochs; of several the first that is over."""
+def test_run_lengths() -> None:
+    """In steps, minutes and epochs; the shortest ends the run."""
     both = Schedule.from_config(TrainConfig(steps=100, minutes=2.0), 7.0)
     assert [both.progress(50, 0), both.progress(0, 30), both.progress(50, 90), both.progress(101, 0)] == [
         0.5,
@@ -184,7 +184,7 @@ def test_lengths() -> None:
 # The whole step
 
 
-def oracle_loss(
+def reference_loss(
     drafter: Drafter, target: Any, work: list[tuple[PackedBatch, CodPositions]], weights: list[float]
 ) -> Tensor:
     """Document by document with stored masks: sum over depths of weight * mean over all rows of that depth."""
@@ -194,26 +194,26 @@ def oracle_loss(
         for start in batch.start_N.unique().tolist():
             end = int(batch.end_N[start])
             tokens = batch.token_ids_N[start:end][None]
-            chains = [(a, 0) for a in range(end - start - 2)]  # all of depth 0 is seen, also where nothing is asked
-            asked = {(int(a) - start, 0) for a in rows.anchor_A if start <= a < end}
+            chains = [(a, 0) for a in range(end - start - 2)]  # all of depth 0 is seen, also without a label
+            with_loss = {(int(a) - start, 0) for a in rows.anchor_A if start <= a < end}
             for a, d in zip(rows.anchor_R.tolist(), rows.depth_R.tolist(), strict=True):
                 if start <= a < end:
                     chains.append((a - start, d))
-                    asked.add((a - start, d))
+                    with_loss.add((a - start, d))
             chains.sort(key=lambda c: (c[1], c[0]))
             laid = dense.DensePositions(torch.tensor([a for a, _ in chains]), torch.tensor([d for _, d in chains]))
             hidden, aux_hidden_states = dense.compute_target_states(target, tokens, drafter.cfg.aux_layer_ids)
-            said = dense.compute_drafter_outputs(drafter, tokens, aux_hidden_states, laid)
-            losses = dense.position_losses(drafter, said, target.compute_logits(hidden[:, laid.position_R + 1]))[0]
+            output = dense.compute_drafter_outputs(drafter, tokens, aux_hidden_states, laid)
+            losses = dense.position_losses(drafter, output, target.compute_logits(hidden[:, laid.position_R + 1]))[0]
             for chain, row_loss in zip(chains, losses, strict=True):
-                if chain in asked:
+                if chain in with_loss:
                     sums[chain[1]] = sums[chain[1]] + row_loss
                     counts[chain[1]] += 1
     return sum((w * s / n for w, s, n in zip(weights, sums, counts, strict=True)), torch.zeros(()))
 
 
 @pytest.mark.parametrize("settings", [{"method": "p-eagle"}, {"method": "eagle3", "train_embeddings": True}])
-def test_steps_are_the_oracles(home: Path, settings: dict[str, Any]) -> None:
+def test_steps_equal_the_dense_reference(home: Path, settings: dict[str, Any]) -> None:
     """Three steps of two batches each: gradients through the dense path, then torch's AdamW."""
     usual = {
         "dtype": "float64",
@@ -250,7 +250,7 @@ def test_steps_are_the_oracles(home: Path, settings: dict[str, Any]) -> None:
                     sample_cod_positions(batch, 3, cfg.down_sample_ratio, sampling_generator(cfg.seed, 2 * step + i)),
                 )
             )
-        loss = oracle_loss(drafter, target, work, weights)
+        loss = reference_loss(drafter, target, work, weights)
         loss.backward()
         logged.append(float(loss.detach()))
         torch.nn.utils.clip_grad_norm_(drafter.parameters(), cfg.max_grad_norm)
@@ -280,7 +280,7 @@ def test_steps_are_the_oracles(home: Path, settings: dict[str, Any]) -> None:
         {"draft_vocab_size": 30, "fc_norm": False, "chunk_size": "auto"},
     ],
 )
-def test_it_learns(home: Path, settings: dict[str, Any]) -> None:
+def test_loss_falls(home: Path, settings: dict[str, Any]) -> None:
     out = home / "-".join(map(str, settings.values()))
     recipe = runs.recipe(home, **settings, steps=15, log_every=3, lr=5e-3)
     train(recipe, out, "cpu")
@@ -305,12 +305,12 @@ def test_bf16_run(home: Path) -> None:
 
 
 def counts(length: float) -> ValidationAcceptance:
-    said = AcceptanceCounts(1, 100, (round(100 * (length - 1)),))
-    return ValidationAcceptance(**vars(said), without_loops=said)
+    total = AcceptanceCounts(1, 100, (round(100 * (length - 1)),))
+    return ValidationAcceptance(**vars(total), without_loops=total)
 
 
 def trainer(home: Path, out: Path, lengths: list[float], **settings: Any) -> Trainer:
-    """With acceptance as told, one measurement after another."""
+    """A trainer whose validations return these acceptance lengths."""
     cfg = runs.recipe(home, **settings).train
     target = load_decoder(runs.target_folder(home))
     rows = load_responses(runs.recipe(home).data, None, pairs.VOCAB)
@@ -322,7 +322,7 @@ def trainer(home: Path, out: Path, lengths: list[float], **settings: Any) -> Tra
         write_drafter(into, drafter, 3)
         (into / "step").write_text(str(state.step))
 
-    told = iter(lengths)
+    remaining = iter(lengths)
     return Trainer(
         cfg=cfg,
         drafter=drafter,
@@ -332,13 +332,13 @@ def trainer(home: Path, out: Path, lengths: list[float], **settings: Any) -> Tra
         schedule=Schedule.from_config(cfg, 1.0),
         folder=folder,
         world=DistributedContext(),
-        validate=lambda _: counts(next(told)),
+        validate=lambda _: counts(next(remaining)),
         write_checkpoint=write_checkpoint,
         chunk_size=32,
     )
 
 
-def test_the_best_is_kept_not_the_last(home: Path) -> None:
+def test_best_checkpoint_is_kept(home: Path) -> None:
     out = home / "best"
     state = trainer(home, out, [1.2, 1.5, 1.4, 1.1], steps=8, validation_every=2).run()
     assert (state.best_step, state.best_acceptance) == (4, 1.5)
@@ -350,7 +350,7 @@ def test_the_best_is_kept_not_the_last(home: Path) -> None:
     assert (again.best_step, (out / "step").read_text()) == (12, "12")
 
 
-def test_not_a_number(home: Path) -> None:
+def test_non_finite_gradient(home: Path) -> None:
     """It stops at the next line of the log, names the step, and leaves the state before it."""
     out = home / "nan"
     good = trainer(home, out, [], steps=2, warmup_steps=0, lr_schedule="constant", validation_every=0)
@@ -370,23 +370,23 @@ def test_not_a_number(home: Path) -> None:
     )
     with pytest.raises(UserError) as caught:
         bad.run()
-    said = str(caught.value)
+    message = str(caught.value)
     # step 3 makes the weights infinite, step 4 meets them
-    assert said.startswith("step 4: the gradient is not finite;") and "--lr" in said
+    assert message.startswith("step 4: the gradient is not finite;") and "--lr" in message
     newest = RunFolder(out).newest_state()
-    assert newest is not None and newest.name.startswith("step-00000002") and str(newest) in said
+    assert newest is not None and newest.name.startswith("step-00000002") and str(newest) in message
     assert all(x.isfinite().all() for x in runs.saved(out).values())
 
 
-def test_a_run_that_cannot_measure_says_so(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_without_validation_prints_the_reason(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of the 256 positions that the target has, answers would leave 6 for a prompt."""
-    for held_out, told in ((4, 1), (0, 0)):
+    for validation_size, num_lines in ((4, 1), (0, 0)):
         train(
-            runs.recipe(home, steps=1, validation_size=held_out, validation_tokens=250),
-            home / f"blind-{held_out}",
+            runs.recipe(home, steps=1, validation_size=validation_size, validation_tokens=250),
+            home / f"blind-{validation_size}",
             "cpu",
         )
-        assert capsys.readouterr().out.count("no validation, the newest drafter is published") == told
+        assert capsys.readouterr().out.count("no validation, the newest drafter is published") == num_lines
 
 
 def test_log_has_each_step_once(home: Path) -> None:
@@ -409,39 +409,39 @@ def test_log_has_each_step_once(home: Path) -> None:
     assert measured == [(2, pytest.approx(1.2)), (4, pytest.approx(1.6)), (6, pytest.approx(1.3))]
 
 
-def test_portions_do_not_depend_on_ranks(home: Path) -> None:
-    """Two ranks of one batch have what one rank of two batches has."""
+def test_batches_do_not_depend_on_the_number_of_ranks(home: Path) -> None:
+    """Two ranks with one batch each load the batches of one rank with two."""
     rows = load_responses(runs.recipe(home).data, None, pairs.VOCAB)
 
-    def portions(cfg: TrainConfig, rank: int, size: int) -> list[tuple[PackedBatch, CodPositions]]:
+    def load_batches(cfg: TrainConfig, rank: int, size: int) -> list[tuple[PackedBatch, CodPositions]]:
         feed = StepLoader(rows, cfg, DistributedContext(rank, size), TrainingState())
         with feed.prefetching() as ready:
             return [batch[:2] for _ in range(15) for batch in next(ready)[0]]  # over the end of an epoch
 
-    alone = portions(runs.recipe(home, gradient_accumulation_steps=2).train, 0, 1)
-    both = [portions(runs.recipe(home).train, rank, 2) for rank in (0, 1)]
+    alone = load_batches(runs.recipe(home, gradient_accumulation_steps=2).train, 0, 1)
+    both = [load_batches(runs.recipe(home).train, rank, 2) for rank in (0, 1)]
     for i, (batch, drawn) in enumerate(alone):
         other, other_rows = both[i % 2][i // 2]
         assert torch.equal(batch.token_ids_N, other.token_ids_N) and torch.equal(drawn.anchor_R, other_rows.anchor_R)
 
 
-def test_from_prompts_to_a_measured_drafter(tmp_path: Path) -> None:
+def test_fit(tmp_path: Path) -> None:
     """`peagle fit`, and again: nothing is generated or trained twice."""
     target = runs.target_folder(tmp_path, tokenizer=True)
     lines = [json.dumps({"prompt": bytes(p).decode()}) + "\n" for p in pairs.prompts(24) if bytes(p).strip()]
     (tmp_path / "prompts.jsonl").write_text("".join(lines))
     out = tmp_path / "out"
-    asked = f"fit {tmp_path / 'prompts.jsonl'} --out {out} -t {target} --device cpu --max-tokens 24 --steps 6"
-    asked += (
+    command = f"fit {tmp_path / 'prompts.jsonl'} --out {out} -t {target} --device cpu --max-tokens 24 --steps 6"
+    command += (
         " --batch-tokens 200 --max-seq-len 100 --num-depths 3 --num-layers 1 --aux-layer-ids 1,2,4 --validation-size 4"
     )
-    asked += " --validation-tokens 16 --log-every 4 --mask-token 150 --validation-every 3"
-    refused = CliRunner().invoke(app, f"{asked} --samples 2 --vary 4".split())
+    command += " --validation-tokens 16 --log-every 4 --mask-token 150 --validation-every 3"
+    refused = CliRunner().invoke(app, f"{command} --samples 2 --vary 4".split())
     assert "--vary 4: this chat template adds nothing after a user turn" in str(refused.exception)
-    said = CliRunner().invoke(app, asked.split())
-    assert said.exit_code == 0, said.output
+    result = CliRunner().invoke(app, command.split())
+    assert result.exit_code == 0, result.output
     assert all(
-        stage in said.output
+        stage in result.output
         for stage in ("1/3", "2/3", "3/3", "finished after 6 steps", "K=1: acceptance length 1.", "K=3:")
     )
     card = (out / "README.md").read_text()
@@ -450,6 +450,6 @@ def test_from_prompts_to_a_measured_drafter(tmp_path: Path) -> None:
     assert [line["kind"] for line in runs.lines(out)].count("validation") == 2
     load_drafter(out, load_decoder(target))
     before = {path: path.stat().st_mtime_ns for path in (out / "model.safetensors", out / "log.jsonl")}
-    again = CliRunner().invoke(app, asked.split())
+    again = CliRunner().invoke(app, command.split())
     assert again.exit_code == 0 and "K=3" in again.output and "step 3:" not in again.output
     assert before == {path: path.stat().st_mtime_ns for path in before}

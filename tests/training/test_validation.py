@@ -20,15 +20,18 @@ EOS = frozenset({ord(",")})  # the target says it now and then
 TOKENS = 30
 
 
-def truth(
+def reference_counts(
     target: Decoder, drafter: Drafter, prompts: list[list[int]], k: int, tokens: int = TOKENS
 ) -> ValidationAcceptance:
     params = SamplingParams(max_tokens=tokens)
     runs = [reference.generate(target, p, params, EOS, drafter, k) for p in prompts]
 
     def loops(run: reference.Generation) -> bool:
-        said = run.token_ids
-        grams = ["-".join(map(str, said[i : i + LOOP_NGRAM_TOKENS])) for i in range(len(said) - LOOP_NGRAM_TOKENS + 1)]
+        token_ids = run.token_ids
+        grams = [
+            "-".join(map(str, token_ids[i : i + LOOP_NGRAM_TOKENS]))
+            for i in range(len(token_ids) - LOOP_NGRAM_TOKENS + 1)
+        ]
         repeated = sum(gram in grams[:i] for i, gram in enumerate(grams))
         return run.finish_reason == "length" and repeated > LOOP_REPEATED_SHARE * len(grams)
 
@@ -39,17 +42,17 @@ def truth(
             tuple(sum(r.num_accepted_tokens_per_pos[i] for r in some) for i in range(k)),
         )
 
-    whole = sums(runs)
-    calm = sums([r for r in runs if not loops(r)])
-    return ValidationAcceptance(**vars(whole), without_loops=calm)
+    total = sums(runs)
+    without_loops = sums([r for r in runs if not loops(r)])
+    return ValidationAcceptance(**vars(total), without_loops=without_loops)
 
 
 @pytest.mark.parametrize(("name", "k"), [("p-eagle-4", 5), ("p-eagle-1-reduced", 3), ("eagle3-4-reduced", 3)])
-def test_counts_are_the_references_as_the_drafter_changes(name: str, k: int) -> None:
+def test_counts_equal_the_reference_as_the_drafter_changes(name: str, k: int) -> None:
     target, drafter = pairs.load_pair(name)
     evaluator = AcceptanceEvaluator(target, EOS, pairs.prompts(4), TOKENS, k)
     first = evaluator.measure(drafter)
-    assert first == truth(target, drafter, pairs.prompts(4), k)
+    assert first == reference_counts(target, drafter, pairs.prompts(4), k)
     assert 0 < first.num_accepted_tokens_per_pos[0] < first.num_drafts, "an untrained drafter would prove nothing"
     assert first.acceptance_length == pytest.approx(1 + sum(first.acceptance_rates))
     # as a step of training would: in place, the mask's hidden state too
@@ -57,7 +60,7 @@ def test_counts_are_the_references_as_the_drafter_changes(name: str, k: int) -> 
     for parameter in drafter.parameters():
         parameter.add_(torch.randn(parameter.shape, generator=rng), alpha=0.4 * float(parameter.std(correction=0)))
     second = evaluator.measure(drafter)
-    assert second == truth(target, drafter, pairs.prompts(4), k) and second != first
+    assert second == reference_counts(target, drafter, pairs.prompts(4), k) and second != first
     # fewer blocks than the prompts want: some wait, the counts stay
     small = AcceptanceEvaluator(
         target, EOS, pairs.prompts(4), TOKENS, k, ValidationEngineSettings(max_kv_cache_bytes=1, max_num_seqs=3)
@@ -67,20 +70,20 @@ def test_counts_are_the_references_as_the_drafter_changes(name: str, k: int) -> 
     assert evaluator.measure(drafter) == second
 
 
-def test_loops_are_counted_apart() -> None:
-    """A target that has lost its last layers repeats itself on some prompts."""
+def test_looping_responses_are_counted_separately() -> None:
+    """A target without its last layers loops on some prompts."""
     target, drafter = pairs.load_pair("p-eagle-1")
     for layer in target.layers[2:4]:
         layer.mlp.down_proj.weight.zero_()
         layer.self_attn.o_proj.weight.zero_()
     got = AcceptanceEvaluator(target, EOS, pairs.prompts(6), 60, 3).measure(drafter)
-    assert got == truth(target, drafter, pairs.prompts(6), 3, 60)
+    assert got == reference_counts(target, drafter, pairs.prompts(6), 3, 60)
     assert 0 < got.num_looping < got.num_responses
     assert got.without_loops.num_responses == got.num_responses - got.num_looping
     assert got.without_loops.acceptance_length != got.acceptance_length
 
 
-def test_training_does_not_notice() -> None:
+def test_validation_does_not_affect_training() -> None:
     target, trained = pairs.load_pair("p-eagle-1-wide")
     drafter = Drafter(trained.cfg).share_weights(target)
     drafter.load_state_dict(trained.state_dict())
@@ -96,7 +99,7 @@ def test_training_does_not_notice() -> None:
     for _ in range(2):
         measured = evaluator.measure(drafter)
     assert torch.equal(torch.rand(3), expected)
-    assert measured == truth(target, trained, pairs.prompts(2), 3, 8), "the copy has the target's dtype"
+    assert measured == reference_counts(target, trained, pairs.prompts(2), 3, 8), "the copy has the target's dtype"
     assert torch.get_num_threads() == threads
     assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     assert drafter.training and all(p.requires_grad for p in drafter.parameters())
@@ -109,7 +112,7 @@ def test_training_does_not_notice() -> None:
     assert not hidden.is_inference()
 
 
-def test_what_cannot_be_measured_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     target, _ = pairs.load_pair("p-eagle-1")
     with pytest.raises(UserError, match="between 1 and"):
         AcceptanceEvaluator(target, EOS, pairs.prompts(1), 8, 0)

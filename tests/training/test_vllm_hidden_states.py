@@ -1,5 +1,4 @@
-"""States that servers write: `peagle states` sends every row once, and training on them, with no more of the target
-than its tables, is training beside the target."""
+"""`peagle hidden-states` sends every row once; training on the written states equals training with the target."""
 
 from __future__ import annotations
 
@@ -25,15 +24,15 @@ from peagle.config import RopeConfig
 from peagle.errors import UserError
 from peagle.kernels.attention.dense import causal_attention
 from peagle.models.decoder import Decoder
-from peagle.training.hidden_states import vllm as ask_vllm
+from peagle.training.hidden_states import vllm as vllm
 from peagle.training.recipe import Recipe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 AUX_LAYER_IDS = (1, 2, 4)
 
 
-class Vllm(BaseHTTPRequestHandler):
-    """As much of it as counts here: a prompt of ids makes a file, which may come only with the next prompt."""
+class FakeVllmServer(BaseHTTPRequestHandler):
+    """Writes a file for each prompt of token ids, with `late` only after the next prompt."""
 
     protocol_version = "HTTP/1.1"
     target: Decoder
@@ -57,11 +56,11 @@ class Vllm(BaseHTTPRequestHandler):
         self.reply({"data": [{"id": "tiny"}]})
 
     def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        assert self.path == "/v1/completions" and asked["model"] == "tiny" and asked["max_tokens"] == 1
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert self.path == "/v1/completions" and body["model"] == "tiny" and body["max_tokens"] == 1
         with self.lock:
-            self.prompts.append(asked["prompt"])
-            self.unwritten.append(asked["prompt"])
+            self.prompts.append(body["prompt"])
+            self.unwritten.append(body["prompt"])
             while len(self.unwritten) > self.late:
                 self.write(self.unwritten.pop(0), len(self.prompts))
         self.reply({"choices": [{"text": "?"}]})
@@ -78,9 +77,9 @@ class Vllm(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def servers(tmp_path: Path) -> Iterator[list[str]]:
-    Vllm.target, Vllm.folder = load_decoder(pairs.target_folder()), tmp_path / "states"
-    Vllm.prompts, Vllm.unwritten, Vllm.late = [], [], False
-    started = [ThreadingHTTPServer(("127.0.0.1", 0), Vllm) for _ in range(2)]
+    FakeVllmServer.target, FakeVllmServer.folder = load_decoder(pairs.target_folder()), tmp_path / "states"
+    FakeVllmServer.prompts, FakeVllmServer.unwritten, FakeVllmServer.late = [], [], False
+    started = [ThreadingHTTPServer(("127.0.0.1", 0), FakeVllmServer) for _ in range(2)]
     for server in started:
         threading.Thread(target=server.serve_forever, daemon=True).start()
     yield [f"http://127.0.0.1:{server.server_port}" for server in started]
@@ -99,50 +98,52 @@ def states(home: Path, *flags: str) -> Any:
     return CliRunner().invoke(app, ["hidden-states", "--recipe", str(home / "r.toml"), *flags])
 
 
-def test_states_by_servers_then_training_on_them(tmp_path: Path, servers: list[str]) -> None:
+def test_training_on_states_written_by_servers(tmp_path: Path, servers: list[str]) -> None:
     made = recipe(tmp_path, vllm_hidden_states=str(tmp_path / "states"))
     (tmp_path / "r.toml").write_text(made.toml())
     assert made.train.target_head_only
     to_both = [word for url in servers for word in ("--endpoint", url)]
-    Vllm.late = True  # so the last file comes only if somebody asks again
+    FakeVllmServer.late = True  # so the last file comes only if somebody asks again
     done = states(tmp_path, *to_both, "--concurrency", "2")
     assert done.exit_code == 0 and "0 of 48 rows have a file; sending 48" in done.output, done.exception
-    sent = [prompt for prompt in Vllm.prompts if len(prompt) > 1]
+    sent = [prompt for prompt in FakeVllmServer.prompts if len(prompt) > 1]
     rows = [json.loads(line)["token_ids"] for line in (tmp_path / "responses.jsonl").read_text().splitlines()]
     assert sorted(sent) == sorted(rows)
-    Vllm.late, Vllm.prompts = False, []
+    FakeVllmServer.late, FakeVllmServer.prompts = False, []
     lost = next(path for path in (tmp_path / "states").iterdir() if path.stat().st_size > 5000)
     lost.unlink()
     done = states(tmp_path, *to_both)
-    assert "47 of 48 rows have a file; sending 1" in done.output and len(Vllm.prompts) == 1
+    assert "47 of 48 rows have a file; sending 1" in done.output and len(FakeVllmServer.prompts) == 1
     done = states(tmp_path, *to_both)
-    assert "48 of 48 rows have a file; sending 0" in done.output and len(Vllm.prompts) == 1
+    assert "48 of 48 rows have a file; sending 0" in done.output and len(FakeVllmServer.prompts) == 1
 
     kept: list[torch.Tensor] = []
     for name, recipe_ in (("read", made), ("online", recipe(tmp_path))):
         process = runs.start(recipe_, tmp_path / name)
-        assert process.wait() == 0, process.complaints()
+        assert process.wait() == 0, process.stderr()
         kept.append(runs.saved(tmp_path / name)["masters"])
     read, online = kept
     largest = float(online.abs().max())
     assert torch.allclose(read, online, rtol=1e-3, atol=1e-5 * largest) and (read - online).norm() < 1e-4 * largest
 
 
-def test_the_command_of_a_server(tmp_path: Path) -> None:
+def test_vllm_serve_command(tmp_path: Path) -> None:
     (tmp_path / "r.toml").write_text(recipe(tmp_path, vllm_hidden_states=str(tmp_path / "states")).toml())
     words = shlex.split(states(tmp_path).output)
     options = dict(zip(words[3::2], words[4::2], strict=True))
     assert words[:3] == ["vllm", "serve", str(tmp_path / "target")] and options["--max-model-len"] == "65"
-    asked = json.loads(options["--speculative-config"])
-    assert asked["draft_model_config"]["hf_config"] == {"eagle_aux_hidden_state_layer_ids": [1, 2, 4, 5]}
+    config = json.loads(options["--speculative-config"])
+    assert config["draft_model_config"]["hf_config"] == {"eagle_aux_hidden_state_layer_ids": [1, 2, 4, 5]}
     connector = json.loads(options["--kv-transfer-config"])
     assert connector["kv_connector_extra_config"] == {"shared_storage_path": str(tmp_path / "states")}
 
 
-def test_servers_that_write_elsewhere(tmp_path: Path, servers: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ask_vllm, "FILE_TIMEOUT_S", 0.3)
-    Vllm.folder = tmp_path / "elsewhere"
-    Vllm.folder.mkdir()
+def test_servers_that_write_to_another_folder(
+    tmp_path: Path, servers: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm, "FILE_TIMEOUT_S", 0.3)
+    FakeVllmServer.folder = tmp_path / "elsewhere"
+    FakeVllmServer.folder.mkdir()
     (tmp_path / "r.toml").write_text(recipe(tmp_path, vllm_hidden_states=str(tmp_path / "states")).toml())
     done = states(tmp_path, "--endpoint", servers[0])
     assert isinstance(done.exception, UserError) and "48 rows have no file, first 'r0#0'" in str(done.exception)
@@ -151,9 +152,8 @@ def test_servers_that_write_elsewhere(tmp_path: Path, servers: list[str], monkey
     assert isinstance(done.exception, UserError) and "lacks vllm_hidden_states" in str(done.exception)
 
 
-def test_tables_of_a_target_whose_layers_are_not_ours(tmp_path: Path) -> None:
-    """Gemma 4 with embeddings for every layer: what leaves its last one, through the norm and the head here, is what it
-    says."""
+def test_head_of_an_unsupported_target(tmp_path: Path) -> None:
+    """Gemma 4 with per-layer embeddings: its last hidden state through our norm and LM head gives its logits."""
     torch.manual_seed(0)
     text: dict[str, Any] = {
         "hidden_size": 32,
@@ -171,12 +171,12 @@ def test_tables_of_a_target_whose_layers_are_not_ours(tmp_path: Path) -> None:
         for parameter in model.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
     model.save_pretrained(tmp_path)
-    said: list[Any] = []
-    model.model.language_model.layers[-1].register_forward_hook(lambda *got: said.append(got[2]))
+    layer_outputs: list[Any] = []
+    model.model.language_model.layers[-1].register_forward_hook(lambda *got: layer_outputs.append(got[2]))
     with torch.inference_mode():
         logits_TV = model(input_ids=torch.randint(160, (1, 12))).logits[0]
         ours = load_decoder(tmp_path, skip_layers=True)
-        out = said[0][0] if isinstance(said[0], tuple) else said[0]
+        out = layer_outputs[0][0] if isinstance(layer_outputs[0], tuple) else layer_outputs[0]
         mine_TV = ours.compute_logits(ours.norm(out.reshape(12, 32)))
     torch.testing.assert_close(mine_TV, logits_TV, rtol=1e-4, atol=1e-4)
     assert logits_TV.abs().max() > 3
@@ -184,8 +184,8 @@ def test_tables_of_a_target_whose_layers_are_not_ours(tmp_path: Path) -> None:
     assert cfg.num_layers == 6 and cfg.default_aux_layer_ids == (2, 3) and cfg.rope.as_llama == RopeConfig(theta=1e6)
 
 
-def test_tables_of_a_packed_target(tmp_path: Path) -> None:
-    """Of GPT-OSS: the same as in the whole one, and no layer is made."""
+def test_head_of_an_mxfp4_target(tmp_path: Path) -> None:
+    """GPT-OSS: embeddings, norm and LM head equal those of the whole target, and no layer is built."""
     shape = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
     shape |= {"num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}
     GptOssForCausalLM(GptOssConfig(vocab_size=96, **shape)).save_pretrained(tmp_path)
