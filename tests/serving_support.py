@@ -254,7 +254,7 @@ class ServerProcess:
 
     def wait_ready(self) -> None:
         wait_until(lambda: self.is_ready() or self.process.has_ended())
-        assert self.is_ready(), self.process.complaints()
+        assert self.is_ready(), self.process.stderr()
 
     def open_stream(self, body: dict[str, Any], key: str | None = None) -> socket.socket:
         """Sends a request over a raw socket and returns it."""

@@ -90,5 +90,5 @@ def test_a_model_that_cannot_be_loaded_is_reported_in_one_line(tmp_path: Path) -
     arguments = (str(write_target(tmp_path)), "--kv-cache-memory-bytes", "1")
     process = ServerProcess(*arguments).process
     assert process.wait() == 2
-    (line,) = [line for line in process.complaints().splitlines() if "error: " in line]
+    (line,) = [line for line in process.stderr().splitlines() if "error: " in line]
     assert "kv-cache-memory-bytes" in line
