@@ -206,7 +206,8 @@ def test_triton_in_the_interpreter(kernels: str) -> None:
 
 
 def interpret_scan() -> None:
-    from peagle.kernels.moe.experts_triton import expert_mlp_triton, route_triton
+    from peagle.kernels.moe.experts_triton import expert_mlp_triton
+    from peagle.kernels.moe.routing_triton import route_triton
 
     check_route(route_triton, torch.float32, "cpu")
     for shape in SCAN_SHAPES:
@@ -237,7 +238,7 @@ def interpret_sorted() -> None:
 
 
 def interpret_mxfp4() -> None:
-    from peagle.kernels.moe.mxfp4_sorted_triton import expert_mlp_mxfp4
+    from peagle.kernels.moe.experts_triton import expert_mlp_triton
     from peagle.kernels.moe.mxfp4_triton import unpack_words_triton
 
     blocks, exponents, numbers = every_number(MAX_EXPONENT)
@@ -250,23 +251,23 @@ def interpret_mxfp4() -> None:
     @settings(max_examples=4, deadline=None, database=None, phases=(Phase.generate,))
     @given(packed_shapes(40), st.booleans())
     def any_shape(shape: tuple[int, ...], full: bool) -> None:
-        check_packed(expert_mlp_mxfp4, shape, full, torch.float32, "cpu", 1e-5)
+        check_packed(expert_mlp_triton, shape, full, torch.float32, "cpu", 1e-5)
 
     any_shape()
     for rows in (9, 65, 257):  # a tile size each, and an expert with several tiles
-        check_packed(expert_mlp_mxfp4, (rows, 96, 3, 2, 160), True, torch.float16, "cpu", 4e-3)
+        check_packed(expert_mlp_triton, (rows, 96, 3, 2, 160), True, torch.float16, "cpu", 4e-3)
 
 
 def interpret_mxfp4_few_rows() -> None:
     """The few-rows kernel in bf16, with widths that are no multiple of a step."""
+    from peagle.kernels.moe.experts_triton import expert_mlp_triton
     from peagle.kernels.moe.mxfp4_few_rows_triton import STEPS_AHEAD
-    from peagle.kernels.moe.mxfp4_sorted_triton import expert_mlp_mxfp4
 
     check_decoded_numbers(torch.bfloat16, "cpu", (1,))
     shapes = ((1, 32, 672), (2, 672, 32), (8, 96, 32))
     for ahead, (rows, width, inner) in zip((1, 2, 3), shapes, strict=True):
         STEPS_AHEAD.update(dict.fromkeys(STEPS_AHEAD, (ahead, ahead)))
-        check_packed(expert_mlp_mxfp4, (rows, width, 2, 2, inner), rows > 1, torch.bfloat16, "cpu", 2e-2)
+        check_packed(expert_mlp_triton, (rows, width, 2, 2, inner), rows > 1, torch.bfloat16, "cpu", 2e-2)
 
 
 def check_twin(run, shape: tuple[int, ...], full: bool) -> None:
@@ -320,7 +321,7 @@ def check_rows_alone(
 def check_decoded_numbers(dtype: torch.dtype, device: str, row_counts: tuple[int, ...]) -> None:
     """An expert whose gates are its inputs, with ups of 0 and a steep clamp, returns a column of its second weights for
     each one-hot row: to the bit, for all supported exponents."""
-    from peagle.kernels.moe.mxfp4_sorted_triton import expert_mlp_mxfp4
+    from peagle.kernels.moe.experts_triton import expert_mlp_triton
 
     def made(blocks: Tensor, exponents: Tensor) -> PackedWeights:
         columns = 32 * blocks.shape[1]
@@ -338,7 +339,7 @@ def check_decoded_numbers(dtype: torch.dtype, device: str, row_counts: tuple[int
     assert want.unique().numel() > 400
     for rows in row_counts:
         weight = torch.ones(rows, 1, device=device)
-        got = expert_mlp_mxfp4(x[:rows], weight, torch.zeros(rows, 1, dtype=torch.int32, device=device), experts)
+        got = expert_mlp_triton(x[:rows], weight, torch.zeros(rows, 1, dtype=torch.int32, device=device), experts)
         assert torch.equal(got, want[:rows])
 
 
@@ -351,7 +352,8 @@ def permuted(x: Tensor) -> Tensor:
 
 def check_sorting(device: str) -> None:
     """Against a stable sort: experts without rows, one with all rows, more pairs than one iteration scans."""
-    from peagle.kernels.moe.experts_triton import SORT_SCANS, sort_pairs
+    from peagle.kernels.moe.experts_triton import SORT_SCANS
+    from peagle.kernels.moe.routing_triton import sort_pairs
 
     gen, most = torch.Generator().manual_seed(0), SORT_SCANS[-1][0]
     for pairs, count, lowest in ((1, 1, 0), (70, 5, 3), (1000, 40, 0), (2 * most + 5, 7, 0), (most, 6, 5)):
@@ -386,15 +388,15 @@ def test_words_of_a_register_are_neighbours(tile: int, paired: bool) -> None:
     """They share one power of 2. Which words a thread holds is up to Triton; the interpreter has no registers, so this
     reads the PTX."""
     pytest.importorskip("triton", reason="Triton is made for Linux only")
-    from peagle.kernels.moe.mxfp4_sorted_triton import BLOCK_N, STAGES, TILES, WARPS, _mxfp4_kernel
+    from peagle.kernels.moe.experts_triton import MXFP4_TILE, MXFP4_TILES, _experts_kernel
 
-    _, block_m, registers = TILES[tile]
-    fixed: dict[str, Any] = {"CHOSEN": 3, "EXPERTS": 8, "PAIRED": paired}
-    fixed |= {"BLOCK_M": block_m, "BLOCK_N": BLOCK_N, "ASM": True}
+    (_, block_m, registers), (block_n, block_k, warps, stages) = MXFP4_TILES[tile], MXFP4_TILE
+    fixed: dict[str, Any] = {"CHOSEN": 3, "EXPERTS": 8, "PAIRED": paired, "chosen": None, "PDL": False}
+    fixed |= {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "EVEN_K": False, "ASM": True}
     types = dict.fromkeys(("x", "bias", "y"), "*bf16") | dict.fromkeys(("w", "order", "ends"), "*i32")
     types |= {"exponents": "*u8", "weights": "*fp32", "alpha": "fp32", "limit": "fp32"}
-    options = {"num_warps": WARPS, "num_stages": STAGES} | ({} if registers is None else {"maxnreg": registers})
-    ptx = compiled_for_hopper(_mxfp4_kernel, fixed, types, options).asm["ptx"]
+    options = {"num_warps": warps, "num_stages": stages} | ({} if registers is None else {"maxnreg": registers})
+    ptx = compiled_for_hopper(_experts_kernel, fixed, types, options).asm["ptx"]
     unpacked_ones = set(re.findall(r"and\.b32 %r\d+, (%r\d+), 0x81C081C0;\s+shl", ptx))
     put_together = set(re.findall(r"mov\.b32\s+(%r\d+), \{", ptx))
     assert "wgmma.mma_async" in ptx and len(unpacked_ones) == 8 * (1 if paired else 2)
@@ -418,6 +420,7 @@ def test_all_kernels_use_wgmma(block_m: int | None, paired: bool) -> None:
     block_n, block_k, warps, stages = SCAN_TILE if block_m is None else TILES[block_m, paired]
     fixed: dict[str, Any] = {"BLOCK_M": block_m or 16, "BLOCK_N": block_n, "BLOCK_K": block_k, "EVEN_K": True}
     fixed |= {"CHOSEN": 3, "EXPERTS": 8, "PAIRED": paired, "PDL": True, "alpha": None, "limit": None}
+    fixed |= {"exponents": None, "exponents_row": 0, "ASM": True}
     fixed |= {"order": None, "ends": None} if block_m is None else {"chosen": None}
     types = dict.fromkeys(("x", "w", "bias", "y"), "*bf16") | dict.fromkeys(("chosen", "order", "ends"), "*i32")
     types |= {"weights": "*fp32"}
@@ -506,15 +509,15 @@ def test_compiled_packed() -> None:
 @torch.inference_mode()
 def test_packed_rows_alone() -> None:
     """A row has the same bits among any others, for row counts of every kernel and tile."""
-    from peagle.kernels.moe.mxfp4_sorted_triton import expert_mlp_mxfp4
+    from peagle.kernels.moe.experts_triton import expert_mlp_triton
 
     x, logits = inputs(500, 2880, 8, torch.bfloat16, "cuda")
     weight, expert = route_torch(logits, 3, normed=True)
     small, _ = packed(layer(2880, 8, 288, True, torch.bfloat16, "cuda"), seed=1)
-    want = expert_mlp_mxfp4(x, weight, expert, small)
+    want = expert_mlp_triton(x, weight, expert, small)
     for rows in (1, 8, 9, 64, 65, 200, 256, 257):
         part = slice(100, 100 + rows)
-        assert torch.equal(expert_mlp_mxfp4(x[part], weight[part], expert[part], small), want[part]), rows
+        assert torch.equal(expert_mlp_triton(x[part], weight[part], expert[part], small), want[part]), rows
 
 
 @pytest.mark.gpu

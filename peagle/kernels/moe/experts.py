@@ -1,13 +1,12 @@
 """Mixture of experts: routing rows to experts, and the gated MLPs of the chosen experts.
 
-`expert_mlp` picks one of four implementations:
+`expert_mlp` picks one of three implementations:
 
-| weights | rows | implementation |
-|---|---|---|
-| any | on the CPU | `expert_mlp_torch`, the reference, loops over the experts |
-| plain | up to MAX_TRITON_ROWS | `expert_mlp_triton`: few rows scanned, more sorted by expert; the same bits |
-| MXFP4 | up to MAX_TRITON_ROWS | `expert_mlp_mxfp4`: unpacks the weights in registers |
-| any | more | `expert_mlp_grouped`: torch's grouped GEMM; MXFP4 weights become a temporary tensor |
+| rows | implementation |
+|---|---|
+| on the CPU | `expert_mlp_torch`, the reference, loops over the experts |
+| up to MAX_TRITON_ROWS | `expert_mlp_triton`: few rows scanned, more sorted by expert; the same bits |
+| more | `expert_mlp_grouped`: torch's grouped GEMM; MXFP4 weights become a temporary tensor |
 
 All but the first run without the host reading any result, so CUDA graphs can capture them.
 
@@ -37,7 +36,7 @@ def route(logits_TE: Tensor, chosen: int, normed: bool) -> tuple[Tensor, Tensor]
     Weights are probabilities over all experts or, if `normed`, over the chosen ones.
     """
     if runs_triton(logits_TE):
-        from peagle.kernels.moe.experts_triton import route_triton
+        from peagle.kernels.moe.routing_triton import route_triton
 
         return route_triton(logits_TE, chosen, normed)
     return route_torch(logits_TE, chosen, normed)
@@ -49,10 +48,6 @@ def expert_mlp(x_TD: Tensor, weight_TC: Tensor, expert_TC: Tensor, experts: Expe
         return expert_mlp_torch(x_TD, weight_TC, expert_TC, experts)
     if len(x_TD) > MAX_TRITON_ROWS and _supports_grouped(x_TD, experts):
         return expert_mlp_grouped(x_TD, weight_TC, expert_TC, experts)
-    if isinstance(experts.gate_up_EXD, PackedWeights):
-        from peagle.kernels.moe.mxfp4_sorted_triton import expert_mlp_mxfp4
-
-        return expert_mlp_mxfp4(x_TD, weight_TC, expert_TC, experts)
     from peagle.kernels.moe.experts_triton import expert_mlp_triton
 
     return expert_mlp_triton(x_TD, weight_TC, expert_TC, experts)

@@ -6,6 +6,7 @@ Shapes as in experts.py.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,8 +15,7 @@ from torch.nn import functional as F
 from peagle.kernels.moe.mxfp4 import PackedWeights
 
 
-@dataclass(frozen=True)
-class ClampedGate:
+class ClampedGate(NamedTuple):
     """GPT-OSS's gate: gate and up are clamped at `limit`; the result is gate * sigmoid(alpha * gate) * (up + 1)."""
 
     alpha: float
@@ -32,12 +32,15 @@ class ExpertWeights:
     down_bias_ED: Tensor | None = None
     clamp: ClampedGate | None = None  # None: SwiGLU
 
-    def packed_gemm(self, paired: bool) -> tuple[PackedWeights, Tensor | None]:
-        """Returns the MXFP4 weights and the bias of the second GEMM if `paired`, else of the gated first one."""
+    def gemm_weights(self, paired: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Returns weights, exponents and bias of the second GEMM if `paired`, else of the gated first one.
+
+        MXFP4 weights are words in pairs; plain weights have no exponents.
+        """
         w, bias = (self.down_EDI, self.down_bias_ED) if paired else (self.gate_up_EXD, self.gate_up_bias_EX)
-        assert isinstance(w, PackedWeights) and w.words_ERW.is_contiguous() and w.exponents_ERG.is_contiguous()
-        assert bias is None or bias.is_contiguous()
-        return w, bias
+        words, exponents = (w, None) if isinstance(w, Tensor) else (w.words_ERW.view(torch.int32), w.exponents_ERG)
+        assert all(t is None or t.is_contiguous() for t in (words, exponents, bias))
+        return words, exponents, bias
 
 
 def route_torch(logits_TE: Tensor, chosen: int, normed: bool) -> tuple[Tensor, Tensor]:

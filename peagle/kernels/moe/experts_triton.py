@@ -1,23 +1,24 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, check-untyped-defs=False
-"""Triton kernels of routing, of sorting pairs of row and expert, and of plain (not MXFP4) experts.
+"""Triton GEMMs of the experts, plain or MXFP4; few rows of MXFP4 in bf16 go to mxfp4_few_rows_triton.py.
 
-`_route_kernel`: a program has one row. `_sum_kernel`: a program has one row's pairs and a block of columns.
-
-`_experts_kernel`: a program has a block of one expert's output columns. Few rows are not sorted: a program has all of
+A program has a block of one expert's output columns. Few rows of plain weights are not sorted: a program has all of
 them and scans their choices for its expert; if it finds none, it returns. So every chosen expert is read once, and no
-other. More rows are sorted by expert, and a program has a tile of one expert's pairs; an expert is read once per tile,
-from the second tile on out of the cache.
-
-Nothing is read back to the host: a program finds its expert and pairs from the experts' end positions (`find_tile`),
-the grid has as many programs as there can be tiles, and those left over return.
+other. Otherwise rows are sorted by expert, and a program has a tile of one expert's pairs; an expert is read once per
+tile, from the second tile on out of the cache. MXFP4 weights are unpacked in registers, in the order in which the MMA
+needs them.
 
 A row's bits do not depend on the other rows. Weights are the left operand and rows the right one, as in gemm/linear.py:
-tiles may differ as long as Hopper's wgmma takes 64 weight rows, by four warps, and 16 columns at a time.
+tiles may differ as long as Hopper's wgmma takes 64 weight rows, by four warps, and 16 columns at a time. For MXFP4 this
+assumes that mma.sync by one warp (few rows) and wgmma by four warps give the same sums. NVIDIA does not guarantee that;
+on an H200 they were equal to the bit, for one row alone and among 4 to 300.
 
-With TRITON_INTERPRET=1 set before the import, the launchers take CPU tensors. Shapes as in experts.py.
+With TRITON_INTERPRET=1 set before the import, the launcher takes CPU tensors. Shapes as in experts.py.
 """
 
 from __future__ import annotations
+
+import math
+from typing import Any
 
 import torch
 import triton
@@ -25,7 +26,16 @@ import triton.language as tl
 from torch import Tensor
 
 from peagle.kernels.moe.experts_torch import ExpertWeights
-from peagle.kernels.moe.mxfp4 import COLUMN_STEP
+from peagle.kernels.moe.mxfp4 import COLUMN_STEP, PackedWeights
+from peagle.kernels.moe.mxfp4_few_rows_triton import MAX_FEW_ROWS, launch_few_rows
+from peagle.kernels.moe.mxfp4_triton import HAVE_PTX, mxfp4_sums
+from peagle.kernels.moe.routing_triton import (
+    apply_gate_tile,
+    find_tile,
+    permuted_column,
+    sort_pairs,
+    sum_experts_triton,
+)
 from peagle.kernels.triton_utils import pdl_launch_options
 
 MAX_SCAN_ROWS = 16  # one tile holds all rows, so rows that did not choose an expert cost nothing
@@ -49,116 +59,49 @@ TILES = {
 # With four stages and odd widths Triton 3.6 computed wrong addresses in fp32: it used the upper half of a 32-bit
 # product for a 64-bit one.
 FP32_TILE = (32, 32, 4, 3)
-
-MAX_SORT_PROGRAMS = 1024
-SCAN = 1024  # pairs, or columns of x, that a program of the sort looks at per iteration by default
 # Pairs per iteration of the sort, and its warps: for up to MAX_FEW_PAIRS pairs, and for more.
 MAX_FEW_PAIRS = 1024
 SORT_SCANS = ((1024, 4), (4096, 8))
+# MXFP4: most rows, pairs per tile, and a limit on registers per thread. With at least 64 weight rows and four warps the
+# MMA is wgmma, which takes weights from registers; with fewer they go through shared memory.
+MXFP4_TILES = ((64, 16, None), (256, 32, 128), (math.inf, 64, 168))
+MXFP4_TILE, MXFP4_FP32_TILE = (64, COLUMN_STEP, 4, 3), (32, COLUMN_STEP, 4, 3)
 
 
 @triton.jit
-def _route_kernel(
-    logits, weights, experts, row_step, E, CHOSEN: tl.constexpr, BLOCK: tl.constexpr, NORMED: tl.constexpr
-):
-    row = tl.program_id(0).to(tl.int64)
-    e = tl.arange(0, BLOCK)
-    c = tl.arange(0, BLOCK)
-    scores = tl.load(logits + row * row_step + e, mask=e < E, other=float("-inf")).to(tl.float32)
-    shares = tl.exp(scores - tl.max(scores, 0))
-    total = tl.sum(shares, 0)
-    shares = tl.where(e < E, shares, -1.0)
-    best = tl.zeros((BLOCK,), tl.float32)
-    which = tl.zeros((BLOCK,), tl.int32)
-    for i in tl.static_range(CHOSEN):
-        top = tl.max(shares, 0)
-        at = tl.min(tl.where(shares == top, e, BLOCK), 0)  # the first of equal scores
-        best = tl.where(c == i, top, best)
-        which = tl.where(c == i, at, which)
-        shares = tl.where(e == at, -2.0, shares)
-    if NORMED:
-        total = tl.sum(best, 0)
-    tl.store(weights + row * CHOSEN + c, best / total, mask=c < CHOSEN)
-    tl.store(experts + row * CHOSEN + c, which, mask=c < CHOSEN)
-
-
-@triton.jit
-def permuted_column(k):
-    """Returns where column k goes in the order of MXFP4 MMAs (mxfp4_few_rows_triton.py); it is its own inverse.
-
-    Within 128 columns, the bits of the block and those of the register pair are swapped.
-    """
-    return (k & -103) | ((k & 6) << 4) | ((k & 96) >> 4)
-
-
-@triton.jit(do_not_specialize=["P", "T"])
-def _sort_kernel(chosen, order, ends, x, out, P, E, T, K, x_row, out_row, SCAN: tl.constexpr, WIDTH: tl.constexpr):
-    """Stably sorts the pairs by expert, writes where each expert's pairs end, and permutes and zero-pads x."""
-    e = tl.program_id(0)
-    i = tl.arange(0, SCAN)
-    if e < E:
-        lower = tl.zeros((SCAN,), tl.int32)
-        for start in range(0, P, SCAN):
-            expert = tl.load(chosen + start + i, mask=start + i < P, other=2147483647)
-            lower += (expert < e).to(tl.int32)
-        at = tl.sum(lower, 0)
-        for start in range(0, P, SCAN):
-            mine = tl.load(chosen + start + i, mask=start + i < P, other=-1) == e
-            rank = tl.cumsum(mine.to(tl.int32), 0)
-            tl.store(order + at + rank - 1, start + i, mask=mine)
-            at += tl.sum(mine.to(tl.int32), 0)
-        tl.store(ends + e, at)
-    if x is not None:
-        k = tl.arange(0, WIDTH)
-        for row in range(e, T, tl.num_programs(0)):
-            long = e.to(tl.int64) * 0 + row
-            from_row, to_row = x + long * x_row, out + long * out_row
-            for start in range(0, out_row, WIDTH):
-                rows_x = tl.load(from_row + start + k, mask=start + k < K, other=0.0)
-                tl.store(to_row + permuted_column(start + k), rows_x, mask=start + k < out_row)
-
-
-@triton.jit
-def find_tile(ends, tile, E, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr):
-    """Returns a tile's expert, or E if the tile is left over, and where its pairs begin and the expert's pairs end."""
-    e = tl.arange(0, EXPERTS)
-    end = tl.load(ends + e, mask=e < E, other=0)
-    begin = tl.load(ends + e - 1, mask=(e > 0) & (e < E), other=0)
-    tiles = tl.where(e < E, (end - begin + BLOCK_M - 1) // BLOCK_M, 0)
-    after = tl.cumsum(tiles, 0)
-    own = tl.sum(((after <= tile) & (e < E)).to(tl.int32), 0)
-    first = tl.sum(tl.where(e == own, begin + (tile - after + tiles) * BLOCK_M, 0), 0)
-    return own, first, tl.sum(tl.where(e == own, end, 0), 0)
-
-
-@triton.jit
-def apply_gate_tile(gate, up, alpha, limit):
-    if limit is not None:
-        gate = tl.minimum(gate, limit)
-        up = tl.minimum(tl.maximum(up, -limit), limit)
-        return (up + 1.0) * gate / (1.0 + tl.exp(-gate * alpha))
-    else:
-        return gate / (1.0 + tl.exp(-gate)) * up
-
-
-@triton.jit
-def finish_tile(acc, up, bias, weights, e, n, pair, hit, N, alpha, limit, PAIRED: tl.constexpr):
-    """Adds the bias to a tile's sums, then applies the gate of the first GEMM or, if PAIRED, weights the second's."""
-    if bias is not None:
-        b_at = bias + e * N * (1 if PAIRED else 2) + n
-        acc += tl.load(b_at, mask=n < N, other=0.0).to(tl.float32)[:, None]
+def _plain_sums(x, w, e, n, source, hit, N, K, x_row, PAIRED, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K):
+    """Returns a tile's sums over K: of outputs and, unless PAIRED, of ups."""
+    # Programs past the last weight row read it again, without a mask in the loop, and do not store the result.
+    rows = e.to(tl.int64) * N * (1 if PAIRED else 2) + tl.minimum(n, N - 1)
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    k = tl.arange(0, BLOCK_K)
+    w_at = w + rows[:, None] * K + k[None, :]
+    x_at = x + source[None, :] * x_row + k[:, None]
+    up_step = (e * 0 + N).to(tl.int64) * K  # Triton passes N = 1 as an untyped constant
+    for start in range(0, K, BLOCK_K):
+        if EVEN_K:
+            rows_x = tl.load(x_at + start, mask=hit[None, :], other=0.0)
+            rows_w = tl.load(w_at + start)
+        else:
+            inside = start + k < K
+            rows_x = tl.load(x_at + start, mask=hit[None, :] & inside[:, None], other=0.0)
+            rows_w = tl.load(w_at + start, mask=inside[None, :], other=0.0)
+        acc = tl.dot(rows_w, rows_x, acc, input_precision="ieee")
         if not PAIRED:
-            up += tl.load(b_at + N, mask=n < N, other=0.0).to(tl.float32)[:, None]
-    if PAIRED:
-        return acc * tl.load(weights + pair, mask=hit, other=0.0)[None, :]
-    else:
-        return apply_gate_tile(acc, up, alpha, limit)
+            if EVEN_K:
+                rows_w = tl.load(w_at + start + up_step)
+            else:
+                rows_w = tl.load(w_at + start + up_step, mask=(start + k < K)[None, :], other=0.0)
+            up = tl.dot(rows_w, rows_x, up, input_precision="ieee")
+    return acc, up
 
 
 @triton.jit(do_not_specialize=["T"])  # compiled once for all row counts
 def _experts_kernel(
     x,
     w,
+    exponents,
     bias,
     chosen,
     order,
@@ -170,6 +113,8 @@ def _experts_kernel(
     N,
     K,
     x_row,
+    y_row,
+    exponents_row,
     alpha,
     limit,
     CHOSEN: tl.constexpr,
@@ -179,18 +124,25 @@ def _experts_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
+    ASM: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Computes a block of an expert's output columns for the pairs that are `hit`; rows are sorted unless ends is None.
 
     PAIRED: the second GEMM, where rows of x are pairs and the result is weighted. EXPERTS: E as a power of 2.
+    MXFP4 if there are exponents; then the columns of x, and of the first GEMM's y, are permuted and padded to whole
+    steps (`permuted_column`).
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+    # Plain: an expert's tiles run together, and programs left over are the last ones. MXFP4: tiles of one expert follow
+    # each other, so that the second reads the weights from the cache.
+    block = tl.program_id(0 if exponents is None else 1)
+    tile = tl.program_id(1 if exponents is None else 0)
     m = tl.arange(0, BLOCK_M)
     if ends is None:
-        e = tl.program_id(1)
+        e = tile
         CHOICES: tl.constexpr = triton.next_power_of_2(CHOSEN)
         c = tl.arange(0, CHOICES)
         known = (m < T)[:, None] & (c < CHOSEN)[None, :]
@@ -200,148 +152,86 @@ def _experts_kernel(
         pair = m.to(tl.int64) * CHOSEN + tl.sum(tl.where(mine, c[None, :], 0), 1)
         source = pair if PAIRED else m.to(tl.int64)
     else:
-        e, first, end = find_tile(ends, tl.program_id(1), E, BLOCK_M, EXPERTS)
+        e, first, end = find_tile(ends, tile, E, BLOCK_M, EXPERTS)
         hit = first + m < end
         has_pairs = e < E
         pair = tl.load(order + first + m, mask=hit, other=0)
         source = (pair if PAIRED else pair // CHOSEN).to(tl.int64)
         pair = pair.to(tl.int64)
     if has_pairs:
-        n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-        # Programs past the last weight row read it again, without a mask in the loop, and do not store the result.
-        rows = e.to(tl.int64) * N * (1 if PAIRED else 2) + tl.minimum(n, N - 1)
-        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        k = tl.arange(0, BLOCK_K)
-        w_at = w + rows[:, None] * K + k[None, :]
-        x_at = x + source[None, :] * x_row + k[:, None]
-        up_step = (e * 0 + N).to(tl.int64) * K  # Triton passes N = 1 as an untyped constant
-        for start in range(0, K, BLOCK_K):
-            if EVEN_K:
-                rows_x = tl.load(x_at + start, mask=hit[None, :], other=0.0)
-                rows_w = tl.load(w_at + start)
-            else:
-                inside = start + k < K
-                rows_x = tl.load(x_at + start, mask=hit[None, :] & inside[:, None], other=0.0)
-                rows_w = tl.load(w_at + start, mask=inside[None, :], other=0.0)
-            acc = tl.dot(rows_w, rows_x, acc, input_precision="ieee")
+        n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        if exponents is None:
+            acc, up = _plain_sums(x, w, e, n, source, hit, N, K, x_row, PAIRED, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K)
+        else:
+            acc, up = mxfp4_sums(
+                x, w, exponents, e, block, source, hit, N, K, x_row, exponents_row, PAIRED, BLOCK_M, BLOCK_N, ASM
+            )
+        if bias is not None:
+            b_at = bias + e * N * (1 if PAIRED else 2) + n
+            acc += tl.load(b_at, mask=n < N, other=0.0).to(tl.float32)[:, None]
             if not PAIRED:
-                if EVEN_K:
-                    rows_w = tl.load(w_at + start + up_step)
-                else:
-                    rows_w = tl.load(w_at + start + up_step, mask=(start + k < K)[None, :], other=0.0)
-                up = tl.dot(rows_w, rows_x, up, input_precision="ieee")
-        acc = finish_tile(acc, up, bias, weights, e, n, pair, hit, N, alpha, limit, PAIRED)
-        to = y + pair[None, :] * N + n[:, None]
-        tl.store(to, acc.to(y.dtype.element_ty), mask=hit[None, :] & (n < N)[:, None])
+                up += tl.load(b_at + N, mask=n < N, other=0.0).to(tl.float32)[:, None]
+        column = n
+        if PAIRED:
+            acc = acc * tl.load(weights + pair, mask=hit, other=0.0)[None, :]
+        else:
+            acc = apply_gate_tile(acc, up, alpha, limit)
+            if exponents is not None:
+                acc = tl.where((n < N)[:, None], acc, 0.0)
+                column = permuted_column(n)
+        to = y + pair[None, :] * y_row + column[:, None]
+        tl.store(to, acc.to(y.dtype.element_ty), mask=hit[None, :] & (n < y_row)[:, None])
 
 
-@triton.jit
-def _sum_kernel(y, out, N, CHOSEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    at = y + row * CHOSEN * N + n
-    total = tl.zeros((BLOCK,), tl.float32)
-    for c in tl.static_range(CHOSEN):
-        total += tl.load(at + c * N, mask=n < N, other=0.0).to(tl.float32)
-    tl.store(out + row * N + n, total.to(out.dtype.element_ty), mask=n < N)
-
-
-def route_triton(logits_TE: Tensor, chosen: int, normed: bool) -> tuple[Tensor, Tensor]:
-    rows, experts = logits_TE.shape
-    assert logits_TE.stride(1) == 1 and chosen <= experts
-    weight_TC = logits_TE.new_empty(rows, chosen, dtype=torch.float32)
-    expert_TC = logits_TE.new_empty(rows, chosen, dtype=torch.int32)
-    if rows:
-        block = triton.next_power_of_2(experts)
-        args = (logits_TE, weight_TC, expert_TC, logits_TE.stride(0), experts)
-        _route_kernel[(rows,)](*args, CHOSEN=chosen, BLOCK=block, NORMED=normed, num_warps=max(1, min(4, block // 64)))
-    return weight_TC, expert_TC
-
-
-def sort_pairs(
-    expert_TC: Tensor, count: int, x_TD: Tensor | None = None, scan: int = SCAN, warps: int = 4
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns the pairs sorted by expert [P], where each expert's pairs end [E], and x permuted and padded."""
-    order_P, ends_E = expert_TC.new_empty(expert_TC.numel()), expert_TC.new_empty(count)
-    programs, permuted_TK, width = count, None, 0
-    if x_TD is not None:
-        width = x_TD.shape[1]
-        permuted_TK = x_TD.new_empty(len(x_TD), triton.cdiv(width, COLUMN_STEP) * COLUMN_STEP)
-        programs = max(count, min(len(x_TD), MAX_SORT_PROGRAMS))
-    _sort_kernel[(programs,)](
-        expert_TC,
-        order_P,
-        ends_E,
-        x_TD,
-        permuted_TK,
-        expert_TC.numel(),
-        count,
-        len(expert_TC),
-        width,
-        0 if x_TD is None else x_TD.stride(0),
-        0 if permuted_TK is None else permuted_TK.shape[1],
-        SCAN=scan,
-        WIDTH=SCAN,
-        num_warps=warps,
-    )
-    return order_P, ends_E, permuted_TK
-
-
-def sum_experts_triton(y_PD: Tensor, chosen: int) -> Tensor:
-    """Adds up each row's pairs, which are weighted already, in fp32 and in the order of its choices."""
-    if chosen == 1:
-        return y_PD
-    (pairs, width), block = y_PD.shape, 1024
-    y_TD = y_PD.new_empty(pairs // chosen, width)
-    grid, options = (pairs // chosen, triton.cdiv(width, block)), pdl_launch_options(y_PD.device)
-    _sum_kernel[grid](y_PD, y_TD, width, CHOSEN=chosen, BLOCK=block, num_warps=4, **options)
-    return y_TD
-
-
-def clamp_arguments(experts: ExpertWeights) -> tuple[float, float] | tuple[None, None]:
-    """Returns alpha and limit of the clamped gate; None without one."""
-    return (None, None) if experts.clamp is None else (experts.clamp.alpha, experts.clamp.limit)
-
-
-def max_tiles(pairs: int, count: int, block_m: int) -> int:
-    """Returns how many tiles of sorted pairs there can be."""
-    return min(pairs, (pairs + count * (block_m - 1)) // block_m)
+def pairs_per_tile(pairs: int, count: int) -> int:
+    return next((tile for average, tile in PAIRS_PER_TILE if pairs <= average * count), MAX_TILE_PAIRS)
 
 
 def expert_mlp_triton(
     x_TD: Tensor, weight_TC: Tensor, expert_TC: Tensor, experts: ExpertWeights, sort: bool = False
 ) -> Tensor:
-    """Computes `expert_mlp` (experts.py) of plain weights; `sort` sorts even up to MAX_SCAN_ROWS rows."""
+    """Computes `expert_mlp` (experts.py) for any number of rows; `sort` sorts even few rows of plain weights."""
     (rows, chosen), (count, width, inner) = expert_TC.shape, experts.down_EDI.shape
     assert x_TD.stride(1) == 1 and weight_TC.is_contiguous() and expert_TC.is_contiguous()
     if not rows:
         return torch.empty_like(x_TD)
-    block_m, order_P, ends_E = MAX_SCAN_ROWS, None, None
-    if sort or rows > MAX_SCAN_ROWS:
-        scan, sort_warps = SORT_SCANS[rows * chosen > MAX_FEW_PAIRS]
+    pairs, packed = rows * chosen, isinstance(experts.down_EDI, PackedWeights)
+    y_PD = x_TD.new_empty(pairs, width)
+    if packed and rows <= MAX_FEW_ROWS and x_TD.dtype == torch.bfloat16:
+        hidden_PI = x_TD.new_empty(pairs, inner)
+        launch_few_rows(x_TD, hidden_PI, weight_TC, expert_TC, experts, paired=False)
+        launch_few_rows(hidden_PI, y_PD, weight_TC, expert_TC, experts, paired=True)
+        return sum_experts_triton(y_PD, chosen)
+    fp32, block_m, order_P, ends_E, permuted_TK = x_TD.dtype == torch.float32, MAX_SCAN_ROWS, None, None, None
+    options: dict[str, Any] = pdl_launch_options(x_TD.device, pdl=False if packed else None)
+    if packed:
+        _, block_m, registers = next(tile for tile in MXFP4_TILES if rows <= tile[0])
+        order_P, ends_E, permuted_TK = sort_pairs(expert_TC, count, x_TD)
+        if registers is not None and not fp32:
+            options["maxnreg"] = registers
+    elif sort or rows > MAX_SCAN_ROWS:
+        scan, sort_warps = SORT_SCANS[pairs > MAX_FEW_PAIRS]
         order_P, ends_E, _ = sort_pairs(expert_TC, count, scan=scan, warps=sort_warps)
-        block_m = pairs_per_tile(rows * chosen, count)
-    hidden_PI = x_TD.new_empty(rows * chosen, inner)
-    y_PD = x_TD.new_empty(rows * chosen, width)
-    for paired, x, w, bias, y in (
-        (False, x_TD, experts.gate_up_EXD, experts.gate_up_bias_EX, hidden_PI),
-        (True, hidden_PI, experts.down_EDI, experts.down_bias_ED, y_PD),
+        block_m = pairs_per_tile(pairs, count)
+    max_tiles = count if ends_E is None else min(pairs, (pairs + count * (block_m - 1)) // block_m)
+    hidden_PI = x_TD.new_empty(pairs, triton.cdiv(inner, COLUMN_STEP) * COLUMN_STEP if packed else inner)
+    for paired, x, y, columns, depth in (
+        (False, x_TD if permuted_TK is None else permuted_TK, hidden_PI, inner, width),
+        (True, hidden_PI, y_PD, width, inner),
     ):
-        assert isinstance(w, Tensor) and w.is_contiguous() and (bias is None or bias.is_contiguous())
-        assert w.dtype == x.dtype
-        columns, depth = y.shape[1], x.shape[1]
-        block_n, block_k, warps, stages = SCAN_TILE if ends_E is None else TILES[block_m, paired]
-        if x.dtype == torch.float32:
-            block_n, block_k, warps, stages = FP32_TILE
-        # An expert's tiles are `blocks` programs apart, so they run together. Programs left over are the last ones.
-        blocks = triton.cdiv(columns, block_n)
-        _experts_kernel[(blocks, count if ends_E is None else max_tiles(rows * chosen, count, block_m))](
+        w, exponents, bias = experts.gemm_weights(paired)
+        assert packed or w.dtype == x.dtype
+        if packed:
+            block_n, block_k, warps, stages = MXFP4_FP32_TILE if fp32 else MXFP4_TILE
+        else:
+            block_n, block_k, warps, stages = SCAN_TILE if ends_E is None else TILES[block_m, paired]
+            if fp32:
+                block_n, block_k, warps, stages = FP32_TILE
+        blocks = triton.cdiv(y.shape[1], block_n)
+        _experts_kernel[(max_tiles, blocks) if packed else (blocks, max_tiles)](
             x,
             w,
+            exponents,
             bias,
             expert_TC,
             order_P,
@@ -353,7 +243,9 @@ def expert_mlp_triton(
             columns,
             depth,
             x.stride(0),
-            *clamp_arguments(experts),
+            y.stride(0),
+            0 if exponents is None else exponents.shape[2],
+            *(experts.clamp or (None, None)),
             CHOSEN=chosen,
             EXPERTS=triton.next_power_of_2(count),
             PAIRED=paired,
@@ -361,12 +253,9 @@ def expert_mlp_triton(
             BLOCK_N=block_n,
             BLOCK_K=block_k,
             EVEN_K=depth % block_k == 0,
+            ASM=HAVE_PTX,
             num_warps=warps,
             num_stages=stages,
-            **pdl_launch_options(x.device),
+            **options,
         )
     return sum_experts_triton(y_PD, chosen)
-
-
-def pairs_per_tile(pairs: int, count: int) -> int:
-    return next((tile for average, tile in PAIRS_PER_TILE if pairs <= average * count), MAX_TILE_PAIRS)

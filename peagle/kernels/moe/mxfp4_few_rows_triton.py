@@ -6,11 +6,11 @@ Tensors here have one element per thread, and what Triton would arrange is expli
 rows from global memory, 16 bytes at a time and steps ahead, unpacks them in registers, and passes them to the
 warp-level MMA of 16 weight rows by 8 rows of x by 16 columns. There is no shared memory and no synchronization between
 warps, so warps hide each other's latencies; a program has four warps, so that work spreads evenly over the SMs. For
-more rows than one MMA takes, mxfp4_sorted_triton.py is faster.
+more rows than one MMA takes, experts_triton.py is faster.
 
 A step is 128 columns: 4 blocks (mxfp4.py) of a weight row, one for each of the 4 threads that share it. An MMA may add
 any 16 columns as long as weights and rows agree: MMA (p, h) of a step takes from each block t the columns
-16 h + 8 b + 2 p + c (b and c: 0 or 1). `permuted_column` (experts_triton.py) puts rows in that order for kernels that
+16 h + 8 b + 2 p + c (b and c: 0 or 1). `permuted_column` (routing_triton.py) puts rows in that order for kernels that
 take columns in sequence. So a thread has one exponent per step, and 64 contiguous bytes of a row of x. Four steps are a
 turn, for which a thread loads all exponents at once.
 
@@ -28,9 +28,9 @@ import triton.language as tl
 from torch import Tensor
 
 from peagle.kernels.moe.experts_torch import ExpertWeights
-from peagle.kernels.moe.experts_triton import apply_gate_tile, clamp_arguments
 from peagle.kernels.moe.mxfp4 import BLOCK
 from peagle.kernels.moe.mxfp4_triton import HAVE_PTX, decode, row_start
+from peagle.kernels.moe.routing_triton import apply_gate_tile
 from peagle.kernels.triton_utils import pdl_launch_options
 
 MAX_FEW_ROWS = 8  # rows of x of one MMA
@@ -295,8 +295,8 @@ def launch_few_rows(
     x: Tensor, y: Tensor, weight_TC: Tensor, expert_TC: Tensor, experts: ExpertWeights, paired: bool
 ) -> None:
     """Computes one GEMM for up to MAX_FEW_ROWS rows; rows of y, and of x if `paired`, are pairs of row and expert."""
-    w, bias = experts.packed_gemm(paired)
-    assert x.dtype == torch.bfloat16 and y.is_contiguous()
+    words, exponents, bias = experts.gemm_weights(paired)
+    assert exponents is not None and x.dtype == torch.bfloat16 and y.is_contiguous()
     if x.stride(0) % 8 or x.data_ptr() % 16:  # loads are 16 bytes wide
         x = x.clone(memory_format=torch.contiguous_format)
     (rows, chosen), columns = weight_TC.shape, y.shape[1]
@@ -304,21 +304,21 @@ def launch_few_rows(
     ahead = next(steps for max_rows, steps in STEPS_AHEAD.items() if rows <= max_rows)[paired]
     tile = 16 if paired else 8
     warps = 1 if columns % (tile * MAX_WARPS) else MAX_WARPS
-    blocks = w.shape[2] // BLOCK
-    _few_rows_kernel[(columns // (tile * warps), len(w))](
+    blocks = x.shape[1] // BLOCK
+    _few_rows_kernel[(columns // (tile * warps), len(words))](
         x.view(torch.int32),
-        w.words_ERW.view(torch.int32),
-        w.exponents_ERG.view(torch.int32),
+        words,
+        exponents.view(torch.int32),
         bias,
         expert_TC,
         weight_TC,
         y,
         rows,
         x.stride(0) // 2,
-        *clamp_arguments(experts),
+        *(experts.clamp or (None, None)),
         N=columns,
         G=blocks,
-        E_ROW=w.exponents_ERG.shape[2],
+        E_ROW=exponents.shape[2],
         CHOSEN=chosen,
         PAIRED=paired,
         AHEAD=min(ahead, triton.cdiv(blocks, 4)),

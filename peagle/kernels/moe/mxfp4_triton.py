@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, check-untyped-defs=False
-"""Unpacks MXFP4 words (mxfp4.py) in Triton: a tile in registers, or whole tensors.
+"""Unpacks MXFP4 words (mxfp4.py) in Triton: a tile in registers for a GEMM, or whole tensors.
 
 The four bits of a number, with the sign moved to a float's sign bit and the others across the border of exponent and
 fraction, are that number times 2^-126, or a subnormal one if its exponent bits are zero. Multiplied by 2^126 and by the
@@ -119,6 +119,70 @@ def unpack_tile(pairs, exponents, ASM: tl.constexpr, DTYPE: tl.constexpr):
 def row_start(row, steps):
     """Returns where a row's words begin, in pairs; each further step is 128 pairs later (mxfp4.py)."""
     return row // 8 * (steps * 128) + row % 8 * 16
+
+
+@triton.jit
+def _load_order(i, BLOCK_N: tl.constexpr):
+    """Returns which row of a weight tile is loaded as the i-th.
+
+    Triton deals groups of eight loaded rows to the warps in turn, and the MMA needs two adjacent groups from each warp.
+    """
+    return i % (BLOCK_N // 2) // 8 * 16 + i // (BLOCK_N // 2) * 8 + i % 8
+
+
+@triton.jit
+def _restore_order(tile):
+    """Puts the rows of a tile loaded in `_load_order` back in order, without moving data between threads."""
+    N: tl.constexpr = tile.shape[0]
+    W: tl.constexpr = tile.shape[1]
+    return tl.reshape(tl.permute(tl.reshape(tile, (2, N // 16, 8, W)), (1, 0, 2, 3)), (N, W))
+
+
+@triton.jit
+def _wait_for_mma(sums, ASM: tl.constexpr):
+    """Reads an MMA's sums at once. Otherwise Triton overlaps it with the next step, which may unpack its weights into
+    registers that the MMA still reads."""
+    if ASM:
+        sums = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [sums], dtype=tl.float32, is_pure=True, pack=1)
+    return sums
+
+
+@triton.jit
+def mxfp4_sums(x, w, exponents, e, block, source, hit, N, K, x_row, exponents_row, PAIRED, BLOCK_M, BLOCK_N, ASM):
+    """Returns a tile's sums over K for weights unpacked in registers: of outputs and, unless PAIRED, of ups."""
+    BLOCK_K: tl.constexpr = 128
+    # Programs past the last weight row read it again, without a mask in the loop, and do not store the result.
+    read = block * BLOCK_N + _load_order(tl.arange(0, BLOCK_N), BLOCK_N)
+    rows = e.to(tl.int64) * N * (1 if PAIRED else 2) + tl.minimum(read, N - 1)
+    k = tl.arange(0, BLOCK_K)
+    two = tl.arange(0, BLOCK_K // 8)
+    x_at = x + source[None, :] * x_row + k[:, None]
+    whole_steps = tl.cdiv(K, BLOCK_K)
+    w_at = w + row_start(rows, whole_steps)[:, None] + two[None, :]
+    # Rows of exponents are padded, so no step reads past one.
+    s_at = exponents + rows[:, None] * exponents_row + tl.arange(0, BLOCK_K // 32)[None, :]
+    ups = (e * 0 + N).to(tl.int64)
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    # Columns that only pad y have no sums.
+    steps = tl.where(block * BLOCK_N < N, whole_steps, 0)
+    # Too few bytes for an asynchronous copy: loaded one step ahead.
+    powers = tl.load(s_at)
+    up_powers = powers if PAIRED else tl.load(s_at + ups * exponents_row)
+    for step in range(0, steps):
+        rows_x = tl.load(x_at + step * BLOCK_K, mask=hit[None, :], other=0.0)
+        w_step = w_at + step * 128
+        pairs = tl.load(w_step)
+        s_next = s_at + tl.minimum(step + 1, steps - 1) * (BLOCK_K // 32)
+        numbers = unpack_tile(_restore_order(pairs), _restore_order(powers), ASM, x.dtype.element_ty)
+        powers = tl.load(s_next)
+        acc = _wait_for_mma(tl.dot(numbers, rows_x, acc, input_precision="ieee"), ASM)
+        if not PAIRED:
+            pairs = tl.load(w_step + row_start(ups, whole_steps))
+            numbers = unpack_tile(_restore_order(pairs), _restore_order(up_powers), ASM, x.dtype.element_ty)
+            up_powers = tl.load(s_next + ups * exponents_row)
+            up = _wait_for_mma(tl.dot(numbers, rows_x, up, input_precision="ieee"), ASM)
+    return acc, up
 
 
 @triton.jit
