@@ -417,7 +417,7 @@ def test_all_kernels_use_wgmma(block_m: int | None, paired: bool) -> None:
     pytest.importorskip("triton", reason="Triton is made for Linux only")
     from peagle.kernels.moe.experts_triton import SCAN_TILE, TILES, _experts_kernel
 
-    block_n, block_k, warps, stages = SCAN_TILE if block_m is None else TILES[block_m, paired]
+    block_n, block_k, warps, stages = SCAN_TILE if block_m is None else TILES[block_m][paired]
     fixed: dict[str, Any] = {"BLOCK_M": block_m or 16, "BLOCK_N": block_n, "BLOCK_K": block_k, "EVEN_K": True}
     fixed |= {"CHOSEN": 3, "EXPERTS": 8, "PAIRED": paired, "PDL": True, "alpha": None, "limit": None}
     fixed |= {"exponents": None, "exponents_row": 0, "ASM": True}

@@ -66,6 +66,12 @@ if HAVE_TRITON:
             )
 
     @triton.jit
+    def _load_squares(squares_ptr, squares_count, m, M, BLOCK_SQUARES: tl.constexpr):
+        i = tl.arange(0, BLOCK_SQUARES)
+        known = (i < squares_count)[:, None] & (m < M)[None, :]
+        return tl.load(squares_ptr + i[:, None] * M + m[None, :], mask=known, other=0.0)
+
+    @triton.jit
     def _inverse_rms(squares, K, eps):
         return tl.rsqrt(order_independent_sum(squares).to(tl.float32) / K + eps)[None, :]
 
@@ -162,18 +168,11 @@ if HAVE_TRITON:
         if next_norm_ptr is not None:
             next_norm = tl.load(next_norm_ptr + n, mask=n < N, other=0.0)
         residual = None
-        residual_ptrs = None
-        if residual_ptr is not None:
-            residual_ptrs = residual_ptr + m[None, :] * residual_stride + n[:, None]
-            if SPLIT_K == 1:
-                residual = tl.load(residual_ptrs, mask=inside, other=0.0)
+        if residual_ptr is not None and SPLIT_K == 1:
+            residual = tl.load(residual_ptr + m[None, :] * residual_stride + n[:, None], mask=inside, other=0.0)
         squares = None
-        squares_ptrs = None
-        if squares_ptr is not None:
-            i = tl.arange(0, BLOCK_SQUARES)
-            squares_ptrs = squares_ptr + i[:, None] * M + m[None, :]
-            if SPLIT_K == 1:
-                squares = tl.load(squares_ptrs, mask=(i < squares_count)[:, None] & (m < M)[None, :], other=0.0)
+        if squares_ptr is not None and SPLIT_K == 1:
+            squares = _load_squares(squares_ptr, squares_count, m, M, BLOCK_SQUARES)
 
         x_ptrs = x_ptr + m[None, :] * x_stride + (begin + k)[:, None]
         w_ptrs = w_ptr + rows.to(tl.int64)[:, None] * K + (begin + k)[None, :]
@@ -239,11 +238,10 @@ if HAVE_TRITON:
                     partial = partial_ptr + (other * tiles + tile) * SIZE + offsets
                     acc += tl.load(partial, mask=used, other=0.0, cache_modifier=".cg")
                 if residual_ptr is not None:
-                    residual = tl.load(residual_ptrs, mask=inside, other=0.0)
+                    residual = tl.load(residual_ptr + m[None, :] * residual_stride + n[:, None], mask=inside, other=0.0)
                 scale = None
                 if squares_ptr is not None:
-                    known = (tl.arange(0, BLOCK_SQUARES) < squares_count)[:, None] & used
-                    scale = _inverse_rms(tl.load(squares_ptrs, mask=known, other=0.0), K, eps)
+                    scale = _inverse_rms(_load_squares(squares_ptr, squares_count, m, M, BLOCK_SQUARES), K, eps)
                 _finish(
                     acc, up, scale, residual, bias_ptr, y_ptr, next_norm, scaled_ptr, next_squares_ptr, n, m, tile, M, N
                 )

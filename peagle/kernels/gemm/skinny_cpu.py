@@ -89,16 +89,11 @@ def compile_library(folder: Path) -> Path:
 
 def find_gomp_parallel() -> int | None:
     """Returns the address of GOMP_parallel in torch's OpenMP library, else in the system's."""
-    loaded = []
-    try:
-        for line in Path("/proc/self/maps").read_text().splitlines():
-            path = line.split(maxsplit=5)[-1]
-            if OPENMP.match(os.path.basename(path)) and path not in loaded:
-                loaded.append(path)
-    except OSError:
-        pass
-    beside = str(Path(torch.__file__).parent.parent)  # torch/lib, or torch.libs next to it
-    loaded.sort(key=lambda path: not path.startswith(beside + os.sep + "torch"))
+    maps = Path("/proc/self/maps")
+    mapped = (line.split(maxsplit=5)[-1] for line in maps.read_text().splitlines()) if maps.exists() else ()
+    beside = str(Path(torch.__file__).parent.parent / "torch")  # torch/lib, or torch.libs next to it
+    loaded = sorted({path for path in mapped if OPENMP.match(os.path.basename(path))})
+    loaded.sort(key=lambda path: not path.startswith(beside))
     for name in [*loaded, ctypes.util.find_library("gomp")]:
         try:
             if name is not None:

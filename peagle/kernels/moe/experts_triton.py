@@ -43,18 +43,14 @@ MAX_SCAN_ROWS = 16  # one tile holds all rows, so rows that did not choose an ex
 # tile and are read once; with more pairs, further tiles read the weights from the cache.
 PAIRS_PER_TILE = ((8, 16), (16, 32), (48, 64))
 MAX_TILE_PAIRS = 128
-# Rows and columns of a weight tile, warps, stages; of sorted rows by pairs per tile and whether it is the second GEMM.
+# Rows and columns of a weight tile, warps, stages; of sorted rows by pairs per tile, for the first and the second GEMM.
 # The fastest on an H200 for Qwen3-Coder-30B-A3B's layer.
 SCAN_TILE = (64, 64, 4, 4)
 TILES = {
-    (16, False): (64, 128, 4, 3),
-    (16, True): (128, 64, 4, 3),
-    (32, False): (64, 64, 4, 3),
-    (32, True): (64, 64, 4, 4),
-    (64, False): (64, 64, 4, 3),
-    (64, True): (128, 64, 4, 4),
-    (128, False): (128, 64, 8, 4),
-    (128, True): (128, 64, 4, 3),
+    16: ((64, 128, 4, 3), (128, 64, 4, 3)),
+    32: ((64, 64, 4, 3), (64, 64, 4, 4)),
+    64: ((64, 64, 4, 3), (128, 64, 4, 4)),
+    128: ((128, 64, 8, 4), (128, 64, 4, 3)),
 }
 # With four stages and odd widths Triton 3.6 computed wrong addresses in fp32: it used the upper half of a 32-bit
 # product for a 64-bit one.
@@ -224,7 +220,7 @@ def expert_mlp_triton(
         if packed:
             block_n, block_k, warps, stages = MXFP4_FP32_TILE if fp32 else MXFP4_TILE
         else:
-            block_n, block_k, warps, stages = SCAN_TILE if ends_E is None else TILES[block_m, paired]
+            block_n, block_k, warps, stages = SCAN_TILE if ends_E is None else TILES[block_m][paired]
             if fp32:
                 block_n, block_k, warps, stages = FP32_TILE
         blocks = triton.cdiv(y.shape[1], block_n)
