@@ -126,8 +126,7 @@ def test_rows_have_the_same_bits_in_any_batch(monkeypatch):
     """So speculation cannot change the output even where two tokens are equally likely."""
     target, _ = load_pair("p-eagle-1")
     own = [m.weight for m in target.modules() if isinstance(m, torch.nn.Linear)]
-    ways = {(*w.shape, rows, w.dtype): skinny_cpu.gemm for w in own for rows in range(1, skinny_cpu.MAX_ROWS + 1)}
-    monkeypatch.setattr(kernels, "_fastest_gemm", ways)
+    monkeypatch.setattr(kernels, "_c_kernel_shapes", {w.shape for w in own})
     tokens, layer = torch.arange(40) * 7 % 100, target.cfg.layer
     blocks = torch.arange(1, 9, dtype=torch.int32)[None]
 
@@ -161,13 +160,11 @@ def test_the_c_kernel_takes_all_row_counts_or_none(monkeypatch, faster):
     def measured(gemms, x, weight):
         return {gemm: 1.0 if (gemm is skinny_cpu.gemm) == faster else 2.0 for gemm in gemms}
 
-    monkeypatch.setattr(kernels, "_fastest_gemm", {})
+    monkeypatch.setattr(kernels, "_c_kernel_shapes", set())
     monkeypatch.setattr(kernels, "_measure", measured)
     weights = [torch.randn(24, 16), torch.randn(8, 16), torch.randn(24, 16, dtype=torch.float64)]
     kernels.select_cpu_gemms(weights, budget_s=60.0)
-    ours = {key for key, way in kernels._fastest_gemm.items() if way is skinny_cpu.gemm}
-    wanted = {(N, 16, rows, torch.float32) for N in (24, 8) for rows in range(1, skinny_cpu.MAX_ROWS + 1)}
-    assert ours == (wanted if faster else set())
+    assert kernels._c_kernel_shapes == ({(24, 16), (8, 16)} if faster else set())
     with torch.inference_mode():
         for weight in weights:
             for rows in (1, 2, 7, 16, 17):
@@ -184,7 +181,7 @@ def test_without_the_library_torch_takes_over_and_a_debug_log_says_so(environmen
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(skinny_cpu, "library", cache(skinny_cpu.library.__wrapped__))
-    monkeypatch.setattr(kernels, "_fastest_gemm", {})
+    monkeypatch.setattr(kernels, "_c_kernel_shapes", set())
     caplog.set_level("DEBUG", "peagle.kernels")
     weight, x = torch.randn(8, 4), torch.randn(3, 4)
     kernels.select_cpu_gemms([weight])

@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from pairs import load_pair
-from torch.nn import functional as F
 
 from peagle.kernels.attention.dense import causal_attention
-from peagle.kernels.gemm import linear_torch as kernels
 from peagle.kernels.norm.rms_norm import rms_norm, rms_norm_torch
 from peagle.models.fused_cpu import FusedCpuDecoder, FusedCpuDrafter
 
@@ -28,20 +26,6 @@ def test_fused_passes_have_the_modules_bits(dtype, rows):
             theirs = target(tokens, positions, causal_attention, aux_layer_ids)
             theirs += drafter(tokens, hidden, positions, causal_attention)
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-
-
-def test_every_cpu_gemm_equals_f_linear(monkeypatch):
-    weight, bias = torch.randn(24, 16), torch.randn(24)
-    monkeypatch.setattr(kernels, "_fastest_gemm", {})
-    kernels.select_cpu_gemms([weight])
-    assert {key[2] for key in kernels._fastest_gemm} >= set(range(1, 9))
-    with torch.inference_mode():
-        for rows in range(1, 10):
-            x = torch.randn(rows, 16)
-            for gemm in (*kernels._TORCH_GEMMS, kernels.linear_cpu):
-                for b in (None, bias):
-                    torch.testing.assert_close(gemm(x, weight, b), F.linear(x, weight, b), rtol=1e-5, atol=1e-5)
-                assert gemm(x, weight, None).is_contiguous()
 
 
 def test_f_rms_norm_equals_the_reference():

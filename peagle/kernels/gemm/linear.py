@@ -3,7 +3,7 @@
 Decoding reads every weight once for a handful of rows, so a GEMM costs what streaming its weights costs. The Triton
 GEMM (linear_triton.py) takes up to `max_triton_rows` rows of a shape (tile_configs.py); more rows go to cuBLAS with
 single-launch kernels around it. fp32, fp64 and training use the torch reference (linear_torch.py), and the CPU in
-inference mode uses the implementation that measured fastest there (`linear_cpu`).
+inference mode uses the faster of torch and a C kernel (`linear_cpu`).
 
 Batch invariance. A row's result depends neither on the other rows nor on their number, up to MAX_TILED_ROWS rows of
 small shapes; for large shapes this holds up to MAX_FEW_ROWS rows and, separately, beyond. Weights are the left operand
