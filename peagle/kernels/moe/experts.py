@@ -46,7 +46,8 @@ def expert_mlp(x_TD: Tensor, weight_TC: Tensor, expert_TC: Tensor, experts: Expe
     """Returns the weighted sum of each row's chosen experts: [T, D]."""
     if not runs_triton(x_TD):
         return expert_mlp_torch(x_TD, weight_TC, expert_TC, experts)
-    if len(x_TD) > MAX_TRITON_ROWS and _supports_grouped(x_TD, experts):
+    aligned = all(width % 8 == 0 for width in experts.down_EDI.shape[1:])  # rows of a multiple of 16 bytes
+    if len(x_TD) > MAX_TRITON_ROWS and x_TD.dtype == torch.bfloat16 and aligned:
         return expert_mlp_grouped(x_TD, weight_TC, expert_TC, experts)
     from peagle.kernels.moe.experts_triton import expert_mlp_triton
 
@@ -63,9 +64,8 @@ def expert_mlp_grouped(x_TD: Tensor, weight_TC: Tensor, expert_TC: Tensor, exper
     hidden = F.grouped_mm(x_TD[order_P // chosen], gate_up_EDX, offs=ends_E)
     if experts.gate_up_bias_EX is not None:
         hidden = hidden + experts.gate_up_bias_EX[expert_P]
-    y = F.grouped_mm(
-        apply_gate(hidden, experts.clamp), dequantize_weights(experts.down_EDI, x_TD.dtype).mT, offs=ends_E
-    )
+    down_EID = dequantize_weights(experts.down_EDI, x_TD.dtype).mT
+    y = F.grouped_mm(apply_gate(hidden, experts.clamp), down_EID, offs=ends_E)
     if experts.down_bias_ED is not None:
         y = y + experts.down_bias_ED[expert_P]
     return sum_experts(torch.empty_like(y).index_copy_(0, order_P, y), weight_TC)
@@ -80,9 +80,3 @@ def dequantize_weights(weights: Tensor | PackedWeights, dtype: torch.dtype) -> T
 
         return unpack_words_triton(weights.words_ERW, weights.exponents_ERG, weights.columns, dtype)
     return unpack_words(weights.words_ERW, weights.exponents_ERG, weights.columns).to(dtype)
-
-
-def _supports_grouped(x_TD: Tensor, experts: ExpertWeights) -> bool:
-    """Whether torch's grouped GEMM takes these: bf16 with rows of a multiple of 16 bytes."""
-    widths = (experts.down_EDI.shape[1], experts.down_EDI.shape[2])
-    return x_TD.dtype == torch.bfloat16 and hasattr(F, "grouped_mm") and all(width % 8 == 0 for width in widths)

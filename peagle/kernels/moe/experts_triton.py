@@ -41,8 +41,7 @@ from peagle.kernels.triton_utils import pdl_launch_options
 MAX_SCAN_ROWS = 16  # one tile holds all rows, so rows that did not choose an expert cost nothing
 # (most pairs per expert on average, pairs per tile). Tiles have about twice the average, so that most experts have one
 # tile and are read once; with more pairs, further tiles read the weights from the cache.
-PAIRS_PER_TILE = ((8, 16), (16, 32), (48, 64))
-MAX_TILE_PAIRS = 128
+PAIRS_PER_TILE = ((8, 16), (16, 32), (48, 64), (math.inf, 128))
 # Rows and columns of a weight tile, warps, stages; of sorted rows by pairs per tile, for the first and the second GEMM.
 # The fastest on an H200 for Qwen3-Coder-30B-A3B's layer.
 SCAN_TILE = (64, 64, 4, 4)
@@ -180,7 +179,7 @@ def _experts_kernel(
 
 
 def pairs_per_tile(pairs: int, count: int) -> int:
-    return next((tile for average, tile in PAIRS_PER_TILE if pairs <= average * count), MAX_TILE_PAIRS)
+    return next(tile for average, tile in PAIRS_PER_TILE if pairs <= average * count)
 
 
 def expert_mlp_triton(
