@@ -19,8 +19,6 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -36,14 +34,6 @@ COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-O3", "-fno-schedule-insns", "-ffp-contract=fast", "-std=gnu11", "-fPIC", "-shared")
 COMPILE_TIMEOUT_S = 120
 OPENMP = re.compile(r"lib(gomp|iomp5|omp)\b.*\.so")
-
-
-@dataclass(frozen=True)
-class CpuLibrary:
-    gemm: Callable[..., int]
-    attention: Callable[..., int]
-    lanes: int  # floats in a vector register
-    parallel: int | None  # address of GOMP_parallel, the last argument of both; None: one thread
 
 
 def compiler_command() -> list[str]:
@@ -87,8 +77,9 @@ def compile_library(folder: Path) -> Path:
     return final
 
 
+@functools.cache
 def find_gomp_parallel() -> int | None:
-    """Returns the address of GOMP_parallel in torch's OpenMP library, else in the system's."""
+    """Returns the address of GOMP_parallel in torch's OpenMP library, else in the system's; None: one thread."""
     maps = Path("/proc/self/maps")
     mapped = (line.split(maxsplit=5)[-1] for line in maps.read_text().splitlines()) if maps.exists() else ()
     beside = str(Path(torch.__file__).parent.parent / "torch")  # torch/lib, or torch.libs next to it
@@ -104,21 +95,20 @@ def find_gomp_parallel() -> int | None:
 
 
 @functools.cache
-def library() -> CpuLibrary | None:
+def library() -> ctypes.CDLL | None:
     """Loads the C kernels, or returns None; the first call may compile for some seconds."""
+    pointer, number = ctypes.c_void_p, ctypes.c_long
     try:
         loaded = ctypes.CDLL(str(compile_library(cache_folder() / "kernels")))
-        gemm_function, attention_function, lanes = loaded.peagle_gemm, loaded.peagle_attention, loaded.peagle_lanes()
+        operands = [pointer, number, *[pointer] * 4, ctypes.c_float, *[pointer] * 2]
+        loaded.peagle_gemm.argtypes = [*operands, *[number] * 4, pointer]
+        loaded.peagle_attention.argtypes = [*[pointer] * 6, *[number] * 6, pointer]
     except (OSError, AttributeError, ValueError, subprocess.SubprocessError) as error:
         stderr = getattr(error, "stderr", None)
         LOGGER.debug("C kernels are unavailable: %s", f"{error}: {stderr.strip()}" if stderr else error)
         return None
-    pointer, number = ctypes.c_void_p, ctypes.c_long
-    gemm_function.argtypes = [pointer, number, *[pointer] * 4, ctypes.c_float, *[pointer] * 2, *[number] * 4, pointer]
-    attention_function.argtypes = [*[pointer] * 6, *[number] * 6, pointer]
-    parallel = find_gomp_parallel()
-    LOGGER.debug("C kernels loaded, running on %s", "torch's threads" if parallel else "one thread")
-    return CpuLibrary(gemm_function, attention_function, lanes, parallel)
+    LOGGER.debug("C kernels loaded, running on %s", "torch's threads" if find_gomp_parallel() else "one thread")
+    return loaded
 
 
 def _address(x: Tensor | None) -> int | None:
@@ -146,8 +136,9 @@ def gemm(
     gated = torch.empty(rows, N // 2) if glu else None
     added = None if residual is None or glu else residual.contiguous()  # a name keeps it alive during the call
     operands = [_address(t) for t in (weight_NK, bias, added, norm_weight)]
-    sizes = rows, N, x_TK.shape[1], torch.get_num_threads()
-    if found.gemm(x_TK.data_ptr(), stride[0], *operands, eps, y.data_ptr(), _address(gated), *sizes, found.parallel):
+    outputs = y.data_ptr(), _address(gated)
+    sizes = rows, N, x_TK.shape[1], torch.get_num_threads(), find_gomp_parallel()
+    if found.peagle_gemm(x_TK.data_ptr(), stride[0], *operands, eps, *outputs, *sizes):
         return None
     if gated is None:
         return y
@@ -157,7 +148,7 @@ def gemm(
 def supports_attention(head_dim: int) -> bool:
     """Whether `attention` takes heads of this width on this machine."""
     found = library()
-    return found is not None and head_dim % (2 * found.lanes) == 0
+    return found is not None and head_dim % (2 * found.peagle_lanes()) == 0  # floats in a vector register
 
 
 def attention(
@@ -174,6 +165,6 @@ def attention(
     out = torch.empty(rows, heads * width)
     tensors = [t.data_ptr() for t in (qkv_TX, cos_Td, sin_Td, keys_SGd, values_SGd, out)]
     sizes = rows, heads, kv_heads, width, S - rows, torch.get_num_threads()
-    if found.attention(*tensors, *sizes, found.parallel):
+    if found.peagle_attention(*tensors, *sizes, find_gomp_parallel()):
         raise MemoryError(f"attention of {rows} rows over {S} positions")
     return out
