@@ -144,8 +144,13 @@ SHAPES = {
 DRAFTER_LAYERS = {"p-eagle": 4, "eagle3": 1}
 
 
-def write_checkpoints(name: str, tiny: bool, folder: Path) -> dict[str, str]:
-    """Writes the target and both drafters; returns folder paths by 'target', 'p-eagle' and 'eagle3'."""
+def write_checkpoints(
+    name: str, tiny: bool, folder: Path, config: Json | None = None, mask_token_id: int | None = None
+) -> dict[str, str]:
+    """Writes the target and both drafters; returns folder paths by 'target', 'p-eagle' and 'eagle3'.
+
+    `config` and `mask_token_id` replace values of the shape.
+    """
     import torch
 
     from peagle.checkpoints.drafter import build_drafter_config, drafter_layout, plain_tensor_name
@@ -154,7 +159,7 @@ def write_checkpoints(name: str, tiny: bool, folder: Path) -> dict[str, str]:
 
     head_rope = RopeConfig(theta=500000.0, rope_type="llama3", factor=8.0, original_max_positions=8192)
     shape = SHAPES[name]
-    values = shape.published_config | (shape.tiny if tiny else {})
+    values = shape.published_config | (shape.tiny if tiny else {}) | (config or {})
     if tiny:
         values |= {"eos_token_id": values["vocab_size"] - 1}
         values = {key: value for key, value in values.items() if value is not None and key != "pad_token_id"}
@@ -166,7 +171,7 @@ def write_checkpoints(name: str, tiny: bool, folder: Path) -> dict[str, str]:
     mlp = 160 if tiny else shape.drafter_mlp
     folders = {"target": str(target_folder)}
     for method, num_layers in DRAFTER_LAYERS.items():
-        mask_token_id = target.vocab_size - 3 if tiny else shape.mask_token_id
+        mask_id = target.vocab_size - 3 if tiny else mask_token_id or shape.mask_token_id
         cfg = DrafterConfig(
             vocab_size=target.vocab_size,
             draft_vocab_size=target.vocab_size,
@@ -176,7 +181,7 @@ def write_checkpoints(name: str, tiny: bool, folder: Path) -> dict[str, str]:
             max_positions=target.max_positions,
             target_hidden_size=layer.hidden_size,
             aux_layer_ids=target.default_aux_layer_ids,
-            mask_token_id=mask_token_id if method == "p-eagle" else None,
+            mask_token_id=mask_id if method == "p-eagle" else None,
             own_embeddings=shape.drafter_owns_tables,
             own_head=shape.drafter_owns_tables,
         )
