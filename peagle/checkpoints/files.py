@@ -107,7 +107,9 @@ class SafetensorsFolder:
         except (SafetensorError, OSError, struct.error, ValueError) as error:
             if isinstance(error, UserError):
                 raise
-            raise UserError(f"{self.folder}: {what!r}: missing or damaged safetensors ({first_line(error)})") from None
+            raise UserError(
+                f"{self.folder}: {what!r}: missing, damaged or truncated safetensors ({first_line(error)})"
+            ) from None
 
     def names(self) -> list[str]:
         return list(self._handles)

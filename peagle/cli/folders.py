@@ -59,7 +59,7 @@ def convert(
     num_speculative_tokens: int = k_option(DEFAULT_NUM_SPECULATIVE_TOKENS),
 ) -> None:
     """Convert a drafter between the plain and the speculators format; tensors stay bit-identical."""
-    from peagle.checkpoints.convert import convert_drafter, detect_format
+    from peagle.checkpoints.drafter import convert_drafter, detect_format
 
     source = resolve_drafter(drafter)
     if detect_format(source) == to:
@@ -84,7 +84,7 @@ def average(
 
     The average is often better than each of them; compare them with `peagle eval`.
     """
-    from peagle.checkpoints.convert import average_drafters
+    from peagle.checkpoints.drafter import average_drafters
 
     if len(drafters) < 2:
         raise UserError(f"{drafters[0]}: cannot average a single drafter; give two or more")

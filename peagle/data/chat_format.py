@@ -42,7 +42,6 @@ class ChatFormat:
         tokenizer: PreTrainedTokenizerBase,
         eos_ids: Collection[int] = (),
         template: Path | None = None,
-        target_name: str = "this target",
     ) -> None:
         self.tokenizer, self.eos_ids = tokenizer, frozenset(eos_ids)
         try:
@@ -50,7 +49,7 @@ class ChatFormat:
         except (OSError, ValueError) as error:
             raise UserError(f"--chat-template {template}: cannot be read ({first_line(error)})") from None
         if not given:
-            raise UserError(f"{template or target_name} has no chat template: give --chat-template FILE or --raw")
+            raise UserError(f"{template or 'this target'} has no chat template: give --chat-template FILE or --raw")
         self.template = given if isinstance(given, str) else json.dumps(given, sort_keys=True)
         self._options = {"chat_template": self.template} if template is not None else {}
 
@@ -173,4 +172,4 @@ def load_chat_format(folder: Path, template: Path | None = None, raw: bool = Fal
     ends = set(eos_ids(folder))
     if isinstance(tokenizer.eos_token_id, int):
         ends.add(tokenizer.eos_token_id)
-    return RawFormat(tokenizer, ends) if raw else ChatFormat(tokenizer, ends, template, str(folder))
+    return RawFormat(tokenizer, ends) if raw else ChatFormat(tokenizer, ends, template)

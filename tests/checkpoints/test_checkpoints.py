@@ -22,8 +22,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from support import edit_config, edit_weights, set_config
 
-from peagle.checkpoints.convert import average_drafters, convert_drafter, detect_format
 from peagle.checkpoints.drafter import (
+    average_drafters,
+    convert_drafter,
+    detect_format,
     drafter_tensors,
     load_drafter,
     load_unshared_drafter,

@@ -14,7 +14,7 @@ import torch
 from pairs import EOS_ID, RECIPES, drafter_folder, target_folder
 from support import edit_config, edit_weights, set_config
 
-from peagle.checkpoints.convert import convert_drafter
+from peagle.checkpoints.drafter import convert_drafter
 from peagle.checkpoints.validate import inspect_drafter
 from peagle.hub.resolve import DEFAULT_DRAFTER, EAGLE3_DRAFTER, resolve_drafter
 

@@ -17,8 +17,7 @@ import pytest
 from pairs import EOS_ID, RECIPES, drafter_folder, load_pair, prompts, target_folder
 from support import edit_weights
 
-from peagle.checkpoints.convert import convert_drafter
-from peagle.checkpoints.drafter import load_drafter
+from peagle.checkpoints.drafter import convert_drafter, load_drafter
 from peagle.checkpoints.target import encode_prompt, load_decoder, load_target, load_tokenizer
 from peagle.checkpoints.validate import inspect_drafter
 from peagle.config import SamplingParams
