@@ -209,7 +209,7 @@ def _build_delta(request: ActiveRequest, completion: Request, now: float) -> Com
         completion.logprobs[sent.num_tokens :] if completion.params.logprobs is not None else None,
         finish_reason,
         completion.stop_reason,
-        finish_reason == "stop" and bool(token_ids) and token_ids[-1] in completion.finishing_token_ids,
+        finish_reason == "stop" and bool(token_ids) and token_ids[-1] in completion.stop_token_ids,
     )
     sent.num_tokens += len(token_ids)
     sent.num_steps_with_drafter = len(completion.num_accepted_tokens_per_step)
