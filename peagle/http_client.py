@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import socket
 import ssl
 import time
@@ -25,6 +26,8 @@ from peagle.errors import UserError
 MAX_LINE_BYTES = 1 << 20  # of an event stream
 MAX_REPLY_BYTES = 64 << 20
 DRAIN_S = 1.0  # wait for the end of a body after its last event, so that the connection can be reused
+METRIC_LINE = re.compile(r"^(vllm:\w+?)(?:_total)?(\{.*\})?\s+(\S+)")
+METRIC_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 STATUS_HELP = {
     401: "check $OPENAI_API_KEY",
     403: "the server denies access",
@@ -82,6 +85,14 @@ def error_message(body: bytes, max_chars: int = 160) -> str:
     except (ValueError, AttributeError, RecursionError):
         text = body.decode(errors="replace")
     return " ".join(str(text).split())[:max_chars]
+
+
+def parse_metrics(body: bytes) -> Iterator[tuple[str, dict[str, str], float]]:
+    """Names without `_total`, labels and values of vLLM's metrics in the text of /metrics."""
+    for line in body.decode(errors="replace").splitlines():
+        if (match := METRIC_LINE.match(line)) is not None:
+            with suppress(ValueError):
+                yield match[1], dict(METRIC_LABEL.findall(match[2] or "")), float(match[3])
 
 
 class EventDecoder:
@@ -168,6 +179,23 @@ class HttpClient:
                 self.abort()
 
 
+def find_model(client: HttpClient, flag: str) -> str:
+    """The only model of a server. Error messages start with `flag`."""
+    try:
+        reply = client.request("GET", "/v1/models")
+        if reply.status != 200:
+            detail = f"{STATUS_HELP.get(reply.status, '')} ({error_message(reply.body)})"
+            raise UserError(f"{flag}/v1/models: {reply.status}, {detail}")
+        names = [str(model["id"]) for model in json.loads(reply.body)["data"]]
+    except RequestFailed as error:
+        raise UserError(f"{flag}: {error}") from None
+    except (KeyError, TypeError, json.JSONDecodeError):
+        raise UserError(f"{flag}: does not list its models; give --model NAME") from None
+    if len(names) != 1:
+        raise UserError(f"{flag}: give --model NAME, one of {', '.join(names) or 'none'}")
+    return names[0]
+
+
 class AsyncResponse:
     """Status and headers of a response whose body is still arriving."""
 
@@ -175,9 +203,8 @@ class AsyncResponse:
         self.status, self.headers = response.status_code, response.headers
         self._chunks, self._total = response.aiter_raw(), total
 
-    async def chunks(self) -> AsyncIterator[bytes]:
-        async for chunk in self._chunks:
-            yield chunk
+    def chunks(self) -> AsyncIterator[bytes]:
+        return self._chunks
 
     async def read(self, max_bytes: int) -> bytes:
         data = b""
@@ -271,20 +298,8 @@ def _classify(error: Exception, timeouts: HttpTimeouts) -> RequestFailed:
             return RequestFailed("ended early", "the connection was closed in the middle of a response")
         return RequestFailed("not HTTP", text)
     if isinstance(error, httpx.ConnectError):
-        return _classify_connect_error(error, text)
+        refused = "refused" in text or "attempts failed" in text
+        return RequestFailed("connection refused") if refused else RequestFailed("no connection", text)
     if isinstance(error, httpx.ReadError | httpx.WriteError | ConnectionError):
         return RequestFailed("connection reset")
     return RequestFailed("network", text or type(error).__name__)
-
-
-def _classify_connect_error(error: Exception, text: str) -> RequestFailed:
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, ConnectionRefusedError):
-            return RequestFailed("connection refused")
-        if isinstance(cause, socket.gaierror):
-            return RequestFailed("host not found")
-        if isinstance(cause, ssl.SSLError):
-            return RequestFailed("TLS", cause.reason or str(cause))
-        cause = cause.__cause__ or cause.__context__
-    return RequestFailed("connection refused", text) if "attempts failed" in text else RequestFailed("network", text)

@@ -43,8 +43,8 @@ FAULTS = {
     "reset midway": "connection reset",
     "no finish": "ended early",
     "nothing": "no tokens",
-    "no usage": "no token count",
-    "rubbish usage": "no token count",
+    "no usage": None,  # no failure: the client counts the tokens
+    "rubbish usage": None,
     "silent": "stalled",
     "stalls": "stalled",
     "drips": "timed out",

@@ -1,7 +1,8 @@
 """Load on an OpenAI-compatible server: streamed completions, failures by name, speculative decoding counters.
 
-Token counts are the server's `usage`. vLLM's /metrics, if present, is read before and after a repeat: it gives the
-acceptance length and shows whether other clients or a prefix cache affected the measurement.
+Token counts are the server's `usage`; without it the text is tokenized, or chunks are counted. vLLM's /metrics, if
+present, is read before and after a repeat: it gives the acceptance length and shows whether other clients or a prefix
+cache affected the measurement.
 """
 
 from __future__ import annotations
@@ -10,48 +11,32 @@ import asyncio
 import gc
 import json
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from types import TracebackType
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from peagle.bench.timing import RequestTiming, summarize_repeat
-from peagle.bench.workload import BenchPrompt, Load, Workload
-from peagle.config import BenchServerSettings, BenchWarningThresholds, SpeculationMethod
+from peagle.bench.engines import PromptTokenizer
+from peagle.bench.workload import BenchEngine, BenchPrompt, Load, OnProgress, RequestTiming, Workload, summarize_repeat
+from peagle.config import BenchServerSettings, BenchWarningThresholds
 from peagle.errors import UserError
 from peagle.http_client import (
     AsyncHttpClient,
     AsyncResponse,
     EventDecoder,
+    HttpClient,
     HttpTimeouts,
     RequestFailed,
     error_message,
+    find_model,
+    parse_metrics,
     parse_server_url,
 )
 from peagle.results.comparison import NOT_SENT
 from peagle.results.schema import BenchRepeat
 
-METRIC_PREFIX = "vllm:"
-MAX_METRICS_BYTES = 1 << 24
 MAX_ERROR_BYTES = 1 << 14
 COUNTER_DELAY_S = 0.5  # before counters that disagree with the responses are read again
-OnProgress = Callable[[int, int], None]  # finished requests, new tokens
-
-
-@dataclass(frozen=True)
-class MeasuredRepeat:
-    """One repeat and warnings about it."""
-
-    repeat: BenchRepeat
-    warnings: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class DeclaredSpeculation:
-    """Speculation of the server as given on the command line; checked against its counters."""
-
-    method: SpeculationMethod = "none"
-    num_speculative_tokens: int | None = None
 
 
 @dataclass
@@ -60,8 +45,8 @@ class _ResponseStream:
 
     timing: RequestTiming
     max_chunks: int
-    num_input_tokens: int | None = None
-    num_output_tokens: int | None = None
+    usage: dict[str, Any] = field(default_factory=dict)
+    texts: list[str] = field(default_factory=list)  # of the chunks that have one
     finished: bool = False
 
     def add_event(self, event: str, now: float) -> bool:
@@ -71,106 +56,88 @@ class _ResponseStream:
             return True
         try:
             value = json.loads(event)
-        except (ValueError, RecursionError):
+            choice = value["choices"][0] if value.get("choices") else None
+            text = choice.get("text") or (choice.get("delta") or {}).get("content") or "" if choice is not None else ""
+            self.usage |= value.get("usage") or {}
+            self.texts += [str(text)] if text else []
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             raise RequestFailed("not JSON", f"{event[:60]!r} in an event") from None
-        if not isinstance(value, dict):
-            raise RequestFailed("not JSON", f"{event[:60]!r} in an event, not an object")
-        if "error" in value and not value.get("choices"):
-            raise RequestFailed("error in the stream", error_message(event.encode()))
-        choices, usage = value.get("choices"), value.get("usage")
-        if isinstance(usage, dict):
-            self.num_output_tokens = _valid_count(usage.get("completion_tokens"), self.num_output_tokens)
-            self.num_input_tokens = _valid_count(usage.get("prompt_tokens"), self.num_input_tokens)
-        if isinstance(choices, list) and choices:
-            if not isinstance(choices[0], dict):
-                raise RequestFailed("not JSON", f"{event[:60]!r} in an event, an invalid choice")
+        if choice is not None:
             self.timing.chunk_times.append(now)
             if len(self.timing.chunk_times) > self.max_chunks:
                 raise RequestFailed("does not end", f"more than {self.max_chunks} chunks")
-            self.finished = self.finished or choices[0].get("finish_reason") is not None
+            self.finished = self.finished or choice.get("finish_reason") is not None
+        elif "error" in value:
+            raise RequestFailed("error in the stream", error_message(event.encode()))
         return False
 
 
-class ServerBench:
+class ServerBench(BenchEngine):
     """`with ServerBench(...) as server: server.measure(...)`."""
 
-    def __init__(self, settings: BenchServerSettings, declared: DeclaredSpeculation) -> None:
-        self.settings, self.declared = settings, declared
-        self.base_url = parse_server_url(settings.url, "--engine")
-        self.model = settings.model or ""
+    def __init__(self, settings: BenchServerSettings, tokenizer: PromptTokenizer | None = None) -> None:
+        self.settings, self.tokenizer = settings, tokenizer
+        base_url = parse_server_url(settings.url, "--engine")
+        timeouts = HttpTimeouts(settings.connect_s, settings.stall_s, settings.total_s)
+        self._http = HttpClient(base_url, timeouts)
+        self.model = settings.model or find_model(self._http, f"--engine {settings.url}")
         self.has_metrics = True  # until /metrics turns out to be missing
         self._consecutive_failures = 0
+        self._loop, self._client = asyncio.Runner(), AsyncHttpClient(base_url, timeouts)
 
-    def __enter__(self) -> ServerBench:
-        self._loop = asyncio.Runner()
-        timeouts = HttpTimeouts(self.settings.connect_s, self.settings.stall_s, self.settings.total_s)
-        self._client = AsyncHttpClient(self.base_url, timeouts)
-        if not self.model:
-            try:
-                self.model = self._loop.run(self._find_model())
-            except BaseException:
-                self.__exit__(None, None, None)
-                raise
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self._loop.run(self._client.close())
         self._loop.close()
+        self._http.close()
 
     def measure(
         self, workload: Workload, prompts: Sequence[BenchPrompt], load: Load, seed: int, on_progress: OnProgress
-    ) -> MeasuredRepeat:
-        """Sends all prompts once. Failures are counted; only counters that contradict `declared` raise."""
+    ) -> tuple[BenchRepeat, list[str]]:
+        """Failures are counted; only counters that contradict the declared speculation raise."""
         bodies = [self._build_body(prompt, workload, i) for i, prompt in enumerate(prompts)]
+        max_chunks = 4 * workload.max_tokens + 64  # a server may split the text of a token
+        streams = [_ResponseStream(RequestTiming(0.0, failure=NOT_SENT), max_chunks) for _ in prompts]
+        counters_before = self._read_counters()
         gc.collect()  # not during the measurement
-        return self._loop.run(self._measure(workload, prompts, bodies, load, seed, on_progress))
+        duration = self._loop.run(self._send_all(prompts, bodies, streams, load, seed, on_progress))
+        warnings = self._count_tokens(prompts, streams)
+        acceptance_length = self._check_counters(counters_before, streams, warnings)
+        timings = [stream.timing for stream in streams]
+        details = {t.failure: t.failure_detail for t in reversed(timings) if t.failure and t.failure_detail}
+        warnings += [f"the first {name!r}: {detail}" for name, detail in details.items()]
+        return summarize_repeat(timings, duration, acceptance_length), warnings
 
-    async def _measure(
+    async def _send_all(
         self,
-        workload: Workload,
         prompts: Sequence[BenchPrompt],
         bodies: list[bytes],
+        streams: list[_ResponseStream],
         load: Load,
         seed: int,
         on_progress: OnProgress,
-    ) -> MeasuredRepeat:
-        counters_before = await self._read_counters()
-        max_chunks = 4 * workload.max_tokens + 64  # a server may split the text of a token
-        streams = [_ResponseStream(RequestTiming(0.0, failure=NOT_SENT), max_chunks) for _ in prompts]
+    ) -> float:
+        """Runs the load. Returns the seconds it took."""
         failure_limit = max(self.settings.failures, 2 * (load.concurrency or 1))
         self._consecutive_failures = 0
         start = time.perf_counter()
 
+        num_finished, slots = 0, asyncio.Semaphore(load.concurrency or len(prompts))
+
         async def send_request(i: int) -> None:
-            if self._consecutive_failures < failure_limit:
-                path = "/v1/chat/completions" if prompts[i].messages else "/v1/completions"
-                await self._stream_response(path, bodies[i], streams[i])
-                on_progress(1, streams[i].num_output_tokens or 0)
+            nonlocal num_finished
+            async with slots:
+                if self._consecutive_failures < failure_limit:
+                    path = "/v1/chat/completions" if prompts[i].messages else "/v1/completions"
+                    await self._stream_response(path, bodies[i], streams[i])
+                    num_finished += 1
+                    on_progress(num_finished)
 
         async with asyncio.TaskGroup() as tasks:
-            arrival_times = load.arrival_times(len(prompts), seed)
-            if arrival_times is None:
-                assert load.concurrency is not None
-                queue = iter(range(len(prompts)))
-
-                async def work() -> None:
-                    for i in queue:
-                        await send_request(i)
-
-                for _ in range(min(load.concurrency, len(prompts))):
-                    tasks.create_task(work())
-            else:
-                for i, arrival in enumerate(arrival_times):
-                    await asyncio.sleep(max(0.0, start + arrival - time.perf_counter()))
-                    tasks.create_task(send_request(i))
-        duration = time.perf_counter() - start
-        for prompt, stream in zip(prompts, streams, strict=True):
-            _count_tokens(prompt, stream)
-        warnings, acceptance_length = await self._check_counters(counters_before, streams)
-        timings = [stream.timing for stream in streams]
-        details = {t.failure: t.failure_detail for t in reversed(timings) if t.failure and t.failure_detail}
-        warnings += [f"the first {name!r}: {detail}" for name, detail in details.items()]
-        return MeasuredRepeat(summarize_repeat(timings, duration, acceptance_length), tuple(warnings))
+            for i, arrival in enumerate(load.arrival_times(len(prompts), seed) or [0.0] * len(prompts)):
+                if (delay := start + arrival - time.perf_counter()) > 0:
+                    await asyncio.sleep(delay)
+                tasks.create_task(send_request(i))
+        return time.perf_counter() - start
 
     async def _stream_response(self, path: str, body: bytes, stream: _ResponseStream) -> None:
         timing = stream.timing
@@ -217,80 +184,73 @@ class ServerBench:
             body["seed"] = workload.seed + index
         return json.dumps(body).encode()
 
-    async def _find_model(self) -> str:
-        url = self.settings.url
-        try:
-            async with self._client.request("GET", "/v1/models") as response:
-                body = await response.read(MAX_METRICS_BYTES)
-                if response.status != 200:
-                    raise RequestFailed(f"HTTP {response.status}", error_message(body))
-            names = [str(model["id"]) for model in json.loads(body)["data"]]
-        except RequestFailed as error:
-            raise UserError(f"--engine {url}: {error}") from None
-        except (ValueError, KeyError, TypeError):
-            raise UserError(f"--engine {url}: does not list its models; give --model NAME") from None
-        if len(names) != 1:
-            raise UserError(f"--engine {url}: give --model NAME, one of {', '.join(names) or 'none'}")
-        return names[0]
+    def _count_tokens(self, prompts: Sequence[BenchPrompt], streams: list[_ResponseStream]) -> list[str]:
+        """Sets the token counts of the completed requests. Returns a warning if the server does not send all."""
+        estimated = False
+        for prompt, stream in zip(prompts, streams, strict=True):
+            counts = [stream.usage.get(name) for name in ("completion_tokens", "prompt_tokens")]
+            num_output_tokens, num_input_tokens = (count if isinstance(count, int) else 0 for count in counts)
+            if not num_output_tokens and stream.timing.failure is None:
+                estimated, num_output_tokens = True, len(stream.texts)
+                if self.tokenizer is not None:
+                    text = "".join(stream.texts)
+                    num_output_tokens = len(self.tokenizer.tokenizer(text, add_special_tokens=False)["input_ids"])
+            stream.timing.num_output_tokens = num_output_tokens
+            stream.timing.num_input_tokens = num_input_tokens or len(prompt.token_ids or ())
+        how = "by tokenizing the text" if self.tokenizer is not None else "as chunks; give TARGET for its tokenizer"
+        return [f"the server sends no usage: output tokens are counted {how}"] if estimated else []
 
-    async def _read_counters(self) -> dict[str, float] | None:
-        if not self.has_metrics:
-            return None
+    def _read_counters(self) -> dict[str, float]:
+        """vLLM's metrics, summed over their labels; empty if the server has none."""
+        counters: defaultdict[str, float] = defaultdict(float)
         try:
-            async with self._client.request("GET", "/metrics") as response:
-                body = await response.read(MAX_METRICS_BYTES)
-            counters = parse_counters(body.decode(errors="replace")) if response.status == 200 else {}
+            reply = self._http.request("GET", "/metrics") if self.has_metrics else None
         except RequestFailed:
-            return None  # requests to the server will report the problem
+            return {}  # requests to the server will report the problem
+        if reply is not None and reply.status == 200:
+            for name, _, value in parse_metrics(reply.body):
+                counters[name] += value
         self.has_metrics = bool(counters)
-        return counters or None
+        return counters
 
-    async def _check_counters(
-        self, before: dict[str, float] | None, streams: list[_ResponseStream]
-    ) -> tuple[list[str], float | None]:
-        """Warnings where the counters disagree with the responses, and the acceptance length if they report it."""
-        if before is None:
-            return [], None
-        change = await self._counter_change(before)
+    def _check_counters(
+        self, before: dict[str, float], streams: list[_ResponseStream], warnings: list[str]
+    ) -> float | None:
+        """The acceptance length if the counters report it. Adds warnings where they disagree with the responses."""
+        if not before:
+            return None
         received = sum(stream.timing.num_output_tokens for stream in streams)
         any_failed = any(stream.timing.failure is not None for stream in streams)
-        thresholds = BenchWarningThresholds()
-
-        def disagrees() -> bool:
-            counted = change.get("generation_tokens")
-            limit = thresholds.elsewhere * max(received, 1)
-            return counted is not None and not any_failed and abs(counted - received) > limit
-
-        if disagrees():
-            await asyncio.sleep(COUNTER_DELAY_S)
-            change = await self._counter_change(before)
-        warnings = []
-        if disagrees():
+        for delay in (COUNTER_DELAY_S, 0):
+            after = self._read_counters() or before
+            change = {name: value - before.get(name, 0) for name, value in after.items()}
+            counted = change.get("vllm:generation_tokens", received)
+            disagrees = abs(counted - received) > BenchWarningThresholds.elsewhere * max(received, 1)
+            if any_failed or not disagrees:
+                break
+            time.sleep(delay)
+        else:
             warnings.append(
-                f"the server counted {change['generation_tokens']:,.0f} tokens, {received:,} were received: "
+                f"the server counted {counted:,.0f} tokens, {received:,} were received: "
                 "it served other clients, or its counters are late"
             )
-        queries = change.get("prefix_cache_queries", 0)
-        if queries and (share := change.get("prefix_cache_hits", 0) / queries) > thresholds.cached:
+        share = change.get("vllm:prefix_cache_hits", 0) / (change.get("vllm:prefix_cache_queries") or 1)
+        if share > BenchWarningThresholds.cached:
             warnings.append(
                 f"{share:.0%} of the prompt tokens hit the server's prefix cache, which lowers TTFT; start vLLM with "
                 "--no-enable-prefix-caching to avoid it"
             )
-        num_drafts = change.get("spec_decode_num_drafts", 0)
+        num_drafts = change.get("vllm:spec_decode_num_drafts", 0)
         any_completed = any(not stream.timing.failure for stream in streams)
-        self._check_declared(num_drafts, change.get("spec_decode_num_draft_tokens", 0), any_completed)
-        accepted = change.get("spec_decode_num_accepted_tokens", 0)
-        return warnings, 1 + accepted / num_drafts if num_drafts else None
-
-    async def _counter_change(self, before: dict[str, float]) -> dict[str, float]:
-        after = await self._read_counters() or before
-        return {name: value - before.get(name, 0) for name, value in after.items()}
+        self._check_declared(num_drafts, change.get("vllm:spec_decode_num_draft_tokens", 0), any_completed)
+        accepted = change.get("vllm:spec_decode_num_accepted_tokens", 0)
+        return 1 + accepted / num_drafts if num_drafts else None
 
     def _check_declared(self, num_drafts: float, num_draft_tokens: float, any_completed: bool) -> None:
         """Raises UserError if the counters contradict --method or -k: the row would be mislabelled."""
-        method, k, url = self.declared.method, self.declared.num_speculative_tokens, self.settings.url
+        method, k, url = self.settings.method, self.settings.num_speculative_tokens, self.settings.url
+        mean = num_draft_tokens / num_drafts if num_drafts else 0.0
         if method == "none" and num_drafts:
-            mean = num_draft_tokens / num_drafts
             raise UserError(
                 f"--engine {url}: its counters report {mean:.3g} draft tokens per step; "
                 f"give --method p-eagle or eagle3, and -k {round(mean)}"
@@ -298,40 +258,8 @@ class ServerBench:
         if method != "none" and any_completed and not num_drafts:
             raise UserError(f"--method {method}: the counters of {url} report no draft tokens")
         # near max_model_len a server may draft fewer tokens
-        if k is not None and num_drafts and not 0.8 * k <= num_draft_tokens / num_drafts <= 1.01 * k:
-            mean = num_draft_tokens / num_drafts
+        if k is not None and num_drafts and not 0.8 * k <= mean <= 1.01 * k:
             raise UserError(f"-k {k}: the counters of {url} report {mean:.3g} draft tokens per step")
-
-
-def parse_counters(text: str) -> dict[str, float]:
-    """vLLM's counters in Prometheus text, summed over labels; names without `vllm:` and `_total`."""
-    counters: dict[str, float] = {}
-    for line in text.splitlines():
-        if not line.startswith(METRIC_PREFIX):
-            continue
-        name = line.partition("{")[0].partition(" ")[0]
-        try:
-            value = float(line.rpartition(" ")[2])
-        except ValueError:
-            continue
-        if name.endswith("_total"):
-            name = name.removeprefix(METRIC_PREFIX).removesuffix("_total")
-            counters[name] = counters.get(name, 0.0) + value
-    return counters
-
-
-def _count_tokens(prompt: BenchPrompt, stream: _ResponseStream) -> None:
-    timing = stream.timing
-    if timing.failure is not None:
-        return
-    if not stream.num_output_tokens:
-        timing.failure, timing.failure_detail = "no token count", "the server sends no usage"
-        return
-    timing.num_output_tokens = stream.num_output_tokens
-    if stream.num_input_tokens is not None:
-        timing.num_input_tokens = stream.num_input_tokens
-    elif prompt.token_ids is not None:
-        timing.num_input_tokens = len(prompt.token_ids)
 
 
 async def _read_error(response: AsyncResponse) -> str:
@@ -339,7 +267,3 @@ async def _read_error(response: AsyncResponse) -> str:
         return error_message(await response.read(MAX_ERROR_BYTES))
     except RequestFailed:
         return ""  # the status alone is reported
-
-
-def _valid_count(value: Any, previous: int | None) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else previous

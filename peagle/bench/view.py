@@ -1,68 +1,16 @@
-"""Terminal output of `peagle bench`: a progress bar and two tables."""
+"""Terminal output of `peagle bench`: two tables."""
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from peagle.bench.workload import Load
 from peagle.errors import UserError
 from peagle.results.comparison import compute_speedup, find_baseline
 from peagle.results.schema import BenchRow
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-REFRESH_S = 1.0  # a refresh takes 1-2 ms from the measurement
-
-
-class BenchProgress:
-    """A progress bar on a terminal, one line per phase otherwise; on stderr."""
-
-    def __init__(self) -> None:
-        self._bar: Any = None
-        self._task: Any = None
-        self._num_requests = self._num_tokens = 0
-        self._next_refresh = self._start = 0.0
-        if sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-            columns = (
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[throughput]}"),
-            )
-            self._bar = Progress(*columns, console=Console(stderr=True), auto_refresh=False, transient=True)
-            self._bar.start()
-
-    def start(self, label: str, load: Load, phase: str, num_requests: int) -> None:
-        description = f"{label}, {load}, {phase}"
-        self._num_requests = self._num_tokens = 0
-        self._next_refresh, self._start = 0.0, time.monotonic()
-        if self._bar is None:
-            print(f"{description}: {num_requests} requests", file=sys.stderr, flush=True)
-            return
-        if self._task is not None:
-            self._bar.remove_task(self._task)
-        self._task = self._bar.add_task(description, total=num_requests, throughput="")
-        self._bar.refresh()
-
-    def update(self, finished_requests: int, new_tokens: int) -> None:
-        self._num_requests += finished_requests
-        self._num_tokens += new_tokens
-        now = time.monotonic()
-        if self._bar is not None and now >= self._next_refresh:
-            throughput = f"{self._num_tokens / max(now - self._start, 1e-9):,.0f} tokens/s"
-            self._bar.update(self._task, completed=self._num_requests, throughput=throughput, refresh=True)
-            self._next_refresh = now + REFRESH_S
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
 
 
 def build_tables(rows: Sequence[BenchRow]) -> list[Table]:

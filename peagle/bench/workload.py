@@ -1,20 +1,28 @@
-"""The requests of a benchmark: prompts, output lengths, and closed or open loops."""
+"""The requests of a benchmark: prompts, output lengths, closed or open loops, and the timings of single requests.
+
+Metrics are defined as in `vllm bench serve`: TTFT is from sending to the first chunk, TPOT the remaining time over the
+remaining tokens, ITL the time between chunks, E2EL the time to the last chunk.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import random
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import zip_longest
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from itertools import pairwise, zip_longest
 
 from peagle.config import BenchSettings
 from peagle.data.prompts import Prompt
 from peagle.errors import UserError
-from peagle.eval.datasets import EvalDataset
+from peagle.eval.datasets import open_datasets
+from peagle.results.schema import BenchRepeat, Percentiles
 
-COMMON_TOKEN_IDS = range(100, 1000)  # present in every real vocabulary; for servers whose tokenizer is unknown
+OnProgress = Callable[[int], None]  # number of finished requests
 
 
 @dataclass(frozen=True)
@@ -24,10 +32,6 @@ class BenchPrompt:
     messages: tuple[tuple[str, str], ...] = ()  # (role, content)
     text: str | None = None
     token_ids: tuple[int, ...] | None = None
-
-    @property
-    def canonical_json(self) -> str:
-        return json.dumps([self.messages, self.text, self.token_ids], ensure_ascii=False)
 
     def chat_messages(self) -> list[dict[str, str]]:
         return [{"role": role, "content": content} for role, content in self.messages]
@@ -50,7 +54,8 @@ class Workload:
         """Hash of prompts, output lengths and sampling. Rows with different hashes are not comparable."""
         digest = hashlib.sha256()
         for prompt in self.prompts:
-            digest.update(f"{prompt.canonical_json}\n".encode(errors="surrogatepass"))
+            content = json.dumps([prompt.messages, prompt.text, prompt.token_ids], ensure_ascii=False)
+            digest.update(f"{content}\n".encode(errors="surrogatepass"))
         digest.update(json.dumps([self.max_tokens, self.ignore_eos, self.temperature]).encode())
         return digest.hexdigest()
 
@@ -73,10 +78,6 @@ class Load:
         return None if self.request_rate is None else poisson_arrivals(num_requests, self.request_rate, seed)
 
 
-def list_loads(settings: BenchSettings) -> list[Load]:
-    return [*(Load(c) for c in settings.concurrency), *(Load(request_rate=r) for r in settings.request_rates)]
-
-
 def poisson_arrivals(num_requests: int, request_rate: float, seed: int) -> list[float]:
     """Arrival times of a Poisson process, scaled so that the last one is at num_requests / request_rate.
 
@@ -92,50 +93,33 @@ def poisson_arrivals(num_requests: int, request_rate: float, seed: int) -> list[
     return [time * scale for time in times]
 
 
-def dataset_workload(datasets: Sequence[EvalDataset], settings: BenchSettings) -> Workload:
-    """The first prompts of the data sets, interleaved. Of a conversation only the first turn is sent."""
-    columns = zip_longest(*(dataset.prompts.rows for dataset in datasets))
-    rows = [row for column in columns for row in column if row is not None]
-    count = settings.total_prompts
-    prompts = [_bench_prompt(row, settings.raw) for row in rows[:count]]
-    warnings = []
-    if len(prompts) < count:
-        warnings.append(f"{count} requests of {len(prompts)} prompts: repeated prompts may hit a prefix cache")
-    prompts = [prompts[i % len(prompts)] for i in range(count)]
-    name = "+".join(dataset.name for dataset in datasets)
-    return _build_workload(name, prompts, settings, settings.ignore_eos, warnings)
-
-
-def random_workload(token_ids: Sequence[int], settings: BenchSettings) -> Workload:
-    """Prompts of random tokens. EOS is ignored, so that all output lengths are equal."""
-    assert settings.random_input_len is not None and token_ids
-    rng = random.Random(settings.seed)
-    prompts = [
-        BenchPrompt(token_ids=tuple(rng.choices(token_ids, k=settings.random_input_len)))
-        for _ in range(settings.total_prompts)
-    ]
-    warning = "prompts are random tokens: acceptance and speedup differ from those of real text"
-    return _build_workload(f"random {settings.random_input_len}", prompts, settings, True, [warning])
-
-
-def random_token_ids(vocab_size: int, special_token_ids: Iterable[int] = ()) -> list[int]:
-    """Token ids for random prompts: the vocabulary without special tokens."""
-    token_ids = sorted(set(range(vocab_size)) - set(special_token_ids))
-    if not token_ids:
-        raise UserError("--random-input-len: all tokens of this vocabulary are special; give --data")
-    return token_ids
-
-
-def _bench_prompt(row: Prompt, raw: bool) -> BenchPrompt:
-    if raw:
-        return BenchPrompt(text=row.turns[0] if row.system is None else f"{row.system}\n\n{row.turns[0]}")
-    system = (("system", row.system),) if row.system is not None else ()
-    return BenchPrompt(messages=(*system, ("user", row.turns[0])))
-
-
-def _build_workload(
-    name: str, prompts: Sequence[BenchPrompt], settings: BenchSettings, ignore_eos: bool, warnings: Sequence[str]
+def build_workload(
+    data: Sequence[str], settings: BenchSettings, random_token_ids: Callable[[], Sequence[int]]
 ) -> Workload:
+    """The first prompts of the data sets, interleaved, or prompts of random tokens.
+
+    Of a conversation only the first turn is sent. With random prompts EOS is ignored, so that all output lengths are
+    equal.
+    """
+    count, length = settings.total_prompts, settings.random_input_len
+    if length is not None:
+        if data:
+            raise UserError(f"--random-input-len {length}: replaces --data; give one of them")
+        rng, token_ids = random.Random(settings.seed), random_token_ids()
+        prompts = [BenchPrompt(token_ids=tuple(rng.choices(token_ids, k=length))) for _ in range(count)]
+        name, ignore_eos = f"random {length}", True
+        warnings = ["prompts are random tokens: acceptance and speedup differ from those of real text"]
+    else:
+        if not data:
+            raise UserError("--data: give files or data sets with prompts, or --random-input-len N for random prompts")
+        datasets = open_datasets(data)
+        columns = zip_longest(*(dataset.prompts.rows for dataset in datasets))
+        rows = [row for column in columns for row in column if row is not None][:count]
+        prompts = [_bench_prompt(rows[i % len(rows)], settings.raw) for i in range(count)]
+        name, ignore_eos = "+".join(dataset.name for dataset in datasets), settings.ignore_eos
+        warnings = []
+        if len(rows) < count:
+            warnings.append(f"{count} requests of {len(rows)} prompts: repeated prompts may hit a prefix cache")
     return Workload(
         name,
         tuple(prompts),
@@ -145,3 +129,69 @@ def _build_workload(
         settings.seed,
         tuple(warnings),
     )
+
+
+def _bench_prompt(row: Prompt, raw: bool) -> BenchPrompt:
+    if raw:
+        return BenchPrompt(text=row.turns[0] if row.system is None else f"{row.system}\n\n{row.turns[0]}")
+    system = (("system", row.system),) if row.system is not None else ()
+    return BenchPrompt(messages=(*system, ("user", row.turns[0])))
+
+
+class BenchEngine(AbstractContextManager["BenchEngine"]):
+    """An engine or server that is ready for requests."""
+
+    @abstractmethod
+    def measure(
+        self, workload: Workload, prompts: Sequence[BenchPrompt], load: Load, seed: int, on_progress: OnProgress
+    ) -> tuple[BenchRepeat, list[str]]:
+        """Sends all prompts once. Returns the numbers and warnings about them."""
+
+
+@dataclass
+class RequestTiming:
+    """One request; all times are seconds on the same clock."""
+
+    sent_at: float
+    chunk_times: list[float] = field(default_factory=list)
+    num_input_tokens: int = 0
+    num_output_tokens: int = 0
+    failure: str | None = None  # short name, counted in BenchRepeat.failed
+    failure_detail: str = ""
+
+    @property
+    def ttft(self) -> float:
+        return self.chunk_times[0] - self.sent_at
+
+    @property
+    def e2el(self) -> float:
+        return self.chunk_times[-1] - self.sent_at
+
+    @property
+    def tpot(self) -> float | None:
+        return (self.e2el - self.ttft) / (self.num_output_tokens - 1) if self.num_output_tokens > 1 else None
+
+
+def summarize_repeat(
+    timings: Sequence[RequestTiming], duration: float, acceptance_length: float | None = None
+) -> BenchRepeat:
+    """Failed requests are counted by name and are in none of the other numbers."""
+    completed = [t for t in timings if t.failure is None]
+    tpots = [t.tpot for t in completed]
+    gaps = [later - earlier for t in completed for earlier, later in pairwise(t.chunk_times)]
+    return BenchRepeat(
+        duration=duration,
+        completed=len(completed),
+        failed=dict(Counter(t.failure for t in timings if t.failure is not None)),
+        total_input_tokens=sum(t.num_input_tokens for t in completed),
+        total_output_tokens=sum(t.num_output_tokens for t in completed),
+        ttft_ms=_milliseconds([t.ttft for t in completed]),
+        tpot_ms=_milliseconds([tpot for tpot in tpots if tpot is not None]),
+        itl_ms=_milliseconds(gaps),
+        e2el_ms=_milliseconds([t.e2el for t in completed]),
+        acceptance_length=acceptance_length,
+    )
+
+
+def _milliseconds(seconds: list[float]) -> Percentiles | None:
+    return Percentiles.of([s * 1e3 for s in seconds])

@@ -78,7 +78,7 @@ def evaluate(
 
     from peagle.eval.acceptance import EvalDrafter, EvalEngine, Evaluation, open_drafters
     from peagle.eval.datasets import open_datasets
-    from peagle.eval.view import EvalProgressBar, print_results
+    from peagle.eval.view import ProgressBar, print_results
 
     concurrency = server_settings.concurrency
     eval_engine = EvalEngine(engine, device, dtype, max_num_seqs, concurrency=concurrency, server=server)
@@ -87,7 +87,7 @@ def evaluate(
         drafters = [EvalDrafter(drafter[0] if drafter else "the server's", method, None)]
     else:
         drafters = open_drafters(drafter, resolve_target(target))
-    bar = EvalProgressBar()
+    bar = ProgressBar()
     evaluation = Evaluation(
         target, drafters, datasets, settings, eval_engine, out, bar.update, bar.print_row, chat_template
     )
@@ -133,21 +133,19 @@ def bench(
     """
     ks = num_speculative_tokens
     if "://" in engine:
-        from peagle.bench.server import DeclaredSpeculation
-        from peagle.bench.variants import ServerVariant
+        from peagle.bench.run import server_variant, server_workload
 
-        for flag, value in (("TARGET", target), ("--drafter", " ".join(drafter) or None)):
-            if value is not None:
-                raise UserError(f"{flag} {value}: the server has its own; describe it with --method and -k")
+        if drafter:
+            raise UserError(f"--drafter {' '.join(drafter)}: the server has its own; describe it with --method and -k")
         if len(ks) > 1 or "auto" in ks:
             raise UserError("-k: give one number, the draft tokens of the server")
         k = ks[0] if ks else None
         assert k != "auto"
-        server = ServerVariant(replace(server_settings, url=engine), DeclaredSpeculation(method or "none", k))
-        workload = server.build_workload(data, settings)
-        variants, shared_settings = server.build(), {}
+        server = replace(server_settings, url=engine, method=method or "none", num_speculative_tokens=k)
+        workload = server_workload(data, settings)
+        variants, shared_settings = [server_variant(server, target)], {}
     else:
-        from peagle.bench.variants import EngineVariants
+        from peagle.bench.run import EngineVariants
 
         for flag, value in (("--model", server_settings.model), ("--method", method)):
             if value is not None:
@@ -159,9 +157,10 @@ def bench(
         variants, shared_settings = engines.build(workload, settings), engines.shared_settings
 
     from peagle.bench.run import run_bench
-    from peagle.bench.view import BenchProgress, build_tables
+    from peagle.bench.view import build_tables
+    from peagle.eval.view import ProgressBar
 
-    progress = BenchProgress()
+    progress = ProgressBar()
     try:
         outcome = run_bench(variants, workload, settings, progress, out, shared_settings)
     finally:

@@ -34,7 +34,6 @@ class EvalSettings(Settings):
         None, "Use only the first rows of each data set.", min=1, panel="Data", show_default="all"
     )
     raw: bool = option(False, "Send prompts without a chat template.")
-    each_k: bool = option(False, "Decode with every K instead of one pass for all; slower.", panel="Engine")
     context_bounds: tuple[int, ...] = option(
         (512, 1024, 2048, 4096, 8192, 16384, 32768),
         "Bounds of context lengths to report separately.",
@@ -69,8 +68,6 @@ class EvalServerSettings(EndpointSettings):
         16, "Requests between two reads of vLLM's counters; 1 gives counts per response.", min=1, panel="Server"
     )
     retries: int = checked(3, min=0)
-    failures: int = 3  # consecutive failed groups before the run stops
-    max_backoff_s: float = 30.0  # upper bound of the backoff
     settle_s: float = 3.0  # time for the counters to catch up with the responses
 
 
@@ -132,7 +129,7 @@ class BenchWarningThresholds:
 
 @dataclass(frozen=True)
 class BenchServerSettings(Settings):
-    """An OpenAI-compatible server under test."""
+    """An OpenAI-compatible server under test, and the speculation it runs according to the command line."""
 
     url: str = ""
     model: str | None = option(None, "Model name on the server.", panel="Server", show_default="its only model")
@@ -140,6 +137,16 @@ class BenchServerSettings(Settings):
     stall_s: float = 60.0  # without a byte
     total_s: float = option(600.0, "Time limit of a request, in seconds.", above=0, flags=("--timeout",))
     failures: int = 8  # consecutive failures before the run stops; at least twice the concurrency
+    method: SpeculationMethod = "none"
+    num_speculative_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        method, k = self.method, self.num_speculative_tokens
+        if method == "none" and k is not None:
+            raise UserError(f"-k {k}: give --method p-eagle or eagle3, the drafting method of the server")
+        if method != "none" and k is None:
+            raise UserError(f"--method {method}: give -k, the number of draft tokens of the server")
 
 
 @dataclass(frozen=True)

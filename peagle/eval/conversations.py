@@ -1,12 +1,15 @@
 """Runs conversations: every turn is sent with the responses to the turns before it.
 
 The engine is a function that completes a list of requests. The seed of a request depends only on (seed, row, turn).
+`Evaluator` is the interface of the engines that `peagle eval` measures.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from peagle.config import EvalSettings, SamplingParams
 from peagle.data.chat_format import ChatFormat
@@ -14,6 +17,7 @@ from peagle.data.generators import is_looping
 from peagle.data.prompts import Prompt
 from peagle.data.responses import response_seed
 from peagle.errors import UserError
+from peagle.eval.datasets import EvalDataset
 from peagle.eval.samples import AcceptanceSample, DraftResult, build_sample
 
 
@@ -54,6 +58,7 @@ class CompletedTurn:
 
 
 Complete = Callable[[list[EvalRequest]], list[EvalResponse]]
+EvalProgress = Callable[[str, int, int], None]  # activity, completed, total
 
 
 class ConversationRunner:
@@ -118,3 +123,28 @@ class ConversationRunner:
         if response.finish_reason == "stop" and token_ids and token_ids[-1] in self.chat_format.eos_ids:
             token_ids = token_ids[:-1]
         return self.chat_format.decode_responses([token_ids])[0]
+
+
+class Evaluator(ABC):
+    """An engine that answers prompts and counts accepted tokens."""
+
+    measures_all_k = False  # whether one pass serves all K
+    dtype: str
+
+    def __init__(self, runner: ConversationRunner, on_progress: EvalProgress) -> None:
+        self.runner, self.on_progress = runner, on_progress
+        self.warnings: list[str] = []
+
+    @abstractmethod
+    def measure(
+        self, drafter: Path | None, dataset: EvalDataset, temperature: float, ks: Sequence[int]
+    ) -> Iterator[tuple[int, list[AcceptanceSample]]]:
+        """For every K the samples of the data set's responses. The drafter of a server may have no folder."""
+
+    def close(self) -> None:  # noqa: B027
+        """Ends the engine."""
+
+    def run_conversations(self, rows: Sequence[Prompt], temperature: float, complete: Complete) -> list[CompletedTurn]:
+        turns, skipped = self.runner.run(rows, temperature, complete)
+        self.warnings += [f"skipped: {turn}" for turn in skipped]
+        return turns

@@ -2,27 +2,47 @@
 
 Counters are sums over all requests between two reads. So requests are sent in groups of one category, and a group is
 one sample; only a group of a single request gives the counts of one response.
+
+A failed request of a server (reset, timeout, 429, 5xx, invalid response) may have changed the counters, so its whole
+group is measured again.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import time
+from abc import abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from peagle.checkpoints.drafter import read_drafter_config
 from peagle.checkpoints.target import eos_ids, read_target_config
 from peagle.checkpoints.validate import build_speculative_config
-from peagle.config import EvalSettings
+from peagle.config import EvalServerSettings, EvalSettings
 from peagle.data.prompts import Prompt
 from peagle.errors import UserError
-from peagle.eval.conversations import ConversationRunner, EvalRequest, EvalResponse
+from peagle.eval.conversations import ConversationRunner, EvalProgress, EvalRequest, EvalResponse, Evaluator
 from peagle.eval.datasets import EvalDataset
-from peagle.eval.samples import AcceptanceSample, EvalProgress
+from peagle.eval.samples import AcceptanceSample
+from peagle.http_client import (
+    STATUS_HELP,
+    HttpClient,
+    HttpTimeouts,
+    RequestFailed,
+    error_message,
+    find_model,
+    parse_metrics,
+    parse_server_url,
+)
 
 UNEXPLAINED = "the counters include other requests"
+FATAL_STATUSES = (401, 403, 404)
+REJECTED_STATUSES = (400, 413, 422)
 
 
 class GroupInvalid(Exception):
@@ -31,101 +51,75 @@ class GroupInvalid(Exception):
 
 @dataclass(frozen=True)
 class SpecDecodeCounters:
-    """Running totals of vLLM's spec_decode counters."""
+    """Running totals of vLLM's counters, or their change."""
 
     num_drafts: int
     num_accepted_tokens_per_pos: tuple[int, ...]
-    num_generation_tokens: int | None = None  # if the server reports it
+    num_generation_tokens: int
 
     def since(self, before: SpecDecodeCounters) -> SpecDecodeCounters:
-        generated = None
-        if self.num_generation_tokens is not None and before.num_generation_tokens is not None:
-            generated = self.num_generation_tokens - before.num_generation_tokens
         pairs = zip(self.num_accepted_tokens_per_pos, before.num_accepted_tokens_per_pos, strict=True)
         return SpecDecodeCounters(
-            self.num_drafts - before.num_drafts, tuple(now - then for now, then in pairs), generated
+            self.num_drafts - before.num_drafts,
+            tuple(now - then for now, then in pairs),
+            self.num_generation_tokens - before.num_generation_tokens,
         )
 
-    @property
-    def decreased(self) -> bool:
-        """Of a difference: whether the engine restarted in between."""
-        return min(self.num_drafts, *self.num_accepted_tokens_per_pos, self.num_generation_tokens or 0) < 0
 
+class CounterEvaluator(Evaluator):
+    """Measures groups of requests by the counters before and after them."""
 
-class CountedEngine(Protocol):
-    def read_counters(self, min_generation_tokens: int | None = None) -> SpecDecodeCounters:
+    @abstractmethod
+    def read_counters(self, min_generation_tokens: int = 0) -> SpecDecodeCounters:
         """Current totals. Waits a while for late counters until `min_generation_tokens` are reached."""
 
+    @abstractmethod
     def complete(self, requests: list[EvalRequest]) -> list[EvalResponse]: ...
 
+    def measure_group(self, group: list[Prompt], temperature: float) -> list[AcceptanceSample]:
+        """One sample for every turn of the group."""
+        samples: list[AcceptanceSample] = []
 
-def split_groups(rows: Sequence[Prompt], max_rows: int) -> Iterator[list[Prompt]]:
-    """Groups of rows of the same category, in order of first occurrence."""
-    by_category: dict[str | None, list[Prompt]] = {}
-    for row in rows:
-        by_category.setdefault(row.category, []).append(row)
-    for members in by_category.values():
-        for i in range(0, len(members), max_rows):
-            yield members[i : i + max_rows]
-
-
-def measure_group(
-    engine: CountedEngine, runner: ConversationRunner, group: list[Prompt], temperature: float, warnings: list[str]
-) -> list[AcceptanceSample]:
-    """One sample for every turn of the group."""
-    samples: list[AcceptanceSample] = []
-
-    def complete(requests: list[EvalRequest]) -> list[EvalResponse]:
-        if not requests:
-            return []
-        before = engine.read_counters()
-        responses = engine.complete(requests)
-        num_tokens = sum(response.num_tokens for response in responses)
-        generated = before.num_generation_tokens
-        change = engine.read_counters(None if generated is None else generated + num_tokens).since(before)
-        if change.decreased:
-            raise GroupInvalid("counters decreased (restart?)")
-        warnings.extend(check_counts(change, num_tokens, len(responses)))
-        looping = responses[0].is_looping if len(responses) == 1 else None
-        samples.append(
-            AcceptanceSample(
-                group[0].category,
-                len(responses),
-                num_tokens,
+        def complete(requests: list[EvalRequest]) -> list[EvalResponse]:
+            if not requests:
+                return []
+            before = self.read_counters()
+            responses = self.complete(requests)
+            num_tokens = sum(response.num_tokens for response in responses)
+            change = self.read_counters(before.num_generation_tokens + num_tokens).since(before)
+            num_drafts, accepted, generated = (
                 change.num_drafts,
                 change.num_accepted_tokens_per_pos,
-                looping,
+                change.num_generation_tokens,
             )
-        )
-        return responses
+            if min(num_drafts, generated, *accepted) < 0:
+                raise GroupInvalid("counters decreased (restart?)")
+            if generated != num_tokens:
+                self.warnings.append(f"{UNEXPLAINED}: {generated:,} tokens generated, {num_tokens:,} received")
+            looping = responses[0].is_looping if len(responses) == 1 else None
+            category = group[0].category
+            samples.append(AcceptanceSample(category, len(responses), num_tokens, num_drafts, accepted, looping))
+            return responses
 
-    _, skipped = runner.run(group, temperature, complete)
-    warnings.extend(f"skipped: {turn}" for turn in skipped)
-    return samples
+        self.run_conversations(group, temperature, complete)
+        return samples
+
+    def measure_groups(self, dataset: EvalDataset, temperature: float, concurrency: int) -> list[AcceptanceSample]:
+        """Samples of the data set in groups of the same category."""
+        by_category: dict[str | None, list[Prompt]] = {}
+        for row in dataset.prompts.rows:
+            by_category.setdefault(row.category, []).append(row)
+        members = by_category.values()
+        groups = [rows[i : i + concurrency] for rows in members for i in range(0, len(rows), concurrency)]
+        samples: list[AcceptanceSample] = []
+        for i, group in enumerate(groups):
+            samples += self.measure_group(group, temperature)
+            self.on_progress("groups", i + 1, len(groups))
+        return samples
 
 
-def check_counts(change: SpecDecodeCounters, num_tokens: int, num_responses: int) -> list[str]:
-    """A warning if the counters do not explain the tokens received.
-
-    The tokens of a response are one from its prefill, one per draft and the accepted tokens, minus fewer than K that
-    were cut off at its end. Steps without draft tokens, near max_model_len or after a preemption, are not counted.
-    """
-    if change.num_generation_tokens is not None and change.num_generation_tokens != num_tokens:
-        return [f"{UNEXPLAINED}: {change.num_generation_tokens:,} tokens generated, {num_tokens:,} received"]
-    k, num_accepted = len(change.num_accepted_tokens_per_pos), sum(change.num_accepted_tokens_per_pos)
-    difference = num_responses + change.num_drafts + num_accepted - num_tokens
-    if abs(difference) > k * num_responses:
-        return [
-            f"{UNEXPLAINED}: {change.num_drafts:,} drafts with {num_accepted:,} accepted tokens do not give "
-            f"{num_tokens:,} tokens"
-        ]
-    return []
-
-
-class VllmEvaluator:
+class VllmEvaluator(CounterEvaluator):
     """Stock vLLM in this process; a new engine for every drafter and K."""
-
-    measures_all_k = False
 
     def __init__(
         self,
@@ -136,75 +130,54 @@ class VllmEvaluator:
         concurrency: int,
         on_progress: EvalProgress,
     ) -> None:
-        self.target, self.runner, self.settings = target, runner, settings
-        self.dtype, self.concurrency, self.on_progress = dtype, concurrency, on_progress
-        self.warnings: list[str] = []
+        super().__init__(runner, on_progress)
+        self.target, self.settings, self.dtype, self.concurrency = target, settings, dtype, concurrency
         self.eos_ids = sorted(eos_ids(target))
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the counters are read in this process
-        self._engine: tuple[tuple[Path, int], Any] | None = None
-        try:
-            import vllm  # noqa: F401
-        except ImportError as error:
-            raise UserError(f"--engine vllm: vLLM cannot be imported ({error}); pip install vllm") from None
+        self._llm: Any = None
+        self._started: tuple[Path, int] | None = None  # drafter and K of the running engine
 
     def measure(
-        self, drafter: Path, dataset: EvalDataset, temperature: float, ks: Sequence[int]
+        self, drafter: Path | None, dataset: EvalDataset, temperature: float, ks: Sequence[int]
     ) -> Iterator[tuple[int, list[AcceptanceSample]]]:
+        assert drafter is not None
         for k in ks:
-            engine = _CountedVllm(self._start(drafter, k), k, self.eos_ids)
-            samples: list[AcceptanceSample] = []
-            groups = list(split_groups(dataset.prompts.rows, self.concurrency))
-            for i, group in enumerate(groups):
-                samples += measure_group(engine, self.runner, group, temperature, self.warnings)
-                self.on_progress("groups", i + 1, len(groups))
-            yield k, samples
+            self._start(drafter, k)
+            yield k, self.measure_groups(dataset, temperature, self.concurrency)
 
     def close(self) -> None:
-        if self._engine is not None:
-            self._engine[1].llm_engine.engine_core.shutdown()
-            self._engine = None
+        if self._started is not None:
+            self._llm.llm_engine.engine_core.shutdown()
+            self._llm = self._started = None
 
-    def _start(self, drafter: Path, k: int) -> Any:
-        if self._engine is not None and self._engine[0] == (drafter, k):
-            return self._engine[1]
+    def _start(self, drafter: Path, k: int) -> None:
+        if self._started == (drafter, k):
+            return
         self.close()
         import torch
-        from vllm import LLM
 
         parallel = read_drafter_config(drafter, read_target_config(self.target)).parallel
-        gpu_options: dict[str, Any] = {}
+        options: dict[str, Any] = {
+            "dtype": self.dtype,
+            "enforce_eager": not torch.cuda.is_available(),  # compiling for a CPU takes minutes
+            "max_num_seqs": self.concurrency,
+            "max_model_len": self.runner.max_model_len,
+            "disable_log_stats": False,
+            "seed": self.settings.seed,
+        }
         if torch.cuda.is_available():
-            gpu_options["gpu_memory_utilization"] = self.settings.gpu_memory_utilization
-        try:
-            llm = LLM(
-                str(self.target),
-                dtype=self.dtype,
-                enforce_eager=not torch.cuda.is_available(),  # compiling for a CPU takes minutes
-                max_num_seqs=self.concurrency,
-                max_model_len=self.runner.max_model_len,
-                skip_tokenizer_init=True,
-                disable_log_stats=False,
-                speculative_config=build_speculative_config(str(drafter), k, parallel),
-                seed=self.settings.seed,
-                **gpu_options,
-            )
-        except Exception as error:  # vLLM raises many types
-            reason = " ".join(str(error).split())[:300] or type(error).__name__
-            raise UserError(f"--engine vllm: does not start with {drafter} ({reason})") from error
-        self._engine = ((drafter, k), llm)
-        return llm
+            options["gpu_memory_utilization"] = self.settings.gpu_memory_utilization
+        self._llm = start_vllm(self.target, build_speculative_config(str(drafter), k, parallel), options)
+        self._started = (drafter, k)
 
-
-class _CountedVllm:
-    def __init__(self, llm: Any, k: int, eos_ids: list[int]) -> None:
-        self.llm, self.k, self.eos_ids = llm, k, eos_ids
-
-    def read_counters(self, min_generation_tokens: int | None = None) -> SpecDecodeCounters:
-        values = {m.name: getattr(m, "value", None) or getattr(m, "values", None) for m in self.llm.get_metrics()}
-        per_pos = values.get("vllm:spec_decode_num_accepted_tokens_per_pos") or [0] * self.k
+    def read_counters(self, min_generation_tokens: int = 0) -> SpecDecodeCounters:
+        assert self._started is not None
+        values = {m.name: getattr(m, "value", None) or getattr(m, "values", None) for m in self._llm.get_metrics()}
+        k = self._started[1]
+        per_pos = values.get("vllm:spec_decode_num_accepted_tokens_per_pos") or [0] * k
         return SpecDecodeCounters(
             int(values.get("vllm:spec_decode_num_drafts") or 0),
-            tuple(map(int, per_pos))[: self.k],
+            tuple(map(int, per_pos))[:k],
             int(values.get("vllm:generation_tokens") or 0),
         )
 
@@ -222,5 +195,156 @@ class _CountedVllm:
             for request in requests
         ]
         prompts = [{"prompt_token_ids": request.prompt_token_ids} for request in requests]
-        outputs = [out.outputs[0] for out in self.llm.generate(prompts, params, use_tqdm=False)]
+        outputs = [out.outputs[0] for out in self._llm.generate(prompts, params, use_tqdm=False)]
         return [EvalResponse(list(out.token_ids), out.finish_reason or "length") for out in outputs]
+
+
+def start_vllm(target: Path, speculative_config: dict[str, Any] | None, options: dict[str, Any]) -> Any:
+    """vLLM's LLM for a target with or without a drafter; its failures as UserError."""
+    try:
+        from vllm import LLM
+    except ImportError as error:
+        raise UserError(f"--engine vllm: vLLM cannot be imported ({error}); pip install vllm") from None
+    try:
+        return LLM(str(target), speculative_config=speculative_config, skip_tokenizer_init=True, **options)
+    except Exception as error:  # vLLM raises many types
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        drafter = f" with {speculative_config['model']}" if speculative_config else ""
+        raise UserError(f"--engine vllm: does not start{drafter} ({reason})") from error
+
+
+class ServerEvaluator(CounterEvaluator):
+    """One server, with one drafter and one K."""
+
+    measures_all_k = True
+    dtype = "the server's"
+
+    def __init__(
+        self,
+        settings: EvalServerSettings,
+        runner: ConversationRunner,
+        eos_ids: Sequence[int],
+        on_progress: EvalProgress,
+    ) -> None:
+        super().__init__(runner, on_progress)
+        self.settings = settings
+        self.failures: Counter[str] = Counter()
+        timeout = settings.timeout_s
+        base_url = parse_server_url(settings.url, "--engine")
+        self._http = HttpClient(base_url, HttpTimeouts(timeout, timeout, timeout), keep_alive=False)
+        self._optional_fields: dict[str, Any] = {"return_token_ids": True, "stop_token_ids": sorted(eos_ids)}
+        self.model = settings.model or find_model(self._http, f"--engine {settings.url}")
+        try:
+            self.num_speculative_tokens = len(self.read_counters().num_accepted_tokens_per_pos)
+        except GroupInvalid as error:
+            raise UserError(f"--engine {settings.url}: {error}") from None
+
+    def measure(
+        self, drafter: Path | None, dataset: EvalDataset, temperature: float, ks: Sequence[int]
+    ) -> Iterator[tuple[int, list[AcceptanceSample]]]:
+        samples = self.measure_groups(dataset, temperature, self.settings.concurrency)
+        if self.failures:
+            counts = ", ".join(f"{count}x {name}" for name, count in self.failures.most_common())
+            self.warnings.append(f"{dataset.name}: {counts}; groups were measured again")
+            self.failures.clear()
+        yield self.num_speculative_tokens, samples
+
+    def measure_group(self, group: list[Prompt], temperature: float) -> list[AcceptanceSample]:
+        for attempt in range(self.settings.retries + 1):
+            try:
+                return super().measure_group(group, temperature)
+            except GroupInvalid as error:
+                self.failures[str(error)] += 1
+                reason = str(error)
+            time.sleep(self.settings.backoff_s * 2**attempt)
+        raise UserError(
+            f"--engine {self.settings.url}: gave up after {self.settings.retries + 1} tries of a group of requests "
+            f"({reason}); finished rows are kept; try a lower --concurrency if the server is overloaded"
+        )
+
+    def read_counters(self, min_generation_tokens: int = 0) -> SpecDecodeCounters:
+        deadline = time.monotonic() + self.settings.settle_s
+        while True:
+            counters = self._parse_counters()
+            if counters.num_generation_tokens >= min_generation_tokens or time.monotonic() > deadline:
+                return counters
+            time.sleep(0.02)
+
+    def _parse_counters(self) -> SpecDecodeCounters:
+        totals, per_pos = Counter[str](), Counter[int]()
+        for name, labels, value in parse_metrics(self._request("GET", "/metrics")):
+            if labels.get("model_name", self.model) != self.model:
+                continue
+            if name == "vllm:spec_decode_num_accepted_tokens_per_pos":
+                per_pos[int(labels.get("position", 0))] += int(value)
+            elif name in ("vllm:spec_decode_num_drafts", "vllm:generation_tokens"):
+                totals[name] += int(value)
+        if len(totals) < 2 or not per_pos:
+            raise UserError(
+                f"--engine {self.settings.url}: /metrics has no vllm:spec_decode_* counters; start the server with a "
+                "--speculative-config"
+            )
+        counts = tuple(per_pos[i] for i in range(max(per_pos) + 1))
+        return SpecDecodeCounters(totals["vllm:spec_decode_num_drafts"], counts, totals["vllm:generation_tokens"])
+
+    def complete(self, requests: list[EvalRequest]) -> list[EvalResponse]:
+        """All requests at once. If one fails the others are awaited, since they change the counters until they end."""
+        pool = ThreadPoolExecutor(self.settings.concurrency)
+        try:
+            futures = [pool.submit(self._complete_one, request) for request in requests]
+            return [future.result() for future in futures]
+        except KeyboardInterrupt:
+            self._http.close()
+            raise
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _complete_one(self, request: EvalRequest) -> EvalResponse:
+        params = request.params
+        max_output_tokens = self.runner.max_model_len - len(request.prompt_token_ids)  # servers reject more
+        body = {
+            "model": self.model,
+            "prompt": request.prompt_token_ids,
+            "max_tokens": min(params.max_tokens, max_output_tokens),
+            "temperature": params.temperature,
+            "seed": params.seed,
+        }
+        data = self._request("POST", "/v1/completions", body)
+        try:
+            reply = json.loads(data)
+            choice = reply["choices"][0]
+            finish_reason, text, token_ids = choice["finish_reason"], choice["text"], choice.get("token_ids")
+            count = (reply.get("usage") or {}).get("completion_tokens")
+            if token_ids is None:
+                token_ids = self.runner.encode(str(text))
+            num_tokens = int(count if count is not None else len(token_ids))
+            response = EvalResponse([int(i) for i in token_ids], str(finish_reason), server_token_count=num_tokens)
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+            raise GroupInvalid("invalid response") from None
+        if finish_reason not in ("stop", "length"):
+            raise GroupInvalid(f"finish_reason {finish_reason!r}"[:60])
+        return response
+
+    def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
+        """Body of a successful response. Optional fields that the server rejects are dropped."""
+        url, optional = self.settings.url, dict(self._optional_fields) if body is not None else {}
+        try:
+            reply = self._http.request(method, path, {**body, **optional} if body is not None else None)
+        except RequestFailed as error:
+            raise GroupInvalid(error.name) from None
+        if reply.status == 200:
+            return reply.body
+        message = error_message(reply.body, 300)
+        if reply.status in FATAL_STATUSES:
+            raise UserError(f"--engine {url}{path}: {reply.status}, {STATUS_HELP[reply.status]} ({message})")
+        if reply.status not in REJECTED_STATUSES:
+            raise GroupInvalid(f"status {reply.status}")
+        rejected = [name for name in optional if name in message]
+        if not rejected:
+            raise UserError(
+                f"--engine {url}: rejected a request ({reply.status}: {message}); check --max-model-len and "
+                "--max-tokens"
+            )
+        for name in rejected:
+            self._optional_fields.pop(name, None)
+        return self._request(method, path, body)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -51,20 +51,13 @@ class EvalDataset:
     source: str  # file, or id on the hub
     prompts: PromptSet
 
-    @property
-    def fingerprint(self) -> str:
-        return self.prompts.fingerprint
-
-
-def data_folder(given: Path | None) -> Path:
-    return given if given is not None else Path(os.environ.get(FOLDER_ENV) or "data")
-
 
 def open_datasets(
     names: Sequence[str], folder: Path | None = None, limit: int | None = None, skip_bad_rows: bool = False
 ) -> list[EvalDataset]:
     """Opens data sets in the given order. Sets with the same name are named by their paths."""
-    datasets = [_open_dataset(name, data_folder(folder), skip_bad_rows) for name in names]
+    folder = folder if folder is not None else Path(os.environ.get(FOLDER_ENV) or "data")
+    datasets = [_open_dataset(name, folder, skip_bad_rows) for name in names]
     short = [dataset.name for dataset in datasets]
     for i, dataset in enumerate(datasets):
         if short.count(dataset.name) > 1:
@@ -76,27 +69,19 @@ def open_datasets(
 
 def _open_dataset(name: str, folder: Path, skip_bad_rows: bool) -> EvalDataset:
     path = Path(name).expanduser()
-    if name in NAMED and not path.is_file():
-        local = next((f for f in _candidate_files(folder, name) if f.is_file()), None)
-        if local is None:
-            return _load_from_hub(name, folder, skip_bad_rows)
-        return EvalDataset(name, str(local), _read_checked(local, name, skip_bad_rows))
-    if not path.is_file():
+    if path.is_file():
+        dataset_name = path.name.removesuffix(".gz").removesuffix(".jsonl")
+        return EvalDataset(dataset_name, str(path), _read_checked(path, name, skip_bad_rows))
+    if name not in NAMED:
         known = ", ".join(NAMED)
         raise UserError(f"--data {name}: no such file; give a .jsonl or .jsonl.gz file, or one of {known}")
-    return EvalDataset(_dataset_name(path), str(path), _read_checked(path, name, skip_bad_rows))
-
-
-def _candidate_files(folder: Path, name: str) -> Iterator[Path]:
-    for base in (folder, folder / "eval"):
-        for suffix in SUFFIXES:
-            yield base / f"{name}{suffix}"
-    for own in ("question.jsonl", "qualitative.jsonl"):  # MT-Bench and Spec-Bench, SPEED-Bench
-        yield folder / name / own
-
-
-def _dataset_name(path: Path) -> str:
-    return path.name.removesuffix(".gz").removesuffix(".jsonl")
+    candidates = [base / f"{name}{suffix}" for base in (folder, folder / "eval") for suffix in SUFFIXES]
+    # MT-Bench and Spec-Bench, SPEED-Bench
+    candidates += [folder / name / file for file in ("question.jsonl", "qualitative.jsonl")]
+    for path in candidates:
+        if path.is_file():
+            return EvalDataset(name, str(path), _read_checked(path, name, skip_bad_rows))
+    return _load_from_hub(name, folder, skip_bad_rows)
 
 
 def _read_checked(path: Path, name: str, skip_bad_rows: bool) -> PromptSet:

@@ -1,11 +1,11 @@
-"""Predicts what a drafter proposes at every position of finished responses, in one pass for all K.
+"""Acceptance from the embedded engine in one pass for all K, and from the slow reference implementation.
 
-The next token of a response is decided by the target alone: greedily, or by noise that depends on (seed, position,
-token). So it is the same for every drafter and K, and a drafter's proposal at a position depends only on the tokens
-before it. Target and drafter therefore run over the finished responses as in training, with a chain of K - 1 mask rows
-at every position, and the length of the correct run there is all that `replay_drafts` needs for any K. EAGLE-3's later
-draft tokens depend on its own earlier ones, but a later one counts only if the earlier ones equal the response, so it
-may be given the response's tokens.
+The engine answers each data set once per temperature. The next token of a response is decided by the target alone:
+greedily, or by noise that depends on (seed, position, token). So it is the same for every drafter and K, and a
+drafter's proposal at a position depends only on the tokens before it. Target and drafter therefore run over the
+finished responses as in training, with a chain of K - 1 mask rows at every position, and the length of the correct run
+there is all that `replay_drafts` needs for any K. EAGLE-3's later draft tokens depend on its own earlier ones, but a
+later one counts only if the earlier ones equal the response, so it may be given the response's tokens.
 
 Responses are extended by K - 1 tokens beyond their end: draft tokens are counted before the output is cut.
 
@@ -15,32 +15,120 @@ Shapes: N tokens of a packed batch, R rows of a chunk, A anchors, D hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from peagle.checkpoints.drafter import load_drafter
+from peagle.checkpoints.target import load_target
 from peagle.config import EvalSettings
 from peagle.data.batches import PackedBatch
-from peagle.eval.conversations import CompletedTurn
+from peagle.engine.llm import LLM
+from peagle.eval.conversations import (
+    CompletedTurn,
+    ConversationRunner,
+    EvalProgress,
+    EvalRequest,
+    EvalResponse,
+    Evaluator,
+)
+from peagle.eval.datasets import EvalDataset
+from peagle.eval.samples import AcceptanceSample, DraftResult, replay_drafts
 from peagle.kernels.sampling.sample import argmax
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
+from peagle.speculative import reference
 from peagle.training.cod_sampling import all_cod_positions
 from peagle.training.hidden_states.online import OnlineHiddenStates
-from peagle.training.partition import ChainChunk, DepthZeroOutputs, DrafterForward, split_chains
+from peagle.training.partition import DrafterForward, split_chains
 
 
 @dataclass(frozen=True)
 class ExtendedResponse:
-    """A response and the tokens that the target would generate after its end."""
+    """A response, and all its tokens: prompt, output, and what the target would generate after the end."""
 
     turn: CompletedTurn
-    extension_ids: list[int]
+    token_ids: list[int]
 
-    @property
-    def token_ids(self) -> list[int]:
-        return self.turn.request.prompt_token_ids + self.turn.response.token_ids + self.extension_ids
+
+class EmbeddedEvaluator(Evaluator):
+    measures_all_k = True
+
+    def __init__(
+        self,
+        target: Path,
+        runner: ConversationRunner,
+        settings: EvalSettings,
+        engine_options: dict[str, Any],
+        on_progress: EvalProgress,
+    ) -> None:
+        super().__init__(runner, on_progress)
+        self.settings = settings
+        self.llm = LLM(
+            target,
+            None,
+            max_model_len=runner.max_model_len,
+            tokenizer=False,
+            cuda_graphs=False,  # capturing them takes longer than they save here
+            gpu_memory_utilization=settings.gpu_memory_utilization,
+            **engine_options,
+        )
+        self.dtype = self.llm.dtype
+        self._responses: dict[tuple[str, float], list[ExtendedResponse]] = {}
+
+    def measure(
+        self, drafter: Path | None, dataset: EvalDataset, temperature: float, ks: Sequence[int]
+    ) -> Iterator[tuple[int, list[AcceptanceSample]]]:
+        assert drafter is not None
+        key = (dataset.name, temperature)
+        if key not in self._responses:
+            turns = self.run_conversations(dataset.prompts.rows, temperature, self._complete)
+            self._responses[key] = self._extend_responses(turns)
+        responses = self._responses[key]
+        model = self.llm.target.model
+        weight = model.embed_tokens.weight
+        drafter_model = load_drafter(drafter, model, weight.dtype, weight.device)
+        runs = compute_correct_runs(
+            model,
+            drafter_model,
+            responses,
+            max(ks),
+            self.settings,
+            lambda done: self.on_progress("drafting", done, len(responses)),
+        )
+        for k in ks:
+            yield k, [self._build_sample(response, run, k) for response, run in zip(responses, runs, strict=True)]
+
+    def _build_sample(self, response: ExtendedResponse, run: dict[int, int], k: int) -> AcceptanceSample:
+        turn = response.turn
+        num_prompt_tokens, num_output_tokens = len(turn.request.prompt_token_ids), len(turn.response.token_ids)
+        drafts = replay_drafts(num_prompt_tokens, num_output_tokens, run, k, self.runner.max_model_len)
+        return turn.build_sample(drafts, k)
+
+    def _complete(self, requests: list[EvalRequest]) -> list[EvalResponse]:
+        """As `LLM.generate`, with progress."""
+        groups = [self.llm.add_request(request.prompt_token_ids, request.params) for request in requests]
+        while self.llm.has_unfinished_requests:
+            if any(request.finish_reason is not None for request in self.llm.step()):
+                self.on_progress("responses", sum(group.finished for group in groups), len(groups))
+        outputs = [self.llm.build_output(group).outputs[0] for group in groups]
+        return [EvalResponse(output.token_ids, output.finish_reason or "length") for output in outputs]
+
+    def _extend_responses(self, turns: list[CompletedTurn]) -> list[ExtendedResponse]:
+        """Generates the tokens after the end of a response that a draft may reach."""
+        max_k, max_model_len = max(self.settings.num_speculative_tokens), self.runner.max_model_len
+        responses = [ExtendedResponse(t, t.request.prompt_token_ids + t.response.token_ids) for t in turns]
+        lengths = [min(max_k - 1, max_model_len - len(response.token_ids)) for response in responses]
+        to_extend = [(r, length) for r, length in zip(responses, lengths, strict=True) if length > 0]
+        params = [replace(r.turn.request.params, max_tokens=length, ignore_eos=True) for r, length in to_extend]
+        outputs = self.llm.generate([r.token_ids for r, _ in to_extend], params)
+        for (response, _), output in zip(to_extend, outputs, strict=True):
+            response.token_ids.extend(output.outputs[0].token_ids)
+        return responses
 
 
 @torch.inference_mode()
@@ -87,29 +175,17 @@ def _batch_runs(
         anchor_A = chunk.anchor_A
         correct = _is_correct(drafter, depth_zero.output_ND, anchor_A, anchor_A + 2, forward, max_rows)
         run_N[anchor_A[correct]] = 1
-        _extend_runs(drafter, forward, depth_zero, chunk, run_N, max_rows)
+        if not len(chunk.anchor_R):
+            continue
+        output_RD = forward.run_chains(depth_zero, chunk)
+        for depth in range(1, int(chunk.depth_R.max()) + 1):
+            rows = ((chunk.depth_R == depth) & (run_N[chunk.anchor_R] == depth)).nonzero()[:, 0]
+            if not len(rows):
+                break
+            anchors = chunk.anchor_R[rows]
+            correct = _is_correct(drafter, output_RD, rows, anchors + depth + 2, forward, max_rows)
+            run_N[anchors[correct]] = depth + 1
     return run_N
-
-
-def _extend_runs(
-    drafter: Drafter,
-    forward: DrafterForward,
-    depth_zero: DepthZeroOutputs,
-    chunk: ChainChunk,
-    run_N: Tensor,
-    max_rows: int,
-) -> None:
-    """Extends the runs by the chains of a chunk, depth by depth."""
-    if not len(chunk.anchor_R):
-        return
-    output_RD = forward.run_chains(depth_zero, chunk)
-    for depth in range(1, int(chunk.depth_R.max()) + 1):
-        rows = ((chunk.depth_R == depth) & (run_N[chunk.anchor_R] == depth)).nonzero()[:, 0]
-        if not len(rows):
-            return
-        anchors = chunk.anchor_R[rows]
-        correct = _is_correct(drafter, output_RD, rows, anchors + depth + 2, forward, max_rows)
-        run_N[anchors[correct]] = depth + 1
 
 
 def _is_correct(
@@ -149,3 +225,40 @@ def _build_batch(responses: Sequence[ExtendedResponse]) -> PackedBatch:
         index_N - start_N >= prompt.repeat_interleave(size),  # type: ignore[arg-type]
         tuple(response.turn.request.row.id for response in responses),
     )
+
+
+class ReferenceEvaluator(Evaluator):
+    """The plain fp32 implementation, one request at a time: slow, for small models and debugging."""
+
+    dtype = "float32"
+
+    def __init__(self, target: Path, runner: ConversationRunner, device: str, on_progress: EvalProgress) -> None:
+        super().__init__(runner, on_progress)
+        self.device = device
+        self.target = load_target(target, torch.float32, device)
+
+    def measure(
+        self, drafter: Path | None, dataset: EvalDataset, temperature: float, ks: Sequence[int]
+    ) -> Iterator[tuple[int, list[AcceptanceSample]]]:
+        assert drafter is not None
+        drafter_model = load_drafter(drafter, self.target.model, torch.float32, self.device)
+        for k in ks:
+            complete = partial(self._complete, drafter=drafter_model, k=k)
+            turns = self.run_conversations(dataset.prompts.rows, temperature, complete)
+            yield k, [turn.build_sample(turn.response.drafts, k) for turn in turns]
+
+    def _complete(self, requests: list[EvalRequest], drafter: Drafter, k: int) -> list[EvalResponse]:
+        responses = []
+        model, eos_ids, max_model_len = self.target.model, self.target.eos_ids, self.runner.max_model_len
+        for i, request in enumerate(requests):
+            output = reference.generate(
+                model, request.prompt_token_ids, request.params, eos_ids, drafter, k, max_model_len
+            )
+            drafts, n = [], len(request.prompt_token_ids) + 1
+            for step in output.steps:
+                if step.draft_token_ids:
+                    drafts.append(DraftResult(n, step.num_accepted_tokens, len(step.output_token_ids)))
+                n += len(step.output_token_ids)
+            responses.append(EvalResponse(output.token_ids, output.finish_reason, tuple(drafts)))
+            self.on_progress("responses", i + 1, len(requests))
+        return responses

@@ -15,9 +15,9 @@ The prefill yields the first token, so the first draft starts at n = 4:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,6 @@ from peagle.config import EvalSettings
 from peagle.results.schema import AcceptanceRow, Interval, LoopingResponses
 
 BOOTSTRAP_CHUNK = 100
-EvalProgress = Callable[[str, int, int], None]  # activity, completed, total
 
 
 @dataclass(frozen=True)
@@ -74,21 +73,13 @@ def build_sample(
     return AcceptanceSample(category, 1, num_output_tokens, len(drafts), accepted_per_pos, is_looping, tuple(drafts))
 
 
-@dataclass(frozen=True)
-class RowLabels:
-    """What a row measures."""
+def build_rows(
+    samples: Sequence[AcceptanceSample], k: int, settings: EvalSettings, labels: Mapping[str, Any]
+) -> list[AcceptanceRow]:
+    """Rows of the whole data set, without looping responses, by category and by context length.
 
-    drafter: str
-    method: Literal["p-eagle", "eagle3"]
-    engine: str
-    dataset: str
-    temperature: float
-    num_speculative_tokens: int
-
-
-def build_rows(samples: Sequence[AcceptanceSample], labels: RowLabels, settings: EvalSettings) -> list[AcceptanceRow]:
-    """Rows of the whole data set, without looping responses, by category and by context length."""
-    k = labels.num_speculative_tokens
+    `labels` are the other fields of the rows: drafter, method, engine, dataset and temperature.
+    """
 
     def build_row(
         some: Sequence[AcceptanceSample],
@@ -97,13 +88,9 @@ def build_rows(samples: Sequence[AcceptanceSample], labels: RowLabels, settings:
         looping_responses: LoopingResponses = "included",
     ) -> AcceptanceRow:
         return AcceptanceRow(
-            drafter=labels.drafter,
-            method=labels.method,
-            engine=labels.engine,
-            dataset=labels.dataset,
+            **labels,
             category=category,
             context_range=context_range,
-            temperature=labels.temperature,
             num_speculative_tokens=k,
             looping_responses=looping_responses,
             num_responses=sum(s.num_responses for s in some),

@@ -51,6 +51,20 @@ def read_results(path: Path) -> Results:
     return from_json(document, str(path))
 
 
+def read_resumable(path: Path, kind: str, settings: dict[str, Any], ignored: tuple[str, ...]) -> Results:
+    """Reads the result file of a run that is resumed: of the same kind, and with the same settings but `ignored`."""
+    old = read_results(path)
+    if old.kind != kind:
+        raise UserError(f"--out {path}: contains results of `peagle {old.kind}`; give another file")
+    for name, now in settings.items():
+        before = old.settings.get(name, now)
+        if name not in ignored and before != now:
+            raise UserError(
+                f"--out {path}: was started with {name} {before}, now it is {now}; give the same, or another file"
+            )
+    return old
+
+
 def to_json(results: Results) -> dict[str, Any]:
     return {"schema_version": SCHEMA_VERSION, **_encode(results)}
 
@@ -70,7 +84,7 @@ def from_json(document: Any, name: str = "the document") -> Results:
         results: Results = _decode({**body, "rows": []}, Results, "")
         rows = _decode(body.get("rows"), GenericAlias(list, ROW_CLASSES[results.kind]), "rows")
     except UserError as error:
-        raise UserError(f"{name}: {error}") from None
+        raise UserError(f"{name}: {' '.join(str(error).split())}") from None  # a name in the file may have line breaks
     return dataclasses.replace(results, rows=rows)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -62,24 +63,14 @@ def _source_commit() -> str | None:
 def _describe_machine() -> dict[str, str | int | float]:
     import torch
 
-    machine: dict[str, str | int | float] = {"system": platform.platform(), "cpu": _cpu_name()}
+    cpuinfo = Path("/proc/cpuinfo")  # on Linux
+    names = re.findall(r"^model name\s*:\s*(.*)$", cpuinfo.read_text(), flags=re.M) if cpuinfo.exists() else []
+    cpu = names[0].strip() if names else platform.processor() or platform.machine()
+    machine: dict[str, str | int | float] = {"system": platform.platform(), "cpu": cpu}
     machine["cores"] = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        machine["memory_gib"] = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
-    except (ValueError, OSError, AttributeError):
-        pass  # not available on this system
+    machine["memory_gib"] = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
     if torch.cuda.is_available():
         machine["gpu"] = torch.cuda.get_device_name()
         machine["gpus"] = torch.cuda.device_count()
         machine["gpu_memory_gib"] = round(torch.cuda.get_device_properties(0).total_memory / 2**30, 1)
     return machine
-
-
-def _cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass  # not Linux
-    return platform.processor() or platform.machine()

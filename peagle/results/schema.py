@@ -203,7 +203,7 @@ class PlanRow:
 ROW_CLASSES: dict[str, type] = {"eval": AcceptanceRow, "bench": BenchRow, "tune": TuneRow, "plan": PlanRow}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Results:
     """A result file."""
 

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,17 +29,16 @@ from scipy import stats
 from streaming import FAULTS, MANNERS, StreamServer
 from support import many
 
-from peagle.bench.offline import EmbeddedBench, PromptTokenizer
-from peagle.bench.run import BenchOutcome, BenchVariant, run_bench
-from peagle.bench.server import DeclaredSpeculation, MeasuredRepeat, ServerBench, parse_counters
-from peagle.bench.timing import RequestTiming, summarize_repeat
-from peagle.bench.variants import EngineVariants
-from peagle.bench.workload import BenchPrompt, Load, Workload, poisson_arrivals
+from peagle.bench.engines import EmbeddedBench, PromptTokenizer
+from peagle.bench.run import BenchOutcome, BenchVariant, EngineVariants, run_bench
+from peagle.bench.server import ServerBench, _ResponseStream
+from peagle.bench.workload import BenchPrompt, Load, RequestTiming, Workload, poisson_arrivals, summarize_repeat
 from peagle.cli import main
 from peagle.cli.app import parse_items, repeat_flags
 from peagle.config import BenchEngineSettings, BenchServerSettings, BenchSettings, SamplingParams
 from peagle.errors import UserError
-from peagle.http_client import EventDecoder, parse_server_url
+from peagle.eval.view import ProgressBar
+from peagle.http_client import EventDecoder, parse_metrics, parse_server_url
 from peagle.results.comparison import (
     NOT_SENT,
     all_warnings,
@@ -58,23 +58,15 @@ def workload(texts: list[str], max_tokens: int = 4, **other: Any) -> Workload:
     return Workload("here", asks, max_tokens, other.pop("ignore_eos", True), other.pop("temperature", 0.0), 0)
 
 
-def silent(requests: int, tokens: int) -> None:
+def silent(num_finished: int) -> None:
     pass
 
 
-class Unwatched:
-    def start(self, name: str, load: Load, part: str, requests: int) -> None:
-        pass
-
-    def update(self, requests: int, tokens: int) -> None:
-        pass
-
-
 def ask_server(
-    server: StreamServer, work: Workload, load: Load, stated: DeclaredSpeculation | None = None, **settings: Any
-) -> Any:
+    server: StreamServer, work: Workload, load: Load, tokenizer: Any = None, **settings: Any
+) -> tuple[BenchRepeat, list[str]]:
     own = BenchServerSettings(server.url, **{**QUICK, **settings})
-    with ServerBench(own, stated or DeclaredSpeculation()) as client:
+    with ServerBench(own, tokenizer) as client:
         return client.measure(work, work.prompts, load, 0, silent)
 
 
@@ -230,10 +222,9 @@ def test_latencies_match_the_servers_log() -> None:
     """Two tokens a chunk, so that tokens and chunks differ; the server's clock is this process's."""
     with StreamServer(first_s=0.08, each_s=0.02, bunch=2) as server:
         work = workload([f"p {i}" for i in range(12)], max_tokens=9)
-        made = ask_server(server, work, Load(4))
+        repeat, _ = ask_server(server, work, Load(4))
         assert server.most_running == 4
         log = server.answered
-    repeat = made.repeat
     assert (repeat.completed, repeat.failed) == (12, {})
     assert (repeat.total_output_tokens, repeat.total_input_tokens) == (12 * 9, 12 * 7)
     for name, values in {
@@ -253,10 +244,10 @@ def test_latencies_match_the_servers_log() -> None:
 def test_open_loop_does_not_wait_for_responses() -> None:
     with StreamServer(first_s=0.5) as server:
         work = workload([f"p {i}" for i in range(20)])
-        made = ask_server(server, work, Load(request_rate=20.0))
+        made, _ = ask_server(server, work, Load(request_rate=20.0))
         log = sorted(server.answered, key=lambda s: s.received)
         assert server.most_running > 5, "it does not wait for answers"
-    assert made.repeat.completed == 20
+    assert made.completed == 20
     due = np.array(poisson_arrivals(20, 20.0, 0))
     received = np.array([s.received for s in log])
     assert (received - received[-1] <= due - due[-1] + 0.5).all()
@@ -269,9 +260,9 @@ def test_all_valid_stream_formats_are_accepted(chat: bool) -> None:
         work = workload(texts)
         if chat:
             work = replace(work, prompts=tuple(BenchPrompt(messages=(("user", text),)) for text in texts))
-        made = ask_server(server, work, Load(3), total_s=20.0)
-        assert made.repeat.failed == {} and made.repeat.completed == len(texts)
-        assert made.repeat.total_output_tokens == 4 * len(texts)
+        made, _ = ask_server(server, work, Load(3), total_s=20.0)
+        assert made.failed == {} and made.completed == len(texts)
+        assert made.total_output_tokens == 4 * len(texts)
         assert {s.path for s in server.answered} == {"/v1/chat/completions" if chat else "/v1/completions"}
 
 
@@ -281,30 +272,41 @@ def test_every_fault_is_counted_by_name(load: Load) -> None:
     texts = [f"as:{MANNERS[i % len(MANNERS)]}. {i}" for i in range(len(FAULTS))]
     mixed = [text for i, fault in enumerate(FAULTS) for text in (texts[i], f"fault:{fault}. {i}")]
     with StreamServer() as server:
-        made = ask_server(server, workload(mixed), load, failures=1000)
-    assert made.repeat.failed == Counter(FAULTS.values())
-    assert (made.repeat.completed, made.repeat.total_output_tokens) == (len(FAULTS), 4 * len(FAULTS))
-    assert any("'HTTP 503': this is a 503" in note for note in made.warnings)
-    assert any("no usage" in warning for warning in made.warnings)
+        made, warnings = ask_server(server, workload(mixed), load, failures=1000)
+    assert made.failed == Counter(name for name in FAULTS.values() if name)
+    num_uncounted = list(FAULTS.values()).count(None)  # of two chunks each
+    assert (made.completed, made.total_output_tokens) == (len(FAULTS) + num_uncounted, 4 * len(FAULTS) + 4)
+    assert any("'HTTP 503': this is a 503" in warning for warning in warnings)
+    assert any("no usage: output tokens are counted as chunks" in warning for warning in warnings)
+
+
+def test_text_is_tokenized_if_the_server_counts_no_tokens() -> None:
+    def tokenizer(text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+        assert text == "word end" and not add_special_tokens
+        return {"input_ids": [1, 2, 3]}
+
+    with StreamServer() as server:
+        work = workload(["fault:no usage."] * 2)
+        made, warnings = ask_server(server, work, Load(1), SimpleNamespace(tokenizer=tokenizer))
+    assert (made.completed, made.total_output_tokens, made.failed) == (2, 6, {})
+    assert warnings == ["the server sends no usage: output tokens are counted by tokenizing the text"]
 
 
 def test_gives_up_after_consecutive_failures() -> None:
     with StreamServer() as server:
         work = workload(["fine", *["fault:429."] * 50])
-        made = ask_server(server, work, Load(2))
+        made, _ = ask_server(server, work, Load(2))
         assert len(server.answered) < 20
-    assert made.repeat.completed == 1
-    assert made.repeat.failed["HTTP 429"] + made.repeat.failed[NOT_SENT] == 50
+    assert made.completed == 1
+    assert made.failed["HTTP 429"] + made.failed[NOT_SENT] == 50
     for port in (1, 9):
-        with ServerBench(
-            BenchServerSettings(f"http://127.0.0.1:{port}", "m", **QUICK), DeclaredSpeculation()
-        ) as client:
-            made = client.measure(work, work.prompts, Load(2), 0, silent)
-        assert set(made.repeat.failed) == {"connection refused", NOT_SENT}
+        with ServerBench(BenchServerSettings(f"http://127.0.0.1:{port}", "m", **QUICK)) as client:
+            made, _ = client.measure(work, work.prompts, Load(2), 0, silent)
+        assert set(made.failed) == {"connection refused", NOT_SENT}
     with pytest.raises(UserError, match="connection refused"):
-        ServerBench(BenchServerSettings("http://127.0.0.1:9", **QUICK), DeclaredSpeculation()).__enter__()
+        ServerBench(BenchServerSettings("http://127.0.0.1:9", **QUICK))
     with StreamServer(models=("a", "b")) as server, pytest.raises(UserError, match="--model NAME, one of a, b"):
-        ServerBench(BenchServerSettings(server.url), DeclaredSpeculation()).__enter__()
+        ServerBench(BenchServerSettings(server.url))
 
 
 def vllm_metrics(server: StreamServer, drafts: bool = False, others: int = 0, cached: float = 0.0) -> str:
@@ -330,22 +332,21 @@ def vllm_metrics(server: StreamServer, drafts: bool = False, others: int = 0, ca
 def test_server_counters_give_acceptance_and_warnings() -> None:
     work = workload([f"p {i}" for i in range(6)], max_tokens=8)
     with StreamServer(metrics=lambda s: vllm_metrics(s, drafts=True)) as server:
-        made = ask_server(server, work, Load(2), DeclaredSpeculation("p-eagle", 3))
-        assert made.repeat.acceptance_length == pytest.approx(2.0) and made.warnings == ()
-        for stated, said in [
-            (DeclaredSpeculation(), "report 3 draft tokens.*-k 3"),
-            (DeclaredSpeculation("eagle3", 7), "-k 7.*report 3 draft tokens"),
-        ]:
-            with pytest.raises(UserError, match=said):
-                ask_server(server, work, Load(2), stated)
+        made, warnings = ask_server(server, work, Load(2), method="p-eagle", num_speculative_tokens=3)
+        assert made.acceptance_length == pytest.approx(2.0) and warnings == []
+        with pytest.raises(UserError, match="report 3 draft tokens.*-k 3"):
+            ask_server(server, work, Load(2))
+        with pytest.raises(UserError, match="-k 7.*report 3 draft tokens"):
+            ask_server(server, work, Load(2), method="eagle3", num_speculative_tokens=7)
     with StreamServer(metrics=lambda s: vllm_metrics(s, others=5, cached=0.5)) as server:
-        made = ask_server(server, work, Load(2))
-        assert made.repeat.acceptance_length is None
-        assert any("counted 58 tokens, 48 were received" in n for n in made.warnings)
-        assert any("50% of the prompt tokens hit the server's prefix cache" in n for n in made.warnings)
+        made, warnings = ask_server(server, work, Load(2))
+        assert made.acceptance_length is None
+        assert any("counted 58 tokens, 48 were received" in n for n in warnings)
+        assert any("50% of the prompt tokens hit the server's prefix cache" in n for n in warnings)
         with pytest.raises(UserError, match="report no draft tokens"):
-            ask_server(server, work, Load(2), DeclaredSpeculation("p-eagle"))
-    assert parse_counters('vllm:a_total nonsense\nvllm:b_total{x="y z"} 2\nother_total 3\n') == {"b": 2.0}
+            ask_server(server, work, Load(2), method="p-eagle", num_speculative_tokens=3)
+    text = b'vllm:a_total nonsense\nvllm:b_total{x="y z"} 2\nother_total 3\n'
+    assert list(parse_metrics(text)) == [("vllm:b", {"x": "y z"}, 2.0)]
 
 
 # The document
@@ -369,13 +370,13 @@ class Counting:
         if self.stop_after == len(self.asked):
             raise KeyboardInterrupt
         self.asked.append((str(load), seed))
-        return MeasuredRepeat(repeat(100 * len(asks), 5.0, len(asks), self.failed), ("a note",))
+        return repeat(100 * len(asks), 5.0, len(asks), self.failed), ["a note"]
 
 
 def run(path: Path, counting: Counting, methods: tuple[str, ...] = ("none", "p-eagle"), **changed: Any) -> BenchOutcome:
     settings = BenchSettings((1, 2), (4.0,), num_prompts=8, **{"repeats": 2, "num_warmups": 0, **changed})
     variants = [BenchVariant(m, "embedded", None, m, None, lambda: counting) for m in methods]  # type: ignore[arg-type]
-    return run_bench(variants, workload(["a"] * 8, settings.max_tokens), settings, Unwatched(), path, {"target": "t"})
+    return run_bench(variants, workload(["a"] * 8, settings.max_tokens), settings, ProgressBar(), path, {"target": "t"})
 
 
 def test_same_command_resumes(tmp_path: Path) -> None:
@@ -395,8 +396,11 @@ def test_same_command_resumes(tmp_path: Path) -> None:
     assert len(counting.asked) - before == 3 * 2 + 3 * 3
     assert {r.method for r in more.results.rows} == {"none", "p-eagle", "eagle3"}
     assert sum("a note" in w for w in more.results.warnings) == 9, "once for each row, though it was said each time"
-    for changed, said in [({"max_tokens": 5}, "--max-tokens"), ({"num_warmups": 3}, "--num-warmups.*0 there, 3 now")]:
-        with pytest.raises(UserError, match=f"other .*{said}"):
+    for changed, said in [
+        ({"max_tokens": 5}, "max_tokens 128, now"),
+        ({"num_warmups": 3}, "num_warmups 0, now it is 3"),
+    ]:
+        with pytest.raises(UserError, match=f"was started with {said}"):
             run(path, counting, **changed)
 
 
@@ -427,12 +431,10 @@ def test_embedded_counts_match_generate(name: str | None, k: int) -> None:
             told: list[int] = []
             steps = _counted_steps(llm)
             began = time.perf_counter()
-            made = embedded.measure(
-                work, work.prompts, load, 0, lambda requests, tokens, to=told: to.append(tokens)
-            ).repeat
+            made, _ = embedded.measure(work, work.prompts, load, 0, told.append)
             took = time.perf_counter() - began
             assert (made.completed, made.failed) == (6, {})
-            assert made.total_output_tokens == sum(told) == sum(len(o.token_ids) for o in outputs)
+            assert told == [1, 2, 3, 4, 5, 6] and made.total_output_tokens == sum(len(o.token_ids) for o in outputs)
             assert made.total_input_tokens == sum(map(len, texts))
             assert made.acceptance_length == (pytest.approx(want) if want is not None else None)
             assert 0 < made.duration <= took
@@ -469,7 +471,7 @@ def test_embedded_open_loop_counts_from_arrival() -> None:
     llm.step = slow  # type: ignore[method-assign]
     work = replace(workload([], 1), prompts=tuple(BenchPrompt(token_ids=(65, 66, 67)) for _ in range(24)))
     with EmbeddedBench(llm, PromptTokenizer(target().folder)) as embedded:
-        made = embedded.measure(work, work.prompts, Load(request_rate=12.0), 3, silent).repeat
+        made, _ = embedded.measure(work, work.prompts, Load(request_rate=12.0), 3, silent)
     assert made.ttft_ms is not None and made.ttft_ms.mean >= 50
     assert made.ttft_ms.p95 > 65, "waiting for a step that runs counts"
     assert 24 / 12.0 <= made.duration
@@ -572,7 +574,7 @@ def test_command_measures_a_server_and_resumes_a_file(
     assert "speedup" in second.out and "p-eagle K=3" in second.out and "x" in second.out
     assert len(read_results(out).rows) == 4
     refused = peagle(*common, "--max-tokens", "6")
-    assert refused.status == 2 and "was measured with other" in refused.err
+    assert refused.status == 2 and "was started with max_tokens 5, now it is 6" in refused.err
     bad = peagle(
         "--engine",
         slow_server.url,
@@ -613,11 +615,12 @@ def test_cancelled_run_leaves_no_tasks_or_connections() -> None:
     """Neither tasks nor connections with half an answer in them: the next run is as good as the first."""
     with StreamServer(first_s=0.1, each_s=0.1) as server:
         work = workload([f"p {i}" for i in range(8)])
-        with ServerBench(BenchServerSettings(server.url, "m", **QUICK), DeclaredSpeculation()) as client:
+        with ServerBench(BenchServerSettings(server.url, "m", **QUICK)) as client:
 
             async def cancelled() -> int:
                 bodies = [client._build_body(prompt, work, 0) for prompt in work.prompts]
-                task = asyncio.create_task(client._measure(work, work.prompts, bodies, Load(4), 0, silent))
+                streams = [_ResponseStream(RequestTiming(0.0), 99) for _ in bodies]
+                task = asyncio.create_task(client._send_all(work.prompts, bodies, streams, Load(4), 0, silent))
                 await asyncio.sleep(0.25)
                 task.cancel()
                 with pytest.raises(asyncio.CancelledError):
@@ -625,6 +628,6 @@ def test_cancelled_run_leaves_no_tasks_or_connections() -> None:
                 return len(asyncio.all_tasks())
 
             assert client._loop.run(cancelled()) == 1
-            made = client.measure(work, work.prompts, Load(4), 0, silent)
-    assert (made.repeat.completed, made.repeat.failed) == (8, {})
-    assert made.repeat.itl_ms is not None and made.repeat.itl_ms.mean >= 90
+            made, _ = client.measure(work, work.prompts, Load(4), 0, silent)
+    assert (made.completed, made.failed) == (8, {})
+    assert made.itl_ms is not None and made.itl_ms.mean >= 90

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from peagle.bench.server import DeclaredSpeculation, ServerBench
+from peagle.bench.server import ServerBench
 from peagle.bench.workload import BenchPrompt, Load, Workload
 from peagle.config import BenchServerSettings
 from peagle.results.schema import BenchRepeat
@@ -83,10 +83,10 @@ def theirs(url: str, path: str, texts: list[str], load: Load) -> dict[str, Any]:
 def ours(url: str, path: str, texts: list[str], load: Load) -> BenchRepeat:
     prompts = tuple(BenchPrompt(messages=(("user", t),)) if "chat" in path else BenchPrompt(text=t) for t in texts)
     work = Workload("same", prompts, TOKENS, True, 0.0, 0)
-    with ServerBench(BenchServerSettings(url), DeclaredSpeculation()) as client:
+    with ServerBench(BenchServerSettings(url)) as client:
         warmup = load.concurrency or 10
-        client.measure(work, prompts[:warmup], Load(warmup), 0, lambda *_: None)
-        return client.measure(work, prompts, load, 0, lambda *_: None).repeat
+        client.measure(work, prompts[:warmup], Load(warmup), 0, lambda num_finished: None)
+        return client.measure(work, prompts, load, 0, lambda num_finished: None)[0]
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
