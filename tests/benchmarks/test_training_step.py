@@ -108,8 +108,8 @@ class AsOnTheGpu:
 
         for asking in (norms, rotary):
             monkeypatch.setattr(asking, "supports_triton_autograd", needs_gradients)
-        monkeypatch.setattr(trained, "rms_norm_triton", lambda x, w, eps, pdl: rms_norm_torch(x, w, eps))
-        monkeypatch.setattr(trained, "silu_mul_triton", lambda y, pdl: silu_mul_torch(y))
+        monkeypatch.setattr(norms, "rms_norm_triton", lambda x, w, eps, pdl: rms_norm_torch(x, w, eps))
+        monkeypatch.setattr(norms, "silu_mul_triton", lambda y, pdl: silu_mul_torch(y))
         monkeypatch.setattr(trained, "split_qkv_rope_triton", rotate)
 
 

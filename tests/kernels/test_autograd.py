@@ -77,7 +77,7 @@ needs_triton = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_availabl
 @many(12)
 @given(rows=st.integers(1, 40), width=st.integers(1, 70), strided=st.booleans())
 def test_rms_norm(device: str, dtype: torch.dtype, tolerance: float, rows: int, width: int, strided: bool) -> None:
-    from peagle.kernels import autograd as kernels
+    from peagle.kernels.norm import rms_norm as kernels
 
     torch.manual_seed(rows * 100 + width)
     x = torch.randn(rows, 2 * width, device=device, dtype=dtype)[:, :width]
@@ -96,7 +96,7 @@ def test_rms_norm_of_many_rows(
     device: str, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More rows than programs: each program handles several rows, the last one fewer."""
-    from peagle.kernels import autograd as kernels
+    from peagle.kernels.norm import rms_norm as kernels
 
     monkeypatch.setattr(kernels, "_MAX_NORM_PROGRAMS", 4)
     given = [torch.randn(27, 40, device=device, dtype=dtype), torch.randn(40, device=device, dtype=dtype)]
@@ -113,7 +113,7 @@ def test_rms_norm_of_many_rows(
 @many(10)
 @given(rows=st.integers(1, 20), half=st.one_of(st.integers(1, 50), st.just(1100)))
 def test_silu_mul(device: str, dtype: torch.dtype, tolerance: float, rows: int, half: int) -> None:
-    from peagle.kernels import autograd as kernels
+    from peagle.kernels.norm import rms_norm as kernels
 
     torch.manual_seed(rows * 100 + half)
     given = [torch.randn(rows, 2 * half, device=device, dtype=dtype) * 2]

@@ -34,13 +34,16 @@ from peagle.kernels.gemm.tile_configs import GemmConfig, config_for
 from peagle.kernels.norm.rms_norm import (
     ResidualStream,
     add_rms_norm,
+    add_rms_norm_triton,
     norm_cat,
+    norm_cat_triton,
     rms_norm,
     rms_norm_torch,
+    rms_norm_triton,
     silu_mul,
     silu_mul_torch,
+    silu_mul_triton,
 )
-from peagle.kernels.norm.rms_norm_triton import add_rms_norm_triton, norm_cat_triton, rms_norm_triton, silu_mul_triton
 from peagle.models.layers import RMSNorm
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

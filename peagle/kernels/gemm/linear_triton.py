@@ -25,8 +25,7 @@ from peagle.kernels.gemm.tile_configs import (
     is_small_shape,
     power_of_two_within,
 )
-from peagle.kernels.norm.rms_norm import ResidualStream
-from peagle.kernels.norm.rms_norm_triton import rms_norm_triton
+from peagle.kernels.norm.rms_norm import ResidualStream, rms_norm_triton
 from peagle.kernels.triton_utils import HAVE_TRITON, pdl_launch_options, supports_pdl
 
 # Most sums of squares that a GEMM takes over from its predecessor: every program reads all of them into registers.
@@ -39,7 +38,7 @@ if HAVE_TRITON:
     import triton
     import triton.language as tl
 
-    from peagle.kernels.norm.rms_norm_triton import order_independent_sum
+    from peagle.kernels.norm.rms_norm import order_independent_sum
 
     @triton.jit
     def _prefetch_rows(w_ptr, rows, k, K, COUNT: tl.constexpr, PREFETCH_LINES: tl.constexpr, COPIES: tl.constexpr):
