@@ -100,8 +100,8 @@ def library() -> ctypes.CDLL | None:
     pointer, number = ctypes.c_void_p, ctypes.c_long
     try:
         loaded = ctypes.CDLL(str(compile_library(cache_folder() / "kernels")))
-        operands = [pointer, number, *[pointer] * 4, ctypes.c_float, *[pointer] * 2]
-        loaded.peagle_gemm.argtypes = [*operands, *[number] * 4, pointer]
+        real = ctypes.c_float
+        loaded.peagle_gemm.argtypes = [pointer, number, *[pointer] * 4, real, *[pointer] * 2, *[number] * 4, pointer]
         loaded.peagle_attention.argtypes = [*[pointer] * 6, *[number] * 6, pointer]
     except (OSError, AttributeError, ValueError, subprocess.SubprocessError) as error:
         stderr = getattr(error, "stderr", None)
