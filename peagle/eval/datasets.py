@@ -88,7 +88,7 @@ def _read_checked(path: Path, name: str, skip_bad_rows: bool) -> PromptSet:
     prompts = read_prompts(str(path))
     bad = prompts.rejected
     if bad and not skip_bad_rows:
-        shown = "; ".join(f"line {str(row).removeprefix(f'{path}:')}" for row in bad[:MAX_SHOWN_ROWS])
+        shown = "; ".join(f"line {row.where.removeprefix(f'{path}:')}: {row.reason}" for row in bad[:MAX_SHOWN_ROWS])
         more = f"; and {len(bad) - MAX_SHOWN_ROWS} more" if len(bad) > MAX_SHOWN_ROWS else ""
         raise UserError(
             f"--data {name}: {len(bad)} of its rows are invalid: {shown}{more}. "
