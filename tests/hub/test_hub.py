@@ -28,10 +28,7 @@ from peagle.hub.gguf import convert_gguf, unpermute_rotary
 
 REPO = Path(hub.__file__).parents[2]
 SMOLLM2 = hub.BUILT_IN_TARGETS[hub.DEFAULT_TARGET]
-FILES = (
-    *("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"),
-    *("special_tokens_map.json", "chat_template.jinja"),
-)
+FILES = SMOLLM2.files
 PARAGRAPH = (
     "The water cycle describes how water moves around the Earth. Heat from the sun makes water evaporate "
     "from oceans and lakes. The vapour rises, cools, and condenses into clouds. When the drops become heavy "
@@ -396,6 +393,17 @@ def test_interrupted_build_leaves_nothing(
     with pytest.raises(KeyboardInterrupt):
         hub.resolve_target(hub.DEFAULT_TARGET, cache=tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_incomplete_folder_is_rebuilt(gguf: Path, smol: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PEAGLE_SMOLLM2", str(gguf))
+    monkeypatch.setattr("peagle.hub.gguf.convert_gguf", lambda gguf, out, on_progress: shutil.copytree(smol, out))
+    built = hub.resolve_target(hub.DEFAULT_TARGET, cache=tmp_path)
+    (built / "tokenizer.json").unlink()
+    (built / "stray").touch()
+    assert hub.resolve_target(hub.DEFAULT_TARGET, cache=tmp_path) == built
+    assert sorted(os.listdir(built)) == sorted(FILES)
+    assert list(tmp_path.iterdir()) == [built]
 
 
 def test_two_processes_at_once(gguf: Path, smol: Path, tmp_path: Path) -> None:
