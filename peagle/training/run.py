@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -34,6 +34,7 @@ from peagle.training.recipe import (
 from peagle.training.resume import RunFolder, TrainingState
 from peagle.training.trainer import Trainer
 from peagle.training.validation import (
+    AcceptanceCounts,
     AcceptanceEvaluator,
     ValidationAcceptance,
     prepare_validation,
@@ -204,8 +205,16 @@ def write_drafter(into: Path, drafter: Drafter, num_depths: int) -> None:
 
 
 def evaluate_checkpoint(recipe: Recipe, out: Path, device: str) -> list[ValidationAcceptance]:
-    """Measures the published checkpoint at several K and adds the table to its card."""
-    folder, inputs, where = RunFolder(out), load_training_inputs(recipe), parse_device(device)
+    """Measures the published checkpoint at several K and adds the table to its card. Reads an earlier result."""
+    folder = RunFolder(out)
+    file, state = folder.inner / "acceptance.json", folder.read_state()
+    steps = {"step": state.step, "best_step": state.best_step}
+    if file.exists() and steps.items() <= (found := read_json(file)).items():
+        return [
+            ValidationAcceptance(**{**row, "without_loops": AcceptanceCounts(**row["without_loops"])})
+            for row in found["acceptance"]
+        ]
+    inputs, where = load_training_inputs(recipe), parse_device(device)
     target = load_decoder(inputs.target_folder, training_dtype(recipe.train.dtype, where), where)
     weight = target.embed_tokens.weight
     drafter = load_drafter(folder.out, target, weight.dtype, weight.device)
@@ -215,5 +224,6 @@ def evaluate_checkpoint(recipe: Recipe, out: Path, device: str) -> list[Validati
         evaluator = AcceptanceEvaluator(target, inputs.eos_ids, prompts, recipe.train.validation_tokens, k)
         acceptance.append(evaluator.measure(drafter))
         evaluator.close()
-    folder.replace_file(CARD_FILE, format_card(inputs, folder.out.name, drafter, folder.read_state(), acceptance))
+    folder.replace_file(CARD_FILE, format_card(inputs, folder.out.name, drafter, state, acceptance))
+    write_json({**steps, "acceptance": [asdict(row) for row in acceptance]}, file)
     return acceptance

@@ -426,7 +426,7 @@ def test_batches_do_not_depend_on_the_number_of_ranks(home: Path) -> None:
 
 
 def test_fit(tmp_path: Path) -> None:
-    """`peagle fit`, and again: nothing is generated or trained twice."""
+    """`peagle fit`, and again: nothing is generated, trained or measured twice."""
     target = runs.target_folder(tmp_path, tokenizer=True)
     lines = [json.dumps({"prompt": bytes(p).decode()}) + "\n" for p in pairs.prompts(24) if bytes(p).strip()]
     (tmp_path / "prompts.jsonl").write_text("".join(lines))
@@ -449,7 +449,9 @@ def test_fit(tmp_path: Path) -> None:
     assert "lk-hybrid, acceptance weighting" in card
     assert [line["kind"] for line in runs.lines(out)].count("validation") == 2
     load_drafter(out, load_decoder(target))
-    before = {path: path.stat().st_mtime_ns for path in (out / "model.safetensors", out / "log.jsonl")}
+    files = (out / "model.safetensors", out / "log.jsonl", out / "README.md", out / ".training" / "acceptance.json")
+    before = {path: path.stat().st_mtime_ns for path in files}
     again = CliRunner().invoke(app, command.split())
-    assert again.exit_code == 0 and "K=3" in again.output and "step 3:" not in again.output
+    assert again.exit_code == 0 and "step 3:" not in again.output
+    assert [s for s in again.output.splitlines() if "K=" in s] == [s for s in result.output.splitlines() if "K=" in s]
     assert before == {path: path.stat().st_mtime_ns for path in before}
