@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -260,6 +262,36 @@ class LLM:
     @property
     def has_unfinished_requests(self) -> bool:
         return bool(self._in_flight) or not self.scheduler.is_idle
+
+    def warm_up(self) -> None:
+        """Runs requests of all sizes and with all sampling options, so that later ones wait for no compilation.
+
+        Leaves no trace: the counts and the estimates of "auto" are as before.
+        """
+        adaptive_k = copy.deepcopy(vars(self.adaptive_k))
+        max_rows, max_num_seqs = self.scheduler.max_prefill_tokens, self.scheduler.max_num_seqs
+        max_prompt = max(1, min(self.max_model_len - 4, max_rows))
+        sizes = sorted({size for i in range(max_rows.bit_length()) for size in (1 << i, 3 << i) if size <= max_rows})
+        for num_rows in [*sizes, max_rows]:
+            for prompt_len in {min(num_rows, 64), min(num_rows, max_prompt)}:
+                self._run_random(min(num_rows // prompt_len, max_num_seqs), prompt_len, SamplingParams(max_tokens=3))
+        sampled = SamplingParams(max_tokens=3, temperature=0.8, top_k=50, top_p=0.9, min_p=0.01, seed=0)
+        options: dict[str, Any] = {"presence_penalty": 0.1, "frequency_penalty": 0.1, "repetition_penalty": 1.1}
+        options |= {"logit_bias": {0: 1.0}, "min_tokens": 2, "logprobs": 5}
+        for batch_size in [1 << i for i in range(max_num_seqs.bit_length())]:
+            for params in (sampled, replace(sampled, **options), replace(sampled, temperature=0.0, **options)):
+                self._run_random(batch_size, 16, params)
+        vars(self.adaptive_k).update(adaptive_k)
+        self.acceptance_histogram[:] = [0] * len(self.acceptance_histogram)
+        self.num_draft_tokens = self.scheduler.num_preemptions = 0
+        self.scheduler.pool.num_hit_tokens = self.scheduler.pool.num_queried_tokens = 0
+
+    def _run_random(self, num_prompts: int, prompt_len: int, params: SamplingParams) -> None:
+        params = replace(params, ignore_eos=True, detokenize=False)
+        for _ in range(num_prompts):
+            self.add_request([secrets.randbelow(self.target.model.cfg.vocab_size) for _ in range(prompt_len)], params)
+        while self.has_unfinished_requests:
+            self.step()
 
     # The public API
 

@@ -14,7 +14,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from multiprocessing.process import BaseProcess
+from typing import Literal
 
 import msgspec
 
@@ -53,18 +54,7 @@ POLL_S = 0.02
 EngineState = Literal["starting", "ready", "restarting", "draining", "failed"]
 
 
-class RunningEngine(Protocol):
-    """What started the engine: a process, or a thread in tests."""
-
-    @property
-    def exitcode(self) -> int | None: ...
-
-    def kill(self) -> None: ...
-
-    def is_alive(self) -> bool: ...
-
-
-def start_engine_process(build_llm: Callable[[], LLM], log_json: bool, sock: socket.socket) -> RunningEngine:
+def start_engine_process(build_llm: Callable[[], LLM], log_json: bool, sock: socket.socket) -> BaseProcess:
     context = multiprocessing.get_context("spawn")  # a fork would share threads and CUDA with the front end
     process = context.Process(target=run_engine_process, args=(build_llm, sock, log_json), name="engine", daemon=True)
     process.start()
@@ -114,7 +104,7 @@ class EngineConnection(asyncio.Protocol):
 
 
 class EngineClient:
-    def __init__(self, start_engine: Callable[[socket.socket], RunningEngine], settings: ServeSettings) -> None:
+    def __init__(self, start_engine: Callable[[socket.socket], BaseProcess], settings: ServeSettings) -> None:
         """`start_engine` starts an engine that serves a socket."""
         self.settings = settings
         self.state: EngineState = "starting"
@@ -124,7 +114,7 @@ class EngineClient:
         self.open_streams: set[RequestStream] = set()
         self.started = asyncio.Event()  # the engine is ready for the first time, or has failed
         self._start_engine = start_engine
-        self._engine: RunningEngine | None = None
+        self._engine: BaseProcess | None = None
         self._connection: EngineConnection | None = None  # of an engine that is ready
         self._requests: dict[int, EngineRequest] = {}
         self._error: EngineFailed | None = None  # of the current engine

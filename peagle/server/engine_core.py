@@ -241,7 +241,11 @@ def run_engine(
     """Loads the model and serves the front end at the other end of the socket, until it says stop or closes it."""
     channel = EngineChannel(sock)
     try:
-        core = build_core(build_llm(), channel)
+        llm = build_llm()
+        if llm.model_runner.device.type == "cuda":
+            log_event("compiling kernels")
+            llm.warm_up()
+        core = build_core(llm, channel)
         channel.send(EngineReady(build_engine_info(core.llm), core.read_counters()))
         core.run()
     except ConnectionError:

@@ -399,6 +399,18 @@ def test_generate_chat_and_stream_agree() -> None:
     engines.check_all_released(llm)
 
 
+def test_warm_up_leaves_no_trace() -> None:
+    llm, other = (engine("p-eagle-1", "auto", max_num_seqs=4) for _ in range(2))
+    llm.warm_up()
+    engines.check_all_released(llm)
+    assert llm.acceptance_histogram == other.acceptance_histogram and llm.num_draft_tokens == 0
+    assert llm.adaptive_k.acceptance.rates == other.adaptive_k.acceptance.rates
+    assert not llm.adaptive_k.correction.observed
+    prompt = list(pairs.TEXT[2000:2040])
+    outputs = [each.generate(prompt, SamplingParams(max_tokens=20))[0].outputs[0].token_ids for each in (llm, other)]
+    assert outputs[0] == outputs[1]
+
+
 def test_leaving_a_stream_releases_everything() -> None:
     llm = engine("p-eagle-1", 3)
     other = llm.add_request(list(prompt(2300, 20)), LONG[0])
