@@ -17,15 +17,12 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 
 from peagle.errors import UserError
 
 MAX_LINE_BYTES = 1 << 20  # of an event stream
-MAX_REPLY_BYTES = 64 << 20
-DRAIN_S = 1.0  # wait for the end of a body after its last event, so that the connection can be reused
 METRIC_LINE = re.compile(r"^(vllm:\w+?)(?:_total)?(\{.*\})?\s+(\S+)")
 METRIC_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 STATUS_HELP = {
@@ -64,16 +61,13 @@ def parse_server_url(url: str, flag: str = "--url") -> str:
     """Base URL of a server from `host:8000`, `http://host:8000`, `.../v1` or `.../v1/chat/completions`."""
     error = UserError(f"{flag} {url}: must be an address such as http://localhost:8000")
     try:
-        parts = urlsplit(url if "://" in url else f"http://{url}")
-        port = parts.port
-    except ValueError:
+        parts = httpx.URL(url if "://" in url else f"http://{url}")
+    except httpx.InvalidURL:
         raise error from None
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    if parts.scheme not in ("http", "https") or not parts.host:
         raise error
     path = parts.path.rstrip("/").removesuffix("/chat/completions").removesuffix("/completions").removesuffix("/v1")
-    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-    default_port = 443 if parts.scheme == "https" else 80
-    return f"{parts.scheme}://{host}{'' if port in (None, default_port) else f':{port}'}{path}"
+    return f"{parts.scheme}://{parts.netloc.decode()}{path}"
 
 
 def error_message(body: bytes, max_chars: int = 160) -> str:
@@ -142,8 +136,6 @@ class HttpClient:
                 data += chunk
                 if time.monotonic() > deadline:
                     raise RequestFailed("timed out", f"not complete in {self.timeouts.total_s:g} s")
-                if len(data) > MAX_REPLY_BYTES:
-                    raise RequestFailed("invalid response", f"more than {MAX_REPLY_BYTES} bytes")
             return HttpReply(response.status_code, data, response.headers.get("Retry-After"))
 
     @contextmanager
@@ -196,33 +188,6 @@ def find_model(client: HttpClient, flag: str) -> str:
     return names[0]
 
 
-class AsyncResponse:
-    """Status and headers of a response whose body is still arriving."""
-
-    def __init__(self, response: httpx.Response, total: asyncio.Timeout) -> None:
-        self.status, self.headers = response.status_code, response.headers
-        self._chunks, self._total = response.aiter_raw(), total
-
-    def chunks(self) -> AsyncIterator[bytes]:
-        return self._chunks
-
-    async def read(self, max_bytes: int) -> bytes:
-        data = b""
-        async for chunk in self._chunks:
-            data += chunk
-            if len(data) > max_bytes:
-                raise RequestFailed("too long", f"more than {max_bytes} bytes")
-        return data
-
-    async def drain(self) -> None:
-        """Reads the rest of a body that is no longer needed, so that its connection can be reused."""
-        self._total.reschedule(None)
-        with suppress(TimeoutError, httpx.HTTPError, httpx.StreamError, OSError):
-            async with asyncio.timeout(DRAIN_S):
-                async for _ in self._chunks:
-                    pass
-
-
 class AsyncHttpClient:
     """Client of one server inside one event loop."""
 
@@ -235,13 +200,13 @@ class AsyncHttpClient:
         await self._client.aclose()
 
     @asynccontextmanager
-    async def request(self, method: str, path: str, body: bytes = b"") -> AsyncIterator[AsyncResponse]:
+    async def request(self, method: str, path: str, body: bytes = b"") -> AsyncIterator[httpx.Response]:
         """A response whose body is read inside the block. Every failure of the transport is a `RequestFailed`."""
         try:
-            async with asyncio.timeout(self.timeouts.total_s) as total:
+            async with asyncio.timeout(self.timeouts.total_s):
                 response = await self._send(method, path, body)
                 try:
-                    yield AsyncResponse(response, total)
+                    yield response
                 finally:
                     await response.aclose()
         except TimeoutError:
@@ -250,23 +215,12 @@ class AsyncHttpClient:
             raise _classify(error, self.timeouts) from None
 
     async def _send(self, method: str, path: str, body: bytes) -> httpx.Response:
-        """Sends a request again if the server closed a reused connection before it answered."""
-        while True:
-            is_new_connection = False
-
-            async def trace(event: str, info: dict[str, Any]) -> None:
-                nonlocal is_new_connection
-                is_new_connection = is_new_connection or event == "connection.connect_tcp.started"
-
-            request = self._client.build_request(
-                method, self.base_url + path, content=body or None, extensions={"trace": trace}
-            )
-            try:
-                return await self._client.send(request, stream=True)
-            except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError) as error:
-                stale = not isinstance(error, httpx.RemoteProtocolError) or "without sending a response" in str(error)
-                if is_new_connection or not stale:
-                    raise
+        """Sends a request; once more if that fails, since the server may have closed an idle connection meanwhile."""
+        request = self._client.build_request(method, self.base_url + path, content=body or None)
+        try:
+            return await self._client.send(request, stream=True)
+        except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
+            return await self._client.send(request, stream=True)
 
 
 def _client_options(base_url: str) -> dict[str, Any]:

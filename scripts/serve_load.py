@@ -162,15 +162,15 @@ async def ask(
 
     try:
         async with client.request("POST", own.path, json.dumps({"model": model, **own.body}).encode()) as response:
-            if response.status != 200:
-                body = await response.read(1 << 14)
-                if response.status in (429, 503):
+            if response.status_code != 200:
+                body = await response.aread()
+                if response.status_code in (429, 503):
                     if "retry-after" not in response.headers:
-                        return outcome("lost", f"HTTP {response.status} without Retry-After")
-                    return outcome("refused", f"HTTP {response.status}")
-                return outcome("lost", f"HTTP {response.status} {body[:200]!r}")
+                        return outcome("lost", f"HTTP {response.status_code} without Retry-After")
+                    return outcome("refused", f"HTTP {response.status_code}")
+                return outcome("lost", f"HTTP {response.status_code} {body[:200]!r}")
             events, done = EventDecoder(), False
-            async for piece in response.chunks():
+            async for piece in response.aiter_raw():
                 for event in events.feed(piece):
                     if event == "[DONE]":
                         done = True
@@ -201,9 +201,9 @@ async def ask(
 
 async def get(client: AsyncHttpClient, path: str) -> str:
     async with client.request("GET", path) as response:
-        body = await response.read(1 << 22)
-    if response.status != 200:
-        raise RequestFailed(f"HTTP {response.status}", f"from {path}")
+        body = await response.aread()
+    if response.status_code != 200:
+        raise RequestFailed(f"HTTP {response.status_code}", f"from {path}")
     return body.decode()
 
 

@@ -26,13 +26,13 @@ from peagle.config import BenchEngineSettings, BenchServerSettings, BenchSetting
 from peagle.engine.llm import LLM
 from peagle.errors import UserError
 from peagle.eval.acceptance import open_drafters
-from peagle.eval.view import ProgressBar
 from peagle.http_client import parse_server_url
 from peagle.hub.resolve import resolve_target
-from peagle.results.comparison import NOT_SENT, all_warnings
+from peagle.results.comparison import all_warnings
 from peagle.results.files import read_resumable, write_results
 from peagle.results.provenance import Provenance
 from peagle.results.schema import BenchRepeat, BenchRow, Results
+from peagle.results.view import ProgressBar
 
 COMMON_TOKEN_IDS = range(100, 1000)  # present in every real vocabulary; for servers whose tokenizer is unknown
 OPEN_LOOP_MAX_NUM_SEQS = {"cuda": 256, "cpu": 16}
@@ -171,13 +171,6 @@ def server_workload(data: Sequence[str], settings: BenchSettings) -> Workload:
     return build_workload(data, settings, lambda: COMMON_TOKEN_IDS)
 
 
-@dataclass
-class BenchOutcome:
-    results: Results
-    interrupted: bool = False
-    gave_up_at: str | None = None  # variant and load whose requests kept failing
-
-
 class BenchResultFile:
     """The rows measured so far, in a file or in memory."""
 
@@ -230,9 +223,8 @@ class BenchResultFile:
         self.earlier_duration = old.provenance.duration
 
     def find_repeats(self, variant: BenchVariant, load: Load) -> list[BenchRepeat]:
-        """Complete repeats of a row; one that was given up is measured again."""
         row = self.rows.get(_row_key(variant, load))
-        return [repeat for repeat in row.repeats if NOT_SENT not in repeat.failed] if row is not None else []
+        return row.repeats if row is not None else []
 
     def put_row(self, row: BenchRow, warnings: Sequence[str]) -> None:
         self.rows[_row_key(row, row)] = row
@@ -261,12 +253,14 @@ def run_bench(
     progress: ProgressBar,
     out: Path | None = None,
     shared_settings: dict[str, Any] | None = None,
-) -> BenchOutcome:
-    """Measures what `out` does not contain yet. Rows of a file must agree in `shared_settings`."""
+) -> Results:
+    """Measures what `out` does not contain yet. Rows of a file must agree in `shared_settings`.
+
+    After Ctrl-C `finished` is false. Repeats that are complete are in `out` at any time.
+    """
     packages = ("vllm",) if any(variant.engine == "vllm" for variant in variants) else ()
     file = BenchResultFile(out, workload, settings, shared_settings or {}, Provenance.collect(packages=packages))
     all_loads = [*map(Load, settings.concurrency), *(Load(request_rate=rate) for rate in settings.request_rates)]
-    gave_up_at, interrupted = None, False
     try:
         for variant in variants:
             loads = [at for at in all_loads if len(file.find_repeats(variant, at)) < settings.repeats]
@@ -274,12 +268,10 @@ def run_bench(
                 continue
             with variant.open() as engine:
                 for load in loads:
-                    if not _measure_row(engine, variant, load, workload, settings, file, progress):
-                        gave_up_at = f"{variant.label}, {load}"
-                        break
+                    _measure_row(engine, variant, load, workload, settings, file, progress)
     except KeyboardInterrupt:
-        interrupted = True
-    return BenchOutcome(file.save(finished=not interrupted and gave_up_at is None), interrupted, gave_up_at)
+        return file.save(finished=False)
+    return file.save(finished=True)
 
 
 def _measure_row(
@@ -290,8 +282,8 @@ def _measure_row(
     settings: BenchSettings,
     file: BenchResultFile,
     progress: ProgressBar,
-) -> bool:
-    """Measures all missing repeats of one row; False if requests kept failing.
+) -> None:
+    """Measures all missing repeats of one row.
 
     Every engine warms up alike: it runs the same prompts under the same load once before the first measured repeat.
     """
@@ -305,14 +297,9 @@ def _measure_row(
 
     if settings.num_warmups != 0:
         measure("warm-up", settings.num_warmups, settings.seed)
-    while True:
-        repeats = file.find_repeats(variant, load)
-        if len(repeats) >= settings.repeats:
-            return True
+    while len(repeats := file.find_repeats(variant, load)) < settings.repeats:
         # Arrival times differ between repeats and are equal for all variants.
         seed = settings.seed + len(repeats)
         repeat, warnings = measure(f"{len(repeats) + 1} of {settings.repeats}", None, seed)
         file.put_row(variant.build_row(load, [*repeats, repeat], file.workload_sha256), warnings)
         file.save(finished=False)
-        if NOT_SENT in repeat.failed:
-            return False

@@ -22,7 +22,6 @@ from peagle.config import BenchServerSettings, BenchWarningThresholds
 from peagle.errors import UserError
 from peagle.http_client import (
     AsyncHttpClient,
-    AsyncResponse,
     EventDecoder,
     HttpClient,
     HttpTimeouts,
@@ -32,10 +31,8 @@ from peagle.http_client import (
     parse_metrics,
     parse_server_url,
 )
-from peagle.results.comparison import NOT_SENT
 from peagle.results.schema import BenchRepeat
 
-MAX_ERROR_BYTES = 1 << 14
 COUNTER_DELAY_S = 0.5  # before counters that disagree with the responses are read again
 
 
@@ -93,13 +90,19 @@ class ServerBench(BenchEngine):
     def measure(
         self, workload: Workload, prompts: Sequence[BenchPrompt], load: Load, seed: int, on_progress: OnProgress
     ) -> tuple[BenchRepeat, list[str]]:
-        """Failures are counted; only counters that contradict the declared speculation raise."""
+        """Failures are counted. Too many in a row, or counters that contradict the declared speculation, raise."""
         bodies = [self._build_body(prompt, workload, i) for i, prompt in enumerate(prompts)]
         max_chunks = 4 * workload.max_tokens + 64  # a server may split the text of a token
-        streams = [_ResponseStream(RequestTiming(0.0, failure=NOT_SENT), max_chunks) for _ in prompts]
+        streams = [_ResponseStream(RequestTiming(0.0), max_chunks) for _ in prompts]
         counters_before = self._read_counters()
         gc.collect()  # not during the measurement
-        duration = self._loop.run(self._send_all(prompts, bodies, streams, load, seed, on_progress))
+        failure_limit = max(self.settings.failures, 2 * (load.concurrency or 1))
+        duration = self._loop.run(self._send_all(prompts, bodies, streams, load, seed, failure_limit, on_progress))
+        if self._consecutive_failures >= failure_limit:
+            raise UserError(
+                f"--engine {self.settings.url}: gave up after {self._consecutive_failures} consecutive failures "
+                f"({self._last_failure}); finished repeats are kept"
+            )
         warnings = self._count_tokens(prompts, streams)
         acceptance_length = self._check_counters(counters_before, streams, warnings)
         timings = [stream.timing for stream in streams]
@@ -114,10 +117,10 @@ class ServerBench(BenchEngine):
         streams: list[_ResponseStream],
         load: Load,
         seed: int,
+        failure_limit: int,
         on_progress: OnProgress,
     ) -> float:
-        """Runs the load. Returns the seconds it took."""
-        failure_limit = max(self.settings.failures, 2 * (load.concurrency or 1))
+        """Runs the load, until too many requests in a row have failed. Returns the seconds it took."""
         self._consecutive_failures = 0
         start = time.perf_counter()
 
@@ -140,31 +143,30 @@ class ServerBench(BenchEngine):
         return time.perf_counter() - start
 
     async def _stream_response(self, path: str, body: bytes, stream: _ResponseStream) -> None:
-        timing = stream.timing
-        timing.failure, timing.sent_at = None, time.perf_counter()
+        """Reads to the end of the body, so that the connection can be reused; after [DONE] a failure has no effect."""
+        timing, done = stream.timing, False
+        timing.sent_at = time.perf_counter()
         try:
             async with self._client.request("POST", path, body) as response:
-                if response.status != 200:
-                    raise RequestFailed(f"HTTP {response.status}", await _read_error(response))
                 content_type = response.headers.get("content-type", "text/event-stream").lower()
+                if response.status_code != 200:
+                    raise RequestFailed(f"HTTP {response.status_code}", error_message(await response.aread()))
                 if "event-stream" not in content_type:
-                    raise RequestFailed("not a stream", f"{content_type[:40]}: {await _read_error(response)}")
-                decoder, done = EventDecoder(), False
-                async for chunk in response.chunks():
+                    raise RequestFailed("not a stream", f"{content_type[:40]}: {error_message(await response.aread())}")
+                decoder = EventDecoder()
+                async for chunk in response.aiter_raw():
                     now = time.perf_counter()
-                    done = any(stream.add_event(event, now) for event in decoder.feed(chunk))
-                    if done:
-                        break
-                if done:
-                    await response.drain()
+                    done = done or any(stream.add_event(event, now) for event in decoder.feed(chunk))
             if not timing.chunk_times:
                 raise RequestFailed("no tokens", "the stream ended without a chunk")
             if not stream.finished:
                 raise RequestFailed("ended early", "the stream ended before the response")
             self._consecutive_failures = 0
         except RequestFailed as error:
-            timing.failure, timing.failure_detail = error.name, error.detail
-            self._consecutive_failures += 1
+            if not done or not timing.chunk_times:
+                timing.failure, timing.failure_detail = error.name, error.detail
+                self._consecutive_failures += 1
+                self._last_failure = error
 
     def _build_body(self, prompt: BenchPrompt, workload: Workload, index: int) -> bytes:
         body: dict[str, Any] = {
@@ -260,10 +262,3 @@ class ServerBench(BenchEngine):
         # near max_model_len a server may draft fewer tokens
         if k is not None and num_drafts and not 0.8 * k <= mean <= 1.01 * k:
             raise UserError(f"-k {k}: the counters of {url} report {mean:.3g} draft tokens per step")
-
-
-async def _read_error(response: AsyncResponse) -> str:
-    try:
-        return error_message(await response.read(MAX_ERROR_BYTES))
-    except RequestFailed:
-        return ""  # the status alone is reported

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -28,7 +27,9 @@ from peagle.errors import UserError
 from peagle.hub.resolve import DEFAULT_TARGET, resolve_target
 
 if TYPE_CHECKING:
-    from peagle.results.schema import Results
+    from rich.table import Table
+
+    from peagle.results.schema import AcceptanceRow, Results
 
 
 @verb(
@@ -78,7 +79,7 @@ def evaluate(
 
     from peagle.eval.acceptance import EvalDrafter, EvalEngine, Evaluation, open_drafters
     from peagle.eval.datasets import open_datasets
-    from peagle.eval.view import ProgressBar, print_results
+    from peagle.results.view import ProgressBar, build_acceptance_tables
 
     concurrency = server_settings.concurrency
     eval_engine = EvalEngine(engine, device, dtype, max_num_seqs, concurrency=concurrency, server=server)
@@ -88,14 +89,21 @@ def evaluate(
     else:
         drafters = open_drafters(drafter, resolve_target(target))
     bar = ProgressBar()
+
+    def print_row(rows: list[AcceptanceRow]) -> None:
+        row = rows[0]  # of the whole data set
+        labels = f"{row.drafter}  {row.dataset}  temperature {row.temperature:g}  K={row.num_speculative_tokens}"
+        length = f"{row.acceptance_length:.2f}" if row.acceptance_length is not None else "-"
+        bar.print(f"{labels}: acceptance length {length}")
+
     evaluation = Evaluation(
-        target, drafters, datasets, settings, eval_engine, out, bar.update, bar.print_row, chat_template
+        target, drafters, datasets, settings, eval_engine, out, bar.update, print_row, chat_template
     )
     try:
         results = evaluation.run()
     finally:
         bar.close()
-    _print_outcome(results, out, as_json, lambda: print_results(results), interrupted=not results.finished)
+    _print_outcome(results, out, as_json, build_acceptance_tables(results))
 
 
 @verb(
@@ -157,36 +165,30 @@ def bench(
         variants, shared_settings = engines.build(workload, settings), engines.shared_settings
 
     from peagle.bench.run import run_bench
-    from peagle.bench.view import build_tables
-    from peagle.eval.view import ProgressBar
+    from peagle.results.view import ProgressBar, build_bench_tables
 
     progress = ProgressBar()
     try:
-        outcome = run_bench(variants, workload, settings, progress, out, shared_settings)
+        results = run_bench(variants, workload, settings, progress, out, shared_settings)
     finally:
         progress.close()
-    results = outcome.results
-    _print_outcome(results, out, as_json, lambda: print_tables(*build_tables(results.rows)), outcome.interrupted)
-    for warning in results.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
-    if outcome.gave_up_at is not None:
-        print(f"gave up at {outcome.gave_up_at}: too many consecutive failures", file=sys.stderr)
-    if outcome.gave_up_at is not None or any(repeat.failed for row in results.rows for repeat in row.repeats):
+    _print_outcome(results, out, as_json, build_bench_tables(results.rows))
+    if any(repeat.failed for row in results.rows for repeat in row.repeats):
         raise typer.Exit(1)
 
 
-def _print_outcome(
-    results: Results, out: Path | None, as_json: bool, print_text: Callable[[], None], interrupted: bool
-) -> None:
+def _print_outcome(results: Results, out: Path | None, as_json: bool, tables: list[Table]) -> None:
     from peagle.results.files import to_json
 
     if as_json:
         print(json.dumps(to_json(results)))
     else:
-        print_text()
+        print_tables(*tables)
+    for warning in results.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
     if out is not None:
         print(f"wrote {out}", file=sys.stderr)
-    if interrupted:
+    if not results.finished:
         hint = "the same command resumes" if out is not None else "give --out FILE to be able to resume"
         print(f"interrupted; {hint}", file=sys.stderr)
         raise typer.Exit(130)

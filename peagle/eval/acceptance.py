@@ -130,7 +130,7 @@ class Evaluation:
             self.on_rows(rows)
 
     def _missing_jobs(self) -> list[EvalJob]:
-        rows = [row for row in self.results.rows if is_whole_dataset(row)]
+        rows = [row for row in self.results.rows if row.is_whole_dataset]
         done = {(row.drafter, row.dataset, row.temperature, row.num_speculative_tokens) for row in rows}
         jobs = []
         for dataset in self.datasets:
@@ -221,11 +221,6 @@ class Evaluation:
         self.results.provenance = self._provenance.with_duration(self._earlier_duration)
         if self.out is not None:
             write_results(self.out, self.results)
-
-
-def is_whole_dataset(row: AcceptanceRow) -> bool:
-    """Whether a row covers a whole data set, including looping responses."""
-    return row.category is None and row.context_range is None and row.looping_responses == "included"
 
 
 def open_drafters(names: Sequence[str], target: Path) -> list[EvalDrafter]:

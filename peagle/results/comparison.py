@@ -13,8 +13,6 @@ from peagle.config import BenchWarningThresholds
 from peagle.errors import UserError
 from peagle.results.schema import BenchRow, Interval, t_quantile_975
 
-NOT_SENT = "not sent"  # failure name of requests that were skipped after the engine or server was given up
-
 
 @dataclass(frozen=True)
 class Speedup:

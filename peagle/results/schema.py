@@ -72,6 +72,11 @@ class AcceptanceRow:
         _require(non_increasing, "num_accepted_tokens_per_pos", "non-increasing counts, at most num_drafts")
 
     @property
+    def is_whole_dataset(self) -> bool:
+        """Whether the row covers a whole data set, including looping responses."""
+        return self.category is None and self.context_range is None and self.looping_responses == "included"
+
+    @property
     def acceptance_length(self) -> float | None:
         """Mean number of accepted tokens per draft plus 1 for the target's own token."""
         return 1 + sum(self.num_accepted_tokens_per_pos) / self.num_drafts if self.num_drafts else None

@@ -13,8 +13,8 @@ from support import set_config
 
 from peagle.bench.run import EngineVariants, run_bench
 from peagle.config import BenchEngineSettings, BenchSettings
-from peagle.eval.view import ProgressBar
 from peagle.results.files import read_results
+from peagle.results.view import ProgressBar
 
 pytestmark = pytest.mark.vllm
 SETTINGS = BenchSettings(concurrency=(1, 4), num_prompts=32, repeats=1, num_warmups=1, max_tokens=24, raw=True)
@@ -33,10 +33,10 @@ def test_both_engines_under_one_load(tmp_path: Path) -> None:
         own = BenchEngineSettings("cpu", "float32", max_num_seqs=8, max_model_len=128, kv_cache_memory_bytes=64 << 20)
         asked = EngineVariants(str(target), drafters, [3], True, own, engine)
         workload = asked.build_workload([str(prompts)], SETTINGS)
-        outcome = run_bench(
+        results = run_bench(
             asked.build(workload, SETTINGS), workload, SETTINGS, ProgressBar(), out, asked.shared_settings
         )
-        assert outcome.results.finished
+        assert results.finished
     rows = {(r.engine, r.method, r.concurrency): r.repeats[0] for r in read_results(out).rows}
     assert len(rows) == 12
     for (engine, method, concurrency), ours in rows.items():
