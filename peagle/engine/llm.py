@@ -273,14 +273,14 @@ class LLM:
         max_prompt = max(1, min(self.max_model_len - 4, max_rows))
         sizes = sorted({size for i in range(max_rows.bit_length()) for size in (1 << i, 3 << i) if size <= max_rows})
         for num_rows in [*sizes, max_rows]:
-            for prompt_len in {min(num_rows, 64), min(num_rows, max_prompt)}:
+            for prompt_len in {min(num_rows, 64, max_prompt), min(num_rows, max_prompt)}:
                 self._run_random(min(num_rows // prompt_len, max_num_seqs), prompt_len, SamplingParams(max_tokens=3))
         sampled = SamplingParams(max_tokens=3, temperature=0.8, top_k=50, top_p=0.9, min_p=0.01, seed=0)
         options: dict[str, Any] = {"presence_penalty": 0.1, "frequency_penalty": 0.1, "repetition_penalty": 1.1}
         options |= {"logit_bias": {0: 1.0}, "min_tokens": 2, "logprobs": 5}
         for batch_size in [1 << i for i in range(max_num_seqs.bit_length())]:
             for params in (sampled, replace(sampled, **options), replace(sampled, temperature=0.0, **options)):
-                self._run_random(batch_size, 16, params)
+                self._run_random(batch_size, min(16, max_prompt), params)
         vars(self.adaptive_k).update(adaptive_k)
         self.acceptance_histogram[:] = [0] * len(self.acceptance_histogram)
         self.num_draft_tokens = self.scheduler.num_preemptions = 0
