@@ -19,6 +19,7 @@ from typing import Any
 from unittest import mock
 
 import pairs
+import reference_extras
 import torch
 from engine_integrity import check_pool, check_scheduler
 from torch import Tensor
@@ -163,7 +164,7 @@ def expected_output(
         return original(logits_KV, p)
 
     with mock.patch.multiple(reference, compute_probs=watched, run_target=read, propose_draft_tokens=propose):
-        made = reference.generate(
+        made = reference_extras.generate(
             target().model, prompt, params, EOS, drafter(name) if name else None, k, MAX_MODEL_LEN, decode=decode
         )
     return ExpectedOutput(
@@ -193,7 +194,7 @@ def logits_after(tokens: tuple[int, ...]) -> Tensor:
 
 def expected_sampled_output(prompt: tuple[int, ...], params: SamplingParams) -> ExpectedOutput:
     assert params.seed is not None
-    request = reference.ReferenceRequest(list(prompt), params, EOS, MAX_MODEL_LEN, decode)
+    request = reference_extras.TextRequest(list(prompt), params, EOS, MAX_MODEL_LEN, decode)
     output: list[int] = []
     logprobs: list[dict[int, float]] = []
     min_lead = float("inf")
@@ -208,8 +209,8 @@ def expected_sampled_output(prompt: tuple[int, ...], params: SamplingParams) -> 
         min_lead = min(min_lead, float(best[0] - best[1]))
         output.append(int(scores.argmax()))
         if params.logprobs is not None:
-            logprobs.append(reference.compute_token_logprobs(raw, output[-1], params.logprobs))
-        finish = reference.find_finish(output, request)
+            logprobs.append(reference_extras.compute_token_logprobs(raw, output[-1], params.logprobs))
+        finish = reference_extras.find_finish(output, request)
         if finish is not None:
             return ExpectedOutput(output, *finish, logprobs, min_lead > MIN_LEAD)
 

@@ -50,7 +50,7 @@ from peagle.config.models import (
     RopeConfig,
     Window,
 )
-from peagle.config.sampling import MAX_LOGPROBS, Grammar, GrammarLimits, ParserLimits, SamplingParams
+from peagle.config.sampling import MAX_LOGPROBS, Grammar, GrammarLimits, ParserLimits, SamplingParams, check_prompt
 from peagle.config.serving import (
     VLLM_VERSION,
     DeploySettings,

@@ -147,3 +147,16 @@ class SamplingParams(Settings):
                 raise UserError(f"{name} {max(ids)}: outside the vocabulary (0 to {vocab_size - 1})")
         if self.min_tokens and len({*self.stop_token_ids, *eos_ids}) >= vocab_size:
             raise UserError(f"--min-tokens {self.min_tokens}: every token is a stop token, so none may be generated")
+
+
+def check_prompt(prompt_ids: Sequence[int], vocab_size: int, max_model_len: int) -> None:
+    """Raises UserError for an empty prompt, one without room for an output token, or ids outside the vocabulary."""
+    if not prompt_ids:
+        raise UserError("the prompt is empty: give it at least one token")
+    if len(prompt_ids) >= max_model_len:
+        raise UserError(
+            f"the prompt has {len(prompt_ids)} tokens, but prompt and output together are limited to {max_model_len}"
+            " (--max-model-len)"
+        )
+    if min(prompt_ids) < 0 or max(prompt_ids) >= vocab_size:
+        raise UserError(f"a prompt token is outside the vocabulary (0 to {vocab_size - 1})")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from peagle.checkpoints.target import Target, has_tokenizer, load_tokenizer
-from peagle.config import EngineSettings, Grammar, SamplingParams
+from peagle.config import EngineSettings, Grammar, SamplingParams, check_prompt
 from peagle.engine.detokenizer import Detokenizer
 from peagle.engine.grammar import GrammarCompiler, GrammarMatcher
 from peagle.engine.loader import load_engine
@@ -29,7 +29,6 @@ from peagle.engine.request import (
 )
 from peagle.errors import UserError
 from peagle.models.drafter import Drafter
-from peagle.speculative.reference import check_prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

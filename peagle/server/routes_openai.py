@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from peagle.config import SamplingParams
+from peagle.config import SamplingParams, check_prompt
 from peagle.errors import UserError
 from peagle.server.errors import invalid_value, to_api_error
 from peagle.server.protocol import ChatRequest, CompletionRequest, SamplingRequest, ToolUsage
@@ -24,7 +24,6 @@ from peagle.server.request_body import (
 from peagle.server.request_stream import OutputDelta, RequestStream
 from peagle.server.response_writer import OpenAIResponseWriter
 from peagle.server.server_context import ServerContext, get_context
-from peagle.speculative.reference import check_prompt
 
 router = APIRouter()
 DONE_EVENT = b"data: [DONE]\n\n"

@@ -1,7 +1,7 @@
 """Speculative decoding in plain, slow PyTorch: the oracle that every engine is tested against.
 
 There is no KV cache and no batch: each forward pass recomputes one whole sequence, so nothing stale can be read.
-`SamplingParams` defines the meaning of each request parameter.
+`SamplingParams` defines the meaning of each request parameter. Text, grammars and logprobs are left out.
 
 One decode step, for a sequence of n tokens whose newest token the target has not processed yet:
 
@@ -14,14 +14,13 @@ Shapes: V vocabulary, K draft tokens (target rows: K + 1), T tokens, N width of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from peagle.config import SamplingParams, check_num_speculative_tokens
+from peagle.config import SamplingParams, check_num_speculative_tokens, check_prompt
 from peagle.errors import UserError
 from peagle.kernels.attention.dense import causal_attention
 from peagle.models.decoder import Decoder
@@ -58,9 +57,7 @@ class Generation:
     token_ids: list[int] = field(default_factory=list)
     steps: list[DecodeStep] = field(default_factory=list)  # one for each target pass after prefill
     finish_reason: str = "length"
-    stop_reason: int | str | None = None  # the stop token or stop string; None for EOS and length
-    text: str | None = None  # set at the end if there is a `decode`; without the stop token or stop string
-    logprobs: list[dict[int, float]] = field(default_factory=list)  # empty unless `params.logprobs` is set
+    stop_reason: int | None = None  # the stop token; None for EOS and length
 
     @property
     def num_accepted_tokens_per_pos(self) -> list[int]:
@@ -83,17 +80,6 @@ class Generation:
         return [False] + [i < s.num_accepted_tokens for s in self.steps for i in range(len(s.output_token_ids))]
 
 
-class Constraint(Protocol):
-    """The grammar of a request."""
-
-    def allowed(self, output: Sequence[int]) -> Tensor | None:
-        """Tokens that may follow `output`, EOS ids included where the text may end: bool [V].
-        None if no token may follow, or if `output` itself violates the grammar."""
-
-    def complete(self, output: Sequence[int]) -> bool:
-        """Whether `output` matches and nothing may follow it."""
-
-
 @dataclass(frozen=True)
 class ReferenceRequest:
     """Everything besides the tokens that decides the next token and the end of the output."""
@@ -102,8 +88,6 @@ class ReferenceRequest:
     params: SamplingParams
     eos_ids: frozenset[int]
     max_model_len: int
-    decode: Callable[[list[int]], str] | None
-    constraint: Constraint | None = None
 
 
 @torch.inference_mode()
@@ -116,8 +100,6 @@ def generate(
     num_speculative_tokens: int = 0,
     max_model_len: int | None = None,
     sample_draft_tokens: bool = False,
-    decode: Callable[[list[int]], str] | None = None,
-    constraint: Constraint | None = None,
 ) -> Generation:
     """Generates the output of one prompt with speculative decoding.
 
@@ -126,20 +108,16 @@ def generate(
     Args:
         max_model_len: Maximum number of tokens, prompt included. Default: the target's max_positions.
         sample_draft_tokens: Sample draft tokens from the drafter's distribution instead of taking the argmax.
-        decode: Converts output tokens to text. Stop strings need it.
-        constraint: `params.grammar` for this vocabulary.
-    `params.n` is ignored: one call generates one output.
+    `params.n` and `params.logprobs` are ignored: one call generates the tokens of one output.
     """
     limit = target.cfg.max_positions if max_model_len is None else min(max_model_len, target.cfg.max_positions)
     check_prompt(prompt_ids, target.cfg.vocab_size, limit)
     params.check_ids(target.cfg.vocab_size, eos_ids)
-    if params.stop and decode is None:
-        raise UserError("--stop: stop strings need a tokenizer; pass `decode`")
-    if params.grammar is not None and constraint is None:
-        raise UserError("grammar: the reference needs `constraint`, the tokens that the grammar allows")
+    if params.stop or params.grammar is not None:
+        raise UserError("the reference has no tokenizer, which stop strings (--stop) and grammars need")
     if drafter is not None:
         check_num_speculative_tokens(num_speculative_tokens)
-    request = ReferenceRequest(list(prompt_ids), params, eos_ids, limit, decode, constraint)
+    request = ReferenceRequest(list(prompt_ids), params, eos_ids, limit)
     rng = torch.Generator()
     if params.seed is None:
         rng.seed()
@@ -152,7 +130,7 @@ def generate(
     processed = list(prompt_ids)  # tokens that the target has processed and that stay in the sequence
     logits, aux_hidden_states = run_target(target, processed, 1, aux_layer_ids)
     newest = sample_token(compute_target_probs(logits, request, [], [])[0], rng)
-    finished = append_tokens(out, [newest], logits, request)
+    finished = append_tokens(out, [newest], request)
     while not finished:
         k = min(num_speculative_tokens, limit - len(processed) - 2) if drafter is not None else 0
         draft = DraftProposal([], logits[:0])
@@ -163,7 +141,7 @@ def generate(
         target_probs = compute_target_probs(logits, request, out.token_ids, draft.token_ids)
         num_accepted, bonus = verify_draft_tokens(draft, target_probs, rng)
         num_output_tokens = len(out.token_ids)
-        finished = append_tokens(out, [*draft.token_ids[:num_accepted], bonus], logits, request)
+        finished = append_tokens(out, [*draft.token_ids[:num_accepted], bonus], request)
         out.steps.append(DecodeStep(tuple(draft.token_ids), num_accepted, tuple(out.token_ids[num_output_tokens:])))
         processed, newest = target_input[: len(processed) + 1 + num_accepted], bonus
         aux_hidden_states = aux_hidden_states[: len(processed)]
@@ -189,8 +167,7 @@ def compute_target_probs(
     rows = []
     for i, row in enumerate(logits_KV):
         before = output + draft_token_ids[:i]
-        allowed = request.constraint.allowed(before) if request.constraint is not None else None
-        rows.append(process_logits(row, request.params, request.prompt_ids, before, request.eos_ids, allowed))
+        rows.append(process_logits(row, request.params, request.prompt_ids, before, request.eos_ids))
     return compute_probs(torch.stack(rows), request.params)
 
 
@@ -200,15 +177,12 @@ def process_logits(
     prompt: Sequence[int],
     output: Sequence[int],
     eos_ids: frozenset[int] = frozenset(),
-    allowed_V: Tensor | None = None,
 ) -> Tensor:
-    """Applies min_tokens, logit_bias, penalties and grammar to the logits after `prompt` and `output`."""
+    """Applies min_tokens, logit_bias and penalties to the logits after `prompt` and `output`."""
     logits, vocab = logits_V.detach().cpu().double(), logits_V.shape[-1]
     if len(output) < params.min_tokens:
         stops = [t for t in {*eos_ids, *params.stop_token_ids} if t < vocab]  # a tokenizer's EOS may be beyond
-        banned = torch.zeros(vocab, dtype=torch.bool).index_fill(0, torch.tensor(stops, dtype=torch.long), True)
-        if allowed_V is None or bool((allowed_V & ~banned).any()):
-            logits = logits.masked_fill(banned, -torch.inf)
+        logits = logits.index_fill(0, torch.tensor(stops, dtype=torch.long), -torch.inf)
     if params.logit_bias:
         biases = torch.tensor(list(params.logit_bias.values()), dtype=torch.float64)
         logits = logits.index_add(0, torch.tensor(list(params.logit_bias)), biases)
@@ -218,7 +192,7 @@ def process_logits(
         factor = params.repetition_penalty
         logits = torch.where(seen, torch.where(logits > 0, logits / factor, logits * factor), logits)
         logits = logits - params.frequency_penalty * counts - params.presence_penalty * (counts > 0).double()
-    return logits if allowed_V is None else logits.masked_fill(~allowed_V, -torch.inf)
+    return logits
 
 
 def compute_probs(logits_KV: Tensor, params: SamplingParams) -> Tensor:
@@ -239,13 +213,6 @@ def compute_probs(logits_KV: Tensor, params: SamplingParams) -> Tensor:
         least = ordered.masked_fill(dropped, torch.inf).amin(-1, keepdim=True)  # ties with it are kept
         logits = logits.masked_fill(logits < least, -torch.inf)
     return logits.softmax(-1)
-
-
-def compute_token_logprobs(logits_V: Tensor, token: int, num_logprobs: int) -> dict[int, float]:
-    """Log-probability of the token first, then of the `num_logprobs` likeliest tokens."""
-    logprobs = logits_V.double().log_softmax(-1)
-    likeliest = logprobs.sort(descending=True, stable=True).indices[:num_logprobs].tolist()
-    return {t: float(logprobs[t]) for t in (token, *likeliest)}
 
 
 def sample_token(probs_V: Tensor, rng: torch.Generator) -> int:
@@ -316,78 +283,24 @@ def verify_draft_tokens(draft: DraftProposal, target_probs: Tensor, rng: torch.G
     return len(draft.token_ids), sample_token(target_probs[len(draft.token_ids)], rng)
 
 
-def append_tokens(out: Generation, tokens: list[int], logits_KV: Tensor, request: ReferenceRequest) -> bool:
-    """Appends tokens up to the first that finishes the output. Row i of the raw logits belongs to token i.
-    Returns whether the output is finished."""
-    constraint = request.constraint
-    for token, logits in zip(tokens, logits_KV, strict=False):
-        if constraint is not None and constraint.allowed(out.token_ids) is None:
-            out.finish_reason, out.text = "error", request.decode(out.token_ids) if request.decode else None
-            return True
+def append_tokens(out: Generation, tokens: list[int], request: ReferenceRequest) -> bool:
+    """Appends tokens up to the first that finishes the output. Returns whether the output is finished."""
+    for token in tokens:
         out.token_ids.append(token)
-        if request.params.logprobs is not None:
-            out.logprobs.append(compute_token_logprobs(logits, token, request.params.logprobs))
         finish = find_finish(out.token_ids, request)
         if finish is not None:
-            out.finish_reason, out.stop_reason, out.text = finish
+            out.finish_reason, out.stop_reason = finish
             return True
     return False
 
 
-def find_finish(output: list[int], request: ReferenceRequest) -> tuple[str, int | str | None, str | None] | None:
-    """finish_reason, stop_reason and text if the newest token finishes the output."""
-    params, decode, newest = request.params, request.decode, output[-1]
-
-    def to_text(tokens: list[int]) -> str | None:
-        return None if decode is None else decode(tokens)
-
+def find_finish(output: list[int], request: ReferenceRequest) -> tuple[str, int | None] | None:
+    """finish_reason and stop_reason if the newest token finishes the output."""
+    params, newest = request.params, output[-1]
     if newest in request.eos_ids and not params.ignore_eos:
-        return "stop", None, to_text(output[:-1])
+        return "stop", None
     if newest in params.stop_token_ids:
-        return "stop", newest, to_text(output[:-1])
-    if decode is not None and (found := find_stop_string(decode, output, params)) is not None:
-        return "stop", *found
-    if request.constraint is not None and request.constraint.complete(output):
-        return "stop", None, to_text(output)
+        return "stop", newest
     if len(output) >= params.max_tokens or len(request.prompt_ids) + len(output) >= request.max_model_len:
-        return "length", None, to_text(output)
+        return "length", None
     return None
-
-
-def find_stop_string(
-    decode: Callable[[list[int]], str], output: list[int], params: SamplingParams
-) -> tuple[str, str] | None:
-    """The stop string that ends first, and the text before it.
-
-    A character with missing bytes decodes to U+FFFD and does not count yet: it matches no stop string, and it is
-    not part of the text of the first `min_tokens` tokens if a later token completes it.
-    """
-
-    def complete_text(tokens: list[int]) -> str:
-        return decode(tokens).rstrip("\ufffd")
-
-    if not params.stop:
-        return None
-    text, min_chars = complete_text(output), len(complete_text(output[: params.min_tokens]))
-    matches = []
-    for i, stop in enumerate(params.stop):
-        start = text.find(stop, max(0, min_chars + 1 - len(stop)))
-        if start >= 0:
-            matches.append((start + len(stop), i, start))
-    if not matches:
-        return None
-    _, i, start = min(matches)
-    return params.stop[i], text[:start]
-
-
-def check_prompt(prompt_ids: Sequence[int], vocab_size: int, max_model_len: int) -> None:
-    """Raises UserError for an empty prompt, one without room for an output token, or ids outside the vocabulary."""
-    if not prompt_ids:
-        raise UserError("the prompt is empty: give it at least one token")
-    if len(prompt_ids) >= max_model_len:
-        raise UserError(
-            f"the prompt has {len(prompt_ids)} tokens, but prompt and output together are limited to {max_model_len}"
-            " (--max-model-len)"
-        )
-    if min(prompt_ids) < 0 or max(prompt_ids) >= vocab_size:
-        raise UserError(f"a prompt token is outside the vocabulary (0 to {vocab_size - 1})")

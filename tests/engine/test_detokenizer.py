@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from reference_extras import find_stop_string
 from support import many
 
 from peagle.config import SamplingParams
 from peagle.engine.detokenizer import Detokenizer
-from peagle.speculative.reference import find_stop_string
 
 # Tokens with whole and partial UTF-8 characters of one to four bytes; one is never valid.
 TOKEN_BYTES = [

@@ -22,6 +22,7 @@ import engines
 import jsonschema
 import pairs
 import pytest
+import reference_extras
 import torch
 from engines import ArrivingRequest, ExpectedOutput, check
 from hypothesis import given
@@ -138,7 +139,7 @@ class LibraryConstraint:
 
 
 @cache
-def constraint(grammar: Grammar, eos: frozenset[int], ignore_eos: bool) -> reference.Constraint:
+def constraint(grammar: Grammar, eos: frozenset[int], ignore_eos: bool) -> reference_extras.Constraint:
     if grammar == choice():
         return ChoiceConstraint(CHOICES, eos, ignore_eos)
     return LibraryConstraint(grammar, eos, ignore_eos)
@@ -177,7 +178,7 @@ def expected_output(
     )
     with mock.patch.multiple(reference, compute_probs=watched, run_target=read, propose_draft_tokens=propose):
         drafter = engines.drafter(name) if name else None
-        made = reference.generate(
+        made = reference_extras.generate(
             target().model, prompt, params, eos, drafter, k, MAX_MODEL_LEN, decode=engines.decode, constraint=rules
         )
     clear = least > engines.MIN_LEAD
@@ -185,9 +186,9 @@ def expected_output(
 
 
 def expected_sampled_output(
-    prompt: tuple[int, ...], params: SamplingParams, eos: frozenset[int], rules: reference.Constraint | None
+    prompt: tuple[int, ...], params: SamplingParams, eos: frozenset[int], rules: reference_extras.Constraint | None
 ) -> ExpectedOutput:
-    request = reference.ReferenceRequest(list(prompt), params, eos, MAX_MODEL_LEN, engines.decode, rules)
+    request = reference_extras.TextRequest(list(prompt), params, eos, MAX_MODEL_LEN, engines.decode, rules)
     generated: list[int] = []
     logprobs: list[dict[int, float]] = []
     least = float("inf")
@@ -198,7 +199,7 @@ def expected_sampled_output(
                 generated, "error", None, engines.decode(generated), logprobs, least > engines.MIN_LEAD
             )
         raw = engines.logits_after((*prompt, *generated))
-        logits = reference.process_logits(raw, params, prompt, generated, eos, allowed)
+        logits = reference_extras.process_logits(raw, params, prompt, generated, eos, allowed)
         kept = reference.compute_probs(logits[None], params)[0] > 0
         words = bits_torch(
             torch.tensor(params.seed), torch.tensor(len(prompt) + len(generated)), torch.arange(len(logits))
@@ -208,8 +209,8 @@ def expected_sampled_output(
         least = min(least, float(best[0] - best[1]))
         generated.append(int(scores.argmax()))
         if params.logprobs is not None:
-            logprobs.append(reference.compute_token_logprobs(raw, generated[-1], params.logprobs))
-        end = reference.find_finish(generated, request)
+            logprobs.append(reference_extras.compute_token_logprobs(raw, generated[-1], params.logprobs))
+        end = reference_extras.find_finish(generated, request)
         if end is not None:
             return ExpectedOutput(generated, *end, logprobs, least > engines.MIN_LEAD)
 
@@ -424,7 +425,7 @@ def exact_probs(start: tuple[int, ...]) -> dict[str, float]:
             if rules.complete(generated):
                 ended[bytes(generated).decode()] += chance  # type: ignore[assignment]
                 continue
-            logits = reference.process_logits(
+            logits = reference_extras.process_logits(
                 engines.logits_after((*start, *generated)), params, start, generated, EOS, rules.allowed(generated)
             )
             for token, p in enumerate(reference.compute_probs(logits[None], params)[0].tolist()):
@@ -459,7 +460,7 @@ def test_sampled_outputs_have_the_constrained_distribution(name: str, k: int) ->
         return
     own: Counter[str] = Counter()  # of the reference with sampled draft tokens
     for seed in range(100):
-        made = reference.generate(
+        made = reference_extras.generate(
             target().model, start, replace(params, n=1, seed=seed), EOS, engines.drafter(name), k, MAX_MODEL_LEN,
             sample_draft_tokens=True, decode=engines.decode, constraint=ChoiceConstraint(CHOICES, EOS, False),
         )  # fmt: skip
@@ -657,7 +658,7 @@ def test_requirements() -> None:
         engine(None, 0, tokenizer=False).generate(ids, params)
     with pytest.raises(UserError, match="synthetic"):
         engine("p-eagle-1", 3, synthetic_acceptance_rates=[0.9, 0.5, 0.2]).generate(ids, params)
-    with pytest.raises(UserError, match="constraint"):
+    with pytest.raises(UserError, match="the reference has no tokenizer"):
         reference.generate(target().model, ids, params)
 
 

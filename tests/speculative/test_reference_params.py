@@ -21,9 +21,11 @@ from unittest import mock
 
 import pairs
 import pytest
+import reference_extras
 import torch
 from hypothesis import given, reject
 from hypothesis import strategies as st
+from reference_extras import TextGeneration
 from scipy.stats import chisquare
 from support import many
 from torch import Tensor
@@ -36,7 +38,6 @@ from peagle.models.decoder import Decoder
 from peagle.speculative import reference
 from peagle.speculative.reference import (
     DraftProposal,
-    Generation,
     ReferenceRequest,
     compute_probs,
     compute_target_probs,
@@ -135,8 +136,8 @@ class RequestCase:
                 return list(generated[:count]), "length", None, text + unfinished.decode(b"", final=True)
         raise AssertionError("too little was generated")
 
-    def run(self, target: Any, **options: Any) -> Generation:
-        return reference.generate(
+    def run(self, target: Any, **options: Any) -> TextGeneration:
+        return reference_extras.generate(
             target, self.prompt, self.params, self.eos, max_model_len=self.max_model_len, decode=self.decode, **options
         )
 
@@ -244,7 +245,7 @@ def test_min_p_by_example() -> None:
 @given(st.lists(LOGIT, min_size=1, max_size=9, unique=True), st.integers(0, 8), st.integers(0, 20))
 def test_logprobs_equal_the_naive_ones(logits: list[float], token: int, num_logprobs: int) -> None:
     token %= len(logits)
-    got = reference.compute_token_logprobs(torch.tensor(logits), token, num_logprobs)
+    got = reference_extras.compute_token_logprobs(torch.tensor(logits), token, num_logprobs)
     assert got == pytest.approx(naive_logprobs(logits, token, num_logprobs), abs=1e-9)
     assert next(iter(got)) == token
     others = [x for t, x in got.items() if t != token]
@@ -295,7 +296,7 @@ class LogitsTable:
             generated.append(row.index(max(row)))
         return generated
 
-    def run(self, case: RequestCase, propose: Callable[..., DraftProposal] | None = None, k: int = 0) -> Generation:
+    def run(self, case: RequestCase, propose: Callable[..., DraftProposal] | None = None, k: int = 0) -> TextGeneration:
         drafter: Any = None if propose is None else SimpleNamespace(cfg=SimpleNamespace(aux_layer_ids=()))
         with mock.patch.multiple(reference, run_target=self.read, propose_draft_tokens=propose):
             return case.run(self.target, drafter=drafter, num_speculative_tokens=k)
@@ -347,7 +348,7 @@ def requests(draw: Callable[..., Any]) -> RequestCase:
     return RequestCase(params, prompt, eos, TOKEN_BYTES, max_model_len)
 
 
-def check(case: RequestCase, table: LogitsTable, generated: list[int], run: Generation) -> None:
+def check(case: RequestCase, table: LogitsTable, generated: list[int], run: TextGeneration) -> None:
     assert (run.token_ids, run.finish_reason, run.stop_reason, run.text) == case.end(generated)
     if case.params.logprobs is None:
         assert run.logprobs == []
@@ -395,7 +396,7 @@ class ScriptedTable(LogitsTable):
         return [float(done < len(self.script) and t == self.script[done]) for t in range(self.vocab)]
 
 
-def run_script(script: Sequence[int], token_bytes: Sequence[bytes], k: int = 0, **options: Any) -> Generation:
+def run_script(script: Sequence[int], token_bytes: Sequence[bytes], k: int = 0, **options: Any) -> TextGeneration:
     """With `k` draft tokens, all of them right. After the end of the script follows token 0."""
     eos = frozenset(options.pop("eos", ()))
     case = RequestCase(SamplingParams(**options), (0,), eos, tuple(token_bytes), 1000)
@@ -484,12 +485,12 @@ def test_min_tokens_bans_stop_tokens(k: int) -> None:
     assert (run.token_ids, run.stop_reason) == ([1, 0, 2, 0, 3, 5], 5)
 
 
-def test_without_decode_there_is_no_text() -> None:
+def test_stop_strings_need_text() -> None:
     table = ScriptedTable(8, 1, ALPHABET)
     with mock.patch.object(reference, "run_target", table.read):
         run = reference.generate(table.target, [0], SamplingParams(max_tokens=4))
-        assert (run.token_ids, run.text, run.logprobs) == ([0, 1, 2, 3], None, [])
-        with pytest.raises(UserError, match="--stop: .*tokenizer"):
+        assert (run.token_ids, run.finish_reason) == ([0, 1, 2, 3], "length")
+        with pytest.raises(UserError, match="tokenizer, which stop strings"):
             reference.generate(table.target, [0], SamplingParams(stop="a"))
 
 
@@ -700,7 +701,7 @@ def test_trained_drafters_do_not_change_the_output(name: str) -> None:
         ({"stop": ""}, "--stop ('',): "),
         ({"stop": ["a", ""]}, "--stop ('a', ''): "),
         ({"stop": [1]}, "--stop (1,): "),
-        ({"stop_token_ids": [3, -1]}, "--stop-token-ids (3, -1): "),
+        ({"stop_token_ids": [3, -1]}, "--stop-token-ids -1: "),
         ({"presence_penalty": 2.1}, "--presence-penalty 2.1: "),
         ({"presence_penalty": math.nan}, "--presence-penalty nan: "),
         ({"frequency_penalty": -2.1}, "--frequency-penalty -2.1: "),
