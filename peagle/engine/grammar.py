@@ -1,4 +1,4 @@
-"""Grammars of constrained outputs: JSON schemas, regular expressions, choices; and the tokens that they allow next.
+"""Grammars of constrained outputs: JSON schemas, regular expressions; and the tokens that they allow next.
 
 A new grammar is test-compiled in a subprocess with CPU and memory limits, because no limit of the grammar library
 (llguidance) covers every schema. A grammar that takes too long or too much memory, or crashes the library, is
@@ -64,17 +64,6 @@ def from_regex(pattern: str) -> Grammar:
     if not isinstance(pattern, str):
         raise UserError(f"grammar: a regular expression must be a string, not {type(pattern).__name__}")
     return _check_grammar(Grammar("regex", pattern))
-
-
-def from_choice(choices: Sequence[str]) -> Grammar:
-    """One of these strings."""
-    if isinstance(choices, str) or not choices or not all(isinstance(c, str) and c for c in choices):
-        raise UserError("grammar: choices must be a list of non-empty strings")
-    return from_regex("|".join(_escape(c) for c in dict.fromkeys(choices)))
-
-
-def _escape(text: str) -> str:
-    return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
 
 
 def _check_nesting(schema: object) -> None:
