@@ -226,10 +226,12 @@ def find_fit_problems(cfg: DrafterConfig, target: DecoderConfig) -> list[str]:
     return found
 
 
-def check_drafter_fits(cfg: DrafterConfig, target: DecoderConfig, folder: Path) -> None:
+def check_drafter_fits(cfg: DrafterConfig, target: DecoderConfig, folder: Path | None) -> None:
+    """`folder`: None for a drafter that is not from a folder."""
     found = find_fit_problems(cfg, target)
     if found:
-        raise UserError(f"--drafter {folder}: does not fit the target: {'; '.join(found)}")
+        name = "the drafter" if folder is None else f"--drafter {folder}:"
+        raise UserError(f"{name} does not fit the target: {'; '.join(found)}")
 
 
 def build_drafter_config(cfg: DrafterConfig, dtype: torch.dtype) -> dict[str, Any]:

@@ -207,7 +207,7 @@ def tune(
     table, num_missing = _measure(llm, settings, key, cost_table, overwrite)
     adaptive_k = AdaptiveK(llm.adaptive_k.choices, table)
     if curve is not None:
-        adaptive_k.acceptance.set_prior_rates(curve.rates)
+        adaptive_k.acceptance.set_prior_rates([curve.rate(i + 1) for i in range(adaptive_k.choices[-1])])
     loads = settings.concurrency or tuple(table.batch_sizes)
     vllm_configs = {load: build_vllm_config(llm, drafter, adaptive_k.best_k(load)) for load in loads}
     rows = [

@@ -72,7 +72,7 @@ class EngineSettings(Settings):
         min=1,
         show_default=f"{GPU_MAX_NUM_SEQS} on a GPU, {CPU_MAX_NUM_SEQS} on a CPU",
     )
-    max_model_len: int | None = option(None, MAX_MODEL_LEN_HELP, min=1, show_default="the target's limit")
+    max_model_len: int | None = option(None, MAX_MODEL_LEN_HELP, min=2, show_default="the target's limit")
     kv_cache_memory_bytes: int | None = option(None, "Bytes of the KV cache.", min=1, show_default="free memory")
     gpu_memory_utilization: float = option(
         GPU_MEMORY_UTILIZATION, "Share of the GPU's memory for weights and KV cache.", above=0, max=1

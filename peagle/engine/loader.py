@@ -15,7 +15,6 @@ import torch
 
 from peagle.checkpoints.drafter import (
     check_drafter_fits,
-    find_fit_problems,
     load_drafter,
     read_drafter_config,
     trained_num_speculative_tokens,
@@ -35,12 +34,7 @@ from peagle.config import (
     EngineSettings,
     default_num_speculative_tokens,
 )
-from peagle.engine.cuda_graphs import (
-    DecodeGraphs,
-    decode_batch_sizes,
-    find_short_seq_lens,
-    prefill_graph_sizes,
-)
+from peagle.engine.cuda_graphs import DecodeGraphs, decode_batch_sizes, find_short_seq_lens, prefill_graph_sizes
 from peagle.engine.kv_cache import BlockPool, block_bytes, count_blocks, unpacking_bytes
 from peagle.engine.model_runner import ModelRunner
 from peagle.engine.scheduler import Scheduler
@@ -71,10 +65,21 @@ def load_engine(
         torch.set_num_threads(settings.threads or usable_cores())
     target_folder = target.folder if isinstance(target, Target) else resolve_target(str(target))
     cfg = target.model.cfg if isinstance(target, Target) else read_target_config(target_folder)
-    drafter_folder, drafter_cfg = _resolve_drafter(drafter, cfg)
-    max_model_len = resolve_max_model_len(settings.max_model_len, cfg)
+    drafter_folder, drafter_cfg = None, drafter.cfg if isinstance(drafter, Drafter) else None
+    if isinstance(drafter, str | Path):
+        drafter_folder = resolve_drafter(str(drafter))
+        drafter_cfg = read_drafter_config(drafter_folder, cfg)
+    if drafter_cfg is not None:
+        check_drafter_fits(drafter_cfg, cfg, drafter_folder)
+    max_model_len = settings.max_model_len or cfg.max_positions
+    if max_model_len > cfg.max_positions:
+        raise UserError(f"--max-model-len {max_model_len}: the target supports at most {cfg.max_positions} tokens")
     choices = resolve_choices(settings, drafter_cfg, drafter_folder, on_gpu)
-    synthetic_rates = resolve_synthetic_rates(settings, choices[-1])
+    rates = settings.synthetic_acceptance_rates
+    if rates is not None and len(rates) != choices[-1]:
+        problem = f"{len(rates)} rates for {choices[-1]} draft tokens; give one for each"
+        raise UserError(f"--synthetic-acceptance-rates: {problem}")
+    synthetic_rates = to_conditional_rates(rates) if rates is not None else None
     max_num_seqs = settings.max_num_seqs or (GPU_MAX_NUM_SEQS if on_gpu else CPU_MAX_NUM_SEQS)
     max_prefill_tokens = settings.max_prefill_tokens or (GPU_MAX_PREFILL_TOKENS if on_gpu else CPU_MAX_PREFILL_TOKENS)
     cuda_graphs = on_gpu and settings.cuda_graphs and not cfg.uses_transformers  # transformers models may sync
@@ -131,29 +136,13 @@ def load_engine(
     return loaded_target, runner, scheduler, adaptive_k
 
 
-def _resolve_drafter(
-    drafter: str | Path | Drafter | None, cfg: DecoderConfig
-) -> tuple[Path | None, DrafterConfig | None]:
-    """Folder (None for a loaded drafter) and config, after checking that the drafter fits the target."""
-    if drafter is None:
-        return None, None
-    if isinstance(drafter, Drafter):
-        if problems := find_fit_problems(drafter.cfg, cfg):
-            raise UserError(f"the drafter does not fit the target: {'; '.join(problems)}")
-        return None, drafter.cfg
-    folder = resolve_drafter(str(drafter))
-    drafter_cfg = read_drafter_config(folder, cfg)
-    check_drafter_fits(drafter_cfg, cfg, folder)
-    return folder, drafter_cfg
-
-
 def capture_graphs(runner: ModelRunner, batch_sizes: list[int], choices: list[int], max_prefill_tokens: int) -> None:
     """Captures decode and prefill graphs of the runner, and compiles the kernels outside of them."""
     short_seq_lens = find_short_seq_lens(runner.target, runner.drafter, runner.max_model_len)
     runner.decode_graphs = DecodeGraphs(runner.decode_step, batch_sizes, choices, short_seq_lens)
     prefill_sizes = prefill_graph_sizes(count_parameters(runner.target), max_prefill_tokens)
     runner.decode_graphs.capture(partial(runner.prefill.capture, prefill_sizes))
-    runner.device_state.warm_up()
+    runner.warm_up_transfers()
 
 
 def check_capturable(cfg: DecoderConfig, drafter_cfg: DrafterConfig | None) -> None:
@@ -167,15 +156,6 @@ def check_capturable(cfg: DecoderConfig, drafter_cfg: DrafterConfig | None) -> N
 def count_parameters(model: Decoder) -> int:
     """Number of parameters; an int16 word holds four MXFP4 numbers."""
     return sum(4 * p.numel() if p.dtype == torch.int16 else p.numel() for p in model.parameters())
-
-
-def resolve_max_model_len(max_model_len: int | None, cfg: DecoderConfig) -> int:
-    if max_model_len is not None and max_model_len > cfg.max_positions:
-        raise UserError(f"--max-model-len {max_model_len}: the target supports at most {cfg.max_positions} tokens")
-    resolved = max_model_len or cfg.max_positions
-    if resolved < 2:
-        raise UserError(f"--max-model-len {resolved}: must be at least 2, one prompt token and one output token")
-    return resolved
 
 
 def resolve_choices(
@@ -206,16 +186,6 @@ def resolve_choices(
             stacklevel=4,
         )
     return [k]
-
-
-def resolve_synthetic_rates(settings: EngineSettings, k: int) -> list[float] | None:
-    """Conditional acceptance rates of the k positions, or None if acceptance is real."""
-    rates = settings.synthetic_acceptance_rates
-    if rates is None:
-        return None
-    if len(rates) != k:
-        raise UserError(f"--synthetic-acceptance-rates: {len(rates)} rates for {k} draft tokens; give one for each")
-    return to_conditional_rates(rates)
 
 
 def usable_cores() -> int:

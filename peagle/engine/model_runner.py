@@ -6,7 +6,7 @@ One decode step, for B requests with K draft tokens each (Q = K + 1 rows per req
     accept   the sampler samples the target's token of each row and accepts draft tokens while they equal it
     draft    the drafter processes the accepted tokens and K - 1 mask rows: K new draft tokens in one pass
 
-The step reads and writes `DeviceState`, so it can be launched before the tokens of the last step are on the host.
+The step reads and writes `SlotState`, so it can be launched before the tokens of the last step are on the host.
 """
 
 from __future__ import annotations
@@ -55,61 +55,6 @@ class PendingStep:
         return decode_rows, self.first_tokens_F.tolist() if self.first_tokens_F is not None else []
 
 
-class DeviceState:
-    """State of the request slots on the device, and the transfers that keep it current.
-
-    A decode step reads everything it needs from here. Slot -1 is the padding slot: rows that pad a batch read it and
-    write nowhere.
-    """
-
-    def __init__(
-        self, max_num_seqs: int, max_speculative_tokens: int, max_model_len: int, device: torch.device
-    ) -> None:
-        self.device = device
-        self.slots = SlotState.allocate(max_num_seqs, max_speculative_tokens, -(-max_model_len // BLOCK_SIZE), device)
-        self.pinned = PinnedRing(MAX_TRANSFERS_IN_FLIGHT)
-        self._updates = SlotUpdates(self.slots, self.pinned)
-        # What each slot holds on the device: request id, its preemptions, number of blocks.
-        self._sent: list[tuple[int, int, int]] = [(-1, 0, 0)] * max_num_seqs
-
-    def update_slots(self, requests: list[Request]) -> None:
-        """Sends new block ids, and the sampling parameters of requests that are new in their slot."""
-        for request in requests:
-            if request.slot < 0:
-                continue
-            owner, num_preemptions, num_sent = self._sent[request.slot]
-            if (owner, num_preemptions) != (request.id, request.num_preemptions):
-                p, num_sent = request.params, 0
-                self._updates.set_sampling_params(
-                    request.slot, (p.temperature, p.top_p, p.min_p), (p.top_k, request.seed)
-                )
-            self._updates.set_blocks(request.slot, num_sent, request.block_ids[num_sent:])
-            self._sent[request.slot] = (request.id, request.num_preemptions, len(request.block_ids))
-        requests.clear()
-        self._updates.send()
-
-    def limit_draft_tokens(self, requests: Sequence[Request]) -> None:
-        """Caps the draft tokens of requests with their own `max_speculative_tokens`."""
-        limits = self.to_device([(r.slot, r.params.max_speculative_tokens) for r in requests])
-        num_draft_tokens_S, slots = self.slots.num_draft_tokens_S, limits[:, 0]
-        num_draft_tokens_S[slots] = torch.minimum(num_draft_tokens_S[slots], limits[:, 1])
-
-    def fetch_draft_tokens(self, requests: Sequence[Request], k: int) -> list[list[int]]:
-        """Waits for the draft tokens of the next step of each request."""
-        if not requests or k == 0:
-            return [[] for _ in requests]
-        return self.slots.token_ids_SN[self.to_device([r.slot for r in requests]), 1 : k + 1].tolist()
-
-    def to_device(self, values: Sequence[object]) -> Tensor:
-        return copy_to_device(torch.tensor(values), self.device)
-
-    def warm_up(self) -> None:
-        """Compiles the transfer kernels by rewriting the padding slot."""
-        self._updates.set_blocks(len(self.slots.num_computed_tokens_S) - 1, 0, [0])
-        self._updates.send()
-        self.pinned.copy_to_host(self.slots.num_computed_tokens_S)
-
-
 class ModelRunner:
     def __init__(
         self,
@@ -134,8 +79,12 @@ class ModelRunner:
         self.proposer: DraftProposer | None = None
         if drafter is not None:
             self.proposer = DraftProposer(drafter, num_blocks, max_model_len, max_speculative_tokens)
-        self.device_state = DeviceState(max_num_seqs, max_speculative_tokens, max_model_len, self.device)
-        self.state = self.device_state.slots
+        blocks_per_slot = -(-max_model_len // BLOCK_SIZE)
+        self.state = SlotState.allocate(max_num_seqs, max_speculative_tokens, blocks_per_slot, self.device)
+        self._pinned = PinnedRing(MAX_TRANSFERS_IN_FLIGHT)
+        self._updates = SlotUpdates(self.state, self._pinned)
+        # What each slot holds on the device: request id, its preemptions, number of blocks.
+        self._sent: list[tuple[int, int, int]] = [(-1, 0, 0)] * max_num_seqs
         max_positions = max(m.cfg.max_positions for m in (target, drafter) if m is not None)
         for rope in [*target.ropes, *([drafter.rope] if drafter is not None else [])]:
             rope.build_cos_sin_cache(max_positions, weight.dtype)
@@ -148,9 +97,9 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, scheduled: SchedulerOutput, changed_requests: list[Request]) -> PendingStep:
         """Launches a step. `changed_requests` got a slot or blocks since the last launch; the list is cleared."""
-        step, copy_to_host = PendingStep(scheduled, time.perf_counter()), self.device_state.pinned.copy_to_host
+        step, copy_to_host = PendingStep(scheduled, time.perf_counter()), self._pinned.copy_to_host
         with device_context(self.device):
-            self.device_state.update_slots(changed_requests)
+            self._update_slots(changed_requests)
             if scheduled.decode_requests:
                 step.result_BX = self._launch_decode(scheduled, step.logprobs)
             if scheduled.prefill_chunks:
@@ -167,7 +116,7 @@ class ModelRunner:
         requests, k = scheduled.decode_requests, scheduled.num_draft_tokens
         slots = [r.slot for r in requests]
         if scheduled.limited_requests:
-            self.device_state.limit_draft_tokens(scheduled.limited_requests)
+            self._limit_draft_tokens(scheduled.limited_requests)
         needs_logits_processing = any(r.needs_logits_processing for r in requests)
         if self.decode_graphs is not None and not needs_logits_processing:
             graph = self.decode_graphs.find(len(slots), k, max(r.num_tokens + r.max_in_flight_tokens for r in requests))
@@ -175,16 +124,49 @@ class ModelRunner:
                 graph.load_slots(slots)
                 graph.replay()
                 return graph.result_BX[: len(requests)]
-        slots_B = self.device_state.to_device(slots)
+        slots_B = copy_to_device(torch.tensor(slots), self.device)
         if not needs_logits_processing:
             return self.decode_step(slots_B, k)
         matched = [r for r in requests if r.matcher is not None]
-        draft_token_ids = self.device_state.fetch_draft_tokens(matched, k)
+        draft_token_ids: list[list[int]] = [[] for _ in matched]
+        if matched and k > 0:
+            matched_slots = copy_to_device(torch.tensor([r.slot for r in matched]), self.device)
+            draft_token_ids = self.state.token_ids_SN[matched_slots, 1 : k + 1].tolist()  # waits for the last step
         rows, logits_TV, hidden_TD = self.verify(slots_B, k)
         # The host computes grammar masks while the target runs.
         allowed = compute_allowed_tokens(matched, draft_token_ids, self.target.cfg.vocab_size, self.device)
         accepted = self.sampler.sample_and_accept_processed(rows, logits_TV, requests, allowed, logprobs)
         return self.draft(slots_B, rows, hidden_TD, accepted)
+
+    def _update_slots(self, requests: list[Request]) -> None:
+        """Sends new block ids, and the sampling parameters of requests that are new in their slot."""
+        for request in requests:
+            if request.slot < 0:
+                continue
+            owner, num_preemptions, num_sent = self._sent[request.slot]
+            if (owner, num_preemptions) != (request.id, request.num_preemptions):
+                p, num_sent = request.params, 0
+                self._updates.set_sampling_params(
+                    request.slot, (p.temperature, p.top_p, p.min_p), (p.top_k, request.seed)
+                )
+            self._updates.set_blocks(request.slot, num_sent, request.block_ids[num_sent:])
+            self._sent[request.slot] = (request.id, request.num_preemptions, len(request.block_ids))
+        requests.clear()
+        self._updates.send()
+
+    def _limit_draft_tokens(self, requests: Sequence[Request]) -> None:
+        """Caps the draft tokens of requests with their own `max_speculative_tokens`."""
+        limits = copy_to_device(
+            torch.tensor([(r.slot, r.params.max_speculative_tokens) for r in requests]), self.device
+        )
+        num_draft_tokens_S, slots = self.state.num_draft_tokens_S, limits[:, 0]
+        num_draft_tokens_S[slots] = torch.minimum(num_draft_tokens_S[slots], limits[:, 1])
+
+    def warm_up_transfers(self) -> None:
+        """Compiles the transfer kernels by rewriting the padding slot."""
+        self._updates.set_blocks(len(self.state.num_computed_tokens_S) - 1, 0, [0])
+        self._updates.send()
+        self._pinned.copy_to_host(self.state.num_computed_tokens_S)
 
     # The decode step
 

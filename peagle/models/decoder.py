@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from peagle.config import AttentionTemperature, DecoderConfig
+from peagle.config import DecoderConfig
 from peagle.kernels.norm.rms_norm import ResidualStream
 from peagle.models.layers import (
     Attend,
@@ -69,7 +69,10 @@ class Decoder(nn.Module):
         stream = ResidualStream(self.embed_input_ids(token_ids_T))
         angles = self.rope(positions_T, stream.x.dtype)
         local = angles if self.local_rope is None else self.local_rope(positions_T, stream.x.dtype)
-        query_scale = compute_query_scale(self.cfg.attention_temperature, positions_T)
+        query_scale: Tensor | None = None  # [T, 1, 1]: factor on queries of layers without rotary embedding
+        if temperature := self.cfg.attention_temperature:
+            chunks_T = torch.floor((positions_T.float() + 1.0) / temperature.floor_scale)
+            query_scale = (1.0 + temperature.attn_scale * torch.log1p(chunks_T))[:, None, None]
         aux_hidden_states = {}
         for i, (layer, window) in enumerate(zip(self.layers, self.cfg.windows, strict=True)):
             if i in aux_layer_ids:
@@ -91,20 +94,9 @@ class Decoder(nn.Module):
         return embeds_TD * torch.tensor(scale, dtype=embeds_TD.dtype).item()  # rounded as in Gemma's training
 
     def compute_logits(self, hidden_TD: Tensor) -> Tensor:
-        return softcap_logits(project(self.lm_head, hidden_TD), self.cfg.final_logit_softcapping)
-
-
-def compute_query_scale(temperature: AttentionTemperature | None, positions_T: Tensor) -> Tensor | None:
-    """Returns the factor [T, 1, 1] on queries of layers without rotary embedding, or None."""
-    if temperature is None:
-        return None
-    chunks_T = torch.floor((positions_T.float() + 1.0) / temperature.floor_scale)
-    return (1.0 + temperature.attn_scale * torch.log1p(chunks_T))[:, None, None]
-
-
-def softcap_logits(logits_TV: Tensor, cap: float | None) -> Tensor:
-    """Returns cap * tanh(logits / cap) in fp32, perhaps in place; in bf16 neighbouring values would collapse."""
-    if cap is None:
-        return logits_TV
-    exact = logits_TV if logits_TV.dtype == torch.float64 else logits_TV.float()
-    return exact.div_(cap).tanh_().mul_(cap)
+        logits_TV, cap = project(self.lm_head, hidden_TD), self.cfg.final_logit_softcapping
+        if cap is None:
+            return logits_TV
+        # In fp32: in bf16 neighbouring values would collapse.
+        exact = logits_TV if logits_TV.dtype == torch.float64 else logits_TV.float()
+        return exact.div_(cap).tanh_().mul_(cap)

@@ -212,9 +212,7 @@ class Attention(nn.Module):
         if self.v_eps is not None:
             v = F.rms_norm(v, (self.head_dim,), eps=self.v_eps)
         out_THd = attend(layer, q, k, v, window, **options)
-        if out_norm is not None:
-            return add_residual(residual_TD, out_norm(project(self.o_proj, out_THd.flatten(1))), next_norm)
-        return project_residual(residual_TD, self.o_proj, out_THd.flatten(1), next_norm)
+        return project_residual(residual_TD, self.o_proj, out_THd.flatten(1), next_norm, out_norm)
 
     def _split(self, qkv_TX: Tensor) -> tuple[Tensor, ...]:
         return qkv_TX.unflatten(1, (-1, self.head_dim)).split([self.heads, self.kv_heads, self.kv_heads], 1)
@@ -240,10 +238,7 @@ class MLP(nn.Module):
         self, stream: ResidualStream, norm: RMSNorm, next_norm: RMSNorm | None, out_norm: RMSNorm | None = None
     ) -> ResidualStream:
         """Adds the MLP over `norm(x)` to the residual stream x and prepares `next_norm`."""
-        hidden_TI = self.gate_up(stream, norm)
-        if out_norm is not None:
-            return add_residual(stream.x, out_norm(project(self.down_proj, hidden_TI)), next_norm)
-        return project_residual(stream.x, self.down_proj, hidden_TI, next_norm)
+        return project_residual(stream.x, self.down_proj, self.gate_up(stream, norm), next_norm, out_norm)
 
 
 def project(layer: nn.Linear, x: Tensor | ResidualStream, norm: RMSNorm | None = None, glu: bool = False) -> Tensor:
@@ -252,8 +247,12 @@ def project(layer: nn.Linear, x: Tensor | ResidualStream, norm: RMSNorm | None =
     return linear(x, layer.weight, layer.bias, norm_weight=weight, eps=eps, glu=glu)
 
 
-def project_residual(residual: Tensor, layer: nn.Linear, x: Tensor, next_norm: RMSNorm | None) -> ResidualStream:
-    """Adds a linear layer to the residual stream and prepares the next norm, if there is one."""
+def project_residual(
+    residual: Tensor, layer: nn.Linear, x: Tensor, next_norm: RMSNorm | None, out_norm: RMSNorm | None
+) -> ResidualStream:
+    """Adds a linear layer to the residual stream, through `out_norm`, and prepares the next norm, if there is one."""
+    if out_norm is not None:
+        return add_residual(residual, out_norm(project(layer, x)), next_norm)
     weight, eps = (next_norm.weight, next_norm.eps) if next_norm is not None else (None, 0.0)
     return linear_residual(residual, x, layer.weight, layer.bias, next_norm=weight, eps=eps)
 
@@ -323,20 +322,17 @@ class ExpertMLP(nn.Module):
         return y_PD.unflatten(0, expert_TC.shape).sum(1)
 
     def weights(self) -> ExpertWeights:
-        def of_experts(name: str) -> Tensor:
-            parameter: Tensor = getattr(self, name)
-            return parameter.unflatten(0, (self.cfg.num_experts, -1))
+        def of_experts(name: str) -> Any:
+            parameter: Tensor | None = getattr(self, name)
+            return None if parameter is None else parameter.unflatten(0, (self.cfg.num_experts, -1))
 
         def matrix(name: str, columns: int) -> Tensor | PackedWeights:
             if not self.cfg.mxfp4:
                 return of_experts(name)
             return PackedWeights(of_experts(f"{name}_words"), of_experts(f"{name}_exponents"), columns)
 
-        gate_up_bias, down_bias = (
-            (of_experts("gate_up_bias"), of_experts("down_bias")) if self.cfg.bias else (None, None)
-        )
         gate_up, down = matrix("gate_up", self.router.in_features), matrix("down", self.cfg.intermediate_size)
-        return ExpertWeights(gate_up, down, gate_up_bias, down_bias, self.clamp)
+        return ExpertWeights(gate_up, down, of_experts("gate_up_bias"), of_experts("down_bias"), self.clamp)
 
 
 class DecoderLayer(nn.Module):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,22 +80,13 @@ class TransformersDecoder(Decoder):
             if hasattr(module, "layer_idx"):
                 module.bridge = self.bridge
         self._streams: dict[int, Tensor] = {}
-        blocks = self._blocks()
-        for i, block in enumerate(blocks):
-            block.register_forward_pre_hook(self._capture_input(i), with_kwargs=True)
-        blocks[-1].register_forward_hook(self._capture_output)
+        layers = self.layers
+        for i, layer in enumerate(layers):
+            layer.register_forward_pre_hook(partial(self._capture_input, i), with_kwargs=True)
+        layers[-1].register_forward_hook(self._capture_output)
 
-    def _blocks(self) -> nn.ModuleList:
-        for module in self.model.base_model.modules():
-            if isinstance(module, nn.ModuleList) and len(module) == self.cfg.num_layers:
-                return module
-        raise UserError("its list of layers was not found")
-
-    def _capture_input(self, i: int) -> Any:
-        def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._streams[i] = (args[0] if args else kwargs["hidden_states"])[0]
-
-        return keep
+    def _capture_input(self, i: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._streams[i] = (args[0] if args else kwargs["hidden_states"])[0]
 
     def _capture_output(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
         last = out[0] if isinstance(out, tuple) else out
@@ -110,7 +102,10 @@ class TransformersDecoder(Decoder):
 
     @property
     def layers(self) -> nn.ModuleList:  # type: ignore[override]
-        return self._blocks()
+        for module in self.model.base_model.modules():
+            if isinstance(module, nn.ModuleList) and len(module) == self.cfg.num_layers:
+                return module
+        raise UserError("its list of layers was not found")
 
     @property
     def norm(self) -> nn.Module:  # type: ignore[override]

@@ -89,8 +89,7 @@ class AcceptanceEstimate:
     """Acceptance rate of each draft position over recent steps."""
 
     def __init__(self, max_speculative_tokens: int) -> None:
-        self.num_drafted = [PRIOR_WEIGHT] * max_speculative_tokens
-        self.num_accepted = [PRIOR_WEIGHT * PRIOR_RATE ** (i + 1) for i in range(max_speculative_tokens)]
+        self.set_prior_rates([PRIOR_RATE ** (i + 1) for i in range(max_speculative_tokens)])
 
     def observe(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
         for i in range(num_draft_tokens):
@@ -101,13 +100,9 @@ class AcceptanceEstimate:
             self.num_accepted[i] += i < num_accepted_tokens
 
     def set_prior_rates(self, rates: Sequence[float]) -> None:
-        """Replaces the estimate by these rates. Positions past the last continue its conditional rate."""
-        prior = list(rates)
-        step = prior[-1] / (prior[-2] if len(prior) > 1 else 1.0) if prior and prior[-1] > 0 else 0.0
-        while len(prior) < len(self.num_drafted):
-            prior.append((prior[-1] if prior else 1.0) * step)
-        self.num_drafted = [PRIOR_WEIGHT] * len(self.num_drafted)
-        self.num_accepted = [PRIOR_WEIGHT * rate for rate in prior[: len(self.num_drafted)]]
+        """Replaces the estimate by these rates, one for each position."""
+        self.num_drafted = [PRIOR_WEIGHT] * len(rates)
+        self.num_accepted = [PRIOR_WEIGHT * rate for rate in rates]
 
     @property
     def rates(self) -> list[float]:
