@@ -194,8 +194,8 @@ def logits_after(tokens: tuple[int, ...]) -> Tensor:
 
 def expected_sampled_output(prompt: tuple[int, ...], params: SamplingParams) -> ExpectedOutput:
     assert params.seed is not None
-    request = reference_extras.TextRequest(list(prompt), params, EOS, MAX_MODEL_LEN, decode)
-    output: list[int] = []
+    out = reference.Generation(list(prompt), params, EOS, min(params.max_tokens, MAX_MODEL_LEN - len(prompt)))
+    output = out.token_ids
     logprobs: list[dict[int, float]] = []
     min_lead = float("inf")
     while True:
@@ -210,7 +210,7 @@ def expected_sampled_output(prompt: tuple[int, ...], params: SamplingParams) -> 
         output.append(int(scores.argmax()))
         if params.logprobs is not None:
             logprobs.append(reference_extras.compute_token_logprobs(raw, output[-1], params.logprobs))
-        finish = reference_extras.find_finish(output, request)
+        finish = reference_extras.find_finish(out, params.stop, decode)
         if finish is not None:
             return ExpectedOutput(output, *finish, logprobs, min_lead > MIN_LEAD)
 

@@ -28,12 +28,6 @@ class Constraint(Protocol):
         """Whether `output` matches and nothing may follow it."""
 
 
-@dataclass(frozen=True)
-class TextRequest(reference.ReferenceRequest):
-    decode: Decode | None = None
-    constraint: Constraint | None = None  # `params.grammar` for this vocabulary
-
-
 @dataclass
 class TextGeneration(reference.Generation):
     stop_reason: int | str | None = None  # type: ignore[assignment]  # the stop token or stop string
@@ -51,37 +45,35 @@ def generate(
     constraint: Constraint | None = None,
     **named_options: Any,
 ) -> TextGeneration:
-    """`reference.generate`, which also finishes at stop strings and at the end of a grammar."""
+    """`reference.generate`, which also finishes at stop strings and at the end of a grammar.
+    `constraint`: `params.grammar` for this vocabulary."""
     assert decode is not None or not params.stop
     assert constraint is not None or params.grammar is None
     raw_KV, text, stop_reason, logprobs = torch.empty(0), None, None, []
     compute_target_probs, append_tokens = reference.compute_target_probs, reference.append_tokens
 
-    def compute_constrained_probs(
-        logits_KV: Tensor, request: reference.ReferenceRequest, output: list[int], draft_token_ids: list[int]
-    ) -> Tensor:
+    def compute_constrained_probs(logits_KV: Tensor, out: reference.Generation, draft_token_ids: list[int]) -> Tensor:
         nonlocal raw_KV
         raw_KV = logits_KV
         if constraint is None:
-            return compute_target_probs(logits_KV, request, output, draft_token_ids)
+            return compute_target_probs(logits_KV, out, draft_token_ids)
         rows = []
         for i, row in enumerate(logits_KV):
-            before = output + draft_token_ids[:i]
+            before = out.token_ids + draft_token_ids[:i]
             allowed = constraint.allowed(before)
-            rows.append(process_logits(row, request.params, request.prompt_ids, before, request.eos_ids, allowed))
-        return reference.compute_probs(torch.stack(rows), request.params)
+            rows.append(process_logits(row, out.params, out.prompt_ids, before, out.eos_ids, allowed))
+        return reference.compute_probs(torch.stack(rows), out.params)
 
-    def append_text_tokens(out: reference.Generation, tokens: list[int], request: reference.ReferenceRequest) -> bool:
+    def append_text_tokens(out: reference.Generation, tokens: list[int]) -> bool:
         nonlocal text, stop_reason
-        own = TextRequest(request.prompt_ids, params, request.eos_ids, request.max_model_len, decode, constraint)
         for token, logits in zip(tokens, raw_KV, strict=False):  # row i of the raw logits belongs to token i
             if constraint is not None and constraint.allowed(out.token_ids) is None:
                 out.finish_reason, text = "error", decode(out.token_ids) if decode is not None else None
                 return True
-            append_tokens(out, [token], request)
+            append_tokens(out, [token])
             if params.logprobs is not None:
                 logprobs.append(compute_token_logprobs(logits, token, params.logprobs))
-            finish = find_finish(out.token_ids, own)
+            finish = find_finish(out, params.stop, decode, constraint)
             if finish is not None:
                 out.finish_reason, stop_reason, text = finish
                 return True
@@ -118,24 +110,26 @@ def compute_token_logprobs(logits_V: Tensor, token: int, num_logprobs: int) -> d
     return {t: float(logprobs[t]) for t in (token, *likeliest)}
 
 
-def find_finish(output: list[int], request: TextRequest) -> tuple[str, int | str | None, str | None] | None:
+def find_finish(
+    out: reference.Generation, stop: Sequence[str], decode: Decode | None, constraint: Constraint | None = None
+) -> tuple[str, int | str | None, str | None] | None:
     """finish_reason, stop_reason and text if the newest token finishes the output."""
-    params, decode = request.params, request.decode
+    output = out.token_ids
 
     def to_text(tokens: list[int]) -> str | None:
         return None if decode is None else decode(tokens)
 
-    finish = reference.find_finish(output, request)
+    finish = reference.find_finish(out)
     if finish is not None and finish[0] == "stop":
         return *finish, to_text(output[:-1])
-    if decode is not None and (found := find_stop_string(decode, output, params)) is not None:
+    if decode is not None and (found := find_stop_string(decode, output, stop, out.params.min_tokens)) is not None:
         return "stop", *found
-    if request.constraint is not None and request.constraint.complete(output):
+    if constraint is not None and constraint.complete(output):
         return "stop", None, to_text(output)
     return None if finish is None else (*finish, to_text(output))
 
 
-def find_stop_string(decode: Decode, output: list[int], params: SamplingParams) -> tuple[str, str] | None:
+def find_stop_string(decode: Decode, output: list[int], stop: Sequence[str], min_tokens: int) -> tuple[str, str] | None:
     """The stop string that ends first, and the text before it.
 
     A character with missing bytes decodes to U+FFFD and does not count yet: it matches no stop string, and it is
@@ -145,15 +139,15 @@ def find_stop_string(decode: Decode, output: list[int], params: SamplingParams) 
     def complete_text(tokens: list[int]) -> str:
         return decode(tokens).rstrip("\ufffd")
 
-    if not params.stop:
+    if not stop:
         return None
-    text, min_chars = complete_text(output), len(complete_text(output[: params.min_tokens]))
+    text, min_chars = complete_text(output), len(complete_text(output[:min_tokens]))
     matches = []
-    for i, stop in enumerate(params.stop):
-        start = text.find(stop, max(0, min_chars + 1 - len(stop)))
+    for i, string in enumerate(stop):
+        start = text.find(string, max(0, min_chars + 1 - len(string)))
         if start >= 0:
-            matches.append((start + len(stop), i, start))
+            matches.append((start + len(string), i, start))
     if not matches:
         return None
     _, i, start = min(matches)
-    return params.stop[i], text[:start]
+    return stop[i], text[:start]

@@ -50,10 +50,13 @@ class DecodeStep:
 
 @dataclass
 class Generation:
-    """The output of `generate` for one prompt."""
+    """A request and its output."""
 
     prompt_ids: list[int]
-    num_speculative_tokens: int
+    params: SamplingParams
+    eos_ids: frozenset[int]
+    max_tokens: int  # of the output: `params.max_tokens`, or fewer at the end of the context
+    num_speculative_tokens: int = 0
     token_ids: list[int] = field(default_factory=list)
     steps: list[DecodeStep] = field(default_factory=list)  # one for each target pass after prefill
     finish_reason: str = "length"
@@ -78,16 +81,6 @@ class Generation:
     def is_draft_token(self) -> list[bool]:
         """For each output token: was it a draft token? The first comes from prefill."""
         return [False] + [i < s.num_accepted_tokens for s in self.steps for i in range(len(s.output_token_ids))]
-
-
-@dataclass(frozen=True)
-class ReferenceRequest:
-    """Everything besides the tokens that decides the next token and the end of the output."""
-
-    prompt_ids: list[int]
-    params: SamplingParams
-    eos_ids: frozenset[int]
-    max_model_len: int
 
 
 @torch.inference_mode()
@@ -117,20 +110,20 @@ def generate(
         raise UserError("the reference has no tokenizer, which stop strings (--stop) and grammars need")
     if drafter is not None:
         check_num_speculative_tokens(num_speculative_tokens)
-    request = ReferenceRequest(list(prompt_ids), params, eos_ids, limit)
     rng = torch.Generator()
     if params.seed is None:
         rng.seed()
     else:
         rng.manual_seed(params.seed)
-    out = Generation(list(prompt_ids), num_speculative_tokens if drafter is not None else 0)
+    out = Generation(list(prompt_ids), params, eos_ids, min(params.max_tokens, limit - len(prompt_ids)))
+    out.num_speculative_tokens = num_speculative_tokens if drafter is not None else 0
     aux_layer_ids = drafter.cfg.aux_layer_ids if drafter is not None else ()
     draft_params = params if sample_draft_tokens else None
 
     processed = list(prompt_ids)  # tokens that the target has processed and that stay in the sequence
     logits, aux_hidden_states = run_target(target, processed, 1, aux_layer_ids)
-    newest = sample_token(compute_target_probs(logits, request, [], [])[0], rng)
-    finished = append_tokens(out, [newest], request)
+    newest = sample_token(compute_target_probs(logits, out, [])[0], rng)
+    finished = append_tokens(out, [newest])
     while not finished:
         k = min(num_speculative_tokens, limit - len(processed) - 2) if drafter is not None else 0
         draft = DraftProposal([], logits[:0])
@@ -138,10 +131,10 @@ def generate(
             draft = propose_draft_tokens(drafter, [*processed, newest], aux_hidden_states, k, draft_params, rng)
         target_input = [*processed, newest, *draft.token_ids]
         logits, aux_hidden_states = run_target(target, target_input, k + 1, aux_layer_ids)
-        target_probs = compute_target_probs(logits, request, out.token_ids, draft.token_ids)
+        target_probs = compute_target_probs(logits, out, draft.token_ids)
         num_accepted, bonus = verify_draft_tokens(draft, target_probs, rng)
         num_output_tokens = len(out.token_ids)
-        finished = append_tokens(out, [*draft.token_ids[:num_accepted], bonus], request)
+        finished = append_tokens(out, [*draft.token_ids[:num_accepted], bonus])
         out.steps.append(DecodeStep(tuple(draft.token_ids), num_accepted, tuple(out.token_ids[num_output_tokens:])))
         processed, newest = target_input[: len(processed) + 1 + num_accepted], bonus
         aux_hidden_states = aux_hidden_states[: len(processed)]
@@ -160,15 +153,13 @@ def run_target(
     return logits, hidden[:, :0] if aux_hidden_states is None else aux_hidden_states
 
 
-def compute_target_probs(
-    logits_KV: Tensor, request: ReferenceRequest, output: list[int], draft_token_ids: list[int]
-) -> Tensor:
+def compute_target_probs(logits_KV: Tensor, out: Generation, draft_token_ids: list[int]) -> Tensor:
     """The target's distribution after the output and after each draft token."""
     rows = []
     for i, row in enumerate(logits_KV):
-        before = output + draft_token_ids[:i]
-        rows.append(process_logits(row, request.params, request.prompt_ids, before, request.eos_ids))
-    return compute_probs(torch.stack(rows), request.params)
+        before = out.token_ids + draft_token_ids[:i]
+        rows.append(process_logits(row, out.params, out.prompt_ids, before, out.eos_ids))
+    return compute_probs(torch.stack(rows), out.params)
 
 
 def process_logits(
@@ -283,24 +274,22 @@ def verify_draft_tokens(draft: DraftProposal, target_probs: Tensor, rng: torch.G
     return len(draft.token_ids), sample_token(target_probs[len(draft.token_ids)], rng)
 
 
-def append_tokens(out: Generation, tokens: list[int], request: ReferenceRequest) -> bool:
+def append_tokens(out: Generation, tokens: list[int]) -> bool:
     """Appends tokens up to the first that finishes the output. Returns whether the output is finished."""
     for token in tokens:
         out.token_ids.append(token)
-        finish = find_finish(out.token_ids, request)
+        finish = find_finish(out)
         if finish is not None:
             out.finish_reason, out.stop_reason = finish
             return True
     return False
 
 
-def find_finish(output: list[int], request: ReferenceRequest) -> tuple[str, int | None] | None:
+def find_finish(out: Generation) -> tuple[str, int | None] | None:
     """finish_reason and stop_reason if the newest token finishes the output."""
-    params, newest = request.params, output[-1]
-    if newest in request.eos_ids and not params.ignore_eos:
+    newest = out.token_ids[-1]
+    if newest in out.eos_ids and not out.params.ignore_eos:
         return "stop", None
-    if newest in params.stop_token_ids:
+    if newest in out.params.stop_token_ids:
         return "stop", newest
-    if len(output) >= params.max_tokens or len(request.prompt_ids) + len(output) >= request.max_model_len:
-        return "length", None
-    return None
+    return ("length", None) if len(out.token_ids) >= out.max_tokens else None

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from reference_extras import find_stop_string
 from support import many
 
-from peagle.config import SamplingParams
 from peagle.engine.detokenizer import Detokenizer
 
 # Tokens with whole and partial UTF-8 characters of one to four bytes; one is never valid.
@@ -44,11 +43,10 @@ TOKENS = st.lists(st.integers(0, len(TOKEN_BYTES) - 1), min_size=1, max_size=24)
 @given(TOKENS, st.lists(st.sampled_from(STOPS), max_size=3), st.integers(0, 6))
 def test_equals_decoding_all_tokens(tokens: list[int], stop: Sequence[str], min_tokens: int) -> None:
     detokenizer = Detokenizer(decode, stop, min_tokens)
-    params = SamplingParams(stop=stop, min_tokens=min_tokens)
     streamed = ""
     for count, token in enumerate(tokens, 1):
         stopped = detokenizer.add_token(token)
-        found = find_stop_string(decode, tokens[:count], params)
+        found = find_stop_string(decode, tokens[:count], stop, min_tokens)
         assert (detokenizer.stop_reason, detokenizer.text) == found if found is not None else not stopped
         assert stopped == (found is not None)
         assert detokenizer.streamable_text.startswith(streamed), "streamed text was taken back"

@@ -192,8 +192,8 @@ def expected_output(
 def expected_sampled_output(
     prompt: tuple[int, ...], params: SamplingParams, eos: frozenset[int], rules: reference_extras.Constraint | None
 ) -> ExpectedOutput:
-    request = reference_extras.TextRequest(list(prompt), params, eos, MAX_MODEL_LEN, engines.decode, rules)
-    generated: list[int] = []
+    out = reference.Generation(list(prompt), params, eos, min(params.max_tokens, MAX_MODEL_LEN - len(prompt)))
+    generated = out.token_ids
     logprobs: list[dict[int, float]] = []
     least = float("inf")
     while True:
@@ -214,7 +214,7 @@ def expected_sampled_output(
         generated.append(int(scores.argmax()))
         if params.logprobs is not None:
             logprobs.append(reference_extras.compute_token_logprobs(raw, generated[-1], params.logprobs))
-        end = reference_extras.find_finish(generated, request)
+        end = reference_extras.find_finish(out, params.stop, engines.decode, rules)
         if end is not None:
             return ExpectedOutput(generated, *end, logprobs, least > engines.MIN_LEAD)
 

@@ -38,7 +38,7 @@ from peagle.models.decoder import Decoder
 from peagle.speculative import reference
 from peagle.speculative.reference import (
     DraftProposal,
-    ReferenceRequest,
+    Generation,
     compute_probs,
     compute_target_probs,
     process_logits,
@@ -590,19 +590,17 @@ def test_sampled_outputs_have_the_right_distribution(kind: str, drafts: str) -> 
     )
 
 
-def ignore_draft_tokens(logits: Tensor, request: ReferenceRequest, output: list[int], drafts: list[int]) -> Tensor:
-    return torch.cat([compute_target_probs(row[None], request, output, []) for row in logits])
+def ignore_draft_tokens(logits: Tensor, out: Generation, drafts: list[int]) -> Tensor:
+    return torch.cat([compute_target_probs(row[None], out, []) for row in logits])
 
 
-def ignore_newest_draft_token(
-    logits: Tensor, request: ReferenceRequest, output: list[int], drafts: list[int]
-) -> Tensor:
-    before = [(output + drafts[:i])[:-1] for i in range(len(logits))]
-    return torch.cat([compute_target_probs(row[None], request, b, []) for row, b in zip(logits, before, strict=True)])
+def ignore_newest_draft_token(logits: Tensor, out: Generation, drafts: list[int]) -> Tensor:
+    before = [replace(out, token_ids=(out.token_ids + drafts[:i])[:-1]) for i in range(len(logits))]
+    return torch.cat([compute_target_probs(row[None], b, []) for row, b in zip(logits, before, strict=True)])
 
 
-def without_min_p(logits: Tensor, request: ReferenceRequest, output: list[int], drafts: list[int]) -> Tensor:
-    return compute_target_probs(logits, replace(request, params=replace(request.params, min_p=0.0)), output, drafts)
+def without_min_p(logits: Tensor, out: Generation, drafts: list[int]) -> Tensor:
+    return compute_target_probs(logits, replace(out, params=replace(out.params, min_p=0.0)), drafts)
 
 
 @pytest.mark.parametrize(
