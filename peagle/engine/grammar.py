@@ -254,7 +254,7 @@ class GrammarMatcher:
         if self.state.is_error():
             self.error = to_one_line(self.state.get_error(), self.error)
             return False
-        if not self._is_text(token) or not self.state.consume_token(token):
+        if not self.is_text(token) or not self.state.consume_token(token):
             return False
         self.token_ids.append(token)
         return True
@@ -277,11 +277,7 @@ class GrammarMatcher:
             return
         self.state.consume_tokens(self.token_ids)
 
-    def leading_text(self, draft_token_ids: Sequence[int]) -> list[int]:
-        """The draft tokens before the first that is not text. The library does not recover from such a token."""
-        return list(takewhile(self._is_text, draft_token_ids))
-
-    def _is_text(self, token: int) -> bool:
+    def is_text(self, token: int) -> bool:
         known = 0 <= token < self.compiler.tokenizer.vocab_size
         return known and token != self.compiler.end_token_id and token not in self.eos_ids
 
@@ -323,7 +319,7 @@ def _compute_library_bitmasks(compiler: GrammarCompiler, states: MatcherStates, 
     destination = bits.data_ptr(), compiler.mask_bytes, len(states) * num_rows
     with_drafts, without_drafts = [], []
     for n, (matcher, draft_token_ids) in enumerate(states):
-        leading = matcher.leading_text(draft_token_ids)
+        leading = list(takewhile(matcher.is_text, draft_token_ids))  # the library does not recover from other tokens
         if leading:
             with_drafts.append((matcher.state, n * num_rows, leading))
         else:

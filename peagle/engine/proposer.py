@@ -28,17 +28,15 @@ class DraftProposer:
         self.run_drafter = FusedCpuDrafter(drafter) if self.device.type == "cpu" else drafter
         self.kv_cache = KVCache.allocate([drafter.cfg.layer] * drafter.cfg.num_layers, num_blocks, drafter.fc.weight)
         self.mask_hidden_D: Tensor | None = None
+        if drafter.cfg.parallel:
+            self.mask_hidden_D = drafter.fc.weight.new_empty(drafter.cfg.layer.hidden_size)
         self.refresh_mask_hidden()
 
     @torch.inference_mode()
     def refresh_mask_hidden(self) -> None:
         """Recomputes the hidden state of mask rows. Call it after the drafter's weights changed in place."""
-        if self.drafter.cfg.parallel:
-            hidden_D = self.drafter.mask_hidden_states(1)[0]
-            if self.mask_hidden_D is None:
-                self.mask_hidden_D = hidden_D.contiguous()
-            else:
-                self.mask_hidden_D.copy_(hidden_D)  # in place: captured graphs read this tensor
+        if self.mask_hidden_D is not None:
+            self.mask_hidden_D.copy_(self.drafter.mask_hidden_states(1)[0])  # in place: captured graphs read it
 
     @property
     def num_mask_rows(self) -> int:
