@@ -15,7 +15,7 @@ PEAGLE = Path(__file__).resolve().parent.parent / "peagle"
 
 # From the bottom up: a package may import itself and any package in a lower row.
 LAYERS = (
-    {"errors", "versions", "paths"},
+    {"errors", "versions", "paths", "display"},
     {"http_client"},
     {"config"},
     {"hub"},
@@ -33,7 +33,7 @@ LAYERS = (
     {"report"},
 )
 # Packages outside the stack: each may import the named layer and everything below it; no layer imports them.
-OUTSIDE = {"display": "errors", "deploy": "checkpoints", "server": "engine"}
+OUTSIDE = {"deploy": "checkpoints", "server": "engine"}
 
 RANK = {package: rank for rank, layer in enumerate(LAYERS) for package in layer}
 PACKAGES = RANK.keys() | OUTSIDE.keys()

@@ -23,6 +23,7 @@ from peagle.bench.workload import BenchEngine, Load, Workload, build_workload
 from peagle.checkpoints.target import Target, read_target_config
 from peagle.checkpoints.validate import build_speculative_config
 from peagle.config import BenchEngineSettings, BenchServerSettings, BenchSettings, SpeculationMethod
+from peagle.display import ProgressBar
 from peagle.engine.llm import LLM
 from peagle.errors import UserError
 from peagle.eval.acceptance import open_drafters
@@ -32,7 +33,6 @@ from peagle.results.comparison import all_warnings
 from peagle.results.files import read_resumable, write_results
 from peagle.results.provenance import Provenance
 from peagle.results.schema import BenchRepeat, BenchRow, Results
-from peagle.results.view import ProgressBar
 
 COMMON_TOKEN_IDS = range(100, 1000)  # present in every real vocabulary; for servers whose tokenizer is unknown
 OPEN_LOOP_MAX_NUM_SEQS = {"cuda": 256, "cpu": 16}

@@ -23,6 +23,7 @@ from peagle.config import (
 )
 from peagle.config.engine import AUTO_K_HELP, K_FLAGS, parse_ks
 from peagle.config.options import device_option, dtype_option, option
+from peagle.display import ProgressBar
 from peagle.errors import UserError
 from peagle.hub.resolve import DEFAULT_TARGET, resolve_target
 
@@ -79,7 +80,7 @@ def evaluate(
 
     from peagle.eval.acceptance import EvalDrafter, EvalEngine, Evaluation, open_drafters
     from peagle.eval.datasets import open_datasets
-    from peagle.results.view import ProgressBar, build_acceptance_tables
+    from peagle.results.view import build_acceptance_tables
 
     concurrency = server_settings.concurrency
     eval_engine = EvalEngine(engine, device, dtype, max_num_seqs, concurrency=concurrency, server=server)
@@ -99,10 +100,8 @@ def evaluate(
     evaluation = Evaluation(
         target, drafters, datasets, settings, eval_engine, out, bar.update, print_row, chat_template
     )
-    try:
+    with bar:
         results = evaluation.run()
-    finally:
-        bar.close()
     _print_outcome(results, out, as_json, build_acceptance_tables(results))
 
 
@@ -165,13 +164,10 @@ def bench(
         variants, shared_settings = engines.build(workload, settings), engines.shared_settings
 
     from peagle.bench.run import run_bench
-    from peagle.results.view import ProgressBar, build_bench_tables
+    from peagle.results.view import build_bench_tables
 
-    progress = ProgressBar()
-    try:
+    with ProgressBar() as progress:
         results = run_bench(variants, workload, settings, progress, out, shared_settings)
-    finally:
-        progress.close()
     _print_outcome(results, out, as_json, build_bench_tables(results.rows))
     if any(repeat.failed for row in results.rows for repeat in row.repeats):
         raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""Terminal output of `peagle eval` and `peagle bench`: progress and tables of rows."""
+"""Terminal output of `peagle eval` and `peagle bench`: tables of rows."""
 
 from __future__ import annotations
 
@@ -11,32 +11,6 @@ from peagle.results.schema import AcceptanceRow, BenchRow, Results
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-
-class ProgressBar:
-    """On stderr: a bar on a terminal, and lines for finished parts."""
-
-    def __init__(self) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-        self._screen = Console(stderr=True, highlight=False, emoji=False)
-        columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
-        # A refresh takes 1-2 ms from a measurement.
-        hidden = not self._screen.is_terminal
-        self._bar = Progress(*columns, console=self._screen, refresh_per_second=1, transient=True, disable=hidden)
-        self._task = self._bar.add_task("loading", total=None)
-        self._bar.start()
-
-    def update(self, activity: str, done: int, total: int) -> None:
-        self._bar.update(self._task, description=activity, completed=done, total=total)
-
-    def print(self, text: str) -> None:
-        self._screen.print(text, markup=False, soft_wrap=True)
-
-    def close(self) -> None:
-        if not self._bar.disable:  # it would print an empty line
-            self._bar.stop()
 
 
 def _new_table(title: str, names: Sequence[str], numbers: Sequence[str]) -> Table:

@@ -36,6 +36,7 @@ from peagle.bench.workload import BenchPrompt, Load, RequestTiming, Workload, po
 from peagle.cli import main
 from peagle.cli.app import parse_items, repeat_flags
 from peagle.config import BenchEngineSettings, BenchServerSettings, BenchSettings, SamplingParams
+from peagle.display import ProgressBar
 from peagle.errors import UserError
 from peagle.http_client import EventDecoder, parse_metrics, parse_server_url
 from peagle.results.comparison import (
@@ -47,7 +48,6 @@ from peagle.results.comparison import (
 )
 from peagle.results.files import read_results
 from peagle.results.schema import BenchRepeat, BenchRow, Percentiles, Results
-from peagle.results.view import ProgressBar
 
 QUICK = {"connect_s": 2.0, "stall_s": 0.7, "total_s": 2.0}
 

@@ -13,8 +13,8 @@ from support import set_config
 
 from peagle.bench.run import EngineVariants, run_bench
 from peagle.config import BenchEngineSettings, BenchSettings
+from peagle.display import ProgressBar
 from peagle.results.files import read_results
-from peagle.results.view import ProgressBar
 
 pytestmark = pytest.mark.vllm
 SETTINGS = BenchSettings(concurrency=(1, 4), num_prompts=32, repeats=1, num_warmups=1, max_tokens=24, raw=True)
