@@ -47,6 +47,13 @@ def one_thread() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """rich writes to the captured stderr as to a terminal."""
+    for name, value in {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "200"}.items():
+        monkeypatch.setenv(name, value)
+
+
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """The default target. One process builds it while the others wait."""

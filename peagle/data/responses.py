@@ -48,6 +48,7 @@ from peagle.data.generators import (
 )
 from peagle.data.prompts import Prompt, PromptSet, read_excluded_ids, read_prompts
 from peagle.data.response_file import DataSummary, ResponseFile, ResponseRow, replace_text, sidecar_path
+from peagle.display import ProgressBar
 from peagle.errors import UserError
 from peagle.hub.resolve import resolve_target
 from peagle.versions import installed_versions
@@ -57,7 +58,7 @@ ResponseGenerator = EngineGenerator | EndpointGenerator
 SEED_BITS = 31  # larger seeds are rejected by some servers
 ENCODE_BLOCK = 64  # prompts encoded together, ahead of time
 SWITCH_INTERVAL_S = 2e-4
-REPORT_INTERVAL_S = 5.0
+REPORT_INTERVAL_S, BAR_INTERVAL_S = 5.0, 0.2  # of printed lines, and of the bar on a terminal
 
 PROMPT_TOO_LONG = "prompt too long"
 UNFINISHED_PROMPT = "varied prompt did not end"
@@ -113,7 +114,7 @@ class ResponseWriter:
         self.num_written = sum(1 for key in file.done if key[0] in ids and key[1] < settings.samples)
         self.num_before, self.num_kept, self.num_failed, self.num_tokens = self.num_written, 0, 0, 0
         self.show_progress, self.started = show_progress, time.monotonic()
-        self._next_report = self.started + REPORT_INTERVAL_S
+        self._last_report = self.started
         self._pending: dict[int, PendingConversation] = {}
         self._next_request_id = 0
 
@@ -134,7 +135,7 @@ class ResponseWriter:
         # Encoding and writing threads must release the GIL soon: the engine's thread waits for it while the GPU idles.
         switch_interval = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        with ThreadPoolExecutor(1) as executor:
+        with ProgressBar(self.show_progress) as bar, ThreadPoolExecutor(1) as executor:
             new = self._encode_ahead(executor)
             ready: deque[PendingConversation] = deque()  # between two turns
             try:
@@ -144,7 +145,7 @@ class ResponseWriter:
                     if not self._pending:
                         break
                     ready += self._process(self.generator.poll())
-                    self._report_progress()
+                    self._report_progress(bar)
             finally:
                 new.close()
                 self.generator.close()
@@ -335,15 +336,18 @@ class ResponseWriter:
         self.num_written += 1
         self.num_tokens += num_tokens
 
-    def _report_progress(self) -> None:
+    def _report_progress(self, bar: ProgressBar) -> None:
         now = time.monotonic()
-        if not self.show_progress or now < self._next_report:
+        if not self.show_progress or now < self._last_report + (BAR_INTERVAL_S if bar.is_shown else REPORT_INTERVAL_S):
             return
-        self._next_report = now + REPORT_INTERVAL_S
+        self._last_report = now
         seconds, num_new = now - self.started, self.num_written - self.num_before
         left = timedelta(seconds=int((self.num_requested - self.num_written) * seconds / max(num_new, 1)))
         status = f"{self.num_tokens / seconds:,.0f} tokens/s, {num_new - self.num_kept:,} dropped, {left} left"
-        print(f"{self.num_written:,} of {self.num_requested:,} rows, {status}", file=sys.stderr, flush=True)
+        if bar.is_shown:
+            bar.update(f"rows, {status}", self.num_written, self.num_requested)
+        else:
+            print(f"{self.num_written:,} of {self.num_requested:,} rows, {status}", file=sys.stderr, flush=True)
 
     def _summarize(self, interrupted: bool) -> DataSummary:
         file, prompts, seconds = self.file, self.prompts, time.monotonic() - self.started

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import resource
 import sys
 import weakref
@@ -80,6 +81,20 @@ def write_prompts(path: Path, count: int) -> str:
 
 
 # The engine
+
+
+def test_progress(
+    target: Path, tmp_path: Path, terminal: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bar on a terminal, lines elsewhere."""
+    prompts, settings = write_prompts(tmp_path / "p.jsonl", 3), ResponseSettings(max_tokens=20)
+    for name in ("BAR_INTERVAL_S", "REPORT_INTERVAL_S"):
+        monkeypatch.setattr(f"peagle.data.responses.{name}", 0.0)
+    write_responses(prompts, tmp_path / "bar.jsonl", str(target), settings, ENGINE)
+    assert re.search(r"rows, [\d,]+ tokens/s, \d dropped, 0:00:00 left .*3/3", capsys.readouterr().err)
+    monkeypatch.delenv("FORCE_COLOR")
+    write_responses(prompts, tmp_path / "lines.jsonl", str(target), settings, ENGINE)
+    assert re.search(r"^3 of 3 rows, [\d,]+ tokens/s, \d dropped, 0:00:00 left$", capsys.readouterr().err, re.M)
 
 
 def test_rows_equal_turn_by_turn_generation(target: Path, tmp_path: Path) -> None:
