@@ -8,6 +8,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from peagle.checkpoints.target import Target, has_tokenizer, load_tokenizer
 from peagle.config import EngineSettings, Grammar, SamplingParams, check_prompt
+from peagle.display import ProgressBar
 from peagle.engine.detokenizer import Detokenizer
 from peagle.engine.grammar import GrammarCompiler, GrammarMatcher
 from peagle.engine.loader import load_engine
@@ -298,8 +300,12 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        progress: bool = False,
     ) -> list[RequestOutput]:
-        """Generates outputs for one prompt or a list of prompts (text or token ids), in their order."""
+        """Generates outputs for one prompt or a list of prompts (text or token ids), in their order.
+
+        `progress` shows a bar on stderr, if it is a terminal.
+        """
         prompt_list = _to_prompt_list(prompts)
         params_list = list(params) if isinstance(params, Sequence) else [params] * len(prompt_list)
         if len(params_list) != len(prompt_list):
@@ -310,11 +316,17 @@ class LLM:
         try:
             for prompt, own_params in zip(prompt_list, params_list, strict=True):
                 groups.append(self.add_request(prompt, own_params))
-            unfinished = [r for g in groups for r in g.requests]
-            while unfinished:
-                self.step()
-                if unfinished[-1].finish_reason is not None:
-                    unfinished = [r for r in unfinished if r.finish_reason is None]
+            requests = [r for g in groups for r in g.requests]
+            unfinished, started = requests, time.perf_counter()
+            with ProgressBar() if progress else nullcontext() as bar:
+                while unfinished:
+                    self.step()
+                    if unfinished[-1].finish_reason is not None:
+                        unfinished = [r for r in unfinished if r.finish_reason is None]
+                    if bar is not None:
+                        rate = sum(len(r.output_token_ids) for r in requests) / (time.perf_counter() - started)
+                        num_finished = sum(r.finish_reason is not None for r in requests)
+                        bar.update(f"requests, {rate:,.0f} output tokens/s", num_finished, len(requests))
         except BaseException:
             for group in groups:
                 self.abort_group(group)
@@ -325,10 +337,11 @@ class LLM:
         self,
         messages: Messages | Sequence[Messages],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        progress: bool = False,
     ) -> list[RequestOutput]:
         """Generates outputs for one conversation or a list of them, in the target's chat template."""
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
-        return self.generate([self.encode_chat(c) for c in conversations], params)  # type: ignore[arg-type]
+        return self.generate([self.encode_chat(c) for c in conversations], params, progress)  # type: ignore[arg-type]
 
     def stream(
         self, prompt: Prompt | Messages, params: SamplingParams | None = None

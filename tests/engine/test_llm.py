@@ -371,19 +371,20 @@ def test_sampled_outputs_have_the_target_distribution(tmp_path: Path, parallel: 
 # The public API
 
 
-def test_generate_chat_and_stream_agree() -> None:
+def test_generate_chat_and_stream_agree(terminal: None, capsys: pytest.CaptureFixture[str]) -> None:
     llm = engine("p-eagle-1", 3)
     text = bytes(prompt(700, 20)).decode()
     params = SamplingParams(max_tokens=30, stop=["def"], ignore_eos=True)
     want = expected_output(prompt(700, 20), params)
     texts, ids = [text, text[:12]], [list(prompt(700, 20)), list(prompt(700, 12))]
-    by_text, by_ids = llm.generate(texts, params), llm.generate(ids, params)
+    by_text, by_ids = llm.generate(texts, params), llm.generate(ids, params, progress=True)
     assert [o.outputs for o in by_text] == [o.outputs for o in by_ids]
     assert [o.prompt for o in by_text] == texts and [o.prompt for o in by_ids] == [None, None]
     assert [o.prompt_token_ids for o in by_text] == ids
     check(by_text[0].outputs[0], want, counts=False)
     assert llm.generate(ids[0], params)[0].outputs == by_ids[0].outputs
     words = [{"role": "user", "content": part} for part in text.split(" ")]
+    assert " output tokens/s" in capsys.readouterr().err
     assert llm.chat(words, params)[0].outputs == by_ids[0].outputs
     assert [o.outputs for o in llm.chat([words, words], [params, params])] == [by_ids[0].outputs] * 2
     assert llm.generate([]) == []
