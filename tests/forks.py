@@ -31,7 +31,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 # Modules that commands, training runs and tokenizers import, including lazy imports.
 PRELOADED = """
-    torch.distributed.device_mesh torch.distributed.fsdp torch.distributed.tensor
+    torch.distributed.device_mesh torch.distributed.fsdp torch.distributed.tensor torch.utils.tensorboard
     transformers.activations transformers.models.auto.tokenization_auto transformers.utils.type_validators
     peagle.cli peagle.engine.llm peagle.data.responses peagle.training.run rich.progress
 """.split()

@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from peagle.config import TrainConfig
 from peagle.data.batches import BatchCursor, PackedBatch, ResponseDataset, batches
+from peagle.display import ProgressBar
 from peagle.errors import UserError
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
@@ -40,6 +41,7 @@ from peagle.training.resume import RunFolder, TrainingState
 from peagle.training.validation import ValidationAcceptance
 
 PREFETCH_STEPS = 2
+TENSORBOARD_SCALARS = ("loss", "lr", "grad_norm", "tokens_per_second", "memory_gb", "acceptance_length")
 LoadedBatch = tuple[PackedBatch, CodPositions, PaddedBatch | None]  # padded for CUDA graphs, if it fits
 StepInputs = tuple[list[LoadedBatch], BatchCursor]  # the batches of one step on this rank, and the data cursor after it
 
@@ -120,7 +122,7 @@ class Trainer:
             self.optimizer.restore(tensors, self.state.step)
             if self.world.is_main:  # the saved metrics are sums over ranks
                 self.window.metrics += DepthMetrics(*tensors["unlogged"].to(self.device))
-        self.log = StepLog(self.folder.log, self.world.is_main)
+        self.log = StepLog(self.folder.log, self.state.step, self.world.is_main)
         if self.world.is_main:
             self.folder.truncate_log(self.state.log_bytes)
         self.stop_requested = False
@@ -131,7 +133,8 @@ class Trainer:
         padder = self.graphs.padder if self.graphs is not None else None
         loader = StepLoader(self.data, self.cfg, self.world, self.state, padder)
         progress, stop = self._progress(), False
-        with self._handle_signals(), loader.prefetching() as steps:
+        tensorboard = self.log.tensorboard or nullcontext()
+        with self._handle_signals(), self.log.bar, tensorboard, loader.prefetching() as steps:
             self.clock = self.saved_at = time.perf_counter()
             while progress < 1.0 and not stop:
                 loaded, cursor = next(steps)
@@ -139,6 +142,7 @@ class Trainer:
                 self._step(loaded, counts, num_tokens, progress)
                 self.state = replace(self.state, cursor=cursor)
                 progress = max(progress, self.schedule.progress(self.state.step, 0.0))
+                self.log.bar.update(None, progress, 1.0)
                 if progress >= 1.0 or self._is_due(self.cfg.log_every):
                     self._log(progress)
                 if progress >= 1.0 or self._is_due(self.cfg.validation_every):
@@ -332,10 +336,13 @@ class LogWindow:
 
 
 class StepLog:
-    """Does nothing on ranks other than the main one."""
+    """Writes `log.jsonl` and TensorBoard events, and shows them. Does nothing on ranks other than the main one."""
 
-    def __init__(self, path: Path, enabled: bool = True) -> None:
-        self.path, self.enabled = path, enabled
+    def __init__(self, path: Path, step: int = 0, enabled: bool = True) -> None:
+        """TensorBoard events after `step` are discarded."""
+        self.path, self.enabled, self.bar = path, enabled, ProgressBar(enabled, show_count=False)
+        folder = path.parent / ".training" / "tensorboard"
+        self.tensorboard: Any = _open_tensorboard(folder, step) if enabled else None
 
     @property
     def size(self) -> int:
@@ -345,11 +352,14 @@ class StepLog:
         self._write(values)
         hours, seconds = divmod(round(values["seconds"] * (1 - progress) / max(progress, 1e-9)), 3600)
         match = " ".join(f"{100 * m:.0f}" for m in values["match_by_depth"])
-        self.print(
+        text = (
             f"{100 * progress:3.0f}%  {hours}:{seconds // 60:02}:{seconds % 60:02} left  step {values['step']:,}  "
             f"loss {values['loss']:.3f}  match {match}%  lr {values['lr']:.1e}  "
             f"{values['tokens_per_second']:,.0f} tokens/s  {values['memory_gb']:.1f} GB"
         )
+        self.bar.update(text, progress, 1.0)
+        if not self.bar.is_shown or progress >= 1.0:
+            self.print(text)
 
     def write_validation(
         self, step: int, acceptance_length: float, acceptance_rates: list[float], seconds: float, is_best: bool
@@ -367,6 +377,8 @@ class StepLog:
     def _write(self, values: dict[str, Any]) -> None:
         if not self.enabled:
             return
+        if self.tensorboard is not None:
+            self._write_events(values)
         try:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(values) + "\n")
@@ -374,3 +386,19 @@ class StepLog:
             raise UserError(
                 f"{self.path}: cannot be written ({error.strerror}); the saved training state is intact"
             ) from None
+
+    def _write_events(self, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            if name in TENSORBOARD_SCALARS:
+                self.tensorboard.add_scalar(name, value, values["step"])
+            elif name.endswith("_by_depth"):
+                for depth, x in enumerate(value):
+                    self.tensorboard.add_scalar(f"{name.removesuffix('_by_depth')}/depth_{depth}", x, values["step"])
+
+
+def _open_tensorboard(folder: Path, step: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return None
+    return SummaryWriter(str(folder), purge_step=step + 1)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -423,6 +425,51 @@ def test_batches_do_not_depend_on_the_number_of_ranks(home: Path) -> None:
     for i, (batch, drawn) in enumerate(alone):
         other, other_rows = both[i % 2][i // 2]
         assert torch.equal(batch.token_ids_N, other.token_ids_N) and torch.equal(drawn.anchor_R, other_rows.anchor_R)
+
+
+def test_progress_bar(home: Path, terminal: None, capsys: pytest.CaptureFixture[str]) -> None:
+    """On a terminal, lines of steps are in the bar; the last one and validations stay."""
+    trainer(home, home / "bar", [1.2, 1.3], steps=4, log_every=1, validation_every=2).run()
+    printed = capsys.readouterr()
+    assert printed.out == "" and "100%  0:00:00 left  step 4  loss" in printed.err
+    assert "step 2: acceptance length 1.200" in printed.err
+
+
+def test_tensorboard_shows_the_log(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step once, also where a run went on from a step before the last logged one."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    out = home / "board"
+    settings = {"log_every": 1, "validation_every": 2, "lr_schedule": "constant", "warmup_steps": 0}
+    trainer(home, out, [1.2], steps=2, **settings).run()
+    state = RunFolder(out).newest_state()
+    assert state is not None
+    kept = shutil.copytree(state, home / "board-kept")
+    trainer(home, out, [1.5, 1.4], steps=5, **settings).run()
+    newest = RunFolder(out).newest_state()
+    assert newest is not None and newest != state
+    shutil.rmtree(newest)  # as if it had been killed before it was saved
+    kept.rename(state)
+    trainer(home, out, [1.6, 1.3], steps=6, **settings).run()
+
+    shown = EventAccumulator(str(out / ".training" / "tensorboard")).Reload()
+    lines = resume.read_log(out / "log.jsonl")
+    steps = [line for line in lines if line["kind"] == "step"]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
+    want = {name: [line[name] for line in steps] for name in ("loss", "lr", "grad_norm", "tokens_per_second")}
+    for name, depth in itertools.product(("loss", "match", "accept", "prefix_match", "positions"), range(3)):
+        want[f"{name}/depth_{depth}"] = [line[f"{name}_by_depth"][depth] for line in steps]
+    for name, values in want.items():
+        got = shown.Scalars(name)
+        assert [e.step for e in got] == [1, 2, 3, 4, 5, 6], name
+        assert [e.value for e in got] == pytest.approx(values, rel=1e-6), name
+    measured = [(e.step, e.value) for e in shown.Scalars("acceptance_length")]
+    assert measured == [(2, pytest.approx(1.2)), (4, pytest.approx(1.6)), (6, pytest.approx(1.3))]
+    assert set(shown.Tags()["scalars"]) == {*want, "acceptance_length", "memory_gb"}
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # where it is not installed
+    trainer(home, home / "no-board", [1.2], steps=2, **settings).run()
+    assert len(runs.lines(home / "no-board")) == 3 and not (home / "no-board" / ".training" / "tensorboard").exists()
 
 
 def test_fit(tmp_path: Path) -> None:
