@@ -50,13 +50,6 @@ class HttpTimeouts:
     total_s: float = 600.0
 
 
-@dataclass(frozen=True)
-class HttpReply:
-    status: int
-    body: bytes
-    retry_after: str | None = None
-
-
 def parse_server_url(url: str, flag: str = "--url") -> str:
     """Base URL of a server from `host:8000`, `http://host:8000`, `.../v1` or `.../v1/chat/completions`."""
     error = UserError(f"{flag} {url}: must be an address such as http://localhost:8000")
@@ -123,12 +116,11 @@ class HttpClient:
 
     def __init__(self, base_url: str, timeouts: HttpTimeouts, keep_alive: bool = True) -> None:
         self.base_url, self.timeouts = base_url, timeouts
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None if keep_alive else 0)
-        self._client = httpx.Client(timeout=_httpx_timeout(timeouts), limits=limits, **_client_options(base_url))
+        self._client = httpx.Client(**_client_options(base_url, timeouts, keep_alive))
         self._sockets: set[socket.socket] = set()
         self._closed = False
 
-    def request(self, method: str, path: str, body: Any = None) -> HttpReply:
+    def request(self, method: str, path: str, body: Any = None) -> httpx.Response:
         """One request and its whole response."""
         with self.stream(method, path, body) as response:
             deadline, data = time.monotonic() + self.timeouts.total_s, b""
@@ -136,7 +128,7 @@ class HttpClient:
                 data += chunk
                 if time.monotonic() > deadline:
                     raise RequestFailed("timed out", f"not complete in {self.timeouts.total_s:g} s")
-            return HttpReply(response.status_code, data, response.headers.get("Retry-After"))
+            return httpx.Response(response.status_code, headers=response.headers, content=data)
 
     @contextmanager
     def stream(self, method: str, path: str, body: Any = None) -> Iterator[httpx.Response]:
@@ -175,10 +167,10 @@ def find_model(client: HttpClient, flag: str) -> str:
     """The only model of a server. Error messages start with `flag`."""
     try:
         reply = client.request("GET", "/v1/models")
-        if reply.status != 200:
-            detail = f"{STATUS_HELP.get(reply.status, '')} ({error_message(reply.body)})"
-            raise UserError(f"{flag}/v1/models: {reply.status}, {detail}")
-        names = [str(model["id"]) for model in json.loads(reply.body)["data"]]
+        if reply.status_code != 200:
+            detail = f"{STATUS_HELP.get(reply.status_code, '')} ({error_message(reply.content)})"
+            raise UserError(f"{flag}/v1/models: {reply.status_code}, {detail}")
+        names = [str(model["id"]) for model in json.loads(reply.content)["data"]]
     except RequestFailed as error:
         raise UserError(f"{flag}: {error}") from None
     except (KeyError, TypeError, json.JSONDecodeError):
@@ -193,8 +185,7 @@ class AsyncHttpClient:
 
     def __init__(self, base_url: str, timeouts: HttpTimeouts) -> None:
         self.base_url, self.timeouts = base_url, timeouts
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        self._client = httpx.AsyncClient(timeout=_httpx_timeout(timeouts), limits=limits, **_client_options(base_url))
+        self._client = httpx.AsyncClient(**_client_options(base_url, timeouts))
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -223,17 +214,15 @@ class AsyncHttpClient:
             return await self._client.send(request, stream=True)
 
 
-def _client_options(base_url: str) -> dict[str, Any]:
+def _client_options(base_url: str, timeouts: HttpTimeouts, keep_alive: bool = True) -> dict[str, Any]:
     headers = {"User-Agent": "peagle", "Accept-Encoding": "identity", "Content-Type": "application/json"}
     if key := os.environ.get("OPENAI_API_KEY"):
         headers["Authorization"] = f"Bearer {key}"
     verify: ssl.SSLContext | bool = ssl.create_default_context() if base_url.startswith("https:") else False
-    return {"headers": headers, "verify": verify, "trust_env": False}
-
-
-def _httpx_timeout(timeouts: HttpTimeouts) -> httpx.Timeout:
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None if keep_alive else 0)
     stall_s = min(timeouts.stall_s, timeouts.total_s)
-    return httpx.Timeout(connect=timeouts.connect_s, read=stall_s, write=stall_s, pool=None)
+    timeout = httpx.Timeout(connect=timeouts.connect_s, read=stall_s, write=stall_s, pool=None)
+    return {"headers": headers, "verify": verify, "trust_env": False, "limits": limits, "timeout": timeout}
 
 
 def _classify(error: Exception, timeouts: HttpTimeouts) -> RequestFailed:

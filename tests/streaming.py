@@ -43,8 +43,8 @@ FAULTS = {
     "reset midway": "connection reset",
     "no finish": "ended early",
     "nothing": "no tokens",
-    "no usage": None,  # no failure: the client counts the tokens
-    "rubbish usage": None,
+    "no usage": "no usage",
+    "rubbish usage": "not JSON",
     "silent": "stalled",
     "stalls": "stalled",
     "drips": "timed out",

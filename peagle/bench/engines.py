@@ -16,7 +16,6 @@ from peagle.checkpoints.target import eos_ids, has_tokenizer, load_tokenizer
 from peagle.config import DecoderConfig, SamplingParams
 from peagle.data.generators import release_engine_memory
 from peagle.engine.llm import LLM
-from peagle.engine.request import RequestGroup
 from peagle.errors import UserError
 from peagle.eval.counters import start_vllm
 from peagle.results.schema import BenchRepeat
@@ -75,17 +74,17 @@ class InProcessBench(BenchEngine):
         """Runs one engine step; (id, number of new tokens, finished) for every request that got an output."""
 
     @abstractmethod
-    def abort_request(self, request_id: int) -> None: ...
-
-    @abstractmethod
     def finish(self, timings: Sequence[RequestTiming]) -> float | None:
         """Ends a measurement. Returns the acceptance length."""
 
     def measure(
         self, workload: Workload, prompts: Sequence[BenchPrompt], load: Load, seed: int, on_progress: OnProgress
     ) -> tuple[BenchRepeat, list[str]]:
-        """In an open loop TTFT counts from the arrival, even if the engine was busy with a step, as a request would
-        wait in a server's queue."""
+        """Ends with the engine if it is interrupted: requests in flight are not aborted.
+
+        In an open loop TTFT counts from the arrival, even if the engine was busy with a step, as a request would
+        wait in a server's queue.
+        """
         prompt_token_ids = [self._tokenizer.encode(prompt) for prompt in prompts]
         params = [self.build_params(workload, i) for i in range(len(prompts))]
         arrival_times = load.arrival_times(len(prompts), seed)
@@ -94,34 +93,30 @@ class InProcessBench(BenchEngine):
         num_finished = 0
         gc.collect()  # not during the measurement
         start = now = time.perf_counter()
-        try:
-            while num_finished < len(prompts):
-                while len(timings) < len(prompts) and len(in_flight) < (load.concurrency or len(prompts)):
-                    i = len(timings)
-                    sent_at = now if arrival_times is None else start + arrival_times[i]
-                    if sent_at > now:
-                        break
-                    timings.append(RequestTiming(sent_at, num_input_tokens=len(prompt_token_ids[i])))
-                    in_flight[self.add_request(prompt_token_ids[i], params[i])] = timings[-1]
-                if not in_flight:
-                    assert arrival_times is not None
-                    time.sleep(max(0.0, start + arrival_times[len(timings)] - time.perf_counter()))
-                    now = time.perf_counter()
-                    continue
-                outputs = self.step()
+        while num_finished < len(prompts):
+            while len(timings) < len(prompts) and len(in_flight) < (load.concurrency or len(prompts)):
+                i = len(timings)
+                sent_at = now if arrival_times is None else start + arrival_times[i]
+                if sent_at > now:
+                    break
+                timings.append(RequestTiming(sent_at, num_input_tokens=len(prompt_token_ids[i])))
+                in_flight[self.add_request(prompt_token_ids[i], params[i])] = timings[-1]
+            if not in_flight:
+                assert arrival_times is not None
+                time.sleep(max(0.0, start + arrival_times[len(timings)] - time.perf_counter()))
                 now = time.perf_counter()
-                for request_id, num_new_tokens, finished in outputs:
-                    timing = in_flight[request_id]
-                    if num_new_tokens:
-                        timing.chunk_times.append(now)
-                        timing.num_output_tokens += num_new_tokens
-                    if finished:
-                        num_finished += 1
-                        del in_flight[request_id]
-                        on_progress(num_finished)
-        finally:
-            for request_id in in_flight:
-                self.abort_request(request_id)
+                continue
+            outputs = self.step()
+            now = time.perf_counter()
+            for request_id, num_new_tokens, finished in outputs:
+                timing = in_flight[request_id]
+                if num_new_tokens:
+                    timing.chunk_times.append(now)
+                    timing.num_output_tokens += num_new_tokens
+                if finished:
+                    num_finished += 1
+                    del in_flight[request_id]
+                    on_progress(num_finished)
         duration = time.perf_counter() - start
         return summarize_repeat(timings, duration, self.finish(timings)), []
 
@@ -132,13 +127,11 @@ class EmbeddedBench(InProcessBench):
     def __init__(self, llm: LLM, tokenizer: PromptTokenizer) -> None:
         super().__init__(tokenizer)
         self._llm = llm
-        self._groups: dict[int, RequestGroup] = {}
         self._num_seen_tokens: dict[int, int] = {}
         self._num_drafts = self._num_accepted = 0
 
     def __exit__(self, *error: object) -> None:
         del self._llm
-        self._groups.clear()
         release_engine_memory()
 
     def build_params(self, workload: Workload, index: int) -> SamplingParams:
@@ -150,9 +143,7 @@ class EmbeddedBench(InProcessBench):
         )
 
     def add_request(self, token_ids: list[int], params: SamplingParams) -> int:
-        group = self._llm.add_request(token_ids, params)
-        self._groups[group.requests[0].id] = group
-        return group.requests[0].id
+        return self._llm.add_request(token_ids, params).requests[0].id
 
     def step(self) -> list[tuple[int, int, bool]]:
         outputs = []
@@ -166,14 +157,10 @@ class EmbeddedBench(InProcessBench):
             outputs.append((request.id, num_new_tokens, finished))
         return outputs
 
-    def abort_request(self, request_id: int) -> None:
-        self._llm.abort_group(self._groups[request_id])
-
     def finish(self, timings: Sequence[RequestTiming]) -> float | None:
         while self._llm.has_unfinished_requests:  # a step was launched before the last request was known to be finished
             self._llm.step()
         acceptance_length = 1 + self._num_accepted / self._num_drafts if self._num_drafts else None
-        self._groups.clear()
         self._num_seen_tokens.clear()
         self._num_drafts = self._num_accepted = 0
         return acceptance_length
@@ -229,9 +216,6 @@ class VllmBench(InProcessBench):
         outputs = [(int(o.request_id), len(o.outputs[0].token_ids), o.finished) for o in steps]
         self._num_outputs += sum(1 for _, num_new_tokens, _ in outputs if num_new_tokens)
         return outputs
-
-    def abort_request(self, request_id: int) -> None:
-        self._llm.llm_engine.abort_request([str(request_id)])
 
     def finish(self, timings: Sequence[RequestTiming]) -> float | None:
         num_decode_steps = self._num_outputs - len(timings)  # the first token of each request comes from its prefill

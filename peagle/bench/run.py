@@ -34,7 +34,6 @@ from peagle.results.files import read_resumable, write_results
 from peagle.results.provenance import Provenance
 from peagle.results.schema import BenchRepeat, BenchRow, Results
 
-COMMON_TOKEN_IDS = range(100, 1000)  # present in every real vocabulary; for servers whose tokenizer is unknown
 OPEN_LOOP_MAX_NUM_SEQS = {"cuda": 256, "cpu": 16}
 ENGINES = ("embedded", "vllm")
 DraftTokens = int | Literal["auto"]
@@ -159,16 +158,10 @@ class EngineVariants:
         return options
 
 
-def server_variant(settings: BenchServerSettings, target: str | None) -> BenchVariant:
-    """A server. The tokenizer of `target` counts tokens if the server does not."""
+def server_variant(settings: BenchServerSettings) -> BenchVariant:
     method, k, base_url = settings.method, settings.num_speculative_tokens, parse_server_url(settings.url, "--engine")
-    tokenizer = PromptTokenizer(resolve_target(target)) if target is not None else None
     label = f"{base_url.partition('://')[2]} {'no drafter' if method == 'none' else f'{method} K={k}'}"
-    return BenchVariant(label, base_url, None, method, k, lambda: ServerBench(settings, tokenizer))
-
-
-def server_workload(data: Sequence[str], settings: BenchSettings) -> Workload:
-    return build_workload(data, settings, lambda: COMMON_TOKEN_IDS)
+    return BenchVariant(label, base_url, None, method, k, lambda: ServerBench(settings))
 
 
 class BenchResultFile:
@@ -261,6 +254,15 @@ def run_bench(
     packages = ("vllm",) if any(variant.engine == "vllm" for variant in variants) else ()
     file = BenchResultFile(out, workload, settings, shared_settings or {}, Provenance.collect(packages=packages))
     all_loads = [*map(Load, settings.concurrency), *(Load(request_rate=rate) for rate in settings.request_rates)]
+
+    def measure(
+        engine: BenchEngine, variant: BenchVariant, load: Load, phase: str, num_prompts: int | None, seed: int
+    ) -> tuple[BenchRepeat, list[str]]:
+        prompts = workload.prompts[:num_prompts]  # None: all of them
+        activity = f"{variant.label}, {load}, {phase}"
+        progress.print(f"{activity}: {len(prompts)} requests")
+        return engine.measure(workload, prompts, load, seed, partial(progress.update, activity, total=len(prompts)))
+
     try:
         for variant in variants:
             loads = [at for at in all_loads if len(file.find_repeats(variant, at)) < settings.repeats]
@@ -268,38 +270,15 @@ def run_bench(
                 continue
             with variant.open() as engine:
                 for load in loads:
-                    _measure_row(engine, variant, load, workload, settings, file, progress)
+                    # Every engine warms up alike: the same prompts under the same load.
+                    if settings.num_warmups != 0:
+                        measure(engine, variant, load, "warm-up", settings.num_warmups, settings.seed)
+                    while len(repeats := file.find_repeats(variant, load)) < settings.repeats:
+                        # Arrival times differ between repeats and are equal for all variants.
+                        phase, seed = f"{len(repeats) + 1} of {settings.repeats}", settings.seed + len(repeats)
+                        repeat, warnings = measure(engine, variant, load, phase, None, seed)
+                        file.put_row(variant.build_row(load, [*repeats, repeat], file.workload_sha256), warnings)
+                        file.save(finished=False)
     except KeyboardInterrupt:
         return file.save(finished=False)
     return file.save(finished=True)
-
-
-def _measure_row(
-    engine: BenchEngine,
-    variant: BenchVariant,
-    load: Load,
-    workload: Workload,
-    settings: BenchSettings,
-    file: BenchResultFile,
-    progress: ProgressBar,
-) -> None:
-    """Measures all missing repeats of one row.
-
-    Every engine warms up alike: it runs the same prompts under the same load once before the first measured repeat.
-    """
-
-    def measure(phase: str, num_prompts: int | None, seed: int) -> tuple[BenchRepeat, list[str]]:
-        prompts = workload.prompts[:num_prompts]  # None: all of them
-        activity = f"{variant.label}, {load}, {phase}"
-        progress.print(f"{activity}: {len(prompts)} requests")
-        on_progress = partial(progress.update, activity, total=len(prompts))
-        return engine.measure(workload, prompts, load, seed, on_progress)
-
-    if settings.num_warmups != 0:
-        measure("warm-up", settings.num_warmups, settings.seed)
-    while len(repeats := file.find_repeats(variant, load)) < settings.repeats:
-        # Arrival times differ between repeats and are equal for all variants.
-        seed = settings.seed + len(repeats)
-        repeat, warnings = measure(f"{len(repeats) + 1} of {settings.repeats}", None, seed)
-        file.put_row(variant.build_row(load, [*repeats, repeat], file.workload_sha256), warnings)
-        file.save(finished=False)

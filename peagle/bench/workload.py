@@ -22,6 +22,7 @@ from peagle.errors import UserError
 from peagle.eval.datasets import open_datasets
 from peagle.results.schema import BenchRepeat, Percentiles
 
+COMMON_TOKEN_IDS = range(100, 1000)  # present in every real vocabulary; for servers whose tokenizer is unknown
 OnProgress = Callable[[int], None]  # number of finished requests
 
 
@@ -74,27 +75,26 @@ class Load:
         return f"c={self.concurrency}" if self.request_rate is None else f"{self.request_rate:g}/s"
 
     def arrival_times(self, num_requests: int, seed: int) -> list[float] | None:
-        """Seconds at which the requests of an open loop arrive; None for a closed loop."""
-        return None if self.request_rate is None else poisson_arrivals(num_requests, self.request_rate, seed)
+        """Seconds at which the requests of an open loop arrive, a Poisson process; None for a closed loop.
 
-
-def poisson_arrivals(num_requests: int, request_rate: float, seed: int) -> list[float]:
-    """Arrival times of a Poisson process, scaled so that the last one is at num_requests / request_rate.
-
-    The scaling is that of `vllm bench serve`. Without it the mean rate would differ between seeds by about one part in
-    the square root of the number of requests.
-    """
-    rng = random.Random(seed)
-    times, now = [], 0.0
-    for _ in range(num_requests):
-        now += rng.expovariate(request_rate)
-        times.append(now)
-    scale = num_requests / request_rate / now if now else 1.0
-    return [time * scale for time in times]
+        They are scaled so that the last one is at num_requests / request_rate, as in `vllm bench serve`. Without it the
+        mean rate would differ between seeds by about one part in the square root of the number of requests.
+        """
+        if self.request_rate is None:
+            return None
+        rng = random.Random(seed)
+        times, now = [], 0.0
+        for _ in range(num_requests):
+            now += rng.expovariate(self.request_rate)
+            times.append(now)
+        scale = num_requests / self.request_rate / now if now else 1.0
+        return [time * scale for time in times]
 
 
 def build_workload(
-    data: Sequence[str], settings: BenchSettings, random_token_ids: Callable[[], Sequence[int]]
+    data: Sequence[str],
+    settings: BenchSettings,
+    random_token_ids: Callable[[], Sequence[int]] = lambda: COMMON_TOKEN_IDS,
 ) -> Workload:
     """The first prompts of the data sets, interleaved, or prompts of random tokens.
 
@@ -159,25 +159,19 @@ class RequestTiming:
     failure: str | None = None  # short name, counted in BenchRepeat.failed
     failure_detail: str = ""
 
-    @property
-    def ttft(self) -> float:
-        return self.chunk_times[0] - self.sent_at
-
-    @property
-    def e2el(self) -> float:
-        return self.chunk_times[-1] - self.sent_at
-
-    @property
-    def tpot(self) -> float | None:
-        return (self.e2el - self.ttft) / (self.num_output_tokens - 1) if self.num_output_tokens > 1 else None
-
 
 def summarize_repeat(
     timings: Sequence[RequestTiming], duration: float, acceptance_length: float | None = None
 ) -> BenchRepeat:
     """Failed requests are counted by name and are in none of the other numbers."""
     completed = [t for t in timings if t.failure is None]
-    tpots = [t.tpot for t in completed]
+    ttfts = [t.chunk_times[0] - t.sent_at for t in completed]
+    e2els = [t.chunk_times[-1] - t.sent_at for t in completed]
+    tpots = [
+        (e2el - ttft) / (t.num_output_tokens - 1)
+        for t, ttft, e2el in zip(completed, ttfts, e2els, strict=True)
+        if t.num_output_tokens > 1
+    ]
     gaps = [later - earlier for t in completed for earlier, later in pairwise(t.chunk_times)]
     return BenchRepeat(
         duration=duration,
@@ -185,10 +179,10 @@ def summarize_repeat(
         failed=dict(Counter(t.failure for t in timings if t.failure is not None)),
         total_input_tokens=sum(t.num_input_tokens for t in completed),
         total_output_tokens=sum(t.num_output_tokens for t in completed),
-        ttft_ms=_milliseconds([t.ttft for t in completed]),
-        tpot_ms=_milliseconds([tpot for tpot in tpots if tpot is not None]),
+        ttft_ms=_milliseconds(ttfts),
+        tpot_ms=_milliseconds(tpots),
         itl_ms=_milliseconds(gaps),
-        e2el_ms=_milliseconds([t.e2el for t in completed]),
+        e2el_ms=_milliseconds(e2els),
         acceptance_length=acceptance_length,
     )
 

@@ -110,11 +110,11 @@ class ServerBackend:
         """Returns the JSON object at a path; None if it is missing and `missing` allows that."""
         try:
             reply = self._http.request("GET", path)
-            if missing and reply.status in (404, 405):
+            if missing and reply.status_code in (404, 405):
                 return None
-            if reply.status != 200:
-                raise self._refused(reply.status, reply.body, reply.retry_after)
-            value = json.loads(reply.body)
+            if reply.status_code != 200:
+                raise self._refused(reply.status_code, reply.content, reply.headers.get("Retry-After"))
+            value = json.loads(reply.content)
         except RequestFailed as error:
             raise UserError(f"--url {self.url}: no response ({error}); is the server running?") from None
         except ValueError as error:

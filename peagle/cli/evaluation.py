@@ -140,7 +140,8 @@ def bench(
     """
     ks = num_speculative_tokens
     if "://" in engine:
-        from peagle.bench.run import server_variant, server_workload
+        from peagle.bench.run import server_variant
+        from peagle.bench.workload import build_workload
 
         if drafter:
             raise UserError(f"--drafter {' '.join(drafter)}: the server has its own; describe it with --method and -k")
@@ -149,8 +150,8 @@ def bench(
         k = ks[0] if ks else None
         assert k != "auto"
         server = replace(server_settings, url=engine, method=method or "none", num_speculative_tokens=k)
-        workload = server_workload(data, settings)
-        variants, shared_settings = [server_variant(server, target)], {}
+        workload = build_workload(data, settings)
+        variants, shared_settings = [server_variant(server)], {}
     else:
         from peagle.bench.run import EngineVariants
 

@@ -25,6 +25,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+import httpx
+
 from peagle.config import (
     LOOP_NGRAM_TOKENS,
     LOOP_REPEATED_SHARE,
@@ -37,7 +39,6 @@ from peagle.errors import UserError
 from peagle.http_client import (
     STATUS_HELP,
     HttpClient,
-    HttpReply,
     HttpTimeouts,
     RequestFailed,
     error_message,
@@ -316,20 +317,20 @@ class EndpointGenerator:
             reply = self._http.request(method, self._path + path, body)
         except RequestFailed as error:
             raise _RetryableError(f"no answer: {error}") from None
-        if reply.status != 200:
+        if reply.status_code != 200:
             raise self._status_error(reply)
         try:
-            return dict(json.loads(reply.body))
+            return dict(json.loads(reply.content))
         except (ValueError, TypeError):
-            raise _RetryableError(f"the response is not JSON: {reply.body[:80]!r}") from None
+            raise _RetryableError(f"the response is not JSON: {reply.content[:80]!r}") from None
 
-    def _status_error(self, reply: HttpReply) -> Exception:
-        status, message = reply.status, error_message(reply.body)
+    def _status_error(self, reply: httpx.Response) -> Exception:
+        status, message = reply.status_code, error_message(reply.content)
         if status in FATAL_STATUSES:
             return UserError(f"--endpoint {self.settings.url}: {status}, {STATUS_HELP[status]} ({message})")
         if status in REJECTED_STATUSES:
             return _RequestRejected(status, message)
-        seconds = reply.retry_after or ""
+        seconds = reply.headers.get("Retry-After", "")
         return _RetryableError(f"{status} {message}", float(seconds) if seconds.isdigit() else None)
 
 

@@ -94,17 +94,17 @@ def read_prompts(name: str, split: str = "train") -> PromptSet:
     """Reads a file, a folder of .jsonl and .jsonl.gz files, or a Hugging Face dataset with this split."""
     path = Path(name).expanduser()
     if path.is_dir():
-        return _collect_prompts(name, (row for file in find_jsonl_files(path) for row in _file_rows(file)))
+        return collect_prompts(name, (row for file in find_jsonl_files(path) for row in _file_rows(file)))
     if path.exists():
-        return _collect_prompts(name, _file_rows(path))
+        return collect_prompts(name, _file_rows(path))
     if HUB_ID.fullmatch(name) and not name.endswith(SUFFIXES):
-        return _collect_prompts(name, _hub_rows(name, split))
+        return collect_prompts(name, _hub_rows(name, split))
     raise UserError(
         f"{name}: no such file or folder; give a .jsonl file, a folder of them, or a Hugging Face id like org/name"
     )
 
 
-def _collect_prompts(name: str, found: Iterable[_FoundRow]) -> PromptSet:
+def collect_prompts(name: str, found: Iterable[_FoundRow]) -> PromptSet:
     rows: list[Prompt] = []
     rejected: list[RejectedPrompt] = []
     seen: set[str] = set()

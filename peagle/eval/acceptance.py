@@ -25,7 +25,6 @@ from peagle.results.provenance import Provenance
 from peagle.results.schema import AcceptanceRow, Results
 
 ENGINES = ("embedded", "reference", "vllm")
-MAX_SIMILAR_WARNINGS = 3
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,6 @@ class Evaluation:
     chat_template: Path | None = None
     results: Results = field(init=False)
     _earlier_duration: float = field(init=False, default=0.0)
-    _warnings: list[str] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         self.folder = resolve_target(self.target)
@@ -146,14 +144,16 @@ class Evaluation:
     def _open_evaluator(self) -> Evaluator:
         tokenizer = load_tokenizer(self.folder)
         chat_format = None if self.settings.raw else load_chat_format(self.folder, self.chat_template)
-        runner = ConversationRunner(
-            chat_format, lambda text: list(tokenizer(text)["input_ids"]), self.max_model_len, self.settings
-        )
+
+        def encode(text: str) -> list[int]:
+            return list(tokenizer(text)["input_ids"])
+
+        runner = ConversationRunner(chat_format, encode, self.max_model_len, self.settings, self.on_progress)
         engine = self.engine
         if engine.server is not None:
             from peagle.eval.counters import ServerEvaluator
 
-            server = ServerEvaluator(engine.server, runner, sorted(eos_ids(self.folder)), self.on_progress)
+            server = ServerEvaluator(engine.server, runner, sorted(eos_ids(self.folder)))
             ks, server_k = self.settings.num_speculative_tokens, server.num_speculative_tokens
             if ks not in (EvalSettings.num_speculative_tokens, (server_k,)):
                 given = " ".join(map(str, ks))
@@ -162,15 +162,13 @@ class Evaluation:
         if engine.engine == "vllm":
             from peagle.eval.counters import VllmEvaluator
 
-            return VllmEvaluator(
-                self.folder, runner, self.settings, engine.dtype or "auto", engine.concurrency, self.on_progress
-            )
+            return VllmEvaluator(self.folder, runner, engine.dtype or "auto", engine.concurrency)
         from peagle.eval.replay import EmbeddedEvaluator, ReferenceEvaluator
 
         if engine.engine == "reference":
-            return ReferenceEvaluator(self.folder, runner, engine.device or "cpu", self.on_progress)
+            return ReferenceEvaluator(self.folder, runner, engine.device or "cpu")
         options = {name: getattr(engine, name) for name in ("device", "dtype", "max_num_seqs", "threads")}
-        return EmbeddedEvaluator(self.folder, runner, self.settings, options, self.on_progress)
+        return EmbeddedEvaluator(self.folder, runner, options)
 
     def _result_settings(self) -> dict[str, Any]:
         settings = self.settings
@@ -206,7 +204,8 @@ class Evaluation:
                 raise UserError(f"--out {path}: was started with other prompts in {name}; give another file")
         settings |= {"dtype": old.settings.get("dtype"), "data": {**old_data, **settings["data"]}}
         self.results.rows = old.rows
-        self._earlier_duration, self._warnings = old.provenance.duration, old.warnings
+        self.results.warnings = old.warnings
+        self._earlier_duration = old.provenance.duration
 
     def _record_dtype(self, dtype: str) -> None:
         """Stores the dtype that the engine chose; a resumed run must have the same."""
@@ -216,8 +215,7 @@ class Evaluation:
         self.results.settings["dtype"] = dtype
 
     def _save(self, warnings: Sequence[str] = ()) -> None:
-        self._warnings = [*self._warnings, *warnings]
-        self.results.warnings = collapse_warnings(self._warnings)
+        self.results.warnings = list(dict.fromkeys([*self.results.warnings, *warnings]))
         self.results.provenance = self._provenance.with_duration(self._earlier_duration)
         if self.out is not None:
             write_results(self.out, self.results)
@@ -238,16 +236,3 @@ def open_drafters(names: Sequence[str], target: Path) -> list[EvalDrafter]:
         drafter if short.count(drafter.name) == 1 else dataclasses.replace(drafter, name=name)
         for drafter, name in zip(drafters, names, strict=True)
     ]
-
-
-def collapse_warnings(warnings: Sequence[str]) -> list[str]:
-    """Removes duplicates; of warnings with the same text before a colon, keeps the first few and a count."""
-    by_start: dict[str, list[str]] = {}
-    for warning in dict.fromkeys(warnings):
-        by_start.setdefault(warning.partition(": ")[0], []).append(warning)
-    kept = []
-    for start, similar in by_start.items():
-        kept += similar[:MAX_SIMILAR_WARNINGS]
-        if len(similar) > MAX_SIMILAR_WARNINGS:
-            kept.append(f"{start}: {len(similar) - MAX_SIMILAR_WARNINGS} more times")
-    return kept

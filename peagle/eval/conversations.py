@@ -35,12 +35,8 @@ class EvalResponse:
 
     token_ids: list[int]
     finish_reason: str  # stop or length
+    num_tokens: int  # may differ from token_ids if these were encoded from text
     drafts: tuple[DraftResult, ...] = ()  # if the engine reports them
-    server_token_count: int | None = None  # if token_ids were encoded from text and may differ from the server's
-
-    @property
-    def num_tokens(self) -> int:
-        return self.server_token_count if self.server_token_count is not None else len(self.token_ids)
 
     @property
     def is_looping(self) -> bool:
@@ -70,19 +66,18 @@ class ConversationRunner:
         encode: Callable[[str], list[int]],
         max_model_len: int,
         settings: EvalSettings,
+        on_progress: EvalProgress,
     ) -> None:
         self.chat_format, self.encode, self.settings = chat_format, encode, settings
-        self.max_model_len = max_model_len
+        self.max_model_len, self.on_progress = max_model_len, on_progress
+        self.warnings: list[str] = []
 
-    def run(
-        self, rows: Sequence[Prompt], temperature: float, complete: Complete
-    ) -> tuple[list[CompletedTurn], list[str]]:
-        """All turns in the order of rows, and a message for every turn that is too long and was skipped."""
+    def run(self, rows: Sequence[Prompt], temperature: float, complete: Complete) -> list[CompletedTurn]:
+        """All turns in the order of rows."""
         messages: list[list[dict[str, str]]] = [
             [{"role": "system", "content": row.system}] if row.system is not None else [] for row in rows
         ]
         completed: list[list[CompletedTurn]] = [[] for _ in rows]
-        skipped: list[str] = []
         active = list(range(len(rows)))
         for turn in range(max((len(row.turns) for row in rows), default=0)):
             active = [i for i in active if len(rows[i].turns) > turn]
@@ -92,21 +87,18 @@ class ConversationRunner:
             requests = {}
             for i, token_ids in zip(list(active), prompts, strict=True):
                 if len(token_ids) >= self.max_model_len:
-                    skipped.append(
-                        f"row {rows[i].id}, turn {turn + 1}: {len(token_ids)} tokens, max_model_len is "
-                        f"{self.max_model_len}"
+                    self.warnings.append(
+                        f"{rows[i].source}: turns beyond max_model_len {self.max_model_len} were skipped"
                     )
                     active.remove(i)
                     continue
-                requests[i] = EvalRequest(rows[i], turn, token_ids, self._params(rows[i], turn, temperature))
+                seed = response_seed(self.settings.seed, rows[i].id, 0, turn)
+                params = SamplingParams(max_tokens=self.settings.max_tokens, temperature=temperature, seed=seed)
+                requests[i] = EvalRequest(rows[i], turn, token_ids, params)
             for i, response in zip(requests, complete(list(requests.values())), strict=True):
                 completed[i].append(CompletedTurn(requests[i], response))
                 messages[i].append({"role": "assistant", "content": self._decode(response)})
-        return [turn for turns in completed for turn in turns], skipped
-
-    def _params(self, row: Prompt, turn: int, temperature: float) -> SamplingParams:
-        seed = response_seed(self.settings.seed, row.id, 0, turn)
-        return SamplingParams(max_tokens=self.settings.max_tokens, temperature=temperature, seed=seed)
+        return [turn for turns in completed for turn in turns]
 
     def _encode_prompts(self, rows: Sequence[Prompt], conversations: Sequence[list[dict[str, str]]]) -> list[list[int]]:
         if self.chat_format is not None:
@@ -131,9 +123,9 @@ class Evaluator(ABC):
     measures_all_k = False  # whether one pass serves all K
     dtype: str
 
-    def __init__(self, runner: ConversationRunner, on_progress: EvalProgress) -> None:
-        self.runner, self.on_progress = runner, on_progress
-        self.warnings: list[str] = []
+    def __init__(self, runner: ConversationRunner) -> None:
+        self.runner, self.settings = runner, runner.settings
+        self.on_progress, self.warnings = runner.on_progress, runner.warnings
 
     @abstractmethod
     def measure(
@@ -143,8 +135,3 @@ class Evaluator(ABC):
 
     def close(self) -> None:  # noqa: B027
         """Ends the engine."""
-
-    def run_conversations(self, rows: Sequence[Prompt], temperature: float, complete: Complete) -> list[CompletedTurn]:
-        turns, skipped = self.runner.run(rows, temperature, complete)
-        self.warnings += [f"skipped: {turn}" for turn in skipped]
-        return turns

@@ -16,17 +16,20 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from peagle.checkpoints.drafter import read_drafter_config
 from peagle.checkpoints.target import eos_ids, read_target_config
 from peagle.checkpoints.validate import build_speculative_config
-from peagle.config import EvalServerSettings, EvalSettings
+from peagle.config import EvalServerSettings
+from peagle.data.generators import FATAL_STATUSES, REJECTED_STATUSES
 from peagle.data.prompts import Prompt
 from peagle.errors import UserError
-from peagle.eval.conversations import ConversationRunner, EvalProgress, EvalRequest, EvalResponse, Evaluator
+from peagle.eval.conversations import ConversationRunner, EvalRequest, EvalResponse, Evaluator
 from peagle.eval.datasets import EvalDataset
 from peagle.eval.samples import AcceptanceSample
 from peagle.http_client import (
@@ -40,30 +43,12 @@ from peagle.http_client import (
     parse_server_url,
 )
 
-UNEXPLAINED = "the counters include other requests"
-FATAL_STATUSES = (401, 403, 404)
-REJECTED_STATUSES = (400, 413, 422)
+UNEXPLAINED = "the counters include tokens of other requests"
+SpecDecodeCounters: TypeAlias = NDArray[np.int64]  # drafts, generated tokens, then accepted tokens at each position
 
 
 class GroupInvalid(Exception):
     """The counts of a group cannot be used because a request failed; the message is a short reason."""
-
-
-@dataclass(frozen=True)
-class SpecDecodeCounters:
-    """Running totals of vLLM's counters, or their change."""
-
-    num_drafts: int
-    num_accepted_tokens_per_pos: tuple[int, ...]
-    num_generation_tokens: int
-
-    def since(self, before: SpecDecodeCounters) -> SpecDecodeCounters:
-        pairs = zip(self.num_accepted_tokens_per_pos, before.num_accepted_tokens_per_pos, strict=True)
-        return SpecDecodeCounters(
-            self.num_drafts - before.num_drafts,
-            tuple(now - then for now, then in pairs),
-            self.num_generation_tokens - before.num_generation_tokens,
-        )
 
 
 class CounterEvaluator(Evaluator):
@@ -86,22 +71,18 @@ class CounterEvaluator(Evaluator):
             before = self.read_counters()
             responses = self.complete(requests)
             num_tokens = sum(response.num_tokens for response in responses)
-            change = self.read_counters(before.num_generation_tokens + num_tokens).since(before)
-            num_drafts, accepted, generated = (
-                change.num_drafts,
-                change.num_accepted_tokens_per_pos,
-                change.num_generation_tokens,
-            )
-            if min(num_drafts, generated, *accepted) < 0:
+            change = self.read_counters(int(before[1]) + num_tokens) - before
+            if change.min() < 0:
                 raise GroupInvalid("counters decreased (restart?)")
-            if generated != num_tokens:
-                self.warnings.append(f"{UNEXPLAINED}: {generated:,} tokens generated, {num_tokens:,} received")
+            num_drafts, num_generated, *accepted = change.tolist()
+            if num_generated != num_tokens:
+                self.warnings.append(UNEXPLAINED)
             looping = responses[0].is_looping if len(responses) == 1 else None
             category = group[0].category
-            samples.append(AcceptanceSample(category, len(responses), num_tokens, num_drafts, accepted, looping))
+            samples.append(AcceptanceSample(category, len(responses), num_tokens, num_drafts, tuple(accepted), looping))
             return responses
 
-        self.run_conversations(group, temperature, complete)
+        self.runner.run(group, temperature, complete)
         return samples
 
     def measure_groups(self, dataset: EvalDataset, temperature: float, concurrency: int) -> list[AcceptanceSample]:
@@ -121,17 +102,9 @@ class CounterEvaluator(Evaluator):
 class VllmEvaluator(CounterEvaluator):
     """Stock vLLM in this process; a new engine for every drafter and K."""
 
-    def __init__(
-        self,
-        target: Path,
-        runner: ConversationRunner,
-        settings: EvalSettings,
-        dtype: str,
-        concurrency: int,
-        on_progress: EvalProgress,
-    ) -> None:
-        super().__init__(runner, on_progress)
-        self.target, self.settings, self.dtype, self.concurrency = target, settings, dtype, concurrency
+    def __init__(self, target: Path, runner: ConversationRunner, dtype: str, concurrency: int) -> None:
+        super().__init__(runner)
+        self.target, self.dtype, self.concurrency = target, dtype, concurrency
         self.eos_ids = sorted(eos_ids(target))
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the counters are read in this process
         self._llm: Any = None
@@ -175,11 +148,8 @@ class VllmEvaluator(CounterEvaluator):
         values = {m.name: getattr(m, "value", None) or getattr(m, "values", None) for m in self._llm.get_metrics()}
         k = self._started[1]
         per_pos = values.get("vllm:spec_decode_num_accepted_tokens_per_pos") or [0] * k
-        return SpecDecodeCounters(
-            int(values.get("vllm:spec_decode_num_drafts") or 0),
-            tuple(map(int, per_pos))[:k],
-            int(values.get("vllm:generation_tokens") or 0),
-        )
+        totals = [values.get(f"vllm:{name}") or 0 for name in ("spec_decode_num_drafts", "generation_tokens")]
+        return np.array([*totals, *per_pos[:k]], dtype=np.int64)
 
     def complete(self, requests: list[EvalRequest]) -> list[EvalResponse]:
         from vllm import SamplingParams
@@ -196,7 +166,7 @@ class VllmEvaluator(CounterEvaluator):
         ]
         prompts = [{"prompt_token_ids": request.prompt_token_ids} for request in requests]
         outputs = [out.outputs[0] for out in self._llm.generate(prompts, params, use_tqdm=False)]
-        return [EvalResponse(list(out.token_ids), out.finish_reason or "length") for out in outputs]
+        return [EvalResponse(list(o.token_ids), o.finish_reason or "length", len(o.token_ids)) for o in outputs]
 
 
 def start_vllm(target: Path, speculative_config: dict[str, Any] | None, options: dict[str, Any]) -> Any:
@@ -219,54 +189,41 @@ class ServerEvaluator(CounterEvaluator):
     measures_all_k = True
     dtype = "the server's"
 
-    def __init__(
-        self,
-        settings: EvalServerSettings,
-        runner: ConversationRunner,
-        eos_ids: Sequence[int],
-        on_progress: EvalProgress,
-    ) -> None:
-        super().__init__(runner, on_progress)
-        self.settings = settings
-        self.failures: Counter[str] = Counter()
-        timeout = settings.timeout_s
-        base_url = parse_server_url(settings.url, "--engine")
+    def __init__(self, server: EvalServerSettings, runner: ConversationRunner, eos_ids: Sequence[int]) -> None:
+        super().__init__(runner)
+        self.server, timeout = server, server.timeout_s
+        base_url = parse_server_url(server.url, "--engine")
         self._http = HttpClient(base_url, HttpTimeouts(timeout, timeout, timeout), keep_alive=False)
         self._optional_fields: dict[str, Any] = {"return_token_ids": True, "stop_token_ids": sorted(eos_ids)}
-        self.model = settings.model or find_model(self._http, f"--engine {settings.url}")
+        self.model = server.model or find_model(self._http, f"--engine {server.url}")
         try:
-            self.num_speculative_tokens = len(self.read_counters().num_accepted_tokens_per_pos)
+            self.num_speculative_tokens = len(self.read_counters()) - 2
         except GroupInvalid as error:
-            raise UserError(f"--engine {settings.url}: {error}") from None
+            raise UserError(f"--engine {server.url}: {error}") from None
 
     def measure(
         self, drafter: Path | None, dataset: EvalDataset, temperature: float, ks: Sequence[int]
     ) -> Iterator[tuple[int, list[AcceptanceSample]]]:
-        samples = self.measure_groups(dataset, temperature, self.settings.concurrency)
-        if self.failures:
-            counts = ", ".join(f"{count}x {name}" for name, count in self.failures.most_common())
-            self.warnings.append(f"{dataset.name}: {counts}; groups were measured again")
-            self.failures.clear()
-        yield self.num_speculative_tokens, samples
+        yield self.num_speculative_tokens, self.measure_groups(dataset, temperature, self.server.concurrency)
 
     def measure_group(self, group: list[Prompt], temperature: float) -> list[AcceptanceSample]:
-        for attempt in range(self.settings.retries + 1):
+        for attempt in range(self.server.retries + 1):
             try:
                 return super().measure_group(group, temperature)
             except GroupInvalid as error:
-                self.failures[str(error)] += 1
                 reason = str(error)
-            time.sleep(self.settings.backoff_s * 2**attempt)
+                self.warnings.append(f"some requests were measured again: {reason}")
+            time.sleep(self.server.backoff_s * 2**attempt)
         raise UserError(
-            f"--engine {self.settings.url}: gave up after {self.settings.retries + 1} tries of a group of requests "
+            f"--engine {self.server.url}: gave up after {self.server.retries + 1} tries of a group of requests "
             f"({reason}); finished rows are kept; try a lower --concurrency if the server is overloaded"
         )
 
     def read_counters(self, min_generation_tokens: int = 0) -> SpecDecodeCounters:
-        deadline = time.monotonic() + self.settings.settle_s
+        deadline = time.monotonic() + self.server.settle_s
         while True:
             counters = self._parse_counters()
-            if counters.num_generation_tokens >= min_generation_tokens or time.monotonic() > deadline:
+            if counters[1] >= min_generation_tokens or time.monotonic() > deadline:
                 return counters
             time.sleep(0.02)
 
@@ -281,15 +238,15 @@ class ServerEvaluator(CounterEvaluator):
                 totals[name] += int(value)
         if len(totals) < 2 or not per_pos:
             raise UserError(
-                f"--engine {self.settings.url}: /metrics has no vllm:spec_decode_* counters; start the server with a "
+                f"--engine {self.server.url}: /metrics has no vllm:spec_decode_* counters; start the server with a "
                 "--speculative-config"
             )
-        counts = tuple(per_pos[i] for i in range(max(per_pos) + 1))
-        return SpecDecodeCounters(totals["vllm:spec_decode_num_drafts"], counts, totals["vllm:generation_tokens"])
+        counts = [per_pos[i] for i in range(max(per_pos) + 1)]
+        return np.array([totals["vllm:spec_decode_num_drafts"], totals["vllm:generation_tokens"], *counts])
 
     def complete(self, requests: list[EvalRequest]) -> list[EvalResponse]:
         """All requests at once. If one fails the others are awaited, since they change the counters until they end."""
-        pool = ThreadPoolExecutor(self.settings.concurrency)
+        pool = ThreadPoolExecutor(self.server.concurrency)
         try:
             futures = [pool.submit(self._complete_one, request) for request in requests]
             return [future.result() for future in futures]
@@ -318,7 +275,7 @@ class ServerEvaluator(CounterEvaluator):
             if token_ids is None:
                 token_ids = self.runner.encode(str(text))
             num_tokens = int(count if count is not None else len(token_ids))
-            response = EvalResponse([int(i) for i in token_ids], str(finish_reason), server_token_count=num_tokens)
+            response = EvalResponse([int(i) for i in token_ids], str(finish_reason), num_tokens)
         except (ValueError, KeyError, IndexError, TypeError, AttributeError):
             raise GroupInvalid("invalid response") from None
         if finish_reason not in ("stop", "length"):
@@ -327,22 +284,22 @@ class ServerEvaluator(CounterEvaluator):
 
     def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
         """Body of a successful response. Optional fields that the server rejects are dropped."""
-        url, optional = self.settings.url, dict(self._optional_fields) if body is not None else {}
+        url, optional = self.server.url, dict(self._optional_fields) if body is not None else {}
         try:
             reply = self._http.request(method, path, {**body, **optional} if body is not None else None)
         except RequestFailed as error:
             raise GroupInvalid(error.name) from None
-        if reply.status == 200:
-            return reply.body
-        message = error_message(reply.body, 300)
-        if reply.status in FATAL_STATUSES:
-            raise UserError(f"--engine {url}{path}: {reply.status}, {STATUS_HELP[reply.status]} ({message})")
-        if reply.status not in REJECTED_STATUSES:
-            raise GroupInvalid(f"status {reply.status}")
+        if reply.status_code == 200:
+            return reply.content
+        message = error_message(reply.content, 300)
+        if reply.status_code in FATAL_STATUSES:
+            raise UserError(f"--engine {url}{path}: {reply.status_code}, {STATUS_HELP[reply.status_code]} ({message})")
+        if reply.status_code not in REJECTED_STATUSES:
+            raise GroupInvalid(f"status {reply.status_code}")
         rejected = [name for name in optional if name in message]
         if not rejected:
             raise UserError(
-                f"--engine {url}: rejected a request ({reply.status}: {message}); check --max-model-len and "
+                f"--engine {url}: rejected a request ({reply.status_code}: {message}); check --max-model-len and "
                 "--max-tokens"
             )
         for name in rejected:

@@ -7,15 +7,13 @@ skipped: a part of a data set is not the data set.
 
 from __future__ import annotations
 
-import json
 import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from peagle.data.prompts import SUFFIXES, PromptSet, read_prompts
+from peagle.data.prompts import SUFFIXES, PromptSet, collect_prompts, read_prompts
 from peagle.errors import UserError
 
 MAX_SHOWN_ROWS = 5
@@ -81,7 +79,7 @@ def _open_dataset(name: str, folder: Path, skip_bad_rows: bool) -> EvalDataset:
     for path in candidates:
         if path.is_file():
             return EvalDataset(name, str(path), _read_checked(path, name, skip_bad_rows))
-    return _load_from_hub(name, folder, skip_bad_rows)
+    return _load_from_hub(name, folder)
 
 
 def _read_checked(path: Path, name: str, skip_bad_rows: bool) -> PromptSet:
@@ -97,7 +95,7 @@ def _read_checked(path: Path, name: str, skip_bad_rows: bool) -> PromptSet:
     return prompts
 
 
-def _load_from_hub(name: str, folder: Path, skip_bad_rows: bool) -> EvalDataset:
+def _load_from_hub(name: str, folder: Path) -> EvalDataset:
     hub = NAMED[name]
     missing = f"--data {name}: no {name}.jsonl in {folder} (--data-dir, ${FOLDER_ENV})"
     fix = 'put one there, rows {"turns": [...]} or {"prompt": "..."}, or give its path'
@@ -113,11 +111,8 @@ def _load_from_hub(name: str, folder: Path, skip_bad_rows: bool) -> EvalDataset:
     except Exception as error:  # the hub, the network and format readers raise many types
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise UserError(f"{missing}, and {hub.repository} did not load ({reason}); {fix}") from None
-    with tempfile.TemporaryDirectory() as scratch:
-        path = Path(scratch) / f"{name}.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        prompts = _read_checked(path, name, skip_bad_rows)
-    return EvalDataset(name, hub.repository, prompts)
+    found = ((f"row {i}", name, row) for i, row in enumerate(rows))
+    return EvalDataset(name, hub.repository, collect_prompts(name, found))
 
 
 def _convert_row(row: dict[str, Any], hub: HubDataset) -> dict[str, Any]:

@@ -28,14 +28,7 @@ from peagle.checkpoints.target import load_target
 from peagle.config import EvalSettings
 from peagle.data.batches import PackedBatch
 from peagle.engine.llm import LLM
-from peagle.eval.conversations import (
-    CompletedTurn,
-    ConversationRunner,
-    EvalProgress,
-    EvalRequest,
-    EvalResponse,
-    Evaluator,
-)
+from peagle.eval.conversations import CompletedTurn, ConversationRunner, EvalRequest, EvalResponse, Evaluator
 from peagle.eval.datasets import EvalDataset
 from peagle.eval.samples import AcceptanceSample, DraftResult, replay_drafts
 from peagle.kernels.sampling.sample import argmax
@@ -58,23 +51,15 @@ class ExtendedResponse:
 class EmbeddedEvaluator(Evaluator):
     measures_all_k = True
 
-    def __init__(
-        self,
-        target: Path,
-        runner: ConversationRunner,
-        settings: EvalSettings,
-        engine_options: dict[str, Any],
-        on_progress: EvalProgress,
-    ) -> None:
-        super().__init__(runner, on_progress)
-        self.settings = settings
+    def __init__(self, target: Path, runner: ConversationRunner, engine_options: dict[str, Any]) -> None:
+        super().__init__(runner)
         self.llm = LLM(
             target,
             None,
             max_model_len=runner.max_model_len,
             tokenizer=False,
             cuda_graphs=False,  # capturing them takes longer than they save here
-            gpu_memory_utilization=settings.gpu_memory_utilization,
+            gpu_memory_utilization=self.settings.gpu_memory_utilization,
             **engine_options,
         )
         self.dtype = self.llm.dtype
@@ -86,7 +71,7 @@ class EmbeddedEvaluator(Evaluator):
         assert drafter is not None
         key = (dataset.name, temperature)
         if key not in self._responses:
-            turns = self.run_conversations(dataset.prompts.rows, temperature, self._complete)
+            turns = self.runner.run(dataset.prompts.rows, temperature, self._complete)
             self._responses[key] = self._extend_responses(turns)
         responses = self._responses[key]
         model = self.llm.target.model
@@ -116,7 +101,7 @@ class EmbeddedEvaluator(Evaluator):
             if any(request.finish_reason is not None for request in self.llm.step()):
                 self.on_progress("responses", sum(group.finished for group in groups), len(groups))
         outputs = [self.llm.build_output(group).outputs[0] for group in groups]
-        return [EvalResponse(output.token_ids, output.finish_reason or "length") for output in outputs]
+        return [EvalResponse(o.token_ids, o.finish_reason or "length", len(o.token_ids)) for o in outputs]
 
     def _extend_responses(self, turns: list[CompletedTurn]) -> list[ExtendedResponse]:
         """Generates the tokens after the end of a response that a draft may reach."""
@@ -232,8 +217,8 @@ class ReferenceEvaluator(Evaluator):
 
     dtype = "float32"
 
-    def __init__(self, target: Path, runner: ConversationRunner, device: str, on_progress: EvalProgress) -> None:
-        super().__init__(runner, on_progress)
+    def __init__(self, target: Path, runner: ConversationRunner, device: str) -> None:
+        super().__init__(runner)
         self.device = device
         self.target = load_target(target, torch.float32, device)
 
@@ -244,7 +229,7 @@ class ReferenceEvaluator(Evaluator):
         drafter_model = load_drafter(drafter, self.target.model, torch.float32, self.device)
         for k in ks:
             complete = partial(self._complete, drafter=drafter_model, k=k)
-            turns = self.run_conversations(dataset.prompts.rows, temperature, complete)
+            turns = self.runner.run(dataset.prompts.rows, temperature, complete)
             yield k, [turn.build_sample(turn.response.drafts, k) for turn in turns]
 
     def _complete(self, requests: list[EvalRequest], drafter: Drafter, k: int) -> list[EvalResponse]:
@@ -259,6 +244,7 @@ class ReferenceEvaluator(Evaluator):
                 if step.draft_token_ids:
                     drafts.append(DraftResult(n, step.num_accepted_tokens, len(step.output_token_ids)))
                 n += len(step.output_token_ids)
-            responses.append(EvalResponse(output.token_ids, output.finish_reason, tuple(drafts)))
+            token_ids = output.token_ids
+            responses.append(EvalResponse(token_ids, output.finish_reason, len(token_ids), tuple(drafts)))
             self.on_progress("responses", i + 1, len(requests))
         return responses

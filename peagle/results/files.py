@@ -38,16 +38,12 @@ def write_results(path: Path, results: Results) -> None:
 
 def read_results(path: Path) -> Results:
     def reject_constant(name: str) -> float:
-        raise UserError(f"{path}: contains {name}, which is not a JSON number; use null for a missing value")
+        raise ValueError(f"{name} is not a JSON number; use null for a missing value")
 
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=reject_constant)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{path}: is not a result file (not UTF-8)") from None
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path}: is not JSON (line {error.lineno}: {error.msg})") from None
+    except (OSError, ValueError) as error:  # also of an encoding other than UTF-8
+        raise UserError(f"{path}: cannot be read as JSON ({error})") from None
     return from_json(document, str(path))
 
 
@@ -71,10 +67,9 @@ def to_json(results: Results) -> dict[str, Any]:
 
 def from_json(document: Any, name: str = "the document") -> Results:
     """Decodes a document. Error messages start with `name`, such as the file's path."""
-    if not isinstance(document, dict) or not {"schema_version", "schema"} & document.keys():
+    if not isinstance(document, dict) or "schema_version" not in document:
         raise UserError(f"{name}: is not a result file: it has no field 'schema_version'")
-    version = document.get("schema_version", document.get("schema"))
-    if version != SCHEMA_VERSION:
+    if (version := document["schema_version"]) != SCHEMA_VERSION:
         raise UserError(
             f"{name}: schema_version: is {json.dumps(version)}, must be {SCHEMA_VERSION}; measure again, or read it "
             "with the version of peagle that wrote it"

@@ -92,18 +92,14 @@ def _format_percents(shares: Sequence[float | None]) -> str:
 
 def build_bench_tables(rows: Sequence[BenchRow]) -> list[Table]:
     """Throughput and latency, grouped by load so that comparable rows are adjacent."""
-    numbers = ("tokens/s", "± 95%", "speedup", "(95%)", "acceptance length", "failed")
+    numbers = ("tokens/s", "± 95%", "speedup (95%)", "acceptance length", "failed")
     throughput = _new_table("throughput", ("load", "engine"), numbers)
     title = "latency: median, p95 and p99 in milliseconds"
     latency = _new_table(title, ("load", "engine"), ("TTFT", "TPOT", "ITL", "E2EL"))
-    by_load: dict[str, list[BenchRow]] = {}
-    for row in rows:
-        by_load.setdefault(row.load_name, []).append(row)
-    for load_name, members in by_load.items():
-        for row in members:
-            first, last = (load_name if row is members[0] else ""), row is members[-1]
-            throughput.add_row(first, row.label, *_throughput_cells(row, rows), end_section=last)
-            latency.add_row(first, row.label, *_latency_cells(row), end_section=last)
+    loads = list(dict.fromkeys(row.load_name for row in rows))
+    for row in sorted(rows, key=lambda row: loads.index(row.load_name)):
+        throughput.add_row(row.load_name, row.label, *_throughput_cells(row, rows))
+        latency.add_row(row.load_name, row.label, *_latency_cells(row))
     return [throughput, latency]
 
 
@@ -114,22 +110,20 @@ def _throughput_cells(row: BenchRow, rows: Sequence[BenchRow]) -> list[str]:
     return [
         f"{value:,.0f}" if value >= 100 else f"{value:.1f}",
         f"{(interval[1] - interval[0]) / 2 / value:.1%}" if interval is not None and value else "-",
-        *_speedup_cells(row, rows),
+        _format_speedup(row, rows),
         _format_number(sum(lengths) / len(lengths) if lengths else None),
         str(failed or "-"),
     ]
 
 
-def _speedup_cells(row: BenchRow, rows: Sequence[BenchRow]) -> tuple[str, str]:
+def _format_speedup(row: BenchRow, rows: Sequence[BenchRow]) -> str:
     baseline = find_baseline(row, rows)
     if baseline is None or baseline is row:
-        return "-", ""
+        return "-"
     try:
-        speedup = compute_speedup(row, baseline)
+        return str(compute_speedup(row, baseline))
     except UserError:  # the warnings below the table explain it
-        return "n/a", ""
-    interval = f"{speedup.ci95[0]:.2f} to {speedup.ci95[1]:.2f}" if speedup.ci95 is not None else "-"
-    return f"{speedup.ratio:.2f}x", interval
+        return "n/a"
 
 
 def _latency_cells(row: BenchRow) -> list[str]:

@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,7 +31,7 @@ from support import many
 from peagle.bench.engines import EmbeddedBench, PromptTokenizer
 from peagle.bench.run import BenchVariant, EngineVariants, run_bench
 from peagle.bench.server import ServerBench, _ResponseStream
-from peagle.bench.workload import BenchPrompt, Load, RequestTiming, Workload, poisson_arrivals, summarize_repeat
+from peagle.bench.workload import BenchPrompt, Load, RequestTiming, Workload, summarize_repeat
 from peagle.cli import main
 from peagle.cli.app import parse_items, repeat_flags
 from peagle.config import BenchEngineSettings, BenchServerSettings, BenchSettings, SamplingParams
@@ -61,11 +60,9 @@ def silent(num_finished: int) -> None:
     pass
 
 
-def ask_server(
-    server: StreamServer, work: Workload, load: Load, tokenizer: Any = None, **settings: Any
-) -> tuple[BenchRepeat, list[str]]:
+def ask_server(server: StreamServer, work: Workload, load: Load, **settings: Any) -> tuple[BenchRepeat, list[str]]:
     own = BenchServerSettings(server.url, **{**QUICK, **settings})
-    with ServerBench(own, tokenizer) as client:
+    with ServerBench(own) as client:
         return client.measure(work, work.prompts, load, 0, silent)
 
 
@@ -176,7 +173,7 @@ def test_unreliable_rows_have_warnings() -> None:
 
 def test_arrivals_are_a_poisson_process() -> None:
     for seed in range(5):
-        times = np.array(poisson_arrivals(4000, 8.0, seed))
+        times = np.array(Load(request_rate=8.0).arrival_times(4000, seed))
         assert times[-1] == pytest.approx(500.0) and (np.diff(times) > 0).all()
         gaps = np.diff(times, prepend=0.0)
         assert stats.kstest(gaps, "expon", args=(0, 1 / 8)).pvalue > 0.001
@@ -184,7 +181,8 @@ def test_arrivals_are_a_poisson_process() -> None:
         counts = np.histogram(times, np.arange(0, 501))[0]
         assert counts.var() / counts.mean() == pytest.approx(1.0, abs=0.2)  # neither even nor in bursts
         assert abs(np.corrcoef(gaps[:-1], gaps[1:])[0, 1]) < 0.06  # without a memory
-    assert poisson_arrivals(50, 2.0, 1) == poisson_arrivals(50, 2.0, 1) != poisson_arrivals(50, 2.0, 2)
+    slow = Load(request_rate=2.0)
+    assert slow.arrival_times(50, 1) == slow.arrival_times(50, 1) != slow.arrival_times(50, 2)
 
 
 # Bytes
@@ -247,7 +245,7 @@ def test_open_loop_does_not_wait_for_responses() -> None:
         log = sorted(server.answered, key=lambda s: s.received)
         assert server.most_running > 5, "it does not wait for answers"
     assert made.completed == 20
-    due = np.array(poisson_arrivals(20, 20.0, 0))
+    due = np.array(Load(request_rate=20.0).arrival_times(20, 0))
     received = np.array([s.received for s in log])
     assert (received - received[-1] <= due - due[-1] + 0.5).all()
 
@@ -272,23 +270,9 @@ def test_every_fault_is_counted_by_name(load: Load) -> None:
     mixed = [text for i, fault in enumerate(FAULTS) for text in (texts[i], f"fault:{fault}. {i}")]
     with StreamServer() as server:
         made, warnings = ask_server(server, workload(mixed), load, failures=1000)
-    assert made.failed == Counter(name for name in FAULTS.values() if name)
-    num_uncounted = list(FAULTS.values()).count(None)  # of two chunks each
-    assert (made.completed, made.total_output_tokens) == (len(FAULTS) + num_uncounted, 4 * len(FAULTS) + 4)
+    assert made.failed == Counter(FAULTS.values())
+    assert (made.completed, made.total_output_tokens) == (len(FAULTS), 4 * len(FAULTS))
     assert any("'HTTP 503': this is a 503" in warning for warning in warnings)
-    assert any("no usage: output tokens are counted as chunks" in warning for warning in warnings)
-
-
-def test_text_is_tokenized_if_the_server_counts_no_tokens() -> None:
-    def tokenizer(text: str, add_special_tokens: bool) -> dict[str, list[int]]:
-        assert text == "word end" and not add_special_tokens
-        return {"input_ids": [1, 2, 3]}
-
-    with StreamServer() as server:
-        work = workload(["fault:no usage."] * 2)
-        made, warnings = ask_server(server, work, Load(1), SimpleNamespace(tokenizer=tokenizer))
-    assert (made.completed, made.total_output_tokens, made.failed) == (2, 6, {})
-    assert warnings == ["the server sends no usage: output tokens are counted by tokenizing the text"]
 
 
 def test_gives_up_after_consecutive_failures() -> None:
@@ -332,7 +316,7 @@ def test_server_counters_give_acceptance_and_warnings() -> None:
     with StreamServer(metrics=lambda s: vllm_metrics(s, drafts=True)) as server:
         made, warnings = ask_server(server, work, Load(2), method="p-eagle", num_speculative_tokens=3)
         assert made.acceptance_length == pytest.approx(2.0) and warnings == []
-        with pytest.raises(UserError, match="report 3 draft tokens.*-k 3"):
+        with pytest.raises(UserError, match="--method none.*report 3 draft tokens"):
             ask_server(server, work, Load(2))
         with pytest.raises(UserError, match="-k 7.*report 3 draft tokens"):
             ask_server(server, work, Load(2), method="eagle3", num_speculative_tokens=7)
@@ -341,7 +325,7 @@ def test_server_counters_give_acceptance_and_warnings() -> None:
         assert made.acceptance_length is None
         assert any("counted 58 tokens, 48 were received" in n for n in warnings)
         assert any("50% of the prompt tokens hit the server's prefix cache" in n for n in warnings)
-        with pytest.raises(UserError, match="report no draft tokens"):
+        with pytest.raises(UserError, match="report 0 draft tokens"):
             ask_server(server, work, Load(2), method="p-eagle", num_speculative_tokens=3)
     text = b'vllm:a_total nonsense\nvllm:b_total{x="y z"} 2\nother_total 3\n'
     assert list(parse_metrics(text)) == [("vllm:b", {"x": "y z"}, 2.0)]
@@ -606,7 +590,7 @@ def test_cancelled_run_leaves_no_tasks_or_connections() -> None:
             async def cancelled() -> int:
                 bodies = [client._build_body(prompt, work, 0) for prompt in work.prompts]
                 streams = [_ResponseStream(RequestTiming(0.0), 99) for _ in bodies]
-                task = asyncio.create_task(client._send_all(work.prompts, bodies, streams, Load(4), 0, 8, silent))
+                task = asyncio.create_task(client._send_all(bodies, streams, Load(4), 0, silent))
                 await asyncio.sleep(0.25)
                 task.cancel()
                 with pytest.raises(asyncio.CancelledError):

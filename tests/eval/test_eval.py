@@ -482,12 +482,12 @@ def test_server_counters_match_the_replay(temperature: float, server: Any, data:
 @pytest.mark.parametrize(
     ("faults", "named"),
     [
-        (["429", "429"], "1x status 429"),
-        (["reset"], "1x connection closed"),
-        (["", "500"], "1x status 500"),
-        (["rubbish", "nonsense"], "x invalid response"),
-        (["slow"], "x timed out"),
-        (["drip"], "x timed out"),
+        (["429", "429"], "again: status 429"),
+        (["reset"], "again: connection closed"),
+        (["", "500"], "again: status 500"),
+        (["rubbish", "nonsense"], "again: invalid response"),
+        (["slow"], "again: timed out"),
+        (["drip"], "again: timed out"),
         (["", "", "", "restart"], "counters decreased"),
     ],
 )
@@ -551,9 +551,8 @@ def test_ctrl_c_ends_connections_still_being_made(server: Any, monkeypatch: pyte
     handler.faults = ["think"]
     evaluator = ServerEvaluator(
         EvalServerSettings(url, timeout_s=30.0),
-        SimpleNamespace(max_model_len=160),  # type: ignore[arg-type]
+        SimpleNamespace(max_model_len=160, warnings=[], settings=SETTINGS, on_progress=None),  # type: ignore[arg-type]
         [],
-        lambda *_: None,
     )
     connect, complete, connecting = socket.create_connection, evaluator._complete_one, threading.Event()
     close, closed = evaluator._http.close, threading.Event()

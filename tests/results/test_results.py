@@ -134,7 +134,6 @@ def changed(kind: str, *path: Any, to: Any) -> dict[str, Any]:
         ({"kind": "eval"}, "no field 'schema_version'"),
         (changed("eval", "schema_version", to=SCHEMA_VERSION + 1), f"schema_version: is {SCHEMA_VERSION + 1}"),
         (changed("eval", "schema_version", to="1"), 'schema_version: is "1"'),
-        ({"schema": 1, "kind": "eval"}, "schema_version: is 1, must be 2; measure again"),
         (changed("eval", "kind", to="sing"), 'kind: is "sing", must be eval or bench or tune or plan'),
         (changed("eval", "kind", to="tune"), "rows[0]."),
         (changed("eval", "rows", to=KeyError), "rows: is missing"),
@@ -167,8 +166,8 @@ def test_errors_name_the_field_and_value(document: Any, expected: str, tmp_path:
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (b"{", "is not JSON"),
-        (b"\xff\xfe{}", "not UTF-8"),
+        (b"{", "cannot be read as JSON .*line 1"),
+        (b"\xff\xfe{}", "cannot be read as JSON .*utf-8"),
         (b'{"schema_version": 2, "kind": "tune", "rows": [NaN]}', "NaN"),
         (None, "cannot be read"),
     ],
