@@ -69,7 +69,7 @@ def _open_dataset(name: str, folder: Path, skip_bad_rows: bool) -> EvalDataset:
     path = Path(name).expanduser()
     if path.is_file():
         dataset_name = path.name.removesuffix(".gz").removesuffix(".jsonl")
-        return EvalDataset(dataset_name, str(path), _read_checked(path, name, skip_bad_rows))
+        return EvalDataset(dataset_name, str(path), _check_rows(read_prompts(str(path)), name, skip_bad_rows))
     if name not in NAMED:
         known = ", ".join(NAMED)
         raise UserError(f"--data {name}: no such file; give a .jsonl or .jsonl.gz file, or one of {known}")
@@ -78,15 +78,14 @@ def _open_dataset(name: str, folder: Path, skip_bad_rows: bool) -> EvalDataset:
     candidates += [folder / name / file for file in ("question.jsonl", "qualitative.jsonl")]
     for path in candidates:
         if path.is_file():
-            return EvalDataset(name, str(path), _read_checked(path, name, skip_bad_rows))
-    return _load_from_hub(name, folder)
+            return EvalDataset(name, str(path), _check_rows(read_prompts(str(path)), name, skip_bad_rows))
+    return _load_from_hub(name, folder, skip_bad_rows)
 
 
-def _read_checked(path: Path, name: str, skip_bad_rows: bool) -> PromptSet:
-    prompts = read_prompts(str(path))
+def _check_rows(prompts: PromptSet, name: str, skip_bad_rows: bool) -> PromptSet:
     bad = prompts.rejected
     if bad and not skip_bad_rows:
-        shown = "; ".join(f"line {row.where.removeprefix(f'{path}:')}: {row.reason}" for row in bad[:MAX_SHOWN_ROWS])
+        shown = "; ".join(f"line {row.where.rpartition(':')[2]}: {row.reason}" for row in bad[:MAX_SHOWN_ROWS])
         more = f"; and {len(bad) - MAX_SHOWN_ROWS} more" if len(bad) > MAX_SHOWN_ROWS else ""
         raise UserError(
             f"--data {name}: {len(bad)} of its rows are invalid: {shown}{more}. "
@@ -95,7 +94,7 @@ def _read_checked(path: Path, name: str, skip_bad_rows: bool) -> PromptSet:
     return prompts
 
 
-def _load_from_hub(name: str, folder: Path) -> EvalDataset:
+def _load_from_hub(name: str, folder: Path, skip_bad_rows: bool) -> EvalDataset:
     hub = NAMED[name]
     missing = f"--data {name}: no {name}.jsonl in {folder} (--data-dir, ${FOLDER_ENV})"
     fix = 'put one there, rows {"turns": [...]} or {"prompt": "..."}, or give its path'
@@ -111,8 +110,8 @@ def _load_from_hub(name: str, folder: Path) -> EvalDataset:
     except Exception as error:  # the hub, the network and format readers raise many types
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise UserError(f"{missing}, and {hub.repository} did not load ({reason}); {fix}") from None
-    found = ((f"row {i}", name, row) for i, row in enumerate(rows))
-    return EvalDataset(name, hub.repository, collect_prompts(name, found))
+    found = ((f"{name}:{i}", name, row) for i, row in enumerate(rows, start=1))
+    return EvalDataset(name, hub.repository, _check_rows(collect_prompts(name, found), name, skip_bad_rows))
 
 
 def _convert_row(row: dict[str, Any], hub: HubDataset) -> dict[str, Any]:

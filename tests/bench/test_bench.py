@@ -323,7 +323,7 @@ def test_server_counters_give_acceptance_and_warnings() -> None:
     with StreamServer(metrics=lambda s: vllm_metrics(s, others=5, cached=0.5)) as server:
         made, warnings = ask_server(server, work, Load(2))
         assert made.acceptance_length is None
-        assert any("counted 58 tokens, 48 were received" in n for n in warnings)
+        assert any("counted 53 tokens, 48 were received" in n for n in warnings)
         assert any("50% of the prompt tokens hit the server's prefix cache" in n for n in warnings)
         with pytest.raises(UserError, match="report 0 draft tokens"):
             ask_server(server, work, Load(2), method="p-eagle", num_speculative_tokens=3)
