@@ -37,7 +37,7 @@ from peagle.results.schema import BenchRepeat, BenchRow, Results
 OPEN_LOOP_MAX_NUM_SEQS = {"cuda": 256, "cpu": 16}
 ENGINES = ("embedded", "vllm")
 DraftTokens = int | Literal["auto"]
-RowKey = tuple[str, str | None, str, int | str | None, int | None, float | None]
+RowKey = tuple[str, str | None, SpeculationMethod, DraftTokens | None, int | None, float | None]
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,6 @@ class BenchVariant:
     method: SpeculationMethod
     num_speculative_tokens: int | Literal["auto"] | None
     open: Callable[[], BenchEngine] = field(compare=False)
-
-    def build_row(self, load: Load, repeats: list[BenchRepeat], workload_sha256: str) -> BenchRow:
-        labels = (self.label, self.engine, self.drafter, self.method, self.num_speculative_tokens)
-        return BenchRow(*labels, load.concurrency, load.request_rate, repeats, workload_sha256)
 
 
 class EngineVariants:
@@ -72,7 +68,8 @@ class EngineVariants:
             raise UserError(f"--engine {engine}: must be {', '.join(ENGINES)}, or the URL of a server")
         if engine == "vllm" and "auto" in num_speculative_tokens and drafters:
             raise UserError("-k auto: vLLM needs a fixed number of draft tokens; give numbers")
-        self.target, self.settings, self.engine = target, settings, engine
+        self.settings, self.engine = settings, engine
+        self.shared_settings = {"target": target, **asdict(settings)}  # of all rows of a result file
         self.folder = resolve_target(target)
         self.config = read_target_config(self.folder)
         self.tokenizer = PromptTokenizer(self.folder)
@@ -82,11 +79,6 @@ class EngineVariants:
             self._drafters.append((None, None, "none", None))
         for name, drafter in zip(drafters, open_drafters(drafters, self.folder), strict=True):
             self._drafters += [(name, drafter.folder, drafter.method, k) for k in num_speculative_tokens]
-
-    @property
-    def shared_settings(self) -> dict[str, Any]:
-        """Settings that all rows of a result file share."""
-        return {"target": self.target, **asdict(self.settings)}
 
     def build_workload(self, data: Sequence[str], settings: BenchSettings) -> Workload:
         return build_workload(data, settings, lambda: self.tokenizer.random_token_ids(self.config))
@@ -158,10 +150,12 @@ class EngineVariants:
         return options
 
 
-def server_variant(settings: BenchServerSettings) -> BenchVariant:
+def server_variant(settings: BenchServerSettings, target: str | None) -> BenchVariant:
+    """A server. The tokenizer of `target` counts tokens if the server does not."""
     method, k, base_url = settings.method, settings.num_speculative_tokens, parse_server_url(settings.url, "--engine")
+    tokenizer = PromptTokenizer(resolve_target(target)) if target is not None else None
     label = f"{base_url.partition('://')[2]} {'no drafter' if method == 'none' else f'{method} K={k}'}"
-    return BenchVariant(label, base_url, None, method, k, lambda: ServerBench(settings))
+    return BenchVariant(label, base_url, None, method, k, lambda: ServerBench(settings, tokenizer))
 
 
 class BenchResultFile:
@@ -219,8 +213,9 @@ class BenchResultFile:
         row = self.rows.get(_row_key(variant, load))
         return row.repeats if row is not None else []
 
-    def put_row(self, row: BenchRow, warnings: Sequence[str]) -> None:
-        self.rows[_row_key(row, row)] = row
+    def put_row(self, variant: BenchVariant, load: Load, repeats: list[BenchRepeat], warnings: Sequence[str]) -> None:
+        key = _row_key(variant, load)
+        row = self.rows[key] = BenchRow(variant.label, *key, repeats, self.workload_sha256)
         labelled = (f"{row.label}, {row.load_name}: {warning}" for warning in warnings)
         self.warnings += [warning for warning in labelled if warning not in self.warnings]
 
@@ -277,7 +272,7 @@ def run_bench(
                         # Arrival times differ between repeats and are equal for all variants.
                         phase, seed = f"{len(repeats) + 1} of {settings.repeats}", settings.seed + len(repeats)
                         repeat, warnings = measure(engine, variant, load, phase, None, seed)
-                        file.put_row(variant.build_row(load, [*repeats, repeat], file.workload_sha256), warnings)
+                        file.put_row(variant, load, [*repeats, repeat], warnings)
                         file.save(finished=False)
     except KeyboardInterrupt:
         return file.save(finished=False)

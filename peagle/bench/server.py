@@ -1,7 +1,8 @@
 """Load on an OpenAI-compatible server: streamed completions, failures by name, speculative decoding counters.
 
-Token counts are the server's `usage`. vLLM's /metrics, if present, is read before and after a repeat: it gives the
-acceptance length and shows whether other clients or a prefix cache affected the measurement.
+Token counts are the server's `usage`; without it the text is tokenized. vLLM's /metrics, if present, is read before and
+after a repeat: it gives the acceptance length and shows whether other clients or a prefix cache affected the
+measurement.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from peagle.bench.engines import PromptTokenizer
 from peagle.bench.workload import BenchEngine, BenchPrompt, Load, OnProgress, RequestTiming, Workload, summarize_repeat
 from peagle.config import BenchServerSettings, BenchWarningThresholds
 from peagle.errors import UserError
@@ -36,10 +38,12 @@ COUNTER_DELAY_S = 0.5  # by which counters may be later than the responses
 
 @dataclass
 class _ResponseStream:
-    """State of one streamed response."""
+    """A request and its streamed response."""
 
+    path: str
+    body: bytes
     timing: RequestTiming
-    max_chunks: int
+    text: str = ""
     finished: bool = False
 
     def add_event(self, event: str, now: float) -> bool:
@@ -50,7 +54,9 @@ class _ResponseStream:
         try:
             value = json.loads(event)
             choice = value["choices"][0] if value.get("choices") else None
-            finish_reason = choice.get("finish_reason") if choice is not None else None
+            if choice is not None:
+                self.text += choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+                self.finished = self.finished or choice.get("finish_reason") is not None
             if usage := value.get("usage"):
                 self.timing.num_output_tokens = int(usage["completion_tokens"])
                 self.timing.num_input_tokens = int(usage.get("prompt_tokens", 0))
@@ -58,9 +64,6 @@ class _ResponseStream:
             raise RequestFailed("not JSON", f"{event[:60]!r} in an event") from None
         if choice is not None:
             self.timing.chunk_times.append(now)
-            if len(self.timing.chunk_times) > self.max_chunks:
-                raise RequestFailed("does not end", f"more than {self.max_chunks} chunks")
-            self.finished = self.finished or finish_reason is not None
         elif "error" in value:
             raise RequestFailed("error in the stream", error_message(event.encode()))
         return False
@@ -69,8 +72,8 @@ class _ResponseStream:
 class ServerBench(BenchEngine):
     """`with ServerBench(...) as server: server.measure(...)`."""
 
-    def __init__(self, settings: BenchServerSettings) -> None:
-        self.settings = settings
+    def __init__(self, settings: BenchServerSettings, tokenizer: PromptTokenizer | None = None) -> None:
+        self.settings, self.tokenizer = settings, tokenizer
         base_url = parse_server_url(settings.url, "--engine")
         timeouts = HttpTimeouts(settings.connect_s, settings.stall_s, settings.total_s)
         self._http = HttpClient(base_url, timeouts)
@@ -87,59 +90,51 @@ class ServerBench(BenchEngine):
         self, workload: Workload, prompts: Sequence[BenchPrompt], load: Load, seed: int, on_progress: OnProgress
     ) -> tuple[BenchRepeat, list[str]]:
         """Failures are counted. Too many in a row, or counters that contradict the declared speculation, raise."""
-        bodies = [self._build_body(prompt, workload, i) for i, prompt in enumerate(prompts)]
-        max_chunks = 4 * workload.max_tokens + 64  # a server may split the text of a token
-        streams = [_ResponseStream(RequestTiming(0.0), max_chunks) for _ in prompts]
+        streams = [self._build_stream(prompt, workload, i) for i, prompt in enumerate(prompts)]
         counters_before = self._read_counters()
         gc.collect()  # not during the measurement
-        duration = self._loop.run(self._send_all(bodies, streams, load, seed, on_progress))
+        duration = self._loop.run(self._send_all(streams, load, seed, on_progress))
         timings = [stream.timing for stream in streams]
         if not all(timing.sent_at for timing in timings):
             raise UserError(
                 f"--engine {self.settings.url}: gave up after too many consecutive failures ({self._last_failure}); "
                 "finished repeats are kept"
             )
-        warnings: list[str] = []
+        warnings = self._count_tokens(streams)
         acceptance_length = self._check_counters(counters_before, timings, warnings)
         details = {t.failure: t.failure_detail for t in reversed(timings) if t.failure and t.failure_detail}
         warnings += [f"the first {name!r}: {detail}" for name, detail in details.items()]
         return summarize_repeat(timings, duration, acceptance_length), warnings
 
-    async def _send_all(
-        self,
-        bodies: list[tuple[str, bytes]],
-        streams: list[_ResponseStream],
-        load: Load,
-        seed: int,
-        on_progress: OnProgress,
-    ) -> float:
+    async def _send_all(self, streams: list[_ResponseStream], load: Load, seed: int, on_progress: OnProgress) -> float:
         """Runs the load, until too many requests in a row have failed. Returns the seconds it took."""
         failure_limit = max(self.settings.failures, 2 * (load.concurrency or 1))
         self._consecutive_failures = 0
         start = time.perf_counter()
-        num_finished, slots = 0, asyncio.Semaphore(load.concurrency or len(bodies))
+        num_finished, slots = 0, asyncio.Semaphore(load.concurrency or len(streams))
 
-        async def send_request(i: int) -> None:
+        async def send_request(stream: _ResponseStream) -> None:
             nonlocal num_finished
             async with slots:
                 if self._consecutive_failures < failure_limit:
-                    await self._stream_response(*bodies[i], streams[i])
+                    await self._stream_response(stream)
                     num_finished += 1
                     on_progress(num_finished)
 
         async with asyncio.TaskGroup() as tasks:
-            for i, arrival in enumerate(load.arrival_times(len(bodies), seed) or [0.0] * len(bodies)):
+            arrival_times = load.arrival_times(len(streams), seed) or [0.0] * len(streams)
+            for stream, arrival in zip(streams, arrival_times, strict=True):
                 if (delay := start + arrival - time.perf_counter()) > 0:
                     await asyncio.sleep(delay)
-                tasks.create_task(send_request(i))
+                tasks.create_task(send_request(stream))
         return time.perf_counter() - start
 
-    async def _stream_response(self, path: str, body: bytes, stream: _ResponseStream) -> None:
+    async def _stream_response(self, stream: _ResponseStream) -> None:
         """Reads to the end of the body, so that the connection can be reused; after [DONE] a failure has no effect."""
         timing, done = stream.timing, False
         timing.sent_at = time.perf_counter()
         try:
-            async with self._client.request("POST", path, body) as response:
+            async with self._client.request("POST", stream.path, stream.body) as response:
                 content_type = response.headers.get("content-type", "text/event-stream").lower()
                 if response.status_code != 200:
                     raise RequestFailed(f"HTTP {response.status_code}", error_message(await response.aread()))
@@ -153,17 +148,14 @@ class ServerBench(BenchEngine):
                 raise RequestFailed("no tokens", "the stream ended without a chunk")
             if not stream.finished:
                 raise RequestFailed("ended early", "the stream ended before the response")
-            if not timing.num_output_tokens:
-                raise RequestFailed("no usage", "the server did not count the output tokens")
             self._consecutive_failures = 0
         except RequestFailed as error:
-            if not done or not timing.chunk_times or not timing.num_output_tokens:
+            if not done or not timing.chunk_times:
                 timing.failure, timing.failure_detail = error.name, error.detail
                 self._consecutive_failures += 1
                 self._last_failure = error
 
-    def _build_body(self, prompt: BenchPrompt, workload: Workload, index: int) -> tuple[str, bytes]:
-        """Path and body of a request."""
+    def _build_stream(self, prompt: BenchPrompt, workload: Workload, index: int) -> _ResponseStream:
         body: dict[str, Any] = {
             "model": self.model,
             "max_tokens": workload.max_tokens,
@@ -180,7 +172,19 @@ class ServerBench(BenchEngine):
         if workload.temperature > 0:
             body["seed"] = workload.seed + index
         path = "/v1/chat/completions" if prompt.messages else "/v1/completions"
-        return path, json.dumps(body).encode()
+        return _ResponseStream(path, json.dumps(body).encode(), RequestTiming(0.0))
+
+    def _count_tokens(self, streams: list[_ResponseStream]) -> list[str]:
+        """Counts output tokens that the server did not count. Returns a warning if there are such."""
+        uncounted = [s for s in streams if s.timing.failure is None and not s.timing.num_output_tokens]
+        if not uncounted:
+            return []
+        if self.tokenizer is None:
+            raise UserError(f"--engine {self.settings.url}: sends no usage; give TARGET for its tokenizer")
+        for stream in uncounted:
+            token_ids = self.tokenizer.tokenizer(stream.text, add_special_tokens=False)["input_ids"]
+            stream.timing.num_output_tokens = len(token_ids)
+        return ["the server sends no usage: output tokens are counted by tokenizing the text"]
 
     def _read_counters(self) -> dict[str, float]:
         """vLLM's metrics, summed over their labels; empty if the server has none."""

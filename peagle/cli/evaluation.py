@@ -151,7 +151,7 @@ def bench(
         assert k != "auto"
         server = replace(server_settings, url=engine, method=method or "none", num_speculative_tokens=k)
         workload = build_workload(data, settings)
-        variants, shared_settings = [server_variant(server)], {}
+        variants, shared_settings = [server_variant(server, target)], {}
     else:
         from peagle.bench.run import EngineVariants
 

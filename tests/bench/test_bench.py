@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ from support import many
 
 from peagle.bench.engines import EmbeddedBench, PromptTokenizer
 from peagle.bench.run import BenchVariant, EngineVariants, run_bench
-from peagle.bench.server import ServerBench, _ResponseStream
+from peagle.bench.server import ServerBench
 from peagle.bench.workload import BenchPrompt, Load, RequestTiming, Workload, summarize_repeat
 from peagle.cli import main
 from peagle.cli.app import parse_items, repeat_flags
@@ -48,6 +49,7 @@ from peagle.results.comparison import (
 from peagle.results.files import read_results
 from peagle.results.schema import BenchRepeat, BenchRow, Percentiles, Results
 
+TOKENIZER: Any = SimpleNamespace(tokenizer=lambda text, add_special_tokens: {"input_ids": [1, 2, 3]})
 QUICK = {"connect_s": 2.0, "stall_s": 0.7, "total_s": 2.0}
 
 
@@ -60,9 +62,11 @@ def silent(num_finished: int) -> None:
     pass
 
 
-def ask_server(server: StreamServer, work: Workload, load: Load, **settings: Any) -> tuple[BenchRepeat, list[str]]:
+def ask_server(
+    server: StreamServer, work: Workload, load: Load, tokenizer: Any = None, **settings: Any
+) -> tuple[BenchRepeat, list[str]]:
     own = BenchServerSettings(server.url, **{**QUICK, **settings})
-    with ServerBench(own) as client:
+    with ServerBench(own, tokenizer) as client:
         return client.measure(work, work.prompts, load, 0, silent)
 
 
@@ -269,10 +273,16 @@ def test_every_fault_is_counted_by_name(load: Load) -> None:
     texts = [f"as:{MANNERS[i % len(MANNERS)]}. {i}" for i in range(len(FAULTS))]
     mixed = [text for i, fault in enumerate(FAULTS) for text in (texts[i], f"fault:{fault}. {i}")]
     with StreamServer() as server:
-        made, warnings = ask_server(server, workload(mixed), load, failures=1000)
-    assert made.failed == Counter(FAULTS.values())
-    assert (made.completed, made.total_output_tokens) == (len(FAULTS), 4 * len(FAULTS))
+        made, warnings = ask_server(server, workload(mixed), load, TOKENIZER, failures=1000)
+    assert made.failed == Counter(name for name in FAULTS.values() if name)
+    assert (made.completed, made.total_output_tokens) == (len(FAULTS) + 1, 4 * len(FAULTS) + 3)
+    assert "the server sends no usage: output tokens are counted by tokenizing the text" in warnings
     assert any("'HTTP 503': this is a 503" in warning for warning in warnings)
+
+
+def test_servers_without_usage_need_a_tokenizer() -> None:
+    with StreamServer() as server, pytest.raises(UserError, match="sends no usage; give TARGET"):
+        ask_server(server, workload(["fault:no usage."] * 2), Load(1))
 
 
 def test_gives_up_after_consecutive_failures() -> None:
@@ -588,9 +598,8 @@ def test_cancelled_run_leaves_no_tasks_or_connections() -> None:
         with ServerBench(BenchServerSettings(server.url, "m", **QUICK)) as client:
 
             async def cancelled() -> int:
-                bodies = [client._build_body(prompt, work, 0) for prompt in work.prompts]
-                streams = [_ResponseStream(RequestTiming(0.0), 99) for _ in bodies]
-                task = asyncio.create_task(client._send_all(bodies, streams, Load(4), 0, silent))
+                streams = [client._build_stream(prompt, work, 0) for prompt in work.prompts]
+                task = asyncio.create_task(client._send_all(streams, Load(4), 0, silent))
                 await asyncio.sleep(0.25)
                 task.cancel()
                 with pytest.raises(asyncio.CancelledError):

@@ -177,7 +177,7 @@ def test_other_servers_and_their_faults() -> None:
         )
         assert "peagle" not in server.answered[0].body, "a stranger might refuse what it does not know"
         backend = ServerBackend(server.url)
-        slow = ("silent", "stalls", "drips", "endless", "no usage", "rubbish usage", "nothing")
+        slow = ("silent", "stalls", "drips", "no usage", "rubbish usage", "nothing")
         for fault in set(FAULTS) - set(slow):
             with pytest.raises(UserError, match=f"--url {server.url}: ") as error:
                 list(backend.respond([{"role": "user", "content": f"fault:{fault}."}], SamplingParams()))
