@@ -1,7 +1,5 @@
 """Terminal output of several verbs: a progress bar, and the text of a growing output by token."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 

@@ -4,8 +4,6 @@
 $OPENAI_API_KEY if it is set and raise `RequestFailed` with a short reason, so that failures can be counted.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Paths given by the user, and the cache folder. Imports nothing of peagle."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Versions of installed packages, by import name."""
 
-from __future__ import annotations
-
 import platform
 from importlib import metadata
 

@@ -1,7 +1,5 @@
 """Loads on an engine in this process: the embedded one, or stock vLLM with the same prompts, warm-up and clock."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import time

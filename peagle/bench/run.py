@@ -7,8 +7,6 @@ The file is written after every repeat. The same command resumes an interrupted 
 are added to the file, other prompts or settings are rejected.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial

@@ -5,8 +5,6 @@ after a repeat: it gives the acceptance length and shows whether other clients o
 measurement.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json

@@ -4,8 +4,6 @@ Metrics are defined as in `vllm bench serve`: TTFT is from sending to the first 
 remaining tokens, ITL the time between chunks, E2EL the time to the last chunk.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random

@@ -8,8 +8,6 @@ every checkpoint. They are copied from the target when converting to it, and omi
 the target's.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import asdict

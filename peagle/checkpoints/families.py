@@ -3,8 +3,6 @@
 A family is data: readers of its config, and the steps of `tensors.py` that its tensors need.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial

@@ -4,8 +4,6 @@ Only safetensors are read: `.bin` and `.pt` files are pickles, which can run cod
 a temporary name and renamed when it is complete.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

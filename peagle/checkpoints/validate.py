@@ -3,8 +3,6 @@
 Each finding is one line.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -4,8 +4,6 @@ The verbs import their packages lazily, so that `peagle --help` is fast. A `User
 error and exit status 2.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

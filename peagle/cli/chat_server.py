@@ -3,8 +3,6 @@
 Servers other than `peagle serve` work too, without shading. The API key comes from $OPENAI_API_KEY.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """`inspect`, `convert` and `average`: verbs that work on drafter folders."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated, Literal

@@ -1,7 +1,5 @@
 """All settings and their defaults, one file per subject. Import the names from this package."""
 
-from __future__ import annotations
-
 from peagle.config.data import (
     LOOP_NGRAM_TOKENS,
     LOOP_REPEATED_SHARE,

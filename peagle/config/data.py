@@ -1,7 +1,5 @@
 """Settings of `peagle data`: generating the target's responses, and packing them into batches."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from peagle.config.engine import GPU_MEMORY_UTILIZATION, MAX_MODEL_LEN_HELP

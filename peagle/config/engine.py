@@ -1,7 +1,5 @@
 """Settings of the embedded engine (`LLM`), and the number of speculative tokens per decode step (K)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Settings of `peagle eval`, `bench`, `report`, `plan` and `tune`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

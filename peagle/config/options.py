@@ -3,8 +3,6 @@
 `peagle.cli.app` turns options into flags; `Settings` checks their values.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import MISSING, Field, field, fields
 from functools import cache

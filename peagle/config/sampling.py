@@ -1,7 +1,5 @@
 """Parameters of a request: sampling, stop conditions and grammars. Defines their meaning for every engine."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal

@@ -1,7 +1,5 @@
 """Settings of `peagle serve`, and of `peagle deploy`: vLLM on other machines, and on SageMaker."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Any, Literal

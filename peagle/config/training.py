@@ -1,7 +1,5 @@
 """Settings of `peagle train`: the run, the hidden states of the target, and validation during training."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args

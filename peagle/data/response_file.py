@@ -10,8 +10,6 @@ A kill can leave an incomplete last line; the next run cuts it off. A background
 GPU does not wait for the disk.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -3,8 +3,6 @@
 The rules come from vLLM's sources, 0.16 to 0.32. Errors stop the deployment, warnings do not; each says what to do.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

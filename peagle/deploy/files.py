@@ -3,8 +3,6 @@
 Secrets (VLLM_API_KEY, HF_TOKEN) are in no file; each format reads them from elsewhere.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -3,8 +3,6 @@
 A target on the hub is not downloaded, except for its config and tokenizer.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import dataclass

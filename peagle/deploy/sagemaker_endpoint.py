@@ -4,8 +4,6 @@ Endpoint, endpoint config and model have the same name. If creation fails, every
 error names what could not be deleted, and the command for it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence

@@ -5,8 +5,6 @@ AWS's vLLM container turns each variable SM_VLLM_NAME into the flag --name, and 
 in PRICE_REGION as of PRICE_DATE. They change over time; null is unknown.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

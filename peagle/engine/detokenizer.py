@@ -1,7 +1,5 @@
 """Incremental detokenization, and stop strings."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 REPLACEMENT_CHARACTER = "\ufffd"  # a decoder returns it for a character with missing bytes

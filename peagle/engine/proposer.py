@@ -6,8 +6,6 @@ one pass over the accepted tokens, then one token per pass. `speculative/referen
 Shapes: B requests, Q verified rows per request, T = B * Q, R drafter rows, K draft tokens, D drafter width.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

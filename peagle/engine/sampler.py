@@ -10,8 +10,6 @@ Batches without any of them, and without logprobs, skip their code.
 Shapes: B requests, Q = K + 1 rows per request, T = B * Q rows, F prompts that end, K draft tokens, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -5,8 +5,6 @@ are reserved for the maximum. When blocks run out, the request admitted last is 
 recomputes its tokens later.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections import deque
 from collections.abc import Callable, Sequence

@@ -3,8 +3,6 @@
 Decides what to measure in which order and resumes an existing file. The counting is in `replay` and `counters`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ The engine is a function that completes a list of requests. The seed of a reques
 `Evaluator` is the interface of the engines that `peagle eval` measures.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ Face hub if `datasets` is installed. A file with invalid rows is rejected with t
 skipped: a part of a data set is not the data set.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

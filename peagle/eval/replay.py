@@ -12,8 +12,6 @@ Responses are extended by K - 1 tokens beyond their end: draft tokens are counte
 Shapes: N tokens of a packed batch, R rows of a chunk, A anchors, D hidden size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

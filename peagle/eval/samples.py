@@ -13,8 +13,6 @@ The prefill yields the first token, so the first draft starts at n = 4:
     K = 3      2        3          drafts at 4, 7 accept 2, 3 tokens; two of the last lie beyond the end but count
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ A name is a folder, a hub id, a built-in target or a shipped drafter. Built-in t
 kept in the cache folder. Downloaded code is never run.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import os

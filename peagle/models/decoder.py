@@ -4,8 +4,6 @@ It returns hidden states, not logits: most rows of a prompt need none, so the ca
 rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -7,8 +7,6 @@ The weights are the modules' own.
 Shapes as in `peagle.models.layers`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -6,8 +6,6 @@ Shapes: T rows (tokens of any number of sequences, flat), D hidden width, H quer
 width, X = (H + 2 G) d, I MLP width.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any, Protocol

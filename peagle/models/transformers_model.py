@@ -4,8 +4,6 @@ All modules are those of transformers; only attention is replaced, so paged KV c
 work as for our own decoder. It is slower, since nothing is fused.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial

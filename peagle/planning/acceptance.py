@@ -4,8 +4,6 @@ Rates are unconditional: the rate of position i is the share of verification ste
 rates never increase. Past the last known position the ratio of neighbouring rates is assumed to stay the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

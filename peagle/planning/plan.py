@@ -1,7 +1,5 @@
 """Expected throughput, best K, number of GPUs and cost of a deployment, from the roofline model."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from operator import attrgetter

@@ -5,8 +5,6 @@ data sheet figures of GPUs: memory, bandwidth, dense bf16 TFLOP/s without sparsi
 on-demand prices of 2026.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter

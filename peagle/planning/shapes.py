@@ -3,8 +3,6 @@
 Sizes come from a config.json (the weights are not read) or from `known_models.json`. Norms and biases are ignored.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, replace
 from difflib import get_close_matches

@@ -1,7 +1,5 @@
 """Times decode steps of the embedded engine by batch size and number of draft tokens, and saves the cost table."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 Data sets of the same name with other prompts, lengths or templates are shown as different data sets.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Builds a report from result files and writes it as HTML or Markdown."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter

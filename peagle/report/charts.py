@@ -3,8 +3,6 @@
 Colours are CSS classes of the page's style sheet, so charts follow dark mode and print. Legends are HTML below a chart.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ The HTML page is one file. Its content security policy allows only its own style
 network access. Ids are numbered, never built from names.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import re

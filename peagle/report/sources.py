@@ -1,7 +1,5 @@
 """Result files of a report, and the names and line styles that identify their rows."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Rows with different workloads, kinds of load, machines or targets are in separate sections and are never compared.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Compares rows of `peagle bench`: speedups with confidence intervals, and warnings about unreliable measurements."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence

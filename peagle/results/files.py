@@ -1,7 +1,5 @@
 """Reads and writes result files: dataclasses to JSON and back, with type checks that name the wrong field."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -4,8 +4,6 @@ When the engine process ends unexpectedly, the requests in work fail with it, be
 waiting requests are kept, a new process is started, and it serves them.
 """
 
-from __future__ import annotations
-
 import asyncio
 import multiprocessing
 import signal

@@ -4,8 +4,6 @@ A message is a 4-byte length and a msgpack array. The front end sends `AddReques
 engine sends one `StepOutput` per step with the new tokens of all requests, and the other messages when they occur.
 """
 
-from __future__ import annotations
-
 import select
 import socket
 from typing import Any, Literal

@@ -3,8 +3,6 @@
 Callers never pass secrets or text of a user as fields.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

@@ -1,7 +1,5 @@
 """Writes the JSON of chat and text completions, whole or as stream chunks, from the engine's deltas."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace

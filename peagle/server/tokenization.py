@@ -3,8 +3,6 @@
 The engine process has no text: all of it is made here.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial

@@ -9,8 +9,6 @@ split into deltas:
 Whitespace around a call belongs to the call.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import secrets

@@ -3,8 +3,6 @@
 Settings that vLLM has no flag for are refused rather than ignored.
 """
 
-from __future__ import annotations
-
 import http.client
 import os
 import shlex

@@ -12,8 +12,6 @@ One decode step, for a sequence of n tokens whose newest token the target has no
 Shapes: V vocabulary, K draft tokens (target rows: K + 1), T tokens, N width of the concatenated aux hidden states.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

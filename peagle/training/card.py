@@ -1,7 +1,5 @@
 """The model card of a trained drafter: README.md in its folder."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -20,8 +20,6 @@ positions, by anchor, are (1,1) (1,2) (4,1).
 Shapes: N tokens of a batch, A depth-0 anchors with a loss, R chain positions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -12,8 +12,6 @@ The data thread pads batches on the CPU into one flat tensor, so one copy moves 
 Shapes: N padded tokens, A depth-0 anchors with a loss, R chain positions, S = A + R.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

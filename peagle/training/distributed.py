@@ -9,8 +9,6 @@ every rank: the layer before reads a norm ahead, and the loss reads the head. `g
 the main rank for validation.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -22,8 +22,6 @@ the LM head runs for 7 positions, 7/8 per token.
 Letters: D width, I MLP width.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from pathlib import Path

@@ -9,8 +9,6 @@ the file, the file overrides the defaults.
     lr = 1e-3
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 import tomllib

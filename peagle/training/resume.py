@@ -9,8 +9,6 @@ A state is written under a temporary name, synced and renamed; only then is the 
 full disk at any moment leaves the newest complete state. Safetensors and JSON only.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -1,7 +1,5 @@
 """`peagle train` from a recipe to the run's folder. Finds user errors before any model is loaded."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path

@@ -7,8 +7,6 @@ greedy.
 A sharded target is gathered on the main rank for each measurement, if it fits there beside the training.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

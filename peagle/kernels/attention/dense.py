@@ -3,8 +3,6 @@
 Shapes: T rows, S keys, H query heads, G key/value heads, d head width.
 """
 
-from __future__ import annotations
-
 from typing import TypeVar
 
 import torch

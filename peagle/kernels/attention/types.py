@@ -4,8 +4,6 @@ Shapes: B sequences, T rows of all sequences, H query heads, G key/value heads, 
 block table; R rows and S keys of ranged attention.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 

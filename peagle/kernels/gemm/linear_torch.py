@@ -4,8 +4,6 @@ Few rows are bound by memory traffic, as on a GPU, but a BLAS library may be tun
 (skinny_cpu.py) computes the whole fused layer in one call. Shapes as in linear.py.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable
 from typing import Any

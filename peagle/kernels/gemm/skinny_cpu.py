@@ -5,8 +5,6 @@ would compete for the cores. linear_torch.py measures whether they are faster. W
 `library` returns None, torch does the work, and a debug log says why.
 """
 
-from __future__ import annotations
-
 import ctypes
 import ctypes.util
 import functools

@@ -3,8 +3,6 @@
 Shapes as in experts.py.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

@@ -20,8 +20,6 @@ Every number is exact in bf16. Kernels may treat numbers with exponent 0 (2^-127
 Shapes: E experts, R rows, K columns, W = K / 4 words and G = K / 32 exponents per row, both before padding.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -14,8 +14,6 @@ bytes; row 2 would make it 90), row 2 makes shard 1. Row 1 is tokens 3 to 7 of s
 Shapes: N tokens of a batch or forward pass, D target width, X width of the auxiliary hidden states.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import os

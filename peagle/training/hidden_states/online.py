@@ -17,8 +17,6 @@ Shapes: N tokens of a packed batch, D target width, X width of all auxiliary hid
 d head dimension.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -14,8 +14,6 @@ the loss needs. Files do not name their layers; they are taken to be the auxilia
 Shapes: N tokens of a batch, M tokens of a file, L layers in it, D target width.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 import time
