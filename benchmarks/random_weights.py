@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from peagle.kernels.moe.mxfp4 import PackedWeights, zero_padding
+from peagle.kernels.moe.mxfp4 import COLUMN_STEP, ROW_GROUP, PackedWeights
 from peagle.models.decoder import Decoder
 from peagle.models.layers import ExpertMLP
 
@@ -35,3 +35,11 @@ def random_weights(model_class, cfg, dtype: torch.dtype, device: torch.device): 
         if buffer_name.endswith("d2t"):
             buffer.zero_()
     return model.eval().requires_grad_(False)
+
+
+def zero_padding(weights: PackedWeights) -> None:
+    """Zeros the words behind the last column, as kernels require; for randomly drawn words."""
+    if used := weights.columns % COLUMN_STEP // 4:
+        count, rows, _ = weights.words_ERW.shape
+        steps = weights.words_ERW.view(count, rows // ROW_GROUP, -1, ROW_GROUP, COLUMN_STEP // 4)
+        steps[:, :, -1, :, used:] = 0

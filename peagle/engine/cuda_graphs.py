@@ -5,8 +5,6 @@ decode graph for each batch size and number of draft tokens, up to two more for 
 one prefill graph for each number of prompt rows. Unused rows of a decode graph have slot -1, the padding slot.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Loads the models, sizes the KV cache, builds runner and scheduler, captures CUDA graphs and times decode steps."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import os

@@ -9,8 +9,6 @@ One decode step, for B requests with K draft tokens each (Q = K + 1 rows per req
 The step reads and writes `SlotState`, so it can be launched before the tokens of the last step are on the host.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field

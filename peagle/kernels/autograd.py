@@ -5,8 +5,6 @@ Shapes: T rows, X width of all heads.
 
 # mypy: allow-untyped-calls
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,7 +3,6 @@
 Settings that vLLM has no flag for are refused rather than ignored.
 """
 
-import http.client
 import os
 import shlex
 import shutil
@@ -13,6 +12,8 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 from typing import Any
+
+import httpx
 
 from peagle.checkpoints.validate import build_vllm_flags
 from peagle.config import ServeSettings, ToolCallParserName
@@ -143,15 +144,11 @@ def _wait_for_exit(process: subprocess.Popen[bytes], address: tuple[str, int]) -
 
 
 def _is_ready(host: str, port: int) -> bool:
-    local_host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    connection = http.client.HTTPConnection(local_host, port, timeout=POLL_S)
+    local_host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)
     try:
-        connection.request("GET", "/health")
-        return connection.getresponse().status == 200
-    except (OSError, http.client.HTTPException):
+        return httpx.get(f"http://{local_host}:{port}/health", timeout=POLL_S).status_code == 200
+    except (httpx.HTTPError, httpx.InvalidURL):
         return False
-    finally:
-        connection.close()
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:

@@ -91,7 +91,7 @@ def test_keys_compare_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
         return hmac_compare(given, key)
 
     hmac_compare = hmac.compare_digest
-    monkeypatch.setattr("peagle.server.middleware.hmac.compare_digest", watched)
+    monkeypatch.setattr("peagle.server.app.hmac.compare_digest", watched)
     with LocalServer(api_key="sk-own") as server:
         sent = ["", "s", "sk-owm", "sk-own", "sk-own-and-more"]
         statuses = [server.request("/v1/models", headers={"authorization": f"Bearer {key}"})[0] for key in sent]

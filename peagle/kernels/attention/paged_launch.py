@@ -3,8 +3,6 @@
 Terms and shapes as in paged_triton.py. Measured on an H200; processors are its streaming multiprocessors.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 

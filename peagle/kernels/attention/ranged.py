@@ -8,8 +8,6 @@ sets of keys.
 Shapes: R rows, S keys, H query heads, G key/value heads, d head width; M rows and N keys of one chunk.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

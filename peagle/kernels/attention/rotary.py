@@ -3,8 +3,6 @@
 Shapes: T rows, H query heads, G key/value heads, d head width, X = (H + 2 G) d.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from peagle.kernels.attention.types import QKNormRope

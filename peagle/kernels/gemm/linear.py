@@ -21,8 +21,6 @@ where a decode step goes from MAX_FEW_ROWS rows to more. cuBLAS reads a norm tha
 Shapes: T rows, K input width, N output width (twice the result's width for a gated GEMM).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 Shapes are N output columns (twice the result's width for a gated GEMM), K input columns and whether they are gated.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from peagle.kernels.triton_utils import HAVE_TRITON

@@ -19,8 +19,6 @@ Shapes: R rows, D student width, V student vocabulary, P teacher positions, T te
 rows and Q positions of one chunk.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -14,8 +14,6 @@ Shapes: T rows, D hidden width, E experts, C chosen experts per row, I width of 
 expert, X = 2 I.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F

@@ -80,14 +80,6 @@ def pack_words(blocks: Tensor) -> Tensor:
     return steps.transpose(-3, -2).reshape(padded.shape)
 
 
-def zero_padding(weights: PackedWeights) -> None:
-    """Zeros the words behind the last column, as kernels require; for randomly drawn words."""
-    if used := weights.columns % COLUMN_STEP // 4:
-        count, rows, _ = weights.words_ERW.shape
-        steps = weights.words_ERW.view(count, rows // ROW_GROUP, -1, ROW_GROUP, COLUMN_STEP // 4)
-        steps[:, :, -1, :, used:] = 0
-
-
 def pad_exponents(scales: Tensor) -> Tensor:
     """Pads a checkpoint's exponents [..., G] to a multiple of EXPONENT_RUN."""
     return F.pad(scales, (0, -scales.shape[-1] % EXPONENT_RUN))
