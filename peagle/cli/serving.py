@@ -60,7 +60,8 @@ def serve(
     if speculative_config is not None:
         if drafter is not None or k != "auto":
             raise UserError(f"{SPECULATIVE_FLAG}: names the drafter and K already; omit --drafter and -k")
-        drafter, k = parse_speculative_config(speculative_config)
+        drafter, k, parallel = parse_speculative_config(speculative_config)
+        _check_parallel_drafting(drafter, parallel)
         engine_settings = replace(engine_settings, num_speculative_tokens=k)
     if drafter is None and k != "auto":
         raise UserError(f"-k {k}: needs a --drafter")
@@ -71,8 +72,8 @@ def serve(
     _serve_embedded(target, drafter, settings, engine_settings)
 
 
-def parse_speculative_config(text: str) -> tuple[str, int]:
-    """Parses vLLM's JSON to the drafter and K. Other keys are refused; the checkpoint decides `parallel_drafting`."""
+def parse_speculative_config(text: str) -> tuple[str, int, bool | None]:
+    """Parses vLLM's JSON to the drafter, K and `parallel_drafting` (None: not given). Other keys are refused."""
     try:
         values = json.loads(text)
     except (ValueError, RecursionError):
@@ -88,7 +89,17 @@ def parse_speculative_config(text: str) -> tuple[str, int]:
         raise UserError(f"{SPECULATIVE_FLAG}: method {values['method']!r} must be eagle3, for P-EAGLE and EAGLE-3")
     if not values.get("model") or "num_speculative_tokens" not in values:
         raise UserError(f"{SPECULATIVE_FLAG}: needs model, the drafter, and num_speculative_tokens")
-    return values["model"], check_num_speculative_tokens(values["num_speculative_tokens"])
+    k = check_num_speculative_tokens(values["num_speculative_tokens"])
+    return values["model"], k, values.get("parallel_drafting")
+
+
+def _check_parallel_drafting(drafter: str, parallel: bool | None) -> None:
+    from peagle.checkpoints.drafter import read_drafter_config
+
+    if parallel is not None and parallel != read_drafter_config(resolve_drafter(drafter), None).parallel:
+        method, value = ("P-EAGLE", "true") if not parallel else ("EAGLE-3", "false, or be omitted")
+        fact = f"{drafter} is an {method} drafter, so it must be {value}"
+        raise UserError(f"{SPECULATIVE_FLAG}: parallel_drafting: {fact}")
 
 
 def _serve_embedded(target: str, drafter: str | None, settings: ServeSettings, engine_settings: EngineSettings) -> None:

@@ -217,8 +217,8 @@ def test_a_used_port_is_reported_before_loading(target: Path) -> None:
 
 def test_parse_speculative_config() -> None:
     text = '{"method": "eagle3", "model": "d", "num_speculative_tokens": 5, "parallel_drafting": true}'
-    assert parse_speculative_config(text) == ("d", 5)
-    assert parse_speculative_config('{"model": "d", "num_speculative_tokens": 5}') == ("d", 5)
+    assert parse_speculative_config(text) == ("d", 5, True)
+    assert parse_speculative_config('{"model": "d", "num_speculative_tokens": 5}') == ("d", 5, None)
     for wrong, mentioned in [
         ("[]", "object"),
         ('{"model": "d", "num_speculative_tokens": 5, "draft_tensor_parallel_size": 2}', "draft_tensor_parallel_size"),
