@@ -270,7 +270,8 @@ class EngineClient:
         self.state = "failed"
         is_user_error = self._error is not None and self._error.is_user_error
         self.fatal_error = UserError(self.last_error) if is_user_error else RuntimeError(self.last_error)
-        log_event("engine failed for good", level="error", error=self.last_error)
+        if not is_user_error:  # the command line reports those
+            log_event("engine failed for good", level="error", error=self.last_error)
         self._fail_all(EngineUnavailableError("failed"))
         self.started.set()
 
