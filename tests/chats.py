@@ -68,7 +68,7 @@ class Canned:
         self, answer: Callable[[GenerationRequest], GenerationResult] = canned, order: int = 0, room: int = 5
     ) -> None:
         self.answer, self.most, self.max_model_len = answer, room, None
-        self.asked: list[GenerationRequest] = []
+        self.requests: list[GenerationRequest] = []
         self._open: list[GenerationRequest] = []
         self._rng = random.Random(order)
 
@@ -77,7 +77,7 @@ class Canned:
         return self.most - len(self._open)
 
     def submit(self, request: GenerationRequest) -> None:
-        self.asked.append(replace(request, messages=list(request.messages)))
+        self.requests.append(replace(request, messages=list(request.messages)))
         self._open.append(request)
 
     def poll(self) -> list[GenerationResult]:

@@ -1,6 +1,6 @@
 """A server of OpenAI's protocol that streams words at a fixed pace, keeps a log of it, and misbehaves on demand.
 
-Knows nothing about its clients. What it does to a request is said by the prompt: `fault:NAME` or `as:NAME` anywhere in
+Knows nothing about its clients. The prompt chooses how a request is served: `fault:NAME` or `as:NAME` anywhere in
 it, so the same prompt is always treated alike.
 """
 
@@ -155,11 +155,11 @@ class StreamServer:
         return True
 
     async def _answer(self, writer: asyncio.StreamWriter, served: Served) -> bool:
-        asked = json.dumps(served.body.get("messages", served.body.get("prompt")))
-        fault = next((name for name in FAULTS if f"fault:{name}." in asked), None)
+        prompt = json.dumps(served.body.get("messages", served.body.get("prompt")))
+        fault = next((name for name in FAULTS if f"fault:{name}." in prompt), None)
         if fault is not None:
             return await self._misbehave(writer, served, fault)
-        manner = next((name for name in MANNERS if f"as:{name}." in asked), "plain")
+        manner = next((name for name in MANNERS if f"as:{name}." in prompt), "plain")
         await self._stream(writer, served, manner)
         return manner not in ("http/1.0", "lingers")
 

@@ -151,7 +151,7 @@ def test_rows_of_different_workloads_are_not_compared() -> None:
         check_comparable(shorter, base)
     with pytest.raises(UserError, match="is empty"):
         check_comparable(replace(fast, repeats=[repeat(0, 1.0, 0, {"HTTP 500": 8})]), base)
-    assert any("50 and 100 tokens" in said for said in all_warnings([base, shorter]))
+    assert any("50 and 100 tokens" in warning for warning in all_warnings([base, shorter]))
     # other servers have other addresses, but a server's baseline is no engine's
     served, plain = replace(fast, engine="http://b"), replace(base, engine="http://a")
     assert find_baseline(served, [base, plain, served]) is plain
@@ -160,7 +160,7 @@ def test_rows_of_different_workloads_are_not_compared() -> None:
 
 def test_unreliable_rows_have_warnings() -> None:
     assert row_warnings(row([100, 101, 102])) == []
-    for doubtful, said in [
+    for doubtful, expected in [
         (row([100, 125]), "repeats differ by 22%"),
         (row([100]), "no interval"),
         (row([2000, 2000]), "only 1.6 s"),
@@ -169,7 +169,7 @@ def test_unreliable_rows_have_warnings() -> None:
         (row([100, 100], request_rate=2.0, concurrency=None), "1 requests/s completed of 2"),
     ]:
         (found,) = row_warnings(doubtful)
-        assert re.search(said, found), found
+        assert re.search(expected, found), found
 
 
 # Arrivals
@@ -345,10 +345,10 @@ def test_server_counters_give_acceptance_and_warnings() -> None:
 
 
 class Counting:
-    """A bench that answers in no time, and is interrupted when asked to."""
+    """A bench whose measurements take no time; `stop_after` interrupts it."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[str, int]] = []
+        self.measured: list[tuple[str, int]] = []
         self.stop_after: int | None = None
 
     def __enter__(self) -> Counting:
@@ -358,9 +358,9 @@ class Counting:
         pass
 
     def measure(self, work: Workload, asks: Any, load: Load, seed: int, tell: Any) -> Any:
-        if self.stop_after == len(self.asked):
+        if self.stop_after == len(self.measured):
             raise KeyboardInterrupt
-        self.asked.append((str(load), seed))
+        self.measured.append((str(load), seed))
         return repeat(100 * len(asks), 5.0, len(asks)), ["a note"]
 
 
@@ -380,18 +380,20 @@ def test_same_command_resumes(tmp_path: Path) -> None:
     whole = run(path, counting)
     assert whole.finished and whole == read_results(path)
     # every load of every variant twice, with the same two arrivals, and nothing of it again
-    assert Counter(counting.asked) == Counter([(load, seed) for load in ("c=1", "c=2", "4/s") for seed in (0, 1)] * 2)
-    before = len(counting.asked)
-    assert run(path, counting).rows == whole.rows and len(counting.asked) == before
+    assert Counter(counting.measured) == Counter(
+        [(load, seed) for load in ("c=1", "c=2", "4/s") for seed in (0, 1)] * 2
+    )
+    before = len(counting.measured)
+    assert run(path, counting).rows == whole.rows and len(counting.measured) == before
     more = run(path, counting, ("none", "p-eagle", "eagle3"), repeats=3)
-    assert len(counting.asked) - before == 3 * 2 + 3 * 3
+    assert len(counting.measured) - before == 3 * 2 + 3 * 3
     assert {r.method for r in more.rows} == {"none", "p-eagle", "eagle3"}
-    assert sum("a note" in w for w in more.warnings) == 9, "once for each row, though it was said each time"
-    for changed, said in [
+    assert sum("a note" in w for w in more.warnings) == 9, "once for each row, though every repeat reports it"
+    for changed, expected in [
         ({"max_tokens": 5}, "max_tokens 128, now"),
         ({"num_warmups": 3}, "num_warmups 0, now it is 3"),
     ]:
-        with pytest.raises(UserError, match=f"was started with {said}"):
+        with pytest.raises(UserError, match=f"was started with {expected}"):
             run(path, counting, **changed)
 
 
@@ -501,20 +503,20 @@ def test_options_with_several_values() -> None:
 
 
 @dataclass
-class Said:
+class CommandResult:
     status: int
     out: str
     err: str
 
 
 @pytest.fixture
-def peagle(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Said]:
-    def called(*args: str) -> Said:
+def peagle(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., CommandResult]:
+    def called(*args: str) -> CommandResult:
         monkeypatch.setattr(sys, "argv", ["peagle", "bench", *args])
         with pytest.raises(SystemExit) as left:
             main()
-        said = capsys.readouterr()
-        return Said(int(left.value.code or 0), said.out, said.err)
+        captured = capsys.readouterr()
+        return CommandResult(int(left.value.code or 0), captured.out, captured.err)
 
     return called
 
@@ -526,7 +528,7 @@ def slow_server() -> Iterator[StreamServer]:
 
 
 def test_command_measures_a_server_and_resumes_a_file(
-    slow_server: StreamServer, tmp_path: Path, peagle: Callable[..., Said]
+    slow_server: StreamServer, tmp_path: Path, peagle: Callable[..., CommandResult]
 ) -> None:
     file, out = tmp_path / "p.jsonl", tmp_path / "out.json"
     file.write_text("".join(json.dumps({"prompt": f"hello {i}"}) + "\n" for i in range(8)))
@@ -544,11 +546,11 @@ def test_command_measures_a_server_and_resumes_a_file(
     ]
     first = peagle(*common, "--concurrency", "1", "4", "--max-tokens", "5", "--json")
     assert first.status == 0, first.err
-    said = json.loads(first.out)
-    assert said["kind"] == "bench" and said["finished"]
-    assert [(r["concurrency"], len(r["repeats"])) for r in said["rows"]] == [(1, 2), (4, 2)]
-    assert all(r["repeats"][0]["total_output_tokens"] == 40 for r in said["rows"])
-    assert said["rows"][1]["output_throughput"] > 0
+    results = json.loads(first.out)
+    assert results["kind"] == "bench" and results["finished"]
+    assert [(r["concurrency"], len(r["repeats"])) for r in results["rows"]] == [(1, 2), (4, 2)]
+    assert all(r["repeats"][0]["total_output_tokens"] == 40 for r in results["rows"])
+    assert results["rows"][1]["output_throughput"] > 0
     second = peagle(*common, "--concurrency", "1,4", "--max-tokens", "5", "--method", "p-eagle", "-k", "3")
     assert second.status == 0, second.err
     assert "speedup" in second.out and "p-eagle K=3" in second.out and "x" in second.out

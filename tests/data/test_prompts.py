@@ -26,7 +26,7 @@ def write(path: Path, *rows: Any) -> str:
     return str(path)
 
 
-def said(role: str, content: Any) -> dict[str, Any]:
+def message(role: str, content: Any) -> dict[str, Any]:
     return {"role": role, "content": content}
 
 
@@ -35,8 +35,15 @@ def test_every_form_of_a_row(tmp_path: Path) -> None:
         tmp_path / "some.jsonl",
         {"id": "one", "source": "mine", "prompt": "Hi"},
         {"id": 7, "turns": ["First?", "Second?"]},
-        {"messages": [said("system", "Be brief."), said("user", "Q1"), said("assistant", "A1"), said("user", "Q2")]},
-        {"messages": [said("user", [{"type": "text", "text": "in "}, {"type": "text", "text": "parts"}])]},
+        {
+            "messages": [
+                message("system", "Be brief."),
+                message("user", "Q1"),
+                message("assistant", "A1"),
+                message("user", "Q2"),
+            ]
+        },
+        {"messages": [message("user", [{"type": "text", "text": "in "}, {"type": "text", "text": "parts"}])]},
         {"conversations": [{"from": "human", "value": "Old words"}, {"from": "gpt", "value": "dropped"}]},
         {"turns": None, "prompt": "A field without a value is none"},
     )
@@ -74,7 +81,7 @@ BAD: list[tuple[Any, str, str]] = [
     (b'{"prompt": "\xff"}', "not valid JSON", "decode"),
     ([1, 2], "not a JSON object", "list"),
     ({"question": "?", "answer": "!"}, "no user turn", "question, answer"),
-    ({"messages": [said("assistant", "nobody asked")]}, "no user turn", ""),
+    ({"messages": [message("assistant", "nobody asked")]}, "no user turn", ""),
     ({"turns": []}, "no user turn", ""),
     ({"prompt": " \n"}, "empty text", "prompt"),
     ({"turns": ["fine", ""]}, "empty text", "turns[1]"),
@@ -82,9 +89,9 @@ BAD: list[tuple[Any, str, str]] = [
     ({"turns": "one string"}, "not a list", "str"),
     ({"turns": ["ok", None]}, "not a string", "turns[1]"),
     ({"messages": ["hi"]}, "not a message", "messages[0]"),
-    ({"messages": [said("user", "hi"), said("tool", "42")]}, "unknown role", "'tool'"),
-    ({"messages": [said("user", "hi"), said("system", "late")]}, "system message in the middle", "messages[1]"),
-    ({"messages": [said("user", [{"type": "image_url"}])]}, "not text", "parts"),
+    ({"messages": [message("user", "hi"), message("tool", "42")]}, "unknown role", "'tool'"),
+    ({"messages": [message("user", "hi"), message("system", "late")]}, "system message in the middle", "messages[1]"),
+    ({"messages": [message("user", [{"type": "image_url"}])]}, "not text", "parts"),
     (b'{"prompt": "\\ud800"}', "not text", "surrogate"),
     ({"id": ["x"], "prompt": "hi"}, "not a string", "id is list"),
 ]
@@ -124,19 +131,19 @@ def test_a_hub_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(UserError, match="pip install datasets"):
         read_prompts("org/name")
-    asked = []
+    calls = []
 
     def load_dataset(name: str, split: str) -> list[dict[str, Any]]:
-        asked.append((name, split))
+        calls.append((name, split))
         if split == "absent":
             raise ValueError("Unknown split 'absent'.\nShould be one of ['train_sft'].")
-        return [{"prompt": "from the hub", "messages": [said("user", "from the hub")]}, {"prompt": ""}]
+        return [{"prompt": "from the hub", "messages": [message("user", "from the hub")]}, {"prompt": ""}]
 
     fake = types.ModuleType("datasets")
     fake.load_dataset = load_dataset  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "datasets", fake)
     found = read_prompts("org/name", "train_sft")
-    assert asked == [("org/name", "train_sft")] and found.rows[0].source == "org/name"
+    assert calls == [("org/name", "train_sft")] and found.rows[0].source == "org/name"
     assert found.rejected[0].where == "org/name[1]"
     with pytest.raises(UserError, match="train_sft"):
         read_prompts("org/name", "absent")

@@ -44,7 +44,7 @@ from peagle.errors import UserError
 
 ENGINE = ResponseEngineSettings(device="cpu", dtype="float32", max_num_seqs=4, max_model_len=200)
 
-ASKED = [{"role": "user", "content": "Really?"}]
+USER = [{"role": "user", "content": "Really?"}]
 SYSTEM = [{"role": "system", "content": "Be brief."}]
 
 
@@ -110,15 +110,15 @@ def test_rows_equal_turn_by_turn_generation(target: Path, tmp_path: Path) -> Non
             for turn, request in enumerate(prompt.turns):
                 ids += [*request.encode(), ord("\n")]
                 params = settings.params(response_seed(3, prompt.id, sample, turn))
-                said = alone.generate(ids, params)[0].outputs[0]
-                if is_looping(said.token_ids, said.finish_reason == "stop"):
+                output = alone.generate(ids, params)[0].outputs[0]
+                if is_looping(output.token_ids, output.finish_reason == "stop"):
                     loops += 1
                     break
-                finish = said.finish_reason
-                spans.append([len(ids), len(ids) + len(said.token_ids)])
-                texts += [request, said.text]
-                ids += said.token_ids
-                tokens += len(said.token_ids)
+                finish = output.finish_reason
+                spans.append([len(ids), len(ids) + len(output.token_ids)])
+                texts += [request, output.text]
+                ids += output.token_ids
+                tokens += len(output.token_ids)
                 if finish == "length" and turn + 1 < len(prompt.turns):
                     ids.append(EOS)  # added by the template before the next turn
             if not spans:
@@ -144,17 +144,26 @@ def test_samples_are_greedy_after_their_lead(target: Path, tmp_path: Path) -> No
     leads, others = set[int](), 0
     for row in rows_of(out):
         for turn, (start, end) in enumerate(row["spans"]):
-            asked, said = row["token_ids"][:start], row["token_ids"][start:end]
+            prompt_ids, output_ids = row["token_ids"][:start], row["token_ids"][start:end]
             seed = response_seed(3, row["id"], row["sample"], turn)
-            lead = min(1 + seed % 9, len(said)) if row["sample"] else 0
+            lead = min(1 + seed % 9, len(output_ids)) if row["sample"] else 0
             if lead:
-                free = alone.generate(asked, SamplingParams(lead, 1.0, 0, settings.top_p, seed))[0].outputs[0].token_ids
-                assert said[:lead] == free[:lead]
-            greedy = alone.generate(asked + said[:lead], SamplingParams(24 - lead, 0.0))[0].outputs[0].token_ids
-            went_on = said[lead:] if said[-1] != EOS or len(said) > lead else greedy  # a lead may end the response
+                free = (
+                    alone.generate(prompt_ids, SamplingParams(lead, 1.0, 0, settings.top_p, seed))[0]
+                    .outputs[0]
+                    .token_ids
+                )
+                assert output_ids[:lead] == free[:lead]
+            greedy = (
+                alone.generate(prompt_ids + output_ids[:lead], SamplingParams(24 - lead, 0.0))[0].outputs[0].token_ids
+            )
+            # a lead may end the response
+            went_on = output_ids[lead:] if output_ids[-1] != EOS or len(output_ids) > lead else greedy
             assert went_on == greedy[: len(went_on)] and (len(went_on) == len(greedy) or row["finish_reason"] == "loop")
             leads.add(lead)
-            others += bool(lead) and said != alone.generate(asked, SamplingParams(24, 0.0))[0].outputs[0].token_ids
+            others += (
+                bool(lead) and output_ids != alone.generate(prompt_ids, SamplingParams(24, 0.0))[0].outputs[0].token_ids
+            )
     assert len(leads) > 5 and others > 3
     again = write_responses(prompts, out, str(target), settings, ENGINE, show_progress=False)
     assert again.num_new == 0
@@ -173,26 +182,28 @@ def test_varied_prompts_start_like_the_given_ones(target: Path, tmp_path: Path) 
     kept, others = set[int](), 0
     for prompt in read_prompts(prompts).rows:
         for sample in range(4):
-            row, asked = written.get((prompt.id, sample)), prompt.turns[0]
+            row, text = written.get((prompt.id, sample)), prompt.turns[0]
             if sample:
                 seed = response_seed(3, prompt.id, sample, -1)
-                begun = asked[: 1 + seed % 7]  # a token is a character here
+                begun = text[: 1 + seed % 7]  # a token is a character here
                 params = SamplingParams(256, 1.0, 0, settings.top_p, seed, stop_token_ids=(ord("\n"),))
-                said = alone.generate(list(begun.encode()), params)[0].outputs[0]
+                output = alone.generate(list(begun.encode()), params)[0].outputs[0]
                 if row is None:
-                    assert dropped[prompt.id, sample] == ("loop" if said.finish_reason == "stop" else UNFINISHED_PROMPT)
+                    assert dropped[prompt.id, sample] == (
+                        "loop" if output.finish_reason == "stop" else UNFINISHED_PROMPT
+                    )
                     continue
-                assert said.finish_reason == "stop"
+                assert output.finish_reason == "stop"
                 kept.add(len(begun))
-                made = begun + bytes(said.token_ids[:-1]).decode()
-                others, asked = others + (made != asked), made
+                made = begun + bytes(output.token_ids[:-1]).decode()
+                others, text = others + (made != text), made
                 assert len(row["messages"]) == 2  # later turns do not fit the new prompt
             if row is None:
                 assert dropped[prompt.id, sample] == "loop"
                 continue
-            assert row["messages"][0]["content"] == asked
+            assert row["messages"][0]["content"] == text
             start, end = row["spans"][0]
-            ids = [*asked.encode(), ord("\n")]
+            ids = [*text.encode(), ord("\n")]
             assert row["token_ids"][:start] == ids
             greedy = alone.generate(ids, SamplingParams(24, 0.0))[0].outputs[0].token_ids
             answer = row["token_ids"][start:end]
@@ -276,7 +287,8 @@ def test_resume_after_truncation_anywhere(
         for path, b in zip((out, sidecar_path(out, "dropped")), left, strict=True)
     )
     assert (
-        len({q.messages[0]["content"] + str(q.params.seed) for q in source.asked if len(q.messages) == 1}) == 24 - kept
+        len({q.messages[0]["content"] + str(q.params.seed) for q in source.requests if len(q.messages) == 1})
+        == 24 - kept
     )
     assert (again.num_rows, again.num_tokens, again.finished_share, again.dropped) == (
         summary.num_rows,
@@ -298,7 +310,7 @@ def test_looping_responses_are_dropped_once(chat: ChatFormat, tmp_path: Path) ->
         assert row["messages"][-1]["role"] == "assistant" and len(row["messages"]) == 2 * len(row["spans"])
     source = Canned()
     again = write(out, chat, source)
-    assert source.asked == [] and again.num_new == 0 and again.num_rows == summary.num_rows
+    assert source.requests == [] and again.num_new == 0 and again.num_rows == summary.num_rows
     more = write(out, chat, Canned(), ResponseSettings(samples=3, seed=1))
     assert more.num_requested == 36 and more.num_rows + sum(more.dropped.values()) == 36
 
@@ -322,10 +334,10 @@ def test_is_looping(ids: list[int], ended: bool, loop: bool) -> None:
 def test_response_is_cut_at_the_start_of_its_loop(chat: ChatFormat, tmp_path: Path, kept: int) -> None:
     """Or `loop_tokens` later, at most at its end."""
     news = list(range(40, 90))
-    said = news + news[-14:] * 5
+    output_token_ids = news + news[-14:] * 5
 
     def answer(request: GenerationRequest) -> GenerationResult:
-        return GenerationResult(request.request_id, list(said), None, "length")
+        return GenerationResult(request.request_id, list(output_token_ids), None, "length")
 
     out = tmp_path / "out.jsonl"
     settings = ResponseSettings(samples=2, seed=1, loop_tokens=kept)
@@ -334,7 +346,7 @@ def test_response_is_cut_at_the_start_of_its_loop(chat: ChatFormat, tmp_path: Pa
     assert summary.num_cut == len(rows) == 24 and not summary.dropped
     for row in rows:
         ((start, end),) = row["spans"]  # no further turn follows a loop
-        assert row["token_ids"][start:end] == said[: len(news) + kept] and row["finish_reason"] == "loop"
+        assert row["token_ids"][start:end] == output_token_ids[: len(news) + kept] and row["finish_reason"] == "loop"
         assert row["messages"][-1]["content"] == bytes(row["token_ids"][start:end]).decode()
     assert write(out, chat, Canned(answer), settings).num_cut == 24
 
@@ -349,11 +361,11 @@ def test_num_tokens_before_loop() -> None:
     st.lists(st.integers(0, 3), max_size=60), st.lists(st.integers(0, 9), min_size=1, max_size=40), st.integers(0, 9)
 )
 def test_is_repeating(before: list[int], circle: list[int], wrong: int) -> None:
-    said = before + circle * (1 + 96 // len(circle))
+    token_ids = before + circle * (1 + 96 // len(circle))
     if len(circle) <= 32:
-        assert is_repeating(said)
-    said[-1 - wrong] += 100
-    assert not is_repeating(said) and not is_repeating(circle * 3 if len(circle) < 32 else list(range(96)))
+        assert is_repeating(token_ids)
+    token_ids[-1 - wrong] += 100
+    assert not is_repeating(token_ids) and not is_repeating(circle * 3 if len(circle) < 32 else list(range(96)))
 
 
 def test_repeating_request_is_stopped_early(target: Path) -> None:
@@ -382,7 +394,7 @@ def test_repeating_request_is_stopped_early(target: Path) -> None:
 def test_ctrl_c_keeps_finished_rows(chat: ChatFormat, tmp_path: Path) -> None:
     class Interrupted(Canned):
         def poll(self) -> list[GenerationResult]:
-            if len(self.asked) > 12:
+            if len(self.requests) > 12:
                 raise KeyboardInterrupt
             return super().poll()
 
@@ -403,10 +415,10 @@ def test_spans_when_the_text_encodes_differently(tmp_path: Path) -> None:
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
     fast.chat_template = TEMPLATE
     chat = ChatFormat(fast, {4})
-    said = {1: [0, 1, 4], 3: [0, 1, 0, 1, 4]}  # "abd" and "ababd": a and b as separate tokens, unlike the tokenizer
+    outputs = {1: [0, 1, 4], 3: [0, 1, 0, 1, 4]}  # "abd" and "ababd": a and b as separate tokens, unlike the tokenizer
 
     def answer(request: GenerationRequest) -> GenerationResult:
-        return GenerationResult(request.request_id, said[len(request.messages)], None, "stop")
+        return GenerationResult(request.request_id, outputs[len(request.messages)], None, "stop")
 
     prompts = PromptSet("here", (Prompt("x", "s", ("a?", "b?")),), (), 0)
     file = ResponseFile(tmp_path / "o.jsonl", {}, {}, chat.decode_responses)
@@ -465,16 +477,16 @@ def test_command_line(
     prompts = tmp_path / "p.jsonl"
     prompts.write_text('{"prompt": "You may not use this"}\n{"prompt": ""}\n{"prompt": "You may not use this"}\n')
     args = (str(prompts), "--out", str(tmp_path / "o.jsonl"), "-t", str(target), "--max-tokens", "8")
-    status, said, noted = peagle(*args, "--max-model-len", "100", "--device", "cpu")
-    assert status == 0, noted
-    assert "1 of 1 rows" in said and "1 empty text" in said and "duplicate prompts: 1" in said
-    status, _, noted = peagle(*args)
-    assert status == 2 and "--max-model-len was 100 and is None" in noted and len(noted.splitlines()) == 1
+    status, output, stderr = peagle(*args, "--max-model-len", "100", "--device", "cpu")
+    assert status == 0, stderr
+    assert "1 of 1 rows" in output and "1 empty text" in output and "duplicate prompts: 1" in output
+    status, _, stderr = peagle(*args)
+    assert status == 2 and "--max-model-len was 100 and is None" in stderr and len(stderr.splitlines()) == 1
     other = tmp_path / "other.jsonl"
     again = (str(prompts), "--out", str(other), *args[3:], "--max-model-len", "100", "--device", "cpu")
-    status, _, noted = peagle(*again, "--kv-cache-memory-bytes", "9000")
-    assert status == 2 and "raise --kv-cache-memory-bytes" in noted
-    status, _, noted = peagle(*again, "--kv-cache-memory-bytes", "9000000")
+    status, _, stderr = peagle(*again, "--kv-cache-memory-bytes", "9000")
+    assert status == 2 and "raise --kv-cache-memory-bytes" in stderr
+    status, _, stderr = peagle(*again, "--kv-cache-memory-bytes", "9000000")
     assert status == 0 and other.read_text() == (tmp_path / "o.jsonl").read_text()
     for wrong, named in (
         (("--samples", "2", "--temperature", "0"), "--samples 2: "),
@@ -492,8 +504,8 @@ def test_command_line(
         (("--endpoint", "ftp://x"), "--endpoint ftp://x: "),
         (("--endpoint", "http://x", "--concurrency", "0"), "--concurrency 0"),
     ):
-        status, _, noted = peagle(*args, *wrong)
-        assert status == 2 and named in noted, noted
+        status, _, stderr = peagle(*args, *wrong)
+        assert status == 2 and named in stderr, stderr
 
 
 def test_target_without_a_chat_template(tmp_path: Path) -> None:
@@ -510,12 +522,12 @@ def test_target_without_a_chat_template(tmp_path: Path) -> None:
 
 def test_raw_prompts(target: Path, tmp_path: Path) -> None:
     """Without a template, responses equal greedy completions of the same text."""
-    asked = [
+    prompts = [
         *({"prompt": piece} for piece in text_pieces(3)),
         {"turns": ["one", "two"]},
-        {"messages": [*SYSTEM, *ASKED]},
+        {"messages": [*SYSTEM, *USER]},
     ]
-    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, asked)))
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, prompts)))
     settings = ResponseSettings(temperature=0.0, max_tokens=8)
     given = (str(tmp_path / "p.jsonl"), tmp_path / "o.jsonl", str(target), settings, ENGINE)
     summary = write_responses(*given, show_progress=False, raw=True)
@@ -524,16 +536,16 @@ def test_raw_prompts(target: Path, tmp_path: Path) -> None:
     told = LLM(target, device="cpu", dtype="float32").generate(texts, settings.params(0))
     by_text = {output.prompt: output.outputs[0].token_ids for output in told}
     for row in rows_of(tmp_path / "o.jsonl"):
-        text, said = (message["content"] for message in row["messages"])
+        text, response = (message["content"] for message in row["messages"])
         assert row["token_ids"] == [*text.encode(), *by_text[text]]
         assert row["spans"] == [[len(text), len(row["token_ids"])]]
-        assert said.encode() == bytes(by_text[text]).rstrip(b"d")
+        assert response.encode() == bytes(by_text[text]).rstrip(b"d")
     # loading needs the same format; conversations without token ids are encoded with it
     plain = load_chat_format(target, raw=True)
     assert len(load_responses(tmp_path / "o.jsonl", plain)) == 4
     with pytest.raises(UserError, match="this target's chat template .* .and --chat-template FILE or --raw"):
         load_responses(tmp_path / "o.jsonl", load_chat_format(target))
-    (tmp_path / "own.jsonl").write_text(json.dumps({"messages": [*ASKED, {"role": "assistant", "content": " yes"}]}))
+    (tmp_path / "own.jsonl").write_text(json.dumps({"messages": [*USER, {"role": "assistant", "content": " yes"}]}))
     [example] = load_responses(tmp_path / "own.jsonl", plain)
     assert bytes(example.token_ids) == b"Really? yes" and example.spans == ((7, 11),)
     with pytest.raises(UserError, match="--raw: .* --chat-template x.jinja"):
@@ -578,8 +590,8 @@ def test_long_prompts_and_templates_that_raise(chat: ChatFormat, tmp_path: Path)
         lambda: source
     )
     assert summary.num_rows == 1 and summary.dropped == {"prompt too long": 1, "rejected by the chat template": 1}
-    said = {r["id"]: r["detail"] for r in rows_of(sidecar_path(tmp_path / "o.jsonl", "dropped"))}
-    assert said["long"] == "13 tokens" and "no system role" in said["sys"]
+    details = {r["id"]: r["detail"] for r in rows_of(sidecar_path(tmp_path / "o.jsonl", "dropped"))}
+    assert details["long"] == "13 tokens" and "no system role" in details["sys"]
 
 
 def _file(folder: Path, text: str) -> Path:

@@ -56,14 +56,14 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         monkeypatch.setattr(sys, "stdin", io.StringIO() if typed is None else Terminal(typed))
         with pytest.raises(SystemExit) as ended:
             main()
-        said = capsys.readouterr()
-        return int(ended.value.code or 0), said.out, said.err
+        captured = capsys.readouterr()
+        return int(ended.value.code or 0), captured.out, captured.err
 
     return one
 
 
 def there(aws: endpoint.AwsClients) -> tuple[list[str], list[str]]:
-    """What SageMaker and S3 hold, asked for directly."""
+    """The kinds of SageMaker resources and the S3 keys that exist."""
     lists = {
         "endpoint": aws.sagemaker.list_endpoints()["Endpoints"],
         "endpoint config": aws.sagemaker.list_endpoint_configs()["EndpointConfigs"],
@@ -81,16 +81,16 @@ KEYS = [
 
 def test_nothing_is_created_without_confirmation(aws: endpoint.AwsClients, run: Any) -> None:
     for arguments, typed in (((), None), ((), "n\n"), ((), "\n"), (("--dry-run",), "y\n")):
-        status, said, _ = run(*LOCAL, *arguments, typed=typed)
-        assert status == 0 and said.rstrip().endswith("nothing was created; --yes creates it")
-        assert "USD 2.61 an hour, 63 a day, 1905 a month" in said and "August 2026" in said
-        assert "SM_VLLM_SPECULATIVE_CONFIG" in said and f"s3://{BUCKET}/models/{NAME}/" in said
+        status, output, _ = run(*LOCAL, *arguments, typed=typed)
+        assert status == 0 and output.rstrip().endswith("nothing was created; --yes creates it")
+        assert "USD 2.61 an hour, 63 a day, 1905 a month" in output and "August 2026" in output
+        assert "SM_VLLM_SPECULATIVE_CONFIG" in output and f"s3://{BUCKET}/models/{NAME}/" in output
         assert there(aws) == ([], [])
 
 
 def test_create_status_and_delete(aws: endpoint.AwsClients, run: Any) -> None:
-    status, said, _ = run(*LOCAL, "-k", "5", "--max-model-len", "128", "--wait", typed="y\n")
-    assert status == 0 and said.rstrip().endswith(f"{NAME} is in service")
+    status, output, _ = run(*LOCAL, "-k", "5", "--max-model-len", "128", "--wait", typed="y\n")
+    assert status == 0 and output.rstrip().endswith(f"{NAME} is in service")
     assert there(aws) == (ALL, KEYS)
     model = aws.sagemaker.describe_model(ModelName=NAME)
     assert model["ExecutionRoleArn"] == ROLE
@@ -117,14 +117,14 @@ def test_create_status_and_delete(aws: endpoint.AwsClients, run: Any) -> None:
     uploaded = aws.s3.get_object(Bucket=BUCKET, Key=KEYS[1])["Body"].read()
     assert uploaded == (Path(DRAFTER) / "model.safetensors").read_bytes()
 
-    status, said, _ = run("status", NAME, "--region", REGION)
-    assert status == 0 and f"{NAME}: InService" in said and "1 x ml.g6e.xlarge for 0.0 hours" in said
+    status, output, _ = run("status", NAME, "--region", REGION)
+    assert status == 0 and f"{NAME}: InService" in output and "1 x ml.g6e.xlarge for 0.0 hours" in output
     status, _, complaints = run(*LOCAL, "--yes")
     assert status == 2 and f"--name {NAME}: the endpoint {NAME} exists already" in complaints, "not made twice"
 
     assert "nothing was deleted" in run("delete", NAME, "--region", REGION)[1] and there(aws)[0] == ALL
-    status, said, _ = run("delete", NAME, "--region", REGION, typed="y\nn\n")
-    assert status == 0 and "kept: s3://" in said and there(aws) == ([], KEYS)
+    status, output, _ = run("delete", NAME, "--region", REGION, typed="y\nn\n")
+    assert status == 0 and "kept: s3://" in output and there(aws) == ([], KEYS)
     assert run("delete", NAME, "--region", REGION, "--yes")[0] == 2, "nothing of that name any more"
 
 
@@ -144,8 +144,8 @@ def test_hub_models_are_not_uploaded(aws: endpoint.AwsClients, run: Any) -> None
     assert container["Environment"]["SM_VLLM_MODEL"] == "openai/gpt-oss-20b" and "ModelDataSource" not in container
     assert json.loads(container["Environment"]["SM_VLLM_SPECULATIVE_CONFIG"])["model"] == "amazon/GPT-OSS-20B-P-EAGLE"
     assert there(aws) == (ALL, [])
-    status, said, _ = run("delete", NAME, "--region", REGION, "--yes")
-    assert status == 0 and "kept" not in said and there(aws) == ([], [])
+    status, output, _ = run("delete", NAME, "--region", REGION, "--yes")
+    assert status == 0 and "kept" not in output and there(aws) == ([], [])
 
 
 def test_invoke(aws: endpoint.AwsClients, run: Any) -> None:
@@ -153,8 +153,8 @@ def test_invoke(aws: endpoint.AwsClients, run: Any) -> None:
 
     assert run(*LOCAL, "--yes")[0] == 0
     backend = sagemakerruntime_backends[ACCOUNT][REGION]
-    said = json.dumps({"choices": [{"message": {"role": "assistant", "content": "Because."}}]})
-    backend.results_queue.append((said, "application/json", "all", ""))
+    body = json.dumps({"choices": [{"message": {"role": "assistant", "content": "Because."}}]})
+    backend.results_queue.append((body, "application/json", "all", ""))
     assert run("invoke", NAME, "Why?", "--region", REGION)[:2] == (0, "Because.\n")
     backend.results_queue.append(("<html>", "text/html", "all", ""))
     status, _, complaints = run("invoke", NAME, "Why not?", "--region", REGION)
@@ -332,8 +332,8 @@ def test_errors_stop_the_deployment(aws: endpoint.AwsClients, run: Any, argument
 
 def test_plan_does_not_need_boto3(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "boto3", None)
-    status, said, _ = run(*LOCAL)
-    assert status == 0 and "create_endpoint_config" in said
+    status, output, _ = run(*LOCAL)
+    assert status == 0 and "create_endpoint_config" in output
     status, _, complaints = run(*LOCAL, "--yes")
     assert status == 2 and "pip install 'peagle[aws]'" in complaints
 

@@ -42,8 +42,8 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         monkeypatch.setattr(sys, "argv", ["peagle", "deploy", "vllm", *arguments])
         with pytest.raises(SystemExit) as ended:
             main()
-        said = capsys.readouterr()
-        return int(ended.value.code or 0), said.out, said.err
+        captured = capsys.readouterr()
+        return int(ended.value.code or 0), captured.out, captured.err
 
     return one
 
@@ -79,10 +79,10 @@ def odd_names(tmp_path: Path) -> tuple[str, str]:
 def test_shell_script(run: Any, odd_names: tuple[str, str], tmp_path: Path) -> None:
     target, drafter = odd_names
     out = tmp_path / "out"
-    status, said, _ = run(
+    status, output, _ = run(
         target, "-d", drafter, "-k", "5", "--tensor-parallel", "2", "--out", str(out), "--", "--kv-cache-dtype", "fp8"
     )
-    assert status == 0 and f"{out}/serve.sh" in said
+    assert status == 0 and f"{out}/serve.sh" in output
     environment = fake_vllm(tmp_path)
     missing = subprocess.run(["sh", out / "serve.sh"], env=environment, capture_output=True, text=True)
     assert missing.returncode != 0 and "VLLM_API_KEY" in missing.stderr, "no key, no server"
@@ -102,8 +102,8 @@ def test_files_contain_no_secrets(run: Any, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("VLLM_API_KEY", KEY)
     monkeypatch.setenv("HF_TOKEN", KEY)
     out = tmp_path / "out"
-    status, said, complaints = run("org/target", "-d", "org/drafter", "--unchecked", "--out", str(out))
-    assert status == 0 and KEY not in said + complaints
+    status, output, complaints = run("org/target", "-d", "org/drafter", "--unchecked", "--out", str(out))
+    assert status == 0 and KEY not in output + complaints
     texts = {path.name: path.read_text() for path in out.iterdir()}
     assert sorted(texts) == ["compose.yaml", "kubernetes.yaml", "peagle.service", "serve.sh"]
     assert not any(KEY in text for text in texts.values())
@@ -286,8 +286,8 @@ def test_unknown_architecture_is_a_warning(run: Any, tmp_path: Path) -> None:
 
 def test_unreachable_hub_is_one_line(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    status, said, complaints = run("no-such-owner/no-such-model", "-d", DRAFTER)
-    assert (status, said) == (2, "") and len(complaints.splitlines()) == 1
+    status, output, complaints = run("no-such-owner/no-such-model", "-d", DRAFTER)
+    assert (status, output) == (2, "") and len(complaints.splitlines()) == 1
     assert "could not be fetched" in complaints and "--unchecked" in complaints
     status, line, complaints = run("no-such-owner/no-such-model", "-d", DRAFTER, "--unchecked")
     assert status == 0 and "not checked" in complaints and shlex.split(line)[3] == "no-such-owner/no-such-model"
@@ -340,8 +340,8 @@ def test_drafter_that_vllm_misreads_is_an_error(
     out = tmp_path / "out"
     status, _, complaints = run(TARGET, "-d", folder, "--vllm-version", version, "--out", str(out))
     assert status == 2 and told in complaints and not out.exists()
-    status, said, _ = run(TARGET, "-d", folder, "--vllm-version", version, "--out", str(out), "--force")
-    assert status == 0 and said.startswith("wrote") and out.exists()
+    status, output, _ = run(TARGET, "-d", folder, "--vllm-version", version, "--out", str(out), "--force")
+    assert status == 0 and output.startswith("wrote") and out.exists()
 
 
 def test_more_draft_tokens_than_trained(run: Any, tmp_path: Path) -> None:
@@ -377,6 +377,6 @@ def test_different_files_are_kept(run: Any, tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_wrong_command_line_is_one_line(run: Any, arguments: tuple[str, ...], named: str) -> None:
-    status, said, complaints = run(*arguments)
-    assert status == 2 and not said
+    status, output, complaints = run(*arguments)
+    assert status == 2 and not output
     assert complaints.startswith("peagle: error:") and len(complaints.splitlines()) == 1 and named in complaints

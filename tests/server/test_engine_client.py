@@ -96,11 +96,11 @@ BODIES: dict[str, bytes] = {
 @pytest.mark.parametrize("name", BODIES)
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
 def test_an_invalid_body_gets_400(served: LocalServer, name: str, path: str) -> None:
-    status, headers, said = served.request(path, BODIES[name])
-    assert status == 400 or (name in ("a zero byte", "a long prompt") and path == "/tokenize" and status == 200), said
+    status, headers, body = served.request(path, BODIES[name])
+    assert status == 400 or (name in ("a zero byte", "a long prompt") and path == "/tokenize" and status == 200), body
     assert headers["content-type"] == "application/json"
     if status == 400:
-        assert isinstance(said["error"]["message"], str) and len(json.dumps(said)) < 1000
+        assert isinstance(body["error"]["message"], str) and len(json.dumps(body)) < 1000
 
 
 def test_a_valid_request_is_served_after_invalid_ones(served: LocalServer, expected: str) -> None:
@@ -126,7 +126,7 @@ def test_a_large_body_gets_413(served: LocalServer, expected: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "raw_request",
     [
         b"\x00\x01\x02\x03\r\n\r\n",
         b"GET / HTTQ/1.1\r\n\r\n",
@@ -153,10 +153,10 @@ def test_a_large_body_gets_413(served: LocalServer, expected: str) -> None:
         "length and encoding",
     ],
 )
-def test_invalid_http_gets_an_error(served: LocalServer, said: bytes) -> None:
+def test_invalid_http_gets_an_error(served: LocalServer, raw_request: bytes) -> None:
     with connect(served) as one:
         try:
-            one.sendall(said + b"\r\n\r\n")
+            one.sendall(raw_request + b"\r\n\r\n")
             answer = one.recv(65536)
             while answer and b'"error"' not in answer and (more := one.recv(65536)):  # head and body may come apart
                 answer += more
@@ -370,12 +370,12 @@ def test_an_engine_failure_fails_only_running_requests(expected: str) -> None:
             bad = pool.submit(server.request, "/v1/completions", {**LONG, "prompt": poisoned, "stream": stream})
             wait_until(lambda: server.engine.stats.num_requests_running)
             waiting = [pool.submit(server.complete) for _ in range(4)]
-            status, _, said = bad.result()
+            status, _, body = bad.result()
             if stream:
-                assert status == 200 and b'"code":"engine_error"' in said and said.endswith(b"data: [DONE]\n\n")
+                assert status == 200 and b'"code":"engine_error"' in body and body.endswith(b"data: [DONE]\n\n")
             else:
-                assert (status, said["error"]["code"]) == (500, "engine_error")
-                assert "astray" not in said["error"]["message"]
+                assert (status, body["error"]["code"]) == (500, "engine_error")
+                assert "astray" not in body["error"]["message"]
             assert [one.result() for one in waiting] == [(200, expected)] * 4
             status, _, health = server.request("/health")
             assert (status, health["status"], health["restarts"]) == (200, "ready", restarts)
@@ -428,8 +428,8 @@ def test_repeated_engine_failures_make_the_server_unhealthy(expected: str) -> No
         wait_until(lambda: server.request("/health/live")[0] != 200)
         status, _, health = server.request("/health/live")
         assert (status, health["status"]) == (503, "failed") and "astray" in health["last_error"]
-        status, headers, said = server.request("/v1/completions", LONG)
-        assert (status, said["error"]["code"]) == (503, "unavailable") and "retry-after" in headers
+        status, headers, body = server.request("/v1/completions", LONG)
+        assert (status, body["error"]["code"]) == (503, "unavailable") and "retry-after" in headers
         assert server.request("/metrics")[0] == 200
 
 
@@ -452,11 +452,11 @@ def test_a_schema_fuzzer_finds_no_500(served: LocalServer, expected: str) -> Non
                 @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
                 @given(case=strategy)
                 def fuzz(case: Any) -> None:
-                    said = case.call(timeout=60)
-                    seen.add(said.status_code)
-                    assert said.status_code < 500, (case.body, said.text)
-                    if said.status_code >= 400:
-                        assert said.json()["error"].keys() == {"message", "type", "param", "code"}
+                    response = case.call(timeout=60)
+                    seen.add(response.status_code)
+                    assert response.status_code < 500, (case.body, response.text)
+                    if response.status_code >= 400:
+                        assert response.json()["error"].keys() == {"message", "type", "param", "code"}
 
                 fuzz()
             except schemathesis.errors.SchemathesisError:

@@ -101,9 +101,9 @@ def answers(draw: st.DrawFn, kind: str) -> tuple[str, str, list[tuple[str, dict[
 def test_calls_are_found_in_any_deltas(kind: str, data: st.DataObject) -> None:
     text, content, expected = data.draw(answers(kind))
     for pieces in ([text], list(text), cut(text, data.draw(st.lists(st.integers(0, 10_000), max_size=8)))):
-        said, found = read(TOOL_CALL_FORMATS[kind], pieces)
+        remaining, found = read(TOOL_CALL_FORMATS[kind], pieces)
         assert [(call.name, json.loads(call.arguments)) for call in found] == expected
-        assert said == content
+        assert remaining == content
 
 
 FRAGMENTS = [
@@ -120,17 +120,19 @@ FRAGMENTS = [
 @given(parts=st.lists(st.sampled_from(FRAGMENTS), max_size=14), at=st.lists(st.integers(0, 500), max_size=8))
 def test_deltas_never_matter_and_text_stays_text(form: ToolCallFormat, parts: list[str], at: list[int]) -> None:
     text = "".join(parts)
-    said, found = read(form, [text])
-    assert read(form, list(text)) == read(form, parts) == read(form, cut(text, at)) == (said, found)
-    json.dumps([said, [call.name for call in found], [call.arguments for call in found]], ensure_ascii=False).encode()
+    content, found = read(form, [text])
+    assert read(form, list(text)) == read(form, parts) == read(form, cut(text, at)) == (content, found)
+    json.dumps(
+        [content, [call.name for call in found], [call.arguments for call in found]], ensure_ascii=False
+    ).encode()
     if not found:
-        assert said == text
+        assert content == text
     else:  # of what is left nothing is made up, and nothing but calls is gone
         left = iter(text)
-        assert all(letter in left for letter in said)
+        assert all(letter in left for letter in content)
         assert all(isinstance(json.loads(call.arguments), dict) for call in found)
     if form.start_tag is not None and form.start_tag not in text and not form.bare_json:
-        assert (said, found) == (text, [])
+        assert (content, found) == (text, [])
 
 
 @pytest.mark.parametrize(
@@ -159,8 +161,8 @@ def test_deltas_never_matter_and_text_stays_text(form: ToolCallFormat, parts: li
     ],
 )  # fmt: skip
 def test_what_counts_as_a_call(kind: str, text: str, content: str, found: list[str]) -> None:
-    said, calls = read(TOOL_CALL_FORMATS[kind], list(text))
-    assert (said, [call.name for call in calls]) == (content, found)
+    remaining, calls = read(TOOL_CALL_FORMATS[kind], list(text))
+    assert (remaining, [call.name for call in calls]) == (content, found)
 
 
 def test_long_texts() -> None:
@@ -168,8 +170,8 @@ def test_long_texts() -> None:
     noise = '<tool_call>{"' * 20_000
     assert read(TOOL_CALL_FORMATS["hermes"], re.findall("(?s).{1,4}", noise)) == (noise, [])
     long = json.dumps({"name": "find", "arguments": {"x": 'a"\\' * 60_000}})
-    said, found = read(TOOL_CALL_FORMATS["hermes"], re.findall("(?s).{1,4}", f"<tool_call>{long}</tool_call>"))
-    assert said == "" and json.loads(found[0].arguments)["x"] == 'a"\\' * 60_000
+    content, found = read(TOOL_CALL_FORMATS["hermes"], re.findall("(?s).{1,4}", f"<tool_call>{long}</tool_call>"))
+    assert content == "" and json.loads(found[0].arguments)["x"] == 'a"\\' * 60_000
     brackets = JsonEndFinder(0)
     assert [brackets.find(t) for t in ('{"a', '{"a}\\', '{"a}\\"]', '{"a}\\"]"', '{"a}\\"]"}x')] == [None] * 4 + [9]
 
@@ -231,8 +233,8 @@ def build_scripted_engine(kind: str) -> LLM:
     tokenizer.save_pretrained(folder)
     ids = {piece: tokenizer.convert_tokens_to_ids(piece) for piece in [*pieces, *SPECIAL]}
     follows = {}
-    for last, said in ((ASK, ANSWERS[kind]), (TELL, WORDS)):
-        chain = [ord(last), *(ids[piece] for piece in said), ids["<|end|>"]]
+    for last, answer in ((ASK, ANSWERS[kind]), (TELL, WORDS)):
+        chain = [ord(last), *(ids[piece] for piece in answer), ids["<|end|>"]]
         follows |= dict(zip(chain, chain[1:], strict=False))
     layer = LayerConfig(256, 64, num_heads=4, num_kv_heads=2, head_dim=32)
     cfg = replace(
@@ -287,7 +289,7 @@ def test_openai_gets_calls_and_the_model_their_results(talk: tuple[str, LocalSer
     assert [call.index for call in streamed] == [0, 1] and parse_tool_calls(streamed) == WANTED
     assert [c.choices[0].finish_reason for c in chunks] == [None] * (len(chunks) - 1) + ["tool_calls"]
     tokens = [t.token for c in chunks for t in (c.choices[0].logprobs.content if c.choices[0].logprobs else None) or ()]
-    assert "".join(tokens) == "".join(ANSWERS[kind]) + "<|end|>"  # logprobs are of all that was said
+    assert "".join(tokens) == "".join(ANSWERS[kind]) + "<|end|>"  # logprobs cover every generated token
     with client.chat.completions.stream(**question(ASK)) as stream:
         final = stream.get_final_completion().choices[0]
     assert parse_tool_calls(final.message.tool_calls) == WANTED and final.finish_reason == "tool_calls"
@@ -300,9 +302,9 @@ def test_openai_gets_calls_and_the_model_their_results(talk: tuple[str, LocalSer
         {"role": "tool", "tool_call_id": second.id, "content": TELL},
     ]
     assert isinstance(history, list)
-    said = client.chat.completions.create(**{**question(""), "messages": history})
-    assert (said.choices[0].message.content, said.choices[0].finish_reason) == ("".join(WORDS), "stop")
-    assert said.choices[0].message.tool_calls is None
+    response = client.chat.completions.create(**{**question(""), "messages": history})
+    assert (response.choices[0].message.content, response.choices[0].finish_reason) == ("".join(WORDS), "stop")
+    assert response.choices[0].message.tool_calls is None
     seen = server.request("/tokenize", {"messages": history, "tools": TOOLS})[2]["tokens"]
     calls = f"[{first.id} get_weather Zürich][{second.id} find ]"
     expected = f"u:{ASK};a:{content or ''}{calls};t:wet{first.id};t:{TELL}{second.id};{TELL}"
@@ -314,8 +316,8 @@ def test_without_tools_or_a_parser_calls_stay_text(talk: tuple[str, LocalServer,
     kind, server, client = talk
     shown = "".join(piece for piece in ANSWERS[kind] if piece not in SPECIAL)  # they are no text
     for more in ({"tools": openai.omit}, {"tool_choice": "none"}):
-        said = client.chat.completions.create(**{**question(ASK), **more}).choices[0]
-        assert (said.message.content, said.message.tool_calls, said.finish_reason) == (shown, None, "stop")
+        choice = client.chat.completions.create(**{**question(ASK), **more}).choices[0]
+        assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (shown, None, "stop")
     kept = client.chat.completions.create(
         **question(ASK), tool_choice="none", extra_body={"skip_special_tokens": False}
     ).choices[0]
@@ -370,8 +372,8 @@ def test_forced_calls_match_their_schema(talk: tuple[str, LocalServer, openai.Op
 def test_unsupported_combinations_are_refused(
     talk: tuple[str, LocalServer, openai.OpenAI], more: dict[str, Any], param: str
 ) -> None:
-    status, _, said = talk[1].request("/v1/chat/completions", {**question(ASK), **more})
-    assert (status, said["error"]["param"]) == (400, param), said
+    status, _, body = talk[1].request("/v1/chat/completions", {**question(ASK), **more})
+    assert (status, body["error"]["param"]) == (400, param), body
 
 
 def test_langchain_binds_tools(talk: tuple[str, LocalServer, openai.OpenAI]) -> None:
