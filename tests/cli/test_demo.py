@@ -128,7 +128,7 @@ def test_panes_fit_the_terminal_and_shade_draft_tokens(size: tuple[int, int]) ->
 
 
 def with_small_engines(monkeypatch: pytest.MonkeyPatch, engines_by_method: list[DemoEngine], *args: str) -> int:
-    monkeypatch.setattr(demo, "_build_engines", lambda asked, *rest: (PROMPTS, letters, engines_by_method))
+    monkeypatch.setattr(demo, "_build_engines", lambda settings, *rest: (PROMPTS, letters, engines_by_method))
     monkeypatch.setattr(sys, "argv", ["peagle", "demo", "first", "second", "--max-tokens", str(TOKENS), *args])
     with pytest.raises(SystemExit) as left:
         main()
@@ -192,23 +192,23 @@ class Terminal:
             ask, stdin=theirs, stdout=theirs, stderr=theirs, env=env, start_new_session=True, preexec_fn=hearing
         )
         os.close(theirs)
-        self.said = ""
+        self.output = ""
 
     def until(self, enough: str | None, seconds: float = 240) -> str:
-        """All that was said, once it holds that; None: once it has ended."""
+        """Returns the output once it contains `enough`, or, if that is None, once the process has ended."""
         ends = time.monotonic() + seconds
-        while enough is None or enough not in self.said:
+        while enough is None or enough not in self.output:
             ready, _, _ = select.select([self.handle], [], [], max(0.0, ends - time.monotonic()))
-            assert ready, f"it waits: {self.said!r}"
+            assert ready, f"it waits: {self.output!r}"
             try:
                 new = os.read(self.handle, 65536)
             except OSError:
                 new = b""
             if not new:
-                assert enough is None, self.said
+                assert enough is None, self.output
                 break
-            self.said += new.decode(errors="replace")
-        return self.said
+            self.output += new.decode(errors="replace")
+        return self.output
 
     def close(self) -> None:
         self.process.kill()

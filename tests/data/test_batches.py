@@ -122,7 +122,7 @@ def test_packing_against_an_obvious_oracle(
             packed[row_id] = marked
     expected = {f"{i}#0": cut(ids, spans, most) for i, (ids, spans) in enumerate(made)}
     assert packed == expected
-    assert all(any(asked for _, asked in marked) for marked in packed.values()), "a response was lost"
+    assert all(any(is_response for _, is_response in marked) for marked in packed.values()), "a response was lost"
     again = pack(found, budget, seed, epoch, max_seq_len)
     assert [b.row_ids for b in again] == [b.row_ids for b in packing]
     if len(made) <= PackingSettings.open_batches:  # none was closed early: no two of them would fit into one
@@ -215,12 +215,12 @@ def test_several_files_and_the_arrays_kept_beside_them(chat: ChatFormat, tmp_pat
     assert [e.row_id for e in load_responses(tmp_path / "a.jsonl")] == ["new#0"]
 
 
-SAID = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
 IDS = [*b"hi\nyes", EOS]
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "expected"),
     [
         ({"token_ids": IDS, "spans": []}, "no response token.*all 0"),
         ({"token_ids": IDS, "spans": [[0, 7]]}, "no prompt.*all 1"),
@@ -234,18 +234,18 @@ IDS = [*b"hi\nyes", EOS]
         ({"token_ids": [1, 2], "spans": [1, 2]}, "token_ids must be a list"),
         ({"token_ids": [1, 2]}, "token_ids must be a list"),
         ({"token_ids": [], "spans": []}, "no token"),
-        ({"messages": SAID[:1]}, "no response"),
+        ({"messages": MESSAGES[:1]}, "no response"),
         ({"messages": "hi"}, "neither token_ids nor messages"),
         ({"prompt": "hi"}, "neither token_ids nor messages"),
         (
-            {"messages": [{"role": "user", "content": "ho"}, SAID[1]], "token_ids": IDS, "spans": [[3, 7]]},
+            {"messages": [{"role": "user", "content": "ho"}, MESSAGES[1]], "token_ids": IDS, "spans": [[3, 7]]},
             "prompt does not round-trip: .*'hi.n'.*'ho.n'",
         ),
     ],
 )
-def test_a_bad_row_is_named_and_shown(chat: ChatFormat, tmp_path: Path, row: dict[str, Any], said: str) -> None:
-    good = {"messages": SAID, "token_ids": IDS, "spans": [[3, 7]]}
-    with pytest.raises(UserError, match=said) as caught:
+def test_a_bad_row_is_named_and_shown(chat: ChatFormat, tmp_path: Path, row: dict[str, Any], expected: str) -> None:
+    good = {"messages": MESSAGES, "token_ids": IDS, "spans": [[3, 7]]}
+    with pytest.raises(UserError, match=expected) as caught:
         load_responses(write(tmp_path / "r.jsonl", good, row), chat, vocab_size=160)
     assert f"{tmp_path / 'r.jsonl'}:2:" in str(caught.value)
 
@@ -254,22 +254,22 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "torn.jsonl").write_text('{"id": "a", "tok')
     (tmp_path / "none").mkdir()
-    for name, said in (
+    for name, expected in (
         ("empty.jsonl", "no row"),
         ("torn.jsonl", "torn.jsonl:1: not a JSON object"),
         ("none", "no such response file"),
         ("absent*.jsonl", "no such response file"),
     ):
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=expected):
             load_responses(tmp_path / name)
     with pytest.raises(UserError, match="no token_ids, and there is no tokenizer"):
-        load_responses(write(tmp_path / "r.jsonl", {"messages": SAID}))
+        load_responses(write(tmp_path / "r.jsonl", {"messages": MESSAGES}))
 
 
 def test_conversations_of_others(chat: ChatFormat, tmp_path: Path) -> None:
-    """What the template adds for an answer is its span, up to the end of turn that the target says itself."""
-    two = [*SAID, {"role": "user", "content": "more"}, {"role": "assistant", "content": "no"}]
-    found = load_responses(write(tmp_path / "r.jsonl", {"messages": SAID}, {"id": "two", "messages": two}), chat)
+    """What the template adds for an answer is its span, up to the end of turn that the target generates."""
+    two = [*MESSAGES, {"role": "user", "content": "more"}, {"role": "assistant", "content": "no"}]
+    found = load_responses(write(tmp_path / "r.jsonl", {"messages": MESSAGES}, {"id": "two", "messages": two}), chat)
     assert found[0] == TrainingExample(tuple(IDS), ((3, 7),), "r.jsonl:1#0")
     assert found[1] == TrainingExample((*IDS, *b"more\nno", EOS), ((3, 7), (12, 15)), "two#0")
 
@@ -286,7 +286,7 @@ def test_a_template_that_marks_its_answers(chat: ChatFormat, tmp_path: Path) -> 
         "{% for m in messages %}{% if m['role'] == 'assistant' %}[{% generation %}{{ m['content'] }}d"
         "{% endgeneration %}]{% else %}{{ m['content'] }}{% endif %}{% endfor %}",
     )
-    found = load_responses(write(tmp_path / "r.jsonl", {"messages": [*SAID, *SAID]}), marked)
+    found = load_responses(write(tmp_path / "r.jsonl", {"messages": [*MESSAGES, *MESSAGES]}), marked)
     assert bytes(found[0].token_ids) == b"hi[yesd]hi[yesd]"
     assert found[0].spans == ((3, 7), (11, 15))
 
@@ -298,7 +298,7 @@ def test_text_behind_the_end_of_turn_is_not_the_targets(chat: ChatFormat, tmp_pa
         "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}d!{% endfor %}"
         "{% if add_generation_prompt %}a:{% endif %}",
     )
-    found = load_responses(write(tmp_path / "r.jsonl", {"messages": SAID}), ends)
+    found = load_responses(write(tmp_path / "r.jsonl", {"messages": MESSAGES}), ends)
     assert bytes(found[0].token_ids) == b"u:hid!a:yesd!" and found[0].spans == ((8, 12),)
 
 
@@ -309,7 +309,7 @@ def test_a_template_that_does_not_round_trip_shows_where(chat: ChatFormat, tmp_p
         "{% for m in messages %}{% if loop.last or m['role'] == 'user' %}{{ m['content'] }}|"
         "{% else %}...|{% endif %}{% endfor %}",
     )
-    row = {"messages": [*SAID, {"role": "user", "content": "more"}, {"role": "assistant", "content": "no"}]}
+    row = {"messages": [*MESSAGES, {"role": "user", "content": "more"}, {"role": "assistant", "content": "no"}]}
     with pytest.raises(
         UserError, match=r"r.jsonl:1: the chat template does not round-trip.*'hi\|yes\|'.*'hi\|...\|more"
     ):

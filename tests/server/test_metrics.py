@@ -188,19 +188,19 @@ def series(expression: Any) -> list[tuple[str, set[str]]]:
 
 def test_the_dashboard_uses_existing_series_and_labels() -> None:
     labels = scrape(ServerMetrics("small")).labels
-    asked = set()
+    used = set()
     for panel in panels():
         for target in panel.get("targets", []):
             read = series(promql_parser.parse(re.sub(r"\$__\w+", "5m", target["expr"])))
             for name, used_labels in read:
                 assert name in labels, f"{panel['title']}: {name}"
                 assert used_labels <= labels[name] | FROM_PROMETHEUS, f"{panel['title']}: {name} by {used_labels}"
-                asked.add(name)
+                used.add(name)
             for label in re.findall(r"{{(\w+)}}", target["legendFormat"]):
                 assert any(label in labels[name] | FROM_PROMETHEUS for name, _ in read), panel["title"]
-    assert SPECULATION.keys() <= asked
-    assert {n for n in READ_BY_VLLM if n.endswith("_bucket") and "seconds" in n} <= asked
-    missing = {"vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "vllm:request_success_total"} - asked
+    assert SPECULATION.keys() <= used
+    assert {n for n in READ_BY_VLLM if n.endswith("_bucket") and "seconds" in n} <= used
+    missing = {"vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "vllm:request_success_total"} - used
     assert not missing
 
 

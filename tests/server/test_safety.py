@@ -100,10 +100,10 @@ def test_keys_compare_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_loading_server_is_unready() -> None:
-    go_on, asked = threading.Event(), threading.Event()
+    go_on, loading = threading.Event(), threading.Event()
 
     def slow_engine() -> LLM:
-        asked.set()
+        loading.set()
         assert go_on.wait(60)
         return small_engine()
 
@@ -111,7 +111,7 @@ def test_a_loading_server_is_unready() -> None:
     entering = threading.Thread(target=server.__enter__)
     entering.start()
     try:
-        assert asked.wait(60)
+        assert loading.wait(60)
         while not getattr(server, "server", None) or not server.server.started:
             assert entering.is_alive()
         assert server.request("/health/live")[0] == 200 and server.request("/version")[0] == 200
