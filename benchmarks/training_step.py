@@ -342,8 +342,8 @@ class Session:
     def report(self) -> None:
         commit = ""
         if shutil.which("git"):
-            asked = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT)
-            commit = asked.stdout.strip()
+            result = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT)
+            commit = result.stdout.strip()
         import torch
 
         versions = {"python": platform.python_version(), "torch": torch.__version__}

@@ -125,7 +125,7 @@ def make_asks(target: str, drafter: str | None, count: int, tokens: int, **engin
     chats = bool(llm.tokenizer.chat_template)
     step = max(1, (len(TEXT) - PROMPT_CHARACTERS) // count)
     shared = {"max_tokens": tokens, "stream": True, "stream_options": {"include_usage": True}}
-    asked: list[tuple[str, dict[str, Any]]] = []
+    requests: list[tuple[str, dict[str, Any]]] = []
     prompts: list[Prompt] = []
     params = []
     for i in range(count):
@@ -135,16 +135,16 @@ def make_asks(target: str, drafter: str | None, count: int, tokens: int, **engin
         own = {"temperature": 0.0} if i % 2 else {"temperature": 0.8, "seed": i}
         if chats and i % 4 < 2:
             messages = [{"role": "user", "content": prompt}]
-            asked.append(("/v1/chat/completions", {"messages": messages, **own, **shared}))
+            requests.append(("/v1/chat/completions", {"messages": messages, **own, **shared}))
             prompts.append(llm.encode_chat(messages))
         else:
-            asked.append(("/v1/completions", {"prompt": prompt, **own, **shared}))
+            requests.append(("/v1/completions", {"prompt": prompt, **own, **shared}))
             prompts.append(prompt)
         params.append(SamplingParams(max_tokens=tokens, **own))  # type: ignore[arg-type]
     answers = [answer.outputs[0] for answer in llm.generate(prompts, params)]
     return [
         Ask(path, body, answer.text, len(answer.token_ids), answer.finish_reason)
-        for (path, body), answer in zip(asked, answers, strict=True)
+        for (path, body), answer in zip(requests, answers, strict=True)
     ]
 
 

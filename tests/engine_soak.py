@@ -3,7 +3,7 @@
     python tests/engine_soak.py [--requests 10000] [--drafts 3] [--lookahead 1]
 
 Requests arrive in waves, have random prompts (many with a common start), lengths and stop tokens, some sample, some
-are aborted. Blocks and slots are checked every step, every answer against the target asked token by token
+are aborted. Blocks and slots are checked every step, every answer against the target run token by token
 without a cache. Prints a table, then one JSON line.
 """
 
@@ -100,8 +100,8 @@ def prompts() -> list[list[int]]:
 
 @cache
 @torch.inference_mode()
-def said_alone(which: int, base: int) -> tuple[list[int], bool]:
-    """What the target says after a prompt, one token at a time, stops ignored; and whether all leads are clear."""
+def generate_alone(which: int, base: int) -> tuple[list[int], bool]:
+    """Generates one token at a time, ignoring stops; returns the tokens and whether each led by a clear margin."""
     params, tokens, clear = PARAMS[base], list(prompts()[which]), True
     for _ in range(MOST_TOKENS):
         logits = reference.run_target(target().model, tokens, 1, ())[0][0]
@@ -118,13 +118,13 @@ def said_alone(which: int, base: int) -> tuple[list[int], bool]:
 
 
 def expected(which: int, base: int, params: SamplingParams) -> list[int] | None:
-    said, clear = said_alone(which, base)
+    output_token_ids, clear = generate_alone(which, base)
     if not clear:
         return None
-    for count, token in enumerate(said[: params.max_tokens], 1):
+    for count, token in enumerate(output_token_ids[: params.max_tokens], 1):
         if token in params.stop_token_ids or token == EOS and not params.ignore_eos:
-            return said[:count]
-    return said[: params.max_tokens]
+            return output_token_ids[:count]
+    return output_token_ids[: params.max_tokens]
 
 
 def soak(

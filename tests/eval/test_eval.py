@@ -254,14 +254,14 @@ def test_datasets_by_name_and_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     twin = write(tmp_path / "gsm8k.jsonl", [{"prompt": "other"}])
     both = open_datasets([str(twin), str(tmp_path / "eval" / "gsm8k.jsonl")])
     assert len({d.name for d in both}) == 2
-    for asked, words in (
+    for names, words in (
         (["mt_bench"], "no mt_bench.jsonl in"),
         (["speed_bench"], "prepare.py"),
         (["nowhere.jsonl"], "no such file"),
         ([str(packed), str(packed)], "twice"),
     ):
         with pytest.raises(UserError, match=words):
-            open_datasets(asked)
+            open_datasets(names)
 
 
 def test_invalid_rows_are_named_by_line(tmp_path: Path) -> None:
@@ -348,7 +348,7 @@ class Metered(BaseHTTPRequestHandler):
         try:
             super().handle()
         except ConnectionError:
-            pass  # whoever asked has given up
+            pass  # the client closed the connection
 
     def reply(self, body: bytes, status: int = 200, **headers: str) -> None:
         self.send_response(status)
@@ -492,7 +492,7 @@ def test_server_counters_match_the_replay(temperature: float, server: Any, data:
     ],
 )
 def test_failures_are_retried_and_named(faults: list[str], named: str, server: Any, data: list[EvalDataset]) -> None:
-    """The counts are those without faults: what a spoiled group left in the counters is nobody's."""
+    """The counts are those without faults: what a failed group added to the counters is not counted."""
     handler, url = server
     served(url, data)  # from here on the server answers at once, however busy the machine is
     handler.faults = list(faults)
@@ -540,8 +540,8 @@ def test_ctrl_c_does_not_wait_for_the_server(server: Any, data: list[EvalDataset
     assert not read_results(out).finished
     handler.faults = []
     where = EvalEngine(url, server=EvalServerSettings(url))
-    asked = EvalSettings(max_tokens=24, max_model_len=160)
-    again = evaluation(data, "p-eagle-1", engine=where, out=out, settings=asked).run()
+    settings = EvalSettings(max_tokens=24, max_model_len=160)
+    again = evaluation(data, "p-eagle-1", engine=where, out=out, settings=settings).run()
     assert again.finished and sums(again) == sums(truth())
 
 
@@ -609,7 +609,7 @@ def test_the_command(
     )
     assert f"{row.acceptance_length:.2f}" in text and "by category" in text and "by context" in text
     assert "warning: too few drafts" in told
-    for words, said in (
+    for words, expected in (
         ((*common, "-k", "x"), "-k x: must be an integer"),
         ((*common, "-k", "99"), "-k 99"),
         ((*common, "--engine", "abacus"), "--engine abacus: must be embedded, reference, vllm"),
@@ -621,4 +621,4 @@ def test_the_command(
     ):
         capsys.readouterr()
         assert run(monkeypatch, *words) == 2, words
-        assert said in capsys.readouterr().err
+        assert expected in capsys.readouterr().err
