@@ -54,10 +54,10 @@ def test_every_command_of_the_guide_runs(
             monkeypatch.setattr(sys, "argv", words)
             with pytest.raises(SystemExit) as ended:
                 main()
-            said = capsys.readouterr()
-            assert not ended.value.code, f"{line}: {said.err}"
+            printed = capsys.readouterr()
+            assert not ended.value.code, f"{line}: {printed.err}"
             if into:
-                Path(into).write_text(said.out)
+                Path(into).write_text(printed.out)
             ran += 1
         assert not aws.sagemaker.list_endpoints()["Endpoints"] and not aws.s3.list_objects_v2(Bucket="my-bucket").get(
             "Contents"

@@ -491,14 +491,14 @@ def compiler_for(vocabulary: Vocabulary) -> GrammarCompiler:
 VOCABULARIES = [
     Vocabulary(v, e) for v in (pairs.VOCAB, 123, 177, 160 + 8, 400) for e in (EOS, TEXTUAL, frozenset[int]())
 ]
-ASKED = ["[a-z]{2,9}", "(the|a) [a-e]*", "x{3}", "\\{\\}|[a-c\u00e9]+"]
+PATTERNS = ["[a-z]{2,9}", "(the|a) [a-e]*", "x{3}", "\\{\\}|[a-c\u00e9]+"]
 
 
 @many(80)
 @given(
     st.sampled_from(VOCABULARIES),
     st.lists(
-        st.tuples(st.sampled_from(ASKED), st.booleans(), st.randoms(use_true_random=False)), min_size=1, max_size=3
+        st.tuples(st.sampled_from(PATTERNS), st.booleans(), st.randoms(use_true_random=False)), min_size=1, max_size=3
     ),
     st.integers(0, 4),
 )

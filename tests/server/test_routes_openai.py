@@ -32,7 +32,7 @@ def alone() -> LLM:
 
 
 # fields of a request, and the equivalent SamplingParams
-ASKED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+REQUESTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {}),
     ({"temperature": 1e-9}, {}),
     ({"temperature": 0.9, "seed": 5}, {"temperature": 0.9, "seed": 5}),
@@ -67,7 +67,7 @@ def parse_events(data: bytes) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
 
 
-@pytest.mark.parametrize(("fields", "meant"), ASKED, ids=lambda value: "-".join(value) or "plain")
+@pytest.mark.parametrize(("fields", "meant"), REQUESTS, ids=lambda value: "-".join(value) or "plain")
 def test_completions_equal_the_engines(
     served: LocalServer, alone: LLM, fields: dict[str, Any], meant: dict[str, Any]
 ) -> None:

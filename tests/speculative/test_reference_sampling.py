@@ -509,11 +509,11 @@ def own_joint(target: Decoder, temperature: float, top_k: int, top_p: float) -> 
     joint = {(): 1.0}
     for _ in range(LENGTH):
         longer = {}
-        for said, chance in joint.items():
-            tokens = torch.tensor([*PROMPT, *said])
+        for prefix, chance in joint.items():
+            tokens = torch.tensor([*PROMPT, *prefix])
             hidden, _ = target(tokens, torch.arange(len(tokens)), causal_attention)
             row = naive_distribution(target.compute_logits(hidden)[-1].tolist(), temperature, top_k, top_p)
-            longer |= {(*said, x): chance * p for x, p in enumerate(row) if p > 0}
+            longer |= {(*prefix, x): chance * p for x, p in enumerate(row) if p > 0}
         joint = longer
     assert sum(joint.values()) == pytest.approx(1.0)
     return joint
