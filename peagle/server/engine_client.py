@@ -63,16 +63,16 @@ def start_engine_process(build_llm: Callable[[], LLM], log_json: bool, sock: soc
 class EngineStats:
     """Counts since the server started, over all engine processes. The first three are current values."""
 
-    num_requests_running: int
-    num_requests_waiting: int
-    kv_cache_usage: float
-    num_prompt_tokens: int
-    num_output_tokens: int
-    num_decode_steps: int  # summed over requests
-    num_drafts: int  # decode steps that had draft tokens
-    num_accepted_tokens: int
-    num_accepted_tokens_per_pos: tuple[int, ...]
-    num_restarts: int
+    num_requests_running: int = 0
+    num_requests_waiting: int = 0
+    kv_cache_usage: float = 0.0
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_decode_steps: int = 0  # summed over requests
+    num_drafts: int = 0  # decode steps that had draft tokens
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: tuple[int, ...] = ()
+    num_restarts: int = 0
     num_draft_tokens: int = 0
     num_preemptions: int = 0
     num_prefix_cache_hits: int = 0
