@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from peagle.errors import UserError
 
 REQUIRED = MISSING  # default of an option that must be given
-# The panels of `--help`, in order. Others, of training and of AWS, stand behind "Training".
+# The panels of `--help`, in order. Panels that only training or AWS verbs have come with "Training".
 PANELS = ("Model", "Acceptance", "Data", "Load", "Sampling", "Training", "Engine", "GPU", "Server", "Checks", "Output")
 
 Check = tuple[Callable[[Any], bool], str]  # a condition, and the accepted values in words

@@ -253,9 +253,9 @@ class LLM:
     def _grammar_compiler(self) -> GrammarCompiler:
         return GrammarCompiler(self.tokenizer, self.target.model.cfg.vocab_size, self.target.eos_ids)
 
-    def abort_group(self, group: RequestGroup) -> None:
-        """Finishes the requests of a prompt with reason "abort" and releases their slots and blocks."""
-        for request in group.requests:
+    def abort_group(self, group: RequestGroup, index: int | None = None) -> None:
+        """Finishes the requests of a prompt, or one of them, with reason "abort"; releases their slots and blocks."""
+        for request in group.requests if index is None else [group.requests[index]]:
             if request.finish_reason is None:
                 request.finish_reason = "abort"
                 self._finish(request)

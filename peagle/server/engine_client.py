@@ -214,16 +214,16 @@ class EngineClient:
             if num_tokens == 0 and delta.index == 0:
                 self._num_prompt_tokens += request.num_prompt_tokens
             if finished:
-                self._finish_completion(request, stopped_by_text=delta.finish_reason is None)
+                if delta.finish_reason is None:  # by a stop string, which the engine does not know
+                    self._send(AbortRequest(request.id, delta.index))
+                self._finish_completion(request)
             request.request_stream.notify(completion)
 
-    def _finish_completion(self, request: EngineRequest, stopped_by_text: bool) -> None:
+    def _finish_completion(self, request: EngineRequest) -> None:
         self._num_failures = 0
         request.num_unfinished -= 1
         if request.num_unfinished == 0:
             del self._requests[request.id]
-            if stopped_by_text:
-                self._send(AbortRequest(request.id))
         stream = request.request_stream
         stream.num_unfinished -= 1
         if stream.num_unfinished == 0:

@@ -91,7 +91,7 @@ class EngineCore:
             if isinstance(command, AddRequest):
                 self._add(command)
             elif isinstance(command, AbortRequest):
-                self._abort(command.request_id)
+                self._abort(command.request_id, command.index)
                 aborted = True
             elif isinstance(command, StopEngine):
                 return False
@@ -133,14 +133,15 @@ class EngineCore:
             log_event("request failed", level="error", error=summarize(error), trace=format_traceback(error))
         self.channel.send(RequestFailed(request_id, str(error) if is_user_error else summarize(error), is_user_error))
 
-    def _abort(self, request_id: int) -> None:
+    def _abort(self, request_id: int, index: int | None) -> None:
         _, compilation = self._compiling.pop(request_id, (None, None))
         if compilation is not None:
             compilation.cancel()
         request = self._requests.get(request_id)
         if request is not None:
-            self._forget(request)
-            self.llm.abort_group(request.group)
+            self.llm.abort_group(request.group, index)
+            if request.group.finished:
+                self._forget(request)
 
     def _forget(self, request: ActiveRequest) -> None:
         del self._requests[request.command.request_id], self._by_group[request.group]

@@ -26,6 +26,7 @@ class AddRequest(msgspec.Struct, array_like=True, tag=True):
 
 class AbortRequest(msgspec.Struct, array_like=True, tag=True):
     request_id: int
+    index: int | None = None  # of the completion; None: all
 
 
 class StopEngine(msgspec.Struct, array_like=True, tag=True):

@@ -344,6 +344,25 @@ def test_the_time_limit_ends_a_request(num_steps: int) -> None:
         server.check_engine_idle()
 
 
+def test_a_stop_string_ends_each_completion_in_the_engine() -> None:
+    """The engine knows no text: the front end aborts the completion, also if the others go on."""
+    groups: list[Any] = []
+
+    def record_groups(llm: LLM) -> None:
+        add = llm.add_request
+        llm.add_request = lambda *args, **options: groups.append(add(*args, **options)) or groups[-1]  # type: ignore
+
+    with LocalServer() as server:
+        server.call_in_engine(record_groups)
+        body = {**LONG, "n": 3, "stop": ["e"], "temperature": 1.0, "seed": 5}
+        status, _, response = server.request("/v1/completions", body)
+        assert status == 200 and [choice["finish_reason"] for choice in response["choices"]] == ["stop"] * 3
+        server.check_engine_idle()
+        (group,) = groups
+        assert [request.finish_reason for request in group.requests] == ["abort"] * 3
+        assert server.engine._engine.core._requests == {}  # type: ignore[union-attr]
+
+
 class Poison:
     """Fails a decode step that has this prompt in it."""
 
