@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -101,6 +102,11 @@ class RequestGroup:
     prompt: str | None
     prompt_token_ids: list[int]
     requests: list[Request] = field(default_factory=list)
+
+    # Of the scheduler:
+    next_in_queue: Request | None = None  # the last to join the queue, while the others are not to follow yet
+    followers: deque[Request] = field(default_factory=deque)  # requests that have not joined the queue
+    num_slots: int = 0
 
     @property
     def finished(self) -> bool:

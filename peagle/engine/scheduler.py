@@ -1,5 +1,8 @@
 """Decides which requests run in the next step: decode requests first, then prefill chunks within a token budget.
 
+Scheduling is fair: a long prompt leaves half of the budget to shorter ones, and the n requests of a prompt join the
+queue one after another and return slots to prompts without a running request.
+
 Schedules one step ahead of the tokens on the host: a launched decode step adds between 1 and k + 1 tokens, so blocks
 are reserved for the maximum. When blocks run out, the request admitted last is preempted: it returns its blocks and
 recomputes its tokens later.
@@ -8,6 +11,7 @@ recomputes its tokens later.
 import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import islice
 
 from peagle.engine.kv_cache import BlockPool
 from peagle.engine.request import PrefillChunk, Request, RequestState, SchedulerOutput
@@ -50,10 +54,30 @@ class Scheduler:
         self._steps_since_prefill = MAX_PREFILL_DELAY
         self._num_prefilling = 0  # running requests in state PREFILL
         self._num_limited = 0  # unfinished requests with max_speculative_tokens set
+        self._num_shared_slots = 0  # slots of requests whose group has an earlier one
+        self._returning: Request | None = None  # will be preempted once no step with it is in flight
 
     def add_request(self, request: Request) -> None:
-        self.waiting.append(request)
+        """Queues a request, or lets it follow the one of its group that is in the queue."""
         self._num_limited += request.params.max_speculative_tokens is not None
+        group = request.group
+        if group is not None and group.next_in_queue is not None:
+            group.followers.append(request)
+        else:
+            self._enqueue(request)
+
+    def _enqueue(self, request: Request) -> None:
+        self.waiting.append(request)
+        if request.group is not None:
+            request.group.next_in_queue = request
+
+    def _enqueue_follower(self, request: Request) -> None:
+        """Lets the next request of a group join the queue, if the last one to join was this request."""
+        group = request.group
+        if group is not None and group.next_in_queue is request:
+            group.next_in_queue = None
+            if group.followers:
+                self._enqueue(group.followers.popleft())
 
     @property
     def is_idle(self) -> bool:
@@ -61,10 +85,14 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput | None:
         """The next step, or None if there is nothing to do until the steps in flight return."""
-        ready = RequestState.DECODING
+        if self._returning is not None or (self._num_shared_slots and self.waiting and not self._free_slots):
+            self._return_slot()
+        ready, returning = RequestState.DECODING, self._returning
         # A step in flight adds at least one token, so requests left out here are certain to be finished by it.
         decoding = [
-            r for r in self.running if r.state is ready and r.num_tokens + r.num_in_flight_steps < r.max_total_tokens
+            r
+            for r in self.running
+            if r.state is ready and r is not returning and r.num_tokens + r.num_in_flight_steps < r.max_total_tokens
         ]
         k = self.choose_k(len(decoding))
         if self._num_limited and decoding:
@@ -123,26 +151,62 @@ class Scheduler:
         self.num_preemptions += 1
         self.waiting.appendleft(request)
 
+    def _return_slot(self) -> None:
+        """Preempts the newest request of the group with most slots, for a waiting group without any."""
+        if self._free_slots or not self._num_shared_slots or not any(map(_needs_first_slot, self.waiting)):
+            self._returning = None
+            return
+        if self._returning is None or self._returning.state is not RequestState.DECODING:
+            groups = {r.group for r in self.running if r.group is not None}
+            largest = max(groups, key=lambda group: group.num_slots)
+            self._returning = next(r for r in reversed(self.running) if r.group is largest)
+        if self._returning.num_in_flight_steps == 0:
+            self._preempt(self._returning)
+            self._returning = None
+            self.waiting.rotate(-1)  # it was the first
+
     def _schedule_prefill(self, num_decoding: int) -> list[PrefillChunk]:
         self._steps_since_prefill += 1
         prefilling = [r for r in self.running if r.state is RequestState.PREFILL] if self._num_prefilling else []
         if not prefilling and (not self.waiting or not self._is_worth_admitting(num_decoding)):
             return []
         budget = self.prefill_chunk_tokens if num_decoding else self.max_prefill_tokens
-        chunks: list[PrefillChunk] = []
-        admitted = deque(prefilling)
-        while budget > 0:
-            if not admitted and self.waiting and self._free_slots and self._admit(self.waiting[0]):
-                admitted.append(self.waiting.popleft())
-            if not admitted:
+        num_tokens: dict[Request, int] = {}
+        while budget > 0:  # more than once if followers join the queue
+            num_before = sum(num_tokens.values())
+            self._divide_budget(budget, prefilling, num_tokens)
+            num_new = sum(num_tokens.values()) - num_before
+            if num_new == 0:
                 break
-            request = admitted.popleft()
-            begin = request.num_computed_tokens
-            chunks.append(PrefillChunk(request, begin, min(request.num_prefill_tokens, begin + budget)))
-            budget -= chunks[-1].end - begin
-        if chunks:
+            budget, prefilling = budget - num_new, []
+        if num_tokens:
             self._steps_since_prefill = 0
-        return chunks
+        return [PrefillChunk(r, r.num_computed_tokens, r.num_computed_tokens + n) for r, n in num_tokens.items()]
+
+    def _divide_budget(self, budget: int, prefilling: list[Request], num_tokens: dict[Request, int]) -> None:
+        """Adds the tokens to prefill by request: up to half the budget for the oldest prompt, the rest for the prompts
+        with the fewest tokens left. So short prompts overtake long ones, and none is left behind.
+
+        Worked example: prompts with 7998, 4 and 4 tokens left, in the order of arrival, and a budget of 64. The first
+        gets 32, the others 4 each, and the first the remaining 24.
+        """
+        waiting = sorted(self.waiting, key=_needs_first_slot, reverse=True) if self._num_shared_slots else self.waiting
+        requests = [*prefilling, *islice(waiting, len(self._free_slots))]
+        shortest_first = sorted(requests, key=lambda r: r.num_prefill_tokens - r.num_computed_tokens)
+        can_admit = True
+        for request, limit in [(r, -(-budget // 2)) for r in requests[:1]] + [(r, budget) for r in shortest_first]:
+            if request.state is RequestState.WAITING:
+                can_admit = can_admit and self._admit(request)
+                if not can_admit:
+                    continue
+            num_planned = num_tokens.get(request, 0)
+            num_left = request.num_prefill_tokens - request.num_computed_tokens - num_planned
+            num_new = min(num_left, limit, budget)
+            if num_new > 0:
+                num_tokens[request] = num_planned + num_new
+                budget -= num_new
+            if budget == 0:
+                break
 
     def _is_worth_admitting(self, num_decoding: int) -> bool:
         """Delays a prefill briefly so that several prompts share one pass."""
@@ -171,8 +235,14 @@ class Scheduler:
         request.slot = heapq.heappop(self._free_slots)
         request.state = RequestState.PREFILL
         self._num_prefilling += 1
+        self.waiting.remove(request)
         self.running.append(request)
         self.changed_requests.append(request)
+        if request.group is not None:
+            self._num_shared_slots += request.group.num_slots > 0
+            request.group.num_slots += 1
+        if num_tokens - request.num_computed_tokens <= self.pool.block_size:
+            self._enqueue_follower(request)  # it would not find more cached blocks later
         return True
 
     def mark_launched(self, scheduled: SchedulerOutput) -> None:
@@ -187,6 +257,7 @@ class Scheduler:
             if chunk.is_last:
                 request.state = RequestState.DECODING
                 self._num_prefilling -= 1
+                self._enqueue_follower(request)
                 if not request.output_token_ids:  # a resumed request knows its newest token
                     request.num_in_flight_steps += 1
                     request.max_in_flight_tokens += 1
@@ -216,8 +287,11 @@ class Scheduler:
             return
         if request.state is not RequestState.WAITING:
             self._release(request)
-        elif request in self.waiting:
+        elif request.group is not None and request in request.group.followers:
+            request.group.followers.remove(request)
+        else:
             self.waiting.remove(request)
+        self._enqueue_follower(request)
         self._num_limited -= request.params.max_speculative_tokens is not None
         request.state = RequestState.FINISHED
 
@@ -229,3 +303,10 @@ class Scheduler:
         heapq.heappush(self._free_slots, request.slot)
         request.slot, request.num_computed_tokens = -1, 0
         self.running.remove(request)
+        if request.group is not None:
+            request.group.num_slots -= 1
+            self._num_shared_slots -= request.group.num_slots > 0
+
+
+def _needs_first_slot(request: Request) -> bool:
+    return request.group is None or request.group.num_slots == 0

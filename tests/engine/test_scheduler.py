@@ -13,14 +13,22 @@ from support import many
 
 from peagle.config import SamplingParams
 from peagle.engine.kv_cache import BlockPool
-from peagle.engine.request import Request, RequestState, SchedulerOutput
+from peagle.engine.request import Request, RequestGroup, RequestState, SchedulerOutput
 from peagle.engine.scheduler import EXTRA_BLOCKS, MANY_DECODE_REQUESTS, MAX_PREFILL_DELAY, Scheduler
 
 SIZE, MAX_MODEL_LEN = 4, 40
 
 
-def make_request(request_id: int, prompt: list[int], max_tokens: int) -> Request:
-    return Request(request_id, prompt, SamplingParams(max_tokens), 0, frozenset(), MAX_MODEL_LEN)
+def make_request(request_id: int, prompt: list[int], max_tokens: int, max_model_len: int = MAX_MODEL_LEN) -> Request:
+    return Request(request_id, prompt, SamplingParams(max_tokens), 0, frozenset(), max_model_len)
+
+
+def make_group(first_id: int, n: int, prompt: list[int], max_tokens: int) -> list[Request]:
+    group = RequestGroup(None, prompt)
+    group.requests = [make_request(first_id + i, prompt, max_tokens) for i in range(n)]
+    for request in group.requests:
+        request.group = group
+    return group.requests
 
 
 def make_scheduler(
@@ -107,7 +115,8 @@ class SimulatedDevice:
 @many(120)
 @given(st.integers(0, 2**32), st.integers(0, 2))
 def test_random_load(seed: int, max_in_flight: int) -> None:
-    """All requests finish, the oldest is never preempted, and no step writes into a shared block."""
+    """All requests finish, the oldest is preempted only for a group without slots, and no step writes into a shared
+    block."""
     rng = random.Random(seed)
     max_k = rng.choice([0, 1, 3, 7])
     sizes = rng.randint(10, 30), rng.randint(1, 5), max_k, rng.randint(1, 9), 16
@@ -119,14 +128,18 @@ def test_random_load(seed: int, max_in_flight: int) -> None:
     while len(requests) < 12 or not scheduler.is_idle or device.in_flight:
         if len(requests) < 12 and rng.random() < 0.5:
             prompt = [t % 3 for t in range(rng.randint(1, MAX_MODEL_LEN - 1))]
-            requests.append(make_request(len(requests), prompt, rng.randint(1, 30)))
-            scheduler.add_request(requests[-1])
+            group = make_group(len(requests), rng.choice([1, 1, 3]), prompt, rng.randint(1, 30))
+            requests += group
+            for request in group:
+                scheduler.add_request(request)
         if requests and rng.random() < 0.03:
             scheduler.finish_request(rng.choice(requests))
         first = scheduler.running[0] if scheduler.running else None
         num_before = first.num_preemptions if first else 0
+        may_return_slot = first is not None and first.group is not None and first.group.num_slots > 1
         device.step()
-        assert first is None or first.num_preemptions == num_before, "the oldest request was preempted"
+        if first is not None and not may_return_slot:
+            assert first.num_preemptions == num_before, "the oldest request was preempted"
         steps += 1
         assert steps < 3000, "it does not finish"
     assert all(r.state is RequestState.FINISHED for r in requests)
@@ -179,6 +192,49 @@ def test_prefill_budget_depends_on_decode_requests() -> None:
     scheduled = device.step()  # the first decodes now, so the second is prefilled in small chunks
     assert scheduled is not None and [(c.begin, c.end) for c in scheduled.prefill_chunks] == [(6, 9)]
     assert [r.id for r in scheduled.decode_requests] == [0]
+
+
+def test_short_prompts_overtake_a_long_one() -> None:
+    scheduler = make_scheduler(num_blocks=3000, max_num_seqs=16, chunk=64, idle_chunk=64)
+    device = SimulatedDevice(scheduler, random.Random(0), 0)
+    long = make_request(0, [0] * 7998, 1, max_model_len=8000)
+    scheduler.add_request(long)
+    for i in (1, 2):
+        scheduler.add_request(make_request(i, [i] * 4, 1))
+    scheduled = device.step()
+    assert scheduled is not None
+    assert [(c.request.id, c.end - c.begin) for c in scheduled.prefill_chunks] == [(0, 32 + 24), (1, 4), (2, 4)]
+    num_steps = 1
+    while long.state is not RequestState.FINISHED:  # prompts keep arriving that would use up the whole budget
+        for i in range(16):
+            scheduler.add_request(make_request(100 * num_steps + i, [i] * 8, 1))
+        device.step()
+        num_steps += 1
+    assert num_steps <= 2 + 7998 // 32
+
+
+@pytest.mark.parametrize("max_in_flight", [0, 1])
+def test_requests_of_a_prompt_leave_slots_to_others(max_in_flight: int) -> None:
+    """One prompt with many requests takes all slots, and returns one when another prompt arrives."""
+    scheduler = make_scheduler(num_blocks=2000, max_num_seqs=8, idle_chunk=200)
+    device = SimulatedDevice(scheduler, random.Random(0), max_in_flight)
+    many = make_group(0, 30, [7] * 21, 19)
+    for request in many:
+        scheduler.add_request(request)
+    for _ in range(3):
+        device.step()
+    assert len(scheduler.running) == 8
+    assert scheduler.pool.num_hit_tokens == 7 * 20, "later requests reuse the blocks of the first"
+    others = [make_request(100 + i, [i] * 5, 4) for i in range(3)]
+    for other in others:
+        scheduler.add_request(other)
+    for _ in range(4 + 6 * max_in_flight):
+        device.step()
+    assert all(other.output_token_ids for other in others)
+    assert sum(request.num_preemptions for request in many) <= len(others)
+    while not scheduler.is_idle:
+        device.step()
+    assert all(len(request.output_token_ids) == request.params.max_tokens for request in (*many, *others))
 
 
 def test_prefill_is_delayed_while_many_requests_decode() -> None:
