@@ -121,10 +121,10 @@ def emulate_prefill_graphs(llm: LLM, sizes: Sequence[int]) -> list[PrefillShape]
     def build_graph(shape: PrefillShape) -> PrefillGraph:
         def replay() -> None:
             replays.append(shape)
-            graph.first_tokens_F = prefill.forward(graph.packed, shape)
+            graph.result = prefill.forward(graph.packed, shape)
 
-        buffers = [torch.zeros(size, dtype=torch.long) for size in (sum(shape.field_sizes), shape.num_ends)]
-        graph = PrefillGraph(shape, *buffers, SimpleNamespace(replay=replay))  # type: ignore[arg-type]
+        packed, no_result = torch.zeros(sum(shape.field_sizes), dtype=torch.long), (torch.empty(0), torch.empty(0))
+        graph = PrefillGraph(shape, packed, no_result, SimpleNamespace(replay=replay))  # type: ignore[arg-type]
         return graph
 
     prefill.graphs = [build_graph(prefill.graph_shape(num_rows)) for num_rows in sizes]
@@ -284,7 +284,7 @@ def run_requests(llm: LLM, requests: Sequence[ArrivingRequest]) -> list[RequestG
 
 
 def check_all_released(llm: LLM) -> None:
-    assert not llm.has_unfinished_requests and llm._num_logits_processing == 0
+    assert not llm.has_unfinished_requests and llm._num_grammars == 0
     pool = llm.scheduler.pool
     check_pool(pool, [])
     assert pool.num_free_blocks == pool.num_blocks - 1

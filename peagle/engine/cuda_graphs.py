@@ -30,7 +30,8 @@ MAX_LARGE_MODEL_PREFILL_ROWS = 512
 # Largest batches with graphs for short sequences: all lengths, or all but the shortest.
 SHORTEST_SEQ_MAX_BATCH, SHORT_SEQ_MAX_BATCH = 2, 8
 
-DecodeStepFn = Callable[[Tensor, int, int | None], Tensor]  # slots_B, k, max_seq_len -> result_BX
+StepResult = tuple[Tensor, Tensor]  # result_BX and logprobs_T2N; of a prefill, the first tokens and their logprobs
+DecodeStepFn = Callable[[Tensor, int, int | None], StepResult]  # of slots_B, k and max_seq_len
 
 
 def decode_batch_sizes(max_num_seqs: int) -> list[int]:
@@ -66,7 +67,7 @@ def find_short_seq_lens(target: Decoder, drafter: Drafter | None, max_model_len:
     return tuple(length for length in lengths[0] if length < max_model_len) if all(lengths) else ()
 
 
-def capture_graph(run: Callable[[], Tensor], pool: Any) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+def capture_graph(run: Callable[[], StepResult], pool: Any) -> tuple[torch.cuda.CUDAGraph, StepResult]:
     """Captures the work that `run` launches. Returns the graph and the output of `run`."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -84,7 +85,7 @@ class DecodeGraph:
     """A captured decode step with its input and output tensors."""
 
     slots_B: Tensor
-    result_BX: Tensor  # output tokens, number of accepted tokens, number of draft tokens
+    result: StepResult
     graph: torch.cuda.CUDAGraph
     loaded_slots: list[int] | None = None  # content of `slots_B`, if `load_slots` wrote it last
 
@@ -95,8 +96,10 @@ class DecodeGraph:
             rows = torch.tensor(slots + [-1] * (len(self.slots_B) - len(slots)))
             self.slots_B.copy_(pin_for_copy(rows, self.slots_B.device), non_blocking=True)
 
-    def replay(self) -> None:
+    def replay(self) -> StepResult:
+        """The result, in memory that the next replay overwrites."""
         self.graph.replay()
+        return self.result
 
 
 class DecodeGraphs:
@@ -135,8 +138,8 @@ class DecodeGraphs:
             lengths = lengths[1:] if batch_size <= SHORT_SEQ_MAX_BATCH else ()
         for length in (None, *lengths):
             slots_B = torch.full((batch_size,), -1, device="cuda")
-            graph, result_BX = capture_graph(partial(self.run, slots_B, k, length), self.pool)
-            self.captured[batch_size, k, length] = DecodeGraph(slots_B, result_BX, graph)
+            graph, result = capture_graph(partial(self.run, slots_B, k, length), self.pool)
+            self.captured[batch_size, k, length] = DecodeGraph(slots_B, result, graph)
 
     def find(self, batch_size: int, k: int, max_num_tokens: int) -> DecodeGraph | None:
         """The smallest graph that fits. `max_num_tokens`: most tokens of a request before the step."""

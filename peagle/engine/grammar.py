@@ -331,7 +331,12 @@ def _compute_library_bitmasks(compiler: GrammarCompiler, states: MatcherStates, 
     return bits
 
 
-def unpack_bitmasks(bits_NQW: Tensor, vocab_size: int) -> Tensor:
-    """uint8 [N, Q, W] -> bool [N, Q, V], on the same device."""
-    bits = (bits_NQW[..., None] >> torch.arange(8, dtype=torch.uint8, device=bits_NQW.device)) & 1
-    return bits.bool().flatten(2)[..., :vocab_size]
+def forbid_tokens(masks_RW: Tensor, token_ids: Collection[int], vocab_size: int) -> None:
+    """Removes tokens from masks in place, except where a mask allows no other token."""
+    others = masks_RW.clone()
+    for token in (t for t in token_ids if t < vocab_size):
+        others[:, token // 8] &= ~(1 << token % 8) & 0xFF
+    in_vocab = others.clone()
+    if vocab_size % 8:
+        in_vocab[:, vocab_size // 8] &= (1 << vocab_size % 8) - 1
+    masks_RW.copy_(torch.where((in_vocab != 0).any(1, keepdim=True), others, masks_RW))

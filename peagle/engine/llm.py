@@ -68,7 +68,7 @@ class LLM:
         # Number of drafts by number of accepted tokens.
         self.acceptance_histogram = [0] * (self.scheduler.max_speculative_tokens + 1)
         self.num_draft_tokens = 0
-        self._num_logits_processing = 0  # unfinished requests that need logits processing
+        self._num_grammars = 0  # unfinished requests with a grammar
         self.has_tokenizer = self.settings.tokenizer and has_tokenizer(self.target.folder)
         gc.freeze()  # exclude everything loaded so far from garbage collection
 
@@ -95,10 +95,10 @@ class LLM:
         """Schedules and launches one step, and commits the tokens of the oldest step in flight.
 
         Returns the requests that gained tokens or finished. On a GPU one step stays in flight: it runs while the tokens
-        of the step before are committed. Logits processors need all earlier tokens on the host, so requests with them
-        disable that.
+        of the step before are committed. A grammar needs all earlier tokens on the host, so requests with one disable
+        that.
         """
-        if self._num_logits_processing and self._in_flight:
+        if self._num_grammars and self._in_flight:
             return self._commit(self._in_flight.popleft())
         scheduled = self.scheduler.schedule()
         if scheduled is not None:
@@ -111,9 +111,9 @@ class LLM:
     def _commit(self, step: PendingStep) -> list[Request]:
         """Waits for a step and appends its tokens. Accepted tokens are counted before a stop cuts them, as in vLLM."""
         updated, scheduled = [], step.scheduled
-        decode_rows, first_tokens = step.wait()
+        decode_rows, first_tokens, logprobs = step.wait()
         now = time.perf_counter()
-        if decode_rows and not scheduled.prefill_chunks and not self._num_logits_processing:
+        if decode_rows and not scheduled.prefill_chunks and not self._num_grammars:
             seconds = now - max(step.launched_at, self._last_return)
             self.adaptive_k.observe_step_time(len(decode_rows), scheduled.num_draft_tokens, seconds)
         self._last_return = now
@@ -137,12 +137,12 @@ class LLM:
                 request.output_token_ids.append(token)
                 request.num_tokens += 1
             else:
-                self._append_tokens(request, row[: num_accepted + 1], step.logprobs)
+                self._append_tokens(request, row[: num_accepted + 1], logprobs)
             self.scheduler.mark_returned(request, max_new_tokens)
         for request, token in zip(step.new_requests, first_tokens, strict=True):
             if request.state is not finished:
                 updated.append(request)
-                self._append_tokens(request, [token], step.logprobs)
+                self._append_tokens(request, [token], logprobs)
                 self.scheduler.mark_returned(request, 1)
         for request in updated:
             if request.finish_reason is not None:
@@ -189,7 +189,7 @@ class LLM:
     def _finish(self, request: Request) -> None:
         """Releases what a request holds and completes its text."""
         self.scheduler.finish_request(request)
-        self._num_logits_processing -= request.needs_logits_processing
+        self._num_grammars -= request.matcher is not None
         if request.detokenizer is not None:
             if request.detokenizer.stop_reason is None:
                 request.detokenizer.finish()
@@ -208,6 +208,8 @@ class LLM:
         prompt_token_ids = self._encode(prompt)
         check_prompt(prompt_token_ids, vocab_size, self.max_model_len)
         params.check_ids(vocab_size, self.target.eos_ids)
+        if params.logprobs is not None and params.logprobs > vocab_size:
+            params = replace(params, logprobs=vocab_size)
         if params.stop and not self.has_tokenizer:
             raise UserError(f"--stop: stop strings need a tokenizer, and {self.target.folder} has none")
         compiler = self.compile_grammar(params.grammar) if params.grammar is not None else None
@@ -234,7 +236,7 @@ class LLM:
                 num_accepted_tokens_per_pos=[0] * self.scheduler.max_speculative_tokens,
             )
             self._next_id += 1
-            self._num_logits_processing += request.needs_logits_processing
+            self._num_grammars += matcher is not None
             group.requests.append(request)
             self.scheduler.add_request(request)
         return group
@@ -265,7 +267,7 @@ class LLM:
         return bool(self._in_flight) or not self.scheduler.is_idle
 
     def warm_up(self) -> None:
-        """Runs requests of all sizes and with all sampling options, so that later ones wait for no compilation.
+        """Runs prompts of all sizes, so that later ones wait for no compilation.
 
         Leaves no trace: the counts and the estimates of "auto" are as before.
         """
@@ -276,12 +278,6 @@ class LLM:
         for num_rows in [*sizes, max_rows]:
             for prompt_len in {min(num_rows, 64, max_prompt), min(num_rows, max_prompt)}:
                 self._run_random(min(num_rows // prompt_len, max_num_seqs), prompt_len, SamplingParams(max_tokens=3))
-        sampled = SamplingParams(max_tokens=3, temperature=0.8, top_k=50, top_p=0.9, min_p=0.01, seed=0)
-        options: dict[str, Any] = {"presence_penalty": 0.1, "frequency_penalty": 0.1, "repetition_penalty": 1.1}
-        options |= {"logit_bias": {0: 1.0}, "min_tokens": 2, "logprobs": 5}
-        for batch_size in [1 << i for i in range(max_num_seqs.bit_length())]:
-            for params in (sampled, replace(sampled, **options), replace(sampled, temperature=0.0, **options)):
-                self._run_random(batch_size, min(16, max_prompt), params)
         vars(self.adaptive_k).update(adaptive_k)
         self.acceptance_histogram[:] = [0] * len(self.acceptance_histogram)
         self.num_draft_tokens = self.scheduler.num_preemptions = 0

@@ -40,6 +40,7 @@ from peagle.errors import UserError
 from peagle.hub.resolve import resolve_drafter, resolve_target
 from peagle.kernels.gemm.linear_torch import select_cpu_gemms
 from peagle.kernels.gemm.skinny_cpu import cpu_fingerprint
+from peagle.kernels.sampling.processors import LogitsProcessors
 from peagle.kernels.sampling.verify import to_conditional_rates
 from peagle.kernels.triton_utils import device_context
 from peagle.models.decoder import Decoder
@@ -99,9 +100,9 @@ def load_engine(
         loaded_drafter = load_drafter(drafter_folder, model, weight.dtype, device)
 
     bytes_per_block = block_bytes(cfg, drafter_cfg, weight.element_size())
-    num_blocks = count_blocks(
-        settings, device, bytes_per_block, max_model_len, max_num_seqs, unpacking_bytes(model.cfg)
-    )
+    reserved_bytes = unpacking_bytes(model.cfg)
+    reserved_bytes += LogitsProcessors.num_bytes(max_num_seqs, model.cfg.vocab_size, choices[-1])
+    num_blocks = count_blocks(settings, device, bytes_per_block, max_model_len, max_num_seqs, reserved_bytes)
     with torch.inference_mode(), device_context(weight.device):
         runner = ModelRunner(
             model, loaded_drafter, num_blocks, max_num_seqs, max_model_len, choices[-1], synthetic_rates

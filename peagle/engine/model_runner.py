@@ -16,13 +16,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from peagle.engine.cuda_graphs import DecodeGraphs
+from peagle.engine.cuda_graphs import DecodeGraphs, StepResult
 from peagle.engine.kv_cache import BLOCK_SIZE, KVCache, decode_attention
 from peagle.engine.prefill import Prefill
 from peagle.engine.proposer import DraftProposer
 from peagle.engine.request import Logprobs, Request, SchedulerOutput
-from peagle.engine.sampler import Sampler, compute_allowed_tokens
+from peagle.engine.sampler import Sampler, read_logprobs
 from peagle.kernels.host_transfer import PinnedRing, copy_to_device
+from peagle.kernels.sampling.processors import LogitsProcessors
 from peagle.kernels.sampling.verify import AcceptedTokens
 from peagle.kernels.step import SlotState, SlotUpdates, VerifyInputs, build_verify_inputs, commit_state
 from peagle.kernels.triton_utils import device_context
@@ -39,18 +40,26 @@ class PendingStep:
 
     scheduled: SchedulerOutput
     launched_at: float  # time.perf_counter()
-    logprobs: Logprobs = field(default_factory=dict)
     result_BX: Tensor | None = None  # [B, Q + 2]: output tokens (then -1), num accepted, num draft tokens
+    logprobs_T2N: Tensor | None = None  # of the output tokens, if a request asks for logprobs
     new_requests: list[Request] = field(default_factory=list)  # requests whose first token comes from this prefill
     first_tokens_F: Tensor | None = None
+    first_logprobs_F2N: Tensor | None = None
     done: torch.cuda.Event | None = None
 
-    def wait(self) -> tuple[list[list[int]], list[int]]:
-        """Waits for the step. Returns the rows of `result_BX` and the first token of each new request."""
+    def wait(self) -> tuple[list[list[int]], list[int], Logprobs]:
+        """Waits for the step. Returns the rows of `result_BX`, the first token of each new request, and logprobs."""
         if self.done is not None:
             self.done.synchronize()
         decode_rows = self.result_BX.tolist() if self.result_BX is not None else []
-        return decode_rows, self.first_tokens_F.tolist() if self.first_tokens_F is not None else []
+        first_tokens = self.first_tokens_F.tolist() if self.first_tokens_F is not None else []
+        logprobs: Logprobs = {}
+        if self.logprobs_T2N is not None:
+            num_tokens, num_rows = [row[-2] + 1 for row in decode_rows], len(decode_rows[0]) - 2
+            logprobs |= read_logprobs(self.scheduled.decode_requests, self.logprobs_T2N, num_rows, num_tokens)
+        if self.first_logprobs_F2N is not None:
+            logprobs |= read_logprobs(self.new_requests, self.first_logprobs_F2N, 1, [1] * len(first_tokens))
+        return decode_rows, first_tokens, logprobs
 
 
 class ModelRunner:
@@ -86,7 +95,11 @@ class ModelRunner:
         max_positions = max(m.cfg.max_positions for m in (target, drafter) if m is not None)
         for rope in [*target.ropes, *([drafter.rope] if drafter is not None else [])]:
             rope.build_cos_sin_cache(max_positions, weight.dtype)
-        self.sampler = Sampler(self.state, synthetic_rates)
+        self.processors = LogitsProcessors.allocate(
+            max_num_seqs, target.cfg.vocab_size, max_speculative_tokens, self.device
+        )
+        self.sampler = Sampler(self.state, self.processors, synthetic_rates)
+        self._host_token_ids_SN = self.state.token_ids_SN  # on the host, as of the last step with a grammar
         self.prefill = Prefill(
             target, self.run_target, self.kv_cache, self.state, self.sampler, self.proposer, max_model_len
         )
@@ -95,46 +108,50 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, scheduled: SchedulerOutput, changed_requests: list[Request]) -> PendingStep:
         """Launches a step. `changed_requests` got a slot or blocks since the last launch; the list is cleared."""
-        step, copy_to_host = PendingStep(scheduled, time.perf_counter()), self._pinned.copy_to_host
+        step = PendingStep(scheduled, time.perf_counter())
+        decoding, chunks = scheduled.decode_requests, scheduled.prefill_chunks
         with device_context(self.device):
             self._update_slots(changed_requests)
-            if scheduled.decode_requests:
-                step.result_BX = self._launch_decode(scheduled, step.logprobs)
-            if scheduled.prefill_chunks:
-                step.new_requests, step.first_tokens_F = self.prefill.launch(scheduled.prefill_chunks, step.logprobs)
+            if decoding:
+                result_BX, logprobs_T2N = self._launch_decode(scheduled)
+                step.result_BX = self._copy_to_host(result_BX)
+                if any(r.params.logprobs is not None for r in decoding):
+                    step.logprobs_T2N = self._copy_to_host(logprobs_T2N)
+            if chunks:
+                step.new_requests, first_tokens_F, logprobs_F2N = self.prefill.launch(chunks)
+                if step.new_requests:
+                    step.first_tokens_F = self._copy_to_host(first_tokens_F)
+                if any(r.params.logprobs is not None for r in step.new_requests):
+                    step.first_logprobs_F2N = self._copy_to_host(logprobs_F2N)
+            if any(r.matcher is not None for r in (*decoding, *step.new_requests)):
+                self._host_token_ids_SN = self._copy_to_host(self.state.token_ids_SN)
             if self.device.type == "cuda":
-                step.result_BX = copy_to_host(step.result_BX) if step.result_BX is not None else None
-                step.first_tokens_F = copy_to_host(step.first_tokens_F) if step.first_tokens_F is not None else None
                 step.done = torch.cuda.Event()
                 step.done.record()
         return step
 
-    def _launch_decode(self, scheduled: SchedulerOutput, logprobs: Logprobs) -> Tensor:
-        """Launches the decode step as a captured graph if there is one that fits. Returns `result_BX`."""
+    def _copy_to_host(self, x: Tensor) -> Tensor:
+        """A copy that is complete once the step is done."""
+        return self._pinned.copy_to_host(x) if self.device.type == "cuda" else x
+
+    def _launch_decode(self, scheduled: SchedulerOutput) -> StepResult:
+        """Launches the decode step as a captured graph if there is one that fits."""
         requests, k = scheduled.decode_requests, scheduled.num_draft_tokens
         slots = [r.slot for r in requests]
         if scheduled.limited_requests:
             self._limit_draft_tokens(scheduled.limited_requests)
-        needs_logits_processing = any(r.needs_logits_processing for r in requests)
-        if self.decode_graphs is not None and not needs_logits_processing:
+        matched = [r for r in requests if r.matcher is not None]
+        if matched:
+            self.sampler.send_grammar_masks(
+                matched, [self._host_token_ids_SN[r.slot, 1 : k + 1].tolist() for r in matched]
+            )
+        if self.decode_graphs is not None:
             graph = self.decode_graphs.find(len(slots), k, max(r.num_tokens + r.max_in_flight_tokens for r in requests))
             if graph is not None:
                 graph.load_slots(slots)
-                graph.replay()
-                return graph.result_BX[: len(requests)]
-        slots_B = copy_to_device(torch.tensor(slots), self.device)
-        if not needs_logits_processing:
-            return self.decode_step(slots_B, k)
-        matched = [r for r in requests if r.matcher is not None]
-        draft_token_ids: list[list[int]] = [[] for _ in matched]
-        if matched and k > 0:
-            matched_slots = copy_to_device(torch.tensor([r.slot for r in matched]), self.device)
-            draft_token_ids = self.state.token_ids_SN[matched_slots, 1 : k + 1].tolist()  # waits for the last step
-        rows, logits_TV, hidden_TD = self.verify(slots_B, k)
-        # The host computes grammar masks while the target runs.
-        allowed = compute_allowed_tokens(matched, draft_token_ids, self.target.cfg.vocab_size, self.device)
-        accepted = self.sampler.sample_and_accept_processed(rows, logits_TV, requests, allowed, logprobs)
-        return self.draft(slots_B, rows, hidden_TD, accepted)
+                result_BX, logprobs_T2N = graph.replay()
+                return result_BX[: len(requests)], logprobs_T2N[: len(requests) * (k + 1)]
+        return self.decode_step(copy_to_device(torch.tensor(slots), self.device), k)
 
     def _update_slots(self, requests: list[Request]) -> None:
         """Sends new block ids, and the sampling parameters of requests that are new in their slot."""
@@ -147,6 +164,8 @@ class ModelRunner:
                 self._updates.set_sampling_params(
                     request.slot, (p.temperature, p.top_p, p.min_p), (p.top_k, request.seed)
                 )
+                known_output = request.output_token_ids[:-1]  # the newest token is committed with the prefill
+                self.processors.set_slot(request.slot, p, request.prompt_token_ids, known_output, request.eos_ids)
             self._updates.set_blocks(request.slot, num_sent, request.block_ids[num_sent:])
             self._sent[request.slot] = (request.id, request.num_preemptions, len(request.block_ids))
         requests.clear()
@@ -168,15 +187,15 @@ class ModelRunner:
 
     # The decode step
 
-    def decode_step(self, slots_B: Tensor, k: int, max_seq_len: int | None = None) -> Tensor:
+    def decode_step(self, slots_B: Tensor, k: int, max_seq_len: int | None = None) -> StepResult:
         """Verifies k draft tokens per request and drafts k new ones. This is the work that decode graphs capture.
 
-        Returns [B, Q + 2]: output tokens, the number of accepted tokens and the number of draft tokens.
+        Returns [B, Q + 2]: output tokens, the number of accepted tokens and the number of draft tokens; and logprobs.
         `max_seq_len`: most positions of a request after the step, which selects attention kernels for short sequences.
         """
         rows, logits_TV, hidden_TD = self.verify(slots_B, k, max_seq_len)
-        accepted = self.sampler.sample_and_accept(rows, logits_TV)
-        return self.draft(slots_B, rows, hidden_TD, accepted, max_seq_len)
+        accepted, logprobs_T2N = self.sampler.sample_and_accept(rows, slots_B, logits_TV)
+        return self.draft(slots_B, rows, hidden_TD, accepted, max_seq_len), logprobs_T2N
 
     def verify(
         self, slots_B: Tensor, k: int, max_seq_len: int | None = None
@@ -208,5 +227,8 @@ class ModelRunner:
         draft_token_ids_BK = output_BQ[:, :0]
         if self.proposer is not None and hidden_TD is not None:
             draft_token_ids_BK = self.proposer.propose(rows, hidden_TD, accepted, max_seq_len)
-        commit_state(self.state, slots_B, output_BQ, num_accepted_B, draft_token_ids_BK, self.max_model_len)
+        commit_state(
+            *(self.state, slots_B, output_BQ, num_accepted_B, draft_token_ids_BK, self.max_model_len),
+            processors=self.processors,
+        )
         return result_BX

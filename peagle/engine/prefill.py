@@ -21,10 +21,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from peagle.engine.cuda_graphs import capture_graph
+from peagle.engine.cuda_graphs import StepResult, capture_graph
 from peagle.engine.kv_cache import KVCache, PagedAttention
 from peagle.engine.proposer import DraftProposer
-from peagle.engine.request import Logprobs, PrefillChunk, Request
+from peagle.engine.request import PrefillChunk, Request
 from peagle.engine.sampler import Sampler
 from peagle.kernels.attention.paged import prefill_attention
 from peagle.kernels.attention.types import PagedAttentionMetadata
@@ -34,7 +34,6 @@ from peagle.models.decoder import Decoder
 
 Int64Array = NDArray[np.int64]
 A = TypeVar("A", Tensor, Int64Array)
-FirstTokenSampler = Callable[[Tensor, Tensor, Tensor], Tensor]  # logits [F, V], slots, positions -> tokens [F]
 
 
 @dataclass(frozen=True)
@@ -157,14 +156,14 @@ class PrefillGraph:
 
     shape: PrefillShape
     packed: Tensor
-    first_tokens_F: Tensor
+    result: StepResult
     graph: torch.cuda.CUDAGraph
 
-    def replay(self, packed: Int64Array) -> Tensor:
-        """The first tokens of the prompts that end, in memory that the next replay overwrites."""
+    def replay(self, packed: Int64Array) -> StepResult:
+        """The result of `Prefill.forward`, in memory that the next replay overwrites."""
         self.packed.copy_(pin_for_copy(torch.from_numpy(packed), self.packed.device), non_blocking=True)
         self.graph.replay()
-        return self.first_tokens_F
+        return self.result
 
 
 class Prefill:
@@ -186,26 +185,27 @@ class Prefill:
         self.num_mask_rows = proposer.num_mask_rows if proposer is not None else None
         self.graphs: list[PrefillGraph] = []  # by ascending number of rows
 
-    def launch(self, chunks: Sequence[PrefillChunk], logprobs: Logprobs) -> tuple[list[Request], Tensor | None]:
-        """Launches the chunks. Returns the requests that get their first token, and these tokens on the device."""
+    def launch(self, chunks: Sequence[PrefillChunk]) -> tuple[list[Request], Tensor, Tensor]:
+        """Launches the chunks. Returns the requests that get their first token, these tokens and their logprobs."""
         ended = [c.request for c in chunks if c.is_last]
         new = [r for r in ended if not r.output_token_ids]  # others are resumed and know their next token
         resumed = [r for r in ended if r.output_token_ids]
+        matched = [r for r in new if r.matcher is not None]
+        if matched:
+            self.sampler.send_grammar_masks(matched, [[] for _ in matched])
         shape = PrefillShape.from_chunks(chunks, self.num_mask_rows)
-        processed = any(r.needs_logits_processing for r in new)
-        graph = None if processed else self.find_graph(shape)
+        graph = self.find_graph(shape)
         packed = pack_prefill_inputs(
             chunks, new + resumed, graph.shape if graph is not None else shape, self.max_model_len, self.mask_token_id
         )
         if graph is not None:
-            first_tokens_F = graph.replay(packed)
+            first_tokens_F, logprobs_F2N = graph.replay(packed)
         else:
-            sample = partial(self.sampler.sample_first_tokens_processed, new, logprobs) if processed else None
-            first_tokens_F = self.forward(copy_to_device(torch.from_numpy(packed), self.device), shape, sample)
-        return new, first_tokens_F[: len(new)] if new else None
+            first_tokens_F, logprobs_F2N = self.forward(copy_to_device(torch.from_numpy(packed), self.device), shape)
+        return new, first_tokens_F[: len(new)], logprobs_F2N[: len(new)]
 
-    def forward(self, packed: Tensor, shape: PrefillShape, sample: FirstTokenSampler | None = None) -> Tensor:
-        """[F]: the first token of each prompt that ends, whose slots are then ready to decode."""
+    def forward(self, packed: Tensor, shape: PrefillShape) -> StepResult:
+        """The first token [F] of each prompt that ends, whose slots are then ready to decode, and their logprobs."""
         p: PrefillInputs[Tensor] = PrefillInputs.unpack(packed, shape)
         i: PrefillInputs[Tensor] = PrefillInputs.unpack(packed.int(), shape)
         tables_BM, starts_B = self.state.block_tables_SM[p.slots_B], i.num_computed_tokens_B
@@ -217,9 +217,10 @@ class Prefill:
         attend = attention(self.kv_cache, i.query_lens_B, i.query_start_loc_B1, shape.max_query_len)
         hidden_TD, aux_hidden_states = self.run_target(p.token_ids_T, p.positions_T, attend, self.aux_layer_ids)
         first_tokens_F = p.known_token_ids_F
+        logprobs_F2N = torch.empty(0, device=self.device)
         if shape.num_ends:
             logits_FV = self.target.compute_logits(hidden_TD[p.last_rows_F])
-            first_tokens_F = (sample or self.sampler.sample_first_tokens)(logits_FV, p.end_slots_F, p.num_tokens_F)
+            first_tokens_F, logprobs_F2N = self.sampler.sample_first_tokens(logits_FV, p.end_slots_F, p.num_tokens_F)
         newest_F = torch.where(p.known_token_ids_F < 0, first_tokens_F, p.known_token_ids_F)
         draft_token_ids_FK = newest_F[:, None][:, :0]
         if self.proposer is not None and aux_hidden_states is not None:
@@ -236,8 +237,9 @@ class Prefill:
                 draft_token_ids_FK,
                 self.max_model_len,
                 p.num_tokens_F,
+                self.sampler.processors,
             )
-        return first_tokens_F
+        return first_tokens_F, logprobs_F2N
 
     def _draft(
         self,
@@ -287,8 +289,8 @@ class Prefill:
         for num_rows in sorted(sizes, reverse=True):
             shape = self.graph_shape(num_rows)
             packed = torch.from_numpy(pack_prefill_inputs([], [], shape, self.max_model_len, None)).to(self.device)
-            graph, first_tokens_F = capture_graph(partial(self.forward, packed, shape), pool)
-            self.graphs.insert(0, PrefillGraph(shape, packed, first_tokens_F, graph))
+            graph, result = capture_graph(partial(self.forward, packed, shape), pool)
+            self.graphs.insert(0, PrefillGraph(shape, packed, result, graph))
 
     def find_graph(self, shape: PrefillShape) -> PrefillGraph | None:
         """The smallest graph that fits, unless it has more than twice the rows of the smallest with enough rows."""

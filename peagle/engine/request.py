@@ -64,8 +64,6 @@ class Request:
         self.num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids)
         self.max_output_tokens = min(p.max_tokens, self.max_model_len - len(self.prompt_token_ids))
         self.max_total_tokens = len(self.prompt_token_ids) + self.max_output_tokens
-        has_processors = p.has_penalties or bool(p.logit_bias) or p.min_tokens > 0 or self.matcher is not None
-        self.needs_logits_processing = has_processors or p.logprobs is not None
         # Fast path of a commit: there is no text, logprob or grammar to update.
         self.has_tokens_only = self.detokenizer is None and p.logprobs is None and self.matcher is None
 

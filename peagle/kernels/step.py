@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from peagle.kernels.host_transfer import PinnedRing
+from peagle.kernels.sampling.processors import LogitsProcessors
 from peagle.kernels.triton_utils import HAVE_TRITON, pdl_launch_options, runs_triton
 
 _BLOCK = 128  # updates per program
@@ -101,8 +102,8 @@ if HAVE_TRITON:
     @triton.jit
     def _commit_kernel(
         tokens, tokens_stride, starts, available, slots, emitted, emitted_stride, accepted, drafts, drafts_stride,
-        max_model_len, positions,
-        K: tl.constexpr, HAS_POSITIONS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
+        max_model_len, positions, flags_S, entries_SV, vocab,
+        K: tl.constexpr, HAS_POSITIONS: tl.constexpr, COUNTS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
     ) -> None:  # fmt: skip
         """Handles one request; WIDTH >= K + 1."""
         wait_for_previous(PDL)
@@ -120,6 +121,10 @@ if HAVE_TRITON:
                 start = tl.load(starts + slot).to(tl.int64) + m + 1
             tl.store(starts + slot, start)
             tl.store(available + slot, tl.maximum(tl.minimum(max_model_len - start - 2, K), 0))
+            if COUNTS:
+                if tl.load(flags_S + slot) & 1:
+                    added = tl.load(emitted + b * emitted_stride + at, mask=at <= m, other=0)
+                    tl.atomic_add(entries_SV + slot * vocab + added, 4, mask=at <= m)
 
     @triton.jit(do_not_specialize=["count"])
     def _updates_kernel(
@@ -350,6 +355,7 @@ def commit_state(
     draft_token_ids_BK: Tensor,
     max_model_len: int,
     positions_B: Tensor | None = None,
+    processors: LogitsProcessors | None = None,
 ) -> None:
     """Writes what each request's next decode step reads into its slot, in place.
 
@@ -357,7 +363,7 @@ def commit_state(
     becomes the newest token's position, and num_draft_tokens is how many draft tokens the context has room for: with
     num_computed_tokens n the request has n + 1 tokens, and a step adds one more token than it verifies, so
     max_model_len - n - 2. `positions` are those of the newest tokens; None: directly behind the accepted tokens.
-    Slots are distinct; a negative one is padding and changes nothing.
+    Slots are distinct; a negative one is padding and changes nothing. `processors` count the tokens as output.
     """
     k = draft_token_ids_BK.shape[1]
     if not runs_triton(state.token_ids_SN):
@@ -366,8 +372,12 @@ def commit_state(
         newest_B = output_token_ids_BQ.gather(1, num_accepted_B[:, None])[:, 0]
         used = slots_B >= 0
         if not used.all():
-            written = (slots_B, newest_B, draft_token_ids_BK, positions_B)
-            slots_B, newest_B, draft_token_ids_BK, positions_B = (x[used] for x in written)
+            written = (slots_B, newest_B, draft_token_ids_BK, positions_B, output_token_ids_BQ, num_accepted_B)
+            slots_B, newest_B, draft_token_ids_BK, positions_B, output_token_ids_BQ, num_accepted_B = (
+                x[used] for x in written
+            )
+        if processors is not None:
+            processors.count_torch(slots_B, output_token_ids_BQ, num_accepted_B)
         state.token_ids_SN[slots_B, 0] = newest_B
         if k:
             state.token_ids_SN[slots_B, 1 : k + 1] = draft_token_ids_BK
@@ -382,8 +392,11 @@ def commit_state(
         draft_token_ids_BK if k else output_token_ids_BQ,  # an empty tensor has no address; not read
         *(draft_token_ids_BK.stride(0), max_model_len),
         slots_B if positions_B is None else positions_B.contiguous(),
+        *((processors.flags_S, processors.entries_SV) if processors is not None else (slots_B, slots_B)),
+        processors.vocab_size if processors is not None else 0,
         K=k,
         HAS_POSITIONS=positions_B is not None,
+        COUNTS=processors is not None,
         WIDTH=triton.next_power_of_2(k + 1),
         num_warps=1,
         **pdl_launch_options(state.token_ids_SN.device),

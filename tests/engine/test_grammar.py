@@ -41,7 +41,6 @@ from peagle.engine.grammar import (
     from_json_schema,
     from_regex,
     to_library_grammar,
-    unpack_bitmasks,
 )
 from peagle.engine.llm import LLM
 from peagle.engine.request import CompletionOutput
@@ -68,6 +67,12 @@ def engine(name: str | None, k: int | str, eos: frozenset[int] = EOS, **options:
     own = target(eos)
     with mock.patch.object(engines, "target", lambda: own):
         return engines.engine(name, k, **{"max_model_len": MAX_MODEL_LEN, **options})
+
+
+def unpack_bitmasks(bits_NQW: Tensor, vocab_size: int) -> Tensor:
+    """uint8 [N, Q, bytes] -> bool [N, Q, V]."""
+    bits = (bits_NQW[..., None] >> torch.arange(8, dtype=torch.uint8)) & 1
+    return bits.bool().flatten(2)[..., :vocab_size]
 
 
 # Constraints for the reference

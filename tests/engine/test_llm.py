@@ -41,7 +41,6 @@ from peagle.engine.loader import resolve_choices
 from peagle.engine.model_runner import PendingStep
 from peagle.engine.prefill import PrefillInputs
 from peagle.engine.request import Request
-from peagle.engine.sampler import apply_logits_processors
 from peagle.errors import UserError
 from peagle.kernels.sampling.verify import AcceptedTokens
 from peagle.kernels.step import VerifyInputs
@@ -176,39 +175,6 @@ def test_all_parameters_in_one_batch_and_alone(name: str | None) -> None:
             check(got, want, counts=name is not None)
     reasons = {(got.finish_reason, type(got.stop_reason)) for got in together}
     assert {("length", type(None)), ("stop", type(None)), ("stop", int), ("stop", str)} <= reasons
-
-
-TOKEN = st.integers(0, 8)
-
-
-@many(200)
-@given(
-    st.integers(0, 2**32),
-    st.lists(TOKEN, min_size=1, max_size=5),
-    st.lists(TOKEN, max_size=6),
-    st.lists(TOKEN, max_size=5),
-    st.fixed_dictionaries(
-        {
-            "min_tokens": st.integers(0, 9),
-            "stop_token_ids": st.lists(TOKEN, max_size=2),
-            "logit_bias": st.dictionaries(TOKEN, st.floats(-9, 9), max_size=3),
-            "presence_penalty": st.sampled_from([0.0, -1.0, 1.5]),
-            "frequency_penalty": st.sampled_from([0.0, -1.0, 1.5]),
-            "repetition_penalty": st.sampled_from([1.0, 0.5, 2.0]),
-        }
-    ),
-)
-def test_logits_processors_of_a_row_see_its_draft_tokens(
-    seed: int, prompt: list[int], output: list[int], draft_token_ids: list[int], options: dict[str, Any]
-) -> None:
-    """Row j is processed as if the j draft tokens before it were output."""
-    params, eos = SamplingParams(**options), frozenset({4})
-    raw = torch.randn(len(draft_token_ids) + 1, 9, generator=torch.Generator().manual_seed(seed))
-    request = Request(0, prompt, params, 0, eos, MAX_MODEL_LEN, output_token_ids=output)
-    rows = apply_logits_processors(raw, request, torch.tensor(draft_token_ids, dtype=torch.long))
-    for j, row in enumerate(rows):
-        want = reference.process_logits(raw[j], params, prompt, output + draft_token_ids[:j], eos)
-        torch.testing.assert_close(row.double(), want, rtol=1e-5, atol=1e-5)
 
 
 def test_n_outputs_have_consecutive_seeds() -> None:

@@ -469,7 +469,7 @@ def compare_samples(device: str, logits: Tensor, args: Sequence[Tensor]) -> None
     with launching_triton(sample):
         best, chosen = argmax(there).cpu(), sample_tokens(there, *on).cpu()
     assert torch.equal(best, argmax(logits))
-    cuts = logit_cutoffs_triton(there, *on[:2]).cpu()
+    cuts = logit_cutoffs_triton(there, *on).cpu()
     want = logit_cutoffs_torch(logits, floats, top_k)
     same = (logits >= cuts[:, None]).eq(logits >= want[:, None]).all(1)
     for r in (~same).nonzero()[:, 0].tolist():  # rounding may decide where the mass reaches top_p

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from peagle.kernels.sampling.noise import BLOCK, LANES, SAMPLE_STREAM, bits_torch, gumbel_torch, row_bits_torch
+from peagle.kernels.sampling.processors import ProcessedRows
 from peagle.kernels.triton_utils import HAVE_TRITON, pdl_launch_options, runs_triton
 
 if HAVE_TRITON:
@@ -31,16 +32,19 @@ if HAVE_TRITON:
     from triton import language as tl
 
     from peagle.kernels.sampling.noise import gumbel, philox_words
+    from peagle.kernels.sampling.processors import load_flags, process_logits
     from peagle.kernels.triton_utils import wait_for_previous
 
     @triton.jit
     def _block_argmax_kernel(
-        logits, stride, vocab, float_params, int_params, position, cutoffs, best, best_at, chunks,
-        SAMPLE: tl.constexpr, STREAM: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr,
+        logits, stride, vocab, float_params, int_params, position, cutoffs, slots, flags_S, processors,
+        best, best_at, chunks,
+        SAMPLE: tl.constexpr, ROWS: tl.constexpr, STREAM: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr,
     ) -> None:  # fmt: skip
         """Writes the best score of one row in one chunk of 4 * LANES tokens, and the lowest token that has it.
 
         The chunk is loaded as four blocks of LANES tokens: token i of each block uses one word of Philox call i.
+        ROWS is the number of rows per request, 0 without logits processors.
         """
         wait_for_previous(PDL)
         row = tl.program_id(0).to(tl.int64)
@@ -55,6 +59,14 @@ if HAVE_TRITON:
         x1 = tl.load(start + i1, mask=i1 < vocab, other=-float("inf")).to(tl.float32)
         x2 = tl.load(start + i2, mask=i2 < vocab, other=-float("inf")).to(tl.float32)
         x3 = tl.load(start + i3, mask=i3 < vocab, other=-float("inf")).to(tl.float32)
+        if ROWS:
+            slot, flags = load_flags(flags_S, slots, row // ROWS, processors[0])
+            if flags & 7:
+                at = tl.load(position + row)
+                x0 = process_logits(x0, i0, row, slot, flags, at, processors, vocab, ROWS)
+                x1 = process_logits(x1, i1, row, slot, flags, at, processors, vocab, ROWS)
+                x2 = process_logits(x2, i2, row, slot, flags, at, processors, vocab, ROWS)
+                x3 = process_logits(x3, i3, row, slot, flags, at, processors, vocab, ROWS)
         if SAMPLE:
             t = tl.load(float_params + row)
             if t > 0.0:  # greedy rows need no noise
@@ -96,9 +108,20 @@ if HAVE_TRITON:
         return (c ^ ((c >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
     @triton.jit
+    def _load_processed(
+        start, i, row, slot, flags, position, processors, VOCAB: tl.constexpr, ROWS: tl.constexpr
+    ):  # fmt: skip
+        x = tl.load(start + i, mask=i < VOCAB, other=-float("inf")).to(tl.float32)
+        if ROWS:
+            if flags & 7:
+                x = process_logits(x, i, row, slot, flags, position, processors, VOCAB, ROWS)
+        return x
+
+    @triton.jit
     def _largest_cutoff(
-        start, low, high, need, best, inverse, COUNT: tl.constexpr, VOCAB: tl.constexpr, WIDTH: tl.constexpr
-    ):
+        start, low, high, need, best, inverse, row, slot, flags, position, processors,
+        COUNT: tl.constexpr, VOCAB: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    ):  # fmt: skip
         """Finds the largest cutoff <= high such that the logits >= cutoff weigh at least `need`; those >= low do.
 
         Bisection that also moves the ends of the bracket to the nearest logits, so it ends when one value is left:
@@ -114,7 +137,7 @@ if HAVE_TRITON:
             below = tl.full([WIDTH], -float("inf"), tl.float32)
             for first in range(0, VOCAB, WIDTH):
                 i = first + tl.arange(0, WIDTH)
-                x = tl.load(start + i, mask=i < VOCAB, other=-float("inf")).to(tl.float32)
+                x = _load_processed(start, i, row, slot, flags, position, processors, VOCAB, ROWS)
                 keep = x >= middle
                 if COUNT:
                     mass += tl.where(keep, 1.0, 0.0)
@@ -134,8 +157,9 @@ if HAVE_TRITON:
 
     @triton.jit
     def _cutoffs_kernel(
-        logits, stride, float_params, int_params, cutoffs, VOCAB: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr
-    ) -> None:
+        logits, stride, float_params, int_params, position, slots, flags_S, processors, cutoffs,
+        VOCAB: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
+    ) -> None:  # fmt: skip
         """Computes `logit_cutoffs_torch` of one row; a row without filters returns at once."""
         wait_for_previous(PDL)
         row = tl.program_id(0).to(tl.int64)
@@ -148,11 +172,16 @@ if HAVE_TRITON:
         cutoff = tl.full([], -float("inf"), tl.float32)
         if (t > 0.0) & (has_top_k | (p < 1.0) | (m > 0.0)):
             start = logits + row * stride
+            at = tl.load(position + row)
+            slot = row
+            flags = 0
+            if ROWS:
+                slot, flags = load_flags(flags_S, slots, row // ROWS, processors[0])
             above = tl.full([WIDTH], float("inf"), tl.float32)
             below = tl.full([WIDTH], -float("inf"), tl.float32)
             for first in range(0, VOCAB, WIDTH):
                 i = first + tl.arange(0, WIDTH)
-                x = tl.load(start + i, mask=i < VOCAB, other=-float("inf")).to(tl.float32)
+                x = _load_processed(start, i, row, slot, flags, at, processors, VOCAB, ROWS)
                 below = tl.maximum(below, x)
                 above = tl.minimum(above, tl.where(i < VOCAB, x, float("inf")))
             best = tl.max(below, 0)
@@ -161,21 +190,23 @@ if HAVE_TRITON:
                 cutoff = best + t * tl.log(m)
             if has_top_k:
                 least = _largest_cutoff(
-                    start, tl.min(above, 0), best, k.to(tl.float32), best, inverse, True, VOCAB, WIDTH
-                )
+                    start, tl.min(above, 0), best, k.to(tl.float32), best, inverse, row, slot, flags, at, processors,
+                    True, VOCAB, ROWS, WIDTH,
+                )  # fmt: skip
                 cutoff = tl.maximum(cutoff, least)
             if p < 1.0:
                 mass = tl.zeros([WIDTH], tl.float32)
                 for first in range(0, VOCAB, WIDTH):
                     i = first + tl.arange(0, WIDTH)
-                    x = tl.load(start + i, mask=i < VOCAB, other=-float("inf")).to(tl.float32)
+                    x = _load_processed(start, i, row, slot, flags, at, processors, VOCAB, ROWS)
                     mass += tl.where(x >= cutoff, tl.exp((x - best) * inverse), 0.0)
                 need = p * tl.sum(mass, 0)
                 # All tokens below this floor together weigh less than 1 - p times the likeliest: none is needed.
                 floor = best - t * (tl.log(VOCAB * 1.0) - tl.log(1.0 - p) + 1.0)
                 cutoff = _largest_cutoff(
-                    start, tl.maximum(cutoff, floor), best, need, best, inverse, False, VOCAB, WIDTH
-                )
+                    start, tl.maximum(cutoff, floor), best, need, best, inverse, row, slot, flags, at, processors,
+                    False, VOCAB, ROWS, WIDTH,
+                )  # fmt: skip
         tl.store(cutoffs + row, cutoff)
 
 
@@ -191,7 +222,13 @@ def argmax(logits_RV: Tensor) -> Tensor:
     return torch.from_numpy(logits.numpy().argmax(-1))  # same result as torch's argmax, 10 times as fast
 
 
-def sample_tokens(logits_RV: Tensor, float_params_3R: Tensor, int_params_2R: Tensor, position_R: Tensor) -> Tensor:
+def sample_tokens(
+    logits_RV: Tensor,
+    float_params_3R: Tensor,
+    int_params_2R: Tensor,
+    position_R: Tensor,
+    processed: ProcessedRows | None = None,
+) -> Tensor:
     """Samples one token per row: int64 [R].
 
     Temperature 0 is the argmax, the lowest id among equals. Otherwise tokens are drawn from softmax(logits /
@@ -201,12 +238,21 @@ def sample_tokens(logits_RV: Tensor, float_params_3R: Tensor, int_params_2R: Ten
 
     `float_params` are temperature, top_p and min_p in fp32, `int_params` top_k and seed, `position` is that of the
     sampled token; logits are bf16 or fp32, the arithmetic is fp32. The module's docstring states what the noise
-    guarantees.
+    guarantees. With `processed`, logits processors come first.
     """
     if runs_triton(logits_RV):
         float_params_3R, int_params_2R = float_params_3R.contiguous(), int_params_2R.contiguous()
-        cutoffs = logit_cutoffs_triton(logits_RV, float_params_3R, int_params_2R)
-        return _launch_argmax(logits_RV, (float_params_3R, int_params_2R, position_R.contiguous(), cutoffs))
+        position_R = position_R.contiguous()
+        cutoffs = logit_cutoffs_triton(logits_RV, float_params_3R, int_params_2R, position_R, processed)
+        return _launch_argmax(logits_RV, (float_params_3R, int_params_2R, position_R, cutoffs), processed)
+    tokens = _sample_torch(logits_RV, float_params_3R, int_params_2R, position_R)
+    if processed is not None:
+        for rows, logits in processed.process_torch(logits_RV, position_R):
+            tokens[rows] = _sample_torch(logits, float_params_3R[:, rows], int_params_2R[:, rows], position_R[rows])
+    return tokens
+
+
+def _sample_torch(logits_RV: Tensor, float_params_3R: Tensor, int_params_2R: Tensor, position_R: Tensor) -> Tensor:
     tokens = argmax(logits_RV)
     sampled = (float_params_3R[0] > 0).nonzero()[:, 0]
     if len(sampled) == 0:
@@ -255,14 +301,23 @@ def logit_cutoffs_torch(logits_RV: Tensor, float_params_3R: Tensor, top_k_R: Ten
     return cutoffs
 
 
-def logit_cutoffs_triton(logits_RV: Tensor, float_params_3R: Tensor, int_params_2R: Tensor) -> Tensor:
+def logit_cutoffs_triton(
+    logits_RV: Tensor,
+    float_params_3R: Tensor,
+    int_params_2R: Tensor,
+    position_R: Tensor,
+    processed: ProcessedRows | None = None,
+) -> Tensor:
     rows, vocab = logits_RV.shape
     assert logits_RV.stride(1) == 1
     cutoffs = torch.empty(rows, dtype=torch.float32, device=logits_RV.device)
     width = min(triton.next_power_of_2(vocab), 8192)
     _cutoffs_kernel[(rows,)](
-        *(logits_RV, logits_RV.stride(0), float_params_3R, int_params_2R, cutoffs),
+        *(logits_RV, logits_RV.stride(0), float_params_3R, int_params_2R, position_R),
+        *_processor_arguments(processed, cutoffs),
+        cutoffs,
         VOCAB=vocab,
+        ROWS=processed.rows_per_request if processed is not None else 0,
         WIDTH=width,
         num_warps=32 if width == 8192 else 4,
         **pdl_launch_options(logits_RV.device),
@@ -270,7 +325,16 @@ def logit_cutoffs_triton(logits_RV: Tensor, float_params_3R: Tensor, int_params_
     return cutoffs
 
 
-def _launch_argmax(logits_RV: Tensor, draw: tuple[Tensor, Tensor, Tensor, Tensor] | None) -> Tensor:
+def _processor_arguments(processed: ProcessedRows | None, placeholder: Tensor) -> tuple:
+    """The kernel arguments slots, flags_S and processors."""
+    if processed is None:
+        return placeholder, placeholder, (0,)
+    return processed.slots_B.contiguous(), processed.processors.flags_S, processed.kernel_arguments
+
+
+def _launch_argmax(
+    logits_RV: Tensor, draw: tuple[Tensor, Tensor, Tensor, Tensor] | None, processed: ProcessedRows | None = None
+) -> Tensor:
     """Returns each row's best token, by chunks, then over chunks. `draw`: float and int params, position, cutoffs."""
     rows, vocab = logits_RV.shape
     assert logits_RV.stride(1) == 1
@@ -282,8 +346,10 @@ def _launch_argmax(logits_RV: Tensor, draw: tuple[Tensor, Tensor, Tensor, Tensor
     _block_argmax_kernel[(rows, chunks)](
         *(logits_RV, logits_RV.stride(0), vocab),
         *(draw or (best, best_at, best_at, best)),  # placeholders, not read without a draw
+        *_processor_arguments(processed, best_at),
         *(best, best_at, chunks),
         SAMPLE=draw is not None,
+        ROWS=processed.rows_per_request if processed is not None else 0,
         STREAM=SAMPLE_STREAM,
         LANES=LANES,
         num_warps=4,
