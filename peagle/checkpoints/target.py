@@ -100,7 +100,15 @@ def load_decoder(
 def load_target(
     folder: Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", keep_mxfp4: bool = False
 ) -> Target:
-    return Target(folder, load_decoder(folder, dtype, device, keep_mxfp4=keep_mxfp4), eos_ids(folder))
+    """Raises a UserError if a weight is NaN or infinite."""
+    model = load_decoder(folder, dtype, device, keep_mxfp4=keep_mxfp4)
+    weights = {name: p for name, p in model.named_parameters() if p.is_floating_point()}
+    sums = torch.stack([p.sum(dtype=torch.float32) for p in weights.values()])  # NaN and infinity stay in a sum
+    for (name, weight), is_finite in zip(weights.items(), sums.isfinite().tolist(), strict=True):
+        if not is_finite:
+            stored = str(weight.dtype).removeprefix("torch.")
+            raise UserError(f"{folder}: {name} holds values that are NaN or infinite in {stored}; see --dtype")
+    return Target(folder, model, eos_ids(folder))
 
 
 def target_fingerprint(folder: Path) -> str:

@@ -141,7 +141,7 @@ class SamplingParams(Settings):
     def check_ids(self, vocab_size: int, eos_ids: Collection[int] = ()) -> None:
         """Raises a UserError for ids outside the vocabulary, or if `min_tokens` would mask every token."""
         for name, ids in (("--stop-token-ids", self.stop_token_ids), ("--logit-bias", self.logit_bias)):
-            if any(t >= vocab_size for t in ids):
+            if ids and max(ids) >= vocab_size:
                 raise UserError(f"{name} {max(ids)}: outside the vocabulary (0 to {vocab_size - 1})")
         if self.min_tokens and len({*self.stop_token_ids, *eos_ids}) >= vocab_size:
             raise UserError(f"--min-tokens {self.min_tokens}: every token is a stop token, so none may be generated")

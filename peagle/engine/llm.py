@@ -130,6 +130,7 @@ class LLM:
                 self._count_draft(request, row[-1], num_accepted)
             if (
                 num_accepted == 0
+                and token >= 0
                 and request.has_tokens_only
                 and token not in request.stop_token_ids
                 and request.num_tokens + 1 < request.max_total_tokens
@@ -164,6 +165,9 @@ class LLM:
         output, detokenizer, matcher = request.output_token_ids, request.detokenizer, request.matcher
         num_before = len(output)
         for token in token_ids:
+            if token < 0:
+                request.finish_reason, request.stop_reason = "error", "the target's logits are NaN or infinite"
+                break
             if matcher is not None and not matcher.accept_token(token):
                 request.finish_reason, request.stop_reason = "error", f"grammar: {matcher.error}"
                 break

@@ -221,7 +221,7 @@ class Prefill:
         if shape.num_ends:
             logits_FV = self.target.compute_logits(hidden_TD[p.last_rows_F])
             first_tokens_F, logprobs_F2N = self.sampler.sample_first_tokens(logits_FV, p.end_slots_F, p.num_tokens_F)
-        newest_F = torch.where(p.known_token_ids_F < 0, first_tokens_F, p.known_token_ids_F)
+        newest_F = torch.where(p.known_token_ids_F < 0, first_tokens_F, p.known_token_ids_F).clamp(min=0)
         draft_token_ids_FK = newest_F[:, None][:, :0]
         if self.proposer is not None and aux_hidden_states is not None:
             max_len = shape.max_query_len + (shape.num_mask_rows or 0)

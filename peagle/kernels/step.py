@@ -91,7 +91,7 @@ if HAVE_TRITON:
             tl.store(hidden_out + row * D + at, own, mask=at < D)
         if tl.program_id(1) == 0:
             token = tl.load(emitted + b * emitted_stride + j, mask=j <= m, other=0)
-            tl.store(token_ids + row, tl.where(j <= m, token, mask_token))
+            tl.store(token_ids + row, tl.where(j <= m, tl.maximum(token, 0), mask_token))
             start = tl.load(starts + b).to(tl.int64)
             tl.store(positions + row, tl.maximum(tl.minimum(start + j, max_model_len - 1), 0))
             if j < SAMPLES:
@@ -112,7 +112,7 @@ if HAVE_TRITON:
         if slot >= 0:
             m = tl.load(accepted + b).to(tl.int64)
             at = tl.arange(0, WIDTH)
-            newest = tl.load(emitted + b * emitted_stride + m)
+            newest = tl.maximum(tl.load(emitted + b * emitted_stride + m), 0)
             draft = tl.load(drafts + b * drafts_stride + at - 1, mask=(at > 0) & (at <= K), other=0)
             tl.store(tokens + slot * tokens_stride + at, tl.where(at == 0, newest, draft), mask=at <= K)
             if HAS_POSITIONS:
@@ -123,7 +123,7 @@ if HAVE_TRITON:
             tl.store(available + slot, tl.maximum(tl.minimum(max_model_len - start - 2, K), 0))
             if COUNTS:
                 if tl.load(flags_S + slot) & 1:
-                    added = tl.load(emitted + b * emitted_stride + at, mask=at <= m, other=0)
+                    added = tl.maximum(tl.load(emitted + b * emitted_stride + at, mask=at <= m, other=0), 0)
                     tl.atomic_add(entries_SV + slot * vocab + added, 4, mask=at <= m)
 
     @triton.jit(do_not_specialize=["count"])
@@ -310,7 +310,8 @@ def build_draft_inputs(
         at, last, starts = torch.arange(rows, device=device), num_accepted_B[:, None], num_computed_tokens_B.long()
         is_real = at <= last  # [B, rows]
         tokens = output_token_ids_BQ.new_full((requests, rows), mask_token_id or 0)
-        tokens[:, :verified] = torch.where(is_real[:, :verified], output_token_ids_BQ, tokens[:, :verified])
+        output = output_token_ids_BQ.clamp(min=0)
+        tokens[:, :verified] = torch.where(is_real[:, :verified], output, tokens[:, :verified])
         hidden = hidden_states_TD.new_empty(requests, rows, width)
         hidden[:, :verified] = hidden_states_TD.unflatten(0, (requests, verified))
         if mask_hidden_D is not None:
@@ -363,13 +364,14 @@ def commit_state(
     becomes the newest token's position, and num_draft_tokens is how many draft tokens the context has room for: with
     num_computed_tokens n the request has n + 1 tokens, and a step adds one more token than it verifies, so
     max_model_len - n - 2. `positions` are those of the newest tokens; None: directly behind the accepted tokens.
-    Slots are distinct; a negative one is padding and changes nothing. `processors` count the tokens as output.
+    Slots are distinct; a negative one is padding and changes nothing. `processors` count the tokens as output. Token -1,
+    which `sample_tokens` returns for a row without finite logits, becomes 0: the request ends with an error.
     """
     k = draft_token_ids_BK.shape[1]
     if not runs_triton(state.token_ids_SN):
         if positions_B is None:
             positions_B = state.num_computed_tokens_S[slots_B] + num_accepted_B + 1
-        newest_B = output_token_ids_BQ.gather(1, num_accepted_B[:, None])[:, 0]
+        newest_B = output_token_ids_BQ.gather(1, num_accepted_B[:, None])[:, 0].clamp(min=0)
         used = slots_B >= 0
         if not used.all():
             written = (slots_B, newest_B, draft_token_ids_BK, positions_B, output_token_ids_BQ, num_accepted_B)

@@ -33,7 +33,7 @@ from peagle.checkpoints.drafter import (
     save_drafter,
 )
 from peagle.checkpoints.files import INDEX, WEIGHTS, SafetensorsFolder, read_json, write_folder, write_weights
-from peagle.checkpoints.target import load_decoder, read_target_config
+from peagle.checkpoints.target import load_decoder, load_target, read_target_config
 from peagle.config import DecoderConfig, DrafterConfig, LayerConfig, RopeConfig, SamplingParams
 from peagle.errors import UserError
 from peagle.kernels.attention.dense import causal_attention
@@ -1011,6 +1011,15 @@ def test_any_value_in_a_target_config(data: st.DataObject) -> None:
         (folder / "config.json").write_text(json.dumps(values))
         with may_be_rejected():
             load_decoder(folder)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_target_with_a_bad_weight_is_rejected(value: float, tmp_path: Path) -> None:
+    shutil.copytree(pairs.target_folder(), tmp_path / "target")
+    name = "model.layers.1.mlp.up_proj.weight"
+    edit_weights(tmp_path / "target", lambda tensors: tensors[name][3].fill_(value))
+    with pytest.raises(UserError, match="layers.1.mlp.gate_up_proj.weight holds values that are NaN or infinite"):
+        load_target(tmp_path / "target")
 
 
 # Writing --------------------------------------------------------------------------------------------------

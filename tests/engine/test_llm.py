@@ -454,6 +454,30 @@ def test_bad_requests_are_refused_without_side_effects() -> None:
     engines.check_all_released(llm)
 
 
+@pytest.mark.parametrize("when", ["first token", "decode step"])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_logits_that_are_nan_end_their_request_only(when: str, temperature: float) -> None:
+    llm = engine("p-eagle-1", 3)
+    name = "sample_first_tokens" if when == "first token" else "sample_and_accept"
+    sampler: Any = llm.model_runner.sampler
+    sample, broken_slot = getattr(sampler, name), 1
+
+    def break_logits(*args: Any) -> Any:
+        slots_B, logits_TV = (args[1], args[2]) if when == "decode step" else (args[1], args[0])
+        logits_TV.view(len(slots_B), -1, logits_TV.shape[1])[slots_B == broken_slot] = float("nan")
+        return sample(*args)
+
+    setattr(sampler, name, break_logits)
+    prompts = [prompt(700, 20), prompt(900, 21), prompt(2300, 22)]
+    params = SamplingParams(max_tokens=20, temperature=temperature, seed=3, logprobs=1)
+    outputs = [output.outputs[0] for output in llm.generate([list(p) for p in prompts], params)]
+    for i in (0, 2):
+        check(outputs[i], expected_output(prompts[i], params, "p-eagle-1", 3), counts=False)
+    assert outputs[1].finish_reason == "error" and "NaN" in str(outputs[1].stop_reason)
+    assert len(outputs[1].token_ids) == (when == "decode step")
+    engines.check_all_released(llm)
+
+
 def test_bad_settings_are_refused(tmp_path: Path) -> None:
     wide = tmp_path / "wide"
     shutil.copytree(pairs.drafter_folder("p-eagle-1"), wide)

@@ -392,6 +392,15 @@ def test_invalid_rates_raise() -> None:
 
 # Triton kernels against the torch versions
 
+
+def test_a_row_without_finite_logits_has_no_token() -> None:
+    logits = torch.randn(4, 9)
+    logits[1], logits[2], logits[3] = math.nan, -math.inf, math.inf
+    for params in (SamplingParams(), SamplingParams(temperature=0.8, top_k=3, top_p=0.9)):
+        got = sample_tokens(logits, *settings_of(params, torch.arange(4), torch.arange(4)))
+        assert got.tolist()[1:] == [-1] * 3 and got[0] >= 0
+
+
 if HAVE_TRITON:
 
     @triton.jit
@@ -456,6 +465,12 @@ def check_sampling_of_ties_and_extremes(device: str) -> None:
     compare_samples(device, ties * 1e-44, mixed_settings(9))  # subnormals of both signs
     masked = ties.masked_fill(torch.rand(9, 300, generator=rng(3)) < 0.9, -math.inf)
     compare_samples(device, masked, mixed_settings(9))
+    for value in (math.nan, math.inf, -math.inf):
+        invalid = ties.clone()
+        invalid[3:] = value
+        with launching_triton(sample):
+            got = sample_tokens(invalid.to(device), *to(device, mixed_settings(9))).cpu()
+        assert torch.equal(got, sample_tokens(invalid, *mixed_settings(9))) and (got[3:] == -1).all()
     floats, *rest = mixed_settings(9)
     for scale in (1e-38, 1e-3, 50.0):
         compare_samples(device, ties, (floats * torch.tensor([[scale], [1.0], [1.0]]), *rest))

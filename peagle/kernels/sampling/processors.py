@@ -85,7 +85,7 @@ if HAVE_TRITON:
         count = flags >> 3
         if (count > 0) & (row % ROWS <= tl.load(accepted + b)):
             start = logits + row * stride
-            token = tl.load(tokens + b * tokens_stride + row % ROWS)
+            token = tl.maximum(tl.load(tokens + b * tokens_stride + row % ROWS), 0)
             best = tl.full([WIDTH], -float("inf"), tl.float32)
             for first in range(0, vocab, WIDTH):
                 i = first + tl.arange(0, WIDTH)
@@ -206,7 +206,7 @@ class LogitsProcessors:
     def count_torch(self, slots_B: Tensor, output_token_ids_BQ: Tensor, num_accepted_B: Tensor) -> None:
         """Counts the tokens that a step adds to the output. On a GPU, `commit_state` does it in its launch."""
         for b in (self.flags_S[slots_B] & HAS_TOKENS).nonzero()[:, 0].tolist():
-            token_ids = output_token_ids_BQ[b, : int(num_accepted_B[b]) + 1]
+            token_ids = output_token_ids_BQ[b, : int(num_accepted_B[b]) + 1].clamp(min=0)
             entries_V = self.entries_SV[slots_B[b]]
             entries_V.index_add_(0, token_ids, torch.full_like(token_ids, 1 << COUNT, dtype=torch.int32))
 
@@ -260,7 +260,7 @@ class LogitsProcessors:
             num_tokens, n = int(num_accepted_B[b]) + 1, int(num_logprobs_B[b])
             rows = slice(b * rows_per_request, b * rows_per_request + num_tokens)
             logprobs = logits_RV[rows].float().log_softmax(-1)
-            top, own_ids = logprobs.topk(n, -1), output_token_ids_BQ[b, :num_tokens, None]
+            top, own_ids = logprobs.topk(n, -1), output_token_ids_BQ[b, :num_tokens, None].clamp(min=0)
             out[rows, 0, : n + 1] = torch.cat([own_ids, top.indices], 1).float()
             out[rows, 1, : n + 1] = torch.cat([logprobs.gather(1, own_ids), top.values], 1)
         return out

@@ -85,17 +85,21 @@ if HAVE_TRITON:
         tl.store(best_at + row * chunks + chunk, tl.min(first, 0))
 
     @triton.jit
-    def _row_argmax_kernel(best, best_at, tokens, chunks, vocab, CHUNKS: tl.constexpr, PDL: tl.constexpr) -> None:
+    def _row_argmax_kernel(
+        best, best_at, tokens, chunks, vocab, CHECKED: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr
+    ) -> None:
         wait_for_previous(PDL)
         row = tl.program_id(0).to(tl.int64)
         lane = tl.arange(0, CHUNKS)
         inside = lane < chunks
         x = tl.load(best + row * chunks + lane, mask=inside, other=-float("inf"))
         at = tl.load(best_at + row * chunks + lane, mask=inside, other=2147483647)
-        first = tl.min(tl.where(x == tl.max(x, 0), at, 2147483647), 0)
-        tl.store(
-            tokens + row, tl.minimum(first, vocab - 1).to(tl.int64)
-        )  # NaN equals nothing: still return a valid token
+        highest = tl.max(x, 0)
+        first = tl.min(tl.where(x == highest, at, 2147483647), 0)
+        token = tl.minimum(first, vocab - 1).to(tl.int64)  # NaN equals nothing: still a valid token
+        if CHECKED:
+            token = tl.where((highest > -float("inf")) & (highest < float("inf")), token, -1)
+        tl.store(tokens + row, token)
 
     @triton.jit
     def _midpoint(low, high):
@@ -229,7 +233,7 @@ def sample_tokens(
     position_R: Tensor,
     processed: ProcessedRows | None = None,
 ) -> Tensor:
-    """Samples one token per row: int64 [R].
+    """Samples one token per row: int64 [R]; -1 if the row has no finite logit.
 
     Temperature 0 is the argmax, the lowest id among equals. Otherwise tokens are drawn from softmax(logits /
     temperature) after these filters, in this order: `min_p` keeps tokens at least min_p times as likely as the
@@ -254,7 +258,8 @@ def sample_tokens(
 
 def _sample_torch(logits_RV: Tensor, float_params_3R: Tensor, int_params_2R: Tensor, position_R: Tensor) -> Tensor:
     tokens = argmax(logits_RV)
-    sampled = (float_params_3R[0] > 0).nonzero()[:, 0]
+    tokens.masked_fill_(~logits_RV.gather(1, tokens[:, None])[:, 0].isfinite(), -1)
+    sampled = ((float_params_3R[0] > 0) & (tokens >= 0)).nonzero()[:, 0]
     if len(sampled) == 0:
         return tokens
     logits, float_params, position = logits_RV[sampled].float(), float_params_3R[:, sampled], position_R[sampled]
@@ -356,5 +361,7 @@ def _launch_argmax(
         **options,
     )
     width = triton.next_power_of_2(chunks)
-    _row_argmax_kernel[(rows,)](best, best_at, tokens, chunks, vocab, CHUNKS=width, num_warps=1, **options)
+    _row_argmax_kernel[(rows,)](
+        best, best_at, tokens, chunks, vocab, CHECKED=draw is not None, CHUNKS=width, num_warps=1, **options
+    )
     return tokens
