@@ -364,8 +364,8 @@ def commit_state(
     becomes the newest token's position, and num_draft_tokens is how many draft tokens the context has room for: with
     num_computed_tokens n the request has n + 1 tokens, and a step adds one more token than it verifies, so
     max_model_len - n - 2. `positions` are those of the newest tokens; None: directly behind the accepted tokens.
-    Slots are distinct; a negative one is padding and changes nothing. `processors` count the tokens as output. Token -1,
-    which `sample_tokens` returns for a row without finite logits, becomes 0: the request ends with an error.
+    Slots are distinct; a negative one is padding and changes nothing. `processors` count the tokens as output.
+    Token -1 of `sample_tokens`, for a row without finite logits, becomes 0: its request ends with an error.
     """
     k = draft_token_ids_BK.shape[1]
     if not runs_triton(state.token_ids_SN):
