@@ -32,6 +32,23 @@ except (
 INTERPRETED = HAVE_TRITON and os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 
 
+def watch_compilations(fail: bool = False) -> list[str]:
+    """Returns a list to which every kernel that Triton compiles or loads from now on adds its name.
+
+    `fail`: raise instead, for tests. A kernel that is compiled while requests run delays all of them.
+    """
+    names: list[str] = []
+
+    def record(*, fn: object, **_: object) -> None:
+        names.append(str(getattr(fn, "name", fn)))
+        if fail:
+            raise RuntimeError(f"kernel {names[-1]} is compiled after the start")
+
+    if HAVE_TRITON:
+        triton.knobs.runtime.jit_cache_hook = record
+    return names
+
+
 def runs_triton(x: Tensor) -> bool:
     """Whether kernels without restrictions on dtype or gradients can take this tensor."""
     return HAVE_TRITON and not INTERPRETED and x.is_cuda
