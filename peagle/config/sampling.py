@@ -107,6 +107,7 @@ class SamplingParams(Settings):
     grammar: Grammar | None = None
     skip_special_tokens: bool = True
     detokenize: bool = True  # off: outputs have token ids and no text
+    cache_salt: str | None = None  # requests share cached prefixes only with requests of the same salt
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))

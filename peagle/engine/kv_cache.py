@@ -6,6 +6,9 @@ depends on the token at p+1, so with a drafter the hash of a block covers one mo
 
     block size 2, tokens a b c d e:  block 0 has the hash of (a b c), block 1 that of (a b c) + (c d e)
 
+A cache salt keys the hash of the first block, and so of all blocks after it: sequences with different salts share
+none.
+
 Block 0 is the padding block: rows that pad a batch write there.
 """
 
@@ -81,28 +84,34 @@ class BlockPool:
                 else:
                     heapq.heappush(self._uncached, block)
 
+    @staticmethod
+    def hash_salt(salt: str | None) -> BlockHash:
+        """The hash that stands before the first block of a sequence."""
+        return b"" if salt is None else blake2b(salt.encode(errors="surrogatepass"), digest_size=16).digest()
+
     def hash_block(self, previous: BlockHash, tokens: Sequence[int], index: int) -> BlockHash:
-        """The hash of block `index` of a sequence, given the hash of the block before (b"" for the first)."""
+        """The hash of block `index` of a sequence, given the hash of the block before (for the first: `hash_salt`)."""
         begin = index * self.block_size
         covered = tokens[begin : begin + self.block_size + self.lookahead]
         return blake2b(array("q", covered).tobytes(), digest_size=16, key=previous[:64]).digest()
 
-    def find_cached_blocks(self, tokens: Sequence[int]) -> tuple[list[int], list[BlockHash]]:
+    def find_cached_blocks(self, tokens: Sequence[int], salt: str | None = None) -> tuple[list[int], list[BlockHash]]:
         """Finds the longest cached prefix of `tokens` and takes a reference to its blocks.
 
         At least one token stays uncached: its forward pass yields the logits of the next token.
         """
         blocks: list[int] = []
         hashes: list[BlockHash] = []
+        previous = self.hash_salt(salt)
         if not self.prefix_caching:
             return blocks, hashes
         for index in range((len(tokens) - max(self.lookahead, 1)) // self.block_size):
-            block_hash = self.hash_block(hashes[-1] if hashes else b"", tokens, index)
-            block = self._block_of_hash.get(block_hash)
+            previous = self.hash_block(previous, tokens, index)
+            block = self._block_of_hash.get(previous)
             if block is None:
                 break
             blocks.append(block)
-            hashes.append(block_hash)
+            hashes.append(previous)
         for block in blocks:
             if self.ref_counts[block] == 0:
                 del self._evictable[block]

@@ -149,3 +149,20 @@ def test_double_release_is_detected() -> None:
     pool.release(blocks)
     with pytest.raises(AssertionError, match="released twice"):
         pool.release(blocks)
+
+
+def test_a_salt_separates_cached_prefixes() -> None:
+    """Blocks are found only with the salt that they were hashed with, also behind the first block."""
+    tokens = [1, 2, 3, 4, 5]
+    pool = BlockPool(9, 2, lookahead=0)
+    blocks_by_salt = {}
+    for salt in (None, "a", "b", ""):
+        assert pool.find_cached_blocks(tokens, salt)[0] == []
+        blocks_by_salt[salt] = blocks = pool.allocate(2)
+        assert blocks is not None
+        block_hash = pool.hash_salt(salt)
+        for index, block in enumerate(blocks):
+            block_hash = pool.hash_block(block_hash, tokens, index)
+            pool.cache_block(block, block_hash)
+    for salt, blocks in blocks_by_salt.items():
+        assert pool.find_cached_blocks(tokens, salt)[0] == blocks
