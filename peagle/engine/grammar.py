@@ -16,6 +16,9 @@ import json
 import re
 import subprocess
 import sys
+import threading
+import time
+from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from functools import lru_cache
@@ -34,9 +37,12 @@ if TYPE_CHECKING:
 
 LIMITS = GrammarLimits()
 MAX_CACHED_CHECKS = 512
+CANCEL_POLL_S = 0.05  # a cancelled check ends within this time
 END_TOKEN = "<|peagle_end_of_text|>"
 NO_FIRST_TOKEN = "no token of the target's vocabulary can start a matching output"
 NO_NEXT_TOKEN = "no token of the target's vocabulary continues a matching output"
+
+_errors: OrderedDict[Grammar, str | None] = OrderedDict()  # results of the latest checks, the oldest first
 
 
 def from_json_schema(schema: dict[str, Any] | bool) -> Grammar:
@@ -45,6 +51,11 @@ def from_json_schema(schema: dict[str, Any] | bool) -> Grammar:
     Whitespace between tokens of JSON is nothing, a space, or a newline with indentation: with free whitespace a model
     that repeats itself could go on forever.
     """
+    return check_grammar(json_schema_grammar(schema))
+
+
+def json_schema_grammar(schema: dict[str, Any] | bool) -> Grammar:
+    """As `from_json_schema`, but the grammar still has to be checked."""
     if isinstance(schema, bool):
         if not schema:
             raise UserError("grammar: the JSON schema `false` allows no output")
@@ -56,14 +67,14 @@ def from_json_schema(schema: dict[str, Any] | bool) -> Grammar:
         source = json.dumps(schema, allow_nan=False)
     except (ValueError, TypeError, RecursionError):
         raise UserError("grammar: the JSON schema has a value that JSON cannot represent") from None
-    return _check_grammar(Grammar("json_schema", source))
+    return Grammar("json_schema", source)
 
 
 def from_regex(pattern: str) -> Grammar:
     """Text that a regular expression matches in full. Look-around and backreferences are not supported."""
     if not isinstance(pattern, str):
         raise UserError(f"grammar: a regular expression must be a string, not {type(pattern).__name__}")
-    return _check_grammar(Grammar("regex", pattern))
+    return check_grammar(Grammar("regex", pattern))
 
 
 def _check_nesting(schema: object) -> None:
@@ -105,19 +116,29 @@ print(json.dumps(error))
 """
 
 
-def _check_grammar(grammar: Grammar) -> Grammar:
+def check_grammar(grammar: Grammar, cancelled: threading.Event | None = None) -> Grammar:
+    """Raises UserError if the grammar is not supported. Setting `cancelled` ends the check from another thread."""
     size = len(grammar.source.encode(errors="surrogatepass"))
     if size > LIMITS.max_source_bytes:
         raise UserError(f"grammar: it has {size} bytes, but the limit is {LIMITS.max_source_bytes}")
-    error = _find_error(to_library_grammar(grammar))
+    try:
+        error = _errors[grammar]
+    except KeyError:
+        error = _errors[grammar] = _find_error(to_library_grammar(grammar), cancelled or threading.Event())
+        while len(_errors) > MAX_CACHED_CHECKS:
+            _errors.popitem(last=False)
     if error is not None:
         kind = "JSON schema" if grammar.kind == "json_schema" else "regular expression"
         raise UserError(f"grammar: the {kind} {error}")
     return grammar
 
 
-@lru_cache(MAX_CACHED_CHECKS)
-def _find_error(library_grammar: str) -> str | None:
+def is_checked(grammar: Grammar) -> bool:
+    """Whether `check_grammar` knows the result already."""
+    return grammar in _errors
+
+
+def _find_error(library_grammar: str, cancelled: threading.Event) -> str | None:
     job = {
         "grammar": library_grammar,
         "cpu": LIMITS.compile_cpu_s,
@@ -125,12 +146,22 @@ def _find_error(library_grammar: str) -> str | None:
         "limits": library_limits(),
     }
     command = [sys.executable, "-P", "-c", CHECK_SCRIPT]
+    pipe, deadline = subprocess.PIPE, time.monotonic() + LIMITS.compile_wall_s
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True) as process:
+        text: str | None = json.dumps(job)
+        while True:
+            try:
+                output, _ = process.communicate(text, timeout=CANCEL_POLL_S)
+                break
+            except subprocess.TimeoutExpired:
+                text = None  # it is being sent
+                if cancelled.is_set() or time.monotonic() > deadline:
+                    process.kill()
+    if cancelled.is_set():
+        raise UserError("grammar: the check was cancelled")
     try:
-        process = subprocess.run(
-            command, input=json.dumps(job), capture_output=True, text=True, timeout=LIMITS.compile_wall_s
-        )
-        error = json.loads(process.stdout)
-    except (subprocess.TimeoutExpired, ValueError):
+        error = json.loads(output)
+    except ValueError:
         return "is too complex and takes too long to compile: make it smaller"
     return None if not error else f"is not supported: {to_one_line(error)}"
 
