@@ -259,7 +259,7 @@ class ServerProcess:
     def open_stream(self, body: dict[str, Any], key: str | None = None) -> socket.socket:
         """Sends a request over a raw socket and returns it."""
         data = json.dumps(body).encode()
-        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         head += f"Authorization: Bearer {key}\r\n" if key is not None else ""
         connection = socket.create_connection(("127.0.0.1", self.port), timeout=GIVE_UP_S)
         connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)

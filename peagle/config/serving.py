@@ -31,6 +31,12 @@ class ServeSettings(Settings):
     cors_origins: tuple[str, ...] = option(
         (), "Origin whose pages may call the API; repeatable.", flags=("--cors-origin",), metavar="URL"
     )
+    allowed_hosts: tuple[str, ...] = option(
+        (),
+        "Host header to accept beside loopback names, or * for any; repeatable.",
+        metavar="HOST",
+        show_default="any, but with a loopback --host only loopback names",
+    )
     max_queued_requests: int = option(256, "Maximum number of waiting requests; more get 429.", min=0)
     max_body_bytes: int = option(4 << 20, "Maximum size of a request; larger ones get 413.", min=1)
     request_timeout_s: float = option(600.0, "Seconds until a request gets 503.", above=0, max=1e9)
@@ -56,6 +62,15 @@ class ServeSettings(Settings):
         super().__post_init__()
         if self.api_key is not None and not (self.api_key and self.api_key.isascii() and self.api_key.isprintable()):
             raise UserError("--api-key: must be printable ASCII, and not empty")
+
+    @property
+    def accepted_hosts(self) -> frozenset[str] | None:
+        """Values of the Host header, without a port. None: any."""
+        is_loopback = self.host in ("localhost", "::1") or self.host.startswith("127.")
+        if "*" in self.allowed_hosts or not (self.allowed_hosts or is_loopback):
+            return None
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return frozenset(map(str.lower, (*self.allowed_hosts, "localhost", "127.0.0.1", "[::1]", host)))
 
 
 def matches(pattern: str, expected: str) -> Check:

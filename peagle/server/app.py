@@ -29,6 +29,7 @@ from peagle.server.server_context import ServerContext
 PATHS_WITHOUT_KEY = ("/", "/version", "/metrics", "/health")  # as in vLLM; and all below /health/
 UNLOGGED_PATHS = ("/metrics", "/health")  # polled every few seconds
 REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+PORT = re.compile(r":\d*$")
 MAX_PATH_LENGTH = 200
 REQUEST_BODIES: dict[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatRequest,
@@ -81,6 +82,9 @@ def build_app(
             allow_headers=["authorization", "content-type", "x-request-id"],
             expose_headers=["x-request-id", "retry-after"],
         )
+    hosts = settings.accepted_hosts
+    if hosts is not None:
+        app.add_middleware(HostMiddleware, hosts=hosts)
     app.add_middleware(RequestLogMiddleware)
     app.openapi = lambda: _build_openapi(app)  # type: ignore[method-assign]
     return app
@@ -105,6 +109,22 @@ def _build_openapi(app: FastAPI) -> dict[str, Any]:
 
 def _refer_to_schema(model: type[BaseModel]) -> dict[str, Any]:
     return {"application/json": {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}}
+
+
+class HostMiddleware:
+    """Refuses requests for other hosts: a page of another site could reach this server by DNS rebinding."""
+
+    def __init__(self, app: ASGIApp, hosts: frozenset[str]) -> None:
+        self.app, self.hosts = app, hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            host = PORT.sub("", Headers(scope=scope).get("host", "")).lower()
+            if host not in self.hosts:
+                message = f"host: {host[:100]!r} is not allowed; start the server with --allowed-hosts to accept it"
+                await ApiError(403, message, code="host_not_allowed").response()(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
 
 
 class ApiKeyMiddleware:

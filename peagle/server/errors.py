@@ -20,6 +20,7 @@ FLAG = re.compile(r"--([a-z][a-z-]*)")
 MAX_MESSAGE_LENGTH = 400
 ERROR_TYPES = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     429: "rate_limit_error",
     500: "server_error",

@@ -27,7 +27,10 @@ STABLE_S = 60.0  # serving this long resets the number of restarts
 POLL_S = 1.0
 PARSERS = {"hermes": "hermes", "llama3": "llama3_json", "mistral": "mistral"}  # our names to vLLM's
 PARSER_FLAGS = ("--tool-call-parser", "--enable-auto-tool-choice")
-UNSUPPORTED_SETTINGS = ("max_queued_requests", "max_body_bytes", "request_timeout_s", "log_json", "log_prompts")
+UNSUPPORTED_SETTINGS = (
+    *("max_queued_requests", "max_body_bytes", "request_timeout_s", "log_json", "log_prompts"),
+    "allowed_hosts",
+)
 
 
 def build_vllm_command(command: list[str], target: str, settings: ServeSettings, **options: Any) -> list[str]:

@@ -112,7 +112,7 @@ def test_a_valid_request_is_served_after_invalid_ones(served: LocalServer, expec
 def test_a_large_body_gets_413(served: LocalServer, expected: str) -> None:
     ten = b'{"prompt": "' + b"a" * (10 << 20) + b'"}'
     assert served.request("/v1/completions", ten)[0] == 413
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with connect(served) as one:  # announced, and never sent
         one.sendall(head + b"Content-Length: 9999999999999999\r\n\r\n")
         assert b"HTTP/1.1 413" in one.recv(4096)
@@ -131,14 +131,14 @@ def test_a_large_body_gets_413(served: LocalServer, expected: str) -> None:
         b"\x00\x01\x02\x03\r\n\r\n",
         b"GET / HTTQ/1.1\r\n\r\n",
         b"POST /v1/completions HTTP/1.1\r\nContent-Length: -5\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n12345",
-        b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
-        b"GET / HTTP/1.1\r\nHost: x\r\n" + b"".join(b"h%d: x\r\n" % i for i in range(20_000)) + b"\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n12345",
+        b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"".join(b"h%d: x\r\n" % i for i in range(20_000)) + b"\r\n",
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # a TLS hello
-        b"GET /health HTTP/1.1\nHost: x\n\n",
-        b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 100_000 + b"\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n"
-        b"0\r\n\r\nGET /health HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET /health HTTP/1.1\nHost: localhost\n\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 100_000 + b"\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n"
+        b"0\r\n\r\nGET /health HTTP/1.1\r\nHost: localhost\r\n\r\n",
     ],
     ids=[
         "bytes",
@@ -182,8 +182,8 @@ def read_all(client: socket.socket) -> bytes:
 
 def request(body: dict[str, Any], path: str = "/v1/completions") -> bytes:
     data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
-    return head.encode() + data
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -233,7 +233,7 @@ def test_idle_and_slow_connections_are_closed(expected: str) -> None:
         bodies = [sockets.enter_context(connect(server)) for _ in range(50)]
         with suppress(OSError):  # on a slow machine the first ones are closed by now
             for i, client in enumerate(headers):
-                client.sendall([b"", b"P", b"GET / HTTP/1.1\r\nHost: x\r\nX-Slow"][i % 3])
+                client.sendall([b"", b"P", b"GET / HTTP/1.1\r\nHost: localhost\r\nX-Slow"][i % 3])
         for client in bodies:
             with suppress(OSError):
                 client.sendall(request(LONG)[:-20])

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from pairs import target_folder
 from serving_support import PROMPT, LocalServer, small_engine
 
+from peagle.config import ServeSettings
 from peagle.engine.llm import LLM
 
 
@@ -97,6 +98,22 @@ def test_keys_compare_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
         statuses = [server.request("/v1/models", headers={"authorization": f"Bearer {key}"})[0] for key in sent]
     assert statuses == [401, 401, 401, 200, 401]
     assert compared == [(key.encode(), b"sk-own") for key in sent]
+
+
+def test_other_hosts_are_refused(served: LocalServer) -> None:
+    for host in ("evil.example", "evil.example:80", "", "127.0.0.1.evil.example", "localhost@evil.example", "[::2]"):
+        for path in ("/", "/health", "/v1/models"):
+            status, _, response = served.request(path, headers={"Host": host})
+            assert (status, response["error"]["code"]) == (403, "host_not_allowed")
+    for host in ("localhost", "LocalHost:1234", "127.0.0.1", "127.0.0.1:80", "[::1]", "[::1]:8000"):
+        assert served.request("/health", headers={"Host": host})[0] == 200
+    with LocalServer(allowed_hosts=("model.example",)) as server:
+        for host, status in (("model.example:443", 200), ("localhost", 200), ("x.model.example", 403)):
+            assert server.request("/health", headers={"Host": host})[0] == status
+    for host in ("0.0.0.0", "::", "192.0.2.1"):
+        assert ServeSettings(host=host).accepted_hosts is None
+        assert "model.example" in (ServeSettings(host=host, allowed_hosts=("model.example",)).accepted_hosts or ())
+    assert ServeSettings(allowed_hosts=("*",)).accepted_hosts is None
 
 
 def test_a_loading_server_is_unready() -> None:

@@ -260,7 +260,13 @@ def test_vllm_command_and_environment() -> None:
     assert more[:4] == ["vllm", "serve", "t", "--enforce-eager"]
     assert "--served-model-name" not in plain and "--speculative-config" not in plain
     assert plain[plain.index("--enable-auto-tool-choice") + 1 :][:2] == ["--tool-call-parser", "llama3_json"]
-    for own in ({"max_queued_requests": 5}, {"max_body_bytes": 5}, {"request_timeout_s": 5.0}, {"log_json": True}):
+    for own in (
+        {"allowed_hosts": ("a",)},
+        {"max_queued_requests": 5},
+        {"max_body_bytes": 5},
+        {"request_timeout_s": 5.0},
+        {"log_json": True},
+    ):
         with pytest.raises(UserError, match="--" + next(iter(own)).removesuffix("_s").replace("_", "-")):
             build_vllm_command(["vllm", "serve"], "t", ServeSettings(**own))  # type: ignore[arg-type]
 
