@@ -1,6 +1,9 @@
 """Parameters of a request: sampling, stop conditions and grammars. Defines their meaning for every engine."""
 
+from __future__ import annotations
+
 from collections.abc import Collection, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -112,8 +115,11 @@ class SamplingParams(Settings):
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        try:  # JSON object keys are strings
-            object.__setattr__(self, "logit_bias", {int(t): float(b) for t, b in self.logit_bias.items()})
+        try:
+            bias = dict(self.logit_bias)
+            if {*map(type, bias)} - {int} or {*map(type, bias.values())} - {float}:  # JSON object keys are strings
+                bias = {int(t): float(b) for t, b in bias.items()}
+            object.__setattr__(self, "logit_bias", bias)
         except (AttributeError, TypeError, ValueError):
             raise UserError(f"--logit-bias {self.logit_bias}: must be a map from token id to number") from None
         super().__post_init__()
@@ -122,13 +128,20 @@ class SamplingParams(Settings):
             *("--min-tokens", self.min_tokens, f"between 0 and max-tokens, {self.max_tokens}"),
         )
         require(all(isinstance(s, str) and s for s in self.stop), "--stop", self.stop, "non-empty strings")
-        for token, bias in self.logit_bias.items():
-            if token < 0 or not -100.0 <= bias <= 100.0:
-                raise UserError(f"--logit-bias {token}={bias}: must be a token id with a number between -100 and 100")
+        for token, value in bias.items():
+            if token < 0 or not -100.0 <= value <= 100.0:
+                raise UserError(f"--logit-bias {token}={value}: must be a token id with a number between -100 and 100")
         finds_stops = self.detokenize or not self.stop
         require(finds_stops, "--detokenize", self.detokenize, "on with stop strings, which are found in the text")
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             raise UserError(f"--grammar {self.grammar}: must be built by peagle.engine.grammar")
+
+    def without_text(self) -> SamplingParams:
+        """The same for an engine that knows no text. A copy without checks: they take long for a large `logit_bias`."""
+        params = copy(self)
+        object.__setattr__(params, "stop", ())
+        object.__setattr__(params, "detokenize", False)
+        return params
 
     @property
     def greedy(self) -> bool:

@@ -48,6 +48,10 @@ class ServeSettings(Settings):
     default_temperature: float = 1.0  # OpenAI's default
     default_completion_tokens: int = 16  # of /v1/completions; a chat may fill the context
     max_n: int = 128  # completions per prompt
+    max_messages: int = 2048
+    max_tools: int = 512
+    max_template_kwargs: int = 64
+    max_stop_token_ids: int = 1024
     max_stop_strings: int = 32
     max_stop_length: int = 1024  # characters of one stop string
     max_rebuild_attempts: int = 3  # of an engine that failed

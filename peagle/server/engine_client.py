@@ -10,7 +10,8 @@ import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from typing import Literal
@@ -115,6 +116,7 @@ class EngineClient:
         self._engine: BaseProcess | None = None
         self._connection: EngineConnection | None = None  # of an engine that is ready
         self._requests: dict[int, EngineRequest] = {}
+        self._num_preparing = 0  # completions whose request is being prepared
         self._error: EngineFailed | None = None  # of the current engine
         self._num_failures = 0  # in a row
         self._num_restarts = 0
@@ -130,14 +132,13 @@ class EngineClient:
         prompts: Sequence[list[int]],
         params: SamplingParams,
         new_detokenizer: Callable[[], Detokenizer],
-        stream: bool = True,
+        stream: bool,
+        deadline: float,
     ) -> RequestStream:
-        """Queues prompts. Completion j of prompt i has index i * n + j. Raises if the engine cannot take them."""
-        self.check_capacity(len(prompts) * params.n)
+        """Queues prompts within `reserve`. Completion j of prompt i has index i * n + j."""
+        self.check_state()
         assert self.info is not None
-        request_stream = RequestStream(
-            stream, self.settings.request_timeout_s, self.info.max_speculative_tokens, self._abort_stream
-        )
+        request_stream = RequestStream(stream, deadline, self.info.max_speculative_tokens, self._abort_stream)
         now = time.perf_counter()
         for i, prompt_token_ids in enumerate(prompts):
             indices = range(i * params.n, (i + 1) * params.n)
@@ -151,10 +152,23 @@ class EngineClient:
 
     def check_capacity(self, num_completions: int) -> None:
         """Raises if the engine cannot take this many more completions now."""
+        self.check_state()
+        num_open = sum(stream.num_completions for stream in self.open_streams)
+        if num_open + self._num_preparing + num_completions > self.max_completions:
+            raise QueueFullError()
+
+    @contextmanager
+    def reserve(self, num_completions: int) -> Iterator[None]:
+        """Keeps places for completions while their request is prepared."""
+        self._num_preparing += num_completions
+        try:
+            yield
+        finally:
+            self._num_preparing -= num_completions
+
+    def check_state(self) -> None:
         if self.state not in ("ready", "restarting"):
             raise EngineUnavailableError(self.state)
-        if sum(stream.num_completions for stream in self.open_streams) + num_completions > self.max_completions:
-            raise QueueFullError()
 
     @property
     def max_completions(self) -> int:
@@ -351,7 +365,7 @@ class EngineClient:
         num_unfinished = sum(stream.num_unfinished for stream in self.open_streams)
         return EngineStats(
             num_requests_running=num_running,
-            num_requests_waiting=max(num_unfinished - num_running, 0),
+            num_requests_waiting=max(num_unfinished - num_running, 0) + self._num_preparing,
             kv_cache_usage=self._counters.kv_cache_usage,
             num_prompt_tokens=self._num_prompt_tokens,
             num_output_tokens=self._num_output_tokens,

@@ -6,12 +6,20 @@ a field that would change the output. A field that is null counts as absent.
 
 import json
 from dataclasses import dataclass
+from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AllowInfNan, BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    AllowInfNan,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SkipValidation,
+    model_validator,
+)
 
-from peagle.config import Grammar, SamplingParams, ServeSettings
-from peagle.engine import grammar
+from peagle.config import SamplingParams, ServeSettings
 from peagle.server.errors import ApiError, invalid_value
 
 MIN_TEMPERATURE = 1e-5  # lower ones are greedy: dividing logits by them may overflow
@@ -19,7 +27,7 @@ INT_LIMIT = 1 << 31
 # Fields of a request that `SamplingParams` has under the same name.
 SAMPLING_FIELDS = (
     *("top_p", "min_p", "n", "seed", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "presence_penalty"),
-    *("frequency_penalty", "repetition_penalty", "logit_bias", "skip_special_tokens"),
+    *("frequency_penalty", "repetition_penalty", "logit_bias", "skip_special_tokens", "cache_salt"),
 )
 
 FiniteFloat = Annotated[float, AllowInfNan(False)]
@@ -72,17 +80,17 @@ class ResponseFormat(StrictModel):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
 
-    def to_grammar(self) -> Grammar | None:
-        """Builds and checks the grammar. A large schema takes a while."""
+    def get_schema(self) -> JSON | None:
+        """Returns the schema of the output; None: any text."""
         if self.type == "text":
             return None
         if self.type == "json_object":
-            return grammar.from_json_schema({"type": "object"})
+            return {"type": "object"}
         schema = self.json_schema.schema_ if self.json_schema is not None else None
         if schema is None:
             field = "response_format.json_schema" + (".schema" if self.json_schema is not None else "")
             raise invalid_value(field, "required", "missing_required_parameter")
-        return grammar.from_json_schema(schema)
+        return schema
 
 
 class SamplingRequest(StrictModel):
@@ -97,7 +105,7 @@ class SamplingRequest(StrictModel):
     n: PositiveInt | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[NonNegativeInt] | None = None
+    stop_token_ids: Annotated[list[NonNegativeInt], Field(fail_fast=True)] | None = None
     min_tokens: NonNegativeInt | None = None
     ignore_eos: bool | None = None
     presence_penalty: FiniteFloat | None = None
@@ -108,6 +116,7 @@ class SamplingRequest(StrictModel):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     skip_special_tokens: bool | None = None
+    cache_salt: Annotated[str, Field(min_length=1)] | None = None
     user: str | None = None  # accepted, without effect
     peagle: PeagleOptions | None = None
 
@@ -119,13 +128,17 @@ class SamplingRequest(StrictModel):
         """Returns the number of alternatives per token; None: no logprobs."""
         raise NotImplementedError
 
+    def get_max_tokens(self) -> int | None:
+        return self.max_tokens
+
     @property
     def include_usage(self) -> bool:
         return self.stream is True and self.stream_options is not None and self.stream_options.include_usage is True
 
     def to_sampling_params(
-        self, settings: ServeSettings, max_tokens: int, max_speculative_tokens: int, grammar: Grammar | None = None
+        self, settings: ServeSettings, max_tokens: int, max_speculative_tokens: int, **options: Any
     ) -> SamplingParams:
+        """`options` replace fields of the request."""
         self._check_limits(settings, max_speculative_tokens)
         values = {name: getattr(self, name) for name in SAMPLING_FIELDS}
         values["top_k"] = 0 if self.top_k == -1 else self.top_k
@@ -133,17 +146,15 @@ class SamplingRequest(StrictModel):
         values["max_speculative_tokens"] = (
             0 if self.options.speculation is False else self.options.num_speculative_tokens
         )
-        values["grammar"] = grammar
         temperature = self.temperature if self.temperature is not None else settings.default_temperature
         return SamplingParams(
             max_tokens=max_tokens,
             temperature=0.0 if 0.0 <= temperature < MIN_TEMPERATURE else temperature,
-            **{name: value for name, value in values.items() if value is not None},
+            **{name: value for name, value in (values | options).items() if value is not None},
         )
 
     def _check_limits(self, settings: ServeSettings, max_speculative_tokens: int) -> None:
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        _require(len(stops) <= settings.max_stop_strings, "stop", f"at most {settings.max_stop_strings} strings")
         max_length = settings.max_stop_length
         _require(all(len(s) <= max_length for s in stops), "stop", f"at most {max_length} characters each")
         _require((self.n or 1) <= settings.max_n, "n", f"at most {settings.max_n}")
@@ -159,8 +170,25 @@ def _require(ok: bool, field: str, message: str, code: str = "invalid_value") ->
         raise invalid_value(field, message, code)
 
 
+def _check_prompt_type(prompt: Any) -> Any:
+    """Pydantic would collect an error for every item and every branch of the union."""
+    items = prompt if isinstance(prompt, list) else [prompt]
+    nested = set(map(type, items)) == {list}
+    types = set(map(type, chain.from_iterable(items) if nested else items))
+    valid = (types == {str} and not nested) or (types <= {int} and isinstance(prompt, list))
+    _require(valid, "prompt", "must be text, a list of token ids, or a list of texts or of lists of token ids")
+    return prompt
+
+
+Prompt = Annotated[
+    str | list[str] | list[NonNegativeInt] | list[list[NonNegativeInt]],
+    SkipValidation,
+    AfterValidator(_check_prompt_type),
+]
+
+
 class CompletionRequest(SamplingRequest):
-    prompt: str | list[str] | list[NonNegativeInt] | list[list[NonNegativeInt]]
+    prompt: Prompt
     logprobs: BoundedInt | None = None
 
     UNSUPPORTED = {
@@ -213,9 +241,9 @@ class MessageToolCall(StrictModel):
 
 class ChatMessage(StrictModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextContent] | None = None
+    content: str | Annotated[list[TextContent], Field(fail_fast=True)] | None = None
     name: str | None = None
-    tool_calls: list[MessageToolCall] | None = None
+    tool_calls: Annotated[list[MessageToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
 
     # Client libraries add these when they send an assistant's message back.
@@ -279,9 +307,13 @@ class ToolUsage:
         return [tool["function"]["name"] for tool in self.definitions or ()]
 
 
+Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+Tools = Annotated[list[ToolDefinition], Field(fail_fast=True)]
+
+
 class ChatRequest(SamplingRequest):
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    tools: list[ToolDefinition] | None = None
+    messages: Messages
+    tools: Tools | None = None
     chat_template_kwargs: JSON | None = None
     max_completion_tokens: PositiveInt | None = None
     logprobs: bool | None = None
@@ -293,23 +325,14 @@ class ChatRequest(SamplingRequest):
         "store": (False,),
         "service_tier": ("auto", "default"),
         "modalities": (["text"],),
-        "functions": (),
-        "function_call": (),
-        "audio": (),
-        "prediction": (),
         "metadata": ({},),
-        "reasoning_effort": (),
-        "verbosity": (),
-        "web_search_options": (),
-        "prompt_cache_key": (),
-        "safety_identifier": (),
         "use_beam_search": (False,),
         "include_stop_str_in_output": (False,),
         "add_generation_prompt": (True,),
         "continue_final_message": (False,),
         "add_special_tokens": (False,),
-        "chat_template": (),
-        "documents": (),
+        **dict.fromkeys("functions function_call audio prediction reasoning_effort verbosity documents".split(), ()),
+        **dict.fromkeys("web_search_options prompt_cache_key safety_identifier chat_template".split(), ()),
     }
 
     def get_num_logprobs(self) -> int | None:
@@ -347,8 +370,8 @@ class ChatRequest(SamplingRequest):
 class TokenizeRequest(StrictModel):
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
-    tools: list[ToolDefinition] | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
     chat_template_kwargs: JSON | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
@@ -359,4 +382,4 @@ class TokenizeRequest(StrictModel):
 
 class DetokenizeRequest(StrictModel):
     model: str | None = None
-    tokens: list[NonNegativeInt]
+    tokens: Annotated[list[NonNegativeInt], Field(fail_fast=True)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from peagle.config import SamplingParams
 from peagle.engine.detokenizer import Detokenizer
@@ -178,7 +178,7 @@ class EngineRequest:
         self.command = AddRequest(
             next(_request_ids),
             prompt_token_ids,
-            replace(params, stop=(), detokenize=False),
+            params.without_text(),
             send_every_step=stream or bool(params.stop),
         )
 
@@ -195,16 +195,16 @@ class RequestStream:
     """Async iterator over the output of an HTTP request. `aclose` aborts the rest."""
 
     def __init__(
-        self, stream: bool, timeout_s: float, num_speculative_tokens: int, on_abort: Callable[[RequestStream], None]
+        self, stream: bool, deadline: float, num_speculative_tokens: int, on_abort: Callable[[RequestStream], None]
     ) -> None:
-        """`stream`: yields the output as it grows, instead of once per completion."""
+        """`stream`: yields the output as it grows, instead of once per completion. `deadline`: in the loop's time."""
         self.requests: list[EngineRequest] = []
         self.num_completions = self.num_unfinished = 0  # unfinished: the engine still works on them
         self._stream, self._num_speculative_tokens, self._on_abort = stream, num_speculative_tokens, on_abort
         self._num_unread = 0  # completions whose last delta was not read yet
         self._updates: asyncio.Queue[Completion | Exception] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
-        self.timeout = loop.call_later(timeout_s, self.fail, RequestTimeoutError())
+        self.deadline = deadline
+        self.timeout = asyncio.get_running_loop().call_at(deadline, self.fail, RequestTimeoutError())
 
     def add_request(self, request: EngineRequest) -> None:
         self.requests.append(request)

@@ -1,15 +1,16 @@
 """Models, tokenization, health, version, metrics, and the playground at /."""
 
+from functools import partial
 from importlib.resources import files
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
 from peagle import __version__
 from peagle.server.errors import invalid_value
 from peagle.server.protocol import DetokenizeRequest, TokenizeRequest
-from peagle.server.request_body import read_json
 from peagle.server.server_context import ServerContext, get_context
 
 router = APIRouter()
@@ -41,37 +42,40 @@ def _describe_model(context: ServerContext) -> dict[str, Any]:
 
 
 @router.post("/tokenize")
-async def tokenize(request: Request) -> JSONResponse:
+async def tokenize(request: Request) -> Response:
     context = get_context(request)
-    body = TokenizeRequest.model_validate(await read_json(request, context.settings))
-    context.check_ready(body.model)
+    body = await context.read_request(request, TokenizeRequest)
+    return Response(await context.run(request, partial(_tokenize, context, body)), media_type="application/json")
+
+
+def _tokenize(context: ServerContext, body: TokenizeRequest) -> bytes:
     if (body.prompt is None) == (body.messages is None):
         raise invalid_value("prompt", "give either prompt or messages")
+    tokenizer = context.tokenizer
     if body.prompt is not None:
-        token_ids = await context.tokenizer.encode(body.prompt, body.add_special_tokens is not False)
+        token_ids = context.encode("prompt", body.prompt, body.add_special_tokens is not False)
     else:
         messages = [message.to_template_input() for message in body.messages or ()]
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools] if body.tools else None
         add_generation_prompt = body.add_generation_prompt is not False
-        token_ids = await context.tokenizer.encode_chat(
-            messages, tools, add_generation_prompt, body.chat_template_kwargs
-        )
+        text = tokenizer.render_chat(messages, tools, add_generation_prompt, body.chat_template_kwargs)
+        token_ids = context.encode("messages", text, add_special_tokens=False)
     response: dict[str, Any] = {"count": len(token_ids), "max_model_len": context.info.max_model_len}
     response["tokens"] = token_ids
     if body.return_token_strs:
-        response["token_strs"] = context.tokenizer.tokenizer.convert_ids_to_tokens(token_ids)
-    return JSONResponse(response)
+        response["token_strs"] = tokenizer.tokenizer.convert_ids_to_tokens(token_ids)
+    return msgspec.json.encode(response)
 
 
 @router.post("/detokenize")
 async def detokenize(request: Request) -> JSONResponse:
     context = get_context(request)
-    body = DetokenizeRequest.model_validate(await read_json(request, context.settings))
-    context.check_ready(body.model)
+    body = await context.read_request(request, DetokenizeRequest)
     vocab_size = context.info.vocab_size
-    if any(token_id >= vocab_size for token_id in body.tokens):
+    if max(body.tokens, default=0) >= vocab_size:
         raise invalid_value("tokens", f"outside the vocabulary (0 to {vocab_size - 1})")
-    return JSONResponse({"prompt": context.tokenizer.tokenizer.decode(body.tokens)})
+    text = await context.run(request, partial(context.tokenizer.tokenizer.decode, body.tokens))
+    return JSONResponse({"prompt": text})
 
 
 @router.get("/health")

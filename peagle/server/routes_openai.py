@@ -1,8 +1,8 @@
 """/v1/chat/completions and /v1/completions."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from dataclasses import replace
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -10,18 +10,17 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from peagle.config import SamplingParams, check_prompt
+from peagle.config import Grammar, SamplingParams, check_prompt
 from peagle.errors import UserError
 from peagle.server.errors import invalid_value, to_api_error
 from peagle.server.protocol import ChatRequest, CompletionRequest, SamplingRequest, ToolUsage
 from peagle.server.request_body import (
     CLIENT_DISCONNECTED,
     ClientDisconnected,
-    read_json,
     run_while_connected,
     wait_for_disconnect,
 )
-from peagle.server.request_stream import OutputDelta, RequestStream
+from peagle.server.request_stream import OutputDelta, RequestStream, RequestTimeoutError
 from peagle.server.response_writer import OpenAIResponseWriter
 from peagle.server.server_context import ServerContext, get_context
 
@@ -34,61 +33,50 @@ Kind = Literal["chat", "text"]
 @router.post("/v1/chat/completions")
 async def chat_completions(request: Request) -> Response:
     context = get_context(request)
-    body = ChatRequest.model_validate(await read_json(request, context.settings))
-    context.check_ready(body.model)
-    messages, tools = [message.to_template_input() for message in body.messages], body.get_tool_usage()
-    context.log_prompt(request, messages)
-    context.check_capacity(body.n or 1)
-    template_kwargs = body.chat_template_kwargs
-    prompt = await context.tokenizer.encode_chat(messages, tools.definitions, template_kwargs=template_kwargs)
-    return await respond(request, context, body, "chat", [prompt], body.get_max_tokens(), tools)
+    body = await context.read_request(request, ChatRequest)
+    return await respond(request, context, body, "chat", body.n or 1)
 
 
 @router.post("/v1/completions")
 async def completions(request: Request) -> Response:
     context = get_context(request)
-    body = CompletionRequest.model_validate(await read_json(request, context.settings))
-    context.check_ready(body.model)
-    context.log_prompt(request, body.prompt)
+    body = await context.read_request(request, CompletionRequest)
     if not body.prompts:
         raise invalid_value("prompt", "must not be empty")
     num_completions = len(body.prompts) * (body.n or 1)
     if num_completions > context.engine.max_completions:
         raise invalid_value("prompt", f"more than {context.engine.max_completions} completions at once")
-    context.check_capacity(num_completions)
-    encode = context.tokenizer.encode
-    prompts = [await encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts]
-    return await respond(request, context, body, "text", prompts, body.max_tokens)
+    return await respond(request, context, body, "text", num_completions)
 
 
 async def respond(
-    request: Request,
-    context: ServerContext,
-    body: SamplingRequest,
-    kind: Kind,
-    prompts: list[list[int]],
-    max_tokens: int | None,
-    tools: ToolUsage = NO_TOOLS,
+    request: Request, context: ServerContext, body: SamplingRequest, kind: Kind, num_completions: int
 ) -> Response:
-    """Sends the prompts through the engine and returns the response, streamed or whole."""
-    params = await build_sampling_params(context, body, kind, prompts, max_tokens, tools)
-    stream, max_k = body.stream is True, context.info.max_speculative_tokens
-    writer = OpenAIResponseWriter(
-        kind=kind,
-        id=f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{request.scope['request_id']}",
-        model=body.model or context.settings.served_model_name,
-        tokenizer=context.tokenizer,
-        num_prompt_tokens=sum(len(prompt) for prompt in prompts),
-        num_completions=len(prompts) * params.n,
-        params=params,
-        include_tokens=body.options.tokens,
-        include_usage=body.include_usage,
-        num_speculative_tokens=max_k
-        if params.max_speculative_tokens is None
-        else min(params.max_speculative_tokens, max_k),
-        new_tool_parser=context.get_tool_parser_factory(tools),
-    )
-    request_stream = context.submit(prompts, params, stream)
+    """Sends a request through the engine and returns the response, streamed or whole."""
+    deadline = asyncio.get_running_loop().time() + context.settings.request_timeout_s
+    with context.reserve(num_completions):
+        try:
+            async with asyncio.timeout_at(deadline):
+                prompts, tools, params = await prepare_request(request, context, body)
+        except TimeoutError:
+            raise RequestTimeoutError() from None
+        stream, max_k = body.stream is True, context.info.max_speculative_tokens
+        writer = OpenAIResponseWriter(
+            kind=kind,
+            id=f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{request.scope['request_id']}",
+            model=body.model or context.settings.served_model_name,
+            tokenizer=context.tokenizer,
+            num_prompt_tokens=sum(len(prompt) for prompt in prompts),
+            num_completions=len(prompts) * params.n,
+            params=params,
+            include_tokens=body.options.tokens,
+            include_usage=body.include_usage,
+            num_speculative_tokens=max_k
+            if params.max_speculative_tokens is None
+            else min(params.max_speculative_tokens, max_k),
+            new_tool_parser=context.get_tool_parser_factory(tools),
+        )
+        request_stream = context.submit(prompts, params, stream, deadline)
     streaming = failed = False
     try:
         if stream:
@@ -109,35 +97,59 @@ async def respond(
             context.record_request(request.scope, request_stream, writer, params, failed)
 
 
-async def build_sampling_params(
-    context: ServerContext,
-    body: SamplingRequest,
-    kind: Kind,
-    prompts: list[list[int]],
-    max_tokens: int | None,
-    tools: ToolUsage,
-) -> SamplingParams:
-    """Checks the prompts and builds the parameters. Refuses a `max_tokens` that does not fit: it is never cut."""
-    max_model_len, field = context.info.max_model_len, "messages" if kind == "chat" else "prompt"
-    num_prompt_tokens = max(len(prompt) for prompt in prompts)
-    too_long = num_prompt_tokens >= max_model_len
-    if too_long or (max_tokens is not None and num_prompt_tokens + max_tokens > max_model_len):
-        wanted = f"{num_prompt_tokens} prompt tokens" + (f" and max_tokens {max_tokens}" if max_tokens else "")
-        message = f"the model's context has {max_model_len} tokens, less than {wanted}"
-        raise invalid_value(field if too_long else "max_tokens", message, "context_length_exceeded")
+async def prepare_request(
+    request: Request, context: ServerContext, body: SamplingRequest
+) -> tuple[list[list[int]], ToolUsage, SamplingParams]:
+    prompts, tools = await context.run(request, partial(tokenize_prompts, request, context, body))
+    grammar = await context.build_grammar(request, body.response_format, tools)
+    params = await context.run(request, partial(build_sampling_params, context, body, prompts, grammar, tools))
+    return prompts, tools, params
+
+
+def tokenize_prompts(
+    request: Request, context: ServerContext, body: SamplingRequest
+) -> tuple[list[list[int]], ToolUsage]:
+    """Renders, tokenizes and checks the prompts. Refuses a `max_tokens` that does not fit: it is never cut."""
+    tools, max_model_len, max_tokens = NO_TOOLS, context.info.max_model_len, body.get_max_tokens()
+    if isinstance(body, ChatRequest):
+        messages, tools = [message.to_template_input() for message in body.messages], body.get_tool_usage()
+        context.log_prompt(request, messages)
+        prompts: Sequence[str | list[int]] = [
+            context.tokenizer.render_chat(messages, tools.definitions, template_kwargs=body.chat_template_kwargs)
+        ]
+    else:
+        assert isinstance(body, CompletionRequest)
+        context.log_prompt(request, body.prompt)
+        prompts = body.prompts
+    field, is_text = ("messages", False) if isinstance(body, ChatRequest) else ("prompt", True)
+    encoded = []
     for prompt in prompts:
+        if isinstance(prompt, str):
+            prompt = context.encode(field, prompt, add_special_tokens=is_text)
+        too_long = len(prompt) >= max_model_len
+        if too_long or (max_tokens is not None and len(prompt) + max_tokens > max_model_len):
+            wanted = f"{len(prompt)} prompt tokens" + (f" and max_tokens {max_tokens}" if max_tokens else "")
+            message = f"the model's context has {max_model_len} tokens, less than {wanted}"
+            raise invalid_value(field if too_long else "max_tokens", message, "context_length_exceeded")
         try:
             check_prompt(prompt, context.info.vocab_size, max_model_len)
         except UserError as error:
             raise invalid_value(field, str(error)) from None
+        encoded.append(prompt)
+    return encoded, tools
+
+
+def build_sampling_params(
+    context: ServerContext, body: SamplingRequest, prompts: list[list[int]], grammar: Grammar | None, tools: ToolUsage
+) -> SamplingParams:
+    max_tokens = body.get_max_tokens()
     if max_tokens is None:
-        max_tokens = max_model_len - num_prompt_tokens
-        if kind == "text":
+        max_tokens = context.info.max_model_len - max(map(len, prompts))
+        if isinstance(body, CompletionRequest):
             max_tokens = min(max_tokens, context.settings.default_completion_tokens)
-    grammar = await context.build_grammar(body.response_format, tools)
-    max_k = context.info.max_speculative_tokens
-    params = body.to_sampling_params(context.settings, max_tokens, max_k, grammar)
-    return replace(params, skip_special_tokens=False) if context.start_tag_is_special_token(tools) else params
+    skip_special_tokens = False if context.start_tag_is_special_token(tools) else body.skip_special_tokens
+    options = {"grammar": grammar, "skip_special_tokens": skip_special_tokens}
+    return body.to_sampling_params(context.settings, max_tokens, context.info.max_speculative_tokens, **options)
 
 
 async def collect_deltas(request_stream: RequestStream) -> list[OutputDelta]:
@@ -175,7 +187,7 @@ class EventStreamResponse(Response):
         sending = asyncio.ensure_future(self._send_events(send))
         try:
             # The time limit also ends a response that the client reads too slowly.
-            timeout = self.context.settings.request_timeout_s
+            timeout = max(0.0, self.request_stream.deadline - asyncio.get_running_loop().time())
             await asyncio.wait({disconnect, sending}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in (disconnect, sending):

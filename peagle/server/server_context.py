@@ -1,23 +1,31 @@
 """`ServerContext`: the engine, tokenizer, settings and metrics that every route uses."""
 
 import asyncio
+import gc
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import cached_property
+from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import Request
+from pydantic import BaseModel
 
 from peagle.config import Grammar, SamplingParams, ServeSettings
-from peagle.engine.grammar import from_json_schema
+from peagle.engine.grammar import check_grammar, is_checked, json_schema_grammar
 from peagle.errors import UserError
 from peagle.server.engine_client import EngineClient
 from peagle.server.engine_messages import EngineInfo
 from peagle.server.errors import ApiError, invalid_value
 from peagle.server.protocol import ResponseFormat, ToolUsage
-from peagle.server.request_stream import EngineUnavailableError, QueueFullError, RequestStream
+from peagle.server.request_body import parse_json, read_body, run_while_connected
+from peagle.server.request_stream import (
+    EngineUnavailableError,
+    QueueFullError,
+    RequestStream,
+)
 from peagle.server.response_writer import OpenAIResponseWriter
 from peagle.server.tokenization import ServerTokenizer
 from peagle.server.tool_calls import (
@@ -27,13 +35,20 @@ from peagle.server.tool_calls import (
     get_forced_format,
     get_format,
 )
+from peagle.server.work_pool import WorkPool
 
 if TYPE_CHECKING:
     from starlette.types import Scope
 
     from peagle.server.metrics import ServerMetrics
 
-MAX_PARALLEL_GRAMMARS = 2
+# Work is measured in characters to tokenize; parsing JSON is about 16 times as fast.
+MAX_INLINE_WORK = 4 << 10
+LARGE_WORK = 128 << 10
+PARSING_SPEED = 16
+
+T = TypeVar("T")
+Model = TypeVar("Model", bound=BaseModel)
 
 
 class ServerContext:
@@ -48,7 +63,8 @@ class ServerContext:
         self.engine, self.settings = engine, settings
         self.drafter, self.num_speculative_tokens = drafter, num_speculative_tokens
         self.created = int(time.time())
-        self._grammar_workers = asyncio.Semaphore(MAX_PARALLEL_GRAMMARS)
+        # Large requests have threads of their own, so that the others do not wait for them.
+        self._pool, self._large_pool, self._grammar_pool = WorkPool(2), WorkPool(1), WorkPool(2)
 
     @cached_property
     def metrics(self) -> "ServerMetrics":
@@ -71,14 +87,62 @@ class ServerContext:
         await self.engine.started.wait()
         if self.engine.info is not None:
             await asyncio.to_thread(lambda: self.tokenizer)
+            gc.freeze()  # what is loaded now stays: collections need not look at it
 
-    def check_ready(self, model: str | None) -> None:
-        """Raises if the engine takes no requests, or if the request names another model."""
-        if self.engine.state not in ("ready", "restarting"):
-            self.metrics.observe_rejection("unready")
-            raise EngineUnavailableError(self.engine.state)
-        if model is not None:
-            self.check_model(model)
+    async def read_request(self, request: Request, model: type[Model]) -> Model:
+        """Reads, parses and validates the body of a request."""
+        data = await read_body(request, self.settings)
+        with self._count_rejections():
+            self.engine.check_state()
+        request.state.work = len(data) // PARSING_SPEED
+        body = await self.run(request, partial(self._parse, data, model))
+        request.state.work = len(data)  # of tokenization
+        return body
+
+    def _parse(self, data: bytes, model: type[Model]) -> Model:
+        settings, info, body = self.settings, self.info, parse_json(data, self.settings.max_body_bytes)
+        limits = {
+            "prompt": info.max_model_len * self.engine.max_completions,
+            "tokens": info.max_model_len,
+            "messages": settings.max_messages,
+            "tools": settings.max_tools,
+            "stop": settings.max_stop_strings,
+            "stop_token_ids": settings.max_stop_token_ids,
+            "logit_bias": info.vocab_size,
+            "chat_template_kwargs": settings.max_template_kwargs,
+        }
+        for name, limit in limits.items():
+            value = body.get(name)
+            if isinstance(value, list | dict) and len(value) > limit:
+                raise invalid_value(name, f"at most {limit} items, not {len(value)}")
+        if isinstance(body.get("model"), str):
+            self.check_model(body["model"])
+        return model.model_validate(body)
+
+    async def run(self, request: Request, function: Callable[[], T]) -> T:
+        """Runs a function in the event loop if it has little work to do, else in a thread.
+
+        Raises ClientDisconnected if the client leaves meanwhile. What it waits for is then cancelled.
+        """
+        if request.state.work <= MAX_INLINE_WORK:
+            return function()
+        pool = self._pool if request.state.work <= LARGE_WORK else self._large_pool
+        return await self._run_in_pool(pool, request, function)
+
+    async def _run_in_pool(self, pool: WorkPool, request: Request, function: Callable[[], T]) -> T:
+        with self._count_rejections():
+            if pool.num_waiting > self.engine.max_completions:
+                raise QueueFullError()
+        client = request.client.host if request.client is not None else ""
+        return await run_while_connected(request.receive, pool.run(client, function))
+
+    def encode(self, field: str, text: str, add_special_tokens: bool) -> list[int]:
+        """Tokenizes a text. One that is certainly too long for the context is refused before."""
+        max_model_len = self.info.max_model_len
+        if self.tokenizer.count_min_tokens(text) > max_model_len:
+            message = f"the model's context has {max_model_len} tokens, too few for {len(text)} characters"
+            raise invalid_value(field, message, "context_length_exceeded")
+        return self.tokenizer.encode(text, add_special_tokens)
 
     def check_model(self, model: str) -> None:
         if model != self.settings.served_model_name:
@@ -101,32 +165,43 @@ class ServerContext:
         special_tokens = self.tokenizer.special_tokens
         return tools.definitions is not None and call_format is not None and call_format.start_tag in special_tokens
 
-    async def build_grammar(self, response_format: ResponseFormat | None, tools: ToolUsage) -> Grammar | None:
-        """Builds and checks the grammar of a request in worker threads. The engine compiles it."""
+    async def build_grammar(
+        self, request: Request, response_format: ResponseFormat | None, tools: ToolUsage
+    ) -> Grammar | None:
+        """Builds and checks the grammar of a request. The engine compiles it."""
         if response_format is None and not tools.forced:
             return None
-        async with self._grammar_workers:
-            if tools.forced:
-                return await self._build_tool_grammar(tools)
-            assert response_format is not None
-            return await asyncio.to_thread(response_format.to_grammar)
-
-    async def _build_tool_grammar(self, tools: ToolUsage) -> Grammar:
+        build = partial(self._build_unchecked_grammar, response_format, tools)
+        cancelled = threading.Event()
         try:
-            schema = build_forced_schema(self.tool_call_format, tools.forced)
-            return await asyncio.to_thread(from_json_schema, schema)
+            grammar = await self.run(request, build)
+            if grammar is None or is_checked(grammar):
+                return grammar and check_grammar(grammar)
+            return await self._run_in_pool(self._grammar_pool, request, partial(check_grammar, grammar, cancelled))
         except (UserError, RecursionError) as error:
+            if not tools.forced:
+                raise
             message = str(error) if isinstance(error, UserError) else "nested too deeply"
             raise invalid_value("tools", message.removeprefix("grammar: ")) from None
+        finally:
+            cancelled.set()
 
-    def check_capacity(self, num_completions: int) -> None:
-        """Raises if the queue is full, before any work is put into the request."""
+    def _build_unchecked_grammar(self, response_format: ResponseFormat | None, tools: ToolUsage) -> Grammar | None:
+        if tools.forced:
+            return json_schema_grammar(build_forced_schema(self.tool_call_format, tools.forced))
+        schema = response_format.get_schema() if response_format is not None else None
+        return None if schema is None else json_schema_grammar(schema)
+
+    def reserve(self, num_completions: int) -> AbstractContextManager[None]:
+        """Keeps places in the queue, before any work is put into the request. Raises if it is full."""
         with self._count_rejections():
             self.engine.check_capacity(num_completions)
+        return self.engine.reserve(num_completions)
 
-    def submit(self, prompts: list[list[int]], params: SamplingParams, stream: bool) -> RequestStream:
+    def submit(self, prompts: list[list[int]], params: SamplingParams, stream: bool, deadline: float) -> RequestStream:
         with self._count_rejections():
-            return self.engine.submit(prompts, params, lambda: self.tokenizer.new_detokenizer(params), stream)
+            new_detokenizer = partial(self.tokenizer.new_detokenizer, params)
+            return self.engine.submit(prompts, params, new_detokenizer, stream, deadline)
 
     @contextmanager
     def _count_rejections(self) -> Iterator[None]:

@@ -3,11 +3,16 @@
 The engine process has no text: all of it is made here.
 """
 
-import asyncio
-from collections.abc import Callable, Sequence
+import json
+import re
+import unicodedata
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from peagle.checkpoints.target import load_tokenizer
 from peagle.config import SamplingParams
@@ -15,44 +20,38 @@ from peagle.engine.detokenizer import Detokenizer
 from peagle.errors import first_line
 from peagle.server.errors import ApiError, invalid_value
 
-MAX_INLINE_CHARACTERS = 4096  # longer texts are tokenized in a worker thread
-NUM_WORKERS = 2
+# Normalizers and pre-tokenizers that drop no text.
+LOSSLESS_STEPS = frozenset("Sequence ByteLevel Split Digits Metaspace Prepend NFC".split())
+METASPACE = "\u2581"  # stands for a space
+SPACE_TO_METASPACE = json.dumps({"type": "Replace", "pattern": {"String": " "}, "content": METASPACE})
 # Template variables that the server sets and a client may not.
 RESERVED_VARIABLES = frozenset(
     "messages tools documents tokenize return_dict return_tensors chat_template conversation".split()
 )
 
-T = TypeVar("T")
-
 
 class ServerTokenizer:
     def __init__(self, target_folder: Path) -> None:
         self.tokenizer = load_tokenizer(target_folder)
-        self._workers = asyncio.Semaphore(NUM_WORKERS)
         self.token_text = lru_cache(1 << 16)(self._token_text)
         self.token_bytes = lru_cache(1 << 16)(self._token_bytes)
+        self._normalizes = False
+        self._token_shares = self._find_token_shares()
         self.chat_template = str(self.tokenizer.chat_template or "")  # all of them if there are several
         added_tokens = getattr(self.tokenizer, "added_tokens_decoder", {})
         self.special_tokens = frozenset(token.content for token in added_tokens.values() if token.special)
 
-    async def _run(self, num_characters: int, work: Callable[[], T]) -> T:
-        if num_characters <= MAX_INLINE_CHARACTERS:
-            return work()
-        async with self._workers:
-            return await asyncio.to_thread(work)
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        encoded = self.tokenizer(text, add_special_tokens=add_special_tokens, return_attention_mask=False)
+        return list(encoded["input_ids"])
 
-    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return await self._run(
-            len(text), lambda: list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
-        )
-
-    async def encode_chat(
+    def render_chat(
         self,
         messages: Sequence[dict[str, Any]],
         tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         template_kwargs: dict[str, Any] | None = None,
-    ) -> list[int]:
+    ) -> str:
         """Renders the chat template. Every error of the template is the client's: the messages are its only input."""
         template_kwargs = template_kwargs or {}
         if not self.chat_template:
@@ -63,22 +62,60 @@ class ServerTokenizer:
             if name in RESERVED_VARIABLES or name not in self.chat_template:
                 message = f"this model's chat template has no {name[:40]!r}"
                 raise invalid_value("chat_template_kwargs", message, "unsupported_parameter")
+        try:
+            rendered = self.tokenizer.apply_chat_template(
+                list(messages),
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+                **template_kwargs,
+            )
+        except Exception as error:
+            message = f"messages: the chat template refuses them ({first_line(error)[:160]})"
+            raise ApiError(400, message, "messages") from None
+        return str(rendered)
 
-        def render() -> list[int]:
-            try:
-                encoded = self.tokenizer.apply_chat_template(
-                    list(messages),
-                    tools=tools,
-                    add_generation_prompt=add_generation_prompt,
-                    return_dict=True,
-                    **template_kwargs,
-                )
-            except Exception as error:
-                message = f"messages: the chat template refuses them ({first_line(error)[:160]})"
-                raise ApiError(400, message, "messages") from None
-            return list(encoded["input_ids"])
+    def count_min_tokens(self, text: str) -> int:
+        """A lower bound of the number of tokens of a text, without tokenizing it. 0 if none is known.
 
-        return await self._run(sum(len(m["content"]) for m in messages) + 1024 * len(tools or ()), render)
+        Every byte of the text is part of one token. If each byte of a token with n bytes counts as 1/n token, a byte
+        counts at least as much as in the longest token that has it.
+        """
+        if self._token_shares is None:
+            return 0
+        text = unicodedata.normalize("NFC", text) if self._normalizes else text
+        counts = np.bincount(np.frombuffer(text.encode(), np.uint8), minlength=256)
+        return int(counts @ self._token_shares)
+
+    def _find_token_shares(self) -> NDArray[np.float64] | None:
+        """Returns, for every byte, 1 / the length of the longest token that has it; 0 if the byte alone is no token.
+
+        None if a step before the tokens may drop text, or if there may be unknown characters.
+        """
+        if getattr(self.tokenizer, "backend_tokenizer", None) is None:
+            return None
+        spec = json.loads(self.tokenizer.backend_tokenizer.to_str())
+        model, added_tokens = spec["model"], spec["added_tokens"]
+        steps = json.dumps([spec["normalizer"], spec["pre_tokenizer"]]).replace(SPACE_TO_METASPACE, "")
+        kinds = set(re.findall(r'"type": "(\w+)"', steps))
+        self._normalizes = "NFC" in kinds
+        drops_text = (
+            kinds - LOSSLESS_STEPS or '"Removed"' in steps or any(t["lstrip"] or t["rstrip"] for t in added_tokens)
+        )
+        if model["type"] != "BPE" or drops_text:
+            return None
+        if "ByteLevel" in kinds:
+            byte_values = byte_level_characters()
+            tokens = {bytes(byte_values.get(c, 0) for c in token) for token in model["vocab"]}
+            single = {token[0] for token in tokens if len(token) == 1}
+        elif model["byte_fallback"] and all(f"<0x{b:02X}>" in model["vocab"] for b in range(256)):
+            tokens, single = {token.replace(METASPACE, " ").encode() for token in model["vocab"]}, set(range(256))
+        else:
+            return None
+        longest = dict.fromkeys(range(256), 1)
+        for token in tokens | {token["content"].encode() for token in added_tokens}:
+            longest |= {b: len(token) for b in token if len(token) > longest[b]}
+        return np.array([1 / longest[b] if b in single else 0.0 for b in range(256)])
 
     def new_detokenizer(self, params: SamplingParams) -> Detokenizer:
         decode = partial(self.tokenizer.decode, skip_special_tokens=params.skip_special_tokens)
