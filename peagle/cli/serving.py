@@ -128,7 +128,7 @@ def _serve_embedded(target: str, drafter: str | None, settings: ServeSettings, e
     build_llm = partial(LLM, target_folder, drafter_folder, **vars(engine_settings))
     start_engine = partial(start_engine_process, build_llm, settings.log_json)
     k = engine_settings.num_speculative_tokens if drafter is not None else None
-    run_server(lambda: EngineClient(start_engine, settings), settings, drafter, k, listener)
+    run_server(lambda: EngineClient(start_engine, settings), settings, drafter, k, listener, target_folder)
 
 
 def _serve_vllm(

@@ -1,6 +1,5 @@
 """The FastAPI application: routes, API key, request log and the OpenAPI description."""
 
-import asyncio
 import hmac
 import re
 import time
@@ -61,9 +60,7 @@ def build_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> Any:
         engine.start()
-        loading = asyncio.ensure_future(app.state.context.load_tokenizer())
         yield
-        loading.cancel()
         await engine.stop()
 
     app = FastAPI(title="peagle", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)

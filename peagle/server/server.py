@@ -10,6 +10,7 @@ import resource
 import signal
 import socket
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 
 import uvicorn
@@ -167,8 +168,9 @@ def run_server(
     drafter: str | None,
     num_speculative_tokens: int | str | None,
     listener: socket.socket,
+    target_folder: Path,
 ) -> None:
-    """Serves until a signal. Raises the engine's error if the model cannot be loaded."""
+    """Serves until a signal. Raises the error if the model or its tokenizer cannot be loaded."""
     _raise_file_limit()
     host, port = listener.getsockname()[:2]
     address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -179,6 +181,12 @@ def run_server(
 
         async def report_start() -> None:
             log_event("loading", model=settings.served_model_name, address=address)
+            try:
+                await server.config.app.state.context.load_tokenizer(target_folder)  # type: ignore[union-attr]
+            except UserError as error:
+                failures.append(error)
+                server.should_exit = True
+                return
             await engine.started.wait()
             if engine.info is None:
                 server.should_exit = True
@@ -186,11 +194,14 @@ def run_server(
             drafter_and_k = f"{drafter} ({engine.info.method}, K {num_speculative_tokens})" if drafter else "none"
             log_event(_describe_engine(engine.info, settings.served_model_name, drafter_and_k, address))
 
+        failures: list[Exception] = []
         reporting = asyncio.ensure_future(report_start())
         await server.serve([listener])
         reporting.cancel()
         if engine.info is None and engine.fatal_error is not None:
-            raise engine.fatal_error
+            failures.append(engine.fatal_error)
+        if failures:
+            raise failures[0]
 
     with asyncio.Runner(loop_factory=find_event_loop()) as runner:
         runner.run(main())

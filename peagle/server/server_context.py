@@ -82,12 +82,12 @@ class ServerContext:
     def tokenizer(self) -> ServerTokenizer:
         return ServerTokenizer(Path(self.info.target_folder))
 
-    async def load_tokenizer(self) -> None:
-        """Loads the tokenizer once the engine has started, so that the first request does not wait for it."""
-        await self.engine.started.wait()
-        if self.engine.info is not None:
-            await asyncio.to_thread(lambda: self.tokenizer)
-            gc.freeze()  # what is loaded now stays: collections need not look at it
+    async def load_tokenizer(self, target_folder: Path) -> None:
+        """Loads and checks the tokenizer while the engine starts. Raises UserError if it is broken."""
+        tokenizer = await asyncio.to_thread(ServerTokenizer, target_folder)
+        tokenizer.check_chat_template()
+        self.tokenizer = tokenizer
+        gc.freeze()  # what is loaded now stays: collections need not look at it
 
     async def read_request(self, request: Request, model: type[Model]) -> Model:
         """Reads, parses and validates the body of a request."""

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jinja2 import TemplateError
 from numpy.typing import NDArray
 
 from peagle.checkpoints.target import load_tokenizer
 from peagle.config import SamplingParams
 from peagle.engine.detokenizer import Detokenizer
-from peagle.errors import first_line
+from peagle.errors import UserError, first_line
 from peagle.server.errors import ApiError, invalid_value
 
 # Normalizers and pre-tokenizers that drop no text.
@@ -40,6 +41,19 @@ class ServerTokenizer:
         self.chat_template = str(self.tokenizer.chat_template or "")  # all of them if there are several
         added_tokens = getattr(self.tokenizer, "added_tokens_decoder", {})
         self.special_tokens = frozenset(token.content for token in added_tokens.values() if token.special)
+
+    def check_chat_template(self) -> None:
+        """Raises UserError if the chat template is broken. It may refuse the conversation, though."""
+        if not self.chat_template:
+            return
+        try:
+            messages = [{"role": "user", "content": "a"}]
+            self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception as error:
+            if type(error) is not TemplateError:  # raised by a template's own checks
+                template = f"the chat template of {self.tokenizer.name_or_path}"
+                problem = f"{type(error).__name__}: {first_line(error)}"
+                raise UserError(f"{template} is broken ({problem}): correct or remove it") from None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         encoded = self.tokenizer(text, add_special_tokens=add_special_tokens, return_attention_mask=False)

@@ -26,6 +26,7 @@ from peagle.cli.serving import parse_speculative_config
 from peagle.config import SamplingParams, ServeSettings
 from peagle.errors import UserError
 from peagle.server.logs import LOGGER, start_logging
+from peagle.server.tokenization import ServerTokenizer
 from peagle.server.vllm_process import build_vllm_command, build_vllm_environment, supervise
 
 KEY = "sk-very-secret"
@@ -204,6 +205,35 @@ def test_a_load_error_ends_the_server(target: Path) -> None:
     process = forks.Process("-m", "peagle", "serve", str(target), "--port", "0", "--max-model-len", "100000")
     assert process.wait() == 2
     assert process.stderr().strip().splitlines()[-1].startswith("peagle: error: --max-model-len 100000")
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        ("{% for m in messages %}", "TemplateSyntaxError"),
+        ("{{ messages | nothing }}", "TemplateAssertionError"),
+        ("{{ nothing.more }}", "UndefinedError"),
+        ("{{ raise_exception('no user messages') }}", None),
+        (None, None),
+    ],
+)
+def test_a_broken_chat_template_is_found(template: str | None, problem: str | None, tmp_path: Path) -> None:
+    engines.write_tokenizer(tmp_path, 160, template)
+    tokenizer = ServerTokenizer(tmp_path)
+    if problem is None:
+        tokenizer.check_chat_template()
+    else:
+        with pytest.raises(UserError, match=problem):
+            tokenizer.check_chat_template()
+
+
+def test_a_broken_chat_template_ends_the_server(tmp_path: Path) -> None:
+    target = write_target(tmp_path)
+    engines.write_tokenizer(target, 160, "{% for m in messages %}")
+    process = forks.Process("-m", "peagle", "serve", str(target), "--port", "0", "--device", "cpu")
+    assert process.wait() == 2
+    error = process.stderr().strip().splitlines()[-1]
+    assert error.startswith("peagle: error: the chat template") and str(target) in error and "endfor" in error
 
 
 def test_a_used_port_is_reported_before_loading(target: Path) -> None:
