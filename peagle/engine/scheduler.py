@@ -218,7 +218,9 @@ class Scheduler:
         """Gives a waiting request a slot and blocks for its whole prefill, leaving one free block per running request.
         False if there are not enough blocks."""
         num_tokens = request.num_prefill_tokens
-        request.block_ids, request.block_hashes = self.pool.find_cached_blocks(request.all_token_ids[:num_tokens])
+        request.block_ids, request.block_hashes = self.pool.find_cached_blocks(
+            request.all_token_ids[:num_tokens], request.params.cache_salt
+        )
         num_missing = self._num_missing_blocks(request, num_tokens + max(self.max_speculative_tokens, 1))
         num_spare = len(self.running)
         blocks = None
@@ -276,7 +278,8 @@ class Scheduler:
         if num_full > len(hashes) and self.pool.prefix_caching:
             token_ids = request.all_token_ids
             for index in range(len(hashes), num_full):
-                hashes.append(self.pool.hash_block(hashes[-1] if hashes else b"", token_ids, index))
+                previous = hashes[-1] if hashes else self.pool.hash_salt(request.params.cache_salt)
+                hashes.append(self.pool.hash_block(previous, token_ids, index))
                 self.pool.cache_block(request.block_ids[index], hashes[-1])
         next_hash = (len(hashes) + 1) * size + 1 if self.pool.prefix_caching else request.max_model_len + 1
         request.num_tokens_for_next_hash = next_hash

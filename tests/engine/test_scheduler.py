@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from dataclasses import replace
 
 import pytest
 from engine_integrity import check_scheduler
@@ -301,6 +302,21 @@ def test_prompt_that_continues_an_output_hits_all_its_blocks(length: int, drafte
         device.step()
     found, _ = scheduler.pool.find_cached_blocks([*request.all_token_ids, 1, 1])
     assert len(found) == (request.num_tokens - 1) // SIZE
+
+
+def test_requests_share_prefixes_of_their_own_salt_only() -> None:
+    scheduler = make_scheduler(idle_chunk=100)
+    device = SimulatedDevice(scheduler, random.Random(0), 0)
+    hits = []
+    for salt in ("a", None, "b", "a", None):
+        request = make_request(len(hits), [7] * 17, 3)
+        request.params = replace(request.params, cache_salt=salt)
+        before = scheduler.pool.num_hit_tokens
+        scheduler.add_request(request)
+        while not scheduler.is_idle:
+            device.step()
+        hits.append(scheduler.pool.num_hit_tokens - before)
+    assert hits == [0, 0, 0, 16, 16]
 
 
 def test_prefix_cache_metrics() -> None:
