@@ -11,7 +11,9 @@ import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from functools import partial
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -26,6 +28,7 @@ from peagle.server.logs import log_event
 
 MAX_OPEN_FILES = 1 << 16  # connections are files; idle clients soon reach the usual limit of 1024
 BACKLOG = 2048
+ACCEPT_RETRY_S = 1.0  # after an error
 MAX_HEADER_BYTES = 32 << 10
 MAX_HEADERS = 128
 
@@ -92,6 +95,50 @@ class LimitedProtocol(HttpToolsProtocol):
         self.transport.close()
 
 
+class Listener:
+    """Accepts all waiting connections at once.
+
+    uvloop accepts one per iteration of its event loop: hundreds of clients that connect together would wait seconds.
+    """
+
+    def __init__(self, sock: socket.socket, new_protocol: Callable[[], asyncio.Protocol]) -> None:
+        self._socket, self._new_protocol = sock, new_protocol
+        self._loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        sock.setblocking(False)
+        sock.listen(BACKLOG)
+        self._start()
+
+    def _start(self) -> None:
+        if self._socket.fileno() >= 0:  # not closed
+            self._loop.add_reader(self._socket, self._accept)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError as error:  # too many open files, most likely
+                log_event("cannot accept connections", level="error", error=error.strerror)
+                self._loop.remove_reader(self._socket)
+                self._loop.call_later(ACCEPT_RETRY_S, self._start)
+                return
+            task = self._loop.create_task(self._connect(connection))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _connect(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        await self._loop.connect_accepted_socket(self._new_protocol, connection)
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._socket)
+
+    async def wait_closed(self) -> None:
+        pass
+
+
 class DrainingServer(uvicorn.Server):
     """Drains on the first signal and exits on the second."""
 
@@ -103,6 +150,12 @@ class DrainingServer(uvicorn.Server):
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         await super().serve(sockets)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup([])
+        config, state, app_state = self.config, self.server_state, self.lifespan.state
+        new_protocol: Any = partial(config.http_protocol_class, config, state, app_state)  # type: ignore[call-arg]
+        self.servers += [Listener(sock, new_protocol) for sock in sockets or ()]  # type: ignore[misc]
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._loop.call_soon_threadsafe(self._shut_down, signal.Signals(sig).name)

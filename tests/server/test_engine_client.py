@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import socket
@@ -21,6 +22,7 @@ from serving_support import GIVE_UP_S, PROMPT, LocalServer, StepGate, small_engi
 
 from peagle.config import SamplingParams
 from peagle.engine.llm import LLM
+from peagle.server import server
 
 MAX_BODY = 1 << 20
 LONG = {"prompt": PROMPT, "max_tokens": 200, "temperature": 0, "ignore_eos": True}
@@ -221,6 +223,21 @@ def test_a_killed_client_aborts_the_request(served: LocalServer) -> None:
     gate.open()
     served.check_engine_idle()
     assert served.engine.stats.num_output_tokens - num_before < 4 * LONG["max_tokens"]
+
+
+def test_too_many_open_files_delay_new_connections(served: LocalServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = [OSError(errno.EMFILE, "Too many open files"), OSError(errno.EMFILE, "Too many open files")]
+    accept = socket.socket.accept
+
+    def accept_later(listener: socket.socket) -> Any:
+        if errors:
+            raise errors.pop()
+        return accept(listener)
+
+    monkeypatch.setattr(server, "ACCEPT_RETRY_S", 0.01)
+    monkeypatch.setattr(socket.socket, "accept", accept_later)
+    assert served.request("/health")[0] == 200
+    assert not errors
 
 
 def test_idle_and_slow_connections_are_closed(expected: str) -> None:
