@@ -200,8 +200,9 @@ class RequestStream:
         """`stream`: yields the output as it grows, instead of once per completion. `deadline`: in the loop's time."""
         self.requests: list[EngineRequest] = []
         self.num_completions = self.num_unfinished = 0  # unfinished: the engine still works on them
+        self.num_unread = 0  # completions whose last delta was not read yet
+        self.client_watcher: asyncio.Task[None] | None = None  # fails the stream when its client disconnects
         self._stream, self._num_speculative_tokens, self._on_abort = stream, num_speculative_tokens, on_abort
-        self._num_unread = 0  # completions whose last delta was not read yet
         self._updates: asyncio.Queue[Completion | Exception] = asyncio.Queue()
         self.deadline = deadline
         self.timeout = asyncio.get_running_loop().call_at(deadline, self.fail, RequestTimeoutError())
@@ -209,23 +210,25 @@ class RequestStream:
     def add_request(self, request: EngineRequest) -> None:
         self.requests.append(request)
         self.num_completions += len(request.completions)
-        self.num_unfinished = self._num_unread = self.num_completions
+        self.num_unfinished = self.num_unread = self.num_completions
 
     def __aiter__(self) -> RequestStream:
         return self
 
     async def __anext__(self) -> OutputDelta:
-        if self._num_unread == 0:
+        if self.num_unread == 0:
             raise StopAsyncIteration
         update = await self._updates.get()
         if isinstance(update, Exception):
             await self.aclose()
             raise update
         update.queued = False
-        self._num_unread -= update.finish_reason is not None
+        self.num_unread -= update.finish_reason is not None
         return update.take(self._num_speculative_tokens)
 
     async def aclose(self) -> None:
+        if self.client_watcher is not None:
+            self.client_watcher.cancel()
         self._on_abort(self)
 
     def notify(self, completion: Completion) -> None:

@@ -3,7 +3,10 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
+
+import msgspec
 
 from peagle.config import SamplingParams
 from peagle.engine.detokenizer import Detokenizer
@@ -16,6 +19,11 @@ MIN_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON does n
 
 JSON = dict[str, Any]
 TokenLogprobs = dict[int, float]
+
+
+def encode_event(value: JSON) -> bytes:
+    """Returns a server-sent event."""
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
 @dataclass
@@ -39,18 +47,18 @@ class OpenAIResponseWriter:
     _detokenizers: dict[int, Detokenizer] = field(default_factory=dict)
     _tool_parsers: dict[int, ToolCallParser] = field(default_factory=dict)
 
-    def first_chunks(self) -> list[JSON]:
-        """Returns the chunks before the first delta: a chat names the role of every completion."""
+    def first_events(self) -> bytes:
+        """Returns the stream events before the first delta: a chat names the role of every completion."""
         if self.kind == "text":
-            return []
+            return b""
         delta = {"role": "assistant", "content": ""}
-        return [
-            self._build_chunk([{"index": i, "delta": delta, "logprobs": None, "finish_reason": None}])
+        return b"".join(
+            self._encode_chunk([{"index": i, "delta": delta, "logprobs": None, "finish_reason": None}])
             for i in range(self.num_completions)
-        ]
+        )
 
-    def chunk(self, delta: OutputDelta) -> JSON:
-        """Returns the stream chunk of a delta."""
+    def event(self, delta: OutputDelta) -> bytes:
+        """Returns the stream event of a delta."""
         content, calls, finish_reason = self._parse_tools(delta)
         if self.kind == "chat":
             message: JSON = {"content": content} if content or self.new_tool_parser is None else {}
@@ -60,19 +68,12 @@ class OpenAIResponseWriter:
         choice = self._build_choice(delta, body, finish_reason)
         if delta.output is None:
             del choice["stop_reason"]
-        chunk = self._build_chunk([choice])
-        if self.include_tokens and not self.include_usage and len(self.finished) == self.num_completions:
-            chunk["peagle"] = self.speculation_stats()
-        return chunk
+        is_last = not self.include_usage and len(self.finished) == self.num_completions
+        return self._encode_chunk([choice], is_last)
 
-    def last_chunks(self) -> list[JSON]:
-        """Returns the chunk after the last delta, which holds the usage if the client asked for it."""
-        if not self.include_usage:
-            return []
-        chunk = {**self._build_chunk([]), "usage": self.usage()}
-        if self.include_tokens:
-            chunk["peagle"] = self.speculation_stats()
-        return [chunk]
+    def last_events(self) -> bytes:
+        """Returns the event after the last delta, which holds the usage if the client asked for it."""
+        return self._encode_chunk([], is_last=True) if self.include_usage else b""
 
     def whole_response(self, deltas: Sequence[OutputDelta]) -> JSON:
         """Returns the response without streaming."""
@@ -97,12 +98,19 @@ class OpenAIResponseWriter:
     def _build_head(self, object_name: str) -> JSON:
         return {"id": self.id, "object": object_name, "created": self.created, "model": self.model}
 
-    def _build_chunk(self, choices: list[JSON]) -> JSON:
-        chunk = self._build_head("chat.completion.chunk" if self.kind == "chat" else "text_completion")
-        chunk["choices"] = choices
+    @cached_property
+    def _encoded_chunk_head(self) -> bytes:
+        """The beginning of every chunk."""
+        head = self._build_head("chat.completion.chunk" if self.kind == "chat" else "text_completion")
+        return encode_event(head).removesuffix(b"}\n\n") + b","
+
+    def _encode_chunk(self, choices: list[JSON], is_last: bool = False) -> bytes:
+        fields: JSON = {"choices": choices}
         if self.include_usage:
-            chunk["usage"] = None
-        return chunk
+            fields["usage"] = self.usage() if is_last else None
+        if self.include_tokens and is_last:
+            fields["peagle"] = self.speculation_stats()
+        return self._encoded_chunk_head + msgspec.json.encode(fields)[1:] + b"\n\n"
 
     def _build_choice(self, delta: OutputDelta, body: JSON, finish_reason: str | None) -> JSON:
         if delta.output is not None:

@@ -1,11 +1,10 @@
 """/v1/chat/completions and /v1/completions."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
-import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
@@ -21,7 +20,7 @@ from peagle.server.request_body import (
     wait_for_disconnect,
 )
 from peagle.server.request_stream import OutputDelta, RequestStream, RequestTimeoutError
-from peagle.server.response_writer import OpenAIResponseWriter
+from peagle.server.response_writer import OpenAIResponseWriter, encode_event
 from peagle.server.server_context import ServerContext, get_context
 
 router = APIRouter()
@@ -80,8 +79,9 @@ async def respond(
     streaming = failed = False
     try:
         if stream:
+            request_stream.client_watcher = asyncio.ensure_future(fail_on_disconnect(request.receive, request_stream))
             # The first delta decides the status: a request may still fail in the queue.
-            first = check_delta(await run_while_connected(request.receive, request_stream.__anext__()))
+            first = check_delta(await anext(request_stream))
             streaming = True
             return EventStreamResponse(context, request_stream, writer, first, params)
         deltas = await run_while_connected(request.receive, collect_deltas(request_stream))
@@ -152,6 +152,11 @@ def build_sampling_params(
     return body.to_sampling_params(context.settings, max_tokens, context.info.max_speculative_tokens, **options)
 
 
+async def fail_on_disconnect(receive: Receive, request_stream: RequestStream) -> None:
+    await wait_for_disconnect(receive)
+    request_stream.fail(ClientDisconnected())
+
+
 async def collect_deltas(request_stream: RequestStream) -> list[OutputDelta]:
     return [check_delta(delta) async for delta in request_stream]
 
@@ -183,37 +188,27 @@ class EventStreamResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        disconnect = asyncio.ensure_future(wait_for_disconnect(receive))
-        sending = asyncio.ensure_future(self._send_events(send))
         try:
             # The time limit also ends a response that the client reads too slowly.
-            timeout = max(0.0, self.request_stream.deadline - asyncio.get_running_loop().time())
-            await asyncio.wait({disconnect, sending}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            async with asyncio.timeout_at(self.request_stream.deadline):
+                await self._send_events(send)
+        except (ClientDisconnected, TimeoutError):
+            pass
         finally:
-            for task in (disconnect, sending):
-                task.cancel()
-            await asyncio.gather(disconnect, sending, return_exceptions=True)
             await self.request_stream.aclose()
             self.context.record_request(scope, self.request_stream, self.writer, self.params, self.failed)
 
     async def _send_events(self, send: Send) -> None:
-        async for event in self._events():
-            await send({"type": "http.response.body", "body": event, "more_body": True})
-        await send({"type": "http.response.body", "body": DONE_EVENT})
-
-    async def _events(self) -> AsyncIterator[bytes]:
-        for chunk in self.writer.first_chunks():
-            yield _encode_event(chunk)
-        yield _encode_event(self.writer.chunk(self.first))
+        """Sends every delta in one write, the last one with the end of the response."""
+        events = self.writer.first_events() + self.writer.event(self.first)
         try:
-            async for delta in self.request_stream:
-                yield _encode_event(self.writer.chunk(check_delta(delta)))
-            for chunk in self.writer.last_chunks():
-                yield _encode_event(chunk)
+            while self.request_stream.num_unread:
+                await send({"type": "http.response.body", "body": events, "more_body": True})
+                events = self.writer.event(check_delta(await anext(self.request_stream)))
+            events += self.writer.last_events()
+        except ClientDisconnected:
+            raise
         except Exception as error:  # the status has been sent: the stream itself carries the error
             self.failed = True
-            yield _encode_event(to_api_error(error, self.context.settings.retry_after_s).body)
-
-
-def _encode_event(value: dict[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+            events = encode_event(to_api_error(error, self.context.settings.retry_after_s).body)
+        await send({"type": "http.response.body", "body": events + DONE_EVENT})
