@@ -59,6 +59,13 @@ class ApiError(Exception):
         return JSONResponse(self.body, self.status, headers)
 
 
+# Exceptions of a route that have a response in `to_api_error`. All others are unexpected.
+CLIENT_ERRORS = (
+    *(ApiError, UserError, ValidationError),
+    *(QueueFullError, EngineUnavailableError, RequestTimeoutError, EngineFailedError),
+)
+
+
 def invalid_value(param: str, message: str, code: str = "invalid_value") -> ApiError:
     """Status 400 for a field of the request."""
     return ApiError(400, f"{param}: {message}", param, code)
@@ -128,7 +135,6 @@ def add_error_handlers(app: FastAPI, retry_after: int) -> None:
         response.headers.update(error.headers or {})
         return response
 
-    engine_errors = (QueueFullError, EngineUnavailableError, RequestTimeoutError, EngineFailedError)
-    for error_class in (ApiError, UserError, ValidationError, *engine_errors):
+    for error_class in CLIENT_ERRORS:
         app.add_exception_handler(error_class, handle_error)
     app.add_exception_handler(HTTPException, handle_http_exception)
