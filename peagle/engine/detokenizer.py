@@ -62,6 +62,8 @@ class Detokenizer:
 
     def finish(self) -> None:
         """Adds the replacement characters of a last incomplete character."""
+        if len(self._window) == self._num_context_tokens:
+            return
         window_text = self.decode(self._window)
         num_known_chars = len(self.decode(self._window[: self._num_context_tokens])) + self._num_added_chars
         self.text += window_text[num_known_chars:]

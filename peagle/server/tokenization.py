@@ -6,8 +6,8 @@ The engine process has no text: all of it is made here.
 import json
 import re
 import unicodedata
-from collections.abc import Sequence
-from functools import lru_cache, partial
+from collections.abc import Callable, Sequence
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -131,8 +131,19 @@ class ServerTokenizer:
             longest |= {b: len(token) for b in token if len(token) > longest[b]}
         return np.array([1 / longest[b] if b in single else 0.0 for b in range(256)])
 
+    @cached_property
+    def _decode(self) -> Callable[..., str]:
+        """`decode` without transformers' Python code per token, unless a tokenizer's own class needs it."""
+        from transformers import PreTrainedTokenizerFast as Fast
+
+        tokenizer: Any = self.tokenizer
+        is_plain = isinstance(tokenizer, Fast) and not tokenizer.clean_up_tokenization_spaces
+        if is_plain and (type(tokenizer).decode, type(tokenizer)._decode) == (Fast.decode, Fast._decode):
+            return tokenizer.backend_tokenizer.decode
+        return tokenizer.decode
+
     def new_detokenizer(self, params: SamplingParams) -> Detokenizer:
-        decode = partial(self.tokenizer.decode, skip_special_tokens=params.skip_special_tokens)
+        decode = partial(self._decode, skip_special_tokens=params.skip_special_tokens)
         return Detokenizer(decode, params.stop, params.min_tokens)
 
     def _token_text(self, token_id: int) -> str:
