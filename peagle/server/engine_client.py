@@ -222,7 +222,7 @@ class EngineClient:
             if completion.finish_reason is not None:
                 continue  # a stop string has ended it
             num_tokens = len(completion.token_ids)
-            finished = completion.add(delta)
+            finished = completion.add(delta, step.time)
             self._num_output_tokens += len(completion.token_ids) - num_tokens
             self._num_decode_steps += delta.num_decode_steps
             if num_tokens == 0 and delta.index == 0:

@@ -60,7 +60,7 @@ class SentState:
     num_steps_with_drafter: int = 0
     num_decode_steps: int = 0
     num_drafts: int = 0
-    token_times: list[float] = field(default_factory=list)  # of tokens that were not sent yet
+    earlier_times: list[float] = field(default_factory=list)  # of steps whose tokens were not sent yet
 
 
 class EngineCore:
@@ -195,8 +195,8 @@ class EngineCore:
 def _build_delta(request: ActiveRequest, completion: Request, now: float) -> CompletionDelta | None:
     """The tokens that the front end does not have yet; None if they are to be sent with the last ones."""
     sent, finish_reason = request.sent[completion.index], completion.finish_reason
-    sent.token_times.append(now)
     if finish_reason is None and not request.command.send_every_step:
+        sent.earlier_times.append(now)
         return None
     token_ids = completion.output_token_ids[sent.num_tokens :]
     delta = CompletionDelta(
@@ -206,7 +206,7 @@ def _build_delta(request: ActiveRequest, completion: Request, now: float) -> Com
         completion.num_accepted_tokens_per_step[sent.num_steps_with_drafter :],
         completion.num_decode_steps - sent.num_decode_steps,
         completion.num_drafts - sent.num_drafts,
-        sent.token_times,
+        sent.earlier_times,
         completion.logprobs[sent.num_tokens :] if completion.params.logprobs is not None else None,
         finish_reason,
         completion.stop_reason,
@@ -215,7 +215,7 @@ def _build_delta(request: ActiveRequest, completion: Request, now: float) -> Com
     sent.num_tokens += len(token_ids)
     sent.num_steps_with_drafter = len(completion.num_accepted_tokens_per_step)
     sent.num_decode_steps, sent.num_drafts = completion.num_decode_steps, completion.num_drafts
-    sent.token_times = []
+    sent.earlier_times = []
     return delta
 
 

@@ -6,6 +6,7 @@ engine sends one `StepOutput` per step with the new tokens of all requests, and 
 
 import select
 import socket
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import msgspec
@@ -62,7 +63,7 @@ class RequestFailed(msgspec.Struct, array_like=True, tag=True):
     is_user_error: bool
 
 
-class CompletionDelta(msgspec.Struct, array_like=True):
+class CompletionDelta(msgspec.Struct, array_like=True, gc=False):
     """New tokens of one completion."""
 
     request_id: int
@@ -71,14 +72,14 @@ class CompletionDelta(msgspec.Struct, array_like=True):
     num_accepted_per_step: list[int]  # accepted draft tokens of each decode step; empty without a drafter
     num_decode_steps: int
     num_drafts: int  # decode steps with draft tokens
-    token_times: list[float]  # time.perf_counter() of each step that produced tokens
+    earlier_times: list[float]  # times of earlier steps whose tokens are in this delta; empty when streaming
     logprobs: list[dict[int, float]] | None
     finish_reason: str | None
     stop_reason: int | str | None
     ends_with_stop_token: bool  # the last token is EOS or a stop token, which is not part of the text
 
 
-class EngineCounters(msgspec.Struct, array_like=True):
+class EngineCounters(msgspec.Struct, array_like=True, gc=False):
     """Current state and counts of an engine since it started."""
 
     num_requests_running: int = 0
@@ -95,8 +96,8 @@ class EngineReady(msgspec.Struct, array_like=True, tag=True):
     counters: EngineCounters
 
 
-class StepOutput(msgspec.Struct, array_like=True, tag=True):
-    time: float
+class StepOutput(msgspec.Struct, array_like=True, tag=True, gc=False):
+    time: float  # time.perf_counter()
     deltas: list[CompletionDelta]
     started: list[tuple[int, int]]  # request id and completion index of those that left the queue
     counters: EngineCounters
@@ -118,19 +119,18 @@ class MessageReader:
 
     def __init__(self, message_type: Any) -> None:
         self._decoder = msgspec.msgpack.Decoder(message_type)
-        self._buffer = bytearray()
+        self._rest = b""  # the beginning of a message
 
-    def feed(self, data: bytes) -> list[Any]:
-        buffer, messages, begin = self._buffer, [], 0
-        buffer += data
-        while len(buffer) - begin >= 4:
-            end = begin + 4 + int.from_bytes(buffer[begin : begin + 4], "little")
-            if len(buffer) < end:
+    def feed(self, data: bytes) -> Iterator[Any]:
+        """Yields the messages that are complete. They are decoded one by one: hundreds at once would be slower."""
+        data, begin = self._rest + data, 0
+        while len(data) - begin >= 4:
+            end = begin + 4 + int.from_bytes(data[begin : begin + 4], "little")
+            if len(data) < end:
                 break
-            messages.append(self._decoder.decode(memoryview(buffer)[begin + 4 : end]))
+            yield self._decoder.decode(memoryview(data)[begin + 4 : end])
             begin = end
-        del buffer[:begin]
-        return messages
+        self._rest = data[begin:]
 
 
 class EngineChannel:

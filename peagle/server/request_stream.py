@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from peagle.config import SamplingParams
@@ -45,7 +46,8 @@ class CompletionTiming:
     last_token_s: float | None = None
     token_gaps_s: list[float] = field(default_factory=list)  # between steps that produced tokens
 
-    def record_tokens(self, times: list[float]) -> None:
+    def record_tokens(self, times: Iterable[float]) -> None:
+        """Adds the times of steps that produced tokens."""
         for time in times:
             elapsed = time - self.arrival_time
             if self.last_token_s is None:
@@ -88,8 +90,8 @@ class Completion:
         self._num_detokenized = 0
         self._ends_with_stop_token = False
 
-    def add(self, delta: CompletionDelta) -> bool:
-        """Adds what the engine sent. Returns True if the completion has finished.
+    def add(self, delta: CompletionDelta, time: float) -> bool:
+        """Adds what the engine sent in the step of this time. Returns True if the completion has finished.
 
         A stop string finishes it here: the engine knows no text.
         """
@@ -103,7 +105,7 @@ class Completion:
         self._accepted_per_step += delta.num_accepted_per_step
         self._num_decode_steps += delta.num_decode_steps
         self._num_drafts += delta.num_drafts
-        self.timing.record_tokens(delta.token_times)
+        self.timing.record_tokens((*delta.earlier_times, time))
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
         self._ends_with_stop_token = delta.ends_with_stop_token
         if self.params.stop:
@@ -146,7 +148,6 @@ class Completion:
         )
 
     def _build_output(self, text: str, num_speculative_tokens: int) -> CompletionOutput:
-        accepted = self._accepted_per_step
         return CompletionOutput(
             index=self.index,
             text=text,
@@ -155,10 +156,17 @@ class Completion:
             stop_reason=self.stop_reason,
             logprobs=self._logprobs if self.params.logprobs is not None else None,
             num_drafts=self._num_drafts,
-            num_accepted_tokens_per_pos=[sum(n > i for n in accepted) for i in range(num_speculative_tokens)],
+            num_accepted_tokens_per_pos=count_accepted_per_pos(self._accepted_per_step, num_speculative_tokens),
             is_draft_token=self._is_draft_token,
             num_decode_steps=self._num_decode_steps,
         )
+
+
+def count_accepted_per_pos(accepted_per_step: list[int], num_speculative_tokens: int) -> list[int]:
+    """Counts the steps that accepted more than i draft tokens, for each i."""
+    num_steps = Counter(accepted_per_step)
+    above = len(accepted_per_step)
+    return [above := above - num_steps[i] for i in range(num_speculative_tokens)]
 
 
 class EngineRequest:
