@@ -49,6 +49,8 @@ from peagle.server.request_stream import (
 
 STOP_TIMEOUT_S = 5.0  # for the running step; then the process is killed
 POLL_S = 0.02
+STREAM_INTERVAL_S = 1e-4  # between two chunks of a stream, for each stream: writing a chunk takes this long
+MIN_DELAY_S = 0.002  # shorter ones are left out
 
 EngineState = Literal["starting", "ready", "restarting", "draining", "failed"]
 
@@ -117,6 +119,8 @@ class EngineClient:
         self._connection: EngineConnection | None = None  # of an engine that is ready
         self._requests: dict[int, EngineRequest] = {}
         self._num_preparing = 0  # completions whose request is being prepared
+        self._updated: dict[Completion, RequestStream] = {}  # with tokens that their stream has not been notified of
+        self._notification: asyncio.TimerHandle | None = None
         self._error: EngineFailed | None = None  # of the current engine
         self._num_failures = 0  # in a row
         self._num_restarts = 0
@@ -231,7 +235,26 @@ class EngineClient:
                 if delta.finish_reason is None:  # by a stop string, which the engine does not know
                     self._send(AbortRequest(request.id, delta.index))
                 self._finish_completion(request)
-            request.request_stream.notify(completion)
+            if finished or num_tokens == 0:
+                request.request_stream.notify(completion)
+            else:
+                self._updated[completion] = request.request_stream
+        self._notify_later()
+
+    def _notify_later(self) -> None:
+        """Notifies the streams of new tokens: at once if they are few, otherwise less often the more they are."""
+        delay = STREAM_INTERVAL_S * len(self.open_streams)
+        if delay < MIN_DELAY_S:
+            self._notify_updated()
+        elif self._updated and self._notification is None:
+            self._notification = asyncio.get_running_loop().call_later(delay, self._notify_updated)
+
+    def _notify_updated(self) -> None:
+        self._notification = None
+        updated, self._updated = self._updated, {}
+        for completion, stream in updated.items():
+            if completion.finish_reason is None:  # otherwise its stream has been notified
+                stream.notify(completion)
 
     def _finish_completion(self, request: EngineRequest) -> None:
         self._num_failures = 0
@@ -319,12 +342,14 @@ class EngineClient:
         return f"the engine process ended with status {exitcode}"
 
     def _fail_started_requests(self) -> None:
+        self._notify_updated()
         for request in list(self._requests.values()):
             if request.started:
                 request.request_stream.fail(EngineFailedError(self.last_error))
                 self._close_stream(request.request_stream)
 
     def _fail_all(self, error: Exception) -> None:
+        self._notify_updated()
         for stream in list(self.open_streams):
             stream.fail(error)
             self._close_stream(stream)

@@ -14,6 +14,7 @@ from serving_support import MAX_MODEL_LEN, MODEL, PROMPT, LocalServer, small_eng
 from peagle.config import SamplingParams
 from peagle.engine.llm import LLM
 from peagle.engine.request import CompletionOutput
+from peagle.server import engine_client
 
 IDS = list(PROMPT.encode())
 
@@ -154,6 +155,18 @@ def test_logprobs_of_both_apis(served: LocalServer, alone: LLM) -> None:
     none = served.request("/v1/chat/completions", {**body, "messages": messages, "logprobs": True})[2]["choices"][0]
     assert [t["top_logprobs"] for t in none["logprobs"]["content"]] == [[]] * 6
     assert served.request("/v1/completions", {**body, "prompt": PROMPT})[2]["choices"][0]["logprobs"] is None
+
+
+def test_a_busy_server_merges_deltas(served: LocalServer, alone: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first token and the end of a stream never wait; all tokens between them arrive with the end."""
+    monkeypatch.setattr(engine_client, "STREAM_INTERVAL_S", 1e4)
+    (expected,) = generate_directly(alone, max_tokens=60, ignore_eos=True)
+    body = {"prompt": PROMPT, "max_tokens": 60, "temperature": 0, "ignore_eos": True, "peagle": {"tokens": True}}
+    chunks = parse_events(served.request("/v1/completions", {**body, "stream": True})[2])
+    first, last = (chunk["choices"][0] for chunk in chunks)
+    assert first["peagle"]["token_ids"] + last["peagle"]["token_ids"] == expected.token_ids
+    assert (first["text"] + last["text"], last["finish_reason"]) == (expected.text, "length")
+    assert len(first["peagle"]["token_ids"]) == 1 and "peagle" in chunks[-1]
 
 
 def test_several_prompts_keep_their_order(served: LocalServer, alone: LLM) -> None:
