@@ -5,13 +5,14 @@ signal ends the server at once.
 """
 
 import asyncio
+import gc
 import json
 import resource
 import signal
 import socket
 from collections.abc import Callable
-from pathlib import Path
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -29,6 +30,7 @@ from peagle.server.logs import log_event
 MAX_OPEN_FILES = 1 << 16  # connections are files; idle clients soon reach the usual limit of 1024
 BACKLOG = 2048
 ACCEPT_RETRY_S = 1.0  # after an error
+YOUNG_OBJECTS = 20_000  # between two runs of the garbage collector; hundreds of streams create many
 MAX_HEADER_BYTES = 32 << 10
 MAX_HEADERS = 128
 
@@ -244,6 +246,7 @@ def run_server(
             if engine.info is None:
                 server.should_exit = True
                 return
+            _limit_garbage_collection()
             drafter_and_k = f"{drafter} ({engine.info.method}, K {num_speculative_tokens})" if drafter else "none"
             log_event(_describe_engine(engine.info, settings.served_model_name, drafter_and_k, address))
 
@@ -258,6 +261,13 @@ def run_server(
 
     with asyncio.Runner(loop_factory=find_event_loop()) as runner:
         runner.run(main())
+
+
+def _limit_garbage_collection() -> None:
+    """Reference counts free almost everything. The collector would scan the imported libraries again and again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS, 10, 10)
 
 
 def _describe_engine(info: EngineInfo, model: str, drafter_and_k: str, address: str) -> str:

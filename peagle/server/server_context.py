@@ -1,7 +1,6 @@
 """`ServerContext`: the engine, tokenizer, settings and metrics that every route uses."""
 
 import asyncio
-import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -87,7 +86,6 @@ class ServerContext:
         tokenizer = await asyncio.to_thread(ServerTokenizer, target_folder)
         tokenizer.check_chat_template()
         self.tokenizer = tokenizer
-        gc.freeze()  # what is loaded now stays: collections need not look at it
 
     async def read_request(self, request: Request, model: type[Model]) -> Model:
         """Reads, parses and validates the body of a request."""
