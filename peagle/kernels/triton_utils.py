@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -32,21 +33,10 @@ except (
 INTERPRETED = HAVE_TRITON and os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 
 
-def watch_compilations(fail: bool = False) -> list[str]:
-    """Returns a list to which every kernel that Triton compiles or loads from now on adds its name.
-
-    `fail`: raise instead, for tests. A kernel that is compiled while requests run delays all of them.
-    """
-    names: list[str] = []
-
-    def record(*, fn: object, **_: object) -> None:
-        names.append(str(getattr(fn, "name", fn)))
-        if fail:
-            raise RuntimeError(f"kernel {names[-1]} is compiled after the start")
-
+def watch_compilations(report: Callable[[str], None]) -> None:
+    """Calls `report` with the name of every kernel that Triton compiles, or loads from its cache, from now on."""
     if HAVE_TRITON:
-        triton.knobs.runtime.jit_cache_hook = record
-    return names
+        triton.knobs.runtime.jit_cache_hook = lambda *, fn, **_: report(fn.name)
 
 
 def runs_triton(x: Tensor) -> bool:

@@ -80,6 +80,7 @@ class EngineStats:
     num_preemptions: int = 0
     num_prefix_cache_hits: int = 0
     num_prefix_cache_queries: int = 0
+    num_late_compilations: int = 0
 
 
 class EngineConnection(asyncio.Protocol):
@@ -205,6 +206,7 @@ class EngineClient:
         elif isinstance(message, RequestFailed):
             request = self._requests.get(message.request_id)
             if request is not None:
+                self._notify_updated()
                 error = UserError(message.error) if message.is_user_error else EngineFailedError(message.error)
                 request.request_stream.fail(error)
         elif isinstance(message, EngineReady):
@@ -406,4 +408,4 @@ class EngineClient:
 def _get_counts(counters: EngineCounters) -> Counter[str]:
     """Counts that end with an engine, by their field of `EngineStats`."""
     names = ("num_draft_tokens", "num_preemptions", "num_prefix_cache_hits", "num_prefix_cache_queries")
-    return Counter({name: getattr(counters, name) for name in names})
+    return Counter({name: getattr(counters, name) for name in (*names, "num_late_compilations")})

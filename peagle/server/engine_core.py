@@ -22,6 +22,7 @@ from typing import Any
 from peagle.engine.llm import LLM
 from peagle.engine.request import Request, RequestGroup, RequestState
 from peagle.errors import UserError
+from peagle.kernels.triton_utils import watch_compilations
 from peagle.server.engine_messages import (
     AbortRequest,
     AddRequest,
@@ -39,6 +40,7 @@ from peagle.server.logs import format_traceback, log_event, start_logging
 
 MAX_ERROR_LENGTH = 200
 NUM_GRAMMAR_THREADS = 2
+FAIL_ON_COMPILATION = "PEAGLE_FAIL_ON_COMPILATION"  # environment variable of tests and benchmarks
 GRAMMAR_POLL_S = 0.005  # an idle engine looks for compiled grammars this often, if any is being compiled
 
 
@@ -71,6 +73,8 @@ class EngineCore:
         self._not_started: dict[int, ActiveRequest] = {}  # requests with a completion in the queue, oldest first
         self._compiling: dict[int, tuple[AddRequest, Future[Any]]] = {}
         self._grammar_threads = ThreadPoolExecutor(NUM_GRAMMAR_THREADS, thread_name_prefix="grammar")
+        self.num_late_compilations = 0
+        watch_compilations(self._report_compilation)
 
     def run(self) -> None:
         """The central loop: run commands, run one engine step, send its deltas. Returns on `StopEngine`."""
@@ -79,6 +83,13 @@ class EngineCore:
                 return
             if self.llm.has_unfinished_requests:
                 self._send_step(self.llm.step())
+
+    def _report_compilation(self, kernel: str) -> None:
+        """A kernel that is compiled now delays all requests by seconds."""
+        self.num_late_compilations += 1
+        log_event("kernel compiled after the start", level="warning", kernel=kernel)
+        if os.environ.get(FAIL_ON_COMPILATION) == "1":
+            raise RuntimeError(f"{FAIL_ON_COMPILATION}: kernel {kernel} was compiled after the start")
 
     def run_commands(self) -> bool:
         """Runs the commands that have arrived; waits for one if there is nothing else to do. False on `StopEngine`."""
@@ -189,6 +200,7 @@ class EngineCore:
             scheduler.num_preemptions,
             pool.num_hit_tokens,
             pool.num_queried_tokens,
+            self.num_late_compilations,
         )
 
 

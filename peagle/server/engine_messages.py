@@ -89,6 +89,7 @@ class EngineCounters(msgspec.Struct, array_like=True, gc=False):
     num_preemptions: int = 0
     num_prefix_cache_hits: int = 0
     num_prefix_cache_queries: int = 0
+    num_late_compilations: int = 0  # kernels compiled since the engine was ready
 
 
 class EngineReady(msgspec.Struct, array_like=True, tag=True):

@@ -179,6 +179,8 @@ class EngineStatsExporter(Collector):
         yield self._counter("vllm:prompt_tokens_cached", "Prompt tokens not computed again.", hits)
         yield self._counter("peagle:num_decode_steps", "Decode steps, summed over requests.", s.num_decode_steps)
         yield self._counter("peagle:engine_restarts", "Engine restarts after a failure.", s.num_restarts)
+        compilations = s.num_late_compilations
+        yield self._counter("peagle:late_compilations", "Kernels compiled while requests could run.", compilations)
         if s.num_accepted_tokens_per_pos:  # as in vLLM, absent without a drafter
             yield self._counter("vllm:spec_decode_num_drafts", "Decode steps with draft tokens.", s.num_drafts)
             yield self._counter("vllm:spec_decode_num_draft_tokens", "Draft tokens.", s.num_draft_tokens)

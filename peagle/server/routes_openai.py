@@ -19,11 +19,12 @@ from peagle.server.request_body import (
     run_while_connected,
     wait_for_disconnect,
 )
-from peagle.server.request_stream import OutputDelta, RequestStream, RequestTimeoutError
+from peagle.server.request_stream import EngineFailedError, OutputDelta, RequestStream, RequestTimeoutError
 from peagle.server.response_writer import OpenAIResponseWriter, encode_event
 from peagle.server.server_context import ServerContext, get_context
 
 router = APIRouter()
+LAST_EVENTS_TIMEOUT_S = 5.0  # to send the error of a request that has reached its deadline
 DONE_EVENT = b"data: [DONE]\n\n"
 NO_TOOLS = ToolUsage()
 Kind = Literal["chat", "text"]
@@ -162,9 +163,11 @@ async def collect_deltas(request_stream: RequestStream) -> list[OutputDelta]:
 
 
 def check_delta(delta: OutputDelta) -> OutputDelta:
-    """Raises if the grammar allows no further token."""
+    """Raises if the grammar allows no further token, or if the target's logits are NaN."""
     if delta.finish_reason == "error":
-        reason = delta.output.stop_reason if delta.output is not None else None
+        reason = str(delta.output.stop_reason) if delta.output is not None else ""
+        if not reason.startswith("grammar: "):
+            raise EngineFailedError(reason)
         raise invalid_value("response_format", f"the output cannot continue ({reason})", "cannot_be_followed")
     return delta
 
@@ -189,8 +192,8 @@ class EventStreamResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
-            # The time limit also ends a response that the client reads too slowly.
-            async with asyncio.timeout_at(self.request_stream.deadline):
+            # Also ends a response that the client reads too slowly.
+            async with asyncio.timeout_at(self.request_stream.deadline + LAST_EVENTS_TIMEOUT_S):
                 await self._send_events(send)
         except (ClientDisconnected, TimeoutError):
             pass

@@ -449,6 +449,27 @@ def test_a_request_that_cannot_be_added_fails_alone(expected: str) -> None:
         server.check_engine_idle()
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_nan_logits_are_an_error(expected: str, stream: bool) -> None:
+    def break_logits(llm: LLM) -> None:
+        compute = llm.model_runner.sampler.sample_and_accept
+
+        def broken(inputs: Any, slots: Any, logits: Any) -> Any:
+            return compute(inputs, slots, logits * float("nan"))
+
+        llm.model_runner.sampler.sample_and_accept = broken  # type: ignore[method-assign]
+
+    with LocalServer() as server:
+        assert server.complete() == (200, expected)
+        server.call_in_engine(break_logits)
+        status, _, body = server.request("/v1/completions", {**LONG, "stream": stream})
+        if stream:
+            assert status == 200 and b'"code":"engine_error"' in body and body.endswith(b"data: [DONE]\n\n")
+        else:
+            assert (status, body["error"]["code"]) == (500, "engine_error")
+        server.check_engine_idle()
+
+
 def test_repeated_engine_failures_make_the_server_unhealthy(expected: str) -> None:
     """/health/live and requests get 503."""
 

@@ -23,23 +23,16 @@ class Hopper:  # stands in for a driver: nothing is launched
 triton.runtime.driver.set_active(Hopper())
 x, long = torch.zeros(64), torch.zeros(64, dtype=torch.long)
 _copy_kernel.warmup(x, x, 64, BLOCK=64, grid=(1,))
-names = watch_compilations()
+names = []
+watch_compilations(names.append)
 _copy_kernel.warmup(x, x, 32, BLOCK=64, grid=(1,))
 print(names)
 _copy_kernel.warmup(long, long, 64, BLOCK=64, grid=(1,))
 print(names)
-watch_compilations(fail=True)
-try:
-    _copy_kernel.warmup(x, x, 64, BLOCK=128, grid=(1,))
-except RuntimeError as error:
-    print(error)
 """
 
 
 def test_a_kernel_that_is_compiled_after_the_start_is_noticed() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    first, second, error = done.stdout.splitlines()
-    assert first == "[]"
-    assert "_copy_kernel" in second
-    assert "_copy_kernel is compiled after the start" in error
+    assert done.stdout.splitlines() == ["[]", "['_copy_kernel']"]
