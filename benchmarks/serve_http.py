@@ -116,6 +116,7 @@ class Comparison:
         self.env = dict(
             os.environ,
             PYTHONPATH=os.pathsep.join(paths),
+            PEAGLE_FAIL_ON_COMPILATION="1",
             VLLM_USE_FLASHINFER_SAMPLER="0",
             VLLM_NO_USAGE_STATS="1",
             HF_HUB_OFFLINE="1",
