@@ -108,7 +108,8 @@ def serve(folder: Path, tokens_per_second: float, port: int, options: dict[str, 
     settings = ServeSettings(port=port, served_model_name="m", max_queued_requests=4096, **options)
     start_logging(False, open(os.devnull, "w", encoding="utf-8"))
     start_engine: Any = partial(start_engine_process, partial(ReplayLLM, folder, tokens_per_second), False)
-    run_server(lambda: EngineClient(start_engine, settings), settings, None, None, bind_socket("127.0.0.1", port))
+    listener = bind_socket("127.0.0.1", port)
+    run_server(lambda: EngineClient(start_engine, settings), settings, None, None, listener, folder)
 
 
 @dataclass
@@ -130,7 +131,7 @@ class Load:
         body = {"model": "m", "prompt": f"{self.num_sent} {' '.join(words[:100])}", "max_tokens": NUM_OUTPUT_TOKENS}
         body |= {"temperature": 0, "stream": True, "ignore_eos": True, "stream_options": {"include_usage": True}}
         data = json.dumps(body).encode()
-        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
         return f"{head}{len(data)}\r\n\r\n".encode() + data
 
     async def run(self) -> dict[str, float]:
