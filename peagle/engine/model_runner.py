@@ -123,7 +123,7 @@ class ModelRunner:
                     step.first_tokens_F = self._copy_to_host(first_tokens_F)
                 if any(r.params.logprobs is not None for r in step.new_requests):
                     step.first_logprobs_F2N = self._copy_to_host(logprobs_F2N)
-            if any(r.matcher is not None for r in (*decoding, *step.new_requests)):
+            if any(r.matcher is not None for r in (*decoding, *(chunk.request for chunk in chunks))):
                 self._host_token_ids_SN = self._copy_to_host(self.state.token_ids_SN)
             if self.device.type == "cuda":
                 step.done = torch.cuda.Event()
@@ -132,7 +132,7 @@ class ModelRunner:
 
     def _copy_to_host(self, x: Tensor) -> Tensor:
         """A copy that is complete once the step is done."""
-        return self._pinned.copy_to_host(x) if self.device.type == "cuda" else x
+        return self._pinned.copy_to_host(x) if self.device.type == "cuda" else x.clone()
 
     def _launch_decode(self, scheduled: SchedulerOutput) -> StepResult:
         """Launches the decode step as a captured graph if there is one that fits."""

@@ -43,7 +43,7 @@ from peagle.engine.grammar import (
     to_library_grammar,
 )
 from peagle.engine.llm import LLM
-from peagle.engine.request import CompletionOutput
+from peagle.engine.request import CompletionOutput, Request
 from peagle.errors import UserError
 from peagle.kernels.sampling.noise import bits_torch, gumbel_torch
 from peagle.speculative import reference
@@ -383,14 +383,27 @@ def test_mixed_batches(name: str | None, k: int | str, eos: frozenset[int]) -> N
     assert reasons["error"] > 0 and reasons["stop"] > 5 and reasons["length"] > 1, reasons
 
 
-def test_preempted_requests_continue_in_their_grammar() -> None:
+@pytest.mark.parametrize("num_plain", [0, 3])
+def test_preempted_requests_continue_in_their_grammar(num_plain: int) -> None:
     lines = from_regex("[a-z ]{1,200}")
     params = [
         make_params(max_tokens=66, ignore_eos=True, grammar=lines),
         make_params(max_tokens=60, min_tokens=60, grammar=lines),
     ]
     requests = [ArrivingRequest(prompt(start, 18), p) for p in params for start in (700, 2300)]
+    plain = [replace(r, params=replace(r.params, grammar=None)) for r in requests[:num_plain]]
+    requests[:num_plain] = plain
     llm = engine("p-eagle-1", 4, blocks=9)
+    sampler: Any = llm.model_runner.sampler
+    send = sampler.send_grammar_masks
+
+    def check_and_send(requests: list[Request], draft_token_ids: list[list[int]]) -> None:
+        """The masks are for the draft tokens that the step verifies, also right after a request was resumed."""
+        current = [llm.model_runner.state.token_ids_SN[r.slot, 1:].tolist() for r in requests]
+        assert all(own == now[: len(own)] for own, now in zip(draft_token_ids, current, strict=True))
+        send(requests, draft_token_ids)
+
+    sampler.send_grammar_masks = check_and_send
     groups = engines.run_requests(llm, requests)
     for request, group in zip(requests, groups, strict=True):
         want = expected_output(request.prompt, request.params, "p-eagle-1", 4)
