@@ -170,9 +170,6 @@ def main() -> None:
     channel = socket.socket(fileno=int(sys.argv[1]))
     for name in PRELOADED:
         __import__(name)
-    import peagle.engine.loader
-
-    peagle.engine.loader.usable_cores = lambda: 1
     assert threading.active_count() == 1 and len(os.listdir("/proc/self/task")) == 1, "a fork would lose threads"
     run_request(serve(channel))
 

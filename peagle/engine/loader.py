@@ -61,7 +61,7 @@ def load_engine(
     device = parse_device(settings.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     on_gpu = device.type == "cuda"
     if not on_gpu:
-        torch.set_num_threads(settings.threads or usable_cores())
+        torch.set_num_threads(settings.threads or default_num_threads())
     target_folder = target.folder if isinstance(target, Target) else resolve_target(str(target))
     cfg = target.model.cfg if isinstance(target, Target) else read_target_config(target_folder)
     drafter_folder, drafter_cfg = None, drafter.cfg if isinstance(drafter, Drafter) else None
@@ -187,8 +187,12 @@ def resolve_choices(
     return [k]
 
 
-def usable_cores() -> int:
-    """Number of cores this process may use: its affinity, limited by the CPU quota of its cgroup."""
+def default_num_threads() -> int:
+    """`$OMP_NUM_THREADS` as in torch, else the cores this process may use: its affinity, limited by its cgroup's CPU
+    quota."""
+    wanted = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # a list if parallel regions nest
+    if wanted.isdigit() and int(wanted):
+        return int(wanted)
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()

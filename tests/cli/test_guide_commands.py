@@ -71,7 +71,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         rows = [{"prompt": text[at : at + 24]} for at in range(first, first + 12 * 650, 650)]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("peagle.engine.loader.usable_cores", lambda: 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     return tmp_path
 

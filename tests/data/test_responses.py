@@ -8,7 +8,6 @@ import re
 import resource
 import sys
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,6 @@ from peagle.data.generators import (
 from peagle.data.prompts import Prompt, PromptSet, read_prompts
 from peagle.data.response_file import DataSummary, ResponseFile, sidecar_path
 from peagle.data.responses import UNFINISHED_PROMPT, ResponseWriter, response_seed, write_responses
-from peagle.engine import loader as loading
 from peagle.engine.llm import LLM
 from peagle.errors import UserError
 
@@ -46,14 +44,6 @@ ENGINE = ResponseEngineSettings(device="cpu", dtype="float32", max_num_seqs=4, m
 
 USER = [{"role": "user", "content": "Really?"}]
 SYSTEM = [{"role": "system", "content": "Be brief."}]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_core() -> Iterator[None]:
-    """Tiny models are slower on two threads."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading, "usable_cores", lambda: 1)
-        yield
 
 
 @pytest.fixture(scope="module")

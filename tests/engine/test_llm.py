@@ -568,6 +568,19 @@ def test_default_dtype_on_cpus(monkeypatch, cpuinfo: str, want: torch.dtype) -> 
     assert loader.resolve_dtype("bfloat16", torch.device("cpu")) == torch.bfloat16
 
 
+@pytest.mark.parametrize(
+    ("value", "want"), [("3", 3), (" 2,1", 2), ("64", 64), ("0", None), ("", None), ("all", None), (None, None)]
+)
+def test_default_num_threads(monkeypatch: pytest.MonkeyPatch, value: str | None, want: int | None) -> None:
+    monkeypatch.setattr(loader.os, "sched_getaffinity", lambda process: set(range(7)), raising=False)
+    monkeypatch.setattr(loader.Path, "read_text", lambda path: "500000 100000\n")  # five cores
+    if value is None:
+        monkeypatch.delenv("OMP_NUM_THREADS")
+    else:
+        monkeypatch.setenv("OMP_NUM_THREADS", value)
+    assert loader.default_num_threads() == (want or 5)
+
+
 @pytest.mark.parametrize("name", ["p-eagle-1", "eagle3-1"])
 def test_drafter_with_k_0(name: str) -> None:
     llm = engine(name, 0)
