@@ -24,9 +24,11 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 # Modules that commands, training runs and tokenizers import, including lazy imports.
@@ -38,16 +40,20 @@ PRELOADED = """
 
 
 class Process:
-    """A forked process. Its output goes to files, so the test need not read it while it runs."""
+    """A forked process. Its output goes to files, so the test need not read it while it runs, or to a terminal."""
 
-    def __init__(self, *arguments: str, stdin: bytes = b"", env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, *arguments: str, stdin: bytes = b"", env: dict[str, str] | None = None, terminal: int | None = None
+    ) -> None:
+        """`terminal`: handle of a pseudo-terminal, used for input and output."""
         self._stdin, self._stdout, self._stderr = (tempfile.TemporaryFile() for _ in range(3))
         self._stdin.write(stdin)
         self._stdin.seek(0)
         self._report, report = os.pipe()
         request = {"arguments": arguments, "env": {**os.environ, **(env or {})}, "cwd": os.getcwd()}
-        handles = [self._stdin.fileno(), self._stdout.fileno(), self._stderr.fileno(), report]
-        socket.send_fds(server(), [json.dumps(request).encode()], handles)
+        streams = [self._stdin.fileno(), self._stdout.fileno(), self._stderr.fileno()]
+        handles = streams if terminal is None else [terminal] * 3
+        socket.send_fds(server(), [json.dumps(request).encode()], [*handles, report])
         os.close(report)
         self.returncode: int | None = None
         self.pid = self._receive(120)
@@ -73,16 +79,27 @@ class Process:
 
     def wait_for(self, text: str, timeout: float = 300) -> str:
         """Returns the output as soon as it has a complete line with this text."""
+        self.wait_until(lambda: text in self.stdout().rpartition("\n")[0], timeout)
+        return self.stdout()
+
+    def wait_until(self, condition: Callable[[], Any], timeout: float = 300) -> None:
+        """Waits for an effect of the running process."""
         ends = time.monotonic() + timeout
         while True:
             ended = select.select([self._report], [], [], 0.01)[0]
-            output = self.stdout()
-            if text in output[: output.rfind("\n") + 1]:
-                return output
-            assert not ended and time.monotonic() < ends, f"no line with {text!r} in: {output}{self.stderr()}"
+            if condition():
+                return
+            assert not ended and time.monotonic() < ends, f"it ended or waits: {self.stdout()}{self.stderr()}"
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         os.kill(self.pid, number)
+
+    def end(self) -> None:
+        """Kills it if it still runs."""
+        if self.returncode is None:
+            with suppress(ProcessLookupError):
+                self.kill()
+            self.wait()
 
     def stdout(self) -> str:
         return self._read(self._stdout.fileno())

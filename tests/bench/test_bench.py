@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -18,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import forks
 import numpy as np
 import pytest
 from engine_integrity import check_scheduler
@@ -579,15 +578,13 @@ def test_command_measures_a_server_and_resumes_a_file(
 
 def test_ctrl_c_keeps_finished_repeats(slow_server: StreamServer, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    command = [sys.executable, "-m", "peagle", "bench", "--engine", slow_server.url, "--random-input-len", "4"]
+    command = ["-m", "peagle", "bench", "--engine", slow_server.url, "--random-input-len", "4"]
     command += ["--num-prompts", "8", "--concurrency", "2", "--max-tokens", "20", "--repeats", "50", "--out", str(out)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    while not (out.exists() and len(read_results(out).rows[0].repeats) >= 2):
-        time.sleep(0.05)
-        assert process.poll() is None, process.communicate()
-    os.kill(process.pid, signal.SIGINT)
-    _, err = process.communicate(timeout=30)
-    assert process.returncode == 130 and "the same command resumes" in err and "Traceback" not in err
+    process = forks.Process(*command)
+    process.wait_until(lambda: out.exists() and len(read_results(out).rows[0].repeats) >= 2)
+    process.kill(signal.SIGINT)
+    status, err = process.wait(), process.stderr()
+    assert status == 130 and "the same command resumes" in err and "Traceback" not in err
     kept = read_results(out)
     assert not kept.finished and 2 <= len(kept.rows[0].repeats) < 50
     assert all(not r.failed and r.completed == 8 for r in kept.rows[0].repeats)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -83,14 +82,14 @@ def test_attention_pairs_by_hand(variants: ModuleType) -> None:
 
 def test_the_script_runs_in_toy_size(tmp_path: Path) -> None:
     out = tmp_path / "steps.json"
-    command = [sys.executable, str(BENCHMARKS / "training_step.py"), "--tiny", "--variants", "ours", "--out", str(out)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-2000:]
+    command = [str(BENCHMARKS / "training_step.py"), "--tiny", "--variants", "ours", "--out", str(out)]
+    ran = forks.Process(*command)
+    assert ran.wait() == 0, ran.stdout()[-2000:] + ran.stderr()[-2000:]
     written = json.loads(out.read_text())
     done = {(r["variant"], r["tokens"]) for r in written["records"] if "error" not in r}
     assert done == {("ours", 128), ("ours", 256)}
-    assert json.loads(ran.stdout.strip().splitlines()[-1])["bench"] == "training_step"
-    again = forks.Process(*command[1:], "--resume")
+    assert json.loads(ran.stdout().strip().splitlines()[-1])["bench"] == "training_step"
+    again = forks.Process(*command, "--resume")
     assert again.wait() == 0 and "measuring" not in again.stdout(), again.stdout()[-2000:] + again.stderr()[-2000:]
 
 

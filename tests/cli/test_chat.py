@@ -11,12 +11,11 @@ import pty
 import re
 import select
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import engines
@@ -190,18 +189,8 @@ class Terminal:
 
     def __init__(self, *command: str) -> None:
         self.handle, theirs = pty.openpty()
-        # a shell that started the tests in the background made them, and so their children, deaf to Ctrl-C
-        hearing = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-        env = os.environ | {"TERM": "xterm-256color", "COLUMNS": "200"}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "peagle", *command],
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
-            env=env,
-            start_new_session=True,
-            preexec_fn=hearing,
-        )
+        env = {"TERM": "xterm-256color", "COLUMNS": "200"}
+        self.process = forks.Process("-m", "peagle", *command, env=env, terminal=theirs)
         os.close(theirs)
         self.seen = ""
 
@@ -210,7 +199,7 @@ class Terminal:
 
     def press_ctrl_c(self) -> None:
         time.sleep(0.3)  # nobody presses it between a prompt and the reading behind it, where it would wait for a key
-        self.process.send_signal(signal.SIGINT)
+        self.process.kill(signal.SIGINT)
 
     def until(self, done: Callable[[str], object], seconds: float = 300) -> str:
         """What came since the last time, as soon as it is enough."""
@@ -228,8 +217,7 @@ def terminal(*command: str) -> Iterator[Terminal]:
     try:
         yield one
     finally:
-        one.process.kill()
-        one.process.wait()
+        one.process.end()
         os.close(one.handle)
 
 

@@ -8,14 +8,13 @@ import pty
 import re
 import select
 import signal
-import subprocess
 import sys
 import time
-from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
+import forks
 import pytest
 from pairs import TEXT, drafter_folder, target_folder
 from rich.cells import cell_len
@@ -184,13 +183,8 @@ def test_invalid_input_is_reported_before_loading(
 class Terminal:
     def __init__(self, *command: str, columns: int = 80, lines: int = 24) -> None:
         self.handle, theirs = pty.openpty()
-        # a shell that started the tests in the background made them, and so their children, deaf to Ctrl-C
-        hearing = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-        env = os.environ | {"TERM": "xterm-256color", "COLUMNS": str(columns), "LINES": str(lines)}
-        ask = [sys.executable, "-m", "peagle", "demo", *command]
-        self.process = subprocess.Popen(
-            ask, stdin=theirs, stdout=theirs, stderr=theirs, env=env, start_new_session=True, preexec_fn=hearing
-        )
+        env = {"TERM": "xterm-256color", "COLUMNS": str(columns), "LINES": str(lines)}
+        self.process = forks.Process("-m", "peagle", "demo", *command, env=env, terminal=theirs)
         os.close(theirs)
         self.output = ""
 
@@ -211,8 +205,7 @@ class Terminal:
         return self.output
 
     def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
+        self.process.end()
         os.close(self.handle)
 
 
@@ -231,7 +224,7 @@ def test_on_a_terminal_with_the_real_model() -> None:
     screen = Terminal("Tell me a long story.", "--max-tokens", "900", "-k", "2")
     try:
         screen.until("tokens, ")
-        screen.process.send_signal(signal.SIGINT)
+        screen.process.kill(signal.SIGINT)
         output = screen.until(None)
         assert screen.process.wait(60) == 130 and "Traceback" not in output
         assert output.rfind("\x1b[?25h") > output.rfind("\x1b[?25l"), "the cursor is back"

@@ -8,8 +8,6 @@ import json
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import engines
+import forks
 import numpy as np
 import pairs
 import pytest
@@ -527,16 +526,12 @@ def test_ctrl_c_does_not_wait_for_the_server(server: Any, data: list[EvalDataset
     handler, url = server
     handler.faults = ["", *["think"] * 101]
     out = tmp_path / "e.json"
-    command = [sys.executable, "-m", "peagle", "eval", str(target()), "-d", str(pairs.drafter_folder("p-eagle-1"))]
+    command = ["-m", "peagle", "eval", str(target()), "-d", str(pairs.drafter_folder("p-eagle-1"))]
     command += ["--data", data[0].source, "--engine", url, "--max-tokens", "24", "--max-model-len", "160"]
-    with subprocess.Popen([*command, "--out", str(out)], stderr=subprocess.PIPE, text=True) as process:
-        end = time.monotonic() + 200
-        while len(handler.faults) > 100 and time.monotonic() < end:
-            time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=60) == 130
-        told = process.stderr.read() if process.stderr is not None else ""
-    assert "the same command resumes" in told
+    process = forks.Process(*command, "--out", str(out))
+    process.wait_until(lambda: len(handler.faults) <= 100)
+    process.kill(signal.SIGINT)
+    assert process.wait(60) == 130 and "the same command resumes" in process.stderr()
     assert not read_results(out).finished
     handler.faults = []
     where = EvalEngine(url, server=EvalServerSettings(url))

@@ -6,14 +6,12 @@ import json
 import re
 import shlex
 import signal
-import subprocess
 import sys
-import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import forks
 import pytest
 import torch
 from pairs import drafter_folder, target_folder
@@ -148,16 +146,11 @@ main()
 def test_ctrl_c_keeps_complete_batch_sizes(tmp_path: Path) -> None:
     path, out, blocked = tmp_path / "costs.json", tmp_path / "tune.json", tmp_path / "blocked"
     args = tune_args("p-eagle-1", "--cost-table", str(path), "--out", str(out))
-    command = [sys.executable, "-c", BLOCKED_AT_BATCH_SIZE_3, *args, str(blocked)]
-    enable_sigint = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=enable_sigint
-    )
-    while not blocked.exists() and process.poll() is None:
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    text, log = process.communicate()
-    assert process.returncode == 130 and "Traceback" not in log
+    process = forks.Process("-c", BLOCKED_AT_BATCH_SIZE_3, *args, str(blocked))
+    process.wait_until(blocked.exists)
+    process.kill(signal.SIGINT)
+    status, text, log = process.wait(), process.stdout(), process.stderr()
+    assert status == 130 and "Traceback" not in log
     assert "6 step kinds are missing; run the same command to resume" in log and "best K" in text
     assert sorted(StepCostTable.load(path).seconds) == [(1, k) for k in CHOICES]
     assert json.loads(path.read_text())["finished"] is False and read_results(out).finished is False
