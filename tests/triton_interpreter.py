@@ -5,6 +5,7 @@ Triton reads TRITON_INTERPRET when a kernel is defined, so a test file runs itse
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -75,10 +76,51 @@ def patch_interpreter() -> None:
             patched.difference_update(self.new)
 
     interpreter._patch_lang_tensor, interpreter._patch_lang = patch_tensor_index, PatchScope
+    _cache_types()
     builder = interpreter.interpreter_builder
     builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
     set_index = builder.set_grid_idx
     builder.set_grid_idx = lambda *at: set_index(*(n - 1 - i for n, i in zip(builder.grid_dim, at, strict=True)))
+
+
+def _cache_types() -> None:
+    """Describes each shape and dtype once. The interpreter builds these descriptions anew for every operation, which
+    takes longer than the operation."""
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    init_block_type, find_numpy_dtype = core.block_type.__init__, interpreter._get_np_dtype
+    block_types: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
+    tensor_shapes: dict[tuple[int, ...], tuple[Any, Any]] = {}
+    numpy_dtypes: dict[str, Any] = {}
+
+    def init_type(self: Any, element_ty: Any, shape: Any) -> None:
+        if type(element_ty) is not core.dtype:  # e.g. a pointer, whose name does not tell everything
+            return init_block_type(self, element_ty, shape)
+        key = element_ty.name, tuple(core._unwrap_if_constexpr(size) for size in shape)
+        if key not in block_types:
+            init_block_type(self, element_ty, shape)
+            block_types[key] = dict(vars(self))
+        vars(self).update(block_types[key])
+        return None
+
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        sizes = tuple(type.shape.values) if type.is_block() else ()
+        if sizes not in tensor_shapes:
+            tensor_shapes[sizes] = core.tuple([core.constexpr(n) for n in sizes]), core.constexpr(math.prod(sizes))
+        self.shape, self.numel = tensor_shapes[sizes]
+
+    def numpy_dtype(dtype: Any) -> Any:
+        dtype = getattr(dtype, "element_ty", dtype) if type(dtype) is core.block_type else dtype
+        if type(dtype) is not core.dtype:
+            return find_numpy_dtype(dtype)
+        if dtype.name not in numpy_dtypes:
+            numpy_dtypes[dtype.name] = find_numpy_dtype(dtype)
+        return numpy_dtypes[dtype.name]
+
+    core.block_type.__init__, core.tensor.__init__ = init_type, init_tensor
+    interpreter._get_np_dtype = numpy_dtype
 
 
 class _FillNewEmptyWithNan(TorchDispatchMode):
