@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -174,22 +174,22 @@ def test_serving_with_the_model_cards_command(tmp_path: Path) -> None:
         assert answer["usage"]["completion_tokens"] == 4
         assert "p-eagle, K 7" in server.stderr()
     finally:
-        subprocess.run(["kill", str(server.pid)], check=False)
-        server.wait(60)
+        server.end()
 
 
 def _answered(request: urllib.request.Request, server: forks.Process) -> dict:
-    import time
-    import urllib.error
+    answers: list[dict] = []
 
-    until = time.monotonic() + 60
-    while True:
+    def asked() -> bool:
         try:
             with urllib.request.urlopen(request, timeout=60) as response:
-                return json.loads(response.read())
+                answers.append(json.loads(response.read()))
         except (urllib.error.URLError, ConnectionError):
-            assert time.monotonic() < until, server.stderr()
-            time.sleep(0.1)
+            return False
+        return True
+
+    server.wait_until(asked)
+    return answers[0]
 
 
 def test_an_unknown_key_of_speculative_config_raises(tmp_path: Path) -> None:

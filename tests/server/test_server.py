@@ -10,7 +10,6 @@ import shutil
 import signal
 import socket
 import stat
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -422,10 +421,5 @@ def alive(pid: int) -> bool:
 
 
 def test_a_missing_vllm_is_an_error(target: Path, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "peagle", "serve", str(target), "--engine", "vllm"],
-        env={**os.environ, "PATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 2 and "`vllm`" in done.stderr
+    process = forks.Process("-m", "peagle", "serve", str(target), "--engine", "vllm", env={"PATH": str(tmp_path)})
+    assert process.wait() == 2 and "`vllm`" in process.stderr()
