@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import forks
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -209,25 +210,21 @@ def test_a_drafter_without_acceptance_borrows_that_of_the_first() -> None:
         assign_acceptance([shapes[0], shapes[0]], [curve, curve], 9)
 
 
-def run_plan(*args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "peagle", "plan", *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
-
-
 MODEL_ARGS = ("-t", "llama-3.1-8b", "--gpu", "h200", "--concurrency", "1", "8,64")
 PLAN_ARGS = (*MODEL_ARGS, "--price", "4", "--acceptance-rates", ",".join(map(str, RATES)))
 
 
 def test_the_command_prints_tables_and_writes_results(tmp_path: Path) -> None:
-    printed = run_plan(*PLAN_ARGS)
+    """In a new interpreter, where nothing else may be printed, and in a forked process."""
+    printed = subprocess.run([sys.executable, "-m", "peagle", "plan", *PLAN_ARGS], capture_output=True, text=True)
     assert printed.returncode == 0 and printed.stderr == ""
     assert "P-EAGLE with K=7 at concurrency 1 (2." in printed.stdout and "$4 per GPU and hour" in printed.stdout
     assert "EAGLE-3 is planned with the same acceptance" in printed.stdout
     out = tmp_path / "plan.json"
-    as_json = run_plan(*PLAN_ARGS, "0.6,0.3", "--json", "--out", str(out))
-    assert as_json.returncode == 0 and as_json.stderr == ""
+    as_json = forks.Process("-m", "peagle", "plan", *PLAN_ARGS, "0.6,0.3", "--json", "--out", str(out))
+    assert as_json.wait() == 0 and as_json.stderr() == ""
     results = read_results(out)
-    assert results.kind == "plan" and json.loads(as_json.stdout)["rows"] == json.loads(out.read_text())["rows"]
+    assert results.kind == "plan" and json.loads(as_json.stdout())["rows"] == json.loads(out.read_text())["rows"]
     rows: list[PlanRow] = results.rows
     assert {r.num_speculative_tokens for r in rows} == {0, 1, 2, 3, 4, 5, 7} and {r.concurrency for r in rows} == {
         1,
