@@ -86,7 +86,7 @@ class BlockPool:
 
     @staticmethod
     def hash_salt(salt: str | None) -> BlockHash:
-        """The hash that stands before the first block of a sequence."""
+        """The previous hash of the first block of a sequence."""
         return b"" if salt is None else blake2b(salt.encode(errors="surrogatepass"), digest_size=16).digest()
 
     def hash_block(self, previous: BlockHash, tokens: Sequence[int], index: int) -> BlockHash:

@@ -102,7 +102,7 @@ class RequestGroup:
     requests: list[Request] = field(default_factory=list)
 
     # Of the scheduler:
-    next_in_queue: Request | None = None  # the last to join the queue, while the others are not to follow yet
+    last_queued: Request | None = None  # the last request to join the queue, until the next one may follow
     followers: deque[Request] = field(default_factory=deque)  # requests that have not joined the queue
     num_slots: int = 0
 

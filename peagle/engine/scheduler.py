@@ -61,7 +61,7 @@ class Scheduler:
         """Queues a request, or lets it follow the one of its group that is in the queue."""
         self._num_limited += request.params.max_speculative_tokens is not None
         group = request.group
-        if group is not None and group.next_in_queue is not None:
+        if group is not None and group.last_queued is not None:
             group.followers.append(request)
         else:
             self._enqueue(request)
@@ -69,13 +69,13 @@ class Scheduler:
     def _enqueue(self, request: Request) -> None:
         self.waiting.append(request)
         if request.group is not None:
-            request.group.next_in_queue = request
+            request.group.last_queued = request
 
     def _enqueue_follower(self, request: Request) -> None:
         """Lets the next request of a group join the queue, if the last one to join was this request."""
         group = request.group
-        if group is not None and group.next_in_queue is request:
-            group.next_in_queue = None
+        if group is not None and group.last_queued is request:
+            group.last_queued = None
             if group.followers:
                 self._enqueue(group.followers.popleft())
 

@@ -23,7 +23,7 @@ from peagle.server.errors import ApiError, invalid_value
 
 # Normalizers and pre-tokenizers that drop no text.
 LOSSLESS_STEPS = frozenset("Sequence ByteLevel Split Digits Metaspace Prepend NFC".split())
-METASPACE = "\u2581"  # stands for a space
+METASPACE = "\u2581"  # a space in SentencePiece vocabularies
 SPACE_TO_METASPACE = json.dumps({"type": "Replace", "pattern": {"String": " "}, "content": METASPACE})
 # Template variables that the server sets and a client may not.
 RESERVED_VARIABLES = frozenset(

@@ -51,10 +51,10 @@ if HAVE_TRITON:
         )
         inside = i < vocab
         j = (row % ROWS).to(tl.int32)
-        if flags & 2:
+        if flags & 2:  # HAS_BIAS
             bias = tl.load(bias_SV + slot * vocab + i, mask=inside, other=0.0)
             x += bias
-        if flags & 1:
+        if flags & 1:  # HAS_TOKENS
             entry = tl.load(entries_SV + slot * vocab + i, mask=inside, other=0)
             count = entry >> 2
             for k in range(0, j):
@@ -66,7 +66,7 @@ if HAVE_TRITON:
             x = tl.where(is_seen, tl.where(x > 0.0, x / repetition, x * repetition), x)
             x -= tl.load(params_3S + num_slots + slot) * count.to(tl.float32)
             x -= tl.where(count > 0, tl.load(params_3S + slot), 0.0)
-        if flags & 4:
+        if flags & 4:  # HAS_MASK
             words = allowed_SNW + (slot * num_mask_rows + j) * num_words
             word = tl.load(words + (i >> 5), mask=inside, other=0)
             x = tl.where(((word >> (i & 31)) & 1) != 0, x, -float("inf"))
@@ -82,7 +82,7 @@ if HAVE_TRITON:
         row = tl.program_id(0).to(tl.int64)
         b = row // ROWS
         _, flags = load_flags(flags_S, slots, b, num_slots)
-        count = flags >> 3
+        count = flags >> 3  # 1 + the number of alternatives
         if (count > 0) & (row % ROWS <= tl.load(accepted + b)):
             start = logits + row * stride
             token = tl.maximum(tl.load(tokens + b * tokens_stride + row % ROWS), 0)

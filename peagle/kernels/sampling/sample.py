@@ -61,7 +61,7 @@ if HAVE_TRITON:
         x3 = tl.load(start + i3, mask=i3 < vocab, other=-float("inf")).to(tl.float32)
         if ROWS:
             slot, flags = load_flags(flags_S, slots, row // ROWS, processors[0])
-            if flags & 7:
+            if flags & 7:  # HAS_PROCESSORS
                 at = tl.load(position + row)
                 x0 = process_logits(x0, i0, row, slot, flags, at, processors, vocab, ROWS)
                 x1 = process_logits(x1, i1, row, slot, flags, at, processors, vocab, ROWS)
@@ -117,7 +117,7 @@ if HAVE_TRITON:
     ):  # fmt: skip
         x = tl.load(start + i, mask=i < VOCAB, other=-float("inf")).to(tl.float32)
         if ROWS:
-            if flags & 7:
+            if flags & 7:  # HAS_PROCESSORS
                 x = process_logits(x, i, row, slot, flags, position, processors, VOCAB, ROWS)
         return x
 
