@@ -4,7 +4,7 @@ The rules come from vLLM's sources, 0.16 to 0.32. Errors stop the deployment, wa
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -44,7 +44,7 @@ class DeployFinding:
     text: str
 
 
-_error, _warning = partial(DeployFinding, "error"), partial(DeployFinding, "warning")
+error, warning = partial(DeployFinding, "error"), partial(DeployFinding, "warning")
 
 
 def check_deployment(
@@ -54,78 +54,71 @@ def check_deployment(
     extra: Sequence[str] = (),
 ) -> list[DeployFinding]:
     version, env = parse_version(settings.vllm_version), dict(settings.env)
-    found = _check_unread_models(pair)
-    found += _check_drafter(pair, settings.vllm_version)
+    found = [*_check_unread_models(pair), *_check_drafter(pair, settings.vllm_version)]
     found += _check_max_model_len(pair, settings.max_model_len)
     if version > parse_version(VLLM_VERSION):
         text = f"--vllm-version {settings.vllm_version}: newer than {VLLM_VERSION}, the newest known version"
-        found.append(_warning(text))
+        found.append(warning(text))
     if pair.parallel and env.get(MODEL_RUNNER_V2, "0").strip().lower() not in ("0", "false", ""):
         setting = f"{MODEL_RUNNER_V2}={env[MODEL_RUNNER_V2]}"
-        found.append(_error(f"{setting}: Model Runner V2 does not support parallel drafting; omit it, or set it to 0"))
+        found.append(error(f"{setting}: Model Runner V2 does not support parallel drafting; omit it, or set it to 0"))
     if pair.target_config is not None:
-        if pair.drafter_config is not None:
-            found += _check_cache_groups(pair.target_config, pair.drafter_config, version, extra)
+        if pair.drafter_config is not None and SINGLE_GROUP_FLAG not in extra:
+            found += _check_cache_groups(pair.target_config, pair.drafter_config, version)
         found += _check_tensor_parallel(pair.target_config, pair.drafter_config, tensor_parallel)
     found += _check_num_speculative_tokens(pair, settings.max_num_seqs)
     flags = [word.partition("=")[0] for word in extra]
-    found += [_error(f"{flag} after --: {RESERVED_FLAGS[flag]}") for flag in flags if flag in RESERVED_FLAGS]
+    found += [error(f"{flag} after --: {RESERVED_FLAGS[flag]}") for flag in flags if flag in RESERVED_FLAGS]
     secrets = [name for name in env if SECRET_NAME.search(name)]
-    found += [_error(f"--env {name}: secrets must not be written to files") for name in secrets]
+    found += [error(f"--env {name}: secrets must not be written to files") for name in secrets]
     return found
 
 
-def _check_unread_models(pair: DeployedPair) -> list[DeployFinding]:
-    unread = [model.name for model in (pair.target, pair.drafter) if model.folder is None]
-    found = [_warning(f"{name}: on the hub and not checked (--unchecked)") for name in unread]
+def _check_unread_models(pair: DeployedPair) -> Iterator[DeployFinding]:
+    for model in (pair.target, pair.drafter):
+        if model.folder is None:
+            yield warning(f"{model.name}: on the hub and not checked (--unchecked)")
     if pair.drafter.folder is None:
-        found.append(_warning(f"{pair.drafter.name}: assumed to be a P-EAGLE drafter, so parallel_drafting is set"))
+        yield warning(f"{pair.drafter.name}: assumed to be a P-EAGLE drafter, so parallel_drafting is set")
     if pair.target.folder is not None and pair.target_config is None:
-        found.append(_warning(f"{pair.target.name}: peagle does not know this architecture; its sizes are not checked"))
-    return found
+        yield warning(f"{pair.target.name}: peagle does not know this architecture; its sizes are not checked")
 
 
-def _check_drafter(pair: DeployedPair, vllm_version: str) -> list[DeployFinding]:
+def _check_drafter(pair: DeployedPair, vllm_version: str) -> Iterator[DeployFinding]:
     """Runs the drafter validator."""
     folder, name = pair.drafter.folder, pair.drafter.name
     if folder is None:
-        return []
+        return
     target = pair.target.folder if pair.target_config is not None else None
     report = inspect_drafter(folder, name, target, pair.target.name, vllm_version, pair.num_speculative_tokens)
-    # _check_max_model_len reports short max positions
-    findings = [text for text in report.findings if not text.startswith(SHORT_MAX_POSITIONS)]
-    return [(_warning if text.startswith(MISSING_AUX_LAYER_IDS) else _error)(f"{name}: {text}") for text in findings]
+    for text in report.findings:
+        if not text.startswith(SHORT_MAX_POSITIONS):  # reported by _check_max_model_len
+            yield (warning if text.startswith(MISSING_AUX_LAYER_IDS) else error)(f"{name}: {text}")
 
 
-def _check_max_model_len(pair: DeployedPair, max_model_len: int | None) -> list[DeployFinding]:
+def _check_max_model_len(pair: DeployedPair, max_model_len: int | None) -> Iterator[DeployFinding]:
     drafter, target = pair.drafter_config, pair.target_config
     if max_model_len is None and target is not None:
         max_model_len = target.max_positions
-    if drafter is None or max_model_len is None or max_model_len <= drafter.max_positions:
-        return []
-    return [
-        _warning(
+    if drafter is not None and max_model_len is not None and max_model_len > drafter.max_positions:
+        yield warning(
             f"sequences may have {max_model_len} tokens, but the drafter supports {drafter.max_positions}: vLLM does "
             f"not draft beyond; --max-model-len {drafter.max_positions} limits sequences to that"
         )
-    ]
 
 
 def _check_cache_groups(
-    target: DecoderConfig, drafter: DrafterConfig, version: VllmVersion, extra: Sequence[str]
-) -> list[DeployFinding]:
+    target: DecoderConfig, drafter: DrafterConfig, version: VllmVersion
+) -> Iterator[DeployFinding]:
     """In a target with sliding and full layers, all KV caches of the drafter must be in one group."""
-    if not splits_drafter_cache(target, drafter, version) or SINGLE_GROUP_FLAG in extra:
-        return []
-    since = ".".join(map(str, GROUP_FACTOR_SINCE))
-    fixed = not splits_drafter_cache(target, drafter, GROUP_FACTOR_SINCE)
-    return [
-        _error(
+    if splits_drafter_cache(target, drafter, version):
+        since = ".".join(map(str, GROUP_FACTOR_SINCE))
+        fixed = not splits_drafter_cache(target, drafter, GROUP_FACTOR_SINCE)
+        yield error(
             f"{target.family} has sliding and full layers: vLLM {'.'.join(map(str, version))} splits the drafter's "
             f"{drafter.num_layers} layers over several cache groups and stops at validate_same_kv_cache_group; "
             + (f"use vLLM {since} or newer" if fixed else f"add -- {SINGLE_GROUP_FLAG}")
         )
-    ]
 
 
 def splits_drafter_cache(target: DecoderConfig, drafter: DrafterConfig, version: VllmVersion) -> bool:
@@ -139,36 +132,30 @@ def splits_drafter_cache(target: DecoderConfig, drafter: DrafterConfig, version:
     num_full = target.num_layers - num_sliding
     if not num_sliding or not num_full or drafter.num_layers < 2 or drafter.windows:
         return False
+    counts = [num_sliding, num_full, drafter.num_layers]
     if (target.layer.num_kv_heads, target.layer.head_dim) == (drafter.layer.num_kv_heads, drafter.layer.head_dim):
-        num_with_drafter = num_full + drafter.num_layers
-        counts = [num_sliding, num_with_drafter]
-    else:
-        num_with_drafter = drafter.num_layers
-        counts = [num_sliding, num_full, num_with_drafter]
+        counts = [num_sliding, num_full + drafter.num_layers]
     factor = GROUP_FACTOR if version >= GROUP_FACTOR_SINCE else OLD_GROUP_FACTOR
     group_size = max(counts) if max(counts) < min(counts) * factor else min(counts)
-    return num_with_drafter > group_size
+    return counts[-1] > group_size
 
 
 def _check_tensor_parallel(
     target: DecoderConfig, drafter: DrafterConfig | None, tensor_parallel: int
-) -> list[DeployFinding]:
+) -> Iterator[DeployFinding]:
     """vLLM shards the drafter like the target."""
-    layers = {"target": target.layer} | ({"drafter": drafter.layer} if drafter is not None else {})
-    sizes = {name: (layer.num_heads, layer.num_kv_heads) for name, layer in layers.items()}
-    return [
-        _error(f"--tensor-parallel {tensor_parallel}: cannot split the {name}'s {heads} heads and {kv_heads} KV heads")
-        for name, (heads, kv_heads) in sizes.items()
-        if heads % tensor_parallel or (kv_heads % tensor_parallel and tensor_parallel % kv_heads)
-    ]
+    for name, config in (("target", target), ("drafter", drafter)):
+        if config is not None:
+            heads, kv_heads = config.layer.num_heads, config.layer.num_kv_heads
+            if heads % tensor_parallel or (kv_heads % tensor_parallel and tensor_parallel % kv_heads):
+                split = f"cannot split the {name}'s {heads} heads and {kv_heads} KV heads"
+                yield error(f"--tensor-parallel {tensor_parallel}: {split}")
 
 
-def _check_num_speculative_tokens(pair: DeployedPair, max_num_seqs: int | None) -> list[DeployFinding]:
-    found = []
+def _check_num_speculative_tokens(pair: DeployedPair, max_num_seqs: int | None) -> Iterator[DeployFinding]:
     k, trained = pair.num_speculative_tokens, pair.trained_num_speculative_tokens
     if trained is not None and k > trained:
-        found.append(_warning(f"-k {k}: trained for {trained} draft tokens; later ones are rarely accepted"))
+        yield warning(f"-k {k}: trained for {trained} draft tokens; later ones are rarely accepted")
     if max_num_seqs is not None and max_num_seqs >= HIGH_CONCURRENCY and k > HIGH_CONCURRENCY_K:
         slower = f"measured slower than -k {HIGH_CONCURRENCY_K} at {HIGH_CONCURRENCY}"
-        found.append(_warning(f"-k {k} with {max_num_seqs} concurrent requests: {slower}; measure with `peagle tune`"))
-    return found
+        yield warning(f"-k {k} with {max_num_seqs} concurrent requests: {slower}; measure with `peagle tune`")

@@ -5,6 +5,7 @@ A target on the hub is not downloaded, except for its config and tokenizer.
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,15 +46,11 @@ def resolve_pair(target: str, drafter: str, num_speculative_tokens: int | None, 
     target_config = drafter_config = trained = None
     parallel = True
     if target_model.folder is not None:
-        try:
+        with suppress(UserError):  # vLLM supports more targets than peagle
             target_config = read_target_sizes(target_model.folder)
-        except UserError:
-            pass  # vLLM supports more targets than peagle
     if (folder := drafter_model.folder) is not None:
-        try:
+        with suppress(UserError):  # the checks report it
             drafter_config = read_drafter_config(folder, target_config)
-        except UserError:
-            pass  # the checks report it
         parallel = "mask_hidden" in SafetensorsFolder(folder)
         trained = trained_num_speculative_tokens(folder)
     if num_speculative_tokens is None:

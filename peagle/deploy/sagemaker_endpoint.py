@@ -18,7 +18,6 @@ from peagle.errors import UserError
 
 Report = Callable[[str], None]  # prints a line
 RESOURCES = {"endpoint": "Endpoint", "endpoint config": "EndpointConfig", "model": "Model"}  # in the order of deletion
-S3_DELETE_BATCH = 1000  # objects per call
 MAX_MESSAGE_CHARS = 400  # AWS lists all valid values in some messages
 
 
@@ -228,7 +227,7 @@ def delete_artifact(name: str, aws: AwsClients, artifact: str) -> None:
     bucket, _, prefix = artifact.removeprefix("s3://").partition("/")
     if not prefix.endswith(f"{name}/"):
         raise UserError(f"{artifact}: not uploaded by peagle for {name}, so it is kept")
-    while listed := aws.s3.list_objects_v2(Bucket=bucket, Prefix=prefix, MaxKeys=S3_DELETE_BATCH).get("Contents"):
+    while listed := aws.s3.list_objects_v2(Bucket=bucket, Prefix=prefix).get("Contents"):  # up to 1000 at once
         keys = [{"Key": one["Key"]} for one in listed]
         errors = aws.s3.delete_objects(Bucket=bucket, Delete={"Objects": keys, "Quiet": True}).get("Errors")
         if errors:

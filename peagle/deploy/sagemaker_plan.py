@@ -13,7 +13,7 @@ from typing import Any
 
 from peagle.checkpoints.validate import build_speculative_config, build_vllm_flags
 from peagle.config import SagemakerSettings
-from peagle.deploy.checks import DeployFinding, check_deployment
+from peagle.deploy.checks import DeployFinding, check_deployment, error, warning
 from peagle.deploy.files import vllm_environment
 from peagle.deploy.models import DeployedPair
 from peagle.errors import UserError
@@ -83,13 +83,13 @@ def build_plan(pair: DeployedPair, settings: SagemakerSettings) -> SagemakerPlan
     prefix = "/".join(part for part in (before.strip("/"), settings.name) if part) + "/"
     uploads: dict[Path, str] = {}
     names = {"target": pair.target.name, "drafter": pair.drafter.name}
+    names |= {role: f"{MODEL_PATH}/{role}" for role in local}
     for role, model in local.items():
         assert model.folder is not None
         # only checkpoint files: no pickles, no code, no second copy of the weights
         found = {path for pattern in HUB_FILES for path in model.folder.glob(pattern)}
         files = sorted(path for path in found if not path.name.startswith("consolidated"))
         uploads |= {path: f"{prefix}{role}/{path.name}" for path in files}
-        names[role] = f"{MODEL_PATH}/{role}"
     list_price = INSTANCES.get(settings.instance_type, {}).get("price")
     return SagemakerPlan(
         settings,
@@ -107,14 +107,12 @@ def check_sagemaker(pair: DeployedPair, settings: SagemakerSettings) -> list[Dep
     found = check_deployment(pair, settings, num_used)
     num_gpus = INSTANCES.get(settings.instance_type, {}).get("num_gpus", num_used)
     if num_used > num_gpus:
-        text = f"--tensor-parallel {num_used}: {settings.instance_type} has {num_gpus} GPUs"
-        found.append(DeployFinding("error", text))
+        found.append(error(f"--tensor-parallel {num_used}: {settings.instance_type} has {num_gpus} GPUs"))
     if num_used < num_gpus:
-        text = f"{num_gpus - num_used} of {num_gpus} GPUs stay idle; use a smaller instance"
-        found.append(DeployFinding("warning", text))
+        found.append(warning(f"{num_gpus - num_used} of {num_gpus} GPUs stay idle; use a smaller instance"))
     if pair.target.on_hub or pair.drafter.on_hub:
         text = "the container downloads hub models, which needs internet access; upload gated models with --s3"
-        found.append(DeployFinding("warning", text))
+        found.append(warning(text))
     return found
 
 
