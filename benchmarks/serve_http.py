@@ -102,7 +102,8 @@ def serve_random_weights(job: Json) -> None:
     start_logging(False)
     start_engine = partial(start_engine_process, partial(build_random_llm, job), False)
     listener = bind_socket(settings.host, settings.port)
-    run_server(lambda: EngineClient(start_engine, settings), settings, job["drafter"], "auto", listener)
+    target_folder = Path(job["target"])
+    run_server(lambda: EngineClient(start_engine, settings), settings, job["drafter"], "auto", listener, target_folder)
 
 
 class Comparison:

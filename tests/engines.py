@@ -123,7 +123,7 @@ def emulate_prefill_graphs(llm: LLM, sizes: Sequence[int]) -> list[PrefillShape]
             replays.append(shape)
             graph.result = prefill.forward(graph.packed, shape)
 
-        packed, no_result = torch.zeros(sum(shape.field_sizes), dtype=torch.long), (torch.empty(0), torch.empty(0))
+        packed, no_result = torch.zeros(shape.field_starts[-1], dtype=torch.long), (torch.empty(0), torch.empty(0))
         graph = PrefillGraph(shape, packed, no_result, SimpleNamespace(replay=replay))  # type: ignore[arg-type]
         return graph
 

@@ -271,28 +271,22 @@ class LLM:
         return bool(self._in_flight) or not self.scheduler.is_idle
 
     def warm_up(self) -> None:
-        """Runs prompts of all sizes, so that later ones wait for no compilation.
+        """Compiles everything that a request may need, so that none waits for it later.
 
         Leaves no trace: the counts and the estimates of "auto" are as before.
         """
         adaptive_k = copy.deepcopy(vars(self.adaptive_k))
-        max_rows, max_num_seqs = self.scheduler.max_prefill_tokens, self.scheduler.max_num_seqs
-        max_prompt = max(1, min(self.max_model_len - 4, max_rows))
-        sizes = sorted({size for i in range(max_rows.bit_length()) for size in (1 << i, 3 << i) if size <= max_rows})
-        for num_rows in [*sizes, max_rows]:
-            for prompt_len in {min(num_rows, 64, max_prompt), min(num_rows, max_prompt)}:
-                self._run_random(min(num_rows // prompt_len, max_num_seqs), prompt_len, SamplingParams(max_tokens=3))
+        self.model_runner.warm_up(self.scheduler.max_prefill_tokens)
+        options = {"temperature": 0.5, "top_p": 0.5, "top_k": 2, "min_p": 0.1, "logprobs": 2, "logit_bias": {0: 1.0}}
+        options |= {"presence_penalty": 0.1, "frequency_penalty": 0.1, "repetition_penalty": 1.1, "min_tokens": 1}
+        for params in (SamplingParams(max_tokens=3), SamplingParams(max_tokens=3, **options)):
+            self.add_request([0], replace(params, ignore_eos=True, detokenize=False))
+            while self.has_unfinished_requests:
+                self.step()
         vars(self.adaptive_k).update(adaptive_k)
         self.acceptance_histogram[:] = [0] * len(self.acceptance_histogram)
         self.num_draft_tokens = self.scheduler.num_preemptions = 0
         self.scheduler.pool.num_hit_tokens = self.scheduler.pool.num_queried_tokens = 0
-
-    def _run_random(self, num_prompts: int, prompt_len: int, params: SamplingParams) -> None:
-        params = replace(params, ignore_eos=True, detokenize=False)
-        for _ in range(num_prompts):
-            self.add_request([secrets.randbelow(self.target.model.cfg.vocab_size) for _ in range(prompt_len)], params)
-        while self.has_unfinished_requests:
-            self.step()
 
     # The public API
 

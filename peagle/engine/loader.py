@@ -141,7 +141,6 @@ def capture_graphs(runner: ModelRunner, batch_sizes: list[int], choices: list[in
     runner.decode_graphs = DecodeGraphs(runner.decode_step, batch_sizes, choices, short_seq_lens)
     prefill_sizes = prefill_graph_sizes(count_parameters(runner.target), max_prefill_tokens)
     runner.decode_graphs.capture(partial(runner.prefill.capture, prefill_sizes))
-    runner.warm_up_transfers()
 
 
 def check_capturable(cfg: DecoderConfig, drafter_cfg: DrafterConfig | None) -> None:

@@ -179,11 +179,15 @@ class ModelRunner:
         num_draft_tokens_S, slots = self.state.num_draft_tokens_S, limits[:, 0]
         num_draft_tokens_S[slots] = torch.minimum(num_draft_tokens_S[slots], limits[:, 1])
 
-    def warm_up_transfers(self) -> None:
-        """Compiles the transfer kernels by rewriting the padding slot."""
-        self._updates.set_blocks(len(self.state.num_computed_tokens_S) - 1, 0, [0])
-        self._updates.send()
-        self._pinned.copy_to_host(self.state.num_computed_tokens_S)
+    @torch.inference_mode()
+    def warm_up(self, max_prefill_tokens: int) -> None:
+        """Compiles what is not part of a decode graph: transfers, and prefill passes without a graph."""
+        with device_context(self.device):
+            self._updates.set_blocks(len(self.state.num_computed_tokens_S) - 1, 0, [0])  # of the padding slot
+            self._updates.send()
+            for x in (self.state.num_computed_tokens_S, self.state.float_params_3S):
+                self._copy_to_host(x)
+            self.prefill.warm_up(max_prefill_tokens, len(self.state.num_computed_tokens_S) - 1)
 
     # The decode step
 

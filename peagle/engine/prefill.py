@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -31,6 +31,9 @@ from peagle.kernels.attention.types import PagedAttentionMetadata
 from peagle.kernels.host_transfer import copy_to_device, pin_for_copy
 from peagle.kernels.step import SlotState, commit_state
 from peagle.models.decoder import Decoder
+
+ALIGNMENT = 4  # elements: 16 bytes of int32
+WARM_UP_ROWS = (8, 16, 32, 64, 128, 256, 384, 512, 640, 1024)  # kernels differ between these (gemm/tile_configs.py)
 
 Int64Array = NDArray[np.int64]
 A = TypeVar("A", Tensor, Int64Array)
@@ -67,6 +70,12 @@ class PrefillShape:
         drafter = (b, b + 1, *[t + f * self.num_mask_rows] * 3) if self.num_mask_rows is not None else (0,) * 5
         return (*target, *drafter, f, f, f, f, f)
 
+    @property
+    def field_starts(self) -> tuple[int, ...]:
+        """Where the fields begin in the packed array, and its length. All are aligned alike in any shape: Triton
+        compiles a kernel again for a pointer of another alignment."""
+        return tuple(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in self.field_sizes), initial=0))
+
 
 @dataclass(frozen=True)
 class PrefillInputs(Generic[A]):
@@ -91,8 +100,8 @@ class PrefillInputs(Generic[A]):
 
     @classmethod
     def unpack(cls, packed: A, shape: PrefillShape) -> PrefillInputs[A]:
-        sizes = shape.field_sizes
-        return cls(*(packed[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)))
+        starts = shape.field_starts[:-1]
+        return cls(*(packed[start:][:size] for start, size in zip(starts, shape.field_sizes, strict=True)))
 
 
 def pack_prefill_inputs(
@@ -111,7 +120,7 @@ def pack_prefill_inputs(
 
     -1 stands for the token that the target samples after c. Draft tokens are read off rows 2, 3 and 4.
     """
-    packed = np.zeros(sum(shape.field_sizes), np.int64)
+    packed = np.zeros(shape.field_starts[-1], np.int64)
     p = PrefillInputs.unpack(packed, shape)
     p.slots_B[:] = p.end_slots_F[:] = -1
     p.num_tokens_F[:] = max_model_len
@@ -291,6 +300,21 @@ class Prefill:
             packed = torch.from_numpy(pack_prefill_inputs([], [], shape, self.max_model_len, None)).to(self.device)
             graph, result = capture_graph(partial(self.forward, packed, shape), pool)
             self.graphs.insert(0, PrefillGraph(shape, packed, result, graph))
+
+    def warm_up(self, max_num_rows: int, max_num_seqs: int) -> None:
+        """Runs passes of padding in all sizes, so that none compiles a kernel or allocates memory later."""
+        sizes = [rows for rows in WARM_UP_ROWS if rows < max_num_rows]
+        while sizes and 2 * sizes[-1] < max_num_rows:
+            sizes.append(2 * sizes[-1])
+        for num_rows in [*sizes, max_num_rows]:
+            is_small = num_rows <= WARM_UP_ROWS[-1]
+            for num_seqs, max_context_len in product(
+                {1, min(num_rows, max_num_seqs)} if is_small else {1}, (0, None) if is_small else (0,)
+            ):
+                max_query_len = min(-(-num_rows // num_seqs), self.max_model_len)
+                shape = PrefillShape(num_rows, num_seqs, num_seqs, max_query_len, max_context_len, self.num_mask_rows)
+                packed = pack_prefill_inputs([], [], shape, self.max_model_len, None)
+                self.forward(copy_to_device(torch.from_numpy(packed), self.device), shape)
 
     def find_graph(self, shape: PrefillShape) -> PrefillGraph | None:
         """The smallest graph that fits, unless it has more than twice the rows of the smallest with enough rows."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pairs
@@ -14,6 +15,8 @@ from peagle.checkpoints.target import Target
 from peagle.config import DecoderConfig, DrafterConfig, LayerConfig, RopeConfig, SamplingParams
 from peagle.engine.cuda_graphs import DecodeGraph, DecodeGraphs
 from peagle.engine.llm import LLM
+from peagle.engine.request import RequestState
+from peagle.kernels.triton_utils import watch_compilations
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
 from peagle.speculative import reference
@@ -159,8 +162,14 @@ def test_short_sequence_graphs_give_the_same_output(parallel: bool, monkeypatch:
         options |= {"max_prefill_tokens": LENGTH, "prefill_chunk_tokens": LENGTH, "enable_prefix_caching": False}
         llm = LLM(target, drafter, 7, max_num_seqs=max_num_seqs, max_model_len=1024, **options)
         prompts = [[(31 * i + 7 * n) % vocab for i in range(n * LENGTH)] for n in (7, 3, 1, 9)]
-        params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (90, 100, 250, 60)]
-        return [o.outputs[0].token_ids for o in llm.generate(prompts, params)]
+        requests = []
+        for prompt, max_tokens in zip(prompts, (90, 100, 250, 60), strict=True):
+            requests += llm.add_request(prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True)).requests
+            while requests[-1].state in (RequestState.WAITING, RequestState.PREFILL):
+                llm.step()  # prompts that are prefilled together have other chunks, whose bits differ
+        while llm.has_unfinished_requests:
+            llm.step()
+        return [request.output_token_ids for request in requests]
 
     monkeypatch.setattr(DecodeGraphs, "find", find)
     short = [outputs(max_num_seqs) for max_num_seqs in (1, 2, 4)]
@@ -168,6 +177,35 @@ def test_short_sequence_graphs_give_the_same_output(parallel: bool, monkeypatch:
     monkeypatch.setattr("peagle.engine.loader.find_short_seq_lens", lambda *args: ())
     used.clear()
     assert outputs(1) == short[0] == short[1] == short[2] and used == {None}
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_nothing_is_compiled_after_the_warm_up(parallel: bool) -> None:
+    target, drafter, vocab = random_smollm2(parallel)
+    options = {"device": "cuda", "dtype": "bfloat16", "tokenizer": False, "kv_cache_memory_bytes": 1 << 30}
+    llm = LLM(target, drafter, max_num_seqs=40, max_model_len=4096, max_prefill_tokens=8192, **options)
+    llm.warm_up()
+    compiled: list[str] = []
+    watch_compilations(compiled.append)
+    rng = random.Random(3)
+    all_options = (
+        {},
+        {"temperature": 0.8, "top_p": 0.9, "top_k": 30, "min_p": 0.01, "seed": 1},
+        {"presence_penalty": 0.5, "frequency_penalty": 0.1, "repetition_penalty": 1.2},
+        {"logprobs": 5, "logit_bias": {3: 2.0}, "min_tokens": 4},
+    )
+    lengths = (1, 2, 3, 5, 15, 16, 17, 31, 33, 100, 257, 700, 1500, 3900)
+    for num_prompts in (1, 2, 3, 5, 17, 40, 70):
+        prompts = [[rng.randrange(vocab) for _ in range(rng.choice(lengths))] for _ in range(num_prompts)]
+        params = [
+            SamplingParams(
+                max_tokens=rng.randint(1, 40), ignore_eos=True, n=rng.choice((1, 1, 3)), **rng.choice(all_options)
+            )
+            for _ in prompts
+        ]
+        llm.generate(prompts, params)
+    watch_compilations(lambda kernel: None)
+    assert not compiled
 
 
 def test_captured_graphs() -> None:

@@ -26,6 +26,7 @@ from peagle.kernels.attention.types import AttentionLaunch, PagedAttentionInputs
 from peagle.kernels.triton_utils import supports_pdl
 
 _WIDE_TILE_ROWS = 4096  # rows of a prompt from which wide tiles are faster
+_WRITE_ROWS = 32  # rows of a program of `_write_kernel`
 
 
 @triton.jit
@@ -59,6 +60,15 @@ def _find_row_tile(program, start_loc, sequences, ROWS: tl.constexpr, SEQUENCES:
 def _count_programs(rows: int, metadata: PagedAttentionMetadata, tile: int) -> int:
     """Returns the number of programs that `_find_row_tile` needs."""
     return rows // tile + len(metadata.num_computed_tokens_B)
+
+
+def _pad_batch(batch: int) -> int:
+    """Returns 16, 256, 4096, ...: kernels are compiled for few batch sizes only, so that all can be before the first
+    request."""
+    padded = 16
+    while padded < batch:
+        padded *= 16
+    return padded
 
 
 @triton.jit(do_not_specialize=["window", "sequences"])
@@ -199,9 +209,8 @@ def write_kv_triton(inputs: PagedAttentionInputs) -> None:
     _, k_TGd, v_TGd, cache_k, cache_v, metadata, *_ = inputs
     block_size, kv_heads, width = cache_k.shape[1:]
     pdl = supports_pdl(k_TGd.device)
-    program_rows = min(32, max(1, triton.next_power_of_2(metadata.max_query_len)))
     batch = len(metadata.num_computed_tokens_B)
-    _write_kernel[(_count_programs(len(k_TGd), metadata, program_rows), kv_heads)](
+    _write_kernel[(_count_programs(len(k_TGd), metadata, _WRITE_ROWS), kv_heads)](
         *(k_TGd, v_TGd, cache_k, cache_v),
         *(metadata.block_tables_BM, metadata.num_computed_tokens_B, metadata.query_lens_B),
         metadata.query_start_loc_B1,
@@ -211,8 +220,8 @@ def write_kv_triton(inputs: PagedAttentionInputs) -> None:
         *get_cache_strides(inputs),
         D=width,
         BLOCK=block_size,
-        ROWS=program_rows,
-        SEQUENCES=triton.next_power_of_2(batch),
+        ROWS=_WRITE_ROWS,
+        SEQUENCES=_pad_batch(batch),
         PDL=pdl,
         launch_pdl=pdl,
         num_warps=4,
@@ -264,7 +273,7 @@ def prefill_attention_triton(inputs: PagedAttentionInputs, launch: AttentionLaun
         SINKS=sinks_H is not None,
         CONTEXT=metadata.max_computed_tokens != 0,
         PRECISION="ieee" if exact else "tf32",
-        SEQUENCES=triton.next_power_of_2(batch),
+        SEQUENCES=_pad_batch(batch),
         PDL=pdl,
         launch_pdl=pdl,
         num_warps=launch.warps,
