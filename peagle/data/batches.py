@@ -166,18 +166,19 @@ def _concatenate(parts: list[ResponseDataset]) -> ResponseDataset:
 
 
 def _load_file(path: Path, chat: ChatFormat | None, vocab_size: int | None) -> ResponseDataset:
-    cache = sidecar_path(path, "npz")
+    cache, rows = sidecar_path(path, "npz"), list[tuple[NDArray[np.int32], list[Span], str]]()
     try:
         stat, chat_key = path.stat(), chat.key if chat is not None else None
         key = json.dumps([CACHE_VERSION, stat.st_size, stat.st_mtime_ns, chat_key, vocab_size])
         if (cached := _load_cache(cache, key)) is not None:
             return cached
         with open_jsonl(path) as file:
-            rows = [
-                _RowReader(f"{path}:{number}", chat, vocab_size, number).read(line)
-                for number, line in enumerate(file, start=1)
-                if line.strip()
-            ]
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    is_sampled = number <= PackingSettings.checked_rows or number % PackingSettings.checked_every == 0
+                    rows.append(_read_row(line, f"{path.name}:{number}", chat, vocab_size, check_prompt=is_sampled))
+    except UserError as error:
+        raise UserError(f"{path}:{number}: {error}") from None
     except (OSError, EOFError) as error:
         raise UserError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
     found = _build_dataset(rows)
@@ -185,87 +186,69 @@ def _load_file(path: Path, chat: ChatFormat | None, vocab_size: int | None) -> R
     return found
 
 
-@dataclass(frozen=True)
-class _RowReader:
-    """Parses and checks one row."""
+def _read_row(
+    line: bytes, default_id: str, chat: ChatFormat | None, vocab_size: int | None, check_prompt: bool
+) -> tuple[NDArray[np.int32], list[Span], str]:
+    """The tokens, spans and id of a row, checked."""
+    try:
+        row = json.loads(line)
+        row_id = f"{row.get('id', default_id)}#{row.get('sample', 0)}"
+    except (ValueError, AttributeError, RecursionError):
+        raise UserError("not a JSON object; delete this line (`peagle data` cuts off incomplete lines)") from None
+    given, messages = row.get("token_ids"), row.get("messages")
+    ids, spans = _encode(messages, chat) if given is None else (given, row.get("spans"))
+    try:
+        tokens = np.asarray(ids)
+        if tokens.ndim != 1 or (len(tokens) and tokens.dtype != np.int64):  # bools, floats, large integers
+            raise ValueError
+        spans = [(int(start), int(end)) for start, end in spans]
+    except (ValueError, TypeError, OverflowError):
+        raise UserError("token_ids must be a list of ids, spans a list of pairs") from None
+    _check_tokens(tokens, spans, np.iinfo(np.int32).max if vocab_size is None else vocab_size)
+    if check_prompt and given is not None and chat is not None and isinstance(messages, list) and messages:
+        _check_prompt(messages[:-1], tokens[: spans[-1][0]].tolist(), chat)
+    return tokens.astype(np.int32), spans, row_id
 
-    location: str  # file:line
-    chat: ChatFormat | None
-    vocab_size: int | None
-    number: int
 
-    def read(self, line: bytes) -> tuple[NDArray[np.int32], list[Span], str]:
-        try:
-            row = json.loads(line)
-            row_id = f"{row.get('id', Path(self.location).name)}#{row.get('sample', 0)}"
-        except (ValueError, AttributeError, RecursionError):
-            raise UserError(
-                f"{self.location}: not a JSON object; delete this line (`peagle data` cuts off incomplete lines)"
-            ) from None
-        given = row.get("token_ids")
-        ids, spans = self._encode(row) if given is None else (given, row.get("spans"))
-        try:
-            tokens = np.asarray(ids)
-            if tokens.ndim != 1 or (len(tokens) and tokens.dtype != np.int64):  # bools, floats, large integers
-                raise ValueError
-            spans = [(int(start), int(end)) for start, end in spans]
-        except (ValueError, TypeError, OverflowError):
-            raise UserError(f"{self.location}: token_ids must be a list of ids, spans a list of pairs") from None
-        self._check(tokens, spans)
-        is_sampled = self.number <= PackingSettings.checked_rows or self.number % PackingSettings.checked_every == 0
-        if given is not None and self.chat is not None and is_sampled:
-            self._check_prompt(row, tokens, spans)
-        return tokens.astype(np.int32), spans, row_id
+def _encode(messages: Any, chat: ChatFormat | None) -> tuple[list[int], list[Span]]:
+    if not isinstance(messages, list) or not all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages
+    ):
+        raise UserError("has neither token_ids nor messages with role and content")
+    if chat is None:
+        raise UserError("has no token_ids, and there is no tokenizer to encode its messages")
+    if not any(m["role"] == "assistant" for m in messages):
+        raise UserError("has no response; generate one with `peagle data`")
+    return chat.encode_with_spans(messages)
 
-    def _encode(self, row: dict[str, Any]) -> tuple[list[int], list[Span]]:
-        messages = row.get("messages")
-        if not isinstance(messages, list) or not all(
-            isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
-            for m in messages
-        ):
-            raise UserError(f"{self.location}: has neither token_ids nor messages with role and content")
-        if self.chat is None:
-            raise UserError(f"{self.location}: has no token_ids, and there is no tokenizer to encode its messages")
-        if not any(m["role"] == "assistant" for m in messages):
-            raise UserError(f"{self.location}: has no response; generate one with `peagle data`")
-        try:
-            return self.chat.encode_with_spans(messages)
-        except UserError as error:
-            raise UserError(f"{self.location}: {error}") from None
 
-    def _check(self, tokens: NDArray[np.int64], spans: list[Span]) -> None:
-        count = len(tokens)
-        if not count:
-            raise UserError(f"{self.location}: has no token")
-        limit = self.vocab_size if self.vocab_size is not None else np.iinfo(np.int32).max
-        if tokens.min() < 0 or tokens.max() >= limit:
-            wrong = int(tokens.max() if tokens.max() >= limit else tokens.min())
-            raise UserError(f"{self.location}: token id {wrong} is outside the vocabulary (0 to {limit - 1})")
-        last = 0
-        for start, end in spans:
-            if not last <= start < end <= count:
-                raise UserError(f"{self.location}: span [{start}, {end}] is not within {count} tokens and after {last}")
-            last = end
-        num_response_tokens = sum(end - start for start, end in spans)
-        if num_response_tokens in (0, count):
-            problem = "it has no prompt" if num_response_tokens else "it has no response token"
-            raise UserError(f"{self.location}: {problem}, so its loss mask would be all {int(num_response_tokens > 0)}")
+def _check_tokens(tokens: NDArray[np.int64], spans: list[Span], vocab_size: int) -> None:
+    count, last = len(tokens), 0
+    if not count:
+        raise UserError("has no token")
+    if tokens.min() < 0 or tokens.max() >= vocab_size:
+        wrong = int(tokens.max() if tokens.max() >= vocab_size else tokens.min())
+        raise UserError(f"token id {wrong} is outside the vocabulary (0 to {vocab_size - 1})")
+    for start, end in spans:
+        if not last <= start < end <= count:
+            raise UserError(f"span [{start}, {end}] is not within {count} tokens and after {last}")
+        last = end
+    num_response_tokens = sum(end - start for start, end in spans)
+    if num_response_tokens in (0, count):
+        problem = "it has no prompt" if num_response_tokens else "it has no response token"
+        raise UserError(f"{problem}, so its loss mask would be all {int(num_response_tokens > 0)}")
 
-    def _check_prompt(self, row: dict[str, Any], tokens: NDArray[np.int64], spans: list[Span]) -> None:
-        """Checks that the tokens before the last response are the template's rendering of the messages before it."""
-        messages = row.get("messages")
-        if self.chat is None or not isinstance(messages, list) or not messages:
-            return
-        prompt = tokens[: spans[-1][0]].tolist()
-        text = self.chat.render(messages[:-1], add_generation_prompt=True)
-        if prompt == self.chat.encode([text])[0] or (decoded := self.chat.decode(prompt)) == text:
-            return
-        start = max(len(os.path.commonprefix([decoded, text])) - 60, 0)
-        raise UserError(
-            f"{self.location}: the prompt does not round-trip: its tokens decode to {decoded[start:]!r:.120}, "
-            f"this target's {self.chat.name} gives {text[start:]!r:.120}; use the target (and "
-            "--chat-template FILE or --raw) of the responses"
-        )
+
+def _check_prompt(messages: list[Any], prompt: list[int], chat: ChatFormat) -> None:
+    """Checks that `prompt`, the tokens before the last response, is the template's rendering of `messages`."""
+    text = chat.render(messages, add_generation_prompt=True)
+    if prompt == chat.encode([text])[0] or (decoded := chat.decode(prompt)) == text:
+        return
+    start = max(len(os.path.commonprefix([decoded, text])) - 60, 0)
+    raise UserError(
+        f"the prompt does not round-trip: its tokens decode to {decoded[start:]!r:.120}, this target's {chat.name} "
+        f"gives {text[start:]!r:.120}; use the target (and --chat-template FILE or --raw) of the responses"
+    )
 
 
 # The cached arrays of a file
@@ -371,8 +354,6 @@ def pack(
     dataset: ResponseDataset, tokens_per_batch: int, seed: int = 0, epoch: int = 0, max_seq_len: int | None = None
 ) -> PackedEpoch:
     """Packs all examples once into batches of at most `tokens_per_batch` tokens."""
-    if tokens_per_batch < 1 or (max_seq_len is not None and max_seq_len < 1):
-        raise UserError(f"--batch-tokens {tokens_per_batch}, --max-seq-len {max_seq_len}: must be at least 1")
     if not len(dataset):
         raise UserError("data: no example left to train on")
     limit = min(tokens_per_batch, max_seq_len or tokens_per_batch)
@@ -424,8 +405,6 @@ def batches(
     """One rank's batches from `start` on, each with the cursor behind its step, which is the same for every rank.
 
     Without `epochs` it never ends; with them, the last batches are dropped if they are too few for every rank."""
-    if not 0 <= rank < world_size:
-        raise UserError(f"rank {rank}: must be below the world size {world_size}")
     cursor = start or BatchCursor()
     packed = pack(dataset, tokens_per_batch, seed, cursor.epoch, max_seq_len)
     if not 0 <= cursor.batch <= len(packed):

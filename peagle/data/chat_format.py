@@ -36,12 +36,10 @@ class ChatFormat:
 
     rejection = "rejected by the chat template"  # reason of rows that cannot be rendered
     name = "chat template"  # in errors
+    adds_special_tokens = False  # to the texts: the template has written them already
 
     def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        eos_ids: Collection[int] = (),
-        template: Path | None = None,
+        self, tokenizer: PreTrainedTokenizerBase, eos_ids: Collection[int] = (), template: Path | None = None
     ) -> None:
         self.tokenizer, self.eos_ids = tokenizer, frozenset(eos_ids)
         try:
@@ -71,8 +69,8 @@ class ChatFormat:
         return self.encode(self._render([list(m) for m in conversations], add_generation_prompt))
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """Token ids of texts that contain their special tokens already."""
-        return [list(ids) for ids in self.tokenizer(texts, add_special_tokens=False)["input_ids"]] if texts else []
+        encoded = self.tokenizer(texts, add_special_tokens=self.adds_special_tokens) if texts else {"input_ids": []}
+        return [list(ids) for ids in encoded["input_ids"]]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decodes with special tokens."""
@@ -80,8 +78,6 @@ class ChatFormat:
 
     def decode_responses(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
         """Decodes without special tokens."""
-        if not token_ids:
-            return []
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         if backend is not None:  # releases the GIL for the engine while it decodes
             return list(backend.decode_batch([list(ids) for ids in token_ids], skip_special_tokens=True))
@@ -149,13 +145,10 @@ class RawFormat(ChatFormat):
     The tokenizer adds its usual special tokens (Gemma: <bos>), as for `/v1/completions`.
     """
 
-    rejection, name = "needs a chat template", "--raw"
+    rejection, name, adds_special_tokens = "needs a chat template", "--raw", True
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, eos_ids: Collection[int] = ()) -> None:
         self.tokenizer, self.eos_ids, self.template = tokenizer, frozenset(eos_ids), ""
-
-    def encode(self, texts: list[str]) -> list[list[int]]:
-        return [list(ids) for ids in self.tokenizer(texts)["input_ids"]] if texts else []
 
     def _render(self, conversations: list[list[Message]], add_generation_prompt: bool) -> list[str]:
         for messages in conversations:
@@ -169,7 +162,5 @@ def load_chat_format(folder: Path, template: Path | None = None, raw: bool = Fal
     if raw and template is not None:
         raise UserError(f"--raw: uses no chat template; remove --chat-template {template} or --raw")
     tokenizer = load_tokenizer(folder)
-    ends = set(eos_ids(folder))
-    if isinstance(tokenizer.eos_token_id, int):
-        ends.add(tokenizer.eos_token_id)
+    ends = {*eos_ids(folder), tokenizer.eos_token_id} - {None}
     return RawFormat(tokenizer, ends) if raw else ChatFormat(tokenizer, ends, template)

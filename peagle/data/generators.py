@@ -14,6 +14,7 @@ starts there.
 
 from __future__ import annotations
 
+import gc
 import json
 import queue
 import threading
@@ -26,7 +27,9 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import httpx
+import torch
 
+from peagle.checkpoints.target import eos_ids
 from peagle.config import (
     LOOP_NGRAM_TOKENS,
     LOOP_REPEATED_SHARE,
@@ -36,14 +39,7 @@ from peagle.config import (
     SamplingParams,
 )
 from peagle.errors import UserError
-from peagle.http_client import (
-    STATUS_HELP,
-    HttpClient,
-    HttpTimeouts,
-    RequestFailed,
-    error_message,
-    parse_server_url,
-)
+from peagle.http_client import STATUS_HELP, HttpClient, HttpTimeouts, RequestFailed, error_message, parse_server_url
 
 if TYPE_CHECKING:
     from peagle.engine.llm import LLM
@@ -119,9 +115,6 @@ class EngineGenerator:
 
 def load_engine_generator(target: Path, settings: ResponseEngineSettings) -> EngineGenerator:
     """Loads an engine without tokenizer: the thread that writes rows decodes them."""
-    import torch
-
-    from peagle.checkpoints.target import eos_ids
     from peagle.engine.llm import LLM
 
     if not eos_ids(target):
@@ -143,10 +136,6 @@ def load_engine_generator(target: Path, settings: ResponseEngineSettings) -> Eng
 def release_engine_memory() -> None:
     """Frees the memory of a deleted engine. An engine freezes its objects for the garbage collector and has reference
     cycles, so deleting it is not enough."""
-    import gc
-
-    import torch
-
     gc.unfreeze()
     gc.collect()
     if torch.cuda.is_available():
@@ -237,9 +226,8 @@ class EndpointGenerator:
             try:
                 return self._generate(request)
             except _RequestRejected as error:
-                return GenerationResult(
-                    request.request_id, rejected=f"refused by the server ({error.status})", detail=str(error)
-                )
+                rejected = f"refused by the server ({error.status})"
+                return GenerationResult(request.request_id, rejected=rejected, detail=str(error))
             except _RetryableError as error:
                 reason = str(error)
                 if attempt < self.settings.retries:
@@ -292,13 +280,11 @@ class EndpointGenerator:
                 f"chat template gives {len(request.prompt_token_ids)} for {request.messages[-1]['content']!r:.80}; "
                 "give -t the server's target, or its template with --chat-template FILE"
             )
-        if not token_ids:
-            if message.get("reasoning_content") or message.get("reasoning"):
-                return GenerationResult(request.request_id, rejected="reasoning kept apart, without token ids")
-            if not text:
-                return GenerationResult(request.request_id, rejected="empty answer")
-            token_ids = None
-        return GenerationResult(request.request_id, token_ids, text, finish_reason)
+        if not token_ids and (message.get("reasoning_content") or message.get("reasoning")):
+            return GenerationResult(request.request_id, rejected="reasoning kept apart, without token ids")
+        if not token_ids and not text:
+            return GenerationResult(request.request_id, rejected="empty answer")
+        return GenerationResult(request.request_id, token_ids or None, text, finish_reason)
 
     def _find_model(self) -> str:
         url = self.settings.url
@@ -363,7 +349,7 @@ def is_repeating(token_ids: Sequence[int]) -> bool:
     if len(last) < LOOP_TAIL_TOKENS:
         return False
     end = last[-LOOP_NGRAM_TOKENS:]
-    for period in range(1, LOOP_TAIL_TOKENS // 3 + 1):
-        if last[-LOOP_NGRAM_TOKENS - period : -period] == end and last[period:] == last[:-period]:
-            return True
-    return False
+    return any(
+        last[-LOOP_NGRAM_TOKENS - period : -period] == end and last[period:] == last[:-period]
+        for period in range(1, LOOP_TAIL_TOKENS // 3 + 1)
+    )

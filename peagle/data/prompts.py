@@ -86,17 +86,15 @@ _FoundRow = tuple[str, str, dict[str, Any] | bytes]  # location, default source,
 
 
 class _BadRow(Exception):
-    def __init__(self, reason: str, detail: str = "") -> None:
-        self.reason, self.detail = reason, detail
+    """With the reason and the detail of a `RejectedPrompt`."""
 
 
 def read_prompts(name: str, split: str = "train") -> PromptSet:
     """Reads a file, a folder of .jsonl and .jsonl.gz files, or a Hugging Face dataset with this split."""
     path = Path(name).expanduser()
-    if path.is_dir():
-        return collect_prompts(name, (row for file in find_jsonl_files(path) for row in _file_rows(file)))
     if path.exists():
-        return collect_prompts(name, _file_rows(path))
+        files = find_jsonl_files(path) if path.is_dir() else [path]
+        return collect_prompts(name, (row for file in files for row in _file_rows(file)))
     if HUB_ID.fullmatch(name) and not name.endswith(SUFFIXES):
         return collect_prompts(name, _hub_rows(name, split))
     raise UserError(
@@ -114,7 +112,7 @@ def collect_prompts(name: str, found: Iterable[_FoundRow]) -> PromptSet:
         try:
             row = parse_row(_parse_line(value) if isinstance(value, bytes) else value, source)
         except _BadRow as bad:
-            rejected.append(RejectedPrompt(where, bad.reason, bad.detail))
+            rejected.append(RejectedPrompt(where, *bad.args))
             continue
         digest = hashlib.sha256(row.content.encode(errors="surrogatepass")).hexdigest()
         if digest in seen:
@@ -134,19 +132,16 @@ def collect_prompts(name: str, found: Iterable[_FoundRow]) -> PromptSet:
 
 def parse_row(row: dict[str, Any], source: str) -> Prompt:
     """The prompt of a row; its id is empty if the row has none."""
-    given = row.get("id")
+    given, own_source, category = row.get("id"), row.get("source"), row.get("category")
     if given is not None and not isinstance(given, (str, int)):
         raise _BadRow("not a string", f"id is {type(given).__name__}")
-    own_source = row.get("source")
     source = own_source if isinstance(own_source, str) and own_source else source
-    category = row.get("category")
     category = str(category) if isinstance(category, str | int) and str(category).strip() else None
     field = next((f for f in FIELDS if row.get(f) is not None), None)
     if field is None:
         keys = ", ".join(map(str, list(row)[:6])) or "none"
         raise _BadRow("no user turn", f"needs one of {', '.join(FIELDS)}; its keys: {keys}")
-    value = row[field]
-    system = None
+    value, system = row[field], None
     if field == "prompt":
         turns = [_parse_text(value, "prompt")]
     elif not isinstance(value, list):
@@ -163,12 +158,11 @@ def parse_row(row: dict[str, Any], source: str) -> Prompt:
 def _user_turns(messages: list[Any], field: str) -> tuple[str | None, list[str]]:
     system, turns = None, []
     for i, message in enumerate(messages):
-        if not isinstance(message, dict):
-            raise _BadRow("not a message", f"{field}[{i}] is {type(message).__name__}")
-        role = message.get("role", message.get("from"))
-        role = ROLES.get(role, role) if isinstance(role, str) else role
-        content = message.get("content", message.get("value"))
         where = f"{field}[{i}]"
+        if not isinstance(message, dict):
+            raise _BadRow("not a message", f"{where} is {type(message).__name__}")
+        role, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
+        role = ROLES.get(role, role) if isinstance(role, str) else role
         if role == "user":
             turns.append(_parse_text(content, where))
         elif role == "system":
@@ -182,9 +176,9 @@ def _user_turns(messages: list[Any], field: str) -> tuple[str | None, list[str]]
 
 def _parse_text(value: Any, where: str) -> str:
     if isinstance(value, list):  # OpenAI's content parts
-        parts = [p.get("text") if isinstance(p, dict) and p.get("type") == "text" else None for p in value]
+        parts = [p.get("text") for p in value if isinstance(p, dict) and p.get("type") == "text"]
         texts = [part for part in parts if isinstance(part, str)]
-        if len(texts) < len(parts):
+        if len(texts) < len(value):
             raise _BadRow("not text", f"{where} has parts other than text")
         value = "".join(texts)
     if not isinstance(value, str):

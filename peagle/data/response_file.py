@@ -108,10 +108,12 @@ class ResponseFile:
             out.parent.mkdir(parents=True, exist_ok=True)
             earlier_runs = self._read_manifest(settings)
             self._rows, self._dropped = open(out, "a+b"), open(sidecar_path(out, "dropped"), "a+b")
-            self._lock()
+            fcntl.flock(self._rows.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._scan()
             manifest = {"same": settings, "runs": [*earlier_runs, run]}
             replace_text(sidecar_path(out, "manifest.json"), json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
+        except BlockingIOError:
+            raise UserError(f"--out {out}: another run is writing this file") from None
         except OSError as error:
             raise UserError(f"--out {out}: cannot be written ({error.strerror or error})") from None
         self._writer = ThreadPoolExecutor(1, "response-writer")
@@ -135,10 +137,9 @@ class ResponseFile:
 
     def _raise_error(self) -> None:
         if isinstance(self._error, OSError):
-            reason = self._error.strerror or str(self._error)
             raise UserError(
-                f"--out {self.out}: a row could not be written ({reason}); free disk space and run the same command "
-                "again: earlier rows are kept"
+                f"--out {self.out}: a row could not be written ({self._error.strerror or self._error}); free disk "
+                "space and run the same command again: earlier rows are kept"
             )
         if self._error is not None:
             raise self._error
@@ -167,12 +168,6 @@ class ResponseFile:
         self.num_finished += values["finish_reason"] == "stop"
         self.num_cut += values["finish_reason"] == LOOP
 
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._rows.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"--out {self.out}: another run is writing this file") from None
-
     def _read_manifest(self, settings: dict[str, Any]) -> list[dict[str, Any]]:
         """The earlier runs of this file."""
         path = sidecar_path(self.out, "manifest.json")
@@ -193,18 +188,16 @@ class ResponseFile:
 
     def _scan(self) -> None:
         for file in (self._rows, self._dropped):
-            for number, row in _complete_rows(file):
+            for where, row in _complete_rows(file):
                 key = row["id"], row["sample"]
                 if key in self.done:
-                    raise UserError(
-                        f"{file.name}:{number}: duplicate row {key[0]!r}, sample {key[1]}; delete this line"
-                    )
+                    raise UserError(f"{where}: duplicate row {key[0]!r}, sample {key[1]}; delete this line")
                 self.done.add(key)
                 self._count(row)
 
 
-def _complete_rows(file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The rows of the complete lines; truncates the file before an incomplete last line."""
+def _complete_rows(file: IO[bytes]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Locations and rows of the complete lines; truncates the file before an incomplete last line."""
     file.seek(0)
     size = 0
     for number, line in enumerate(file, start=1):
@@ -212,10 +205,11 @@ def _complete_rows(file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
             os.ftruncate(file.fileno(), size)
             return
         size += len(line)
+        where = f"{file.name}:{number}"
         try:
-            yield number, json.loads(line)
+            yield where, json.loads(line)
         except ValueError:
-            raise UserError(f"{file.name}:{number}: damaged; delete this line or name another --out") from None
+            raise UserError(f"{where}: damaged; delete this line or name another --out") from None
 
 
 def _append(descriptor: int, data: bytes) -> None:

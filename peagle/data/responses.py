@@ -34,18 +34,9 @@ from peagle.config import (
     ResponseSettings,
     SamplingParams,
 )
+from peagle.data import generators
 from peagle.data.chat_format import ChatFormat, load_chat_format
-from peagle.data.generators import (
-    LOOP,
-    EndpointGenerator,
-    EngineGenerator,
-    GenerationRequest,
-    GenerationResult,
-    is_looping,
-    load_engine_generator,
-    num_tokens_before_loop,
-    release_engine_memory,
-)
+from peagle.data.generators import LOOP, EndpointGenerator, EngineGenerator, GenerationRequest, GenerationResult
 from peagle.data.prompts import Prompt, PromptSet, read_excluded_ids, read_prompts
 from peagle.data.response_file import DataSummary, ResponseFile, ResponseRow, replace_text, sidecar_path
 from peagle.display import ProgressBar
@@ -60,7 +51,6 @@ ENCODE_BLOCK = 64  # prompts encoded together, ahead of time
 SWITCH_INTERVAL_S = 2e-4
 REPORT_INTERVAL_S, BAR_INTERVAL_S = 5.0, 0.2  # of printed lines, and of the bar on a terminal
 
-PROMPT_TOO_LONG = "prompt too long"
 UNFINISHED_PROMPT = "varied prompt did not end"
 
 
@@ -124,6 +114,7 @@ class ResponseWriter:
         try:
             if self.num_written < self.num_requested:
                 self.generator = load_generator()
+                self.max_model_len = self.generator.max_model_len or sys.maxsize
                 self._generate()
         except KeyboardInterrupt:
             interrupted = True
@@ -187,13 +178,12 @@ class ResponseWriter:
                     self._encode([row])
 
     def _submit(self, row: PendingConversation) -> None:
-        max_model_len = self.generator.max_model_len
         if row.rejected is not None:
             self._drop(row, self.chat.rejection, row.rejected)
             return
         ids, params = self._next_request(row)
-        if max_model_len is not None and len(ids) >= max_model_len:
-            self._drop(row, PROMPT_TOO_LONG, f"{len(ids)} tokens")
+        if len(ids) >= self.max_model_len:
+            self._drop(row, "prompt too long", f"{len(ids)} tokens")
             return
         self.generator.submit(GenerationRequest(self._next_request_id, row.messages, ids, params))
         self._pending[self._next_request_id] = row
@@ -230,12 +220,13 @@ class ResponseWriter:
                 else:
                     self._drop(row, UNFINISHED_PROMPT, num_tokens=len(ids))
                 continue
-            if row.is_sampling_lead and result.finish_reason != "stop" and not self._is_full(row, ids):
+            is_full = len(row.prompt_ids) + len(ids) >= self.max_model_len
+            if row.is_sampling_lead and result.finish_reason != "stop" and not is_full:
                 row.lead_ids = ids
                 with_lead.append(row)
                 continue
             ids, row.lead_ids = (row.lead_ids or []) + ids, None
-            if result.finish_reason == LOOP or is_looping(ids, result.finish_reason == "stop"):
+            if result.finish_reason == LOOP or generators.is_looping(ids, result.finish_reason == "stop"):
                 self._finish_looping(row, ids, result)
                 continue
             self._append_response(row, ids, result)
@@ -277,13 +268,9 @@ class ResponseWriter:
 
     # Responses
 
-    def _is_full(self, row: PendingConversation, ids: list[int]) -> bool:
-        max_model_len = self.generator.max_model_len
-        return max_model_len is not None and len(row.prompt_ids) + len(ids) >= max_model_len
-
     def _finish_looping(self, row: PendingConversation, ids: list[int], result: GenerationResult) -> None:
         """Cuts the response `loop_tokens` behind the start of its loop; drops it if that leaves too little."""
-        num_kept = min(num_tokens_before_loop(ids) + self.settings.loop_tokens, len(ids))
+        num_kept = min(generators.num_tokens_before_loop(ids) + self.settings.loop_tokens, len(ids))
         if num_kept < MIN_TOKENS_BEFORE_LOOP:
             self._drop(row, LOOP, num_tokens=len(ids))
             return
@@ -396,16 +383,13 @@ def write_responses(
     if server is None:
         read_target_config(folder)
     engine = engine or ResponseEngineSettings()
-    # what every run of a file must share
-    options = {
-        f"--{n.replace('_', '-')}": value for n, value in vars(settings).items() if n not in ("samples", "limit")
-    }
-    shared = {
+    options = {f"--{n.replace('_', '-')}": value for n, value in vars(settings).items()}
+    shared = {  # by all runs of a file
         "target": target_fingerprint(folder),
         "chat template": hashlib.sha256(chat.template.encode()).hexdigest()[:16],
         "prompts": prompt_set.fingerprint,
         "writer": f"server with {server.model}" if server is not None else "engine",
-        **options,
+        **{name: value for name, value in options.items() if name not in ("--samples", "--limit")},
         "--max-model-len": engine.max_model_len,
     }
     run = {
@@ -423,10 +407,10 @@ def write_responses(
         replace_text(sidecar_path(out, "rejected"), "".join(lines))
     writer = ResponseWriter(prompt_set, settings, chat, file, show_progress)
     try:
-        summary = writer.run(lambda: server or load_engine_generator(folder, engine))
+        summary = writer.run(lambda: server or generators.load_engine_generator(folder, engine))
     finally:
         del writer
-        release_engine_memory()
+        generators.release_engine_memory()
     if not summary.num_rows and not summary.interrupted:
         reasons = ", ".join(f"{count} {reason}" for reason, count in summary.dropped.items())
         reasons = reasons or f"{summary.num_failed} failed"

@@ -554,7 +554,7 @@ def test_engine_memory_is_released(target: Path, tmp_path: Path, monkeypatch: py
         held.append(weakref.ref(source.llm.model_runner))
         return source
 
-    monkeypatch.setattr("peagle.data.responses.load_engine_generator", watched)
+    monkeypatch.setattr("peagle.data.generators.load_engine_generator", watched)
     prompts = write_prompts(tmp_path / "p.jsonl", 2)
     write_responses(
         prompts, tmp_path / "o.jsonl", str(target), ResponseSettings(max_tokens=2), ENGINE, show_progress=False
