@@ -78,7 +78,8 @@ def evaluate(
     if server is not None and len(drafter) > 1:
         raise UserError(f"--drafter {' '.join(drafter)}: a server has one drafter")
 
-    from peagle.eval.acceptance import EvalDrafter, EvalEngine, Evaluation, open_drafters
+    from peagle.eval.acceptance import EvalEngine, Evaluation, open_drafters
+    from peagle.eval.conversations import EvalDrafter
     from peagle.eval.datasets import open_datasets
     from peagle.results.view import build_acceptance_tables
 

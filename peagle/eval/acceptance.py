@@ -7,14 +7,14 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from peagle.checkpoints.drafter import check_drafter_fits, read_drafter_config
 from peagle.checkpoints.target import eos_ids, load_tokenizer, read_target_config, target_fingerprint
 from peagle.config import EvalServerSettings, EvalSettings
 from peagle.data.chat_format import load_chat_format
 from peagle.errors import UserError
-from peagle.eval.conversations import ConversationRunner, EvalProgress, Evaluator
+from peagle.eval.conversations import ConversationRunner, EvalDrafter, EvalJob, EvalProgress, Evaluator
 from peagle.eval.datasets import EvalDataset
 from peagle.eval.samples import build_rows
 from peagle.hub.resolve import resolve_drafter, resolve_target
@@ -23,23 +23,6 @@ from peagle.results.provenance import Provenance
 from peagle.results.schema import AcceptanceRow, Results
 
 ENGINES = ("embedded", "reference", "vllm")
-
-
-@dataclass(frozen=True)
-class EvalDrafter:
-    """A drafter and its name in the results. The drafter of a server may have no local folder."""
-
-    name: str
-    method: Literal["p-eagle", "eagle3"]
-    folder: Path | None
-
-
-@dataclass(frozen=True)
-class EvalJob:
-    drafter: EvalDrafter
-    dataset: EvalDataset
-    temperature: float
-    ks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -113,7 +96,7 @@ class Evaluation:
             "dataset": job.dataset.name,
             "temperature": job.temperature,
         }
-        for k, samples in evaluator.measure(job.drafter.folder, job.dataset, job.temperature, job.ks):
+        for k, samples in evaluator.measure(job):
             rows = build_rows(samples, k, self.settings, labels)
             self.results.rows += rows
             if rows[0].num_drafts < self.settings.min_drafts:
@@ -227,8 +210,7 @@ def open_drafters(names: Sequence[str], target: Path) -> list[EvalDrafter]:
         folder = resolve_drafter(name)
         config = read_drafter_config(folder, target_config)
         check_drafter_fits(config, target_config, folder)
-        method: Literal["p-eagle", "eagle3"] = "p-eagle" if config.parallel else "eagle3"
-        drafters.append(EvalDrafter(Path(name).name, method, folder))
+        drafters.append(EvalDrafter(Path(name).name, "p-eagle" if config.parallel else "eagle3", folder))
     short = [drafter.name for drafter in drafters]
     return [
         drafter if short.count(drafter.name) == 1 else dataclasses.replace(drafter, name=name)

@@ -6,10 +6,10 @@ The engine is a function that completes a list of requests. The seed of a reques
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from peagle.config import EvalSettings, SamplingParams
+from peagle.config import EvalSettings, Method, SamplingParams
 from peagle.data.chat_format import ChatFormat
 from peagle.data.generators import is_looping
 from peagle.data.prompts import Prompt
@@ -55,20 +55,16 @@ Complete = Callable[[list[EvalRequest]], list[EvalResponse]]
 EvalProgress = Callable[[str, int, int], None]  # activity, completed, total
 
 
+@dataclass
 class ConversationRunner:
     """Builds prompts from rows and collects the responses. Without a chat format rows must have a single turn."""
 
-    def __init__(
-        self,
-        chat_format: ChatFormat | None,
-        encode: Callable[[str], list[int]],
-        max_model_len: int,
-        settings: EvalSettings,
-        on_progress: EvalProgress,
-    ) -> None:
-        self.chat_format, self.encode, self.settings = chat_format, encode, settings
-        self.max_model_len, self.on_progress = max_model_len, on_progress
-        self.warnings: list[str] = []
+    chat_format: ChatFormat | None
+    encode: Callable[[str], list[int]]
+    max_model_len: int
+    settings: EvalSettings
+    on_progress: EvalProgress
+    warnings: list[str] = field(default_factory=list)
 
     def run(self, rows: Sequence[Prompt], temperature: float, complete: Complete) -> list[CompletedTurn]:
         """All turns in the order of rows."""
@@ -115,6 +111,23 @@ class ConversationRunner:
         return self.chat_format.decode_responses([token_ids])[0]
 
 
+@dataclass(frozen=True)
+class EvalDrafter:
+    """A drafter and its name in the results. The drafter of a server may have no local folder."""
+
+    name: str
+    method: Method
+    folder: Path | None
+
+
+@dataclass(frozen=True)
+class EvalJob:
+    drafter: EvalDrafter
+    dataset: EvalDataset
+    temperature: float
+    ks: tuple[int, ...]
+
+
 class Evaluator(ABC):
     """An engine that answers prompts and counts accepted tokens."""
 
@@ -126,10 +139,8 @@ class Evaluator(ABC):
         self.on_progress, self.warnings = runner.on_progress, runner.warnings
 
     @abstractmethod
-    def measure(
-        self, drafter: Path | None, dataset: EvalDataset, temperature: float, ks: Sequence[int]
-    ) -> Iterator[tuple[int, list[AcceptanceSample]]]:
-        """For every K the samples of the data set's responses. The drafter of a server may have no folder."""
+    def measure(self, job: EvalJob) -> Iterator[tuple[int, list[AcceptanceSample]]]:
+        """For every K the samples of the data set's responses."""
 
     def close(self) -> None:  # noqa: B027
         """Ends the engine."""

@@ -29,8 +29,7 @@ from peagle.config import EvalServerSettings
 from peagle.data.generators import FATAL_STATUSES, REJECTED_STATUSES
 from peagle.data.prompts import Prompt
 from peagle.errors import UserError
-from peagle.eval.conversations import ConversationRunner, EvalRequest, EvalResponse, Evaluator
-from peagle.eval.datasets import EvalDataset
+from peagle.eval.conversations import ConversationRunner, EvalJob, EvalRequest, EvalResponse, Evaluator
 from peagle.eval.samples import AcceptanceSample
 from peagle.http_client import (
     STATUS_HELP,
@@ -85,16 +84,16 @@ class CounterEvaluator(Evaluator):
         self.runner.run(group, temperature, complete)
         return samples
 
-    def measure_groups(self, dataset: EvalDataset, temperature: float, concurrency: int) -> list[AcceptanceSample]:
+    def measure_groups(self, job: EvalJob, concurrency: int) -> list[AcceptanceSample]:
         """Samples of the data set in groups of the same category."""
         by_category: dict[str | None, list[Prompt]] = {}
-        for row in dataset.prompts.rows:
+        for row in job.dataset.prompts.rows:
             by_category.setdefault(row.category, []).append(row)
         members = by_category.values()
         groups = [rows[i : i + concurrency] for rows in members for i in range(0, len(rows), concurrency)]
         samples: list[AcceptanceSample] = []
         for i, group in enumerate(groups):
-            samples += self.measure_group(group, temperature)
+            samples += self.measure_group(group, job.temperature)
             self.on_progress("groups", i + 1, len(groups))
         return samples
 
@@ -110,13 +109,11 @@ class VllmEvaluator(CounterEvaluator):
         self._llm: Any = None
         self._started: tuple[Path, int] | None = None  # drafter and K of the running engine
 
-    def measure(
-        self, drafter: Path | None, dataset: EvalDataset, temperature: float, ks: Sequence[int]
-    ) -> Iterator[tuple[int, list[AcceptanceSample]]]:
-        assert drafter is not None
-        for k in ks:
-            self._start(drafter, k)
-            yield k, self.measure_groups(dataset, temperature, self.concurrency)
+    def measure(self, job: EvalJob) -> Iterator[tuple[int, list[AcceptanceSample]]]:
+        assert job.drafter.folder is not None
+        for k in job.ks:
+            self._start(job.drafter.folder, k)
+            yield k, self.measure_groups(job, self.concurrency)
 
     def close(self) -> None:
         if self._started is not None:
@@ -201,10 +198,8 @@ class ServerEvaluator(CounterEvaluator):
         except GroupInvalid as error:
             raise UserError(f"--engine {server.url}: {error}") from None
 
-    def measure(
-        self, drafter: Path | None, dataset: EvalDataset, temperature: float, ks: Sequence[int]
-    ) -> Iterator[tuple[int, list[AcceptanceSample]]]:
-        yield self.num_speculative_tokens, self.measure_groups(dataset, temperature, self.server.concurrency)
+    def measure(self, job: EvalJob) -> Iterator[tuple[int, list[AcceptanceSample]]]:
+        yield self.num_speculative_tokens, self.measure_groups(job, self.server.concurrency)
 
     def measure_group(self, group: list[Prompt], temperature: float) -> list[AcceptanceSample]:
         for attempt in range(self.server.retries + 1):

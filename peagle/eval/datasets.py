@@ -53,7 +53,11 @@ def open_datasets(
 ) -> list[EvalDataset]:
     """Opens data sets in the given order. Sets with the same name are named by their paths."""
     folder = folder if folder is not None else Path(os.environ.get(FOLDER_ENV) or "data")
-    datasets = [_open_dataset(name, folder, skip_bad_rows) for name in names]
+    datasets = []
+    for name in names:
+        datasets.append(_open_dataset(name, folder))
+        if not skip_bad_rows:
+            _check_rows(datasets[-1].prompts, name)
     short = [dataset.name for dataset in datasets]
     for i, dataset in enumerate(datasets):
         if short.count(dataset.name) > 1:
@@ -63,11 +67,10 @@ def open_datasets(
     return [replace(d, prompts=replace(d.prompts, rows=d.prompts.rows[:limit])) for d in datasets]
 
 
-def _open_dataset(name: str, folder: Path, skip_bad_rows: bool) -> EvalDataset:
+def _open_dataset(name: str, folder: Path) -> EvalDataset:
     path = Path(name).expanduser()
     if path.is_file():
-        dataset_name = path.name.removesuffix(".gz").removesuffix(".jsonl")
-        return EvalDataset(dataset_name, str(path), _check_rows(read_prompts(str(path)), name, skip_bad_rows))
+        return EvalDataset(path.name.removesuffix(".gz").removesuffix(".jsonl"), str(path), read_prompts(str(path)))
     if name not in NAMED:
         known = ", ".join(NAMED)
         raise UserError(f"--data {name}: no such file; give a .jsonl or .jsonl.gz file, or one of {known}")
@@ -76,23 +79,21 @@ def _open_dataset(name: str, folder: Path, skip_bad_rows: bool) -> EvalDataset:
     candidates += [folder / name / file for file in ("question.jsonl", "qualitative.jsonl")]
     for path in candidates:
         if path.is_file():
-            return EvalDataset(name, str(path), _check_rows(read_prompts(str(path)), name, skip_bad_rows))
-    return _load_from_hub(name, folder, skip_bad_rows)
+            return EvalDataset(name, str(path), read_prompts(str(path)))
+    return _load_from_hub(name, folder)
 
 
-def _check_rows(prompts: PromptSet, name: str, skip_bad_rows: bool) -> PromptSet:
-    bad = prompts.rejected
-    if bad and not skip_bad_rows:
+def _check_rows(prompts: PromptSet, name: str) -> None:
+    if bad := prompts.rejected:
         shown = "; ".join(f"line {row.where.rpartition(':')[2]}: {row.reason}" for row in bad[:MAX_SHOWN_ROWS])
         more = f"; and {len(bad) - MAX_SHOWN_ROWS} more" if len(bad) > MAX_SHOWN_ROWS else ""
         raise UserError(
             f"--data {name}: {len(bad)} of its rows are invalid: {shown}{more}. "
             "Fix or remove them (`peagle eval` skips them with --skip-bad-rows)"
         )
-    return prompts
 
 
-def _load_from_hub(name: str, folder: Path, skip_bad_rows: bool) -> EvalDataset:
+def _load_from_hub(name: str, folder: Path) -> EvalDataset:
     hub = NAMED[name]
     missing = f"--data {name}: no {name}.jsonl in {folder} (--data-dir, ${FOLDER_ENV})"
     fix = 'put one there, rows {"turns": [...]} or {"prompt": "..."}, or give its path'
@@ -109,13 +110,12 @@ def _load_from_hub(name: str, folder: Path, skip_bad_rows: bool) -> EvalDataset:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise UserError(f"{missing}, and {hub.repository} did not load ({reason}); {fix}") from None
     found = ((f"{name}:{i}", name, row) for i, row in enumerate(rows, start=1))
-    return EvalDataset(name, hub.repository, _check_rows(collect_prompts(name, found), name, skip_bad_rows))
+    return EvalDataset(name, hub.repository, collect_prompts(name, found))
 
 
 def _convert_row(row: dict[str, Any], hub: HubDataset) -> dict[str, Any]:
     prompt = row.get(hub.prompt_column)
-    turns = [
-        hub.template.format(t) if isinstance(t, str) else t for t in (prompt if isinstance(prompt, list) else [prompt])
-    ]
-    category = row.get(hub.category_column) if hub.category_column is not None else None
-    return {"turns": turns, **({"category": category} if category else {})}
+    turns = prompt if isinstance(prompt, list) else [prompt]
+    converted = {"turns": [hub.template.format(t) if isinstance(t, str) else t for t in turns]}
+    category = row.get(hub.category_column)
+    return {**converted, "category": category} if category else converted

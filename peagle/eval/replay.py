@@ -26,8 +26,7 @@ from peagle.checkpoints.target import load_target
 from peagle.config import EvalSettings
 from peagle.data.batches import PackedBatch
 from peagle.engine.llm import LLM
-from peagle.eval.conversations import CompletedTurn, ConversationRunner, EvalRequest, EvalResponse, Evaluator
-from peagle.eval.datasets import EvalDataset
+from peagle.eval.conversations import CompletedTurn, ConversationRunner, EvalJob, EvalRequest, EvalResponse, Evaluator
 from peagle.eval.samples import AcceptanceSample, DraftResult, replay_drafts
 from peagle.kernels.sampling.sample import argmax
 from peagle.models.decoder import Decoder
@@ -63,27 +62,19 @@ class EmbeddedEvaluator(Evaluator):
         self.dtype = self.llm.dtype
         self._responses: dict[tuple[str, float], list[ExtendedResponse]] = {}
 
-    def measure(
-        self, drafter: Path | None, dataset: EvalDataset, temperature: float, ks: Sequence[int]
-    ) -> Iterator[tuple[int, list[AcceptanceSample]]]:
-        assert drafter is not None
-        key = (dataset.name, temperature)
+    def measure(self, job: EvalJob) -> Iterator[tuple[int, list[AcceptanceSample]]]:
+        assert job.drafter.folder is not None
+        key = (job.dataset.name, job.temperature)
         if key not in self._responses:
-            turns = self.runner.run(dataset.prompts.rows, temperature, self._complete)
+            turns = self.runner.run(job.dataset.prompts.rows, job.temperature, self._complete)
             self._responses[key] = self._extend_responses(turns)
         responses = self._responses[key]
         model = self.llm.target.model
         weight = model.embed_tokens.weight
-        drafter_model = load_drafter(drafter, model, weight.dtype, weight.device)
-        runs = compute_correct_runs(
-            model,
-            drafter_model,
-            responses,
-            max(ks),
-            self.settings,
-            lambda done: self.on_progress("drafting", done, len(responses)),
-        )
-        for k in ks:
+        drafter = load_drafter(job.drafter.folder, model, weight.dtype, weight.device)
+        on_progress = partial(self.on_progress, "drafting")
+        runs = compute_correct_runs(model, drafter, responses, max(job.ks), self.settings, on_progress)
+        for k in job.ks:
             yield k, [self._build_sample(response, run, k) for response, run in zip(responses, runs, strict=True)]
 
     def _build_sample(self, response: ExtendedResponse, run: dict[int, int], k: int) -> AcceptanceSample:
@@ -121,7 +112,7 @@ def compute_correct_runs(
     responses: Sequence[ExtendedResponse],
     num_depths: int,
     settings: EvalSettings,
-    on_progress: Callable[[int], None],
+    on_progress: Callable[[int, int], None],
 ) -> list[dict[int, int]]:
     """For each response: number n of known tokens -> how many of the next tokens the drafter predicts, in a row.
 
@@ -137,7 +128,7 @@ def compute_correct_runs(
             first, size = len(response.turn.request.prompt_token_ids) + 1, len(response.token_ids)
             runs.append({n: run_N[start + n - 2] for n in range(first, size)})
             start += size
-        on_progress(len(runs))
+        on_progress(len(runs), len(responses))
     return runs
 
 
@@ -220,14 +211,12 @@ class ReferenceEvaluator(Evaluator):
         self.device = device
         self.target = load_target(target, torch.float32, device)
 
-    def measure(
-        self, drafter: Path | None, dataset: EvalDataset, temperature: float, ks: Sequence[int]
-    ) -> Iterator[tuple[int, list[AcceptanceSample]]]:
-        assert drafter is not None
-        drafter_model = load_drafter(drafter, self.target.model, torch.float32, self.device)
-        for k in ks:
-            complete = partial(self._complete, drafter=drafter_model, k=k)
-            turns = self.runner.run(dataset.prompts.rows, temperature, complete)
+    def measure(self, job: EvalJob) -> Iterator[tuple[int, list[AcceptanceSample]]]:
+        assert job.drafter.folder is not None
+        drafter = load_drafter(job.drafter.folder, self.target.model, torch.float32, self.device)
+        for k in job.ks:
+            complete = partial(self._complete, drafter=drafter, k=k)
+            turns = self.runner.run(job.dataset.prompts.rows, job.temperature, complete)
             yield k, [turn.build_sample(turn.response.drafts, k) for turn in turns]
 
     def _complete(self, requests: list[EvalRequest], drafter: Drafter, k: int) -> list[EvalResponse]:
