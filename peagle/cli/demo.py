@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -93,4 +94,4 @@ def _build_engines(
         engines.append(DemoEngine(name, drafter, llm))
     tokenizer = engines[0].llm.tokenizer
     prompts = [encode_prompt(tokenizer, text, raw=False) for text in texts]
-    return prompts, lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=True), engines
+    return prompts, partial(tokenizer.decode, skip_special_tokens=True), engines

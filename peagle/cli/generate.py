@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -98,7 +99,8 @@ class EmbeddedEngine:
         from peagle.display import TokenTextSplitter
 
         self._stopped = False
-        splitter, num_chars = TokenTextSplitter(self._decode), 0
+        decode = partial(self.llm.tokenizer.decode, skip_special_tokens=True)
+        splitter, num_chars = TokenTextSplitter(decode), 0
         with closing(self.llm.stream(prompt_token_ids, params)) as outputs:
             for out in outputs:
                 self.output = out
@@ -114,9 +116,6 @@ class EmbeddedEngine:
     def stop(self) -> None:
         """Ends the stream after the current step. A signal handler may call it."""
         self._stopped = True
-
-    def _decode(self, token_ids: list[int]) -> str:
-        return self.llm.tokenizer.decode(token_ids, skip_special_tokens=True)
 
 
 def print_parts(screen: Console, parts: TextParts) -> None:

@@ -25,7 +25,7 @@ from peagle.cli.app import (
 from peagle.config import DEFAULT_NUM_LAYERS, PlanSettings, TuneSettings
 from peagle.config.options import REQUIRED, device_option, dtype_option, option
 from peagle.errors import UserError
-from peagle.hub.resolve import resolve_drafter, shipped_drafters
+from peagle.hub.resolve import resolve_drafter
 from peagle.speculative.adaptive_k import AdaptiveK, StepCostTable
 
 if TYPE_CHECKING:
@@ -276,13 +276,12 @@ def _measure(
 
 def build_vllm_config(llm: LLM, drafter: str, k: int) -> dict[str, Any] | None:
     """The value of vLLM's --speculative-config; None for no speculation. A built-in drafter becomes its folder."""
-    from peagle.checkpoints.validate import build_speculative_config
+    from peagle.checkpoints.validate import build_speculative_config, vllm_model_name
 
     assert llm.drafter is not None
     if k == 0:
         return None
-    model = str(resolve_drafter(drafter)) if drafter in shipped_drafters() else drafter
-    return build_speculative_config(model, k, llm.drafter.cfg.parallel)
+    return build_speculative_config(vllm_model_name(drafter, resolve_drafter(drafter)), k, llm.drafter.cfg.parallel)
 
 
 def recommend(adaptive_k: AdaptiveK) -> str:

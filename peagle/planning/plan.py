@@ -67,11 +67,8 @@ def build_plan(
         ]
     if settings.per_user_throughput is not None:
         rows = _filter_rows(rows, settings.per_user_throughput)
-    fastest = {
-        c: max((r for r in rows if r.concurrency == c), key=by_throughput) for c in {r.concurrency for r in rows}
-    }
-    rows = [replace(row, chosen=row is fastest[row.concurrency]) for row in rows]
     plan = ServingPlan(rows, replica, _acceptance_notes(drafters) + notes)
+    plan = replace(plan, rows=[replace(row, chosen=row is plan.fastest(row.concurrency)) for row in rows])
     if settings.throughput is None and settings.per_user_throughput is None:
         return replace(plan, recommendation=_recommend_per_concurrency(plan))
     methods = ["none", *(d.shape.method for d in drafters)]

@@ -121,15 +121,14 @@ def load_cost_table(path: Path, key: CostTableKey) -> StepCostTable:
     if not path.exists():
         return StepCostTable()
     try:
-        values = json.loads(path.read_text())
         table = StepCostTable.load(path)
-        found = {name: values.get(name) for name in asdict(key)}
-    except (OSError, ValueError, AttributeError, UserError):
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
         raise UserError(f"--cost-table {path}: exists and is not a cost table; use another file") from None
     for name, value in asdict(key).items():
-        if found[name] != value:
+        if found.get(name) != value:
             raise UserError(
-                f"--cost-table {path}: was measured for {name} {found[name]}, not {value}; "
+                f"--cost-table {path}: was measured for {name} {found.get(name)}, not {value}; "
                 "use another file or --overwrite"
             )
     return table

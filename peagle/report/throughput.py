@@ -55,9 +55,7 @@ class BenchRun:
 
     @property
     def load(self) -> float:
-        value = self.row.request_rate if self.row.concurrency is None else self.row.concurrency
-        assert value is not None, "rows are validated when they are read"
-        return float(value)
+        return float(self.row.concurrency or self.row.request_rate or 0)
 
     @property
     def throughput(self) -> float:
@@ -265,7 +263,8 @@ def _throughput_figure(group: ComparableRuns) -> ReportTable:
                     rows.append((add_engine(name, engine), *(cells.get(load, "–") for load in group.loads)))
         panels += [ChartPanel(engine or title, x, y, tuple(some)) for some in split_panels(lines)]
     caption = "Output tokens/s with 95% intervals; the fastest K of each method. Hollow points: see the warnings."
-    return ReportTable(title, _load_headings(group), tuple(rows), caption, panels=tuple(panels))
+    headings = ("run", *map(group.load_name, group.loads))
+    return ReportTable(title, headings, tuple(rows), caption, panels=tuple(panels))
 
 
 def _throughput_point(group: ComparableRuns, run: BenchRun) -> ChartPoint:
@@ -277,10 +276,6 @@ def _throughput_point(group: ComparableRuns, run: BenchRun) -> ChartPoint:
 
 def _throughput_and_k(run: BenchRun) -> str:
     return format_number(run.throughput) if run.k is None else f"{format_number(run.throughput)} (K={run.k})"
-
-
-def _load_headings(group: ComparableRuns) -> tuple[str, ...]:
-    return "run", *map(group.load_name, group.loads)
 
 
 def _speedup_table(group: ComparableRuns, engine: str, members: Sequence[BenchRun]) -> ReportTable:
@@ -323,7 +318,7 @@ def _ratio_table(
         texts = [s if isinstance(s, str) else with_interval(format_number(s.ratio, "times"), s.ci95) for s in values]
         rows.append((name, *texts))
         ratios.append(tuple(None if isinstance(s, str) else s.ratio if is_conclusive(s) else 1.0 for s in values))
-    headings = _load_headings(group)
+    headings = ("run", *map(group.load_name, group.loads))
     return ReportTable(title, headings, tuple(rows), f"{caption} {COLOURS}", is_open=True, ratios=tuple(ratios))
 
 
