@@ -38,8 +38,7 @@ class ConfigReader:
     """A JSON object and the file it came from, which error messages name."""
 
     def __init__(self, values: dict[str, Any], source: Path) -> None:
-        self.values = values
-        self.source = source
+        self.values, self.source = values, source
 
     def error(self, message: str) -> UserError:
         return UserError(f"{self.source}: {message}")
@@ -92,6 +91,129 @@ class ConfigReader:
             raise self.error(f"field {name!r} is {value!r}, expected a list of integers")
         return tuple(value)
 
+    @property
+    def max_positions(self) -> int:
+        return self.size("max_position_embeddings", maximum=2**31 - 1)
+
+    def read_layer(
+        self,
+        qk_norm: bool = False,
+        qkv_bias: bool | None = None,
+        out_bias: bool | None = None,
+        mlp_bias: bool | None = None,
+    ) -> LayerConfig:
+        """Biases that are None follow from the fields `attention_bias` and `mlp_bias`."""
+        attention_bias = self.get("attention_bias", bool, False)
+        heads, hidden_size = self.size("num_attention_heads"), self.size("hidden_size")
+        kv_heads = self.size("num_key_value_heads", heads)
+        head_dim = self.size("head_dim", max(hidden_size // heads, 1))
+        if heads % kv_heads:
+            raise self.error(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+        if heads * head_dim > MAX_SIZE:
+            raise self.error(f"num_attention_heads {heads} times head_dim {head_dim} is more than {MAX_SIZE}")
+        if head_dim % 2:
+            raise self.error(f"head_dim {head_dim} is odd; rotary embeddings need an even one")
+        activation = self.get("hidden_act", str, "silu")
+        if activation not in ("silu", "swish"):
+            raise self.error(f"hidden_act {activation!r} is not supported; supported: silu")
+        return LayerConfig(
+            hidden_size=hidden_size,
+            intermediate_size=self.size("intermediate_size"),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            norm_eps=self.positive("rms_norm_eps", 1e-6),
+            qkv_bias=attention_bias if qkv_bias is None else qkv_bias,
+            out_bias=attention_bias if out_bias is None else out_bias,
+            mlp_bias=self.get("mlp_bias", bool, False) if mlp_bias is None else mlp_bias,
+            qk_norm=qk_norm,
+        )
+
+    def read_experts(self, size_field: str, **options: Any) -> ExpertsConfig:
+        """`size_field` names the intermediate size of one expert. The number of experts has two names in use."""
+        name = "num_experts" if self.values.get("num_experts") is not None else "num_local_experts"
+        num_experts, num_experts_per_tok = self.size(name), self.size("num_experts_per_tok")
+        if num_experts_per_tok > num_experts:
+            raise self.error(f"num_experts_per_tok {num_experts_per_tok} is more than {name} {num_experts}")
+        return ExpertsConfig(num_experts, num_experts_per_tok, self.size(size_field), **options)
+
+    def read_windows(self, num_layers: int, sliding_by_default: bool = False, chunked: bool = False) -> tuple[Any, ...]:
+        """Returns the attention window of each layer, from `layer_types`; `chunked` is the kind of Llama 4."""
+        limited = "chunked_attention" if chunked else "sliding_attention"
+        default = limited if sliding_by_default else "full_attention"
+        layer_types = self.values.get("layer_types") or [default] * num_layers
+        if not isinstance(layer_types, list) or len(layer_types) != num_layers:
+            raise self.error(f"layer_types must name {num_layers} layers")
+        if unknown := [layer_type for layer_type in layer_types if layer_type not in ("full_attention", limited)]:
+            raise self.error(f"layer type {unknown[0]!r} is not supported")
+        window: Any = None
+        if chunked and limited in layer_types:
+            window = ChunkedAttention(self.size("attention_chunk_size", maximum=2**31 - 1))
+        elif limited in layer_types:
+            window = self.optional_size("sliding_window")
+        return tuple(window if layer_type == limited else None for layer_type in layer_types)
+
+    def read_rope(self, rope: ConfigReader | None = None, of_target: bool = False) -> RopeConfig:
+        """Reads `rope_parameters` (`fill_defaults` converts older spellings to it), or the section `rope` of it.
+
+        `of_target` allows longrope and partial rotation, which vLLM does not support in a drafter.
+        """
+        rope = self.section("rope_parameters") if rope is None else rope
+        theta = rope.positive("rope_theta", RopeConfig.theta)
+        rope_type: Any = rope.get("rope_type", str)
+        supported = TARGET_ROPE_TYPES if of_target else ROPE_TYPES
+        if rope_type not in supported:
+            raise self.error(f"rope type {rope_type!r} is not supported; supported: {', '.join(supported)}")
+        partial = rope.get("partial_rotary_factor", float, self.get("partial_rotary_factor", float, 1.0))
+        if partial != 1.0 and not (of_target and rope_type in ("default", "longrope") and 0.0 < partial < 1.0):
+            raise self.error(f"partial_rotary_factor {partial} is not supported with rope type {rope_type!r}")
+        if rope_type == "default":
+            return RopeConfig(theta=theta, partial_rotary_factor=partial)
+        if rope_type == "linear":
+            return RopeConfig(theta, "linear", rope.positive("factor"))
+        original = rope.optional_size("original_max_position_embeddings") or self.max_positions
+        factor = rope.positive("factor", None if rope_type == "llama3" else self.max_positions / original)
+        common = RopeConfig(theta, rope_type, factor, original, partial_rotary_factor=partial)
+        if rope_type == "llama3":
+            low, high = rope.positive("low_freq_factor"), rope.positive("high_freq_factor")
+            if low > high:  # equal ones are valid (Llama 4 Scout)
+                raise self.error(f"low_freq_factor {low} must not be above high_freq_factor {high}")
+            return replace(common, low_freq_factor=low, high_freq_factor=high)
+        attention_factor = rope.optional_positive("attention_factor")
+        if rope_type == "longrope":
+            head_dim = self.size("head_dim", self.size("hidden_size") // self.size("num_attention_heads"))
+            short, long = (
+                rope.read_pair_factors(f"{n}_factor", int(head_dim * partial) // 2) for n in ("short", "long")
+            )
+            return replace(common, attention_factor=attention_factor, short_factors=short, long_factors=long)
+        if theta <= 1:
+            raise self.error(f"field 'rope_theta' is {theta}, expected more than 1 for yarn")
+        return replace(
+            common,
+            beta_fast=rope.positive("beta_fast", RopeConfig.beta_fast),
+            beta_slow=rope.positive("beta_slow", RopeConfig.beta_slow),
+            attention_factor=attention_factor,
+            mscale=rope.optional_positive("mscale"),
+            mscale_all_dim=rope.optional_positive("mscale_all_dim"),
+            truncate=rope.get("truncate", bool, RopeConfig.truncate),
+        )
+
+    def read_proportional_rope(self) -> RopeConfig:
+        """Gemma 4's kind: only the first rotary pairs of a head rotate, at the frequencies of a full rotation."""
+        partial = self.get("partial_rotary_factor", float, 1.0)
+        if not 0.0 <= partial <= 1.0:
+            raise self.error(f"partial_rotary_factor is {partial}, expected a number from 0 to 1")
+        factor = self.positive("factor", 1.0)
+        return RopeConfig(self.positive("rope_theta"), "proportional", factor, partial_rotary_factor=partial)
+
+    def read_pair_factors(self, name: str, num_pairs: int) -> tuple[float, ...]:
+        values = self.values.get(name)
+        if not isinstance(values, list) or not all(type(v) in (int, float) and 1e-6 < v < 1e9 for v in values):
+            raise self.error(f"field {name!r} must be a list of positive numbers")
+        if len(values) != num_pairs:
+            raise self.error(f"field {name!r} must be a list of {num_pairs} numbers, one per rotary pair")
+        return tuple(float(v) for v in values)
+
 
 def fill_defaults(values: dict[str, Any], source: Path) -> ConfigReader:
     """Adds the fields that transformers omits when it saves a config: those equal to the family's defaults."""
@@ -119,136 +241,6 @@ def build_transformers_config(values: dict[str, Any], source: Path) -> Any:
         raise UserError(f"{source}: not a usable {model_type} config ({reason})") from None
     finally:
         logging.set_verbosity(verbosity)
-
-
-def read_layer_config(
-    config: ConfigReader,
-    qk_norm: bool = False,
-    qkv_bias: bool | None = None,
-    out_bias: bool | None = None,
-    mlp_bias: bool | None = None,
-) -> LayerConfig:
-    """Biases that are None follow from the fields `attention_bias` and `mlp_bias`."""
-    attention_bias = config.get("attention_bias", bool, False)
-    heads, hidden_size = config.size("num_attention_heads"), config.size("hidden_size")
-    kv_heads = config.size("num_key_value_heads", heads)
-    head_dim = config.size("head_dim", max(hidden_size // heads, 1))
-    if heads % kv_heads:
-        raise config.error(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-    if heads * head_dim > MAX_SIZE:
-        raise config.error(f"num_attention_heads {heads} times head_dim {head_dim} is more than {MAX_SIZE}")
-    if head_dim % 2:
-        raise config.error(f"head_dim {head_dim} is odd; rotary embeddings need an even one")
-    activation = config.get("hidden_act", str, "silu")
-    if activation not in ("silu", "swish"):
-        raise config.error(f"hidden_act {activation!r} is not supported; supported: silu")
-    return LayerConfig(
-        hidden_size=hidden_size,
-        intermediate_size=config.size("intermediate_size"),
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        norm_eps=config.positive("rms_norm_eps", 1e-6),
-        qkv_bias=attention_bias if qkv_bias is None else qkv_bias,
-        out_bias=attention_bias if out_bias is None else out_bias,
-        mlp_bias=config.get("mlp_bias", bool, False) if mlp_bias is None else mlp_bias,
-        qk_norm=qk_norm,
-    )
-
-
-def read_experts_config(config: ConfigReader, size_field: str, **options: Any) -> ExpertsConfig:
-    """`size_field` names the intermediate size of one expert. The number of experts has two names in use."""
-    name = "num_experts" if config.values.get("num_experts") is not None else "num_local_experts"
-    num_experts, num_experts_per_tok = config.size(name), config.size("num_experts_per_tok")
-    if num_experts_per_tok > num_experts:
-        raise config.error(f"num_experts_per_tok {num_experts_per_tok} is more than {name} {num_experts}")
-    return ExpertsConfig(num_experts, num_experts_per_tok, config.size(size_field), **options)
-
-
-def read_max_positions(config: ConfigReader) -> int:
-    return config.size("max_position_embeddings", maximum=2**31 - 1)
-
-
-def read_windows(
-    config: ConfigReader, num_layers: int, sliding_by_default: bool = False, chunked: bool = False
-) -> tuple[Any, ...]:
-    """Returns the attention window of each layer, from `layer_types`; `chunked` is the kind of Llama 4."""
-    limited = "chunked_attention" if chunked else "sliding_attention"
-    default = limited if sliding_by_default else "full_attention"
-    layer_types = config.values.get("layer_types") or [default] * num_layers
-    if not isinstance(layer_types, list) or len(layer_types) != num_layers:
-        raise config.error(f"layer_types must name {num_layers} layers")
-    if unknown := [layer_type for layer_type in layer_types if layer_type not in ("full_attention", limited)]:
-        raise config.error(f"layer type {unknown[0]!r} is not supported")
-    window: Any = None
-    if chunked and limited in layer_types:
-        window = ChunkedAttention(config.size("attention_chunk_size", maximum=2**31 - 1))
-    elif limited in layer_types:
-        window = config.optional_size("sliding_window")
-    return tuple(window if layer_type == limited else None for layer_type in layer_types)
-
-
-def read_rope_config(config: ConfigReader, rope: ConfigReader | None = None, of_target: bool = False) -> RopeConfig:
-    """Reads `rope_parameters` (`fill_defaults` converts older spellings to it), or the section `rope` of it.
-
-    `of_target` allows longrope and partial rotation, which vLLM does not support in a drafter.
-    """
-    rope = config.section("rope_parameters") if rope is None else rope
-    theta = rope.positive("rope_theta", RopeConfig.theta)
-    rope_type: Any = rope.get("rope_type", str)
-    supported = TARGET_ROPE_TYPES if of_target else ROPE_TYPES
-    if rope_type not in supported:
-        raise config.error(f"rope type {rope_type!r} is not supported; supported: {', '.join(supported)}")
-    partial = rope.get("partial_rotary_factor", float, config.get("partial_rotary_factor", float, 1.0))
-    if partial != 1.0 and not (of_target and rope_type in ("default", "longrope") and 0.0 < partial < 1.0):
-        raise config.error(f"partial_rotary_factor {partial} is not supported with rope type {rope_type!r}")
-    if rope_type == "default":
-        return RopeConfig(theta=theta, partial_rotary_factor=partial)
-    if rope_type == "linear":
-        return RopeConfig(theta, "linear", rope.positive("factor"))
-    max_positions = read_max_positions(config)
-    original = rope.optional_size("original_max_position_embeddings") or max_positions
-    factor = rope.positive("factor", None if rope_type == "llama3" else max_positions / original)
-    common = RopeConfig(theta, rope_type, factor, original, partial_rotary_factor=partial)
-    if rope_type == "llama3":
-        low, high = rope.positive("low_freq_factor"), rope.positive("high_freq_factor")
-        if low > high:  # equal ones are valid (Llama 4 Scout)
-            raise config.error(f"low_freq_factor {low} must not be above high_freq_factor {high}")
-        return replace(common, low_freq_factor=low, high_freq_factor=high)
-    attention_factor = rope.optional_positive("attention_factor")
-    if rope_type == "longrope":
-        head_dim = config.size("head_dim", config.size("hidden_size") // config.size("num_attention_heads"))
-        short, long = (_read_pair_factors(rope, f"{n}_factor", int(head_dim * partial) // 2) for n in ("short", "long"))
-        return replace(common, attention_factor=attention_factor, short_factors=short, long_factors=long)
-    if theta <= 1:
-        raise config.error(f"field 'rope_theta' is {theta}, expected more than 1 for yarn")
-    return replace(
-        common,
-        beta_fast=rope.positive("beta_fast", RopeConfig.beta_fast),
-        beta_slow=rope.positive("beta_slow", RopeConfig.beta_slow),
-        attention_factor=attention_factor,
-        mscale=rope.optional_positive("mscale"),
-        mscale_all_dim=rope.optional_positive("mscale_all_dim"),
-        truncate=rope.get("truncate", bool, RopeConfig.truncate),
-    )
-
-
-def read_proportional_rope(rope: ConfigReader) -> RopeConfig:
-    """Gemma 4's kind: only the first rotary pairs of a head rotate, at the frequencies of a full rotation."""
-    partial = rope.get("partial_rotary_factor", float, 1.0)
-    if not 0.0 <= partial <= 1.0:
-        raise rope.error(f"partial_rotary_factor is {partial}, expected a number from 0 to 1")
-    factor = rope.positive("factor", 1.0)
-    return RopeConfig(rope.positive("rope_theta"), "proportional", factor, partial_rotary_factor=partial)
-
-
-def _read_pair_factors(rope: ConfigReader, name: str, num_pairs: int) -> tuple[float, ...]:
-    values = rope.values.get(name)
-    if not isinstance(values, list) or not all(type(v) in (int, float) and 1e-6 < v < 1e9 for v in values):
-        raise rope.error(f"field {name!r} must be a list of positive numbers")
-    if len(values) != num_pairs:
-        raise rope.error(f"field {name!r} must be a list of {num_pairs} numbers, one per rotary pair")
-    return tuple(float(v) for v in values)
 
 
 def rope_to_json(rope: RopeConfig) -> dict[str, Any]:

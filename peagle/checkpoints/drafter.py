@@ -22,10 +22,6 @@ from peagle.checkpoints.config_reader import (
     fill_defaults,
     is_speculators,
     plain_to_speculators,
-    read_layer_config,
-    read_max_positions,
-    read_rope_config,
-    read_windows,
     rope_to_json,
     speculators_to_plain,
 )
@@ -75,16 +71,16 @@ def read_drafter_config(folder: Path, target: DecoderConfig | None = None) -> Dr
     if eagle_config.get("use_aux_hidden_state", bool, True) is False:
         raise UserError(f"{source}: EAGLE-1 drafters (use_aux_hidden_state false) are not supported")
     num_layers, vocab = config.size("num_hidden_layers"), config.size("vocab_size")
-    layer = read_layer_config(config, qk_norm=model_type == "qwen3")
-    windows = read_windows(config, num_layers)
+    layer = config.read_layer(qk_norm=model_type == "qwen3")
+    windows = config.read_windows(num_layers)
     names = {module_tensor_name(name) for name in SafetensorsFolder(folder).names()}
     return DrafterConfig(
         vocab_size=vocab,
         draft_vocab_size=config.size("draft_vocab_size", vocab),
         num_layers=num_layers,
         layer=layer,
-        rope=read_rope_config(config),
-        max_positions=read_max_positions(config),
+        rope=config.read_rope(),
+        max_positions=config.max_positions,
         target_hidden_size=config.size("target_hidden_size", layer.hidden_size),
         aux_layer_ids=_read_aux_layer_ids(config, eagle_config, target),
         mask_token_id=_read_mask_token_id(values, source, parallel="mask_hidden" in names, vocab=vocab),
@@ -184,8 +180,7 @@ def load_unshared_drafter(
 ) -> Drafter:
     """Loads a drafter without a target. `dtype` None keeps every tensor's dtype."""
     weights = SafetensorsFolder(folder)
-    found = find_tensor_problems(cfg, weights.shapes)
-    if found:
+    if found := find_tensor_problems(cfg, weights.shapes):
         more = f" (and {len(found) - 1} more; see `peagle inspect`)" if len(found) > 1 else ""
         raise UserError(f"{folder}: {found[0]}{more}")
     with torch.device("meta"):
@@ -194,8 +189,7 @@ def load_unshared_drafter(
     layout = build_layout(drafter, cfg.layer)
     load_parameters(drafter, layout, lambda name: weights[file_names[name]], folder, dtype, device)
     drafter.rope.to(device)
-    found = find_d2t_problems(cfg, weights["d2t"]) if "d2t" in weights else []
-    if found:
+    if "d2t" in weights and (found := find_d2t_problems(cfg, weights["d2t"])):
         raise UserError(f"{folder}: {found[0]}")
     return drafter.eval().requires_grad_(False)
 
@@ -226,8 +220,7 @@ def find_fit_problems(cfg: DrafterConfig, target: DecoderConfig) -> list[str]:
 
 def check_drafter_fits(cfg: DrafterConfig, target: DecoderConfig, folder: Path | None) -> None:
     """`folder`: None for a drafter that is not from a folder."""
-    found = find_fit_problems(cfg, target)
-    if found:
+    if found := find_fit_problems(cfg, target):
         name = "the drafter" if folder is None else f"--drafter {folder}:"
         raise UserError(f"{name} does not fit the target: {'; '.join(found)}")
 
@@ -276,10 +269,15 @@ def drafter_tensors(drafter: Drafter) -> dict[str, Tensor]:
     """Returns the plain format's tensors, with layer 0 as `midlayer.` and `t2d` computed from `d2t`."""
     tensors = split_parameters(drafter, build_layout(drafter, drafter.cfg.layer))
     if drafter.d2t is not None:
-        t2d = torch.zeros(drafter.cfg.vocab_size, dtype=torch.bool)
-        t2d[(torch.arange(len(drafter.d2t)) + drafter.d2t.cpu())] = True
-        tensors["t2d"] = t2d
+        tensors["t2d"] = build_t2d(drafter.d2t.cpu(), drafter.cfg.vocab_size)
     return {plain_tensor_name(name): tensor for name, tensor in tensors.items()}
+
+
+def build_t2d(d2t: Tensor, vocab_size: int) -> Tensor:
+    """True for the target's token ids in the draft vocabulary."""
+    t2d = torch.zeros(vocab_size, dtype=torch.bool)
+    t2d[torch.arange(len(d2t)) + d2t] = True
+    return t2d
 
 
 def save_drafter(drafter: Drafter, folder: Path) -> None:
@@ -329,24 +327,20 @@ def average_drafters(sources: Sequence[Path], out: Path, weights: Sequence[float
     """
     assert len(sources) == len(weights) > 1, (sources, weights)
     configs = [read_drafter_config(source) for source in sources]
-    for source, cfg in zip(sources[1:], configs[1:], strict=True):
-        first, other = asdict(configs[0]), asdict(cfg)
-        different = [name for name in first if first[name] != other[name]]
-        if different:
-            name = different[0]
-            raise UserError(
-                f"{source}: cannot be averaged with {sources[0]}: {name} is {other[name]!r} instead of {first[name]!r}"
-            )
+    first = asdict(configs[0])
+    for source, cfg in zip(sources, configs, strict=True):
+        for name, value in asdict(cfg).items():
+            if value != first[name]:
+                problem = f"{name} is {value!r} instead of {first[name]!r}"
+                raise UserError(f"{source}: cannot be averaged with {sources[0]}: {problem}")
     drafters = [load_unshared_drafter(source, configs[0], dtype=None) for source in sources]
-    for source, drafter in zip(sources, drafters, strict=True):
-        d2t = drafters[0].d2t
-        if d2t is not None and drafter.d2t is not None and not torch.equal(d2t, drafter.d2t):
-            raise UserError(f"{source}: cannot be averaged with {sources[0]}: their draft vocabularies differ")
     inputs = [drafter_tensors(drafter) for drafter in drafters]
+    for source, each in zip(sources, inputs, strict=True):
+        if "d2t" in each and not torch.equal(each["d2t"], inputs[0]["d2t"]):
+            raise UserError(f"{source}: cannot be averaged with {sources[0]}: their draft vocabularies differ")
     tensors = {name: _average([each[name] for each in inputs], weights) for name in inputs[0]}
     values = build_drafter_config(configs[0], drafters[0].fc.weight.dtype)
-    trained = [tokens for source in sources if (tokens := trained_num_speculative_tokens(source)) is not None]
-    if trained:
+    if trained := list(filter(None, map(trained_num_speculative_tokens, sources))):
         values["trained_draft_tokens"] = min(trained)
     save_checkpoint(tensors, values, out)
 

@@ -11,17 +11,7 @@ from typing import Any
 
 import torch
 
-from peagle.checkpoints.config_reader import (
-    ConfigReader,
-    build_transformers_config,
-    fill_defaults,
-    read_experts_config,
-    read_layer_config,
-    read_max_positions,
-    read_proportional_rope,
-    read_rope_config,
-    read_windows,
-)
+from peagle.checkpoints.config_reader import ConfigReader, build_transformers_config, fill_defaults
 from peagle.checkpoints.tensors import (
     TensorSource,
     TensorSources,
@@ -76,28 +66,28 @@ class Family:
     logit_softcapping: bool = False
 
 
-_read_unbiased_layer = partial(read_layer_config, qkv_bias=False, out_bias=False, mlp_bias=False)
-_read_qwen2_layer = partial(read_layer_config, qkv_bias=True, out_bias=False, mlp_bias=False)
-_read_qwen3_layer = partial(read_layer_config, qk_norm=True, mlp_bias=False)
+_read_unbiased_layer = partial(ConfigReader.read_layer, qkv_bias=False, out_bias=False, mlp_bias=False)
+_read_qwen2_layer = partial(ConfigReader.read_layer, qkv_bias=True, out_bias=False, mlp_bias=False)
+_read_qwen3_layer = partial(ConfigReader.read_layer, qk_norm=True, mlp_bias=False)
 
 
 def _read_qwen3_moe_layer(config: ConfigReader) -> LayerConfig:
     if config.values.get("mlp_only_layers") or config.size("decoder_sparse_step", 1) != 1:
         raise config.error("dense layers between MoE layers (mlp_only_layers, decoder_sparse_step) are not supported")
     norm_topk_prob = config.get("norm_topk_prob", bool, False)
-    experts = read_experts_config(config, "moe_intermediate_size", norm_topk_prob=norm_topk_prob)
+    experts = config.read_experts("moe_intermediate_size", norm_topk_prob=norm_topk_prob)
     return replace(_read_qwen3_layer(config), experts=experts)
 
 
 def _read_gpt_oss_layer(config: ConfigReader) -> LayerConfig:
     clamp = config.positive("swiglu_alpha", 1.702), config.positive("swiglu_limit", 7.0)
-    experts = read_experts_config(config, "intermediate_size", bias=True, clamp=clamp)
-    return replace(read_layer_config(config), attention_sinks=True, experts=experts)
+    experts = config.read_experts("intermediate_size", bias=True, clamp=clamp)
+    return replace(config.read_layer(), attention_sinks=True, experts=experts)
 
 
 def _convert_phi3(sources: TensorSources, config: ConfigReader) -> TensorSources:
     """Splits merged projections, and reorders partially rotated heads."""
-    layer, rope = _read_unbiased_layer(config), read_rope_config(config, of_target=True)
+    layer, rope = _read_unbiased_layer(config), config.read_rope(of_target=True)
     q, kv = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
     mlp = layer.intermediate_size
     sources = split_rows(sources, ".qkv_proj.", {"q_proj": q, "k_proj": kv, "v_proj": kv})
@@ -194,8 +184,8 @@ def _convert_gemma4(sources: TensorSources, config: ConfigReader) -> TensorSourc
 def _read_llama4_layer(config: ConfigReader) -> LayerConfig:
     """Returns an MoE layer with rotary embeddings, the most common one."""
     size, qk_norm = config.size("intermediate_size"), config.get("use_qk_norm", bool, False)
-    experts = read_experts_config(config, "intermediate_size", sigmoid_scaled_input=True, shared_intermediate_size=size)
-    return replace(read_layer_config(config, qk_norm, mlp_bias=False), experts=experts)
+    experts = config.read_experts("intermediate_size", sigmoid_scaled_input=True, shared_intermediate_size=size)
+    return replace(config.read_layer(qk_norm, mlp_bias=False), experts=experts)
 
 
 def _read_llama4_layers(config: ConfigReader, layer: LayerConfig) -> tuple[LayerConfig, ...]:
@@ -244,14 +234,10 @@ GEMMA4 = Family(
     logit_softcapping=True,
 )
 LLAMA4 = Family(
-    "llama4_text",
-    _read_llama4_layer,
-    _convert_llama4,
-    read_layers=_read_llama4_layers,
-    chunked_attention=True,
+    "llama4_text", _read_llama4_layer, _convert_llama4, read_layers=_read_llama4_layers, chunked_attention=True
 )
 FAMILIES: dict[str, Family] = {
-    "LlamaForCausalLM": Family("llama", read_layer_config),
+    "LlamaForCausalLM": Family("llama", ConfigReader.read_layer),
     "MistralForCausalLM": Family("mistral", _read_unbiased_layer, sliding_by_default=True),
     "Qwen2ForCausalLM": Family("qwen2", _read_qwen2_layer),
     "Qwen3ForCausalLM": Family("qwen3", _read_qwen3_layer),
@@ -280,10 +266,12 @@ def get_family(values: dict[str, Any], source: Path) -> Family | None:
     """Returns None for a causal language model that runs through transformers."""
     names = values.get("architectures") or ["none named"]
     architecture = names[0] if isinstance(names, list) else names
-    if isinstance(architecture, str):
-        if architecture in FAMILIES:
-            return FAMILIES[architecture]
-        if _is_transformers_causal_lm(architecture):
+    if isinstance(architecture, str) and architecture in FAMILIES:
+        return FAMILIES[architecture]
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        if architecture == name or (isinstance(name, tuple) and architecture in name):
             return None
     raise UserError(
         f"{source}: architecture {architecture!r} is not supported; supported: {', '.join(FAMILIES)}, "
@@ -362,9 +350,9 @@ def read_decoder_config(
         num_layers=num_layers,
         layer=layer,
         rope=rope,
-        max_positions=min(read_max_positions(config), MAX_POSITIONS),
+        max_positions=min(config.max_positions, MAX_POSITIONS),
         tie_word_embeddings=config.get("tie_word_embeddings", bool, False),
-        windows=read_windows(config, num_layers, family.sliding_by_default, family.chunked_attention),
+        windows=config.read_windows(num_layers, family.sliding_by_default, family.chunked_attention),
         local_rope=None if local_rope == rope and same_head_dims else local_rope,
         embedding_scale=layer.hidden_size**0.5 if family.scale_embeddings else 1.0,
         layers=layers if set(layers) != {layer} else (),
@@ -372,14 +360,6 @@ def read_decoder_config(
         attention_temperature=temperature,
         uses_transformers=uses_transformers,
     )
-
-
-def _is_transformers_causal_lm(architecture: str) -> bool:
-    """Whether transformers has a causal language model of this name."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-    return any(architecture == name or (isinstance(name, tuple) and architecture in name) for name in names)
 
 
 def _read_transformers_config(values: dict[str, Any], source: Path) -> DecoderConfig:
@@ -400,11 +380,11 @@ def _read_transformers_config(values: dict[str, Any], source: Path) -> DecoderCo
         family=str(config.model_type),
         vocab_size=reader.size("vocab_size"),
         num_layers=num_layers,
-        layer=read_layer_config(reader),
+        layer=reader.read_layer(),
         rope=RopeConfig(),
-        max_positions=read_max_positions(reader),
+        max_positions=reader.max_positions,
         tie_word_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
-        windows=read_windows(reader, num_layers, sliding_by_default=True),
+        windows=reader.read_windows(num_layers, sliding_by_default=True),
         uses_transformers=True,
     )
 
@@ -413,9 +393,9 @@ def _read_ropes(config: ConfigReader, family: Family) -> tuple[RopeConfig, RopeC
     """Rotary embeddings of full-attention layers and of sliding ones."""
     parameters = config.section("rope_parameters")
     if "full_attention" not in parameters.values:
-        rope = read_rope_config(config, of_target=family.partial_rotary)
+        rope = config.read_rope(of_target=family.partial_rotary)
         return rope, rope
     full, sliding = (parameters.section(kind) for kind in ("full_attention", "sliding_attention"))
     if full.get("rope_type", str, "default") == "proportional":
-        return read_proportional_rope(full), read_rope_config(config, sliding)
-    return read_rope_config(config, full), read_rope_config(config, sliding)
+        return full.read_proportional_rope(), config.read_rope(sliding)
+    return config.read_rope(full), config.read_rope(sliding)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,8 +84,7 @@ def load_decoder(
         sources.pop("lm_head.weight", None)
     if skip_layers:
         sources = {name: tensor for name, tensor in sources.items() if name in layout}
-    problems = find_layout_problems(layout, {name: tensor.shape for name, tensor in sources.items()})
-    if problems:
+    if problems := find_layout_problems(layout, {name: tensor.shape for name, tensor in sources.items()}):
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise UserError(f"{folder}: {problems[0]}{more}")
     if cfg.tie_word_embeddings:
@@ -197,11 +196,11 @@ def extract_text_model(model: Any) -> Any:
     return text
 
 
+@dataclass
 class _ChunkedPrefillAttention:
     """Attention over one sequence that arrives in several passes; keeps keys and values per layer."""
 
-    def __init__(self) -> None:
-        self.cache: dict[int, tuple[Tensor, Tensor]] = {}
+    cache: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None

@@ -16,6 +16,7 @@ from peagle.checkpoints.config_reader import is_speculators
 from peagle.checkpoints.drafter import (
     ARCHITECTURES,
     AUX_LAYER_IDS,
+    build_t2d,
     find_d2t_problems,
     find_fit_problems,
     find_tensor_problems,
@@ -75,8 +76,7 @@ def inspect_drafter(
     except UserError as error:
         findings = [str(error).removeprefix(f"{folder / 'config.json'}: "), *_find_bad_values(weights)]
         return DrafterReport(facts, "none: fix the findings first", findings)
-    found = find_tensor_problems(cfg, weights.shapes)
-    found += _find_bad_values(weights)
+    found = find_tensor_problems(cfg, weights.shapes) + _find_bad_values(weights)
     found += _find_vocab_map_problems(cfg, weights, version)
     found += _find_misread_fields(raw, values, cfg, version)
     found += _find_newer_features(cfg, is_speculators(raw), version)
@@ -117,9 +117,7 @@ def _list_facts(cfg: DrafterConfig, weights: SafetensorsFolder) -> dict[str, str
     shared = [name for name, own in (("embeddings", cfg.own_embeddings), ("head", cfg.own_head)) if not own]
     dtypes = sorted({str(weights[n].dtype).removeprefix("torch.") for n in weights.names() if "fc" in n})
     parameters = sum(torch.Size(shape).numel() for n, shape in weights.shapes.items() if n not in ("d2t", "t2d"))
-    options = [
-        name for name in ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output") if getattr(cfg, name)
-    ]
+    flags = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
     return {
         "kind": "P-EAGLE (parallel drafting)" if cfg.parallel else "EAGLE-3 (autoregressive)",
         "shape": f"{cfg.num_layers} layer(s), hidden size {layer.hidden_size}, {layer.num_heads} heads and "
@@ -129,7 +127,7 @@ def _list_facts(cfg: DrafterConfig, weights: SafetensorsFolder) -> dict[str, str
         "mask token id": "none" if cfg.mask_token_id is None else str(cfg.mask_token_id),
         "vocabulary": f"{cfg.draft_vocab_size:,} of the target's {cfg.vocab_size:,}",
         "shared weights": f"{' and '.join(shared)} of the target" if shared else "none",
-        "options": ", ".join(options) or "none",
+        "options": ", ".join(name for name in flags if getattr(cfg, name)) or "none",
         "positions": f"{cfg.max_positions:,}, rope {cfg.rope.rope_type}, theta {cfg.rope.theta:g}",
     }
 
@@ -139,8 +137,7 @@ def _find_bad_values(weights: SafetensorsFolder) -> list[str]:
     for name in weights.names():
         tensor = weights[name]
         if tensor.is_floating_point():
-            bad = int((~tensor.isfinite()).sum())
-            if bad:
+            if bad := int((~tensor.isfinite()).sum()):
                 found.append(f"tensor {name!r} holds {bad} NaN or infinite values")
             elif tensor.numel() and not tensor.any():
                 found.append(f"tensor {name!r} is all zeros")
@@ -157,9 +154,8 @@ def _find_vocab_map_problems(cfg: DrafterConfig, weights: SafetensorsFolder, ver
         return found
     if not cfg.reduced_vocab:
         return ["d2t in a full-vocabulary drafter: vLLM 0.30 and newer reject it"] if version >= (0, 30) else []
-    expected = torch.zeros(cfg.vocab_size, dtype=torch.bool)
-    expected[torch.arange(len(d2t)) + d2t] = True
-    return ["t2d does not match d2t"] if "t2d" in weights and not torch.equal(weights["t2d"].bool(), expected) else []
+    matches = "t2d" not in weights or torch.equal(weights["t2d"].bool(), build_t2d(d2t, cfg.vocab_size))
+    return [] if matches else ["t2d does not match d2t"]
 
 
 def _find_misread_fields(
@@ -230,8 +226,7 @@ def _find_target_problems(cfg: DrafterConfig, target: DecoderConfig, folder: Pat
             "vLLM stops drafting at that length without a warning"
         )
     if cfg.mask_token_id is not None and cfg.mask_token_id < target.vocab_size:
-        reason = _why_mask_id_is_unsafe(cfg.mask_token_id, folder)
-        if reason:
+        if reason := _why_mask_id_is_unsafe(cfg.mask_token_id, folder):
             found.append(f"mask token id {cfg.mask_token_id} {reason}: use a reserved id that never occurs in text")
     return found
 
