@@ -46,17 +46,13 @@ class CodPositions:
     def chunk_slices(self, chunk_size: int) -> Iterator[slice]:
         """Slices of whole chains with at most `chunk_size` positions; a longer chain is a slice of its own."""
         total = len(self.anchor_R)
-        if total <= chunk_size:
-            if total:
-                yield slice(0, total)
-            return
-        starts = self.chain_start_R.unique_consecutive()
+        bounds = torch.cat([self.chain_start_R.unique_consecutive(), torch.tensor([total])])
         begin = 0
         while begin < total:
-            after = int(torch.searchsorted(starts, begin + chunk_size, right=True))
-            end = int(starts[after - 1]) if begin + chunk_size < total else total
+            after = int(torch.searchsorted(bounds, begin + chunk_size, right=True))
+            end = int(bounds[after - 1])
             if end <= begin:  # the first chain is longer than chunk_size
-                end = int(starts[after]) if after < len(starts) else total
+                end = int(bounds[after])
             yield slice(begin, end)
             begin = end
 

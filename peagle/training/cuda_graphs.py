@@ -13,6 +13,7 @@ Shapes: N padded tokens, A depth-0 anchors with a loss, R chain positions, S = A
 """
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -213,7 +214,7 @@ class GraphedStep:
         # the last entry is the depth of padding positions, with weight 0
         self.position_weight_K = torch.zeros(self.cfg.num_depths + 1, dtype=torch.float64, device=self.device)
         self.inputs: dict[GraphShape, Tensor] = {}
-        self.num_eager_steps: dict[GraphShape, int] = {}
+        self.num_eager_steps: Counter[GraphShape] = Counter()
         self.graphs: dict[GraphShape, tuple[torch.cuda.CUDAGraph, DepthMetrics]] = {}
         self.pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
 
@@ -225,21 +226,16 @@ class GraphedStep:
         self.inputs[shape].copy_(batch.flat, non_blocking=True)
         self.position_weight_K[:-1].copy_(copy_to_device(position_weight_K, self.device))
         if shape not in self.graphs:
-            self.num_eager_steps[shape] = self.num_eager_steps.get(shape, 0) + 1
+            self.num_eager_steps[shape] += 1
             if self.device.type != "cuda" or self.num_eager_steps[shape] <= WARMUP_STEPS:
                 return self._run(shape)
-            self._capture(shape)
+            graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+            # thread_local: the data thread allocates pinned memory meanwhile
+            with torch.cuda.graph(graph, pool=self.pool, stream=stream, capture_error_mode="thread_local"):
+                self.graphs[shape] = (graph, self._run(shape))
         graph, metrics = self.graphs[shape]
         graph.replay()
         return metrics
-
-    def _capture(self, shape: GraphShape) -> None:
-        graph = torch.cuda.CUDAGraph()
-        # thread_local: the data thread allocates pinned memory meanwhile
-        stream = torch.cuda.current_stream()
-        with torch.cuda.graph(graph, pool=self.pool, stream=stream, capture_error_mode="thread_local"):
-            metrics = self._run(shape)
-        self.graphs[shape] = (graph, metrics)
 
     def _run(self, shape: GraphShape) -> DepthMetrics:
         inputs = shape.split_fields(self.inputs[shape])

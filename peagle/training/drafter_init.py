@@ -60,10 +60,7 @@ def choose_mask_id(
 
 
 def _find_unused_token(
-    target: DecoderConfig,
-    tokenizer: PreTrainedTokenizerBase | None,
-    eos_ids: Iterable[int],
-    token_counts_V: Tensor,
+    target: DecoderConfig, tokenizer: PreTrainedTokenizerBase | None, eos_ids: Iterable[int], token_counts_V: Tensor
 ) -> int:
     if tokenizer is None:
         raise UserError("--mask-token auto: the target's folder has no tokenizer to choose from; give an id")
@@ -221,14 +218,13 @@ def init_from_target(drafter: Drafter, target: Decoder) -> None:
         if not name.startswith("layers."):
             continue
         index, _, part = name.removeprefix("layers.").partition(".")
-        source = theirs.get(f"layers.{int(index) + offset}.{part}")
-        if source is not None and source.shape == tensor.shape:
+        layer = int(index) + offset
+        source = theirs.get(f"layers.{layer}.{part}", tensor)
+        if source.shape == tensor.shape:
             tensor.copy_(source)
-        elif source is not None and len(source) != len(tensor):  # the target's layers differ in shape
-            raise UserError(
-                f"--init target: {part} has another shape in layer {int(index) + offset}; use --init random"
-            )
-        elif source is not None:  # qkv of layer 0
+        elif len(source) != len(tensor):  # the target's layers differ in shape
+            raise UserError(f"--init target: {part} has another shape in layer {layer}; use --init random")
+        else:  # qkv of layer 0
             tensor.copy_(torch.cat([source, source * HIDDEN_STATE_SCALE], 1))
     own["layers.0.hidden_norm.weight"].copy_(own["layers.0.input_layernorm.weight"])
 
@@ -245,10 +241,7 @@ def _init_from_folder(drafter: Drafter, folder: Path, target: DecoderConfig) -> 
         if index >= cfg.num_layers:
             own[f"layers.{index}.self_attn.o_proj.weight"].zero_()
     for name, tensor in found.items():
-        if name not in own:
-            continue
-        into, theirs = [own[name]], [tensor]
-        if ".mlp.gate_up_proj." in name:
-            into, theirs = list(own[name].chunk(2)), list(tensor.chunk(2))
-        for part, given in zip(into, theirs, strict=True):
-            part[tuple(map(slice, given.shape))] = given
+        num_merged = 2 if ".mlp.gate_up_proj." in name else 1
+        if name in own:
+            for part, given in zip(own[name].chunk(num_merged), tensor.chunk(num_merged), strict=True):
+                part[tuple(map(slice, given.shape))] = given

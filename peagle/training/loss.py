@@ -106,12 +106,7 @@ class DraftLoss:
     """Computes the loss of drafter outputs against the target's distributions, and collects metrics."""
 
     def __init__(
-        self,
-        drafter: Drafter,
-        target: Decoder,
-        states: TargetHiddenStates,
-        cfg: TrainConfig,
-        position_weight_K: Tensor,
+        self, drafter: Drafter, target: Decoder, states: TargetHiddenStates, cfg: TrainConfig, position_weight_K: Tensor
     ) -> None:
         """`position_weight_K`, on the device, may have a last entry 0 for the depth of padding positions."""
         device = states.hidden_ND.device

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from peagle.config import ChunkedAttention, TrainConfig
+from peagle.config import TrainConfig, Window
 from peagle.data.batches import PackedBatch
 from peagle.kernels.attention.ranged import merge_attn_states, ranged_attention
 from peagle.kernels.attention.types import KeyRanges
@@ -231,13 +231,7 @@ class DepthZeroAttention(DocumentAttention):
         self.keys_values: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __call__(
-        self,
-        layer: int,
-        q_NHd: Tensor,
-        k_NGd: Tensor,
-        v_NGd: Tensor,
-        window: WindowSize | ChunkedAttention,
-        sinks: Tensor | None = None,
+        self, layer: int, q_NHd: Tensor, k_NGd: Tensor, v_NGd: Tensor, window: Window, sinks: Tensor | None = None
     ) -> Tensor:
         if layer not in self.keys_values:  # activation checkpointing runs a layer twice; the graph uses the first
             self.keys_values[layer] = (k_NGd, v_NGd)
@@ -253,18 +247,16 @@ class ChainAttention:
     anchor_R: Tensor
     depth_R: Tensor
     chain_start_R: Tensor
-    _depth_zero_parts: dict[WindowSize, list[tuple[Tensor | None, KeyRanges]]] = field(default_factory=dict)
-    _chain_ranges: dict[WindowSize, KeyRanges] = field(default_factory=dict)
+    _ranges: dict[WindowSize, tuple[KeyRanges, list[tuple[Tensor | None, KeyRanges]]]] = field(default_factory=dict)
 
     def __call__(self, layer: int, q_RHd: Tensor, k_RGd: Tensor, v_RGd: Tensor, window: WindowSize) -> Tensor:
-        if window not in self._chain_ranges:
+        if window not in self._ranges:
             row_R = torch.arange(len(self.anchor_R), device=self.anchor_R.device)
-            self._chain_ranges[window] = KeyRanges(_window_start(self.chain_start_R, row_R, window), row_R + 1)
-            self._depth_zero_parts[window] = self._split_by_depth(window)
-        parts = self._depth_zero_parts[window]
+            chain_ranges = KeyRanges(_window_start(self.chain_start_R, row_R, window), row_R + 1)
+            self._ranges[window] = (chain_ranges, self._split_by_depth(window))
+        chain_ranges, parts = self._ranges[window]
         over_depth_zero = self._attend_depth_zero(q_RHd, *self.depth_zero[layer], parts)
-        over_chain = ranged_attention(q_RHd, k_RGd, v_RGd, self._chain_ranges[window])
-        return merge_attn_states(*over_depth_zero, *over_chain)[0]
+        return merge_attn_states(*over_depth_zero, *ranged_attention(q_RHd, k_RGd, v_RGd, chain_ranges))[0]
 
     def _split_by_depth(self, window: WindowSize) -> list[tuple[Tensor | None, KeyRanges]]:
         """Groups of rows with non-decreasing ranges: all rows, or one depth each if there is a window."""

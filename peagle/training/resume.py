@@ -56,9 +56,9 @@ class RunFolder:
 
     def create(self) -> None:
         """Creates the folder, or accepts one that is empty or holds a run."""
-        if self.out.exists() and not self.inner.is_dir():
-            if not self.out.is_dir() or any(self.out.iterdir()):
-                raise UserError(f"--out {self.out}: exists and holds no training run; name a new folder")
+        is_free = self.inner.is_dir() or not self.out.exists()
+        if not is_free and (not self.out.is_dir() or any(self.out.iterdir())):
+            raise UserError(f"--out {self.out}: exists and holds no training run; name a new folder")
         try:
             self.inner.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -75,8 +75,7 @@ class RunFolder:
             yield
 
     def newest_state(self) -> Path | None:
-        states = self._states()
-        return states[-1] if states else None
+        return next(reversed(self._states()), None)
 
     def save(self, state: TrainingState, tensors: dict[str, Tensor], layout: list[list[object]]) -> None:
         """Writes a state and removes the previous one; if writing fails, the previous one stays."""
@@ -110,7 +109,7 @@ class RunFolder:
 
     def replace_file(self, name: str, text: str) -> None:
         """Replaces a text file of the published checkpoint atomically."""
-        self._replace_text(self.best / name, text)
+        self.replace_text(self.best / name, text)
         self._link_best()
 
     def publish(self, write: Callable[[Path], None]) -> None:
@@ -134,10 +133,8 @@ class RunFolder:
         if self.log.exists() and self.log.stat().st_size > size:
             os.truncate(self.log, size)
 
-    def write_recipe(self, recipe: str) -> None:
-        self._replace_text(self.recipe, recipe)
-
-    def _replace_text(self, path: Path, text: str) -> None:
+    def replace_text(self, path: Path, text: str) -> None:
+        """Replaces a text file of the run atomically."""
         unfinished = self.out / f".{path.name}.{UNFINISHED}"
         unfinished.write_text(text, encoding="utf-8")
         unfinished.replace(path)

@@ -31,12 +31,7 @@ from peagle.training.recipe import (
 )
 from peagle.training.resume import RunFolder, TrainingState
 from peagle.training.trainer import Trainer
-from peagle.training.validation import (
-    AcceptanceCounts,
-    AcceptanceEvaluator,
-    ValidationAcceptance,
-    prepare_validation,
-)
+from peagle.training.validation import AcceptanceCounts, AcceptanceEvaluator, ValidationAcceptance, prepare_validation
 
 Resume = Literal["auto", "must", "never"]
 EVALUATED_K = (1, 3, 5, 7)  # besides the trained number of draft tokens
@@ -79,7 +74,7 @@ def train(
         with folder.lock():
             _check_same_data(inputs, folder)
             folder.recover()
-            folder.write_recipe(recipe.toml())
+            folder.replace_text(folder.recipe, recipe.toml())
             world.barrier()
             return _train(inputs, folder, world, stop_at)
     finally:
@@ -185,10 +180,8 @@ def _create_graphs(
     cfg: TrainConfig, target: Decoder, drafter: Drafter, hidden_states: HiddenStatesSource, chunk_size: int
 ) -> GraphedStep | None:
     """CUDA graphs need a GPU, the whole target in the process, and attention without windows."""
-    on_gpu = target.embed_tokens.weight.is_cuda
-    if not cfg.cuda_graphs or not on_gpu or cfg.shard_target or any(drafter.cfg.windows):
-        return None
-    if not isinstance(hidden_states, OnlineHiddenStates):
+    has_graphs = cfg.cuda_graphs and target.embed_tokens.weight.is_cuda and not cfg.shard_target
+    if not has_graphs or any(drafter.cfg.windows) or not isinstance(hidden_states, OnlineHiddenStates):
         return None
     vocab_size = max(drafter.cfg.vocab_size, drafter.cfg.draft_vocab_size)
     padder = BatchPadder(cfg, vocab_size, drafter.cfg.parallel, chunk_size, pin_memory=True)

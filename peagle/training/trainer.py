@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -38,7 +38,7 @@ from peagle.training.loss import DepthMetrics, depth_weights, position_weights
 from peagle.training.optimizer import Optimizer, Schedule
 from peagle.training.partition import accumulate_gradients
 from peagle.training.resume import RunFolder, TrainingState
-from peagle.training.validation import ValidationAcceptance
+from peagle.training.validation import AcceptanceCounts, ValidationAcceptance
 
 PREFETCH_STEPS = 2
 TENSORBOARD_SCALARS = ("loss", "lr", "grad_norm", "tokens_per_second", "memory_gb", "acceptance_length")
@@ -189,18 +189,11 @@ class Trainer:
     def _accumulate(
         self, batch: PackedBatch, positions: CodPositions, padded: PaddedBatch | None, counts: tuple[int, ...]
     ) -> DepthMetrics:
+        cfg = self.cfg
         if padded is not None and self.graphs is not None:
-            return self.graphs.accumulate_gradients(padded, position_weights(counts, self.cfg.depth_decay))
-        return accumulate_gradients(
-            self.drafter,
-            self.target,
-            self.hidden_states.states(batch),
-            batch,
-            positions,
-            self.cfg,
-            self.chunk_size,
-            counts,
-        )
+            return self.graphs.accumulate_gradients(padded, position_weights(counts, cfg.depth_decay))
+        states = self.hidden_states.states(batch)
+        return accumulate_gradients(self.drafter, self.target, states, batch, positions, cfg, self.chunk_size, counts)
 
     @contextmanager
     def _on_side_stream(self) -> Iterator[None]:
@@ -220,8 +213,7 @@ class Trainer:
 
     def _log(self, progress: float) -> None:
         self._check_finite()
-        sums = self.window.sums()
-        self.world.sum_in_place(sums)
+        sums = self.window.sums(self.world)
         memory = torch.cuda.max_memory_allocated(self.device) / 1e9 if self.device.type == "cuda" else 0.0
         weights = depth_weights(self.cfg.num_depths, self.cfg.depth_decay)
         self.log.write_step(self.window.as_json(sums, weights, self.state, memory), progress)
@@ -248,7 +240,7 @@ class Trainer:
         # loops are easy to draft, so they do not decide which drafter is best
         counts = measured.without_loops if measured.without_loops.num_drafts else measured
         is_best = best_acceptance is None or counts.acceptance_length > best_acceptance
-        self.log.write_validation(step, counts.acceptance_length, list(counts.acceptance_rates), seconds, is_best)
+        self.log.write_validation(step, counts, seconds, is_best)
         if is_best:
             self.state = replace(self.state, best_acceptance=counts.acceptance_length, best_step=step)
             self._publish(measured)
@@ -260,10 +252,8 @@ class Trainer:
         self._check_finite()
         if self.state.best_step is None:
             self._publish(None)
-        sums = self.window.sums()
-        self.world.sum_in_place(sums)
+        tensors = {**self.optimizer.state(), "unlogged": self.window.sums(self.world)}
         if self.world.is_main:
-            tensors = {**self.optimizer.state(), "unlogged": sums}
             self.folder.save(self.state, tensors, self.optimizer.layout())
         self.clock = self.saved_at = time.perf_counter()
 
@@ -308,8 +298,11 @@ class LogWindow:
         self.grad_norm, self.lr = grad_norm, lr
         self.bad_step = torch.where((self.bad_step < 0) & ~grad_norm.isfinite(), step, self.bad_step)
 
-    def sums(self) -> Tensor:
-        return torch.stack(self.metrics.tensors())
+    def sums(self, world: DistributedContext) -> Tensor:
+        """Sums over ranks."""
+        sums = torch.stack(self.metrics.tensors())
+        world.sum_in_place(sums)
+        return sums
 
     def as_json(self, sums: Tensor, weights: list[float], state: TrainingState, memory_gb: float) -> dict[str, Any]:
         """Means over the positions of all ranks, lists by depth. Waits for the device."""
@@ -341,8 +334,12 @@ class StepLog:
     def __init__(self, path: Path, step: int = 0, enabled: bool = True) -> None:
         """TensorBoard events after `step` are discarded."""
         self.path, self.enabled, self.bar = path, enabled, ProgressBar(enabled, show_count=False)
-        folder = path.parent / ".training" / "tensorboard"
-        self.tensorboard: Any = _open_tensorboard(folder, step) if enabled else None
+        self.tensorboard: Any = None
+        if enabled:
+            with suppress(ImportError):
+                from torch.utils.tensorboard import SummaryWriter
+
+                self.tensorboard = SummaryWriter(str(path.parent / ".training" / "tensorboard"), purge_step=step + 1)
 
     @property
     def size(self) -> int:
@@ -361,14 +358,12 @@ class StepLog:
         if not self.bar.is_shown or progress >= 1.0:
             self.print(text)
 
-    def write_validation(
-        self, step: int, acceptance_length: float, acceptance_rates: list[float], seconds: float, is_best: bool
-    ) -> None:
-        values = {"step": step, "acceptance_length": acceptance_length, "acceptance_rates": acceptance_rates}
+    def write_validation(self, step: int, counts: AcceptanceCounts, seconds: float, is_best: bool) -> None:
+        length, rates = counts.acceptance_length, list(counts.acceptance_rates)
+        values = {"step": step, "acceptance_length": length, "acceptance_rates": rates}
         self._write({"kind": "validation", **values, "seconds": seconds, "is_best": is_best})
-        rates = " ".join(f"{100 * r:.0f}" for r in acceptance_rates)
-        best = ", best so far" if is_best else ""
-        self.print(f"step {step:,}: acceptance length {acceptance_length:.3f} (accepted by position: {rates}%){best}")
+        percent, best = " ".join(f"{100 * r:.0f}" for r in rates), ", best so far" if is_best else ""
+        self.print(f"step {step:,}: acceptance length {length:.3f} (accepted by position: {percent}%){best}")
 
     def print(self, text: str) -> None:
         if self.enabled:
@@ -394,11 +389,3 @@ class StepLog:
             elif name.endswith("_by_depth"):
                 for depth, x in enumerate(value):
                     self.tensorboard.add_scalar(f"{name.removesuffix('_by_depth')}/depth_{depth}", x, values["step"])
-
-
-def _open_tensorboard(folder: Path, step: int) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        return None
-    return SummaryWriter(str(folder), purge_step=step + 1)

@@ -15,13 +15,8 @@ from pathlib import Path
 import torch
 
 from peagle.checkpoints.target import Target
-from peagle.config import (
-    CHUNK_MEMORY_FRACTION,
-    SamplingParams,
-    ValidationEngineSettings,
-    check_num_speculative_tokens,
-)
-from peagle.data.generators import is_looping
+from peagle.config import CHUNK_MEMORY_FRACTION, SamplingParams, ValidationEngineSettings, check_num_speculative_tokens
+from peagle.data.generators import is_looping, release_engine_memory
 from peagle.engine.kv_cache import BLOCK_SIZE, block_bytes
 from peagle.engine.llm import LLM
 from peagle.engine.request import CompletionOutput
@@ -65,13 +60,8 @@ class ValidationAcceptance(AcceptanceCounts):
 
 
 def _sum_counts(responses: Sequence[CompletionOutput], num_positions: int) -> AcceptanceCounts:
-    return AcceptanceCounts(
-        num_responses=len(responses),
-        num_drafts=sum(r.num_drafts for r in responses),
-        num_accepted_tokens_per_pos=tuple(
-            sum(r.num_accepted_tokens_per_pos[i] for r in responses) for i in range(num_positions)
-        ),
-    )
+    accepted = tuple(sum(r.num_accepted_tokens_per_pos[i] for r in responses) for i in range(num_positions))
+    return AcceptanceCounts(len(responses), sum(r.num_drafts for r in responses), accepted)
 
 
 class AcceptanceEvaluator:
@@ -106,18 +96,13 @@ class AcceptanceEvaluator:
             outputs = self._engine.generate(self.prompts, self.params)
         responses = [output.outputs[0] for output in outputs]
         regular = [r for r in responses if not is_looping(r.token_ids, r.finish_reason == "stop")]
-        without_loops = _sum_counts(regular, self.num_speculative_tokens)
-        return ValidationAcceptance(
-            **vars(_sum_counts(responses, self.num_speculative_tokens)), without_loops=without_loops
-        )
+        total, without_loops = (_sum_counts(each, self.num_speculative_tokens) for each in (responses, regular))
+        return ValidationAcceptance(**vars(total), without_loops=without_loops)
 
     def close(self) -> None:
         """Frees the engine; the next measurement builds a new one."""
         self._engine = None
-        gc.unfreeze()  # the engine froze its objects
-        gc.collect()  # model runner and graphs reference each other
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
+        release_engine_memory()
 
     def _build_engine(self, drafter: Drafter) -> LLM:
         gc.collect()  # the engine freezes all objects, garbage included

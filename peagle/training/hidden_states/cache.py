@@ -19,10 +19,10 @@ import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -64,16 +64,12 @@ def quantize_states(states: TargetHiddenStates, dtype: HiddenStatesDtype, num_au
     """The tensors of a shard. In fp8 each token and layer has its own scale, a power of two, so scaling is exact."""
     if dtype == "bfloat16":
         return {"hidden": states.hidden_ND.bfloat16(), "aux_hidden_states": states.aux_hidden_states_NX.bfloat16()}
-    packed = {}
-    for name, x, num_layers in (
-        ("hidden", states.hidden_ND, 1),
-        ("aux_hidden_states", states.aux_hidden_states_NX, num_aux_layers),
-    ):
+    packed = {"hidden": states.hidden_ND, "aux_hidden_states": states.aux_hidden_states_NX}
+    for (name, x), num_layers in zip(list(packed.items()), (1, num_aux_layers), strict=True):
         wide = x.float().unflatten(1, (num_layers, -1))
         exponent = torch.frexp(wide.abs().amax(-1) / torch.finfo(FP8).max).exponent.clamp(min=-126)
         scale = torch.ldexp(torch.ones_like(wide[..., 0]), exponent)
-        packed[name] = (wide / scale[..., None]).to(FP8).flatten(1)
-        packed[f"{name}_scale"] = scale
+        packed |= {name: (wide / scale[..., None]).to(FP8).flatten(1), f"{name}_scale": scale}
     return packed
 
 
@@ -100,6 +96,7 @@ class HiddenStatesCache:
         settings: CacheSettings | None = None,
     ) -> None:
         self.folder, self.online, self.max_seq_len = folder, online, max_seq_len
+        self.flag = f"--hidden-states-cache {folder}"
         self.settings = settings or CacheSettings()
         num_states, width = 1 + len(online.aux_layer_ids), online.target.cfg.layer.hidden_size
         self.token_bytes = num_states * (2 * width if self.settings.dtype == "bfloat16" else width + 4)
@@ -114,7 +111,7 @@ class HiddenStatesCache:
             for document, num_tokens in zip(self.documents[begin:end], self.num_tokens[begin:end], strict=True):
                 self._locations[document.key] = (index, slice(start, start + num_tokens))
                 start += num_tokens
-        self._open_cached = lru_cache(MAX_OPEN_SHARDS)(self._open_shard)
+        self._open_shard = lru_cache(MAX_OPEN_SHARDS)(lambda index: safe_open(self.shard_path(index), framework="pt"))
 
     def shard_path(self, index: int) -> Path:
         return self.folder / f"hidden-states-{index:05d}.safetensors"
@@ -124,20 +121,19 @@ class HiddenStatesCache:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(f"--hidden-states-cache {self.folder}: cannot be created ({error.strerror})") from None
+            raise UserError(f"{self.flag}: cannot be created ({error.strerror})") from None
         with (self.folder / ".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # one process writes, others wait; the lock ends with the process
             self._check_key()
             missing = [i for i in range(len(self.shards)) if not self._is_complete(i)]
-            if missing:
-                self._check_disk_space(missing, report)
+            self._check_disk_space(missing, report)
             for num_done, index in enumerate(missing, start=1):
                 self._write_shard(index)
                 report(f"cache {self.folder}: wrote shard {num_done} of {len(missing)}")
 
     def _check_key(self) -> None:
         """Refuses a folder that belongs to another target, other data or other settings; marks an empty one."""
-        flag, path = f"--hidden-states-cache {self.folder}", self.folder / KEY_FILE
+        path = self.folder / KEY_FILE
         key = {
             "version of peagle": VERSION,
             "target": target_weights_hash(self.online.target),
@@ -149,29 +145,27 @@ class HiddenStatesCache:
         }
         if not path.exists():
             if any(not other.name.startswith(".") for other in self.folder.iterdir()):
-                raise UserError(f"{flag}: holds other files; name a new folder")
+                raise UserError(f"{self.flag}: holds other files; name a new folder")
             write_json(key, path)
         found = read_json(path)
         for name, value in key.items():
             if found.get(name) != value:
-                raise UserError(f"{flag}: written with another {name}; name a new folder or delete it")
+                raise UserError(f"{self.flag}: written with another {name}; name a new folder or delete it")
 
     def _is_complete(self, index: int) -> bool:
-        """Opening a truncated file fails."""
-        try:
-            with safe_open(self.shard_path(index), framework="pt"):
-                return True
-        except (SafetensorError, OSError):
-            return False
+        with suppress(SafetensorError, OSError), safe_open(self.shard_path(index), framework="pt"):
+            return True  # opening a truncated file fails
+        return False
 
     def _check_disk_space(self, missing: list[int], report: Callable[[str], None]) -> None:
         needed = self.token_bytes * sum(sum(self.num_tokens[slice(*self.shards[i])]) for i in missing)
         free = shutil.disk_usage(self.folder).free
         sizes = f"{needed / 1e9:,.2f} GB to write, {free / 1e9:,.2f} GB free"
-        report(f"cache {self.folder}: {len(missing)} of {len(self.shards)} shards, {sizes}")
+        if missing:
+            report(f"cache {self.folder}: {len(missing)} of {len(self.shards)} shards, {sizes}")
         if needed > free:
             hint = "use --hidden-states-dtype fp8, fewer rows, another disk, or no cache"
-            raise UserError(f"--hidden-states-cache {self.folder}: {sizes}; {hint}")
+            raise UserError(f"{self.flag}: {sizes}; {hint}")
 
     def _write_shard(self, index: int) -> None:
         begin, end = self.shards[index]
@@ -192,9 +186,7 @@ class HiddenStatesCache:
             unfinished.replace(path)
         except (OSError, SafetensorError) as error:
             unfinished.unlink(missing_ok=True)
-            raise UserError(
-                f"--hidden-states-cache {self.folder}: cannot write {path.name} ({error}); finished shards stay"
-            ) from None
+            raise UserError(f"{self.flag}: cannot write {path.name} ({error}); finished shards stay") from None
 
     def states(self, batch: PackedBatch) -> TargetHiddenStates:
         """On the target's device, in its dtype."""
@@ -202,21 +194,15 @@ class HiddenStatesCache:
         parts: dict[str, list[Tensor]] = {}
         for document in split_documents(batch):
             if document.key not in self._locations:
-                raise UserError(
-                    f"--hidden-states-cache {self.folder}: row {document.row_id!r} is missing or has other tokens; "
-                    "name a new folder for other data"
-                )
+                problem = f"row {document.row_id!r} is missing or has other tokens"
+                raise UserError(f"{self.flag}: {problem}; name a new folder for other data")
             index, tokens = self._locations[document.key]
-            handle = self._open_cached(index)
+            try:
+                handle = self._open_shard(index)
+            except (SafetensorError, OSError) as error:
+                path = self.shard_path(index)
+                raise UserError(f"{path}: cannot be read ({error}); start again to write it again") from None
             for name in handle.keys():  # not a dict
                 parts.setdefault(name, []).append(handle.get_slice(name)[tokens])
         packed = {name: copy_to_device(torch.cat(each), weight.device) for name, each in parts.items()}
         return dequantize_states(packed, weight.dtype)
-
-    def _open_shard(self, index: int) -> Any:
-        try:
-            return safe_open(self.shard_path(index), framework="pt")
-        except (SafetensorError, OSError) as error:
-            raise UserError(
-                f"{self.shard_path(index)}: cannot be read ({error}); start again to write it again"
-            ) from None

@@ -99,13 +99,7 @@ class DocumentAttention:
         return self._ranges[window]
 
     def __call__(
-        self,
-        layer: int,
-        q_NHd: Tensor,
-        k_NGd: Tensor,
-        v_NGd: Tensor,
-        window: Window,
-        sinks: Tensor | None = None,
+        self, layer: int, q_NHd: Tensor, k_NGd: Tensor, v_NGd: Tensor, window: Window, sinks: Tensor | None = None
     ) -> Tensor:
         out_NHd, lse_NH = ranged_attention(q_NHd, k_NGd, v_NGd, self.ranges(window))
         return out_NHd if sinks is None else apply_sinks(out_NHd, lse_NH, sinks)

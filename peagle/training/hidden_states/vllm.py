@@ -32,14 +32,10 @@ from peagle.data.generators import EndpointGenerator, GenerationRequest, Generat
 from peagle.errors import UserError
 from peagle.kernels.host_transfer import copy_to_device
 from peagle.models.decoder import Decoder
-from peagle.training.hidden_states.online import (
-    PackedDocument,
-    TargetHiddenStates,
-    documents_in_order,
-    split_documents,
-    token_hash,
-)
+from peagle.training.hidden_states import online
+from peagle.training.hidden_states.online import PackedDocument, TargetHiddenStates, token_hash
 
+Report = Callable[[str], None]
 REPORT_INTERVAL_S = 10.0
 FILE_TIMEOUT_S = 60.0  # until the file of an answered request must exist
 
@@ -92,7 +88,8 @@ class HiddenStatesFiles:
 
     def missing(self, dataset: ResponseDataset) -> list[PackedDocument]:
         """The truncated data rows without a file."""
-        return [row for row in documents_in_order(pack(dataset, self.max_seq_len)) if self.find(row) is None]
+        documents = online.documents_in_order(pack(dataset, self.max_seq_len))
+        return [document for document in documents if self.find(document) is None]
 
 
 class VllmHiddenStates:
@@ -115,7 +112,7 @@ class VllmHiddenStates:
     def states(self, batch: PackedBatch) -> TargetHiddenStates:
         weight = self.target.embed_tokens.weight
         parts = []
-        for document in split_documents(batch):
+        for document in online.split_documents(batch):
             path = self.files.find(document)
             assert path is not None, f"no file has the tokens of row {document.row_id!r}"  # see `check`
             parts.append(self._read_states(path, len(document.token_ids)))
@@ -159,15 +156,12 @@ def vllm_serve_command(target: str, files: HiddenStatesFiles) -> str:
 
 
 def request_hidden_states(
-    dataset: ResponseDataset,
-    files: HiddenStatesFiles,
-    servers: Sequence[EndpointSettings],
-    report: Callable[[str], None],
+    dataset: ResponseDataset, files: HiddenStatesFiles, servers: Sequence[EndpointSettings], report: Report
 ) -> int:
     """Sends the rows without a file, spread over the servers, and waits for their files. Returns their number."""
     waiting = files.missing(dataset)
-    num_done = len(dataset) - len(waiting)
-    report(f"{files.folder}: {num_done:,} of {len(dataset):,} rows have a file; sending {len(waiting):,}")
+    counts = f"{len(dataset) - len(waiting):,} of {len(dataset):,} rows have a file; sending {len(waiting):,}"
+    report(f"{files.folder}: {counts}")
     if not waiting:
         return 0
     generators = [PrefillServer(server) for server in servers]
@@ -180,7 +174,7 @@ def request_hidden_states(
     return len(waiting)
 
 
-def _send_rows(rows: list[PackedDocument], generators: list[PrefillServer], report: Callable[[str], None]) -> None:
+def _send_rows(rows: list[PackedDocument], generators: list[PrefillServer], report: Report) -> None:
     num_sent = num_done = num_tokens = 0
     started = reported = time.monotonic()
     while num_done < len(rows):
