@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from peagle.config import EvalSettings
-from peagle.results.schema import AcceptanceRow, Interval, LoopingResponses
+from peagle.results.schema import AcceptanceRow, Interval
 
 BOOTSTRAP_CHUNK = 100
 
@@ -78,19 +78,13 @@ def build_rows(
 
     `labels` are the other fields of the rows: drafter, method, engine, dataset and temperature.
     """
+    whole = {**labels, "category": None, "context_range": None, "looping_responses": "included"}
 
-    def build_row(
-        some: Sequence[AcceptanceSample],
-        category: str | None = None,
-        context_range: tuple[int, int] | None = None,
-        looping_responses: LoopingResponses = "included",
-    ) -> AcceptanceRow:
+    def build_row(some: Sequence[AcceptanceSample], **part: Any) -> AcceptanceRow:
+        """A row of some samples; `part` has the fields that say which part of the data set they are."""
         return AcceptanceRow(
-            **labels,
-            category=category,
-            context_range=context_range,
+            **(whole | part),
             num_speculative_tokens=k,
-            looping_responses=looping_responses,
             num_responses=sum(s.num_responses for s in some),
             num_output_tokens=sum(s.num_output_tokens for s in some),
             num_drafts=sum(s.num_drafts for s in some),
