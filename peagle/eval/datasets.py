@@ -117,5 +117,5 @@ def _convert_row(row: dict[str, Any], hub: HubDataset) -> dict[str, Any]:
     prompt = row.get(hub.prompt_column)
     turns = prompt if isinstance(prompt, list) else [prompt]
     converted = {"turns": [hub.template.format(t) if isinstance(t, str) else t for t in turns]}
-    category = row.get(hub.category_column)
+    category = row.get(hub.category_column) if hub.category_column is not None else None
     return {**converted, "category": category} if category else converted
