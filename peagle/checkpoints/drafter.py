@@ -73,7 +73,7 @@ def read_drafter_config(folder: Path, target: DecoderConfig | None = None) -> Dr
     num_layers, vocab = config.size("num_hidden_layers"), config.size("vocab_size")
     layer = config.read_layer(qk_norm=model_type == "qwen3")
     windows = config.read_windows(num_layers)
-    names = {module_tensor_name(name) for name in SafetensorsFolder(folder).names()}
+    names = {module_tensor_name(name) for name in SafetensorsFolder(folder).shapes}
     return DrafterConfig(
         vocab_size=vocab,
         draft_vocab_size=config.size("draft_vocab_size", vocab),
@@ -185,7 +185,7 @@ def load_unshared_drafter(
         raise UserError(f"{folder}: {found[0]}{more}")
     with torch.device("meta"):
         drafter = Drafter(cfg)
-    file_names = {module_tensor_name(name): name for name in weights.names()}
+    file_names = {module_tensor_name(name): name for name in weights.shapes}
     layout = build_layout(drafter, cfg.layer)
     load_parameters(drafter, layout, lambda name: weights[file_names[name]], folder, dtype, device)
     drafter.rope.to(device)

@@ -109,9 +109,6 @@ class SafetensorsFolder:
                 f"{self.folder}: {what!r}: missing, damaged or truncated safetensors ({first_line(error)})"
             ) from None
 
-    def names(self) -> list[str]:
-        return list(self._handles)
-
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._handles:
             raise UserError(f"{self.folder}: tensor {name!r} is missing")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -59,14 +60,14 @@ class TensorSource:
     def entry(self, i: int) -> TensorSource:
         """One index of the first dimension."""
         assert self.read_entry is not None
-        read_entry = self.read_entry
-        return TensorSource(self.shape[1:], lambda: read_entry(i))
+        return TensorSource(self.shape[1:], partial(self.read_entry, i))
 
-    def transposed(self) -> TensorSource:
-        return TensorSource(self.shape[::-1], lambda: self.read().mT)
+    def map(self, transform: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> TensorSource:
+        """Applies `transform`, which returns a tensor of this shape."""
+        return TensorSource(shape, lambda: transform(self.read()))
 
     def select_rows(self, rows: slice) -> TensorSource:
-        return TensorSource((len(range(self.shape[0])[rows]), *self.shape[1:]), lambda: self.read()[rows])
+        return self.map(lambda tensor: tensor[rows], (len(range(self.shape[0])[rows]), *self.shape[1:]))
 
 
 TensorSources = dict[str, TensorSource]
@@ -78,18 +79,14 @@ def open_sources(weights: SafetensorsFolder, device: torch.device | str) -> Tens
             weights.shapes[name], lambda: weights[name].to(device), lambda i: weights.read_entry(name, i).to(device)
         )
 
-    return {name: source(name) for name in weights.names() if not name.endswith("rotary_emb.inv_freq")}
+    return {name: source(name) for name in weights.shapes if not name.endswith("rotary_emb.inv_freq")}
 
 
 def transform_tensors(
     sources: TensorSources, selects: Callable[[str], bool], transform: Callable[[Tensor], Tensor]
 ) -> TensorSources:
     """Applies a shape-preserving `transform` to the tensors whose names `selects` accepts."""
-
-    def transformed(source: TensorSource) -> TensorSource:
-        return TensorSource(source.shape, lambda: transform(source.read()))
-
-    return {name: transformed(source) if selects(name) else source for name, source in sources.items()}
+    return {n: source.map(transform, source.shape) if selects(n) else source for n, source in sources.items()}
 
 
 def rename_tensors(sources: TensorSources, parts: Mapping[str, str]) -> TensorSources:
@@ -154,13 +151,13 @@ def dequantize_fp8(sources: TensorSources, block: tuple[int, ...]) -> TensorSour
 
 
 def _scale_blocks(source: TensorSource, scales: TensorSource, block: tuple[int, ...]) -> TensorSource:
-    def read() -> Tensor:
-        weight, factors = source.read().float(), scales.read().float()
+    def scale(weight: Tensor) -> Tensor:
+        factors = scales.read().float()
         for axis in (0, 1):
             factors = factors.repeat_interleave(block[axis], axis).narrow(axis, 0, weight.shape[axis])
-        return weight * factors
+        return weight.float() * factors
 
-    return TensorSource(source.shape, read)
+    return source.map(scale, source.shape)
 
 
 def split_experts(sources: TensorSources, keep_mxfp4: bool = False, interleaved: bool = True) -> TensorSources:
@@ -193,25 +190,24 @@ def split_experts(sources: TensorSources, keep_mxfp4: bool = False, interleaved:
             elif kind.endswith("_bias"):
                 out[f"{prefix}.bias"] = entry.select_rows(rows)
             elif not kind.endswith(SCALES):
-                out[f"{prefix}.weight"] = entry.transposed().select_rows(rows)
+                out[f"{prefix}.weight"] = entry.map(lambda weight: weight.mT, entry.shape[::-1]).select_rows(rows)
     return out
 
 
 def _pack_words(blocks: TensorSource) -> TensorSource:
     num_rows, num_blocks, _ = blocks.shape
-    return TensorSource((num_rows, packed_widths(num_blocks * BLOCK)[0]), lambda: pack_words(blocks.read()))
+    return blocks.map(pack_words, (num_rows, packed_widths(num_blocks * BLOCK)[0]))
 
 
 def _pack_exponents(source: TensorSource, name: str) -> TensorSource:
-    def read() -> Tensor:
-        exponents = source.read()
+    def pack(exponents: Tensor) -> Tensor:
         if (largest := int(exponents.max())) > MAX_EXPONENT:
             limit = f"at most {MAX_EXPONENT} for packed weights"
             raise UserError(f"{name}: exponent {largest} is too large ({limit}); use --dtype float32")
         return pad_exponents(exponents)
 
     num_rows, num_blocks = source.shape
-    return TensorSource((num_rows, packed_widths(num_blocks * BLOCK)[1]), read)
+    return source.map(pack, (num_rows, packed_widths(num_blocks * BLOCK)[1]))
 
 
 def _dequantize(blocks: TensorSource, exponents: TensorSource) -> TensorSource:
@@ -220,12 +216,11 @@ def _dequantize(blocks: TensorSource, exponents: TensorSource) -> TensorSource:
     The result is exact.
     """
 
-    def read() -> Tensor:
-        packed = blocks.read()
+    def unpack(packed: Tensor) -> Tensor:
         return dequantize(torch.stack([packed & 15, packed >> 4], -1).flatten(-2), exponents.read())
 
     num_rows, num_blocks, num_bytes = blocks.shape
-    return TensorSource((num_rows, num_blocks * num_bytes * 2), read)
+    return blocks.map(unpack, (num_rows, num_blocks * num_bytes * 2))
 
 
 # Layouts

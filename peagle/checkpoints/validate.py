@@ -115,7 +115,7 @@ def build_vllm_flags(**options: Any) -> dict[str, str]:
 def _list_facts(cfg: DrafterConfig, weights: SafetensorsFolder) -> dict[str, str]:
     layer = cfg.layer
     shared = [name for name, own in (("embeddings", cfg.own_embeddings), ("head", cfg.own_head)) if not own]
-    dtypes = sorted({str(weights[n].dtype).removeprefix("torch.") for n in weights.names() if "fc" in n})
+    dtypes = sorted({str(weights[n].dtype).removeprefix("torch.") for n in weights.shapes if "fc" in n})
     parameters = sum(torch.Size(shape).numel() for n, shape in weights.shapes.items() if n not in ("d2t", "t2d"))
     flags = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
     return {
@@ -134,7 +134,7 @@ def _list_facts(cfg: DrafterConfig, weights: SafetensorsFolder) -> dict[str, str
 
 def _find_bad_values(weights: SafetensorsFolder) -> list[str]:
     found = []
-    for name in weights.names():
+    for name in weights.shapes:
         tensor = weights[name]
         if tensor.is_floating_point():
             if bad := int((~tensor.isfinite()).sum()):

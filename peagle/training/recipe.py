@@ -13,7 +13,7 @@ import difflib
 import json
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -44,10 +44,9 @@ class Recipe:
 
     def values(self) -> dict[str, Any]:
         """The flat keys of a file, without those that are None."""
-        train = {f.name: getattr(self.train, f.name) for f in fields(TrainConfig)}
-        lists = {name: list(value) if isinstance(value, tuple) else value for name, value in train.items()}
-        set_values = {name: value for name, value in lists.items() if value is not None}
-        return {"target": self.target, "data": list(self.data), **set_values}
+        given = {name: value for name, value in vars(self.train).items() if value is not None}
+        lists = {name: list(value) for name, value in given.items() if isinstance(value, tuple)}
+        return {"target": self.target, "data": list(self.data), **given, **lists}
 
     def toml(self) -> str:
         # TOML strings are JSON strings, except for surrogate pairs and DEL

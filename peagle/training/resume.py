@@ -100,7 +100,7 @@ class RunFolder:
         if values.get("layout") != layout:
             raise UserError(f"{folder}: the state belongs to a drafter of another shape; name a new --out")
         weights = SafetensorsFolder(folder)
-        return state, {name: weights[name] for name in weights.names()}
+        return state, {name: weights[name] for name in weights.shapes}
 
     def read_state(self) -> TrainingState:
         """The newest state without its tensors; the initial state if there is none."""

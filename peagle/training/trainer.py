@@ -114,7 +114,7 @@ class Trainer:
     def __post_init__(self) -> None:
         self.optimizer = Optimizer(self.drafter, self.cfg)
         self.device = self.optimizer.grad_P.device
-        self.window = LogWindow.open(self.cfg.num_depths, self.device)
+        self.window = LogWindow(self.cfg.num_depths, self.device)
         self.state = TrainingState()
         loaded = self.folder.load(self.optimizer.layout())
         if loaded is not None:
@@ -217,7 +217,7 @@ class Trainer:
         memory = torch.cuda.max_memory_allocated(self.device) / 1e9 if self.device.type == "cuda" else 0.0
         weights = depth_weights(self.cfg.num_depths, self.cfg.depth_decay)
         self.log.write_step(self.window.as_json(sums, weights, self.state, memory), progress)
-        self.window = LogWindow.open(self.cfg.num_depths, self.device)
+        self.window = LogWindow(self.cfg.num_depths, self.device)
         logged = replace(self.state, unlogged_steps=0, unlogged_tokens=0, unlogged_seconds=0.0)
         self.state = replace(logged, log_bytes=self.log.size)
 
@@ -280,19 +280,13 @@ class Trainer:
                 signal.signal(number, handler)
 
 
-@dataclass
 class LogWindow:
     """Metrics of the steps since the last line of the log. Tensors stay on the device."""
 
-    metrics: DepthMetrics
-    grad_norm: Tensor
-    bad_step: Tensor  # first step with a non-finite gradient, or -1
-    lr: float = 0.0
-
-    @classmethod
-    def open(cls, num_depths: int, device: torch.device) -> LogWindow:
-        bad_step = torch.full((), -1, dtype=torch.long, device=device)
-        return cls(DepthMetrics.zeros(num_depths, device), torch.zeros((), device=device), bad_step)
+    def __init__(self, num_depths: int, device: torch.device) -> None:
+        self.metrics = DepthMetrics.zeros(num_depths, device)
+        self.grad_norm, self.lr = torch.zeros((), device=device), 0.0
+        self.bad_step = torch.full((), -1, dtype=torch.long, device=device)  # first with a non-finite gradient, or -1
 
     def record(self, grad_norm: Tensor, lr: float, step: int) -> None:
         self.grad_norm, self.lr = grad_norm, lr
