@@ -253,14 +253,14 @@ def build_layout(module: nn.Module, layer: LayerConfig) -> TensorLayout:
             layout |= {name: ParameterRows(param, i * rows, (rows, *tensor.shape[1:])) for i, name in enumerate(names)}
             continue
         start = 0
-        for name, rows in _unmerged_names(module, param, len(tensor) if tensor.dim() else 0):
+        for name, rows in list_merged_tensors(module, param, len(tensor) if tensor.dim() else 0):
             layout[name] = ParameterRows(param, start, (rows, *tensor.shape[1:]) if tensor.dim() else ())
             start += rows
     return layout
 
 
-def _unmerged_names(module: nn.Module, param: str, rows: int) -> list[tuple[str, int]]:
-    """The tensors of a file that make up a parameter, with the number of rows of each."""
+def list_merged_tensors(module: nn.Module, param: str, rows: int) -> list[tuple[str, int]]:
+    """The tensors of a file that are merged in a parameter, with the number of rows of each."""
     owner, merged, last = param.partition(".qkv_proj.")
     if merged:  # head sizes may differ between layers
         attention: Attention = module.get_submodule(owner)  # type: ignore[assignment]

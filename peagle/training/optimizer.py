@@ -39,6 +39,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from peagle.checkpoints.tensors import list_merged_tensors
 from peagle.config import (
     DEFAULT_EPOCHS,
     MIN_LR_RATIO,
@@ -50,7 +51,6 @@ from peagle.config import (
     LrSchedule,
     TrainConfig,
 )
-from peagle.models.layers import MLP, Attention
 
 ALIGNMENT = 64  # elements
 ADAMW_EPS = 1e-8
@@ -97,18 +97,6 @@ def plan_flat_buffer(
                 slices.append(ParameterSlice(name, shape, start))
                 start += -(-slices[-1].size // alignment) * alignment
     return slices, start
-
-
-def merged_row_counts(module: nn.Module) -> dict[str, list[int]]:
-    """Rows of the matrices merged in one weight, by the weight's name."""
-    rows = {}
-    for name, part in module.named_modules():
-        if isinstance(part, Attention):
-            kv = part.kv_heads * part.head_dim
-            rows[f"{name}.qkv_proj.weight"] = [part.heads * part.head_dim, kv, kv]
-        elif isinstance(part, MLP):
-            rows[f"{name}.gate_up_proj.weight"] = [part.gate_up_proj.out_features // 2] * 2
-    return rows
 
 
 def stack_by_shape(matrices: Iterable[Tensor]) -> dict[tuple[int, int], list[Tensor]]:
@@ -210,8 +198,10 @@ class Optimizer:
     def _create_muon(self, module: nn.Module, cfg: TrainConfig) -> Muon:
         own = [part for part in self.slices if is_layer_matrix(part.name, part.shape)]
         end = next((part.start for part in self.slices if part not in own), len(self.masters_P))
-        merged = merged_row_counts(module)
-        matrices = [x for p in own for x in p.view(self.grad_P).split(merged.get(p.name, p.shape[0]))]
+        matrices: list[Tensor] = []
+        for part in own:
+            rows = [rows for _, rows in list_merged_tensors(module, part.name, part.shape[0])]
+            matrices += part.view(self.grad_P).split(rows)
         return Muon(self.masters_P[:end], self.grad_P[:end], matrices, cfg.weight_decay)
 
     @torch.no_grad()
