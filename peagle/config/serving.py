@@ -44,7 +44,6 @@ class ServeSettings(Settings):
     header_timeout_s: float = 20.0
     body_timeout_s: float = 60.0
     keep_alive_s: float = 30.0  # idle connections; above the 5 s that most clients use
-    retry_after_s: int = 1
     default_temperature: float = 1.0  # OpenAI's default
     default_completion_tokens: int = 16  # of /v1/completions; a chat may fill the context
     max_n: int = 128  # completions per prompt

@@ -13,13 +13,14 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from peagle import __version__
 from peagle.config import ServeSettings
 from peagle.server import routes_info, routes_openai
 from peagle.server.engine_client import EngineClient
-from peagle.server.errors import CLIENT_ERRORS, ApiError, add_error_handlers, to_api_error
+from peagle.server.errors import CLIENT_ERRORS, ApiError, answer_http_exception, to_api_error
 from peagle.server.logs import format_traceback, log_event
 from peagle.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from peagle.server.request_body import CLIENT_DISCONNECTED, ClientDisconnected
@@ -67,15 +68,19 @@ def build_app(
         yield
         await engine.stop()
 
-    app = FastAPI(title="peagle", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.router.redirect_slashes = False
+    app = FastAPI(
+        title="peagle",
+        version=__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        exception_handlers={HTTPException: answer_http_exception},
+    )
     app.state.context = ServerContext(engine, settings, drafter, num_speculative_tokens)
     app.include_router(routes_openai.router)
     app.include_router(routes_info.router)
-    add_error_handlers(app, settings.retry_after_s)
-    app.add_middleware(DirectRoutes, retry_after_s=settings.retry_after_s)
-    if settings.api_key is not None:
-        app.add_middleware(ApiKeyMiddleware, key=settings.api_key)
+    app.add_middleware(ApiMiddleware, api_key=settings.api_key)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -84,9 +89,8 @@ def build_app(
             allow_headers=["authorization", "content-type", "x-request-id"],
             expose_headers=["x-request-id", "retry-after"],
         )
-    hosts = settings.accepted_hosts
-    if hosts is not None:
-        app.add_middleware(HostMiddleware, hosts=hosts)
+    if settings.accepted_hosts is not None:
+        app.add_middleware(HostMiddleware, hosts=settings.accepted_hosts)
     app.add_middleware(RequestLogMiddleware)
     app.openapi = lambda: _build_openapi(app)  # type: ignore[method-assign]
     return app
@@ -129,42 +133,37 @@ class HostMiddleware:
         await self.app(scope, receive, send)
 
 
-class ApiKeyMiddleware:
-    """Refuses requests without the API key. The comparison takes constant time."""
+class ApiMiddleware:
+    """Checks the API key, and answers errors in OpenAI's format.
 
-    def __init__(self, app: ASGIApp, key: str) -> None:
-        self.app, self.key = app, key.encode()
+    Calls the routes of completions without the router's layers, which cost as much time as a route itself.
+    """
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] != "OPTIONS":
-            path = scope["path"]
-            if path not in PATHS_WITHOUT_KEY and not path.startswith("/health/"):
-                scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-                equal = hmac.compare_digest(key.strip().encode(), self.key)
-                if scheme.lower() != "bearer" or not equal:
-                    message = "the API key is missing or wrong: send it as `Authorization: Bearer KEY`"
-                    await ApiError(401, message, code="invalid_api_key").response()(scope, receive, send)
-                    return
-        await self.app(scope, receive, send)
-
-
-class DirectRoutes:
-    """Calls the routes of completions without the router's layers, which cost as much time as a route itself."""
-
-    def __init__(self, app: ASGIApp, retry_after_s: int) -> None:
-        self.app, self.retry_after_s = app, retry_after_s
+    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
+        self.app, self.api_key = app, api_key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_post = scope["type"] == "http" and scope["method"] == "POST"
-        route = DIRECT_ROUTES.get(scope["path"]) if is_post else None
-        if route is None:
+        if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         try:
-            response = await route(Request(scope, receive))
+            if self.api_key is not None and scope["method"] != "OPTIONS":
+                check_api_key(scope, self.api_key)
+            route = DIRECT_ROUTES.get(scope["path"]) if scope["method"] == "POST" else None
+            app = self.app if route is None else await route(Request(scope, receive))
+            await app(scope, receive, send)
         except CLIENT_ERRORS as error:
-            response = to_api_error(error, self.retry_after_s).response()
-        await response(scope, receive, send)
+            await to_api_error(error).response()(scope, receive, send)
+
+
+def check_api_key(scope: Scope, api_key: str) -> None:
+    """Raises for a request without the API key. The comparison takes constant time."""
+    if scope["path"] not in PATHS_WITHOUT_KEY and not scope["path"].startswith("/health/"):
+        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        equal = hmac.compare_digest(key.strip().encode(), api_key.encode())
+        if scheme.lower() != "bearer" or not equal:
+            message = "the API key is missing or wrong: send it as `Authorization: Bearer KEY`"
+            raise ApiError(401, message, code="invalid_api_key")
 
 
 class RequestLogMiddleware:
@@ -199,7 +198,7 @@ class RequestLogMiddleware:
             trace = format_traceback(error)
             log_event("unexpected error", level="error", id=request_id, error=type(error).__name__, trace=trace)
             if not status:
-                await to_api_error(error, 0).response()(scope, receive, send_with_headers)
+                await to_api_error(error).response()(scope, receive, send_with_headers)
             status = 500
         finally:
             if not scope["path"].startswith(UNLOGGED_PATHS):

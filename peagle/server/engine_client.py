@@ -37,15 +37,9 @@ from peagle.server.engine_messages import (
     StopEngine,
     encode_message,
 )
+from peagle.server.errors import EngineFailedError, EngineUnavailableError, QueueFullError
 from peagle.server.logs import log_event
-from peagle.server.request_stream import (
-    Completion,
-    EngineFailedError,
-    EngineRequest,
-    EngineUnavailableError,
-    QueueFullError,
-    RequestStream,
-)
+from peagle.server.request_stream import Completion, EngineRequest, RequestStream
 
 STOP_TIMEOUT_S = 5.0  # for the running step; then the process is killed
 POLL_S = 0.02
@@ -207,7 +201,7 @@ class EngineClient:
             request = self._requests.get(message.request_id)
             if request is not None:
                 self._notify_updated()
-                error = UserError(message.error) if message.is_user_error else EngineFailedError(message.error)
+                error = UserError(message.error) if message.is_user_error else EngineFailedError()
                 request.request_stream.fail(error)
         elif isinstance(message, EngineReady):
             self._handle_ready(message)
@@ -347,7 +341,7 @@ class EngineClient:
         self._notify_updated()
         for request in list(self._requests.values()):
             if request.started:
-                request.request_stream.fail(EngineFailedError(self.last_error))
+                request.request_stream.fail(EngineFailedError())
                 self._close_stream(request.request_stream)
 
     def _fail_all(self, error: Exception) -> None:

@@ -3,21 +3,15 @@
 import re
 from typing import Any
 
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi import Request
+from fastapi.responses import JSONResponse
 from pydantic import ValidationError
-from starlette.exceptions import HTTPException
 
 from peagle.errors import UserError
-from peagle.server.request_stream import (
-    EngineFailedError,
-    EngineUnavailableError,
-    QueueFullError,
-    RequestTimeoutError,
-)
 
 FLAG = re.compile(r"--([a-z][a-z-]*)")
 MAX_MESSAGE_LENGTH = 400
+RETRY_AFTER_S = 1
 ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -28,23 +22,15 @@ ERROR_TYPES = {
 }
 STATE_MESSAGES = {
     "starting": "the model is still loading",
-    "restarting": "the engine is restarting",
     "draining": "the server is shutting down",
     "failed": "the engine has failed",
 }
 
 
 class ApiError(Exception):
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        param: str | None = None,
-        code: str | None = None,
-        retry_after: int | None = None,
-    ) -> None:
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
-        self.status, self.param, self.code, self.retry_after = status, param, code, retry_after
+        self.status, self.param, self.code = status, param, code
 
     @property
     def body(self) -> dict[str, Any]:
@@ -53,17 +39,37 @@ class ApiError(Exception):
         return {"error": {"message": message, "type": error_type, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
-        headers = {"retry-after": str(self.retry_after)} if self.retry_after is not None else {}
+        headers = {"retry-after": str(RETRY_AFTER_S)} if self.status in (429, 503) else {}
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
         return JSONResponse(self.body, self.status, headers)
 
 
+class QueueFullError(ApiError):
+    def __init__(self) -> None:
+        super().__init__(429, "the queue is full: try again later", code="queue_full")
+
+
+class EngineUnavailableError(ApiError):
+    """The engine takes no requests in this state."""
+
+    def __init__(self, state: str) -> None:
+        super().__init__(503, STATE_MESSAGES[state], code="unavailable")
+
+
+class RequestTimeoutError(ApiError):
+    def __init__(self) -> None:
+        super().__init__(503, "the request did not finish within the server's --request-timeout", code="deadline")
+
+
+class EngineFailedError(ApiError):
+    def __init__(self) -> None:
+        message = "the engine failed while it worked on this request; the request may be sent again"
+        super().__init__(500, message, code="engine_error")
+
+
 # Exceptions of a route that have a response in `to_api_error`. All others are unexpected.
-CLIENT_ERRORS = (
-    *(ApiError, UserError, ValidationError),
-    *(QueueFullError, EngineUnavailableError, RequestTimeoutError, EngineFailedError),
-)
+CLIENT_ERRORS = (ApiError, UserError, ValidationError)
 
 
 def invalid_value(param: str, message: str, code: str = "invalid_value") -> ApiError:
@@ -71,21 +77,10 @@ def invalid_value(param: str, message: str, code: str = "invalid_value") -> ApiE
     return ApiError(400, f"{param}: {message}", param, code)
 
 
-def to_api_error(error: BaseException, retry_after: int) -> ApiError:
+def to_api_error(error: Exception) -> ApiError:
     """Maps an exception to the client's error. An unexpected exception shows nothing of its message."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, QueueFullError):
-        return ApiError(429, "the queue is full: try again later", code="queue_full", retry_after=retry_after)
-    if isinstance(error, EngineUnavailableError):
-        message = STATE_MESSAGES.get(str(error), "the server cannot answer now")
-        return ApiError(503, message, code="unavailable", retry_after=retry_after)
-    if isinstance(error, RequestTimeoutError):
-        message = "the request did not finish within the server's --request-timeout"
-        return ApiError(503, message, code="deadline", retry_after=retry_after)
-    if isinstance(error, EngineFailedError):
-        message = "the engine failed while it worked on this request; the request may be sent again"
-        return ApiError(500, message, code="engine_error")
     if isinstance(error, UserError):
         return _from_user_error(error)
     if isinstance(error, ValidationError):
@@ -124,17 +119,9 @@ def _is_union_branch(part: int | str) -> bool:
     )
 
 
-def add_error_handlers(app: FastAPI, retry_after: int) -> None:
-    async def handle_error(request: Request, error: Exception) -> Response:
-        return to_api_error(error, retry_after).response()
-
-    async def handle_http_exception(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        messages = {404: "no such path", 405: f"{request.method} is not allowed here"}
-        response = ApiError(error.status_code, messages.get(error.status_code, str(error.detail))).response()
-        response.headers.update(error.headers or {})
-        return response
-
-    for error_class in CLIENT_ERRORS:
-        app.add_exception_handler(error_class, handle_error)
-    app.add_exception_handler(HTTPException, handle_http_exception)
+async def answer_http_exception(request: Request, error: Any) -> JSONResponse:
+    """Answers an exception of the router."""
+    messages = {404: "no such path", 405: f"{request.method} is not allowed here"}
+    response = ApiError(error.status_code, messages.get(error.status_code, str(error.detail))).response()
+    response.headers.update(error.headers or {})
+    return response

@@ -16,24 +16,9 @@ from peagle.config import SamplingParams
 from peagle.engine.detokenizer import Detokenizer
 from peagle.engine.request import CompletionOutput
 from peagle.server.engine_messages import AddRequest, CompletionDelta
+from peagle.server.errors import RequestTimeoutError
 
 _request_ids = itertools.count()
-
-
-class QueueFullError(Exception):
-    """The queue of waiting requests is full."""
-
-
-class EngineUnavailableError(Exception):
-    """The engine takes no requests. The message is its state."""
-
-
-class RequestTimeoutError(Exception):
-    """The request did not finish within the server's time limit."""
-
-
-class EngineFailedError(Exception):
-    """The engine failed while it worked on this request."""
 
 
 @dataclass

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
 from peagle import __version__
-from peagle.server.errors import invalid_value
+from peagle.server.errors import RETRY_AFTER_S, invalid_value
 from peagle.server.protocol import DetokenizeRequest, TokenizeRequest
 from peagle.server.server_context import ServerContext, get_context
 
@@ -101,7 +101,7 @@ def _describe_health(context: ServerContext, healthy_states: tuple[str, ...]) ->
         "waiting": stats.num_requests_waiting,
     }
     healthy = engine.state in healthy_states
-    headers = {} if healthy else {"retry-after": str(context.settings.retry_after_s)}
+    headers = {} if healthy else {"retry-after": str(RETRY_AFTER_S)}
     return JSONResponse(body, 200 if healthy else 503, headers)
 
 

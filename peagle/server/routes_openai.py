@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from peagle.config import Grammar, SamplingParams, check_prompt
 from peagle.errors import UserError
-from peagle.server.errors import invalid_value, to_api_error
+from peagle.server.errors import EngineFailedError, RequestTimeoutError, invalid_value, to_api_error
 from peagle.server.protocol import ChatRequest, CompletionRequest, SamplingRequest, ToolUsage
 from peagle.server.request_body import (
     CLIENT_DISCONNECTED,
@@ -19,7 +19,7 @@ from peagle.server.request_body import (
     run_while_connected,
     wait_for_disconnect,
 )
-from peagle.server.request_stream import EngineFailedError, OutputDelta, RequestStream, RequestTimeoutError
+from peagle.server.request_stream import OutputDelta, RequestStream
 from peagle.server.response_writer import OpenAIResponseWriter, encode_event
 from peagle.server.server_context import ServerContext, get_context
 
@@ -150,7 +150,10 @@ def build_sampling_params(
             max_tokens = min(max_tokens, context.settings.default_completion_tokens)
     skip_special_tokens = False if context.start_tag_is_special_token(tools) else body.skip_special_tokens
     options = {"grammar": grammar, "skip_special_tokens": skip_special_tokens}
-    return body.to_sampling_params(context.settings, max_tokens, context.info.max_speculative_tokens, **options)
+    params = body.to_sampling_params(context.settings, max_tokens, context.info.max_speculative_tokens, **options)
+    if params.bad_words:
+        params = params.tokenize_bad_words(partial(context.tokenizer.encode, add_special_tokens=False))
+    return params
 
 
 async def fail_on_disconnect(receive: Receive, request_stream: RequestStream) -> None:
@@ -167,7 +170,7 @@ def check_delta(delta: OutputDelta) -> OutputDelta:
     if delta.finish_reason == "error":
         reason = str(delta.output.stop_reason) if delta.output is not None else ""
         if not reason.startswith("grammar: "):
-            raise EngineFailedError(reason)
+            raise EngineFailedError()
         raise invalid_value("response_format", f"the output cannot continue ({reason})", "cannot_be_followed")
     return delta
 
@@ -213,5 +216,5 @@ class EventStreamResponse(Response):
             raise
         except Exception as error:  # the status has been sent: the stream itself carries the error
             self.failed = True
-            events = encode_event(to_api_error(error, self.context.settings.retry_after_s).body)
+            events = encode_event(to_api_error(error).body)
         await send({"type": "http.response.body", "body": events + DONE_EVENT})

@@ -17,14 +17,10 @@ from peagle.engine.grammar import check_grammar, is_checked, json_schema_grammar
 from peagle.errors import UserError
 from peagle.server.engine_client import EngineClient
 from peagle.server.engine_messages import EngineInfo
-from peagle.server.errors import ApiError, invalid_value
+from peagle.server.errors import ApiError, EngineUnavailableError, QueueFullError, invalid_value
 from peagle.server.protocol import ResponseFormat, ToolUsage
 from peagle.server.request_body import parse_json, read_body, run_while_connected
-from peagle.server.request_stream import (
-    EngineUnavailableError,
-    QueueFullError,
-    RequestStream,
-)
+from peagle.server.request_stream import RequestStream
 from peagle.server.response_writer import OpenAIResponseWriter
 from peagle.server.tokenization import ServerTokenizer
 from peagle.server.tool_calls import (
