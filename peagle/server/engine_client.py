@@ -136,8 +136,7 @@ class EngineClient:
     ) -> RequestStream:
         """Queues prompts within `reserve`. Completion j of prompt i has index i * n + j."""
         self.check_state()
-        assert self.info is not None
-        request_stream = RequestStream(stream, deadline, self.info.max_speculative_tokens, self._abort_stream)
+        request_stream = RequestStream(stream, deadline, self._abort_stream)
         now = time.perf_counter()
         for i, prompt_token_ids in enumerate(prompts):
             indices = range(i * params.n, (i + 1) * params.n)

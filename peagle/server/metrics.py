@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -66,10 +68,9 @@ SLEEP_STATES = {"awake": 1, "weights_offloaded": 0, "discard_all": 0}  # this en
 
 
 class ServerMetrics:
-    def __init__(self, model: str, registry: CollectorRegistry | None = None) -> None:
+    def __init__(self, model: str) -> None:
         """`model` is the served model name."""
-        self.model = model
-        self.registry = registry if registry is not None else CollectorRegistry()
+        self.model, self.registry = model, CollectorRegistry()
         ProcessCollector(registry=self.registry)
         self._histograms = {name: BucketCounts(name, model) for name in HISTOGRAMS}
         for histogram in self._histograms.values():
@@ -130,8 +131,7 @@ class ServerMetrics:
 
     def render(self, stats: EngineStats) -> tuple[bytes, str]:
         """Returns all metrics in Prometheus' text format, and its content type."""
-        engine = CollectorRegistry(auto_describe=False)
-        engine.register(EngineStatsExporter(self.model, stats))
+        engine = EngineStatsExporter(self.model, stats)
         return generate_latest(self.registry) + generate_latest(engine), CONTENT_TYPE_LATEST
 
 
@@ -155,57 +155,45 @@ class BucketCounts(Collector):
         yield family
 
 
+@dataclass
 class EngineStatsExporter(Collector):
     """The metrics of one `EngineStats` snapshot."""
 
-    def __init__(self, model: str, stats: EngineStats) -> None:
-        self.model, self.stats = model, stats
+    model: str
+    stats: EngineStats
 
     def collect(self) -> Iterable[Metric]:
-        s = self.stats
+        gauge, counter = partial(self._build, GaugeMetricFamily), partial(self._build, CounterMetricFamily)
+        s, hits, queries = self.stats, self.stats.num_prefix_cache_hits, self.stats.num_prefix_cache_queries
         waiting = {"capacity": s.num_requests_waiting, "deferred": 0}
-        yield self._gauge("vllm:num_requests_running", "Running requests.", s.num_requests_running)
-        yield self._gauge("vllm:num_requests_waiting", "Waiting requests.", s.num_requests_waiting)
-        yield self._gauge("vllm:num_requests_waiting_by_reason", "Waiting requests by reason.", waiting, "reason")
-        yield self._gauge("vllm:kv_cache_usage_perc", "Share of KV cache blocks in use, 0 to 1.", s.kv_cache_usage)
-        yield self._gauge("vllm:engine_sleep_state", "The engine is always awake.", SLEEP_STATES, "sleep_state")
-        hits = s.num_prefix_cache_hits
-        yield self._counter("vllm:prompt_tokens", "Prompt tokens.", s.num_prompt_tokens)
-        yield self._counter("vllm:generation_tokens", "Output tokens.", s.num_output_tokens)
-        yield self._counter("vllm:num_preemptions", "Preempted requests.", s.num_preemptions)
-        queries = s.num_prefix_cache_queries
-        yield self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", queries)
-        yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", hits)
-        yield self._counter("vllm:prompt_tokens_cached", "Prompt tokens not computed again.", hits)
-        yield self._counter("peagle:num_decode_steps", "Decode steps, summed over requests.", s.num_decode_steps)
-        yield self._counter("peagle:engine_restarts", "Engine restarts after a failure.", s.num_restarts)
-        compilations = s.num_late_compilations
-        yield self._counter("peagle:late_compilations", "Kernels compiled while requests could run.", compilations)
+        yield gauge("vllm:num_requests_running", "Running requests.", s.num_requests_running)
+        yield gauge("vllm:num_requests_waiting", "Waiting requests.", s.num_requests_waiting)
+        yield gauge("vllm:num_requests_waiting_by_reason", "Waiting requests by reason.", waiting, "reason")
+        yield gauge("vllm:kv_cache_usage_perc", "Share of KV cache blocks in use, 0 to 1.", s.kv_cache_usage)
+        yield gauge("vllm:engine_sleep_state", "The engine is always awake.", SLEEP_STATES, "sleep_state")
+        yield counter("vllm:prompt_tokens", "Prompt tokens.", s.num_prompt_tokens)
+        yield counter("vllm:generation_tokens", "Output tokens.", s.num_output_tokens)
+        yield counter("vllm:num_preemptions", "Preempted requests.", s.num_preemptions)
+        yield counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", queries)
+        yield counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", hits)
+        yield counter("vllm:prompt_tokens_cached", "Prompt tokens not computed again.", hits)
+        yield counter("peagle:num_decode_steps", "Decode steps, summed over requests.", s.num_decode_steps)
+        yield counter("peagle:engine_restarts", "Engine restarts after a failure.", s.num_restarts)
+        yield counter("peagle:late_compilations", "Kernels compiled while requests could run.", s.num_late_compilations)
         if s.num_accepted_tokens_per_pos:  # as in vLLM, absent without a drafter
-            yield self._counter("vllm:spec_decode_num_drafts", "Decode steps with draft tokens.", s.num_drafts)
-            yield self._counter("vllm:spec_decode_num_draft_tokens", "Draft tokens.", s.num_draft_tokens)
-            accepted = s.num_accepted_tokens
-            yield self._counter("vllm:spec_decode_num_accepted_tokens", "Accepted draft tokens.", accepted)
-            yield self._counter(
+            yield counter("vllm:spec_decode_num_drafts", "Decode steps with draft tokens.", s.num_drafts)
+            yield counter("vllm:spec_decode_num_draft_tokens", "Draft tokens.", s.num_draft_tokens)
+            yield counter("vllm:spec_decode_num_accepted_tokens", "Accepted draft tokens.", s.num_accepted_tokens)
+            yield counter(
                 "vllm:spec_decode_num_accepted_tokens_per_pos",
                 "Accepted draft tokens by position in the draft, from 0.",
                 {str(position): count for position, count in enumerate(s.num_accepted_tokens_per_pos)},
                 "position",
             )
 
-    def _gauge(self, name: str, text: str, value: float | dict[str, int], label: str | None = None) -> Metric:
-        return self._add_values(GaugeMetricFamily(name, text, labels=[*LABELS, *([label] if label else [])]), value)
-
-    def _counter(self, name: str, text: str, value: float | dict[str, int], label: str | None = None) -> Metric:
-        return self._add_values(CounterMetricFamily(name, text, labels=[*LABELS, *([label] if label else [])]), value)
-
-    def _add_values(
-        self, family: GaugeMetricFamily | CounterMetricFamily, value: float | dict[str, int]
-    ) -> GaugeMetricFamily | CounterMetricFamily:
-        """Adds one sample, or one per value of an extra label."""
-        if isinstance(value, dict):
-            for label_value, count in value.items():
-                family.add_metric([self.model, ENGINE, label_value], count)
-        else:
-            family.add_metric([self.model, ENGINE], value)
-        return family
+    def _build(self, family: Any, name: str, text: str, value: Any, label: str | None = None) -> Metric:
+        """Builds a metric with one value, or with one per value of an extra label."""
+        metric: Metric = family(name, text, labels=LABELS if label is None else (*LABELS, label))
+        for label_values, number in [((), value)] if label is None else [((key,), n) for key, n in value.items()]:
+            metric.add_metric((self.model, ENGINE, *label_values), number)
+        return metric

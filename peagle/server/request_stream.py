@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from peagle.config import SamplingParams
 from peagle.engine.detokenizer import Detokenizer
-from peagle.engine.request import CompletionOutput
 from peagle.server.engine_messages import AddRequest, CompletionDelta
 from peagle.server.errors import RequestTimeoutError
 
@@ -51,9 +49,8 @@ class OutputDelta:
     token_ids: list[int]
     is_draft_token: list[bool]  # per token: an accepted draft token
     logprobs: list[dict[int, float]] | None
-    finish_reason: str | None
-    output: CompletionOutput | None = None  # in the last delta
-    timing: CompletionTiming | None = None
+    finish_reason: str | None  # in the last delta
+    completion: Completion
 
 
 class Completion:
@@ -65,12 +62,12 @@ class Completion:
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
+        self.accepted_per_step: list[int] = []  # accepted draft tokens of each decode step
+        self.num_decode_steps = self.num_drafts = 0
         self.queued = False  # it is in its stream's queue
         self._detokenizer = detokenizer
         self._logprobs: list[dict[int, float]] = []
         self._is_draft_token: list[bool] = []
-        self._accepted_per_step: list[int] = []
-        self._num_decode_steps = self._num_drafts = 0
         self._num_taken_tokens = self._num_taken_chars = 0
         self._num_detokenized = 0
         self._ends_with_stop_token = False
@@ -87,9 +84,9 @@ class Completion:
         self._is_draft_token += (flags + [False] * num_new)[:num_new]
         self.token_ids += delta.token_ids
         self._logprobs += delta.logprobs or ()
-        self._accepted_per_step += delta.num_accepted_per_step
-        self._num_decode_steps += delta.num_decode_steps
-        self._num_drafts += delta.num_drafts
+        self.accepted_per_step += delta.num_accepted_per_step
+        self.num_decode_steps += delta.num_decode_steps
+        self.num_drafts += delta.num_drafts
         self.timing.record_tokens((*delta.earlier_times, time))
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
         self._ends_with_stop_token = delta.ends_with_stop_token
@@ -112,12 +109,12 @@ class Completion:
         if self.finish_reason is not None:
             self._detokenizer.finish()
 
-    def take(self, num_speculative_tokens: int) -> OutputDelta:
+    def take(self) -> OutputDelta:
         """Returns what was added since the last call."""
         if not self.params.stop:
             self._detokenize()
-        finished, begin = self.finish_reason is not None, self._num_taken_tokens
-        text = self._detokenizer.text if finished else self._detokenizer.streamable_text
+        begin = self._num_taken_tokens
+        text = self._detokenizer.streamable_text if self.finish_reason is None else self._detokenizer.text
         new_text = text[self._num_taken_chars :]
         self._num_taken_chars = max(self._num_taken_chars, len(text))
         self._num_taken_tokens = len(self.token_ids)
@@ -128,30 +125,8 @@ class Completion:
             self._is_draft_token[begin:],
             self._logprobs[begin:] if self.params.logprobs is not None else None,
             self.finish_reason,
-            self._build_output(text, num_speculative_tokens) if finished else None,
-            self.timing,
+            self,
         )
-
-    def _build_output(self, text: str, num_speculative_tokens: int) -> CompletionOutput:
-        return CompletionOutput(
-            index=self.index,
-            text=text,
-            token_ids=self.token_ids,
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
-            logprobs=self._logprobs if self.params.logprobs is not None else None,
-            num_drafts=self._num_drafts,
-            num_accepted_tokens_per_pos=count_accepted_per_pos(self._accepted_per_step, num_speculative_tokens),
-            is_draft_token=self._is_draft_token,
-            num_decode_steps=self._num_decode_steps,
-        )
-
-
-def count_accepted_per_pos(accepted_per_step: list[int], num_speculative_tokens: int) -> list[int]:
-    """Counts the steps that accepted more than i draft tokens, for each i."""
-    num_steps = Counter(accepted_per_step)
-    above = len(accepted_per_step)
-    return [above := above - num_steps[i] for i in range(num_speculative_tokens)]
 
 
 class EngineRequest:
@@ -187,15 +162,13 @@ class EngineRequest:
 class RequestStream:
     """Async iterator over the output of an HTTP request. `aclose` aborts the rest."""
 
-    def __init__(
-        self, stream: bool, deadline: float, num_speculative_tokens: int, on_abort: Callable[[RequestStream], None]
-    ) -> None:
+    def __init__(self, stream: bool, deadline: float, on_abort: Callable[[RequestStream], None]) -> None:
         """`stream`: yields the output as it grows, instead of once per completion. `deadline`: in the loop's time."""
         self.requests: list[EngineRequest] = []
         self.num_completions = self.num_unfinished = 0  # unfinished: the engine still works on them
         self.num_unread = 0  # completions whose last delta was not read yet
         self.client_watcher: asyncio.Task[None] | None = None  # fails the stream when its client disconnects
-        self._stream, self._num_speculative_tokens, self._on_abort = stream, num_speculative_tokens, on_abort
+        self._stream, self._on_abort = stream, on_abort
         self._updates: asyncio.Queue[Completion | Exception] = asyncio.Queue()
         self.deadline = deadline
         self.timeout = asyncio.get_running_loop().call_at(deadline, self.fail, RequestTimeoutError())
@@ -217,7 +190,7 @@ class RequestStream:
             raise update
         update.queued = False
         self.num_unread -= update.finish_reason is not None
-        return update.take(self._num_speculative_tokens)
+        return update.take()
 
     async def aclose(self) -> None:
         if self.client_watcher is not None:

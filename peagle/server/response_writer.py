@@ -10,8 +10,7 @@ import msgspec
 
 from peagle.config import SamplingParams
 from peagle.engine.detokenizer import Detokenizer
-from peagle.engine.request import CompletionOutput
-from peagle.server.request_stream import CompletionTiming, OutputDelta
+from peagle.server.request_stream import Completion, OutputDelta
 from peagle.server.tokenization import ServerTokenizer
 from peagle.server.tool_calls import ParsedToolCall, ToolCallParser
 
@@ -39,10 +38,10 @@ class OpenAIResponseWriter:
     params: SamplingParams
     include_tokens: bool  # the `peagle` extension
     include_usage: bool
-    num_speculative_tokens: int
+    max_speculative_tokens: int  # of the engine
     new_tool_parser: Callable[[], ToolCallParser] | None = None  # if the completion may call tools
     created: int = field(default_factory=lambda: int(time.time()))
-    finished: dict[int, tuple[CompletionOutput, CompletionTiming]] = field(default_factory=dict)
+    finished: dict[int, Completion] = field(default_factory=dict)
     _text_offsets: dict[int, int] = field(default_factory=dict)  # characters written, per completion
     _detokenizers: dict[int, Detokenizer] = field(default_factory=dict)
     _tool_parsers: dict[int, ToolCallParser] = field(default_factory=dict)
@@ -66,8 +65,6 @@ class OpenAIResponseWriter:
         else:
             body = {"text": content}
         choice = self._build_choice(delta, body, finish_reason)
-        if delta.output is None:
-            del choice["stop_reason"]
         is_last = not self.include_usage and len(self.finished) == self.num_completions
         return self._encode_chunk([choice], is_last)
 
@@ -113,16 +110,11 @@ class OpenAIResponseWriter:
         return self._encoded_chunk_head + msgspec.json.encode(fields)[1:] + b"\n\n"
 
     def _build_choice(self, delta: OutputDelta, body: JSON, finish_reason: str | None) -> JSON:
-        if delta.output is not None:
-            assert delta.timing is not None
-            self.finished[delta.index] = (delta.output, delta.timing)
-        choice: JSON = {
-            "index": delta.index,
-            **body,
-            "logprobs": self._build_logprobs(delta),
-            "finish_reason": finish_reason,
-            "stop_reason": delta.output.stop_reason if delta.output is not None else None,
-        }
+        logprobs = self._build_logprobs(delta)
+        choice: JSON = {"index": delta.index, **body, "logprobs": logprobs, "finish_reason": finish_reason}
+        if finish_reason is not None:
+            self.finished[delta.index] = delta.completion
+            choice["stop_reason"] = delta.completion.stop_reason
         if self.include_tokens:
             choice["peagle"] = self._build_tokens(delta)
         return choice
@@ -150,7 +142,7 @@ class OpenAIResponseWriter:
         return content, calls, "tool_calls" if finish_reason == "stop" and parser.num_calls else finish_reason
 
     def usage(self) -> JSON:
-        num_output_tokens = sum(len(output.token_ids) for output, _ in self.finished.values())
+        num_output_tokens = sum(len(completion.token_ids) for completion in self.finished.values())
         return {
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": num_output_tokens,
@@ -159,21 +151,21 @@ class OpenAIResponseWriter:
 
     def speculation_stats(self) -> JSON:
         """Returns the `peagle` object of the response. The rate leaves out the first tokens: they measure prefill."""
-        outputs = [output for output, _ in self.finished.values()]
-        timings = [timing for _, timing in self.finished.values()]
-        num_drafts = sum(o.num_drafts for o in outputs)
-        accepted_per_pos = [
-            sum(counts) for counts in zip(*(o.num_accepted_tokens_per_pos for o in outputs), strict=True)
-        ]
-        num_tokens = sum(len(o.token_ids) for o in outputs)
+        completions = self.finished.values()
+        max_k, limit = self.max_speculative_tokens, self.params.max_speculative_tokens
+        timings = [c.timing for c in completions]
+        num_drafts = sum(c.num_drafts for c in completions)
+        accepted_per_step = [num_accepted for c in completions for num_accepted in c.accepted_per_step]
+        accepted_per_pos = [sum(n > i for n in accepted_per_step) for i in range(max_k)]
+        num_tokens = sum(len(c.token_ids) for c in completions)
         seconds = max(t.last_token_s or 0.0 for t in timings) - min(t.first_token_s or 0.0 for t in timings)
         return {
-            "num_decode_steps": sum(o.num_decode_steps for o in outputs),
+            "num_decode_steps": sum(c.num_decode_steps for c in completions),
             "num_drafts": num_drafts,
             "num_accepted_tokens_per_pos": accepted_per_pos,
             "acceptance_length": round(1 + sum(accepted_per_pos) / max(num_drafts, 1), 4),
-            "tokens_per_second": round((num_tokens - len(outputs)) / seconds, 2) if seconds > 0 else None,
-            "num_speculative_tokens": self.num_speculative_tokens,
+            "tokens_per_second": round((num_tokens - len(completions)) / seconds, 2) if seconds > 0 else None,
+            "num_speculative_tokens": max_k if limit is None else min(limit, max_k),
         }
 
     def _build_tokens(self, delta: OutputDelta) -> JSON:

@@ -60,7 +60,7 @@ async def respond(
                 prompts, tools, params = await prepare_request(request, context, body)
         except TimeoutError:
             raise RequestTimeoutError() from None
-        stream, max_k = body.stream is True, context.info.max_speculative_tokens
+        stream = body.stream is True
         writer = OpenAIResponseWriter(
             kind=kind,
             id=f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{request.scope['request_id']}",
@@ -71,9 +71,7 @@ async def respond(
             params=params,
             include_tokens=body.options.tokens,
             include_usage=body.include_usage,
-            num_speculative_tokens=max_k
-            if params.max_speculative_tokens is None
-            else min(params.max_speculative_tokens, max_k),
+            max_speculative_tokens=context.info.max_speculative_tokens,
             new_tool_parser=context.get_tool_parser_factory(tools),
         )
         request_stream = context.submit(prompts, params, stream, deadline)
@@ -84,7 +82,7 @@ async def respond(
             # The first delta decides the status: a request may still fail in the queue.
             first = check_delta(await anext(request_stream))
             streaming = True
-            return EventStreamResponse(context, request_stream, writer, first, params)
+            return EventStreamResponse(context, request_stream, writer, first)
         deltas = await run_while_connected(request.receive, collect_deltas(request_stream))
         return JSONResponse(writer.whole_response(deltas))
     except ClientDisconnected:
@@ -95,7 +93,7 @@ async def respond(
     finally:
         if not streaming:  # otherwise the response does it when the stream ends
             await request_stream.aclose()
-            context.record_request(request.scope, request_stream, writer, params, failed)
+            context.record_request(request.scope, request_stream, writer, failed)
 
 
 async def prepare_request(
@@ -150,10 +148,7 @@ def build_sampling_params(
             max_tokens = min(max_tokens, context.settings.default_completion_tokens)
     skip_special_tokens = False if context.start_tag_is_special_token(tools) else body.skip_special_tokens
     options = {"grammar": grammar, "skip_special_tokens": skip_special_tokens}
-    params = body.to_sampling_params(context.settings, max_tokens, context.info.max_speculative_tokens, **options)
-    if params.bad_words:
-        params = params.tokenize_bad_words(partial(context.tokenizer.encode, add_special_tokens=False))
-    return params
+    return body.to_sampling_params(context.settings, max_tokens, context.info.max_speculative_tokens, **options)
 
 
 async def fail_on_disconnect(receive: Receive, request_stream: RequestStream) -> None:
@@ -168,7 +163,7 @@ async def collect_deltas(request_stream: RequestStream) -> list[OutputDelta]:
 def check_delta(delta: OutputDelta) -> OutputDelta:
     """Raises if the grammar allows no further token, or if the target's logits are NaN."""
     if delta.finish_reason == "error":
-        reason = str(delta.output.stop_reason) if delta.output is not None else ""
+        reason = str(delta.completion.stop_reason)
         if not reason.startswith("grammar: "):
             raise EngineFailedError()
         raise invalid_value("response_format", f"the output cannot continue ({reason})", "cannot_be_followed")
@@ -179,17 +174,11 @@ class EventStreamResponse(Response):
     """Server-sent events. The request is aborted as soon as the client disconnects or the server stops."""
 
     def __init__(
-        self,
-        context: ServerContext,
-        request_stream: RequestStream,
-        writer: OpenAIResponseWriter,
-        first: OutputDelta,
-        params: SamplingParams,
+        self, context: ServerContext, request_stream: RequestStream, writer: OpenAIResponseWriter, first: OutputDelta
     ) -> None:
         super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
         del self.headers["content-length"]
-        self.context, self.request_stream, self.writer = context, request_stream, writer
-        self.first, self.params = first, params
+        self.context, self.request_stream, self.writer, self.first = context, request_stream, writer, first
         self.failed = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -202,7 +191,7 @@ class EventStreamResponse(Response):
             pass
         finally:
             await self.request_stream.aclose()
-            self.context.record_request(scope, self.request_stream, self.writer, self.params, self.failed)
+            self.context.record_request(scope, self.request_stream, self.writer, self.failed)
 
     async def _send_events(self, send: Send) -> None:
         """Sends every delta in one write, the last one with the end of the response."""

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel
+from starlette.types import Scope
 
 from peagle.config import Grammar, SamplingParams, ServeSettings
 from peagle.engine.grammar import check_grammar, is_checked, json_schema_grammar
@@ -18,6 +19,7 @@ from peagle.errors import UserError
 from peagle.server.engine_client import EngineClient
 from peagle.server.engine_messages import EngineInfo
 from peagle.server.errors import ApiError, EngineUnavailableError, QueueFullError, invalid_value
+from peagle.server.metrics import QUEUE_FULL, UNREADY, ServerMetrics
 from peagle.server.protocol import ResponseFormat, ToolUsage
 from peagle.server.request_body import parse_json, read_body, run_while_connected
 from peagle.server.request_stream import RequestStream
@@ -31,11 +33,6 @@ from peagle.server.tool_calls import (
     get_format,
 )
 from peagle.server.work_pool import WorkPool
-
-if TYPE_CHECKING:
-    from starlette.types import Scope
-
-    from peagle.server.metrics import ServerMetrics
 
 # Work is measured in characters to tokenize; parsing JSON is about 16 times as fast.
 MAX_INLINE_WORK = 4 << 10
@@ -57,15 +54,9 @@ class ServerContext:
         """`drafter` and `num_speculative_tokens` are the values of the command line, for /peagle/info."""
         self.engine, self.settings = engine, settings
         self.drafter, self.num_speculative_tokens = drafter, num_speculative_tokens
-        self.created = int(time.time())
+        self.created, self.metrics = int(time.time()), ServerMetrics(settings.served_model_name)
         # Large requests have threads of their own, so that the others do not wait for them.
         self._pool, self._large_pool, self._grammar_pool = WorkPool(2), WorkPool(1), WorkPool(2)
-
-    @cached_property
-    def metrics(self) -> "ServerMetrics":
-        from peagle.server.metrics import ServerMetrics
-
-        return ServerMetrics(self.settings.served_model_name)
 
     @property
     def info(self) -> EngineInfo:
@@ -201,11 +192,8 @@ class ServerContext:
     def _count_rejections(self) -> Iterator[None]:
         try:
             yield
-        except QueueFullError:
-            self.metrics.observe_rejection("max_num_queued_reqs")
-            raise
-        except EngineUnavailableError:
-            self.metrics.observe_rejection("unready")
+        except (QueueFullError, EngineUnavailableError) as error:
+            self.metrics.observe_rejection(QUEUE_FULL if isinstance(error, QueueFullError) else UNREADY)
             raise
 
     def log_prompt(self, request: Request, prompt: Any) -> None:
@@ -213,12 +201,7 @@ class ServerContext:
             request.scope["log_fields"]["prompt"] = prompt
 
     def record_request(
-        self,
-        scope: "Scope",
-        request_stream: RequestStream,
-        writer: OpenAIResponseWriter,
-        params: SamplingParams,
-        failed: bool,
+        self, scope: Scope, request_stream: RequestStream, writer: OpenAIResponseWriter, failed: bool
     ) -> None:
         """Updates the metrics and the log when a request has ended, finished or not."""
         now = time.perf_counter()
@@ -233,10 +216,10 @@ class ServerContext:
                 itl_s=timing.token_gaps_s,
                 e2e_s=now - timing.arrival_time,
                 queue_s=timing.queue_s if timing.queue_s is not None else now - timing.arrival_time,
-                num_prompt_tokens=request_stream.requests[completion.index // params.n].num_prompt_tokens,
+                num_prompt_tokens=request_stream.requests[completion.index // writer.params.n].num_prompt_tokens,
                 num_output_tokens=len(completion.token_ids),
                 finish_reason=finish_reasons[-1],
-                max_tokens=params.max_tokens,
+                max_tokens=writer.params.max_tokens,
             )
         ttfts = [c.timing.first_token_s for c in completions if c.timing.first_token_s is not None]
         scope["log_fields"] |= {
