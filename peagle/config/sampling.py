@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from peagle.config.options import Settings, checked, option, require
 from peagle.errors import UserError
 
 MAX_LOGPROBS = 20  # alternatives per token, as in OpenAI's API
+MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 128, 8  # token sequences of a request, and tokens of one; powers of two
 
 
 @dataclass(frozen=True)
@@ -55,12 +56,14 @@ class SamplingParams(Settings):
     1. Logprobs are the log-softmax of the raw logits, before all other steps: of the sampled token and of the
        `logprobs` most likely tokens (ties in any order). None: no logprobs; 0: the sampled token's only.
     2. `min_tokens`: EOS ids (also with `ignore_eos`) and `stop_token_ids` become -inf while the output is shorter.
-    3. `logit_bias` is added.
+    3. `logit_bias` is added. Tokens that are not in `allowed_token_ids` become -inf.
     4. Penalties: `repetition_penalty` divides positive and multiplies negative logits of tokens in prompt or output;
        then `frequency_penalty` is subtracted once per occurrence in the output, `presence_penalty` once if there is
        any.
     5. `grammar`: tokens that it does not allow next become -inf, and EOS ids too unless the text may end here (with
        `ignore_eos` always). If `min_tokens` masks all tokens that the grammar allows, the grammar wins.
+       The last token of a sequence in `bad_words_token_ids` becomes -inf where the output ends with the tokens before
+       it. `LLM` sets them from `bad_words`: each word at the start of a text and after a space.
     6. Temperature 0 is greedy: the argmax (lowest id of equal ones), without the step below.
     7. Logits are divided by `temperature`; `min_p` drops tokens less likely than min_p times the most likely;
        `top_k` drops tokens below the k-th best (keeping ties); `top_p` keeps the most likely tokens until their mass
@@ -104,6 +107,9 @@ class SamplingParams(Settings):
         1.0, "Penalty on tokens in prompt and output; 1 is off.", min=0.01, max=100
     )  # beyond these bounds a logit could overflow
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)  # by token id; stored as a copy
+    allowed_token_ids: Sequence[int] | None = checked(None, min=0)  # stored as a tuple
+    bad_words: Sequence[str] = option((), "Text that the output must not contain; repeatable.")  # stored as a tuple
+    bad_words_token_ids: Sequence[Sequence[int]] = ()
     logprobs: int | None = option(None, "With --json: alternatives per token.", min=0, max=MAX_LOGPROBS, panel="Output")
     n: int = checked(1, min=1)
     max_speculative_tokens: int | None = checked(None, min=0)  # per decode step; never changes the output
@@ -115,6 +121,11 @@ class SamplingParams(Settings):
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "bad_words", tuple(self.bad_words))
+        object.__setattr__(self, "bad_words_token_ids", tuple(map(tuple, self.bad_words_token_ids)))
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+            require(len(self.allowed_token_ids) > 0, "--allowed-token-ids", "[]", "at least one token")
         try:
             bias = dict(self.logit_bias)
             if {*map(type, bias)} - {int} or {*map(type, bias.values())} - {float}:  # JSON object keys are strings
@@ -127,7 +138,8 @@ class SamplingParams(Settings):
             0 <= self.min_tokens <= self.max_tokens,
             *("--min-tokens", self.min_tokens, f"between 0 and max-tokens, {self.max_tokens}"),
         )
-        require(all(isinstance(s, str) and s for s in self.stop), "--stop", self.stop, "non-empty strings")
+        for flag, texts in (("--stop", self.stop), ("--bad-words", self.bad_words)):
+            require(all(isinstance(s, str) and s for s in texts), flag, texts, "non-empty strings")
         for token, value in bias.items():
             if token < 0 or not -100.0 <= value <= 100.0:
                 raise UserError(f"--logit-bias {token}={value}: must be a token id with a number between -100 and 100")
@@ -135,6 +147,20 @@ class SamplingParams(Settings):
         require(finds_stops, "--detokenize", self.detokenize, "on with stop strings, which are found in the text")
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             raise UserError(f"--grammar {self.grammar}: must be built by peagle.engine.grammar")
+
+    def tokenize_bad_words(self, encode: Callable[[str], list[int]]) -> SamplingParams:
+        """The same with `bad_words_token_ids` in place of `bad_words`. `encode` adds no special tokens."""
+        found: list[list[int]] = []
+        for word in self.bad_words:
+            at_start, after_space = encode(word.lstrip()), encode(" " + word.lstrip())
+            found.append(at_start)
+            if after_space[:1] != at_start[:1] and len(after_space) == len(at_start):
+                found.append(after_space)
+            require(
+                0 < len(at_start) <= MAX_BAD_WORD_TOKENS,
+                *("--bad-words", repr(word), f"1 to {MAX_BAD_WORD_TOKENS} tokens, not {len(at_start)}"),
+            )
+        return replace(self, bad_words=(), bad_words_token_ids=found)
 
     def without_text(self) -> SamplingParams:
         """The same for an engine that knows no text. A copy without checks: they take long for a large `logit_bias`."""
@@ -154,10 +180,18 @@ class SamplingParams(Settings):
 
     def check_ids(self, vocab_size: int, eos_ids: Collection[int] = ()) -> None:
         """Raises a UserError for ids outside the vocabulary, or if `min_tokens` would mask every token."""
-        for name, ids in (("--stop-token-ids", self.stop_token_ids), ("--logit-bias", self.logit_bias)):
+        named_ids = {
+            "--stop-token-ids": self.stop_token_ids,
+            "--logit-bias": self.logit_bias,
+            "--allowed-token-ids": self.allowed_token_ids,
+        }
+        for name, ids in named_ids.items():
             if ids and max(ids) >= vocab_size:
                 raise UserError(f"{name} {max(ids)}: outside the vocabulary (0 to {vocab_size - 1})")
-        if self.min_tokens and len({*self.stop_token_ids, *eos_ids}) >= vocab_size:
+        words = self.bad_words_token_ids
+        require(len(words) <= MAX_BAD_WORDS, "--bad-words", len(words), f"at most {MAX_BAD_WORDS} token sequences")
+        allowed = range(vocab_size) if self.allowed_token_ids is None else self.allowed_token_ids
+        if self.min_tokens and not {*allowed} - {*self.stop_token_ids, *eos_ids}:
             raise UserError(f"--min-tokens {self.min_tokens}: every token is a stop token, so none may be generated")
 
 

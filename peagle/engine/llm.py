@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -95,18 +95,21 @@ class LLM:
         """Schedules and launches one step, and commits the tokens of the oldest step in flight.
 
         Returns the requests that gained tokens or finished. On a GPU one step stays in flight: it runs while the tokens
-        of the step before are committed. A grammar needs all earlier tokens on the host, so requests with one disable
-        that.
+        of the step before are committed. The masks of grammars need these tokens: a captured step waits for them after
+        its target pass, any other step is launched after the commit.
         """
-        if self._num_grammars and self._in_flight:
+        if self._num_grammars and self._in_flight and not self.model_runner.overlaps_grammars:
             return self._commit(self._in_flight.popleft())
-        scheduled = self.scheduler.schedule()
+        scheduled, updated = self.scheduler.schedule(), []
         if scheduled is not None:
             self._in_flight.append(self.model_runner.launch(scheduled, self.scheduler.changed_requests))
             self.scheduler.mark_launched(scheduled)
         if self._in_flight and (scheduled is None or len(self._in_flight) > self.max_in_flight_steps):
-            return self._commit(self._in_flight.popleft())
-        return []
+            self.model_runner.send_awaited_masks(self._in_flight[0])  # only after an interrupt it is not done yet
+            updated = self._commit(self._in_flight.popleft())
+        if self._in_flight:
+            self.model_runner.send_awaited_masks(self._in_flight[0])
+        return updated
 
     def _commit(self, step: PendingStep) -> list[Request]:
         """Waits for a step and appends its tokens. Accepted tokens are counted before a stop cuts them, as in vLLM."""
@@ -163,10 +166,14 @@ class LLM:
     def _append_tokens(request: Request, token_ids: list[int], logprobs: Logprobs) -> None:
         """Appends tokens up to the first that finishes the output."""
         output, detokenizer, matcher = request.output_token_ids, request.detokenizer, request.matcher
+        params = request.params
         num_before = len(output)
         for token in token_ids:
             if token < 0:
-                request.finish_reason, request.stop_reason = "error", "the target's logits are NaN or infinite"
+                masked = "allowed_token_ids, bad_words and the grammar together allow no token"
+                is_masked = params.allowed_token_ids is not None or params.bad_words_token_ids
+                reason = masked if is_masked else "the target's logits are NaN or infinite"
+                request.finish_reason, request.stop_reason = "error", reason
                 break
             if matcher is not None and not matcher.accept_token(token):
                 request.finish_reason, request.stop_reason = "error", f"grammar: {matcher.error}"
@@ -211,6 +218,10 @@ class LLM:
         vocab_size = self.target.model.cfg.vocab_size
         prompt_token_ids = self._encode(prompt)
         check_prompt(prompt_token_ids, vocab_size, self.max_model_len)
+        if params.bad_words and not self.has_tokenizer:
+            raise UserError(f"--bad-words: need a tokenizer, and {self.target.folder} has none")
+        if params.bad_words:
+            params = params.tokenize_bad_words(partial(self.tokenizer.encode, add_special_tokens=False))
         params.check_ids(vocab_size, self.target.eos_ids)
         if params.logprobs is not None and params.logprobs > vocab_size:
             params = replace(params, logprobs=vocab_size)

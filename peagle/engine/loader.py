@@ -139,6 +139,7 @@ def capture_graphs(runner: ModelRunner, batch_sizes: list[int], choices: list[in
     """Captures decode and prefill graphs of the runner, and compiles the kernels outside of them."""
     short_seq_lens = find_short_seq_lens(runner.target, runner.drafter, runner.max_model_len)
     runner.decode_graphs = DecodeGraphs(runner.decode_step, batch_sizes, choices, short_seq_lens)
+    runner.sampler.awaits_masks = True
     prefill_sizes = prefill_graph_sizes(count_parameters(runner.target), max_prefill_tokens)
     runner.decode_graphs.capture(partial(runner.prefill.capture, prefill_sizes))
 

@@ -45,6 +45,9 @@ class PendingStep:
     new_requests: list[Request] = field(default_factory=list)  # requests whose first token comes from this prefill
     first_tokens_F: Tensor | None = None
     first_logprobs_F2N: Tensor | None = None
+    masked_requests: list[Request] = field(default_factory=list)  # with a grammar, whose masks the step waits for
+    mask_step: int = 0  # number of the step among those that wait
+    token_ids_SN: Tensor | None = None  # on the host once all earlier steps are done: the draft tokens of this step
     done: torch.cuda.Event | None = None
 
     def wait(self) -> tuple[list[list[int]], list[int], Logprobs]:
@@ -100,6 +103,7 @@ class ModelRunner:
         )
         self.sampler = Sampler(self.state, self.processors, synthetic_rates)
         self._host_token_ids_SN = self.state.token_ids_SN  # on the host, as of the last step with a grammar
+        self._num_mask_steps = 0
         self.prefill = Prefill(
             target, self.run_target, self.kv_cache, self.state, self.sampler, self.proposer, max_model_len
         )
@@ -112,17 +116,17 @@ class ModelRunner:
         decoding, chunks = scheduled.decode_requests, scheduled.prefill_chunks
         with device_context(self.device):
             self._update_slots(changed_requests)
-            if decoding:
-                result_BX, logprobs_T2N = self._launch_decode(scheduled)
-                step.result_BX = self._copy_to_host(result_BX)
-                if any(r.params.logprobs is not None for r in decoding):
-                    step.logprobs_T2N = self._copy_to_host(logprobs_T2N)
-            if chunks:
+            if chunks:  # before the decode step, which may wait for the host
                 step.new_requests, first_tokens_F, logprobs_F2N = self.prefill.launch(chunks)
                 if step.new_requests:
                     step.first_tokens_F = self._copy_to_host(first_tokens_F)
                 if any(r.params.logprobs is not None for r in step.new_requests):
                     step.first_logprobs_F2N = self._copy_to_host(logprobs_F2N)
+            if decoding:
+                result_BX, logprobs_T2N = self._launch_decode(step)
+                step.result_BX = self._copy_to_host(result_BX)
+                if any(r.params.logprobs is not None for r in decoding):
+                    step.logprobs_T2N = self._copy_to_host(logprobs_T2N)
             if any(r.matcher is not None for r in (*decoding, *(chunk.request for chunk in chunks))):
                 self._host_token_ids_SN = self._copy_to_host(self.state.token_ids_SN)
             if self.device.type == "cuda":
@@ -134,17 +138,21 @@ class ModelRunner:
         """A copy that is complete once the step is done."""
         return self._pinned.copy_to_host(x) if self.device.type == "cuda" else x.clone()
 
-    def _launch_decode(self, scheduled: SchedulerOutput) -> StepResult:
+    def _launch_decode(self, step: PendingStep) -> StepResult:
         """Launches the decode step as a captured graph if there is one that fits."""
+        scheduled = step.scheduled
         requests, k = scheduled.decode_requests, scheduled.num_draft_tokens
         slots = [r.slot for r in requests]
         if scheduled.limited_requests:
             self._limit_draft_tokens(scheduled.limited_requests)
-        matched = [r for r in requests if r.matcher is not None]
-        if matched:
-            self.sampler.send_grammar_masks(
-                matched, [self._host_token_ids_SN[r.slot, 1 : k + 1].tolist() for r in matched]
-            )
+        step.masked_requests = [r for r in requests if r.matcher is not None]
+        step.token_ids_SN = self._host_token_ids_SN
+        if step.masked_requests and self.overlaps_grammars:
+            self._num_mask_steps += 1
+            step.mask_step = self._num_mask_steps
+            self.processors.masks.await_step(step.mask_step)
+        elif step.masked_requests:
+            self._send_grammar_masks(step)
         if self.decode_graphs is not None:
             graph = self.decode_graphs.find(len(slots), k, max(r.num_tokens + r.max_in_flight_tokens for r in requests))
             if graph is not None:
@@ -152,6 +160,27 @@ class ModelRunner:
                 result_BX, logprobs_T2N = graph.replay()
                 return result_BX[: len(requests)], logprobs_T2N[: len(requests) * (k + 1)]
         return self.decode_step(copy_to_device(torch.tensor(slots), self.device), k)
+
+    @property
+    def overlaps_grammars(self) -> bool:
+        """Whether the masks of grammars are computed while the target runs."""
+        return self.sampler.awaits_masks
+
+    def send_awaited_masks(self, step: PendingStep) -> None:
+        """Sends the masks that a launched step waits for. The tokens of all earlier steps must be committed."""
+        if step.mask_step:
+            try:
+                self._send_grammar_masks(step)
+            finally:  # without masks, its output would be wrong, but a step that waits could not be interrupted
+                self.processors.masks.announce_step(step.mask_step)
+                step.mask_step = 0
+
+    def _send_grammar_masks(self, step: PendingStep) -> None:
+        requests = [r for r in step.masked_requests if r.finish_reason is None]
+        if requests and step.token_ids_SN is not None:
+            k, awaited = step.scheduled.num_draft_tokens, step.mask_step > 0
+            draft_token_ids = [step.token_ids_SN[r.slot, 1 : k + 1].tolist() for r in requests]
+            self.sampler.send_grammar_masks(requests, draft_token_ids, awaited)
 
     def _update_slots(self, requests: list[Request]) -> None:
         """Sends new block ids, and the sampling parameters of requests that are new in their slot."""
@@ -187,6 +216,9 @@ class ModelRunner:
             self._updates.send()
             for x in (self.state.num_computed_tokens_S, self.state.float_params_3S):
                 self._copy_to_host(x)
+            # Three are in use at a time, and a step that waits for the host must not wait for memory.
+            self._host_token_ids_SN = [self._copy_to_host(self.state.token_ids_SN) for _ in range(3)][-1]
+            self.processors.masks.await_step(0)
             self.prefill.warm_up(max_prefill_tokens, len(self.state.num_computed_tokens_S) - 1)
 
     # The decode step

@@ -24,6 +24,7 @@ class Sampler:
     def __init__(self, state: SlotState, processors: LogitsProcessors, synthetic_rates: Sequence[float] | None) -> None:
         """`synthetic_rates`: accept draft tokens at random with these conditional rates, for benchmarks."""
         self.state, self.processors = state, processors
+        self.awaits_masks = False  # whether decode steps wait for the masks of grammars
         self.synthetic_rates_K: Tensor | None = None
         if synthetic_rates is not None:
             device = state.token_ids_SN.device
@@ -33,6 +34,7 @@ class Sampler:
         """Samples the target's token of each row and accepts draft tokens while they equal it. Returns the tokens and
         their logprobs."""
         rates, processed = self.synthetic_rates_K, ProcessedRows(self.processors, slots_B, i.token_ids_BQ)
+        self.processors.masks.prepare(self.processors.flags_S, slots_B, i.token_ids_BQ, self.awaits_masks)
         sampled_T = sample_tokens(logits_TV, i.float_params_3T, i.int_params_2T, i.sample_positions_T, processed)
         sampled_BQ, seeds, positions = sampled_T.view(i.token_ids_BQ.shape), i.int_params_2T[1], i.sample_positions_T
         if rates is not None:
@@ -45,13 +47,18 @@ class Sampler:
     def sample_first_tokens(self, logits_FV: Tensor, slots_F: Tensor, positions_F: Tensor) -> tuple[Tensor, Tensor]:
         """Samples the token after each prompt that ends. Returns the tokens and their logprobs."""
         params = self.state.float_params_3S[:, slots_F], self.state.int_params_2S[:, slots_F]
-        processed = ProcessedRows(self.processors, slots_F, positions_F[:, None])  # no draft tokens
+        no_draft_tokens_F1 = positions_F[:, None]
+        processed = ProcessedRows(self.processors, slots_F, no_draft_tokens_F1)
+        self.processors.masks.prepare(self.processors.flags_S, slots_F, no_draft_tokens_F1, awaits=False)
         tokens_F = sample_tokens(logits_FV, *params, positions_F, processed)
         none_accepted_F = torch.zeros_like(tokens_F)
         return tokens_F, self.processors.compute_logprobs(logits_FV, slots_F, tokens_F[:, None], none_accepted_F)
 
-    def send_grammar_masks(self, requests: Sequence[Request], draft_token_ids: Sequence[list[int]]) -> None:
-        """Sends the tokens that grammars allow after the output of each request and after each of its draft tokens."""
+    def send_grammar_masks(
+        self, requests: Sequence[Request], draft_token_ids: Sequence[list[int]], awaited: bool = False
+    ) -> None:
+        """Sends the tokens that grammars allow after the output of each request and after each of its draft tokens.
+        `awaited`: to a step that is launched already and waits for them."""
         states = [(r.matcher, own) for r, own in zip(requests, draft_token_ids, strict=True) if r.matcher is not None]
         masks_BQW = compute_bitmasks(states)
         for request, masks_QW in zip(requests, masks_BQW, strict=True):
@@ -59,7 +66,8 @@ class Sampler:
             if num_early_rows > 0:
                 stop_ids = {*request.params.stop_token_ids, *request.eos_ids}
                 forbid_tokens(masks_QW[:num_early_rows], stop_ids, self.processors.vocab_size)
-        self.processors.set_masks([r.slot for r in requests], masks_BQW)
+        masks = self.processors.masks
+        (masks.set_awaited_masks if awaited else masks.set_grammar_masks)([r.slot for r in requests], masks_BQW)
 
 
 def read_logprobs(

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from peagle.config.sampling import MAX_BAD_WORD_TOKENS
 from peagle.kernels.host_transfer import PinnedRing
 from peagle.kernels.sampling.processors import LogitsProcessors
 from peagle.kernels.triton_utils import HAVE_TRITON, pdl_launch_options, runs_triton
@@ -102,8 +103,9 @@ if HAVE_TRITON:
     @triton.jit
     def _commit_kernel(
         tokens, tokens_stride, starts, available, slots, emitted, emitted_stride, accepted, drafts, drafts_stride,
-        max_model_len, positions, flags_S, entries_SV, vocab,
-        K: tl.constexpr, HAS_POSITIONS: tl.constexpr, COUNTS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
+        max_model_len, positions, flags_S, entries_SV, vocab, tail_SL,
+        K: tl.constexpr, HAS_POSITIONS: tl.constexpr, COUNTS: tl.constexpr, L: tl.constexpr, WIDTH: tl.constexpr,
+        PDL: tl.constexpr,
     ) -> None:  # fmt: skip
         """Handles one request; WIDTH >= K + 1."""
         wait_for_previous(PDL)
@@ -122,9 +124,17 @@ if HAVE_TRITON:
             tl.store(starts + slot, start)
             tl.store(available + slot, tl.maximum(tl.minimum(max_model_len - start - 2, K), 0))
             if COUNTS:
-                if tl.load(flags_S + slot) & 1:
+                flags = tl.load(flags_S + slot)
+                if flags & 1:  # HAS_TOKENS
                     added = tl.maximum(tl.load(emitted + b * emitted_stride + at, mask=at <= m, other=0), 0)
                     tl.atomic_add(entries_SV + slot * vocab + added, 4, mask=at <= m)
+                if flags & 16:  # HAS_BAD_WORDS
+                    tail = tail_SL + slot * L
+                    source = tl.arange(0, L) + m + 1
+                    known = tl.load(tail + source, mask=source < L, other=0)
+                    new = tl.load(emitted + b * emitted_stride + source - L, mask=source >= L, other=0)
+                    tl.debug_barrier()
+                    tl.store(tail + tl.arange(0, L), tl.where(source < L, known, tl.maximum(new, 0).to(tl.int32)))
 
     @triton.jit(do_not_specialize=["count"])
     def _updates_kernel(
@@ -396,9 +406,11 @@ def commit_state(
         slots_B if positions_B is None else positions_B.contiguous(),
         *((processors.flags_S, processors.entries_SV) if processors is not None else (slots_B, slots_B)),
         processors.vocab_size if processors is not None else 0,
+        processors.masks.tail_SL if processors is not None else slots_B,
         K=k,
         HAS_POSITIONS=positions_B is not None,
         COUNTS=processors is not None,
+        L=MAX_BAD_WORD_TOKENS,
         WIDTH=triton.next_power_of_2(k + 1),
         num_warps=1,
         **pdl_launch_options(state.token_ids_SN.device),

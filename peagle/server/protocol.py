@@ -28,6 +28,7 @@ INT_LIMIT = 1 << 31
 SAMPLING_FIELDS = (
     *("top_p", "min_p", "n", "seed", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "presence_penalty"),
     *("frequency_penalty", "repetition_penalty", "logit_bias", "skip_special_tokens", "cache_salt"),
+    *("allowed_token_ids", "bad_words"),
 )
 
 FiniteFloat = Annotated[float, AllowInfNan(False)]
@@ -112,6 +113,8 @@ class SamplingRequest(StrictModel):
     frequency_penalty: FiniteFloat | None = None
     repetition_penalty: FiniteFloat | None = None
     logit_bias: dict[str, FiniteFloat] | None = None
+    allowed_token_ids: Annotated[list[NonNegativeInt], Field(fail_fast=True)] | None = None
+    bad_words: list[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
@@ -156,7 +159,8 @@ class SamplingRequest(StrictModel):
     def _check_limits(self, settings: ServeSettings, max_speculative_tokens: int) -> None:
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         max_length = settings.max_stop_length
-        _require(all(len(s) <= max_length for s in stops), "stop", f"at most {max_length} characters each")
+        for field, texts in (("stop", stops), ("bad_words", self.bad_words or [])):
+            _require(all(len(s) <= max_length for s in texts), field, f"at most {max_length} characters each")
         _require((self.n or 1) <= settings.max_n, "n", f"at most {settings.max_n}")
         _require(self.stream_options is None or self.stream is True, "stream_options", "only with stream: true")
         if (k := self.options.num_speculative_tokens) is not None:

@@ -19,8 +19,9 @@ MAX_DISCARDED_BYTES, DISCARD_TIMEOUT_S, DISCARD_GAP_S = 64 << 20, 10.0, 0.5
 MIN_MAX_CONTAINERS, MIN_MAX_VALUES = 1 << 16, 1 << 19
 PIECE_BYTES = 1 << 16
 LONG_FIELDS = (
-    b"prompt messages tokens tools stop stop_token_ids logit_bias response_format chat_template_kwargs".split()
-)
+    b"prompt messages tokens tools stop stop_token_ids logit_bias allowed_token_ids bad_words response_format"
+    b" chat_template_kwargs"
+).split()
 CLIENT_DISCONNECTED = 499  # a status for the log only
 
 T = TypeVar("T")

@@ -148,7 +148,10 @@ def build_sampling_params(
             max_tokens = min(max_tokens, context.settings.default_completion_tokens)
     skip_special_tokens = False if context.start_tag_is_special_token(tools) else body.skip_special_tokens
     options = {"grammar": grammar, "skip_special_tokens": skip_special_tokens}
-    return body.to_sampling_params(context.settings, max_tokens, context.info.max_speculative_tokens, **options)
+    params = body.to_sampling_params(context.settings, max_tokens, context.info.max_speculative_tokens, **options)
+    if params.bad_words:
+        params = params.tokenize_bad_words(partial(context.tokenizer.encode, add_special_tokens=False))
+    return params
 
 
 async def fail_on_disconnect(receive: Receive, request_stream: RequestStream) -> None:

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from starlette.types import Scope
 
 from peagle.config import Grammar, SamplingParams, ServeSettings
+from peagle.config.sampling import MAX_BAD_WORDS
 from peagle.engine.grammar import check_grammar, is_checked, json_schema_grammar
 from peagle.errors import UserError
 from peagle.server.engine_client import EngineClient
@@ -94,6 +95,8 @@ class ServerContext:
             "stop": settings.max_stop_strings,
             "stop_token_ids": settings.max_stop_token_ids,
             "logit_bias": info.vocab_size,
+            "allowed_token_ids": info.vocab_size,
+            "bad_words": MAX_BAD_WORDS,
             "chat_template_kwargs": settings.max_template_kwargs,
         }
         for name, limit in limits.items():

@@ -167,7 +167,7 @@ def process_logits(
     output: Sequence[int],
     eos_ids: frozenset[int] = frozenset(),
 ) -> Tensor:
-    """Applies min_tokens, logit_bias and penalties to the logits after `prompt` and `output`."""
+    """Applies min_tokens, biases, penalties, allowed tokens and bad words to the logits after `prompt` and `output`."""
     logits, vocab = logits_V.detach().cpu().double(), logits_V.shape[-1]
     if len(output) < params.min_tokens:
         stops = [t for t in {*eos_ids, *params.stop_token_ids} if t < vocab]  # a tokenizer's EOS may be beyond
@@ -181,6 +181,12 @@ def process_logits(
         factor = params.repetition_penalty
         logits = torch.where(seen, torch.where(logits > 0, logits / factor, logits * factor), logits)
         logits = logits - params.frequency_penalty * counts - params.presence_penalty * (counts > 0).double()
+    if params.allowed_token_ids is not None:
+        allowed_V = torch.isin(torch.arange(vocab), torch.tensor(params.allowed_token_ids))
+        logits = logits.masked_fill(~allowed_V, -torch.inf)
+    for *before, last in params.bad_words_token_ids:
+        if before == list(output)[len(output) - len(before) :]:
+            logits = logits.index_fill(0, torch.tensor(last), -torch.inf)
     return logits
 
 

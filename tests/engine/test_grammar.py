@@ -54,6 +54,7 @@ EOS = frozenset({pairs.EOS_ID, 500})  # one that is never text, one beyond the v
 TEXTUAL = frozenset({ord("e"), 500})  # one that is text as well
 MAX_MODEL_LEN = 96
 TIGHT = {ord(" "): -9.0, ord("\n"): -30.0}  # the target never saw JSON and would emit whitespace
+LETTERS = [*b"abcdefghijklmnopqrstuvwxyz ", pairs.EOS_ID]
 CHOICES = ("the work", "the", "a copy", "any", "of e")
 
 
@@ -321,6 +322,7 @@ def constrained_params() -> list[SamplingParams]:
         make_params(grammar=words, min_tokens=6, stop_token_ids=[*range(ord("a"), ord("z") + 1), ord(" ")]),
         make_params(grammar=words, stop=["t", "he"], logprobs=2),
         make_params(grammar=words, stop_token_ids=[ord("o"), ord("i")]),
+        make_params(grammar=words, bad_words_token_ids=[[ord("t"), ord("h")], [ord(" ")]], allowed_token_ids=LETTERS),
         make_params(grammar=words, repetition_penalty=1.6, frequency_penalty=0.5, presence_penalty=0.5, logprobs=0),
         make_params(grammar=words, temperature=2.5, seed=8, min_p=0.01, presence_penalty=1.0, logprobs=2),
         make_params(grammar=words, temperature=1.5, seed=9, top_p=0.8, logit_bias={ord("z"): 4.0, pairs.EOS_ID: 9.0}),
@@ -397,11 +399,11 @@ def test_preempted_requests_continue_in_their_grammar(num_plain: int) -> None:
     sampler: Any = llm.model_runner.sampler
     send = sampler.send_grammar_masks
 
-    def check_and_send(requests: list[Request], draft_token_ids: list[list[int]]) -> None:
+    def check_and_send(requests: list[Request], draft_token_ids: list[list[int]], awaited: bool = False) -> None:
         """The masks are for the draft tokens that the step verifies, also right after a request was resumed."""
         current = [llm.model_runner.state.token_ids_SN[r.slot, 1:].tolist() for r in requests]
         assert all(own == now[: len(own)] for own, now in zip(draft_token_ids, current, strict=True))
-        send(requests, draft_token_ids)
+        send(requests, draft_token_ids, awaited)
 
     sampler.send_grammar_masks = check_and_send
     groups = engines.run_requests(llm, requests)

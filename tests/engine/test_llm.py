@@ -69,10 +69,10 @@ PLAIN = [
 ]
 PROCESSED = [
     SamplingParams(max_tokens=20, repetition_penalty=1.4, logprobs=3),
-    SamplingParams(max_tokens=20, frequency_penalty=0.7, presence_penalty=0.4),
+    SamplingParams(max_tokens=20, frequency_penalty=0.7, bad_words_token_ids=[[*b"th"], [*b" of"], [*b"e s"], [*b"q"]]),
     SamplingParams(max_tokens=20, min_tokens=9, stop_token_ids=[ord("e"), ord("o")], logprobs=0),
-    SamplingParams(max_tokens=20, logit_bias={ord(" "): -6.0, ord("q"): 3.0}, ignore_eos=True),
-    SamplingParams(max_tokens=16, temperature=2.0, seed=5, presence_penalty=1.0, logprobs=2),
+    SamplingParams(max_tokens=20, logit_bias={ord(" "): -6.0}, allowed_token_ids=[*b"abcdefghijqr "], ignore_eos=True),
+    SamplingParams(max_tokens=16, temperature=2.0, seed=5, presence_penalty=1.0, logprobs=2, bad_words_token_ids=[b"e"]),
 ]
 
 

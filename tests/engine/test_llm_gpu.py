@@ -14,6 +14,7 @@ from benchmarks.random_weights import random_weights
 from peagle.checkpoints.target import Target
 from peagle.config import DecoderConfig, DrafterConfig, LayerConfig, RopeConfig, SamplingParams
 from peagle.engine.cuda_graphs import DecodeGraph, DecodeGraphs
+from peagle.engine.grammar import from_json_schema, from_regex
 from peagle.engine.llm import LLM
 from peagle.engine.request import RequestState
 from peagle.kernels.triton_utils import watch_compilations
@@ -57,18 +58,39 @@ def test_greedy_tokens_and_counts_equal_the_reference(name: str | None, graphs: 
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_all_parameters_with_a_drafter(name: str) -> None:
-    """Requests with logits processors run without graphs, others with them."""
     params = [
         SamplingParams(max_tokens=TOKENS, ignore_eos=True, repetition_penalty=1.3, logprobs=2),
         SamplingParams(max_tokens=TOKENS, ignore_eos=True, temperature=0.9, top_p=0.9, seed=5),
         SamplingParams(max_tokens=TOKENS, ignore_eos=True, temperature=0.9, min_p=0.05, seed=6, logit_bias={101: 2.0}),
         SamplingParams(max_tokens=TOKENS, min_tokens=20, frequency_penalty=0.5),
+        SamplingParams(max_tokens=TOKENS, bad_words_token_ids=[[*b"th"], [*b"e"]], allowed_token_ids=[*range(32, 123)]),
     ]
     prompts = pairs.prompts(len(params))
     with_drafter = engine(name, 3).generate(prompts, params)
     without = engine(None, 0).generate(prompts, params)
     for ours, plain in zip(with_drafter, without, strict=True):
         assert ours.outputs[0].token_ids == plain.outputs[0].token_ids
+
+
+@pytest.mark.parametrize("name", ["p-eagle-1", "eagle3-1"])
+def test_masks_of_grammars_are_computed_while_the_target_runs(name: str) -> None:
+    """A captured step waits for them on the device; a step without a graph is launched after them."""
+    words, listed = from_regex("[a-z]{2,9}( [a-z]{2,9})*"), from_json_schema({"type": "array", "items": {"enum": [7]}})
+    params = [
+        SamplingParams(max_tokens=TOKENS, grammar=words, bad_words_token_ids=[[*b"th"]]),
+        SamplingParams(max_tokens=TOKENS, ignore_eos=True),
+        SamplingParams(max_tokens=9, grammar=listed, temperature=2.0, seed=3),
+        SamplingParams(max_tokens=3 * TOKENS, grammar=words, min_tokens=TOKENS, temperature=1.0, seed=4),
+        SamplingParams(max_tokens=TOKENS, grammar=from_regex("(the|of a|any)"), logprobs=1),
+    ]
+    prompts, outputs = pairs.prompts(len(params)), []
+    for drafter, graphs in ((name, True), (name, False), (None, True)):
+        llm = engine(drafter, 3, tokenizer=True, cuda_graphs=graphs, max_num_seqs=3, max_model_len=192)
+        assert llm.model_runner.overlaps_grammars == graphs
+        outputs.append([(o.outputs[0].token_ids, o.outputs[0].finish_reason) for o in llm.generate(prompts, params)])
+        assert llm.model_runner._num_mask_steps > 10 or not graphs
+    assert outputs[0] == outputs[1] == outputs[2]
+    assert "error" not in {reason for _, reason in outputs[0]}
 
 
 def test_preempted_requests_finish() -> None:

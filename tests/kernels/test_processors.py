@@ -17,8 +17,10 @@ from triton_interpreter import launching_triton, patch_interpreter, run_in_inter
 
 from peagle.config import Grammar, SamplingParams
 from peagle.kernels import step
+from peagle.kernels.sampling import masks as masks_module
 from peagle.kernels.sampling import processors as processors_module
 from peagle.kernels.sampling import sample
+from peagle.kernels.sampling.masks import TokenMasks
 from peagle.kernels.sampling.processors import LogitsProcessors, ProcessedRows
 from peagle.kernels.sampling.sample import sample_tokens
 from peagle.kernels.step import SlotState, commit_state
@@ -47,6 +49,8 @@ def allocate(num_slots: int, vocab_size: int, k: int) -> LogitsProcessors:
             "presence_penalty": st.sampled_from([0.0, -1.0, 1.5]),
             "frequency_penalty": st.sampled_from([0.0, -1.0, 1.5]),
             "repetition_penalty": st.sampled_from([1.0, 0.5, 2.0]),
+            "allowed_token_ids": st.none() | st.lists(TOKEN, min_size=1, max_size=5),
+            "bad_words_token_ids": st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), max_size=4),
         }
     ),
 )
@@ -57,11 +61,14 @@ def test_a_row_is_processed_as_if_its_draft_tokens_were_output(
     raw = torch.randn(len(draft_token_ids) + 1, 9, generator=torch.Generator().manual_seed(seed))
     processors = allocate(3, 9, 5)
     processors.set_slot(1, SamplingParams(logit_bias={2: 5.0}, presence_penalty=2.0), [1, 2], [3, 3], EOS)  # replaced
-    processors.set_slot(1, params, prompt, [], EOS)
-    for token in output:  # one decode step each
+    known = len(output) // 2  # as after a preemption
+    processors.set_slot(1, params, prompt, output[:known], EOS)
+    for token in output[known:]:  # one decode step each
         processors.count_torch(torch.tensor([1]), torch.tensor([[token, -1]]), torch.tensor([0]))
     positions = len(prompt) + len(output) + torch.arange(len(raw))
-    rows = processors.process_torch(raw, 1, torch.tensor([0, *draft_token_ids]), positions)
+    token_ids_Q = torch.tensor([output[-1] if output else 0, *draft_token_ids])
+    processors.masks.prepare(processors.flags_S, torch.tensor([1]), token_ids_Q[None], awaits=False)
+    rows = processors.process_torch(raw, 1, token_ids_Q, positions)
     for j, row in enumerate(rows):
         want = reference.process_logits(raw[j], params, prompt, output + draft_token_ids[:j], EOS)
         torch.testing.assert_close(row.double(), want, rtol=1e-5, atol=1e-5)
@@ -72,7 +79,7 @@ def test_masks_leave_only_allowed_tokens() -> None:
     processors.set_slot(0, SamplingParams(grammar=MASKED), [1], [], EOS)
     allowed = torch.rand(2, 72, generator=torch.Generator().manual_seed(0)) < 0.5
     bits = (allowed.view(2, 9, 8).int() << torch.arange(8)).sum(-1).to(torch.uint8)
-    processors.set_masks([0], bits[None])
+    processors.masks.set_grammar_masks([0], bits[None])
     rows = processors.process_torch(torch.zeros(2, 70), 0, torch.tensor([0, 5]), torch.tensor([1, 2]))
     assert torch.equal(rows == 0, allowed[:, :70])
 
@@ -80,7 +87,7 @@ def test_masks_leave_only_allowed_tokens() -> None:
 def test_a_slot_without_processors_is_not_touched() -> None:
     processors = allocate(2, 9, 1)
     processors.set_slot(0, SamplingParams(presence_penalty=1.0, logprobs=2), [1], [2], EOS)
-    assert processors.flags_S.tolist() == [1 | 3 << 3, 0, 0]
+    assert processors.flags_S.tolist() == [1 | 3 << 5, 0, 0]
     processors.set_slot(0, SamplingParams(), [1], [2], EOS)
     assert processors.flags_S.tolist() == [0, 0, 0]
     raw, rows = torch.randn(2, 9), ProcessedRows(processors, torch.tensor([0, -1]), torch.zeros(2, 1).long())
@@ -109,6 +116,9 @@ KINDS = [
     SamplingParams(grammar=MASKED),
     ALL,
     replace(ALL, grammar=None, logprobs=None),
+    SamplingParams(allowed_token_ids=[3, 5, 64]),
+    SamplingParams(bad_words_token_ids=[[3], [2, 4], [0, 1, 5], [9, 9, 9, 9, 9, 9, 9, 2]]),
+    replace(ALL, bad_words_token_ids=[[1], [5, 2]]),
 ]
 
 
@@ -121,7 +131,8 @@ def make_case(seed: int, vocab_size: int, k: int) -> tuple[LogitsProcessors, lis
         prompt, output = ([rng.randrange(vocab_size) for _ in range(rng.randint(1, 8))] for _ in range(2))
         processors.set_slot(slot, params, prompt, output, EOS)
         starts.append(len(prompt) + len(output))
-    processors.allowed_SNW.random_(-(2**31), 2**31, generator=generator)
+    processors.masks.allowed_SNW.random_(-(2**31), 2**31, generator=generator)
+    processors.masks.tail_SL.random_(0, 6, generator=generator)
     slots = [*rng.sample(range(len(KINDS)), len(KINDS)), -1]
     token_ids = torch.randint(0, min(vocab_size, 6), (len(slots), k + 1), generator=generator)
     logits = torch.randn(len(slots) * (k + 1), vocab_size, generator=generator) * 3
@@ -134,7 +145,10 @@ def make_case(seed: int, vocab_size: int, k: int) -> tuple[LogitsProcessors, lis
 
 def move(processors: LogitsProcessors, device: str) -> LogitsProcessors:
     arrays = {f.name: getattr(processors, f.name) for f in fields(processors) if not f.name.startswith("_")}
-    return LogitsProcessors(**{name: array.clone().to(device) for name, array in arrays.items()})
+    masks = arrays.pop("masks")
+    moved = {name: array.clone().to(device) for name, array in vars(masks).items() if array is not None}
+    arrays = {name: array.clone().to(device) for name, array in arrays.items()}
+    return LogitsProcessors(masks=TokenMasks(**moved), **arrays)
 
 
 def to(device: str, values: Sequence[Tensor]) -> list[Tensor]:
@@ -152,6 +166,30 @@ def check_sampling_with_processors(device: str) -> None:
         with launching_triton(sample):
             got = sample_tokens(logits.to(dtype).to(device), *to(device, settings), rows)
         assert float((got.cpu() == want).double().mean()) >= 0.98, seed  # rounding may decide a near-tie
+
+
+def check_masks(device: str) -> None:
+    for seed, (vocab, k) in enumerate([(70, 0), (1100, 3), (300, 9)]):
+        cpu, (slots, token_ids, *_) = make_case(seed, vocab, k)
+        moved = move(cpu, device)
+        before = cpu.masks.allowed_SNW.clone()
+        cpu.masks.prepare(cpu.flags_S, slots, token_ids, awaits=False)
+        for awaits in (False, True):
+            if awaits:  # the masks of grammars come from the host
+                moved.masks.allowed_SNW.zero_()
+                moved.masks.host_allowed_SNW, moved.masks.announced_step = before, torch.tensor([5])
+                if device != "cpu":
+                    moved.masks.host_allowed_SNW = before.pin_memory()
+                    moved.masks.announced_step = moved.masks.announced_step.pin_memory()
+                moved.masks.await_step(5)
+            with launching_triton(masks_module):
+                moved.masks.prepare(moved.flags_S, *to(device, (slots, token_ids)), awaits=awaits)
+            for slot, params in enumerate(KINDS):
+                if params.grammar is not None or params.bad_words_token_ids:
+                    got, want = moved.masks.allowed_SNW[slot].cpu(), cpu.masks.allowed_SNW[slot]
+                    assert torch.equal(got, want), (seed, awaits, slot)
+        if k:
+            assert not torch.equal(before, cpu.masks.allowed_SNW)
 
 
 def check_logprobs(device: str) -> None:
@@ -180,7 +218,7 @@ def check_commit_counts_output_tokens(device: str) -> None:
     processors, (slots, *_) = make_case(0, 70, 4)
     output = torch.tensor([[3, 3, 3, 7, 3]] * len(slots))
     accepted = torch.arange(len(slots)) % 5
-    sides = []
+    sides, tails = [], []
     for where, context in (("cpu", None), (device, launching_triton(step))):
         moved, state = move(processors, where), SlotState.allocate(len(KINDS), 4, 2, torch.device(where))
         args = to(where, (slots, output.where(torch.arange(5) <= accepted[:, None], -1), accepted, output[:, 1:]))
@@ -190,7 +228,8 @@ def check_commit_counts_output_tokens(device: str) -> None:
             with context:
                 commit_state(state, *args, 100, processors=moved)
         sides.append(moved.entries_SV.cpu())
-    assert torch.equal(*sides)
+        tails.append(moved.masks.tail_SL.cpu())
+    assert torch.equal(*sides) and torch.equal(*tails) and not torch.equal(tails[0], processors.masks.tail_SL)
     for b, slot in enumerate(slots.tolist()):
         counts = (sides[0][slot] >> 2) - (processors.entries_SV[slot] >> 2)
         counted = slot >= 0 and bool(int(processors.flags_S[slot]) & 1)

@@ -68,6 +68,11 @@ def naive_process_logits(
         logit -= params.frequency_penalty * list(output).count(token)
         if token in output:
             logit -= params.presence_penalty
+        if params.allowed_token_ids is not None and token not in params.allowed_token_ids:
+            logit = -math.inf
+        for word in params.bad_words_token_ids:
+            if list(word) == [*output, token][-len(word) :]:
+                logit = -math.inf
         shaped.append(logit)
     return shaped
 
@@ -153,6 +158,8 @@ EACH = {
     "presence_penalty": st.floats(-2, 2),
     "frequency_penalty": st.floats(-2, 2),
     "repetition_penalty": st.floats(0.01, 5),
+    "allowed_token_ids": st.lists(st.integers(0, 8), min_size=1),
+    "bad_words_token_ids": st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=3), max_size=4),
 }
 
 

@@ -1,11 +1,10 @@
-"""Logits processors of request slots: min_tokens, logit_bias, penalties and grammar masks; and logprobs.
+"""Logits processors of request slots: min_tokens, logit_bias, penalties and token masks (masks.py); and logprobs.
 
 `SamplingParams` defines their order and meaning. Their state is on the device, one row per request slot, and the
 sampling kernels apply them while they read the logits, so a captured step serves any mix of requests and rows of other
 requests cost nothing. Row j of a request sees the j draft tokens before it as output.
 
-Shapes: S slots, V vocabulary, N = most draft tokens + 1, W = ceil(V / 32) words of a token mask; B requests, Q rows per
-request, R = B * Q rows.
+Shapes: S slots, V vocabulary; B requests, Q rows per request, R = B * Q rows.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
@@ -22,10 +21,17 @@ from torch import Tensor
 from peagle.config import SamplingParams
 from peagle.config.sampling import MAX_LOGPROBS
 from peagle.kernels.host_transfer import copy_to_device
+from peagle.kernels.sampling.masks import (
+    HAS_BAD_WORDS,
+    HAS_BIAS,
+    HAS_GRAMMAR,
+    HAS_MASK,
+    HAS_TOKENS,
+    LOGPROBS,
+    TokenMasks,
+)
 from peagle.kernels.triton_utils import HAVE_TRITON, pdl_launch_options, runs_triton
 
-# Flags of a slot. The bits from LOGPROBS on are 1 + the number of alternatives per token; 0: no logprobs.
-HAS_TOKENS, HAS_BIAS, HAS_MASK, LOGPROBS = 1, 2, 4, 3
 HAS_PROCESSORS = HAS_TOKENS | HAS_BIAS | HAS_MASK
 # Bits of a token's entry; the bits from COUNT on are its occurrences in the output.
 IN_PROMPT, IS_STOP, COUNT = 1, 2, 2
@@ -34,14 +40,8 @@ if HAVE_TRITON:
     import triton
     from triton import language as tl
 
+    from peagle.kernels.sampling.masks import load_flags
     from peagle.kernels.triton_utils import wait_for_previous
-
-    @triton.jit
-    def load_flags(flags_S, slots, b, num_slots):
-        """The slot of request b, and its flags; slot -1 is the padding slot."""
-        slot = tl.load(slots + b)
-        slot = tl.where(slot < 0, num_slots - 1, slot).to(tl.int64)
-        return slot, tl.load(flags_S + slot)
 
     @triton.jit
     def process_logits(x, i, row, slot, flags, position, processors, vocab, ROWS: tl.constexpr):
@@ -82,7 +82,7 @@ if HAVE_TRITON:
         row = tl.program_id(0).to(tl.int64)
         b = row // ROWS
         _, flags = load_flags(flags_S, slots, b, num_slots)
-        count = flags >> 3  # 1 + the number of alternatives
+        count = flags >> 5  # 1 + the number of alternatives
         if (count > 0) & (row % ROWS <= tl.load(accepted + b)):
             start = logits + row * stride
             token = tl.maximum(tl.load(tokens + b * tokens_stride + row % ROWS), 0)
@@ -129,7 +129,7 @@ class LogitsProcessors:
     min_lengths_S: Tensor  # prompt and output tokens below which stop tokens are banned
     entries_SV: Tensor  # int32: in the prompt? a stop token? number of occurrences in the output
     bias_SV: Tensor  # fp32
-    allowed_SNW: Tensor  # int32: masks of the tokens that the grammar allows, one bit per token
+    masks: TokenMasks
     _host_flags: dict[int, int] = field(default_factory=dict)  # `flags_S` of slots with any
 
     @classmethod
@@ -148,7 +148,7 @@ class LogitsProcessors:
             min_lengths_S=zeros(count, dtype=torch.int64),
             entries_SV=zeros(count, vocab_size, dtype=torch.int32),
             bias_SV=zeros(count, vocab_size, dtype=torch.float32),
-            allowed_SNW=zeros(count, max_speculative_tokens + 1, -(-vocab_size // 32), dtype=torch.int32),
+            masks=TokenMasks.allocate(count, vocab_size, max_speculative_tokens, device),
         )
 
     @property
@@ -187,24 +187,21 @@ class LogitsProcessors:
             min_length = len(prompt_token_ids) + params.min_tokens if params.grammar is None else 0
             self.min_lengths_S[slot] = min_length
         if flags & HAS_BIAS:
-            bias_V = np.zeros(vocab_size, np.float32)
-            bias_V[np.fromiter(params.logit_bias, np.int64)] = np.fromiter(params.logit_bias.values(), np.float32)
+            allowed = params.allowed_token_ids
+            bias_V = np.full(vocab_size, 0.0 if allowed is None else -np.inf, np.float32)
+            bias_V[list(allowed or ())] = 0.0
+            bias_V[np.fromiter(params.logit_bias, np.int64)] += np.fromiter(params.logit_bias.values(), np.float32)
             self._copy(bias_V, self.bias_SV[slot])
+        if flags & HAS_BAD_WORDS:
+            self.masks.set_bad_words(slot, params.bad_words_token_ids, output_token_ids)
 
     @staticmethod
     def _copy(values: np.ndarray, to: Tensor) -> None:
         to.copy_(copy_to_device(torch.from_numpy(values), to.device))
 
-    def set_masks(self, slots: Sequence[int], allowed_BQW: Tensor) -> None:
-        """Sets the first Q token masks of slots: uint8 [B, Q, bytes], one bit per token."""
-        num_bytes = 4 * self.allowed_SNW.shape[2]
-        words_BQW = torch.nn.functional.pad(allowed_BQW, (0, num_bytes - allowed_BQW.shape[2])).view(torch.int32)
-        device = self.allowed_SNW.device
-        slots_B = copy_to_device(torch.tensor(slots), device)
-        self.allowed_SNW[slots_B, : words_BQW.shape[1]] = copy_to_device(words_BQW, device)
-
     def count_torch(self, slots_B: Tensor, output_token_ids_BQ: Tensor, num_accepted_B: Tensor) -> None:
         """Counts the tokens that a step adds to the output. On a GPU, `commit_state` does it in its launch."""
+        self.masks.append_torch(self.flags_S, slots_B, output_token_ids_BQ, num_accepted_B)
         for b in (self.flags_S[slots_B] & HAS_TOKENS).nonzero()[:, 0].tolist():
             token_ids = output_token_ids_BQ[b, : int(num_accepted_B[b]) + 1].clamp(min=0)
             entries_V = self.entries_SV[slots_B[b]]
@@ -228,7 +225,7 @@ class LogitsProcessors:
             logits = logits - frequency * counts - presence * (counts > 0)
         if flags & HAS_MASK:
             bits = torch.arange(32, dtype=torch.int32, device=logits.device)
-            allowed = (self.allowed_SNW[slot, : len(logits), :, None] >> bits & 1).bool().flatten(1)[:, :vocab]
+            allowed = (self.masks.allowed_SNW[slot, : len(logits), :, None] >> bits & 1).bool().flatten(1)[:, :vocab]
             logits = logits.masked_fill(~allowed, -torch.inf)
         return logits
 
@@ -270,8 +267,11 @@ def get_flags(params: SamplingParams) -> int:
     """The flags of a slot with these parameters."""
     has_tokens = params.has_penalties or params.min_tokens > 0
     num_logprobs = 0 if params.logprobs is None else 1 + params.logprobs
-    flags = HAS_TOKENS * has_tokens | HAS_BIAS * bool(params.logit_bias) | HAS_MASK * (params.grammar is not None)
-    return flags | num_logprobs << LOGPROBS
+    has_bias = bool(params.logit_bias) or params.allowed_token_ids is not None
+    flags = HAS_TOKENS * has_tokens | HAS_BIAS * has_bias | num_logprobs << LOGPROBS
+    if params.grammar is not None:
+        flags |= HAS_MASK | HAS_GRAMMAR
+    return flags | (HAS_MASK | HAS_BAD_WORDS if params.bad_words_token_ids else 0)
 
 
 @dataclass(frozen=True)
@@ -289,8 +289,8 @@ class ProcessedRows:
     @property
     def kernel_arguments(self) -> tuple:
         p = self.processors
-        num_slots, (_, num_mask_rows, num_words) = len(p.flags_S), p.allowed_SNW.shape
-        arrays = p.params_3S, p.min_lengths_S, p.entries_SV, p.bias_SV, p.allowed_SNW
+        num_slots, num_mask_rows, num_words = p.masks.allowed_SNW.shape
+        arrays = p.params_3S, p.min_lengths_S, p.entries_SV, p.bias_SV, p.masks.allowed_SNW
         return num_slots, *arrays, num_mask_rows, num_words, self.token_ids_BQ.contiguous()
 
     def process_torch(self, logits_RV: Tensor, positions_R: Tensor) -> Iterator[tuple[slice, Tensor]]:
