@@ -72,7 +72,7 @@ PROCESSED = [
     SamplingParams(max_tokens=20, frequency_penalty=0.7, bad_words_token_ids=[[*b"th"], [*b" of"], [*b"e s"], [*b"q"]]),
     SamplingParams(max_tokens=20, min_tokens=9, stop_token_ids=[ord("e"), ord("o")], logprobs=0),
     SamplingParams(max_tokens=20, logit_bias={ord(" "): -6.0}, allowed_token_ids=[*b"abcdefghijqr "], ignore_eos=True),
-    SamplingParams(max_tokens=16, temperature=2.0, seed=5, presence_penalty=1.0, logprobs=2, bad_words_token_ids=[b"e"]),
+    SamplingParams(max_tokens=16, temperature=2.0, seed=5, presence_penalty=1.0, bad_words_token_ids=[[*b"e"]]),
 ]
 
 
