@@ -9,10 +9,10 @@ import multiprocessing
 import signal
 import socket
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from multiprocessing.process import BaseProcess
 from typing import Literal
 
@@ -34,7 +34,6 @@ from peagle.server.engine_messages import (
     MessageReader,
     RequestFailed,
     StepOutput,
-    StopEngine,
     encode_message,
 )
 from peagle.server.errors import EngineFailedError, EngineUnavailableError, QueueFullError
@@ -45,6 +44,10 @@ STOP_TIMEOUT_S = 5.0  # for the running step; then the process is killed
 POLL_S = 0.02
 STREAM_INTERVAL_S = 1e-4  # between two chunks of a stream, for each stream: writing a chunk takes this long
 MIN_DELAY_S = 0.002  # shorter ones are left out
+SUMMED_COUNTERS = (  # over engines, under the same names in `EngineCounters` and `EngineStats`
+    *("num_draft_tokens", "num_preemptions", "num_prefix_cache_hits", "num_prefix_cache_queries"),
+    "num_late_compilations",
+)
 
 EngineState = Literal["starting", "ready", "restarting", "draining", "failed"]
 
@@ -121,8 +124,7 @@ class EngineClient:
         self._num_restarts = 0
         self._num_prompt_tokens = self._num_output_tokens = self._num_decode_steps = 0
         self._counters = EngineCounters()
-        self._previous_counts: Counter[str] = Counter()  # of engines that have ended
-        self._previous_drafts: Counter[int] = Counter()
+        self._previous_counters = EngineCounters()  # sums over engines that have ended
 
     # Requests
 
@@ -288,8 +290,9 @@ class EngineClient:
             num_failed_starts = 0 if was_ready else num_failed_starts + 1
             self._num_failures += was_ready
             self._num_restarts += was_ready
-            self._keep_counts()
-            self._fail_started_requests()
+            self._previous_counters, self._counters = self._total_counters, EngineCounters()
+            started = {request.request_stream for request in self._requests.values() if request.started}
+            self._fail_streams(started, EngineFailedError())
             if self.info is None or num_failed_starts >= self.settings.max_rebuild_attempts:
                 break
             if self._num_failures >= self.settings.max_consecutive_failures:
@@ -304,7 +307,7 @@ class EngineClient:
         self.fatal_error = UserError(self.last_error) if is_user_error else RuntimeError(self.last_error)
         if not is_user_error:  # the command line reports those
             log_event("engine failed for good", level="error", error=self.last_error)
-        self._fail_all(EngineUnavailableError("failed"))
+        self._fail_streams(self.open_streams, EngineUnavailableError("failed"))
         self.started.set()
 
     async def _run_engine(self) -> None:
@@ -320,13 +323,17 @@ class EngineClient:
             self._engine = self._start_engine(theirs)
             theirs.close()  # the engine has its own copy, so that its end closes the connection
             await self._current_connection.closed.wait()
-            deadline = time.monotonic() + STOP_TIMEOUT_S
-            while self._engine.is_alive():  # it closes the connection last
-                if time.monotonic() > deadline:
-                    self._engine.kill()
-                await asyncio.sleep(POLL_S)
+            await self._end_process(STOP_TIMEOUT_S)  # it closes the connection last
         finally:
             self._current_connection.transport.close()
+
+    async def _end_process(self, timeout_s: float) -> None:
+        """Waits until the engine process has ended. Kills it after some time."""
+        deadline = time.monotonic() + timeout_s
+        while self._engine is not None and self._engine.is_alive():
+            if time.monotonic() > deadline:
+                self._engine.kill()
+            await asyncio.sleep(POLL_S)
 
     def _describe_end(self) -> str:
         if self._error is not None:
@@ -336,16 +343,9 @@ class EngineClient:
             return f"the engine process was killed by {signal.Signals(-exitcode).name}"
         return f"the engine process ended with status {exitcode}"
 
-    def _fail_started_requests(self) -> None:
+    def _fail_streams(self, streams: set[RequestStream], error: Exception) -> None:
         self._notify_updated()
-        for request in list(self._requests.values()):
-            if request.started:
-                request.request_stream.fail(EngineFailedError())
-                self._close_stream(request.request_stream)
-
-    def _fail_all(self, error: Exception) -> None:
-        self._notify_updated()
-        for stream in list(self.open_streams):
+        for stream in list(streams):
             stream.fail(error)
             self._close_stream(stream)
 
@@ -358,30 +358,26 @@ class EngineClient:
         """Ends the engine. Requests that are still open get an error."""
         self.drain()
         self._supervisor.cancel()
-        self._fail_all(EngineUnavailableError("draining"))
-        self._send(StopEngine())
-        deadline = time.monotonic() + STOP_TIMEOUT_S if self._connection is not None else 0.0
-        while self._engine is not None and self._engine.is_alive():
-            if time.monotonic() > deadline:
-                self._engine.kill()
-            await asyncio.sleep(POLL_S)
+        self._fail_streams(self.open_streams, EngineUnavailableError("draining"))
+        await self._end_process(STOP_TIMEOUT_S if self._connection is not None else 0.0)
 
     # Counts
 
-    def _keep_counts(self) -> None:
-        """Keeps the counts of an engine that has ended."""
-        self._previous_counts += _get_counts(self._counters)
-        self._previous_drafts += Counter(dict(enumerate(self._counters.acceptance_histogram)))
-        self._counters = EngineCounters()
+    @property
+    def _total_counters(self) -> EngineCounters:
+        """The counts of the current engine and of those that have ended."""
+        current, previous = self._counters, self._previous_counters
+        histograms = zip_longest(current.acceptance_histogram, previous.acceptance_histogram, fillvalue=0)
+        return EngineCounters(
+            acceptance_histogram=[sum(counts) for counts in histograms],
+            **{name: getattr(current, name) + getattr(previous, name) for name in SUMMED_COUNTERS},
+        )
 
     @property
     def stats(self) -> EngineStats:
-        drafts = self._previous_drafts + Counter(dict(enumerate(self._counters.acceptance_histogram)))
-        max_accepted = max(len(self._counters.acceptance_histogram) - 1, *self._previous_drafts, 0)
-        accepted_per_pos = tuple(
-            sum(count for accepted, count in drafts.items() if accepted > position) for position in range(max_accepted)
-        )
-        num_running = self._counters.num_requests_running
+        counters, num_running = self._total_counters, self._counters.num_requests_running
+        drafts = counters.acceptance_histogram
+        accepted_per_pos = tuple(sum(drafts[i:]) for i in range(1, len(drafts)))
         num_unfinished = sum(stream.num_unfinished for stream in self.open_streams)
         return EngineStats(
             num_requests_running=num_running,
@@ -390,15 +386,9 @@ class EngineClient:
             num_prompt_tokens=self._num_prompt_tokens,
             num_output_tokens=self._num_output_tokens,
             num_decode_steps=self._num_decode_steps,
-            num_drafts=sum(drafts.values()),
+            num_drafts=sum(drafts),
             num_accepted_tokens=sum(accepted_per_pos),
             num_accepted_tokens_per_pos=accepted_per_pos,
             num_restarts=self._num_restarts,
-            **(self._previous_counts + _get_counts(self._counters)),  # leaves out zeros
+            **{name: getattr(counters, name) for name in SUMMED_COUNTERS},
         )
-
-
-def _get_counts(counters: EngineCounters) -> Counter[str]:
-    """Counts that end with an engine, by their field of `EngineStats`."""
-    names = ("num_draft_tokens", "num_preemptions", "num_prefix_cache_hits", "num_prefix_cache_queries")
-    return Counter({name: getattr(counters, name) for name in (*names, "num_late_compilations")})

@@ -34,7 +34,6 @@ from peagle.server.engine_messages import (
     EngineReady,
     RequestFailed,
     StepOutput,
-    StopEngine,
 )
 from peagle.server.logs import format_traceback, log_event, start_logging
 
@@ -69,7 +68,7 @@ class EngineCore:
     def __init__(self, llm: LLM, channel: EngineChannel) -> None:
         self.llm, self.channel = llm, channel
         self._requests: dict[int, ActiveRequest] = {}  # by request id
-        self._by_group: dict[RequestGroup, ActiveRequest] = {}
+        self._by_group: dict[RequestGroup | None, ActiveRequest] = {}
         self._not_started: dict[int, ActiveRequest] = {}  # requests with a completion in the queue, oldest first
         self._compiling: dict[int, tuple[AddRequest, Future[Any]]] = {}
         self._grammar_threads = ThreadPoolExecutor(NUM_GRAMMAR_THREADS, thread_name_prefix="grammar")
@@ -77,10 +76,9 @@ class EngineCore:
         watch_compilations(self._report_compilation)
 
     def run(self) -> None:
-        """The central loop: run commands, run one engine step, send its deltas. Returns on `StopEngine`."""
+        """The central loop: run commands, run one engine step, send its deltas. `ConnectionError` ends it."""
         while True:
-            if not self.run_commands():
-                return
+            self.run_commands()
             if self.llm.has_unfinished_requests:
                 self._send_step(self.llm.step())
 
@@ -91,44 +89,34 @@ class EngineCore:
         if os.environ.get(FAIL_ON_COMPILATION) == "1":
             raise RuntimeError(f"{FAIL_ON_COMPILATION}: kernel {kernel} was compiled after the start")
 
-    def run_commands(self) -> bool:
-        """Runs the commands that have arrived; waits for one if there is nothing else to do. False on `StopEngine`."""
+    def run_commands(self) -> None:
+        """Runs the commands that have arrived; waits for one if there is nothing else to do."""
         if self.llm.has_unfinished_requests:
             timeout: float | None = 0.0
         else:
             timeout = GRAMMAR_POLL_S if self._compiling else None
         aborted = False
         for command in self.channel.receive(timeout):
-            if isinstance(command, AddRequest):
-                self._add(command)
-            elif isinstance(command, AbortRequest):
+            if isinstance(command, AbortRequest):
                 self._abort(command.request_id, command.index)
                 aborted = True
-            elif isinstance(command, StopEngine):
-                return False
-        for request_id, (command, compilation) in list(self._compiling.items()):
+            elif command.params.grammar is None:
+                self._add(command)
+            else:  # a large grammar takes about a second
+                compilation = self._grammar_threads.submit(self.llm.compile_grammar, command.params.grammar)
+                self._compiling[command.request_id] = command, compilation
+        for request_id, (add_command, compilation) in list(self._compiling.items()):
             if compilation.done():
                 del self._compiling[request_id]
-                self._add_compiled(command, compilation)
+                error = compilation.exception()
+                if error is None:
+                    self._add(add_command)
+                else:
+                    self._fail(request_id, error)
         if aborted and not self.llm.has_unfinished_requests:
             self._send_step([])  # the counters have changed
-        return True
 
     def _add(self, command: AddRequest) -> None:
-        if command.params.grammar is None:
-            self._add_to_llm(command)
-        else:  # a large grammar takes about a second
-            compilation = self._grammar_threads.submit(self.llm.compile_grammar, command.params.grammar)
-            self._compiling[command.request_id] = command, compilation
-
-    def _add_compiled(self, command: AddRequest, compilation: Future[Any]) -> None:
-        error = compilation.exception()
-        if error is None:
-            self._add_to_llm(command)
-        else:
-            self._fail(command.request_id, error)
-
-    def _add_to_llm(self, command: AddRequest) -> None:
         try:
             group = self.llm.add_request(command.prompt_token_ids, command.params)
         except Exception as error:  # only this request fails
@@ -139,10 +127,7 @@ class EngineCore:
         self._not_started[command.request_id] = request
 
     def _fail(self, request_id: int, error: BaseException) -> None:
-        is_user_error = isinstance(error, UserError)
-        if not is_user_error:
-            log_event("request failed", level="error", error=summarize(error), trace=format_traceback(error))
-        self.channel.send(RequestFailed(request_id, str(error) if is_user_error else summarize(error), is_user_error))
+        self.channel.send(RequestFailed(request_id, *report_error("request failed", error)))
 
     def _abort(self, request_id: int, index: int | None) -> None:
         _, compilation = self._compiling.pop(request_id, (None, None))
@@ -163,16 +148,15 @@ class EngineCore:
         started = self._find_started()
         deltas = []
         for completion in updated:
-            request = self._by_group.get(completion.group) if completion.group is not None else None
+            request = self._by_group.get(completion.group)
             if request is not None:
                 delta = _build_delta(request, completion, now)
                 if delta is not None:
                     deltas.append(delta)
         for completion in updated:  # after all deltas: several completions of a group may end in one step
-            if completion.finish_reason is not None and completion.group in self._by_group:
-                request = self._by_group[completion.group]
-                if request.group.finished:
-                    self._forget(request)
+            request = self._by_group.get(completion.group)
+            if request is not None and request.group.finished:
+                self._forget(request)
         if deltas or started or not updated:
             self.channel.send(StepOutput(now, deltas, started, self.read_counters()))
 
@@ -251,7 +235,7 @@ def run_engine(
     sock: socket.socket,
     build_core: Callable[[LLM, EngineChannel], EngineCore] = EngineCore,
 ) -> None:
-    """Loads the model and serves the front end at the other end of the socket, until it says stop or closes it."""
+    """Loads the model and serves the front end at the other end of the socket, until it closes it."""
     channel = EngineChannel(sock)
     try:
         llm = build_llm()
@@ -264,10 +248,7 @@ def run_engine(
     except ConnectionError:
         pass
     except BaseException as error:
-        is_user_error = isinstance(error, UserError)
-        if not is_user_error:
-            log_event("engine failed", level="error", error=summarize(error), trace=format_traceback(error))
-        channel.send(EngineFailed(str(error) if is_user_error else summarize(error), is_user_error))
+        channel.send(EngineFailed(*report_error("engine failed", error)))
     finally:
         channel.close()
 
@@ -291,6 +272,10 @@ def _exit_with_front_end(fd: int) -> None:
     os._exit(1)
 
 
-def summarize(error: BaseException) -> str:
-    message = " ".join(str(error).split())
-    return f"{type(error).__name__}: {message}"[:MAX_ERROR_LENGTH] if message else type(error).__name__
+def report_error(event: str, error: BaseException) -> tuple[str, bool]:
+    """Returns the error's message for the front end, and whether it is a user error. Logs other errors."""
+    if isinstance(error, UserError):
+        return str(error), True
+    message = f"{type(error).__name__}: {' '.join(str(error).split())}"[:MAX_ERROR_LENGTH].removesuffix(": ")
+    log_event(event, level="error", error=message, trace=format_traceback(error))
+    return message, False

@@ -1,7 +1,7 @@
 """Messages between the front end and the engine process, and the socket that carries them.
 
-A message is a 4-byte length and a msgpack array. The front end sends `AddRequest`, `AbortRequest` and `StopEngine`; the
-engine sends one `StepOutput` per step with the new tokens of all requests, and the other messages when they occur.
+A message is a 4-byte length and a msgpack array. The front end sends `AddRequest` and `AbortRequest`; the engine sends
+one `StepOutput` per step with the new tokens of all requests, and the other messages when they occur.
 """
 
 import select
@@ -28,10 +28,6 @@ class AddRequest(msgspec.Struct, array_like=True, tag=True):
 class AbortRequest(msgspec.Struct, array_like=True, tag=True):
     request_id: int
     index: int | None = None  # of the completion; None: all
-
-
-class StopEngine(msgspec.Struct, array_like=True, tag=True):
-    pass
 
 
 class EngineInfo(msgspec.Struct, array_like=True, frozen=True):
@@ -104,7 +100,7 @@ class StepOutput(msgspec.Struct, array_like=True, tag=True, gc=False):
     counters: EngineCounters
 
 
-Command = AddRequest | AbortRequest | StopEngine
+Command = AddRequest | AbortRequest
 EngineMessage = EngineReady | EngineFailed | RequestFailed | StepOutput
 
 _encoder = msgspec.msgpack.Encoder()
