@@ -5,6 +5,7 @@ decode graph for each batch size and number of draft tokens, up to two more for 
 one prefill graph for each number of prompt rows. Unused rows of a decode graph have slot -1, the padding slot.
 """
 
+import gc
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -115,14 +116,20 @@ class DecodeGraphs:
         self.pool = torch.cuda.graph_pool_handle()
         self.memory_bytes = 0
 
-    def capture(self, capture_prefill: Callable[[Any], None] = lambda pool: None) -> None:
+    def capture(
+        self,
+        capture_prefill: Callable[[Any], None] = lambda pool: None,
+        report_progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
         """Captures all graphs, largest first, so that smaller ones reuse their memory; then those of prefill."""
+        gc.collect()
+        gc.freeze()  # torch collects garbage before each capture
         torch.cuda.empty_cache()  # so that the difference in free memory is the memory of the graphs
         free = torch.cuda.mem_get_info()[0]
-        for batch_size in reversed(self.batch_sizes):
-            for k in reversed(self.choices):
-                if self._is_worth_capturing(batch_size, k):
-                    self._capture_step(batch_size, k)
+        steps = [(b, k) for b in self.batch_sizes for k in self.choices if self._is_worth_capturing(b, k)]
+        for i, (batch_size, k) in enumerate(reversed(steps)):
+            report_progress(i, len(steps))
+            self._capture_step(batch_size, k)
         capture_prefill(self.pool)
         torch.cuda.synchronize()
         self.memory_bytes = free - torch.cuda.mem_get_info()[0]

@@ -19,7 +19,7 @@ from peagle.config import EngineSettings, Grammar, SamplingParams, check_prompt
 from peagle.display import ProgressBar
 from peagle.engine.detokenizer import Detokenizer
 from peagle.engine.grammar import GrammarCompiler, GrammarMatcher
-from peagle.engine.loader import load_engine
+from peagle.engine.loader import load_engine, log_duration
 from peagle.engine.model_runner import PendingStep
 from peagle.engine.request import (
     CompletionOutput,
@@ -287,11 +287,22 @@ class LLM:
         Leaves no trace: the counts and the estimates of "auto" are as before.
         """
         adaptive_k = copy.deepcopy(vars(self.adaptive_k))
-        self.model_runner.warm_up(self.scheduler.max_prefill_tokens)
-        options = {"temperature": 0.5, "top_p": 0.5, "top_k": 2, "min_p": 0.1, "logprobs": 2, "logit_bias": {0: 1.0}}
-        options |= {"presence_penalty": 0.1, "frequency_penalty": 0.1, "repetition_penalty": 1.1, "min_tokens": 1}
-        for params in (SamplingParams(max_tokens=3), SamplingParams(max_tokens=3, **options)):
-            self.add_request([0], replace(params, ignore_eos=True, detokenize=False))
+        with log_duration("compiled kernels"):
+            self.model_runner.warm_up(self.scheduler.max_prefill_tokens)
+        every_option = SamplingParams(
+            temperature=0.5,
+            top_p=0.5,
+            top_k=2,
+            min_p=0.1,
+            presence_penalty=0.1,
+            repetition_penalty=1.1,
+            min_tokens=1,
+            logprobs=2,
+            logit_bias={0: 1.0},
+            bad_words_token_ids=[[0]],
+        )
+        for params in (SamplingParams(), every_option):
+            self.add_request([0], replace(params, max_tokens=3, ignore_eos=True, detokenize=False))
             while self.has_unfinished_requests:
                 self.step()
         vars(self.adaptive_k).update(adaptive_k)

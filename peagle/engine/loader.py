@@ -1,11 +1,13 @@
 """Loads the models, sizes the KV cache, builds runner and scheduler, captures CUDA graphs and times decode steps."""
 
 import itertools
+import logging
 import math
 import os
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -32,6 +34,7 @@ from peagle.config import (
     EngineSettings,
     default_num_speculative_tokens,
 )
+from peagle.display import ProgressBar
 from peagle.engine.cuda_graphs import DecodeGraphs, decode_batch_sizes, find_short_seq_lens, prefill_graph_sizes
 from peagle.engine.kv_cache import BlockPool, block_bytes, count_blocks, unpacking_bytes
 from peagle.engine.model_runner import ModelRunner
@@ -47,6 +50,7 @@ from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
 from peagle.speculative.adaptive_k import AdaptiveK, StepCostTable
 
+LOGGER = logging.getLogger(__name__)
 BF16_FEATURES = {"amx_bf16", "avx512_bf16", "bf16"}  # in /proc/cpuinfo, x86 and Arm
 CPU_PREFILL_CHUNK_TOKENS = 64
 GPU_PREFILL_CHUNK_FLOPS = 24e12  # of a prefill chunk beside decoding: delays decoding by some tens of ms
@@ -91,7 +95,8 @@ def load_engine(
         loaded_target = target
     else:
         keep_mxfp4 = on_gpu and dtype == torch.bfloat16  # only these kernels read MXFP4 weights
-        loaded_target = load_target(target_folder, dtype, device, keep_mxfp4)
+        with log_duration("loaded the target"):
+            loaded_target = load_target(target_folder, dtype, device, keep_mxfp4)
         for rope in loaded_target.model.ropes:  # not for a target that was passed in: others may use it
             rope.set_max_model_len(max_model_len)
     model, weight = loaded_target.model, loaded_target.model.embed_tokens.weight
@@ -108,17 +113,19 @@ def load_engine(
             model, loaded_drafter, num_blocks, max_num_seqs, max_model_len, choices[-1], synthetic_rates
         )
         if cuda_graphs:
-            capture_graphs(runner, decode_batch_sizes(max_num_seqs), choices, max_prefill_tokens)
+            with log_duration("captured CUDA graphs"):
+                capture_graphs(runner, decode_batch_sizes(max_num_seqs), choices, max_prefill_tokens)
         if not on_gpu:
             models = [m for m in (model, loaded_drafter) if m is not None]
             select_cpu_gemms([m.weight for owner in models for m in owner.modules() if isinstance(m, torch.nn.Linear)])
         if len(choices) > 1 and cost_table is None:
-            if runner.decode_graphs is not None:
-                kinds = {(batch_size, k) for batch_size, k, _ in runner.decode_graphs.captured}
-                cost_table = measure_step_costs(runner, kinds, min(TYPICAL_CONTEXT, max_model_len // 2), math.inf)
-            else:
-                kinds = {(size, k) for size in CPU_TIMED_BATCH_SIZES if size <= max_num_seqs for k in choices}
-                cost_table = measure_step_costs(runner, kinds, 0, EAGER_TIMING_SECONDS)
+            with log_duration("timed decode steps"):
+                if runner.decode_graphs is not None:
+                    kinds = {(batch_size, k) for batch_size, k, _ in runner.decode_graphs.captured}
+                    cost_table = measure_step_costs(runner, kinds, min(TYPICAL_CONTEXT, max_model_len // 2), math.inf)
+                else:
+                    kinds = {(size, k) for size in CPU_TIMED_BATCH_SIZES if size <= max_num_seqs for k in choices}
+                    cost_table = measure_step_costs(runner, kinds, 0, EAGER_TIMING_SECONDS)
     chunk_tokens = CPU_PREFILL_CHUNK_TOKENS
     if on_gpu:
         chunk_tokens = max(256, min(8192, int(GPU_PREFILL_CHUNK_FLOPS / 2 / count_parameters(model))))
@@ -135,13 +142,23 @@ def load_engine(
     return loaded_target, runner, scheduler, adaptive_k
 
 
+@contextmanager
+def log_duration(event: str) -> Iterator[None]:
+    """Logs a part of the start and how long it took."""
+    started = time.perf_counter()
+    yield
+    LOGGER.info(event, extra={"fields": {"seconds": round(time.perf_counter() - started, 1)}})
+
+
 def capture_graphs(runner: ModelRunner, batch_sizes: list[int], choices: list[int], max_prefill_tokens: int) -> None:
     """Captures decode and prefill graphs of the runner, and compiles the kernels outside of them."""
     short_seq_lens = find_short_seq_lens(runner.target, runner.drafter, runner.max_model_len)
     runner.decode_graphs = DecodeGraphs(runner.decode_step, batch_sizes, choices, short_seq_lens)
     runner.sampler.awaits_masks = True
     prefill_sizes = prefill_graph_sizes(count_parameters(runner.target), max_prefill_tokens)
-    runner.decode_graphs.capture(partial(runner.prefill.capture, prefill_sizes))
+    with ProgressBar() as bar:
+        report_progress = partial(bar.update, "capturing CUDA graphs")
+        runner.decode_graphs.capture(partial(runner.prefill.capture, prefill_sizes), report_progress)
 
 
 def check_capturable(cfg: DecoderConfig, drafter_cfg: DrafterConfig | None) -> None:

@@ -24,7 +24,7 @@ def log_event(event: str, level: LogLevel = "info", **fields: Any) -> None:
 def start_logging(as_json: bool, stream: TextIO | None = None) -> None:
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonLogFormatter() if as_json else TextLogFormatter())
-    for logger, level in ((LOGGER, logging.INFO), (logging.getLogger("uvicorn"), logging.WARNING)):
+    for logger, level in ((logging.getLogger("peagle"), logging.INFO), (logging.getLogger("uvicorn"), logging.WARNING)):
         logger.handlers[:] = [handler]
         logger.setLevel(level)
         logger.propagate = False

@@ -10,6 +10,7 @@ import json
 import resource
 import signal
 import socket
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -235,6 +236,7 @@ def run_server(
         server = build_server(engine, settings, drafter, num_speculative_tokens)
 
         async def report_start() -> None:
+            started = time.monotonic()
             log_event("loading", model=settings.served_model_name, address=address)
             try:
                 await server.config.app.state.context.load_tokenizer(target_folder)  # type: ignore[union-attr]
@@ -248,7 +250,8 @@ def run_server(
                 return
             _limit_garbage_collection()
             drafter_and_k = f"{drafter} ({engine.info.method}, K {num_speculative_tokens})" if drafter else "none"
-            log_event(_describe_engine(engine.info, settings.served_model_name, drafter_and_k, address))
+            event = _describe_engine(engine.info, settings.served_model_name, drafter_and_k, address)
+            log_event(event, seconds=round(time.monotonic() - started, 1))
 
         failures: list[Exception] = []
         reporting = asyncio.ensure_future(report_start())
