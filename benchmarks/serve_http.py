@@ -6,14 +6,15 @@
 llama-8b is the Llama-3.1-8B shape with SmolLM2's vocabulary and tokenizer, random weights and synthetic acceptance on
 both sides (see shapes.py). smollm2 is the real model with the shipped drafters; its prompts are MT-Bench, HumanEval and
 GSM8K. Both servers start with empty caches. Every load runs twice: the first pass is what the first users of a fresh
-server get (cold), the second is the steady state. Results are written after every load. Prints a table, then one JSON
-line.
+server get (cold), the second is the steady state. All servers start at once, with a KV cache of the same size. Results
+are written after every load. Prints a table, then one JSON line.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -22,7 +23,9 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 import urllib.request
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -106,6 +109,38 @@ def serve_random_weights(job: Json) -> None:
     run_server(lambda: EngineClient(start_engine, settings), settings, job["drafter"], "auto", listener, target_folder)
 
 
+def run_bench_client(arguments: list[str], timeout: float, log: Path) -> Json | None:
+    """Runs `vllm bench serve` in a fork of this process, which has imported it. None if it fails or takes too long."""
+    from vllm.benchmarks import serve
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser()
+    serve.add_cli_args(parser)
+    parsed = parser.parse_args(arguments)
+    receiver, sender = multiprocessing.get_context("fork").Pipe(duplex=False)
+
+    def run() -> None:
+        with open(log, "w") as output, redirect_stdout(output), redirect_stderr(output):
+            try:
+                sender.send(serve.main(parsed))
+            except BaseException:
+                traceback.print_exc()
+                sender.send(None)
+
+    process = multiprocessing.get_context("fork").Process(target=run)
+    process.start()
+    sender.close()
+    result: Json | None = None
+    try:
+        if receiver.poll(timeout):
+            result = receiver.recv()
+    except EOFError:
+        pass
+    process.kill()
+    process.join()
+    return result
+
+
 class Comparison:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -124,7 +159,6 @@ class Comparison:
             TOKENIZERS_PARALLELISM="false",
             PYTHONUNBUFFERED="1",
         )
-        self.vllm = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 
     def note(self, *words: object) -> None:
         print(f"[{time.time() - self.began:4.0f}s]", *words, flush=True)
@@ -140,9 +174,11 @@ class Comparison:
             )
         self.servers[name] = RunningServer(process, port, log, time.time())
 
-    def start_vllm(self, name: str, port: int, model: str, speculative: Json, memory: float, dummy: bool) -> None:
-        command = [*self.vllm, "serve", model, "--port", str(port), "--dtype", "bfloat16", "--served-model-name", "m"]
-        command += ["--max-model-len", "2048", "--max-num-seqs", "256", "--gpu-memory-utilization", str(memory)]
+    def start_vllm(self, name: str, port: int, model: str, speculative: Json, dummy: bool) -> None:
+        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, "--port", str(port)]
+        command += ["--dtype", "bfloat16", "--served-model-name", "m"]
+        command += ["--max-model-len", "2048", "--max-num-seqs", "256", "--gpu-memory-utilization", "0.1"]
+        command += ["--kv-cache-memory-bytes", str(self.args.kv_cache_bytes)]
         command += ["--speculative-config", json.dumps(speculative)]
         command += ["--compilation-config", json.dumps({"max_cudagraph_capture_size": 1024})]
         self.start(name, port, command + (["--load-format", "dummy"] if dummy else []))
@@ -161,7 +197,6 @@ class Comparison:
         self.start("peagle", port, command)
 
     def start_servers(self) -> None:
-        """One after the other: vLLM's memory profiling fails if another process allocates memory meanwhile."""
         if self.args.model == "llama-8b":
             shape = SHAPES["llama-8b"]
             config = {"vocab_size": 49152, "bos_token_id": 1, "eos_token_id": 2}
@@ -176,18 +211,15 @@ class Comparison:
             p_eagle = {"model": folders["p-eagle"], "num_speculative_tokens": 7, "parallel_drafting": True}
             p_eagle |= {"synthetic_acceptance_rates": rates}
             if "vllm" in self.args.engines:
-                self.start_vllm("vllm-eagle3-k3", 8101, folders["target"], synthetic | eagle3, 0.26, True)
-                self.wait_until_ready()
-                self.start_vllm("vllm-p-eagle-k7", 8102, folders["target"], synthetic | p_eagle, 0.26, True)
-                self.wait_until_ready()
+                self.start_vllm("vllm-eagle3-k3", 8101, folders["target"], synthetic | eagle3, True)
+                self.start_vllm("vllm-p-eagle-k7", 8102, folders["target"], synthetic | p_eagle, True)
             if "peagle" in self.args.engines:
                 self.start_peagle(8201, folders["target"], folders["p-eagle"], rates)
         else:
             target, drafter = str(self.args.smollm2), str(ROOT / "checkpoints" / "smollm2-135m-p-eagle")
             p_eagle = {"method": "eagle3", "model": drafter, "num_speculative_tokens": 7, "parallel_drafting": True}
             if "vllm" in self.args.engines:
-                self.start_vllm("vllm-p-eagle-k7", 8102, target, p_eagle, 0.2, False)
-                self.wait_until_ready()
+                self.start_vllm("vllm-p-eagle-k7", 8102, target, p_eagle, False)
             if "peagle" in self.args.engines:
                 self.start_peagle(8201, target, drafter, None)
         self.wait_until_ready()
@@ -242,26 +274,18 @@ class Comparison:
         if server.process.poll() is not None:
             self.note(name, "has ended:", server.log.read_text(errors="replace")[-2000:])
             return
-        result = self.scratch / "result.json"
-        result.unlink(missing_ok=True)
-        command = [*self.vllm, "bench", "serve", "--backend", "openai", "--endpoint", "/v1/completions", "--model", "m"]
+        command = ["--backend", "openai", "--endpoint", "/v1/completions", "--model", "m"]
         command += ["--base-url", f"http://127.0.0.1:{server.port}", "--tokenizer", str(self.args.smollm2)]
         command += ["--max-concurrency", str(load.concurrency), "--num-prompts", str(load.num_prompts)]
-        command += ["--save-result", "--result-filename", result.name, "--result-dir", str(self.scratch)]
         command += ["--disable-tqdm", "--percentile-metrics", "ttft,tpot,itl,e2el", "--metric-percentiles", "50,99"]
         command += [*self.client_data(load), "--extra-body", json.dumps(SAMPLING[load.sampling])]
         before = self.read_counters(server.port)
         row: Json = {"server": name, "pass": which, **{k: v for k, v in asdict(load).items() if k != "passes"}}
-        try:
-            client = subprocess.run(
-                command, env=self.env, capture_output=True, text=True, timeout=self.seconds_left(), cwd=self.scratch
-            )
-            if not result.exists():
-                row["error"] = client.stderr[-500:]
-        except subprocess.TimeoutExpired:
-            row["error"] = "not finished in time"
-        if "error" not in row:
-            measured, after = json.loads(result.read_text()), self.read_counters(server.port)
+        measured = run_bench_client(command, self.seconds_left(), self.scratch / "client.log")
+        if measured is None:
+            row["error"] = "not finished in time: " + (self.scratch / "client.log").read_text(errors="replace")[-500:]
+        else:
+            after = self.read_counters(server.port)
             num_drafts = after["drafts"] - before["drafts"]
             row |= {
                 "completed": measured["completed"],
@@ -323,13 +347,15 @@ def main() -> None:
     parser.add_argument("--smollm2", type=Path, help="folder of SmolLM2-135M-Instruct; llama-8b uses its tokenizer")
     parser.add_argument("--prompts", type=Path, help="folder with mt_bench.jsonl, humaneval.jsonl, gsm8k.jsonl")
     parser.add_argument("--vllm-path", type=Path, help="folder with an unpacked vLLM; default: the installed one")
-    parser.add_argument("--kv-cache-bytes", type=int, default=24 << 30, help="KV cache of peagle")
+    parser.add_argument("--kv-cache-bytes", type=int, default=20 << 30, help="KV cache of each server")
     parser.add_argument("--seconds", type=float, default=560, help="wall-clock limit for everything")
     parser.add_argument("--out", type=Path, help="results as JSON")
     parser.add_argument("--serve-random-weights", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve_random_weights:
         return serve_random_weights(args.serve_random_weights)
+    if args.vllm_path is not None:
+        sys.path.insert(0, str(args.vllm_path))
     comparison = Comparison(args)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
