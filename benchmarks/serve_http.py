@@ -5,9 +5,10 @@
 
 llama-8b is the Llama-3.1-8B shape with SmolLM2's vocabulary and tokenizer, random weights and synthetic acceptance on
 both sides (see shapes.py). smollm2 is the real model with the shipped drafters; its prompts are MT-Bench, HumanEval and
-GSM8K. Both servers start with empty caches. Every load runs twice: the first pass is what the first users of a fresh
-server get (cold), the second is the steady state. All servers start at once, with a KV cache of the same size. Results
-are written after every load. Prints a table, then one JSON line.
+GSM8K. vLLM runs each load in the configurations that are best for it: P-EAGLE with K=7 for few requests, EAGLE-3 with
+K=3 for many, no speculation for 256. All servers start at once, with empty caches. Every load runs twice: the first
+pass is what the first users of a fresh server get (cold); the second repeats its prompts (steady), which both servers
+find in their prefix caches. Results are written after every load. Prints a table, then one JSON line.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ class RunningServer:
     port: int
     log: Path
     started_at: float
+    concurrency: tuple[int, int]  # the smallest and the largest that it is measured with
     ready_s: float | None = None
 
 
@@ -163,7 +165,7 @@ class Comparison:
     def note(self, *words: object) -> None:
         print(f"[{time.time() - self.began:4.0f}s]", *words, flush=True)
 
-    def start(self, name: str, port: int, command: list[str]) -> None:
+    def start(self, name: str, port: int, command: list[str], concurrency: tuple[int, int] = (1, 256)) -> None:
         env = dict(self.env)
         for variable in ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
             env[variable] = str(self.scratch / f"{variable}-{name}")
@@ -172,16 +174,19 @@ class Comparison:
             process = subprocess.Popen(
                 command, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, cwd=self.scratch
             )
-        self.servers[name] = RunningServer(process, port, log, time.time())
+        self.servers[name] = RunningServer(process, port, log, time.time(), concurrency)
 
-    def start_vllm(self, name: str, port: int, model: str, speculative: Json, dummy: bool) -> None:
+    def start_vllm(
+        self, name: str, port: int, model: str, speculative: Json | None, dummy: bool, concurrency: tuple[int, int]
+    ) -> None:
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, "--port", str(port)]
         command += ["--dtype", "bfloat16", "--served-model-name", "m"]
         command += ["--max-model-len", "2048", "--max-num-seqs", "256", "--gpu-memory-utilization", "0.1"]
-        command += ["--kv-cache-memory-bytes", str(self.args.kv_cache_bytes)]
-        command += ["--speculative-config", json.dumps(speculative)]
+        kv_cache_bytes = self.args.kv_cache_bytes // (1 if concurrency[1] > 8 else 4)
+        command += ["--kv-cache-memory-bytes", str(kv_cache_bytes)]
+        command += ["--speculative-config", json.dumps(speculative)] if speculative is not None else []
         command += ["--compilation-config", json.dumps({"max_cudagraph_capture_size": 1024})]
-        self.start(name, port, command + (["--load-format", "dummy"] if dummy else []))
+        self.start(name, port, command + (["--load-format", "dummy"] if dummy else []), concurrency)
 
     def start_peagle(self, port: int, model: str, drafter: str, rates: tuple[float, ...] | None) -> None:
         if rates is None:
@@ -211,15 +216,16 @@ class Comparison:
             p_eagle = {"model": folders["p-eagle"], "num_speculative_tokens": 7, "parallel_drafting": True}
             p_eagle |= {"synthetic_acceptance_rates": rates}
             if "vllm" in self.args.engines:
-                self.start_vllm("vllm-eagle3-k3", 8101, folders["target"], synthetic | eagle3, True)
-                self.start_vllm("vllm-p-eagle-k7", 8102, folders["target"], synthetic | p_eagle, True)
+                self.start_vllm("vllm-eagle3-k3", 8101, folders["target"], synthetic | eagle3, True, (64, 256))
+                self.start_vllm("vllm-p-eagle-k7", 8102, folders["target"], synthetic | p_eagle, True, (1, 8))
+                self.start_vllm("vllm-no-drafter", 8103, folders["target"], None, True, (256, 256))
             if "peagle" in self.args.engines:
                 self.start_peagle(8201, folders["target"], folders["p-eagle"], rates)
         else:
             target, drafter = str(self.args.smollm2), str(ROOT / "checkpoints" / "smollm2-135m-p-eagle")
             p_eagle = {"method": "eagle3", "model": drafter, "num_speculative_tokens": 7, "parallel_drafting": True}
             if "vllm" in self.args.engines:
-                self.start_vllm("vllm-p-eagle-k7", 8102, target, p_eagle, False)
+                self.start_vllm("vllm-p-eagle-k7", 8102, target, p_eagle, False, (1, 256))
             if "peagle" in self.args.engines:
                 self.start_peagle(8201, target, drafter, None)
         self.wait_until_ready()
@@ -251,9 +257,10 @@ class Comparison:
         loads = [load for load in LOADS[self.args.model] if load.concurrency in self.args.concurrency]
         loads += [Load(8, 64, sampling) for sampling in self.args.sampling]
         for load in loads:
-            for name in list(self.servers):
-                for which in load.passes:
-                    if self.seconds_left() > 30:
+            for name, server in list(self.servers.items()):
+                least, most = server.concurrency
+                for which in load.passes if least <= load.concurrency <= most else ():
+                    if self.seconds_left() > 20:
                         self.run_client(name, load, which)
 
     def client_data(self, load: Load) -> list[str]:
@@ -347,7 +354,7 @@ def main() -> None:
     parser.add_argument("--smollm2", type=Path, help="folder of SmolLM2-135M-Instruct; llama-8b uses its tokenizer")
     parser.add_argument("--prompts", type=Path, help="folder with mt_bench.jsonl, humaneval.jsonl, gsm8k.jsonl")
     parser.add_argument("--vllm-path", type=Path, help="folder with an unpacked vLLM; default: the installed one")
-    parser.add_argument("--kv-cache-bytes", type=int, default=20 << 30, help="KV cache of each server")
+    parser.add_argument("--kv-cache-bytes", type=int, default=17 << 30, help="KV cache of each server")
     parser.add_argument("--seconds", type=float, default=560, help="wall-clock limit for everything")
     parser.add_argument("--out", type=Path, help="results as JSON")
     parser.add_argument("--serve-random-weights", type=json.loads, help=argparse.SUPPRESS)
