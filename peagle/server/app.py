@@ -5,6 +5,7 @@ import re
 import time
 import uuid
 from contextlib import asynccontextmanager
+from functools import cache, partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -17,9 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from peagle import __version__
-from peagle.config import ServeSettings
 from peagle.server import routes_info, routes_openai
-from peagle.server.engine_client import EngineClient
 from peagle.server.errors import CLIENT_ERRORS, ApiError, answer_http_exception, to_api_error
 from peagle.server.logs import format_traceback, log_event
 from peagle.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -54,19 +53,15 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
-def build_app(
-    engine: EngineClient,
-    settings: ServeSettings,
-    drafter: str | None = None,
-    num_speculative_tokens: int | str | None = None,
-) -> FastAPI:
+def build_app(context: ServerContext) -> FastAPI:
     """Builds the application. It starts and stops the engine."""
+    settings = context.settings
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> Any:
-        engine.start()
+        context.engine.start()
         yield
-        await engine.stop()
+        await context.engine.stop()
 
     app = FastAPI(
         title="peagle",
@@ -77,7 +72,7 @@ def build_app(
         redirect_slashes=False,
         exception_handlers={HTTPException: answer_http_exception},
     )
-    app.state.context = ServerContext(engine, settings, drafter, num_speculative_tokens)
+    app.state.context = context
     app.include_router(routes_openai.router)
     app.include_router(routes_info.router)
     app.add_middleware(ApiMiddleware, api_key=settings.api_key)
@@ -89,48 +84,28 @@ def build_app(
             allow_headers=["authorization", "content-type", "x-request-id"],
             expose_headers=["x-request-id", "retry-after"],
         )
-    if settings.accepted_hosts is not None:
-        app.add_middleware(HostMiddleware, hosts=settings.accepted_hosts)
-    app.add_middleware(RequestLogMiddleware)
-    app.openapi = lambda: _build_openapi(app)  # type: ignore[method-assign]
+    app.add_middleware(RequestMiddleware, hosts=settings.accepted_hosts)
+    app.openapi = cache(partial(_build_openapi, app))  # type: ignore[method-assign]
     return app
 
 
 def _build_openapi(app: FastAPI) -> dict[str, Any]:
     """Adds the schemas of the request bodies: the routes parse them without FastAPI, within limits."""
-    if app.openapi_schema is None:
-        description = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        models = [(model, "validation") for model in (*REQUEST_BODIES.values(), ErrorBody)]
-        _, schemas = models_json_schema(models, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
-        description.setdefault("components", {})["schemas"] = schemas["$defs"]
-        error = {"description": "An error in OpenAI's format.", "content": _refer_to_schema(ErrorBody)}
-        for path, operations in description["paths"].items():
-            for operation in operations.values():
-                operation["responses"] = {"200": {"description": "Success."}, "default": error}
-                if path in REQUEST_BODIES:
-                    operation["requestBody"] = {"required": True, "content": _refer_to_schema(REQUEST_BODIES[path])}
-        app.openapi_schema = description
-    return app.openapi_schema
+    description = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    models = [(model, "validation") for model in (*REQUEST_BODIES.values(), ErrorBody)]
+    _, schemas = models_json_schema(models, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
+    description.setdefault("components", {})["schemas"] = schemas["$defs"]
+    error = {"description": "An error in OpenAI's format.", "content": _refer_to_schema(ErrorBody)}
+    for path, operations in description["paths"].items():
+        for operation in operations.values():
+            operation["responses"] = {"200": {"description": "Success."}, "default": error}
+            if path in REQUEST_BODIES:
+                operation["requestBody"] = {"required": True, "content": _refer_to_schema(REQUEST_BODIES[path])}
+    return description
 
 
 def _refer_to_schema(model: type[BaseModel]) -> dict[str, Any]:
     return {"application/json": {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}}
-
-
-class HostMiddleware:
-    """Refuses requests for other hosts: a page of another site could reach this server by DNS rebinding."""
-
-    def __init__(self, app: ASGIApp, hosts: frozenset[str]) -> None:
-        self.app, self.hosts = app, hosts
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            host = PORT.sub("", Headers(scope=scope).get("host", "")).lower()
-            if host not in self.hosts:
-                message = f"host: {host[:100]!r} is not allowed; start the server with --allowed-hosts to accept it"
-                await ApiError(403, message, code="host_not_allowed").response()(scope, receive, send)
-                return
-        await self.app(scope, receive, send)
 
 
 class ApiMiddleware:
@@ -166,17 +141,27 @@ def check_api_key(scope: Scope, api_key: str) -> None:
             raise ApiError(401, message, code="invalid_api_key")
 
 
-class RequestLogMiddleware:
-    """Gives every request an id and logs it when it ends. Routes add fields through `scope["log_fields"]`."""
+def check_host(headers: Headers, hosts: frozenset[str]) -> None:
+    """Raises for a request to another host: a page of another site could reach this server by DNS rebinding."""
+    host = PORT.sub("", headers.get("host", "")).lower()
+    if host not in hosts:
+        message = f"host: {host[:100]!r} is not allowed; start the server with --allowed-hosts to accept it"
+        raise ApiError(403, message, code="host_not_allowed")
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
+
+class RequestMiddleware:
+    """Gives every request an id, checks its host, and logs it when it ends. Routes add to `scope["log_fields"]`."""
+
+    def __init__(self, app: ASGIApp, hosts: frozenset[str] | None) -> None:
+        """`hosts` are those that are accepted; None: any."""
+        self.app, self.hosts = app, hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        given_id = Headers(scope=scope).get("x-request-id", "")
+        request_headers = Headers(scope=scope)
+        given_id = request_headers.get("x-request-id", "")
         request_id = given_id if REQUEST_ID.fullmatch(given_id) else uuid.uuid4().hex
         scope["request_id"], scope["log_fields"] = request_id, {}
         started, status = time.perf_counter(), 0
@@ -191,9 +176,13 @@ class RequestLogMiddleware:
             await send(message)
 
         try:
+            if self.hosts is not None:
+                check_host(request_headers, self.hosts)
             await self.app(scope, receive, send_with_headers)
         except ClientDisconnected:
             status = CLIENT_DISCONNECTED
+        except ApiError as error:  # of the host
+            await error.response()(scope, receive, send_with_headers)
         except Exception as error:
             trace = format_traceback(error)
             log_event("unexpected error", level="error", id=request_id, error=type(error).__name__, trace=trace)

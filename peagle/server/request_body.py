@@ -35,7 +35,27 @@ async def read_body(request: Request, settings: ServeSettings) -> bytes:
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":  # browsers send other types across origins without asking
         raise ApiError(415, "content-type: must be application/json")
-    return await _read_body(request, settings)
+    too_large = ApiError(413, f"the body has more than {settings.max_body_bytes} bytes", code="request_too_large")
+    length = request.headers.get("content-length", "")
+    if length.isdigit() and (len(length) > 18 or int(length) > settings.max_body_bytes):
+        await _discard_body(request)
+        raise too_large
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(settings.body_timeout_s):
+            while True:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnected()
+                parts.append(message.get("body", b""))
+                size += len(parts[-1])
+                if size > settings.max_body_bytes:
+                    await _discard_body(request)
+                    raise too_large
+                if not message.get("more_body", False):
+                    return b"".join(parts)
+    except TimeoutError:
+        raise ApiError(408, "the body did not arrive in time", code="timeout") from None
 
 
 def parse_json(data: bytes, max_body_bytes: int) -> dict[str, Any]:
@@ -87,30 +107,6 @@ def count_values(data: bytes) -> Iterator[tuple[int, int, int]]:
 
 def _invalid_json(problem: str) -> ApiError:
     return ApiError(400, f"the body {problem}", code="invalid_json")
-
-
-async def _read_body(request: Request, settings: ServeSettings) -> bytes:
-    too_large = ApiError(413, f"the body has more than {settings.max_body_bytes} bytes", code="request_too_large")
-    length = request.headers.get("content-length", "")
-    if length.isdigit() and (len(length) > 18 or int(length) > settings.max_body_bytes):
-        await _discard_body(request)
-        raise too_large
-    parts, size = [], 0
-    try:
-        async with asyncio.timeout(settings.body_timeout_s):
-            while True:
-                message = await request.receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientDisconnected()
-                parts.append(message.get("body", b""))
-                size += len(parts[-1])
-                if size > settings.max_body_bytes:
-                    await _discard_body(request)
-                    raise too_large
-                if not message.get("more_body", False):
-                    return b"".join(parts)
-    except TimeoutError:
-        raise ApiError(408, "the body did not arrive in time", code="timeout") from None
 
 
 async def _discard_body(request: Request) -> None:

@@ -24,9 +24,9 @@ from peagle.config import ServeSettings
 from peagle.errors import UserError
 from peagle.server.app import build_app
 from peagle.server.engine_client import POLL_S, EngineClient
-from peagle.server.engine_messages import EngineInfo
 from peagle.server.errors import ApiError
 from peagle.server.logs import log_event
+from peagle.server.server_context import ServerContext
 
 MAX_OPEN_FILES = 1 << 16  # connections are files; idle clients soon reach the usual limit of 1024
 BACKLOG = 2048
@@ -77,17 +77,12 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _start_timer(self) -> None:
         self._num_header_bytes = 0
-        self._header_timer = self.loop.call_later(self.header_timeout_s, self._close)
+        self._header_timer = self.loop.call_later(self.header_timeout_s, self.transport.close)
 
     def _stop_timer(self) -> None:
         if self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None
-
-    def _close(self) -> None:
-        self._header_timer = None
-        if not self.transport.is_closing():
-            self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
         """Reports invalid HTTP in OpenAI's error format."""
@@ -149,10 +144,7 @@ class DrainingServer(uvicorn.Server):
         super().__init__(config)
         self.engine, self.shutdown_timeout_s = engine, shutdown_timeout_s
         self._draining: asyncio.Task[None] | None = None
-
-    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
-        await super().serve(sockets)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup([])
@@ -196,14 +188,11 @@ def bind_socket(host: str, port: int) -> socket.socket:
 
 
 def build_server(
-    engine: EngineClient,
-    settings: ServeSettings,
-    drafter: str | None = None,
-    num_speculative_tokens: int | str | None = None,
+    engine: EngineClient, settings: ServeSettings, drafter: str | None, num_speculative_tokens: int | str | None
 ) -> DrainingServer:
     protocol = type("Protocol", (LimitedProtocol,), {"header_timeout_s": settings.header_timeout_s})
     config = uvicorn.Config(
-        build_app(engine, settings, drafter, num_speculative_tokens),
+        build_app(ServerContext(engine, settings, drafter, num_speculative_tokens)),
         http=protocol,
         ws="none",
         lifespan="on",
@@ -240,27 +229,27 @@ def run_server(
             log_event("loading", model=settings.served_model_name, address=address)
             try:
                 await server.config.app.state.context.load_tokenizer(target_folder)  # type: ignore[union-attr]
-            except UserError as error:
-                failures.append(error)
+                await engine.started.wait()
+                if engine.info is None and engine.fatal_error is not None:
+                    raise engine.fatal_error
+            except Exception:
                 server.should_exit = True
-                return
-            await engine.started.wait()
-            if engine.info is None:
-                server.should_exit = True
-                return
+                raise
             _limit_garbage_collection()
-            drafter_and_k = f"{drafter} ({engine.info.method}, K {num_speculative_tokens})" if drafter else "none"
-            event = _describe_engine(engine.info, settings.served_model_name, drafter_and_k, address)
-            log_event(event, seconds=round(time.monotonic() - started, 1))
+            info = engine.info
+            assert info is not None
+            drafter_and_k = f"{drafter} ({info.method}, K {num_speculative_tokens})" if drafter else "none"
+            memory = ", ".join(f"{name} {size / (1 << 30):.2f} GiB" for name, size in info.memory_bytes.items() if size)
+            log_event(
+                f"ready: {settings.served_model_name}, drafter {drafter_and_k}, max_model_len {info.max_model_len}, "
+                f"max_num_seqs {info.max_num_seqs}, {info.dtype} on {info.device}, {memory}, at {address}",
+                seconds=round(time.monotonic() - started, 1),
+            )
 
-        failures: list[Exception] = []
         reporting = asyncio.ensure_future(report_start())
         await server.serve([listener])
-        reporting.cancel()
-        if engine.info is None and engine.fatal_error is not None:
-            failures.append(engine.fatal_error)
-        if failures:
-            raise failures[0]
+        if not reporting.cancel():
+            reporting.result()  # raises what ended the start
 
     with asyncio.Runner(loop_factory=find_event_loop()) as runner:
         runner.run(main())
@@ -271,14 +260,6 @@ def _limit_garbage_collection() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS, 10, 10)
-
-
-def _describe_engine(info: EngineInfo, model: str, drafter_and_k: str, address: str) -> str:
-    memory = ", ".join(f"{name} {size / (1 << 30):.2f} GiB" for name, size in info.memory_bytes.items() if size)
-    return (
-        f"ready: {model}, drafter {drafter_and_k}, max_model_len {info.max_model_len}, "
-        f"max_num_seqs {info.max_num_seqs}, {info.dtype} on {info.device}, {memory}, at {address}"
-    )
 
 
 def find_event_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -34,7 +34,7 @@ RESERVED_VARIABLES = frozenset(
 class ServerTokenizer:
     def __init__(self, target_folder: Path) -> None:
         self.tokenizer = load_tokenizer(target_folder)
-        self.token_text = lru_cache(1 << 16)(self._token_text)
+        self.token_text = lru_cache(1 << 16)(lambda token_id: self.tokenizer.decode([token_id]))
         self.token_bytes = lru_cache(1 << 16)(self._token_bytes)
         self._normalizes = False
         self._token_shares = self._find_token_shares()
@@ -145,9 +145,6 @@ class ServerTokenizer:
     def new_detokenizer(self, params: SamplingParams) -> Detokenizer:
         decode = partial(self._decode, skip_special_tokens=params.skip_special_tokens)
         return Detokenizer(decode, params.stop, params.min_tokens)
-
-    def _token_text(self, token_id: int) -> str:
-        return self.tokenizer.decode([token_id])
 
     def _token_bytes(self, token_id: int) -> list[int]:
         """Returns the bytes of a token. They are exact also for a token that holds part of a character."""

@@ -19,7 +19,6 @@ from typing import Any, NoReturn
 from peagle.config import ToolCallParserName
 
 FUNCTION_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
-WHITESPACE = re.compile(r"\s*")
 # Characters that matter for finding the end of JSON, outside and inside its strings.
 OUTSIDE_STRING, INSIDE_STRING = re.compile(r'["{}\[\]]'), re.compile(r'["\\]')
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -301,9 +300,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _skip_whitespace(text: str, start: int = 0) -> int:
-    found = WHITESPACE.match(text, start)
-    assert found is not None
-    return found.end()
+    return len(text) - len(text[start:].lstrip())
 
 
 def _is_partial_tag(text: str, tag: str) -> bool:
