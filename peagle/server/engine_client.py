@@ -213,8 +213,8 @@ class EngineClient:
         self._counters = step.counters
         for request_id, index in step.started:
             if (request := self._requests.get(request_id)) is not None:
-                timing = request.completions[index].timing
-                request.started, timing.queue_s = True, step.time - timing.arrival_time
+                completion = request.completions[index]
+                request.started, completion.queue_s = True, step.time - completion.arrival_time
         for delta in step.deltas:
             request = self._requests.get(delta.request_id)
             if request is None:
@@ -222,10 +222,10 @@ class EngineClient:
             completion = request.completions[delta.index]
             if completion.finish_reason is not None:
                 continue  # a stop string has ended it
-            num_tokens = len(completion.token_ids)
+            num_tokens, num_decode_steps = len(completion.token_ids), completion.num_decode_steps
             finished = completion.add(delta, step.time)
             self._num_output_tokens += len(completion.token_ids) - num_tokens
-            self._num_decode_steps += delta.num_decode_steps
+            self._num_decode_steps += delta.num_decode_steps - num_decode_steps
             if num_tokens == 0 and delta.index == 0:
                 self._num_prompt_tokens += request.num_prompt_tokens
             if finished:

@@ -6,8 +6,6 @@ request logs are the front end's, so they cannot delay a step.
 When a step fails, the process ends, because the state of the GPU is unknown then. The front end starts a new one.
 """
 
-from __future__ import annotations
-
 import os
 import select
 import signal
@@ -43,25 +41,23 @@ FAIL_ON_COMPILATION = "PEAGLE_FAIL_ON_COMPILATION"  # environment variable of te
 GRAMMAR_POLL_S = 0.005  # an idle engine looks for compiled grammars this often, if any is being compiled
 
 
-@dataclass(eq=False)
-class ActiveRequest:
-    """A prompt in the engine, with n completions."""
-
-    command: AddRequest
-    group: RequestGroup
-    num_started: int = 0  # completions that have left the queue
-    sent: list[SentState] = field(default_factory=list)  # per completion
-
-
 @dataclass
 class SentState:
     """What the front end has of a completion."""
 
     num_tokens: int = 0
     num_steps_with_drafter: int = 0
-    num_decode_steps: int = 0
-    num_drafts: int = 0
     earlier_times: list[float] = field(default_factory=list)  # of steps whose tokens were not sent yet
+
+
+@dataclass(eq=False)
+class ActiveRequest:
+    """A prompt in the engine, with n completions."""
+
+    command: AddRequest
+    group: RequestGroup
+    sent: list[SentState]  # per completion
+    num_started: int = 0  # completions that have left the queue
 
 
 class EngineCore:
@@ -122,7 +118,7 @@ class EngineCore:
         except Exception as error:  # only this request fails
             self._fail(command.request_id, error)
             return
-        request = ActiveRequest(command, group, sent=[SentState() for _ in group.requests])
+        request = ActiveRequest(command, group, [SentState() for _ in group.requests])
         self._requests[command.request_id] = self._by_group[group] = request
         self._not_started[command.request_id] = request
 
@@ -200,8 +196,8 @@ def _build_delta(request: ActiveRequest, completion: Request, now: float) -> Com
         completion.index,
         token_ids,
         completion.num_accepted_tokens_per_step[sent.num_steps_with_drafter :],
-        completion.num_decode_steps - sent.num_decode_steps,
-        completion.num_drafts - sent.num_drafts,
+        completion.num_decode_steps,
+        completion.num_drafts,
         sent.earlier_times,
         completion.logprobs[sent.num_tokens :] if completion.params.logprobs is not None else None,
         finish_reason,
@@ -210,7 +206,6 @@ def _build_delta(request: ActiveRequest, completion: Request, now: float) -> Com
     )
     sent.num_tokens += len(token_ids)
     sent.num_steps_with_drafter = len(completion.num_accepted_tokens_per_step)
-    sent.num_decode_steps, sent.num_drafts = completion.num_decode_steps, completion.num_drafts
     sent.earlier_times = []
     return delta
 

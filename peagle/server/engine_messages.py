@@ -66,8 +66,8 @@ class CompletionDelta(msgspec.Struct, array_like=True, gc=False):
     index: int  # of the completion, 0 to n - 1
     token_ids: list[int]
     num_accepted_per_step: list[int]  # accepted draft tokens of each decode step; empty without a drafter
-    num_decode_steps: int
-    num_drafts: int  # decode steps with draft tokens
+    num_decode_steps: int  # of all its tokens
+    num_drafts: int  # those with draft tokens
     earlier_times: list[float]  # times of earlier steps whose tokens are in this delta; empty when streaming
     logprobs: list[dict[int, float]] | None
     finish_reason: str | None

@@ -4,15 +4,13 @@ Requests are observed when they end; the engine's counts come from an `EngineSta
 of a request reaches this module.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -20,8 +18,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-if TYPE_CHECKING:
-    from peagle.server.engine_client import EngineStats
+from peagle.server.engine_client import EngineStats
 
 # vLLM's buckets (vllm/v1/metrics/buckets.py)
 REQUEST_SECONDS = (
@@ -193,7 +190,7 @@ class EngineStatsExporter(Collector):
 
     def _build(self, family: Any, name: str, text: str, value: Any, label: str | None = None) -> Metric:
         """Builds a metric with one value, or with one per value of an extra label."""
-        metric: Metric = family(name, text, labels=LABELS if label is None else (*LABELS, label))
+        metric = family(name, text, labels=LABELS if label is None else (*LABELS, label))
         for label_values, number in [((), value)] if label is None else [((key,), n) for key, n in value.items()]:
             metric.add_metric((self.model, ENGINE, *label_values), number)
         return metric

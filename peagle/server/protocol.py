@@ -134,10 +134,6 @@ class SamplingRequest(StrictModel):
     def get_max_tokens(self) -> int | None:
         return self.max_tokens
 
-    @property
-    def include_usage(self) -> bool:
-        return self.stream is True and self.stream_options is not None and self.stream_options.include_usage is True
-
     def to_sampling_params(
         self, settings: ServeSettings, max_tokens: int, max_speculative_tokens: int, **options: Any
     ) -> SamplingParams:
@@ -305,10 +301,6 @@ class ToolUsage:
 
     definitions: list[JSON] | None = None
     forced: tuple[tuple[str, JSON | None], ...] = ()  # (name, schema of the arguments)
-
-    @property
-    def function_names(self) -> list[str]:
-        return [tool["function"]["name"] for tool in self.definitions or ()]
 
 
 Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]

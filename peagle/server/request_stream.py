@@ -8,36 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from peagle.config import SamplingParams
 from peagle.engine.detokenizer import Detokenizer
 from peagle.server.engine_messages import AddRequest, CompletionDelta
-from peagle.server.errors import RequestTimeoutError
+from peagle.server.errors import EngineFailedError, RequestTimeoutError, invalid_value
 
 _request_ids = itertools.count()
-
-
-@dataclass
-class CompletionTiming:
-    """Times of one completion in seconds since its arrival."""
-
-    arrival_time: float
-    queue_s: float | None = None
-    first_token_s: float | None = None
-    last_token_s: float | None = None
-    token_gaps_s: list[float] = field(default_factory=list)  # between steps that produced tokens
-
-    def record_tokens(self, times: Iterable[float]) -> None:
-        """Adds the times of steps that produced tokens."""
-        for time in times:
-            elapsed = time - self.arrival_time
-            if self.last_token_s is None:
-                self.first_token_s = elapsed
-            else:
-                self.token_gaps_s.append(elapsed - self.last_token_s)
-            self.last_token_s = elapsed
 
 
 @dataclass(frozen=True)
@@ -57,8 +36,12 @@ class Completion:
     """One completion of a request: merges deltas, detokenizes them and finds stop strings."""
 
     def __init__(self, index: int, params: SamplingParams, detokenizer: Detokenizer, arrival_time: float) -> None:
-        self.index, self.params = index, params
-        self.timing = CompletionTiming(arrival_time)
+        self.index, self.params, self.arrival_time = index, params, arrival_time
+        # In seconds since the arrival.
+        self.queue_s: float | None = None
+        self.first_token_s: float | None = None
+        self.last_token_s: float | None = None
+        self.token_gaps_s: list[float] = []  # between steps that produced tokens
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
@@ -85,9 +68,14 @@ class Completion:
         self.token_ids += delta.token_ids
         self._logprobs += delta.logprobs or ()
         self.accepted_per_step += delta.num_accepted_per_step
-        self.num_decode_steps += delta.num_decode_steps
-        self.num_drafts += delta.num_drafts
-        self.timing.record_tokens((*delta.earlier_times, time))
+        self.num_decode_steps, self.num_drafts = delta.num_decode_steps, delta.num_drafts
+        for step_time in (*delta.earlier_times, time):
+            elapsed = step_time - self.arrival_time
+            if self.last_token_s is None:
+                self.first_token_s = elapsed
+            else:
+                self.token_gaps_s.append(elapsed - self.last_token_s)
+            self.last_token_s = elapsed
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
         self._ends_with_stop_token = delta.ends_with_stop_token
         if self.params.stop:
@@ -190,6 +178,11 @@ class RequestStream:
             raise update
         update.queued = False
         self.num_unread -= update.finish_reason is not None
+        if update.finish_reason == "error":  # the grammar allows no further token, or the target's logits are NaN
+            reason = str(update.stop_reason)
+            if not reason.startswith("grammar: "):
+                raise EngineFailedError()
+            raise invalid_value("response_format", f"the output cannot continue ({reason})", "cannot_be_followed")
         return update.take()
 
     async def aclose(self) -> None:

@@ -1,6 +1,7 @@
 """Writes the JSON of chat and text completions, whole or as stream chunks, from the engine's deltas."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -42,7 +43,7 @@ class OpenAIResponseWriter:
     new_tool_parser: Callable[[], ToolCallParser] | None = None  # if the completion may call tools
     created: int = field(default_factory=lambda: int(time.time()))
     finished: dict[int, Completion] = field(default_factory=dict)
-    _text_offsets: dict[int, int] = field(default_factory=dict)  # characters written, per completion
+    _text_offsets: Counter[int] = field(default_factory=Counter)  # characters written, per completion
     _detokenizers: dict[int, Detokenizer] = field(default_factory=dict)
     _tool_parsers: dict[int, ToolCallParser] = field(default_factory=dict)
 
@@ -58,13 +59,7 @@ class OpenAIResponseWriter:
 
     def event(self, delta: OutputDelta) -> bytes:
         """Returns the stream event of a delta."""
-        content, calls, finish_reason = self._parse_tools(delta)
-        if self.kind == "chat":
-            message: JSON = {"content": content} if content or self.new_tool_parser is None else {}
-            body: JSON = {"delta": {**message, "tool_calls": calls} if calls else message}
-        else:
-            body = {"text": content}
-        choice = self._build_choice(delta, body, finish_reason)
+        choice = self._build_choice(delta, is_chunk=True)
         is_last = not self.include_usage and len(self.finished) == self.num_completions
         return self._encode_chunk([choice], is_last)
 
@@ -74,18 +69,7 @@ class OpenAIResponseWriter:
 
     def whole_response(self, deltas: Sequence[OutputDelta]) -> JSON:
         """Returns the response without streaming."""
-        choices = []
-        for delta in sorted(deltas, key=lambda d: d.index):
-            content, calls, finish_reason = self._parse_tools(delta)
-            if self.kind == "chat":
-                message: JSON = {"role": "assistant", "content": content, "refusal": None}
-                if calls:
-                    calls = [{name: value for name, value in call.items() if name != "index"} for call in calls]
-                    message |= {"content": content or None, "tool_calls": calls}
-                body: JSON = {"message": message}
-            else:
-                body = {"text": content}
-            choices.append(self._build_choice(delta, body, finish_reason))
+        choices = [self._build_choice(delta, is_chunk=False) for delta in sorted(deltas, key=lambda d: d.index)]
         response = self._build_head("chat.completion" if self.kind == "chat" else "text_completion")
         response |= {"choices": choices, "usage": self.usage()}
         if self.include_tokens:
@@ -109,7 +93,19 @@ class OpenAIResponseWriter:
             fields["peagle"] = self.speculation_stats()
         return self._encoded_chunk_head + msgspec.json.encode(fields)[1:] + b"\n\n"
 
-    def _build_choice(self, delta: OutputDelta, body: JSON, finish_reason: str | None) -> JSON:
+    def _build_choice(self, delta: OutputDelta, is_chunk: bool) -> JSON:
+        content, calls, finish_reason = self._parse_tools(delta)
+        if self.kind == "text":
+            body: JSON = {"text": content}
+        elif is_chunk:
+            message: JSON = {"content": content} if content or self.new_tool_parser is None else {}
+            body = {"delta": {**message, "tool_calls": calls} if calls else message}
+        else:
+            message = {"role": "assistant", "content": content, "refusal": None}
+            if calls:
+                calls = [{name: value for name, value in call.items() if name != "index"} for call in calls]
+                message |= {"content": content or None, "tool_calls": calls}
+            body = {"message": message}
         logprobs = self._build_logprobs(delta)
         choice: JSON = {"index": delta.index, **body, "logprobs": logprobs, "finish_reason": finish_reason}
         if finish_reason is not None:
@@ -153,12 +149,11 @@ class OpenAIResponseWriter:
         """Returns the `peagle` object of the response. The rate leaves out the first tokens: they measure prefill."""
         completions = self.finished.values()
         max_k, limit = self.max_speculative_tokens, self.params.max_speculative_tokens
-        timings = [c.timing for c in completions]
         num_drafts = sum(c.num_drafts for c in completions)
         accepted_per_step = [num_accepted for c in completions for num_accepted in c.accepted_per_step]
         accepted_per_pos = [sum(n > i for n in accepted_per_step) for i in range(max_k)]
         num_tokens = sum(len(c.token_ids) for c in completions)
-        seconds = max(t.last_token_s or 0.0 for t in timings) - min(t.first_token_s or 0.0 for t in timings)
+        seconds = max(c.last_token_s or 0.0 for c in completions) - min(c.first_token_s or 0.0 for c in completions)
         return {
             "num_decode_steps": sum(c.num_decode_steps for c in completions),
             "num_drafts": num_drafts,
@@ -184,35 +179,32 @@ class OpenAIResponseWriter:
         return {"token_ids": delta.token_ids, "texts": texts, "is_draft_token": delta.is_draft_token}
 
     def _build_logprobs(self, delta: OutputDelta) -> JSON | None:
-        if delta.logprobs is None or self.params.logprobs is None:
+        if delta.logprobs is None:
             return None
-        build = self._build_chat_logprobs if self.kind == "chat" else self._build_text_logprobs
-        return build(delta.index, delta.token_ids, delta.logprobs)
+        rows = list(zip(delta.token_ids, delta.logprobs, strict=True))
+        return self._build_chat_logprobs(rows) if self.kind == "chat" else self._build_text_logprobs(delta.index, rows)
 
-    def _build_chat_logprobs(self, index: int, token_ids: list[int], rows: list[TokenLogprobs]) -> JSON:
-        def entry(token_id: int, logprob: float) -> JSON:
+    def _build_chat_logprobs(self, rows: list[tuple[int, TokenLogprobs]]) -> JSON:
+        def entry(token_id: int, row: TokenLogprobs) -> JSON:
             text, raw = self.tokenizer.token_text(token_id), self.tokenizer.token_bytes(token_id)
-            return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": raw}
+            return {"token": text, "logprob": max(row[token_id], MIN_LOGPROB), "bytes": raw}
 
-        content = []
-        for token_id, row in zip(token_ids, rows, strict=True):
-            alternatives = [entry(t, row[t]) for t in self._top_tokens(row)]
-            content.append({**entry(token_id, row[token_id]), "top_logprobs": alternatives})
+        content = [
+            {**entry(token_id, row), "top_logprobs": [entry(t, row) for t in self._top_tokens(row)]}
+            for token_id, row in rows
+        ]
         return {"content": content, "refusal": None}
 
-    def _build_text_logprobs(self, index: int, token_ids: list[int], rows: list[TokenLogprobs]) -> JSON:
-        token_text = self.tokenizer.token_text
-        tokens = [token_text(token_id) for token_id in token_ids]
-        offsets, offset = [], self._text_offsets.get(index, 0)
-        for text in tokens:
-            offsets.append(offset)
-            offset += len(text)
-        self._text_offsets[index] = offset
-        logprobs = [max(row[token_id], MIN_LOGPROB) for token_id, row in zip(token_ids, rows, strict=True)]
-        top_logprobs = []
-        for text, logprob, row in zip(tokens, logprobs, rows, strict=True):
-            top = {token_text(t): max(row[t], MIN_LOGPROB) for t in self._top_tokens(row)}
+    def _build_text_logprobs(self, index: int, rows: list[tuple[int, TokenLogprobs]]) -> JSON:
+        tokens, logprobs, top_logprobs, offsets = [], [], [], []
+        for token_id, row in rows:
+            text, logprob = self.tokenizer.token_text(token_id), max(row[token_id], MIN_LOGPROB)
+            top = {self.tokenizer.token_text(t): max(row[t], MIN_LOGPROB) for t in self._top_tokens(row)}
+            tokens.append(text)
+            logprobs.append(logprob)
             top_logprobs.append({**top, text: logprob} if top else {})
+            offsets.append(self._text_offsets[index])
+            self._text_offsets[index] += len(text)
         return {
             "tokens": tokens,
             "token_logprobs": logprobs,

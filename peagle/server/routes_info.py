@@ -2,10 +2,10 @@
 
 from functools import partial
 from importlib.resources import files
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Depends, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
 from peagle import __version__
@@ -14,17 +14,17 @@ from peagle.server.protocol import DetokenizeRequest, TokenizeRequest
 from peagle.server.server_context import ServerContext, get_context
 
 router = APIRouter()
+Context = Annotated[ServerContext, Depends(get_context)]
 PAGE_POLICY = "frame-ancestors 'none'"  # the one part of the page's policy that its <meta> may not hold
 
 
 @router.get("/v1/models")
-async def list_models(request: Request) -> JSONResponse:
-    return JSONResponse({"object": "list", "data": [_describe_model(get_context(request))]})
+async def list_models(context: Context) -> JSONResponse:
+    return JSONResponse({"object": "list", "data": [_describe_model(context)]})
 
 
 @router.get("/v1/models/{name:path}")
-async def get_model(request: Request, name: str) -> JSONResponse:
-    context = get_context(request)
+async def get_model(context: Context, name: str) -> JSONResponse:
     context.check_model(name)
     return JSONResponse(_describe_model(context))
 
@@ -42,8 +42,7 @@ def _describe_model(context: ServerContext) -> dict[str, Any]:
 
 
 @router.post("/tokenize")
-async def tokenize(request: Request) -> Response:
-    context = get_context(request)
+async def tokenize(request: Request, context: Context) -> Response:
     body = await context.read_request(request, TokenizeRequest)
     return Response(await context.run(request, partial(_tokenize, context, body)), media_type="application/json")
 
@@ -51,25 +50,22 @@ async def tokenize(request: Request) -> Response:
 def _tokenize(context: ServerContext, body: TokenizeRequest) -> bytes:
     if (body.prompt is None) == (body.messages is None):
         raise invalid_value("prompt", "give either prompt or messages")
-    tokenizer = context.tokenizer
     if body.prompt is not None:
         token_ids = context.encode("prompt", body.prompt, body.add_special_tokens is not False)
     else:
         messages = [message.to_template_input() for message in body.messages or ()]
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools] if body.tools else None
         add_generation_prompt = body.add_generation_prompt is not False
-        text = tokenizer.render_chat(messages, tools, add_generation_prompt, body.chat_template_kwargs)
+        text = context.tokenizer.render_chat(messages, tools, add_generation_prompt, body.chat_template_kwargs)
         token_ids = context.encode("messages", text, add_special_tokens=False)
-    response: dict[str, Any] = {"count": len(token_ids), "max_model_len": context.info.max_model_len}
-    response["tokens"] = token_ids
+    response = {"count": len(token_ids), "max_model_len": context.info.max_model_len, "tokens": token_ids}
     if body.return_token_strs:
-        response["token_strs"] = tokenizer.tokenizer.convert_ids_to_tokens(token_ids)
+        response["token_strs"] = context.tokenizer.tokenizer.convert_ids_to_tokens(token_ids)
     return msgspec.json.encode(response)
 
 
 @router.post("/detokenize")
-async def detokenize(request: Request) -> JSONResponse:
-    context = get_context(request)
+async def detokenize(request: Request, context: Context) -> JSONResponse:
     body = await context.read_request(request, DetokenizeRequest)
     vocab_size = context.info.vocab_size
     if max(body.tokens, default=0) >= vocab_size:
@@ -80,15 +76,15 @@ async def detokenize(request: Request) -> JSONResponse:
 
 @router.get("/health")
 @router.get("/health/ready")
-async def ready(request: Request) -> JSONResponse:
+async def ready(context: Context) -> JSONResponse:
     """Status 200 if the server takes requests."""
-    return _describe_health(get_context(request), ("ready",))
+    return _describe_health(context, ("ready",))
 
 
 @router.get("/health/live")
-async def live(request: Request) -> JSONResponse:
+async def live(context: Context) -> JSONResponse:
     """Status 200 unless the engine has failed for good and the process must be replaced."""
-    return _describe_health(get_context(request), ("starting", "ready", "restarting", "draining"))
+    return _describe_health(context, ("starting", "ready", "restarting", "draining"))
 
 
 def _describe_health(context: ServerContext, healthy_states: tuple[str, ...]) -> JSONResponse:
@@ -111,15 +107,13 @@ async def version() -> JSONResponse:
 
 
 @router.get("/metrics")
-async def metrics(request: Request) -> Response:
-    context = get_context(request)
+async def metrics(context: Context) -> Response:
     data, content_type = context.metrics.render(context.engine.stats)
     return Response(data, headers={"content-type": content_type})
 
 
 @router.get("/peagle/info")
-async def info(request: Request) -> JSONResponse:
-    context = get_context(request)
+async def info(context: Context) -> JSONResponse:
     return JSONResponse(
         {
             "model": context.settings.served_model_name,

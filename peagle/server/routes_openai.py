@@ -11,14 +11,9 @@ from starlette.types import Receive, Scope, Send
 
 from peagle.config import Grammar, SamplingParams, check_prompt
 from peagle.errors import UserError
-from peagle.server.errors import EngineFailedError, RequestTimeoutError, invalid_value, to_api_error
+from peagle.server.errors import RequestTimeoutError, invalid_value, to_api_error
 from peagle.server.protocol import ChatRequest, CompletionRequest, SamplingRequest, ToolUsage
-from peagle.server.request_body import (
-    CLIENT_DISCONNECTED,
-    ClientDisconnected,
-    run_while_connected,
-    wait_for_disconnect,
-)
+from peagle.server.request_body import CLIENT_DISCONNECTED, ClientDisconnected, wait_for_disconnect
 from peagle.server.request_stream import OutputDelta, RequestStream
 from peagle.server.response_writer import OpenAIResponseWriter, encode_event
 from peagle.server.server_context import ServerContext, get_context
@@ -26,20 +21,19 @@ from peagle.server.server_context import ServerContext, get_context
 router = APIRouter()
 LAST_EVENTS_TIMEOUT_S = 5.0  # to send the error of a request that has reached its deadline
 DONE_EVENT = b"data: [DONE]\n\n"
-NO_TOOLS = ToolUsage()
 Kind = Literal["chat", "text"]
 
 
 @router.post("/v1/chat/completions")
 async def chat_completions(request: Request) -> Response:
-    context = get_context(request)
+    context = await get_context(request)
     body = await context.read_request(request, ChatRequest)
     return await respond(request, context, body, "chat", body.n or 1)
 
 
 @router.post("/v1/completions")
 async def completions(request: Request) -> Response:
-    context = get_context(request)
+    context = await get_context(request)
     body = await context.read_request(request, CompletionRequest)
     if not body.prompts:
         raise invalid_value("prompt", "must not be empty")
@@ -57,7 +51,10 @@ async def respond(
     with context.reserve(num_completions):
         try:
             async with asyncio.timeout_at(deadline):
-                prompts, tools, params = await prepare_request(request, context, body)
+                prompts, tools = await context.run(request, partial(tokenize_prompts, request, context, body))
+                grammar = await context.build_grammar(request, body.response_format, tools)
+                build_params = partial(build_sampling_params, context, body, prompts, grammar, tools)
+                params = await context.run(request, build_params)
         except TimeoutError:
             raise RequestTimeoutError() from None
         stream = body.stream is True
@@ -70,21 +67,20 @@ async def respond(
             num_completions=len(prompts) * params.n,
             params=params,
             include_tokens=body.options.tokens,
-            include_usage=body.include_usage,
+            include_usage=body.stream_options is not None and body.stream_options.include_usage is True,
             max_speculative_tokens=context.info.max_speculative_tokens,
             new_tool_parser=context.get_tool_parser_factory(tools),
         )
         request_stream = context.submit(prompts, params, stream, deadline)
     streaming = failed = False
     try:
+        request_stream.client_watcher = asyncio.ensure_future(fail_on_disconnect(request.receive, request_stream))
         if stream:
-            request_stream.client_watcher = asyncio.ensure_future(fail_on_disconnect(request.receive, request_stream))
             # The first delta decides the status: a request may still fail in the queue.
-            first = check_delta(await anext(request_stream))
+            first = await anext(request_stream)
             streaming = True
             return EventStreamResponse(context, request_stream, writer, first)
-        deltas = await run_while_connected(request.receive, collect_deltas(request_stream))
-        return JSONResponse(writer.whole_response(deltas))
+        return JSONResponse(writer.whole_response([delta async for delta in request_stream]))
     except ClientDisconnected:
         return Response(status_code=CLIENT_DISCONNECTED)
     except Exception:
@@ -96,20 +92,11 @@ async def respond(
             context.record_request(request.scope, request_stream, writer, failed)
 
 
-async def prepare_request(
-    request: Request, context: ServerContext, body: SamplingRequest
-) -> tuple[list[list[int]], ToolUsage, SamplingParams]:
-    prompts, tools = await context.run(request, partial(tokenize_prompts, request, context, body))
-    grammar = await context.build_grammar(request, body.response_format, tools)
-    params = await context.run(request, partial(build_sampling_params, context, body, prompts, grammar, tools))
-    return prompts, tools, params
-
-
 def tokenize_prompts(
     request: Request, context: ServerContext, body: SamplingRequest
 ) -> tuple[list[list[int]], ToolUsage]:
     """Renders, tokenizes and checks the prompts. Refuses a `max_tokens` that does not fit: it is never cut."""
-    tools, max_model_len, max_tokens = NO_TOOLS, context.info.max_model_len, body.get_max_tokens()
+    tools, max_model_len, max_tokens = ToolUsage(), context.info.max_model_len, body.get_max_tokens()
     if isinstance(body, ChatRequest):
         messages, tools = [message.to_template_input() for message in body.messages], body.get_tool_usage()
         context.log_prompt(request, messages)
@@ -159,20 +146,6 @@ async def fail_on_disconnect(receive: Receive, request_stream: RequestStream) ->
     request_stream.fail(ClientDisconnected())
 
 
-async def collect_deltas(request_stream: RequestStream) -> list[OutputDelta]:
-    return [check_delta(delta) async for delta in request_stream]
-
-
-def check_delta(delta: OutputDelta) -> OutputDelta:
-    """Raises if the grammar allows no further token, or if the target's logits are NaN."""
-    if delta.finish_reason == "error":
-        reason = str(delta.completion.stop_reason)
-        if not reason.startswith("grammar: "):
-            raise EngineFailedError()
-        raise invalid_value("response_format", f"the output cannot continue ({reason})", "cannot_be_followed")
-    return delta
-
-
 class EventStreamResponse(Response):
     """Server-sent events. The request is aborted as soon as the client disconnects or the server stops."""
 
@@ -202,7 +175,7 @@ class EventStreamResponse(Response):
         try:
             while self.request_stream.num_unread:
                 await send({"type": "http.response.body", "body": events, "more_body": True})
-                events = self.writer.event(check_delta(await anext(self.request_stream)))
+                events = self.writer.event(await anext(self.request_stream))
             events += self.writer.last_events()
         except ClientDisconnected:
             raise

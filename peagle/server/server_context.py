@@ -146,7 +146,8 @@ class ServerContext:
         call_format = get_forced_format(self.tool_call_format) if tools.forced else self.tool_call_format
         if call_format is None or tools.definitions is None:
             return None
-        return lambda: ToolCallParser(call_format, tools.function_names)
+        names = [tool["function"]["name"] for tool in tools.definitions]
+        return partial(ToolCallParser, call_format, names)
 
     def start_tag_is_special_token(self, tools: ToolUsage) -> bool:
         call_format = self.tool_call_format
@@ -211,20 +212,20 @@ class ServerContext:
         finish_reasons = []
         completions = request_stream.completions
         for completion in completions:
-            timing = completion.timing
+            elapsed_s = now - completion.arrival_time
             finish_reason = completion.finish_reason if completion.index in writer.finished else None
             finish_reasons.append(finish_reason or ("error" if failed else "abort"))
             self.metrics.observe_request(
-                ttft_s=timing.first_token_s,
-                itl_s=timing.token_gaps_s,
-                e2e_s=now - timing.arrival_time,
-                queue_s=timing.queue_s if timing.queue_s is not None else now - timing.arrival_time,
+                ttft_s=completion.first_token_s,
+                itl_s=completion.token_gaps_s,
+                e2e_s=elapsed_s,
+                queue_s=completion.queue_s if completion.queue_s is not None else elapsed_s,
                 num_prompt_tokens=request_stream.requests[completion.index // writer.params.n].num_prompt_tokens,
                 num_output_tokens=len(completion.token_ids),
                 finish_reason=finish_reasons[-1],
                 max_tokens=writer.params.max_tokens,
             )
-        ttfts = [c.timing.first_token_s for c in completions if c.timing.first_token_s is not None]
+        ttfts = [c.first_token_s for c in completions if c.first_token_s is not None]
         scope["log_fields"] |= {
             "prompt_tokens": writer.num_prompt_tokens,
             "completion_tokens": sum(len(completion.token_ids) for completion in completions),
@@ -233,7 +234,6 @@ class ServerContext:
         }
 
 
-def get_context(request: Request) -> ServerContext:
-    context = request.app.state.context
-    assert isinstance(context, ServerContext)
+async def get_context(request: Request) -> ServerContext:  # FastAPI would call a plain function in a thread
+    context: ServerContext = request.app.state.context
     return context
