@@ -58,15 +58,14 @@ class ObservedCore(EngineCore):
         super().__init__(*args)
         self.calls: queue.SimpleQueue[tuple[Callable[[LLM], Any], Future[Any]]] = queue.SimpleQueue()
 
-    def run_commands(self) -> bool:
-        running = super().run_commands()
+    def run_commands(self) -> None:
+        super().run_commands()
         while not self.calls.empty():
             function, result = self.calls.get()
             try:
                 result.set_result(function(self.llm))
             except BaseException as error:
                 result.set_exception(error)
-        return running
 
 
 class EngineThread(threading.Thread):

@@ -35,7 +35,7 @@ SECRET_PROMPT = "the whispered words"
 @pytest.fixture
 def log_lines() -> Iterator[io.StringIO]:
     """The server's log as JSON lines."""
-    kept = [(logger, logger.handlers[:], logger.level) for logger in (LOGGER, logging.getLogger("uvicorn"))]
+    kept = [(logger, logger.handlers[:], logger.level) for logger in map(logging.getLogger, ("peagle", "uvicorn"))]
     stream = io.StringIO()
     start_logging(True, stream)
     yield stream
