@@ -44,7 +44,8 @@ def launching_triton(*modules: ModuleType) -> Iterator[None]:
 def patch_interpreter() -> None:
     """Fixes and speeds up the interpreter of Triton 3.6, and reverses the order of programs.
 
-    Triton converts one-element arrays to loop bounds by int(), which numpy 2.4 rejects. Half of its time goes into
+    Triton converts one-element arrays to loop bounds by int(), which numpy 2.4 rejects. It truncates to fp8 and does
+    not know its nan. Half of its time goes into
     patching the language anew for each function that a kernel calls, and into overflow checks of small integers.
 
     The interpreter runs programs in ascending order; from here on the last one runs first, so that a kernel that
@@ -77,6 +78,7 @@ def patch_interpreter() -> None:
 
     interpreter._patch_lang_tensor, interpreter._patch_lang = patch_tensor_index, PatchScope
     _cache_types()
+    _convert_fp8_by_torch()
     builder = interpreter.interpreter_builder
     builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
     set_index = builder.set_grid_idx
@@ -121,6 +123,26 @@ def _cache_types() -> None:
 
     core.block_type.__init__, core.tensor.__init__ = init_type, init_tensor
     interpreter._get_np_dtype = numpy_dtype
+
+
+def _convert_fp8_by_torch() -> None:
+    """Converts to and from fp8 by torch, as a GPU does: to nearest even, saturating."""
+    from triton.runtime import interpreter
+
+    convert_float = interpreter._convert_float
+    names = {"fp8e4nv": "float8_e4m3fn", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+    carriers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+    def convert(values: Any, source: Any, result: Any, rounding: Any) -> Any:
+        if "fp8e4nv" not in (source.name, result.name):
+            return convert_float(values, source, result, rounding)
+        numbers = torch.from_numpy(values.copy()).view(getattr(torch, names[source.name]))
+        if result.name == "fp8e4nv":
+            numbers = numbers.float().clamp(-448, 448)
+        rounded = numbers.to(getattr(torch, names[result.name]))
+        return rounded.view(carriers[rounded.itemsize]).numpy()
+
+    interpreter._convert_float = convert
 
 
 class _FillNewEmptyWithNan(TorchDispatchMode):

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from peagle.engine.request import CompletionOutput
 
 TextParts = list[tuple[str, bool]]  # text, and whether it comes from an accepted draft token
-EngineOptions = Annotated[EngineSettings, "num_speculative_tokens", "device", "dtype", "max_model_len"]
+EngineOptions = Annotated[
+    EngineSettings, "num_speculative_tokens", "device", "dtype", "max_model_len", "kv_cache_dtype"
+]
 ENGINE = EngineSettings(DEFAULT_NUM_SPECULATIVE_TOKENS, max_num_seqs=1)
 
 

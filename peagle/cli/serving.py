@@ -159,6 +159,8 @@ def _serve_vllm(
     options = {name: getattr(engine_settings, name) for name in ("max_model_len", "max_num_seqs", "dtype")}
     if engine_settings.gpu_memory_utilization != EngineSettings.gpu_memory_utilization:
         options["gpu_memory_utilization"] = engine_settings.gpu_memory_utilization
+    if engine_settings.kv_cache_dtype != EngineSettings.kv_cache_dtype:
+        options["kv_cache_dtype"] = engine_settings.kv_cache_dtype
     command = vllm_process.build_vllm_command(base_command, model, settings, speculative_config=vllm_config, **options)
     start_logging(settings.log_json)
     if settings.tool_call_parser == "auto" and not vllm_process.has_parser_flags(base_command):

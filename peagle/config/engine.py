@@ -17,6 +17,8 @@ AUTO_SPECULATIVE_TOKENS = (0, 1, 2, 3, 5, 7, 9)  # K that "auto" chooses from
 AUTO_DEEP_SPECULATIVE_TOKENS = (12, 15)  # further ones for P-EAGLE drafters, if rows are cheap on the device
 CPU_TIMED_BATCH_SIZES = (1, 4, 8)  # batch sizes whose decode steps are timed on a CPU
 
+KVCacheDtype = Literal["auto", "fp8"]  # fp8 is vLLM's: e4m3 with a scale of 1
+
 K_FLAGS = ("--num-speculative-tokens", "-k")
 AUTO_K_HELP = "Draft tokens per decode step (K); auto picks K for the current load."
 MAX_MODEL_LEN_HELP = "Maximum number of prompt and output tokens of a request."
@@ -72,6 +74,9 @@ class EngineSettings(Settings):
     )
     max_model_len: int | None = option(None, MAX_MODEL_LEN_HELP, min=2, show_default="the target's limit")
     kv_cache_memory_bytes: int | None = option(None, "Bytes of the KV cache.", min=1, show_default="free memory")
+    kv_cache_dtype: KVCacheDtype = option(
+        "auto", "auto: the target's dtype; fp8: half the memory per token, slightly different output."
+    )
     gpu_memory_utilization: float = option(
         GPU_MEMORY_UTILIZATION, "Share of the GPU's memory for weights and KV cache.", above=0, max=1
     )

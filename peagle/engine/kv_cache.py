@@ -20,6 +20,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 
 import torch
@@ -28,7 +29,7 @@ from torch import Tensor
 from peagle.config import DecoderConfig, DrafterConfig, EngineSettings, LayerConfig, Window
 from peagle.errors import UserError
 from peagle.kernels.attention.paged import SingleSequenceAttention, paged_attention
-from peagle.kernels.attention.types import PagedAttentionInputs, PagedAttentionMetadata, QKNormRope
+from peagle.kernels.attention.types import FP8_DTYPE, PagedAttentionInputs, PagedAttentionMetadata, QKNormRope
 
 BLOCK_SIZE = 16
 PADDING_BLOCK = 0
@@ -134,12 +135,15 @@ class KVCache:
     values: Tensor | list[Tensor]
 
     @classmethod
-    def allocate(cls, layers: Sequence[LayerConfig], num_blocks: int, like: Tensor) -> KVCache:
-        """A zeroed cache of the dtype and device of `like`."""
+    def allocate(
+        cls, layers: Sequence[LayerConfig], num_blocks: int, like: Tensor, dtype: torch.dtype | None = None
+    ) -> KVCache:
+        """A zeroed cache on the device of `like`, by default of its dtype."""
         heads = [(layer.num_kv_heads, layer.head_dim) for layer in layers]
+        zeros = partial(torch.zeros, dtype=dtype or like.dtype, device=like.device)
         if len(set(heads)) == 1:
-            return cls(*(like.new_zeros(len(heads), num_blocks, BLOCK_SIZE, *heads[0]) for _ in range(2)))
-        return cls(*([like.new_zeros(num_blocks, BLOCK_SIZE, *shape) for shape in heads] for _ in range(2)))
+            return cls(*(zeros(len(heads), num_blocks, BLOCK_SIZE, *heads[0]) for _ in range(2)))
+        return cls(*([zeros(num_blocks, BLOCK_SIZE, *shape) for shape in heads] for _ in range(2)))
 
     @property
     def num_blocks(self) -> int:
@@ -194,6 +198,15 @@ def decode_attention(
     max_computed = None if max_seq_len is None else max_seq_len - num_rows
     metadata = PagedAttentionMetadata(block_tables_BM, starts_B, query_lens_B, num_rows, None, max_computed)
     return PagedAttention(cache, metadata)
+
+
+def resolve_kv_cache_dtype(name: str, device: torch.device) -> torch.dtype | None:
+    """The dtype of --kv-cache-dtype; None is the dtype of the model."""
+    if name == "auto":
+        return None
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        raise UserError(f"--kv-cache-dtype {name}: needs a GPU of compute capability 8.9 or newer; use auto")
+    return FP8_DTYPE
 
 
 def block_bytes(cfg: DecoderConfig, draft: DrafterConfig | None, element_size: int) -> int:

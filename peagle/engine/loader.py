@@ -36,7 +36,7 @@ from peagle.config import (
 )
 from peagle.display import ProgressBar
 from peagle.engine.cuda_graphs import DecodeGraphs, decode_batch_sizes, find_short_seq_lens, prefill_graph_sizes
-from peagle.engine.kv_cache import BlockPool, block_bytes, count_blocks, unpacking_bytes
+from peagle.engine.kv_cache import BlockPool, block_bytes, count_blocks, resolve_kv_cache_dtype, unpacking_bytes
 from peagle.engine.model_runner import ModelRunner
 from peagle.engine.scheduler import Scheduler
 from peagle.errors import UserError
@@ -88,6 +88,7 @@ def load_engine(
     cuda_graphs = on_gpu and settings.cuda_graphs and not cfg.uses_transformers  # transformers models may sync
     if cuda_graphs:
         check_capturable(cfg, drafter_cfg)
+    kv_cache_dtype = resolve_kv_cache_dtype(settings.kv_cache_dtype, device)
     cost_table = StepCostTable.load(Path(settings.cost_table)) if settings.cost_table is not None else None
 
     dtype = resolve_dtype(settings.dtype, device)
@@ -104,13 +105,14 @@ def load_engine(
     if drafter_folder is not None:
         loaded_drafter = load_drafter(drafter_folder, model, weight.dtype, device)
 
-    bytes_per_block = block_bytes(cfg, drafter_cfg, weight.element_size())
+    bytes_per_block = block_bytes(cfg, drafter_cfg, (kv_cache_dtype or weight.dtype).itemsize)
     reserved_bytes = unpacking_bytes(model.cfg)
     reserved_bytes += LogitsProcessors.num_bytes(max_num_seqs, model.cfg.vocab_size, choices[-1])
     num_blocks = count_blocks(settings, device, bytes_per_block, max_model_len, max_num_seqs, reserved_bytes)
     with torch.inference_mode(), device_context(weight.device):
         runner = ModelRunner(
-            model, loaded_drafter, num_blocks, max_num_seqs, max_model_len, choices[-1], synthetic_rates
+            *(model, loaded_drafter, num_blocks, max_num_seqs, max_model_len, choices[-1]),
+            *(synthetic_rates, kv_cache_dtype),
         )
         if cuda_graphs:
             with log_duration("captured CUDA graphs"):

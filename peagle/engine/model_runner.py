@@ -75,8 +75,10 @@ class ModelRunner:
         max_model_len: int,
         max_speculative_tokens: int,
         synthetic_rates: Sequence[float] | None = None,
+        kv_cache_dtype: torch.dtype | None = None,
     ) -> None:
-        """`synthetic_rates` are conditional acceptance rates, for benchmarks."""
+        """`synthetic_rates` are conditional acceptance rates, for benchmarks. The KV cache has the target's dtype by
+        default."""
         self.target, self.drafter = target, drafter
         self.max_model_len, self.max_speculative_tokens = max_model_len, max_speculative_tokens
         weight = target.embed_tokens.weight
@@ -84,11 +86,11 @@ class ModelRunner:
         on_cpu = self.device.type == "cpu"
         self.run_target = FusedCpuDecoder(target) if on_cpu and FusedCpuDecoder.supports(target) else target
         layers = [target.cfg.layer_at(i) for i in range(target.cfg.num_layers)]
-        self.kv_cache = KVCache.allocate(layers, num_blocks, weight)
+        self.kv_cache = KVCache.allocate(layers, num_blocks, weight, kv_cache_dtype)
         self.aux_layer_ids: tuple[int, ...] = drafter.cfg.aux_layer_ids if drafter is not None else ()
         self.proposer: DraftProposer | None = None
         if drafter is not None:
-            self.proposer = DraftProposer(drafter, num_blocks, max_model_len, max_speculative_tokens)
+            self.proposer = DraftProposer(drafter, num_blocks, max_model_len, max_speculative_tokens, kv_cache_dtype)
         blocks_per_slot = -(-max_model_len // BLOCK_SIZE)
         self.state = SlotState.allocate(max_num_seqs, max_speculative_tokens, blocks_per_slot, self.device)
         self._pinned = PinnedRing(MAX_TRANSFERS_IN_FLIGHT)

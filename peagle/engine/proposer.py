@@ -19,12 +19,20 @@ from peagle.models.fused_cpu import FusedCpuDrafter
 
 
 class DraftProposer:
-    def __init__(self, drafter: Drafter, num_blocks: int, max_model_len: int, max_speculative_tokens: int) -> None:
+    def __init__(
+        self,
+        drafter: Drafter,
+        num_blocks: int,
+        max_model_len: int,
+        max_speculative_tokens: int,
+        kv_cache_dtype: torch.dtype | None = None,
+    ) -> None:
         self.drafter, self.max_model_len = drafter, max_model_len
         self.max_speculative_tokens, self.mask_token_id = max_speculative_tokens, drafter.cfg.mask_token_id
         self.device = drafter.fc.weight.device
         self.run_drafter = FusedCpuDrafter(drafter) if self.device.type == "cpu" else drafter
-        self.kv_cache = KVCache.allocate([drafter.cfg.layer] * drafter.cfg.num_layers, num_blocks, drafter.fc.weight)
+        layers = [drafter.cfg.layer] * drafter.cfg.num_layers
+        self.kv_cache = KVCache.allocate(layers, num_blocks, drafter.fc.weight, kv_cache_dtype)
         self.mask_hidden_D: Tensor | None = None
         if drafter.cfg.parallel:
             self.mask_hidden_D = drafter.fc.weight.new_empty(drafter.cfg.layer.hidden_size)

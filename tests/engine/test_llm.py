@@ -33,7 +33,7 @@ from torch import Tensor
 
 from peagle.checkpoints.drafter import read_drafter_config, save_drafter
 from peagle.checkpoints.target import Target
-from peagle.config import DecoderConfig, DrafterConfig, EngineSettings, LayerConfig, RopeConfig, SamplingParams
+from peagle.config import DecoderConfig, DrafterConfig, EngineSettings, LayerConfig, RopeConfig, SamplingParams, Window
 from peagle.engine import loader
 from peagle.engine.kv_cache import count_blocks
 from peagle.engine.llm import LLM
@@ -42,6 +42,7 @@ from peagle.engine.model_runner import PendingStep
 from peagle.engine.prefill import PrefillInputs
 from peagle.engine.request import Request
 from peagle.errors import UserError
+from peagle.kernels.attention.dense import causal_attention
 from peagle.kernels.sampling.verify import AcceptedTokens
 from peagle.kernels.step import VerifyInputs
 from peagle.models.decoder import Decoder
@@ -489,6 +490,7 @@ def test_bad_settings_are_refused(tmp_path: Path) -> None:
         (lambda: engine(None, 0, max_model_len=257), "--max-model-len 257: .* 256 tokens"),
         (lambda: engine(None, 0, max_model_len=1), "--max-model-len 1: "),
         (lambda: engine(None, 0, max_num_seqs=0), "--max-num-seqs 0: "),
+        (lambda: engine(None, 0, kv_cache_dtype="int4"), "--kv-cache-dtype int4: must be auto or fp8"),
         (
             lambda: engine(None, 0, blocks=3),
             "one sequence of 64 tokens needs .* at most 48, or raise --kv-cache-memory-bytes",
@@ -587,6 +589,37 @@ def test_drafter_with_k_0(name: str) -> None:
     (got,) = llm.generate(list(prompt(700, 20)), LONG[0])[0].outputs
     check(got, expected_output(prompt(700, 20), LONG[0]), counts=False)
     assert got.num_drafts == 0 and got.num_accepted_tokens_per_pos == []
+
+
+# KV cache in fp8
+
+
+@pytest.mark.parametrize(("name", "k"), [(None, 0), ("p-eagle-1", 3), ("p-eagle-4-reduced", 5), ("eagle3-1", 2)])
+def test_fp8_kv_cache(name: str | None, k: int) -> None:
+    """Equals the reference with rounded keys and values: with any drafter, in any batch, with cached prefixes."""
+
+    def attend_to_fp8(layer: int, q: Tensor, k: Tensor, v: Tensor, window: Window) -> Tensor:
+        rounded = (x.clamp(-448, 448).to(torch.float8_e4m3fn).to(x.dtype) for x in (k, v))
+        return causal_attention(layer, q, *rounded, window)
+
+    params = SamplingParams(max_tokens=25, ignore_eos=True)
+    prompts = pairs.prompts(8)
+    drafter = engines.drafter(name) if name is not None else None
+    llm = engine(name, k, kv_cache_dtype="fp8", prefill_chunk_tokens=7)
+    assert llm.memory_bytes()["cache"] * 4 == engine(name, k).memory_bytes()["cache"]
+    alone = [llm.generate(prompt, params)[0] for prompt in prompts[:3]]
+    together = llm.generate(prompts, params)
+    with mock.patch.object(reference, "causal_attention", attend_to_fp8):
+        for got, text in zip(alone + together, prompts[:3] + prompts, strict=True):
+            want = reference.generate(engines.target().model, text, params, frozenset(), drafter, k)
+            assert got.outputs[0].token_ids == want.token_ids
+            assert got.outputs[0].num_accepted_tokens_per_pos == want.num_accepted_tokens_per_pos
+
+
+def test_fp8_kv_cache_has_four_times_the_blocks_of_fp32() -> None:
+    memory = {"kv_cache_memory_bytes": 10 * 40960, "max_num_seqs": 100}
+    blocks = [engine(None, 0, kv_cache_dtype=name, **memory).scheduler.pool.num_blocks for name in ("auto", "fp8")]
+    assert blocks[1] == 4 * blocks[0]
 
 
 # Soak

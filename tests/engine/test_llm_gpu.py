@@ -108,7 +108,7 @@ SMOLLM2 = LayerConfig(576, 1536, 9, 3, 64, 1e-5)
 
 
 def bf16_outputs(
-    target: Path | Target, drafter: Path | Drafter | None, max_num_seqs: int, vocab: int
+    target: Path | Target, drafter: Path | Drafter | None, max_num_seqs: int, vocab: int, **more: object
 ) -> list[list[int]]:
     """Greedy outputs of 20 prompts, with 7 draft tokens per step if there is a drafter."""
     options = {"device": "cuda", "dtype": "bfloat16", "tokenizer": False, "kv_cache_memory_bytes": 1 << 28}
@@ -118,7 +118,7 @@ def bf16_outputs(
         "prefill_chunk_tokens": LENGTH,
         "enable_prefix_caching": False,
     }
-    llm = LLM(target, drafter, 7 if drafter is not None else "auto", **(options | {"max_model_len": 256}))
+    llm = LLM(target, drafter, 7 if drafter is not None else "auto", **(options | {"max_model_len": 256} | more))
     rng = torch.Generator().manual_seed(0)
     starts = torch.randint(len(pairs.TEXT) - LENGTH, (20,), generator=rng).tolist()
     prompts = [[byte * vocab // 256 for byte in pairs.TEXT[s : s + LENGTH]] for s in starts]
@@ -165,6 +165,15 @@ def test_bf16_output_of_a_random_smollm2_does_not_either() -> None:
     assert len({tuple(output) for output in want}) > 10
     for max_num_seqs, own in ((8, drafter), (4, drafter), (4, None), (1, None)):
         assert bf16_outputs(target, own, max_num_seqs, vocab) == want, (max_num_seqs, own is not None)
+
+
+def test_output_with_an_fp8_kv_cache_does_not_either() -> None:
+    target, drafter, vocab = random_smollm2()
+    want = bf16_outputs(target, None, 8, vocab, kv_cache_dtype="fp8")
+    assert len({tuple(output) for output in want}) > 10 and want != bf16_outputs(target, None, 8, vocab)
+    for max_num_seqs, own in ((8, drafter), (4, drafter), (4, None), (1, None)):
+        have = bf16_outputs(target, own, max_num_seqs, vocab, kv_cache_dtype="fp8")
+        assert have == want, (max_num_seqs, own is not None)
 
 
 @pytest.mark.parametrize("parallel", [True, False])

@@ -15,7 +15,14 @@ from triton_interpreter import patch_interpreter, run_in_interpreter
 
 from peagle.config import ChunkedAttention, Window
 from peagle.kernels.attention.paged import paged_attention, paged_attention_torch, prefill_attention
-from peagle.kernels.attention.types import AttentionLaunch, PagedAttentionInputs, PagedAttentionMetadata, QKNormRope
+from peagle.kernels.attention.types import (
+    FP8_DTYPE,
+    FP8_MAX,
+    AttentionLaunch,
+    PagedAttentionInputs,
+    PagedAttentionMetadata,
+    QKNormRope,
+)
 
 BLOCK = 16
 
@@ -35,6 +42,7 @@ class PagedCase:
     fused_qkv: bool
     seed: int
     has_sinks: bool = False  # attention sinks
+    fp8: bool = False  # the cache's dtype
 
     def build(self, dtype: torch.dtype, device: str) -> None:
         gen = torch.Generator().manual_seed(self.seed)
@@ -53,7 +61,8 @@ class PagedCase:
         for b in range(batch):  # nor the cache contents behind the computed tokens
             for p in range(self.num_computed[b], self.num_computed[b] + self.query_lens[b]):
                 cache[:, tables[b, p // BLOCK], p % BLOCK] = float("nan")
-        self.cache_k, self.cache_v = (x.to(dtype).to(device) for x in (cache_k, cache_v))
+        cache_dtype = FP8_DTYPE if self.fp8 else dtype
+        self.cache_k, self.cache_v = (x.to(cache_dtype).to(device) for x in (cache_k, cache_v))
         qkv = torch.randn(self.offsets[-1], heads + 2 * self.kv_heads, self.width, generator=gen)
         for b in range(batch):  # nor padding rows
             qkv[self.offsets[b] + self.query_lens[b] : self.offsets[b + 1], heads:] = float("nan")
@@ -89,7 +98,10 @@ class PagedCase:
     def expected(self) -> tuple[Tensor, Tensor, Tensor]:
         """Computes the output (nan where undefined) and both caches, key by key."""
         q, k, v = (x.cpu().double() for x in (self.q, self.k, self.v))
-        cache_k, cache_v = self.cache_k.cpu().clone(), self.cache_v.cpu().clone()
+        cache_k, cache_v = self.cache_k.cpu().double(), self.cache_v.cpu().double()
+        new_k, new_v = self.k.cpu().double(), self.v.cpu().double()
+        if self.fp8:
+            new_k, new_v = (x.clamp(-FP8_MAX, FP8_MAX).to(FP8_DTYPE).double() for x in (new_k, new_v))
         out = torch.full(q.shape, float("nan"), dtype=torch.float64)
         for b, start in enumerate(self.num_computed):
             if not self.query_lens[b]:
@@ -97,10 +109,10 @@ class PagedCase:
             first, end = self.offsets[b], start + self.query_lens[b]
             slots = [(int(self.tables[b, p // BLOCK]), p % BLOCK) for p in range(end)]
             for j in range(self.query_lens[b]):
-                cache_k[slots[start + j]] = self.k[first + j].cpu()
-                cache_v[slots[start + j]] = self.v[first + j].cpu()
-            keys = torch.stack([cache_k[at] for at in slots]).double()
-            values = torch.stack([cache_v[at] for at in slots]).double()
+                cache_k[slots[start + j]] = new_k[first + j]
+                cache_v[slots[start + j]] = new_v[first + j]
+            keys = torch.stack([cache_k[at] for at in slots])
+            values = torch.stack([cache_v[at] for at in slots])
             for j in range(self.query_lens[b]):
                 if isinstance(self.window, ChunkedAttention):
                     low = start + j - (start + j) % self.window.chunk_size
@@ -122,8 +134,8 @@ class PagedCase:
         out = run(inputs).cpu().double()
         # The sum of a norm may differ in its last bits; everything else is written exactly.
         step = 2 * tolerance if rope is not None and rope.has_norm else 0.0
-        torch.testing.assert_close(self.cache_k.cpu(), expected_k, rtol=step, atol=step, equal_nan=True)
-        torch.testing.assert_close(self.cache_v.cpu(), expected_v, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(self.cache_k.cpu().double(), expected_k, rtol=step, atol=step, equal_nan=True)
+        torch.testing.assert_close(self.cache_v.cpu().double(), expected_v, rtol=0, atol=0, equal_nan=True)
         real = ~expected.isnan()
         torch.testing.assert_close(out[real], expected[real], rtol=tolerance, atol=tolerance)
 
@@ -165,16 +177,20 @@ def paged_cases(
     )
 
 
+@pytest.mark.parametrize("fp8", [False, True])
 @settings(max_examples=60, deadline=None)
 @given(case=paged_cases(uniform=True, max_rows=20, max_context=90, shapes=SMALL))
-def test_torch_paged(case: PagedCase) -> None:
+def test_torch_paged(fp8: bool, case: PagedCase) -> None:
+    case.fp8 = fp8
     case.build(torch.float32, "cpu")
     case.check(paged_attention, case.metadata("cpu"), 1e-5)
 
 
+@pytest.mark.parametrize("fp8", [False, True])
 @settings(max_examples=30, deadline=None)
 @given(case=paged_cases(uniform=False, max_rows=100, max_context=70, shapes=SMALL))
-def test_torch_prefill(case: PagedCase) -> None:
+def test_torch_prefill(fp8: bool, case: PagedCase) -> None:
+    case.fp8 = fp8
     case.build(torch.float32, "cpu")
     case.check(prefill_attention, case.metadata("cpu", prefill=True), 1e-5)
 
@@ -195,6 +211,22 @@ def test_padding_rows_are_not_nan() -> None:
     case.build(torch.float32, "cpu")
     out = paged_attention(case.inputs(case.metadata("cpu")))
     assert not out.isnan().any()
+
+
+def check_saturation(device: str, attends: list) -> None:
+    """Values beyond the range of fp8 become its largest, and nan stays nan."""
+    for attend in attends:
+        case = PagedCase(1, 1, 16, [3], [4], [4], None, False, True, 0, fp8=True)
+        case.build(torch.float32, device)
+        case.v[:, 0, :4] = torch.tensor([449.0, -1e9, float("inf"), float("nan")], device=device)
+        attend(case.inputs(case.metadata(device, prefill="prefill" in attend.__name__)))
+        written = case.cache_v.double()[case.tables[0, 0], 3:7, 0, :4].cpu()
+        expected = torch.tensor([448.0, -448.0, 448.0, float("nan")]).double().expand(4, 4)
+        torch.testing.assert_close(written, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_torch_saturates() -> None:
+    check_saturation("cpu", [paged_attention, prefill_attention])
 
 
 def check_triton_paged(
@@ -309,6 +341,7 @@ def check_in_the_interpreter() -> None:
     def paged(
         case: PagedCase, tile: int, splits: int, queries: int, rope_kind: str, programs: int, segment_tiles: int
     ) -> None:
+        case.fp8 = case.seed % 2 == 1 and rope_kind != "norm"  # the sum of a norm decides how a key is rounded
         launch = {
             "tile": tile,
             "splits": splits,
@@ -326,6 +359,7 @@ def check_in_the_interpreter() -> None:
         segment_tiles=st.sampled_from([1, 2]),
     )
     def bits(case: PagedCase, splits: int, rope_kind: str, segment_tiles: int) -> None:
+        case.fp8 = case.seed % 2 == 1
         # numpy's matrix product is exact to the bit for one width only, so all launches use 16 queries
         launches = [PagedLaunchConfig(16, 16, splits, 4, 2, 0, programs, 0, segment_tiles) for programs in (1, 2, 0)]
         check_batch_invariance(case, launches=launches, rope_kind=rope_kind, **exact)
@@ -336,6 +370,7 @@ def check_in_the_interpreter() -> None:
         shape=st.sampled_from([(16, 16), (32, 16), (64, 32)]),
     )
     def prefill(case: PagedCase, shape: tuple[int, int]) -> None:
+        case.fp8 = case.seed % 2 == 1
         check_triton_prefill(case, rows=shape[0], tile=shape[1], **exact)
 
     paged()
@@ -343,6 +378,10 @@ def check_in_the_interpreter() -> None:
     prefill()
     half = PagedCase(3, 3, 32, [70, 0, 33], [4, 4, 4], [4, 2, 0], None, True, True, 1)
     check_triton_paged(half, torch.float16, "cpu", 32, 2, 16, "plain")
+    half.fp8 = True
+    check_triton_paged(half, torch.float16, "cpu", 32, 2, 16, "plain")
+    check_triton_prefill(half, torch.float16, "cpu", 32, 16)
+    check_saturation("cpu", [paged_attention_triton, prefill_attention_triton])
     wide = PagedCase(8, 1, 512, [70], [3], [3], ChunkedAttention(32), True, True, 2)
     for attend in (paged_attention_triton, prefill_attention_triton):
         wide.build(torch.float32, "cpu")
@@ -351,6 +390,7 @@ def check_in_the_interpreter() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("fp8", [False, True])
 @settings(max_examples=30, deadline=None)
 @given(
     case=paged_cases(uniform=True, max_rows=20, max_context=900, shapes=COMPILED),
@@ -358,8 +398,9 @@ def check_in_the_interpreter() -> None:
     rope_kind=st.sampled_from(["", "plain"]),
     programs=st.sampled_from([0, 1, 2]),
 )
-def test_triton_paged_on_the_gpu(case: PagedCase, splits: int, rope_kind: str, programs: int) -> None:
+def test_triton_paged_on_the_gpu(fp8: bool, case: PagedCase, splits: int, rope_kind: str, programs: int) -> None:
     """Launches of `choose_paged_launch`, but with query tiles narrow enough to need several."""
+    case.fp8 = fp8
     tile, queries, prefetch, segment_tiles = (256, 16, 1, 2) if case.group == 3 else (128, 32, 2, 1)
     check_triton_paged(
         case, torch.bfloat16, "cuda", tile, splits, queries, rope_kind, prefetch, 8, programs, segment_tiles
@@ -385,9 +426,11 @@ def test_triton_paged_fp32_on_the_gpu(case: PagedCase, splits: int, rope_kind: s
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("fp8", [False, True])
 @settings(max_examples=10, deadline=None)
 @given(case=paged_cases(uniform=True, max_rows=9, max_context=300, shapes=[(4, 1, 256), (8, 8, 64), (8, 1, 512)]))
-def test_wide_heads_on_the_gpu(case: PagedCase) -> None:
+def test_wide_heads_on_the_gpu(fp8: bool, case: PagedCase) -> None:
+    case.fp8 = fp8
     for attend in (paged_attention, prefill_attention):
         case.build(torch.bfloat16, "cuda")
         case.check(attend, case.metadata("cuda", prefill=attend is prefill_attention), 2e-2)
@@ -405,17 +448,20 @@ def test_wide_heads_on_the_gpu(case: PagedCase) -> None:
 )
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("rows", [8, 13])
-def test_batch_invariance_on_the_gpu(rows, window, shape, dtype, rope_kind) -> None:
+@pytest.mark.parametrize("fp8", [False, True])
+def test_batch_invariance_on_the_gpu(fp8, rows, window, shape, dtype, rope_kind) -> None:
     """Default launch, 8 requests of different lengths around the ends of tiles and beyond all splits."""
     num_computed = [0, 5, 60, 127, 250, 1023, 3000, 6000]
-    case = PagedCase(*shape, num_computed, [rows] * 8, [rows] * 7 + [3], window, True, True, 0)
+    case = PagedCase(*shape, num_computed, [rows] * 8, [rows] * 7 + [3], window, True, True, 0, fp8=fp8)
     check_batch_invariance(case, dtype, "cuda", [None], rope_kind)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("fp8", [False, True])
 @settings(max_examples=20, deadline=None)
 @given(case=paged_cases(uniform=False, max_rows=300, max_context=300, shapes=COMPILED))
-def test_triton_prefill_on_the_gpu(case: PagedCase) -> None:
+def test_triton_prefill_on_the_gpu(fp8: bool, case: PagedCase) -> None:
+    case.fp8 = fp8
     check_triton_prefill(case, torch.bfloat16, "cuda", 128 if case.group == 3 else 64, 64)
 
 
@@ -423,8 +469,9 @@ def test_triton_prefill_on_the_gpu(case: PagedCase) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("rows", [[4, 4, 4], [40, 1, 200]])
 @pytest.mark.parametrize("num_computed", [[0, 0, 0], [0, 100, 37]])
-def test_dispatch_on_the_gpu(rows: list[int], num_computed: list[int], dtype: torch.dtype) -> None:
-    case = PagedCase(4, 2, 64, num_computed, rows, rows, None, True, True, 0)
+@pytest.mark.parametrize("fp8", [False, True])
+def test_dispatch_on_the_gpu(fp8: bool, rows: list[int], num_computed: list[int], dtype: torch.dtype) -> None:
+    case = PagedCase(4, 2, 64, num_computed, rows, rows, None, True, True, 0, fp8=fp8)
     case.build(dtype, "cuda")
     attend = paged_attention if len(set(rows)) == 1 else prefill_attention
     metadata = case.metadata("cuda", max(num_computed), prefill=attend is prefill_attention)
@@ -433,17 +480,18 @@ def test_dispatch_on_the_gpu(rows: list[int], num_computed: list[int], dtype: to
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [[1024], [130, 7], [300, 20]])
-def test_prompts_on_the_gpu(rows: list[int]) -> None:
+@pytest.mark.parametrize("fp8", [False, True])
+def test_prompts_on_the_gpu(fp8: bool, rows: list[int]) -> None:
     """Without cached keys, each of these uses another implementation."""
-    case = PagedCase(2, 2, 128, [0] * len(rows), rows, rows, None, True, True, 0)
+    case = PagedCase(2, 2, 128, [0] * len(rows), rows, rows, None, True, True, 0, fp8=fp8)
     case.build(torch.bfloat16, "cuda")
     inputs = case.inputs(case.metadata("cuda", 0, prefill=True))
-    exact = [x.float() for x in inputs[:5]]
+    exact = [*(x.float() for x in inputs[:3]), *(x.to(x.dtype if fp8 else torch.float32).clone() for x in inputs[3:5])]
     expected = paged_attention_torch(PagedAttentionInputs(*exact, inputs.metadata))
     actual = prefill_attention(inputs)
     torch.testing.assert_close(actual.float(), expected, rtol=2e-2, atol=2e-2)
     for cache, wanted in zip((case.cache_k, case.cache_v), exact[3:], strict=True):
-        torch.testing.assert_close(cache.float(), wanted, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(cache.float(), wanted.float(), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.gpu
@@ -479,8 +527,17 @@ def test_cuda_graph_replays_with_new_lengths() -> None:
 
 
 @pytest.mark.gpu
-def test_torch_on_the_gpu() -> None:
-    case = PagedCase(2, 2, 32, [20, 3], [4, 4], [4, 3], 9, True, True, 0)
+def test_fp8_saturates_on_the_gpu() -> None:
+    from peagle.kernels.attention.paged_triton import paged_attention_triton
+    from peagle.kernels.attention.prefill_triton import prefill_attention_triton
+
+    check_saturation("cuda", [paged_attention_triton, prefill_attention_triton, paged_attention_torch])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fp8", [False, True])
+def test_torch_on_the_gpu(fp8: bool) -> None:
+    case = PagedCase(2, 2, 32, [20, 3], [4, 4], [4, 3], 9, True, True, 0, fp8=fp8)
     case.build(torch.float32, "cuda")
     case.check(paged_attention_torch, case.metadata("cuda"), 1e-4)
 

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from peagle.config import Window
 from peagle.kernels.attention.dense import first_visible_position, sink_attention
-from peagle.kernels.attention.types import PagedAttentionInputs, PagedAttentionMetadata
+from peagle.kernels.attention.types import FP8_DTYPE, PagedAttentionInputs, PagedAttentionMetadata, to_cache_dtype
 from peagle.kernels.gemm import skinny_cpu
 from peagle.kernels.triton_utils import supports_triton_float
 
@@ -62,7 +62,7 @@ def paged_attention(inputs: PagedAttentionInputs) -> Tensor:
 
 def prefill_attention(inputs: PagedAttentionInputs) -> Tensor:
     """As `paged_attention` for any number of rows per sequence (`metadata.query_start_loc_B1`), up to whole prompts.
-    q and k come rotated."""
+    q and k come rotated. With an fp8 cache k and v may be rounded in place."""
     q_THd, metadata = inputs.q_THd, inputs.metadata
     assert metadata.query_start_loc_B1 is not None and inputs.rope is None
     if not _runs_triton(q_THd):
@@ -198,7 +198,7 @@ def paged_attention_torch(inputs: PagedAttentionInputs) -> Tensor:
     plan = get_query_plan(metadata, cache_k.shape[1], window)
     for blocks, new in ((cache_k, k_TGd), (cache_v, v_TGd)):
         flat = blocks.view(-1, *blocks.shape[2:])  # never a copy
-        flat[plan.slot_mapping] = new if plan.valid_rows is None else new[plan.valid_rows]
+        flat[plan.slot_mapping] = to_cache_dtype(new if plan.valid_rows is None else new[plan.valid_rows], flat.dtype)
     if len(plan.segments) == 1 and plan.valid_rows is None:
         return _attend_segment(q_THd, plan.segments[0], inputs)
     out_THd = q_THd.new_empty(q_THd.shape) if plan.valid_rows is None else q_THd.new_zeros(q_THd.shape)
@@ -213,7 +213,7 @@ def _attend_segment(q_NHd: Tensor, segment: QuerySegment, inputs: PagedAttention
     caches = (inputs.cache_k, inputs.cache_v)
     if segment.block_ids is not None:
         caches = (caches[0].index_select(0, segment.block_ids), caches[1].index_select(0, segment.block_ids))
-    k_SGd, v_SGd = (blocks.flatten(0, 1)[segment.slots] for blocks in caches)
+    k_SGd, v_SGd = (blocks.flatten(0, 1)[segment.slots].to(q_NHd.dtype) for blocks in caches)
     if sinks_H is not None:
         return sink_attention(q_NHd, k_SGd, v_SGd, segment.get_bias(q_NHd.dtype, window, 1) == 0, sinks_H)
     if rows > _MAX_FOLDED_ROWS:
@@ -260,7 +260,9 @@ class SingleSequenceAttention:
         cls, keys: Tensor, values: Tensor, metadata: PagedAttentionMetadata
     ) -> SingleSequenceAttention | None:
         """Returns an instance if this step is one short query of a sequence with contiguous blocks on a CPU."""
-        if not keys.is_cpu or len(metadata.num_computed_tokens_B) != 1 or metadata.max_query_len > _MAX_FOLDED_ROWS:
+        if not keys.is_cpu or keys.dtype == FP8_DTYPE:
+            return None
+        if len(metadata.num_computed_tokens_B) != 1 or metadata.max_query_len > _MAX_FOLDED_ROWS:
             return None
         plan = get_query_plan(metadata, keys.shape[2], None)
         whole = len(plan.segments) == 1 and plan.valid_rows is None and plan.segments[0].block_ids is None

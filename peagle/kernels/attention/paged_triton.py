@@ -46,10 +46,11 @@ from torch import Tensor
 from peagle.config import ChunkedAttention, Window
 from peagle.kernels.attention.paged_launch import PagedLaunchConfig, choose_paged_launch, get_max_key_tiles
 from peagle.kernels.attention.rotary_triton import inverse_rms, rotate_pairs
-from peagle.kernels.attention.types import PagedAttentionInputs
+from peagle.kernels.attention.types import FP8_MAX, PagedAttentionInputs
 from peagle.kernels.triton_utils import supports_pdl
 
 _NEW_ROWS = 16  # rows written to the cache at a time
+_FP8_MAX = tl.constexpr(FP8_MAX)
 
 
 @triton.jit
@@ -142,7 +143,7 @@ def _prefetch(cache, at, needed, D: tl.constexpr):
     """Prefetches rows of D elements at offsets `at` of the cache into the L2."""
     SIZE: tl.constexpr = cache.dtype.element_ty.primitive_bitwidth // 8
     # Sector by sector: how much more a request brings is not documented. Requests for one line are coalesced.
-    sectors = tl.arange(0, D * SIZE // 32) * 32
+    sectors = tl.arange(0, max(D * SIZE // 32, 1)) * 32
     addresses = (cache + at).to(tl.int64)[:, None] + sectors[None, :]
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; } // $0",
@@ -152,6 +153,15 @@ def _prefetch(cache, at, needed, D: tl.constexpr):
         is_pure=False,
         pack=1,
     )
+
+
+@triton.jit
+def to_cache(x, cache):
+    """Converts keys or values to the dtype of the cache; fp8 saturates."""
+    dtype: tl.constexpr = cache.dtype.element_ty
+    if dtype.primitive_bitwidth == 8:
+        x = tl.clamp(x.to(tl.float32), -_FP8_MAX, _FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
+    return x.to(dtype)
 
 
 @triton.jit
@@ -285,8 +295,8 @@ def _paged_kernel(
         if ROPE:
             k_other, k_cos, k_sin = _load_rope(new_k, new_row, cols[None, :], mine, cos, sin, angle_stride, D)
             key = _apply_rope(key, k_other, k_cos, k_sin, cols[None, :], mine, k_norm, eps, 1, D, QK_NORM)
-        tl.store(cache_k + to, key, mask=mine)
-        tl.store(cache_v + to, value, mask=mine)
+        tl.store(cache_k + to, to_cache(key, cache_k), mask=mine)
+        tl.store(cache_v + to, to_cache(value, cache_v), mask=mine)
     if ROPE:
         queries = _apply_rope(queries, q_other, q_cos, q_sin, cols[:, None], valid[None, :], q_norm, eps, 0, D, QK_NORM)
     running_max = tl.zeros((QUERIES,), tl.float32) - float("inf")
@@ -314,8 +324,8 @@ def _paged_kernel(
                     new_k, new_row[:, None], cols[None, :], mine[:, None], cos, sin, angle_stride, D
                 )
                 key = _apply_rope(key, k_other, k_cos, k_sin, cols[None, :], mine[:, None], k_norm, eps, 1, D, QK_NORM)
-            tl.store(cache_k + to, key, mask=mine[:, None])
-            tl.store(cache_v + to, value, mask=mine[:, None])
+            tl.store(cache_k + to, to_cache(key, cache_k), mask=mine[:, None])
+            tl.store(cache_v + to, to_cache(value, cache_v), mask=mine[:, None])
         tl.debug_barrier()
 
     # One loop over the tiles of all splits, so that the next split's keys are loaded while one is computed.
@@ -352,7 +362,7 @@ def _paged_kernel(
                 )
                 ahead_pos = ahead_segment * SEGMENT + slots
                 ahead_block = tl.load(table + ahead_pos // BLOCK, mask=ahead_pos < start, other=0)
-        scores = tl.dot(keys, queries, input_precision=PRECISION) * scale
+        scores = tl.dot(keys.to(queries.dtype), queries, input_precision=PRECISION) * scale
         visible = pos[:, None] <= query_pos[None, :]
         if WINDOW_KIND:
             visible = visible & (pos[:, None] >= first_visible(query_pos, window, WINDOW_KIND)[None, :])
@@ -361,6 +371,7 @@ def _paged_kernel(
             # With one stage, values reuse the shared memory of the keys. If both were loaded at once, the weights would
             # reuse it, and the assembler of CUDA 12.8 then loses their address.
             values = tl.load(cache_v + at, mask=written, other=0.0)
+        values = values.to(queries.dtype)
         running_max, running_sum, acc = _softmax_step(scores, values, running_max, running_sum, acc, PRECISION)
         if not ONE_SPLIT:
             if last:
@@ -455,7 +466,7 @@ def get_cache_strides(inputs: PagedAttentionInputs) -> tuple[int, int, int]:
 def get_qkv_strides(inputs: PagedAttentionInputs) -> tuple[int, ...]:
     """Returns the strides of a row and a head of q, k and v."""
     q, k, v = inputs[:3]
-    assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1 and q.dtype == k.dtype == v.dtype == inputs.cache_k.dtype
+    assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1 and q.dtype == k.dtype == v.dtype
     return (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
 
 

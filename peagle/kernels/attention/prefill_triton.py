@@ -1,8 +1,9 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, check-untyped-defs=False
 """Paged attention of prompts in Triton: many rows per sequence.
 
-`_write_kernel` writes new keys and values to the cache. `_prefill_kernel` attends: a program handles one tile of rows
-and one query head. Nothing on the host depends on a sequence length, so CUDA graphs can capture both. The rules of
+`_write_kernel` writes new keys and values to the cache; those of an fp8 cache are also rounded in place, so that all
+attention kernels see what is in the cache. `_prefill_kernel` attends: a program handles one tile of rows and one query
+head. Nothing on the host depends on a sequence length, so CUDA graphs can capture both. The rules of
 programmatic dependent launch are in paged_triton.py.
 """
 
@@ -21,6 +22,7 @@ from peagle.kernels.attention.paged_triton import (
     get_cache_strides,
     get_qkv_strides,
     get_window_args,
+    to_cache,
 )
 from peagle.kernels.attention.types import AttentionLaunch, PagedAttentionInputs, PagedAttentionMetadata
 from peagle.kernels.triton_utils import supports_pdl
@@ -126,8 +128,8 @@ def _prefill_kernel(
             block = tl.load(table + pos // BLOCK, mask=cached, other=0).to(tl.int64)
             at = (block * block_stride + (pos % BLOCK) * slot_stride + g * head_stride)[:, None] + cols[None, :]
             keys = tl.load(cache_k + at, mask=cached[:, None], other=0.0)
-            values = tl.load(cache_v + at, mask=cached[:, None], other=0.0)
-            scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
+            values = tl.load(cache_v + at, mask=cached[:, None], other=0.0).to(queries.dtype)
+            scores = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision=PRECISION) * scale
             visible = cached[None, :]
             if WINDOW_KIND:
                 visible = visible & (pos[None, :] >= first_visible(start + j, window, WINDOW_KIND)[:, None])
@@ -172,6 +174,16 @@ def _prefill_kernel(
     tl.store(to, result.to(out.dtype.element_ty), mask=valid[:, None])
 
 
+@triton.jit
+def _write_rows(to, rows, mask):
+    """Writes keys or values to the cache, and stores them back if the cache has another dtype."""
+    new = tl.load(rows, mask=mask, other=0.0)
+    rounded = to_cache(new, to)
+    tl.store(to, rounded, mask=mask)
+    if rounded.dtype != new.dtype:
+        tl.store(rows, rounded.to(new.dtype), mask=mask)
+
+
 @triton.jit(do_not_specialize=["sequences"])
 def _write_kernel(
     k, v, cache_k, cache_v,
@@ -196,12 +208,8 @@ def _write_kernel(
     cols = tl.arange(0, D)[None, :]
     at = (block * block_stride + (pos % BLOCK) * slot_stride + g * head_stride)[:, None] + cols
     mask = real[:, None]
-    to_k = cache_k + at
-    keys = tl.load(k + (row * k_row_stride + g * k_head_stride)[:, None] + cols, mask=mask, other=0.0)
-    tl.store(to_k, keys, mask=mask)
-    to_v = cache_v + at
-    values = tl.load(v + (row * v_row_stride + g * v_head_stride)[:, None] + cols, mask=mask, other=0.0)
-    tl.store(to_v, values, mask=mask)
+    _write_rows(cache_k + at, k + (row * k_row_stride + g * k_head_stride)[:, None] + cols, mask)
+    _write_rows(cache_v + at, v + (row * v_row_stride + g * v_head_stride)[:, None] + cols, mask)
 
 
 def write_kv_triton(inputs: PagedAttentionInputs) -> None:

@@ -16,6 +16,7 @@ from peagle.config import Window
 MAX_CHUNK_SCORES = 4 << 20
 # A chunk ends when it would compute more than twice the visible scores of its rows, but not before this many rows.
 MIN_CHUNK_ROWS = 32
+FP8_DTYPE, FP8_MAX = torch.float8_e4m3fn, 448.0
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,11 @@ class PagedAttentionMetadata:
 
 
 class PagedAttentionInputs(NamedTuple):
-    """Arguments of paged attention in one layer. A cache is [blocks, block size, G, d]."""
+    """Arguments of paged attention in one layer. A cache is [blocks, block size, G, d].
+
+    A cache of FP8_DTYPE holds keys and values that are rounded to fp8 as they are written. Every row attends to the
+    rounded ones, also to those of its own step, so that later steps see the same.
+    """
 
     q_THd: Tensor
     k_TGd: Tensor
@@ -83,6 +88,11 @@ class PagedAttentionInputs(NamedTuple):
     window: Window = None  # limits the positions that a row sees
     sinks_H: Tensor | None = None  # one extra logit per head in the softmax, without a value
     rope: QKNormRope | None = None  # q and k are not yet normed and rotated; the attention kernel does both
+
+
+def to_cache_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Converts keys or values to the dtype of the cache. fp8 saturates, which not every torch release does itself."""
+    return (x.clamp(-FP8_MAX, FP8_MAX) if dtype == FP8_DTYPE else x).to(dtype)
 
 
 class AttentionLaunch(NamedTuple):
