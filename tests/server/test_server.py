@@ -24,7 +24,7 @@ from peagle.cli import main
 from peagle.cli.serving import parse_speculative_config
 from peagle.config import SamplingParams, ServeSettings
 from peagle.errors import UserError
-from peagle.server.logs import LOGGER, start_logging
+from peagle.server.logs import start_logging
 from peagle.server.tokenization import ServerTokenizer
 from peagle.server.vllm_process import build_vllm_command, build_vllm_environment, supervise
 
