@@ -18,6 +18,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGES = ("README.md", "docs/performance.md")
 BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 METHODS = {"none": "no speculation", "eagle3": "EAGLE-3", "p-eagle": "P-EAGLE"}
+SAMPLING = {"greedy": "greedy", "penalty": "penalties", "sampled": "temperature 0.7", "json_schema": "JSON schema"}
+SAMPLING |= {"logprobs": "logprobs"}
 DATASETS = {"mt_bench": "MT-Bench", "humaneval": "HumanEval", "gsm8k": "GSM8K"}
 
 Json = dict[str, Any]
@@ -121,6 +123,43 @@ def cpu_table() -> str:
     return markdown(["machine", "configuration", "speed", "acceptance length"], rows)
 
 
+def http_table(name: str) -> str:
+    """vLLM in its best configuration and peagle, by load and pass: output tokens/s and, when steady, latency."""
+    results = load_json(name)
+    found: dict[tuple[int, str, str, str], Json] = {}
+    for row in results["rows"] if results else []:
+        if "error" not in row:
+            key = row["concurrency"], row["sampling"], row["pass"], row["server"].partition("-")[0]
+            if key not in found or row["output_tokens_per_second"] > found[key]["output_tokens_per_second"]:
+                found[key] = row
+    rows = []
+    for load in sorted({key[:2] for key in found}, key=lambda load: (load[1] != "greedy", load)):
+        cells = [f"{load_header([load[0]])[0]}, {SAMPLING[load[1]]}"]
+        for which in ("cold", "steady"):
+            pair = [found.get((*load, which, engine)) for engine in ("vllm", "peagle")]
+            rates = [row["output_tokens_per_second"] if row else 0.0 for row in pair]
+            cells.append(" / ".join(f"{rate:,.0f}" if rate else "-" for rate in rates))
+            cells.append(f"**{rates[1] / rates[0]:.2f}x**" if all(rates) else "-")
+        for field in ("ttft_p99_ms", "itl_p99_ms"):
+            cells.append(" / ".join(f"{row[field]:,.0f}" if row else "-" for row in pair))
+        rows.append(cells)
+    header = ["vLLM / peagle", "cold", "", "steady", "", "TTFT p99, ms", "ITL p99, ms"]
+    return markdown(header, rows) if rows else ""
+
+
+def options_table() -> str:
+    results = load_json("h200-sampling-options.json")
+    rows = []
+    for row in results["rows"] if results else []:
+        cells = [row["option"]]
+        for load in ("8_of_8_ms", "1_of_64_ms"):
+            none = results["rows"][0][load] if results else 0.0
+            cells += [f"{row[load]:.2f}", f"{row[load] / none:.2f}x"]
+        rows.append(cells)
+    header = ["option", "8 of 8 requests, ms", "", "1 of 64 requests, ms", ""]
+    return markdown(header, rows) if rows else ""
+
+
 def methods_table() -> str:
     """EAGLE-3 and P-EAGLE in peagle, each at its best K."""
     rows = []
@@ -165,6 +204,8 @@ def acceptance_table() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "readme": readme_table,
     "llama-8b": lambda: vllm_table("h200-llama-8b.json"),
+    "http-llama-8b": lambda: http_table("h200-http-llama-8b.json"),
+    "sampling-options": options_table,
     "decode-step": decode_step_table,
     "methods": methods_table,
     "acceptance": acceptance_table,
