@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 TextParts = list[tuple[str, bool]]  # text, and whether it comes from an accepted draft token
 EngineOptions = Annotated[
-    EngineSettings, "num_speculative_tokens", "device", "dtype", "max_model_len", "kv_cache_dtype"
+    EngineSettings, "num_speculative_tokens", "device", "dtype", "max_model_len", "kv_cache_dtype", "quantization"
 ]
 ENGINE = EngineSettings(DEFAULT_NUM_SPECULATIVE_TOKENS, max_num_seqs=1)
 

@@ -156,7 +156,9 @@ def _serve_vllm(
         vllm_config = build_speculative_config(vllm_model_name(drafter, folder), k, parallel)
     # vLLM takes folders and Hugging Face ids, but not our built-in names.
     model = str(resolve_target(target)) if target in BUILT_IN_TARGETS else target
-    options = {name: getattr(engine_settings, name) for name in ("max_model_len", "max_num_seqs", "dtype")}
+    options = {
+        name: getattr(engine_settings, name) for name in ("max_model_len", "max_num_seqs", "dtype", "quantization")
+    }
     if engine_settings.gpu_memory_utilization != EngineSettings.gpu_memory_utilization:
         options["gpu_memory_utilization"] = engine_settings.gpu_memory_utilization
     if engine_settings.kv_cache_dtype != EngineSettings.kv_cache_dtype:

@@ -19,6 +19,8 @@ CPU_TIMED_BATCH_SIZES = (1, 4, 8)  # batch sizes whose decode steps are timed on
 
 KVCacheDtype = Literal["auto", "fp8"]  # fp8 is vLLM's: e4m3 with a scale of 1
 
+Quantization = Literal["fp8"]  # attention and MLP weights in e4m3, with a scale per output row
+
 K_FLAGS = ("--num-speculative-tokens", "-k")
 AUTO_K_HELP = "Draft tokens per decode step (K); auto picks K for the current load."
 MAX_MODEL_LEN_HELP = "Maximum number of prompt and output tokens of a request."
@@ -66,6 +68,7 @@ class EngineSettings(Settings):
     )
     device: str | None = device_option()  # None: cuda if available, else cpu
     dtype: str | None = dtype_option()  # None: bfloat16 on a GPU and on a CPU with fast bfloat16, else float32
+    quantization: Quantization | None = option(None, "fp8: quantize the target's weights at load; dense models only.")
     max_num_seqs: int | None = option(
         None,
         "Maximum number of running requests.",

@@ -29,7 +29,8 @@ from torch import Tensor
 from peagle.config import DecoderConfig, DrafterConfig, EngineSettings, LayerConfig, Window
 from peagle.errors import UserError
 from peagle.kernels.attention.paged import SingleSequenceAttention, paged_attention
-from peagle.kernels.attention.types import FP8_DTYPE, PagedAttentionInputs, PagedAttentionMetadata, QKNormRope
+from peagle.kernels.attention.types import PagedAttentionInputs, PagedAttentionMetadata, QKNormRope
+from peagle.kernels.fp8 import FP8_DTYPE
 
 BLOCK_SIZE = 16
 PADDING_BLOCK = 0
@@ -204,9 +205,13 @@ def resolve_kv_cache_dtype(name: str, device: torch.device) -> torch.dtype | Non
     """The dtype of --kv-cache-dtype; None is the dtype of the model."""
     if name == "auto":
         return None
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
-        raise UserError(f"--kv-cache-dtype {name}: needs a GPU of compute capability 8.9 or newer; use auto")
+    check_fp8_gpu(f"--kv-cache-dtype {name}", device)
     return FP8_DTYPE
+
+
+def check_fp8_gpu(flag: str, device: torch.device) -> None:
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        raise UserError(f"{flag}: needs a GPU of compute capability 8.9 or newer; omit the flag")
 
 
 def block_bytes(cfg: DecoderConfig, draft: DrafterConfig | None, element_size: int) -> int:

@@ -38,6 +38,7 @@ from peagle.display import ProgressBar
 from peagle.engine.cuda_graphs import DecodeGraphs, decode_batch_sizes, find_short_seq_lens, prefill_graph_sizes
 from peagle.engine.kv_cache import BlockPool, block_bytes, count_blocks, resolve_kv_cache_dtype, unpacking_bytes
 from peagle.engine.model_runner import ModelRunner
+from peagle.engine.quantization import check_quantization, quantize_target
 from peagle.engine.scheduler import Scheduler
 from peagle.errors import UserError
 from peagle.hub.resolve import resolve_drafter, resolve_target
@@ -92,6 +93,8 @@ def load_engine(
     cost_table = StepCostTable.load(Path(settings.cost_table)) if settings.cost_table is not None else None
 
     dtype = resolve_dtype(settings.dtype, device)
+    if settings.quantization is not None:
+        check_quantization(settings.quantization, cfg, dtype, device, isinstance(target, Target))
     if isinstance(target, Target):
         loaded_target = target
     else:
@@ -100,6 +103,8 @@ def load_engine(
             loaded_target = load_target(target_folder, dtype, device, keep_mxfp4)
         for rope in loaded_target.model.ropes:  # not for a target that was passed in: others may use it
             rope.set_max_model_len(max_model_len)
+        if settings.quantization is not None:
+            quantize_target(loaded_target.model)
     model, weight = loaded_target.model, loaded_target.model.embed_tokens.weight
     loaded_drafter = drafter if isinstance(drafter, Drafter) else None
     if drafter_folder is not None:

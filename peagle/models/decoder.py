@@ -14,6 +14,7 @@ from peagle.kernels.norm.rms_norm import ResidualStream
 from peagle.models.layers import (
     Attend,
     DecoderLayer,
+    Linear,
     RMSNorm,
     Rope,
     RotaryOrScale,
@@ -50,6 +51,10 @@ class Decoder(nn.Module):
     @property
     def ropes(self) -> list[Rope]:
         return [self.rope] if self.local_rope is None else [self.rope, self.local_rope]
+
+    @property
+    def is_quantized(self) -> bool:
+        return any(isinstance(m, Linear) and m.weight_scale is not None for m in self.modules())
 
     def tie_weights(self) -> None:
         """Shares the embedding table with lm_head if the config ties them; call it again after loading weights."""

@@ -78,7 +78,7 @@ class FusedCpuDecoder:
     def supports(model: Decoder) -> bool:
         cfg = model.cfg
         plain = not cfg.uses_transformers and not cfg.layers and cfg.local_rope is None
-        return plain and cfg.layer == cfg.layer.as_llama and cfg.embedding_scale == 1.0
+        return plain and not model.is_quantized and cfg.layer == cfg.layer.as_llama and cfg.embedding_scale == 1.0
 
     def __init__(self, model: Decoder) -> None:
         self.model = model

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from peagle.config import LayerConfig, RopeConfig, Window
 from peagle.kernels.attention.rotary import split_qkv_rope
 from peagle.kernels.attention.types import QKNormRope
+from peagle.kernels.fp8 import quantize_rows
 from peagle.kernels.gather import gather_rows
 from peagle.kernels.gemm.linear import linear, linear_residual
 from peagle.kernels.moe.experts import expert_mlp, route
@@ -57,6 +58,17 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
+
+
+class Linear(nn.Linear):
+    """A linear layer. Once quantized, its weight is fp8, with one scale per output row."""
+
+    weight_scale: Tensor | None = None
+
+    def quantize(self) -> None:
+        if all(size % 16 == 0 for size in self.weight.shape):  # torch._scaled_mm takes no others
+            values, self.weight_scale = quantize_rows(self.weight)
+            self.weight = nn.Parameter(values, requires_grad=False)
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int, long: bool = True) -> tuple[Tensor, float]:
@@ -171,8 +183,8 @@ class Attention(nn.Module):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
         q_width, kv_width = cfg.num_heads * cfg.head_dim, cfg.num_kv_heads * cfg.head_dim
-        self.qkv_proj = nn.Linear(input_width, q_width + 2 * kv_width, bias=cfg.qkv_bias)
-        self.o_proj = nn.Linear(q_width, cfg.hidden_size, bias=cfg.out_bias)
+        self.qkv_proj = Linear(input_width, q_width + 2 * kv_width, bias=cfg.qkv_bias)
+        self.o_proj = Linear(q_width, cfg.hidden_size, bias=cfg.out_bias)
         self.q_norm = RMSNorm(cfg.head_dim, cfg.norm_eps) if cfg.qk_norm else None
         self.k_norm = RMSNorm(cfg.head_dim, cfg.norm_eps) if cfg.qk_norm else None
         self.sinks = nn.Parameter(torch.zeros(cfg.num_heads)) if cfg.attention_sinks else None
@@ -221,8 +233,8 @@ class MLP(nn.Module):
 
     def __init__(self, cfg: LayerConfig) -> None:
         super().__init__()
-        self.gate_up_proj = nn.Linear(cfg.hidden_size, 2 * cfg.intermediate_size, bias=cfg.mlp_bias)
-        self.down_proj = nn.Linear(cfg.intermediate_size, cfg.hidden_size, bias=cfg.mlp_bias)
+        self.gate_up_proj = Linear(cfg.hidden_size, 2 * cfg.intermediate_size, bias=cfg.mlp_bias)
+        self.down_proj = Linear(cfg.intermediate_size, cfg.hidden_size, bias=cfg.mlp_bias)
         self.activation = cfg.activation
 
     def gate_up(self, x: Tensor | ResidualStream, norm: RMSNorm | None = None) -> Tensor:
@@ -242,17 +254,19 @@ class MLP(nn.Module):
 def project(layer: nn.Linear, x: Tensor | ResidualStream, norm: RMSNorm | None = None, glu: bool = False) -> Tensor:
     """Applies a linear layer, fused with a norm before it and a gate after it."""
     weight, eps = (norm.weight, norm.eps) if norm is not None else (None, 0.0)
-    return linear(x, layer.weight, layer.bias, norm_weight=weight, eps=eps, glu=glu)
+    scale = getattr(layer, "weight_scale", None)
+    return linear(x, layer.weight, layer.bias, norm_weight=weight, eps=eps, glu=glu, weight_scale=scale)
 
 
 def project_residual(
-    residual: Tensor, layer: nn.Linear, x: Tensor, next_norm: RMSNorm | None, out_norm: RMSNorm | None
+    residual: Tensor, layer: Linear, x: Tensor, next_norm: RMSNorm | None, out_norm: RMSNorm | None
 ) -> ResidualStream:
     """Adds a linear layer to the residual stream, through `out_norm`, and prepares the next norm, if there is one."""
     if out_norm is not None:
         return add_residual(residual, out_norm(project(layer, x)), next_norm)
     weight, eps = (next_norm.weight, next_norm.eps) if next_norm is not None else (None, 0.0)
-    return linear_residual(residual, x, layer.weight, layer.bias, next_norm=weight, eps=eps)
+    scale = layer.weight_scale
+    return linear_residual(residual, x, layer.weight, layer.bias, next_norm=weight, eps=eps, weight_scale=scale)
 
 
 def add_residual(residual: Tensor, y: Tensor, next_norm: RMSNorm | None) -> ResidualStream:

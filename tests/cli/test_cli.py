@@ -137,6 +137,7 @@ def test_bad_input_gets_one_line_and_status_2(
         (("generate", "hi", "-t", t, "--seed", "-3"), "--seed -3"),
         (("generate", "hi", "-t", t, "--dtype", "int3"), "--dtype int3"),
         (("generate", "hi", "-t", t, "--kv-cache-dtype", "int4"), "--kv-cache-dtype int4"),
+        (("generate", "hi", "-t", t, "--quantization", "int4"), "--quantization int4"),
         (("generate", "hi", "-t", t, "--device", "abacus"), "--device abacus"),
         (("generate", "hi", "-t", str(target_folder())), "tokenizer"),
         (("generate", "hi", "--frobnicate"), "--frobnicate"),

@@ -33,13 +33,23 @@ from torch import Tensor
 
 from peagle.checkpoints.drafter import read_drafter_config, save_drafter
 from peagle.checkpoints.target import Target
-from peagle.config import DecoderConfig, DrafterConfig, EngineSettings, LayerConfig, RopeConfig, SamplingParams, Window
+from peagle.config import (
+    DecoderConfig,
+    DrafterConfig,
+    EngineSettings,
+    ExpertsConfig,
+    LayerConfig,
+    RopeConfig,
+    SamplingParams,
+    Window,
+)
 from peagle.engine import loader
-from peagle.engine.kv_cache import count_blocks
+from peagle.engine.kv_cache import count_blocks, resolve_kv_cache_dtype
 from peagle.engine.llm import LLM
 from peagle.engine.loader import resolve_choices
 from peagle.engine.model_runner import PendingStep
 from peagle.engine.prefill import PrefillInputs
+from peagle.engine.quantization import check_quantization
 from peagle.engine.request import Request
 from peagle.errors import UserError
 from peagle.kernels.attention.dense import causal_attention
@@ -491,6 +501,8 @@ def test_bad_settings_are_refused(tmp_path: Path) -> None:
         (lambda: engine(None, 0, max_model_len=1), "--max-model-len 1: "),
         (lambda: engine(None, 0, max_num_seqs=0), "--max-num-seqs 0: "),
         (lambda: engine(None, 0, kv_cache_dtype="int4"), "--kv-cache-dtype int4: must be auto or fp8"),
+        (lambda: engine(None, 0, quantization="int4"), "--quantization int4: must be fp8"),
+        (lambda: engine(None, 0, quantization="fp8"), "--quantization fp8: .*folder"),
         (
             lambda: engine(None, 0, blocks=3),
             "one sequence of 64 tokens needs .* at most 48, or raise --kv-cache-memory-bytes",
@@ -620,6 +632,50 @@ def test_fp8_kv_cache_has_four_times_the_blocks_of_fp32() -> None:
     memory = {"kv_cache_memory_bytes": 10 * 40960, "max_num_seqs": 100}
     blocks = [engine(None, 0, kv_cache_dtype=name, **memory).scheduler.pool.num_blocks for name in ("auto", "fp8")]
     assert blocks[1] == 4 * blocks[0]
+
+
+# fp8 weights
+
+
+@pytest.mark.parametrize(("name", "k"), [(None, 0), ("p-eagle-1", 3), ("eagle3-1", 2)])
+def test_fp8_weights(name: str | None, k: int) -> None:
+    """Equals the reference with dequantized weights, with any drafter."""
+    target, drafter = pairs.load_pair(name or "p-eagle-1")
+    with torch.no_grad():
+        for layer in target.layers:
+            for part in (layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj):
+                scale = part.weight.abs().amax(1, keepdim=True) / 448
+                part.weight.copy_((part.weight / scale).to(torch.float8_e4m3fn).float() * scale)
+    params = SamplingParams(max_tokens=25, ignore_eos=True)
+    options = {"device": "cpu", "dtype": "float32", "threads": 1, "tokenizer": False, "quantization": "fp8"}
+    drafter_folder = pairs.drafter_folder(name) if name is not None else None
+    with pytest.warns(UserWarning, match="--quantization fp8: slow on a CPU"):
+        llm = LLM(pairs.target_folder(), drafter_folder, k, **options)
+    assert llm.target.model.layers[4].mlp.down_proj.weight.dtype == torch.float8_e4m3fn
+    assert llm.target.model.lm_head.weight.dtype == torch.float32
+    for text, got in zip(pairs.prompts(6), llm.generate(pairs.prompts(6), params), strict=True):
+        want = reference.generate(target, text, params, frozenset(), drafter if name is not None else None, k)
+        assert got.outputs[0].token_ids == want.token_ids
+        assert got.outputs[0].num_accepted_tokens_per_pos == want.num_accepted_tokens_per_pos
+
+
+def test_what_cannot_be_quantized(monkeypatch: pytest.MonkeyPatch) -> None:
+    dense, gpu = engines.target().model.cfg, torch.device("cuda")
+    experts = replace(dense, layer=replace(dense.layer, experts=ExpertsConfig(4, 2, 32)))
+    other = replace(dense, family="falcon", uses_transformers=True)
+    bf16, fp32 = torch.bfloat16, torch.float32
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    for cfg, dtype, is_loaded, words in (
+        (dense, bf16, True, "a loaded target; pass its folder"),
+        (other, bf16, False, "falcon, which runs through transformers; omit the flag"),
+        (experts, bf16, False, "the target has experts; omit the flag"),
+        (dense, fp32, False, "needs --dtype bfloat16 on a GPU"),
+        (dense, bf16, False, "compute capability 8.9 or newer; omit the flag"),
+    ):
+        with pytest.raises(UserError, match=f"--quantization fp8: .*{words}"):
+            check_quantization("fp8", cfg, dtype, gpu, is_loaded)
+    with pytest.raises(UserError, match="--kv-cache-dtype fp8: .*compute capability 8.9"):
+        resolve_kv_cache_dtype("fp8", gpu)
 
 
 # Soak

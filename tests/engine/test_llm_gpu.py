@@ -176,6 +176,16 @@ def test_output_with_an_fp8_kv_cache_does_not_either() -> None:
         assert have == want, (max_num_seqs, own is not None)
 
 
+def test_output_with_fp8_weights_does_not_either() -> None:
+    """All passes have few enough rows to keep their activations in bf16."""
+    target, drafter = pairs.target_folder(), pairs.drafter_folder("p-eagle-4")
+    want = bf16_outputs(target, None, 8, pairs.VOCAB, quantization="fp8")
+    assert len({tuple(output) for output in want}) > 10
+    for max_num_seqs, own in ((8, drafter), (4, drafter), (4, None), (1, None)):
+        have = bf16_outputs(target, own, max_num_seqs, pairs.VOCAB, quantization="fp8", kv_cache_dtype="auto")
+        assert have == want, (max_num_seqs, own is not None)
+
+
 @pytest.mark.parametrize("parallel", [True, False])
 def test_short_sequence_graphs_give_the_same_output(parallel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs grow past both short sequence lengths, alone and in a batch; graphs of all lengths are used."""

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from triton_interpreter import patch_interpreter
 
+from peagle.kernels.fp8 import FP8_DTYPE, dequantize_rows, fp8_gemm, quantize_rows_torch, quantize_rows_triton
 from peagle.kernels.gather import gather_rows_triton
 from peagle.kernels.gemm import linear as kernels
 from peagle.kernels.gemm import tile_configs as shapes
@@ -91,7 +92,7 @@ def poisoned() -> Iterator[None]:
 class Case:
     """Inputs of one call, and a bound on the rounding error of its result."""
 
-    def __init__(self, T, N, K, dtype, device, *, norm=False, glu=False, bias=False, residual=False, seed=0):
+    def __init__(self, T, N, K, dtype, device, *, norm=False, glu=False, bias=False, residual=False, fp8=False, seed=0):
         generator = torch.Generator().manual_seed(seed)
 
         def draw(*size: int, scale: float = 1.0) -> Tensor:
@@ -100,7 +101,12 @@ class Case:
         columns = N // 2 if glu else N
         # Slices of wider rows, as queries are slices of q, k and v.
         self.x = draw(T, K + 8)[:, :K]
-        self.weight = draw(N, K, scale=K**-0.5)
+        self.weight = self.stored = draw(N, K, scale=K**-0.5)
+        self.options: dict[str, Tensor] = {}
+        if fp8:
+            self.stored, scale = quantize_rows_torch(self.weight)
+            self.options["weight_scale"] = scale
+            self.weight = dequantize_rows(self.stored, scale, torch.float32)
         self.bias = draw(N) if bias else None
         self.norm = draw(K) if norm else None
         self.residual = draw(T, columns + 8)[:, :columns] if residual else None
@@ -109,12 +115,13 @@ class Case:
     def run(self, function, rows: int | None = None, **options) -> Tensor:
         return function(
             self.x[:rows],
-            self.weight,
+            self.stored,
             self.bias,
             norm_weight=self.norm,
             eps=EPS,
             glu=self.glu,
             residual=self.residual[:rows] if self.residual is not None else None,
+            **self.options,
             **options,
         )
 
@@ -158,7 +165,7 @@ def calls(draw: st.DrawFn) -> tuple[dict[str, object], GemmConfig | None]:
     glu = draw(st.booleans())
     K = draw(st.one_of(st.integers(1, 200), st.sampled_from([64, 128, 192, 256])))
     N = draw(st.integers(1, 70)) * (2 if glu else 1)
-    flags = {name: draw(st.booleans()) for name in ("norm", "bias", "residual")}
+    flags = {name: draw(st.booleans()) for name in ("norm", "bias", "residual", "fp8")}
     T = draw(st.one_of(st.sampled_from([1, 8, 16, 17, 32, 33, 64, 65, 150]), st.integers(1, 64)))
     config = draw(st.one_of(st.none(), configs()))
     if config is not None:
@@ -183,6 +190,8 @@ WHOLE = {"T": 20, "N": 70, "K": 250, "glu": True, "norm": True, "bias": True, "r
 @example((WHOLE, GemmConfig(16, 32, 3, 2, accumulators=4, block_m=8)))
 @example((WHOLE | {"K": 192}, GemmConfig(16, 64, 2, 2, accumulators=3, block_m=16)))
 @example((WHOLE | {"T": 1}, None))
+@example((WHOLE | {"glu": False, "K": 256, "fp8": True}, GemmConfig(32, 64, 3, 4, split_k=2, prefetch=64)))
+@example((WHOLE | {"K": 192, "fp8": True}, GemmConfig(16, 64, 2, 2, accumulators=3, block_m=16)))
 @example((WHOLE | {"T": 130}, None))
 @example(({"T": 3, "N": 1, "K": 64, "glu": False, "norm": False, "bias": True, "residual": True}, None))
 @example(({"T": 3, "N": 2, "K": 1, "glu": True, "norm": True, "bias": True, "residual": True}, None))
@@ -322,6 +331,49 @@ def test_smollm2s_layers_are_batch_invariant(rows):
     names = ("first qkv", "o", "gate_up", "down", "qkv", "head")
     for name, some, most in zip(names, chain(rows), chain(shapes.MAX_TILED_ROWS), strict=True):
         assert torch.equal(some, most[:rows]), name
+
+
+@on_a_device
+def test_quantizing_rows(device, dtype):
+    """Each row's largest value becomes 448, and rows of zeros stay zeros; rounding is to the nearest."""
+    x = (torch.randn(5, 150, generator=torch.Generator().manual_seed(0)) * 3).to(dtype).to(device)[:, :140]
+    x[2] = 0
+    values, scale = quantize_rows_triton(x)
+    expected, expected_scale = quantize_rows_torch(x)
+    assert values.dtype == FP8_DTYPE and torch.equal(scale, expected_scale)
+    assert torch.equal(values.double(), expected.double())
+    assert values.double().abs().amax(1).tolist() == [448.0, 448.0, 0.0, 448.0, 448.0]
+    error = (dequantize_rows(values, scale, torch.float32) - x.float()).abs()
+    assert (error <= 2**-4 * x.float().abs() + 2**-10 * scale[:, None]).all()  # 3 bits of mantissa, or subnormal
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs no Triton")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_fp8_gemm(device):
+    case = Case(100, 96, 64, torch.bfloat16, device, bias=True, fp8=True)
+    y = fp8_gemm(case.x, case.stored, case.options["weight_scale"], case.bias)
+    case.x, plain = dequantize_rows(*quantize_rows_torch(case.x), torch.float32), case.x
+    truth = F.linear(case.x, case.weight, case.bias.float())
+    spread = F.linear(case.x.abs(), case.weight.abs(), case.bias.abs().float())
+    assert ((y.float() - truth).abs() <= 2**-7 * spread).all()  # the sum and the bias are rounded to bf16
+    whole = F.linear(plain.float(), case.weight, case.bias.float())
+    assert ((y.float() - whole).abs() <= (2**-7 + 2**-4) * spread).all()  # as is x to fp8
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 64, 65, 641])
+@pytest.mark.parametrize(("N", "K", "glu"), [(960, 576, False), (4096, 4096, False), (19456, 2560, True)])
+def test_fp8_weights_on_the_gpu(rows, N, K, glu):
+    """The error of quantized activations is random: a row's relative error is below that of its elements."""
+    case = Case(rows, N, K, torch.bfloat16, "cuda", norm=True, glu=glu, fp8=True)
+    y = case.run(linear).double()
+    if rows <= 64:
+        return case.check(y.bfloat16())
+    scale = case.options.pop("weight_scale").double()
+    truth = case.run(
+        lambda x, *_, **options: linear_torch(x.double(), case.stored.double() * scale[:, None], **options)
+    )
+    assert ((y - truth).norm(dim=1) <= 2**-4 * truth.norm(dim=1)).all()
 
 
 @on_a_device

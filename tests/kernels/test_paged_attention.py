@@ -15,14 +15,8 @@ from triton_interpreter import patch_interpreter, run_in_interpreter
 
 from peagle.config import ChunkedAttention, Window
 from peagle.kernels.attention.paged import paged_attention, paged_attention_torch, prefill_attention
-from peagle.kernels.attention.types import (
-    FP8_DTYPE,
-    FP8_MAX,
-    AttentionLaunch,
-    PagedAttentionInputs,
-    PagedAttentionMetadata,
-    QKNormRope,
-)
+from peagle.kernels.attention.types import AttentionLaunch, PagedAttentionInputs, PagedAttentionMetadata, QKNormRope
+from peagle.kernels.fp8 import FP8_DTYPE, FP8_MAX
 
 BLOCK = 16
 

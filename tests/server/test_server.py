@@ -357,14 +357,14 @@ def test_vllm_is_started_and_stopped(tmp_path: Path, target: Path) -> None:
         "time.sleep(60)\n",
     )
     arguments = ("serve", str(target), "-d", str(drafter_folder("eagle3-1")), "--engine", "vllm", "--port", "1234")
-    arguments += ("--kv-cache-dtype", "fp8")
+    arguments += ("--kv-cache-dtype", "fp8", "--quantization", "fp8")
     process = forks.Process(
         *("-m", "peagle", *arguments), env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "PEAGLE_API_KEY": KEY}
     )
     wait_until((tmp_path / "told.json").exists)
     reported, key = json.loads((tmp_path / "told.json").read_text())
     assert key == KEY and reported[:2] == ["serve", str(target)] and "1234" in reported
-    assert reported[reported.index("--kv-cache-dtype") + 1] == "fp8"
+    assert [reported[reported.index(flag) + 1] for flag in ("--kv-cache-dtype", "--quantization")] == ["fp8", "fp8"]
     config = json.loads(reported[reported.index("--speculative-config") + 1])
     assert config == {"method": "eagle3", "model": str(drafter_folder("eagle3-1")), "num_speculative_tokens": 3}
     os.kill(process.pid, signal.SIGTERM)

@@ -22,7 +22,8 @@ from torch.nn import functional as F
 
 from peagle.config import Window
 from peagle.kernels.attention.dense import first_visible_position, sink_attention
-from peagle.kernels.attention.types import FP8_DTYPE, PagedAttentionInputs, PagedAttentionMetadata, to_cache_dtype
+from peagle.kernels.attention.types import PagedAttentionInputs, PagedAttentionMetadata, to_cache_dtype
+from peagle.kernels.fp8 import FP8_DTYPE
 from peagle.kernels.gemm import skinny_cpu
 from peagle.kernels.triton_utils import supports_triton_float
 

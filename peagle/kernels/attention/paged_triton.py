@@ -46,7 +46,8 @@ from torch import Tensor
 from peagle.config import ChunkedAttention, Window
 from peagle.kernels.attention.paged_launch import PagedLaunchConfig, choose_paged_launch, get_max_key_tiles
 from peagle.kernels.attention.rotary_triton import inverse_rms, rotate_pairs
-from peagle.kernels.attention.types import FP8_MAX, PagedAttentionInputs
+from peagle.kernels.attention.types import PagedAttentionInputs
+from peagle.kernels.fp8 import FP8_MAX
 from peagle.kernels.triton_utils import supports_pdl
 
 _NEW_ROWS = 16  # rows written to the cache at a time

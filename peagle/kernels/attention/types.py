@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from peagle.config import Window
+from peagle.kernels.fp8 import FP8_DTYPE, to_fp8
 
 # The torch version processes chunks of at most this many scores over all heads: 16 MB in fp32.
 MAX_CHUNK_SCORES = 4 << 20
 # A chunk ends when it would compute more than twice the visible scores of its rows, but not before this many rows.
 MIN_CHUNK_ROWS = 32
-FP8_DTYPE, FP8_MAX = torch.float8_e4m3fn, 448.0
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,8 @@ class PagedAttentionInputs(NamedTuple):
 
 
 def to_cache_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Converts keys or values to the dtype of the cache. fp8 saturates, which not every torch release does itself."""
-    return (x.clamp(-FP8_MAX, FP8_MAX) if dtype == FP8_DTYPE else x).to(dtype)
+    """Converts keys or values to the dtype of the cache."""
+    return to_fp8(x) if dtype == FP8_DTYPE else x.to(dtype)
 
 
 class AttentionLaunch(NamedTuple):

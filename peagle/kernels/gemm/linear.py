@@ -18,6 +18,10 @@ The two configurations of (4096, 4096) and (4096, 14336), o and down of an 8B mo
 are split, since 32 columns without a split would read x twice as often as 64. So the tokens of such a model may change
 where a decode step goes from MAX_FEW_ROWS rows to more. cuBLAS reads a norm that is rounded first: other bits again.
 
+fp8 weights have one scale per output row. The Triton GEMM converts them to the dtype of x as it loads them, so a decode
+step reads half the bytes. More rows, at least MAX_SKINNY_ROWS, are quantized as well (`fp8_gemm`), which changes the
+result by more than rounding.
+
 Shapes: T rows, K input width, N output width (twice the result's width for a gated GEMM).
 """
 
@@ -25,7 +29,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from peagle.kernels.gemm.linear_torch import linear_cpu, linear_torch
 from peagle.kernels.gemm.linear_triton import linear_residual_triton, linear_triton
@@ -43,25 +46,26 @@ def linear(
     eps: float = 0.0,
     glu: bool = False,
     residual: Tensor | None = None,
+    weight_scale: Tensor | None = None,
 ) -> Tensor:
     """Computes residual + glu(norm(x) @ weight^T + bias), where each part is optional: [T, N], or [T, N/2] with glu.
 
-    Weight rows of a gated GEMM are all gates, then all ups.
+    Weight rows of a gated GEMM are all gates, then all ups. `weight_scale` [N] scales the rows of an fp8 weight.
     """
     if isinstance(x, ResidualStream) and x.normed is not None and x.norm_weight is norm_weight:
         x, norm_weight = x.normed, None
     plain = x.x if isinstance(x, ResidualStream) else x
     options: dict[str, Any] = {"norm_weight": norm_weight, "eps": eps, "glu": glu, "residual": residual}
-    if _supports_kernels(plain, weight_NK, bias, norm_weight, residual):
+    if _supports_kernels(plain, weight_NK, weight_scale, bias, norm_weight, residual):
         N, K = weight_NK.shape
-        if len(plain) <= max_triton_rows(N, K, glu):
-            return linear_triton(x, weight_NK, bias, **options)
-        if residual is not None and bias is None and not glu:  # cuBLAS adds it
+        if len(plain) <= max_triton_rows(N, K, glu, weight_scale is not None):
+            return linear_triton(x, weight_NK, bias, weight_scale=weight_scale, **options)
+        if weight_scale is None and residual is not None and bias is None and not glu:  # cuBLAS adds it
             normed = plain if norm_weight is None else rms_norm(plain, norm_weight, eps)
             return torch.addmm(residual, normed, weight_NK.t())
-    elif plain.is_cpu and torch.is_inference_mode_enabled():
+    elif plain.is_cpu and torch.is_inference_mode_enabled() and weight_scale is None:
         return linear_cpu(plain, weight_NK, bias, **options)
-    return linear_torch(plain, weight_NK, bias, **options)
+    return linear_torch(plain, weight_NK, bias, weight_scale=weight_scale, **options)
 
 
 def linear_residual(
@@ -72,18 +76,23 @@ def linear_residual(
     *,
     next_norm: Tensor | None = None,
     eps: float = 0.0,
+    weight_scale: Tensor | None = None,
 ) -> ResidualStream:
     """Adds a linear layer to the residual stream and prepares the norm that reads it next (`next_norm`, `eps`)."""
-    if next_norm is not None and _supports_kernels(x, weight_NK, bias, next_norm, residual):
+    if next_norm is not None and _supports_kernels(x, weight_NK, weight_scale, bias, next_norm, residual):
         N, K = weight_NK.shape
-        if len(x) > max_triton_rows(N, K, False):
+        if len(x) > max_triton_rows(N, K, False, weight_scale is not None):
             # One launch for sum and norm; cuBLAS would first copy the residual into its output.
-            normed, total = add_rms_norm(F.linear(x, weight_NK, bias), residual, next_norm, eps)
+            y = linear_torch(x, weight_NK, bias, weight_scale=weight_scale)
+            normed, total = add_rms_norm(y, residual, next_norm, eps)
             return ResidualStream(total, next_norm, normed=normed)
         if x.dtype == torch.bfloat16:  # in fp16, x * weight could overflow where the norm would not
-            return linear_residual_triton(x, weight_NK, bias, residual=residual, next_norm=next_norm)
-    return ResidualStream(linear(x, weight_NK, bias, residual=residual))
+            options: dict[str, Any] = {"residual": residual, "next_norm": next_norm, "weight_scale": weight_scale}
+            return linear_residual_triton(x, weight_NK, bias, **options)
+    return ResidualStream(linear(x, weight_NK, bias, residual=residual, weight_scale=weight_scale))
 
 
-def _supports_kernels(x: Tensor, weight_NK: Tensor, *others: Tensor | None) -> bool:
-    return x.dim() == 2 and weight_NK.is_contiguous() and supports_triton(x, weight_NK, *others)
+def _supports_kernels(x: Tensor, weight_NK: Tensor, weight_scale: Tensor | None, *others: Tensor | None) -> bool:
+    if weight_scale is None:
+        others = (weight_NK, *others)
+    return x.dim() == 2 and weight_NK.is_contiguous() and supports_triton(x, *others)

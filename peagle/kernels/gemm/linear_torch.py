@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from peagle.kernels.fp8 import dequantize_rows, fp8_gemm
 from peagle.kernels.gemm import skinny_cpu
 from peagle.kernels.norm.rms_norm import rms_norm, silu_mul
 
@@ -60,9 +61,15 @@ def linear_torch(
     eps: float = 0.0,
     glu: bool = False,
     residual: Tensor | None = None,
+    weight_scale: Tensor | None = None,
 ) -> Tensor:
-    """Computes `linear` (linear.py) step by step."""
-    y = F.linear(x_TK if norm_weight is None else rms_norm(x_TK, norm_weight, eps), weight_NK, bias)
+    """Computes `linear` (linear.py) step by step. With fp8 weights it dequantizes them, or on a GPU quantizes x too."""
+    x_TK = x_TK if norm_weight is None else rms_norm(x_TK, norm_weight, eps)
+    if weight_scale is not None and x_TK.is_cuda:
+        y = fp8_gemm(x_TK, weight_NK, weight_scale, bias)
+    else:
+        weight_NK = weight_NK if weight_scale is None else dequantize_rows(weight_NK, weight_scale, x_TK.dtype)
+        y = F.linear(x_TK, weight_NK, bias)
     if glu:
         y = silu_mul(y)
     return y if residual is None else residual + y

@@ -75,10 +75,17 @@ if HAVE_TRITON:
         return tl.rsqrt(order_independent_sum(squares).to(tl.float32) / K + eps)[None, :]
 
     @triton.jit
-    def _finish(acc, up, scale, residual, bias_ptr, y_ptr, next_norm, scaled_ptr, next_squares_ptr, n, m, tile, M, N):
-        """Applies norm, bias, gate and residual to the sum over K and stores it; absent parts are None."""
+    def _finish(
+        acc, up, scale, residual, bias_ptr, w_scale_ptr, y_ptr,
+        next_norm, scaled_ptr, next_squares_ptr, n, m, tile, M, N,
+    ):  # fmt: skip
+        """Applies scales, norm, bias, gate and residual to the sum over K and stores it; absent parts are None."""
         inside = (n < N)[:, None] & (m < M)[None, :]
         dtype = y_ptr.dtype.element_ty
+        if w_scale_ptr is not None:
+            acc = acc * tl.load(w_scale_ptr + n, mask=n < N, other=0.0)[:, None]
+            if up is not None:
+                up = up * tl.load(w_scale_ptr + N + n, mask=n < N, other=0.0)[:, None]
         if scale is not None:
             acc = acc * scale
             if up is not None:
@@ -120,6 +127,7 @@ if HAVE_TRITON:
         bias_ptr,
         partial_ptr,
         counter_ptr,
+        w_scale_ptr,
         BLOCK_M: tl.constexpr,
         BLOCK_N: tl.constexpr,
         BLOCK_K: tl.constexpr,
@@ -193,13 +201,13 @@ if HAVE_TRITON:
                 else:
                     x = tl.load(x_ptrs, mask=(m < M)[None, :] & (start + k < K)[:, None], other=0.0)
                     w = tl.load(w_ptrs, mask=(start + k < K)[None, :], other=0.0)
-                new_accs = new_accs + (tl.dot(w, x, accs[a]),)
+                new_accs = new_accs + (tl.dot(w.to(x.dtype), x, accs[a]),)
                 if GLU:
                     if EVEN_K:
                         w = tl.load(w_ptrs + up_offset)
                     else:
                         w = tl.load(w_ptrs + up_offset, mask=(start + k < K)[None, :], other=0.0)
-                    new_ups = new_ups + (tl.dot(w, x, ups[a]),)
+                    new_ups = new_ups + (tl.dot(w.to(x.dtype), x, ups[a]),)
                 x_ptrs += BLOCK_K
                 w_ptrs += BLOCK_K
             accs = new_accs
@@ -218,8 +226,9 @@ if HAVE_TRITON:
             if squares is not None:
                 scale = _inverse_rms(squares, K, eps)
             _finish(
-                acc, up, scale, residual, bias_ptr, y_ptr, next_norm, scaled_ptr, next_squares_ptr, n, m, tile, M, N
-            )
+                acc, up, scale, residual, bias_ptr, w_scale_ptr, y_ptr,
+                next_norm, scaled_ptr, next_squares_ptr, n, m, tile, M, N,
+            )  # fmt: skip
         else:
             # Each part stores its sums; the last one to arrive adds all of them, in order.
             tl.static_assert(not GLU, "a gated GEMM is not split")
@@ -242,8 +251,9 @@ if HAVE_TRITON:
                 if squares_ptr is not None:
                     scale = _inverse_rms(_load_squares(squares_ptr, squares_count, m, M, BLOCK_SQUARES), K, eps)
                 _finish(
-                    acc, up, scale, residual, bias_ptr, y_ptr, next_norm, scaled_ptr, next_squares_ptr, n, m, tile, M, N
-                )
+                    acc, up, scale, residual, bias_ptr, w_scale_ptr, y_ptr,
+                    next_norm, scaled_ptr, next_squares_ptr, n, m, tile, M, N,
+                )  # fmt: skip
                 tl.store(counter_ptr + tile, 0)  # ready for the next launch
 
 
@@ -274,6 +284,7 @@ def linear_residual_triton(
     glu: bool = False,
     residual: Tensor | None = None,
     next_norm: Tensor | None = None,
+    weight_scale: Tensor | None = None,
     config: GemmConfig | None = None,
     pdl: bool | None = None,
 ) -> ResidualStream:
@@ -307,7 +318,8 @@ def linear_residual_triton(
     # The Triton GEMM adds a residual after a norm or a gate, which no model has, by an instruction that the tiled one
     # does not use.
     tile = cfg.tile if residual is None or (squares is None and not glu) else None
-    gluon = (cfg.weight_stationary or tile is not None) and supports_gluon(x_TK, weight_NK, bias)
+    gluon = (cfg.weight_stationary or tile is not None) and weight_scale is None
+    gluon = gluon and supports_gluon(x_TK, weight_NK, bias)
     tile = tile if gluon else None
     tiles = triton.cdiv(columns, tile.block_n if tile is not None else cfg.block_n)
     out = ResidualStream(y)
@@ -326,7 +338,7 @@ def linear_residual_triton(
     if gluon:
         launch_gluon(T, columns, K, cfg, tile, *arguments, **options)
     else:
-        _launch(T, columns, K, cfg, bias, *arguments, **options)
+        _launch(T, columns, K, cfg, bias, *arguments, w_scale_ptr=weight_scale, **options)
     return out
 
 
@@ -344,7 +356,8 @@ def _launch(T: int, N: int, K: int, cfg: GemmConfig, bias: Tensor | None, *argum
     even = steps * cfg.split_k * cfg.block_k == K
     # A bulk prefetch takes multiples of 16 bytes and must stay inside the weights.
     prefetch = min(cfg.prefetch, power_of_two_within(steps * cfg.block_k if even else K)) if options["PDL"] else 0
-    if prefetch < 64 or K % 8 or weight_NK.data_ptr() % 16 or not (even or cfg.split_k == 1):
+    itemsize = weight_NK.element_size()
+    if prefetch * itemsize < 128 or K * itemsize % 16 or weight_NK.data_ptr() % 16 or not (even or cfg.split_k == 1):
         prefetch = 0
     _linear_kernel[(triton.cdiv(T, block_m), tiles, cfg.split_k)](
         *arguments,

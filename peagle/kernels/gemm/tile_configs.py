@@ -205,12 +205,14 @@ def tile_for(T: int, N: int, K: int, glu: bool, config: GemmConfig) -> TileConfi
     return tile if columns % tile.block_n == 0 else None
 
 
-def max_triton_rows(N: int, K: int, glu: bool) -> int:
+def max_triton_rows(N: int, K: int, glu: bool, fp8: bool = False) -> int:
     """Returns the largest row count for which the Triton GEMM is used instead of cuBLAS.
 
     Small shapes use it for whole batches even where cuBLAS is as fast: cuBLAS rounds differently, so a request's tokens
-    would depend on the batch size.
+    would depend on the batch size. So do fp8 weights (`fp8`), since more rows have their activations quantized, too.
     """
+    if fp8:
+        return max(MAX_SKINNY_ROWS, max_triton_rows(N, K, glu))
     many = TUNED[N, K, glu][1] if (N, K, glu) in TUNED else _many_rows(N, K, glu)
     if is_small_shape(N, K) or (many is not None and K < 1024):
         return MAX_TILED_ROWS
