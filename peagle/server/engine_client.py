@@ -99,7 +99,9 @@ class EngineConnection(asyncio.Protocol):
         self.closed.set()
 
     def send(self, message: msgspec.Struct) -> None:
-        self.transport.write(encode_message(message))
+        """Drops the message if the engine has ended: the next one gets all open requests."""
+        if not self.transport.is_closing():
+            self.transport.write(encode_message(message))
 
 
 class EngineClient:

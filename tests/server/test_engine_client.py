@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 import shutil
@@ -23,6 +24,9 @@ from serving_support import GIVE_UP_S, PROMPT, LocalServer, StepGate, small_engi
 from peagle.config import SamplingParams
 from peagle.engine.llm import LLM
 from peagle.server import server
+from peagle.server.engine_client import EngineConnection
+from peagle.server.engine_messages import AbortRequest
+from peagle.server.server import find_event_loop
 
 MAX_BODY = 1 << 20
 LONG = {"prompt": PROMPT, "max_tokens": 200, "temperature": 0, "ignore_eos": True}
@@ -393,6 +397,24 @@ class Poison:
             self.times -= 1
             raise RuntimeError("a kernel went astray")
         return self.launch(plan, moved)
+
+
+def test_a_command_to_an_engine_that_has_ended_is_dropped() -> None:
+    """uvloop's transport raises an error once it is closed; the next engine gets all open requests."""
+
+    async def send_after_the_end() -> None:
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_connection(lambda: EngineConnection(lambda message: None), sock=ours)
+        theirs.close()
+        await connection.closed.wait()
+        for _ in range(3):
+            await asyncio.sleep(0)
+            connection.send(AbortRequest(1))
+
+    with asyncio.Runner(loop_factory=find_event_loop()) as runner:
+        runner.run(send_after_the_end())
 
 
 def test_an_engine_failure_fails_only_running_requests(expected: str) -> None:
