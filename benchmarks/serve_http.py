@@ -6,9 +6,10 @@
 llama-8b is the Llama-3.1-8B shape with SmolLM2's vocabulary and tokenizer, random weights and synthetic acceptance on
 both sides (see shapes.py). smollm2 is the real model with the shipped drafters; its prompts are MT-Bench, HumanEval and
 GSM8K. vLLM runs each load in the configurations that are best for it: P-EAGLE with K=7 for few requests, EAGLE-3 with
-K=3 for many, no speculation for 256. All servers start at once, with empty caches. Every load runs twice: the first
-pass is what the first users of a fresh server get (cold); the second repeats its prompts (steady), which both servers
-find in their prefix caches. Results are written after every load. Prints a table, then one JSON line.
+K=3 for many, no speculation for 256. The servers of vLLM start at once, then peagle, which times decode steps at its
+start. All caches are empty. Every load runs twice: the first pass is what the first users of a fresh server get (cold);
+the second repeats its prompts (steady), which both servers find in their prefix caches. Results are written after every
+load. Prints a table, then one JSON line.
 """
 
 from __future__ import annotations
@@ -219,6 +220,7 @@ class Comparison:
                 self.start_vllm("vllm-eagle3-k3", 8101, folders["target"], synthetic | eagle3, True, (64, 256))
                 self.start_vllm("vllm-p-eagle-k7", 8102, folders["target"], synthetic | p_eagle, True, (1, 8))
                 self.start_vllm("vllm-no-drafter", 8103, folders["target"], None, True, (256, 256))
+            self.wait_until_ready()
             if "peagle" in self.args.engines:
                 self.start_peagle(8201, folders["target"], folders["p-eagle"], rates)
         else:
@@ -226,6 +228,7 @@ class Comparison:
             p_eagle = {"method": "eagle3", "model": drafter, "num_speculative_tokens": 7, "parallel_drafting": True}
             if "vllm" in self.args.engines:
                 self.start_vllm("vllm-p-eagle-k7", 8102, target, p_eagle, False, (1, 256))
+            self.wait_until_ready()
             if "peagle" in self.args.engines:
                 self.start_peagle(8201, target, drafter, None)
         self.wait_until_ready()
