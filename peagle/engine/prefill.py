@@ -11,7 +11,7 @@ tokens, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, product
 from typing import Any, Generic, TypeVar
@@ -61,6 +61,13 @@ class PrefillShape:
         """Whether a pass of the other shape fits into this one, whose last sequence takes the unused rows."""
         rows_fit = self.num_rows >= other.num_rows and self.max_query_len >= other.max_query_len
         return rows_fit and self.num_ends >= other.num_ends and self.num_sequences > other.num_sequences
+
+    def pad_ends(self) -> PrefillShape:
+        """Rounds the number of prompt ends up to a power of two, if tokens are drafted one after another there: the
+        kernel that does it differs between batch sizes, and all can be compiled before the first request."""
+        if not self.num_ends or self.num_mask_rows != 0:
+            return self
+        return replace(self, num_ends=1 << (self.num_ends - 1).bit_length())
 
     @property
     def field_sizes(self) -> tuple[int, ...]:
@@ -204,9 +211,8 @@ class Prefill:
             self.sampler.send_grammar_masks(matched, [[] for _ in matched])
         shape = PrefillShape.from_chunks(chunks, self.num_mask_rows)
         graph = self.find_graph(shape)
-        packed = pack_prefill_inputs(
-            chunks, new + resumed, graph.shape if graph is not None else shape, self.max_model_len, self.mask_token_id
-        )
+        shape = graph.shape if graph is not None else shape.pad_ends()
+        packed = pack_prefill_inputs(chunks, new + resumed, shape, self.max_model_len, self.mask_token_id)
         if graph is not None:
             first_tokens_F, logprobs_F2N = graph.replay(packed)
         else:
@@ -306,15 +312,20 @@ class Prefill:
         sizes = [rows for rows in WARM_UP_ROWS if rows < max_num_rows]
         while sizes and 2 * sizes[-1] < max_num_rows:
             sizes.append(2 * sizes[-1])
+        shapes = []
         for num_rows in [*sizes, max_num_rows]:
             is_small = num_rows <= WARM_UP_ROWS[-1]
             for num_seqs, max_context_len in product(
                 {1, min(num_rows, max_num_seqs)} if is_small else {1}, (0, None) if is_small else (0,)
             ):
                 max_query_len = min(-(-num_rows // num_seqs), self.max_model_len)
-                shape = PrefillShape(num_rows, num_seqs, num_seqs, max_query_len, max_context_len, self.num_mask_rows)
-                packed = pack_prefill_inputs([], [], shape, self.max_model_len, None)
-                self.forward(copy_to_device(torch.from_numpy(packed), self.device), shape)
+                shapes.append((num_rows, num_seqs, num_seqs, max_query_len, max_context_len, self.num_mask_rows))
+        if self.num_mask_rows == 0:  # all shapes of `pad_ends`
+            exponents = range((min(max_num_seqs, max_num_rows) - 1).bit_length() + 1)
+            shapes += [(1 << e, 1 << e, 1 << e, 1, 0, self.num_mask_rows) for e in exponents]
+        for shape in (PrefillShape(*numbers).pad_ends() for numbers in shapes):
+            packed = pack_prefill_inputs([], [], shape, self.max_model_len, None)
+            self.forward(copy_to_device(torch.from_numpy(packed), self.device), shape)
 
     def find_graph(self, shape: PrefillShape) -> PrefillGraph | None:
         """The smallest graph that fits, unless it has more than twice the rows of the smallest with enough rows."""
