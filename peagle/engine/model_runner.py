@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from peagle.config.sampling import MAX_LOGPROBS
 from peagle.engine.cuda_graphs import DecodeGraphs, StepResult
 from peagle.engine.kv_cache import BLOCK_SIZE, KVCache, decode_attention
 from peagle.engine.prefill import Prefill
@@ -124,21 +125,33 @@ class ModelRunner:
                     step.first_tokens_F = self._copy_to_host(first_tokens_F)
                 if any(r.params.logprobs is not None for r in step.new_requests):
                     step.first_logprobs_F2N = self._copy_to_host(logprobs_F2N)
+            result_memory, logprobs_memory, token_ids_memory = self._reserve_host_memory(scheduled)
             if decoding:
                 result_BX, logprobs_T2N = self._launch_decode(step)
-                step.result_BX = self._copy_to_host(result_BX)
+                step.result_BX = self._copy_to_host(result_BX, result_memory)
                 if any(r.params.logprobs is not None for r in decoding):
-                    step.logprobs_T2N = self._copy_to_host(logprobs_T2N)
+                    step.logprobs_T2N = self._copy_to_host(logprobs_T2N, logprobs_memory)
             if any(r.matcher is not None for r in (*decoding, *(chunk.request for chunk in chunks))):
-                self._host_token_ids_SN = self._copy_to_host(self.state.token_ids_SN)
+                self._host_token_ids_SN = self._copy_to_host(self.state.token_ids_SN, token_ids_memory)
             if self.device.type == "cuda":
                 step.done = torch.cuda.Event()
                 step.done.record()
         return step
 
-    def _copy_to_host(self, x: Tensor) -> Tensor:
-        """A copy that is complete once the step is done."""
-        return self._pinned.copy_to_host(x) if self.device.type == "cuda" else x.clone()
+    def _reserve_host_memory(self, scheduled: SchedulerOutput) -> tuple[Tensor | None, ...]:
+        """Memory for the results of a step that waits for masks: after its launch, an allocation could wait for it."""
+        requests, num_rows = scheduled.decode_requests, scheduled.num_draft_tokens + 1
+        if not self.overlaps_grammars or all(r.matcher is None for r in requests):
+            return None, None, None
+        logprobs_shape = len(requests) * num_rows, 2, 1 + MAX_LOGPROBS
+        result = torch.empty(len(requests), num_rows + 2, dtype=torch.int64, pin_memory=True)
+        logprobs = torch.empty(logprobs_shape, dtype=torch.float32, pin_memory=True)
+        token_ids = torch.empty(self.state.token_ids_SN.shape, dtype=torch.int64, pin_memory=True)
+        return result, logprobs, token_ids
+
+    def _copy_to_host(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
+        """A copy that is complete once the step is done; into `memory`, if it is given."""
+        return self._pinned.copy_to_host(x, memory) if self.device.type == "cuda" else x.clone()
 
     def _launch_decode(self, step: PendingStep) -> StepResult:
         """Launches the decode step as a captured graph if there is one that fits."""
@@ -218,8 +231,6 @@ class ModelRunner:
             self._updates.send()
             for x in (self.state.num_computed_tokens_S, self.state.float_params_3S):
                 self._copy_to_host(x)
-            # Three are in use at a time, and a step that waits for the host must not wait for memory.
-            self._host_token_ids_SN = [self._copy_to_host(self.state.token_ids_SN) for _ in range(3)][-1]
             self.processors.masks.await_step(0)
             self.prefill.warm_up(max_prefill_tokens, len(self.state.num_computed_tokens_S) - 1)
 

@@ -53,9 +53,10 @@ class PinnedRing:
         self._in_flight.append(x.pin_memory())
         return self._in_flight[-1]
 
-    def copy_to_host(self, x: Tensor) -> Tensor:
+    def copy_to_host(self, x: Tensor, host: Tensor | None = None) -> Tensor:
         """Queues a copy of `x` to pinned host memory; it is complete once an event recorded after this call is."""
-        host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+        if host is None:
+            host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
         if not runs_triton(x) or not x.is_contiguous() or x.numel() == 0:
             return host.copy_(x, non_blocking=True)
         self._in_flight.append(host)
