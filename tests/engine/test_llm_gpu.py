@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import engines
 import pairs
 import pytest
 import torch
@@ -85,7 +86,9 @@ def test_masks_of_grammars_are_computed_while_the_target_runs(name: str) -> None
     ]
     prompts, outputs = pairs.prompts(len(params)), []
     for drafter, graphs in ((name, True), (name, False), (None, True)):
-        llm = engine(drafter, 3, tokenizer=True, cuda_graphs=graphs, max_num_seqs=3, max_model_len=192)
+        drafter_folder = pairs.drafter_folder(drafter) if drafter is not None else None
+        options = {"device": "cuda", "dtype": "float32", "max_num_seqs": 3, "kv_cache_memory_bytes": 1 << 28}
+        llm = LLM(engines.target().folder, drafter_folder, 3 if drafter else "auto", cuda_graphs=graphs, **options)
         assert llm.model_runner.overlaps_grammars == graphs
         outputs.append([(o.outputs[0].token_ids, o.outputs[0].finish_reason) for o in llm.generate(prompts, params)])
         assert llm.model_runner._num_mask_steps > 10 or not graphs
