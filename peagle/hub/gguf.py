@@ -143,7 +143,7 @@ def _read_gguf(path: Path) -> tuple[GgufArchitecture, Metadata, dict[str, Any]]:
     name, pre_tokenizer = meta.get("general.architecture"), meta.get("tokenizer.ggml.pre")
     architecture = ARCHITECTURES.get(str(name))
     if architecture is None or architecture.pre_tokenizer != pre_tokenizer:
-        supported = " and ".join(f"{name!r} with {each.pre_tokenizer!r}" for name, each in ARCHITECTURES.items())
+        supported = ", ".join(f"{name!r} with {each.pre_tokenizer!r}" for name, each in ARCHITECTURES.items())
         raise UserError(f"'{path}' is a {name!r} model with a {pre_tokenizer!r} tokenizer; supported: {supported}")
     return architecture, meta, {tensor.name: tensor for tensor in reader.tensors}
 
