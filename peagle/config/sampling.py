@@ -190,8 +190,8 @@ class SamplingParams(Settings):
                 raise UserError(f"{name} {max(ids)}: outside the vocabulary (0 to {vocab_size - 1})")
         words = self.bad_words_token_ids
         require(len(words) <= MAX_BAD_WORDS, "--bad-words", len(words), f"at most {MAX_BAD_WORDS} token sequences")
-        allowed = range(vocab_size) if self.allowed_token_ids is None else self.allowed_token_ids
-        if self.min_tokens and not {*allowed} - {*self.stop_token_ids, *eos_ids}:
+        stops, allowed = {*self.stop_token_ids, *eos_ids}, self.allowed_token_ids
+        if self.min_tokens and (len(stops) >= vocab_size if allowed is None else stops.issuperset(allowed)):
             raise UserError(f"--min-tokens {self.min_tokens}: every token is a stop token, so none may be generated")
 
 

@@ -166,14 +166,12 @@ class LLM:
     def _append_tokens(request: Request, token_ids: list[int], logprobs: Logprobs) -> None:
         """Appends tokens up to the first that finishes the output."""
         output, detokenizer, matcher = request.output_token_ids, request.detokenizer, request.matcher
-        params = request.params
         num_before = len(output)
         for token in token_ids:
             if token < 0:
-                masked = "allowed_token_ids, bad_words and the grammar together allow no token"
-                is_masked = params.allowed_token_ids is not None or params.bad_words_token_ids
-                reason = masked if is_masked else "the target's logits are NaN or infinite"
-                request.finish_reason, request.stop_reason = "error", reason
+                request.finish_reason, request.stop_reason = "error", "the target's logits are NaN or infinite"
+                if request.params.allowed_token_ids is not None or request.params.bad_words_token_ids:
+                    request.stop_reason = "allowed_token_ids, bad_words and the grammar together allow no token"
                 break
             if matcher is not None and not matcher.accept_token(token):
                 request.finish_reason, request.stop_reason = "error", f"grammar: {matcher.error}"

@@ -314,10 +314,10 @@ class Prefill:
             sizes.append(2 * sizes[-1])
         shapes = []
         for num_rows in [*sizes, max_num_rows]:
-            is_small = num_rows <= WARM_UP_ROWS[-1]
-            for num_seqs, max_context_len in product(
-                {1, min(num_rows, max_num_seqs)} if is_small else {1}, (0, None) if is_small else (0,)
-            ):
+            batch_sizes, context_lens = {1}, list[int | None]([0])
+            if num_rows <= WARM_UP_ROWS[-1]:
+                batch_sizes, context_lens = {1, min(num_rows, max_num_seqs)}, [0, None]
+            for num_seqs, max_context_len in product(batch_sizes, context_lens):
                 max_query_len = min(-(-num_rows // num_seqs), self.max_model_len)
                 shapes.append((num_rows, num_seqs, num_seqs, max_query_len, max_context_len, self.num_mask_rows))
         if self.num_mask_rows == 0:  # all shapes of `pad_ends`

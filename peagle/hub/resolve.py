@@ -157,7 +157,7 @@ def _build_target(name: str, cache: Path) -> Path:
             Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bars,
         ):
             work = Path(folder)
-            bar = bars.add_task(f"downloading {target.label} ({target.megabytes} MB)", total=None)
+            bar = bars.add_task(f"preparing {target.label} ({target.megabytes} MB)", total=None)
 
             def report_progress(done: int, total: int) -> None:
                 bars.update(bar, completed=done, total=total)

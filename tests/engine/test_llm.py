@@ -450,6 +450,13 @@ def test_bad_requests_are_refused_without_side_effects() -> None:
         (lambda: llm.generate([good, good], [LONG[0]]), "1 sampling parameters for 2 prompts"),
         (lambda: llm.generate(good, SamplingParams(stop_token_ids=[pairs.VOCAB])), "--stop-token-ids 160: "),
         (lambda: llm.generate(good, SamplingParams(logit_bias={900: 1})), "--logit-bias 900: "),
+        (lambda: llm.generate(good, SamplingParams(allowed_token_ids=[900])), "--allowed-token-ids 900: "),
+        (
+            lambda: llm.generate(good, SamplingParams(min_tokens=2, allowed_token_ids=[5, 6], stop_token_ids=[5, 6])),
+            "--min-tokens 2: every token is a stop token",
+        ),
+        (lambda: llm.generate(good, SamplingParams(bad_words=["much too long"])), "--bad-words 'much too long': "),
+        (lambda: bare.generate(good, SamplingParams(bad_words=["x"])), "--bad-words: .*tokenizer"),
         (lambda: next(llm.stream(good, SamplingParams(n=2))), "--n 2: "),
         (lambda: bare.generate(good, SamplingParams(stop=["x"])), "--stop: .*tokenizer"),
     ]
@@ -462,6 +469,18 @@ def test_bad_requests_are_refused_without_side_effects() -> None:
     while llm.has_unfinished_requests:
         llm.step()
     check(llm.build_output(running).outputs[0], expected_output(prompt(700, 20), LONG[1], "p-eagle-1", 3), counts=True)
+    engines.check_all_released(llm)
+
+
+def test_a_request_that_may_generate_no_token_ends_alone() -> None:
+    """After "e" both allowed tokens are banned."""
+    llm = engine("p-eagle-1", 3)
+    banned = SamplingParams(allowed_token_ids=[*b"ex"], bad_words_token_ids=[[*b"x"], [*b"ee"]])
+    masked, plain = llm.generate([list(prompt(700, 20))] * 2, [banned, PLAIN[1]])
+    output = masked.outputs[0]
+    assert output.token_ids == [*b"e"] and output.finish_reason == "error"
+    assert output.stop_reason == "allowed_token_ids, bad_words and the grammar together allow no token"
+    check(plain.outputs[0], expected_output(prompt(700, 20), PLAIN[1], "p-eagle-1", 3), counts=True)
     engines.check_all_released(llm)
 
 
